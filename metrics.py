@@ -1,0 +1,144 @@
+"""What a run says of itself: the log file, the line for people, and where its time goes."""
+
+import contextlib
+import json
+import sys
+import time
+
+import torch
+
+# Dense peak in TFLOP/s at 16 bits with 32-bit accumulation, from the vendors' datasheets. First match wins.
+PEAK_TFLOPS = {
+    "B200": 2250, "GH200": 989, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "A100": 312, "A800": 312,
+    "H800": 989, "L40S": 362, "L40": 181, "L4": 121, "A40": 150, "A30": 165, "A10G": 70, "A10": 125, "RTX A6000": 155,
+    "RTX 6000 Ada": 364, "RTX 5090": 210, "RTX 4090": 165, "RTX 4080": 97, "RTX 3090": 71, "V100": 125, "T4": 65,
+}  # fmt: skip
+
+
+def peak_flops(device):
+    """The card's dense 16-bit peak in FLOP/s, or None for one that is not in the table: no MFU is better than a guess."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    words = name.replace("-", " ").split()
+    if {"Laptop", "Ti", "SUPER", "D"} & set(words):  # other chips that share a name with one in the table
+        return None
+    for card, tflops in PEAK_TFLOPS.items():
+        if all(word in words for word in card.split()):
+            return tflops * 1e12
+    return None
+
+
+class Meter:
+    """Speed of training alone: evaluation and saving are not counted, and the device is waited for only where a line is
+    logged."""
+
+    def __init__(self, cfg, world, model, first_step):
+        self.cfg, self.world, self.peak = cfg, world, peak_flops(world.device)
+        # 6 FLOPs per token for each weight that multiplies (all but the positions, pad rows too), and 12 L C T for
+        # attention, counted without causality as is the custom (Chowdhery et al. 2022, PaLM, appendix B)
+        c = model.config
+        weights = sum(p.numel() for p in model.parameters()) - model.transformer.wpe.weight.numel()
+        self.flops_per_token = 6 * weights + 12 * c.n_layer * c.n_embd * cfg.seq_len
+        self.t0, self.paused, self.step = time.perf_counter(), 0.0, first_step
+
+    @contextlib.contextmanager
+    def pause(self):
+        self.world.synchronize()  # or what is still in flight would count as evaluation
+        t0 = time.perf_counter()
+        yield
+        self.world.synchronize()
+        self.paused += time.perf_counter() - t0
+
+    def read(self, step):
+        """Numbers of the steps since the last read."""
+        self.world.synchronize()
+        now = time.perf_counter()
+        steps, seconds = step - self.step, now - self.t0 - self.paused
+        self.t0, self.paused, self.step = now, 0.0, step
+        tok_per_s = steps * self.cfg.total_batch_size / seconds
+        values = {"dt_ms": 1000 * seconds / steps, "tok_per_s": tok_per_s, "tokens": step * self.cfg.total_batch_size}
+        if self.peak:
+            values["mfu"] = tok_per_s * self.flops_per_token / (self.peak * self.world.world_size)
+        if self.world.device.type == "cuda":
+            values["peak_gib"] = torch.cuda.max_memory_allocated(self.world.device) / 2**30
+        return values | {"seconds_left": seconds / steps * (self.cfg.max_steps - step)}
+
+
+class Logger:
+    """One JSON line an event in log.jsonl, the same numbers to TensorBoard, a line or a bar for people. Rank 0 only."""
+
+    def __init__(self, run_dir, cfg, is_main, first_step=0):
+        self.is_main, self.bar, self.wandb = is_main, None, None
+        if not is_main:
+            return
+        from torch.utils.tensorboard import SummaryWriter
+        from tqdm import tqdm
+
+        self.file = (run_dir / "log.jsonl").open("a", buffering=1)  # a resumed run goes on in the same file
+        self.tensorboard = SummaryWriter(str(run_dir), purge_step=first_step)
+        if cfg.wandb:
+            import wandb
+
+            self.wandb = wandb.init(project="gpt2", name=run_dir.name, config=vars(cfg), resume="allow")
+        if sys.stderr.isatty():
+            self.bar = tqdm(total=cfg.max_steps, initial=first_step, unit="step", dynamic_ncols=True)
+
+    def event(self, kind, step, **values):
+        if not self.is_main:
+            return
+        record = {"kind": kind, "step": step, "time": round(time.time(), 3)} | values
+        self.file.write(json.dumps(record) + "\n")
+        numbers = {f"{kind}/{k}": v for k, v in values.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
+        for name, value in numbers.items():
+            self.tensorboard.add_scalar(name, value, step)
+        if self.wandb:
+            self.wandb.log(numbers, step=step)
+
+    def say(self, text):
+        """A line for people; goes above the bar if there is one."""
+        if self.is_main:
+            self.bar.write(text) if self.bar is not None else print(text, flush=True)
+
+    def train(self, step, max_steps, seconds_left, **values):
+        """The train event; for people, the bar's text, or a line where there is no terminal."""
+        self.event("train", step, **values)
+        short = f"loss {values['loss']:.4f} | lr {values['lr']:.2e} | norm {values['grad_norm']:.2f} | "
+        short += f"{values['tok_per_s']:,.0f} tok/s"
+        short += f" | MFU {values['mfu']:.1%}" if values.get("mfu") else ""
+        if self.bar is not None:
+            self.bar.set_postfix_str(short, refresh=False)
+            self.bar.update(step - self.bar.n)
+        elif self.is_main:
+            minutes, seconds = divmod(int(seconds_left), 60)
+            phases = "".join(f" | {k[:-3]} {v:.1f} ms" for k, v in values.items() if k.endswith("_ms") and k != "dt_ms")
+            print(f"step {step:5d}/{max_steps} | {short} | {minutes}:{seconds:02d} left{phases}", flush=True)
+
+    def close(self):
+        if self.is_main:
+            self.bar.close() if self.bar is not None else None
+            self.tensorboard.close()
+            self.file.close()
+
+
+class PhaseClock:
+    """Milliseconds of each phase of a step (--timing). On CUDA it drops events into the stream and reads them when a
+    line is logged, so the device never waits; switched off it does nothing at all."""
+
+    def __init__(self, on, device):
+        self.on, self.cuda, self.marks = on, device.type == "cuda", []
+
+    def mark(self, phase):
+        """The time since the mark before this one belongs to `phase`."""
+        if self.on:
+            now = torch.cuda.Event(enable_timing=True) if self.cuda else time.perf_counter()
+            now.record() if self.cuda else None
+            self.marks.append((phase, now))
+
+    def read(self):
+        """Sums since the last read, e.g. {"forward_ms": 31.2}; the device must be idle."""
+        sums = {}
+        for (_, a), (phase, b) in zip(self.marks, self.marks[1:]):
+            if phase != "start":
+                sums[f"{phase}_ms"] = sums.get(f"{phase}_ms", 0) + (a.elapsed_time(b) if self.cuda else 1000 * (b - a))
+        steps = max(1, sum(phase == "start" for phase, _ in self.marks))
+        self.marks = []
+        return {name: round(ms / steps, 3) for name, ms in sums.items()}

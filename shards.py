@@ -1,0 +1,122 @@
+"""Token shards on disk: opening them, checking them, and reading them as one endless stream.
+
+A shard is a row of uint16 token ids, as .npy (fineweb.py, build-nanogpt) or .bin (llm.c, modded-nanogpt), named
+<data>_<split>_<number>; beside it may lie <data>_<split>_<number>.mask, one byte a token, 1 where it is to be learnt.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+
+
+def open_shard(path):
+    """Tokens of one shard as a memory-mapped uint16 array: .npy, or llm.c's .bin. Raises ValueError if it is broken."""
+    if path.suffix == ".bin":  # 256 int32: magic, version, tokens, zeros; then the tokens
+        header = np.fromfile(path, dtype="<i4", count=256)
+        if len(header) < 256 or header[0] != 20240520 or header[1] != 1:
+            raise ValueError(f"shard {path} is no llm.c token file: its header must begin with 20240520, 1; make it again")
+        if path.stat().st_size != 1024 + 2 * int(header[2]):
+            raise ValueError(
+                f"shard {path} is truncated: {path.stat().st_size} bytes, its header promises {1024 + 2 * int(header[2])}; "
+                "delete it and make or download it again"
+            )
+        tokens = np.memmap(path, dtype="<u2", mode="r", offset=1024) if header[2] else np.zeros(0, "<u2")
+    else:
+        try:
+            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+        except (ValueError, EOFError, OSError) as error:
+            raise ValueError(f"shard {path} is broken or truncated ({error}); delete it and make it again") from error
+        if tokens.dtype != np.uint16 or tokens.ndim != 1:
+            raise ValueError(
+                f"shard {path} holds {tokens.dtype} of shape {tokens.shape}, wanted is one row of uint16; "
+                "make it with fineweb.py"
+            )
+    if not len(tokens):
+        raise ValueError(f"shard {path} is empty; delete it and make it again")
+    return tokens
+
+
+class TokenShards:
+    """All shards of a split as one endless stream: position p is token p modulo the number of tokens."""
+
+    def __init__(self, folder, split, vocab_size, verify=False):
+        folder = Path(folder)
+        names = sorted(p for p in folder.glob(f"*_{split}_*") if p.suffix in (".npy", ".bin"))
+        if not names:
+            raise FileNotFoundError(
+                f"no {split} shards in {folder}; `python fineweb.py --out {folder}` makes them from FineWeb-Edu, "
+                "`python train_gpt2.py --preset laptop` needs none"
+            )
+        self.paths, self.vocab_size = names, vocab_size
+        self.check_manifest(folder, verify)
+        self.shards = [open_shard(path) for path in names]
+        self.starts = np.concatenate([[0], np.cumsum([len(s) for s in self.shards])])
+        masks = [path.with_suffix(".mask") for path in names]  # 1: learn to predict this token (fine-tuning data)
+        self.masks = [np.load(m, mmap_mode="r", allow_pickle=False) for m in masks] if masks[0].exists() else None
+
+    def check_manifest(self, folder, verify):
+        """Compare sizes, and with verify=True hashes, with what fineweb.py noted when the shards were whole."""
+        file = folder / "manifest.json"
+        self.manifest = json.loads(file.read_text()) if file.exists() else {}
+        entries = {entry["name"]: entry for entry in self.manifest.get("shards", [])}
+        if verify and not entries:
+            raise FileNotFoundError(f"{file} is missing, so there is nothing to verify the shards against")
+        for path in self.paths:
+            entry = entries.get(path.name)
+            if entry and path.stat().st_size != entry["bytes"]:
+                raise ValueError(
+                    f"shard {path} has {path.stat().st_size} bytes, manifest.json says {entry['bytes']}: it is truncated "
+                    "or not the one that was made; delete it and run fineweb.py again"
+                )
+            if entry and verify:
+                with path.open("rb") as f:
+                    if hashlib.file_digest(f, "sha256").hexdigest() != entry["sha256"]:
+                        raise ValueError(f"shard {path} has changed: its SHA-256 is not the one in manifest.json; make it again")
+
+    def __len__(self):
+        return int(self.starts[-1])
+
+    def where(self, position):
+        """Shard name and offset of a stream position, for messages."""
+        shard = int(np.searchsorted(self.starts, position % len(self), side="right")) - 1
+        return f"{self.paths[shard].name}:{position % len(self) - int(self.starts[shard])}"
+
+    def read(self, position, length, arrays=None):
+        """`length` tokens (or mask values) from a stream position on, over shard edges and the end of the data."""
+        arrays = arrays or self.shards
+        parts, position = [], position % len(self)
+        while length > 0:
+            shard = int(np.searchsorted(self.starts, position, side="right")) - 1
+            offset = position - int(self.starts[shard])
+            part = arrays[shard][offset : offset + length]
+            parts.append(part)
+            length -= len(part)
+            position = (position + len(part)) % len(self)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def batch(self, positions, seq_len):
+        """x and y (len(positions), seq_len) as int64: y is x one token later, -1 where a mask says not to learn."""
+        rows = np.stack([self.read(p, seq_len + 1) for p in positions]).astype(np.int64)
+        if rows.max() >= self.vocab_size:
+            bad = positions[int(rows.max(axis=1).argmax())]
+            raise ValueError(
+                f"token id {rows.max()} near {self.where(bad)} is outside the vocabulary of {self.vocab_size}; "
+                "the shards were made with another tokenizer"
+            )
+        x, y = rows[:, :-1], rows[:, 1:].copy()
+        if self.masks:
+            y[np.stack([self.read(p + 1, seq_len, self.masks) for p in positions]) == 0] = -1
+        return x, y
+
+    def document_starts(self, seq_len):
+        """Positions of sequences that begin at an end-of-text, as many as do not overlap."""
+        eot = np.concatenate([np.flatnonzero(s == self.vocab_size - 1) + a for s, a in zip(self.shards, self.starts)])
+        starts, i = [], 0
+        while i < len(eot) and eot[i] + seq_len <= len(self):
+            starts.append(int(eot[i]))
+            i = int(np.searchsorted(eot, eot[i] + seq_len))
+        if not starts:
+            raise ValueError(f"align_documents finds no end-of-text (id {self.vocab_size - 1}) in {self.paths[0].parent}")
+        return np.array(starts)

@@ -1,0 +1,1185 @@
+"""Train GPT-2, from a laptop to a node of GPUs, in one file that reads from top to bottom.
+
+    python train_gpt2.py                                       # the best this machine can do; says what and why
+    python train_gpt2.py --preset gpt2 --data edu_fineweb10B   # GPT-2 124M on one GPU
+    torchrun --standalone --nproc_per_node=8 train_gpt2.py     # the same run on eight GPUs: same tokens, same steps
+
+Sections: 1 configuration, 2 model, 3 optimizer and schedule, 4 tokens, 5 processes and precision, 6 evaluation,
+7 checkpoints, 8 training, 9 command line. Each uses only those above it and, from the files beside this one,
+cross_entropy.py (the head's loss), shards.py (token files), metrics.py (logging and speed).
+
+Shape letters: B batch, T time (tokens of a sequence), C channels (n_embd), H heads, D head size (C = H * D),
+V vocabulary, N = B * T positions.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import json
+import math
+import os
+import shutil
+import signal
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from cross_entropy import linear_cross_entropy
+from metrics import Logger, Meter, PhaseClock
+from shards import TokenShards
+
+# ---------------------------------------------------------------------------------------------- 1. configuration
+
+
+@dataclass
+class GPTConfig:
+    """Shape of the model, and how its attention and its loss are computed (the last five change speed, not results)."""
+
+    n_layer: int = 12  # transformer blocks
+    n_head: int = 12  # attention heads per block; must divide n_embd
+    n_embd: int = 768  # channels of the residual stream
+    block_size: int = 1024  # longest context the position embeddings reach, in tokens
+    vocab_size: int = 50257  # token ids in use; the data decides (50257 for GPT-2's BPE, 257 for bytes)
+    vocab_multiple: int = 128  # rows of the embedding are rounded up to this: 50257 -> 50304 = 128 * 393; 1 is off
+    attention: Literal["sdpa", "math"] = "sdpa"  # fused kernel, or softmax(QK^T)V spelled out
+    cross_entropy: Literal["auto", "plain", "chunked", "torch", "liger"] = "auto"  # how head and loss are computed
+    activation_checkpointing: bool = False  # recompute each block in the backward pass: less memory, more time
+    document_mask: bool = False  # attention does not cross end-of-text (id vocab_size - 1)
+
+    @property
+    def padded_vocab_size(self):
+        """Rows of the embedding. Ids from vocab_size on are never targets, never predicted, sampled or exported."""
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    def shape(self):
+        """The numbers that a checkpoint must agree in."""
+        return {k: getattr(self, k) for k in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")}
+
+
+@dataclass
+class TrainConfig:
+    """One run. The defaults are GPT-2 124M for one epoch of 10B tokens, with the schedule of GPT-3 (Brown 2020, B)."""
+
+    # data
+    data: str = "edu_fineweb10B"  # folder of .npy or llm.c .bin token shards (made by fineweb.py)
+    total_batch_size: int = 524288  # tokens per update over all processes: 2**19, GPT-3's 0.5M
+    batch_size: int = 0  # sequences per process and micro-step; 0 finds what fits. Results do not depend on it
+    seq_len: int = 1024  # tokens per sequence
+    shuffle: bool = True  # seeded order of sequences within and across shards; off is the order on disk
+    align_documents: bool = False  # start every sequence at an end-of-text token, dropping what is between
+    verify_data: bool = False  # re-hash every shard against manifest.json before training
+    # optimizer
+    max_steps: int = 19073  # updates: 10e9 tokens / 524288
+    lr: float = 6e-4  # peak learning rate
+    min_lr: float = 6e-5  # rate at the end of the schedule
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"  # wsd: warm up, stay, decay
+    warmup_steps: int = 715  # linear warm-up: 375M tokens / 524288
+    decay_steps: int = 3800  # wsd alone: length of the final linear decay
+    weight_decay: float = 0.1  # on matrices and embeddings; biases and LayerNorm gains have none
+    beta1: float = 0.9  # AdamW: memory of the mean gradient
+    beta2: float = 0.95  # AdamW: memory of the squared gradient
+    eps: float = 1e-8  # AdamW: added to the root of the squared gradient
+    grad_clip: float = 1.0  # largest norm of the whole gradient; 0 is off
+    # machine
+    device: str = "auto"  # cuda, mps or cpu
+    precision: Literal["auto", "bf16", "fp16", "tf32", "fp32"] = "auto"  # auto: the best that the device has
+    compile: bool = True  # torch.compile; needs a GPU with Triton, or a C++ compiler on CPU
+    seed: int = 1337  # of the weights, the shuffling and the samples
+    # watching; every interval is in steps, 0 is never
+    log_every: int = 10  # a line in log.jsonl
+    val_every: int = 250  # validation loss
+    val_tokens: int = 10485760  # tokens of the validation split to use; 0 is all of them
+    hella_every: int = 1000  # HellaSwag accuracy
+    hella_examples: int = 10042  # how many of its 10042 examples
+    sample_every: int = 1000  # a few samples
+    sample_tokens: int = 64  # length of each
+    sample_prompt: str = "Hello, I'm a language model,"  # what they begin with
+    timing: bool = False  # milliseconds of data, forward, backward and optimizer in each logged step
+    wandb: bool = False  # Weights & Biases as well as log.jsonl and TensorBoard
+    # keeping
+    log_dir: str = "log"  # runs lie in LOG_DIR/RUN
+    run: str = ""  # name of the run; made from preset and time when empty
+    ckpt_every: int = 1000  # a checkpoint
+    keep_last: int = 2  # how many checkpoints stay, besides the best
+    resume: bool = False  # continue the newest run (or --run NAME) from its newest checkpoint, with its settings
+    init_from: str = ""  # start from these weights: gpt2 ... gpt2-xl, a Hugging Face folder, or a checkpoint
+
+
+PRESETS = {
+    # sizes: Radford et al. 2019, table 2 (its parameter counts are wrong; these are the released models).
+    # rates: Brown et al. 2020, table 2.1, for the model of the same size.
+    "gpt2": (GPTConfig(), TrainConfig()),
+    "gpt2-medium": (GPTConfig(24, 16, 1024), TrainConfig(lr=3e-4, min_lr=3e-5)),
+    "gpt2-large": (GPTConfig(36, 20, 1280), TrainConfig(lr=2.5e-4, min_lr=2.5e-5)),
+    "gpt2-xl": (GPTConfig(48, 25, 1600), TrainConfig(lr=2e-4, min_lr=2e-5)),
+    # about two minutes on two laptop cores, on the text that ships inside Python
+    "laptop": (
+        GPTConfig(n_layer=4, n_head=4, n_embd=192, block_size=256, vocab_size=257, vocab_multiple=1),
+        TrainConfig(
+            data="data/builtin", total_batch_size=8192, seq_len=128, batch_size=0, max_steps=400, lr=4e-3, min_lr=0.0,
+            schedule="linear", warmup_steps=30, beta2=0.99, compile=False, log_every=10, val_every=100, val_tokens=131072,
+            hella_every=0, sample_every=0, sample_tokens=300, sample_prompt="The ", ckpt_every=200,
+        ),
+    ),
+}  # fmt: skip
+
+
+def check_config(model_config, cfg):
+    """Raise ValueError for settings that cannot work, whatever the data and the machine."""
+    if model_config.n_embd % model_config.n_head:
+        raise ValueError(
+            f"n_embd={model_config.n_embd} must be divisible by n_head={model_config.n_head}; "
+            f"n_embd={-(-model_config.n_embd // model_config.n_head) * model_config.n_head} would be"
+        )
+    for name in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "vocab_multiple"):
+        if getattr(model_config, name) < 1:
+            raise ValueError(f"{name}={getattr(model_config, name)} must be at least 1")
+    if not 1 <= cfg.seq_len <= model_config.block_size:
+        raise ValueError(
+            f"seq_len={cfg.seq_len} must be between 1 and block_size={model_config.block_size}; "
+            f"shorten it or pass --block_size {cfg.seq_len}"
+        )
+    for name in ("total_batch_size", "max_steps", "log_every", "keep_last"):
+        if getattr(cfg, name) < 1:
+            raise ValueError(f"{name}={getattr(cfg, name)} must be at least 1")
+    for name in ("batch_size", "warmup_steps", "decay_steps", "lr", "weight_decay", "grad_clip", "val_tokens"):
+        if getattr(cfg, name) < 0:
+            raise ValueError(f"{name}={getattr(cfg, name)} must not be negative")
+
+
+# ------------------------------------------------------------------------------------------------------ 2. model
+
+
+class KVCache:
+    """Keys and values of the tokens seen so far, so that generating the next one costs one position, not all."""
+
+    def __init__(self, config, batch_size, device, dtype):
+        shape = (2, config.n_layer, batch_size, config.n_head, config.block_size, config.n_embd // config.n_head)
+        self.kv = torch.empty(shape, device=device, dtype=dtype)  # (2, n_layer, B, H, block_size, D)
+        self.length = 0  # tokens held; GPT.forward moves it on once all layers have appended
+
+    def append(self, layer, k, v):
+        end = self.length + k.size(2)
+        self.kv[0, layer, :, :, self.length : end] = k
+        self.kv[1, layer, :, :, self.length : end] = v
+        return self.kv[0, layer, :, :, :end], self.kv[1, layer, :, :, :end]
+
+
+class CausalSelfAttention(nn.Module):
+    def __init__(self, config, layer):
+        super().__init__()
+        self.n_head, self.layer, self.attention = config.n_head, layer, config.attention
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)  # q, k and v of all heads in one product
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
+
+    def forward(self, x, mask=None, cache=None):
+        B, T, C = x.size()
+        q, k, v = (
+            t.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, H, T, D)
+            for t in self.c_attn(x).split(C, dim=2)
+        )
+        if cache is not None:
+            k, v = cache.append(self.layer, k.to(cache.kv.dtype), v.to(cache.kv.dtype))  # (B, H, S, D), S >= T
+            q = q.to(cache.kv.dtype)
+        S = k.size(2)
+        if mask is None and 1 < T < S:  # several new tokens after cached ones: row i sees S - T + i + 1 keys
+            mask = torch.ones(T, S, dtype=torch.bool, device=x.device).tril(S - T)
+        causal = mask is None and T == S  # one new token (T == 1 < S) may look at everything
+        if self.attention == "math":
+            scores = q @ k.transpose(-2, -1) * (C // self.n_head) ** -0.5  # (B, H, T, S)
+            if causal:
+                mask = torch.ones(T, S, dtype=torch.bool, device=x.device).tril()
+            if mask is not None:
+                scores = scores.masked_fill(~mask, float("-inf"))
+            y = F.softmax(scores, dim=-1).to(v.dtype) @ v  # (B, H, T, D)
+        else:  # the same without ever holding the (T, S) scores in memory (Dao et al. 2022)
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
+        return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
+
+
+class MLP(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
+
+    def forward(self, x):
+        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))  # GPT-2 was trained with the tanh form
+
+
+class Block(nn.Module):
+    def __init__(self, config, layer):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd)
+        self.attn = CausalSelfAttention(config, layer)
+        self.ln_2 = nn.LayerNorm(config.n_embd)
+        self.mlp = MLP(config)
+
+    def forward(self, x, mask=None, cache=None):
+        x = x + self.attn(self.ln_1(x), mask, cache)
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT(nn.Module):
+    """GPT-2 (Radford et al. 2019): pre-norm transformer, learned positions, head tied to the token embedding."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.transformer = nn.ModuleDict(
+            dict(
+                wte=nn.Embedding(config.padded_vocab_size, config.n_embd),
+                wpe=nn.Embedding(config.block_size, config.n_embd),
+                h=nn.ModuleList(Block(config, layer) for layer in range(config.n_layer)),
+                ln_f=nn.LayerNorm(config.n_embd),
+            )
+        )
+        self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
+        self.lm_head.weight = self.transformer.wte.weight
+        self.init_weights()
+
+    def init_weights(self):
+        """Normal, std 0.02 (Radford 2018); what is added to the residual stream is scaled by (2 n_layer)^-0.5, so that
+        the stream does not grow with depth (Radford 2019, 2.3; two additions a block)."""
+        for name, p in self.named_parameters():
+            if p.dim() >= 2:
+                residual = name.endswith("c_proj.weight")
+                nn.init.normal_(p, std=0.02 * (2 * self.config.n_layer) ** -0.5 if residual else 0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(p)
+        with torch.no_grad():
+            self.transformer.wte.weight[self.config.vocab_size :] = 0  # their gradient is 0, so they stay 0
+
+    def num_params(self):
+        """Numbers in the published model of this shape: the tied matrix once, pad rows not counted."""
+        pad = (self.config.padded_vocab_size - self.config.vocab_size) * self.config.n_embd
+        return sum(p.numel() for p in self.parameters()) - pad
+
+    def forward(self, idx, targets=None, reduction="mean", cache=None):
+        """idx (B, T) -> (logits, None); with targets (B, T) -> (None, loss).
+
+        logits are (B, T, vocab_size), or (B, 1, vocab_size) with a cache, where only the last position is wanted.
+        Targets of -1 are left out. reduction: "mean" over the targets there are (0 if none), "sum", or "none" for the
+        loss of each position (B, T). Logits are not returned beside a loss: a compiled step would have to keep all of
+        them, 6.6 GB at 64 x 1024 positions of GPT-2.
+        """
+        T, past = idx.size(1), cache.length if cache is not None else 0
+        if past + T > self.config.block_size:
+            raise ValueError(f"{past + T} tokens are more than block_size={self.config.block_size}")
+        x = self.transformer.wte(idx) + self.transformer.wpe(torch.arange(past, past + T, device=idx.device))  # (B,T,C)
+        mask = None
+        if self.config.document_mask:
+            document = (idx == self.config.vocab_size - 1).cumsum(1)  # end-of-text leads its document
+            mask = (document[:, None, :] == document[:, :, None]).tril()[:, None]  # (B, 1, T, T)
+        for block in self.transformer.h:
+            if self.config.activation_checkpointing and torch.is_grad_enabled():
+                x = checkpoint(block, x, mask, use_reentrant=False)
+            else:
+                x = block(x, mask, cache)
+        if cache is not None:
+            cache.length += T
+            x = x[:, -1:]
+        x = self.transformer.ln_f(x)
+        if targets is None:
+            return self.lm_head(x)[..., : self.config.vocab_size], None
+        if reduction == "none":
+            logits = self.lm_head(x)[..., : self.config.vocab_size].float()
+            return None, F.cross_entropy(logits.transpose(1, 2), targets, ignore_index=-1, reduction="none")
+        loss = linear_cross_entropy(
+            x.reshape(-1, x.size(-1)), self.lm_head.weight, targets.reshape(-1),
+            self.config.vocab_size, self.config.cross_entropy,
+        )  # fmt: skip
+        return None, loss if reduction == "sum" else loss / (targets >= 0).sum().clamp(min=1)
+
+    @torch.no_grad()
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, generator=None, use_cache=True):
+        """Yield the next token (B,) of each row of idx (B, T), max_new_tokens times.
+
+        temperature 0 takes the likeliest token. top_k keeps the k likeliest (0: all), top_p the fewest whose
+        probabilities add up to it (Holtzman et al. 2020). A window that is full drops its older half, as positions are
+        absolute and a cache cannot slide; with and without cache the same tokens come out.
+        """
+        block_size = self.config.block_size
+        if idx.size(1) > block_size:
+            raise ValueError(f"a prompt of {idx.size(1)} tokens is longer than the context, block_size={block_size}")
+        cache, new, window = None, idx, idx
+        for _ in range(max_new_tokens):
+            if window.size(1) > block_size:
+                window = new = window[:, -max(1, block_size // 2) :]
+                cache = None
+            if use_cache and cache is None:
+                cache = KVCache(self.config, idx.size(0), idx.device, self.activation_dtype(idx.device))
+            logits, _ = self(new if use_cache else window, cache=cache)
+            token = sample_token(logits[:, -1].float(), temperature, top_k, top_p, generator)  # (B,)
+            yield token
+            new = token[:, None]
+            window = torch.cat([window, new], dim=1)
+
+    def activation_dtype(self, device):
+        """The type that the products of this model come out in: autocast's, or that of the weights."""
+        if torch.is_autocast_enabled(device.type):
+            return torch.get_autocast_dtype(device.type)
+        return self.lm_head.weight.dtype
+
+
+def sample_token(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
+    """One token (B,) from logits (B, V)."""
+    if temperature == 0:
+        return logits.argmax(dim=-1)
+    logits = logits / temperature
+    if 0 < top_k < logits.size(-1):
+        kth = logits.topk(top_k).values[:, -1:]
+        logits = logits.masked_fill(logits < kth, float("-inf"))
+    if top_p < 1:
+        probs, order = logits.softmax(dim=-1).sort(descending=True)
+        drop = probs.cumsum(dim=-1) - probs >= top_p  # keep a token if those above it do not reach top_p yet
+        logits = logits.masked_fill(drop.scatter(1, order, drop), float("-inf"))
+    return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)[:, 0]
+
+
+# ------------------------------------------------------------------------------------ 3. optimizer and schedule
+
+
+def param_groups(model, weight_decay):
+    """Two groups: matrices and embeddings decay, biases and LayerNorm gains do not (they scale, not mix)."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in params if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
+    ]
+
+
+def get_lr(step, cfg):
+    """Rate for the update after `step` finished ones: linear up, then the schedule to min_lr at max_steps, then flat."""
+    if step < cfg.warmup_steps:
+        return cfg.lr * (step + 1) / cfg.warmup_steps  # never 0: a first update with rate 0 is a wasted one
+    if cfg.schedule == "constant":
+        return cfg.lr
+    start = cfg.warmup_steps
+    if cfg.schedule == "wsd":  # warm-up, stable, decay (Hu et al. 2024, MiniCPM)
+        start = max(start, cfg.max_steps - cfg.decay_steps)
+    done = min(1.0, max(0.0, (step - start) / max(1, cfg.max_steps - start)))
+    left = 0.5 * (1 + math.cos(math.pi * done)) if cfg.schedule == "cosine" else 1 - done
+    return cfg.min_lr + (cfg.lr - cfg.min_lr) * left
+
+
+# ------------------------------------------------------------------------------------------------------ 4. tokens
+
+
+def permute(i, n, key):
+    """Where a seeded shuffle of range(n) puts the indices i (uint64 array), without storing the shuffle.
+
+    A Feistel network shuffles the next larger power of 4; what lands outside range(n) is sent through again until it
+    lands inside (cycle walking: Black and Rogaway 2002, section 3). The shuffle of 10 billion tokens takes no memory
+    and its state is one integer. The round function is splitmix64's (Steele et al. 2014).
+    """
+    half = np.uint64(max(1, (int(n - 1).bit_length() + 1) // 2))
+    low = np.uint64((1 << int(half)) - 1)
+    i = np.array(i, dtype=np.uint64)
+    todo = np.ones(i.shape, dtype=bool)
+    while todo.any():
+        left, right = i[todo] >> half, i[todo] & low
+        for r in range(4):
+            z = right + np.uint64((key * 4 + r + 1) * 0x9E3779B97F4A7C15 % 2**64)
+            z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            left, right = right, left ^ ((z ^ (z >> np.uint64(31))) & low)
+        i[todo] = (left << half) | right
+        todo = i >= n
+    return i.astype(np.int64)
+
+
+class TokenLoader:
+    """Micro-batches of the training stream. One global cursor: the sequences of step s are the same for any number of
+    processes and any micro-batch; those only decide who reads which.
+
+    The stream is cut into sequences without gaps, over shard edges and over the end of the data, where the next epoch
+    begins in mid-sequence: no token is dropped and none is used twice before all were used once. Shuffling permutes
+    the sequences that begin in the same epoch.
+    """
+
+    def __init__(self, shards, cfg, world, batch_size):
+        self.shards, self.seq_len, self.batch_size = shards, cfg.seq_len, batch_size
+        self.rank, self.world_size, self.device = world.rank, world.world_size, world.device
+        self.shuffle, self.seed = cfg.shuffle, cfg.seed
+        self.step_sequences = cfg.total_batch_size // cfg.seq_len
+        self.grad_accum_steps = grad_accum_steps(cfg, batch_size, world.world_size)
+        if len(shards) <= cfg.seq_len:
+            raise ValueError(f"{len(shards)} training tokens are too few for one sequence of seq_len={cfg.seq_len}")
+        context = shards.manifest.get("context")
+        if context and cfg.seq_len != context:
+            raise ValueError(f"seq_len={cfg.seq_len} must be {context}, the length these conversations were packed to")
+        self.aligned = shards.document_starts(cfg.seq_len) if cfg.align_documents else None
+        self.sequence = 0  # global cursor: sequences handed out, by all processes, in finished steps
+        self.micro_step = 0
+        self.worker = ThreadPoolExecutor(1)  # reads one micro-batch ahead while the device computes
+        self.ahead = None
+
+    def positions(self, first, count):
+        """Stream positions of the sequences first .. first + count - 1 of the run."""
+        j, T, N = np.arange(first, first + count, dtype=np.int64), self.seq_len, len(self.shards)
+        per_epoch = len(self.aligned) if self.aligned is not None else None
+        epoch = j // per_epoch if per_epoch else j * T // N
+        for e in np.unique(epoch) if self.shuffle or per_epoch else []:
+            begin, end = (e * per_epoch, (e + 1) * per_epoch) if per_epoch else (-(-e * N // T), -(-(e + 1) * N // T))
+            members = epoch == e
+            inside = j[members] - begin
+            if self.shuffle:
+                inside = permute(inside, end - begin, key=self.seed * 1_000_003 + int(e))
+            j[members] = self.aligned[inside] if per_epoch else inside + begin
+        return j if per_epoch else j * T
+
+    def micro_batch(self, sequence, micro_step):
+        """(x, y, num_targets): this process's part of a micro-step; num_targets counts the whole step's."""
+        first = sequence + (micro_step * self.world_size + self.rank) * self.batch_size
+        x, y = self.shards.batch(self.positions(first, self.batch_size), self.seq_len)
+        num_targets = self.step_sequences * self.seq_len
+        if self.shards.masks:
+            whole = self.positions(sequence, self.step_sequences)
+            num_targets = sum(int(self.shards.read(p + 1, self.seq_len, self.shards.masks).sum()) for p in whole)
+        x, y = torch.from_numpy(x), torch.from_numpy(y)
+        return (x.pin_memory(), y.pin_memory(), num_targets) if self.device.type == "cuda" else (x, y, num_targets)
+
+    def next_batch(self):
+        """The next micro-batch on the device: x, y (batch_size, seq_len) and the number of targets of the whole step."""
+        here = (self.sequence, self.micro_step)
+        if self.ahead is None or self.ahead[0] != here:
+            self.ahead = (here, self.worker.submit(self.micro_batch, *here))
+        x, y, num_targets = self.ahead[1].result()
+        self.micro_step += 1
+        if self.micro_step == self.grad_accum_steps:
+            self.sequence, self.micro_step = self.sequence + self.step_sequences, 0
+        here = (self.sequence, self.micro_step)
+        self.ahead = (here, self.worker.submit(self.micro_batch, *here))
+        return x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True), max(1, num_targets)
+
+    def step_positions(self, step_end, micro_step):
+        """Names of the shard positions that this process used in a micro-step of the step that ended at step_end."""
+        first = step_end - self.step_sequences + (micro_step * self.world_size + self.rank) * self.batch_size
+        return [self.shards.where(int(p)) for p in self.positions(first, self.batch_size)]
+
+    def state_dict(self):
+        return {"position": self.sequence * self.seq_len}
+
+    def load_state_dict(self, state):
+        self.sequence, self.micro_step = state["position"] // self.seq_len, 0
+
+
+def grad_accum_steps(cfg, batch_size, world_size):
+    """Micro-steps per update. Raises ValueError where total_batch_size is not a whole number of them."""
+    n = batch_size * cfg.seq_len * world_size
+    if cfg.total_batch_size % n:
+        raise ValueError(
+            f"total_batch_size={cfg.total_batch_size} must be a multiple of batch_size * seq_len * world_size = "
+            f"{batch_size} * {cfg.seq_len} * {world_size} = {n}; the next one up is {-(-cfg.total_batch_size // n) * n}"
+        )
+    return cfg.total_batch_size // n
+
+
+# ------------------------------------------------------------------------------------ 5. processes and precision
+
+
+class World:
+    """The processes of this run and the device of this one. A lone process has the same methods, doing nothing."""
+
+    def __init__(self, device="auto"):
+        self.rank, self.local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
+        self.world_size = int(os.environ.get("WORLD_SIZE", 1))
+        self.is_main = self.rank == 0
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        if device.startswith("cuda") and not torch.cuda.is_available():
+            raise ValueError(f"device={device} is not there: torch sees no GPU; pass --device cpu")
+        if device == "cuda":
+            if self.local_rank >= torch.cuda.device_count():
+                raise ValueError(
+                    f"--nproc_per_node asks for more processes than the {torch.cuda.device_count()} GPUs of this machine"
+                )
+            device = f"cuda:{self.local_rank}"
+        self.device = torch.device(device)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # before NCCL starts, or every process opens a context on GPU 0
+        self.distributed = self.world_size > 1
+        if self.distributed:  # gloo carries what lives on the CPU; on GPUs, NCCL the gradients
+            backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, device_id=self.device if self.device.type == "cuda" else None)
+
+    def wrap(self, model):
+        """The model whose backward pass averages gradients over the processes, while it computes the earlier layers'."""
+        if not self.distributed:
+            return model
+        ids = [self.device.index] if self.device.type == "cuda" else None
+        return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True, broadcast_buffers=False)
+
+    def exchange(self, model, last):
+        """Context of a micro-step's forward AND backward: gradients are exchanged in the last one only. DDP reads the
+        flag in its forward pass, so setting it later would come too late."""
+        return model.no_sync() if self.distributed and not last else contextlib.nullcontext()
+
+    def sum(self, tensor):
+        if self.distributed:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def mean(self, tensor):  # gloo has no average
+        return self.sum(tensor) / self.world_size
+
+    def smallest(self, number):
+        """The least of every process's number; through the CPU, so that no GPU waits."""
+        if self.distributed:
+            number = torch.tensor(float(number))
+            dist.all_reduce(number, op=dist.ReduceOp.MIN)
+        return number if not torch.is_tensor(number) else number.item()
+
+    def gather(self, value):
+        values = [None] * self.world_size
+        if not self.distributed:
+            return [value]
+        dist.all_gather_object(values, value)
+        return values
+
+    def from_main(self, value):
+        """Rank 0's value, on every process."""
+        box = [value]
+        if self.distributed:
+            dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+        return box[0]
+
+    def synchronize(self):
+        """Wait for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        elif self.device.type == "mps":
+            torch.mps.synchronize()
+
+    def close(self):
+        if self.distributed:
+            dist.destroy_process_group()
+
+
+class Precision:
+    """How numbers are kept on this device: probed, not assumed."""
+
+    def __init__(self, wanted, device):
+        self.device, self.name = device, wanted
+        if wanted == "auto" and device.type == "cuda":
+            bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+            self.name = "bf16" if bf16 else "fp16" if torch.cuda.get_device_capability(device) >= (7, 0) else "fp32"
+        elif wanted == "auto":
+            self.name = "fp32"  # CPU and MPS: half precision is rarely faster there and sometimes wrong
+        if self.name == "fp16" and device.type == "cpu":
+            raise ValueError("precision=fp16 needs a GPU; on CPU use fp32 or bf16")
+        self.dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.name)
+        # fp16 ends at 6e-8: the scaler multiplies the loss up so that small gradients survive (Micikevicius 2018, 3.2)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=self.name == "fp16")
+
+    def autocast(self):
+        """Products in 16 bits; weights, norms, softmax and sums stay in 32."""
+        return torch.autocast(self.device.type, self.dtype) if self.dtype else contextlib.nullcontext()
+
+    def prepare(self):
+        """Let matrix products that stay in float32 round their inputs to TF32 (10 bits of mantissa), except in fp32."""
+        if self.device.type == "cuda":
+            torch.set_float32_matmul_precision("highest" if self.name == "fp32" else "high")
+
+
+def why_no_compile(device):
+    """"" if torch.compile works on this device, else the reason in a few words."""
+    if device.type == "mps":
+        return "not supported well on MPS"
+    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    try:
+        torch.compile(lambda x: x * 2 + 1)(torch.ones(8, device=device))
+    except Exception as error:  # whatever the toolchain throws: no compiler, old card, missing headers
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120]}"
+    return ""
+
+
+def out_of_memory(error):
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower()
+
+
+def fit_batch_size(model, cfg, world, precision):
+    """Most sequences per micro-step, at most 64, that divide the step evenly and fit in memory.
+
+    Tried for real, largest first, with the eager model, which needs a little more memory than the compiled one. On CPU
+    nothing is tried: 16384 tokens at a time are enough to keep its cores busy.
+    """
+    each = cfg.total_batch_size // (cfg.seq_len * world.world_size)
+    if each < 1 or cfg.total_batch_size % (cfg.seq_len * world.world_size):
+        grad_accum_steps(cfg, 1, world.world_size)  # raises, naming the next total_batch_size that works
+    most = 64 if world.device.type == "cuda" else max(1, 16384 // cfg.seq_len)
+    sizes = [b for b in range(min(most, each), 0, -1) if each % b == 0]
+    if world.device.type != "cuda":
+        return sizes[0]
+    for size in sizes:
+        fits = True
+        try:
+            idx = torch.randint(model.config.vocab_size, (size, cfg.seq_len), device=world.device)
+            with precision.autocast():
+                _, loss = model(idx, idx)
+            loss.backward()
+            # AdamW's two moments and the exchange buckets come on top
+            need = 3 * sum(p.numel() * p.element_size() for p in model.parameters())
+            free, _ = torch.cuda.mem_get_info(world.device)
+            held = torch.cuda.memory_reserved(world.device) - torch.cuda.max_memory_allocated(world.device)
+            fits = need < free + held
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            fits = False
+        idx = loss = None
+        model.zero_grad(set_to_none=True)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(world.device)
+        if world.smallest(fits):
+            return size
+    raise ValueError(
+        f"not even one sequence of seq_len={cfg.seq_len} fits on {torch.cuda.get_device_name(world.device)}; "
+        "pass --activation_checkpointing, a shorter --seq_len or a smaller --preset"
+    )
+
+
+# -------------------------------------------------------------------------------------------------- 6. evaluation
+
+
+@torch.no_grad()
+def eval_val_loss(model, shards, val_tokens, seq_len, batch_size, world, precision):
+    """Mean loss in nats per token over the first val_tokens of the split (0: all), each process doing its share.
+
+    The tokens and their order depend on nothing but the data, and no random number is drawn. The last batch is filled
+    up with targets of -1, so that a compiled model sees one shape.
+    """
+    targets = min(val_tokens or len(shards), len(shards) - 1)
+    if targets < 1:
+        raise ValueError(f"the validation split in {shards.paths[0].parent} has {len(shards)} token(s); it needs two")
+    positions = np.arange(0, targets, seq_len)
+    # per = batches * batch_size sequences for each process
+    per = -(-len(positions) // (batch_size * world.world_size)) * batch_size
+    total = torch.zeros(2, dtype=torch.float64, device="cpu" if world.device.type == "mps" else world.device)
+    for i in range(world.rank * per, (world.rank + 1) * per, batch_size):
+        used = positions[i : i + batch_size]
+        x = np.zeros((batch_size, seq_len), dtype=np.int64)
+        y = np.full((batch_size, seq_len), -1, dtype=np.int64)
+        if len(used):
+            x[: len(used)], y[: len(used)] = shards.batch(used, seq_len)
+            beyond = used[:, None] + np.arange(seq_len) >= targets
+            y[: len(used)][beyond] = -1
+        x, y = torch.from_numpy(x).to(world.device), torch.from_numpy(y).to(world.device)
+        with precision.autocast():
+            _, loss = model(x, y, reduction="sum")
+        total += torch.stack([loss.double(), (y >= 0).sum().double()]).to(total.device)
+    loss, count = world.sum(total).tolist()
+    return loss / max(1, count)
+
+
+def unigram_entropy(train_shards, val_shards, val_tokens):
+    """Nats per token of a model that only knows how often each token occurs in (the first 20M tokens of) the training
+    data: what there is to gain without any context."""
+    V = train_shards.vocab_size
+    seen = np.bincount(train_shards.read(0, min(len(train_shards), 20_000_000)), minlength=V)[:V] + 1
+    asked = np.bincount(val_shards.read(0, min(val_tokens or len(val_shards), len(val_shards))), minlength=V)[:V]
+    return float(-(asked / asked.sum() * np.log(seen / seen.sum())).sum())
+
+
+@functools.cache
+def bytes_per_token(tokenizer, shards):
+    """Mean bytes of text per token of the split's first 10M tokens, to turn nats per token into bits per byte."""
+    sizes = tokenizer.token_bytes()
+    return float(sizes[shards.read(0, min(len(shards), 10_000_000))].mean())
+
+
+def eval_hellaswag(model, examples, world, precision):
+    """HellaSwag accuracies of the bare model as a dict (see hellaswag.py), shared among the processes."""
+    import hellaswag  # it imports from this file
+
+    with precision.autocast():
+        return hellaswag.evaluate(model, limit=examples, world=world)
+
+
+def draw_samples(model, tokenizer, prompt, tokens, device, precision, count=2, seed=42):
+    """`count` texts, from a generator of their own so that training is untouched."""
+    ids = [model.config.vocab_size - 1] + tokenizer.encode(prompt)  # end-of-text: a document begins here
+    idx = torch.tensor([ids[: model.config.block_size]] * count, device=device)
+    generator = torch.Generator(device=device).manual_seed(seed)
+    with precision.autocast():
+        new = list(model.generate(idx, tokens, temperature=0.8, top_k=50, generator=generator))
+    rows = torch.stack(new, dim=1).tolist() if new else [[]] * count
+    return [prompt + tokenizer.decode([t for t in row if t < model.config.vocab_size]) for row in rows]
+
+
+# ------------------------------------------------------------------------------------------------- 7. checkpoints
+
+
+def save_checkpoint(run_dir, step, data, keep_last, best):
+    """Write run_dir/model_<step>.pt whole or not at all, keep the newest keep_last, and model_best.pt if `best`."""
+    path = run_dir / f"model_{step:06d}.pt"
+    part = path.with_suffix(".part")
+    with part.open("wb") as f:
+        torch.save(data, f)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(part, path)  # the name appears when the bytes are on disk; a kill leaves the older files as they were
+    if best:
+        part = run_dir / "model_best.part"
+        part.unlink(missing_ok=True)
+        try:
+            os.link(path, part)
+        except OSError:  # a file system without links
+            shutil.copyfile(path, part)
+        os.replace(part, run_dir / "model_best.pt")
+    for old in sorted(run_dir.glob("model_[0-9]*.pt"))[:-keep_last]:
+        old.unlink()
+    return path
+
+
+class Inert:
+    """Stands for every foreign class in a .pt file: it holds what the file says of the object and can do nothing."""
+
+
+def read_checkpoint(path):
+    """What torch.save wrote, with foreign classes as inert objects: tensors and plain values come in, no code runs."""
+    if not Path(path).exists():
+        raise FileNotFoundError(f"no checkpoint {path}; `ls log/*/` shows those there are")
+    try:
+        stubs = [(Inert, name) for name in torch.serialization.get_unsafe_globals_in_checkpoint(path)]
+        with torch.serialization.safe_globals(stubs):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # a broken zip, a truncated file, pickle opcodes that are refused
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"checkpoint {path} cannot be read ({first}); take another one of the same folder") from error
+
+
+def newest_checkpoint(run_dir):
+    """The last model_<step>.pt of a run. Raises FileNotFoundError if there is none."""
+    files = sorted(Path(run_dir).glob("model_[0-9]*.pt"))
+    if not files:
+        raise FileNotFoundError(f"no checkpoint in {run_dir}; train one with `python train_gpt2.py`, or name a --model")
+    return files[-1]
+
+
+def newest_run(log_dir):
+    """The run folder whose checkpoint was written last."""
+    files = list(Path(log_dir).glob("*/model_[0-9]*.pt"))
+    if not files:
+        raise FileNotFoundError(f"no run with a checkpoint in {log_dir}/; `python train_gpt2.py` makes one")
+    return max(files, key=lambda p: p.stat().st_mtime).parent
+
+
+
+# --------------------------------------------------------------------------------------------------- 8. training
+
+
+class StopSignal:
+    """SIGINT and SIGTERM set a flag; the loop ends after the step in hand. A second Ctrl-C stops at once."""
+
+    def __init__(self):
+        self.name = ""
+        signal.signal(signal.SIGINT, self.receive)
+        signal.signal(signal.SIGTERM, self.receive)
+
+    def receive(self, number, frame):
+        if self.name and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.name = signal.Signals(number).name
+
+
+def due(step, every, last):
+    return every > 0 and (step % every == 0 or last)
+
+
+def train_step(model, optimizer, loader, lr, cfg, world, precision, clock):
+    """One update. Returns the loss and the gradient's norm before clipping as tensors, and the micro-steps' losses.
+
+    The update wants the gradient of the mean loss over all targets of the step. Each micro-step's sum is divided by
+    the number of targets of the whole step, so any cut into micro-steps adds up to the same gradient, with masked
+    targets too. DDP averages over the processes where a sum is wanted: hence the factor world_size.
+    """
+    micro_losses = []
+    clock.mark("start")
+    for micro_step in range(loader.grad_accum_steps):
+        x, y, num_targets = loader.next_batch()
+        clock.mark("data")
+        with world.exchange(model, last=micro_step == loader.grad_accum_steps - 1):
+            with precision.autocast():
+                _, loss = model(x, y, reduction="sum")
+                loss = loss * (world.world_size / num_targets)
+            clock.mark("forward")
+            precision.scaler.scale(loss).backward()
+        clock.mark("backward")
+        micro_losses.append(loss.detach())
+    precision.scaler.unscale_(optimizer)
+    grad_norm = nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip or math.inf)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    precision.scaler.step(optimizer)
+    precision.scaler.update()
+    optimizer.zero_grad(set_to_none=True)
+    clock.mark("optimizer")
+    micro_losses = torch.stack(micro_losses)
+    return world.mean(micro_losses.sum()), grad_norm, micro_losses
+
+
+def check_finite(step, loss, micro_losses, step_end, loader, world, run_dir):
+    """Raise FloatingPointError where the loss of a finished step is not finite, naming the shard positions."""
+    if math.isfinite(loss.item()):
+        return
+    bad = [i for i, value in enumerate(micro_losses.tolist()) if not math.isfinite(value)]
+    mine = [name for i in bad for name in loader.step_positions(step_end, i)]
+    names = [name for part in world.gather(mine) for name in part]
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    kept = ", ".join(sorted(p.name for p in run_dir.glob("model_*.pt"))) or "no checkpoint yet"
+    raise FloatingPointError(
+        f"the loss is {loss.item()} at step {step}, on the sequences at {', '.join(names[:8])}{more}; the run stops and "
+        f"{run_dir} keeps {kept}; try a lower --lr, or --resume to see whether it comes back"
+    )
+
+
+def prepare(model_config, cfg, world):
+    """What training works with, from a seeded start. Raises ValueError or FileNotFoundError for what cannot work."""
+    torch.manual_seed(cfg.seed)
+    precision = Precision(cfg.precision, world.device)
+    precision.prepare()
+    train_shards = TokenShards(cfg.data, "train", model_config.vocab_size, cfg.verify_data)
+    val_shards = TokenShards(cfg.data, "val", model_config.vocab_size, cfg.verify_data)
+    raw_model = GPT(model_config)
+    if cfg.init_from:
+        from weights import load_model  # it imports from this file
+
+        loaded = load_model(cfg.init_from, cfg.log_dir)
+        same_shape(cfg.init_from, loaded.config.shape(), model_config.shape())
+        copy_weights(raw_model, loaded.state_dict())
+    raw_model.to(world.device)
+    batch_size = cfg.batch_size or fit_batch_size(raw_model, cfg, world, precision)
+    loader = TokenLoader(train_shards, cfg, world, batch_size)
+    optimizer = torch.optim.AdamW(
+        param_groups(raw_model, cfg.weight_decay), lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps,
+        fused=world.device.type in ("cuda", "cpu"),  # one kernel for all tensors instead of several for each
+    )  # fmt: skip
+    return precision, raw_model, optimizer, loader, val_shards
+
+
+def compile_model(raw_model, cfg, world, log):
+    """The model as training calls it: averaged over processes, compiled. Sampling and saving keep to raw_model."""
+    model = world.wrap(raw_model)
+    if not cfg.compile:
+        return model
+    reason = why_no_compile(world.device)
+    if reason:
+        log.say(f"torch.compile is off: {reason}")
+        return model
+    return torch.compile(model, dynamic=False)  # DDP inside: the graph is cut so that gradients leave early
+
+
+def same_shape(source, theirs, ours):
+    different = [f"{k}={theirs[k]} (here {ours[k]})" for k in ours if theirs.get(k) != ours[k]]
+    if different:
+        raise ValueError(f"{source} has another shape: {', '.join(different)}; pass the same flags that it was made with")
+
+
+def copy_weights(model, state):
+    """Load a state dict of the same shape; the pad rows, which may be more or fewer, stay 0."""
+    vocab_size = model.config.vocab_size
+    with torch.no_grad():
+        for name, p in model.state_dict().items():
+            rows = vocab_size if name in ("lm_head.weight", "transformer.wte.weight") else p.size(0)
+            p[:rows].copy_(state[name][:rows])
+
+
+def state_to_save(step, best_val, raw_model, optimizer, loader, precision, model_config, cfg):
+    """All that the rest of the run depends on, as tensors and plain values."""
+    return {
+        "step": step, "best_val": best_val, "model": raw_model.state_dict(), "optimizer": optimizer.state_dict(),
+        "loader": loader.state_dict(), "scaler": precision.scaler.state_dict(),
+        "rng": {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None},
+        "model_config": dataclasses.asdict(model_config), "train_config": dataclasses.asdict(cfg),
+    }  # fmt: skip
+
+
+def restore(run_dir, raw_model, optimizer, loader, precision):
+    """Put the newest checkpoint of a run back into place. Returns (step, best validation loss)."""
+    path = newest_checkpoint(run_dir)
+    data = read_checkpoint(path)
+    if not {"step", "model", "optimizer", "loader", "rng", "model_config"} <= data.keys():
+        raise ValueError(f"{path} was not written by this trainer; start from its weights with --init_from {path}")
+    same_shape(path, data["model_config"], raw_model.config.shape())
+    copy_weights(raw_model, data["model"])
+    optimizer.load_state_dict(data["optimizer"])
+    loader.load_state_dict(data["loader"])
+    precision.scaler.load_state_dict(data["scaler"]) if data["scaler"] and precision.scaler.is_enabled() else None
+    torch.set_rng_state(data["rng"]["cpu"])
+    if data["rng"]["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(data["rng"]["cuda"])
+    return data["step"], data["best_val"]
+
+
+class Reporter:
+    """The evaluations of a run: measures, logs and says."""
+
+    def __init__(self, log, cfg, world, precision, raw_model, loader, val_shards, tokenizer):
+        self.log, self.cfg, self.world, self.precision, self.raw_model = log, cfg, world, precision, raw_model
+        self.batch_size, self.val_shards, self.tokenizer = loader.batch_size, val_shards, tokenizer
+        self.unigram = unigram_entropy(loader.shards, val_shards, cfg.val_tokens) if world.is_main else None
+        self.bytes = bytes_per_token(tokenizer, val_shards) if tokenizer else None
+
+    def begin(self, first_step, loader):
+        """One line each about the model, the step and the device, so that a reader can check the arithmetic."""
+        c, cfg, world = self.raw_model.config, self.cfg, self.world
+        card = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else f"{world.device.type}"
+        self.log.event(
+            "start", first_step, device=card, world_size=world.world_size, precision=self.precision.name,
+            batch_size=loader.batch_size, grad_accum_steps=loader.grad_accum_steps, num_params=self.raw_model.num_params(),
+            train_tokens=len(loader.shards), val_tokens=len(self.val_shards), log_v=math.log(c.vocab_size),
+            unigram=self.unigram, torch=torch.__version__,
+        )  # fmt: skip
+        if not world.is_main:
+            return
+        threads = "" if world.device.type == "cuda" else f", {torch.get_num_threads()} threads"
+        self.log.say(f"model  {self.raw_model.num_params():,} parameters: {c.n_layer} layers, {c.n_head} heads, {c.n_embd} "
+                     f"channels, vocabulary {c.vocab_size} in {c.padded_vocab_size} rows")  # fmt: skip
+        self.log.say(f"data   {cfg.data}: {len(loader.shards):,} training tokens, {len(self.val_shards):,} for validation; "
+                     f"this run uses {cfg.max_steps * cfg.total_batch_size / len(loader.shards):.2f} epochs")  # fmt: skip
+        self.log.say(f"step   {cfg.total_batch_size:,} tokens = {loader.batch_size} sequences x {cfg.seq_len} x "
+                     f"{world.world_size} processes x {loader.grad_accum_steps} micro-steps")  # fmt: skip
+        self.log.say(f"device {card}{threads}, {self.precision.name}")
+        self.log.say(f"guess  a uniform one costs log V = {math.log(c.vocab_size):.3f} nats a token, the best one without "
+                     f"context {self.unigram:.3f} (unigram)")  # fmt: skip
+
+    def validate(self, step, model):
+        loss = eval_val_loss(
+            model, self.val_shards, self.cfg.val_tokens, self.cfg.seq_len, self.batch_size, self.world, self.precision
+        )
+        values = {"loss": loss} | ({"bits_per_byte": loss / math.log(2) / self.bytes} if self.bytes else {})
+        self.log.event("val", step, **values)
+        bits = f", {values['bits_per_byte']:.3f} bits per byte" if self.bytes else ""
+        under = f", {self.unigram - loss:.3f} under unigram" if self.world.is_main and loss < self.unigram else ""
+        self.log.say(f"step {step:5d}: validation loss {loss:.4f}{bits}{under}")
+        return loss
+
+    def hellaswag(self, step):
+        try:
+            result = eval_hellaswag(self.raw_model, self.cfg.hella_examples, self.world, self.precision)
+        except OSError as error:  # no network and no file: the run goes on, the log says what is missing
+            self.log.say(f"step {step:5d}: no HellaSwag: {error}")
+            return
+        self.log.event("hella", step, **result)
+        self.log.say(f"step {step:5d}: HellaSwag {result['acc_norm']:.4f} +- {1.96 * result['acc_norm_stderr']:.4f}")
+
+    def samples(self, step):
+        if self.tokenizer is None or not self.world.is_main:
+            return
+        texts = draw_samples(
+            self.raw_model, self.tokenizer, self.cfg.sample_prompt, self.cfg.sample_tokens, self.world.device, self.precision
+        )
+        self.log.event("sample", step, texts=texts)
+        for text in texts:
+            self.log.say(f"--- sample after {step} steps\n{text}")
+
+
+def train(model_config, cfg, world, run_dir, tokenizer=None):
+    """Run the updates of cfg, writing below run_dir. Returns the last validation loss.
+
+    `step` counts finished updates. The last pass of the loop measures and saves only, so that the weights that were
+    measured are the weights on disk.
+    """
+    stop = StopSignal()
+    precision, raw_model, optimizer, loader, val_shards = prepare(model_config, cfg, world)
+    first_step, best_val = restore(run_dir, raw_model, optimizer, loader, precision) if cfg.resume else (0, math.inf)
+    log = Logger(run_dir, cfg, world.is_main, first_step)
+    report = Reporter(log, cfg, world, precision, raw_model, loader, val_shards, tokenizer)
+    report.begin(first_step, loader)
+    model = compile_model(raw_model, cfg, world, log)
+    clock, meter = PhaseClock(cfg.timing, world.device), Meter(cfg, world, raw_model, first_step)
+    pending, val_loss = None, math.inf  # pending: the last step's loss, not looked at yet
+
+    for step in range(first_step, cfg.max_steps + 1):
+        stopping = step < cfg.max_steps and world.smallest(not stop.name) == 0  # on any process
+        last = step == cfg.max_steps
+        fresh = step > first_step or step == 0  # a resumed run has measured its first step before
+        if fresh and due(step, cfg.val_every, last):
+            with meter.pause():
+                val_loss = report.validate(step, model)
+        if fresh and step > 0 and due(step, cfg.hella_every, last):
+            with meter.pause():
+                report.hellaswag(step)
+        if fresh and step > 0 and due(step, cfg.sample_every, last):
+            with meter.pause():
+                report.samples(step)
+        if step > first_step and (due(step, cfg.ckpt_every, last) or stopping):
+            with meter.pause():
+                check_finite(*pending, loader, world, run_dir)  # never keep weights that a bad step has touched
+                best, best_val = val_loss < best_val, min(val_loss, best_val)
+                if world.is_main:
+                    state = state_to_save(step, best_val, raw_model, optimizer, loader, precision, model_config, cfg)
+                    path = save_checkpoint(run_dir, step, state, cfg.keep_last, best)
+                    log.event("checkpoint", step, path=path.name, best=best)
+        if last or stopping:
+            break
+        lr = get_lr(step, cfg)
+        loss, grad_norm, micro_losses = train_step(model, optimizer, loader, lr, cfg, world, precision, clock)
+        if pending:  # looked at one step late: that one has finished, so the device is never kept waiting
+            check_finite(*pending, loader, world, run_dir)
+        pending = (step + 1, loss, micro_losses, loader.sequence)
+        if due(step + 1, cfg.log_every, step + 1 == cfg.max_steps):
+            speed = meter.read(step + 1)
+            log.train(step + 1, cfg.max_steps, loss=loss.item(), lr=lr, grad_norm=grad_norm.item(), **speed, **clock.read())
+
+    log.event("end", step, reason=stop.name or ("signal on another rank" if stopping else "done"))
+    log.close()
+    if stopping and world.is_main:
+        print(f"{stop.name or 'signal'}: finished step {step} and saved it in {run_dir}; "
+              f"`python train_gpt2.py --resume --run {run_dir.name}` goes on from there")  # fmt: skip
+    return val_loss
+
+
+# ----------------------------------------------------------------------------------------------- 9. command line
+
+
+def peek(argv, *flags):
+    """Values of a few flags before the command line is made from the defaults that they choose."""
+    found = {}
+    for i, word in enumerate(argv):
+        name, _, value = word.partition("=")
+        name = name.lstrip("-").replace("-", "_")
+        if word.startswith("--") and name in flags:
+            found[name] = value or (argv[i + 1] if i + 1 < len(argv) else "")
+    return found
+
+
+def choose_defaults(argv):
+    """(preset, reason, GPTConfig, TrainConfig) that the flags in argv then change."""
+    given = peek(argv, "preset", "data", "resume", "no_resume", "run", "log_dir")
+    if "resume" in given:
+        log_dir = given.get("log_dir", "log")
+        run_dir = Path(log_dir) / given["run"] if given.get("run") else newest_run(log_dir)
+        if not (run_dir / "config.json").exists():
+            raise FileNotFoundError(f"{run_dir} holds no config.json to resume with; `ls {log_dir}` shows the runs there are")
+        saved = json.loads((run_dir / "config.json").read_text())
+        cfg = dataclasses.replace(TrainConfig(**saved["train"]), resume=True, run=run_dir.name, log_dir=log_dir)
+        return saved["preset"], f"resumes {run_dir}", GPTConfig(**saved["model"]), cfg
+    preset, reason = given.get("preset"), "chosen by --preset"
+    if preset is None:
+        data = Path(given.get("data", PRESETS["gpt2"][1].data))
+        shards, gpu = any(data.glob("*_train_*")), torch.cuda.is_available()
+        if "WORLD_SIZE" in os.environ:
+            preset, reason = "gpt2", "the headline run, as torchrun started it"
+        elif shards and gpu:
+            preset, reason = "gpt2", f"there is a GPU, and {data} has shards"
+        else:
+            missing = [] if gpu else ["no GPU"]
+            missing += [] if shards else [f"no shards in {data}"]
+            preset, reason = "laptop", " and ".join(missing)
+    if preset not in PRESETS:
+        raise ValueError(f"--preset {preset} is not one of {', '.join(PRESETS)}")
+    return preset, reason, *PRESETS[preset]
+
+
+def parse_args(argv):
+    """(preset, reason, GPTConfig, TrainConfig) from the command line: one flag per field of the two dataclasses."""
+    import tyro
+
+    preset, reason, model_config, cfg = choose_defaults(argv)
+
+    def settings(model: GPTConfig = model_config, train: TrainConfig = cfg, preset: str = preset):
+        return model, train
+
+    model_config, cfg = tyro.cli(
+        settings, args=argv, prog="train_gpt2.py", use_underscores=True,
+        description=f"{__doc__.split('Sections:')[0]}\nPresets: {', '.join(PRESETS)}. Shown here: {preset} ({reason}).",
+        config=(tyro.conf.OmitArgPrefixes, tyro.conf.AvoidSubcommands),
+    )  # fmt: skip
+    return preset, reason, model_config, cfg
+
+
+def open_run(preset, model_config, cfg, world):
+    """Make LOG_DIR/RUN, note the resolved configuration there, and return the path. Raises OSError if it cannot."""
+    name = cfg.run or world.from_main(f"{preset}_{time.strftime('%Y%m%d-%H%M%S')}")
+    run_dir = Path(cfg.log_dir) / name
+    problem = ""
+    if world.is_main:
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            if not cfg.resume and any(run_dir.glob("model_*.pt")):
+                raise OSError("it holds the checkpoints of another run; pass --resume, or another --run")
+            saved = {"preset": preset, "model": dataclasses.asdict(model_config), "train": dataclasses.asdict(cfg)}
+            (run_dir / "config.json").write_text(json.dumps(saved, indent=1) + "\n")
+        except OSError as error:
+            problem = f"cannot write the run folder {run_dir}: {error.strerror or error}; choose another with --log_dir"
+    problem = world.from_main(problem)
+    if problem:
+        raise OSError(problem)
+    return run_dir
+
+
+def run(argv):
+    preset, reason, model_config, cfg = parse_args(argv)
+    check_config(model_config, cfg)
+    world = World(cfg.device)
+    if world.is_main and cfg.data == PRESETS["laptop"][1].data:  # the one data set that needs nothing but Python
+        import fineweb
+
+        fineweb.build_builtin(cfg.data)
+    manifest = Path(world.from_main(cfg.data)) / "manifest.json"  # the others wait here for rank 0's shards
+    if manifest.exists() and not peek(argv, "vocab_size"):
+        model_config = dataclasses.replace(model_config, vocab_size=json.loads(manifest.read_text())["vocab_size"])
+    run_dir = open_run(preset, model_config, cfg, world)
+    if world.is_main:
+        print(f"preset {preset} ({reason}); run folder {run_dir}")
+        print(" ".join(f"{k}={v}" for k, v in (vars(model_config) | vars(cfg)).items()))
+    tokenizer = load_tokenizer(model_config.vocab_size, world)
+    train(model_config, cfg, world, run_dir, tokenizer)
+    if world.is_main:
+        farewell(run_dir)
+    world.close()
+
+
+def load_tokenizer(vocab_size, world):
+    """The tokenizer that has this many ids, or None, saying so, where it is not known or not to be had."""
+    from tokenizer import get_tokenizer
+
+    try:
+        return get_tokenizer({50257: "gpt2", 257: "bytes"}.get(vocab_size, f"of {vocab_size} ids"))
+    except (OSError, ValueError) as error:
+        if world.is_main:
+            print(f"no samples and no bits per byte: {error}")
+        return None
+
+
+def farewell(run_dir):
+    """Draw the curve, and say where everything is and what to do next."""
+    import plot
+
+    plot.loss_curve([run_dir], run_dir / "loss.png")
+    print(f"\n{run_dir}: log.jsonl (all numbers), loss.png (the curve), TensorBoard events, model_*.pt (checkpoints)\n"
+          f"next:  python sample.py --model {run_dir}        talk to it\n"
+          f"       tensorboard --logdir {run_dir.parent}     watch curves, compare runs\n"
+          f"       jupyter lab play.ipynb      see why it works")  # fmt: skip
+
+
+def main():
+    """Run, and turn what a reader can cause into one sentence and exit status 2."""
+    rank = int(os.environ.get("RANK", 0))
+    try:
+        run(sys.argv[1:])
+    except (ValueError, OSError, FloatingPointError, ModuleNotFoundError) as error:
+        if rank == 0 or not isinstance(error, (ValueError, OSError)):  # all ranks meet the same bad input
+            print(f"train_gpt2.py: error: {error}", file=sys.stderr, flush=True)
+        # no farewell to the other processes: they may wait in an exchange that will never come; torchrun ends them
+        os._exit(1 if isinstance(error, FloatingPointError) else 2)
+
+
+if __name__ == "__main__":
+    main()
