@@ -1,101 +1,180 @@
 """Cross-entropy of a linear head without its logits in memory.
 
 linear_cross_entropy(x, weight, targets, vocab_size) is what GPT.forward calls; the rest are its ways of computing it.
+
+At 64 x 1024 positions the logits of GPT-2 are 6.6 GB in bf16, and their gradient as much again. But the loss is the
+last thing a forward pass computes, so its gradient is known there up to one factor. The fused way makes a chunk of
+logits, turns it into its own gradient in place, multiplies that into dx and dweight, and drops it; the backward pass
+only multiplies by the factor. (The idea is Liger-Kernel's: Hsu et al. 2024, section 3.2.)
+
 Shape letters: N positions, C channels, V rows of the head (padded vocabulary), n positions of a chunk.
 """
 
+import functools
+import importlib.util
+
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK = 16384  # positions; 1.6 GB of bf16 logits at V = 50304, and products still large enough to run at full rate
 
 
-def loss_and_grad(logits, targets, vocab_size, grad_scale):
-    """Cross-entropy of each row and its gradient with respect to the logits.
+def linear_cross_entropy(x, weight, targets, vocab_size, method="auto", reduction="sum"):
+    """Cross-entropy of softmax(x @ weight.T) against targets: summed over the positions, or each one's (N,) for "none".
 
-    logits (n, V) in any float type, targets (n,) with -1 for "no target here". Returns losses (n,) in float32, 0 where
-    there is no target, and grad_scale * dloss/dlogits (n, V) in the logits' type.
+    x (N, C), weight (V, C) with V >= vocab_size, targets (N,) with -1 for "no target here" (loss 0). Columns from
+    vocab_size on have no probability. Every method gives the same loss and gradients; they differ in memory and time:
+    plain   all logits at once, as the definition says
+    chunked ours, above; a Triton kernel on CUDA, the same in PyTorch elsewhere
+    torch   torch.nn.functional.linear_cross_entropy, from torch 2.13 on
+    liger   Liger-Kernel's, where it is installed (CUDA)
+    auto    plain under 64 MiB of logits, where there is nothing to save; torch's own where it exists; else ours. In a
+            compiled model always ours, because torch's leaves the compiled graph.
     """
-    columns = torch.arange(logits.size(1), device=logits.device)
-    scores = logits.float().masked_fill(columns >= vocab_size, float("-inf"))  # pad columns: probability exactly 0
-    has_target = targets >= 0
-    log_z = scores.logsumexp(dim=1)
-    losses = (log_z - scores.gather(1, targets.clamp(min=0)[:, None])[:, 0]) * has_target
-    probs = (scores - log_z[:, None]).exp()
-    one_hot = columns == targets[:, None]
-    grad = (probs - one_hot.float()) * (has_target * grad_scale)[:, None]
-    return losses, grad.to(logits.dtype)
-
-
-class ChunkedCrossEntropy(torch.autograd.Function):
-    """Sum of the losses of a linear head, holding the logits of a few thousand positions at a time.
-
-    At 64 x 1024 positions the logits of GPT-2 are 6.6 GB in bf16, and their gradient as much again. The loss is the
-    last thing computed, so its gradient is known up to one factor already in the forward pass: each chunk of logits is
-    made, turned into its gradient, multiplied into dx and dweight, and dropped. The backward pass only multiplies by
-    that factor. (The idea is Liger-Kernel's: Hsu et al. 2024, section 3.2.)
-    """
-
-    CHUNK = 16384  # positions; 1.6 GB of bf16 logits at V = 50304, and products still large enough to run at full rate
-
-    @staticmethod
-    def forward(ctx, x, weight, targets, vocab_size):
-        # dlogits lie in [-1, 1]; most are far below fp16's smallest normal number 6e-5, so fp16 shifts them up
-        scale = 1024.0 if x.dtype == torch.float16 else 1.0
-        w = weight.to(x.dtype)  # (V, C)
-        losses, dx = [], []
-        dw = torch.zeros_like(weight)  # summed over chunks in float32, whatever the products are computed in
-        for i in range(0, x.size(0), ChunkedCrossEntropy.CHUNK):
-            rows = slice(i, i + ChunkedCrossEntropy.CHUNK)
-            loss, dlogits = loss_and_grad(x[rows] @ w.t(), targets[rows], vocab_size, scale)
-            losses.append(loss.sum())
-            dx.append(dlogits @ w)
-            dw += dlogits.t() @ x[rows]
-        ctx.save_for_backward(torch.cat(dx), dw)
-        ctx.scale = scale
-        return torch.stack(losses).sum()
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        dx, dw = ctx.saved_tensors
-        factor = grad_output / ctx.scale
-        return (dx * factor).to(dx.dtype), dw * factor, None, None
-
-
-def linear_cross_entropy(x, weight, targets, vocab_size, method="auto"):
-    """Sum over the positions of the cross-entropy of softmax(x @ weight.T) against targets.
-
-    x (N, C), weight (V, C) with V >= vocab_size, targets (N,) with -1 for "no target here". Columns from vocab_size on
-    have no probability. Every method gives the same loss and gradients; they differ in memory and time.
-    """
-    if method == "auto":  # under 64 MiB of logits there is nothing to save; torch's kernel is opaque to torch.compile
-        if x.size(0) * weight.size(0) * 4 <= 2**26:
-            method = "plain"
-        else:
-            torch_has_it = hasattr(F, "linear_cross_entropy") and not torch.compiler.is_compiling()
-            method = "torch" if torch_has_it else "chunked"
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
-    if method == "chunked" and torch.is_grad_enabled():
-        return ChunkedCrossEntropy.apply(x, weight, targets, vocab_size)
-    if method in ("plain", "chunked"):  # without gradients chunks need no more than a loop
-        n = x.size(0) if method == "plain" else ChunkedCrossEntropy.CHUNK
-        chunks = zip(x.split(n), targets.split(n), strict=True)
-        losses = [
-            F.cross_entropy(F.linear(xs, weight)[:, :vocab_size].float(), ts, ignore_index=-1, reduction="sum")
-            for xs, ts in chunks
-        ]
-        return torch.stack(losses).sum()
+    if method == "auto":
+        method = auto_method(x, weight)
+    if method == "plain":
+        return loss_in_chunks(x, weight, targets, vocab_size, reduction, chunk=x.size(0))
+    if reduction == "none" or not torch.is_grad_enabled():
+        return loss_in_chunks(x, weight, targets, vocab_size, reduction, chunk=CHUNK // 4)
+    if method == "chunked":
+        return fused_loss(x, weight, targets, vocab_size)[0]
     weight = weight.to(x.dtype)
-    pad_bias = None  # a bias of minus infinity takes the pad columns out of the softmax
+    pad_bias = None  # a very negative bias takes the pad columns out of the softmax
     if weight.size(0) > vocab_size:
         pad_bias = torch.zeros(weight.size(0), dtype=x.dtype, device=x.device)
         pad_bias[vocab_size:] = torch.finfo(x.dtype).min / 2
     if method == "torch":
+        if not hasattr(F, "linear_cross_entropy"):
+            raise ValueError(f"cross_entropy=torch needs torch 2.13, this is {torch.__version__}; use auto or chunked")
         options = torch.nn.LinearCrossEntropyOptions()
         return F.linear_cross_entropy(
             x, weight, targets, linear_bias=pad_bias, reduction="sum", ignore_index=-1, options=options
         )
-    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction  # optional
-
+    try:
+        from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+    except ImportError:
+        raise ValueError("cross_entropy=liger needs `pip install liger-kernel` and a CUDA GPU; use auto") from None
     return LigerFusedLinearCrossEntropyFunction.apply(
         x, weight, targets, pad_bias, None, -1, 0.0, 0.0, "sum", None, False, torch.float32
     )[0]
+
+
+def auto_method(x, weight):
+    if x.size(0) * weight.size(0) * 4 <= 2**26:
+        return "plain"
+    return "torch" if hasattr(F, "linear_cross_entropy") and not torch.compiler.is_compiling() else "chunked"
+
+
+def loss_in_chunks(x, weight, targets, vocab_size, reduction, chunk):
+    """The definition, `chunk` positions at a time. autograd can follow it, but keeps every chunk if it does."""
+    weight = weight.to(x.dtype)
+    losses = [
+        F.cross_entropy(F.linear(rows, weight)[:, :vocab_size].float(), t, ignore_index=-1, reduction=reduction)
+        for rows, t in zip(x.split(chunk), targets.split(chunk))
+    ]
+    return torch.cat(losses) if reduction == "none" else torch.stack(losses).sum()
+
+
+@torch.library.custom_op("gpt2::fused_loss", mutates_args=())  # one opaque node, so that torch.compile keeps one graph
+def fused_loss(x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Sum of the losses, and its gradients dx (N, C) in x's type and dweight (V, C) in weight's."""
+    # dlogits lie in [-1, 1]; most are far below fp16's smallest normal number 6e-5, so fp16 shifts them up
+    scale = 1024.0 if x.dtype == torch.float16 else 1.0
+    w = weight.to(x.dtype)
+    losses = torch.empty(x.size(0), dtype=torch.float32, device=x.device)
+    dx, dweight = torch.empty_like(x), torch.zeros_like(weight)
+    logits = torch.empty(min(CHUNK, x.size(0)), w.size(0), dtype=x.dtype, device=x.device)  # (n, V), used over and over
+    for i in range(0, x.size(0), CHUNK):
+        rows = x[i : i + CHUNK]
+        chunk = torch.mm(rows, w.t(), out=logits[: rows.size(0)])
+        losses[i : i + CHUNK] = loss_and_grad_(chunk, targets[i : i + CHUNK], vocab_size, scale)
+        torch.mm(chunk, w, out=dx[i : i + CHUNK])
+        if x.is_cuda and x.dtype != weight.dtype:  # 16-bit product added to the 32-bit sum in one go
+            torch.addmm(dweight, chunk.t(), rows, out_dtype=weight.dtype, out=dweight)
+        else:
+            dweight += chunk.t() @ rows
+    if scale != 1:
+        dx, dweight = dx / scale, dweight / scale
+    return losses.sum(), dx, dweight
+
+
+@fused_loss.register_fake
+def _(x, weight, targets, vocab_size):
+    return x.new_empty((), dtype=torch.float32), torch.empty_like(x), torch.empty_like(weight)
+
+
+def save_gradients(ctx, inputs, output):
+    ctx.save_for_backward(output[1], output[2])
+
+
+def multiply_gradients(ctx, grad_loss, *_):
+    dx, dweight = ctx.saved_tensors
+    return (dx * grad_loss).to(dx.dtype), dweight * grad_loss, None, None
+
+
+fused_loss.register_autograd(multiply_gradients, setup_context=save_gradients)
+
+
+def loss_and_grad_(logits, targets, vocab_size, scale):
+    """Losses (n,) of a chunk of logits (n, V), which become scale * dloss/dlogits in place."""
+    if logits.is_cuda and importlib.util.find_spec("triton"):
+        return triton_loss_and_grad_(logits, targets, vocab_size, scale)
+    scores = logits.float()
+    scores[:, vocab_size:] = float("-inf")
+    has_target = targets >= 0
+    target = targets.clamp(min=0)[:, None]
+    log_z = scores.logsumexp(dim=1)
+    losses = (log_z - scores.gather(1, target)[:, 0]) * has_target
+    grad = scores.sub_(log_z[:, None]).exp_()  # softmax; minus one-hot:
+    grad.scatter_add_(1, target, torch.full_like(target, -1, dtype=grad.dtype))
+    logits.copy_(grad.mul_((has_target * scale)[:, None]))
+    return losses
+
+
+def triton_loss_and_grad_(logits, targets, vocab_size, scale):
+    """The same in one kernel: a row is read twice, the second time mostly from the L2 cache, and written once."""
+    losses = torch.empty(logits.size(0), dtype=torch.float32, device=logits.device)
+    loss_kernel()[(logits.size(0),)](
+        logits, targets, losses, logits.stride(0), logits.size(1), vocab_size, scale, BLOCK=4096, num_warps=8
+    )
+    return losses
+
+
+@functools.cache
+def loss_kernel():
+    """Compiled on first use, so that importing this file needs no Triton."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def kernel(logits, targets, losses, stride, padded, vocab_size, scale, BLOCK: tl.constexpr):
+        row = tl.program_id(0).to(tl.int64)
+        logits += row * stride
+        target = tl.load(targets + row)
+        lane = tl.arange(0, BLOCK)
+        # online softmax (Milakov and Gimelshein 2018), one running maximum and sum for each lane of the block
+        top = tl.full([BLOCK], -1e30, tl.float32)
+        total = tl.zeros([BLOCK], tl.float32)
+        for start in range(0, vocab_size, BLOCK):
+            z = tl.load(logits + start + lane, mask=start + lane < vocab_size, other=float("-inf")).to(tl.float32)
+            higher = tl.maximum(top, z)
+            total = total * tl.exp(top - higher) + tl.exp(z - higher)
+            top = higher
+        peak = tl.max(top, 0)
+        log_z = peak + tl.log(tl.sum(total * tl.exp(top - peak), 0))
+        has_target = target >= 0
+        hit = tl.load(logits + tl.maximum(target, 0)).to(tl.float32)
+        tl.store(losses + row, tl.where(has_target, log_z - hit, 0.0))
+        tl.debug_barrier()  # every lane has read the target's logit before it is overwritten
+        factor = tl.where(has_target, scale, 0.0)
+        for start in range(0, padded, BLOCK):
+            column = start + lane
+            z = tl.load(logits + column, mask=column < vocab_size, other=float("-inf")).to(tl.float32)
+            grad = (tl.exp(z - log_z) - tl.where(column == target, 1.0, 0.0)) * factor
+            tl.store(logits + column, grad, mask=column < padded)
+
+    return kernel

@@ -294,13 +294,10 @@ class GPT(nn.Module):
         x = self.transformer.ln_f(x)
         if targets is None:
             return self.lm_head(x)[..., : self.config.vocab_size], None
+        head = (self.lm_head.weight, targets.reshape(-1), self.config.vocab_size, self.config.cross_entropy)
         if reduction == "none":
-            logits = self.lm_head(x)[..., : self.config.vocab_size].float()
-            return None, F.cross_entropy(logits.transpose(1, 2), targets, ignore_index=-1, reduction="none")
-        loss = linear_cross_entropy(
-            x.reshape(-1, x.size(-1)), self.lm_head.weight, targets.reshape(-1),
-            self.config.vocab_size, self.config.cross_entropy,
-        )  # fmt: skip
+            return None, linear_cross_entropy(x.flatten(0, 1), *head, reduction="none").view_as(targets)
+        loss = linear_cross_entropy(x.flatten(0, 1), *head)
         return None, loss if reduction == "sum" else loss / (targets >= 0).sum().clamp(min=1)
 
     @torch.no_grad()
