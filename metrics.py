@@ -7,24 +7,7 @@ import time
 
 import torch
 
-# Dense peak in TFLOP/s at 16 bits with 32-bit accumulation, from the vendors' datasheets. First match wins.
-PEAK_TFLOPS = {
-    "B200": 2250, "GH200": 989, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "A100": 312, "A800": 312,
-    "H800": 989, "L40S": 362, "L40": 181, "L4": 121, "A40": 150, "A30": 165, "A10G": 70, "A10": 125, "RTX A6000": 155,
-    "RTX 6000 Ada": 364, "RTX 5090": 210, "RTX 4090": 165, "RTX 4080": 97, "RTX 3090": 71, "V100": 125, "T4": 65,
-}  # fmt: skip
-
-
-def peak_flops(device):
-    """The card's dense 16-bit peak in FLOP/s, or None for one that is not in the table: no MFU is better than a guess."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    words = name.replace("-", " ").split()
-    if {"Laptop", "Ti", "SUPER", "D"} & set(words):  # other chips that share a name with one in the table
-        return None
-    for card, tflops in PEAK_TFLOPS.items():
-        if all(word in words for word in card.split()):
-            return tflops * 1e12
-    return None
+from machine import peak_flops
 
 
 class Meter:

@@ -73,7 +73,7 @@ class TokenShards:
             if entry and verify:
                 with path.open("rb") as f:
                     if hashlib.file_digest(f, "sha256").hexdigest() != entry["sha256"]:
-                        raise ValueError(f"shard {path} has changed: its SHA-256 is not the one in manifest.json; make it again")
+                        raise ValueError(f"shard {path} has changed: its SHA-256 is not the one in manifest.json; make it anew")
 
     def __len__(self):
         return int(self.starts[-1])

@@ -4,9 +4,9 @@
     python train_gpt2.py --preset gpt2 --data edu_fineweb10B   # GPT-2 124M on one GPU
     torchrun --standalone --nproc_per_node=8 train_gpt2.py     # the same run on eight GPUs: same tokens, same steps
 
-Sections: 1 configuration, 2 model, 3 optimizer and schedule, 4 tokens, 5 processes and precision, 6 evaluation,
+Sections: 1 configuration, 2 model, 3 optimizer and schedule, 4 tokens, 5 processes, 6 evaluation,
 7 checkpoints, 8 training, 9 command line. Each uses only those above it and, from the files beside this one,
-cross_entropy.py (the head's loss), shards.py (token files), metrics.py (logging and speed).
+cross_entropy.py (the head's loss), machine.py (precision, memory), shards.py (token files), metrics.py (log, speed).
 
 Shape letters: B batch, T time (tokens of a sequence), C channels (n_embd), H heads, D head size (C = H * D),
 V vocabulary, N = B * T positions.
@@ -15,7 +15,6 @@ V vocabulary, N = B * T positions.
 import contextlib
 import dataclasses
 import functools
-import importlib.util
 import json
 import math
 import os
@@ -37,6 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from cross_entropy import linear_cross_entropy
+from machine import Precision, fit_batch_size, why_no_compile
 from metrics import Logger, Meter, PhaseClock
 from shards import TokenShards
 
@@ -45,7 +45,7 @@ from shards import TokenShards
 
 @dataclass
 class GPTConfig:
-    """Shape of the model, and how its attention and its loss are computed (the last five change speed, not results)."""
+    """Shape of the model, and how it is computed."""
 
     n_layer: int = 12  # transformer blocks
     n_head: int = 12  # attention heads per block; must divide n_embd
@@ -55,6 +55,7 @@ class GPTConfig:
     vocab_multiple: int = 128  # rows of the embedding are rounded up to this: 50257 -> 50304 = 128 * 393; 1 is off
     attention: Literal["sdpa", "math"] = "sdpa"  # fused kernel, or softmax(QK^T)V spelled out
     cross_entropy: Literal["auto", "plain", "chunked", "torch", "liger"] = "auto"  # how head and loss are computed
+    bf16_residual: bool = True  # under bf16 autocast the residual stream is bf16 too: a third less memory traffic
     activation_checkpointing: bool = False  # recompute each block in the backward pass: less memory, more time
     document_mask: bool = False  # attention does not cross end-of-text (id vocab_size - 1)
 
@@ -72,6 +73,7 @@ class GPTConfig:
 class TrainConfig:
     """One run. The defaults are GPT-2 124M for one epoch of 10B tokens, with the schedule of GPT-3 (Brown 2020, B)."""
 
+    preset: str = "gpt2"  # where the other defaults come from: gpt2, gpt2-medium, gpt2-large, gpt2-xl or laptop
     # data
     data: str = "edu_fineweb10B"  # folder of .npy or llm.c .bin token shards (made by fineweb.py)
     total_batch_size: int = 524288  # tokens per update over all processes: 2**19, GPT-3's 0.5M
@@ -121,14 +123,14 @@ PRESETS = {
     # sizes: Radford et al. 2019, table 2 (its parameter counts are wrong; these are the released models).
     # rates: Brown et al. 2020, table 2.1, for the model of the same size.
     "gpt2": (GPTConfig(), TrainConfig()),
-    "gpt2-medium": (GPTConfig(24, 16, 1024), TrainConfig(lr=3e-4, min_lr=3e-5)),
-    "gpt2-large": (GPTConfig(36, 20, 1280), TrainConfig(lr=2.5e-4, min_lr=2.5e-5)),
-    "gpt2-xl": (GPTConfig(48, 25, 1600), TrainConfig(lr=2e-4, min_lr=2e-5)),
+    "gpt2-medium": (GPTConfig(24, 16, 1024), TrainConfig("gpt2-medium", lr=3e-4, min_lr=3e-5)),
+    "gpt2-large": (GPTConfig(36, 20, 1280), TrainConfig("gpt2-large", lr=2.5e-4, min_lr=2.5e-5)),
+    "gpt2-xl": (GPTConfig(48, 25, 1600), TrainConfig("gpt2-xl", lr=2e-4, min_lr=2e-5)),
     # about two minutes on two laptop cores, on the text that ships inside Python
     "laptop": (
         GPTConfig(n_layer=4, n_head=4, n_embd=192, block_size=256, vocab_size=257, vocab_multiple=1),
         TrainConfig(
-            data="data/builtin", total_batch_size=8192, seq_len=128, batch_size=0, max_steps=400, lr=4e-3, min_lr=0.0,
+            "laptop", data="data/builtin", total_batch_size=8192, seq_len=128, batch_size=0, max_steps=400, lr=4e-3, min_lr=0.0,
             schedule="linear", warmup_steps=30, beta2=0.99, compile=False, log_every=10, val_every=100, val_tokens=131072,
             hella_every=0, sample_every=0, sample_tokens=300, sample_prompt="The ", ckpt_every=200,
         ),
@@ -279,6 +281,8 @@ class GPT(nn.Module):
         if past + T > self.config.block_size:
             raise ValueError(f"{past + T} tokens are more than block_size={self.config.block_size}")
         x = self.transformer.wte(idx) + self.transformer.wpe(torch.arange(past, past + T, device=idx.device))  # (B,T,C)
+        if self.config.bf16_residual and self.activation_dtype(x.device) == torch.bfloat16:
+            x = x.bfloat16()
         mask = None
         if self.config.document_mask:
             document = (idx == self.config.vocab_size - 1).cumsum(1)  # end-of-text leads its document
@@ -485,7 +489,7 @@ def grad_accum_steps(cfg, batch_size, world_size):
     return cfg.total_batch_size // n
 
 
-# ------------------------------------------------------------------------------------ 5. processes and precision
+# -------------------------------------------------------------------------------------------------- 5. processes
 
 
 class World:
@@ -564,90 +568,6 @@ class World:
     def close(self):
         if self.distributed:
             dist.destroy_process_group()
-
-
-class Precision:
-    """How numbers are kept on this device: probed, not assumed."""
-
-    def __init__(self, wanted, device):
-        self.device, self.name = device, wanted
-        if wanted == "auto" and device.type == "cuda":
-            bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-            self.name = "bf16" if bf16 else "fp16" if torch.cuda.get_device_capability(device) >= (7, 0) else "fp32"
-        elif wanted == "auto":
-            self.name = "fp32"  # CPU and MPS: half precision is rarely faster there and sometimes wrong
-        if self.name == "fp16" and device.type == "cpu":
-            raise ValueError("precision=fp16 needs a GPU; on CPU use fp32 or bf16")
-        self.dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.name)
-        # fp16 ends at 6e-8: the scaler multiplies the loss up so that small gradients survive (Micikevicius 2018, 3.2)
-        self.scaler = torch.amp.GradScaler(device.type, enabled=self.name == "fp16")
-
-    def autocast(self):
-        """Products in 16 bits; weights, norms, softmax and sums stay in 32."""
-        return torch.autocast(self.device.type, self.dtype) if self.dtype else contextlib.nullcontext()
-
-    def prepare(self):
-        """Let matrix products that stay in float32 round their inputs to TF32 (10 bits of mantissa), except in fp32."""
-        if self.device.type == "cuda":
-            torch.set_float32_matmul_precision("highest" if self.name == "fp32" else "high")
-
-
-def why_no_compile(device):
-    """"" if torch.compile works on this device, else the reason in a few words."""
-    if device.type == "mps":
-        return "not supported well on MPS"
-    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
-    try:
-        torch.compile(lambda x: x * 2 + 1)(torch.ones(8, device=device))
-    except Exception as error:  # whatever the toolchain throws: no compiler, old card, missing headers
-        return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120]}"
-    return ""
-
-
-def out_of_memory(error):
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower()
-
-
-def fit_batch_size(model, cfg, world, precision):
-    """Most sequences per micro-step, at most 64, that divide the step evenly and fit in memory.
-
-    Tried for real, largest first, with the eager model, which needs a little more memory than the compiled one. On CPU
-    nothing is tried: 16384 tokens at a time are enough to keep its cores busy.
-    """
-    each = cfg.total_batch_size // (cfg.seq_len * world.world_size)
-    if each < 1 or cfg.total_batch_size % (cfg.seq_len * world.world_size):
-        grad_accum_steps(cfg, 1, world.world_size)  # raises, naming the next total_batch_size that works
-    most = 64 if world.device.type == "cuda" else max(1, 16384 // cfg.seq_len)
-    sizes = [b for b in range(min(most, each), 0, -1) if each % b == 0]
-    if world.device.type != "cuda":
-        return sizes[0]
-    for size in sizes:
-        fits = True
-        try:
-            idx = torch.randint(model.config.vocab_size, (size, cfg.seq_len), device=world.device)
-            with precision.autocast():
-                _, loss = model(idx, idx)
-            loss.backward()
-            # AdamW's two moments and the exchange buckets come on top
-            need = 3 * sum(p.numel() * p.element_size() for p in model.parameters())
-            free, _ = torch.cuda.mem_get_info(world.device)
-            held = torch.cuda.memory_reserved(world.device) - torch.cuda.max_memory_allocated(world.device)
-            fits = need < free + held
-        except RuntimeError as error:
-            if not out_of_memory(error):
-                raise
-            fits = False
-        idx = loss = None
-        model.zero_grad(set_to_none=True)
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(world.device)
-        if world.smallest(fits):
-            return size
-    raise ValueError(
-        f"not even one sequence of seq_len={cfg.seq_len} fits on {torch.cuda.get_device_name(world.device)}; "
-        "pass --activation_checkpointing, a shorter --seq_len or a smaller --preset"
-    )
 
 
 # -------------------------------------------------------------------------------------------------- 6. evaluation
@@ -860,6 +780,7 @@ def prepare(model_config, cfg, world):
         same_shape(cfg.init_from, loaded.config.shape(), model_config.shape())
         copy_weights(raw_model, loaded.state_dict())
     raw_model.to(world.device)
+    grad_accum_steps(cfg, cfg.batch_size or 1, world.world_size)  # raises where no micro-batch can divide the step
     batch_size = cfg.batch_size or fit_batch_size(raw_model, cfg, world, precision)
     loader = TokenLoader(train_shards, cfg, world, batch_size)
     optimizer = torch.optim.AdamW(
@@ -867,6 +788,23 @@ def prepare(model_config, cfg, world):
         fused=world.device.type in ("cuda", "cpu"),  # one kernel for all tensors instead of several for each
     )  # fmt: skip
     return precision, raw_model, optimizer, loader, val_shards
+
+
+def open_run(run_dir, model_config, cfg, world):
+    """Make the run folder and note the resolved configuration there. Raises OSError, on every process, if it cannot."""
+    problem = ""
+    if world.is_main:
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            if not cfg.resume and any(run_dir.glob("model_*.pt")):
+                raise OSError("it holds the checkpoints of another run; pass --resume, or another --run")
+            saved = {"model": dataclasses.asdict(model_config), "train": dataclasses.asdict(cfg) | {"resume": False}}
+            (run_dir / "config.json").write_text(json.dumps(saved, indent=1) + "\n")
+        except OSError as error:
+            problem = f"cannot write the run folder {run_dir}: {error.strerror or error}; choose another with --log_dir"
+    problem = world.from_main(problem)
+    if problem:
+        raise OSError(problem)
 
 
 def compile_model(raw_model, cfg, world, log):
@@ -995,6 +933,9 @@ def train(model_config, cfg, world, run_dir, tokenizer=None):
     stop = StopSignal()
     precision, raw_model, optimizer, loader, val_shards = prepare(model_config, cfg, world)
     first_step, best_val = restore(run_dir, raw_model, optimizer, loader, precision) if cfg.resume else (0, math.inf)
+    if first_step >= cfg.max_steps:
+        raise ValueError(f"{run_dir} has finished its max_steps={cfg.max_steps}; pass a larger --max_steps to go on")
+    open_run(run_dir, model_config, cfg, world)
     log = Logger(run_dir, cfg, world.is_main, first_step)
     report = Reporter(log, cfg, world, precision, raw_model, loader, val_shards, tokenizer)
     report.begin(first_step, loader)
@@ -1046,7 +987,7 @@ def train(model_config, cfg, world, run_dir, tokenizer=None):
 
 
 def peek(argv, *flags):
-    """Values of a few flags before the command line is made from the defaults that they choose."""
+    """Values of a few flags, needed before the command line can be made from the defaults that they choose."""
     found = {}
     for i, word in enumerate(argv):
         name, _, value = word.partition("=")
@@ -1057,90 +998,46 @@ def peek(argv, *flags):
 
 
 def choose_defaults(argv):
-    """(preset, reason, GPTConfig, TrainConfig) that the flags in argv then change."""
-    given = peek(argv, "preset", "data", "resume", "no_resume", "run", "log_dir")
+    """(reason, GPTConfig, TrainConfig): what the flags in argv then change."""
+    given = peek(argv, "preset", "data", "resume", "run", "log_dir")
     if "resume" in given:
-        log_dir = given.get("log_dir", "log")
+        log_dir = given.get("log_dir", TrainConfig.log_dir)
         run_dir = Path(log_dir) / given["run"] if given.get("run") else newest_run(log_dir)
         if not (run_dir / "config.json").exists():
             raise FileNotFoundError(f"{run_dir} holds no config.json to resume with; `ls {log_dir}` shows the runs there are")
         saved = json.loads((run_dir / "config.json").read_text())
         cfg = dataclasses.replace(TrainConfig(**saved["train"]), resume=True, run=run_dir.name, log_dir=log_dir)
-        return saved["preset"], f"resumes {run_dir}", GPTConfig(**saved["model"]), cfg
-    preset, reason = given.get("preset"), "chosen by --preset"
+        return f"resumes {run_dir}", GPTConfig(**saved["model"]), cfg
+    preset, reason = given.get("preset"), "as asked for"
     if preset is None:
-        data = Path(given.get("data", PRESETS["gpt2"][1].data))
+        data = Path(given.get("data", TrainConfig.data))
         shards, gpu = any(data.glob("*_train_*")), torch.cuda.is_available()
         if "WORLD_SIZE" in os.environ:
-            preset, reason = "gpt2", "the headline run, as torchrun started it"
+            preset, reason = "gpt2", "what torchrun gets unless --preset says otherwise"
         elif shards and gpu:
             preset, reason = "gpt2", f"there is a GPU, and {data} has shards"
         else:
-            missing = [] if gpu else ["no GPU"]
-            missing += [] if shards else [f"no shards in {data}"]
+            missing = ([] if gpu else ["there is no GPU"]) + ([] if shards else [f"no shards are in {data}"])
             preset, reason = "laptop", " and ".join(missing)
     if preset not in PRESETS:
-        raise ValueError(f"--preset {preset} is not one of {', '.join(PRESETS)}")
-    return preset, reason, *PRESETS[preset]
+        raise ValueError(f"preset={preset} is not one of {', '.join(PRESETS)}")
+    return reason, *PRESETS[preset]
 
 
 def parse_args(argv):
-    """(preset, reason, GPTConfig, TrainConfig) from the command line: one flag per field of the two dataclasses."""
+    """(reason of the preset, GPTConfig, TrainConfig) from the command line, one flag per field of the two dataclasses."""
     import tyro
 
-    preset, reason, model_config, cfg = choose_defaults(argv)
+    reason, model_config, cfg = choose_defaults(argv)
 
-    def settings(model: GPTConfig = model_config, train: TrainConfig = cfg, preset: str = preset):
+    def settings(model: GPTConfig = model_config, train: TrainConfig = cfg):
         return model, train
 
     model_config, cfg = tyro.cli(
-        settings, args=argv, prog="train_gpt2.py", use_underscores=True,
-        description=f"{__doc__.split('Sections:')[0]}\nPresets: {', '.join(PRESETS)}. Shown here: {preset} ({reason}).",
-        config=(tyro.conf.OmitArgPrefixes, tyro.conf.AvoidSubcommands),
+        settings, args=argv, prog="train_gpt2.py", use_underscores=True, config=(tyro.conf.OmitArgPrefixes,),
+        description=f"{__doc__.split('Sections:')[0]}The defaults shown are those of --preset {cfg.preset} ({reason}).",
     )  # fmt: skip
-    return preset, reason, model_config, cfg
-
-
-def open_run(preset, model_config, cfg, world):
-    """Make LOG_DIR/RUN, note the resolved configuration there, and return the path. Raises OSError if it cannot."""
-    name = cfg.run or world.from_main(f"{preset}_{time.strftime('%Y%m%d-%H%M%S')}")
-    run_dir = Path(cfg.log_dir) / name
-    problem = ""
-    if world.is_main:
-        try:
-            run_dir.mkdir(parents=True, exist_ok=True)
-            if not cfg.resume and any(run_dir.glob("model_*.pt")):
-                raise OSError("it holds the checkpoints of another run; pass --resume, or another --run")
-            saved = {"preset": preset, "model": dataclasses.asdict(model_config), "train": dataclasses.asdict(cfg)}
-            (run_dir / "config.json").write_text(json.dumps(saved, indent=1) + "\n")
-        except OSError as error:
-            problem = f"cannot write the run folder {run_dir}: {error.strerror or error}; choose another with --log_dir"
-    problem = world.from_main(problem)
-    if problem:
-        raise OSError(problem)
-    return run_dir
-
-
-def run(argv):
-    preset, reason, model_config, cfg = parse_args(argv)
-    check_config(model_config, cfg)
-    world = World(cfg.device)
-    if world.is_main and cfg.data == PRESETS["laptop"][1].data:  # the one data set that needs nothing but Python
-        import fineweb
-
-        fineweb.build_builtin(cfg.data)
-    manifest = Path(world.from_main(cfg.data)) / "manifest.json"  # the others wait here for rank 0's shards
-    if manifest.exists() and not peek(argv, "vocab_size"):
-        model_config = dataclasses.replace(model_config, vocab_size=json.loads(manifest.read_text())["vocab_size"])
-    run_dir = open_run(preset, model_config, cfg, world)
-    if world.is_main:
-        print(f"preset {preset} ({reason}); run folder {run_dir}")
-        print(" ".join(f"{k}={v}" for k, v in (vars(model_config) | vars(cfg)).items()))
-    tokenizer = load_tokenizer(model_config.vocab_size, world)
-    train(model_config, cfg, world, run_dir, tokenizer)
-    if world.is_main:
-        farewell(run_dir)
-    world.close()
+    return reason, model_config, cfg
 
 
 def load_tokenizer(vocab_size, world):
@@ -1160,22 +1057,53 @@ def farewell(run_dir):
     import plot
 
     plot.loss_curve([run_dir], run_dir / "loss.png")
-    print(f"\n{run_dir}: log.jsonl (all numbers), loss.png (the curve), TensorBoard events, model_*.pt (checkpoints)\n"
-          f"next:  python sample.py --model {run_dir}        talk to it\n"
-          f"       tensorboard --logdir {run_dir.parent}     watch curves, compare runs\n"
-          f"       jupyter lab play.ipynb      see why it works")  # fmt: skip
+    print(f"\n{run_dir}/ holds log.jsonl (every number), loss.png (the curve), TensorBoard events and the checkpoints. Next:\n"
+          f"  python sample.py --model {run_dir}      ask it for more\n"
+          f"  tensorboard --logdir {run_dir.parent}      watch the curves, compare runs\n"
+          f"  python train_gpt2.py --resume --run {run_dir.name} --max_steps N      train it further")  # fmt: skip
+
+
+def run(argv):
+    reason, model_config, cfg = parse_args(argv)
+    check_config(model_config, cfg)
+    world = World(cfg.device)
+    if world.is_main and cfg.data == PRESETS["laptop"][1].data:  # the one data set that needs nothing but Python
+        import fineweb
+
+        fineweb.build_builtin(cfg.data)
+    manifest = Path(world.from_main(cfg.data)) / "manifest.json"  # the other processes wait here for those shards
+    if manifest.exists() and not peek(argv, "vocab_size"):
+        model_config = dataclasses.replace(model_config, vocab_size=json.loads(manifest.read_text())["vocab_size"])
+    run_dir = Path(cfg.log_dir) / world.from_main(cfg.run or f"{cfg.preset}_{time.strftime('%Y%m%d-%H%M%S')}")
+    if world.is_main:
+        print(f"preset {cfg.preset}: {reason}; run folder {run_dir}")
+        print(" ".join(f"{k}={v!r}" for k, v in (vars(model_config) | vars(cfg)).items()))
+    train(model_config, cfg, world, run_dir, load_tokenizer(model_config.vocab_size, world))
+    if world.is_main:
+        farewell(run_dir)
+    world.close()
 
 
 def main():
-    """Run, and turn what a reader can cause into one sentence and exit status 2."""
-    rank = int(os.environ.get("RANK", 0))
+    """Run, and turn what a reader can cause into one sentence and an exit status: 2 bad input, 1 a run that went wrong."""
     try:
-        run(sys.argv[1:])
-    except (ValueError, OSError, FloatingPointError, ModuleNotFoundError) as error:
-        if rank == 0 or not isinstance(error, (ValueError, OSError)):  # all ranks meet the same bad input
-            print(f"train_gpt2.py: error: {error}", file=sys.stderr, flush=True)
-        # no farewell to the other processes: they may wait in an exchange that will never come; torchrun ends them
-        os._exit(1 if isinstance(error, FloatingPointError) else 2)
+        return run(sys.argv[1:])
+    except torch.OutOfMemoryError:
+        status, text = 2, "the GPU's memory is full; leave out --batch_size to have one found, or --activation_checkpointing"
+    except (ValueError, OSError) as error:
+        status, text = 2, str(error)
+    except FloatingPointError as error:
+        status, text = 1, str(error)
+    except RuntimeError as error:
+        if not (dist.is_initialized() and any(word in str(error) for word in ("gloo", "NCCL", "Connection", "peer"))):
+            raise
+        status, text = 1, f"another process of this run has ended ({str(error).splitlines()[0][:100]})"
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    rank = int(os.environ.get("RANK", 0))
+    if rank:  # all ranks meet the same bad input; if it is this one's alone, rank 0 has said nothing by now
+        time.sleep(2)
+    print(f"train_gpt2.py: error: {f'[rank {rank}] ' if rank else ''}{text}", file=sys.stderr, flush=True)
+    os._exit(status)  # no farewell to the other processes, they may wait for an exchange that never comes; torchrun ends them
 
 
 if __name__ == "__main__":

@@ -1,0 +1,106 @@
+"""What this machine can do: precision, compilation, memory, peak rate. Probed or looked up, never assumed."""
+
+import contextlib
+import importlib.util
+
+import torch
+
+# Dense peak in TFLOP/s at 16 bits with 32-bit accumulation, from the vendors' datasheets. First match wins.
+PEAK_TFLOPS = {
+    "B200": 2250, "GH200": 989, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "A100": 312, "A800": 312,
+    "H800": 989, "L40S": 362, "L40": 181, "L4": 121, "A40": 150, "A30": 165, "A10G": 70, "A10": 125, "RTX A6000": 155,
+    "RTX 6000 Ada": 364, "RTX 5090": 210, "RTX 4090": 165, "RTX 4080": 97, "RTX 3090": 71, "V100": 125, "T4": 65,
+}  # fmt: skip
+
+
+def peak_flops(device):
+    """The card's dense 16-bit peak in FLOP/s, or None for one that is not in the table: no MFU is better than a guess."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    words = name.replace("-", " ").split()
+    if {"Laptop", "Ti", "SUPER", "D"} & set(words):  # other chips that share a name with one in the table
+        return None
+    for card, tflops in PEAK_TFLOPS.items():
+        if all(word in words for word in card.split()):
+            return tflops * 1e12
+    return None
+
+
+class Precision:
+    """How numbers are kept on this device: probed, not assumed."""
+
+    def __init__(self, wanted, device):
+        self.device, self.name = device, wanted
+        if wanted == "auto" and device.type == "cuda":
+            bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+            self.name = "bf16" if bf16 else "fp16" if torch.cuda.get_device_capability(device) >= (7, 0) else "fp32"
+        elif wanted == "auto":
+            self.name = "fp32"  # CPU and MPS: half precision is rarely faster there and sometimes wrong
+        if self.name == "fp16" and device.type == "cpu":
+            raise ValueError("precision=fp16 needs a GPU; on CPU use fp32 or bf16")
+        self.dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.name)
+        # fp16 ends at 6e-8: the scaler multiplies the loss up so that small gradients survive (Micikevicius 2018, 3.2)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=self.name == "fp16")
+
+    def autocast(self):
+        """Products in 16 bits; weights, norms, softmax and sums stay in 32."""
+        return torch.autocast(self.device.type, self.dtype) if self.dtype else contextlib.nullcontext()
+
+    def prepare(self):
+        """Let matrix products that stay in float32 round their inputs to TF32 (10 bits of mantissa), except in fp32."""
+        if self.device.type == "cuda":
+            torch.set_float32_matmul_precision("highest" if self.name == "fp32" else "high")
+
+
+def why_no_compile(device):
+    """"" if torch.compile works on this device, else the reason in a few words."""
+    if device.type == "mps":
+        return "not supported well on MPS"
+    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    try:
+        torch.compile(lambda x: x * 2 + 1)(torch.ones(8, device=device))
+    except Exception as error:  # whatever the toolchain throws: no compiler, old card, missing headers
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120]}"
+    return ""
+
+
+def out_of_memory(error):
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower()
+
+
+def fit_batch_size(model, cfg, world, precision):
+    """Most sequences per micro-step, at most 64, that divide the step evenly and fit in memory.
+
+    Tried for real, largest first, with the eager model, which needs a little more memory than the compiled one. On CPU
+    nothing is tried: 16384 tokens at a time are enough to keep its cores busy.
+    """
+    each = cfg.total_batch_size // (cfg.seq_len * world.world_size)  # sequences of a step for each process
+    most = 64 if world.device.type == "cuda" else max(1, 16384 // cfg.seq_len)
+    sizes = [b for b in range(min(most, each), 0, -1) if each % b == 0]
+    if world.device.type != "cuda":
+        return sizes[0]
+    for size in sizes:
+        fits = True
+        try:
+            idx = torch.randint(model.config.vocab_size, (size, cfg.seq_len), device=world.device)
+            with precision.autocast():
+                _, loss = model(idx, idx)
+            loss.backward()
+            # AdamW's two moments and DDP's buckets come on top; 5 % is left for fragments
+            more = 3 * sum(p.numel() * p.element_size() for p in model.parameters())
+            ours = torch.cuda.mem_get_info(world.device)[0] + torch.cuda.memory_reserved(world.device)
+            fits = torch.cuda.max_memory_allocated(world.device) + more < 0.95 * ours
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            fits = False
+        idx = loss = None
+        model.zero_grad(set_to_none=True)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(world.device)
+        if world.smallest(fits):
+            return size
+    raise ValueError(
+        f"not even one sequence of seq_len={cfg.seq_len} fits on {torch.cuda.get_device_name(world.device)}; "
+        "pass --activation_checkpointing, a shorter --seq_len or a smaller --preset"
+    )
