@@ -1,0 +1,181 @@
+"""Let a model write: one completion, several, or a prompt after prompt, word by word as it thinks of them.
+
+    python sample.py "Hello, I'm a language model,"                    # the newest run
+    python sample.py --model gpt2-xl --num_samples 3 "Once upon a time"
+    python sample.py --model log/<run>                                 # asks for prompts; an empty line ends
+    echo "The import statement" | python sample.py                     # one prompt a line
+
+The text goes to stdout, everything else to stderr.
+"""
+
+import codecs
+import contextlib
+import os
+import sys
+import time
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+from tyro.conf import Positional, arg
+
+from machine import Precision
+from train_gpt2 import World
+
+
+@dataclass
+class SampleConfig:
+    """Let a model write: sample.py PROMPT. Without a prompt it asks for them, or reads one a line from a pipe."""
+
+    prompt: Annotated[tuple[str, ...], Positional, arg(metavar="[PROMPT]")] = ()  # the text's beginning; "" is none
+    model: str = ""  # run folder, checkpoint, Hugging Face folder, gpt2 ... gpt2-xl; the newest run if empty
+    max_new_tokens: int = 200  # length, unless the model ends the text before
+    num_samples: int = 1  # texts, all computed at once
+    temperature: float = 0.8  # below 1 plays safe, above 1 takes risks, 0 always takes the likeliest token
+    top_k: int = 50  # choose among the k likeliest tokens; 0 is all
+    top_p: float = 1.0  # choose among the fewest tokens whose probabilities add up to this (nucleus sampling)
+    seed: int | None = None  # same seed, prompt and settings: same text; drawn, and shown at the end, if not given
+    no_cache: bool = False  # recompute all keys and values for every token: the same text, slower
+    device: str = "auto"  # cuda, mps or cpu
+    log_dir: str = "log"  # where the newest run is looked for
+
+
+def check(cfg):
+    """Raise ValueError for settings that no model can follow."""
+    if not 0 <= cfg.temperature < float("inf"):
+        raise ValueError(f"temperature={cfg.temperature} must be 0 (likeliest token) or more")
+    if not 0 < cfg.top_p <= 1:
+        raise ValueError(f"top_p={cfg.top_p} must be above 0 and at most 1 (all tokens)")
+    if cfg.top_k < 0:
+        raise ValueError(f"top_k={cfg.top_k} must be 0 (all tokens) or more")
+    for name in ("num_samples", "max_new_tokens"):
+        if getattr(cfg, name) < 1:
+            raise ValueError(f"{name}={getattr(cfg, name)} must be at least 1")
+
+
+def tokenizer_of(model):
+    """The tokenizer whose ids the model was trained on."""
+    from tokenizer import get_tokenizer
+
+    names = {50257: "gpt2", 257: "bytes"}
+    if model.config.vocab_size not in names:
+        raise ValueError(
+            f"no tokenizer has the model's {model.config.vocab_size} ids; known are 50257 (GPT-2) and 257 (bytes)"
+        )
+    return get_tokenizer(names[model.config.vocab_size])
+
+
+class TextStream:
+    """Text of token ids that come one by one. A character's bytes may be spread over several tokens in both
+    vocabularies: it is given out when its last byte has come, never as halves."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.decoder, self.ended = tokenizer, codecs.getincrementaldecoder("utf-8")("replace"), False
+
+    def add(self, token):
+        """The text that this token completes, perhaps none. After end-of-text there is no more."""
+        if self.ended or token == self.tokenizer.eot:
+            return self.end()
+        return self.decoder.decode(self.tokenizer._bytes[token])
+
+    def end(self):
+        """What is left of a character that was begun, as U+FFFD."""
+        self.ended = True
+        return self.decoder.decode(b"", final=True)
+
+
+def complete(model, tokenizer, prompt, cfg, seed, write, precision=None):
+    """Continue the prompt cfg.num_samples times; returns (texts without the prompt, tokens drawn, seconds).
+
+    write(text) gets the pieces of the first text as they come. Raises ValueError for a prompt that does not fit.
+    """
+    device = next(model.parameters()).device
+    ids = [tokenizer.eot] + tokenizer.encode(prompt)  # in training, end-of-text leads every document
+    if len(ids) > model.config.block_size:
+        raise ValueError(
+            f"the prompt has {len(ids) - 1} tokens and end-of-text leads it; the model's context is "
+            f"{model.config.block_size}: shorten it by {len(ids) - model.config.block_size}"
+        )
+    idx = torch.tensor([ids] * cfg.num_samples, device=device)
+    streams, texts = [TextStream(tokenizer) for _ in range(cfg.num_samples)], [""] * cfg.num_samples
+    generator = torch.Generator(device=device).manual_seed(seed)
+    tokens, t0 = 0, time.perf_counter()
+    with precision.autocast() if precision else contextlib.nullcontext():
+        for row in model.generate(
+            idx, cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.top_p, generator, use_cache=not cfg.no_cache
+        ):
+            for i, token in enumerate(row.tolist()):
+                tokens += not streams[i].ended
+                piece = streams[i].add(token)
+                texts[i] += piece
+                if i == 0 and piece:
+                    write(piece)
+            if all(stream.ended for stream in streams):
+                break
+    seconds = time.perf_counter() - t0
+    for i, stream in enumerate(streams):
+        piece = stream.end()
+        texts[i] += piece
+        if i == 0 and piece:
+            write(piece)
+    return texts, tokens, seconds
+
+
+def prompts(cfg):
+    """The prompt of the command line, or those that are typed or piped in, up to an empty line or the end of input."""
+    if cfg.prompt:
+        yield " ".join(cfg.prompt)
+        return
+    asks = sys.stdin.isatty()
+    while True:
+        if asks:
+            print("prompt (empty line ends): ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line.strip():
+            return
+        yield line.rstrip("\r\n")
+
+
+def write(text):
+    print(text, end="", flush=True)
+
+
+def run(cfg):
+    from weights import load_model
+
+    check(cfg)
+    world = World(cfg.device)
+    precision = Precision("auto", world.device)
+    precision.prepare()
+    model = load_model(cfg.model, cfg.log_dir).to(world.device).eval()
+    tokenizer = tokenizer_of(model)
+    seed = cfg.seed if cfg.seed is not None else torch.seed() % 2**31
+    for n, prompt in enumerate(prompts(cfg)):
+        write(prompt)
+        texts, tokens, seconds = complete(model, tokenizer, prompt, cfg, seed + n, write, precision)
+        write("\n")
+        for text in texts[1:]:
+            write(f"---\n{prompt}{text}\n")
+        print(f"[{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.0f} tok/s on {world.device}, seed {seed + n}]",
+              file=sys.stderr, flush=True)  # fmt: skip
+
+
+def main():
+    import tyro
+
+    cfg = tyro.cli(SampleConfig, prog="sample.py", use_underscores=True, config=(tyro.conf.FlagCreatePairsOff,))
+    sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows a question mark
+    try:
+        run(cfg)
+    except BrokenPipeError:  # the reader of our output has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        sys.exit(130)
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        print(f"sample.py: error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
