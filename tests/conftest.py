@@ -1,0 +1,97 @@
+"""What the tests share: tiny shards, a tiny model, and the real commands in fresh processes."""
+
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+torch.set_num_threads(1)  # tiny models are fastest on one, and sums come out the same on every machine
+VOCAB = 257  # bytes and end-of-text, which has the last id
+
+# a model and a step so small that a run takes a fraction of a second, two micro-steps to an update
+TINY_MODEL = dict(n_layer=2, n_head=2, n_embd=32, block_size=32, vocab_size=VOCAB)
+TINY_RUN = "--preset laptop --device cpu --n_layer 2 --n_head 2 --n_embd 32 --block_size 32 --seq_len 16 --batch_size 4 \
+--total_batch_size 128 --warmup_steps 2 --schedule constant --lr 1e-3 --val_tokens 256 --val_every 0 --ckpt_every 0 \
+--log_every 1 --run r".split()
+
+
+def write_shards(folder, sizes=(1501, 997), val=700, vocab_size=VOCAB, seed=0):
+    """x_train_000000.npy ... and x_val_000000.npy of noisy counting, which a small model learns in a few steps."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(seed)
+    splits = [(f"train_{i:06d}", n) for i, n in enumerate(sizes)] + ([("val_000000", val)] if val else [])
+    for name, n in splits:
+        tokens = (np.arange(n) + rng.integers(0, 3, n)) % min(vocab_size - 1, 40)
+        tokens[::61] = vocab_size - 1  # a document of 60 tokens after each end-of-text
+        np.save(folder / f"x_{name}.npy", tokens.astype(np.uint16))
+    return folder
+
+
+def clean_env(**more):
+    """This process's environment without what would change a run; one thread, so that runs agree to the bit."""
+    drop = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "PYTHON", "TORCH", "OMP_", "GPT2_", "COLUMNS")
+    env = {k: v for k, v in os.environ.items() if not k.startswith(drop)}
+    return env | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "MPLBACKEND": "Agg"} | more
+
+
+def run_python(*args, cwd, timeout=300, **env):
+    """`python args...` in a fresh process: .returncode, .stdout, .stderr."""
+    command = [sys.executable, *map(str, args)]
+    return subprocess.run(command, cwd=cwd, env=clean_env(**env), capture_output=True, text=True, timeout=timeout)
+
+
+@pytest.fixture
+def shards(tmp_path):
+    return write_shards(tmp_path / "data")
+
+
+@pytest.fixture
+def run_train(tmp_path, shards):
+    """run_train("--max_steps", 5, ...): the real command on the tiny shards; the run folder is tmp_path/log/r."""
+
+    def run(*flags, timeout=300, **env):
+        command = [ROOT / "train_gpt2.py", *TINY_RUN, "--data", shards, *flags]
+        return run_python(*command, cwd=tmp_path, timeout=timeout, **env)
+
+    return run
+
+
+@pytest.fixture
+def tiny_config():
+    from train_gpt2 import GPTConfig
+
+    return GPTConfig(**TINY_MODEL)
+
+
+@pytest.fixture
+def one_process():
+    """Rank 0 of 1 on the CPU, for a TokenLoader."""
+    return types.SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
+
+
+@pytest.fixture(scope="session")
+def test_data():
+    """The folder that GPT2_TEST_DATA names: tinyshakespeare.txt, wikitext-2/, hellaswag/ and the like."""
+    folder = Path(os.environ.get("GPT2_TEST_DATA") or ROOT.parent / "shared" / "data")
+    if not folder.is_dir():
+        pytest.skip("no test data: point GPT2_TEST_DATA at a folder that holds tinyshakespeare.txt and the like")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def no_noise_between_tests():
+    """Each test starts from the same random numbers and leaves the signal handlers as they were."""
+    import signal
+
+    before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    torch.manual_seed(0)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
