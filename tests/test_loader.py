@@ -1,0 +1,337 @@
+"""The training stream: which tokens, in which order, for whom; and the sentences for shards that are not right."""
+
+import hashlib
+import json
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import VOCAB, write_shards
+
+from shards import TokenShards
+from train_gpt2 import TokenLoader, TrainConfig, permute
+
+BIG = 65536  # a vocabulary in which every token of a small corpus is another one, so that a token tells its position
+
+
+def numbered_shards(folder, sizes, suffix=".npy"):
+    """Shards in which token i of the stream has id i."""
+    folder.mkdir(exist_ok=True)
+    ids = np.arange(sum(sizes), dtype=np.uint16)
+    for i, part in enumerate(np.split(ids, np.cumsum(sizes)[:-1])):
+        write_shard(folder / f"x_train_{i:06d}{suffix}", part)
+    return TokenShards(folder, "train", BIG)
+
+
+def write_shard(path, tokens):
+    if path.suffix == ".npy":
+        np.save(path, tokens)
+        return
+    header = np.zeros(256, dtype="<i4")
+    header[:3] = 20240520, 1, len(tokens)
+    path.write_bytes(header.tobytes() + tokens.astype("<u2").tobytes())
+
+
+def make_loader(shards, batch_size=2, rank=0, world_size=1, **settings):
+    settings = dict(total_batch_size=8 * 16, seq_len=16) | settings
+    world = SimpleNamespace(rank=rank, world_size=world_size, device=torch.device("cpu"))
+    return TokenLoader(shards, TrainConfig(**settings), world, batch_size)
+
+
+def steps(shards, n, batch_size=2, world_size=1, **settings):
+    """x, y and num_targets of n steps, each step's sequences of all processes put into their global order."""
+    loaders = [make_loader(shards, batch_size, rank, world_size, **settings) for rank in range(world_size)]
+    out = []
+    for _ in range(n):
+        parts = [loader.next_batch() for _ in range(loaders[0].grad_accum_steps) for loader in loaders]
+        out.append((torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]), {p[2] for p in parts}))
+    return out
+
+
+def same(a, b):
+    pairs = zip(a, b, strict=True)
+    return all(torch.equal(x1, x2) and torch.equal(y1, y2) and n1 == n2 for (x1, y1, n1), (x2, y2, n2) in pairs)
+
+
+SIZES = (301, 77, 1, 222)  # 601 tokens, a prime: no shard edge and no end of data meets a sequence's
+
+
+def test_y_is_x_one_token_later(tmp_path):
+    shards = numbered_shards(tmp_path, SIZES)
+    for shuffle in (False, True):
+        for x, y, num_targets in steps(shards, 10, shuffle=shuffle):
+            assert x.shape == y.shape == (8, 16) and x.dtype == y.dtype == torch.int64
+            assert torch.equal(y, (x + 1) % 601)
+            assert torch.equal(x[:, 1:], y[:, :-1])
+            assert num_targets == {8 * 16}
+
+
+def test_order_on_disk_when_shuffling_is_off(tmp_path):
+    shards = numbered_shards(tmp_path, SIZES)
+    stream = torch.cat([x.flatten() for x, _, _ in steps(shards, 12, shuffle=False)])
+    assert torch.equal(stream, torch.arange(12 * 128) % 601)  # two and a half times round, over every edge
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("sizes", [SIZES, (512, 256), (17,)])
+def test_all_processes_together_use_each_token_once_an_epoch(tmp_path, sizes, shuffle):
+    shards = numbered_shards(tmp_path, sizes)
+    N = len(shards)
+    epochs = math.lcm(N, 128) // N
+    counts = torch.zeros(N, dtype=torch.int64)
+    for s, (x, _, _) in enumerate(steps(shards, epochs * N // 128, batch_size=1, world_size=2, shuffle=shuffle, seed=3)):
+        counts += torch.bincount(x.flatten(), minlength=N)
+        finished = (s + 1) * 128 // N  # epochs; a shuffled one may still lack what its last sequences hold
+        if not shuffle:
+            assert counts.min() >= finished and counts.max() <= finished + 1
+    assert (counts == epochs).all()
+
+
+def test_each_shuffled_epoch_holds_the_sequences_that_begin_in_it(tmp_path):
+    loader = make_loader(numbered_shards(tmp_path, SIZES), shuffle=True)
+    edges = [math.ceil(e * 601 / 16) for e in range(5)]
+    orders = []
+    for begin, end in zip(edges, edges[1:]):
+        positions = loader.positions(begin, end - begin)
+        assert sorted(positions) == [16 * j for j in range(begin, end)]
+        orders.append([p // 16 - begin for p in positions])
+    assert len({tuple(o[:30]) for o in orders}) == 4, "every epoch has an order of its own"
+    assert all(o != sorted(o) for o in orders)
+
+
+@pytest.mark.parametrize("settings", [{"shuffle": False}, {"shuffle": True}, {"shuffle": True, "align_documents": True}])
+@pytest.mark.parametrize("batch_size, world_size", [(1, 1), (8, 1), (4, 2), (1, 2), (2, 4), (1, 8)])
+def test_a_step_has_the_same_tokens_for_any_number_of_processes_and_micro_batches(tmp_path, settings, batch_size, world_size):
+    shards = TokenShards(write_shards(tmp_path), "train", VOCAB)
+    assert same(steps(shards, 25, 2, 1, **settings), steps(shards, 25, batch_size, world_size, **settings))
+
+
+def test_seeds_give_different_orders_and_one_seed_the_same(tmp_path):
+    shards = numbered_shards(tmp_path, SIZES)
+    a, b, c = (steps(shards, 4, shuffle=True, seed=seed) for seed in (1, 1, 2))
+    assert same(a, b) and not same(a, c)
+
+
+def test_permute_is_a_permutation():
+    for n in range(1, 201):
+        for key in (0, 1, 1337 * 1_000_003 + 5):
+            assert sorted(permute(np.arange(n), n, key)) == list(range(n)), (n, key)
+    n = 1_000_003
+    out = permute(np.arange(n), n, key=7)
+    assert np.array_equal(np.sort(out), np.arange(n))
+    # no order is left over: neighbours are far apart, and half of all pairs of neighbours go down
+    assert np.abs(np.diff(out)).mean() == pytest.approx(n / 3, rel=0.01)
+    assert (np.diff(out) < 0).mean() == pytest.approx(0.5, abs=0.005)
+    huge = 10**13  # far beyond what could be stored: the tokens of any corpus
+    some = permute(np.arange(huge - 1000, huge), huge, key=1)
+    assert len(set(some)) == 1000 and some.min() >= 0 and some.max() < huge
+
+
+@pytest.mark.parametrize("settings", [{"shuffle": False}, {"shuffle": True}, {"shuffle": True, "align_documents": True}])
+def test_a_saved_state_goes_on_with_the_next_batch(tmp_path, settings):
+    shards = TokenShards(write_shards(tmp_path), "train", VOCAB)
+    whole = steps(shards, 30, **settings)
+    first = make_loader(shards, **settings)
+    for _ in range(13 * first.grad_accum_steps):
+        first.next_batch()  # by now one more is being read ahead, which must not count
+    state = json.loads(json.dumps(first.state_dict()))  # plain values only
+    second = make_loader(shards, batch_size=4, **settings)
+    second.next_batch()  # also a loader that has begun can be put back
+    second.load_state_dict(state)
+    rest = []
+    for _ in range(17):
+        parts = [second.next_batch() for _ in range(2)]
+        rest.append((torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]), {p[2] for p in parts}))
+    assert same(whole[13:], rest)
+
+
+def test_both_file_formats_give_the_same_stream(tmp_path):
+    npy, llmc = (numbered_shards(tmp_path / s, SIZES, s) for s in (".npy", ".bin"))
+    assert len(npy) == len(llmc) == 601
+    assert same(steps(npy, 10), steps(llmc, 10))
+    assert npy.where(601 + 300) == "x_train_000000.npy:300" and llmc.where(301) == "x_train_000001.bin:0"
+    assert npy.where(378) == "x_train_000002.npy:0" and npy.where(379) == "x_train_000003.npy:0"
+    assert list(npy.read(599, 5)) == [599, 600, 0, 1, 2]
+
+
+def test_masks_become_targets_of_minus_one(tmp_path):
+    numbered_shards(tmp_path, SIZES)
+    masks = [(np.random.default_rng(i).random(n) < 0.3).astype(np.uint8) for i, n in enumerate(SIZES)]
+    for i, mask in enumerate(masks):
+        with (tmp_path / f"x_train_{i:06d}.mask").open("wb") as f:
+            np.save(f, mask)
+    shards, learn = TokenShards(tmp_path, "train", BIG), torch.from_numpy(np.concatenate(masks))
+    results = steps(shards, 12, batch_size=1, world_size=2)
+    for x, y, num_targets in results:
+        wanted = (x + 1) % 601
+        assert torch.equal(y, torch.where(learn[wanted] == 1, wanted, -1))
+        assert num_targets == {int((y >= 0).sum())}, "every micro-step knows the number of the whole step"
+    assert len({n for _, _, (n,) in results}) > 3
+    assert same(results, steps(shards, 12, batch_size=8))
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_aligned_sequences_begin_at_end_of_text(tmp_path, shuffle):
+    folder = write_shards(tmp_path)  # an end-of-text at every 61st token
+    shards = TokenShards(folder, "train", VOCAB)
+    loader = make_loader(shards, align_documents=True, shuffle=shuffle)
+    count = sum(len(range(0, n, 61)) for n in (1501, 997))
+    assert len(loader.aligned) == count
+    first = [int(p) for p in loader.positions(0, count)]
+    second = [int(p) for p in loader.positions(count, count)]
+    assert sorted(first) == sorted(second) == sorted(loader.aligned), "each document once an epoch"
+    assert (first == sorted(first)) == (not shuffle) and (first == second) == (not shuffle)
+    for x, y, _ in steps(shards, 10, align_documents=True, shuffle=shuffle):
+        assert (x[:, 0] == VOCAB - 1).all()
+        assert torch.equal(x[:, 1:], y[:, :-1])
+    # sequences longer than a document begin at the next end-of-text after the one before; none overlap
+    starts = shards.document_starts(100)
+    assert (np.diff(starts) >= 100).all() and all(shards.read(int(p), 1)[0] == VOCAB - 1 for p in starts)
+
+
+def test_documents_without_end_of_text_cannot_be_aligned(tmp_path):
+    shards = numbered_shards(tmp_path, (100,))
+    with pytest.raises(ValueError, match="end-of-text"):
+        make_loader(shards, align_documents=True)
+
+
+def test_the_step_that_failed_is_named_by_its_positions(tmp_path):
+    loader = make_loader(numbered_shards(tmp_path, SIZES), batch_size=4, shuffle=True)
+    used = []
+    for _ in range(2 * loader.grad_accum_steps):
+        x, _, _ = loader.next_batch()
+        used.append([loader.shards.where(int(first)) for first in x[:, 0]])
+    assert [loader.step_positions(loader.sequence, i) for i in range(2)] == used[2:]
+
+
+# -------------------------------------------------------------------------------------- shards that are not right
+
+
+def truncated_npy(path):
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def other_type(path):
+    np.save(path, np.load(path).astype(np.int32))
+
+
+def two_rows(path):
+    np.save(path, np.load(path)[:1500].reshape(2, -1))
+
+
+def empty_file(path):
+    path.write_bytes(b"")
+
+
+def no_tokens(path):
+    np.save(path, np.zeros(0, dtype=np.uint16))
+
+
+def as_bin(path):
+    out = path.with_suffix(".bin")
+    write_shard(out, np.load(path))
+    path.unlink()
+    return out
+
+
+def truncated_bin(path):
+    out = as_bin(path)
+    out.write_bytes(out.read_bytes()[:-100])
+
+
+def wrong_magic(path):
+    out = as_bin(path)
+    out.write_bytes(np.int32(20240521).tobytes() + out.read_bytes()[4:])
+
+
+def wrong_version(path):
+    out = as_bin(path)
+    data = out.read_bytes()
+    out.write_bytes(data[:4] + np.int32(2).tobytes() + data[8:])
+
+
+def header_alone(path):
+    out = as_bin(path)
+    out.write_bytes(out.read_bytes()[:1000])
+
+
+def bin_without_tokens(path):
+    path.unlink()
+    write_shard(path.with_suffix(".bin"), np.zeros(0, dtype=np.uint16))
+
+
+FAULTS = {
+    truncated_npy: "truncated", other_type: "int32.*uint16", two_rows: r"\(2, 750\).*one row", empty_file: "broken or trunc",
+    no_tokens: "empty", truncated_bin: "truncated", wrong_magic: "20240520", wrong_version: "20240520",
+    header_alone: "20240520", bin_without_tokens: "empty",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.__name__)
+def test_a_broken_shard_is_named(tmp_path, fault):
+    folder = write_shards(tmp_path)
+    assert len(TokenShards(folder, "train", VOCAB)) == 1501 + 997
+    fault(folder / "x_train_000000.npy")
+    with pytest.raises(ValueError, match=FAULTS[fault]) as error:
+        TokenShards(folder, "train", VOCAB)
+    assert "x_train_000000" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_token_beyond_the_vocabulary_names_its_shard(tmp_path):
+    folder = write_shards(tmp_path)
+    tokens = np.load(folder / "x_train_000001.npy")
+    tokens[500] = VOCAB
+    np.save(folder / "x_train_000001.npy", tokens)
+    loader = make_loader(TokenShards(folder, "train", VOCAB), shuffle=False)
+    with pytest.raises(ValueError, match="257.*x_train_000001.npy.*vocabulary of 257"):
+        for _ in range(2498 // 16):
+            loader.next_batch()
+    # and nothing is wrong with the largest id that there is
+    loader = make_loader(TokenShards(folder, "train", VOCAB + 1), shuffle=False)
+    for _ in range(2498 // 16):
+        loader.next_batch()
+
+
+def test_the_manifest_knows_size_and_hash(tmp_path):
+    folder = write_shards(tmp_path)
+    with pytest.raises(FileNotFoundError, match="manifest.json is missing"):
+        TokenShards(folder, "train", VOCAB, verify=True)
+    entries = [
+        {"name": p.name, "bytes": p.stat().st_size, "sha256": hashlib.sha256(p.read_bytes()).hexdigest()}
+        for p in sorted(folder.glob("*.npy"))
+    ]
+    (folder / "manifest.json").write_text(json.dumps({"shards": entries, "vocab_size": VOCAB}))
+    assert len(TokenShards(folder, "train", VOCAB, verify=True)) == 1501 + 997
+    path = folder / "x_train_000001.npy"
+    tokens = np.load(path)
+    tokens[100] ^= 1
+    np.save(path, tokens)
+    TokenShards(folder, "train", VOCAB)  # one bit, same size: seen by the hash alone
+    with pytest.raises(ValueError, match="x_train_000001.npy.*SHA-256"):
+        TokenShards(folder, "train", VOCAB, verify=True)
+    np.save(path, tokens[:-1])
+    with pytest.raises(ValueError, match="x_train_000001.npy has .* bytes, manifest.json says"):
+        TokenShards(folder, "train", VOCAB)
+
+
+def test_no_shards_names_the_command_that_makes_them(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no train shards in .*python fineweb.py --out"):
+        TokenShards(tmp_path, "train", VOCAB)
+    write_shards(tmp_path, val=0)
+    with pytest.raises(FileNotFoundError, match="no val shards"):
+        TokenShards(tmp_path, "val", VOCAB)
+
+
+def test_too_few_tokens(tmp_path):
+    with pytest.raises(ValueError, match="16 training tokens.*seq_len=16"):
+        make_loader(numbered_shards(tmp_path, (16,)))
+    assert len(steps(numbered_shards(tmp_path, (17,)), 3)) == 3
+
+
+def test_a_step_that_no_micro_batch_divides_names_the_next_that_is(tmp_path):
+    shards = numbered_shards(tmp_path, SIZES)
+    with pytest.raises(ValueError, match=r"total_batch_size=100 .*2 \* 16 \* 3 = 96; the next one up is 192"):
+        make_loader(shards, batch_size=2, world_size=3, total_batch_size=100)
+    assert make_loader(shards, batch_size=2, world_size=3, total_batch_size=192).grad_accum_steps == 2
