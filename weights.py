@@ -38,7 +38,7 @@ def load_model(source, log_dir="log"):
     if path.is_dir() and not is_hugging_face(path):
         path = newest_checkpoint(path)
     if path.suffix != ".pt":
-        return from_pretrained(str(path))
+        return from_pretrained(str(source or path))
     data = read_checkpoint(path)
     if not isinstance(data, dict):
         raise ValueError(f"{path} holds a {type(data).__name__}, wanted is a state dict or a checkpoint with one")
