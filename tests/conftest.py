@@ -18,7 +18,7 @@ VOCAB = 257  # bytes and end-of-text, which has the last id
 # a model and a step so small that a run takes a fraction of a second, two micro-steps to an update
 TINY_MODEL = dict(n_layer=2, n_head=2, n_embd=32, block_size=32, vocab_size=VOCAB)
 TINY_RUN = "--preset laptop --device cpu --n_layer 2 --n_head 2 --n_embd 32 --block_size 32 --seq_len 16 --batch_size 4 \
---total_batch_size 128 --warmup_steps 2 --schedule constant --lr 1e-3 --val_tokens 256 --val_every 0 --ckpt_every 0 \
+--total_batch_size 128 --warmup_steps 2 --schedule constant --lr 1e-3 --val_tokens 256 --val_every 0 --ckpt_every 1000 \
 --log_every 1 --run r".split()
 
 
@@ -54,11 +54,14 @@ def shards(tmp_path):
 
 @pytest.fixture
 def run_train(tmp_path, shards):
-    """run_train("--max_steps", 5, ...): the real command on the tiny shards; the run folder is tmp_path/log/r."""
+    """run_train("--max_steps", 5, ...): the real command on the tiny shards; the run folder is tmp_path/log/r.
+
+    With --resume it gets no other flags than those named: a run is resumed with the settings it was begun with.
+    """
 
     def run(*flags, timeout=300, **env):
-        command = [ROOT / "train_gpt2.py", *TINY_RUN, "--data", shards, *flags]
-        return run_python(*command, cwd=tmp_path, timeout=timeout, **env)
+        base = [] if "--resume" in flags else [*TINY_RUN, "--data", shards]
+        return run_python(ROOT / "train_gpt2.py", *base, *flags, cwd=tmp_path, timeout=timeout, **env)
 
     return run
 

@@ -1,0 +1,397 @@
+"""Training: the schedule, what must not change a run, resuming to the bit, signals, kills, losses that are not finite."""
+
+import dataclasses
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import ROOT, TINY_MODEL, TINY_RUN, VOCAB, clean_env, write_shards
+
+import machine
+from shards import TokenShards
+from tokenizer import ByteTokenizer
+from train_gpt2 import GPT, PRESETS, GPTConfig, TrainConfig, World, eval_val_loss, get_lr, read_checkpoint, train
+
+# AdamW divides by the root of the squared gradient, so where the true gradient is 0 (the bias of the keys: a softmax does
+# not see it) rounding noise alone would move a weight by the full rate. This eps keeps such weights where they are, and
+# leaves the update sensitive to the gradient's scale, which plain AdamW would hide.
+EPS = 1e-3
+
+
+def train_here(folder, data, name, tokenizer=None, model=(), **settings):
+    """A run in this process: its losses, its events, its folder, and each checkpoint by step."""
+    base = dict(
+        data=str(data), log_dir=str(folder), run=name, device="cpu", total_batch_size=256, batch_size=4, seq_len=16, lr=3e-3,
+        max_steps=20, warmup_steps=2, schedule="constant", eps=EPS, grad_clip=1.0, log_every=1, val_every=0, val_tokens=300,
+        ckpt_every=1000, sample_every=0, hella_every=0, compile=False, keep_last=100,
+    )  # fmt: skip
+    train(GPTConfig(**TINY_MODEL | dict(model)), TrainConfig(**base | settings), World("cpu"), folder / name, tokenizer)
+    return read_run(folder / name)
+
+
+def read_run(run_dir):
+    events = [json.loads(line) for line in (run_dir / "log.jsonl").read_text().splitlines()]
+    return SimpleNamespace(
+        dir=run_dir,
+        events=events,
+        losses=[e["loss"] for e in events if e["kind"] == "train"],
+        checkpoints={int(p.stem[6:]): read_checkpoint(p) for p in run_dir.glob("model_[0-9]*.pt")},
+    )
+
+
+def of_kind(run, kind):
+    return [e for e in run.events if e["kind"] == kind]
+
+
+def difference(a, b):
+    """Largest difference of two state dicts with the same names."""
+    assert a.keys() == b.keys()
+    return max((a[k] - b[k]).abs().max().item() for k in a)
+
+
+def raw_gradients(checkpoint, beta1=0.9):
+    """The gradients of the first update, out of AdamW's first moment (for a run with grad_clip=0)."""
+    return {i: state["exp_avg"] / (1 - beta1) for i, state in checkpoint["optimizer"]["state"].items()}
+
+
+def equal_bits(a, b):
+    """Nested dicts, lists, tensors and plain values."""
+    if torch.is_tensor(a):
+        return torch.is_tensor(b) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal_bits(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(equal_bits, a, b))
+    return a == b
+
+
+# ------------------------------------------------------------------------------------------------------- schedule
+
+
+def test_schedules_meet_their_corners_exactly():
+    cfg = TrainConfig(max_steps=1000, warmup_steps=100, decay_steps=200, lr=6e-4, min_lr=6e-5)
+    for schedule in ("cosine", "linear", "constant", "wsd"):
+        cfg.schedule = schedule
+        assert get_lr(0, cfg) == 6e-4 / 100, schedule
+        assert get_lr(49, cfg) == 6e-4 / 2
+        assert get_lr(99, cfg) == get_lr(100, cfg) == 6e-4
+        end = 6e-4 if schedule == "constant" else 6e-5
+        assert get_lr(1000, cfg) == get_lr(5000, cfg) == end
+        rates = [get_lr(step, cfg) for step in range(1001)]
+        assert rates[:100] == sorted(rates[:100]) and rates[100:] == sorted(rates[100:], reverse=True)
+        assert min(rates) > 0 and max(rates) == 6e-4
+    assert get_lr(550, dataclasses.replace(cfg, schedule="cosine")) == pytest.approx((6e-4 + 6e-5) / 2, rel=1e-12)
+    assert get_lr(325, dataclasses.replace(cfg, schedule="cosine")) == pytest.approx(
+        6e-5 + 5.4e-4 * (1 + math.sqrt(0.5)) / 2, rel=1e-12
+    )
+    assert get_lr(325, dataclasses.replace(cfg, schedule="linear")) == pytest.approx(6e-5 + 0.75 * 5.4e-4, rel=1e-12)
+    wsd = [get_lr(step, cfg) for step in range(1001)]
+    assert set(wsd[99:801]) == {6e-4}, "flat until decay_steps before the end"
+    assert wsd[900] == pytest.approx((6e-4 + 6e-5) / 2, rel=1e-12) and wsd[801] < 6e-4
+
+
+def test_schedules_without_warm_up_and_of_nothing_else():
+    assert get_lr(0, TrainConfig(max_steps=10, warmup_steps=0, lr=1.0, min_lr=0.0)) == 1.0
+    cfg = TrainConfig(max_steps=10, warmup_steps=10, lr=1.0, min_lr=0.0, schedule="wsd", decay_steps=100)
+    assert [get_lr(step, cfg) for step in (0, 4, 9)] == [0.1, 0.5, 1.0]
+
+
+# ----------------------------------------------------------------------------------- what must not change a run
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_accumulation_changes_nothing(tmp_path, shards, masked):
+    """16 x 1 against 4 x 4; with masks some micro-steps have no target at all, others all of theirs."""
+    if masked:
+        for path in shards.glob("*_train_*.npy"):
+            n = len(np.load(path))
+            mask = (np.arange(n) // 50 % 3 == 0).astype(np.uint8)  # stretches of 50 tokens: most sequences all or nothing
+            with path.with_suffix(".mask").open("wb") as f:
+                np.save(f, mask)
+    a, b = (train_here(tmp_path, shards, f"b{size}", batch_size=size) for size in (16, 4))
+    assert [len(r.losses) for r in (a, b)] == [20, 20] and a.losses[-1] < a.losses[0] - 0.3
+    assert np.abs(np.subtract(a.losses, b.losses)).max() < 1e-5
+    assert difference(a.checkpoints[20]["model"], b.checkpoints[20]["model"]) < 1e-5
+    assert of_kind(a, "start")[0]["grad_accum_steps"] == 1 and of_kind(b, "start")[0]["grad_accum_steps"] == 4
+    one = [train_here(tmp_path, shards, f"g{size}", batch_size=size, max_steps=1, grad_clip=0.0) for size in (16, 4, 1)]
+    first, *others = (raw_gradients(r.checkpoints[1]) for r in one)
+    assert max(g.abs().max() for g in first.values()) > 1e-2
+    for other in others:
+        assert difference(first, other) < 1e-5
+
+
+def test_evaluation_and_samples_change_no_bit(tmp_path, shards):
+    quiet = train_here(tmp_path, shards, "quiet", max_steps=8)
+    watched = train_here(
+        tmp_path, shards, "watched", ByteTokenizer(), max_steps=8, val_every=3, sample_every=2, sample_tokens=5, ckpt_every=2,
+        timing=True, seed=1337,
+    )  # fmt: skip
+    assert [e["step"] for e in of_kind(watched, "val")] == [0, 3, 6, 8]
+    assert [e["step"] for e in of_kind(watched, "sample")] == [2, 4, 6, 8]
+    assert quiet.losses == watched.losses
+    for part in ("model", "optimizer", "loader", "rng"):
+        assert equal_bits(quiet.checkpoints[8][part], watched.checkpoints[8][part]), part
+    other_seed = train_here(tmp_path, shards, "other", max_steps=1, seed=7)
+    assert other_seed.losses[0] != quiet.losses[0]
+
+
+def test_clipping_bounds_the_update_and_logs_the_norm_before_it(tmp_path, shards):
+    kwargs = dict(max_steps=1, warmup_steps=0, beta1=0.0)
+    free, clipped = (train_here(tmp_path, shards, f"c{c}", grad_clip=c, **kwargs) for c in (0.0, 0.1))
+    norms = [of_kind(r, "train")[0]["grad_norm"] for r in (free, clipped)]
+    grads = [raw_gradients(r.checkpoints[1], beta1=0.0) for r in (free, clipped)]
+    lengths = [math.sqrt(sum(g.double().square().sum().item() for g in gs.values())) for gs in grads]
+    assert norms[0] == norms[1] == pytest.approx(lengths[0], rel=1e-5) and norms[0] > 0.2
+    assert lengths[1] == pytest.approx(0.1, rel=1e-4)
+
+
+def test_a_run_learns(tmp_path, shards):
+    run = train_here(tmp_path, shards, "r", ByteTokenizer(), max_steps=200, val_every=200, lr=1e-2, eps=1e-8)
+    first, last = of_kind(run, "val")
+    start = of_kind(run, "start")[0]
+    assert first["loss"] == pytest.approx(math.log(VOCAB), abs=0.3) and start["log_v"] == math.log(VOCAB)
+    assert last["loss"] < start["unigram"] - 1.0
+    # 40 ids evenly and end-of-text at every 61st place; the 216 ids that never occur are given one count each of 2498
+    assert start["unigram"] == pytest.approx(math.log(41), abs=0.15) and start["unigram"] < math.log(VOCAB) - 1
+    tokens = np.load(shards / "x_val_000000.npy")
+    bytes_per_token = (tokens != VOCAB - 1).mean()  # all ids are one byte but end-of-text, which is none
+    assert last["bits_per_byte"] == pytest.approx(last["loss"] / math.log(2) / bytes_per_token)
+
+
+def test_validation_loss_is_the_mean_over_the_tokens_asked_for(tmp_path, shards, tiny_config):
+    model, split = GPT(tiny_config), TokenShards(shards, "val", VOCAB)
+    precision = machine.Precision("fp32", torch.device("cpu"))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p), alpha=0.1)
+        stream = torch.from_numpy(split.read(0, 700).astype(np.int64))
+        each = []  # of every token after the first, with the context it has in sequences of 16
+        for i in range(0, 699, 16):
+            x, y = stream[i : i + 16][: 699 - i], stream[i + 1 : i + 17]
+            each += F.cross_entropy(model(x[None])[0][0], y, reduction="none").tolist()
+    assert len(each) == 699
+    for val_tokens, count in ((0, 699), (10**9, 699), (256, 256), (100, 100), (5, 5)):
+        for batch_size in (1, 4, 64):
+            loss = eval_val_loss(model, split, val_tokens, 16, batch_size, World("cpu"), precision)
+            assert loss == pytest.approx(np.mean(each[:count]), rel=1e-5), (val_tokens, batch_size)
+
+
+def test_compiling_agrees_with_eager_and_compiles_nothing_after_warm_up(tmp_path, shards):
+    reason = machine.why_no_compile(torch.device("cpu"))
+    if reason:
+        pytest.skip(f"torch.compile does not work here: {reason}")
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    seen = []
+
+    class Watcher(ByteTokenizer):
+        def decode(self, ids):
+            seen.append(counters["stats"]["unique_graphs"])
+            return super().decode(ids)
+
+    # three validation batches of which the last is not full; prompts and samples of other lengths than training's
+    settings = dict(max_steps=7, val_every=2, sample_every=2, sample_tokens=40, val_tokens=150, model={"n_layer": 1}.items())
+    eager = train_here(tmp_path, shards, "eager", **settings)
+    compiled = train_here(tmp_path, shards, "compiled", Watcher(), compile=True, **settings)
+    assert len(seen) == 4 * 2 and seen[0] >= 2, "after steps 2, 4, 6 and 7, two samples each"
+    assert set(seen) == {seen[0]} == {counters["stats"]["unique_graphs"]}, "graphs compiled after warm-up"
+    assert np.abs(np.subtract(eager.losses, compiled.losses)).max() < 1e-4
+    a, b = ([e["loss"] for e in of_kind(run, "val")] for run in (eager, compiled))
+    assert len(a) == 5 and a == pytest.approx(b, abs=1e-4)
+    assert difference(eager.checkpoints[7]["model"], compiled.checkpoints[7]["model"]) < 1e-4
+    assert not any(k.startswith(("_orig_mod", "module")) for k in compiled.checkpoints[7]["model"])
+
+
+# ------------------------------------------------------------------------------------- checkpoints and resuming
+
+
+def test_twenty_steps_are_ten_and_resume_and_ten(run_train, tmp_path):
+    """The real command three times; with it what a run leaves behind."""
+    whole = run_train("--max_steps", 20, "--ckpt_every", 10, "--run", "whole", "--timing")
+    first = run_train("--max_steps", 10, "--ckpt_every", 10)
+    second = run_train("--resume", "--max_steps", 20)
+    assert [r.returncode for r in (whole, first, second)] == [0, 0, 0], whole.stderr + first.stderr + second.stderr
+    a, b = (read_run(tmp_path / "log" / name) for name in ("whole", "r"))
+    assert a.losses == b.losses and len(a.losses) == 20
+    assert [e["step"] for e in of_kind(b, "train")] == list(range(1, 21)), "the second part is appended, nothing twice"
+    for part in ("step", "model", "optimizer", "loader", "rng"):
+        assert equal_bits(a.checkpoints[20][part], b.checkpoints[20][part]), part
+    assert not equal_bits(a.checkpoints[10]["model"], a.checkpoints[20]["model"])
+
+    for event in of_kind(a, "train"):
+        assert {"loss", "lr", "grad_norm", "tok_per_s", "tokens", "dt_ms"} <= event.keys()
+        phases = [event[f"{p}_ms"] for p in ("data", "forward", "backward", "optimizer")]
+        assert all(0 < p <= event["dt_ms"] for p in phases[1:]) and phases[0] >= 0
+        assert sum(phases) <= event["dt_ms"] + 0.01
+        assert event["tokens"] == 128 * event["step"] and event["tok_per_s"] == pytest.approx(128e3 / event["dt_ms"])
+        assert "mfu" not in event, "a CPU has no entry in the table of peaks"
+    assert of_kind(a, "train")[0]["lr"] == 5e-4 and of_kind(a, "train")[5]["lr"] == 1e-3
+    assert "forward_ms" not in of_kind(b, "train")[0]
+    assert [e["kind"] for e in a.events][0] == "start" and a.events[-1] == a.events[-1] | {"kind": "end", "reason": "done"}
+    assert (a.dir / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert str(a.dir.relative_to(tmp_path)) in whole.stdout and "sample.py" in whole.stdout
+    again = run_train("--resume")
+    assert again.returncode == 2 and "finished its max_steps=20" in again.stderr and "--max_steps" in again.stderr
+
+
+def test_resuming_changes_nothing_where_data_are_masked_and_aligned(tmp_path, shards):
+    """In this process, with a shuffled stream that wraps in mid-step and stops off the checkpoint interval."""
+    settings = dict(align_documents=True, total_batch_size=192, schedule="wsd", decay_steps=9)
+    settings["model"] = {"document_mask": True}.items()
+    whole = train_here(tmp_path, shards, "whole", ckpt_every=7, **settings)
+    cut = tmp_path / "cut"
+    shutil.copytree(whole.dir, cut)
+    for path in cut.glob("model_*.pt"):
+        if path.name != "model_000007.pt":
+            path.unlink()
+    (cut / "log.jsonl").unlink()
+    rest = train_here(tmp_path, shards, "cut", ckpt_every=7, resume=True, **settings)
+    assert rest.losses == whole.losses[7:]
+    for part in ("model", "optimizer", "loader"):
+        assert equal_bits(whole.checkpoints[20][part], rest.checkpoints[20][part]), part
+
+
+@pytest.mark.xfail(strict=True, reason="the step that a run is resumed at disappears from TensorBoard: purge_step is one low")
+def test_tensorboard_shows_what_the_log_holds_after_resuming_too(tmp_path, shards):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train_here(tmp_path, shards, "r", max_steps=4, val_every=2)
+    run = train_here(tmp_path, shards, "r", max_steps=7, val_every=2, resume=True)
+    board = EventAccumulator(str(run.dir)).Reload()
+    for kind in ("val", "train"):
+        events, scalars = of_kind(run, kind), board.Scalars(f"{kind}/loss")
+        assert len(scalars) >= 4
+        assert [s.step for s in scalars] == [e["step"] for e in events]
+        assert [s.value for s in scalars] == pytest.approx([e["loss"] for e in events])
+
+
+def test_the_last_checkpoints_and_the_best_stay(tmp_path):
+    data = write_shards(tmp_path / "data")
+    val = np.load(data / "x_val_000000.npy")
+    unseen = np.where(val < 100, val + 100, val).astype(np.uint16)  # training never shows these: the loss only rises
+    np.save(data / "x_val_000000.npy", unseen)
+    run = train_here(tmp_path, data, "r", max_steps=10, val_every=2, ckpt_every=2, keep_last=2)
+    losses = {e["step"]: e["loss"] for e in of_kind(run, "val")}
+    assert losses[2] < losses[4] < losses[10]
+    assert sorted(p.name for p in run.dir.glob("model_*")) == ["model_000008.pt", "model_000010.pt", "model_best.pt"]
+    best = read_checkpoint(run.dir / "model_best.pt")
+    assert best["step"] == 2 and best["best_val"] == losses[2] == run.checkpoints[10]["best_val"]
+    assert [e["step"] for e in of_kind(run, "checkpoint") if e["best"]] == [2]
+    assert not list(run.dir.glob("*.part"))
+
+
+@pytest.mark.xfail(strict=True, reason="a checkpoint between two validations takes the loss of the weights before it")
+def test_only_weights_that_were_measured_become_the_best(tmp_path, shards):
+    run = train_here(tmp_path, shards, "r", max_steps=6, val_every=3, ckpt_every=4)
+    measured = {e["step"] for e in of_kind(run, "val")}
+    assert measured == {0, 3, 6}
+    assert {e["step"] for e in of_kind(run, "checkpoint") if e["best"]} <= measured
+
+
+# ------------------------------------------------------------------------------------- signals, kills, bad losses
+
+
+def start_training(tmp_path, shards, *flags):
+    """The real command, running; returns once three steps are logged."""
+    command = [sys.executable, ROOT / "train_gpt2.py", *TINY_RUN, "--data", shards, "--max_steps", 1000000, *flags]
+    process = subprocess.Popen(
+        list(map(str, command)), cwd=tmp_path, env=clean_env(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    log, deadline = tmp_path / "log" / "r" / "log.jsonl", time.monotonic() + 120
+    while not log.exists() or log.read_text().count('"train"') < 3:
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()
+            pytest.fail(f"the run did not begin: {process.communicate()}")
+        time.sleep(0.02)
+    return process
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_finishes_the_step_saves_and_says_so(tmp_path, shards, name):
+    process = start_training(tmp_path, shards)
+    process.send_signal(getattr(signal, name))
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0 and "Traceback" not in err, err
+    run = read_run(tmp_path / "log" / "r")
+    step = of_kind(run, "train")[-1]["step"]
+    assert list(run.checkpoints) == [step] and run.checkpoints[step]["step"] == step
+    assert run.events[-1]["kind"] == "end" and run.events[-1]["reason"] == name
+    assert f"{name}: finished step {step} and saved it" in out and "--resume" in out
+
+
+def test_a_killed_run_leaves_whole_checkpoints_and_resumes(tmp_path, shards, run_train):
+    process = start_training(tmp_path, shards, "--ckpt_every", 1, "--keep_last", 3)
+    time.sleep(0.1)
+    process.kill()  # SIGKILL: nothing can be tidied up; with a checkpoint every step, one is being written most of the time
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+    run = read_run(tmp_path / "log" / "r")  # reads every checkpoint
+    assert run.checkpoints and all(step == data["step"] for step, data in run.checkpoints.items())
+    step = max(run.checkpoints)
+    result = run_train("--resume", "--max_steps", step + 4)
+    assert result.returncode == 0, result.stderr
+    resumed = read_run(run.dir)
+    assert max(resumed.checkpoints) == step + 4
+    assert [e["step"] for e in of_kind(resumed, "start")] == [0, step]
+    assert resumed.events[: len(run.events)] == run.events, "nothing of the first part is lost"
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, shards, run_train):
+    train_here(tmp_path / "log", shards, "r", max_steps=4, total_batch_size=128, lr=1e-3, shuffle=False)
+    before = (tmp_path / "log" / "r" / "model_000004.pt").read_bytes()
+    result = run_train("--resume", "--max_steps", 30, "--lr", "1e30", "--grad_clip", 0, "--ckpt_every", 2)
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    assert result.stderr.startswith("train_gpt2.py: error: the loss is ") and result.stderr.count("\n") == 1
+    # update 5 throws the weights away, so the loss of step 6 is the first that shows it: tokens 5 * 128 to 6 * 128 - 1
+    assert "at step 6" in result.stderr
+    for position in range(5 * 128, 6 * 128, 16):
+        assert f"x_train_000000.npy:{position}" in result.stderr
+    assert "keeps model_000004.pt" in result.stderr
+    assert [p.name for p in (tmp_path / "log" / "r").glob("model_0*.pt")] == ["model_000004.pt"]
+    assert (tmp_path / "log" / "r" / "model_000004.pt").read_bytes() == before
+
+
+@pytest.mark.xfail(strict=True, reason="the loss alone is looked at, and it was measured before the update")
+def test_weights_that_are_not_finite_are_never_kept(tmp_path, shards):
+    """A rate beyond float32 makes all weights infinite in the first update; its loss is that of the weights before."""
+    with pytest.raises(FloatingPointError):
+        train_here(tmp_path, shards, "r", max_steps=2, lr=1e39, warmup_steps=0, ckpt_every=1)
+    for checkpoint in read_run(tmp_path / "r").checkpoints.values():
+        assert all(p.isfinite().all() for p in checkpoint["model"].values())
+
+
+def test_a_checkpoint_holds_plain_values_and_both_configurations(tmp_path, shards):
+    run = train_here(tmp_path, shards, "r", max_steps=1)
+    loaded = torch.load(run.dir / "model_000001.pt", weights_only=True)
+    assert loaded["model_config"] == dataclasses.asdict(GPTConfig(**TINY_MODEL))
+    assert loaded["train_config"]["total_batch_size"] == 256 and loaded["loader"] == {"position": 256}
+    config = json.loads((run.dir / "config.json").read_text())
+    assert config["model"] == loaded["model_config"] and config["train"]["lr"] == 3e-3
+    assert set(config["train"]) == {f.name for f in dataclasses.fields(TrainConfig)}
+
+
+def test_presets_are_runs_that_can_be_done():
+    """Each headline preset is the same number of tokens, and a whole number of sequences a step."""
+    for name, (model_config, cfg) in PRESETS.items():
+        assert cfg.preset == name and cfg.total_batch_size % cfg.seq_len == 0 and cfg.seq_len <= model_config.block_size
+        assert model_config.n_embd % model_config.n_head == 0 and 0 <= cfg.min_lr < cfg.lr
+        if name != "laptop":
+            assert cfg.max_steps * cfg.total_batch_size == pytest.approx(10e9, rel=1e-4)
+            assert cfg.warmup_steps * cfg.total_batch_size == pytest.approx(375e6, rel=1e-3)
+            assert model_config.padded_vocab_size == 50304
+
+
+def test_the_environment_of_the_tests_is_one_process():
+    assert "RANK" not in os.environ and World("cpu").world_size == 1
