@@ -148,9 +148,9 @@ def draw_loss(ax, logs, dark, x):
                 ax.annotate(f"{losses[-1]:.2f}", (x(log, steps)[-1], losses[-1]), xytext=(0, 7), color=val_color,
                             textcoords="offset points", ha="right", fontweight="bold")  # fmt: skip
     for name, text in (("log_v", "uniform guess, log V = {:.2f}"), ("unigram", "unigram entropy, {:.2f}")):
-        values = {round(v, 2) for log in logs.values() for v in column(log, "start", name)[1]}
-        for value in sorted(values):
-            reference(ax, value, text.format(value))
+        levels = {text.format(v): v for log in logs.values() for v in column(log, "start", name)[1]}
+        for label, level in levels.items():
+            reference(ax, level, label)
     ax.set_ylabel("loss (nats per token)")
     low, high = ax.get_ylim()
     ax.set_ylim(low, high + 0.05 * (high - low))  # room for the label of the highest line
