@@ -87,7 +87,8 @@ class TextStream:
 def complete(model, tokenizer, prompt, cfg, seed, write, precision=None):
     """Continue the prompt cfg.num_samples times; returns (texts without the prompt, tokens drawn, seconds).
 
-    write(text) gets the pieces of the first text as they come. Raises ValueError for a prompt that does not fit.
+    write(text) gets the prompt and the pieces of the first text as they come. Raises
+    ValueError, before it writes, for a prompt that does not fit.
     """
     device = next(model.parameters()).device
     ids = [tokenizer.eot] + tokenizer.encode(prompt)  # in training, end-of-text leads every document
@@ -96,6 +97,7 @@ def complete(model, tokenizer, prompt, cfg, seed, write, precision=None):
             f"the prompt has {len(ids) - 1} tokens and end-of-text leads it; the model's context is "
             f"{model.config.block_size}: shorten it by {len(ids) - model.config.block_size}"
         )
+    write(prompt)
     idx = torch.tensor([ids] * cfg.num_samples, device=device)
     streams, texts = [TextStream(tokenizer) for _ in range(cfg.num_samples)], [""] * cfg.num_samples
     generator = torch.Generator(device=device).manual_seed(seed)
@@ -151,7 +153,6 @@ def run(cfg):
     tokenizer = tokenizer_of(model)
     seed = cfg.seed if cfg.seed is not None else torch.seed() % 2**31
     for n, prompt in enumerate(prompts(cfg)):
-        write(prompt)
         texts, tokens, seconds = complete(model, tokenizer, prompt, cfg, seed + n, write, precision)
         write("\n")
         for text in texts[1:]:
