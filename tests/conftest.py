@@ -18,8 +18,8 @@ VOCAB = 257  # bytes and end-of-text, which has the last id
 # a model and a step so small that a run takes a fraction of a second, two micro-steps to an update
 TINY_MODEL = dict(n_layer=2, n_head=2, n_embd=32, block_size=32, vocab_size=VOCAB)
 TINY_RUN = "--preset laptop --device cpu --n_layer 2 --n_head 2 --n_embd 32 --block_size 32 --seq_len 16 --batch_size 4 \
---total_batch_size 128 --warmup_steps 2 --schedule constant --lr 1e-3 --val_tokens 256 --val_every 0 --ckpt_every 1000 \
---log_every 1 --run r".split()
+--vocab_multiple 128 --total_batch_size 128 --optimizer adamw --weight_decay 0.1 --warmup_steps 2 --schedule constant \
+--lr 1e-3 --val_tokens 256 --val_every 0 --sample_every 0 --ckpt_every 1000 --log_every 1 --run_name r".split()
 
 
 def write_shards(folder, sizes=(1501, 997), val=700, vocab_size=VOCAB, seed=0):

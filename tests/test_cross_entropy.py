@@ -61,11 +61,7 @@ def test_loss_and_gradients(method, dtype, bound, padded):
     assert (ours[1][targets == -1] == 0).all() and (ours[2][V:] == 0).all()
 
 
-@pytest.mark.parametrize(
-    "method",
-    ["plain", "chunked", pytest.param("torch", marks=[needs_torch, pytest.mark.xfail(
-        strict=True, reason="torch's own returns the sum in the type of x: in bf16 it has three digits")])],
-)  # fmt: skip
+@pytest.mark.parametrize("method", METHODS)
 def test_the_sum_of_a_bf16_problem_has_more_than_three_digits(method):
     x, weight, targets = problem(torch.bfloat16)
     weight = weight.bfloat16().float()

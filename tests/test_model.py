@@ -216,7 +216,6 @@ def test_bf16_residual_stream_stays_close_to_float32(tiny_config):
     assert rounded != exact
 
 
-@pytest.mark.xfail(strict=True, reason="with a cache, a new token sees the documents before its own")
 def test_the_document_mask_holds_with_a_cache(tiny_config):
     model = variant(noisy(tiny_config), document_mask=True)
     x, _ = tokens(2, 16)
