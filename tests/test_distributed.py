@@ -1,0 +1,125 @@
+"""Two real processes over gloo, started by torchrun, against one."""
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from conftest import ROOT, TINY_RUN, clean_env
+from test_train import EPS, difference, of_kind, raw_gradients, read_run, train_here
+
+from train_gpt2 import GPTConfig, TrainConfig
+
+pytestmark = [
+    pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch was built without gloo"),
+    pytest.mark.skipif(sys.platform == "win32", reason="torchrun and signals are for Linux and macOS"),
+]
+
+
+def torchrun(tmp_path, shards, *flags):
+    """`torchrun --standalone --nproc_per_node=2 train_gpt2.py` on the tiny shards, running."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", ROOT / "train_gpt2.py"]
+    command += [*TINY_RUN, "--data", shards, "--eps", EPS, *flags]
+    return subprocess.Popen(
+        list(map(str, command)), cwd=tmp_path, env=clean_env(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def left_over(tmp_path):
+    """Ids of processes that were started with this test's folder on the command line."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if str(tmp_path).encode() in entry.read_bytes():
+                found.append(entry.parent.name)
+        except OSError:  # it ended meanwhile
+            pass
+    return found
+
+
+def test_torchrun_lets_every_flag_through(capsys):
+    from torch.distributed.run import get_args_parser
+
+    refused = []
+    for field in dataclasses.fields(GPTConfig) + dataclasses.fields(TrainConfig):
+        try:
+            words = get_args_parser().parse_args(["--standalone", "train_gpt2.py", f"--{field.name}", "1"]).training_script_args
+            assert words == [f"--{field.name}", "1"]
+        except SystemExit:
+            refused.append(field.name)
+    assert not refused
+
+
+def test_two_processes_are_one(tmp_path, shards):
+    """Losses, weights, raw gradients and validation loss, with accumulation and masks that leave ranks uneven."""
+    for path in shards.glob("*_train_*.npy"):
+        mask = (np.arange(len(np.load(path))) // 50 % 3 == 0).astype(np.uint8)
+        with path.with_suffix(".mask").open("wb") as f:
+            np.save(f, mask)
+    flags = "--max_steps 12 --batch_size 2 --val_every 4 --val_tokens 250 --grad_clip 0 --ckpt_every 1 --keep_last 100"
+    process = torchrun(tmp_path, shards, *flags.split())
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err
+    two = read_run(tmp_path / "log" / "r")
+    one = train_here(
+        tmp_path, shards, "one", total_batch_size=128, batch_size=8, max_steps=12, lr=1e-3, beta2=0.99, grad_clip=0.0,
+        val_every=4, val_tokens=250, ckpt_every=1,
+    )  # fmt: skip
+    start = of_kind(two, "start")[0]
+    assert (start["world_size"], start["grad_accum_steps"]) == (2, 2) and of_kind(one, "start")[0]["grad_accum_steps"] == 1
+    assert len(two.losses) == 12 and np.abs(np.subtract(one.losses, two.losses)).max() < 1e-5
+    gradients = raw_gradients(one.checkpoints[1])
+    assert max(g.abs().max() for g in gradients.values()) > 1e-2
+    assert difference(gradients, raw_gradients(two.checkpoints[1])) < 1e-5
+    for step in (1, 12):
+        assert difference(one.checkpoints[step]["model"], two.checkpoints[step]["model"]) < 1e-5
+    assert difference(one.checkpoints[1]["model"], one.checkpoints[12]["model"]) > 1e-3
+    norms = [[e["grad_norm"] for e in of_kind(r, "train")] for r in (one, two)]
+    assert norms[0] == pytest.approx(norms[1], abs=1e-5)
+    losses = [[e["loss"] for e in of_kind(r, "val")] for r in (one, two)]
+    assert len(losses[0]) == 4 and losses[0] == pytest.approx(losses[1], abs=1e-5)
+    assert one.checkpoints[12]["loader"] == two.checkpoints[12]["loader"]
+    assert not any(k.startswith("module.") for k in two.checkpoints[12]["model"])
+    assert out.count("total_batch_size=") == 1, "rank 0 alone speaks"
+    assert not left_over(tmp_path)
+
+
+def test_an_error_of_one_process_ends_all(tmp_path, shards):
+    path = shards / "x_train_000000.npy"
+    tokens = np.load(path)
+    tokens[8 * 128 + 100] = 999  # in the second half of the ninth step, which rank 1 reads
+    np.save(path, tokens)
+    t0 = time.monotonic()
+    process = torchrun(tmp_path, shards, "--max_steps", 1000, "--no-shuffle")
+    _, err = process.communicate(timeout=120)
+    assert process.returncode != 0 and time.monotonic() - t0 < 60
+    assert "error: [rank 1] token id 999" in err and "x_train_000000.npy" in err
+    assert not left_over(tmp_path)
+    steps = [e["step"] for e in of_kind(read_run(tmp_path / "log" / "r"), "train")]
+    assert steps == list(range(1, len(steps) + 1)) and 6 <= len(steps) <= 8
+
+
+def test_sigterm_to_torchrun_saves_and_one_process_resumes(tmp_path, shards, run_train):
+    process = torchrun(tmp_path, shards, "--max_steps", 100000)
+    log, deadline = tmp_path / "log" / "r" / "log.jsonl", time.monotonic() + 120
+    while not log.exists() or log.read_text().count('"train"') < 3:
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()
+            pytest.fail(f"the run did not begin: {process.communicate()}")
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    run = read_run(tmp_path / "log" / "r")
+    step = of_kind(run, "train")[-1]["step"]
+    assert list(run.checkpoints) == [step] and run.events[-1]["reason"] == "SIGTERM", err
+    assert out.count("SIGTERM: finished step") == 1
+    assert not left_over(tmp_path)
+    result = run_train("--resume", "--max_steps", step + 2)
+    assert result.returncode == 0, result.stderr
+    assert [e["step"] for e in of_kind(read_run(run.dir), "train")][-2:] == [step + 1, step + 2]
