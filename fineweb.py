@@ -173,6 +173,8 @@ def tokenise_on_ray(units, tokenizer: str, column: str, workers: int):
                             depth=4 * int(ray.cluster_resources()["CPU"]))
     except ray.exceptions.RayTaskError as error:
         raise error.cause from None
+    except ray.exceptions.RayError as error:
+        raise OSError(f"Ray gave up ({type(error).__name__}); the same command goes on where it was") from error
     finally:
         ray.shutdown()
 
@@ -232,6 +234,8 @@ def counted(at: dict, new: Tokens, keep: int) -> dict:
 def begin_corpus(cfg, say) -> tuple[dict, list[File], int]:
     """The manifest to go on with (complete: there is nothing to do), the files, and the number of tokens expected."""
     out_dir, manifest = Path(cfg.out), read_manifest(Path(cfg.out))
+    if manifest is not None and not manifest["shards"] and not manifest["resume"].get("tokens"):
+        manifest = None  # nothing was made yet: an attempt that failed at once binds nobody
     source, files = find_source(cfg, manifest)
     settings = {"tokenizer": cfg.tokenizer, "data": data_name(cfg), "source": source}
     if files[0].kind == "bin":
@@ -374,8 +378,8 @@ def summary(manifest: dict, out_dir: Path, seconds: float) -> str:
 def chat_summary(manifest: dict, out_dir: Path) -> str:
     rows = manifest["tokens"] // manifest["context"]
     return (f"{out_dir}: {manifest['documents']:,} conversations in {rows:,} rows of {manifest['context']} tokens, "
-            f"{manifest['targets']:,} of the {manifest['tokens']:,} tokens to be learnt, {manifest['padding']:,} of them "
-            f"padding; left out: {manifest['too_long']:,} too long, {manifest['no_answer']:,} without an answer")
+            f"{manifest['tokens']:,} tokens, of which {manifest['targets']:,} are to be learnt and {manifest['padding']:,} "
+            f"are padding; left out: {manifest['too_long']:,} too long, {manifest['no_answer']:,} without an answer")
 
 
 def plot_lengths(manifest: dict, path: Path):

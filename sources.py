@@ -98,7 +98,7 @@ def stream(url: str, start: int, stop: int):
                 response.raise_for_status()
                 if response.status_code != 206 and start:
                     raise ValueError(f"{url} cannot be read in parts: download the file and give it to --source")
-                for piece in response.iter_content(2**20):
+                for piece in response.iter_content(2**14):
                     piece = piece[:stop - start]
                     start, failures = start + len(piece), 0
                     yield piece

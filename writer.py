@@ -105,7 +105,7 @@ class ShardWriter:
         keep = [self.path(i) for i in range(self.index)]
         if self.path().exists():  # got its name after the last note: a part again
             os.replace(self.path(), self.part())
-        for path in self.dir.glob(f"{manifest['data']}_*.npy*"):
+        for path in [*self.dir.glob(f"{manifest['data']}_*.npy"), *self.dir.glob("*.npy.part")]:
             if path not in keep and path != self.part():
                 path.unlink()
         self.open()

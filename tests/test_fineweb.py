@@ -1,0 +1,710 @@
+"""fineweb.py: what is in the shards, that nothing stops it for good, and that it says what is wrong.
+
+Real commands, real kill -9, a real web server that speaks the hub's protocol and breaks connections.
+"""
+import contextlib
+import gzip
+import hashlib
+import http.server
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+import fineweb
+import sources
+from chat import RowPacker, render_chat
+from shards import open_shard
+from sources import File, tokenise, units_of
+from tokenizer import get_tokenizer
+from writer import ShardWriter, new_manifest, read_manifest, verify
+
+ROOT = Path(__file__).resolve().parent.parent
+DATA = Path(os.environ.get("GPT2_TEST_DATA", ROOT.parent / "shared" / "data"))
+needs_data = pytest.mark.skipif(not (DATA / "corpus").is_dir() or not (DATA / "tiktoken").is_dir(),
+                                reason="needs the corpus and GPT-2's tokenizer files: set GPT2_TEST_DATA")
+BYTES = ["--tokenizer", "bytes"]
+
+
+def documents(count, seed=0, longest=400):
+    """Texts of different lengths with letters of one to four bytes."""
+    rng = np.random.default_rng(seed)
+    words = ["the ", "model ", "reads ", "naïve ", "日本 ", "😀 ", "\n\n", "a ", "token, ", "3.14 "]
+    return ["#" + str(i) + " " + "".join(rng.choice(words, rng.integers(1, longest))) for i in range(count)]
+
+
+def write_parquet(path, texts, rows=50):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = pa.table({"id": [f"id-{i}" * 20 for i in range(len(texts))], "text": pa.array(texts, pa.string())})
+    pq.write_table(table, path, row_group_size=rows)
+    return path
+
+
+def plain_stream(texts):
+    """The tokens that must come out, by the shortest code that can say it."""
+    return np.array([i for t in texts if t and t.strip() for i in [256, *t.encode()]], dtype=np.uint16)
+
+
+def stream_of(folder):
+    return np.concatenate([np.load(folder / e["name"]) for e in read_manifest(folder)["shards"]])
+
+
+def hashes(folder):
+    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.iterdir() if p.suffix != ".png"}
+
+
+def command(*args):
+    return [sys.executable, str(ROOT / "fineweb.py"), *map(str, args)]
+
+
+def call(*args, **env):
+    return subprocess.run(command(*args), env={**os.environ, **env}, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """Two parquet files with empty documents among the others, and the shards of an undisturbed run."""
+    folder = tmp_path_factory.mktemp("corpus")
+    texts = documents(700)
+    texts[3], texts[60], texts[450] = "", None, " \n "
+    write_parquet(folder / "in" / "000.parquet", texts[:300])
+    write_parquet(folder / "in" / "001.parquet", texts[300:])
+    args = ["--source", folder / "in", *BYTES, "--shard_tokens", "100k", "--val_tokens", "70000"]
+    assert fineweb.main([str(a) for a in [*args, "--workers", 0, "--out", folder / "out"]]) == 0
+    return folder, texts, args
+
+
+# ---- the shards ------------------------------------------------------------------------------------------------------
+
+
+def test_tokens_are_all_documents_in_order(corpus):
+    folder, texts, _ = corpus
+    stream, manifest = plain_stream(texts), read_manifest(folder / "out")
+    assert np.array_equal(stream_of(folder / "out"), stream)
+    names = [e["name"] for e in manifest["shards"]]
+    assert names[:2] == ["in_val_000000.npy", "in_train_000001.npy"]
+    sizes = [e["tokens"] for e in manifest["shards"]]
+    assert sizes == [70_000] + [100_000] * ((len(stream) - 70_000) // 100_000) + [(len(stream) - 70_000) % 100_000]
+    assert manifest["complete"] and manifest["empty"] == 3 and manifest["documents"] == 697
+    assert manifest["tokens"] == len(stream) and manifest["text_bytes"] == len(stream) - 697
+    assert sum(e["documents"] for e in manifest["shards"]) == 697 == sum(manifest["lengths"])
+    assert (manifest["vocab_size"], manifest["eot"], manifest["tokenizer"]) == (257, 256, "bytes")
+    for entry in manifest["shards"]:
+        path = folder / "out" / entry["name"]
+        assert open_shard(path).dtype == np.uint16
+        assert entry["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert verify(folder / "out") == []
+    assert (folder / "out" / "documents.png").stat().st_size > 10_000
+
+
+def test_same_bytes_from_real_processes(corpus, tmp_path):
+    """Spawned workers, whatever their number; the summary says what was made."""
+    folder, _, args = corpus
+    got = call(*args, "--workers", 3, "--out", tmp_path / "o")
+    assert got.returncode == 0, got.stderr
+    assert hashes(tmp_path / "o") == hashes(folder / "out")
+    assert "697 documents" in got.stdout and "3 empty" in got.stdout and "GB are free" in got.stdout
+
+
+def test_every_format_gives_the_same_tokens(corpus, tmp_path):
+    folder, texts, _ = corpus
+    lines = "".join(json.dumps({"n": i, "text": t}) + "\n" for i, t in enumerate(texts)).encode()
+    (tmp_path / "a.jsonl").write_bytes(lines)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines[:5000]) + gzip.compress(lines[5000:]))
+    (tmp_path / "c.jsonl.zst").write_bytes(zstandard.compress(lines[:5000]) + zstandard.compress(lines[5000:]))
+    for path in sorted(tmp_path.iterdir()):
+        out = tmp_path / path.name[0]
+        assert fineweb.main(["--source", str(path), *BYTES, "--out", str(out), "--workers", "0"]) == 0
+        assert np.array_equal(stream_of(out), plain_stream(texts)), path.name
+
+
+def test_a_text_file_is_one_document_however_long(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "BLOCK", 1000)
+    text = "line é\n" * 2000 + "x" * 5000 + "日" * 3000
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text(text, encoding="utf-8")
+    (tmp_path / "in" / "b.txt.gz").write_bytes(gzip.compress(b"second"))
+    assert fineweb.main(["--source", str(tmp_path / "in"), *BYTES, "--out", str(tmp_path / "o"), "--workers", "0"]) == 0
+    assert np.array_equal(stream_of(tmp_path / "o"), plain_stream([text, "second"]))
+    assert read_manifest(tmp_path / "o")["documents"] == 2
+
+
+def test_tokens_stops_early_and_goes_on_later(corpus, tmp_path):
+    folder, _, args = corpus
+    sizes = []
+    for limit in ("130k", "130000", "250k", "100T"):
+        assert fineweb.main([str(a) for a in [*args, "--workers", 0, "--out", tmp_path, "--tokens", limit]]) == 0
+        manifest = read_manifest(tmp_path)
+        sizes.append(manifest["tokens"])
+        assert manifest["complete"] and verify(tmp_path) == [] and len(stream_of(tmp_path)) == sizes[-1]
+        assert sum(e["documents"] for e in manifest["shards"]) == manifest["documents"] == sum(manifest["lengths"])
+    assert sizes[:3] == [130_000, 130_000, 250_000]
+    assert hashes(tmp_path) == hashes(folder / "out")
+
+
+def test_nothing_is_done_twice(corpus, capsys):
+    folder, _, args = corpus
+    before = {p: p.stat().st_mtime_ns for p in (folder / "out").glob("*.npy")} | {0: hashes(folder / "out")}
+    assert fineweb.main([str(a) for a in [*args, "--out", folder / "out"]]) == 0
+    assert {p: p.stat().st_mtime_ns for p in (folder / "out").glob("*.npy")} | {0: hashes(folder / "out")} == before
+    assert "already there" in capsys.readouterr().out
+
+
+def test_small_corpus_keeps_a_tenth_for_validation(corpus, tmp_path):
+    folder, texts, _ = corpus
+    assert fineweb.main(["--source", str(folder / "in"), *BYTES, "--out", str(tmp_path), "--workers", "0"]) == 0
+    val, train = read_manifest(tmp_path)["shards"]
+    assert 0.05 < val["tokens"] / (val["tokens"] + train["tokens"]) < 0.2
+
+
+@needs_data
+def test_gpt2_shards_of_the_real_corpus(tmp_path):
+    import tiktoken
+    source = DATA / "corpus" / "000_00003.parquet"
+    got = call("--source", source, "--tokens", "1M", "--out", tmp_path, TIKTOKEN_CACHE_DIR=str(DATA / "tiktoken"))
+    assert got.returncode == 0, got.stderr
+    os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(DATA / "tiktoken"))
+    encode, texts, plain = tiktoken.get_encoding("gpt2").encode_ordinary, pq.read_table(source)["text"].to_pylist(), []
+    while len(plain) < 1_000_000:
+        plain += [50256, *encode(texts.pop(0))]
+    assert stream_of(tmp_path).tolist() == plain[:1_000_000]
+
+
+# ---- the built-in text -----------------------------------------------------------------------------------------------
+
+
+def test_builtin(tmp_path, capsys):
+    out = tmp_path / "b"
+    manifest = fineweb.build_builtin(out)
+    assert [e["name"] for e in manifest["shards"]] == ["builtin_val_000000.npy", "builtin_train_000001.npy"]
+    val, train = (np.load(out / e["name"]) for e in manifest["shards"])
+    assert val[0] == train[0] == 256 and verify(out) == []
+    assert (val == 256).sum() == manifest["documents"] // 10
+    assert len(val) + len(train) == manifest["tokens"] == manifest["text_bytes"] + manifest["documents"] > 500_000
+    text = get_tokenizer("bytes").decode(train)
+    assert "class definition" in text.lower() and "Return" in text
+    # Validation is like the rest: a model of single letters fitted to one fits the other about as well.
+    p, q = (np.bincount(x, minlength=257) / len(x) for x in (val, train))
+    assert (p * np.log((p + 1e-9) / (q + 1e-9))).sum() < 0.05
+    before = hashes(out), (out / "manifest.json").stat().st_mtime_ns
+    assert fineweb.build_builtin(out) == manifest
+    assert (hashes(out), (out / "manifest.json").stat().st_mtime_ns) == before
+    assert capsys.readouterr().out == ""
+    with pytest.raises(ValueError, match="tokenizer"):
+        fineweb.build_builtin(out, "gpt2")
+    # Another process, another hash seed, shards cut short before: the same bytes again.
+    (out / "builtin_train_000001.npy").write_bytes(b"cut")
+    got = call("--source", "builtin", *BYTES, "--out", out, PYTHONHASHSEED="7")
+    assert got.returncode == 0 and hashes(out) == before[0] and f"{manifest['documents']:,} documents" in got.stdout
+
+
+# ---- what stops it -----------------------------------------------------------------------------------------------------
+
+
+def children(pid):
+    return [int(c) for t in Path(f"/proc/{pid}/task").iterdir() for c in (t / "children").read_text().split()]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="looks at processes through /proc")
+def test_kill_9_at_any_moment(tmp_path):
+    """Killed again and again, it ends with the bytes of an undisturbed run; no half shard, no orphan is left."""
+    texts = documents(6000, seed=1)
+    write_parquet(tmp_path / "in.parquet", texts, rows=10)
+    args = ["--source", tmp_path / "in.parquet", *BYTES, "--shard_tokens", "300k", "--note_every", 0]
+    assert fineweb.main([str(a) for a in [*args, "--workers", 0, "--out", tmp_path / "whole"]]) == 0
+    out, kills, seen, orphans = tmp_path / "killed", 0, 0, []
+    for attempt in range(40):
+        process = subprocess.Popen(command(*args, "--workers", attempt % 2 * 2, "--out", out),
+                                   stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while process.poll() is None:
+            size = sum(p.stat().st_size for p in out.glob("*.npy*") if p.exists()) if out.exists() else 0
+            if size > seen + 500_000 + 100_003 * attempt and kills < 5:
+                orphans += children(process.pid)
+                process.send_signal(signal.SIGKILL)
+                kills, seen = kills + 1, size
+                break
+            time.sleep(0.002)
+        if process.wait() == 0:
+            break
+        for path in out.glob("*.npy"):  # under its name a shard is whole
+            assert len(open_shard(path)) in (300_000, read_manifest(out)["val_tokens"])
+    assert kills >= 3 and process.returncode == 0
+    assert hashes(out) == hashes(tmp_path / "whole")
+    assert np.array_equal(stream_of(out), plain_stream(texts))
+    deadline = time.time() + 10
+    while orphans and time.time() < deadline:
+        orphans = [pid for pid in orphans if Path(f"/proc/{pid}").exists()
+                   and "fineweb" in Path(f"/proc/{pid}/cmdline").read_text() + "multiprocessing"
+                   and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"]
+        time.sleep(0.05)
+    assert not orphans
+
+
+@pytest.mark.parametrize("after_note", [0, 30, 100, 101, 250, 1000])
+def test_what_came_after_the_last_note_is_written_again(tmp_path, after_note):
+    """Stopped just after `after_note` tokens more, even with shards that got their names meanwhile."""
+    tokens = np.arange(1234, dtype=np.uint16) % 257
+
+    def writer(folder):
+        manifest = read_manifest(folder) or new_manifest("x", get_tokenizer("bytes"), {}, 100, 70)
+        return ShardWriter(folder, manifest)
+
+    whole = writer(tmp_path / "whole")
+    whole.append(tokens)
+    whole.note()
+    whole.complete()
+    first = writer(tmp_path / "cut")
+    first.append(tokens[:200])
+    first.note()
+    first.append(tokens[200:200 + after_note])
+    first.file.close()  # and gone
+    second = writer(tmp_path / "cut")
+    second.append(tokens[200:])
+    second.note()
+    second.complete()
+    assert hashes(tmp_path / "cut") == hashes(tmp_path / "whole")
+    assert np.array_equal(stream_of(tmp_path / "cut"), tokens)
+
+
+def test_ctrl_c_is_no_traceback(tmp_path):
+    write_parquet(tmp_path / "in.parquet", documents(3000), rows=10)
+    process = subprocess.Popen(command("--source", tmp_path / "in.parquet", *BYTES, "--out", tmp_path / "o", "--workers", 2,
+                                       "--note_every", 0), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "o" / "manifest.json").exists():
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130 and "goes on where it was" in err and "Traceback" not in err
+
+
+# ---- bad input ---------------------------------------------------------------------------------------------------------
+
+
+def truncated(data):
+    return data[:len(data) * 2 // 3]
+
+
+LINES = b'{"text": "good"}\n' * 500
+NOISE = b"".join(b'{"text": "%s"}\n' % os.urandom(50).hex().encode() for _ in range(500))
+BAD = {  # name of the file, its content, more arguments, what the sentence must hold
+    "no such file": (None, None, ["--source", "nowhere"], "nowhere does not exist"),
+    "broken parquet": ("a.parquet", b"PAR1 and then nothing", [], r"a\.parquet is no readable parquet"),
+    "no text column": ("a.jsonl", b'{"body": "x", "title": "y"}\n', [], r"line 1: no text under 'text'.*body, title"),
+    "text is a number": ("a.jsonl", LINES + b'{"text": 5}\n', [], r"line 501: no text"),
+    "not JSON": ("a.jsonl", LINES + b'{"text": \n', [], r"line 501: not JSON"),
+    "a list": ("a.json", b'[{"text": "x"}]', [], r"line 1: a JSON list"),
+    "not UTF-8": ("a.jsonl", LINES + b'{"text": "caf\xe9"}\n', [], r"line 501: not UTF-8"),
+    "text not UTF-8": ("a.txt", b"one\ntwo\ncaf\xe9\n", [], r"a\.txt, line 3: not UTF-8"),
+    "cut gzip": ("a.jsonl.gz", truncated(gzip.compress(NOISE)), [], r"a\.jsonl\.gz cannot be unpacked"),
+    "cut zstd": ("a.jsonl.zst", truncated(zstandard.compress(NOISE)), [], r"a\.jsonl\.zst cannot be unpacked"),
+    "no gzip": ("a.jsonl.gz", LINES, [], r"cannot be unpacked"),
+    "unknown ending": ("a.docx", b"x", [], r"nothing to read.*\*\.jsonl"),
+    "nothing in it": ("a.jsonl", b'{"text": ""}\n{"text": " "}\n', [], r"no text: 2 documents"),
+    "empty file": ("a.jsonl", b"", [], r"no text: 0 documents"),
+    "no number": ("a.jsonl", LINES, ["--tokens", "many"], r"--tokens many.*500M"),
+    "zero": ("a.jsonl", LINES, ["--shard_tokens", "0"], r"--shard_tokens 0"),
+    "unknown role": ("a.jsonl", b'{"messages": [{"role": "robot", "content": "x"}]}\n', [], r"line 1: unknown role 'robot'"),
+    "no answers": ("a.jsonl", b'{"messages": [{"role": "user", "content": "x"}]}\n', [], r"no conversation.*1 without"),
+    "no messages": ("a.jsonl", LINES, ["--chat"], r"line 1: no conversation"),
+    "content no text": ("a.jsonl", b'{"messages": [{"role": "user", "content": 3}]}\n', [], r"content of a message is int"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_sentence(case, tmp_path, capsys, monkeypatch):
+    name, content, more, wanted = BAD[case]
+    monkeypatch.chdir(tmp_path)
+    if name:
+        Path(name).write_bytes(content)
+        more = ["--source", name, *more]
+    assert fineweb.main([*more, *BYTES, "--out", "o", "--workers", "0"]) == 2
+    err = [line for line in capsys.readouterr().err.splitlines() if line.startswith("fineweb.py: ")]
+    assert len(err) == 1 and re.search(wanted, err[0]), err
+    assert not list(tmp_path.glob("o/*.npy"))
+
+
+def test_bad_parquet(tmp_path, capsys):
+    path = write_parquet(tmp_path / "a.parquet", documents(200))
+
+    def error(*more, source=path):
+        assert fineweb.main(["--source", str(source), *BYTES, "--out", str(tmp_path / "o"), *more]) == 2
+        return capsys.readouterr().err
+
+    assert "--text_column is one of id, text" in error("--text_column", "body", "--workers", "0")
+    bad = pa.Array.from_buffers(pa.string(), 2, pa.array([b"fine", b"caf\xe9"], pa.binary()).buffers())
+    pq.write_table(pa.table({"text": bad}), tmp_path / "u.parquet")
+    assert re.search(r"u\.parquet, row group 0: text that is not UTF-8", error("--workers", "1", source=tmp_path / "u.parquet"))
+    pq.write_table(pa.table({"text": [1, 2]}), tmp_path / "n.parquet")
+    assert "holds int64" in error("--workers", "0", source=tmp_path / "n.parquet")
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2:len(data) // 2 + 200] = b"\0" * 200
+    (tmp_path / "d.parquet").write_bytes(data)
+    assert re.search(r"d\.parquet, row group \d: broken data", error("--workers", "0", source=tmp_path / "d.parquet"))
+
+
+def test_other_settings_are_refused_and_nothing_is_lost(corpus, capsys, tmp_path):
+    folder, _, args = corpus
+    before = hashes(folder / "out")
+    args = [str(a) for a in args] + ["--out", str(folder / "out"), "--workers", "0"]
+    for more, wanted in ((["--tokenizer", "gpt2"], "tokenizer = 'bytes', now it is 'gpt2'"),
+                         (["--shard_tokens", "5k"], "shard_tokens"), (["--val_tokens", "5k"], "val_tokens"),
+                         (["--source", str(folder / "in" / "000.parquet")], "data = 'in', now it is '000'")):
+        assert fineweb.main([*args, *more]) == 2
+        assert wanted in capsys.readouterr().err
+    (tmp_path / "manifest.json").write_text("{")
+    assert fineweb.main([*args, "--out", str(tmp_path)]) == 2
+    assert "not a manifest of format 1" in capsys.readouterr().err
+    assert hashes(folder / "out") == before
+    got = call("--sauce", "x")
+    assert got.returncode == 2 and "--source" in got.stderr
+    with pytest.raises(ValueError, match="larger disk"):
+        fineweb.check_disk(tmp_path / "not" / "yet", 10**18, lambda line: None)
+
+
+def test_verify_names_what_is_broken(corpus, tmp_path):
+    folder, _, args = corpus
+    assert fineweb.main([str(a) for a in [*args, "--workers", 0, "--out", tmp_path]]) == 0
+    flipped, cut, gone = (tmp_path / f"in_train_{i:06d}.npy" for i in (1, 2, 3))
+    data = bytearray(flipped.read_bytes())
+    data[5000] ^= 1
+    flipped.write_bytes(data)
+    cut.write_bytes(cut.read_bytes()[:-2])
+    gone.unlink()
+    np.save(tmp_path / "in_train_000099.npy", np.zeros(3, np.uint16))
+    got = call("--verify", "--out", tmp_path)
+    assert got.returncode == 1
+    assert [re.search(r"_(\d+)\.npy (\w+ \w+)", line).groups() for line in got.stdout.splitlines()] == [
+        ("000001", "was changed"), ("000002", "has 200"), ("000003", "is missing"), ("000099", "is not")]
+    assert "nothing to compare" in call("--verify", "--out", tmp_path / "nowhere").stdout
+
+
+def test_import_is_silent(tmp_path):
+    got = subprocess.run([sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); import fineweb, chat"],
+                         cwd=tmp_path, capture_output=True, text=True)
+    assert (got.returncode, got.stdout, got.stderr, list(tmp_path.iterdir())) == (0, "", "", [])
+
+
+# ---- the hub -----------------------------------------------------------------------------------------------------------
+
+
+class Hub(http.server.ThreadingHTTPServer):
+    """A web server with the two addresses of the hub that are used: what is in a data set, and its files by ranges.
+
+    Of `breaks` answers with content it sends half and closes the connection; `fails` answers are 503.
+    """
+    daemon_threads = True
+
+    def __init__(self, root, card):
+        super().__init__(("127.0.0.1", 0), HubHandler)
+        self.root, self.card, self.breaks, self.fails, self.sent, self.paths = root, card, 0, 0, 0, []
+        self.bad_sha = False
+        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
+        self.env = {"HF_ENDPOINT": f"http://127.0.0.1:{self.server_port}", "FINEWEB_TRIES": "3", "HF_HUB_OFFLINE": "0"}
+
+
+class HubHandler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *args):
+        pass
+
+    def do_GET(self):
+        hub, path = self.server, self.path.split("?")[0]
+        hub.paths.append(path)
+        if hub.fails:
+            hub.fails -= 1
+            return self.answer(503, b"busy")
+        if path.startswith("/api/datasets/me/texts/revision/"):
+            files = [p for p in sorted(hub.root.rglob("*")) if p.is_file()]
+            return self.answer(200, json.dumps({
+                "id": "me/texts", "sha": "c0ffee", "cardData": hub.card, "siblings": [
+                    {"rfilename": p.relative_to(hub.root).as_posix(), "size": p.stat().st_size, "blobId": "0",
+                     "lfs": {"sha256": "0" * 64 if hub.bad_sha else hashlib.sha256(p.read_bytes()).hexdigest(),
+                             "size": p.stat().st_size, "pointerSize": 1}} for p in files]}).encode(), "application/json")
+        file = hub.root / path.removeprefix("/datasets/me/texts/resolve/c0ffee/")
+        if not file.is_file():
+            return self.answer(404, b"no")
+        start, stop = map(int, re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers["Range"]).groups())
+        self.answer(206, file.read_bytes()[start:stop + 1])
+
+    def answer(self, status, body, kind="application/octet-stream"):
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Content-Type", kind)
+        self.end_headers()
+        if status == 206 and self.server.breaks and len(body) > 1000:
+            self.server.breaks -= 1
+            body, self.close_connection = body[:len(body) // 2], True
+        self.wfile.write(body)
+        self.server.sent += len(body) if status == 206 else 0
+
+
+@pytest.fixture()
+def hub(corpus, tmp_path):
+    _, texts, _ = corpus
+    root = tmp_path / "hub"
+    write_parquet(root / "sample" / "small" / "000.parquet", texts[:300])
+    write_parquet(root / "sample" / "small" / "001.parquet", texts[300:])
+    write_parquet(root / "data" / "other.parquet", ["another configuration"])
+    (root / "README.md").write_text("a data set")
+    server = Hub(root, {"configs": [
+        {"config_name": "default", "data_files": [{"split": "train", "path": "data/*"}]},
+        {"config_name": "small", "data_files": [{"split": "train", "path": ["sample/small/*"]}]}]})
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+HUB_ARGS = ["--dataset", "me/texts", *BYTES, "--shard_tokens", "100k", "--val_tokens", "70000"]
+
+
+def test_hub_with_broken_connections(hub, corpus, tmp_path):
+    """Answers that are cut in the middle and ones that are refused: the same tokens, and only the text has travelled."""
+    folder, texts, _ = corpus
+    hub.breaks, hub.fails = 5, 1
+    got = call(*HUB_ARGS, "--name", "small", "--out", tmp_path / "o", "--workers", 1, **hub.env)
+    assert got.returncode == 0, got.stderr
+    assert hub.breaks == hub.fails == 0
+    assert np.array_equal(stream_of(tmp_path / "o"), plain_stream(texts))
+    source = read_manifest(tmp_path / "o")["source"]
+    assert (source["dataset"], source["name"], source["revision"]) == ("me/texts", "small", "c0ffee")
+    on_disk = sum(p.stat().st_size for p in (tmp_path / "o").iterdir())
+    assert not list((tmp_path / "o").glob("*.parquet")) and on_disk < 3 * len(plain_stream(texts))
+    got = call(*HUB_ARGS, "--out", tmp_path / "p", "--workers", 0, **hub.env)  # the default configuration
+    assert got.returncode == 0 and np.array_equal(stream_of(tmp_path / "p"), plain_stream(["another configuration"]))
+
+
+def test_hub_that_goes_away_and_comes_back(hub, corpus, tmp_path):
+    folder, texts, _ = corpus
+    file = hub.root / "sample" / "small" / "001.parquet"
+    content = file.read_bytes()
+
+    class Gone(HubHandler):
+        def do_GET(self):
+            if "001.parquet" in self.path:
+                self.server.fails = 1
+            super().do_GET()
+
+    hub.RequestHandlerClass = Gone
+    args = [*HUB_ARGS, "--name", "small", "--out", tmp_path / "o", "--workers", 0, "--note_every", 0]
+    got = call(*args, **{**hub.env, "FINEWEB_TRIES": "2"})
+    assert got.returncode == 2 and "Traceback" not in got.stderr
+    assert "001.parquet could not be read" in got.stderr and "goes on where it was" in got.stderr
+    assert "by hand" in got.stderr and f"python fineweb.py --source FOLDER --out {tmp_path / 'o'}" in got.stderr
+    noted = read_manifest(tmp_path / "o")["resume"]["tokens"]
+    assert noted == len(plain_stream(texts[:300]))
+    hub.RequestHandlerClass = HubHandler
+    assert file.read_bytes() == content
+    got = call(*args, **hub.env)
+    assert got.returncode == 0 and f"going on after {noted:,} tokens" in got.stdout
+    assert np.array_equal(stream_of(tmp_path / "o"), plain_stream(texts))
+
+
+def test_hub_names_what_there_is(hub, tmp_path):
+    wanted = {("--name", "huge"): "one of default, small", ("--split", "test"): "--split is one of train",
+              ("--dataset", "me/nothing"): "no data set 'me/nothing'"}
+    for more, sentence in wanted.items():
+        got = call(*HUB_ARGS, *more, "--out", tmp_path / "o", **hub.env)
+        assert got.returncode == 2 and sentence in got.stderr and "Traceback" not in got.stderr, got.stderr
+    got = call(*HUB_ARGS, "--out", tmp_path / "o", **{**hub.env, "HF_ENDPOINT": "http://127.0.0.1:9", "FINEWEB_TRIES": "1"})
+    assert got.returncode == 2 and "--source builtin" in got.stderr and "Traceback" not in got.stderr
+
+
+def test_only_the_text_column_travels(hub, monkeypatch):
+    path = hub.root / "sample" / "small" / "001.parquet"
+    big = pa.table({"noise": [os.urandom(100_000).hex() for _ in range(20)], "text": ["short"] * 20})
+    pq.write_table(big, path, row_group_size=5)
+    url = hub.env["HF_ENDPOINT"] + "/datasets/me/texts/resolve/c0ffee/sample/small/001.parquet"
+    file = File("001.parquet", url, path.stat().st_size)
+    got = [tokenise(unit, "bytes", "text") for unit in units_of(file, 0, "text")]
+    assert np.array_equal(np.concatenate([g.ids for g in got]), plain_stream(["short"] * 20))
+    assert hub.sent < path.stat().st_size / 4
+
+
+@pytest.fixture()
+def bins(tmp_path):
+    root = tmp_path / "hub"
+    root.mkdir()
+    for i, split in enumerate(("val", "train", "train")):
+        header = np.zeros(256, "<i4")
+        header[:3] = 20240520, 1, 5000
+        tokens = np.full(5000, 50256, "<u2")
+        tokens[1:] = np.arange(4999) + i
+        (root / f"web_{split}_{i:06d}.bin").write_bytes(header.tobytes() + tokens.tobytes())
+    server = Hub(root, None)
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def test_ready_made_shards(bins, tmp_path):
+    """Downloaded as they are, by the part; --tokens takes as many as are needed, later ones are added."""
+    if not (DATA / "tiktoken").is_dir() and "TIKTOKEN_CACHE_DIR" not in os.environ:
+        pytest.skip("needs GPT-2's tokenizer files: set GPT2_TEST_DATA or TIKTOKEN_CACHE_DIR")
+    env = {"TIKTOKEN_CACHE_DIR": str(DATA / "tiktoken"), **os.environ, **bins.env}
+    out, args, bins.breaks = tmp_path / "o", ["--dataset", "me/texts", "--out", tmp_path / "o"], 3
+    bins.bad_sha = True
+    got = call(*args, "--tokens", "9k", **env)
+    assert got.returncode == 2 and "web_val_000000.bin arrived damaged" in got.stderr
+    bins.bad_sha = False
+    got = call(*args, "--tokens", "9k", **env)
+    assert got.returncode == 0, got.stderr
+    assert sorted(p.name for p in out.iterdir()) == ["manifest.json", "web_train_000001.bin", "web_val_000000.bin"]
+    for path in out.glob("*.bin"):
+        assert path.read_bytes() == (bins.root / path.name).read_bytes()
+    before = len(bins.paths)
+    got = call(*args, **env)
+    assert got.returncode == 0 and bins.breaks == 0 and "15,000 tokens" in got.stdout
+    assert [p for p in bins.paths[before:] if p.endswith(".bin")] == ["/datasets/me/texts/resolve/c0ffee/web_train_000002.bin"]
+    assert verify(out) == [] and read_manifest(out)["documents"] == 3
+
+
+# ---- conversations -----------------------------------------------------------------------------------------------------
+
+
+def test_render_chat():
+    tok = get_tokenizer("bytes")
+    ids, mask = render_chat([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Two and two? "},
+                             {"role": "assistant", "content": "Four."}, {"role": "user", "content": "Twice that?"},
+                             {"role": "assistant", "content": "Eight."}], tok)
+    end = "<|endoftext|>"
+    assert tok.decode(ids) == (f"{end}System: Be brief.\n\nUser: Two and two?\n\nAssistant: Four.{end}\n\n"
+                               f"User: Twice that?\n\nAssistant: Eight.{end}")
+    assert tok.decode(ids[mask == 1]) == f" Four.{end} Eight.{end}" and mask[0] == 0
+    ids, mask = render_chat([{"role": "user", "content": "Hello"}], tok, answer=True)
+    assert tok.decode(ids) == f"{end}User: Hello\n\nAssistant:" and not mask.any()
+
+
+def test_chat_shards(tmp_path):
+    rng = np.random.default_rng(0)
+    talks = [[{"role": "user", "content": f"question {i}" + "?" * int(rng.integers(1, 60))},
+              {"role": "assistant", "content": f"answer {i}" + "!" * int(rng.integers(1, 60))}] for i in range(300)]
+    talks[7][1]["content"] = "long " * 100
+    talks[8] = talks[8][:1]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps({"messages": t}) + "\n" for t in talks))
+    out = tmp_path / "o"
+    args = ["--source", tmp_path / "chat.jsonl", *BYTES, "--context", 200, "--shard_tokens", 5000, "--out", out]
+    got = call(*args)
+    assert got.returncode == 0, got.stderr
+    assert "298 conversations" in got.stdout and "1 too long, 1 without an answer" in got.stdout
+    manifest, tok, found = read_manifest(out), get_tokenizer("bytes"), []
+    assert manifest["context"] == 200 and verify(out) == []
+    assert [e["name"] for e in manifest["shards"]][:2] == ["chat_val_000000.npy", "chat_train_000001.npy"]
+    for entry in manifest["shards"]:
+        ids = np.load(out / entry["name"])
+        with open((out / entry["name"]).with_suffix(".mask"), "rb") as file:
+            mask = np.load(file)
+        assert mask.dtype == np.uint8 and len(mask) == len(ids) and len(ids) % 200 == 0 and len(ids) <= 5000 + 2000
+        for row, learnt in zip(ids.reshape(-1, 200), mask.reshape(-1, 200)):
+            assert row[0] == 256 and learnt[0] == 0
+            text = tok.decode(row)
+            assert tok.decode(row[learnt == 1]) == "".join(re.findall(r"Assistant:(.*?<\|endoftext\|>)", text))
+            talks_here = re.findall(r"User: (.*?)\n\nAssistant: (.*?)<\|endoftext\|>", text)
+            assert len(talks_here) == text.count("User:")  # no conversation goes over an edge
+            found += talks_here
+    wanted = [(t[0]["content"], t[1]["content"]) for i, t in enumerate(talks) if i not in (7, 8)]
+    assert sorted(found) == sorted(wanted)
+    assert manifest["padding"] < 0.15 * manifest["tokens"]
+    before = hashes(out)
+    (out / manifest["shards"][1]["mask"]["name"]).write_bytes(b"")
+    assert call("--verify", "--out", out).returncode == 1
+    (out / "manifest.json").unlink()  # as if killed just before the end
+    assert call(*args).returncode == 0 and hashes(out) == before
+
+
+def test_packer_fills_rows():
+    packer = RowPacker(10, 256)
+    for n in (6, 5, 4, 5, 3):
+        packer.add(np.full(n, n, np.uint16), np.ones(n, np.uint8))
+    ids, mask, padding = packer.take(9)
+    assert ids.reshape(-1, 10).tolist() == [[6] * 6 + [4] * 4, [5] * 10, [3] * 3 + [256] * 7]
+    assert padding == 7 and mask.sum() == 23
+
+
+# ---- engines and speed -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_ray_with_a_killed_worker(tmp_path):
+    """A real cluster of two workers, one of which goes away with its node in the middle: the same bytes."""
+    pytest.importorskip("ray", reason="Ray is optional: pip install ray")
+    texts = documents(8000, seed=2, longest=2000)
+    write_parquet(tmp_path / "in.parquet", texts, rows=10)
+    args = ["--source", tmp_path / "in.parquet", *BYTES, "--shard_tokens", "3M", "--note_every", 0]
+    assert fineweb.main([str(a) for a in [*args, "--workers", 0, "--out", tmp_path / "whole"]]) == 0
+    script = """if True:
+        import json, subprocess, sys, time, pathlib, os
+        from ray.cluster_utils import Cluster
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+        nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
+        out = pathlib.Path(sys.argv[1])
+        run = subprocess.Popen(sys.argv[2:], env={**os.environ, "RAY_ADDRESS": cluster.address})
+        manifest = out / "manifest.json"
+        while run.poll() is None:
+            if nodes and manifest.exists() and json.loads(manifest.read_bytes())["resume"]["tokens"] > 500_000:
+                cluster.remove_node(nodes[0], allow_graceful=False)
+                nodes = []
+                print("killed", json.loads(manifest.read_bytes())["resume"]["tokens"])
+            time.sleep(0.01)
+        cluster.shutdown()
+        sys.exit(run.returncode)
+    """
+    got = subprocess.run([sys.executable, "-c", script, tmp_path / "ray",
+                          *command(*args, "--engine", "ray", "--out", tmp_path / "ray")],
+                         capture_output=True, text=True, timeout=300)
+    assert got.returncode == 0, got.stderr[-3000:]
+    killed_at = int(re.search(r"killed (\d+)", got.stdout)[1])
+    assert killed_at < 0.9 * len(plain_stream(texts))
+    assert hashes(tmp_path / "ray") == hashes(tmp_path / "whole")
+
+
+@pytest.mark.slow
+@needs_data
+def test_bench_is_twice_as_fast():
+    got = subprocess.run([sys.executable, ROOT / "bench" / "tokenize.py", DATA / "corpus", "--json"], capture_output=True,
+                         text=True, env={**os.environ, "TIKTOKEN_CACHE_DIR": str(DATA / "tiktoken")})
+    assert got.returncode == 0, got.stderr
+    result = json.loads(got.stdout)
+    assert result["ratio"] >= 2 and result["tokens"] == 28_306_552
+    for row in result["costs"]:
+        assert row["hours"] * 3600 * row["cores"] * result["tok_per_s_per_core"] == pytest.approx(row["tokens"])
+        assert row["disk_gb"] == row["tokens"] * 2 / 1e9
+
+
+def test_bench_does_not_hide_the_standard_library(tmp_path):
+    """bench/tokenize.py has the name of a module that torch imports: a neighbour's `import tokenize` gets the right one."""
+    (tmp_path / "tokenize.py").write_text((ROOT / "bench" / "tokenize.py").read_text())
+    (tmp_path / "neighbour.py").write_text("import inspect, tokenize; print(tokenize.generate_tokens.__name__)")
+    got = subprocess.run([sys.executable, tmp_path / "neighbour.py"], capture_output=True, text=True)
+    assert got.stdout == "generate_tokens\n", got.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads memory from /proc")
+def test_memory_does_not_grow_with_the_source(tmp_path):
+    """400 MB of text in row groups of 40 MB: all processes together stay under 2 GB."""
+    text = "".join(documents(3000, longest=2000))[:4_000_000]
+    pq.write_table(pa.table({"text": [text] * 100}), tmp_path / "in.parquet", row_group_size=10, use_dictionary=False)
+    process = subprocess.Popen(command("--source", tmp_path / "in.parquet", *BYTES, "--out", tmp_path / "o", "--workers", 2))
+    peak = 0
+    while process.poll() is None:
+        total = 0
+        with contextlib.suppress(OSError):
+            for pid in [process.pid, *children(process.pid)]:
+                found = re.search(r"RssAnon:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
+                total += int(found[1]) if found else 0
+        peak = max(peak, total)
+        time.sleep(0.02)
+    print(f"peak {peak / 1024:.0f} MiB")
+    assert process.returncode == 0 and peak < 2_000_000

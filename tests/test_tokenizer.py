@@ -1,0 +1,92 @@
+"""Tokenizers: the contract, GPT-2's own ids, and the fast way against the plain one."""
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from tokenizer import MARK, get_tokenizer
+
+ROOT = Path(__file__).resolve().parent.parent
+DATA = Path(os.environ.get("GPT2_TEST_DATA", ROOT.parent / "shared" / "data"))
+needs_gpt2 = pytest.mark.skipif(not (DATA / "tiktoken").is_dir() and "TIKTOKEN_CACHE_DIR" not in os.environ,
+                                reason="needs GPT-2's tokenizer files: set GPT2_TEST_DATA or TIKTOKEN_CACHE_DIR")
+
+
+@pytest.fixture(params=["bytes", pytest.param("gpt2", marks=needs_gpt2)])
+def tok(request, monkeypatch):
+    if "TIKTOKEN_CACHE_DIR" not in os.environ:
+        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(DATA / "tiktoken"))
+    return get_tokenizer(request.param)
+
+
+def test_contract(tok):
+    assert (tok.vocab_size, tok.eot) == {"gpt2": (50257, 50256), "bytes": (257, 256)}[tok.name]
+    text = "Hello, I'm a language model, naïve\n\n  and 日本語 <|endoftext|> too"
+    ids = tok.encode(text)
+    assert tok.eot not in ids
+    assert tok.decode(ids) == text
+    sizes = tok.token_bytes()
+    assert len(sizes) == tok.vocab_size and sizes[tok.eot] == 0 and sizes[:tok.eot].min() == 1
+    assert sizes[ids].sum() == len(text.encode())
+    assert "�" in tok.decode(tok.encode("é")[:1] if tok.name == "bytes" else [164])  # half a character
+
+
+def test_known_ids(tok):
+    assert tok.encode("Hello, I'm a language model,") == {
+        "gpt2": [15496, 11, 314, 1101, 257, 3303, 2746, 11], "bytes": list(b"Hello, I'm a language model,")}[tok.name]
+
+
+def test_decode_refuses_other_ids(tok):
+    for bad in (tok.vocab_size, 50303, -1):
+        with pytest.raises(ValueError, match=str(bad)):
+            tok.decode([0, bad])
+
+
+def test_documents_are_led_by_end_of_text(tok):
+    texts = ["one", "", "two words", "a\ud800b"]
+    tokens, lengths = tok.encode_documents(texts)
+    assert tokens.dtype == np.uint16
+    assert tokens.tolist() == [i for text in texts for i in [tok.eot, *tok.encode(text)]]
+    assert lengths.tolist() == [1 + len(tok.encode(text)) for text in texts]
+    assert len(tok.encode_documents([])[0]) == 0
+
+
+def test_fast_way_equals_plain_way(tok):
+    """Blanks of every kind in every place, letters, digits, signs, contractions, control characters and the mark."""
+    rng = random.Random(0)
+    alphabet = list(" \n\t\r\x0b\x0c\x1c\x1d\x1e\x1f\x85\xa0\u1680\u2003\u2028\u202f\u205f\u3000\u200b\ufeff"
+                    "abcXYZ'sté1٣²,.!<|>_λж字😀") + ["  ", "\n\n", " \n", "'ll", "'re", MARK, "<|endoftext|>"]
+    texts = ["".join(rng.choice(alphabet) for _ in range(rng.randint(0, 40))) for _ in range(20_000)]
+    plain = [i for text in texts for i in [tok.eot, *tok.encode(text)]]
+    assert tok.encode_documents(texts)[0].tolist() == plain
+    assert tok.encode_documents(pa.chunked_array([texts[:7], texts[7:]]))[0].tolist() == plain
+
+
+@needs_gpt2
+def test_fast_way_equals_tiktoken_on_real_text():
+    if not (DATA / "wikitext-2").is_dir():
+        pytest.skip("needs wikitext-2: set GPT2_TEST_DATA")
+    script = "from tokenizer import *; import sys; t = get_tokenizer('gpt2'); s = open(sys.argv[1]).read()\n" \
+             "assert t.encode_documents([s, *s.splitlines()])[0].tolist() == " \
+             "[i for d in [s, *s.splitlines()] for i in [50256, *t._plain.encode_ordinary(d)]]"
+    subprocess.run([sys.executable, "-c", script, DATA / "wikitext-2" / "valid.txt"], cwd=ROOT, check=True,
+                   env={**os.environ, "TIKTOKEN_CACHE_DIR": str(DATA / "tiktoken")})
+
+
+def test_no_files_is_one_sentence(tmp_path):
+    """GPT-2's files cannot be had: what to do is said. (The proxy refuses every connection.)"""
+    env = {**os.environ, "TIKTOKEN_CACHE_DIR": str(tmp_path), "HTTPS_PROXY": "http://127.0.0.1:9", "NO_PROXY": ""}
+    got = subprocess.run([sys.executable, "fineweb.py", "--source", "builtin", "--out", tmp_path / "o"], cwd=ROOT, env=env,
+                         capture_output=True, text=True)
+    assert got.returncode == 2 and "Traceback" not in got.stderr
+    assert "TIKTOKEN_CACHE_DIR" in got.stderr and "--tokenizer bytes" in got.stderr
+
+
+def test_unknown_name():
+    with pytest.raises(ValueError, match="'bytes'"):
+        get_tokenizer("gpt3")
