@@ -153,7 +153,13 @@ def run(cfg):
     tokenizer = tokenizer_of(model)
     seed = cfg.seed if cfg.seed is not None else torch.seed() % 2**31
     for n, prompt in enumerate(prompts(cfg)):
-        texts, tokens, seconds = complete(model, tokenizer, prompt, cfg, seed + n, write, precision)
+        try:
+            texts, tokens, seconds = complete(model, tokenizer, prompt, cfg, seed + n, write, precision)
+        except ValueError as error:
+            if cfg.prompt or not sys.stdin.isatty():
+                raise
+            print(error, file=sys.stderr)  # who types may type again
+            continue
         write("\n")
         for text in texts[1:]:
             write(f"---\n{prompt}{text}\n")

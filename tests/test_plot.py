@@ -176,6 +176,7 @@ def test_dark_variant(tmp_path, figures):
 def test_style_is_left_as_it_was(tmp_path):
     import matplotlib
 
+    matplotlib.rcdefaults()
     before = dict(matplotlib.rcParams)
     plot.loss_curve([write_log(tmp_path, RUN)], tmp_path / "x.png", dark=True)
     assert dict(matplotlib.rcParams) == before

@@ -11,7 +11,7 @@ from conftest import ROOT, TINY_MODEL, VOCAB, clean_env, run_python
 import sample
 from sample import SampleConfig, TextStream, complete
 from tokenizer import get_tokenizer
-from train_gpt2 import GPT, GPTConfig, sample_token
+from train_gpt2 import GPT, GPTConfig, KVCache, sample_token
 
 
 def noisy_gpt(**changes):
@@ -77,13 +77,26 @@ def test_a_full_window_keeps_its_newer_half():
     assert second == model(window[None])[0][0, -1].argmax()
 
 
-def test_the_cache_is_used():
-    """With it, the model sees the prompt once and then one token at a time."""
-    model, sizes = noisy_gpt(), []
-    model.register_forward_pre_hook(lambda module, args: sizes.append(args[0].shape[1]))
-    draw(model, torch.zeros(1, 5, dtype=torch.long), 4, use_cache=True)
-    draw(model, torch.zeros(1, 5, dtype=torch.long), 4, use_cache=False)
-    assert sizes == [5, 1, 1, 1, 5, 6, 7, 8]
+@pytest.mark.parametrize("attention", ["sdpa", "math"])
+def test_a_prompt_in_pieces(attention):
+    """A cache that is filled by several tokens at a time: each sees those before it, and none after."""
+    model, idx = noisy_gpt(attention=attention), torch.randint(VOCAB, (2, 12))
+    cache = KVCache(model.config, 2, idx.device, torch.float32)
+    for piece in idx.split([5, 4, 1, 2], dim=1):
+        last = model(piece, cache=cache)[0]
+        assert last.shape[:2] == (2, 1)
+        assert torch.allclose(last[:, 0], model(idx[:, : cache.length])[0][:, -1], atol=1e-5)
+    assert cache.length == 12
+
+
+def test_what_the_model_is_asked():
+    """With the cache it sees the prompt once and then one token at a time; nothing once all texts have ended."""
+    tokenizer = get_tokenizer("bytes")
+    for token, no_cache, expected in [(120, False, [5, 1, 1, 1]), (120, True, [5, 6, 7, 8]), (256, False, [5])]:
+        model, sizes = always(token), []
+        model.register_forward_pre_hook(lambda module, args, sizes=sizes: sizes.append(args[0].shape[1]))
+        complete(model, tokenizer, "abcd", SampleConfig(max_new_tokens=4, no_cache=no_cache), 1, lambda piece: None)
+        assert sizes == expected
 
 
 def test_sample_token_by_hand():
@@ -280,11 +293,12 @@ def test_asks_on_a_terminal(tmp_path, run_folder):
         [sys.executable, str(ROOT / "sample.py"), "--model", "log/old", "--max_new_tokens", "3", "--device", "cpu"],
         cwd=tmp_path, env=clean_env(), stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    os.write(terminal, b"one\ntwo\n\n")
+    os.write(terminal, b"one\n" + b"a" * 16 + b"\ntwo\n\n")
     out, err = process.communicate(timeout=120)
     os.close(terminal), os.close(theirs)
     assert (process.returncode, out) == (0, "onezzz\ntwozzz\n"), err
-    assert err.count("prompt (empty line ends): ") == 3
+    assert err.count("prompt (empty line ends): ") == 4
+    assert "the prompt has 16 tokens" in err  # and the next one is asked for
 
 
 def test_a_reader_that_leaves(tmp_path, run_folder):
