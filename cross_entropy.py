@@ -29,8 +29,9 @@ def linear_cross_entropy(x, weight, targets, vocab_size, method="auto", reductio
     chunked ours, above; a Triton kernel on CUDA, the same in PyTorch elsewhere
     torch   torch.nn.functional.linear_cross_entropy, from torch 2.13 on
     liger   Liger-Kernel's, where it is installed (CUDA)
-    auto    plain under 64 MiB of logits, where there is nothing to save; torch's own where it exists; else ours. In a
-            compiled model always ours, because torch's leaves the compiled graph.
+    auto    plain under 64 MiB of logits, where there is nothing to save; in float32 torch's own, where it exists; else
+            ours, and always ours in 16 bits, where torch's loses digits, and under torch.compile, whose graph torch's
+            leaves.
     """
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -50,10 +51,12 @@ def linear_cross_entropy(x, weight, targets, vocab_size, method="auto", reductio
     if method == "torch":
         if not hasattr(F, "linear_cross_entropy"):
             raise ValueError(f"cross_entropy=torch needs torch 2.13, this is {torch.__version__}; use auto or chunked")
+        # it sums in x's type: 8 bits are too few for a sum of thousands, so those are summed here
+        reduction = "sum" if x.dtype == torch.float32 else "none"
         options = torch.nn.LinearCrossEntropyOptions()
         return F.linear_cross_entropy(
-            x, weight, targets, linear_bias=pad_bias, reduction="sum", ignore_index=-1, options=options
-        )
+            x, weight, targets, linear_bias=pad_bias, reduction=reduction, ignore_index=-1, options=options
+        ).float().sum()
     try:
         from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
     except ImportError:
@@ -66,7 +69,8 @@ def linear_cross_entropy(x, weight, targets, vocab_size, method="auto", reductio
 def auto_method(x, weight):
     if x.size(0) * weight.size(0) * 4 <= 2**26:
         return "plain"
-    return "torch" if hasattr(F, "linear_cross_entropy") and not torch.compiler.is_compiling() else "chunked"
+    torch_has_it = hasattr(F, "linear_cross_entropy") and x.dtype == torch.float32
+    return "torch" if torch_has_it and not torch.compiler.is_compiling() else "chunked"
 
 
 def loss_in_chunks(x, weight, targets, vocab_size, reduction, chunk):

@@ -31,12 +31,16 @@ class Meter:
         self.world.synchronize()
         self.paused += time.perf_counter() - t0
 
-    def read(self, step):
-        """Numbers of the steps since the last read."""
+    def restart(self, step):
+        """Forget what was so far; returns its seconds."""
         self.world.synchronize()
         now = time.perf_counter()
-        steps, seconds = step - self.step, now - self.t0 - self.paused
-        self.t0, self.paused, self.step = now, 0.0, step
+        seconds, self.t0, self.paused, self.step = now - self.t0 - self.paused, now, 0.0, step
+        return seconds
+
+    def read(self, step):
+        """Speed of the steps since the last read."""
+        steps, seconds = step - self.step, self.restart(step)
         tok_per_s = steps * self.cfg.total_batch_size / seconds
         values = {"dt_ms": 1000 * seconds / steps, "tok_per_s": tok_per_s, "tokens": step * self.cfg.total_batch_size}
         if self.peak:
@@ -57,7 +61,7 @@ class Logger:
         from tqdm import tqdm
 
         self.file = (run_dir / "log.jsonl").open("a", buffering=1)  # a resumed run goes on in the same file
-        self.tensorboard = SummaryWriter(str(run_dir), purge_step=first_step)
+        self.tensorboard = SummaryWriter(str(run_dir), purge_step=first_step + 1)  # the step it resumes at was logged before
         if cfg.wandb:
             import wandb
 

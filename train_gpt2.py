@@ -84,7 +84,9 @@ class TrainConfig:
     verify_data: bool = False  # re-hash every shard against manifest.json before training
     # optimizer
     max_steps: int = 19073  # updates: 10e9 tokens / 524288
-    lr: float = 6e-4  # peak learning rate
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the matrices inside the blocks, AdamW for the rest
+    lr: float = 6e-4  # peak learning rate of AdamW
+    muon_lr: float = 0.02  # peak learning rate of Muon; follows the same schedule
     min_lr: float = 6e-5  # rate at the end of the schedule
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"  # wsd: warm up, stay, decay
     warmup_steps: int = 715  # linear warm-up: 375M tokens / 524288
@@ -111,11 +113,11 @@ class TrainConfig:
     timing: bool = False  # milliseconds of data, forward, backward and optimizer in each logged step
     wandb: bool = False  # Weights & Biases as well as log.jsonl and TensorBoard
     # keeping
-    log_dir: str = "log"  # runs lie in LOG_DIR/RUN
-    run: str = ""  # name of the run; made from preset and time when empty
+    log_dir: str = "log"  # runs lie in LOG_DIR/RUN_NAME
+    run_name: str = ""  # name of the run; made from preset and time when empty (torchrun keeps "run" to itself)
     ckpt_every: int = 1000  # a checkpoint
     keep_last: int = 2  # how many checkpoints stay, besides the best
-    resume: bool = False  # continue the newest run (or --run NAME) from its newest checkpoint, with its settings
+    resume: bool = False  # continue the newest run (or --run_name NAME) from its newest checkpoint, with its settings
     init_from: str = ""  # start from these weights: gpt2 ... gpt2-xl, a Hugging Face folder, or a checkpoint
 
 
@@ -128,11 +130,12 @@ PRESETS = {
     "gpt2-xl": (GPTConfig(48, 25, 1600), TrainConfig("gpt2-xl", lr=2e-4, min_lr=2e-5)),
     # about two minutes on two laptop cores, on the text that ships inside Python
     "laptop": (
-        GPTConfig(n_layer=4, n_head=4, n_embd=192, block_size=256, vocab_size=257, vocab_multiple=1),
+        GPTConfig(n_layer=2, n_head=2, n_embd=128, block_size=128, vocab_size=257, vocab_multiple=1),
         TrainConfig(
-            "laptop", data="data/builtin", total_batch_size=8192, seq_len=128, batch_size=0, max_steps=400, lr=4e-3, min_lr=0.0,
-            schedule="linear", warmup_steps=30, beta2=0.99, compile=False, log_every=10, val_every=100, val_tokens=131072,
-            hella_every=0, sample_every=0, sample_tokens=300, sample_prompt="The ", ckpt_every=200,
+            "laptop", data="data/builtin", total_batch_size=4096, seq_len=128, max_steps=1000, optimizer="muon", lr=6e-3,
+            min_lr=0.0, weight_decay=0.0, schedule="wsd", warmup_steps=30, decay_steps=700, beta2=0.99, compile=False,
+            log_every=20, val_every=200, val_tokens=131072, hella_every=0, sample_every=1000, sample_tokens=400,
+            sample_prompt="The ", ckpt_every=500,
         ),
     ),
 }  # fmt: skip
@@ -170,6 +173,7 @@ class KVCache:
     def __init__(self, config, batch_size, device, dtype):
         shape = (2, config.n_layer, batch_size, config.n_head, config.block_size, config.n_embd // config.n_head)
         self.kv = torch.empty(shape, device=device, dtype=dtype)  # (2, n_layer, B, H, block_size, D)
+        self.document = torch.zeros(batch_size, config.block_size, dtype=torch.long, device=device)  # for document_mask
         self.length = 0  # tokens held; GPT.forward moves it on once all layers have appended
 
     def append(self, layer, k, v):
@@ -285,8 +289,12 @@ class GPT(nn.Module):
             x = x.bfloat16()
         mask = None
         if self.config.document_mask:
-            document = (idx == self.config.vocab_size - 1).cumsum(1)  # end-of-text leads its document
-            mask = (document[:, None, :] == document[:, :, None]).tril()[:, None]  # (B, 1, T, T)
+            document = keys = (idx == self.config.vocab_size - 1).cumsum(1)  # end-of-text leads its document
+            if cache is not None:
+                document += cache.document[:, past - 1 : past] if past else 0
+                cache.document[:, past : past + T] = document
+                keys = cache.document[:, : past + T]
+            mask = (document[:, :, None] == keys[:, None, :]).tril(past)[:, None]  # (B, 1, T, past + T)
         for block in self.transformer.h:
             if self.config.activation_checkpointing and torch.is_grad_enabled():
                 x = checkpoint(block, x, mask, use_reentrant=False)
@@ -360,6 +368,21 @@ def param_groups(model, weight_decay):
         {"params": [p for p in params if p.dim() >= 2], "weight_decay": weight_decay},
         {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
     ]
+
+
+def make_optimizer(model, cfg, device):
+    """The optimizer of cfg. Each group's "scale" is its peak rate over cfg.lr, which the schedule is about."""
+    adamw = dict(lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps)
+    adamw["fused"] = device.type in ("cuda", "cpu")  # one kernel for all tensors instead of several for each
+    if cfg.optimizer == "muon":
+        from muon import MuonAdamW
+
+        optimizer = MuonAdamW(model, cfg.muon_lr, momentum=0.95, weight_decay=cfg.weight_decay, **adamw)
+    else:
+        optimizer = torch.optim.AdamW(param_groups(model, cfg.weight_decay), **adamw)
+    for group in optimizer.param_groups:
+        group["scale"] = group["lr"] / cfg.lr if cfg.lr else 1.0
+    return optimizer
 
 
 def get_lr(step, cfg):
@@ -741,7 +764,7 @@ def train_step(model, optimizer, loader, lr, cfg, world, precision, clock):
     precision.scaler.unscale_(optimizer)
     grad_norm = nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip or math.inf)
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group["scale"]
     precision.scaler.step(optimizer)
     precision.scaler.update()
     optimizer.zero_grad(set_to_none=True)
@@ -765,6 +788,13 @@ def check_finite(step, loss, micro_losses, step_end, loader, world, run_dir):
     )
 
 
+def check_weights(step, model, run_dir):
+    """Raise FloatingPointError where a finite loss has led to weights that are not: they are not worth keeping."""
+    if not torch.stack(torch._foreach_norm(list(model.parameters()))).isfinite().all():
+        raise FloatingPointError(f"the weights are not finite after step {step}; they are not saved, {run_dir} keeps the "
+                                 "checkpoints before; try a lower --lr")  # fmt: skip
+
+
 def prepare(model_config, cfg, world):
     """What training works with, from a seeded start. Raises ValueError or FileNotFoundError for what cannot work."""
     torch.manual_seed(cfg.seed)
@@ -783,10 +813,7 @@ def prepare(model_config, cfg, world):
     grad_accum_steps(cfg, cfg.batch_size or 1, world.world_size)  # raises where no micro-batch can divide the step
     batch_size = cfg.batch_size or fit_batch_size(raw_model, cfg, world, precision)
     loader = TokenLoader(train_shards, cfg, world, batch_size)
-    optimizer = torch.optim.AdamW(
-        param_groups(raw_model, cfg.weight_decay), lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps,
-        fused=world.device.type in ("cuda", "cpu"),  # one kernel for all tensors instead of several for each
-    )  # fmt: skip
+    optimizer = make_optimizer(raw_model, cfg, world.device)
     return precision, raw_model, optimizer, loader, val_shards
 
 
@@ -797,7 +824,7 @@ def open_run(run_dir, model_config, cfg, world):
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
             if not cfg.resume and any(run_dir.glob("model_*.pt")):
-                raise OSError("it holds the checkpoints of another run; pass --resume, or another --run")
+                raise OSError("it holds the checkpoints of another run; pass --resume, or another --run_name")
             saved = {"model": dataclasses.asdict(model_config), "train": dataclasses.asdict(cfg) | {"resume": False}}
             (run_dir / "config.json").write_text(json.dumps(saved, indent=1) + "\n")
         except OSError as error:
@@ -941,7 +968,8 @@ def train(model_config, cfg, world, run_dir, tokenizer=None):
     report.begin(first_step, loader)
     model = compile_model(raw_model, cfg, world, log)
     clock, meter = PhaseClock(cfg.timing, world.device), Meter(cfg, world, raw_model, first_step)
-    pending, val_loss = None, math.inf  # pending: the last step's loss, not looked at yet
+    pending = None  # the last step's loss, not looked at yet
+    val_loss, val_step = math.inf, -1
 
     for step in range(first_step, cfg.max_steps + 1):
         stopping = step < cfg.max_steps and world.smallest(not stop.name) == 0  # on any process
@@ -949,7 +977,7 @@ def train(model_config, cfg, world, run_dir, tokenizer=None):
         fresh = step > first_step or step == 0  # a resumed run has measured its first step before
         if fresh and due(step, cfg.val_every, last):
             with meter.pause():
-                val_loss = report.validate(step, model)
+                val_loss, val_step = report.validate(step, model), step
         if fresh and step > 0 and due(step, cfg.hella_every, last):
             with meter.pause():
                 report.hellaswag(step)
@@ -959,7 +987,9 @@ def train(model_config, cfg, world, run_dir, tokenizer=None):
         if step > first_step and (due(step, cfg.ckpt_every, last) or stopping):
             with meter.pause():
                 check_finite(*pending, loader, world, run_dir)  # never keep weights that a bad step has touched
-                best, best_val = val_loss < best_val, min(val_loss, best_val)
+                best = val_step == step and val_loss < best_val  # only weights that were measured can be the best
+                best_val = val_loss if best else best_val
+                check_weights(step, raw_model, run_dir)
                 if world.is_main:
                     state = state_to_save(step, best_val, raw_model, optimizer, loader, precision, model_config, cfg)
                     path = save_checkpoint(run_dir, step, state, cfg.keep_last, best)
@@ -974,12 +1004,14 @@ def train(model_config, cfg, world, run_dir, tokenizer=None):
         if due(step + 1, cfg.log_every, step + 1 == cfg.max_steps):
             speed = meter.read(step + 1)
             log.train(step + 1, cfg.max_steps, loss=loss.item(), lr=lr, grad_norm=grad_norm.item(), **speed, **clock.read())
+        elif step == first_step:  # compilation and first allocations are not speed
+            log.event("first_step", step + 1, seconds=meter.restart(step + 1))
 
     log.event("end", step, reason=stop.name or ("signal on another rank" if stopping else "done"))
     log.close()
     if stopping and world.is_main:
         print(f"{stop.name or 'signal'}: finished step {step} and saved it in {run_dir}; "
-              f"`python train_gpt2.py --resume --run {run_dir.name}` goes on from there")  # fmt: skip
+              f"`python train_gpt2.py --resume --run_name {run_dir.name}` goes on from there")  # fmt: skip
     return val_loss
 
 
@@ -999,14 +1031,14 @@ def peek(argv, *flags):
 
 def choose_defaults(argv):
     """(reason, GPTConfig, TrainConfig): what the flags in argv then change."""
-    given = peek(argv, "preset", "data", "resume", "run", "log_dir")
+    given = peek(argv, "preset", "data", "resume", "run_name", "log_dir")
     if "resume" in given:
         log_dir = given.get("log_dir", TrainConfig.log_dir)
-        run_dir = Path(log_dir) / given["run"] if given.get("run") else newest_run(log_dir)
+        run_dir = Path(log_dir) / given["run_name"] if given.get("run_name") else newest_run(log_dir)
         if not (run_dir / "config.json").exists():
             raise FileNotFoundError(f"{run_dir} holds no config.json to resume with; `ls {log_dir}` shows the runs there are")
         saved = json.loads((run_dir / "config.json").read_text())
-        cfg = dataclasses.replace(TrainConfig(**saved["train"]), resume=True, run=run_dir.name, log_dir=log_dir)
+        cfg = dataclasses.replace(TrainConfig(**saved["train"]), resume=True, run_name=run_dir.name, log_dir=log_dir)
         return f"resumes {run_dir}", GPTConfig(**saved["model"]), cfg
     preset, reason = given.get("preset"), "as asked for"
     if preset is None:
@@ -1060,7 +1092,7 @@ def farewell(run_dir):
     print(f"\n{run_dir}/ holds log.jsonl (every number), loss.png (the curve), TensorBoard events and the checkpoints. Next:\n"
           f"  python sample.py --model {run_dir}      ask it for more\n"
           f"  tensorboard --logdir {run_dir.parent}      watch the curves, compare runs\n"
-          f"  python train_gpt2.py --resume --run {run_dir.name} --max_steps N      train it further")  # fmt: skip
+          f"  python train_gpt2.py --resume --run_name {run_dir.name} --max_steps N      train it further")  # fmt: skip
 
 
 def run(argv):
@@ -1074,7 +1106,7 @@ def run(argv):
     manifest = Path(world.from_main(cfg.data)) / "manifest.json"  # the other processes wait here for those shards
     if manifest.exists() and not peek(argv, "vocab_size"):
         model_config = dataclasses.replace(model_config, vocab_size=json.loads(manifest.read_text())["vocab_size"])
-    run_dir = Path(cfg.log_dir) / world.from_main(cfg.run or f"{cfg.preset}_{time.strftime('%Y%m%d-%H%M%S')}")
+    run_dir = Path(cfg.log_dir) / world.from_main(cfg.run_name or f"{cfg.preset}_{time.strftime('%Y%m%d-%H%M%S')}")
     if world.is_main:
         print(f"preset {cfg.preset}: {reason}; run folder {run_dir}")
         print(" ".join(f"{k}={v!r}" for k, v in (vars(model_config) | vars(cfg)).items()))

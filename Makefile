@@ -1,0 +1,27 @@
+# make train   a trained model in two minutes, from nothing but Python and a package index
+# make test    the tests
+# make lint    the style checker
+PYTHON ?= python3
+RUN = .venv/bin/python
+
+.PHONY: train test lint
+
+train: .venv/.installed
+	$(RUN) train_gpt2.py
+
+test: .venv/.test-tools
+	$(RUN) -m ruff check .
+	$(RUN) -m pytest
+
+lint: .venv/.test-tools
+	$(RUN) -m ruff check .
+
+.venv/.installed: requirements.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv .venv
+	$(RUN) -m pip install --quiet --disable-pip-version-check --requirement requirements.txt
+	touch $@
+
+.venv/.test-tools: .venv/.installed requirements-test.txt
+	$(RUN) -m pip install --quiet --disable-pip-version-check --requirement requirements-test.txt
+	touch $@
