@@ -1,0 +1,135 @@
+"""What a run is measured by: validation loss against two baselines, HellaSwag, samples. Nothing here touches training."""
+
+import functools
+import math
+
+import numpy as np
+import torch
+
+
+@torch.no_grad()
+def eval_val_loss(model, shards, val_tokens, seq_len, batch_size, world, precision):
+    """Mean loss in nats per token over the first val_tokens of the split (0: all), each process doing its share.
+
+    The tokens and their order depend on nothing but the data, and no random number is drawn. The last batch is filled
+    up with targets of -1, so that a compiled model sees one shape.
+    """
+    targets = min(val_tokens or len(shards), len(shards) - 1)
+    if targets < 1:
+        raise ValueError(f"the validation split in {shards.paths[0].parent} has {len(shards)} token(s); it needs two")
+    positions = np.arange(0, targets, seq_len)
+    # per = batches * batch_size sequences for each process
+    per = -(-len(positions) // (batch_size * world.world_size)) * batch_size
+    total = torch.zeros(2, dtype=torch.float64, device="cpu" if world.device.type == "mps" else world.device)
+    for i in range(world.rank * per, (world.rank + 1) * per, batch_size):
+        used = positions[i : i + batch_size]
+        x = np.zeros((batch_size, seq_len), dtype=np.int64)
+        y = np.full((batch_size, seq_len), -1, dtype=np.int64)
+        if len(used):
+            x[: len(used)], y[: len(used)] = shards.batch(used, seq_len)
+            beyond = used[:, None] + np.arange(seq_len) >= targets
+            y[: len(used)][beyond] = -1
+        x, y = torch.from_numpy(x).to(world.device), torch.from_numpy(y).to(world.device)
+        with precision.autocast():
+            _, loss = model(x, y, reduction="sum")
+        total += torch.stack([loss.double(), (y >= 0).sum().double()]).to(total.device)
+    loss, count = world.sum(total).tolist()
+    return loss / max(1, count)
+
+
+def unigram_entropy(train_shards, val_shards, val_tokens):
+    """Nats per token of a model that only knows how often each token occurs in (the first 20M tokens of) the training
+    data: what there is to gain without any context."""
+    V = train_shards.vocab_size
+    seen = np.bincount(train_shards.read(0, min(len(train_shards), 20_000_000)), minlength=V)[:V] + 1
+    asked = np.bincount(val_shards.read(0, min(val_tokens or len(val_shards), len(val_shards))), minlength=V)[:V]
+    return float(-(asked / asked.sum() * np.log(seen / seen.sum())).sum())
+
+
+@functools.cache
+def bytes_per_token(tokenizer, shards):
+    """Mean bytes of text per token of the split's first 10M tokens, to turn nats per token into bits per byte."""
+    sizes = tokenizer.token_bytes()
+    return float(sizes[shards.read(0, min(len(shards), 10_000_000))].mean())
+
+
+def eval_hellaswag(model, examples, world, precision):
+    """HellaSwag accuracies of the bare model as a dict (see hellaswag.py), shared among the processes."""
+    import hellaswag  # it imports from this file
+
+    with precision.autocast():
+        return hellaswag.evaluate(model, limit=examples, world=world)
+
+
+def draw_samples(model, tokenizer, prompt, tokens, device, precision, count=2, seed=42):
+    """`count` texts, from a generator of their own so that training is untouched."""
+    ids = [model.config.vocab_size - 1] + tokenizer.encode(prompt)  # end-of-text: a document begins here
+    idx = torch.tensor([ids[: model.config.block_size]] * count, device=device)
+    generator = torch.Generator(device=device).manual_seed(seed)
+    with precision.autocast():
+        new = list(model.generate(idx, tokens, temperature=0.8, top_k=50, generator=generator))
+    rows = torch.stack(new, dim=1).tolist() if new else [[]] * count
+    return [prompt + tokenizer.decode([t for t in row if t < model.config.vocab_size]) for row in rows]
+
+
+class Reporter:
+    """The evaluations of a run: measures, logs and says."""
+
+    def __init__(self, log, cfg, world, precision, raw_model, loader, val_shards, tokenizer):
+        self.log, self.cfg, self.world, self.precision, self.raw_model = log, cfg, world, precision, raw_model
+        self.batch_size, self.val_shards, self.tokenizer = loader.batch_size, val_shards, tokenizer
+        self.unigram = unigram_entropy(loader.shards, val_shards, cfg.val_tokens) if world.is_main else None
+        self.bytes = bytes_per_token(tokenizer, val_shards) if tokenizer else None
+
+    def begin(self, first_step, loader):
+        """One line each about the model, the step and the device, so that a reader can check the arithmetic."""
+        c, cfg, world = self.raw_model.config, self.cfg, self.world
+        card = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else f"{world.device.type}"
+        self.log.event(
+            "start", first_step, device=card, world_size=world.world_size, precision=self.precision.name,
+            batch_size=loader.batch_size, grad_accum_steps=loader.grad_accum_steps, num_params=self.raw_model.num_params(),
+            train_tokens=len(loader.shards), val_tokens=len(self.val_shards), log_v=math.log(c.vocab_size),
+            unigram=self.unigram, torch=torch.__version__,
+        )  # fmt: skip
+        if not world.is_main:
+            return
+        threads = "" if world.device.type == "cuda" else f", {torch.get_num_threads()} threads"
+        self.log.say(f"model  {self.raw_model.num_params():,} parameters: {c.n_layer} layers, {c.n_head} heads, {c.n_embd} "
+                     f"channels, vocabulary {c.vocab_size} in {c.padded_vocab_size} rows")  # fmt: skip
+        self.log.say(f"data   {cfg.data}: {len(loader.shards):,} training tokens, {len(self.val_shards):,} for validation; "
+                     f"this run uses {cfg.max_steps * cfg.total_batch_size / len(loader.shards):.2f} epochs")  # fmt: skip
+        self.log.say(f"step   {cfg.total_batch_size:,} tokens = {loader.batch_size} sequences x {cfg.seq_len} x "
+                     f"{world.world_size} processes x {loader.grad_accum_steps} micro-steps")  # fmt: skip
+        self.log.say(f"device {card}{threads}, {self.precision.name}")
+        self.log.say(f"guess  a uniform one costs log V = {math.log(c.vocab_size):.3f} nats a token, the best one without "
+                     f"context {self.unigram:.3f} (unigram)")  # fmt: skip
+
+    def validate(self, step, model):
+        loss = eval_val_loss(
+            model, self.val_shards, self.cfg.val_tokens, self.cfg.seq_len, self.batch_size, self.world, self.precision
+        )
+        values = {"loss": loss} | ({"bits_per_byte": loss / math.log(2) / self.bytes} if self.bytes else {})
+        self.log.event("val", step, **values)
+        bits = f", {values['bits_per_byte']:.3f} bits per byte" if self.bytes else ""
+        under = f", {self.unigram - loss:.3f} under unigram" if self.world.is_main and loss < self.unigram else ""
+        self.log.say(f"step {step:5d}: validation loss {loss:.4f}{bits}{under}")
+        return loss
+
+    def hellaswag(self, step):
+        try:
+            result = eval_hellaswag(self.raw_model, self.cfg.hella_examples, self.world, self.precision)
+        except OSError as error:  # no network and no file: the run goes on, the log says what is missing
+            self.log.say(f"step {step:5d}: no HellaSwag: {error}")
+            return
+        self.log.event("hella", step, **result)
+        self.log.say(f"step {step:5d}: HellaSwag {result['acc_norm']:.4f} +- {1.96 * result['acc_norm_stderr']:.4f}")
+
+    def samples(self, step):
+        if self.tokenizer is None or not self.world.is_main:
+            return
+        texts = draw_samples(
+            self.raw_model, self.tokenizer, self.cfg.sample_prompt, self.cfg.sample_tokens, self.world.device, self.precision
+        )
+        self.log.event("sample", step, texts=texts)
+        for text in texts:
+            self.log.say(f"--- sample after {step} steps\n{text}")
