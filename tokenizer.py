@@ -108,7 +108,7 @@ class GPT2Tokenizer(Tokenizer):
         if not isinstance(texts, (pa.Array, pa.ChunkedArray)):
             texts = pa.array([_utf8(text) for text in texts], pa.large_binary()).cast(pa.large_string())
         marked = pc.replace_substring_regex(texts, f"([{BLANK}])([{BLANK}][^{BLANK}])", rf"\1{MARK}\2")
-        has_mark = pc.match_substring(texts, MARK).to_pylist()
+        has_mark = pc.match_substring_regex(texts, MARK).to_pylist()
         eot, mark = np.array([self.eot], dtype=np.uint32), self.vocab_size
         arrays, lengths = [], np.empty(len(texts), dtype=np.int64)
         for i, text in enumerate(marked.to_pylist()):

@@ -219,7 +219,7 @@ def children(pid):
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="looks at processes through /proc")
 def test_kill_9_at_any_moment(tmp_path):
     """Killed again and again, it ends with the bytes of an undisturbed run; no half shard, no orphan is left."""
-    texts = documents(6000, seed=1)
+    texts = documents(3500, seed=1)
     write_parquet(tmp_path / "in.parquet", texts, rows=10)
     args = ["--source", tmp_path / "in.parquet", *BYTES, "--shard_tokens", "300k", "--note_every", 0]
     assert fineweb.main([str(a) for a in [*args, "--workers", 0, "--out", tmp_path / "whole"]]) == 0
@@ -672,13 +672,13 @@ def test_ray_with_a_killed_worker(tmp_path):
 @pytest.mark.slow
 @needs_data
 def test_bench_is_twice_as_fast():
-    got = subprocess.run([sys.executable, ROOT / "bench" / "tokenize.py", DATA / "corpus", "--json"], capture_output=True,
-                         text=True, env={**os.environ, "TIKTOKEN_CACHE_DIR": str(DATA / "tiktoken")})
+    got = subprocess.run([sys.executable, ROOT / "bench" / "tokenize.py", DATA / "corpus", "--json", "--rounds", "1"],
+                         capture_output=True, text=True, env={**os.environ, "TIKTOKEN_CACHE_DIR": str(DATA / "tiktoken")})
     assert got.returncode == 0, got.stderr
     result = json.loads(got.stdout)
-    assert result["ratio"] >= 2 and result["tokens"] == 28_306_552
+    assert result["cpu_ratio"] >= 2 and result["tokens"] == 3 * 28_306_552
     for row in result["costs"]:
-        assert row["hours"] * 3600 * row["cores"] * result["tok_per_s_per_core"] == pytest.approx(row["tokens"])
+        assert row["hours"] * 3600 * row["cores"] * result["tok_per_s_per_core"]["ours"] == pytest.approx(row["tokens"])
         assert row["disk_gb"] == row["tokens"] * 2 / 1e9
 
 
