@@ -304,12 +304,13 @@ def test_asks_on_a_terminal(tmp_path, run_folder):
 def test_a_reader_that_leaves(tmp_path, run_folder):
     """`sample.py ... | head` ends without a traceback."""
     process = subprocess.Popen(
-        [sys.executable, str(ROOT / "sample.py"), "hello", "--max_new_tokens", "20000", "--device", "cpu"],
+        [sys.executable, str(ROOT / "sample.py"), "hello", "--model", "log/old", "--max_new_tokens", "99999"],
         cwd=tmp_path, env=clean_env(), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     assert process.stdout.read(5) == b"hello"
     process.stdout.close()
-    assert process.stderr.read() == b"" and process.wait(timeout=120) == 0
+    assert process.stderr.read().decode() == ""
+    assert process.wait(timeout=120) == 0
 
 
 def test_help():
