@@ -482,7 +482,7 @@ def test_export_in_lm_evaluation_harness(test_data, tmp_path, monkeypatch):
     """
     python = os.environ.get("LM_EVAL_PYTHON", sys.executable)
     if subprocess.run([python, "-c", "import lm_eval"], capture_output=True).returncode:
-        pytest.skip("lm-evaluation-harness is not installed: pip install lm_eval (LM_EVAL_PYTHON may name its python)")
+        pytest.skip("lm-evaluation-harness is not installed: pip install lm_eval[hf] (LM_EVAL_PYTHON may name its python)")
     source = test_data / "hellaswag" / "hellaswag_val.jsonl"
     if not source.exists():
         pytest.skip(f"no {source}")
@@ -529,8 +529,8 @@ def test_export_in_lm_evaluation_harness(test_data, tmp_path, monkeypatch):
     characters = np.array([[len(text) for text in e["endings"]] for e in same_text])
     by_characters = (sums / characters).argmin(1) == [e["label"] for e in same_text]
     assert by_characters.mean() == pytest.approx(theirs["acc_norm,none"], abs=1e-9)
-    print(f"\nharness acc {theirs['acc,none']:.3f} acc_norm {theirs['acc_norm,none']:.3f}; ours on the same texts "
-          f"acc {ours['acc']:.3f}, acc_norm by tokens {ours['acc_norm']:.3f}, by characters {by_characters.mean():.3f}")  # fmt: skip
+    print(f"\nharness: acc {theirs['acc,none']}, acc_norm {theirs['acc_norm,none']}; ours on the same texts: "
+          f"acc {ours['acc']}, acc_norm by tokens {ours['acc_norm']}, by characters {by_characters.mean()}")  # fmt: skip
 
 
 @pytest.mark.slow
