@@ -219,7 +219,7 @@ def children(pid):
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="looks at processes through /proc")
 def test_kill_9_at_any_moment(tmp_path):
     """Killed again and again, it ends with the bytes of an undisturbed run; no half shard, no orphan is left."""
-    texts = documents(3500, seed=1)
+    texts = documents(2500, seed=1)
     write_parquet(tmp_path / "in.parquet", texts, rows=10)
     args = ["--source", tmp_path / "in.parquet", *BYTES, "--shard_tokens", "300k", "--note_every", 0]
     assert fineweb.main([str(a) for a in [*args, "--workers", 0, "--out", tmp_path / "whole"]]) == 0
@@ -229,7 +229,7 @@ def test_kill_9_at_any_moment(tmp_path):
                                    stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         while process.poll() is None:
             size = sum(p.stat().st_size for p in out.glob("*.npy*") if p.exists()) if out.exists() else 0
-            if size > seen + 500_000 + 100_003 * attempt and kills < 5:
+            if size > seen + 500_000 + 100_003 * attempt and kills < 4:
                 orphans += children(process.pid)
                 process.send_signal(signal.SIGKILL)
                 kills, seen = kills + 1, size
@@ -245,7 +245,7 @@ def test_kill_9_at_any_moment(tmp_path):
     deadline = time.time() + 10
     while orphans and time.time() < deadline:
         orphans = [pid for pid in orphans if Path(f"/proc/{pid}").exists()
-                   and "fineweb" in Path(f"/proc/{pid}/cmdline").read_text() + "multiprocessing"
+                   and "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()
                    and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"]
         time.sleep(0.05)
     assert not orphans
@@ -277,13 +277,29 @@ def test_what_came_after_the_last_note_is_written_again(tmp_path, after_note):
     assert np.array_equal(stream_of(tmp_path / "cut"), tokens)
 
 
+def test_a_shorter_end_leaves_nothing_behind(tmp_path):
+    """More was written before it stopped than is wanted now."""
+    first = ShardWriter(tmp_path, new_manifest("x", get_tokenizer("bytes"), {}, 100, 70))
+    first.append(np.ones(10, np.uint16))
+    first.note()
+    first.append(np.ones(60, np.uint16))
+    first.file.close()
+    second = ShardWriter(tmp_path, read_manifest(tmp_path))
+    second.append(np.zeros(10, np.uint16))
+    second.complete()
+    assert verify(tmp_path) == [] and (tmp_path / "x_val_000000.npy").stat().st_size == 128 + 2 * 20
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends a signal to a process group")
 def test_ctrl_c_is_no_traceback(tmp_path):
+    """Ctrl-C reaches the workers as well."""
     write_parquet(tmp_path / "in.parquet", documents(3000), rows=10)
     process = subprocess.Popen(command("--source", tmp_path / "in.parquet", *BYTES, "--out", tmp_path / "o", "--workers", 2,
-                                       "--note_every", 0), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    while not (tmp_path / "o" / "manifest.json").exists():
+                                       "--note_every", 0), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                               start_new_session=True)
+    while not (read_manifest(tmp_path / "o") or {"resume": {}})["resume"].get("tokens"):
         time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
+    os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=30)
     assert process.returncode == 130 and "goes on where it was" in err and "Traceback" not in err
 
@@ -472,7 +488,7 @@ HUB_ARGS = ["--dataset", "me/texts", *BYTES, "--shard_tokens", "100k", "--val_to
 def test_hub_with_broken_connections(hub, corpus, tmp_path):
     """Answers that are cut in the middle and ones that are refused: the same tokens, and only the text has travelled."""
     folder, texts, _ = corpus
-    hub.breaks, hub.fails = 5, 1
+    hub.breaks, hub.fails = 3, 1
     got = call(*HUB_ARGS, "--name", "small", "--out", tmp_path / "o", "--workers", 1, **hub.env)
     assert got.returncode == 0, got.stderr
     assert hub.breaks == hub.fails == 0
