@@ -139,7 +139,7 @@ def check_example(raw, where):
         raise ValueError(f"{where} has {got}, every example needs 4; correct the line or take it out")
     if not all(isinstance(text, str) and text.strip() for text in endings) or not isinstance(example["ctx"], str):
         raise ValueError(f"{where}: ctx must be a text and the 4 endings texts that are not empty; correct the line")
-    if isinstance(label, bool) or str(label) not in ("0", "1", "2", "3"):  # the hub's copy has the label as a text
+    if str(label) not in ("0", "1", "2", "3"):  # the hub's copy has the label as a text
         raise ValueError(
             f"{where} has the label {label!r}, it must be 0, 1, 2 or 3, the index of the right ending; correct the line "
             "or take it out"
