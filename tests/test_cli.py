@@ -30,7 +30,7 @@ def state():
     }
 before, modules = json.dumps(state()), set(sys.modules)
 sys.path.insert(0, ROOT)
-import train_gpt2, cross_entropy, machine, metrics, shards
+import train_gpt2, cross_entropy, evaluation, machine, metrics, shards
 assert json.dumps(state()) == before, [k for k in state() if json.dumps(state()[k]) != json.dumps(json.loads(before)[k])]
 heavy = {"tyro", "tqdm", "transformers", "tiktoken", "tensorboard", "wandb", "matplotlib", "datasets", "pyarrow"}
 assert not heavy & (set(sys.modules) - modules), heavy & (set(sys.modules) - modules)
