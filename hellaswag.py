@@ -443,7 +443,7 @@ def describe(example, sums, end_len, margin):
 
 
 def draw(result, sources, activities, path, title):
-    """Bars of acc_norm with 95 % intervals: sources, then the activities with the most examples."""
+    """Bars of acc_norm with 95 % intervals: sources, then the largest activities, of 20 examples or more."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -451,20 +451,21 @@ def draw(result, sources, activities, path, title):
 
     from plot import style
 
-    groups = list(sources.items()) + list(activities.items())[:25]
+    groups = list(sources.items()) + [item for item in activities.items() if item[1]["count"] >= 20][:25]
     names = [f"{name} ({g['count']})" for name, g in groups]
     values = np.array([g["acc_norm"] for _, g in groups])
     low, high = (np.array([g[f"acc_norm_{side}"] for _, g in groups]) for side in ("low", "high"))
-    with matplotlib.rc_context(style() | {"figure.figsize": (8, 1.2 + 0.26 * len(groups))}):
+    with matplotlib.rc_context(style() | {"figure.figsize": (8, 1.4 + 0.26 * len(groups))}):
         figure, ax = plt.subplots()
         colours = ["C1"] * len(sources) + ["C0"] * (len(groups) - len(sources))
         ax.barh(names, values, xerr=[values - low, high - values], color=colours, error_kw={"elinewidth": 1})
         ax.axvline(0.25, ls=":", color="0.5", label="chance")
         ax.axvline(result["acc_norm"], ls="--", color="0.5", label=f"all {result['count']}: {result['acc_norm']:.4f}")
+        ax.margins(y=0.01)
         ax.invert_yaxis()
         ax.grid(axis="y", visible=False)
         ax.set(xlim=(0, 1), xlabel="acc_norm (share of examples), with 95 % interval", title=title)
-        ax.legend(loc="lower right")
+        ax.legend(loc="upper right")
         figure.savefig(path)
         plt.close(figure)
 
