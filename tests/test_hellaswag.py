@@ -441,7 +441,8 @@ def test_two_processes_equal_one(tmp_path, checkpoint):
     assert one == two  # losses to the last bit: no batch depends on the number of processes
 
 
-def test_command_prints_tables_and_draws(tmp_path, checkpoint):
+def test_command_prints_tables_and_draws(tmp_path, checkpoint, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     path = write(tmp_path / "h.jsonl", made_up())
     flags = "--device cpu --by_source --by_activity --worst 3 --picture p.png --limit 20".split()
     run = run_python(ROOT / "hellaswag.py", "--model", checkpoint, "--data", path, *flags, cwd=tmp_path)
