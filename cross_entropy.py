@@ -143,7 +143,7 @@ def triton_loss_and_grad_(logits, targets, vocab_size, scale):
     """The same in one kernel: a row is read twice, the second time mostly from the L2 cache, and written once."""
     losses = torch.empty(logits.size(0), dtype=torch.float32, device=logits.device)
     loss_kernel()[(logits.size(0),)](
-        logits, targets, losses, logits.stride(0), logits.size(1), vocab_size, scale, BLOCK=4096, num_warps=8
+        logits, targets, losses, logits.stride(0), logits.size(1), vocab_size, scale, BLOCK=4096, num_warps=32
     )
     return losses
 
@@ -156,29 +156,33 @@ def loss_kernel():
 
     @triton.jit
     def kernel(logits, targets, losses, stride, padded, vocab_size, scale, BLOCK: tl.constexpr):
+        LOG2_E: tl.constexpr = 1.4426950408889634
         row = tl.program_id(0).to(tl.int64)
         logits += row * stride
         target = tl.load(targets + row)
         lane = tl.arange(0, BLOCK)
-        # online softmax (Milakov and Gimelshein 2018), one running maximum and sum for each lane of the block
+        # online softmax (Milakov and Gimelshein 2018), one running maximum and sum for each lane of the block; in base 2,
+        # whose exponential the hardware has
         top = tl.full([BLOCK], -1e30, tl.float32)
         total = tl.zeros([BLOCK], tl.float32)
         for start in range(0, vocab_size, BLOCK):
-            z = tl.load(logits + start + lane, mask=start + lane < vocab_size, other=float("-inf")).to(tl.float32)
+            z = tl.load(logits + start + lane, mask=start + lane < vocab_size, other=float("-inf")).to(tl.float32) * LOG2_E
             higher = tl.maximum(top, z)
-            total = total * tl.exp(top - higher) + tl.exp(z - higher)
+            total = total * tl.exp2(top - higher) + tl.exp2(z - higher)
             top = higher
         peak = tl.max(top, 0)
-        log_z = peak + tl.log(tl.sum(total * tl.exp(top - peak), 0))
+        log2_z = peak + tl.log2(tl.sum(total * tl.exp2(top - peak), 0))
         has_target = target >= 0
         hit = tl.load(logits + tl.maximum(target, 0)).to(tl.float32)
-        tl.store(losses + row, tl.where(has_target, log_z - hit, 0.0))
+        tl.store(losses + row, tl.where(has_target, log2_z / LOG2_E - hit, 0.0))
         tl.debug_barrier()  # every lane has read the target's logit before it is overwritten
         factor = tl.where(has_target, scale, 0.0)
         for start in range(0, padded, BLOCK):
             column = start + lane
-            z = tl.load(logits + column, mask=column < vocab_size, other=float("-inf")).to(tl.float32)
-            grad = (tl.exp(z - log_z) - tl.where(column == target, 1.0, 0.0)) * factor
-            tl.store(logits + column, grad, mask=column < padded)
+            z = tl.load(logits + column, mask=column < vocab_size, other=float("-inf")).to(tl.float32) * LOG2_E
+            tl.store(logits + column, tl.exp2(z - log2_z) * factor, mask=column < padded)
+        tl.debug_barrier()
+        if has_target:  # softmax minus one-hot: the one
+            tl.store(logits + target, (tl.exp2(hit * LOG2_E - log2_z) - 1.0) * factor)
 
     return kernel

@@ -118,7 +118,7 @@ class Reporter:
     def hellaswag(self, step):
         try:
             result = eval_hellaswag(self.raw_model, self.cfg.hella_examples, self.world, self.precision)
-        except OSError as error:  # no network and no file: the run goes on, the log says what is missing
+        except (OSError, ValueError) as error:  # no network and no file, or too short a context: the run goes on
             self.log.say(f"step {step:5d}: no HellaSwag: {error}")
             return
         self.log.event("hella", step, **result)

@@ -164,8 +164,6 @@ def sources(examples):
 
 # ------------------------------------------------------------------------------------------------------ 2. tokens
 
-TOKENIZERS = {50257: "gpt2", 257: "bytes"}  # by the number of their ids
-
 
 @dataclass
 class Examples:
@@ -308,12 +306,7 @@ def hidden(model, idx, position, part):
     T = idx.size(1)
     same = (part[:, None, :] == 0) | (part[:, None, :] == part[:, :, None])
     mask = (same & torch.ones(T, T, dtype=torch.bool, device=idx.device).tril())[:, None]  # (B, 1, T, T)
-    x = model.transformer.wte(idx) + model.transformer.wpe(position)  # (B, T, C)
-    if getattr(model.config, "bf16_residual", False) and model.activation_dtype(x.device) == torch.bfloat16:
-        x = x.bfloat16()
-    for block in model.transformer.h:
-        x = block(x, mask)
-    return model.transformer.ln_f(x).flatten(0, 1)
+    return model.hidden(idx, position, mask).flatten(0, 1)
 
 
 @torch.no_grad()
@@ -386,12 +379,12 @@ def measure(model, limit=0, world=None, data="", split="val", batch_tokens=BATCH
     if world is None:
         device = model.lm_head.weight.device
         world = types.SimpleNamespace(rank=0, world_size=1, device=device, sum=lambda t: t, from_main=lambda v: v)
+    from tokenizer import name_of_size
+
     loaded, error = None, None
     if world.rank == 0:
         try:
-            if model.config.vocab_size not in TOKENIZERS:
-                raise ValueError(f"no tokenizer has the model's {model.config.vocab_size} ids; known are 50257 and 257")
-            loaded = load(locate(data, split), TOKENIZERS[model.config.vocab_size])
+            loaded = load(locate(data, split), name_of_size(model.config.vocab_size))
         except (OSError, ValueError) as problem:
             error = problem
     loaded, error = world.from_main((loaded, error))  # one process touches disk and network, on any number of machines

@@ -53,18 +53,6 @@ def check(cfg):
             raise ValueError(f"{name}={getattr(cfg, name)} must be at least 1")
 
 
-def tokenizer_of(model):
-    """The tokenizer whose ids the model was trained on."""
-    from tokenizer import get_tokenizer
-
-    names = {50257: "gpt2", 257: "bytes"}
-    if model.config.vocab_size not in names:
-        raise ValueError(
-            f"no tokenizer has the model's {model.config.vocab_size} ids; known are 50257 (GPT-2) and 257 (bytes)"
-        )
-    return get_tokenizer(names[model.config.vocab_size])
-
-
 class TextStream:
     """Text of token ids that come one by one. A character's bytes may be spread over several tokens in both
     vocabularies: it is given out when its last byte has come, never as halves."""
@@ -76,7 +64,7 @@ class TextStream:
         """The text that this token completes, perhaps none. After end-of-text there is no more."""
         if self.ended or token == self.tokenizer.eot:
             return self.end()
-        return self.decoder.decode(self.tokenizer._bytes[token])
+        return self.decoder.decode(self.tokenizer.bytes_of(token))
 
     def end(self):
         """What is left of a character that was begun, as U+FFFD."""
@@ -143,6 +131,7 @@ def write(text):
 
 
 def run(cfg):
+    from tokenizer import get_tokenizer, name_of_size
     from weights import load_model
 
     check(cfg)
@@ -150,7 +139,7 @@ def run(cfg):
     precision = Precision("auto", world.device)
     precision.prepare()
     model = load_model(cfg.model, cfg.log_dir).to(world.device).eval()
-    tokenizer = tokenizer_of(model)
+    tokenizer = get_tokenizer(name_of_size(model.config.vocab_size))
     seed = cfg.seed if cfg.seed is not None else torch.seed() % 2**31
     for n, prompt in enumerate(prompts(cfg)):
         try:

@@ -53,6 +53,8 @@ class TokenShards:
         self.check_manifest(folder, verify)
         self.shards = [open_shard(path) for path in names]
         self.starts = np.concatenate([[0], np.cumsum([len(s) for s in self.shards])])
+        for i in (0, len(names) - 1):  # a sample now, before a run is opened; every batch is checked when it is read
+            self.check_ids(self.shards[i][:1_000_000].max(), int(self.starts[i]))
         masks = [path.with_suffix(".mask") for path in names]  # 1: learn to predict this token (fine-tuning data)
         self.masks = [np.load(m, mmap_mode="r", allow_pickle=False) for m in masks] if masks[0].exists() else None
 
@@ -83,6 +85,13 @@ class TokenShards:
         shard = int(np.searchsorted(self.starts, position % len(self), side="right")) - 1
         return f"{self.paths[shard].name}:{position % len(self) - int(self.starts[shard])}"
 
+    def check_ids(self, highest, position):
+        if highest >= self.vocab_size:
+            raise ValueError(
+                f"token id {highest} near {self.where(position)} is outside the vocabulary of {self.vocab_size}; "
+                "the shards were made with another tokenizer"
+            )
+
     def read(self, position, length, arrays=None):
         """`length` tokens (or mask values) from a stream position on, over shard edges and the end of the data."""
         arrays = arrays or self.shards
@@ -99,12 +108,7 @@ class TokenShards:
     def batch(self, positions, seq_len):
         """x and y (len(positions), seq_len) as int64: y is x one token later, -1 where a mask says not to learn."""
         rows = np.stack([self.read(p, seq_len + 1) for p in positions]).astype(np.int64)
-        if rows.max() >= self.vocab_size:
-            bad = positions[int(rows.max(axis=1).argmax())]
-            raise ValueError(
-                f"token id {rows.max()} near {self.where(bad)} is outside the vocabulary of {self.vocab_size}; "
-                "the shards were made with another tokenizer"
-            )
+        self.check_ids(rows.max(), positions[int(rows.max(axis=1).argmax())])
         x, y = rows[:, :-1], rows[:, 1:].copy()
         if self.masks:
             y[np.stack([self.read(p + 1, seq_len, self.masks) for p in positions]) == 0] = -1

@@ -45,6 +45,10 @@ class Tokenizer:
                                  f"{self.vocab_size - 1}; cut the logits to vocab_size before sampling")
         return b"".join(self._bytes[i] for i in ids).decode("utf-8", errors="replace")
 
+    def bytes_of(self, token: int) -> bytes:
+        """The bytes of one id; a character may be spread over several."""
+        return self._bytes[token]
+
     def token_bytes(self) -> np.ndarray:
         """How many bytes of text each id stands for, 0 for end-of-text: turns nats per token into bits per byte."""
         sizes = np.array([len(b) for b in self._bytes], dtype=np.int64)
@@ -138,3 +142,11 @@ def get_tokenizer(name: str) -> Tokenizer:
     if name == "bytes":
         return ByteTokenizer()
     raise ValueError(f"unknown tokenizer {name!r}: it is 'gpt2' or 'bytes'")
+
+
+def name_of_size(vocab_size: int) -> str:
+    """The name of the tokenizer that has this many ids. Raises ValueError where none has."""
+    names = {50257: "gpt2", 257: "bytes"}
+    if vocab_size not in names:
+        raise ValueError(f"no tokenizer has {vocab_size} ids; known are 50257 (GPT-2) and 257 (bytes)")
+    return names[vocab_size]

@@ -21,6 +21,10 @@ import shutil
 import signal
 import sys
 import time
+
+if __name__ == "__main__":  # before torch starts its threads: on a CPU that is busy with other things too, threads that
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spin while they wait take the time of those that work (4x, README)
+
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -273,22 +277,18 @@ class GPT(nn.Module):
         pad = (self.config.padded_vocab_size - self.config.vocab_size) * self.config.n_embd
         return sum(p.numel() for p in self.parameters()) - pad
 
-    def forward(self, idx, targets=None, reduction="mean", cache=None):
-        """idx (B, T) -> (logits, None); with targets (B, T) -> (None, loss).
-
-        logits are (B, T, vocab_size), or (B, 1, vocab_size) with a cache, where only the last position is wanted.
-        Targets of -1 are left out. reduction: "mean" over the targets there are (0 if none), "sum", or "none" for the
-        loss of each position (B, T). Logits are not returned beside a loss: a compiled step would have to keep all of
-        them, 6.6 GB at 64 x 1024 positions of GPT-2.
-        """
+    def hidden(self, idx, position=None, mask=None, cache=None):
+        """idx (B, T) -> what the head sees of it (B, T, C). position (B, T) and mask (B, 1, T, T) are for packed rows; left
+        out, they are 0, 1, 2 ... (after what the cache holds) and causal."""
         T, past = idx.size(1), cache.length if cache is not None else 0
-        if past + T > self.config.block_size:
-            raise ValueError(f"{past + T} tokens are more than block_size={self.config.block_size}")
-        x = self.transformer.wte(idx) + self.transformer.wpe(torch.arange(past, past + T, device=idx.device))  # (B,T,C)
+        if position is None:
+            if past + T > self.config.block_size:
+                raise ValueError(f"{past + T} tokens are more than block_size={self.config.block_size}")
+            position = torch.arange(past, past + T, device=idx.device)
+        x = self.transformer.wte(idx) + self.transformer.wpe(position)  # (B, T, C)
         if self.config.bf16_residual and self.activation_dtype(x.device) == torch.bfloat16:
             x = x.bfloat16()
-        mask = None
-        if self.config.document_mask:
+        if mask is None and self.config.document_mask:
             document = keys = (idx == self.config.vocab_size - 1).cumsum(1)  # end-of-text leads its document
             if cache is not None:
                 document += cache.document[:, past - 1 : past] if past else 0
@@ -302,10 +302,19 @@ class GPT(nn.Module):
                 x = block(x, mask, cache)
         if cache is not None:
             cache.length += T
-            x = x[:, -1:]
-        x = self.transformer.ln_f(x)
+        return self.transformer.ln_f(x)
+
+    def forward(self, idx, targets=None, reduction="mean", cache=None):
+        """idx (B, T) -> (logits, None); with targets (B, T) -> (None, loss).
+
+        logits are (B, T, vocab_size), or (B, 1, vocab_size) with a cache, where only the last position is wanted.
+        Targets of -1 are left out. reduction: "mean" over the targets there are (0 if none), "sum", or "none" for the
+        loss of each position (B, T). Logits are not returned beside a loss: a compiled step would have to keep all of
+        them, 6.6 GB at 64 x 1024 positions of GPT-2.
+        """
+        x = self.hidden(idx, cache=cache)
         if targets is None:
-            return self.lm_head(x)[..., : self.config.vocab_size], None
+            return self.lm_head(x if cache is None else x[:, -1:])[..., : self.config.vocab_size], None
         head = (self.lm_head.weight, targets.reshape(-1), self.config.vocab_size, self.config.cross_entropy)
         if reduction == "none":
             return None, linear_cross_entropy(x.flatten(0, 1), *head, reduction="none").view_as(targets)
@@ -943,10 +952,10 @@ def parse_args(argv):
 
 def load_tokenizer(vocab_size, world):
     """The tokenizer that has this many ids, or None, saying so, where it is not known or not to be had."""
-    from tokenizer import get_tokenizer
+    from tokenizer import get_tokenizer, name_of_size
 
     try:
-        return get_tokenizer({50257: "gpt2", 257: "bytes"}.get(vocab_size, f"of {vocab_size} ids"))
+        return get_tokenizer(name_of_size(vocab_size))
     except (OSError, ValueError) as error:
         if world.is_main:
             print(f"no samples and no bits per byte: {error}")
@@ -989,6 +998,8 @@ def main():
     """Run, and turn what a reader can cause into one sentence and an exit status: 2 bad input, 1 a run that went wrong."""
     try:
         return run(sys.argv[1:])
+    except BrokenPipeError:  # --help | head
+        os._exit(1)
     except torch.OutOfMemoryError:
         status, text = 2, "the GPU's memory is full; leave out --batch_size to have one found, or --activation_checkpointing"
     except (ValueError, OSError) as error:

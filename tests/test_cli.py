@@ -167,10 +167,7 @@ def outcomes(tmp_path_factory):
     return out
 
 
-LATE = pytest.mark.xfail(strict=True, reason="the run folder is made before the first tokens are looked at")
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=LATE) if n == "ids_beyond_vocabulary" else n for n in BAD])
+@pytest.mark.parametrize("name", list(BAD))
 def test_bad_input_is_one_sentence_and_status_2(outcomes, name):
     if name == "no_gpu" and torch.cuda.is_available():
         pytest.skip("there is a GPU here")

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch.distributed as dist
-from conftest import ROOT, TINY_RUN, clean_env
+from conftest import ROOT, TINY_RUN, clean_env, write_shards
 from test_train import EPS, difference, of_kind, raw_gradients, read_run, train_here
 
 from train_gpt2 import GPTConfig, TrainConfig
@@ -90,16 +90,17 @@ def test_two_processes_are_one(tmp_path, shards):
     assert not left_over(tmp_path)
 
 
-def test_an_error_of_one_process_ends_all(tmp_path, shards):
-    path = shards / "x_train_000000.npy"
+def test_an_error_of_one_process_ends_all(tmp_path):
+    shards = write_shards(tmp_path / "data", sizes=(700, 801, 997))
+    path = shards / "x_train_000001.npy"  # neither the first nor the last, which are looked at before the run
     tokens = np.load(path)
-    tokens[8 * 128 + 100] = 999  # in the second half of the ninth step, which rank 1 reads
+    tokens[8 * 128 + 100 - 700] = 999  # in the second half of the ninth step, which rank 1 reads
     np.save(path, tokens)
     t0 = time.monotonic()
     process = torchrun(tmp_path, shards, "--max_steps", 1000, "--no-shuffle")
     _, err = process.communicate(timeout=120)
     assert process.returncode != 0 and time.monotonic() - t0 < 60
-    assert "error: [rank 1] token id 999" in err and "x_train_000000.npy" in err
+    assert "error: [rank 1] token id 999" in err and "x_train_000001.npy" in err
     assert not left_over(tmp_path)
     steps = [e["step"] for e in of_kind(read_run(tmp_path / "log" / "r"), "train")]
     assert steps == list(range(1, len(steps) + 1)) and 6 <= len(steps) <= 8

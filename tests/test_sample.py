@@ -265,7 +265,7 @@ def test_seeds(tmp_path, run_folder, monkeypatch, capfd):
         (["ab", "--model", "log/nowhere"], "there is no log/nowhere"),
         (["ab", "--model", "log"], "no checkpoint in log"),
         (["ab", "--model", "odd"], "holds no pytorch_model.bin"),
-        (["ab", "--model", "odd.pt"], "no tokenizer has the model's 101 ids"),
+        (["ab", "--model", "odd.pt"], "no tokenizer has 101 ids"),
         (["ab", "--model", "broken.pt"], "broken.pt cannot be read"),
         (["ab", "--log_dir", "empty"], "no run with a checkpoint in empty"),
         (["ab", "--device", "cuda:99"], "cuda:99"),
