@@ -17,6 +17,7 @@ import dataclasses
 import json
 import math
 import os
+import pickle
 import shutil
 import signal
 import sys
@@ -639,7 +640,10 @@ def read_checkpoint(path):
         stubs = [(Inert, name) for name in torch.serialization.get_unsafe_globals_in_checkpoint(path)]
         with torch.serialization.safe_globals(stubs):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # a broken zip, a truncated file, pickle opcodes that are refused
+    except pickle.UnpicklingError as error:
+        raise ValueError(f"checkpoint {path} is refused: it holds more than tensors and plain values, or is older than torch "
+                         "1.6; nothing in it was executed; save its state dict again with torch.save") from error  # fmt: skip
+    except Exception as error:  # a broken zip, a truncated file
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"checkpoint {path} cannot be read ({first}); take another one of the same folder") from error
 
@@ -658,7 +662,6 @@ def newest_run(log_dir):
     if not files:
         raise FileNotFoundError(f"no run with a checkpoint in {log_dir}/; `python train_gpt2.py` makes one")
     return max(files, key=lambda p: p.stat().st_mtime).parent
-
 
 
 # --------------------------------------------------------------------------------------------------- 7. training
@@ -812,13 +815,16 @@ def state_to_save(step, best_val, raw_model, optimizer, loader, precision, model
     }  # fmt: skip
 
 
-def restore(run_dir, raw_model, optimizer, loader, precision):
+def restore(run_dir, cfg, raw_model, optimizer, loader, precision):
     """Put the newest checkpoint of a run back into place. Returns (step, best validation loss)."""
     path = newest_checkpoint(run_dir)
     data = read_checkpoint(path)
     if not {"step", "model", "optimizer", "loader", "rng", "model_config"} <= data.keys():
         raise ValueError(f"{path} was not written by this trainer; start from its weights with --init_from {path}")
     same_shape(path, data["model_config"], raw_model.config.shape())
+    if data["train_config"]["optimizer"] != cfg.optimizer:
+        raise ValueError(f"optimizer={cfg.optimizer} cannot go on from {path}, which {data['train_config']['optimizer']} made; "
+                         f"leave --optimizer out, or begin a new run with --init_from {path}")  # fmt: skip
     copy_weights(raw_model, data["model"])
     optimizer.load_state_dict(data["optimizer"])
     loader.load_state_dict(data["loader"])
@@ -837,7 +843,7 @@ def train(model_config, cfg, world, run_dir, tokenizer=None):
     """
     stop = StopSignal()
     precision, raw_model, optimizer, loader, val_shards = prepare(model_config, cfg, world)
-    first_step, best_val = restore(run_dir, raw_model, optimizer, loader, precision) if cfg.resume else (0, math.inf)
+    first_step, best_val = restore(run_dir, cfg, raw_model, optimizer, loader, precision) if cfg.resume else (0, math.inf)
     if first_step >= cfg.max_steps:
         raise ValueError(f"{run_dir} has finished its max_steps={cfg.max_steps}; pass a larger --max_steps to go on")
     open_run(run_dir, model_config, cfg, world)
@@ -888,8 +894,9 @@ def train(model_config, cfg, world, run_dir, tokenizer=None):
     log.event("end", step, reason=stop.name or ("signal on another rank" if stopping else "done"))
     log.close()
     if stopping and world.is_main:
-        print(f"{stop.name or 'signal'}: finished step {step} and saved it in {run_dir}; "
-              f"`python train_gpt2.py --resume --run_name {run_dir.name}` goes on from there")  # fmt: skip
+        saved = f"finished step {step} and saved it in {run_dir}" if step > first_step else "nothing new to save"
+        more = f"; `python train_gpt2.py --resume --run_name {run_dir.name}` goes on from there" if step else ""
+        print(f"{stop.name or 'signal'}: {saved}{more}")
     return val_loss
 
 

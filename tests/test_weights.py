@@ -384,7 +384,7 @@ def test_malicious_pickles_do_nothing(tmp_path, how):
         file = tmp_path
     else:
         torch.save({"model": tiny_gpt().state_dict(), "config": evil}, file)
-    with pytest.raises(ValueError, match="cannot be read"):
+    with pytest.raises(ValueError, match="(is refused|cannot be read)"):
         load_model(str(file))
     assert not target.exists()
 
