@@ -508,7 +508,7 @@ def by_hand(cfg) -> str:
 
 def main(argv=None) -> int:
     import tyro
-    cfg = tyro.cli(Config, args=argv)
+    cfg = tyro.cli(Config, args=argv, prog="fineweb.py", use_underscores=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return run(cfg)

@@ -67,7 +67,8 @@ class Logger:
 
             self.wandb = wandb.init(project="gpt2", name=run_dir.name, config=vars(cfg), resume="allow")
         if sys.stderr.isatty():
-            self.bar = tqdm(total=cfg.max_steps, initial=first_step, unit="step", dynamic_ncols=True)
+            layout = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} | {remaining} left{postfix}"
+            self.bar = tqdm(total=cfg.max_steps, initial=first_step, bar_format=layout, dynamic_ncols=True)
 
     def event(self, kind, step, **values):
         if not self.is_main:
@@ -92,7 +93,8 @@ class Logger:
         short += f"{values['tok_per_s']:,.0f} tok/s"
         short += f" | MFU {values['mfu']:.1%}" if values.get("mfu") else ""
         if self.bar is not None:
-            self.bar.set_postfix_str(short, refresh=False)
+            brief = f"loss {values['loss']:.3f} | {values['tok_per_s']:,.0f} tok/s"  # fits beside a bar in 80 columns
+            self.bar.set_postfix_str(brief + (f" | MFU {values['mfu']:.1%}" if values.get("mfu") else ""), refresh=False)
             self.bar.update(step - self.bar.n)
         elif self.is_main:
             minutes, seconds = divmod(int(seconds_left), 60)

@@ -21,6 +21,7 @@ import pickle
 import shutil
 import signal
 import sys
+import textwrap
 import time
 
 if __name__ == "__main__":  # before torch starts its threads: on a CPU that is busy with other things too, threads that
@@ -76,25 +77,25 @@ class GPTConfig:
 
 @dataclass
 class TrainConfig:
-    """One run. The defaults are GPT-2 124M for one epoch of 10B tokens, with the schedule of GPT-3 (Brown 2020, B)."""
+    """One run. The preset gpt2 is GPT-2 124M for one epoch of 10B tokens, with the schedule of GPT-3 (Brown 2020, B)."""
 
     preset: str = "gpt2"  # where the other defaults come from: gpt2, gpt2-medium, gpt2-large, gpt2-xl or laptop
     # data
     data: str = "edu_fineweb10B"  # folder of .npy or llm.c .bin token shards (made by fineweb.py)
-    total_batch_size: int = 524288  # tokens per update over all processes: 2**19, GPT-3's 0.5M
+    total_batch_size: int = 524288  # tokens per update over all processes (gpt2: 2**19, GPT-3's 0.5M)
     batch_size: int = 0  # sequences per process and micro-step; 0 finds what fits. Results do not depend on it
     seq_len: int = 1024  # tokens per sequence
     shuffle: bool = True  # seeded order of sequences within and across shards; off is the order on disk
     align_documents: bool = False  # start every sequence at an end-of-text token, dropping what is between
     verify_data: bool = False  # re-hash every shard against manifest.json before training
     # optimizer
-    max_steps: int = 19073  # updates: 10e9 tokens / 524288
+    max_steps: int = 19073  # updates (gpt2: 10e9 tokens / 524288)
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the matrices inside the blocks, AdamW for the rest
     lr: float = 6e-4  # peak learning rate of AdamW
     muon_lr: float = 0.02  # peak learning rate of Muon; follows the same schedule
     min_lr: float = 6e-5  # rate at the end of the schedule
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"  # wsd: warm up, stay, decay
-    warmup_steps: int = 715  # linear warm-up: 375M tokens / 524288
+    warmup_steps: int = 715  # linear warm-up (gpt2: 375M tokens / 524288)
     decay_steps: int = 3800  # wsd alone: length of the final linear decay
     weight_decay: float = 0.1  # on matrices and embeddings; biases and LayerNorm gains have none
     beta1: float = 0.9  # AdamW: memory of the mean gradient
@@ -994,7 +995,8 @@ def run(argv):
     run_dir = Path(cfg.log_dir) / world.from_main(cfg.run_name or f"{cfg.preset}_{time.strftime('%Y%m%d-%H%M%S')}")
     if world.is_main:
         print(f"preset {cfg.preset}: {reason}; run folder {run_dir}")
-        print(" ".join(f"{k}={v!r}" for k, v in (vars(model_config) | vars(cfg)).items()))
+        settings = " ".join(f"{k}={v!r}" for k, v in (vars(model_config) | vars(cfg)).items())
+        print(textwrap.fill(settings, 120, initial_indent="config ", subsequent_indent=" " * 7, break_on_hyphens=False))
     train(model_config, cfg, world, run_dir, load_tokenizer(model_config.vocab_size, world))
     if world.is_main:
         farewell(run_dir)
