@@ -996,7 +996,8 @@ def run(argv):
     if world.is_main:
         print(f"preset {cfg.preset}: {reason}; run folder {run_dir}")
         settings = " ".join(f"{k}={v!r}" for k, v in (vars(model_config) | vars(cfg)).items())
-        print(textwrap.fill(settings, 120, initial_indent="config ", subsequent_indent=" " * 7, break_on_hyphens=False))
+        width = min(120, shutil.get_terminal_size((120, 24)).columns)
+        print(textwrap.fill(settings, width, initial_indent="config ", subsequent_indent=" " * 7, break_on_hyphens=False))
     train(model_config, cfg, world, run_dir, load_tokenizer(model_config.vocab_size, world))
     if world.is_main:
         farewell(run_dir)

@@ -9,6 +9,7 @@ steps are done, whatever loss it has by then (it estimates its own on 20 batches
 ours until the first validation that is at or under 1.88.
 """
 
+import argparse
 import json
 import os
 import subprocess
@@ -51,12 +52,14 @@ def timed_run(name, flags, folder):
 
 
 def main():
-    if len(sys.argv) != 2 or not Path(sys.argv[1]).is_file():
-        print("bench/laptop.py: error: name the text file, e.g. python bench/laptop.py tinyshakespeare.txt", file=sys.stderr)
-        sys.exit(2)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("text", type=Path, help="a text file, meant to be Tiny Shakespeare")
+    text = parser.parse_args().text
+    if not text.is_file():
+        parser.error(f"there is no text file {text}; name one, e.g. tinyshakespeare.txt")
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
-        write_shards(sys.argv[1], folder)
+        write_shards(text, folder)
         ours = timed_run("ours", OURS, folder)
         theirs = timed_run("nanogpt", NANOGPT, folder)
     reached = [e for e in ours if e["kind"] == "val" and e["loss"] <= TARGET]
