@@ -1,7 +1,7 @@
 """Text corpora as shards of token ids: FineWeb-Edu from the hub, your own files, or the text inside Python.
 
     python fineweb.py                                               # FineWeb-Edu 10B tokens into edu_fineweb10B/
-    python fineweb.py --source builtin --tokenizer bytes            # no network: Python's own documentation
+    python fineweb.py --source builtin                              # no network: Python's own documentation
     python fineweb.py --source my_texts/ --out data/mine            # parquet, JSONL, plain text, also .gz and .zst
     python fineweb.py --verify --out edu_fineweb10B                 # read everything again, name what is broken
 
@@ -416,8 +416,9 @@ class Config:
     """Folder for the shards; by default edu_fineweb10B for FineWeb-Edu, else data/<name of the source>."""
     tokens: str = ""
     """Stop after this many tokens, validation included: 500M, 10B, 1.3T. A larger number later goes on from there."""
-    tokenizer: Literal["gpt2", "bytes"] = "gpt2"
-    """gpt2: 50257 tokens, two files are downloaded once. bytes: 256 and end-of-text, needs nothing."""
+    tokenizer: Literal["gpt2", "bytes"] | None = None
+    """gpt2: 50257 tokens, two files are downloaded once; the default, but for the built-in text. bytes: 256 and
+    end-of-text, needs nothing."""
     dataset: str = FINEWEB_EDU
     """Data set on the hub. One of ready-made token shards (kjj0/finewebedu10B-gpt2) is downloaded as it is."""
     name: str = ""
@@ -475,6 +476,7 @@ def default_out(cfg) -> str:
 
 def run(cfg: Config) -> int:
     cfg.out = cfg.out or default_out(cfg)
+    cfg.tokenizer = cfg.tokenizer or ("bytes" if cfg.source == "builtin" else "gpt2")
     t0, out_dir = time.monotonic(), Path(cfg.out)
     if cfg.verify:
         problems = verify(out_dir)
@@ -503,7 +505,7 @@ def by_hand(cfg) -> str:
     name = cfg.name or ("sample-10BT, in sample/10BT" if cfg.dataset == FINEWEB_EDU else "all of it")
     return (f"The same command goes on where it was. Or download {name} by hand from https://huggingface.co/datasets/"
             f"{cfg.dataset}/tree/main into a folder and run: python fineweb.py --source FOLDER --out {cfg.out}. With no "
-            "network at all: python fineweb.py --source builtin --tokenizer bytes --out data/builtin")
+            "network at all: python fineweb.py --source builtin")
 
 
 def main(argv=None) -> int:
@@ -513,9 +515,9 @@ def main(argv=None) -> int:
     try:
         return run(cfg)
     except NetworkTrouble as error:
-        print(f"fineweb.py: {error}. {by_hand(cfg)}", file=sys.stderr)
+        print(f"fineweb.py: error: {error}. {by_hand(cfg)}", file=sys.stderr)
     except (ValueError, OSError) as error:
-        print(f"fineweb.py: {error}", file=sys.stderr)
+        print(f"fineweb.py: error: {error}", file=sys.stderr)
     except KeyboardInterrupt:
         print("fineweb.py: stopped; the same command goes on where it was", file=sys.stderr)
         return 130

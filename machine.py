@@ -65,7 +65,9 @@ def why_no_compile(device):
 
 
 def out_of_memory(error):
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower()
+    """True for what CUDA, Python and torch's CPU allocator raise when memory is full."""
+    said = str(error).lower()
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "out of memory" in said or "allocate memory" in said
 
 
 def fit_batch_size(model, cfg, world, precision):

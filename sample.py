@@ -19,7 +19,7 @@ from typing import Annotated
 import torch
 from tyro.conf import Positional, arg
 
-from machine import Precision
+from machine import Precision, out_of_memory
 from train_gpt2 import World
 
 
@@ -82,7 +82,7 @@ def complete(model, tokenizer, prompt, cfg, seed, write, precision=None):
     ids = [tokenizer.eot] + tokenizer.encode(prompt)  # in training, end-of-text leads every document
     if len(ids) > model.config.block_size:
         raise ValueError(
-            f"the prompt has {len(ids) - 1} tokens and end-of-text leads it; the model's context is "
+            f"the prompt has {len(ids) - 1} tokens, and one more for end-of-text in front; the model's context is "
             f"{model.config.block_size}: shorten it by {len(ids) - model.config.block_size}"
         )
     write(prompt)
@@ -112,7 +112,7 @@ def complete(model, tokenizer, prompt, cfg, seed, write, precision=None):
 
 
 def prompts(cfg):
-    """The prompt of the command line, or those that are typed or piped in, up to an empty line or the end of input."""
+    """The prompt of the command line, or those that are typed or piped in, up to the end of input (or an empty line typed)."""
     if cfg.prompt:
         yield " ".join(cfg.prompt)
         return
@@ -121,9 +121,10 @@ def prompts(cfg):
         if asks:
             print("prompt (empty line ends): ", end="", file=sys.stderr, flush=True)
         line = sys.stdin.readline()
-        if not line.strip():
+        if not line or (asks and not line.strip()):
             return
-        yield line.rstrip("\r\n")
+        if line.strip():  # a pipe may hold empty lines between its prompts
+            yield line.rstrip("\r\n")
 
 
 def write(text):
@@ -141,6 +142,7 @@ def run(cfg):
     model = load_model(cfg.model, cfg.log_dir).to(world.device).eval()
     tokenizer = get_tokenizer(name_of_size(model.config.vocab_size))
     seed = cfg.seed if cfg.seed is not None else torch.seed() % 2**31
+    n = -1
     for n, prompt in enumerate(prompts(cfg)):
         try:
             texts, tokens, seconds = complete(model, tokenizer, prompt, cfg, seed + n, write, precision)
@@ -154,6 +156,8 @@ def run(cfg):
             write(f"---\n{prompt}{text}\n")
         print(f"[{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.0f} tok/s on {world.device}, seed {seed + n}]",
               file=sys.stderr, flush=True)  # fmt: skip
+    if n < 0 and not sys.stdin.isatty():
+        raise ValueError('there is no prompt; name one, as in python sample.py "The ", or pipe lines in')
 
 
 def main():
@@ -168,6 +172,11 @@ def main():
     except KeyboardInterrupt:
         print(file=sys.stderr)
         sys.exit(130)
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        print("sample.py: error: the memory is too small for so many samples; lower --num_samples", file=sys.stderr)
+        sys.exit(2)
     except (ValueError, OSError, ModuleNotFoundError) as error:
         print(f"sample.py: error: {error}", file=sys.stderr)
         sys.exit(2)

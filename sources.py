@@ -10,6 +10,7 @@ import fnmatch
 import io
 import json
 import os
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,9 +76,12 @@ def tries() -> int:
     return int(os.environ.get("FINEWEB_TRIES", 8))
 
 
-def wait(failures: int, retry_after: str | None = None):
+def wait(failures: int, trouble: str, retry_after: str | None = None):
+    """Longer after each failure, and not in silence."""
     asked = float(retry_after) if retry_after and retry_after.isdigit() else 0
-    time.sleep(min(max(2 ** (failures - 1), asked), MAX_WAIT))
+    seconds = min(max(2 ** (failures - 1), asked), MAX_WAIT)
+    print(f"no answer ({trouble[:80]}); try {failures + 1} of {tries()} in {seconds:.0f} s", file=sys.stderr, flush=True)
+    time.sleep(seconds)
 
 
 def stream(url: str, start: int, stop: int):
@@ -108,7 +112,7 @@ def stream(url: str, start: int, stop: int):
             failures += 1
             if failures >= tries():
                 raise NetworkTrouble(f"{url} could not be read ({trouble}), tried {failures} times")
-            wait(failures, retry_after)
+            wait(failures, trouble, retry_after)
 
 
 class HttpFile(io.RawIOBase):
@@ -160,7 +164,7 @@ def hub_files(dataset: str, name: str, split: str, revision: str) -> tuple[str, 
             if failures == tries():
                 raise NetworkTrouble(f"the hub did not answer ({type(error).__name__}), "
                                      f"tried {failures} times") from error
-            wait(failures)
+            wait(failures, type(error).__name__)
     every = [File(s.rfilename, hf_hub_url(dataset, s.rfilename, repo_type="dataset", revision=info.sha), s.size or 0,
                   s.lfs.sha256 if s.lfs else None) for s in info.siblings]
     configs = (info.card_data or {}).get("configs") or []

@@ -14,6 +14,7 @@ V vocabulary, N = B * T positions.
 
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import math
 import os
@@ -42,7 +43,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cross_entropy import linear_cross_entropy
 from evaluation import Reporter
-from machine import Precision, fit_batch_size, why_no_compile
+from machine import Precision, fit_batch_size, out_of_memory, why_no_compile
 from metrics import Logger, Meter, PhaseClock
 from shards import TokenShards
 
@@ -147,27 +148,40 @@ PRESETS = {
 }  # fmt: skip
 
 
+AT_LEAST_1 = (
+    "n_layer", "n_head", "n_embd", "block_size", "vocab_size", "vocab_multiple", "total_batch_size", "seq_len", "max_steps",
+    "log_every", "keep_last",
+)  # fmt: skip
+
+
 def check_config(model_config, cfg):
     """Raise ValueError for settings that cannot work, whatever the data and the machine."""
+    for config in (model_config, cfg):
+        for name, value in vars(config).items():
+            least = 1 if name in AT_LEAST_1 else -math.inf if name == "seed" else 0
+            if not isinstance(value, (bool, str)) and not least <= value < math.inf:
+                raise ValueError(f"{name}={value} must be a number, {least} or more")
+    for name, value, most in (("beta1", cfg.beta1, 1), ("beta2", cfg.beta2, 1), ("seed", abs(cfg.seed), 2**32)):
+        if value >= most:
+            raise ValueError(f"{name}={value} must be less than {most}")
     if model_config.n_embd % model_config.n_head:
         raise ValueError(
             f"n_embd={model_config.n_embd} must be divisible by n_head={model_config.n_head}; "
             f"n_embd={-(-model_config.n_embd // model_config.n_head) * model_config.n_head} would be"
         )
-    for name in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "vocab_multiple"):
-        if getattr(model_config, name) < 1:
-            raise ValueError(f"{name}={getattr(model_config, name)} must be at least 1")
-    if not 1 <= cfg.seq_len <= model_config.block_size:
+    if cfg.seq_len > model_config.block_size:
         raise ValueError(
             f"seq_len={cfg.seq_len} must be between 1 and block_size={model_config.block_size}; "
             f"shorten it or pass --block_size {cfg.seq_len}"
         )
-    for name in ("total_batch_size", "max_steps", "log_every", "keep_last"):
-        if getattr(cfg, name) < 1:
-            raise ValueError(f"{name}={getattr(cfg, name)} must be at least 1")
-    for name in ("batch_size", "warmup_steps", "decay_steps", "lr", "weight_decay", "grad_clip", "val_tokens"):
-        if getattr(cfg, name) < 0:
-            raise ValueError(f"{name}={getattr(cfg, name)} must not be negative")
+    if not cfg.eps:
+        raise ValueError("eps=0 divides 0 by 0 where a gradient is 0; the usual value is 1e-8")
+    if cfg.min_lr > cfg.lr:
+        raise ValueError(f"min_lr={cfg.min_lr} must not be above lr={cfg.lr}; pass a smaller --min_lr")
+    if Path(cfg.run_name).name != cfg.run_name:
+        raise ValueError(f"run_name={cfg.run_name} must be a plain name, without folders; --log_dir says where runs lie")
+    if cfg.wandb and importlib.util.find_spec("wandb") is None:
+        raise ValueError("--wandb needs `pip install wandb`; log.jsonl and TensorBoard are written without it")
 
 
 # ------------------------------------------------------------------------------------------------------ 2. model
@@ -535,6 +549,8 @@ class World:
         self.is_main = self.rank == 0
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        if device.split(":")[0] not in ("cuda", "mps", "cpu"):
+            raise ValueError(f"device={device} is not one of auto, cuda, cuda:N, mps and cpu")
         if device.startswith("cuda") and not torch.cuda.is_available():
             raise ValueError(f"device={device} is not there: torch sees no GPU; pass --device cpu")
         if device == "cuda":
@@ -846,7 +862,7 @@ def train(model_config, cfg, world, run_dir, tokenizer=None):
     precision, raw_model, optimizer, loader, val_shards = prepare(model_config, cfg, world)
     first_step, best_val = restore(run_dir, cfg, raw_model, optimizer, loader, precision) if cfg.resume else (0, math.inf)
     if first_step >= cfg.max_steps:
-        raise ValueError(f"{run_dir} has finished its max_steps={cfg.max_steps}; pass a larger --max_steps to go on")
+        raise ValueError(f"{run_dir} has done {first_step} steps, max_steps={cfg.max_steps}; a larger --max_steps goes on")
     open_run(run_dir, model_config, cfg, world)
     log = Logger(run_dir, cfg, world.is_main, first_step)
     report = Reporter(log, cfg, world, precision, raw_model, loader, val_shards, tokenizer)
@@ -1010,16 +1026,17 @@ def main():
         return run(sys.argv[1:])
     except BrokenPipeError:  # --help | head
         os._exit(1)
-    except torch.OutOfMemoryError:
-        status, text = 2, "the GPU's memory is full; leave out --batch_size to have one found, or --activation_checkpointing"
     except (ValueError, OSError) as error:
         status, text = 2, str(error)
     except FloatingPointError as error:
         status, text = 1, str(error)
-    except RuntimeError as error:
-        if not (dist.is_initialized() and any(word in str(error) for word in ("gloo", "NCCL", "Connection", "peer"))):
+    except (RuntimeError, MemoryError) as error:
+        if out_of_memory(error):
+            status, text = 2, "the memory is full; leave out --batch_size to have one found, or pass --activation_checkpointing"
+        elif dist.is_initialized() and any(word in str(error) for word in ("gloo", "NCCL", "Connection", "peer")):
+            status, text = 1, f"another process of this run has ended ({str(error).splitlines()[0][:100]})"
+        else:
             raise
-        status, text = 1, f"another process of this run has ended ({str(error).splitlines()[0][:100]})"
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     rank = int(os.environ.get("RANK", 0))
     if rank:  # all ranks meet the same bad input; if it is this one's alone, rank 0 has said nothing by now

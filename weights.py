@@ -35,6 +35,8 @@ def load_model(source, log_dir="log"):
     Raises OSError where there is nothing to read, ValueError where it is not a GPT-2 that this model can hold.
     """
     path = Path(source) if source else newest_run(log_dir)
+    if path.is_file() and path.suffix != ".pt":
+        raise ValueError(f"{source} is no checkpoint: name a .pt file, the folder of a run, or a Hugging Face folder or model")
     if path.is_dir() and not is_hugging_face(path):
         path = newest_checkpoint(path)
     if path.suffix != ".pt":
@@ -106,8 +108,8 @@ def find_file(source, name):
         raise FileNotFoundError(f"there is no {source}, and it cannot be the name of a model on the hub") from error
     except LocalEntryNotFoundError as error:
         raise OSError(
-            f"cannot fetch {name} of the hub's model {source!r}: no network, and it was not downloaded before; "
-            "go online once, or name a checkpoint or a folder"
+            f"{source!r} is neither a file nor a folder here (`ls log` shows the runs), and as the name of a model on the hub "
+            "it cannot be fetched: no network, and it was not downloaded before"
         ) from error
     except EntryNotFoundError as error:
         raise FileNotFoundError(f"the hub's model {source} has no {name}") from error

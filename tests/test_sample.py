@@ -234,7 +234,7 @@ def test_several_samples_and_prompts_from_a_pipe(tmp_path, run_folder, monkeypat
     monkeypatch.chdir(tmp_path)
     status, out, err = call(monkeypatch, capfd, "ab", "--model", "log/old", "--num_samples", 3, "--max_new_tokens", 5)
     assert (status, out) == (0, "abzzzzz\n---\nabzzzzz\n---\nabzzzzz\n") and err.startswith("[15 tokens")
-    for lines in ("one\ntwo\n\nthree\n", "one\ntwo"):  # an empty line ends, and so does the end
+    for lines in ("one\n\ntwo\n", "one\ntwo"):  # an empty line is passed over
         status, out, err = call(monkeypatch, capfd, "--model", "log/old", "--max_new_tokens", 3, stdin=lines)
         assert (status, out) == (0, "onezzz\ntwozzz\n") and err.count("tok/s") == 2
     status, out, _ = call(monkeypatch, capfd, "", "--model", "log/old", "--max_new_tokens", 3)
