@@ -1,0 +1,44 @@
+"""play.ipynb as it is saved, and (slow) run from top to bottom in a fresh kernel."""
+
+import json
+import time
+
+import pytest
+from conftest import ROOT, clean_env
+
+NOTEBOOK = ROOT / "play.ipynb"
+
+
+def cells(kind):
+    return [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == kind]
+
+
+def test_saved_with_outputs_in_order_and_without_errors():
+    code = cells("code")
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
+    outputs = [output for cell in code for output in cell["outputs"]]
+    assert not [output for output in outputs if output["output_type"] == "error"]
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+    assert NOTEBOOK.stat().st_size < 4 * 2**20, "too large to be viewed in a browser"
+    assert "/work/" not in NOTEBOOK.read_text(), "a path of the machine it was run on"
+
+
+def test_each_chapter_asks_predicts_checks_and_says_where_it_lives():
+    chapters = NOTEBOOK.read_text().split('"## ')[1:]
+    assert len(chapters) >= 10
+    for chapter in chapters:
+        assert "?" in chapter[:3000], f"chapter {chapter[:40]!r} asks nothing"
+        for part in ("predict", "assert ", "image/png", "what we learned", "where it lives", "try it"):
+            assert part in chapter.lower(), f"chapter {chapter[:40]!r} has no {part}"
+
+
+@pytest.mark.slow
+def test_runs_in_a_fresh_kernel_in_under_ten_minutes(tmp_path, monkeypatch):
+    nbclient = pytest.importorskip("nbclient", reason="needs requirements-notebook.txt")
+    nbformat = pytest.importorskip("nbformat", reason="needs requirements-notebook.txt")
+    for name, value in clean_env().items():
+        monkeypatch.setenv(name, value)
+    notebook = nbformat.read(NOTEBOOK, 4)
+    t0 = time.monotonic()
+    nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(ROOT)}}).execute()
+    assert time.monotonic() - t0 < 600
