@@ -764,7 +764,7 @@ def prepare(model_config, cfg, world):
     train_shards = TokenShards(cfg.data, "train", model_config.vocab_size, cfg.verify_data)
     val_shards = TokenShards(cfg.data, "val", model_config.vocab_size, cfg.verify_data)
     raw_model = GPT(model_config)
-    if cfg.init_from:
+    if cfg.init_from and not cfg.resume:  # a resumed run has weights of its own
         from weights import load_model  # it imports from this file
 
         loaded = load_model(cfg.init_from, cfg.log_dir)
@@ -784,10 +784,11 @@ def open_run(run_dir, model_config, cfg, world):
     if world.is_main:
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
-            if not cfg.resume and any(run_dir.glob("model_*.pt")):
-                raise OSError("it holds the checkpoints of another run; pass --resume, or another --run_name")
             saved = {"model": dataclasses.asdict(model_config), "train": dataclasses.asdict(cfg) | {"resume": False}}
-            (run_dir / "config.json").write_text(json.dumps(saved, indent=1) + "\n")
+            with (run_dir / "config.json").open("w" if cfg.resume else "x") as f:  # x: of two runs of one name, one is refused
+                f.write(json.dumps(saved, indent=1) + "\n")
+        except FileExistsError:
+            problem = f"{run_dir} is another run's already; pass --resume to continue it, or another --run_name"
         except OSError as error:
             problem = f"cannot write the run folder {run_dir}: {error.strerror or error}; choose another with --log_dir"
     problem = world.from_main(problem)
@@ -1033,6 +1034,8 @@ def main():
     except (RuntimeError, MemoryError) as error:
         if out_of_memory(error):
             status, text = 2, "the memory is full; leave out --batch_size to have one found, or pass --activation_checkpointing"
+        elif type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+            status, text = 1, f"torch.compile fails here ({type(error).__name__}); pass --no_compile"
         elif dist.is_initialized() and any(word in str(error) for word in ("gloo", "NCCL", "Connection", "peer")):
             status, text = 1, f"another process of this run has ended ({str(error).splitlines()[0][:100]})"
         else:

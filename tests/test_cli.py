@@ -124,7 +124,7 @@ BAD = {
     "resume_unknown": ("--resume --run_name other --log_dir {log}", ["other", "no config.json"]),
     "resume_other_shape": ("--resume --run_name r --log_dir {log} --n_embd 64", ["n_embd=32 (here 64)", "same flags"]),
     "resume_broken": ("--resume --run_name cut --log_dir {log}", ["model_000001.pt cannot be read"]),
-    "run_is_there": ("--log_dir {log} --run_name r", ["log/r", "--resume", "another --run_name"]),
+    "run_is_there": ("--log_dir {log} --run_name r", ["log/r is another run's", "--resume", "another --run_name"]),
     "unwritable": ("--log_dir {file}", ["cannot write the run folder", "--log_dir"]),
     "no_weights": ("--init_from nothing.pt", ["no checkpoint nothing.pt"]),
     "fp16": ("--precision fp16", ["fp16 needs a GPU"]),
