@@ -487,7 +487,7 @@ def run(cfg: Config) -> int:
     if cfg.source == "builtin":
         build_builtin(out_dir, cfg.tokenizer, say=print)
         return 0
-    if cfg.source != "hub" and (cfg.chat or is_chat(local_files(cfg.source)[0], cfg.text_column)):
+    if cfg.source != "hub" and (cfg.chat or is_chat(local_files(cfg.source, say=True)[0], cfg.text_column)):
         shard_tokens = parse_count("shard_tokens", cfg.shard_tokens)
         manifest = build_chat(local_files(cfg.source), out_dir, cfg.tokenizer, cfg.context, shard_tokens)
         print(chat_summary(manifest, out_dir))

@@ -70,7 +70,9 @@ def download(url, path, size, sha256, tries=None):
                     f"cannot download {url} ({reason}), tried {failures} times; download it by hand to {path}, or name "
                     "a copy with --data FILE"
                 ) from error
-        time.sleep(min(2 ** (failures - 1), MAX_WAIT))
+        seconds = min(2 ** (failures - 1), MAX_WAIT)
+        print(f"no answer ({reason[:80]}); try {failures + 1} of {tries} in {seconds} s", file=sys.stderr, flush=True)
+        time.sleep(seconds)
 
 
 def fetch(url, part, size):

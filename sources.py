@@ -44,23 +44,27 @@ class File:
         return KINDS.get(Path(Path(self.name).stem if self.packing else self.name).suffix.lower())
 
 
-def one_kind(files: list[File], place: str) -> list[File]:
+def one_kind(files: list[File], place: str, say: bool = False) -> list[File]:
     """The files to read, by name: of several kinds the first of parquet, JSONL, text (a README beside data is none)."""
     for kind in ("parquet", "jsonl", "text"):
         chosen = sorted((f for f in files if f.kind == kind), key=lambda f: f.name)
         if chosen:
+            others = [f.name for f in files if f.kind in ("parquet", "jsonl", "text") and f.kind != kind]
+            if others and say:
+                print(f"{place}: {len(chosen)} {kind} files are read; of another kind, and left out: {len(others)} "
+                      f"({', '.join(sorted(others)[:3])}{', ...' if len(others) > 3 else ''})", file=sys.stderr)  # fmt: skip
             return chosen
     raise ValueError(f"{place} holds nothing to read: wanted are files named *.parquet, *.jsonl, *.json or *.txt, "
                      "the last three also with .gz or .zst")
 
 
-def local_files(source: str) -> list[File]:
+def local_files(source: str, say: bool = False) -> list[File]:
     root = Path(source)
     if not root.exists():
         raise ValueError(f"--source {source} does not exist: give a file, a folder, hub or builtin")
     paths = [p for p in root.rglob("*") if p.is_file() and not p.name.startswith(".")] if root.is_dir() else [root]
     base = root if root.is_dir() else root.parent
-    return one_kind([File(p.relative_to(base).as_posix(), str(p), p.stat().st_size) for p in paths], source)
+    return one_kind([File(p.relative_to(base).as_posix(), str(p), p.stat().st_size) for p in paths], source, say)
 
 
 # ---- the network -----------------------------------------------------------------------------------------------------

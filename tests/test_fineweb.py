@@ -724,3 +724,12 @@ def test_memory_does_not_grow_with_the_source(tmp_path):
         time.sleep(0.02)
     print(f"peak {peak / 1024:.0f} MiB")
     assert process.returncode == 0 and peak < 2_000_000
+
+
+def test_a_folder_of_several_kinds_says_what_is_left_out(tmp_path):
+    (tmp_path / "mixed").mkdir()
+    (tmp_path / "mixed" / "a.jsonl").write_text(json.dumps({"text": "read me " * 50}) + "\n")
+    (tmp_path / "mixed" / "b.txt").write_text("not me " * 50)
+    command = [sys.executable, ROOT / "fineweb.py", "--source", "mixed", "--tokenizer", "bytes", "--workers", "0"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert "1 jsonl files are read; of another kind, and left out: 1 (b.txt)" in done.stderr
