@@ -34,7 +34,7 @@ class Precision:
             bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
             self.name = "bf16" if bf16 else "fp16" if torch.cuda.get_device_capability(device) >= (7, 0) else "fp32"
         elif wanted == "auto":
-            self.name = "fp32"  # CPU and MPS: half precision is rarely faster there and sometimes wrong
+            self.name = "fp32"  # CPU and MPS: float32 is the safe choice there; bf16 on CPU is for --precision to ask
         if self.name == "fp16" and device.type == "cpu":
             raise ValueError("precision=fp16 needs a GPU; on CPU use fp32 or bf16")
         self.dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.name)
@@ -74,7 +74,7 @@ def fit_batch_size(model, cfg, world, precision):
     """Most sequences per micro-step, at most 64, that divide the step evenly and fit in memory.
 
     Tried for real, largest first, with the eager model, which needs a little more memory than the compiled one. On CPU
-    nothing is tried: 16384 tokens at a time are enough to keep its cores busy.
+    nothing is tried: it takes at most 16384 tokens at a time.
     """
     each = cfg.total_batch_size // (cfg.seq_len * world.world_size)  # sequences of a step for each process
     most = 64 if world.device.type == "cuda" else max(1, 16384 // cfg.seq_len)
