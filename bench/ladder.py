@@ -1,0 +1,845 @@
+"""The ladder of speed-ups, rung by rung, and what else decides the speed of a step, measured with the trainer's own parts.
+
+    python bench/ladder.py --list                                      # what there is to measure, and what is done already
+    python bench/ladder.py --shapes gpt2 --groups rungs                # GPT-2 124M, from plain float32 to the trainer's best
+    python bench/ladder.py --groups loss --data edu_fineweb10B         # what the rungs do to the loss, three seeds each
+    python bench/ladder.py --table                                     # what the file holds; needs no GPU
+    python bench/ladder.py --shapes tiny --device cpu --out try.jsonl  # a try without a GPU; its times mean nothing
+
+Each measurement is one JSON line, written when it is done. Started again, the same command goes on where it stopped, and
+leaves out what failed unless --retry is there. A variant that does not fit in memory gets half the micro-batch, with the
+same tokens per step; the line says which it got.
+
+A timing is of whole steps: data, forward and backward of all micro-steps, clipping, optimizer. Of 5 + --steps steps the
+first 5 are dropped; the first one's surplus over the median is compile_s. One more step runs under the profiler: kernel_ms
+is its kernel time by class, divided by its micro-steps (optimizer too, so that classes times micro-steps add up to a step).
+Everything launched after the last backward pass is "optimizer"; the rest goes by the kernel's name. Products of math
+attention count as matmul, its softmax as attention. idle is time in which no kernel runs, and the profiler adds to it.
+
+A loss run trains from scratch with the trainer's warm-up (a tenth of the steps) and cosine schedule. Its seconds leave
+out the first step, where compilation is, and count an average one for it.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import gc
+import json
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from evaluation import eval_val_loss  # noqa: E402
+from machine import out_of_memory  # noqa: E402
+from metrics import Meter, PhaseClock  # noqa: E402
+from train_gpt2 import (  # noqa: E402
+    PRESETS,
+    GPTConfig,
+    TokenLoader,
+    TrainConfig,
+    World,
+    check_config,
+    compile_model,
+    get_lr,
+    prepare,
+    train_step,
+)  # fmt: skip
+
+OUT = "readme.assets/runs/ladder.jsonl"
+WARM_UP = 5  # steps dropped before the timed ones, the compiling one included
+MICRO_STEP = 0  # tokens per step: whatever one micro-step holds
+
+# name: model, and a run with the micro-batch to begin with and the tokens of a step
+SHAPES = {
+    "tiny": (GPTConfig(2, 2, 32, 32, vocab_size=257), TrainConfig("laptop", batch_size=4, seq_len=16, total_batch_size=128)),
+    "4x256": (GPTConfig(4, 4, 256, 512), TrainConfig(batch_size=4, seq_len=512, total_batch_size=MICRO_STEP)),
+    "12x768": (GPTConfig(12, 12, 768, 512), TrainConfig(batch_size=8, seq_len=512, total_batch_size=MICRO_STEP)),
+} | {name: (PRESETS[name][0], dataclasses.replace(PRESETS[name][1], batch_size=64)) for name in PRESETS if "gpt2" in name}
+
+# What a variant can set besides the fields of GPTConfig and TrainConfig. The trainer has no switch for these, as it always
+# takes the best; the bench takes the others.
+BENCH = {
+    "compile_mode": "default",  # none, default, per block, or a mode of torch.compile
+    "adamw": "fused",  # fused, foreach (a kernel for many tensors), loop (several kernels for each tensor)
+    "kernel": "",  # of attention, instead of torch's choice: a name in SDPBackend
+    "loader": "as built",  # not pinned: pageable memory, the copy waits. not ahead: read when asked for, no thread
+}
+
+# ------------------------------------------------------------------------------------------------- what to measure
+
+START = dict(
+    precision="fp32", attention="math", compile_mode="none", vocab_multiple=1, adamw="loop", cross_entropy="plain",
+    bf16_residual=False, fused_mlp=False, fp8_head=False,
+)  # fmt: skip
+RUNGS = [  # each on top of all before it
+    ("fp32", START),
+    ("tf32", dict(precision="tf32")),
+    ("bf16", dict(precision="bf16")),
+    ("compile", dict(compile_mode="default")),
+    ("flash", dict(attention="sdpa")),
+    ("vocab_50304", dict(vocab_multiple=128)),
+    ("fused_adamw", dict(adamw="fused")),
+    ("fused_loss", dict(cross_entropy="chunked")),
+    ("bf16_residual", dict(bf16_residual=True)),
+    ("fused_mlp", dict(fused_mlp=True)),
+    ("fp8_head", dict(fp8_head=True)),
+]
+# each changes one thing of the trainer's defaults
+OTHERS = {
+    "checkpointing": [("off", {}), ("on", dict(activation_checkpointing=True))],
+    "cross_entropy": [(m, dict(cross_entropy=m)) for m in ("plain", "chunked", "torch", "liger")],
+    "micro_batch": [(str(b), dict(batch_size=b)) for b in (4, 8, 16, 32, 64, 128)],
+    "loader": [("as_built", {}), ("not_pinned", dict(loader="not pinned")), ("not_ahead", dict(loader="not ahead"))],
+    "sdpa": [
+        ("flash", dict(kernel="FLASH_ATTENTION")), ("cudnn", dict(kernel="CUDNN_ATTENTION")),
+        ("efficient", dict(kernel="EFFICIENT_ATTENTION")), ("math", dict(kernel="MATH")),
+    ],
+    "compile_mode": [
+        (m.replace(" ", "_"), dict(compile_mode=m))
+        for m in ("none", "default", "per block", "reduce-overhead", "max-autotune-no-cudagraphs")
+    ],
+    "optimizer": [
+        ("adamw_loop", dict(adamw="loop")), ("adamw_foreach", dict(adamw="foreach")), ("adamw_fused", {}),
+        ("muon", dict(optimizer="muon")),
+    ],
+    "vocabulary": [
+        ("50257_eager", dict(vocab_multiple=1, compile_mode="none")), ("50304_eager", dict(compile_mode="none")),
+        ("50257_compiled", dict(vocab_multiple=1)), ("50304_compiled", {}),
+    ],
+    "precision": [(p, dict(precision=p)) for p in ("bf16", "fp16", "tf32", "fp32")],
+}  # fmt: skip
+GROUPS = ["rungs", *OTHERS, "loss"]
+KEY = ("group", "shape", "variant", "seed", "card", "sustained", "max_steps", "tokens_per_step")
+
+
+def known(settings):
+    """Without the switches that this version of the trainer does not have."""
+    fields = {f.name for config in (GPTConfig, TrainConfig) for f in dataclasses.fields(config)}
+    return {k: v for k, v in settings.items() if k in fields or k in BENCH}
+
+
+def variants(group):
+    """{name: settings that differ from the trainer's defaults} of a group, those only that this trainer knows."""
+    if group not in ("rungs", "loss"):
+        return {name: settings for name, settings in OTHERS[group] if known(settings) == settings}
+    found, so_far = {}, known(START)
+    for name, settings in RUNGS:
+        if name == "fp32" or known(settings) == settings:
+            so_far = so_far | known(settings)
+            found[name] = so_far
+    if group == "loss":
+        found["muon"] = so_far | dict(optimizer="muon")
+    return found
+
+
+@dataclass
+class Case:
+    """One measurement."""
+
+    group: str
+    shape: str
+    variant: str
+    settings: dict
+    seed: int
+    sustain: int = 0  # seconds of steps before the timed ones
+
+    def configs(self, args):
+        """(GPTConfig, TrainConfig, the bench's own settings) of this measurement. Raises ValueError if they cannot work."""
+        model, cfg = SHAPES[self.shape]
+        own = BENCH | {k: v for k, v in self.settings.items() if k in BENCH}
+        fields = {f.name for f in dataclasses.fields(GPTConfig)}
+        model = dataclasses.replace(model, **{k: v for k, v in self.settings.items() if k in fields})
+        rest = {k: v for k, v in self.settings.items() if k not in fields and k not in BENCH}
+        cfg = dataclasses.replace(cfg, data=str(args.data), device=args.device, seed=self.seed, **rest)
+        tokens = args.tokens_per_step or cfg.total_batch_size
+        if self.group == "loss":
+            tokens, steps = args.loss_tokens, args.loss_steps
+            cfg = dataclasses.replace(cfg, max_steps=steps, warmup_steps=max(1, steps // 10), schedule="cosine")
+        cfg.total_batch_size = tokens or cfg.batch_size * cfg.seq_len
+        cfg.batch_size = min(cfg.batch_size, cfg.total_batch_size // cfg.seq_len)
+        check_config(model, cfg)
+        return model, cfg, SimpleNamespace(**own)
+
+    def key(self, args, card):
+        _, cfg, _ = self.configs(args)
+        record = vars(self) | dict(card=card, sustained=self.sustain > 0, tokens_per_step=cfg.total_batch_size)
+        record["max_steps"] = cfg.max_steps if self.group == "loss" else None
+        return tuple(record[k] for k in KEY)
+
+    def command(self, args):
+        """What repeats this measurement alone."""
+        words = ["python bench/ladder.py", "--shapes", self.shape, "--groups", self.group, "--variants", self.variant]
+        words += ["--seed", str(self.seed), "--seeds", "1"] if self.group == "loss" else ["--steps", str(args.steps)]
+        if self.group == "loss":
+            words += ["--loss_steps", str(args.loss_steps), "--loss_tokens", str(args.loss_tokens)]
+        words += ["--tokens_per_step", str(args.tokens_per_step)] if args.tokens_per_step and self.group != "loss" else []
+        words += ["--sustain", str(self.sustain)] if self.sustain else []
+        words += ["--data", Path(args.data).name] if args.data_name != "random" else []
+        words += ["--device", args.device] if args.device != "auto" else []
+        return " ".join(words)
+
+
+def cases(args):
+    """All measurements that the command line asks for, in order. Raises ValueError for names that do not exist."""
+    found = []
+    for group in args.groups:
+        for shape in args.shapes:
+            for variant, settings in variants(group).items():
+                if args.variants and variant not in args.variants:
+                    continue
+                seeds = range(args.seed, args.seed + args.seeds) if group == "loss" else [args.seed]
+                sustain = args.sustain if shape == "gpt2" and group != "loss" else 0
+                found += [Case(group, shape, variant, settings, seed, sustain) for seed in seeds]
+    missing = set(args.variants) - {case.variant for case in found}
+    if missing:
+        there = ", ".join(sorted({v for g in args.groups for v in variants(g)}))
+        raise ValueError(f"variants={','.join(sorted(missing))} is not in {','.join(args.groups)}; there is {there}")
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------ the file
+
+
+def read_records(path):
+    """The lines of a file of measurements; a last line that a kill has cut short is left out."""
+    records = []
+    lines = Path(path).read_text().splitlines() if Path(path).exists() else []
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if number < len(lines):
+                raise ValueError(f"line {number} of {path} is no JSON ({error}); delete that line") from error
+    return records
+
+
+def append_record(path, record):
+    """Add one line, in one write; what is left of a line cut short goes."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab+") as f:
+        f.seek(0)
+        text = f.read()
+        whole = text.rfind(b"\n") + 1
+        try:
+            json.loads(text[whole:] or b"{}")
+            start = b"\n" if text[whole:] else b""
+        except ValueError:
+            f.truncate(whole)
+            start = b""
+        f.write(start + json.dumps(record).encode() + b"\n")
+
+
+def card_name(device):
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+
+
+def commit():
+    """Short name of the commit; "" outside a repository."""
+    try:
+        done = subprocess.run(["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+        return done.stdout.strip()
+    except OSError:
+        return ""
+
+
+def one_sentence(error):
+    """An exception as one short line: torch.compile says in its first one only that something below has failed."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
+    text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    return f"{type(error).__name__}: {text[:200]}"
+
+
+# --------------------------------------------------------------------------------------------------- kernel times
+
+# The first pattern that is found in a kernel's name decides; what none fits is elementwise or norm.
+KINDS = [
+    ("communication", r"nccl"),
+    ("loss", r"^kernel$|log_?softmax|nll_loss|cross_entropy|loss_kernel|liger|element_mul_kernel"),
+    # Inductor names a kernel after the operations it fuses and sometimes after their neighbours: a name beginning with
+    # triton_ that holds attention's is a copy beside it, except for the softmax of math attention
+    ("attention", r"^(?!triton_).*(sdpa|flash|fmha|attention|attn)|softmax"),
+    ("matmul", r"^triton_tem|^(?!triton_).*(nvjet|gemm|gemv|cutlass|xmma|cublas|splitk|scaled_mm|s\d+(16816|bf16))"),
+    ("elementwise", r"^triton_"),
+    ("optimizer", r"adam|multi_tensor_apply|lpnorm|foreach"),
+    ("copy", r"memcpy|memset|copy"),
+]
+CLASSES = ("matmul", "attention", "loss", "elementwise", "optimizer", "communication", "copy", "idle")
+MARKER = "spin_kernel"  # what torch.cuda._sleep launches
+
+
+def kind_of(name):
+    """Class of a kernel, by its name in a profile."""
+    return next((kind for kind, pattern in KINDS if re.search(pattern, name, re.IGNORECASE)), "elementwise")
+
+
+class Markers:
+    """A PhaseClock that drops a kernel of its own into the stream where the backward passes and the optimizer end, so that
+    a profile shows which kernels are the optimizer's."""
+
+    def mark(self, phase):
+        if phase in ("backward", "optimizer"):
+            torch.cuda._sleep(1)
+
+
+def kernel_times(events, micro_steps):
+    """(kernel_ms by class for a micro-step, ms of the whole window, the ten kernels that take longest) of a step's Chrome
+    trace events. ts and dur are in microseconds."""
+    kernels = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    marks = sorted(e["ts"] for e in kernels if MARKER in e["name"])
+    kernels = sorted((e for e in kernels if MARKER not in e["name"]), key=lambda e: e["ts"])
+    if not kernels:
+        raise RuntimeError("the profiler saw no kernels; is another profiler running on this card?")
+    spent, by_name = dict.fromkeys(CLASSES, 0.0), {}
+    busy, end = 0.0, kernels[0]["ts"]
+    for e in kernels:
+        in_optimizer = len(marks) > 1 and marks[-2] < e["ts"] < marks[-1]
+        kind = "optimizer" if in_optimizer else kind_of(e["name"])
+        spent[kind] += e["dur"]
+        name = (e["name"][:120], kind)
+        by_name[name] = by_name.get(name, 0.0) + e["dur"]
+        busy += max(0.0, e["ts"] + e["dur"] - max(end, e["ts"]))  # overlapping kernels count once
+        end = max(end, e["ts"] + e["dur"])
+    window = end - kernels[0]["ts"]
+    spent["idle"] = window - busy
+    top = sorted(by_name.items(), key=lambda item: -item[1])[:10]
+    return (
+        {kind: round(us / 1000 / micro_steps, 3) for kind, us in spent.items()},
+        round(window / 1000, 2),
+        [{"name": name, "class": kind, "ms": round(us / 1000 / micro_steps, 3)} for (name, kind), us in top],
+    )
+
+
+def profile(step, micro_steps):
+    """kernel_times of step(clock)."""
+    from torch.profiler import ProfilerActivity
+
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        step(Markers())
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    return kernel_times(events, micro_steps)
+
+
+# ------------------------------------------------------------------------------------------------- one measurement
+
+
+class ReadWhenAsked:
+    """In place of the loader's thread: the batch is read when its result is asked for."""
+
+    def submit(self, function, *args):
+        return SimpleNamespace(result=lambda: function(*args))
+
+    def shutdown(self):
+        pass
+
+
+class NotPinned(TokenLoader):
+    """The loader with batches in ordinary memory: the host waits for each copy to the device."""
+
+    def __init__(self, shards, cfg, world, batch_size):
+        there = SimpleNamespace(rank=world.rank, world_size=world.world_size, device=torch.device("cpu"))
+        super().__init__(shards, cfg, there, batch_size)
+        self.target = world.device
+
+    def next_batch(self):
+        x, y, num_targets = super().next_batch()
+        return x.to(self.target), y.to(self.target), num_targets
+
+
+def change_loader(loader, kind, cfg, world):
+    if kind == "not pinned":
+        loader.worker.shutdown()
+        loader = NotPinned(loader.shards, cfg, world, loader.batch_size)
+    elif kind == "not ahead":
+        loader.worker.shutdown()
+        loader.worker = ReadWhenAsked()
+    return loader
+
+
+def change_adamw(optimizer, kind):
+    """AdamW reads its way of computing from its groups in each step; set before the first, nothing is left of fused."""
+    for group in optimizer.param_groups:
+        if "fused" in group and kind != "fused":
+            group["fused"], group["foreach"] = False, kind == "foreach"
+
+
+def compiled(raw_model, mode, cfg, world):
+    """The model compiled in one of the ways of BENCH. Raises RuntimeError where torch.compile does not work."""
+
+    def refuse(text):
+        raise RuntimeError(text)
+
+    if mode == "none":
+        return raw_model
+    model = compile_model(raw_model, dataclasses.replace(cfg, compile=True), world, SimpleNamespace(say=refuse))
+    if mode == "per block":
+        for block in raw_model.transformer.h:
+            block.compile(dynamic=False)
+        return raw_model
+    return model if mode == "default" else torch.compile(raw_model, dynamic=False, mode=mode)
+
+
+def attention_kernel(name):
+    """Context in which torch may use this kernel alone."""
+    if not name:
+        return contextlib.nullcontext()
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    return sdpa_kernel(getattr(SDPBackend, name))
+
+
+def fresh_compiler(cold):
+    """Context whose compilations find no files of earlier ones, if cold."""
+    if not cold:
+        return contextlib.nullcontext()
+    from torch._inductor.utils import fresh_cache
+
+    return fresh_cache()
+
+
+def forget(device):
+    """Let go of what the last measurement has compiled and allocated."""
+    torch.compiler.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+@contextlib.contextmanager
+def time_limit(seconds):
+    """Raise TimeoutError in the body after so many seconds. Not on Windows, which has no such signal."""
+
+    def ring(*_):
+        raise TimeoutError(f"not done after {seconds} s (--limit)")
+
+    if not hasattr(signal, "SIGALRM") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+class CardWatch:
+    """Medians of power, clock and temperature while the body runs, from nvidia-smi about once a second; None without it."""
+
+    fields = {"power_w": "power.draw", "sm_mhz": "clocks.sm", "temperature_c": "temperature.gpu"}
+
+    def __init__(self, device):
+        self.device, self.rows, self.done = device, [], threading.Event()
+        self.values = dict.fromkeys(self.fields)
+
+    def look(self):
+        card = f"GPU-{torch.cuda.get_device_properties(self.device).uuid}"
+        command = ["nvidia-smi", "-i", card, f"--query-gpu={','.join(self.fields.values())}", "--format=csv,noheader,nounits"]
+        while not self.done.wait(1.0):
+            with contextlib.suppress(OSError, ValueError):  # no such program, or [N/A]
+                text = subprocess.run(command, capture_output=True, text=True).stdout
+                self.rows.append([float(word) for word in text.split(",")])
+
+    def __enter__(self):
+        self.thread = threading.Thread(target=self.look, daemon=True)
+        if self.device.type == "cuda":
+            self.thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self.done.set()
+        if self.device.type == "cuda":
+            self.thread.join()
+        if self.rows:
+            self.values = dict(zip(self.fields, np.median(self.rows, axis=0).round(1).tolist()))
+
+
+def moment(device):
+    """A moment in the device's work, without waiting for it."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def milliseconds(moments, device):
+    """Between each moment and the next; the device must be idle."""
+    if device.type != "cuda":
+        return [1000 * (b - a) for a, b in zip(moments, moments[1:])]
+    return [a.elapsed_time(b) for a, b in zip(moments, moments[1:])]
+
+
+def spread(ms):
+    """What a list of step times comes to."""
+    low, middle, high = np.percentile(ms, [25, 50, 75])
+    numbers = dict(median_ms=middle, min_ms=min(ms), max_ms=max(ms), iqr_ms=high - low)
+    return {k: round(float(v), 2) for k, v in numbers.items()}
+
+
+class Run:
+    """The trainer's parts, put together for one case; `with` lets go of the loader's thread."""
+
+    def __init__(self, case, batch_size, args, world):
+        self.model_config, cfg, own = case.configs(args)
+        self.cfg, self.world = dataclasses.replace(cfg, batch_size=batch_size), world
+        self.precision, self.raw_model, self.optimizer, self.loader, self.val_shards = prepare(
+            self.model_config, self.cfg, world
+        )
+        change_adamw(self.optimizer, own.adamw)
+        self.loader = change_loader(self.loader, own.loader, self.cfg, world)
+        self.model = compiled(self.raw_model, own.compile_mode, self.cfg, world)
+        self.no_clock, self.steps = PhaseClock(False, world.device), 0
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.loader.worker.shutdown()
+
+    def step(self, clock=None):
+        """One update as the trainer makes it; its loss stays on the device."""
+        lr = get_lr(self.steps, self.cfg)
+        self.steps += 1
+        return train_step(
+            self.model, self.optimizer, self.loader, lr, self.cfg, self.world, self.precision, clock or self.no_clock
+        )[0]
+
+    def first_step(self):
+        """Seconds of the step that compiles, and its loss."""
+        self.world.synchronize()
+        t0 = time.perf_counter()
+        loss = self.step().item()
+        return time.perf_counter() - t0, loss
+
+    def facts(self):
+        device = self.world.device
+        peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
+        return dict(
+            batch_size=self.cfg.batch_size, micro_steps=self.loader.grad_accum_steps,
+            tokens_per_step=self.cfg.total_batch_size, precision=self.precision.name,
+            peak_gib=round(peak, 2) if peak else None,
+        )  # fmt: skip
+
+
+def time_steps(run, case, args):
+    """The timing groups' numbers."""
+    device, t0 = run.world.device, time.perf_counter()
+    first, first_loss = run.first_step()
+    for _ in range(WARM_UP - 1):
+        run.step()
+    run.world.synchronize()
+    end = time.perf_counter() + case.sustain
+    while time.perf_counter() < end:
+        run.step()
+        run.world.synchronize()
+    with CardWatch(device) as watch:
+        moments, losses = [moment(device)], []
+        while len(moments) <= args.steps:
+            losses.append(run.step())
+            moments.append(moment(device))
+            if len(moments) > 5 and time.perf_counter() - t0 - case.sustain > 0.7 * args.limit:
+                break  # a slow variant: fewer steps are better than none
+        run.world.synchronize()
+    ms = [round(t, 2) for t in milliseconds(moments, device)]
+    numbers = run.facts() | dict(steps=len(ms), step_ms=ms) | spread(ms)
+    meter = Meter(run.cfg, run.world, run.raw_model, 0)
+    rate = 1000 * run.cfg.total_batch_size / numbers["median_ms"]
+    numbers |= dict(
+        tok_per_s=round(rate), flops_per_token=meter.flops_per_token,
+        mfu=round(rate * meter.flops_per_token / meter.peak, 4) if meter.peak else None,
+        compile_s=round(max(0.0, first - numbers["median_ms"] / 1000), 2),
+        first_loss=round(first_loss, 4), last_loss=round(losses[-1].item(), 4),
+    )  # fmt: skip
+    numbers |= watch.values | dict(kernel_ms=None, profiled_ms=None, top_kernels=None)
+    if device.type == "cuda":
+        kernel_ms, window, top = profile(run.step, run.loader.grad_accum_steps)
+        numbers |= dict(kernel_ms=kernel_ms, profiled_ms=window, top_kernels=top)
+    return numbers
+
+
+def train_from_scratch(run, case, args):
+    """The loss group's numbers. The curve's entries are [finished steps, seconds, mean training loss of the last 10]."""
+    steps, curve, losses = run.cfg.max_steps, [], []
+    first, loss = run.first_step()
+    first_loss, t0 = loss, time.perf_counter()
+    losses.append(torch.tensor(loss, device=run.world.device))
+    for step in range(1, steps):
+        losses.append(run.step())
+        if (step + 1) % 10 == 0 or step + 1 == steps:
+            values = torch.stack(losses).tolist()  # waits for the device, as the trainer's log does
+            if not np.isfinite(values).all():
+                raise FloatingPointError(f"the loss is not finite between steps {step + 1 - len(values)} and {step + 1}")
+            seconds = (time.perf_counter() - t0) * (step + 1) / step  # the first step counts as an average one
+            curve.append([step + 1, round(seconds, 3), round(float(np.mean(values)), 4)])
+            losses = []
+    cfg = run.cfg
+    val_loss = eval_val_loss(
+        run.raw_model.eval(), run.val_shards, args.val_tokens, cfg.seq_len, cfg.batch_size, run.world, run.precision
+    )
+    return run.facts() | dict(
+        max_steps=steps, curve=curve, seconds=curve[-1][1], compile_s=round(max(0.0, first - curve[-1][1] / steps), 2),
+        first_loss=round(first_loss, 4), val_loss=round(val_loss, 5), val_tokens=min(args.val_tokens, len(run.val_shards) - 1),
+    )  # fmt: skip
+
+
+def measure(case, args, world):
+    """One measurement, with half the micro-batch as often as it takes to fit. Raises whatever else goes wrong."""
+    _, cfg, own = case.configs(args)
+    batch_size, cold = cfg.batch_size, case.group == "compile_mode"
+    function = train_from_scratch if case.group == "loss" else time_steps
+    while True:
+        forget(world.device)
+        try:
+            with time_limit(args.limit + case.sustain), attention_kernel(own.kernel), fresh_compiler(cold):
+                with Run(case, batch_size, args, world) as run:
+                    return function(run, case, args) | dict(cold_cache=cold)
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error) or batch_size == 1:
+                raise
+        run = None  # noqa: F841 - what did not fit would stay until the next one is built
+        batch_size //= 2
+
+
+def card_lost(device):
+    """True if nothing more can run here: an error of a kernel ends the process's use of the card."""
+    try:
+        torch.ones(1, device=device).add(1).item()
+        return False
+    except RuntimeError:
+        return True
+
+
+def measure_all(todo, args, world):
+    """Measure, write, go on. A failure is one line in the file. Returns the number of failures."""
+    card, failures = card_name(world.device), 0
+    for number, case in enumerate(todo, start=1):
+        key = dict(zip(KEY, case.key(args, card)))
+        record = {"bench": "ladder"} | key | dict(
+            settings=case.settings, data=args.data_name, torch=torch.__version__, date=time.strftime("%Y-%m-%d"),
+            commit=commit(), command=case.command(args), error=None,
+        )  # fmt: skip
+        print(f"[{number}/{len(todo)}] {case.group} {case.shape} {case.variant} seed {case.seed}: ", end="", flush=True)
+        try:
+            record |= measure(case, args, world)
+            print(f"{record['median_ms']:.2f} ms, {record['tok_per_s']:,} tokens/s" if case.group != "loss" else
+                  f"validation loss {record['val_loss']:.4f}, {record['seconds']:.1f} s", flush=True)  # fmt: skip
+        except Exception as error:  # whatever a variant throws is its result
+            record["error"] = one_sentence(error)
+            failures += 1
+            print(record["error"], flush=True)
+        append_record(args.out, record)
+        if record["error"] and card_lost(world.device):
+            raise RuntimeError(f"{case.variant} has left the card unusable for this process; the same command goes on after it")
+    forget(world.device)
+    return failures
+
+
+# ------------------------------------------------------------------------------------------------------ the table
+
+
+def print_rows(head, rows):
+    """Columns as wide as their widest cell, numbers to the right."""
+    widths = [max(len(str(row[i])) for row in [head, *rows]) for i in range(len(head))]
+    for row in [head, *rows]:
+        print("  ".join(str(c).ljust(w) if i == 0 else str(c).rjust(w) for i, (c, w) in enumerate(zip(row, widths))))
+
+
+def latest(records):
+    """The last line of each measurement, in the order of the first."""
+    return list({tuple(r.get(k) for k in KEY): r for r in records}.values())
+
+
+def timing_table(records):
+    kinds = [k for k in CLASSES if any((r.get("kernel_ms") or {}).get(k) for r in records)]
+    head = ["variant", "B", "step ms", "iqr", "tokens/s", "x first", "x last", "MFU", "GiB", "compile s", *kinds]
+    rows, first, before = [], None, None
+    for r in records:
+        if r["error"]:
+            rows.append([r["variant"], r["error"][:70]] + [""] * (len(head) - 2))
+            continue
+        rate = r["tok_per_s"]
+        first, before = first or rate, before or rate
+        kernel = r["kernel_ms"] or {}
+        rows.append([
+            r["variant"], r["batch_size"], f"{r['median_ms']:.2f}", f"{r['iqr_ms']:.2f}", f"{rate:,}", f"{rate / first:.2f}",
+            f"{rate / before:.2f}", f"{r['mfu']:.1%}" if r["mfu"] else "", r["peak_gib"] or "", f"{r['compile_s']:.1f}",
+            *(f"{kernel.get(k, 0):.2f}" for k in kinds),
+        ])  # fmt: skip
+        before = rate
+    failed = [row for row in rows if row[2] == ""]
+    print_rows(head, [row for row in rows if row[2] != ""])
+    for name, error, *_ in failed:
+        print(f"{name}: {error}")
+
+
+def loss_at(curve, seconds):
+    """Training loss that a curve has reached after so many seconds, between its points by straight lines."""
+    return float(np.interp(seconds, [point[1] for point in curve], [point[2] for point in curve]))
+
+
+def loss_table(records):
+    by_variant = {}
+    for r in records:
+        if not r["error"]:
+            by_variant.setdefault(r["variant"], []).append(r)
+    if by_variant:
+        shortest = min(np.mean([r["seconds"] for r in runs]) for runs in by_variant.values())
+        head = ["variant", "seeds", "seconds", "val loss", "lowest", "highest", "train loss", f"after {shortest:.1f} s"]
+        rows = []
+        for name, runs in by_variant.items():
+            val = [r["val_loss"] for r in runs]
+            last, equal = [r["curve"][-1][2] for r in runs], [loss_at(r["curve"], shortest) for r in runs]
+            rows.append([
+                name, len(runs), f"{np.mean([r['seconds'] for r in runs]):.1f}", f"{np.mean(val):.4f}", f"{min(val):.4f}",
+                f"{max(val):.4f}", f"{np.mean(last):.4f}", f"{np.mean(equal):.4f}",
+            ])  # fmt: skip
+        print_rows(head, rows)
+        print("val loss and train loss (of the last ten steps) after equal tokens; the last column after equal seconds, in "
+              "which the slower ones are still in the middle of their schedule")  # fmt: skip
+    for r in records:
+        if r["error"]:
+            print(f"{r['variant']}, seed {r['seed']}: {r['error']}")
+
+
+def print_tables(path):
+    """One table for each group, shape, card and step size of the file. Raises FileNotFoundError if there is none."""
+    records = latest(read_records(path))
+    if not records:
+        raise FileNotFoundError(f"no measurements in {path}; `python bench/ladder.py --out {path}` makes some")
+    tables = {}
+    for r in records:
+        tables.setdefault(tuple(r.get(k) for k in ("group", "shape", "card", "sustained", "max_steps", "torch")), []).append(r)
+    for (group, shape, card, sustained, max_steps, version), members in tables.items():
+        tokens = ", ".join(f"{n:,}" for n in sorted({r["tokens_per_step"] for r in members}))
+        steps = f"{max_steps} steps of " if max_steps else "a step of "
+        warm = ", card warmed up" if sustained else ""
+        dates = " to ".join(sorted({r["date"] for r in members})[:: max(1, len({r["date"] for r in members}) - 1)])
+        print(f"\n{group}, {shape}: {steps}{tokens} tokens, {card}{warm}, torch {version}, {dates}")
+        loss_table(members) if group == "loss" else timing_table(members)
+
+
+# --------------------------------------------------------------------------------------------------- command line
+
+
+def random_shards(folder, vocab_size=50257, tokens=4_000_000):
+    """Shards of uniformly random tokens, as good as text for times of steps."""
+    rng = np.random.default_rng(0)
+    for name in ("x_train_000001.npy", "x_val_000000.npy"):
+        np.save(Path(folder) / name, rng.integers(0, vocab_size, tokens, dtype=np.uint16))
+
+
+def chosen(text, there, what):
+    """Names of a comma-separated list. Raises ValueError for one that is not there."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    names = [f"gpt2-{name}" if f"gpt2-{name}" in there else name for name in names]
+    for name in names:
+        if name not in there:
+            raise ValueError(f"{what}={name} is not one of {', '.join(there)}")
+    return names
+
+
+def parse_args(argv):
+    parser = argparse.ArgumentParser(
+        prog="bench/ladder.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--out", default=OUT, help=f"file of measurements ({OUT})")
+    parser.add_argument("--shapes", default="gpt2", help=f"comma-separated: {', '.join(SHAPES)} (gpt2)")
+    parser.add_argument("--groups", default="rungs", help=f"comma-separated: {', '.join(GROUPS)} (rungs)")
+    parser.add_argument("--variants", default="", help="comma-separated, as --list shows them (all)")
+    parser.add_argument("--steps", type=int, default=20, help="timed steps (20)")
+    parser.add_argument("--tokens_per_step", type=int, default=0, help="of the timing groups (the shape's own)")
+    parser.add_argument("--sustain", type=int, default=0, help="shape gpt2: run so many seconds before the timed steps (0)")
+    parser.add_argument("--limit", type=int, default=500, help="seconds after which a measurement counts as failed (500)")
+    parser.add_argument("--data", default="", help="folder of token shards; random tokens for timings if empty")
+    parser.add_argument("--seed", type=int, default=1337, help="first seed (1337)")
+    parser.add_argument("--seeds", type=int, default=3, help="group loss: how many seeds (3)")
+    parser.add_argument("--loss_steps", type=int, default=300, help="group loss: steps (300)")
+    parser.add_argument("--loss_tokens", type=int, default=65536, help="group loss: tokens per step (65536)")
+    parser.add_argument("--val_tokens", type=int, default=1048576, help="group loss: tokens of the final validation (1048576)")
+    parser.add_argument("--device", default="auto", help="cuda, cuda:N or cpu (auto)")
+    parser.add_argument("--retry", action="store_true", help="try again what has failed before")
+    parser.add_argument("--list", action="store_true", help="show what would be measured, and stop")
+    parser.add_argument("--table", action="store_true", help="print the tables of --out, and stop")
+    args = parser.parse_args(argv)
+    args.shapes, args.groups = chosen(args.shapes, SHAPES, "shapes"), chosen(args.groups, GROUPS, "groups")
+    args.variants = [name.strip() for name in args.variants.split(",") if name.strip()]
+    args.data_name = Path(args.data).name if args.data else "random"
+    for name in ("steps", "limit", "seeds", "loss_steps", "loss_tokens", "val_tokens"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"{name}={getattr(args, name)} must be at least 1")
+    return args
+
+
+def run(argv):
+    """Do what the command line says. Returns the number of measurements that failed."""
+    args = parse_args(argv)
+    if args.table:
+        print_tables(args.out)
+        return 0
+    asked = cases(args)
+    if not args.list and "loss" in args.groups and not args.data:
+        raise ValueError("group loss learns from text: name a folder of token shards with --data; fineweb.py makes one")
+    if not args.list and set(args.shapes) != {"tiny"} and (args.device == "cpu" or not torch.cuda.is_available()):
+        raise ValueError("ladder.py needs a CUDA GPU; `--shapes tiny --device cpu` tries it without one, --table needs none")
+    device = torch.device("cpu") if args.list and not torch.cuda.is_available() else World(args.device).device
+    done = {tuple(r.get(k) for k in KEY): r for r in read_records(args.out)}
+    card = card_name(device)
+
+    def state(case):
+        record = done.get(case.key(args, card))
+        return "to do" if record is None else "failed" if record["error"] else "done"
+
+    todo = [case for case in asked if state(case) == "to do" or (args.retry and state(case) == "failed")]
+    if args.list:
+        for case in asked:
+            print(f"{case.group:14} {case.shape:12} {case.variant:28} seed {case.seed}  {state(case)}")
+    print(f"{len(todo)} of {len(asked)} measurements to do on {card}, into {args.out}")
+    if args.list or not todo:
+        return 0
+    from torch._functorch import config as functorch
+
+    functorch.enable_autograd_cache = False  # its key does not hold which attention kernels are allowed
+    with tempfile.TemporaryDirectory() as folder:
+        if not args.data:
+            random_shards(folder, min(SHAPES[shape][0].vocab_size for shape in args.shapes))
+            args.data = folder
+        return measure_all(todo, args, World(args.device))
+
+
+def main():
+    try:
+        run(sys.argv[1:])
+    except KeyboardInterrupt:
+        print("\nstopped; the same command goes on with the measurement in hand", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:  # --list | head
+        os._exit(1)
+    except (ValueError, OSError, RuntimeError) as error:
+        print(f"ladder.py: error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
