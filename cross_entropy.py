@@ -112,6 +112,7 @@ def _(x, weight, targets, vocab_size):
 
 
 def save_gradients(ctx, inputs, output):
+    ctx.set_materialize_grads(False)  # dx and dweight are results too; nobody wants zeros of their size as their gradients
     ctx.save_for_backward(output[1], output[2])
 
 
