@@ -43,7 +43,8 @@ from torch.utils.checkpoint import checkpoint
 
 from cross_entropy import linear_cross_entropy
 from evaluation import Reporter
-from machine import Precision, fit_batch_size, out_of_memory, why_no_compile
+from fused_mlp import epilogues_work, mlp_products
+from machine import Precision, fit_batch_size, out_of_memory, why_no_compile, why_no_fp8
 from metrics import Logger, Meter, PhaseClock
 from shards import TokenShards
 
@@ -61,7 +62,8 @@ class GPTConfig:
     vocab_size: int = 50257  # token ids in use; the data decides (50257 for GPT-2's BPE, 257 for bytes)
     vocab_multiple: int = 128  # rows of the embedding are rounded up to this: 50257 -> 50304 = 128 * 393; 1 is off
     attention: Literal["sdpa", "math"] = "sdpa"  # fused kernel, or softmax(QK^T)V spelled out
-    cross_entropy: Literal["auto", "plain", "chunked", "torch", "liger"] = "auto"  # how head and loss are computed
+    cross_entropy: Literal["auto", "plain", "chunked", "torch", "liger", "fp8"] = "auto"  # how head and loss are computed
+    fused_mlp: bool = True  # under bf16 autocast on an NVIDIA GPU, GELU is computed inside the products around it
     bf16_residual: bool = True  # under bf16 autocast the residual stream is bf16 too: less traffic (4 %: README)
     activation_checkpointing: bool = False  # recompute each block in the backward pass: less memory, more time
     document_mask: bool = False  # attention does not cross end-of-text (id vocab_size - 1)
@@ -187,6 +189,10 @@ def check_config(model_config, cfg):
 # ------------------------------------------------------------------------------------------------------ 2. model
 
 
+def bf16_autocast(device):
+    return torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) == torch.bfloat16
+
+
 class KVCache:
     """Keys and values of the tokens seen so far, so that generating the next one costs one position, not all."""
 
@@ -238,10 +244,14 @@ class CausalSelfAttention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
+        self.fused = config.fused_mlp
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
 
     def forward(self, x):
+        if self.fused and x.is_cuda and torch.is_grad_enabled() and bf16_autocast(x.device):
+            w = [p.bfloat16() for p in (self.c_fc.weight, self.c_fc.bias, self.c_proj.weight, self.c_proj.bias)]
+            return (mlp_products(x.bfloat16().flatten(0, -2), *w[:3])[0] + w[3]).view_as(x)
         return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))  # GPT-2 was trained with the tanh form
 
 
@@ -763,7 +773,9 @@ def prepare(model_config, cfg, world):
     precision.prepare()
     train_shards = TokenShards(cfg.data, "train", model_config.vocab_size, cfg.verify_data)
     val_shards = TokenShards(cfg.data, "val", model_config.vocab_size, cfg.verify_data)
-    raw_model = GPT(model_config)
+    if model_config.cross_entropy == "fp8" and (reason := why_no_fp8(precision, model_config, cfg)):
+        raise ValueError(f"cross_entropy=fp8 {reason}; leave it at auto")
+    raw_model = GPT(dataclasses.replace(model_config, fused_mlp=model_config.fused_mlp and epilogues_work(world.device)))
     if cfg.init_from and not cfg.resume:  # a resumed run has weights of its own
         from weights import load_model  # it imports from this file
 
