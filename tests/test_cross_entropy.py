@@ -160,3 +160,25 @@ def test_on_a_gpu(method, dtype, bound):
     x, weight, targets = (t.cuda() for t in problem(dtype))
     ours = with_gradients(lambda *a: linear_cross_entropy(*a, V, method), x, weight, targets, factor=0.37)
     assert agree(ours, with_gradients(expected, x, weight, targets, factor=0.37), bound)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("n", [16, 16 * 75])  # one chunk; several, the last not full, and tiles over both edges
+def test_8_bit_products_are_off_by_a_few_percent_at_random_and_no_more(n, monkeypatch):
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU has no 8-bit products")
+    monkeypatch.setattr(cross_entropy, "CHUNK", 512)
+    g = torch.Generator().manual_seed(3)
+    x, weight = torch.randn(n, 64, generator=g).bfloat16().cuda(), torch.randn(400, 64, generator=g).cuda() * 0.3
+    targets = torch.randint(390, (n,), generator=g).cuda()
+    targets[::5] = -1
+    ours = with_gradients(lambda *a: linear_cross_entropy(*a, 390, "fp8"), x, weight, targets, factor=0.37)
+    theirs = with_gradients(lambda x, w, t: F.cross_entropy((x.float() @ w.T)[:, :390], t, ignore_index=-1, reduction="sum"),
+                            x, weight, targets, factor=0.37)  # fmt: skip
+    assert ours[0].item() == pytest.approx(theirs[0].item(), rel=0.01)
+    for a, b in zip(ours[1:], theirs[1:]):
+        a, b = a.float(), b.float()
+        assert 1e-3 < ((a - b).norm() / b.norm()).item() < 0.06
+        assert ((a * b).sum() / (b * b).sum()).item() == pytest.approx(1, abs=0.01), "rounding must not shrink the gradient"
+    assert (ours[1][targets == -1] == 0).all() and (ours[2][390:] == 0).all()
