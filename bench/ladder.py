@@ -84,7 +84,7 @@ BENCH = {
 
 START = dict(
     precision="fp32", attention="math", compile_mode="none", vocab_multiple=1, adamw="loop", cross_entropy="plain",
-    bf16_residual=False, fused_mlp=False, fp8_head=False,
+    bf16_residual=False, fused_mlp=False,
 )  # fmt: skip
 RUNGS = [  # each on top of all before it
     ("fp32", START),
@@ -97,7 +97,7 @@ RUNGS = [  # each on top of all before it
     ("fused_loss", dict(cross_entropy="chunked")),
     ("bf16_residual", dict(bf16_residual=True)),
     ("fused_mlp", dict(fused_mlp=True)),
-    ("fp8_head", dict(fp8_head=True)),
+    ("fp8_head", dict(cross_entropy="fp8")),
 ]
 # each changes one thing of the trainer's defaults
 OTHERS = {
@@ -270,7 +270,7 @@ def one_sentence(error):
 # The first pattern that is found in a kernel's name decides; what none fits is elementwise or norm.
 KINDS = [
     ("communication", r"nccl"),
-    ("loss", r"^kernel$|log_?softmax|nll_loss|cross_entropy|loss_kernel|liger|element_mul_kernel"),
+    ("loss", r"^(loss|row|tile)$|log_?softmax|nll_loss|cross_entropy|loss_kernel|liger|element_mul_kernel"),
     # Inductor names a kernel after the operations it fuses and sometimes after their neighbours: a name beginning with
     # triton_ that holds attention's is a copy beside it, except for the softmax of math attention
     ("attention", r"^(?!triton_).*(sdpa|flash|fmha|attention|attn)|softmax"),
@@ -537,9 +537,8 @@ class Run:
         device = self.world.device
         peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
         return dict(
-            batch_size=self.cfg.batch_size, micro_steps=self.loader.grad_accum_steps,
-            tokens_per_step=self.cfg.total_batch_size, precision=self.precision.name,
-            peak_gib=round(peak, 2) if peak else None,
+            batch_size=self.cfg.batch_size, seq_len=self.cfg.seq_len, micro_steps=self.loader.grad_accum_steps,
+            precision=self.precision.name, peak_gib=round(peak, 2) if peak else None,
         )  # fmt: skip
 
 
