@@ -1,0 +1,409 @@
+"""How fast one training step could be on the card in hand: its parts measured one by one, added up, against our step.
+
+    python bench/floor.py                            # GPT-2 124M, 64 x 1024, about two minutes; then 20 steps of our own
+    python bench/floor.py --step_ms 938              # a step that was timed before, instead of those 20
+    python bench/floor.py --batch_size 8             # a card with less memory
+    python bench/floor.py --preset tiny --device cpu --out try.jsonl     # a try without a GPU; its times mean nothing
+
+The floor of a step of 524,288 tokens is
+
+    micro-steps x [products + attention + (elementwise traffic + logits) at copy speed] + optimizer
+
+products are the layers' and the head's, forward, gradient of the input (dgrad), gradient of the weight (wgrad), in bf16.
+Attention is that of the fastest kernel. Elementwise work counts as memory traffic, each tensor once where one kernel could
+do it (PASSES says which). The logits are read and written once, by the loss. The optimizer is clipping and fused AdamW.
+Not in it, as they could be hidden or avoided: casts of the weights, bias gradients, sums of gradients over micro-steps,
+gaps between kernels. The sum is made twice: from each part's own median time, and from all products and attentions run
+back to back for some seconds, in which a card that is limited by its power lowers its clock. Operands are random numbers
+(zeros cost less power) and change from call to call. Each part is one line of the file, with its FLOPs, the bytes that
+must move, and what bounds it: whichever takes longer, the bytes at copy speed or the FLOPs at the rate of the 8192^3 product.
+"""
+
+import argparse
+import json
+import math
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
+
+import ladder  # noqa: E402
+
+from train_gpt2 import GPT, World, make_optimizer  # noqa: E402
+
+OUT = "readme.assets/runs/floor.jsonl"
+WAYS = ("forward", "dgrad", "wgrad")  # of a linear layer's product: output, gradient of the input, of the weight
+BACKENDS = {"cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "math": "MATH"}
+
+# Elementwise traffic of a layer, in passes over one (N, C) tensor of 2 bytes a number; the residual stream is bf16.
+PASSES = {
+    # twice a layer: x and what is added to it are read, the new x and its norm are written
+    "residual and norm, forward": 2 * 4,
+    # twice a layer: the norm's gradient, x and the stream's gradient are read, the stream's new gradient is written
+    "residual and norm, backward": 2 * 4,
+}
+# GELU is 4 C wide. In kernels of its own: in and out; then the output's gradient and the input in, the gradient out.
+GELU_APART = {"GELU forward": 2 * 4, "GELU backward": 3 * 4}
+# Inside the products around it: its input is written for the backward pass, and read there.
+GELU_INSIDE = {"GELU's input": 2 * 4}
+ONCE = 7  # a micro-step: embedding out, and its gradient in; last norm in and out, and back two in, one out
+
+# -------------------------------------------------------------------------------------------------- arithmetic
+
+
+def products(config):
+    """{name: (inputs, outputs, how many of them in a model)} of its linear layers."""
+    C, L = config.n_embd, config.n_layer
+    return {
+        "qkv": (C, 3 * C, L), "proj": (C, C, L), "fc": (C, 4 * C, L), "fc2": (4 * C, C, L),
+        "head": (C, config.padded_vocab_size, 1),
+    }  # fmt: skip
+
+
+def traffic(config, positions, gelu_inside):
+    """(bytes of elementwise work, bytes of the loss on its logits) of a micro-step of so many positions."""
+    passes = config.n_layer * sum((PASSES | (GELU_INSIDE if gelu_inside else GELU_APART)).values()) + ONCE
+    return passes * positions * config.n_embd * 2, 2 * positions * config.padded_vocab_size * 2
+
+
+def floor_ms(products_and_attention_ms, moved_bytes, bytes_per_s, optimizer_ms, micro_steps):
+    """Milliseconds of a step: see the head of this file."""
+    return micro_steps * (products_and_attention_ms + 1000 * moved_bytes / bytes_per_s) + optimizer_ms
+
+
+def isolated_ms(ms, config):
+    """(products and attention of a micro-step from their own times {op: ms}, the fastest attention). KeyError if a part
+    was not measured."""
+    total = sum(n * ms[f"{name} {way}"] for name, (_, _, n) in products(config).items() for way in WAYS)
+    pairs = {b: (f"attention {b} forward", f"attention {b} backward") for b in BACKENDS}
+    sums = {b: ms[f] + ms[w] for b, (f, w) in pairs.items() if f in ms and w in ms}
+    if not sums:
+        raise KeyError("attention")
+    best = min(sums, key=sums.get)
+    return total + config.n_layer * sums[best], best
+
+
+def bound_of(flops, moved, bytes_per_s, flop_per_s):
+    """What takes longer: moving the bytes, or computing."""
+    return "memory" if moved / bytes_per_s >= flops / flop_per_s else "compute"
+
+
+# --------------------------------------------------------------------------------------------------- measuring
+
+
+def median_ms(calls, device, repeats=30):
+    """Median milliseconds of a call; the calls, which differ in their operands, take turns. A tenth of a second warms up."""
+    end = time.perf_counter() + 0.1
+    while time.perf_counter() < end:
+        for call in calls:
+            call()
+        wait(device)
+    moments = [ladder.moment(device)]
+    for i in range(repeats):
+        calls[i % len(calls)]()
+        moments.append(ladder.moment(device))
+    wait(device)
+    return float(np.median(ladder.milliseconds(moments, device)))
+
+
+def sustained_ms(calls, device, seconds):
+    """Mean milliseconds of one round of all calls, in the last third of so many seconds of nothing else."""
+    moments, t0 = [], time.perf_counter()
+    while time.perf_counter() - t0 < seconds or len(moments) < 4:
+        for call in calls:
+            call()
+        moments.append(ladder.moment(device))
+        if device.type == "cuda" and len(moments) > 2:
+            moments[-3].synchronize()  # the host stays two rounds ahead, no more
+    wait(device)
+    ms = ladder.milliseconds(moments, device)
+    return float(np.mean(ms[-max(1, len(ms) // 3) :]))
+
+
+def wait(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class Parts:
+    """Everything that is measured: each method makes the operands of an operation and returns its calls.
+
+    Two sets of operands of each, more than 100 MB at 64 x 1024: what a call leaves in the L2 cache does not help the next.
+    """
+
+    def __init__(self, config, batch_size, seq_len, device):
+        self.config, self.device, self.B, self.T = config, device, batch_size, seq_len
+        self.N = batch_size * seq_len
+
+    def random(self, *shape, dtype=torch.bfloat16):
+        return torch.randn(*shape, device=self.device, dtype=dtype)
+
+    def product(self, name, way):
+        """(calls, flops, bytes) of a linear layer's product."""
+        inputs, outputs, _ = products(self.config)[name]
+        calls = []
+        for _ in range(2):
+            x, w, y = self.random(self.N, inputs), self.random(outputs, inputs), self.random(self.N, outputs)  # or gradients
+            a, b, out = {"forward": (x, w.t(), y), "dgrad": (y, w, x), "wgrad": (y.t(), x, w)}[way]
+            calls.append(lambda a=a, b=b, out=out: torch.mm(a, b, out=out))
+        return calls, 2 * self.N * inputs * outputs, 2 * (self.N * inputs + inputs * outputs + self.N * outputs)
+
+    def fp8(self, name, way):
+        """The same with both operands in 8 bits (4 of exponent), already scaled and in the layout that the product wants."""
+        inputs, outputs, _ = products(self.config)[name]
+        rows, inner, columns = {
+            "forward": (self.N, inputs, outputs), "dgrad": (self.N, outputs, inputs), "wgrad": (outputs, self.N, inputs),
+        }[way]  # fmt: skip
+        scale, calls = torch.ones((), device=self.device), []
+        for _ in range(2):
+            a, b = (self.random(n, inner).to(torch.float8_e4m3fn) for n in (rows, columns))
+            calls.append(
+                lambda a=a, b=b: torch._scaled_mm(a, b.t(), scale, scale, out_dtype=torch.bfloat16, use_fast_accum=True)
+            )
+        return calls, 2 * rows * inner * columns, (rows + columns) * inner + 2 * rows * columns
+
+    def attention(self, backend, way):
+        """Causal attention as the model calls it, on views of one (B, T, 3 C) tensor; half of the T x T scores count."""
+        C, H = self.config.n_embd, self.config.n_head
+        calls = []
+        for _ in range(2):
+            qkv = self.random(self.B, self.T, 3 * C)
+            q, k, v = (t.view(self.B, self.T, H, C // H).transpose(1, 2).requires_grad_() for t in qkv.split(C, dim=2))
+
+            def forward(q=q, k=k, v=v):
+                with ladder.attention_kernel(BACKENDS[backend]):
+                    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+            if way == "forward":
+                calls.append(forward)
+            else:
+                y = forward()
+                dy = torch.randn_like(y)
+                calls.append(lambda y=y, dy=dy, qkv=(q, k, v): torch.autograd.grad(y, qkv, dy, retain_graph=True))
+        flops, tensor = 2 * self.N * self.T * C, 2 * self.N * C
+        # two products forward; five backward, as the scores are computed again
+        return (calls, flops, 4 * tensor) if way == "forward" else (calls, 5 * flops // 2, 8 * tensor)
+
+    def cube(self, n=8192):
+        calls = []
+        for _ in range(2):
+            a, b, out = self.random(n, n), self.random(n, n), self.random(n, n)
+            calls.append(lambda a=a, b=b, out=out: torch.mm(a, b, out=out))
+        return calls, 2 * n**3, 3 * 2 * n * n
+
+    def copy(self, size):
+        a, b = (torch.randint(256, (size,), dtype=torch.uint8, device=self.device) for _ in range(2))
+        return [lambda: a.copy_(b), lambda: b.copy_(a)], 0, 2 * size
+
+    def optimizer(self, cfg, what):
+        """AdamW: 14 operations a parameter, of which weight and both moments are read and written, the gradient read.
+        Clipping: the gradient is read for its norm, then read and written to be scaled."""
+        model = GPT(self.config).to(self.device)
+        for p in model.parameters():
+            p.grad = torch.randn_like(p)
+        n = sum(p.numel() for p in model.parameters())
+        if what == "AdamW":
+            return [make_optimizer(model, cfg, self.device).step], 14 * n, 7 * 4 * n
+        return [lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0)], 3 * n, 3 * 4 * n
+
+    def micro_step(self, backend):
+        """Calls of all products and attentions of a micro-step, layer by layer, forward and then backward."""
+        parts = {}
+        for name in products(self.config):
+            parts |= {(name, way): self.product(name, way)[0] for way in WAYS}
+        parts |= {("attention", way): self.attention(backend, way)[0] for way in ("forward", "backward")}
+        order = []
+        for layer in range(self.config.n_layer):
+            order += [(parts[key], layer) for key in [("qkv", "forward"), ("attention", "forward"), ("proj", "forward"),
+                                                      ("fc", "forward"), ("fc2", "forward")]]  # fmt: skip
+        order += [(parts["head", way], 0) for way in WAYS]
+        for layer in range(self.config.n_layer):
+            for name in ("fc2", "fc", "proj", "attention", "qkv"):
+                ways = ("backward",) if name == "attention" else ("dgrad", "wgrad")
+                order += [(parts[name, way], layer) for way in ways]
+        return [calls[layer % 2] for calls, layer in order]
+
+
+def measure(parts, args, write):
+    """Measure every part and give it to write(op, ms, flops, bytes, ...) at once. Returns ({op: ms} of those that
+    worked, bytes per second of a copy)."""
+    device, config, ms = parts.device, parts.config, {}
+    rates = {"bytes_per_s": None, "flop_per_s": None}
+
+    def one(op, make, seconds=0):
+        ladder.forget(device)
+        try:
+            calls, flops, moved = make()
+            took = sustained_ms(calls, device, seconds) / len(calls) if seconds else median_ms(calls, device)
+        except Exception as error:  # whatever this card or this torch does not have
+            write(op, error=ladder.one_sentence(error))
+            if ladder.card_lost(device):
+                raise RuntimeError(f"{op} has left the card unusable for this process") from error
+            return
+        ms[op] = took
+        if op.startswith("copy"):
+            rates["bytes_per_s"] = 1000 * moved / took
+        if op == cube:
+            rates["flop_per_s"] = 1000 * flops / took
+        known = all(rates.values())
+        write(op, took, flops, moved, bound_of(flops, moved, **rates) if known else None)
+
+    size = 8192 if device.type == "cuda" else 256
+    cube = f"{size}^3"
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 2**28
+    gib = 2 ** int(math.log2(min(2**32, memory / 8)))
+    one(f"copy {gib / 2**30:g} GiB", lambda: parts.copy(gib))
+    time.sleep(args.pause)  # a rested card: what a short benchmark would show
+    one(cube, lambda: parts.cube(size))
+    one(f"{cube} for {args.seconds:g} s", lambda: parts.cube(size), args.seconds)
+    time.sleep(args.pause)
+    for name in products(config):
+        for way in WAYS:
+            one(f"{name} {way}", lambda name=name, way=way: parts.product(name, way))
+    for backend in BACKENDS:
+        for way in ("forward", "backward"):
+            one(f"attention {backend} {way}", lambda backend=backend, way=way: parts.attention(backend, way))
+    for what in ("AdamW", "clip"):
+        one(what, lambda what=what: parts.optimizer(args.cfg, what))
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9):
+        for name in ("fc", "fc2", "head"):
+            for way in WAYS:
+                one(f"fp8 {name} {way}", lambda name=name, way=way: parts.fp8(name, way))
+    return ms, rates["bytes_per_s"]
+
+
+def back_to_back(parts, backend, seconds, write):
+    """Milliseconds of a micro-step's products and attentions, run for so long without a pause; None if that fails."""
+    what, took = f"micro-step's products and {backend} attention, {seconds:g} s", None
+    try:
+        ladder.forget(parts.device)
+        calls = parts.micro_step(backend)
+        with ladder.CardWatch(parts.device) as watch:
+            took = sustained_ms(calls, parts.device, seconds)
+        write(what, took, **watch.values)
+    except RuntimeError as error:  # memory: its operands are all there at once
+        write(what, error=ladder.one_sentence(error))
+    return took
+
+
+def own_step_ms(args, world):
+    """Median milliseconds of twenty of our own steps, timed as bench/ladder.py times them."""
+    settings = dict(batch_size=args.batch_size) | ({} if world.device.type == "cuda" else dict(compile_mode="none"))
+    case = ladder.Case("floor", args.preset, "best", settings, 1337)
+    with tempfile.TemporaryDirectory() as folder:
+        ladder.random_shards(folder, ladder.SHAPES[args.preset][0].vocab_size)
+        theirs = ladder.parse_args(["--shapes", args.preset, "--data", folder, "--device", args.device])
+        return ladder.measure(case, theirs, world)["median_ms"]
+
+
+# ------------------------------------------------------------------------------------------------------- results
+
+
+def floors(config, positions, ms, round_ms, bytes_per_s, micro_steps):
+    """{what: milliseconds of a step} for the four ways of adding up; two if round_ms, back to back, is None."""
+    found, (alone, best) = {}, isolated_ms(ms, config)
+    if not bytes_per_s:
+        raise KeyError("copy")
+    for source, parts_ms in (("parts alone", alone), ("back to back", round_ms)):
+        if parts_ms is None:
+            continue
+        for gelu, inside in (("GELU inside the products", True), ("GELU in its own kernels", False)):
+            moved, optimizer_ms = sum(traffic(config, positions, inside)), ms["AdamW"] + ms["clip"]
+            value = floor_ms(parts_ms, moved, bytes_per_s, optimizer_ms, micro_steps)
+            found[f"floor: {source}, {best} attention, {gelu}"] = value
+    return found
+
+
+class File:
+    """The lines of this card, preset and micro-batch, which take the place of earlier ones."""
+
+    def __init__(self, path, **common):
+        self.path, self.common = Path(path), common
+        keep = [r for r in ladder.read_records(path) if any(r.get(k) != common[k] for k in ("card", "preset", "batch_size"))]
+        if self.path.exists():
+            part = self.path.with_suffix(".part")
+            part.write_text("".join(json.dumps(r) + "\n" for r in keep))
+            os.replace(part, self.path)
+
+    def write(self, op, ms=None, flops=None, bytes=None, bound=None, error=None, **more):
+        values = dict(op=op, ms=ms and round(ms, 4), flops=flops, bytes=bytes, bound=bound, error=error)
+        values["tflops"] = round(flops / ms / 1e9, 2) if flops and ms else None
+        values["tb_per_s"] = round(bytes / ms / 1e9, 3) if bytes and ms else None
+        values["flop_per_byte"] = round(flops / bytes, 2) if flops and bytes else None
+        ladder.append_record(self.path, {"bench": "floor"} | self.common | values | more)
+        rate = f"{values['tflops'] or 0:9.1f} TFLOP/s {values['tb_per_s'] or 0:7.2f} TB/s  {bound or ''}" if bytes else ""
+        print(f"{op:60} {ms:10.3f} ms {rate}" if ms else f"{op:60} {error}", flush=True)
+
+
+def parse_args(argv):
+    parser = argparse.ArgumentParser(
+        prog="bench/floor.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--out", default=OUT, help=f"file of measurements ({OUT})")
+    parser.add_argument("--preset", default="gpt2", choices=ladder.SHAPES, help="shape of the model (gpt2)")
+    parser.add_argument("--batch_size", type=int, default=0, help="sequences per micro-step (the preset's: 64 for gpt2)")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of the runs without a pause (3)")
+    parser.add_argument("--pause", type=float, default=2.0, help="seconds of rest before and after the first of those (2)")
+    parser.add_argument("--step_ms", type=float, default=0.0, help="our own step, already timed; 0 times it now")
+    parser.add_argument("--device", default="auto", help="cuda, cuda:N or cpu (auto)")
+    args = parser.parse_args(argv)
+    if args.device == "auto" and not torch.cuda.is_available() and args.preset != "tiny":
+        raise ValueError("floor.py needs a CUDA GPU; `--preset tiny --device cpu --out try.jsonl` tries it without one")
+    model, cfg = ladder.SHAPES[args.preset]
+    args.batch_size = args.batch_size or cfg.batch_size
+    tokens = cfg.total_batch_size or args.batch_size * cfg.seq_len
+    if args.batch_size < 1 or tokens % (args.batch_size * cfg.seq_len):
+        raise ValueError(f"batch_size={args.batch_size} must divide the {tokens // cfg.seq_len} sequences of a step")
+    args.model, args.cfg, args.tokens = model, cfg, tokens
+    return args
+
+
+def run(argv):
+    args = parse_args(argv)
+    world, config = World(args.device), args.model
+    device, T = world.device, args.cfg.seq_len
+    card, positions = ladder.card_name(device), args.batch_size * T
+    print(f"{card}, torch {torch.__version__}, {args.preset}, micro-batch {args.batch_size} x {T}")
+    command = f"python bench/floor.py --preset {args.preset} --batch_size {args.batch_size}"
+    file = File(args.out, preset=args.preset, batch_size=args.batch_size, seq_len=T, card=card, torch=torch.__version__,
+                date=time.strftime("%Y-%m-%d"), commit=ladder.commit(), command=command)  # fmt: skip
+    parts = Parts(config, args.batch_size, T, device)
+    ms, bytes_per_s = measure(parts, args, file.write)
+    try:
+        _, best = isolated_ms(ms, config)
+        round_ms = back_to_back(parts, best, args.seconds, file.write)
+        results = floors(config, positions, ms, round_ms, bytes_per_s, args.tokens // positions)
+    except KeyError as error:
+        raise ValueError(f"no floor without {error}, and {args.out} says why it has no time; try a smaller --batch_size") from error
+    for gelu, inside in (("inside the products", True), ("in kernels of its own", False)):
+        layers, logits = (n / 1e9 for n in traffic(config, positions, inside))
+        print(f"traffic of a micro-step, GELU {gelu}: {layers:.2f} GB elementwise, {logits:.2f} GB of logits")
+    step_ms = args.step_ms or own_step_ms(args, world)
+    print(f"\na step of {args.tokens:,} tokens takes us {step_ms:.1f} ms, {1000 * args.tokens / step_ms:,.0f} tokens/s")
+    for what, value in results.items():
+        rate, ratio = 1000 * args.tokens / value, step_ms / value
+        file.write(what, value, tok_per_s=round(rate), step_ms=round(step_ms, 2), over_floor=round(ratio, 4))
+        print(f"{'':60} {rate:10,.0f} tokens/s; ours takes {ratio:.3f} times as long")
+
+
+def main():
+    try:
+        run(sys.argv[1:])
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except (ValueError, OSError, RuntimeError) as error:
+        print(f"floor.py: error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
