@@ -1,0 +1,769 @@
+"""Ways to train one GPT-2 on several GPUs, side by side: same model, optimizer, tokens and loss, 64 x 1024 tokens per GPU
+and update, no accumulation. What the processes tell each other, and when, is all that differs.
+
+    python bench/parallel.py --nproc_per_node 4 --out parallel.jsonl      # every mode in a torchrun of its own
+    torchrun --standalone --nproc_per_node=4 bench/parallel.py --modes ddp flat --out parallel.jsonl
+    python bench/parallel.py --table --out parallel.jsonl                 # the table once more; needs no GPU
+    python bench/parallel.py --picture traces/ddp.kernels.json ddp.png    # who computes and who communicates when
+
+{modes}
+
+All modes start from the same weights and read the same tokens, so those that exchange gradients must end at the same
+loss. Finished measurements are found in --out and left alone, failed ones are tried again. Without --data the tokens are
+drawn at random, as often as 1 / (10 + rank).
+"""
+
+import argparse
+import contextlib
+import copy
+import dataclasses
+import gzip
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from metrics import PhaseClock  # noqa: E402
+from train_gpt2 import PRESETS, World, get_lr, make_optimizer, param_groups, prepare, train_step  # noqa: E402
+
+MODES = {
+    "alone_one": "the first card trains by itself, the others idle: what is called the rate of one GPU",
+    "alone": "every card trains by itself, all at once: cards differ and share power, so this is what there is to win",
+    "ddp": "the trainer's way: DistributedDataParallel, compiled with the graph cut where a bucket of gradients is full",
+    "ddp_inside": "DistributedDataParallel around the compiled model: one graph, so all gradients come at its end",
+    "ddp_blocks": "DistributedDataParallel around a model whose blocks are compiled one by one",
+    "ddp_bf16": "ddp with gradients rounded to bf16 for the exchange",
+    "flat": "no DistributedDataParallel: one all-reduce of all gradients when the backward pass is over",
+    "zero1": "each process keeps AdamW's state of its share of the weights alone, and updates that (ZeRO, stage 1)",
+    "fsdp2": "each process keeps its share of weights, gradients and state alone (fully_shard, ZeRO stage 3)",
+    "loop": "the whole trainer with log, validation, HellaSwag, samples and checkpoints as often as in a full run",
+}
+__doc__ = __doc__.format(modes="\n".join(f"{name:<10}  {text}" for name, text in MODES.items()))
+ALONE = ("alone_one", "alone")
+
+# ----------------------------------------------------------------------------------------------------- 1. records
+
+
+def read_records(path):
+    """Records of a JSONL file, oldest first; none if it is not there. A line cut off by a kill is skipped."""
+    records = []
+    for line in Path(path).read_text().splitlines() if Path(path).exists() else []:
+        with contextlib.suppress(ValueError):
+            records.append(json.loads(line))
+    return records
+
+
+def append_record(path, record):
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with Path(path).open("a") as f:
+        f.write(json.dumps(record) + "\n")
+
+
+def finished(path, key):
+    """The newest record of `path` without error whose fields agree with the dict `key`, or None."""
+    found = [r for r in read_records(path) if "error" not in r and all(r.get(k) == v for k, v in key.items())]
+    return found[-1] if found else None
+
+
+def origin(commit=""):
+    """Where a record comes from: date, commit (git's, unless given), torch, command."""
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
+    with contextlib.suppress(OSError):
+        commit = commit or subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    return {"date": time.strftime("%Y-%m-%d"), "commit": commit or "unknown", "torch": torch.__version__, "command": command}
+
+
+def random_shards(folder, vocab_size, train_tokens, val_tokens):
+    """Token shards in `folder` where id i is as frequent as 1 / (10 + i): uneven like words, but without an order."""
+    rng = np.random.default_rng(0)
+    edges = np.cumsum(1 / (10 + np.arange(vocab_size)))
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    for split, n in (("train", train_tokens), ("val", val_tokens)):
+        tokens = np.searchsorted(edges, rng.random(n) * edges[-1], side="right")
+        np.save(Path(folder) / f"random_{split}_000000.npy", tokens.clip(max=vocab_size - 1).astype(np.uint16))
+    return str(folder)
+
+
+# ------------------------------------------------------------------------------------------------------- 2. modes
+
+
+def lone(world):
+    """A World of this process alone, on the same device."""
+    one = copy.copy(world)
+    one.rank, one.world_size, one.distributed = 0, 1, False
+    return one
+
+
+class AfterBackward:
+    """Stands in for World.wrap and World.exchange: all gradients in one piece and one all-reduce, after the backward pass.
+
+    Nothing is hidden under computation, and nothing disturbs it: the graph stays whole, no kernel shares the card with
+    the exchange. A large all-reduce is also the most efficient one.
+    """
+
+    def __init__(self, world):
+        self.world = world
+
+    def __getattr__(self, name):
+        return getattr(self.world, name)
+
+    @contextlib.contextmanager
+    def exchange(self, model, last):
+        yield
+        if last:
+            grads = [p.grad for p in model.parameters()]
+            flat = torch.cat([g.reshape(-1) for g in grads])
+            dist.all_reduce(flat)
+            flat /= self.world.world_size
+            parts = flat.split([g.numel() for g in grads])
+            torch._foreach_copy_(grads, [part.view_as(g) for part, g in zip(parts, grads)])
+
+
+class ZeroAdamW:
+    """AdamW whose state is spread over the processes (ZeRO stage 1: Rajbhandari et al. 2020, section 5.1).
+
+    All weights lie in one buffer and all gradients in another, cut into world_size equal shares. A reduce-scatter leaves
+    each process with the summed gradients of its share, AdamW moves that share of the weights, and an all-gather hands
+    the new weights to everyone. Together the two send as many bytes as the all-reduce that they replace, and the two
+    moments take 8 / world_size bytes a weight instead of 8.
+    """
+
+    def __init__(self, model, cfg, world):
+        decayed, plain = (group["params"] for group in param_groups(model, cfg.weight_decay))
+        params, device = decayed + plain, decayed[0].device
+        sizes = [-(-p.numel() // 64) * 64 for p in params]  # views start at 256 bytes, as kernels like it
+        self.world, self.cfg = world, cfg
+        self.share = -(-sum(sizes) // (64 * world.world_size)) * 64  # weights of a process
+        self.weights = torch.zeros(self.share * world.world_size, device=device)
+        self.grads = torch.zeros_like(self.weights)
+        start = 0
+        for p, size in zip(params, sizes):
+            here = slice(start, start + p.numel())
+            self.weights[here] = p.data.view(-1)
+            p.data, p.grad = self.weights[here].view_as(p), self.grads[here].view_as(p)
+            start += size
+
+        first = world.rank * self.share
+        self.mine = self.weights[first : first + self.share]
+        self.my_grad = torch.zeros_like(self.mine)
+        cut = min(max(0, sum(sizes[: len(decayed)]) - first), self.share)  # decayed weights come first
+        groups = []
+        for part, weight_decay in ((slice(0, cut), cfg.weight_decay), (slice(cut, self.share), 0.0)):
+            shard = nn.Parameter(self.mine[part])
+            shard.grad = self.my_grad[part]
+            if shard.numel():
+                groups.append({"params": [shard], "weight_decay": weight_decay})
+        self.adamw = torch.optim.AdamW(groups, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, fused=True)
+
+    def step(self, lr):
+        """Update all weights from the gradients that lie in self.grads, which are set to 0. Returns the norm before
+        clipping: that of the whole gradient, so the squares of the shares are added up."""
+        dist.reduce_scatter_tensor(self.my_grad, self.grads)
+        self.grads.zero_()
+        norm = self.world.sum(self.my_grad.square().sum()).sqrt()
+        if self.cfg.grad_clip:
+            self.my_grad *= (self.cfg.grad_clip / (norm + 1e-6)).clamp(max=1)  # as clip_grad_norm_ does
+        for group in self.adamw.param_groups:
+            group["lr"] = lr
+        self.adamw.step()
+        dist.all_gather_into_tensor(self.weights, self.mine)
+        return norm
+
+
+def zero_step(model, zero, loader, lr, cfg, world, precision, clock):
+    """train_step with ZeroAdamW: the same sum of losses over all targets of the step."""
+    clock.mark("start")
+    x, y, num_targets = loader.next_batch()
+    clock.mark("data")
+    with precision.autocast():
+        _, loss = model(x, y, reduction="sum")
+        loss = loss / num_targets
+    clock.mark("forward")
+    loss.backward()
+    clock.mark("backward")
+    norm = zero.step(lr)
+    clock.mark("optimizer")
+    return world.sum(loss.detach()), norm, loss
+
+
+def shard_fully(model, precision):
+    """Each block a unit that is gathered in bf16 before its forward and before its backward pass and dropped after both;
+    embeddings and last norm are one more. The shares themselves stay float32, gradients are summed in it."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(param_dtype=precision.dtype, reduce_dtype=torch.float32)
+    for block in model.transformer.h:
+        fully_shard(block, mp_policy=policy)
+    return fully_shard(model, mp_policy=policy)
+
+
+def compile_blocks(model):
+    """One small graph, used by every block: compiled in a few seconds, and no hook of DDP or FSDP has to go into it."""
+    for block in model.transformer.h:
+        block.forward = torch.compile(block.forward, dynamic=False)
+
+
+def build(mode, model_config, cfg, world, how):
+    """(step, raw_model): step(clock) makes one update in a mode's way and returns loss and norm of the gradient, tensors.
+
+    how: what is compiled, the whole "model", its "blocks" (always so in fsdp2 and ddp_blocks), or "off".
+    """
+    if mode in ALONE:
+        world, cfg = lone(world), dataclasses.replace(cfg, total_batch_size=cfg.batch_size * cfg.seq_len)
+    elif mode == "flat":
+        world = AfterBackward(world)
+    precision, raw_model, optimizer, loader, _ = prepare(model_config, cfg, world)
+    if how != "off" and mode in ("fsdp2", "ddp_blocks"):
+        how = "blocks"
+    if how == "blocks":
+        compile_blocks(raw_model)
+
+    def compiled(model):
+        return torch.compile(model, dynamic=False) if how == "model" else model
+
+    update = train_step
+    if mode.startswith("ddp"):
+        model = world.wrap(compiled(raw_model) if mode == "ddp_inside" else raw_model)
+        if mode == "ddp_bf16":
+            from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+            model.register_comm_hook(None, bf16_compress_hook)
+        model = compiled(model) if mode != "ddp_inside" else model
+    elif mode == "fsdp2":
+        model = shard_fully(raw_model, precision)
+        optimizer = make_optimizer(model, cfg, world.device)  # of the shares
+    else:
+        if mode == "zero1":
+            update, optimizer = zero_step, ZeroAdamW(raw_model, cfg, world)
+        model = compiled(raw_model)
+    done = 0
+
+    def step(clock):
+        nonlocal done
+        loss, norm, _ = update(model, optimizer, loader, get_lr(done, cfg), cfg, world, precision, clock)
+        done += 1
+        return loss, norm
+
+    return step, raw_model
+
+
+# ----------------------------------------------------------------------------------------------- 3. measurements
+
+
+def timed_steps(step, count, world, clock, halfway=lambda: None):
+    """Milliseconds of each of `count` updates, and the last (loss, norm).
+
+    On CUDA the ends are events in the stream, and the host looks at each loss one step late, as train() does: waiting for
+    the device after every step would add the time to get it going again, which no real run pays.
+    """
+
+    def now():
+        if world.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    world.synchronize()
+    marks, before, result = [now()], None, None
+    for i in range(count):
+        result = step(clock)
+        marks.append(now())
+        if i == count // 3:
+            halfway()
+        if before is not None:
+            before.item()
+        before = result[0]
+    world.synchronize()
+    if world.device.type == "cuda":
+        return [a.elapsed_time(b) for a, b in zip(marks, marks[1:])], result
+    return [1000 * (b - a) for a, b in zip(marks, marks[1:])], result
+
+
+class Cards:
+    """Clock, power and temperature of all cards while they work, from nvidia-smi, which needs a second to say it."""
+
+    def __init__(self):
+        self.process = None
+
+    def ask(self):
+        command = "nvidia-smi --query-gpu=clocks.sm,power.draw,temperature.gpu --format=csv,noheader,nounits".split()
+        with contextlib.suppress(OSError):
+            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+
+    def answer(self):
+        """[(MHz, watts, degrees C) of each card], or None where the answer did not come before the work was done."""
+        if self.process is None or self.process.poll() is None:
+            return None
+        with contextlib.suppress(ValueError):
+            return [[float(v) for v in line.split(",")] for line in self.process.stdout.read().splitlines()] or None
+
+
+def median(values):
+    return float(np.median(values))
+
+
+def measure(mode, model_config, cfg, world, how, warmup, steps, trace):
+    """What a record says of a mode, measured by all processes together; the same on each of them."""
+    works = world.is_main or mode != "alone_one"
+    cuda, mine = world.device.type == "cuda", None
+    if works:
+        cards, clock = Cards(), PhaseClock(False, world.device)
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+        t0 = time.perf_counter()
+        step, _ = build(mode, model_config, cfg, world, how)
+        world.synchronize()
+        t1 = time.perf_counter()
+        step(clock)
+        world.synchronize()
+        t2 = time.perf_counter()
+        for _ in range(warmup):
+            step(clock)
+    if mode != "alone_one":
+        world.smallest(0)  # start together
+    if works:
+        clock = PhaseClock(True, world.device)
+        ms, (loss, norm) = timed_steps(step, steps, world, clock, cards.ask if world.is_main else lambda: None)
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of shares
+        mine = {"build_s": t1 - t0, "first_step_s": t2 - t1, "ms": [round(t, 3) for t in ms], "loss": loss.item(),
+                "grad_norm": norm.item(), "phases": clock.read(), "cards": cards.answer(),
+                "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None}  # fmt: skip
+        if trace and cuda and mode != "alone_one":
+            write_trace(step, world, Path(trace), mode)
+    world.smallest(0)  # over the CPU: those that idle must not wait in a kernel
+    ranks = [r for r in world.gather(mine) if r is not None]
+    each = [cfg.batch_size * cfg.seq_len / median(r["ms"]) * 1000 for r in ranks]  # tokens/s by each card's own clock
+    slowest = np.max([r["ms"] for r in ranks], axis=0)  # of the cards, step by step
+    together = len(ranks) * cfg.batch_size * cfg.seq_len / median(slowest) * 1000
+    return {
+        "step_ms": median(slowest), "step_ms_min": float(slowest.min()), "step_ms_max": float(slowest.max()),
+        "tok_per_s": sum(each) if mode in ALONE else together, "rank_tok_per_s": each,
+        "build_s": max(r["build_s"] for r in ranks), "first_step_s": max(r["first_step_s"] for r in ranks),
+        "peak_gib": max(r["peak_gib"] for r in ranks) if cuda else None, "loss": ranks[0]["loss"],
+        "grad_norm": ranks[0]["grad_norm"], "phases": ranks[0]["phases"], "cards": ranks[0]["cards"],
+        "rank_step_ms": [r["ms"] for r in ranks],
+    }  # fmt: skip
+
+
+# The full run of 19,073 steps validates every 250 steps and does the other three every 1000. Here they all come twice, at
+# their full size: the first time compiles, reads and fills caches, so the second half of the run is what is measured. Each
+# then costs a step 1/250 or 1/1000 of its seconds. (Shrinking intervals and amounts together would not do: a checkpoint
+# has no smaller size, and every evaluation has a start of its own.)
+FULL_RUN = {"val": 250, "hella": 1000, "sample": 1000, "checkpoint": 1000}
+
+
+def read_loop(events, half, total_batch_size, val_tokens):
+    """What a record says of the events of a log.jsonl: a run of 2 * half steps with everything due at both halves.
+
+    val_tokens: how many the full run validates on. If the data have fewer, the seconds are scaled up to it.
+    """
+    last, seconds, before = {}, {}, None
+    for event in events:
+        if before is not None and event["kind"] in FULL_RUN and event["step"] == 2 * half:
+            seconds[event["kind"]] = event["time"] - before
+        before = event["time"]
+        last[event["kind"] if event["kind"] in ("train", "start") else "other", event["step"]] = event["time"]
+    training = (last["train", 2 * half] - last["other", half]) / half  # seconds a step
+    raw = half * total_batch_size / (last["other", 2 * half] - last["other", half])
+    if "val" in seconds:
+        seconds["val"] *= val_tokens / min(val_tokens, events[0]["val_tokens"] - 1)
+    per_step = training + sum(s / FULL_RUN[kind] for kind, s in seconds.items())
+    return {
+        "step_ms": 1000 * per_step, "tok_per_s": total_batch_size / per_step, "train_ms": 1000 * training,
+        "seconds": seconds, "not_measured": sorted(FULL_RUN.keys() - seconds.keys()), "raw_tok_per_s": raw,
+        "loss": [e["loss"] for e in events if e["kind"] == "train"][-1],
+    }  # fmt: skip
+
+
+def measure_loop(args, data, half):
+    """read_loop of a real run of train_gpt2.py under torchrun, in a folder that is deleted afterwards."""
+    model_config, cfg = PRESETS[args.preset]
+    update = args.batch_size * args.seq_len * args.nproc_per_node
+    total = update * max(1, round(cfg.total_batch_size / update))
+    hellaswag = (ROOT / "data/hellaswag/hellaswag_val.jsonl").exists() and cfg.hella_every  # nobody waits for a network here
+    with tempfile.TemporaryDirectory() as folder:
+        flags = dict(preset=args.preset, data=data, batch_size=args.batch_size, seq_len=args.seq_len, total_batch_size=total,
+                     device=args.device, precision=args.precision, max_steps=2 * half, val_every=half, sample_every=half,
+                     hella_every=half if hellaswag else 0, ckpt_every=half, log_every=math.gcd(half, 10), log_dir=folder,
+                     run_name="loop")  # fmt: skip
+        command = torchrun(args.nproc_per_node, "train_gpt2.py", *[f"--{k}={v}" for k, v in flags.items()])
+        command += ["--no_compile"] if args.compile == "off" else []
+        command += ["--activation_checkpointing"] if args.activation_checkpointing else []
+        run_limited(command, args.limit, cwd=ROOT, stdout=subprocess.DEVNULL)  # ROOT: where data/hellaswag is
+        events = [json.loads(line) for line in (Path(folder) / "loop" / "log.jsonl").read_text().splitlines()]
+    return {"total_batch_size": total, "half": half} | read_loop(events, half, total, cfg.val_tokens)
+
+
+# ------------------------------------------------------------------------------------------- 4. traces, a picture
+
+KERNELS = {  # class of a kernel: what its name contains. First match wins
+    "nccl": "nccl", "attention": "sdpa|flash|fmha|attention", "optimizer": "adam|multi_tensor",
+    "product": "gemm|nvjet|cutlass|xmma|cublas|splitk", "copy": "memcpy|memset|copy", "loss": "^kernel",
+}  # fmt: skip
+
+
+def kernel_class(name):
+    return next((kind for kind, words in KERNELS.items() if re.search(words, name, re.IGNORECASE)), "elementwise")
+
+
+def extract_kernels(trace):
+    """[class, name, stream, start_us, dur_us] of all that ran on the device, from a chrome trace, as of its first."""
+    found = [e for e in trace["traceEvents"] if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    t0 = min((e["ts"] for e in found), default=0)
+    rows = [[kernel_class(e["name"]), e["name"][:60], e["args"].get("stream"), round(e["ts"] - t0, 2), e["dur"]] for e in found]
+    return sorted(rows, key=lambda row: row[3])
+
+
+def write_trace(step, world, folder, mode):
+    """Chrome trace and extract of one more update of rank 0: folder/<mode>.trace.json.gz and <mode>.kernels.json."""
+    schedule = torch.profiler.schedule(wait=0, warmup=1, active=1)  # the tracer's own start is not part of the step
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], schedule=schedule)
+    with profiler if world.is_main else contextlib.nullcontext():
+        for _ in range(2):
+            step(PhaseClock(False, world.device))
+            world.synchronize()
+            if world.is_main:
+                profiler.step()
+    if world.is_main:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{mode}.trace.json.gz"
+        profiler.export_chrome_trace(str(path))
+        with gzip.open(path) as f:
+            kernels = extract_kernels(json.load(f))
+        about = {"mode": mode, "world_size": world.world_size, "device": device_name(), "torch": torch.__version__}
+        about["columns"] = ["class", "name", "stream", "start_us", "dur_us"]
+        (folder / f"{mode}.kernels.json").write_text(json.dumps(about | {"kernels": kernels}))
+
+
+def union(intervals):
+    """The same points of time as intervals (start, end) that neither touch nor overlap, in order."""
+    merged = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1][1] = max(merged[-1][1], end)
+        else:
+            merged.append([start, end])
+    return merged
+
+
+def length(intervals):
+    return sum(end - start for start, end in union(intervals))
+
+
+def overlap(kernels):
+    """Microseconds of a step, of it with communication, of that hidden under computation, and with neither.
+
+    A kernel of NCCL that waits for a slower card counts as communication: to this card it is no different.
+    """
+    spans = {True: [], False: []}
+    for kind, _, _, start, dur in kernels:
+        spans[kind == "nccl"].append((start, start + dur))
+    if not kernels:
+        raise ValueError("there is no kernel in this extract; --trace needs a GPU")
+    both = length(spans[True] + spans[False])
+    ends = [end for span in spans.values() for _, end in span]
+    step = max(ends) - min(start for span in spans.values() for start, _ in span)
+    hidden = length(spans[True]) + length(spans[False]) - both
+    return {"step_us": step, "nccl_us": length(spans[True]), "hidden_us": hidden, "idle_us": step - both}
+
+
+def overlap_picture(extract_file, out_png, dark=False):
+    """Two lanes over the time of one step: what computes, by class, and what communicates.
+
+    extract_file is a .kernels.json of --trace. The title says how much of the communication is hidden. Raises OSError or
+    ValueError for a file that is none.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    from plot import SERIES, style
+
+    extract = json.loads(Path(extract_file).read_text())
+    if not isinstance(extract, dict) or "kernels" not in extract:
+        raise ValueError(f"{extract_file} is no extract of a trace; --trace FOLDER writes <mode>.kernels.json")
+    kernels, times = extract["kernels"], overlap(extract["kernels"])
+    order = ["product", "attention", "elementwise", "loss", "optimizer", "copy"]
+    colors = dict(zip(order, [*SERIES[dark], "0.5"]))
+    with matplotlib.rc_context(style(dark)):
+        figure = Figure(figsize=(8, 2.6))
+        ax = figure.subplots()
+        ax.grid(False)
+        for kind in order:
+            bars = [(start / 1000, dur / 1000) for k, _, _, start, dur in kernels if k == kind]
+            if bars:
+                ax.broken_barh(bars, (1.1, 0.8), color=colors[kind], linewidth=0, label=kind)
+        bars = [(start / 1000, dur / 1000) for k, _, _, start, dur in kernels if k == "nccl"]
+        ax.broken_barh(bars, (0.1, 0.8), color="0.5", linewidth=0)
+        ax.set_yticks([0.5, 1.5], ["NCCL", "compute"])
+        ax.set_ylim(0, 2)
+        ax.set_xlim(0, times["step_us"] / 1000)
+        ax.set_xlabel(f"ms of one step of rank 0, {extract['world_size']} x {extract['device']}")
+        share = f"{times['hidden_us'] / times['nccl_us']:.0%} of" if times["nccl_us"] else "no communication in"
+        much = f" {times['nccl_us'] / 1000:.1f} ms of communication hidden under computation" if times["nccl_us"] else ""
+        ax.set_title(f"{extract['mode']}: {share}{much or ' this step'}")
+        ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.32), ncols=6, fontsize=9, handlelength=1)
+        figure.savefig(out_png)
+
+
+# ------------------------------------------------------------------------------------------------- 5. the table
+
+
+def alike(record, other):
+    """True if two records of different modes may be compared."""
+    same = ("preset", "world_size", "batch_size", "seq_len", "compile", "activation_checkpointing", "precision", "data",
+            "device", "torch")  # fmt: skip
+    return all(record.get(k) == other.get(k) for k in same)
+
+
+def references(record, records):
+    """Tokens/s that a mode is held against: world_size times one card alone, the sum of the cards, world_size times the
+    slowest. A reference that was not measured is None."""
+    found = {r["mode"]: r for r in records if r["mode"] in ALONE and "error" not in r and alike(r, record)}
+    n, one, every = record["world_size"], found.get("alone_one"), found.get("alone")
+    rates = every["rank_tok_per_s"] if every else None
+    return (n * one["tok_per_s"] if one else None, sum(rates) if rates else None, n * min(rates) if rates else None)
+
+
+def table(records):
+    """Lines of text: a block for each setting, a row for each mode, newest record first to count."""
+    records = [r for r in records if r.get("bench") == "parallel"]
+    newest = {json.dumps({k: r.get(k) for k in KEY}): r for r in records}
+    blocks, lines = [], []
+    for record in newest.values():
+        block = next((b for b in blocks if alike(b[0], record)), None)
+        block.append(record) if block else blocks.append([record])
+    for block in blocks:
+        r = block[0]
+        lines += [f"{r['preset']}, {r['world_size']} x {r['device']}, {r['batch_size']} x {r['seq_len']} tokens each, "
+                  f"{r['precision']}, compile {r['compile']}"
+                  f"{', activation checkpointing' if r['activation_checkpointing'] else ''}, torch {r['torch']}, {r['date']}",
+                  f"{'mode':<11} {'step ms (min to max)':>24} {'tokens/s':>10} {'% of n x one':>12} {'sum alone':>9} "
+                  f"{'n x slowest':>11} {'GiB':>6} {'first step s':>12} {'loss':>8}"]  # fmt: skip
+        common = set.intersection(*(set(r["env"].items()) for r in block))
+        for r in sorted(block, key=lambda r: list(MODES).index(r["mode"])):
+            env = " ".join(f"{k}={v}" for k, v in sorted(set(r["env"].items()) - common))
+            if "error" in r:
+                lines.append(f"{r['mode']:<11} {env} failed: {r['error']}")
+                continue
+            spread = f" ({r['step_ms_min']:.1f} to {r['step_ms_max']:.1f})" if "step_ms_min" in r else ""
+            step = f"{r['step_ms']:.1f}{spread}"
+            percent = [f"{r['tok_per_s'] / ref:.1%}" if ref else "-" for ref in references(r, newest.values())]
+            percent = ["-"] * 3 if r["mode"] == "alone_one" else percent
+            peak, first = (f"{r[k]:.1f}" if r.get(k) else "-" for k in ("peak_gib", "first_step_s"))
+            lines.append(f"{r['mode']:<11} {step:>24} {r['tok_per_s']:>10,.0f} {percent[0]:>12} {percent[1]:>9} "
+                         f"{percent[2]:>11} {peak:>6} {first:>12} {r['loss']:>8.4f} {env}")  # fmt: skip
+            if r["mode"] == "alone":
+                cards = r.get("cards") or []
+                rates = ", ".join(f"{rate:,.0f}" + (f" ({cards[i][0]:.0f} MHz, {cards[i][1]:.0f} W, {cards[i][2]:.0f} C)"
+                                  if len(cards) == len(r["rank_tok_per_s"]) else "")
+                                  for i, rate in enumerate(r["rank_tok_per_s"]))  # fmt: skip
+                lines.append(f"            each card: {rates}")
+            if r["mode"] == "loop":
+                events = ", ".join(f"{kind} {s:.2f} s every {FULL_RUN[kind]} steps" for kind, s in r["seconds"].items())
+                missing = f"; not measured: {', '.join(r['not_measured'])}" if r["not_measured"] else ""
+                lines.append(f"            {r['total_batch_size']} tokens in {r['train_ms']:.1f} ms; {events}{missing}")
+        lines.append("")
+    return lines
+
+
+# ------------------------------------------------------------------------------------------- 6. command line, processes
+
+KEY = ("bench", "mode", "preset", "world_size", "batch_size", "seq_len", "compile", "activation_checkpointing", "precision",
+       "data", "warmup", "steps", "device", "torch", "env")  # fmt: skip
+
+
+def device_name():
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+
+def key_of(mode, args, world_size):
+    """What makes a measurement this one and no other."""
+    values = {k: getattr(args, k) for k in KEY if hasattr(args, k)}
+    env = {k: v for k, v in os.environ.items() if k.startswith("NCCL_")}
+    steps = args.loop_steps if mode == "loop" else args.steps
+    return values | {"bench": "parallel", "mode": mode, "world_size": world_size, "steps": steps, "device": device_name(),
+                     "torch": torch.__version__, "env": env}  # fmt: skip
+
+
+def torchrun(processes, script, *words):
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", str(ROOT / script),
+            *map(str, words)]  # fmt: skip
+
+
+def run_limited(command, seconds, **where):
+    """Run a command. Raises RuntimeError with what it said last if it fails, or is not done after so many seconds."""
+    with tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen(command, stderr=said, **where)
+        try:
+            status = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # torchrun ends its processes when it is asked to, not when it is killed
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+            raise RuntimeError(f"not done after {seconds} s") from None
+        if status:
+            said.seek(0)
+            lines = said.read().splitlines()
+            print("\n".join(lines[-60:]), file=sys.stderr)
+            errors = [line for line in lines if ": error: " in line] or [f"exit status {status}"]
+            raise RuntimeError(errors[0].split(": error: ")[-1][:300])
+
+
+def drive(args, argv):
+    """Each mode in processes of its own: one that fails or hangs leaves the others alone. Returns how many failed."""
+    own = argparse.ArgumentParser(allow_abbrev=False)
+    own.add_argument("--nproc_per_node"), own.add_argument("--limit"), own.add_argument("--modes", nargs="+")
+    _, rest = own.parse_known_args(argv)
+    failures = 0
+    for mode in args.modes:
+        key = key_of(mode, args, args.nproc_per_node)
+        if finished(args.out, key):
+            print(f"{mode}: already in {args.out}", flush=True)
+            continue
+        try:
+            if mode != "loop":
+                run_limited(torchrun(args.nproc_per_node, "bench/parallel.py", "--modes", mode, *rest), args.limit)
+                continue
+            with tempfile.TemporaryDirectory() as folder:
+                model_config, cfg = PRESETS[args.preset]
+                n = 4 * args.batch_size * args.seq_len * args.nproc_per_node
+                data = args.data or random_shards(folder, model_config.vocab_size, n, cfg.val_tokens + 1)
+                record = measure_loop(args, data, args.loop_steps)
+            append_record(args.out, key | record | origin(args.commit))
+        except (RuntimeError, OSError, KeyError) as error:
+            if finished(args.out, key):  # it was measured, and went wrong in taking its leave
+                continue
+            failures += 1
+            append_record(args.out, key | {"error": str(error)} | origin(args.commit))
+            print(f"{mode}: failed: {error}", flush=True)
+    print("\n".join(table(read_records(args.out))))
+    return failures
+
+
+def work(args):
+    """One process of those that measure args.modes one after the other; rank 0 writes the records."""
+    world = World(args.device)
+    with tempfile.TemporaryDirectory() if world.is_main and not args.data else contextlib.nullcontext() as folder:
+        model_config, cfg = PRESETS[args.preset]
+        manifest = Path(args.data) / "manifest.json"
+        if args.data and manifest.exists():
+            model_config = dataclasses.replace(model_config, vocab_size=json.loads(manifest.read_text())["vocab_size"])
+        model_config = dataclasses.replace(model_config, activation_checkpointing=args.activation_checkpointing)
+        update = args.batch_size * args.seq_len * world.world_size
+        if folder:
+            random_shards(folder, model_config.vocab_size, 8 * update + 1, 2 * args.seq_len)
+        cfg = dataclasses.replace(
+            cfg, data=args.data or world.from_main(folder), optimizer="adamw", batch_size=args.batch_size,
+            seq_len=args.seq_len, total_batch_size=update, precision=args.precision,
+            warmup_steps=10,  # the loss of the last step is to say whether the modes agree, so it has to move
+        )  # fmt: skip
+        for mode in args.modes:
+            key = key_of(mode, args, world.world_size)
+            if world.from_main(bool(finished(args.out, key))):
+                continue
+            record = measure(mode, model_config, cfg, world, args.compile, args.warmup, args.steps, args.trace)
+            if world.is_main:
+                append_record(args.out, key | record | origin(args.commit))
+                print(f"{mode}: {record['tok_per_s']:,.0f} tokens/s, {record['step_ms']:.1f} ms, first step "
+                      f"{record['first_step_s']:.1f} s, loss {record['loss']:.4f}", flush=True)  # fmt: skip
+            torch.compiler.reset()
+            if world.device.type == "cuda":
+                torch.cuda.empty_cache()
+        world.smallest(0)  # nobody leaves while others read the shards
+    world.close()
+
+
+def parse_args(argv):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)  # fmt: skip
+    parser.add_argument("--out", default="parallel.jsonl", help="records go here, one line each (default %(default)s)")
+    parser.add_argument("--modes", nargs="+", choices=MODES, metavar="MODE", help="default: all (without torchrun: alone_one)")
+    parser.add_argument("--nproc_per_node", type=int, default=0, help="start so many processes; under torchrun leave it out")
+    parser.add_argument("--limit", type=int, default=150, help="seconds for a mode (default %(default)s)")
+    parser.add_argument("--preset", default="gpt2", choices=PRESETS)
+    parser.add_argument("--batch_size", type=int, default=64, help="sequences per process and update (default %(default)s)")
+    parser.add_argument("--seq_len", type=int, default=0, help="default: the preset's")
+    parser.add_argument("--steps", type=int, default=40, help="updates that are timed (default %(default)s)")
+    parser.add_argument("--warmup", type=int, default=10, help="updates before those, after the first (default %(default)s)")
+    parser.add_argument("--loop_steps", type=int, default=100, help="half the steps of the mode loop (default %(default)s)")
+    parser.add_argument("--compile", default="model", choices=("model", "blocks", "off"))
+    parser.add_argument("--activation_checkpointing", action="store_true")
+    parser.add_argument("--precision", default="bf16", choices=("bf16", "tf32", "fp32"))
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--data", default="", help="folder of token shards; random tokens if empty")
+    parser.add_argument("--trace", default="", help="folder for a trace of one step of each mode, and an extract of it")
+    parser.add_argument("--commit", default="", help="noted in the records where git is not at hand")
+    parser.add_argument("--table", action="store_true", help="print the table of --out and end")
+    parser.add_argument("--picture", nargs=2, metavar=("EXTRACT", "PNG"), help="draw an extract, light and dark, and end")
+    args = parser.parse_args(argv)
+    args.seq_len = args.seq_len or PRESETS[args.preset][1].seq_len
+    processes = args.nproc_per_node or int(os.environ.get("WORLD_SIZE", 1))
+    default = [m for m in MODES if m != "loop" or args.nproc_per_node] if processes > 1 else ["alone_one"]
+    args.modes = args.modes or default
+    for name, least in (("batch_size", 1), ("seq_len", 1), ("steps", 1), ("warmup", 0), ("loop_steps", 1), ("limit", 1),
+                        ("nproc_per_node", 0)):  # fmt: skip
+        if getattr(args, name) < least:
+            parser.error(f"--{name} {getattr(args, name)} must be {least} or more")
+    if args.data and not Path(args.data).is_dir():
+        parser.error(f"there is no folder {args.data}; name one with token shards, or leave --data out")
+    if processes < 2 and set(args.modes) - {*ALONE, "loop"}:
+        parser.error(f"{', '.join(sorted(set(args.modes) - {*ALONE}))} need two processes or more: --nproc_per_node 2")
+    if "loop" in args.modes and not args.nproc_per_node:
+        parser.error("loop starts processes of its own: pass --nproc_per_node and no torchrun")
+    args.data = str(Path(args.data).resolve()) if args.data else ""
+    args.out, args.trace = str(Path(args.out).resolve()), str(Path(args.trace).resolve()) if args.trace else ""
+    return args
+
+
+def main(argv=None):
+    argv = sys.argv[1:] if argv is None else argv
+    args = parse_args(argv)
+    # NVLink's multicast stays off unless the environment says otherwise: if it fails, it fails for all who share the host
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    if args.table:
+        print("\n".join(table(read_records(args.out))) or f"no record in {args.out}")
+    elif args.picture:
+        from plot import outputs
+
+        try:
+            for dark, path in outputs(args.picture[1], dark=True):
+                overlap_picture(args.picture[0], path, dark)
+        except (OSError, ValueError) as error:
+            print(f"bench/parallel.py: error: {error}", file=sys.stderr)
+            return 2
+    elif args.nproc_per_node:
+        return 1 if drive(args, argv) else 0
+    else:
+        status = 0
+        try:
+            work(args)
+        except Exception as error:
+            traceback.print_exc()
+            print(f"bench/parallel.py: error: [rank {os.environ.get('RANK', 0)}] {type(error).__name__}: "
+                  f"{(str(error) or '-').splitlines()[0]}", file=sys.stderr)  # fmt: skip
+            status = 1
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(status)  # no farewell: the others may wait for a process that failed; torchrun ends them
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
