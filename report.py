@@ -8,6 +8,7 @@ or to run anything else. Text from a log, samples above all, is escaped.
 """
 
 import base64
+import datetime
 import hashlib
 import html
 import json
@@ -19,7 +20,7 @@ from pathlib import Path
 
 from plot import PUBLISHED_HELLASWAG, SERIES, caption, column, finding, read_log, smooth, tokens_per_step
 
-BLUE, ORANGE, GREEN, PURPLE, RED = range(5)  # places in plot.SERIES
+ORANGE, GREEN, PURPLE = 1, 2, 3  # places in plot.SERIES; the first run is 0, the second 1
 
 # ------------------------------------------------------------------------------------------------------ 1. runs
 
@@ -76,6 +77,25 @@ def points(run, kind, name):
     return {"step": steps, "seconds": [at[s] for s in steps], "y": values}
 
 
+def axes(runs):
+    """({axis: its label}, {"seconds": how many of them the unit of time has}) for the axes that all the runs have."""
+    found = {"step": "steps"}
+    if all(run.per_step for run in runs):
+        found["tokens"] = "tokens"
+    times = [[seconds(run, r) for records in run.log.values() for r in records] for run in runs]
+    unit = 1
+    if all(None not in t and max(t) for t in times):
+        longest = max(map(max, times))
+        fits = [(1, "seconds", 900), (60, "minutes", 3 * 3600), (3600, "hours", math.inf)]
+        unit, found["seconds"] = next((size, name) for size, name, most in fits if longest <= most)
+    return found, {"seconds": unit}
+
+
+def phases(run):
+    """Names of the milliseconds that --timing logged, in the order of a step."""
+    return list(dict.fromkeys(k for r in run.log.get("train", []) for k in r if k.endswith("_ms") and k != "dt_ms"))
+
+
 def vocabulary(run):
     """How many token ids there are, which tells the tokenizers apart; None if unknown."""
     known = run.config.get("model", {}).get("vocab_size")
@@ -129,11 +149,21 @@ def with_smoothed(run, number, data, name, look, color, **more):
     return [trace(run, number, data, name, "faint", color), trace(run, number, smoothed, name, look, color, **more)]
 
 
-def curves(runs, kind, name, smoothed=False, look="line", colors=(BLUE, ORANGE)):
+def curves(runs, kind, name, smoothed=False, look="line"):
     """A curve for each run that has such values. Which run is which colour stands above the plots, not in them."""
-    draw = with_smoothed if smoothed else lambda *args: [trace(*args)]
-    found = [(run, i, points(run, kind, name), run.name, look, colors[i]) for i, run in enumerate(runs)]
-    return [t for args in found if args[2]["y"] for t in draw(*args)]
+    traces = []
+    for i, run in enumerate(runs):
+        data = points(run, kind, name)
+        if smoothed:
+            traces += with_smoothed(run, i, data, run.name, look, i)
+        elif data["y"]:
+            traces.append(trace(run, i, data, run.name, look, i))
+    return traces
+
+
+def panel(id, title, note, unit, digits, traces, levels=None):
+    """A plot of the page: title, one sentence, the axis label, d3's number format, curves, {text: height} of lines."""
+    return {"id": id, "title": title, "note": note, "unit": unit, "digits": digits, "traces": traces, "levels": levels or {}}
 
 
 def loss_panel(runs):
@@ -184,18 +214,13 @@ def phase_panels(runs):
     """What the steps are made of (--timing): a stacked panel for each run that measured it, all of one height."""
     panels = []
     for i, run in enumerate(runs):
-        names = dict.fromkeys(k for r in run.log.get("train", []) for k in r if k.endswith("_ms") and k != "dt_ms")
-        traces = [trace(run, i, points(run, "train", n), n[:-3], "area", c % 5, legend=True) for c, n in enumerate(names)]
+        names = enumerate(phases(run))
+        traces = [trace(run, i, points(run, "train", n), n[:-3], "area", c % 5, legend=True) for c, n in names]
         title = "Phases of a step" + (f": {run.name}" if len(runs) > 1 else "")
         note = "Mean milliseconds, as --timing measured them."
         panels.append(panel(f"phases{i}", title, note, "ms", ".1f", traces) | {"zero": True})
     top = max((sum(column) for p in panels for column in zip(*(t["y"] for t in p["traces"]))), default=0)
     return [p | {"top": 1.05 * top} for p in panels]
-
-
-def panel(id, title, note, unit, digits, traces, levels=None):
-    """A plot of the page: title, one sentence, the axis label, d3's number format, curves, {text: height} of lines."""
-    return {"id": id, "title": title, "note": note, "unit": unit, "digits": digits, "traces": traces, "levels": levels or {}}
 
 
 def panels(runs):
@@ -260,12 +285,12 @@ def numbers(run):
         found["tokens"] = Number(last * run.per_step, "{:,.0f}", epochs)
     wall = [t for records in run.log.values() for r in records if (t := seconds(run, r)) is not None]
     if wall and max(wall):
-        found["seconds in all"] = Number(max(wall), "{:,.0f}", "with evaluation and saving", True)
-    phases = dict.fromkeys(k for r in run.log.get("train", []) for k in r if k.endswith("_ms") and k != "dt_ms")
+        clock = datetime.timedelta(seconds=round(max(wall)))
+        found["seconds in all"] = Number(max(wall), "{:,.0f}", f"{clock}, with evaluation and saving", True)
     for name, what, write in (
         ("tok_per_s", "tokens/s, median", "{:,.0f}"), ("mfu", "MFU, median", "{:.1%}"),
         ("dt_ms", "ms a step, median", "{:,.1f}"),
-        *((name, f"{name[:-3]}, ms a step, median", "{:,.1f}") for name in phases),
+        *((name, f"{name[:-3]}, ms a step, median", "{:,.1f}") for name in phases(run)),
     ):  # fmt: skip
         values = column(run.log, "train", name)[1]
         if values:
@@ -309,7 +334,7 @@ def cautions(runs):
     if by_tokens(runs):
         found.append(f"Their steps are of different size, {a.per_step:,.0f} and {b.per_step:,.0f} tokens: they compare "
                      "against tokens, or time.")  # fmt: skip
-    if apart(runs):
+    if comparable(runs) and apart(runs):
         found.append("Their last validations lie at different places; Numbers begins with the last place that both measured.")
     return [*found, "This is one run each: what another seed alone would change is not seen here."]
 
@@ -390,12 +415,13 @@ def config_tables(runs):
         heads = [part] if len(runs) == 1 else [run.name for run in runs]
         title = f"<h3>{html.escape(part)}</h3>" if len(runs) > 1 else ""
         everything += f"<div>{title}{table(heads, rows, differ)}</div>"
-        if differ:
+        if differ and all(part in side for side in sides):
             different += f"<div>{title}{table(heads, {field: rows[field] for field in differ})}</div>"
-    everything = f"<div class='parts'>{everything}</div>" if everything else "<p>Nothing is known of it.</p>"
+    grid = "parts" if len(runs) == 1 else "parts pairs"
+    everything = f"<div class='{grid}'>{everything}</div>" if everything else "<p>Nothing is known of it.</p>"
     if len(runs) == 1:
         return f"<section><h2>Configuration</h2>{everything}</section>"
-    different = f"<div class='parts'>{different}</div>" if different else "<p>Nothing that is known of both.</p>"
+    different = f"<div class='{grid}'>{different}</div>" if different else "<p>Nothing that is known of both.</p>"
     return (f"<section><h2>What was set differently</h2>{different}"
             f"<details><summary>everything</summary>{everything}</details></section>")  # fmt: skip
 
@@ -410,8 +436,8 @@ def samples(runs):
         for run, texts in zip(runs, found):
             prompt = run.config.get("train", {}).get("sample_prompt", "")
             head = f"<h3>{html.escape(run.name)}</h3>" if len(runs) > 1 else ""
-            texts = [marked(str(text), prompt) for text in texts.get(step, [])] or ["-"]
-            pres = "".join(f"<pre>{text}</pre>" for text in texts)
+            pres = "".join(f"<pre>{marked(str(text), prompt)}</pre>" for text in texts.get(step, []))
+            pres = pres or "<p class='soft'>none at this step</p>"
             sides.append(f"<div>{head}{pres}</div>" if head else pres)
         opened = " open" if step in [max(texts) for texts in found if texts] else ""
         body = f"<div class='sides'>{''.join(sides)}</div>"
@@ -441,7 +467,7 @@ h2 { font-size: 1.15rem; margin: 3rem 0 .75rem; }
 h3 { font-size: .85rem; margin: 0; color: var(--soft); overflow-wrap: anywhere; }
 header p { margin: .3rem 0 0; overflow-wrap: anywhere; }
 .finding { font-size: 1.1rem; }
-.soft, small, .part, figcaption p, footer { color: var(--soft); font-size: .85rem; }
+.soft, small, figcaption p, footer { color: var(--soft); font-size: .85rem; }
 .cautions { border-left: 3px solid var(--s1); padding-left: .8rem; margin-top: 1rem; max-width: 55rem; font-size: .9rem; }
 .dot { display: inline-block; width: .7rem; height: .7rem; border-radius: 50%; margin-right: .4rem; }
 .tiles { display: grid; grid-template-columns: repeat(auto-fill, minmax(9.5rem, 1fr)); gap: 1rem 1.5rem; margin: 1.5rem 0 0; }
@@ -473,7 +499,9 @@ thead th { color: var(--ink); font-weight: 600; overflow-wrap: anywhere; }
 tbody th { max-width: 17rem; }
 code { font: .82rem ui-monospace, monospace; overflow-wrap: anywhere; }
 .parts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 20rem), 1fr)); gap: 1.5rem 2.5rem; }
+.pairs { grid-template-columns: repeat(auto-fit, minmax(min(100%, 28rem), 1fr)); }
 .parts table { width: 100%; }
+.parts td { min-width: 5rem; }
 @media (max-width: 600px) {
   .fold, .fold thead, .fold tbody { display: block; }
   .fold tr { display: grid; grid-template-columns: repeat(var(--columns), minmax(0, 1fr)); gap: 0 1rem; padding: .35rem 0;
@@ -566,20 +594,6 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
 """
 
 
-def axes(runs):
-    """({axis: its label}, {"seconds": how many of them the unit of time has}) for the axes that all the runs have."""
-    found = {"step": "steps"}
-    if all(run.per_step for run in runs):
-        found["tokens"] = "tokens"
-    times = [[seconds(run, r) for records in run.log.values() for r in records] for run in runs]
-    unit = 1
-    if all(None not in t and max(t) for t in times):
-        longest = max(map(max, times))
-        fits = [(1, "seconds", 900), (60, "minutes", 3 * 3600), (3600, "hours", math.inf)]
-        unit, found["seconds"] = next((size, name) for size, name, most in fits if longest <= most)
-    return found, {"seconds": unit}
-
-
 def script(text):
     """A <script> element, and the hash by which the page's rules know it."""
     return f"<script>{text}</script>", "'sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() + "'"
@@ -609,7 +623,8 @@ def page(runs):
     )
     figures = ""
     for p in found:  # the losses over the whole width; the phases of two runs beside each other
-        place = {"loss": "whole", "difference": "whole", "phases0": "first" if len(runs) > 1 else ""}.get(p["id"], "")
+        place = "whole" if p["id"] in ("loss", "bits", "difference") else ""
+        place = "first" if p["id"] == "phases0" and len(runs) > 1 else place
         figures += (f"<figure class='{place}'><figcaption><b>{html.escape(p['title'])}</b><p>{html.escape(p['note'])}</p>"
                     f"</figcaption><div class='plot' id='{p['id']}'></div></figure>")  # fmt: skip
     said = finding({run.name: run.log for run in runs}) if comparable(runs) else ""
@@ -630,7 +645,7 @@ def page(runs):
 <noscript><p>The curves need JavaScript; numbers, configuration and samples do not.</p></noscript>
 <main><div class="grid">{figures}</div>
 {number_table(runs) if len(runs) > 1 else ""}{samples(runs)}{config_tables(runs)}</main>
-<footer>Made by report.py from {" and ".join(f"{html.escape(run.name)}" for run in runs)}: log.jsonl and config.json.</footer>
+<footer>Made by report.py from {title}: log.jsonl and config.json.</footer>
 <script type="application/json" id="data">{json.dumps(data).replace("<", chr(92) + "u003c")}</script>
 {library}
 {own}
@@ -651,9 +666,11 @@ def write(paths, out):
     if len({run.name for run in runs}) < len(runs):  # of one name in two places
         for run, path in zip(runs, paths):
             run.name = str(path)
+    if out.suffix != ".html":  # also lest a log be overwritten
+        raise ValueError(f"--out {out} must end in .html")
     text = page(runs)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(text, encoding="utf-8")
+    out.write_text(text, encoding="utf-8", newline="\n")
 
 
 def main():
@@ -664,7 +681,7 @@ def main():
 
         Args:
             runs: One or two run folders, such as log/laptop_20260101-120000, or logs.
-            out: Page to write; report.html in the first run's folder if not given.
+            out: Page to write (.html); report.html in the first run's folder, or beside the first log, if not given.
             open: Show it in the browser.
         """
         return runs, out, open
@@ -672,7 +689,7 @@ def main():
     runs, out, show = tyro.cli(settings, prog="report.py", config=(tyro.conf.FlagCreatePairsOff,), use_underscores=True)
     try:
         if runs and out is None:
-            out = runs[0] / "report.html" if runs[0].is_dir() else runs[0].with_name("report.html")
+            out = runs[0] / "report.html" if runs[0].is_dir() else runs[0].with_suffix(".html")
         write(runs, out)
         print(out)
         if show:
