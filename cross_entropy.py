@@ -160,7 +160,8 @@ def fused_loss_fp8(x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) 
 
     e4m3 (3 bits of mantissa) for x and weight, each scaled so that its largest value is the format's, 448; e5m2 (2 bits,
     more range) for the gradient of the logits (Micikevicius et al. 2022, FP8 formats, section 3). The hardware wants
-    both factors of an 8-bit product contiguous along the axis that is summed over, so three of them are kept twice.
+    both factors of an 8-bit product contiguous along the axis that is summed over, so three of them are kept twice. Its
+    fast accumulation (use_fast_accum) stays off: sums with 14 bits make dweight 5 times as wrong and 0.3 % faster a step.
     """
     x8, x_scale = to_e4m3(x)
     w8, w_scale = to_e4m3(weight)
@@ -171,10 +172,10 @@ def fused_loss_fp8(x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) 
     for i in range(0, x.size(0), CHUNK):
         rows = x8[i : i + CHUNK]  # (n, C)
         rows_t = rows.t().contiguous()  # (C, n)
-        logits = torch._scaled_mm(rows, w8.t(), x_scale, w_scale, out_dtype=x.dtype, use_fast_accum=True)  # (n, V)
+        logits = torch._scaled_mm(rows, w8.t(), x_scale, w_scale, out_dtype=x.dtype)  # (n, V)
         losses[i : i + CHUNK], grad, grad_t = triton_loss_and_grad_e5m2(logits, targets[i : i + CHUNK], vocab_size)
-        dx[i : i + CHUNK] = torch._scaled_mm(grad, w8_t.t(), grad_scale, w_scale, out_dtype=x.dtype, use_fast_accum=True)
-        dweight += torch._scaled_mm(grad_t, rows_t.t(), grad_scale, x_scale, out_dtype=torch.float32, use_fast_accum=True)
+        dx[i : i + CHUNK] = torch._scaled_mm(grad, w8_t.t(), grad_scale, w_scale, out_dtype=x.dtype)
+        dweight += torch._scaled_mm(grad_t, rows_t.t(), grad_scale, x_scale, out_dtype=torch.float32)
     return losses.sum(), dx, dweight
 
 
