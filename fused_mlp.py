@@ -130,7 +130,6 @@ def _(dy, w_proj, before):
 def keep(ctx, inputs, output):
     ctx.set_materialize_grads(False)  # no gradients of zeros for the two results that are for the backward pass alone
     x, w_fc, _, w_proj = inputs
-    ctx.set_materialize_grads(False)  # or autograd makes zeros (N, F) as gradients of the results that are only kept
     ctx.save_for_backward(x, w_fc, w_proj, *output[1:])
 
 
