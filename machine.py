@@ -12,6 +12,13 @@ PEAK_TFLOPS = {
     "RTX 6000 Ada": 364, "RTX 5090": 210, "RTX 4090": 165, "RTX 4080": 97, "RTX 3090": 71, "V100": 125, "T4": 65,
 }  # fmt: skip
 
+# Memory in GB as sold; drivers show as many GiB, within 1 % (H200: 143,771 MiB). The smallest where there are several sizes.
+MEMORY_GB = {
+    "B200": 180, "GH200": 96, "H200": 141, "H100 PCIe": 80, "H100 NVL": 94, "H100": 80, "A100": 40, "A800": 40, "H800": 80,
+    "L40S": 48, "L40": 48, "L4": 24, "A40": 48, "A30": 24, "A10G": 24, "A10": 24, "RTX A6000": 48, "RTX 6000 Ada": 48,
+    "RTX 5090": 32, "RTX 4090": 24, "RTX 4080": 16, "RTX 3090": 24, "V100": 16, "T4": 16,
+}  # fmt: skip
+
 
 def peak_flops(device):
     """The card's dense 16-bit peak in FLOP/s, or None for one that is not in the table: no MFU is better than a guess."""
