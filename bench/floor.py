@@ -383,7 +383,7 @@ def run(argv):
         round_ms = back_to_back(parts, best, args.seconds, file.write)
         results = floors(config, positions, ms, round_ms, bytes_per_s, args.tokens // positions)
     except KeyError as error:
-        raise ValueError(f"no floor without {error}, and {args.out} says why it has no time; try a smaller --batch_size") from error
+        raise ValueError(f"no floor without {error}; {args.out} says why it has no time; try a smaller --batch_size") from error
     for gelu, inside in (("inside the products", True), ("in kernels of its own", False)):
         layers, logits = (n / 1e9 for n in traffic(config, positions, inside))
         print(f"traffic of a micro-step, GELU {gelu}: {layers:.2f} GB elementwise, {logits:.2f} GB of logits")

@@ -102,7 +102,7 @@ RUNGS = [  # each on top of all before it
 # each changes one thing of the trainer's defaults
 OTHERS = {
     "checkpointing": [("off", {}), ("on", dict(activation_checkpointing=True))],
-    "cross_entropy": [(m, dict(cross_entropy=m)) for m in ("plain", "chunked", "torch", "liger")],
+    "cross_entropy": [(m, dict(cross_entropy=m)) for m in ("plain", "chunked", "torch", "liger", "fp8")],
     "micro_batch": [(str(b), dict(batch_size=b)) for b in (4, 8, 16, 32, 64, 128)],
     "loader": [("as_built", {}), ("not_pinned", dict(loader="not pinned")), ("not_ahead", dict(loader="not ahead"))],
     "sdpa": [
@@ -143,7 +143,7 @@ def variants(group):
             so_far = so_far | known(settings)
             found[name] = so_far
     if group == "loss":
-        found["muon"] = so_far | dict(optimizer="muon")
+        found["muon"] = dict(optimizer="muon")
     return found
 
 

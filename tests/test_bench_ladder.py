@@ -1,0 +1,411 @@
+"""bench/ladder.py and bench/floor.py on the CPU at a tiny shape: what is written, what is not measured twice, arithmetic."""
+
+import copy
+import dataclasses
+import json
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, run_python, write_shards
+
+sys.path.insert(0, str(ROOT / "bench"))
+
+import floor  # noqa: E402
+import ladder  # noqa: E402
+
+from train_gpt2 import GPT, GPTConfig, TokenLoader, TrainConfig, make_optimizer  # noqa: E402
+
+TINY = ["--shapes", "tiny", "--device", "cpu", "--steps", "6"]
+
+
+def measure(out, *flags):
+    """ladder.run on the tiny shape; the lines of its file."""
+    ladder.run([*TINY, "--out", str(out), *flags])
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def two_rungs(tmp_path_factory):
+    """A file with two measurements; tests copy it."""
+    out = tmp_path_factory.mktemp("ladder") / "ladder.jsonl"
+    measure(out, "--variants", "fp32,bf16")
+    return out.read_text()
+
+
+@pytest.fixture
+def out(tmp_path, two_rungs):
+    path = tmp_path / "ladder.jsonl"
+    path.write_text(two_rungs)
+    return path
+
+
+# ---------------------------------------------------------------------------------------------------- the records
+
+
+def test_records_hold_what_was_measured(two_rungs):
+    records = [json.loads(line) for line in two_rungs.splitlines()]
+    assert [r["variant"] for r in records] == ["fp32", "bf16"]
+    for r in records:
+        assert (r["bench"], r["group"], r["shape"], r["seed"], r["sustained"]) == ("ladder", "rungs", "tiny", 1337, False)
+        assert r["error"] is None and r["torch"] == torch.__version__ and len(r["date"]) == 10 and r["card"]
+        words = f"--shapes tiny --groups rungs --variants {r['variant']} --steps 6 --device cpu"
+        assert r["command"] == f"python bench/ladder.py {words}"
+        assert (r["batch_size"], r["seq_len"], r["micro_steps"], r["tokens_per_step"]) == (4, 16, 2, 128)
+        assert len(r["step_ms"]) == r["steps"] == 6 and r["precision"] == r["variant"]
+        assert r["median_ms"] == pytest.approx(np.median(r["step_ms"]), abs=0.006)
+        assert (r["min_ms"], r["max_ms"]) == (min(r["step_ms"]), max(r["step_ms"]))
+        assert r["iqr_ms"] == pytest.approx(np.subtract(*np.percentile(r["step_ms"], [75, 25])), abs=0.011)
+        assert r["tok_per_s"] == pytest.approx(128 * 1000 / r["median_ms"], rel=1e-3)
+        # weights that multiply: 2 layers of 12 C^2 and 13 C, last norm, head of 257 rows; and attention's 12 L C T
+        assert r["flops_per_token"] == 6 * (2 * (12 * 32**2 + 13 * 32) + 2 * 32 + 257 * 32) + 12 * 2 * 32 * 16
+        assert r["compile_s"] >= 0 and abs(r["first_loss"] - np.log(257)) < 0.3
+        assert {"mfu", "peak_gib", "kernel_ms", "commit", "power_w", "sm_mhz", "temperature_c"} <= r.keys()
+    # the settings reached the model: other products give another loss, though not much of another
+    assert 0 < abs(records[0]["first_loss"] - records[1]["first_loss"]) < 0.01
+
+
+def test_what_is_done_is_not_measured_again(out, capsys):
+    before = out.read_bytes()
+    measure(out, "--variants", "fp32,bf16")
+    assert out.read_bytes() == before
+    assert "0 of 2 measurements to do" in capsys.readouterr().out
+
+
+def test_a_line_cut_short_is_measured_again(out):
+    first = out.read_text().splitlines()[0]
+    out.write_bytes(out.read_bytes()[:-100])
+    records = measure(out, "--variants", "fp32,bf16")
+    assert out.read_text().splitlines()[0] == first
+    assert [r["variant"] for r in records] == ["fp32", "bf16"] and records[1]["steps"] == 6
+
+
+def test_a_line_without_its_newline_stays(out):
+    out.write_bytes(out.read_bytes()[:-1])
+    ladder.append_record(out, {"variant": "third"})
+    assert [r["variant"] for r in ladder.read_records(out)] == ["fp32", "bf16", "third"]
+
+
+def test_a_broken_line_in_the_middle_is_named(out):
+    out.write_text('{"a": \n' + out.read_text())
+    with pytest.raises(ValueError, match="line 1 of"):
+        ladder.read_records(out)
+
+
+def test_a_failure_is_a_record_and_is_left_alone_until_retry(out, capsys):
+    flags = ("--groups", "precision", "--variants", "fp16")
+    failed = measure(out, *flags)[-1]
+    assert "fp16 needs a GPU" in failed["error"] and failed["variant"] == "fp16" and "step_ms" not in failed
+    assert len(measure(out, *flags)) == 3
+    assert len(measure(out, *flags, "--retry")) == 4
+    ladder.run(["--table", "--out", str(out)])
+    assert "fp16: ValueError" in capsys.readouterr().out
+
+
+def test_what_does_not_fit_gets_half_the_micro_batch(out, monkeypatch):
+    real = ladder.time_steps
+
+    def only_small(run, case, args):
+        if run.cfg.batch_size > 2:
+            raise MemoryError("no room")
+        return real(run, case, args)
+
+    monkeypatch.setattr(ladder, "time_steps", only_small)
+    record = measure(out, "--variants", "tf32")[-1]
+    assert (record["batch_size"], record["micro_steps"], record["tokens_per_step"]) == (2, 4, 128)
+    monkeypatch.setattr(ladder, "time_steps", lambda *_: torch.ones(2**60))
+    record = measure(out, "--groups", "precision", "--variants", "tf32")[-1]
+    assert "RuntimeError" in record["error"]
+
+
+def test_a_measurement_that_takes_too_long_is_stopped():
+    with pytest.raises(TimeoutError, match="--limit"):
+        with ladder.time_limit(1):
+            time.sleep(20)
+    with ladder.time_limit(1):
+        pass
+    time.sleep(1.1)  # the alarm of a body that was in time does not ring
+
+
+def test_table_needs_no_gpu_and_no_data(out, capsys):
+    ladder.run(["--table", "--out", str(out)])
+    text = capsys.readouterr().out
+    rates = [json.loads(line)["tok_per_s"] for line in out.read_text().splitlines()]
+    assert "rungs, tiny: a step of 128 tokens" in text
+    assert all(f"{rate:,}" in text for rate in rates) and f"{rates[1] / rates[0]:.2f}" in text
+    with pytest.raises(FileNotFoundError, match="no measurements"):
+        ladder.run(["--table", "--out", str(out.with_name("none.jsonl"))])
+
+
+def test_list_measures_nothing(out, capsys):
+    before = out.read_bytes()
+    ladder.run([*TINY, "--out", str(out), "--list"])
+    lines = capsys.readouterr().out.splitlines()
+    assert out.read_bytes() == before
+    states = {line.split()[2]: line.split("1337")[1].strip() for line in lines[:-1]}
+    assert states["fp32"] == states["bf16"] == "done" and states["tf32"] == states["flash"] == "to do"
+
+
+def test_wrong_input_is_one_sentence(tmp_path):
+    for flags, words in (
+        (["--variants", "fp31"], "fp31"),
+        (["--groups", "rung"], "rung is not one of"),
+        (["--shapes", "gpt3"], "gpt3 is not one of"),
+        (["--steps", "0"], "steps=0"),
+        (["--groups", "loss"], "--data"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            ladder.run([*TINY, "--out", str(tmp_path / "o"), *flags])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("script", ["ladder.py", "floor.py"])
+def test_without_a_gpu_it_says_what_it_needs(script, tmp_path):
+    done = run_python(ROOT / "bench" / script, "--out", "o.jsonl", cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "needs a CUDA GPU" in done.stderr and "tiny --device cpu" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+# -------------------------------------------------------------------------------------------------- what is varied
+
+
+def test_rungs_add_up_and_leave_out_what_the_trainer_does_not_have(monkeypatch):
+    rungs = ladder.variants("rungs")
+    fields = {f.name for config in (GPTConfig, TrainConfig) for f in dataclasses.fields(config)} | set(ladder.BENCH)
+    assert list(rungs)[:9] == ["fp32", "tf32", "bf16", "compile", "flash", "vocab_50304", "fused_adamw", "fused_loss",
+                               "bf16_residual"]  # fmt: skip
+    assert all(set(settings) <= fields for settings in rungs.values())
+    for before, after in zip(list(rungs.values()), list(rungs.values())[1:]):
+        assert sum(before[k] != after[k] for k in after) == 1
+    monkeypatch.setattr(ladder, "RUNGS", [*ladder.RUNGS[:2], ("teleport", dict(teleport=True)), *ladder.RUNGS[2:]])
+    assert ladder.variants("rungs") == rungs
+
+
+def test_every_variant_of_every_shape_is_a_valid_run(tmp_path):
+    everything = ["--shapes", ",".join(ladder.SHAPES), "--groups", ",".join(ladder.GROUPS)]
+    args = ladder.parse_args([*everything, "--data", str(tmp_path)])
+    for case in ladder.cases(args):
+        model, cfg, _ = case.configs(args)
+        assert cfg.total_batch_size % (cfg.batch_size * cfg.seq_len) == 0
+        if case.group == "loss":
+            assert cfg.total_batch_size == 65536 and cfg.max_steps == 300 and cfg.warmup_steps == 30
+        elif case.shape.startswith("gpt2"):
+            assert cfg.total_batch_size == 524288
+
+
+def test_loaders_differ_in_time_alone(shards, one_process):
+    cfg = TrainConfig(data=str(shards), seq_len=16, total_batch_size=128, batch_size=4)
+    from shards import TokenShards
+
+    def batches(kind):
+        loader = TokenLoader(TokenShards(shards, "train", 257), cfg, one_process, 4)
+        loader = ladder.change_loader(loader, kind, cfg, one_process)
+        got = [loader.next_batch() for _ in range(5)]
+        loader.worker.shutdown()
+        return torch.stack([torch.stack([x, y]) for x, y, _ in got]), loader.sequence
+
+    expected, sequence = batches("as built")
+    for kind in ("not pinned", "not ahead"):
+        got, at = batches(kind)
+        assert torch.equal(got, expected) and at == sequence == 16
+
+
+def test_adamw_is_the_same_in_all_three_ways(tiny_config):
+    model = GPT(tiny_config)
+    cfg, results = TrainConfig(lr=1e-2), {}
+    for kind in ("fused", "foreach", "loop"):
+        torch.manual_seed(1)
+        ours = copy.deepcopy(model)
+        optimizer = make_optimizer(ours, cfg, torch.device("cpu"))
+        ladder.change_adamw(optimizer, kind)
+        switches = {"fused": (True, None), "foreach": (False, True), "loop": (False, False)}[kind]
+        assert [(g["fused"], g["foreach"]) for g in optimizer.param_groups] == [switches] * 2
+        for _ in range(3):
+            for p in ours.parameters():
+                p.grad = torch.randn_like(p)
+            optimizer.step()
+        results[kind] = torch.cat([p.detach().flatten() for p in ours.parameters()])
+    assert (results["fused"] - torch.cat([p.detach().flatten() for p in model.parameters()])).abs().max() > 0.01
+    for kind in ("foreach", "loop"):
+        assert (results[kind] - results["fused"]).abs().max() < 1e-5
+
+
+# ------------------------------------------------------------------------------------------------------- profiles
+
+
+@pytest.mark.parametrize(
+    "name, kind",
+    [
+        ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NTT", "matmul"),
+        ("nvjet_qqtst_128x256_128x6_2x1_v_bz_TNT", "matmul"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_segment_k_off", "matmul"),
+        ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2_tn_align8>(...)", "matmul"),
+        ("ampere_sgemm_128x64_tn", "matmul"),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float, __nv_bfloat16, true>(...)", "matmul"),
+        ("triton_tem_fused_addmm_2", "matmul"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_7_64x128x64_4x1x1_kernel0_0", "attention"),
+        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 4, cutlass::bfloat16_t>>(...)", "attention"),
+        ("fmha_cutlassB_bf16_aligned_64x64_k64_sm80(PyTorchMemEffAttention::AttentionBackwardKernel<...>)", "attention"),
+        ("void (anonymous namespace)::softmax_warp_forward<float, float, float, 10, false, false>(...)", "attention"),
+        ("triton_per_fused__softmax_masked_fill_mul_4", "attention"),
+        ("loss", "loss"),
+        ("row", "loss"),
+        ("tile", "loss"),
+        ("liger_cross_entropy_kernel", "loss"),
+        ("void at::native::(anonymous namespace)::cunn_SoftMaxForward<8, float, float, float, "
+         "at::native::(anonymous namespace)::LogSoftMaxForwardEpilogue>(...)", "loss"),
+        ("void at::native::(anonymous namespace)::nll_loss_forward_reduce_cuda_kernel_2d<float, float, long>(...)", "loss"),
+        ("triton_red_fused__log_softmax__to_copy_nll_loss_forward_7", "loss"),
+        ("triton_red_fused_native_layer_norm_3", "elementwise"),
+        ("triton_poi_fused__scaled_dot_product_cudnn_attention_clone_transpose_5", "elementwise"),
+        ("triton_poi_fused__to_copy_1", "elementwise"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::GeluCUDAKernelImpl(...)>", "elementwise"),
+        ("void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float, float, false>(...)", "elementwise"),
+        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::(anonymous namespace)::"
+         "FusedOptimizerTensorListMetadata<4>, FusedAdamMathFunctor<float, 4>>(...)", "optimizer"),
+        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<LpNormFunctor<float>>(...)", "optimizer"),
+        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "communication"),
+        ("Memcpy HtoD (Pinned -> Device)", "copy"),
+        ("Memset (Device)", "copy"),
+        ("void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda(...)>", "copy"),
+    ],
+)  # fmt: skip
+def test_kernels_are_told_apart_by_their_names(name, kind):
+    assert ladder.kind_of(name) == kind
+    assert kind in ladder.CLASSES
+
+
+def test_kernel_times_of_a_trace():
+    def kernel(name, start, length, cat="kernel"):
+        return {"cat": cat, "name": name, "ts": 1000.0 * start, "dur": 1000.0 * length, "ph": "X"}
+
+    trace = [
+        {"ph": "M", "name": "process_name"},
+        kernel("cudaLaunchKernel", 0, 90, cat="cuda_runtime"),
+        kernel("Memcpy HtoD (Pinned -> Device)", 10, 2, cat="gpu_memcpy"),
+        kernel("nvjet_tst", 14, 6),
+        kernel("nvjet_tst", 18, 4),  # 2 of it beside the one before
+        kernel("at::cuda::spin_kernel", 22, 1),
+        kernel("nvjet_tst", 24, 6),
+        kernel("at::cuda::spin_kernel", 30, 1),
+        kernel("nvjet_tst", 32, 3),  # Muon's products are the optimizer's
+        kernel("vectorized_elementwise_kernel<mul>", 35, 3),
+        kernel("at::cuda::spin_kernel", 38, 1),
+        kernel("reduce_kernel", 40, 2),
+    ]
+    kernel_ms, window, top = ladder.kernel_times(trace, micro_steps=2)
+    expected = dict.fromkeys(ladder.CLASSES, 0.0) | {"copy": 1, "matmul": 8, "optimizer": 3, "elementwise": 1}
+    # from 10 to 42, of which 2 + 8 + 6 + 6 + 2 are busy
+    assert kernel_ms == expected | {"idle": (32 - 24) / 2} and window == 32
+    assert top[0] == {"name": "nvjet_tst", "class": "matmul", "ms": 8.0}
+    with pytest.raises(RuntimeError, match="no kernels"):
+        ladder.kernel_times(trace[:2], 1)
+
+
+# ----------------------------------------------------------------------------------------------------------- loss
+
+
+def test_loss_runs_and_their_table(tmp_path, capsys):
+    data, out = write_shards(tmp_path / "data"), tmp_path / "loss.jsonl"
+    flags = ["--groups", "loss", "--variants", "fp32,bf16", "--data", str(data), "--seeds", "2", "--loss_steps", "24",
+             "--loss_tokens", "128", "--val_tokens", "300"]  # fmt: skip
+    records = measure(out, *flags)
+    assert [(r["variant"], r["seed"]) for r in records] == [("fp32", 1337), ("fp32", 1338), ("bf16", 1337), ("bf16", 1338)]
+    for r in records:
+        assert [point[0] for point in r["curve"]] == [10, 20, 24] and r["max_steps"] == 24 and r["tokens_per_step"] == 128
+        seconds, losses = [point[1] for point in r["curve"]], [point[2] for point in r["curve"]]
+        assert 0 < seconds[0] < seconds[1] < seconds[2] == r["seconds"] and losses[2] < losses[1] < losses[0] < r["first_loss"]
+        assert r["val_tokens"] == 300 and abs(r["val_loss"] - losses[2]) < 0.3 and "step_ms" not in r
+        assert f"--seed {r['seed']} --seeds 1" in r["command"] and "--data data" in r["command"]
+    assert records[0]["val_loss"] != records[1]["val_loss"]
+    assert abs(records[0]["val_loss"] - records[2]["val_loss"]) < 0.02
+    capsys.readouterr()
+    ladder.run(["--table", "--out", str(out)])
+    text = capsys.readouterr().out
+    assert f"{(records[0]['val_loss'] + records[1]['val_loss']) / 2:.4f}" in text and "24 steps of 128 tokens" in text
+    assert len(measure(out, *flags)) == 4
+    assert len(measure(out, *flags[:-6], "--loss_steps", "30", "--loss_tokens", "128")) == 8  # a longer run is another one
+
+
+def test_loss_after_equal_seconds():
+    assert ladder.loss_at([[10, 2.0, 6.0], [20, 4.0, 5.0], [30, 6.0, 4.5]], 5.0) == pytest.approx(4.75)
+    assert ladder.loss_at([[10, 2.0, 6.0], [20, 4.0, 5.0]], 9.0) == 5.0
+
+
+# ---------------------------------------------------------------------------------------------------------- floor
+
+
+def test_floor_of_given_times():
+    config = GPTConfig()
+    positions = 64 * 1024
+    sizes = floor.products(config)
+    # 12 blocks and the head multiply with all weights but embeddings of positions, biases and gains
+    weights = sum(n * a * b for a, b, n in sizes.values())
+    assert weights == 12 * 12 * 768**2 + 50304 * 768
+    times = {"qkv": 0.4, "proj": 0.1, "fc": 0.4, "fc2": 0.5, "head": 7.0}
+    ms = {f"{name} {way}": t for name, t in times.items() for way in floor.WAYS}
+    ms |= {"attention flash forward": 0.5, "attention flash backward": 1.5, "attention cudnn forward": 0.6,
+           "attention cudnn backward": 1.0, "attention math forward": 0.1}  # fmt: skip
+    alone, best = floor.isolated_ms(ms, config)
+    assert best == "cudnn" and alone == pytest.approx(12 * 3 * 1.4 + 3 * 7.0 + 12 * 1.6)
+    tensor = positions * 768 * 2
+    assert floor.traffic(config, positions, gelu_inside=False) == ((12 * 36 + 7) * tensor, 2 * positions * 50304 * 2)
+    assert floor.traffic(config, positions, gelu_inside=True)[0] == (12 * 24 + 7) * tensor
+    assert floor.floor_ms(80.0, 4e9, bytes_per_s=4e12, optimizer_ms=2.0, micro_steps=8) == pytest.approx(8 * 81 + 2)
+    all_four = floor.floors(config, positions, ms | {"AdamW": 1.0, "clip": 0.5}, 100.0, 4e12, micro_steps=8)
+    moved = (12 * 24 + 7) * tensor + 2 * positions * 50304 * 2
+    assert all_four["floor: back to back, cudnn attention, GELU inside the products"] == pytest.approx(
+        8 * (100 + moved / 4e9) + 1.5
+    )
+    assert len(all_four) == 4
+    assert len(floor.floors(config, positions, ms | {"AdamW": 1.0, "clip": 0.5}, None, 4e12, micro_steps=8)) == 2
+    with pytest.raises(KeyError, match="head dgrad"):
+        floor.isolated_ms({k: v for k, v in ms.items() if k != "head dgrad"}, config)
+
+
+def test_what_bounds_an_operation():
+    assert floor.bound_of(flops=2e12, moved=1e9, bytes_per_s=4e12, flop_per_s=8e14) == "compute"
+    assert floor.bound_of(flops=1e11, moved=1e9, bytes_per_s=4e12, flop_per_s=8e14) == "memory"
+
+
+def test_products_and_attention_are_those_of_the_model():
+    """The bench's operands give the shapes, the FLOPs and, for attention, the numbers that the model's layers have."""
+    config = GPTConfig(2, 2, 32, 32, vocab_size=257)
+    parts = floor.Parts(config, 4, 16, torch.device("cpu"))
+    for name, (inputs, outputs, _) in floor.products(config).items():
+        shapes = {"forward": (64, outputs), "dgrad": (64, inputs), "wgrad": (outputs, inputs)}
+        for way in floor.WAYS:
+            calls, flops, moved = parts.product(name, way)
+            assert calls[0]().shape == shapes[way] and not torch.equal(calls[0](), calls[1]())
+            assert flops == 2 * 64 * inputs * outputs and moved == 2 * (64 * inputs + inputs * outputs + 64 * outputs)
+    (forward, _), flops, moved = parts.attention("flash", "forward")
+    assert forward().shape == (4, 2, 16, 16) and flops == 4 * (4 * 2) * 16 * 16 * 16 // 2 and moved == 4 * 64 * 32 * 2
+    (backward, _), more, _ = parts.attention("flash", "backward")
+    assert [g.shape for g in backward()] == [(4, 2, 16, 16)] * 3 and more == 2.5 * flops
+    assert len(parts.micro_step("flash")) == 2 * (5 + 9) + 3
+
+
+def test_floor_writes_each_part_once(tmp_path, capsys):
+    out = tmp_path / "floor.jsonl"
+    flags = ["--preset", "tiny", "--device", "cpu", "--seconds", "0.05", "--pause", "0", "--out", str(out)]
+    floor.run([*flags, "--step_ms", "12.5"])
+    records = {r["op"]: r for r in map(json.loads, out.read_text().splitlines())}
+    assert len(records) == len(out.read_text().splitlines())
+    for r in records.values():
+        assert {"flops", "bytes", "ms", "tflops", "bound", "error", "card", "torch", "date", "commit", "command"} <= r.keys()
+        assert (r["ms"] is None) == bool(r["error"])
+    qkv = records["qkv forward"]
+    assert qkv["flops"] == 2 * 64 * 32 * 96 and qkv["bound"] in ("compute", "memory")
+    assert qkv["flop_per_byte"] == pytest.approx(qkv["flops"] / qkv["bytes"], abs=0.01)
+    assert "No viable backend" in records["attention cudnn forward"]["error"]  # and the rest went on
+    floors = [r for op, r in records.items() if op.startswith("floor: ")]
+    assert len(floors) == 4 and all(r["step_ms"] == 12.5 for r in floors)
+    assert floors[0]["over_floor"] == pytest.approx(12.5 / floors[0]["ms"], rel=1e-3)
+    # another card's lines stay, ours are replaced
+    ladder.append_record(out, floors[0] | {"card": "another"})
+    floor.File(out, card=floors[0]["card"], preset="tiny", batch_size=4)
+    assert [r["card"] for r in ladder.read_records(out)] == ["another"]
+    assert "tokens/s; ours takes" in capsys.readouterr().out
