@@ -78,6 +78,7 @@ def median(rows, field):
 
 def where_and_when(rows):
     """Card, torch, date and command of measurements: the line under a picture."""
+    rows = [dict(row, card=row.get("card") or row.get("device")) for row in rows]
     parts = [", ".join(dict.fromkeys(str(row[f]) for row in rows if row.get(f))) for f in ("card", "torch", "date")]
     parts[1] = f"torch {parts[1]}" if parts[1] else ""
     return ", ".join(p for p in parts if p)
@@ -149,16 +150,31 @@ def tokens(runs, out_path, dark):
 # -------------------------------------------------------------------------------------------------- the ladder
 
 
-def rungs_of(runs, *fields):
-    """{shape: {variant: its records}} of the cumulative rungs, gpt2 first."""
-    rows = records(runs, "ladder", "shape", "variant", *fields, group="rungs")
-    shapes = {shape: grouped(rows, "variant") for shape, rows in grouped(rows, "shape").items()}
-    return dict(sorted(shapes.items(), key=lambda item: item[0] != "gpt2")), rows
+def measured(runs, group, *fields):
+    """{shape: {variant: its records}} of one group of the ladder, gpt2 first, in the order of the file. Of measurements made
+    twice the later one counts, of a cold and a warmed-up card the one that has more variants. Raises NoData."""
+    last = {}
+    for row in records(runs, "ladder", "shape", "variant", *fields, group=group):
+        last[tuple(row.get(k) for k in ("shape", "variant", "seed", "sustained", "card", "tokens_per_step"))] = row
+    shapes = {}
+    for shape, rows in grouped(last.values(), "shape").items():
+        states = grouped(rows, "card", "sustained", "tokens_per_step").values() if group != "loss" else [rows]
+        shapes[shape] = grouped(max(states, key=lambda rows: (len(rows), rows[0].get("sustained") or 0)), "variant")
+    return dict(sorted(shapes.items(), key=lambda item: item[0] != "gpt2"))
+
+
+def flat(shapes):
+    return [row for variants in shapes.values() for rows in variants.values() for row in rows]
+
+
+def words(variant):
+    return variant.replace("_", " ")
 
 
 def ladder(runs, out_path, dark):
     """A staircase for each shape: tokens/s of every rung, the part that this rung added in the second colour."""
-    shapes, rows = rungs_of(runs, "tok_per_s")
+    shapes = measured(runs, "rungs", "tok_per_s")
+    rows = flat(shapes)
     variants = list(dict.fromkeys(row["variant"] for row in rows))
     speeds = {s: {v: median(rungs[v], "tok_per_s") for v in rungs} for s, rungs in shapes.items()}
     first, *_, last = speeds[next(iter(shapes))].values()
@@ -185,18 +201,19 @@ def ladder(runs, out_path, dark):
         ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: plot.short(value)))
         ax.locator_params(axis="x", nbins=5 if ax is axes[0][0] else 2)
         ax.grid(axis="y", visible=False)
-    axes[0][0].set(yticks=range(len(variants)), yticklabels=variants, ylim=(len(variants) - 0.5, -0.5))
+    axes[0][0].set(yticks=range(len(variants)), yticklabels=map(words, variants), ylim=(len(variants) - 0.5, -0.5))
     figure.savefig(out_path)
 
 
 def kernels(runs, out_path, dark):
     """Kernel time of a micro-step, kind by kind: all rungs, and the fast ones again at their own scale."""
-    shapes, rows = rungs_of(runs, "kernel_ms", "batch_size", "seq_len")
-    shape, rungs = next(iter(shapes.items()))
-    size = max(row["batch_size"] * row["seq_len"] for rows in rungs.values() for row in rows)
+    shape, rungs = next(iter(measured(runs, "rungs", "kernel_ms", "micro_steps", "tokens_per_step").items()))
+    rows = flat({shape: rungs})
+    size = max(row["tokens_per_step"] / row["micro_steps"] for row in rows)
 
     def ms(variant, kind):  # rungs that need a smaller micro-batch are scaled up to the same tokens
-        return statistics.median(r["kernel_ms"].get(kind, 0) * size / (r["batch_size"] * r["seq_len"]) for r in rungs[variant])
+        factors = [(r, size * r["micro_steps"] / r["tokens_per_step"]) for r in rungs[variant]]
+        return statistics.median(r["kernel_ms"].get(kind, 0) * factor for r, factor in factors)
 
     times = {v: {kind: ms(v, kind) for kind in KERNELS} for v in rungs}
     total = {v: sum(kinds.values()) for v, kinds in times.items()}
@@ -217,19 +234,19 @@ def kernels(runs, out_path, dark):
             left = {v: left[v] + times[v][kind] for v in panel}
         for y, v in enumerate(panel):
             ax.annotate(f"{total[v]:.0f}", (total[v], y), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8.5)
-        ax.set(yticks=range(len(panel)), yticklabels=panel, ylim=(len(panel) - 0.5, -0.5),
+        ax.set(yticks=range(len(panel)), yticklabels=map(words, panel), ylim=(len(panel) - 0.5, -0.5),
                xlim=(0, 1.08 * max(total[v] for v in panel)))  # fmt: skip
         ax.grid(axis="y", visible=False)
-    axes[-1, 0].set_xlabel(f"ms for {size:,} tokens, forward and backward")
+    axes[-1, 0].set_xlabel(f"ms for {size:,.0f} tokens: forward, backward, and their share of the update")
     axes[0, 0].legend(loc="lower right", fontsize=8.5, ncol=2)
     figure.savefig(out_path)
 
 
 def micro_batch(runs, out_path, dark):
     """Speed and memory against the sequences of a micro-step."""
-    rows = records(runs, "ladder", "batch_size", "tok_per_s", "peak_gib", group="micro-batch")
-    shape = "gpt2" if any(row.get("shape") == "gpt2" for row in rows) else rows[0].get("shape", "?")
-    sizes = grouped(sorted((r for r in rows if r.get("shape", "?") == shape), key=lambda r: r["batch_size"]), "batch_size")
+    shape, variants = next(iter(measured(runs, "micro_batch", "batch_size", "tok_per_s", "peak_gib").items()))
+    rows = flat({shape: variants})
+    sizes = grouped(sorted(rows, key=lambda r: r["batch_size"]), "batch_size")  # what did not fit was halved
     best = max(sizes, key=lambda b: median(sizes[b], "tok_per_s"))
     title = f"{shape}: {best} sequences a micro-step are fastest, {plot.short(median(sizes[best], 'tok_per_s'))} tokens/s"
     figure, axes = new_figure(8, 4.6, title, where_and_when(rows), nrows=2, sharex=True, height_ratios=[1.5, 1])
@@ -246,23 +263,50 @@ def micro_batch(runs, out_path, dark):
     figure.savefig(out_path)
 
 
+def ladder_loss(runs, out_path, dark):
+    """What the rungs do to the loss: each seed's validation loss after equal tokens, training loss against seconds."""
+    shape, variants = next(iter(measured(runs, "loss", "val_loss", "curve").items()))
+    rows = flat({shape: variants})
+    loss = {v: median(rows, "val_loss") for v, rows in variants.items()}
+    spread = max(max(r["val_loss"] for r in rows) - min(r["val_loss"] for r in rows) for rows in variants.values())
+    adamw = {v: value for v, value in loss.items() if v != "muon"}
+    apart = max(adamw.values()) - min(adamw.values())
+    title = f"{shape}: the rungs end within {apart:.3f} nats, seeds of one rung differ by up to {spread:.3f}"
+    figure, (left, right) = new_figure(8, 1.8 + 0.3 * len(variants), title, where_and_when(rows), ncols=2,
+                                       width_ratios=[1.2, 1])  # fmt: skip
+    for y, (variant, rows) in enumerate(variants.items()):
+        left.plot([r["val_loss"] for r in rows], [y] * len(rows), "o", color=plot.SERIES[dark][0], markersize=5, alpha=0.7)
+        left.plot([loss[variant]] * 2, [y - 0.3, y + 0.3], color=plot.SERIES[dark][1])
+    left.set(yticks=range(len(variants)), yticklabels=map(words, variants), ylim=(len(variants) - 0.5, -0.5),
+             xlabel="validation loss after equal tokens (a dot: a seed)")  # fmt: skip
+    some = ["fp32", "bf16", "compile", "fp8_head", "muon"]  # all of them would be a bundle
+    chosen = [v for v in some if v in variants] or list(variants)[:5]
+    for i, variant in enumerate(chosen):
+        curves = [r["curve"] for r in variants[variant]]
+        seconds, losses = ([statistics.median(c[k][j] for c in curves) for k in range(min(map(len, curves)))] for j in (1, 2))
+        right.plot(seconds, losses, color=plot.SERIES[dark][i], label=words(variant), linewidth=1.4)
+    right.set(xscale="log", xlabel="seconds of training", ylabel="training loss (nats)")
+    right.legend(fontsize=8.5)
+    figure.savefig(out_path)
+
+
 # -------------------------------------------------------------------------------------------------- the floor
 
 
-def label_points(ax, points):
-    """Write the texts of points [(x, y, text, color)] beside them where neither points nor other texts are: each takes the
-    nearest free place around its point, with a thin line if that is not beside it."""
+def label_points(ax, labels, others):
+    """Write the texts of labels [(x, y, text, color)] beside their points, where neither texts nor points nor others [(x, y)]
+    are: each takes the nearest free place around its point, with a thin line if that is not beside it."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.transforms import Bbox
 
     renderer = FigureCanvasAgg(ax.figure).get_renderer()
     ax.figure.draw_without_rendering()  # settles the layout, so that places in pixels are final
     dpi = ax.figure.dpi / 72
-    where = [ax.transData.transform((x, y)) for x, y, _, _ in points]
-    taken = [Bbox.from_extents(px - 4 * dpi, py - 4 * dpi, px + 4 * dpi, py + 4 * dpi) for px, py in where]
-    taken += [text.get_window_extent(renderer) for text in ax.texts]
+    points = ax.transData.transform([(x, y) for x, y, *_ in labels] + others)
+    taken = [Bbox.from_extents(px - 3 * dpi, py - 3 * dpi, px + 3 * dpi, py + 3 * dpi) for px, py in points]
+    taken += [text.get_window_extent(renderer) for text in [*ax.texts, *filter(None, [ax.get_legend()])]]
     frame = ax.get_window_extent()
-    for (px, py), (x, y, text, color) in sorted(zip(where, points), key=lambda item: tuple(item[0])):
+    for (px, py), (x, y, text, color) in sorted(zip(points, labels), key=lambda item: tuple(item[0])):
         probe = ax.annotate(text, (x, y), fontsize=8)
         box = probe.get_window_extent(renderer)
         probe.remove()
@@ -282,37 +326,79 @@ def label_points(ax, points):
                 break
 
 
+WAYS = {"forward": "o", "dgrad": "s", "wgrad": "^", "backward": "D"}  # of an operation: its marker
+
+
 def roofline(runs, out_path, dark):
-    """Achieved TFLOP/s against FLOPs per byte, under what the card's own copy and its own product allow."""
+    """Achieved TFLOP/s against FLOPs per byte, under what the card's own copy and its own products allow: everything, and
+    the corner where the products are at a larger scale."""
     rows = records(runs, "floor", "op", "ms", "bytes")
     copies = [row["bytes"] / row["ms"] / 1e9 for row in rows if row["op"].startswith("copy")]  # TB/s
-    ops = [row for row in rows if row.get("flops")]
+    ops = [dict(row, x=row["flops"] / row["bytes"], y=row["flops"] / row["ms"] / 1e9) for row in rows if row.get("flops")]
     if not copies or not ops:
         raise NoData("floor.jsonl has no copy, or no operation with FLOPs, to draw the roof from")
-    fp8 = [row for row in ops if "fp8" in row["op"]]
-    bf16 = [row for row in ops if "fp8" not in row["op"]]
-    slope = max(copies)
-    speed = {id(row): row["flops"] / row["ms"] / 1e9 for row in ops}  # TFLOP/s
-    roofs = {"bf16": max(speed[id(row)] for row in bf16)} | ({"fp8": max(speed[id(row)] for row in fp8)} if fp8 else {})
-    bound = sum(row["flops"] / row["bytes"] * slope < roofs["bf16"] for row in bf16)
-    title = f"{bound} of {len(bf16)} operations wait for memory ({slope:.2f} TB/s); products reach {roofs['bf16']:.0f} TFLOP/s"
-    figure, ax = new_figure(8, 5.6, title, where_and_when(rows))
-    xs = [row["flops"] / row["bytes"] for row in ops]
-    low, high = min(xs) / 2, max(max(xs) * 3, 4 * max(roofs.values()) / slope)
-    for (name, top), style in zip(roofs.items(), ("-", "--")):
-        ax.plot([low, top / slope, high], [low * slope, top, top], style, color="0.5", linewidth=1.2, zorder=1)
-        ax.annotate(f"best {name} product, {top:.0f} TFLOP/s", (high, top), xytext=(-2, 4), textcoords="offset points",
-                    ha="right", color="0.5", fontsize=8.5)  # fmt: skip
+    slope, fp8 = max(copies), [row for row in ops if row["op"].startswith("fp8")]
+    bf16 = [row for row in ops if row not in fp8]
+    roofs = {"bf16": max(row["y"] for row in bf16)} | ({"fp8": max(row["y"] for row in fp8)} if fp8 else {})
+    title = f"Memory gives {slope:.2f} TB/s, the best bf16 product {roofs['bf16']:.0f} TFLOP/s"
+    title += f", in fp8 {roofs['fp8']:.0f}" if fp8 else ""
+    figure, (left, right) = new_figure(8, 4.9, title, where_and_when(rows), ncols=2, width_ratios=[1, 1.5])
+    edge = roofs["bf16"] / slope  # FLOPs a byte from which on memory is no longer what bounds
+    low, high = min(row["x"] for row in ops) / 2, max(row["x"] for row in ops) * 2.5
     blue, orange, green = plot.SERIES[dark][:3]
-    points = []
-    for row, x in zip(ops, xs):
-        color = orange if "fp8" in row["op"] else blue if x * slope >= roofs["bf16"] else green
-        ax.plot(x, speed[id(row)], "o", color=color, markersize=5)
-        points.append((x, speed[id(row)], row["op"], color))
-    floor_y = min(speed.values()) / 3
-    ax.set(xscale="log", yscale="log", xlim=(low, high), ylim=(floor_y, 2.5 * max(roofs.values())),
-           xlabel="FLOPs per byte that must move", ylabel="achieved TFLOP/s")  # fmt: skip
-    label_points(ax, points)
+
+    def in_corner(row):
+        return row["x"] > edge / 3 and row["y"] > roofs["bf16"] / 8
+
+    labels = {left: {}, right: {}}
+    for ax in (left, right):
+        for roof, line in zip(roofs.values(), ("-", "--")):
+            ax.loglog([low, roof / slope, high], [low * slope, roof, roof], line, color="0.5", linewidth=1.2, zorder=1)
+        for row in ops if ax is left else filter(in_corner, ops):
+            base, _, way = row["op"].rpartition(" ")
+            base, marker = (base, WAYS[way]) if way in WAYS else (row["op"], "o")
+            color = orange if row in fp8 else blue if row["x"] >= edge else green
+            ax.plot(row["x"], row["y"], marker, color=color, markersize=5 if ax is right else 3.5)
+            if ax is right or not in_corner(row):
+                labels[ax].setdefault((base, color), []).append((row["x"], row["y"]))
+    left.set(ylim=(min(row["y"] for row in ops) / 3, 3 * max(roofs.values())), xlim=(low, high), ylabel="achieved TFLOP/s")
+    right.set(xlim=(edge / 3, high), ylim=(roofs["bf16"] / 9, 2 * max(roofs.values())))
+    left.set_xlabel("FLOPs per byte that must move")
+    right.set_xlabel("the corner of the products, larger")
+    right.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    for name, roof in roofs.items():
+        right.annotate(f"{name} {roof:.0f}", (high, roof), xytext=(-2, 3), textcoords="offset points", ha="right", color="0.5",
+                       fontsize=8)  # fmt: skip
+    for way in [way for way in WAYS if any(row["op"].endswith(" " + way) for row in ops)]:
+        right.plot([], [], WAYS[way], color="0.5", markersize=5, label=way)
+    if right.get_legend_handles_labels()[0]:
+        right.legend(fontsize=8, loc="lower right", ncol=2)
+    for ax, groups in labels.items():  # one text for an operation, at the middle one of its points
+        along = [low * (high / low) ** (i / 300) for i in range(300)]
+        roof_at = [(x, min(x * slope, roof)) for roof in roofs.values() for x in along]
+        others = [(row["x"], row["y"]) for row in ops] + roof_at
+        label_points(ax, [(*sorted(p)[len(p) // 2], base, color) for (base, color), p in groups.items()], others)
+    figure.savefig(out_path)
+
+
+def floor(runs, out_path, dark):
+    """The floors that the parts add up to, and our own step: tokens/s."""
+    rows = [row for row in records(runs, "floor", "op", "tok_per_s", "step_ms") if row["op"].startswith("floor: ")]
+    if not rows:
+        raise NoData("floor.jsonl has no line that begins with floor:")
+    ours = rows[-1]["tok_per_s"] * rows[-1]["ms"] / rows[-1]["step_ms"]
+    bars = {"our step": ours}
+    bars |= {row["op"].removeprefix("floor: ").replace(", GELU", "\nGELU"): row["tok_per_s"] for row in rows}
+    share = sorted({f"{ours / row['tok_per_s']:.0%}" for row in rows}, key=lambda text: (len(text), text))
+    title = f"Our step runs at {' to '.join(dict.fromkeys([share[0], share[-1]]))} of what its parts add up to"
+    figure, ax = new_figure(8, 1.2 + 0.52 * len(bars), title, where_and_when(rows))
+    for y, (name, speed) in enumerate(bars.items()):
+        ax.barh(y, speed, height=0.7, color=plot.SERIES[dark][1 if name == "our step" else 0])
+        ax.annotate(plot.short(speed), (speed, y), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9)
+    ax.set(yticks=range(len(bars)), yticklabels=bars, ylim=(len(bars) - 0.5, -0.5), xlabel="tokens/s",
+           xlim=(0, 1.1 * max(bars.values())))  # fmt: skip
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: plot.short(value)))
+    ax.grid(axis="y", visible=False)
     figure.savefig(out_path)
 
 
@@ -320,66 +406,45 @@ def roofline(runs, out_path, dark):
 
 
 def parallel(runs, out_path, dark):
-    """Tokens/s of N GPUs as a fraction of N times one alone, by way of sharing the work."""
-    rows = records(runs, "parallel", "mode", "gpus", "tok_per_s")
-    alone = [row for row in rows if row["mode"] == "alone"]
-    if not alone or len(alone) == len(rows):
-        raise NoData("parallel.jsonl needs the mode alone and another one to compare with it")
-    one = median(alone, "tok_per_s")
-    bars = {key: median(group, "tok_per_s") for key, group in grouped(rows, "mode", "gpus").items() if key[0] != "alone"}
-    (mode, n), best = max(bars.items(), key=lambda item: item[1] / item[0][1])
-    title = f"{mode} on {n} GPUs reaches {best / n / one:.1%} of {n} times one GPU"
-    figure, ax = new_figure(8, 1.5 + 0.42 * len(bars), title, where_and_when(rows))
-    for y, ((_, n), speed) in enumerate(bars.items()):
-        ax.barh(y, speed / n / one, height=0.7, color=plot.SERIES[dark][sorted({k[1] for k in bars}).index(n)])
-        ax.annotate(f"{plot.short(speed)} tokens/s", (speed / n / one, y), xytext=(-6, 0), textcoords="offset points",
-                    va="center", ha="right", fontsize=9, color="white" if not dark else "black")  # fmt: skip
+    """Tokens/s of N cards as a fraction of N times one card alone, by way of telling each other the gradients."""
+    newest = {}
+    for row in records(runs, "parallel", "mode", "world_size", "tok_per_s"):
+        newest[tuple(row.get(k) for k in ("device", "preset", "batch_size", "compile", "world_size", "mode"))] = row
+    blocks = grouped(newest.values(), "world_size", "device")
+    bars, notes = [], []
+    for (n, _), rows in blocks.items():
+        one = [row["tok_per_s"] for row in rows if row["mode"] == "alone_one"]
+        bars += [(row["mode"], n, row["tok_per_s"], row["tok_per_s"] / (n * one[-1])) for row in rows if one and
+                 row["mode"] != "alone_one"]  # fmt: skip
+        notes += [f"{plot.short(one[-1])} beside {n - 1} idle" for _ in one[-1:]]
+    if not bars:
+        raise NoData("parallel.jsonl needs the mode alone_one and another one to hold against it")
+    together = [bar for bar in bars if bar[0] != "alone"] or bars
+    mode, n, _, best = max(together, key=lambda bar: bar[3])
+    figure, ax = new_figure(8, 1.5 + 0.4 * len(bars), f"{words(mode)} on {n} GPUs reaches {best:.1%} of {n} times one GPU",
+                            where_and_when(list(newest.values())))  # fmt: skip
+    for y, (mode, n, speed, share) in enumerate(bars):
+        color = "0.55" if mode == "alone" else plot.SERIES[dark][list(dict.fromkeys(bar[1] for bar in bars)).index(n)]
+        ax.barh(y, share, height=0.7, color=color)
+        ax.annotate(f"{plot.short(speed)} tokens/s, {share:.1%}", (share, y), xytext=(-6, 0), textcoords="offset points",
+                    va="center", ha="right", fontsize=9, color="black" if dark else "white")  # fmt: skip
     ax.axvline(1, color="0.5", linewidth=1, linestyle=(0, (5, 3)))
-    ax.set(yticks=range(len(bars)), yticklabels=[f"{mode}, {n} GPUs" for mode, n in bars], ylim=(len(bars) - 0.5, -0.5),
-           xlim=(0, 1.05), xlabel=f"fraction of N times one GPU ({plot.short(one)} tokens/s)")  # fmt: skip
+    ax.set(yticks=range(len(bars)), yticklabels=[f"{words(mode)}, {n} GPUs" for mode, n, *_ in bars],
+           ylim=(len(bars) - 0.5, -0.5), xlim=(0, 1.05),
+           xlabel=f"fraction of N times one GPU (tokens/s of one: {', '.join(notes)})")  # fmt: skip
     ax.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     ax.grid(axis="y", visible=False)
     figure.savefig(out_path)
 
 
-def overlap_picture(extract, out_png, dark=False):
-    """Two lanes of one step of one GPU: kernels that compute, and kernels that exchange gradients.
-
-    extract is a JSONL file of records with lane ("compute" or "communication"), kind (one of KERNELS), start_ms, ms.
-    """
-    extract = Path(extract)
-    rows = records(extract.parent, extract.stem, "lane", "start_ms", "ms")
-    first, last = min(r["start_ms"] for r in rows), max(r["start_ms"] + r["ms"] for r in rows)
-    talk = [r for r in rows if r["lane"] == "communication"]
-    work = [r for r in rows if r["lane"] != "communication"]
-    hidden = sum(covered(r, work) for r in talk)
-    total = sum(r["ms"] for r in talk)
-    title = f"{hidden:.1f} of {total:.1f} ms of communication run beside computation"
-    figure, ax = new_figure(8, 2.5, title, where_and_when(rows))
-    for y, lane in enumerate((work, talk)):
-        for kind, spans in grouped([{"kind": "matmul"} | r for r in lane], "kind").items():
-            color = KERNEL_COLORS[dark]["communication" if y else kind if kind in KERNELS else "copy"]
-            ax.broken_barh([(r["start_ms"] - first, r["ms"]) for r in spans], (y - 0.4, 0.8), color=color, linewidth=0,
-                           label=None if y else kind)  # fmt: skip
-    ax.set(yticks=[0, 1], yticklabels=["computation", "communication"], ylim=(1.5, -0.5), xlim=(0, last - first),
-           xlabel="ms")  # fmt: skip
-    ax.grid(axis="y", visible=False)
-    ax.legend(fontsize=8, ncol=6, loc="lower left", bbox_to_anchor=(0, 1))
-    figure.savefig(out_png)
-
-
-def covered(span, others):
-    """Milliseconds of a span during which at least one of the others runs."""
-    begin, end, done = span["start_ms"], span["start_ms"] + span["ms"], 0.0
-    for other in sorted(others, key=lambda r: r["start_ms"]):
-        a, b = max(begin, other["start_ms"]), min(end, other["start_ms"] + other["ms"])
-        if b > a:
-            done, begin = done + b - a, b  # what is counted once is not counted for the next
-    return done
-
-
 def overlap(runs, out_path, dark):
-    overlap_picture(runs / "overlap.jsonl", out_path, dark)
+    """What computes and what communicates in one step of one card, from the extract of a trace of the mode ddp."""
+    extract = runs / "ddp.kernels.json"
+    if not extract.exists():
+        raise NoData(f"there is no {extract.name}")
+    from parallel import overlap_picture  # it imports torch
+
+    overlap_picture(extract, out_path, dark)
 
 
 # ------------------------------------------------------------------------------------------------- command line
@@ -391,10 +456,12 @@ PICTURES = {
     "tokens": (tokens, "python train_gpt2.py --preset gpt2"),
     "ladder": (ladder, "python bench/ladder.py"),
     "kernels": (kernels, "python bench/ladder.py"),
-    "micro_batch": (micro_batch, "python bench/ladder.py"),
+    "micro_batch": (micro_batch, "python bench/ladder.py --groups micro_batch"),
+    "ladder_loss": (ladder_loss, "python bench/ladder.py --groups loss --data edu_fineweb10B"),
     "roofline": (roofline, "python bench/floor.py"),
-    "parallel": (parallel, "torchrun --standalone --nproc_per_node=4 bench/parallel.py"),
-    "overlap": (overlap, "torchrun --standalone --nproc_per_node=4 bench/parallel.py"),
+    "floor": (floor, "python bench/floor.py"),
+    "parallel": (parallel, "python bench/parallel.py --nproc_per_node 4 --out readme.assets/runs/parallel.jsonl"),
+    "overlap": (overlap, "python bench/parallel.py --nproc_per_node 4 --modes ddp --trace readme.assets/runs"),
 }
 
 

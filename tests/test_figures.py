@@ -1,0 +1,149 @@
+"""bench/figures.py: it draws what was measured, says what was not, and made what stands in readme.assets/."""
+
+import json
+import sys
+
+import pytest
+from conftest import ROOT, run_python
+from matplotlib.text import Text
+from test_plot import RUN, Figures, hella
+
+sys.path.insert(0, str(ROOT / "bench"))
+import figures  # noqa: E402
+
+PLACE = dict(card="H9", torch="2.11", date="2026-11-21")
+STEP = PLACE | dict(bench="ladder", seed=1, sustained=False, tokens_per_step=4096, micro_steps=2, batch_size=4, peak_gib=3.0)
+SPEEDS = {"gpt2": (("fp32", 40_000), ("bf16", 100_000), ("fused_loss", 90_000)), "4x256": (("fp32", 1e6), ("bf16", 2e6))}
+
+
+def rung(shape, variant, tok_per_s, **more):
+    kernel_ms = dict(matmul=8.0, attention=2.0, idle=1.0) if variant == "fp32" else dict(matmul=2.0, loss=1.0)
+    return STEP | dict(group="rungs", shape=shape, variant=variant, tok_per_s=tok_per_s, kernel_ms=kernel_ms) | more
+
+
+def part(op, ms, flops=0, moved=0):
+    return PLACE | dict(bench="floor", op=op, ms=ms, flops=flops, bytes=moved)
+
+
+def mode(name, tok_per_s, n=2):
+    return dict(bench="parallel", mode=name, world_size=n, tok_per_s=tok_per_s, device="H9", preset="gpt2", batch_size=64)
+
+
+LADDER = [rung(shape, variant, speed) for shape, rungs in SPEEDS.items() for variant, speed in rungs]
+MICRO = [rung("gpt2", str(b), s, batch_size=b, group="micro_batch") for b, s in ((4, 5e4), (8, 9e4))]
+LOSS = [rung("gpt2", v, None, group="loss", seed=s, val_loss=5.0 + 0.01 * s, curve=[[10, 1.0, 7.0], [20, 2.0, 6.0]])
+        for v in ("fp32", "muon") for s in (1, 2)]  # fmt: skip
+# a copy at 4 TB/s, a product at 500 TFLOP/s, one operation on either side of the edge
+FLOOR = [part("copy 1 GiB", 0.5, 0, 2 * 10**9), part("8192^3", 2.0, 10**12, 10**9), part("AdamW", 1.0, 10**9, 3 * 10**9),
+         part("qkv forward", 1.0, 3 * 10**11, 10**9), part("qkv wgrad", 1.0, 2 * 10**11, 10**9),
+         part("floor: parts alone, GELU inside", 10.0) | dict(tok_per_s=600_000, step_ms=12.0)]  # fmt: skip
+PARALLEL = [mode("alone_one", 100), mode("alone", 198), mode("ddp", 180), mode("zero1", 150)]
+KERNELS = [["product", "gemm", 7, 0.0, 100.0], ["nccl", "nccl", 9, 50.0, 100.0]]  # microseconds: begin, length
+TRACE = dict(mode="ddp", world_size=2, device="H9", kernels=KERNELS)
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """A folder with measurements of everything."""
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    files = {"ladder": LADDER + MICRO + LOSS, "floor": FLOOR, "parallel": PARALLEL}
+    files |= dict.fromkeys(("laptop_builtin", *figures.DATA_OF), [*RUN, hella(400, 0.31)])
+    for name, records in files.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    (folder / "ddp.kernels.json").write_text(json.dumps(TRACE))
+    return folder
+
+
+@pytest.fixture
+def drawn(monkeypatch, tmp_path, runs):
+    """drawn(name): the texts of a picture, light and dark, as lists."""
+    saved = Figures(monkeypatch)
+
+    def draw(name):
+        for dark in (False, True):
+            figures.PICTURES[name][0](runs, tmp_path / f"{name}.png", dark)
+        assert saved.texts(-1) == saved.texts(-2)
+        return saved.texts()
+
+    return draw
+
+
+def test_every_picture_is_drawn_light_and_dark(tmp_path, runs):
+    done = run_python(ROOT / "bench" / "figures.py", "--runs", runs, "--out", tmp_path / "out", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    expected = {f"{name}{dark}.png" for name in figures.PICTURES for dark in ("", "_dark")}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == expected
+    for name in figures.PICTURES:
+        light, dark = ((tmp_path / "out" / f"{name}{d}.png").read_bytes() for d in ("", "_dark"))
+        assert light[:4] == dark[:4] == b"\x89PNG" and light != dark
+
+
+def test_the_ladder_shows_rates_and_factors(drawn):
+    texts = drawn("ladder")
+    assert "gpt2: 40k to 90k tokens/s, 2 times, rung by rung" in texts
+    assert {"40k  ", "100k  x2.50", "90k  x0.90", "fused loss", "4x256", "x2.00", "H9, torch 2.11, 2026-11-21"} <= set(texts)
+
+
+def test_kernel_times_of_a_smaller_micro_batch_are_scaled(drawn, runs):
+    with (runs / "ladder.jsonl").open("a") as f:  # measured again, with half the tokens a micro-step: this one counts
+        f.write(json.dumps(rung("gpt2", "fp32", 40_000, micro_steps=4)) + "\n")
+    texts = drawn("kernels")
+    assert "gpt2: matmul is 67% of the last rung's 3 ms" in texts
+    assert "22" in texts and "11" not in texts
+
+
+def test_the_others_say_what_they_show(drawn):
+    assert "gpt2: 8 sequences a micro-step are fastest, 90k tokens/s" in drawn("micro_batch")
+    assert "gpt2: the rungs end within 0.000 nats, seeds of one rung differ by up to 0.010" in drawn("ladder_loss")
+    roof = drawn("roofline")
+    assert "Memory gives 4.00 TB/s, the best bf16 product 500 TFLOP/s" in roof
+    assert {"qkv", "8192^3", "AdamW", "forward", "wgrad"} <= set(roof)
+    assert "Our step runs at 83% of what its parts add up to" in drawn("floor")
+    parallel = drawn("parallel")
+    assert "ddp on 2 GPUs reaches 90.0% of 2 times one GPU" in parallel and "150 tokens/s, 75.0%" in parallel
+    assert "ddp: 50% of 0.1 ms of communication hidden under computation" in drawn("overlap")
+
+
+def test_published_losses_name_their_text_and_stay_apart(drawn):
+    texts = drawn("tokens")
+    assert {"OpenAI's GPT-2 124M on FineWeb, 3.42", "OpenAI's GPT-2 124M on FineWeb-Edu, 3.29"} <= set(texts)
+    for data in figures.DATA_OF.values():
+        assert any(data in text for text in texts)
+
+
+@pytest.mark.parametrize("name", figures.PICTURES)
+def test_a_missing_or_incomplete_file_is_one_sentence_that_names_the_command(name, tmp_path, capsys, monkeypatch):
+    draw, command = figures.PICTURES[name]
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(figures.NoData):
+        draw(empty, tmp_path / "p.png", False)
+    for file in ("ladder", "floor", "parallel"):  # a failed measurement, another group, and a line that a kill has cut
+        (empty / f"{file}.jsonl").write_text('{"group": "rungs", "shape": "gpt2", "error": "no"}\n{"group": "ru')
+    monkeypatch.setattr(sys, "argv", ["figures.py", name, "--runs", str(empty), "--out", str(tmp_path)])
+    figures.main()
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and f"{name}: left out, " in err and f"`{command}` makes it" in err
+    assert not list(tmp_path.glob("*.png"))
+
+
+def test_an_unknown_picture_is_refused(tmp_path):
+    done = run_python(ROOT / "bench" / "figures.py", "stairs", cwd=tmp_path)
+    assert done.returncode == 2 and "stairs is no picture of this project; there are laptop" in done.stderr
+
+
+def test_labels_keep_apart():
+    figure = figures.Figure(figsize=(6, 4))
+    ax = figure.subplots()
+    ax.set(xlim=(0, 1), ylim=(0, 1))
+    figures.label_points(ax, [(0.5, 0.5 + 0.01 * i, f"operation {i}", "0.5") for i in range(8)], [(0.52, 0.52)])
+    figure.draw_without_rendering()
+    boxes = [Text.get_window_extent(text) for text in ax.texts]  # without the thin lines
+    assert len(boxes) == 8
+    assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+
+
+def test_readme_assets_holds_these_pictures_alone():
+    there = {path.stem for path in (ROOT / "readme.assets").glob("*.png")}
+    assert there <= {f"{name}{dark}" for name in figures.PICTURES for dark in ("", "_dark")}
