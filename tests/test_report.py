@@ -94,6 +94,8 @@ def test_what_stands_on_the_page(tmp_path):
     assert "no config.json" not in page.seen
     done = Page(write_run(tmp_path / "r", [*RUN, dict(kind="end", step=400, reason="done")]))
     assert ", finished" in done.seen and "still running" not in done.seen
+    assert "best validation loss" not in done.seen
+    assert "best validation loss 1.7149 step 400" in Page(write_run(tmp_path / "r", [*RUN, val(500, 1.8)])).seen
 
 
 def test_steps_tokens_and_seconds(tmp_path):
@@ -140,6 +142,8 @@ def test_a_log_alone(tmp_path):
     log = write_log(tmp_path, [*RUN, sample(400, "alone")]) / "log.jsonl"
     page = Page(log.rename(tmp_path / "kept.jsonl"))
     assert "no config.json" in page.seen and "kept" in page.seen and "alone" in page.seen
+    run = report.read_run(write_run(tmp_path / "r", RUN) / "log.jsonl")  # but a log in its folder is that folder's run
+    assert run.name == "r" and run.config == CONFIG
     (tmp_path / "log.jsonl").write_text((tmp_path / "kept.jsonl").read_text())
     for text in ("{", "[]", '{"model": 3}', "\x00"):
         (tmp_path / "config.json").write_text(text)
@@ -181,6 +185,7 @@ def test_text_from_a_log_is_never_code(tmp_path):
     for page in (Page(folder), Page(folder, write_run(tmp_path / "other", RUN))):
         assert page.seen.count(EVIL) >= 5 and "onerror" not in str(page.tags)
         assert [a for tag, a in page.tags if tag == "script"] == [{"type": "application/json", "id": "data"}, {}, {}]
+        assert "<" not in next(text for attributes, text in page.scripts if attributes.get("id") == "data")
         assert "<b>&amp;'" in page.seen and not [tag for tag, _ in page.tags if tag == "img"]
     assert page.data()["runs"][0]["name"] == "&lt;b&gt;&amp;amp;'"  # plotly reads names as its own small HTML
 
@@ -286,7 +291,7 @@ def test_bad_input_is_one_sentence(tmp_path):
     a = write_run(tmp_path / "a", RUN)
     write_run(tmp_path / "b", RUN), write_log(tmp_path / "young", [start()]), (tmp_path / "bare").mkdir()
     (tmp_path / "page.html").mkdir()
-    wrong = [([], "name one run folder or two"), (["a", "b", "young"], "not 3"), (["a", "./a"], "twice"),
+    wrong = [([], "name one run folder or two"), (["a", "b", "young"], "not 3"), (["a", str(a)], "twice"),
              (["none"], "no log none"), (["bare"], "no log bare"), (["a", "young"], "nothing to draw"),
              (["a", "--out", "a/log.jsonl"], "must end in .html"), (["a", "--out", "page.html"], "directory")]  # fmt: skip
     for args, message in wrong:
