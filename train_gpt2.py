@@ -3,6 +3,7 @@
     python train_gpt2.py                                       # the best this machine can do; says what and why
     python train_gpt2.py --preset gpt2 --data edu_fineweb10B   # GPT-2 124M on one GPU
     torchrun --standalone --nproc_per_node=8 train_gpt2.py     # the same run on eight GPUs: same tokens, same steps
+    python train_gpt2.py --plan --plan_card "RTX 4090"         # would it fit, how long would it take, what would it cost?
 
 Sections: 1 configuration, 2 model, 3 optimizer and schedule, 4 tokens, 5 processes, 6 checkpoints, 7 training,
 8 command line. Each uses only those above it and, from the files beside this one: cross_entropy.py (the loss of the
@@ -1011,6 +1012,10 @@ def farewell(run_dir):
 
 
 def run(argv):
+    if "plan" in peek(argv, "plan"):
+        import plan  # it imports from this file
+
+        return plan.run(argv)
     reason, model_config, cfg = parse_args(argv)
     check_config(model_config, cfg)
     world = World(cfg.device)
