@@ -219,7 +219,8 @@ def compile_blocks(model):
 
 
 def build(mode, model_config, cfg, world, how):
-    """(step, raw_model): step(clock) makes one update in a mode's way and returns loss and norm of the gradient, tensors.
+    """(step, raw_model, optimizer): step(clock) makes one update in a mode's way and returns its loss and the norm of its
+    gradient as tensors.
 
     how: what is compiled, the whole "model", its "blocks" (always so in fsdp2 and ddp_blocks), or "off".
     """
@@ -259,7 +260,7 @@ def build(mode, model_config, cfg, world, how):
         done += 1
         return loss, norm
 
-    return step, raw_model
+    return step, raw_model, optimizer
 
 
 # ----------------------------------------------------------------------------------------------- 3. measurements
@@ -327,7 +328,7 @@ def measure(mode, model_config, cfg, world, how, warmup, steps, trace):
         if cuda:
             torch.cuda.reset_peak_memory_stats()
         t0 = time.perf_counter()
-        step, _ = build(mode, model_config, cfg, world, how)
+        step, *_ = build(mode, model_config, cfg, world, how)
         world.synchronize()
         t1 = time.perf_counter()
         step(clock)
@@ -494,10 +495,12 @@ def overlap_picture(extract_file, out_png, dark=False):
 
     from plot import SERIES, style
 
-    extract = json.loads(Path(extract_file).read_text())
-    if not isinstance(extract, dict) or "kernels" not in extract:
-        raise ValueError(f"{extract_file} is no extract of a trace; --trace FOLDER writes <mode>.kernels.json")
-    kernels, times = extract["kernels"], overlap(extract["kernels"])
+    try:
+        extract = json.loads(Path(extract_file).read_text())
+        kernels, cards = extract["kernels"], f"{extract['world_size']} x {extract['device']}"
+    except (ValueError, TypeError, KeyError):
+        raise ValueError(f"{extract_file} is no extract of a trace; --trace FOLDER writes <mode>.kernels.json") from None
+    times = overlap(kernels)
     order = ["product", "attention", "elementwise", "loss", "optimizer", "copy"]
     colors = dict(zip(order, [*SERIES[dark], "0.5"]))
     with matplotlib.rc_context(style(dark)):
@@ -513,7 +516,7 @@ def overlap_picture(extract_file, out_png, dark=False):
         ax.set_yticks([0.5, 1.5], ["NCCL", "compute"])
         ax.set_ylim(0, 2)
         ax.set_xlim(0, times["step_us"] / 1000)
-        ax.set_xlabel(f"ms of one step of rank 0, {extract['world_size']} x {extract['device']}")
+        ax.set_xlabel(f"ms of one step of rank 0, {cards}")
         share = f"{times['hidden_us'] / times['nccl_us']:.0%} of" if times["nccl_us"] else "no communication in"
         much = f" {times['nccl_us'] / 1000:.1f} ms of communication hidden under computation" if times["nccl_us"] else ""
         ax.set_title(f"{extract['mode']}: {share}{much or ' this step'}")
