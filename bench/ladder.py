@@ -173,6 +173,8 @@ class Case:
         if self.group == "loss":
             tokens, steps = args.loss_tokens, args.loss_steps
             cfg = dataclasses.replace(cfg, max_steps=steps, warmup_steps=max(1, steps // 10), schedule="cosine")
+        if args.batch_size and "batch_size" not in self.settings:
+            cfg.batch_size = args.batch_size
         cfg.total_batch_size = tokens or cfg.batch_size * cfg.seq_len
         cfg.batch_size = min(cfg.batch_size, cfg.total_batch_size // cfg.seq_len)
         check_config(model, cfg)
@@ -191,6 +193,7 @@ class Case:
         if self.group == "loss":
             words += ["--loss_steps", str(args.loss_steps), "--loss_tokens", str(args.loss_tokens)]
         words += ["--tokens_per_step", str(args.tokens_per_step)] if args.tokens_per_step and self.group != "loss" else []
+        words += ["--batch_size", str(args.batch_size)] if args.batch_size else []
         words += ["--sustain", str(self.sustain)] if self.sustain else []
         words += ["--data", Path(args.data).name] if args.data_name != "random" else []
         words += ["--device", args.device] if args.device != "auto" else []
@@ -779,6 +782,7 @@ def parse_args(argv):
     parser.add_argument("--variants", default="", help="comma-separated, as --list shows them (all)")
     parser.add_argument("--steps", type=int, default=20, help="timed steps (20)")
     parser.add_argument("--tokens_per_step", type=int, default=0, help="of the timing groups (the shape's own)")
+    parser.add_argument("--batch_size", type=int, default=0, help="micro-batch to begin with (the shape's; gpt2: 64)")
     parser.add_argument("--sustain", type=int, default=0, help="shape gpt2: run so many seconds before the timed steps (0)")
     parser.add_argument("--limit", type=int, default=500, help="seconds after which a measurement counts as failed (500)")
     parser.add_argument("--data", default="", help="folder of token shards; random tokens for timings if empty")

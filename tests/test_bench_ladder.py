@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT / "bench"))
 import floor  # noqa: E402
 import ladder  # noqa: E402
 
-from train_gpt2 import GPT, GPTConfig, TokenLoader, TrainConfig, make_optimizer  # noqa: E402
+from train_gpt2 import GPT, GPTConfig, TokenLoader, TrainConfig, World, make_optimizer  # noqa: E402
 
 TINY = ["--shapes", "tiny", "--device", "cpu", "--steps", "6"]
 
@@ -67,6 +67,18 @@ def test_records_hold_what_was_measured(two_rungs):
     assert 0 < abs(records[0]["first_loss"] - records[1]["first_loss"]) < 0.01
 
 
+def test_the_timed_steps_are_updates_of_the_trainer(two_rungs, tmp_path):
+    """Eleven updates, the five dropped ones among them, lead to the loss in the record."""
+    record = json.loads(two_rungs.splitlines()[0])
+    ladder.random_shards(tmp_path, 257)
+    args = ladder.parse_args([*TINY, "--variants", "fp32", "--data", str(tmp_path)])
+    (case,) = ladder.cases(args)
+    with ladder.Run(case, 4, args, World("cpu")) as run:
+        losses = [run.step().item() for _ in range(11)]
+    assert [round(losses[0], 4), round(losses[-1], 4)] == [record["first_loss"], record["last_loss"]]
+    assert round(losses[-2], 4) != round(losses[-1], 4)
+
+
 def test_what_is_done_is_not_measured_again(out, capsys):
     before = out.read_bytes()
     measure(out, "--variants", "fp32,bf16")
@@ -113,7 +125,8 @@ def test_what_does_not_fit_gets_half_the_micro_batch(out, monkeypatch):
         return real(run, case, args)
 
     monkeypatch.setattr(ladder, "time_steps", only_small)
-    record = measure(out, "--variants", "tf32")[-1]
+    record = measure(out, "--variants", "tf32", "--batch_size", "8")[-1]
+    assert record["command"].endswith("--batch_size 8 --device cpu")
     assert (record["batch_size"], record["micro_steps"], record["tokens_per_step"]) == (2, 4, 128)
     monkeypatch.setattr(ladder, "time_steps", lambda *_: torch.ones(2**60))
     record = measure(out, "--groups", "precision", "--variants", "tf32")[-1]
