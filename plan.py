@@ -402,8 +402,8 @@ def verdict(s, other, card, cfg):
         fixed = sum(at["update"] for label, _, at in ledger(s) if not label.startswith("Muon's work")) / GIB
         return f"{text}No batch_size does, as {fixed:.1f} GiB do not depend on it."
     largest = f"The largest batch_size that does is {best}" if best else "No batch_size does"
-    also = other_best if other_best != best else f"{best} too, as more than {sizes[0]} are not tried"
-    return f"{text}{largest}; {flag} --activation_checkpointing it is {also or 'none either'}."
+    also = f"{other_best or 'none'}{' too' * (other_best == best)}"
+    return f"{text}{largest}{' (more are not tried)' * (best == sizes[0])}; {flag} --activation_checkpointing it is {also}."
 
 
 def report(s, cfg, card, reason, mfu, price):
