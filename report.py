@@ -446,7 +446,9 @@ def samples(runs):
 
 
 def marked(text, prompt):
-    """A sample as HTML, the prompt that it goes on from made faint."""
+    """A sample as HTML, the prompt that it goes on from made faint. A young model writes control characters, which HTML
+    cannot hold: they show as the symbols that Unicode has for them."""
+    text = text.translate({c: 0x2400 + c for c in range(32) if c not in (9, 10)})  # not tab and newline
     if prompt and text.startswith(prompt):
         return f"<span class='prompt'>{html.escape(prompt)}</span>{html.escape(text[len(prompt) :])}"
     return html.escape(text)
@@ -580,8 +582,9 @@ function draw() {
 }
 
 function follow(event) {  // a zoom of one plot is the zoom of all
-  if (following || !("xaxis.range[0]" in event)) return;
-  zoom = [event["xaxis.range[0]"], event["xaxis.range[1]"]];
+  const range = event["xaxis.range"] ?? [event["xaxis.range[0]"], event["xaxis.range[1]"]];  // a reset, or a drag
+  if (following || range[0] === undefined) return;
+  zoom = range;
   following = true;
   Promise.all(page.panels.map(p => Plotly.relayout(p.id, { "xaxis.range": [...zoom] }))).then(() => { following = false; });
 }
@@ -670,7 +673,7 @@ def write(paths, out):
         raise ValueError(f"--out {out} must end in .html")
     text = page(runs)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(text, encoding="utf-8", newline="\n")
+    out.write_text(text, encoding="utf-8", errors="replace", newline="\n")  # half a character is not worth an error
 
 
 def main():

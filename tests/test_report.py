@@ -190,6 +190,14 @@ def test_text_from_a_log_is_never_code(tmp_path):
     assert page.data()["runs"][0]["name"] == "&lt;b&gt;&amp;amp;'"  # plotly reads names as its own small HTML
 
 
+def test_what_a_young_model_writes_can_be_shown(tmp_path):
+    """Control characters, and half of a character that takes two."""
+    run = write_run(tmp_path / "r", [*RUN, sample(400, "The \x00\x1b[1m\r\n\ttab", "\ud83d")])
+    report.write([run], tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert "</span>␀␛[1m␍\n\ttab</pre><pre>?</pre>" in page
+
+
 # ------------------------------------------------------------------------------------------------------------ two runs
 
 
