@@ -1,0 +1,151 @@
+"""What goes on inside a GPT while it reads: attention weights, the residual stream, heads switched off. For play.ipynb.
+
+Nothing here is a second model: hooks on the modules of train_gpt2.py note what passes, and are taken off again.
+"""
+
+import contextlib
+import hashlib
+import html
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from train_gpt2 import PRESETS, GPTConfig
+
+
+def laptop_run(log_dir="log", max_steps=150):
+    """Checkpoint of the preset laptop on its built-in text: of those in log_dir the one with most updates. Where there is
+    none, trains max_steps updates in LOG_DIR/notebook first (half a minute)."""
+    model, train = PRESETS["laptop"]
+    found = []
+    for path in Path(log_dir).glob("*/model_[0-9]*.pt"):
+        config = path.parent / "config.json"
+        saved = json.loads(config.read_text()) if config.exists() else {"train": {}}
+        if saved["train"].get("data") == train.data and not saved["train"]["init_from"]:
+            if GPTConfig(**saved["model"]).shape() == model.shape():
+                found.append(path)
+    if not found:
+        flags = f"--preset laptop --max_steps {max_steps} --ckpt_every {max_steps} --val_every 0 --sample_every 0".split()
+        flags += ["--run_name", "notebook", "--log_dir", str(Path(log_dir).absolute())]
+        command = [sys.executable, "train_gpt2.py", *flags]
+        subprocess.run(command, check=True, capture_output=True, cwd=Path(__file__).parent)
+        found = list(Path(log_dir, "notebook").glob("model_[0-9]*.pt"))
+    return max(found, key=lambda path: path.name)
+
+
+@torch.no_grad()
+def watch(model, idx):
+    """Let the model read idx (B, T). Returns (stream, weights).
+
+    stream: the residual stream before the first block and after each, n_layer + 1 tensors (B, T, C). weights: those of
+    attention, n_layer tensors (B, H, T, T); row t sums to 1 over the positions that t looks at. They are computed from
+    the input of each attention layer, as a fused kernel never holds them.
+    """
+    stream, weights = [], []
+
+    def note_weights(attn, args, output):
+        x, mask, _ = args
+        B, T, C = x.size()
+        q, k, _ = (t.view(B, T, attn.n_head, C // attn.n_head).transpose(1, 2) for t in attn.c_attn(x).split(C, dim=2))
+        scores = q @ k.transpose(-2, -1) * (C // attn.n_head) ** -0.5  # (B, H, T, T)
+        seen = torch.ones(T, T, dtype=torch.bool, device=x.device).tril() if mask is None else mask
+        weights.append(scores.masked_fill(~seen, float("-inf")).softmax(dim=-1))
+
+    hooks = [model.transformer.h[0].register_forward_pre_hook(lambda block, args: stream.append(args[0]))]
+    for block in model.transformer.h:
+        hooks.append(block.register_forward_hook(lambda block, args, output: stream.append(output)))
+        hooks.append(block.attn.register_forward_hook(note_weights))
+    try:
+        model.hidden(idx)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return stream, weights
+
+
+@torch.no_grad()
+def lens(model, x):
+    """Logits (B, T, vocab_size) of a residual stream (B, T, C) from anywhere in the model, as if its last norm and head
+    came next: the logit lens (nostalgebraist 2020). After the last block these are the model's own."""
+    return model.lm_head(model.transformer.ln_f(x))[..., : model.config.vocab_size]
+
+
+def mass(weights, where):
+    """How much of its attention each head gives to chosen positions: (H,), each between 0 and 1.
+
+    weights (B, H, T, T) of one block; where (B, T, T) or (T, T) is True at [t, s] if s is chosen for t. The mean is over
+    those t for which something is chosen.
+    """
+    where = where.expand(weights.size(0), -1, -1)
+    rows = where.any(dim=2)  # (B, T)
+    return (weights * where[:, None]).sum(dim=3).transpose(0, 1)[:, rows].mean(dim=1)
+
+
+@contextlib.contextmanager
+def without_head(model, layer, head):
+    """Inside this context one head hands nothing over: its part of c_proj's input is 0. Raises ValueError for no such head."""
+    config = model.config
+    if not (0 <= layer < config.n_layer and 0 <= head < config.n_head):
+        raise ValueError(f"there is no head {layer}.{head}: blocks go from 0 to {config.n_layer - 1}, heads from 0 to "
+                         f"{config.n_head - 1}")  # fmt: skip
+    D = config.n_embd // config.n_head
+
+    def silence(c_proj, args):
+        y = args[0].clone()  # (B, T, C), the heads side by side
+        y[..., head * D : (head + 1) * D] = 0
+        return (y,)
+
+    hook = model.transformer.h[layer].attn.c_proj.register_forward_pre_hook(silence)
+    try:
+        yield model
+    finally:
+        hook.remove()
+
+
+PAGE = """<div id="{id}">
+<p>{title} Point at a character: the darker another one is, the more the chosen head looks at it from there.
+<select>{options}</select></p>
+<div style="font-family: monospace; font-size: 16px; line-height: 1.7; white-space: pre-wrap">{characters}</div>
+<script>(() => {{
+  const box = document.getElementById("{id}"), percent = {percent}, choice = box.querySelector("select");
+  const spans = [...box.querySelectorAll("span")];
+  let last = spans.length - 1;
+  function show(t) {{
+    last = t;
+    spans.forEach((span, s) => {{
+      const p = s <= t ? percent[choice.value][t][s] : 0;
+      span.style.background = p ? "rgba(0, 114, 178, " + Math.sqrt(p / 100) + ")" : "";
+      span.style.outline = s == t ? "2px solid #d55e00" : "";
+    }});
+  }}
+  spans.forEach((span, t) => span.addEventListener("mouseenter", () => show(t)));
+  choice.addEventListener("change", () => show(last));
+  show(last);
+}})();</script></div>"""
+
+
+def attention_page(pieces, weights, title=""):
+    """HTML in which to point at a character and see where a head looks from there; for IPython.display.HTML.
+
+    pieces: the T tokens as text; weights: as `watch` returns them, of which the first sequence is shown. Where scripts are
+    taken out (a page that only shows the notebook) the text stays, and each character's tooltip names what each head
+    looks at most. Raises ValueError if pieces and weights are not of one length.
+    """
+    T = weights[0].size(-1)
+    if len(pieces) != T:
+        raise ValueError(f"{len(pieces)} pieces of text do not fit attention over {T} positions; give one for each token")
+    heads = {f"{layer}.{head}": block[0, head] for layer, block in enumerate(weights) for head in range(block.size(1))}
+    percent = {name: [[round(100 * p) for p in row[: t + 1].tolist()] for t, row in enumerate(w)] for name, w in heads.items()}
+    characters = ""
+    for t, piece in enumerate(pieces):
+        most = ((name, int(w[t].argmax()), w[t].max().item()) for name, w in heads.items())
+        tip = "; ".join(f"head {name}: {pieces[s]!r} {t - s} back, {p:.2f}" for name, s, p in most)
+        shown = html.escape(piece).replace("\n", "↵\n")
+        characters += f'<span title="{html.escape(tip)}">{shown}</span>'
+    options = "".join(f'<option value="{name}">head {name}</option>' for name in heads)
+    name = "attention-" + hashlib.sha256(repr((pieces, percent)).encode()).hexdigest()[:12]
+    percent = json.dumps(percent, separators=(",", ":"))
+    return PAGE.format(id=name, title=html.escape(title), options=options, characters=characters, percent=percent)

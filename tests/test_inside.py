@@ -1,0 +1,159 @@
+"""Looking into a model: what is noted is what the model computes, and looking changes nothing."""
+
+import dataclasses
+import html.parser
+import json
+import re
+
+import pytest
+import torch
+
+from inside import attention_page, laptop_run, lens, mass, watch, without_head
+from train_gpt2 import GPT, PRESETS
+from weights import load_model
+
+
+def noisy(config):
+    """A model whose every parameter matters: fresh biases are 0 and fresh heads compute almost the mean."""
+    model = GPT(config)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    return model
+
+
+@pytest.fixture
+def model(tiny_config):
+    return noisy(tiny_config)
+
+
+@pytest.fixture
+def idx(tiny_config):
+    return torch.randint(256, (3, 20))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "math"])
+@pytest.mark.parametrize("document_mask", [False, True])
+@torch.no_grad()
+def test_the_weights_that_are_noted_give_the_output_of_each_attention(tiny_config, idx, attention, document_mask):
+    tiny_config.attention, tiny_config.document_mask = attention, document_mask
+    model = noisy(tiny_config)
+    idx[:, 7] = 256  # a document begins here
+    stream, weights = watch(model, idx)
+    B, T, C = stream[0].shape
+    assert len(stream) == 3 and len(weights) == 2
+    for block, x, after, w in zip(model.transformer.h, stream, stream[1:], weights):
+        assert w.shape == (B, 2, T, T) and torch.allclose(w.sum(-1), torch.ones(B, 2, T))
+        assert not w.triu(1).any() and bool(w[:, :, 7:, :7].any()) != document_mask
+        v = block.attn.c_attn(block.ln_1(x))[..., 2 * C :].view(B, T, 2, C // 2).transpose(1, 2)
+        x = x + block.attn.c_proj((w @ v).transpose(1, 2).reshape(B, T, C))
+        assert torch.allclose(x + block.mlp(block.ln_2(x)), after, atol=1e-5)
+
+
+@torch.no_grad()
+def test_the_lens_reads_the_model_itself_after_the_last_block(model, idx):
+    stream, _ = watch(model, idx)
+    assert torch.equal(stream[0], model.transformer.wte(idx) + model.transformer.wpe(torch.arange(20)))
+    assert torch.equal(lens(model, stream[-1]), model(idx)[0])
+    assert (lens(model, stream[1]) - model(idx)[0]).abs().max() > 0.1
+
+
+def hooks(model):
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+
+
+@torch.no_grad()
+def test_looking_leaves_nothing_behind(model, idx):
+    before = model(idx)[0]
+    watch(model, idx)
+    with pytest.raises(ValueError, match="more than block_size"):
+        watch(model, torch.zeros(1, 40, dtype=torch.long))
+    with pytest.raises(KeyError), without_head(model, 0, 0):
+        raise KeyError
+    assert hooks(model) == 0 and torch.equal(model(idx)[0], before)
+
+
+def test_mass_by_hand():
+    weights = torch.tensor([[1.0, 0, 0], [0.25, 0.75, 0], [0.5, 0.25, 0.25]]).expand(2, 1, 3, 3)
+    previous = torch.tensor([[0, 0, 0], [1, 0, 0], [0, 1, 0]]).bool()
+    assert mass(weights, previous).tolist() == [0.25]  # of 0.25 and 0.25; the first row has nobody before it
+    first = torch.zeros(2, 3, 3, dtype=torch.bool)
+    first[1, 2, 0] = True  # chosen in one sequence alone
+    assert mass(weights, first).tolist() == [0.5]
+    two = torch.cat([weights, weights.flip(2)], dim=1)
+    assert mass(two, previous).tolist() == [0.25, 0.125]
+
+
+@torch.no_grad()
+def test_a_head_is_switched_off_by_the_rows_that_hold_it(model, idx):
+    with without_head(model, 1, 0):
+        got = model(idx)[0]
+    assert (got - model(idx)[0]).abs().max() > 0.01
+    model.transformer.h[1].attn.c_proj.weight[:, :16] = 0  # head 0 of two, in 32 channels
+    assert torch.allclose(got, model(idx)[0], atol=1e-6)
+    with pytest.raises(ValueError, match="no head 2.0: blocks go from 0 to 1"), without_head(model, 2, 0):
+        pass
+
+
+class Text(html.parser.HTMLParser):
+    """The page as a browser without scripts would show it, its tooltips, and the tags in it."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.text, self.tips, self.tags = "", [], []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.tips += [value for name, value in attrs if name == "title"]
+
+    def handle_data(self, data):
+        self.text += data if self.tags[-1] == "span" else ""
+
+
+def test_the_page_shows_any_text():
+    pieces = ["a", "<b>", "&amp;", '"', "' x='", "\n", "</script>"]
+    itself = torch.eye(7).expand(1, 2, 7, 7)
+    page = attention_page(pieces, [itself], title="<script>alert(1)</script>")
+    seen = Text(page)
+    assert seen.tags.count("span") == 7 and seen.tags.count("script") == 1 and "b" not in seen.tags
+    assert seen.text == "".join(pieces).replace("\n", "↵\n")
+    assert seen.tips == [f"head 0.0: {piece!r} 0 back, 1.00; head 0.1: {piece!r} 0 back, 1.00" for piece in pieces]
+    with pytest.raises(ValueError, match="3 pieces of text do not fit attention over 7 positions"):
+        attention_page(list("abc"), [itself])
+
+
+def test_the_page_shows_the_right_numbers(model):
+    _, weights = watch(model, torch.tensor([list(b"abcdefgh")]))
+    page = attention_page(list("abcdefgh"), weights)
+    percent = json.loads(re.search(r"percent = ({.*?}),", page)[1])
+    assert set(percent) == {"0.0", "0.1", "1.0", "1.1"}
+    assert percent["1.0"] == [[round(100 * p) for p in row[: t + 1].tolist()] for t, row in enumerate(weights[1][0, 0])]
+    most = weights[0][0, 1, 5].argmax().item()
+    assert f"head 0.1: {'abcdefgh'[most]!r} {5 - most} back" in Text(page).tips[5]
+
+
+def save_run(folder, step, **changes):
+    """What a run of the preset laptop leaves behind, as far as laptop_run looks at it."""
+    model, train = (dataclasses.asdict(config) for config in PRESETS["laptop"])
+    saved = {part: {k: changes.get(k, v) for k, v in config.items()} for part, config in (("model", model), ("train", train))}
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(saved))
+    (folder / f"model_{step:06d}.pt").touch()
+
+
+def test_the_run_to_look_into(tmp_path):
+    save_run(tmp_path / "long", 1000)
+    save_run(tmp_path / "short", 150)
+    save_run(tmp_path / "other_shape", 3000, n_layer=3)
+    save_run(tmp_path / "other_text", 3000, data="data/mine")
+    save_run(tmp_path / "fine_tuned", 3000, init_from="log/long")
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "model_009000.pt").touch()
+    assert laptop_run(tmp_path) == tmp_path / "long" / "model_001000.pt"
+
+
+@pytest.mark.slow
+def test_a_run_is_made_where_there_is_none(tmp_path):
+    path = laptop_run(tmp_path, max_steps=1)
+    assert path == tmp_path / "notebook" / "model_000001.pt" and load_model(path).config.n_layer == 2
