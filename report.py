@@ -285,8 +285,8 @@ def numbers(run):
         found["tokens"] = Number(last * run.per_step, "{:,.0f}", epochs)
     wall = [t for records in run.log.values() for r in records if (t := seconds(run, r)) is not None]
     if wall and max(wall):
-        clock = datetime.timedelta(seconds=round(max(wall)))
-        found["seconds in all"] = Number(max(wall), "{:,.0f}", f"{clock}, with evaluation and saving", True)
+        clock = f"{datetime.timedelta(seconds=round(max(wall)))}, " if max(wall) >= 60 else ""
+        found["seconds in all"] = Number(max(wall), "{:,.1f}", f"{clock}with evaluation and saving", True)
     for name, what, write in (
         ("tok_per_s", "tokens/s, median", "{:,.0f}"), ("mfu", "MFU, median", "{:.1%}"),
         ("dt_ms", "ms a step, median", "{:,.1f}"),
@@ -472,7 +472,7 @@ header p { margin: .3rem 0 0; overflow-wrap: anywhere; }
 .soft, small, figcaption p, footer { color: var(--soft); font-size: .85rem; }
 .cautions { border-left: 3px solid var(--s1); padding-left: .8rem; margin-top: 1rem; max-width: 55rem; font-size: .9rem; }
 .dot { display: inline-block; width: .7rem; height: .7rem; border-radius: 50%; margin-right: .4rem; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fill, minmax(9.5rem, 1fr)); gap: 1rem 1.5rem; margin: 1.5rem 0 0; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fill, minmax(8.5rem, 1fr)); gap: 1rem 1.5rem; margin: 1.5rem 0 0; }
 .tiles dt { color: var(--soft); font-size: .85rem; }
 .tiles dd { margin: 0; font-size: 1.15rem; font-variant-numeric: tabular-nums; }
 .tiles small { display: block; }
@@ -577,7 +577,8 @@ function layout(p) {
 }
 
 function draw() {
-  const config = { responsive: true, displaylogo: false, doubleClick: "reset", modeBarButtons: [["toImage", "resetScale2d"]] };
+  const config = { responsive: true, displaylogo: false, displayModeBar: touch ? false : "hover", doubleClick: "reset",
+                   modeBarButtons: [["toImage", "resetScale2d"]] };
   for (const p of page.panels) Plotly.react(p.id, p.traces.map(t => curve(t, p)), layout(p), config);
 }
 

@@ -80,7 +80,8 @@ def test_what_stands_on_the_page(tmp_path):
     page = Page(write_run(tmp_path / "r", [*timed(RUN), *timed([hella(400, 0.301), sample(400, "The cat sat")])]))
     for text in ("Validation loss 1.71 after 400 steps: 1.63 nats under the unigram baseline", "still running, or killed",
                  "validation loss 1.7149 step 400", "HellaSwag acc_norm 0.3010 ± 0.0088, step 400", "tokens 3,276,800",
-                 "seconds in all 800", "tokens/s, median 9,000", "The cat sat", "n_layer 2", "grad_clip 1.0"):  # fmt: skip
+                 "seconds in all 800.0 0:13:20, with evaluation and saving", "tokens/s, median 9,000",
+                 "The cat sat", "n_layer 2", "grad_clip 1.0"):  # fmt: skip
         assert text in page.seen, text
     assert page.curve("loss", "validation") == ([0, 200, 400], [5.6, 2.1, 1.7149])
     steps, raw = page.panel("loss")["traces"][0]["step"], page.panel("loss")["traces"][0]["y"]
