@@ -107,6 +107,9 @@ class Text(html.parser.HTMLParser):
         self.tags.append(tag)
         self.tips += [value for name, value in attrs if name == "title"]
 
+    def handle_endtag(self, tag):
+        self.tags.append("/" + tag)
+
     def handle_data(self, data):
         self.text += data if self.tags[-1] == "span" else ""
 
