@@ -69,8 +69,9 @@ def read_records(path):
 
 def append_record(path, record):
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with Path(path).open("a") as f:
-        f.write(json.dumps(record) + "\n")
+    with Path(path).open("a+b") as f:
+        cut = f.tell() and not (f.seek(-1, os.SEEK_END), f.read(1))[1] == b"\n"  # a kill's: that line stays on its own
+        f.write((("\n" if cut else "") + json.dumps(record) + "\n").encode())
 
 
 def finished(path, key):
@@ -630,6 +631,12 @@ def run_limited(command, seconds, **where):
             raise RuntimeError(errors[0].split(": error: ")[-1][:300])
 
 
+def done_before(args, key):
+    """True if --out holds this measurement, and --trace its trace where one is asked for and can be had."""
+    traced = args.trace and key["device"] != "cpu" and key["mode"] not in ("alone_one", "loop")
+    return bool(finished(args.out, key)) and (not traced or (Path(args.trace) / f"{key['mode']}.kernels.json").exists())
+
+
 def drive(args, argv):
     """Each mode in processes of its own: one that fails or hangs leaves the others alone. Returns how many failed."""
     own = argparse.ArgumentParser(allow_abbrev=False)
@@ -638,7 +645,7 @@ def drive(args, argv):
     failures = 0
     for mode in args.modes:
         key = key_of(mode, args, args.nproc_per_node)
-        if finished(args.out, key):
+        if done_before(args, key):
             print(f"{mode}: already in {args.out}", flush=True)
             continue
         try:
@@ -680,7 +687,7 @@ def work(args):
         )  # fmt: skip
         for mode in args.modes:
             key = key_of(mode, args, world.world_size)
-            if world.from_main(bool(finished(args.out, key))):
+            if world.from_main(done_before(args, key)):
                 continue
             record = measure(mode, model_config, cfg, world, args.compile, args.warmup, args.steps, args.trace)
             if world.is_main:

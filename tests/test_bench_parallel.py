@@ -1,0 +1,295 @@
+"""bench/parallel.py and bench/cpu.py: that the ways to share work agree, and that records, tables and pictures are right."""
+
+import dataclasses
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import ROOT, TINY_MODEL, clean_env
+
+from train_gpt2 import GPT, PRESETS, GPTConfig, TrainConfig, World
+
+
+def load_bench(name):
+    """A file of bench/ as a module; the folder itself stays off the path, as it holds a tokenize.py."""
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, ROOT / "bench" / f"{name}.py")
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+parallel, cpu = load_bench("parallel"), load_bench("cpu")
+
+# ------------------------------------------------------------------------------------------- two processes, one result
+
+STEPS = 6
+# a threshold that clips, decay that shows, and an eps that does not blow rounding up
+CFG = TrainConfig("laptop", total_batch_size=128, batch_size=4, seq_len=16, lr=3e-3, max_steps=20, warmup_steps=2,
+                  schedule="constant", weight_decay=0.1, eps=1e-3, grad_clip=0.25, device="cpu", precision="fp32")  # fmt: skip
+
+
+def whole(tensor):
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+def updates(mode, cfg, world):
+    """What STEPS updates do on this process; `moments`: how many numbers of AdamW's first moment lie here."""
+    step, model, optimizer = parallel.build(mode, GPTConfig(**TINY_MODEL), cfg, world, "off")
+    start = {name: whole(p) for name, p in model.named_parameters()}
+    seen = [step(parallel.PhaseClock(False, world.device)) for _ in range(STEPS)]
+    moments = [s["exp_avg"] for s in getattr(optimizer, "adamw", optimizer).state.values()]
+    return {
+        "losses": [loss.item() for loss, _ in seen], "norms": [whole(norm).item() for _, norm in seen],
+        "start": start, "end": {name: whole(p) for name, p in model.named_parameters()},
+        "moments": sum((m.to_local() if hasattr(m, "to_local") else m).numel() for m in moments),
+    }  # fmt: skip
+
+
+def main(data, out):
+    """What each of the two processes of the test below runs."""
+    world = World("cpu")
+    found = {mode: updates(mode, dataclasses.replace(CFG, data=data), world) for mode in ("ddp", "flat", "zero1", "fsdp2")}
+    torch.save(found, f"{out}/rank{world.rank}.pt")
+    world.close()
+
+
+@pytest.mark.skipif(not dist.is_gloo_available() or sys.platform == "win32", reason="needs gloo and torchrun")
+def test_two_processes_are_one_in_every_mode(tmp_path, shards):
+    """ddp_bf16 is left out: PyTorch has its hook for NCCL alone."""
+    command = [*parallel.torchrun(2, Path(__file__)), shards, tmp_path]
+    done = subprocess.run(list(map(str, command)), env=clean_env(PYTHONPATH=str(ROOT / "tests")), capture_output=True,
+                          text=True, timeout=240)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    one = updates("alone", dataclasses.replace(CFG, data=str(shards), batch_size=8), World("cpu"))
+    assert min(one["norms"]) > 2 * CFG.grad_clip, "clipping has to take part"
+    for rank in range(2):
+        found = torch.load(tmp_path / f"rank{rank}.pt")
+        assert list(found) == ["ddp", "flat", "zero1", "fsdp2"]
+        for mode, two in found.items():
+            assert two["losses"] == pytest.approx(one["losses"], abs=1e-5), mode
+            assert two["norms"] == pytest.approx(one["norms"], abs=1e-5), mode
+            for name, p in one["end"].items():
+                assert (p - two["end"][name]).abs().max() < 1e-5, (mode, name)
+                assert (p - two["start"][name]).abs().max() > 1e-4, (mode, name)
+            share = two["moments"] / one["moments"]
+            assert 0.45 < share < 0.55 if mode in ("zero1", "fsdp2") else share == 1, mode
+
+
+# ------------------------------------------------------------------------------------------------- records of parallel
+
+QUICK = "--device cpu --preset laptop --batch_size 1 --seq_len 16 --steps 2 --warmup 0 --precision fp32 --compile off".split()
+
+
+def work(out, *more):
+    """One process of parallel.py, this one; returns the records of `out`."""
+    parallel.work(parallel.parse_args([*QUICK, "--out", str(out), *more]))
+    return parallel.read_records(out)
+
+
+def test_a_finished_measurement_is_left_alone_and_a_failed_one_tried_again(tmp_path):
+    out = tmp_path / "new" / "r.jsonl"
+    first = work(out)
+    assert len(first) == 1 and work(out) == first
+    record = first[0]
+    assert record["mode"] == "alone_one" and len(record["rank_step_ms"][0]) == 2
+    assert record["tok_per_s"] == pytest.approx(16_000 / record["step_ms"]) and 4 < record["loss"] < 6
+    assert {"date", "commit", "torch", "command", "device", "peak_gib", "first_step_s"} <= record.keys()
+    assert len(work(out, "--steps", "3")) == 2, "other settings are another measurement"
+    failed = {k: v for k, v in record.items() if k != "loss"} | {"error": "it rained"}
+    out.write_text(json.dumps(failed) + "\n" + json.dumps(record)[:50])  # and a line that a kill has cut
+    again = work(out)
+    assert again[0] == failed and len(again) == 2 and "error" not in again[1] and work(out) == again
+
+
+def test_modes_start_from_the_same_weights_and_tokens(tmp_path):
+    alone, together = work(tmp_path / "r.jsonl", "--modes", "alone_one", "alone")
+    assert alone["loss"] == together["loss"] and alone["grad_norm"] == together["grad_norm"]
+
+
+def test_bad_input_is_one_sentence(capsys):
+    bad = {"--steps 0": "--steps 0 must be 1 or more", "--data nowhere": "there is no folder nowhere",
+           "--modes ddp zero1": "ddp, zero1 need two processes or more", "--modes loop": "loop starts processes of its own",
+           "--modes dpd": "invalid choice"}  # fmt: skip
+    for words, sentence in bad.items():
+        with pytest.raises(SystemExit) as stopped:
+            parallel.parse_args(words.split())
+        assert stopped.value.code == 2 and sentence in capsys.readouterr().err
+
+
+def test_a_command_that_hangs_or_fails_is_named_and_gone(capfd):
+    with pytest.raises(RuntimeError, match="not done after 0.5 s"):
+        parallel.run_limited([sys.executable, "-c", "import time; time.sleep(60)"], 0.5)
+    script = "import sys; print('x', 'bench/parallel.py: error: [rank 1] ValueError: no', 'y', sep=chr(10), file=sys.stderr);"
+    with pytest.raises(RuntimeError, match=r"^\[rank 1\] ValueError: no$"):
+        parallel.run_limited([sys.executable, "-c", script + "sys.exit(3)"], 60)
+    parallel.run_limited([sys.executable, "-c", ""], 60)
+
+
+@pytest.mark.slow
+def test_the_driver_isolates_what_fails(tmp_path):
+    out = tmp_path / "r.jsonl"
+
+    def drive(*modes):
+        command = [sys.executable, ROOT / "bench" / "parallel.py", *QUICK, "--nproc_per_node", 2, "--out", out]
+        command += ["--loop_steps", 4, "--modes", *modes]
+        return subprocess.run(list(map(str, command)), cwd=tmp_path, env=clean_env(), capture_output=True, text=True)
+
+    done = drive("ddp_bf16", "ddp")
+    bf16, ddp = parallel.read_records(out)
+    assert done.returncode == 1 and "NCCL" in bf16["error"] and "error" not in ddp and "ddp_bf16" in done.stdout
+    done = drive("ddp", "alone", "loop")
+    assert done.returncode == 0 and "ddp: already in" in done.stdout, done.stderr
+    alone, loop = parallel.read_records(out)[2:]
+    assert len(alone["rank_tok_per_s"]) == 2 and min(alone["rank_tok_per_s"]) > 0
+    assert set(loop["seconds"]) == {"val", "sample", "checkpoint"} and loop["not_measured"] == ["hella"]
+
+
+# -------------------------------------------------------------------------------------------------- table, loop, traces
+
+
+def record(mode, tok_per_s, **more):
+    base = dict(bench="parallel", mode=mode, preset="gpt2", world_size=2, batch_size=64, seq_len=1024, compile="model",
+                activation_checkpointing=False, precision="bf16", data="", warmup=10, steps=40, device="H9", torch="2",
+                env={}, date="2026-11-21", step_ms=100.0, step_ms_min=99.0, step_ms_max=101.5, tok_per_s=tok_per_s,
+                rank_tok_per_s=[tok_per_s], first_step_s=9.0, peak_gib=22.2, loss=7.1, cards=None)  # fmt: skip
+    return base | more
+
+
+def test_the_table_holds_modes_against_cards_alone():
+    rows = [record("ddp", 100), record("ddp", 1710), record("alone", 1800, rank_tok_per_s=[1000, 800]),
+            record("alone_one", 1050), record("alone_one", 9999, batch_size=32),
+            {k: v for k, v in record("fsdp2", 1).items() if k not in ("tok_per_s", "loss")} | {"error": "no memory"},
+            record("flat", 1764, env={"NCCL_MAX_CTAS": "8"})]  # fmt: skip
+    lines = parallel.table(rows)
+    ddp = next(line for line in lines if line.startswith("ddp"))
+    assert ddp.split() == "ddp 100.0 (99.0 to 101.5) 1,710 81.4% 95.0% 106.9% 22.2 9.0 7.1000".split()
+    assert next(line for line in lines if line.startswith("flat")).endswith("NCCL_MAX_CTAS=8")
+    assert any(line.split() == "fsdp2 failed: no memory".split() for line in lines)
+    assert any("each card: 1,000, 800" in line for line in lines)
+    heads = [i for i, line in enumerate(lines) if line.startswith("gpt2, 2 x H9")]
+    assert len(heads) == 2 and "9,999" in lines[heads[1] + 2] and sum("alone_one" in line for line in lines) == 2
+
+
+def test_the_loop_counts_each_event_as_often_as_a_full_run_has_it():
+    kinds = [("start", 0, 0), ("val", 0, 9), ("train", 5, 30), ("train", 10, 50), ("val", 10, 60), ("hella", 10, 70),
+             ("sample", 10, 80), ("checkpoint", 10, 90), ("train", 15, 92), ("train", 20, 94), ("val", 20, 95.0),
+             ("hella", 20, 97), ("sample", 20, 97.5), ("checkpoint", 20, 101.5), ("end", 20, 102)]  # fmt: skip
+    events = [{"kind": kind, "step": step, "time": t, "loss": 3.0, "val_tokens": 101} for kind, step, t in kinds]
+    found = parallel.read_loop(events, half=10, total_batch_size=1000, val_tokens=500)
+    assert found["train_ms"] == pytest.approx(400)  # from 90 to 94, ten steps
+    # 100 of 500 tokens took a second
+    assert found["seconds"] == {"val": pytest.approx(5), "hella": 2, "sample": 0.5, "checkpoint": 4}
+    assert found["step_ms"] == pytest.approx(400 + 5000 / 250 + 6500 / 1000)
+    assert found["tok_per_s"] == pytest.approx(1000 / 0.4265) and found["not_measured"] == []
+    assert found["raw_tok_per_s"] == pytest.approx(10_000 / (102 - 90))
+    few = [e for e in events if e["kind"] != "hella"]
+    assert parallel.read_loop(few, 10, 1000, 500)["not_measured"] == ["hella"]
+
+
+def test_overlap_of_a_made_up_step():
+    kernels = [["product", "a", 7, 0, 10], ["product", "b", 8, 5, 10], ["nccl", "c", 20, 12, 8], ["nccl", "d", 21, 18, 6],
+               ["optimizer", "e", 7, 22, 4], ["nccl", "f", 20, 30, 2]]  # fmt: skip
+    # compute 0-15 and 22-26, communication 12-24 and 30-32: hidden are 12-15 and 22-24, idle is 26-30
+    assert parallel.overlap(kernels) == {"step_us": 32, "nccl_us": 14, "hidden_us": 5, "idle_us": 4}
+    with pytest.raises(ValueError, match="no kernel"):
+        parallel.overlap([])
+
+
+def test_a_chrome_trace_becomes_a_picture(tmp_path):
+    def event(name, start, dur, cat="kernel", stream=7):
+        return {"ph": "X", "cat": cat, "name": name, "ts": 1000.0 + start, "dur": dur, "args": {"stream": stream}}
+
+    names = {"ncclDevKernel_AllReduce_Sum_f32_RING_LL(int)": "nccl", "nvjet_sm90_tst_128x256": "product",
+             "cudnn_generated_fort_native_sdpa_sm90_flash_fprop": "attention", "triton_poi_fused_gelu_1": "elementwise",
+             "void at::native::multi_tensor_apply_kernel<FusedAdam>": "optimizer", "kernel": "loss",
+             "Memcpy HtoD": "copy"}  # fmt: skip
+    events = [event(name, 10 * i, 20) for i, name in enumerate(names)]
+    trace = {"traceEvents": [*events[::-1], event("cudaLaunchKernel", 0, 5, cat="cuda_runtime"), {"ph": "M"}]}
+    kernels = parallel.extract_kernels(trace)
+    assert [row[0] for row in kernels] == list(names.values())
+    assert kernels[0][2:] == [7, 0, 20] and kernels[-1][3] == 60
+    about = {"mode": "ddp", "world_size": 4, "device": "H9"}
+    (tmp_path / "ddp.kernels.json").write_text(json.dumps(about | {"kernels": kernels}))
+    parallel.overlap_picture(tmp_path / "ddp.kernels.json", tmp_path / "p.svg")
+    svg = (tmp_path / "p.svg").read_text()
+    assert "<!-- ddp: 50% of 0.0 ms of communication hidden under computation -->" in svg and "<!-- attention -->" in svg
+    (tmp_path / "none.json").write_text("[]")
+    assert parallel.main(["--picture", str(tmp_path / "none.json"), str(tmp_path / "q.png")]) == 2
+
+
+def test_random_tokens_are_uneven_and_in_range(tmp_path):
+    parallel.random_shards(tmp_path, 100, 20_000, 500)
+    counts = np.bincount(np.load(tmp_path / "random_train_000000.npy"), minlength=100)
+    assert len(counts) == 100 and counts.min() > 0 and counts[0] / counts[90] == pytest.approx(10, rel=0.5)
+    assert len(np.load(tmp_path / "random_val_000000.npy")) == 500
+
+
+# --------------------------------------------------------------------------------------------------------------- cpu
+
+
+def test_products_are_those_of_the_model():
+    model_config, cfg = cpu.settings(64)
+    model = GPT(model_config)
+    weights = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
+    shapes = cpu.products(model_config, 1000)
+    assert sum(2 * m * k * n * times for (m, k, n), times in shapes.items()) == 6 * weights * 1000
+    assert model_config.n_head == 1 and cpu.settings(128) == (PRESETS["laptop"][0], cpu.settings(128)[1])
+
+
+def made_up(job):
+    """A record of a row, without measuring: products that take 20 ms, steps that take 100."""
+    about = job | {"date": "2026-11-21"}
+    if job["what"] == "products":
+        return about | {"peak_gflops": 200.0, "shapes_gflops": 150.0, "products_ms": 20.0}
+    return about | dict(tok_per_s=40960.0, step_ms=100.0, step_ms_min=99.0, step_ms_max=104.0, first_step_s=0.2,
+                        gflop_per_step=5.0, loss=5.5)  # fmt: skip
+
+
+def test_cpu_measures_what_is_missing_in_a_process_of_its_own(tmp_path, capsys):
+    rows, out = list(cpu.jobs([64], 0.05)), tmp_path / "r.jsonl"
+    job = next(row for row in rows if row["what"] == "training")
+    for row in rows:
+        if row != job:
+            parallel.append_record(out, made_up(row))
+    flags = ["--out", str(out), "--widths", "64", "--seconds", "0.05"]
+    assert cpu.main(flags) == 0
+    records = parallel.read_records(out)
+    assert len(records) == len(rows) and "error" not in records[-1]
+    new = records[-1]
+    assert new["threads"] == 1 and new["steps"] >= 3 and new["step_ms_min"] <= new["step_ms"] <= new["step_ms_max"]
+    assert new["tok_per_s"] == pytest.approx(4096 / new["step_ms"] * 1000) and 5 < new["loss"] < 6
+    weights = 2 * (12 * 64**2 + 13 * 64) + 257 * 64 + 2 * 64  # two blocks, the tied head, the last norm
+    assert new["gflop_per_step"] == pytest.approx(4096e-9 * (6 * weights + 12 * 2 * 64 * 128))
+    assert cpu.main(flags) == 0 and parallel.read_records(out) == records
+    assert "not done after 0.1 s" in cpu.run_job(job, 0.1)["error"]
+    assert capsys.readouterr().out.count("training, 64 wide, 1 threads, fp32, eager") == 1
+
+
+def test_cpu_table(capsys):
+    rows = [made_up(row) for row in cpu.jobs([64], 0.05)]
+    rows[-1] = {k: v for k, v in rows[-1].items() if k != "tok_per_s"} | {"error": "no compiler"}
+    lines = cpu.table(rows)
+    eager = [line.split() for line in lines if "%" in line and all(f" {w} " in line for w in ("passive", "no", cpu.cores()))]
+    assert len(eager) == 2
+    for words in eager:  # 5 GFLOP in 0.1 s of 200 GFLOP/s; products take 20 of 100 ms
+        assert words[-8:] == ["100.0", "(99.0", "to", "104.0)", "0.2", "25.0%", "20.0%", "5.5000"]
+    assert sum("failed: no compiler" in line for line in lines) == 1
+
+
+def test_cpu_measures_products():
+    job = next(row for row in cpu.jobs([64], 0.01) if row["what"] == "products")
+    found = cpu.measure_products(job)
+    assert found["products_ms"] == pytest.approx(sum(count * ms for *_, count, ms in found["rows"]))
+    flops = sum(2 * m * k * n * count for m, k, n, count, _ in found["rows"])
+    assert found["shapes_gflops"] == pytest.approx(flops / found["products_ms"] / 1e6) and found["peak_gflops"] > 0
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
