@@ -44,7 +44,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cross_entropy import linear_cross_entropy
 from evaluation import Reporter
-from fused_mlp import epilogues_work, mlp_products
+from fused_mlp import epilogues_work, fused_mlp_pays, mlp_products
 from machine import Precision, fit_batch_size, out_of_memory, why_no_compile, why_no_fp8
 from metrics import Logger, Meter, PhaseClock
 from shards import TokenShards
@@ -190,10 +190,6 @@ def check_config(model_config, cfg):
 # ------------------------------------------------------------------------------------------------------ 2. model
 
 
-def bf16_autocast(device):
-    return torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) == torch.bfloat16
-
-
 class KVCache:
     """Keys and values of the tokens seen so far, so that generating the next one costs one position, not all."""
 
@@ -250,7 +246,7 @@ class MLP(nn.Module):
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
 
     def forward(self, x):
-        if self.fused and x.is_cuda and torch.is_grad_enabled() and bf16_autocast(x.device):
+        if self.fused and fused_mlp_pays(x):
             w = [p.bfloat16() for p in (self.c_fc.weight, self.c_fc.bias, self.c_proj.weight, self.c_proj.bias)]
             return (mlp_products(x.bfloat16().flatten(0, -2), *w[:3])[0] + w[3]).view_as(x)
         return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))  # GPT-2 was trained with the tanh form

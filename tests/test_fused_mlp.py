@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+import fused_mlp
 from fused_mlp import epilogues_work
 from train_gpt2 import GPT, MLP, GPTConfig
 
@@ -24,7 +25,8 @@ def test_without_a_gpu_the_plain_products_are_used():
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("compiled", [False, True])
-def test_same_loss_and_gradients_as_three_operations(compiled):
+def test_same_loss_and_gradients_as_three_operations(compiled, monkeypatch):
+    monkeypatch.setattr(fused_mlp, "MIN_POSITIONS", 1)
     if not epilogues_work(torch.device("cuda")):
         pytest.skip("cuBLASLt has no GELU epilogues here")
     config = GPTConfig(2, 4, 64, 32, vocab_size=100)
@@ -55,7 +57,8 @@ def test_same_loss_and_gradients_as_three_operations(compiled):
 
 @pytest.mark.gpu
 @needs_gpu
-def test_nothing_is_fused_in_another_precision():
+def test_nothing_is_fused_in_another_precision(monkeypatch):
+    monkeypatch.setattr(fused_mlp, "MIN_POSITIONS", 1)
     x, mlp = torch.randn(2, 16, 32, device="cuda"), MLP(GPTConfig(1, 2, 32, 16, vocab_size=50)).cuda()
     assert mlp(x).dtype == torch.float32
     with torch.autocast("cuda", torch.float16):
