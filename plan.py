@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 
 import cross_entropy
-from fused_mlp import epilogues_work
+from fused_mlp import MIN_POSITIONS, epilogues_work
 from machine import MEMORY_GB, PEAK_TFLOPS, Precision, out_of_memory, why_no_compile
 from metrics import PhaseClock
 from train_gpt2 import GPT, GPTConfig, World, check_config, grad_accum_steps, make_optimizer, parse_args, peek, train_step
@@ -78,13 +78,14 @@ class Setting:
         return 2 if self.precision == "bf16" and self.model.bf16_residual else 4
 
     @property
-    def rounds_norms(self):
-        """Autocast on CUDA computes LayerNorm in 32 bits; eager mode then keeps a 32-bit input and rounds the result."""
+    def widens(self):
+        """Autocast on CUDA computes LayerNorm and softmax in 32 bits; eager mode keeps 32-bit copies of what they work on."""
         return self.bytes == 2 and self.device_type == "cuda" and not self.compile
 
     @property
     def fused_mlp(self):
-        return self.model.fused_mlp and self.precision == "bf16" and self.device_type == "cuda"
+        enough = self.batch_size * self.seq_len >= MIN_POSITIONS
+        return self.model.fused_mlp and enough and self.precision == "bf16" and self.device_type == "cuda"
 
     @property
     def loss_method(self):
@@ -165,9 +166,10 @@ def activation_rows(s, row):
     row("gradients of activations", "the widest that meet, less what is freed by then", block=gradients_in_flight(s) * N)
     if c.document_mask:
         row("document mask", "1 byte x N T", loss=N * s.seq_len, head=N * s.seq_len, block=N * s.seq_len)
-    each = 4 if s.rounds_norms else stream
+    # compiled and checkpointed, it is computed again with the last block
+    each = 4 if s.widens else 0 if s.compile and c.activation_checkpointing else stream
     row("input of the last LayerNorm", f"{each} bytes x N C", loss=each * N * c.n_embd, head=each * N * c.n_embd)
-    each = e + 4 * s.rounds_norms
+    each = e + 4 * s.widens
     row("input of the head", f"{each} bytes x N C", loss=each * N * c.n_embd,
         head=e * N * c.n_embd if s.loss_method == "plain" else 0)  # fmt: skip
 
@@ -175,7 +177,7 @@ def activation_rows(s, row):
 def block_activations(s):
     """[(label, how, bytes a position)] of what one block keeps."""
     c, e, C = s.model, s.bytes, s.model.n_embd
-    norm = 4 if s.rounds_norms else s.stream_bytes  # compiled: the stream, or, of a 32-bit one, what is normalised already
+    norm = 4 if s.widens else s.stream_bytes  # compiled: the stream, or, of a 32-bit one, what is normalised already
     rows = [
         ("LayerNorm: inputs, mean, deviation", f"2 x {norm} bytes x N C + 16 bytes x N", 2 * norm * C + 16),
         ("LayerNorm: outputs", f"2 x {e} bytes x N C", 2 * e * C),
@@ -183,8 +185,7 @@ def block_activations(s):
         ("attention: output", f"{e} bytes x N C", e * C),
     ]
     if c.attention == "math":
-        # softmax in 32 bits and its rounded copy; compiled, softmax's input and output
-        each = 2 * e if s.compile else 6 if e == 2 else 4
+        each = 6 if s.widens else 2 * e if s.compile else e  # probabilities, and rounded; compiled, scores and probabilities
         rows.append(("attention: T x T scores", f"{each} bytes x H N T", each * c.n_head * s.seq_len))
     else:
         rows.append(("attention: log-sum-exp", "4 bytes x H N", 4 * c.n_head))
@@ -204,8 +205,8 @@ def gradients_in_flight(s):
     if c.attention == "sdpa":
         return mlp
     # in softmax's backward pass: gradients of both its sides; freed are the MLP's part and the rounded probabilities
-    freed = (9 * e + (4 if s.rounds_norms else stream)) * C
-    each = 8 if e == 4 else 4 if s.compile else 6
+    freed = (9 * e + (4 if s.widens else stream)) * C
+    each = 6 if s.widens else 2 * e
     return max(mlp, each * c.n_head * s.seq_len - freed + residual + e * C)
 
 

@@ -51,19 +51,27 @@ MODES = {  # name: {shape: what is changed, one measurement each}
 }  # fmt: skip
 
 
-def measure(shape, changes, compiled):
-    """The record of one setting."""
-    device = torch.device("cuda")
+def setting_of(shape, changes, compiled):
+    """A Setting with the changes, which are fields of GPTConfig or of Setting."""
     model_config, batch_size, seq_len = SHAPES[shape]
     fields = {f.name for f in dataclasses.fields(GPTConfig)}
     model_config = dataclasses.replace(model_config, **{k: v for k, v in changes.items() if k in fields})
-    model_config.fused_mlp = model_config.fused_mlp and epilogues_work(device)
-    rest = {k: v for k, v in changes.items() if k not in fields}
-    s = Setting(model_config, batch_size, seq_len, **{"compile": compiled} | rest)
+    return Setting(
+        model_config, batch_size, seq_len, compile=compiled, **{k: v for k, v in changes.items() if k not in fields}
+    )
+
+
+def measure(shape, changes, compiled):
+    """The record of one setting."""
+    device = torch.device("cuda")
+    if not epilogues_work(device):
+        changes = changes | dict(fused_mlp=False)
+    s = setting_of(shape, changes, compiled)
     predicted, moment = peak(s)
     record = dict(
-        shape=shape, compile=compiled, changed=changes, batch_size=batch_size, seq_len=seq_len, predicted_gib=predicted / GIB,
-        moment=moment, device=torch.cuda.get_device_name(device), torch=torch.__version__, date=time.strftime("%Y-%m-%d"),
+        shape=shape, compile=compiled, changed=changes, batch_size=s.batch_size, seq_len=s.seq_len,
+        predicted_gib=predicted / GIB, moment=moment, device=torch.cuda.get_device_name(device), torch=torch.__version__,
+        date=time.strftime("%Y-%m-%d"),
     )  # fmt: skip
     gc.collect()
     torch._dynamo.reset()

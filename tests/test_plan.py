@@ -1,0 +1,344 @@
+"""--plan: the ledger against bytes that are counted while real steps run, and the command."""
+
+import collections
+import dataclasses
+import json
+import math
+import types
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import ROOT, run_python
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import plan
+from machine import MEMORY_GB, PEAK_TFLOPS, Precision
+from metrics import Meter
+from plan import GIB, Setting, ledger, named_card, num_params, peak
+from train_gpt2 import GPT, PRESETS, GPTConfig, TrainConfig, World, make_optimizer, train_step
+
+SMALL = dict(n_layer=3, n_head=4, n_embd=64, block_size=64, vocab_size=1000, cross_entropy="chunked")
+VARIANTS = [
+    {}, dict(bf16_residual=False), dict(attention="math"), dict(document_mask=True), dict(cross_entropy="plain"),
+    dict(activation_checkpointing=True), dict(activation_checkpointing=True, bf16_residual=False),
+    dict(activation_checkpointing=True, attention="math"), dict(n_layer=2, n_embd=128, n_head=2, vocab_size=300),
+]  # fmt: skip
+name = lambda changes: "-".join(f"{k}={v}" for k, v in changes.items()) or "plain"  # noqa: E731
+
+
+@pytest.fixture
+def autocast_as_on_cuda(monkeypatch):
+    """On CUDA autocast computes LayerNorm and softmax in 32 bits, on CPU it leaves them in 16."""
+
+    def widen(function):
+        return lambda x, *args, **kwargs: function(x.float() if torch.is_autocast_enabled("cpu") else x, *args, **kwargs)
+
+    monkeypatch.setattr(F, "layer_norm", widen(F.layer_norm))
+    monkeypatch.setattr(F, "softmax", widen(F.softmax))
+
+
+def setting(changes, precision, device_type="cpu", batch_size=6, **more):
+    """A Setting and the model of it, on the CPU; the Setting may say that it is on CUDA."""
+    config = GPTConfig(**SMALL | changes)
+    s = Setting(config, batch_size, config.block_size, precision=precision, device_type=device_type, compile=False)
+    return dataclasses.replace(s, **more), GPT(config)
+
+
+def tokens(s):
+    return torch.randint(s.model.vocab_size - 1, (s.batch_size, s.seq_len))
+
+
+# --------------------------------------------------------------------------- what autograd keeps, counted exactly
+
+
+def kept_bytes(s, model):
+    """Bytes of the storages, each once, that the graph of the loss holds; weights and tokens are not counted."""
+    found = {}
+
+    def pack(tensor):
+        if tensor.is_floating_point() or tensor.dtype == torch.bool:
+            found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    x = tokens(s)
+    precision = Precision(s.precision, torch.device("cpu"))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), precision.autocast():
+        _, loss = model(x, x, reduction="sum")
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    assert loss.requires_grad
+    return sum(size for at, size in found.items() if at not in weights)
+
+
+def kept_predicted(s):
+    """The same from the ledger, at the start of the backward pass: without state, and without what that start adds."""
+    total = 0
+    for label, _, at in ledger(s):
+        share = 1
+        if label.startswith(("parameters", "AdamW", "gradients", "workspace")):
+            share = 0
+        if label.startswith("gradient of"):
+            share = 1 / 2  # and scaled
+        if label == "logits":
+            share = 1 / 2 if s.compile else 1 / 3  # compiled: they and their gradient; eager: log-softmax and two gradients
+        total += share * at["head"]
+    return total
+
+
+@pytest.mark.parametrize("changes", VARIANTS, ids=name)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_ledger_is_what_autograd_keeps(changes, precision):
+    s, model = setting(changes, precision)
+    assert kept_bytes(s, model) == pytest.approx(kept_predicted(s), rel=0.03)
+
+
+@pytest.mark.parametrize("changes", VARIANTS, ids=name)
+def test_ledger_is_what_autograd_keeps_under_cuda_autocast(changes, autocast_as_on_cuda):
+    s, model = setting(changes | {"fused_mlp": False}, "bf16", "cuda")
+    assert kept_bytes(s, model) == pytest.approx(kept_predicted(s), rel=0.03)
+
+
+@pytest.mark.parametrize("changes", [{}, dict(bf16_residual=False), dict(activation_checkpointing=True)], ids=name)
+def test_ledger_is_what_the_compiled_model_keeps(changes):
+    """The partitioner that torch.compile uses decides here too what is kept and what is computed again; no C++ is made."""
+    s, model = setting(changes | {"fused_mlp": False}, "bf16", compile=True)
+    x = tokens(s)
+    with Precision("bf16", torch.device("cpu")).autocast():
+        _, loss = torch.compile(model, backend="aot_eager_decomp_partition", dynamic=False)(x, x, reduction="sum")
+    todo, found = {loss.grad_fn}, {}
+    while todo:
+        node = todo.pop()
+        for tensor in getattr(node, "saved_tensors", ()):
+            if tensor is not None and tensor.is_floating_point():
+                found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        todo |= {following for following, _ in node.next_functions if following is not None}
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    assert sum(size for at, size in found.items() if at not in weights) == pytest.approx(kept_predicted(s), rel=0.03)
+
+
+# ------------------------------------------------------------------------------ whole steps, every byte that is alive
+
+
+class Alive(TorchDispatchMode):
+    """Counts the bytes of the tensors that operations return for as long as they are alive: a memory allocator's view.
+
+    What an operation uses inside itself is not seen.
+    """
+
+    def __init__(self, tensors):
+        super().__init__()
+        self.now, self.known, self.phase, self.peaks = 0, {}, "", collections.Counter()
+        for tensor in tensors:
+            self.add(tensor)
+
+    def add(self, tensor):
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self.known:
+            return
+
+        def freed(_):
+            del self.known[key]
+            self.now -= size
+
+        self.known[key] = weakref.ref(storage, freed)
+        self.now += size
+        self.peaks[self.phase] = max(self.peaks[self.phase], self.now)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self.add(tensor)
+        return out
+
+
+def alive_in_a_step(s, model, steps=2):
+    """Peaks of the last of some steps of the trainer: {"forward" | "backward" | "optimizer": bytes}."""
+    cfg = TrainConfig(optimizer=s.optimizer)
+    device = torch.device("cpu")
+    optimizer, precision, world = make_optimizer(model, cfg, device), Precision(s.precision, device), World("cpu")
+    x = tokens(s)
+    accum = s.grad_accum_steps
+    loader = types.SimpleNamespace(grad_accum_steps=accum, next_batch=lambda: (x, x, accum * x.numel()))
+    alive = Alive(model.parameters())
+    # a mark names the phase that ends there
+    following = {"start": "data", "data": "forward", "forward": "backward", "backward": "optimizer", "optimizer": "rest"}
+    clock = types.SimpleNamespace(mark=lambda phase: setattr(alive, "phase", following[phase]))
+    with alive:
+        for _ in range(steps):
+            alive.peaks.clear()
+            train_step(model, optimizer, loader, 1e-4, cfg, world, precision, clock)
+    return alive.peaks
+
+
+STEPS = [
+    ({}, {}), ({}, dict(grad_accum_steps=1)), ({}, dict(batch_size=1)), (dict(attention="math"), {}),
+    (dict(cross_entropy="plain"), {}), (dict(activation_checkpointing=True), {}),
+    (dict(activation_checkpointing=True), dict(batch_size=32)),
+    (dict(activation_checkpointing=True, attention="math"), dict(batch_size=32)),
+    (dict(activation_checkpointing=True, bf16_residual=False), dict(batch_size=32, grad_accum_steps=1)),
+]  # fmt: skip
+
+
+def predicted_peaks(s):
+    """The same from the ledger; without what happens inside an operation, or in a library."""
+    hidden = ("workspace", "logits, in chunks", "rounded copy of the head")
+    at = {m: sum(each[m] for label, _, each in ledger(s) if not label.startswith(hidden)) for m in plan.MOMENTS}
+    return {"forward": at["loss"], "backward": max(at["head"], at["block"], at["end"]), "optimizer": at["update"]}
+
+
+@pytest.mark.parametrize("changes, more", STEPS, ids=name)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_peaks_of_a_step(changes, more, precision, autocast_as_on_cuda):
+    s, model = setting(changes | {"fused_mlp": False}, precision, "cuda" if precision == "bf16" else "cpu", **more)
+    seen, predicted = alive_in_a_step(s, model), predicted_peaks(s)
+    if not s.model.activation_checkpointing:  # then it may lie inside a block, and that of the backward pass is higher
+        assert seen["forward"] == pytest.approx(predicted["forward"], rel=0.03)
+    assert seen["backward"] == pytest.approx(predicted["backward"], rel=0.05)
+    assert seen["optimizer"] == pytest.approx(predicted["optimizer"], rel=0.01)
+    assert max(seen.values()) == pytest.approx(max(predicted.values()), rel=0.05)
+
+
+def test_peak_of_muons_step():
+    s, model = setting(dict(n_layer=6), "fp32", batch_size=1, optimizer="muon")
+    assert alive_in_a_step(s, model)["optimizer"] == pytest.approx(predicted_peaks(s)["optimizer"], rel=0.02)
+
+
+# ---------------------------------------------------------------------------------------------- the ledger as a whole
+
+
+def test_measured_peak_of_gpt2():
+    """22.17 GiB on an H200, in the log of the run that README shows, which had no fused MLP."""
+    log = (ROOT / "readme.assets" / "runs" / "corpus_124m_h200.jsonl").read_text().splitlines()
+    measured = max(json.loads(line).get("peak_gib", 0) for line in log)
+    model = dataclasses.replace(PRESETS["gpt2"][0], fused_mlp=False)
+    assert peak(Setting(model, 64, 1024, grad_accum_steps=8))[0] / GIB == pytest.approx(measured, rel=0.01)
+
+
+def measurements():
+    path = ROOT / "readme.assets" / "runs" / "memory.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@pytest.mark.parametrize("record", measurements(), ids=lambda r: f"{r['shape']}-{r['compile']}-{name(r['changed'])}")
+def test_measured_peaks_of_the_bench(record):
+    """What bench/memory.py measured on a card, against today's ledger."""
+    from bench.memory import setting_of
+
+    if "error" in record:
+        pytest.skip(record["error"])
+    s = setting_of(record["shape"], record["changed"], record["compile"])
+    assert peak(s)[0] / GIB == pytest.approx(record["measured_gib"], rel=0.1)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_parameters_and_flops(preset):
+    model_config, cfg = PRESETS[preset]
+    with torch.device("meta"):
+        model = GPT(model_config)
+    assert num_params(model_config)[0] == sum(p.numel() for p in model.parameters())
+    assert num_params(model_config)[1] == sum(p.numel() for n, p in model.named_parameters() if p.dim() == 2 and ".h." in n)
+    meter = Meter(cfg, types.SimpleNamespace(device=torch.device("cpu")), model, 0)
+    s = Setting(model_config, 1, cfg.seq_len)
+    tok_per_s, why = plan.speed(s, cfg, named_card("H100"), 0.5)
+    assert tok_per_s * meter.flops_per_token == pytest.approx(0.5 * 989e12), why
+
+
+def test_checkpointing_and_smaller_batches_take_less():
+    for shape in ("gpt2", "gpt2-xl"):
+        before = math.inf
+        for b in (64, 16, 4, 1):
+            for again in (False, True):
+                now = peak(Setting(dataclasses.replace(PRESETS[shape][0], activation_checkpointing=again), b, 1024))[0]
+                assert now <= before
+                before = now
+            before = peak(Setting(PRESETS[shape][0], b, 1024))[0]
+
+
+# --------------------------------------------------------------------------------------------------------- the command
+
+
+def test_cards():
+    assert MEMORY_GB.keys() == PEAK_TFLOPS.keys()
+    for text, card, gib in (
+        ("H100", "H100", 80), ("h100 pcie", "H100 PCIe", 80), ("NVIDIA A100-SXM4-80GB", "A100", 80), ("4090", "RTX 4090", 24),
+        ("A100 40 GiB", "A100", 40), ("NVIDIA GeForce RTX 3090", "RTX 3090", 24),
+    ):  # fmt: skip
+        found = named_card(text)
+        assert (found.name, found.gib, found.tflops) == (f"{card}, {gib:g} GB", gib, PEAK_TFLOPS[card]), text
+    assert (named_card("24GB").gib, named_card("11.5 gib").gib, named_card("24GB").tflops) == (24, 11.5, None)
+    for text in ("H99", "GB", "big card", "Voodoo 3 16MB", "foo 24GB"):
+        with pytest.raises(ValueError, match="plan_card=.* is not one of B200"):
+            named_card(text)
+
+
+def planned(capsys, *flags):
+    plan.run(["--plan", *flags])
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_largest_batch_size_fits_and_the_next_does_not(capsys):
+    xl = ("--preset", "gpt2-xl", "--plan_card", "80GB")
+    text = planned(capsys, *xl)
+    best = int(text.split("The largest batch_size that does is ")[1].split(";")[0])
+    again = int(text.split("with --activation_checkpointing it is ")[1].split(".")[0])
+    assert 1 < best < again <= 64 and f"x sequences {best} x" in text
+    assert f"batch_size={best} fits" in planned(capsys, *xl, "--batch_size", str(best))
+    more = planned(capsys, *xl, "--batch_size", str(2 * best))
+    assert f"batch_size={2 * best} does not fit" in more and "tokens/s" not in more
+    assert f"batch_size={again} fits" in planned(capsys, *xl, "--batch_size", str(again), "--activation_checkpointing")
+    assert "No batch_size does, as 23.3 GiB do not depend on it" in planned(capsys, *xl[:2], "--plan_card", "24GB")
+
+
+def test_time_and_money(capsys):
+    flags = ("--plan_card", "H100", "--max_steps", "1000")
+    one = planned(capsys, *flags, "--plan_mfu", "0.5", "--plan_price", "2")
+    assert "preset gpt2" in one
+    tok_per_s = 0.5 * 989e12 / 855.37e6
+    hours = 1000 * 524288 / tok_per_s / 3600
+    assert f"{tok_per_s / 1000:,.0f}," in one and f"{60 * hours:.1f} minutes" in one and f"${2 * hours:.2f}" in one
+    eight = planned(capsys, *flags, "--plan_gpus", "8")
+    assert "micro-steps 1 x sequences 64 x tokens 1024 x GPUs 8" in eight and "in DDP's buckets" in eight
+    assert "no forecast" in planned(capsys, "--plan_card", "80GB")
+
+
+def test_measured_here(capsys, tmp_path, monkeypatch):
+    """A tiny model on this CPU: real steps. No file is written."""
+    monkeypatch.chdir(tmp_path)
+    flags = "--preset laptop --device cpu --n_layer 2 --n_embd 32 --seq_len 32 --total_batch_size 256 --batch_size 4".split()
+    text = planned(capsys, *flags)
+    assert "fits" in text and "measured now" in text and "minutes for 1,000 steps" in text and "$" not in text
+    assert not list(tmp_path.iterdir())
+
+
+def test_command(tmp_path):
+    """The real one, in a folder without data, on a machine that need not have a GPU."""
+    train = ROOT / "train_gpt2.py"
+    result = run_python(train, "--plan", "--preset", "gpt2-xl", "--plan_card", "24GB", cwd=tmp_path)
+    assert result.returncode == 0 and "does not fit" in result.stdout and not result.stderr
+    assert not list(tmp_path.iterdir())
+    result = run_python(train, "--plan", "--plan_card", "Voodoo", cwd=tmp_path)
+    assert result.returncode == 2 and result.stderr.count("\n") == 1 and "plan_card=Voodoo is not one of" in result.stderr
+
+
+@pytest.mark.parametrize("flags, said", [
+    (["--plan_gpus", "0"], "0 must be an integer, 1 or more"),
+    (["--plan_mfu", "fast"], "fast must be a number, 0.01 or more"),
+    (["--plan_price=-1"], "-1 must be a number, 0 or more"),
+    (["--plan_card"], "expected one argument"),
+    (["--plan_gpus", "3", "--plan_card", "H100"], "total_batch_size=524288 must be a multiple"),
+    (["--plan_gpus", "2", "--device", "cpu"], "plan_gpus=2 needs a GPU here"),
+    (["--preset", "gpt2", "--n_embd", "700", "--plan_card", "H100"], "n_embd=700 must be divisible"),
+])  # fmt: skip
+def test_bad_input(flags, said):
+    with pytest.raises(ValueError, match=said):
+        plan.run(["--plan", *flags])
+
+
+def test_not_under_torchrun(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="--plan takes one process"):
+        plan.run(["--plan"])
