@@ -151,15 +151,19 @@ def tokens(runs, out_path, dark):
 
 
 def measured(runs, group, *fields):
-    """{shape: {variant: its records}} of one group of the ladder, gpt2 first, in the order of the file. Of measurements made
-    twice the later one counts, of a cold and a warmed-up card the one that has more variants. Raises NoData."""
-    last = {}
+    """{shape: {variant: its records}} of one group of the ladder, gpt2 first, variants in the ladder's order. Of measurements
+    made twice the later one counts, of a cold and a warmed-up card the one that has more variants. Raises NoData."""
+    from ladder import variants  # it imports torch
+
+    order, last = list(variants(group)), {}
     for row in records(runs, "ladder", "shape", "variant", *fields, group=group):
         last[tuple(row.get(k) for k in ("shape", "variant", "seed", "sustained", "card", "tokens_per_step"))] = row
     shapes = {}
     for shape, rows in grouped(last.values(), "shape").items():
         states = grouped(rows, "card", "sustained", "tokens_per_step").values() if group != "loss" else [rows]
-        shapes[shape] = grouped(max(states, key=lambda rows: (len(rows), rows[0].get("sustained") or 0)), "variant")
+        best = max(states, key=lambda rows: (len(rows), rows[0].get("sustained") or 0))
+        best.sort(key=lambda row: order.index(row["variant"]) if row["variant"] in order else len(order))
+        shapes[shape] = grouped(best, "variant")
     return dict(sorted(shapes.items(), key=lambda item: item[0] != "gpt2"))
 
 
@@ -173,9 +177,11 @@ def words(variant):
 
 def ladder(runs, out_path, dark):
     """A staircase for each shape: tokens/s of every rung, the part that this rung added in the second colour."""
-    shapes = measured(runs, "rungs", "tok_per_s")
+    shapes = {shape: rungs for shape, rungs in measured(runs, "rungs", "tok_per_s").items() if len(rungs) > 1}
+    if not shapes:
+        raise NoData("no shape in ladder.jsonl has two rungs")
     rows = flat(shapes)
-    variants = list(dict.fromkeys(row["variant"] for row in rows))
+    variants = list(dict.fromkeys(v for rungs in sorted(shapes.values(), key=len, reverse=True) for v in rungs))
     speeds = {s: {v: median(rungs[v], "tok_per_s") for v in rungs} for s, rungs in shapes.items()}
     first, *_, last = speeds[next(iter(shapes))].values()
     title = f"{next(iter(shapes))}: {plot.short(first)} to {plot.short(last)} tokens/s, {last / first:.0f} times, rung by rung"
@@ -247,6 +253,8 @@ def micro_batch(runs, out_path, dark):
     shape, variants = next(iter(measured(runs, "micro_batch", "batch_size", "tok_per_s", "peak_gib").items()))
     rows = flat({shape: variants})
     sizes = grouped(sorted(rows, key=lambda r: r["batch_size"]), "batch_size")  # what did not fit was halved
+    if len(sizes) < 2:
+        raise NoData("ladder.jsonl has but one size of the micro-batch")
     best = max(sizes, key=lambda b: median(sizes[b], "tok_per_s"))
     title = f"{shape}: {best} sequences a micro-step are fastest, {plot.short(median(sizes[best], 'tok_per_s'))} tokens/s"
     figure, axes = new_figure(8, 4.6, title, where_and_when(rows), nrows=2, sharex=True, height_ratios=[1.5, 1])
@@ -444,7 +452,10 @@ def overlap(runs, out_path, dark):
         raise NoData(f"there is no {extract.name}")
     from parallel import overlap_picture  # it imports torch
 
-    overlap_picture(extract, out_path, dark)
+    try:
+        overlap_picture(extract, out_path, dark)
+    except ValueError as error:
+        raise NoData(str(error)) from error
 
 
 # ------------------------------------------------------------------------------------------------- command line
