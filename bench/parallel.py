@@ -416,7 +416,7 @@ def measure_loop(args, data, half):
 
 KERNELS = {  # class of a kernel: what its name contains. First match wins
     "nccl": "nccl", "attention": "sdpa|flash|fmha|attention", "optimizer": "adam|multi_tensor",
-    "product": "gemm|nvjet|cutlass|xmma|cublas|splitk", "copy": "memcpy|memset|copy", "loss": "^kernel",
+    "product": "gemm|nvjet|cutlass|xmma|cublas|splitk", "copy": "memcpy|memset|copy", "loss": "^(loss|row|tile)$",
 }  # fmt: skip
 
 
@@ -434,14 +434,10 @@ def extract_kernels(trace):
 
 def write_trace(step, world, folder, mode):
     """Chrome trace and extract of one more update of rank 0: folder/<mode>.trace.json.gz and <mode>.kernels.json."""
-    schedule = torch.profiler.schedule(wait=0, warmup=1, active=1)  # the tracer's own start is not part of the step
-    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], schedule=schedule)
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
     with profiler if world.is_main else contextlib.nullcontext():
-        for _ in range(2):
-            step(PhaseClock(False, world.device))
-            world.synchronize()
-            if world.is_main:
-                profiler.step()
+        step(PhaseClock(False, world.device))
+        world.synchronize()
     if world.is_main:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{mode}.trace.json.gz"

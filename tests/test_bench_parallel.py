@@ -55,7 +55,8 @@ def updates(mode, cfg, world):
 def main(data, out):
     """What each of the two processes of the test below runs."""
     world = World("cpu")
-    found = {mode: updates(mode, dataclasses.replace(CFG, data=data), world) for mode in ("ddp", "flat", "zero1", "fsdp2")}
+    modes, cfg = ("alone", "ddp", "flat", "zero1", "fsdp2"), dataclasses.replace(CFG, data=data)
+    found = {mode: updates(mode, cfg, world) for mode in modes}
     torch.save(found, f"{out}/rank{world.rank}.pt")
     world.close()
 
@@ -68,10 +69,11 @@ def test_two_processes_are_one_in_every_mode(tmp_path, shards):
                           text=True, timeout=240)  # fmt: skip
     assert done.returncode == 0, done.stderr
     one = updates("alone", dataclasses.replace(CFG, data=str(shards), batch_size=8), World("cpu"))
+    half = updates("alone", dataclasses.replace(CFG, data=str(shards), total_batch_size=64), World("cpu"))
     assert min(one["norms"]) > 2 * CFG.grad_clip, "clipping has to take part"
     for rank in range(2):
         found = torch.load(tmp_path / f"rank{rank}.pt")
-        assert list(found) == ["ddp", "flat", "zero1", "fsdp2"]
+        assert found.pop("alone")["losses"] == half["losses"] and list(found) == ["ddp", "flat", "zero1", "fsdp2"]
         for mode, two in found.items():
             assert two["losses"] == pytest.approx(one["losses"], abs=1e-5), mode
             assert two["norms"] == pytest.approx(one["norms"], abs=1e-5), mode
@@ -126,7 +128,7 @@ def test_bad_input_is_one_sentence(capsys):
 def test_a_command_that_hangs_or_fails_is_named_and_gone(capfd):
     with pytest.raises(RuntimeError, match="not done after 0.5 s"):
         parallel.run_limited([sys.executable, "-c", "import time; time.sleep(60)"], 0.5)
-    script = "import sys; print('x', 'bench/parallel.py: error: [rank 1] ValueError: no', 'y', sep=chr(10), file=sys.stderr);"
+    script = "import sys; print('x', 'b.py: error: [rank 1] ValueError: no', 'b.py: error: y', sep=chr(10), file=sys.stderr);"
     with pytest.raises(RuntimeError, match=r"^\[rank 1\] ValueError: no$"):
         parallel.run_limited([sys.executable, "-c", script + "sys.exit(3)"], 60)
     parallel.run_limited([sys.executable, "-c", ""], 60)
@@ -208,7 +210,7 @@ def test_a_chrome_trace_becomes_a_picture(tmp_path):
 
     names = {"ncclDevKernel_AllReduce_Sum_f32_RING_LL(int)": "nccl", "nvjet_sm90_tst_128x256": "product",
              "cudnn_generated_fort_native_sdpa_sm90_flash_fprop": "attention", "triton_poi_fused_gelu_1": "elementwise",
-             "void at::native::multi_tensor_apply_kernel<FusedAdam>": "optimizer", "kernel": "loss",
+             "void at::native::multi_tensor_apply_kernel<FusedAdam>": "optimizer", "row": "loss",
              "Memcpy HtoD": "copy"}  # fmt: skip
     events = [event(name, 10 * i, 20) for i, name in enumerate(names)]
     trace = {"traceEvents": [*events[::-1], event("cudaLaunchKernel", 0, 5, cat="cuda_runtime"), {"ph": "M"}]}
@@ -240,6 +242,7 @@ def test_products_are_those_of_the_model():
     weights = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
     shapes = cpu.products(model_config, 1000)
     assert sum(2 * m * k * n * times for (m, k, n), times in shapes.items()) == 6 * weights * 1000
+    assert {(1000, 64, 256), (1000, 256, 64), (256, 1000, 64)} <= shapes.keys()  # c_fc: forward, its input's, its weight's
     assert model_config.n_head == 1 and cpu.settings(128) == (PRESETS["laptop"][0], cpu.settings(128)[1])
 
 
