@@ -178,8 +178,11 @@ STEPS = [
     ({}, {}), ({}, dict(grad_accum_steps=1)), ({}, dict(batch_size=1)), (dict(attention="math"), {}),
     (dict(cross_entropy="plain"), {}), (dict(activation_checkpointing=True), {}),
     (dict(activation_checkpointing=True), dict(batch_size=32)),
-    (dict(activation_checkpointing=True, attention="math"), dict(batch_size=32)),
+    (dict(activation_checkpointing=True, attention="math", n_head=16), dict(batch_size=32)),
     (dict(activation_checkpointing=True, bf16_residual=False), dict(batch_size=32, grad_accum_steps=1)),
+    (dict(activation_checkpointing=True, n_layer=8), dict(batch_size=1)),
+    (dict(n_layer=1, vocab_size=8000), dict(batch_size=1)),
+    (dict(n_layer=1, vocab_size=8000), dict(batch_size=1, grad_accum_steps=1)),
 ]  # fmt: skip
 
 
@@ -195,7 +198,7 @@ def predicted_peaks(s):
 def test_peaks_of_a_step(changes, more, precision, autocast_as_on_cuda):
     s, model = setting(changes | {"fused_mlp": False}, precision, "cuda" if precision == "bf16" else "cpu", **more)
     seen, predicted = alive_in_a_step(s, model), predicted_peaks(s)
-    if not s.model.activation_checkpointing:  # then it may lie inside a block, and that of the backward pass is higher
+    if not s.model.activation_checkpointing or s.batch_size == 1:  # or it may lie inside a block, below that of the way back
         assert seen["forward"] == pytest.approx(predicted["forward"], rel=0.03)
     assert seen["backward"] == pytest.approx(predicted["backward"], rel=0.05)
     assert seen["optimizer"] == pytest.approx(predicted["optimizer"], rel=0.01)
@@ -280,17 +283,20 @@ def planned(capsys, *flags):
     return " ".join(capsys.readouterr().out.split())
 
 
-def test_largest_batch_size_fits_and_the_next_does_not(capsys):
-    xl = ("--preset", "gpt2-xl", "--plan_card", "80GB")
+def test_verdict(capsys):
+    """A card on which 8 sequences of GPT-2 XL just fit: 16 do not, and with checkpointing more do."""
+    need = peak(Setting(PRESETS["gpt2-xl"][0], 8, 1024))[0] / GIB + plan.CONTEXT_GIB
+    xl = ("--preset", "gpt2-xl", "--plan_card", f"H100 {need / (1 - plan.FRAGMENTS) + 0.01:.2f}GB")
     text = planned(capsys, *xl)
-    best = int(text.split("The largest batch_size that does is ")[1].split(";")[0])
-    again = int(text.split("with --activation_checkpointing it is ")[1].split(".")[0])
-    assert 1 < best < again <= 64 and f"x sequences {best} x" in text
-    assert f"batch_size={best} fits" in planned(capsys, *xl, "--batch_size", str(best))
-    more = planned(capsys, *xl, "--batch_size", str(2 * best))
-    assert f"batch_size={2 * best} does not fit" in more and "tokens/s" not in more
-    assert f"batch_size={again} fits" in planned(capsys, *xl, "--batch_size", str(again), "--activation_checkpointing")
-    assert "No batch_size does, as 23.3 GiB do not depend on it" in planned(capsys, *xl[:2], "--plan_card", "24GB")
+    assert "x sequences 8 x" in text and "batch_size=8 fits, with 0.0 GiB left" in text and "tokens/s" in text
+    again = int(text.split("The largest batch_size that does is 8; with --activation_checkpointing it is ")[1].split(".")[0])
+    assert 8 < again <= 64
+    text = planned(capsys, *xl, "--batch_size", "16")
+    assert "batch_size=16 does not fit" in text and "The largest batch_size that does is 8;" in text and "tokens/s" not in text
+    text = planned(capsys, *xl, "--batch_size", str(again), "--activation_checkpointing")
+    assert f"batch_size={again} fits" in text and "without --activation_checkpointing it is 8." in text
+    text = planned(capsys, "--preset", "gpt2-xl", "--plan_card", "24GB")
+    assert "batch_size=1 does not fit" in text and "No batch_size does, as 23.3 GiB do not depend on it" in text
 
 
 def test_time_and_money(capsys):
@@ -300,7 +306,8 @@ def test_time_and_money(capsys):
     tok_per_s = 0.5 * 989e12 / 855.37e6
     hours = 1000 * 524288 / tok_per_s / 3600
     assert f"{tok_per_s / 1000:,.0f}," in one and f"{60 * hours:.1f} minutes" in one and f"${2 * hours:.2f}" in one
-    eight = planned(capsys, *flags, "--plan_gpus", "8")
+    eight = planned(capsys, *flags, "--plan_gpus", "8", "--plan_mfu", "0.5")
+    assert int(eight.split("speed ")[1].split(" tokens/s")[0].replace(",", "")) == pytest.approx(8 * 0.93 * tok_per_s, rel=1e-4)
     assert "micro-steps 1 x sequences 64 x tokens 1024 x GPUs 8" in eight and "in DDP's buckets" in eight
     assert "no forecast" in planned(capsys, "--plan_card", "80GB")
 
