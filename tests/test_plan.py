@@ -55,7 +55,7 @@ def tokens(s):
 
 
 def kept_bytes(s, model):
-    """Bytes of the storages, each once, that the graph of the loss holds; weights and tokens are not counted."""
+    """Bytes of the tensors that the graph of the loss holds, shared memory once; weights and tokens are not counted."""
     found = {}
 
     def pack(tensor):
@@ -102,7 +102,7 @@ def test_ledger_is_what_autograd_keeps_under_cuda_autocast(changes, autocast_as_
 
 @pytest.mark.parametrize("changes", [{}, dict(bf16_residual=False), dict(activation_checkpointing=True)], ids=name)
 def test_ledger_is_what_the_compiled_model_keeps(changes):
-    """The partitioner that torch.compile uses decides here too what is kept and what is computed again; no C++ is made."""
+    """What torch.compile keeps and what it computes again is decided as for a GPU; code for the CPU is not made."""
     s, model = setting(changes | {"fused_mlp": False}, "bf16", compile=True)
     x = tokens(s)
     with Precision("bf16", torch.device("cpu")).autocast():
