@@ -181,7 +181,7 @@ def loss_panel(runs):
         if len(values) == 2 and abs(values[0] - values[1]) < 0.3:  # two lines this near would be unreadable
             values = values[:1]
         levels |= {text.format(v): v for v in values}
-    return panel("loss", "Loss", "With dots: validation. Without: training, smoothed where it was logged often.",
+    return panel("loss", "Loss", "Thick: validation. Thin: training, smoothed where it was logged often.",
                  "nats per token", ".4f", traces, levels)  # fmt: skip
 
 
@@ -571,7 +571,7 @@ function layout(p) {
     xaxis: { ...line, title: { text: page.axes[axis], standoff: 8 }, range: zoom ?? extent(), hoverformat: ",.6~g" },
     yaxis: { ...line, title: { text: p.unit, standoff: 8 }, rangemode: p.zero ? "tozero" : "normal",
              autorangeoptions: { include: lines.map(y => y + room) }, range: p.top ? [0, p.top] : undefined,
-             tickformat: p.digits.endsWith("%") ? ".0%" : undefined },
+             tickformat: p.digits.endsWith("%") ? ".0%" : undefined, exponentformat: p.digits.endsWith("e") ? "power" : "B" },
     shapes: Object.entries(p.levels).map(level),
   };
 }
