@@ -8,12 +8,15 @@ and update, no accumulation. What the processes tell each other, and when, is al
 
 {modes}
 
-All modes start from the same weights and read the same tokens, so those that exchange gradients must end at the same
-loss. Finished measurements are found in --out and left alone, failed ones are tried again. Without --data the tokens are
+All modes start from the same weights and read the same tokens, so those that exchange gradients must have the same loss
+while few updates are done (the table shows the fifth). The last one differs more: the order of a GPU's sums is not fixed,
+and updates at a high rate carry such differences far. alone and alone_one, which read the same tokens, show it too.
+Finished measurements are found in --out and left alone, failed ones are tried again. Without --data the tokens are
 drawn at random, as often as 1 / (10 + rank).
 """
 
 import argparse
+import collections
 import contextlib
 import copy
 import dataclasses
@@ -329,7 +332,14 @@ def measure(mode, model_config, cfg, world, how, warmup, steps, trace):
         if cuda:
             torch.cuda.reset_peak_memory_stats()
         t0 = time.perf_counter()
-        step, *_ = build(mode, model_config, cfg, world, how)
+        update, *_ = build(mode, model_config, cfg, world, how)
+        losses = []
+
+        def step(clock):
+            loss, norm = update(clock)
+            losses.append(loss)
+            return loss, norm
+
         world.synchronize()
         t1 = time.perf_counter()
         step(clock)
@@ -344,7 +354,8 @@ def measure(mode, model_config, cfg, world, how, warmup, steps, trace):
         ms, (loss, norm) = timed_steps(step, steps, world, clock, cards.ask if world.is_main else lambda: None)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of shares
         mine = {"build_s": t1 - t0, "first_step_s": t2 - t1, "ms": [round(t, 3) for t in ms], "loss": loss.item(),
-                "grad_norm": norm.item(), "phases": clock.read(), "cards": cards.answer(),
+                "losses": [round(loss.item(), 6) for loss in losses], "grad_norm": norm.item(),
+                "phases": clock.read(), "cards": cards.answer(),
                 "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None}  # fmt: skip
         if trace and cuda and mode != "alone_one":
             write_trace(step, world, Path(trace), mode)
@@ -358,8 +369,8 @@ def measure(mode, model_config, cfg, world, how, warmup, steps, trace):
         "tok_per_s": sum(each) if mode in ALONE else together, "rank_tok_per_s": each,
         "build_s": max(r["build_s"] for r in ranks), "first_step_s": max(r["first_step_s"] for r in ranks),
         "peak_gib": max(r["peak_gib"] for r in ranks) if cuda else None, "loss": ranks[0]["loss"],
-        "grad_norm": ranks[0]["grad_norm"], "phases": ranks[0]["phases"], "cards": ranks[0]["cards"],
-        "rank_step_ms": [r["ms"] for r in ranks],
+        "losses": ranks[0]["losses"], "grad_norm": ranks[0]["grad_norm"], "phases": ranks[0]["phases"],
+        "cards": ranks[0]["cards"], "rank_step_ms": [r["ms"] for r in ranks],
     }  # fmt: skip
 
 
@@ -415,8 +426,9 @@ def measure_loop(args, data, half):
 # ------------------------------------------------------------------------------------------- 4. traces, a picture
 
 KERNELS = {  # class of a kernel: what its name contains. First match wins
-    "nccl": "nccl", "attention": "sdpa|flash|fmha|attention", "optimizer": "adam|multi_tensor",
-    "product": "gemm|nvjet|cutlass|xmma|cublas|splitk", "copy": "memcpy|memset|copy", "loss": "^(loss|row|tile)$",
+    "nccl": "nccl", "elementwise": "^triton_(poi|per|red)",  # a fused one is named after all its parts, copies too
+    "attention": "sdpa|flash|fmha|attention", "optimizer": "adam|multi_tensor",
+    "product": "gemm|nvjet|cutlass|xmma|cublas|splitk", "copy": "memcpy|memset", "loss": "^(loss|row|tile)$",
 }  # fmt: skip
 
 
@@ -540,6 +552,11 @@ def references(record, records):
     return (n * one["tok_per_s"] if one else None, sum(rates) if rates else None, n * min(rates) if rates else None)
 
 
+def particulars(record):
+    """What may differ between two records of one mode that stand in one block of the table."""
+    return record["env"] | {k: record[k] for k in ("steps", "warmup") if record["mode"] != "loop"}
+
+
 def table(records):
     """Lines of text: a block for each setting, a row for each mode, newest record first to count."""
     records = [r for r in records if r.get("bench") == "parallel"]
@@ -554,10 +571,10 @@ def table(records):
                   f"{r['precision']}, compile {r['compile']}"
                   f"{', activation checkpointing' if r['activation_checkpointing'] else ''}, torch {r['torch']}, {r['date']}",
                   f"{'mode':<11} {'step ms (min to max)':>24} {'tokens/s':>10} {'% of n x one':>12} {'sum alone':>9} "
-                  f"{'n x slowest':>11} {'GiB':>6} {'first step s':>12} {'loss':>8}"]  # fmt: skip
-        common = set.intersection(*(set(r["env"].items()) for r in block))
+                  f"{'n x slowest':>11} {'GiB':>6} {'first step s':>12} {'fifth and':>9} {'last loss':>9}"]  # fmt: skip
+        times = collections.Counter(item for r in block for item in particulars(r).items())
         for r in sorted(block, key=lambda r: list(MODES).index(r["mode"])):
-            env = " ".join(f"{k}={v}" for k, v in sorted(set(r["env"].items()) - common))
+            env = " ".join(f"{k}={v}" for k, v in particulars(r).items() if 2 * times[k, v] < len(block))
             if "error" in r:
                 lines.append(f"{r['mode']:<11} {env} failed: {r['error']}")
                 continue
@@ -566,14 +583,17 @@ def table(records):
             percent = [f"{r['tok_per_s'] / ref:.1%}" if ref else "-" for ref in references(r, newest.values())]
             percent = ["-"] * 3 if r["mode"] == "alone_one" else percent
             peak, first = (f"{r[k]:.1f}" if r.get(k) else "-" for k in ("peak_gib", "first_step_s"))
+            fifth = f"{r['losses'][4]:.4f}" if len(r.get("losses", [])) > 4 else "-"
             lines.append(f"{r['mode']:<11} {step:>24} {r['tok_per_s']:>10,.0f} {percent[0]:>12} {percent[1]:>9} "
-                         f"{percent[2]:>11} {peak:>6} {first:>12} {r['loss']:>8.4f} {env}")  # fmt: skip
+                         f"{percent[2]:>11} {peak:>6} {first:>12} {fifth:>9} {r['loss']:>9.4f} {env}".rstrip())  # fmt: skip
             if r["mode"] == "alone":
                 cards = r.get("cards") or []
                 rates = ", ".join(f"{rate:,.0f}" + (f" ({cards[i][0]:.0f} MHz, {cards[i][1]:.0f} W, {cards[i][2]:.0f} C)"
                                   if len(cards) == len(r["rank_tok_per_s"]) else "")
                                   for i, rate in enumerate(r["rank_tok_per_s"]))  # fmt: skip
-                lines.append(f"            each card: {rates}")
+                bound = r["world_size"] * r["batch_size"] * r["seq_len"] / r["step_ms"] * 1000
+                lines += [f"            each card: {rates}", f"            if all waited for the slowest card of each step: "
+                          f"{bound:,.0f}"]  # fmt: skip
             if r["mode"] == "loop":
                 events = ", ".join(f"{kind} {s:.2f} s every {FULL_RUN[kind]} steps" for kind, s in r["seconds"].items())
                 missing = f"; not measured: {', '.join(r['not_measured'])}" if r["not_measured"] else ""

@@ -102,6 +102,7 @@ def test_a_finished_measurement_is_left_alone_and_a_failed_one_tried_again(tmp_p
     record = first[0]
     assert record["mode"] == "alone_one" and len(record["rank_step_ms"][0]) == 2
     assert record["tok_per_s"] == pytest.approx(16_000 / record["step_ms"]) and 4 < record["loss"] < 6
+    assert len(record["losses"]) == 3 and record["losses"][-1] == pytest.approx(record["loss"], abs=1e-6)
     assert {"date", "commit", "torch", "command", "device", "peak_gib", "first_step_s"} <= record.keys()
     assert len(work(out, "--steps", "3")) == 2, "other settings are another measurement"
     failed = {k: v for k, v in record.items() if k != "loss"} | {"error": "it rained"}
@@ -160,7 +161,8 @@ def record(mode, tok_per_s, **more):
     base = dict(bench="parallel", mode=mode, preset="gpt2", world_size=2, batch_size=64, seq_len=1024, compile="model",
                 activation_checkpointing=False, precision="bf16", data="", warmup=10, steps=40, device="H9", torch="2",
                 env={}, date="2026-11-21", step_ms=100.0, step_ms_min=99.0, step_ms_max=101.5, tok_per_s=tok_per_s,
-                rank_tok_per_s=[tok_per_s], first_step_s=9.0, peak_gib=22.2, loss=7.1, cards=None)  # fmt: skip
+                rank_tok_per_s=[tok_per_s], first_step_s=9.0, peak_gib=22.2, losses=[11, 11, 10, 10, 9.5, 7.1], loss=7.1,
+                cards=None)  # fmt: skip
     return base | more
 
 
@@ -168,13 +170,14 @@ def test_the_table_holds_modes_against_cards_alone():
     rows = [record("ddp", 100), record("ddp", 1710), record("alone", 1800, rank_tok_per_s=[1000, 800]),
             record("alone_one", 1050), record("alone_one", 9999, batch_size=32),
             {k: v for k, v in record("fsdp2", 1).items() if k not in ("tok_per_s", "loss")} | {"error": "no memory"},
-            record("flat", 1764, env={"NCCL_MAX_CTAS": "8"})]  # fmt: skip
+            record("flat", 1764, env={"NCCL_MAX_CTAS": "8"}, steps=39)]  # fmt: skip
     lines = parallel.table(rows)
     ddp = next(line for line in lines if line.startswith("ddp"))
-    assert ddp.split() == "ddp 100.0 (99.0 to 101.5) 1,710 81.4% 95.0% 106.9% 22.2 9.0 7.1000".split()
-    assert next(line for line in lines if line.startswith("flat")).endswith("NCCL_MAX_CTAS=8")
+    assert ddp.split() == "ddp 100.0 (99.0 to 101.5) 1,710 81.4% 95.0% 106.9% 22.2 9.0 9.5000 7.1000".split()
+    assert next(line for line in lines if line.startswith("flat")).endswith("NCCL_MAX_CTAS=8 steps=39")
     assert any(line.split() == "fsdp2 failed: no memory".split() for line in lines)
     assert any("each card: 1,000, 800" in line for line in lines)
+    assert any(line.endswith("slowest card of each step: 1,310,720") for line in lines)  # 2 x 64 x 1024 in 100 ms
     heads = [i for i, line in enumerate(lines) if line.startswith("gpt2, 2 x H9")]
     assert len(heads) == 2 and "9,999" in lines[heads[1] + 2] and sum("alone_one" in line for line in lines) == 2
 
@@ -209,9 +212,9 @@ def test_a_chrome_trace_becomes_a_picture(tmp_path):
         return {"ph": "X", "cat": cat, "name": name, "ts": 1000.0 + start, "dur": dur, "args": {"stream": stream}}
 
     names = {"ncclDevKernel_AllReduce_Sum_f32_RING_LL(int)": "nccl", "nvjet_sm90_tst_128x256": "product",
-             "cudnn_generated_fort_native_sdpa_sm90_flash_fprop": "attention", "triton_poi_fused_gelu_1": "elementwise",
-             "void at::native::multi_tensor_apply_kernel<FusedAdam>": "optimizer", "row": "loss",
-             "Memcpy HtoD": "copy"}  # fmt: skip
+             "cudnn_generated_fort_native_sdpa_sm90_flash_fprop": "attention",
+             "triton_per_fused__to_copy_attention_1": "elementwise", "row": "loss",
+             "void at::native::multi_tensor_apply_kernel<FusedAdam>": "optimizer", "Memcpy HtoD": "copy"}  # fmt: skip
     events = [event(name, 10 * i, 20) for i, name in enumerate(names)]
     trace = {"traceEvents": [*events[::-1], event("cudaLaunchKernel", 0, 5, cat="cuda_runtime"), {"ph": "M"}]}
     kernels = parallel.extract_kernels(trace)
