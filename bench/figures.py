@@ -177,11 +177,12 @@ def words(variant):
 
 def ladder(runs, out_path, dark):
     """A staircase for each shape: tokens/s of every rung, the part that this rung added in the second colour."""
-    shapes = {shape: rungs for shape, rungs in measured(runs, "rungs", "tok_per_s").items() if len(rungs) > 1}
-    if not shapes:
+    shapes = measured(runs, "rungs", "tok_per_s")
+    variants = list(max(shapes.values(), key=len))
+    if len(variants) < 2:
         raise NoData("no shape in ladder.jsonl has two rungs")
+    shapes = {shape: rungs for shape, rungs in shapes.items() if len(variants) < 2 * len(rungs)}  # the others have no stairs
     rows = flat(shapes)
-    variants = list(dict.fromkeys(v for rungs in sorted(shapes.values(), key=len, reverse=True) for v in rungs))
     speeds = {s: {v: median(rungs[v], "tok_per_s") for v in rungs} for s, rungs in shapes.items()}
     first, *_, last = speeds[next(iter(shapes))].values()
     title = f"{next(iter(shapes))}: {plot.short(first)} to {plot.short(last)} tokens/s, {last / first:.0f} times, rung by rung"
@@ -288,7 +289,7 @@ def ladder_loss(runs, out_path, dark):
     left.set(yticks=range(len(variants)), yticklabels=map(words, variants), ylim=(len(variants) - 0.5, -0.5),
              xlabel="validation loss after equal tokens (a dot: a seed)")  # fmt: skip
     some = ["fp32", "bf16", "compile", "fp8_head", "muon"]  # all of them would be a bundle
-    chosen = [v for v in some if v in variants] or list(variants)[:5]
+    chosen = [v for v in variants if v in some or len(variants) < 6]
     for i, variant in enumerate(chosen):
         curves = [r["curve"] for r in variants[variant]]
         seconds, losses = ([statistics.median(c[k][j] for c in curves) for k in range(min(map(len, curves)))] for j in (1, 2))
@@ -303,7 +304,8 @@ def ladder_loss(runs, out_path, dark):
 
 def label_points(ax, labels, others):
     """Write the texts of labels [(x, y, text, color)] beside their points, where neither texts nor points nor others [(x, y)]
-    are: each takes the nearest free place around its point, with a thin line if that is not beside it."""
+    are: each takes the nearest free place around its point. Where that is not beside it, or another point is near too, a thin
+    line says whose it is."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.transforms import Bbox
 
@@ -327,7 +329,10 @@ def label_points(ax, labels, others):
             here = Bbox.from_extents(cx - w, cy - h, cx + w, cy + h)
             inside = frame.x0 < here.x0 and here.x1 < frame.x1 and frame.y0 < here.y0 and here.y1 < frame.y1
             if inside and not any(here.overlaps(other) for other in taken):
-                line = dict(arrowstyle="-", color=color, linewidth=0.6, shrinkA=0, shrinkB=2) if r > 12 else None
+                gaps = sorted(math.hypot(max(here.x0 - ox, 0, ox - here.x1), max(here.y0 - oy, 0, oy - here.y1))
+                              for ox, oy in points[: len(labels)])  # fmt: skip
+                clear = r <= 12 and (len(gaps) < 2 or gaps[1] > 2 * gaps[0])
+                line = None if clear else dict(arrowstyle="-", color=color, linewidth=0.6, shrinkA=0, shrinkB=2)
                 ax.annotate(text, (x, y), xytext=((cx - px) / dpi, (cy - py) / dpi), textcoords="offset points", fontsize=8,
                             ha="center", va="center", color=color, arrowprops=line)  # fmt: skip
                 taken.append(here)
@@ -350,13 +355,13 @@ def roofline(runs, out_path, dark):
     roofs = {"bf16": max(row["y"] for row in bf16)} | ({"fp8": max(row["y"] for row in fp8)} if fp8 else {})
     title = f"Memory gives {slope:.2f} TB/s, the best bf16 product {roofs['bf16']:.0f} TFLOP/s"
     title += f", in fp8 {roofs['fp8']:.0f}" if fp8 else ""
-    figure, (left, right) = new_figure(8, 4.9, title, where_and_when(rows), ncols=2, width_ratios=[1, 1.5])
+    figure, (left, right) = new_figure(8, 4.9, title, where_and_when(rows), ncols=2, width_ratios=[1, 1.3])
     edge = roofs["bf16"] / slope  # FLOPs a byte from which on memory is no longer what bounds
     low, high = min(row["x"] for row in ops) / 2, max(row["x"] for row in ops) * 2.5
     blue, orange, green = plot.SERIES[dark][:3]
 
     def in_corner(row):
-        return row["x"] > edge / 3 and row["y"] > roofs["bf16"] / 8
+        return row["x"] > edge / 2 and row["y"] > roofs["bf16"] / 2
 
     labels = {left: {}, right: {}}
     for ax in (left, right):
@@ -370,10 +375,14 @@ def roofline(runs, out_path, dark):
             if ax is right or not in_corner(row):
                 labels[ax].setdefault((base, color), []).append((row["x"], row["y"]))
     left.set(ylim=(min(row["y"] for row in ops) / 3, 3 * max(roofs.values())), xlim=(low, high), ylabel="achieved TFLOP/s")
-    right.set(xlim=(edge / 3, high), ylim=(roofs["bf16"] / 9, 2 * max(roofs.values())))
+    lowest = min(row["y"] for row in filter(in_corner, ops))
+    right.set(yscale="linear", ylim=(0.87 * lowest, 1.06 * max(roofs.values())))
+    ticks = [x for x in (200, 500, 1000, 2000, 5000) if edge < x < high]
+    right.set_xticks(ticks, map(str, ticks))
+    right.minorticks_off()
+    right.set_xlim(edge, high)
     left.set_xlabel("FLOPs per byte that must move")
     right.set_xlabel("the corner of the products, larger")
-    right.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     for name, roof in roofs.items():
         right.annotate(f"{name} {roof:.0f}", (high, roof), xytext=(-2, 3), textcoords="offset points", ha="right", color="0.5",
                        fontsize=8)  # fmt: skip
