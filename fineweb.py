@@ -478,9 +478,13 @@ def run(cfg: Config) -> int:
     cfg.out = cfg.out or default_out(cfg)
     cfg.tokenizer = cfg.tokenizer or ("bytes" if cfg.source == "builtin" else "gpt2")
     t0, out_dir = time.monotonic(), Path(cfg.out)
+    if out_dir.exists() and not out_dir.is_dir():
+        raise ValueError(f"out={cfg.out} is a file and must be a folder for the shards; name another with --out")
     if cfg.verify:
         problems = verify(out_dir)
         print("\n".join(problems) or f"{out_dir}: all shards are whole")
+        if problems:
+            print(f"Delete {out_dir} and make it again with the command that made it, or put the named files back from a copy.")
         return 1 if problems else 0
     for flag in ("tokens", "shard_tokens", "val_tokens"):
         parse_count(flag, getattr(cfg, flag))

@@ -497,11 +497,13 @@ def compiled():
 
 def run(cfg):
     from machine import Precision
-    from train_gpt2 import World
+    from train_gpt2 import World, newest_run
     from weights import load_model
 
     if cfg.worst < 0:
         raise ValueError(f"worst={cfg.worst} must be 0 (none) or more")
+    if not cfg.model:
+        newest_run(cfg.log_dir)  # raises where there is none, before anything is downloaded
     world = World(cfg.device)
     precision = Precision(cfg.precision, world.device)
     precision.prepare()

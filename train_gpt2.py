@@ -1003,6 +1003,7 @@ def farewell(run_dir):
     plot.loss_curve([run_dir], run_dir / "loss.png")
     print(f"\n{run_dir}/ holds log.jsonl (every number), loss.png (the curve), TensorBoard events and the checkpoints. Next:\n"
           f"  python sample.py --model {run_dir}      ask it for more\n"
+          f"  python report.py {run_dir}      curves, samples and settings as one page\n"
           f"  tensorboard --logdir {run_dir.parent}      watch the curves, compare runs\n"
           f"  python train_gpt2.py --resume --run_name {run_dir.name} --max_steps N      train it further")  # fmt: skip
 
@@ -1028,6 +1029,8 @@ def run(argv):
         settings = " ".join(f"{k}={v!r}" for k, v in (vars(model_config) | vars(cfg)).items())
         width = min(120, shutil.get_terminal_size((120, 24)).columns)
         print(textwrap.fill(settings, width, initial_indent="config ", subsequent_indent=" " * 7, break_on_hyphens=False))
+        if cfg.warmup_steps >= cfg.max_steps:
+            print(f"note: warmup_steps={cfg.warmup_steps} is not over at max_steps={cfg.max_steps}; lr is never reached")
     train(model_config, cfg, world, run_dir, load_tokenizer(model_config.vocab_size, world))
     if world.is_main:
         farewell(run_dir)

@@ -333,6 +333,7 @@ BAD = {  # name of the file, its content, more arguments, what the sentence must
     "unknown role": ("a.jsonl", b'{"messages": [{"role": "robot", "content": "x"}]}\n', [], r"line 1: unknown role 'robot'"),
     "no answers": ("a.jsonl", b'{"messages": [{"role": "user", "content": "x"}]}\n', [], r"no conversation.*1 without"),
     "no messages": ("a.jsonl", LINES, ["--chat"], r"line 1: no conversation"),
+    "out is a file": ("a.jsonl", LINES, ["--out", "a.jsonl"], r"out=a\.jsonl is a file"),
     "content no text": ("a.jsonl", b'{"messages": [{"role": "user", "content": 3}]}\n', [], r"content of a message is int"),
 }
 
