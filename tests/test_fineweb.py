@@ -345,7 +345,7 @@ def test_bad_input_is_one_sentence(case, tmp_path, capsys, monkeypatch):
     if name:
         Path(name).write_bytes(content)
         more = ["--source", name, *more]
-    assert fineweb.main([*more, *BYTES, "--out", "o", "--workers", "0"]) == 2
+    assert fineweb.main([*BYTES, "--out", "o", "--workers", "0", *more]) == 2
     err = [line for line in capsys.readouterr().err.splitlines() if line.startswith("fineweb.py: ")]
     assert len(err) == 1 and re.search(wanted, err[0]), err
     assert not list(tmp_path.glob("o/*.npy"))
