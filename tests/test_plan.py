@@ -188,7 +188,7 @@ STEPS = [
 
 def predicted_peaks(s):
     """The same from the ledger; without what happens inside an operation, or in a library."""
-    hidden = ("workspace", "logits, in chunks", "rounded copy of the head")
+    hidden = ("workspace", "logits, in chunks", "rounded copy of the head", "the same before")
     at = {m: sum(each[m] for label, _, each in ledger(s) if not label.startswith(hidden)) for m in plan.MOMENTS}
     return {"forward": at["loss"], "backward": max(at["head"], at["block"], at["end"]), "optimizer": at["update"]}
 
@@ -234,7 +234,9 @@ def test_measured_peaks_of_the_bench(record):
     if "error" in record:
         pytest.skip(record["error"])
     s = setting_of(record["shape"], record["changed"], record["compile"])
-    assert peak(s)[0] / GIB == pytest.approx(record["measured_gib"], rel=0.1)
+    if s.bytes == 4:  # what auto took in the torch that it was measured with, 2.11
+        s.model.cross_entropy = "chunked"
+    assert peak(s)[0] / GIB == pytest.approx(record["measured_gib"], rel=0.07)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
