@@ -554,7 +554,8 @@ def references(record, records):
 
 def particulars(record):
     """What may differ between two records of one mode that stand in one block of the table."""
-    return record["env"] | {k: record[k] for k in ("steps", "warmup") if record["mode"] != "loop"}
+    wanted = ("round",) if record["mode"] == "loop" else ("steps", "warmup", "round")
+    return record["env"] | {k: record[k] for k in wanted if record.get(k)}
 
 
 def table(records):
@@ -605,7 +606,7 @@ def table(records):
 # ------------------------------------------------------------------------------------------- 6. command line, processes
 
 KEY = ("bench", "mode", "preset", "world_size", "batch_size", "seq_len", "compile", "activation_checkpointing", "precision",
-       "data", "warmup", "steps", "device", "torch", "env")  # fmt: skip
+       "data", "warmup", "steps", "round", "device", "torch", "env")  # fmt: skip
 
 
 def device_name():
@@ -729,6 +730,7 @@ def parse_args(argv):
     parser.add_argument("--seq_len", type=int, default=0, help="default: the preset's")
     parser.add_argument("--steps", type=int, default=40, help="updates that are timed (default %(default)s)")
     parser.add_argument("--warmup", type=int, default=10, help="updates before those, after the first (default %(default)s)")
+    parser.add_argument("--round", type=int, help="a number, to measure again what --out holds: cards differ from run to run")
     parser.add_argument("--loop_steps", type=int, default=100, help="half the steps of the mode loop (default %(default)s)")
     parser.add_argument("--compile", default="model", choices=("model", "blocks", "off"))
     parser.add_argument("--activation_checkpointing", action="store_true")

@@ -105,6 +105,7 @@ def test_a_finished_measurement_is_left_alone_and_a_failed_one_tried_again(tmp_p
     assert len(record["losses"]) == 3 and record["losses"][-1] == pytest.approx(record["loss"], abs=1e-6)
     assert {"date", "commit", "torch", "command", "device", "peak_gib", "first_step_s"} <= record.keys()
     assert len(work(out, "--steps", "3")) == 2, "other settings are another measurement"
+    assert len(work(out, "--round", "2")) == len(work(out, "--round", "2")) == 3
     failed = {k: v for k, v in record.items() if k != "loss"} | {"error": "it rained"}
     out.write_text(json.dumps(failed) + "\n" + json.dumps(record)[:50])  # and a line that a kill has cut
     again = work(out)
@@ -170,11 +171,11 @@ def test_the_table_holds_modes_against_cards_alone():
     rows = [record("ddp", 100), record("ddp", 1710), record("alone", 1800, rank_tok_per_s=[1000, 800]),
             record("alone_one", 1050), record("alone_one", 9999, batch_size=32),
             {k: v for k, v in record("fsdp2", 1).items() if k not in ("tok_per_s", "loss")} | {"error": "no memory"},
-            record("flat", 1764, env={"NCCL_MAX_CTAS": "8"}, steps=39)]  # fmt: skip
+            record("flat", 1764, env={"NCCL_MAX_CTAS": "8"}, steps=39, round=2)]  # fmt: skip
     lines = parallel.table(rows)
     ddp = next(line for line in lines if line.startswith("ddp"))
     assert ddp.split() == "ddp 100.0 (99.0 to 101.5) 1,710 81.4% 95.0% 106.9% 22.2 9.0 9.5000 7.1000".split()
-    assert next(line for line in lines if line.startswith("flat")).endswith("NCCL_MAX_CTAS=8 steps=39")
+    assert next(line for line in lines if line.startswith("flat")).endswith("NCCL_MAX_CTAS=8 steps=39 round=2")
     assert any(line.split() == "fsdp2 failed: no memory".split() for line in lines)
     assert any("each card: 1,000, 800" in line for line in lines)
     assert any(line.endswith("slowest card of each step: 1,310,720") for line in lines)  # 2 x 64 x 1024 in 100 ms
