@@ -16,23 +16,23 @@ import torch
 from train_gpt2 import PRESETS, GPTConfig
 
 
-def laptop_run(log_dir="log", max_steps=150):
-    """Checkpoint of the preset laptop on its built-in text: of those in log_dir the one with most updates. Where there is
-    none, trains max_steps updates in LOG_DIR/notebook first (half a minute)."""
+def laptop_run(log_dir="log", steps=300):
+    """Checkpoint of the preset laptop on its built-in text: of those in log_dir with `steps` updates or more the one with
+    most. Where there is none, trains so many in LOG_DIR/notebook_<steps> first (300: less than a minute on two cores)."""
     model, train = PRESETS["laptop"]
     found = []
     for path in Path(log_dir).glob("*/model_[0-9]*.pt"):
         config = path.parent / "config.json"
         saved = json.loads(config.read_text()) if config.exists() else {"train": {}}
         if saved["train"].get("data") == train.data and not saved["train"]["init_from"]:
-            if GPTConfig(**saved["model"]).shape() == model.shape():
+            if GPTConfig(**saved["model"]).shape() == model.shape() and int(path.stem.removeprefix("model_")) >= steps:
                 found.append(path)
     if not found:
-        flags = f"--preset laptop --max_steps {max_steps} --ckpt_every {max_steps} --val_every 0 --sample_every 0".split()
-        flags += ["--run_name", "notebook", "--log_dir", str(Path(log_dir).absolute())]
-        command = [sys.executable, "train_gpt2.py", *flags]
+        run = f"notebook_{steps}"
+        flags = f"--preset laptop --max_steps {steps} --ckpt_every {steps} --val_every 0 --sample_every 0 --run_name {run}"
+        command = [sys.executable, "train_gpt2.py", *flags.split(), "--log_dir", str(Path(log_dir).absolute())]
         subprocess.run(command, check=True, capture_output=True, cwd=Path(__file__).parent)
-        found = list(Path(log_dir, "notebook").glob("model_[0-9]*.pt"))
+        found = list(Path(log_dir, run).glob("model_[0-9]*.pt"))
     return max(found, key=lambda path: path.name)
 
 
@@ -106,11 +106,13 @@ def without_head(model, layer, head):
 
 
 PAGE = """<div id="{id}">
-<p>{title} Point at a character: the darker another one is, the more the chosen head looks at it from there.
-<select>{options}</select></p>
+<p>{title}</p>
 <div style="font-family: monospace; font-size: 16px; line-height: 1.7; white-space: pre-wrap">{characters}</div>
 <script>(() => {{
-  const box = document.getElementById("{id}"), percent = {percent}, choice = box.querySelector("select");
+  const box = document.getElementById("{id}"), percent = {percent}, choice = document.createElement("select");
+  for (const name in percent) choice.add(new Option("head " + name, name));
+  const how = " Point at a character: the darker another one is, the more this head looks at it from there. ";
+  box.querySelector("p").append(how, choice);
   const spans = [...box.querySelectorAll("span")];
   let last = spans.length - 1;
   function show(t) {{
@@ -145,7 +147,6 @@ def attention_page(pieces, weights, title=""):
         tip = "; ".join(f"head {name}: {pieces[s]!r} {t - s} back, {p:.2f}" for name, s, p in most)
         shown = html.escape(piece).replace("\n", "↵\n")
         characters += f'<span title="{html.escape(tip)}">{shown}</span>'
-    options = "".join(f'<option value="{name}">head {name}</option>' for name in heads)
     name = "attention-" + hashlib.sha256(repr((pieces, percent)).encode()).hexdigest()[:12]
     percent = json.dumps(percent, separators=(",", ":"))
-    return PAGE.format(id=name, title=html.escape(title), options=options, characters=characters, percent=percent)
+    return PAGE.format(id=name, title=html.escape(title), characters=characters, percent=percent)

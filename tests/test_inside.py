@@ -147,16 +147,17 @@ def save_run(folder, step, **changes):
 
 def test_the_run_to_look_into(tmp_path):
     save_run(tmp_path / "long", 1000)
-    save_run(tmp_path / "short", 150)
+    save_run(tmp_path / "short", 300)
     save_run(tmp_path / "other_shape", 3000, n_layer=3)
     save_run(tmp_path / "other_text", 3000, data="data/mine")
     save_run(tmp_path / "fine_tuned", 3000, init_from="log/long")
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "model_009000.pt").touch()
-    assert laptop_run(tmp_path) == tmp_path / "long" / "model_001000.pt"
+    assert laptop_run(tmp_path, steps=300) == tmp_path / "long" / "model_001000.pt"
 
 
 @pytest.mark.slow
 def test_a_run_is_made_where_there_is_none(tmp_path):
-    path = laptop_run(tmp_path, max_steps=1)
-    assert path == tmp_path / "notebook" / "model_000001.pt" and load_model(path).config.n_layer == 2
+    save_run(tmp_path / "short", 1)
+    path = laptop_run(tmp_path, steps=2)
+    assert path == tmp_path / "notebook_2" / "model_000002.pt" and load_model(path).config.n_layer == 2
