@@ -113,6 +113,7 @@ PAGE = """<div id="{id}">
   for (const name in percent) choice.add(new Option("head " + name, name));
   const how = " Point at a character: the darker another one is, the more this head looks at it from there. ";
   box.querySelector("p").append(how, choice);
+  choice.value = "{head}";
   const spans = [...box.querySelectorAll("span")];
   let last = spans.length - 1;
   function show(t) {{
@@ -129,17 +130,19 @@ PAGE = """<div id="{id}">
 }})();</script></div>"""
 
 
-def attention_page(pieces, weights, title=""):
+def attention_page(pieces, weights, title="", head="0.0"):
     """HTML in which to point at a character and see where a head looks from there; for IPython.display.HTML.
 
-    pieces: the T tokens as text; weights: as `watch` returns them, of which the first sequence is shown. Where scripts are
-    taken out (a page that only shows the notebook) the text stays, and each character's tooltip names what each head
-    looks at most. Raises ValueError if pieces and weights are not of one length.
+    pieces: the T tokens as text; weights: as `watch` returns them, of which the first sequence is shown; head: the one to
+    begin with, as "<block>.<head>". Where scripts are taken out (a page that only shows the notebook) the text stays, and
+    each character's tooltip names what each head looks at most. Raises ValueError for what does not fit together.
     """
     T = weights[0].size(-1)
     if len(pieces) != T:
         raise ValueError(f"{len(pieces)} pieces of text do not fit attention over {T} positions; give one for each token")
-    heads = {f"{layer}.{head}": block[0, head] for layer, block in enumerate(weights) for head in range(block.size(1))}
+    heads = {f"{layer}.{h}": block[0, h] for layer, block in enumerate(weights) for h in range(block.size(1))}
+    if head not in heads:
+        raise ValueError(f"there is no head {head}; there are {', '.join(heads)}")
     percent = {name: [[round(100 * p) for p in row[: t + 1].tolist()] for t, row in enumerate(w)] for name, w in heads.items()}
     characters = ""
     for t, piece in enumerate(pieces):
@@ -149,4 +152,4 @@ def attention_page(pieces, weights, title=""):
         characters += f'<span title="{html.escape(tip)}">{shown}</span>'
     name = "attention-" + hashlib.sha256(repr((pieces, percent)).encode()).hexdigest()[:12]
     percent = json.dumps(percent, separators=(",", ":"))
-    return PAGE.format(id=name, title=html.escape(title), characters=characters, percent=percent)
+    return PAGE.format(id=name, title=html.escape(title), characters=characters, percent=percent, head=head)

@@ -124,11 +124,14 @@ def test_the_page_shows_any_text():
     assert seen.tips == [f"head 0.0: {piece!r} 0 back, 1.00; head 0.1: {piece!r} 0 back, 1.00" for piece in pieces]
     with pytest.raises(ValueError, match="3 pieces of text do not fit attention over 7 positions"):
         attention_page(list("abc"), [itself])
+    with pytest.raises(ValueError, match="no head 1.0; there are 0.0, 0.1"):
+        attention_page(pieces, [itself], head="1.0")
 
 
 def test_the_page_shows_the_right_numbers(model):
     _, weights = watch(model, torch.tensor([list(b"abcdefgh")]))
-    page = attention_page(list("abcdefgh"), weights)
+    page = attention_page(list("abcdefgh"), weights, head="1.1")
+    assert 'choice.value = "1.1"' in page
     percent = json.loads(re.search(r"percent = ({.*?}),", page)[1])
     assert set(percent) == {"0.0", "0.1", "1.0", "1.1"}
     assert percent["1.0"] == [[round(100 * p) for p in row[: t + 1].tolist()] for t, row in enumerate(weights[1][0, 0])]
