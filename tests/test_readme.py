@@ -24,6 +24,8 @@ NOTEBOOK = json.loads((ROOT / "play.ipynb").read_text(encoding="utf-8"))
 # Every command of README's sh blocks stands in exactly one of these tables. Those of the first two are run, in README's
 # order, in a folder that holds a tiny trained run, a few texts and no network.
 AS_IT_IS = {
+    "python train_gpt2.py --plan --preset gpt2-xl --plan_card 24GB",
+    "python report.py log/<run>",
     "python fineweb.py --verify --out edu_fineweb10B",
     "python weights.py export log/<run> --out my-gpt2",
 }
@@ -46,6 +48,8 @@ LEFT_OUT = {
     ".venv/bin/python -m pip install -r requirements-test.txt": "network",
     ".venv/bin/python -m pytest": "runs this very test",
     "python -m pip install -r requirements-notebook.txt": "network",
+    "python -m pip install -r requirements-browser.txt": "network",
+    "python -m pytest -m slow tests/test_browser.py": "runs tests, in a browser",
     "jupyter lab play.ipynb": "a server that waits for a browser; tests/test_notebook.py runs the notebook",
     "python fineweb.py --tokens 1B": "network",
     "python fineweb.py --dataset kjj0/finewebedu10B-gpt2 --tokens 1B": "network",
