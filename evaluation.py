@@ -37,12 +37,18 @@ def eval_val_loss(model, shards, val_tokens, seq_len, batch_size, world, precisi
     return loss / max(1, count)
 
 
+def learnt(shards, tokens):
+    """The first `tokens` tokens of a split (0: all), without those that a mask leaves out of the loss."""
+    ids = shards.read(0, min(tokens or len(shards), len(shards)))
+    return ids[shards.read(0, len(ids), shards.masks) == 1] if shards.masks else ids
+
+
 def unigram_entropy(train_shards, val_shards, val_tokens):
     """Nats per token of a model that only knows how often each token occurs in (the first 20M tokens of) the training
     data: what there is to gain without any context."""
     V = train_shards.vocab_size
-    seen = np.bincount(train_shards.read(0, min(len(train_shards), 20_000_000)), minlength=V)[:V] + 1
-    asked = np.bincount(val_shards.read(0, min(val_tokens or len(val_shards), len(val_shards))), minlength=V)[:V]
+    seen = np.bincount(learnt(train_shards, 20_000_000), minlength=V)[:V] + 1
+    asked = np.bincount(learnt(val_shards, val_tokens), minlength=V)[:V]
     return float(-(asked / asked.sum() * np.log(seen / seen.sum())).sum())
 
 
@@ -50,7 +56,7 @@ def unigram_entropy(train_shards, val_shards, val_tokens):
 def bytes_per_token(tokenizer, shards):
     """Mean bytes of text per token of the split's first 10M tokens, to turn nats per token into bits per byte."""
     sizes = tokenizer.token_bytes()
-    return float(sizes[shards.read(0, min(len(shards), 10_000_000))].mean())
+    return float(sizes[learnt(shards, 10_000_000)].mean())
 
 
 def eval_hellaswag(model, examples, world, precision):

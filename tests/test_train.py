@@ -169,6 +169,21 @@ def test_a_run_learns(tmp_path, shards):
     assert last["bits_per_byte"] == pytest.approx(last["loss"] / math.log(2) / bytes_per_token)
 
 
+def test_baselines_leave_out_what_a_mask_leaves_out(tmp_path, shards):
+    """Questions of many letters, answers of one, which alone are learnt: the best guess without context is sure of it."""
+    for split, n in (("train_000000", 1501), ("train_000001", 997), ("val_000000", 700)):
+        ids, mask = np.arange(n) % 40, (np.arange(n) % 3 == 0).astype(np.uint8)
+        ids[mask == 1] = np.where(np.arange(mask.sum()) % 4, 65, VOCAB - 1)  # every fourth is an end-of-text, of no bytes
+        np.save(shards / f"x_{split}.npy", ids.astype(np.uint16))
+        with (shards / f"x_{split}.mask").open("wb") as f:
+            np.save(f, mask)
+    run = train_here(tmp_path, shards, "r", ByteTokenizer(), max_steps=1, val_every=1, val_tokens=0)
+    last, unigram = of_kind(run, "val")[-1], of_kind(run, "start")[0]["unigram"]
+    a, b, total = 624 + 1, 209 + 1, 833 + VOCAB  # counts in the training data, and one for each id
+    assert unigram == pytest.approx(-0.75 * math.log(a / total) - 0.25 * math.log(b / total), abs=0.01)
+    assert last["bits_per_byte"] == pytest.approx(last["loss"] / math.log(2) / 0.75, rel=0.01)
+
+
 def test_validation_loss_is_the_mean_over_the_tokens_asked_for(tmp_path, shards, tiny_config):
     model, split = GPT(tiny_config), TokenShards(shards, "val", VOCAB)
     precision = machine.Precision("fp32", torch.device("cpu"))
