@@ -484,7 +484,7 @@ def run(cfg: Config) -> int:
         problems = verify(out_dir)
         print("\n".join(problems) or f"{out_dir}: all shards are whole")
         if problems:
-            print(f"Delete {out_dir} and make it again with the command that made it, or put the named files back from a copy.")
+            print(f"fineweb.py: delete {out_dir} and make it again, or put these files back from a copy", file=sys.stderr)
         return 1 if problems else 0
     for flag in ("tokens", "shard_tokens", "val_tokens"):
         parse_count(flag, getattr(cfg, flag))
