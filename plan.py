@@ -269,6 +269,8 @@ def named_card(text):
     if not found and (words or not size):
         raise ValueError(f"plan_card={text} is not one of {', '.join(known)}; a size will do too: --plan_card 24GB")
     gib = float(size[1]) if size else MEMORY_GB[found[0]]
+    if not gib:
+        raise ValueError(f"plan_card={text} must have some memory: --plan_card 24GB")
     return Card(f"{found[0]}, {gib:g} GB" if found else f"a card of {gib:g} GB", gib, PEAK_TFLOPS[found[0]] if found else None)
 
 
@@ -477,6 +479,8 @@ def parse_plan(argv):
 def run(argv):
     """`train_gpt2.py --plan ...`. Raises ValueError or FileNotFoundError for what cannot be planned."""
     args, argv = parse_plan(argv)
+    if args.plan_mfu > 1:
+        raise ValueError(f"plan_mfu={args.plan_mfu:g} is a fraction and must not be above 1; pass --plan_mfu 0.4 for 40 %")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ValueError("--plan takes one process: `python train_gpt2.py --plan --plan_gpus N`, without torchrun")
     card = named_card(args.plan_card) if args.plan_card else None

@@ -1000,6 +1000,8 @@ def farewell(run_dir):
     """Draw the curve, and say where everything is and what to do next."""
     import plot
 
+    if not any(run_dir.glob("model_*.pt")):
+        return  # stopped before there was anything to go on from
     plot.loss_curve([run_dir], run_dir / "loss.png")
     print(f"\n{run_dir}/ holds log.jsonl (every number), loss.png (the curve), TensorBoard events and the checkpoints. Next:\n"
           f"  python sample.py --model {run_dir}      ask it for more\n"
@@ -1043,6 +1045,8 @@ def main():
         return run(sys.argv[1:])
     except BrokenPipeError:  # --help | head
         os._exit(1)
+    except KeyboardInterrupt:  # a second Ctrl-C, or one before training
+        status, text = 130, "stopped at once; what checkpoints there are stay as they were"
     except (ValueError, OSError) as error:
         status, text = 2, str(error)
     except FloatingPointError as error:

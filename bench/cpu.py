@@ -28,11 +28,12 @@ import time
 from pathlib import Path
 
 import torch
-from parallel import append_record, finished, median, origin, random_shards, read_records, timed_steps  # puts ROOT on the path
+from parallel import ROOT, append_record, finished, median, origin, random_shards, read_records, timed_steps
 
 from metrics import Meter, PhaseClock
 from train_gpt2 import PRESETS, World, get_lr, prepare, train_step
 
+OUT = ROOT / "readme.assets" / "runs" / "cpu.jsonl"
 PEAK = (1024, 1024, 1024)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 KEY = ("bench", "what", "n_embd", "threads", "precision", "compile", "wait", "cpu", "torch", "seconds")
@@ -180,7 +181,7 @@ def table(records):
 def parse_args(argv):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False)  # fmt: skip
-    parser.add_argument("--out", default="cpu.jsonl", help="records go here, one line each (default %(default)s)")
+    parser.add_argument("--out", default=str(OUT), help="records go here, one line each (default %(default)s)")
     parser.add_argument("--widths", type=int, nargs="+", default=[128, 512], metavar="N_EMBD",
                         help="widths of the model; the first gets all rows (default: the preset's 128, and 512)")  # fmt: skip
     parser.add_argument("--seconds", type=float, default=4.0, help="how long each row is measured (default %(default)s)")
@@ -214,7 +215,8 @@ def main(argv=None):
         rate = f"{record['tok_per_s']:,.0f} tokens/s" if "tok_per_s" in record else record.get("error") or "done"
         print(f"{job['what']}, {job['n_embd']} wide, {job['threads']} threads, {job['precision']}, "
               f"{'compiled' if job['compile'] else 'eager'}, {job['wait']}: {rate}", flush=True)  # fmt: skip
-    print("\n".join(table(read_records(args.out))))
+    records = read_records(args.out)
+    print("\n".join(table(records)) if records else f"no record in {args.out}; without --table they are measured")
     return 1 if failures else 0
 
 

@@ -89,7 +89,10 @@ def main():
         model = GPT(PRESETS[args.preset][0])
     model = model.to(world.device).eval()
     t0 = time.perf_counter()
-    path = hellaswag.locate(args.data)
+    try:
+        path = hellaswag.locate(args.data)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
     name = hellaswag.TOKENIZERS[model.config.vocab_size]
     data = hellaswag.load(path, name)
     print(f"tokenised or read from the cache in {time.perf_counter() - t0:.2f} s")

@@ -38,6 +38,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 ROOT = Path(__file__).resolve().parent.parent
+OUT = ROOT / "readme.assets" / "runs" / "parallel.jsonl"
 sys.path.insert(0, str(ROOT))
 
 from metrics import PhaseClock  # noqa: E402
@@ -511,7 +512,7 @@ def overlap_picture(extract_file, out_png, dark=False):
         raise ValueError(f"{extract_file} is no extract of a trace; --trace FOLDER writes <mode>.kernels.json") from None
     times = overlap(kernels)
     order = ["product", "attention", "elementwise", "loss", "optimizer", "copy"]
-    colors = dict(zip(order, [*SERIES[dark], "0.5"]))
+    colors = dict(zip(order, [*SERIES[dark], "0.75"]))
     with matplotlib.rc_context(style(dark)):
         figure = Figure(figsize=(8, 2.6))
         ax = figure.subplots()
@@ -721,7 +722,7 @@ def work(args):
 def parse_args(argv):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False)  # fmt: skip
-    parser.add_argument("--out", default="parallel.jsonl", help="records go here, one line each (default %(default)s)")
+    parser.add_argument("--out", default=str(OUT), help="records go here, one line each (default %(default)s)")
     parser.add_argument("--modes", nargs="+", choices=MODES, metavar="MODE", help="default: all (without torchrun: alone_one)")
     parser.add_argument("--nproc_per_node", type=int, default=0, help="start so many processes; under torchrun leave it out")
     parser.add_argument("--limit", type=int, default=150, help="seconds for a mode (default %(default)s)")
@@ -756,6 +757,9 @@ def parse_args(argv):
         parser.error(f"{', '.join(sorted(set(args.modes) - {*ALONE}))} need two processes or more: --nproc_per_node 2")
     if "loop" in args.modes and not args.nproc_per_node:
         parser.error("loop starts processes of its own: pass --nproc_per_node and no torchrun")
+    here = args.table or args.picture or args.preset == "laptop" or args.device != "auto" or torch.cuda.is_available()
+    if not here:
+        parser.error(f"torch sees no GPU, and {args.preset} is too large for a CPU; pass --preset laptop, or --device cpu")
     args.data = str(Path(args.data).resolve()) if args.data else ""
     args.out, args.trace = str(Path(args.out).resolve()), str(Path(args.trace).resolve()) if args.trace else ""
     return args
