@@ -106,6 +106,7 @@ class Logger:
             self.bar.close() if self.bar is not None else None
             self.tensorboard.close()
             self.file.close()
+            self.wandb.finish() if self.wandb else None
 
 
 class PhaseClock:
