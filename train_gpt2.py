@@ -626,6 +626,7 @@ class World:
         """The end of the program, where there are several processes: gloo's threads may outlive the interpreter and abort a
         process that has done all its work (pytorch/pytorch#179291), so it ends without a farewell."""
         if self.distributed:
+            self.synchronize()
             self.smallest(0)  # nobody leaves while another still talks to it
             sys.stdout.flush(), sys.stderr.flush()
             os._exit(0)
