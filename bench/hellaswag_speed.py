@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import hellaswag  # noqa: E402
 from machine import Precision  # noqa: E402
+from tokenizer import name_of_size  # noqa: E402
 from train_gpt2 import GPT, PRESETS, World  # noqa: E402
 
 
@@ -89,11 +90,8 @@ def main():
         model = GPT(PRESETS[args.preset][0])
     model = model.to(world.device).eval()
     t0 = time.perf_counter()
-    try:
-        path = hellaswag.locate(args.data)
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
-    name = hellaswag.TOKENIZERS[model.config.vocab_size]
+    path = hellaswag.locate(args.data)
+    name = name_of_size(model.config.vocab_size)
     data = hellaswag.load(path, name)
     print(f"tokenised or read from the cache in {time.perf_counter() - t0:.2f} s")
     t0 = time.perf_counter()
@@ -140,4 +138,8 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        print(f"hellaswag_speed.py: error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -427,6 +427,17 @@ def test_part_that_was_whole_is_taken(tmp_path):
 # ------------------------------------------------------------------------------------------------- the real command
 
 
+def test_the_speed_bench_runs_and_finds_both_ways_equal(tmp_path, checkpoint):
+    flags = ["--checkpoint", checkpoint, "--device", "cpu", "--batch_tokens", 1500, "--repeats", 1, "--no_compile"]
+    bench = ROOT / "bench" / "hellaswag_speed.py"
+    done = run_python(bench, "--data", write(tmp_path / "h.jsonl", made_up()), *flags, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines() if ", eager" in line and "%" in line]
+    assert len(rows) == 2 and all(row[-1] == "0.00%" and float(row[-2]) < 1e-4 for row in rows), done.stdout
+    missing = run_python(bench, "--data", "nowhere.jsonl", *flags, cwd=tmp_path)
+    assert missing.returncode == 2 and "Traceback" not in missing.stderr and "nowhere.jsonl" in missing.stderr
+
+
 def test_two_processes_equal_one(tmp_path, checkpoint):
     path = write(tmp_path / "h.jsonl", made_up())
     flags = ["--model", checkpoint, "--data", path, "--json", "--device", "cpu", "--batch_tokens", 1500, "--worst", 30]
