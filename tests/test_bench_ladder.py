@@ -246,6 +246,71 @@ def test_adamw_is_the_same_in_all_three_ways(tiny_config):
         assert (results[kind] - results["fused"]).abs().max() < 1e-5
 
 
+class Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, replayed, *params):
+        ctx.replayed = replayed
+        return replayed.loss.detach()
+
+    @staticmethod
+    def backward(ctx, grad_loss):
+        for out, grad in zip(ctx.replayed.out, ctx.replayed.grads):
+            torch.mul(grad, grad_loss, out=out)
+        return None, *(out.detach() for out in ctx.replayed.out)
+
+
+class Replayed(torch.nn.Module):
+    """What CUDA graphs do, without a card: each call writes its loss and gradients over those of the call before."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.loss = model, torch.zeros(())
+        self.out = [torch.zeros_like(p) for p in model.parameters()]
+
+    def forward(self, x, y, reduction):
+        loss, params = self.model(x, y, reduction=reduction)[1], list(self.model.parameters())
+        self.grads = torch.autograd.grad(loss, params)
+        self.loss.copy_(loss.detach())
+        return None, Replay.apply(self, *params)
+
+
+def few_losses(shards, batch_size, change, device="cpu", **settings):
+    """Losses of six updates of the tiny shape, 128 tokens each, whose model has gone through change()."""
+    args = ladder.parse_args(["--shapes", "tiny", "--device", device, "--data", str(shards)])
+    settings = dict(compile_mode="none", precision="fp32", lr=1e-2, warmup_steps=0) | settings
+    case = ladder.Case("rungs", "tiny", "", settings, 1337)
+    with ladder.Run(case, batch_size, args, World(device)) as run:
+        assert run.loader.grad_accum_steps == 8 // batch_size
+        run.model = change(run.model)
+        return [run.step().item() for _ in range(6)]
+
+
+@pytest.mark.parametrize("batch_size", [8, 4, 2])
+def test_gradients_add_up_over_replays_of_a_graph(shards, batch_size):
+    plain = few_losses(shards, batch_size, lambda model: model)
+    graphs = few_losses(shards, batch_size, lambda model: ladder.CudaGraphs(Replayed(model)))
+    assert graphs == pytest.approx(plain, abs=1e-5)
+    bare = few_losses(shards, batch_size, Replayed)
+    assert (bare == pytest.approx(plain, abs=1e-3)) == (batch_size == 8), "with several micro-steps they would not add up"
+
+
+def test_a_loss_of_graphs_may_be_kept(tiny_config):
+    model = ladder.CudaGraphs(Replayed(GPT(tiny_config)))
+    x, y, z = torch.randint(0, 257, (3, 2, 8))
+    (_, first), (_, second) = (model(x, targets, reduction="sum") for targets in (y, z))
+    assert first.item() != second.item() and first.item() == GPT.forward(model.model.model, x, y, "sum")[1].item()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("batch_size", [8, 2])
+def test_cuda_graphs_train_like_the_plain_model(shards, batch_size):
+    """The first two micro-steps warm up and record, the others replay."""
+    modes = ("none", "reduce-overhead")
+    plain, graphs = (few_losses(shards, batch_size, lambda model: model, "cuda", compile_mode=mode) for mode in modes)
+    assert graphs == pytest.approx(plain, abs=1e-3)
+
+
 # ------------------------------------------------------------------------------------------------------- profiles
 
 
