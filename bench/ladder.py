@@ -280,8 +280,9 @@ KINDS = [
     ("communication", r"nccl"),
     ("loss", r"^(loss|row|tile)$|log_?softmax|nll_loss|cross_entropy|loss_kernel|liger|element_mul_kernel"),
     # Inductor names a kernel after the operations it fuses and sometimes after their neighbours: a name beginning with
-    # triton_ that holds attention's is a copy beside it, except for the softmax of math attention
-    ("attention", r"^(?!triton_).*(sdpa|flash|fmha|attention|attn)|softmax"),
+    # triton_ that holds attention's is a copy beside it, except for the softmax of math attention. dot_do_o and convert_dq
+    # are cuDNN's before and after its backward kernel
+    ("attention", r"^(?!triton_).*(sdpa|flash|fmha|attention|attn|dot_do_o|convert_dq)|softmax"),
     ("matmul", r"^triton_tem|^(?!triton_).*(nvjet|gemm|gemv|cutlass|xmma|cublas|splitk|scaled_mm|s\d+(16816|bf16))"),
     ("elementwise", r"^triton_"),
     ("optimizer", r"adam|multi_tensor_apply|lpnorm|foreach"),

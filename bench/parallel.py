@@ -24,7 +24,6 @@ import gzip
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -39,7 +38,9 @@ import torch.nn as nn
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "readme.assets" / "runs" / "parallel.jsonl"
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
+
+from ladder import kind_of  # noqa: E402
 
 from metrics import PhaseClock  # noqa: E402
 from train_gpt2 import PRESETS, World, get_lr, make_optimizer, param_groups, prepare, train_step  # noqa: E402
@@ -426,22 +427,12 @@ def measure_loop(args, data, half):
 
 # ------------------------------------------------------------------------------------------- 4. traces, a picture
 
-KERNELS = {  # class of a kernel: what its name contains. First match wins
-    "nccl": "nccl", "elementwise": "^triton_(poi|per|red)",  # a fused one is named after all its parts, copies too
-    "attention": "sdpa|flash|fmha|attention", "optimizer": "adam|multi_tensor",
-    "product": "gemm|nvjet|cutlass|xmma|cublas|splitk", "copy": "memcpy|memset", "loss": "^(loss|row|tile)$",
-}  # fmt: skip
-
-
-def kernel_class(name):
-    return next((kind for kind, words in KERNELS.items() if re.search(words, name, re.IGNORECASE)), "elementwise")
-
 
 def extract_kernels(trace):
     """[class, name, stream, start_us, dur_us] of all that ran on the device, from a chrome trace, as of its first."""
     found = [e for e in trace["traceEvents"] if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     t0 = min((e["ts"] for e in found), default=0)
-    rows = [[kernel_class(e["name"]), e["name"][:60], e["args"].get("stream"), round(e["ts"] - t0, 2), e["dur"]] for e in found]
+    rows = [[kind_of(e["name"]), e["name"][:60], e["args"].get("stream"), round(e["ts"] - t0, 2), e["dur"]] for e in found]
     return sorted(rows, key=lambda row: row[3])
 
 
@@ -484,7 +475,7 @@ def overlap(kernels):
     """
     spans = {True: [], False: []}
     for kind, _, _, start, dur in kernels:
-        spans[kind == "nccl"].append((start, start + dur))
+        spans[kind == "communication"].append((start, start + dur))
     if not kernels:
         raise ValueError("there is no kernel in this extract; --trace needs a GPU")
     both = length(spans[True] + spans[False])
@@ -511,7 +502,7 @@ def overlap_picture(extract_file, out_png, dark=False):
     except (ValueError, TypeError, KeyError):
         raise ValueError(f"{extract_file} is no extract of a trace; --trace FOLDER writes <mode>.kernels.json") from None
     times = overlap(kernels)
-    order = ["product", "attention", "elementwise", "loss", "optimizer", "copy"]
+    order = ["matmul", "attention", "elementwise", "loss", "optimizer", "copy"]
     colors = dict(zip(order, [*SERIES[dark], "0.75"]))
     with matplotlib.rc_context(style(dark)):
         figure = Figure(figsize=(8, 2.6))
@@ -521,7 +512,7 @@ def overlap_picture(extract_file, out_png, dark=False):
             bars = [(start / 1000, dur / 1000) for k, _, _, start, dur in kernels if k == kind]
             if bars:
                 ax.broken_barh(bars, (1.1, 0.8), color=colors[kind], linewidth=0, label=kind)
-        bars = [(start / 1000, dur / 1000) for k, _, _, start, dur in kernels if k == "nccl"]
+        bars = [(start / 1000, dur / 1000) for k, _, _, start, dur in kernels if k == "communication"]
         ax.broken_barh(bars, (0.1, 0.8), color="0.5", linewidth=0)
         ax.set_yticks([0.5, 1.5], ["NCCL", "compute"])
         ax.set_ylim(0, 2)

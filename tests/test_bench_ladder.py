@@ -319,6 +319,7 @@ def test_cuda_graphs_train_like_the_plain_model(shards, batch_size):
     [
         ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NTT", "matmul"),
         ("nvjet_qqtst_128x256_128x6_2x1_v_bz_TNT", "matmul"),
+        ("nvjet_sm90_qqtst_128x256_128x6_2x1_v_bz_TNT", "matmul"),
         ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_segment_k_off", "matmul"),
         ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2_tn_align8>(...)", "matmul"),
         ("ampere_sgemm_128x64_tn", "matmul"),
@@ -327,6 +328,8 @@ def test_cuda_graphs_train_like_the_plain_model(shards, batch_size):
         ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_7_64x128x64_4x1x1_kernel0_0", "attention"),
         ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 4, cutlass::bfloat16_t>>(...)", "attention"),
         ("fmha_cutlassB_bf16_aligned_64x64_k64_sm80(PyTorchMemEffAttention::AttentionBackwardKernel<...>)", "attention"),
+        ("void cudnn::fusion::compute_dot_do_o_specialized<true, 64>(void const*, void const*, float*, ...)", "attention"),
+        ("void cudnn::fusion::convert_dq_to_16bits<true>(void const*, ...)", "attention"),
         ("void (anonymous namespace)::softmax_warp_forward<float, float, float, 10, false, false>(...)", "attention"),
         ("triton_per_fused__softmax_masked_fill_mul_4", "attention"),
         ("loss", "loss"),
@@ -340,6 +343,7 @@ def test_cuda_graphs_train_like_the_plain_model(shards, batch_size):
         ("triton_red_fused_native_layer_norm_3", "elementwise"),
         ("triton_poi_fused__scaled_dot_product_cudnn_attention_clone_transpose_5", "elementwise"),
         ("triton_poi_fused__to_copy_1", "elementwise"),
+        ("cast_tile", "elementwise"),
         ("void at::native::vectorized_elementwise_kernel<4, at::native::GeluCUDAKernelImpl(...)>", "elementwise"),
         ("void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float, float, false>(...)", "elementwise"),
         ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::(anonymous namespace)::"

@@ -38,7 +38,7 @@ FLOOR = [part("copy 1 GiB", 0.5, 0, 2 * 10**9), part("8192^3", 2.0, 10**12, 10**
          part("qkv forward", 1.0, 3 * 10**11, 10**9), part("qkv wgrad", 1.0, 2 * 10**11, 10**9),
          part("floor: parts alone, GELU inside", 10.0) | dict(tok_per_s=600_000, step_ms=12.0)]  # fmt: skip
 PARALLEL = [mode("alone_one", 100), mode("alone", 198), mode("ddp", 180), mode("zero1", 150)]
-KERNELS = [["product", "gemm", 7, 0.0, 100.0], ["nccl", "nccl", 9, 50.0, 100.0]]  # microseconds: begin, length
+KERNELS = [["matmul", "gemm", 7, 0.0, 100.0], ["communication", "nccl", 9, 50.0, 100.0]]  # microseconds: begin, length
 TRACE = dict(mode="ddp", world_size=2, device="H9", kernels=KERNELS)
 
 
