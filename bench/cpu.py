@@ -20,15 +20,14 @@ import argparse
 import dataclasses
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 
 import torch
-from parallel import ROOT, append_record, finished, median, origin, random_shards, read_records, timed_steps
+from parallel import median, timed_steps
+from records import ROOT, append_record, card_name, finished, origin, random_shards, read_records
 
 from metrics import Meter, PhaseClock
 from train_gpt2 import PRESETS, World, get_lr, prepare, train_step
@@ -37,12 +36,6 @@ OUT = ROOT / "readme.assets" / "runs" / "cpu.jsonl"
 PEAK = (1024, 1024, 1024)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 KEY = ("bench", "what", "n_embd", "threads", "precision", "compile", "wait", "cpu", "torch", "seconds")
-
-
-def cpu_name():
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
 def cores():
@@ -127,7 +120,7 @@ def jobs(widths, seconds):
     """What there is to measure, in this order. Not every combination: one thing is varied at a time, then the best joined."""
     most = cores()
     threads = sorted({1, most} | {2**i for i in range(1, most.bit_length()) if 2**i < most})
-    base = dict(bench="cpu", compile=False, wait="passive", cpu=cpu_name(), torch=torch.__version__, seconds=seconds)
+    base = dict(bench="cpu", compile=False, wait="passive", cpu=card_name("cpu"), torch=torch.__version__, seconds=seconds)
     for n_embd in widths:
         for t in threads if n_embd == widths[0] else [most]:
             for precision in DTYPES:
@@ -209,7 +202,7 @@ def main(argv=None):
     for job in [] if args.table else jobs(args.widths, args.seconds):
         if finished(args.out, job):
             continue
-        record = run_job(job, args.limit) | origin(args.commit) | {"load": os.getloadavg()[0]}
+        record = run_job(job, args.limit) | origin(commit=args.commit) | {"load": os.getloadavg()[0]}
         append_record(args.out, record)
         failures += "error" in record
         rate = f"{record['tok_per_s']:,.0f} tokens/s" if "tok_per_s" in record else record.get("error") or "done"
@@ -221,4 +214,8 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except ValueError as error:
+        print(f"bench/cpu.py: error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -37,6 +37,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
 import ladder  # noqa: E402
+from records import append_record, card_name, one_sentence, origin, random_shards, read_records  # noqa: E402
 
 from train_gpt2 import GPT, World, make_optimizer  # noqa: E402
 
@@ -245,7 +246,7 @@ def measure(parts, args, write):
             calls, flops, moved = make()
             took = sustained_ms(calls, device, seconds) / len(calls) if seconds else median_ms(calls, device)
         except Exception as error:  # whatever this card or this torch does not have
-            write(op, error=ladder.one_sentence(error))
+            write(op, error=one_sentence(error))
             if ladder.card_lost(device):
                 raise RuntimeError(f"{op} has left the card unusable for this process") from error
             return
@@ -291,7 +292,7 @@ def back_to_back(parts, backend, seconds, write):
             took = sustained_ms(calls, parts.device, seconds)
         write(what, took, **watch.values)
     except RuntimeError as error:  # memory: its operands are all there at once
-        write(what, error=ladder.one_sentence(error))
+        write(what, error=one_sentence(error))
     return took
 
 
@@ -300,7 +301,7 @@ def own_step_ms(args, world):
     settings = dict(batch_size=args.batch_size) | ({} if world.device.type == "cuda" else dict(compile_mode="none"))
     case = ladder.Case("floor", args.preset, "best", settings, 1337)
     with tempfile.TemporaryDirectory() as folder:
-        ladder.random_shards(folder, ladder.SHAPES[args.preset][0].vocab_size)
+        random_shards(folder, ladder.SHAPES[args.preset][0].vocab_size)
         theirs = ladder.parse_args(["--shapes", args.preset, "--data", folder, "--device", args.device])
         return ladder.measure(case, theirs, world)["median_ms"]
 
@@ -328,7 +329,7 @@ class File:
 
     def __init__(self, path, **common):
         self.path, self.common = Path(path), common
-        keep = [r for r in ladder.read_records(path) if any(r.get(k) != common[k] for k in ("card", "preset", "batch_size"))]
+        keep = [r for r in read_records(path) if any(r.get(k) != common[k] for k in ("card", "preset", "batch_size"))]
         if self.path.exists():
             part = self.path.with_suffix(".part")
             part.write_text("".join(json.dumps(r) + "\n" for r in keep))
@@ -339,7 +340,7 @@ class File:
         values["tflops"] = round(flops / ms / 1e9, 2) if flops and ms else None
         values["tb_per_s"] = round(bytes / ms / 1e9, 3) if bytes and ms else None
         values["flop_per_byte"] = round(flops / bytes, 2) if flops and bytes else None
-        ladder.append_record(self.path, {"bench": "floor"} | self.common | values | more)
+        append_record(self.path, {"bench": "floor"} | self.common | values | more)
         rate = f"{values['tflops'] or 0:9.1f} TFLOP/s {values['tb_per_s'] or 0:7.2f} TB/s  {bound or ''}" if bytes else ""
         print(f"{op:60} {ms:10.3f} ms {rate}" if ms else f"{op:60} {error}", flush=True)
 
@@ -371,11 +372,10 @@ def run(argv):
     args = parse_args(argv)
     world, config = World(args.device), args.model
     device, T = world.device, args.cfg.seq_len
-    card, positions = ladder.card_name(device), args.batch_size * T
+    card, positions = card_name(device), args.batch_size * T
     print(f"{card}, torch {torch.__version__}, {args.preset}, micro-batch {args.batch_size} x {T}")
     command = f"python bench/floor.py --preset {args.preset} --batch_size {args.batch_size}"
-    file = File(args.out, preset=args.preset, batch_size=args.batch_size, seq_len=T, card=card, torch=torch.__version__,
-                date=time.strftime("%Y-%m-%d"), commit=ladder.commit(), command=command)  # fmt: skip
+    file = File(args.out, preset=args.preset, batch_size=args.batch_size, seq_len=T, card=card, **origin(command))
     parts = Parts(config, args.batch_size, T, device)
     ms, bytes_per_s = measure(parts, args, file.write)
     try:

@@ -26,7 +26,6 @@ import dataclasses
 import gc
 import json
 import os
-import platform
 import re
 import signal
 import subprocess
@@ -43,7 +42,9 @@ import torch
 import torch.nn as nn
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
+
+from records import append_record, card_name, one_sentence, origin, random_shards, read_records  # noqa: E402
 
 from evaluation import eval_val_loss  # noqa: E402
 from machine import out_of_memory  # noqa: E402
@@ -218,59 +219,6 @@ def cases(args):
         there = ", ".join(sorted({v for g in args.groups for v in variants(g)}))
         raise ValueError(f"variants={','.join(sorted(missing))} is not in {','.join(args.groups)}; there is {there}")
     return found
-
-
-# ------------------------------------------------------------------------------------------------------ the file
-
-
-def read_records(path):
-    """The lines of a file of measurements; a last line that a kill has cut short is left out."""
-    records = []
-    lines = Path(path).read_text().splitlines() if Path(path).exists() else []
-    for number, line in enumerate(lines, start=1):
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            if number < len(lines):
-                raise ValueError(f"line {number} of {path} is no JSON ({error}); delete that line") from error
-    return records
-
-
-def append_record(path, record):
-    """Add one line, in one write; what is left of a line cut short goes."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab+") as f:
-        f.seek(0)
-        text = f.read()
-        whole = text.rfind(b"\n") + 1
-        try:
-            json.loads(text[whole:] or b"{}")
-            start = b"\n" if text[whole:] else b""
-        except ValueError:
-            f.truncate(whole)
-            start = b""
-        f.write(start + json.dumps(record).encode() + b"\n")
-
-
-def card_name(device):
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-
-
-def commit():
-    """Short name of the commit; "" outside a repository."""
-    try:
-        done = subprocess.run(["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-        return done.stdout.strip()
-    except OSError:
-        return ""
-
-
-def one_sentence(error):
-    """An exception as one short line: torch.compile says in its first one only that something below has failed."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
-    text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
-    return f"{type(error).__name__}: {text[:200]}"
 
 
 # --------------------------------------------------------------------------------------------------- kernel times
@@ -678,9 +626,8 @@ def measure_all(todo, args, world):
     for number, case in enumerate(todo, start=1):
         key = dict(zip(KEY, case.key(args, card)))
         record = {"bench": "ladder"} | key | dict(
-            settings=case.settings, data=args.data_name, torch=torch.__version__, date=time.strftime("%Y-%m-%d"),
-            commit=commit(), command=case.command(args), error=None,
-        )  # fmt: skip
+            settings=case.settings, data=args.data_name, error=None
+        ) | origin(case.command(args))  # fmt: skip
         print(f"[{number}/{len(todo)}] {case.group} {case.shape} {case.variant} seed {case.seed}: ", end="", flush=True)
         try:
             record |= measure(case, args, world)
@@ -782,13 +729,6 @@ def print_tables(path):
 
 
 # --------------------------------------------------------------------------------------------------- command line
-
-
-def random_shards(folder, vocab_size=50257, tokens=4_000_000):
-    """Shards of uniformly random tokens, as good as text for times of steps."""
-    rng = np.random.default_rng(0)
-    for name in ("x_train_000001.npy", "x_val_000000.npy"):
-        np.save(Path(folder) / name, rng.integers(0, vocab_size, tokens, dtype=np.uint16))
 
 
 def chosen(text, there, what):

@@ -15,14 +15,15 @@ import gc
 import json
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
+
+from records import append_record, card_name, one_sentence, origin, read_records  # noqa: E402
 
 from fused_mlp import epilogues_work  # noqa: E402
 from plan import GIB, MOMENTS, Setting, peak, probe  # noqa: E402
@@ -70,8 +71,7 @@ def measure(shape, changes, compiled):
     predicted, moment = peak(s)
     record = dict(
         shape=shape, compile=compiled, changed=changes, batch_size=s.batch_size, seq_len=s.seq_len,
-        predicted_gib=predicted / GIB, moment=moment, device=torch.cuda.get_device_name(device), torch=torch.__version__,
-        date=time.strftime("%Y-%m-%d"),
+        predicted_gib=predicted / GIB, moment=moment, device=card_name(device),
     )  # fmt: skip
     gc.collect()
     torch._dynamo.reset()
@@ -81,7 +81,7 @@ def measure(shape, changes, compiled):
         measured = probe(s, TrainConfig(optimizer=s.optimizer), device, seconds=0)[2]
         record |= dict(measured_gib=measured / GIB, left_before_gib=left / GIB, ratio=predicted / measured)
     except Exception as error:  # whatever a card or a compiler throws belongs to this setting alone
-        record["error"] = f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0][:200]}"
+        record["error"] = one_sentence(error)
     return record
 
 
@@ -108,9 +108,8 @@ def run_child(shape, mode, out):
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         for text in process.stdout:
             if text.startswith("{"):
-                records.append(json.loads(text))
-                with out.open("a") as f:
-                    f.write(text)
+                records.append(json.loads(text) | origin(f"python bench/memory.py --shapes {shape} --modes {mode}"))
+                append_record(out, records[-1])
                 print(line(records[-1]), flush=True)
             else:
                 said = text.strip() or said
@@ -131,7 +130,10 @@ def main():
     if args.table:
         if not args.out.exists():
             parser.error(f"no measurements in {args.out}; `python bench/memory.py` on a machine with a CUDA GPU makes them")
-        print("\n".join(line(json.loads(text)) for text in args.out.read_text().splitlines()))
+        try:
+            print("\n".join(line(r) for r in read_records(args.out)))
+        except ValueError as error:
+            parser.error(str(error))
         return
     if not torch.cuda.is_available():
         parser.error("torch sees no CUDA GPU here; --table prints what was measured on one")

@@ -41,6 +41,7 @@ OUT = ROOT / "readme.assets" / "runs" / "parallel.jsonl"
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
 from ladder import kind_of  # noqa: E402
+from records import append_record, card_name, finished, origin, random_shards, read_records  # noqa: E402
 
 from metrics import PhaseClock  # noqa: E402
 from train_gpt2 import PRESETS, World, get_lr, make_optimizer, param_groups, prepare, train_step  # noqa: E402
@@ -60,52 +61,7 @@ MODES = {
 __doc__ = __doc__.format(modes="\n".join(f"{name:<10}  {text}" for name, text in MODES.items()))
 ALONE = ("alone_one", "alone")
 
-# ----------------------------------------------------------------------------------------------------- 1. records
-
-
-def read_records(path):
-    """Records of a JSONL file, oldest first; none if it is not there. A line cut off by a kill is skipped."""
-    records = []
-    for line in Path(path).read_text().splitlines() if Path(path).exists() else []:
-        with contextlib.suppress(ValueError):
-            records.append(json.loads(line))
-    return records
-
-
-def append_record(path, record):
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with Path(path).open("a+b") as f:
-        cut = f.tell() and not (f.seek(-1, os.SEEK_END), f.read(1))[1] == b"\n"  # a kill's: that line stays on its own
-        f.write((("\n" if cut else "") + json.dumps(record) + "\n").encode())
-
-
-def finished(path, key):
-    """The newest record of `path` without error whose fields agree with the dict `key`, or None."""
-    found = [r for r in read_records(path) if "error" not in r and all(r.get(k) == v for k, v in key.items())]
-    return found[-1] if found else None
-
-
-def origin(commit=""):
-    """Where a record comes from: date, commit (git's, unless given), torch, command."""
-    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
-    with contextlib.suppress(OSError):
-        commit = commit or subprocess.run(git, capture_output=True, text=True).stdout.strip()
-    command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
-    return {"date": time.strftime("%Y-%m-%d"), "commit": commit or "unknown", "torch": torch.__version__, "command": command}
-
-
-def random_shards(folder, vocab_size, train_tokens, val_tokens):
-    """Token shards in `folder` where id i is as frequent as 1 / (10 + i): uneven like words, but without an order."""
-    rng = np.random.default_rng(0)
-    edges = np.cumsum(1 / (10 + np.arange(vocab_size)))
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    for split, n in (("train", train_tokens), ("val", val_tokens)):
-        tokens = np.searchsorted(edges, rng.random(n) * edges[-1], side="right")
-        np.save(Path(folder) / f"random_{split}_000000.npy", tokens.clip(max=vocab_size - 1).astype(np.uint16))
-    return str(folder)
-
-
-# ------------------------------------------------------------------------------------------------------- 2. modes
+# ------------------------------------------------------------------------------------------------------- 1. modes
 
 
 def lone(world):
@@ -269,7 +225,7 @@ def build(mode, model_config, cfg, world, how):
     return step, raw_model, optimizer
 
 
-# ----------------------------------------------------------------------------------------------- 3. measurements
+# ----------------------------------------------------------------------------------------------- 2. measurements
 
 
 def timed_steps(step, count, world, clock, halfway=lambda: None):
@@ -425,7 +381,7 @@ def measure_loop(args, data, half):
     return {"total_batch_size": total, "half": half} | read_loop(events, half, total, cfg.val_tokens)
 
 
-# ------------------------------------------------------------------------------------------- 4. traces, a picture
+# ------------------------------------------------------------------------------------------- 3. traces, a picture
 
 
 def extract_kernels(trace):
@@ -448,7 +404,7 @@ def write_trace(step, world, folder, mode):
         profiler.export_chrome_trace(str(path))
         with gzip.open(path) as f:
             kernels = extract_kernels(json.load(f))
-        about = {"mode": mode, "world_size": world.world_size, "device": device_name(), "torch": torch.__version__}
+        about = {"mode": mode, "world_size": world.world_size, "device": card_name(world.device), "torch": torch.__version__}
         about["columns"] = ["class", "name", "stream", "start_us", "dur_us"]
         (folder / f"{mode}.kernels.json").write_text(json.dumps(about | {"kernels": kernels}))
 
@@ -525,7 +481,7 @@ def overlap_picture(extract_file, out_png, dark=False):
         figure.savefig(out_png)
 
 
-# ------------------------------------------------------------------------------------------------- 5. the table
+# ------------------------------------------------------------------------------------------------- 4. the table
 
 
 def alike(record, other):
@@ -595,14 +551,10 @@ def table(records):
     return lines
 
 
-# ------------------------------------------------------------------------------------------- 6. command line, processes
+# ------------------------------------------------------------------------------------------- 5. command line, processes
 
 KEY = ("bench", "mode", "preset", "world_size", "batch_size", "seq_len", "compile", "activation_checkpointing", "precision",
        "data", "warmup", "steps", "round", "device", "torch", "env")  # fmt: skip
-
-
-def device_name():
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
 def key_of(mode, args, world_size):
@@ -610,8 +562,8 @@ def key_of(mode, args, world_size):
     values = {k: getattr(args, k) for k in KEY if hasattr(args, k)}
     env = {k: v for k, v in os.environ.items() if k.startswith("NCCL_")}
     steps = args.loop_steps if mode == "loop" else args.steps
-    return values | {"bench": "parallel", "mode": mode, "world_size": world_size, "steps": steps, "device": device_name(),
-                     "torch": torch.__version__, "env": env}  # fmt: skip
+    return values | {"bench": "parallel", "mode": mode, "world_size": world_size, "steps": steps, "torch": torch.__version__,
+                     "device": card_name(args.device), "env": env}  # fmt: skip
 
 
 def torchrun(processes, script, *words):
@@ -642,7 +594,8 @@ def run_limited(command, seconds, **where):
 
 def done_before(args, key):
     """True if --out holds this measurement, and --trace its trace where one is asked for and can be had."""
-    traced = args.trace and key["device"] != "cpu" and key["mode"] not in ("alone_one", "loop")
+    cuda = torch.cuda.is_available() and args.device.startswith(("auto", "cuda"))
+    traced = args.trace and cuda and key["mode"] not in ("alone_one", "loop")
     return bool(finished(args.out, key)) and (not traced or (Path(args.trace) / f"{key['mode']}.kernels.json").exists())
 
 
@@ -666,12 +619,12 @@ def drive(args, argv):
                 n = 4 * args.batch_size * args.seq_len * args.nproc_per_node
                 data = args.data or random_shards(folder, model_config.vocab_size, n, cfg.val_tokens + 1)
                 record = measure_loop(args, data, args.loop_steps)
-            append_record(args.out, key | record | origin(args.commit))
+            append_record(args.out, key | record | origin(commit=args.commit))
         except (RuntimeError, OSError, KeyError) as error:
             if finished(args.out, key):  # it was measured, and went wrong in taking its leave
                 continue
             failures += 1
-            append_record(args.out, key | {"error": str(error)} | origin(args.commit))
+            append_record(args.out, key | {"error": str(error)} | origin(commit=args.commit))
             print(f"{mode}: failed: {error}", flush=True)
     print("\n".join(table(read_records(args.out))))
     return failures
@@ -700,7 +653,7 @@ def work(args):
                 continue
             record = measure(mode, model_config, cfg, world, args.compile, args.warmup, args.steps, args.trace)
             if world.is_main:
-                append_record(args.out, key | record | origin(args.commit))
+                append_record(args.out, key | record | origin(commit=args.commit))
                 print(f"{mode}: {record['tok_per_s']:,.0f} tokens/s, {record['step_ms']:.1f} ms, first step "
                       f"{record['first_step_s']:.1f} s, loss {record['loss']:.4f}", flush=True)  # fmt: skip
             torch.compiler.reset()
@@ -761,19 +714,20 @@ def main(argv=None):
     args = parse_args(argv)
     # NVLink's multicast stays off unless the environment says otherwise: if it fails, it fails for all who share the host
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    if args.table:
-        print("\n".join(table(read_records(args.out))) or f"no record in {args.out}")
-    elif args.picture:
-        from plot import outputs
-
+    if args.table or args.picture or args.nproc_per_node:
         try:
-            for dark, path in outputs(args.picture[1], dark=True):
-                overlap_picture(args.picture[0], path, dark)
+            if args.table:
+                print("\n".join(table(read_records(args.out))) or f"no record in {args.out}")
+            elif args.picture:
+                from plot import outputs
+
+                for dark, path in outputs(args.picture[1], dark=True):
+                    overlap_picture(args.picture[0], path, dark)
+            elif drive(args, argv):
+                return 1
         except (OSError, ValueError) as error:
             print(f"bench/parallel.py: error: {error}", file=sys.stderr)
             return 2
-    elif args.nproc_per_node:
-        return 1 if drive(args, argv) else 0
     else:
         status = 0
         try:

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ sys.path.insert(0, str(ROOT / "bench"))
 
 import floor  # noqa: E402
 import ladder  # noqa: E402
+from records import append_record, card_name, origin, random_shards, read_records  # noqa: E402
 
 from train_gpt2 import GPT, GPTConfig, TokenLoader, TrainConfig, World, make_optimizer  # noqa: E402
 
@@ -70,7 +72,7 @@ def test_records_hold_what_was_measured(two_rungs):
 def test_the_timed_steps_are_updates_of_the_trainer(two_rungs, tmp_path):
     """Eleven updates, the five dropped ones among them, lead to the loss in the record."""
     record = json.loads(two_rungs.splitlines()[0])
-    ladder.random_shards(tmp_path, 257)
+    random_shards(tmp_path, 257)
     args = ladder.parse_args([*TINY, "--variants", "fp32", "--data", str(tmp_path)])
     (case,) = ladder.cases(args)
     with ladder.Run(case, 4, args, World("cpu")) as run:
@@ -96,14 +98,34 @@ def test_a_line_cut_short_is_measured_again(out):
 
 def test_a_line_without_its_newline_stays(out):
     out.write_bytes(out.read_bytes()[:-1])
-    ladder.append_record(out, {"variant": "third"})
-    assert [r["variant"] for r in ladder.read_records(out)] == ["fp32", "bf16", "third"]
+    append_record(out, {"variant": "third"})
+    assert [r["variant"] for r in read_records(out)] == ["fp32", "bf16", "third"]
 
 
 def test_a_broken_line_in_the_middle_is_named(out):
     out.write_text('{"a": \n' + out.read_text())
     with pytest.raises(ValueError, match="line 1 of"):
-        ladder.read_records(out)
+        read_records(out)
+
+
+def test_threads_share_a_file(tmp_path):
+    def write(n):
+        for i in range(20):
+            append_record(tmp_path / "f", {"writer": n, "i": i, "long": "x" * 20_000})
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(write, range(4)))
+    found = [(r["writer"], r["i"]) for r in read_records(tmp_path / "f")]
+    assert sorted(found) == [(n, i) for n in range(4) for i in range(20)]
+
+
+def test_a_record_says_where_it_comes_from(monkeypatch):
+    here = origin("python a.py")
+    assert here["command"] == "python a.py" and here["torch"] == torch.__version__ and here["commit"]
+    assert origin(commit="abc")["commit"] == "abc"
+    monkeypatch.setenv("PATH", "")
+    assert origin()["commit"] == "unknown" and origin()["command"]
+    assert card_name("cpu") and (torch.cuda.is_available() or card_name() == card_name("cpu"))
 
 
 def test_a_failure_is_a_record_and_is_left_alone_until_retry(out, capsys):
@@ -487,7 +509,7 @@ def test_floor_writes_each_part_once(tmp_path, capsys):
     assert len(floors) == 4 and all(r["step_ms"] == 12.5 for r in floors)
     assert floors[0]["over_floor"] == pytest.approx(12.5 / floors[0]["ms"], rel=1e-3)
     # another card's lines stay, ours are replaced
-    ladder.append_record(out, floors[0] | {"card": "another"})
+    append_record(out, floors[0] | {"card": "another"})
     floor.File(out, card=floors[0]["card"], preset="tiny", batch_size=4)
-    assert [r["card"] for r in ladder.read_records(out)] == ["another"]
+    assert [r["card"] for r in read_records(out)] == ["another"]
     assert "tokens/s; ours takes" in capsys.readouterr().out

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, TINY_MODEL, clean_env
+from conftest import ROOT, TINY_MODEL, clean_env, run_python
 
 sys.path.insert(0, str(ROOT / "bench"))
 
 import cpu  # noqa: E402
 import parallel  # noqa: E402
+from records import append_record, random_shards, read_records  # noqa: E402
 
 from train_gpt2 import GPT, PRESETS, GPTConfig, TrainConfig, World  # noqa: E402
 
@@ -84,7 +85,7 @@ QUICK = "--device cpu --preset laptop --batch_size 1 --seq_len 16 --steps 2 --wa
 def work(out, *more):
     """One process of parallel.py, this one; returns the records of `out`."""
     parallel.work(parallel.parse_args([*QUICK, "--out", str(out), *more]))
-    return parallel.read_records(out)
+    return read_records(out)
 
 
 def test_a_finished_measurement_is_left_alone_and_a_failed_one_tried_again(tmp_path):
@@ -119,6 +120,13 @@ def test_bad_input_is_one_sentence(capsys):
         assert stopped.value.code == 2 and sentence in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("script", ["parallel.py", "cpu.py", "memory.py"])
+def test_a_broken_file_is_named(script, tmp_path):
+    (tmp_path / "r.jsonl").write_text("{\n{}\n")
+    done = run_python(ROOT / "bench" / script, "--table", "--out", "r.jsonl", cwd=tmp_path)
+    assert done.returncode == 2 and "error: line 1 of " in done.stderr and "Traceback" not in done.stderr
+
+
 def test_a_command_that_hangs_or_fails_is_named_and_gone(capfd):
     with pytest.raises(RuntimeError, match="not done after 0.5 s"):
         parallel.run_limited([sys.executable, "-c", "import time; time.sleep(60)"], 0.5)
@@ -138,11 +146,11 @@ def test_the_driver_isolates_what_fails(tmp_path):
         return subprocess.run(list(map(str, command)), cwd=tmp_path, env=clean_env(), capture_output=True, text=True)
 
     done = drive("ddp_bf16", "ddp")
-    bf16, ddp = parallel.read_records(out)
+    bf16, ddp = read_records(out)
     assert done.returncode == 1 and "NCCL" in bf16["error"] and "error" not in ddp and "ddp_bf16" in done.stdout
     done = drive("ddp", "alone", "loop")
     assert done.returncode == 0 and "ddp: already in" in done.stdout, done.stderr
-    alone, loop = parallel.read_records(out)[2:]
+    alone, loop = read_records(out)[2:]
     assert len(alone["rank_tok_per_s"]) == 2 and min(alone["rank_tok_per_s"]) > 0
     assert set(loop["seconds"]) == {"val", "sample", "checkpoint"} and loop["not_measured"] == ["hella"]
 
@@ -223,7 +231,7 @@ def test_a_chrome_trace_becomes_a_picture(tmp_path):
 
 
 def test_random_tokens_are_uneven_and_in_range(tmp_path):
-    parallel.random_shards(tmp_path, 100, 20_000, 500)
+    random_shards(tmp_path, 100, 20_000, 500)
     counts = np.bincount(np.load(tmp_path / "random_train_000000.npy"), minlength=100)
     assert len(counts) == 100 and counts.min() > 0 and counts[0] / counts[90] == pytest.approx(10, rel=0.5)
     assert len(np.load(tmp_path / "random_val_000000.npy")) == 500
@@ -256,17 +264,17 @@ def test_cpu_measures_what_is_missing_in_a_process_of_its_own(tmp_path, capsys):
     job = next(row for row in rows if row["what"] == "training")
     for row in rows:
         if row != job:
-            parallel.append_record(out, made_up(row))
+            append_record(out, made_up(row))
     flags = ["--out", str(out), "--widths", "64", "--seconds", "0.05"]
     assert cpu.main(flags) == 0
-    records = parallel.read_records(out)
+    records = read_records(out)
     assert len(records) == len(rows) and "error" not in records[-1]
     new = records[-1]
     assert new["threads"] == 1 and new["steps"] >= 3 and new["step_ms_min"] <= new["step_ms"] <= new["step_ms_max"]
     assert new["tok_per_s"] == pytest.approx(4096 / new["step_ms"] * 1000) and 5 < new["loss"] < 6
     weights = 2 * (12 * 64**2 + 13 * 64) + 257 * 64 + 2 * 64  # two blocks, the tied head, the last norm
     assert new["gflop_per_step"] == pytest.approx(4096e-9 * (6 * weights + 12 * 2 * 64 * 128))
-    assert cpu.main(flags) == 0 and parallel.read_records(out) == records
+    assert cpu.main(flags) == 0 and read_records(out) == records
     assert "not done after 0.1 s" in cpu.run_job(job, 0.1)["error"]
     assert capsys.readouterr().out.count("training, 64 wide, 1 threads, fp32, eager") == 1
 
