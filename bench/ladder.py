@@ -712,19 +712,21 @@ def loss_table(records):
 
 
 def print_tables(path):
-    """One table for each group, shape, card and step size of the file. Raises FileNotFoundError if there is none."""
+    """One table for each group, shape, card and tokens per step of the file, its rows in the order of the group. Raises
+    FileNotFoundError if there is none."""
     records = latest(read_records(path))
     if not records:
         raise FileNotFoundError(f"no measurements in {path}; `python bench/ladder.py --out {path}` makes some")
-    tables = {}
+    tables, keys = {}, ("group", "shape", "card", "sustained", "max_steps", "torch", "tokens_per_step")
     for r in records:
-        tables.setdefault(tuple(r.get(k) for k in ("group", "shape", "card", "sustained", "max_steps", "torch")), []).append(r)
-    for (group, shape, card, sustained, max_steps, version), members in tables.items():
-        tokens = ", ".join(f"{n:,}" for n in sorted({r["tokens_per_step"] for r in members}))
+        tables.setdefault(tuple(r.get(k) for k in keys), []).append(r)
+    for (group, shape, card, sustained, max_steps, version, tokens), members in tables.items():
+        order = list(variants(group)) if group in GROUPS else []
+        members.sort(key=lambda r: order.index(r["variant"]) if r["variant"] in order else len(order))
         steps = f"{max_steps} steps of " if max_steps else "a step of "
         warm = ", card warmed up" if sustained else ""
         dates = " to ".join(sorted({r["date"] for r in members})[:: max(1, len({r["date"] for r in members}) - 1)])
-        print(f"\n{group}, {shape}: {steps}{tokens} tokens, {card}{warm}, torch {version}, {dates}")
+        print(f"\n{group}, {shape}: {steps}{tokens:,} tokens, {card}{warm}, torch {version}, {dates}")
         loss_table(members) if group == "loss" else timing_table(members)
 
 

@@ -174,6 +174,18 @@ def test_table_needs_no_gpu_and_no_data(out, capsys):
         ladder.run(["--table", "--out", str(out.with_name("none.jsonl"))])
 
 
+def test_table_keeps_step_sizes_apart_and_variants_in_order(out, capsys):
+    fp32, bf16 = read_records(out)
+    for r, rate in ((bf16, 600), (fp32, 400)):  # the later rung was measured first
+        append_record(out, r | dict(tokens_per_step=1024, tok_per_s=rate))
+    ladder.run(["--table", "--out", str(out)])
+    small, large = capsys.readouterr().out.strip().split("\n\n")
+    assert ": a step of 128 tokens," in small and f"{bf16['tok_per_s']:,}" in small and len(small.splitlines()) == 4
+    assert ": a step of 1,024 tokens," in large
+    rows = [line.split() for line in large.splitlines()[2:]]
+    assert [(row[0], *row[4:7]) for row in rows] == [("fp32", "400", "1.00", "1.00"), ("bf16", "600", "1.50", "1.50")]
+
+
 def test_list_measures_nothing(out, capsys):
     before = out.read_bytes()
     ladder.run([*TINY, "--out", str(out), "--list"])
