@@ -89,7 +89,7 @@ BENCH = {
 
 START = dict(
     precision="fp32", attention="math", compile_mode="none", vocab_multiple=1, adamw="loop", cross_entropy="plain",
-    bf16_residual=False, fused_mlp=False,
+    bf16_residual=False, fused_mlp=False, fp8_mlp=False,
 )  # fmt: skip
 RUNGS = [  # each on top of all before it
     ("fp32", START),
@@ -103,6 +103,7 @@ RUNGS = [  # each on top of all before it
     ("bf16_residual", dict(bf16_residual=True)),
     ("fused_mlp", dict(fused_mlp=True)),
     ("fp8_head", dict(cross_entropy="fp8")),
+    ("fp8_mlp", dict(fp8_mlp=True)),
 ]
 # each changes one thing of the trainer's defaults
 OTHERS = {

@@ -225,6 +225,8 @@ def test_rungs_add_up_and_leave_out_what_the_trainer_does_not_have(monkeypatch):
     assert list(rungs)[:9] == ["fp32", "tf32", "bf16", "compile", "flash", "vocab_50304", "fused_adamw", "fused_loss",
                                "bf16_residual"]  # fmt: skip
     assert all(set(settings) <= fields for settings in rungs.values())
+    last = ["fp8_head"] + ["fp8_mlp"] * ("fp8_mlp" in fields)
+    assert list(rungs)[-len(last) :] == last and list(ladder.variants("loss")) == [*rungs, "muon"]
     for before, after in zip(list(rungs.values()), list(rungs.values())[1:]):
         assert sum(before[k] != after[k] for k in after) == 1
     monkeypatch.setattr(ladder, "RUNGS", [*ladder.RUNGS[:2], ("teleport", dict(teleport=True)), *ladder.RUNGS[2:]])
