@@ -45,6 +45,36 @@ from writer import (
     write_manifest,
 )
 
+# ---- one run at a time ------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def only_writer(out_dir: Path, wait: bool = False):
+    """While this lasts, no other run on this machine writes into `out_dir`, a folder that is made where there is none.
+
+    Raises ValueError where one does already, or with `wait` waits for its end. The lock lies on the folder itself: it
+    leaves no file behind, and the system drops it with the process that holds it, however that ends.
+    """
+    out_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        import fcntl
+    except ImportError:  # Windows: a folder cannot be locked, and nothing keeps two runs apart
+        yield
+        return
+    folder = os.open(out_dir, os.O_RDONLY)  # worker processes do not inherit it
+    try:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            raise ValueError(f"another fineweb.py is writing {out_dir}, and only one may at a time: run this again when "
+                             "it has ended, or choose another --out") from None
+        except OSError:  # a network file system without locks
+            pass
+        yield
+    finally:
+        os.close(folder)
+
+
 # ---- the built-in text -----------------------------------------------------------------------------------------------
 
 SKIPPED_FOLDERS = {"test", "tests", "idlelib", "idle_test", "site-packages", "dist-packages", "__pycache__", "_bundled"}
@@ -81,8 +111,13 @@ def build_builtin(out_dir, tokenizer: str = "bytes", say=None) -> dict:
     """The built-in text as builtin_val_000000.npy and builtin_train_000001.npy; returns the manifest.
 
     Does nothing where both are there with the sizes in the manifest. `say` takes the lines for people, if given.
+    It is a matter of seconds, and several trainers that are started together all call it: one makes it, the others wait.
     """
-    out_dir = Path(out_dir)
+    with only_writer(Path(out_dir), wait=True):
+        return make_builtin(Path(out_dir), tokenizer, say)
+
+
+def make_builtin(out_dir: Path, tokenizer: str, say) -> dict:
     manifest = read_manifest(out_dir)
     if manifest is not None:
         check_same(out_dir, manifest, data="builtin", tokenizer=tokenizer)
@@ -491,16 +526,18 @@ def run(cfg: Config) -> int:
     if cfg.source == "builtin":
         build_builtin(out_dir, cfg.tokenizer, say=print)
         return 0
-    if cfg.source != "hub" and (cfg.chat or is_chat(local_files(cfg.source, say=True)[0], cfg.text_column)):
-        shard_tokens = parse_count("shard_tokens", cfg.shard_tokens)
-        manifest = build_chat(local_files(cfg.source), out_dir, cfg.tokenizer, cfg.context, shard_tokens)
-        print(chat_summary(manifest, out_dir))
-        return 0
-    manifest = build_corpus(cfg, say=print)
-    print(summary(manifest, out_dir, time.monotonic() - t0))
-    if manifest.get("lengths"):
-        plot_lengths(manifest, out_dir / "documents.png")
-        print(f"document lengths: {out_dir / 'documents.png'}")
+    chat = cfg.source != "hub" and (cfg.chat or is_chat(local_files(cfg.source, say=True)[0], cfg.text_column))
+    with only_writer(out_dir):
+        if chat:
+            shard_tokens = parse_count("shard_tokens", cfg.shard_tokens)
+            manifest = build_chat(local_files(cfg.source), out_dir, cfg.tokenizer, cfg.context, shard_tokens)
+            print(chat_summary(manifest, out_dir))
+            return 0
+        manifest = build_corpus(cfg, say=print)
+        print(summary(manifest, out_dir, time.monotonic() - t0))
+        if manifest.get("lengths"):
+            plot_lengths(manifest, out_dir / "documents.png")
+            print(f"document lengths: {out_dir / 'documents.png'}")
     return 0
 
 

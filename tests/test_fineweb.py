@@ -35,6 +35,7 @@ DATA = Path(os.environ.get("GPT2_TEST_DATA", ROOT.parent / "shared" / "data"))
 needs_data = pytest.mark.skipif(not (DATA / "corpus").is_dir() or not (DATA / "tiktoken").is_dir(),
                                 reason="needs the corpus and GPT-2's tokenizer files: set GPT2_TEST_DATA")
 BYTES = ["--tokenizer", "bytes"]
+LOCKS = os.name == "posix"  # only there can a folder be locked
 
 
 def documents(count, seed=0, longest=400):
@@ -203,10 +204,13 @@ def test_builtin(tmp_path, capsys):
     assert capsys.readouterr().out == ""
     with pytest.raises(ValueError, match="tokenizer"):
         fineweb.build_builtin(out, "gpt2")
-    # Another process, another hash seed, shards cut short before: the same bytes again.
+    # Other processes, other hash seeds, shards cut short before: the same bytes again, made by one while the other waits.
     (out / "builtin_train_000001.npy").write_bytes(b"cut")
-    got = call("--source", "builtin", *BYTES, "--out", out, PYTHONHASHSEED="7")
-    assert got.returncode == 0 and hashes(out) == before[0] and f"{manifest['documents']:,} documents" in got.stdout
+    both = [subprocess.Popen(command("--source", "builtin", *BYTES, "--out", out), env={**os.environ, "PYTHONHASHSEED": seed},
+                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for seed in "78"]
+    said = "".join(process.communicate(timeout=120)[0] for process in both)
+    assert [process.returncode for process in both] == [0, 0] and hashes(out) == before[0]
+    assert said.count(f"{manifest['documents']:,} documents") == 1 == said.count("already there") or not LOCKS
 
 
 # ---- what stops it -----------------------------------------------------------------------------------------------------
@@ -249,6 +253,40 @@ def test_kill_9_at_any_moment(tmp_path):
                    and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"]
         time.sleep(0.05)
     assert not orphans
+
+
+def begin(args, out):
+    """fineweb.py in a process, once it has noted in the manifest that there is something to go on with."""
+    process = subprocess.Popen(command(*args, "--out", out), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                               start_new_session=True)
+    while not (read_manifest(out) or {"resume": {}})["resume"].get("tokens"):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    return process
+
+
+@pytest.mark.skipif(not LOCKS, reason="folders cannot be locked here")
+def test_of_two_runs_into_one_folder_the_second_is_refused(tmp_path):
+    """As long as the first lives, even if it is held up; after kill -9 of it the next goes on and ends with the same bytes."""
+    write_parquet(tmp_path / "in.parquet", documents(2500), rows=10)
+    args = ["--source", tmp_path / "in.parquet", *BYTES, "--workers", 1, "--note_every", 0]
+    first = begin(args, tmp_path / "o")
+    first.send_signal(signal.SIGSTOP)
+    before = hashes(tmp_path / "o")
+    got = call(*args, "--out", tmp_path / "o")
+    assert (got.returncode, got.stdout) == (2, "") and got.stderr.count("\n") == 1
+    assert re.fullmatch(rf"fineweb.py: error: another fineweb.py is writing {tmp_path / 'o'},.*--out\n", got.stderr)
+    assert hashes(tmp_path / "o") == before and "not finished" in call("--verify", "--out", tmp_path / "o").stdout
+    with pytest.raises(ValueError, match="another fineweb.py"), fineweb.only_writer(tmp_path / "o"):
+        pass
+    first.kill()
+    assert first.wait(timeout=60) == -signal.SIGKILL
+    got = call(*args, "--out", tmp_path / "o")
+    assert got.returncode == 0 and "going on after" in got.stdout, got.stderr
+    first.communicate()
+    assert np.array_equal(stream_of(tmp_path / "o"), plain_stream(documents(2500)))
+    with fineweb.only_writer(tmp_path / "o"):  # the lock went with the run
+        pass
 
 
 @pytest.mark.parametrize("after_note", [0, 30, 100, 101, 250, 1000])
@@ -294,11 +332,7 @@ def test_a_shorter_end_leaves_nothing_behind(tmp_path):
 def test_ctrl_c_is_no_traceback(tmp_path):
     """Ctrl-C reaches the workers as well."""
     write_parquet(tmp_path / "in.parquet", documents(3000), rows=10)
-    process = subprocess.Popen(command("--source", tmp_path / "in.parquet", *BYTES, "--out", tmp_path / "o", "--workers", 2,
-                                       "--note_every", 0), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                               start_new_session=True)
-    while not (read_manifest(tmp_path / "o") or {"resume": {}})["resume"].get("tokens"):
-        time.sleep(0.01)
+    process = begin(["--source", tmp_path / "in.parquet", *BYTES, "--workers", 2, "--note_every", 0], tmp_path / "o")
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=30)
     assert process.returncode == 130 and "goes on where it was" in err and "Traceback" not in err
