@@ -473,7 +473,11 @@ def parse_plan(argv):
         ("price", number(0, float), 3.0, "dollars per GPU-hour to assume (3)"),
     ):
         parser.add_argument(f"--plan_{name}", f"--plan-{name}", type=kind, default=default, metavar=name.upper(), help=text)
-    return parser.parse_known_args(argv)
+    args, rest = parser.parse_known_args(argv)
+    if not args.plan:
+        flag = next(word for word in argv if word.startswith("--plan")).partition("=")[0]
+        raise ValueError(f"{flag} belongs to --plan; add --plan")
+    return args, rest
 
 
 def run(argv):

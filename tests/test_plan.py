@@ -347,6 +347,12 @@ def test_bad_input(flags, said):
         plan.run(["--plan", *flags])
 
 
+@pytest.mark.parametrize("flags", [["--plan_card", "H100"], ["--plan-card=H100", "--plan_gpus", "2"]])
+def test_flags_of_the_plan_alone(flags):
+    with pytest.raises(ValueError, match=f"^{flags[0].partition('=')[0]} belongs to --plan; add --plan$"):
+        plan.run([*flags, "--preset", "gpt2"])
+
+
 def test_not_under_torchrun(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="--plan takes one process"):
