@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -45,6 +46,16 @@ def run_python(*args, cwd, timeout=300, **env):
     """`python args...` in a fresh process: .returncode, .stdout, .stderr."""
     command = [sys.executable, *map(str, args)]
     return subprocess.run(command, cwd=cwd, env=clean_env(**env), capture_output=True, text=True, timeout=timeout)
+
+
+def wait_for_steps(process, run_dir, steps=3):
+    """Until the run in `process` has logged so many; if it ends before, or two minutes pass, the test fails."""
+    log, deadline = run_dir / "log.jsonl", time.monotonic() + 120
+    while not log.exists() or log.read_text().count('"train"') < steps:
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()
+            pytest.fail(f"the run did not begin: {process.communicate()}")
+        time.sleep(0.02)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch.distributed as dist
-from conftest import ROOT, TINY_RUN, clean_env, write_shards
+from conftest import ROOT, TINY_RUN, clean_env, wait_for_steps, write_shards
 from test_train import EPS, difference, of_kind, raw_gradients, read_run, train_here
 
 from train_gpt2 import GPTConfig, TrainConfig
@@ -108,12 +108,7 @@ def test_an_error_of_one_process_ends_all(tmp_path):
 
 def test_sigterm_to_torchrun_saves_and_one_process_resumes(tmp_path, shards, run_train):
     process = torchrun(tmp_path, shards, "--max_steps", 100000)
-    log, deadline = tmp_path / "log" / "r" / "log.jsonl", time.monotonic() + 120
-    while not log.exists() or log.read_text().count('"train"') < 3:
-        if process.poll() is not None or time.monotonic() > deadline:
-            process.kill()
-            pytest.fail(f"the run did not begin: {process.communicate()}")
-        time.sleep(0.02)
+    wait_for_steps(process, tmp_path / "log" / "r")
     os.kill(process.pid, signal.SIGTERM)
     out, err = process.communicate(timeout=60)
     run = read_run(tmp_path / "log" / "r")

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, TINY_MODEL, TINY_RUN, VOCAB, clean_env, write_shards
+from conftest import ROOT, TINY_MODEL, TINY_RUN, VOCAB, clean_env, wait_for_steps, write_shards
 
 import machine
 from evaluation import eval_val_loss
@@ -324,12 +324,7 @@ def start_training(tmp_path, shards, *flags):
     process = subprocess.Popen(
         list(map(str, command)), cwd=tmp_path, env=clean_env(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    log, deadline = tmp_path / "log" / "r" / "log.jsonl", time.monotonic() + 120
-    while not log.exists() or log.read_text().count('"train"') < 3:
-        if process.poll() is not None or time.monotonic() > deadline:
-            process.kill()
-            pytest.fail(f"the run did not begin: {process.communicate()}")
-        time.sleep(0.02)
+    wait_for_steps(process, tmp_path / "log" / "r")
     return process
 
 
