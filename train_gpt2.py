@@ -7,7 +7,7 @@
 
 Sections: 1 configuration, 2 model, 3 optimizer and schedule, 4 tokens, 5 processes, 6 checkpoints, 7 training,
 8 command line. Each uses only those above it and, from the files beside this one: cross_entropy.py (the loss of the
-head), fused_mlp.py (GELU inside products), machine.py (precision, memory), shards.py (token files), evaluation.py (what is
+head), fused_mlp.py and fp8_mlp.py (the MLP), machine.py (precision, memory), shards.py (token files), evaluation.py (what is
 measured), metrics.py (log, speed).
 
 Shape letters: B batch, T time (tokens of a sequence), C channels (n_embd), H heads, D head size (C = H * D),
@@ -45,6 +45,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cross_entropy import linear_cross_entropy
 from evaluation import Reporter
+from fp8_mlp import check_transpose, mlp_products_fp8
 from fused_mlp import epilogues_work, fused_mlp_pays, mlp_products
 from machine import Precision, fit_batch_size, out_of_memory, why_no_compile, why_no_fp8
 from metrics import Logger, Meter, PhaseClock
@@ -66,6 +67,7 @@ class GPTConfig:
     attention: Literal["sdpa", "math"] = "sdpa"  # fused kernel, or softmax(QK^T)V spelled out
     cross_entropy: Literal["auto", "plain", "chunked", "torch", "liger", "fp8"] = "auto"  # how head and loss are computed
     fused_mlp: bool = True  # under bf16 autocast on an NVIDIA GPU, GELU is computed inside the products around it
+    fp8_mlp: bool = False  # in training, the MLP's products in 8 bits (H100 and newer); rounds more, see README
     bf16_residual: bool = True  # under bf16 autocast the residual stream is bf16 too: less traffic (4.6 %: README)
     activation_checkpointing: bool = False  # recompute each block in the backward pass: less memory, more time
     document_mask: bool = False  # attention does not cross end-of-text (id vocab_size - 1)
@@ -242,11 +244,14 @@ class CausalSelfAttention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.fused = config.fused_mlp
+        self.fused, self.fp8 = config.fused_mlp, config.fp8_mlp
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
 
     def forward(self, x):
+        if self.fp8 and fused_mlp_pays(x):
+            y = mlp_products_fp8(x.bfloat16().flatten(0, -2), self.c_fc.weight, self.c_fc.bias, self.c_proj.weight)[0]
+            return (y + self.c_proj.bias.bfloat16()).view_as(x)
         if self.fused and fused_mlp_pays(x):  # the same as the last line, with less memory traffic: 3 % of a step on an H200
             w = [p.bfloat16() for p in (self.c_fc.weight, self.c_fc.bias, self.c_proj.weight, self.c_proj.bias)]
             return (mlp_products(x.bfloat16().flatten(0, -2), *w[:3])[0] + w[3]).view_as(x)
@@ -551,6 +556,8 @@ def grad_accum_steps(cfg, batch_size, world_size):
 class World:
     """The processes of this run and the device of this one. A lone process has the same methods, doing nothing."""
 
+    bucket_mb = 25  # gradients are exchanged in pieces of about this many MB
+
     def __init__(self, device="auto"):
         self.rank, self.local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
         self.world_size = int(os.environ.get("WORLD_SIZE", 1))
@@ -580,7 +587,9 @@ class World:
         if not self.distributed:
             return model
         ids = [self.device.index] if self.device.type == "cuda" else None
-        return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True, broadcast_buffers=False)
+        return DistributedDataParallel(
+            model, device_ids=ids, gradient_as_bucket_view=True, broadcast_buffers=False, bucket_cap_mb=self.bucket_mb
+        )
 
     def exchange(self, model, last):
         """Context of a micro-step's forward AND backward: gradients are exchanged in the last one only. DDP reads the
@@ -592,8 +601,9 @@ class World:
             dist.all_reduce(tensor)
         return tensor
 
-    def mean(self, tensor):  # gloo has no average
-        return self.sum(tensor) / self.world_size
+    def mean(self, number):
+        """The mean of every process's number; through the CPU, as smallest."""
+        return self.sum(torch.tensor(number, dtype=torch.float64)).item() / self.world_size if self.distributed else number
 
     def smallest(self, number):
         """The least of every process's number; through the CPU, so that no GPU waits."""
@@ -716,7 +726,8 @@ def due(step, every, last):
 
 
 def train_step(model, optimizer, loader, lr, cfg, world, precision, clock):
-    """One update. Returns the loss and the gradient's norm before clipping as tensors, and the micro-steps' losses.
+    """One update. Returns the loss, whose mean over the processes is the step's, the gradient's norm before clipping, and the
+    micro-steps' losses, as tensors.
 
     The update wants the gradient of the mean loss over all targets of the step. Each micro-step's sum is divided by
     the number of targets of the whole step, so any cut into micro-steps adds up to the same gradient, with masked
@@ -744,12 +755,13 @@ def train_step(model, optimizer, loader, lr, cfg, world, precision, clock):
     optimizer.zero_grad(set_to_none=True)
     clock.mark("optimizer")
     micro_losses = torch.stack(micro_losses)
-    return world.mean(micro_losses.sum()), grad_norm, micro_losses
+    return micro_losses.sum(), grad_norm, micro_losses
 
 
 def check_finite(step, loss, micro_losses, step_end, loader, world, run_dir):
     """Raise FloatingPointError where the loss of a finished step is not finite, naming the shard positions."""
-    if math.isfinite(loss.item()):
+    loss = world.mean(loss.item())
+    if math.isfinite(loss):
         return
     bad = [i for i, value in enumerate(micro_losses.tolist()) if not math.isfinite(value)]
     mine = [name for i in bad for name in loader.step_positions(step_end, i)]
@@ -757,7 +769,7 @@ def check_finite(step, loss, micro_losses, step_end, loader, world, run_dir):
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     kept = ", ".join(sorted(p.name for p in run_dir.glob("model_*.pt"))) or "no checkpoint yet"
     raise FloatingPointError(
-        f"the loss is {loss.item()} at step {step}, on the sequences at {', '.join(names[:8])}{more}; the run stops and "
+        f"the loss is {loss} at step {step}, on the sequences at {', '.join(names[:8])}{more}; the run stops and "
         f"{run_dir} keeps {kept}; try a lower --lr, or --resume to see whether it comes back"
     )
 
@@ -776,8 +788,10 @@ def prepare(model_config, cfg, world):
     precision.prepare()
     train_shards = TokenShards(cfg.data, "train", model_config.vocab_size, cfg.verify_data)
     val_shards = TokenShards(cfg.data, "val", model_config.vocab_size, cfg.verify_data)
-    if model_config.cross_entropy == "fp8" and (reason := why_no_fp8(precision, model_config, cfg)):
-        raise ValueError(f"cross_entropy=fp8 {reason}; leave it at auto")
+    in_8_bits = ["cross_entropy=fp8"] * (model_config.cross_entropy == "fp8") + ["fp8_mlp=True"] * model_config.fp8_mlp
+    if in_8_bits and (reason := why_no_fp8(precision, model_config, cfg)):
+        raise ValueError(f"{in_8_bits[0]} {reason}; leave it out")
+    check_transpose(world.device) if model_config.fp8_mlp else None
     raw_model = GPT(dataclasses.replace(model_config, fused_mlp=model_config.fused_mlp and epilogues_work(world.device)))
     if cfg.init_from and not cfg.resume:  # a resumed run has weights of its own
         from weights import load_model  # it imports from this file
@@ -920,7 +934,8 @@ def train(model_config, cfg, world, run_dir, tokenizer=None):
         pending = (step + 1, loss, micro_losses, loader.sequence)
         if due(step + 1, cfg.log_every, step + 1 == cfg.max_steps):
             speed = meter.read(step + 1)
-            log.train(step + 1, cfg.max_steps, loss=loss.item(), lr=lr, grad_norm=grad_norm.item(), **speed, **clock.read())
+            shown = dict(loss=world.mean(loss.item()), lr=lr, grad_norm=grad_norm.item())
+            log.train(step + 1, cfg.max_steps, **shown, **speed, **clock.read())
         elif step == first_step:  # compilation and first allocations are not speed
             log.event("first_step", step + 1, seconds=meter.restart(step + 1))
 

@@ -52,6 +52,8 @@ MODES = {
     "ddp": "the trainer's way: DistributedDataParallel, compiled with the graph cut where a bucket of gradients is full",
     "ddp_inside": "DistributedDataParallel around the compiled model: one graph, so all gradients come at its end",
     "ddp_blocks": "DistributedDataParallel around a model whose blocks are compiled one by one",
+    "ddp_90": "ddp with gradients in pieces of 90 MB: fewer cuts through the graph, and a longer wait for the last piece",
+    "ddp_250": "the same, 250 MB",
     "ddp_bf16": "ddp with gradients rounded to bf16 for the exchange",
     "flat": "no DistributedDataParallel: one all-reduce of all gradients when the backward pass is over",
     "zero1": "each process keeps AdamW's state of its share of the weights alone, and updates that (ZeRO, stage 1)",
@@ -160,7 +162,7 @@ def zero_step(model, zero, loader, lr, cfg, world, precision, clock):
     clock.mark("backward")
     norm = zero.step(lr)
     clock.mark("optimizer")
-    return world.sum(loss.detach()), norm, loss
+    return loss.detach() * world.world_size, norm, loss
 
 
 def shard_fully(model, precision):
@@ -190,6 +192,9 @@ def build(mode, model_config, cfg, world, how):
         world, cfg = lone(world), dataclasses.replace(cfg, total_batch_size=cfg.batch_size * cfg.seq_len)
     elif mode == "flat":
         world = AfterBackward(world)
+    elif mode in ("ddp_90", "ddp_250"):
+        world = copy.copy(world)
+        world.bucket_mb = int(mode.removeprefix("ddp_"))
     precision, raw_model, optimizer, loader, _ = prepare(model_config, cfg, world)
     if how != "off" and mode in ("fsdp2", "ddp_blocks"):
         how = "blocks"
@@ -309,10 +314,10 @@ def measure(mode, model_config, cfg, world, how, warmup, steps, trace):
         world.smallest(0)  # start together
     if works:
         clock = PhaseClock(True, world.device)
-        ms, (loss, norm) = timed_steps(step, steps, world, clock, cards.ask if world.is_main else lambda: None)
+        ms, (_, norm) = timed_steps(step, steps, world, clock, cards.ask if world.is_main else lambda: None)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of shares
-        mine = {"build_s": t1 - t0, "first_step_s": t2 - t1, "ms": [round(t, 3) for t in ms], "loss": loss.item(),
-                "losses": [round(loss.item(), 6) for loss in losses], "grad_norm": norm.item(),
+        mine = {"build_s": t1 - t0, "first_step_s": t2 - t1, "ms": [round(t, 3) for t in ms],
+                "losses": [loss.item() for loss in losses], "grad_norm": norm.item(),
                 "phases": clock.read(), "cards": cards.answer(),
                 "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None}  # fmt: skip
         if trace and cuda and mode != "alone_one":
@@ -322,12 +327,13 @@ def measure(mode, model_config, cfg, world, how, warmup, steps, trace):
     each = [cfg.batch_size * cfg.seq_len / median(r["ms"]) * 1000 for r in ranks]  # tokens/s by each card's own clock
     slowest = np.max([r["ms"] for r in ranks], axis=0)  # of the cards, step by step
     together = len(ranks) * cfg.batch_size * cfg.seq_len / median(slowest) * 1000
+    losses = np.mean([r["losses"] for r in ranks[: 1 if mode in ALONE else None]], axis=0)  # each has its part of a step's
     return {
         "step_ms": median(slowest), "step_ms_min": float(slowest.min()), "step_ms_max": float(slowest.max()),
         "tok_per_s": sum(each) if mode in ALONE else together, "rank_tok_per_s": each,
         "build_s": max(r["build_s"] for r in ranks), "first_step_s": max(r["first_step_s"] for r in ranks),
-        "peak_gib": max(r["peak_gib"] for r in ranks) if cuda else None, "loss": ranks[0]["loss"],
-        "losses": ranks[0]["losses"], "grad_norm": ranks[0]["grad_norm"], "phases": ranks[0]["phases"],
+        "peak_gib": max(r["peak_gib"] for r in ranks) if cuda else None, "loss": float(losses[-1]),
+        "losses": losses.round(6).tolist(), "grad_norm": ranks[0]["grad_norm"], "phases": ranks[0]["phases"],
         "cards": ranks[0]["cards"], "rank_step_ms": [r["ms"] for r in ranks],
     }  # fmt: skip
 

@@ -39,7 +39,8 @@ def updates(mode, cfg, world):
     seen = [step(parallel.PhaseClock(False, world.device)) for _ in range(STEPS)]
     moments = [s["exp_avg"] for s in getattr(optimizer, "adamw", optimizer).state.values()]
     return {
-        "losses": [loss.item() for loss, _ in seen], "norms": [whole(norm).item() for _, norm in seen],
+        "losses": [loss.item() if mode == "alone" else world.mean(loss.item()) for loss, _ in seen],
+        "norms": [whole(norm).item() for _, norm in seen],
         "start": start, "end": {name: whole(p) for name, p in model.named_parameters()},
         "moments": sum((m.to_local() if hasattr(m, "to_local") else m).numel() for m in moments),
     }  # fmt: skip
