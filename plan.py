@@ -85,8 +85,15 @@ class Setting:
 
     @property
     def fused_mlp(self):
-        enough = self.batch_size * self.seq_len >= MIN_POSITIONS
-        return self.model.fused_mlp and enough and self.precision == "bf16" and self.device_type == "cuda"
+        return self.model.fused_mlp and not self.fp8_mlp and self.enough_for_mlp
+
+    @property
+    def fp8_mlp(self):
+        return self.model.fp8_mlp and self.enough_for_mlp
+
+    @property
+    def enough_for_mlp(self):
+        return self.positions >= MIN_POSITIONS and self.precision == "bf16" and self.device_type == "cuda"
 
     @property
     def loss_method(self):
@@ -144,11 +151,12 @@ def state_rows(s, row):
     if s.bytes == 2:
         # Until they are used, autograd keeps them; eager autocast, even if blocks are checkpointed, until the loss is there,
         # but for those of the fused MLP, which it does not see
-        all_of_them = 2 * matrices
+        all_of_them = 2 * matrices if not s.fp8_mlp else 4 * matrices // 3  # two thirds of the matrices are the MLP's
         again = c.activation_checkpointing
-        cached = 0 if s.compile else all_of_them // 3 if s.fused_mlp else all_of_them
+        cached = 0 if s.compile else 2 * matrices // 3 if s.fused_mlp or s.fp8_mlp else all_of_them
         later = all_of_them // c.n_layer if again else all_of_them
-        row("16-bit copies of the matrices", f"2 bytes x {matrices:,}" + " / L" * again,
+        how = f"2 bytes x {matrices:,}" if not s.fp8_mlp else f"2 bytes x {matrices // 3:,}, 1 byte x the MLP's"
+        row("16-bit copies of the matrices", how + " / L" * again,
             loss=cached if again else all_of_them, head=0 if again else all_of_them, block=later)  # fmt: skip
 
 
@@ -181,7 +189,9 @@ def block_activations(s):
     norm = 4 if s.widens else s.stream_bytes  # compiled: the stream, or, of a 32-bit one, what is normalised already
     rows = [
         ("LayerNorm: inputs, mean, deviation", f"2 x {norm} bytes x N C + 16 bytes x N", 2 * norm * C + 16),
-        ("LayerNorm: outputs", f"2 x {e} bytes x N C", 2 * e * C),
+        ("LayerNorm: outputs", f"{e} and 1 bytes x N C", (e + 1) * C)
+        if s.fp8_mlp
+        else ("LayerNorm: outputs", f"2 x {e} bytes x N C", 2 * e * C),
         ("queries, keys, values", f"{e} bytes x 3 N C", 3 * e * C),
         ("attention: output", f"{e} bytes x N C", e * C),
     ]
@@ -192,7 +202,9 @@ def block_activations(s):
         rows.append(("attention: log-sum-exp", "4 bytes x H N", 4 * c.n_head))
         if c.document_mask and not s.compile:
             rows.append(("attention: mask as numbers", f"{e} bytes x N T", e * s.seq_len))
-    rows += [(f"MLP: {side} GELU", f"{e} bytes x 4 N C", 4 * e * C) for side in ("before", "after")]
+    rows.append(("MLP: before GELU", f"{e} bytes x 4 N C", 4 * e * C))
+    each = 1 if s.fp8_mlp else e
+    rows.append(("MLP: after GELU", f"{each} bytes x 4 N C", 4 * each * C))
     return rows
 
 
@@ -203,6 +215,8 @@ def gradients_in_flight(s):
     # in GELU's backward pass: gradients of both its sides; its output is used and freed by then, but for the fused MLP,
     # which holds all until its end
     mlp = 4 * e * C + residual + e * C * s.fused_mlp
+    if s.fp8_mlp:  # both sides' gradients, one of them in 8 bits twice, as is the incoming one; and the outgoing one
+        mlp = (4 * e + 8 + 2 + e) * C + residual
     if c.attention == "sdpa":
         return mlp
     # in softmax's backward pass: gradients of both its sides; freed are the MLP's part and the rounded probabilities

@@ -39,10 +39,12 @@ SHAPES = {  # name: (model, batch_size, seq_len)
     "gpt2-xl": (PRESETS["gpt2-xl"][0], 8, 1024),
 }
 AGAIN = dict(activation_checkpointing=True)
+IN_8_BITS = dict(cross_entropy="fp8", fp8_mlp=True)
 MODES = {  # name: {shape: what is changed, one measurement each}
     "eager": {shape: [{}, AGAIN] for shape in SHAPES},
-    "compiled": {"gpt2-medium": [{}], "gpt2": [{}, AGAIN], "12x768": [{}], "4x256": [{}, AGAIN]},
+    "compiled": {"gpt2-medium": [{}], "gpt2": [{}, AGAIN, IN_8_BITS], "12x768": [{}], "4x256": [{}, AGAIN]},
     "changed": {
+        "gpt2": [IN_8_BITS, dict(fp8_mlp=True)],
         "12x768": [
             dict(bf16_residual=False), dict(fused_mlp=False), dict(fused_mlp=False, **AGAIN), dict(attention="math"),
             dict(attention="math", **AGAIN), dict(document_mask=True), dict(cross_entropy="plain"), dict(cross_entropy="fp8"),
