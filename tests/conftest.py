@@ -1,6 +1,10 @@
 """What the tests share: tiny shards, a tiny model, and the real commands in fresh processes."""
 
+import functools
+import json
 import os
+import select
+import signal
 import subprocess
 import sys
 import time
@@ -42,10 +46,56 @@ def clean_env(**more):
     return env | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "MPLBACKEND": "Agg"} | more
 
 
+# Most of the four seconds of a tiny run are imports of torch and matplotlib. So this process imports them once, and each
+# script runs in a fork of it: the real file from its first line, with its own folder, environment, arguments and streams.
+FORKS = """
+import gc, json, os, runpy, sys, tempfile
+import matplotlib.figure, numpy, torch, torch._dynamo, torch.utils.tensorboard, tqdm, tyro
+gc.freeze()  # what is imported is never looked through again: forks share its memory and end sooner
+
+def next_job():
+    for line in iter(sys.stdin.readline, ""):
+        out, err = tempfile.TemporaryFile(), tempfile.TemporaryFile()
+        pid = os.fork()
+        if pid == 0:
+            return *json.loads(line), out, err
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        texts = [(file.seek(0), file.read().decode(errors="replace"))[1] for file in (out, err)]
+        print(json.dumps([status, *texts]), flush=True)
+    sys.exit()
+
+args, cwd, env, out, err = next_job()
+os.chdir(cwd)
+os.environ.clear()
+os.environ.update(env)
+for number, file in enumerate((open(os.devnull), out, err)):
+    os.dup2(file.fileno(), number)
+sys.argv, sys.path[0] = args, os.path.dirname(args[0])
+runpy.run_path(args[0], run_name="__main__")
+"""
+
+
+@functools.cache
+def forks():
+    """The process that FORKS is; it ends with this one."""
+    return subprocess.Popen(
+        [sys.executable, "-c", FORKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=clean_env(),
+        start_new_session=True,
+    )  # fmt: skip
+
+
 def run_python(*args, cwd, timeout=300, **env):
-    """`python args...` in a fresh process: .returncode, .stdout, .stderr."""
-    command = [sys.executable, *map(str, args)]
-    return subprocess.run(command, cwd=cwd, env=clean_env(**env), capture_output=True, text=True, timeout=timeout)
+    """`python args...` in a process of its own: .returncode, .stdout, .stderr. A script needs no time for its imports."""
+    args, env = list(map(str, args)), clean_env(**env)
+    if not args[0].endswith(".py") or sys.platform != "linux":  # elsewhere forks are missing, or not safe with these imports
+        return subprocess.run([sys.executable, *args], cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
+    args[0] = str(Path(cwd, args[0]).resolve())
+    print(json.dumps([args, str(cwd), env]), file=forks().stdin, flush=True)
+    if not select.select([forks().stdout], [], [], timeout)[0]:
+        os.killpg(forks().pid, signal.SIGKILL)
+        forks.cache_clear()
+        raise subprocess.TimeoutExpired(args, timeout)
+    return subprocess.CompletedProcess(args, *json.loads(forks().stdout.readline()))
 
 
 def wait_for_steps(process, run_dir, steps=3):
@@ -102,8 +152,6 @@ def test_data():
 @pytest.fixture(autouse=True)
 def no_noise_between_tests():
     """Each test starts from the same random numbers and leaves the signal handlers as they were."""
-    import signal
-
     before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
     torch.manual_seed(0)
     yield

@@ -2,13 +2,11 @@
 
 import dataclasses
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY_RUN, VOCAB, clean_env, run_python, write_shards
+from conftest import ROOT, TINY_RUN, VOCAB, run_python, write_shards
 from test_train import train_here
 
 from train_gpt2 import PRESETS, GPTConfig, TrainConfig, choose_defaults, parse_args
@@ -44,34 +42,6 @@ def test_importing_is_silent(tmp_path):
 
 
 # -------------------------------------------------------------------------------------------- commands that fail
-
-# Starts main() for each list of flags in a fork of a process that has imported torch once: the real thing, without
-# three seconds of imports for each. The child's streams are files, so that nothing is lost when it ends abruptly.
-SERVER = """
-import json, os, sys, traceback
-sys.path.insert(0, ROOT)
-import train_gpt2, tyro, tokenizer
-results = {}
-for name, argv in json.load(sys.stdin).items():
-    pid = os.fork()
-    if pid == 0:
-        for number in (1, 2):
-            os.dup2(os.open(f"{name}.{number}", os.O_CREAT | os.O_WRONLY), number)
-        sys.argv = ["train_gpt2.py", *argv]
-        try:
-            train_gpt2.main()
-            status = 0
-        except SystemExit as error:
-            status = error.code
-        except BaseException:
-            traceback.print_exc()
-            status = 99
-        sys.stdout.flush(), sys.stderr.flush()
-        os._exit(status)
-    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    results[name] = [status, open(f"{name}.1").read(), open(f"{name}.2").read()]
-json.dump(results, sys.stdout)
-"""
 
 
 def empty(path):
@@ -142,8 +112,6 @@ REFUSED = {  # by tyro, in its own layout
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
     """{case: (status, stdout, stderr, files that are new)} of all commands above, and of --help."""
-    if sys.platform == "win32":
-        pytest.skip("needs os.fork")
     folder = tmp_path_factory.mktemp("cli")
     places = {"log": folder / "log", "file": folder / "file"}
     places["file"].write_text("not a folder")
@@ -155,23 +123,16 @@ def outcomes(tmp_path_factory):
     for name in ("r", "cut"):
         train_here(folder / "log", data, name, max_steps=1)
     truncated(folder / "log" / "cut" / "model_000001.pt")
-    cases = {"help": ["--help"]}
-    for name, (flags, _) in {**BAD, **REFUSED}.items():
-        words = flags.format(**places).split()
-        base = [] if "--resume" in words else [*TINY_RUN, "--data", str(data), "--max_steps", "3", "--val_every", "1"]
-        base += [] if "--log_dir" in words else ["--log_dir", f"log_{name}"]
-        cases[name] = base + words
     before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-    result = subprocess.run(
-        [sys.executable, "-c", SERVER.replace("ROOT", repr(str(ROOT)))], input=json.dumps(cases), cwd=folder, env=clean_env(),
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    assert all(path.read_bytes() == content for path, content in before.items()), "a command that failed changed a file"
     out = {}
-    for name, (status, stdout, stderr) in json.loads(result.stdout).items():
+    for name, (flags, _) in {**BAD, **REFUSED, "help": ("--help", "")}.items():
+        words = flags.format(**places).split()
+        base = [] if {"--resume", "--help"} & {*words} else [*TINY_RUN, "--data", data, "--max_steps", 3, "--val_every", 1]
+        base += [] if "--log_dir" in words else ["--log_dir", f"log_{name}"]
+        done = run_python(ROOT / "train_gpt2.py", *base, *words, cwd=folder)
         left = sorted(str(p.relative_to(folder)) for p in folder.glob(f"log_{name}*"))
-        out[name] = status, stdout, stderr, left
+        out[name] = done.returncode, done.stdout, done.stderr, left
+    assert all(path.read_bytes() == content for path, content in before.items()), "a command that failed changed a file"
     out["folders"] = sorted(p.name for p in (folder / "log").iterdir())
     return out
 
