@@ -318,31 +318,41 @@ def test_only_weights_that_were_measured_become_the_best(tmp_path, shards):
 # ------------------------------------------------------------------------------------- signals, kills, bad losses
 
 
-def start_training(tmp_path, shards, *flags):
-    """The real command, running; returns once three steps are logged."""
-    command = [sys.executable, ROOT / "train_gpt2.py", *TINY_RUN, "--data", shards, "--max_steps", 1000000, *flags]
-    process = subprocess.Popen(
-        list(map(str, command)), cwd=tmp_path, env=clean_env(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+@pytest.fixture
+def start_training(tmp_path, shards):
+    """start_training("--run_name", "x", ...): the real command, running; what still runs after the test is killed."""
+    processes = []
+
+    def start(*flags):
+        command = [sys.executable, ROOT / "train_gpt2.py", *TINY_RUN, "--data", shards, "--max_steps", 1000000, *flags]
+        processes.append(subprocess.Popen(list(map(str, command)), cwd=tmp_path, env=clean_env(), stdout=subprocess.PIPE,
+                                          stderr=subprocess.PIPE, text=True))  # fmt: skip
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
+
+
+def test_a_signal_finishes_the_step_saves_and_says_so(tmp_path, start_training):
+    """Two runs side by side, one for each signal."""
+    processes = {name: start_training("--run_name", name) for name in ("SIGTERM", "SIGINT")}
+    for name, process in processes.items():
+        wait_for_steps(process, tmp_path / "log" / name)
+        process.send_signal(getattr(signal, name))
+    for name, process in processes.items():
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 0 and "Traceback" not in err, err
+        run = read_run(tmp_path / "log" / name)
+        step = of_kind(run, "train")[-1]["step"]
+        assert list(run.checkpoints) == [step] and run.checkpoints[step]["step"] == step
+        assert run.events[-1]["kind"] == "end" and run.events[-1]["reason"] == name
+        assert f"{name}: finished step {step} and saved it" in out and "--resume" in out
+
+
+def test_a_killed_run_leaves_whole_checkpoints_and_resumes(tmp_path, start_training, run_train):
+    process = start_training("--ckpt_every", 1, "--keep_last", 3)
     wait_for_steps(process, tmp_path / "log" / "r")
-    return process
-
-
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_a_signal_finishes_the_step_saves_and_says_so(tmp_path, shards, name):
-    process = start_training(tmp_path, shards)
-    process.send_signal(getattr(signal, name))
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 0 and "Traceback" not in err, err
-    run = read_run(tmp_path / "log" / "r")
-    step = of_kind(run, "train")[-1]["step"]
-    assert list(run.checkpoints) == [step] and run.checkpoints[step]["step"] == step
-    assert run.events[-1]["kind"] == "end" and run.events[-1]["reason"] == name
-    assert f"{name}: finished step {step} and saved it" in out and "--resume" in out
-
-
-def test_a_killed_run_leaves_whole_checkpoints_and_resumes(tmp_path, shards, run_train):
-    process = start_training(tmp_path, shards, "--ckpt_every", 1, "--keep_last", 3)
     time.sleep(0.1)
     process.kill()  # SIGKILL: nothing can be tidied up; with a checkpoint every step, one is being written most of the time
     process.communicate(timeout=60)
