@@ -11,7 +11,7 @@ train: .venv/.installed
 
 test: .venv/.test-tools
 	$(RUN) -m ruff check .
-	$(RUN) -m pytest
+	$(RUN) -m pytest -n 2 --dist loadfile
 
 lint: .venv/.test-tools
 	$(RUN) -m ruff check .

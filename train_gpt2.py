@@ -556,7 +556,9 @@ def grad_accum_steps(cfg, batch_size, world_size):
 class World:
     """The processes of this run and the device of this one. A lone process has the same methods, doing nothing."""
 
-    bucket_mb = 25  # gradients are exchanged in pieces of about this many MB
+    # Gradients are exchanged in pieces of about so many MB. torch.compile cuts the graph where one ends: with DDP's own 25 MB,
+    # at each block, which costs more than the exchange of the next pieces hides (4 H200s: 2.8 % of a step, README)
+    bucket_mb = 250
 
     def __init__(self, device="auto"):
         self.rank, self.local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))

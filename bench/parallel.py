@@ -52,8 +52,8 @@ MODES = {
     "ddp": "the trainer's way: DistributedDataParallel, compiled with the graph cut where a bucket of gradients is full",
     "ddp_inside": "DistributedDataParallel around the compiled model: one graph, so all gradients come at its end",
     "ddp_blocks": "DistributedDataParallel around a model whose blocks are compiled one by one",
-    "ddp_90": "ddp with gradients in pieces of 90 MB: fewer cuts through the graph, and a longer wait for the last piece",
-    "ddp_250": "the same, 250 MB",
+    "ddp_90": "ddp with gradients in pieces of 90 MB instead of 250: more cuts through the graph, more of the exchange hidden",
+    "ddp_25": "the same, 25 MB, as DDP has it by itself",
     "ddp_bf16": "ddp with gradients rounded to bf16 for the exchange",
     "flat": "no DistributedDataParallel: one all-reduce of all gradients when the backward pass is over",
     "zero1": "each process keeps AdamW's state of its share of the weights alone, and updates that (ZeRO, stage 1)",
@@ -192,7 +192,7 @@ def build(mode, model_config, cfg, world, how):
         world, cfg = lone(world), dataclasses.replace(cfg, total_batch_size=cfg.batch_size * cfg.seq_len)
     elif mode == "flat":
         world = AfterBackward(world)
-    elif mode in ("ddp_90", "ddp_250"):
+    elif mode in ("ddp_90", "ddp_25"):
         world = copy.copy(world)
         world.bucket_mb = int(mode.removeprefix("ddp_"))
     precision, raw_model, optimizer, loader, _ = prepare(model_config, cfg, world)

@@ -389,7 +389,7 @@ def server(monkeypatch):
             pass
 
     httpd = http.server.HTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=httpd.serve_forever, daemon=True).start()
+    threading.Thread(target=httpd.serve_forever, args=(0.05,), daemon=True).start()
     state.url = f"http://127.0.0.1:{httpd.server_port}/h.jsonl"
     monkeypatch.setattr(hellaswag.time, "sleep", lambda s: state.__dict__.setdefault("waits", []).append(s))
     yield state
