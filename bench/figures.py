@@ -68,7 +68,7 @@ def grouped(rows, *keys):
     """{value of the key(s): rows}, in the order of first appearance."""
     groups = {}
     for row in rows:
-        groups.setdefault(row[keys[0]] if len(keys) == 1 else tuple(row[k] for k in keys), []).append(row)
+        groups.setdefault(row[keys[0]] if len(keys) == 1 else tuple(row.get(k) for k in keys), []).append(row)
     return groups
 
 
@@ -160,7 +160,7 @@ def measured(runs, group, *fields):
         last[tuple(row.get(k) for k in ("shape", "variant", "seed", "sustained", "card", "tokens_per_step"))] = row
     shapes = {}
     for shape, rows in grouped(last.values(), "shape").items():
-        states = grouped(rows, "card", "sustained", "tokens_per_step").values() if group != "loss" else [rows]
+        states = grouped(rows, "card", "sustained", "tokens_per_step", "max_steps").values()
         best = max(states, key=lambda rows: (len(rows), rows[0].get("sustained") or 0))
         best.sort(key=lambda row: order.index(row["variant"]) if row["variant"] in order else len(order))
         shapes[shape] = grouped(best, "variant")
@@ -273,7 +273,8 @@ def micro_batch(runs, out_path, dark):
 
 
 def ladder_loss(runs, out_path, dark):
-    """What the rungs do to the loss: each seed's validation loss after equal tokens, training loss against seconds."""
+    """What the rungs do to the loss: each seed's validation loss after equal tokens, training loss against seconds. Of runs of
+    several lengths, the one that has the most rungs."""
     shape, variants = next(iter(measured(runs, "loss", "val_loss", "curve").items()))
     rows = flat({shape: variants})
     loss = {v: median(rows, "val_loss") for v, rows in variants.items()}
@@ -423,32 +424,39 @@ def floor(runs, out_path, dark):
 
 
 def parallel(runs, out_path, dark):
-    """Tokens/s of N cards as a fraction of N times one card alone, by way of telling each other the gradients."""
-    newest = {}
-    for row in records(runs, "parallel", "mode", "world_size", "tok_per_s"):
-        newest[tuple(row.get(k) for k in ("device", "preset", "batch_size", "compile", "world_size", "mode"))] = row
-    blocks = grouped(newest.values(), "world_size", "device")
-    bars, notes = [], []
-    for (n, _), rows in blocks.items():
-        one = [row["tok_per_s"] for row in rows if row["mode"] == "alone_one"]
-        bars += [(row["mode"], n, row["tok_per_s"], row["tok_per_s"] / (n * one[-1])) for row in rows if one and
-                 row["mode"] != "alone_one"]  # fmt: skip
-        notes += [f"{plot.short(one[-1])} beside {n - 1} idle" for _ in one[-1:]]
-    if not bars:
+    """Tokens/s of N cards as a fraction of N times one card alone, by way of telling each other the gradients. Where a mode was
+    measured in several rounds, the bar is their mean and a dot each of them; each is held against its own round's one card."""
+    shares, speeds, cards = {}, {}, {}
+    rows = records(runs, "parallel", "mode", "world_size", "tok_per_s")
+    for kind, alike in grouped(rows, "preset", "world_size").items():
+        one = [row for row in alike if row["mode"] == "alone_one"]
+        for row in alike:
+            if not one or row["mode"] == "alone_one":
+                continue
+            same = [r for r in one if r.get("round") == row.get("round")] or one
+            shares.setdefault((*kind, row["mode"]), []).append(row["tok_per_s"] / (kind[1] * same[-1]["tok_per_s"]))
+            speeds.setdefault((*kind, row["mode"]), []).append(row["tok_per_s"])
+            cards[kind] = median(one, "tok_per_s")
+    if not shares:
         raise NoData("parallel.jsonl needs the mode alone_one and another one to hold against it")
-    together = [bar for bar in bars if bar[0] != "alone"] or bars
-    mode, n, _, best = max(together, key=lambda bar: bar[3])
-    figure, ax = new_figure(8, 1.5 + 0.4 * len(bars), f"{words(mode)} on {n} GPUs reaches {best:.1%} of {n} times one GPU",
-                            where_and_when(list(newest.values())))  # fmt: skip
-    for y, (mode, n, speed, share) in enumerate(bars):
-        color = "0.55" if mode == "alone" else plot.SERIES[dark][list(dict.fromkeys(bar[1] for bar in bars)).index(n)]
-        ax.barh(y, share, height=0.7, color=color)
-        ax.annotate(f"{plot.short(speed)} tokens/s, {share:.1%}", (share, y), xytext=(-6, 0), textcoords="offset points",
-                    va="center", ha="right", fontsize=9, color="black" if dark else "white")  # fmt: skip
+    mean = {bar: statistics.mean(values) for bar, values in shares.items()}
+    first = next(iter(shares))[:2]
+    bars = sorted(shares, key=lambda bar: (list(cards).index(bar[:2]), bar[2] != "alone", -mean[bar]))
+    best = max((bar for bar in bars if bar[:2] == first and bar[2] not in ("alone", "loop")), default=bars[0], key=mean.get)
+    title = f"{best[0]}: {words(best[2])} on {best[1]} GPUs reaches {mean[best]:.1%} of {best[1]} times one GPU"
+    figure, ax = new_figure(8, 1.7 + 0.34 * len(bars), title, where_and_when(rows))
+    for y, bar in enumerate(bars):
+        color = "0.55" if bar[2] == "alone" else plot.SERIES[dark][list(cards).index(bar[:2])]
+        ax.barh(y, mean[bar], height=0.7, color=color)
+        text = f"{plot.short(statistics.mean(speeds[bar]))} tokens/s, {mean[bar]:.1%}"
+        ax.annotate(text, (0.61, y), va="center", fontsize=9, color="black" if dark else "white")
+        if len(shares[bar]) > 1:
+            ax.plot(shares[bar], [y] * len(shares[bar]), "o", color="white", markeredgecolor="black", markersize=4.5)
     ax.axvline(1, color="0.5", linewidth=1, linestyle=(0, (5, 3)))
-    ax.set(yticks=range(len(bars)), yticklabels=[f"{words(mode)}, {n} GPUs" for mode, n, *_ in bars],
-           ylim=(len(bars) - 0.5, -0.5), xlim=(0, 1.05),
-           xlabel=f"fraction of N times one GPU (tokens/s of one: {', '.join(notes)})")  # fmt: skip
+    one = ", ".join(f"{preset} {plot.short(speed)}" for (preset, _), speed in cards.items())
+    ax.set(yticks=range(len(bars)), yticklabels=[f"{preset}: {words(mode)}" for preset, _, mode in bars],
+           ylim=(len(bars) - 0.5, -0.5), xlim=(0.6, 1.02),
+           xlabel=f"fraction of N times one GPU beside idle ones (a dot: a run)\ntokens/s of one: {one}")  # fmt: skip
     ax.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     ax.grid(axis="y", visible=False)
     figure.savefig(out_path)

@@ -101,7 +101,7 @@ def test_the_others_say_what_they_show(drawn):
     assert {"qkv", "8192^3", "AdamW", "forward", "wgrad"} <= set(roof)
     assert "Our step runs at 83% of what its parts add up to" in drawn("floor")
     parallel = drawn("parallel")
-    assert "ddp on 2 GPUs reaches 90.0% of 2 times one GPU" in parallel and "150 tokens/s, 75.0%" in parallel
+    assert "gpt2: ddp on 2 GPUs reaches 90.0% of 2 times one GPU" in parallel and "150 tokens/s, 75.0%" in parallel
     assert "ddp: 50% of 0.1 ms of communication hidden under computation" in drawn("overlap")
 
 
