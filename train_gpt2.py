@@ -1034,7 +1034,7 @@ def farewell(run_dir):
 
 
 def run(argv):
-    if "plan" in peek(argv, "plan"):
+    if any(word.startswith("--plan") for word in argv):  # its flags too: without --plan it refuses them
         import plan  # it imports from this file
 
         return plan.run(argv)
