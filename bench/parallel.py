@@ -35,6 +35,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.func import functional_call
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "readme.assets" / "runs" / "parallel.jsonl"
@@ -56,6 +57,7 @@ MODES = {
     "ddp_25": "the same, 25 MB, as DDP has it by itself",
     "ddp_bf16": "ddp with gradients rounded to bf16 for the exchange",
     "flat": "no DistributedDataParallel: one all-reduce of all gradients when the backward pass is over",
+    "in_graph": "no DistributedDataParallel: the graph stays whole, and in it each block sends its gradients once it has them",
     "zero1": "each process keeps AdamW's state of its share of the weights alone, and updates that (ZeRO, stage 1)",
     "fsdp2": "each process keeps its share of weights, gradients and state alone (fully_shard, ZeRO stage 3)",
     "loop": "the whole trainer with log, validation, HellaSwag, samples and checkpoints as often as in a full run",
@@ -96,6 +98,76 @@ class AfterBackward:
             flat /= self.world.world_size
             parts = flat.split([g.numel() for g in grads])
             torch._foreach_copy_(grads, [part.view_as(g) for part, g in zip(parts, grads)])
+
+
+STARTED = []  # (Work, gradients) of each exchange that nobody has waited for yet; an op has no object to keep them in
+
+
+@torch.library.custom_op("gpt2::start_all_reduce", mutates_args=("grads",))  # opaque, so that torch.compile keeps one graph
+def start_all_reduce(grads: torch.Tensor) -> None:
+    """Begin to sum `grads` over the processes, in place, and return at once."""
+    STARTED.append((dist.all_reduce(grads, async_op=True), grads))
+
+
+class Exchanged(torch.autograd.Function):
+    """Parameters as they are. On the way back their gradients become the means over the processes, though not at once:
+    they hold what they should when the exchange that is started here has been waited for."""
+
+    @staticmethod
+    def forward(ctx, *params):
+        return tuple(p.view_as(p) for p in params)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        # torch.compile has each gradient written to its place in `flat`, divided and, where autocast rounded it to 16
+        # bits, back in 32: that takes the kernel that would have been there for the 32 bits, and no other
+        flat = torch.cat([g.reshape(-1) / dist.get_world_size() for g in grads])
+        start_all_reduce(flat)
+        return tuple(part.view_as(g) for part, g in zip(flat.split([g.numel() for g in grads]), grads))
+
+
+def exchange_together(module, names):
+    """From now on the gradients of these parameters of `module` are exchanged as one, when the last of them is there.
+
+    Exchanged is applied in the module's forward pass, not once for the whole model: autograd goes through the functions
+    in reverse order, so those applied before the first block would all come after it, at the end of the backward pass.
+    """
+    params = [module.get_parameter(name) for name in names]
+    inner = copy.copy(module)  # the same parameters and parts, and the forward that is replaced here
+
+    def forward(*args, **kwargs):
+        return functional_call(inner, dict(zip(names, Exchanged.apply(*params))), args, kwargs)
+
+    module.forward = forward
+
+
+class DuringBackward(AfterBackward):
+    """Stands in for World.wrap and World.exchange: a block's gradients leave as soon as its backward pass is over, and
+    travel while that of the block before computes. The step of the compiled graph that starts them is an op like any
+    other, so nothing has to be cut.
+
+    Last come the embeddings, which are the head too, and the last norm: nothing is left to hide those under. All
+    processes start the exchanges in the same order, as they compile the same graph.
+    """
+
+    def wrap(self, model):
+        for block in model.transformer.h:
+            exchange_together(block, [name for name, _ in block.named_parameters()])
+        exchange_together(model, [name for name, _ in model.named_parameters() if ".h." not in name])
+        return model
+
+    @contextlib.contextmanager
+    def exchange(self, model, last):
+        yield
+        # A gradient becomes p.grad as it is where there was none before: that is why this mode cannot accumulate. A copy or
+        # a sum of it would be made in the middle of the exchange, of numbers that are neither the old ones nor the new
+        ours = {p.grad.untyped_storage().data_ptr() for p in model.parameters()}
+        assert ours == {grads.untyped_storage().data_ptr() for _, grads in STARTED}, "a gradient was copied on its way"
+        # NCCL has a stream of its own. It waits there for what the backward pass had launched before the exchange, and
+        # wait() lets the stream of the optimizer wait for it in turn; the host goes on at once
+        for work, _ in STARTED:
+            work.wait()
+        STARTED.clear()
 
 
 class ZeroAdamW:
@@ -190,12 +262,15 @@ def build(mode, model_config, cfg, world, how):
     """
     if mode in ALONE:
         world, cfg = lone(world), dataclasses.replace(cfg, total_batch_size=cfg.batch_size * cfg.seq_len)
-    elif mode == "flat":
-        world = AfterBackward(world)
+    elif mode in ("flat", "in_graph"):
+        world = AfterBackward(world) if mode == "flat" else DuringBackward(world)
     elif mode in ("ddp_90", "ddp_25"):
         world = copy.copy(world)
         world.bucket_mb = int(mode.removeprefix("ddp_"))
     precision, raw_model, optimizer, loader, _ = prepare(model_config, cfg, world)
+    if mode == "in_graph" and loader.grad_accum_steps > 1:
+        raise ValueError(f"in_graph cannot accumulate, and total_batch_size={cfg.total_batch_size} takes "
+                         f"{loader.grad_accum_steps} micro-steps; {cfg.total_batch_size // loader.grad_accum_steps} takes one")
     if how != "off" and mode in ("fsdp2", "ddp_blocks"):
         how = "blocks"
     if how == "blocks":
@@ -218,7 +293,7 @@ def build(mode, model_config, cfg, world, how):
     else:
         if mode == "zero1":
             update, optimizer = zero_step, ZeroAdamW(raw_model, cfg, world)
-        model = compiled(raw_model)
+        model = compiled(world.wrap(raw_model) if mode == "in_graph" else raw_model)
     done = 0
 
     def step(clock):

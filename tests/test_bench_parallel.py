@@ -1,5 +1,6 @@
 """bench/parallel.py and bench/cpu.py: that the ways to share work agree, and that records, tables and pictures are right."""
 
+import contextlib
 import dataclasses
 import json
 import subprocess
@@ -18,6 +19,7 @@ import cpu  # noqa: E402
 import parallel  # noqa: E402
 from records import append_record, random_shards, read_records  # noqa: E402
 
+from machine import why_no_compile  # noqa: E402
 from train_gpt2 import GPT, PRESETS, GPTConfig, TrainConfig, World  # noqa: E402
 
 # ------------------------------------------------------------------------------------------- two processes, one result
@@ -32,33 +34,45 @@ def whole(tensor):
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
 
 
-def updates(mode, cfg, world):
-    """What STEPS updates do on this process; `moments`: how many numbers of AdamW's first moment lie here."""
-    step, model, optimizer = parallel.build(mode, GPTConfig(**TINY_MODEL), cfg, world, "off")
+def updates(mode, cfg, world, how="off"):
+    """What STEPS updates do on this process; `moments`: how many numbers of AdamW's first moment lie here; `products`: how
+    many matrix products the last update, if it is compiled, has done before, between and after its exchanges."""
+    step, model, optimizer = parallel.build(mode, GPTConfig(**TINY_MODEL), cfg, world, how)
     start = {name: whole(p) for name, p in model.named_parameters()}
-    seen = [step(parallel.PhaseClock(False, world.device)) for _ in range(STEPS)]
+    clock = parallel.PhaseClock(False, world.device)
+    seen = [step(clock) for _ in range(STEPS - 1)]
+    with torch.profiler.profile() if how == "model" else contextlib.nullcontext() as profiler:
+        seen.append(step(clock))
+    events = sorted(profiler.events(), key=lambda e: e.time_range.start) if profiler else []
+    ops = [{"aten::mm": "m", "aten::addmm": "m", "gpt2::start_all_reduce": "|"}.get(e.name, "") for e in events]
     moments = [s["exp_avg"] for s in getattr(optimizer, "adamw", optimizer).state.values()]
     return {
         "losses": [loss.item() if mode == "alone" else world.mean(loss.item()) for loss, _ in seen],
         "norms": [whole(norm).item() for _, norm in seen],
         "start": start, "end": {name: whole(p) for name, p in model.named_parameters()},
         "moments": sum((m.to_local() if hasattr(m, "to_local") else m).numel() for m in moments),
+        "products": [len(part) for part in "".join(ops).split("|")],
     }  # fmt: skip
 
 
-def main(data, out):
+MODES = {"off": ["alone", "ddp", "flat", "in_graph", "zero1", "fsdp2"], "model": ["in_graph"]}  # what is compiled
+
+
+def main(data, out, how):
     """What each of the two processes of the test below runs."""
-    world = World("cpu")
-    modes, cfg = ("alone", "ddp", "flat", "zero1", "fsdp2"), dataclasses.replace(CFG, data=data)
-    found = {mode: updates(mode, cfg, world) for mode in modes}
+    world, cfg = World("cpu"), dataclasses.replace(CFG, data=data)
+    found = {mode: updates(mode, cfg, world, how) for mode in MODES[how]}
     torch.save(found, f"{out}/rank{world.rank}.pt")
     world.close()
 
 
 @pytest.mark.skipif(not dist.is_gloo_available() or sys.platform == "win32", reason="needs gloo and torchrun")
-def test_two_processes_are_one_in_every_mode(tmp_path, shards):
+@pytest.mark.parametrize("how", ["off", pytest.param("model", marks=pytest.mark.slow)])
+def test_two_processes_are_one_in_every_mode(how, tmp_path, shards):
     """ddp_bf16 is left out: PyTorch has its hook for NCCL alone."""
-    command = [*parallel.torchrun(2, Path(__file__)), shards, tmp_path]
+    if reason := how == "model" and why_no_compile(torch.device("cpu")):
+        pytest.skip(reason)
+    command = [*parallel.torchrun(2, Path(__file__)), shards, tmp_path, how]
     done = subprocess.run(list(map(str, command)), env=clean_env(PYTHONPATH=str(ROOT / "tests")), capture_output=True,
                           text=True, timeout=240)  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -67,7 +81,7 @@ def test_two_processes_are_one_in_every_mode(tmp_path, shards):
     assert min(one["norms"]) > 2 * CFG.grad_clip, "clipping has to take part"
     for rank in range(2):
         found = torch.load(tmp_path / f"rank{rank}.pt")
-        assert found.pop("alone")["losses"] == half["losses"] and list(found) == ["ddp", "flat", "zero1", "fsdp2"]
+        assert list(found) == MODES[how] and found.pop("alone", half)["losses"] == half["losses"]
         for mode, two in found.items():
             assert two["losses"] == pytest.approx(one["losses"], abs=1e-5), mode
             assert two["norms"] == pytest.approx(one["norms"], abs=1e-5), mode
@@ -76,6 +90,16 @@ def test_two_processes_are_one_in_every_mode(tmp_path, shards):
                 assert (p - two["start"][name]).abs().max() > 1e-4, (mode, name)
             share = two["moments"] / one["moments"]
             assert 0.45 < share < 0.55 if mode in ("zero1", "fsdp2") else share == 1, mode
+        if how == "model":
+            first, second, third, rest = found["in_graph"]["products"]
+            # the second block's gradients leave before the 8 products of the first block's backward pass
+            assert first > 8 and second == 8 and third <= 1 and rest == 0
+
+
+def test_an_exchange_in_the_graph_refuses_to_accumulate(shards):
+    cfg = dataclasses.replace(CFG, data=str(shards))
+    with pytest.raises(ValueError, match="total_batch_size=128 takes 2 micro-steps; 64 takes one"):
+        parallel.build("in_graph", GPTConfig(**TINY_MODEL), cfg, World("cpu"), "off")
 
 
 # ------------------------------------------------------------------------------------------------- records of parallel
