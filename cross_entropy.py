@@ -30,7 +30,7 @@ def linear_cross_entropy(x, weight, targets, vocab_size, method="auto", reductio
     chunked ours, above; a Triton kernel on CUDA, the same in PyTorch elsewhere
     torch   torch.nn.functional.linear_cross_entropy, from torch 2.13 on
     liger   Liger-Kernel's, where it is installed (CUDA)
-    fp8     ours with 8-bit products, H100 and newer; its gradients are rounded by some percent; never chosen by auto
+    fp8     ours with 8-bit products, RTX 40, H100 and newer; its gradients are rounded by some percent; never chosen by auto
     auto    plain under 64 MiB of logits, where there is nothing to save; in float32 torch's own, where it exists; else
             ours, and always ours in 16 bits, where torch's loses digits, and under torch.compile, whose graph torch's
             leaves.

@@ -72,13 +72,13 @@ def why_no_compile(device):
 
 
 def why_no_fp8(precision, model_config, cfg):
-    """"" if the head's products can be computed in 8 bits, else the reason in a few words."""
+    """"" if this run can compute products in 8 bits, else what they need, in a few words."""
     if precision.device.type != "cuda" or torch.cuda.get_device_capability(precision.device) < (8, 9):
-        return "needs an NVIDIA GPU with 8-bit products (RTX 40, H100 and newer)"
+        return "need an NVIDIA GPU that multiplies them (RTX 40, H100 and newer)"
     if precision.name != "bf16":
-        return f"goes with precision=bf16, not with {precision.name}"
+        return f"go with precision=bf16, not with {precision.name}"
     if model_config.n_embd % 16 or model_config.padded_vocab_size % 16 or cfg.seq_len % 16:
-        return (f"needs multiples of 16, not n_embd={model_config.n_embd}, seq_len={cfg.seq_len} and "
+        return (f"need multiples of 16, not n_embd={model_config.n_embd}, seq_len={cfg.seq_len} and "
                 f"{model_config.padded_vocab_size} rows of the embedding")  # fmt: skip
     return ""
 

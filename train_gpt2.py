@@ -67,7 +67,7 @@ class GPTConfig:
     attention: Literal["sdpa", "math"] = "sdpa"  # fused kernel, or softmax(QK^T)V spelled out
     cross_entropy: Literal["auto", "plain", "chunked", "torch", "liger", "fp8"] = "auto"  # how head and loss are computed
     fused_mlp: bool = True  # under bf16 autocast on an NVIDIA GPU, GELU is computed inside the products around it
-    fp8_mlp: bool = False  # in training, the MLP's products in 8 bits (H100 and newer); rounds more, see README
+    fp8_mlp: bool = False  # in micro-steps of 16384 tokens or more, the MLP's products in 8 bits (RTX 40, H100 and newer)
     bf16_residual: bool = True  # under bf16 autocast the residual stream is bf16 too: less traffic (4.6 %: README)
     activation_checkpointing: bool = False  # recompute each block in the backward pass: less memory, more time
     document_mask: bool = False  # attention does not cross end-of-text (id vocab_size - 1)
@@ -556,8 +556,8 @@ def grad_accum_steps(cfg, batch_size, world_size):
 class World:
     """The processes of this run and the device of this one. A lone process has the same methods, doing nothing."""
 
-    # Gradients are exchanged in pieces of about so many MB. torch.compile cuts the graph where one ends: with DDP's own 25 MB,
-    # at each block, which costs more than the exchange of the next pieces hides (4 H200s: 2.8 % of a step, README)
+    # Gradients are exchanged in pieces of about so many MB, and torch.compile cuts its graph where a piece is full. DDP's own
+    # 25 MB cut it at every block, and a cut costs more than an earlier exchange gains (3 % of a step on four H200s, README)
     bucket_mb = 250
 
     def __init__(self, device="auto"):
@@ -792,8 +792,9 @@ def prepare(model_config, cfg, world):
     val_shards = TokenShards(cfg.data, "val", model_config.vocab_size, cfg.verify_data)
     in_8_bits = ["cross_entropy=fp8"] * (model_config.cross_entropy == "fp8") + ["fp8_mlp=True"] * model_config.fp8_mlp
     if in_8_bits and (reason := why_no_fp8(precision, model_config, cfg)):
-        raise ValueError(f"{in_8_bits[0]} {reason}; leave it out")
-    check_transpose(world.device) if model_config.fp8_mlp else None
+        raise ValueError(f"{' and '.join(in_8_bits)}: 8 bits {reason}; leave that out")
+    if model_config.fp8_mlp:
+        check_transpose(world.device)
     raw_model = GPT(dataclasses.replace(model_config, fused_mlp=model_config.fused_mlp and epilogues_work(world.device)))
     if cfg.init_from and not cfg.resume:  # a resumed run has weights of its own
         from weights import load_model  # it imports from this file

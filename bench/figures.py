@@ -289,7 +289,7 @@ def ladder_loss(runs, out_path, dark):
         left.plot([loss[variant]] * 2, [y - 0.3, y + 0.3], color=plot.SERIES[dark][1])
     left.set(yticks=range(len(variants)), yticklabels=map(words, variants), ylim=(len(variants) - 0.5, -0.5),
              xlabel="validation loss after equal tokens (a dot: a seed)")  # fmt: skip
-    some = ["fp32", "bf16", "compile", "fp8_head", "muon"]  # all of them would be a bundle
+    some = ["fp32", "bf16", "compile", "fp8_mlp", "muon"]  # all of them would be a bundle
     chosen = [v for v in variants if v in some or len(variants) < 6]
     for i, variant in enumerate(chosen):
         curves = [r["curve"] for r in variants[variant]]
@@ -425,38 +425,40 @@ def floor(runs, out_path, dark):
 
 def parallel(runs, out_path, dark):
     """Tokens/s of N cards as a fraction of N times one card alone, by way of telling each other the gradients. Where a mode was
-    measured in several rounds, the bar is their mean and a dot each of them; each is held against its own round's one card."""
-    shares, speeds, cards = {}, {}, {}
+    measured in several rounds, the bar is their mean and a dot each of them; each is held against its own round's one card,
+    or, where that was not measured again, an earlier one's."""
+    shares, speeds, cards = {}, {}, {}  # a bar is (what was trained on what, mode)
     rows = records(runs, "parallel", "mode", "world_size", "tok_per_s")
-    for kind, alike in grouped(rows, "preset", "world_size").items():
+    for kind, alike in grouped(rows, "preset", "world_size", "device", "batch_size", "compile", "torch").items():
         one = [row for row in alike if row["mode"] == "alone_one"]
         for row in alike:
             if not one or row["mode"] == "alone_one":
                 continue
             same = [r for r in one if r.get("round") == row.get("round")] or one
-            shares.setdefault((*kind, row["mode"]), []).append(row["tok_per_s"] / (kind[1] * same[-1]["tok_per_s"]))
-            speeds.setdefault((*kind, row["mode"]), []).append(row["tok_per_s"])
+            mode = words(row["mode"]) + (f", {row['bucket_mb']} MB" if row.get("bucket_mb") else "")
+            shares.setdefault((kind, mode), []).append(row["tok_per_s"] / (row["world_size"] * same[-1]["tok_per_s"]))
+            speeds.setdefault((kind, mode), []).append(row["tok_per_s"])
             cards[kind] = median(one, "tok_per_s")
     if not shares:
         raise NoData("parallel.jsonl needs the mode alone_one and another one to hold against it")
     mean = {bar: statistics.mean(values) for bar, values in shares.items()}
-    first = next(iter(shares))[:2]
-    bars = sorted(shares, key=lambda bar: (list(cards).index(bar[:2]), bar[2] != "alone", -mean[bar]))
-    best = max((bar for bar in bars if bar[:2] == first and bar[2] not in ("alone", "loop")), default=bars[0], key=mean.get)
-    title = f"{best[0]}: {words(best[2])} on {best[1]} GPUs reaches {mean[best]:.1%} of {best[1]} times one GPU"
+    bars = sorted(shares, key=lambda bar: (list(cards).index(bar[0]), bar[1] != "alone", -mean[bar]))
+    best = max((bar for bar in bars if bar[0] == bars[0][0] and bar[1] not in ("alone", "loop")), default=bars[0], key=mean.get)
+    preset, n = best[0][:2]
+    title = f"{preset}: {best[1]} on {n} GPUs reaches {mean[best]:.1%} of {n} times one GPU"
     figure, ax = new_figure(8, 1.7 + 0.34 * len(bars), title, where_and_when(rows))
     for y, bar in enumerate(bars):
-        color = "0.55" if bar[2] == "alone" else plot.SERIES[dark][list(cards).index(bar[:2])]
+        color = "0.55" if bar[1] == "alone" else plot.SERIES[dark][list(cards).index(bar[0])]
         ax.barh(y, mean[bar], height=0.7, color=color)
         text = f"{plot.short(statistics.mean(speeds[bar]))} tokens/s, {mean[bar]:.1%}"
         ax.annotate(text, (0.61, y), va="center", fontsize=9, color="black" if dark else "white")
         if len(shares[bar]) > 1:
             ax.plot(shares[bar], [y] * len(shares[bar]), "o", color="white", markeredgecolor="black", markersize=4.5)
     ax.axvline(1, color="0.5", linewidth=1, linestyle=(0, (5, 3)))
-    one = ", ".join(f"{preset} {plot.short(speed)}" for (preset, _), speed in cards.items())
-    ax.set(yticks=range(len(bars)), yticklabels=[f"{preset}: {words(mode)}" for preset, _, mode in bars],
+    rates = ", ".join(f"{kind[0]} {plot.short(speed)}" for kind, speed in cards.items())
+    ax.set(yticks=range(len(bars)), yticklabels=[f"{kind[0]}: {mode}" for kind, mode in bars],
            ylim=(len(bars) - 0.5, -0.5), xlim=(0.6, 1.02),
-           xlabel=f"fraction of N times one GPU beside idle ones (a dot: a run)\ntokens/s of one: {one}")  # fmt: skip
+           xlabel=f"fraction of N times one GPU beside idle ones (a dot: a run)\ntokens/s of one: {rates}")  # fmt: skip
     ax.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     ax.grid(axis="y", visible=False)
     figure.savefig(out_path)

@@ -67,6 +67,7 @@ def beyond(path):
 
 # name: flags after those of a tiny run, and what the sentence must hold. {name} stands for data made below.
 BAD = {
+    "eight_bits_on_cpu": ("--fp8_mlp --cross_entropy fp8", ["cross_entropy=fp8 and fp8_mlp=True", "RTX 40, H100"]),
     "plan_flag_alone": ("--plan_card H100", ["--plan_card belongs to --plan"]),
     "no_shards": ("--data nowhere", ["no train shards in nowhere", "python fineweb.py --out nowhere"]),
     "empty_shard": ("--data {empty}", ["x_train_000000.npy is empty"]),
