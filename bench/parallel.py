@@ -119,8 +119,8 @@ class Exchanged(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        # torch.compile has each gradient written to its place in `flat`, divided and, where autocast rounded it to 16
-        # bits, back in 32: that takes the kernel that would have been there for the 32 bits, and no other
+        # torch.compile has the kernel that takes a gradient from autocast's 16 bits back to 32 divide it as well, and
+        # write it to its place in `flat`: neither is a pass of its own
         flat = torch.cat([g.reshape(-1) / dist.get_world_size() for g in grads])
         start_all_reduce(flat)
         return tuple(part.view_as(g) for part, g in zip(flat.split([g.numel() for g in grads]), grads))
