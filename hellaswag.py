@@ -515,7 +515,7 @@ def run(cfg):
         )
     if world.is_main:
         report(cfg, path, result, data, chosen, sums, precision.name)
-    world.close()
+    world.exit()
 
 
 def report(cfg, path, result, data, chosen, sums, precision):

@@ -635,7 +635,7 @@ class World:
         elif self.device.type == "mps":
             torch.mps.synchronize()
 
-    def close(self):
+    def exit(self):
         """The end of the program, where there are several processes: gloo's threads may outlive the interpreter and abort a
         process that has done all its work (pytorch/pytorch#179291), so it ends without a farewell."""
         if self.distributed:
@@ -1060,7 +1060,7 @@ def run(argv):
     train(model_config, cfg, world, run_dir, load_tokenizer(model_config.vocab_size, world))
     if world.is_main:
         farewell(run_dir)
-    world.close()
+    world.exit()
 
 
 def main():

@@ -134,7 +134,7 @@ def main():
     print("way                      batch_tokens  shapes   first s  median s  examples/s  peak GiB   loss  choices")
     for row in table:
         print("{:24} {:12d} {:7d} {:9.2f} {:9.2f} {:11.0f} {:9.2f} {:6.0e} {:8.2%}".format(*row))
-    world.close()
+    world.exit()
 
 
 if __name__ == "__main__":

@@ -53,8 +53,6 @@ MODES = {
     "ddp": "the trainer's way: DistributedDataParallel, compiled with the graph cut where a bucket of gradients is full",
     "ddp_inside": "DistributedDataParallel around the compiled model: one graph, so all gradients come at its end",
     "ddp_blocks": "DistributedDataParallel around a model whose blocks are compiled one by one",
-    "ddp_90": "ddp with gradients in pieces of 90 MB instead of 250: more cuts through the graph, more of the exchange hidden",
-    "ddp_25": "the same, 25 MB, as DDP has it by itself",
     "ddp_bf16": "ddp with gradients rounded to bf16 for the exchange",
     "flat": "no DistributedDataParallel: one all-reduce of all gradients when the backward pass is over",
     "in_graph": "no DistributedDataParallel: the graph stays whole, and in it each block sends its gradients once it has them",
@@ -264,9 +262,6 @@ def build(mode, model_config, cfg, world, how):
         world, cfg = lone(world), dataclasses.replace(cfg, total_batch_size=cfg.batch_size * cfg.seq_len)
     elif mode in ("flat", "in_graph"):
         world = AfterBackward(world) if mode == "flat" else DuringBackward(world)
-    elif mode in ("ddp_90", "ddp_25"):
-        world = copy.copy(world)
-        world.bucket_mb = int(mode.removeprefix("ddp_"))
     precision, raw_model, optimizer, loader, _ = prepare(model_config, cfg, world)
     if mode == "in_graph" and loader.grad_accum_steps > 1:
         raise ValueError(f"in_graph cannot accumulate, and total_batch_size={cfg.total_batch_size} takes "
@@ -585,7 +580,7 @@ def references(record, records):
 
 def particulars(record):
     """What may differ between two records of one mode that stand in one block of the table."""
-    wanted = ("round",) if record["mode"] == "loop" else ("steps", "warmup", "round")
+    wanted = ("bucket_mb", "round") if record["mode"] == "loop" else ("bucket_mb", "steps", "warmup", "round")
     return record["env"] | {k: record[k] for k in wanted if record.get(k)}
 
 
@@ -636,13 +631,14 @@ def table(records):
 
 # ------------------------------------------------------------------------------------------- 5. command line, processes
 
-KEY = ("bench", "mode", "preset", "world_size", "batch_size", "seq_len", "compile", "activation_checkpointing", "precision",
-       "data", "warmup", "steps", "round", "device", "torch", "env")  # fmt: skip
+KEY = ("bench", "mode", "bucket_mb", "preset", "world_size", "batch_size", "seq_len", "compile",
+       "activation_checkpointing", "precision", "data", "warmup", "steps", "round", "device", "torch", "env")  # fmt: skip
 
 
 def key_of(mode, args, world_size):
     """What makes a measurement this one and no other."""
     values = {k: getattr(args, k) for k in KEY if hasattr(args, k)}
+    values["bucket_mb"] = World.bucket_mb if mode == "loop" else args.bucket_mb if mode.startswith("ddp") else None
     env = {k: v for k, v in os.environ.items() if k.startswith("NCCL_")}
     steps = args.loop_steps if mode == "loop" else args.steps
     return values | {"bench": "parallel", "mode": mode, "world_size": world_size, "steps": steps, "torch": torch.__version__,
@@ -716,6 +712,7 @@ def drive(args, argv):
 def work(args):
     """One process of those that measure args.modes one after the other; rank 0 writes the records."""
     world = World(args.device)
+    world.bucket_mb = args.bucket_mb
     with tempfile.TemporaryDirectory() if world.is_main and not args.data else contextlib.nullcontext() as folder:
         model_config, cfg = PRESETS[args.preset]
         manifest = Path(args.data) / "manifest.json"
@@ -743,7 +740,7 @@ def work(args):
             if world.device.type == "cuda":
                 torch.cuda.empty_cache()
         world.smallest(0)  # nobody leaves while others read the shards
-    world.close()
+    world.exit()
 
 
 def parse_args(argv):
@@ -761,6 +758,8 @@ def parse_args(argv):
     parser.add_argument("--round", type=int, help="a number, to measure again what --out holds: cards differ from run to run")
     parser.add_argument("--loop_steps", type=int, default=100, help="half the steps of the mode loop (default %(default)s)")
     parser.add_argument("--compile", default="model", choices=("model", "blocks", "off"))
+    parser.add_argument("--bucket_mb", type=int, default=World.bucket_mb, metavar="MB",
+                        help="DDP exchanges gradients in pieces of so many MB (default %(default)s)")  # fmt: skip
     parser.add_argument("--activation_checkpointing", action="store_true")
     parser.add_argument("--precision", default="bf16", choices=("bf16", "tf32", "fp32"))
     parser.add_argument("--device", default="auto")
@@ -775,7 +774,7 @@ def parse_args(argv):
     default = [m for m in MODES if m != "loop" or args.nproc_per_node] if processes > 1 else ["alone_one"]
     args.modes = args.modes or default
     for name, least in (("batch_size", 1), ("seq_len", 1), ("steps", 1), ("warmup", 0), ("loop_steps", 1), ("limit", 1),
-                        ("nproc_per_node", 0)):  # fmt: skip
+                        ("bucket_mb", 1), ("nproc_per_node", 0)):  # fmt: skip
         if getattr(args, name) < least:
             parser.error(f"--{name} {getattr(args, name)} must be {least} or more")
     if args.data and not Path(args.data).is_dir():

@@ -63,7 +63,7 @@ def main(data, out, how):
     world, cfg = World("cpu"), dataclasses.replace(CFG, data=data)
     found = {mode: updates(mode, cfg, world, how) for mode in MODES[how]}
     torch.save(found, f"{out}/rank{world.rank}.pt")
-    world.close()
+    world.exit()
 
 
 @pytest.mark.skipif(not dist.is_gloo_available() or sys.platform == "win32", reason="needs gloo and torchrun")
