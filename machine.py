@@ -12,6 +12,8 @@ PEAK_TFLOPS = {
     "RTX 6000 Ada": 364, "RTX 5090": 210, "RTX 4090": 165, "RTX 4080": 97, "RTX 3090": 71, "V100": 125, "T4": 65,
 }  # fmt: skip
 
+WITHOUT_FP8 = ("A100", "A800", "A40", "A30", "A10G", "A10", "RTX A6000", "RTX 3090", "V100", "T4")  # before Ada and Hopper
+
 # Memory in GB as sold; drivers show as many GiB, within 1 % (H200: 143,771 MiB). The smallest where there are several sizes.
 MEMORY_GB = {
     "B200": 180, "GH200": 96, "H200": 141, "H100 PCIe": 80, "H100 NVL": 94, "H100": 80, "A100": 40, "A800": 40, "H800": 80,

@@ -29,7 +29,7 @@ import torch
 
 import cross_entropy
 from fused_mlp import MIN_POSITIONS, epilogues_work
-from machine import MEMORY_GB, PEAK_TFLOPS, Precision, out_of_memory, why_no_compile
+from machine import MEMORY_GB, PEAK_TFLOPS, WITHOUT_FP8, Precision, out_of_memory, why_no_compile
 from metrics import PhaseClock
 from train_gpt2 import GPT, GPTConfig, World, check_config, grad_accum_steps, make_optimizer, parse_args, peek, train_step
 
@@ -514,6 +514,8 @@ def run(argv):
         device_type, compiled = "cuda", cfg.compile
         without_bf16 = card.name.startswith(("V100", "T4"))
         precision = cfg.precision if cfg.precision != "auto" else "fp16" if without_bf16 else "bf16"
+        if card.name.split(",")[0] in WITHOUT_FP8 and (model_config.fp8_mlp or model_config.cross_entropy == "fp8"):
+            raise ValueError(f"plan_card={args.plan_card} has no 8-bit products; leave out --fp8_mlp and --cross_entropy fp8")
     else:
         card = this_card(cfg.device)
         device_type, precision = card.device.type, Precision(cfg.precision, card.device).name

@@ -46,7 +46,7 @@ from torch.utils.checkpoint import checkpoint
 from cross_entropy import linear_cross_entropy
 from evaluation import Reporter
 from fp8_mlp import check_transpose, mlp_products_fp8
-from fused_mlp import epilogues_work, fused_mlp_pays, mlp_products
+from fused_mlp import MIN_POSITIONS, epilogues_work, fused_mlp_pays, mlp_products
 from machine import Precision, fit_batch_size, out_of_memory, why_no_compile, why_no_fp8
 from metrics import Logger, Meter, PhaseClock
 from shards import TokenShards
@@ -900,6 +900,9 @@ def train(model_config, cfg, world, run_dir, tokenizer=None):
     log = Logger(run_dir, cfg, world.is_main, first_step)
     report = Reporter(log, cfg, world, precision, raw_model, loader, val_shards, tokenizer)
     report.begin(first_step, loader)
+    if model_config.fp8_mlp and loader.batch_size * cfg.seq_len < MIN_POSITIONS:
+        log.say(f"note: fp8_mlp takes micro-steps of {MIN_POSITIONS} tokens or more; with batch_size={loader.batch_size} the MLP "
+                "stays in 16 bits")  # fmt: skip
     model = compile_model(raw_model, cfg, world, log)
     clock, meter = PhaseClock(cfg.timing, world.device), Meter(cfg, world, raw_model, first_step)
     pending = None  # the last step's loss, not looked at yet

@@ -339,6 +339,7 @@ def test_command(tmp_path):
     (["--plan_price=-1"], "-1 must be a number, 0 or more"),
     (["--plan_card"], "expected one argument"),
     (["--plan_gpus", "3", "--plan_card", "H100"], "total_batch_size=524288 must be a multiple"),
+    (["--fp8_mlp", "--plan_card", "a100"], "plan_card=a100 has no 8-bit products"),
     (["--plan_gpus", "2", "--device", "cpu"], "plan_gpus=2 needs a GPU here"),
     (["--preset", "gpt2", "--n_embd", "700", "--plan_card", "H100"], "n_embd=700 must be divisible"),
 ])  # fmt: skip
