@@ -901,8 +901,8 @@ def train(model_config, cfg, world, run_dir, tokenizer=None):
     report = Reporter(log, cfg, world, precision, raw_model, loader, val_shards, tokenizer)
     report.begin(first_step, loader)
     if model_config.fp8_mlp and loader.batch_size * cfg.seq_len < MIN_POSITIONS:
-        log.say(f"note: fp8_mlp takes micro-steps of {MIN_POSITIONS} tokens or more; with batch_size={loader.batch_size} the MLP "
-                "stays in 16 bits")  # fmt: skip
+        log.say(f"note: fp8_mlp takes micro-steps of {MIN_POSITIONS} tokens or more; with batch_size={loader.batch_size} the "
+                "MLP stays in 16 bits")  # fmt: skip
     model = compile_model(raw_model, cfg, world, log)
     clock, meter = PhaseClock(cfg.timing, world.device), Meter(cfg, world, raw_model, first_step)
     pending = None  # the last step's loss, not looked at yet
