@@ -31,13 +31,24 @@ import cross_entropy
 from fused_mlp import MIN_POSITIONS, epilogues_work
 from machine import MEMORY_GB, PEAK_TFLOPS, WITHOUT_FP8, Precision, out_of_memory, why_no_compile
 from metrics import PhaseClock
-from train_gpt2 import GPT, GPTConfig, World, check_config, grad_accum_steps, make_optimizer, parse_args, peek, train_step
+from train_gpt2 import (
+    GPT,
+    GPTConfig,
+    World,
+    check_8_bits,
+    check_config,
+    grad_accum_steps,
+    make_optimizer,
+    parse_args,
+    peek,
+    train_step,
+)
 
 GIB = 2**30
 CONTEXT_GIB = 0.7  # assumed: CUDA's context and kernels take the card's memory, but PyTorch's allocator does not see them
 NCCL_GIB = 0.5  # assumed: NCCL's buffers, where there are several GPUs; not seen either
 FRAGMENTS = 0.05  # share of the card that cannot be handed out; machine.fit_batch_size leaves as much
-SCALING = 0.93  # several GPUs against as many times one; measured on four H200s (README)
+SCALING = 0.95  # several GPUs against as many times one; measured on four H200s (README)
 MOMENTS = {  # where the peak of a step can lie
     "loss": "while the loss is computed",
     "head": "at the start of the backward pass",
@@ -277,7 +288,8 @@ class Card:
 def named_card(text):
     """The Card of "H100", "rtx 4090", "A100 80GB" or "24GB". Raises ValueError for one that machine.py does not list."""
     size = re.search(r"(\d+(?:\.\d+)?) ?gi?b\b", text, re.IGNORECASE)
-    words = set((text.replace(size[0], " ") if size else text).replace("-", " ").upper().split())
+    name = (text.replace(size[0], " ") if size else text).replace("-", " ").upper()
+    words = set(re.sub(r"\b(RTX|GTX)(?=\d)", r"\1 ", name).split())
     known = {card: set(card.upper().split()) for card in MEMORY_GB}
     found = [card for card in known if known[card] <= words] or [card for card in known if words and words <= known[card]]
     if not found and (words or not size):
@@ -369,6 +381,7 @@ def speed(s, cfg, card, mfu):
         if c.activation_checkpointing:  # each block's forward pass twice
             flops += 2 * num_params(c)[1] + 4 * c.n_layer * c.n_embd * s.seq_len
         why = f"assuming {mfu:.0%} (--plan_mfu) of {card.tflops} TFLOP/s at {flops / 1e6:,.0f} MFLOP a token{scaled}"
+        why += "; what 8 bits gain is not in it" * (c.fp8_mlp or c.cross_entropy == "fp8")
         return mfu * card.tflops * 1e12 / flops * s.world_size * many, why
     most = {"cpu": 2e12, "mps": 2e13}.get(card.device.type, math.inf)  # FLOP; some 20 seconds of a laptop
     if 4 * s.positions * flops > most:
@@ -518,7 +531,9 @@ def run(argv):
             raise ValueError(f"plan_card={args.plan_card} has no 8-bit products; leave out --fp8_mlp and --cross_entropy fp8")
     else:
         card = this_card(cfg.device)
-        device_type, precision = card.device.type, Precision(cfg.precision, card.device).name
+        precision = Precision(cfg.precision, card.device)
+        check_8_bits(precision, model_config, cfg)
+        device_type, precision = card.device.type, precision.name
         if device_type != "cuda" and args.plan_gpus > 1:
             raise ValueError(f"plan_gpus={args.plan_gpus} needs a GPU here, or one that --plan_card names")
         compiled = cfg.compile and not why_no_compile(card.device)

@@ -29,6 +29,7 @@ import time
 
 if __name__ == "__main__":  # before torch starts its threads: on a CPU that is busy with other things too, threads that
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spin while they wait take the time of those that work (4x, README)
+    signal.signal(signal.SIGINT, lambda *_: (os.write(2, b"\ntrain_gpt2.py: stopped before it began\n"), os._exit(130)))
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -652,10 +653,15 @@ def save_checkpoint(run_dir, step, data, keep_last, best):
     """Write run_dir/model_<step>.pt whole or not at all, keep the newest keep_last, and model_best.pt if `best`."""
     path = run_dir / f"model_{step:06d}.pt"
     part = path.with_suffix(".part")
-    with part.open("wb") as f:
-        torch.save(data, f)
-        f.flush()
-        os.fsync(f.fileno())
+    try:
+        with part.open("wb") as f:
+            torch.save(data, f)
+            f.flush()
+            os.fsync(f.fileno())
+    except (OSError, RuntimeError) as error:  # torch says RuntimeError where the disk is full
+        part.unlink(missing_ok=True)
+        raise OSError(f"checkpoint {path} cannot be written ({str(error).splitlines()[0][:80]}); is the disk full? Make room, "
+                      f"then --resume goes on from the one before, if there is one") from error  # fmt: skip
     os.replace(part, path)  # the name appears when the bytes are on disk; a kill leaves the older files as they were
     if best:
         part = run_dir / "model_best.part"
@@ -783,6 +789,13 @@ def check_weights(step, model, run_dir):
                                  "checkpoints before; try a lower --lr")  # fmt: skip
 
 
+def check_8_bits(precision, model_config, cfg):
+    """Raise ValueError where 8-bit products are asked for and not to be had."""
+    wanted = ["cross_entropy=fp8"] * (model_config.cross_entropy == "fp8") + ["fp8_mlp=True"] * model_config.fp8_mlp
+    if wanted and (reason := why_no_fp8(precision, model_config, cfg)):
+        raise ValueError(f"{' and '.join(wanted)}: 8 bits {reason}; leave that out")
+
+
 def prepare(model_config, cfg, world):
     """What training works with, from a seeded start. Raises ValueError or FileNotFoundError for what cannot work."""
     torch.manual_seed(cfg.seed)
@@ -790,9 +803,7 @@ def prepare(model_config, cfg, world):
     precision.prepare()
     train_shards = TokenShards(cfg.data, "train", model_config.vocab_size, cfg.verify_data)
     val_shards = TokenShards(cfg.data, "val", model_config.vocab_size, cfg.verify_data)
-    in_8_bits = ["cross_entropy=fp8"] * (model_config.cross_entropy == "fp8") + ["fp8_mlp=True"] * model_config.fp8_mlp
-    if in_8_bits and (reason := why_no_fp8(precision, model_config, cfg)):
-        raise ValueError(f"{' and '.join(in_8_bits)}: 8 bits {reason}; leave that out")
+    check_8_bits(precision, model_config, cfg)
     if model_config.fp8_mlp:
         check_transpose(world.device)
     raw_model = GPT(dataclasses.replace(model_config, fused_mlp=model_config.fused_mlp and epilogues_work(world.device)))
@@ -821,6 +832,9 @@ def open_run(run_dir, model_config, cfg, world):
                 f.write(json.dumps(saved, indent=1) + "\n")
         except FileExistsError:
             problem = f"{run_dir} is another run's already; pass --resume to continue it, or another --run_name"
+            if not any(run_dir.glob("model_[0-9]*.pt")):
+                problem = (f"{run_dir} is the folder of a run that has saved nothing yet; delete it if that run has ended, or "
+                           "pass another --run_name")  # fmt: skip
         except OSError as error:
             problem = f"cannot write the run folder {run_dir}: {error.strerror or error}; choose another with --log_dir"
     problem = world.from_main(problem)
@@ -976,6 +990,9 @@ def choose_defaults(argv):
         run_dir = Path(log_dir) / given["run_name"] if given.get("run_name") else newest_run(log_dir)
         if not (run_dir / "config.json").exists():
             raise FileNotFoundError(f"{run_dir} holds no config.json to resume with; `ls {log_dir}` shows the runs there are")
+        if not any(run_dir.glob("model_[0-9]*.pt")):
+            raise FileNotFoundError(f"{run_dir} has no checkpoint to resume from: that run ended before its first one; delete "
+                                    "the folder and start again, or pass another --run_name")  # fmt: skip
         saved = json.loads((run_dir / "config.json").read_text())
         cfg = dataclasses.replace(TrainConfig(**saved["train"]), resume=True, run_name=run_dir.name, log_dir=log_dir)
         return f"resumes {run_dir}", GPTConfig(**saved["model"]), cfg
@@ -1072,7 +1089,7 @@ def main():
         return run(sys.argv[1:])
     except BrokenPipeError:  # --help | head
         os._exit(1)
-    except KeyboardInterrupt:  # a second Ctrl-C, or one before training
+    except KeyboardInterrupt:  # a second Ctrl-C
         status, text = 130, "stopped at once; what checkpoints there are stay as they were"
     except (ValueError, OSError) as error:
         status, text = 2, str(error)

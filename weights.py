@@ -219,6 +219,7 @@ def export(source, out, log_dir="log", force=False):
 
     Raises FileExistsError where `out` holds something else than an earlier export and force is off.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     out = Path(out)
@@ -243,6 +244,8 @@ def export(source, out, log_dir="log", force=False):
             shutil.rmtree(old) if old.is_dir() else old.unlink()
         else:
             os.replace(part, out)
+    except SafetensorError as error:
+        raise OSError(f"{out} cannot be written ({error}); is the disk full?") from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return sorted(p.name for p in out.iterdir())

@@ -41,7 +41,7 @@ from records import append_record, card_name, one_sentence, origin, random_shard
 
 from train_gpt2 import GPT, World, make_optimizer  # noqa: E402
 
-OUT = "readme.assets/runs/floor.jsonl"
+OUT = str(ROOT / "readme.assets" / "runs" / "floor.jsonl")
 WAYS = ("forward", "dgrad", "wgrad")  # of a linear layer's product: output, gradient of the input, of the weight
 BACKENDS = {"cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "math": "MATH"}
 
@@ -349,7 +349,7 @@ def parse_args(argv):
     parser = argparse.ArgumentParser(
         prog="bench/floor.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--out", default=OUT, help=f"file of measurements ({OUT})")
+    parser.add_argument("--out", default=OUT, help="file of measurements (%(default)s)")
     parser.add_argument("--preset", default="gpt2", choices=ladder.SHAPES, help="shape of the model (gpt2)")
     parser.add_argument("--batch_size", type=int, default=0, help="sequences per micro-step (the preset's: 64 for gpt2)")
     parser.add_argument("--seconds", type=float, default=3.0, help="of the runs without a pause (3)")

@@ -62,7 +62,7 @@ from train_gpt2 import (  # noqa: E402
     train_step,
 )  # fmt: skip
 
-OUT = "readme.assets/runs/ladder.jsonl"
+OUT = str(ROOT / "readme.assets" / "runs" / "ladder.jsonl")
 WARM_UP = 5  # steps dropped before the timed ones, the compiling one included
 MICRO_STEP = 0  # tokens per step: whatever one micro-step holds
 
@@ -748,7 +748,7 @@ def parse_args(argv):
     parser = argparse.ArgumentParser(
         prog="bench/ladder.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--out", default=OUT, help=f"file of measurements ({OUT})")
+    parser.add_argument("--out", default=OUT, help="file of measurements (%(default)s)")
     parser.add_argument("--shapes", default="gpt2", help=f"comma-separated: {', '.join(SHAPES)} (gpt2)")
     parser.add_argument("--groups", default="rungs", help=f"comma-separated: {', '.join(GROUPS)} (rungs)")
     parser.add_argument("--variants", default="", help="comma-separated, as --list shows them (all)")

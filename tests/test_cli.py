@@ -97,6 +97,8 @@ BAD = {
     "resume_other_shape": ("--resume --run_name r --log_dir {log} --n_embd 64", ["n_embd=32 (here 64)", "same flags"]),
     "resume_broken": ("--resume --run_name cut --log_dir {log}", ["model_000001.pt cannot be read"]),
     "run_is_there": ("--log_dir {log} --run_name r", ["log/r is another run's", "--resume", "another --run_name"]),
+    "run_saved_nothing": ("--log_dir {log} --run_name early", ["log/early is the folder of a run that has saved nothing yet"]),
+    "resume_saved_nothing": ("--resume --log_dir {log} --run_name early", ["log/early has no checkpoint to resume from"]),
     "unwritable": ("--log_dir {file}", ["cannot write the run folder", "--log_dir"]),
     "no_weights": ("--init_from nothing.pt", ["no checkpoint nothing.pt"]),
     "fp16": ("--precision fp16", ["fp16 needs a GPU"]),
@@ -125,6 +127,8 @@ def outcomes(tmp_path_factory):
     for name in ("r", "cut"):
         train_here(folder / "log", data, name, max_steps=1)
     truncated(folder / "log" / "cut" / "model_000001.pt")
+    (folder / "log" / "early").mkdir()
+    (folder / "log" / "early" / "config.json").write_bytes((folder / "log" / "r" / "config.json").read_bytes())
     before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
     out = {}
     for name, (flags, _) in {**BAD, **REFUSED, "help": ("--help", "")}.items():
@@ -152,7 +156,7 @@ def test_bad_input_is_one_sentence_and_status_2(outcomes, name):
 
 
 def test_what_could_not_start_left_no_run(outcomes):
-    assert outcomes["folders"] == ["cut", "r"]
+    assert outcomes["folders"] == ["cut", "early", "r"]
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,7 +22,7 @@ import machine
 from evaluation import eval_val_loss
 from shards import TokenShards
 from tokenizer import ByteTokenizer
-from train_gpt2 import GPT, PRESETS, GPTConfig, TrainConfig, World, get_lr, read_checkpoint, train
+from train_gpt2 import GPT, PRESETS, GPTConfig, TrainConfig, World, get_lr, read_checkpoint, save_checkpoint, train
 
 # AdamW divides by the root of the squared gradient, so where the true gradient is 0 (the bias of the keys: a softmax does
 # not see it) rounding noise alone would move a weight by the full rate. This eps keeps such weights where they are, and
@@ -348,6 +349,31 @@ def test_a_signal_finishes_the_step_saves_and_says_so(tmp_path, start_training):
         assert list(run.checkpoints) == [step] and run.checkpoints[step]["step"] == step
         assert run.events[-1]["kind"] == "end" and run.events[-1]["reason"] == name
         assert f"{name}: finished step {step} and saved it" in out and "--resume" in out
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="looks into /proc")
+def test_ctrl_c_during_the_imports_is_one_line(tmp_path, start_training):
+    process = start_training()
+    while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():  # torch is being imported
+        time.sleep(0.001)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err.strip() == "train_gpt2.py: stopped before it began"
+
+
+def test_a_full_disk_is_one_sentence_and_older_checkpoints_stay(tmp_path):
+    resource = pytest.importorskip("resource")
+    data = {"w": torch.ones(100_000)}
+    save_checkpoint(tmp_path, 1, data, keep_last=2, best=False)
+    before, limits = (tmp_path / "model_000001.pt").read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))  # as a disk with so many bytes left
+    try:
+        with pytest.raises(OSError, match="model_000002.pt cannot be written .* is the disk full"):
+            save_checkpoint(tmp_path, 2, data, keep_last=2, best=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [p.name for p in tmp_path.iterdir()] == ["model_000001.pt"] and before == (tmp_path / "model_000001.pt").read_bytes()
 
 
 def test_a_killed_run_leaves_whole_checkpoints_and_resumes(tmp_path, start_training, run_train):
