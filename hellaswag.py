@@ -496,8 +496,9 @@ def compiled():
 
 
 def run(cfg):
+    from checkpoints import newest_run
     from machine import Precision
-    from train_gpt2 import World, newest_run
+    from train_gpt2 import World
     from weights import load_model
 
     if cfg.worst < 0:

@@ -5,10 +5,10 @@
     torchrun --standalone --nproc_per_node=8 train_gpt2.py     # the same run on eight GPUs: same tokens, same steps
     python train_gpt2.py --plan --plan_card "RTX 4090"         # would it fit, how long would it take, what would it cost?
 
-Sections: 1 configuration, 2 model, 3 optimizer and schedule, 4 tokens, 5 processes, 6 checkpoints, 7 training,
-8 command line. Each uses only those above it and, from the files beside this one: cross_entropy.py (the loss of the
-head), fused_mlp.py and fp8_mlp.py (the MLP), machine.py (precision, memory), shards.py (token files), evaluation.py (what is
-measured), metrics.py (log, speed).
+Sections: 1 configuration, 2 model, 3 optimizer and schedule, 4 tokens, 5 processes, 6 training, 7 command line. Each
+uses only those above it and, from the files beside this one: cross_entropy.py (the loss of the head), fused_mlp.py and
+fp8_mlp.py (the MLP), machine.py (precision, memory), shards.py (token files), checkpoints.py (their files), evaluation.py
+(what is measured), metrics.py (log, speed).
 
 Shape letters: B batch, T time (tokens of a sequence), C channels (n_embd), H heads, D head size (C = H * D),
 V vocabulary, N = B * T positions.
@@ -20,7 +20,6 @@ import importlib.util
 import json
 import math
 import os
-import pickle
 import shutil
 import signal
 import sys
@@ -44,6 +43,7 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from checkpoints import has_checkpoint, newest_checkpoint, newest_run, read_checkpoint, save_checkpoint
 from cross_entropy import linear_cross_entropy
 from evaluation import Reporter
 from fp8_mlp import check_transpose, mlp_products_fp8
@@ -646,73 +646,7 @@ class World:
             os._exit(0)
 
 
-# ------------------------------------------------------------------------------------------------- 6. checkpoints
-
-
-def save_checkpoint(run_dir, step, data, keep_last, best):
-    """Write run_dir/model_<step>.pt whole or not at all, keep the newest keep_last, and model_best.pt if `best`."""
-    path = run_dir / f"model_{step:06d}.pt"
-    part = path.with_suffix(".part")
-    try:
-        with part.open("wb") as f:
-            torch.save(data, f)
-            f.flush()
-            os.fsync(f.fileno())
-    except (OSError, RuntimeError) as error:  # torch says RuntimeError where the disk is full
-        part.unlink(missing_ok=True)
-        raise OSError(f"checkpoint {path} cannot be written ({str(error).splitlines()[0][:80]}); is the disk full? Make room, "
-                      f"then --resume goes on from the one before, if there is one") from error  # fmt: skip
-    os.replace(part, path)  # the name appears when the bytes are on disk; a kill leaves the older files as they were
-    if best:
-        part = run_dir / "model_best.part"
-        part.unlink(missing_ok=True)
-        try:
-            os.link(path, part)
-        except OSError:  # a file system without links
-            shutil.copyfile(path, part)
-        os.replace(part, run_dir / "model_best.pt")
-    for old in sorted(run_dir.glob("model_[0-9]*.pt"))[:-keep_last]:
-        old.unlink()
-    return path
-
-
-class Inert:
-    """Stands for every foreign class in a .pt file: it holds what the file says of the object and can do nothing."""
-
-
-def read_checkpoint(path):
-    """What torch.save wrote, with foreign classes as inert objects: tensors and plain values come in, no code runs."""
-    if not Path(path).exists():
-        raise FileNotFoundError(f"no checkpoint {path}; `ls log/*/` shows those there are")
-    try:
-        stubs = [(Inert, name) for name in torch.serialization.get_unsafe_globals_in_checkpoint(path)]
-        with torch.serialization.safe_globals(stubs):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except pickle.UnpicklingError as error:
-        raise ValueError(f"checkpoint {path} is refused: it holds more than tensors and plain values, or is older than torch "
-                         "1.6; nothing in it was executed; save its state dict again with torch.save") from error  # fmt: skip
-    except Exception as error:  # a broken zip, a truncated file
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(f"checkpoint {path} cannot be read ({first}); take another one of the same folder") from error
-
-
-def newest_checkpoint(run_dir):
-    """The last model_<step>.pt of a run. Raises FileNotFoundError if there is none."""
-    files = sorted(Path(run_dir).glob("model_[0-9]*.pt"))
-    if not files:
-        raise FileNotFoundError(f"no checkpoint in {run_dir}; train one with `python train_gpt2.py`, or name a --model")
-    return files[-1]
-
-
-def newest_run(log_dir):
-    """The run folder whose checkpoint was written last."""
-    files = list(Path(log_dir).glob("*/model_[0-9]*.pt"))
-    if not files:
-        raise FileNotFoundError(f"no run with a checkpoint in {log_dir}/; `python train_gpt2.py` makes one")
-    return max(files, key=lambda p: p.stat().st_mtime).parent
-
-
-# --------------------------------------------------------------------------------------------------- 7. training
+# --------------------------------------------------------------------------------------------------- 6. training
 
 
 class StopSignal:
@@ -832,7 +766,7 @@ def open_run(run_dir, model_config, cfg, world):
                 f.write(json.dumps(saved, indent=1) + "\n")
         except FileExistsError:
             problem = f"{run_dir} is another run's already; pass --resume to continue it, or another --run_name"
-            if not any(run_dir.glob("model_[0-9]*.pt")):
+            if not has_checkpoint(run_dir):
                 problem = (f"{run_dir} is the folder of a run that has saved nothing yet; delete it if that run has ended, or "
                            "pass another --run_name")  # fmt: skip
         except OSError as error:
@@ -968,7 +902,7 @@ def train(model_config, cfg, world, run_dir, tokenizer=None):
     return val_loss
 
 
-# ----------------------------------------------------------------------------------------------- 8. command line
+# ----------------------------------------------------------------------------------------------- 7. command line
 
 
 def peek(argv, *flags):
@@ -990,7 +924,7 @@ def choose_defaults(argv):
         run_dir = Path(log_dir) / given["run_name"] if given.get("run_name") else newest_run(log_dir)
         if not (run_dir / "config.json").exists():
             raise FileNotFoundError(f"{run_dir} holds no config.json to resume with; `ls {log_dir}` shows the runs there are")
-        if not any(run_dir.glob("model_[0-9]*.pt")):
+        if not has_checkpoint(run_dir):
             raise FileNotFoundError(f"{run_dir} has no checkpoint to resume from: that run ended before its first one; delete "
                                     "the folder and start again, or pass another --run_name")  # fmt: skip
         saved = json.loads((run_dir / "config.json").read_text())
@@ -1044,7 +978,7 @@ def farewell(run_dir):
     """Draw the curve, and say where everything is and what to do next."""
     import plot
 
-    if not any(run_dir.glob("model_*.pt")):
+    if not has_checkpoint(run_dir):
         return  # stopped before there was anything to go on from
     plot.loss_curve([run_dir], run_dir / "loss.png")
     print(f"\n{run_dir}/ holds log.jsonl (every number), loss.png (the curve), TensorBoard events and the checkpoints. Next:\n"

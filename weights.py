@@ -16,7 +16,8 @@ from typing import Annotated
 
 import torch
 
-from train_gpt2 import GPT, GPTConfig, newest_checkpoint, newest_run, read_checkpoint
+from checkpoints import newest_checkpoint, newest_run, read_checkpoint
+from train_gpt2 import GPT, GPTConfig
 
 # GPT-2 was published with a layer that stores its matrix as (in, out); nn.Linear stores (out, in)
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")

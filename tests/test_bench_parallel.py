@@ -208,6 +208,14 @@ def test_the_table_holds_modes_against_cards_alone():
     assert len(heads) == 2 and "9,999" in lines[heads[1] + 2] and sum("alone_one" in line for line in lines) == 2
 
 
+def test_a_mode_is_held_against_its_own_round_where_that_has_cards_alone():
+    rows = [record("alone_one", 1000, round=1), record("alone_one", 2000, round=2), record("alone_one", 500)]
+    for number, one in ((1, 1000), (2, 2000), (None, 500), (7, 500)):
+        assert parallel.references(record("ddp", 900, round=number), rows)[0] == 2 * one, number
+    lines = parallel.table([record("ddp", 100, bucket_mb=25), record("ddp", 110, bucket_mb=250), record("flat", 90)])
+    assert [line.split()[-1] for line in lines if line.startswith("ddp")] == ["bucket_mb=25", "bucket_mb=250"]
+
+
 def test_the_loop_counts_each_event_as_often_as_a_full_run_has_it():
     kinds = [("start", 0, 0), ("val", 0, 9), ("train", 5, 30), ("train", 10, 50), ("val", 10, 60), ("hella", 10, 70),
              ("sample", 10, 80), ("checkpoint", 10, 90), ("train", 15, 92), ("train", 20, 94), ("val", 20, 95.0),

@@ -105,6 +105,15 @@ def test_the_others_say_what_they_show(drawn):
     assert "ddp: 50% of 0.1 ms of communication hidden under computation" in drawn("overlap")
 
 
+def test_modes_in_several_rounds_are_means_against_their_own_round(drawn, runs):
+    rows = [mode("alone_one", 100), mode("ddp", 160), mode("ddp", 120) | {"bucket_mb": 25}]
+    rows += [row | {"round": 2} for row in (mode("alone_one", 50), mode("ddp", 90))]
+    (runs / "parallel.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    texts = drawn("parallel")
+    assert "125 tokens/s, 85.0%" in texts and "gpt2: ddp" in texts  # the mean of 80 % and 90 %
+    assert "120 tokens/s, 60.0%" in texts and "gpt2: ddp, 25 MB" in texts
+
+
 def test_published_losses_name_their_text_and_stay_apart(drawn):
     texts = drawn("tokens")
     assert {"OpenAI's GPT-2 124M on FineWeb, 3.42", "OpenAI's GPT-2 124M on FineWeb-Edu, 3.29"} <= set(texts)

@@ -334,6 +334,17 @@ def test_command(tmp_path):
     assert result.returncode == 2 and result.stderr.count("\n") == 1 and "plan_card=Voodoo is not one of" in result.stderr
 
 
+@pytest.mark.parametrize("shape, micro_steps", [("gpt2", 8), ("gpt2-large", 2)])
+def test_the_mlp_in_8_bits_against_the_ladders_peaks(shape, micro_steps):
+    """The peaks that bench/ladder.py measured on an H200, at 64 x 1024 tokens a micro-step."""
+    lines = (ROOT / "readme.assets" / "runs" / "ladder.jsonl").read_text().splitlines()
+    (measured,) = (r["peak_gib"] for r in map(json.loads, lines) if (r["group"], r["shape"], r["variant"], r["tokens_per_step"])
+                   == ("rungs", shape, "fp8_mlp", 65536 * micro_steps))  # fmt: skip
+    model = dataclasses.replace(PRESETS[shape][0], cross_entropy="fp8", fp8_mlp=True)
+    assert peak(Setting(model, 64, 1024, micro_steps))[0] / GIB == pytest.approx(measured, rel=0.01)
+    assert peak(Setting(dataclasses.replace(model, fp8_mlp=False), 64, 1024, micro_steps))[0] / GIB > 1.1 * measured
+
+
 @pytest.mark.parametrize("flags, said", [
     (["--plan_gpus", "0"], "0 must be an integer, 1 or more"),
     (["--plan_mfu", "fast"], "fast must be a number, 0.01 or more"),

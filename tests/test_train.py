@@ -19,10 +19,11 @@ import torch.nn.functional as F
 from conftest import ROOT, TINY_MODEL, TINY_RUN, VOCAB, clean_env, wait_for_steps, write_shards
 
 import machine
+from checkpoints import read_checkpoint, save_checkpoint
 from evaluation import eval_val_loss
 from shards import TokenShards
 from tokenizer import ByteTokenizer
-from train_gpt2 import GPT, PRESETS, GPTConfig, TrainConfig, World, get_lr, read_checkpoint, save_checkpoint, train
+from train_gpt2 import GPT, PRESETS, GPTConfig, TrainConfig, World, get_lr, train
 
 # AdamW divides by the root of the squared gradient, so where the true gradient is 0 (the bias of the keys: a softmax does
 # not see it) rounding noise alone would move a weight by the full rate. This eps keeps such weights where they are, and

@@ -1,0 +1,80 @@
+"""Checkpoint files: written whole or not at all, read without running what is in them, found by their names.
+
+What a checkpoint holds is for train_gpt2.py to say (state_to_save, restore); here it is any dict of tensors and plain values.
+"""
+
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import torch
+
+
+def save_checkpoint(run_dir, step, data, keep_last, best):
+    """Write run_dir/model_<step>.pt whole or not at all, keep the newest keep_last, and model_best.pt if `best`."""
+    path = run_dir / f"model_{step:06d}.pt"
+    part = path.with_suffix(".part")
+    try:
+        with part.open("wb") as f:
+            torch.save(data, f)
+            f.flush()
+            os.fsync(f.fileno())
+    except (OSError, RuntimeError) as error:
+        part.unlink(missing_ok=True)
+        if isinstance(error, RuntimeError) and "inline_container" not in str(error):
+            raise  # not from torch's writer, which names that file of its source where the disk is full
+        raise OSError(f"checkpoint {path} cannot be written ({str(error).splitlines()[0][:80]}); is the disk full? Make room, "
+                      "then --resume goes on from the one before, if there is one") from error  # fmt: skip
+    os.replace(part, path)  # the name appears when the bytes are on disk; a kill leaves the older files as they were
+    if best:
+        part = run_dir / "model_best.part"
+        part.unlink(missing_ok=True)
+        try:
+            os.link(path, part)
+        except OSError:  # a file system without links
+            shutil.copyfile(path, part)
+        os.replace(part, run_dir / "model_best.pt")
+    for old in sorted(run_dir.glob("model_[0-9]*.pt"))[:-keep_last]:
+        old.unlink()
+    return path
+
+
+class Inert:
+    """Stands for every foreign class in a .pt file: it holds what the file says of the object and can do nothing."""
+
+
+def read_checkpoint(path):
+    """What torch.save wrote, with foreign classes as inert objects: tensors and plain values come in, no code runs."""
+    if not Path(path).exists():
+        raise FileNotFoundError(f"no checkpoint {path}; `ls log/*/` shows those there are")
+    try:
+        stubs = [(Inert, name) for name in torch.serialization.get_unsafe_globals_in_checkpoint(path)]
+        with torch.serialization.safe_globals(stubs):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError(f"checkpoint {path} is refused: it holds more than tensors and plain values, or is older than torch "
+                         "1.6; nothing in it was executed; save its state dict again with torch.save") from error  # fmt: skip
+    except Exception as error:  # a broken zip, a truncated file
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"checkpoint {path} cannot be read ({first}); take another one of the same folder") from error
+
+
+def has_checkpoint(run_dir):
+    return any(Path(run_dir).glob("model_[0-9]*.pt"))
+
+
+def newest_checkpoint(run_dir):
+    """The last model_<step>.pt of a run. Raises FileNotFoundError if there is none."""
+    files = sorted(Path(run_dir).glob("model_[0-9]*.pt"))
+    if not files:
+        raise FileNotFoundError(f"no checkpoint in {run_dir}; train one with `python train_gpt2.py`, or name a --model")
+    return files[-1]
+
+
+def newest_run(log_dir):
+    """The run folder whose checkpoint was written last."""
+    files = list(Path(log_dir).glob("*/model_[0-9]*.pt"))
+    if not files:
+        raise FileNotFoundError(f"no run with a checkpoint in {log_dir}/; `python train_gpt2.py` makes one")
+    return max(files, key=lambda p: p.stat().st_mtime).parent
