@@ -377,6 +377,16 @@ def test_a_full_disk_is_one_sentence_and_older_checkpoints_stay(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["model_000001.pt"] and before == (tmp_path / "model_000001.pt").read_bytes()
 
 
+def test_an_error_of_the_device_is_not_called_a_full_disk(tmp_path):
+    class Lost:
+        def __reduce__(self):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with pytest.raises(RuntimeError, match="^CUDA error"):
+        save_checkpoint(tmp_path, 1, {"w": Lost()}, keep_last=2, best=False)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_killed_run_leaves_whole_checkpoints_and_resumes(tmp_path, start_training, run_train):
     process = start_training("--ckpt_every", 1, "--keep_last", 3)
     wait_for_steps(process, tmp_path / "log" / "r")
