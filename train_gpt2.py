@@ -700,8 +700,27 @@ def train_step(model, optimizer, loader, lr, cfg, world, precision, clock):
     return micro_losses.sum(), grad_norm, micro_losses
 
 
-def check_finite(step, loss, micro_losses, step_end, loader, world, run_dir):
+class Underway:
+    """Copies of tensors on their way to the CPU. arrive() waits for what was launched before the copies were, and no longer;
+    item() would wait for all that was launched since, and the device would then have nothing to do while the host launches
+    the next step (2 of 116 ms on an H200: README)."""
+
+    def __init__(self, *tensors):
+        cuda = tensors[0].is_cuda
+        self.copies = [torch.empty_like(t, device="cpu", pin_memory=cuda).copy_(t, non_blocking=cuda) for t in tensors]
+        self.there = torch.cuda.Event() if cuda else None
+        if self.there:
+            self.there.record()
+
+    def arrive(self):
+        if self.there:
+            self.there.synchronize()
+        return self.copies
+
+
+def check_finite(step, losses, step_end, loader, world, run_dir):
     """Raise FloatingPointError where the loss of a finished step is not finite, naming the shard positions."""
+    loss, micro_losses = losses.arrive()
     loss = world.mean(loss.item())
     if math.isfinite(loss):
         return
@@ -883,9 +902,9 @@ def train(model_config, cfg, world, run_dir, tokenizer=None):
             break
         lr = get_lr(step, cfg)
         loss, grad_norm, micro_losses = train_step(model, optimizer, loader, lr, cfg, world, precision, clock)
-        if pending:  # looked at one step late: that one has finished, so the device is never kept waiting
+        if pending:  # looked at one step late: the device has this one to do meanwhile
             check_finite(*pending, loader, world, run_dir)
-        pending = (step + 1, loss, micro_losses, loader.sequence)
+        pending = (step + 1, Underway(loss, micro_losses), loader.sequence)
         if due(step + 1, cfg.log_every, step + 1 == cfg.max_steps):
             speed = meter.read(step + 1)
             shown = dict(loss=world.mean(loss.item()), lr=lr, grad_norm=grad_norm.item())

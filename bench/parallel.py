@@ -45,7 +45,7 @@ from ladder import kind_of  # noqa: E402
 from records import append_record, card_name, finished, origin, random_shards, read_records  # noqa: E402
 
 from metrics import PhaseClock  # noqa: E402
-from train_gpt2 import PRESETS, World, get_lr, make_optimizer, param_groups, prepare, train_step  # noqa: E402
+from train_gpt2 import PRESETS, Underway, World, get_lr, make_optimizer, param_groups, prepare, train_step  # noqa: E402
 
 MODES = {
     "alone_one": "the first card trains by itself, the others idle: what is called the rate of one GPU",
@@ -325,8 +325,8 @@ def timed_steps(step, count, world, clock, halfway=lambda: None):
         if i == count // 3:
             halfway()
         if before is not None:
-            before.item()
-        before = result[0]
+            before.arrive()
+        before = Underway(result[0])
     world.synchronize()
     if world.device.type == "cuda":
         return [a.elapsed_time(b) for a, b in zip(marks, marks[1:])], result

@@ -23,7 +23,7 @@ from checkpoints import read_checkpoint, save_checkpoint
 from evaluation import eval_val_loss
 from shards import TokenShards
 from tokenizer import ByteTokenizer
-from train_gpt2 import GPT, PRESETS, GPTConfig, TrainConfig, World, get_lr, train
+from train_gpt2 import GPT, PRESETS, GPTConfig, TrainConfig, Underway, World, get_lr, train
 
 # AdamW divides by the root of the squared gradient, so where the true gradient is 0 (the bias of the keys: a softmax does
 # not see it) rounding noise alone would move a weight by the full rate. This eps keeps such weights where they are, and
@@ -451,3 +451,14 @@ def test_presets_are_runs_that_can_be_done():
 
 def test_the_environment_of_the_tests_is_one_process():
     assert "RANK" not in os.environ and World("cpu").world_size == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_loss_arrives_before_what_was_launched_after_it():
+    losses = Underway(torch.full((3,), 2.0, device="cuda").sum(), torch.zeros(2, device="cuda"))
+    torch.cuda._sleep(10**9)  # about half a second
+    after = torch.cuda.Event()
+    after.record()
+    total, parts = losses.arrive()
+    assert total.item() == 6 and parts.tolist() == [0, 0] and not after.query()
