@@ -192,8 +192,11 @@ def ladder(runs, out_path, dark):
     base, gain, loss = plot.SERIES[dark][0], plot.SERIES[dark][1], plot.SERIES[dark][4]
     for ax, (shape, speed) in zip(axes[0], speeds.items()):
         before, top = None, max(speed.values())
-        for variant, now in speed.items():
-            y = variants.index(variant)
+        for y, variant in enumerate(variants):
+            now = speed.get(variant)
+            if now is None:  # what comes after a missing rung is no step up from it
+                before = None
+                continue
             kept = now if before is None else min(before, now)
             ax.barh(y, kept, height=1, color=base, alpha=0.8)
             if before is not None:
@@ -204,7 +207,7 @@ def ladder(runs, out_path, dark):
             ax.annotate(text, (max(now, before or 0), y), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8.5)
             before = now
         ax.set(xlim=(0, top * (1.28 if ax is axes[0][0] else 1.75)), xlabel="tokens/s")
-        ax.set_title(shape, fontsize=10)
+        ax.set_title(shape.removeprefix("gpt2-"), fontsize=10)
         ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: plot.short(value)))
         ax.locator_params(axis="x", nbins=5 if ax is axes[0][0] else 2)
         ax.grid(axis="y", visible=False)
@@ -246,6 +249,33 @@ def kernels(runs, out_path, dark):
         ax.grid(axis="y", visible=False)
     axes[-1, 0].set_xlabel(f"ms for {size:,.0f} tokens: forward, backward, and their share of the update")
     axes[0, 0].legend(loc="lower right", fontsize=8.5, ncol=2)
+    figure.savefig(out_path)
+
+
+def vocabulary(runs, out_path, dark):
+    """Kernel time of a micro-step with an odd and with a padded vocabulary, kind by kind."""
+    shape, variants = next(iter(measured(runs, "vocabulary", "kernel_ms", "tok_per_s").items()))
+    rows = {variant: rows[-1] for variant, rows in variants.items()}
+    pairs = [name[6:] for name in rows if name.startswith("50257_") and "50304_" + name[6:] in rows]
+    if not pairs:
+        raise NoData("ladder.jsonl has no pair of 50257 and 50304")
+    saved = {p: rows["50257_" + p]["kernel_ms"]["matmul"] - rows["50304_" + p]["kernel_ms"]["matmul"] for p in pairs}
+    title = f"{shape}: 47 rows of padding save " + " and ".join(f"{ms:.0f} ms {p}" for p, ms in saved.items())
+    figure, ax = new_figure(8, 1.7 + 0.42 * len(rows), title, where_and_when(rows.values()))
+    left = dict.fromkeys(rows, 0.0)
+    for kind in KERNELS:
+        values = [row["kernel_ms"].get(kind, 0) for row in rows.values()]
+        if max(values) > 0:
+            ax.barh(range(len(rows)), values, left=list(left.values()), height=0.75, label=kind,
+                    color=KERNEL_COLORS[dark][kind])  # fmt: skip
+        left = {name: left[name] + value for name, value in zip(rows, values)}
+    for y, (name, row) in enumerate(rows.items()):
+        ax.annotate(f"{plot.short(row['tok_per_s'])} tokens/s", (left[name], y), xytext=(4, 0), textcoords="offset points",
+                    va="center", fontsize=8.5)  # fmt: skip
+    ax.set(yticks=range(len(rows)), yticklabels=map(words, rows), ylim=(len(rows) - 0.5, -0.5),
+           xlim=(0, 1.25 * max(left.values())), xlabel="ms of a micro-step of 64 x 1024 tokens")  # fmt: skip
+    ax.grid(axis="y", visible=False)
+    ax.legend(loc="upper center", bbox_to_anchor=(0.45, -0.3), fontsize=8.5, ncol=7, handlelength=1, columnspacing=1)
     figure.savefig(out_path)
 
 
@@ -431,11 +461,13 @@ def parallel(runs, out_path, dark):
     rows = records(runs, "parallel", "mode", "world_size", "tok_per_s")
     for kind, alike in grouped(rows, "preset", "world_size", "device", "batch_size", "compile", "torch").items():
         one = [row for row in alike if row["mode"] == "alone_one"]
-        for row in alike:
+        for i, row in enumerate(alike):
             if not one or row["mode"] == "alone_one":
                 continue
-            same = [r for r in one if r.get("round") == row.get("round")] or one
+            same = [r for r in one if r.get("round") == row.get("round")] or [r for r in one if r in alike[:i]] or one
             mode = words(row["mode"]) + (f", {row['bucket_mb']} MB" if row.get("bucket_mb") else "")
+            env = {k: v for k, v in row.get("env", {}).items() if k not in ("NCCL_VERSION", "NCCL_NVLS_ENABLE")}
+            mode += "".join(f", {k}={v}" for k, v in env.items())
             shares.setdefault((kind, mode), []).append(row["tok_per_s"] / (row["world_size"] * same[-1]["tok_per_s"]))
             speeds.setdefault((kind, mode), []).append(row["tok_per_s"])
             cards[kind] = median(one, "tok_per_s")
@@ -464,17 +496,21 @@ def parallel(runs, out_path, dark):
     figure.savefig(out_path)
 
 
-def overlap(runs, out_path, dark):
-    """What computes and what communicates in one step of one card, from the extract of a trace of the mode ddp."""
-    extract = runs / "ddp.kernels.json"
-    if not extract.exists():
-        raise NoData(f"there is no {extract.name}")
-    from parallel import overlap_picture  # it imports torch
+def overlap(mode):
+    """The picture of what computes and what communicates in one step of one card, from the extract of a mode's trace."""
 
-    try:
-        overlap_picture(extract, out_path, dark)
-    except ValueError as error:
-        raise NoData(str(error)) from error
+    def picture(runs, out_path, dark):
+        extract = runs / f"{mode}.kernels.json"
+        if not extract.exists():
+            raise NoData(f"there is no {extract.name}")
+        from parallel import overlap_picture  # it imports torch
+
+        try:
+            overlap_picture(extract, out_path, dark)
+        except ValueError as error:
+            raise NoData(str(error)) from error
+
+    return picture
 
 
 # ------------------------------------------------------------------------------------------------- command line
@@ -487,11 +523,15 @@ PICTURES = {
     "ladder": (ladder, "python bench/ladder.py"),
     "kernels": (kernels, "python bench/ladder.py"),
     "micro_batch": (micro_batch, "python bench/ladder.py --groups micro_batch"),
+    "vocabulary": (vocabulary, "python bench/ladder.py --groups vocabulary"),
     "ladder_loss": (ladder_loss, "python bench/ladder.py --groups loss --data edu_fineweb10B"),
     "roofline": (roofline, "python bench/floor.py"),
     "floor": (floor, "python bench/floor.py"),
     "parallel": (parallel, "python bench/parallel.py --nproc_per_node 4 --out readme.assets/runs/parallel.jsonl"),
-    "overlap": (overlap, "python bench/parallel.py --nproc_per_node 4 --modes ddp --trace readme.assets/runs"),
+    "overlap": (overlap("ddp"), "python bench/parallel.py --nproc_per_node 4 --modes ddp --trace readme.assets/runs"),
+    "overlap_in_graph": (
+        overlap("in_graph"), "python bench/parallel.py --nproc_per_node 4 --modes in_graph --trace readme.assets/runs"
+    ),
 }
 
 

@@ -569,10 +569,13 @@ def alike(record, other):
 
 def references(record, records):
     """Tokens/s that a mode is held against: world_size times one card alone, the sum of the cards, world_size times the
-    slowest; of the same round, where it has them. A reference that was not measured is None."""
-    there = [r for r in records if r["mode"] in ALONE and "error" not in r and alike(r, record)]
-    there.sort(key=lambda r: r.get("round") == record.get("round"))  # the same round last: there it was the same cards
-    found = {r["mode"]: r for r in there}
+    slowest; of the same round where it has them, else the last ones before it. A reference that was not measured is None."""
+    records = list(records)
+    here = records.index(record) if record in records else len(records)
+    there = [(i, r) for i, r in enumerate(records) if r["mode"] in ALONE and "error" not in r and alike(r, record)]
+    # the likeliest to have been measured on the same cards come last
+    there.sort(key=lambda item: (item[1].get("round") == record.get("round"), item[0] < here))
+    found = {r["mode"]: r for _, r in there}
     n, one, every = record["world_size"], found.get("alone_one"), found.get("alone")
     rates = every["rank_tok_per_s"] if every else None
     return (n * one["tok_per_s"] if one else None, sum(rates) if rates else None, n * min(rates) if rates else None)
