@@ -3,6 +3,7 @@
     python bench/ladder.py --list                                      # what there is to measure, and what is done already
     python bench/ladder.py --shapes gpt2 --groups rungs                # GPT-2 124M, from plain float32 to the trainer's best
     python bench/ladder.py --groups loss --data edu_fineweb10B         # what the rungs do to the loss, three seeds each
+    python bench/ladder.py --shapes gpt2-large,gpt2-xl --cards 4       # four GPUs, each with a measurement of its own
     python bench/ladder.py --table                                     # what the file holds; needs no GPU
     python bench/ladder.py --shapes tiny --device cpu --out try.jsonl  # a try without a GPU; its times mean nothing
 
@@ -26,6 +27,7 @@ import dataclasses
 import gc
 import json
 import os
+import queue
 import re
 import signal
 import subprocess
@@ -33,6 +35,7 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -190,9 +193,9 @@ class Case:
         record["max_steps"] = cfg.max_steps if self.group == "loss" else None
         return tuple(record[k] for k in KEY)
 
-    def command(self, args):
-        """What repeats this measurement alone."""
-        words = ["python bench/ladder.py", "--shapes", self.shape, "--groups", self.group, "--variants", self.variant]
+    def flags(self, args):
+        """What the command line says of this measurement alone."""
+        words = ["--shapes", self.shape, "--groups", self.group, "--variants", self.variant]
         words += ["--seed", str(self.seed), "--seeds", "1"] if self.group == "loss" else ["--steps", str(args.steps)]
         if self.group == "loss":
             words += ["--loss_steps", str(args.loss_steps), "--loss_tokens", str(args.loss_tokens)]
@@ -200,8 +203,7 @@ class Case:
         words += ["--batch_size", str(args.batch_size)] if args.batch_size else []
         words += ["--sustain", str(self.sustain)] if self.sustain else []
         words += ["--data", Path(args.data).name] if args.data_name != "random" else []
-        words += ["--device", args.device] if args.device != "auto" else []
-        return " ".join(words)
+        return words + (["--device", args.device] if args.device != "auto" else [])
 
 
 def cases(args):
@@ -621,6 +623,15 @@ def card_lost(device):
         return True
 
 
+def in_short(record):
+    """What a line of the file says, for people."""
+    if record["error"]:
+        return record["error"]
+    if record["group"] == "loss":
+        return f"validation loss {record['val_loss']:.4f}, {record['seconds']:.1f} s"
+    return f"{record['median_ms']:.2f} ms, {record['tok_per_s']:,} tokens/s"
+
+
 def measure_all(todo, args, world):
     """Measure, write, go on. A failure is one line in the file. Returns the number of failures."""
     card, failures = card_name(world.device), 0
@@ -628,21 +639,64 @@ def measure_all(todo, args, world):
         key = dict(zip(KEY, case.key(args, card)))
         record = {"bench": "ladder"} | key | dict(
             settings=case.settings, data=args.data_name, error=None
-        ) | origin(case.command(args))  # fmt: skip
+        ) | origin(" ".join(["python bench/ladder.py", *case.flags(args)]), args.commit)  # fmt: skip
         print(f"[{number}/{len(todo)}] {case.group} {case.shape} {case.variant} seed {case.seed}: ", end="", flush=True)
         try:
             record |= measure(case, args, world)
-            print(f"{record['median_ms']:.2f} ms, {record['tok_per_s']:,} tokens/s" if case.group != "loss" else
-                  f"validation loss {record['val_loss']:.4f}, {record['seconds']:.1f} s", flush=True)  # fmt: skip
         except Exception as error:  # whatever a variant throws is its result
             record["error"] = one_sentence(error)
             failures += 1
-            print(record["error"], flush=True)
+        print(in_short(record), flush=True)
         append_record(args.out, record)
         if record["error"] and card_lost(world.device):
             raise RuntimeError(f"{case.variant} has left the card unusable for this process; the same command goes on after it")
     forget(world.device)
     return failures
+
+
+def share(todo, args):
+    """measure_all on args.cards GPUs: each measurement in a process of its own, on the next GPU that is free. Returns the
+    number of failures.
+
+    The processes write to files of their own and this one writes what they found to --out, as processes may not share it.
+    """
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(args.cards)))).split(",")
+    free, lock, done = queue.SimpleQueue(), threading.Lock(), []
+    for name in names[: args.cards]:
+        free.put(name)
+
+    def one(case):
+        name = free.get()
+        with tempfile.TemporaryDirectory() as folder:
+            part = Path(folder) / "part.jsonl"
+            command = [sys.executable, __file__, *case.flags(args), "--seed", case.seed, "--limit", args.limit, "--out", part]
+            command += ["--val_tokens", args.val_tokens, "--commit", args.commit]
+            command += ["--data", args.data] if args.data else []
+            command += ["--no_profile"] if args.no_profile else []
+            child = subprocess.run(
+                list(map(str, command)), env=os.environ | {"CUDA_VISIBLE_DEVICES": name}, capture_output=True, text=True
+            )
+            found = read_records(part)
+        free.put(name)
+        if child.returncode in (130, -signal.SIGINT):  # the Ctrl-C that is about to end this process too
+            return
+        said = (child.stderr.strip().splitlines() or [f"its process ended with status {child.returncode}"])[-1]
+        record = found[-1] if found else {"bench": "ladder"} | dict(zip(KEY, case.key(args, card_name(args.device)))) | dict(
+            settings=case.settings, data=args.data_name, error=said
+        ) | origin(" ".join(["python bench/ladder.py", *case.flags(args)]), args.commit)  # fmt: skip
+        with lock:
+            append_record(args.out, record)
+            done.append(record)
+            what = f"[{len(done)}/{len(todo)}] {case.group} {case.shape} {case.variant} seed {case.seed}"
+            print(f"{what}, card {name}: {in_short(record)}", flush=True)
+
+    with ThreadPoolExecutor(args.cards) as pool:
+        try:
+            list(pool.map(one, todo))
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return sum(bool(record["error"]) for record in done)
 
 
 # ------------------------------------------------------------------------------------------------------ the table
@@ -764,6 +818,8 @@ def parse_args(argv):
     parser.add_argument("--loss_tokens", type=int, default=65536, help="group loss: tokens per step (65536)")
     parser.add_argument("--val_tokens", type=int, default=1048576, help="group loss: tokens of the final validation (1048576)")
     parser.add_argument("--device", default="auto", help="cuda, cuda:N or cpu (auto)")
+    parser.add_argument("--cards", type=int, default=1, help="measure on so many GPUs at once, a process for each (1)")
+    parser.add_argument("--commit", default="", help="noted in the records where git is not at hand")
     parser.add_argument("--no_profile", action="store_true", help="times alone, no kernel_ms")
     parser.add_argument("--retry", action="store_true", help="try again what has failed before")
     parser.add_argument("--list", action="store_true", help="show what would be measured, and stop")
@@ -772,7 +828,7 @@ def parse_args(argv):
     args.shapes, args.groups = chosen(args.shapes, SHAPES, "shapes"), chosen(args.groups, GROUPS, "groups")
     args.variants = [name.strip() for name in args.variants.split(",") if name.strip()]
     args.data_name = Path(args.data).name if args.data else "random"
-    for name in ("steps", "limit", "seeds", "loss_steps", "loss_tokens", "val_tokens"):
+    for name in ("steps", "limit", "seeds", "loss_steps", "loss_tokens", "val_tokens", "cards"):
         if getattr(args, name) < 1:
             raise ValueError(f"{name}={getattr(args, name)} must be at least 1")
     return args
@@ -789,6 +845,8 @@ def run(argv):
         raise ValueError("group loss learns from text: name a folder of token shards with --data; fineweb.py makes one")
     if not args.list and set(args.shapes) != {"tiny"} and (args.device == "cpu" or not torch.cuda.is_available()):
         raise ValueError("ladder.py needs a CUDA GPU; `--shapes tiny --device cpu` tries it without one, --table needs none")
+    if args.cards > max(1, torch.cuda.device_count()) and args.device != "cpu" and not args.list:
+        raise ValueError(f"cards={args.cards} is more than the {torch.cuda.device_count()} GPUs of this machine")
     device = torch.device("cpu") if args.list and not torch.cuda.is_available() else World(args.device).device
     done = {tuple(r.get(k) for k in KEY): r for r in read_records(args.out)}
     card = card_name(device)
@@ -804,6 +862,8 @@ def run(argv):
     print(f"{len(todo)} of {len(asked)} measurements to do on {card}, into {args.out}")
     if args.list or not todo:
         return 0
+    if args.cards > 1:
+        return share(todo, args)
     from torch._functorch import config as functorch
 
     functorch.enable_autograd_cache = False  # its key does not hold which attention kernels are allowed

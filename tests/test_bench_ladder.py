@@ -3,6 +3,9 @@
 import copy
 import dataclasses
 import json
+import os
+import signal
+import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -128,6 +131,34 @@ def test_a_record_says_where_it_comes_from(monkeypatch):
     assert card_name("cpu") and (torch.cuda.is_available() or card_name() == card_name("cpu"))
 
 
+def test_cards_share_the_work(out, capfd):
+    """What is done is left alone, a failure is a record, and the processes' records are those of one."""
+    records = measure(out, "--cards", "2", "--variants", "fp32,tf32,fp8_head", "--seed", "1337", "--commit", "abc")
+    found = {r["variant"]: r for r in records}
+    assert [len(records), *found] == [4, "fp32", "bf16", *list(found)[2:]] and found.keys() >= {"tf32", "fp8_head"}
+    tf32 = found["tf32"]
+    assert tf32.keys() == records[0].keys() and tf32["commit"] == "abc" and tf32["command"].endswith("--device cpu")
+    assert "8 bits need an NVIDIA GPU" in found["fp8_head"]["error"] and not tf32["error"]
+    said = capfd.readouterr().out
+    assert "[2/2]" in said and "rungs tiny tf32 seed 1337, card " in said
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="signals are for Linux and macOS")
+def test_ctrl_c_ends_all_cards_and_the_same_command_goes_on(out):
+    command = [sys.executable, ROOT / "bench" / "ladder.py", *TINY, "--out", out, "--cards", 2, "--groups", "micro_batch"]
+    command = list(map(str, command))
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stdout.readline().startswith("6 of 6") and process.stdout.readline().startswith("[1/6]")
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "stopped; the same command goes on" in err and "Traceback" not in err
+    found = len(read_records(out))
+    assert 3 <= found < 8 and not any(r["error"] for r in read_records(out))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and f"{8 - found} of 6 measurements to do" in done.stdout and len(read_records(out)) == 8
+
+
 def test_a_failure_is_a_record_and_is_left_alone_until_retry(out, capsys):
     flags = ("--groups", "precision", "--variants", "fp16")
     failed = measure(out, *flags)[-1]
@@ -201,6 +232,7 @@ def test_wrong_input_is_one_sentence(tmp_path):
         (["--groups", "rung"], "rung is not one of"),
         (["--shapes", "gpt3"], "gpt3 is not one of"),
         (["--steps", "0"], "steps=0"),
+        (["--cards", "0"], "cards=0"),
         (["--groups", "loss"], "--data"),
     ):
         with pytest.raises(ValueError, match=words):
