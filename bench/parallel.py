@@ -35,6 +35,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+import torch.nn.functional as F
 from torch.func import functional_call
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -45,7 +46,7 @@ from ladder import kind_of  # noqa: E402
 from records import append_record, card_name, finished, origin, random_shards, read_records  # noqa: E402
 
 from metrics import PhaseClock  # noqa: E402
-from train_gpt2 import PRESETS, Underway, World, get_lr, make_optimizer, param_groups, prepare, train_step  # noqa: E402
+from train_gpt2 import PRESETS, Underway, World, get_lr, make_optimizer, prepare, train_step  # noqa: E402
 
 MODES = {
     "alone_one": "the first card trains by itself, the others idle: what is called the rate of one GPU",
@@ -57,10 +58,11 @@ MODES = {
     "flat": "no DistributedDataParallel: one all-reduce of all gradients when the backward pass is over",
     "in_graph": "no DistributedDataParallel: the graph stays whole, and in it each block sends its gradients once it has them",
     "zero1": "each process keeps AdamW's state of its share of the weights alone, and updates that (ZeRO, stage 1)",
+    "zero1_in_graph": "zero1, and a block's gradients go to the processes that own them as in in_graph",
     "fsdp2": "each process keeps its share of weights, gradients and state alone (fully_shard, ZeRO stage 3)",
     "loop": "the whole trainer with log, validation, HellaSwag, samples and checkpoints as often as in a full run",
 }
-__doc__ = __doc__.format(modes="\n".join(f"{name:<10}  {text}" for name, text in MODES.items()))
+__doc__ = __doc__.format(modes="\n".join(f"{name:<14}  {text}" for name, text in MODES.items()))
 ALONE = ("alone_one", "alone")
 
 # ------------------------------------------------------------------------------------------------------- 1. modes
@@ -98,33 +100,43 @@ class AfterBackward:
             torch._foreach_copy_(grads, [part.view_as(g) for part, g in zip(parts, grads)])
 
 
-STARTED = []  # (Work, gradients) of each exchange that nobody has waited for yet; an op has no object to keep them in
+STARTED = []  # (Work, result, gradients) of each exchange that nobody has waited for yet; an op has no object to keep them in
 
 
-@torch.library.custom_op("gpt2::start_all_reduce", mutates_args=("grads",))  # opaque, so that torch.compile keeps one graph
-def start_all_reduce(grads: torch.Tensor) -> None:
-    """Begin to sum `grads` over the processes, in place, and return at once."""
-    STARTED.append((dist.all_reduce(grads, async_op=True), grads))
+@torch.library.custom_op("gpt2::start_exchange", mutates_args=("grads",))  # opaque, so that torch.compile keeps one graph
+def start_exchange(grads: torch.Tensor, scatter: bool) -> None:
+    """Begin to sum `grads` over the processes and return at once: all of it in place or, if `scatter`, this process's share."""
+    if scatter:
+        result = torch.empty_like(grads[: len(grads) // dist.get_world_size()])
+        work = dist.reduce_scatter_tensor(result, grads, async_op=True)
+    else:
+        result = grads
+        work = dist.all_reduce(grads, async_op=True)
+    STARTED.append((work, result, grads))
 
 
 class Exchanged(torch.autograd.Function):
-    """Parameters as they are. On the way back their gradients become the means over the processes, though not at once:
-    they hold what they should when the exchange that is started here has been waited for."""
+    """Parameters as they are. On the way back their gradients, times `factor`, are laid one after the other, `sizes` numbers
+    for each and `total` in all, and exchanged. That is only started here: it is over when it has been waited for."""
 
     @staticmethod
-    def forward(ctx, *params):
+    def forward(ctx, sizes, total, factor, scatter, *params):
+        ctx.layout = sizes, total, factor, scatter
         return tuple(p.view_as(p) for p in params)
 
     @staticmethod
     def backward(ctx, *grads):
-        # torch.compile has the kernel that takes a gradient from autocast's 16 bits back to 32 divide it as well, and
+        sizes, total, factor, scatter = ctx.layout
+        # torch.compile has the kernel that takes a gradient from autocast's 16 bits back to 32 multiply it as well, and
         # write it to its place in `flat`: neither is a pass of its own
-        flat = torch.cat([g.reshape(-1) / dist.get_world_size() for g in grads])
-        start_all_reduce(flat)
-        return tuple(part.view_as(g) for part, g in zip(flat.split([g.numel() for g in grads]), grads))
+        parts = [F.pad(g.reshape(-1) * factor, (0, size - g.numel())) for g, size in zip(grads, sizes)]
+        flat = torch.cat(parts + [parts[0].new_zeros(total - sum(sizes))])
+        start_exchange(flat, scatter)
+        views = (part[: g.numel()].view_as(g) for part, g in zip(flat.split([*sizes, total - sum(sizes)]), grads))
+        return None, None, None, None, *views
 
 
-def exchange_together(module, names):
+def exchange_together(module, names, sizes, total, factor, scatter):
     """From now on the gradients of these parameters of `module` are exchanged as one, when the last of them is there.
 
     Exchanged is applied in the module's forward pass, not once for the whole model: autograd goes through the functions
@@ -134,9 +146,27 @@ def exchange_together(module, names):
     inner = copy.copy(module)  # the same parameters and parts, and the forward that is replaced here
 
     def forward(*args, **kwargs):
-        return functional_call(inner, dict(zip(names, Exchanged.apply(*params))), args, kwargs)
+        exchanged = Exchanged.apply(sizes, total, factor, scatter, *params)
+        return functional_call(inner, dict(zip(names, exchanged)), args, kwargs)
 
     module.forward = forward
+
+
+def parts_of(model):
+    """(module, names of its parameters) of each block, and of the model for what is in no block."""
+    found = [(block, [name for name, _ in block.named_parameters()]) for block in model.transformer.h]
+    return [*found, (model, [name for name, _ in model.named_parameters() if ".h." not in name])]
+
+
+def wait_for_exchanges():
+    """The results of those that were started, in the order in which they were. NCCL has a stream of its own. It waits there for
+    what the backward pass had launched before the exchange, and wait() lets the stream of the optimizer wait for it in turn;
+    the host goes on at once."""
+    for work, _, _ in STARTED:
+        work.wait()
+    results = [result for _, result, _ in STARTED]
+    STARTED.clear()
+    return results
 
 
 class DuringBackward(AfterBackward):
@@ -149,9 +179,9 @@ class DuringBackward(AfterBackward):
     """
 
     def wrap(self, model):
-        for block in model.transformer.h:
-            exchange_together(block, [name for name, _ in block.named_parameters()])
-        exchange_together(model, [name for name, _ in model.named_parameters() if ".h." not in name])
+        for module, names in parts_of(model):
+            sizes = tuple(module.get_parameter(name).numel() for name in names)
+            exchange_together(module, names, sizes, sum(sizes), 1 / self.world.world_size, False)
         return model
 
     @contextlib.contextmanager
@@ -160,62 +190,90 @@ class DuringBackward(AfterBackward):
         # A gradient becomes p.grad as it is where there was none before: that is why this mode cannot accumulate. A copy or
         # a sum of it would be made in the middle of the exchange, of numbers that are neither the old ones nor the new
         ours = {p.grad.untyped_storage().data_ptr() for p in model.parameters()}
-        assert ours == {grads.untyped_storage().data_ptr() for _, grads in STARTED}, "a gradient was copied on its way"
-        # NCCL has a stream of its own. It waits there for what the backward pass had launched before the exchange, and
-        # wait() lets the stream of the optimizer wait for it in turn; the host goes on at once
-        for work, _ in STARTED:
-            work.wait()
-        STARTED.clear()
+        assert ours == {g.untyped_storage().data_ptr() for _, _, g in STARTED}, "a gradient was copied on its way"
+        wait_for_exchanges()
+
+
+class Shares:
+    """Parameters in one buffer, one after the other, those that decay first, and cut into a share for each process."""
+
+    def __init__(self, params, world):
+        self.params = sorted(params, key=lambda p: p.dim() < 2)
+        self.sizes = tuple(-(-p.numel() // 64) * 64 for p in self.params)  # views start at 256 bytes, as kernels like it
+        self.share = -(-sum(self.sizes) // (64 * world.world_size)) * 64  # numbers of a process
+        self.weights = torch.zeros(self.share * world.world_size, device=self.params[0].device)
+        for p, view in zip(self.params, self.views(self.weights)):
+            view.copy_(p.data)
+            p.data = view
+        first = world.rank * self.share
+        self.mine = self.weights[first : first + self.share]
+        decayed = sum(size for p, size in zip(self.params, self.sizes) if p.dim() >= 2)
+        cut = min(max(0, decayed - first), self.share)
+        self.halves = [nn.Parameter(self.mine[:cut]), nn.Parameter(self.mine[cut:])]  # with and without decay; one may be empty
+
+    def views(self, flat):
+        """The parameters' parts of a buffer laid out like the weights."""
+        starts = np.cumsum([0, *self.sizes])
+        return [flat[start : start + p.numel()].view_as(p) for p, start in zip(self.params, starts)]
 
 
 class ZeroAdamW:
     """AdamW whose state is spread over the processes (ZeRO stage 1: Rajbhandari et al. 2020, section 5.1).
 
-    All weights lie in one buffer and all gradients in another, cut into world_size equal shares. A reduce-scatter leaves
-    each process with the summed gradients of its share, AdamW moves that share of the weights, and an all-gather hands
-    the new weights to everyone. Together the two send as many bytes as the all-reduce that they replace, and the two
-    moments take 8 / world_size bytes a weight instead of 8.
+    A reduce-scatter leaves each process with the summed gradients of its share, AdamW moves that share of the weights, and an
+    all-gather hands the new weights to everyone. Together the two send as many bytes as the all-reduce that they replace, and
+    the two moments take 8 / world_size bytes a weight instead of 8.
+
+    in_graph: a block's gradients go to their owners as soon as its backward pass is over, and lie in their places as they are
+    written. Else all lie in one buffer, to which the backward pass adds, and go when it has ended.
     """
 
-    def __init__(self, model, cfg, world):
-        decayed, plain = (group["params"] for group in param_groups(model, cfg.weight_decay))
-        params, device = decayed + plain, decayed[0].device
-        sizes = [-(-p.numel() // 64) * 64 for p in params]  # views start at 256 bytes, as kernels like it
-        self.world, self.cfg = world, cfg
-        self.share = -(-sum(sizes) // (64 * world.world_size)) * 64  # weights of a process
-        self.weights = torch.zeros(self.share * world.world_size, device=device)
-        self.grads = torch.zeros_like(self.weights)
-        start = 0
-        for p, size in zip(params, sizes):
-            here = slice(start, start + p.numel())
-            self.weights[here] = p.data.view(-1)
-            p.data, p.grad = self.weights[here].view_as(p), self.grads[here].view_as(p)
-            start += size
-
-        first = world.rank * self.share
-        self.mine = self.weights[first : first + self.share]
-        self.my_grad = torch.zeros_like(self.mine)
-        cut = min(max(0, sum(sizes[: len(decayed)]) - first), self.share)  # decayed weights come first
-        groups = []
-        for part, weight_decay in ((slice(0, cut), cfg.weight_decay), (slice(cut, self.share), 0.0)):
-            shard = nn.Parameter(self.mine[part])
-            shard.grad = self.my_grad[part]
-            if shard.numel():
-                groups.append({"params": [shard], "weight_decay": weight_decay})
+    def __init__(self, model, cfg, world, in_graph):
+        self.world, self.cfg, self.in_graph, self.model = world, cfg, in_graph, model
+        if in_graph:
+            parts = [(module, {module.get_parameter(n): n for n in names}) for module, names in parts_of(model)]
+            self.shares = [Shares(list(names), world) for _, names in parts]
+            for (module, names), s in zip(parts, self.shares):
+                exchange_together(module, [names[p] for p in s.params], s.sizes, len(s.weights), 1.0, True)
+            self.shares = [*self.shares[-2::-1], self.shares[-1]]  # the backward pass begins with the last block
+        else:
+            self.shares = [Shares(list(model.parameters()), world)]
+            self.grads = torch.zeros_like(self.shares[0].weights)
+            for p, view in zip(self.shares[0].params, self.shares[0].views(self.grads)):
+                p.grad = view
+        groups = [
+            {"params": [s.halves[i] for s in self.shares if s.halves[i].numel()], "weight_decay": weight_decay}
+            for i, weight_decay in enumerate((cfg.weight_decay, 0.0))
+        ]
+        groups = [group for group in groups if group["params"]]
         self.adamw = torch.optim.AdamW(groups, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, fused=True)
 
-    def step(self, lr):
-        """Update all weights from the gradients that lie in self.grads, which are set to 0. Returns the norm before
-        clipping: that of the whole gradient, so the squares of the shares are added up."""
-        dist.reduce_scatter_tensor(self.my_grad, self.grads)
+    def summed_gradients(self):
+        """This process's part of them, one tensor for each of self.shares."""
+        if self.in_graph:
+            for p in self.model.parameters():
+                p.grad = None  # what it held has been sent
+            return wait_for_exchanges()
+        mine = torch.empty_like(self.shares[0].mine)
+        dist.reduce_scatter_tensor(mine, self.grads)
         self.grads.zero_()
-        norm = self.world.sum(self.my_grad.square().sum()).sqrt()
+        return [mine]
+
+    def step(self, lr):
+        """Update all weights. Returns the gradient's norm before clipping: that of the whole, so the squares of the processes'
+        parts are added up."""
+        grads = self.summed_gradients()
+        norm = self.world.sum(torch.stack(torch._foreach_norm(grads)).square().sum()).sqrt()
         if self.cfg.grad_clip:
-            self.my_grad *= (self.cfg.grad_clip / (norm + 1e-6)).clamp(max=1)  # as clip_grad_norm_ does
+            torch._foreach_mul_(grads, (self.cfg.grad_clip / (norm + 1e-6)).clamp(max=1))  # as clip_grad_norm_ does
+        for s, grad in zip(self.shares, grads):
+            for half, part in zip(s.halves, grad.split([half.numel() for half in s.halves])):
+                half.grad = part
         for group in self.adamw.param_groups:
             group["lr"] = lr
         self.adamw.step()
-        dist.all_gather_into_tensor(self.weights, self.mine)
+        for s in self.shares:
+            dist.all_gather_into_tensor(s.weights, s.mine)
         return norm
 
 
@@ -263,8 +321,8 @@ def build(mode, model_config, cfg, world, how):
     elif mode in ("flat", "in_graph"):
         world = AfterBackward(world) if mode == "flat" else DuringBackward(world)
     precision, raw_model, optimizer, loader, _ = prepare(model_config, cfg, world)
-    if mode == "in_graph" and loader.grad_accum_steps > 1:
-        raise ValueError(f"in_graph cannot accumulate, and total_batch_size={cfg.total_batch_size} takes "
+    if mode.endswith("in_graph") and loader.grad_accum_steps > 1:
+        raise ValueError(f"{mode} cannot accumulate, and total_batch_size={cfg.total_batch_size} takes "
                          f"{loader.grad_accum_steps} micro-steps; {cfg.total_batch_size // loader.grad_accum_steps} takes one")
     if how != "off" and mode in ("fsdp2", "ddp_blocks"):
         how = "blocks"
@@ -286,8 +344,8 @@ def build(mode, model_config, cfg, world, how):
         model = shard_fully(raw_model, precision)
         optimizer = make_optimizer(model, cfg, world.device)  # of the shares
     else:
-        if mode == "zero1":
-            update, optimizer = zero_step, ZeroAdamW(raw_model, cfg, world)
+        if mode.startswith("zero1"):
+            update, optimizer = zero_step, ZeroAdamW(raw_model, cfg, world, in_graph=mode == "zero1_in_graph")
         model = compiled(world.wrap(raw_model) if mode == "in_graph" else raw_model)
     done = 0
 
@@ -600,13 +658,13 @@ def table(records):
         lines += [f"{r['preset']}, {r['world_size']} x {r['device']}, {r['batch_size']} x {r['seq_len']} tokens each, "
                   f"{r['precision']}, compile {r['compile']}"
                   f"{', activation checkpointing' if r['activation_checkpointing'] else ''}, torch {r['torch']}, {r['date']}",
-                  f"{'mode':<11} {'step ms (min to max)':>24} {'tokens/s':>10} {'% of n x one':>12} {'sum alone':>9} "
+                  f"{'mode':<14} {'step ms (min to max)':>24} {'tokens/s':>10} {'% of n x one':>12} {'sum alone':>9} "
                   f"{'n x slowest':>11} {'GiB':>6} {'first step s':>12} {'fifth and':>9} {'last loss':>9}"]  # fmt: skip
         times = collections.Counter(item for r in block for item in particulars(r).items())
         for r in sorted(block, key=lambda r: list(MODES).index(r["mode"])):
             env = " ".join(f"{k}={v}" for k, v in particulars(r).items() if 2 * times[k, v] < len(block))
             if "error" in r:
-                lines.append(f"{r['mode']:<11} {env} failed: {r['error']}")
+                lines.append(f"{r['mode']:<14} {env} failed: {r['error']}")
                 continue
             spread = f" ({r['step_ms_min']:.1f} to {r['step_ms_max']:.1f})" if "step_ms_min" in r else ""
             step = f"{r['step_ms']:.1f}{spread}"
@@ -614,7 +672,7 @@ def table(records):
             percent = ["-"] * 3 if r["mode"] == "alone_one" else percent
             peak, first = (f"{r[k]:.1f}" if r.get(k) else "-" for k in ("peak_gib", "first_step_s"))
             fifth = f"{r['losses'][4]:.4f}" if len(r.get("losses", [])) > 4 else "-"
-            lines.append(f"{r['mode']:<11} {step:>24} {r['tok_per_s']:>10,.0f} {percent[0]:>12} {percent[1]:>9} "
+            lines.append(f"{r['mode']:<14} {step:>24} {r['tok_per_s']:>10,.0f} {percent[0]:>12} {percent[1]:>9} "
                          f"{percent[2]:>11} {peak:>6} {first:>12} {fifth:>9} {r['loss']:>9.4f} {env}".rstrip())  # fmt: skip
             if r["mode"] == "alone":
                 cards = r.get("cards") or []
