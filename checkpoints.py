@@ -11,6 +11,11 @@ from pathlib import Path
 import torch
 
 
+def checkpoint_files(run_dir):
+    """The model_<step>.pt of a run, earliest first."""
+    return sorted(Path(run_dir).glob("model_[0-9]*.pt"), key=lambda path: int(path.stem.removeprefix("model_")))
+
+
 def save_checkpoint(run_dir, step, data, keep_last, best):
     """Write run_dir/model_<step>.pt whole or not at all, keep the newest keep_last, and model_best.pt if `best`."""
     path = run_dir / f"model_{step:06d}.pt"
@@ -35,7 +40,7 @@ def save_checkpoint(run_dir, step, data, keep_last, best):
         except OSError:  # a file system without links
             shutil.copyfile(path, part)
         os.replace(part, run_dir / "model_best.pt")
-    for old in sorted(run_dir.glob("model_[0-9]*.pt"))[:-keep_last]:
+    for old in checkpoint_files(run_dir)[:-keep_last]:
         old.unlink()
     return path
 
@@ -61,12 +66,12 @@ def read_checkpoint(path):
 
 
 def has_checkpoint(run_dir):
-    return any(Path(run_dir).glob("model_[0-9]*.pt"))
+    return bool(checkpoint_files(run_dir))
 
 
 def newest_checkpoint(run_dir):
     """The last model_<step>.pt of a run. Raises FileNotFoundError if there is none."""
-    files = sorted(Path(run_dir).glob("model_[0-9]*.pt"))
+    files = checkpoint_files(run_dir)
     if not files:
         raise FileNotFoundError(f"no checkpoint in {run_dir}; train one with `python train_gpt2.py`, or name a --model")
     return files[-1]

@@ -186,7 +186,8 @@ fused_loss_fp8.register_autograd(multiply_gradients, setup_context=save_gradient
 def to_e4m3(tensor):
     """(tensor / scale in e4m3, scale), the largest value at 448."""
     scale = (torch.linalg.vector_norm(tensor, ord=float("inf"), dtype=torch.float32) / 448).clamp(min=1e-12)
-    return (tensor * (1 / scale).to(tensor.dtype)).to(torch.float8_e4m3fn), scale
+    inverse = (1 / scale).to(tensor.dtype)  # in 16 bits it is rounded, and what undoes it must be so too
+    return (tensor * inverse).to(torch.float8_e4m3fn), 1 / inverse.float()
 
 
 def triton_loss_and_grad_e5m2(logits, targets, vocab_size):

@@ -1,6 +1,5 @@
 """What a run is measured by: validation loss against two baselines, HellaSwag, samples. Nothing here touches training."""
 
-import functools
 import math
 
 import numpy as np
@@ -52,7 +51,6 @@ def unigram_entropy(train_shards, val_shards, val_tokens):
     return float(-(asked / asked.sum() * np.log(seen / seen.sum())).sum())
 
 
-@functools.cache
 def bytes_per_token(tokenizer, shards):
     """Mean bytes of text per token of the split's first 10M tokens, to turn nats per token into bits per byte."""
     sizes = tokenizer.token_bytes()

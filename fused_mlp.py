@@ -17,7 +17,7 @@ from torch import Tensor
 
 # names and numbers of cublasLt.h, the same from CUDA 11.8 to 13
 BF16, FP32, COMPUTE_32F = 14, 0, 68  # cudaDataType_t, cublasComputeType_t: products in 16 bits, sums in 32
-TRANSA, TRANSB, EPILOGUE, BIAS_POINTER, AUX_POINTER, AUX_LD = 3, 4, 7, 8, 11, 12  # cublasLtMatmulDescAttributes_t
+TRANSA, EPILOGUE, BIAS_POINTER, AUX_POINTER, AUX_LD = 3, 7, 8, 11, 12  # cublasLtMatmulDescAttributes_t
 GELU_AUX_BIAS, DGELU = 164, 192  # cublasLtEpilogue_t; "aux" is GELU's input, written forward and read backward
 MAX_WORKSPACE_BYTES = 1  # cublasLtMatmulPreferenceAttributes_t
 WORKSPACE = 32 * 2**20  # bytes; NVIDIA's advice for Hopper

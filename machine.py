@@ -5,20 +5,25 @@ import importlib.util
 
 import torch
 
+# Words in the names of other chips, or parts of one, that share a name with one in the tables
+OTHER_CHIPS = {"Laptop", "Ti", "SUPER", "D", "MIG"}
+
 # Dense peak in TFLOP/s at 16 bits with 32-bit accumulation, from the vendors' datasheets. First match wins.
 PEAK_TFLOPS = {
-    "B200": 2250, "GH200": 989, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "A100": 312, "A800": 312,
-    "H800": 989, "L40S": 362, "L40": 181, "L4": 121, "A40": 150, "A30": 165, "A10G": 70, "A10": 125, "RTX A6000": 155,
-    "RTX 6000 Ada": 364, "RTX 5090": 210, "RTX 4090": 165, "RTX 4080": 97, "RTX 3090": 71, "V100": 125, "T4": 65,
+    "B200": 2250, "GH200": 989, "H200 NVL": 835, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989,
+    "H800 PCIe": 756, "H800": 989, "A100": 312, "A800": 312, "L40S": 362, "L40": 181, "L4": 121, "A40": 150, "A30": 165,
+    "A10G": 70, "A10": 125, "RTX A6000": 155, "RTX 6000 Ada": 364, "RTX 5090": 210, "RTX 4090": 165, "RTX 4080": 97,
+    "RTX 3090": 71, "V100": 125, "T4": 65,
 }  # fmt: skip
 
 WITHOUT_FP8 = ("A100", "A800", "A40", "A30", "A10G", "A10", "RTX A6000", "RTX 3090", "V100", "T4")  # before Ada and Hopper
 
 # Memory in GB as sold; drivers show as many GiB, within 1 % (H200: 143,771 MiB). The smallest where there are several sizes.
 MEMORY_GB = {
-    "B200": 180, "GH200": 96, "H200": 141, "H100 PCIe": 80, "H100 NVL": 94, "H100": 80, "A100": 40, "A800": 40, "H800": 80,
-    "L40S": 48, "L40": 48, "L4": 24, "A40": 48, "A30": 24, "A10G": 24, "A10": 24, "RTX A6000": 48, "RTX 6000 Ada": 48,
-    "RTX 5090": 32, "RTX 4090": 24, "RTX 4080": 16, "RTX 3090": 24, "V100": 16, "T4": 16,
+    "B200": 180, "GH200": 96, "H200 NVL": 141, "H200": 141, "H100 PCIe": 80, "H100 NVL": 94, "H100": 80, "H800 PCIe": 80,
+    "H800": 80, "A100": 40, "A800": 40, "L40S": 48, "L40": 48, "L4": 24, "A40": 48, "A30": 24, "A10G": 24, "A10": 24,
+    "RTX A6000": 48, "RTX 6000 Ada": 48, "RTX 5090": 32, "RTX 4090": 24, "RTX 4080": 16, "RTX 3090": 24, "V100": 16,
+    "T4": 16,
 }  # fmt: skip
 
 
@@ -26,7 +31,7 @@ def peak_flops(device):
     """The card's dense 16-bit peak in FLOP/s, or None for one that is not in the table: no MFU is better than a guess."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     words = name.replace("-", " ").split()
-    if {"Laptop", "Ti", "SUPER", "D"} & set(words):  # other chips that share a name with one in the table
+    if OTHER_CHIPS & set(words):
         return None
     for card, tflops in PEAK_TFLOPS.items():
         if all(word in words for word in card.split()):
@@ -69,7 +74,8 @@ def why_no_compile(device):
     try:
         torch.compile(lambda x: x * 2 + 1)(torch.ones(8, device=device))
     except Exception as error:  # whatever the toolchain throws: no compiler, old card, missing headers
-        return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120]}"
+        first = (str(error).strip() or "no message").splitlines()[0]
+        return f"{type(error).__name__}: {first[:120]}"
     return ""
 
 
@@ -77,8 +83,13 @@ def why_no_fp8(precision, model_config, cfg):
     """"" if this run can compute products in 8 bits, else what they need, in a few words."""
     if precision.device.type != "cuda" or torch.cuda.get_device_capability(precision.device) < (8, 9):
         return "need an NVIDIA GPU that multiplies them (RTX 40, H100 and newer)"
-    if precision.name != "bf16":
-        return f"go with precision=bf16, not with {precision.name}"
+    return why_no_fp8_anywhere(precision.name, model_config, cfg)
+
+
+def why_no_fp8_anywhere(precision, model_config, cfg):
+    """The same for a card that has them. precision: its name."""
+    if precision != "bf16":
+        return f"go with precision=bf16, not with {precision}"
     if model_config.n_embd % 16 or model_config.padded_vocab_size % 16 or cfg.seq_len % 16:
         return (f"need multiples of 16, not n_embd={model_config.n_embd}, seq_len={cfg.seq_len} and "
                 f"{model_config.padded_vocab_size} rows of the embedding")  # fmt: skip

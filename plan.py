@@ -29,7 +29,17 @@ import torch
 
 import cross_entropy
 from fused_mlp import MIN_POSITIONS, epilogues_work
-from machine import MEMORY_GB, PEAK_TFLOPS, WITHOUT_FP8, Precision, out_of_memory, why_no_compile
+from machine import (
+    MEMORY_GB,
+    OTHER_CHIPS,
+    PEAK_TFLOPS,
+    WITHOUT_FP8,
+    Precision,
+    out_of_memory,
+    why_no_compile,
+    why_no_fp8,
+    why_no_fp8_anywhere,
+)
 from metrics import PhaseClock
 from train_gpt2 import (
     GPT,
@@ -292,7 +302,9 @@ def named_card(text):
     words = set(re.sub(r"\b(RTX|GTX)(?=\d)", r"\1 ", name).split())
     known = {card: set(card.upper().split()) for card in MEMORY_GB}
     found = [card for card in known if known[card] <= words] or [card for card in known if words and words <= known[card]]
-    if not found and (words or not size):
+    other = {word.upper() for word in OTHER_CHIPS} & words
+    found = [] if other else found
+    if not found and (not size or (words and not other)):
         raise ValueError(f"plan_card={text} is not one of {', '.join(known)}; a size will do too: --plan_card 24GB")
     gib = float(size[1]) if size else MEMORY_GB[found[0]]
     if not gib:
@@ -520,7 +532,7 @@ def run(argv):
     reason, model_config, cfg = parse_args(argv)
     check_config(model_config, cfg)
     manifest = Path(cfg.data) / "manifest.json"
-    if manifest.exists() and not peek(argv, "vocab_size"):
+    if manifest.exists() and not cfg.resume and not peek(argv, "vocab_size"):
         model_config = dataclasses.replace(model_config, vocab_size=json.loads(manifest.read_text())["vocab_size"])
     grad_accum_steps(cfg, cfg.batch_size or 1, args.plan_gpus)  # raises where no micro-batch divides the step
     if card:
@@ -529,10 +541,11 @@ def run(argv):
         precision = cfg.precision if cfg.precision != "auto" else "fp16" if without_bf16 else "bf16"
         if card.name.split(",")[0] in WITHOUT_FP8 and (model_config.fp8_mlp or model_config.cross_entropy == "fp8"):
             raise ValueError(f"plan_card={args.plan_card} has no 8-bit products; leave out --fp8_mlp and --cross_entropy fp8")
+        check_8_bits(model_config, why_no_fp8_anywhere(precision, model_config, cfg))
     else:
         card = this_card(cfg.device)
         precision = Precision(cfg.precision, card.device)
-        check_8_bits(precision, model_config, cfg)
+        check_8_bits(model_config, why_no_fp8(precision, model_config, cfg))
         device_type, precision = card.device.type, precision.name
         if device_type != "cuda" and args.plan_gpus > 1:
             raise ValueError(f"plan_gpus={args.plan_gpus} needs a GPU here, or one that --plan_card names")

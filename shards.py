@@ -38,6 +38,18 @@ def open_shard(path):
     return tokens
 
 
+def open_mask(path, tokens):
+    """A memory-mapped row of `tokens` uint8, 1 where a token is to be learnt. Raises ValueError if it is none."""
+    try:
+        mask = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError, OSError) as error:
+        raise ValueError(f"mask {path} is broken or truncated ({error}); make the data again") from error
+    if mask.shape != (tokens,) or mask.dtype != np.uint8:
+        raise ValueError(f"mask {path} holds {mask.dtype} of shape {mask.shape}, wanted is a uint8 for each of the {tokens} "
+                         "tokens of its shard; make the data again")  # fmt: skip
+    return mask
+
+
 class TokenShards:
     """All shards of a split as one endless stream: position p is token p modulo the number of tokens."""
 
@@ -56,7 +68,11 @@ class TokenShards:
         for i in (0, len(names) - 1):  # a sample now, before a run is opened; every batch is checked when it is read
             self.check_ids(self.shards[i][:1_000_000].max(), int(self.starts[i]))
         masks = [path.with_suffix(".mask") for path in names]  # 1: learn to predict this token (fine-tuning data)
-        self.masks = [np.load(m, mmap_mode="r", allow_pickle=False) for m in masks] if masks[0].exists() else None
+        there = [m.exists() for m in masks]
+        if any(there) and not all(there):
+            raise ValueError(f"mask {masks[there.index(False)]} is missing, and other shards of {folder} have theirs; "
+                             "make the data again")  # fmt: skip
+        self.masks = [open_mask(m, len(s)) for m, s in zip(masks, self.shards)] if all(there) else None
 
     def check_manifest(self, folder, verify):
         """Compare sizes, and with verify=True hashes, with what fineweb.py noted when the shards were whole."""
@@ -65,8 +81,11 @@ class TokenShards:
         entries = {entry["name"]: entry for entry in self.manifest.get("shards", [])}
         if verify and not entries:
             raise FileNotFoundError(f"{file} is missing, so there is nothing to verify the shards against")
-        for path in self.paths:
-            entry = entries.get(path.name)
+        files = [(path, entries.get(path.name)) for path in self.paths]
+        files += [(path.with_suffix(".mask"), entry["mask"]) for path, entry in files if entry and "mask" in entry]
+        for path, entry in files:
+            if entry and not path.exists():
+                raise ValueError(f"shard {path} is missing, though manifest.json has it; make the data again")
             if entry and path.stat().st_size != entry["bytes"]:
                 raise ValueError(
                     f"shard {path} has {path.stat().st_size} bytes, manifest.json says {entry['bytes']}: it is truncated "

@@ -105,7 +105,7 @@ class TrainConfig:
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"  # wsd: warm up, stay, decay
     warmup_steps: int = 715  # linear warm-up (gpt2: 375M tokens / 524288)
     decay_steps: int = 3800  # wsd alone: length of the final linear decay
-    weight_decay: float = 0.1  # on matrices and embeddings; biases and LayerNorm gains have none
+    weight_decay: float = 0.1  # on matrices and embeddings (muon: on its own matrices alone); biases and gains have none
     beta1: float = 0.9  # AdamW: memory of the mean gradient
     beta2: float = 0.95  # AdamW: memory of the squared gradient
     eps: float = 1e-8  # AdamW: added to the root of the squared gradient
@@ -469,8 +469,8 @@ class TokenLoader:
     processes and any micro-batch; those only decide who reads which.
 
     The stream is cut into sequences without gaps, over shard edges and over the end of the data, where the next epoch
-    begins in mid-sequence: no token is dropped and none is used twice before all were used once. Shuffling permutes
-    the sequences that begin in the same epoch.
+    begins in mid-sequence: no token is dropped. Shuffling permutes the sequences that begin in the same epoch; the one that
+    runs over the end of the data into its beginning is among them.
     """
 
     def __init__(self, shards, cfg, world, batch_size):
@@ -571,13 +571,21 @@ class World:
             raise ValueError(f"device={device} is not one of auto, cuda, cuda:N, mps and cpu")
         if device.startswith("cuda") and not torch.cuda.is_available():
             raise ValueError(f"device={device} is not there: torch sees no GPU; pass --device cpu")
+        if device == "mps" and not torch.backends.mps.is_available():
+            raise ValueError("device=mps is not there: this machine has none, or this torch was built without it; "
+                             "pass --device cpu")  # fmt: skip
         if device == "cuda":
             if self.local_rank >= torch.cuda.device_count():
                 raise ValueError(
                     f"--nproc_per_node asks for more processes than the {torch.cuda.device_count()} GPUs of this machine"
                 )
             device = f"cuda:{self.local_rank}"
-        self.device = torch.device(device)
+        try:
+            self.device = torch.device(device)
+        except RuntimeError:
+            raise ValueError(f"device={device} is no device; pass cuda, cuda:0, mps or cpu") from None
+        if device.startswith("cuda") and self.device.index >= torch.cuda.device_count():
+            raise ValueError(f"device={device} is not there: the {torch.cuda.device_count()} GPUs here begin with cuda:0")
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # before NCCL starts, or every process opens a context on GPU 0
         self.distributed = self.world_size > 1
@@ -650,17 +658,28 @@ class World:
 
 
 class StopSignal:
-    """SIGINT and SIGTERM set a flag; the loop ends after the step in hand. A second Ctrl-C stops at once."""
+    """SIGINT and SIGTERM set a flag; the loop ends after the step in hand. A second Ctrl-C stops at once. `with` gives the
+    signals back to whoever had them."""
 
-    def __init__(self):
+    def __enter__(self):
         self.name = ""
-        signal.signal(signal.SIGINT, self.receive)
-        signal.signal(signal.SIGTERM, self.receive)
+        self.before = {number: signal.signal(number, self.receive) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
 
     def receive(self, number, frame):
         if self.name and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.name = signal.Signals(number).name
+
+
+def run_flags(run_dir):
+    """The flags that name a run."""
+    there = f"--log_dir {run_dir.parent} " if str(run_dir.parent) != TrainConfig.log_dir else ""
+    return f"{there}--run_name {run_dir.name}"
 
 
 def due(step, every, last):
@@ -742,10 +761,10 @@ def check_weights(step, model, run_dir):
                                  "checkpoints before; try a lower --lr")  # fmt: skip
 
 
-def check_8_bits(precision, model_config, cfg):
-    """Raise ValueError where 8-bit products are asked for and not to be had."""
+def check_8_bits(model_config, reason):
+    """Raise ValueError where 8-bit products are asked for and there is a reason why they are not to be had."""
     wanted = ["cross_entropy=fp8"] * (model_config.cross_entropy == "fp8") + ["fp8_mlp=True"] * model_config.fp8_mlp
-    if wanted and (reason := why_no_fp8(precision, model_config, cfg)):
+    if wanted and reason:
         raise ValueError(f"{' and '.join(wanted)}: 8 bits {reason}; leave that out")
 
 
@@ -756,7 +775,7 @@ def prepare(model_config, cfg, world):
     precision.prepare()
     train_shards = TokenShards(cfg.data, "train", model_config.vocab_size, cfg.verify_data)
     val_shards = TokenShards(cfg.data, "val", model_config.vocab_size, cfg.verify_data)
-    check_8_bits(precision, model_config, cfg)
+    check_8_bits(model_config, why_no_fp8(precision, model_config, cfg))
     if model_config.fp8_mlp:
         check_transpose(world.device)
     raw_model = GPT(dataclasses.replace(model_config, fused_mlp=model_config.fused_mlp and epilogues_work(world.device)))
@@ -843,7 +862,10 @@ def restore(run_dir, cfg, raw_model, optimizer, loader, precision):
         raise ValueError(f"optimizer={cfg.optimizer} cannot go on from {path}, which {data['train_config']['optimizer']} made; "
                          f"leave --optimizer out, or begin a new run with --init_from {path}")  # fmt: skip
     copy_weights(raw_model, data["model"])
+    ours = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     optimizer.load_state_dict(data["optimizer"])
+    for group, settings in zip(optimizer.param_groups, ours):
+        group.update(settings)  # the file's are those of the run before; this one's flags may differ
     loader.load_state_dict(data["loader"])
     precision.scaler.load_state_dict(data["scaler"]) if data["scaler"] and precision.scaler.is_enabled() else None
     torch.set_rng_state(data["rng"]["cpu"])
@@ -853,12 +875,17 @@ def restore(run_dir, cfg, raw_model, optimizer, loader, precision):
 
 
 def train(model_config, cfg, world, run_dir, tokenizer=None):
-    """Run the updates of cfg, writing below run_dir. Returns the last validation loss.
+    """Run the updates of cfg, writing below run_dir. Returns the last validation loss."""
+    with StopSignal() as stop:
+        return train_until(stop, model_config, cfg, world, run_dir, tokenizer)
+
+
+def train_until(stop, model_config, cfg, world, run_dir, tokenizer):
+    """train, or as much of it as is done when a signal comes.
 
     `step` counts finished updates. The last pass of the loop measures and saves only, so that the weights that were
     measured are the weights on disk.
     """
-    stop = StopSignal()
     precision, raw_model, optimizer, loader, val_shards = prepare(model_config, cfg, world)
     first_step, best_val = restore(run_dir, cfg, raw_model, optimizer, loader, precision) if cfg.resume else (0, math.inf)
     if first_step >= cfg.max_steps:
@@ -878,6 +905,12 @@ def train(model_config, cfg, world, run_dir, tokenizer=None):
     for step in range(first_step, cfg.max_steps + 1):
         stopping = step < cfg.max_steps and world.smallest(not stop.name) == 0  # on any process
         last = step == cfg.max_steps
+        looks = any(due(step, every, last) for every in (cfg.val_every, cfg.hella_every, cfg.sample_every, cfg.ckpt_every))
+        if pending and (looks or last or stopping):  # never measure, sample or keep what a bad step has touched
+            with meter.pause():
+                check_finite(*pending, loader, world, run_dir)
+                check_weights(step, raw_model, run_dir)
+                pending = None
         fresh = step > first_step or step == 0  # a resumed run has measured its first step before
         if fresh and due(step, cfg.val_every, last):
             with meter.pause():
@@ -890,10 +923,8 @@ def train(model_config, cfg, world, run_dir, tokenizer=None):
                 report.samples(step)
         if step > first_step and (due(step, cfg.ckpt_every, last) or stopping):
             with meter.pause():
-                check_finite(*pending, loader, world, run_dir)  # never keep weights that a bad step has touched
                 best = val_step == step and val_loss < best_val  # only weights that were measured can be the best
                 best_val = val_loss if best else best_val
-                check_weights(step, raw_model, run_dir)
                 if world.is_main:
                     state = state_to_save(step, best_val, raw_model, optimizer, loader, precision, model_config, cfg)
                     path = save_checkpoint(run_dir, step, state, cfg.keep_last, best)
@@ -910,13 +941,14 @@ def train(model_config, cfg, world, run_dir, tokenizer=None):
             shown = dict(loss=world.mean(loss.item()), lr=lr, grad_norm=grad_norm.item())
             log.train(step + 1, cfg.max_steps, **shown, **speed, **clock.read())
         elif step == first_step:  # compilation and first allocations are not speed
+            clock.marks.clear()
             log.event("first_step", step + 1, seconds=meter.restart(step + 1))
 
     log.event("end", step, reason=stop.name or ("signal on another rank" if stopping else "done"))
     log.close()
     if stopping and world.is_main:
         saved = f"finished step {step} and saved it in {run_dir}" if step > first_step else "nothing new to save"
-        more = f"; `python train_gpt2.py --resume --run_name {run_dir.name}` goes on from there" if step else ""
+        more = f"; `python train_gpt2.py --resume {run_flags(run_dir)}` goes on from there" if step else ""
         print(f"{stop.name or 'signal'}: {saved}{more}")
     return val_loss
 
@@ -947,6 +979,11 @@ def choose_defaults(argv):
             raise FileNotFoundError(f"{run_dir} has no checkpoint to resume from: that run ended before its first one; delete "
                                     "the folder and start again, or pass another --run_name")  # fmt: skip
         saved = json.loads((run_dir / "config.json").read_text())
+        fields = {f.name for config in (GPTConfig, TrainConfig) for f in dataclasses.fields(config)}
+        unknown = sorted((saved["model"].keys() | saved["train"].keys()) - fields)
+        if unknown:
+            raise ValueError(f"{run_dir / 'config.json'} has {', '.join(unknown)}, which this version does not know; go on "
+                             "with the version that made it, or delete that from the file")  # fmt: skip
         cfg = dataclasses.replace(TrainConfig(**saved["train"]), resume=True, run_name=run_dir.name, log_dir=log_dir)
         return f"resumes {run_dir}", GPTConfig(**saved["model"]), cfg
     preset, reason = given.get("preset"), "as asked for"
@@ -1004,7 +1041,7 @@ def farewell(run_dir):
           f"  python sample.py --model {run_dir}      ask it for more\n"
           f"  python report.py {run_dir}      curves, samples and settings as one page\n"
           f"  tensorboard --logdir {run_dir.parent}      watch the curves, compare runs\n"
-          f"  python train_gpt2.py --resume --run_name {run_dir.name} --max_steps N      train it further")  # fmt: skip
+          f"  python train_gpt2.py --resume {run_flags(run_dir)} --max_steps N      train it further")  # fmt: skip
 
 
 def run(argv):
@@ -1020,7 +1057,7 @@ def run(argv):
 
         fineweb.build_builtin(cfg.data)
     manifest = Path(world.from_main(cfg.data)) / "manifest.json"  # the other processes wait here for those shards
-    if manifest.exists() and not peek(argv, "vocab_size"):
+    if manifest.exists() and not cfg.resume and not peek(argv, "vocab_size"):
         model_config = dataclasses.replace(model_config, vocab_size=json.loads(manifest.read_text())["vocab_size"])
     run_dir = Path(cfg.log_dir) / world.from_main(cfg.run_name or f"{cfg.preset}_{time.strftime('%Y%m%d-%H%M%S')}")
     if world.is_main:

@@ -77,7 +77,7 @@ def median(rows, field):
 
 
 def where_and_when(rows):
-    """Card, torch, date and command of measurements: the line under a picture."""
+    """Card, torch and date of measurements: the line under a picture."""
     rows = [dict(row, card=row.get("card") or row.get("device")) for row in rows]
     parts = [", ".join(dict.fromkeys(str(row[f]) for row in rows if row.get(f))) for f in ("card", "torch", "date")]
     parts[1] = f"torch {parts[1]}" if parts[1] else ""
@@ -157,7 +157,7 @@ def measured(runs, group, *fields):
 
     order, last = list(variants(group)), {}
     for row in records(runs, "ladder", "shape", "variant", *fields, group=group):
-        last[tuple(row.get(k) for k in ("shape", "variant", "seed", "sustained", "card", "tokens_per_step"))] = row
+        last[tuple(row.get(k) for k in ("shape", "variant", "seed", "sustained", "card", "tokens_per_step", "max_steps"))] = row
     shapes = {}
     for shape, rows in grouped(last.values(), "shape").items():
         states = grouped(rows, "card", "sustained", "tokens_per_step", "max_steps").values()

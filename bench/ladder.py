@@ -196,9 +196,11 @@ class Case:
     def flags(self, args):
         """What the command line says of this measurement alone."""
         words = ["--shapes", self.shape, "--groups", self.group, "--variants", self.variant]
-        words += ["--seed", str(self.seed), "--seeds", "1"] if self.group == "loss" else ["--steps", str(args.steps)]
+        words += ["--seed", str(self.seed)] if self.group == "loss" or self.seed != 1337 else []
+        words += ["--seeds", "1"] if self.group == "loss" else ["--steps", str(args.steps)]
         if self.group == "loss":
             words += ["--loss_steps", str(args.loss_steps), "--loss_tokens", str(args.loss_tokens)]
+            words += ["--val_tokens", str(args.val_tokens)]
         words += ["--tokens_per_step", str(args.tokens_per_step)] if args.tokens_per_step and self.group != "loss" else []
         words += ["--batch_size", str(args.batch_size)] if args.batch_size else []
         words += ["--sustain", str(self.sustain)] if self.sustain else []
@@ -670,7 +672,7 @@ def share(todo, args):
         with tempfile.TemporaryDirectory() as folder:
             part = Path(folder) / "part.jsonl"
             command = [sys.executable, __file__, *case.flags(args), "--seed", case.seed, "--limit", args.limit, "--out", part]
-            command += ["--val_tokens", args.val_tokens, "--commit", args.commit]
+            command += ["--commit", args.commit]
             command += ["--data", args.data] if args.data else []
             command += ["--no_profile"] if args.no_profile else []
             child = subprocess.run(
@@ -876,7 +878,7 @@ def run(argv):
 
 def main():
     try:
-        run(sys.argv[1:])
+        sys.exit(1 if run(sys.argv[1:]) else 0)
     except KeyboardInterrupt:
         print("\nstopped; the same command goes on with the measurement in hand", file=sys.stderr)
         sys.exit(130)
