@@ -72,6 +72,15 @@ def test_records_hold_what_was_measured(two_rungs):
     assert 0 < abs(records[0]["first_loss"] - records[1]["first_loss"]) < 0.01
 
 
+def test_the_command_of_a_record_repeats_it(tmp_path):
+    for flags in (["--seed", "7"], ["--groups", "loss", "--seeds", "2", "--val_tokens", "999", "--data", str(tmp_path)]):
+        args = ladder.parse_args([*TINY, "--variants", "fp32", *flags])
+        for case in ladder.cases(args):
+            again = ladder.parse_args([*case.flags(args), "--data", args.data])
+            (same,) = ladder.cases(again)
+            assert same == case and (again.val_tokens, again.steps) == (args.val_tokens, 20 if case.group == "loss" else 6)
+
+
 def test_the_timed_steps_are_updates_of_the_trainer(two_rungs, tmp_path):
     """Eleven updates, the five dropped ones among them, lead to the loss in the record."""
     record = json.loads(two_rungs.splitlines()[0])
@@ -164,6 +173,9 @@ def test_a_failure_is_a_record_and_is_left_alone_until_retry(out, capsys):
     failed = measure(out, *flags)[-1]
     assert "fp16 needs a GPU" in failed["error"] and failed["variant"] == "fp16" and "step_ms" not in failed
     assert len(measure(out, *flags)) == 3
+    done = run_python(ROOT / "bench" / "ladder.py", *TINY, "--out", out, *flags, "--retry", cwd=out.parent)
+    assert done.returncode == 1 and "fp16 needs a GPU" in done.stdout
+    out.write_text("".join(line + "\n" for line in out.read_text().splitlines()[:3]))
     assert len(measure(out, *flags, "--retry")) == 4
     ladder.run(["--table", "--out", str(out)])
     assert "fp16: ValueError" in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -88,6 +89,9 @@ BAD = {
     "seed": ("--seed 99999999999999999999999", ["seed=9999", "less than"]),
     "never": ("--val_every -1", ["val_every=-1"]),
     "device": ("--device tpu", ["device=tpu", "mps and cpu"]),
+    "device_number": ("--device cpu:foo", ["device=cpu:foo is no device"]),
+    "no_mps": ("--device mps", ["device=mps is not there", "--device cpu"]),
+    "resume_newer": ("--resume --run_name newer --log_dir {log}", ["newer/config.json has warp, which this version"]),
     "name_with_folders": ("--run_name ../x", ["run_name=../x", "plain name"]),
     "weights_of_text": ("--init_from {file}", ["is no checkpoint"]),
     "negative": ("--grad_clip -1", ["grad_clip=-1"]),
@@ -127,6 +131,10 @@ def outcomes(tmp_path_factory):
     for name in ("r", "cut"):
         train_here(folder / "log", data, name, max_steps=1)
     truncated(folder / "log" / "cut" / "model_000001.pt")
+    shutil.copytree(folder / "log" / "r", folder / "log" / "newer")
+    config = json.loads((folder / "log" / "newer" / "config.json").read_text())
+    config["train"]["warp"] = 9
+    (folder / "log" / "newer" / "config.json").write_text(json.dumps(config))
     (folder / "log" / "early").mkdir()
     (folder / "log" / "early" / "config.json").write_bytes((folder / "log" / "r" / "config.json").read_bytes())
     before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
@@ -145,8 +153,8 @@ def outcomes(tmp_path_factory):
 
 @pytest.mark.parametrize("name", list(BAD))
 def test_bad_input_is_one_sentence_and_status_2(outcomes, name):
-    if name == "no_gpu" and torch.cuda.is_available():
-        pytest.skip("there is a GPU here")
+    if (name == "no_gpu" and torch.cuda.is_available()) or (name == "no_mps" and torch.backends.mps.is_available()):
+        pytest.skip("there is such a GPU here")
     status, _, stderr, left = outcomes[name]
     assert status == 2, stderr
     assert stderr.startswith("train_gpt2.py: error: ") and stderr.count("\n") == 1 and "Traceback" not in stderr, stderr
@@ -156,7 +164,7 @@ def test_bad_input_is_one_sentence_and_status_2(outcomes, name):
 
 
 def test_what_could_not_start_left_no_run(outcomes):
-    assert outcomes["folders"] == ["cut", "early", "r"]
+    assert outcomes["folders"] == ["cut", "early", "newer", "r"]
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -213,6 +221,17 @@ def test_the_manifest_decides_the_vocabulary(run_train, shards, tmp_path):
     assert result.returncode == 0, result.stderr
     assert json.loads((tmp_path / "log" / "r" / "config.json").read_text())["model"]["vocab_size"] == 300
     assert "no samples and no bits per byte" in result.stdout, "no tokenizer has 300 ids"
+
+
+def test_a_vocabulary_that_was_asked_for_is_resumed_with(run_train, shards, tmp_path):
+    (shards / "manifest.json").write_text(json.dumps({"vocab_size": VOCAB, "shards": []}))
+    result = run_train("--max_steps", 1, "--vocab_size", 300, "--log_dir", "elsewhere")
+    assert result.returncode == 0, result.stderr
+    said = "python train_gpt2.py --resume --log_dir elsewhere --run_name r --max_steps N"
+    assert said in result.stdout
+    result = run_train(*said.split()[2:-1], 2)
+    assert result.returncode == 0, result.stderr
+    assert "vocab_size=300" in " ".join(result.stdout.split())
 
 
 # ------------------------------------------------------------------------------------------- defaults and presets

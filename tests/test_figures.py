@@ -83,6 +83,13 @@ def test_every_picture_is_drawn_light_and_dark(tmp_path, runs):
         assert light[:4] == dark[:4] == b"\x89PNG" and light != dark
 
 
+def test_of_loss_runs_of_two_lengths_the_one_with_more_rungs_is_shown(drawn, runs):
+    long = [row | {"max_steps": 300} for row in LOSS]
+    short = [row | {"max_steps": 200, "val_loss": 9.0} for row in LOSS[:2]]
+    (runs / "ladder.jsonl").write_text("".join(json.dumps(row) + "\n" for row in long + short))
+    assert {"fp32", "muon"} <= set(drawn("ladder_loss"))
+
+
 def test_the_ladder_shows_rates_and_factors(drawn):
     texts = drawn("ladder")
     assert "gpt2: 40k to 90k tokens/s, 2 times, rung by rung" in texts

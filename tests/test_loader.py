@@ -269,6 +269,50 @@ FAULTS = {
 }  # fmt: skip
 
 
+def test_masks_are_there_for_all_shards_or_for_none(tmp_path):
+    folder = write_shards(tmp_path)
+    for path in sorted(folder.glob("*_train_*.npy")):
+        with path.with_suffix(".mask").open("wb") as f:
+            np.save(f, np.ones(len(np.load(path)), np.uint8))
+    assert TokenShards(folder, "train", VOCAB).masks
+    first = folder / "x_train_000000.mask"
+    whole = first.read_bytes()
+    for mask in (np.ones(1500, np.uint8), np.ones(1501, np.int64)):  # shorter, another type
+        with first.open("wb") as f:
+            np.save(f, mask)
+        with pytest.raises(ValueError, match=f"x_train_000000.mask holds {mask.dtype}.*each of the 1501 tokens"):
+            TokenShards(folder, "train", VOCAB)
+    first.write_bytes(whole[:-1])
+    with pytest.raises(ValueError, match="x_train_000000.mask is broken or truncated"):
+        TokenShards(folder, "train", VOCAB)
+    first.unlink()
+    with pytest.raises(ValueError, match="x_train_000000.mask is missing, and other shards of .* have theirs"):
+        TokenShards(folder, "train", VOCAB)
+
+
+def test_the_manifest_knows_the_masks_too(tmp_path):
+    def entry(path):
+        return {"name": path.name, "bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+
+    folder = write_shards(tmp_path)
+    entries = []
+    for path in sorted(folder.glob("*.npy")):
+        with path.with_suffix(".mask").open("wb") as f:
+            np.save(f, np.ones(len(np.load(path)), np.uint8))
+        entries.append(entry(path) | {"mask": entry(path.with_suffix(".mask"))})
+    (folder / "manifest.json").write_text(json.dumps({"shards": entries, "vocab_size": VOCAB}))
+    assert TokenShards(folder, "train", VOCAB, verify=True).masks
+    mask = folder / "x_train_000001.mask"
+    mask.write_bytes(mask.read_bytes()[:-1] + bytes([0]))
+    TokenShards(folder, "train", VOCAB)
+    with pytest.raises(ValueError, match="x_train_000001.mask has changed"):
+        TokenShards(folder, "train", VOCAB, verify=True)
+    for path in folder.glob("*.mask"):
+        path.unlink()
+    with pytest.raises(ValueError, match="x_train_000000.mask is missing, though manifest.json has it"):
+        TokenShards(folder, "train", VOCAB)
+
+
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.__name__)
 def test_a_broken_shard_is_named(tmp_path, fault):
     folder = write_shards(tmp_path)

@@ -275,7 +275,8 @@ def test_cards():
         found = named_card(text)
         assert (found.name, found.gib, found.tflops) == (f"{card}, {gib:g} GB", gib, PEAK_TFLOPS[card]), text
     assert (named_card("24GB").gib, named_card("11.5 gib").gib, named_card("24GB").tflops) == (24, 11.5, None)
-    for text in ("H99", "GB", "big card", "Voodoo 3 16MB", "foo 24GB"):
+    assert named_card("RTX 4090 Laptop 16GB").tflops is None, "another chip"
+    for text in ("H99", "GB", "big card", "Voodoo 3 16MB", "foo 24GB", "RTX 4090 Laptop", "RTX 3090 Ti", "rtx 4080 super"):
         with pytest.raises(ValueError, match="plan_card=.* is not one of B200"):
             named_card(text)
 
@@ -352,6 +353,8 @@ def test_the_mlp_in_8_bits_against_the_ladders_peaks(shape, micro_steps):
     (["--plan_card"], "expected one argument"),
     (["--plan_gpus", "3", "--plan_card", "H100"], "total_batch_size=524288 must be a multiple"),
     (["--fp8_mlp", "--plan_card", "a100"], "plan_card=a100 has no 8-bit products"),
+    (["--fp8_mlp", "--plan_card", "H100", "--precision", "fp32"], "fp8_mlp=True: 8 bits go with precision=bf16, not with fp32"),
+    (["--fp8_mlp", "--plan_card", "H100", "--seq_len", "1000", "--total_batch_size", "512000"], "of 16.*seq_len=1000"),
     (["--plan_gpus", "2", "--device", "cpu"], "plan_gpus=2 needs a GPU here"),
     (["--cross_entropy", "fp8", "--preset", "laptop", "--device", "cpu"], "cross_entropy=fp8: 8 bits need an NVIDIA GPU"),
     (["--preset", "gpt2", "--n_embd", "700", "--plan_card", "H100"], "n_embd=700 must be divisible"),

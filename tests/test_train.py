@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from conftest import ROOT, TINY_MODEL, TINY_RUN, VOCAB, clean_env, wait_for_steps, write_shards
 
 import machine
-from checkpoints import read_checkpoint, save_checkpoint
+import train_gpt2
+from checkpoints import newest_checkpoint, read_checkpoint, save_checkpoint
 from evaluation import eval_val_loss
 from shards import TokenShards
 from tokenizer import ByteTokenizer
@@ -310,6 +311,14 @@ def test_the_last_checkpoints_and_the_best_stay(tmp_path):
     assert not list(run.dir.glob("*.part"))
 
 
+def test_the_newest_checkpoint_has_the_highest_number(tmp_path):
+    for step in (999_999, 1_000_000):
+        save_checkpoint(tmp_path, step, {"step": step}, keep_last=1, best=False)
+    assert [p.name for p in tmp_path.iterdir()] == ["model_1000000.pt"]
+    save_checkpoint(tmp_path, 999_999, {}, keep_last=2, best=False)
+    assert newest_checkpoint(tmp_path).name == "model_1000000.pt"
+
+
 def test_only_weights_that_were_measured_become_the_best(tmp_path, shards):
     run = train_here(tmp_path, shards, "r", max_steps=6, val_every=3, ckpt_every=4)
     measured = {e["step"] for e in of_kind(run, "val")}
@@ -426,6 +435,46 @@ def test_weights_that_are_not_finite_are_never_kept(tmp_path, shards):
         train_here(tmp_path, shards, "r", max_steps=2, lr=1e39, warmup_steps=0, ckpt_every=1)
     for checkpoint in read_run(tmp_path / "r").checkpoints.values():
         assert all(p.isfinite().all() for p in checkpoint["model"].values())
+
+
+@pytest.mark.parametrize("watching", [{}, {"val_every": 2}, {"sample_every": 2, "val_every": 0}], ids=str)
+def test_a_bad_step_is_seen_before_it_is_measured_and_at_the_end(tmp_path, shards, watching):
+    """With no checkpoint to come; weights of 1e30 are still finite, what they give is not."""
+    with pytest.raises(FloatingPointError, match="the loss is nan at step 2"):
+        train_here(tmp_path, shards, "r", ByteTokenizer(), max_steps=2, lr=1e30, warmup_steps=0, ckpt_every=0, **watching)
+    kinds = [e["kind"] for e in map(json.loads, (tmp_path / "r" / "log.jsonl").read_text().splitlines()) if e["step"] == 2]
+    assert kinds == ["train"], "nothing was measured after the bad step"
+
+
+def test_signals_go_back_to_who_had_them(tmp_path, shards):
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    train_here(tmp_path, shards, "r", max_steps=1)
+    with pytest.raises(ValueError):
+        train_here(tmp_path, shards, "s", max_steps=1, optimizer="adamw", seq_len=17)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_flags_of_the_optimizer_are_those_of_this_run(tmp_path, shards, optimizer):
+    train_here(tmp_path, shards, "r", max_steps=2, optimizer=optimizer)
+    changed = dict(weight_decay=0.9, beta1=0.5, lr=2e-3, muon_lr=0.005)
+    run = train_here(tmp_path, shards, "r", max_steps=4, optimizer=optimizer, resume=True, **changed)
+    saved = run.checkpoints[4]["optimizer"]
+    groups = [group for part in saved.get("parts", [saved]) for group in part["param_groups"]]
+    assert groups[0]["weight_decay"] == 0.9 and groups[-1]["betas"][0] == 0.5
+    assert [group["lr"] for group in groups] == [0.005 if optimizer == "muon" else 2e-3, 2e-3]
+
+
+def test_timing_leaves_out_the_first_step_as_the_speed_does(tmp_path, shards, monkeypatch):
+    real, slow = train_gpt2.TokenLoader.next_batch, [0.5]
+
+    def next_batch(self):
+        time.sleep(slow.pop() if slow else 0)
+        return real(self)
+
+    monkeypatch.setattr(train_gpt2.TokenLoader, "next_batch", next_batch)
+    first, *_ = of_kind(train_here(tmp_path, shards, "r", max_steps=4, log_every=2, timing=True), "train")
+    assert first["data_ms"] < 100 and first["dt_ms"] < 200
 
 
 def test_a_checkpoint_holds_plain_values_and_both_configurations(tmp_path, shards):
