@@ -845,7 +845,7 @@ def state_to_save(step, best_val, raw_model, optimizer, loader, precision, model
     """All that the rest of the run depends on, as tensors and plain values."""
     return {
         "step": step, "best_val": best_val, "model": raw_model.state_dict(), "optimizer": optimizer.state_dict(),
-        "loader": loader.state_dict(), "scaler": precision.scaler.state_dict(),
+        "loader": loader.state_dict(), "batch_size": loader.batch_size, "scaler": precision.scaler.state_dict(),
         "rng": {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None},
         "model_config": dataclasses.asdict(model_config), "train_config": dataclasses.asdict(cfg),
     }  # fmt: skip
@@ -867,6 +867,9 @@ def restore(run_dir, cfg, raw_model, optimizer, loader, precision):
     for group, settings in zip(optimizer.param_groups, ours):
         group.update(settings)  # the file's are those of the run before; this one's flags may differ
     loader.load_state_dict(data["loader"])
+    before = data.get("batch_size", loader.batch_size)  # not what is found to fit now: other sums round otherwise
+    if not cfg.batch_size and before < loader.batch_size and loader.step_sequences % (before * loader.world_size) == 0:
+        loader.batch_size, loader.grad_accum_steps = before, loader.step_sequences // (before * loader.world_size)
     precision.scaler.load_state_dict(data["scaler"]) if data["scaler"] and precision.scaler.is_enabled() else None
     torch.set_rng_state(data["rng"]["cpu"])
     if data["rng"]["cuda"] is not None and torch.cuda.is_available():

@@ -283,6 +283,14 @@ def test_resuming_changes_nothing_where_documents_are_aligned_and_masked(tmp_pat
         assert equal_bits(whole.checkpoints[20][part], rest.checkpoints[20][part]), part
 
 
+def test_a_resumed_run_keeps_the_micro_batch_that_it_began_with(tmp_path, shards):
+    train_here(tmp_path, shards, "r", max_steps=1, batch_size=4)
+    for max_steps, asked, size in ((2, 0, 4), (3, 8, 8), (4, 0, 8)):  # 0 alone would be 16 here
+        run = train_here(tmp_path, shards, "r", resume=True, batch_size=asked, max_steps=max_steps)
+        start = of_kind(run, "start")[-1]
+        assert (start["batch_size"], start["grad_accum_steps"]) == (size, 16 // size)
+
+
 def test_tensorboard_shows_what_the_log_holds_after_resuming_too(tmp_path, shards):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
