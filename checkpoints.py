@@ -62,7 +62,8 @@ def read_checkpoint(path):
                          "1.6; nothing in it was executed; save its state dict again with torch.save") from error  # fmt: skip
     except Exception as error:  # a broken zip, a truncated file
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(f"checkpoint {path} cannot be read ({first}); take another one of the same folder") from error
+        raise ValueError(f"checkpoint {path} cannot be read ({first.partition('. ')[0][:100]}); move it away, and --resume "
+                         "goes on from the one before it, if there is one") from error  # fmt: skip
 
 
 def has_checkpoint(run_dir):

@@ -5,6 +5,8 @@ import math
 import numpy as np
 import torch
 
+from tokenizer import printable
+
 
 @torch.no_grad()
 def eval_val_loss(model, shards, val_tokens, seq_len, batch_size, world, precision):
@@ -136,4 +138,4 @@ class Reporter:
         )
         self.log.event("sample", step, texts=texts)
         for text in texts:
-            self.log.say(f"--- sample after {step} steps\n{text}")
+            self.log.say(f"--- sample after {step} steps\n{printable(text)}")

@@ -170,6 +170,19 @@ def start_worker():
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
+@contextlib.contextmanager
+def interrupts_wait():
+    """Ctrl-C comes when the body is done. Processes that it starts are born deaf to it."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def tokenise_in_processes(units, tokenizer: str, column: str, workers: int):
     """On this machine. Processes are spawned, which is the one way that is safe on every system; 0: in this process."""
     if workers == 0:
@@ -177,9 +190,12 @@ def tokenise_in_processes(units, tokenizer: str, column: str, workers: int):
             yield unit, tokenise(unit, tokenizer, column)
         return
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=start_worker)
+    def submit(unit):
+        with interrupts_wait():  # the first one starts the workers, which would print a traceback each while they import
+            return pool.submit(tokenise, unit, tokenizer, column)
+
     try:
-        yield from in_order(units, lambda unit: pool.submit(tokenise, unit, tokenizer, column),
-                            lambda job: job.result(), depth=4 * workers)
+        yield from in_order(units, submit, lambda job: job.result(), depth=4 * workers)
     except BrokenExecutor as error:
         raise OSError("a worker process was killed, most likely for want of memory: run the same command with fewer "
                       "--workers, it goes on where it was") from error
@@ -321,22 +337,27 @@ def build_corpus(cfg, say) -> dict:
     with (contextlib.closing(ENGINES[cfg.engine](units, cfg.tokenizer, cfg.text_column, workers)) as results,
           contextlib.closing(writer.file),
           progress_bar(expected, at["tokens"], "tok") as bar):
-        for unit, new in results:
-            keep = limit - at["tokens"]
-            total = counted(at, new, keep)
-            if len(new.ids) >= keep:  # a larger --tokens can go on from this note
+        try:
+            for unit, new in results:
+                keep = limit - at["tokens"]
+                total = counted(at, new, keep)
+                if len(new.ids) >= keep:  # a larger --tokens can go on from this note
+                    writer.note(**at)
+                    writer.append(new.ids[:keep])
+                    break
+                writer.append(new.ids)
+                at = total = total | {"file": unit.file_index, "unit": unit.index + 1}
+                bar.set_postfix_str(f"{at['documents']:,} documents, {at['text_bytes'] / 1e6:,.0f} MB", refresh=False)
+                bar.update(len(new.ids))
+                if time.monotonic() - noted > cfg.note_every:
+                    writer.note(**at)
+                    noted = time.monotonic()
+            else:
+                writer.note(**at | {"exhausted": True})
+        except KeyboardInterrupt:
+            if writer.holds(at["tokens"]):
                 writer.note(**at)
-                writer.append(new.ids[:keep])
-                break
-            writer.append(new.ids)
-            at = total = total | {"file": unit.file_index, "unit": unit.index + 1}
-            bar.set_postfix_str(f"{at['documents']:,} documents, {at['text_bytes'] / 1e6:,.0f} MB", refresh=False)
-            bar.update(len(new.ids))
-            if time.monotonic() - noted > cfg.note_every:
-                writer.note(**at)
-                noted = time.monotonic()
-        else:
-            writer.note(**at | {"exhausted": True})
+            raise
         if not total["tokens"]:
             raise ValueError(f"{cfg.source} holds no text: {total['empty']:,} documents, all of them empty")
         manifest.update({key: total[key] for key in ("documents", "text_bytes", "tokens", "empty", "lengths")})

@@ -67,8 +67,8 @@ def download(url, path, size, sha256, tries=None):
             gone = isinstance(error, urllib.error.HTTPError) and 400 <= error.code < 500 and error.code not in (408, 429)
             if gone or failures == tries:
                 raise OSError(
-                    f"cannot download {url} ({reason}), tried {failures} times; download it by hand to {path}, or name "
-                    "a copy with --data FILE"
+                    f"cannot download {url} ({reason}), tried {failures} times; download it by hand to {path} (hellaswag.py "
+                    "also takes a copy: --data FILE)"
                 ) from error
         seconds = min(2 ** (failures - 1), MAX_WAIT)
         print(f"no answer ({reason[:80]}); try {failures + 1} of {tries} in {seconds} s", file=sys.stderr, flush=True)

@@ -16,7 +16,6 @@ the head, P parameters.
 import argparse
 import contextlib
 import dataclasses
-import json
 import math
 import os
 import re
@@ -41,6 +40,7 @@ from machine import (
     why_no_fp8_anywhere,
 )
 from metrics import PhaseClock
+from shards import read_json
 from train_gpt2 import (
     GPT,
     GPTConfig,
@@ -533,7 +533,7 @@ def run(argv):
     check_config(model_config, cfg)
     manifest = Path(cfg.data) / "manifest.json"
     if manifest.exists() and not cfg.resume and not peek(argv, "vocab_size"):
-        model_config = dataclasses.replace(model_config, vocab_size=json.loads(manifest.read_text())["vocab_size"])
+        model_config = dataclasses.replace(model_config, vocab_size=read_json(manifest)["vocab_size"])
     grad_accum_steps(cfg, cfg.batch_size or 1, args.plan_gpus)  # raises where no micro-batch divides the step
     if card:
         device_type, compiled = "cuda", cfg.compile

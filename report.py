@@ -13,6 +13,7 @@ import hashlib
 import html
 import json
 import math
+import os
 import sys
 import time
 from dataclasses import dataclass
@@ -674,7 +675,13 @@ def write(paths, out):
         raise ValueError(f"--out {out} must end in .html")
     text = page(runs)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(text, encoding="utf-8", errors="replace", newline="\n")  # half a character is not worth an error
+    part = out.with_suffix(".part")
+    try:
+        part.write_text(text, encoding="utf-8", errors="replace", newline="\n")  # half a character is not worth an error
+        os.replace(part, out)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise OSError(f"{out} cannot be written ({error.strerror}); name another place with --out") from error
 
 
 def main():

@@ -20,6 +20,7 @@ import torch
 from tyro.conf import Positional, arg
 
 from machine import Precision, out_of_memory
+from tokenizer import get_tokenizer, name_of_size, printable
 from train_gpt2 import World
 
 
@@ -128,11 +129,10 @@ def prompts(cfg):
 
 
 def write(text):
-    print(text, end="", flush=True)
+    print(printable(text), end="", flush=True)
 
 
 def run(cfg):
-    from tokenizer import get_tokenizer, name_of_size
     from weights import load_model
 
     check(cfg)

@@ -6,9 +6,19 @@ A shard is a row of uint16 token ids, as .npy (fineweb.py, build-nanogpt) or .bi
 
 import hashlib
 import json
+import re
 from pathlib import Path
 
 import numpy as np
+
+
+def read_json(path):
+    """What a JSON file holds. Raises ValueError that names the file if it is broken."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON ({error}), it was changed or cut short; mend it, or make anew what it is "
+                         "about") from error  # fmt: skip
 
 
 def open_shard(path):
@@ -58,11 +68,11 @@ class TokenShards:
         names = sorted(p for p in folder.glob(f"*_{split}_*") if p.suffix in (".npy", ".bin"))
         if not names:
             raise FileNotFoundError(
-                f"no {split} shards in {folder}; `python fineweb.py --out {folder}` makes them from FineWeb-Edu, "
-                "`python train_gpt2.py --preset laptop` needs none"
+                f"no {split} shards in {folder}; `python fineweb.py` makes some of FineWeb-Edu in edu_fineweb10B, `python "
+                "fineweb.py --source FOLDER --out data/mine` of your own text, `python train_gpt2.py` without --data needs none"
             )
         self.paths, self.vocab_size = names, vocab_size
-        self.check_manifest(folder, verify)
+        self.check_manifest(folder, split, verify)
         self.shards = [open_shard(path) for path in names]
         self.starts = np.concatenate([[0], np.cumsum([len(s) for s in self.shards])])
         for i in (0, len(names) - 1):  # a sample now, before a run is opened; every batch is checked when it is read
@@ -74,20 +84,24 @@ class TokenShards:
                              "make the data again")  # fmt: skip
         self.masks = [open_mask(m, len(s)) for m, s in zip(masks, self.shards)] if all(there) else None
 
-    def check_manifest(self, folder, verify):
-        """Compare sizes, and with verify=True hashes, with what fineweb.py noted when the shards were whole."""
+    def check_manifest(self, folder, split, verify):
+        """Compare names, sizes, and with verify=True hashes with what fineweb.py noted when the shards were whole."""
         file = folder / "manifest.json"
-        self.manifest = json.loads(file.read_text()) if file.exists() else {}
+        self.manifest = read_json(file) if file.exists() else {}
         entries = {entry["name"]: entry for entry in self.manifest.get("shards", [])}
         if verify and not entries:
             raise FileNotFoundError(f"{file} is missing, so there is nothing to verify the shards against")
+        missing = {name for name in entries if re.search(rf"_{split}_\d+\.\w+$", name)} - {path.name for path in self.paths}
+        if missing:
+            raise FileNotFoundError(f"shard {folder / min(missing)} is missing, manifest.json has it; put it back, or delete "
+                                    f"{folder} and make the data again")  # fmt: skip
         files = [(path, entries.get(path.name)) for path in self.paths]
         masks = [(path.with_suffix(".mask"), entry["mask"]) for path, entry in files if entry and "mask" in entry]
         for path, entry in files + [(path, entry) for path, entry in masks if path.exists()]:  # without them all is learnt
             if entry and path.stat().st_size != entry["bytes"]:
                 raise ValueError(
                     f"shard {path} has {path.stat().st_size} bytes, manifest.json says {entry['bytes']}: it is truncated "
-                    "or not the one that was made; delete it and run fineweb.py again"
+                    f"or not the one that was made; put the right one back, or delete {folder} and make the data again"
                 )
             if entry and verify:
                 with path.open("rb") as f:
@@ -105,8 +119,8 @@ class TokenShards:
     def check_ids(self, highest, position):
         if highest >= self.vocab_size:
             raise ValueError(
-                f"token id {highest} near {self.where(position)} is outside the vocabulary of {self.vocab_size}; "
-                "the shards were made with another tokenizer"
+                f"token id {highest} near {self.where(position)} is outside the vocabulary of {self.vocab_size}: "
+                "these shards are of another tokenizer, or broken, which --verify_data would show"
             )
 
     def read(self, position, length, arrays=None):

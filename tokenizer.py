@@ -135,6 +135,15 @@ def _utf8(text: str) -> bytes:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode("utf-8")
 
 
+# Control characters but newline and tab, as pictures of themselves: a terminal would ring, or clear its screen
+SHOWN = {i: 0x2400 + i for i in range(32) if chr(i) not in "\n\t"} | {127: 0x2421} | dict.fromkeys(range(128, 160), 0xFFFD)
+
+
+def printable(text: str) -> str:
+    """Text of a model as a terminal may show it."""
+    return text.translate(SHOWN)
+
+
 def get_tokenizer(name: str) -> Tokenizer:
     """The tokenizer called "gpt2" or "bytes"."""
     if name == "gpt2":

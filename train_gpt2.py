@@ -50,7 +50,7 @@ from fp8_mlp import check_transpose, mlp_products_fp8
 from fused_mlp import MIN_POSITIONS, epilogues_work, fused_mlp_pays, mlp_products
 from machine import Precision, fit_batch_size, out_of_memory, why_no_compile, why_no_fp8
 from metrics import Logger, Meter, PhaseClock
-from shards import TokenShards
+from shards import TokenShards, read_json
 
 # ---------------------------------------------------------------------------------------------- 1. configuration
 
@@ -115,13 +115,13 @@ class TrainConfig:
     precision: Literal["auto", "bf16", "fp16", "tf32", "fp32"] = "auto"  # auto: the best that the device has
     compile: bool = True  # torch.compile; needs a GPU with Triton, or a C++ compiler on CPU
     seed: int = 1337  # of the weights, the shuffling and the samples
-    # watching; every interval is in steps, 0 is never
+    # watching; every interval is in steps
     log_every: int = 10  # a line in log.jsonl
-    val_every: int = 250  # validation loss
+    val_every: int = 250  # validation loss; 0 is never
     val_tokens: int = 10485760  # tokens of the validation split to use; 0 is all of them
-    hella_every: int = 1000  # HellaSwag accuracy
+    hella_every: int = 1000  # HellaSwag accuracy; 0 is never
     hella_examples: int = 10042  # how many of its 10042 examples
-    sample_every: int = 1000  # a few samples
+    sample_every: int = 1000  # a few samples; 0 is never
     sample_tokens: int = 64  # length of each
     sample_prompt: str = "Hello, I'm a language model,"  # what they begin with
     timing: bool = False  # milliseconds of data, forward, backward and optimizer in each logged step
@@ -129,7 +129,7 @@ class TrainConfig:
     # keeping
     log_dir: str = "log"  # runs lie in LOG_DIR/RUN_NAME
     run_name: str = ""  # name of the run; made from preset and time when empty (torchrun keeps "run" to itself)
-    ckpt_every: int = 1000  # a checkpoint
+    ckpt_every: int = 1000  # a checkpoint; 0 is never, and nothing of the run can be used or resumed
     keep_last: int = 2  # how many checkpoints stay, besides the best
     resume: bool = False  # continue the newest run (or --run_name NAME) from its newest checkpoint, with its settings
     init_from: str = ""  # start from these weights: gpt2 ... gpt2-xl, a Hugging Face folder, or a checkpoint
@@ -599,7 +599,7 @@ class World:
             return model
         ids = [self.device.index] if self.device.type == "cuda" else None
         return DistributedDataParallel(
-            model, device_ids=ids, gradient_as_bucket_view=True, broadcast_buffers=False, bucket_cap_mb=self.bucket_mb
+            model, device_ids=ids, gradient_as_bucket_view=True, bucket_cap_mb=self.bucket_mb
         )
 
     def exchange(self, model, last):
@@ -676,6 +676,14 @@ class StopSignal:
         self.name = signal.Signals(number).name
 
 
+def this_python():
+    """What to type for the interpreter that runs this: python, where that is the same one, else its path."""
+    found = shutil.which("python")
+    if found and Path(found).parent.absolute() == Path(sys.executable).parent.absolute():
+        return "python"
+    return os.path.relpath(sys.executable) if Path.cwd() in Path(sys.executable).parents else sys.executable
+
+
 def run_flags(run_dir):
     """The flags that name a run."""
     there = f"--log_dir {run_dir.parent} " if str(run_dir.parent) != TrainConfig.log_dir else ""
@@ -747,10 +755,12 @@ def check_finite(step, losses, step_end, loader, world, run_dir):
     mine = [name for i in bad for name in loader.step_positions(step_end, i)]
     names = [name for part in world.gather(mine) for name in part]
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    kept = ", ".join(sorted(p.name for p in run_dir.glob("model_*.pt"))) or "no checkpoint yet"
+    kept = ", ".join(sorted(p.name for p in run_dir.glob("model_*.pt")))
+    again = f"keeps {kept}; try a lower --lr, or --resume to see whether it comes back" if kept else (
+        "has no checkpoint yet; try a lower --lr, or more --warmup_steps")  # fmt: skip
     raise FloatingPointError(
         f"the loss is {loss} at step {step}, on the sequences at {', '.join(names[:8])}{more}; the run stops and "
-        f"{run_dir} keeps {kept}; try a lower --lr, or --resume to see whether it comes back"
+        f"{run_dir} {again}"
     )
 
 
@@ -768,6 +778,20 @@ def check_8_bits(model_config, reason):
         raise ValueError(f"{' and '.join(wanted)}: 8 bits {reason}; leave that out")
 
 
+def check_size(c, world):
+    """Raise ValueError for a model that this machine has no room for, before minutes are spent on finding out."""
+    n = (c.padded_vocab_size + c.block_size) * c.n_embd + 12 * c.n_layer * c.n_embd**2
+    if world.device.type == "cuda":
+        memory, what = torch.cuda.get_device_properties(world.device).total_memory, "card"
+    elif hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        memory, what = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "machine"
+    else:
+        return
+    if 12 * n > memory:  # weights, gradients and the lesser optimizer's state, 4 bytes each
+        raise ValueError(f"n_layer={c.n_layer} and n_embd={c.n_embd} make {n:,} weights, which take {12 * n / 2**30:,.0f} GiB "
+                         f"or more in training; this {what} has {memory / 2**30:,.0f}: make the model smaller")  # fmt: skip
+
+
 def prepare(model_config, cfg, world):
     """What training works with, from a seeded start. Raises ValueError or FileNotFoundError for what cannot work."""
     torch.manual_seed(cfg.seed)
@@ -778,6 +802,7 @@ def prepare(model_config, cfg, world):
     check_8_bits(model_config, why_no_fp8(precision, model_config, cfg))
     if model_config.fp8_mlp:
         check_transpose(world.device)
+    check_size(model_config, world)
     raw_model = GPT(dataclasses.replace(model_config, fused_mlp=model_config.fused_mlp and epilogues_work(world.device)))
     if cfg.init_from and not cfg.resume:  # a resumed run has weights of its own
         from weights import load_model  # it imports from this file
@@ -951,7 +976,7 @@ def train_until(stop, model_config, cfg, world, run_dir, tokenizer):
     log.close()
     if stopping and world.is_main:
         saved = f"finished step {step} and saved it in {run_dir}" if step > first_step else "nothing new to save"
-        more = f"; `python train_gpt2.py --resume {run_flags(run_dir)}` goes on from there" if step else ""
+        more = f"; `{this_python()} train_gpt2.py --resume {run_flags(run_dir)}` goes on from there" if step else ""
         print(f"{stop.name or 'signal'}: {saved}{more}")
     return val_loss
 
@@ -972,8 +997,11 @@ def peek(argv, *flags):
 
 def choose_defaults(argv):
     """(reason, GPTConfig, TrainConfig): what the flags in argv then change."""
-    given = peek(argv, "preset", "data", "resume", "run_name", "log_dir")
+    given = peek(argv, "preset", "data", "resume", "run_name", "log_dir", "init_from")
     if "resume" in given:
+        if "init_from" in given:
+            raise ValueError(f"init_from={given['init_from']} is for a new run; a resumed one goes on with its own weights: "
+                             "leave out --init_from or --resume")  # fmt: skip
         log_dir = given.get("log_dir", TrainConfig.log_dir)
         run_dir = Path(log_dir) / given["run_name"] if given.get("run_name") else newest_run(log_dir)
         if not (run_dir / "config.json").exists():
@@ -981,7 +1009,7 @@ def choose_defaults(argv):
         if not has_checkpoint(run_dir):
             raise FileNotFoundError(f"{run_dir} has no checkpoint to resume from: that run ended before its first one; delete "
                                     "the folder and start again, or pass another --run_name")  # fmt: skip
-        saved = json.loads((run_dir / "config.json").read_text())
+        saved = read_json(run_dir / "config.json")
         fields = {f.name for config in (GPTConfig, TrainConfig) for f in dataclasses.fields(config)}
         unknown = sorted((saved["model"].keys() | saved["train"].keys()) - fields)
         if unknown:
@@ -1040,11 +1068,12 @@ def farewell(run_dir):
     if not has_checkpoint(run_dir):
         return  # stopped before there was anything to go on from
     plot.loss_curve([run_dir], run_dir / "loss.png")
+    python = this_python()
     print(f"\n{run_dir}/ holds log.jsonl (every number), loss.png (the curve), TensorBoard events and the checkpoints. Next:\n"
-          f"  python sample.py --model {run_dir}      ask it for more\n"
-          f"  python report.py {run_dir}      curves, samples and settings as one page\n"
-          f"  tensorboard --logdir {run_dir.parent}      watch the curves, compare runs\n"
-          f"  python train_gpt2.py --resume {run_flags(run_dir)} --max_steps N      train it further")  # fmt: skip
+          f"  {python} sample.py --model {run_dir}      ask it for more\n"
+          f"  {python} report.py {run_dir}      curves, samples and settings as one page\n"
+          f"  {python} -m tensorboard.main --logdir {run_dir.parent}      watch the curves, compare runs\n"
+          f"  {python} train_gpt2.py --resume {run_flags(run_dir)} --max_steps N      train it further")  # fmt: skip
 
 
 def run(argv):
@@ -1061,13 +1090,21 @@ def run(argv):
         fineweb.build_builtin(cfg.data)
     manifest = Path(world.from_main(cfg.data)) / "manifest.json"  # the other processes wait here for those shards
     if manifest.exists() and not cfg.resume and not peek(argv, "vocab_size"):
-        model_config = dataclasses.replace(model_config, vocab_size=json.loads(manifest.read_text())["vocab_size"])
+        model_config = dataclasses.replace(model_config, vocab_size=read_json(manifest)["vocab_size"])
     run_dir = Path(cfg.log_dir) / world.from_main(cfg.run_name or f"{cfg.preset}_{time.strftime('%Y%m%d-%H%M%S')}")
     if world.is_main:
         print(f"preset {cfg.preset}: {reason}; run folder {run_dir}")
         settings = " ".join(f"{k}={v!r}" for k, v in (vars(model_config) | vars(cfg)).items())
         width = min(120, shutil.get_terminal_size((120, 24)).columns)
         print(textwrap.fill(settings, width, initial_indent="config ", subsequent_indent=" " * 7, break_on_hyphens=False))
+        if cfg.resume:
+            saved = read_json(run_dir / "config.json")
+            now = vars(model_config) | vars(cfg)
+            other = [f"{k} {v} -> {now[k]}" for k, v in (saved["model"] | saved["train"]).items() if k in now and now[k] != v]
+            other = [text for text in other if not text.startswith(("resume", "log_dir", "run_name", "max_steps"))]
+            print(f"note: not as the run was begun: {', '.join(other)}") if other else None
+        if not cfg.ckpt_every:
+            print("note: ckpt_every=0: nothing of this run is kept but its log")
         if cfg.warmup_steps >= cfg.max_steps:
             print(f"note: warmup_steps={cfg.warmup_steps} is not over at max_steps={cfg.max_steps}; lr is never reached")
     train(model_config, cfg, world, run_dir, load_tokenizer(model_config.vocab_size, world))

@@ -233,6 +233,7 @@ def export(source, out, log_dir="log", force=False):
     try:
         part.chmod(0o755)  # mkdtemp keeps others out
         save_file(hugging_face_state(model), part / "model.safetensors", metadata={"format": "pt"})
+        (part / "model.safetensors").chmod(0o644)
         write_json(part / "config.json", config)
         ids = {k: config[k] for k in ("bos_token_id", "eos_token_id")}
         write_json(part / "generation_config.json", ids | {"pad_token_id": config["eos_token_id"]})

@@ -126,6 +126,10 @@ class ShardWriter:
         self.file.truncate(size)
         self.file.seek(size)
 
+    def holds(self, tokens: int) -> bool:
+        """True if so many tokens were appended, all of them whole: nothing was interrupted on the way."""
+        return not self.file.closed and sum(entry["tokens"] for entry in self.manifest["shards"]) + self.filled == tokens
+
     def append(self, tokens: np.ndarray):
         """The next tokens of the stream (uint16)."""
         while len(tokens):
@@ -201,9 +205,22 @@ def verify(out_dir) -> list[str]:
     return problems
 
 
+def different_files(before, now):
+    """What two sources differ in, in a few words: (text of the one, of the other)."""
+    files = [{tuple(file) for file in source.get("files", [])} if isinstance(source.get("files"), list) else set()
+             for source in (before, now)]
+    rest = [{k: v for k, v in source.items() if k != "files"} for source in (before, now)]
+    if rest[0] != rest[1] or files[0] == files[1]:
+        return repr(rest[0]), repr(rest[1])
+    names = [sorted(name for name, _ in own - other) for own, other in (files, files[::-1])]
+    return tuple(f"{len(own)} files" + (f", of which only there {', '.join(only[:3])}" if only else "")
+                 + (f" and {len(only) - 3} more" if len(only) > 3 else "") for own, only in zip(files, names))
+
+
 def check_same(out_dir: Path, manifest: dict, **wanted):
     """ValueError where the manifest in `out_dir` was made with other settings than the ones wanted now."""
     for key, value in wanted.items():
         if manifest[key] != value:
-            raise ValueError(f"{out_dir} was made with {key} = {manifest[key]!r}, now it is {value!r}: choose another "
+            before, now = (different_files(manifest[key], value) if key == "source" else (repr(manifest[key]), repr(value)))
+            raise ValueError(f"{out_dir} was made with {key} = {before}, now it is {now}: choose another "
                              f"--out, or delete {out_dir}")

@@ -139,7 +139,8 @@ def tokens(runs, out_path, dark):
                      va="bottom" if loss > 3.35 else "top", textcoords="offset points", color="0.5", fontsize=9)  # fmt: skip
     plot.reference(bottom, 0.25, "chance 0.25", left=True)
     plot.reference(bottom, plot.PUBLISHED_HELLASWAG["GPT-2 124M"], "OpenAI's GPT-2 124M, 0.2955", left=True)
-    top.set(ylabel="validation loss (nats per token)", ylim=(2.6, 11.4), xscale="log", xlim=(1e6, 1.2e10))
+    top.set(ylabel="loss (nats per token)\nthin: training, dots: validation", ylim=(2.6, 11.4), xscale="log",
+            xlim=(1e6, 1.2e10))  # fmt: skip
     top.legend(loc="upper right", fontsize=9)
     bottom.set(ylabel="HellaSwag\nacc_norm", xlabel="training tokens (losses on different text do not compare)",
                ylim=(0.225, 0.31))  # fmt: skip
@@ -195,6 +196,8 @@ def ladder(runs, out_path, dark):
         for y, variant in enumerate(variants):
             now = speed.get(variant)
             if now is None:  # what comes after a missing rung is no step up from it
+                ax.annotate("not measured", (0, y), xytext=(4, 0), textcoords="offset points", va="center", fontsize=6.5,
+                            color="0.5")  # fmt: skip
                 before = None
                 continue
             kept = now if before is None else min(before, now)
@@ -254,13 +257,14 @@ def kernels(runs, out_path, dark):
 
 def vocabulary(runs, out_path, dark):
     """Kernel time of a micro-step with an odd and with a padded vocabulary, kind by kind."""
-    shape, variants = next(iter(measured(runs, "vocabulary", "kernel_ms", "tok_per_s").items()))
+    shape, variants = next(iter(measured(runs, "vocabulary", "kernel_ms", "tok_per_s", "median_ms").items()))
     rows = {variant: rows[-1] for variant, rows in variants.items()}
     pairs = [name[6:] for name in rows if name.startswith("50257_") and "50304_" + name[6:] in rows]
     if not pairs:
         raise NoData("ladder.jsonl has no pair of 50257 and 50304")
-    saved = {p: rows["50257_" + p]["kernel_ms"]["matmul"] - rows["50304_" + p]["kernel_ms"]["matmul"] for p in pairs}
-    title = f"{shape}: 47 rows of padding save " + " and ".join(f"{ms:.0f} ms {p}" for p, ms in saved.items())
+    ms = {name: row["median_ms"] / row["micro_steps"] for name, row in rows.items()}
+    saved = {p: ms["50257_" + p] - ms["50304_" + p] for p in pairs}
+    title = f"{shape}: 47 rows of padding save " + " and ".join(f"{saved[p]:.0f} ms {p}" for p in pairs)
     figure, ax = new_figure(8, 1.7 + 0.42 * len(rows), title, where_and_when(rows.values()))
     left = dict.fromkeys(rows, 0.0)
     for kind in KERNELS:
@@ -490,7 +494,8 @@ def parallel(runs, out_path, dark):
     rates = ", ".join(f"{kind[0]} {plot.short(speed)}" for kind, speed in cards.items())
     ax.set(yticks=range(len(bars)), yticklabels=[f"{kind[0]}: {mode}" for kind, mode in bars],
            ylim=(len(bars) - 0.5, -0.5), xlim=(0.6, 1.02),
-           xlabel=f"fraction of N times one GPU beside idle ones (a dot: a run)\ntokens/s of one: {rates}")  # fmt: skip
+           xlabel="fraction of N times one GPU of the same machine\n(a dot: a run; machines differ)\n"
+                  f"tokens/s of one: {rates}")  # fmt: skip
     ax.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     ax.grid(axis="y", visible=False)
     figure.savefig(out_path)

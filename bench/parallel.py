@@ -603,7 +603,7 @@ def overlap_picture(extract_file, out_png, dark=False):
             if bars:
                 ax.broken_barh(bars, (1.1, 0.8), color=colors[kind], linewidth=0, label=kind)
         bars = [(start / 1000, dur / 1000) for k, _, _, start, dur in kernels if k == "communication"]
-        ax.broken_barh(bars, (0.1, 0.8), color="0.5", linewidth=0)
+        ax.broken_barh(bars, (0.1, 0.8), color="white" if dark else "black", linewidth=0)
         ax.set_yticks([0.5, 1.5], ["NCCL", "compute"])
         ax.set_ylim(0, 2)
         ax.set_xlim(0, times["step_us"] / 1000)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+import sys
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 from conftest import ROOT, TINY_RUN, VOCAB, run_python, write_shards
 from test_train import train_here
 
-from train_gpt2 import PRESETS, GPTConfig, TrainConfig, choose_defaults, parse_args
+from train_gpt2 import PRESETS, GPTConfig, TrainConfig, choose_defaults, parse_args, this_python
 
 # --------------------------------------------------------------------------------------------------------- import
 
@@ -70,7 +71,7 @@ def beyond(path):
 BAD = {
     "eight_bits_on_cpu": ("--fp8_mlp --cross_entropy fp8", ["cross_entropy=fp8 and fp8_mlp=True", "RTX 40, H100"]),
     "plan_flag_alone": ("--plan_card H100", ["--plan_card belongs to --plan"]),
-    "no_shards": ("--data nowhere", ["no train shards in nowhere", "python fineweb.py --out nowhere"]),
+    "no_shards": ("--data nowhere", ["no train shards in nowhere", "python fineweb.py --source FOLDER"]),
     "empty_shard": ("--data {empty}", ["x_train_000000.npy is empty"]),
     "truncated_shard": ("--data {truncated}", ["x_train_000000.npy", "truncated"]),
     "wrong_dtype": ("--data {int64}", ["x_train_000000.npy", "int64", "uint16"]),
@@ -103,6 +104,11 @@ BAD = {
     "run_is_there": ("--log_dir {log} --run_name r", ["log/r is another run's", "--resume", "another --run_name"]),
     "run_saved_nothing": ("--log_dir {log} --run_name early", ["log/early is the folder of a run that has saved nothing yet"]),
     "resume_saved_nothing": ("--resume --log_dir {log} --run_name early", ["log/early has no checkpoint to resume from"]),
+    "resume_other_start": ("--resume --run_name r --log_dir {log} --init_from gpt2", ["init_from=gpt2 is for a new run"]),
+    "broken_manifest": ("--data {manifest}", ["manifest.json is no JSON", "cut short"]),
+    "resume_broken_config": ("--resume --run_name torn --log_dir {log}", ["torn/config.json is no JSON"]),
+    "shard_gone": ("--data {gone}", ["x_train_000001.npy is missing, manifest.json has it"]),
+    "too_large": ("--n_layer 1000000 --n_embd 4096 --n_head 4", ["n_layer=1000000", "GiB or more", "make the model smaller"]),
     "unwritable": ("--log_dir {file}", ["cannot write the run folder", "--log_dir"]),
     "no_weights": ("--init_from nothing.pt", ["no checkpoint nothing.pt"]),
     "fp16": ("--precision fp16", ["fp16 needs a GPU"]),
@@ -126,6 +132,11 @@ def outcomes(tmp_path_factory):
     for fault in (empty, truncated, int64, no_bin, beyond):
         places[fault.__name__] = write_shards(folder / fault.__name__)
         fault(places[fault.__name__] / "x_train_000000.npy")
+    for name, text in (("manifest", "{"), ("gone", json.dumps({"vocab_size": VOCAB, "shards": [
+            {"name": f"x_train_00000{i}.npy", "bytes": 128 + 2 * n} for i, n in enumerate((1501, 997))]}))):  # fmt: skip
+        places[name] = write_shards(folder / name)
+        (places[name] / "manifest.json").write_text(text)
+    (places["gone"] / "x_train_000001.npy").unlink()
     places["short"] = write_shards(folder / "short", sizes=(10,))
     data = write_shards(folder / "data")
     for name in ("r", "cut"):
@@ -135,6 +146,8 @@ def outcomes(tmp_path_factory):
     config = json.loads((folder / "log" / "newer" / "config.json").read_text())
     config["train"]["warp"] = 9
     (folder / "log" / "newer" / "config.json").write_text(json.dumps(config))
+    shutil.copytree(folder / "log" / "r", folder / "log" / "torn")
+    (folder / "log" / "torn" / "config.json").write_text('{"train": ')
     (folder / "log" / "early").mkdir()
     (folder / "log" / "early" / "config.json").write_bytes((folder / "log" / "r" / "config.json").read_bytes())
     before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
@@ -164,7 +177,7 @@ def test_bad_input_is_one_sentence_and_status_2(outcomes, name):
 
 
 def test_what_could_not_start_left_no_run(outcomes):
-    assert outcomes["folders"] == ["cut", "early", "newer", "r"]
+    assert outcomes["folders"] == ["cut", "early", "newer", "r", "torn"]
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -221,6 +234,32 @@ def test_the_manifest_decides_the_vocabulary(run_train, shards, tmp_path):
     assert result.returncode == 0, result.stderr
     assert json.loads((tmp_path / "log" / "r" / "config.json").read_text())["model"]["vocab_size"] == 300
     assert "no samples and no bits per byte" in result.stdout, "no tokenizer has 300 ids"
+
+
+def test_a_resumed_run_says_what_differs_and_one_that_keeps_nothing_says_so(run_train, tmp_path):
+    result = run_train("--max_steps", 1, "--ckpt_every", 0)
+    assert result.returncode == 0 and "note: ckpt_every=0: nothing of this run is kept but its log" in result.stdout
+    result = run_train("--max_steps", 3, "--run_name", "s")
+    assert "note" not in result.stdout
+    result = run_train("--resume", "--run_name", "s", "--max_steps", 5, "--seed", 7, "--grad_clip", 0.5)
+    assert result.returncode == 0, result.stderr
+    assert "note: not as the run was begun: grad_clip 1.0 -> 0.5, seed 1337 -> 7\n" in result.stdout
+    result = run_train("--resume", "--run_name", "s", "--max_steps", 7)
+    assert result.returncode == 0 and "note" not in result.stdout
+
+
+def test_commands_name_the_interpreter_that_can_run_them(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / ".venv/bin/python3"))
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    assert this_python() == ".venv/bin/python3"
+    monkeypatch.setenv("PATH", str(tmp_path / ".venv/bin"))
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/python").write_text("")
+    (tmp_path / ".venv/bin/python").chmod(0o755)
+    assert this_python() == "python", "an environment that is active"
+    monkeypatch.setattr(sys, "executable", "/elsewhere/bin/python3")
+    assert this_python() == "/elsewhere/bin/python3"
 
 
 def test_a_vocabulary_that_was_asked_for_is_resumed_with(run_train, shards, tmp_path):

@@ -35,7 +35,7 @@ MICRO = [rung("gpt2", str(b), s, batch_size=b, group="micro_batch") for b, s in 
 LOSS = [rung("gpt2", v, None, group="loss", seed=s, val_loss=5.0 + 0.01 * s, curve=[[10, 1.0, 7.0], [20, 2.0, 6.0]])
         for v in ("fp32", "muon") for s in (1, 2)]  # fmt: skip
 PADDING = [rung("gpt2", f"{rows}_eager", speed, group="vocabulary", kernel_ms=dict(matmul=ms, loss=1.0))
-           for rows, speed, ms in ((50257, 2e5, 170.0), (50304, 4e5, 70.0))]  # fmt: skip
+           | dict(median_ms=2 * ms) for rows, speed, ms in ((50257, 2e5, 170.0), (50304, 4e5, 70.0))]  # fmt: skip
 # a copy at 4 TB/s, a product at 500 TFLOP/s, one operation on either side of the edge
 FLOOR = [part("copy 1 GiB", 0.5, 0, 2 * 10**9), part("8192^3", 2.0, 10**12, 10**9), part("AdamW", 1.0, 10**9, 3 * 10**9),
          part("qkv forward", 1.0, 3 * 10**11, 10**9), part("qkv wgrad", 1.0, 2 * 10**11, 10**9),
@@ -94,7 +94,7 @@ def test_the_ladder_shows_rates_and_factors(drawn):
     texts = drawn("ladder")
     assert "gpt2: 40k to 90k tokens/s, 2 times, rung by rung" in texts
     assert {"40k  ", "100k  x2.50", "90k  x0.90", "fused loss", "4x256", "x2.00", "H9, torch 2.11, 2026-11-21"} <= set(texts)
-    assert {"xl", "7k"} <= set(texts) and "x7.00" not in texts, "no step up where the rung before is missing"
+    assert {"xl", "7k", "not measured"} <= set(texts) and "x7.00" not in texts, "no step up where the rung before is missing"
 
 
 def test_kernel_times_of_a_smaller_micro_batch_are_scaled(drawn, runs):

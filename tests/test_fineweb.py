@@ -327,12 +327,54 @@ def test_a_shorter_end_leaves_nothing_behind(tmp_path):
 
 @pytest.mark.skipif(os.name != "posix", reason="sends a signal to a process group")
 def test_ctrl_c_is_no_traceback(tmp_path):
-    """Ctrl-C reaches the workers as well."""
-    write_parquet(tmp_path / "in.parquet", documents(3000), rows=10)
-    process = begin(["--source", tmp_path / "in.parquet", *BYTES, "--workers", 2, "--note_every", 0], tmp_path / "o")
+    """Ctrl-C reaches the workers as well. What was done is noted, however seldom notes are."""
+    texts = documents(3000)
+    write_parquet(tmp_path / "in.parquet", texts, rows=10)
+    args = ["--source", tmp_path / "in.parquet", *BYTES, "--workers", 2, "--note_every", 1000]
+    process = subprocess.Popen(command(*args, "--out", tmp_path / "o"), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                               text=True, start_new_session=True)
+    while not any(path.stat().st_size > 100_000 for path in tmp_path.glob("o/*.part")):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.005)
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=30)
     assert process.returncode == 130 and "goes on where it was" in err and "Traceback" not in err
+    assert 0 < read_manifest(tmp_path / "o")["resume"]["documents"] < 3000
+    again = call(*args, "--out", tmp_path / "o")
+    assert again.returncode == 0 and "going on after" in again.stdout + again.stderr
+    assert np.array_equal(stream_of(tmp_path / "o"), plain_stream(texts))
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends a signal to a process group")
+def test_ctrl_c_while_the_workers_start_is_no_traceback(tmp_path):
+    write_parquet(tmp_path / "in.parquet", documents(300), rows=10)
+    words = command("--source", tmp_path / "in.parquet", *BYTES, "--workers", 2, "--out", tmp_path / "o")
+    for seconds in (0.3, 0.5, 0.7, 0.9):
+        process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        deadline = time.monotonic() + 30
+        while not (tmp_path / "o" / "manifest.json").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)  # until then it imports, and has no workers
+        time.sleep(seconds - 0.3)
+        os.killpg(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+        assert process.returncode in (0, 130) and "Traceback" not in err, err
+        (tmp_path / "o" / "manifest.json").unlink()
+
+
+def test_a_source_that_has_grown_says_by_what(tmp_path, capsys):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for i in range(30):
+        (folder / f"{i:02d}.txt").write_text(f"text number {i}")
+    args = ["--source", str(folder), *BYTES, "--workers", "0", "--out", str(tmp_path / "o")]
+    assert fineweb.main(args) == 0
+    for name in ("new.txt", "new2.txt"):
+        (folder / name).write_text("more")
+    (folder / "07.txt").unlink()
+    assert fineweb.main(args) == 2
+    err = capsys.readouterr().err
+    assert "source = 30 files, of which only there 07.txt, now it is 31 files, of which only there new.txt, new2.txt:" in err
+    assert err.count(".txt") == 3, "not the whole list"
 
 
 # ---- bad input ---------------------------------------------------------------------------------------------------------

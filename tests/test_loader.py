@@ -363,7 +363,7 @@ def test_the_manifest_knows_size_and_hash(tmp_path):
 
 
 def test_no_shards_names_the_command_that_makes_them(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"no train shards in .*python fineweb.py --out"):
+    with pytest.raises(FileNotFoundError, match=r"no train shards in .*python fineweb.py --source FOLDER"):
         TokenShards(tmp_path, "train", VOCAB)
     write_shards(tmp_path, val=0)
     with pytest.raises(FileNotFoundError, match="no val shards"):

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 from conftest import ROOT, run_python
@@ -310,6 +311,22 @@ def test_bad_input_is_one_sentence(tmp_path):
     code = f"import sys; sys.modules['plotly'] = None; sys.path.insert(0, {str(ROOT)!r}); import report; report.main()"
     done = run_python("-c", code, a, cwd=tmp_path)
     assert done.returncode == 2 and "pip install plotly" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_page_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch):
+    a = write_run(tmp_path / "a", RUN)
+    report.write([a], tmp_path / "r.html")
+    before = (tmp_path / "r.html").read_bytes()
+
+    def full(self, text, **_):
+        with self.open("w") as f:
+            f.write(text[:1000])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)  # a disk that fills up on the way
+    with pytest.raises(OSError, match=r"r.html cannot be written \(No space left on device\); name another place with --out"):
+        report.write([a], tmp_path / "r.html")
+    assert (tmp_path / "r.html").read_bytes() == before and {p.name for p in tmp_path.iterdir()} == {"a", "r.html"}
 
 
 def test_runs_of_one_name_are_told_apart(tmp_path):

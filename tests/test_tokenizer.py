@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from tokenizer import MARK, get_tokenizer
+from tokenizer import MARK, get_tokenizer, printable
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = Path(os.environ.get("GPT2_TEST_DATA", ROOT.parent / "shared" / "data"))
@@ -90,3 +90,10 @@ def test_no_files_is_one_sentence(tmp_path):
 def test_unknown_name():
     with pytest.raises(ValueError, match="'bytes'"):
         get_tokenizer("gpt3")
+
+
+@pytest.mark.parametrize("text, shown", [
+    ("a\n\tb é 日", "a\n\tb é 日"), ("\x1b[2J\x07\r\x0e", "␛[2J␇␍␎"), ("\x7f\x9b2J", "␡\ufffd2J"),
+])  # fmt: skip
+def test_a_terminal_is_shown_no_control_characters(text, shown):
+    assert printable(text) == shown

@@ -450,6 +450,8 @@ def test_a_bad_step_is_seen_before_it_is_measured_and_at_the_end(tmp_path, shard
     """With no checkpoint to come; weights of 1e30 are still finite, what they give is not."""
     with pytest.raises(FloatingPointError, match="the loss is nan at step 2"):
         train_here(tmp_path, shards, "r", ByteTokenizer(), max_steps=2, lr=1e30, warmup_steps=0, ckpt_every=0, **watching)
+    with pytest.raises(FloatingPointError, match="has no checkpoint yet; try a lower --lr, or more --warmup_steps$"):
+        train_here(tmp_path, shards, "s", max_steps=2, lr=1e30, warmup_steps=0)
     kinds = [e["kind"] for e in map(json.loads, (tmp_path / "r" / "log.jsonl").read_text().splitlines()) if e["step"] == 2]
     assert kinds == ["train"], "nothing was measured after the bad step"
 

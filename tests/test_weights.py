@@ -552,6 +552,8 @@ def test_export_command(tmp_path):
     done = run_python(ROOT / "weights.py", "export", "model.pt", "--out", "sub/out", cwd=tmp_path)
     assert done.returncode == 0 and "model.safetensors" in done.stdout and "no tokenizer files" in done.stdout, done.stderr
     assert equal_models(load_model(str(tmp_path / "model.pt")), load_model(str(tmp_path / "sub/out")))
+    modes = {path.stat().st_mode & 0o444 for path in (tmp_path / "sub/out").iterdir()}
+    assert modes == {0o444}, "all may read all files"
     done = run_python(ROOT / "weights.py", "export", "missing.pt", "--out", "x", cwd=tmp_path)
     assert done.returncode == 2 and "missing.pt" in done.stderr and done.stderr.count("\n") == 1
     assert [p.name for p in tmp_path.iterdir() if p.name != "model.pt"] == ["sub"]
