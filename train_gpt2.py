@@ -598,9 +598,7 @@ class World:
         if not self.distributed:
             return model
         ids = [self.device.index] if self.device.type == "cuda" else None
-        return DistributedDataParallel(
-            model, device_ids=ids, gradient_as_bucket_view=True, bucket_cap_mb=self.bucket_mb
-        )
+        return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True, bucket_cap_mb=self.bucket_mb)
 
     def exchange(self, model, last):
         """Context of a micro-step's forward AND backward: gradients are exchanged in the last one only. DDP reads the
@@ -1115,11 +1113,12 @@ def run(argv):
 
 def main():
     """Run, and turn what a reader can cause into one sentence and an exit status: 2 bad input, 1 a run that went wrong."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the imports are over
     try:
         return run(sys.argv[1:])
     except BrokenPipeError:  # --help | head
         os._exit(1)
-    except KeyboardInterrupt:  # a second Ctrl-C
+    except KeyboardInterrupt:  # a second Ctrl-C, or one before or after training
         status, text = 130, "stopped at once; what checkpoints there are stay as they were"
     except (ValueError, OSError) as error:
         status, text = 2, str(error)

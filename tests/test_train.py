@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, TINY_MODEL, TINY_RUN, VOCAB, clean_env, wait_for_steps, write_shards
+from conftest import ROOT, TINY_MODEL, TINY_RUN, VOCAB, clean_env, run_python, wait_for_steps, write_shards
 
 import machine
 import train_gpt2
@@ -378,6 +378,20 @@ def test_ctrl_c_during_the_imports_is_one_line(tmp_path, start_training):
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert err.strip() == "train_gpt2.py: stopped before it began"
+
+
+def test_ctrl_c_after_training_is_one_line(tmp_path, shards):
+    code = f"""
+import os, runpy, signal, sys
+sys.path.insert(0, {str(ROOT)!r})
+import plot
+plot.loss_curve = lambda *_: os.kill(os.getpid(), signal.SIGINT)
+sys.argv = {["train_gpt2.py", *map(str, TINY_RUN), "--data", str(shards), "--max_steps", "3"]!r}
+runpy.run_path({str(ROOT / "train_gpt2.py")!r}, run_name="__main__")
+"""
+    done = run_python("-c", code, cwd=tmp_path)
+    assert done.returncode == 130 and (tmp_path / "log" / "r" / "model_000003.pt").exists()
+    assert done.stderr.strip() == "train_gpt2.py: error: stopped at once; what checkpoints there are stay as they were"
 
 
 def test_a_full_disk_is_one_sentence_and_older_checkpoints_stay(tmp_path):
