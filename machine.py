@@ -2,6 +2,10 @@
 
 import contextlib
 import importlib.util
+import os
+import shutil
+import sys
+from pathlib import Path
 
 import torch
 
@@ -96,6 +100,20 @@ def why_no_fp8_anywhere(precision, model_config, cfg):
     return ""
 
 
+def check_size(c, device):
+    """Raise ValueError for a model (a GPTConfig) that this machine has no room for, before minutes are spent on that."""
+    n = (c.padded_vocab_size + c.block_size) * c.n_embd + 12 * c.n_layer * c.n_embd**2
+    if device.type == "cuda":
+        memory, what = torch.cuda.get_device_properties(device).total_memory, "card"
+    elif hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        memory, what = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "machine"
+    else:
+        return
+    if 12 * n > memory:  # weights, gradients and the lesser optimizer's state, 4 bytes each
+        raise ValueError(f"n_layer={c.n_layer} and n_embd={c.n_embd} make {n:,} weights, which take {12 * n / 2**30:,.0f} GiB "
+                         f"or more in training; this {what} has {memory / 2**30:,.0f}: make the model smaller")  # fmt: skip
+
+
 def out_of_memory(error):
     """True for what CUDA, Python and torch's CPU allocator raise when memory is full."""
     said = str(error).lower()
@@ -138,3 +156,11 @@ def fit_batch_size(model, cfg, world, precision):
         f"not even one sequence of seq_len={cfg.seq_len} fits on {torch.cuda.get_device_name(world.device)}; "
         "pass --activation_checkpointing, a shorter --seq_len or a smaller --preset"
     )
+
+
+def this_python():
+    """What to type for the interpreter that runs this: python, where that is the same one, else its path."""
+    found = shutil.which("python")
+    if found and Path(found).parent.absolute() == Path(sys.executable).parent.absolute():
+        return "python"
+    return os.path.relpath(sys.executable) if Path.cwd() in Path(sys.executable).parents else sys.executable

@@ -48,7 +48,7 @@ from cross_entropy import linear_cross_entropy
 from evaluation import Reporter
 from fp8_mlp import check_transpose, mlp_products_fp8
 from fused_mlp import MIN_POSITIONS, epilogues_work, fused_mlp_pays, mlp_products
-from machine import Precision, fit_batch_size, out_of_memory, why_no_compile, why_no_fp8
+from machine import Precision, check_size, fit_batch_size, out_of_memory, this_python, why_no_compile, why_no_fp8
 from metrics import Logger, Meter, PhaseClock
 from shards import TokenShards, read_json
 
@@ -674,14 +674,6 @@ class StopSignal:
         self.name = signal.Signals(number).name
 
 
-def this_python():
-    """What to type for the interpreter that runs this: python, where that is the same one, else its path."""
-    found = shutil.which("python")
-    if found and Path(found).parent.absolute() == Path(sys.executable).parent.absolute():
-        return "python"
-    return os.path.relpath(sys.executable) if Path.cwd() in Path(sys.executable).parents else sys.executable
-
-
 def run_flags(run_dir):
     """The flags that name a run."""
     there = f"--log_dir {run_dir.parent} " if str(run_dir.parent) != TrainConfig.log_dir else ""
@@ -776,20 +768,6 @@ def check_8_bits(model_config, reason):
         raise ValueError(f"{' and '.join(wanted)}: 8 bits {reason}; leave that out")
 
 
-def check_size(c, world):
-    """Raise ValueError for a model that this machine has no room for, before minutes are spent on finding out."""
-    n = (c.padded_vocab_size + c.block_size) * c.n_embd + 12 * c.n_layer * c.n_embd**2
-    if world.device.type == "cuda":
-        memory, what = torch.cuda.get_device_properties(world.device).total_memory, "card"
-    elif hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        memory, what = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "machine"
-    else:
-        return
-    if 12 * n > memory:  # weights, gradients and the lesser optimizer's state, 4 bytes each
-        raise ValueError(f"n_layer={c.n_layer} and n_embd={c.n_embd} make {n:,} weights, which take {12 * n / 2**30:,.0f} GiB "
-                         f"or more in training; this {what} has {memory / 2**30:,.0f}: make the model smaller")  # fmt: skip
-
-
 def prepare(model_config, cfg, world):
     """What training works with, from a seeded start. Raises ValueError or FileNotFoundError for what cannot work."""
     torch.manual_seed(cfg.seed)
@@ -800,7 +778,7 @@ def prepare(model_config, cfg, world):
     check_8_bits(model_config, why_no_fp8(precision, model_config, cfg))
     if model_config.fp8_mlp:
         check_transpose(world.device)
-    check_size(model_config, world)
+    check_size(model_config, world.device)
     raw_model = GPT(dataclasses.replace(model_config, fused_mlp=model_config.fused_mlp and epilogues_work(world.device)))
     if cfg.init_from and not cfg.resume:  # a resumed run has weights of its own
         from weights import load_model  # it imports from this file

@@ -11,7 +11,8 @@ import torch
 from conftest import ROOT, TINY_RUN, VOCAB, run_python, write_shards
 from test_train import train_here
 
-from train_gpt2 import PRESETS, GPTConfig, TrainConfig, choose_defaults, parse_args, this_python
+from machine import this_python
+from train_gpt2 import PRESETS, GPTConfig, TrainConfig, choose_defaults, parse_args
 
 # --------------------------------------------------------------------------------------------------------- import
 
