@@ -117,26 +117,26 @@ def start_exchange(grads: torch.Tensor, scatter: bool) -> None:
 
 class Exchanged(torch.autograd.Function):
     """Parameters as they are. On the way back their gradients, times `factor`, are laid one after the other, `sizes` numbers
-    for each and `total` in all, and exchanged. That is only started here: it is over when it has been waited for."""
+    for each, and exchanged. That is only started here: it is over when it has been waited for."""
 
     @staticmethod
-    def forward(ctx, sizes, total, factor, scatter, *params):
-        ctx.layout = sizes, total, factor, scatter
+    def forward(ctx, sizes, factor, scatter, *params):
+        ctx.layout = sizes, factor, scatter
         return tuple(p.view_as(p) for p in params)
 
     @staticmethod
     def backward(ctx, *grads):
-        sizes, total, factor, scatter = ctx.layout
+        sizes, factor, scatter = ctx.layout
         # torch.compile has the kernel that takes a gradient from autocast's 16 bits back to 32 multiply it as well, and
         # write it to its place in `flat`: neither is a pass of its own
-        parts = [F.pad(g.reshape(-1) * factor, (0, size - g.numel())) for g, size in zip(grads, sizes)]
-        flat = torch.cat(parts + [parts[0].new_zeros(total - sum(sizes))])
+        parts = [g.reshape(-1) * factor for g in grads]
+        flat = torch.cat([F.pad(p, (0, n - p.numel())) if n > p.numel() else p for p, n in zip(parts, sizes)])
         start_exchange(flat, scatter)
-        views = (part[: g.numel()].view_as(g) for part, g in zip(flat.split([*sizes, total - sum(sizes)]), grads))
-        return None, None, None, None, *views
+        views = (part[: g.numel()].view_as(g) for part, g in zip(flat.split(sizes), grads))
+        return None, None, None, *views
 
 
-def exchange_together(module, names, sizes, total, factor, scatter):
+def exchange_together(module, names, sizes, factor, scatter):
     """From now on the gradients of these parameters of `module` are exchanged as one, when the last of them is there.
 
     Exchanged is applied in the module's forward pass, not once for the whole model: autograd goes through the functions
@@ -146,7 +146,7 @@ def exchange_together(module, names, sizes, total, factor, scatter):
     inner = copy.copy(module)  # the same parameters and parts, and the forward that is replaced here
 
     def forward(*args, **kwargs):
-        exchanged = Exchanged.apply(sizes, total, factor, scatter, *params)
+        exchanged = Exchanged.apply(sizes, factor, scatter, *params)
         return functional_call(inner, dict(zip(names, exchanged)), args, kwargs)
 
     module.forward = forward
@@ -181,7 +181,7 @@ class DuringBackward(AfterBackward):
     def wrap(self, model):
         for module, names in parts_of(model):
             sizes = tuple(module.get_parameter(name).numel() for name in names)
-            exchange_together(module, names, sizes, sum(sizes), 1 / self.world.world_size, False)
+            exchange_together(module, names, sizes, 1 / self.world.world_size, False)
         return model
 
     @contextlib.contextmanager
@@ -199,8 +199,9 @@ class Shares:
 
     def __init__(self, params, world):
         self.params = sorted(params, key=lambda p: p.dim() < 2)
-        self.sizes = tuple(-(-p.numel() // 64) * 64 for p in self.params)  # views start at 256 bytes, as kernels like it
-        self.share = -(-sum(self.sizes) // (64 * world.world_size)) * 64  # numbers of a process
+        sizes = [-(-p.numel() // 64) * 64 for p in self.params]  # views start at 256 bytes, as kernels like it
+        self.share = -(-sum(sizes) // (64 * world.world_size)) * 64  # numbers of a process
+        self.sizes = (*sizes[:-1], self.share * world.world_size - sum(sizes[:-1]))  # what is left over goes to the last one
         self.weights = torch.zeros(self.share * world.world_size, device=self.params[0].device)
         for p, view in zip(self.params, self.views(self.weights)):
             view.copy_(p.data)
@@ -234,7 +235,7 @@ class ZeroAdamW:
             parts = [(module, {module.get_parameter(n): n for n in names}) for module, names in parts_of(model)]
             self.shares = [Shares(list(names), world) for _, names in parts]
             for (module, names), s in zip(parts, self.shares):
-                exchange_together(module, [names[p] for p in s.params], s.sizes, len(s.weights), 1.0, True)
+                exchange_together(module, [names[p] for p in s.params], s.sizes, 1.0, True)
             self.shares = [*self.shares[-2::-1], self.shares[-1]]  # the backward pass begins with the last block
         else:
             self.shares = [Shares(list(model.parameters()), world)]
