@@ -5,6 +5,7 @@ What a checkpoint holds is for train_gpt2.py to say (state_to_save, restore); he
 
 import os
 import pickle
+import re
 import shutil
 from pathlib import Path
 
@@ -12,8 +13,9 @@ import torch
 
 
 def checkpoint_files(run_dir):
-    """The model_<step>.pt of a run, earliest first."""
-    return sorted(Path(run_dir).glob("model_[0-9]*.pt"), key=lambda path: int(path.stem.removeprefix("model_")))
+    """The model_<step>.pt of a run, earliest first; copies that somebody has made of them are none."""
+    files = [path for path in Path(run_dir).glob("model_*.pt") if re.fullmatch(r"model_[0-9]+", path.stem)]
+    return sorted(files, key=lambda path: int(path.stem.removeprefix("model_")))
 
 
 def save_checkpoint(run_dir, step, data, keep_last, best):

@@ -172,15 +172,22 @@ def start_worker():
 
 @contextlib.contextmanager
 def interrupts_wait():
-    """Ctrl-C comes when the body is done. Processes that it starts are born deaf to it."""
-    if not hasattr(signal, "pthread_sigmask"):  # Windows
+    """Ctrl-C comes when the body is done, in the main thread. Processes that it starts are born deaf to it, but on Windows."""
+    came = []
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    handler = signal.signal(signal.SIGINT, lambda *_: came.append(True))
+    masks = hasattr(signal, "pthread_sigmask")
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}) if masks else None
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if masks:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)  # what has come meanwhile is delivered here
+        signal.signal(signal.SIGINT, handler)
+    if came:
+        raise KeyboardInterrupt
 
 
 def tokenise_in_processes(units, tokenizer: str, column: str, workers: int):

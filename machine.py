@@ -161,6 +161,7 @@ def fit_batch_size(model, cfg, world, precision):
 def this_python():
     """What to type for the interpreter that runs this: python, where that is the same one, else its path."""
     found = shutil.which("python")
-    if found and Path(found).parent.absolute() == Path(sys.executable).parent.absolute():
+    here = Path(sys.executable)
+    if found and Path(found).parent.absolute() == here.parent.absolute() and os.path.realpath(found) == os.path.realpath(here):
         return "python"
     return os.path.relpath(sys.executable) if Path.cwd() in Path(sys.executable).parents else sys.executable

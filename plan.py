@@ -533,7 +533,7 @@ def run(argv):
     check_config(model_config, cfg)
     manifest = Path(cfg.data) / "manifest.json"
     if manifest.exists() and not cfg.resume and not peek(argv, "vocab_size"):
-        model_config = dataclasses.replace(model_config, vocab_size=read_json(manifest)["vocab_size"])
+        model_config = dataclasses.replace(model_config, vocab_size=read_json(manifest, "vocab_size")["vocab_size"])
     grad_accum_steps(cfg, cfg.batch_size or 1, args.plan_gpus)  # raises where no micro-batch divides the step
     if card:
         device_type, compiled = "cuda", cfg.compile

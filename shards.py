@@ -12,13 +12,18 @@ from pathlib import Path
 import numpy as np
 
 
-def read_json(path):
-    """What a JSON file holds. Raises ValueError that names the file if it is broken."""
+def read_json(path, *keys):
+    """The dict that a JSON file holds. Raises ValueError that names the file if it is broken or lacks one of the keys."""
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError("it holds no names")
+        if any(found.get(key) is None for key in keys):
+            raise ValueError(f"it must hold {' and '.join(keys)}")
+        return found
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON ({error}), it was changed or cut short; mend it, or make anew what it is "
-                         "about") from error  # fmt: skip
+        raise ValueError(f"{path} is not what this project has written ({error}): it was changed or cut short; mend it, or "
+                         "make anew what it is about") from error  # fmt: skip
 
 
 def open_shard(path):
@@ -88,7 +93,7 @@ class TokenShards:
         """Compare names, sizes, and with verify=True hashes with what fineweb.py noted when the shards were whole."""
         file = folder / "manifest.json"
         self.manifest = read_json(file) if file.exists() else {}
-        entries = {entry["name"]: entry for entry in self.manifest.get("shards", [])}
+        entries = {entry["name"]: entry for entry in self.manifest.get("shards") or []}
         if verify and not entries:
             raise FileNotFoundError(f"{file} is missing, so there is nothing to verify the shards against")
         missing = {name for name in entries if re.search(rf"_{split}_\d+\.\w+$", name)} - {path.name for path in self.paths}

@@ -985,7 +985,7 @@ def choose_defaults(argv):
         if not has_checkpoint(run_dir):
             raise FileNotFoundError(f"{run_dir} has no checkpoint to resume from: that run ended before its first one; delete "
                                     "the folder and start again, or pass another --run_name")  # fmt: skip
-        saved = read_json(run_dir / "config.json")
+        saved = read_json(run_dir / "config.json", "model", "train")
         fields = {f.name for config in (GPTConfig, TrainConfig) for f in dataclasses.fields(config)}
         unknown = sorted((saved["model"].keys() | saved["train"].keys()) - fields)
         if unknown:
@@ -1066,7 +1066,7 @@ def run(argv):
         fineweb.build_builtin(cfg.data)
     manifest = Path(world.from_main(cfg.data)) / "manifest.json"  # the other processes wait here for those shards
     if manifest.exists() and not cfg.resume and not peek(argv, "vocab_size"):
-        model_config = dataclasses.replace(model_config, vocab_size=read_json(manifest)["vocab_size"])
+        model_config = dataclasses.replace(model_config, vocab_size=read_json(manifest, "vocab_size")["vocab_size"])
     run_dir = Path(cfg.log_dir) / world.from_main(cfg.run_name or f"{cfg.preset}_{time.strftime('%Y%m%d-%H%M%S')}")
     if world.is_main:
         print(f"preset {cfg.preset}: {reason}; run folder {run_dir}")
@@ -1074,11 +1074,11 @@ def run(argv):
         width = min(120, shutil.get_terminal_size((120, 24)).columns)
         print(textwrap.fill(settings, width, initial_indent="config ", subsequent_indent=" " * 7, break_on_hyphens=False))
         if cfg.resume:
-            saved = read_json(run_dir / "config.json")
+            saved = read_json(run_dir / "config.json", "model", "train")
             now = vars(model_config) | vars(cfg)
             other = [f"{k} {v} -> {now[k]}" for k, v in (saved["model"] | saved["train"]).items() if k in now and now[k] != v]
             other = [text for text in other if not text.startswith(("resume", "log_dir", "run_name", "max_steps"))]
-            print(f"note: not as the run was begun: {', '.join(other)}") if other else None
+            print(f"note: not as this run went on before: {', '.join(other)}") if other else None
         if not cfg.ckpt_every:
             print("note: ckpt_every=0: nothing of this run is kept but its log")
         if cfg.warmup_steps >= cfg.max_steps:
@@ -1092,6 +1092,7 @@ def run(argv):
 def main():
     """Run, and turn what a reader can cause into one sentence and an exit status: 2 bad input, 1 a run that went wrong."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the imports are over
+    sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows a question mark
     try:
         return run(sys.argv[1:])
     except BrokenPipeError:  # --help | head

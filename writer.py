@@ -206,15 +206,20 @@ def verify(out_dir) -> list[str]:
 
 
 def different_files(before, now):
-    """What two sources differ in, in a few words: (text of the one, of the other)."""
-    files = [{tuple(file) for file in source.get("files", [])} if isinstance(source.get("files"), list) else set()
-             for source in (before, now)]
-    rest = [{k: v for k, v in source.items() if k != "files"} for source in (before, now)]
-    if rest[0] != rest[1] or files[0] == files[1]:
-        return repr(rest[0]), repr(rest[1])
-    names = [sorted(name for name, _ in own - other) for own, other in (files, files[::-1])]
-    return tuple(f"{len(own)} files" + (f", of which only there {', '.join(only[:3])}" if only else "")
-                 + (f" and {len(only) - 3} more" if len(only) > 3 else "") for own, only in zip(files, names))
+    """What two local sources differ in, in a few words: (text of the one, of the other). All of them where that is not in
+    their files."""
+    if any(not isinstance(source.get("files"), list) for source in (before, now)):
+        return repr(before), repr(now)
+    old, new = ({name: rest for name, *rest in source["files"]} for source in (before, now))
+    changed = sorted(name for name in old.keys() & new.keys() if old[name] != new[name])
+    texts = []
+    for files, only in ((old, sorted(old.keys() - new.keys())), (new, sorted(new.keys() - old.keys()))):
+        names = ", ".join(only[:3]) + (f" and {len(only) - 3} more" if len(only) > 3 else "")
+        texts.append(f"{len(files)} files" + (f", of which only there {names}" if only else ""))
+    if texts[0] == texts[1] and not changed:
+        return repr(before), repr(now)
+    names = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
+    return texts[0], texts[1] + (f", changed: {names}" if changed else "")
 
 
 def check_same(out_dir: Path, manifest: dict, **wanted):

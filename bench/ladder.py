@@ -669,8 +669,9 @@ def share(todo, args):
 
     def one(case):
         name = free.get()
-        with tempfile.TemporaryDirectory() as folder:
-            part = Path(folder) / "part.jsonl"
+        with contextlib.ExitStack() as stack:
+            stack.callback(free.put, name)
+            part = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "part.jsonl"
             command = [sys.executable, __file__, *case.flags(args), "--seed", case.seed, "--limit", args.limit, "--out", part]
             command += ["--commit", args.commit]
             command += ["--data", args.data] if args.data else []
@@ -679,7 +680,6 @@ def share(todo, args):
                 list(map(str, command)), env=os.environ | {"CUDA_VISIBLE_DEVICES": name}, capture_output=True, text=True
             )
             found = read_records(part)
-        free.put(name)
         if child.returncode in (130, -signal.SIGINT):  # the Ctrl-C that is about to end this process too
             return
         said = (child.stderr.strip().splitlines() or [f"its process ended with status {child.returncode}"])[-1]

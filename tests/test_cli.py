@@ -106,8 +106,11 @@ BAD = {
     "run_saved_nothing": ("--log_dir {log} --run_name early", ["log/early is the folder of a run that has saved nothing yet"]),
     "resume_saved_nothing": ("--resume --log_dir {log} --run_name early", ["log/early has no checkpoint to resume from"]),
     "resume_other_start": ("--resume --run_name r --log_dir {log} --init_from gpt2", ["init_from=gpt2 is for a new run"]),
-    "broken_manifest": ("--data {manifest}", ["manifest.json is no JSON", "cut short"]),
-    "resume_broken_config": ("--resume --run_name torn --log_dir {log}", ["torn/config.json is no JSON"]),
+    "broken_manifest": ("--data {manifest}", ["manifest.json is not what this project has written", "cut short"]),
+    "empty_manifest": ("--data {hollow}", ["manifest.json is not what this project has written (it must hold vocab_size)"]),
+    "listed_manifest": ("--data {listed} --vocab_size 257", ["manifest.json is not what this", "(it holds no names)"]),
+    "resume_broken_config": ("--resume --run_name torn --log_dir {log}", ["torn/config.json is not what this project has"]),
+    "resume_empty_config": ("--resume --run_name bare --log_dir {log}", ["bare/config.json", "must hold model and train"]),
     "shard_gone": ("--data {gone}", ["x_train_000001.npy is missing, manifest.json has it"]),
     "too_large": ("--n_layer 1000000 --n_embd 4096 --n_head 4", ["n_layer=1000000", "GiB or more", "make the model smaller"]),
     "unwritable": ("--log_dir {file}", ["cannot write the run folder", "--log_dir"]),
@@ -133,8 +136,9 @@ def outcomes(tmp_path_factory):
     for fault in (empty, truncated, int64, no_bin, beyond):
         places[fault.__name__] = write_shards(folder / fault.__name__)
         fault(places[fault.__name__] / "x_train_000000.npy")
-    for name, text in (("manifest", "{"), ("gone", json.dumps({"vocab_size": VOCAB, "shards": [
-            {"name": f"x_train_00000{i}.npy", "bytes": 128 + 2 * n} for i, n in enumerate((1501, 997))]}))):  # fmt: skip
+    entries = [{"name": f"x_train_00000{i}.npy", "bytes": 128 + 2 * n} for i, n in enumerate((1501, 997))]
+    gone = json.dumps({"vocab_size": VOCAB, "shards": entries})
+    for name, text in (("manifest", "{"), ("hollow", "{}"), ("listed", "[]"), ("gone", gone)):
         places[name] = write_shards(folder / name)
         (places[name] / "manifest.json").write_text(text)
     (places["gone"] / "x_train_000001.npy").unlink()
@@ -149,6 +153,8 @@ def outcomes(tmp_path_factory):
     (folder / "log" / "newer" / "config.json").write_text(json.dumps(config))
     shutil.copytree(folder / "log" / "r", folder / "log" / "torn")
     (folder / "log" / "torn" / "config.json").write_text('{"train": ')
+    shutil.copytree(folder / "log" / "r", folder / "log" / "bare")
+    (folder / "log" / "bare" / "config.json").write_text("{}")
     (folder / "log" / "early").mkdir()
     (folder / "log" / "early" / "config.json").write_bytes((folder / "log" / "r" / "config.json").read_bytes())
     before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
@@ -178,7 +184,7 @@ def test_bad_input_is_one_sentence_and_status_2(outcomes, name):
 
 
 def test_what_could_not_start_left_no_run(outcomes):
-    assert outcomes["folders"] == ["cut", "early", "newer", "r", "torn"]
+    assert outcomes["folders"] == ["bare", "cut", "early", "newer", "r", "torn"]
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -244,7 +250,7 @@ def test_a_resumed_run_says_what_differs_and_one_that_keeps_nothing_says_so(run_
     assert "note" not in result.stdout
     result = run_train("--resume", "--run_name", "s", "--max_steps", 5, "--seed", 7, "--grad_clip", 0.5)
     assert result.returncode == 0, result.stderr
-    assert "note: not as the run was begun: grad_clip 1.0 -> 0.5, seed 1337 -> 7\n" in result.stdout
+    assert "note: not as this run went on before: grad_clip 1.0 -> 0.5, seed 1337 -> 7\n" in result.stdout
     result = run_train("--resume", "--run_name", "s", "--max_steps", 7)
     assert result.returncode == 0 and "note" not in result.stdout
 
@@ -258,6 +264,8 @@ def test_commands_name_the_interpreter_that_can_run_them(monkeypatch, tmp_path):
     (tmp_path / ".venv/bin").mkdir(parents=True)
     (tmp_path / ".venv/bin/python").write_text("")
     (tmp_path / ".venv/bin/python").chmod(0o755)
+    assert this_python() == ".venv/bin/python3", "another one in the same folder"
+    (tmp_path / ".venv/bin/python3").symlink_to("python")
     assert this_python() == "python", "an environment that is active"
     monkeypatch.setattr(sys, "executable", "/elsewhere/bin/python3")
     assert this_python() == "/elsewhere/bin/python3"

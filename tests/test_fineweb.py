@@ -29,7 +29,7 @@ from chat import RowPacker, render_chat
 from shards import open_shard
 from sources import File, tokenise, units_of
 from tokenizer import get_tokenizer
-from writer import ShardWriter, new_manifest, read_manifest, verify
+from writer import ShardWriter, different_files, new_manifest, read_manifest, verify
 
 DATA = Path(os.environ.get("GPT2_TEST_DATA", ROOT.parent / "shared" / "data"))
 needs_data = pytest.mark.skipif(not (DATA / "corpus").is_dir() or not (DATA / "tiktoken").is_dir(),
@@ -359,6 +359,27 @@ def test_ctrl_c_while_the_workers_start_is_no_traceback(tmp_path):
         _, err = process.communicate(timeout=30)
         assert process.returncode in (0, 130) and "Traceback" not in err, err
         (tmp_path / "o" / "manifest.json").unlink()
+
+
+def test_interrupts_wait_for_the_body():
+    done = []
+    with pytest.raises(KeyboardInterrupt):
+        with fineweb.interrupts_wait():
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.1)
+            done.append(True)
+    assert done and signal.getsignal(signal.SIGINT) == signal.default_int_handler
+
+
+@pytest.mark.parametrize("before, now, said", [
+    ([["a", 1], ["b", 2]], [["a", 3], ["b", 2]], ("2 files", "2 files, changed: a")),
+    ([["a", 1, "x"]], [["a", 1, "y"], ["b", 2, "z"]], ("1 files", "2 files, of which only there b, changed: a")),
+    ([["a", 1], ["b", 2]], [["b", 2], ["a", 1]], None),
+    (3, 4, None),
+])  # fmt: skip
+def test_sources_are_told_apart_in_a_few_words(before, now, said):
+    before, now = ({"kind": "local", "files": files} for files in (before, now))
+    assert different_files(before, now) == (said or (repr(before), repr(now)))
 
 
 def test_a_source_that_has_grown_says_by_what(tmp_path, capsys):

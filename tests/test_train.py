@@ -325,6 +325,10 @@ def test_the_newest_checkpoint_has_the_highest_number(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["model_1000000.pt"]
     save_checkpoint(tmp_path, 999_999, {}, keep_last=2, best=False)
     assert newest_checkpoint(tmp_path).name == "model_1000000.pt"
+    for copy in ("model_2000000_keep.pt", "model_2000000 (copy).pt", "model_best.pt", "model_9_9.pt"):
+        shutil.copyfile(tmp_path / "model_1000000.pt", tmp_path / copy)
+    save_checkpoint(tmp_path, 1_000_001, {}, keep_last=1, best=False)
+    assert newest_checkpoint(tmp_path).name == "model_1000001.pt" and len(list(tmp_path.iterdir())) == 5, "copies stay"
 
 
 def test_only_weights_that_were_measured_become_the_best(tmp_path, shards):
@@ -378,6 +382,11 @@ def test_ctrl_c_during_the_imports_is_one_line(tmp_path, start_training):
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert err.strip() == "train_gpt2.py: stopped before it began"
+
+
+def test_a_terminal_without_a_sign_gets_a_question_mark(tmp_path, run_train):
+    done = run_train("--max_steps", 1, "--sample_prompt", "\x0c日", PYTHONIOENCODING="cp1252", PYTHONUTF8="0")
+    assert done.returncode == 0, done.stderr
 
 
 def test_ctrl_c_after_training_is_one_line(tmp_path, shards):
