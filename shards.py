@@ -70,7 +70,8 @@ class TokenShards:
 
     def __init__(self, folder, split, vocab_size, verify=False):
         folder = Path(folder)
-        names = sorted(p for p in folder.glob(f"*_{split}_*") if p.suffix in (".npy", ".bin"))
+        files = (p for p in folder.glob(f"*_{split}_*") if p.suffix in (".npy", ".bin"))
+        names = sorted(p for p in files if re.findall(r"(?<=_)(train|val)(?=_)", p.name)[-1] == split)  # not my_train_set_val_0
         if not names:
             raise FileNotFoundError(
                 f"no {split} shards in {folder}; `python fineweb.py` makes some of FineWeb-Edu in edu_fineweb10B, `python "

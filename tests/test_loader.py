@@ -269,6 +269,12 @@ FAULTS = {
 }  # fmt: skip
 
 
+def test_a_split_is_the_last_one_that_a_name_holds(tmp_path):
+    for name, length in (("my_train_set_train_000000", 30), ("my_train_set_val_000000", 40), ("my_train_val_000000", 50)):
+        np.save(tmp_path / f"{name}.npy", np.zeros(length, np.uint16))
+    assert [len(TokenShards(tmp_path, split, VOCAB)) for split in ("train", "val")] == [30, 90]
+
+
 def test_masks_are_there_for_all_shards_or_for_none(tmp_path):
     folder = write_shards(tmp_path)
     for path in sorted(folder.glob("*_train_*.npy")):
