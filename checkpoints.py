@@ -82,7 +82,7 @@ def newest_checkpoint(run_dir):
 
 def newest_run(log_dir):
     """The run folder whose checkpoint was written last."""
-    files = list(Path(log_dir).glob("*/model_[0-9]*.pt"))
+    files = [path for run_dir in Path(log_dir).glob("*/") for path in checkpoint_files(run_dir)]
     if not files:
         raise FileNotFoundError(f"no run with a checkpoint in {log_dir}/; `python train_gpt2.py` makes one")
     return max(files, key=lambda p: p.stat().st_mtime).parent

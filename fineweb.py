@@ -197,6 +197,7 @@ def tokenise_in_processes(units, tokenizer: str, column: str, workers: int):
             yield unit, tokenise(unit, tokenizer, column)
         return
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=start_worker)
+
     def submit(unit):
         with interrupts_wait():  # the first one starts the workers, which would print a traceback each while they import
             return pool.submit(tokenise, unit, tokenizer, column)

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import torch
 
-# Words in the names of other chips, or parts of one, that share a name with one in the tables
-OTHER_CHIPS = {"Laptop", "Ti", "SUPER", "D", "MIG"}
+# Words in the names of other chips, or parts of one, that share a name with one in the tables and are not in there
+OTHER_CHIPS = ("Laptop", "Ti", "SUPER", "D", "MIG", "H200 NVL", "H800 PCIe")
 
 # Dense peak in TFLOP/s at 16 bits with 32-bit accumulation, from the vendors' datasheets. First match wins.
 PEAK_TFLOPS = {
-    "B200": 2250, "GH200": 989, "H200 NVL": 835, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989,
-    "H800 PCIe": 756, "H800": 989, "A100": 312, "A800": 312, "L40S": 362, "L40": 181, "L4": 121, "A40": 150, "A30": 165,
+    "B200": 2250, "GH200": 989, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989,
+    "H800": 989, "A100": 312, "A800": 312, "L40S": 362, "L40": 181, "L4": 121, "A40": 150, "A30": 165,
     "A10G": 70, "A10": 125, "RTX A6000": 155, "RTX 6000 Ada": 364, "RTX 5090": 210, "RTX 4090": 165, "RTX 4080": 97,
     "RTX 3090": 71, "V100": 125, "T4": 65,
 }  # fmt: skip
@@ -24,18 +24,24 @@ WITHOUT_FP8 = ("A100", "A800", "A40", "A30", "A10G", "A10", "RTX A6000", "RTX 30
 
 # Memory in GB as sold; drivers show as many GiB, within 1 % (H200: 143,771 MiB). The smallest where there are several sizes.
 MEMORY_GB = {
-    "B200": 180, "GH200": 96, "H200 NVL": 141, "H200": 141, "H100 PCIe": 80, "H100 NVL": 94, "H100": 80, "H800 PCIe": 80,
+    "B200": 180, "GH200": 96, "H200": 141, "H100 PCIe": 80, "H100 NVL": 94, "H100": 80,
     "H800": 80, "A100": 40, "A800": 40, "L40S": 48, "L40": 48, "L4": 24, "A40": 48, "A30": 24, "A10G": 24, "A10": 24,
     "RTX A6000": 48, "RTX 6000 Ada": 48, "RTX 5090": 32, "RTX 4090": 24, "RTX 4080": 16, "RTX 3090": 24, "V100": 16,
     "T4": 16,
 }  # fmt: skip
 
 
+def is_other_chip(words):
+    """True if a card's name, cut into words (a set), is one of OTHER_CHIPS; any letter case."""
+    words = {word.upper() for word in words}
+    return any(set(chip.upper().split()) <= words for chip in OTHER_CHIPS)
+
+
 def peak_flops(device):
     """The card's dense 16-bit peak in FLOP/s, or None for one that is not in the table: no MFU is better than a guess."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     words = name.replace("-", " ").split()
-    if OTHER_CHIPS & set(words):
+    if is_other_chip(words):
         return None
     for card, tflops in PEAK_TFLOPS.items():
         if all(word in words for word in card.split()):
@@ -100,9 +106,16 @@ def why_no_fp8_anywhere(precision, model_config, cfg):
     return ""
 
 
+def num_params(c):
+    """Of a model with this GPTConfig: (all the parameters, those in the matrices of the blocks)."""
+    matrices = 12 * c.n_layer * c.n_embd**2
+    vectors = (13 * c.n_layer + 2) * c.n_embd  # 9 biases and 4 of LayerNorm in a block
+    return (c.padded_vocab_size + c.block_size) * c.n_embd + matrices + vectors, matrices
+
+
 def check_size(c, device):
     """Raise ValueError for a model (a GPTConfig) that this machine has no room for, before minutes are spent on that."""
-    n = (c.padded_vocab_size + c.block_size) * c.n_embd + 12 * c.n_layer * c.n_embd**2
+    n, _ = num_params(c)
     if device.type == "cuda":
         memory, what = torch.cuda.get_device_properties(device).total_memory, "card"
     elif hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:

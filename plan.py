@@ -30,10 +30,11 @@ import cross_entropy
 from fused_mlp import MIN_POSITIONS, epilogues_work
 from machine import (
     MEMORY_GB,
-    OTHER_CHIPS,
     PEAK_TFLOPS,
     WITHOUT_FP8,
     Precision,
+    is_other_chip,
+    num_params,
     out_of_memory,
     why_no_compile,
     why_no_fp8,
@@ -125,13 +126,6 @@ class Setting:
             return "plain"
         torch_has_it = hasattr(torch.nn.functional, "linear_cross_entropy") and self.bytes == 4
         return "torch" if torch_has_it and not self.compile else "chunked"
-
-
-def num_params(c):
-    """(all the parameters, those in the matrices of the blocks)"""
-    matrices = 12 * c.n_layer * c.n_embd**2
-    vectors = (13 * c.n_layer + 2) * c.n_embd  # 9 biases and 4 of LayerNorm in a block
-    return (c.padded_vocab_size + c.block_size) * c.n_embd + matrices + vectors, matrices
 
 
 def ledger(s):
@@ -302,7 +296,7 @@ def named_card(text):
     words = set(re.sub(r"\b(RTX|GTX)(?=\d)", r"\1 ", name).split())
     known = {card: set(card.upper().split()) for card in MEMORY_GB}
     found = [card for card in known if known[card] <= words] or [card for card in known if words and words <= known[card]]
-    other = {word.upper() for word in OTHER_CHIPS} & words
+    other = is_other_chip(words)
     found = [] if other else found
     if not found and (not size or (words and not other)):
         raise ValueError(f"plan_card={text} is not one of {', '.join(known)}; a size will do too: --plan_card 24GB")

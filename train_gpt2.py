@@ -1075,9 +1075,9 @@ def run(argv):
         print(textwrap.fill(settings, width, initial_indent="config ", subsequent_indent=" " * 7, break_on_hyphens=False))
         if cfg.resume:
             saved = read_json(run_dir / "config.json", "model", "train")
-            now = vars(model_config) | vars(cfg)
-            other = [f"{k} {v} -> {now[k]}" for k, v in (saved["model"] | saved["train"]).items() if k in now and now[k] != v]
-            other = [text for text in other if not text.startswith(("resume", "log_dir", "run_name", "max_steps"))]
+            before, now = saved["model"] | saved["train"], vars(model_config) | vars(cfg)
+            expected = ("resume", "log_dir", "run_name", "max_steps")
+            other = [f"{k} {v} -> {now[k]}" for k, v in before.items() if k not in expected and now[k] != v]
             print(f"note: not as this run went on before: {', '.join(other)}") if other else None
         if not cfg.ckpt_every:
             print("note: ckpt_every=0: nothing of this run is kept but its log")

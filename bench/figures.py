@@ -218,6 +218,20 @@ def ladder(runs, out_path, dark):
     figure.savefig(out_path)
 
 
+def stacked(ax, times, dark):
+    """A bar for each of {name: {kind of kernel: ms}}, its kinds one after the other. Returns where the bars end."""
+    left = dict.fromkeys(times, 0.0)
+    for kind in KERNELS:
+        values = [kinds.get(kind, 0) for kinds in times.values()]
+        if max(values) > 0:
+            ax.barh(range(len(times)), values, left=list(left.values()), height=0.75, label=kind,
+                    color=KERNEL_COLORS[dark][kind])  # fmt: skip
+        left = {name: left[name] + value for name, value in zip(times, values)}
+    ax.set(yticks=range(len(times)), yticklabels=map(words, times), ylim=(len(times) - 0.5, -0.5))
+    ax.grid(axis="y", visible=False)
+    return left
+
+
 def kernels(runs, out_path, dark):
     """Kernel time of a micro-step, kind by kind: all rungs, and the fast ones again at their own scale."""
     shape, rungs = next(iter(measured(runs, "rungs", "kernel_ms", "micro_steps", "tokens_per_step").items()))
@@ -238,18 +252,10 @@ def kernels(runs, out_path, dark):
     figure, axes = new_figure(8, 1.6 + 0.3 * sum(map(len, panels)), title, where_and_when(rows), nrows=len(panels),
                               squeeze=False, height_ratios=[len(p) for p in panels])  # fmt: skip
     for ax, panel in zip(axes[:, 0], panels):
-        left = dict.fromkeys(panel, 0.0)
-        for kind in KERNELS:
-            values = [times[v][kind] for v in panel]
-            if max(values) > 0:
-                ax.barh(range(len(panel)), values, left=list(left.values()), height=0.75, label=kind,
-                        color=KERNEL_COLORS[dark][kind])  # fmt: skip
-            left = {v: left[v] + times[v][kind] for v in panel}
+        stacked(ax, {v: times[v] for v in panel}, dark)
         for y, v in enumerate(panel):
             ax.annotate(f"{total[v]:.0f}", (total[v], y), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8.5)
-        ax.set(yticks=range(len(panel)), yticklabels=map(words, panel), ylim=(len(panel) - 0.5, -0.5),
-               xlim=(0, 1.08 * max(total[v] for v in panel)))  # fmt: skip
-        ax.grid(axis="y", visible=False)
+        ax.set(xlim=(0, 1.08 * max(total[v] for v in panel)))
     axes[-1, 0].set_xlabel(f"ms for {size:,.0f} tokens: forward, backward, and their share of the update")
     axes[0, 0].legend(loc="lower right", fontsize=8.5, ncol=2)
     figure.savefig(out_path)
@@ -266,19 +272,11 @@ def vocabulary(runs, out_path, dark):
     saved = {p: ms["50257_" + p] - ms["50304_" + p] for p in pairs}
     title = f"{shape}: 47 rows of padding save " + " and ".join(f"{saved[p]:.0f} ms {p}" for p in pairs)
     figure, ax = new_figure(8, 1.7 + 0.42 * len(rows), title, where_and_when(rows.values()))
-    left = dict.fromkeys(rows, 0.0)
-    for kind in KERNELS:
-        values = [row["kernel_ms"].get(kind, 0) for row in rows.values()]
-        if max(values) > 0:
-            ax.barh(range(len(rows)), values, left=list(left.values()), height=0.75, label=kind,
-                    color=KERNEL_COLORS[dark][kind])  # fmt: skip
-        left = {name: left[name] + value for name, value in zip(rows, values)}
+    ends = stacked(ax, {name: row["kernel_ms"] for name, row in rows.items()}, dark)
     for y, (name, row) in enumerate(rows.items()):
-        ax.annotate(f"{plot.short(row['tok_per_s'])} tokens/s", (left[name], y), xytext=(4, 0), textcoords="offset points",
+        ax.annotate(f"{plot.short(row['tok_per_s'])} tokens/s", (ends[name], y), xytext=(4, 0), textcoords="offset points",
                     va="center", fontsize=8.5)  # fmt: skip
-    ax.set(yticks=range(len(rows)), yticklabels=map(words, rows), ylim=(len(rows) - 0.5, -0.5),
-           xlim=(0, 1.25 * max(left.values())), xlabel="ms of a micro-step of 64 x 1024 tokens")  # fmt: skip
-    ax.grid(axis="y", visible=False)
+    ax.set(xlim=(0, 1.25 * max(ends.values())), xlabel="ms of a micro-step of 64 x 1024 tokens")
     ax.legend(loc="upper center", bbox_to_anchor=(0.45, -0.3), fontsize=8.5, ncol=7, handlelength=1, columnspacing=1)
     figure.savefig(out_path)
 
@@ -459,20 +457,21 @@ def floor(runs, out_path, dark):
 
 def parallel(runs, out_path, dark):
     """Tokens/s of N cards as a fraction of N times one card alone, by way of telling each other the gradients. Where a mode was
-    measured in several rounds, the bar is their mean and a dot each of them; each is held against its own round's one card,
-    or, where that was not measured again, an earlier one's."""
+    measured in several rounds, the bar is their mean and a dot each of them; each is held against the one card that
+    bench/parallel.py's table holds it against."""
+    from parallel import references  # it imports torch
+
     shares, speeds, cards = {}, {}, {}  # a bar is (what was trained on what, mode)
     rows = records(runs, "parallel", "mode", "world_size", "tok_per_s")
     for kind, alike in grouped(rows, "preset", "world_size", "device", "batch_size", "compile", "torch").items():
         one = [row for row in alike if row["mode"] == "alone_one"]
-        for i, row in enumerate(alike):
+        for row in alike:
             if not one or row["mode"] == "alone_one":
                 continue
-            same = [r for r in one if r.get("round") == row.get("round")] or [r for r in one if r in alike[:i]] or one
             mode = words(row["mode"]) + (f", {row['bucket_mb']} MB" if row.get("bucket_mb") else "")
             env = {k: v for k, v in row.get("env", {}).items() if k not in ("NCCL_VERSION", "NCCL_NVLS_ENABLE")}
             mode += "".join(f", {k}={v}" for k, v in env.items())
-            shares.setdefault((kind, mode), []).append(row["tok_per_s"] / (row["world_size"] * same[-1]["tok_per_s"]))
+            shares.setdefault((kind, mode), []).append(row["tok_per_s"] / references(row, alike)[0])
             speeds.setdefault((kind, mode), []).append(row["tok_per_s"])
             cards[kind] = median(one, "tok_per_s")
     if not shares:

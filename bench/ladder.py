@@ -193,6 +193,13 @@ class Case:
         record["max_steps"] = cfg.max_steps if self.group == "loss" else None
         return tuple(record[k] for k in KEY)
 
+    def record(self, args, card):
+        """What is known of this measurement before it is made."""
+        key = dict(zip(KEY, self.key(args, card)))
+        about = dict(settings=self.settings, data=args.data_name, error=None)
+        command = " ".join(["python bench/ladder.py", *self.flags(args)])
+        return {"bench": "ladder"} | key | about | origin(command, args.commit)
+
     def flags(self, args):
         """What the command line says of this measurement alone."""
         words = ["--shapes", self.shape, "--groups", self.group, "--variants", self.variant]
@@ -638,10 +645,7 @@ def measure_all(todo, args, world):
     """Measure, write, go on. A failure is one line in the file. Returns the number of failures."""
     card, failures = card_name(world.device), 0
     for number, case in enumerate(todo, start=1):
-        key = dict(zip(KEY, case.key(args, card)))
-        record = {"bench": "ladder"} | key | dict(
-            settings=case.settings, data=args.data_name, error=None
-        ) | origin(" ".join(["python bench/ladder.py", *case.flags(args)]), args.commit)  # fmt: skip
+        record = case.record(args, card)
         print(f"[{number}/{len(todo)}] {case.group} {case.shape} {case.variant} seed {case.seed}: ", end="", flush=True)
         try:
             record |= measure(case, args, world)
@@ -683,9 +687,7 @@ def share(todo, args):
         if child.returncode in (130, -signal.SIGINT):  # the Ctrl-C that is about to end this process too
             return
         said = (child.stderr.strip().splitlines() or [f"its process ended with status {child.returncode}"])[-1]
-        record = found[-1] if found else {"bench": "ladder"} | dict(zip(KEY, case.key(args, card_name(args.device)))) | dict(
-            settings=case.settings, data=args.data_name, error=said
-        ) | origin(" ".join(["python bench/ladder.py", *case.flags(args)]), args.commit)  # fmt: skip
+        record = found[-1] if found else case.record(args, card_name(args.device)) | {"error": said}
         with lock:
             append_record(args.out, record)
             done.append(record)

@@ -27,7 +27,8 @@ def part(op, ms, flops=0, moved=0):
 
 
 def mode(name, tok_per_s, n=2):
-    return dict(bench="parallel", mode=name, world_size=n, tok_per_s=tok_per_s, device="H9", preset="gpt2", batch_size=64)
+    return dict(bench="parallel", mode=name, world_size=n, tok_per_s=tok_per_s, device="H9", preset="gpt2", batch_size=64,
+                rank_tok_per_s=[tok_per_s / n] * n)  # fmt: skip
 
 
 LADDER = [rung(shape, variant, speed) for shape, rungs in SPEEDS.items() for variant, speed in rungs]

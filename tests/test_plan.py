@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import plan
-from machine import MEMORY_GB, PEAK_TFLOPS, Precision
+from machine import MEMORY_GB, PEAK_TFLOPS, Precision, num_params, peak_flops
 from metrics import Meter
-from plan import GIB, Setting, ledger, named_card, num_params, peak
+from plan import GIB, Setting, ledger, named_card, peak
 from train_gpt2 import GPT, PRESETS, GPTConfig, TrainConfig, World, make_optimizer, train_step
 
 SMALL = dict(n_layer=3, n_head=4, n_embd=64, block_size=64, vocab_size=1000, cross_entropy="chunked")
@@ -276,9 +276,18 @@ def test_cards():
         assert (found.name, found.gib, found.tflops) == (f"{card}, {gib:g} GB", gib, PEAK_TFLOPS[card]), text
     assert (named_card("24GB").gib, named_card("11.5 gib").gib, named_card("24GB").tflops) == (24, 11.5, None)
     assert named_card("RTX 4090 Laptop 16GB").tflops is None, "another chip"
-    for text in ("H99", "GB", "big card", "Voodoo 3 16MB", "foo 24GB", "RTX 4090 Laptop", "RTX 3090 Ti", "rtx 4080 super"):
+    others = "RTX 4090 Laptop", "RTX 3090 Ti", "rtx 4080 super", "H200 NVL"
+    for text in ("H99", "GB", "big card", "Voodoo 3 16MB", "foo 24GB", *others):
         with pytest.raises(ValueError, match="plan_card=.* is not one of B200"):
             named_card(text)
+
+
+def test_no_peak_for_a_chip_that_only_shares_a_name(monkeypatch):
+    names = {"NVIDIA H200": 989e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA H200 NVL": None, "NVIDIA H800 PCIe": None,
+             "NVIDIA H100 80GB HBM3 MIG 1g.10gb": None, "NVIDIA GeForce RTX 4090 Laptop GPU": None}  # fmt: skip
+    for name, peak_of_it in names.items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)  # a card that is not here
+        assert peak_flops(torch.device("cuda")) == peak_of_it, name
 
 
 def planned(capsys, *flags):
