@@ -384,9 +384,11 @@ def test_ctrl_c_during_the_imports_is_one_line(tmp_path, start_training):
     assert err.strip() == "train_gpt2.py: stopped before it began"
 
 
-def test_a_terminal_without_a_sign_gets_a_question_mark(tmp_path, run_train):
-    done = run_train("--max_steps", 1, "--sample_prompt", "\x0c日", PYTHONIOENCODING="cp1252", PYTHONUTF8="0")
+def test_a_terminal_without_a_sign_gets_a_question_mark(tmp_path, shards):
+    flags = [*TINY_RUN, "--data", shards, "--max_steps", 1, "--sample_every", 1, "--sample_prompt", "\x0cab"]
+    done = run_python("-m", "train_gpt2", *flags, cwd=tmp_path, PYTHONPATH=str(ROOT), PYTHONIOENCODING="ascii", PYTHONUTF8="0")
     assert done.returncode == 0, done.stderr
+    assert "--- sample after 1 steps\n?ab" in done.stdout, "the picture of a form feed"
 
 
 def test_ctrl_c_after_training_is_one_line(tmp_path, shards):
