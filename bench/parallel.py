@@ -59,6 +59,8 @@ MODES = {
     "in_graph": "no DistributedDataParallel: the graph stays whole, and in it each block sends its gradients once it has them",
     "zero1": "each process keeps AdamW's state of its share of the weights alone, and updates that (ZeRO, stage 1)",
     "zero1_in_graph": "zero1, and a block's gradients go to the processes that own them as in in_graph",
+    "zero1_16bit": "zero1, where what the products' 16 bits hold travels in 16 bits: the blocks' matrices and their gradients",
+    "zero1_16bit_all": "zero1_16bit, and the embeddings too, which that rounds",
     "fsdp2": "each process keeps its share of weights, gradients and state alone (fully_shard, ZeRO stage 3)",
     "loop": "the whole trainer with log, validation, HellaSwag, samples and checkpoints as often as in a full run",
 }
@@ -195,9 +197,13 @@ class DuringBackward(AfterBackward):
 
 
 class Shares:
-    """Parameters in one buffer, one after the other, those that decay first, and cut into a share for each process."""
+    """Parameters in one buffer, one after the other, those that decay first, and cut into a share for each process.
 
-    def __init__(self, params, world):
+    What travels has the type `wire`. Gradients are summed in float32 and weights are kept in it by the process that updates
+    them, so 16 bits on the wire lose nothing of a number that 16 bits hold.
+    """
+
+    def __init__(self, params, world, wire):
         self.params = sorted(params, key=lambda p: p.dim() < 2)
         sizes = [-(-p.numel() // 64) * 64 for p in self.params]  # views start at 256 bytes, as kernels like it
         self.share = -(-sum(sizes) // (64 * world.world_size)) * 64  # numbers of a process
@@ -208,6 +214,10 @@ class Shares:
             p.data = view
         first = world.rank * self.share
         self.mine = self.weights[first : first + self.share]
+        self.wire = torch.zeros_like(self.weights, dtype=wire)
+        self.places = self.views(self.wire)
+        if wire != torch.float32:
+            self.mine = self.mine.clone()  # all bits; self.weights has what everyone has
         decayed = sum(size for p, size in zip(self.params, self.sizes) if p.dim() >= 2)
         cut = min(max(0, decayed - first), self.share)
         self.halves = [nn.Parameter(self.mine[:cut]), nn.Parameter(self.mine[cut:])]  # with and without decay; one may be empty
@@ -217,6 +227,41 @@ class Shares:
         starts = np.cumsum([0, *self.sizes])
         return [flat[start : start + p.numel()].view_as(p) for p, start in zip(self.params, starts)]
 
+    def summed_gradients(self):
+        """Those of this process's share."""
+        torch._foreach_copy_(self.places, [p.grad for p in self.params])
+        if self.wire.dtype == torch.float32:
+            dist.reduce_scatter_tensor(mine := torch.empty_like(self.mine), self.wire)
+            return mine
+        # NCCL's sum would round at every process that it passes through. So each sends everyone their share as it is
+        dist.all_to_all_single(parts := torch.empty_like(self.wire), self.wire)
+        return parts.view(-1, self.share).sum(0, dtype=torch.float32)
+
+    def hand_out(self):
+        """Everyone's share of the weights to everyone."""
+        if self.wire.dtype == torch.float32:
+            dist.all_gather_into_tensor(self.weights, self.mine)
+        else:
+            dist.all_gather_into_tensor(self.wire, self.mine.to(self.wire.dtype))
+            self.weights.copy_(self.wire)
+
+
+def wires(mode, model, precision):
+    """[(parameters, the type in which they and their gradients travel)] of ZeroAdamW.
+
+    Under autocast a product rounds its matrix to 16 bits and makes the matrix's gradient in 16 bits. Only an embedding, whose
+    rows are added to others and whose gradient is such a sum, and what is no matrix, use 32.
+    """
+    params = list(model.parameters())
+    if "16bit" not in mode:
+        return [(params, torch.float32)]
+    if precision.dtype != torch.bfloat16:
+        raise ValueError(f"{mode} needs products in bf16, which {precision.dtype} are not; pass --precision bf16")
+    rounded = {p for p in model.transformer.h.parameters() if p.dim() == 2}
+    if mode == "zero1_16bit_all":
+        rounded = {p for p in params if p.dim() == 2}
+    return [([p for p in params if p in rounded], precision.dtype), ([p for p in params if p not in rounded], torch.float32)]
+
 
 class ZeroAdamW:
     """AdamW whose state is spread over the processes (ZeRO stage 1: Rajbhandari et al. 2020, section 5.1).
@@ -225,23 +270,20 @@ class ZeroAdamW:
     all-gather hands the new weights to everyone. Together the two send as many bytes as the all-reduce that they replace, and
     the two moments take 8 / world_size bytes a weight instead of 8.
 
-    in_graph: a block's gradients go to their owners as soon as its backward pass is over, and lie in their places as they are
-    written. Else all lie in one buffer, to which the backward pass adds, and go when it has ended.
+    zero1_in_graph: a block's gradients go to their owners as soon as its backward pass is over, and lie in their places as
+    they are written. Else they are laid there, and go, when all of it has ended.
     """
 
-    def __init__(self, model, cfg, world, in_graph):
-        self.world, self.cfg, self.in_graph, self.model = world, cfg, in_graph, model
-        if in_graph:
+    def __init__(self, mode, model, cfg, world, precision):
+        self.world, self.cfg, self.in_graph, self.model = world, cfg, mode == "zero1_in_graph", model
+        if self.in_graph:
             parts = [(module, {module.get_parameter(n): n for n in names}) for module, names in parts_of(model)]
-            self.shares = [Shares(list(names), world) for _, names in parts]
+            self.shares = [Shares(list(names), world, torch.float32) for _, names in parts]
             for (module, names), s in zip(parts, self.shares):
                 exchange_together(module, [names[p] for p in s.params], s.sizes, 1.0, True)
             self.shares = [*self.shares[-2::-1], self.shares[-1]]  # the backward pass begins with the last block
         else:
-            self.shares = [Shares(list(model.parameters()), world)]
-            self.grads = torch.zeros_like(self.shares[0].weights)
-            for p, view in zip(self.shares[0].params, self.shares[0].views(self.grads)):
-                p.grad = view
+            self.shares = [Shares(params, world, wire) for params, wire in wires(mode, model, precision)]
         groups = [
             {"params": [s.halves[i] for s in self.shares if s.halves[i].numel()], "weight_decay": weight_decay}
             for i, weight_decay in enumerate((cfg.weight_decay, 0.0))
@@ -249,21 +291,12 @@ class ZeroAdamW:
         groups = [group for group in groups if group["params"]]
         self.adamw = torch.optim.AdamW(groups, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, fused=True)
 
-    def summed_gradients(self):
-        """This process's part of them, one tensor for each of self.shares."""
-        if self.in_graph:
-            for p in self.model.parameters():
-                p.grad = None  # what it held has been sent
-            return wait_for_exchanges()
-        mine = torch.empty_like(self.shares[0].mine)
-        dist.reduce_scatter_tensor(mine, self.grads)
-        self.grads.zero_()
-        return [mine]
-
     def step(self, lr):
         """Update all weights. Returns the gradient's norm before clipping: that of the whole, so the squares of the processes'
         parts are added up."""
-        grads = self.summed_gradients()
+        grads = wait_for_exchanges() if self.in_graph else [s.summed_gradients() for s in self.shares]
+        for p in self.model.parameters():
+            p.grad = None  # what it held has been sent
         norm = self.world.sum(torch.stack(torch._foreach_norm(grads)).square().sum()).sqrt()
         if self.cfg.grad_clip:
             torch._foreach_mul_(grads, (self.cfg.grad_clip / (norm + 1e-6)).clamp(max=1))  # as clip_grad_norm_ does
@@ -274,7 +307,7 @@ class ZeroAdamW:
             group["lr"] = lr
         self.adamw.step()
         for s in self.shares:
-            dist.all_gather_into_tensor(s.weights, s.mine)
+            s.hand_out()
         return norm
 
 
@@ -346,7 +379,7 @@ def build(mode, model_config, cfg, world, how):
         optimizer = make_optimizer(model, cfg, world.device)  # of the shares
     else:
         if mode.startswith("zero1"):
-            update, optimizer = zero_step, ZeroAdamW(raw_model, cfg, world, in_graph=mode == "zero1_in_graph")
+            update, optimizer = zero_step, ZeroAdamW(mode, raw_model, cfg, world, precision)
         model = compiled(world.wrap(raw_model) if mode == "in_graph" else raw_model)
     done = 0
 

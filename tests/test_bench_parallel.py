@@ -57,12 +57,16 @@ def updates(mode, cfg, world, how="off"):
 
 MODES = {"off": ["alone", "ddp", "flat", "in_graph", "zero1", "zero1_in_graph", "fsdp2"],
          "model": ["in_graph", "zero1_in_graph"]}  # what is compiled
+ROUNDED = ["zero1", "zero1_16bit", "zero1_16bit_all"]  # in bf16
 
 
 def main(data, out, how):
     """What each of the two processes of the test below runs."""
     world, cfg = World("cpu"), dataclasses.replace(CFG, data=data)
     found = {mode: updates(mode, cfg, world, how) for mode in MODES[how]}
+    if how == "off":
+        rounding = dataclasses.replace(cfg, precision="bf16", grad_clip=0)  # a norm is summed in another order
+        torch.save({mode: updates(mode, rounding, world, how) for mode in ROUNDED}, f"{out}/bf16_{world.rank}.pt")
     torch.save(found, f"{out}/rank{world.rank}.pt")
     world.exit()
 
@@ -91,6 +95,13 @@ def test_two_processes_are_one_in_every_mode(how, tmp_path, shards):
                 assert (p - two["start"][name]).abs().max() > 1e-4, (mode, name)
             share = two["moments"] / one["moments"]
             assert 0.45 < share < 0.55 if mode in ("zero1", "zero1_in_graph", "fsdp2") else share == 1, mode
+        if how == "off":
+            exact, same, close = torch.load(tmp_path / f"bf16_{rank}.pt").values()
+            assert exact["losses"] == same["losses"] != close["losses"] == pytest.approx(exact["losses"], abs=1e-3)
+            assert exact["norms"] == pytest.approx(same["norms"], rel=1e-6)
+            for name, p in exact["end"].items():
+                p = p.bfloat16().float() if p.dim() == 2 and ".h." in name else p
+                assert torch.equal(p, same["end"][name]), name
         if how == "model":
             for mode, two in found.items():
                 first, second, third, rest = two["products"]
