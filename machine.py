@@ -151,8 +151,10 @@ def fit_batch_size(model, cfg, world, precision):
             with precision.autocast():
                 _, loss = model(idx, idx)
             loss.backward()
-            # AdamW's two moments and DDP's buckets come on top; 5 % is left for fragments
-            more = 3 * sum(p.numel() * p.element_size() for p in model.parameters())
+            # AdamW's two moments and DDP's buckets come on top, or shares of the moments and of the weights, and gradients that
+            # are kept over micro-steps; 5 % is left for fragments
+            more = 1 + 3 / world.world_size if cfg.zero1 and world.distributed else 3
+            more *= sum(p.numel() * p.element_size() for p in model.parameters())
             ours = torch.cuda.mem_get_info(world.device)[0] + torch.cuda.memory_reserved(world.device)
             fits = torch.cuda.max_memory_allocated(world.device) + more < 0.95 * ours
         except RuntimeError as error:

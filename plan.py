@@ -59,7 +59,7 @@ GIB = 2**30
 CONTEXT_GIB = 0.7  # assumed: CUDA's context and kernels take the card's memory, but PyTorch's allocator does not see them
 NCCL_GIB = 0.5  # assumed: NCCL's buffers, where there are several GPUs; not seen either
 FRAGMENTS = 0.05  # share of the card that cannot be handed out; machine.fit_batch_size leaves as much
-SCALING = 0.95  # several GPUs against as many times one; measured on four H200s (README)
+SCALING = {False: 0.95, True: 0.97}  # several GPUs against as many times one, with zero1: measured on four H200s (README)
 MOMENTS = {  # where the peak of a step can lie
     "loss": "while the loss is computed",
     "head": "at the start of the backward pass",
@@ -85,6 +85,11 @@ class Setting:
     precision: str = "bf16"  # bf16, fp16, tf32 or fp32
     compile: bool = True
     device_type: str = "cuda"
+    zero1: bool = False  # AdamW's state in shares
+
+    @property
+    def shares(self):
+        return self.world_size if self.zero1 else 1
 
     @property
     def positions(self):
@@ -153,12 +158,15 @@ def state_rows(s, row):
         # the matrices of one shape are one stack: the update before it, itself, four of its size in the iteration
         each = 16 if s.device_type == "cuda" else 24
         row("Muon's work on one stack of matrices", f"{each} bytes x 4 L C C", update=each * matrices // 3)
+    elif s.shares > 1:
+        row("AdamW's moments, weights: a share", f"12 bytes x P / {s.shares}", 12 * P // s.shares)
     else:
         row("AdamW's two moments", "8 bytes x P", 8 * P)
-    kept = 4 * P if s.world_size > 1 or s.grad_accum_steps > 1 else 0
-    where = "in DDP's buckets" if s.world_size > 1 else "summed over micro-steps" if kept else "from the backward pass"
+    ddp = s.world_size > 1 and not s.zero1
+    kept = 4 * P if ddp or s.grad_accum_steps > 1 else 0
+    where = "in DDP's buckets" if ddp else "summed over micro-steps" if kept else "from the backward pass"
     row("gradients", f"4 bytes x P, {where}", loss=kept, head=kept, block=kept, end=4 * P, update=4 * P)
-    if kept and s.compile and s.world_size == 1:
+    if kept and s.compile and not ddp:
         row("gradients of one micro-step", "4 bytes x P: compiled, they come all at once", end=4 * P)
     table = 4 * c.padded_vocab_size * c.n_embd
     row("gradients of the tied embedding", "4 bytes x V C: the head's, the tokens', their sum", block=table,
@@ -378,9 +386,9 @@ def speed(s, cfg, card, mfu):
     c = s.model
     # as metrics.Meter counts: 6 for each weight that multiplies, and attention without causality
     flops = 6 * (num_params(c)[0] - c.block_size * c.n_embd) + 12 * c.n_layer * c.n_embd * s.seq_len
-    many, scaled = SCALING if s.world_size > 1 else 1, ""
+    many, scaled = SCALING[s.zero1] if s.world_size > 1 else 1, ""
     if s.world_size > 1:
-        scaled = f", and {SCALING} of {s.world_size} times one GPU (as four H200s: README)"
+        scaled = f", and {many} of {s.world_size} times one GPU (as four H200s: README)"
     if card.device is None:
         if card.tflops is None or s.bytes == 4:
             return None, "no forecast: only the 16-bit peak of a card with a name is known, as in --plan_card H100"
@@ -550,7 +558,7 @@ def run(argv):
     settings = [
         Setting(
             model_config, b, cfg.seq_len, grad_accum_steps(cfg, b, args.plan_gpus), args.plan_gpus, cfg.optimizer, precision,
-            compiled, device_type,
+            compiled, device_type, cfg.zero1,
         ) for b in sizes
     ]  # fmt: skip
     chosen = next((s for s in settings if room(s, card) >= 0), settings[-1])

@@ -8,7 +8,7 @@
 Sections: 1 configuration, 2 model, 3 optimizer and schedule, 4 tokens, 5 processes, 6 training, 7 command line. Each
 uses only those above it and, from the files beside this one: cross_entropy.py (the loss of the head), fused_mlp.py and
 fp8_mlp.py (the MLP), machine.py (precision, memory), shards.py (token files), checkpoints.py (their files), evaluation.py
-(what is measured), metrics.py (log, speed).
+(what is measured), metrics.py (log, speed), zero.py (AdamW in shares).
 
 Shape letters: B batch, T time (tokens of a sequence), C channels (n_embd), H heads, D head size (C = H * D),
 V vocabulary, N = B * T positions.
@@ -51,6 +51,7 @@ from fused_mlp import MIN_POSITIONS, epilogues_work, fused_mlp_pays, mlp_product
 from machine import Precision, check_size, fit_batch_size, out_of_memory, this_python, why_no_compile, why_no_fp8
 from metrics import Logger, Meter, PhaseClock
 from shards import TokenShards, read_json
+from zero import ZeroAdamW
 
 # ---------------------------------------------------------------------------------------------- 1. configuration
 
@@ -113,6 +114,7 @@ class TrainConfig:
     # machine
     device: str = "auto"  # cuda, mps or cpu
     precision: Literal["auto", "bf16", "fp16", "tf32", "fp32"] = "auto"  # auto: the best that the device has
+    zero1: bool = False  # several processes: each keeps its share of AdamW's state (ZeRO-1): less memory, less to send
     compile: bool = True  # torch.compile; needs a GPU with Triton, or a C++ compiler on CPU
     seed: int = 1337  # of the weights, the shuffling and the samples
     # watching; every interval is in steps
@@ -185,6 +187,8 @@ def check_config(model_config, cfg):
         raise ValueError("eps=0 divides 0 by 0 where a gradient is 0; the usual value is 1e-8")
     if cfg.min_lr > cfg.lr:
         raise ValueError(f"min_lr={cfg.min_lr} must not be above lr={cfg.lr}; pass a smaller --min_lr")
+    if cfg.zero1 and cfg.optimizer != "adamw":
+        raise ValueError(f"zero1=True shares out AdamW's state, and optimizer={cfg.optimizer} has another; leave one out")
     if Path(cfg.run_name).name != cfg.run_name:
         raise ValueError(f"run_name={cfg.run_name} must be a plain name, without folders; --log_dir says where runs lie")
     if cfg.wandb and importlib.util.find_spec("wandb") is None:
@@ -602,8 +606,8 @@ class World:
 
     def exchange(self, model, last):
         """Context of a micro-step's forward AND backward: gradients are exchanged in the last one only. DDP reads the
-        flag in its forward pass, so setting it later would come too late."""
-        return model.no_sync() if self.distributed and not last else contextlib.nullcontext()
+        flag in its forward pass, so setting it later would come too late. Without DDP, the optimizer exchanges them."""
+        return model.no_sync() if hasattr(model, "no_sync") and not last else contextlib.nullcontext()
 
     def sum(self, tensor):
         if self.distributed:
@@ -705,8 +709,11 @@ def train_step(model, optimizer, loader, lr, cfg, world, precision, clock):
             precision.scaler.scale(loss).backward()
         clock.mark("backward")
         micro_losses.append(loss.detach())
-    precision.scaler.unscale_(optimizer)
-    grad_norm = nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip or math.inf)
+    if isinstance(optimizer, ZeroAdamW):
+        grad_norm = optimizer.exchange(cfg.grad_clip, accumulated=loader.grad_accum_steps > 1)
+    else:
+        precision.scaler.unscale_(optimizer)
+        grad_norm = nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip or math.inf)
     for group in optimizer.param_groups:
         group["lr"] = lr * group["scale"]
     precision.scaler.step(optimizer)
@@ -791,7 +798,18 @@ def prepare(model_config, cfg, world):
     batch_size = cfg.batch_size or fit_batch_size(raw_model, cfg, world, precision)
     loader = TokenLoader(train_shards, cfg, world, batch_size)
     optimizer = make_optimizer(raw_model, cfg, world.device)
+    if cfg.zero1 and world.distributed:
+        optimizer = share_out(optimizer, raw_model, precision, world)
     return precision, raw_model, optimizer, loader, val_shards
+
+
+def share_out(adamw, model, precision, world):
+    """The optimizer as ZeroAdamW. The blocks' matrices are all that only products read, as the head is the embedding too."""
+    if precision.dtype == torch.float16:
+        raise ValueError("zero1=True needs gradients that are not scaled, and precision=fp16 scales them; pass --precision "
+                         "bf16 or leave zero1 out")  # fmt: skip
+    rounded = [p for p in model.transformer.h.parameters() if p.dim() == 2] if precision.dtype == torch.bfloat16 else []
+    return ZeroAdamW(adamw, rounded, precision.dtype, world)
 
 
 def open_run(run_dir, model_config, cfg, world):
@@ -817,7 +835,7 @@ def open_run(run_dir, model_config, cfg, world):
 
 def compile_model(raw_model, cfg, world, log):
     """The model as training calls it: averaged over processes, compiled. Sampling and saving keep to raw_model."""
-    model = world.wrap(raw_model)
+    model = raw_model if cfg.zero1 else world.wrap(raw_model)  # a ZeroAdamW averages by itself
     if not cfg.compile:
         return model
     reason = why_no_compile(world.device)
@@ -843,7 +861,7 @@ def copy_weights(model, state):
 
 
 def state_to_save(step, best_val, raw_model, optimizer, loader, precision, model_config, cfg):
-    """All that the rest of the run depends on, as tensors and plain values."""
+    """All that the rest of the run depends on, as tensors and plain values. Every process calls it: some hold shares of it."""
     return {
         "step": step, "best_val": best_val, "model": raw_model.state_dict(), "optimizer": optimizer.state_dict(),
         "loader": loader.state_dict(), "batch_size": loader.batch_size, "scaler": precision.scaler.state_dict(),
@@ -929,8 +947,8 @@ def train_until(stop, model_config, cfg, world, run_dir, tokenizer):
             with meter.pause():
                 best = val_step == step and val_loss < best_val  # only weights that were measured can be the best
                 best_val = val_loss if best else best_val
+                state = state_to_save(step, best_val, raw_model, optimizer, loader, precision, model_config, cfg)
                 if world.is_main:
-                    state = state_to_save(step, best_val, raw_model, optimizer, loader, precision, model_config, cfg)
                     path = save_checkpoint(run_dir, step, state, cfg.keep_last, best)
                     log.event("checkpoint", step, path=path.name, best=best)
         if last or stopping:
@@ -1070,9 +1088,11 @@ def run(argv):
     run_dir = Path(cfg.log_dir) / world.from_main(cfg.run_name or f"{cfg.preset}_{time.strftime('%Y%m%d-%H%M%S')}")
     if world.is_main:
         print(f"preset {cfg.preset}: {reason}; run folder {run_dir}")
-        settings = " ".join(f"{k}={v!r}" for k, v in (vars(model_config) | vars(cfg)).items())
+        each = (f"{k}={v!r}" for k, v in (vars(model_config) | vars(cfg)).items())
+        settings = " ".join(setting.replace(" ", "\0") for setting in each)  # a value is not broken at its spaces
         width = min(120, shutil.get_terminal_size((120, 24)).columns)
-        print(textwrap.fill(settings, width, initial_indent="config ", subsequent_indent=" " * 7, break_on_hyphens=False))
+        lines = textwrap.fill(settings, width, initial_indent="config ", subsequent_indent=" " * 7, break_on_hyphens=False)
+        print(lines.replace("\0", " "))
         if cfg.resume:
             saved = read_json(run_dir / "config.json", "model", "train")
             before, now = saved["model"] | saved["train"], vars(model_config) | vars(cfg)

@@ -20,6 +20,7 @@ import collections
 import contextlib
 import copy
 import dataclasses
+import gc
 import gzip
 import json
 import math
@@ -34,8 +35,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn as nn
-import torch.nn.functional as F
 from torch.func import functional_call
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -46,7 +45,8 @@ from ladder import kind_of  # noqa: E402
 from records import append_record, card_name, finished, origin, random_shards, read_records  # noqa: E402
 
 from metrics import PhaseClock  # noqa: E402
-from train_gpt2 import PRESETS, Underway, World, get_lr, make_optimizer, prepare, train_step  # noqa: E402
+from train_gpt2 import PRESETS, Underway, World, get_lr, make_optimizer, prepare, share_out, train_step  # noqa: E402
+from zero import ZeroAdamW  # noqa: E402
 
 MODES = {
     "alone_one": "the first card trains by itself, the others idle: what is called the rate of one GPU",
@@ -58,14 +58,13 @@ MODES = {
     "flat": "no DistributedDataParallel: one all-reduce of all gradients when the backward pass is over",
     "in_graph": "no DistributedDataParallel: the graph stays whole, and in it each block sends its gradients once it has them",
     "zero1": "each process keeps AdamW's state of its share of the weights alone, and updates that (ZeRO, stage 1)",
-    "zero1_in_graph": "zero1, and a block's gradients go to the processes that own them as in in_graph",
-    "zero1_16bit": "zero1, where what the products' 16 bits hold travels in 16 bits: the blocks' matrices and their gradients",
-    "zero1_16bit_all": "zero1_16bit, and the embeddings too, which that rounds",
+    "zero1_16bit": "the trainer's --zero1: zero1, and what 16 bits hold travels in 16 bits, matrices and their gradients",
     "fsdp2": "each process keeps its share of weights, gradients and state alone (fully_shard, ZeRO stage 3)",
     "loop": "the whole trainer with log, validation, HellaSwag, samples and checkpoints as often as in a full run",
+    "loop_zero1": "loop, with --zero1",
 }
 __doc__ = __doc__.format(modes="\n".join(f"{name:<14}  {text}" for name, text in MODES.items()))
-ALONE = ("alone_one", "alone")
+ALONE, LOOPS = ("alone_one", "alone"), ("loop", "loop_zero1")
 
 # ------------------------------------------------------------------------------------------------------- 1. modes
 
@@ -102,43 +101,34 @@ class AfterBackward:
             torch._foreach_copy_(grads, [part.view_as(g) for part, g in zip(parts, grads)])
 
 
-STARTED = []  # (Work, result, gradients) of each exchange that nobody has waited for yet; an op has no object to keep them in
+STARTED = []  # (Work, gradients) of each exchange that nobody has waited for yet; an op has no object to keep them in
 
 
 @torch.library.custom_op("gpt2::start_exchange", mutates_args=("grads",))  # opaque, so that torch.compile keeps one graph
-def start_exchange(grads: torch.Tensor, scatter: bool) -> None:
-    """Begin to sum `grads` over the processes and return at once: all of it in place or, if `scatter`, this process's share."""
-    if scatter:
-        result = torch.empty_like(grads[: len(grads) // dist.get_world_size()])
-        work = dist.reduce_scatter_tensor(result, grads, async_op=True)
-    else:
-        result = grads
-        work = dist.all_reduce(grads, async_op=True)
-    STARTED.append((work, result, grads))
+def start_exchange(grads: torch.Tensor) -> None:
+    """Begin to sum `grads` over the processes, in place, and return at once."""
+    STARTED.append((dist.all_reduce(grads, async_op=True), grads))
 
 
 class Exchanged(torch.autograd.Function):
-    """Parameters as they are. On the way back their gradients, times `factor`, are laid one after the other, `sizes` numbers
-    for each, and exchanged. That is only started here: it is over when it has been waited for."""
+    """Parameters as they are. On the way back their gradients, times `factor`, are laid one after the other and exchanged.
+    That is only started here: it is over when it has been waited for."""
 
     @staticmethod
-    def forward(ctx, sizes, factor, scatter, *params):
-        ctx.layout = sizes, factor, scatter
+    def forward(ctx, factor, *params):
+        ctx.factor = factor
         return tuple(p.view_as(p) for p in params)
 
     @staticmethod
     def backward(ctx, *grads):
-        sizes, factor, scatter = ctx.layout
         # torch.compile has the kernel that takes a gradient from autocast's 16 bits back to 32 multiply it as well, and
         # write it to its place in `flat`: neither is a pass of its own
-        parts = [g.reshape(-1) * factor for g in grads]
-        flat = torch.cat([F.pad(p, (0, n - p.numel())) if n > p.numel() else p for p, n in zip(parts, sizes)])
-        start_exchange(flat, scatter)
-        views = (part[: g.numel()].view_as(g) for part, g in zip(flat.split(sizes), grads))
-        return None, None, None, *views
+        flat = torch.cat([g.reshape(-1) * ctx.factor for g in grads])
+        start_exchange(flat)
+        return None, *(part.view_as(g) for part, g in zip(flat.split([g.numel() for g in grads]), grads))
 
 
-def exchange_together(module, names, sizes, factor, scatter):
+def exchange_together(module, names, factor):
     """From now on the gradients of these parameters of `module` are exchanged as one, when the last of them is there.
 
     Exchanged is applied in the module's forward pass, not once for the whole model: autograd goes through the functions
@@ -148,27 +138,9 @@ def exchange_together(module, names, sizes, factor, scatter):
     inner = copy.copy(module)  # the same parameters and parts, and the forward that is replaced here
 
     def forward(*args, **kwargs):
-        exchanged = Exchanged.apply(sizes, factor, scatter, *params)
-        return functional_call(inner, dict(zip(names, exchanged)), args, kwargs)
+        return functional_call(inner, dict(zip(names, Exchanged.apply(factor, *params))), args, kwargs)
 
     module.forward = forward
-
-
-def parts_of(model):
-    """(module, names of its parameters) of each block, and of the model for what is in no block."""
-    found = [(block, [name for name, _ in block.named_parameters()]) for block in model.transformer.h]
-    return [*found, (model, [name for name, _ in model.named_parameters() if ".h." not in name])]
-
-
-def wait_for_exchanges():
-    """The results of those that were started, in the order in which they were. NCCL has a stream of its own. It waits there for
-    what the backward pass had launched before the exchange, and wait() lets the stream of the optimizer wait for it in turn;
-    the host goes on at once."""
-    for work, _, _ in STARTED:
-        work.wait()
-    results = [result for _, result, _ in STARTED]
-    STARTED.clear()
-    return results
 
 
 class DuringBackward(AfterBackward):
@@ -181,9 +153,10 @@ class DuringBackward(AfterBackward):
     """
 
     def wrap(self, model):
-        for module, names in parts_of(model):
-            sizes = tuple(module.get_parameter(name).numel() for name in names)
-            exchange_together(module, names, sizes, 1 / self.world.world_size, False)
+        factor = 1 / self.world.world_size
+        for block in model.transformer.h:
+            exchange_together(block, [name for name, _ in block.named_parameters()], factor)
+        exchange_together(model, [name for name, _ in model.named_parameters() if ".h." not in name], factor)
         return model
 
     @contextlib.contextmanager
@@ -192,139 +165,12 @@ class DuringBackward(AfterBackward):
         # A gradient becomes p.grad as it is where there was none before: that is why this mode cannot accumulate. A copy or
         # a sum of it would be made in the middle of the exchange, of numbers that are neither the old ones nor the new
         ours = {p.grad.untyped_storage().data_ptr() for p in model.parameters()}
-        assert ours == {g.untyped_storage().data_ptr() for _, _, g in STARTED}, "a gradient was copied on its way"
-        wait_for_exchanges()
-
-
-class Shares:
-    """Parameters in one buffer, one after the other, those that decay first, and cut into a share for each process.
-
-    What travels has the type `wire`. Gradients are summed in float32 and weights are kept in it by the process that updates
-    them, so 16 bits on the wire lose nothing of a number that 16 bits hold.
-    """
-
-    def __init__(self, params, world, wire):
-        self.params = sorted(params, key=lambda p: p.dim() < 2)
-        sizes = [-(-p.numel() // 64) * 64 for p in self.params]  # views start at 256 bytes, as kernels like it
-        self.share = -(-sum(sizes) // (64 * world.world_size)) * 64  # numbers of a process
-        self.sizes = (*sizes[:-1], self.share * world.world_size - sum(sizes[:-1]))  # what is left over goes to the last one
-        self.weights = torch.zeros(self.share * world.world_size, device=self.params[0].device)
-        for p, view in zip(self.params, self.views(self.weights)):
-            view.copy_(p.data)
-            p.data = view
-        first = world.rank * self.share
-        self.mine = self.weights[first : first + self.share]
-        self.wire = torch.zeros_like(self.weights, dtype=wire)
-        self.places = self.views(self.wire)
-        if wire != torch.float32:
-            self.mine = self.mine.clone()  # all bits; self.weights has what everyone has
-        decayed = sum(size for p, size in zip(self.params, self.sizes) if p.dim() >= 2)
-        cut = min(max(0, decayed - first), self.share)
-        self.halves = [nn.Parameter(self.mine[:cut]), nn.Parameter(self.mine[cut:])]  # with and without decay; one may be empty
-
-    def views(self, flat):
-        """The parameters' parts of a buffer laid out like the weights."""
-        starts = np.cumsum([0, *self.sizes])
-        return [flat[start : start + p.numel()].view_as(p) for p, start in zip(self.params, starts)]
-
-    def summed_gradients(self):
-        """Those of this process's share."""
-        torch._foreach_copy_(self.places, [p.grad for p in self.params])
-        if self.wire.dtype == torch.float32:
-            dist.reduce_scatter_tensor(mine := torch.empty_like(self.mine), self.wire)
-            return mine
-        # NCCL's sum would round at every process that it passes through. So each sends everyone their share as it is
-        dist.all_to_all_single(parts := torch.empty_like(self.wire), self.wire)
-        return parts.view(-1, self.share).sum(0, dtype=torch.float32)
-
-    def hand_out(self):
-        """Everyone's share of the weights to everyone."""
-        if self.wire.dtype == torch.float32:
-            dist.all_gather_into_tensor(self.weights, self.mine)
-        else:
-            dist.all_gather_into_tensor(self.wire, self.mine.to(self.wire.dtype))
-            self.weights.copy_(self.wire)
-
-
-def wires(mode, model, precision):
-    """[(parameters, the type in which they and their gradients travel)] of ZeroAdamW.
-
-    Under autocast a product rounds its matrix to 16 bits and makes the matrix's gradient in 16 bits. Only an embedding, whose
-    rows are added to others and whose gradient is such a sum, and what is no matrix, use 32.
-    """
-    params = list(model.parameters())
-    if "16bit" not in mode:
-        return [(params, torch.float32)]
-    if precision.dtype != torch.bfloat16:
-        raise ValueError(f"{mode} needs products in bf16, which {precision.dtype} are not; pass --precision bf16")
-    rounded = {p for p in model.transformer.h.parameters() if p.dim() == 2}
-    if mode == "zero1_16bit_all":
-        rounded = {p for p in params if p.dim() == 2}
-    return [([p for p in params if p in rounded], precision.dtype), ([p for p in params if p not in rounded], torch.float32)]
-
-
-class ZeroAdamW:
-    """AdamW whose state is spread over the processes (ZeRO stage 1: Rajbhandari et al. 2020, section 5.1).
-
-    A reduce-scatter leaves each process with the summed gradients of its share, AdamW moves that share of the weights, and an
-    all-gather hands the new weights to everyone. Together the two send as many bytes as the all-reduce that they replace, and
-    the two moments take 8 / world_size bytes a weight instead of 8.
-
-    zero1_in_graph: a block's gradients go to their owners as soon as its backward pass is over, and lie in their places as
-    they are written. Else they are laid there, and go, when all of it has ended.
-    """
-
-    def __init__(self, mode, model, cfg, world, precision):
-        self.world, self.cfg, self.in_graph, self.model = world, cfg, mode == "zero1_in_graph", model
-        if self.in_graph:
-            parts = [(module, {module.get_parameter(n): n for n in names}) for module, names in parts_of(model)]
-            self.shares = [Shares(list(names), world, torch.float32) for _, names in parts]
-            for (module, names), s in zip(parts, self.shares):
-                exchange_together(module, [names[p] for p in s.params], s.sizes, 1.0, True)
-            self.shares = [*self.shares[-2::-1], self.shares[-1]]  # the backward pass begins with the last block
-        else:
-            self.shares = [Shares(params, world, wire) for params, wire in wires(mode, model, precision)]
-        groups = [
-            {"params": [s.halves[i] for s in self.shares if s.halves[i].numel()], "weight_decay": weight_decay}
-            for i, weight_decay in enumerate((cfg.weight_decay, 0.0))
-        ]
-        groups = [group for group in groups if group["params"]]
-        self.adamw = torch.optim.AdamW(groups, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, fused=True)
-
-    def step(self, lr):
-        """Update all weights. Returns the gradient's norm before clipping: that of the whole, so the squares of the processes'
-        parts are added up."""
-        grads = wait_for_exchanges() if self.in_graph else [s.summed_gradients() for s in self.shares]
-        for p in self.model.parameters():
-            p.grad = None  # what it held has been sent
-        norm = self.world.sum(torch.stack(torch._foreach_norm(grads)).square().sum()).sqrt()
-        if self.cfg.grad_clip:
-            torch._foreach_mul_(grads, (self.cfg.grad_clip / (norm + 1e-6)).clamp(max=1))  # as clip_grad_norm_ does
-        for s, grad in zip(self.shares, grads):
-            for half, part in zip(s.halves, grad.split([half.numel() for half in s.halves])):
-                half.grad = part
-        for group in self.adamw.param_groups:
-            group["lr"] = lr
-        self.adamw.step()
-        for s in self.shares:
-            s.hand_out()
-        return norm
-
-
-def zero_step(model, zero, loader, lr, cfg, world, precision, clock):
-    """train_step with ZeroAdamW: the same sum of losses over all targets of the step."""
-    clock.mark("start")
-    x, y, num_targets = loader.next_batch()
-    clock.mark("data")
-    with precision.autocast():
-        _, loss = model(x, y, reduction="sum")
-        loss = loss / num_targets
-    clock.mark("forward")
-    loss.backward()
-    clock.mark("backward")
-    norm = zero.step(lr)
-    clock.mark("optimizer")
-    return loss.detach() * world.world_size, norm, loss
+        assert ours == {g.untyped_storage().data_ptr() for _, g in STARTED}, "a gradient was copied on its way"
+        # NCCL has a stream of its own. It waits there for what the backward pass had launched before the exchange, and wait()
+        # lets the stream of the optimizer wait for it in turn; the host goes on at once
+        for work, _ in STARTED:
+            work.wait()
+        STARTED.clear()
 
 
 def shard_fully(model, precision):
@@ -355,7 +201,7 @@ def build(mode, model_config, cfg, world, how):
     elif mode in ("flat", "in_graph"):
         world = AfterBackward(world) if mode == "flat" else DuringBackward(world)
     precision, raw_model, optimizer, loader, _ = prepare(model_config, cfg, world)
-    if mode.endswith("in_graph") and loader.grad_accum_steps > 1:
+    if mode == "in_graph" and loader.grad_accum_steps > 1:
         raise ValueError(f"{mode} cannot accumulate, and total_batch_size={cfg.total_batch_size} takes "
                          f"{loader.grad_accum_steps} micro-steps; {cfg.total_batch_size // loader.grad_accum_steps} takes one")
     if how != "off" and mode in ("fsdp2", "ddp_blocks"):
@@ -366,7 +212,6 @@ def build(mode, model_config, cfg, world, how):
     def compiled(model):
         return torch.compile(model, dynamic=False) if how == "model" else model
 
-    update = train_step
     if mode.startswith("ddp"):
         model = world.wrap(compiled(raw_model) if mode == "ddp_inside" else raw_model)
         if mode == "ddp_bf16":
@@ -378,14 +223,16 @@ def build(mode, model_config, cfg, world, how):
         model = shard_fully(raw_model, precision)
         optimizer = make_optimizer(model, cfg, world.device)  # of the shares
     else:
-        if mode.startswith("zero1"):
-            update, optimizer = zero_step, ZeroAdamW(mode, raw_model, cfg, world, precision)
+        if mode == "zero1":
+            optimizer = ZeroAdamW(optimizer, [], None, world)
+        elif mode == "zero1_16bit":
+            optimizer = share_out(optimizer, raw_model, precision, world)
         model = compiled(world.wrap(raw_model) if mode == "in_graph" else raw_model)
     done = 0
 
     def step(clock):
         nonlocal done
-        loss, norm, _ = update(model, optimizer, loader, get_lr(done, cfg), cfg, world, precision, clock)
+        loss, norm, _ = train_step(model, optimizer, loader, get_lr(done, cfg), cfg, world, precision, clock)
         done += 1
         return loss, norm
 
@@ -530,7 +377,7 @@ def read_loop(events, half, total_batch_size, val_tokens):
     }  # fmt: skip
 
 
-def measure_loop(args, data, half):
+def measure_loop(mode, args, data, half):
     """read_loop of a real run of train_gpt2.py under torchrun, in a folder that is deleted afterwards."""
     model_config, cfg = PRESETS[args.preset]
     update = args.batch_size * args.seq_len * args.nproc_per_node
@@ -544,6 +391,7 @@ def measure_loop(args, data, half):
         command = torchrun(args.nproc_per_node, "train_gpt2.py", *[f"--{k}={v}" for k, v in flags.items()])
         command += ["--no_compile"] if args.compile == "off" else []
         command += ["--activation_checkpointing"] if args.activation_checkpointing else []
+        command += ["--zero1"] if mode == "loop_zero1" else []
         run_limited(command, args.limit, cwd=ROOT, stdout=subprocess.DEVNULL)  # ROOT: where data/hellaswag is
         events = [json.loads(line) for line in (Path(folder) / "loop" / "log.jsonl").read_text().splitlines()]
     return {"total_batch_size": total, "half": half} | read_loop(events, half, total, cfg.val_tokens)
@@ -675,7 +523,7 @@ def references(record, records):
 
 def particulars(record):
     """What may differ between two records of one mode that stand in one block of the table."""
-    wanted = ("bucket_mb", "round") if record["mode"] == "loop" else ("bucket_mb", "steps", "warmup", "round")
+    wanted = ("bucket_mb", "round") if record["mode"] in LOOPS else ("bucket_mb", "steps", "warmup", "round")
     return record["env"] | {k: record[k] for k in wanted if record.get(k)}
 
 
@@ -716,7 +564,7 @@ def table(records):
                 bound = r["world_size"] * r["batch_size"] * r["seq_len"] / r["step_ms"] * 1000
                 lines += [f"            each card: {rates}", f"            if all waited for the slowest card of each step: "
                           f"{bound:,.0f}"]  # fmt: skip
-            if r["mode"] == "loop":
+            if r["mode"] in LOOPS:
                 events = ", ".join(f"{kind} {s:.2f} s every {FULL_RUN[kind]} steps" for kind, s in r["seconds"].items())
                 missing = f"; not measured: {', '.join(r['not_measured'])}" if r["not_measured"] else ""
                 lines.append(f"            {r['total_batch_size']} tokens in {r['train_ms']:.1f} ms; {events}{missing}")
@@ -735,7 +583,7 @@ def key_of(mode, args, world_size):
     values = {k: getattr(args, k) for k in KEY if hasattr(args, k)}
     values["bucket_mb"] = World.bucket_mb if mode == "loop" else args.bucket_mb if mode.startswith("ddp") else None
     env = {k: v for k, v in os.environ.items() if k.startswith("NCCL_")}
-    steps = args.loop_steps if mode == "loop" else args.steps
+    steps = args.loop_steps if mode in LOOPS else args.steps
     return values | {"bench": "parallel", "mode": mode, "world_size": world_size, "steps": steps, "torch": torch.__version__,
                      "device": card_name(args.device), "env": env}  # fmt: skip
 
@@ -769,7 +617,7 @@ def run_limited(command, seconds, **where):
 def done_before(args, key):
     """True if --out holds this measurement, and --trace its trace where one is asked for and can be had."""
     cuda = torch.cuda.is_available() and args.device.startswith(("auto", "cuda"))
-    traced = args.trace and cuda and key["mode"] not in ("alone_one", "loop")
+    traced = args.trace and cuda and key["mode"] not in ("alone_one", *LOOPS)
     return bool(finished(args.out, key)) and (not traced or (Path(args.trace) / f"{key['mode']}.kernels.json").exists())
 
 
@@ -785,14 +633,14 @@ def drive(args, argv):
             print(f"{mode}: already in {args.out}", flush=True)
             continue
         try:
-            if mode != "loop":
+            if mode not in LOOPS:
                 run_limited(torchrun(args.nproc_per_node, "bench/parallel.py", "--modes", mode, *rest), args.limit)
                 continue
             with tempfile.TemporaryDirectory() as folder:
                 model_config, cfg = PRESETS[args.preset]
                 n = 4 * args.batch_size * args.seq_len * args.nproc_per_node
                 data = args.data or random_shards(folder, model_config.vocab_size, n, cfg.val_tokens + 1)
-                record = measure_loop(args, data, args.loop_steps)
+                record = measure_loop(mode, args, data, args.loop_steps)
             append_record(args.out, key | record | origin(commit=args.commit))
         except (RuntimeError, OSError, KeyError) as error:
             if finished(args.out, key):  # it was measured, and went wrong in taking its leave
@@ -832,6 +680,7 @@ def work(args):
                 print(f"{mode}: {record['tok_per_s']:,.0f} tokens/s, {record['step_ms']:.1f} ms, first step "
                       f"{record['first_step_s']:.1f} s, loss {record['loss']:.4f}", flush=True)  # fmt: skip
             torch.compiler.reset()
+            gc.collect()  # DDP and the compiled model hold themselves, and the next mode's peak would count what they hold
             if world.device.type == "cuda":
                 torch.cuda.empty_cache()
         world.smallest(0)  # nobody leaves while others read the shards
@@ -866,7 +715,7 @@ def parse_args(argv):
     args = parser.parse_args(argv)
     args.seq_len = args.seq_len or PRESETS[args.preset][1].seq_len
     processes = args.nproc_per_node or int(os.environ.get("WORLD_SIZE", 1))
-    default = [m for m in MODES if m != "loop" or args.nproc_per_node] if processes > 1 else ["alone_one"]
+    default = [m for m in MODES if m not in LOOPS or args.nproc_per_node] if processes > 1 else ["alone_one"]
     args.modes = args.modes or default
     for name, least in (("batch_size", 1), ("seq_len", 1), ("steps", 1), ("warmup", 0), ("loop_steps", 1), ("limit", 1),
                         ("bucket_mb", 1), ("nproc_per_node", 0)):  # fmt: skip
@@ -874,10 +723,10 @@ def parse_args(argv):
             parser.error(f"--{name} {getattr(args, name)} must be {least} or more")
     if args.data and not Path(args.data).is_dir():
         parser.error(f"there is no folder {args.data}; name one with token shards, or leave --data out")
-    if processes < 2 and set(args.modes) - {*ALONE, "loop"}:
+    if processes < 2 and set(args.modes) - {*ALONE, *LOOPS}:
         parser.error(f"{', '.join(sorted(set(args.modes) - {*ALONE}))} need two processes or more: --nproc_per_node 2")
-    if "loop" in args.modes and not args.nproc_per_node:
-        parser.error("loop starts processes of its own: pass --nproc_per_node and no torchrun")
+    if set(LOOPS) & set(args.modes) and not args.nproc_per_node:
+        parser.error("loop and loop_zero1 start processes of their own: pass --nproc_per_node and no torchrun")
     here = args.table or args.picture or args.preset == "laptop" or args.device != "auto" or torch.cuda.is_available()
     if not here:
         parser.error(f"torch sees no GPU, and {args.preset} is too large for a CPU; pass --preset laptop, or --device cpu")

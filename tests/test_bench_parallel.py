@@ -55,9 +55,8 @@ def updates(mode, cfg, world, how="off"):
     }  # fmt: skip
 
 
-MODES = {"off": ["alone", "ddp", "flat", "in_graph", "zero1", "zero1_in_graph", "fsdp2"],
-         "model": ["in_graph", "zero1_in_graph"]}  # what is compiled
-ROUNDED = ["zero1", "zero1_16bit", "zero1_16bit_all"]  # in bf16
+MODES = {"off": ["alone", "ddp", "flat", "in_graph", "zero1", "fsdp2"], "model": ["in_graph", "zero1"]}  # what is compiled
+ROUNDED = ["zero1", "zero1_16bit"]  # in bf16
 
 
 def main(data, out, how):
@@ -66,7 +65,8 @@ def main(data, out, how):
     found = {mode: updates(mode, cfg, world, how) for mode in MODES[how]}
     if how == "off":
         rounding = dataclasses.replace(cfg, precision="bf16", grad_clip=0)  # a norm is summed in another order
-        torch.save({mode: updates(mode, rounding, world, how) for mode in ROUNDED}, f"{out}/bf16_{world.rank}.pt")
+        sizes = [dataclasses.replace(rounding, total_batch_size=n) for n in (128, 256)]  # of one and of two micro-steps
+        torch.save([[updates(mode, c, world, how) for mode in ROUNDED] for c in sizes], f"{out}/bf16_{world.rank}.pt")
     torch.save(found, f"{out}/rank{world.rank}.pt")
     world.exit()
 
@@ -94,19 +94,17 @@ def test_two_processes_are_one_in_every_mode(how, tmp_path, shards):
                 assert (p - two["end"][name]).abs().max() < 1e-5, (mode, name)
                 assert (p - two["start"][name]).abs().max() > 1e-4, (mode, name)
             share = two["moments"] / one["moments"]
-            assert 0.45 < share < 0.55 if mode in ("zero1", "zero1_in_graph", "fsdp2") else share == 1, mode
-        if how == "off":
-            exact, same, close = torch.load(tmp_path / f"bf16_{rank}.pt").values()
-            assert exact["losses"] == same["losses"] != close["losses"] == pytest.approx(exact["losses"], abs=1e-3)
+            assert 0.45 < share < 0.55 if mode in ("zero1", "fsdp2") else share == 1, mode
+        for exact, same in torch.load(tmp_path / f"bf16_{rank}.pt") if how == "off" else []:
+            assert exact["losses"] == same["losses"]
             assert exact["norms"] == pytest.approx(same["norms"], rel=1e-6)
             for name, p in exact["end"].items():
                 p = p.bfloat16().float() if p.dim() == 2 and ".h." in name else p
                 assert torch.equal(p, same["end"][name]), name
         if how == "model":
-            for mode, two in found.items():
-                first, second, third, rest = two["products"]
-                # the second block's gradients leave before the 8 products of the first block's backward pass
-                assert first > 8 and second == 8 and third <= 1 and rest == 0, mode
+            first, second, third, rest = found["in_graph"]["products"]
+            # the second block's gradients leave before the 8 products of the first block's backward pass
+            assert first > 8 and second == 8 and third <= 1 and rest == 0
 
 
 def test_an_exchange_in_the_graph_refuses_to_accumulate(shards):
@@ -150,7 +148,7 @@ def test_modes_start_from_the_same_weights_and_tokens(tmp_path):
 
 def test_bad_input_is_one_sentence(capsys):
     bad = {"--steps 0": "--steps 0 must be 1 or more", "--data nowhere": "there is no folder nowhere",
-           "--modes ddp zero1": "ddp, zero1 need two processes or more", "--modes loop": "loop starts processes of its own",
+           "--modes ddp zero1": "ddp, zero1 need two processes or more", "--modes loop": "loop and loop_zero1 start processes",
            "--modes dpd": "invalid choice"}  # fmt: skip
     for words, sentence in bad.items():
         with pytest.raises(SystemExit) as stopped:

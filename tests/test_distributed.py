@@ -2,19 +2,22 @@
 
 import dataclasses
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from conftest import ROOT, TINY_RUN, clean_env, wait_for_steps, write_shards
-from test_train import EPS, difference, of_kind, raw_gradients, read_run, train_here
+from test_train import EPS, difference, equal_bits, of_kind, raw_gradients, read_run, train_here
 
-from train_gpt2 import GPTConfig, TrainConfig
+from train_gpt2 import GPTConfig, TrainConfig, share_out
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch was built without gloo"),
@@ -23,9 +26,9 @@ pytestmark = [
 
 
 def torchrun(tmp_path, shards, *flags):
-    """`torchrun --standalone --nproc_per_node=2 train_gpt2.py` on the tiny shards, running."""
+    """`torchrun --standalone --nproc_per_node=2 train_gpt2.py` on the tiny shards, running; as run_train."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", ROOT / "train_gpt2.py"]
-    command += [*TINY_RUN, "--data", shards, "--eps", EPS, *flags]
+    command += flags if "--resume" in flags else [*TINY_RUN, "--data", shards, "--eps", EPS, *flags]
     return subprocess.Popen(
         list(map(str, command)), cwd=tmp_path, env=clean_env(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -56,14 +59,15 @@ def test_torchrun_lets_every_flag_through(capsys):
     assert not refused
 
 
-def test_two_processes_are_one(tmp_path, shards):
+@pytest.mark.parametrize("zero1", [[], ["--zero1"]], ids=["ddp", "zero1"])
+def test_two_processes_are_one(tmp_path, shards, zero1):
     """Losses, weights, raw gradients and validation loss, with accumulation and masks that leave ranks uneven."""
     for path in shards.glob("*_train_*.npy"):
         mask = (np.arange(len(np.load(path))) // 50 % 3 == 0).astype(np.uint8)
         with path.with_suffix(".mask").open("wb") as f:
             np.save(f, mask)
     flags = "--max_steps 12 --batch_size 2 --val_every 4 --val_tokens 250 --grad_clip 0 --ckpt_every 1 --keep_last 100"
-    process = torchrun(tmp_path, shards, *flags.split())
+    process = torchrun(tmp_path, shards, *flags.split(), *zero1)
     out, err = process.communicate(timeout=240)
     assert process.returncode == 0, err
     two = read_run(tmp_path / "log" / "r")
@@ -88,6 +92,46 @@ def test_two_processes_are_one(tmp_path, shards):
     assert not any(k.startswith("module.") for k in two.checkpoints[12]["model"])
     assert out.count("total_batch_size=") == 1, "rank 0 alone speaks"
     assert not left_over(tmp_path)
+
+
+def test_shares_go_on_to_the_same_bits_and_as_one_process(tmp_path, shards, run_train):
+    """In bf16, where what travels is rounded and what is kept is not; with clipping."""
+    flags = "--zero1 --precision bf16 --max_steps 8 --ckpt_every 4 --keep_last 9 --grad_clip 0.1"
+    process = torchrun(tmp_path, shards, *flags.split())
+    _, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err
+    whole = read_run(tmp_path / "log" / "r")
+    assert of_kind(whole, "start")[0]["grad_accum_steps"] == 1
+    for name in ("model_000008.pt", "model_best.pt"):
+        (whole.dir / name).unlink(missing_ok=True)
+    shutil.copytree(whole.dir, tmp_path / "log" / "one")
+
+    process = torchrun(tmp_path, shards, "--resume", "--run_name", "r")
+    _, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err
+    again = read_run(whole.dir).checkpoints[8]
+    for part in ("step", "model", "optimizer", "loader"):
+        assert equal_bits(whole.checkpoints[8][part], again[part]), part
+
+    done = run_train("--resume", "--run_name", "one")
+    assert done.returncode == 0, done.stderr
+    one = read_run(tmp_path / "log" / "one").checkpoints[8]
+    assert difference(one["model"], again["model"]) < 1e-3 < difference(again["model"], whole.checkpoints[4]["model"])
+    for ours, theirs in zip(one["optimizer"]["state"].values(), again["optimizer"]["state"].values(), strict=True):
+        assert [(k, v.shape, v.dtype) for k, v in ours.items()] == [(k, v.shape, v.dtype) for k, v in theirs.items()]
+        assert ours["step"] == theirs["step"] == 8
+        assert (ours["exp_avg_sq"] - theirs["exp_avg_sq"]).abs().max() < 0.1 * theirs["exp_avg_sq"].abs().max()
+    assert one["optimizer"]["param_groups"] == again["optimizer"]["param_groups"]
+    for name, p in again["model"].items():
+        if p.dim() == 2:
+            assert not torch.equal(p, p.bfloat16().float()), f"{name} was saved as it travels"
+
+
+def test_what_cannot_be_shared_out_is_refused(tmp_path, shards, run_train):
+    result = run_train("--zero1", "--optimizer", "muon")
+    assert result.returncode == 2 and "zero1=True shares out AdamW's state, and optimizer=muon has another" in result.stderr
+    with pytest.raises(ValueError, match="precision=fp16 scales them"):
+        share_out(None, None, SimpleNamespace(dtype=torch.float16), None)
 
 
 def test_an_error_of_one_process_ends_all(tmp_path):
