@@ -456,21 +456,22 @@ def floor(runs, out_path, dark):
 
 
 def parallel(runs, out_path, dark):
-    """Tokens/s of N cards as a fraction of N times one card alone, by way of telling each other the gradients. Where a mode was
-    measured in several rounds, the bar is their mean and a dot each of them; each is held against the one card that
-    bench/parallel.py's table holds it against."""
-    from parallel import references  # it imports torch
+    """Tokens/s of N cards as a fraction of N times one card alone, by way of telling each other the gradients: of each of
+    bench/parallel.py's modes the records of the newest commit that it was measured at. Where those are several rounds, the bar
+    is their mean and a dot each of them; each is held against the one card that the table there holds it against."""
+    from parallel import MODES, references  # it imports torch
 
     shares, speeds, cards = {}, {}, {}  # a bar is (what was trained on what, mode)
     rows = records(runs, "parallel", "mode", "world_size", "tok_per_s")
     for kind, alike in grouped(rows, "preset", "world_size", "device", "batch_size", "compile", "torch").items():
         one = [row for row in alike if row["mode"] == "alone_one"]
+        newest = {(row["mode"], row.get("bucket_mb")): row.get("commit") for row in alike}
         for row in alike:
-            if not one or row["mode"] == "alone_one":
+            if not one or row["mode"] == "alone_one" or newest[row["mode"], row.get("bucket_mb")] != row.get("commit"):
                 continue
+            if row["mode"] not in MODES or row.get("env", {}).keys() - {"NCCL_VERSION", "NCCL_NVLS_ENABLE"}:
+                continue  # given up, or an experiment with NCCL's settings
             mode = words(row["mode"]) + (f", {row['bucket_mb']} MB" if row.get("bucket_mb") else "")
-            env = {k: v for k, v in row.get("env", {}).items() if k not in ("NCCL_VERSION", "NCCL_NVLS_ENABLE")}
-            mode += "".join(f", {k}={v}" for k, v in env.items())
             shares.setdefault((kind, mode), []).append(row["tok_per_s"] / references(row, alike)[0])
             speeds.setdefault((kind, mode), []).append(row["tok_per_s"])
             cards[kind] = median(one, "tok_per_s")
@@ -490,11 +491,9 @@ def parallel(runs, out_path, dark):
         if len(shares[bar]) > 1:
             ax.plot(shares[bar], [y] * len(shares[bar]), "o", color="white", markeredgecolor="black", markersize=4.5)
     ax.axvline(1, color="0.5", linewidth=1, linestyle=(0, (5, 3)))
-    rates = ", ".join(f"{kind[0]} {plot.short(speed)}" for kind, speed in cards.items())
-    ax.set(yticks=range(len(bars)), yticklabels=[f"{kind[0]}: {mode}" for kind, mode in bars],
+    ax.set(yticks=range(len(bars)), yticklabels=[f"{kind[0]} on {kind[1]}: {mode}" for kind, mode in bars],
            ylim=(len(bars) - 0.5, -0.5), xlim=(0.6, 1.02),
-           xlabel="fraction of N times one GPU of the same machine\n(a dot: a run; machines differ)\n"
-                  f"tokens/s of one: {rates}")  # fmt: skip
+           xlabel="fraction of N times one GPU of the same machine\n(a dot: a run; machines differ)")  # fmt: skip
     ax.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     ax.grid(axis="y", visible=False)
     figure.savefig(out_path)

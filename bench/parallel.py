@@ -509,12 +509,16 @@ def alike(record, other):
 
 def references(record, records):
     """Tokens/s that a mode is held against: world_size times one card alone, the sum of the cards, world_size times the
-    slowest; of the same round where it has them, else the last ones before it. A reference that was not measured is None."""
+    slowest; of the same commit and round where they were measured, else the last ones before it. One that was not is None."""
     records = list(records)
     here = records.index(record) if record in records else len(records)
     there = [(i, r) for i, r in enumerate(records) if r["mode"] in ALONE and "error" not in r and alike(r, record)]
-    # the likeliest to have been measured on the same cards come last
-    there.sort(key=lambda item: (item[1].get("round") == record.get("round"), item[0] < here))
+
+    def nearness(item):  # those that are likeliest to have been measured on the same cards come last
+        i, r = item
+        return (r.get("commit") == record.get("commit"), r.get("round") == record.get("round") is not None, i < here)
+
+    there.sort(key=nearness)
     found = {r["mode"]: r for _, r in there}
     n, one, every = record["world_size"], found.get("alone_one"), found.get("alone")
     rates = every["rank_tok_per_s"] if every else None
@@ -543,7 +547,8 @@ def table(records):
                   f"{'mode':<14} {'step ms (min to max)':>24} {'tokens/s':>10} {'% of n x one':>12} {'sum alone':>9} "
                   f"{'n x slowest':>11} {'GiB':>6} {'first step s':>12} {'fifth and':>9} {'last loss':>9}"]  # fmt: skip
         times = collections.Counter(item for r in block for item in particulars(r).items())
-        for r in sorted(block, key=lambda r: list(MODES).index(r["mode"])):
+        order = [*MODES, *(r["mode"] for r in block)]  # records outlive the modes that were given up
+        for r in sorted(block, key=lambda r: order.index(r["mode"])):
             env = " ".join(f"{k}={v}" for k, v in particulars(r).items() if 2 * times[k, v] < len(block))
             if "error" in r:
                 lines.append(f"{r['mode']:<14} {env} failed: {r['error']}")

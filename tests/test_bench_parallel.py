@@ -223,6 +223,8 @@ def test_a_mode_is_held_against_its_own_round_where_that_has_cards_alone():
     rows = [record("alone_one", 1000, round=1), record("alone_one", 2000, round=2), record("alone_one", 500)]
     for number, one in ((1, 1000), (2, 2000), (None, 500), (7, 500)):
         assert parallel.references(record("ddp", 900, round=number), rows)[0] == 2 * one, number
+    here = [rows[0] | {"commit": "abc"}, *rows[1:]]
+    assert parallel.references(record("loop", 900, commit="abc"), here)[0] == 2000, "one commit, likely one machine"
     between = record("ddp", 900, round=7)
     assert parallel.references(between, [rows[0], between, rows[1]])[0] == 2000, "a later round's cards may be others"
     lines = parallel.table([record("ddp", 100, bucket_mb=25), record("ddp", 110, bucket_mb=250), record("flat", 90)])
