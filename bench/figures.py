@@ -532,6 +532,9 @@ PICTURES = {
     "floor": (floor, "python bench/floor.py"),
     "parallel": (parallel, "python bench/parallel.py --nproc_per_node 4 --out readme.assets/runs/parallel.jsonl"),
     "overlap": (overlap("ddp"), "python bench/parallel.py --nproc_per_node 4 --modes ddp --trace readme.assets/runs"),
+    "overlap_zero1": (
+        overlap("zero1_16bit"), "python bench/parallel.py --nproc_per_node 4 --modes zero1_16bit --trace readme.assets/runs"
+    ),
     "overlap_in_graph": (
         overlap("in_graph"), "python bench/parallel.py --nproc_per_node 4 --modes in_graph --trace readme.assets/runs"
     ),

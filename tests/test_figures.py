@@ -55,7 +55,7 @@ def runs(tmp_path):
     files |= dict.fromkeys(("laptop_builtin", *figures.DATA_OF), [*RUN, hella(400, 0.31)])
     for name, records in files.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    for name in ("ddp", "in_graph"):
+    for name in ("ddp", "in_graph", "zero1_16bit"):
         (folder / f"{name}.kernels.json").write_text(json.dumps(TRACE | dict(mode=name)))
     return folder
 
@@ -117,6 +117,7 @@ def test_the_others_say_what_they_show(drawn):
     assert "gpt2: ddp on 2 GPUs reaches 90.0% of 2 times one GPU" in parallel and "150 tokens/s, 75.0%" in parallel
     assert "ddp: 50% of 0.1 ms of communication hidden under computation" in drawn("overlap")
     assert "in_graph: 50% of 0.1 ms of communication hidden under computation" in drawn("overlap_in_graph")
+    assert "zero1_16bit: 50% of 0.1 ms of communication hidden under computation" in drawn("overlap_zero1")
     assert {"gpt2: 47 rows of padding save 100 ms eager", "200k tokens/s", "50304 eager"} <= set(drawn("vocabulary"))
 
 
@@ -133,7 +134,8 @@ def test_modes_in_several_rounds_are_means_against_their_own_round(drawn, runs):
     texts = drawn("parallel")
     assert "160 tokens/s, 80.0%" in texts, "a later round's cards may be others"
     assert not any("90 tokens/s" in text for text in texts), "an experiment with NCCL's settings"
-    rows = [mode("alone_one", 100), mode("given_up", 170), mode("ddp", 160) | {"commit": "a"}, mode("ddp", 120) | {"commit": "b"}]
+    rows = [mode("alone_one", 100), mode("given_up", 170)]
+    rows += [mode("ddp", speed) | {"commit": commit} for commit, speed in (("a", 160), ("b", 120))]
     (runs / "parallel.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     texts = drawn("parallel")
     assert "120 tokens/s, 60.0%" in texts and not any("160" in t or "given" in t for t in texts), "the newest commit's alone"

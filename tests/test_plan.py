@@ -239,6 +239,22 @@ def test_measured_peaks_of_the_bench(record):
     assert peak(s)[0] / GIB == pytest.approx(record["measured_gib"], rel=0.07)
 
 
+@pytest.mark.parametrize("mode", ["ddp", "zero1_16bit"])
+def test_measured_peaks_of_four_cards(mode):
+    """1558M, 16 sequences a card and no accumulation, each mode in a process of its own."""
+    records = [json.loads(line) for line in (ROOT / "readme.assets" / "runs" / "parallel.jsonl").read_text().splitlines()]
+    found = [r for r in records if (r["mode"], r["preset"], r.get("round")) == (mode, "gpt2-xl", 2)]
+    setting = Setting(PRESETS["gpt2-xl"][0], 16, 1024, grad_accum_steps=1, world_size=4, zero1=mode == "zero1_16bit")
+    assert [r["peak_gib"] for r in found] == [pytest.approx(peak(setting)[0] / GIB, rel=0.01)]
+
+
+def test_shares_are_planned(capsys):
+    flags = ("--preset", "gpt2-xl", "--plan_card", "H200", "--plan_gpus", "4", "--batch_size", "16")
+    with_ddp, in_shares = planned(capsys, *flags), planned(capsys, *flags, "--zero1")
+    assert "in DDP's buckets" in with_ddp and "0.95 of 4 times" in with_ddp and "a share" not in with_ddp
+    assert "12 bytes x P / 4" in in_shares and "0.97 of 4 times" in in_shares and "buckets" not in in_shares
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_parameters_and_flops(preset):
     model_config, cfg = PRESETS[preset]
