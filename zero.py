@@ -14,6 +14,16 @@ import torch
 import torch.distributed as dist
 
 
+def reduce_scatter(mine, flat):
+    """mine (n,): the sum over the processes of their parts of flat (processes * n,) that belong here."""
+    getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(mine, flat)  # torch 2.13 has another name for it
+
+
+def all_gather(flat, mine):
+    """flat (processes * n,): every process's mine (n,), one after the other."""
+    getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(flat, mine)
+
+
 class Shares:
     """Parameters that lie in one buffer, one after the other, cut into as many equal shares as there are processes.
 
@@ -48,7 +58,7 @@ class Shares:
         for p in self.params:
             p.grad = None
         if wire == torch.float32:
-            dist.reduce_scatter_tensor(mine := torch.empty_like(self.mine), flat)
+            reduce_scatter(mine := torch.empty_like(self.mine), flat)
         else:  # summed on the way, they would be rounded at every process; so each sends its own to where the sum is wanted
             dist.all_to_all_single(parts := torch.empty_like(flat), flat)
             mine = parts.view(self.n, self.size).sum(0, dtype=torch.float32)
@@ -57,14 +67,14 @@ class Shares:
     def hand_out(self, wire):
         """Every process's share of the weights to everyone."""
         if wire == torch.float32:
-            dist.all_gather_into_tensor(self.weights, self.mine)
+            all_gather(self.weights, self.mine)
         else:
-            dist.all_gather_into_tensor(parts := torch.empty_like(self.weights, dtype=wire), self.mine.to(wire))
+            all_gather(parts := torch.empty_like(self.weights, dtype=wire), self.mine.to(wire))
             self.weights.copy_(parts)
 
     def gather(self, mine):
         """What all processes have, like `mine`, of their shares, as tensors of the parameters' shapes on the CPU."""
-        dist.all_gather_into_tensor(flat := torch.empty_like(self.weights), mine)
+        all_gather(flat := torch.empty_like(self.weights), mine)
         return [view.cpu() for view in self.views(flat)]
 
 

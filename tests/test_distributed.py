@@ -100,6 +100,7 @@ def test_shares_go_on_to_the_same_bits_and_as_one_process(tmp_path, shards, run_
     process = torchrun(tmp_path, shards, *flags.split())
     _, err = process.communicate(timeout=240)
     assert process.returncode == 0, err
+    assert "Warning" not in err
     whole = read_run(tmp_path / "log" / "r")
     assert of_kind(whole, "start")[0]["grad_accum_steps"] == 1
     for name in ("model_000008.pt", "model_best.pt"):
