@@ -48,6 +48,7 @@ from train_gpt2 import (
     World,
     check_8_bits,
     check_config,
+    check_zero1,
     grad_accum_steps,
     make_optimizer,
     parse_args,
@@ -59,7 +60,9 @@ GIB = 2**30
 CONTEXT_GIB = 0.7  # assumed: CUDA's context and kernels take the card's memory, but PyTorch's allocator does not see them
 NCCL_GIB = 0.5  # assumed: NCCL's buffers, where there are several GPUs; not seen either
 FRAGMENTS = 0.05  # share of the card that cannot be handed out; machine.fit_batch_size leaves as much
-SCALING = {False: 0.95, True: 0.97}  # several GPUs against as many times one, with zero1: measured on four H200s (README)
+# several GPUs against as many times one: with DDP at every micro-step, and with zero1 or accumulation, which send less; the
+# lower ends of what four H200s did (README)
+SCALING = {"ddp": 0.95, "less": 0.97}
 MOMENTS = {  # where the peak of a step can lie
     "loss": "while the loss is computed",
     "head": "at the start of the backward pass",
@@ -90,6 +93,11 @@ class Setting:
     @property
     def shares(self):
         return self.world_size if self.zero1 else 1
+
+    @property
+    def sends_16_bits(self):
+        """The blocks' matrices travel rounded; not quite so many with an 8-bit MLP."""
+        return self.precision == "bf16"
 
     @property
     def positions(self):
@@ -159,7 +167,12 @@ def state_rows(s, row):
         each = 16 if s.device_type == "cuda" else 24
         row("Muon's work on one stack of matrices", f"{each} bytes x 4 L C C", update=each * matrices // 3)
     elif s.shares > 1:
-        row("AdamW's moments, weights: a share", f"12 bytes x P / {s.shares}", 12 * P // s.shares)
+        again = 4 * matrices * s.sends_16_bits
+        row("AdamW's moments: a share", f"8 bytes x P / {s.shares}", 8 * P // s.shares)
+        if again:
+            row("all bits of the share's matrices", f"4 bytes x {matrices:,} / {s.shares}", again // s.shares)
+        each = 2 if again and s.grad_accum_steps == 1 else 4
+        row("gradients laid out to be sent", f"{each} bytes x {matrices:,}", update=each * matrices)
     else:
         row("AdamW's two moments", "8 bytes x P", 8 * P)
     ddp = s.world_size > 1 and not s.zero1
@@ -386,8 +399,9 @@ def speed(s, cfg, card, mfu):
     c = s.model
     # as metrics.Meter counts: 6 for each weight that multiplies, and attention without causality
     flops = 6 * (num_params(c)[0] - c.block_size * c.n_embd) + 12 * c.n_layer * c.n_embd * s.seq_len
-    many, scaled = SCALING[s.zero1] if s.world_size > 1 else 1, ""
+    many, scaled = 1, ""
     if s.world_size > 1:
+        many = SCALING["less" if s.zero1 or s.grad_accum_steps > 1 else "ddp"]
         scaled = f", and {many} of {s.world_size} times one GPU (as four H200s: README)"
     if card.device is None:
         if card.tflops is None or s.bytes == 4:
@@ -543,6 +557,7 @@ def run(argv):
         precision = cfg.precision if cfg.precision != "auto" else "fp16" if without_bf16 else "bf16"
         if card.name.split(",")[0] in WITHOUT_FP8 and (model_config.fp8_mlp or model_config.cross_entropy == "fp8"):
             raise ValueError(f"plan_card={args.plan_card} has no 8-bit products; leave out --fp8_mlp and --cross_entropy fp8")
+        check_zero1(cfg, precision, args.plan_gpus)
         check_8_bits(model_config, why_no_fp8_anywhere(precision, model_config, cfg))
     else:
         card = this_card(cfg.device)

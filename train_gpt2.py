@@ -114,7 +114,7 @@ class TrainConfig:
     # machine
     device: str = "auto"  # cuda, mps or cpu
     precision: Literal["auto", "bf16", "fp16", "tf32", "fp32"] = "auto"  # auto: the best that the device has
-    zero1: bool = False  # several processes: each keeps its share of AdamW's state (ZeRO-1): less memory, less to send
+    zero1: bool = False  # several processes: each keeps its share of AdamW's state (ZeRO-1); without accumulation less to send
     compile: bool = True  # torch.compile; needs a GPU with Triton, or a C++ compiler on CPU
     seed: int = 1337  # of the weights, the shuffling and the samples
     # watching; every interval is in steps
@@ -768,6 +768,13 @@ def check_weights(step, model, run_dir):
                                  "checkpoints before; try a lower --lr")  # fmt: skip
 
 
+def check_zero1(cfg, precision, processes):
+    """Raise ValueError where AdamW cannot be shared out. precision: a name, as bf16."""
+    if cfg.zero1 and processes > 1 and precision == "fp16":
+        raise ValueError("zero1=True needs gradients that are not scaled, and precision=fp16 scales them; leave zero1 out, or "
+                         "pass --precision fp32")  # fmt: skip
+
+
 def check_8_bits(model_config, reason):
     """Raise ValueError where 8-bit products are asked for and there is a reason why they are not to be had."""
     wanted = ["cross_entropy=fp8"] * (model_config.cross_entropy == "fp8") + ["fp8_mlp=True"] * model_config.fp8_mlp
@@ -782,6 +789,7 @@ def prepare(model_config, cfg, world):
     precision.prepare()
     train_shards = TokenShards(cfg.data, "train", model_config.vocab_size, cfg.verify_data)
     val_shards = TokenShards(cfg.data, "val", model_config.vocab_size, cfg.verify_data)
+    check_zero1(cfg, precision.name, world.world_size)
     check_8_bits(model_config, why_no_fp8(precision, model_config, cfg))
     if model_config.fp8_mlp:
         check_transpose(world.device)
@@ -804,11 +812,12 @@ def prepare(model_config, cfg, world):
 
 
 def share_out(adamw, model, precision, world):
-    """The optimizer as ZeroAdamW. The blocks' matrices are all that only products read, as the head is the embedding too."""
-    if precision.dtype == torch.float16:
-        raise ValueError("zero1=True needs gradients that are not scaled, and precision=fp16 scales them; pass --precision "
-                         "bf16 or leave zero1 out")  # fmt: skip
-    rounded = [p for p in model.transformer.h.parameters() if p.dim() == 2] if precision.dtype == torch.bfloat16 else []
+    """The optimizer as ZeroAdamW. Only products in 16 bits read the blocks' matrices, but for the MLP's where that has 8; and
+    only those, as the head is the embedding too."""
+    rounded = [
+        p for name, p in model.transformer.h.named_parameters()
+        if precision.dtype == torch.bfloat16 and p.dim() == 2 and not (model.config.fp8_mlp and ".mlp." in name)
+    ]  # fmt: skip
     return ZeroAdamW(adamw, rounded, precision.dtype, world)
 
 
@@ -861,7 +870,10 @@ def copy_weights(model, state):
 
 
 def state_to_save(step, best_val, raw_model, optimizer, loader, precision, model_config, cfg):
-    """All that the rest of the run depends on, as tensors and plain values. Every process calls it: some hold shares of it."""
+    """All that the rest of the run depends on, as tensors and plain values. All processes call it; with a ZeroAdamW, rank 0
+    has all of it, the others a part."""
+    if isinstance(optimizer, ZeroAdamW):
+        optimizer.complete_weights()
     return {
         "step": step, "best_val": best_val, "model": raw_model.state_dict(), "optimizer": optimizer.state_dict(),
         "loader": loader.state_dict(), "batch_size": loader.batch_size, "scaler": precision.scaler.state_dict(),
@@ -877,6 +889,10 @@ def restore(run_dir, cfg, raw_model, optimizer, loader, precision):
     if not {"step", "model", "optimizer", "loader", "rng", "model_config"} <= data.keys():
         raise ValueError(f"{path} was not written by this trainer; start from its weights with --init_from {path}")
     same_shape(path, data["model_config"], raw_model.config.shape())
+    rows, ours = data["model"]["transformer.wte.weight"].size(0), raw_model.config.padded_vocab_size
+    if rows != ours:
+        raise ValueError(f"vocab_multiple={raw_model.config.vocab_multiple} makes {ours} rows of the vocabulary, and the state "
+                         f"of the optimizer in {path} has {rows}; leave --vocab_multiple out")  # fmt: skip
     if data["train_config"]["optimizer"] != cfg.optimizer:
         raise ValueError(f"optimizer={cfg.optimizer} cannot go on from {path}, which {data['train_config']['optimizer']} made; "
                          f"leave --optimizer out, or begin a new run with --init_from {path}")  # fmt: skip
@@ -951,6 +967,7 @@ def train_until(stop, model_config, cfg, world, run_dir, tokenizer):
                 if world.is_main:
                     path = save_checkpoint(run_dir, step, state, cfg.keep_last, best)
                     log.event("checkpoint", step, path=path.name, best=best)
+                del state  # a ZeroAdamW's are copies
         if last or stopping:
             break
         lr = get_lr(step, cfg)

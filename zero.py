@@ -2,12 +2,13 @@
 
 Under DistributedDataParallel every process receives the sum of all gradients, and then all make the same update of all
 weights, each with its own copy of AdamW's two moments. Here each of n processes looks after 1 / n of the weights (Rajbhandari
-et al. 2020, section 5.1): it alone has their moments, receives their gradients, updates them and hands them out. That takes
-8 / n instead of 8 bytes a weight and 1 / n of the time of an update.
+et al. 2020, section 5.1): it alone has their moments, receives their gradients, updates them and hands them out. The moments
+take 8 / n instead of 8 bytes a weight, and the update 1 / n of the time.
 
 It is also a way to send less. Under autocast a product rounds its matrix to 16 bits, and makes the matrix's gradient in 16
-bits. So that is how they travel; sums, moments and the weights that are updated have 32. An embedding, whose rows are added
-to others and whose gradient is a sum of two, needs 32, as do biases and gains, and gradients that were summed over micro-steps.
+bits. So that is how they travel. Sums and moments have 32 bits, and so have the weights that are updated (4 / n bytes more, as
+everyone else has them rounded). An embedding, whose rows are added to others and whose gradient is a sum of two, needs 32, as
+do biases and gains, and gradients that were summed over micro-steps.
 """
 
 import torch
@@ -27,80 +28,90 @@ def all_gather(flat, mine):
 class Shares:
     """Parameters that lie in one buffer, one after the other, cut into as many equal shares as there are processes.
 
-    wire: the type in which the parameters, and gradients that nobody has summed yet, lose nothing.
+    wire: the type in which the parameters lose nothing for who reads them, nor gradients that nobody has summed yet.
     """
 
     def __init__(self, params, world, wire):
-        self.params, self.wire, self.n = params, wire, world.world_size
+        self.params, self.wire, self.world = params, wire, world
         self.starts = [0]
         for p in params:
             self.starts.append(self.starts[-1] + -(-p.numel() // 64) * 64)  # views start at 256 bytes, as kernels like it
-        self.size = -(-self.starts[-1] // (64 * self.n)) * 64  # of a share
-        self.here = slice(world.rank * self.size, (world.rank + 1) * self.size)
-        self.weights = self.laid_out([p.data for p in params], params[0].device)  # as everyone has them
-        self.mine = self.weights[self.here].clone()  # as this process keeps them, in 32 bits
+        size = -(-self.starts[-1] // (64 * world.world_size)) * 64
+        self.here = slice(world.rank * size, (world.rank + 1) * size)  # this process's share
+        self.weights = torch.zeros(world.world_size * size, device=params[0].device)  # as everyone has them
         for p, view in zip(params, self.views(self.weights)):
+            view.copy_(p.data)
             p.data = view
+        self.mine = self.weights[self.here]  # with all bits
+        if wire != torch.float32:
+            self.mine = self.mine.clone()
+        self.begin()
+
+    def begin(self):
+        """Everyone goes on from rank 0's weights."""
+        dist.broadcast(self.weights, src=0)
+        self.mine.copy_(self.weights[self.here])
 
     def views(self, flat):
         """The parameters' parts of a buffer."""
         return [flat[start : start + p.numel()].view_as(p) for p, start in zip(self.params, self.starts)]
 
-    def laid_out(self, tensors, device, dtype=torch.float32):
+    def laid_out(self, tensors, dtype, device):
         """A buffer with these in the parameters' places, and 0 in between."""
-        flat = torch.zeros(self.n * self.size, dtype=dtype, device=device)
+        flat = torch.zeros(len(self.weights), dtype=dtype, device=device)
         torch._foreach_copy_(self.views(flat), tensors)
         return flat
 
-    def take_gradients(self, wire):
-        """The mean over the processes of the gradients of this share (size,). The parameters keep none."""
-        flat = self.laid_out([p.grad for p in self.params], self.mine.device, wire)
+    def take_gradients(self, dtype):
+        """The mean over the processes of the gradients of this share, which travel as dtype. The parameters keep none."""
+        flat = self.laid_out([p.grad for p in self.params], dtype, self.weights.device)
         for p in self.params:
             p.grad = None
-        if wire == torch.float32:
+        if dtype == torch.float32:
             reduce_scatter(mine := torch.empty_like(self.mine), flat)
         else:  # summed on the way, they would be rounded at every process; so each sends its own to where the sum is wanted
             dist.all_to_all_single(parts := torch.empty_like(flat), flat)
-            mine = parts.view(self.n, self.size).sum(0, dtype=torch.float32)
-        return mine.div_(self.n)
+            mine = parts.view(self.world.world_size, -1).sum(0, dtype=torch.float32)
+        return mine.div_(self.world.world_size)
 
-    def hand_out(self, wire):
-        """Every process's share of the weights to everyone."""
-        if wire == torch.float32:
+    def hand_out(self, dtype):
+        """Every process's share of the weights to everyone, as dtype."""
+        if dtype == torch.float32:
             all_gather(self.weights, self.mine)
         else:
-            all_gather(parts := torch.empty_like(self.weights, dtype=wire), self.mine.to(wire))
+            all_gather(parts := torch.empty_like(self.weights, dtype=dtype), self.mine.to(dtype))
             self.weights.copy_(parts)
 
     def gather(self, mine):
-        """What all processes have, like `mine`, of their shares, as tensors of the parameters' shapes on the CPU."""
+        """On rank 0, what all processes have, like `mine`, of their shares: tensors of the parameters' shapes on the CPU."""
         all_gather(flat := torch.empty_like(self.weights), mine)
-        return [view.cpu() for view in self.views(flat)]
+        return [view.cpu() for view in self.views(flat)] if self.world.is_main else []
 
 
 class ZeroAdamW:
     """Makes the updates of `adamw`, an AdamW that has made none, in shares.
 
-    rounded: the parameters that no one reads but products in `dtype`, which make their gradients too. Its state_dict is that of
-    `adamw`, so a run may go on with another number of processes, or without shares. All processes call each method together.
+    rounded: the parameters that no one reads but products in `dtype`, which make their gradients too. All processes call each
+    method together.
     """
 
     def __init__(self, adamw, rounded, dtype, world):
-        self.whole, self.world = adamw, world
-        self.shares = []  # for each group those of its parameters that are rounded, and those that are not
+        self.of_wholes, self.world = adamw, world
+        self.groups = []  # for each group of parameters the Shares of those that are rounded, and of those that are not
         rounded = set(rounded)
         for group in adamw.param_groups:
             parts = {dtype: [], torch.float32: []}
             for p in group["params"]:
                 parts[dtype if p in rounded else torch.float32].append(p)
-            self.shares.append([Shares(params, world, wire) for wire, params in parts.items() if params])
-        groups = zip(adamw.param_groups, self.shares)
-        self.adamw = torch.optim.AdamW([group | {"params": [s.mine for s in shares]} for group, shares in groups])
+            self.groups.append([Shares(params, world, wire) for wire, params in parts.items() if params])
+        self.shares = [s for shares in self.groups for s in shares]
+        groups = zip(adamw.param_groups, self.groups)
+        self.of_shares = torch.optim.AdamW([group | {"params": [s.mine for s in shares]} for group, shares in groups])
 
     @property
     def param_groups(self):
         """Rates and the like, of whole parameters; step reads them here."""
-        return self.whole.param_groups
+        return self.of_wholes.param_groups
 
     def exchange(self, grad_clip, accumulated):
         """Take the mean of all processes' gradients, and scale it so that its norm is at most grad_clip (0: as it is).
@@ -108,9 +119,9 @@ class ZeroAdamW:
         accumulated: they are sums over micro-steps, which 16 bits do not hold. Returns the norm before scaling, that of the
         whole gradient on each process.
         """
-        for s in self.all_shares():
+        for s in self.shares:
             s.mine.grad = s.take_gradients(torch.float32 if accumulated else s.wire)
-        grads = [s.mine.grad for s in self.all_shares()]
+        grads = [s.mine.grad for s in self.shares]
         norm = self.world.sum(torch.stack(torch._foreach_norm(grads)).square().sum()).sqrt()
         if grad_clip:
             torch._foreach_mul_(grads, (grad_clip / (norm + 1e-6)).clamp(max=1))  # as clip_grad_norm_ does
@@ -118,40 +129,45 @@ class ZeroAdamW:
 
     def step(self):
         """Update all weights by the gradients that exchange has taken."""
-        for ours, group in zip(self.adamw.param_groups, self.param_groups):
+        for ours, group in zip(self.of_shares.param_groups, self.param_groups):
             ours.update({k: v for k, v in group.items() if k != "params"})
-        self.adamw.step()
-        for s in self.all_shares():
+        self.of_shares.step()
+        for s in self.shares:
             s.hand_out(s.wire)
 
     def zero_grad(self, set_to_none=True):
-        self.adamw.zero_grad(set_to_none)
+        self.of_shares.zero_grad(set_to_none)
 
-    def all_shares(self):
-        return [s for shares in self.shares for s in shares]
+    def complete_weights(self):
+        """Give the model all bits of its weights, also those that nobody reads, until the next step."""
+        for s in self.shares:
+            if s.wire != torch.float32:
+                s.hand_out(torch.float32)
 
     def state_dict(self):
-        """What `adamw` would have after the same updates, on the CPU. The parameters get back all bits that were not sent."""
+        """On rank 0 what `adamw` would have after the same updates, on the CPU: a run may go on with another number of
+        processes, or without shares. Elsewhere it has no state."""
         states = {}
-        for s in self.all_shares():
-            s.hand_out(torch.float32)
-            state = self.adamw.state[s.mine]
+        for s in self.shares:
+            state = self.of_shares.state[s.mine]
             if state:
-                moments = zip(s.gather(state["exp_avg"]), s.gather(state["exp_avg_sq"]))
-                for p, (mean, square) in zip(s.params, moments):
+                moments = zip(s.params, s.gather(state["exp_avg"]), s.gather(state["exp_avg_sq"]))
+                for p, mean, square in moments:
                     states[p] = {"step": state["step"].cpu().clone(), "exp_avg": mean, "exp_avg_sq": square}
         params = [p for group in self.param_groups for p in group["params"]]
-        state = {i: states[p] for i, p in enumerate(params) if p in states}
-        return self.whole.state_dict() | {"state": state}
+        return self.of_wholes.state_dict() | {"state": {i: states[p] for i, p in enumerate(params) if p in states}}
 
     def load_state_dict(self, data):
         """Go on from an AdamW's state, and from the weights that the parameters have by now."""
-        self.whole.load_state_dict(data | {"state": {}})
+        self.of_wholes.load_state_dict(data | {"state": {}})
         params = [p for group in self.param_groups for p in group["params"]]
         states = {p: data["state"][i] for i, p in enumerate(params) if i in data["state"]}
-        for s in self.all_shares():
-            s.mine.copy_(s.weights[s.here])
+        for s in self.shares:
+            s.begin()
             if s.params[0] in states:
                 found = [states[p] for p in s.params]
-                moments = {k: s.laid_out([f[k] for f in found], "cpu")[s.here].to(s.mine) for k in ("exp_avg", "exp_avg_sq")}
-                self.adamw.state[s.mine] = {"step": found[0]["step"].to(s.mine, copy=True)} | moments
+                mean, square = (s.laid_out([f[k] for f in found], s.mine.dtype, "cpu") for k in ("exp_avg", "exp_avg_sq"))
+                self.of_shares.state[s.mine] = {
+                    "step": found[0]["step"].to(s.mine, copy=True),
+                    "exp_avg": mean[s.here].to(s.mine), "exp_avg_sq": square[s.here].to(s.mine),
+                }  # fmt: skip

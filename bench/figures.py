@@ -465,12 +465,13 @@ def parallel(runs, out_path, dark):
     rows = records(runs, "parallel", "mode", "world_size", "tok_per_s")
     for kind, alike in grouped(rows, "preset", "world_size", "device", "batch_size", "compile", "torch").items():
         one = [row for row in alike if row["mode"] == "alone_one"]
-        newest = {(row["mode"], row.get("bucket_mb")): row.get("commit") for row in alike}
-        for row in alike:
+        plain = [row for row in alike if not row.get("env", {}).keys() - {"NCCL_VERSION", "NCCL_NVLS_ENABLE"}]
+        newest = {(row["mode"], row.get("bucket_mb")): row.get("commit") for row in plain}
+        for row in plain:  # without the experiments with NCCL's settings
             if not one or row["mode"] == "alone_one" or newest[row["mode"], row.get("bucket_mb")] != row.get("commit"):
                 continue
-            if row["mode"] not in MODES or row.get("env", {}).keys() - {"NCCL_VERSION", "NCCL_NVLS_ENABLE"}:
-                continue  # given up, or an experiment with NCCL's settings
+            if row["mode"] not in MODES:  # given up
+                continue
             mode = words(row["mode"]) + (f", {row['bucket_mb']} MB" if row.get("bucket_mb") else "")
             shares.setdefault((kind, mode), []).append(row["tok_per_s"] / references(row, alike)[0])
             speeds.setdefault((kind, mode), []).append(row["tok_per_s"])

@@ -19,8 +19,17 @@ import cpu  # noqa: E402
 import parallel  # noqa: E402
 from records import append_record, random_shards, read_records  # noqa: E402
 
-from machine import why_no_compile  # noqa: E402
-from train_gpt2 import GPT, PRESETS, GPTConfig, TrainConfig, World  # noqa: E402
+from machine import Precision, why_no_compile  # noqa: E402
+from train_gpt2 import (  # noqa: E402
+    GPT,
+    PRESETS,
+    GPTConfig,
+    TrainConfig,
+    World,
+    compile_model,
+    make_optimizer,
+    share_out,
+)
 
 # ------------------------------------------------------------------------------------------- two processes, one result
 
@@ -45,13 +54,13 @@ def updates(mode, cfg, world, how="off"):
         seen.append(step(clock))
     events = sorted(profiler.events(), key=lambda e: e.time_range.start) if profiler else []
     ops = [{"aten::mm": "m", "aten::addmm": "m", "gpt2::start_exchange": "|"}.get(e.name, "") for e in events]
-    moments = [s["exp_avg"] for s in getattr(optimizer, "adamw", optimizer).state.values()]
+    moments = [s["exp_avg"] for s in getattr(optimizer, "of_shares", optimizer).state.values()]
     return {
         "losses": [loss.item() if mode == "alone" else world.mean(loss.item()) for loss, _ in seen],
         "norms": [whole(norm).item() for _, norm in seen],
         "start": start, "end": {name: whole(p) for name, p in model.named_parameters()},
         "moments": sum((m.to_local() if hasattr(m, "to_local") else m).numel() for m in moments),
-        "products": [len(part) for part in "".join(ops).split("|")],
+        "saved": len(optimizer.state_dict()["state"]), "products": [len(part) for part in "".join(ops).split("|")],
     }  # fmt: skip
 
 
@@ -68,6 +77,13 @@ def main(data, out, how):
         sizes = [dataclasses.replace(rounding, total_batch_size=n) for n in (128, 256)]  # of one and of two micro-steps
         torch.save([[updates(mode, c, world, how) for mode in ROUNDED] for c in sizes], f"{out}/bf16_{world.rank}.pt")
     torch.save(found, f"{out}/rank{world.rank}.pt")
+    zero1 = dataclasses.replace(cfg, zero1=True, compile=False)
+    model = GPT(GPTConfig(**TINY_MODEL))
+    assert compile_model(model, zero1, world, None) is model, "DDP would exchange what ZeroAdamW does"
+    torch.manual_seed(world.rank)
+    model = GPT(GPTConfig(**TINY_MODEL))
+    share_out(make_optimizer(model, cfg, world.device), model, Precision("fp32", world.device), world)
+    assert len(set(world.gather(model.lm_head.weight.sum().item()))) == 1, "rank 0's weights are everyone's"
     world.exit()
 
 
@@ -95,6 +111,7 @@ def test_two_processes_are_one_in_every_mode(how, tmp_path, shards):
                 assert (p - two["start"][name]).abs().max() > 1e-4, (mode, name)
             share = two["moments"] / one["moments"]
             assert 0.45 < share < 0.55 if mode in ("zero1", "fsdp2") else share == 1, mode
+            assert (two["saved"] > 0) == (mode != "zero1" or rank == 0), "rank 0 alone keeps what all have gathered"
         for exact, same in torch.load(tmp_path / f"bf16_{rank}.pt") if how == "off" else []:
             assert exact["losses"] == same["losses"]
             assert exact["norms"] == pytest.approx(same["norms"], rel=1e-6)

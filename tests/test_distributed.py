@@ -17,7 +17,8 @@ import torch.distributed as dist
 from conftest import ROOT, TINY_RUN, clean_env, wait_for_steps, write_shards
 from test_train import EPS, difference, equal_bits, of_kind, raw_gradients, read_run, train_here
 
-from train_gpt2 import GPTConfig, TrainConfig, share_out
+import train_gpt2
+from train_gpt2 import GPT, GPTConfig, TrainConfig, check_zero1
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch was built without gloo"),
@@ -29,8 +30,9 @@ def torchrun(tmp_path, shards, *flags):
     """`torchrun --standalone --nproc_per_node=2 train_gpt2.py` on the tiny shards, running; as run_train."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", ROOT / "train_gpt2.py"]
     command += flags if "--resume" in flags else [*TINY_RUN, "--data", shards, "--eps", EPS, *flags]
+    env = clean_env(PYTHONWARNINGS="default::FutureWarning")
     return subprocess.Popen(
-        list(map(str, command)), cwd=tmp_path, env=clean_env(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        list(map(str, command)), cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
 
@@ -100,7 +102,7 @@ def test_shares_go_on_to_the_same_bits_and_as_one_process(tmp_path, shards, run_
     process = torchrun(tmp_path, shards, *flags.split())
     _, err = process.communicate(timeout=240)
     assert process.returncode == 0, err
-    assert "Warning" not in err
+    assert "FutureWarning" not in err
     whole = read_run(tmp_path / "log" / "r")
     assert of_kind(whole, "start")[0]["grad_accum_steps"] == 1
     for name in ("model_000008.pt", "model_best.pt"):
@@ -132,7 +134,20 @@ def test_what_cannot_be_shared_out_is_refused(tmp_path, shards, run_train):
     result = run_train("--zero1", "--optimizer", "muon")
     assert result.returncode == 2 and "zero1=True shares out AdamW's state, and optimizer=muon has another" in result.stderr
     with pytest.raises(ValueError, match="precision=fp16 scales them"):
-        share_out(None, None, SimpleNamespace(dtype=torch.float16), None)
+        check_zero1(TrainConfig(zero1=True), "fp16", processes=2)
+    check_zero1(TrainConfig(zero1=True), "fp16", processes=1)
+
+
+@pytest.mark.parametrize("eight_bits", [False, True])
+def test_what_travels_in_16_bits_is_read_in_16_bits(monkeypatch, tiny_config, eight_bits):
+    """The 8-bit MLP reads its weights in 32 bits, and makes their gradients so."""
+    chosen = []
+    monkeypatch.setattr(train_gpt2, "ZeroAdamW", lambda adamw, rounded, dtype, world: chosen.extend(rounded))
+    model = GPT(dataclasses.replace(tiny_config, fp8_mlp=eight_bits))
+    train_gpt2.share_out(None, model, SimpleNamespace(dtype=torch.bfloat16), None)
+    names = {name.split(".", 3)[3] for name, p in model.named_parameters() if any(p is c for c in chosen)}
+    attention = {"attn.c_attn.weight", "attn.c_proj.weight"}
+    assert names == attention | (set() if eight_bits else {"mlp.c_fc.weight", "mlp.c_proj.weight"})
 
 
 def test_an_error_of_one_process_ends_all(tmp_path):

@@ -249,10 +249,13 @@ def test_measured_peaks_of_four_cards(mode):
 
 
 def test_shares_are_planned(capsys):
-    flags = ("--preset", "gpt2-xl", "--plan_card", "H200", "--plan_gpus", "4", "--batch_size", "16")
+    flags = "--preset gpt2-xl --plan_card H200 --plan_gpus 4 --batch_size 16 --total_batch_size 65536".split()
     with_ddp, in_shares = planned(capsys, *flags), planned(capsys, *flags, "--zero1")
     assert "in DDP's buckets" in with_ddp and "0.95 of 4 times" in with_ddp and "a share" not in with_ddp
-    assert "12 bytes x P / 4" in in_shares and "0.97 of 4 times" in in_shares and "buckets" not in in_shares
+    assert "8 bytes x P / 4" in in_shares and "0.97 of 4 times" in in_shares and "buckets" not in in_shares
+    assert "0.97 of 4 times" in planned(capsys, *flags[:-2]), "with accumulation, DDP sends as rarely"
+    with pytest.raises(ValueError, match="precision=fp16 scales them"):
+        planned(capsys, "--plan_card", "V100", "--plan_gpus", "4", "--zero1")
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -336,7 +339,7 @@ def test_time_and_money(capsys):
     assert f"{tok_per_s / 1000:,.0f}," in one and f"{60 * hours:.1f} minutes" in one and f"${2 * hours:.2f}" in one
     eight = planned(capsys, *flags, "--plan_gpus", "8", "--plan_mfu", "0.5")
     found = int(eight.split("speed ")[1].split(" tokens/s")[0].replace(",", ""))
-    assert found == pytest.approx(8 * plan.SCALING[False] * tok_per_s, rel=1e-4)
+    assert found == pytest.approx(8 * plan.SCALING["ddp"] * tok_per_s, rel=1e-4)
     assert "micro-steps 1 x sequences 64 x tokens 1024 x GPUs 8" in eight and "in DDP's buckets" in eight
     assert "no forecast" in planned(capsys, "--plan_card", "80GB")
 

@@ -54,7 +54,7 @@ LEFT_OUT = {
     "python fineweb.py --tokens 1B": "network",
     "python fineweb.py --dataset kjj0/finewebedu10B-gpt2 --tokens 1B": "network",
     "RAY_ADDRESS=auto python fineweb.py --engine ray --name sample-100BT --out edu_fineweb100B": "a cluster and the network",
-    "torchrun --standalone --nproc_per_node=4 train_gpt2.py --preset gpt2-medium --zero1": "needs four GPUs",
+    "torchrun --standalone --nproc_per_node=8 train_gpt2.py --preset gpt2-medium --zero1": "needs eight GPUs",
     "lm_eval --model hf --model_args pretrained=my-gpt2 --tasks hellaswag": "the harness fetches its data from the network",
 }
 
