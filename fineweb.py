@@ -32,6 +32,7 @@ import numpy as np
 
 import sources
 from chat import build_chat, is_chat
+from locks import only_writer
 from sources import File, NetworkTrouble, Tokens, hub_files, local_files, open_parquet, stream, tokenise, units_of
 from tokenizer import get_tokenizer
 from writer import (
@@ -44,36 +45,6 @@ from writer import (
     verify,
     write_manifest,
 )
-
-# ---- one run at a time ------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def only_writer(out_dir: Path, wait: bool = False):
-    """While this lasts, no other run on this machine writes into `out_dir`, a folder that is made where there is none.
-
-    Raises ValueError where one does already, or with `wait` waits for its end. The lock lies on the folder itself: it
-    leaves no file behind, and the system drops it with the process that holds it, however that ends.
-    """
-    out_dir.mkdir(parents=True, exist_ok=True)
-    try:
-        import fcntl
-    except ImportError:  # Windows: a folder cannot be locked, and nothing keeps two runs apart
-        yield
-        return
-    folder = os.open(out_dir, os.O_RDONLY)  # worker processes do not inherit it
-    try:
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            raise ValueError(f"another fineweb.py is writing {out_dir}, and only one may at a time: run this again when "
-                             "it has ended, or choose another --out") from None
-        except OSError:  # a network file system without locks
-            pass
-        yield
-    finally:
-        os.close(folder)
-
 
 # ---- the built-in text -----------------------------------------------------------------------------------------------
 
@@ -113,7 +84,7 @@ def build_builtin(out_dir, tokenizer: str = "bytes", say=None) -> dict:
     Does nothing where both are there with the sizes in the manifest. `say` takes the lines for people, if given.
     It is a matter of seconds, and several trainers that are started together all call it: one makes it, the others wait.
     """
-    with only_writer(Path(out_dir), wait=True):
+    with only_writer(out_dir, "", wait=True):
         return make_builtin(Path(out_dir), tokenizer, say)
 
 
@@ -545,6 +516,8 @@ def run(cfg: Config) -> int:
     if out_dir.exists() and not out_dir.is_dir():
         raise ValueError(f"out={cfg.out} is a file and must be a folder for the shards; name another with --out")
     if cfg.verify:
+        if not out_dir.exists():
+            raise ValueError(f"out={cfg.out} is not there, so there is nothing to verify; name a folder of shards with --out")
         problems = verify(out_dir)
         print("\n".join(problems) or f"{out_dir}: all shards are whole")
         if problems:
@@ -556,7 +529,9 @@ def run(cfg: Config) -> int:
         build_builtin(out_dir, cfg.tokenizer, say=print)
         return 0
     chat = cfg.source != "hub" and (cfg.chat or is_chat(local_files(cfg.source, say=True)[0], cfg.text_column))
-    with only_writer(out_dir):
+    refusal = (f"another fineweb.py is writing {out_dir}, and only one may at a time: run this again when it has ended, or "
+               "choose another --out")  # fmt: skip
+    with only_writer(out_dir, refusal):
         if chat:
             shard_tokens = parse_count("shard_tokens", cfg.shard_tokens)
             manifest = build_chat(local_files(cfg.source), out_dir, cfg.tokenizer, cfg.context, shard_tokens)

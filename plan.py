@@ -478,6 +478,8 @@ def report(s, cfg, card, reason, mfu, price):
     print(f"preset {cfg.preset}: {reason}; {how}, on {card.name}")
     print(f"a step: {cfg.total_batch_size:,} tokens = {micro}")
     print(", ".join(f"{name} = {size:,}" for name, size in sizes.items()) + "\n")
+    if cfg.zero1 and gpus == 1:
+        print("note: zero1 does nothing with one process; --plan_gpus says how many there will be\n")
     print("\n".join(table(s, other)) + "\n")
 
     def say(name, text):
@@ -491,8 +493,9 @@ def report(s, cfg, card, reason, mfu, price):
     if tok_per_s:
         hours = cfg.max_steps * cfg.total_batch_size / tok_per_s / 3600
         took = f"{hours:,.1f} hours" if hours >= 1 else f"{60 * hours:,.1f} minutes"
-        tokens = cfg.max_steps * cfg.total_batch_size / 1e6
-        say("time", f"{took} for {cfg.max_steps:,} steps, {tokens:,.0f}M tokens; evaluation and saving come on top")
+        tokens = cfg.max_steps * cfg.total_batch_size
+        amount = f"{tokens / 1e9:,.1f}B" if tokens >= 1e9 else f"{tokens / 1e6:,.1f}M"
+        say("time", f"{took} for {cfg.max_steps:,} steps, {amount} tokens; evaluation and saving come on top")
         if s.device_type == "cuda":
             say("money", f"${hours * gpus * price:,.2f}, assuming ${price:g} per GPU-hour (--plan_price)")
 

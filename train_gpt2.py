@@ -8,7 +8,7 @@
 Sections: 1 configuration, 2 model, 3 optimizer and schedule, 4 tokens, 5 processes, 6 training, 7 command line. Each
 uses only those above it and, from the files beside this one: cross_entropy.py (the loss of the head), fused_mlp.py and
 fp8_mlp.py (the MLP), machine.py (precision, memory), shards.py (token files), checkpoints.py (their files), evaluation.py
-(what is measured), metrics.py (log, speed), zero.py (AdamW in shares).
+(what is measured), metrics.py (log, speed), zero.py (AdamW in shares), locks.py.
 
 Shape letters: B batch, T time (tokens of a sequence), C channels (n_embd), H heads, D head size (C = H * D),
 V vocabulary, N = B * T positions.
@@ -48,6 +48,7 @@ from cross_entropy import linear_cross_entropy
 from evaluation import Reporter
 from fp8_mlp import check_transpose, mlp_products_fp8
 from fused_mlp import MIN_POSITIONS, epilogues_work, fused_mlp_pays, mlp_products
+from locks import only_writer
 from machine import Precision, check_size, fit_batch_size, out_of_memory, this_python, why_no_compile, why_no_fp8
 from metrics import Logger, Meter, PhaseClock
 from shards import TokenShards, read_json
@@ -189,7 +190,7 @@ def check_config(model_config, cfg):
         raise ValueError(f"min_lr={cfg.min_lr} must not be above lr={cfg.lr}; pass a smaller --min_lr")
     if cfg.zero1 and cfg.optimizer != "adamw":
         raise ValueError(f"zero1=True shares out AdamW's state, and optimizer={cfg.optimizer} has another; leave one out")
-    if Path(cfg.run_name).name != cfg.run_name:
+    if Path(cfg.run_name).name != cfg.run_name or cfg.run_name == "..":
         raise ValueError(f"run_name={cfg.run_name} must be a plain name, without folders; --log_dir says where runs lie")
     if cfg.wandb and importlib.util.find_spec("wandb") is None:
         raise ValueError("--wandb needs `pip install wandb`; log.jsonl and TensorBoard are written without it")
@@ -821,12 +822,14 @@ def share_out(adamw, model, precision, world):
     return ZeroAdamW(adamw, rounded, precision.dtype, world)
 
 
-def open_run(run_dir, model_config, cfg, world):
-    """Make the run folder and note the resolved configuration there. Raises OSError, on every process, if it cannot."""
+def open_run(run_dir, model_config, cfg, world, at_end):
+    """Make the run folder, keep others out of it until at_end, an ExitStack, closes, and note the resolved configuration there.
+    Raises OSError, on every process, if it cannot."""
     problem = ""
     if world.is_main:
         try:
-            run_dir.mkdir(parents=True, exist_ok=True)
+            at_end.enter_context(only_writer(run_dir, f"{run_dir} is the folder of a run that is going on; stop that one first "
+                                                      "(its processes may outlive a torchrun that was killed)"))  # fmt: skip
             saved = {"model": dataclasses.asdict(model_config), "train": dataclasses.asdict(cfg) | {"resume": False}}
             with (run_dir / "config.json").open("w" if cfg.resume else "x") as f:  # x: of two runs of one name, one is refused
                 f.write(json.dumps(saved, indent=1) + "\n")
@@ -835,6 +838,8 @@ def open_run(run_dir, model_config, cfg, world):
             if not has_checkpoint(run_dir):
                 problem = (f"{run_dir} is the folder of a run that has saved nothing yet; delete it if that run has ended, or "
                            "pass another --run_name")  # fmt: skip
+        except ValueError as error:
+            problem = str(error)
         except OSError as error:
             problem = f"cannot write the run folder {run_dir}: {error.strerror or error}; choose another with --log_dir"
     problem = world.from_main(problem)
@@ -914,11 +919,11 @@ def restore(run_dir, cfg, raw_model, optimizer, loader, precision):
 
 def train(model_config, cfg, world, run_dir, tokenizer=None):
     """Run the updates of cfg, writing below run_dir. Returns the last validation loss."""
-    with StopSignal() as stop:
-        return train_until(stop, model_config, cfg, world, run_dir, tokenizer)
+    with StopSignal() as stop, contextlib.ExitStack() as at_end:
+        return train_until(stop, at_end, model_config, cfg, world, run_dir, tokenizer)
 
 
-def train_until(stop, model_config, cfg, world, run_dir, tokenizer):
+def train_until(stop, at_end, model_config, cfg, world, run_dir, tokenizer):
     """train, or as much of it as is done when a signal comes.
 
     `step` counts finished updates. The last pass of the loop measures and saves only, so that the weights that were
@@ -928,7 +933,7 @@ def train_until(stop, model_config, cfg, world, run_dir, tokenizer):
     first_step, best_val = restore(run_dir, cfg, raw_model, optimizer, loader, precision) if cfg.resume else (0, math.inf)
     if first_step >= cfg.max_steps:
         raise ValueError(f"{run_dir} has done {first_step} steps, max_steps={cfg.max_steps}; a larger --max_steps goes on")
-    open_run(run_dir, model_config, cfg, world)
+    open_run(run_dir, model_config, cfg, world, at_end)
     log = Logger(run_dir, cfg, world.is_main, first_step)
     report = Reporter(log, cfg, world, precision, raw_model, loader, val_shards, tokenizer)
     report.begin(first_step, loader)
@@ -1018,8 +1023,8 @@ def choose_defaults(argv):
         if not (run_dir / "config.json").exists():
             raise FileNotFoundError(f"{run_dir} holds no config.json to resume with; `ls {log_dir}` shows the runs there are")
         if not has_checkpoint(run_dir):
-            raise FileNotFoundError(f"{run_dir} has no checkpoint to resume from: that run ended before its first one; delete "
-                                    "the folder and start again, or pass another --run_name")  # fmt: skip
+            raise FileNotFoundError(f"{run_dir} has no checkpoint to resume from; if that run has ended, delete the folder and "
+                                    "start again, or pass another --run_name")  # fmt: skip
         saved = read_json(run_dir / "config.json", "model", "train")
         fields = {f.name for config in (GPTConfig, TrainConfig) for f in dataclasses.fields(config)}
         unknown = sorted((saved["model"].keys() | saved["train"].keys()) - fields)
@@ -1027,7 +1032,12 @@ def choose_defaults(argv):
             raise ValueError(f"{run_dir / 'config.json'} has {', '.join(unknown)}, which this version does not know; go on "
                              "with the version that made it, or delete that from the file")  # fmt: skip
         cfg = dataclasses.replace(TrainConfig(**saved["train"]), resume=True, run_name=run_dir.name, log_dir=log_dir)
-        return f"resumes {run_dir}", GPTConfig(**saved["model"]), cfg
+        # looked for by time alone, a run that was begun later and has saved nothing is passed over
+        begun = [d for d in Path(log_dir).glob("*/") if (d / "config.json").exists() and not has_checkpoint(d)]
+        since = newest_checkpoint(run_dir).stat().st_mtime
+        later = [str(d) for d in begun if (d / "config.json").stat().st_mtime > since and not given.get("run_name")]
+        reason = f"resumes {run_dir}" + f" ({', '.join(later)}, begun later, saved no checkpoint)" * bool(later)
+        return reason, GPTConfig(**saved["model"]), cfg
     preset, reason = given.get("preset"), "as asked for"
     if preset is None:
         data = Path(given.get("data", TrainConfig.data))
@@ -1116,6 +1126,8 @@ def run(argv):
             expected = ("resume", "log_dir", "run_name", "max_steps")
             other = [f"{k} {v} -> {now[k]}" for k, v in before.items() if k not in expected and now[k] != v]
             print(f"note: not as this run went on before: {', '.join(other)}") if other else None
+        if cfg.zero1 and not world.distributed:
+            print("note: zero1 does nothing here: there is one process, whose share is all")
         if not cfg.ckpt_every:
             print("note: ckpt_every=0: nothing of this run is kept but its log")
         if cfg.warmup_steps >= cfg.max_steps:

@@ -30,6 +30,7 @@ from train_gpt2 import (  # noqa: E402
     make_optimizer,
     share_out,
 )
+from zero import ZeroAdamW  # noqa: E402
 
 # ------------------------------------------------------------------------------------------- two processes, one result
 
@@ -84,6 +85,11 @@ def main(data, out, how):
     model = GPT(GPTConfig(**TINY_MODEL))
     share_out(make_optimizer(model, cfg, world.device), model, Precision("fp32", world.device), world)
     assert len(set(world.gather(model.lm_head.weight.sum().item()))) == 1, "rank 0's weights are everyone's"
+    large = torch.nn.Parameter(torch.zeros(10_000_000))
+    shared = ZeroAdamW(torch.optim.AdamW([large]), [], torch.float32, world)
+    large.grad = torch.randn(large.shape, generator=torch.Generator().manual_seed(0))
+    expected = large.grad.double().norm().item()
+    assert shared.exchange(0.0, accumulated=True).item() == pytest.approx(expected, rel=1e-6)
     world.exit()
 
 

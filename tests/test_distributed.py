@@ -131,6 +131,8 @@ def test_shares_go_on_to_the_same_bits_and_as_one_process(tmp_path, shards, run_
 
 
 def test_what_cannot_be_shared_out_is_refused(tmp_path, shards, run_train):
+    alone = run_train("--zero1", "--max_steps", 1)
+    assert alone.returncode == 0 and "note: zero1 does nothing here" in alone.stdout
     result = run_train("--zero1", "--optimizer", "muon")
     assert result.returncode == 2 and "zero1=True shares out AdamW's state, and optimizer=muon has another" in result.stderr
     with pytest.raises(ValueError, match="precision=fp16 scales them"):

@@ -510,7 +510,10 @@ def test_verify_names_what_is_broken(corpus, tmp_path):
     assert got.returncode == 1
     assert [re.search(r"_(\d+)\.npy (\w+ \w+)", line).groups() for line in got.stdout.splitlines()] == [
         ("000001", "was changed"), ("000002", "has 200"), ("000003", "is missing"), ("000099", "is not")]
-    assert "nothing to compare" in call("--verify", "--out", tmp_path / "nowhere").stdout
+    nowhere = call("--verify", "--out", tmp_path / "nowhere")
+    assert nowhere.returncode == 2 and "is not there, so there is nothing to verify" in nowhere.stderr
+    (tmp_path / "empty").mkdir()
+    assert "nothing to compare" in call("--verify", "--out", tmp_path / "empty").stdout
 
 
 def test_import_is_silent(tmp_path):

@@ -254,6 +254,7 @@ def test_shares_are_planned(capsys):
     assert "in DDP's buckets" in with_ddp and "0.95 of 4 times" in with_ddp and "a share" not in with_ddp
     assert "8 bytes x P / 4" in in_shares and "0.97 of 4 times" in in_shares and "buckets" not in in_shares
     assert "0.97 of 4 times" in planned(capsys, *flags[:-2]), "with accumulation, DDP sends as rarely"
+    assert "zero1 does nothing with one process" in planned(capsys, "--plan_card", "H200", "--zero1")
     with pytest.raises(ValueError, match="precision=fp16 scales them"):
         planned(capsys, "--plan_card", "V100", "--plan_gpus", "4", "--zero1")
 

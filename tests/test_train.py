@@ -283,6 +283,32 @@ def test_resuming_changes_nothing_where_documents_are_aligned_and_masked(tmp_pat
         assert equal_bits(whole.checkpoints[20][part], rest.checkpoints[20][part]), part
 
 
+@pytest.mark.skipif(os.name != "posix", reason="folders cannot be locked here")
+def test_a_run_that_goes_on_is_not_resumed_by_another_process(tmp_path, start_training, run_train):
+    process = start_training("--max_steps", 100000, "--ckpt_every", 2)
+    wait_for_steps(process, tmp_path / "log" / "r")
+    before = (tmp_path / "log" / "r" / "config.json").read_text()
+    again = run_train("--resume", "--max_steps", 100001)
+    assert process.poll() is None and "is the folder of a run that is going on; stop that one first" in again.stderr
+    assert again.returncode == 2 and (tmp_path / "log" / "r" / "config.json").read_text() == before
+    process.kill()
+    process.wait()
+    step = max(read_run(tmp_path / "log" / "r").checkpoints)
+    assert run_train("--resume", "--max_steps", step + 1).returncode == 0, "killed, it holds nothing"
+
+
+def test_a_later_run_without_a_checkpoint_is_named_when_it_is_passed_over(tmp_path, run_train):
+    assert run_train("--max_steps", 2, "--ckpt_every", 1).returncode == 0
+    later = tmp_path / "log" / "later"
+    shutil.copytree(tmp_path / "log" / "r", later, ignore=shutil.ignore_patterns("*.pt"))
+    os.utime(later / "config.json", (time.time() + 10,) * 2)
+    again = run_train("--resume", "--max_steps", 3)
+    assert "resumes log/r (log/later, begun later, saved no checkpoint)" in again.stdout, again.stderr
+    named = run_train("--resume", "--run_name", "later")
+    assert named.returncode == 2 and "log/later has no checkpoint to resume from; if that run has ended" in named.stderr
+    assert "run_name=.. must be a plain name" in run_train("--run_name", "..").stderr
+
+
 def test_another_number_of_rows_is_refused_when_resuming(run_train):
     assert run_train("--max_steps", 2, "--ckpt_every", 1).returncode == 0
     again = run_train("--resume", "--max_steps", 4, "--vocab_multiple", 512)
