@@ -324,8 +324,9 @@ def build_corpus(cfg, say) -> dict:
                     writer.note(**at)
                     writer.append(new.ids[:keep])
                     break
-                writer.append(new.ids)
-                at = total = total | {"file": unit.file_index, "unit": unit.index + 1}
+                with interrupts_wait():  # between these two it would be unknown how far the shard is
+                    writer.append(new.ids)
+                    at = total = total | {"file": unit.file_index, "unit": unit.index + 1}
                 bar.set_postfix_str(f"{at['documents']:,} documents, {at['text_bytes'] / 1e6:,.0f} MB", refresh=False)
                 bar.update(len(new.ids))
                 if time.monotonic() - noted > cfg.note_every:
@@ -566,6 +567,11 @@ def main(argv=None) -> int:
     except KeyboardInterrupt:
         print("fineweb.py: stopped; the same command goes on where it was", file=sys.stderr)
         return 130
+    finally:
+        with contextlib.suppress(KeyboardInterrupt):
+            for thread in threading.enumerate():  # the pool's: if the interpreter ended first, it would wake a thread that ends
+                if thread is not threading.current_thread() and not thread.daemon:
+                    thread.join()
     return 2
 
 
