@@ -567,13 +567,13 @@ def main(argv=None) -> int:
     except KeyboardInterrupt:
         print("fineweb.py: stopped; the same command goes on where it was", file=sys.stderr)
         return 130
-    finally:
-        with contextlib.suppress(KeyboardInterrupt):
-            for thread in threading.enumerate():  # the pool's: if the interpreter ended first, it would wake a thread that ends
-                if thread is not threading.current_thread() and not thread.daemon:
-                    thread.join()
     return 2
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    with contextlib.suppress(KeyboardInterrupt):
+        for thread in threading.enumerate():  # the pool's: if the interpreter ended first, it would wake a thread that ends
+            if thread is not threading.current_thread() and not thread.daemon:
+                thread.join()
+    sys.exit(status)
