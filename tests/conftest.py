@@ -22,6 +22,9 @@ VOCAB = 257  # bytes and end-of-text, which has the last id
 
 # a model and a step so small that a run takes a fraction of a second, two micro-steps to an update
 TINY_MODEL = dict(n_layer=2, n_head=2, n_embd=32, block_size=32, vocab_size=VOCAB)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as under nohup: tests of Ctrl-C would send what nobody hears
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 TINY_RUN = "--preset laptop --device cpu --n_layer 2 --n_head 2 --n_embd 32 --block_size 32 --seq_len 16 --batch_size 4 \
 --vocab_multiple 128 --total_batch_size 128 --optimizer adamw --weight_decay 0.1 --warmup_steps 2 --schedule constant \
 --lr 1e-3 --val_tokens 256 --val_every 0 --sample_every 0 --ckpt_every 1000 --log_every 1 --run_name r".split()
