@@ -112,7 +112,7 @@ RUNGS = [  # each on top of all before it
 OTHERS = {
     "checkpointing": [("off", {}), ("on", dict(activation_checkpointing=True))],
     "cross_entropy": [(m, dict(cross_entropy=m)) for m in ("plain", "chunked", "torch", "liger", "fp8")]
-    + [(f"{m}_eager", dict(cross_entropy=m, compile_mode="none")) for m in ("plain", "chunked", "liger")],
+    + [(f"{m}_eager", dict(cross_entropy=m, compile_mode="none")) for m in ("plain", "chunked", "torch", "liger")],
     "micro_batch": [(str(b), dict(batch_size=b)) for b in (4, 8, 16, 32, 64, 128)],
     "loader": [("as_built", {}), ("not_pinned", dict(loader="not pinned")), ("not_ahead", dict(loader="not ahead"))],
     "sdpa": [
