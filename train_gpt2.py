@@ -32,6 +32,7 @@ if __name__ == "__main__":  # before torch starts its threads: on a CPU that is 
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
@@ -44,9 +45,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from checkpoints import has_checkpoint, newest_checkpoint, newest_run, read_checkpoint, save_checkpoint
-from cross_entropy import linear_cross_entropy
+from cross_entropy import gradient_is_transposed, linear_cross_entropy
 from evaluation import Reporter
-from fp8_mlp import check_transpose, mlp_products_fp8
+from fp8_mlp import casts_are_transposed, mlp_products_fp8
 from fused_mlp import MIN_POSITIONS, epilogues_work, fused_mlp_pays, mlp_products
 from locks import only_writer
 from machine import Precision, check_size, fit_batch_size, out_of_memory, this_python, why_no_compile, why_no_fp8
@@ -783,6 +784,17 @@ def check_8_bits(model_config, reason):
         raise ValueError(f"{' and '.join(wanted)}: 8 bits {reason}; leave that out")
 
 
+def check_transposes(model_config, device):
+    """Raise ValueError where this version of Triton mixes up the 8-bit numbers that these settings have it transpose."""
+    for name, asked, right in (
+        ("cross_entropy=fp8", model_config.cross_entropy == "fp8", gradient_is_transposed),
+        ("fp8_mlp=True", model_config.fp8_mlp, casts_are_transposed),
+    ):
+        if asked and not right(device):
+            raise ValueError(f"{name} cannot be computed: Triton {version('triton')} transposes 8-bit numbers wrongly on "
+                             f"{torch.cuda.get_device_name(device)}; leave it out, or try another version")  # fmt: skip
+
+
 def prepare(model_config, cfg, world):
     """What training works with, from a seeded start. Raises ValueError or FileNotFoundError for what cannot work."""
     torch.manual_seed(cfg.seed)
@@ -792,8 +804,7 @@ def prepare(model_config, cfg, world):
     val_shards = TokenShards(cfg.data, "val", model_config.vocab_size, cfg.verify_data)
     check_zero1(cfg, precision.name, world.world_size)
     check_8_bits(model_config, why_no_fp8(precision, model_config, cfg))
-    if model_config.fp8_mlp:
-        check_transpose(world.device)
+    check_transposes(model_config, world.device)
     check_size(model_config, world.device)
     raw_model = GPT(dataclasses.replace(model_config, fused_mlp=model_config.fused_mlp and epilogues_work(world.device)))
     if cfg.init_from and not cfg.resume:  # a resumed run has weights of its own

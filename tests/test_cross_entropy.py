@@ -193,3 +193,9 @@ def test_8_bit_products_are_off_by_a_few_percent_at_random_and_no_more(n, monkey
         assert 1e-3 < ((a - b).norm() / b.norm()).item() < 0.06
         assert ((a * b).sum() / (b * b).sum()).item() == pytest.approx(1, abs=0.01), "rounding must not shrink the gradient"
     assert (ours[1][targets == -1] == 0).all() and (ours[2][390:] == 0).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_both_copies_of_an_8_bit_gradient_agree():
+    assert cross_entropy.gradient_is_transposed(torch.device("cuda"))

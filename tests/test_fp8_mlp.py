@@ -78,7 +78,7 @@ def test_gradients_are_off_by_the_rounding_alone(size):
 @needs_fp8
 def test_model_compiled_and_eager_agree(monkeypatch):
     monkeypatch.setattr(fused_mlp, "MIN_POSITIONS", 1)
-    fp8_mlp.check_transpose(torch.device("cuda"))
+    assert fp8_mlp.casts_are_transposed(torch.device("cuda"))
     eager = GPT(GPTConfig(2, 4, 64, 32, vocab_size=100, fp8_mlp=True)).cuda()
     with torch.no_grad():
         for p in eager.parameters():
