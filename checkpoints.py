@@ -15,7 +15,11 @@ import torch
 def checkpoint_files(run_dir):
     """The model_<step>.pt of a run, earliest first; copies that somebody has made of them are none."""
     files = [path for path in Path(run_dir).glob("model_*.pt") if re.fullmatch(r"model_[0-9]+", path.stem)]
-    return sorted(files, key=lambda path: int(path.stem.removeprefix("model_")))
+    return sorted(files, key=step_of)
+
+
+def step_of(path):
+    return int(path.stem.removeprefix("model_"))
 
 
 def save_checkpoint(run_dir, step, data, keep_last, best):
@@ -78,6 +82,11 @@ def newest_checkpoint(run_dir):
     if not files:
         raise FileNotFoundError(f"no checkpoint in {run_dir}; train one with `python train_gpt2.py`, or name a --model")
     return files[-1]
+
+
+def newest_step(run_dir):
+    """How many steps the last checkpoint of a run has behind it. Raises FileNotFoundError if there is none."""
+    return step_of(newest_checkpoint(run_dir))
 
 
 def newest_run(log_dir):

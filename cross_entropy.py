@@ -53,21 +53,30 @@ def linear_cross_entropy(x, weight, targets, vocab_size, method="auto", reductio
         pad_bias = torch.zeros(weight.size(0), dtype=x.dtype, device=x.device)
         pad_bias[vocab_size:] = torch.finfo(x.dtype).min / 2
     if method == "torch":
-        if not hasattr(F, "linear_cross_entropy"):
-            raise ValueError(f"cross_entropy=torch needs torch 2.13, this is {torch.__version__}; use auto or chunked")
+        check_method(method)
         # it sums in x's type: 8 bits are too few for a sum of thousands, so those are summed here
         reduction = "sum" if x.dtype == torch.float32 else "none"
         options = torch.nn.LinearCrossEntropyOptions()
         return F.linear_cross_entropy(
             x, weight, targets, linear_bias=pad_bias, reduction=reduction, ignore_index=-1, options=options
         ).float().sum()
-    try:
-        from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
-    except ImportError:
-        raise ValueError("cross_entropy=liger needs `pip install liger-kernel` and a CUDA GPU; use auto") from None
+    check_method(method)
+    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+
     return LigerFusedLinearCrossEntropyFunction.apply(
         x, weight, targets, pad_bias, None, -1, 0.0, 0.0, "sum", None, False, torch.float32
     )[0]
+
+
+def check_method(method):
+    """Raise ValueError for a method of linear_cross_entropy that is not installed here."""
+    if method == "torch" and not hasattr(F, "linear_cross_entropy"):
+        raise ValueError(f"cross_entropy=torch needs torch 2.13, this is {torch.__version__}; use auto or chunked")
+    if method == "liger":
+        try:
+            import liger_kernel.ops  # noqa: F401
+        except ImportError:
+            raise ValueError("cross_entropy=liger needs `pip install liger-kernel` and a CUDA GPU; use auto") from None
 
 
 def auto_method(x, weight):

@@ -44,8 +44,8 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from checkpoints import has_checkpoint, newest_checkpoint, newest_run, read_checkpoint, save_checkpoint
-from cross_entropy import gradient_is_transposed, linear_cross_entropy
+from checkpoints import has_checkpoint, newest_checkpoint, newest_run, newest_step, read_checkpoint, save_checkpoint
+from cross_entropy import check_method, gradient_is_transposed, linear_cross_entropy
 from evaluation import Reporter
 from fp8_mlp import casts_are_transposed, mlp_products_fp8
 from fused_mlp import MIN_POSITIONS, epilogues_work, fused_mlp_pays, mlp_products
@@ -803,6 +803,7 @@ def prepare(model_config, cfg, world):
     train_shards = TokenShards(cfg.data, "train", model_config.vocab_size, cfg.verify_data)
     val_shards = TokenShards(cfg.data, "val", model_config.vocab_size, cfg.verify_data)
     check_zero1(cfg, precision.name, world.world_size)
+    check_method(model_config.cross_entropy)
     check_8_bits(model_config, why_no_fp8(precision, model_config, cfg))
     check_transposes(model_config, world.device)
     check_size(model_config, world.device)
@@ -1093,7 +1094,7 @@ def load_tokenizer(vocab_size, world):
         return None
 
 
-def farewell(run_dir):
+def farewell(run_dir, max_steps):
     """Draw the curve, and say where everything is and what to do next."""
     import plot
 
@@ -1101,11 +1102,13 @@ def farewell(run_dir):
         return  # stopped before there was anything to go on from
     plot.loss_curve([run_dir], run_dir / "loss.png")
     python = this_python()
+    done = newest_step(run_dir) >= max_steps
+    more = " --max_steps N      train it further" if done else "      finish it"
     print(f"\n{run_dir}/ holds log.jsonl (every number), loss.png (the curve), TensorBoard events and the checkpoints. Next:\n"
           f"  {python} sample.py --model {run_dir}      ask it for more\n"
           f"  {python} report.py {run_dir}      curves, samples and settings as one page\n"
           f"  {python} -m tensorboard.main --logdir {run_dir.parent}      watch the curves, compare runs\n"
-          f"  {python} train_gpt2.py --resume {run_flags(run_dir)} --max_steps N      train it further")  # fmt: skip
+          f"  {python} train_gpt2.py --resume {run_flags(run_dir)}{more}")  # fmt: skip
 
 
 def run(argv):
@@ -1116,6 +1119,7 @@ def run(argv):
     reason, model_config, cfg = parse_args(argv)
     check_config(model_config, cfg)
     world = World(cfg.device)
+    model_config, cfg = world.from_main((model_config, cfg))  # the newest run may be another one a moment later
     if world.is_main and cfg.data == PRESETS["laptop"][1].data:  # the one data set that needs nothing but Python
         import fineweb
 
@@ -1137,6 +1141,10 @@ def run(argv):
             expected = ("resume", "log_dir", "run_name", "max_steps")
             other = [f"{k} {v} -> {now[k]}" for k, v in before.items() if k not in expected and now[k] != v]
             print(f"note: not as this run went on before: {', '.join(other)}") if other else None
+            step, then = newest_step(run_dir), dataclasses.replace(cfg, max_steps=before["max_steps"])
+            if get_lr(step, cfg) != get_lr(step, then):
+                print(f"note: max_steps {then.max_steps} -> {cfg.max_steps} gives the {cfg.schedule} schedule another end: the "
+                      f"next step's lr is {get_lr(step, cfg):.2e}, without that {get_lr(step, then):.2e}")  # fmt: skip
         if cfg.zero1 and not world.distributed:
             print("note: zero1 does nothing here: there is one process, whose share is all")
         if not cfg.ckpt_every:
@@ -1145,7 +1153,7 @@ def run(argv):
             print(f"note: warmup_steps={cfg.warmup_steps} is not over at max_steps={cfg.max_steps}; lr is never reached")
     train(model_config, cfg, world, run_dir, load_tokenizer(model_config.vocab_size, world))
     if world.is_main:
-        farewell(run_dir)
+        farewell(run_dir, cfg.max_steps)
     world.exit()
 
 

@@ -1,6 +1,7 @@
 """The command: a silent import, flags, the choice of a preset, and one sentence for each thing a reader can get wrong."""
 
 import dataclasses
+import importlib.util
 import json
 import shutil
 import sys
@@ -71,6 +72,7 @@ def beyond(path):
 # name: flags after those of a tiny run, and what the sentence must hold. {name} stands for data made below.
 BAD = {
     "eight_bits_on_cpu": ("--fp8_mlp --cross_entropy fp8", ["cross_entropy=fp8 and fp8_mlp=True", "RTX 40, H100"]),
+    "no_liger": ("--cross_entropy liger", ["cross_entropy=liger needs `pip install liger-kernel`"]),
     "plan_flag_alone": ("--plan_card H100", ["--plan_card belongs to --plan"]),
     "no_shards": ("--data nowhere", ["no train shards in nowhere", "python fineweb.py --source FOLDER"]),
     "empty_shard": ("--data {empty}", ["x_train_000000.npy is empty"]),
@@ -175,6 +177,8 @@ def outcomes(tmp_path_factory):
 def test_bad_input_is_one_sentence_and_status_2(outcomes, name):
     if (name == "no_gpu" and torch.cuda.is_available()) or (name == "no_mps" and torch.backends.mps.is_available()):
         pytest.skip("there is such a GPU here")
+    if name == "no_liger" and importlib.util.find_spec("liger_kernel"):
+        pytest.skip("liger-kernel is installed")
     status, _, stderr, left = outcomes[name]
     assert status == 2, stderr
     assert stderr.startswith("train_gpt2.py: error: ") and stderr.count("\n") == 1 and "Traceback" not in stderr, stderr
@@ -253,6 +257,12 @@ def test_a_resumed_run_says_what_differs_and_one_that_keeps_nothing_says_so(run_
     assert "note: not as this run went on before: grad_clip 1.0 -> 0.5, seed 1337 -> 7\n" in result.stdout
     result = run_train("--resume", "--run_name", "s", "--max_steps", 7)
     assert result.returncode == 0 and "note" not in result.stdout
+    assert "train_gpt2.py --resume --run_name s --max_steps N      train it further" in result.stdout
+    cosine = "--schedule", "cosine", "--min_lr", 0, "--warmup_steps", 0, "--run_name", "c"
+    result = run_train("--max_steps", 2, *cosine)
+    assert result.returncode == 0 and "note" not in result.stdout, result.stderr
+    result = run_train("--resume", "--run_name", "c", "--max_steps", 4)
+    assert "note: max_steps 2 -> 4 gives the cosine schedule another end: the next step's lr is 5.00e-04" in result.stdout
 
 
 def test_commands_name_the_interpreter_that_can_run_them(monkeypatch, tmp_path):

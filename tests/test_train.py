@@ -403,7 +403,8 @@ def test_a_signal_finishes_the_step_saves_and_says_so(tmp_path, start_training):
         step = of_kind(run, "train")[-1]["step"]
         assert list(run.checkpoints) == [step] and run.checkpoints[step]["step"] == step
         assert run.events[-1]["kind"] == "end" and run.events[-1]["reason"] == name
-        assert f"{name}: finished step {step} and saved it" in out and "--resume" in out
+        assert f"{name}: finished step {step} and saved it" in out
+        assert f"train_gpt2.py --resume --run_name {name}      finish it" in out and "train it further" not in out
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="looks into /proc")
