@@ -6,8 +6,8 @@
     python train_gpt2.py --plan --preset gpt2 --plan_card H100 --plan_gpus 8 --plan_price 2.5
 
 The memory is arithmetic on what autograd keeps: tests/test_plan.py counts it, and the peaks that bench/memory.py measured
-at 30 settings on one H200 (2026-11-21) are 0 to 6 % above it, the 6 % where the whole is 0.6 GiB. The speed is measured
-where the card is, by a few real steps on random tokens; elsewhere it follows from an assumed MFU.
+at 33 settings on one H200 (2026-11-21) are at most 0.4 % below it and 6 % above, that where the whole is 0.6 GiB. The speed
+is measured where the card is, by a few real steps on random tokens; elsewhere it follows from an assumed MFU.
 
 Shape letters: B sequences of T tokens are the N = B T positions of a micro-batch, C channels, H heads, L layers, V rows of
 the head, P parameters.
@@ -464,6 +464,8 @@ def verdict(s, other, card, cfg):
         fixed = sum(at["update"] for label, _, at in ledger(s) if not label.startswith("Muon's work")) / GIB
         return f"{text}No batch_size does, as {fixed:.1f} GiB do not depend on it."
     largest = f"The largest batch_size that does is {best}" if best else "No batch_size does"
+    if s.batch_size > best and left >= 0:  # larger than those that are tried
+        return f"{text}With --batch_size left out, {best} is taken."
     also = f"{other_best or 'none'}{' too' * (other_best == best)}"
     return f"{text}{largest}{' (more are not tried)' * (best == sizes[0])}; {flag} --activation_checkpointing it is {also}."
 

@@ -436,14 +436,16 @@ def floor(runs, out_path, dark):
     rows = [row for row in records(runs, "floor", "op", "tok_per_s", "step_ms") if row["op"].startswith("floor: ")]
     if not rows:
         raise NoData("floor.jsonl has no line that begins with floor:")
-    ours = rows[-1]["tok_per_s"] * rows[-1]["ms"] / rows[-1]["step_ms"]
-    bars = {"our step": ours}
-    bars |= {row["op"].removeprefix("floor: ").replace(", GELU", "\nGELU"): row["tok_per_s"] for row in rows}
-    share = sorted({f"{ours / row['tok_per_s']:.0%}" for row in rows}, key=lambda text: (len(text), text))
+    bars = {}
+    for row in rows:
+        name = "our step" + ", 8 bits in head and MLP" * ("8 bits" in row["op"])
+        bars.setdefault(name, row["tok_per_s"] * row["ms"] / row["step_ms"])
+        bars[row["op"].removeprefix("floor: ").replace(", GELU", "\nGELU")] = row["tok_per_s"]
+    share = sorted({f"{row['ms'] / row['step_ms']:.0%}" for row in rows}, key=lambda text: (len(text), text))
     title = f"Our step runs at {' to '.join(dict.fromkeys([share[0], share[-1]]))} of what its parts add up to"
     figure, ax = new_figure(8, 1.2 + 0.52 * len(bars), title, where_and_when(rows))
     for y, (name, speed) in enumerate(bars.items()):
-        ax.barh(y, speed, height=0.7, color=plot.SERIES[dark][1 if name == "our step" else 0])
+        ax.barh(y, speed, height=0.7, color=plot.SERIES[dark][name.startswith("our step")])
         ax.annotate(plot.short(speed), (speed, y), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9)
     ax.set(yticks=range(len(bars)), yticklabels=bars, ylim=(len(bars) - 0.5, -0.5), xlabel="tokens/s",
            xlim=(0, 1.1 * max(bars.values())))  # fmt: skip

@@ -3,6 +3,7 @@
     python bench/floor.py                            # GPT-2 124M, 64 x 1024, about two minutes; then 20 steps of our own
     python bench/floor.py --step_ms 938              # a step that was timed before, instead of those 20
     python bench/floor.py --batch_size 8             # a card with less memory
+    python bench/floor.py --sums                     # add up again what the file holds; needs no GPU
     python bench/floor.py --preset tiny --device cpu --out try.jsonl     # a try without a GPU; its times mean nothing
 
 The floor of a step of 524,288 tokens is
@@ -13,7 +14,8 @@ products are the layers' and the head's, forward, gradient of the input (dgrad),
 Attention is that of the fastest kernel. Elementwise work counts as memory traffic, each tensor once where one kernel could
 do it (PASSES says which). The logits are read and written once, by the loss. The optimizer is clipping and fused AdamW.
 Not in it, as they could be hidden or avoided: casts of the weights, bias gradients, sums of gradients over micro-steps,
-gaps between kernels. The sum is made twice: from each part's own median time, and from all products and attentions run
+gaps between kernels. On a card that has them, the head's and the MLP's products are also taken in 8 bits, with the traffic of
+the casts that this needs. The sum is made twice: from each part's own median time, and from all products and attentions run
 back to back for some seconds, in which a card that is limited by its power lowers its clock. Operands are random numbers
 (zeros cost less power) and change from call to call. Each part is one line of the file, with its FLOPs, the bytes that
 must move, and what bounds it: whichever takes longer, the bytes at copy speed or the FLOPs at the rate of the 8192^3 product.
@@ -56,6 +58,10 @@ PASSES = {
 GELU_APART = {"GELU forward": 2 * 4, "GELU backward": 3 * 4}
 # Inside the products around it: its input is written for the backward pass, and read there.
 GELU_INSIDE = {"GELU's input": 2 * 4}
+# In the kernels that cast for 8-bit products, each of which reads 16 bits and writes 8 twice, as it is and transposed.
+GELU_CASTING = {"x": 1 + 1, "GELU": 4 + 4, "the output's gradient": 1 + 1, "the hidden gradient, with GELU's input": 2 * 4 + 4}
+GELU = {"inside the products": GELU_INSIDE, "in its own kernels": GELU_APART, "in the casts to 8 bits": GELU_CASTING}
+IN_8_BITS = ("fc", "fc2", "head")
 ONCE = 7  # a micro-step: embedding out, and its gradient in; last norm in and out, and back two in, one out
 
 # -------------------------------------------------------------------------------------------------- arithmetic
@@ -70,9 +76,9 @@ def products(config):
     }  # fmt: skip
 
 
-def traffic(config, positions, gelu_inside):
-    """(bytes of elementwise work, bytes of the loss on its logits) of a micro-step of so many positions."""
-    passes = config.n_layer * sum((PASSES | (GELU_INSIDE if gelu_inside else GELU_APART)).values()) + ONCE
+def traffic(config, positions, gelu):
+    """(bytes of elementwise work, bytes of the loss on its logits) of a micro-step of so many positions; gelu: one of GELU."""
+    passes = config.n_layer * sum((PASSES | GELU[gelu]).values()) + ONCE
     return passes * positions * config.n_embd * 2, 2 * positions * config.padded_vocab_size * 2
 
 
@@ -81,10 +87,11 @@ def floor_ms(products_and_attention_ms, moved_bytes, bytes_per_s, optimizer_ms, 
     return micro_steps * (products_and_attention_ms + 1000 * moved_bytes / bytes_per_s) + optimizer_ms
 
 
-def isolated_ms(ms, config):
-    """(products and attention of a micro-step from their own times {op: ms}, the fastest attention). KeyError if a part
-    was not measured."""
-    total = sum(n * ms[f"{name} {way}"] for name, (_, _, n) in products(config).items() for way in WAYS)
+def isolated_ms(ms, config, in_8_bits=()):
+    """(products and attention of a micro-step from their own times {op: ms}, the fastest attention); in_8_bits names products.
+    KeyError if a part was not measured."""
+    sizes = {f"fp8 {name}" if name in in_8_bits else name: n for name, (_, _, n) in products(config).items()}
+    total = sum(n * ms[f"{name} {way}"] for name, n in sizes.items() for way in WAYS)
     pairs = {b: (f"attention {b} forward", f"attention {b} backward") for b in BACKENDS}
     sums = {b: ms[f] + ms[w] for b, (f, w) in pairs.items() if f in ms and w in ms}
     if not sums:
@@ -216,11 +223,12 @@ class Parts:
             return [make_optimizer(model, cfg, self.device).step], 14 * n, 7 * 4 * n
         return [lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0)], 3 * n, 3 * 4 * n
 
-    def micro_step(self, backend):
+    def micro_step(self, backend, in_8_bits=()):
         """Calls of all products and attentions of a micro-step, layer by layer, forward and then backward."""
         parts = {}
         for name in products(self.config):
-            parts |= {(name, way): self.product(name, way)[0] for way in WAYS}
+            product = self.fp8 if name in in_8_bits else self.product
+            parts |= {(name, way): product(name, way)[0] for way in WAYS}
         parts |= {("attention", way): self.attention(backend, way)[0] for way in ("forward", "backward")}
         order = []
         for layer in range(self.config.n_layer):
@@ -276,18 +284,19 @@ def measure(parts, args, write):
     for what in ("AdamW", "clip"):
         one(what, lambda what=what: parts.optimizer(args.cfg, what))
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9):
-        for name in ("fc", "fc2", "head"):
+        for name in IN_8_BITS:
             for way in WAYS:
                 one(f"fp8 {name} {way}", lambda name=name, way=way: parts.fp8(name, way))
     return ms, rates["bytes_per_s"]
 
 
-def back_to_back(parts, backend, seconds, write):
+def back_to_back(parts, backend, seconds, write, in_8_bits=()):
     """Milliseconds of a micro-step's products and attentions, run for so long without a pause; None if that fails."""
-    what, took = f"micro-step's products and {backend} attention, {seconds:g} s", None
+    products_as = f"products ({', '.join(in_8_bits)} in 8 bits)" if in_8_bits else "products"
+    what, took = f"micro-step's {products_as} and {backend} attention, {seconds:g} s", None
     try:
         ladder.forget(parts.device)
-        calls = parts.micro_step(backend)
+        calls = parts.micro_step(backend, in_8_bits)
         with ladder.CardWatch(parts.device) as watch:
             took = sustained_ms(calls, parts.device, seconds)
         write(what, took, **watch.values)
@@ -296,9 +305,10 @@ def back_to_back(parts, backend, seconds, write):
     return took
 
 
-def own_step_ms(args, world):
+def own_step_ms(args, world, eight_bits):
     """Median milliseconds of twenty of our own steps, timed as bench/ladder.py times them."""
     settings = dict(batch_size=args.batch_size) | ({} if world.device.type == "cuda" else dict(compile_mode="none"))
+    settings |= dict(cross_entropy="fp8", fp8_mlp=True) if eight_bits else {}
     case = ladder.Case("floor", args.preset, "best", settings, 1337)
     with tempfile.TemporaryDirectory() as folder:
         random_shards(folder, ladder.SHAPES[args.preset][0].vocab_size)
@@ -309,19 +319,41 @@ def own_step_ms(args, world):
 # ------------------------------------------------------------------------------------------------------- results
 
 
-def floors(config, positions, ms, round_ms, bytes_per_s, micro_steps):
-    """{what: milliseconds of a step} for the four ways of adding up; two if round_ms, back to back, is None."""
-    found, (alone, best) = {}, isolated_ms(ms, config)
+def floors(config, positions, ms, round_ms, bytes_per_s, micro_steps, in_8_bits=()):
+    """{what: milliseconds of a step} for each way of adding up; without those of round_ms, back to back, if it is None."""
+    found, (alone, best) = {}, isolated_ms(ms, config, in_8_bits)
     if not bytes_per_s:
         raise KeyError("copy")
     for source, parts_ms in (("parts alone", alone), ("back to back", round_ms)):
-        if parts_ms is None:
-            continue
-        for gelu, inside in (("GELU inside the products", True), ("GELU in its own kernels", False)):
-            moved, optimizer_ms = sum(traffic(config, positions, inside)), ms["AdamW"] + ms["clip"]
+        for gelu in GELU:
+            if parts_ms is None or bool(in_8_bits) != (gelu == "in the casts to 8 bits"):
+                continue
+            moved, optimizer_ms = sum(traffic(config, positions, gelu)), ms["AdamW"] + ms["clip"]
             value = floor_ms(parts_ms, moved, bytes_per_s, optimizer_ms, micro_steps)
-            found[f"floor: {source}, {best} attention, {gelu}"] = value
+            found[f"floor: {source}, {best} attention, GELU {gelu}"] = value
     return found
+
+
+def sums(args):
+    """The floors that the newest parts in the file add up to, for people."""
+    rows = [r for r in read_records(args.out) if r.get("preset") == args.preset and r["batch_size"] == args.batch_size]
+    rows = [r for r in rows if r["card"] == rows[-1]["card"] and r.get("ms")]
+    ms, copies = {r["op"]: r["ms"] for r in rows}, [r for r in rows if r["op"].startswith("copy")]
+    if not copies:
+        raise ValueError(f"{args.out} has no parts of {args.preset} with micro-batches of {args.batch_size} to add up")
+    positions = args.batch_size * args.cfg.seq_len
+    print(f"{rows[-1]['card']}, torch {rows[-1]['torch']}, {rows[-1]['date']}, {args.preset}, a step of {args.tokens:,} tokens")
+    for in_8_bits in ((), IN_8_BITS):
+        begin = "micro-step's products (" if in_8_bits else "micro-step's products and"
+        round_ms = next((ms[op] for op in ms if op.startswith(begin)), None)
+        try:
+            rate = 1000 * copies[-1]["bytes"] / copies[-1]["ms"]
+            found = floors(args.model, positions, ms, round_ms, rate, args.tokens // positions, in_8_bits)
+        except KeyError as error:
+            print(f"no floor without {error}")
+            continue
+        for what, value in found.items():
+            print(f"{what:75} {value:8.1f} ms {1000 * args.tokens / value:10,.0f} tokens/s")
 
 
 class File:
@@ -355,9 +387,11 @@ def parse_args(argv):
     parser.add_argument("--seconds", type=float, default=3.0, help="of the runs without a pause (3)")
     parser.add_argument("--pause", type=float, default=2.0, help="seconds of rest before and after the first of those (2)")
     parser.add_argument("--step_ms", type=float, default=0.0, help="our own step, already timed; 0 times it now")
+    parser.add_argument("--step_ms_8", type=float, default=0.0, help="the same with the head and the MLP in 8 bits")
+    parser.add_argument("--sums", action="store_true", help="add up what the file holds, measure nothing")
     parser.add_argument("--device", default="auto", help="cuda, cuda:N or cpu (auto)")
     args = parser.parse_args(argv)
-    if args.device == "auto" and not torch.cuda.is_available() and args.preset != "tiny":
+    if args.device == "auto" and not args.sums and not torch.cuda.is_available() and args.preset != "tiny":
         raise ValueError("floor.py needs a CUDA GPU; `--preset tiny --device cpu --out try.jsonl` tries it without one")
     model, cfg = ladder.SHAPES[args.preset]
     args.batch_size = args.batch_size or cfg.batch_size
@@ -370,6 +404,8 @@ def parse_args(argv):
 
 def run(argv):
     args = parse_args(argv)
+    if args.sums:
+        return sums(args)
     world, config = World(args.device), args.model
     device, T = world.device, args.cfg.seq_len
     card, positions = card_name(device), args.batch_size * T
@@ -378,21 +414,25 @@ def run(argv):
     file = File(args.out, preset=args.preset, batch_size=args.batch_size, seq_len=T, card=card, **origin(command))
     parts = Parts(config, args.batch_size, T, device)
     ms, bytes_per_s = measure(parts, args, file.write)
-    try:
-        _, best = isolated_ms(ms, config)
-        round_ms = back_to_back(parts, best, args.seconds, file.write)
-        results = floors(config, positions, ms, round_ms, bytes_per_s, args.tokens // positions)
-    except KeyError as error:
-        raise ValueError(f"no floor without {error}; {args.out} says why it has no time; try a smaller --batch_size") from error
-    for gelu, inside in (("inside the products", True), ("in kernels of its own", False)):
-        layers, logits = (n / 1e9 for n in traffic(config, positions, inside))
+    for gelu in GELU:
+        layers, logits = (n / 1e9 for n in traffic(config, positions, gelu))
         print(f"traffic of a micro-step, GELU {gelu}: {layers:.2f} GB elementwise, {logits:.2f} GB of logits")
-    step_ms = args.step_ms or own_step_ms(args, world)
-    print(f"\na step of {args.tokens:,} tokens takes us {step_ms:.1f} ms, {1000 * args.tokens / step_ms:,.0f} tokens/s")
-    for what, value in results.items():
-        rate, ratio = 1000 * args.tokens / value, step_ms / value
-        file.write(what, value, tok_per_s=round(rate), step_ms=round(step_ms, 2), over_floor=round(ratio, 4))
-        print(f"{'':60} {rate:10,.0f} tokens/s; ours takes {ratio:.3f} times as long")
+    for in_8_bits in ((), IN_8_BITS) if any(op.startswith("fp8") for op in ms) else ((),):
+        try:
+            _, best = isolated_ms(ms, config, in_8_bits)
+            round_ms = back_to_back(parts, best, args.seconds, file.write, in_8_bits)
+            results = floors(config, positions, ms, round_ms, bytes_per_s, args.tokens // positions, in_8_bits)
+        except KeyError as error:
+            raise ValueError(f"no floor without {error}; {args.out} says why it has no time; "
+                             "try a smaller --batch_size") from error  # fmt: skip
+        step_ms = (args.step_ms_8 if in_8_bits else args.step_ms) or own_step_ms(args, world, bool(in_8_bits))
+        how = ", head and MLP in 8 bits," if in_8_bits else ""
+        speed = 1000 * args.tokens / step_ms
+        print(f"\na step of {args.tokens:,} tokens{how} takes us {step_ms:.1f} ms, {speed:,.0f} tokens/s")
+        for what, value in results.items():
+            rate, ratio = 1000 * args.tokens / value, step_ms / value
+            file.write(what, value, tok_per_s=round(rate), step_ms=round(step_ms, 2), over_floor=round(ratio, 4))
+            print(f"{'':60} {rate:10,.0f} tokens/s; ours takes {ratio:.3f} times as long")
 
 
 def main():

@@ -514,8 +514,8 @@ def test_floor_of_given_times():
     alone, best = floor.isolated_ms(ms, config)
     assert best == "cudnn" and alone == pytest.approx(12 * 3 * 1.4 + 3 * 7.0 + 12 * 1.6)
     tensor = positions * 768 * 2
-    assert floor.traffic(config, positions, gelu_inside=False) == ((12 * 36 + 7) * tensor, 2 * positions * 50304 * 2)
-    assert floor.traffic(config, positions, gelu_inside=True)[0] == (12 * 24 + 7) * tensor
+    assert floor.traffic(config, positions, "in its own kernels") == ((12 * 36 + 7) * tensor, 2 * positions * 50304 * 2)
+    assert floor.traffic(config, positions, "inside the products")[0] == (12 * 24 + 7) * tensor
     assert floor.floor_ms(80.0, 4e9, bytes_per_s=4e12, optimizer_ms=2.0, micro_steps=8) == pytest.approx(8 * 81 + 2)
     all_four = floor.floors(config, positions, ms | {"AdamW": 1.0, "clip": 0.5}, 100.0, 4e12, micro_steps=8)
     moved = (12 * 24 + 7) * tensor + 2 * positions * 50304 * 2
@@ -524,6 +524,12 @@ def test_floor_of_given_times():
     )
     assert len(all_four) == 4
     assert len(floor.floors(config, positions, ms | {"AdamW": 1.0, "clip": 0.5}, None, 4e12, micro_steps=8)) == 2
+    small = {f"fp8 {name} {way}": times[name] / 2 for name in floor.IN_8_BITS for way in floor.WAYS}
+    in_8 = floor.floors(config, positions, ms | small | {"AdamW": 1.0, "clip": 0.5}, None, 4e12, 8, floor.IN_8_BITS)
+    saved = 12 * 3 * 0.45 + 3 * 3.5  # the MLP's and the head's products in half the time; the casts read and write
+    moved = (12 * (16 + 2 + 8 + 2 + 12) + 7) * tensor + 2 * positions * 50304 * 2
+    assert in_8 == {"floor: parts alone, cudnn attention, GELU in the casts to 8 bits":
+                    pytest.approx(8 * (alone - saved + moved / 4e9) + 1.5)}  # fmt: skip
     with pytest.raises(KeyError, match="head dgrad"):
         floor.isolated_ms({k: v for k, v in ms.items() if k != "head dgrad"}, config)
 

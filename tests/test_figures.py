@@ -183,3 +183,11 @@ def test_labels_keep_apart():
 def test_readme_assets_holds_these_pictures_alone():
     there = {path.stem for path in (ROOT / "readme.assets").glob("*.png")}
     assert there <= {f"{name}{dark}" for name in figures.PICTURES for dark in ("", "_dark")}
+
+
+def test_the_table_of_the_ladder_is_that_of_the_records(capsys):
+    import ladder
+
+    ladder.print_tables(ladder.OUT)
+    printed = capsys.readouterr().out
+    assert (ROOT / "readme.assets" / "ladder.txt").read_text() == printed, "bench/ladder.py --table > readme.assets/ladder.txt"

@@ -327,6 +327,8 @@ def test_verdict(capsys):
     assert "batch_size=16 does not fit" in text and "The largest batch_size that does is 8;" in text and "tokens/s" not in text
     text = planned(capsys, *xl, "--batch_size", str(again), "--activation_checkpointing")
     assert f"batch_size={again} fits" in text and "without --activation_checkpointing it is 8." in text
+    text = planned(capsys, "--plan_card", "H200", "--batch_size", "128")
+    assert "batch_size=128 fits" in text and "With --batch_size left out, 64 is taken." in text and "largest" not in text
     text = planned(capsys, "--preset", "gpt2-xl", "--plan_card", "24GB")
     assert "batch_size=1 does not fit" in text and "No batch_size does, as 23.3 GiB do not depend on it" in text
 
