@@ -1,5 +1,5 @@
-# make train   a trained model in two minutes, from nothing but Python and a package index
-# make test    the tests, in two processes: two minutes on two cores
+# make train   a trained model in some minutes, from nothing but Python and a package index
+# make test    the tests, in two processes: some minutes on two cores
 # make lint    the style checker
 PYTHON ?= python3
 RUN = .venv/bin/python

@@ -526,6 +526,8 @@ def run(cfg: Config) -> int:
         return 1 if problems else 0
     for flag in ("tokens", "shard_tokens", "val_tokens"):
         parse_count(flag, getattr(cfg, flag))
+    if cfg.workers < -1:
+        raise ValueError(f"--workers {cfg.workers}: wanted is a number of processes, or -1 for one on each core")
     if cfg.source == "builtin":
         build_builtin(out_dir, cfg.tokenizer, say=print)
         return 0
@@ -549,8 +551,9 @@ def run(cfg: Config) -> int:
 def by_hand(cfg) -> str:
     """What to do when the hub cannot be reached."""
     name = cfg.name or ("sample-10BT, in sample/10BT" if cfg.dataset == FINEWEB_EDU else "all of it")
+    other = f" --tokens {cfg.tokens}" * bool(cfg.tokens) + f" --tokenizer {cfg.tokenizer}" * (cfg.tokenizer != "gpt2")
     return (f"The same command goes on where it was. Or download {name} by hand from https://huggingface.co/datasets/"
-            f"{cfg.dataset}/tree/main into a folder and run: python fineweb.py --source FOLDER --out {cfg.out}. With no "
+            f"{cfg.dataset}/tree/main into a folder and run: python fineweb.py --source FOLDER --out {cfg.out}{other}. With no "
             "network at all: python fineweb.py --source builtin")
 
 

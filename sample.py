@@ -49,6 +49,8 @@ def check(cfg):
         raise ValueError(f"top_p={cfg.top_p} must be above 0 and at most 1 (all tokens)")
     if cfg.top_k < 0:
         raise ValueError(f"top_k={cfg.top_k} must be 0 (all tokens) or more")
+    if cfg.seed is not None and not 0 <= cfg.seed < 2**32:
+        raise ValueError(f"seed={cfg.seed} must be 0 or more and less than {2**32}")
     for name in ("num_samples", "max_new_tokens"):
         if getattr(cfg, name) < 1:
             raise ValueError(f"{name}={getattr(cfg, name)} must be at least 1")

@@ -1016,10 +1016,10 @@ def peek(argv, *flags):
     """Values of a few flags, needed before the command line can be made from the defaults that they choose."""
     found = {}
     for i, word in enumerate(argv):
-        name, _, value = word.partition("=")
+        name, equals, value = word.partition("=")
         name = name.lstrip("-").replace("-", "_")
         if word.startswith("--") and name in flags:
-            found[name] = value or (argv[i + 1] if i + 1 < len(argv) else "")
+            found[name] = value if equals else argv[i + 1] if i + 1 < len(argv) else ""
     return found
 
 
@@ -1030,6 +1030,8 @@ def choose_defaults(argv):
         if "init_from" in given:
             raise ValueError(f"init_from={given['init_from']} is for a new run; a resumed one goes on with its own weights: "
                              "leave out --init_from or --resume")  # fmt: skip
+        if given.get("run_name") == "":
+            raise ValueError("run_name is empty; name a run, or leave --run_name out and the newest goes on")
         log_dir = given.get("log_dir", TrainConfig.log_dir)
         run_dir = Path(log_dir) / given["run_name"] if given.get("run_name") else newest_run(log_dir)
         if not (run_dir / "config.json").exists():
@@ -1043,6 +1045,9 @@ def choose_defaults(argv):
         if unknown:
             raise ValueError(f"{run_dir / 'config.json'} has {', '.join(unknown)}, which this version does not know; go on "
                              "with the version that made it, or delete that from the file")  # fmt: skip
+        if given.get("preset", saved["train"]["preset"]) != saved["train"]["preset"]:
+            raise ValueError(f"preset={given['preset']} is for a new run; {run_dir} goes on with its own settings, those "
+                             f"of {saved['train']['preset']}: leave out --preset or --resume")  # fmt: skip
         cfg = dataclasses.replace(TrainConfig(**saved["train"]), resume=True, run_name=run_dir.name, log_dir=log_dir)
         # looked for by time alone, a run that was begun later and has saved nothing is passed over
         begun = [d for d in Path(log_dir).glob("*/") if (d / "config.json").exists() and not has_checkpoint(d)]

@@ -16,7 +16,7 @@ from typing import Annotated
 
 import torch
 
-from checkpoints import newest_checkpoint, newest_run, read_checkpoint
+from checkpoints import has_checkpoint, newest_checkpoint, newest_run, read_checkpoint
 from train_gpt2 import GPT, GPTConfig
 
 # GPT-2 was published with a layer that stores its matrix as (in, out); nn.Linear stores (out, in)
@@ -52,7 +52,7 @@ def load_model(source, log_dir="log"):
 def is_hugging_face(folder):
     """A run folder holds a config.json too, but not one that names a model type."""
     file = folder / "config.json"
-    return file.exists() and "model_type" in read_json(file)
+    return file.exists() and not has_checkpoint(folder) and "model_type" in read_json(file)
 
 
 def read_json(file):

@@ -309,18 +309,18 @@ def ladder_loss(runs, out_path, dark):
     several lengths, the one that has the most rungs."""
     shape, variants = next(iter(measured(runs, "loss", "val_loss", "curve").items()))
     rows = flat({shape: variants})
-    loss = {v: median(rows, "val_loss") for v, rows in variants.items()}
+    loss = {v: statistics.mean(r["val_loss"] for r in rows) for v, rows in variants.items()}
     spread = max(max(r["val_loss"] for r in rows) - min(r["val_loss"] for r in rows) for rows in variants.values())
     adamw = {v: value for v, value in loss.items() if v != "muon"}
     apart = max(adamw.values()) - min(adamw.values())
-    title = f"{shape}: the rungs end within {apart:.3f} nats, seeds of one rung differ by up to {spread:.3f}"
+    title = f"{shape}: the rungs' means lie within {apart:.3f} nats, seeds of one rung differ by up to {spread:.3f}"
     figure, (left, right) = new_figure(8, 1.8 + 0.3 * len(variants), title, where_and_when(rows), ncols=2,
                                        width_ratios=[1.2, 1])  # fmt: skip
     for y, (variant, rows) in enumerate(variants.items()):
         left.plot([r["val_loss"] for r in rows], [y] * len(rows), "o", color=plot.SERIES[dark][0], markersize=5, alpha=0.7)
         left.plot([loss[variant]] * 2, [y - 0.3, y + 0.3], color=plot.SERIES[dark][1])
     left.set(yticks=range(len(variants)), yticklabels=map(words, variants), ylim=(len(variants) - 0.5, -0.5),
-             xlabel="validation loss after equal tokens (a dot: a seed)")  # fmt: skip
+             xlabel="validation loss after equal tokens\n(a dot: a seed; a line: their mean)")  # fmt: skip
     some = ["fp32", "bf16", "compile", "fp8_mlp", "muon"]  # all of them would be a bundle
     chosen = [v for v in variants if v in some or len(variants) < 6]
     for i, variant in enumerate(chosen):

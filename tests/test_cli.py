@@ -102,6 +102,8 @@ BAD = {
     "preset": ("--preset gpt5", ["gpt5", "gpt2-xl", "laptop"]),
     "resume_nothing": ("--resume --log_dir empty", ["no run with a checkpoint in empty"]),
     "resume_unknown": ("--resume --run_name other --log_dir {log}", ["other", "no config.json"]),
+    "resume_unnamed": ("--resume --log_dir {log} --run_name=", ["run_name is empty", "leave --run_name out"]),
+    "resume_other_preset": ("--resume --run_name r --log_dir {log} --preset gpt2-xl", ["preset=gpt2-xl is for a new"]),
     "resume_other_shape": ("--resume --run_name r --log_dir {log} --n_embd 64", ["n_embd=32 (here 64)", "same flags"]),
     "resume_broken": ("--resume --run_name cut --log_dir {log}", ["model_000001.pt cannot be read"]),
     "run_is_there": ("--log_dir {log} --run_name r", ["log/r is another run's", "--resume", "another --run_name"]),

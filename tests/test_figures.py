@@ -108,7 +108,7 @@ def test_kernel_times_of_a_smaller_micro_batch_are_scaled(drawn, runs):
 
 def test_the_others_say_what_they_show(drawn):
     assert "gpt2: 8 sequences a micro-step are fastest, 90k tokens/s" in drawn("micro_batch")
-    assert "gpt2: the rungs end within 0.000 nats, seeds of one rung differ by up to 0.010" in drawn("ladder_loss")
+    assert "gpt2: the rungs' means lie within 0.000 nats, seeds of one rung differ by up to 0.010" in drawn("ladder_loss")
     roof = drawn("roofline")
     assert "Memory gives 4.00 TB/s, the best bf16 product 500 TFLOP/s" in roof
     assert {"qkv", "8192^3", "AdamW", "forward", "wgrad"} <= set(roof)

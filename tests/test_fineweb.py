@@ -436,6 +436,7 @@ BAD = {  # name of the file, its content, more arguments, what the sentence must
     "nothing in it": ("a.jsonl", b'{"text": ""}\n{"text": " "}\n', [], r"no text: 2 documents"),
     "empty file": ("a.jsonl", b"", [], r"no text: 0 documents"),
     "no number": ("a.jsonl", LINES, ["--tokens", "many"], r"--tokens many.*500M"),
+    "workers": ("a.jsonl", LINES, ["--workers", "-2"], r"--workers -2: wanted is"),
     "zero": ("a.jsonl", LINES, ["--shard_tokens", "0"], r"--shard_tokens 0"),
     "unknown role": ("a.jsonl", b'{"messages": [{"role": "robot", "content": "x"}]}\n', [], r"line 1: unknown role 'robot'"),
     "no answers": ("a.jsonl", b'{"messages": [{"role": "user", "content": "x"}]}\n', [], r"no conversation.*1 without"),
@@ -628,7 +629,8 @@ def test_hub_that_goes_away_and_comes_back(hub, corpus, tmp_path):
     got = call(*args, **{**hub.env, "FINEWEB_TRIES": "2"})
     assert got.returncode == 2 and "Traceback" not in got.stderr
     assert "001.parquet could not be read" in got.stderr and "goes on where it was" in got.stderr
-    assert "by hand" in got.stderr and f"python fineweb.py --source FOLDER --out {tmp_path / 'o'}" in got.stderr
+    assert "by hand" in got.stderr
+    assert f"python fineweb.py --source FOLDER --out {tmp_path / 'o'} --tokenizer bytes. With" in got.stderr
     noted = read_manifest(tmp_path / "o")["resume"]["tokens"]
     assert noted == len(plain_stream(texts[:300]))
     hub.RequestHandlerClass = HubHandler

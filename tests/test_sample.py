@@ -258,6 +258,7 @@ def test_seeds(tmp_path, run_folder, monkeypatch, capfd):
         (["ab", "--top_p", "0"], "top_p=0.0 must be above 0"),
         (["ab", "--top_p", "1.5"], "top_p=1.5 must be above 0"),
         (["ab", "--top_k", "-3"], "top_k=-3 must be 0"),
+        (["ab", "--seed", "99999999999999999999"], "seed=99999999999999999999 must be 0 or more and less than"),
         (["ab", "--num_samples", "0"], "num_samples=0 must be at least 1"),
         (["ab", "--max_new_tokens", "0"], "max_new_tokens=0 must be at least 1"),
         (["a" * 64], "the prompt has 64 tokens"),

@@ -1,6 +1,7 @@
 """Weights in and out, and that the model they are put into computes what transformers' GPT-2 does."""
 
 import copy
+import dataclasses
 import json
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from conftest import ROOT, run_python
 
 import weights
+from checkpoints import save_checkpoint
 from train_gpt2 import GPT, GPTConfig, param_groups
 from weights import TRANSPOSED, export, load_model, model_from_state
 
@@ -575,3 +577,11 @@ def test_import_is_silent(tmp_path):
     done = run_python("-c", code, cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_run_whose_settings_are_broken_still_has_its_weights(tmp_path):
+    model = GPT(GPTConfig(1, 2, 32, 16, vocab_size=50))
+    state = {"step": 1, "model": model.state_dict(), "model_config": dataclasses.asdict(model.config)}
+    save_checkpoint(tmp_path, 1, state, keep_last=1, best=False)
+    (tmp_path / "config.json").write_text("")
+    assert torch.equal(load_model(str(tmp_path)).transformer.wte.weight, model.transformer.wte.weight)
