@@ -465,7 +465,7 @@ def parallel(runs, out_path, dark):
 
     shares, speeds, cards = {}, {}, {}  # a bar is (what was trained on what, mode)
     rows = records(runs, "parallel", "mode", "world_size", "tok_per_s")
-    for kind, alike in grouped(rows, "preset", "world_size", "device", "batch_size", "compile", "torch").items():
+    for kind, alike in grouped(rows, "preset", "world_size", "eight_bits", "device", "batch_size", "compile", "torch").items():
         one = [row for row in alike if row["mode"] == "alone_one"]
         plain = [row for row in alike if not row.get("env", {}).keys() - {"NCCL_VERSION", "NCCL_NVLS_ENABLE"}]
         newest = {(row["mode"], row.get("bucket_mb")): row.get("commit") for row in plain}
@@ -494,7 +494,8 @@ def parallel(runs, out_path, dark):
         if len(shares[bar]) > 1:
             ax.plot(shares[bar], [y] * len(shares[bar]), "o", color="white", markeredgecolor="black", markersize=4.5)
     ax.axvline(1, color="0.5", linewidth=1, linestyle=(0, (5, 3)))
-    ax.set(yticks=range(len(bars)), yticklabels=[f"{kind[0]} on {kind[1]}: {mode}" for kind, mode in bars],
+    names = [f"{kind[0]} on {kind[1]}{', 8 bits' * bool(kind[2])}: {mode}" for kind, mode in bars]
+    ax.set(yticks=range(len(bars)), yticklabels=names,
            ylim=(len(bars) - 0.5, -0.5), xlim=(0.6, 1.02),
            xlabel="fraction of N times one GPU of the same machine\n(a dot: a run; machines differ)")  # fmt: skip
     ax.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))

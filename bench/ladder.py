@@ -43,6 +43,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
@@ -85,6 +86,7 @@ BENCH = {
     "compile_mode": "default",  # none, default, per block, or a mode of torch.compile
     "adamw": "fused",  # fused, foreach (a kernel for many tensors), loop (several kernels for each tensor)
     "kernel": "",  # of attention, instead of torch's choice: a name in SDPBackend
+    "returns": "loss",  # loss and logits: what the training step gives back, as build-nanogpt's and nanoGPT's do
     "loader": "as built",  # not pinned: pageable memory, the copy waits. not ahead: read when asked for, no thread
 }
 
@@ -113,6 +115,8 @@ OTHERS = {
     "checkpointing": [("off", {}), ("on", dict(activation_checkpointing=True))],
     "cross_entropy": [(m, dict(cross_entropy=m)) for m in ("plain", "chunked", "torch", "liger", "fp8")]
     + [(f"{m}_eager", dict(cross_entropy=m, compile_mode="none")) for m in ("plain", "chunked", "torch", "liger")],
+    "logits": [("dropped", dict(cross_entropy="plain")),
+               ("returned", dict(cross_entropy="plain", returns="loss and logits"))],
     "micro_batch": [(str(b), dict(batch_size=b)) for b in (4, 8, 16, 32, 64, 128)],
     "loader": [("as_built", {}), ("not_pinned", dict(loader="not pinned")), ("not_ahead", dict(loader="not ahead"))],
     "sdpa": [
@@ -376,6 +380,18 @@ class CudaGraphs(nn.Module):
         return logits, loss.clone()
 
 
+def change_forward(raw_model, returns):
+    """The plain loss again, with its logits beside it where `returns` asks for them."""
+    if returns == "loss":
+        return
+
+    def forward(idx, targets, reduction="mean"):
+        logits = raw_model.lm_head(raw_model.hidden(idx))[..., : raw_model.config.vocab_size]
+        return logits, F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=-1, reduction=reduction)
+
+    raw_model.forward = forward
+
+
 def compiled(raw_model, mode, cfg, world):
     """The model compiled in one of the ways of BENCH. Raises RuntimeError where torch.compile does not work."""
 
@@ -504,6 +520,7 @@ class Run:
         )
         change_adamw(self.optimizer, own.adamw)
         self.loader = change_loader(self.loader, own.loader, self.cfg, world)
+        change_forward(self.raw_model, own.returns)
         self.model = compiled(self.raw_model, own.compile_mode, self.cfg, world)
         self.no_clock, self.steps = PhaseClock(False, world.device), 0
 

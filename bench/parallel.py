@@ -392,6 +392,7 @@ def measure_loop(mode, args, data, half):
         command += ["--no_compile"] if args.compile == "off" else []
         command += ["--activation_checkpointing"] if args.activation_checkpointing else []
         command += ["--zero1"] if mode == "loop_zero1" else []
+        command += ["--cross_entropy=fp8", "--fp8_mlp"] if args.eight_bits else []
         run_limited(command, args.limit, cwd=ROOT, stdout=subprocess.DEVNULL)  # ROOT: where data/hellaswag is
         events = [json.loads(line) for line in (Path(folder) / "loop" / "log.jsonl").read_text().splitlines()]
     return {"total_batch_size": total, "half": half} | read_loop(events, half, total, cfg.val_tokens)
@@ -503,7 +504,7 @@ def overlap_picture(extract_file, out_png, dark=False):
 def alike(record, other):
     """True if two records of different modes may be compared."""
     same = ("preset", "world_size", "batch_size", "seq_len", "compile", "activation_checkpointing", "precision", "data",
-            "device", "torch")  # fmt: skip
+            "device", "torch", "eight_bits")  # fmt: skip
     return all(record.get(k) == other.get(k) for k in same)
 
 
@@ -542,7 +543,7 @@ def table(records):
     for block in blocks:
         r = block[0]
         lines += [f"{r['preset']}, {r['world_size']} x {r['device']}, {r['batch_size']} x {r['seq_len']} tokens each, "
-                  f"{r['precision']}, compile {r['compile']}"
+                  f"{r['precision']}{', head and MLP in 8 bits' if r.get('eight_bits') else ''}, compile {r['compile']}"
                   f"{', activation checkpointing' if r['activation_checkpointing'] else ''}, torch {r['torch']}, {r['date']}",
                   f"{'mode':<14} {'step ms (min to max)':>24} {'tokens/s':>10} {'% of n x one':>12} {'sum alone':>9} "
                   f"{'n x slowest':>11} {'GiB':>6} {'first step s':>12} {'fifth and':>9} {'last loss':>9}"]  # fmt: skip
@@ -580,12 +581,14 @@ def table(records):
 # ------------------------------------------------------------------------------------------- 5. command line, processes
 
 KEY = ("bench", "mode", "bucket_mb", "preset", "world_size", "batch_size", "seq_len", "compile",
-       "activation_checkpointing", "precision", "data", "warmup", "steps", "round", "device", "torch", "env")  # fmt: skip
+       "activation_checkpointing", "precision", "data", "warmup", "steps", "round", "device", "torch", "env",
+       "eight_bits")  # fmt: skip
 
 
 def key_of(mode, args, world_size):
     """What makes a measurement this one and no other."""
     values = {k: getattr(args, k) for k in KEY if hasattr(args, k)}
+    values["eight_bits"] = args.eight_bits or None
     values["bucket_mb"] = World.bucket_mb if mode == "loop" else args.bucket_mb if mode.startswith("ddp") else None
     env = {k: v for k, v in os.environ.items() if k.startswith("NCCL_")}
     steps = args.loop_steps if mode in LOOPS else args.steps
@@ -667,6 +670,8 @@ def work(args):
         if args.data and manifest.exists():
             model_config = dataclasses.replace(model_config, vocab_size=json.loads(manifest.read_text())["vocab_size"])
         model_config = dataclasses.replace(model_config, activation_checkpointing=args.activation_checkpointing)
+        if args.eight_bits:
+            model_config = dataclasses.replace(model_config, cross_entropy="fp8", fp8_mlp=True)
         update = args.batch_size * args.seq_len * world.world_size
         if folder:
             random_shards(folder, model_config.vocab_size, 8 * update + 1, 2 * args.seq_len)
@@ -711,6 +716,7 @@ def parse_args(argv):
                         help="DDP exchanges gradients in pieces of so many MB (default %(default)s)")  # fmt: skip
     parser.add_argument("--activation_checkpointing", action="store_true")
     parser.add_argument("--precision", default="bf16", choices=("bf16", "tf32", "fp32"))
+    parser.add_argument("--eight_bits", action="store_true", help="the products of the head and the MLP in 8 bits")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--data", default="", help="folder of token shards; random tokens if empty")
     parser.add_argument("--trace", default="", help="folder for a trace of one step of each mode, and an extract of it")

@@ -365,6 +365,13 @@ def few_losses(shards, batch_size, change, device="cpu", **settings):
         return [run.step().item() for _ in range(6)]
 
 
+def test_logits_beside_the_loss_change_no_loss(shards):
+    dropped, returned = (
+        few_losses(shards, 4, lambda model: model, cross_entropy="plain", returns=what) for what in ("loss", "loss and logits")
+    )
+    assert returned == pytest.approx(dropped, abs=1e-5) and len(set(returned)) == 6
+
+
 @pytest.mark.parametrize("batch_size", [8, 4, 2])
 def test_gradients_add_up_over_replays_of_a_graph(shards, batch_size):
     plain = few_losses(shards, batch_size, lambda model: model)

@@ -157,6 +157,8 @@ def test_a_finished_measurement_is_left_alone_and_a_failed_one_tried_again(tmp_p
     assert len(record["losses"]) == 3 and record["losses"][-1] == pytest.approx(record["loss"], abs=1e-6)
     assert {"date", "commit", "torch", "command", "device", "peak_gib", "first_step_s"} <= record.keys()
     assert len(work(out, "--steps", "3")) == 2, "other settings are another measurement"
+    with pytest.raises(ValueError, match="cross_entropy=fp8 and fp8_mlp=True: 8 bits need"):
+        work(out, "--eight_bits")
     assert len(work(out, "--round", "2")) == len(work(out, "--round", "2")) == 3
     failed = {k: v for k, v in record.items() if k != "loss"} | {"error": "it rained"}
     out.write_text(json.dumps(failed) + "\n" + json.dumps(record)[:50])  # and a line that a kill has cut
@@ -238,6 +240,7 @@ def test_the_table_holds_modes_against_cards_alone():
     assert any(line.split() == "fsdp2 failed: no memory".split() for line in lines)
     assert any("each card: 1,000, 800" in line for line in lines)
     assert any(line.endswith("slowest card of each step: 1,310,720") for line in lines)  # 2 x 64 x 1024 in 100 ms
+    assert sum("in 8 bits" in line for line in parallel.table([*rows, record("ddp", 2000, eight_bits=True)])) == 1
     heads = [i for i, line in enumerate(lines) if line.startswith("gpt2, 2 x H9")]
     assert len(heads) == 2 and "9,999" in lines[heads[1] + 2] and sum("alone_one" in line for line in lines) == 2
 
