@@ -876,6 +876,11 @@ def run(argv):
         record = done.get(case.key(args, card))
         return "to do" if record is None else "failed" if record["error"] else "done"
 
+    if not args.list and not args.variants and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9)):
+        in_8_bits = [c for c in asked if c.settings.get("fp8_mlp") or c.settings.get("cross_entropy") == "fp8"]
+        asked = [c for c in asked if c not in in_8_bits]
+        if in_8_bits:
+            print(f"left out, as {card} has no 8-bit products: {', '.join(dict.fromkeys(c.variant for c in in_8_bits))}")
     todo = [case for case in asked if state(case) == "to do" or (args.retry and state(case) == "failed")]
     if args.list:
         for case in asked:

@@ -238,6 +238,16 @@ def test_list_measures_nothing(out, capsys):
     assert states["fp32"] == states["bf16"] == "done" and states["tf32"] == states["flash"] == "to do"
 
 
+def test_8_bits_are_left_out_where_there_are_none(out, capsys):
+    done = json.loads(out.read_text().splitlines()[-1])
+    for variant in ladder.variants("rungs"):
+        if not variant.startswith("fp8"):
+            append_record(out, done | dict(variant=variant))
+    assert ladder.run([*TINY, "--out", str(out)]) == 0
+    text = capsys.readouterr().out
+    assert "has no 8-bit products: fp8_head, fp8_mlp\n0 of 10 measurements to do" in text
+
+
 def test_wrong_input_is_one_sentence(tmp_path):
     for flags, words in (
         (["--variants", "fp31"], "fp31"),
