@@ -32,7 +32,6 @@ if __name__ == "__main__":  # before torch starts its threads: on a CPU that is 
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
@@ -791,7 +790,9 @@ def check_transposes(model_config, device):
         ("fp8_mlp=True", model_config.fp8_mlp, casts_are_transposed),
     ):
         if asked and not right(device):
-            raise ValueError(f"{name} cannot be computed: Triton {version('triton')} transposes 8-bit numbers wrongly on "
+            import triton
+
+            raise ValueError(f"{name} cannot be computed: Triton {triton.__version__} transposes 8-bit numbers wrongly on "
                              f"{torch.cuda.get_device_name(device)}; leave it out, or try another version")  # fmt: skip
 
 
