@@ -93,6 +93,8 @@ def why_no_fp8(precision, model_config, cfg):
     """"" if this run can compute products in 8 bits, else what they need, in a few words."""
     if precision.device.type != "cuda" or torch.cuda.get_device_capability(precision.device) < (8, 9):
         return "need an NVIDIA GPU that multiplies them (RTX 40, H100 and newer)"
+    if importlib.util.find_spec("triton") is None:
+        return "need Triton, which is not installed"
     return why_no_fp8_anywhere(precision.name, model_config, cfg)
 
 

@@ -6,7 +6,7 @@
     python train_gpt2.py --plan --preset gpt2 --plan_card H100 --plan_gpus 8 --plan_price 2.5
 
 The memory is arithmetic on what autograd keeps: tests/test_plan.py counts it, and the peaks that bench/memory.py measured
-at 33 settings on one H200 (2026-11-21) are at most 0.4 % below it and 6 % above, that where the whole is 0.6 GiB. The speed
+at 33 settings on one H200 (2026-11-21) are at most 0.3 % below it and 6 % above, that where the whole is 0.6 GiB. The speed
 is measured where the card is, by a few real steps on random tokens; elsewhere it follows from an assumed MFU.
 
 Shape letters: B sequences of T tokens are the N = B T positions of a micro-batch, C channels, H heads, L layers, V rows of

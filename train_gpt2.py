@@ -1046,10 +1046,11 @@ def choose_defaults(argv):
         if unknown:
             raise ValueError(f"{run_dir / 'config.json'} has {', '.join(unknown)}, which this version does not know; go on "
                              "with the version that made it, or delete that from the file")  # fmt: skip
-        if given.get("preset", saved["train"]["preset"]) != saved["train"]["preset"]:
+        cfg = TrainConfig(**saved["train"])
+        if given.get("preset", cfg.preset) != cfg.preset:
             raise ValueError(f"preset={given['preset']} is for a new run; {run_dir} goes on with its own settings, those "
-                             f"of {saved['train']['preset']}: leave out --preset or --resume")  # fmt: skip
-        cfg = dataclasses.replace(TrainConfig(**saved["train"]), resume=True, run_name=run_dir.name, log_dir=log_dir)
+                             f"of {cfg.preset}: leave out --preset or --resume")  # fmt: skip
+        cfg = dataclasses.replace(cfg, resume=True, run_name=run_dir.name, log_dir=log_dir)
         # looked for by time alone, a run that was begun later and has saved nothing is passed over
         begun = [d for d in Path(log_dir).glob("*/") if (d / "config.json").exists() and not has_checkpoint(d)]
         since = newest_checkpoint(run_dir).stat().st_mtime
@@ -1100,7 +1101,7 @@ def load_tokenizer(vocab_size, world):
         return None
 
 
-def farewell(run_dir, max_steps):
+def farewell(run_dir, cfg):
     """Draw the curve, and say where everything is and what to do next."""
     import plot
 
@@ -1108,8 +1109,9 @@ def farewell(run_dir, max_steps):
         return  # stopped before there was anything to go on from
     plot.loss_curve([run_dir], run_dir / "loss.png")
     python = this_python()
-    done = newest_step(run_dir) >= max_steps
-    more = " --max_steps N      train it further" if done else "      finish it"
+    done = newest_step(run_dir) >= cfg.max_steps
+    kept = " --ckpt_every N" * (not cfg.ckpt_every)  # of what was trained just now, nothing is there
+    more = " --max_steps N      train it further" if done else f"{kept}      finish it"
     print(f"\n{run_dir}/ holds log.jsonl (every number), loss.png (the curve), TensorBoard events and the checkpoints. Next:\n"
           f"  {python} sample.py --model {run_dir}      ask it for more\n"
           f"  {python} report.py {run_dir}      curves, samples and settings as one page\n"
@@ -1143,14 +1145,17 @@ def run(argv):
         print(lines.replace("\0", " "))
         if cfg.resume:
             saved = read_json(run_dir / "config.json", "model", "train")
-            before, now = saved["model"] | saved["train"], vars(model_config) | vars(cfg)
+            before = vars(GPTConfig(**saved["model"])) | vars(TrainConfig(**saved["train"]))
+            now = vars(model_config) | vars(cfg)
             expected = ("resume", "log_dir", "run_name", "max_steps")
             other = [f"{k} {v} -> {now[k]}" for k, v in before.items() if k not in expected and now[k] != v]
             print(f"note: not as this run went on before: {', '.join(other)}") if other else None
             step, then = newest_step(run_dir), dataclasses.replace(cfg, max_steps=before["max_steps"])
             if get_lr(step, cfg) != get_lr(step, then):
+                ended = f"it had ended with {get_lr(step - 1, then):.2e}" if step >= then.max_steps else (
+                    f"without that {get_lr(step, then):.2e}")  # fmt: skip
                 print(f"note: max_steps {then.max_steps} -> {cfg.max_steps} gives the {cfg.schedule} schedule another end: the "
-                      f"next step's lr is {get_lr(step, cfg):.2e}, without that {get_lr(step, then):.2e}")  # fmt: skip
+                      f"next step's lr is {get_lr(step, cfg):.2e}, {ended}")  # fmt: skip
         if cfg.zero1 and not world.distributed:
             print("note: zero1 does nothing here: there is one process, whose share is all")
         if not cfg.ckpt_every:
@@ -1159,7 +1164,7 @@ def run(argv):
             print(f"note: warmup_steps={cfg.warmup_steps} is not over at max_steps={cfg.max_steps}; lr is never reached")
     train(model_config, cfg, world, run_dir, load_tokenizer(model_config.vocab_size, world))
     if world.is_main:
-        farewell(run_dir, cfg.max_steps)
+        farewell(run_dir, cfg)
     world.exit()
 
 

@@ -436,6 +436,7 @@ def floor(runs, out_path, dark):
     rows = [row for row in records(runs, "floor", "op", "tok_per_s", "step_ms") if row["op"].startswith("floor: ")]
     if not rows:
         raise NoData("floor.jsonl has no line that begins with floor:")
+    rows = list(grouped(rows, "card", "preset", "batch_size").values())[-1]
     bars = {}
     for row in rows:
         name = "our step" + ", 8 bits in head and MLP" * ("8 bits" in row["op"])

@@ -1,7 +1,7 @@
 """How fast one training step could be on the card in hand: its parts measured one by one, added up, against our step.
 
-    python bench/floor.py                            # GPT-2 124M, 64 x 1024, about two minutes; then 20 steps of our own
-    python bench/floor.py --step_ms 938              # a step that was timed before, instead of those 20
+    python bench/floor.py                            # GPT-2 124M, 64 x 1024, about two minutes; then steps of our own
+    python bench/floor.py --step_ms 938 --step_ms_8 744     # steps that were timed before, instead of 20 in 16 and 20 in 8 bits
     python bench/floor.py --batch_size 8             # a card with less memory
     python bench/floor.py --sums                     # add up again what the file holds; needs no GPU
     python bench/floor.py --preset tiny --device cpu --out try.jsonl     # a try without a GPU; its times mean nothing
@@ -41,6 +41,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 import ladder  # noqa: E402
 from records import append_record, card_name, one_sentence, origin, random_shards, read_records  # noqa: E402
 
+from fused_mlp import MIN_POSITIONS  # noqa: E402
 from train_gpt2 import GPT, World, make_optimizer  # noqa: E402
 
 OUT = str(ROOT / "readme.assets" / "runs" / "floor.jsonl")
@@ -417,7 +418,8 @@ def run(argv):
     for gelu in GELU:
         layers, logits = (n / 1e9 for n in traffic(config, positions, gelu))
         print(f"traffic of a micro-step, GELU {gelu}: {layers:.2f} GB elementwise, {logits:.2f} GB of logits")
-    for in_8_bits in ((), IN_8_BITS) if any(op.startswith("fp8") for op in ms) else ((),):
+    small = positions < MIN_POSITIONS  # there our MLP stays in 16 bits, and its step would be held against another floor
+    for in_8_bits in ((), IN_8_BITS) if any(op.startswith("fp8") for op in ms) and not small else ((),):
         try:
             _, best = isolated_ms(ms, config, in_8_bits)
             round_ms = back_to_back(parts, best, args.seconds, file.write, in_8_bits)

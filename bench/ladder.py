@@ -876,7 +876,7 @@ def run(argv):
         record = done.get(case.key(args, card))
         return "to do" if record is None else "failed" if record["error"] else "done"
 
-    if not args.list and not args.variants and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9)):
+    if not args.variants and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9)):
         in_8_bits = [c for c in asked if c.settings.get("fp8_mlp") or c.settings.get("cross_entropy") == "fp8"]
         asked = [c for c in asked if c not in in_8_bits]
         if in_8_bits:

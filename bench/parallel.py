@@ -44,6 +44,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 from ladder import kind_of  # noqa: E402
 from records import append_record, card_name, finished, origin, random_shards, read_records  # noqa: E402
 
+from fused_mlp import MIN_POSITIONS  # noqa: E402
 from metrics import PhaseClock  # noqa: E402
 from train_gpt2 import PRESETS, Underway, World, get_lr, make_optimizer, prepare, share_out, train_step  # noqa: E402
 from zero import ZeroAdamW  # noqa: E402
@@ -732,6 +733,9 @@ def parse_args(argv):
                         ("bucket_mb", 1), ("nproc_per_node", 0)):  # fmt: skip
         if getattr(args, name) < least:
             parser.error(f"--{name} {getattr(args, name)} must be {least} or more")
+    if args.eight_bits and args.batch_size * args.seq_len < MIN_POSITIONS:
+        parser.error(f"--eight_bits takes {MIN_POSITIONS} tokens or more a micro-step, not {args.batch_size} x {args.seq_len}: "
+                     "in smaller ones the MLP stays in 16 bits")  # fmt: skip
     if args.data and not Path(args.data).is_dir():
         parser.error(f"there is no folder {args.data}; name one with token shards, or leave --data out")
     if processes < 2 and set(args.modes) - {*ALONE, *LOOPS}:

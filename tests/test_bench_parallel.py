@@ -158,6 +158,8 @@ def test_a_finished_measurement_is_left_alone_and_a_failed_one_tried_again(tmp_p
     assert {"date", "commit", "torch", "command", "device", "peak_gib", "first_step_s"} <= record.keys()
     assert len(work(out, "--steps", "3")) == 2, "other settings are another measurement"
     with pytest.raises(ValueError, match="cross_entropy=fp8 and fp8_mlp=True: 8 bits need"):
+        work(out, "--eight_bits", "--batch_size", "1024")
+    with pytest.raises(SystemExit):
         work(out, "--eight_bits")
     assert len(work(out, "--round", "2")) == len(work(out, "--round", "2")) == 3
     failed = {k: v for k, v in record.items() if k != "loss"} | {"error": "it rained"}

@@ -264,7 +264,17 @@ def test_a_resumed_run_says_what_differs_and_one_that_keeps_nothing_says_so(run_
     result = run_train("--max_steps", 2, *cosine)
     assert result.returncode == 0 and "note" not in result.stdout, result.stderr
     result = run_train("--resume", "--run_name", "c", "--max_steps", 4)
-    assert "note: max_steps 2 -> 4 gives the cosine schedule another end: the next step's lr is 5.00e-04" in result.stdout
+    note = "note: max_steps 2 -> 4 gives the cosine schedule another end: the next step's lr is 5.00e-04, it had ended with"
+    assert f"{note} 5.00e-04" in result.stdout
+    result = run_train("--resume", "--run_name", "c", "--max_steps", 6, "--ckpt_every", 0)
+    assert "the next step's lr is 2.50e-04, it had ended with 1.46e-04" in result.stdout
+    assert "train_gpt2.py --resume --run_name c --ckpt_every N      finish it" in result.stdout
+    config = tmp_path / "log" / "c" / "config.json"
+    saved = json.loads(config.read_text())
+    del saved["train"]["preset"], saved["train"]["max_steps"]  # what is not there is as it was by default
+    config.write_text(json.dumps(saved))
+    result = run_train("--resume", "--run_name", "c", "--max_steps", 5)
+    assert result.returncode == 0 and "preset gpt2: resumes" in result.stdout, result.stderr
 
 
 def test_commands_name_the_interpreter_that_can_run_them(monkeypatch, tmp_path):

@@ -1,6 +1,9 @@
 """The MLP in 8 bits: refused where it cannot be, rounded as its formats say where it can."""
 
+import contextlib
 import copy
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +11,7 @@ import torch.nn.functional as F
 
 import fp8_mlp
 import fused_mlp
+import train_gpt2
 from machine import Precision, why_no_fp8
 from train_gpt2 import GPT, MLP, GPTConfig, TrainConfig
 
@@ -31,6 +35,18 @@ def test_on_a_cpu_the_switch_changes_nothing():
     small, plain = MLP(GPTConfig(1, 2, 32, 16, vocab_size=50, fp8_mlp=True)), MLP(config)
     plain.load_state_dict(small.state_dict())
     assert torch.equal(small(x), plain(x))
+
+
+def test_a_compiler_that_mixes_up_8_bit_numbers_is_refused(monkeypatch):
+    device = torch.device("cpu")  # no kernel runs: what they would say is given
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "H9")
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__="3.7"))
+    for switch, check in ((dict(cross_entropy="fp8"), "gradient_is_transposed"), (dict(fp8_mlp=True), "casts_are_transposed")):
+        for right in (True, False):
+            monkeypatch.setattr(train_gpt2, check, lambda _, right=right: right)
+            train_gpt2.check_transposes(GPTConfig(), device)
+            with contextlib.nullcontext() if right else pytest.raises(ValueError, match="Triton 3.7 transposes .* on H9"):
+                train_gpt2.check_transposes(GPTConfig(**switch), device)
 
 
 @pytest.mark.gpu
