@@ -121,6 +121,18 @@ def test_the_others_say_what_they_show(drawn):
     assert {"gpt2: 47 rows of padding save 100 ms eager", "200k tokens/s", "50304 eager"} <= set(drawn("vocabulary"))
 
 
+def test_a_floor_is_of_one_card_and_has_the_step_of_its_bits(drawn, runs):
+    def total(card, what, ms, step_ms):
+        return part(f"floor: parts alone, {what}", ms) | dict(card=card, tok_per_s=1e6 / ms, step_ms=step_ms)
+
+    rows = [total("H9", "GELU inside the products", 80, 100), total("H8", "GELU inside the products", 200, 400)]
+    rows.append(total("H8", "GELU in the casts to 8 bits", 100, 250))
+    (runs / "floor.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    texts = drawn("floor")
+    assert "Our step runs at 40% to 50% of what its parts add up to" in texts and "H8, torch 2.11, 2026-11-21" in texts
+    assert {"2.5k", "4k", "5k", "10k", "our step", "our step, 8 bits in head and MLP"} <= set(texts) and "12.5k" not in texts
+
+
 def test_modes_in_several_rounds_are_means_against_their_own_round(drawn, runs):
     rows = [mode("alone_one", 100), mode("ddp", 160), mode("ddp", 120) | {"bucket_mb": 25}]
     rows += [row | {"round": 2} for row in (mode("alone_one", 50), mode("ddp", 90))]
