@@ -1119,6 +1119,22 @@ def farewell(run_dir, cfg):
           f"  {python} train_gpt2.py --resume {run_flags(run_dir)}{more}")  # fmt: skip
 
 
+def say_what_differs(run_dir, model_config, cfg):
+    """Where a resumed run will not go on as it would have."""
+    saved = read_json(run_dir / "config.json", "model", "train")
+    before = vars(GPTConfig(**saved["model"])) | vars(TrainConfig(**saved["train"]))
+    now, expected = vars(model_config) | vars(cfg), ("resume", "log_dir", "run_name", "max_steps")
+    other = [f"{k} {v} -> {now[k]}" for k, v in before.items() if k not in expected and now[k] != v]
+    print(f"note: not as this run went on before: {', '.join(other)}") if other else None
+    step, then = newest_step(run_dir), dataclasses.replace(cfg, max_steps=before["max_steps"])
+    if get_lr(step, cfg) != get_lr(step, then):
+        without = f"without that {get_lr(step, then):.2e}"
+        if step >= then.max_steps:  # there would have been no next step
+            without = f"it had ended with {get_lr(step - 1, then):.2e}"
+        print(f"note: max_steps {then.max_steps} -> {cfg.max_steps} gives the {cfg.schedule} schedule another end: the next "
+              f"step's lr is {get_lr(step, cfg):.2e}, {without}")  # fmt: skip
+
+
 def run(argv):
     if any(word.startswith("--plan") for word in argv):  # its flags too: without --plan it refuses them
         import plan  # it imports from this file
@@ -1144,18 +1160,7 @@ def run(argv):
         lines = textwrap.fill(settings, width, initial_indent="config ", subsequent_indent=" " * 7, break_on_hyphens=False)
         print(lines.replace("\0", " "))
         if cfg.resume:
-            saved = read_json(run_dir / "config.json", "model", "train")
-            before = vars(GPTConfig(**saved["model"])) | vars(TrainConfig(**saved["train"]))
-            now = vars(model_config) | vars(cfg)
-            expected = ("resume", "log_dir", "run_name", "max_steps")
-            other = [f"{k} {v} -> {now[k]}" for k, v in before.items() if k not in expected and now[k] != v]
-            print(f"note: not as this run went on before: {', '.join(other)}") if other else None
-            step, then = newest_step(run_dir), dataclasses.replace(cfg, max_steps=before["max_steps"])
-            if get_lr(step, cfg) != get_lr(step, then):
-                ended = f"it had ended with {get_lr(step - 1, then):.2e}" if step >= then.max_steps else (
-                    f"without that {get_lr(step, then):.2e}")  # fmt: skip
-                print(f"note: max_steps {then.max_steps} -> {cfg.max_steps} gives the {cfg.schedule} schedule another end: the "
-                      f"next step's lr is {get_lr(step, cfg):.2e}, {ended}")  # fmt: skip
+            say_what_differs(run_dir, model_config, cfg)
         if cfg.zero1 and not world.distributed:
             print("note: zero1 does nothing here: there is one process, whose share is all")
         if not cfg.ckpt_every:

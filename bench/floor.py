@@ -63,6 +63,7 @@ GELU_INSIDE = {"GELU's input": 2 * 4}
 GELU_CASTING = {"x": 1 + 1, "GELU": 4 + 4, "the output's gradient": 1 + 1, "the hidden gradient, with GELU's input": 2 * 4 + 4}
 GELU = {"inside the products": GELU_INSIDE, "in its own kernels": GELU_APART, "in the casts to 8 bits": GELU_CASTING}
 IN_8_BITS = ("fc", "fc2", "head")
+BACK_TO_BACK = {(): "micro-step's products and", IN_8_BITS: "micro-step's products, fc, fc2 and head in 8 bits, and"}
 ONCE = 7  # a micro-step: embedding out, and its gradient in; last norm in and out, and back two in, one out
 
 # -------------------------------------------------------------------------------------------------- arithmetic
@@ -293,8 +294,7 @@ def measure(parts, args, write):
 
 def back_to_back(parts, backend, seconds, write, in_8_bits=()):
     """Milliseconds of a micro-step's products and attentions, run for so long without a pause; None if that fails."""
-    products_as = f"products ({', '.join(in_8_bits)} in 8 bits)" if in_8_bits else "products"
-    what, took = f"micro-step's {products_as} and {backend} attention, {seconds:g} s", None
+    what, took = f"{BACK_TO_BACK[in_8_bits]} {backend} attention, {seconds:g} s", None
     try:
         ladder.forget(parts.device)
         calls = parts.micro_step(backend, in_8_bits)
@@ -345,8 +345,7 @@ def sums(args):
     positions = args.batch_size * args.cfg.seq_len
     print(f"{rows[-1]['card']}, torch {rows[-1]['torch']}, {rows[-1]['date']}, {args.preset}, a step of {args.tokens:,} tokens")
     for in_8_bits in ((), IN_8_BITS):
-        begin = "micro-step's products (" if in_8_bits else "micro-step's products and"
-        round_ms = next((ms[op] for op in ms if op.startswith(begin)), None)
+        round_ms = next((ms[op] for op in ms if op.startswith(BACK_TO_BACK[in_8_bits])), None)
         try:
             rate = 1000 * copies[-1]["bytes"] / copies[-1]["ms"]
             found = floors(args.model, positions, ms, round_ms, rate, args.tokens // positions, in_8_bits)

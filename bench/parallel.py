@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "readme.assets" / "runs" / "parallel.jsonl"
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
-from ladder import kind_of  # noqa: E402
+from kernels import kind_of  # noqa: E402
 from records import append_record, card_name, finished, origin, random_shards, read_records  # noqa: E402
 
 from fused_mlp import MIN_POSITIONS  # noqa: E402
@@ -589,7 +589,7 @@ KEY = ("bench", "mode", "bucket_mb", "preset", "world_size", "batch_size", "seq_
 def key_of(mode, args, world_size):
     """What makes a measurement this one and no other."""
     values = {k: getattr(args, k) for k in KEY if hasattr(args, k)}
-    values["eight_bits"] = args.eight_bits or None
+    values["eight_bits"] = args.eight_bits or None  # older records have no such field
     values["bucket_mb"] = World.bucket_mb if mode == "loop" else args.bucket_mb if mode.startswith("ddp") else None
     env = {k: v for k, v in os.environ.items() if k.startswith("NCCL_")}
     steps = args.loop_steps if mode in LOOPS else args.steps

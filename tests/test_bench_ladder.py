@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from conftest import ROOT, run_python, write_shards
 sys.path.insert(0, str(ROOT / "bench"))
 
 import floor  # noqa: E402
+import kernels  # noqa: E402
 import ladder  # noqa: E402
 from records import append_record, card_name, origin, random_shards, read_records  # noqa: E402
 
@@ -453,8 +455,8 @@ def test_cuda_graphs_train_like_the_plain_model(shards, batch_size):
     ],
 )  # fmt: skip
 def test_kernels_are_told_apart_by_their_names(name, kind):
-    assert ladder.kind_of(name) == kind
-    assert kind in ladder.CLASSES
+    assert kernels.kind_of(name) == kind
+    assert kind in kernels.CLASSES
 
 
 def test_kernel_times_of_a_trace():
@@ -475,13 +477,13 @@ def test_kernel_times_of_a_trace():
         kernel("at::cuda::spin_kernel", 38, 1),
         kernel("reduce_kernel", 40, 2),
     ]
-    kernel_ms, window, top = ladder.kernel_times(trace, micro_steps=2)
-    expected = dict.fromkeys(ladder.CLASSES, 0.0) | {"copy": 1, "matmul": 8, "optimizer": 3, "elementwise": 1}
+    kernel_ms, window, top = kernels.kernel_times(trace, micro_steps=2)
+    expected = dict.fromkeys(kernels.CLASSES, 0.0) | {"copy": 1, "matmul": 8, "optimizer": 3, "elementwise": 1}
     # from 10 to 42, of which 2 + 8 + 6 + 6 + 2 are busy
     assert kernel_ms == expected | {"idle": (32 - 24) / 2} and window == 32
     assert top[0] == {"name": "nvjet_tst", "class": "matmul", "ms": 8.0}
     with pytest.raises(RuntimeError, match="no kernels"):
-        ladder.kernel_times(trace[:2], 1)
+        kernels.kernel_times(trace[:2], 1)
 
 
 # ----------------------------------------------------------------------------------------------------------- loss
@@ -589,8 +591,14 @@ def test_floor_writes_each_part_once(tmp_path, capsys):
     floors = [r for op, r in records.items() if op.startswith("floor: ")]
     assert len(floors) == 4 and all(r["step_ms"] == 12.5 for r in floors)
     assert floors[0]["over_floor"] == pytest.approx(12.5 / floors[0]["ms"], rel=1e-3)
+    assert "tokens/s; ours takes" in capsys.readouterr().out
+    floor.run([*flags[:2], "--out", str(out), "--sums"])  # the same sums, from the file alone
+    found = dict(re.findall(r"(floor: .+?) +([0-9.]+) ms", text := capsys.readouterr().out))
+    assert {op: float(ms) for op, ms in found.items()} == {r["op"]: pytest.approx(r["ms"], abs=0.06) for r in floors}
+    assert "no floor without 'fp8 fc forward'" in text
+    with pytest.raises(ValueError, match="no parts of gpt2 with micro-batches of 64"):
+        floor.run(["--out", str(out), "--sums"])
     # another card's lines stay, ours are replaced
     append_record(out, floors[0] | {"card": "another"})
     floor.File(out, card=floors[0]["card"], preset="tiny", batch_size=4)
     assert [r["card"] for r in read_records(out)] == ["another"]
-    assert "tokens/s; ours takes" in capsys.readouterr().out
