@@ -3,6 +3,7 @@
     python bench/floor.py                            # GPT-2 124M, 64 x 1024, about two minutes; then steps of our own
     python bench/floor.py --step_ms 938 --step_ms_8 744     # steps that were timed before, instead of 20 in 16 and 20 in 8 bits
     python bench/floor.py --batch_size 8             # a card with less memory
+    python bench/floor.py --preset gpt2-xl --tokens_per_step 131072     # a larger model, in shorter steps
     python bench/floor.py --sums                     # add up again what the file holds; needs no GPU
     python bench/floor.py --preset tiny --device cpu --out try.jsonl     # a try without a GPU; its times mean nothing
 
@@ -313,7 +314,8 @@ def own_step_ms(args, world, eight_bits):
     case = ladder.Case("floor", args.preset, "best", settings, 1337)
     with tempfile.TemporaryDirectory() as folder:
         random_shards(folder, ladder.SHAPES[args.preset][0].vocab_size)
-        theirs = ladder.parse_args(["--shapes", args.preset, "--data", folder, "--device", args.device])
+        flags = ["--shapes", args.preset, "--data", folder, "--device", args.device, "--tokens_per_step", str(args.tokens)]
+        theirs = ladder.parse_args(flags)
         return ladder.measure(case, theirs, world)["median_ms"]
 
 
@@ -384,6 +386,7 @@ def parse_args(argv):
     parser.add_argument("--out", default=OUT, help="file of measurements (%(default)s)")
     parser.add_argument("--preset", default="gpt2", choices=ladder.SHAPES, help="shape of the model (gpt2)")
     parser.add_argument("--batch_size", type=int, default=0, help="sequences per micro-step (the preset's: 64 for gpt2)")
+    parser.add_argument("--tokens_per_step", type=int, default=0, help="of a step (the preset's: 524,288 for gpt2)")
     parser.add_argument("--seconds", type=float, default=3.0, help="of the runs without a pause (3)")
     parser.add_argument("--pause", type=float, default=2.0, help="seconds of rest before and after the first of those (2)")
     parser.add_argument("--step_ms", type=float, default=0.0, help="our own step, already timed; 0 times it now")
@@ -395,9 +398,10 @@ def parse_args(argv):
         raise ValueError("floor.py needs a CUDA GPU; `--preset tiny --device cpu --out try.jsonl` tries it without one")
     model, cfg = ladder.SHAPES[args.preset]
     args.batch_size = args.batch_size or cfg.batch_size
-    tokens = cfg.total_batch_size or args.batch_size * cfg.seq_len
-    if args.batch_size < 1 or tokens % (args.batch_size * cfg.seq_len):
-        raise ValueError(f"batch_size={args.batch_size} must divide the {tokens // cfg.seq_len} sequences of a step")
+    tokens = args.tokens_per_step or cfg.total_batch_size or args.batch_size * cfg.seq_len
+    if args.batch_size < 1 or tokens < 1 or tokens % (args.batch_size * cfg.seq_len):
+        raise ValueError(f"a step of {tokens} tokens must be a multiple of a micro-step, batch_size={args.batch_size} x "
+                         f"{cfg.seq_len}; choose another --tokens_per_step or --batch_size")  # fmt: skip
     args.model, args.cfg, args.tokens = model, cfg, tokens
     return args
 
@@ -411,6 +415,7 @@ def run(argv):
     card, positions = card_name(device), args.batch_size * T
     print(f"{card}, torch {torch.__version__}, {args.preset}, micro-batch {args.batch_size} x {T}")
     command = f"python bench/floor.py --preset {args.preset} --batch_size {args.batch_size}"
+    command += f" --tokens_per_step {args.tokens_per_step}" if args.tokens_per_step else ""
     file = File(args.out, preset=args.preset, batch_size=args.batch_size, seq_len=T, card=card, **origin(command))
     parts = Parts(config, args.batch_size, T, device)
     ms, bytes_per_s = measure(parts, args, file.write)

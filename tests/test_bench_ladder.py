@@ -598,6 +598,15 @@ def test_floor_writes_each_part_once(tmp_path, capsys):
     assert "no floor without 'fp8 fc forward'" in text
     with pytest.raises(ValueError, match="no parts of gpt2 with micro-batches of 64"):
         floor.run(["--out", str(out), "--sums"])
+    # half the tokens a step: half the micro-steps of the same parts, and the same optimizer
+    floor.run([*flags[:2], "--out", str(out), "--sums", "--tokens_per_step", "64"])
+    half = dict(re.findall(r"(floor: .+?) +([0-9.]+) ms", capsys.readouterr().out))
+    optimizer_ms = records["AdamW"]["ms"] + records["clip"]["ms"]
+    assert {op: 2 * float(ms) - optimizer_ms for op, ms in half.items()} == {
+        r["op"]: pytest.approx(r["ms"], abs=0.11) for r in floors
+    }
+    with pytest.raises(ValueError, match="a step of 100 tokens must be a multiple of a micro-step, batch_size=4 x 16"):
+        floor.run([*flags, "--tokens_per_step", "100"])
     # another card's lines stay, ours are replaced
     append_record(out, floors[0] | {"card": "another"})
     floor.File(out, card=floors[0]["card"], preset="tiny", batch_size=4)
