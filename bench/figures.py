@@ -8,6 +8,7 @@ them. The look comes from plot.style().
 """
 
 import argparse
+import itertools
 import json
 import math
 import statistics
@@ -379,6 +380,7 @@ def roofline(runs, out_path, dark):
     """Achieved TFLOP/s against FLOPs per byte, under what the card's own copy and its own products allow: everything, and
     the corner where the products are at a larger scale."""
     rows = records(runs, "floor", "op", "ms", "bytes")
+    rows = next(iter(grouped(rows, "preset", "batch_size").values()))  # of one model: others have other operations
     copies = [row["bytes"] / row["ms"] / 1e9 for row in rows if row["op"].startswith("copy")]  # TB/s
     ops = [dict(row, x=row["flops"] / row["bytes"], y=row["flops"] / row["ms"] / 1e9) for row in rows if row.get("flops")]
     if not copies or not ops:
@@ -432,26 +434,47 @@ def roofline(runs, out_path, dark):
 
 
 def floor(runs, out_path, dark):
-    """The floors that the parts add up to, and our own step: tokens/s."""
+    """The floors that the parts of one model's step add up to, and our own step: tokens/s. Beside them, for each model of the
+    same card, the floor of its parts run back to back as a share of our step."""
     rows = [row for row in records(runs, "floor", "op", "tok_per_s", "step_ms") if row["op"].startswith("floor: ")]
     if not rows:
         raise NoData("floor.jsonl has no line that begins with floor:")
-    rows = list(grouped(rows, "card", "preset", "batch_size").values())[-1]
-    bars = {}
-    for row in rows:
+    rows = [row for row in rows if row["card"] == rows[-1]["card"]]
+    models = grouped(rows, "preset", "batch_size")
+    first, bars = next(iter(models.values())), {}
+    for row in first:
         name = "our step" + ", 8 bits in head and MLP" * ("8 bits" in row["op"])
         bars.setdefault(name, row["tok_per_s"] * row["ms"] / row["step_ms"])
         bars[row["op"].removeprefix("floor: ").replace(", GELU", "\nGELU")] = row["tok_per_s"]
-    share = sorted({f"{row['ms'] / row['step_ms']:.0%}" for row in rows}, key=lambda text: (len(text), text))
-    title = f"Our step runs at {' to '.join(dict.fromkeys([share[0], share[-1]]))} of what its parts add up to"
-    figure, ax = new_figure(8, 1.2 + 0.52 * len(bars), title, where_and_when(rows))
+    shares = {}  # model: {bits: the floor's milliseconds over ours}
+    for (preset, batch_size), alike in models.items():
+        for row in alike:
+            if "back to back" in row["op"] and "its own kernels" not in row["op"]:
+                bits = "8 bits" if "8 bits" in row["op"] else "16 bits"
+                shares.setdefault(f"{preset}, B = {batch_size}", {})[bits] = row["ms"] / row["step_ms"]
+    spread = sorted({f"{row['ms'] / row['step_ms']:.0%}" for row in first}, key=lambda text: (len(text), text))
+    title = f"Our step runs at {' to '.join(dict.fromkeys([spread[0], spread[-1]]))} of what its parts add up to"
+    both = len(shares) > 1
+    grid = dict(ncols=2, width_ratios=[1.7, 1]) if both else {}
+    figure, axes = new_figure(8, 1.2 + 0.52 * len(bars), title, where_and_when(rows), **grid)
+    ax = axes[0] if both else axes
     for y, (name, speed) in enumerate(bars.items()):
         ax.barh(y, speed, height=0.7, color=plot.SERIES[dark][name.startswith("our step")])
         ax.annotate(plot.short(speed), (speed, y), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9)
     ax.set(yticks=range(len(bars)), yticklabels=bars, ylim=(len(bars) - 0.5, -0.5), xlabel="tokens/s",
-           xlim=(0, 1.1 * max(bars.values())))  # fmt: skip
+           xlim=(0, 1.15 * max(bars.values())))  # fmt: skip
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: plot.short(value)))
     ax.grid(axis="y", visible=False)
+    if both:
+        for color, bits, dy in ((plot.SERIES[dark][1], "16 bits", 7), (plot.SERIES[dark][2], "8 bits", -15)):
+            points = [(share[bits], y) for y, share in enumerate(shares.values()) if bits in share]
+            axes[1].plot([x for x, _ in points], [y for _, y in points], "o", color=color, label=bits)
+            for share, y in points:
+                axes[1].annotate(f"{share:.0%}", (share, y), xytext=(0, dy), textcoords="offset points", ha="center", fontsize=9)
+        axes[1].set(yticks=range(len(shares)), yticklabels=shares, ylim=(len(shares) - 0.5, -0.9), xlim=(0.8, 1),
+                    xlabel="back to back,\nof our step's time")  # fmt: skip
+        axes[1].xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        axes[1].legend(fontsize=8.5, loc="upper right", ncol=2, handletextpad=0, columnspacing=0.6, borderaxespad=0)
     figure.savefig(out_path)
 
 
@@ -487,8 +510,9 @@ def parallel(runs, out_path, dark):
     preset, n = best[0][:2]
     title = f"{preset}: {best[1]} on {n} GPUs reaches {mean[best]:.1%} of {n} times one GPU"
     figure, ax = new_figure(8, 1.7 + 0.34 * len(bars), title, where_and_when(rows))
+    colors = dict(zip(dict.fromkeys(kind[0] for kind in cards), itertools.cycle(plot.SERIES[dark])))  # of each model
     for y, bar in enumerate(bars):
-        color = "0.55" if bar[1] == "alone" else plot.SERIES[dark][list(cards).index(bar[0])]
+        color = "0.55" if bar[1] == "alone" else colors[bar[0][0]]
         ax.barh(y, mean[bar], height=0.7, color=color)
         text = f"{plot.short(statistics.mean(speeds[bar]))} tokens/s, {mean[bar]:.1%}"
         ax.annotate(text, (0.61, y), va="center", fontsize=9, color="black" if dark else "white")

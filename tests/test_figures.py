@@ -133,6 +133,29 @@ def test_a_floor_is_of_one_card_and_has_the_step_of_its_bits(drawn, runs):
     assert {"2.5k", "4k", "5k", "10k", "our step", "our step, 8 bits in head and MLP"} <= set(texts) and "12.5k" not in texts
 
 
+def test_the_floors_of_larger_models_stand_beside_the_first(drawn, runs):
+    def total(preset, what, ms, step_ms):
+        row = part(f"floor: back to back, {what}", ms) | dict(preset=preset, batch_size=4, tok_per_s=1e6 / ms, step_ms=step_ms)
+        return row | dict(card="H9")
+
+    rows = [part("fc forward", 1, 700e9, 1e9) | dict(preset=preset) for preset in ("gpt2", "gpt2-xl")]
+    rows[1]["op"] = "fc forward of another model"
+    rows.insert(0, part("copy 4 GiB", 2, 0, 8e9) | dict(preset="gpt2"))
+    rows += [total("gpt2", "GELU inside the products", 80, 100), total("gpt2-xl", "GELU inside the products", 810, 900),
+             total("gpt2-xl", "GELU in the casts to 8 bits", 660, 800)]  # fmt: skip
+    (runs / "floor.jsonl").write_text("".join(json.dumps({"batch_size": 4} | row) + "\n" for row in rows))
+    texts = drawn("floor")
+    assert "Our step runs at 80% of what its parts add up to" in texts, "the title is of the first model"
+    assert {"gpt2, B = 4", "gpt2-xl, B = 4", "80%", "90%", "82%", "16 bits", "8 bits"} <= set(texts)
+    assert "fc" in (texts := drawn("roofline")) and not any("another model" in text for text in texts)
+
+
+def test_modes_of_more_cards_than_colours_are_drawn(drawn, runs):
+    rows = [row | {"batch_size": size} for size in range(1, 10) for row in (mode("alone_one", 100), mode("ddp", 100 + size))]
+    (runs / "parallel.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "109 tokens/s, 54.5%" in drawn("parallel")
+
+
 def test_modes_in_several_rounds_are_means_against_their_own_round(drawn, runs):
     rows = [mode("alone_one", 100), mode("ddp", 160), mode("ddp", 120) | {"bucket_mb": 25}]
     rows += [row | {"round": 2} for row in (mode("alone_one", 50), mode("ddp", 90))]
