@@ -470,7 +470,7 @@ def floor(runs, out_path, dark):
             points = [(share[bits], y) for y, share in enumerate(shares.values()) if bits in share]
             axes[1].plot([x for x, _ in points], [y for _, y in points], "o", color=color, label=bits)
             for share, y in points:
-                axes[1].annotate(f"{share:.0%}", (share, y), xytext=(0, dy), textcoords="offset points", ha="center", fontsize=9)
+                axes[1].annotate(f"{share:.0%}", (share, y), (0, dy), textcoords="offset points", ha="center", fontsize=9)
         axes[1].set(yticks=range(len(shares)), yticklabels=shares, ylim=(len(shares) - 0.5, -0.9), xlim=(0.8, 1),
                     xlabel="back to back,\nof our step's time")  # fmt: skip
         axes[1].xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
