@@ -239,13 +239,16 @@ def test_measured_peaks_of_the_bench(record):
     assert peak(s)[0] / GIB == pytest.approx(record["measured_gib"], rel=0.07)
 
 
-@pytest.mark.parametrize("mode", ["ddp", "zero1_16bit"])
-def test_measured_peaks_of_four_cards(mode):
-    """1558M, 16 sequences a card and no accumulation, each mode in a process of its own."""
+@pytest.mark.parametrize("mode, cards, batch_size, where",
+                         [("ddp", 4, 16, 2), ("zero1_16bit", 4, 16, 2), ("alone_one", 2, 32, 11), ("zero1_16bit", 2, 32, 11)])
+def test_measured_peaks_of_several_cards(mode, cards, batch_size, where):
+    """1558M without accumulation. ddp of the last round is left out: it began beside what alone_one had not yet freed."""
     records = [json.loads(line) for line in (ROOT / "readme.assets" / "runs" / "parallel.jsonl").read_text().splitlines()]
-    found = [r for r in records if (r["mode"], r["preset"], r.get("round")) == (mode, "gpt2-xl", 2)]
-    setting = Setting(PRESETS["gpt2-xl"][0], 16, 1024, grad_accum_steps=1, world_size=4, zero1=mode == "zero1_16bit")
-    assert [r["peak_gib"] for r in found] == [pytest.approx(peak(setting)[0] / GIB, rel=0.01)]
+    found = [r for r in records if (r["mode"], r["preset"], r.get("round")) == (mode, "gpt2-xl", where)]
+    world_size = 1 if mode == "alone_one" else cards
+    shares = dict(grad_accum_steps=1, world_size=world_size, zero1=mode == "zero1_16bit")
+    setting = Setting(PRESETS["gpt2-xl"][0], batch_size, 1024, **shares)
+    assert [(r["peak_gib"], r["world_size"]) for r in found] == [(pytest.approx(peak(setting)[0] / GIB, rel=0.01), cards)]
 
 
 def test_shares_are_planned(capsys):
