@@ -83,6 +83,7 @@ BENCH = {
     "compile_mode": "default",  # none, default, per block, or a mode of torch.compile
     "adamw": "fused",  # fused, foreach (a kernel for many tensors), loop (several kernels for each tensor)
     "kernel": "",  # of attention, instead of torch's choice: a name in SDPBackend
+    "qkv_gradients": "three",  # tensors that are packed, or packed: written into one (packed_attention.py)
     "returns": "loss",  # loss and logits: what the training step gives back, as build-nanogpt's and nanoGPT's do
     "loader": "as built",  # not pinned: pageable memory, the copy waits. not ahead: read when asked for, no thread
 }
@@ -114,6 +115,9 @@ OTHERS = {
     + [(f"{m}_eager", dict(cross_entropy=m, compile_mode="none")) for m in ("plain", "chunked", "torch", "liger")],
     "logits": [("dropped", dict(cross_entropy="plain")),
                ("returned", dict(cross_entropy="plain", returns="loss and logits"))],
+    "qkv_gradients": [("three", {}), ("packed", dict(qkv_gradients="packed")),
+                      ("three_fp8", dict(cross_entropy="fp8", fp8_mlp=True)),
+                      ("packed_fp8", dict(cross_entropy="fp8", fp8_mlp=True, qkv_gradients="packed"))],
     "micro_batch": [(str(b), dict(batch_size=b)) for b in (4, 8, 16, 32, 64, 128)],
     "loader": [("as_built", {}), ("not_pinned", dict(loader="not pinned")), ("not_ahead", dict(loader="not ahead"))],
     "sdpa": [
@@ -302,9 +306,14 @@ class CudaGraphs(nn.Module):
         return logits, loss.clone()
 
 
-def change_forward(raw_model, returns):
-    """The plain loss again, with its logits beside it where `returns` asks for them."""
-    if returns == "loss":
+def change_forward(raw_model, own):
+    """What the bench's own settings change in the model: how attention gives its gradients, and, where `returns` asks for
+    logits, the plain loss again with its logits beside it."""
+    if own.qkv_gradients == "packed":
+        from packed_attention import pack_gradients
+
+        pack_gradients(raw_model)
+    if own.returns == "loss":
         return
 
     def forward(idx, targets, reduction="mean"):
@@ -442,7 +451,7 @@ class Run:
         )
         change_adamw(self.optimizer, own.adamw)
         self.loader = change_loader(self.loader, own.loader, self.cfg, world)
-        change_forward(self.raw_model, own.returns)
+        change_forward(self.raw_model, own)
         self.model = compiled(self.raw_model, own.compile_mode, self.cfg, world)
         self.no_clock, self.steps = PhaseClock(False, world.device), 0
 
