@@ -1,6 +1,6 @@
 """Checkpoint files: written whole or not at all, read without running what is in them, found by their names.
 
-What a checkpoint holds is for train_gpt2.py to say (state_to_save, restore); here it is any dict of tensors and plain values.
+What a checkpoint holds is for runs.py to say (state_to_save, restore); here it is any dict of tensors and plain values.
 """
 
 import os

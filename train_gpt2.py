@@ -7,8 +7,8 @@
 
 Sections: 1 configuration, 2 model, 3 optimizer and schedule, 4 tokens, 5 processes, 6 training, 7 command line. Each
 uses only those above it and, from the files beside this one: cross_entropy.py (the loss of the head), fused_mlp.py and
-fp8_mlp.py (the MLP), machine.py (precision, memory), shards.py (token files), checkpoints.py (their files), evaluation.py
-(what is measured), metrics.py (log, speed), zero.py (AdamW in shares), locks.py.
+fp8_mlp.py (the MLP), machine.py (precision, memory), shards.py (token files), runs.py (the run folder, resuming),
+checkpoints.py (their files), evaluation.py (what is measured), metrics.py (log, speed), zero.py (AdamW in shares).
 
 Shape letters: B batch, T time (tokens of a sequence), C channels (n_embd), H heads, D head size (C = H * D),
 V vocabulary, N = B * T positions.
@@ -17,7 +17,6 @@ V vocabulary, N = B * T positions.
 import contextlib
 import dataclasses
 import importlib.util
-import json
 import math
 import os
 import shutil
@@ -43,14 +42,26 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from checkpoints import has_checkpoint, newest_checkpoint, newest_run, newest_step, read_checkpoint, save_checkpoint
+from checkpoints import save_checkpoint
 from cross_entropy import check_method, gradient_is_transposed, linear_cross_entropy
 from evaluation import Reporter
 from fp8_mlp import casts_are_transposed, mlp_products_fp8
 from fused_mlp import MIN_POSITIONS, epilogues_work, fused_mlp_pays, mlp_products
-from locks import only_writer
-from machine import Precision, check_size, fit_batch_size, out_of_memory, this_python, why_no_compile, why_no_fp8
+from machine import Precision, check_size, fit_batch_size, out_of_memory, why_no_compile, why_no_fp8
 from metrics import Logger, Meter, PhaseClock
+from runs import (
+    LOG_DIR,
+    copy_weights,
+    farewell,
+    open_run,
+    read_config,
+    restore,
+    resume_command,
+    run_to_resume,
+    same_shape,
+    say_what_differs,
+    state_to_save,
+)
 from shards import TokenShards, read_json
 from zero import ZeroAdamW
 
@@ -130,7 +141,7 @@ class TrainConfig:
     timing: bool = False  # milliseconds of data, forward, backward and optimizer in each logged step
     wandb: bool = False  # Weights & Biases as well as log.jsonl and TensorBoard
     # keeping
-    log_dir: str = "log"  # runs lie in LOG_DIR/RUN_NAME
+    log_dir: str = LOG_DIR  # runs lie in LOG_DIR/RUN_NAME
     run_name: str = ""  # name of the run; made from preset and time when empty (torchrun keeps "run" to itself)
     ckpt_every: int = 1000  # a checkpoint; 0 is never, and nothing of the run can be used or resumed
     keep_last: int = 2  # how many checkpoints stay, besides the best
@@ -679,12 +690,6 @@ class StopSignal:
         self.name = signal.Signals(number).name
 
 
-def run_flags(run_dir):
-    """The flags that name a run."""
-    there = f"--log_dir {run_dir.parent} " if str(run_dir.parent) != TrainConfig.log_dir else ""
-    return f"{there}--run_name {run_dir.name}"
-
-
 def due(step, every, last):
     return every > 0 and (step % every == 0 or last)
 
@@ -835,31 +840,6 @@ def share_out(adamw, model, precision, world):
     return ZeroAdamW(adamw, rounded, precision.dtype, world)
 
 
-def open_run(run_dir, model_config, cfg, world, at_end):
-    """Make the run folder, keep others out of it until at_end, an ExitStack, closes, and note the resolved configuration there.
-    Raises OSError, on every process, if it cannot."""
-    problem = ""
-    if world.is_main:
-        try:
-            at_end.enter_context(only_writer(run_dir, f"{run_dir} is the folder of a run that is going on; stop that one first "
-                                                      "(its processes may outlive a torchrun that was killed)"))  # fmt: skip
-            saved = {"model": dataclasses.asdict(model_config), "train": dataclasses.asdict(cfg) | {"resume": False}}
-            with (run_dir / "config.json").open("w" if cfg.resume else "x") as f:  # x: of two runs of one name, one is refused
-                f.write(json.dumps(saved, indent=1) + "\n")
-        except FileExistsError:
-            problem = f"{run_dir} is another run's already; pass --resume to continue it, or another --run_name"
-            if not has_checkpoint(run_dir):
-                problem = (f"{run_dir} is the folder of a run that has saved nothing yet; delete it if that run has ended, or "
-                           "pass another --run_name")  # fmt: skip
-        except ValueError as error:
-            problem = str(error)
-        except OSError as error:
-            problem = f"cannot write the run folder {run_dir}: {error.strerror or error}; choose another with --log_dir"
-    problem = world.from_main(problem)
-    if problem:
-        raise OSError(problem)
-
-
 def compile_model(raw_model, cfg, world, log):
     """The model as training calls it: averaged over processes, compiled. Sampling and saving keep to raw_model."""
     model = raw_model if cfg.zero1 else world.wrap(raw_model)  # a ZeroAdamW averages by itself
@@ -870,64 +850,6 @@ def compile_model(raw_model, cfg, world, log):
         log.say(f"torch.compile is off: {reason}")
         return model
     return torch.compile(model, dynamic=False)  # DDP inside: the graph is cut at its buckets
-
-
-def same_shape(source, theirs, ours):
-    different = [f"{k}={theirs[k]} (here {ours[k]})" for k in ours if theirs.get(k) != ours[k]]
-    if different:
-        raise ValueError(f"{source} has another shape: {', '.join(different)}; pass the same flags that it was made with")
-
-
-def copy_weights(model, state):
-    """Load a state dict of the same shape; the pad rows, which may be more or fewer, stay 0."""
-    vocab_size = model.config.vocab_size
-    with torch.no_grad():
-        for name, p in model.state_dict().items():
-            rows = vocab_size if name in ("lm_head.weight", "transformer.wte.weight") else p.size(0)
-            p[:rows].copy_(state[name][:rows])
-
-
-def state_to_save(step, best_val, raw_model, optimizer, loader, precision, model_config, cfg):
-    """All that the rest of the run depends on, as tensors and plain values. All processes call it; with a ZeroAdamW, rank 0
-    has all of it, the others a part."""
-    if isinstance(optimizer, ZeroAdamW):
-        optimizer.complete_weights()
-    return {
-        "step": step, "best_val": best_val, "model": raw_model.state_dict(), "optimizer": optimizer.state_dict(),
-        "loader": loader.state_dict(), "batch_size": loader.batch_size, "scaler": precision.scaler.state_dict(),
-        "rng": {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None},
-        "model_config": dataclasses.asdict(model_config), "train_config": dataclasses.asdict(cfg),
-    }  # fmt: skip
-
-
-def restore(run_dir, cfg, raw_model, optimizer, loader, precision):
-    """Put the newest checkpoint of a run back into place. Returns (step, best validation loss)."""
-    path = newest_checkpoint(run_dir)
-    data = read_checkpoint(path)
-    if not {"step", "model", "optimizer", "loader", "rng", "model_config"} <= data.keys():
-        raise ValueError(f"{path} was not written by this trainer; start from its weights with --init_from {path}")
-    same_shape(path, data["model_config"], raw_model.config.shape())
-    rows, ours = data["model"]["transformer.wte.weight"].size(0), raw_model.config.padded_vocab_size
-    if rows != ours:
-        raise ValueError(f"vocab_multiple={raw_model.config.vocab_multiple} makes {ours} rows of the vocabulary, and the state "
-                         f"of the optimizer in {path} has {rows}; leave --vocab_multiple out")  # fmt: skip
-    if data["train_config"]["optimizer"] != cfg.optimizer:
-        raise ValueError(f"optimizer={cfg.optimizer} cannot go on from {path}, which {data['train_config']['optimizer']} made; "
-                         f"leave --optimizer out, or begin a new run with --init_from {path}")  # fmt: skip
-    copy_weights(raw_model, data["model"])
-    ours = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    optimizer.load_state_dict(data["optimizer"])
-    for group, settings in zip(optimizer.param_groups, ours):
-        group.update(settings)  # the file's are those of the run before; this one's flags may differ
-    loader.load_state_dict(data["loader"])
-    before = data.get("batch_size", loader.batch_size)  # not what is found to fit now: other sums round otherwise
-    if not cfg.batch_size and before < loader.batch_size and loader.step_sequences % (before * loader.world_size) == 0:
-        loader.batch_size, loader.grad_accum_steps = before, loader.step_sequences // (before * loader.world_size)
-    precision.scaler.load_state_dict(data["scaler"]) if data["scaler"] and precision.scaler.is_enabled() else None
-    torch.set_rng_state(data["rng"]["cpu"])
-    if data["rng"]["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(data["rng"]["cuda"])
-    return data["step"], data["best_val"]
 
 
 def train(model_config, cfg, world, run_dir, tokenizer=None):
@@ -1005,7 +927,7 @@ def train_until(stop, at_end, model_config, cfg, world, run_dir, tokenizer):
     log.close()
     if stopping and world.is_main:
         saved = f"finished step {step} and saved it in {run_dir}" if step > first_step else "nothing new to save"
-        more = f"; `{this_python()} train_gpt2.py --resume {run_flags(run_dir)}` goes on from there" if step else ""
+        more = f"; `{resume_command(run_dir)}` goes on from there" if step else ""
         print(f"{stop.name or 'signal'}: {saved}{more}")
     return val_loss
 
@@ -1033,30 +955,13 @@ def choose_defaults(argv):
                              "leave out --init_from or --resume")  # fmt: skip
         if given.get("run_name") == "":
             raise ValueError("run_name is empty; name a run, or leave --run_name out and the newest goes on")
-        log_dir = given.get("log_dir", TrainConfig.log_dir)
-        run_dir = Path(log_dir) / given["run_name"] if given.get("run_name") else newest_run(log_dir)
-        if not (run_dir / "config.json").exists():
-            raise FileNotFoundError(f"{run_dir} holds no config.json to resume with; `ls {log_dir}` shows the runs there are")
-        if not has_checkpoint(run_dir):
-            raise FileNotFoundError(f"{run_dir} has no checkpoint to resume from; if that run has ended, delete the folder and "
-                                    "start again, or pass another --run_name")  # fmt: skip
-        saved = read_json(run_dir / "config.json", "model", "train")
-        fields = {f.name for config in (GPTConfig, TrainConfig) for f in dataclasses.fields(config)}
-        unknown = sorted((saved["model"].keys() | saved["train"].keys()) - fields)
-        if unknown:
-            raise ValueError(f"{run_dir / 'config.json'} has {', '.join(unknown)}, which this version does not know; go on "
-                             "with the version that made it, or delete that from the file")  # fmt: skip
-        cfg = TrainConfig(**saved["train"])
+        log_dir = given.get("log_dir", LOG_DIR)
+        run_dir, reason = run_to_resume(log_dir, given.get("run_name"))
+        model_config, cfg = read_config(run_dir, GPTConfig, TrainConfig)
         if given.get("preset", cfg.preset) != cfg.preset:
             raise ValueError(f"preset={given['preset']} is for a new run; {run_dir} goes on with its own settings, those "
                              f"of {cfg.preset}: leave out --preset or --resume")  # fmt: skip
-        cfg = dataclasses.replace(cfg, resume=True, run_name=run_dir.name, log_dir=log_dir)
-        # looked for by time alone, a run that was begun later and has saved nothing is passed over
-        begun = [d for d in Path(log_dir).glob("*/") if (d / "config.json").exists() and not has_checkpoint(d)]
-        since = newest_checkpoint(run_dir).stat().st_mtime
-        later = [str(d) for d in begun if (d / "config.json").stat().st_mtime > since and not given.get("run_name")]
-        reason = f"resumes {run_dir}" + f" ({', '.join(later)}, begun later, saved no checkpoint)" * bool(later)
-        return reason, GPTConfig(**saved["model"]), cfg
+        return reason, model_config, dataclasses.replace(cfg, resume=True, run_name=run_dir.name, log_dir=log_dir)
     preset, reason = given.get("preset"), "as asked for"
     if preset is None:
         data = Path(given.get("data", TrainConfig.data))
@@ -1101,40 +1006,6 @@ def load_tokenizer(vocab_size, world):
         return None
 
 
-def farewell(run_dir, cfg):
-    """Draw the curve, and say where everything is and what to do next."""
-    import plot
-
-    if not has_checkpoint(run_dir):
-        return  # stopped before there was anything to go on from
-    plot.loss_curve([run_dir], run_dir / "loss.png")
-    python = this_python()
-    done = newest_step(run_dir) >= cfg.max_steps
-    kept = " --ckpt_every N" * (not cfg.ckpt_every)  # of what was trained just now, nothing is there
-    more = " --max_steps N      train it further" if done else f"{kept}      finish it"
-    print(f"\n{run_dir}/ holds log.jsonl (every number), loss.png (the curve), TensorBoard events and the checkpoints. Next:\n"
-          f"  {python} sample.py --model {run_dir}      ask it for more\n"
-          f"  {python} report.py {run_dir}      curves, samples and settings as one page\n"
-          f"  {python} -m tensorboard.main --logdir {run_dir.parent}      watch the curves, compare runs\n"
-          f"  {python} train_gpt2.py --resume {run_flags(run_dir)}{more}")  # fmt: skip
-
-
-def say_what_differs(run_dir, model_config, cfg):
-    """Where a resumed run will not go on as it would have."""
-    saved = read_json(run_dir / "config.json", "model", "train")
-    before = vars(GPTConfig(**saved["model"])) | vars(TrainConfig(**saved["train"]))
-    now, expected = vars(model_config) | vars(cfg), ("resume", "log_dir", "run_name", "max_steps")
-    other = [f"{k} {v} -> {now[k]}" for k, v in before.items() if k not in expected and now[k] != v]
-    print(f"note: not as this run went on before: {', '.join(other)}") if other else None
-    step, then = newest_step(run_dir), dataclasses.replace(cfg, max_steps=before["max_steps"])
-    if get_lr(step, cfg) != get_lr(step, then):
-        without = f"without that {get_lr(step, then):.2e}"
-        if step >= then.max_steps:  # there would have been no next step
-            without = f"it had ended with {get_lr(step - 1, then):.2e}"
-        print(f"note: max_steps {then.max_steps} -> {cfg.max_steps} gives the {cfg.schedule} schedule another end: the next "
-              f"step's lr is {get_lr(step, cfg):.2e}, {without}")  # fmt: skip
-
-
 def run(argv):
     if any(word.startswith("--plan") for word in argv):  # its flags too: without --plan it refuses them
         import plan  # it imports from this file
@@ -1160,7 +1031,7 @@ def run(argv):
         lines = textwrap.fill(settings, width, initial_indent="config ", subsequent_indent=" " * 7, break_on_hyphens=False)
         print(lines.replace("\0", " "))
         if cfg.resume:
-            say_what_differs(run_dir, model_config, cfg)
+            say_what_differs(run_dir, model_config, cfg, get_lr)
         if cfg.zero1 and not world.distributed:
             print("note: zero1 does nothing here: there is one process, whose share is all")
         if not cfg.ckpt_every:

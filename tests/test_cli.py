@@ -32,7 +32,9 @@ def state():
     }
 before, modules = json.dumps(state()), set(sys.modules)
 sys.path.insert(0, ROOT)
-import train_gpt2, cross_entropy, evaluation, machine, metrics, shards
+import runs, cross_entropy, evaluation, machine, metrics, shards
+assert "train_gpt2" not in sys.modules, "it uses them, they know nothing of it"
+import train_gpt2
 assert json.dumps(state()) == before, [k for k in state() if json.dumps(state()[k]) != json.dumps(json.loads(before)[k])]
 heavy = {"tyro", "tqdm", "transformers", "tiktoken", "tensorboard", "wandb", "matplotlib", "datasets", "pyarrow"}
 assert not heavy & (set(sys.modules) - modules), heavy & (set(sys.modules) - modules)

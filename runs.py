@@ -1,0 +1,193 @@
+"""A run's folder: opened and locked, resumed, and what is said of it at the beginning and the end.
+
+    run_dir, reason = run_to_resume("log")                            # or run_to_resume("log", "name")
+    model_config, cfg = read_config(run_dir, GPTConfig, TrainConfig)  # as the run was begun
+    cfg.resume = True                                                 # without this, open_run refuses a run that is there
+    step, best_val = restore(run_dir, cfg, model, optimizer, loader, precision)
+    open_run(run_dir, model_config, cfg, world, at_end)               # from here on it is this process's alone
+
+LOG_DIR/RUN_NAME holds config.json (this file), model_<step>.pt (checkpoints.py; what is in them, this file), log.jsonl and
+TensorBoard's events (metrics.py), loss.png (plot.py). Models, optimizers, loaders and the configurations themselves are
+train_gpt2.py's: it imports this file, and hands over what is needed.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import torch
+
+from checkpoints import has_checkpoint, newest_checkpoint, newest_run, newest_step, read_checkpoint
+from locks import only_writer
+from machine import this_python
+from shards import read_json
+from zero import ZeroAdamW
+
+LOG_DIR = "log"  # where runs lie unless --log_dir says otherwise
+
+# ----------------------------------------------------------------------------------------------------- 1. the folder
+
+
+def open_run(run_dir, model_config, cfg, world, at_end):
+    """Make the run folder, keep others out of it until at_end, an ExitStack, closes, and note the resolved configuration there.
+    Raises OSError, on every process, if it cannot, or if a run is there already and cfg.resume is not set."""
+    problem = ""
+    if world.is_main:
+        try:
+            at_end.enter_context(only_writer(run_dir, f"{run_dir} is the folder of a run that is going on; stop that one first "
+                                                      "(its processes may outlive a torchrun that was killed)"))  # fmt: skip
+            saved = {"model": dataclasses.asdict(model_config), "train": dataclasses.asdict(cfg) | {"resume": False}}
+            with (run_dir / "config.json").open("w" if cfg.resume else "x") as f:  # x: of two runs of one name, one is refused
+                f.write(json.dumps(saved, indent=1) + "\n")
+        except FileExistsError:
+            problem = f"{run_dir} is another run's already; pass --resume to continue it, or another --run_name"
+            if not has_checkpoint(run_dir):
+                problem = (f"{run_dir} is the folder of a run that has saved nothing yet; delete it if that run has ended, or "
+                           "pass another --run_name")  # fmt: skip
+        except ValueError as error:
+            problem = str(error)
+        except OSError as error:
+            problem = f"cannot write the run folder {run_dir}: {error.strerror or error}; choose another with --log_dir"
+    problem = world.from_main(problem)
+    if problem:
+        raise OSError(problem)
+
+
+def read_config(run_dir, model_class, train_class):
+    """The two configurations that open_run noted, as these dataclasses; a setting that is not there has its default. Raises
+    ValueError for a file that is broken, or that has settings which the dataclasses do not know."""
+    path = run_dir / "config.json"
+    saved = read_json(path, "model", "train")
+    fields = {f.name for config in (model_class, train_class) for f in dataclasses.fields(config)}
+    unknown = sorted((saved["model"].keys() | saved["train"].keys()) - fields)
+    if unknown:
+        raise ValueError(f"{path} has {', '.join(unknown)}, which this version does not know; go on with the version that made "
+                         "it, or delete that from the file")  # fmt: skip
+    return model_class(**saved["model"]), train_class(**saved["train"])
+
+
+# ---------------------------------------------------------------------------------------------- 2. which run goes on
+
+
+def run_to_resume(log_dir, run_name=""):
+    """(folder, in words that it is resumed): of the run of this name, or without one of the run whose checkpoint was written
+    last. Raises FileNotFoundError where there is nothing to resume."""
+    run_dir = Path(log_dir) / run_name if run_name else newest_run(log_dir)
+    if not (run_dir / "config.json").exists():
+        raise FileNotFoundError(f"{run_dir} holds no config.json to resume with; `ls {log_dir}` shows the runs there are")
+    if not has_checkpoint(run_dir):
+        raise FileNotFoundError(f"{run_dir} has no checkpoint to resume from; if that run has ended, delete the folder and "
+                                "start again, or pass another --run_name")  # fmt: skip
+    reason = f"resumes {run_dir}"
+    if not run_name:  # looked for by time alone: a run that was begun later and has saved nothing is passed over
+        begun = [d for d in Path(log_dir).glob("*/") if (d / "config.json").exists() and not has_checkpoint(d)]
+        since = newest_checkpoint(run_dir).stat().st_mtime
+        later = [str(d) for d in begun if (d / "config.json").stat().st_mtime > since]
+        reason += f" ({', '.join(later)}, begun later, saved no checkpoint)" * bool(later)
+    return run_dir, reason
+
+
+def say_what_differs(run_dir, model_config, cfg, get_lr):
+    """Where a resumed run will not go on as it would have. get_lr(step, cfg): the schedule."""
+    saved_model, saved = read_config(run_dir, type(model_config), type(cfg))
+    before, now = vars(saved_model) | vars(saved), vars(model_config) | vars(cfg)
+    expected = ("resume", "log_dir", "run_name", "max_steps")
+    other = [f"{k} {v} -> {now[k]}" for k, v in before.items() if k not in expected and now[k] != v]
+    print(f"note: not as this run went on before: {', '.join(other)}") if other else None
+    step, then = newest_step(run_dir), dataclasses.replace(cfg, max_steps=saved.max_steps)
+    if get_lr(step, cfg) != get_lr(step, then):
+        without = f"without that {get_lr(step, then):.2e}"
+        if step >= then.max_steps:  # there would have been no next step
+            without = f"it had ended with {get_lr(step - 1, then):.2e}"
+        print(f"note: max_steps {then.max_steps} -> {cfg.max_steps} gives the {cfg.schedule} schedule another end: the next "
+              f"step's lr is {get_lr(step, cfg):.2e}, {without}")  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------- 3. what a checkpoint holds
+
+
+def state_to_save(step, best_val, raw_model, optimizer, loader, precision, model_config, cfg):
+    """All that the rest of the run depends on, as tensors and plain values. All processes call it; with a ZeroAdamW, rank 0
+    has all of it, the others a part."""
+    if isinstance(optimizer, ZeroAdamW):
+        optimizer.complete_weights()
+    return {
+        "step": step, "best_val": best_val, "model": raw_model.state_dict(), "optimizer": optimizer.state_dict(),
+        "loader": loader.state_dict(), "batch_size": loader.batch_size, "scaler": precision.scaler.state_dict(),
+        "rng": {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None},
+        "model_config": dataclasses.asdict(model_config), "train_config": dataclasses.asdict(cfg),
+    }  # fmt: skip
+
+
+def same_shape(source, theirs, ours):
+    """Raise ValueError where the shapes of two models (dicts, from GPTConfig.shape) differ. source: whose `theirs` is."""
+    different = [f"{k}={theirs[k]} (here {ours[k]})" for k in ours if theirs.get(k) != ours[k]]
+    if different:
+        raise ValueError(f"{source} has another shape: {', '.join(different)}; pass the same flags that it was made with")
+
+
+def copy_weights(model, state):
+    """Load a state dict of the same shape; the pad rows, which may be more or fewer, stay 0."""
+    vocab_size = model.config.vocab_size
+    with torch.no_grad():
+        for name, p in model.state_dict().items():
+            rows = vocab_size if name in ("lm_head.weight", "transformer.wte.weight") else p.size(0)
+            p[:rows].copy_(state[name][:rows])
+
+
+def restore(run_dir, cfg, raw_model, optimizer, loader, precision):
+    """Put the newest checkpoint of a run back into place. Returns (step, best validation loss). Raises FileNotFoundError
+    where there is none, ValueError where it does not fit the model or the optimizer."""
+    path = newest_checkpoint(run_dir)
+    data = read_checkpoint(path)
+    if not {"step", "model", "optimizer", "loader", "rng", "model_config"} <= data.keys():
+        raise ValueError(f"{path} was not written by this trainer; start from its weights with --init_from {path}")
+    same_shape(path, data["model_config"], raw_model.config.shape())
+    rows, ours = data["model"]["transformer.wte.weight"].size(0), raw_model.config.padded_vocab_size
+    if rows != ours:
+        raise ValueError(f"vocab_multiple={raw_model.config.vocab_multiple} makes {ours} rows of the vocabulary, and the state "
+                         f"of the optimizer in {path} has {rows}; leave --vocab_multiple out")  # fmt: skip
+    if data["train_config"]["optimizer"] != cfg.optimizer:
+        raise ValueError(f"optimizer={cfg.optimizer} cannot go on from {path}, which {data['train_config']['optimizer']} made; "
+                         f"leave --optimizer out, or begin a new run with --init_from {path}")  # fmt: skip
+    copy_weights(raw_model, data["model"])
+    ours = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    optimizer.load_state_dict(data["optimizer"])
+    for group, settings in zip(optimizer.param_groups, ours):
+        group.update(settings)  # the file's are those of the run before; this one's flags may differ
+    loader.load_state_dict(data["loader"])
+    before = data.get("batch_size", loader.batch_size)  # not what is found to fit now: other sums round otherwise
+    if not cfg.batch_size and before < loader.batch_size and loader.step_sequences % (before * loader.world_size) == 0:
+        loader.batch_size, loader.grad_accum_steps = before, loader.step_sequences // (before * loader.world_size)
+    precision.scaler.load_state_dict(data["scaler"]) if data["scaler"] and precision.scaler.is_enabled() else None
+    torch.set_rng_state(data["rng"]["cpu"])
+    if data["rng"]["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(data["rng"]["cuda"])
+    return data["step"], data["best_val"]
+
+
+# ------------------------------------------------------------------------------------------------ 4. what to do next
+
+
+def resume_command(run_dir):
+    """What to type to go on with a run."""
+    there = f"--log_dir {run_dir.parent} " if str(run_dir.parent) != LOG_DIR else ""
+    return f"{this_python()} train_gpt2.py --resume {there}--run_name {run_dir.name}"
+
+
+def farewell(run_dir, cfg):
+    """Draw the curve, and say where everything is and what to do next."""
+    import plot
+
+    if not has_checkpoint(run_dir):
+        return  # stopped before there was anything to go on from
+    plot.loss_curve([run_dir], run_dir / "loss.png")
+    python = this_python()
+    done = newest_step(run_dir) >= cfg.max_steps
+    kept = " --ckpt_every N" * (not cfg.ckpt_every)  # of what was trained just now, nothing is there
+    more = " --max_steps N      train it further" if done else f"{kept}      finish it"
+    print(f"\n{run_dir}/ holds log.jsonl (every number), loss.png (the curve), TensorBoard events and the checkpoints. Next:\n"
+          f"  {python} sample.py --model {run_dir}      ask it for more\n"
+          f"  {python} report.py {run_dir}      curves, samples and settings as one page\n"
+          f"  {python} -m tensorboard.main --logdir {run_dir.parent}      watch the curves, compare runs\n"
+          f"  {resume_command(run_dir)}{more}")  # fmt: skip
