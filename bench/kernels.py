@@ -1,12 +1,16 @@
 """Where a step's time goes: its kernels by class, from a trace of the profiler.
 
+    python bench/kernels.py readme.assets/runs/zero1_16bit.kernels.json     # those of one step that parallel.py traced
+
 kernel_ms is kernel time by class, divided by the step's micro-steps (optimizer too, so that classes times micro-steps add up
 to a step). Everything launched after the last backward pass is "optimizer"; the rest goes by the kernel's name. Products of
 math attention count as matmul, its softmax as attention. idle is time in which no kernel runs, and the profiler adds to it.
 """
 
+import argparse
 import json
 import re
+import sys
 import tempfile
 from pathlib import Path
 
@@ -83,3 +87,38 @@ def profile(step, micro_steps):
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
     return kernel_times(events, micro_steps)
+
+
+def table(extract):
+    """The kernels of an extract that bench/parallel.py --trace wrote, as text: those whose names differ in their last number
+    alone taken together, the longest first. Raises OSError or ValueError for a file that is no extract."""
+    data = json.loads(Path(extract).read_text(encoding="utf-8"))
+    try:
+        rows, spent = data["kernels"], {}
+        for kind, name, _, _, us in rows:
+            times = spent.setdefault((kind, re.sub(r"_\d+$", "", name)), [])
+            times.append(us)
+        heading = f"{data['mode']}, {data['world_size']} x {data['device']}, torch {data['torch']}: {len(rows):,} kernels"
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{extract} is no extract of a trace; `bench/parallel.py --trace FOLDER` writes them") from error
+    lines = [heading, f"{'ms':>8} {'calls':>6} {'us each':>9}  {'class':14}kernel"]
+    for (kind, name), times in sorted(spent.items(), key=lambda item: -sum(item[1])):
+        lines.append(f"{sum(times) / 1000:8.3f} {len(times):6} {sum(times) / len(times):9.1f}  {kind:14}{name}")
+    return "\n".join(lines)
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        prog="bench/kernels.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("extract", help="a <mode>.kernels.json of bench/parallel.py --trace")
+    args = parser.parse_args()
+    try:
+        print(table(args.extract))
+    except (OSError, ValueError) as error:
+        print(f"kernels.py: error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -486,6 +486,20 @@ def test_kernel_times_of_a_trace():
         kernels.kernel_times(trace[:2], 1)
 
 
+def test_the_kernels_of_a_trace_as_a_table(tmp_path):
+    rows = [["elementwise", "triton_poi_fused_cat_3", 7, 0.0, 40.0], ["matmul", "nvjet", 7, 41.0, 50.0],
+            ["elementwise", "triton_poi_fused_cat_12", 7, 100.0, 60.0]]  # fmt: skip
+    about = dict(mode="ddp", world_size=4, device="H9", torch="2.11", kernels=rows)
+    (tmp_path / "ddp.kernels.json").write_text(json.dumps(about))
+    lines = run_python("bench/kernels.py", tmp_path / "ddp.kernels.json", cwd=ROOT).stdout.splitlines()
+    assert lines[0] == "ddp, 4 x H9, torch 2.11: 3 kernels"
+    assert [line.split() for line in lines[2:]] == [["0.100", "2", "50.0", "elementwise", "triton_poi_fused_cat"],
+                                                    ["0.050", "1", "50.0", "matmul", "nvjet"]]  # fmt: skip
+    (tmp_path / "other.json").write_text("[1]")
+    bad = run_python("bench/kernels.py", tmp_path / "other.json", cwd=ROOT)
+    assert bad.returncode == 2 and "is no extract of a trace" in bad.stderr and "Traceback" not in bad.stderr
+
+
 # ----------------------------------------------------------------------------------------------------------- loss
 
 
