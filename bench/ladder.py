@@ -84,6 +84,7 @@ BENCH = {
     "adamw": "fused",  # fused, foreach (a kernel for many tensors), loop (several kernels for each tensor)
     "kernel": "",  # of attention, instead of torch's choice: a name in SDPBackend
     "qkv_gradients": "three",  # tensors that are packed, or packed: written into one (packed_attention.py)
+    "attention_products": "bf16",  # or fp8: of attention's linear layers (fp8_attention.py)
     "returns": "loss",  # loss and logits: what the training step gives back, as build-nanogpt's and nanoGPT's do
     "loader": "as built",  # not pinned: pageable memory, the copy waits. not ahead: read when asked for, no thread
 }
@@ -108,6 +109,7 @@ RUNGS = [  # each on top of all before it
     ("fp8_head", dict(cross_entropy="fp8")),
     ("fp8_mlp", dict(fp8_mlp=True)),
 ]
+IN_8_BITS = dict(cross_entropy="fp8", fp8_mlp=True)
 # each changes one thing of the trainer's defaults
 OTHERS = {
     "checkpointing": [("off", {}), ("on", dict(activation_checkpointing=True))],
@@ -115,9 +117,12 @@ OTHERS = {
     + [(f"{m}_eager", dict(cross_entropy=m, compile_mode="none")) for m in ("plain", "chunked", "torch", "liger")],
     "logits": [("dropped", dict(cross_entropy="plain")),
                ("returned", dict(cross_entropy="plain", returns="loss and logits"))],
-    "qkv_gradients": [("three", {}), ("packed", dict(qkv_gradients="packed")),
-                      ("three_fp8", dict(cross_entropy="fp8", fp8_mlp=True)),
-                      ("packed_fp8", dict(cross_entropy="fp8", fp8_mlp=True, qkv_gradients="packed"))],
+    "qkv_gradients": [("three", {}), ("packed", dict(qkv_gradients="packed"))],
+    "attention_8_bits": [
+        ("three", IN_8_BITS), ("packed", IN_8_BITS | dict(qkv_gradients="packed")),
+        ("three_fp8", IN_8_BITS | dict(attention_products="fp8")),
+        ("packed_fp8", IN_8_BITS | dict(attention_products="fp8", qkv_gradients="packed")),
+    ],
     "micro_batch": [(str(b), dict(batch_size=b)) for b in (4, 8, 16, 32, 64, 128)],
     "loader": [("as_built", {}), ("not_pinned", dict(loader="not pinned")), ("not_ahead", dict(loader="not ahead"))],
     "sdpa": [
@@ -307,8 +312,12 @@ class CudaGraphs(nn.Module):
 
 
 def change_forward(raw_model, own):
-    """What the bench's own settings change in the model: how attention gives its gradients, and, where `returns` asks for
-    logits, the plain loss again with its logits beside it."""
+    """What the bench's own settings change in the model: how attention multiplies and gives its gradients, and, where
+    `returns` asks for logits, the plain loss again with its logits beside it."""
+    if own.attention_products == "fp8":
+        from fp8_attention import in_8_bits
+
+        in_8_bits(raw_model)
     if own.qkv_gradients == "packed":
         from packed_attention import pack_gradients
 
