@@ -9,6 +9,7 @@ math attention count as matmul, its softmax as attention. idle is time in which 
 
 import argparse
 import json
+import os
 import re
 import sys
 import tempfile
@@ -115,6 +116,9 @@ def main():
     args = parser.parse_args()
     try:
         print(table(args.extract))
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, ValueError) as error:
         print(f"kernels.py: error: {error}", file=sys.stderr)
         sys.exit(2)
