@@ -86,6 +86,7 @@ class Reporter:
         self.batch_size, self.val_shards, self.tokenizer = loader.batch_size, val_shards, tokenizer
         self.unigram = unigram_entropy(loader.shards, val_shards, cfg.val_tokens) if world.is_main else None
         self.bytes = bytes_per_token(tokenizer, val_shards) if tokenizer else None
+        self.no_hellaswag = False
 
     def begin(self, first_step, loader):
         """One line each about the model, the step and the device, so that a reader can check the arithmetic."""
@@ -122,10 +123,13 @@ class Reporter:
         return loss
 
     def hellaswag(self, step):
+        if self.no_hellaswag:
+            return
         try:
             result = eval_hellaswag(self.raw_model, self.cfg.hella_examples, self.world, self.precision)
         except (OSError, ValueError) as error:  # no network and no file, or too short a context: the run goes on
-            self.log.say(f"step {step:5d}: no HellaSwag: {error}")
+            self.log.say(f"step {step:5d}: no HellaSwag in this run: {error}")
+            self.no_hellaswag = True  # to ask again at each step would cost the minutes that downloads wait for an answer
             return
         self.log.event("hella", step, **result)
         self.log.say(f"step {step:5d}: HellaSwag {result['acc_norm']:.4f} +- {1.96 * result['acc_norm_stderr']:.4f}")

@@ -496,20 +496,20 @@ def compiled():
 
 
 def run(cfg):
-    from checkpoints import newest_run
     from machine import Precision
     from train_gpt2 import World
-    from weights import load_model
+    from weights import find_model, load_model
 
     if cfg.worst < 0:
         raise ValueError(f"worst={cfg.worst} must be 0 (none) or more")
-    if not cfg.model:
-        newest_run(cfg.log_dir)  # raises where there is none, before anything is downloaded
+    if cfg.picture:  # before minutes of scores that would be lost with it
+        check_picture(cfg.picture)
+    cfg.model = find_model(cfg.model, cfg.log_dir)  # raises where there is none, before anything is downloaded
     world = World(cfg.device)
     precision = Precision(cfg.precision, world.device)
     precision.prepare()
     path = world.from_main(str(locate(cfg.data, cfg.split)) if world.is_main else None)  # before minutes of weights
-    model = load_model(cfg.model, cfg.log_dir).to(world.device).eval()
+    model = load_model(cfg.model).to(world.device).eval()
     with precision.autocast():
         result, data, chosen, sums = measure(
             model, cfg.limit, world, path, cfg.split, cfg.batch_tokens, cfg.skip_long, compiled() if cfg.compile else hidden
@@ -517,6 +517,15 @@ def run(cfg):
     if world.is_main:
         report(cfg, path, result, data, chosen, sums, precision.name)
     world.exit()
+
+
+def check_picture(path):
+    """Raise ValueError where matplotlib could not write this file."""
+    from matplotlib.figure import Figure
+
+    kinds = Figure().canvas.get_supported_filetypes()
+    if not Path(path).parent.is_dir() or Path(path).suffix.lstrip(".").lower() not in kinds:
+        raise ValueError(f"picture={path} must lie in a folder that is there and end in .png, .svg or .pdf")
 
 
 def report(cfg, path, result, data, chosen, sums, precision):
@@ -529,7 +538,7 @@ def report(cfg, path, result, data, chosen, sums, precision):
         examples = read_examples(path)
         worst = [(examples[chosen[i]], i, margin) for i, margin in most_sure_and_wrong(sums, end_len, label, cfg.worst)]
     if cfg.picture:
-        draw(result, sources, activities, cfg.picture, f"HellaSwag: {cfg.model or 'newest run'}")
+        draw(result, sources, activities, cfg.picture, f"HellaSwag: {cfg.model}")
     if cfg.json:
         record = {"model": cfg.model, "split": cfg.split, "published_file": published, "precision": precision} | result
         record |= {"by_source": sources} if cfg.by_source else {}

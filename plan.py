@@ -283,7 +283,7 @@ def head_rows(s, row):
         row("gradient of the head", "4 bytes x V C, then scaled", loss=4 * V * C, head=8 * V * C)
         # on CUDA a 16-bit product is added in place; in fp16 the sum is then divided by the loss's scale
         if method == "fp8" or method == "chunked" and (s.precision != "bf16" or s.device_type != "cuda"):
-            row("the same before it is added or scaled", "4 bytes x V C", loss=4 * V * C)
+            row("the same, not yet added or scaled", "4 bytes x V C", loss=4 * V * C)
 
 
 def totals(s):
@@ -312,7 +312,7 @@ class Card:
 
 def named_card(text):
     """The Card of "H100", "rtx 4090", "A100 80GB" or "24GB". Raises ValueError for one that machine.py does not list."""
-    size = re.search(r"(\d+(?:\.\d+)?) ?gi?b\b", text, re.IGNORECASE)
+    size = re.search(r"((?:(?<!\S)-)?\d+(?:\.\d+)?) ?gi?b\b", text, re.IGNORECASE)
     name = (text.replace(size[0], " ") if size else text).replace("-", " ").upper()
     words = set(re.sub(r"\b(RTX|GTX)(?=\d)", r"\1 ", name).split())
     known = {card: set(card.upper().split()) for card in MEMORY_GB}
@@ -322,7 +322,7 @@ def named_card(text):
     if not found and (not size or (words and not other)):
         raise ValueError(f"plan_card={text} is not one of {', '.join(known)}; a size will do too: --plan_card 24GB")
     gib = float(size[1]) if size else MEMORY_GB[found[0]]
-    if not gib:
+    if gib <= 0:
         raise ValueError(f"plan_card={text} must have some memory: --plan_card 24GB")
     return Card(f"{found[0]}, {gib:g} GB" if found else f"a card of {gib:g} GB", gib, PEAK_TFLOPS[found[0]] if found else None)
 

@@ -43,7 +43,9 @@ def read_log(run):
     """
     path = Path(run) / "log.jsonl" if Path(run).is_dir() else Path(run)
     if not path.exists():
-        raise FileNotFoundError(f"no log {path}; name a run folder: `ls log` shows those there are")
+        meant = Path("log") / run
+        hint = "name a run folder: `ls log` shows those there are"
+        raise FileNotFoundError(f"no log {path}; " + (f"did you mean {meant}?" if (meant / "log.jsonl").exists() else hint))
     found = {}  # (kind, step) -> record
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:  # the record after a cut one stands on the same line

@@ -13,6 +13,7 @@ train_gpt2.py's: it imports this file, and hands over what is needed.
 
 import dataclasses
 import json
+import shlex
 from pathlib import Path
 
 import torch
@@ -73,6 +74,8 @@ def run_to_resume(log_dir, run_name=""):
     """(folder, in words that it is resumed): of the run of this name, or without one of the run whose checkpoint was written
     last. Raises FileNotFoundError where there is nothing to resume."""
     run_dir = Path(log_dir) / run_name if run_name else newest_run(log_dir)
+    if run_name and Path(run_name).name != run_name:
+        raise FileNotFoundError(f"run_name={run_name} must be a plain name, without folders: --run_name {Path(run_name).name}")
     if not (run_dir / "config.json").exists():
         raise FileNotFoundError(f"{run_dir} holds no config.json to resume with; `ls {log_dir}` shows the runs there are")
     if not has_checkpoint(run_dir):
@@ -171,8 +174,8 @@ def restore(run_dir, cfg, raw_model, optimizer, loader, precision):
 
 def resume_command(run_dir):
     """What to type to go on with a run."""
-    there = f"--log_dir {run_dir.parent} " if str(run_dir.parent) != LOG_DIR else ""
-    return f"{this_python()} train_gpt2.py --resume {there}--run_name {run_dir.name}"
+    there = f"--log_dir {shlex.quote(str(run_dir.parent))} " if str(run_dir.parent) != LOG_DIR else ""
+    return f"{this_python()} train_gpt2.py --resume {there}--run_name {shlex.quote(run_dir.name)}"
 
 
 def farewell(run_dir, cfg):
@@ -182,12 +185,12 @@ def farewell(run_dir, cfg):
     if not has_checkpoint(run_dir):
         return  # stopped before there was anything to go on from
     plot.loss_curve([run_dir], run_dir / "loss.png")
-    python = this_python()
+    python, quoted, all_runs = this_python(), shlex.quote(str(run_dir)), shlex.quote(str(run_dir.parent))
     done = newest_step(run_dir) >= cfg.max_steps
     kept = " --ckpt_every N" * (not cfg.ckpt_every)  # of what was trained just now, nothing is there
     more = " --max_steps N      train it further" if done else f"{kept}      finish it"
     print(f"\n{run_dir}/ holds log.jsonl (every number), loss.png (the curve), TensorBoard events and the checkpoints. Next:\n"
-          f"  {python} sample.py --model {run_dir}      ask it for more\n"
-          f"  {python} report.py {run_dir}      curves, samples and settings as one page\n"
-          f"  {python} -m tensorboard.main --logdir {run_dir.parent}      watch the curves, compare runs\n"
+          f"  {python} sample.py --model {quoted}      ask it for more\n"
+          f"  {python} report.py {quoted}      curves, samples and settings as one page\n"
+          f"  {python} -m tensorboard.main --logdir {all_runs}      watch the curves, compare runs\n"
           f"  {resume_command(run_dir)}{more}")  # fmt: skip

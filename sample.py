@@ -135,13 +135,14 @@ def write(text):
 
 
 def run(cfg):
-    from weights import load_model
+    from weights import find_model, load_model
 
     check(cfg)
     world = World(cfg.device)
     precision = Precision("auto", world.device)
     precision.prepare()
-    model = load_model(cfg.model, cfg.log_dir).to(world.device).eval()
+    source = find_model(cfg.model, cfg.log_dir)
+    model = load_model(source).to(world.device).eval()
     tokenizer = get_tokenizer(name_of_size(model.config.vocab_size))
     seed = cfg.seed if cfg.seed is not None else torch.seed() % 2**31
     n = -1
@@ -156,8 +157,8 @@ def run(cfg):
         write("\n")
         for text in texts[1:]:
             write(f"---\n{prompt}{text}\n")
-        print(f"[{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.0f} tok/s on {world.device}, seed {seed + n}]",
-              file=sys.stderr, flush=True)  # fmt: skip
+        speed = f"{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.0f} tok/s on {world.device}"
+        print(f"[{source}: {speed}, seed {seed + n}]", file=sys.stderr, flush=True)
     if n < 0 and not sys.stdin.isatty():
         raise ValueError('there is no prompt; name one, as in python sample.py "The ", or pipe lines in')
 

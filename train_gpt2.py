@@ -181,7 +181,7 @@ def check_config(model_config, cfg):
         for name, value in vars(config).items():
             least = 1 if name in AT_LEAST_1 else -math.inf if name == "seed" else 0
             if not isinstance(value, (bool, str)) and not least <= value < math.inf:
-                raise ValueError(f"{name}={value} must be a number, {least} or more")
+                raise ValueError(f"{name}={value} must be a {'whole ' * isinstance(value, int)}number, {least} or more")
     for name, value, most in (("beta1", cfg.beta1, 1), ("beta2", cfg.beta2, 1), ("seed", abs(cfg.seed), 2**32)):
         if value >= most:
             raise ValueError(f"{name}={value} must be less than {most}")
@@ -499,7 +499,8 @@ class TokenLoader:
             raise ValueError(f"{len(shards)} training tokens are too few for one sequence of seq_len={cfg.seq_len}")
         context = shards.manifest.get("context")
         if context and cfg.seq_len != context:
-            raise ValueError(f"seq_len={cfg.seq_len} must be {context}, the length these conversations were packed to")
+            raise ValueError(f"seq_len={cfg.seq_len} must be {context}, the length these conversations were packed to; pass "
+                             f"--seq_len {context}, or pack them again with `fineweb.py --context {cfg.seq_len}`")  # fmt: skip
         self.aligned = shards.document_starts(cfg.seq_len) if cfg.align_documents else None
         self.sequence = 0  # global cursor: sequences handed out, by all processes, in finished steps
         self.micro_step = 0

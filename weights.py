@@ -29,19 +29,29 @@ VOCAB_ROWS = ("transformer.wte.weight", "lm_head.weight")  # these two have a ro
 # ------------------------------------------------------------------------------------------------------------ in
 
 
+def find_model(source, log_dir="log"):
+    """What load_model takes for `source`: the .pt file, or the Hugging Face folder or hub name as it is. "" is the newest run
+    in log_dir, and the name of a run there is that run. Raises OSError where a run has no checkpoint, ValueError for a file
+    that is none."""
+    path = Path(source) if source else newest_run(log_dir)
+    if not path.exists() and has_checkpoint(Path(log_dir) / path):
+        path = Path(log_dir) / path
+    if path.is_file() and path.suffix != ".pt":
+        raise ValueError(f"{source} is no checkpoint: name a .pt file, the folder of a run, or a Hugging Face folder or model")
+    if path.is_dir() and not is_hugging_face(path):
+        path = newest_checkpoint(path)
+    return str(path) if path.suffix == ".pt" else str(source or path)
+
+
 def load_model(source, log_dir="log"):
     """GPT from a checkpoint of ours, a nanoGPT or build-nanogpt .pt file, a run folder, a Hugging Face folder or hub
     name; "" is the newest run in log_dir. Nothing in the file is executed.
 
     Raises OSError where there is nothing to read, ValueError where it is not a GPT-2 that this model can hold.
     """
-    path = Path(source) if source else newest_run(log_dir)
-    if path.is_file() and path.suffix != ".pt":
-        raise ValueError(f"{source} is no checkpoint: name a .pt file, the folder of a run, or a Hugging Face folder or model")
-    if path.is_dir() and not is_hugging_face(path):
-        path = newest_checkpoint(path)
-    if path.suffix != ".pt":
-        return from_pretrained(str(source or path))
+    path = find_model(source, log_dir)
+    if not path.endswith(".pt"):
+        return from_pretrained(path)
     data = read_checkpoint(path)
     if not isinstance(data, dict):
         raise ValueError(f"{path} holds a {type(data).__name__}, wanted is a state dict or a checkpoint with one")
@@ -225,7 +235,8 @@ def export(source, out, log_dir="log", force=False):
 
     out = Path(out)
     if out.exists() and not force and not is_export(out):
-        raise FileExistsError(f"{out} exists and is not an earlier export; choose another --out, or pass --force")
+        raise FileExistsError(f"{out} exists and is not an earlier export; choose another --out, or pass --force, which "
+                              "deletes what is there")  # fmt: skip
     model = load_model(source, log_dir)
     config = hugging_face_config(model.config)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -335,8 +346,9 @@ def main():
             force: Replace the folder whatever it holds.
             log_dir: Where the newest run is looked for.
         """
+        source = find_model(source, log_dir)  # a later checkpoint may come while this one is written
         names = export(source, out, log_dir, force)
-        print(f"{out}: {', '.join(names)}")
+        print(f"{out}: {', '.join(names)}, from {source}")
         if "vocab.json" not in names:
             print("no tokenizer files: the model reads bytes (id = byte, 256 = end-of-text), not GPT-2's tokens")
 

@@ -579,8 +579,11 @@ def main():
     for name in args.names:
         if name not in PICTURES:
             parser.error(f"{name} is no picture of this project; there are {', '.join(PICTURES)}")
+    if not args.runs.is_dir():
+        parser.error(f"there is no folder {args.runs}; --runs names one with measurements")
     args.out.mkdir(parents=True, exist_ok=True)
-    for name in args.names or PICTURES:
+    names, left_out = args.names or list(PICTURES), 0
+    for name in names:
         draw, command = PICTURES[name]
         try:
             for dark in (False, True):
@@ -590,6 +593,9 @@ def main():
                 print(path)
         except NoData as missing:
             print(f"{name}: left out, {missing} in {args.runs}; `{command}` makes it", file=sys.stderr)
+            left_out += 1
+    if left_out == len(names):
+        sys.exit(2)
 
 
 if __name__ == "__main__":

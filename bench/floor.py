@@ -40,7 +40,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
 import ladder  # noqa: E402
-from records import append_record, card_name, one_sentence, origin, random_shards, read_records  # noqa: E402
+from records import append_record, card_name, keep_tries_apart, one_sentence, origin, random_shards, read_records  # noqa: E402
 
 from fused_mlp import MIN_POSITIONS  # noqa: E402
 from train_gpt2 import GPT, World, make_optimizer  # noqa: E402
@@ -412,6 +412,7 @@ def run(argv):
         return sums(args)
     world, config = World(args.device), args.model
     device, T = world.device, args.cfg.seq_len
+    keep_tries_apart(args.out, OUT, device)
     card, positions = card_name(device), args.batch_size * T
     print(f"{card}, torch {torch.__version__}, {args.preset}, micro-batch {args.batch_size} x {T}")
     command = f"python bench/floor.py --preset {args.preset} --batch_size {args.batch_size}"

@@ -93,14 +93,16 @@ def profile(step, micro_steps):
 def table(extract):
     """The kernels of an extract that bench/parallel.py --trace wrote, as text: those whose names differ in their last number
     alone taken together, the longest first. Raises OSError or ValueError for a file that is no extract."""
-    data = json.loads(Path(extract).read_text(encoding="utf-8"))
     try:
+        data = json.loads(Path(extract).read_text(encoding="utf-8"))
         rows, spent = data["kernels"], {}
         for kind, name, _, _, us in rows:
             times = spent.setdefault((kind, re.sub(r"_\d+$", "", name)), [])
             times.append(us)
         heading = f"{data['mode']}, {data['world_size']} x {data['device']}, torch {data['torch']}: {len(rows):,} kernels"
-    except (KeyError, TypeError, AttributeError) as error:
+    except FileNotFoundError:
+        raise ValueError(f"there is no {extract}; readme.assets/runs has some, bench/parallel.py --trace makes them") from None
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{extract} is no extract of a trace; `bench/parallel.py --trace FOLDER` writes them") from error
     lines = [heading, f"{'ms':>8} {'calls':>6} {'us each':>9}  {'class':14}kernel"]
     for (kind, name), times in sorted(spent.items(), key=lambda item: -sum(item[1])):

@@ -45,7 +45,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
 from kernels import CLASSES, profile  # noqa: E402
-from records import append_record, card_name, one_sentence, origin, random_shards, read_records  # noqa: E402
+from records import append_record, card_name, keep_tries_apart, one_sentence, origin, random_shards, read_records  # noqa: E402
 
 from evaluation import eval_val_loss  # noqa: E402
 from machine import out_of_memory  # noqa: E402
@@ -805,10 +805,13 @@ def run(argv):
     if not args.list and "loss" in args.groups and not args.data:
         raise ValueError("group loss learns from text: name a folder of token shards with --data; fineweb.py makes one")
     if not args.list and set(args.shapes) != {"tiny"} and (args.device == "cpu" or not torch.cuda.is_available()):
-        raise ValueError("ladder.py needs a CUDA GPU; `--shapes tiny --device cpu` tries it without one, --table needs none")
+        raise ValueError("ladder.py needs a CUDA GPU; `--shapes tiny --device cpu --out try.jsonl` tries it without one, "
+                         "--table needs none")  # fmt: skip
     if args.cards > max(1, torch.cuda.device_count()) and args.device != "cpu" and not args.list:
         raise ValueError(f"cards={args.cards} is more than the {torch.cuda.device_count()} GPUs of this machine")
     device = torch.device("cpu") if args.list and not torch.cuda.is_available() else World(args.device).device
+    if not args.list:
+        keep_tries_apart(args.out, OUT, device)
     done = {tuple(r.get(k) for k in KEY): r for r in read_records(args.out)}
     card = card_name(device)
 

@@ -42,7 +42,7 @@ OUT = ROOT / "readme.assets" / "runs" / "parallel.jsonl"
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
 from kernels import kind_of  # noqa: E402
-from records import append_record, card_name, finished, origin, random_shards, read_records  # noqa: E402
+from records import append_record, card_name, finished, keep_tries_apart, origin, random_shards, read_records  # noqa: E402
 
 from fused_mlp import MIN_POSITIONS  # noqa: E402
 from metrics import PhaseClock  # noqa: E402
@@ -728,6 +728,8 @@ def parse_args(argv):
     args.seq_len = args.seq_len or PRESETS[args.preset][1].seq_len
     processes = args.nproc_per_node or int(os.environ.get("WORLD_SIZE", 1))
     default = [m for m in MODES if m not in LOOPS or args.nproc_per_node] if processes > 1 else ["alone_one"]
+    if args.device == "cpu" or not torch.cuda.is_available():
+        default = [m for m in default if m != "ddp_bf16"]  # its exchange in 16 bits is NCCL's
     args.modes = args.modes or default
     for name, least in (("batch_size", 1), ("seq_len", 1), ("steps", 1), ("warmup", 0), ("loop_steps", 1), ("limit", 1),
                         ("bucket_mb", 1), ("nproc_per_node", 0)):  # fmt: skip
@@ -744,7 +746,13 @@ def parse_args(argv):
         parser.error("loop and loop_zero1 start processes of their own: pass --nproc_per_node and no torchrun")
     here = args.table or args.picture or args.preset == "laptop" or args.device != "auto" or torch.cuda.is_available()
     if not here:
-        parser.error(f"torch sees no GPU, and {args.preset} is too large for a CPU; pass --preset laptop, or --device cpu")
+        parser.error(f"torch sees no GPU, and {args.preset} is too large for a CPU; a try: --preset laptop --out try.jsonl")
+    if not (args.table or args.picture):
+        device = torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
+        try:
+            keep_tries_apart(args.out, OUT, device)
+        except ValueError as error:
+            parser.error(str(error))
     args.data = str(Path(args.data).resolve()) if args.data else ""
     args.out, args.trace = str(Path(args.out).resolve()), str(Path(args.trace).resolve()) if args.trace else ""
     return args

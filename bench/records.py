@@ -30,6 +30,12 @@ def read_records(path):
     return records
 
 
+def keep_tries_apart(out, default, device):
+    """Raise ValueError where the measurements of a CPU would go into the file of those that README shows."""
+    if device.type != "cuda" and Path(out).resolve() == Path(default).resolve():
+        raise ValueError(f"{Path(default).name} is README's, and of GPUs; for a try on a CPU add --out try.jsonl")
+
+
 def append_record(path, record):
     """Add one line, in one write; what is left of a line cut short goes. Threads may share a file, processes may not."""
     path = Path(path)

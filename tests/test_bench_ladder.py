@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -272,6 +273,14 @@ def test_without_a_gpu_it_says_what_it_needs(script, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_cpu_writes_nothing_into_the_records(monkeypatch):
+    before = Path(ladder.OUT).read_bytes(), Path(floor.OUT).read_bytes()
+    for run, words in ((ladder.run, TINY), (floor.run, ["--preset", "tiny", "--device", "cpu"])):
+        with pytest.raises(ValueError, match="jsonl is README's, and of GPUs; for a try on a CPU add --out try.jsonl"):
+            run(words)
+    assert (Path(ladder.OUT).read_bytes(), Path(floor.OUT).read_bytes()) == before
+
+
 # -------------------------------------------------------------------------------------------------- what is varied
 
 
@@ -498,6 +507,9 @@ def test_the_kernels_of_a_trace_as_a_table(tmp_path):
     (tmp_path / "other.json").write_text("[1]")
     bad = run_python("bench/kernels.py", tmp_path / "other.json", cwd=ROOT)
     assert bad.returncode == 2 and "is no extract of a trace" in bad.stderr and "Traceback" not in bad.stderr
+    for path, words in ((ROOT / "README.md", "is no extract of a trace"), ("none", "there is no none; readme.assets/runs has")):
+        bad = run_python("bench/kernels.py", path, cwd=ROOT)
+        assert bad.returncode == 2 and words in bad.stderr and bad.stderr.count("\n") == 1
 
 
 # ----------------------------------------------------------------------------------------------------------- loss

@@ -168,6 +168,15 @@ def test_a_finished_measurement_is_left_alone_and_a_failed_one_tried_again(tmp_p
     assert again[0] == failed and len(again) == 2 and "error" not in again[1] and work(out) == again
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_cpu_leaves_out_what_needs_nccl_and_writes_no_records_of_ours(capsys):
+    assert "ddp_bf16" not in parallel.parse_args([*QUICK, "--nproc_per_node", "2", "--out", "try.jsonl"]).modes
+    assert parallel.parse_args([*QUICK, "--nproc_per_node", "2", "--out", "o", "--modes", "ddp_bf16"]).modes == ["ddp_bf16"]
+    with pytest.raises(SystemExit):
+        parallel.parse_args([*QUICK, "--out", str(parallel.OUT)])
+    assert "parallel.jsonl is README's, and of GPUs; for a try on a CPU add --out try.jsonl" in capsys.readouterr().err
+
+
 def test_modes_start_from_the_same_weights_and_tokens(tmp_path):
     alone, together = work(tmp_path / "r.jsonl", "--modes", "alone_one", "alone")
     assert alone["loss"] == together["loss"] and alone["grad_norm"] == together["grad_norm"]

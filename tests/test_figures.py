@@ -193,15 +193,22 @@ def test_a_missing_or_incomplete_file_is_one_sentence_that_names_the_command(nam
     for file in ("ladder", "floor", "parallel"):  # a failed measurement, another group, and a line that a kill has cut
         (empty / f"{file}.jsonl").write_text('{"group": "rungs", "shape": "gpt2", "error": "no"}\n{"group": "ru')
     monkeypatch.setattr(sys, "argv", ["figures.py", name, "--runs", str(empty), "--out", str(tmp_path)])
-    figures.main()
+    with pytest.raises(SystemExit) as ended:  # nothing was drawn
+        figures.main()
     out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1 and f"{name}: left out, " in err and f"`{command}` makes it" in err
+    assert ended.value.code == 2 and out == "" and err.count("\n") == 1
+    assert f"{name}: left out, " in err and f"`{command}` makes it" in err
     assert not list(tmp_path.glob("*.png"))
 
 
 def test_an_unknown_picture_is_refused(tmp_path):
     done = run_python(ROOT / "bench" / "figures.py", "stairs", cwd=tmp_path)
     assert done.returncode == 2 and "stairs is no picture of this project; there are laptop" in done.stderr
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path):
+    done = run_python(ROOT / "bench" / "figures.py", "--runs", "none", "--out", "o", cwd=tmp_path)
+    assert done.returncode == 2 and "there is no folder none" in done.stderr and not (tmp_path / "o").exists()
 
 
 def test_labels_keep_apart():

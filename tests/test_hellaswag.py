@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, VOCAB, run_python
+from conftest import ROOT, TINY_RUN, VOCAB, run_python, write_shards
 
 import hellaswag
 from hellaswag import by_group, choose, ending_losses, evaluate, hidden, measure, plan, predictions, summarise
@@ -438,6 +438,15 @@ def test_the_speed_bench_runs_and_finds_both_ways_equal(tmp_path, checkpoint):
     assert missing.returncode == 2 and "Traceback" not in missing.stderr and "nowhere.jsonl" in missing.stderr
 
 
+def test_what_cannot_be_downloaded_is_asked_for_once_in_a_run(tmp_path):
+    data = write_shards(tmp_path / "data")
+    nowhere = {"https_proxy": "http://127.0.0.1:9", "HELLASWAG_TRIES": "1"}
+    flags = [*TINY_RUN, "--data", data, "--max_steps", 6, "--hella_every", 2, "--val_every", 0, "--sample_every", 0]
+    run = run_python(ROOT / "train_gpt2.py", *flags, cwd=tmp_path, **nowhere)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("no HellaSwag in this run: cannot download") == 1
+
+
 def test_two_processes_equal_one(tmp_path, checkpoint):
     path = write(tmp_path / "h.jsonl", made_up())
     flags = ["--model", checkpoint, "--data", path, "--json", "--device", "cpu", "--batch_tokens", 1500, "--worst", 30]
@@ -466,15 +475,17 @@ def test_command_prints_tables_and_draws(tmp_path, checkpoint, monkeypatch):
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("what", ["label", "missing", "offline"])
+@pytest.mark.parametrize("what", ["label", "missing", "offline", "folder", "kind"])
 def test_bad_input_is_one_sentence_and_status_2(tmp_path, checkpoint, what):
     data = ["--data", write(tmp_path / "h.jsonl", [made_up(1)[0] | {"label": 9}])] if what == "label" else []
     data = ["--data", "nowhere.jsonl"] if what == "missing" else data
+    data = {"folder": ["--picture", "none/p.png"], "kind": ["--picture", "p.xyz"]}.get(what, data)
     nowhere = {"https_proxy": "http://127.0.0.1:9", "HELLASWAG_TRIES": "1"}
     run = run_python(ROOT / "hellaswag.py", "--model", checkpoint, "--device", "cpu", *data, cwd=tmp_path, **nowhere)
     expected = {
         "label": "line 1 has the label 9, it must be 0, 1, 2 or 3",
         "missing": "no HellaSwag file nowhere.jsonl; name one with --data",
+        "folder": "picture=none/p.png must lie in a folder that is there", "kind": "picture=p.xyz must lie in",
         "offline": "cannot download https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl",
     }
     assert run.returncode == 2 and run.stdout == ""

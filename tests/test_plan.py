@@ -188,7 +188,7 @@ STEPS = [
 
 def predicted_peaks(s):
     """The same from the ledger; without what happens inside an operation, or in a library."""
-    hidden = ("workspace", "logits, in chunks", "rounded copy of the head", "the same before")
+    hidden = ("workspace", "logits, in chunks", "rounded copy of the head", "the same, not yet")
     at = {m: sum(each[m] for label, _, each in ledger(s) if not label.startswith(hidden)) for m in plan.MOMENTS}
     return {"forward": at["loss"], "backward": max(at["head"], at["block"], at["end"]), "optimizer": at["update"]}
 
@@ -302,6 +302,9 @@ def test_cards():
     others = "RTX 4090 Laptop", "RTX 3090 Ti", "rtx 4080 super", "H200 NVL"
     for text in ("H99", "GB", "big card", "Voodoo 3 16MB", "foo 24GB", *others):
         with pytest.raises(ValueError, match="plan_card=.* is not one of B200"):
+            named_card(text)
+    for text in ("0GB", "-5GB", "H100 -5 GB"):
+        with pytest.raises(ValueError, match="must have some memory"):
             named_card(text)
 
 

@@ -301,8 +301,10 @@ def test_bad_input_is_one_sentence(tmp_path):
     a = write_run(tmp_path / "a", RUN)
     write_run(tmp_path / "b", RUN), write_log(tmp_path / "young", [start()]), (tmp_path / "bare").mkdir()
     (tmp_path / "page.html").mkdir()
+    write_run(tmp_path / "log" / "named", RUN)
     wrong = [([], "name one run folder or two"), (["a", "b", "young"], "not 3"), (["a", str(a)], "twice"),
-             (["none"], "no log none"), (["bare"], "no log bare"), (["a", "young"], "nothing to draw"),
+             (["none"], "no log none; name a run folder"), (["named"], f"did you mean {Path('log/named')}?"),
+             (["bare"], "no log bare"), (["a", "young"], "nothing to draw"),
              (["a", "--out", "a/log.jsonl"], "must end in .html"), (["a", "--out", "page.html"], "directory")]  # fmt: skip
     for args, message in wrong:
         done = run_python(ROOT / "report.py", *args, cwd=tmp_path)

@@ -80,10 +80,13 @@ def test_the_run_that_goes_on_is_the_named_one_or_the_one_that_saved_last(tmp_pa
     assert "later" not in run_to_resume(tmp_path, "newest")[1], "it was asked for"
     with pytest.raises(FileNotFoundError, match="after has no checkpoint to resume from"):
         run_to_resume(tmp_path, "after")
+    with pytest.raises(FileNotFoundError, match="log/named must be a plain name, without folders: --run_name named"):
+        run_to_resume(tmp_path, "log/named")
 
 
 def test_the_command_names_the_folder_where_it_is_not_the_usual_one():
     assert resume_command(Path("log/r")) == f"{this_python()} train_gpt2.py --resume --run_name r"
+    assert resume_command(Path("log/my run")).endswith(" --resume --run_name 'my run'"), "as a shell reads it"
     assert resume_command(Path("a/b/r")) == f"{this_python()} train_gpt2.py --resume --log_dir a/b --run_name r"
 
 

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -205,6 +206,7 @@ def test_command_continues_with_the_newest_run(tmp_path, run_folder):
     cached = run_python(*command, cwd=tmp_path)
     assert cached.returncode == 0, cached.stderr
     assert cached.stdout.startswith("Hello world") and len(cached.stdout.encode()) > 60
+    assert cached.stderr.startswith(f"[{Path('log/new/model_000010.pt')}: ")
     assert "tok/s on cpu, seed 3]" in cached.stderr and cached.stderr.count("\n") == 1
     plain = run_python(*command, "--no_cache", "--model", run_folder / "model_000010.pt", cwd=tmp_path)
     assert plain.stdout == cached.stdout
@@ -233,7 +235,9 @@ def call(monkeypatch, capfd, *args, stdin=None):
 def test_several_samples_and_prompts_from_a_pipe(tmp_path, run_folder, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     status, out, err = call(monkeypatch, capfd, "ab", "--model", "log/old", "--num_samples", 3, "--max_new_tokens", 5)
-    assert (status, out) == (0, "abzzzzz\n---\nabzzzzz\n---\nabzzzzz\n") and err.startswith("[15 tokens")
+    assert (status, out) == (0, "abzzzzz\n---\nabzzzzz\n---\nabzzzzz\n")
+    assert err.startswith(f"[{Path('log/old/model_000010.pt')}: 15 tokens")
+    assert call(monkeypatch, capfd, "ab", "--model", "old", "--max_new_tokens", 5)[1] == "abzzzzz\n", "a name that ls log shows"
     for lines in ("one\n\ntwo\n", "one\ntwo"):  # an empty line is passed over
         status, out, err = call(monkeypatch, capfd, "--model", "log/old", "--max_new_tokens", 3, stdin=lines)
         assert (status, out) == (0, "onezzz\ntwozzz\n") and err.count("tok/s") == 2

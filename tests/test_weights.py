@@ -542,7 +542,7 @@ def test_export_replaces_only_exports(tmp_path):
     downloaded.mkdir()
     (downloaded / "config.json").write_text('{"model_type": "gpt2"}')
     for path in (out, downloaded, tmp_path / "model.pt"):
-        with pytest.raises(FileExistsError, match="not an earlier export"):
+        with pytest.raises(FileExistsError, match="not an earlier export.*--force, which deletes what"):
             export(tmp_path / "model.pt", path)
     assert (out / "notes.txt").read_text() == "mine"
     export(tmp_path / "model.pt", out, force=True)
