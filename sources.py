@@ -10,8 +10,11 @@ import fnmatch
 import io
 import json
 import os
+import socket
 import sys
 import time
+import urllib.parse
+import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,6 +91,17 @@ def wait(failures: int, trouble: str, retry_after: str | None = None):
     text = f"no answer ({trouble[:80]}); try {failures + 1} of {tries()} in {seconds:.0f} s{without}"
     print(text, file=sys.stderr, flush=True)
     time.sleep(seconds)
+
+
+def hub_has_a_name() -> bool:
+    """False where the hub's address cannot be looked up: there is no network, and waiting is no use."""
+    from huggingface_hub.constants import ENDPOINT
+    if urllib.request.getproxies():  # a proxy looks it up for us
+        return True
+    try:
+        return bool(socket.getaddrinfo(urllib.parse.urlparse(ENDPOINT).hostname, 443))
+    except OSError:
+        return False
 
 
 def stream(url: str, start: int, stop: int):
@@ -167,9 +181,10 @@ def hub_files(dataset: str, name: str, split: str, revision: str) -> tuple[str, 
             if isinstance(error, HfHubHTTPError) and status in (401, 403, 404):
                 raise ValueError(f"the hub has no data set {dataset!r} at revision {revision!r} that you may read "
                                  f"({type(error).__name__}): check --dataset, or log in with hf auth login") from error
-            if failures == tries():
-                raise NetworkTrouble(f"the hub did not answer ({type(error).__name__}), "
-                                     f"tried {failures} times") from error
+            nobody = failures >= 3 and not hub_has_a_name()
+            if failures == tries() or nobody:
+                why = "its address cannot be looked up" if nobody else type(error).__name__
+                raise NetworkTrouble(f"the hub did not answer ({why}), tried {failures} times") from error
             wait(failures, type(error).__name__)
     every = [File(s.rfilename, hf_hub_url(dataset, s.rfilename, repo_type="dataset", revision=info.sha), s.size or 0,
                   s.lfs.sha256 if s.lfs else None) for s in info.siblings]

@@ -6,11 +6,8 @@
 import json
 import os
 import shutil
-import socket
 import sys
 import tempfile
-import urllib.parse
-import urllib.request
 from pathlib import Path
 from typing import Annotated
 
@@ -113,7 +110,9 @@ def find_file(source, name):
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
 
-    try:
+    from sources import hub_has_a_name
+
+    try:  # without a network huggingface_hub would try five times, for 23 seconds
         return Path(hf_hub_download(source, name, local_files_only=not hub_has_a_name()))
     except HFValidationError as error:
         raise FileNotFoundError(f"there is no {source}, and it cannot be the name of a model on the hub") from error
@@ -126,18 +125,6 @@ def find_file(source, name):
         raise FileNotFoundError(f"the hub's model {source} has no {name}") from error
     except OSError as error:
         raise OSError(f"cannot fetch the hub's model {source!r} ({first_line(error)}); is the name right?") from error
-
-
-def hub_has_a_name():
-    """False where the hub's address cannot be looked up: huggingface_hub would try five times, for 23 seconds."""
-    from huggingface_hub.constants import ENDPOINT
-
-    if urllib.request.getproxies():  # a proxy looks it up for us
-        return True
-    try:
-        return bool(socket.getaddrinfo(urllib.parse.urlparse(ENDPOINT).hostname, 443))
-    except OSError:
-        return False
 
 
 def first_line(error):

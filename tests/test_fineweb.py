@@ -649,6 +649,9 @@ def test_hub_names_what_there_is(hub, tmp_path):
         assert got.returncode == 2 and sentence in got.stderr and "Traceback" not in got.stderr, got.stderr
     got = call(*HUB_ARGS, "--out", tmp_path / "o", **{**hub.env, "HF_ENDPOINT": "http://127.0.0.1:9", "FINEWEB_TRIES": "1"})
     assert got.returncode == 2 and "--source builtin" in got.stderr and "Traceback" not in got.stderr
+    nowhere = hub.env | {"HF_ENDPOINT": "http://hub.invalid", "FINEWEB_TRIES": "8"}  # no network: waiting longer is no use
+    got = call(*HUB_ARGS, "--out", tmp_path / "o", **nowhere)
+    assert got.returncode == 2 and "its address cannot be looked up), tried 3 times" in got.stderr
 
 
 def test_only_the_text_column_travels(hub, monkeypatch):
