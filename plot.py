@@ -270,7 +270,8 @@ def main():
 
         Args:
             runs: Run folders, such as log/laptop_20260101-120000.
-            out: Picture to write (.png, .svg, .pdf); loss.png in the first run's folder if not given.
+            out: Picture to write (.png, .svg, .pdf); loss.png in the run's folder if not given, and of several runs
+                loss_with_<the others>.png in the first one's.
             dark: Also write a dark variant, <name>_dark.
         """
         return runs, out, dark
@@ -279,7 +280,9 @@ def main():
     try:
         if not runs:
             raise ValueError("name at least one run folder; `ls log` shows those there are")
-        out = out or (runs[0] if runs[0].is_dir() else runs[0].parent) / "loss.png"
+        if out is None:
+            name = "_with_".join(["loss", *(run.resolve().stem for run in runs[1:])])
+            out = (runs[0] if runs[0].is_dir() else runs[0].parent) / f"{name}.png"
         for is_dark, path in outputs(out, dark):
             draw(runs, path, is_dark)
             print(path)

@@ -692,7 +692,8 @@ def main():
 
         Args:
             runs: One or two run folders, such as log/laptop_20260101-120000, or logs.
-            out: Page to write (.html); report.html in the first run's folder, or beside the first log, if not given.
+            out: Page to write (.html); if not given report.html in the run's folder (or beside the log), and of two runs
+                report_with_<second>.html in the first one's.
             open: Show it in the browser.
         """
         return runs, out, open
@@ -701,6 +702,7 @@ def main():
     try:
         if runs and out is None:
             out = runs[0] / "report.html" if runs[0].is_dir() else runs[0].with_suffix(".html")
+            out = out.with_stem("_with_".join([out.stem, *(run.resolve().stem for run in runs[1:])]))
         write(runs, out)
         print(out)
         if show:

@@ -236,6 +236,9 @@ def test_command(tmp_path):
     write_log(tmp_path / "log/r", RUN)
     done = run_python(ROOT / "plot.py", "log/r", "--dark", cwd=tmp_path)
     assert done.returncode == 0 and done.stdout.splitlines() == ["log/r/loss.png", "log/r/loss_dark.png"], done.stderr
+    write_log(tmp_path / "log/s", RUN)
+    done = run_python(ROOT / "plot.py", "log/r", "log/s", cwd=tmp_path)
+    assert done.stdout == "log/r/loss_with_s.png\n", "the picture that training made stays"
     for args, message in [(["log/none"], "log/none"), ([], "name at least one"), (["log/r", "--out", "x.abc"], "abc")]:
         done = run_python(ROOT / "plot.py", *args, cwd=tmp_path)
         assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1, args

@@ -287,6 +287,9 @@ def test_command(tmp_path):
     done = run_python(ROOT / "report.py", "log/a", cwd=tmp_path)
     assert done.returncode == 0 and done.stdout == "log/a/report.html\n" and done.stderr == ""
     assert (a / "report.html").read_text() == report.page([report.read_run(a)])
+    page = (a / "report.html").read_text()
+    done = run_python(ROOT / "report.py", "log/a", "log/b", cwd=tmp_path)
+    assert done.stdout == "log/a/report_with_b.html\n" and (a / "report.html").read_text() == page
     browser = tmp_path / "browser"  # --open asks the browser of the environment
     browser.write_text(f'#!/bin/sh\necho "$1" > {tmp_path}/opened\n')
     browser.chmod(0o755)
