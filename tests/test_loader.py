@@ -382,6 +382,13 @@ def test_too_few_tokens(tmp_path):
     assert len(steps(numbered_shards(tmp_path, (17,)), 3)) == 3
 
 
+def test_rows_of_another_length_name_both_ways_out(tmp_path):
+    shards = numbered_shards(tmp_path, SIZES)
+    shards.manifest = {"context": 32}
+    with pytest.raises(ValueError, match="seq_len=16 must be 32, .* pass --seq_len 32, or .*`fineweb.py --context 16`"):
+        make_loader(shards)
+
+
 def test_a_step_that_no_micro_batch_divides_names_the_next_that_is(tmp_path):
     shards = numbered_shards(tmp_path, SIZES)
     with pytest.raises(ValueError, match=r"total_batch_size=100 .*2 \* 16 \* 3 = 96; the next one up is 192"):
