@@ -3,7 +3,9 @@
 import contextlib
 import importlib.util
 import os
+import shlex
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -173,6 +175,11 @@ def fit_batch_size(model, cfg, world, precision):
         f"not even one sequence of seq_len={cfg.seq_len} fits on {torch.cuda.get_device_name(world.device)}; "
         "pass --activation_checkpointing, a shorter --seq_len or a smaller --preset"
     )
+
+
+def quoted(text):
+    """A word of a command that is printed for people to type, as this system's shell reads it."""
+    return subprocess.list2cmdline([text]) if os.name == "nt" else shlex.quote(text)
 
 
 def this_python():

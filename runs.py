@@ -13,14 +13,13 @@ train_gpt2.py's: it imports this file, and hands over what is needed.
 
 import dataclasses
 import json
-import shlex
 from pathlib import Path
 
 import torch
 
 from checkpoints import has_checkpoint, newest_checkpoint, newest_run, newest_step, read_checkpoint
 from locks import only_writer
-from machine import this_python
+from machine import quoted, this_python
 from shards import read_json
 from zero import ZeroAdamW
 
@@ -174,8 +173,8 @@ def restore(run_dir, cfg, raw_model, optimizer, loader, precision):
 
 def resume_command(run_dir):
     """What to type to go on with a run."""
-    there = f"--log_dir {shlex.quote(str(run_dir.parent))} " if str(run_dir.parent) != LOG_DIR else ""
-    return f"{this_python()} train_gpt2.py --resume {there}--run_name {shlex.quote(run_dir.name)}"
+    there = f"--log_dir {quoted(str(run_dir.parent))} " if str(run_dir.parent) != LOG_DIR else ""
+    return f"{this_python()} train_gpt2.py --resume {there}--run_name {quoted(run_dir.name)}"
 
 
 def farewell(run_dir, cfg):
@@ -185,12 +184,12 @@ def farewell(run_dir, cfg):
     if not has_checkpoint(run_dir):
         return  # stopped before there was anything to go on from
     plot.loss_curve([run_dir], run_dir / "loss.png")
-    python, quoted, all_runs = this_python(), shlex.quote(str(run_dir)), shlex.quote(str(run_dir.parent))
+    python, folder, all_runs = this_python(), quoted(str(run_dir)), quoted(str(run_dir.parent))
     done = newest_step(run_dir) >= cfg.max_steps
     kept = " --ckpt_every N" * (not cfg.ckpt_every)  # of what was trained just now, nothing is there
     more = " --max_steps N      train it further" if done else f"{kept}      finish it"
     print(f"\n{run_dir}/ holds log.jsonl (every number), loss.png (the curve), TensorBoard events and the checkpoints. Next:\n"
-          f"  {python} sample.py --model {quoted}      ask it for more\n"
-          f"  {python} report.py {quoted}      curves, samples and settings as one page\n"
+          f"  {python} sample.py --model {folder}      ask it for more\n"
+          f"  {python} report.py {folder}      curves, samples and settings as one page\n"
           f"  {python} -m tensorboard.main --logdir {all_runs}      watch the curves, compare runs\n"
           f"  {resume_command(run_dir)}{more}")  # fmt: skip

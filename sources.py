@@ -87,9 +87,7 @@ def wait(failures: int, trouble: str, retry_after: str | None = None):
     """Longer after each failure, and not in silence."""
     asked = float(retry_after) if retry_after and retry_after.isdigit() else 0
     seconds = min(max(2 ** (failures - 1), asked), MAX_WAIT)
-    without = "; no network at all? Ctrl-C, then `fineweb.py --source builtin`" if failures == 1 else ""
-    text = f"no answer ({trouble[:80]}); try {failures + 1} of {tries()} in {seconds:.0f} s{without}"
-    print(text, file=sys.stderr, flush=True)
+    print(f"no answer ({trouble[:80]}); try {failures + 1} of {tries()} in {seconds:.0f} s", file=sys.stderr, flush=True)
     time.sleep(seconds)
 
 

@@ -14,7 +14,7 @@ from typing import Annotated
 import torch
 
 from checkpoints import has_checkpoint, newest_checkpoint, newest_run, read_checkpoint
-from train_gpt2 import GPT, GPTConfig
+from train_gpt2 import GPT, PRESETS, GPTConfig
 
 # GPT-2 was published with a layer that stores its matrix as (in, out); nn.Linear stores (out, in)
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
@@ -31,7 +31,7 @@ def find_model(source, log_dir="log"):
     in log_dir, and the name of a run there is that run. Raises OSError where a run has no checkpoint, ValueError for a file
     that is none."""
     path = Path(source) if source else newest_run(log_dir)
-    if not path.exists() and has_checkpoint(Path(log_dir) / path):
+    if source not in PRESETS and not path.exists() and has_checkpoint(Path(log_dir) / path):  # gpt2 is OpenAI's
         path = Path(log_dir) / path
     if path.is_file() and path.suffix != ".pt":
         raise ValueError(f"{source} is no checkpoint: name a .pt file, the folder of a run, or a Hugging Face folder or model")

@@ -412,7 +412,7 @@ def run(argv):
         return sums(args)
     world, config = World(args.device), args.model
     device, T = world.device, args.cfg.seq_len
-    keep_tries_apart(args.out, OUT, device)
+    keep_tries_apart(args.out, OUT, device.type == "cpu")
     card, positions = card_name(device), args.batch_size * T
     print(f"{card}, torch {torch.__version__}, {args.preset}, micro-batch {args.batch_size} x {T}")
     command = f"python bench/floor.py --preset {args.preset} --batch_size {args.batch_size}"

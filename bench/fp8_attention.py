@@ -1,7 +1,8 @@
-"""Attention's four products in 8 bits: q, k and v of all heads in one, the projection after them, and their gradients.
+"""The six products of attention's linear layers in 8 bits: q, k and v of all heads in one, the projection after
+them, and their gradients.
 
-The same formats, scales and cast as the MLP's (fp8_mlp.py); softmax(QK^T)V itself stays in 16 bits. An experiment: each
-product is half as wide as the MLP's, so the casts around it weigh twice as much.
+The same formats, scales and cast as the MLP's (fp8_mlp.py); softmax(QK^T)V itself stays in 16 bits. An experiment: its
+products are on average half as wide as the MLP's, so the casts around them weigh twice as much.
 
     python bench/ladder.py --groups attention_8_bits        # what it brings on top of the 8-bit head and MLP
 """

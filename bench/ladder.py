@@ -811,7 +811,7 @@ def run(argv):
         raise ValueError(f"cards={args.cards} is more than the {torch.cuda.device_count()} GPUs of this machine")
     device = torch.device("cpu") if args.list and not torch.cuda.is_available() else World(args.device).device
     if not args.list:
-        keep_tries_apart(args.out, OUT, device)
+        keep_tries_apart(args.out, OUT, device.type == "cpu")
     done = {tuple(r.get(k) for k in KEY): r for r in read_records(args.out)}
     card = card_name(device)
 

@@ -728,7 +728,8 @@ def parse_args(argv):
     args.seq_len = args.seq_len or PRESETS[args.preset][1].seq_len
     processes = args.nproc_per_node or int(os.environ.get("WORLD_SIZE", 1))
     default = [m for m in MODES if m not in LOOPS or args.nproc_per_node] if processes > 1 else ["alone_one"]
-    if args.device == "cpu" or not torch.cuda.is_available():
+    cpu = args.device == "cpu" or not torch.cuda.is_available()
+    if cpu:
         default = [m for m in default if m != "ddp_bf16"]  # its exchange in 16 bits is NCCL's
     args.modes = args.modes or default
     for name, least in (("batch_size", 1), ("seq_len", 1), ("steps", 1), ("warmup", 0), ("loop_steps", 1), ("limit", 1),
@@ -748,9 +749,8 @@ def parse_args(argv):
     if not here:
         parser.error(f"torch sees no GPU, and {args.preset} is too large for a CPU; a try: --preset laptop --out try.jsonl")
     if not (args.table or args.picture):
-        device = torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
         try:
-            keep_tries_apart(args.out, OUT, device)
+            keep_tries_apart(args.out, OUT, cpu)
         except ValueError as error:
             parser.error(str(error))
     args.data = str(Path(args.data).resolve()) if args.data else ""

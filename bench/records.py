@@ -30,9 +30,9 @@ def read_records(path):
     return records
 
 
-def keep_tries_apart(out, default, device):
+def keep_tries_apart(out, default, cpu):
     """Raise ValueError where the measurements of a CPU would go into the file of those that README shows."""
-    if device.type != "cuda" and Path(out).resolve() == Path(default).resolve():
+    if cpu and Path(out).resolve() == Path(default).resolve():
         raise ValueError(f"{Path(default).name} is README's, and of GPUs; for a try on a CPU add --out try.jsonl")
 
 

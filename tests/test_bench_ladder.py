@@ -273,6 +273,12 @@ def test_without_a_gpu_it_says_what_it_needs(script, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_algorithms_are_those_of_a_gpu(tmp_path):
+    done = run_python(ROOT / "bench" / "gelu_algorithms.py", cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "needs an NVIDIA GPU" in done.stderr
+
+
 def test_a_cpu_writes_nothing_into_the_records(monkeypatch):
     before = Path(ladder.OUT).read_bytes(), Path(floor.OUT).read_bytes()
     for run, words in ((ladder.run, TINY), (floor.run, ["--preset", "tiny", "--device", "cpu"])):

@@ -13,6 +13,7 @@ import sample
 from sample import SampleConfig, TextStream, complete
 from tokenizer import get_tokenizer
 from train_gpt2 import GPT, GPTConfig, KVCache, sample_token
+from weights import find_model
 
 
 def noisy_gpt(**changes):
@@ -238,6 +239,9 @@ def test_several_samples_and_prompts_from_a_pipe(tmp_path, run_folder, monkeypat
     assert (status, out) == (0, "abzzzzz\n---\nabzzzzz\n---\nabzzzzz\n")
     assert err.startswith(f"[{Path('log/old/model_000010.pt')}: 15 tokens")
     assert call(monkeypatch, capfd, "ab", "--model", "old", "--max_new_tokens", 5)[1] == "abzzzzz\n", "a name that ls log shows"
+    (tmp_path / "log/old").rename(tmp_path / "log/gpt2")
+    assert find_model("gpt2", "log") == "gpt2", "OpenAI's weights, whatever a run is called"
+    (tmp_path / "log/gpt2").rename(tmp_path / "log/old")
     for lines in ("one\n\ntwo\n", "one\ntwo"):  # an empty line is passed over
         status, out, err = call(monkeypatch, capfd, "--model", "log/old", "--max_new_tokens", 3, stdin=lines)
         assert (status, out) == (0, "onezzz\ntwozzz\n") and err.count("tok/s") == 2
