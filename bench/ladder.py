@@ -164,6 +164,7 @@ def variants(group):
             found[name] = so_far
     if group == "loss":
         found["muon"] = dict(optimizer="muon")
+        found["fp8_attention"] = so_far | dict(attention_products="fp8")
     return found
 
 
@@ -206,7 +207,7 @@ class Case:
     def record(self, args, card):
         """What is known of this measurement before it is made."""
         key = dict(zip(KEY, self.key(args, card)))
-        about = dict(settings=self.settings, data=args.data_name, error=None)
+        about = dict(settings=self.settings, data=args.data_name, at_once=args.at_once, error=None)
         command = " ".join(["python bench/ladder.py", *self.flags(args)])
         return {"bench": "ladder"} | key | about | origin(command, args.commit)
 
@@ -221,6 +222,7 @@ class Case:
         words += ["--tokens_per_step", str(args.tokens_per_step)] if args.tokens_per_step and self.group != "loss" else []
         words += ["--batch_size", str(args.batch_size)] if args.batch_size else []
         words += ["--sustain", str(self.sustain)] if self.sustain else []
+        words += ["--at_once", str(args.at_once)] if args.at_once > 1 else []
         words += ["--data", Path(args.data).name] if args.data_name != "random" else []
         return words + (["--device", args.device] if args.device != "auto" else [])
 
@@ -722,6 +724,9 @@ def loss_table(records):
         print_rows(head, rows)
         print("val loss and train loss (of the last ten steps) after equal tokens; the last column after equal seconds, in "
               "which the slower ones are still in the middle of their schedule")  # fmt: skip
+        at_once = max(r.get("at_once", 1) for runs in by_variant.values() for r in runs)
+        if at_once > 1:
+            print(f"the seconds are those of a card that {at_once} runs shared")
     for r in records:
         if r["error"]:
             print(f"{r['variant']}, seed {r['seed']}: {r['error']}")
@@ -780,6 +785,7 @@ def parse_args(argv):
     parser.add_argument("--val_tokens", type=int, default=1048576, help="group loss: tokens of the final validation (1048576)")
     parser.add_argument("--device", default="auto", help="cuda, cuda:N or cpu (auto)")
     parser.add_argument("--cards", type=int, default=1, help="measure on so many GPUs at once, a process for each (1)")
+    parser.add_argument("--at_once", type=int, default=1, help="such processes that share this GPU, noted in the records (1)")
     parser.add_argument("--commit", default="", help="noted in the records where git is not at hand")
     parser.add_argument("--no_profile", action="store_true", help="times alone, no kernel_ms")
     parser.add_argument("--retry", action="store_true", help="try again what has failed before")
@@ -789,7 +795,7 @@ def parse_args(argv):
     args.shapes, args.groups = chosen(args.shapes, SHAPES, "shapes"), chosen(args.groups, GROUPS, "groups")
     args.variants = [name.strip() for name in args.variants.split(",") if name.strip()]
     args.data_name = Path(args.data).name if args.data else "random"
-    for name in ("steps", "limit", "seeds", "loss_steps", "loss_tokens", "val_tokens", "cards"):
+    for name in ("steps", "limit", "seeds", "loss_steps", "loss_tokens", "val_tokens", "cards", "at_once"):
         if getattr(args, name) < 1:
             raise ValueError(f"{name}={getattr(args, name)} must be at least 1")
     return args

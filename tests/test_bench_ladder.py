@@ -297,7 +297,7 @@ def test_rungs_add_up_and_leave_out_what_the_trainer_does_not_have(monkeypatch):
                                "bf16_residual"]  # fmt: skip
     assert all(set(settings) <= fields for settings in rungs.values())
     last = ["fp8_head"] + ["fp8_mlp"] * ("fp8_mlp" in fields)
-    assert list(rungs)[-len(last) :] == last and list(ladder.variants("loss")) == [*rungs, "muon"]
+    assert list(rungs)[-len(last) :] == last and list(ladder.variants("loss")) == [*rungs, "muon", "fp8_attention"]
     for before, after in zip(list(rungs.values()), list(rungs.values())[1:]):
         assert sum(before[k] != after[k] for k in after) == 1
     monkeypatch.setattr(ladder, "RUNGS", [*ladder.RUNGS[:2], ("teleport", dict(teleport=True)), *ladder.RUNGS[2:]])
@@ -523,8 +523,8 @@ def test_the_kernels_of_a_trace_as_a_table(tmp_path):
 
 def test_loss_runs_and_their_table(tmp_path, capsys):
     data, out = write_shards(tmp_path / "data"), tmp_path / "loss.jsonl"
-    flags = ["--groups", "loss", "--variants", "fp32,bf16", "--data", str(data), "--seeds", "2", "--loss_steps", "24",
-             "--loss_tokens", "128", "--val_tokens", "300"]  # fmt: skip
+    flags = ["--groups", "loss", "--variants", "fp32,bf16", "--data", str(data), "--at_once", "2", "--seeds", "2",
+             "--loss_steps", "24", "--loss_tokens", "128", "--val_tokens", "300"]  # fmt: skip
     records = measure(out, *flags)
     assert [(r["variant"], r["seed"]) for r in records] == [("fp32", 1337), ("fp32", 1338), ("bf16", 1337), ("bf16", 1338)]
     for r in records:
@@ -533,12 +533,14 @@ def test_loss_runs_and_their_table(tmp_path, capsys):
         assert 0 < seconds[0] < seconds[1] < seconds[2] == r["seconds"] and losses[2] < losses[1] < losses[0] < r["first_loss"]
         assert r["val_tokens"] == 300 and abs(r["val_loss"] - losses[2]) < 0.3 and "step_ms" not in r
         assert f"--seed {r['seed']} --seeds 1" in r["command"] and "--data data" in r["command"]
+        assert r["at_once"] == 2 and "--at_once 2" in r["command"]
     assert records[0]["val_loss"] != records[1]["val_loss"]
     assert abs(records[0]["val_loss"] - records[2]["val_loss"]) < 0.02
     capsys.readouterr()
     ladder.run(["--table", "--out", str(out)])
     text = capsys.readouterr().out
     assert f"{(records[0]['val_loss'] + records[1]['val_loss']) / 2:.4f}" in text and "24 steps of 128 tokens" in text
+    assert "a card that 2 runs shared" in text
     assert len(measure(out, *flags)) == 4
     assert len(measure(out, *flags[:-6], "--loss_steps", "30", "--loss_tokens", "128")) == 8  # a longer run is another one
 
