@@ -5,6 +5,9 @@ The same formats, scales and cast as the MLP's (fp8_mlp.py); softmax(QK^T)V itse
 products are on average half as wide as the MLP's, so the casts around them weigh twice as much.
 
     python bench/ladder.py --groups attention_8_bits        # what it brings on top of the 8-bit head and MLP
+
+It brought 1.7 %, and with packed gradients (packed_attention.py) 3.3 %: 3.0 ms of a micro-step's 94 at 64 x 1024 positions of
+124M (one H200, 2026-11-22). The products got 8.7 ms shorter, the casts around them took 4.6 longer.
 """
 
 import torch

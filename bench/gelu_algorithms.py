@@ -4,7 +4,8 @@
     python bench/gelu_algorithms.py --positions 32768 --channels 1600    # 1558M, 32 sequences
 
 The plain product of the same shape, PyTorch's choice, stands beside them. Each time is a median of 30 calls on two sets of
-operands in turn; an algorithm whose result differs from the first one's by more than rounding is marked.
+operands in turn; an algorithm whose result differs from the first one's by more than rounding is marked. On an H200 the
+best ones would save 0.7 ms of 112 at 64 x 1024 positions (2026-11-22), which does not pay for a search at every start.
 """
 
 import argparse
