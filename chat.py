@@ -20,7 +20,18 @@ import numpy as np
 
 from sources import File, records_of, units_of
 from tokenizer import get_tokenizer
-from writer import check_same, new_manifest, npy_header, read_manifest, sha256_of, shard_entry, write_manifest, write_whole
+from writer import (
+    check_same,
+    new_manifest,
+    npy_header,
+    read_manifest,
+    refuse_unknown,
+    sha256_of,
+    shard_entry,
+    shard_files,
+    write_manifest,
+    write_whole,
+)
 
 ROLES = {"system": "System:", "user": "User:", "assistant": "Assistant:"}
 
@@ -111,15 +122,16 @@ def build_chat(files: list[File], out_dir: Path, tokenizer: str, context: int, s
     if files[0].kind != "jsonl":
         raise ValueError(f"chat data is made from JSONL, and {files[0].path} is {files[0].kind}: leave out --chat")
     manifest, tok = read_manifest(out_dir), get_tokenizer(tokenizer)
-    if manifest is not None:
+    if manifest is not None and (manifest["complete"] or manifest["data"] != "chat"):
         check_same(out_dir, manifest, data="chat", tokenizer=tokenizer, context=context, source=source,
                    shard_tokens=rows_per_shard * context)
-        if manifest["complete"]:
-            return manifest
+        return manifest
     manifest = new_manifest("chat", tok, source, rows_per_shard * context, 0, context)
     manifest |= {"too_long": 0, "no_answer": 0, "targets": 0, "padding": 0}
     out_dir.mkdir(parents=True, exist_ok=True)
-    for old in out_dir.glob("chat_*_*.*"):
+    refuse_unknown(out_dir, "chat")
+    write_manifest(out_dir, manifest)  # what lies here from now on is ours
+    for old in shard_files(out_dir, "chat"):
         old.unlink()
     packers = {"val": RowPacker(context, tok.eot), "train": RowPacker(context, tok.eot)}
 

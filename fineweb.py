@@ -40,6 +40,7 @@ from writer import (
     check_same,
     new_manifest,
     read_manifest,
+    refuse_unknown,
     sha256_of,
     shard_entry,
     verify,
@@ -285,6 +286,10 @@ def begin_corpus(cfg, say) -> tuple[dict, list[File], int]:
     else:
         check_same(out_dir, manifest, **settings, shard_tokens=shard_tokens,
                    **({"val_tokens": val_tokens} if val_tokens else {}))
+        there = manifest["resume"]["tokens"]
+        if limit and limit < there and not manifest["complete"]:
+            raise ValueError(f"--tokens {cfg.tokens} is less than the {there:,} that {out_dir} holds already: ask for as many "
+                             "or more, or choose another --out")
         manifest["complete"] &= manifest["resume"]["exhausted"] or bool(limit and manifest["tokens"] >= limit)
         for entry in manifest["shards"][:None if manifest["complete"] else manifest["resume"]["part_index"]]:
             path = out_dir / entry["name"]
@@ -360,12 +365,14 @@ def download_shards(cfg, manifest: dict | None, files: list[File], say) -> dict:
     if manifest is None:
         source, _ = find_source(cfg, None)
         manifest = new_manifest(data_name(cfg), get_tokenizer("gpt2"), source, 0, 0)
+    refuse_unknown(out_dir, Path(chosen[0].name).name.rsplit("_", 2)[0])
     here = {e["name"]: e for e in manifest["shards"] if (out_dir / e["name"]).exists()
             and (out_dir / e["name"]).stat().st_size == e["bytes"]}
     missing = [f for f in chosen if Path(f.name).name not in here]
     manifest |= {"complete": False, "shards": list(here.values())}
     check_disk(out_dir, sum(f.size for f in missing), say)
     out_dir.mkdir(parents=True, exist_ok=True)
+    write_manifest(out_dir, manifest)  # what lies here from now on is ours
     with progress_bar(sum(f.size for f in missing), 0, "B") as bar:
         for file in missing:
             path = out_dir / Path(file.name).name
@@ -507,7 +514,8 @@ def data_name(cfg) -> str:
 def default_out(cfg) -> str:
     if cfg.source == "hub" and cfg.dataset == FINEWEB_EDU:
         return f"edu_fineweb{(cfg.name or 'sample-10BT').removeprefix('sample-').removesuffix('T')}"
-    return f"data/{data_name(cfg)}"
+    out = f"data/{data_name(cfg)}"
+    return out + "_shards" * (Path(out).resolve() == Path(cfg.source).resolve())  # beside the texts, not among them
 
 
 def run(cfg: Config) -> int:
@@ -528,6 +536,10 @@ def run(cfg: Config) -> int:
         parse_count(flag, getattr(cfg, flag))
     if cfg.workers < -1:
         raise ValueError(f"--workers {cfg.workers}: wanted is a number of processes, or -1 for one on each core")
+    texts = Path(cfg.source).resolve()
+    if cfg.source not in ("hub", "builtin") and texts.is_dir() and out_dir.resolve().is_relative_to(texts):
+        raise ValueError(f"out={cfg.out} is in the folder of the texts, {cfg.source}, where its files would be taken for texts "
+                         "the next time: choose another --out")
     if cfg.source == "builtin":
         build_builtin(out_dir, cfg.tokenizer, say=print)
         return 0

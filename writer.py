@@ -88,24 +88,46 @@ def shard_entry(path: Path, eot: int) -> dict:
             "bytes": path.stat().st_size, "sha256": sha256_of(path)}
 
 
+def shard_files(out_dir: Path, data: str) -> list[Path]:
+    """The shards of this data set in a folder, their masks, and what was not finished of them."""
+    name = re.compile(rf"{re.escape(data)}_(train|val)_\d{{6}}\.(npy|mask|bin)(\.part)?")
+    return sorted(p for p in Path(out_dir).glob("*") if name.fullmatch(p.name))
+
+
+def refuse_unknown(out_dir: Path, data: str):
+    """ValueError where such shards lie in a folder without a manifest: who made them is not known, and a writer would
+    delete them."""
+    found = [path for path in shard_files(out_dir, data) if path.suffix != ".part"]
+    if found and not (Path(out_dir) / "manifest.json").exists():
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        raise ValueError(f"{out_dir} holds {found[0].name}{more} and no manifest.json, so fineweb.py has not made them and "
+                         "does not write over them: choose another --out, or move them away (train_gpt2.py reads them as they "
+                         "are)")
+
+
 class ShardWriter:
     """Cuts a stream of tokens into shards and notes in the manifest how far it is.
 
     A shard grows as <name>.part and gets its name when whole. What was appended after the last `note` is forgotten when
-    a writer opens the folder again; the caller then appends it once more.
+    a writer opens the folder again; the caller then appends it once more. A shard that has its name is never changed, as
+    a trainer may have mapped it: one that is to grow is copied. Raises ValueError for a folder with shards of others.
     """
 
     def __init__(self, out_dir: Path, manifest: dict):
         self.dir, self.manifest = Path(out_dir), manifest
         self.dir.mkdir(parents=True, exist_ok=True)
+        refuse_unknown(self.dir, manifest["data"])
         self.index, self.filled = manifest["resume"]["part_index"], manifest["resume"]["part_tokens"]
         del manifest["shards"][self.index:]
         manifest["complete"] = False
         write_manifest(self.dir, manifest)  # before a shard that it lists loses its name
         keep = [self.path(i) for i in range(self.index)]
         if self.path().exists():  # got its name after the last note: a part again
-            os.replace(self.path(), self.part())
-        for path in [*self.dir.glob(f"{manifest['data']}_*.npy"), *self.dir.glob("*.npy.part")]:
+            with open(self.path(), "rb") as whole, open(self.part(), "wb") as part:
+                left = HEADER_BYTES + 2 * self.filled
+                while left > 0 and (piece := whole.read(min(left, 2**24))):
+                    left -= part.write(piece)
+        for path in shard_files(self.dir, manifest["data"]):
             if path not in keep and path != self.part():
                 path.unlink()
         self.open()

@@ -154,6 +154,80 @@ def test_tokens_stops_early_and_goes_on_later(corpus, tmp_path):
     assert hashes(tmp_path) == hashes(folder / "out")
 
 
+def test_fewer_tokens_than_there_are_is_refused(corpus, tmp_path, capsys):
+    """Where a larger --tokens was stopped; less than that would have to take something away."""
+    _, _, args = corpus
+    args = [str(a) for a in [*args, "--workers", 0, "--out", tmp_path, "--tokens"]]
+    assert fineweb.main([*args, "250k"]) == 0
+    (tmp_path / "manifest.json").write_text(json.dumps(read_manifest(tmp_path) | {"complete": False}))
+    before, there = hashes(tmp_path), read_manifest(tmp_path)["resume"]["tokens"]
+    assert fineweb.main([*args, "130k"]) == 2 and hashes(tmp_path) == before
+    assert re.search(rf"--tokens 130k is less than the {there:,} .* or choose another --out", capsys.readouterr().err)
+    assert fineweb.main([*args, "250k"]) == 0 and len(stream_of(tmp_path)) == 250_000
+
+
+@pytest.mark.skipif(os.name != "posix", reason="elsewhere an open file cannot be replaced")
+def test_a_trainer_may_read_what_grows(tmp_path):
+    """The last shard is open in another process while a larger --tokens lets it grow."""
+    code = """if True:
+        import sys
+        import numpy as np
+        from tokenizer import get_tokenizer
+        from writer import ShardWriter, new_manifest, read_manifest
+        first = ShardWriter(sys.argv[1], new_manifest("x", get_tokenizer("bytes"), {}, 100_000, 70))
+        first.append(np.ones(70, np.uint16))
+        first.note()
+        first.append(np.full(90_000, 7, np.uint16))
+        first.complete()
+        there = np.load(f"{sys.argv[1]}/x_train_000001.npy", mmap_mode="r")
+        second = ShardWriter(sys.argv[1], read_manifest(first.dir))
+        assert (np.array(there) == 7).all() and len(there) == 90_000
+        second.append(np.full(95_000, 8, np.uint16))
+        second.complete()
+        assert (np.array(there) == 7).all()
+        assert len(np.load(f"{sys.argv[1]}/x_train_000001.npy")) == 95_000
+    """
+    got = run_python("-c", code, tmp_path / "o", cwd=ROOT)
+    assert got.returncode == 0, (got.returncode, got.stderr)
+
+
+@pytest.mark.parametrize("kind", ["text", "chat"])
+def test_texts_in_the_data_folder_stay(kind, tmp_path):
+    """The folder that a command without --out would choose is that of the texts."""
+    if kind == "chat":
+        line = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    else:
+        line = {"text": "Once upon a time. " * 20}
+    source = tmp_path / "data" / "mine"
+    source.mkdir(parents=True)
+    (source / "chat_2024_01.jsonl").write_text((json.dumps(line) + "\n") * 40)
+    before = hashes(source)
+    args = [ROOT / "fineweb.py", "--source", "data/mine", *BYTES, "--workers", 0, "--context", 64]
+    for said in ("mine_shards: 40", "mine_shards"):
+        got = run_python(*args, cwd=tmp_path)
+        assert got.returncode == 0 and said in got.stdout, got.stderr
+    assert hashes(source) == before and verify(tmp_path / "data" / "mine_shards") == []
+    for out in ("data/mine", "data/mine/shards"):
+        got = run_python(*args, "--out", out, cwd=tmp_path)
+        assert got.returncode == 2 and f"out={out} is in the folder of the texts" in got.stderr
+    assert hashes(source) == before
+
+
+@pytest.mark.parametrize("kind", ["text", "chat"])
+def test_shards_of_others_stay(kind, tmp_path, capsys):
+    """No manifest says that they are ours."""
+    line = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    source, out = tmp_path / "edu.jsonl", tmp_path / "o"
+    source.write_text(json.dumps(line if kind == "chat" else {"text": "Once."}) + "\n")
+    out.mkdir()
+    for i in range(3):
+        (out / f"{'chat' if kind == 'chat' else 'edu'}_train_{i:06d}.npy").write_bytes(b"somebody's")
+    before = hashes(out)
+    assert fineweb.main(["--source", str(source), *BYTES, "--workers", "0", "--context", "64", "--out", str(out)]) == 2
+    err = capsys.readouterr().err
+    assert "and 2 more and no manifest.json" in err and "choose another --out" in err and hashes(out) == before
+
+
 def test_nothing_is_done_twice(corpus, capsys):
     folder, _, args = corpus
     before = {p: p.stat().st_mtime_ns for p in (folder / "out").glob("*.npy")} | {0: hashes(folder / "out")}
@@ -686,6 +760,12 @@ def test_ready_made_shards(bins, tmp_path):
         pytest.skip("needs GPT-2's tokenizer files: set GPT2_TEST_DATA or TIKTOKEN_CACHE_DIR")
     env = {"TIKTOKEN_CACHE_DIR": os.environ.get("TIKTOKEN_CACHE_DIR", str(DATA / "tiktoken")), **bins.env}
     out, args, bins.breaks = tmp_path / "o", ["--dataset", "me/texts", "--out", tmp_path / "o"], 2
+    out.mkdir()
+    (out / "web_val_000000.bin").write_bytes(b"somebody's")
+    got = call(*args, "--tokens", "9k", **env)
+    assert got.returncode == 2 and "holds web_val_000000.bin and no manifest.json" in got.stderr
+    assert (out / "web_val_000000.bin").read_bytes() == b"somebody's"
+    (out / "web_val_000000.bin").unlink()
     bins.bad_sha = True
     got = call(*args, "--tokens", "9k", **env)
     assert got.returncode == 2 and "web_val_000000.bin arrived damaged" in got.stderr
@@ -751,8 +831,18 @@ def test_chat_shards(tmp_path):
     before = hashes(out)
     (out / manifest["shards"][1]["mask"]["name"]).write_bytes(b"")
     assert call("--verify", "--out", out).returncode == 1
-    (out / "manifest.json").unlink()  # as if killed just before the end
-    assert call(*args).returncode == 0 and hashes(out) == before
+    whole = (out / "manifest.json").read_bytes()
+    (out / "manifest.json").write_text(json.dumps(json.loads(whole) | {"complete": False, "shards": []}))  # killed near the end
+    assert call(*args).returncode == 0 and hashes(out) == before and (out / "manifest.json").read_bytes() == whole
+
+
+def test_chat_data_that_failed_binds_nobody(tmp_path):
+    talk = json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}) + "\n"
+    (tmp_path / "chat.jsonl").write_text(talk * 20 + "broken")
+    args = ["--source", str(tmp_path / "chat.jsonl"), *BYTES, "--context", "64", "--out", str(tmp_path / "o")]
+    assert fineweb.main(args) == 2
+    (tmp_path / "chat.jsonl").write_text(talk * 20)
+    assert fineweb.main(args) == 0 and read_manifest(tmp_path / "o")["documents"] == 20
 
 
 def test_packer_fills_rows():
