@@ -3,6 +3,7 @@
 What a checkpoint holds is for runs.py to say (state_to_save, restore); here it is any dict of tensors and plain values.
 """
 
+import contextlib
 import os
 import pickle
 import re
@@ -25,27 +26,29 @@ def step_of(path):
 def save_checkpoint(run_dir, step, data, keep_last, best):
     """Write run_dir/model_<step>.pt whole or not at all, keep the newest keep_last, and model_best.pt if `best`."""
     path = run_dir / f"model_{step:06d}.pt"
-    part = path.with_suffix(".part")
+    part, copy = path.with_suffix(".part"), run_dir / "model_best.part"
+    for left_over in (part, copy):  # of a kill; what is still another name of model_best.pt must not be written over
+        left_over.unlink(missing_ok=True)
     try:
         with part.open("wb") as f:
             torch.save(data, f)
             f.flush()
             os.fsync(f.fileno())
+        if best:
+            try:
+                os.link(part, copy)
+            except OSError:  # a file system without links
+                shutil.copyfile(part, copy)
     except (OSError, RuntimeError) as error:
         part.unlink(missing_ok=True)
+        copy.unlink(missing_ok=True)
         if isinstance(error, RuntimeError) and "inline_container" not in str(error):
             raise  # not from torch's writer, which names that file of its source where the disk is full
         raise OSError(f"checkpoint {path} cannot be written ({str(error).splitlines()[0][:80]}); is the disk full? Make room, "
                       "then --resume goes on from the one before, if there is one") from error  # fmt: skip
+    if best:  # before the checkpoint, which says that no earlier step was better: a kill in between and this is found again
+        os.replace(copy, run_dir / "model_best.pt")
     os.replace(part, path)  # the name appears when the bytes are on disk; a kill leaves the older files as they were
-    if best:
-        part = run_dir / "model_best.part"
-        part.unlink(missing_ok=True)
-        try:
-            os.link(path, part)
-        except OSError:  # a file system without links
-            shutil.copyfile(path, part)
-        os.replace(part, run_dir / "model_best.pt")
     for old in checkpoint_files(run_dir)[:-keep_last]:
         old.unlink()
     return path
@@ -91,7 +94,10 @@ def newest_step(run_dir):
 
 def newest_run(log_dir):
     """The run folder whose checkpoint was written last."""
-    files = [path for run_dir in Path(log_dir).glob("*/") for path in checkpoint_files(run_dir)]
-    if not files:
+    times = {}
+    for path in (path for run_dir in Path(log_dir).glob("*/") for path in checkpoint_files(run_dir)):
+        with contextlib.suppress(FileNotFoundError):  # a run that goes on has just taken it away
+            times[path.parent] = max(times.get(path.parent, 0), path.stat().st_mtime)
+    if not times:
         raise FileNotFoundError(f"no run with a checkpoint in {log_dir}/; `python train_gpt2.py` makes one")
-    return max(files, key=lambda p: p.stat().st_mtime).parent
+    return max(times, key=times.get)

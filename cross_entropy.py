@@ -2,10 +2,11 @@
 
 linear_cross_entropy(x, weight, targets, vocab_size) is what GPT.forward calls; the rest are its ways of computing it.
 
-At 64 x 1024 positions the logits of GPT-2 are 6.6 GB in bf16, and their gradient as much again. But the loss is the
-last thing a forward pass computes, so its gradient is known there up to one factor. The fused way makes a chunk of
-logits, turns it into its own gradient in place, multiplies that into dx and dweight, and drops it; the backward pass
-only multiplies by the factor. (The idea is Liger-Kernel's: Hsu et al. 2024, section 3.2.)
+At 64 x 1024 positions the logits of GPT-2 are 6.6 GB in bf16, and their gradient as much again. But the gradient of the
+loss with respect to the logits, softmax minus one-hot, needs nothing from the backward pass. So the fused way makes a
+chunk of logits, turns it into its own gradient in place, multiplies that into dx and dweight, and drops it, all in the
+forward pass. What the backward pass brings later is one number, the gradient of whatever was made of the loss, and both
+are multiplied by it. (The idea is Liger-Kernel's: Hsu et al. 2024, section 3.2.)
 
 Shape letters: N positions, C channels, V rows of the head (padded vocabulary), n positions of a chunk.
 """

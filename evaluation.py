@@ -39,9 +39,9 @@ def eval_val_loss(model, shards, val_tokens, seq_len, batch_size, world, precisi
 
 
 def learnt(shards, tokens):
-    """The first `tokens` tokens of a split (0: all), without those that a mask leaves out of the loss."""
-    ids = shards.read(0, min(tokens or len(shards), len(shards)))
-    return ids[shards.read(0, len(ids), shards.masks) == 1] if shards.masks else ids
+    """The targets that `tokens` positions at the beginning of a split have (0: all), without those that a mask leaves out."""
+    ids = shards.read(1, min(tokens or len(shards), len(shards) - 1))
+    return ids[shards.read(1, len(ids), shards.masks) == 1] if shards.masks else ids
 
 
 def unigram_entropy(train_shards, val_shards, val_tokens):
@@ -53,10 +53,10 @@ def unigram_entropy(train_shards, val_shards, val_tokens):
     return float(-(asked / asked.sum() * np.log(seen / seen.sum())).sum())
 
 
-def bytes_per_token(tokenizer, shards):
-    """Mean bytes of text per token of the split's first 10M tokens, to turn nats per token into bits per byte."""
+def bytes_per_token(tokenizer, shards, val_tokens):
+    """Mean bytes of text per token that is validated, to turn nats per token into bits per byte."""
     sizes = tokenizer.token_bytes()
-    return float(sizes[learnt(shards, 10_000_000)].mean())
+    return float(sizes[learnt(shards, val_tokens)].mean())
 
 
 def eval_hellaswag(model, examples, world, precision):
@@ -85,12 +85,13 @@ class Reporter:
         self.log, self.cfg, self.world, self.precision, self.raw_model = log, cfg, world, precision, raw_model
         self.batch_size, self.val_shards, self.tokenizer = loader.batch_size, val_shards, tokenizer
         self.unigram = unigram_entropy(loader.shards, val_shards, cfg.val_tokens) if world.is_main else None
-        self.bytes = bytes_per_token(tokenizer, val_shards) if tokenizer else None
+        self.bytes = bytes_per_token(tokenizer, val_shards, cfg.val_tokens) if tokenizer else None
         self.no_hellaswag = False
 
     def begin(self, first_step, loader):
         """One line each about the model, the step and the device, so that a reader can check the arithmetic."""
         c, cfg, world = self.raw_model.config, self.cfg, self.world
+        per_epoch = len(loader.shards) if loader.aligned is None else len(loader.aligned) * cfg.seq_len
         card = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else f"{world.device.type}"
         self.log.event(
             "start", first_step, device=card, world_size=world.world_size, precision=self.precision.name,
@@ -104,7 +105,10 @@ class Reporter:
         self.log.say(f"model  {self.raw_model.num_params():,} parameters: {c.n_layer} layers, {c.n_head} heads, {c.n_embd} "
                      f"channels, vocabulary {c.vocab_size} in {c.padded_vocab_size} rows")  # fmt: skip
         self.log.say(f"data   {cfg.data}: {len(loader.shards):,} training tokens, {len(self.val_shards):,} for validation; "
-                     f"this run uses {cfg.max_steps * cfg.total_batch_size / len(loader.shards):.2f} epochs")  # fmt: skip
+                     f"this run uses {cfg.max_steps * cfg.total_batch_size / per_epoch:.2f} epochs")  # fmt: skip
+        if loader.shards.left_out:
+            self.log.say(f"note: {cfg.data} has grown by {loader.shards.left_out:,} tokens, which this run leaves alone: they "
+                         "would change its order; a new run with --init_from takes all")  # fmt: skip
         self.log.say(f"step   {cfg.total_batch_size:,} tokens = {loader.batch_size} sequences x {cfg.seq_len} x "
                      f"{world.world_size} processes x {loader.grad_accum_steps} micro-steps")  # fmt: skip
         self.log.say(f"device {card}{threads}, {self.precision.name}")
@@ -138,8 +142,9 @@ class Reporter:
         if self.tokenizer is None or not self.world.is_main:
             return
         texts = draw_samples(
-            self.raw_model, self.tokenizer, self.cfg.sample_prompt, self.cfg.sample_tokens, self.world.device, self.precision
-        )
+            self.raw_model, self.tokenizer, self.cfg.sample_prompt, self.cfg.sample_tokens, self.world.device, self.precision,
+            seed=self.cfg.seed,
+        )  # fmt: skip
         self.log.event("sample", step, texts=texts)
         for text in texts:
             self.log.say(f"--- sample after {step} steps\n{printable(text)}")

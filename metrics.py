@@ -42,7 +42,7 @@ class Meter:
         """Speed of the steps since the last read."""
         steps, seconds = step - self.step, self.restart(step)
         tok_per_s = steps * self.cfg.total_batch_size / seconds
-        values = {"dt_ms": 1000 * seconds / steps, "tok_per_s": tok_per_s, "tokens": step * self.cfg.total_batch_size}
+        values = {"dt_ms": 1000 * seconds / steps, "tok_per_s": tok_per_s}
         if self.peak:
             values["mfu"] = tok_per_s * self.flops_per_token / (self.peak * self.world.world_size)
         if self.world.device.type == "cuda":
@@ -86,20 +86,20 @@ class Logger:
         if self.is_main:
             self.bar.write(text) if self.bar is not None else print(text, flush=True)
 
-    def train(self, step, max_steps, seconds_left, **values):
-        """The train event; for people, the bar's text, or a line where there is no terminal."""
+    def train(self, step, max_steps, seconds_left=None, **values):
+        """The train event; for people, the bar's text, or a line where there is no terminal. Without what Meter.read gives in
+        the first step of a run, whose speed is that of the compiler."""
         self.event("train", step, **values)
-        short = f"loss {values['loss']:.4f} | lr {values['lr']:.2e} | norm {values['grad_norm']:.2f} | "
-        short += f"{values['tok_per_s']:,.0f} tok/s"
-        short += f" | MFU {values['mfu']:.1%}" if values.get("mfu") else ""
+        speed = f" | {values['tok_per_s']:,.0f} tok/s" if "tok_per_s" in values else ""
+        speed += f" | MFU {values['mfu']:.1%}" if values.get("mfu") else ""
         if self.bar is not None:
-            brief = f"loss {values['loss']:.3f} | {values['tok_per_s']:,.0f} tok/s"  # fits beside a bar in 80 columns
-            self.bar.set_postfix_str(brief + (f" | MFU {values['mfu']:.1%}" if values.get("mfu") else ""), refresh=False)
+            self.bar.set_postfix_str(f"loss {values['loss']:.3f}{speed}", refresh=False)  # fits beside a bar in 80 columns
             self.bar.update(step - self.bar.n)
         elif self.is_main:
-            minutes, seconds = divmod(int(seconds_left), 60)
+            left = " | {}:{:02d} left".format(*divmod(int(seconds_left), 60)) if seconds_left is not None else ""
             phases = "".join(f" | {k[:-3]} {v:.1f} ms" for k, v in values.items() if k.endswith("_ms") and k != "dt_ms")
-            print(f"step {step:5d}/{max_steps} | {short} | {minutes}:{seconds:02d} left{phases}", flush=True)
+            short = f"loss {values['loss']:.4f} | lr {values['lr']:.2e} | norm {values['grad_norm']:.2f}{speed}"
+            print(f"step {step:5d}/{max_steps} | {short}{left}{phases}", flush=True)
 
     def close(self):
         if self.is_main:

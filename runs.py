@@ -3,7 +3,7 @@
     run_dir, reason = run_to_resume("log")                            # or run_to_resume("log", "name")
     model_config, cfg = read_config(run_dir, GPTConfig, TrainConfig)  # as the run was begun
     cfg.resume = True                                                 # without this, open_run refuses a run that is there
-    step, best_val = restore(run_dir, cfg, model, optimizer, loader, precision)
+    step, best_val, measured = restore(run_dir, cfg, model, optimizer, loader, precision)
     open_run(run_dir, model_config, cfg, world, at_end)               # from here on it is this process's alone
 
 LOG_DIR/RUN_NAME holds config.json (this file), model_<step>.pt (checkpoints.py; what is in them, this file), log.jsonl and
@@ -13,6 +13,7 @@ train_gpt2.py's: it imports this file, and hands over what is needed.
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import torch
@@ -37,8 +38,11 @@ def open_run(run_dir, model_config, cfg, world, at_end):
             at_end.enter_context(only_writer(run_dir, f"{run_dir} is the folder of a run that is going on; stop that one first "
                                                       "(its processes may outlive a torchrun that was killed)"))  # fmt: skip
             saved = {"model": dataclasses.asdict(model_config), "train": dataclasses.asdict(cfg) | {"resume": False}}
-            with (run_dir / "config.json").open("w" if cfg.resume else "x") as f:  # x: of two runs of one name, one is refused
+            path = run_dir / "config.json"
+            part = path.with_suffix(".part") if cfg.resume else path  # a full disk leaves the older one as it was
+            with part.open("w" if cfg.resume else "x") as f:  # x: of two runs of one name, one is refused
                 f.write(json.dumps(saved, indent=1) + "\n")
+            os.replace(part, path)
         except FileExistsError:
             problem = f"{run_dir} is another run's already; pass --resume to continue it, or another --run_name"
             if not has_checkpoint(run_dir):
@@ -108,13 +112,14 @@ def say_what_differs(run_dir, model_config, cfg, get_lr):
 # ---------------------------------------------------------------------------------------- 3. what a checkpoint holds
 
 
-def state_to_save(step, best_val, raw_model, optimizer, loader, precision, model_config, cfg):
-    """All that the rest of the run depends on, as tensors and plain values. All processes call it; with a ZeroAdamW, rank 0
-    has all of it, the others a part."""
+def state_to_save(step, best_val, measured, raw_model, optimizer, loader, precision, model_config, cfg):
+    """All that the rest of the run depends on, as tensors and plain values. measured: whether the evaluations that were due at
+    this step were made. All processes call it; with a ZeroAdamW, rank 0 has all of it, the others a part."""
     if isinstance(optimizer, ZeroAdamW):
         optimizer.complete_weights()
     return {
-        "step": step, "best_val": best_val, "model": raw_model.state_dict(), "optimizer": optimizer.state_dict(),
+        "step": step, "best_val": best_val, "measured": measured,
+        "model": raw_model.state_dict(), "optimizer": optimizer.state_dict(),
         "loader": loader.state_dict(), "batch_size": loader.batch_size, "scaler": precision.scaler.state_dict(),
         "rng": {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None},
         "model_config": dataclasses.asdict(model_config), "train_config": dataclasses.asdict(cfg),
@@ -138,8 +143,8 @@ def copy_weights(model, state):
 
 
 def restore(run_dir, cfg, raw_model, optimizer, loader, precision):
-    """Put the newest checkpoint of a run back into place. Returns (step, best validation loss). Raises FileNotFoundError
-    where there is none, ValueError where it does not fit the model or the optimizer."""
+    """Put the newest checkpoint of a run back into place. Returns (step, best validation loss, whether that step was measured).
+    Raises FileNotFoundError where there is none, ValueError where it does not fit the model, the optimizer or the data."""
     path = newest_checkpoint(run_dir)
     data = read_checkpoint(path)
     if not {"step", "model", "optimizer", "loader", "rng", "model_config"} <= data.keys():
@@ -152,11 +157,13 @@ def restore(run_dir, cfg, raw_model, optimizer, loader, precision):
     if data["train_config"]["optimizer"] != cfg.optimizer:
         raise ValueError(f"optimizer={cfg.optimizer} cannot go on from {path}, which {data['train_config']['optimizer']} made; "
                          f"leave --optimizer out, or begin a new run with --init_from {path}")  # fmt: skip
+    if data["train_config"]["data"] == cfg.data:
+        loader.keep_to(data["loader"])
     copy_weights(raw_model, data["model"])
-    ours = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    parts = data["optimizer"].get("parts", [data["optimizer"]])  # Muon's state has two
+    for group, ours in zip((group for part in parts for group in part["param_groups"]), optimizer.param_groups):
+        group |= {k: v for k, v in ours.items() if k != "params"}  # the run before may have had other flags, another device
     optimizer.load_state_dict(data["optimizer"])
-    for group, settings in zip(optimizer.param_groups, ours):
-        group.update(settings)  # the file's are those of the run before; this one's flags may differ
     loader.load_state_dict(data["loader"])
     before = data.get("batch_size", loader.batch_size)  # not what is found to fit now: other sums round otherwise
     if not cfg.batch_size and before < loader.batch_size and loader.step_sequences % (before * loader.world_size) == 0:
@@ -165,7 +172,7 @@ def restore(run_dir, cfg, raw_model, optimizer, loader, precision):
     torch.set_rng_state(data["rng"]["cpu"])
     if data["rng"]["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(data["rng"]["cuda"])
-    return data["step"], data["best_val"]
+    return data["step"], data["best_val"], data.get("measured", True)
 
 
 # ------------------------------------------------------------------------------------------------ 4. what to do next
@@ -188,7 +195,8 @@ def farewell(run_dir, cfg):
     done = newest_step(run_dir) >= cfg.max_steps
     kept = " --ckpt_every N" * (not cfg.ckpt_every)  # of what was trained just now, nothing is there
     more = " --max_steps N      train it further" if done else f"{kept}      finish it"
-    print(f"\n{run_dir}/ holds log.jsonl (every number), loss.png (the curve), TensorBoard events and the checkpoints. Next:\n"
+    curve = " loss.png (the curve)," * (run_dir / "loss.png").exists()
+    print(f"\n{run_dir}/ holds log.jsonl (every number),{curve} TensorBoard events and the checkpoints. Next:\n"
           f"  {python} sample.py --model {folder}      ask it for more\n"
           f"  {python} report.py {folder}      curves, samples and settings as one page\n"
           f"  {python} -m tensorboard.main --logdir {all_runs}      watch the curves, compare runs\n"

@@ -89,6 +89,7 @@ class TokenShards:
             raise ValueError(f"mask {masks[there.index(False)]} is missing, and other shards of {folder} have theirs; "
                              "make the data again")  # fmt: skip
         self.masks = [open_mask(m, len(s)) for m, s in zip(masks, self.shards)] if all(there) else None
+        self.left_out = 0  # tokens, see shorten
 
     def check_manifest(self, folder, split, verify):
         """Compare names, sizes, and with verify=True hashes with what fineweb.py noted when the shards were whole."""
@@ -117,6 +118,13 @@ class TokenShards:
     def __len__(self):
         return int(self.starts[-1])
 
+    def shorten(self, tokens):
+        """Be the first `tokens` tokens alone, as before more were added."""
+        self.left_out, self.starts = len(self) - tokens, np.minimum(self.starts, tokens)
+        sizes = np.diff(self.starts)
+        self.shards = [s[:n] for s, n in zip(self.shards, sizes)]
+        self.masks = [m[:n] for m, n in zip(self.masks, sizes)] if self.masks else None
+
     def where(self, position):
         """Shard name and offset of a stream position, for messages."""
         shard = int(np.searchsorted(self.starts, position % len(self), side="right")) - 1
@@ -128,6 +136,11 @@ class TokenShards:
                 f"token id {highest} near {self.where(position)} is outside the vocabulary of {self.vocab_size}: "
                 "these shards are of another tokenizer, or broken, which --verify_data would show"
             )
+
+    def check_first(self, tokens):
+        """Raise ValueError where the first `tokens` positions (0: all) or their targets hold what is no token."""
+        ids = self.read(0, min(tokens + 1, len(self)) if tokens else len(self))
+        self.check_ids(ids.max(), int(ids.argmax()))
 
     def read(self, position, length, arrays=None):
         """`length` tokens (or mask values) from a stream position on, over shard edges and the end of the data."""

@@ -24,6 +24,7 @@ import signal
 import sys
 import textwrap
 import time
+import zlib
 
 if __name__ == "__main__":  # before torch starts its threads: on a CPU that is busy with other things too, threads that
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spin while they wait take the time of those that work (4x, README)
@@ -143,7 +144,7 @@ class TrainConfig:
     # keeping
     log_dir: str = LOG_DIR  # runs lie in LOG_DIR/RUN_NAME
     run_name: str = ""  # name of the run; made from preset and time when empty (torchrun keeps "run" to itself)
-    ckpt_every: int = 1000  # a checkpoint; 0 is never, and nothing of the run can be used or resumed
+    ckpt_every: int = 1000  # a checkpoint; 0 is only when a signal stops the run, and one that ends leaves nothing to use
     keep_last: int = 2  # how many checkpoints stay, besides the best
     resume: bool = False  # continue the newest run (or --run_name NAME) from its newest checkpoint, with its settings
     init_from: str = ""  # start from these weights: gpt2 ... gpt2-xl, a Hugging Face folder, or a checkpoint
@@ -335,12 +336,14 @@ class GPT(nn.Module):
         if self.config.bf16_residual and self.activation_dtype(x.device) == torch.bfloat16:
             x = x.bfloat16()
         if mask is None and self.config.document_mask:
-            document = keys = (idx == self.config.vocab_size - 1).cumsum(1)  # end-of-text leads its document
+            # Number the documents: each end-of-text leads one, and begins with the last number in the cache plus 1. A query
+            # looks at keys of its own number that are not later; query i stands at past + i, hence tril(past).
+            doc_of_query = doc_of_key = (idx == self.config.vocab_size - 1).cumsum(1)
             if cache is not None:
-                document += cache.document[:, past - 1 : past] if past else 0
-                cache.document[:, past : past + T] = document
-                keys = cache.document[:, : past + T]
-            mask = (document[:, :, None] == keys[:, None, :]).tril(past)[:, None]  # (B, 1, T, past + T)
+                doc_of_query = doc_of_query + (cache.document[:, past - 1 : past] if past else 0)
+                cache.document[:, past : past + T] = doc_of_query
+                doc_of_key = cache.document[:, : past + T]
+            mask = (doc_of_query[:, :, None] == doc_of_key[:, None, :]).tril(past)[:, None]  # (B, 1, T, past + T)
         for block in self.transformer.h:
             if self.config.activation_checkpointing and torch.is_grad_enabled():
                 x = checkpoint(block, x, mask, use_reentrant=False)
@@ -460,9 +463,11 @@ def get_lr(step, cfg):
 def permute(i, n, key):
     """Where a seeded shuffle of range(n) puts the indices i (uint64 array), without storing the shuffle.
 
-    A Feistel network shuffles the next larger power of 4; what lands outside range(n) is sent through again until it
-    lands inside (cycle walking: Black and Rogaway 2002, section 3). The shuffle of 10 billion tokens takes no memory
-    and its state is one integer. The round function is splitmix64's (Steele et al. 2014).
+    Cut the bits of an index into halves and replace (left, right) by (right, left xor f(right)). Whoever knows the result
+    can undo that, whatever f is, so no two indices meet: it shuffles all numbers of so many bits (a Feistel network). Four
+    rounds mix well. What lands at n or above is put in again; the shuffle's cycles come back to where they began, so one
+    below n must follow (cycle walking: Black and Rogaway 2002, method 2). The shuffle of 10 billion tokens takes no memory
+    and its state is one integer. f is splitmix64's (Steele et al. 2014).
     """
     half = np.uint64(max(1, (int(n - 1).bit_length() + 1) // 2))
     low = np.uint64((1 << int(half)) - 1)
@@ -512,6 +517,7 @@ class TokenLoader:
         j, T, N = np.arange(first, first + count, dtype=np.int64), self.seq_len, len(self.shards)
         per_epoch = len(self.aligned) if self.aligned is not None else None
         epoch = j // per_epoch if per_epoch else j * T // N
+        # -(-a // b) is a / b rounded up: epoch e has the sequences that begin at tokens e N to (e + 1) N of the endless stream
         for e in np.unique(epoch) if self.shuffle or per_epoch else []:
             begin, end = (e * per_epoch, (e + 1) * per_epoch) if per_epoch else (-(-e * N // T), -(-(e + 1) * N // T))
             members = epoch == e
@@ -550,8 +556,24 @@ class TokenLoader:
         first = step_end - self.step_sequences + (micro_step * self.world_size + self.rank) * self.batch_size
         return [self.shards.where(int(p)) for p in self.positions(first, self.batch_size)]
 
+    def keep_to(self, state):
+        """Stay with the tokens that there were when `state` was saved: of data that has grown, another number of sequences
+        would be shuffled otherwise, and some come twice, some never. Raises ValueError for fewer tokens, and for others."""
+        tokens = state.get("tokens", len(self.shards))
+        if tokens > len(self.shards) or state.get("begin", self.begin(tokens)) != self.begin(tokens):
+            raise ValueError(f"{self.shards.paths[0].parent} no longer holds the {tokens} training tokens that this run was "
+                             "begun with: put them back, or begin a new run with --init_from")  # fmt: skip
+        if tokens < len(self.shards):
+            self.shards.shorten(tokens)
+            self.aligned = self.shards.document_starts(self.seq_len) if self.aligned is not None else None
+
+    def begin(self, tokens):
+        """A checksum of the first of so many tokens."""
+        return zlib.crc32(self.shards.read(0, min(2**20, tokens)).tobytes())
+
     def state_dict(self):
-        return {"position": self.sequence * self.seq_len}
+        tokens = len(self.shards)
+        return {"position": self.sequence * self.seq_len, "tokens": tokens, "begin": self.begin(tokens)}
 
     def load_state_dict(self, state):
         self.sequence, self.micro_step = state["position"] // self.seq_len, 0
@@ -699,9 +721,10 @@ def train_step(model, optimizer, loader, lr, cfg, world, precision, clock):
     """One update. Returns the loss, whose mean over the processes is the step's, the gradient's norm before clipping, and the
     micro-steps' losses, as tensors.
 
-    The update wants the gradient of the mean loss over all targets of the step. Each micro-step's sum is divided by
-    the number of targets of the whole step, so any cut into micro-steps adds up to the same gradient, with masked
-    targets too. DDP averages over the processes where a sum is wanted: hence the factor world_size.
+    Wanted is the gradient of the mean loss over all targets of the step. Each micro-step's sum is divided by the number of
+    targets of the whole step, so any cut into micro-steps adds up to the same gradient, with masked targets too: backward()
+    adds the micro-steps. Of the processes DDP, and ZeroAdamW too, takes the mean where a sum is wanted: hence the factor
+    world_size, and for the same reason the mean of the processes' losses is the step's.
     """
     micro_losses = []
     clock.mark("start")
@@ -809,6 +832,7 @@ def prepare(model_config, cfg, world):
     precision.prepare()
     train_shards = TokenShards(cfg.data, "train", model_config.vocab_size, cfg.verify_data)
     val_shards = TokenShards(cfg.data, "val", model_config.vocab_size, cfg.verify_data)
+    val_shards.check_first(cfg.val_tokens)
     check_zero1(cfg, precision.name, world.world_size)
     check_method(model_config.cross_entropy)
     check_8_bits(model_config, why_no_fp8(precision, model_config, cfg))
@@ -863,10 +887,13 @@ def train_until(stop, at_end, model_config, cfg, world, run_dir, tokenizer):
     """train, or as much of it as is done when a signal comes.
 
     `step` counts finished updates. The last pass of the loop measures and saves only, so that the weights that were
-    measured are the weights on disk.
+    measured are the weights on disk. A run that is to stop saves only, as whoever sent the signal may not wait for more; what
+    was to be measured then is measured when it goes on.
     """
     precision, raw_model, optimizer, loader, val_shards = prepare(model_config, cfg, world)
-    first_step, best_val = restore(run_dir, cfg, raw_model, optimizer, loader, precision) if cfg.resume else (0, math.inf)
+    first_step, best_val, measured = 0, math.inf, False
+    if cfg.resume:
+        first_step, best_val, measured = restore(run_dir, cfg, raw_model, optimizer, loader, precision)
     if first_step >= cfg.max_steps:
         raise ValueError(f"{run_dir} has done {first_step} steps, max_steps={cfg.max_steps}; a larger --max_steps goes on")
     open_run(run_dir, model_config, cfg, world, at_end)
@@ -880,6 +907,7 @@ def train_until(stop, at_end, model_config, cfg, world, run_dir, tokenizer):
     clock, meter = PhaseClock(cfg.timing, world.device), Meter(cfg, world, raw_model, first_step)
     pending = None  # the last step's loss, not looked at yet
     val_loss, val_step = math.inf, -1
+    behind = first_step if measured else first_step - 1  # up to this step, all is measured and saved
 
     for step in range(first_step, cfg.max_steps + 1):
         stopping = step < cfg.max_steps and world.smallest(not stop.name) == 0  # on any process
@@ -890,7 +918,7 @@ def train_until(stop, at_end, model_config, cfg, world, run_dir, tokenizer):
                 check_finite(*pending, loader, world, run_dir)
                 check_weights(step, raw_model, run_dir)
                 pending = None
-        fresh = step > first_step or step == 0  # a resumed run has measured its first step before
+        fresh = step > behind and not stopping
         if fresh and due(step, cfg.val_every, last):
             with meter.pause():
                 val_loss, val_step = report.validate(step, model), step
@@ -900,11 +928,11 @@ def train_until(stop, at_end, model_config, cfg, world, run_dir, tokenizer):
         if fresh and step > 0 and due(step, cfg.sample_every, last):
             with meter.pause():
                 report.samples(step)
-        if step > first_step and (due(step, cfg.ckpt_every, last) or stopping):
+        if step > max(behind, 0) and (due(step, cfg.ckpt_every, last) or stopping):
             with meter.pause():
                 best = val_step == step and val_loss < best_val  # only weights that were measured can be the best
                 best_val = val_loss if best else best_val
-                state = state_to_save(step, best_val, raw_model, optimizer, loader, precision, model_config, cfg)
+                state = state_to_save(step, best_val, fresh, raw_model, optimizer, loader, precision, model_config, cfg)
                 if world.is_main:
                     path = save_checkpoint(run_dir, step, state, cfg.keep_last, best)
                     log.event("checkpoint", step, path=path.name, best=best)
@@ -916,13 +944,13 @@ def train_until(stop, at_end, model_config, cfg, world, run_dir, tokenizer):
         if pending:  # looked at one step late: the device has this one to do meanwhile
             check_finite(*pending, loader, world, run_dir)
         pending = (step + 1, Underway(loss, micro_losses), loader.sequence)
-        if due(step + 1, cfg.log_every, step + 1 == cfg.max_steps):
-            speed = meter.read(step + 1)
-            shown = dict(loss=world.mean(loss.item()), lr=lr, grad_norm=grad_norm.item())
-            log.train(step + 1, cfg.max_steps, **shown, **speed, **clock.read())
-        elif step == first_step:  # compilation and first allocations are not speed
+        if step == first_step:  # compilation and first allocations are not speed
             clock.marks.clear()
             log.event("first_step", step + 1, seconds=meter.restart(step + 1))
+        if due(step + 1, cfg.log_every, step + 1 == cfg.max_steps):
+            speed = meter.read(step + 1) if step > first_step else {}
+            shown = dict(loss=world.mean(loss.item()), lr=lr, grad_norm=grad_norm.item(), tokens=loader.sequence * cfg.seq_len)
+            log.train(step + 1, cfg.max_steps, **shown, **speed, **clock.read())
 
     log.event("end", step, reason=stop.name or ("signal on another rank" if stopping else "done"))
     log.close()
@@ -1036,7 +1064,7 @@ def run(argv):
         if cfg.zero1 and not world.distributed:
             print("note: zero1 does nothing here: there is one process, whose share is all")
         if not cfg.ckpt_every:
-            print("note: ckpt_every=0: nothing of this run is kept but its log")
+            print("note: ckpt_every=0: nothing of this run is kept but its log, unless a signal stops it")
         if cfg.warmup_steps >= cfg.max_steps:
             print(f"note: warmup_steps={cfg.warmup_steps} is not over at max_steps={cfg.max_steps}; lr is never reached")
     train(model_config, cfg, world, run_dir, load_tokenizer(model_config.vocab_size, world))

@@ -147,6 +147,36 @@ def test_a_saved_state_goes_on_with_the_next_batch(tmp_path, settings):
     assert same(whole[13:], rest)
 
 
+@pytest.mark.parametrize("settings", [{"shuffle": False}, {"shuffle": True}, {"shuffle": True, "align_documents": True}])
+def test_data_that_has_grown_goes_on_in_the_order_that_it_had(tmp_path, settings):
+    """As fineweb.py does it: the last shard becomes longer, more follow."""
+    folder = write_shards(tmp_path)
+    before = TokenShards(folder, "train", VOCAB)
+    whole, first = steps(before, 30, **settings), make_loader(before, **settings)
+    for _ in range(13 * first.grad_accum_steps):
+        first.next_batch()
+    state = json.loads(json.dumps(first.state_dict()))
+    last, more = folder / "x_train_000001.npy", np.full(500, VOCAB - 1, np.uint16)
+    longer = np.concatenate([np.load(last), more])
+    last.unlink()  # what is mapped stays as it was
+    np.save(last, longer)
+    np.save(folder / "x_train_000002.npy", np.full(900, VOCAB - 1, np.uint16))
+    grown = TokenShards(folder, "train", VOCAB)
+    second = make_loader(grown, **settings)
+    second.keep_to(state)
+    second.load_state_dict(state)
+    rest = []
+    for _ in range(17):
+        got = [second.next_batch() for _ in range(second.grad_accum_steps)]
+        rest.append((torch.cat([p[0] for p in got]), torch.cat([p[1] for p in got]), {p[2] for p in got}))
+    assert same(whole[13:], rest) and grown.left_out == 1400
+    (folder / "x_train_000002.npy").unlink()
+    last.unlink()
+    np.save(last, longer[:700])
+    with pytest.raises(ValueError, match=f"no longer holds the {state['tokens']} training tokens"):
+        make_loader(TokenShards(folder, "train", VOCAB), **settings).keep_to(state)
+
+
 def test_both_file_formats_give_the_same_stream(tmp_path):
     npy, llmc = (numbered_shards(tmp_path / s, SIZES, s) for s in (".npy", ".bin"))
     assert len(npy) == len(llmc) == 601

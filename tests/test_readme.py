@@ -226,7 +226,7 @@ def test_external_links_answer(link):
 
 # Words that are right and in no dictionary. Names in the code, and what the project says four times or more, need no entry.
 WORDS = set("""
-    capitalised capitalises centred datasheet docstrings exponentials favours initialisation ints logit modded modulo
+    capitalised capitalises centred checksum datasheet docstrings exponentials favours initialisation ints logit modded modulo
     neighbouring nostalgebraist overfit overfitting tokenising tooltip tooltips unscales unshuffled
     """.split())  # fmt: skip
 SOURCES = [p for folder in (ROOT, ROOT / "bench", ROOT / "tests") for p in sorted(folder.glob("*.py"))]

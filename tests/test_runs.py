@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TINY_MODEL
+from conftest import ROOT, TINY_MODEL, run_python
 from test_train import equal_bits
 
-from checkpoints import save_checkpoint
+from checkpoints import newest_run, save_checkpoint
 from machine import Precision, this_python
 from runs import copy_weights, open_run, read_config, restore, resume_command, run_to_resume, state_to_save
 from shards import TokenShards
@@ -84,6 +84,36 @@ def test_the_run_that_goes_on_is_the_named_one_or_the_one_that_saved_last(tmp_pa
         run_to_resume(tmp_path, "log/named")
 
 
+def test_a_checkpoint_that_goes_while_runs_are_looked_at(tmp_path):
+    for name in ("goes", "stays"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "goes" / "model_000001.pt").symlink_to(tmp_path / "nowhere")  # listed, and not there
+    save_checkpoint(tmp_path / "stays", 1, {}, keep_last=1, best=False)
+    assert newest_run(tmp_path) == tmp_path / "stays"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="limits the size of files")
+def test_a_full_disk_leaves_the_configuration_of_a_run_that_goes_on(tmp_path):
+    code = """if True:
+        import contextlib, resource, sys
+        from pathlib import Path
+        from runs import open_run
+        from train_gpt2 import GPTConfig, TrainConfig, World
+        with contextlib.ExitStack() as at_end:
+            open_run(Path(sys.argv[1]), GPTConfig(), TrainConfig(), World("cpu"), at_end)
+        before = Path(sys.argv[1], "config.json").read_text()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+        with contextlib.ExitStack() as at_end:
+            try:
+                open_run(Path(sys.argv[1]), GPTConfig(), TrainConfig(resume=True), World("cpu"), at_end)
+            except OSError as error:
+                print("refused:", error)
+        assert Path(sys.argv[1], "config.json").read_text() == before
+    """
+    got = run_python("-c", code, tmp_path / "r", cwd=ROOT)
+    assert got.returncode == 0 and "refused: cannot write the run folder" in got.stdout, got.stderr
+
+
 def test_the_command_names_the_folder_where_it_is_not_the_usual_one():
     assert resume_command(Path("log/r")) == f"{this_python()} train_gpt2.py --resume --run_name r"
     assert resume_command(Path("log/my run")).endswith(" --resume --run_name 'my run'"), "as a shell reads it"
@@ -112,7 +142,7 @@ def update(p):
 
 
 def state(p, step=1):
-    return state_to_save(step, 4.5, p.model, p.optimizer, p.loader, p.precision, p.model_config, p.cfg)
+    return state_to_save(step, 4.5, True, p.model, p.optimizer, p.loader, p.precision, p.model_config, p.cfg)
 
 
 def put_back(run_dir, p):
@@ -126,7 +156,7 @@ def test_a_state_that_is_put_back_goes_on_to_the_same_bits(tmp_path, shards, opt
     save_checkpoint(tmp_path, 1, state(ours), keep_last=1, best=False)
     expected = update(ours), torch.rand(3)
     assert not equal_bits(state(ours)["model"], state(theirs)["model"])
-    assert put_back(tmp_path, theirs) == (1, 4.5)
+    assert put_back(tmp_path, theirs) == (1, 4.5, True)
     assert equal_bits((update(theirs), torch.rand(3)), expected)
     assert equal_bits(state(ours), state(theirs))
 
@@ -145,7 +175,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_changed(tmp_path, shard
     with pytest.raises(ValueError, match=r"model_000001.pt has another shape: n_layer=2 \(here 1\)"):
         put_back(tmp_path, small)
     assert equal_bits(state(muon)["model"], parts(shards, 1).model.state_dict()) and muon.loader.sequence == 0
-    assert put_back(tmp_path, parts(shards, 1, vocab_multiple=384)) == (1, 4.5), "as many rows as before"
+    assert put_back(tmp_path, parts(shards, 1, vocab_multiple=384)) == (1, 4.5, True), "as many rows as before"
     save_checkpoint(tmp_path, 2, {"model": {}}, keep_last=1, best=False)
     with pytest.raises(ValueError, match="model_000002.pt was not written by this trainer; start from its weights"):
         put_back(tmp_path, ours)
