@@ -71,8 +71,8 @@ def read_checkpoint(path):
                          "1.6; nothing in it was executed; save its state dict again with torch.save") from error  # fmt: skip
     except Exception as error:  # a broken zip, a truncated file
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(f"checkpoint {path} cannot be read ({first.partition('. ')[0][:100]}); move it away, and --resume "
-                         "goes on from the one before it, if there is one") from error  # fmt: skip
+        raise ValueError(f"checkpoint {path} cannot be read ({first.partition('. ')[0][:100]}); move it away, and the one "
+                         "before it is the newest, if there is one") from error  # fmt: skip
 
 
 def has_checkpoint(run_dir):
@@ -83,7 +83,7 @@ def newest_checkpoint(run_dir):
     """The last model_<step>.pt of a run. Raises FileNotFoundError if there is none."""
     files = checkpoint_files(run_dir)
     if not files:
-        raise FileNotFoundError(f"no checkpoint in {run_dir}; train one with `python train_gpt2.py`, or name a --model")
+        raise FileNotFoundError(f"no checkpoint in {run_dir}; `ls log/*/` shows all, `python train_gpt2.py` makes one")
     return files[-1]
 
 

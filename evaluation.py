@@ -75,7 +75,7 @@ def draw_samples(model, tokenizer, prompt, tokens, device, precision, count=2, s
     with precision.autocast():
         new = list(model.generate(idx, tokens, temperature=0.8, top_k=50, generator=generator))
     rows = torch.stack(new, dim=1).tolist() if new else [[]] * count
-    return [prompt + tokenizer.decode([t for t in row if t < model.config.vocab_size]) for row in rows]
+    return [prompt + tokenizer.decode(row[: row.index(ids[0])] if ids[0] in row else row) for row in rows]  # to a text's end
 
 
 class Reporter:
@@ -106,6 +106,8 @@ class Reporter:
                      f"channels, vocabulary {c.vocab_size} in {c.padded_vocab_size} rows")  # fmt: skip
         self.log.say(f"data   {cfg.data}: {len(loader.shards):,} training tokens, {len(self.val_shards):,} for validation; "
                      f"this run uses {cfg.max_steps * cfg.total_batch_size / per_epoch:.2f} epochs")  # fmt: skip
+        if loader.shards.manifest.get("complete") is False:
+            self.log.say(f"note: {cfg.data} is not finished; the fineweb.py command that began it goes on with it")
         if loader.shards.left_out:
             self.log.say(f"note: {cfg.data} has grown by {loader.shards.left_out:,} tokens, which this run leaves alone: they "
                          "would change its order; a new run with --init_from takes all")  # fmt: skip

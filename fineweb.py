@@ -518,6 +518,11 @@ def default_out(cfg) -> str:
     return out + "_shards" * (Path(out).resolve() == Path(cfg.source).resolve())  # beside the texts, not among them
 
 
+def remove_if_empty(folder: Path):
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
 def run(cfg: Config) -> int:
     cfg.out = cfg.out or default_out(cfg)
     cfg.tokenizer = cfg.tokenizer or ("bytes" if cfg.source == "builtin" else "gpt2")
@@ -527,15 +532,19 @@ def run(cfg: Config) -> int:
     if cfg.verify:
         if not out_dir.exists():
             raise ValueError(f"out={cfg.out} is not there, so there is nothing to verify; name a folder of shards with --out")
+        if not (out_dir / "manifest.json").exists() and not any(out_dir.glob("*_*_*.*")):
+            raise ValueError(f"out={cfg.out} holds no shards, so there is nothing to verify; name another with --out")
         problems = verify(out_dir)
         print("\n".join(problems) or f"{out_dir}: all shards are whole")
-        if problems:
+        if problems[1:] or (problems and (read_manifest(out_dir) or {"complete": True})["complete"]):
             print(f"fineweb.py: delete {out_dir} and make it again, or put these files back from a copy", file=sys.stderr)
         return 1 if problems else 0
     for flag in ("tokens", "shard_tokens", "val_tokens"):
         parse_count(flag, getattr(cfg, flag))
     if cfg.workers < -1:
         raise ValueError(f"--workers {cfg.workers}: wanted is a number of processes, or -1 for one on each core")
+    if not cfg.note_every >= 0:
+        raise ValueError(f"--note_every {cfg.note_every}: wanted are seconds, 0 or more")
     texts = Path(cfg.source).resolve()
     if cfg.source not in ("hub", "builtin") and texts.is_dir() and out_dir.resolve().is_relative_to(texts):
         raise ValueError(f"out={cfg.out} is in the folder of the texts, {cfg.source}, where its files would be taken for texts "
@@ -546,7 +555,10 @@ def run(cfg: Config) -> int:
     chat = cfg.source != "hub" and (cfg.chat or is_chat(local_files(cfg.source, say=True)[0], cfg.text_column))
     refusal = (f"another fineweb.py is writing {out_dir}, and only one may at a time: run this again when it has ended, or "
                "choose another --out")  # fmt: skip
-    with only_writer(out_dir, refusal):
+    with contextlib.ExitStack() as at_end:
+        if not out_dir.exists():
+            at_end.callback(remove_if_empty, out_dir)
+        at_end.enter_context(only_writer(out_dir, refusal))
         if chat:
             shard_tokens = parse_count("shard_tokens", cfg.shard_tokens)
             manifest = build_chat(local_files(cfg.source), out_dir, cfg.tokenizer, cfg.context, shard_tokens)
@@ -578,7 +590,11 @@ def main(argv=None) -> int:
     except NetworkTrouble as error:
         print(f"fineweb.py: error: {error}. {by_hand(cfg)}", file=sys.stderr)
     except (ValueError, OSError) as error:
-        print(f"fineweb.py: error: {error}", file=sys.stderr)
+        text = str(error)
+        if isinstance(error, OSError) and error.errno is not None:  # the system's, which says neither why nor what to do
+            text = (f"{error.filename or cfg.out} cannot be read or written ({error.strerror}): mend that, or choose another "
+                    "--out, and run the same command again")
+        print(f"fineweb.py: error: {text}", file=sys.stderr)
     except KeyboardInterrupt:
         print("fineweb.py: stopped; the same command goes on where it was", file=sys.stderr)
         return 130

@@ -570,14 +570,20 @@ def main():
     """Run, and turn what a reader can cause into one sentence and exit status 2."""
     import tyro
 
+    from machine import out_of_memory
+
     cfg = tyro.cli(HellaSwagConfig, prog="hellaswag.py", use_underscores=True, config=(tyro.conf.FlagCreatePairsOff,))
     try:
         run(cfg)
     except KeyboardInterrupt:
         sys.exit(130)
-    except (ValueError, OSError, FloatingPointError, ModuleNotFoundError) as error:
+    except (ValueError, OSError, FloatingPointError, ModuleNotFoundError, RuntimeError, MemoryError) as error:
+        full = isinstance(error, (RuntimeError, MemoryError)) and out_of_memory(error)
+        if isinstance(error, RuntimeError) and not full:
+            raise
         if int(os.environ.get("RANK", 0)) == 0:
-            print(f"hellaswag.py: error: {error}", file=sys.stderr, flush=True)
+            text = f"the memory is full; lower --batch_tokens {cfg.batch_tokens}" if full else error
+            print(f"hellaswag.py: error: {text}", file=sys.stderr, flush=True)
         os._exit(1 if isinstance(error, FloatingPointError) else 2)  # other processes may wait in an exchange
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-from train_gpt2 import PRESETS, GPTConfig
+from runs import read_config
+from train_gpt2 import PRESETS, GPTConfig, TrainConfig
 
 
 def laptop_run(log_dir="log", steps=300):
@@ -22,11 +23,10 @@ def laptop_run(log_dir="log", steps=300):
     model, train = PRESETS["laptop"]
     found = []
     for path in Path(log_dir).glob("*/model_[0-9]*.pt"):
-        config = path.parent / "config.json"
-        saved = json.loads(config.read_text()) if config.exists() else {"train": {}}
-        if saved["train"].get("data") == train.data and not saved["train"]["init_from"]:
-            if GPTConfig(**saved["model"]).shape() == model.shape() and int(path.stem.removeprefix("model_")) >= steps:
-                found.append(path)
+        with contextlib.suppress(OSError, ValueError, TypeError):  # a run that another version made, or a broken one
+            its_model, its_train = read_config(path.parent, GPTConfig, TrainConfig)
+            if its_train.data == train.data and not its_train.init_from and its_model.shape() == model.shape():
+                found += [path] * (int(path.stem.removeprefix("model_")) >= steps)
     if not found:
         run = f"notebook_{steps}"
         flags = f"--preset laptop --max_steps {steps} --ckpt_every {steps} --val_every 0 --sample_every 0 --run_name {run}"

@@ -182,6 +182,12 @@ def quoted(text):
     return subprocess.list2cmdline([text]) if os.name == "nt" else shlex.quote(text)
 
 
+def script(name):
+    """What to type for one of this project's scripts, from the folder that we are in."""
+    folder = Path(__file__).resolve().parent
+    return name if Path.cwd() == folder else quoted(str(folder / name))
+
+
 def this_python():
     """What to type for the interpreter that runs this: python, where that is the same one, else its path."""
     found = shutil.which("python")

@@ -19,6 +19,7 @@ import dataclasses
 import math
 import os
 import re
+import shutil
 import textwrap
 import types
 from dataclasses import dataclass
@@ -428,8 +429,9 @@ def speed(s, cfg, card, mfu):
 # ---------------------------------------------------------------------------------------------------- 4. report
 
 
-def table(s, other):
-    """Lines of the ledger at its peak; beside it that of the other choice of activation checkpointing, at its own."""
+def table(s, other, width):
+    """Lines of the ledger at its peak; beside it that of the other choice of activation checkpointing, at its own. In less
+    than the 108 columns that they take, they leave out how each is computed."""
     (most, moment), (other_most, other_moment) = peak(s), peak(other)
     unit, name = (GIB, "GiB") if most >= GIB else (2**20, "MiB")
     rows = {label: [how, at[moment], 0] for label, how, at in ledger(s)}
@@ -437,13 +439,15 @@ def table(s, other):
         rows.setdefault(label, [how, 0, 0])[2] = at[other_moment]
     rows = {label: row for label, row in rows.items() if max(row[1:]) >= 0.005 * unit}
     rows["peak of PyTorch's allocator"] = [MOMENTS[moment], most, other_most]
-    lines = [f"{'':36}  {'computed as':50} {name:>8} {name + ' *':>10}"]
-    lines += [f"{label:36}  {how:50} {mine / unit:8.2f} {theirs / unit:10.2f}" for label, (how, mine, theirs) in rows.items()]
+    lines = [(f"{'':36}", f"{'computed as':50}", f"{name:>8} {name + ' *':>10}")]
+    lines += [(f"{at:36}", f"{how:50}", f"{a / unit:8.2f} {b / unit:10.2f}") for at, (how, a, b) in rows.items()]
+    lines = [f"{at}  {how} {sizes}" if width >= 108 else f"{at} {sizes}" for at, how, sizes in lines]
     lines.insert(-1, "-" * len(lines[0]))
     flag = "with" if other.model.activation_checkpointing else "without"
-    lines.append(f"* {flag} --activation_checkpointing; that peak is {MOMENTS[other_moment]}")
+    lines += textwrap.wrap(f"* {flag} --activation_checkpointing; that peak is {MOMENTS[other_moment]}", width)
     rest = ", ".join(f"{value / unit:.2f} {MOMENTS[m]}" for m, value in totals(s).items() if m != moment)
-    return [*lines, *textwrap.wrap(f"not the peak: {rest}", 108)]
+    rest += "; how each is computed is there in 108 columns" * (width < 108)
+    return [*lines, *textwrap.wrap(f"not the peak: {rest}", width)]
 
 
 def verdict(s, other, card, cfg):
@@ -482,10 +486,11 @@ def report(s, cfg, card, reason, mfu, price):
     print(", ".join(f"{name} = {size:,}" for name, size in sizes.items()) + "\n")
     if cfg.zero1 and gpus == 1:
         print("note: zero1 does nothing with one process; --plan_gpus says how many there will be\n")
-    print("\n".join(table(s, other)) + "\n")
+    width = min(108, shutil.get_terminal_size((108, 24)).columns)
+    print("\n".join(table(s, other, width)) + "\n")
 
     def say(name, text):
-        print(textwrap.fill(text, 108, initial_indent=f"{name:8}", subsequent_indent=" " * 8))
+        print(textwrap.fill(text, width, initial_indent=f"{name:8}", subsequent_indent=" " * 8))
 
     say("memory", verdict(s, other, card, cfg))
     if room(s, card) < 0:

@@ -20,7 +20,7 @@ import torch
 
 from checkpoints import has_checkpoint, newest_checkpoint, newest_run, newest_step, read_checkpoint
 from locks import only_writer
-from machine import quoted, this_python
+from machine import quoted, script, this_python
 from shards import read_json
 from zero import ZeroAdamW
 
@@ -61,7 +61,10 @@ def read_config(run_dir, model_class, train_class):
     """The two configurations that open_run noted, as these dataclasses; a setting that is not there has its default. Raises
     ValueError for a file that is broken, or that has settings which the dataclasses do not know."""
     path = run_dir / "config.json"
-    saved = read_json(path, "model", "train")
+    try:
+        saved = read_json(path, "model", "train")
+    except ValueError as error:
+        raise ValueError(f"{error}; or name another run with --run_name") from None
     fields = {f.name for config in (model_class, train_class) for f in dataclasses.fields(config)}
     unknown = sorted((saved["model"].keys() | saved["train"].keys()) - fields)
     if unknown:
@@ -181,7 +184,7 @@ def restore(run_dir, cfg, raw_model, optimizer, loader, precision):
 def resume_command(run_dir):
     """What to type to go on with a run."""
     there = f"--log_dir {quoted(str(run_dir.parent))} " if str(run_dir.parent) != LOG_DIR else ""
-    return f"{this_python()} train_gpt2.py --resume {there}--run_name {quoted(run_dir.name)}"
+    return f"{this_python()} {script('train_gpt2.py')} --resume {there}--run_name {quoted(run_dir.name)}"
 
 
 def farewell(run_dir, cfg):
@@ -194,10 +197,9 @@ def farewell(run_dir, cfg):
     python, folder, all_runs = this_python(), quoted(str(run_dir)), quoted(str(run_dir.parent))
     done = newest_step(run_dir) >= cfg.max_steps
     kept = " --ckpt_every N" * (not cfg.ckpt_every)  # of what was trained just now, nothing is there
-    more = " --max_steps N      train it further" if done else f"{kept}      finish it"
     curve = " loss.png (the curve)," * (run_dir / "loss.png").exists()
     print(f"\n{run_dir}/ holds log.jsonl (every number),{curve} TensorBoard events and the checkpoints. Next:\n"
-          f"  {python} sample.py --model {folder}      ask it for more\n"
-          f"  {python} report.py {folder}      curves, samples and settings as one page\n"
-          f"  {python} -m tensorboard.main --logdir {all_runs}      watch the curves, compare runs\n"
-          f"  {resume_command(run_dir)}{more}")  # fmt: skip
+          f"  ask it for more         {python} {script('sample.py')} --model {folder}\n"
+          f"  see all of it, a page   {python} {script('report.py')} {folder}\n"
+          f"  compare runs            {python} -m tensorboard.main --logdir {all_runs}\n"
+          f"  {'train it further' if done else 'finish it':22}  {resume_command(run_dir)}{' --max_steps N' if done else kept}")

@@ -19,6 +19,7 @@ from typing import Annotated
 import torch
 from tyro.conf import Positional, arg
 
+from checkpoints import has_checkpoint
 from machine import Precision, out_of_memory
 from tokenizer import get_tokenizer, name_of_size, printable
 from train_gpt2 import World
@@ -141,6 +142,8 @@ def run(cfg):
     world = World(cfg.device)
     precision = Precision("auto", world.device)
     precision.prepare()
+    if len(cfg.prompt) == 1 and has_checkpoint(cfg.prompt[0]):
+        raise ValueError(f"{cfg.prompt[0]} is a run, and the prompt is a text; pass --model {cfg.prompt[0]}")
     source = find_model(cfg.model, cfg.log_dir)
     model = load_model(source).to(world.device).eval()
     tokenizer = get_tokenizer(name_of_size(model.config.vocab_size))

@@ -73,9 +73,11 @@ class TokenShards:
         files = (p for p in folder.glob(f"*_{split}_*") if p.suffix in (".npy", ".bin"))
         names = sorted(p for p in files if re.findall(r"(?<=_)(train|val)(?=_)", p.name)[-1] == split)  # not my_train_set_val_0
         if not names:
+            what = "" if folder.is_dir() else " (it is a file)" if folder.exists() else " (it is not there)"
             raise FileNotFoundError(
-                f"no {split} shards in {folder}; `python fineweb.py` makes some of FineWeb-Edu in edu_fineweb10B, `python "
-                "fineweb.py --source FOLDER --out data/mine` of your own text, `python train_gpt2.py` without --data needs none"
+                f"no {split} shards in {folder}{what}: `python fineweb.py` makes some of FineWeb-Edu in edu_fineweb10B, "
+                "`python fineweb.py --source FOLDER --out data/mine` of your own text; `python train_gpt2.py --preset laptop` "
+                "needs none"
             )
         self.paths, self.vocab_size = names, vocab_size
         self.check_manifest(folder, split, verify)

@@ -57,8 +57,8 @@ def one_kind(files: list[File], place: str, say: bool = False) -> list[File]:
                 print(f"{place}: {len(chosen)} {kind} files are read; of another kind, and left out: {len(others)} "
                       f"({', '.join(sorted(others)[:3])}{', ...' if len(others) > 3 else ''})", file=sys.stderr)  # fmt: skip
             return chosen
-    raise ValueError(f"{place} holds nothing to read: wanted are files named *.parquet, *.jsonl, *.json or *.txt, "
-                     "the last three also with .gz or .zst")
+    raise ValueError(f"{place} holds nothing to read: wanted are files named *.parquet, *.jsonl, *.json, *.txt or "
+                     "*.md, the last four also with .gz or .zst")
 
 
 def local_files(source: str, say: bool = False) -> list[File]:

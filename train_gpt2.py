@@ -504,8 +504,10 @@ class TokenLoader:
             raise ValueError(f"{len(shards)} training tokens are too few for one sequence of seq_len={cfg.seq_len}")
         context = shards.manifest.get("context")
         if context and cfg.seq_len != context:
+            able = " if the model can read so many" * (context > cfg.seq_len)
             raise ValueError(f"seq_len={cfg.seq_len} must be {context}, the length these conversations were packed to; pass "
-                             f"--seq_len {context}, or pack them again with `fineweb.py --context {cfg.seq_len}`")  # fmt: skip
+                             f"--seq_len {context}{able}, or pack them again with `fineweb.py --context {cfg.seq_len}` and "
+                             "another --out")  # fmt: skip
         self.aligned = shards.document_starts(cfg.seq_len) if cfg.align_documents else None
         self.sequence = 0  # global cursor: sequences handed out, by all processes, in finished steps
         self.micro_step = 0

@@ -213,6 +213,28 @@ def test_texts_in_the_data_folder_stay(kind, tmp_path):
     assert hashes(source) == before
 
 
+def test_what_could_not_begin_leaves_no_folder(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n')
+    args = ["--source", str(tmp_path / "a.jsonl"), *BYTES, "--workers", "0", "--out", str(tmp_path / "o")]
+    assert fineweb.main([*args, "--text_column", "body"]) == 2
+    left = sorted(p.name for p in tmp_path.glob("o/*"))
+    assert not (tmp_path / "o").exists() or left, "an empty folder"
+    assert fineweb.main(["--source", str(tmp_path / "nothing"), "--out", str(tmp_path / "o2"), *BYTES]) == 2
+    got = call("--dataset", "me/texts", *BYTES, "--out", tmp_path / "o3", HF_ENDPOINT="http://127.0.0.1:9", FINEWEB_TRIES="1")
+    assert got.returncode == 2 and not (tmp_path / "o2").exists() and not (tmp_path / "o3").exists(), got.stderr
+
+
+def test_of_unfinished_data_nothing_is_to_be_deleted(corpus, tmp_path):
+    _, _, args = corpus
+    assert fineweb.main([str(a) for a in [*args, "--workers", 0, "--out", tmp_path / "o"]]) == 0
+    manifest = read_manifest(tmp_path / "o")
+    manifest |= {"complete": False, "shards": manifest["shards"][:2]}
+    (tmp_path / "o" / "manifest.json").write_text(json.dumps(manifest))
+    got = call("--verify", "--out", tmp_path / "o")
+    assert got.returncode == 1 and got.stdout.count("\n") == 1 and "run the command that began it again" in got.stdout
+    assert "delete" not in got.stderr
+
+
 @pytest.mark.parametrize("kind", ["text", "chat"])
 def test_shards_of_others_stay(kind, tmp_path, capsys):
     """No manifest says that they are ours."""
@@ -510,6 +532,8 @@ BAD = {  # name of the file, its content, more arguments, what the sentence must
     "nothing in it": ("a.jsonl", b'{"text": ""}\n{"text": " "}\n', [], r"no text: 2 documents"),
     "empty file": ("a.jsonl", b"", [], r"no text: 0 documents"),
     "no number": ("a.jsonl", LINES, ["--tokens", "many"], r"--tokens many.*500M"),
+    "no note": ("a.jsonl", LINES, ["--note_every", "-1"], r"--note_every -1\.0: wanted are seconds, 0 or more"),
+    "out below a file": ("a.jsonl", LINES, ["--out", "a.jsonl/x"], r"a\.jsonl/x cannot be read or written \(Not a directory\)"),
     "workers": ("a.jsonl", LINES, ["--workers", "-2"], r"--workers -2: wanted is"),
     "zero": ("a.jsonl", LINES, ["--shard_tokens", "0"], r"--shard_tokens 0"),
     "unknown role": ("a.jsonl", b'{"messages": [{"role": "robot", "content": "x"}]}\n', [], r"line 1: unknown role 'robot'"),
@@ -588,7 +612,11 @@ def test_verify_names_what_is_broken(corpus, tmp_path):
     nowhere = call("--verify", "--out", tmp_path / "nowhere")
     assert nowhere.returncode == 2 and "is not there, so there is nothing to verify" in nowhere.stderr
     (tmp_path / "empty").mkdir()
-    assert "nothing to compare" in call("--verify", "--out", tmp_path / "empty").stdout
+    (tmp_path / "log" / "a_run").mkdir(parents=True)
+    (tmp_path / "log" / "a_run" / "model_000001.pt").touch()
+    for out in ("empty", "log"):  # the wrong folder: nothing in it is to be deleted
+        got = call("--verify", "--out", tmp_path / out)
+        assert got.returncode == 2 and "holds no shards" in got.stderr and "delete" not in got.stderr + got.stdout
 
 
 def test_import_is_silent(tmp_path):

@@ -492,6 +492,19 @@ def test_bad_input_is_one_sentence_and_status_2(tmp_path, checkpoint, what):
     assert run.stderr.count("\n") == 1 and run.stderr.startswith("hellaswag.py: error: ") and expected[what] in run.stderr
 
 
+def test_a_full_memory_names_the_flag(tmp_path):
+    code = """if True:
+        import hellaswag, torch
+        def run(cfg):  # as CUDA says it; there is none here to fill
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 6.59 GiB")
+        hellaswag.run = run
+        hellaswag.main()
+    """
+    done = run_python("-c", code, "--batch_tokens", 70000, cwd=ROOT)
+    assert done.returncode == 2
+    assert done.stderr.strip() == "hellaswag.py: error: the memory is full; lower --batch_tokens 70000"
+
+
 # ------------------------------------------------------------------------------------------- lm-evaluation-harness
 
 

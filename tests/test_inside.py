@@ -154,6 +154,10 @@ def test_the_run_to_look_into(tmp_path):
     save_run(tmp_path / "other_shape", 3000, n_layer=3)
     save_run(tmp_path / "other_text", 3000, data="data/mine")
     save_run(tmp_path / "fine_tuned", 3000, init_from="log/long")
+    for name, text in (("cut_short", ""), ("newer", '{"model": {"warp": 1}, "train": {}}')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(text)
+        (tmp_path / name / "model_009000.pt").touch()
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "model_009000.pt").touch()
     assert laptop_run(tmp_path, steps=300) == tmp_path / "long" / "model_001000.pt"

@@ -401,6 +401,11 @@ def test_the_manifest_knows_size_and_hash(tmp_path):
 def test_no_shards_names_the_command_that_makes_them(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no train shards in .*python fineweb.py --source FOLDER"):
         TokenShards(tmp_path, "train", VOCAB)
+    with pytest.raises(FileNotFoundError, match=r"no train shards in .*nowhere \(it is not there\): "):
+        TokenShards(tmp_path / "nowhere", "train", VOCAB)
+    (tmp_path / "file").touch()
+    with pytest.raises(FileNotFoundError, match=r"no train shards in .*file \(it is a file\): "):
+        TokenShards(tmp_path / "file", "train", VOCAB)
     write_shards(tmp_path, val=0)
     with pytest.raises(FileNotFoundError, match="no val shards"):
         TokenShards(tmp_path, "val", VOCAB)
@@ -415,7 +420,8 @@ def test_too_few_tokens(tmp_path):
 def test_rows_of_another_length_name_both_ways_out(tmp_path):
     shards = numbered_shards(tmp_path, SIZES)
     shards.manifest = {"context": 32}
-    with pytest.raises(ValueError, match="seq_len=16 must be 32, .* pass --seq_len 32, or .*`fineweb.py --context 16`"):
+    said = "seq_len=16 must be 32, .* pass --seq_len 32 if the .*, or .*`fineweb.py --context 16` and another --out"
+    with pytest.raises(ValueError, match=said):
         make_loader(shards)
 
 

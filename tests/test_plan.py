@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import json
 import math
+import re
 import types
 import weakref
 
@@ -27,6 +28,11 @@ VARIANTS = [
     dict(activation_checkpointing=True, attention="math"), dict(n_layer=2, n_embd=128, n_head=2, vocab_size=300),
 ]  # fmt: skip
 name = lambda changes: "-".join(f"{k}={v}" for k, v in changes.items()) or "plain"  # noqa: E731
+
+
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
 
 
 @pytest.fixture
@@ -319,6 +325,18 @@ def test_no_peak_for_a_chip_that_only_shares_a_name(monkeypatch):
 def planned(capsys, *flags):
     plan.run(["--plan", *flags])
     return " ".join(capsys.readouterr().out.split())
+
+
+def test_a_narrow_terminal_breaks_no_line(capsys, monkeypatch):
+    plan.run(["--plan", "--plan_card", "H100"])
+    wide = capsys.readouterr().out
+    monkeypatch.setenv("COLUMNS", "80")
+    plan.run(["--plan", "--plan_card", "H100"])
+    narrow = capsys.readouterr().out
+    table = narrow[narrow.index("GiB      GiB *") :]
+    assert max(map(len, table.splitlines())) <= 80 and "4 bytes x P" not in table and "is there in 108 columns" in narrow
+    numbers = [re.findall(r"^peak of .* (\d+\.\d+) +(\d+\.\d+)$", text, re.M) for text in (wide, narrow)]
+    assert numbers[0] == numbers[1] != [] and "4 bytes x P" in wide
 
 
 def test_verdict(capsys):

@@ -60,6 +60,9 @@ def test_a_setting_that_is_missing_has_its_default_and_an_unknown_one_is_refused
     file.write_text(json.dumps({"model": {"depth": 9}, "train": {"warp": 1}}))
     with pytest.raises(ValueError, match="config.json has depth, warp, which this version does not know"):
         read_config(tmp_path, Shape, Plan)
+    file.write_text("")
+    with pytest.raises(ValueError, match="config.json is not what this project has written .* another run with --run_name"):
+        read_config(tmp_path, Shape, Plan)
 
 
 def test_the_run_that_goes_on_is_the_named_one_or_the_one_that_saved_last(tmp_path):

@@ -202,6 +202,12 @@ def run_folder(tmp_path):
     return tmp_path / "log/new"
 
 
+def test_a_run_is_no_prompt(tmp_path, run_folder):
+    done = run_python(ROOT / "sample.py", "log/new", cwd=tmp_path)
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.strip() == "sample.py: error: log/new is a run, and the prompt is a text; pass --model log/new"
+
+
 def test_command_continues_with_the_newest_run(tmp_path, run_folder):
     command = [ROOT / "sample.py", "Hello", "world", "--seed", 3, "--max_new_tokens", 90, "--device", "cpu"]
     cached = run_python(*command, cwd=tmp_path)

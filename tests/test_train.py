@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -417,7 +418,8 @@ def test_a_signal_finishes_the_step_saves_and_says_so(tmp_path, start_training):
         assert list(run.checkpoints) == [step] and run.checkpoints[step]["step"] == step
         assert run.events[-1]["kind"] == "end" and run.events[-1]["reason"] == name
         assert f"{name}: finished step {step} and saved it" in out
-        assert f"train_gpt2.py --resume --run_name {name}      finish it" in out and "train it further" not in out
+        assert re.search(rf"  finish it +\S+ \S*train_gpt2.py --resume --run_name {name}\n", out)
+        assert "train it further" not in out
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="looks into /proc")
@@ -595,6 +597,27 @@ def test_a_run_that_is_stopped_saves_at_once_and_measures_when_it_goes_on(tmp_pa
         assert run.checkpoints[step]["best_val"] == whole.checkpoints[step]["best_val"]
     assert [e["step"] for e in of_kind(run, "checkpoint") if e["best"]] == [e["step"] for e in of_kind(whole, "checkpoint")
                                                                            if e["best"]]  # fmt: skip
+
+
+def test_samples_end_where_their_text_does(tmp_path, shards):
+    """A model of which end-of-text is the most probable token after any."""
+    run = train_here(tmp_path, shards, "start", max_steps=1, ckpt_every=1)
+    state = read_checkpoint(run.dir / "model_000001.pt")
+    state["model"]["transformer.wte.weight"][VOCAB - 1] = 0.5
+    state["model"]["transformer.ln_f.weight"][:], state["model"]["transformer.ln_f.bias"][:] = 0, 1
+    save_checkpoint(run.dir, 2, state, keep_last=2, best=False)
+    settings = dict(max_steps=1, lr=0.0, min_lr=0.0, sample_every=1, sample_tokens=9, sample_prompt="ab")
+    run = train_here(tmp_path, shards, "r", ByteTokenizer(), init_from=str(run.dir / "model_000002.pt"), **settings)
+    assert of_kind(run, "sample")[0]["texts"] == ["ab", "ab"]
+
+
+def test_data_that_is_not_finished_is_named(tmp_path, shards, capsys):
+    (shards / "manifest.json").write_text(json.dumps({"complete": False, "shards": [], "vocab_size": VOCAB}))
+    train_here(tmp_path, shards, "r", max_steps=1)
+    assert "data is not finished; the fineweb.py command that began it goes on with it" in capsys.readouterr().out
+    (shards / "manifest.json").write_text(json.dumps({"complete": True, "shards": [], "vocab_size": VOCAB}))
+    train_here(tmp_path, shards, "r2", max_steps=1)
+    assert "not finished" not in capsys.readouterr().out
 
 
 def test_the_seed_is_that_of_the_samples_too(tmp_path, shards):
