@@ -262,7 +262,7 @@ def test_a_resumed_run_says_what_differs_and_one_that_keeps_nothing_says_so(run_
     assert "note: not as this run went on before: grad_clip 1.0 -> 0.5, seed 1337 -> 7\n" in result.stdout
     result = run_train("--resume", "--run_name", "s", "--max_steps", 7)
     assert result.returncode == 0 and "note" not in result.stdout
-    assert re.search(r"  train it further +python \S*train_gpt2.py --resume --run_name s --max_steps N\n", result.stdout)
+    assert re.search(r"  train it further +\S+ \S*train_gpt2.py --resume --run_name s --max_steps N\n", result.stdout)
     cosine = "--schedule", "cosine", "--min_lr", 0, "--warmup_steps", 0, "--run_name", "c"
     result = run_train("--max_steps", 2, *cosine)
     assert result.returncode == 0 and "note" not in result.stdout, result.stderr
@@ -271,7 +271,7 @@ def test_a_resumed_run_says_what_differs_and_one_that_keeps_nothing_says_so(run_
     assert f"{note} 5.00e-04" in result.stdout
     result = run_train("--resume", "--run_name", "c", "--max_steps", 6, "--ckpt_every", 0)
     assert "the next step's lr is 2.50e-04, it had ended with 1.46e-04" in result.stdout
-    assert re.search(r"  finish it +python \S*train_gpt2.py --resume --run_name c --ckpt_every N\n", result.stdout)
+    assert re.search(r"  finish it +\S+ \S*train_gpt2.py --resume --run_name c --ckpt_every N\n", result.stdout)
     config = tmp_path / "log" / "c" / "config.json"
     saved = json.loads(config.read_text())
     del saved["train"]["preset"], saved["train"]["max_steps"]  # what is not there is as it was by default

@@ -38,6 +38,10 @@ WITH_SMALLER_FLAGS = {
     "tensorboard --logdir log": "--inspect",  # reads the events and ends, instead of serving them
     "python fineweb.py --source my_texts/ --out data/mine": "--tokenizer bytes --workers 0",
     "python fineweb.py --source chats.jsonl --out data/chats": "--tokenizer bytes --workers 0",
+    "python fineweb.py --source chats.jsonl --out data/laptop_chats --tokenizer bytes --context 128":
+        "--workers 0 --context 32",
+    "python train_gpt2.py --preset laptop --data data/laptop_chats --init_from log/<run> --run_name chat": " ".join(
+        map(str, TINY_RUN)) + " --seq_len 32 --max_steps 2 --run_name chat",
     "python train_gpt2.py --data data/mine": "--max_steps 2 --total_batch_size 128 --seq_len 16 --batch_size 4 --val_tokens 64 \
 --sample_tokens 8 --run_name mine",
 }
@@ -51,6 +55,7 @@ LEFT_OUT = {
     "python -m pip install -r requirements-browser.txt": "network",
     "python -m pytest -m slow tests/test_browser.py": "runs tests, in a browser",
     "jupyter lab play.ipynb": "a server that waits for a browser; tests/test_notebook.py runs the notebook",
+    "python sample.py --model log/chat $'User: Say dog in capitals\\n\\nAssistant:'": "a shell has to read its line breaks",
     "python fineweb.py --tokens 1B": "network",
     "python fineweb.py --dataset kjj0/finewebedu10B-gpt2 --tokens 1B": "network",
     "RAY_ADDRESS=auto python fineweb.py --engine ray --name sample-100BT --out edu_fineweb100B": "a cluster and the network",
@@ -94,7 +99,7 @@ def workplace(tmp_path):
     (tmp_path / "my_texts").mkdir()
     for i in range(9):
         (tmp_path / "my_texts" / f"{i}.txt").write_text(f"Text number {i}. " * 40)
-    turns = [{"role": "user", "content": "How are you?"}, {"role": "assistant", "content": "Well, and you?"}]
+    turns = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Ho."}]
     (tmp_path / "chats.jsonl").write_text(9 * (json.dumps({"messages": turns}) + "\n"))
     write(tmp_path / "hellaswag.jsonl", made_up(6, context=(1, 2), ending=(1, 2)))
     made = run_python(ROOT / "fineweb.py", "--source", "my_texts", "--out", "edu_fineweb10B", "--tokenizer", "bytes",
