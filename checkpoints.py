@@ -46,7 +46,7 @@ def save_checkpoint(run_dir, step, data, keep_last, best):
             raise  # not from torch's writer, which names that file of its source where the disk is full
         raise OSError(f"checkpoint {path} cannot be written ({str(error).splitlines()[0][:80]}); is the disk full? Make room, "
                       "then --resume goes on from the one before, if there is one") from error  # fmt: skip
-    if best:  # before the checkpoint, which says that no earlier step was better: a kill in between and this is found again
+    if best:  # before the checkpoint, which says that no earlier step was better; after a kill in between, it is found again
         os.replace(copy, run_dir / "model_best.pt")
     os.replace(part, path)  # the name appears when the bytes are on disk; a kill leaves the older files as they were
     for old in checkpoint_files(run_dir)[:-keep_last]:
@@ -65,14 +65,14 @@ def read_checkpoint(path):
     try:
         stubs = [(Inert, name) for name in torch.serialization.get_unsafe_globals_in_checkpoint(path)]
         with torch.serialization.safe_globals(stubs):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=os.name == "posix")
     except pickle.UnpicklingError as error:
         raise ValueError(f"checkpoint {path} is refused: it holds more than tensors and plain values, or is older than torch "
                          "1.6; nothing in it was executed; save its state dict again with torch.save") from error  # fmt: skip
     except Exception as error:  # a broken zip, a truncated file
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(f"checkpoint {path} cannot be read ({first.partition('. ')[0][:100]}); move it away, and the one "
-                         "before it is the newest, if there is one") from error  # fmt: skip
+        raise ValueError(f"checkpoint {path} cannot be read ({first.partition('. ')[0][:100]}); move it away; then "
+                         "the one before it is used, if there is one") from error  # fmt: skip
 
 
 def has_checkpoint(run_dir):

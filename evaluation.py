@@ -38,25 +38,27 @@ def eval_val_loss(model, shards, val_tokens, seq_len, batch_size, world, precisi
     return loss / max(1, count)
 
 
-def learnt(shards, tokens):
-    """The targets that `tokens` positions at the beginning of a split have (0: all), without those that a mask leaves out."""
-    ids = shards.read(1, min(tokens or len(shards), len(shards) - 1))
-    return ids[shards.read(1, len(ids), shards.masks) == 1] if shards.masks else ids
+def target_counts(shards, tokens):
+    """How often each token (V,) is a target of the first `tokens` positions of a split (0: all); a mask leaves some out."""
+    end, counts = 1 + min(tokens or len(shards), len(shards) - 1), np.zeros(shards.vocab_size, np.int64)
+    for start in range(1, end, 2**24):
+        ids = shards.read(start, min(2**24, end - start))
+        ids = ids[shards.read(start, len(ids), shards.masks) == 1] if shards.masks else ids
+        counts += np.bincount(ids, minlength=len(counts))[: len(counts)]
+    return counts
 
 
 def unigram_entropy(train_shards, val_shards, val_tokens):
     """Nats per token of a model that only knows how often each token occurs in (the first 20M tokens of) the training
     data: what there is to gain without any context."""
-    V = train_shards.vocab_size
-    seen = np.bincount(learnt(train_shards, 20_000_000), minlength=V)[:V] + 1
-    asked = np.bincount(learnt(val_shards, val_tokens), minlength=V)[:V]
+    seen, asked = target_counts(train_shards, 20_000_000) + 1, target_counts(val_shards, val_tokens)
     return float(-(asked / asked.sum() * np.log(seen / seen.sum())).sum())
 
 
 def bytes_per_token(tokenizer, shards, val_tokens):
-    """Mean bytes of text per token that is validated, to turn nats per token into bits per byte."""
-    sizes = tokenizer.token_bytes()
-    return float(sizes[learnt(shards, val_tokens)].mean())
+    """Mean bytes of text per token that is validated, to turn nats per token into bits per byte; None without any."""
+    counts = target_counts(shards, val_tokens)
+    return float(counts @ tokenizer.token_bytes()[: len(counts)] / counts.sum()) if counts.any() else None
 
 
 def eval_hellaswag(model, examples, world, precision):
@@ -85,7 +87,7 @@ class Reporter:
         self.log, self.cfg, self.world, self.precision, self.raw_model = log, cfg, world, precision, raw_model
         self.batch_size, self.val_shards, self.tokenizer = loader.batch_size, val_shards, tokenizer
         self.unigram = unigram_entropy(loader.shards, val_shards, cfg.val_tokens) if world.is_main else None
-        self.bytes = bytes_per_token(tokenizer, val_shards, cfg.val_tokens) if tokenizer else None
+        self.bytes = bytes_per_token(tokenizer, val_shards, cfg.val_tokens) if tokenizer and world.is_main else None
         self.no_hellaswag = False
 
     def begin(self, first_step, loader):
@@ -107,10 +109,10 @@ class Reporter:
         self.log.say(f"data   {cfg.data}: {len(loader.shards):,} training tokens, {len(self.val_shards):,} for validation; "
                      f"this run uses {cfg.max_steps * cfg.total_batch_size / per_epoch:.2f} epochs")  # fmt: skip
         if loader.shards.manifest.get("complete") is False:
-            self.log.say(f"note: {cfg.data} is not finished; the fineweb.py command that began it goes on with it")
+            self.log.say(f"note: {cfg.data} is not finished; to finish it, run its fineweb.py command again")
         if loader.shards.left_out:
-            self.log.say(f"note: {cfg.data} has grown by {loader.shards.left_out:,} tokens, which this run leaves alone: they "
-                         "would change its order; a new run with --init_from takes all")  # fmt: skip
+            self.log.say(f"note: {cfg.data} has {loader.shards.left_out:,} more tokens than when this run began; they are not "
+                         "used, as they would change the order. A new run with --init_from uses all")  # fmt: skip
         self.log.say(f"step   {cfg.total_batch_size:,} tokens = {loader.batch_size} sequences x {cfg.seq_len} x "
                      f"{world.world_size} processes x {loader.grad_accum_steps} micro-steps")  # fmt: skip
         self.log.say(f"device {card}{threads}, {self.precision.name}")

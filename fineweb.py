@@ -265,7 +265,7 @@ def counted(at: dict, new: Tokens, keep: int) -> dict:
 def begin_corpus(cfg, say) -> tuple[dict, list[File], int]:
     """The manifest to go on with (complete: there is nothing to do), the files, and the number of tokens expected."""
     out_dir, manifest = Path(cfg.out), read_manifest(Path(cfg.out))
-    if manifest is not None and not manifest["shards"] and not manifest["resume"].get("tokens"):
+    if manifest is not None and not (manifest["shards"] or manifest["resume"].get("tokens") or manifest["tokens"]):
         manifest = None  # nothing was made yet: an attempt that failed at once binds nobody
     source, files = find_source(cfg, manifest)
     settings = {"tokenizer": cfg.tokenizer, "data": data_name(cfg), "source": source}
@@ -288,8 +288,8 @@ def begin_corpus(cfg, say) -> tuple[dict, list[File], int]:
                    **({"val_tokens": val_tokens} if val_tokens else {}))
         there = manifest["resume"]["tokens"]
         if limit and limit < there and not manifest["complete"]:
-            raise ValueError(f"--tokens {cfg.tokens} is less than the {there:,} that {out_dir} holds already: ask for as many "
-                             "or more, or choose another --out")
+            raise ValueError(f"--tokens {cfg.tokens} is less than the {there:,} that {out_dir} holds already: ask for at least "
+                             "so many, or choose another --out")
         manifest["complete"] &= manifest["resume"]["exhausted"] or bool(limit and manifest["tokens"] >= limit)
         for entry in manifest["shards"][:None if manifest["complete"] else manifest["resume"]["part_index"]]:
             path = out_dir / entry["name"]
@@ -365,7 +365,7 @@ def download_shards(cfg, manifest: dict | None, files: list[File], say) -> dict:
     if manifest is None:
         source, _ = find_source(cfg, None)
         manifest = new_manifest(data_name(cfg), get_tokenizer("gpt2"), source, 0, 0)
-    refuse_unknown(out_dir, Path(chosen[0].name).name.rsplit("_", 2)[0])
+    refuse_unknown(out_dir, manifest["data"], Path(chosen[0].name).name.rsplit("_", 2)[0])
     here = {e["name"]: e for e in manifest["shards"] if (out_dir / e["name"]).exists()
             and (out_dir / e["name"]).stat().st_size == e["bytes"]}
     missing = [f for f in chosen if Path(f.name).name not in here]
@@ -514,8 +514,7 @@ def data_name(cfg) -> str:
 def default_out(cfg) -> str:
     if cfg.source == "hub" and cfg.dataset == FINEWEB_EDU:
         return f"edu_fineweb{(cfg.name or 'sample-10BT').removeprefix('sample-').removesuffix('T')}"
-    out = f"data/{data_name(cfg)}"
-    return out + "_shards" * (Path(out).resolve() == Path(cfg.source).resolve())  # beside the texts, not among them
+    return f"data/{data_name(cfg)}"
 
 
 def remove_if_empty(folder: Path):
@@ -536,7 +535,8 @@ def run(cfg: Config) -> int:
             raise ValueError(f"out={cfg.out} holds no shards, so there is nothing to verify; name another with --out")
         problems = verify(out_dir)
         print("\n".join(problems) or f"{out_dir}: all shards are whole")
-        if problems[1:] or (problems and (read_manifest(out_dir) or {"complete": True})["complete"]):
+        broken = [p for p in problems if not re.search("is not finished|is not in the manifest|manifest.json is missing", p)]
+        if broken:
             print(f"fineweb.py: delete {out_dir} and make it again, or put these files back from a copy", file=sys.stderr)
         return 1 if problems else 0
     for flag in ("tokens", "shard_tokens", "val_tokens"):
@@ -545,10 +545,6 @@ def run(cfg: Config) -> int:
         raise ValueError(f"--workers {cfg.workers}: wanted is a number of processes, or -1 for one on each core")
     if not cfg.note_every >= 0:
         raise ValueError(f"--note_every {cfg.note_every}: wanted are seconds, 0 or more")
-    texts = Path(cfg.source).resolve()
-    if cfg.source not in ("hub", "builtin") and texts.is_dir() and out_dir.resolve().is_relative_to(texts):
-        raise ValueError(f"out={cfg.out} is in the folder of the texts, {cfg.source}, where its files would be taken for texts "
-                         "the next time: choose another --out")
     if cfg.source == "builtin":
         build_builtin(out_dir, cfg.tokenizer, say=print)
         return 0
@@ -587,13 +583,15 @@ def main(argv=None) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return run(cfg)
+    except BrokenPipeError:  # | head
+        os._exit(1)
     except NetworkTrouble as error:
         print(f"fineweb.py: error: {error}. {by_hand(cfg)}", file=sys.stderr)
     except (ValueError, OSError) as error:
         text = str(error)
         if isinstance(error, OSError) and error.errno is not None:  # the system's, which says neither why nor what to do
-            text = (f"{error.filename or cfg.out} cannot be read or written ({error.strerror}): mend that, or choose another "
-                    "--out, and run the same command again")
+            text = (f"{error.filename or cfg.out} cannot be read or written ({error.strerror}); when that is mended, the same "
+                    "command goes on")
         print(f"fineweb.py: error: {text}", file=sys.stderr)
     except KeyboardInterrupt:
         print("fineweb.py: stopped; the same command goes on where it was", file=sys.stderr)

@@ -581,9 +581,10 @@ def main():
         full = isinstance(error, (RuntimeError, MemoryError)) and out_of_memory(error)
         if isinstance(error, RuntimeError) and not full:
             raise
-        if int(os.environ.get("RANK", 0)) == 0:
-            text = f"the memory is full; lower --batch_tokens {cfg.batch_tokens}" if full else error
-            print(f"hellaswag.py: error: {text}", file=sys.stderr, flush=True)
+        rank = int(os.environ.get("RANK", 0))
+        if rank == 0 or full:  # of bad input all say the same; the memory may be this one's alone
+            text = f"the memory is full; pass a --batch_tokens below {cfg.batch_tokens}" if full else error
+            print(f"hellaswag.py: error: {f'[rank {rank}] ' if rank else ''}{text}", file=sys.stderr, flush=True)
         os._exit(1 if isinstance(error, FloatingPointError) else 2)  # other processes may wait in an exchange
 
 

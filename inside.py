@@ -23,7 +23,7 @@ def laptop_run(log_dir="log", steps=300):
     model, train = PRESETS["laptop"]
     found = []
     for path in Path(log_dir).glob("*/model_[0-9]*.pt"):
-        with contextlib.suppress(OSError, ValueError, TypeError):  # a run that another version made, or a broken one
+        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):  # a broken run, or of another version
             its_model, its_train = read_config(path.parent, GPTConfig, TrainConfig)
             if its_train.data == train.data and not its_train.init_from and its_model.shape() == model.shape():
                 found += [path] * (int(path.stem.removeprefix("model_")) >= steps)

@@ -87,8 +87,8 @@ class Logger:
             self.bar.write(text) if self.bar is not None else print(text, flush=True)
 
     def train(self, step, max_steps, seconds_left=None, **values):
-        """The train event; for people, the bar's text, or a line where there is no terminal. Without what Meter.read gives in
-        the first step of a run, whose speed is that of the compiler."""
+        """The train event; for people, the bar's text, or a line where there is no terminal. A run's first step, whose
+        speed would be the compiler's, comes without what Meter.read gives."""
         self.event("train", step, **values)
         speed = f" | {values['tok_per_s']:,.0f} tok/s" if "tok_per_s" in values else ""
         speed += f" | MFU {values['mfu']:.1%}" if values.get("mfu") else ""

@@ -446,7 +446,7 @@ def table(s, other, width):
     flag = "with" if other.model.activation_checkpointing else "without"
     lines += textwrap.wrap(f"* {flag} --activation_checkpointing; that peak is {MOMENTS[other_moment]}", width)
     rest = ", ".join(f"{value / unit:.2f} {MOMENTS[m]}" for m, value in totals(s).items() if m != moment)
-    rest += "; how each is computed is there in 108 columns" * (width < 108)
+    rest += "; a terminal of 108 columns also shows how each is computed" * (width < 108)
     return [*lines, *textwrap.wrap(f"not the peak: {rest}", width)]
 
 

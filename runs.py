@@ -11,6 +11,7 @@ TensorBoard's events (metrics.py), loss.png (plot.py). Models, optimizers, loade
 train_gpt2.py's: it imports this file, and hands over what is needed.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -51,6 +52,8 @@ def open_run(run_dir, model_config, cfg, world, at_end):
         except ValueError as error:
             problem = str(error)
         except OSError as error:
+            with contextlib.suppress(OSError):
+                (run_dir / "config.part").unlink()
             problem = f"cannot write the run folder {run_dir}: {error.strerror or error}; choose another with --log_dir"
     problem = world.from_main(problem)
     if problem:
@@ -160,7 +163,7 @@ def restore(run_dir, cfg, raw_model, optimizer, loader, precision):
     if data["train_config"]["optimizer"] != cfg.optimizer:
         raise ValueError(f"optimizer={cfg.optimizer} cannot go on from {path}, which {data['train_config']['optimizer']} made; "
                          f"leave --optimizer out, or begin a new run with --init_from {path}")  # fmt: skip
-    if data["train_config"]["data"] == cfg.data:
+    if Path(data["train_config"]["data"]).resolve() == Path(cfg.data).resolve():
         loader.keep_to(data["loader"])
     copy_weights(raw_model, data["model"])
     parts = data["optimizer"].get("parts", [data["optimizer"]])  # Muon's state has two

@@ -142,8 +142,8 @@ def run(cfg):
     world = World(cfg.device)
     precision = Precision("auto", world.device)
     precision.prepare()
-    if len(cfg.prompt) == 1 and has_checkpoint(cfg.prompt[0]):
-        raise ValueError(f"{cfg.prompt[0]} is a run, and the prompt is a text; pass --model {cfg.prompt[0]}")
+    if len(cfg.prompt) == 1 and os.path.isdir(cfg.prompt[0]) and has_checkpoint(cfg.prompt[0]):
+        raise ValueError(f"{cfg.prompt[0]} is a run, not a prompt; to sample from it: --model {cfg.prompt[0]}")
     source = find_model(cfg.model, cfg.log_dir)
     model = load_model(source).to(world.device).eval()
     tokenizer = get_tokenizer(name_of_size(model.config.vocab_size))

@@ -65,7 +65,9 @@ def local_files(source: str, say: bool = False) -> list[File]:
     root = Path(source)
     if not root.exists():
         raise ValueError(f"--source {source} does not exist: give a file, a folder, hub or builtin")
-    paths = [p for p in root.rglob("*") if p.is_file() and not p.name.startswith(".")] if root.is_dir() else [root]
+    paths = [root]
+    if root.is_dir():  # the manifest is that of shards made of these texts, which may lie beside them
+        paths = [p for p in root.rglob("*") if p.is_file() and not p.name.startswith(".") and p.name != "manifest.json"]
     base = root if root.is_dir() else root.parent
     return one_kind([File(p.relative_to(base).as_posix(), str(p), p.stat().st_size) for p in paths], source, say)
 

@@ -144,7 +144,7 @@ class TrainConfig:
     # keeping
     log_dir: str = LOG_DIR  # runs lie in LOG_DIR/RUN_NAME
     run_name: str = ""  # name of the run; made from preset and time when empty (torchrun keeps "run" to itself)
-    ckpt_every: int = 1000  # a checkpoint; 0 is only when a signal stops the run, and one that ends leaves nothing to use
+    ckpt_every: int = 1000  # a checkpoint; 0 is only if a signal stops the run; one that ends by itself keeps none
     keep_last: int = 2  # how many checkpoints stay, besides the best
     resume: bool = False  # continue the newest run (or --run_name NAME) from its newest checkpoint, with its settings
     init_from: str = ""  # start from these weights: gpt2 ... gpt2-xl, a Hugging Face folder, or a checkpoint
@@ -504,7 +504,7 @@ class TokenLoader:
             raise ValueError(f"{len(shards)} training tokens are too few for one sequence of seq_len={cfg.seq_len}")
         context = shards.manifest.get("context")
         if context and cfg.seq_len != context:
-            able = " if the model can read so many" * (context > cfg.seq_len)
+            able = " (block_size must be so many at least)" * (context > cfg.seq_len)
             raise ValueError(f"seq_len={cfg.seq_len} must be {context}, the length these conversations were packed to; pass "
                              f"--seq_len {context}{able}, or pack them again with `fineweb.py --context {cfg.seq_len}` and "
                              "another --out")  # fmt: skip
@@ -561,10 +561,15 @@ class TokenLoader:
     def keep_to(self, state):
         """Stay with the tokens that there were when `state` was saved: of data that has grown, another number of sequences
         would be shuffled otherwise, and some come twice, some never. Raises ValueError for fewer tokens, and for others."""
-        tokens = state.get("tokens", len(self.shards))
-        if tokens > len(self.shards) or state.get("begin", self.begin(tokens)) != self.begin(tokens):
-            raise ValueError(f"{self.shards.paths[0].parent} no longer holds the {tokens} training tokens that this run was "
-                             "begun with: put them back, or begin a new run with --init_from")  # fmt: skip
+        folder, tokens = self.shards.paths[0].parent, state.get("tokens", len(self.shards))
+        if tokens > len(self.shards):
+            then = "put the rest back, or begin a new run with --init_from"
+            if self.shards.manifest.get("complete") is False:
+                then = "fineweb.py is not finished with it; resume when its command has ended"
+            raise ValueError(f"{folder} has {len(self.shards):,} training tokens, this run was begun with {tokens:,}: {then}")
+        if state.get("begin", self.begin(tokens)) != self.begin(tokens):
+            raise ValueError(f"{folder} begins with other tokens than this run was begun with: put those back, or begin a new "
+                             "run with --init_from")  # fmt: skip
         if tokens < len(self.shards):
             self.shards.shorten(tokens)
             self.aligned = self.shards.document_starts(self.seq_len) if self.aligned is not None else None
@@ -725,8 +730,8 @@ def train_step(model, optimizer, loader, lr, cfg, world, precision, clock):
 
     Wanted is the gradient of the mean loss over all targets of the step. Each micro-step's sum is divided by the number of
     targets of the whole step, so any cut into micro-steps adds up to the same gradient, with masked targets too: backward()
-    adds the micro-steps. Of the processes DDP, and ZeroAdamW too, takes the mean where a sum is wanted: hence the factor
-    world_size, and for the same reason the mean of the processes' losses is the step's.
+    adds the micro-steps. DDP and ZeroAdamW average over the processes where a sum is wanted: hence the factor world_size, and
+    for the same reason the mean of the processes' losses is the step's.
     """
     micro_losses = []
     clock.mark("start")
@@ -889,8 +894,8 @@ def train_until(stop, at_end, model_config, cfg, world, run_dir, tokenizer):
     """train, or as much of it as is done when a signal comes.
 
     `step` counts finished updates. The last pass of the loop measures and saves only, so that the weights that were
-    measured are the weights on disk. A run that is to stop saves only, as whoever sent the signal may not wait for more; what
-    was to be measured then is measured when it goes on.
+    measured are the weights on disk. A signal before that makes it save without measuring any more, as whoever sent it may
+    not wait; what was due then is measured when the run goes on.
     """
     precision, raw_model, optimizer, loader, val_shards = prepare(model_config, cfg, world)
     first_step, best_val, measured = 0, math.inf, False
@@ -909,10 +914,13 @@ def train_until(stop, at_end, model_config, cfg, world, run_dir, tokenizer):
     clock, meter = PhaseClock(cfg.timing, world.device), Meter(cfg, world, raw_model, first_step)
     pending = None  # the last step's loss, not looked at yet
     val_loss, val_step = math.inf, -1
-    behind = first_step if measured else first_step - 1  # up to this step, all is measured and saved
+    behind = first_step if measured else first_step - 1  # at this step and before, nothing is left to measure
+
+    def asked_to_stop(step):  # on any process
+        return step < cfg.max_steps and world.smallest(not stop.name) == 0
 
     for step in range(first_step, cfg.max_steps + 1):
-        stopping = step < cfg.max_steps and world.smallest(not stop.name) == 0  # on any process
+        stopping = asked_to_stop(step)
         last = step == cfg.max_steps
         looks = any(due(step, every, last) for every in (cfg.val_every, cfg.hella_every, cfg.sample_every, cfg.ckpt_every))
         if pending and (looks or last or stopping):  # never measure, sample or keep what a bad step has touched
@@ -924,13 +932,16 @@ def train_until(stop, at_end, model_config, cfg, world, run_dir, tokenizer):
         if fresh and due(step, cfg.val_every, last):
             with meter.pause():
                 val_loss, val_step = report.validate(step, model), step
+            stopping = asked_to_stop(step)
+            fresh = not stopping
         if fresh and step > 0 and due(step, cfg.hella_every, last):
             with meter.pause():
                 report.hellaswag(step)
         if fresh and step > 0 and due(step, cfg.sample_every, last):
             with meter.pause():
                 report.samples(step)
-        if step > max(behind, 0) and (due(step, cfg.ckpt_every, last) or stopping):
+        saved = stopping and step == first_step  # it has just come from there
+        if step > max(behind, 0) and not saved and (due(step, cfg.ckpt_every, last) or stopping):
             with meter.pause():
                 best = val_step == step and val_loss < best_val  # only weights that were measured can be the best
                 best_val = val_loss if best else best_val

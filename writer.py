@@ -94,15 +94,14 @@ def shard_files(out_dir: Path, data: str) -> list[Path]:
     return sorted(p for p in Path(out_dir).glob("*") if name.fullmatch(p.name))
 
 
-def refuse_unknown(out_dir: Path, data: str):
-    """ValueError where such shards lie in a folder without a manifest: who made them is not known, and a writer would
-    delete them."""
-    found = [path for path in shard_files(out_dir, data) if path.suffix != ".part"]
-    if found and not (Path(out_dir) / "manifest.json").exists():
+def refuse_unknown(out_dir: Path, data: str, prefix: str = ""):
+    """ValueError where shards named `prefix` (by default `data`) lie in a folder that has no manifest of `data`: who made
+    them is not known, and a writer would delete them."""
+    found, manifest = [p for p in shard_files(out_dir, prefix or data) if p.suffix != ".part"], read_manifest(out_dir)
+    if found and data != "builtin" and (manifest is None or manifest["data"] != data):
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-        raise ValueError(f"{out_dir} holds {found[0].name}{more} and no manifest.json, so fineweb.py has not made them and "
-                         "does not write over them: choose another --out, or move them away (train_gpt2.py reads them as they "
-                         "are)")
+        raise ValueError(f"{out_dir} holds {found[0].name}{more} but no manifest.json of theirs, so it is not known who made "
+                         "them; nothing was changed: choose another --out, or move them away")
 
 
 class ShardWriter:
@@ -110,7 +109,7 @@ class ShardWriter:
 
     A shard grows as <name>.part and gets its name when whole. What was appended after the last `note` is forgotten when
     a writer opens the folder again; the caller then appends it once more. A shard that has its name is never changed, as
-    a trainer may have mapped it: one that is to grow is copied. Raises ValueError for a folder with shards of others.
+    a trainer may have mapped it: one that is to grow is copied. Raises ValueError where shards of this name are others'.
     """
 
     def __init__(self, out_dir: Path, manifest: dict):
@@ -127,8 +126,11 @@ class ShardWriter:
                 left = HEADER_BYTES + 2 * self.filled
                 while left > 0 and (piece := whole.read(min(left, 2**24))):
                     left -= part.write(piece)
+                part.flush()
+                os.fsync(part.fileno())
+            fsync_dir(self.dir)  # before the whole shard, which is the only other copy, goes
         for path in shard_files(self.dir, manifest["data"]):
-            if path not in keep and path != self.part():
+            if path.suffix in (".npy", ".part") and path not in keep and path != self.part():
                 path.unlink()
         self.open()
 
@@ -224,7 +226,8 @@ def verify(out_dir) -> list[str]:
     if not manifest["complete"]:  # what was made after its last note is not in it
         return problems
     known = {entry["name"] for entry in manifest["shards"]}
-    problems += [f"{path} is not in the manifest" for path in sorted(out_dir.iterdir())
+    problems += [f"{path} is not in the manifest, and a trainer reads it: move it away if it is not meant"
+                 for path in sorted(out_dir.iterdir())
                  if re.fullmatch(r".+_(train|val)_\d{6}\.(npy|bin)", path.name) and path.name not in known]
     return problems
 

@@ -193,7 +193,7 @@ def test_a_trainer_may_read_what_grows(tmp_path):
 
 @pytest.mark.parametrize("kind", ["text", "chat"])
 def test_texts_in_the_data_folder_stay(kind, tmp_path):
-    """The folder that a command without --out would choose is that of the texts."""
+    """The folder that a command without --out chooses is that of the texts."""
     if kind == "chat":
         line = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     else:
@@ -203,14 +203,10 @@ def test_texts_in_the_data_folder_stay(kind, tmp_path):
     (source / "chat_2024_01.jsonl").write_text((json.dumps(line) + "\n") * 40)
     before = hashes(source)
     args = [ROOT / "fineweb.py", "--source", "data/mine", *BYTES, "--workers", 0, "--context", 64]
-    for said in ("mine_shards: 40", "mine_shards"):
+    for _ in range(2):  # the second time it is there already
         got = run_python(*args, cwd=tmp_path)
-        assert got.returncode == 0 and said in got.stdout, got.stderr
-    assert hashes(source) == before and verify(tmp_path / "data" / "mine_shards") == []
-    for out in ("data/mine", "data/mine/shards"):
-        got = run_python(*args, "--out", out, cwd=tmp_path)
-        assert got.returncode == 2 and f"out={out} is in the folder of the texts" in got.stderr
-    assert hashes(source) == before
+        assert got.returncode == 0, got.stderr
+    assert before.items() <= hashes(source).items() and verify(source) == []
 
 
 def test_what_could_not_begin_leaves_no_folder(tmp_path, capsys):
@@ -235,6 +231,29 @@ def test_of_unfinished_data_nothing_is_to_be_deleted(corpus, tmp_path):
     assert "delete" not in got.stderr
 
 
+def test_what_lies_beside_the_shards_stays_when_they_grow(corpus, tmp_path):
+    _, _, args = corpus
+    args = [str(a) for a in [*args, "--workers", 0, "--out", tmp_path, "--tokens"]]
+    assert fineweb.main([*args, "130k"]) == 0
+    for path in list(tmp_path.glob("*.npy")):
+        path.with_suffix(".mask").touch()
+    (tmp_path / "in_train_000009.bin").touch()
+    assert fineweb.main([*args, "250k"]) == 0
+    assert len(list(tmp_path.glob("*.mask"))) == 2 and (tmp_path / "in_train_000009.bin").exists()
+
+
+def test_a_small_corpus_that_is_killed_while_it_grows_keeps_its_validation_shard(corpus, tmp_path):
+    """Its first note is at 0 tokens, as all of it came from one row group."""
+    folder, _, _ = corpus
+    args = ["--source", str(folder / "in"), *BYTES, "--workers", "0", "--out", str(tmp_path), "--tokens"]
+    assert fineweb.main([*args, "3k"]) == 0
+    manifest = read_manifest(tmp_path)
+    assert not manifest["resume"]["tokens"]
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest | {"complete": False, "shards": []}))  # killed at its beginning
+    assert fineweb.main([*args, "9k"]) == 0
+    assert read_manifest(tmp_path)["val_tokens"] == manifest["val_tokens"] == 300
+
+
 @pytest.mark.parametrize("kind", ["text", "chat"])
 def test_shards_of_others_stay(kind, tmp_path, capsys):
     """No manifest says that they are ours."""
@@ -247,7 +266,15 @@ def test_shards_of_others_stay(kind, tmp_path, capsys):
     before = hashes(out)
     assert fineweb.main(["--source", str(source), *BYTES, "--workers", "0", "--context", "64", "--out", str(out)]) == 2
     err = capsys.readouterr().err
-    assert "and 2 more and no manifest.json" in err and "choose another --out" in err and hashes(out) == before
+    assert "and 2 more but no manifest.json of theirs" in err and "choose another --out" in err and hashes(out) == before
+    empty = tmp_path / "empty.txt"
+    empty.write_text(" ")
+    assert fineweb.main(["--source", str(empty), *BYTES, "--workers", "0", "--out", str(out)]) == 2
+    assert fineweb.main(["--source", str(source), *BYTES, "--workers", "0", "--context", "64", "--out", str(out)]) == 2
+    assert before.items() <= hashes(out).items(), "a manifest of something else says nothing of them"
+    (out / "manifest.json").unlink(missing_ok=True)
+    got = call("--verify", "--out", out)
+    assert got.returncode == 1 and "delete" not in got.stderr + got.stdout
 
 
 def test_nothing_is_done_twice(corpus, capsys):
@@ -791,7 +818,7 @@ def test_ready_made_shards(bins, tmp_path):
     out.mkdir()
     (out / "web_val_000000.bin").write_bytes(b"somebody's")
     got = call(*args, "--tokens", "9k", **env)
-    assert got.returncode == 2 and "holds web_val_000000.bin and no manifest.json" in got.stderr
+    assert got.returncode == 2 and "holds web_val_000000.bin but no manifest.json of theirs" in got.stderr
     assert (out / "web_val_000000.bin").read_bytes() == b"somebody's"
     (out / "web_val_000000.bin").unlink()
     bins.bad_sha = True

@@ -500,9 +500,10 @@ def test_a_full_memory_names_the_flag(tmp_path):
         hellaswag.run = run
         hellaswag.main()
     """
-    done = run_python("-c", code, "--batch_tokens", 70000, cwd=ROOT)
-    assert done.returncode == 2
-    assert done.stderr.strip() == "hellaswag.py: error: the memory is full; lower --batch_tokens 70000"
+    for rank, whose in (("0", ""), ("1", "[rank 1] ")):  # it may be one process's trouble alone
+        done = run_python("-c", code, "--batch_tokens", 70000, cwd=ROOT, RANK=rank)
+        assert done.returncode == 2
+        assert done.stderr.strip() == f"hellaswag.py: error: {whose}the memory is full; pass a --batch_tokens below 70000"
 
 
 # ------------------------------------------------------------------------------------------- lm-evaluation-harness

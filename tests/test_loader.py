@@ -173,8 +173,13 @@ def test_data_that_has_grown_goes_on_in_the_order_that_it_had(tmp_path, settings
     (folder / "x_train_000002.npy").unlink()
     last.unlink()
     np.save(last, longer[:700])
-    with pytest.raises(ValueError, match=f"no longer holds the {state['tokens']} training tokens"):
-        make_loader(TokenShards(folder, "train", VOCAB), **settings).keep_to(state)
+    shrunk = make_loader(TokenShards(folder, "train", VOCAB), **settings)
+    said = f"has 2,201 training tokens, this run was begun with {state['tokens']:,}: "
+    with pytest.raises(ValueError, match=said + "put the rest back, or begin a new run"):
+        shrunk.keep_to(state)
+    shrunk.shards.manifest = {"complete": False}
+    with pytest.raises(ValueError, match=said + "fineweb.py is not finished with it; resume when its command has ended"):
+        shrunk.keep_to(state)
 
 
 def test_both_file_formats_give_the_same_stream(tmp_path):
@@ -420,7 +425,7 @@ def test_too_few_tokens(tmp_path):
 def test_rows_of_another_length_name_both_ways_out(tmp_path):
     shards = numbered_shards(tmp_path, SIZES)
     shards.manifest = {"context": 32}
-    said = "seq_len=16 must be 32, .* pass --seq_len 32 if the .*, or .*`fineweb.py --context 16` and another --out"
+    said = r"seq_len=16 must be 32, .* pass --seq_len 32 \(block.*\), or .*`fineweb.py --context 16` and another --out"
     with pytest.raises(ValueError, match=said):
         make_loader(shards)
 

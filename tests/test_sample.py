@@ -205,7 +205,10 @@ def run_folder(tmp_path):
 def test_a_run_is_no_prompt(tmp_path, run_folder):
     done = run_python(ROOT / "sample.py", "log/new", cwd=tmp_path)
     assert done.returncode == 2 and not done.stdout
-    assert done.stderr.strip() == "sample.py: error: log/new is a run, and the prompt is a text; pass --model log/new"
+    assert done.stderr.strip() == "sample.py: error: log/new is a run, not a prompt; to sample from it: --model log/new"
+    assert run_python(ROOT / "sample.py", "", "--max_new_tokens", 1, cwd=tmp_path).returncode == 0
+    long = run_python(ROOT / "sample.py", "long " * 200, "--max_new_tokens", 1, cwd=tmp_path)  # longer than a path may be
+    assert "the prompt has 1000 tokens" in long.stderr
 
 
 def test_command_continues_with_the_newest_run(tmp_path, run_folder):

@@ -22,7 +22,7 @@ from conftest import ROOT, TINY_MODEL, TINY_RUN, VOCAB, clean_env, run_python, w
 import machine
 import train_gpt2
 from checkpoints import newest_checkpoint, read_checkpoint, save_checkpoint
-from evaluation import eval_val_loss
+from evaluation import bytes_per_token, eval_val_loss
 from shards import TokenShards
 from tokenizer import ByteTokenizer
 from train_gpt2 import GPT, PRESETS, GPTConfig, TrainConfig, Underway, World, get_lr, train
@@ -614,10 +614,43 @@ def test_samples_end_where_their_text_does(tmp_path, shards):
 def test_data_that_is_not_finished_is_named(tmp_path, shards, capsys):
     (shards / "manifest.json").write_text(json.dumps({"complete": False, "shards": [], "vocab_size": VOCAB}))
     train_here(tmp_path, shards, "r", max_steps=1)
-    assert "data is not finished; the fineweb.py command that began it goes on with it" in capsys.readouterr().out
+    assert "data is not finished; to finish it, run its fineweb.py command again" in capsys.readouterr().out
     (shards / "manifest.json").write_text(json.dumps({"complete": True, "shards": [], "vocab_size": VOCAB}))
     train_here(tmp_path, shards, "r2", max_steps=1)
     assert "not finished" not in capsys.readouterr().out
+
+
+def test_a_signal_while_it_validates_ends_the_measuring(tmp_path, shards, monkeypatch):
+    settings = dict(max_steps=9, val_every=3, sample_every=3, sample_tokens=3, ckpt_every=9)
+    real = train_gpt2.Reporter.validate
+
+    def validate(self, step, model):
+        if step == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(self, step, model)
+
+    monkeypatch.setattr(train_gpt2.Reporter, "validate", validate)
+    stopped = train_here(tmp_path, shards, "r", ByteTokenizer(), **settings)
+    assert list(stopped.checkpoints) == [6] and [e["step"] for e in of_kind(stopped, "sample")] == [3]
+    monkeypatch.undo()
+    real_step = train_gpt2.Reporter.begin
+    monkeypatch.setattr(train_gpt2.Reporter, "begin", lambda *args: (real_step(*args), os.kill(os.getpid(), signal.SIGTERM)))
+    before = (stopped.dir / "model_000006.pt").stat().st_mtime_ns
+    train_here(tmp_path, shards, "r", ByteTokenizer(), resume=True, **settings)  # stopped at once: what is there stays
+    assert (stopped.dir / "model_000006.pt").stat().st_mtime_ns == before
+    monkeypatch.undo()
+    run = train_here(tmp_path, shards, "r", ByteTokenizer(), resume=True, **settings)
+    assert [e["step"] for e in of_kind(run, "sample")] == [3, 6, 9]
+
+
+def test_a_mask_that_leaves_nothing_gives_no_bits(tmp_path, shards, recwarn):
+    for split, n in (("train_000000", 1501), ("train_000001", 997), ("val_000000", 700)):
+        mask = np.ones(n, np.uint8)
+        mask[:10] = split[0] != "v"
+        with open(shards / f"x_{split}.mask", "wb") as file:
+            np.save(file, mask)
+    assert bytes_per_token(ByteTokenizer(), TokenShards(shards, "val", VOCAB), 5) is None and not recwarn.list
+    assert 0.9 < bytes_per_token(ByteTokenizer(), TokenShards(shards, "val", VOCAB), 0) <= 1
 
 
 def test_the_seed_is_that_of_the_samples_too(tmp_path, shards):
@@ -645,18 +678,21 @@ def test_epochs_are_of_the_tokens_that_are_used(tmp_path, shards, capsys):
     assert used < 0.6 * 2498 and f"this run uses {20 * 256 / used:.2f} epochs" in capsys.readouterr().out
 
 
-def test_a_run_keeps_to_its_data(tmp_path, shards, capsys):
+def test_a_run_keeps_to_its_data(tmp_path, shards, capsys, monkeypatch):
     """More is added between two sittings; then the first shard is another."""
     whole = train_here(tmp_path, shards, "whole", max_steps=12)
     train_here(tmp_path, shards, "r", max_steps=6)
     np.save(shards / "x_train_000002.npy", np.full(900, 7, np.uint16))
     capsys.readouterr()
     grown = train_here(tmp_path, shards, "r", max_steps=12, resume=True)
-    assert grown.losses == whole.losses and "has grown by 900 tokens, which this run leaves alone" in capsys.readouterr().out
+    assert grown.losses == whole.losses and "has 900 more tokens than when this run began; they" in capsys.readouterr().out
+    monkeypatch.chdir(shards.parent)
+    train_here(tmp_path, shards.name, "r", max_steps=14, resume=True)  # the same folder by another name
+    assert "has 900 more tokens than when this run began" in capsys.readouterr().out
     other = np.load(shards / "x_train_000000.npy")[::-1]
     (shards / "x_train_000000.npy").unlink()  # what is mapped stays as it was
     np.save(shards / "x_train_000000.npy", other)
-    with pytest.raises(ValueError, match="no longer holds the .* training tokens that this run was begun with: put them back"):
+    with pytest.raises(ValueError, match="begins with other tokens than this run was begun with: put those back"):
         train_here(tmp_path, shards, "r", max_steps=20, resume=True)
 
 
