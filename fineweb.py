@@ -535,9 +535,6 @@ def run(cfg: Config) -> int:
             raise ValueError(f"out={cfg.out} holds no shards, so there is nothing to verify; name another with --out")
         problems = verify(out_dir)
         print("\n".join(problems) or f"{out_dir}: all shards are whole")
-        broken = [p for p in problems if not re.search("is not finished|is not in the manifest|manifest.json is missing", p)]
-        if broken:
-            print(f"fineweb.py: delete {out_dir} and make it again, or put these files back from a copy", file=sys.stderr)
         return 1 if problems else 0
     for flag in ("tokens", "shard_tokens", "val_tokens"):
         parse_count(flag, getattr(cfg, flag))

@@ -940,8 +940,7 @@ def train_until(stop, at_end, model_config, cfg, world, run_dir, tokenizer):
         if fresh and step > 0 and due(step, cfg.sample_every, last):
             with meter.pause():
                 report.samples(step)
-        saved = stopping and step == first_step  # it has just come from there
-        if step > max(behind, 0) and not saved and (due(step, cfg.ckpt_every, last) or stopping):
+        if step > max(behind, 0) and (step > first_step if stopping else due(step, cfg.ckpt_every, last)):
             with meter.pause():
                 best = val_step == step and val_loss < best_val  # only weights that were measured can be the best
                 best_val = val_loss if best else best_val

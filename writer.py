@@ -222,7 +222,7 @@ def verify(out_dir) -> list[str]:
                 problem = str(error)
         if problem is None and "mask" in entry:
             problem = check_shard(out_dir / entry["mask"]["name"], entry["mask"])
-        problems += [problem] if problem else []
+        problems += [f"{problem}; put it back from a copy, or delete {out_dir} and make it again"] if problem else []
     if not manifest["complete"]:  # what was made after its last note is not in it
         return problems
     known = {entry["name"] for entry in manifest["shards"]}
