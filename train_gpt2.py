@@ -884,6 +884,30 @@ def compile_model(raw_model, cfg, world, log):
     return torch.compile(model, dynamic=False)  # DDP inside: the graph is cut at its buckets
 
 
+def check_compiled(model, raw_model, loader, world, precision, log):
+    """The model to train with: `model`, or, where compiling has changed what it computes, the same uncompiled.
+
+    Compared is the loss of the micro-batch that comes next. Uncompiled it is computed row by row, which takes little memory.
+    As both round, in another order, they differ by less than one part in 10,000. A race between warps of a generated kernel
+    (triton-lang/triton#10924) changed GPT-2 774M's first loss by 3 in 1,000, and its training beyond recognition (README).
+    """
+    if not hasattr(model, "_orig_mod"):  # not compiled
+        return model
+    x, y, _ = loader.micro_batch(loader.sequence, loader.micro_step)
+    x, y = x.to(world.device), y.to(world.device)
+    with precision.autocast():
+        compiled = model(x, y, reduction="sum")[1].item()
+        with torch.no_grad():
+            plain = sum(raw_model(x[i : i + 1], y[i : i + 1], reduction="sum")[1].item() for i in range(x.size(0)))
+    wrong = math.isfinite(plain) and not abs(compiled - plain) <= 1e-3 * abs(plain)
+    if world.smallest(not wrong):
+        return model
+    targets = max(1, (y >= 0).sum().item())
+    log.say(f"torch.compile is off: compiled, the model's loss for the first micro-batch is {compiled / targets:.4f}, else "
+            f"{plain / targets:.4f}; torch {torch.__version__} makes wrong code of it, another version may not")  # fmt: skip
+    return model._orig_mod
+
+
 def train(model_config, cfg, world, run_dir, tokenizer=None):
     """Run the updates of cfg, writing below run_dir. Returns the last validation loss."""
     with StopSignal() as stop, contextlib.ExitStack() as at_end:
@@ -912,6 +936,7 @@ def train_until(stop, at_end, model_config, cfg, world, run_dir, tokenizer):
                 "MLP stays in 16 bits")  # fmt: skip
     model = compile_model(raw_model, cfg, world, log)
     clock, meter = PhaseClock(cfg.timing, world.device), Meter(cfg, world, raw_model, first_step)
+    model = check_compiled(model, raw_model, loader, world, precision, log)
     pending = None  # the last step's loss, not looked at yet
     val_loss, val_step = math.inf, -1
     behind = first_step if measured else first_step - 1  # at this step and before, nothing is left to measure

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from conftest import ROOT, TINY_RUN, clean_env, wait_for_steps, write_shards
 from test_train import EPS, difference, equal_bits, of_kind, raw_gradients, read_run, train_here
 
+import machine
 import train_gpt2
 from train_gpt2 import GPT, GPTConfig, TrainConfig, check_zero1
 
@@ -94,6 +95,19 @@ def test_two_processes_are_one(tmp_path, shards, zero1):
     assert not any(k.startswith("module.") for k in two.checkpoints[12]["model"])
     assert out.count("total_batch_size=") == 1, "rank 0 alone speaks"
     assert not left_over(tmp_path)
+
+
+def test_two_compiled_processes_are_one_uncompiled(tmp_path, shards):
+    """And the loss that checks the compiler, of the first micro-batch, is not taken for one of the run's."""
+    reason = machine.why_no_compile(torch.device("cpu"))
+    if reason:
+        pytest.skip(f"torch.compile does not work here: {reason}")
+    process = torchrun(tmp_path, shards, *"--max_steps 4 --batch_size 2 --compile --log_every 1".split())
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err
+    assert "torch.compile is off" not in out
+    one = train_here(tmp_path, shards, "one", total_batch_size=128, batch_size=8, max_steps=4, lr=1e-3, beta2=0.99)
+    assert np.abs(np.subtract(read_run(tmp_path / "log" / "r").losses, one.losses)).max() < 1e-4
 
 
 def test_shares_go_on_to_the_same_bits_and_as_one_process(tmp_path, shards, run_train):

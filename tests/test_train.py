@@ -1,6 +1,7 @@
 """Training: the schedule, what must not change a run, resuming to the bit, signals, kills, losses that are not finite."""
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -232,6 +233,25 @@ def test_compiling_agrees_with_eager_and_compiles_nothing_after_warm_up(tmp_path
     assert len(a) == 5 and a == pytest.approx(b, abs=1e-4)
     assert difference(eager.checkpoints[7]["model"], compiled.checkpoints[7]["model"]) < 1e-4
     assert not any(k.startswith(("_orig_mod", "module")) for k in compiled.checkpoints[7]["model"])
+
+
+@pytest.mark.parametrize("factor, off", [(1.0, False), (1.00005, False), (1.002, True), (float("nan"), True)])
+def test_a_compiler_that_errs_is_not_used(tmp_path, shards, monkeypatch, capsys, factor, off):
+    """With a backend of torch.compile whose losses are wrong by a factor."""
+
+    def backend(graph, inputs):
+        return lambda *args: [x * factor if x.is_floating_point() and x.dim() == 0 else x for x in graph(*args)]
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    monkeypatch.setattr(train_gpt2, "why_no_compile", lambda device: "")  # no C++ compiler is needed
+    torch._dynamo.reset()
+    settings = dict(max_steps=3, val_every=0, model={"n_layer": 1}.items())
+    eager = train_here(tmp_path, shards, "eager", **settings)
+    capsys.readouterr()
+    run = train_here(tmp_path, shards, "compiled", compile=True, **settings)
+    said = capsys.readouterr().out
+    assert ("torch.compile is off: compiled, the model's loss" in said) == off
+    assert (run.losses == eager.losses) == (off or factor == 1)
 
 
 # ------------------------------------------------------------------------------------- checkpoints and resuming
