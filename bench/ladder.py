@@ -56,6 +56,7 @@ from train_gpt2 import (  # noqa: E402
     TokenLoader,
     TrainConfig,
     World,
+    check_compiled,
     check_config,
     compile_model,
     get_lr,
@@ -481,11 +482,15 @@ class Run:
         )[0]
 
     def first_step(self):
-        """Seconds of the step that compiles, and its loss."""
+        """Seconds of the step that compiles, and its loss. Raises FloatingPointError where the compiler erred."""
         self.world.synchronize()
         t0 = time.perf_counter()
-        loss = self.step().item()
-        return time.perf_counter() - t0, loss
+        loss, said = self.step().item(), []
+        seconds = time.perf_counter() - t0
+        check_compiled(self.model, self.raw_model, self.loader, self.world, self.precision, SimpleNamespace(say=said.append))
+        if said:
+            raise FloatingPointError(f"{said[0]}: a time of wrong results is none")
+        return seconds, loss
 
     def facts(self):
         device = self.world.device
@@ -724,9 +729,11 @@ def loss_table(records):
         print_rows(head, rows)
         print("val loss and train loss (of the last ten steps) after equal tokens; the last column after equal seconds, in "
               "which the slower ones are still in the middle of their schedule")  # fmt: skip
-        at_once = max(r.get("at_once", 1) for runs in by_variant.values() for r in runs)
-        if at_once > 1:
-            print(f"the seconds are those of a card that {at_once} runs shared")
+        shared = {name: max(r.get("at_once", 1) for r in runs) for name, runs in by_variant.items()}
+        for count in sorted(set(shared.values()) - {1}):
+            names = [name for name in shared if shared[name] == count]
+            whose = f" of {', '.join(names)}" if len(names) < len(shared) else ""
+            print(f"the seconds{whose} are those of a card that {count} runs shared")
     for r in records:
         if r["error"]:
             print(f"{r['variant']}, seed {r['seed']}: {r['error']}")

@@ -23,6 +23,7 @@ import floor  # noqa: E402
 import kernels  # noqa: E402
 import ladder  # noqa: E402
 from records import append_record, card_name, origin, random_shards, read_records  # noqa: E402
+from test_train import compiler_that_errs  # noqa: E402
 
 from train_gpt2 import GPT, GPTConfig, TokenLoader, TrainConfig, World, make_optimizer  # noqa: E402
 
@@ -390,6 +391,14 @@ def few_losses(shards, batch_size, change, device="cpu", **settings):
         assert run.loader.grad_accum_steps == 8 // batch_size
         run.model = change(run.model)
         return [run.step().item() for _ in range(6)]
+
+
+@pytest.mark.parametrize("group", ["rungs", "loss"])
+def test_a_rung_that_is_compiled_wrongly_is_a_failure(shards, tmp_path, monkeypatch, group):
+    compiler_that_errs(monkeypatch, 1.002)
+    flags = f"--data {shards} --variants bf16,compile --groups {group} --seeds 1 --loss_steps 2 --loss_tokens 64 --val_tokens 64"
+    plain, compiled = measure(tmp_path / "out.jsonl", *flags.split())
+    assert plain["error"] is None and "a time of wrong results is none" in compiled["error"]
 
 
 def test_logits_beside_the_loss_change_no_loss(shards):
