@@ -888,7 +888,7 @@ def check_compiled(model, raw_model, loader, world, precision, log):
     """The model to train with: `model`, or, where compiling has changed what it computes, the same uncompiled.
 
     Compared is the loss of the micro-batch that comes next. Uncompiled it is computed row by row, which takes little memory.
-    As both round, in another order, they differ by less than one part in 10,000. A race between warps of a generated kernel
+    As both round, in another order, they differ by up to two parts in 10,000. A race between warps of a generated kernel
     (triton-lang/triton#10924) changed GPT-2 774M's first loss by 3 in 1,000, and its training beyond recognition (README).
     """
     if not hasattr(model, "_orig_mod"):  # not compiled

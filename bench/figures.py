@@ -483,11 +483,12 @@ def floor(runs, out_path, dark):
 
 def parallel(runs, out_path, dark):
     """Tokens/s of N cards as a fraction of N times one card alone, by way of telling each other the gradients: of each of
-    bench/parallel.py's modes the records of the newest commit that it was measured at. Where those are several rounds, the bar
-    is their mean and a dot each of them; each is held against the one card that the table there holds it against."""
+    bench/parallel.py's modes the records of the newest commit that it was measured at, which is named where a model's modes
+    differ in it: other commits ran on other machines. Where those are several rounds, the bar is their mean and a dot each of
+    them; each is held against the one card that the table there holds it against."""
     from parallel import MODES, references  # it imports torch
 
-    shares, speeds, cards = {}, {}, {}  # a bar is (what was trained on what, mode)
+    shares, speeds, cards, commits = {}, {}, {}, {}  # a bar is (what was trained on what, mode)
     rows = records(runs, "parallel", "mode", "world_size", "tok_per_s")
     for kind, alike in grouped(rows, "preset", "world_size", "eight_bits", "device", "batch_size", "compile", "torch").items():
         one = [row for row in alike if row["mode"] == "alone_one"]
@@ -502,6 +503,7 @@ def parallel(runs, out_path, dark):
             shares.setdefault((kind, mode), []).append(row["tok_per_s"] / references(row, alike)[0])
             speeds.setdefault((kind, mode), []).append(row["tok_per_s"])
             cards[kind] = median(one, "tok_per_s")
+            commits.setdefault(kind, {})[mode] = row.get("commit") or "no commit"
     if not shares:
         raise NoData("parallel.jsonl needs the mode alone_one and another one to hold against it")
     mean = {bar: statistics.mean(values) for bar, values in shares.items()}
@@ -519,7 +521,11 @@ def parallel(runs, out_path, dark):
         if len(shares[bar]) > 1:
             ax.plot(shares[bar], [y] * len(shares[bar]), "o", color="white", markeredgecolor="black", markersize=4.5)
     ax.axvline(1, color="0.5", linewidth=1, linestyle=(0, (5, 3)))
-    names = [f"{kind[0]} on {kind[1]}{', 8 bits' * bool(kind[2])}: {mode}" for kind, mode in bars]
+    sizes = {kind: {other[4] for other in cards if other[:4] == kind[:4]} for kind in cards}  # micro-batches of one model
+    names = []
+    for kind, mode in bars:
+        what = f"{kind[0]} on {kind[1]}{', 8 bits' * bool(kind[2])}{f', B = {kind[4]}' * (len(sizes[kind]) > 1)}"
+        names.append(f"{what}: {mode}" + f" ({commits[kind][mode]})" * (len(set(commits[kind].values())) > 1))
     ax.set(yticks=range(len(bars)), yticklabels=names,
            ylim=(len(bars) - 0.5, -0.5), xlim=(0.6, 1.02),
            xlabel="fraction of N times one GPU of the same machine\n(a dot: a run; machines differ)")  # fmt: skip
