@@ -85,11 +85,11 @@ def tries() -> int:
     return int(os.environ.get("FINEWEB_TRIES", 8))
 
 
-def wait(failures: int, trouble: str, retry_after: str | None = None):
-    """Longer after each failure, and not in silence."""
+def wait(failures: int, whose: str, trouble: str, retry_after: str | None = None):
+    """Longer after each failure, and not in silence. whose: the answer that did not come."""
     asked = float(retry_after) if retry_after and retry_after.isdigit() else 0
     seconds = min(max(2 ** (failures - 1), asked), MAX_WAIT)
-    print(f"no answer ({trouble[:80]}); try {failures + 1} of {tries()} in {seconds:.0f} s", file=sys.stderr, flush=True)
+    print(f"no answer for {whose} ({trouble[:80]}); try {failures + 1} of {tries()} in {seconds:.0f} s", file=sys.stderr, flush=True)
     time.sleep(seconds)
 
 
@@ -132,7 +132,7 @@ def stream(url: str, start: int, stop: int):
             failures += 1
             if failures >= tries():
                 raise NetworkTrouble(f"{url} could not be read ({trouble}), tried {failures} times")
-            wait(failures, trouble, retry_after)
+            wait(failures, url.rpartition("/")[2], trouble, retry_after)
 
 
 class HttpFile(io.RawIOBase):
@@ -185,7 +185,7 @@ def hub_files(dataset: str, name: str, split: str, revision: str) -> tuple[str, 
             if failures == tries() or nobody:
                 why = "its address cannot be looked up" if nobody else type(error).__name__
                 raise NetworkTrouble(f"the hub did not answer ({why}), tried {failures} times") from error
-            wait(failures, type(error).__name__)
+            wait(failures, dataset, type(error).__name__)
     every = [File(s.rfilename, hf_hub_url(dataset, s.rfilename, repo_type="dataset", revision=info.sha), s.size or 0,
                   s.lfs.sha256 if s.lfs else None) for s in info.siblings]
     configs = (info.card_data or {}).get("configs") or []

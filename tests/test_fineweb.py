@@ -734,6 +734,7 @@ def test_hub_with_broken_connections(hub, corpus, tmp_path):
     got = call(*HUB_ARGS, "--name", "small", "--out", tmp_path / "o", "--workers", 1, **hub.env)
     assert got.returncode == 0, got.stderr
     assert hub.breaks == hub.fails == 0
+    assert re.search(r"no answer for \S+\.parquet \(.+\); try 2 of 3 in 1 s", got.stderr), got.stderr
     assert np.array_equal(stream_of(tmp_path / "o"), plain_stream(texts))
     source = read_manifest(tmp_path / "o")["source"]
     assert (source["dataset"], source["name"], source["revision"]) == ("me/texts", "small", "c0ffee")
