@@ -89,7 +89,8 @@ def wait(failures: int, whose: str, trouble: str, retry_after: str | None = None
     """Longer after each failure, and not in silence. whose: the answer that did not come."""
     asked = float(retry_after) if retry_after and retry_after.isdigit() else 0
     seconds = min(max(2 ** (failures - 1), asked), MAX_WAIT)
-    print(f"no answer for {whose} ({trouble[:80]}); try {failures + 1} of {tries()} in {seconds:.0f} s", file=sys.stderr, flush=True)
+    said = f"no answer for {whose} ({trouble[:80]}); try {failures + 1} of {tries()} in {seconds:.0f} s"
+    print(said, file=sys.stderr, flush=True)
     time.sleep(seconds)
 
 
