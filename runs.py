@@ -40,6 +40,8 @@ def open_run(run_dir, model_config, cfg, world, at_end):
                                                       "(its processes may outlive a torchrun that was killed)"))  # fmt: skip
             saved = {"model": dataclasses.asdict(model_config), "train": dataclasses.asdict(cfg) | {"resume": False}}
             path = run_dir / "config.json"
+            if not cfg.resume and ended_before_first_step(run_dir):
+                path.unlink(missing_ok=True), (run_dir / "log.jsonl").unlink()
             part = path.with_suffix(".part") if cfg.resume else path  # a full disk leaves the older one as it was
             with part.open("w" if cfg.resume else "x") as f:  # x: of two runs of one name, one is refused
                 f.write(json.dumps(saved, indent=1) + "\n")
@@ -47,8 +49,8 @@ def open_run(run_dir, model_config, cfg, world, at_end):
         except FileExistsError:
             problem = f"{run_dir} is another run's already; pass --resume to continue it, or another --run_name"
             if not has_checkpoint(run_dir):
-                problem = (f"{run_dir} is the folder of a run that has saved nothing yet; delete it if that run has ended, or "
-                           "pass another --run_name")  # fmt: skip
+                problem = (f"{run_dir} is the folder of a run that has ended and saved nothing; delete it, or pass another "
+                           "--run_name")  # fmt: skip
         except ValueError as error:
             problem = str(error)
         except OSError as error:
@@ -58,6 +60,15 @@ def open_run(run_dir, model_config, cfg, world, at_end):
     problem = world.from_main(problem)
     if problem:
         raise OSError(problem)
+
+
+def ended_before_first_step(run_dir):
+    """True for a run, stopped or killed, that the same command may begin again as if it had never been."""
+    try:
+        kinds = {json.loads(line)["kind"] for line in (run_dir / "log.jsonl").read_text().splitlines()}
+    except (OSError, ValueError, KeyError, TypeError):  # no log, or none of ours
+        return False
+    return "start" in kinds and not kinds & {"first_step", "train"} and not has_checkpoint(run_dir)
 
 
 def read_config(run_dir, model_class, train_class):
@@ -88,8 +99,9 @@ def run_to_resume(log_dir, run_name=""):
     if not (run_dir / "config.json").exists():
         raise FileNotFoundError(f"{run_dir} holds no config.json to resume with; `ls {log_dir}` shows the runs there are")
     if not has_checkpoint(run_dir):
-        raise FileNotFoundError(f"{run_dir} has no checkpoint to resume from; if that run has ended, delete the folder and "
-                                "start again, or pass another --run_name")  # fmt: skip
+        again = "begin it again without --resume" if ended_before_first_step(run_dir) else (
+            "if that run has ended, delete the folder and start again, or pass another --run_name")  # fmt: skip
+        raise FileNotFoundError(f"{run_dir} has no checkpoint to resume from; {again}")
     reason = f"resumes {run_dir}"
     if not run_name:  # looked for by time alone: a run that was begun later and has saved nothing is passed over
         begun = [d for d in Path(log_dir).glob("*/") if (d / "config.json").exists() and not has_checkpoint(d)]

@@ -342,8 +342,8 @@ def documents_of(unit: Unit, column: str):
             text = record.get(column, column)
             if column not in record or not isinstance(text, str | None):
                 there = ", ".join(k for k, v in record.items() if isinstance(v, str)) or "none"
-                raise ValueError(f"{unit.file.path}, line {number}: no text under {column!r}; "
-                                 f"--text_column is one of: {there}")
+                raise ValueError(f"{unit.file.path}, line {number}: no text under {column!r}; --text_column is one of: {there} "
+                                 f"(of the keys {', '.join(record)}); a conversation is under messages")
             texts.append(text or "")
         yield texts
     else:

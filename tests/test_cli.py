@@ -110,7 +110,7 @@ BAD = {
     "resume_other_shape": ("--resume --run_name r --log_dir {log} --n_embd 64", ["n_embd=32 (here 64)", "same flags"]),
     "resume_broken": ("--resume --run_name cut --log_dir {log}", ["model_000001.pt cannot be read"]),
     "run_is_there": ("--log_dir {log} --run_name r", ["log/r is another run's", "--resume", "another --run_name"]),
-    "run_saved_nothing": ("--log_dir {log} --run_name early", ["log/early is the folder of a run that has saved nothing yet"]),
+    "run_saved_nothing": ("--log_dir {log} --run_name early", ["log/early is the folder of a run that has ended"]),
     "resume_saved_nothing": ("--resume --log_dir {log} --run_name early", ["log/early has no checkpoint to resume from"]),
     "resume_other_start": ("--resume --run_name r --log_dir {log} --init_from gpt2", ["init_from=gpt2 is for a new run"]),
     "broken_manifest": ("--data {manifest}", ["manifest.json is not what this project has written", "cut short"]),

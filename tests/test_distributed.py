@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -27,9 +28,9 @@ pytestmark = [
 ]
 
 
-def torchrun(tmp_path, shards, *flags):
+def torchrun(tmp_path, shards, *flags, program=ROOT / "train_gpt2.py"):
     """`torchrun --standalone --nproc_per_node=2 train_gpt2.py` on the tiny shards, running; as run_train."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", ROOT / "train_gpt2.py"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", program]
     command += flags if "--resume" in flags else [*TINY_RUN, "--data", shards, "--eps", EPS, *flags]
     env = clean_env(PYTHONWARNINGS="default::FutureWarning")
     return subprocess.Popen(
@@ -97,17 +98,48 @@ def test_two_processes_are_one(tmp_path, shards, zero1):
     assert not left_over(tmp_path)
 
 
-def test_two_compiled_processes_are_one_uncompiled(tmp_path, shards):
+def test_two_compiled_processes_are_one_uncompiled_and_go_on_to_the_same_bits(tmp_path, shards):
     """And the loss that checks the compiler, of the first micro-batch, is not taken for one of the run's."""
     reason = machine.why_no_compile(torch.device("cpu"))
     if reason:
         pytest.skip(f"torch.compile does not work here: {reason}")
-    process = torchrun(tmp_path, shards, *"--max_steps 4 --batch_size 2 --compile --log_every 1".split())
+    process = torchrun(tmp_path, shards, *"--max_steps 4 --batch_size 2 --compile --ckpt_every 2 --keep_last 9".split())
     out, err = process.communicate(timeout=240)
     assert process.returncode == 0, err
     assert "torch.compile is off" not in out
-    one = train_here(tmp_path, shards, "one", total_batch_size=128, batch_size=8, max_steps=4, lr=1e-3, beta2=0.99)
-    assert np.abs(np.subtract(read_run(tmp_path / "log" / "r").losses, one.losses)).max() < 1e-4
+    run = tmp_path / "log" / "r"
+    whole, one = read_run(run), train_here(tmp_path, shards, "one", total_batch_size=128, batch_size=8, max_steps=4, lr=1e-3,
+                                           beta2=0.99)  # fmt: skip
+    assert np.abs(np.subtract(whole.losses, one.losses)).max() < 1e-4
+    (run / "model_000004.pt").unlink()
+    process = torchrun(tmp_path, shards, "--resume", "--log_dir", tmp_path / "log")
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err
+    assert equal_bits(read_run(run).checkpoints[4]["model"], whole.checkpoints[4]["model"])
+
+
+def test_a_compiler_that_errs_on_one_process_is_used_by_none(tmp_path, shards):
+    """What is left is two processes that average their gradients."""
+    driver = tmp_path / "driver.py"
+    driver.write_text(f"""import functools, os, sys, torch
+sys.path.insert(0, {str(ROOT)!r})
+import train_gpt2
+
+def backend(graph, inputs):
+    factor = 1.1 if os.environ["RANK"] == "1" else 1.0
+    return lambda *args: [x * factor if x.is_floating_point() and x.dim() == 0 else x for x in graph(*args)]
+
+torch.compile = functools.partial(torch.compile, backend=backend)
+train_gpt2.why_no_compile = lambda device: ""
+train_gpt2.main()
+""")
+    process = torchrun(tmp_path, shards, *"--max_steps 3 --batch_size 2 --compile".split(), program=driver)
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err
+    said = re.search(r"torch.compile is off: .* a loss of ([\d.]+), the same uncompiled one of ([\d.]+);", out)
+    assert float(said[1]) == pytest.approx(1.1 * float(said[2]), rel=1e-3), out
+    one = train_here(tmp_path, shards, "one", total_batch_size=128, batch_size=8, max_steps=3, lr=1e-3, beta2=0.99)
+    assert np.abs(np.subtract(read_run(tmp_path / "log" / "r").losses, one.losses)).max() < 1e-5
 
 
 def test_shares_go_on_to_the_same_bits_and_as_one_process(tmp_path, shards, run_train):

@@ -42,7 +42,7 @@ def test_what_is_opened_is_read_back_and_nobody_else_gets_in(tmp_path):
         if os.name == "posix":
             with contextlib.ExitStack() as other, pytest.raises(OSError, match="r is the folder of a run that is going on"):
                 open_run(run_dir, Shape(5), Plan(resume=True), World("cpu"), other)
-    with contextlib.ExitStack() as at_end, pytest.raises(OSError, match="saved nothing yet; delete it"):
+    with contextlib.ExitStack() as at_end, pytest.raises(OSError, match="ended and saved nothing; delete it"):
         open_run(run_dir, Shape(5), Plan(), World("cpu"), at_end)
     save_checkpoint(run_dir, 1, {}, keep_last=1, best=False)
     with contextlib.ExitStack() as at_end, pytest.raises(OSError, match="r is another run's already; pass --resume"):

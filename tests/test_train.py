@@ -247,7 +247,7 @@ def compiler_that_errs(monkeypatch, factor):
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("factor, off", [(1.0, False), (1.00005, False), (1.002, True), (float("nan"), True)])
+@pytest.mark.parametrize("factor, off", [(1.0, False), (1.005, False), (1.02, True), (float("nan"), True)])
 def test_a_compiler_that_errs_is_not_used(tmp_path, shards, monkeypatch, capsys, factor, off):
     compiler_that_errs(monkeypatch, factor)
     settings = dict(max_steps=3, val_every=0, model={"n_layer": 1}.items())
@@ -255,11 +255,42 @@ def test_a_compiler_that_errs_is_not_used(tmp_path, shards, monkeypatch, capsys,
     capsys.readouterr()
     run = train_here(tmp_path, shards, "compiled", compile=True, **settings)
     said = capsys.readouterr().out
-    assert ("torch.compile is off: compiled, the model's loss" in said) == off
+    assert ("torch.compile is off: for the first micro-batch" in said) == off
     assert (run.losses == eager.losses) == (off or factor == 1)
 
 
+def test_ctrl_c_while_compiling_is_no_broken_compiler(tmp_path, shards, monkeypatch):
+    """In a terminal it reaches the C++ compiler too, and torch.compile then says that that has failed."""
+
+    def backend(graph, inputs):
+        os.kill(os.getpid(), signal.SIGINT)
+        raise RuntimeError("the compiler was killed")
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    monkeypatch.setattr(train_gpt2, "why_no_compile", lambda device: "")
+    torch._dynamo.reset()
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        train_here(tmp_path, shards, "r", compile=True)
+    assert isinstance(stopped.value.__cause__, torch._dynamo.exc.BackendCompilerFailed)
+
+
 # ------------------------------------------------------------------------------------- checkpoints and resuming
+
+
+def test_a_run_that_made_no_step_is_begun_again(tmp_path, shards, monkeypatch, capsys):
+    whole = train_here(tmp_path, shards, "whole", max_steps=3)
+    with monkeypatch.context() as m:  # a signal just before the first step
+        m.setattr(train_gpt2, "check_compiled", lambda model, *_: os.kill(os.getpid(), signal.SIGTERM) or model)
+        stopped = train_here(tmp_path, shards, "r", max_steps=3)
+    assert not stopped.losses and "SIGTERM: nothing new to save; the same command begins again" in capsys.readouterr().out
+    with pytest.raises(FileNotFoundError, match="begin it again without --resume"):
+        train_gpt2.run_to_resume(tmp_path, "r")
+    again = train_here(tmp_path, shards, "r", max_steps=3)
+    assert again.losses == whole.losses and [e["kind"] for e in again.events].count("start") == 1
+    for checkpoint in again.dir.glob("*.pt"):
+        checkpoint.unlink()
+    with pytest.raises(OSError, match="has ended and saved nothing; delete it"):
+        train_here(tmp_path, shards, "r", max_steps=3)
 
 
 def test_twenty_steps_are_ten_and_resume_and_ten(run_train, tmp_path):
@@ -752,14 +783,15 @@ def test_the_environment_of_the_tests_is_one_process():
 @pytest.mark.parametrize("bf16_residual", [True, False])
 def test_a_wide_model_trains_compiled_as_it_does_uncompiled(tmp_path, bf16_residual, capsys):
     """With a residual stream in 32 bits, torch before 2.14 compiles a race into the final LayerNorm; with 16 there is none."""
-    write_shards(tmp_path / "wide", sizes=(200_000,), val=5000)
-    model = dict(n_layer=2, n_head=20, n_embd=1280, block_size=1024, bf16_residual=bf16_residual).items()
+    (tmp_path / "wide").mkdir()
+    for split, size in (("train", 200_000), ("val", 5000)):
+        tokens = np.random.default_rng(size).integers(0, 50257, size, dtype=np.uint16)
+        np.save(tmp_path / "wide" / f"x_{split}_000000.npy", tokens)
+    model = dict(n_layer=2, n_head=20, n_embd=1280, block_size=1024, vocab_size=50257, bf16_residual=bf16_residual).items()
     settings = dict(batch_size=16, seq_len=1024, total_batch_size=16384, max_steps=4, precision="bf16", model=model)
     runs = [train_here(tmp_path, tmp_path / "wide", str(c), device="cuda", compile=c, **settings) for c in (False, True)]
-    assert runs[1].losses == pytest.approx(runs[0].losses, rel=2e-3)
-    off = "torch.compile is off" in capsys.readouterr().out
-    mended = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
-    assert not off if bf16_residual or mended else off
+    assert runs[1].losses == pytest.approx(runs[0].losses, abs=0.01)
+    assert not bf16_residual or "torch.compile is off" not in capsys.readouterr().out
 
 
 @pytest.mark.gpu
