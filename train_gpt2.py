@@ -501,7 +501,7 @@ class TokenLoader:
         self.step_sequences = cfg.total_batch_size // cfg.seq_len
         self.grad_accum_steps = grad_accum_steps(cfg, batch_size, world.world_size)
         if len(shards) <= cfg.seq_len:
-            raise ValueError(f"{shards.paths[0].parent} has {len(shards)} training tokens, and a sequence takes {cfg.seq_len + 1}: "
+            raise ValueError(f"{shards.paths[0].parent} has {len(shards)} training tokens, a sequence takes {cfg.seq_len + 1}: "
                              f"add data, or pass a --seq_len smaller than {cfg.seq_len}")  # fmt: skip
         context = shards.manifest.get("context")
         if context and cfg.seq_len != context:

@@ -521,7 +521,7 @@ def parallel(runs, out_path, dark):
         if len(shares[bar]) > 1:
             ax.plot(shares[bar], [y] * len(shares[bar]), "o", color="white", markeredgecolor="black", markersize=4.5)
     ax.axvline(1, color="0.5", linewidth=1, linestyle=(0, (5, 3)))
-    sizes = {kind: {other[4] for other in cards if other[:4] == kind[:4]} for kind in cards}  # micro-batches of one model
+    sizes = {kind: {other[4] for other in cards if other[0] == kind[0]} for kind in cards}  # micro-batches of one model
     names = []
     for kind, mode in bars:
         what = f"{kind[0]} on {kind[1]}{', 8 bits' * bool(kind[2])}{f', B = {kind[4]}' * (len(sizes[kind]) > 1)}"

@@ -733,7 +733,8 @@ def loss_table(records):
         for count in sorted(set(shared.values()) - {1}):
             names = [name for name in shared if shared[name] == count]
             whose = f" of {', '.join(names)}" if len(names) < len(shared) else ""
-            print(f"the seconds{whose} are those of a card that {count} runs shared")
+            apart = "; the last column compares nothing between them and the rest" * bool(whose)
+            print(f"the seconds{whose} are those of a card that {count} runs shared{apart}")
     for r in records:
         if r["error"]:
             print(f"{r['variant']}, seed {r['seed']}: {r['error']}")
