@@ -417,7 +417,7 @@ def test_no_shards_names_the_command_that_makes_them(tmp_path):
 
 
 def test_too_few_tokens(tmp_path):
-    with pytest.raises(ValueError, match="16 training tokens.*seq_len=16"):
+    with pytest.raises(ValueError, match="16 training tokens, a sequence takes 17: .* --seq_len smaller than 16"):
         make_loader(numbered_shards(tmp_path, (16,)))
     assert len(steps(numbered_shards(tmp_path, (17,)), 3)) == 3
 
