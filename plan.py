@@ -48,6 +48,7 @@ from train_gpt2 import (
     GPTConfig,
     World,
     check_8_bits,
+    check_compiled,
     check_config,
     check_zero1,
     grad_accum_steps,
@@ -378,7 +379,9 @@ def probe(s, cfg, device, seconds=3.0):
     optimizer = make_optimizer(raw_model, cfg, device)
     model = torch.compile(raw_model, dynamic=False) if s.compile else raw_model
     accum = min(2, s.grad_accum_steps)
-    loader = types.SimpleNamespace(grad_accum_steps=accum, next_batch=lambda: (x, x, accum * x.numel()))
+    loader = types.SimpleNamespace(grad_accum_steps=accum, sequence=0, micro_step=0, micro_batch=lambda *_: (x, x, x.numel()),
+                                   next_batch=lambda: (x, x, accum * x.numel()))  # fmt: skip
+    model = check_compiled(model, raw_model, loader, world, precision, types.SimpleNamespace(say=print))
 
     def steps(count):
         for _ in range(count):

@@ -83,7 +83,7 @@ BAD = {
     "wrong_dtype": ("--data {int64}", ["x_train_000000.npy", "int64", "uint16"]),
     "wrong_magic": ("--data {no_bin}", ["x_train_000000.bin", "20240520"]),
     "ids_beyond_vocabulary": ("--data {beyond}", ["token id 257", "x_train_000000.npy", "vocabulary of 257"]),
-    "too_few_tokens": ("--data {short}", ["10 training tokens", "seq_len=16"]),
+    "too_few_tokens": ("--data {short}", ["10 training tokens, a sequence takes 17", "--seq_len smaller than 16"]),
     "batch_not_divisible": ("--total_batch_size 1000", ["total_batch_size=1000", "the next one up is 1024"]),
     "batch_not_divisible_auto": ("--total_batch_size 1001 --batch_size 0", ["total_batch_size=1001", "next one up is 1008"]),
     "heads": ("--n_embd 50 --n_head 4", ["n_embd=50", "n_head=4", "n_embd=52"]),

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT, run_python
+from test_train import compiler_that_errs
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -55,6 +56,16 @@ def setting(changes, precision, device_type="cpu", batch_size=6, **more):
 
 def tokens(s):
     return torch.randint(s.model.vocab_size - 1, (s.batch_size, s.seq_len))
+
+
+def test_the_probe_does_not_time_wrong_results(monkeypatch, capsys):
+    compiler_that_errs(monkeypatch, 1.5)
+    for compiled in (False, True):
+        s, _ = setting({}, "fp32", compile=compiled)
+        cfg = TrainConfig(batch_size=6, seq_len=64, total_batch_size=384, compile=compiled)
+        micro_ms, update_ms, peak_bytes = plan.probe(s, cfg, torch.device("cpu"), seconds=0.1)
+        assert micro_ms > 0 and update_ms > 0 and peak_bytes is None
+        assert ("torch.compile is off" in capsys.readouterr().out) == compiled
 
 
 # --------------------------------------------------------------------------- what autograd keeps, counted exactly
