@@ -22,6 +22,7 @@ from sources import File, records_of, units_of
 from tokenizer import get_tokenizer
 from writer import (
     check_same,
+    made_nothing,
     new_manifest,
     npy_header,
     read_manifest,
@@ -122,6 +123,11 @@ def build_chat(files: list[File], out_dir: Path, tokenizer: str, context: int, s
     if files[0].kind != "jsonl":
         raise ValueError(f"chat data is made from JSONL, and {files[0].path} is {files[0].kind}: leave out --chat")
     manifest, tok = read_manifest(out_dir), get_tokenizer(tokenizer)
+    left = shard_files(out_dir, manifest["data"]) if manifest is not None and made_nothing(manifest) else None
+    if left is not None and all(path.suffix == ".part" for path in left):  # of the same file as text, perhaps
+        for part in left:
+            part.unlink()
+        manifest = None
     if manifest is not None and (manifest["complete"] or manifest["data"] != "chat"):
         check_same(out_dir, manifest, data="chat", tokenizer=tokenizer, context=context, source=source,
                    shard_tokens=rows_per_shard * context)

@@ -38,6 +38,7 @@ from tokenizer import get_tokenizer
 from writer import (
     ShardWriter,
     check_same,
+    made_nothing,
     new_manifest,
     read_manifest,
     refuse_unknown,
@@ -265,8 +266,7 @@ def counted(at: dict, new: Tokens, keep: int) -> dict:
 def begin_corpus(cfg, say) -> tuple[dict, list[File], int]:
     """The manifest to go on with (complete: there is nothing to do), the files, and the number of tokens expected."""
     out_dir, manifest = Path(cfg.out), read_manifest(Path(cfg.out))
-    if manifest is not None and not (manifest["shards"] or manifest["resume"].get("tokens") or manifest["tokens"]):
-        manifest = None  # nothing was made yet: an attempt that failed at once binds nobody
+    manifest = None if manifest is not None and made_nothing(manifest) else manifest
     source, files = find_source(cfg, manifest)
     settings = {"tokenizer": cfg.tokenizer, "data": data_name(cfg), "source": source}
     if files[0].kind == "bin":

@@ -88,6 +88,11 @@ def shard_entry(path: Path, eot: int) -> dict:
             "bytes": path.stat().st_size, "sha256": sha256_of(path)}
 
 
+def made_nothing(manifest: dict) -> bool:
+    """True after an attempt that failed at once: it binds nobody."""
+    return not (manifest["shards"] or manifest["resume"].get("tokens") or manifest["tokens"])
+
+
 def shard_files(out_dir: Path, data: str) -> list[Path]:
     """The shards of this data set in a folder, their masks, and what was not finished of them."""
     name = re.compile(rf"{re.escape(data)}_(train|val)_\d{{6}}\.(npy|mask|bin)(\.part)?")

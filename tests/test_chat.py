@@ -72,6 +72,22 @@ def test_chat_data_that_failed_binds_nobody(tmp_path):
     assert fineweb.main(args) == 0 and read_manifest(tmp_path / "o")["documents"] == 20
 
 
+def test_a_file_that_failed_as_text_may_become_conversations(tmp_path):
+    chats, out = tmp_path / "c.jsonl", tmp_path / "o"
+    args = ["--source", chats, *BYTES, "--context", 64, "--out", out]
+    chats.write_text('{"conversations": [{"from": "human", "value": "x"}]}\n')
+    got = call(*args)
+    assert got.returncode == 2 and "of the keys conversations); a conversation is under messages" in got.stderr
+    assert [p.name for p in out.glob("*.part")] == ["c_val_000000.npy.part"]
+    talk = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    chats.write_text(json.dumps({"messages": talk}) + "\n" + json.dumps({"messages": talk}) + "\n")
+    (out / "c_train_000009.npy").touch()  # somebody else's: the folder is left alone
+    assert call(*args).returncode == 2 and len(list(out.glob("*.part"))) == 1
+    (out / "c_train_000009.npy").unlink()
+    got = call(*args)
+    assert got.returncode == 0 and not list(out.glob("*.part")) and not verify(out), got.stderr
+
+
 def test_packer_fills_rows():
     packer = RowPacker(10, 256)
     for n in (6, 5, 4, 5, 3):
