@@ -87,6 +87,18 @@ def newest_checkpoint(run_dir):
     return files[-1]
 
 
+def read_newest(run_dir):
+    """(path, what read_checkpoint gives) of the newest checkpoint. A run that is going on may remove the one that was just
+    found, as it has a newer one."""
+    while True:
+        path = newest_checkpoint(run_dir)
+        try:
+            return path, read_checkpoint(path)
+        except (FileNotFoundError, ValueError):
+            if path.exists():
+                raise
+
+
 def newest_step(run_dir):
     """How many steps the last checkpoint of a run has behind it. Raises FileNotFoundError if there is none."""
     return step_of(newest_checkpoint(run_dir))

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from checkpoints import has_checkpoint, newest_checkpoint, newest_run, newest_step, read_checkpoint
+from checkpoints import has_checkpoint, newest_checkpoint, newest_run, newest_step, read_newest
 from locks import only_writer
 from machine import quoted, script, this_python
 from shards import read_json
@@ -163,8 +163,7 @@ def copy_weights(model, state):
 def restore(run_dir, cfg, raw_model, optimizer, loader, precision):
     """Put the newest checkpoint of a run back into place. Returns (step, best validation loss, whether that step was measured).
     Raises FileNotFoundError where there is none, ValueError where it does not fit the model, the optimizer or the data."""
-    path = newest_checkpoint(run_dir)
-    data = read_checkpoint(path)
+    path, data = read_newest(run_dir)
     if not {"step", "model", "optimizer", "loader", "rng", "model_config"} <= data.keys():
         raise ValueError(f"{path} was not written by this trainer; start from its weights with --init_from {path}")
     same_shape(path, data["model_config"], raw_model.config.shape())

@@ -12,7 +12,7 @@ import torch
 from conftest import ROOT, TINY_MODEL, run_python
 from test_train import equal_bits
 
-from checkpoints import newest_run, save_checkpoint
+from checkpoints import newest_run, read_newest, save_checkpoint
 from machine import Precision, this_python
 from runs import copy_weights, open_run, read_config, restore, resume_command, run_to_resume, state_to_save
 from shards import TokenShards
@@ -193,3 +193,22 @@ def test_weights_go_into_more_rows_and_fewer_and_the_pad_stays_0(tiny_config):
     again = GPT(few.config)
     copy_weights(again, many.state_dict())
     assert equal_bits(dict(again.state_dict()), dict(few.state_dict()))
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_checkpoint_that_a_run_replaces_meanwhile_is_not_missed(tmp_path, monkeypatch, late):
+    """Before it is looked at, or after that and before it is opened."""
+    torch.save({"step": 2}, tmp_path / "model_000002.pt")
+    there = Path.exists
+
+    def exists(path):
+        found = there(path)
+        if path.name == "model_000002.pt" and found:
+            torch.save({"step": 4}, tmp_path / "model_000004.pt")
+            path.unlink()
+            return late
+        return found
+
+    monkeypatch.setattr(Path, "exists", exists)
+    path, data = read_newest(tmp_path)
+    assert (path.name, data) == ("model_000004.pt", {"step": 4})
