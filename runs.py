@@ -41,7 +41,8 @@ def open_run(run_dir, model_config, cfg, world, at_end):
             saved = {"model": dataclasses.asdict(model_config), "train": dataclasses.asdict(cfg) | {"resume": False}}
             path = run_dir / "config.json"
             if not cfg.resume and ended_before_first_step(run_dir):
-                path.unlink(missing_ok=True), (run_dir / "log.jsonl").unlink()
+                path.unlink(missing_ok=True)
+                (run_dir / "log.jsonl").unlink()
             part = path.with_suffix(".part") if cfg.resume else path  # a full disk leaves the older one as it was
             with part.open("w" if cfg.resume else "x") as f:  # x: of two runs of one name, one is refused
                 f.write(json.dumps(saved, indent=1) + "\n")

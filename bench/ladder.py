@@ -487,9 +487,9 @@ class Run:
         t0 = time.perf_counter()
         loss, said = self.step().item(), []
         seconds = time.perf_counter() - t0
-        check_compiled(self.model, self.raw_model, self.loader, self.world, self.precision, SimpleNamespace(say=said.append))
-        if said:
-            raise FloatingPointError(f"{said[0]}: a time of wrong results is none")
+        log = SimpleNamespace(say=said.append)
+        if check_compiled(self.model, self.raw_model, self.loader, self.world, self.precision, log) is not self.model:
+            raise FloatingPointError(f"a time of wrong results is none; {said[-1]}")
         return seconds, loss
 
     def facts(self):

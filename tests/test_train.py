@@ -274,15 +274,25 @@ def test_ctrl_c_while_compiling_is_no_broken_compiler(tmp_path, shards, monkeypa
     assert isinstance(stopped.value.__cause__, torch._dynamo.exc.BackendCompilerFailed)
 
 
+@pytest.mark.parametrize("warmup, note", [(2, False), (3, True)])
+def test_a_rate_that_is_never_reached_is_said(tmp_path, run_train, warmup, note):
+    result = run_train("--max_steps", 2, "--warmup_steps", warmup)
+    assert (f"note: warmup_steps={warmup} is not over at max_steps=2" in result.stdout) == note, result.stderr
+    reached = max(e["lr"] for e in of_kind(read_run(tmp_path / "log" / "r"), "train")) == 1e-3
+    assert reached != note
+
+
 # ------------------------------------------------------------------------------------- checkpoints and resuming
 
 
-def test_a_run_that_made_no_step_is_begun_again(tmp_path, shards, monkeypatch, capsys):
+def test_a_run_that_made_no_step_is_begun_again(tmp_path, shards, monkeypatch, capfd):
     whole = train_here(tmp_path, shards, "whole", max_steps=3)
     with monkeypatch.context() as m:  # a signal just before the first step
         m.setattr(train_gpt2, "check_compiled", lambda model, *_: os.kill(os.getpid(), signal.SIGTERM) or model)
         stopped = train_here(tmp_path, shards, "r", max_steps=3)
-    assert not stopped.losses and "SIGTERM: nothing new to save; the same command begins again" in capsys.readouterr().out
+    out, err = capfd.readouterr()
+    assert not stopped.losses and "SIGTERM: nothing new to save; the same command begins again" in out
+    assert "SIGTERM: ends after what is in hand" in err
     with pytest.raises(FileNotFoundError, match="begin it again without --resume"):
         train_gpt2.run_to_resume(tmp_path, "r")
     again = train_here(tmp_path, shards, "r", max_steps=3)
