@@ -896,7 +896,7 @@ def check_compiled(model, raw_model, loader, world, precision, log):
 
     Compared is the loss of the micro-batch that comes next. Uncompiled it is computed row by row, which takes little memory,
     and in 16 bits where training takes 8. Both round, so they may differ by 0.01 nats a target, and by more where targets are
-    so few that their roundings do not cancel. A race between warps of a generated kernel (triton-lang/triton#10924) made GPT-2
+    so few that their errors do not cancel. A race between warps of a generated kernel (triton-lang/triton#10924) made GPT-2
     774M's first loss of 16,384 targets 0.03 too small, and its training worthless (README).
     """
     if not hasattr(model, "_orig_mod"):  # not compiled
