@@ -382,6 +382,10 @@ class Replayed(torch.nn.Module):
         return None, Replay.apply(self, *params)
 
 
+def weights(model):
+    return torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+
 def few_losses(shards, batch_size, change, device="cpu", **settings):
     """Losses of six updates of the tiny shape, 128 tokens each, whose model has gone through change()."""
     args = ladder.parse_args(["--shapes", "tiny", "--device", device, "--data", str(shards)])
@@ -404,6 +408,17 @@ def test_a_rung_that_is_compiled_wrongly_is_a_failure(shards, tmp_path, monkeypa
         assert compiled["error"] is None
     else:
         assert "a time of wrong results is none; torch.compile is off: for the first micro-batch" in compiled["error"]
+
+
+def test_the_compiler_is_checked_before_the_first_update(shards, monkeypatch):
+    args = ladder.parse_args([*TINY, "--variants", "fp32", "--data", str(shards)])
+    (case,) = ladder.cases(args)
+    checked = []
+    monkeypatch.setattr(ladder, "check_compiled", lambda model, raw_model, *_: checked.append(weights(raw_model)) or model)
+    with ladder.Run(case, 4, args, World("cpu")) as run:
+        before = weights(run.raw_model)
+        run.first_step()
+        assert len(checked) == 1 and torch.equal(checked[0], before) and not torch.equal(weights(run.raw_model), before)
 
 
 def test_logits_beside_the_loss_change_no_loss(shards):
