@@ -7,8 +7,8 @@
 Losses are of the next micro-batch, with the weights that training starts from, then after --updates of the trainer's first
 updates, and then with one kind of bias set to 0, which shows through which of them a difference comes. Gradients are those
 after the updates: the length of a difference from the 32-bit one, over the length of that. Uncompiled and in 32 bits all is
-computed row by row, which takes little memory, and the uncompiled MLP is never the fused one. Tokens without --data are
-drawn at random, as often as 1 / (10 + rank).
+computed row by row, which takes little memory, and the uncompiled MLP is never the fused one. Without --data the tokens are
+drawn at random, id i as often as 1 / (10 + i).
 """
 
 import argparse
@@ -24,8 +24,9 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
-from records import append_record, card_name, origin, random_shards  # noqa: E402
+from records import append_record, card_name, one_sentence, origin, random_shards  # noqa: E402
 
+from machine import out_of_memory, why_no_compile  # noqa: E402
 from metrics import PhaseClock  # noqa: E402
 from train_gpt2 import PRESETS, World, check_config, compile_model, get_lr, prepare, train_step  # noqa: E402
 
@@ -33,14 +34,14 @@ BIASES = ("mlp.c_proj.bias", "attn.c_proj.bias", "mlp.c_fc.bias", "attn.c_attn.b
 
 
 class Pair:
-    """One model, to be called compiled and not; raises RuntimeError where torch.compile does not work."""
+    """One model, to be called compiled and not. Raises ValueError where torch.compile does not work."""
 
     def __init__(self, model_config, cfg, world):
+        if reason := why_no_compile(world.device):
+            raise ValueError(f"device={cfg.device} compiles nothing, so there is nothing to compare: {reason}")
         self.cfg, self.world = cfg, world
         self.precision, self.raw_model, self.optimizer, self.loader, _ = prepare(model_config, cfg, world)
         self.model = compile_model(self.raw_model, cfg, world, SimpleNamespace(say=print))
-        if self.model is self.raw_model:
-            raise RuntimeError("nothing is compiled here, so there is nothing to compare")
         self.updates = 0
 
     def update(self):
@@ -50,17 +51,19 @@ class Pair:
         self.updates += 1
 
     def parts(self, kind):
-        """What `kind` of loss is the sum of: one function for the whole micro-batch, or one for each of its rows."""
-        x, y, _ = self.loader.micro_batch(self.loader.sequence, self.loader.micro_step)
+        """What `kind` of loss is the sum of: one part for the whole micro-batch, or one for each of its rows."""
+        x, y, num_targets = self.loader.micro_batch(self.loader.sequence, self.loader.micro_step)
         x, y = x.to(self.world.device), y.to(self.world.device)
         model, pieces = (self.model, [(x, y)]) if kind == "compiled" else (self.raw_model, list(zip(x.split(1), y.split(1))))
         for x_part, y_part in pieces:
             with contextlib.nullcontext() if kind == "32 bits" else self.precision.autocast():
-                yield model(x_part, y_part, reduction="sum")[1] / y.numel()
+                part = model(x_part, y_part, reduction="sum")[1] / max(1, num_targets)
+            yield part
 
     def loss(self, kind):
         """Mean loss of the next micro-batch in nats; kind is compiled, uncompiled or 32 bits."""
-        with contextlib.nullcontext() if kind == "compiled" else torch.no_grad():  # without gradients it would be compiled anew
+        # without gradients it would be compiled anew, and its MLP not be the fused one
+        with torch.set_grad_enabled(kind == "compiled"):
             return sum(part.item() for part in self.parts(kind))
 
     def gradient(self, kind):
@@ -85,8 +88,11 @@ def without(model, ending):
     kept = [p.detach().clone() for p in chosen]
     with torch.no_grad():
         torch._foreach_zero_(chosen)
+    try:
         yield
-        torch._foreach_copy_(chosen, kept)
+    finally:
+        with torch.no_grad():
+            torch._foreach_copy_(chosen, kept)
 
 
 def compare(pair, updates):
@@ -109,6 +115,8 @@ def compare(pair, updates):
     exact, plain, compiled = (pair.gradient(kind) for kind in reversed(kinds))
     found = {"compiled": distance(compiled, exact), "uncompiled": distance(plain, exact)}
     print("gradient's distance from the 32-bit one: " + ", ".join(f"{k} {v:.4f}" for k, v in found.items()))
+    found["apart"] = distance(compiled, plain)
+    print(f"from each other {found['apart']:.4f}")
     return rows, found
 
 
@@ -118,6 +126,7 @@ def run(argv):
     parser.add_argument("--n_layer", type=int, default=0, help="blocks; 0 is the preset's (0)")
     parser.add_argument("--batch_size", type=int, default=16, help="sequences of a micro-step; a step has one (16)")
     parser.add_argument("--updates", type=int, default=1, help="updates before the second look (1)")
+    parser.add_argument("--lr", type=float, default=0.0, help="rate of the updates; 0 is the trainer's (0)")
     parser.add_argument("--no_bf16_residual", action="store_true", help="residual stream in 32 bits")
     parser.add_argument("--no_fused_mlp", action="store_true", help="GELU outside of the products")
     parser.add_argument("--data", default="", help="folder of token shards; random tokens if empty")
@@ -125,9 +134,11 @@ def run(argv):
     parser.add_argument("--out", default="", help="append the numbers to this file, as a JSON line")
     parser.add_argument("--commit", default="", help="noted there where git is not at hand")
     args = parser.parse_args(argv)
-    for name, least in (("n_layer", 0), ("batch_size", 1), ("updates", 0)):
+    for name, least in (("n_layer", 0), ("batch_size", 1), ("updates", 0), ("lr", 0)):
         if getattr(args, name) < least:
             raise ValueError(f"{name}={getattr(args, name)} must be at least {least}")
+    if args.out and Path(args.out).is_dir():
+        raise ValueError(f"out={args.out} is a folder; name a file, such as {Path(args.out) / 'compiled.jsonl'}")
     model_config, cfg = PRESETS[args.preset]
     changes = dict(bf16_residual=not args.no_bf16_residual, fused_mlp=not args.no_fused_mlp)
     model_config = dataclasses.replace(model_config, n_layer=args.n_layer or model_config.n_layer, **changes)
@@ -137,12 +148,14 @@ def run(argv):
             cfg, data=args.data or random_shards(folder, model_config.vocab_size), batch_size=args.batch_size, precision="bf16",
             total_batch_size=args.batch_size * cfg.seq_len, device=args.device, compile=True,
         )  # fmt: skip
+        if args.lr:
+            cfg = dataclasses.replace(cfg, lr=args.lr, min_lr=0.0, warmup_steps=0)
         check_config(model_config, cfg)
         pair = Pair(model_config, cfg, world)
         torch.set_float32_matmul_precision("highest")  # the 32 bits are to have all of their digits
         card = card_name(world.device)
         print(f"{args.preset}, {model_config.n_layer} blocks, {args.batch_size} x {cfg.seq_len} tokens, {card}, "
-              f"torch {torch.__version__}, first rate {get_lr(0, cfg):.1e}")  # fmt: skip
+              f"torch {torch.__version__}, first rate {get_lr(0, cfg):.1e}", flush=True)  # fmt: skip
         rows, gradients = compare(pair, args.updates)
         pair.loader.worker.shutdown()
     if args.out:
@@ -154,6 +167,10 @@ def run(argv):
 if __name__ == "__main__":
     try:
         run(sys.argv[1:])
-    except (ValueError, OSError, RuntimeError) as error:
+    except (ValueError, OSError) as error:
         print(f"compiled.py: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except (RuntimeError, MemoryError) as error:  # the compiler's and the allocator's own words are many lines
+        full = "it does not fit in memory; pass a smaller --batch_size or --n_layer"
+        print(f"compiled.py: error: {full if out_of_memory(error) else one_sentence(error)}", file=sys.stderr)
         sys.exit(2)

@@ -694,7 +694,7 @@ def test_bench_counts_tokens_and_costs():
                          capture_output=True, text=True, env={**os.environ, "TIKTOKEN_CACHE_DIR": str(DATA / "tiktoken")})
     assert got.returncode == 0, got.stderr
     result = json.loads(got.stdout)
-    assert result["cpu_ratio"] > 0 and result["tokens"] == 3 * 28_306_552
+    assert result["tokens"] == 3 * 28_306_552
     for row in result["costs"]:
         assert row["hours"] * 3600 * row["cores"] * result["tok_per_s_per_core"]["ours"] == pytest.approx(row["tokens"])
         assert row["disk_gb"] == row["tokens"] * 2 / 1e9

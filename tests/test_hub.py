@@ -147,7 +147,7 @@ def test_hub_names_what_there_is(hub, tmp_path):
     assert got.returncode == 2 and "its address cannot be looked up), tried 3 times" in got.stderr
 
 
-def test_only_the_text_column_travels(hub, monkeypatch):
+def test_only_the_text_column_travels(hub):
     path = hub.root / "sample" / "small" / "001.parquet"
     big = pa.table({"noise": [os.urandom(100_000).hex() for _ in range(20)], "text": ["short"] * 20})
     pq.write_table(big, path, row_group_size=5)
