@@ -51,6 +51,32 @@ def peak_flops(device):
     return None
 
 
+def find_device(name, local_rank):
+    """The torch.device of this process; name is auto, cuda (one for each local rank), cuda:N, mps or cpu. Raises ValueError."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if name.split(":")[0] not in ("cuda", "mps", "cpu"):
+        raise ValueError(f"device={name} is not one of auto, cuda, cuda:N, mps and cpu")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"device={name} is not there: torch sees no GPU; pass --device cpu")
+    if name == "mps" and not torch.backends.mps.is_available():
+        raise ValueError("device=mps is not there: this machine has none, or this torch was built without it; "
+                         "pass --device cpu")  # fmt: skip
+    if name == "cuda":
+        if local_rank >= torch.cuda.device_count():
+            raise ValueError(
+                f"--nproc_per_node asks for more processes than the {torch.cuda.device_count()} GPUs of this machine"
+            )
+        name = f"cuda:{local_rank}"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"device={name} is no device; pass cuda, cuda:0, mps or cpu") from None
+    if name.startswith("cuda") and device.index >= torch.cuda.device_count():
+        raise ValueError(f"device={name} is not there: the {torch.cuda.device_count()} GPUs here begin with cuda:0")
+    return device
+
+
 class Precision:
     """How numbers are kept on this device: probed, not assumed."""
 

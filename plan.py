@@ -28,6 +28,7 @@ from pathlib import Path
 import torch
 
 import cross_entropy
+from checks import check_8_bits, check_compiled, check_config, check_zero1
 from fused_mlp import MIN_POSITIONS, epilogues_work
 from machine import (
     MEMORY_GB,
@@ -47,10 +48,6 @@ from train_gpt2 import (
     GPT,
     GPTConfig,
     World,
-    check_8_bits,
-    check_compiled,
-    check_config,
-    check_zero1,
     grad_accum_steps,
     make_optimizer,
     parse_args,

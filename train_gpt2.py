@@ -7,8 +7,9 @@
 
 Sections: 1 configuration, 2 model, 3 optimizer and schedule, 4 tokens, 5 processes, 6 training, 7 command line. Each
 uses only those above it and, from the files beside this one: cross_entropy.py (the loss of the head), fused_mlp.py and
-fp8_mlp.py (the MLP), machine.py (precision, memory), shards.py (token files), runs.py (the run folder, resuming),
-checkpoints.py (their files), evaluation.py (what is measured), metrics.py (log, speed), zero.py (AdamW in shares).
+fp8_mlp.py (the MLP), machine.py (device, precision, memory), checks.py (what is refused), shards.py (token files), runs.py
+(the run folder, resuming), checkpoints.py (their files), evaluation.py (what is measured), metrics.py (log, speed), zero.py
+(AdamW in shares).
 
 Shape letters: B batch, T time (tokens of a sequence), C channels (n_embd), H heads, D head size (C = H * D),
 V vocabulary, N = B * T positions.
@@ -16,7 +17,6 @@ V vocabulary, N = B * T positions.
 
 import contextlib
 import dataclasses
-import importlib.util
 import math
 import os
 import shutil
@@ -44,11 +44,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from checkpoints import save_checkpoint
-from cross_entropy import check_method, gradient_is_transposed, linear_cross_entropy
+from checks import check_8_bits, check_compiled, check_config, check_finite, check_transposes, check_weights, check_zero1
+from cross_entropy import check_method, linear_cross_entropy
 from evaluation import Reporter
-from fp8_mlp import casts_are_transposed, mlp_products_fp8
+from fp8_mlp import mlp_products_fp8
 from fused_mlp import MIN_POSITIONS, epilogues_work, fused_mlp_pays, mlp_products
-from machine import Precision, check_size, fit_batch_size, out_of_memory, why_no_compile, why_no_fp8
+from machine import Precision, check_size, find_device, fit_batch_size, out_of_memory, why_no_compile, why_no_fp8
 from metrics import Logger, Meter, PhaseClock
 from runs import (
     LOG_DIR,
@@ -168,44 +169,6 @@ PRESETS = {
         ),
     ),
 }  # fmt: skip
-
-
-AT_LEAST_1 = (
-    "n_layer", "n_head", "n_embd", "block_size", "vocab_size", "vocab_multiple", "total_batch_size", "seq_len", "max_steps",
-    "log_every", "keep_last",
-)  # fmt: skip
-
-
-def check_config(model_config, cfg):
-    """Raise ValueError for settings that cannot work, whatever the data and the machine."""
-    for config in (model_config, cfg):
-        for name, value in vars(config).items():
-            least = 1 if name in AT_LEAST_1 else -math.inf if name == "seed" else 0
-            if not isinstance(value, (bool, str)) and not least <= value < math.inf:
-                raise ValueError(f"{name}={value} must be a {'whole ' * isinstance(value, int)}number, {least} or more")
-    for name, value, most in (("beta1", cfg.beta1, 1), ("beta2", cfg.beta2, 1), ("seed", abs(cfg.seed), 2**32)):
-        if value >= most:
-            raise ValueError(f"{name}={value} must be less than {most}")
-    if model_config.n_embd % model_config.n_head:
-        raise ValueError(
-            f"n_embd={model_config.n_embd} must be divisible by n_head={model_config.n_head}; "
-            f"n_embd={-(-model_config.n_embd // model_config.n_head) * model_config.n_head} would be"
-        )
-    if cfg.seq_len > model_config.block_size:
-        raise ValueError(
-            f"seq_len={cfg.seq_len} must be between 1 and block_size={model_config.block_size}; "
-            f"shorten it or pass --block_size {cfg.seq_len}"
-        )
-    if not cfg.eps:
-        raise ValueError("eps=0 divides 0 by 0 where a gradient is 0; the usual value is 1e-8")
-    if cfg.min_lr > cfg.lr:
-        raise ValueError(f"min_lr={cfg.min_lr} must not be above lr={cfg.lr}; pass a smaller --min_lr")
-    if cfg.zero1 and cfg.optimizer != "adamw":
-        raise ValueError(f"zero1=True shares out AdamW's state, and optimizer={cfg.optimizer} has another; leave one out")
-    if Path(cfg.run_name).name != cfg.run_name or cfg.run_name == "..":
-        raise ValueError(f"run_name={cfg.run_name} must be a plain name, without folders; --log_dir says where runs lie")
-    if cfg.wandb and importlib.util.find_spec("wandb") is None:
-        raise ValueError("--wandb needs `pip install wandb`; log.jsonl and TensorBoard are written without it")
 
 
 # ------------------------------------------------------------------------------------------------------ 2. model
@@ -612,27 +575,7 @@ class World:
         self.rank, self.local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
         self.world_size = int(os.environ.get("WORLD_SIZE", 1))
         self.is_main = self.rank == 0
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-        if device.split(":")[0] not in ("cuda", "mps", "cpu"):
-            raise ValueError(f"device={device} is not one of auto, cuda, cuda:N, mps and cpu")
-        if device.startswith("cuda") and not torch.cuda.is_available():
-            raise ValueError(f"device={device} is not there: torch sees no GPU; pass --device cpu")
-        if device == "mps" and not torch.backends.mps.is_available():
-            raise ValueError("device=mps is not there: this machine has none, or this torch was built without it; "
-                             "pass --device cpu")  # fmt: skip
-        if device == "cuda":
-            if self.local_rank >= torch.cuda.device_count():
-                raise ValueError(
-                    f"--nproc_per_node asks for more processes than the {torch.cuda.device_count()} GPUs of this machine"
-                )
-            device = f"cuda:{self.local_rank}"
-        try:
-            self.device = torch.device(device)
-        except RuntimeError:
-            raise ValueError(f"device={device} is no device; pass cuda, cuda:0, mps or cpu") from None
-        if device.startswith("cuda") and self.device.index >= torch.cuda.device_count():
-            raise ValueError(f"device={device} is not there: the {torch.cuda.device_count()} GPUs here begin with cuda:0")
+        self.device = find_device(device, self.local_rank)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # before NCCL starts, or every process opens a context on GPU 0
         self.distributed = self.world_size > 1
@@ -782,59 +725,6 @@ class Underway:
         return self.copies
 
 
-def check_finite(step, losses, step_end, loader, world, run_dir):
-    """Raise FloatingPointError where the loss of a finished step is not finite, naming the shard positions."""
-    loss, micro_losses = losses.arrive()
-    loss = world.mean(loss.item())
-    if math.isfinite(loss):
-        return
-    bad = [i for i, value in enumerate(micro_losses.tolist()) if not math.isfinite(value)]
-    mine = [name for i in bad for name in loader.step_positions(step_end, i)]
-    names = [name for part in world.gather(mine) for name in part]
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    kept = ", ".join(sorted(p.name for p in run_dir.glob("model_*.pt")))
-    again = f"keeps {kept}; try a lower --lr, or --resume to see whether it comes back" if kept else (
-        "has no checkpoint yet; try a lower --lr, or more --warmup_steps")  # fmt: skip
-    raise FloatingPointError(
-        f"the loss is {loss} at step {step}, on the sequences at {', '.join(names[:8])}{more}; the run stops and "
-        f"{run_dir} {again}"
-    )
-
-
-def check_weights(step, model, run_dir):
-    """Raise FloatingPointError where a finite loss has led to weights that are not: they are not worth keeping."""
-    if not torch.stack(torch._foreach_norm(list(model.parameters()))).isfinite().all():
-        raise FloatingPointError(f"the weights are not finite after step {step}; they are not saved, {run_dir} keeps the "
-                                 "checkpoints before; try a lower --lr")  # fmt: skip
-
-
-def check_zero1(cfg, precision, processes):
-    """Raise ValueError where AdamW cannot be shared out. precision: a name, as bf16."""
-    if cfg.zero1 and processes > 1 and precision == "fp16":
-        raise ValueError("zero1=True needs gradients that are not scaled, and precision=fp16 scales them; leave zero1 out, or "
-                         "pass --precision fp32")  # fmt: skip
-
-
-def check_8_bits(model_config, reason):
-    """Raise ValueError where 8-bit products are asked for and there is a reason why they are not to be had."""
-    wanted = ["cross_entropy=fp8"] * (model_config.cross_entropy == "fp8") + ["fp8_mlp=True"] * model_config.fp8_mlp
-    if wanted and reason:
-        raise ValueError(f"{' and '.join(wanted)}: 8 bits {reason}; leave that out")
-
-
-def check_transposes(model_config, device):
-    """Raise ValueError where this version of Triton mixes up the 8-bit numbers that these settings have it transpose."""
-    for name, asked, right in (
-        ("cross_entropy=fp8", model_config.cross_entropy == "fp8", gradient_is_transposed),
-        ("fp8_mlp=True", model_config.fp8_mlp, casts_are_transposed),
-    ):
-        if asked and not right(device):
-            import triton
-
-            raise ValueError(f"{name} cannot be computed: Triton {triton.__version__} transposes 8-bit numbers wrongly on "
-                             f"{torch.cuda.get_device_name(device)}; leave it out, or try another version")  # fmt: skip
-
-
 def prepare(model_config, cfg, world):
     """What training works with, from a seeded start. Raises ValueError or FileNotFoundError for what cannot work."""
     torch.manual_seed(cfg.seed)
@@ -889,34 +779,6 @@ def compile_model(raw_model, cfg, world, log):
 
 def from_compiler(error):
     return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
-
-
-def check_compiled(model, raw_model, loader, world, precision, log):
-    """The model to train with: `model`, or, where compiling has changed what it computes, the same uncompiled.
-
-    Compared is the loss of the micro-batch that comes next. Uncompiled it is computed row by row, which takes little memory,
-    and in 16 bits where training takes 8. Both round, so they may differ by 0.01 nats a target, and by more where targets are
-    so few that their errors do not cancel. A race between warps of a generated kernel (triton-lang/triton#10924) made GPT-2
-    774M's first loss of 16,384 targets 0.03 too small, and its training worthless (README).
-    """
-    if not hasattr(model, "_orig_mod"):  # not compiled
-        return model
-    log.say("torch.compile is at work, which can take half a minute or more")
-    x, y, _ = loader.micro_batch(loader.sequence, loader.micro_step)
-    x, y = x.to(world.device), y.to(world.device)
-    targets = max(1, (y >= 0).sum().item())
-    with precision.autocast():
-        with world.exchange(model, last=False):  # DDP must not wait for a backward pass
-            compiled = model(x, y, reduction="sum")[1].item() / targets
-        with torch.no_grad():
-            plain = sum(raw_model(x[i : i + 1], y[i : i + 1], reduction="sum")[1].item() for i in range(x.size(0))) / targets
-    wrong = math.isfinite(plain) and not abs(compiled - plain) <= 0.01 + 0.5 / math.sqrt(targets)
-    found = [pair for pair in world.gather((compiled, plain) if wrong else None) if pair]
-    if not found:
-        return model
-    log.say("torch.compile is off: for the first micro-batch the compiled model has a loss of {:.4f}, the same uncompiled one "
-            "of {:.4f}; another version of torch than {} may compile it rightly".format(*found[0], torch.__version__))
-    return model._orig_mod
 
 
 def train(model_config, cfg, world, run_dir, tokenizer=None):

@@ -47,6 +47,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 from kernels import CLASSES, profile  # noqa: E402
 from records import append_record, card_name, keep_tries_apart, one_sentence, origin, random_shards, read_records  # noqa: E402
 
+from checks import check_compiled, check_config  # noqa: E402
 from evaluation import eval_val_loss  # noqa: E402
 from machine import out_of_memory  # noqa: E402
 from metrics import Meter, PhaseClock  # noqa: E402
@@ -56,8 +57,6 @@ from train_gpt2 import (  # noqa: E402
     TokenLoader,
     TrainConfig,
     World,
-    check_compiled,
-    check_config,
     compile_model,
     get_lr,
     prepare,

@@ -20,7 +20,8 @@ from test_train import EPS, difference, equal_bits, of_kind, raw_gradients, read
 
 import machine
 import train_gpt2
-from train_gpt2 import GPT, GPTConfig, TrainConfig, check_zero1
+from checks import check_zero1
+from train_gpt2 import GPT, GPTConfig, TrainConfig
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch was built without gloo"),

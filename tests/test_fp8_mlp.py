@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import checks
 import fp8_mlp
 import fused_mlp
-import train_gpt2
 from machine import Precision, why_no_fp8
 from train_gpt2 import GPT, MLP, GPTConfig, TrainConfig
 
@@ -43,10 +43,10 @@ def test_a_compiler_that_mixes_up_8_bit_numbers_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__="3.7"))
     for switch, check in ((dict(cross_entropy="fp8"), "gradient_is_transposed"), (dict(fp8_mlp=True), "casts_are_transposed")):
         for right in (True, False):
-            monkeypatch.setattr(train_gpt2, check, lambda _, right=right: right)
-            train_gpt2.check_transposes(GPTConfig(), device)
+            monkeypatch.setattr(checks, check, lambda _, right=right: right)
+            checks.check_transposes(GPTConfig(), device)
             with contextlib.nullcontext() if right else pytest.raises(ValueError, match="Triton 3.7 transposes .* on H9"):
-                train_gpt2.check_transposes(GPTConfig(**switch), device)
+                checks.check_transposes(GPTConfig(**switch), device)
 
 
 @pytest.mark.gpu
