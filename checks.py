@@ -12,7 +12,7 @@ import torch
 from cross_entropy import gradient_is_transposed
 from fp8_mlp import casts_are_transposed
 
-# ---------------------------------------------------------------------------------------------------------- 1. before it begins
+# ------------------------------------------------------------------------------------------- 1. before it begins
 
 AT_LEAST_1 = (
     "n_layer", "n_head", "n_embd", "block_size", "vocab_size", "vocab_multiple", "total_batch_size", "seq_len", "max_steps",
@@ -79,7 +79,7 @@ def check_transposes(model_config, device):
                              f"{torch.cuda.get_device_name(device)}; leave it out, or try another version")  # fmt: skip
 
 
-# --------------------------------------------------------------------------------------------------- 2. before the first update
+# ------------------------------------------------------------------------------------ 2. before the first update
 
 
 def check_compiled(model, raw_model, loader, world, precision, log):
@@ -110,7 +110,7 @@ def check_compiled(model, raw_model, loader, world, precision, log):
     return model._orig_mod
 
 
-# ---------------------------------------------------------------------------------------------------------------- 3. after each
+# ------------------------------------------------------------------------------------------------- 3. after each
 
 
 def check_finite(step, losses, step_end, loader, world, run_dir):

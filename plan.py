@@ -30,6 +30,7 @@ import torch
 import cross_entropy
 from checks import check_8_bits, check_compiled, check_config, check_zero1
 from fused_mlp import MIN_POSITIONS, epilogues_work
+from loader import grad_accum_steps
 from machine import (
     MEMORY_GB,
     PEAK_TFLOPS,
@@ -48,7 +49,6 @@ from train_gpt2 import (
     GPT,
     GPTConfig,
     World,
-    grad_accum_steps,
     make_optimizer,
     parse_args,
     peek,

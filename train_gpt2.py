@@ -5,11 +5,11 @@
     torchrun --standalone --nproc_per_node=8 train_gpt2.py     # the same run on eight GPUs: same tokens, same steps
     python train_gpt2.py --plan --plan_card "RTX 4090"         # would it fit, how long would it take, what would it cost?
 
-Sections: 1 configuration, 2 model, 3 optimizer and schedule, 4 tokens, 5 processes, 6 training, 7 command line. Each
-uses only those above it and, from the files beside this one: cross_entropy.py (the loss of the head), fused_mlp.py and
-fp8_mlp.py (the MLP), machine.py (device, precision, memory), checks.py (what is refused), shards.py (token files), runs.py
-(the run folder, resuming), checkpoints.py (their files), evaluation.py (what is measured), metrics.py (log, speed), zero.py
-(AdamW in shares).
+Sections: 1 configuration, 2 model, 3 optimizer and schedule, 4 processes, 5 training, 6 command line. Each uses only those
+above it and, from the files beside this one: cross_entropy.py (the loss of the head), fused_mlp.py and fp8_mlp.py (the MLP),
+shards.py and loader.py (token files, and who reads what of them when), machine.py (device, precision, memory), checks.py
+(what is refused), runs.py (the run folder, resuming), checkpoints.py (their files), evaluation.py (what is measured),
+metrics.py (log, speed), zero.py (AdamW in shares).
 
 Shape letters: B batch, T time (tokens of a sequence), C channels (n_embd), H heads, D head size (C = H * D),
 V vocabulary, N = B * T positions.
@@ -24,18 +24,15 @@ import signal
 import sys
 import textwrap
 import time
-import zlib
 
 if __name__ == "__main__":  # before torch starts its threads: on a CPU that is busy with other things too, threads that
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spin while they wait take the time of those that work (4x, README)
     signal.signal(signal.SIGINT, lambda *_: (os.write(2, b"\ntrain_gpt2.py: stopped before it began\n"), os._exit(130)))
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -49,6 +46,7 @@ from cross_entropy import check_method, linear_cross_entropy
 from evaluation import Reporter
 from fp8_mlp import mlp_products_fp8
 from fused_mlp import MIN_POSITIONS, epilogues_work, fused_mlp_pays, mlp_products
+from loader import TokenLoader, grad_accum_steps
 from machine import Precision, check_size, find_device, fit_batch_size, out_of_memory, why_no_compile, why_no_fp8
 from metrics import Logger, Meter, PhaseClock
 from runs import (
@@ -420,148 +418,7 @@ def get_lr(step, cfg):
     return cfg.min_lr + (cfg.lr - cfg.min_lr) * left
 
 
-# ------------------------------------------------------------------------------------------------------ 4. tokens
-
-
-def permute(i, n, key):
-    """Where a seeded shuffle of range(n) puts the indices i (uint64 array), without storing the shuffle.
-
-    Cut the bits of an index into halves and replace (left, right) by (right, left xor f(right)). Whoever knows the result
-    can undo that, whatever f is, so no two indices meet: it shuffles all numbers of so many bits (a Feistel network). Four
-    rounds mix well. What lands at n or above is put in again; the shuffle's cycles come back to where they began, so one
-    below n must follow (cycle walking: Black and Rogaway 2002, method 2). The shuffle of 10 billion tokens takes no memory
-    and its state is one integer. f is splitmix64's (Steele et al. 2014).
-    """
-    half = np.uint64(max(1, (int(n - 1).bit_length() + 1) // 2))
-    low = np.uint64((1 << int(half)) - 1)
-    i = np.array(i, dtype=np.uint64)
-    todo = np.ones(i.shape, dtype=bool)
-    while todo.any():
-        left, right = i[todo] >> half, i[todo] & low
-        for r in range(4):
-            z = right + np.uint64((key * 4 + r + 1) * 0x9E3779B97F4A7C15 % 2**64)
-            z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-            z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-            left, right = right, left ^ ((z ^ (z >> np.uint64(31))) & low)
-        i[todo] = (left << half) | right
-        todo = i >= n
-    return i.astype(np.int64)
-
-
-class TokenLoader:
-    """Micro-batches of the training stream. One global cursor: the sequences of step s are the same for any number of
-    processes and any micro-batch; those only decide who reads which.
-
-    The stream is cut into sequences without gaps, over shard edges and over the end of the data, where the next epoch
-    begins in mid-sequence: no token is dropped. Shuffling permutes the sequences that begin in the same epoch; the one that
-    runs over the end of the data into its beginning is among them.
-    """
-
-    def __init__(self, shards, cfg, world, batch_size):
-        self.shards, self.seq_len, self.batch_size = shards, cfg.seq_len, batch_size
-        self.rank, self.world_size, self.device = world.rank, world.world_size, world.device
-        self.shuffle, self.seed = cfg.shuffle, cfg.seed
-        self.step_sequences = cfg.total_batch_size // cfg.seq_len
-        self.grad_accum_steps = grad_accum_steps(cfg, batch_size, world.world_size)
-        if len(shards) <= cfg.seq_len:
-            raise ValueError(f"{shards.paths[0].parent} has {len(shards)} training tokens, a sequence takes {cfg.seq_len + 1}: "
-                             f"add data, or pass a --seq_len smaller than {cfg.seq_len}")  # fmt: skip
-        context = shards.manifest.get("context")
-        if context and cfg.seq_len != context:
-            able = " (block_size must be so many at least)" * (context > cfg.seq_len)
-            raise ValueError(f"seq_len={cfg.seq_len} must be {context}, the length these conversations were packed to; pass "
-                             f"--seq_len {context}{able}, or pack them again with `fineweb.py --context {cfg.seq_len}` and "
-                             "another --out")  # fmt: skip
-        self.aligned = shards.document_starts(cfg.seq_len) if cfg.align_documents else None
-        self.sequence = 0  # global cursor: sequences handed out, by all processes, in finished steps
-        self.micro_step = 0
-        self.worker = ThreadPoolExecutor(1)  # reads one micro-batch ahead while the device computes
-        self.ahead = None
-
-    def positions(self, first, count):
-        """Stream positions of the sequences first .. first + count - 1 of the run."""
-        j, T, N = np.arange(first, first + count, dtype=np.int64), self.seq_len, len(self.shards)
-        per_epoch = len(self.aligned) if self.aligned is not None else None
-        epoch = j // per_epoch if per_epoch else j * T // N
-        # -(-a // b) is a / b rounded up: epoch e has the sequences that begin at tokens e N to (e + 1) N of the endless stream
-        for e in np.unique(epoch) if self.shuffle or per_epoch else []:
-            begin, end = (e * per_epoch, (e + 1) * per_epoch) if per_epoch else (-(-e * N // T), -(-(e + 1) * N // T))
-            members = epoch == e
-            inside = j[members] - begin
-            if self.shuffle:
-                inside = permute(inside, end - begin, key=self.seed * 1_000_003 + int(e))
-            j[members] = self.aligned[inside] if per_epoch else inside + begin
-        return j if per_epoch else j * T
-
-    def micro_batch(self, sequence, micro_step):
-        """(x, y, num_targets): this process's part of a micro-step; num_targets counts the whole step's."""
-        first = sequence + (micro_step * self.world_size + self.rank) * self.batch_size
-        x, y = self.shards.batch(self.positions(first, self.batch_size), self.seq_len)
-        num_targets = self.step_sequences * self.seq_len
-        if self.shards.masks:
-            whole = self.positions(sequence, self.step_sequences)
-            num_targets = sum(int(self.shards.read(p + 1, self.seq_len, self.shards.masks).sum()) for p in whole)
-        x, y = torch.from_numpy(x), torch.from_numpy(y)
-        return (x.pin_memory(), y.pin_memory(), num_targets) if self.device.type == "cuda" else (x, y, num_targets)
-
-    def next_batch(self):
-        """The next micro-batch on the device: x, y (batch_size, seq_len) and the number of targets of the whole step."""
-        here = (self.sequence, self.micro_step)
-        if self.ahead is None or self.ahead[0] != here:
-            self.ahead = (here, self.worker.submit(self.micro_batch, *here))
-        x, y, num_targets = self.ahead[1].result()
-        self.micro_step += 1
-        if self.micro_step == self.grad_accum_steps:
-            self.sequence, self.micro_step = self.sequence + self.step_sequences, 0
-        here = (self.sequence, self.micro_step)
-        self.ahead = (here, self.worker.submit(self.micro_batch, *here))
-        return x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True), max(1, num_targets)
-
-    def step_positions(self, step_end, micro_step):
-        """Names of the shard positions that this process used in a micro-step of the step that ended at step_end."""
-        first = step_end - self.step_sequences + (micro_step * self.world_size + self.rank) * self.batch_size
-        return [self.shards.where(int(p)) for p in self.positions(first, self.batch_size)]
-
-    def keep_to(self, state):
-        """Stay with the tokens that there were when `state` was saved: of data that has grown, another number of sequences
-        would be shuffled otherwise, and some come twice, some never. Raises ValueError for fewer tokens, and for others."""
-        folder, tokens = self.shards.paths[0].parent, state.get("tokens", len(self.shards))
-        if tokens > len(self.shards):
-            then = "put the rest back, or begin a new run with --init_from"
-            if self.shards.manifest.get("complete") is False:
-                then = "fineweb.py is not finished with it; resume when its command has ended"
-            raise ValueError(f"{folder} has {len(self.shards):,} training tokens, this run was begun with {tokens:,}: {then}")
-        if state.get("begin", self.begin(tokens)) != self.begin(tokens):
-            raise ValueError(f"{folder} begins with other tokens than this run was begun with: put those back, or begin a new "
-                             "run with --init_from")  # fmt: skip
-        if tokens < len(self.shards):
-            self.shards.shorten(tokens)
-            self.aligned = self.shards.document_starts(self.seq_len) if self.aligned is not None else None
-
-    def begin(self, tokens):
-        """A checksum of the first of so many tokens."""
-        return zlib.crc32(self.shards.read(0, min(2**20, tokens)).tobytes())
-
-    def state_dict(self):
-        tokens = len(self.shards)
-        return {"position": self.sequence * self.seq_len, "tokens": tokens, "begin": self.begin(tokens)}
-
-    def load_state_dict(self, state):
-        self.sequence, self.micro_step = state["position"] // self.seq_len, 0
-
-
-def grad_accum_steps(cfg, batch_size, world_size):
-    """Micro-steps per update. Raises ValueError where total_batch_size is not a whole number of them."""
-    n = batch_size * cfg.seq_len * world_size
-    if cfg.total_batch_size % n:
-        raise ValueError(
-            f"total_batch_size={cfg.total_batch_size} must be a multiple of batch_size * seq_len * world_size = "
-            f"{batch_size} * {cfg.seq_len} * {world_size} = {n}; the next one up is {-(-cfg.total_batch_size // n) * n}"
-        )
-    return cfg.total_batch_size // n
-
-
-# -------------------------------------------------------------------------------------------------- 5. processes
+# -------------------------------------------------------------------------------------------------- 4. processes
 
 
 class World:
@@ -642,7 +499,7 @@ class World:
             os._exit(0)
 
 
-# --------------------------------------------------------------------------------------------------- 6. training
+# --------------------------------------------------------------------------------------------------- 5. training
 
 
 class StopSignal:
@@ -821,7 +678,7 @@ def train_until(stop, at_end, model_config, cfg, world, run_dir, tokenizer):
     def asked_to_stop(step):  # on any process
         return step < cfg.max_steps and world.smallest(not stop.name) == 0
 
-    if not asked_to_stop(first_step):
+    if not asked_to_stop(first_step):  # a compiler may err without a word: 774M once trained to a loss of 60 (README)
         model = check_compiled(model, raw_model, loader, world, precision, log)
     for step in range(first_step, cfg.max_steps + 1):
         stopping = asked_to_stop(step)
@@ -877,7 +734,7 @@ def train_until(stop, at_end, model_config, cfg, world, run_dir, tokenizer):
     return val_loss
 
 
-# ----------------------------------------------------------------------------------------------- 7. command line
+# ----------------------------------------------------------------------------------------------- 6. command line
 
 
 def peek(argv, *flags):

@@ -49,12 +49,12 @@ from records import append_record, card_name, keep_tries_apart, one_sentence, or
 
 from checks import check_compiled, check_config  # noqa: E402
 from evaluation import eval_val_loss  # noqa: E402
+from loader import TokenLoader  # noqa: E402
 from machine import out_of_memory  # noqa: E402
 from metrics import Meter, PhaseClock  # noqa: E402
 from train_gpt2 import (  # noqa: E402
     PRESETS,
     GPTConfig,
-    TokenLoader,
     TrainConfig,
     World,
     compile_model,

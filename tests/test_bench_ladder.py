@@ -25,7 +25,8 @@ import ladder  # noqa: E402
 from records import append_record, card_name, origin, random_shards, read_records  # noqa: E402
 from test_train import compiler_that_errs  # noqa: E402
 
-from train_gpt2 import GPT, GPTConfig, TokenLoader, TrainConfig, World, make_optimizer  # noqa: E402
+from loader import TokenLoader
+from train_gpt2 import GPT, GPTConfig, TrainConfig, World, make_optimizer  # noqa: E402
 
 TINY = ["--shapes", "tiny", "--device", "cpu", "--steps", "6"]
 

@@ -13,10 +13,11 @@ from conftest import ROOT, TINY_MODEL, run_python
 from test_train import equal_bits
 
 from checkpoints import newest_run, read_newest, save_checkpoint
+from loader import TokenLoader
 from machine import Precision, this_python
 from runs import copy_weights, open_run, read_config, restore, resume_command, run_to_resume, state_to_save
 from shards import TokenShards
-from train_gpt2 import GPT, GPTConfig, TokenLoader, TrainConfig, World, make_optimizer, train_step
+from train_gpt2 import GPT, GPTConfig, TrainConfig, World, make_optimizer, train_step
 
 # ------------------------------------------------------------------------------------------------------- folders
 
