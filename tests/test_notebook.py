@@ -1,10 +1,12 @@
 """play.ipynb as it is saved, and (slow) run from top to bottom in a fresh kernel."""
 
 import json
-import time
+import sys
 
 import pytest
 from conftest import ROOT, clean_env
+
+sys.path.insert(0, str(ROOT / "bench"))
 
 NOTEBOOK = ROOT / "play.ipynb"
 
@@ -19,7 +21,7 @@ def test_saved_with_outputs_in_order_and_without_errors():
     outputs = [output for cell in code for output in cell["outputs"]]
     assert not [output for output in outputs if output["output_type"] == "error"]
     assert any("image/png" in output.get("data", {}) for output in outputs)
-    assert NOTEBOOK.stat().st_size < 4 * 2**20, "too large to be viewed in a browser"
+    assert NOTEBOOK.stat().st_size < 2**20, "save it by bench/run_notebook.py, whose pictures are smaller"
     assert "/work/" not in NOTEBOOK.read_text(), "a path of the machine it was run on"
 
 
@@ -33,12 +35,10 @@ def test_each_chapter_asks_predicts_checks_and_says_where_it_lives():
 
 
 @pytest.mark.slow
-def test_runs_in_a_fresh_kernel_in_under_ten_minutes(tmp_path, monkeypatch):
-    nbclient = pytest.importorskip("nbclient", reason="needs requirements-notebook.txt")
-    nbformat = pytest.importorskip("nbformat", reason="needs requirements-notebook.txt")
+def test_runs_in_a_fresh_kernel(monkeypatch):
+    pytest.importorskip("nbclient", reason="needs requirements-notebook.txt")
+    from run_notebook import executed
+
     for name, value in clean_env().items():
         monkeypatch.setenv(name, value)
-    notebook = nbformat.read(NOTEBOOK, 4)
-    t0 = time.monotonic()
-    nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(ROOT)}}).execute()
-    assert time.monotonic() - t0 < 600
+    executed()  # raises where a cell fails

@@ -60,12 +60,15 @@ def tokens(s):
 
 def test_the_probe_does_not_time_wrong_results(monkeypatch, capsys):
     compiler_that_errs(monkeypatch, 1.5)
+    step, timed = plan.train_step, set()
+    monkeypatch.setattr(plan, "train_step", lambda model, *rest: timed.add(hasattr(model, "_orig_mod")) or step(model, *rest))
     for compiled in (False, True):
         s, _ = setting({}, "fp32", compile=compiled)
         cfg = TrainConfig(batch_size=6, seq_len=64, total_batch_size=384, compile=compiled)
         micro_ms, update_ms, peak_bytes = plan.probe(s, cfg, torch.device("cpu"), seconds=0.1)
         assert micro_ms > 0 and update_ms > 0 and peak_bytes is None
         assert ("torch.compile is off" in capsys.readouterr().out) == compiled
+    assert timed == {False}, "what was compiled wrongly was timed"
 
 
 # --------------------------------------------------------------------------- what autograd keeps, counted exactly
