@@ -135,7 +135,7 @@ def run(argv):
     parser.add_argument("--out", default="", help="append the numbers to this file, as a JSON line")
     parser.add_argument("--commit", default="", help="noted there where git is not at hand")
     args = parser.parse_args(argv)
-    for name, least in (("n_layer", 0), ("batch_size", 1), ("updates", 0), ("lr", 0)):
+    for name, least in (("batch_size", 1), ("updates", 0)):
         if getattr(args, name) < least:
             raise ValueError(f"{name}={getattr(args, name)} must be at least {least}")
     if args.out and Path(args.out).is_dir():
