@@ -12,10 +12,17 @@ import os
 import sys
 from pathlib import Path
 
-import nbformat
-from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError
-from PIL import Image
+try:
+    import nbformat
+    from nbclient import NotebookClient
+    from nbclient.exceptions import CellExecutionError
+    from PIL import Image
+except ModuleNotFoundError as missing:
+    if __name__ != "__main__":
+        raise
+    way_out = "python -m pip install -r requirements-notebook.txt"
+    print(f"run_notebook.py: error: {missing.name} is not here: {way_out}", file=sys.stderr)
+    sys.exit(2)
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOK = ROOT / "play.ipynb"
