@@ -104,8 +104,8 @@ def kernel():
 
 
 @torch.library.custom_op("gpt2::mlp_products_fp8", mutates_args=())  # opaque to torch.compile, which keeps one graph around it
-def mlp_products_fp8(x: Tensor, w_fc: Tensor, b_fc: Tensor, w_proj: Tensor) -> list[Tensor]:
-    """[GELU(x @ w_fc.T + b_fc) @ w_proj.T (N, C)], then for the backward pass GELU's input (N, F) and, in 8 bits and
+def mlp_products_fp8(x: Tensor, w_fc: Tensor, b_fc: Tensor, w_proj: Tensor, b_proj: Tensor) -> list[Tensor]:
+    """[GELU(x @ w_fc.T + b_fc) @ w_proj.T + b_proj (N, C)], then for the backward pass GELU's input (N, F) and, in 8 bits and
     transposed, GELU's output (F, N), x (C, N), w_fc (C, F) and w_proj (F, C). x (N, C) is bf16, the weights are float32."""
     weight, activation = constant(WEIGHT, x.device), constant(ACTIVATION, x.device)
     x8, x8_t, _ = cast(x, activation, E4M3)
@@ -113,12 +113,12 @@ def mlp_products_fp8(x: Tensor, w_fc: Tensor, b_fc: Tensor, w_proj: Tensor) -> l
     p8, p8_t, _ = cast(w_proj, weight, E4M3)
     before = torch._scaled_mm(x8, w8.t(), activation, weight, bias=b_fc.to(x.dtype), out_dtype=x.dtype)
     after8, after8_t, _ = cast(before, activation, E4M3, "gelu")
-    y = torch._scaled_mm(after8, p8.t(), activation, weight, out_dtype=x.dtype)
+    y = torch._scaled_mm(after8, p8.t(), activation, weight, bias=b_proj.to(x.dtype), out_dtype=x.dtype)
     return [y, before, after8_t, x8_t, w8_t, p8_t]
 
 
 @mlp_products_fp8.register_fake
-def _(x, w_fc, b_fc, w_proj):
+def _(x, w_fc, b_fc, w_proj, b_proj):
     (N, C), F = x.shape, w_fc.size(0)
     small = [x.new_empty(shape, dtype=E4M3) for shape in ((F, N), (C, N), (C, F), (F, C))]
     return [torch.empty_like(x), x.new_empty(N, F), *small]
@@ -154,7 +154,8 @@ def keep(ctx, inputs, output):
 
 def backward(ctx, grads):
     dy = grads[0].contiguous()
-    return mlp_gradients_fp8(dy, dy.abs().amax(), *ctx.saved_tensors)  # amax out here, where torch.compile can fuse it
+    # the sum and amax out here, where torch.compile can fuse them
+    return *mlp_gradients_fp8(dy, dy.abs().amax(), *ctx.saved_tensors), dy.sum(0, dtype=torch.float32)
 
 
 mlp_products_fp8.register_autograd(backward, setup_context=keep)

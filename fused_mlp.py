@@ -106,15 +106,19 @@ def product(a, b, epilogue, aux, bias=None, b_transposed=False):
 
 
 @torch.library.custom_op("gpt2::mlp_products", mutates_args=())  # opaque to torch.compile, which keeps one graph around it
-def mlp_products(x: Tensor, w_fc: Tensor, b_fc: Tensor, w_proj: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """GELU(x @ w_fc.T + b_fc) @ w_proj.T (N, C), and for the backward pass GELU's output and input (N, F)."""
+def mlp_products(x: Tensor, w_fc: Tensor, b_fc: Tensor, w_proj: Tensor, b_proj: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """GELU(x @ w_fc.T + b_fc) @ w_proj.T + b_proj (N, C), and for the backward pass GELU's output and input (N, F).
+
+    b_proj is added before the product is rounded: to a rounded one, in the compiler's addition to a 16-bit residual stream,
+    a bias far below the rounding would decide ties, and count for hundreds of times its size (README).
+    """
     before = x.new_empty(x.size(0), w_fc.size(0))
     after = product(x, w_fc, GELU_AUX_BIAS, aux=before, bias=b_fc, b_transposed=True)
-    return after @ w_proj.t(), after, before
+    return torch.addmm(b_proj, after, w_proj.t()), after, before
 
 
 @mlp_products.register_fake
-def _(x, w_fc, b_fc, w_proj):
+def _(x, w_fc, b_fc, w_proj, b_proj):
     hidden = x.new_empty(x.size(0), w_fc.size(0))
     return torch.empty_like(x), hidden, torch.empty_like(hidden)
 
@@ -132,7 +136,7 @@ def _(dy, w_proj, before):
 
 def keep(ctx, inputs, output):
     ctx.set_materialize_grads(False)  # no gradients of zeros for the two results that are for the backward pass alone
-    x, w_fc, _, w_proj = inputs
+    x, w_fc, _, w_proj, _ = inputs
     ctx.save_for_backward(x, w_fc, w_proj, *output[1:])
 
 
@@ -140,7 +144,7 @@ def backward(ctx, dy, *_):
     x, w_fc, w_proj, after, before = ctx.saved_tensors
     dy = dy.contiguous()
     dbefore = product_dgelu(dy, w_proj, before)
-    return dbefore @ w_fc, dbefore.t() @ x, dbefore.sum(0), dy.t() @ after
+    return dbefore @ w_fc, dbefore.t() @ x, dbefore.sum(0), dy.t() @ after, dy.sum(0)
 
 
 mlp_products.register_autograd(backward, setup_context=keep)
@@ -160,7 +164,7 @@ def epilogues_work(device):
     try:
         x = torch.ones(16, 64, device=device, dtype=torch.bfloat16)
         w = torch.ones(64, 64, device=device, dtype=torch.bfloat16)
-        mlp_products(x, w, w[0], w)
+        mlp_products(x, w, w[0], w, w[0])
         product_dgelu(x, w, x)
         torch.cuda.synchronize(device)
         return True

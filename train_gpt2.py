@@ -229,11 +229,11 @@ class MLP(nn.Module):
 
     def forward(self, x):
         if self.fp8 and fused_mlp_pays(x):
-            y = mlp_products_fp8(x.bfloat16().flatten(0, -2), self.c_fc.weight, self.c_fc.bias, self.c_proj.weight)[0]
-            return (y + self.c_proj.bias.bfloat16()).view_as(x)
+            weights = self.c_fc.weight, self.c_fc.bias, self.c_proj.weight, self.c_proj.bias
+            return mlp_products_fp8(x.bfloat16().flatten(0, -2), *weights)[0].view_as(x)
         if self.fused and fused_mlp_pays(x):  # the same as the last line, with less memory traffic: 3 % of a step on an H200
-            w = [p.bfloat16() for p in (self.c_fc.weight, self.c_fc.bias, self.c_proj.weight, self.c_proj.bias)]
-            return (mlp_products(x.bfloat16().flatten(0, -2), *w[:3])[0] + w[3]).view_as(x)
+            weights = (p.bfloat16() for p in (self.c_fc.weight, self.c_fc.bias, self.c_proj.weight, self.c_proj.bias))
+            return mlp_products(x.bfloat16().flatten(0, -2), *weights)[0].view_as(x)
         return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))  # GPT-2 was trained with the tanh form
 
 

@@ -79,15 +79,18 @@ def test_cast_rounds_saturates_and_transposes(mode, shape, dtype):
 def test_gradients_are_off_by_the_rounding_alone(size):
     """Gradients of any size: their scale follows them."""
     x = torch.randn(512, 96, device="cuda").bfloat16()
-    w_fc, b_fc, w_proj = (0.1 * torch.randn(shape, device="cuda") for shape in ((384, 96), (384,), (96, 384)))
+    w_fc, b_fc, w_proj, b_proj = (0.1 * torch.randn(shape, device="cuda") for shape in ((384, 96), (384,), (96, 384), (96,)))
     dy = (size * torch.randn(512, 96, device="cuda")).bfloat16()
-    inputs = [t.double().requires_grad_() for t in (x, w_fc, b_fc, w_proj)]
-    y = F.gelu(inputs[0] @ inputs[1].t() + inputs[2], approximate="tanh") @ inputs[3].t()
+    inputs = [t.double().requires_grad_() for t in (x, w_fc, b_fc, w_proj, b_proj)]
+    y = F.gelu(inputs[0] @ inputs[1].t() + inputs[2], approximate="tanh") @ inputs[3].t() + inputs[4]
     exact = [y, *torch.autograd.grad(y, inputs, dy.double())]
-    inputs = [t.clone().requires_grad_() for t in (x, w_fc, b_fc, w_proj)]
+    inputs = [t.clone().requires_grad_() for t in (x, w_fc, b_fc, w_proj, b_proj)]
     y = fp8_mlp.mlp_products_fp8(*inputs)[0]
-    for found, wanted in zip([y, *torch.autograd.grad(y, inputs, dy)], exact):
-        assert 0.01 < error(found, wanted) < 0.12  # 16 bits would be below 0.01
+    *found, db_proj = [y, *torch.autograd.grad(y, inputs, dy)]
+    *wanted, db_wanted = exact
+    assert error(db_proj, db_wanted) < 1e-3  # a sum of what came in
+    for a, b in zip(found, wanted):
+        assert 0.01 < error(a, b) < 0.12  # 16 bits would be below 0.01
 
 
 @pytest.mark.gpu

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import fused_mlp
 from fused_mlp import epilogues_work
@@ -65,3 +66,27 @@ def test_nothing_is_fused_in_another_precision(monkeypatch):
     assert mlp(x).dtype == torch.float32
     with torch.autocast("cuda", torch.float16):
         assert mlp(x).dtype == torch.float16
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_bias_far_below_the_rounding_counts_for_what_it_is(monkeypatch):
+    """Added to a rounded product it would vanish, or decide ties in the sum with a 16-bit stream, many times too much."""
+    monkeypatch.setattr(fused_mlp, "MIN_POSITIONS", 1)
+    if not epilogues_work(torch.device("cuda")):
+        pytest.skip("cuBLASLt has no GELU epilogues here")
+    mlp = MLP(GPTConfig(1, 2, 128, 16, vocab_size=50)).cuda()
+    with torch.no_grad():
+        mlp.c_fc.weight.normal_(std=0.1)
+        mlp.c_proj.weight.normal_(std=0.02)
+        mlp.c_proj.bias.zero_()
+    stream = (0.05 * torch.randn(65536, 128, device="cuda")).bfloat16()
+    add = torch.compile(lambda x: x + mlp(F.layer_norm(x, (128,))), dynamic=False)
+
+    def mean(bias):
+        with torch.no_grad():
+            mlp.c_proj.bias.fill_(bias)
+        with torch.autocast("cuda", torch.bfloat16):
+            return add(stream).double().mean().item()
+
+    assert (mean(3e-6) - mean(-3e-6)) / 6e-6 == pytest.approx(1, abs=0.5)
