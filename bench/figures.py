@@ -8,7 +8,6 @@ them. The look comes from plot.style().
 """
 
 import argparse
-import itertools
 import json
 import math
 import statistics
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import matplotlib
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, PercentFormatter
+from matplotlib.ticker import FuncFormatter, MultipleLocator, PercentFormatter
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -178,7 +177,12 @@ def words(variant):
 
 
 def ladder(runs, out_path, dark):
-    """A staircase for each shape: tokens/s of every rung, the part that this rung added in the second colour."""
+    """A staircase for each shape: tokens/s of every rung, the part that this rung added in the second colour, and a star where
+    its results are wrong."""
+    from ladder import SHAPES, raced  # it imports torch
+
+    from fused_mlp import MIN_POSITIONS
+
     shapes = measured(runs, "rungs", "tok_per_s")
     variants = list(max(shapes.values(), key=len))
     if len(variants) < 2:
@@ -189,16 +193,18 @@ def ladder(runs, out_path, dark):
     first, *_, last = speeds[next(iter(shapes))].values()
     title = f"{next(iter(shapes))}: {plot.short(first)} to {plot.short(last)} tokens/s, {last / first:.0f} times, rung by rung"
     widths = [2.6] + [1] * (len(shapes) - 1)
-    figure, axes = new_figure(8, 1.3 + 0.34 * len(variants), title, where_and_when(rows), ncols=len(shapes), squeeze=False,
-                              sharey=True, width_ratios=widths)  # fmt: skip
+    note = "*: compiled with a race, its results are wrong (README's log).  " * any(map(raced, rows)) + where_and_when(rows)
+    figure, axes = new_figure(8, 1.3 + 0.34 * len(variants), title, note, ncols=len(shapes), squeeze=False, sharey=True,
+                              width_ratios=widths)  # fmt: skip
     base, gain, loss = plot.SERIES[dark][0], plot.SERIES[dark][1], plot.SERIES[dark][4]
     for ax, (shape, speed) in zip(axes[0], speeds.items()):
         before, top = None, max(speed.values())
         for y, variant in enumerate(variants):
             now = speed.get(variant)
             if now is None:  # what comes after a missing rung is no step up from it
-                ax.annotate("not measured", (0, y), xytext=(4, 0), textcoords="offset points", va="center", fontsize=6.5,
-                            color="0.5")  # fmt: skip
+                small = shape in SHAPES and SHAPES[shape][1].batch_size * SHAPES[shape][1].seq_len < MIN_POSITIONS
+                ax.annotate("not used" if small else "not measured", (0, y), xytext=(4, 0), textcoords="offset points",
+                            va="center", fontsize=6.5, color="0.5")  # fmt: skip
                 before = None
                 continue
             kept = now if before is None else min(before, now)
@@ -208,6 +214,7 @@ def ladder(runs, out_path, dark):
                         edgecolor="none" if now >= before else loss, hatch="" if now >= before else "////")  # fmt: skip
             factor = "" if before is None else f"x{now / before:.2f}"
             text = f"{plot.short(now)}  {factor}" if ax is axes[0][0] else factor or plot.short(now)
+            text += "*" * raced(shapes[shape][variant][0])
             ax.annotate(text, (max(now, before or 0), y), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8.5)
             before = now
         ax.set(xlim=(0, top * (1.28 if ax is axes[0][0] else 1.75)), xlabel="tokens/s")
@@ -482,55 +489,67 @@ def floor(runs, out_path, dark):
 
 
 def parallel(runs, out_path, dark):
-    """Tokens/s of N cards as a fraction of N times one card alone, by way of telling each other the gradients: of each of
-    bench/parallel.py's modes the records of the newest commit that it was measured at, which is named where a model's modes
-    differ in it: other commits ran on other machines. Where those are several rounds, the bar is their mean and a dot each of
-    them; each is held against the one card that the table there holds it against."""
-    from parallel import MODES, references  # it imports torch
+    """Tokens/s of N cards as a fraction of N times one card alone, by way of telling each other the gradients: a dot for each
+    run of bench/parallel.py, held against the one card that the table there holds it against, and a line at their mean. The
+    first model's ways stand on the left, all others on the right; what the trainer does has another colour than what was
+    tried in bench/ alone."""
+    from parallel import LOOPS, MODES, PRESETS, references  # it imports torch
 
-    shares, speeds, cards, commits = {}, {}, {}, {}  # a bar is (what was trained on what, mode)
-    rows = records(runs, "parallel", "mode", "world_size", "tok_per_s")
+    panels, rows = {}, records(runs, "parallel", "mode", "world_size", "tok_per_s")
     for kind, alike in grouped(rows, "preset", "world_size", "eight_bits", "device", "batch_size", "compile", "torch").items():
-        one = [row for row in alike if row["mode"] == "alone_one"]
-        plain = [row for row in alike if not row.get("env", {}).keys() - {"NCCL_VERSION", "NCCL_NVLS_ENABLE"}]
-        newest = {(row["mode"], row.get("bucket_mb")): row.get("commit") for row in plain}
-        for row in plain:  # without the experiments with NCCL's settings
-            if not one or row["mode"] == "alone_one" or newest[row["mode"], row.get("bucket_mb")] != row.get("commit"):
-                continue
-            if row["mode"] not in MODES:  # given up
-                continue
-            mode = words(row["mode"]) + (f", {row['bucket_mb']} MB" if row.get("bucket_mb") else "")
-            shares.setdefault((kind, mode), []).append(row["tok_per_s"] / references(row, alike)[0])
-            speeds.setdefault((kind, mode), []).append(row["tok_per_s"])
-            cards[kind] = median(one, "tok_per_s")
-            commits.setdefault(kind, {})[mode] = row.get("commit") or "no commit"
-    if not shares:
+        if any(row["mode"] == "alone_one" for row in alike):
+            for row in alike:
+                if row.get("env", {}).keys() - {"NCCL_VERSION", "NCCL_NVLS_ENABLE"}:  # an experiment with NCCL's settings
+                    continue
+                if row["mode"] in MODES and row["mode"] != "alone_one":  # others were given up
+                    mode = words(row["mode"]) + (f", {row['bucket_mb']} MB" if row.get("bucket_mb") else "")
+                    share = row["tok_per_s"] / references(row, alike)[0]
+                    panels.setdefault(kind, {}).setdefault((row["mode"], mode), []).append(share)
+    if not panels:
         raise NoData("parallel.jsonl needs the mode alone_one and another one to hold against it")
-    mean = {bar: statistics.mean(values) for bar, values in shares.items()}
-    bars = sorted(shares, key=lambda bar: (list(cards).index(bar[0]), bar[1] != "alone", -mean[bar]))
-    best = max((bar for bar in bars if bar[0] == bars[0][0] and bar[1] not in ("alone", "loop")), default=bars[0], key=mean.get)
-    preset, n = best[0][:2]
-    title = f"{preset}: {best[1]} on {n} GPUs reaches {mean[best]:.1%} of {n} times one GPU"
-    figure, ax = new_figure(8, 1.7 + 0.34 * len(bars), title, where_and_when(rows))
-    colors = dict(zip(dict.fromkeys(kind[0] for kind in cards), itertools.cycle(plot.SERIES[dark])))  # of each model
-    for y, bar in enumerate(bars):
-        color = "0.55" if bar[1] == "alone" else colors[bar[0][0]]
-        ax.barh(y, mean[bar], height=0.7, color=color)
-        text = f"{plot.short(statistics.mean(speeds[bar]))} tokens/s, {mean[bar]:.1%}"
-        ax.annotate(text, (0.61, y), va="center", fontsize=9, color="black" if dark else "white")
-        if len(shares[bar]) > 1:
-            ax.plot(shares[bar], [y] * len(shares[bar]), "o", color="white", markeredgecolor="black", markersize=4.5)
-    ax.axvline(1, color="0.5", linewidth=1, linestyle=(0, (5, 3)))
-    sizes = {kind: {other[4] for other in cards if other[0] == kind[0]} for kind in cards}  # micro-batches of one model
-    names = []
-    for kind, mode in bars:
-        what = f"{kind[0]} on {kind[1]}{', 8 bits' * bool(kind[2])}{f', B = {kind[4]}' * (len(sizes[kind]) > 1)}"
-        names.append(f"{what}: {mode}" + f" ({commits[kind][mode]})" * (len(set(commits[kind].values())) > 1))
-    ax.set(yticks=range(len(bars)), yticklabels=names,
-           ylim=(len(bars) - 0.5, -0.5), xlim=(0.6, 1.02),
-           xlabel="fraction of N times one GPU of the same machine\n(a dot: a run; machines differ)")  # fmt: skip
-    ax.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    ax.grid(axis="y", visible=False)
+    for kind, modes in panels.items():
+        panels[kind] = dict(sorted(modes.items(), key=lambda item: (item[0][0] != "alone", -statistics.mean(item[1]))))
+    order = [*PRESETS, *(kind[0] for kind in panels)]
+    first, *others = sorted(panels, key=lambda kind: (order.index(kind[0]), -kind[1], bool(kind[2]), kind[4]))
+    tried = {mode: shares for mode, shares in panels[first].items() if mode[0] not in ("alone", *LOOPS)} or panels[first]
+    (_, best), shares = max(tried.items(), key=lambda item: statistics.mean(item[1]))
+    span = f"{min(shares):.1%} to {max(shares):.1%}" if len(shares) > 1 else f"{shares[0]:.1%}"
+    title = f"{first[0]}: {best} on {first[1]} GPUs reaches {span} of {first[1]} times one GPU"
+    left, right = len(panels[first]), sum(len(panels[kind]) + 2 for kind in others)
+    figure = Figure(figsize=(8, 1.6 + 0.2 * max(left, right)))
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11.5, fontweight="bold")
+    figure.supxlabel(where_and_when(rows), x=0.99, ha="right", fontsize=8.5, color="0.5")
+    halves = figure.add_gridspec(1, 2 if others else 1)
+    places = [halves[0, 0]]
+    if others:
+        places += halves[0, 1].subgridspec(len(others), 1, height_ratios=[len(panels[kind]) + 1 for kind in others])
+    everything = [share for modes in panels.values() for shares in modes.values() for share in shares]
+    low, high = min(everything), max(1, max(everything))
+    several = {kind[0]: {other[4] for other in panels if other[0] == kind[0]} for kind in panels}  # micro-batches
+    for place, kind in zip(places, [first, *others]):
+        ax = figure.add_subplot(place)
+        for y, ((mode, name), shares) in enumerate(panels[kind].items()):
+            ours = mode in ("ddp", "zero1_16bit", *LOOPS) and not name.endswith(" 25 MB") and not name.endswith(" 90 MB")
+            color = "0.55" if mode == "alone" else plot.SERIES[dark][0 if ours else 1]
+            ax.plot(shares, [y] * len(shares), "o", color=color, alpha=0.75, markersize=4.5, markeredgewidth=0)
+            ax.plot([statistics.mean(shares)] * 2, [y - 0.35, y + 0.35], color=color, linewidth=1.5)
+        bits, size = ", 8 bits" * bool(kind[2]), f", B = {kind[4]}" * (len(several[kind[0]]) > 1)
+        ax.set_title(f"{kind[0]} on {kind[1]}{size}{bits}", fontsize=9.5, pad=3)
+        ax.set(ylim=(len(panels[kind]) - 0.4, -0.6), xlim=(low - 0.005, high + 0.005))
+        ax.set_yticks(range(len(panels[kind])), [f"{name}  {statistics.mean(s):.1%}" for (_, name), s in panels[kind].items()],
+                      fontsize=8)  # fmt: skip
+        ax.tick_params(axis="x", labelsize=8 if kind == first else 7)
+        ax.axvline(1, color="0.5", linewidth=1, linestyle=(0, (5, 3)))
+        ax.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        ax.grid(axis="y", visible=False)
+        ax.xaxis.set_major_locator(MultipleLocator(0.02))
+        if kind == first:
+            ax.set_xlabel("share of N times one GPU of the same machine", fontsize=8.5)
+            for number, text in enumerate(("as the trainer does it", "tried in bench/")):
+                ax.plot([], [], "o", color=plot.SERIES[dark][number], markersize=4.5, label=text)
+            ax.legend(fontsize=8, loc="lower right", bbox_to_anchor=(0.85, 0))
+        elif kind != others[-1]:
+            ax.tick_params(labelbottom=False)
     figure.savefig(out_path)
 
 

@@ -169,7 +169,9 @@ class Parts:
         return calls, 2 * self.N * inputs * outputs, 2 * (self.N * inputs + inputs * outputs + self.N * outputs)
 
     def fp8(self, name, way):
-        """The same with both operands in 8 bits (4 of exponent), already scaled and in the layout that the product wants."""
+        """The same with both operands in 8 bits (4 of exponent), already scaled and in the layout that the product wants,
+        summed the fast way and written in 16 bits, which makes it a ceiling. The trainer's gradients have 5 bits of exponent,
+        its sums are full ones, and its gradients of weights are written in 32 bits."""
         inputs, outputs, _ = products(self.config)[name]
         rows, inner, columns = {
             "forward": (self.N, inputs, outputs), "dgrad": (self.N, outputs, inputs), "wgrad": (outputs, self.N, inputs),

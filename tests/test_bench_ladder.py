@@ -72,7 +72,7 @@ def test_records_hold_what_was_measured(two_rungs):
         # weights that multiply: 2 layers of 12 C^2 and 13 C, last norm, head of 257 rows; and attention's 12 L C T
         assert r["flops_per_token"] == 6 * (2 * (12 * 32**2 + 13 * 32) + 2 * 32 + 257 * 32) + 12 * 2 * 32 * 16
         assert r["compile_s"] >= 0 and abs(r["first_loss"] - np.log(257)) < 0.3
-        assert {"mfu", "peak_gib", "kernel_ms", "commit", "power_w", "sm_mhz", "temperature_c"} <= r.keys()
+        assert {"mfu", "peak_gib", "kernel_ms", "commit", "power_w", "sm_mhz", "temperature_c", "uuid"} <= r.keys()
     # the settings reached the model: other products give another loss, though not much of another
     assert 0 < abs(records[0]["first_loss"] - records[1]["first_loss"]) < 0.01
 
@@ -232,6 +232,30 @@ def test_table_keeps_step_sizes_apart_and_variants_in_order(out, capsys):
     assert ": a step of 1,024 tokens," in large
     rows = [line.split() for line in large.splitlines()[2:]]
     assert [(row[0], *row[4:7]) for row in rows] == [("fp32", "400", "1.00", "1.00"), ("bf16", "600", "1.50", "1.50")]
+
+
+RACE = dict(precision="bf16", compile_mode="default", bf16_residual=False, fused_mlp=False)
+
+
+@pytest.mark.parametrize("more, wrong", [
+    (dict(), True), (dict(shape="gpt2-medium"), False), (dict(torch="2.14.0"), False), (dict(torch="2.9.1+cu128"), True),
+    (dict(settings=RACE | dict(precision="tf32")), False), (dict(settings=RACE | dict(compile_mode="none")), False),
+    (dict(settings=RACE | dict(bf16_residual=True)), False), (dict(settings=RACE | dict(fused_mlp=True)), False),
+    (dict(settings={}), False),
+])  # fmt: skip
+def test_rungs_compiled_with_a_race_have_a_star(out, more, wrong, capsys):
+    record = read_records(out)[0] | dict(shape="gpt2-xl", variant="flash", settings=RACE, torch="2.11.0+cu130") | more
+    append_record(out, record)
+    append_record(out, record | dict(group="loss", seconds=1.0, val_loss=7.0, curve=[[10, 1.0, 7.0]], max_steps=10))
+    ladder.run(["--table", "--out", str(out)])
+    timed, trained = capsys.readouterr().out.strip().split("\n\n")[1:]
+    for table in (timed, trained):
+        assert ("flash*" in table) == ("*: compiled with a race" in table) == wrong
+
+
+def test_all_are_all_but_the_shape_for_tries():
+    args = ladder.parse_args(["--shapes", "all", "--groups", "all"])
+    assert args.shapes == [name for name in ladder.SHAPES if name != "tiny"] and args.groups == ladder.GROUPS
 
 
 def test_list_measures_nothing(out, capsys):
