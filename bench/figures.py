@@ -412,6 +412,7 @@ def roofline(runs, out_path, dark):
         for row in ops if ax is left else filter(in_corner, ops):
             base, _, way = row["op"].rpartition(" ")
             base, marker = (base, WAYS[way]) if way in WAYS else (row["op"], "o")
+            base = base.replace("attention ", "SDPA ")
             color = orange if row in fp8 else blue if row["x"] >= edge else green
             ax.plot(row["x"], row["y"], marker, color=color, markersize=5 if ax is right else 3.5)
             if ax is right or not in_corner(row):
