@@ -103,7 +103,7 @@ def run_to_resume(log_dir, run_name=""):
         again = "begin it again without --resume" if ended_before_first_step(run_dir) else (
             "if that run has ended, delete the folder and start again, or pass another --run_name")  # fmt: skip
         raise FileNotFoundError(f"{run_dir} has no checkpoint to resume from; {again}")
-    reason = f"resumes {run_dir}"
+    reason = f"resumes {run_dir} after step {newest_step(run_dir)}"
     if not run_name:  # looked for by time alone: a run that was begun later and has saved nothing is passed over
         begun = [d for d in Path(log_dir).glob("*/") if (d / "config.json").exists() and not has_checkpoint(d)]
         since = newest_checkpoint(run_dir).stat().st_mtime

@@ -73,19 +73,31 @@ def test_the_run_that_goes_on_is_the_named_one_or_the_one_that_saved_last(tmp_pa
         path = save_checkpoint(tmp_path / name, 5 + age, {}, keep_last=1, best=False)
         for file in (path, path.parent / "config.json"):
             os.utime(file, (1000 - age,) * 2)
-    assert run_to_resume(tmp_path) == (tmp_path / "newest", f"resumes {tmp_path / 'newest'}")
-    assert run_to_resume(str(tmp_path), "oldest") == (tmp_path / "oldest", f"resumes {tmp_path / 'oldest'}")
+    assert run_to_resume(tmp_path) == (tmp_path / "newest", f"resumes {tmp_path / 'newest'} after step 5")
+    assert run_to_resume(str(tmp_path), "oldest") == (tmp_path / "oldest", f"resumes {tmp_path / 'oldest'} after step 7")
     for name, begun in (("before", 999), ("after", 1001)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")
         os.utime(tmp_path / name / "config.json", (begun,) * 2)
     run_dir, reason = run_to_resume(tmp_path)
-    assert run_dir.name == "newest" and reason.endswith(f"newest ({tmp_path / 'after'}, begun later, saved no checkpoint)")
+    passed_over = f" ({tmp_path / 'after'}, begun later, saved no checkpoint)"
+    assert run_dir.name == "newest" and reason.endswith("newest after step 5" + passed_over)
     assert "later" not in run_to_resume(tmp_path, "newest")[1], "it was asked for"
     with pytest.raises(FileNotFoundError, match="after has no checkpoint to resume from"):
         run_to_resume(tmp_path, "after")
     with pytest.raises(FileNotFoundError, match="log/named must be a plain name, without folders: --run_name named"):
         run_to_resume(tmp_path, "log/named")
+
+
+def test_a_checkpoint_with_another_byte_is_refused(tmp_path):
+    """torch.load reads it without a word."""
+    path = save_checkpoint(tmp_path, 1, {"weights": torch.arange(4096.0), "step": 1}, keep_last=1, best=False)
+    whole = path.read_bytes()
+    assert read_newest(tmp_path)[1]["weights"].equal(torch.arange(4096.0))
+    place = whole.index(torch.arange(1000.0, 1004.0).numpy().tobytes())
+    path.write_bytes(whole[:place] + b"\x01" + whole[place + 1 :])
+    with pytest.raises(ValueError, match=r"model_000001.pt cannot be read \(.*data/0 in it is damaged: .*move it away"):
+        read_newest(tmp_path)
 
 
 def test_a_checkpoint_that_goes_while_runs_are_looked_at(tmp_path):
