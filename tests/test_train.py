@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +27,7 @@ from checkpoints import newest_checkpoint, read_checkpoint, save_checkpoint
 from evaluation import bytes_per_token, eval_val_loss
 from shards import TokenShards
 from tokenizer import ByteTokenizer
-from train_gpt2 import GPT, PRESETS, GPTConfig, TrainConfig, Underway, World, get_lr, train
+from train_gpt2 import GPT, PRESETS, GPTConfig, StopSignal, TrainConfig, Underway, World, get_lr, train
 
 # AdamW divides by the root of the squared gradient, so where the true gradient is 0 (the bias of the keys: a softmax does
 # not see it) rounding noise alone would move a weight by the full rate. This eps keeps such weights where they are, and
@@ -370,7 +371,7 @@ def test_a_later_run_without_a_checkpoint_is_named_when_it_is_passed_over(tmp_pa
     shutil.copytree(tmp_path / "log" / "r", later, ignore=shutil.ignore_patterns("*.pt"))
     os.utime(later / "config.json", (time.time() + 10,) * 2)
     again = run_train("--resume", "--max_steps", 3)
-    assert "resumes log/r (log/later, begun later, saved no checkpoint)" in again.stdout, again.stderr
+    assert "resumes log/r after step 2 (log/later, begun later, saved no checkpoint)" in again.stdout, again.stderr
     named = run_train("--resume", "--run_name", "later")
     assert named.returncode == 2 and "log/later has no checkpoint to resume from; if that run has ended" in named.stderr
     assert "run_name=.. must be a plain name" in run_train("--run_name", "..").stderr
@@ -489,6 +490,40 @@ def test_a_signal_finishes_the_step_saves_and_says_so(tmp_path, start_training):
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="looks into /proc")
+def test_ctrl_c_twice_in_one_long_operation_ends_it(tmp_path):
+    """Python calls its handlers between operations, and two signals in one operation are one to them."""
+    code = """
+import hashlib
+from train_gpt2 import StopSignal
+with StopSignal():
+    print("begins", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # half an hour
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=clean_env(), stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True)  # fmt: skip
+    try:
+        assert process.stdout.readline() == "begins\n"
+        process.send_signal(signal.SIGINT)
+        assert process.stderr.readline() == "\n" and "SIGINT: ends after what is in hand" in process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130 and "error: stopped at once" in process.stderr.read()
+    finally:
+        process.kill()
+
+
+def test_signals_are_given_back(tmp_path):
+    before = signal.getsignal(signal.SIGINT), signal.set_wakeup_fd(-1)
+    threads = threading.active_count()
+    with StopSignal() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.name == "SIGTERM"
+    assert (signal.getsignal(signal.SIGINT), signal.set_wakeup_fd(before[1])) == before
+    deadline = time.monotonic() + 10
+    while threading.active_count() > threads and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == threads
+
+
 def test_ctrl_c_during_the_imports_is_one_line(tmp_path, start_training):
     process = start_training()
     while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():  # torch is being imported
