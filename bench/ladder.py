@@ -770,7 +770,7 @@ def loss_table(records):
 def print_tables(path):
     """One table for each group, shape, card and tokens per step of the file, its rows in the order of the group. Raises
     FileNotFoundError if there is none."""
-    records = latest(read_records(path))
+    records = latest([r for r in read_records(path) if r.get("bench") == "ladder"])
     if not records:
         raise FileNotFoundError(f"no measurements in {path}; `python bench/ladder.py --out {path}` makes some")
     tables, keys = {}, ("group", "shape", "card", "sustained", "max_steps", "torch", "tokens_per_step")
@@ -830,11 +830,16 @@ def parse_args(argv):
     parser.add_argument("--table", action="store_true", help="print the tables of --out, and stop")
     args = parser.parse_args(argv)
     args.shapes, args.groups = chosen(args.shapes, SHAPES, "shapes"), chosen(args.groups, GROUPS, "groups")
+    if args.data and not Path(args.data).is_dir():
+        raise ValueError(f"data={args.data} is no folder; name one with token shards, which fineweb.py makes")
     args.variants = [name.strip() for name in args.variants.split(",") if name.strip()]
     args.data_name = Path(args.data).name if args.data else "random"
     for name in ("steps", "limit", "seeds", "loss_steps", "loss_tokens", "val_tokens", "cards", "at_once"):
         if getattr(args, name) < 1:
             raise ValueError(f"{name}={getattr(args, name)} must be at least 1")
+    for name in ("tokens_per_step", "batch_size", "sustain"):
+        if getattr(args, name) < 0:
+            raise ValueError(f"{name}={getattr(args, name)} must be 0 (the shape's own, or none) or more")
     return args
 
 
@@ -872,6 +877,8 @@ def run(argv):
         for case in asked:
             print(f"{case.group:14} {case.shape:12} {case.variant:28} seed {case.seed}  {state(case)}")
     print(f"{len(todo)} of {len(asked)} measurements to do on {card}, into {args.out}")
+    if failed := sum(state(case) == "failed" for case in asked if case not in todo):
+        print(f"{failed} failed before and left out; --retry tries again")
     if args.list or not todo:
         return 0
     if args.cards > 1:

@@ -212,6 +212,18 @@ def test_a_measurement_that_takes_too_long_is_stopped():
     time.sleep(1.1)  # the alarm of a body that was in time does not ring
 
 
+def test_what_has_failed_is_left_out_aloud(out, capsys):
+    append_record(out, read_records(out)[0] | dict(error="no"))
+    assert ladder.run([*TINY, "--variants", "fp32,bf16", "--out", str(out)]) == 0
+    assert "1 failed before and left out; --retry tries again" in capsys.readouterr().out
+
+
+def test_table_passes_over_records_of_other_programs(out, capsys):
+    append_record(out, dict(bench="floor", op="copy", ms=1.0))
+    ladder.run(["--table", "--out", str(out)])
+    assert "copy" not in capsys.readouterr().out
+
+
 def test_table_needs_no_gpu_and_no_data(out, capsys):
     ladder.run(["--table", "--out", str(out)])
     text = capsys.readouterr().out
@@ -285,6 +297,8 @@ def test_wrong_input_is_one_sentence(tmp_path):
         (["--steps", "0"], "steps=0"),
         (["--cards", "0"], "cards=0"),
         (["--groups", "loss"], "--data"),
+        (["--data", "nowhere"], "data=nowhere is no folder"),
+        (["--batch_size", "-1"], "batch_size=-1 must be 0"),
     ):
         with pytest.raises(ValueError, match=words):
             ladder.run([*TINY, "--out", str(tmp_path / "o"), *flags])
