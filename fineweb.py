@@ -11,6 +11,7 @@ and how far the work is: whatever stops it, even kill -9, the same command goes 
 """
 import ast
 import contextlib
+import dataclasses
 import hashlib
 import multiprocessing
 import os
@@ -543,6 +544,10 @@ def run(cfg: Config) -> int:
     if not cfg.note_every >= 0:
         raise ValueError(f"--note_every {cfg.note_every}: wanted are seconds, 0 or more")
     if cfg.source == "builtin":
+        heeded = {"source", "out", "tokenizer", "workers", "note_every", "verify"}
+        for f in dataclasses.fields(cfg):
+            if f.name not in heeded and getattr(cfg, f.name) != f.default:
+                raise ValueError(f"--{f.name} does nothing for --source builtin, one small text, made whole; leave it out")
         build_builtin(out_dir, cfg.tokenizer, say=print)
         return 0
     chat = cfg.source != "hub" and (cfg.chat or is_chat(local_files(cfg.source, say=True)[0], cfg.text_column))

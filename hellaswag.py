@@ -230,6 +230,14 @@ STEP = 32  # rows are padded to a multiple of this: ten shapes cover HellaSwag, 
 BATCH_TOKENS = 16384  # tokens of a batch, padding included (what else was tried: bench/hellaswag_speed.py)
 
 
+def check_amounts(limit, batch_tokens=BATCH_TOKENS):
+    """Raise ValueError for a number of examples or of tokens that cannot be."""
+    if limit < 0:
+        raise ValueError(f"limit={limit} must be 0 (all examples) or more")
+    if batch_tokens < 1:
+        raise ValueError(f"batch_tokens={batch_tokens} must be at least 1")
+
+
 def choose(data, limit, block_size, skip_long):
     """(examples to score, tokens of context that each keeps, examples left out). limit 0 is all.
 
@@ -238,8 +246,7 @@ def choose(data, limit, block_size, skip_long):
     longest of the four endings fits: all four see the same. Raises ValueError for an ending that leaves no context,
     unless such examples are to be skipped.
     """
-    if limit < 0:
-        raise ValueError(f"limit={limit} must be 0 (all examples) or more")
+    check_amounts(limit)
     n = min(limit or len(data), len(data))
     chosen = np.arange(n) * len(data) // n
     longest = data.end_len[chosen].max(1)
@@ -376,8 +383,7 @@ def evaluate(model, limit=0, world=None, **options):
 def measure(model, limit=0, world=None, data="", split="val", batch_tokens=BATCH_TOKENS, skip_long=False, trunk=hidden):
     """(summary, tokenised file, examples scored, their sums (N, 4)). See evaluate."""
     t0 = time.perf_counter()
-    if batch_tokens < 1:
-        raise ValueError(f"batch_tokens={batch_tokens} must be at least 1")
+    check_amounts(limit, batch_tokens)
     if world is None:
         device = model.lm_head.weight.device
         world = types.SimpleNamespace(rank=0, world_size=1, device=device, sum=lambda t: t, from_main=lambda v: v)
@@ -502,6 +508,7 @@ def run(cfg):
 
     if cfg.worst < 0:
         raise ValueError(f"worst={cfg.worst} must be 0 (none) or more")
+    check_amounts(cfg.limit, cfg.batch_tokens)  # before a download, too
     if cfg.picture:  # before minutes of scores that would be lost with it
         check_picture(cfg.picture)
     cfg.model = find_model(cfg.model, cfg.log_dir)  # raises where there is none, before anything is downloaded

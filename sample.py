@@ -179,6 +179,10 @@ def main():
         print(file=sys.stderr)
         sys.exit(130)
     except (MemoryError, RuntimeError) as error:
+        if "probability tensor" in str(error):  # multinomial's: inf or nan among the model's numbers
+            print("sample.py: error: the model's logits are not finite, so its weights are broken; take another checkpoint",
+                  file=sys.stderr)  # fmt: skip
+            sys.exit(2)
         if not out_of_memory(error):
             raise
         print("sample.py: error: the memory is too small for so many samples; lower --num_samples", file=sys.stderr)

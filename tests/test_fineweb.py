@@ -555,6 +555,7 @@ BAD = {  # name of the file, its content, more arguments, what the sentence must
     "unknown ending": ("a.docx", b"x", [], r"nothing to read.*\*\.jsonl"),
     "nothing in it": ("a.jsonl", b'{"text": ""}\n{"text": " "}\n', [], r"no text: 2 documents"),
     "empty file": ("a.jsonl", b"", [], r"no text: 0 documents"),
+    "builtin in part": ("", b"", ["--source", "builtin", "--tokens", "1k"], r"--tokens does nothing for --source builtin"),
     "no number": ("a.jsonl", LINES, ["--tokens", "many"], r"--tokens many.*500M"),
     "no note": ("a.jsonl", LINES, ["--note_every", "-1"], r"--note_every -1\.0: wanted are seconds, 0 or more"),
     "out below a file": ("a.jsonl", LINES, ["--out", "a.jsonl/x"], r"a\.jsonl/x cannot be read or written \(Not a directory\)"),

@@ -117,6 +117,7 @@ def test_sample_token_by_hand():
         (dict(top_p=0.71), [0.4 / 0.95, 0, 0.3 / 0.95, 0.25 / 0.95]),
         (dict(top_p=1e-6), [1, 0, 0, 0]),
         (dict(temperature=0), [1, 0, 0, 0]),
+        (dict(temperature=1e-40), [1, 0, 0, 0]),
         (dict(temperature=0.5), [0.16 / 0.315, 0.0025 / 0.315, 0.09 / 0.315, 0.0625 / 0.315]),  # squares, normalised
     ]:
         got, expected = shares(**settings), torch.tensor(expected)
@@ -265,6 +266,14 @@ def test_seeds(tmp_path, run_folder, monkeypatch, capfd):
     seed = err.split("seed ")[1].split("]")[0]
     assert call(monkeypatch, capfd, "ab", "--seed", seed)[1] == first
     assert call(monkeypatch, capfd, "ab")[1] != first
+
+
+def test_broken_weights_are_one_sentence(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    weights = noisy_gpt(vocab_size=257, vocab_multiple=1).state_dict()
+    torch.save(weights | {"transformer.ln_f.bias": weights["transformer.ln_f.bias"] * float("nan")}, "nan.pt")
+    status, _, err = call(monkeypatch, capfd, "ab", "--model", "nan.pt")
+    assert status == 2 and "the model's logits are not finite" in err and "Traceback" not in err
 
 
 @pytest.mark.parametrize(
