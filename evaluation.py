@@ -94,6 +94,7 @@ class Reporter:
         """One line each about the model, the step and the device, so that a reader can check the arithmetic."""
         c, cfg, world = self.raw_model.config, self.cfg, self.world
         per_epoch = len(loader.shards) if loader.aligned is None else len(loader.aligned) * cfg.seq_len
+        tokens = loader.sequence * cfg.seq_len + (cfg.max_steps - first_step) * cfg.total_batch_size
         card = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else f"{world.device.type}"
         self.log.event(
             "start", first_step, device=card, world_size=world.world_size, precision=self.precision.name,
@@ -107,7 +108,7 @@ class Reporter:
         self.log.say(f"model  {self.raw_model.num_params():,} parameters: {c.n_layer} layers, {c.n_head} heads, {c.n_embd} "
                      f"channels, vocabulary {c.vocab_size} in {c.padded_vocab_size} rows")  # fmt: skip
         self.log.say(f"data   {cfg.data}: {len(loader.shards):,} training tokens, {len(self.val_shards):,} for validation; "
-                     f"this run uses {cfg.max_steps * cfg.total_batch_size / per_epoch:.2f} epochs")  # fmt: skip
+                     f"this run uses {tokens / per_epoch:.2f} epochs")  # fmt: skip
         if loader.shards.manifest.get("complete") is False:
             self.log.say(f"note: {cfg.data} is not finished; to finish it, run its fineweb.py command again")
         if loader.shards.left_out:
@@ -120,11 +121,13 @@ class Reporter:
                      f"context {self.unigram:.3f} (unigram)")  # fmt: skip
 
     def validate(self, step, model):
+        self.log.busy("validating")
         loss = eval_val_loss(
             model, self.val_shards, self.cfg.val_tokens, self.cfg.seq_len, self.batch_size, self.world, self.precision
         )
         values = {"loss": loss} | ({"bits_per_byte": loss / math.log(2) / self.bytes} if self.bytes else {})
         self.log.event("val", step, **values)
+        self.log.busy()
         bits = f", {values['bits_per_byte']:.3f} bits per byte" if self.bytes else ""
         under = f", {self.unigram - loss:.3f} under unigram" if self.world.is_main and loss < self.unigram else ""
         self.log.say(f"step {step:5d}: validation loss {loss:.4f}{bits}{under}")

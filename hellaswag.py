@@ -544,8 +544,7 @@ def report(cfg, path, result, data, chosen, sums, precision):
     if cfg.worst:
         examples = read_examples(path)
         worst = [(examples[chosen[i]], i, margin) for i, margin in most_sure_and_wrong(sums, end_len, label, cfg.worst)]
-    if cfg.picture:
-        draw(result, sources, activities, cfg.picture, f"HellaSwag: {cfg.model}")
+    title = f"HellaSwag: {cfg.model}"
     if cfg.json:
         record = {"model": cfg.model, "split": cfg.split, "published_file": published, "precision": precision} | result
         record |= {"by_source": sources} if cfg.by_source else {}
@@ -554,7 +553,8 @@ def report(cfg, path, result, data, chosen, sums, precision):
             means = (sums / end_len).tolist()
             record["worst"] = [{"line": e["line"], "margin": margin, "label": e["label"], "mean_losses": means[i],
                                 "ctx": e["ctx"], "endings": e["endings"]} for e, i, margin in worst]  # fmt: skip
-        print(json.dumps(record))
+        print(json.dumps(record), flush=True)
+        draw(result, sources, activities, cfg.picture, title) if cfg.picture else None
         return
     for name in ("acc", "acc_norm"):
         print(f"{name:8}  {result[name]:.4f} +- {result[name + '_stderr']:.4f}  (95 %: {result[name + '_low']:.4f} to "
@@ -569,7 +569,8 @@ def report(cfg, path, result, data, chosen, sums, precision):
         print("\n" + table(activities))
     for example, i, margin in worst:
         print("\n" + describe(example, sums[i], end_len[i], margin))
-    if cfg.picture:
+    if cfg.picture:  # last, so that a place that cannot be written costs no results
+        draw(result, sources, activities, cfg.picture, title)
         print(f"\nwrote {cfg.picture}")
 
 
@@ -589,6 +590,7 @@ def main():
         if isinstance(error, RuntimeError) and not full:
             raise
         rank = int(os.environ.get("RANK", 0))
+        sys.stdout.flush()
         if rank == 0 or full:  # of bad input all say the same; the memory may be this one's alone
             text = f"the memory is full; pass a --batch_tokens below {cfg.batch_tokens}" if full else error
             print(f"hellaswag.py: error: {f'[rank {rank}] ' if rank else ''}{text}", file=sys.stderr, flush=True)

@@ -54,7 +54,7 @@ class Logger:
     """One JSON line an event in log.jsonl, the same numbers to TensorBoard, a line or a bar for people. Rank 0 only."""
 
     def __init__(self, run_dir, cfg, is_main, first_step=0):
-        self.is_main, self.bar, self.wandb = is_main, None, None
+        self.is_main, self.bar, self.status, self.wandb = is_main, None, "", None
         if not is_main:
             return
         from torch.utils.tensorboard import SummaryWriter
@@ -86,6 +86,16 @@ class Logger:
         if self.is_main:
             self.bar.write(text) if self.bar is not None else print(text, flush=True)
 
+    def busy(self, what=""):
+        """What is going on, where a bar can say it ("validating" takes a minute on a slow machine), or how it went last."""
+        if self.bar is not None:
+            self.bar.set_postfix_str(what or self.status)
+
+    def tick(self, step):
+        """A step is over, or launched, and the bar moves: log_every of them may take minutes."""
+        if self.bar is not None:
+            self.bar.update(step - self.bar.n)
+
     def train(self, step, max_steps, seconds_left=None, **values):
         """The train event; for people, the bar's text, or a line where there is no terminal. A run's first step, whose
         speed would be the compiler's, comes without what Meter.read gives."""
@@ -93,8 +103,8 @@ class Logger:
         speed = f" | {values['tok_per_s']:,.0f} tok/s" if "tok_per_s" in values else ""
         speed += f" | MFU {values['mfu']:.1%}" if values.get("mfu") else ""
         if self.bar is not None:
-            self.bar.set_postfix_str(f"loss {values['loss']:.3f}{speed}", refresh=False)  # fits beside a bar in 80 columns
-            self.bar.update(step - self.bar.n)
+            self.status = f"loss {values['loss']:.3f}{speed}"  # fits beside a bar in 80 columns
+            self.busy()
         elif self.is_main:
             left = " | {}:{:02d} left".format(*divmod(int(seconds_left), 60)) if seconds_left is not None else ""
             phases = "".join(f" | {k[:-3]} {v:.1f} ms" for k, v in values.items() if k.endswith("_ms") and k != "dt_ms")

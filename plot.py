@@ -6,6 +6,7 @@
 style() holds the look of all the project's figures, light or dark.
 """
 
+import errno
 import json
 import math
 import sys
@@ -284,7 +285,12 @@ def main():
             name = "_with_".join(["loss", *(run.resolve().stem for run in runs[1:])])
             out = (runs[0] if runs[0].is_dir() else runs[0].parent) / f"{name}.png"
         for is_dark, path in outputs(out, dark):
-            draw(runs, path, is_dark)
+            try:
+                draw(runs, path, is_dark)
+            except OSError as error:
+                if error.errno not in (errno.EACCES, errno.EROFS):
+                    raise
+                raise OSError(f"{path} cannot be written ({error.strerror}); name another place with --out") from error
             print(path)
     except (ValueError, OSError, ModuleNotFoundError) as error:
         print(f"plot.py: error: {error}", file=sys.stderr)

@@ -8,6 +8,7 @@ or to run anything else. Text from a log, samples above all, is escaped.
 """
 
 import base64
+import contextlib
 import datetime
 import hashlib
 import html
@@ -674,13 +675,14 @@ def write(paths, out):
     if out.suffix != ".html":  # also lest a log be overwritten
         raise ValueError(f"--out {out} must end in .html")
     text = page(runs)
-    out.parent.mkdir(parents=True, exist_ok=True)
     part = out.with_suffix(".part")
     try:
+        out.parent.mkdir(parents=True, exist_ok=True)
         part.write_text(text, encoding="utf-8", errors="replace", newline="\n")  # half a character is not worth an error
         os.replace(part, out)
     except OSError as error:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # not there, or not to be changed either
+            part.unlink()
         raise OSError(f"{out} cannot be written ({error.strerror}); name another place with --out") from error
 
 

@@ -747,6 +747,7 @@ def train_until(stop, at_end, model_config, cfg, world, run_dir, tokenizer):
         if step == first_step:  # compilation and first allocations are not speed
             clock.marks.clear()
             log.event("first_step", step + 1, seconds=meter.restart(step + 1))
+        log.tick(step + 1)
         if due(step + 1, cfg.log_every, step + 1 == cfg.max_steps):
             speed = meter.read(step + 1) if step > first_step else {}
             shown = dict(loss=world.mean(loss.item()), lr=lr, grad_norm=grad_norm.item(), tokens=loader.sequence * cfg.seq_len)
@@ -900,6 +901,8 @@ def main():
     rank = int(os.environ.get("RANK", 0))
     if rank:  # all ranks meet the same bad input; if it is this one's alone, rank 0 has said nothing by now
         time.sleep(2)
+    with contextlib.suppress(OSError):  # os._exit would leave what was printed behind
+        sys.stdout.flush()
     print(f"train_gpt2.py: error: {f'[rank {rank}] ' if rank else ''}{text}", file=sys.stderr, flush=True)
     os._exit(status)  # no farewell to the other processes, they may wait for an exchange that never comes; torchrun ends them
 

@@ -318,6 +318,12 @@ def test_bad_input_is_one_sentence(tmp_path):
     assert done.returncode == 2 and "pip install plotly" in done.stderr and done.stderr.count("\n") == 1
 
 
+@pytest.mark.skipif(not Path("/sys/kernel").is_dir(), reason="a place where nobody, root either, may write")
+def test_a_place_where_nobody_may_write_is_named(tmp_path):
+    with pytest.raises(OSError, match=r"/sys/r.html cannot be written \(Permission denied\); name another place with --out"):
+        report.write([write_run(tmp_path / "a", RUN)], Path("/sys/r.html"))
+
+
 def test_a_page_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch):
     a = write_run(tmp_path / "a", RUN)
     report.write([a], tmp_path / "r.html")

@@ -1,5 +1,6 @@
 """Training: the schedule, what must not change a run, resuming to the bit, signals, kills, losses that are not finite."""
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -777,6 +778,34 @@ def test_epochs_are_of_the_tokens_that_are_used(tmp_path, shards, capsys):
     train_here(tmp_path, shards, "r", max_steps=20, align_documents=True, seq_len=32)
     used = 32 * len(TokenShards(shards, "train", VOCAB).document_starts(32))
     assert used < 0.6 * 2498 and f"this run uses {20 * 256 / used:.2f} epochs" in capsys.readouterr().out
+
+
+def test_epochs_of_a_run_that_goes_on_with_larger_steps(tmp_path, shards, capsys):
+    train_here(tmp_path, shards, "r", max_steps=2)
+    train_here(tmp_path, shards, "r", max_steps=4, total_batch_size=512, resume=True)
+    trained = len(TokenShards(shards, "train", VOCAB))
+    first, then = re.findall(r"this run uses ([\d.]+) epochs", capsys.readouterr().out)
+    assert (first, then) == (f"{2 * 256 / trained:.2f}", f"{(2 * 256 + 2 * 512) / trained:.2f}")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a terminal")
+def test_the_bar_moves_at_every_step_and_says_what_it_waits_for(tmp_path, shards):
+    import pty
+    import termios
+
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 80))
+    flags = ["--max_steps", 300, "--log_every", 1000, "--val_every", 100, "--val_tokens", 0]
+    command = [sys.executable, ROOT / "train_gpt2.py", *TINY_RUN, "--data", shards, *flags]
+    process = subprocess.Popen(list(map(str, command)), cwd=tmp_path, env=clean_env(), stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # the other end was closed
+        while piece := os.read(ours, 4096):
+            shown += piece
+    assert process.wait(60) == 0
+    steps = {int(found) for found in re.findall(rb"(\d+)/300 ", shown)}
+    assert {0, 300} < steps and b"validating" in shown, "10 times a second at most"
 
 
 def test_a_run_keeps_to_its_data(tmp_path, shards, capsys, monkeypatch):
