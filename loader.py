@@ -142,8 +142,11 @@ def grad_accum_steps(cfg, batch_size, world_size):
     """Micro-steps per update. Raises ValueError where total_batch_size is not a whole number of them."""
     n = batch_size * cfg.seq_len * world_size
     if cfg.total_batch_size % n:
+        each, rest = divmod(cfg.total_batch_size, cfg.seq_len * world_size)  # sequences of a step that a process has
+        fits = max((b for b in range(1, batch_size) if each % b == 0), default=0) if not rest else 0
         raise ValueError(
             f"total_batch_size={cfg.total_batch_size} must be a multiple of batch_size * seq_len * world_size = "
             f"{batch_size} * {cfg.seq_len} * {world_size} = {n}; the next one up is {-(-cfg.total_batch_size // n) * n}"
+            + f", or pass --batch_size {fits}" * bool(fits)
         )
     return cfg.total_batch_size // n

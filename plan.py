@@ -466,7 +466,10 @@ def verdict(s, other, card, cfg):
     text += f"for {unseen}, and {FRAGMENTS:.0%} of {card.gib:.1f} GiB for gaps between tensors. "
     if best == other_best == 0:
         fixed = sum(at["update"] for label, _, at in ledger(s) if not label.startswith("Muon's work")) / GIB
-        return f"{text}No batch_size does, as {fixed:.1f} GiB do not depend on it."
+        peaks = [peak(dataclasses.replace(x, batch_size=1, grad_accum_steps=accum))[0] / GIB for x in (s, other)]
+        need = math.ceil((min(peaks) + outside(s)) / (1 - FRAGMENTS))
+        way = f", {flag} --activation_checkpointing" * (peaks[1] < peaks[0])
+        return f"{text}No batch_size does, as {fixed:.1f} GiB do not depend on it. A card of {need} GiB would do{way}."
     largest = f"The largest batch_size that does is {best}" if best else "No batch_size does"
     if s.batch_size > best and left >= 0:  # larger than those that are tried
         return f"{text}With --batch_size left out, {best} is taken."

@@ -864,6 +864,8 @@ def run(argv):
             say_what_differs(run_dir, model_config, cfg, get_lr)
         if cfg.zero1 and not world.distributed:
             print("note: zero1 does nothing here: there is one process, whose share is all")
+        if cfg.precision == "tf32" and world.device.type == "cpu":
+            print("note: precision=tf32 is how a GPU multiplies; on this CPU it is fp32")
         if not cfg.ckpt_every:
             print("note: ckpt_every=0: nothing of this run is kept but its log, unless a signal stops it")
         if cfg.warmup_steps > cfg.max_steps:

@@ -85,6 +85,7 @@ BAD = {
     "ids_beyond_vocabulary": ("--data {beyond}", ["token id 257", "x_train_000000.npy", "vocabulary of 257"]),
     "too_few_tokens": ("--data {short}", ["10 training tokens, a sequence takes 17", "--seq_len smaller than 16"]),
     "batch_not_divisible": ("--total_batch_size 1000", ["total_batch_size=1000", "the next one up is 1024"]),
+    "micro_batch_no_divisor": ("--total_batch_size 128 --batch_size 7", ["next one up is 224", "or pass --batch_size 4"]),
     "batch_not_divisible_auto": ("--total_batch_size 1001 --batch_size 0", ["total_batch_size=1001", "next one up is 1008"]),
     "heads": ("--n_embd 50 --n_head 4", ["n_embd=50", "n_head=4", "n_embd=52"]),
     "seq_len": ("--seq_len 64", ["seq_len=64", "block_size=32"]),

@@ -178,8 +178,9 @@ def test_shares_go_on_to_the_same_bits_and_as_one_process(tmp_path, shards, run_
 
 
 def test_what_cannot_be_shared_out_is_refused(tmp_path, shards, run_train):
-    alone = run_train("--zero1", "--max_steps", 1)
+    alone = run_train("--zero1", "--max_steps", 1, "--precision", "tf32")
     assert alone.returncode == 0 and "note: zero1 does nothing here" in alone.stdout
+    assert "note: precision=tf32 is how a GPU multiplies; on this CPU it is fp32" in alone.stdout
     result = run_train("--zero1", "--optimizer", "muon")
     assert result.returncode == 2 and "zero1=True shares out AdamW's state, and optimizer=muon has another" in result.stderr
     with pytest.raises(ValueError, match="precision=fp16 scales them"):

@@ -370,6 +370,10 @@ def test_verdict(capsys):
     assert "batch_size=128 fits" in text and "With --batch_size left out, 64 is taken." in text and "largest" not in text
     text = planned(capsys, "--preset", "gpt2-xl", "--plan_card", "24GB")
     assert "batch_size=1 does not fit" in text and "No batch_size does, as 23.3 GiB do not depend on it" in text
+    assert "A card of 33 GiB would do." in text
+    assert "batch_size=1 fits" in planned(capsys, "--preset", "gpt2-xl", "--plan_card", "33GB", "--batch_size", "1")
+    longer = ("--preset", "gpt2-xl", "--plan_card", "24GB", "--seq_len", "8192", "--block_size", "8192")
+    assert ", with --activation_checkpointing." in planned(capsys, *longer)
 
 
 def test_time_and_money(capsys):
