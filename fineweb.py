@@ -439,7 +439,9 @@ def plot_lengths(manifest: dict, path: Path):
     axes.stairs(counts, edges, fill=True)
     axes.axvline(1024, color="black", linestyle="--", label="1024, GPT-2's context")
     used = np.flatnonzero(counts)
-    axes.set(xscale="log", xlim=(edges[used[0]] / 1.2, max(edges[used[-1] + 1], 1024) * 1.2),
+    axes.set_xscale("log", base=2)  # before the rest, which it would undo
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.set(xlim=(min(edges[used[0]], 1024) / 1.2, max(edges[used[-1] + 1], 1024) * 1.2),
              xlabel="length of a document (tokens, with its end-of-text)", ylabel="documents (per quarter octave)",
              title=f"{manifest['data']}: a typical document has {middle:,.0f} tokens, {longer:.0%} have 1024 or more")
     axes.legend()
