@@ -23,7 +23,6 @@ import shutil
 import signal
 import sys
 import textwrap
-import threading
 import time
 
 if __name__ == "__main__":  # before torch starts its threads: on a CPU that is busy with other things too, threads that
@@ -64,6 +63,7 @@ from runs import (
     state_to_save,
 )
 from shards import TokenShards, read_json
+from stop_signal import STOPPED, StopSignal
 from zero import ZeroAdamW
 
 # ---------------------------------------------------------------------------------------------- 1. configuration
@@ -501,53 +501,6 @@ class World:
 
 
 # --------------------------------------------------------------------------------------------------- 5. training
-
-
-STOPPED = "stopped at once; what checkpoints there are stay as they were"
-
-
-class StopSignal:
-    """SIGINT and SIGTERM set a flag; the loop ends after the step in hand. A second Ctrl-C stops at once. `with` gives the
-    signals back to whoever had them.
-
-    Python calls receive() between two operations of its own, and one of them may take a minute. Two signals that come
-    meanwhile are one to it. So a thread reads every one from a pipe as it comes, answers it, and ends the process if it has to.
-    """
-
-    def __enter__(self):
-        self.name, self.over = "", threading.Event()
-        self.before = {number: signal.signal(number, self.receive) for number in (signal.SIGINT, signal.SIGTERM)}
-        reader, self.pipe = os.pipe()
-        if os.name == "posix":
-            os.set_blocking(self.pipe, False)  # set_wakeup_fd wants that
-        self.pipe_before = signal.set_wakeup_fd(self.pipe, warn_on_full_buffer=False)
-        threading.Thread(target=self.watch, args=(reader,), daemon=True).start()
-        return self
-
-    def __exit__(self, *_):
-        signal.set_wakeup_fd(self.pipe_before)
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-        self.over.set()
-        os.close(self.pipe)  # which ends the thread
-
-    def receive(self, number, frame):
-        if self.name and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.name = signal.Signals(number).name
-
-    def watch(self, reader):
-        first = True
-        while number := os.read(reader, 1):
-            if number[0] not in self.before:
-                continue
-            if first and os.environ.get("RANK", "0") == "0":
-                os.write(2, f"\n{signal.Signals(number[0]).name}: ends after what is in hand; Ctrl-C stops at once\n".encode())
-            elif not first and number[0] == signal.SIGINT and not self.over.wait(5):  # seconds for receive() to do it
-                os.write(2, f"\ntrain_gpt2.py: error: {STOPPED}\n".encode())
-                os._exit(130)
-            first = False
-        os.close(reader)
 
 
 def due(step, every, last):

@@ -27,8 +27,9 @@ import train_gpt2
 from checkpoints import newest_checkpoint, read_checkpoint, save_checkpoint
 from evaluation import bytes_per_token, eval_val_loss
 from shards import TokenShards
+from stop_signal import StopSignal
 from tokenizer import ByteTokenizer
-from train_gpt2 import GPT, PRESETS, GPTConfig, StopSignal, TrainConfig, Underway, World, get_lr, train
+from train_gpt2 import GPT, PRESETS, GPTConfig, TrainConfig, Underway, World, get_lr, train
 
 # AdamW divides by the root of the squared gradient, so where the true gradient is 0 (the bias of the keys: a softmax does
 # not see it) rounding noise alone would move a weight by the full rate. This eps keeps such weights where they are, and
@@ -495,7 +496,7 @@ def test_ctrl_c_twice_in_one_long_operation_ends_it(tmp_path):
     """Python calls its handlers between operations, and two signals in one operation are one to them."""
     code = """
 import hashlib
-from train_gpt2 import StopSignal
+from stop_signal import StopSignal
 with StopSignal():
     print("begins", flush=True)
     hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # half an hour
