@@ -12,6 +12,7 @@ train_gpt2.py calls evaluate() between its steps. Sections: 1 the file, 2 tokens
 Shape letters: N examples, B rows of a batch (one example each), T tokens of a row, C channels, M ending tokens.
 """
 
+import contextlib
 import hashlib
 import http.client
 import json
@@ -590,7 +591,8 @@ def main():
         if isinstance(error, RuntimeError) and not full:
             raise
         rank = int(os.environ.get("RANK", 0))
-        sys.stdout.flush()
+        with contextlib.suppress(OSError):  # os._exit would leave what was printed behind
+            sys.stdout.flush()
         if rank == 0 or full:  # of bad input all say the same; the memory may be this one's alone
             text = f"the memory is full; pass a --batch_tokens below {cfg.batch_tokens}" if full else error
             print(f"hellaswag.py: error: {f'[rank {rank}] ' if rank else ''}{text}", file=sys.stderr, flush=True)

@@ -86,12 +86,17 @@ def where_and_when(rows):
 
 def new_figure(width, height, title, note="", **grid):
     """(figure, axes) with a title that states the finding and a small line at the bottom that says where it was measured."""
+    figure = blank(width, height, title, note)
+    return figure, figure.subplots(**grid)
+
+
+def blank(width, height, title, note=""):
+    """The same without axes."""
     figure = Figure(figsize=(width, height))
-    axes = figure.subplots(**grid) if grid else figure.subplots()
     figure.suptitle(title, x=0.01, ha="left", fontsize=11.5, fontweight="bold")
     if note:
         figure.supxlabel(note, x=0.99, ha="right", fontsize=8.5, color="0.5")
-    return figure, axes
+    return figure
 
 
 # ------------------------------------------------------------------------------------------------- training curves
@@ -154,7 +159,7 @@ def tokens(runs, out_path, dark):
 def measured(runs, group, *fields):
     """{shape: {variant: its records}} of one group of the ladder, gpt2 first, variants in the ladder's order. Of measurements
     made twice the later one counts, of a cold and a warmed-up card the one that has more variants. Raises NoData."""
-    from ladder import variants  # it imports torch
+    from rungs import variants  # it imports torch
 
     order, last = list(variants(group)), {}
     for row in records(runs, "ladder", "shape", "variant", *fields, group=group):
@@ -179,7 +184,7 @@ def words(variant):
 def ladder(runs, out_path, dark):
     """A staircase for each shape: tokens/s of every rung, the part that this rung added in the second colour, and a star where
     its results are wrong."""
-    from ladder import SHAPES, raced  # it imports torch
+    from rungs import SHAPES, raced  # it imports torch
 
     from fused_mlp import MIN_POSITIONS
 
@@ -494,7 +499,10 @@ def parallel(runs, out_path, dark):
     run of bench/parallel.py, held against the one card that the table there holds it against, and a line at their mean. The
     first model's ways stand on the left, all others on the right; what the trainer does has another colour than what was
     tried in bench/ alone."""
-    from parallel import LOOPS, MODES, PRESETS, references  # it imports torch
+    from parallel import LOOPS, MODES, PRESETS, World, references  # it imports torch
+
+    def named(mode, bucket_mb):
+        return words(mode) + (f", {bucket_mb} MB" if bucket_mb else "")
 
     panels, rows = {}, records(runs, "parallel", "mode", "world_size", "tok_per_s")
     for kind, alike in grouped(rows, "preset", "world_size", "eight_bits", "device", "batch_size", "compile", "torch").items():
@@ -503,9 +511,8 @@ def parallel(runs, out_path, dark):
                 if row.get("env", {}).keys() - {"NCCL_VERSION", "NCCL_NVLS_ENABLE"}:  # an experiment with NCCL's settings
                     continue
                 if row["mode"] in MODES and row["mode"] != "alone_one":  # others were given up
-                    mode = words(row["mode"]) + (f", {row['bucket_mb']} MB" if row.get("bucket_mb") else "")
                     share = row["tok_per_s"] / references(row, alike)[0]
-                    panels.setdefault(kind, {}).setdefault((row["mode"], mode), []).append(share)
+                    panels.setdefault(kind, {}).setdefault((row["mode"], row.get("bucket_mb")), []).append(share)
     if not panels:
         raise NoData("parallel.jsonl needs the mode alone_one and another one to hold against it")
     for kind, modes in panels.items():
@@ -513,13 +520,11 @@ def parallel(runs, out_path, dark):
     order = [*PRESETS, *(kind[0] for kind in panels)]
     first, *others = sorted(panels, key=lambda kind: (order.index(kind[0]), -kind[1], bool(kind[2]), kind[4]))
     tried = {mode: shares for mode, shares in panels[first].items() if mode[0] not in ("alone", *LOOPS)} or panels[first]
-    (_, best), shares = max(tried.items(), key=lambda item: statistics.mean(item[1]))
+    best, shares = max(tried.items(), key=lambda item: statistics.mean(item[1]))
     span = f"{min(shares):.1%} to {max(shares):.1%}" if len(shares) > 1 else f"{shares[0]:.1%}"
-    title = f"{first[0]}: {best} on {first[1]} GPUs reaches {span} of {first[1]} times one GPU"
+    title = f"{first[0]}: {named(*best)} on {first[1]} GPUs reaches {span} of {first[1]} times one GPU"
     left, right = len(panels[first]), sum(len(panels[kind]) + 2 for kind in others)
-    figure = Figure(figsize=(8, 1.6 + 0.2 * max(left, right)))
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11.5, fontweight="bold")
-    figure.supxlabel(where_and_when(rows), x=0.99, ha="right", fontsize=8.5, color="0.5")
+    figure = blank(8, 1.6 + 0.2 * max(left, right), title, where_and_when(rows))
     halves = figure.add_gridspec(1, 2 if others else 1)
     places = [halves[0, 0]]
     if others:
@@ -529,16 +534,16 @@ def parallel(runs, out_path, dark):
     several = {kind[0]: {other[4] for other in panels if other[0] == kind[0]} for kind in panels}  # micro-batches
     for place, kind in zip(places, [first, *others]):
         ax = figure.add_subplot(place)
-        for y, ((mode, name), shares) in enumerate(panels[kind].items()):
-            ours = mode in ("ddp", "zero1_16bit", *LOOPS) and not name.endswith(" 25 MB") and not name.endswith(" 90 MB")
+        for y, ((mode, bucket_mb), shares) in enumerate(panels[kind].items()):
+            ours = mode in ("ddp", "zero1_16bit", *LOOPS) and bucket_mb in (None, World.bucket_mb)
             color = "0.55" if mode == "alone" else plot.SERIES[dark][0 if ours else 1]
             ax.plot(shares, [y] * len(shares), "o", color=color, alpha=0.75, markersize=4.5, markeredgewidth=0)
             ax.plot([statistics.mean(shares)] * 2, [y - 0.35, y + 0.35], color=color, linewidth=1.5)
         bits, size = ", 8 bits" * bool(kind[2]), f", B = {kind[4]}" * (len(several[kind[0]]) > 1)
         ax.set_title(f"{kind[0]} on {kind[1]}{size}{bits}", fontsize=9.5, pad=3)
         ax.set(ylim=(len(panels[kind]) - 0.4, -0.6), xlim=(low - 0.005, high + 0.005))
-        ax.set_yticks(range(len(panels[kind])), [f"{name}  {statistics.mean(s):.1%}" for (_, name), s in panels[kind].items()],
-                      fontsize=8)  # fmt: skip
+        names = [f"{named(*mode)}  {statistics.mean(shares):.1%}" for mode, shares in panels[kind].items()]
+        ax.set_yticks(range(len(names)), names, fontsize=8)
         ax.tick_params(axis="x", labelsize=8 if kind == first else 7)
         ax.axvline(1, color="0.5", linewidth=1, linestyle=(0, (5, 3)))
         ax.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))

@@ -40,6 +40,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
 import ladder  # noqa: E402
+import rungs  # noqa: E402
 from records import append_record, card_name, keep_tries_apart, one_sentence, origin, random_shards, read_records  # noqa: E402
 
 from fused_mlp import MIN_POSITIONS  # noqa: E402
@@ -313,9 +314,9 @@ def own_step_ms(args, world, eight_bits):
     """Median milliseconds of twenty of our own steps, timed as bench/ladder.py times them."""
     settings = dict(batch_size=args.batch_size) | ({} if world.device.type == "cuda" else dict(compile_mode="none"))
     settings |= dict(cross_entropy="fp8", fp8_mlp=True) if eight_bits else {}
-    case = ladder.Case("floor", args.preset, "best", settings, 1337)
+    case = rungs.Case("floor", args.preset, "best", settings, 1337)
     with tempfile.TemporaryDirectory() as folder:
-        random_shards(folder, ladder.SHAPES[args.preset][0].vocab_size)
+        random_shards(folder, rungs.SHAPES[args.preset][0].vocab_size)
         flags = ["--shapes", args.preset, "--data", folder, "--device", args.device, "--tokens_per_step", str(args.tokens)]
         theirs = ladder.parse_args(flags)
         return ladder.measure(case, theirs, world)["median_ms"]
@@ -386,7 +387,7 @@ def parse_args(argv):
         prog="bench/floor.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--out", default=OUT, help="file of measurements (%(default)s)")
-    parser.add_argument("--preset", default="gpt2", choices=ladder.SHAPES, help="shape of the model (gpt2)")
+    parser.add_argument("--preset", default="gpt2", choices=rungs.SHAPES, help="shape of the model (gpt2)")
     parser.add_argument("--batch_size", type=int, default=0, help="sequences per micro-step (the preset's: 64 for gpt2)")
     parser.add_argument("--tokens_per_step", type=int, default=0, help="of a step (the preset's: 524,288 for gpt2)")
     parser.add_argument("--seconds", type=float, default=3.0, help="of the runs without a pause (3)")
@@ -398,7 +399,7 @@ def parse_args(argv):
     args = parser.parse_args(argv)
     if args.device == "auto" and not args.sums and not torch.cuda.is_available() and args.preset != "tiny":
         raise ValueError("floor.py needs a CUDA GPU; `--preset tiny --device cpu --out try.jsonl` tries it without one")
-    model, cfg = ladder.SHAPES[args.preset]
+    model, cfg = rungs.SHAPES[args.preset]
     args.batch_size = args.batch_size or cfg.batch_size
     tokens = args.tokens_per_step or cfg.total_batch_size or args.batch_size * cfg.seq_len
     if args.batch_size < 1 or tokens < 1 or tokens % (args.batch_size * cfg.seq_len):

@@ -22,6 +22,7 @@ sys.path.insert(0, str(ROOT / "bench"))
 import floor  # noqa: E402
 import kernels  # noqa: E402
 import ladder  # noqa: E402
+import rungs  # noqa: E402
 from records import append_record, card_name, origin, random_shards, read_records  # noqa: E402
 from test_train import compiler_that_errs  # noqa: E402
 
@@ -80,9 +81,9 @@ def test_records_hold_what_was_measured(two_rungs):
 def test_the_command_of_a_record_repeats_it(tmp_path):
     for flags in (["--seed", "7"], ["--groups", "loss", "--seeds", "2", "--val_tokens", "999", "--data", str(tmp_path)]):
         args = ladder.parse_args([*TINY, "--variants", "fp32", *flags])
-        for case in ladder.cases(args):
+        for case in rungs.cases(args):
             again = ladder.parse_args([*case.flags(args), "--data", args.data])
-            (same,) = ladder.cases(again)
+            (same,) = rungs.cases(again)
             assert same == case and (again.val_tokens, again.steps) == (args.val_tokens, 20 if case.group == "loss" else 6)
 
 
@@ -91,7 +92,7 @@ def test_the_timed_steps_are_updates_of_the_trainer(two_rungs, tmp_path):
     record = json.loads(two_rungs.splitlines()[0])
     random_shards(tmp_path, 257)
     args = ladder.parse_args([*TINY, "--variants", "fp32", "--data", str(tmp_path)])
-    (case,) = ladder.cases(args)
+    (case,) = rungs.cases(args)
     with ladder.Run(case, 4, args, World("cpu")) as run:
         losses = [run.step().item() for _ in range(11)]
     assert [round(losses[0], 4), round(losses[-1], 4)] == [record["first_loss"], record["last_loss"]]
@@ -267,7 +268,7 @@ def test_rungs_compiled_with_a_race_have_a_star(out, more, wrong, capsys):
 
 def test_all_are_all_but_the_shape_for_tries():
     args = ladder.parse_args(["--shapes", "all", "--groups", "all"])
-    assert args.shapes == [name for name in ladder.SHAPES if name != "tiny"] and args.groups == ladder.GROUPS
+    assert args.shapes == [name for name in rungs.SHAPES if name != "tiny"] and args.groups == rungs.GROUPS
 
 
 def test_list_measures_nothing(out, capsys):
@@ -281,7 +282,7 @@ def test_list_measures_nothing(out, capsys):
 
 def test_8_bits_are_left_out_where_there_are_none(out, capsys):
     done = json.loads(out.read_text().splitlines()[-1])
-    for variant in ladder.variants("rungs"):
+    for variant in rungs.variants("rungs"):
         if not variant.startswith("fp8"):
             append_record(out, done | dict(variant=variant))
     assert ladder.run([*TINY, "--out", str(out)]) == 0
@@ -331,23 +332,23 @@ def test_a_cpu_writes_nothing_into_the_records(monkeypatch):
 
 
 def test_rungs_add_up_and_leave_out_what_the_trainer_does_not_have(monkeypatch):
-    rungs = ladder.variants("rungs")
-    fields = {f.name for config in (GPTConfig, TrainConfig) for f in dataclasses.fields(config)} | set(ladder.BENCH)
-    assert list(rungs)[:9] == ["fp32", "tf32", "bf16", "compile", "flash", "vocab_50304", "fused_adamw", "fused_loss",
+    found = rungs.variants("rungs")
+    fields = {f.name for config in (GPTConfig, TrainConfig) for f in dataclasses.fields(config)} | set(rungs.BENCH)
+    assert list(found)[:9] == ["fp32", "tf32", "bf16", "compile", "flash", "vocab_50304", "fused_adamw", "fused_loss",
                                "bf16_residual"]  # fmt: skip
-    assert all(set(settings) <= fields for settings in rungs.values())
+    assert all(set(settings) <= fields for settings in found.values())
     last = ["fp8_head"] + ["fp8_mlp"] * ("fp8_mlp" in fields)
-    assert list(rungs)[-len(last) :] == last and list(ladder.variants("loss")) == [*rungs, "muon", "fp8_attention"]
-    for before, after in zip(list(rungs.values()), list(rungs.values())[1:]):
+    assert list(found)[-len(last) :] == last and list(rungs.variants("loss")) == [*found, "muon", "fp8_attention"]
+    for before, after in zip(list(found.values()), list(found.values())[1:]):
         assert sum(before[k] != after[k] for k in after) == 1
-    monkeypatch.setattr(ladder, "RUNGS", [*ladder.RUNGS[:2], ("teleport", dict(teleport=True)), *ladder.RUNGS[2:]])
-    assert ladder.variants("rungs") == rungs
+    monkeypatch.setattr(rungs, "RUNGS", [*rungs.RUNGS[:2], ("teleport", dict(teleport=True)), *rungs.RUNGS[2:]])
+    assert rungs.variants("rungs") == found
 
 
 def test_every_variant_of_every_shape_is_a_valid_run(tmp_path):
-    everything = ["--shapes", ",".join(ladder.SHAPES), "--groups", ",".join(ladder.GROUPS)]
+    everything = ["--shapes", ",".join(rungs.SHAPES), "--groups", ",".join(rungs.GROUPS)]
     args = ladder.parse_args([*everything, "--data", str(tmp_path)])
-    for case in ladder.cases(args):
+    for case in rungs.cases(args):
         model, cfg, _ = case.configs(args)
         assert cfg.total_batch_size % (cfg.batch_size * cfg.seq_len) == 0
         if case.group == "loss":
@@ -429,7 +430,7 @@ def few_losses(shards, batch_size, change, device="cpu", **settings):
     """Losses of six updates of the tiny shape, 128 tokens each, whose model has gone through change()."""
     args = ladder.parse_args(["--shapes", "tiny", "--device", device, "--data", str(shards)])
     settings = dict(compile_mode="none", precision="fp32", lr=1e-2, warmup_steps=0) | settings
-    case = ladder.Case("rungs", "tiny", "", settings, 1337)
+    case = rungs.Case("rungs", "tiny", "", settings, 1337)
     with ladder.Run(case, batch_size, args, World(device)) as run:
         assert run.loader.grad_accum_steps == 8 // batch_size
         run.model = change(run.model)
@@ -451,7 +452,7 @@ def test_a_rung_that_is_compiled_wrongly_is_a_failure(shards, tmp_path, monkeypa
 
 def test_the_compiler_is_checked_before_the_first_update(shards, monkeypatch):
     args = ladder.parse_args([*TINY, "--variants", "fp32", "--data", str(shards)])
-    (case,) = ladder.cases(args)
+    (case,) = rungs.cases(args)
     checked = []
     monkeypatch.setattr(ladder, "check_compiled", lambda model, raw_model, *_: checked.append(weights(raw_model)) or model)
     with ladder.Run(case, 4, args, World("cpu")) as run:

@@ -11,6 +11,7 @@ sys.path.insert(0, str(ROOT / "bench"))
 
 import ladder  # noqa: E402
 import packed_attention  # noqa: E402
+import rungs  # noqa: E402
 
 from train_gpt2 import GPT, GPTConfig, World  # noqa: E402
 
@@ -57,7 +58,7 @@ def test_the_model_trains_the_same(tmp_path):
     losses = {}
     for kind in ("three", "packed"):
         settings = dict(compile_mode="none", precision="fp32", lr=1e-2, warmup_steps=0, qkv_gradients=kind)
-        with ladder.Run(ladder.Case("qkv_gradients", "tiny", kind, settings, 1337), 4, args, World("cpu")) as run:
+        with ladder.Run(rungs.Case("qkv_gradients", "tiny", kind, settings, 1337), 4, args, World("cpu")) as run:
             used = {type(block.attn).__name__ for block in run.raw_model.transformer.h}
             losses[kind] = [run.step().item() for _ in range(6)]
         assert used == {"PackedAttention" if kind == "packed" else "CausalSelfAttention"}
