@@ -146,7 +146,7 @@ def run_job(job, limit):
 
 def table(records):
     """Lines of text: the products, then the trainings with their fractions of them."""
-    newest = {json.dumps([r.get(k) for k in KEY]): r for r in records if r.get("bench") == "cpu"}.values()
+    newest = {json.dumps([r.get(k) for k in KEY]): r for r in records}.values()
     good = [r for r in newest if "error" not in r]
     gemm = {(r["cpu"], r["torch"], r["n_embd"], r["threads"], r["precision"]): r for r in good if r["what"] == "products"}
     lines = sorted({f"{r['cpu']}, torch {r['torch']}, {r['date']}" for r in good})
@@ -208,14 +208,16 @@ def main(argv=None):
         rate = f"{record['tok_per_s']:,.0f} tokens/s" if "tok_per_s" in record else record.get("error") or "done"
         print(f"{job['what']}, {job['n_embd']} wide, {job['threads']} threads, {job['precision']}, "
               f"{'compiled' if job['compile'] else 'eager'}, {job['wait']}: {rate}", flush=True)  # fmt: skip
-    records = read_records(args.out)
-    print("\n".join(table(records)) if records else f"no record in {args.out}; without --table they are measured")
+    records = [r for r in read_records(args.out) if r.get("bench") == "cpu"]
+    if not records:
+        raise FileNotFoundError(f"no measurements in {args.out}; `python bench/cpu.py --out {args.out}` makes some")
+    print("\n".join(table(records)))
     return 1 if failures else 0
 
 
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         print(f"bench/cpu.py: error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -766,7 +766,10 @@ def main(argv=None):
     if args.table or args.picture or args.nproc_per_node:
         try:
             if args.table:
-                print("\n".join(table(read_records(args.out))) or f"no record in {args.out}")
+                lines = table(read_records(args.out))
+                if not lines:
+                    raise FileNotFoundError(f"no measurements in {args.out}; without --table they are made")
+                print("\n".join(lines))
             elif args.picture:
                 from plot import outputs
 

@@ -193,10 +193,13 @@ def test_bad_input_is_one_sentence(capsys):
 
 
 @pytest.mark.parametrize("script", ["parallel.py", "cpu.py", "memory.py"])
-def test_a_broken_file_is_named(script, tmp_path):
+def test_a_file_that_is_broken_or_missing_is_named(script, tmp_path):
     (tmp_path / "r.jsonl").write_text("{\n{}\n")
     done = run_python(ROOT / "bench" / script, "--table", "--out", "r.jsonl", cwd=tmp_path)
     assert done.returncode == 2 and "error: line 1 of " in done.stderr and "Traceback" not in done.stderr
+    done = run_python(ROOT / "bench" / script, "--table", "--out", "none.jsonl", cwd=tmp_path)
+    assert done.returncode == 2 and "error: no measurements in " in done.stderr and "none.jsonl" in done.stderr
+    assert done.stdout == "" and "Traceback" not in done.stderr
 
 
 def test_a_command_that_hangs_or_fails_is_named_and_gone(capfd):
