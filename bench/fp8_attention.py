@@ -10,6 +10,13 @@ It brought 1.7 %, and with packed gradients (packed_attention.py) 3.3 %: 3.0 ms 
 124M (one H200, 2026-11-22). The products got 8.7 ms shorter, the casts around them took 4.6 longer.
 """
 
+import sys
+
+if __name__ == "__main__":  # before the imports, which only who measures it finds
+    print("fp8_attention.py: error: no command of its own; `python bench/ladder.py --groups attention_8_bits` measures it",
+          file=sys.stderr)  # fmt: skip
+    sys.exit(2)
+
 import torch
 from torch import Tensor
 

@@ -13,6 +13,12 @@ Without a GPU the same formulas run spelled out, so that what is around them can
 """
 
 import functools
+import sys
+
+if __name__ == "__main__":  # before the imports, which only who measures it finds
+    print("packed_attention.py: error: no command of its own; `python bench/ladder.py --groups qkv_gradients` measures it",
+          file=sys.stderr)  # fmt: skip
+    sys.exit(2)
 
 import torch
 

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT
+from conftest import ROOT, run_python
 
 sys.path.insert(0, str(ROOT / "bench"))
 
@@ -14,6 +14,14 @@ import packed_attention  # noqa: E402
 import rungs  # noqa: E402
 
 from train_gpt2 import GPT, GPTConfig, World  # noqa: E402
+
+
+@pytest.mark.parametrize("script, group", [("packed_attention", "qkv_gradients"), ("fp8_attention", "attention_8_bits")])
+def test_as_a_command_it_names_what_measures_it(tmp_path, script, group):
+    assert group in rungs.GROUPS
+    done = run_python(ROOT / "bench" / f"{script}.py", "--help", cwd=tmp_path)
+    assert done.returncode == 2 and f"`python bench/ladder.py --groups {group}` measures it\n" in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def gradients(function, qkv, dy):
