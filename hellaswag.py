@@ -18,6 +18,7 @@ import http.client
 import json
 import math
 import os
+import socket
 import sys
 import time
 import types
@@ -66,6 +67,8 @@ def download(url, path, size, sha256, tries=None):
         except (OSError, http.client.HTTPException) as error:
             reason = str(getattr(error, "reason", "") or error or type(error).__name__)
             gone = isinstance(error, urllib.error.HTTPError) and 400 <= error.code < 500 and error.code not in (408, 429)
+            # no such name: there is no network. A name server that does not answer says EAI_AGAIN, and may do so later
+            gone |= getattr(getattr(error, "reason", None), "errno", None) == socket.EAI_NONAME
             if gone or failures == tries:
                 raise OSError(
                     f"cannot download {url} ({reason}), tried {failures} times; download it by hand to {path} (hellaswag.py "

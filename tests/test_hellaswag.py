@@ -7,6 +7,7 @@ import math
 import os
 import random
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -415,6 +416,20 @@ def test_download_of_nothing_is_tried_once(server, tmp_path):
     server.status = 404
     with pytest.raises(OSError, match="tried 1 times"):
         hellaswag.download(server.url, tmp_path / "h.jsonl", 1000, "0" * 64)
+
+
+def test_a_name_that_there_is_not_is_looked_up_once(server, tmp_path, monkeypatch):
+    """No network: four more tries were 15 seconds of waiting. A connection that is refused is tried again."""
+    monkeypatch.setenv("no_proxy", "*")
+    try:
+        socket.getaddrinfo("nowhere.invalid", 80)
+    except socket.gaierror as error:
+        if error.errno != socket.EAI_NONAME:
+            pytest.skip("the name server here does not answer")
+    for url, tries in (("http://nowhere.invalid/h.jsonl", 1), ("http://127.0.0.1:9/h.jsonl", 5)):
+        with pytest.raises(OSError, match=f"tried {tries} times"):
+            hellaswag.download(url, tmp_path / "h.jsonl", 1000, "0" * 64)
+    assert server.waits == [1, 2, 4, 8]
 
 
 def test_part_that_was_whole_is_taken(tmp_path):
