@@ -215,20 +215,21 @@ def load_weights(model, state, source):
 def export(source, out, log_dir="log", force=False):
     """Write a model as a Hugging Face folder, whole or not at all. Returns the names of the files.
 
-    Raises FileExistsError where `out` holds something else than an earlier export and force is off.
+    Raises FileExistsError where `out` holds something else than an earlier export and force is off, OSError where it cannot
+    be written.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    out = Path(out)
-    if out.exists() and not force and not is_export(out):
+    out, part = Path(out), None
+    if os.path.exists(out) and not force and not is_export(out):  # False too for what may not be looked at
         raise FileExistsError(f"{out} exists and is not an earlier export; choose another --out, or pass --force, which "
                               "deletes what is there")  # fmt: skip
     model = load_model(source, log_dir)
     config = hugging_face_config(model.config)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    part = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".part", dir=out.parent))
     try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        part = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".part", dir=out.parent))
         part.chmod(0o755)  # mkdtemp keeps others out
         save_file(hugging_face_state(model), part / "model.safetensors", metadata={"format": "pt"})
         (part / "model.safetensors").chmod(0o644)
@@ -246,8 +247,12 @@ def export(source, out, log_dir="log", force=False):
             os.replace(part, out)
     except SafetensorError as error:
         raise OSError(f"{out} cannot be written ({error}); is the disk full?") from error
+    except OSError as error:
+        if error.errno is None:  # a sentence already: the tokenizer's files
+            raise
+        raise OSError(f"{out} cannot be written ({error.strerror}); choose another --out") from error
     finally:
-        shutil.rmtree(part, ignore_errors=True)
+        shutil.rmtree(part, ignore_errors=True) if part else None
     return sorted(p.name for p in out.iterdir())
 
 

@@ -559,6 +559,10 @@ def test_export_command(tmp_path):
     done = run_python(ROOT / "weights.py", "export", "missing.pt", "--out", "x", cwd=tmp_path)
     assert done.returncode == 2 and "missing.pt" in done.stderr and done.stderr.count("\n") == 1
     assert [p.name for p in tmp_path.iterdir() if p.name != "model.pt"] == ["sub"]
+    for out, reason in (("model.pt/x/y", "Not a directory"), (f"sub/{'x' * 255}", "File name too long")):
+        done = run_python(ROOT / "weights.py", "export", "model.pt", "--out", out, cwd=tmp_path)
+        said = f"weights.py: error: {out} cannot be written ({reason}); choose another --out\n"
+        assert (done.returncode, done.stderr) == (2, said)
 
 
 @pytest.mark.network
