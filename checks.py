@@ -19,6 +19,21 @@ AT_LEAST_1 = (
     "log_every", "keep_last",
 )  # fmt: skip
 
+WITHOUT_EFFECT = {  # flag: the setting, and its values, with which it does nothing
+    "decay_steps": ("schedule", ("cosine", "linear", "constant")), "min_lr": ("schedule", ("constant",)),
+    "muon_lr": ("optimizer", ("adamw",)), "hella_examples": ("hella_every", (0,)),
+    "sample_tokens": ("sample_every", (0,)), "sample_prompt": ("sample_every", (0,)),
+}  # fmt: skip
+
+
+def check_typed(flags, cfg):
+    """Raise ValueError where one of these flags, those of the command line, does nothing. Presets and resumed runs set such
+    fields too, and may."""
+    for flag in flags:
+        name, values = WITHOUT_EFFECT[flag]
+        if getattr(cfg, name) in values:
+            raise ValueError(f"--{flag} does nothing with {name}={getattr(cfg, name)}; leave it out, or pass another --{name}")
+
 
 def check_config(model_config, cfg):
     """Raise ValueError for settings that cannot work, whatever the data and the machine."""
@@ -42,7 +57,7 @@ def check_config(model_config, cfg):
         )
     if not cfg.eps:
         raise ValueError("eps=0 divides 0 by 0 where a gradient is 0; the usual value is 1e-8")
-    if cfg.min_lr > cfg.lr:
+    if cfg.min_lr > cfg.lr and cfg.schedule != "constant":
         raise ValueError(f"min_lr={cfg.min_lr} must not be above lr={cfg.lr}; pass a smaller --min_lr")
     if cfg.zero1 and cfg.optimizer != "adamw":
         raise ValueError(f"zero1=True shares out AdamW's state, and optimizer={cfg.optimizer} has another; leave one out")

@@ -41,7 +41,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from checkpoints import save_checkpoint
-from checks import check_8_bits, check_compiled, check_config, check_finite, check_transposes, check_weights, check_zero1
+from checks import (
+    WITHOUT_EFFECT,
+    check_8_bits,
+    check_compiled,
+    check_config,
+    check_finite,
+    check_transposes,
+    check_typed,
+    check_weights,
+    check_zero1,
+)
 from cross_entropy import check_method, linear_cross_entropy
 from evaluation import Reporter
 from fp8_mlp import mlp_products_fp8
@@ -774,6 +784,7 @@ def parse_args(argv):
         settings, args=argv, prog="train_gpt2.py", use_underscores=True, config=(tyro.conf.OmitArgPrefixes,),
         description=f"{__doc__.split('Sections:')[0]}The defaults shown are those of --preset {cfg.preset} ({reason}).",
     )  # fmt: skip
+    check_typed(peek(argv, *WITHOUT_EFFECT), cfg)
     return reason, model_config, cfg
 
 

@@ -13,6 +13,7 @@ import torch
 from conftest import ROOT, TINY_RUN, VOCAB, run_python, write_shards
 from test_train import train_here
 
+from checks import check_config
 from machine import this_python
 from train_gpt2 import PRESETS, GPTConfig, TrainConfig, choose_defaults, parse_args
 
@@ -92,7 +93,13 @@ BAD = {
     "no_steps": ("--max_steps 0", ["max_steps=0"]),
     "no_heads": ("--n_head 0", ["n_head=0"]),
     "infinite_rate": ("--lr inf", ["lr=inf"]),
-    "rate_rises": ("--min_lr 1", ["min_lr=1.0", "lr=0.001"]),
+    "rate_rises": ("--schedule linear --min_lr 1", ["min_lr=1.0", "lr=0.001"]),
+    "no_decay": ("--schedule cosine --decay_steps 5", ["--decay_steps does nothing with schedule=cosine; leave it out, or"]),
+    "no_end": ("--min_lr=0", ["--min_lr does nothing with schedule=constant"]),
+    "no_muon": ("--muon-lr 0.1", ["--muon_lr does nothing with optimizer=adamw"]),
+    "no_hellaswag": ("--hella_examples 9", ["--hella_examples does nothing with hella_every=0"]),
+    "no_samples": ("--sample_prompt The", ["--sample_prompt does nothing with sample_every=0"]),
+    "resume_no_decay": ("--resume --run_name r --log_dir {log} --decay_steps 5", ["--decay_steps does nothing with sched"]),
     "beta": ("--beta1 1.5", ["beta1=1.5", "less than 1"]),
     "seed": ("--seed 99999999999999999999999", ["seed=9999", "less than"]),
     "never": ("--val_every -1", ["val_every=-1"]),
@@ -317,6 +324,15 @@ def test_defaults_are_the_headline_run():
     assert (model_config, cfg) == PRESETS["gpt2"]
     _, model_config, cfg = parse_args(["--preset=gpt2-xl", "--lr", "1e-3", "--no-compile", "--n-layer", "2"])
     assert (model_config.n_layer, model_config.n_embd, cfg.lr, cfg.compile, cfg.preset) == (2, 1600, 1e-3, False, "gpt2-xl")
+
+
+def test_only_what_is_typed_has_to_have_an_effect():
+    """The laptop preset has decay_steps and muon_lr, GPT-2's a min_lr above this lr: a constant rate heeds none of them."""
+    for flags in ("--preset laptop --schedule constant --optimizer adamw --sample_every 0", "--schedule constant --lr 1e-5",
+                  "--preset laptop --decay_steps 9 --min_lr 1e-4 --muon_lr 0.1 --sample_tokens 9",
+                  "--preset laptop --hella_every 9 --hella_examples 9"):  # fmt: skip
+        _, model_config, cfg = parse_args(flags.split() if "laptop" in flags else ["--preset", "gpt2", *flags.split()])
+        check_config(model_config, cfg)
 
 
 def test_the_preset_fits_the_machine_and_says_why(monkeypatch, tmp_path, shards):
