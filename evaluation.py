@@ -99,8 +99,8 @@ class Reporter:
         self.log.event(
             "start", first_step, device=card, world_size=world.world_size, precision=self.precision.name,
             batch_size=loader.batch_size, grad_accum_steps=loader.grad_accum_steps, num_params=self.raw_model.num_params(),
-            train_tokens=len(loader.shards), val_tokens=len(self.val_shards), log_v=math.log(c.vocab_size),
-            unigram=self.unigram, torch=torch.__version__,
+            tokens=loader.sequence * cfg.seq_len, train_tokens=len(loader.shards), val_tokens=len(self.val_shards),
+            log_v=math.log(c.vocab_size), unigram=self.unigram, torch=torch.__version__,
         )  # fmt: skip
         if not world.is_main:
             return

@@ -6,6 +6,7 @@
 style() holds the look of all the project's figures, light or dark.
 """
 
+import bisect
 import errno
 import json
 import math
@@ -83,9 +84,30 @@ def smooth(values):
     return means
 
 
-def tokens_per_step(log):
-    steps, tokens = column(log, "train", "tokens")
-    return tokens[-1] / steps[-1] if steps and steps[-1] else None
+def logged_tokens(log):
+    """{step: tokens of training until then}, in the order of the steps; {0: 0} where none were logged."""
+    known = {0: 0} | dict(zip(*column(log, "start", "tokens"))) | dict(zip(*column(log, "train", "tokens")))
+    return dict(sorted(known.items()))
+
+
+def step_sizes(log):
+    """Tokens of a step, in the order of the run: one number, and another wherever a resumed run has changed it."""
+    known = list(logged_tokens(log).items())
+    return list(dict.fromkeys(round((t1 - t0) / (s1 - s0)) for (s0, t0), (s1, t1) in zip(known, known[1:])))
+
+
+def tokens_at(log):
+    """A function from a step to the tokens of training until then, or None where none were logged. Between two records, and
+    after the last, the steps are of one size."""
+    known = logged_tokens(log)
+    steps = list(known)
+
+    def tokens(step):
+        i = min(max(1, bisect.bisect_left(steps, step)), len(steps) - 1)
+        a, b = steps[i - 1], steps[i]
+        return round(known[a] + (step - a) * (known[b] - known[a]) / (b - a))
+
+    return tokens if len(steps) > 1 else None
 
 
 def short(number):
@@ -211,13 +233,11 @@ def draw(runs, out_path, dark=False):
     for run in map(Path, runs):
         name = run.resolve().name if run.is_dir() else run.resolve().parent.name
         logs[name if name not in logs else str(run)] = read_log(run)
-    per_step = {name: tokens_per_step(log) for name, log in logs.items()}
-    sizes = set(per_step.values()) - {None}
-    by_tokens = len(sizes) > 1 and None not in per_step.values()  # steps of different size do not compare
-    factor = {id(log): per_step[name] if by_tokens else 1 for name, log in logs.items()}
+    sizes = {size for log in logs.values() for size in step_sizes(log)}
+    by_tokens = len(sizes) > 1 and all(map(tokens_at, logs.values()))  # steps of different size do not compare
 
     def x(log, steps):
-        return [step * factor[id(log)] for step in steps]
+        return list(map(tokens_at(log), steps)) if by_tokens else steps
 
     panels = [draw_loss]
     panels += [draw_hellaswag] if any(column(log, "hella", "acc_norm")[0] for log in logs.values()) else []

@@ -17,10 +17,11 @@ import math
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from plot import PUBLISHED_HELLASWAG, SERIES, caption, column, finding, read_log, smooth, tokens_per_step
+from plot import PUBLISHED_HELLASWAG, SERIES, caption, column, finding, read_log, smooth, step_sizes, tokens_at
 
 ORANGE, GREEN, PURPLE = 1, 2, 3  # places in plot.SERIES; the first run is 0, the second 1
 
@@ -33,7 +34,8 @@ class Run:
     log: dict  # {kind: records}, from plot.read_log
     config: dict  # {"model": {field: value}, "train": ...}; empty where there is no config.json
     start: dict  # the newest start record
-    per_step: float | None  # tokens of a step
+    tokens: Callable | None  # tokens of training until a step; None if unknown
+    sizes: list  # tokens of a step; several where a resumed run has changed it
     begun: list  # [(when a start was logged, seconds of the run before it)]
 
 
@@ -49,8 +51,10 @@ def read_run(path):
     except (OSError, ValueError, KeyError, TypeError):
         config = {}
     start = (log.get("start") or [{}])[-1]
-    per_step = tokens_per_step(log) or config.get("train", {}).get("total_batch_size")
-    return Run(path.stem if alone else folder.resolve().name, log, config, start, per_step, sessions(log))
+    tokens, sizes = tokens_at(log), step_sizes(log)
+    if not tokens and (size := config.get("train", {}).get("total_batch_size")):
+        tokens, sizes = (lambda step: step * size), [size]
+    return Run(path.stem if alone else folder.resolve().name, log, config, start, tokens, sizes, sessions(log))
 
 
 def sessions(log):
@@ -82,7 +86,7 @@ def points(run, kind, name):
 def axes(runs):
     """({axis: its label}, {"seconds": how many of them the unit of time has}) for the axes that all the runs have."""
     found = {"step": "steps"}
-    if all(run.per_step for run in runs):
+    if all(run.tokens for run in runs):
         found["tokens"] = "tokens"
     times = [[seconds(run, r) for records in run.log.values() for r in records] for run in runs]
     unit = 1
@@ -111,15 +115,19 @@ def comparable(runs):
 
 
 def by_tokens(runs):
-    """Whether the runs must be held against each other at equal tokens, their steps being of different size."""
-    sizes = {run.per_step for run in runs}
-    return len(sizes) > 1 and None not in sizes
+    """Whether tokens are what counts, and not steps, those being of different size."""
+    return len({size for run in runs for size in run.sizes}) > 1 and all(run.tokens for run in runs)
+
+
+def position(run, runs):
+    """A function from a step of one of these runs to where they compare: that step, or its tokens."""
+    return run.tokens if by_tokens(runs) else lambda step: step
 
 
 def apart(runs):
     """Whether the last validations of two runs lie at different steps (or tokens)."""
     steps = [column(run.log, "val", "loss")[0] for run in runs]
-    ends = {s[-1] * (run.per_step if by_tokens(runs) else 1) for s, run in zip(steps, runs) if s}
+    ends = {position(run, runs)(s[-1]) for s, run in zip(steps, runs) if s}
     return len(ends) > 1
 
 
@@ -127,9 +135,9 @@ def difference(runs, kind, name):
     """points() of the second run minus the first, wherever both have a value: at equal steps (or tokens); the places are
     those of the first run."""
     a, b = (points(run, kind, name) for run in runs)
-    size = [run.per_step if by_tokens(runs) else 1 for run in runs]
-    other = {step * size[1]: y for step, y in zip(b["step"], b["y"])}
-    rows = [(s, t, other[s * size[0]] - y) for s, t, y in zip(a["step"], a["seconds"], a["y"]) if s * size[0] in other]
+    ours, theirs = (position(run, runs) for run in runs)
+    other = {theirs(step): y for step, y in zip(b["step"], b["y"])}
+    rows = [(s, t, other[ours(s)] - y) for s, t, y in zip(a["step"], a["seconds"], a["y"]) if ours(s) in other]
     return dict(zip(("step", "seconds", "y"), map(list, zip(*rows)))) if rows else None
 
 
@@ -140,6 +148,7 @@ def trace(run, number, data, name, look, color, **more):
     """One curve. look: faint, thin, line, dots or area; legend=True gives it an entry in the plot's legend."""
     data = data | {"y": [float(f"{y:.6g}") for y in data["y"]]}
     data["seconds"] = [t if t is None else round(t, 2) for t in data["seconds"]]
+    data |= {"tokens": list(map(run.tokens, data["step"]))} if run.tokens else {}
     return {"run": number, "name": html.escape(name, quote=False), "look": look, "color": color} | data | more
 
 
@@ -281,10 +290,10 @@ def numbers(run):
         found["HellaSwag acc_norm"].note = f"± {1.96 * errors[-1]:.4f}, {found['HellaSwag acc_norm'].note}"
     last = max(r["step"] for records in run.log.values() for r in records)
     found["steps"] = Number(last, "{:,.0f}")
-    if run.per_step:
+    if run.tokens:
         known = run.start.get("train_tokens")
-        epochs = f"{last * run.per_step / known:.2f} epochs" if known else ""
-        found["tokens"] = Number(last * run.per_step, "{:,.0f}", epochs)
+        epochs = f"{run.tokens(last) / known:.2f} epochs" if known else ""
+        found["tokens"] = Number(run.tokens(last), "{:,.0f}", epochs)
     wall = [t for records in run.log.values() for r in records if (t := seconds(run, r)) is not None]
     if wall and max(wall):
         clock = f"{datetime.timedelta(seconds=round(max(wall)))}, " if max(wall) >= 60 else ""
@@ -322,6 +331,9 @@ def cautions(runs):
     """Sentences on what the page must not be read as saying."""
     bare = [run.name for run in runs if not run.config]
     found = [f"Beside the log of {' and '.join(bare)} lies no config.json that can be read."] if bare else []
+    sizes = [" then ".join(f"{size:,}" for size in run.sizes) for run in runs]
+    found += [f"{run.name} was resumed with steps of another size: {text} tokens." for run, text in zip(runs, sizes)
+              if len(run.sizes) > 1]  # fmt: skip
     if len(runs) == 1:
         return found
     a, b = runs
@@ -334,8 +346,8 @@ def cautions(runs):
         found.append("They were validated on different tokens, or on data of different names (see data and val_tokens below): "
                      "their losses need not compare.")  # fmt: skip
     if by_tokens(runs):
-        found.append(f"Their steps are of different size, {a.per_step:,.0f} and {b.per_step:,.0f} tokens: they compare "
-                     "against tokens, or time.")  # fmt: skip
+        found.append(f"Their steps are of different size, {sizes[0]} and {sizes[1]} tokens: they compare against tokens, or "
+                     "time.")  # fmt: skip
     if comparable(runs) and apart(runs):
         found.append("Their last validations lie at different places; Numbers begins with the last place that both measured.")
     return [*found, "This is one run each: what another seed alone would change is not seen here."]
@@ -358,10 +370,10 @@ def number_columns(runs):
     both = difference(runs, "val", "loss") if apart(runs) and comparable(runs) else None
     if both:
         step, change = both["step"][-1], both["y"][-1]
-        place = f"{step * runs[0].per_step:,.0f} tokens" if by_tokens(runs) else f"step {step:,}"
+        where = f"{runs[0].tokens(step):,} tokens" if by_tokens(runs) else f"step {step:,}"
         value = dict(zip(*column(runs[0].log, "val", "loss")))[step]
         for number, c in ((Number(value), 0), (Number(value + change), 1)):
-            columns[c] = {f"validation loss at {place}, the last place measured in both": number} | columns[c]
+            columns[c] = {f"validation loss at {where}, the last place measured in both": number} | columns[c]
     return columns
 
 
@@ -399,7 +411,7 @@ def table(heads, rows, differ=()):
 
 def settings(run):
     """{part: {field: value}} of the configuration, and of what the log says of machine and data."""
-    said = {k: v for k, v in run.start.items() if k not in ("kind", "step", "time")}
+    said = {k: v for k, v in run.start.items() if k not in ("kind", "step", "time", "tokens")}
     return {part: fields for part, fields in (run.config | {"machine and data": said}).items() if fields}
 
 
@@ -530,8 +542,7 @@ const page = JSON.parse(document.getElementById("data").textContent);
 const touch = matchMedia("(pointer: coarse)").matches;  // there, a finger on a plot scrolls the page
 let axis = page.axis, zoom = null, following = false;
 const color = name => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
-const place = t => ({ step: () => t.step, tokens: () => t.step.map(s => s * page.runs[t.run].per_step),
-                      seconds: () => t.seconds.map(s => s / page.unit.seconds) })[axis]();
+const place = t => axis == "seconds" ? t.seconds.map(s => s / page.unit.seconds) : t[axis];
 
 function extent() {  // of the whole page, so that the plots stand above each other
   const high = Math.max(...page.panels.flatMap(p => p.traces.map(t => Math.max(...place(t)))));
@@ -615,7 +626,7 @@ def page(runs):
     labels, unit = axes(runs)
     found = panels(runs)
     data = {"axis": "tokens" if by_tokens(runs) else "step", "axes": labels, "unit": unit, "panels": found,
-            "runs": [{"name": html.escape(run.name, quote=False), "per_step": run.per_step} for run in runs]}  # fmt: skip
+            "runs": [{"name": html.escape(run.name, quote=False)} for run in runs]}  # fmt: skip
     library, library_hash = script(get_plotlyjs())
     own, own_hash = script(SCRIPT)
     rules = f"default-src 'none'; style-src 'unsafe-inline'; img-src data: blob:; script-src {library_hash} {own_hash}"

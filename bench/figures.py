@@ -124,19 +124,19 @@ def tokens(runs, out_path, dark):
     title = f"GPT-2 124M so far: {loss:.2f} nats per token on {DATA_OF[longest].split(',')[0]}"
     figure, (top, bottom) = new_figure(8, 5.6, title, nrows=2, sharex=True, height_ratios=[2.4, 1])
     for i, (name, log) in enumerate(logs.items()):
-        start, per_step, color = log.get("start", [{}])[-1], plot.tokens_per_step(log), plot.SERIES[dark][i]
+        start, tokens_at, color = log.get("start", [{}])[-1], plot.tokens_at(log), plot.SERIES[dark][i]
         steps, losses = plot.column(log, "train", "loss")
-        top.plot([s * per_step for s in steps], losses, color=color, linewidth=0.8, alpha=0.5)
+        top.plot(list(map(tokens_at, steps)), losses, color=color, linewidth=0.8, alpha=0.5)
         steps, losses = zip(*((s, v) for s, v in zip(*plot.column(log, "val", "loss")) if s > 0))  # no 0 on a log axis
         cards = f"{start.get('world_size', 1)} x {start.get('device', '?')}"
-        top.plot([s * per_step for s in steps], losses, "o-", markersize=4, color=color,
+        top.plot(list(map(tokens_at, steps)), losses, "o-", markersize=4, color=color,
                  label=f"ours: {DATA_OF[name]} ({cards})")  # fmt: skip
-        top.annotate(f"{losses[-1]:.2f}", (steps[-1] * per_step, losses[-1]), xytext=(0, -7), color=color, ha="center",
+        top.annotate(f"{losses[-1]:.2f}", (tokens_at(steps[-1]), losses[-1]), xytext=(0, -7), color=color, ha="center",
                      va="top", fontweight="bold", textcoords="offset points")  # fmt: skip
         steps, values = plot.column(log, "hella", "acc_norm")
         errors = {r["step"]: 1.96 * (r.get("acc_norm_stderr") or 0) for r in log.get("hella", [])}
         if steps:
-            bottom.errorbar([s * per_step for s in steps], values, yerr=[errors[s] for s in steps], color=color, marker="o",
+            bottom.errorbar(list(map(tokens_at, steps)), values, yerr=[errors[s] for s in steps], color=color, marker="o",
                             markersize=4, capsize=2)  # fmt: skip
     for data, loss in PUBLISHED_LOSS.items():
         plot.reference(top, loss, "", left=True)

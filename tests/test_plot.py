@@ -164,6 +164,11 @@ def test_several_runs(tmp_path, figures):
     assert plot.loss_curve([a, c], tmp_path / "ac.png")
     assert "step" not in figures.texts()
     assert figures.lines()["c"][0] == [4 * 16384] and figures.lines()["a"][0] == [0, 200 * 8192, 400 * 8192]
+    after = [start(4, tokens=4 * 8192), *[train(s, 2.0) | {"tokens": (s - 4) * 100 + 4 * 8192} for s in (6, 8)], val(7, 1.9)]
+    d = write_log(tmp_path / "d", [start(), *[train(s, 3.0) for s in (2, 4)], val(3, 2.0), *after])
+    plot.draw([d], tmp_path / "d.png")
+    assert "tokens" in figures.texts() and "step" not in figures.texts()
+    assert figures.lines()["validation"][0] == [3 * 8192, 4 * 8192 + 300], "resumed with smaller steps"
 
 
 def test_dark_variant(tmp_path, figures):

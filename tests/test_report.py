@@ -103,8 +103,8 @@ def test_what_stands_on_the_page(tmp_path):
 def test_steps_tokens_and_seconds(tmp_path):
     page = Page(write_run(tmp_path, timed(RUN)))
     assert page.data()["axes"] == {"step": "steps", "tokens": "tokens", "seconds": "seconds"}
-    assert page.data()["runs"][0]["per_step"] == 8192
     assert page.panel("loss")["traces"][-1]["seconds"] == [0, 400, 800]
+    assert page.panel("loss")["traces"][-1]["tokens"] == [0, 200 * 8192, 400 * 8192]
     hours = Page(write_run(tmp_path, timed(RUN, per_step=60.0))).data()
     assert hours["axes"]["seconds"] == "hours" and hours["unit"] == {"seconds": 3600}
     assert Page(write_run(tmp_path, RUN)).data()["axes"] == {"step": "steps", "tokens": "tokens"}  # all at one moment
@@ -232,6 +232,30 @@ def test_steps_of_different_size_compare_at_equal_tokens(tmp_path):
     assert page.data()["axis"] == "tokens" and page.curve("difference", "validation") == ([0, 200], [-0.1, -0.1])
     assert "steps are of different size, 8,192 and 16,384 tokens" in page.seen
     assert "validation loss at 1,638,400 tokens, the last place measured in both 2.1000 2.0000 -0.1000" in page.seen
+
+
+def test_a_run_that_was_resumed_with_larger_steps(tmp_path):
+    """Ten steps of 100 tokens, then ten of 300, logged at every fourth: 4,000 tokens, not 20 times the mean of some steps."""
+    def at(step):
+        return 100 * step if step <= 10 else 300 * step - 2000
+
+    def changed(more):
+        logged = [train(s, 3.0) | {"tokens": at(s)} for s in range(4, 21, 4)]
+        return [start(train_tokens=2000), start(10, train_tokens=2000) | more, *logged, val(10, 2.5), val(20, 2.0)]
+
+    a = write_run(tmp_path / "a", changed({"tokens": 1000}))
+    b = write_run(tmp_path / "b", [start(), *[train(s, 3.0, 500) for s in range(1, 9)], val(2, 2.4), val(8, 1.8)])
+    page = Page(a)
+    assert "tokens 4,000 2.00 epochs" in page.seen and page.data()["axis"] == "tokens"
+    assert page.panel("loss")["traces"][-1]["tokens"] == [1000, 4000]
+    assert page.panel("loss")["traces"][0]["tokens"] == [400, 800, 1600, 2800, 4000]
+    assert "a was resumed with steps of another size: 100 then 300 tokens." in page.seen
+    both = Page(a, b)
+    assert both.curve("difference", "validation") == ([10, 20], pytest.approx([-0.1, -0.2]))
+    assert "steps are of different size, 100 then 300 and 500 tokens" in both.seen
+    old = Page(write_run(tmp_path / "old", changed({})))  # whose start says nothing: right but around the change
+    assert old.panel("loss")["traces"][0]["tokens"] == [400, 800, 1600, 2800, 4000]
+    assert "tokens 4,000" in old.seen
 
 
 def test_runs_that_end_apart_are_held_at_one_place(tmp_path):

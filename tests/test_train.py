@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from conftest import ROOT, TINY_MODEL, TINY_RUN, VOCAB, clean_env, run_python, wait_for_steps, write_shards
 
 import machine
+import plot
 import train_gpt2
 from checkpoints import newest_checkpoint, read_checkpoint, save_checkpoint
 from evaluation import bytes_per_token, eval_val_loss
@@ -674,8 +675,11 @@ def test_the_first_step_has_no_speed_as_it_compiles(tmp_path, shards):
 
 def test_tokens_are_counted_where_the_step_changes(tmp_path, shards):
     train_here(tmp_path, shards, "r", max_steps=3)
-    run = train_here(tmp_path, shards, "r", max_steps=5, resume=True, total_batch_size=512)
-    assert [e["tokens"] for e in of_kind(run, "train")] == [256, 512, 768, 1280, 1792]
+    run = train_here(tmp_path, shards, "r", max_steps=6, resume=True, total_batch_size=512, log_every=4)
+    assert [e["tokens"] for e in of_kind(run, "train")] == [256, 512, 768, 1280, 2304]
+    log = plot.read_log(run.dir)
+    assert list(map(plot.tokens_at(log), range(9))) == [0, 256, 512, 768, 1280, 1792, 2304, 2816, 3328]
+    assert plot.step_sizes(log) == [256, 512]
 
 
 def test_a_run_that_is_stopped_saves_at_once_and_measures_when_it_goes_on(tmp_path, shards, monkeypatch):
