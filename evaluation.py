@@ -9,8 +9,9 @@ from tokenizer import printable
 
 
 @torch.no_grad()
-def eval_val_loss(model, shards, val_tokens, seq_len, batch_size, world, precision):
-    """Mean loss in nats per token over the first val_tokens of the split (0: all), each process doing its share.
+def eval_val_loss(model, shards, val_tokens, seq_len, batch_size, world, precision, stopped=lambda: False):
+    """Mean loss in nats per token over the first val_tokens of the split (0: all), each process doing its share; None if
+    stopped(), which all processes must agree in, is true before one of the batches, of which all have equally many.
 
     The tokens and their order depend on nothing but the data, and no random number is drawn. The last batch is filled
     up with targets of -1, so that a compiled model sees one shape.
@@ -23,6 +24,8 @@ def eval_val_loss(model, shards, val_tokens, seq_len, batch_size, world, precisi
     per = -(-len(positions) // (batch_size * world.world_size)) * batch_size
     total = torch.zeros(2, dtype=torch.float64, device="cpu" if world.device.type == "mps" else world.device)
     for i in range(world.rank * per, (world.rank + 1) * per, batch_size):
+        if stopped():
+            return None
         used = positions[i : i + batch_size]
         x = np.zeros((batch_size, seq_len), dtype=np.int64)
         y = np.full((batch_size, seq_len), -1, dtype=np.int64)
@@ -120,11 +123,14 @@ class Reporter:
         self.log.say(f"guess  a uniform one costs log V = {math.log(c.vocab_size):.3f} nats a token, the best one without "
                      f"context {self.unigram:.3f} (unigram)")  # fmt: skip
 
-    def validate(self, step, model):
+    def validate(self, step, model, stopped):
+        """The loss; None, with nothing logged, if stopped() comes true meanwhile."""
         self.log.busy("validating")
         loss = eval_val_loss(
-            model, self.val_shards, self.cfg.val_tokens, self.cfg.seq_len, self.batch_size, self.world, self.precision
+            model, self.val_shards, self.cfg.val_tokens, self.cfg.seq_len, self.batch_size, self.world, self.precision, stopped
         )
+        if loss is None:
+            return None
         values = {"loss": loss} | ({"bits_per_byte": loss / math.log(2) / self.bytes} if self.bytes else {})
         self.log.event("val", step, **values)
         self.log.busy()

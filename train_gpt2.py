@@ -682,7 +682,8 @@ def train_until(stop, at_end, model_config, cfg, world, run_dir, tokenizer):
         fresh = step > behind and not stopping
         if fresh and due(step, cfg.val_every, last):
             with meter.pause():
-                val_loss, val_step = report.validate(step, model), step
+                found = report.validate(step, model, lambda step=step: asked_to_stop(step))
+            val_loss, val_step = (val_loss, val_step) if found is None else (found, step)
             stopping = asked_to_stop(step)
             fresh = not stopping
         if fresh and step > 0 and due(step, cfg.hella_every, last):

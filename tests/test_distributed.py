@@ -216,6 +216,23 @@ def test_an_error_of_one_process_ends_all(tmp_path):
     assert steps == list(range(1, len(steps) + 1)) and 6 <= len(steps) <= 8
 
 
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks into /proc")
+def test_a_signal_to_one_process_ends_the_validation_of_all(tmp_path):
+    shards = write_shards(tmp_path / "data", val=4_000_000)  # a minute
+    process = torchrun(tmp_path, shards, "--val_every", 5, "--val_tokens", 0)
+    log, deadline = tmp_path / "log" / "r" / "log.jsonl", time.monotonic() + 60
+    while not log.exists() or '"start"' not in log.read_text():
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.1)
+    time.sleep(2)  # the validation of step 0 is under way
+    second = next(pid for pid in left_over(tmp_path) if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes())
+    os.kill(int(second), signal.SIGTERM)
+    out, err = process.communicate(timeout=150)
+    events = read_run(tmp_path / "log" / "r").events
+    assert process.returncode == 0 and [e["kind"] for e in events] == ["start", "end"], err
+    assert events[-1]["reason"] == "signal on another rank" and "signal: nothing new to save" in out
+
+
 def test_sigterm_to_torchrun_saves_and_one_process_resumes(tmp_path, shards, run_train):
     process = torchrun(tmp_path, shards, "--max_steps", 100000)
     wait_for_steps(process, tmp_path / "log" / "r")

@@ -729,16 +729,23 @@ def test_data_that_is_not_finished_is_named(tmp_path, shards, capsys):
 
 def test_a_signal_while_it_validates_ends_the_measuring(tmp_path, shards, monkeypatch):
     settings = dict(max_steps=9, val_every=3, sample_every=3, sample_tokens=3, ckpt_every=9)
-    real = train_gpt2.Reporter.validate
+    whole = train_here(tmp_path, shards, "whole", ByteTokenizer(), **settings)
+    real, asked = train_gpt2.Reporter.validate, []
 
-    def validate(self, step, model):
-        if step == 6:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return real(self, step, model)
+    def validate(self, step, model, stopped):
+        def before_a_batch():
+            asked.append(step)
+            if asked.count(6) == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return stopped()
+
+        return real(self, step, model, before_a_batch)
 
     monkeypatch.setattr(train_gpt2.Reporter, "validate", validate)
     stopped = train_here(tmp_path, shards, "r", ByteTokenizer(), **settings)
+    assert asked.count(3) == 5 and asked.count(6) == 3, "three of five batches are left out"
     assert list(stopped.checkpoints) == [6] and [e["step"] for e in of_kind(stopped, "sample")] == [3]
+    assert [e["step"] for e in of_kind(stopped, "val")] == [0, 3], "nothing half-measured is logged"
     monkeypatch.undo()
     real_step = train_gpt2.Reporter.begin
     monkeypatch.setattr(train_gpt2.Reporter, "begin", lambda *args: (real_step(*args), os.kill(os.getpid(), signal.SIGTERM)))
@@ -747,7 +754,12 @@ def test_a_signal_while_it_validates_ends_the_measuring(tmp_path, shards, monkey
     assert (stopped.dir / "model_000006.pt").stat().st_mtime_ns == before
     monkeypatch.undo()
     run = train_here(tmp_path, shards, "r", ByteTokenizer(), resume=True, **settings)
-    assert [e["step"] for e in of_kind(run, "sample")] == [3, 6, 9]
+    for kind in ("val", "sample"):
+        ours, theirs = ([{k: v for k, v in e.items() if k != "time"} for e in of_kind(r, kind)] for r in (run, whole))
+        assert ours == theirs and ours[-1]["step"] == 9
+    for part in ("model", "optimizer", "loader", "rng", "best_val", "measured"):
+        assert equal_bits(run.checkpoints[9][part], whole.checkpoints[9][part]), part
+    assert run.losses == whole.losses
 
 
 def test_a_mask_that_leaves_nothing_gives_no_bits(tmp_path, shards, recwarn):
