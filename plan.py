@@ -62,6 +62,9 @@ FRAGMENTS = 0.05  # share of the card that cannot be handed out; machine.fit_bat
 # several GPUs against as many times one: with DDP at every micro-step, and with zero1 or accumulation, which send less; four
 # H200s had 94 to 97 % and 97 to 99 % (README)
 SCALING = {"ddp": 0.95, "less": 0.97}
+# assumed of a card that is not here, if a micro-step then takes a millisecond a layer or more; in less it waits for kernels
+# to be launched: an H200 had 3.6 % at 0.13 ms (4 layers of 256), 28 and 33 % at 0.7 (12 of 768, 4,096 tokens), 42 % at 1.5
+MFU = 0.4
 MOMENTS = {  # where the peak of a step can lie
     "loss": "while the loss is computed",
     "head": "at the start of the backward pass",
@@ -396,7 +399,7 @@ def probe(s, cfg, device, seconds=3.0):
 
 
 def speed(s, cfg, card, mfu):
-    """(tokens/s of all processes, or None; where that number comes from, or why there is none)"""
+    """(tokens/s of all processes, or None; where that number comes from, or why there is none). mfu: as asked for, or None"""
     c = s.model
     # as metrics.Meter counts: 6 for each weight that multiplies, and attention without causality
     flops = 6 * (num_params(c)[0] - c.block_size * c.n_embd) + 12 * c.n_layer * c.n_embd * s.seq_len
@@ -409,6 +412,12 @@ def speed(s, cfg, card, mfu):
             return None, "no forecast: only the 16-bit peak of a card with a name is known, as in --plan_card H100"
         if c.activation_checkpointing:  # each block's forward pass twice
             flops += 2 * num_params(c)[1] + 4 * c.n_layer * c.n_embd * s.seq_len
+        asked, mfu = mfu, mfu or MFU
+        micro_ms = 1000 * s.positions * flops / (mfu * card.tflops * 1e12)
+        if not asked and micro_ms < c.n_layer:
+            return None, (f"no forecast: at {mfu:.0%} of {card.tflops} TFLOP/s a micro-step would take {micro_ms:.2g} ms, and "
+                          "one of less than 1 ms a layer does not fill a card (4 layers of 256 channels reached 3.6 % of an "
+                          "H200); --plan_mfu assumes another share")  # fmt: skip
         why = f"assuming {mfu:.0%} (--plan_mfu) of {card.tflops} TFLOP/s at {flops / 1e6:,.0f} MFLOP a token{scaled}"
         why += "; what 8 bits gain is not in it" * (c.fp8_mlp or c.cross_entropy == "fp8")
         return mfu * card.tflops * 1e12 / flops * s.world_size * many, why
@@ -537,7 +546,7 @@ def parse_plan(argv):
     for name, kind, default, text in (
         ("card", str, "", f"a card that is not here: {', '.join(MEMORY_GB)}; or a size, 24GB; or both, \"A100 80GB\""),
         ("gpus", number(1, int), 1, "how many of them (1)"),
-        ("mfu", number(0.01, float), 0.4, "model FLOPs utilisation to assume where nothing can be measured (0.4)"),
+        ("mfu", number(0.01, float), None, f"model FLOPs utilisation to assume where nothing can be measured ({MFU})"),
         ("price", number(0, float), 3.0, "dollars per GPU-hour to assume (3)"),
     ):
         parser.add_argument(f"--plan_{name}", f"--plan-{name}", type=kind, default=default, metavar=name.upper(), help=text)
@@ -551,7 +560,7 @@ def parse_plan(argv):
 def run(argv):
     """`train_gpt2.py --plan ...`. Raises ValueError or FileNotFoundError for what cannot be planned."""
     args, argv = parse_plan(argv)
-    if args.plan_mfu > 1:
+    if args.plan_mfu and args.plan_mfu > 1:
         raise ValueError(f"plan_mfu={args.plan_mfu:g} is a fraction and must not be above 1; pass --plan_mfu 0.4 for 40 %")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ValueError("--plan takes one process: `python train_gpt2.py --plan --plan_gpus N`, without torchrun")

@@ -388,6 +388,19 @@ def test_time_and_money(capsys):
     assert found == pytest.approx(8 * plan.SCALING["ddp"] * tok_per_s, rel=1e-4)
     assert "micro-steps 1 x sequences 64 x tokens 1024 x GPUs 8" in eight and "in DDP's buckets" in eight
     assert "no forecast" in planned(capsys, "--plan_card", "80GB")
+    assert "assuming 40% (--plan_mfu)" in planned(capsys, *flags)
+
+
+def test_a_model_too_small_for_the_card_gets_no_time(capsys):
+    """What an H200 was measured at (readme.assets/ladder.txt): 3.6 %, 27.7 % and 33.3 %; then 41.9 %."""
+    small = "--n_layer 4 --n_embd 256 --n_head 4 --seq_len 512 --total_batch_size 2048"
+    for flags, forecast in (("--preset laptop", False), (f"--preset gpt2 {small}", False),
+                            ("--preset gpt2 --batch_size 8 --seq_len 512", False), ("--preset gpt2 --batch_size 4", False),
+                            ("--preset gpt2 --batch_size 8", True), ("--preset laptop --plan_mfu 0.02", True)):  # fmt: skip
+        text = planned(capsys, "--plan_card", "H200", *flags.split())
+        assert ("tokens/s, assuming" in text) == ("$" in text) == forecast, flags
+        assert ("and one of less than 1 ms a layer does not fill a card" in text) != forecast, flags
+    assert "assuming 2% (--plan_mfu)" in text
 
 
 def test_measured_here(capsys, tmp_path, monkeypatch):
