@@ -252,7 +252,8 @@ def export(source, out, log_dir="log", force=False):
             raise
         raise OSError(f"{out} cannot be written ({error.strerror}); choose another --out") from error
     finally:
-        shutil.rmtree(part, ignore_errors=True) if part else None
+        if part:
+            shutil.rmtree(part, ignore_errors=True)
     return sorted(p.name for p in out.iterdir())
 
 
