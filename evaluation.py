@@ -7,6 +7,8 @@ import torch
 
 from tokenizer import printable
 
+EVALUATIONS = ("val", "hella", "sample")  # in the order in which a step makes them
+
 
 @torch.no_grad()
 def eval_val_loss(model, shards, val_tokens, seq_len, batch_size, world, precision, stopped=lambda: False):
@@ -64,12 +66,12 @@ def bytes_per_token(tokenizer, shards, val_tokens):
     return float(counts @ tokenizer.token_bytes()[: len(counts)] / counts.sum()) if counts.any() else None
 
 
-def eval_hellaswag(model, examples, world, precision):
-    """HellaSwag accuracies of the bare model as a dict (see hellaswag.py), shared among the processes."""
+def eval_hellaswag(model, examples, world, precision, stopped):
+    """HellaSwag accuracies of the bare model as a dict (see hellaswag.py), shared among the processes; None if stopped()."""
     import hellaswag  # it imports from this file
 
     with precision.autocast():
-        return hellaswag.evaluate(model, limit=examples, world=world)
+        return hellaswag.evaluate(model, limit=examples, world=world, stopped=stopped)
 
 
 def draw_samples(model, tokenizer, prompt, tokens, device, precision, count=2, seed=42):
@@ -92,6 +94,7 @@ class Reporter:
         self.unigram = unigram_entropy(loader.shards, val_shards, cfg.val_tokens) if world.is_main else None
         self.bytes = bytes_per_token(tokenizer, val_shards, cfg.val_tokens) if tokenizer and world.is_main else None
         self.no_hellaswag = False
+        self.val_loss, self.val_step = math.inf, -1  # the last one made
 
     def begin(self, first_step, loader):
         """One line each about the model, the step and the device, so that a reader can check the arithmetic."""
@@ -123,37 +126,46 @@ class Reporter:
         self.log.say(f"guess  a uniform one costs log V = {math.log(c.vocab_size):.3f} nats a token, the best one without "
                      f"context {self.unigram:.3f} (unigram)")  # fmt: skip
 
+    def measure(self, name, step, model, stopped):
+        """Make one of EVALUATIONS. False, with nothing logged, if stopped() came true meanwhile."""
+        if name == "val":
+            return self.validate(step, model, stopped)
+        return self.hellaswag(step, stopped) if name == "hella" else self.samples(step)
+
     def validate(self, step, model, stopped):
-        """The loss; None, with nothing logged, if stopped() comes true meanwhile."""
         self.log.busy("validating")
         loss = eval_val_loss(
             model, self.val_shards, self.cfg.val_tokens, self.cfg.seq_len, self.batch_size, self.world, self.precision, stopped
         )
         if loss is None:
-            return None
+            return False
         values = {"loss": loss} | ({"bits_per_byte": loss / math.log(2) / self.bytes} if self.bytes else {})
         self.log.event("val", step, **values)
         self.log.busy()
         bits = f", {values['bits_per_byte']:.3f} bits per byte" if self.bytes else ""
         under = f", {self.unigram - loss:.3f} under unigram" if self.world.is_main and loss < self.unigram else ""
         self.log.say(f"step {step:5d}: validation loss {loss:.4f}{bits}{under}")
-        return loss
+        self.val_loss, self.val_step = loss, step
+        return True
 
-    def hellaswag(self, step):
+    def hellaswag(self, step, stopped):
         if self.no_hellaswag:
-            return
+            return True
         try:
-            result = eval_hellaswag(self.raw_model, self.cfg.hella_examples, self.world, self.precision)
+            result = eval_hellaswag(self.raw_model, self.cfg.hella_examples, self.world, self.precision, stopped)
         except (OSError, ValueError) as error:  # no network and no file, or too short a context: the run goes on
             self.log.say(f"step {step:5d}: no HellaSwag in this run: {error}")
             self.no_hellaswag = True  # to ask again at each step would cost the minutes that downloads wait for an answer
-            return
+            return True
+        if result is None:
+            return False
         self.log.event("hella", step, **result)
         self.log.say(f"step {step:5d}: HellaSwag {result['acc_norm']:.4f} +- {1.96 * result['acc_norm_stderr']:.4f}")
+        return True
 
     def samples(self, step):
         if self.tokenizer is None or not self.world.is_main:
-            return
+            return True
         texts = draw_samples(
             self.raw_model, self.tokenizer, self.cfg.sample_prompt, self.cfg.sample_tokens, self.world.device, self.precision,
             seed=self.cfg.seed,
@@ -161,3 +173,4 @@ class Reporter:
         self.log.event("sample", step, texts=texts)
         for text in texts:
             self.log.say(f"--- sample after {step} steps\n{printable(text)}")
+        return True

@@ -323,17 +323,22 @@ def hidden(model, idx, position, part):
 
 
 @torch.no_grad()
-def ending_losses(model, data, chosen, keep, batch_tokens, world, trunk=hidden):
-    """Sum of the losses of each ending (len(chosen), 4) in float64, on every process; each did its share.
+def ending_losses(model, data, chosen, keep, batch_tokens, world, trunk=hidden, stopped=lambda: False):
+    """Sum of the losses of each ending (len(chosen), 4) in float64, on every process; each did its share. None if stopped().
 
     Only the endings' positions go through the head, so many at a time that their logits stay under 1 GiB, or 32 MiB on
     CPU, where larger blocks go back to the system after each use and getting them again costs more than the products.
     """
     head_rows = 2 ** (30 if world.device.type == "cuda" else 25) // (4 * model.lm_head.weight.size(0))
     rows = keep + (data.end_len[chosen] - 1).sum(1)
-    mine = plan(rows, batch_tokens)[world.rank :: world.world_size]
+    batches = plan(rows, batch_tokens)
     losses, order = [], []
-    for examples, B, T in mine:
+    for i in range(0, len(batches), world.world_size):
+        if stopped():
+            return None
+        if i + world.rank >= len(batches):  # the last round has none for this process
+            continue
+        examples, B, T = batches[i + world.rank]
         packed = pack(data, chosen[examples], keep[examples], B, T)
         *inputs, where, targets = (torch.from_numpy(a).to(world.device, non_blocking=True) for a in packed)
         x = trunk(model, *inputs)[where]  # (M, C)
@@ -343,7 +348,7 @@ def ending_losses(model, data, chosen, keep, batch_tokens, world, trunk=hidden):
         ]
         order.append(examples)
     sums = np.zeros((len(chosen), 4))
-    if mine:
+    if order:
         order = np.concatenate(order)
         lengths = data.end_len[chosen[order]].ravel()
         flat = torch.cat(losses).cpu().double().numpy()  # the one place where the host waits for the device
@@ -379,12 +384,14 @@ def evaluate(model, limit=0, world=None, **options):
     """HellaSwag accuracies of a bare GPT as a dict of numbers, the same on every process.
 
     world has rank, world_size, device, sum(tensor) and from_main(value); without one this process is alone. Runs in
-    the caller's autocast; draws no random numbers. Raises OSError if the data cannot be had, ValueError if it is wrong.
+    the caller's autocast; draws no random numbers. None if the option stopped, a function that all processes must agree in,
+    is true before one of the batches. Raises OSError if the data cannot be had, ValueError if it is wrong.
     """
     return measure(model, limit, world, **options)[0]
 
 
-def measure(model, limit=0, world=None, data="", split="val", batch_tokens=BATCH_TOKENS, skip_long=False, trunk=hidden):
+def measure(model, limit=0, world=None, data="", split="val", batch_tokens=BATCH_TOKENS, skip_long=False, trunk=hidden,
+            stopped=lambda: False):  # fmt: skip
     """(summary, tokenised file, examples scored, their sums (N, 4)). See evaluate."""
     t0 = time.perf_counter()
     check_amounts(limit, batch_tokens)
@@ -403,7 +410,9 @@ def measure(model, limit=0, world=None, data="", split="val", batch_tokens=BATCH
     if error:
         raise error
     chosen, keep, skipped = choose(loaded, limit, model.config.block_size, skip_long)
-    sums = ending_losses(model, loaded, chosen, keep, batch_tokens, world, trunk)
+    sums = ending_losses(model, loaded, chosen, keep, batch_tokens, world, trunk, stopped)
+    if sums is None:
+        return None, loaded, chosen, None
     if not np.isfinite(sums).all():
         bad = loaded.line[chosen[~np.isfinite(sums).all(1)][0]]
         raise FloatingPointError(f"the loss of line {bad} is not finite: the model's weights or its precision are broken")

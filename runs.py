@@ -42,7 +42,8 @@ def open_run(run_dir, model_config, cfg, world, at_end):
             path = run_dir / "config.json"
             if not cfg.resume and ended_before_first_step(run_dir):
                 path.unlink(missing_ok=True)
-                (run_dir / "log.jsonl").unlink()
+                for begun in (run_dir / "log.jsonl", *run_dir.glob("events.out.tfevents.*")):
+                    begun.unlink()
             part = path.with_suffix(".part") if cfg.resume else path  # a full disk leaves the older one as it was
             with part.open("w" if cfg.resume else "x") as f:  # x: of two runs of one name, one is refused
                 f.write(json.dumps(saved, indent=1) + "\n")
@@ -210,7 +211,8 @@ def farewell(run_dir, cfg):
         return  # stopped before there was anything to go on from
     plot.loss_curve([run_dir], run_dir / "loss.png")
     python, folder, all_runs = this_python(), quoted(str(run_dir)), quoted(str(run_dir.parent))
-    done = newest_step(run_dir) >= cfg.max_steps
+    measured = plot.read_log(run_dir)["end"][-1]["reason"] == "done"  # a signal may come after the last step
+    done = measured and newest_step(run_dir) >= cfg.max_steps
     kept = " --ckpt_every N" * (not cfg.ckpt_every)  # of what was trained just now, nothing is there
     curve = " loss.png (the curve)," * (run_dir / "loss.png").exists()
     print(f"\n{run_dir}/ holds log.jsonl (every number),{curve} TensorBoard events and the checkpoints. Next:\n"

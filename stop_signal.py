@@ -22,7 +22,8 @@ class StopSignal:
         if os.name == "posix":
             os.set_blocking(self.pipe, False)  # set_wakeup_fd wants that
         self.pipe_before = signal.set_wakeup_fd(self.pipe, warn_on_full_buffer=False)
-        threading.Thread(target=self.watch, args=(reader,), daemon=True).start()
+        self.watcher = threading.Thread(target=self.watch, args=(reader,), daemon=True)
+        self.watcher.start()
         return self
 
     def __exit__(self, *_):
@@ -31,6 +32,7 @@ class StopSignal:
             signal.signal(number, handler)
         self.over.set()
         os.close(self.pipe)  # which ends the thread
+        self.watcher.join(1)  # so that what it says comes before what is said next
 
     def receive(self, number, frame):
         if self.name and number == signal.SIGINT:

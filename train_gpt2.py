@@ -53,7 +53,7 @@ from checks import (
     check_zero1,
 )
 from cross_entropy import check_method, linear_cross_entropy
-from evaluation import Reporter
+from evaluation import EVALUATIONS, Reporter
 from fp8_mlp import mlp_products_fp8
 from fused_mlp import MIN_POSITIONS, epilogues_work, fused_mlp_pays, mlp_products
 from loader import TokenLoader, grad_accum_steps
@@ -643,14 +643,14 @@ def train_until(stop, at_end, model_config, cfg, world, run_dir, tokenizer):
     """train, or as much of it as is done when a signal comes.
 
     `step` counts finished updates. The last pass of the loop measures and saves only, so that the weights that were
-    measured are the weights on disk. A signal before that makes it save without measuring any more, as whoever sent it may
-    not wait; what was due then is measured when the run goes on.
+    measured are the weights on disk. A signal makes it save without measuring any more, as whoever sent it may not wait;
+    what is left then is measured when the run goes on, after its last step too.
     """
     precision, raw_model, optimizer, loader, val_shards = prepare(model_config, cfg, world)
     first_step, best_val, measured = 0, math.inf, False
     if cfg.resume:
         first_step, best_val, measured = restore(run_dir, cfg, raw_model, optimizer, loader, precision)
-    if first_step >= cfg.max_steps:
+    if first_step > cfg.max_steps or (first_step == cfg.max_steps and measured):
         raise ValueError(f"{run_dir} has done {first_step} steps, max_steps={cfg.max_steps}; a larger --max_steps goes on")
     open_run(run_dir, model_config, cfg, world, at_end)
     log = Logger(run_dir, cfg, world.is_main, first_step)
@@ -662,41 +662,36 @@ def train_until(stop, at_end, model_config, cfg, world, run_dir, tokenizer):
     model = compile_model(raw_model, cfg, world, log)
     clock, meter = PhaseClock(cfg.timing, world.device), Meter(cfg, world, raw_model, first_step)
     pending = None  # the last step's loss, not looked at yet
-    val_loss, val_step = math.inf, -1
-    behind = first_step if measured else first_step - 1  # at this step and before, nothing is left to measure
+    behind = first_step if measured else first_step - 1  # at this step and before, nothing is left to measure or to save
 
-    def asked_to_stop(step):  # on any process
-        return step < cfg.max_steps and world.smallest(not stop.name) == 0
+    def asked_to_stop():  # on any process
+        return world.smallest(not stop.name) == 0
 
-    if not asked_to_stop(first_step):  # a compiler may err without a word: 774M once trained to a loss of 60 (README)
+    if not asked_to_stop():  # a compiler may err without a word: 774M once trained to a loss of 60 (README)
         model = check_compiled(model, raw_model, loader, world, precision, log)
     for step in range(first_step, cfg.max_steps + 1):
-        stopping = asked_to_stop(step)
-        last = step == cfg.max_steps
-        looks = any(due(step, every, last) for every in (cfg.val_every, cfg.hella_every, cfg.sample_every, cfg.ckpt_every))
-        if pending and (looks or last or stopping):  # never measure, sample or keep what a bad step has touched
+        stopping, last = asked_to_stop(), step == cfg.max_steps
+        todo = [name for name in EVALUATIONS if step > behind and (step or name == "val")]
+        todo = [name for name in todo if due(step, getattr(cfg, f"{name}_every"), last)]
+        saves = due(step, cfg.ckpt_every, last)
+        if pending and (todo or saves or last or stopping):  # never measure, sample or keep what a bad step has touched
             with meter.pause():
                 check_finite(*pending, loader, world, run_dir)
                 check_weights(step, raw_model, run_dir)
                 pending = None
-        fresh = step > behind and not stopping
-        if fresh and due(step, cfg.val_every, last):
+        while todo and not stopping:
             with meter.pause():
-                found = report.validate(step, model, lambda step=step: asked_to_stop(step))
-            val_loss, val_step = (val_loss, val_step) if found is None else (found, step)
-            stopping = asked_to_stop(step)
-            fresh = not stopping
-        if fresh and step > 0 and due(step, cfg.hella_every, last):
+                if report.measure(todo[0], step, model, asked_to_stop):
+                    del todo[0]
+            stopping = asked_to_stop()
+        stopping = stopping and bool(todo or not last)  # after all is done it is too late to stop
+        new = step > (first_step if todo else max(behind, 0))
+        if new and (stopping or saves):
             with meter.pause():
-                report.hellaswag(step)
-        if fresh and step > 0 and due(step, cfg.sample_every, last):
-            with meter.pause():
-                report.samples(step)
-        if step > max(behind, 0) and (step > first_step if stopping else due(step, cfg.ckpt_every, last)):
-            with meter.pause():
-                best = val_step == step and val_loss < best_val  # only weights that were measured can be the best
-                best_val = val_loss if best else best_val
-                state = state_to_save(step, best_val, fresh, raw_model, optimizer, loader, precision, model_config, cfg)
+                # only weights that were measured can be the best; if the measuring goes on later, it is for then to say
+                best = not todo and report.val_step == step and report.val_loss < best_val
+                best_val = report.val_loss if best else best_val
+                state = state_to_save(step, best_val, not todo, raw_model, optimizer, loader, precision, model_config, cfg)
                 if world.is_main:
                     path = save_checkpoint(run_dir, step, state, cfg.keep_last, best)
                     log.event("checkpoint", step, path=path.name, best=best)
@@ -717,13 +712,13 @@ def train_until(stop, at_end, model_config, cfg, world, run_dir, tokenizer):
             shown = dict(loss=world.mean(loss.item()), lr=lr, grad_norm=grad_norm.item(), tokens=loader.sequence * cfg.seq_len)
             log.train(step + 1, cfg.max_steps, **shown, **speed, **clock.read())
 
-    log.event("end", step, reason=stop.name or ("signal on another rank" if stopping else "done"))
+    log.event("end", step, reason=(stop.name or "signal on another rank") if stopping else "done")
     log.close()
     if stopping and world.is_main:
-        saved = f"finished step {step} and saved it in {run_dir}" if step > first_step else "nothing new to save"
+        saved = f"finished step {step} and saved it in {run_dir}" if new else "nothing new to save"
         more = f"; `{resume_command(run_dir)}` goes on from there" if step else "; the same command begins again"
         print(f"{stop.name or 'signal'}: {saved}{more}")
-    return val_loss
+    return report.val_loss
 
 
 # ----------------------------------------------------------------------------------------------- 6. command line

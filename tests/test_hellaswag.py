@@ -476,6 +476,18 @@ def test_two_processes_equal_one(tmp_path, checkpoint):
     assert one == two  # losses to the last bit: no batch depends on the number of processes
 
 
+def test_processes_agree_in_being_stopped_though_one_has_a_batch_more(tmp_path):
+    path, loaded, asked = str(write(tmp_path / "h.jsonl", made_up())), {}, []
+    for rank in range(2):
+        world = vars(ALONE) | dict(rank=rank, world_size=2, from_main=lambda value: loaded.setdefault("by rank 0", value))
+        evaluate(noisy_gpt(), 30, types.SimpleNamespace(**world), data=path, batch_tokens=1500, stopped=lambda: asked.append(0))
+    rounds, odd = divmod(len(asked), 2)
+    assert rounds > 1 and not odd
+    asked.clear()
+    assert evaluate(noisy_gpt(), 30, data=path, batch_tokens=1500, stopped=lambda: asked.append(0) or len(asked) == 2) is None
+    assert len(asked) == 2
+
+
 def test_command_prints_tables_and_draws(tmp_path, checkpoint, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = write(tmp_path / "h.jsonl", made_up())

@@ -301,6 +301,7 @@ def test_a_run_that_made_no_step_is_begun_again(tmp_path, shards, monkeypatch, c
         train_gpt2.run_to_resume(tmp_path, "r")
     again = train_here(tmp_path, shards, "r", max_steps=3)
     assert again.losses == whole.losses and [e["kind"] for e in again.events].count("start") == 1
+    assert len(list(again.dir.glob("events.out.tfevents.*"))) == 1, "what was begun before has gone"
     for checkpoint in again.dir.glob("*.pt"):
         checkpoint.unlink()
     with pytest.raises(OSError, match="has ended and saved nothing; delete it"):
@@ -760,6 +761,51 @@ def test_a_signal_while_it_validates_ends_the_measuring(tmp_path, shards, monkey
     for part in ("model", "optimizer", "loader", "rng", "best_val", "measured"):
         assert equal_bits(run.checkpoints[9][part], whole.checkpoints[9][part]), part
     assert run.losses == whole.losses
+
+
+def test_a_signal_after_the_last_step_leaves_the_measuring_to_the_resumed_run(tmp_path, shards, monkeypatch):
+    settings = dict(max_steps=3, val_every=3, sample_every=3, sample_tokens=3, ckpt_every=3)
+    whole = train_here(tmp_path, shards, "whole", ByteTokenizer(), **settings)
+    real = train_gpt2.Reporter.measure
+
+    def measure(self, name, step, model, stopped):
+        if (name, step) == signalled:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(self, name, step, model, stopped)
+
+    monkeypatch.setattr(train_gpt2.Reporter, "measure", measure)
+    signalled = "val", 3
+    stopped = train_here(tmp_path, shards, "r", ByteTokenizer(), **settings)
+    assert list(stopped.checkpoints) == [3] and [e["step"] for e in of_kind(stopped, "val")] == [0]
+    assert of_kind(stopped, "end")[-1]["reason"] == "SIGTERM" and not of_kind(stopped, "checkpoint")[-1]["best"]
+    signalled = "sample", 3  # nothing comes after it: the run is done
+    run = train_here(tmp_path, shards, "r", ByteTokenizer(), resume=True, **settings)
+    assert of_kind(run, "end")[-1]["reason"] == "done"
+    for kind in ("val", "sample"):
+        ours, theirs = ([{k: v for k, v in e.items() if k != "time"} for e in of_kind(r, kind)] for r in (run, whole))
+        assert ours == theirs and ours[-1]["step"] == 3
+    assert equal_bits(run.checkpoints[3]["measured"], True) and of_kind(run, "checkpoint")[-1]["best"]
+    for part in ("model", "optimizer", "loader", "rng", "best_val"):
+        assert equal_bits(run.checkpoints[3][part], whole.checkpoints[3][part]), part
+    with pytest.raises(ValueError, match="has done 3 steps, max_steps=3; a larger --max_steps goes on"):
+        train_here(tmp_path, shards, "r", ByteTokenizer(), resume=True, **settings)
+
+
+def test_a_signal_in_the_last_batch_of_a_validation_does_not_undo_it(tmp_path, shards, monkeypatch):
+    settings = dict(max_steps=9, val_every=3, ckpt_every=9)
+    real = train_gpt2.Reporter.measure
+
+    def measure(self, name, step, model, stopped):
+        done = real(self, name, step, model, stopped)
+        if step == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return done
+
+    monkeypatch.setattr(train_gpt2.Reporter, "measure", measure)
+    stopped = train_here(tmp_path, shards, "r", **settings)
+    assert stopped.checkpoints[6]["measured"] and of_kind(stopped, "checkpoint")[-1]["best"]
+    run = train_here(tmp_path, shards, "r", resume=True, **settings)
+    assert [e["step"] for e in of_kind(run, "val")] == [0, 3, 6, 9]
 
 
 def test_a_mask_that_leaves_nothing_gives_no_bits(tmp_path, shards, recwarn):
