@@ -25,9 +25,9 @@ NOTEBOOK = json.loads((ROOT / "play.ipynb").read_text(encoding="utf-8"))
 # order, in a folder that holds a tiny trained run, a few texts and no network.
 AS_IT_IS = {
     "python train_gpt2.py --plan --preset gpt2-xl --plan_card 24GB",
-    "python report.py log/<run>",
+    "python report.py log/RUN",
     "python fineweb.py --verify --out edu_fineweb10B",
-    "python weights.py export log/<run> --out my-gpt2",
+    "python weights.py export log/RUN --out my-gpt2",
 }
 WITH_SMALLER_FLAGS = {
     "python -m venv .venv": "--without-pip",
@@ -40,7 +40,7 @@ WITH_SMALLER_FLAGS = {
     "python fineweb.py --source chats.jsonl --out data/chats": "--tokenizer bytes --workers 0",
     "python fineweb.py --source chats.jsonl --out data/laptop_chats --tokenizer bytes --context 128":
         "--workers 0 --context 32",
-    "python train_gpt2.py --preset laptop --data data/laptop_chats --init_from log/<run> --run_name chat": " ".join(
+    "python train_gpt2.py --preset laptop --data data/laptop_chats --init_from log/RUN --run_name chat": " ".join(
         map(str, TINY_RUN)) + " --seq_len 32 --max_steps 2 --run_name chat",
     "python train_gpt2.py --data data/mine": "--max_steps 2 --total_batch_size 128 --seq_len 16 --batch_size 4 --val_tokens 64 \
 --sample_tokens 8 --run_name mine",
@@ -110,7 +110,7 @@ def workplace(tmp_path):
 
 def run_command(command, cwd):
     """A command line of README, with this Python and this project's files."""
-    words = shlex.split(command.replace("log/<run>", "log/r"))
+    words = shlex.split(command.replace("log/RUN", "log/r"))
     assert words[0] in ("python", ".venv/bin/python", "tensorboard"), command
     if words[0] == "tensorboard":
         return run_python("-m", "tensorboard.main", *words[1:], cwd=cwd)
@@ -269,7 +269,7 @@ def misspelt(text, known):
     """Lower-case words of four letters or more that are neither in the dictionary nor known. Code, formulas, addresses,
     paths and tags are no words; names are capitalised, and left alone."""
     text = re.sub(r"\$[^$]*\$", " ", re.sub(r"https?://\S+|<[^>]+>|\]\([^)]*\)", " ", prose(text)))
-    text = re.sub(r"\S*[/_=.\\]\w\S*|--\w+", " ", text)  # log/<run>, total_batch_size, plot.py, --flag
+    text = re.sub(r"\S*[/_=.\\]\w\S*|--\w+", " ", text)  # log/RUN, total_batch_size, plot.py, --flag
     words = set(re.findall(r"(?<![\w'-])[a-z]{4,}(?![\w'])", text))
     return sorted(dictionary().unknown(words - known))
 
