@@ -215,16 +215,15 @@ def load_weights(model, state, source):
 def export(source, out, log_dir="log", force=False):
     """Write a model as a Hugging Face folder, whole or not at all. Returns the names of the files.
 
-    Raises FileExistsError where `out` holds something else than an earlier export and force is off, OSError where it cannot
-    be written.
+    Raises FileExistsError where check_replaceable does, OSError where `out` cannot be written.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    out, part = Path(out), None
-    if os.path.exists(out) and not force and not is_export(out):  # False too for what may not be looked at
-        raise FileExistsError(f"{out} exists and is not an earlier export; choose another --out, or pass --force, which "
-                              "deletes what is there")  # fmt: skip
+    out, part = Path(os.path.realpath(out)) if os.path.islink(out) else Path(out), None
+    source = find_model(source, log_dir)
+    if os.path.exists(out):  # False too for what may not be looked at
+        check_replaceable(out, source, force)
     model = load_model(source, log_dir)
     config = hugging_face_config(model.config)
     try:
@@ -242,7 +241,7 @@ def export(source, out, log_dir="log", force=False):
             old = part.with_suffix(".old")
             os.replace(out, old)
             os.replace(part, out)
-            shutil.rmtree(old) if old.is_dir() else old.unlink()
+            shutil.rmtree(old)
         else:
             os.replace(part, out)
     except SafetensorError as error:
@@ -257,10 +256,28 @@ def export(source, out, log_dir="log", force=False):
     return sorted(p.name for p in out.iterdir())
 
 
+def check_replaceable(out, source, force):
+    """Raise FileExistsError unless `out` may be deleted for an export: an empty folder or an earlier export, with force any
+    folder of a Hugging Face model, if it holds no folders; never one that holds the source, or where this process is."""
+    if not out.is_dir():
+        raise FileExistsError(f"{out} is a file, and an export is a folder; choose another --out")
+    for what, path in (("the model to export", source), ("the folder that you are in", ".")):
+        if Path(path).resolve().is_relative_to(out.resolve()):
+            raise FileExistsError(f"{out} is or holds {what}, and an export replaces its folder; choose another --out")
+    if is_export(out):
+        return
+    if not is_hugging_face(out) or any(p.is_dir() for p in out.iterdir()):  # a run, the folder of all runs, a home
+        raise FileExistsError(f"{out} is not the folder of a model alone, and even --force deletes nothing else; choose "
+                              "another --out")  # fmt: skip
+    if not force:
+        raise FileExistsError(f"{out} exists and is not an earlier export; choose another --out, or pass --force, which "
+                              "deletes what is there")  # fmt: skip
+
+
 def is_export(folder):
     """An empty folder, or one with nothing in it but what export() writes."""
-    names = {p.name for p in folder.iterdir()} if folder.is_dir() else {"a file"}
-    return not names or (names <= EXPORTED and "exported_by" in read_json(folder / "config.json"))
+    names = {p.name for p in folder.iterdir()}
+    return not names or ("config.json" in names and names <= EXPORTED and "exported_by" in read_json(folder / "config.json"))
 
 
 def hugging_face_state(model):
@@ -336,7 +353,7 @@ def main():
         Args:
             source: Run folder, checkpoint, nanoGPT or build-nanogpt .pt file, or hub name; "" is the newest run.
             out: Folder to write; an earlier export there is replaced.
-            force: Replace the folder whatever it holds.
+            force: Replace also a Hugging Face model's folder that is no export, or holds other files too.
             log_dir: Where the newest run is looked for.
         """
         source = find_model(source, log_dir)  # a later checkpoint may come while this one is written

@@ -541,12 +541,43 @@ def test_export_replaces_only_exports(tmp_path):
     (out / "notes.txt").write_text("mine")
     downloaded.mkdir()
     (downloaded / "config.json").write_text('{"model_type": "gpt2"}')
-    for path in (out, downloaded, tmp_path / "model.pt"):
+    for path in (out, downloaded):
         with pytest.raises(FileExistsError, match="not an earlier export.*--force, which deletes what"):
             export(tmp_path / "model.pt", path)
     assert (out / "notes.txt").read_text() == "mine"
     export(tmp_path / "model.pt", out, force=True)
     assert not (out / "notes.txt").exists()
+
+
+def test_force_deletes_no_run(tmp_path, monkeypatch):
+    """Only the folder of a model goes: not the source, not what holds it, not another run, not where we are, no file."""
+    checkpoint = {"model": tiny_gpt().state_dict(), "model_args": {"n_head": 4}}
+    for run in ("a", "b"):
+        (tmp_path / "log" / run).mkdir(parents=True)
+        torch.save(checkpoint, tmp_path / "log" / run / "model_5.pt")
+        for name in ("config.json", "log.jsonl"):
+            (tmp_path / "log" / run / name).write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    export("a", "model")
+    (tmp_path / "model" / "log").mkdir()
+    (tmp_path / "link").symlink_to("log/a")
+    files = sorted(tmp_path.rglob("*"))
+    for out, said in (("log/a", "is or holds the model to export"), ("log", "is or holds the model to export"),
+                      ("link", "is or holds the model to export"), ("log/b", "even --force deletes nothing else"),
+                      (".", "is or holds the model to export"), ("model", "even --force deletes nothing else"),
+                      ("log/a/log.jsonl", "is a file, and an export is a folder")):  # fmt: skip
+        for force in (False, True):
+            with pytest.raises(FileExistsError, match=said) as error:
+                export("a", out, force=force)
+            assert "pass --force" not in str(error.value)
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir("empty")
+    with pytest.raises(FileExistsError, match="is or holds the folder that you are in"):
+        export("../log/a", ".", force=True)
+    assert sorted(tmp_path.rglob("*")) == sorted([*files, tmp_path / "empty"])
+    (tmp_path / "to_empty").symlink_to("empty")
+    monkeypatch.chdir(tmp_path)
+    assert export("a", "to_empty") and (tmp_path / "to_empty").is_symlink() and (tmp_path / "empty/config.json").exists()
 
 
 def test_export_command(tmp_path):
