@@ -16,6 +16,7 @@ the head, P parameters.
 import argparse
 import contextlib
 import dataclasses
+import difflib
 import math
 import os
 import re
@@ -28,6 +29,7 @@ from pathlib import Path
 import torch
 
 import cross_entropy
+from checkpoints import newest_step
 from checks import check_8_bits, check_compiled, check_config, check_zero1
 from fused_mlp import MIN_POSITIONS, epilogues_work
 from loader import grad_accum_steps
@@ -65,6 +67,7 @@ SCALING = {"ddp": 0.95, "less": 0.97}
 # assumed of a card that is not here, if a micro-step then takes a millisecond a layer or more; in less it waits for kernels
 # to be launched: an H200 had 3.6 % at 0.13 ms (4 layers of 256), 28 and 33 % at 0.7 (12 of 768, 4,096 tokens), 42 % at 1.5
 MFU = 0.4
+PRICE = 3.0  # assumed: dollars per GPU-hour
 MOMENTS = {  # where the peak of a step can lie
     "loss": "while the loss is computed",
     "head": "at the start of the backward pass",
@@ -486,8 +489,8 @@ def verdict(s, other, card, cfg):
     return f"{text}{largest}{' (more are not tried)' * (best == sizes[0])}; {flag} --activation_checkpointing it is {also}."
 
 
-def report(s, cfg, card, reason, mfu, price):
-    """Print the ledger, the verdict and the forecast."""
+def report(s, cfg, card, reason, mfu, price, done=0):
+    """Print the ledger, the verdict and the forecast of the steps that are not done."""
     c, gpus = s.model, s.world_size
     other = dataclasses.replace(s, model=dataclasses.replace(c, activation_checkpointing=not c.activation_checkpointing))
     how = f"{s.precision}, {'compiled' if s.compile else 'eager'}, {s.optimizer}"
@@ -505,18 +508,24 @@ def report(s, cfg, card, reason, mfu, price):
         print(textwrap.fill(text, width, initial_indent=f"{name:8}", subsequent_indent=" " * 8))
 
     say("memory", verdict(s, other, card, cfg))
-    if room(s, card) < 0:
-        return
-    tok_per_s, why = speed(s, cfg, card, mfu)
-    say("speed", f"{tok_per_s:,.0f} tokens/s, {why}" if tok_per_s else why)
+    tok_per_s, why = speed(s, cfg, card, mfu) if room(s, card) >= 0 else (None, "")
+    if why:
+        say("speed", f"{tok_per_s:,.0f} tokens/s, {why}" if tok_per_s else why)
     if tok_per_s:
-        hours = cfg.max_steps * cfg.total_batch_size / tok_per_s / 3600
+        left = cfg.max_steps - done
+        tokens = left * cfg.total_batch_size
+        hours = tokens / tok_per_s / 3600
         took = f"{hours:,.1f} hours" if hours >= 1 else f"{60 * hours:,.1f} minutes"
-        tokens = cfg.max_steps * cfg.total_batch_size
         amount = f"{tokens / 1e9:,.1f}B" if tokens >= 1e9 else f"{tokens / 1e6:,.1f}M"
-        say("time", f"{took} for {cfg.max_steps:,} steps, {amount} tokens; evaluation and saving come on top")
+        steps = f"the {left:,} steps left of {cfg.max_steps:,}" if done else f"{left:,} steps"
+        say("time", f"{took} for {steps}, {amount} tokens; evaluation and saving come on top")
         if s.device_type == "cuda":
-            say("money", f"${hours * gpus * price:,.2f}, assuming ${price:g} per GPU-hour (--plan_price)")
+            dollars = PRICE if price is None else price
+            say("money", f"${hours * gpus * dollars:,.2f}, assuming ${dollars:g} per GPU-hour (--plan_price)")
+    if mfu and (card.device or not tok_per_s):
+        say("note", "--plan_mfu had no effect: " + ("the speed is measured here" if card.device else "there is no forecast"))
+    if price is not None and (s.device_type != "cuda" or not tok_per_s):
+        say("note", "--plan_price had no effect: " + ("there is no forecast" if s.device_type == "cuda" else "no GPU is used"))
 
 
 # ----------------------------------------------------------------------------------------------- 5. command line
@@ -543,17 +552,28 @@ def parse_plan(argv):
     )  # fmt: skip
     parser.error = refuse
     parser.add_argument("--plan", action="store_true", help="print memory, time and money of a run instead of beginning it")
+    flags = ["--plan"]
     for name, kind, default, text in (
-        ("card", str, "", f"a card that is not here: {', '.join(MEMORY_GB)}; or a size, 24GB; or both, \"A100 80GB\""),
+        ("card", str, None, f"a card that is not here: {', '.join(MEMORY_GB)}; or a size, 24GB; or both, \"A100 80GB\""),
         ("gpus", number(1, int), 1, "how many of them (1)"),
         ("mfu", number(0.01, float), None, f"model FLOPs utilisation to assume where nothing can be measured ({MFU})"),
-        ("price", number(0, float), 3.0, "dollars per GPU-hour to assume (3)"),
+        ("price", number(0, float), None, f"dollars per GPU-hour to assume ({PRICE:g})"),
     ):
+        flags.append(f"--plan_{name}")
         parser.add_argument(f"--plan_{name}", f"--plan-{name}", type=kind, default=default, metavar=name.upper(), help=text)
-    args, rest = parser.parse_known_args(argv)
+    words = []
+    for word in argv:  # to argparse -5GB would be a flag
+        if words and words[-1].startswith("--plan") and re.match(r"-\.?\d", word):
+            words[-1] += f"={word}"
+        else:
+            words.append(word)
+    args, rest = parser.parse_known_args(words)
     if not args.plan:
         flag = next(word for word in argv if word.startswith("--plan")).partition("=")[0]
         raise ValueError(f"{flag} belongs to --plan; add --plan")
+    for flag in (word.partition("=")[0] for word in rest if word.startswith("--plan")):
+        near = difflib.get_close_matches(flag, flags, 1, 0.8)
+        refuse(f"{flag} is no flag of --plan" + "".join(f", perhaps {name} is meant" for name in near))
     return args, rest
 
 
@@ -564,6 +584,8 @@ def run(argv):
         raise ValueError(f"plan_mfu={args.plan_mfu:g} is a fraction and must not be above 1; pass --plan_mfu 0.4 for 40 %")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ValueError("--plan takes one process: `python train_gpt2.py --plan --plan_gpus N`, without torchrun")
+    if args.plan_card == "":
+        raise ValueError("plan_card is empty; name a card, or leave --plan_card out to plan for this machine")
     card = named_card(args.plan_card) if args.plan_card else None
     if card and not peek(argv, "preset", "resume"):
         argv = ["--preset", "gpt2", *argv]  # not what would suit this machine
@@ -572,11 +594,17 @@ def run(argv):
     manifest = Path(cfg.data) / "manifest.json"
     if manifest.exists() and not cfg.resume and not peek(argv, "vocab_size"):
         model_config = dataclasses.replace(model_config, vocab_size=read_json(manifest, "vocab_size")["vocab_size"])
+    run_dir = Path(cfg.log_dir) / cfg.run_name
+    done = newest_step(run_dir) if cfg.resume else 0
+    if done >= cfg.max_steps:
+        raise ValueError(f"{run_dir} has done {done} steps, max_steps={cfg.max_steps}; a larger --max_steps goes on")
     grad_accum_steps(cfg, cfg.batch_size or 1, args.plan_gpus)  # raises where no micro-batch divides the step
     if card:
         device_type, compiled = "cuda", cfg.compile
         without_bf16 = card.name.startswith(("V100", "T4"))
         precision = cfg.precision if cfg.precision != "auto" else "fp16" if without_bf16 else "bf16"
+        if precision == "bf16" and without_bf16:
+            raise ValueError(f"plan_card={args.plan_card} has no bf16; leave out --precision, or pass --precision fp16")
         if card.name.split(",")[0] in WITHOUT_FP8 and (model_config.fp8_mlp or model_config.cross_entropy == "fp8"):
             raise ValueError(f"plan_card={args.plan_card} has no 8-bit products; leave out --fp8_mlp and --cross_entropy fp8")
         check_zero1(cfg, precision, args.plan_gpus)
@@ -599,4 +627,4 @@ def run(argv):
         ) for b in sizes
     ]  # fmt: skip
     chosen = next((s for s in settings if room(s, card) >= 0), settings[-1])
-    report(chosen, cfg, card, reason, args.plan_mfu, args.plan_price)
+    report(chosen, cfg, card, reason, args.plan_mfu, args.plan_price, done)

@@ -391,6 +391,30 @@ def test_time_and_money(capsys):
     assert "assuming 40% (--plan_mfu)" in planned(capsys, *flags)
 
 
+def test_flags_without_effect_are_named(capsys, tmp_path):
+    here = "--preset laptop --device cpu --n_layer 2 --n_embd 32 --seq_len 32 --total_batch_size 256 --batch_size 4".split()
+    both = ("--plan_mfu", "0.3", "--plan_price", "1")
+    for flags, mfu, price in (
+        (["--plan_card", "24GB"], "there is no forecast", "there is no forecast"), (["--plan_card", "H100"], None, None),
+        (["--preset", "gpt2-xl", "--plan_card", "A10"], "there is no forecast", "there is no forecast"),  # it does not fit
+        (here, "the speed is measured here", "no GPU is used"),
+    ):  # fmt: skip
+        assert "no effect" not in planned(capsys, *flags)
+        text = planned(capsys, *flags, *both)
+        for flag, why in (("--plan_mfu", mfu), ("--plan_price", price)):
+            assert (f"{flag} had no effect: {why}" in text) if why else f"{flag} had" not in text, (flags, text)
+
+
+def test_a_resumed_run_is_planned_from_where_it_is(capsys, tmp_path, run_train, monkeypatch):
+    run_train("--max_steps", 3)
+    monkeypatch.chdir(tmp_path)
+    flags = ("--resume", "--run_name", "r", "--plan_card", "H100", "--plan_mfu", "0.01")
+    text = planned(capsys, *flags, "--max_steps", "1003")
+    assert "for the 1,000 steps left of 1,003, 0.1M tokens;" in text and "preset laptop" in text
+    with pytest.raises(ValueError, match="log/r has done 3 steps, max_steps=3; a larger --max_steps goes on"):
+        planned(capsys, *flags)
+
+
 def test_a_model_too_small_for_the_card_gets_no_time(capsys):
     """What an H200 was measured at (readme.assets/ladder.txt): 3.6 %, 27.7 % and 33.3 %; then 41.9 %."""
     small = "--n_layer 4 --n_embd 256 --n_head 4 --seq_len 512 --total_batch_size 2048"
@@ -438,6 +462,12 @@ def test_the_mlp_in_8_bits_against_the_ladders_peaks(shape, micro_steps):
     (["--plan_mfu", "fast"], "fast must be a number, 0.01 or more"),
     (["--plan_price=-1"], "-1 must be a number, 0 or more"),
     (["--plan_card"], "expected one argument"),
+    (["--plan_card", ""], "plan_card is empty; name a card, or leave"),
+    (["--plan_card", "-5GB"], "plan_card=-5GB must have some memory"),
+    (["--plan_crad", "H100"], "--plan_crad is no flag of --plan, perhaps --plan_card is meant; `python.*lists the flags"),
+    (["--plan_colour=red"], "--plan_colour is no flag of --plan; `python train_gpt2.py --plan --help` lists the flags"),
+    (["--plan_card", "V100", "--precision", "bf16"], "plan_card=V100 has no bf16; leave out --precision"),
+    (["--plan_card", "t4", "--precision", "bf16"], "plan_card=t4 has no bf16"),
     (["--plan_gpus", "3", "--plan_card", "H100"], "total_batch_size=524288 must be a multiple"),
     (["--fp8_mlp", "--plan_card", "a100"], "plan_card=a100 has no 8-bit products"),
     (["--fp8_mlp", "--plan_card", "H100", "--precision", "fp32"], "fp8_mlp=True: 8 bits go with precision=bf16, not with fp32"),
