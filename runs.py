@@ -75,14 +75,20 @@ def ended_before_first_step(run_dir):
 
 def read_config(run_dir, model_class, train_class):
     """The two configurations that open_run noted, as these dataclasses; a setting that is not there has its default. Raises
-    ValueError for a file that is broken, or that has settings which the dataclasses do not know."""
+    ValueError for a file that is broken, or that has settings which the dataclasses do not know, or of another type."""
     path = run_dir / "config.json"
     try:
         saved = read_json(path, "model", "train")
     except ValueError as error:
         raise ValueError(f"{error}; or name another run with --run_name") from None
-    fields = {f.name for config in (model_class, train_class) for f in dataclasses.fields(config)}
-    unknown = sorted((saved["model"].keys() | saved["train"].keys()) - fields)
+    right = {"model": {}, "train": {}} | {f.name: f.default for c in (model_class, train_class) for f in dataclasses.fields(c)}
+    settings = list(saved.items()) + [item for part in saved.values() if isinstance(part, dict) for item in part.items()]
+    for name, value in settings:
+        kind = type(right.get(name, value))
+        if type(value) is not kind and (type(value), kind) != (int, float):
+            raise ValueError(f"{path} has {name}={json.dumps(value)}, which must be of type {kind.__name__}; mend it, or name "
+                             "another run with --run_name")  # fmt: skip
+    unknown = sorted((saved["model"].keys() | saved["train"].keys()) - right.keys())
     if unknown:
         raise ValueError(f"{path} has {', '.join(unknown)}, which this version does not know; go on with the version that made "
                          "it, or delete that from the file")  # fmt: skip
@@ -148,9 +154,12 @@ def state_to_save(step, best_val, measured, raw_model, optimizer, loader, precis
 
 def same_shape(source, theirs, ours):
     """Raise ValueError where the shapes of two models (dicts, from GPTConfig.shape) differ. source: whose `theirs` is."""
-    different = [f"{k}={theirs[k]} (here {ours[k]})" for k in ours if theirs.get(k) != ours[k]]
+    different = [k for k in ours if theirs.get(k) != ours[k]]
     if different:
-        raise ValueError(f"{source} has another shape: {', '.join(different)}; pass the same flags that it was made with")
+        pairs = ", ".join(f"{k}={theirs[k]} (here {ours[k]})" for k in different)
+        ways = [" ".join(f"--{k} {theirs[k]}" for k in different if k != "vocab_size")]
+        ways += ["--data with shards of its tokenizer"] * ("vocab_size" in different)  # other ids mean other words
+        raise ValueError(f"{source} has another shape: {pairs}; pass {' and '.join(filter(None, ways))}")
 
 
 def copy_weights(model, state):

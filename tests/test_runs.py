@@ -15,7 +15,7 @@ from test_train import equal_bits
 from checkpoints import newest_run, read_newest, save_checkpoint
 from loader import TokenLoader
 from machine import Precision, this_python
-from runs import copy_weights, open_run, read_config, restore, resume_command, run_to_resume, state_to_save
+from runs import copy_weights, open_run, read_config, restore, resume_command, run_to_resume, same_shape, state_to_save
 from shards import TokenShards
 from train_gpt2 import GPT, GPTConfig, TrainConfig, World, make_optimizer, train_step
 
@@ -61,6 +61,14 @@ def test_a_setting_that_is_missing_has_its_default_and_an_unknown_one_is_refused
     file.write_text(json.dumps({"model": {"depth": 9}, "train": {"warp": 1}}))
     with pytest.raises(ValueError, match="config.json has depth, warp, which this version does not know"):
         read_config(tmp_path, Shape, Plan)
+    for model, train, said in (({"width": "wide"}, {}, 'width="wide", which must be of type int; mend it, or name another run'),
+                               ({"width": 1.5}, {}, "width=1.5, .* int"), ({}, {"rate": None}, "rate=null, .* float"),
+                               ({}, {"resume": 0}, "resume=0, .* bool"), (5, {}, "model=5, .* dict")):  # fmt: skip
+        file.write_text(json.dumps({"model": model, "train": train}))
+        with pytest.raises(ValueError, match=f"config.json has {said}"):
+            read_config(tmp_path, Shape, Plan)
+    file.write_text(json.dumps({"model": {}, "train": {"rate": 1}}))
+    assert read_config(tmp_path, Shape, Plan)[1].rate == 1, "a whole number will do"
     file.write_text("")
     with pytest.raises(ValueError, match="config.json is not what this project has written .* another run with --run_name"):
         read_config(tmp_path, Shape, Plan)
@@ -87,6 +95,17 @@ def test_the_run_that_goes_on_is_the_named_one_or_the_one_that_saved_last(tmp_pa
         run_to_resume(tmp_path, "after")
     with pytest.raises(FileNotFoundError, match="log/named must be a plain name, without folders: --run_name named"):
         run_to_resume(tmp_path, "log/named")
+
+
+def test_another_shape_is_named_by_the_flags_to_type():
+    ours = dict(n_layer=2, n_embd=128, vocab_size=257)
+    said = r"f has another shape: n_layer=1 \(here 2\), n_embd=32 \(here 128\); pass --n_layer 1 --n_embd 32$"
+    with pytest.raises(ValueError, match=said):
+        same_shape("f", dict(n_layer=1, n_embd=32, vocab_size=257), ours)
+    with pytest.raises(ValueError, match="; pass --n_layer 1 and --data with shards of its tokenizer$"):
+        same_shape("f", ours | dict(n_layer=1, vocab_size=50257), ours)
+    with pytest.raises(ValueError, match="; pass --data with shards"):
+        same_shape("f", ours | dict(vocab_size=50257), ours)
 
 
 def test_a_checkpoint_with_another_byte_is_refused(tmp_path):
