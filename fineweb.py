@@ -545,11 +545,15 @@ def run(cfg: Config) -> int:
         raise ValueError(f"--workers {cfg.workers}: wanted is a number of processes, or -1 for one on each core")
     if not cfg.note_every >= 0:
         raise ValueError(f"--note_every {cfg.note_every}: wanted are seconds, 0 or more")
+    heeded, why = {f.name for f in dataclasses.fields(cfg)}, ""
     if cfg.source == "builtin":
-        heeded = {"source", "out", "tokenizer", "workers", "note_every", "verify"}
-        for f in dataclasses.fields(cfg):
-            if f.name not in heeded and getattr(cfg, f.name) != f.default:
-                raise ValueError(f"--{f.name} does nothing for --source builtin, one small text, made whole; leave it out")
+        heeded, why = {"source", "out", "tokenizer", "workers", "note_every", "verify"}, "one small text, made whole"
+    elif cfg.source != "hub":
+        heeded, why = heeded - {"dataset", "name", "split", "revision"}, "as it is about data sets on the hub"
+    for f in dataclasses.fields(cfg):
+        if f.name not in heeded and getattr(cfg, f.name) != f.default:
+            raise ValueError(f"--{f.name} does nothing for --source {cfg.source}, {why}; leave it out")
+    if cfg.source == "builtin":
         build_builtin(out_dir, cfg.tokenizer, say=print)
         return 0
     chat = cfg.source != "hub" and (cfg.chat or is_chat(local_files(cfg.source, say=True)[0], cfg.text_column))

@@ -97,8 +97,8 @@ class GPT2Tokenizer(Tokenizer):
         except Exception as error:  # tiktoken lets out whatever its HTTP library raises
             raise OSError(
                 f"GPT-2's tokenizer files could not be downloaded ({type(error).__name__}): go online once, or point "
-                "TIKTOKEN_CACHE_DIR at a folder that holds them, or make bytes of the text, which need none: `fineweb.py "
-                "--tokenizer bytes`") from error
+                "TIKTOKEN_CACHE_DIR at a folder that holds them, or make bytes of the text, which need none: add "
+                "--tokenizer bytes to the fineweb.py command") from error
         ranks = self._plain._mergeable_ranks
         self._bytes = [b for b, _ in sorted(ranks.items(), key=lambda item: item[1])] + [END_OF_TEXT.encode()]
         self._fast = tiktoken.Encoding("gpt2_fast", pat_str=FAST_PATTERN, mergeable_ranks=ranks,

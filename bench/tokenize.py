@@ -105,6 +105,8 @@ else:
         """One line of JSON instead of a table."""
 
     def main(cfg: Config) -> int:
+        if not os.path.exists(cfg.source):
+            raise ValueError(f"{cfg.source} does not exist; name a file or folder of parquet")
         files = local_files(cfg.source) * cfg.passes
         if files[0].kind != "parquet":
             raise ValueError(f"{cfg.source} holds {files[0].kind}, wanted are parquet files")
@@ -146,5 +148,5 @@ else:
         try:
             sys.exit(main(tyro.cli(Config)))
         except (ValueError, OSError) as error:
-            print(f"bench/tokenize.py: {error}", file=sys.stderr)
+            print(f"bench/tokenize.py: error: {error}", file=sys.stderr)
             sys.exit(2)

@@ -556,6 +556,10 @@ BAD = {  # name of the file, its content, more arguments, what the sentence must
     "nothing in it": ("a.jsonl", b'{"text": ""}\n{"text": " "}\n', [], r"no text: 2 documents"),
     "empty file": ("a.jsonl", b"", [], r"no text: 0 documents"),
     "builtin in part": ("", b"", ["--source", "builtin", "--tokens", "1k"], r"--tokens does nothing for --source builtin"),
+    "hub's name": ("a.jsonl", LINES, ["--name", "sample-100BT"], r"--name does nothing for --source a\.jsonl, as it is about"),
+    "hub's data set": ("a.jsonl", LINES, ["--dataset", "x/y"], r"--dataset does nothing for --source a\.jsonl"),
+    "hub's split": ("a.jsonl", LINES, ["--split", "test"], r"--split does nothing for --source a\.jsonl.*; leave it out"),
+    "hub's revision": ("a.jsonl", LINES, ["--revision", "v2"], r"--revision does nothing for --source a\.jsonl"),
     "no number": ("a.jsonl", LINES, ["--tokens", "many"], r"--tokens many.*500M"),
     "no note": ("a.jsonl", LINES, ["--note_every", "-1"], r"--note_every -1\.0: wanted are seconds, 0 or more"),
     "out below a file": ("a.jsonl", LINES, ["--out", "a.jsonl/x"], r"a\.jsonl/x cannot be read or written \(Not a directory\)"),
@@ -699,6 +703,12 @@ def test_bench_counts_tokens_and_costs():
     for row in result["costs"]:
         assert row["hours"] * 3600 * row["cores"] * result["tok_per_s_per_core"]["ours"] == pytest.approx(row["tokens"])
         assert row["disk_gb"] == row["tokens"] * 2 / 1e9
+
+
+def test_bench_names_what_is_not_there(tmp_path):
+    got = run_python(ROOT / "bench" / "tokenize.py", "nosuch", cwd=tmp_path)
+    said = "bench/tokenize.py: error: nosuch does not exist; name a file or folder of parquet\n"
+    assert (got.returncode, got.stderr) == (2, said)
 
 
 def test_bench_does_not_hide_the_standard_library(tmp_path):

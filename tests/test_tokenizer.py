@@ -84,7 +84,7 @@ def test_no_files_is_one_sentence(tmp_path):
     command = [sys.executable, "fineweb.py", "--source", "builtin", "--tokenizer", "gpt2", "--out", tmp_path / "o"]
     got = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert got.returncode == 2 and "Traceback" not in got.stderr
-    assert "TIKTOKEN_CACHE_DIR" in got.stderr and "--tokenizer bytes" in got.stderr
+    assert "TIKTOKEN_CACHE_DIR" in got.stderr and "add --tokenizer bytes to the fineweb.py command" in got.stderr
 
 
 def test_unknown_name():
