@@ -32,6 +32,7 @@ import numpy as np
 import torch
 
 from cross_entropy import linear_cross_entropy
+from locks import check_writable
 
 # ---------------------------------------------------------------------------------------------------- 1. the file
 
@@ -540,12 +541,13 @@ def run(cfg):
 
 
 def check_picture(path):
-    """Raise ValueError where matplotlib could not write this file."""
+    """Raise ValueError where this file could not be written, or not by matplotlib."""
     from matplotlib.figure import Figure
 
     kinds = Figure().canvas.get_supported_filetypes()
     if not Path(path).parent.is_dir() or Path(path).suffix.lstrip(".").lower() not in kinds:
         raise ValueError(f"picture={path} must lie in a folder that is there and end in .png, .svg or .pdf")
+    check_writable(path, "picture")
 
 
 def report(cfg, path, result, data, chosen, sums, precision):

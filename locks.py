@@ -1,7 +1,8 @@
-"""One process at a time in a folder."""
+"""One process at a time in a folder, and whether a file can be written there."""
 
 import contextlib
 import os
+from pathlib import Path
 
 
 @contextlib.contextmanager
@@ -28,3 +29,17 @@ def only_writer(folder, refusal, wait=False):
         yield
     finally:
         os.close(handle)
+
+
+def check_writable(path, flag):
+    """Raise ValueError where the file that --flag names cannot be written: to be known before the work that it is to hold. Its
+    folder is made; a file that was not there is not left."""
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        there = path.exists()
+        path.open("ab").close()
+        if not there:
+            path.unlink(missing_ok=True)  # of several processes another may have been first
+    except OSError as error:
+        raise ValueError(f"{flag}={path} cannot be written ({error.strerror}); name another place with --{flag}") from error

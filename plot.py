@@ -7,7 +7,6 @@ style() holds the look of all the project's figures, light or dark.
 """
 
 import bisect
-import errno
 import json
 import math
 import sys
@@ -304,11 +303,15 @@ def main():
         if out is None:
             name = "_with_".join(["loss", *(run.resolve().stem for run in runs[1:])])
             out = (runs[0] if runs[0].is_dir() else runs[0].parent) / f"{name}.png"
+        from matplotlib.figure import Figure
+
+        if out.suffix.lstrip(".").lower() not in Figure().canvas.get_supported_filetypes():
+            raise ValueError(f"out={out} must end in .png, .svg or .pdf")
         for is_dark, path in outputs(out, dark):
             try:
                 draw(runs, path, is_dark)
             except OSError as error:
-                if error.errno not in (errno.EACCES, errno.EROFS):
+                if error.errno is None:  # a sentence already: there is no log
                     raise
                 raise OSError(f"{path} cannot be written ({error.strerror}); name another place with --out") from error
             print(path)

@@ -27,6 +27,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 from records import append_record, card_name, one_sentence, origin, random_shards  # noqa: E402
 
 from checks import check_config  # noqa: E402
+from locks import check_writable  # noqa: E402
 from machine import out_of_memory, why_no_compile  # noqa: E402
 from metrics import PhaseClock  # noqa: E402
 from train_gpt2 import PRESETS, World, compile_model, get_lr, prepare, train_step  # noqa: E402
@@ -138,8 +139,8 @@ def run(argv):
     for name, least in (("batch_size", 1), ("updates", 0)):
         if getattr(args, name) < least:
             raise ValueError(f"{name}={getattr(args, name)} must be at least {least}")
-    if args.out and Path(args.out).is_dir():
-        raise ValueError(f"out={args.out} is a folder; name a file, such as {Path(args.out) / 'compiled.jsonl'}")
+    if args.out:
+        check_writable(args.out, "out")
     model_config, cfg = PRESETS[args.preset]
     changes = dict(bf16_residual=not args.no_bf16_residual, fused_mlp=not args.no_fused_mlp)
     model_config = dataclasses.replace(model_config, n_layer=args.n_layer or model_config.n_layer, **changes)

@@ -29,6 +29,7 @@ import torch
 from parallel import median, timed_steps
 from records import ROOT, append_record, card_name, finished, origin, random_shards, read_records
 
+from locks import check_writable
 from metrics import Meter, PhaseClock
 from train_gpt2 import PRESETS, World, get_lr, prepare, train_step
 
@@ -198,6 +199,8 @@ def main(argv=None):
         found = (measure_products if job["what"] == "products" else measure_training)(job)
         print(json.dumps(found | {"threads": torch.get_num_threads()}))  # those there were, whatever was asked for
         return 0
+    if not args.table:
+        check_writable(args.out, "out")
     failures = 0
     for job in [] if args.table else jobs(args.widths, args.seconds):
         if finished(args.out, job):

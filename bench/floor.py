@@ -44,6 +44,7 @@ import rungs  # noqa: E402
 from records import append_record, card_name, keep_tries_apart, one_sentence, origin, random_shards, read_records  # noqa: E402
 
 from fused_mlp import MIN_POSITIONS  # noqa: E402
+from locks import check_writable  # noqa: E402
 from train_gpt2 import GPT, World, make_optimizer  # noqa: E402
 
 OUT = str(ROOT / "readme.assets" / "runs" / "floor.jsonl")
@@ -397,6 +398,9 @@ def parse_args(argv):
     parser.add_argument("--sums", action="store_true", help="add up what the file holds, measure nothing")
     parser.add_argument("--device", default="auto", help="cuda, cuda:N or cpu (auto)")
     args = parser.parse_args(argv)
+    for name, value, fits in (("seconds", args.seconds, args.seconds > 0), ("pause", args.pause, args.pause >= 0)):
+        if not fits or value == math.inf:
+            raise ValueError(f"{name}={value} must be a finite number, {'0 or more' if name == 'pause' else 'above 0'}")
     if args.device == "auto" and not args.sums and not torch.cuda.is_available() and args.preset != "tiny":
         raise ValueError("floor.py needs a CUDA GPU; `--preset tiny --device cpu --out try.jsonl` tries it without one")
     model, cfg = rungs.SHAPES[args.preset]
@@ -416,6 +420,7 @@ def run(argv):
     world, config = World(args.device), args.model
     device, T = world.device, args.cfg.seq_len
     keep_tries_apart(args.out, OUT, device.type == "cpu")
+    check_writable(args.out, "out")
     card, positions = card_name(device), args.batch_size * T
     print(f"{card}, torch {torch.__version__}, {args.preset}, micro-batch {args.batch_size} x {T}")
     command = f"python bench/floor.py --preset {args.preset} --batch_size {args.batch_size}"

@@ -51,6 +51,7 @@ from rungs import GROUPS, KEY, SHAPES, cases, raced, variants  # noqa: E402
 from checks import check_compiled  # noqa: E402
 from evaluation import eval_val_loss  # noqa: E402
 from loader import TokenLoader  # noqa: E402
+from locks import check_writable  # noqa: E402
 from machine import out_of_memory  # noqa: E402
 from metrics import Meter, PhaseClock  # noqa: E402
 from train_gpt2 import World, compile_model, get_lr, prepare, train_step  # noqa: E402
@@ -660,6 +661,7 @@ def run(argv):
     device = torch.device("cpu") if args.list and not torch.cuda.is_available() else World(args.device).device
     if not args.list:
         keep_tries_apart(args.out, OUT, device.type == "cpu")
+        check_writable(args.out, "out")
     done = {tuple(r.get(k) for k in KEY): r for r in read_records(args.out)}
     card = card_name(device)
 

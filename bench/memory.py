@@ -26,6 +26,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 from records import append_record, card_name, one_sentence, origin, read_records  # noqa: E402
 
 from fused_mlp import epilogues_work  # noqa: E402
+from locks import check_writable  # noqa: E402
 from plan import GIB, MOMENTS, Setting, peak, probe  # noqa: E402
 from train_gpt2 import PRESETS, GPTConfig, TrainConfig  # noqa: E402
 
@@ -141,6 +142,10 @@ def main():
         parser.error("torch sees no CUDA GPU here; --table prints what was measured on one")
     if args.child:
         return child(*args.child)
+    try:
+        check_writable(args.out, "out")
+    except ValueError as error:
+        parser.error(str(error))
     jobs = [(shape, mode) for mode in ("compiled", "eager", "changed") for shape in MODES[mode]]  # the slow ones first
     jobs = [job for job in jobs if job[0] in args.shapes and job[1] in args.modes]
     with ThreadPoolExecutor(max(1, args.jobs)) as pool:

@@ -45,6 +45,7 @@ from kernels import kind_of  # noqa: E402
 from records import append_record, card_name, finished, keep_tries_apart, origin, random_shards, read_records  # noqa: E402
 
 from fused_mlp import MIN_POSITIONS  # noqa: E402
+from locks import check_writable  # noqa: E402
 from metrics import PhaseClock  # noqa: E402
 from train_gpt2 import PRESETS, Underway, World, get_lr, make_optimizer, prepare, share_out, train_step  # noqa: E402
 from zero import ZeroAdamW  # noqa: E402
@@ -703,7 +704,7 @@ def parse_args(argv):
                                      allow_abbrev=False)  # fmt: skip
     parser.add_argument("--out", default=str(OUT), help="records go here, one line each (default %(default)s)")
     parser.add_argument("--modes", nargs="+", choices=MODES, metavar="MODE", help="default: all (without torchrun: alone_one)")
-    parser.add_argument("--nproc_per_node", type=int, default=0, help="start so many processes; under torchrun leave it out")
+    parser.add_argument("--nproc_per_node", type=int, default=0, help="start so many processes (0: none, as under torchrun)")
     parser.add_argument("--limit", type=int, default=150, help="seconds for a mode (default %(default)s)")
     parser.add_argument("--preset", default="gpt2", choices=PRESETS)
     parser.add_argument("--batch_size", type=int, default=64, help="sequences per process and update (default %(default)s)")
@@ -751,6 +752,7 @@ def parse_args(argv):
     if not (args.table or args.picture):
         try:
             keep_tries_apart(args.out, OUT, cpu)
+            check_writable(args.out, "out")
         except ValueError as error:
             parser.error(str(error))
     args.data = str(Path(args.data).resolve()) if args.data else ""

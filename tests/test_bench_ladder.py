@@ -320,6 +320,22 @@ def test_algorithms_are_those_of_a_gpu(tmp_path):
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "needs an NVIDIA GPU" in done.stderr
 
 
+@pytest.mark.parametrize("run, flags", [(ladder.run, TINY), (floor.run, ["--preset", "tiny", "--device", "cpu"])])
+def test_a_file_that_cannot_be_written_is_named_before_measuring(run, flags, tmp_path, capsys):
+    (tmp_path / "f").write_text("")
+    for out, why in ((tmp_path / "f" / "o.jsonl", "(Not a directory|File exists)"), (tmp_path, "Is a directory")):
+        with pytest.raises(ValueError, match=rf"^out={out} cannot be written \({why}\); name another place with --out$"):
+            run([*flags, "--out", str(out)])
+    assert "measurements to do" not in capsys.readouterr().out, "nothing was measured"
+    assert [p.name for p in tmp_path.iterdir()] == ["f"]
+
+
+def test_floor_refuses_times_that_are_none():
+    for flag, value in (("--seconds", "0"), ("--seconds", "inf"), ("--pause", "-1"), ("--seconds", "nan")):
+        with pytest.raises(ValueError, match=f"{flag[2:]}={float(value)} must be a finite number"):
+            floor.parse_args(["--preset", "tiny", "--device", "cpu", flag, value])
+
+
 def test_a_cpu_writes_nothing_into_the_records(monkeypatch):
     before = Path(ladder.OUT).read_bytes(), Path(floor.OUT).read_bytes()
     for run, words in ((ladder.run, TINY), (floor.run, ["--preset", "tiny", "--device", "cpu"])):

@@ -192,6 +192,14 @@ def test_bad_input_is_one_sentence(capsys):
         assert stopped.value.code == 2 and sentence in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("script, flags", [("parallel.py", ["--preset", "laptop", "--device", "cpu"]), ("cpu.py", [])])
+def test_a_file_that_cannot_be_written_is_named_before_measuring(script, flags, tmp_path):
+    (tmp_path / "f").write_text("")
+    done = run_python(ROOT / "bench" / script, "--out", "f/o.jsonl", *flags, cwd=tmp_path)
+    assert done.returncode == 2 and "error: out=f/o.jsonl cannot be written (" in done.stderr and not done.stdout
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize("script", ["parallel.py", "cpu.py", "memory.py"])
 def test_a_file_that_is_broken_or_missing_is_named(script, tmp_path):
     (tmp_path / "r.jsonl").write_text("{\n{}\n")

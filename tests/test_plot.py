@@ -244,7 +244,9 @@ def test_command(tmp_path):
     write_log(tmp_path / "log/s", RUN)
     done = run_python(ROOT / "plot.py", "log/r", "log/s", cwd=tmp_path)
     assert done.stdout == "log/r/loss_with_s.png\n", "the picture that training made stays"
-    for args, message in [(["log/none"], "log/none"), ([], "name at least one"), (["log/r", "--out", "x.abc"], "abc")]:
+    for args, message in [(["log/none"], "log/none"), ([], "name at least one"), (["log/r", "--out", "x.abc"], "abc"),
+                          (["log/r", "--out", "x"], "error: out=x must end in .png, .svg or .pdf"),
+                          (["log/r", "--out", "log/r/log.jsonl/x.png"], "x.png cannot be written (File exists); name")]:
         done = run_python(ROOT / "plot.py", *args, cwd=tmp_path)
         assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1, args
     assert "--out" in run_python(ROOT / "plot.py", "--help", cwd=tmp_path).stdout
