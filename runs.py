@@ -16,6 +16,7 @@ import dataclasses
 import json
 import os
 from pathlib import Path
+from typing import Literal, get_args, get_origin
 
 import torch
 
@@ -75,19 +76,24 @@ def ended_before_first_step(run_dir):
 
 def read_config(run_dir, model_class, train_class):
     """The two configurations that open_run noted, as these dataclasses; a setting that is not there has its default. Raises
-    ValueError for a file that is broken, or that has settings which the dataclasses do not know, or of another type."""
+    ValueError for a file that is broken, or whose settings, or their values, are none of the dataclasses'."""
     path = run_dir / "config.json"
     try:
         saved = read_json(path, "model", "train")
     except ValueError as error:
         raise ValueError(f"{error}; or name another run with --run_name") from None
-    right = {"model": {}, "train": {}} | {f.name: f.default for c in (model_class, train_class) for f in dataclasses.fields(c)}
+    fields = [field for config in (model_class, train_class) for field in dataclasses.fields(config)]
+    right = {"model": {}, "train": {}} | {f.name: f.default for f in fields}
+    choices = {f.name: get_args(f.type) for f in fields if get_origin(f.type) is Literal}
     settings = list(saved.items()) + [item for part in saved.values() if isinstance(part, dict) for item in part.items()]
     for name, value in settings:
         kind = type(right.get(name, value))
-        if type(value) is not kind and (type(value), kind) != (int, float):
-            raise ValueError(f"{path} has {name}={json.dumps(value)}, which must be of type {kind.__name__}; mend it, or name "
-                             "another run with --run_name")  # fmt: skip
+        rule = "" if type(value) is kind or (type(value), kind) == (int, float) else f"of type {kind.__name__}"
+        if value not in choices.get(name, [value]):
+            rule = f"one of {', '.join(choices[name])}"
+        if rule:
+            raise ValueError(f"{path} has {name}={json.dumps(value)}, which must be {rule}; mend it, or name another run with "
+                             "--run_name")  # fmt: skip
     unknown = sorted((saved["model"].keys() | saved["train"].keys()) - right.keys())
     if unknown:
         raise ValueError(f"{path} has {', '.join(unknown)}, which this version does not know; go on with the version that made "

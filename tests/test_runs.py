@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Literal
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ class Shape:
 class Plan:
     resume: bool = False
     rate: float = 0.5
+    shape: Literal["up", "down"] = "up"
 
 
 def test_what_is_opened_is_read_back_and_nobody_else_gets_in(tmp_path):
@@ -63,7 +65,9 @@ def test_a_setting_that_is_missing_has_its_default_and_an_unknown_one_is_refused
         read_config(tmp_path, Shape, Plan)
     for model, train, said in (({"width": "wide"}, {}, 'width="wide", which must be of type int; mend it, or name another run'),
                                ({"width": 1.5}, {}, "width=1.5, .* int"), ({}, {"rate": None}, "rate=null, .* float"),
-                               ({}, {"resume": 0}, "resume=0, .* bool"), (5, {}, "model=5, .* dict")):  # fmt: skip
+                               ({}, {"resume": 0}, "resume=0, .* bool"),
+                               ({}, {"shape": "flat"}, 'shape="flat", which must be one of up, down;'),
+                               (5, {}, "model=5, .* dict")):  # fmt: skip
         file.write_text(json.dumps({"model": model, "train": train}))
         with pytest.raises(ValueError, match=f"config.json has {said}"):
             read_config(tmp_path, Shape, Plan)
