@@ -1,7 +1,7 @@
 """HellaSwag (Zellers et al. 2019): which of four endings does a model find likeliest after a context?
 
     python hellaswag.py --model gpt2                          # hub name, Hugging Face folder, checkpoint or run folder
-    python hellaswag.py --model log/<run> --by_source --worst 10
+    python hellaswag.py --model log/RUN --by_source --worst 10
     torchrun --standalone --nproc_per_node=8 hellaswag.py --model gpt2-xl
 
 The completion style of the published GPT-2 numbers: the loss of each ending's tokens given the context, the ending

@@ -1,7 +1,7 @@
 """Draw the curves of training runs from their log.jsonl: loss, HellaSwag where it was measured, learning rate.
 
-    python plot.py log/<run>                                # log/<run>/loss.png
-    python plot.py log/<run> log/<other> --out both.png --dark
+    python plot.py log/RUN                                # log/RUN/loss.png
+    python plot.py log/RUN log/OTHER --out both.png --dark
 
 style() holds the look of all the project's figures, light or dark.
 """

@@ -1,7 +1,7 @@
 """Make one HTML page of a training run, or of two beside each other, from their log.jsonl and config.json.
 
-    python report.py log/<run>                        # log/<run>/report.html
-    python report.py log/<run> log/<other> --open     # their curves, the difference of the two, what was set differently
+    python report.py log/RUN                      # log/RUN/report.html
+    python report.py log/RUN log/OTHER --open     # their curves, the difference of the two, what was set differently
 
 The page needs nothing but itself: plotly's JavaScript (4.8 MB) stands inside, and its own rules forbid the browser to fetch
 or to run anything else. Text from a log, samples above all, is escaped.

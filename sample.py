@@ -2,7 +2,7 @@
 
     python sample.py "Hello, I'm a language model,"                    # the newest run
     python sample.py --model gpt2-xl --num_samples 3 "Once upon a time"
-    python sample.py --model log/<run>                                 # asks for prompts; an empty line ends
+    python sample.py --model log/RUN                                   # asks for prompts; an empty line ends
     echo "The import statement" | python sample.py                     # one prompt a line
 
 The text goes to stdout, everything else to stderr.

@@ -1,6 +1,6 @@
 """Weights in and out: Hugging Face folders and hub names, checkpoints of this trainer, nanoGPT and build-nanogpt files.
 
-    python weights.py export log/<run> --out my-gpt2      # a folder that transformers and lm-evaluation-harness load
+    python weights.py export log/RUN --out my-gpt2      # a folder that transformers and lm-evaluation-harness load
 """
 
 import json
