@@ -19,10 +19,10 @@ AT_LEAST_1 = (
     "log_every", "keep_last",
 )  # fmt: skip
 
-WITHOUT_EFFECT = {  # flag: the setting, and its values, with which it does nothing
-    "decay_steps": ("schedule", ("cosine", "linear", "constant")), "min_lr": ("schedule", ("constant",)),
-    "muon_lr": ("optimizer", ("adamw",)), "hella_examples": ("hella_every", (0,)),
-    "sample_tokens": ("sample_every", (0,)), "sample_prompt": ("sample_every", (0,)),
+WITHOUT_EFFECT = {  # flag: the setting, and its values, with which it does nothing; one with which it does something
+    "decay_steps": ("schedule", ("cosine", "linear", "constant"), "wsd"), "min_lr": ("schedule", ("constant",), "cosine"),
+    "muon_lr": ("optimizer", ("adamw",), "muon"), "hella_examples": ("hella_every", (0,), 1000),
+    "sample_tokens": ("sample_every", (0,), 1000), "sample_prompt": ("sample_every", (0,), 1000),
 }  # fmt: skip
 
 
@@ -30,9 +30,9 @@ def check_typed(flags, cfg):
     """Raise ValueError where one of these flags, those of the command line, does nothing. Presets and resumed runs set such
     fields too, and may."""
     for flag in flags:
-        name, values = WITHOUT_EFFECT[flag]
+        name, values, other = WITHOUT_EFFECT[flag]
         if getattr(cfg, name) in values:
-            raise ValueError(f"--{flag} does nothing with {name}={getattr(cfg, name)}; leave it out, or pass another --{name}")
+            raise ValueError(f"--{flag} does nothing with {name}={getattr(cfg, name)}; leave it out, or pass --{name} {other}")
 
 
 def check_config(model_config, cfg):
