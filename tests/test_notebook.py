@@ -1,5 +1,7 @@
 """play.ipynb as it is saved, and (slow) run from top to bottom in a fresh kernel."""
 
+import ast
+import importlib
 import json
 import sys
 
@@ -32,6 +34,23 @@ def test_each_chapter_asks_predicts_checks_and_says_where_it_lives():
         assert "?" in chapter[:3000], f"chapter {chapter[:40]!r} asks nothing"
         for part in ("predict", "assert ", "image/png", "what we learned", "where it lives", "try it"):
             assert part in chapter.lower(), f"chapter {chapter[:40]!r} has no {part}"
+
+
+def test_what_it_takes_from_the_project_is_there():
+    """A name that is renamed in a module breaks a cell, which only the slow test would see."""
+    code = "\n".join("".join(cell["source"]) for cell in cells("code"))
+    lines = ["pass" if line.lstrip().startswith(("%", "!")) else line for line in code.splitlines()]
+    nodes, modules, used = list(ast.walk(ast.parse("\n".join(lines)))), {}, set()
+    ours = {path.stem for folder in (ROOT, ROOT / "bench") for path in folder.glob("*.py")}
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            modules |= {alias.asname or alias.name: alias.name for alias in node.names if alias.name in ours}
+        if isinstance(node, ast.ImportFrom) and node.module in ours:
+            used |= {(node.module, alias.name) for alias in node.names}
+    used |= {(modules[node.value.id], node.attr) for node in nodes
+             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules}  # fmt: skip
+    assert len(used) > 20
+    assert not [name for name in sorted(used) if not hasattr(importlib.import_module(name[0]), name[1])]
 
 
 @pytest.mark.slow
