@@ -117,6 +117,22 @@ def shards(tmp_path):
 
 
 @pytest.fixture
+def start_training(tmp_path, shards):
+    """start_training("--run_name", "x", ...): the real command, running; what still runs after the test is killed."""
+    processes = []
+
+    def start(*flags):
+        command = [sys.executable, ROOT / "train_gpt2.py", *TINY_RUN, "--data", shards, "--max_steps", 1000000, *flags]
+        processes.append(subprocess.Popen(list(map(str, command)), cwd=tmp_path, env=clean_env(), stdout=subprocess.PIPE,
+                                          stderr=subprocess.PIPE, text=True))  # fmt: skip
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
+
+
+@pytest.fixture
 def run_train(tmp_path, shards):
     """run_train("--max_steps", 5, ...): the real command on the tiny shards; the run folder is tmp_path/log/r.
 
