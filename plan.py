@@ -561,13 +561,7 @@ def parse_plan(argv):
     ):
         flags.append(f"--plan_{name}")
         parser.add_argument(f"--plan_{name}", f"--plan-{name}", type=kind, default=default, metavar=name.upper(), help=text)
-    words = []
-    for word in argv:  # to argparse -5GB would be a flag
-        if words and words[-1].startswith("--plan") and re.match(r"-\.?\d", word):
-            words[-1] += f"={word}"
-        else:
-            words.append(word)
-    args, rest = parser.parse_known_args(words)
+    args, rest = parser.parse_known_args(argv)
     if not args.plan:
         flag = next(word for word in argv if word.startswith("--plan")).partition("=")[0]
         raise ValueError(f"{flag} belongs to --plan; add --plan")

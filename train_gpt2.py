@@ -8,8 +8,8 @@
 Sections: 1 configuration, 2 model, 3 optimizer and schedule, 4 processes, 5 training, 6 command line. Each uses only those
 above it and, from the files beside this one: cross_entropy.py (the loss of the head), fused_mlp.py and fp8_mlp.py (the MLP),
 shards.py and loader.py (token files, and who reads what of them when), machine.py (device, precision, memory), checks.py
-(what is refused), runs.py (the run folder, resuming), checkpoints.py (their files), evaluation.py (what is measured),
-metrics.py (log, speed), zero.py (AdamW in shares).
+(what is refused), runs.py (the run folder, resuming), checkpoints.py (their files), stop_signal.py (Ctrl-C), evaluation.py
+(what is measured), metrics.py (log, speed), zero.py (AdamW in shares).
 
 Shape letters: B batch, T time (tokens of a sequence), C channels (n_embd), H heads, D head size (C = H * D),
 V vocabulary, N = B * T positions.
@@ -685,7 +685,7 @@ def train_until(stop, at_end, model_config, cfg, world, run_dir, tokenizer):
                     del todo[0]
             stopping = asked_to_stop()
         stopping = stopping and bool(todo or not last)  # after all is done it is too late to stop
-        new = step > (first_step if todo else max(behind, 0))
+        new = step > (first_step if todo else max(behind, 0))  # since the checkpoint: steps, or what it had left to measure
         if new and (stopping or saves):
             with meter.pause():
                 # only weights that were measured can be the best; if the measuring goes on later, it is for then to say
