@@ -158,15 +158,16 @@ def tokens(runs, out_path, dark):
 
 def measured(runs, group, *fields):
     """{shape: {variant: its records}} of one group of the ladder, gpt2 first, variants in the ladder's order. Of measurements
-    made twice the later one counts, of a cold and a warmed-up card the one that has more variants. Raises NoData."""
-    from rungs import variants  # it imports torch
+    made twice the later one counts, of a cold and a warmed-up card, or two versions of torch, the one that has more variants.
+    Raises NoData."""
+    from rungs import KEY, variants  # it imports torch
 
     order, last = list(variants(group)), {}
     for row in records(runs, "ladder", "shape", "variant", *fields, group=group):
-        last[tuple(row.get(k) for k in ("shape", "variant", "seed", "sustained", "card", "tokens_per_step", "max_steps"))] = row
+        last[tuple(row.get(k) for k in KEY)] = row
     shapes = {}
     for shape, rows in grouped(last.values(), "shape").items():
-        states = grouped(rows, "card", "sustained", "tokens_per_step", "max_steps").values()
+        states = grouped(rows, "card", "torch", "sustained", "tokens_per_step", "max_steps").values()
         best = max(states, key=lambda rows: (len(rows), rows[0].get("sustained") or 0))
         best.sort(key=lambda row: order.index(row["variant"]) if row["variant"] in order else len(order))
         shapes[shape] = grouped(best, "variant")

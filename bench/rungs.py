@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
+import torch
 from torch.torch_version import TorchVersion
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -93,7 +94,7 @@ OTHERS = {
     "precision": [(p, dict(precision=p)) for p in ("bf16", "fp16", "tf32", "fp32")],
 }  # fmt: skip
 GROUPS = ["rungs", *OTHERS, "loss"]
-KEY = ("group", "shape", "variant", "seed", "card", "sustained", "max_steps", "tokens_per_step")
+KEY = ("group", "shape", "variant", "seed", "card", "torch", "sustained", "max_steps", "tokens_per_step")
 
 
 def known(settings):
@@ -149,8 +150,8 @@ class Case:
 
     def key(self, args, card):
         _, cfg, _ = self.configs(args)
-        record = vars(self) | dict(card=card, sustained=self.sustain > 0, tokens_per_step=cfg.total_batch_size)
-        record["max_steps"] = cfg.max_steps if self.group == "loss" else None
+        record = vars(self) | dict(card=card, torch=str(torch.__version__), sustained=self.sustain > 0)
+        record |= dict(tokens_per_step=cfg.total_batch_size, max_steps=cfg.max_steps if self.group == "loss" else None)
         return tuple(record[k] for k in KEY)
 
     def record(self, args, card):

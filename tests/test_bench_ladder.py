@@ -106,6 +106,18 @@ def test_what_is_done_is_not_measured_again(out, capsys):
     assert "0 of 2 measurements to do" in capsys.readouterr().out
 
 
+def test_what_another_torch_did_is_measured_again_and_stays_in_the_table(out, capsys):
+    append_record(out, read_records(out)[0] | dict(torch="2.8.0", tok_per_s=123))
+    lines = out.read_text().splitlines()
+    out.write_text(lines[1] + "\n" + lines[2] + "\n")  # fp32 is of the other torch alone
+    measure(out, "--variants", "fp32,bf16")
+    assert "1 of 2 measurements to do" in capsys.readouterr().out
+    ladder.run(["--table", "--out", str(out)])
+    here, other = capsys.readouterr().out.strip().split("\n\n")
+    assert f"torch {torch.__version__}," in here and "torch 2.8.0," in other
+    assert [line.split()[0] for line in here.splitlines()[2:4]] == ["fp32", "bf16"] and " 123 " in other
+
+
 def test_a_line_cut_short_is_measured_again(out):
     first = out.read_text().splitlines()[0]
     out.write_bytes(out.read_bytes()[:-100])

@@ -91,6 +91,12 @@ def test_of_loss_runs_of_two_lengths_the_one_with_more_rungs_is_shown(drawn, run
     assert {"fp32", "muon"} <= set(drawn("ladder_loss"))
 
 
+def test_of_two_versions_of_torch_the_one_with_more_rungs_is_shown(drawn, runs):
+    newer = [row | {"torch": "2.14.1", "tok_per_s": 1} for row in LADDER if row["shape"] == "gpt2"][:2]
+    (runs / "ladder.jsonl").write_text("".join(json.dumps(row) + "\n" for row in LADDER + newer))
+    assert "gpt2: 40k to 90k tokens/s, 2 times, rung by rung" in drawn("ladder")
+
+
 def test_the_ladder_shows_rates_and_factors(drawn):
     texts = drawn("ladder")
     assert "gpt2: 40k to 90k tokens/s, 2 times, rung by rung" in texts
