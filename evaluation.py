@@ -143,8 +143,10 @@ class Reporter:
         self.log.event("val", step, **values)
         self.log.busy()
         bits = f", {values['bits_per_byte']:.3f} bits per byte" if self.bytes else ""
-        under = f", {self.unigram - loss:.3f} under unigram" if self.world.is_main and loss < self.unigram else ""
-        self.log.say(f"step {step:5d}: validation loss {loss:.4f}{bits}{under}")
+        beside = f", {self.unigram - loss:.3f} under unigram" if self.world.is_main and loss < self.unigram else ""
+        if loss > max(self.val_loss, math.log(self.raw_model.config.vocab_size)):  # risen, and above that
+            beside = ", worse than a uniform guess: try a lower --lr, or more --warmup_steps"
+        self.log.say(f"step {step:5d}: validation loss {loss:.4f}{bits}{beside}")
         self.val_loss, self.val_step = loss, step
         return True
 

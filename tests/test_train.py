@@ -486,6 +486,13 @@ def test_a_bad_step_is_seen_before_it_is_measured_and_at_the_end(tmp_path, shard
     assert kinds == ["train"], "nothing was measured after the bad step"
 
 
+@pytest.mark.parametrize("lr, told", [(10, [False, True, True]), (1e-3, [False] * 3)])
+def test_a_validation_that_rises_above_a_uniform_guess_says_what_to_do(tmp_path, shards, capsys, lr, told):
+    train_here(tmp_path, shards, "r", max_steps=4, lr=lr, warmup_steps=0, val_every=2, schedule="wsd", decay_steps=1)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "validation loss" in line]
+    assert ["worse than a uniform guess: try a lower --lr, or more --warmup_steps" in line for line in lines] == told
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_flags_of_the_optimizer_are_those_of_this_run(tmp_path, shards, optimizer):
     train_here(tmp_path, shards, "r", max_steps=2, optimizer=optimizer)
