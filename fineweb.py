@@ -29,6 +29,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from stop_signal import importing, running
+
+if __name__ == "__main__":
+    importing("fineweb.py")
+
 import numpy as np
 
 import sources
@@ -608,7 +613,8 @@ def main(argv=None) -> int:
 
 
 if __name__ == "__main__":
-    status = main()
+    with running("fineweb.py"):
+        status = main()
     with contextlib.suppress(KeyboardInterrupt):
         for thread in threading.enumerate():  # the pool's: if the interpreter ended first, it would wake a thread that ends
             if thread is not threading.current_thread() and not thread.daemon:

@@ -28,6 +28,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from stop_signal import importing, running
+
+if __name__ == "__main__":
+    importing("hellaswag.py")
+
 import numpy as np
 import torch
 
@@ -598,8 +603,6 @@ def main():
     cfg = tyro.cli(HellaSwagConfig, prog="hellaswag.py", use_underscores=True, config=(tyro.conf.FlagCreatePairsOff,))
     try:
         run(cfg)
-    except KeyboardInterrupt:
-        sys.exit(130)
     except (ValueError, OSError, FloatingPointError, ModuleNotFoundError, RuntimeError, MemoryError) as error:
         full = isinstance(error, (RuntimeError, MemoryError)) and out_of_memory(error)
         if isinstance(error, RuntimeError) and not full:
@@ -614,4 +617,5 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    with running("hellaswag.py"):
+        main()

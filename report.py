@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plot import PUBLISHED_HELLASWAG, SERIES, caption, column, finding, read_log, smooth, step_sizes, tokens_at
+from stop_signal import running
 
 ORANGE, GREEN, PURPLE = 1, 2, 3  # places in plot.SERIES; the first run is 0, the second 1
 
@@ -728,4 +729,5 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    with running("report.py"):
+        main()

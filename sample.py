@@ -16,6 +16,11 @@ import time
 from dataclasses import dataclass
 from typing import Annotated
 
+from stop_signal import importing, running
+
+if __name__ == "__main__":
+    importing("sample.py")
+
 import torch
 from tyro.conf import Positional, arg
 
@@ -175,9 +180,6 @@ def main():
         run(cfg)
     except BrokenPipeError:  # the reader of our output has left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        sys.exit(130)
     except (MemoryError, RuntimeError) as error:
         if "probability tensor" in str(error):  # multinomial's: inf or nan among the model's numbers
             print("sample.py: error: the model's logits are not finite, so its weights are broken; take another checkpoint",
@@ -193,4 +195,5 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    with running("sample.py"):
+        main()

@@ -1,10 +1,30 @@
-"""Ctrl-C and SIGTERM: the first asks for an end after what is in hand, the second Ctrl-C does not wait."""
+"""Ctrl-C and SIGTERM. In training the first asks for an end after what is in hand, the second Ctrl-C does not wait; other
+programs it ends with one line. Imports nothing slow, as it is needed before torch is imported."""
 
+import contextlib
 import os
 import signal
+import sys
 import threading
 
 STOPPED = "stopped at once; what checkpoints there are stay as they were"
+
+
+def importing(name):
+    """Until `running`, Ctrl-C is one line and exit status 130: what is imported would show where within itself it was."""
+    line = f"\n{name}: stopped before it began\n".encode()
+    signal.signal(signal.SIGINT, lambda *_: (os.write(2, line), os._exit(130)))
+
+
+@contextlib.contextmanager
+def running(name):
+    """In the body Ctrl-C raises KeyboardInterrupt as usual; one that comes out of it is one line and exit status 130."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f"\n{name}: stopped", file=sys.stderr)
+        sys.exit(130)
 
 
 class StopSignal:

@@ -25,9 +25,11 @@ import sys
 import textwrap
 import time
 
+from stop_signal import STOPPED, StopSignal, importing
+
 if __name__ == "__main__":  # before torch starts its threads: on a CPU that is busy with other things too, threads that
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spin while they wait take the time of those that work (4x, README)
-    signal.signal(signal.SIGINT, lambda *_: (os.write(2, b"\ntrain_gpt2.py: stopped before it began\n"), os._exit(130)))
+    importing("train_gpt2.py")
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,7 +75,6 @@ from runs import (
     state_to_save,
 )
 from shards import TokenShards, read_json
-from stop_signal import STOPPED, StopSignal
 from zero import ZeroAdamW
 
 # ---------------------------------------------------------------------------------------------- 1. configuration

@@ -11,6 +11,11 @@ import tempfile
 from pathlib import Path
 from typing import Annotated
 
+from stop_signal import importing, running
+
+if __name__ == "__main__":
+    importing("weights.py")
+
 import torch
 
 from checkpoints import has_checkpoint, newest_checkpoint, newest_run, read_checkpoint
@@ -373,4 +378,5 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    with running("weights.py"):
+        main()

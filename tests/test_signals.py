@@ -112,14 +112,37 @@ def test_signals_go_back_to_who_had_them(tmp_path, shards):
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
-def test_ctrl_c_during_the_imports_is_one_line(tmp_path, start_training):
-    process = start_training()
-    while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():  # torch is being imported
+@pytest.mark.parametrize("script, library", [
+    ("train_gpt2.py", "libtorch"), ("sample.py", "libtorch"), ("weights.py", "libtorch"), ("hellaswag.py", "libtorch"),
+    ("fineweb.py", "_multiarray_umath"),
+])  # fmt: skip
+def test_ctrl_c_during_the_imports_is_one_line(tmp_path, script, library):
+    process = subprocess.Popen(
+        [sys.executable, ROOT / script], cwd=tmp_path, env=clean_env(), stderr=subprocess.PIPE, text=True
+    )
+    while library not in Path(f"/proc/{process.pid}/maps").read_text():  # it is being imported
         time.sleep(0.001)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    assert process.communicate(timeout=60)[1].strip() == f"{script}: stopped before it began"
     assert process.returncode == 130
-    assert err.strip() == "train_gpt2.py: stopped before it began"
+
+
+@pytest.mark.parametrize("script, where, words", [
+    ("sample.py", "checkpoints.newest_checkpoint", ["a", "--model", "."]), ("report.py", "plot.read_log", ["."]),
+    ("hellaswag.py", "checkpoints.newest_checkpoint", ["--model", "."]), ("plot.py", "matplotlib.figure.Figure", ["."]),
+    ("weights.py", "checkpoints.newest_checkpoint", ["export", ".", "--out", "x"]),
+])  # fmt: skip
+def test_ctrl_c_in_a_program_that_only_reads_is_one_line(tmp_path, script, where, words):
+    module, name = where.rsplit(".", 1)
+    code = f"""
+import importlib, os, runpy, signal, sys
+sys.path.insert(0, {str(ROOT)!r})
+setattr(importlib.import_module({module!r}), {name!r}, lambda *_, **__: os.kill(os.getpid(), signal.SIGINT))
+sys.argv = {[script, *words]!r}
+runpy.run_path({str(ROOT / script)!r}, run_name="__main__")
+"""
+    done = run_python("-c", code, cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "", f"{script}: stopped")
 
 
 def test_ctrl_c_after_training_is_one_line(tmp_path, shards):
