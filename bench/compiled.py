@@ -30,6 +30,7 @@ from checks import check_config  # noqa: E402
 from locks import check_writable  # noqa: E402
 from machine import out_of_memory, why_no_compile  # noqa: E402
 from metrics import PhaseClock  # noqa: E402
+from stop_signal import running  # noqa: E402
 from train_gpt2 import PRESETS, World, compile_model, get_lr, prepare, train_step  # noqa: E402
 
 BIASES = ("mlp.c_proj.bias", "attn.c_proj.bias", "mlp.c_fc.bias", "attn.c_attn.bias")
@@ -168,7 +169,8 @@ def run(argv):
 
 if __name__ == "__main__":
     try:
-        run(sys.argv[1:])
+        with running("compiled.py"):
+            run(sys.argv[1:])
     except (ValueError, OSError) as error:
         print(f"compiled.py: error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -31,6 +31,7 @@ from records import ROOT, append_record, card_name, finished, origin, random_sha
 
 from locks import check_writable
 from metrics import Meter, PhaseClock
+from stop_signal import running
 from train_gpt2 import PRESETS, World, get_lr, prepare, train_step
 
 OUT = ROOT / "readme.assets" / "runs" / "cpu.jsonl"
@@ -220,7 +221,8 @@ def main(argv=None):
 
 if __name__ == "__main__":
     try:
-        sys.exit(main())
+        with running("cpu.py"):
+            sys.exit(main())
     except (OSError, ValueError) as error:
         print(f"bench/cpu.py: error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import plot  # noqa: E402
+from stop_signal import running  # noqa: E402
 
 RUNS, ASSETS = ROOT / "readme.assets" / "runs", ROOT / "readme.assets"
 
@@ -631,4 +632,5 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    with running("figures.py"):
+        main()

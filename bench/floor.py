@@ -45,6 +45,7 @@ from records import append_record, card_name, keep_tries_apart, one_sentence, or
 
 from fused_mlp import MIN_POSITIONS  # noqa: E402
 from locks import check_writable  # noqa: E402
+from stop_signal import running  # noqa: E402
 from train_gpt2 import GPT, World, make_optimizer  # noqa: E402
 
 OUT = str(ROOT / "readme.assets" / "runs" / "floor.jsonl")
@@ -453,12 +454,11 @@ def run(argv):
 def main():
     try:
         run(sys.argv[1:])
-    except KeyboardInterrupt:
-        sys.exit(130)
     except (ValueError, OSError, RuntimeError) as error:
         print(f"floor.py: error: {error}", file=sys.stderr)
         sys.exit(2)
 
 
 if __name__ == "__main__":
-    main()
+    with running("floor.py"):
+        main()

@@ -24,6 +24,7 @@ from records import card_name  # noqa: E402
 
 import fused_mlp  # noqa: E402
 from fused_mlp import DGELU, GELU_AUX_BIAS, product  # noqa: E402
+from stop_signal import running  # noqa: E402
 
 
 def algorithms(desc, layouts, device, most):
@@ -83,4 +84,5 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    with running("gelu_algorithms.py"):
+        main()

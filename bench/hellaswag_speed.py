@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import hellaswag  # noqa: E402
 from machine import Precision  # noqa: E402
+from stop_signal import running  # noqa: E402
 from tokenizer import name_of_size  # noqa: E402
 from train_gpt2 import GPT, PRESETS, World  # noqa: E402
 
@@ -139,7 +140,8 @@ def main():
 
 if __name__ == "__main__":
     try:
-        main()
+        with running("hellaswag_speed.py"):
+            main()
     except (ValueError, OSError) as error:
         print(f"hellaswag_speed.py: error: {error}", file=sys.stderr)
         sys.exit(2)

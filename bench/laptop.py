@@ -77,4 +77,8 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("\nlaptop.py: stopped", file=sys.stderr)
+        sys.exit(130)

@@ -28,6 +28,7 @@ from records import append_record, card_name, one_sentence, origin, read_records
 from fused_mlp import epilogues_work  # noqa: E402
 from locks import check_writable  # noqa: E402
 from plan import GIB, MOMENTS, Setting, peak, probe  # noqa: E402
+from stop_signal import running  # noqa: E402
 from train_gpt2 import PRESETS, GPTConfig, TrainConfig  # noqa: E402
 
 OUT = ROOT / "readme.assets" / "runs" / "memory.jsonl"
@@ -158,4 +159,5 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    with running("memory.py"):
+        main()

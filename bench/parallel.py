@@ -47,6 +47,7 @@ from records import append_record, card_name, finished, keep_tries_apart, origin
 from fused_mlp import MIN_POSITIONS  # noqa: E402
 from locks import check_writable  # noqa: E402
 from metrics import PhaseClock  # noqa: E402
+from stop_signal import running  # noqa: E402
 from train_gpt2 import PRESETS, Underway, World, get_lr, make_optimizer, prepare, share_out, train_step  # noqa: E402
 from zero import ZeroAdamW  # noqa: E402
 
@@ -797,4 +798,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with running("parallel.py"):
+        sys.exit(main())

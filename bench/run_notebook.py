@@ -60,4 +60,8 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("\nrun_notebook.py: stopped, the notebook stays as it was", file=sys.stderr)
+        sys.exit(130)

@@ -131,6 +131,7 @@ def test_ctrl_c_during_the_imports_is_one_line(tmp_path, script, library):
     ("sample.py", "checkpoints.newest_checkpoint", ["a", "--model", "."]), ("report.py", "plot.read_log", ["."]),
     ("hellaswag.py", "checkpoints.newest_checkpoint", ["--model", "."]), ("plot.py", "matplotlib.figure.Figure", ["."]),
     ("weights.py", "checkpoints.newest_checkpoint", ["export", ".", "--out", "x"]),
+    ("bench/figures.py", "plot.style", ["--out", "x"]),
 ])  # fmt: skip
 def test_ctrl_c_in_a_program_that_only_reads_is_one_line(tmp_path, script, where, words):
     module, name = where.rsplit(".", 1)
@@ -142,7 +143,7 @@ sys.argv = {[script, *words]!r}
 runpy.run_path({str(ROOT / script)!r}, run_name="__main__")
 """
     done = run_python("-c", code, cwd=tmp_path)
-    assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "", f"{script}: stopped")
+    assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "", f"{Path(script).name}: stopped")
 
 
 def test_ctrl_c_after_training_is_one_line(tmp_path, shards):
