@@ -62,7 +62,7 @@ CONTEXT_GIB = 0.7  # assumed: CUDA's context and kernels take the card's memory,
 NCCL_GIB = 0.5  # assumed: NCCL's buffers, where there are several GPUs; not seen either
 FRAGMENTS = 0.05  # share of the card that cannot be handed out; machine.fit_batch_size leaves as much
 # several GPUs against as many times one: with DDP at every micro-step, and with zero1 or accumulation, which send less; four
-# H200s had 94 to 97 % and 97 to 99 % (README)
+# H200s had 94 to 97 % and 96 to 99 % (README)
 SCALING = {"ddp": 0.95, "less": 0.97}
 # assumed of a card that is not here, if a micro-step then takes a millisecond a layer or more; in less it waits for kernels
 # to be launched: an H200 had 3.6 % at 0.13 ms (4 layers of 256), 28 and 33 % at 0.7 (12 of 768, 4,096 tokens), 42 % at 1.5

@@ -67,7 +67,7 @@ def timed(function, repeats, device):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=" ".join(__doc__.split("\n\n")[0].split()))
     parser.add_argument("--data", default="", help="HellaSwag file; downloaded if empty")
     parser.add_argument("--checkpoint", default="", help="what hellaswag.py --model takes; random weights if empty")
     parser.add_argument("--preset", default="gpt2", choices=PRESETS, help="size of the random model")

@@ -6,6 +6,7 @@ Its pictures are saved with 128 colours, in which lines and text look the same a
 leaves the file as it was. Two cells of chapter 2 are about GPT-2's tokenizer, whose files TIKTOKEN_CACHE_DIR may name.
 """
 
+import argparse
 import base64
 import io
 import os
@@ -44,6 +45,9 @@ def shrink(png):
 
 
 def main():
+    argparse.ArgumentParser(
+        prog="bench/run_notebook.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     try:
         notebook = executed()
     except CellExecutionError as error:

@@ -6,7 +6,7 @@
 The obvious way hands one document a task to pool.imap, encodes it into a Python list and makes an array of that. Each
 run reads the files --passes times, so that starting the processes, which both times include, weighs little. On a busy
 machine look at the processor time, of all processes together: others do not take from it. From the rate follow the
-hours, the disk and the money for 100B and 1.3T tokens.
+hours, the disk and the money for 10B, 100B and 1.3T tokens.
 """
 import sys
 
