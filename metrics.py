@@ -1,6 +1,7 @@
 """What a run says of itself: the log file, the line for people, and where its time goes."""
 
 import contextlib
+import errno
 import json
 import sys
 import time
@@ -82,9 +83,14 @@ class Logger:
             self.wandb.log(numbers, step=step)
 
     def say(self, text):
-        """A line for people; goes above the bar if there is one."""
-        if self.is_main:
+        """A line for people; goes above the bar if there is one. A terminal that has gone is no reason to end: SIGHUP is."""
+        if not self.is_main:
+            return
+        try:
             self.bar.write(text) if self.bar is not None else print(text, flush=True)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
 
     def busy(self, what=""):
         """What is going on, where a bar can say it ("validating" takes a minute on a slow machine), or how it went last."""
@@ -109,7 +115,7 @@ class Logger:
             left = " | {}:{:02d} left".format(*divmod(int(seconds_left), 60)) if seconds_left is not None else ""
             phases = "".join(f" | {k[:-3]} {v:.1f} ms" for k, v in values.items() if k.endswith("_ms") and k != "dt_ms")
             short = f"loss {values['loss']:.4f} | lr {values['lr']:.2e} | norm {values['grad_norm']:.2f}{speed}"
-            print(f"step {step:5d}/{max_steps} | {short}{left}{phases}", flush=True)
+            self.say(f"step {step:5d}/{max_steps} | {short}{left}{phases}")
 
     def close(self):
         if self.is_main:

@@ -1,5 +1,5 @@
-"""Ctrl-C and SIGTERM. In training the first asks for an end after what is in hand, the second Ctrl-C does not wait; other
-programs it ends with one line. Imports nothing slow, as it is needed before torch is imported."""
+"""Ctrl-C, SIGTERM and SIGHUP (the terminal was closed). In training the first asks for an end after what is in hand, the second
+Ctrl-C does not wait; other programs Ctrl-C ends with one line. Imports nothing slow, as it is needed before torch is."""
 
 import contextlib
 import os
@@ -28,8 +28,8 @@ def running(name):
 
 
 class StopSignal:
-    """SIGINT and SIGTERM set a flag; the loop ends after the step in hand. A second Ctrl-C stops at once. `with` gives the
-    signals back to whoever had them.
+    """SIGINT, SIGTERM and SIGHUP set a flag; the loop ends after the step in hand. A second Ctrl-C stops at once. `with` gives
+    the signals back to whoever had them. SIGHUP that is ignored stays so, as nohup wants.
 
     Python calls receive() between two operations of its own, and one of them may take a minute. Two signals that come
     meanwhile are one to it. So a thread reads every one from a pipe as it comes, answers it, and ends the process if it has to.
@@ -37,7 +37,10 @@ class StopSignal:
 
     def __enter__(self):
         self.name, self.over = "", threading.Event()
-        self.before = {number: signal.signal(number, self.receive) for number in (signal.SIGINT, signal.SIGTERM)}
+        self.terminals = [fd for fd in (1, 2) if os.isatty(fd)]
+        numbers = [signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)]  # Windows has no SIGHUP
+        heard = [number for number in dict.fromkeys(numbers) if signal.getsignal(number) != signal.SIG_IGN]
+        self.before = {number: signal.signal(number, self.receive) for number in heard}
         reader, self.pipe = os.pipe()
         if os.name == "posix":
             os.set_blocking(self.pipe, False)  # set_wakeup_fd wants that
@@ -58,6 +61,9 @@ class StopSignal:
         if self.name and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.name = signal.Signals(number).name
+        for fd in self.terminals:
+            if not os.isatty(fd):  # it has gone, and whoever writes to it gets an error: to nowhere instead
+                os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
 
     def watch(self, reader):
         first = True
@@ -65,7 +71,9 @@ class StopSignal:
             if number[0] not in self.before:
                 continue
             if first and os.environ.get("RANK", "0") == "0":
-                os.write(2, f"\n{signal.Signals(number[0]).name}: ends after what is in hand; Ctrl-C stops at once\n".encode())
+                line = f"\n{signal.Signals(number[0]).name}: ends after what is in hand; Ctrl-C stops at once\n"
+                with contextlib.suppress(OSError):  # the terminal has gone
+                    os.write(2, line.encode())
             elif not first and number[0] == signal.SIGINT and not self.over.wait(5):  # seconds for receive() to do it
                 os.write(2, f"\ntrain_gpt2.py: error: {STOPPED}\n".encode())
                 os._exit(130)

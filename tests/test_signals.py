@@ -1,11 +1,14 @@
 """What ends a run early: Ctrl-C, SIGTERM and kill -9, at any moment, and what the resumed run makes of it."""
 
+import contextlib
+import fcntl
 import functools
 import os
 import re
 import signal
 import subprocess
 import sys
+import termios
 import threading
 import time
 from pathlib import Path
@@ -280,3 +283,30 @@ def test_a_signal_in_the_last_batch_of_a_validation_does_not_undo_it(tmp_path, s
     assert stopped.checkpoints[6]["measured"] and of_kind(stopped, "checkpoint")[-1]["best"]
     run = train_here(tmp_path, shards, "r", resume=True, **settings)
     assert [e["step"] for e in of_kind(run, "val")] == [0, 3, 6, 9]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="takes a terminal away as Linux does")
+@pytest.mark.parametrize("nohup", [False, True])
+def test_a_closed_terminal_ends_a_run_as_sigterm_does(tmp_path, shards, nohup):
+    """As when ssh breaks off. The process has a terminal of its own, and the bar that goes with it."""
+    terminal, end = os.openpty()
+    command = [*["nohup"] * nohup, sys.executable, ROOT / "train_gpt2.py", *TINY_RUN, "--data", shards, "--val_every", 2]
+    command += ["--max_steps", 60 if nohup else 1000000]
+    process = subprocess.Popen(
+        list(map(str, command)), cwd=tmp_path, env=clean_env(), stdin=end, stdout=end, stderr=end, start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )  # fmt: skip
+    os.close(end)
+
+    def watch():
+        with contextlib.suppress(OSError):
+            while os.read(terminal, 4096):
+                pass
+
+    threading.Thread(target=watch, daemon=True).start()
+    wait_for_steps(process, tmp_path / "log" / "r")
+    os.close(terminal)
+    assert process.wait(120) == 0
+    run = read_run(tmp_path / "log" / "r")
+    last = of_kind(run, "end")[-1]
+    assert last["reason"] == ("done" if nohup else "SIGHUP") and list(run.checkpoints) == [last["step"]]
