@@ -14,6 +14,12 @@ A model learns what stands after "Assistant:", up to and with the end-of-text th
 there as it does after a document. No token is added to the vocabulary. Because answers end in end-of-text, a model that
 is fine-tuned on several turns must not hide what lies before one (leave the trainer's document mask off).
 """
+import sys
+
+if __name__ == "__main__":
+    print("chat.py: error: no command of its own; `python fineweb.py --source CHATS.jsonl` uses it", file=sys.stderr)
+    sys.exit(2)
+
 from pathlib import Path
 
 import numpy as np

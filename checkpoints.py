@@ -80,6 +80,8 @@ def read_checkpoint(path):
     except pickle.UnpicklingError as error:
         raise ValueError(f"checkpoint {path} is refused: it holds more than tensors and plain values, or is older than torch "
                          "1.6; nothing in it was executed; save its state dict again with torch.save") from error  # fmt: skip
+    except PermissionError as error:
+        raise PermissionError(f"checkpoint {path} may not be read by you; change its permissions, or name another") from error
     except Exception as error:  # a broken zip, a truncated file
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"checkpoint {path} cannot be read ({first.partition('. ')[0][:100]}); move it away; then "

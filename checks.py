@@ -128,6 +128,8 @@ def check_compiled(model, raw_model, loader, world, precision, log):
 
 # ------------------------------------------------------------------------------------------------- 3. after each
 
+LOWER = "try a lower --lr (Muon: and --muon_lr)"
+
 
 def check_finite(step, losses, step_end, loader, world, run_dir):
     """Raise FloatingPointError where the loss of a finished step is not finite, naming the shard positions."""
@@ -140,8 +142,8 @@ def check_finite(step, losses, step_end, loader, world, run_dir):
     names = [name for part in world.gather(mine) for name in part]
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     kept = ", ".join(sorted(p.name for p in run_dir.glob("model_*.pt")))
-    again = f"keeps {kept}; try a lower --lr, or --resume to see whether it comes back" if kept else (
-        "has no checkpoint yet; try a lower --lr, or more --warmup_steps")  # fmt: skip
+    again = f"keeps {kept}; {LOWER}, or --resume to see whether it comes back" if kept else (
+        f"has no checkpoint yet; {LOWER}, or more --warmup_steps")  # fmt: skip
     raise FloatingPointError(
         f"the loss is {loss} at step {step}, on the sequences at {', '.join(names[:8])}{more}; the run stops and "
         f"{run_dir} {again}"
@@ -152,4 +154,4 @@ def check_weights(step, model, run_dir):
     """Raise FloatingPointError where a finite loss has led to weights that are not: they are not worth keeping."""
     if not torch.stack(torch._foreach_norm(list(model.parameters()))).isfinite().all():
         raise FloatingPointError(f"the weights are not finite after step {step}; they are not saved, {run_dir} keeps the "
-                                 "checkpoints before; try a lower --lr")  # fmt: skip
+                                 f"checkpoints before; {LOWER}")  # fmt: skip

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import torch
 
+from checks import LOWER
 from tokenizer import printable
 
 EVALUATIONS = ("val", "hella", "sample")  # in the order in which a step makes them
@@ -145,7 +146,7 @@ class Reporter:
         bits = f", {values['bits_per_byte']:.3f} bits per byte" if self.bytes else ""
         beside = f", {self.unigram - loss:.3f} under unigram" if self.world.is_main and loss < self.unigram else ""
         if loss > max(self.val_loss, math.log(self.raw_model.config.vocab_size)):  # risen, and above that
-            beside = ", worse than a uniform guess: try a lower --lr, or more --warmup_steps"
+            beside = f", worse than a uniform guess: {LOWER}, or more --warmup_steps"
         self.log.say(f"step {step:5d}: validation loss {loss:.4f}{bits}{beside}")
         self.val_loss, self.val_step = loss, step
         return True

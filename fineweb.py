@@ -561,6 +561,8 @@ def run(cfg: Config) -> int:
     if cfg.source == "builtin":
         build_builtin(out_dir, cfg.tokenizer, say=print)
         return 0
+    if cfg.context < 2:
+        raise ValueError(f"--context {cfg.context}: wanted are 2 tokens or more")
     chat = cfg.source != "hub" and (cfg.chat or is_chat(local_files(cfg.source, say=True)[0], cfg.text_column))
     refusal = (f"another fineweb.py is writing {out_dir}, and only one may at a time: run this again when it has ended, or "
                "choose another --out")  # fmt: skip
@@ -607,7 +609,7 @@ def main(argv=None) -> int:
                     "command goes on")
         print(f"fineweb.py: error: {text}", file=sys.stderr)
     except KeyboardInterrupt:
-        print("fineweb.py: stopped; the same command goes on where it was", file=sys.stderr)
+        print("fineweb.py: stopped" + "; the same command goes on where it was" * (not cfg.verify), file=sys.stderr)
         return 130
     return 2
 

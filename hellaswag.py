@@ -112,6 +112,8 @@ def locate(data="", split="val"):
         download(URL.format(split), path, *PUBLISHED[split])
     if not path.is_file():
         raise FileNotFoundError(f"no HellaSwag file {path}; name one with --data, or leave --data out to download it")
+    if not os.access(path, os.R_OK):
+        raise PermissionError(f"{path} may not be read by you; change its permissions, or name another with --data")
     return path
 
 
@@ -528,6 +530,8 @@ def run(cfg):
     if cfg.worst < 0:
         raise ValueError(f"worst={cfg.worst} must be 0 (none) or more")
     check_amounts(cfg.limit, cfg.batch_tokens)  # before a download, too
+    if cfg.split != "val" and Path(cfg.data).is_file() and cfg.data:
+        raise ValueError(f"split={cfg.split} does nothing for --data {cfg.data}, which is one file; leave it out")
     if cfg.picture:  # before minutes of scores that would be lost with it
         check_picture(cfg.picture)
     cfg.model = find_model(cfg.model, cfg.log_dir)  # raises where there is none, before anything is downloaded

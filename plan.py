@@ -21,10 +21,15 @@ import math
 import os
 import re
 import shutil
+import sys
 import textwrap
 import types
 from dataclasses import dataclass
 from pathlib import Path
+
+if __name__ == "__main__":
+    print("plan.py: error: no command of its own; `python train_gpt2.py --plan` asks it", file=sys.stderr)
+    sys.exit(2)
 
 import torch
 

@@ -49,12 +49,13 @@ def read_log(run):
         meant = Path("log") / run
         hint = "name a run folder: `ls log` shows those there are"
         raise FileNotFoundError(f"no log {path}; " + (f"did you mean {meant}?" if (meant / "log.jsonl").exists() else hint))
-    found = {}  # (kind, step) -> record
+    found, broken = {}, False  # (kind, step) -> record
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:  # the record after a cut one stands on the same line
             record = json.loads(line[max(0, line.rfind('{"kind"')) :])
             kind, step = record["kind"], int(record["step"])
         except (ValueError, KeyError, TypeError):
+            broken = True
             continue
         if kind == "start":
             found = {key: r for key, r in found.items() if key[1] <= step}
@@ -63,7 +64,8 @@ def read_log(run):
     for (kind, _), record in sorted(found.items(), key=lambda item: item[0][1]):
         log.setdefault(kind, []).append(record)
     if not {"train", "val", "hella"} & log.keys():
-        raise ValueError(f"{path} holds no train, val or hella record yet; there is nothing to draw")
+        now = "whose lines are broken: it is not what this project has written" if broken and not found else "yet"
+        raise ValueError(f"{path} holds no train, val or hella record {now}; there is nothing to draw")
     return log
 
 
@@ -302,6 +304,8 @@ def main():
     try:
         if not runs:
             raise ValueError("name at least one run folder; `ls log` shows those there are")
+        if len({run.resolve() for run in runs}) < len(runs):
+            raise ValueError(f"{', '.join(map(str, runs))}: a run was named twice; name different ones")
         if out is None:
             name = "_with_".join(["loss", *(run.resolve().stem for run in runs[1:])])
             out = (runs[0] if runs[0].is_dir() else runs[0].parent) / f"{name}.png"

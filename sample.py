@@ -50,7 +50,7 @@ class SampleConfig:
 def check(cfg):
     """Raise ValueError for settings that no model can follow."""
     if not 0 <= cfg.temperature < float("inf"):
-        raise ValueError(f"temperature={cfg.temperature} must be 0 (likeliest token) or more")
+        raise ValueError(f"temperature={cfg.temperature} must be a finite number, 0 (likeliest token) or more")
     if not 0 < cfg.top_p <= 1:
         raise ValueError(f"top_p={cfg.top_p} must be above 0 and at most 1 (all tokens)")
     if cfg.top_k < 0:
@@ -60,6 +60,10 @@ def check(cfg):
     for name in ("num_samples", "max_new_tokens"):
         if getattr(cfg, name) < 1:
             raise ValueError(f"{name}={getattr(cfg, name)} must be at least 1")
+    for name in ("num_samples", "top_k", "top_p"):
+        if not cfg.temperature and getattr(cfg, name) != getattr(SampleConfig(), name):
+            raise ValueError(f"{name}={getattr(cfg, name)} does nothing at temperature=0, where the likeliest token is always "
+                             f"taken; leave it out, or raise --temperature")  # fmt: skip
 
 
 class TextStream:
@@ -166,7 +170,8 @@ def run(cfg):
         for text in texts[1:]:
             write(f"---\n{prompt}{text}\n")
         speed = f"{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.0f} tok/s on {world.device}"
-        print(f"[{source}: {speed}, seed {seed + n}]", file=sys.stderr, flush=True)
+        drawn = f", seed {seed + n}" if cfg.temperature else ""
+        print(f"[{source}: {speed}{drawn}]", file=sys.stderr, flush=True)
     if n < 0 and not sys.stdin.isatty():
         raise ValueError('there is no prompt; name one, as in python sample.py "The ", or pipe lines in')
 

@@ -21,6 +21,8 @@ def read_json(path, *keys):
         if any(found.get(key) is None for key in keys):
             raise ValueError(f"it must hold {' and '.join(keys)}")
         return found
+    except IsADirectoryError as error:
+        raise ValueError(f"{path} is a folder where a file should be; move it away") from error
     except ValueError as error:
         raise ValueError(f"{path} is not what this project has written ({error}): it was changed or cut short; mend it, or "
                          "make anew what it is about") from error  # fmt: skip

@@ -846,7 +846,7 @@ def main():
     except BrokenPipeError:  # --help | head
         os._exit(1)
     except KeyboardInterrupt:  # a second Ctrl-C, or one before or after training
-        status, text = 130, STOPPED
+        status, text = 130, "stopped" if "--plan" in sys.argv else STOPPED
     except (ValueError, OSError) as error:
         status, text = 2, str(error)
     except FloatingPointError as error:

@@ -19,6 +19,7 @@ threads spin while they wait, with "passive" they sleep. Started again, the same
 import argparse
 import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
@@ -188,8 +189,8 @@ def parse_args(argv):
     for width in args.widths:
         if width < 1 or width > 64 and width % 64:
             parser.error(f"--widths {width} must be a multiple of 64, for heads of 64 channels")
-    if args.seconds <= 0 or args.limit <= 0:
-        parser.error(f"--seconds {args.seconds} and --limit {args.limit} must be above 0")
+    if not 0 < args.seconds < math.inf or args.limit <= 0:
+        parser.error(f"--seconds {args.seconds} and --limit {args.limit} must be above 0, and not without end")
     return args
 
 

@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import plot  # noqa: E402
+from locks import check_writable  # noqa: E402
 from stop_signal import running  # noqa: E402
 
 RUNS, ASSETS = ROOT / "readme.assets" / "runs", ROOT / "readme.assets"
@@ -614,7 +615,10 @@ def main():
             parser.error(f"{name} is no picture of this project; there are {', '.join(PICTURES)}")
     if not args.runs.is_dir():
         parser.error(f"there is no folder {args.runs}; --runs names one with measurements")
-    args.out.mkdir(parents=True, exist_ok=True)
+    try:
+        check_writable(args.out / "loss.png", "out")  # makes the folder
+    except ValueError as error:
+        parser.error(str(error))
     names, left_out = args.names or list(PICTURES), 0
     for name in names:
         draw, command = PICTURES[name]

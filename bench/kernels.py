@@ -100,8 +100,9 @@ def table(extract):
             times = spent.setdefault((kind, re.sub(r"_\d+$", "", name)), [])
             times.append(us)
         heading = f"{data['mode']}, {data['world_size']} x {data['device']}, torch {data['torch']}: {len(rows):,} kernels"
-    except FileNotFoundError:
-        raise ValueError(f"there is no {extract}; readme.assets/runs has some, bench/parallel.py --trace makes them") from None
+    except (FileNotFoundError, IsADirectoryError):
+        has = "readme.assets/runs has some, bench/parallel.py --trace makes them"
+        raise ValueError(f"there is no file {extract}; {has}") from None
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{extract} is no extract of a trace; `bench/parallel.py --trace FOLDER` writes them") from error
     lines = [heading, f"{'ms':>8} {'calls':>6} {'us each':>9}  {'class':14}kernel"]

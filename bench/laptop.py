@@ -57,6 +57,8 @@ def main():
     text = parser.parse_args().text
     if not text.is_file():
         parser.error(f"there is no text file {text}; name one, e.g. tinyshakespeare.txt")
+    if text.stat().st_size < 10_000:
+        parser.error(f"{text} has {text.stat().st_size:,} bytes, too few to train on and hold out a tenth; name a longer text")
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         write_shards(text, folder)

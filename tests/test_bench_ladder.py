@@ -610,9 +610,10 @@ def test_the_kernels_of_a_trace_as_a_table(tmp_path):
     (tmp_path / "other.json").write_text("[1]")
     bad = run_python("bench/kernels.py", tmp_path / "other.json", cwd=ROOT)
     assert bad.returncode == 2 and "is no extract of a trace" in bad.stderr and "Traceback" not in bad.stderr
-    for path, words in ((ROOT / "README.md", "is no extract of a trace"), ("none", "there is no none; readme.assets/runs has")):
+    no_file = "there is no file {}; readme.assets/runs has"
+    for path, words in ((ROOT / "README.md", "is no extract of a trace"), ("none", no_file), (ROOT / "tests", no_file)):
         bad = run_python("bench/kernels.py", path, cwd=ROOT)
-        assert bad.returncode == 2 and words in bad.stderr and bad.stderr.count("\n") == 1
+        assert bad.returncode == 2 and words.format(path) in bad.stderr and bad.stderr.count("\n") == 1
 
 
 # ----------------------------------------------------------------------------------------------------------- loss

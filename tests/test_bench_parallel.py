@@ -200,6 +200,12 @@ def test_a_file_that_cannot_be_written_is_named_before_measuring(script, flags, 
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("seconds", ["nan", "inf", "0"])
+def test_a_time_without_end_is_refused(seconds, tmp_path):
+    done = run_python(ROOT / "bench" / "cpu.py", "--out", "o.jsonl", "--seconds", seconds, cwd=tmp_path, timeout=60)
+    assert done.returncode == 2 and "must be above 0, and not without end" in done.stderr and not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("script", ["parallel.py", "cpu.py", "memory.py"])
 def test_a_file_that_is_broken_or_missing_is_named(script, tmp_path):
     (tmp_path / "r.jsonl").write_text("{\n{}\n")

@@ -363,3 +363,9 @@ def test_resuming_takes_the_settings_of_the_run(tmp_path, shards):
         assert model_config.n_head == (4 if flags else 2)
     _, _, cfg = parse_args(["--resume", "--log_dir", str(tmp_path / "log"), "--lr", "0.5", "--max_steps", "9"])
     assert (cfg.lr, cfg.max_steps) == (0.5, 9), "flags change what was saved"
+
+
+@pytest.mark.parametrize("name", ["plan.py", "chat.py", "bench/fp8_attention.py", "bench/packed_attention.py"])
+def test_a_file_without_a_command_says_who_uses_it(name, tmp_path):
+    done = run_python(ROOT / name, "--help", cwd=tmp_path)
+    assert done.returncode == 2 and "error: no command of its own; `python " in done.stderr and done.stderr.count("\n") == 1

@@ -220,6 +220,12 @@ def test_an_unknown_picture_is_refused(tmp_path):
     assert done.returncode == 2 and "stairs is no picture of this project; there are laptop" in done.stderr
 
 
+def test_a_place_that_is_no_folder_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    done = run_python(ROOT / "bench" / "figures.py", "--out", "file", cwd=tmp_path)
+    assert done.returncode == 2 and "out=file/loss.png cannot be written (" in done.stderr and "Traceback" not in done.stderr
+
+
 def test_a_folder_that_is_not_there_is_refused(tmp_path):
     done = run_python(ROOT / "bench" / "figures.py", "--runs", "none", "--out", "o", cwd=tmp_path)
     assert done.returncode == 2 and "there is no folder none" in done.stderr and not (tmp_path / "o").exists()

@@ -506,10 +506,11 @@ def test_command_prints_tables_and_draws(tmp_path, checkpoint, monkeypatch):
         assert (run.returncode, run.stdout) == (2, "") and "error: picture=/sys/p.png cannot be written (" in run.stderr
 
 
-@pytest.mark.parametrize("what", ["label", "missing", "offline", "folder", "kind", "limit"])
+@pytest.mark.parametrize("what", ["label", "missing", "offline", "folder", "kind", "limit", "split"])
 def test_bad_input_is_one_sentence_and_status_2(tmp_path, checkpoint, what):
     data = ["--data", write(tmp_path / "h.jsonl", [made_up(1)[0] | {"label": 9}])] if what == "label" else []
     data = ["--data", "nowhere.jsonl"] if what == "missing" else data
+    data = ["--data", write(tmp_path / "h.jsonl", made_up(1)), "--split", "train"] if what == "split" else data
     data = {"folder": ["--picture", "none/p.png"], "kind": ["--picture", "p.xyz"], "limit": ["--limit", "-3"]}.get(what, data)
     nowhere = {"https_proxy": "http://127.0.0.1:9", "HELLASWAG_TRIES": "1"}
     run = run_python(ROOT / "hellaswag.py", "--model", checkpoint, "--device", "cpu", *data, cwd=tmp_path, **nowhere)
@@ -518,6 +519,7 @@ def test_bad_input_is_one_sentence_and_status_2(tmp_path, checkpoint, what):
         "missing": "no HellaSwag file nowhere.jsonl; name one with --data",
         "folder": "picture=none/p.png must lie in a folder that is there", "kind": "picture=p.xyz must lie in",
         "limit": "limit=-3 must be 0",  # before anything is downloaded
+        "split": "split=train does nothing for --data",
         "offline": "cannot download https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl",
     }
     assert run.returncode == 2 and run.stdout == ""

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 
 import pytest
 from conftest import ROOT, run_python
@@ -244,7 +245,9 @@ def test_command(tmp_path):
     write_log(tmp_path / "log/s", RUN)
     done = run_python(ROOT / "plot.py", "log/r", "log/s", cwd=tmp_path)
     assert done.stdout == "log/r/loss_with_s.png\n", "the picture that training made stays"
-    for args, message in [(["log/none"], "log/none"), ([], "name at least one"), (["log/r", "--out", "x.abc"], "abc"),
+    (tmp_path / "noise.jsonl").write_bytes(os.urandom(300))
+    for args, message in [(["log/none"], "log/none"), ([], "name at least one"), (["noise.jsonl"], "whose lines are broken"),
+                          (["log/r", "log/../log/r"], "a run was named twice"), (["log/r", "--out", "x.abc"], "abc"),
                           (["log/r", "--out", "x"], "error: out=x must end in .png, .svg or .pdf"),
                           (["log/r", "--out", "log/r/log.jsonl/x.png"], "x.png cannot be written (File exists); name")]:
         done = run_python(ROOT / "plot.py", *args, cwd=tmp_path)

@@ -279,8 +279,11 @@ def test_broken_weights_are_one_sentence(tmp_path, monkeypatch, capfd):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["ab", "--temperature", "-1"], "temperature=-1.0 must be 0"),
-        (["ab", "--temperature", "nan"], "temperature=nan must be 0"),
+        (["ab", "--temperature", "-1"], "temperature=-1.0 must be a finite number, 0 (likeliest token) or more"),
+        (["ab", "--temperature", "nan"], "temperature=nan must be a finite number"),
+        (["ab", "--temperature", "0", "--num_samples", "2"], "num_samples=2 does nothing at temperature=0"),
+        (["ab", "--temperature", "0", "--top_k", "5"], "top_k=5 does nothing at temperature=0"),
+        (["ab", "--temperature", "0", "--top_p", "0.5"], "top_p=0.5 does nothing at temperature=0"),
         (["ab", "--top_p", "0"], "top_p=0.0 must be above 0"),
         (["ab", "--top_p", "1.5"], "top_p=1.5 must be above 0"),
         (["ab", "--top_k", "-3"], "top_k=-3 must be 0"),

@@ -23,6 +23,7 @@ import machine
 import plot
 import train_gpt2
 from checkpoints import newest_checkpoint, read_checkpoint, save_checkpoint
+from checks import LOWER
 from evaluation import bytes_per_token, eval_val_loss
 from shards import TokenShards
 from tokenizer import ByteTokenizer
@@ -480,7 +481,7 @@ def test_a_bad_step_is_seen_before_it_is_measured_and_at_the_end(tmp_path, shard
     """With no checkpoint to come; weights of 1e30 are still finite, what they give is not."""
     with pytest.raises(FloatingPointError, match="the loss is nan at step 2"):
         train_here(tmp_path, shards, "r", ByteTokenizer(), max_steps=2, lr=1e30, warmup_steps=0, ckpt_every=0, **watching)
-    with pytest.raises(FloatingPointError, match="has no checkpoint yet; try a lower --lr, or more --warmup_steps$"):
+    with pytest.raises(FloatingPointError, match=re.escape(f"has no checkpoint yet; {LOWER}, or more --warmup_steps") + "$"):
         train_here(tmp_path, shards, "s", max_steps=2, lr=1e30, warmup_steps=0)
     kinds = [e["kind"] for e in map(json.loads, (tmp_path / "r" / "log.jsonl").read_text().splitlines()) if e["step"] == 2]
     assert kinds == ["train"], "nothing was measured after the bad step"
@@ -490,7 +491,7 @@ def test_a_bad_step_is_seen_before_it_is_measured_and_at_the_end(tmp_path, shard
 def test_a_validation_that_rises_above_a_uniform_guess_says_what_to_do(tmp_path, shards, capsys, lr, told):
     train_here(tmp_path, shards, "r", max_steps=4, lr=lr, warmup_steps=0, val_every=2, schedule="wsd", decay_steps=1)
     lines = [line for line in capsys.readouterr().out.splitlines() if "validation loss" in line]
-    assert ["worse than a uniform guess: try a lower --lr, or more --warmup_steps" in line for line in lines] == told
+    assert [f"worse than a uniform guess: {LOWER}, or more --warmup_steps" in line for line in lines] == told
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
