@@ -26,12 +26,15 @@ NOTEBOOK = json.loads((ROOT / "play.ipynb").read_text(encoding="utf-8"))
 AS_IT_IS = {
     "python train_gpt2.py --plan --preset gpt2-xl --plan_card 24GB",
     "python report.py log/RUN",
+    "python plot.py log/RUN log/OTHER",
     "python fineweb.py --verify --out edu_fineweb10B",
     "python weights.py export log/RUN --out my-gpt2",
 }
 WITH_SMALLER_FLAGS = {
     "python -m venv .venv": "--without-pip",
     ".venv/bin/python train_gpt2.py": "--max_steps 3 --batch_size 4 --val_tokens 4096 --sample_tokens 8 --run_name r2",
+    "torchrun --standalone --nproc_per_node=2 train_gpt2.py --preset laptop":
+        "--max_steps 3 --batch_size 4 --val_tokens 4096 --sample_tokens 8 --run_name two",
     "python train_gpt2.py --resume": "--run_name r",  # which was stopped; the newest one is done
     """python sample.py "Hello, I'm a language model,\"""": "--max_new_tokens 8",
     "python hellaswag.py --model my-gpt2": "--data hellaswag.jsonl --skip_long",
@@ -110,10 +113,11 @@ def workplace(tmp_path):
 
 def run_command(command, cwd):
     """A command line of README, with this Python and this project's files."""
-    words = shlex.split(command.replace("log/RUN", "log/r"))
-    assert words[0] in ("python", ".venv/bin/python", "tensorboard"), command
+    words = shlex.split(command.replace("log/RUN", "log/r").replace("log/OTHER", "log/r2"))
+    assert words[0] in ("python", ".venv/bin/python", "tensorboard", "torchrun"), command
     if words[0] == "tensorboard":
         return run_python("-m", "tensorboard.main", *words[1:], cwd=cwd)
+    words = ["python", "-m", "torch.distributed.run", *words[1:]] if words[0] == "torchrun" else words
     return run_python(*(ROOT / word if word.endswith(".py") else word for word in words[1:]), cwd=cwd)
 
 
