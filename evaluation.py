@@ -123,6 +123,9 @@ class Reporter:
                          "used, as they would change the order. A new run with --init_from uses all")  # fmt: skip
         self.log.say(f"step   {cfg.total_batch_size:,} tokens = {loader.batch_size} sequences x {cfg.seq_len} x "
                      f"{world.world_size} processes x {loader.grad_accum_steps} micro-steps")  # fmt: skip
+        if cfg.total_batch_size > per_epoch:
+            self.log.say(f"note: each step of total_batch_size={cfg.total_batch_size:,} tokens reads all training data "
+                         f"{cfg.total_batch_size / per_epoch:,.1f} times; --total_batch_size makes it smaller")  # fmt: skip
         self.log.say(f"device {card}{threads}, {self.precision.name}")
         self.log.say(f"guess  a uniform one costs log V = {math.log(c.vocab_size):.3f} nats a token, the best one without "
                      f"context {self.unigram:.3f} (unigram)")  # fmt: skip

@@ -487,6 +487,14 @@ def test_a_bad_step_is_seen_before_it_is_measured_and_at_the_end(tmp_path, shard
     assert kinds == ["train"], "nothing was measured after the bad step"
 
 
+@pytest.mark.parametrize("tokens, times", [(2432, None), (2560, "1.0"), (25600, "10.2")])  # of 2,498
+def test_a_step_larger_than_the_data_is_said(tmp_path, shards, capsys, tokens, times):
+    train_here(tmp_path, shards, "r", max_steps=1, total_batch_size=tokens)
+    notes = [line for line in capsys.readouterr().out.splitlines() if "all training data" in line]
+    assert len(notes) == bool(times)
+    assert not times or f"each step of total_batch_size={tokens:,} tokens reads all training data {times} times; " in notes[0]
+
+
 @pytest.mark.parametrize("lr, told", [(10, [False, True, True]), (1e-3, [False] * 3)])
 def test_a_validation_that_rises_above_a_uniform_guess_says_what_to_do(tmp_path, shards, capsys, lr, told):
     train_here(tmp_path, shards, "r", max_steps=4, lr=lr, warmup_steps=0, val_every=2, schedule="wsd", decay_steps=1)
