@@ -41,6 +41,8 @@ def find_model(source, log_dir="log"):
     if path.is_file() and path.suffix != ".pt":
         raise ValueError(f"{source} is no checkpoint: name a .pt file, the folder of a run, or a Hugging Face folder or model")
     if path.is_dir() and not is_hugging_face(path):
+        if not has_checkpoint(path) and any(path.glob("*.safetensors")):
+            raise ValueError(f"{source} has weights but no config.json, which says of what shape; copy the whole folder again")
         path = newest_checkpoint(path)
     return str(path) if path.suffix == ".pt" else str(source or path)
 

@@ -294,6 +294,7 @@ def test_broken_weights_are_one_sentence(tmp_path, monkeypatch, capfd):
         (["ab", "--model", "nowhere.pt"], "no checkpoint nowhere.pt"),
         (["ab", "--model", "log/nowhere"], "there is no log/nowhere"),
         (["ab", "--model", "log"], "no checkpoint in log"),
+        (["ab", "--model", "half"], "half has weights but no config.json"),
         (["ab", "--model", "odd"], "holds no pytorch_model.bin"),
         (["ab", "--model", "odd.pt"], "no tokenizer has 101 ids"),
         (["ab", "--model", "broken.pt"], "broken.pt cannot be read"),
@@ -306,6 +307,8 @@ def test_broken_weights_are_one_sentence(tmp_path, monkeypatch, capfd):
 def test_bad_input_is_one_sentence_and_status_2(tmp_path, run_folder, monkeypatch, capfd, flags, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "odd").mkdir()
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half/model.safetensors").write_bytes(b"")
     (tmp_path / "odd/config.json").write_text('{"model_type": "gpt2"}')
     torch.save(noisy_gpt(vocab_size=101, vocab_multiple=1).state_dict(), tmp_path / "odd.pt")
     (tmp_path / "broken.pt").write_bytes(b"PK\x03\x04 not a checkpoint")
