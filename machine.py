@@ -143,15 +143,18 @@ def num_params(c):
     return (c.padded_vocab_size + c.block_size) * c.n_embd + matrices + vectors, matrices
 
 
+def memory_of(device):
+    """(bytes, "card" or "machine") of memory that there is in all; infinite where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory, "card"
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "machine"
+    return float("inf"), "machine"
+
+
 def check_size(c, device):
     """Raise ValueError for a model (a GPTConfig) that this machine has no room for, before minutes are spent on that."""
-    n, _ = num_params(c)
-    if device.type == "cuda":
-        memory, what = torch.cuda.get_device_properties(device).total_memory, "card"
-    elif hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        memory, what = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "machine"
-    else:
-        return
+    (n, _), (memory, what) = num_params(c), memory_of(device)
     if 12 * n > memory:  # weights, gradients and the lesser optimizer's state, 4 bytes each
         raise ValueError(f"n_layer={c.n_layer} and n_embd={c.n_embd} make {n:,} weights, which take {12 * n / 2**30:,.0f} GiB "
                          f"or more in training; this {what} has {memory / 2**30:,.0f}: make the model smaller")  # fmt: skip

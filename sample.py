@@ -25,7 +25,7 @@ import torch
 from tyro.conf import Positional, arg
 
 from checkpoints import has_checkpoint
-from machine import Precision, out_of_memory
+from machine import Precision, memory_of, out_of_memory
 from tokenizer import get_tokenizer, name_of_size, printable
 from train_gpt2 import World
 
@@ -89,7 +89,7 @@ def complete(model, tokenizer, prompt, cfg, seed, write, precision=None):
     """Continue the prompt cfg.num_samples times; returns (texts without the prompt, tokens drawn, seconds).
 
     write(text) gets the prompt and the pieces of the first text as they come. Raises
-    ValueError, before it writes, for a prompt that does not fit.
+    ValueError, before it writes, for a prompt or a number of samples that does not fit.
     """
     device = next(model.parameters()).device
     ids = [tokenizer.eot] + tokenizer.encode(prompt)  # in training, end-of-text leads every document
@@ -98,6 +98,11 @@ def complete(model, tokenizer, prompt, cfg, seed, write, precision=None):
             f"the prompt has {len(ids) - 1} tokens, and one more for end-of-text in front; the model's context is "
             f"{model.config.block_size}: shorten it by {len(ids) - model.config.block_size}"
         )
+    c, (memory, what) = model.config, memory_of(device)
+    need = cfg.num_samples * 2 * c.n_layer * c.block_size * c.n_embd * 2  # bytes of keys and values, in 16 bits at least
+    if need > memory:
+        raise ValueError(f"num_samples={cfg.num_samples} takes {need / 2**30:,.0f} GiB for keys and values, this {what} has "
+                         f"{memory / 2**30:,.0f}; lower --num_samples")  # fmt: skip
     write(prompt)
     idx = torch.tensor([ids] * cfg.num_samples, device=device)
     streams, texts = [TextStream(tokenizer) for _ in range(cfg.num_samples)], [""] * cfg.num_samples

@@ -289,6 +289,7 @@ def test_broken_weights_are_one_sentence(tmp_path, monkeypatch, capfd):
         (["ab", "--top_k", "-3"], "top_k=-3 must be 0"),
         (["ab", "--seed", "99999999999999999999"], "seed=99999999999999999999 must be 0 or more and less than"),
         (["ab", "--num_samples", "0"], "num_samples=0 must be at least 1"),
+        (["ab", "--num_samples", "10000000000"], "GiB for keys and values, this machine has"),
         (["ab", "--max_new_tokens", "0"], "max_new_tokens=0 must be at least 1"),
         (["a" * 64], "the prompt has 64 tokens"),
         (["ab", "--model", "nowhere.pt"], "no checkpoint nowhere.pt"),
