@@ -122,7 +122,7 @@ def check_compiled(model, raw_model, loader, world, precision, log):
     if not found:
         return model
     log.say("torch.compile is off: for the first micro-batch the compiled model has a loss of {:.4f}, the same uncompiled one "
-            "of {:.4f}; this is torch {}, 2.14 is right where 2.11 is not (README)".format(*found[0], torch.__version__))
+            "of {:.4f}; another torch than {} may be right, as 2.14 is where 2.11 is not".format(*found[0], torch.__version__))
     return model._orig_mod
 
 

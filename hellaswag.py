@@ -530,7 +530,7 @@ def run(cfg):
     if cfg.worst < 0:
         raise ValueError(f"worst={cfg.worst} must be 0 (none) or more")
     check_amounts(cfg.limit, cfg.batch_tokens)  # before a download, too
-    if cfg.split != "val" and Path(cfg.data).is_file() and cfg.data:
+    if cfg.split != "val" and Path(cfg.data).is_file():
         raise ValueError(f"split={cfg.split} does nothing for --data {cfg.data}, which is one file; leave it out")
     if cfg.picture:  # before minutes of scores that would be lost with it
         check_picture(cfg.picture)

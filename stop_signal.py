@@ -11,7 +11,8 @@ STOPPED = "stopped at once; what checkpoints there are stay as they were"
 
 
 def importing(name):
-    """Until `running`, Ctrl-C is one line and exit status 130: what is imported would show where within itself it was."""
+    """Until the signal gets another handler, as `running` gives it, Ctrl-C is one line and exit
+    status 130: what is imported would show where within itself it was."""
     line = f"\n{name}: stopped before it began\n".encode()
     signal.signal(signal.SIGINT, lambda *_: (os.write(2, line), os._exit(130)))
 

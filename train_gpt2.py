@@ -29,7 +29,7 @@ from stop_signal import STOPPED, StopSignal, importing
 
 if __name__ == "__main__":  # before torch starts its threads: on a CPU that is busy with other things too, threads that
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spin while they wait take the time of those that work (4x, README)
-    importing("train_gpt2.py")
+    importing("train_gpt2.py")  # torch takes seconds; Ctrl-C meanwhile is one line
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -21,6 +21,10 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from stop_signal import running  # noqa: E402
+
 TARGET = 1.88
 
 COMMON = "--preset laptop --device cpu --sample_every 0 --ckpt_every 0 --log_every 50".split()
@@ -79,8 +83,5 @@ def main():
 
 
 if __name__ == "__main__":
-    try:
+    with running("laptop.py"):
         main()
-    except KeyboardInterrupt:
-        print("\nlaptop.py: stopped", file=sys.stderr)
-        sys.exit(130)

@@ -26,6 +26,10 @@ except ModuleNotFoundError as missing:
     sys.exit(2)
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from stop_signal import running  # noqa: E402
+
 NOTEBOOK = ROOT / "play.ipynb"
 
 
@@ -64,8 +68,5 @@ def main():
 
 
 if __name__ == "__main__":
-    try:
+    with running("run_notebook.py"):
         main()
-    except KeyboardInterrupt:
-        print("\nrun_notebook.py: stopped, the notebook stays as it was", file=sys.stderr)
-        sys.exit(130)

@@ -94,7 +94,7 @@ OTHERS = {
     "precision": [(p, dict(precision=p)) for p in ("bf16", "fp16", "tf32", "fp32")],
 }  # fmt: skip
 GROUPS = ["rungs", *OTHERS, "loss"]
-KEY = ("group", "shape", "variant", "seed", "card", "torch", "sustained", "max_steps", "tokens_per_step")
+KEY = ("group", "shape", "variant", "seed", "card", "torch", "sustained", "max_steps", "tokens_per_step")  # of one measurement
 
 
 def known(settings):

@@ -327,6 +327,12 @@ def test_without_a_gpu_it_says_what_it_needs(script, tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_text_too_short_to_train_on_is_named(tmp_path):
+    (tmp_path / "t.txt").write_text("a" * 99)
+    done = run_python("bench/laptop.py", tmp_path / "t.txt", cwd=ROOT)
+    assert done.returncode == 2 and "t.txt has 99 bytes, too few to train on" in done.stderr and "Traceback" not in done.stderr
+
+
 def test_algorithms_are_those_of_a_gpu(tmp_path):
     done = run_python(ROOT / "bench" / "gelu_algorithms.py", cwd=tmp_path)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "needs an NVIDIA GPU" in done.stderr

@@ -561,6 +561,7 @@ BAD = {  # name of the file, its content, more arguments, what the sentence must
     "hub's split": ("a.jsonl", LINES, ["--split", "test"], r"--split does nothing for --source a\.jsonl.*; leave it out"),
     "hub's revision": ("a.jsonl", LINES, ["--revision", "v2"], r"--revision does nothing for --source a\.jsonl"),
     "no number": ("a.jsonl", LINES, ["--tokens", "many"], r"--tokens many.*500M"),
+    "no context": ("a.jsonl", LINES, ["--context", "0"], "--context 0: wanted are 2 tokens or more"),
     "no note": ("a.jsonl", LINES, ["--note_every", "-1"], r"--note_every -1\.0: wanted are seconds, 0 or more"),
     "out below a file": ("a.jsonl", LINES, ["--out", "a.jsonl/x"], r"a\.jsonl/x cannot be read or written \(Not a directory\)"),
     "workers": ("a.jsonl", LINES, ["--workers", "-2"], r"--workers -2: wanted is"),

@@ -6,7 +6,7 @@ import json
 import sys
 
 import pytest
-from conftest import ROOT, clean_env
+from conftest import ROOT, clean_env, run_python
 
 sys.path.insert(0, str(ROOT / "bench"))
 
@@ -51,6 +51,15 @@ def test_what_it_takes_from_the_project_is_there():
              if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules}  # fmt: skip
     assert len(used) > 20
     assert not [name for name in sorted(used) if not hasattr(importlib.import_module(name[0]), name[1])]
+
+
+def test_help_runs_nothing(tmp_path):
+    pytest.importorskip("nbclient", reason="needs requirements-notebook.txt")
+    before = (ROOT / "play.ipynb").read_bytes()
+    for flag, status in (("--help", 0), ("--hlp", 2)):
+        done = run_python(ROOT / "bench" / "run_notebook.py", flag, cwd=tmp_path, timeout=60)
+        assert done.returncode == status and "usage: bench/run_notebook.py [-h]" in done.stdout + done.stderr
+    assert (ROOT / "play.ipynb").read_bytes() == before
 
 
 @pytest.mark.slow

@@ -73,6 +73,11 @@ def test_a_setting_that_is_missing_has_its_default_and_an_unknown_one_is_refused
             read_config(tmp_path, Shape, Plan)
     file.write_text(json.dumps({"model": {}, "train": {"rate": 1}}))
     assert read_config(tmp_path, Shape, Plan)[1].rate == 1, "a whole number will do"
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(ValueError, match="config.json is a folder where a file should be; move it away"):
+        read_config(tmp_path, Shape, Plan)
+    file.rmdir()
     file.write_text("")
     with pytest.raises(ValueError, match="config.json is not what this project has written .* another run with --run_name"):
         read_config(tmp_path, Shape, Plan)

@@ -1,14 +1,12 @@
 """What ends a run early: Ctrl-C, SIGTERM and kill -9, at any moment, and what the resumed run makes of it."""
 
 import contextlib
-import fcntl
 import functools
 import os
 import re
 import signal
 import subprocess
 import sys
-import termios
 import threading
 import time
 from pathlib import Path
@@ -289,6 +287,9 @@ def test_a_signal_in_the_last_batch_of_a_validation_does_not_undo_it(tmp_path, s
 @pytest.mark.parametrize("nohup", [False, True])
 def test_a_closed_terminal_ends_a_run_as_sigterm_does(tmp_path, shards, nohup):
     """As when ssh breaks off. The process has a terminal of its own, and the bar that goes with it."""
+    import fcntl
+    import termios
+
     terminal, end = os.openpty()
     command = [*["nohup"] * nohup, sys.executable, ROOT / "train_gpt2.py", *TINY_RUN, "--data", shards, "--val_every", 2]
     command += ["--max_steps", 60 if nohup else 1000000]
