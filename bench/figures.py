@@ -508,7 +508,8 @@ def parallel(runs, out_path, dark):
         return words(mode) + (f", {bucket_mb} MB" if bucket_mb else "")
 
     panels, rows = {}, records(runs, "parallel", "mode", "world_size", "tok_per_s")
-    for kind, alike in grouped(rows, "preset", "world_size", "eight_bits", "device", "batch_size", "compile", "torch").items():
+    setting = "preset", "world_size", "eight_bits", "device", "batch_size", "compile", "torch", "grad_accum_steps"
+    for kind, alike in grouped(rows, *setting).items():
         if any(row["mode"] == "alone_one" for row in alike):
             for row in alike:
                 if row.get("env", {}).keys() - {"NCCL_VERSION", "NCCL_NVLS_ENABLE"}:  # an experiment with NCCL's settings
@@ -534,7 +535,7 @@ def parallel(runs, out_path, dark):
         places += halves[0, 1].subgridspec(len(others), 1, height_ratios=[len(panels[kind]) + 1 for kind in others])
     everything = [share for modes in panels.values() for shares in modes.values() for share in shares]
     low, high = min(everything), max(1, max(everything))
-    several = {kind[0]: {other[4] for other in panels if other[0] == kind[0]} for kind in panels}  # micro-batches
+    several = {kind[0]: {other[4::3] for other in panels if other[0] == kind[0]} for kind in panels}  # (micro-batch, how many)
     for place, kind in zip(places, [first, *others]):
         ax = figure.add_subplot(place)
         for y, ((mode, bucket_mb), shares) in enumerate(panels[kind].items()):
@@ -542,7 +543,8 @@ def parallel(runs, out_path, dark):
             color = "0.55" if mode == "alone" else plot.SERIES[dark][0 if ours else 1]
             ax.plot(shares, [y] * len(shares), "o", color=color, alpha=0.75, markersize=4.5, markeredgewidth=0)
             ax.plot([statistics.mean(shares)] * 2, [y - 0.35, y + 0.35], color=color, linewidth=1.5)
-        bits, size = ", 8 bits" * bool(kind[2]), f", B = {kind[4]}" * (len(several[kind[0]]) > 1)
+        size = f", B = {kind[4]}" * (len(several[kind[0]]) > 1) + (f" x {kind[7]}" if kind[7] else "")
+        bits = ", 8 bits" * bool(kind[2])
         ax.set_title(f"{kind[0]} on {kind[1]}{size}{bits}", fontsize=9.5, pad=3)
         ax.set(ylim=(len(panels[kind]) - 0.4, -0.6), xlim=(low - 0.005, high + 0.005))
         names = [f"{named(*mode)}  {statistics.mean(shares):.1%}" for mode, shares in panels[kind].items()]

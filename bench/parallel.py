@@ -1,5 +1,6 @@
 """Ways to train one GPT-2 on several GPUs, side by side: same model, optimizer, tokens and loss, 64 x 1024 tokens per GPU
-and update, no accumulation. What the processes tell each other, and when, is all that differs.
+and update, no accumulation unless --grad_accum_steps says so. What the processes tell each other, and when, is all that
+differs.
 
     python bench/parallel.py --nproc_per_node 4 --out parallel.jsonl      # every mode in a torchrun of its own
     torchrun --standalone --nproc_per_node=4 bench/parallel.py --modes ddp flat --out parallel.jsonl
@@ -200,7 +201,7 @@ def build(mode, model_config, cfg, world, how):
     how: what is compiled, the whole "model", its "blocks" (always so in fsdp2 and ddp_blocks), or "off".
     """
     if mode in ALONE:
-        world, cfg = lone(world), dataclasses.replace(cfg, total_batch_size=cfg.batch_size * cfg.seq_len)
+        world, cfg = lone(world), dataclasses.replace(cfg, total_batch_size=cfg.total_batch_size // world.world_size)
     elif mode in ("flat", "in_graph"):
         world = AfterBackward(world) if mode == "flat" else DuringBackward(world)
     precision, raw_model, optimizer, loader, _ = prepare(model_config, cfg, world)
@@ -336,9 +337,10 @@ def measure(mode, model_config, cfg, world, how, warmup, steps, trace):
             write_trace(step, world, Path(trace), mode)
     world.smallest(0)  # over the CPU: those that idle must not wait in a kernel
     ranks = [r for r in world.gather(mine) if r is not None]
-    each = [cfg.batch_size * cfg.seq_len / median(r["ms"]) * 1000 for r in ranks]  # tokens/s by each card's own clock
+    tokens = cfg.total_batch_size // world.world_size  # of a step, on one card
+    each = [tokens / median(r["ms"]) * 1000 for r in ranks]  # tokens/s by each card's own clock
     slowest = np.max([r["ms"] for r in ranks], axis=0)  # of the cards, step by step
-    together = len(ranks) * cfg.batch_size * cfg.seq_len / median(slowest) * 1000
+    together = len(ranks) * tokens / median(slowest) * 1000
     losses = np.mean([r["losses"] for r in ranks[: 1 if mode in ALONE else None]], axis=0)  # each has its part of a step's
     return {
         "step_ms": median(slowest), "step_ms_min": float(slowest.min()), "step_ms_max": float(slowest.max()),
@@ -507,7 +509,7 @@ def overlap_picture(extract_file, out_png, dark=False):
 def alike(record, other):
     """True if two records of different modes may be compared."""
     same = ("preset", "world_size", "batch_size", "seq_len", "compile", "activation_checkpointing", "precision", "data",
-            "device", "torch", "eight_bits")  # fmt: skip
+            "device", "torch", "eight_bits", "grad_accum_steps")  # fmt: skip
     return all(record.get(k) == other.get(k) for k in same)
 
 
@@ -545,7 +547,8 @@ def table(records):
         block.append(record) if block else blocks.append([record])
     for block in blocks:
         r = block[0]
-        lines += [f"{r['preset']}, {r['world_size']} x {r['device']}, {r['batch_size']} x {r['seq_len']} tokens each, "
+        cut = f" in {r['grad_accum_steps']} micro-steps each" if r.get("grad_accum_steps") else " each"
+        lines += [f"{r['preset']}, {r['world_size']} x {r['device']}, {r['batch_size']} x {r['seq_len']} tokens{cut}, "
                   f"{r['precision']}{', head and MLP in 8 bits' if r.get('eight_bits') else ''}, compile {r['compile']}"
                   f"{', activation checkpointing' if r['activation_checkpointing'] else ''}, torch {r['torch']}, {r['date']}",
                   f"{'mode':<14} {'step ms (min to max)':>24} {'tokens/s':>10} {'% of n x one':>12} {'sum alone':>9} "
@@ -570,7 +573,8 @@ def table(records):
                 rates = ", ".join(f"{rate:,.0f}" + (f" ({cards[i][0]:.0f} MHz, {cards[i][1]:.0f} W, {cards[i][2]:.0f} C)"
                                   if len(cards) == len(r["rank_tok_per_s"]) else "")
                                   for i, rate in enumerate(r["rank_tok_per_s"]))  # fmt: skip
-                bound = r["world_size"] * r["batch_size"] * r["seq_len"] / r["step_ms"] * 1000
+                tokens = r["world_size"] * r["batch_size"] * r["seq_len"] * (r.get("grad_accum_steps") or 1)
+                bound = tokens / r["step_ms"] * 1000
                 lines += [f"            each card: {rates}", f"            if all waited for the slowest card of each step: "
                           f"{bound:,.0f}"]  # fmt: skip
             if r["mode"] in LOOPS:
@@ -585,13 +589,15 @@ def table(records):
 
 KEY = ("bench", "mode", "bucket_mb", "preset", "world_size", "batch_size", "seq_len", "compile",
        "activation_checkpointing", "precision", "data", "warmup", "steps", "round", "device", "torch", "env",
-       "eight_bits")  # fmt: skip
+       "eight_bits", "grad_accum_steps")  # fmt: skip
 
 
 def key_of(mode, args, world_size):
     """What makes a measurement this one and no other."""
     values = {k: getattr(args, k) for k in KEY if hasattr(args, k)}
-    values["eight_bits"] = args.eight_bits or None  # older records have no such field
+    # older records have no such fields
+    values["eight_bits"] = args.eight_bits or None
+    values["grad_accum_steps"] = args.grad_accum_steps if args.grad_accum_steps > 1 and mode not in LOOPS else None
     values["bucket_mb"] = World.bucket_mb if mode == "loop" else args.bucket_mb if mode.startswith("ddp") else None
     env = {k: v for k, v in os.environ.items() if k.startswith("NCCL_")}
     steps = args.loop_steps if mode in LOOPS else args.steps
@@ -675,7 +681,7 @@ def work(args):
         model_config = dataclasses.replace(model_config, activation_checkpointing=args.activation_checkpointing)
         if args.eight_bits:
             model_config = dataclasses.replace(model_config, cross_entropy="fp8", fp8_mlp=True)
-        update = args.batch_size * args.seq_len * world.world_size
+        update = args.batch_size * args.seq_len * world.world_size * args.grad_accum_steps
         if folder:
             random_shards(folder, model_config.vocab_size, 8 * update + 1, 2 * args.seq_len)
         cfg = dataclasses.replace(
@@ -708,7 +714,9 @@ def parse_args(argv):
     parser.add_argument("--nproc_per_node", type=int, default=0, help="start so many processes (0: none, as under torchrun)")
     parser.add_argument("--limit", type=int, default=150, help="seconds for a mode (default %(default)s)")
     parser.add_argument("--preset", default="gpt2", choices=PRESETS)
-    parser.add_argument("--batch_size", type=int, default=64, help="sequences per process and update (default %(default)s)")
+    parser.add_argument("--batch_size", type=int, default=64, help="sequences per process and micro-step (default %(default)s)")
+    parser.add_argument("--grad_accum_steps", type=int, default=1, metavar="N",
+                        help="micro-steps of an update (default %(default)s); loop has as many as its preset")  # fmt: skip
     parser.add_argument("--seq_len", type=int, default=0, help="default: the preset's")
     parser.add_argument("--steps", type=int, default=40, help="updates that are timed (default %(default)s)")
     parser.add_argument("--warmup", type=int, default=10, help="updates before those, after the first (default %(default)s)")
@@ -735,7 +743,7 @@ def parse_args(argv):
         default = [m for m in default if m != "ddp_bf16"]  # its exchange in 16 bits is NCCL's
     args.modes = args.modes or default
     for name, least in (("batch_size", 1), ("seq_len", 1), ("steps", 1), ("warmup", 0), ("loop_steps", 1), ("limit", 1),
-                        ("bucket_mb", 1), ("nproc_per_node", 0)):  # fmt: skip
+                        ("bucket_mb", 1), ("nproc_per_node", 0), ("grad_accum_steps", 1)):  # fmt: skip
         if getattr(args, name) < least:
             parser.error(f"--{name} {getattr(args, name)} must be {least} or more")
     if args.eight_bits and args.batch_size * args.seq_len < MIN_POSITIONS:

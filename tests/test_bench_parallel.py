@@ -177,13 +177,30 @@ def test_a_cpu_leaves_out_what_needs_nccl_and_writes_no_records_of_ours(capsys):
     assert "parallel.jsonl is README's, and of GPUs; for a try on a CPU add --out try.jsonl" in capsys.readouterr().err
 
 
+def test_several_micro_steps_to_an_update_are_another_measurement(tmp_path):
+    """One process, so the mode alone; two sequences at once or one after the other are the same update."""
+    once, twice, at_once = work(tmp_path / "r.jsonl") + [
+        work(tmp_path / f"{words[1]}.jsonl", *words)[0] for words in (["--grad_accum_steps", "2"], ["--batch_size", "2"])
+    ]
+    assert once["grad_accum_steps"] is None and twice["grad_accum_steps"] == 2
+    assert twice["tok_per_s"] == pytest.approx(32_000 / twice["step_ms"])
+    assert twice["losses"] == pytest.approx(at_once["losses"], abs=1e-4) and twice["losses"] != once["losses"]
+    lines = parallel.table([once, twice])
+    assert sum("1 x 16 tokens in 2 micro-steps each" in line for line in lines) == 1
+    assert sum("1 x 16 tokens each" in line for line in lines) == 1
+    rows = [record("alone_one", 1000), record("alone_one", 2000, grad_accum_steps=4), record("alone", 1, grad_accum_steps=4)]
+    assert parallel.references(record("ddp", 900, grad_accum_steps=4), rows)[0] == 4000
+    assert any(line.endswith("slowest card of each step: 5,242,880") for line in parallel.table(rows))  # 2 x 4 x 65,536 / 0.1 s
+
+
 def test_modes_start_from_the_same_weights_and_tokens(tmp_path):
     alone, together = work(tmp_path / "r.jsonl", "--modes", "alone_one", "alone")
     assert alone["loss"] == together["loss"] and alone["grad_norm"] == together["grad_norm"]
 
 
 def test_bad_input_is_one_sentence(capsys):
-    bad = {"--steps 0": "--steps 0 must be 1 or more", "--data nowhere": "there is no folder nowhere",
+    bad = {"--steps 0": "--steps 0 must be 1 or more", "--grad_accum_steps 0": "--grad_accum_steps 0 must be 1 or more",
+           "--data nowhere": "there is no folder nowhere",
            "--modes ddp zero1": "ddp, zero1 need two processes or more", "--modes loop": "loop and loop_zero1 start processes",
            "--modes dpd": "invalid choice"}  # fmt: skip
     for words, sentence in bad.items():

@@ -172,6 +172,9 @@ def test_modes_of_many_settings_stand_in_panels_of_their_own(drawn, runs):
     texts = drawn("parallel")
     assert "gpt2: ddp on 2 GPUs reaches 50.5% of 2 times one GPU" in texts, "the smaller model first, and its smaller batch"
     assert {"gpt2 on 2, B = 9", "ddp  54.5%", "gpt2-xl on 8", "ddp  80.0%"} <= set(texts)
+    rows += [row | {"batch_size": 9, "grad_accum_steps": 4} for row in (mode("alone_one", 50), mode("ddp", 99))]
+    (runs / "parallel.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert {"gpt2 on 2, B = 9", "ddp  54.5%", "gpt2 on 2, B = 9 x 4", "ddp  99.0%"} <= set(drawn("parallel"))
 
 
 def test_runs_of_a_mode_are_dots_against_their_own_round(drawn, runs):
