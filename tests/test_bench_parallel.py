@@ -180,7 +180,7 @@ def test_a_cpu_leaves_out_what_needs_nccl_and_writes_no_records_of_ours(capsys):
 def test_several_micro_steps_to_an_update_are_another_measurement(tmp_path):
     """One process, so the mode alone; two sequences at once or one after the other are the same update."""
     once, twice, at_once = work(tmp_path / "r.jsonl") + [
-        work(tmp_path / f"{words[1]}.jsonl", *words)[0] for words in (["--grad_accum_steps", "2"], ["--batch_size", "2"])
+        work(tmp_path / words[0], *words)[0] for words in (["--grad_accum_steps", "2"], ["--batch_size", "2"])
     ]
     assert once["grad_accum_steps"] is None and twice["grad_accum_steps"] == 2
     assert twice["tok_per_s"] == pytest.approx(32_000 / twice["step_ms"])
