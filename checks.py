@@ -39,11 +39,11 @@ def check_config(model_config, cfg):
     """Raise ValueError for settings that cannot work, whatever the data and the machine."""
     for config in (model_config, cfg):
         for name, value in vars(config).items():
-            least = 1 if name in AT_LEAST_1 else -math.inf if name == "seed" else 0
+            least = 1 if name in AT_LEAST_1 else 0
             if not isinstance(value, (bool, str)) and not least <= value < math.inf:
                 kind = "whole" if isinstance(value, int) else "finite"
                 raise ValueError(f"{name}={value} must be a {kind} number, {least} or more")
-    for name, value, most in (("beta1", cfg.beta1, 1), ("beta2", cfg.beta2, 1), ("seed", abs(cfg.seed), 2**32)):
+    for name, value, most in (("beta1", cfg.beta1, 1), ("beta2", cfg.beta2, 1), ("seed", cfg.seed, 2**32)):
         if value >= most:
             raise ValueError(f"{name}={value} must be less than {most}")
     if model_config.n_embd % model_config.n_head:

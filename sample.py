@@ -99,7 +99,8 @@ def complete(model, tokenizer, prompt, cfg, seed, write, precision=None):
             f"{model.config.block_size}: shorten it by {len(ids) - model.config.block_size}"
         )
     c, (memory, what) = model.config, memory_of(device)
-    need = cfg.num_samples * 2 * c.n_layer * c.block_size * c.n_embd * 2  # bytes of keys and values, in 16 bits at least
+    positions = len(ids) if cfg.no_cache else c.n_layer * c.block_size  # without a cache, a layer's are gone before the next's
+    need = cfg.num_samples * 2 * positions * c.n_embd * 2  # bytes of keys and values, in 16 bits at least
     if need > memory:
         raise ValueError(f"num_samples={cfg.num_samples} takes {need / 2**30:,.0f} GiB for keys and values, this {what} has "
                          f"{memory / 2**30:,.0f}; lower --num_samples")  # fmt: skip

@@ -102,6 +102,7 @@ BAD = {
     "resume_no_decay": ("--resume --run_name r --log_dir {log} --decay_steps 5", ["--decay_steps does nothing with sched"]),
     "beta": ("--beta1 1.5", ["beta1=1.5", "less than 1"]),
     "seed": ("--seed 99999999999999999999999", ["seed=9999", "less than"]),
+    "seed_below_0": ("--seed -1", ["seed=-1 must be a whole number, 0 or more"]),
     "never": ("--val_every -1", ["val_every=-1"]),
     "device": ("--device tpu", ["device=tpu", "mps and cpu"]),
     "device_number": ("--device cpu:foo", ["device=cpu:foo is no device"]),

@@ -318,6 +318,17 @@ def test_bad_input_is_one_sentence_and_status_2(tmp_path, run_folder, monkeypatc
     assert {"--top_z", "many"} & set(flags) or (err.startswith("sample.py: error: ") and err.count("\n") == 1)
 
 
+def test_without_a_cache_there_is_nothing_to_hold_keys_and_values(tmp_path, run_folder, monkeypatch, capfd):
+    """In a machine whose memory the cache of a thousand samples would fill."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sample, "memory_of", lambda device: (2**20, "machine"))
+    words = "ab", "--model", "log/old", "--num_samples", 1000, "--max_new_tokens", 2
+    status, out, err = call(monkeypatch, capfd, *words)
+    assert status == 2 and "num_samples=1000 takes 0 GiB for keys and values, this machine has 0; lower" in err
+    status, out, err = call(monkeypatch, capfd, *words, "--no_cache")
+    assert status == 0 and out.count("abzz") == 1000, err
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
 def test_asks_on_a_terminal(tmp_path, run_folder):
     import pty
