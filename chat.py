@@ -179,6 +179,9 @@ def build_chat(files: list[File], out_dir: Path, tokenizer: str, context: int, s
     if not manifest["documents"]:
         raise ValueError(f"{files[0].path} holds no conversation to learn from: {manifest['no_answer']:,} without an answer, "
                          f"{manifest['too_long']:,} longer than --context {context}")
+    if manifest["documents"] == 1:
+        raise ValueError(f"{files[0].path} holds one conversation to learn from, and the first of every ten is for validation, "
+                         "so there is none to train on; give it two or more")  # fmt: skip
     save("val", len(packers["val"].rows))
     while packers["train"].rows:
         save("train", rows_per_shard)

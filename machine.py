@@ -24,12 +24,13 @@ PEAK_TFLOPS = {
 
 WITHOUT_FP8 = ("A100", "A800", "A40", "A30", "A10G", "A10", "RTX A6000", "RTX 3090", "V100", "T4")  # before Ada and Hopper
 
-# Memory in GB as sold; drivers show as many GiB, within 1 % (H200: 143,771 MiB). The smallest where there are several sizes.
+# GiB that the driver shows; the smallest where there are several sizes. They are the GB of the name within 1 % (H200: 143,771
+# MiB), but for cards whose error correction takes its bits from the same GDDR memory: 15/16 (T4: 15,360 MiB, A10: 23,028).
 MEMORY_GB = {
     "B200": 180, "GH200": 96, "H200": 141, "H100 PCIe": 80, "H100 NVL": 94, "H100": 80,
-    "H800": 80, "A100": 40, "A800": 40, "L40S": 48, "L40": 48, "L4": 24, "A40": 48, "A30": 24, "A10G": 24, "A10": 24,
+    "H800": 80, "A100": 40, "A800": 40, "L40S": 45, "L40": 45, "L4": 22.5, "A40": 45, "A30": 24, "A10G": 22.5, "A10": 22.5,
     "RTX A6000": 48, "RTX 6000 Ada": 48, "RTX 5090": 32, "RTX 4090": 24, "RTX 4080": 16, "RTX 3090": 24, "V100": 16,
-    "T4": 16,
+    "T4": 15,
 }  # fmt: skip
 
 

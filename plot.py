@@ -64,8 +64,9 @@ def read_log(run):
     for (kind, _), record in sorted(found.items(), key=lambda item: item[0][1]):
         log.setdefault(kind, []).append(record)
     if not {"train", "val", "hella"} & log.keys():
-        now = "whose lines are broken: it is not what this project has written" if broken and not found else "yet"
-        raise ValueError(f"{path} holds no train, val or hella record {now}; there is nothing to draw")
+        if broken and not found:
+            raise ValueError(f"{path} is no log of training: none of its lines is a record; name a run folder or log.jsonl")
+        raise ValueError(f"{path} holds no train, val or hella record yet; there is nothing to draw")
     return log
 
 

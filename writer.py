@@ -245,9 +245,10 @@ def different_files(before, now):
     old, new = ({name: rest for name, *rest in source["files"]} for source in (before, now))
     changed = sorted(name for name in old.keys() & new.keys() if old[name] != new[name])
     texts = []
-    for files, only in ((old, sorted(old.keys() - new.keys())), (new, sorted(new.keys() - old.keys()))):
+    for files, only, what in ((old, sorted(old.keys() - new.keys()), "gone"), (new, sorted(new.keys() - old.keys()), "new")):
         names = ", ".join(only[:3]) + (f" and {len(only) - 3} more" if len(only) > 3 else "")
-        texts.append(f"{len(files)} files" + (f", of which only there {names}" if only else ""))
+        count = f"{len(files)} file" + "s" * (len(files) != 1)
+        texts.append(count + (f" ({what}: {names})" if only else ""))
     if texts[0] == texts[1] and not changed:
         return repr(before), repr(now)
     names = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")

@@ -188,7 +188,7 @@ def parse_args(argv):
     args = parser.parse_args(argv)
     for width in args.widths:
         if width < 1 or width > 64 and width % 64:
-            parser.error(f"--widths {width} must be a multiple of 64, for heads of 64 channels")
+            parser.error(f"--widths {width} must be a multiple of 64, for heads of 64 channels, or fewer, one head")
     if not 0 < args.seconds < math.inf or args.limit <= 0:
         parser.error(f"--seconds {args.seconds} and --limit {args.limit} must be above 0, and not without end")
     return args

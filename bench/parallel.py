@@ -47,6 +47,7 @@ from records import append_record, card_name, finished, keep_tries_apart, origin
 
 from fused_mlp import MIN_POSITIONS  # noqa: E402
 from locks import check_writable  # noqa: E402
+from machine import find_device  # noqa: E402
 from metrics import PhaseClock  # noqa: E402
 from stop_signal import running  # noqa: E402
 from train_gpt2 import PRESETS, Underway, World, get_lr, make_optimizer, prepare, share_out, train_step  # noqa: E402
@@ -515,7 +516,8 @@ def alike(record, other):
 
 def references(record, records):
     """Tokens/s that a mode is held against: world_size times one card alone, the sum of the cards, world_size times the
-    slowest; of the same commit and round where they were measured, else the last ones before it. One that was not is None."""
+    slowest; of the same commit and round where they were measured, else the last ones before it. One that was not is None,
+    and so is one of another commit, as of other cards, where this commit has measured one of them."""
     records = list(records)
     here = records.index(record) if record in records else len(records)
     there = [(i, r) for i, r in enumerate(records) if r["mode"] in ALONE and "error" not in r and alike(r, record)]
@@ -525,6 +527,8 @@ def references(record, records):
         return (r.get("commit") == record.get("commit"), r.get("round") == record.get("round") is not None, i < here)
 
     there.sort(key=nearness)
+    if there and nearness(there[-1])[0]:
+        there = [item for item in there if nearness(item)[0]]
     found = {r["mode"]: r for _, r in there}
     n, one, every = record["world_size"], found.get("alone_one"), found.get("alone")
     rates = every["rank_tok_per_s"] if every else None
@@ -556,7 +560,8 @@ def table(records):
         times = collections.Counter(item for r in block for item in particulars(r).items())
         order = [*MODES, *(r["mode"] for r in block)]  # records outlive the modes that were given up
         for r in sorted(block, key=lambda r: order.index(r["mode"])):
-            env = " ".join(f"{k}={v}" for k, v in particulars(r).items() if 2 * times[k, v] < len(block))
+            env = " ".join(f"{k}={v}" for k, v in particulars(r).items()
+                           if k == "round" or 2 * times[k, v] < len(block))  # fmt: skip
             if "error" in r:
                 lines.append(f"{r['mode']:<14} {env} failed: {r['error']}")
                 continue
@@ -758,8 +763,12 @@ def parse_args(argv):
     here = args.table or args.picture or args.preset == "laptop" or args.device != "auto" or torch.cuda.is_available()
     if not here:
         parser.error(f"torch sees no GPU, and {args.preset} is too large for a CPU; a try: --preset laptop --out try.jsonl")
+    most = PRESETS[args.preset][0].block_size
+    if args.seq_len > most:
+        parser.error(f"--seq_len {args.seq_len} must be at most {most}, the context of {args.preset}")
     if not (args.table or args.picture):
         try:
+            find_device(args.device, 0)
             keep_tries_apart(args.out, OUT, cpu)
             check_writable(args.out, "out")
         except ValueError as error:

@@ -18,7 +18,7 @@ WRITING = threading.Lock()  # half of another thread's line would look like what
 
 def read_records(path):
     """The lines of a file of measurements, oldest first; none if there is no file. A last line that a kill has cut short is
-    left out. Raises ValueError for any other line that is no JSON."""
+    left out. Raises ValueError for any other line that is no JSON, and for a file in which no line is."""
     records = []
     lines = Path(path).read_bytes().splitlines() if Path(path).exists() else []
     for number, line in enumerate(lines, start=1):
@@ -26,8 +26,16 @@ def read_records(path):
             records.append(json.loads(line))
         except ValueError as error:
             if number < len(lines):
-                raise ValueError(f"line {number} of {path} is no JSON ({error}); delete that line") from error
+                way_out = "delete that line" if any(map(is_record, lines)) else "name a file of measurements"
+                raise ValueError(f"line {number} of {path} is no JSON ({error}); {way_out}") from error
     return records
+
+
+def is_record(line):
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
 
 
 def keep_tries_apart(out, default, cpu):

@@ -134,7 +134,10 @@ def test_a_line_without_its_newline_stays(out):
 
 def test_a_broken_line_in_the_middle_is_named(out):
     out.write_text('{"a": \n' + out.read_text())
-    with pytest.raises(ValueError, match="line 1 of"):
+    with pytest.raises(ValueError, match="line 1 of .*; delete that line"):
+        read_records(out)
+    out.write_text("# A text\nand no measurement\n")
+    with pytest.raises(ValueError, match="line 1 of .*; name a file of measurements"):
         read_records(out)
 
 

@@ -202,7 +202,8 @@ def test_bad_input_is_one_sentence(capsys):
     bad = {"--steps 0": "--steps 0 must be 1 or more", "--grad_accum_steps 0": "--grad_accum_steps 0 must be 1 or more",
            "--data nowhere": "there is no folder nowhere",
            "--modes ddp zero1": "ddp, zero1 need two processes or more", "--modes loop": "loop and loop_zero1 start processes",
-           "--modes dpd": "invalid choice"}  # fmt: skip
+           "--modes dpd": "invalid choice", "--device cuda:99": "device=cuda:99 is not there", "--device tpu": "is not one of",
+           "--preset laptop --seq_len 999": "--seq_len 999 must be at most 128, the context of laptop"}  # fmt: skip
     for words, sentence in bad.items():
         with pytest.raises(SystemExit) as stopped:
             parallel.parse_args(words.split())
@@ -298,6 +299,15 @@ def test_a_mode_is_held_against_its_own_round_where_that_has_cards_alone():
     assert parallel.references(record("loop", 900, commit="abc"), here)[0] == 2000, "one commit, likely one machine"
     between = record("ddp", 900, round=7)
     assert parallel.references(between, [rows[0], between, rows[1]])[0] == 2000, "a later round's cards may be others"
+    older = record("alone", 1, rank_tok_per_s=[600, 400], commit="older", round=1)
+    ddp = record("ddp", 900, commit="abc", round=3)
+    assert parallel.references(ddp, [older]) == (None, 1000, 800)
+    own = [older, record("alone_one", 500, commit="abc", round=2)]
+    assert parallel.references(ddp, own) == (1000, None, None), "another commit's cards are others than this one's"
+    lines = parallel.table([record("ddp", n, round=n) for n in (1, 2)])
+    assert [line.split()[-1] for line in lines if line.startswith("ddp")] == ["round=1", "round=2"]
+    lines = parallel.table([record("ddp", 1, round=1), record("flat", 1, round=1)])
+    assert sum(line.endswith("round=1") for line in lines) == 2, "also where it is the only one"
     lines = parallel.table([record("ddp", 100, bucket_mb=25), record("ddp", 110, bucket_mb=250), record("flat", 90)])
     assert [line.split()[-1] for line in lines if line.startswith("ddp")] == ["bucket_mb=25", "bucket_mb=250"]
 

@@ -72,6 +72,16 @@ def test_chat_data_that_failed_binds_nobody(tmp_path):
     assert fineweb.main(args) == 0 and read_manifest(tmp_path / "o")["documents"] == 20
 
 
+def test_one_conversation_is_too_few(tmp_path, capsys):
+    talk = json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}) + "\n"
+    (tmp_path / "chat.jsonl").write_text(talk)
+    args = ["--source", str(tmp_path / "chat.jsonl"), *BYTES, "--context", "64", "--out", str(tmp_path / "o")]
+    assert fineweb.main(args) == 2
+    assert "chat.jsonl holds one conversation to learn from, and the first of every ten is for" in capsys.readouterr().err
+    (tmp_path / "chat.jsonl").write_text(talk * 2)
+    assert fineweb.main(args) == 0 and [e["split"] for e in read_manifest(tmp_path / "o")["shards"]] == ["val", "train"]
+
+
 def test_a_file_that_failed_as_text_may_become_conversations(tmp_path):
     chats, out = tmp_path / "c.jsonl", tmp_path / "o"
     args = ["--source", chats, *BYTES, "--context", 64, "--out", out]

@@ -506,7 +506,7 @@ def test_interrupts_wait_for_the_body():
 
 @pytest.mark.parametrize("before, now, said", [
     ([["a", 1], ["b", 2]], [["a", 3], ["b", 2]], ("2 files", "2 files, changed: a")),
-    ([["a", 1, "x"]], [["a", 1, "y"], ["b", 2, "z"]], ("1 files", "2 files, of which only there b, changed: a")),
+    ([["a", 1, "x"]], [["a", 1, "y"], ["b", 2, "z"]], ("1 file", "2 files (new: b), changed: a")),
     ([["a", 1], ["b", 2]], [["b", 2], ["a", 1]], None),
     (3, 4, None),
 ])  # fmt: skip
@@ -527,7 +527,7 @@ def test_a_source_that_has_grown_says_by_what(tmp_path, capsys):
     (folder / "07.txt").unlink()
     assert fineweb.main(args) == 2
     err = capsys.readouterr().err
-    assert "source = 30 files, of which only there 07.txt, now it is 31 files, of which only there new.txt, new2.txt:" in err
+    assert "source = 30 files (gone: 07.txt), now it is 31 files (new: new.txt, new2.txt):" in err
     assert err.count(".txt") == 3, "not the whole list"
 
 

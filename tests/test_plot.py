@@ -246,7 +246,7 @@ def test_command(tmp_path):
     done = run_python(ROOT / "plot.py", "log/r", "log/s", cwd=tmp_path)
     assert done.stdout == "log/r/loss_with_s.png\n", "the picture that training made stays"
     (tmp_path / "noise.jsonl").write_bytes(os.urandom(300))
-    for args, message in [(["log/none"], "log/none"), ([], "name at least one"), (["noise.jsonl"], "whose lines are broken"),
+    for args, message in [(["log/none"], "log/none"), ([], "name at least one"), (["noise.jsonl"], "no log of training"),
                           (["log/r", "log/../log/r"], "a run was named twice"), (["log/r", "--out", "x.abc"], "abc"),
                           (["log/r", "--out", "x"], "error: out=x must end in .png, .svg or .pdf"),
                           (["log/r", "--out", "log/r/log.jsonl/x.png"], "x.png cannot be written (File exists); name")]:
