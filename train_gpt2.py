@@ -740,6 +740,9 @@ def choose_defaults(argv):
     """(reason, GPTConfig, TrainConfig): what the flags in argv then change."""
     given = peek(argv, "preset", "data", "resume", "run_name", "log_dir", "init_from")
     if "resume" in given:
+        if given["resume"] and not given["resume"].startswith("-"):
+            raise ValueError(f"resume={given['resume']}: --resume takes no value, it goes on with the newest run; for another "
+                             f"one add --run_name {Path(given['resume']).name}")  # fmt: skip
         if "init_from" in given:
             raise ValueError(f"init_from={given['init_from']} is for a new run; a resumed one goes on with its own weights: "
                              "leave out --init_from or --resume")  # fmt: skip

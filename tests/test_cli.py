@@ -103,6 +103,7 @@ BAD = {
     "beta": ("--beta1 1.5", ["beta1=1.5", "less than 1"]),
     "seed": ("--seed 99999999999999999999999", ["seed=9999", "less than"]),
     "seed_below_0": ("--seed -1", ["seed=-1 must be a whole number, 0 or more"]),
+    "resume_what": ("--resume log/mine", ["resume=log/mine: --resume takes no value", "add --run_name mine"]),
     "never": ("--val_every -1", ["val_every=-1"]),
     "device": ("--device tpu", ["device=tpu", "mps and cpu"]),
     "device_number": ("--device cpu:foo", ["device=cpu:foo is no device"]),
