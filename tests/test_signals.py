@@ -293,9 +293,14 @@ def test_a_closed_terminal_ends_a_run_as_sigterm_does(tmp_path, shards, nohup):
     terminal, end = os.openpty()
     command = [*["nohup"] * nohup, sys.executable, ROOT / "train_gpt2.py", *TINY_RUN, "--data", shards, "--val_every", 2]
     command += ["--max_steps", 60 if nohup else 1000000]
+
+    def begin():
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup themselves
+
     process = subprocess.Popen(
         list(map(str, command)), cwd=tmp_path, env=clean_env(), stdin=end, stdout=end, stderr=end, start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        preexec_fn=begin,
     )  # fmt: skip
     os.close(end)
 
