@@ -185,8 +185,8 @@ def words(variant):
 
 
 def ladder(runs, out_path, dark):
-    """A staircase for each shape: tokens/s of every rung, the part that this rung added in the second colour, and a star where
-    its results are wrong."""
+    """A staircase for each shape: tokens/s of every rung, the part that this rung added in the second colour, a star where its
+    results are wrong, and a line across the stair where another version of torch has them right."""
     from rungs import SHAPES, raced  # it imports torch
 
     from fused_mlp import MIN_POSITIONS
@@ -201,7 +201,13 @@ def ladder(runs, out_path, dark):
     first, *_, last = speeds[next(iter(shapes))].values()
     title = f"{next(iter(shapes))}: {plot.short(first)} to {plot.short(last)} tokens/s, {last / first:.0f} times, rung by rung"
     widths = [2.6] + [1] * (len(shapes) - 1)
-    note = "*: compiled with a race, its results are wrong (README's log).  " * any(map(raced, rows)) + where_and_when(rows)
+    wrong = {(r["shape"], r["variant"], r["tokens_per_step"]) for r in rows if raced(r)}
+    everything = grouped(records(runs, "ladder", "tok_per_s", group="rungs"), "shape", "variant", "tokens_per_step")
+    right = {place[:2]: found for place in wrong if (found := [r for r in everything[place] if not raced(r)])}
+    note = "*: compiled with a race, its results are wrong (README's log)" * bool(wrong)
+    if right:
+        note += f"; line: without one, torch {next(iter(right.values()))[0]['torch'].split('+')[0]}"
+    note += "\n" * bool(wrong) + where_and_when(rows)
     figure, axes = new_figure(8, 1.3 + 0.34 * len(variants), title, note, ncols=len(shapes), squeeze=False, sharey=True,
                               width_ratios=widths)  # fmt: skip
     base, gain, loss = plot.SERIES[dark][0], plot.SERIES[dark][1], plot.SERIES[dark][4]
@@ -223,6 +229,9 @@ def ladder(runs, out_path, dark):
             factor = "" if before is None else f"x{now / before:.2f}"
             text = f"{plot.short(now)}  {factor}" if ax is axes[0][0] else factor or plot.short(now)
             text += "*" * raced(shapes[shape][variant][0])
+            if found := right.get((shape, variant)):
+                rate = median(found, "tok_per_s")
+                ax.plot([rate, rate], [y - 0.42, y + 0.42], color="white" if dark else "black", linewidth=1.2)
             ax.annotate(text, (max(now, before or 0), y), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8.5)
             before = now
         ax.set(xlim=(0, top * (1.28 if ax is axes[0][0] else 1.75)), xlabel="tokens/s")

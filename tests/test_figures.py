@@ -111,6 +111,13 @@ def test_the_ladder_marks_what_is_wrong_and_what_is_not_used(drawn, runs):
     texts = drawn("ladder")
     assert any(text.startswith("*: compiled with a race") for text in texts) and "7k*" in texts and "x2.50*" not in texts
     assert "not used" in texts, "4x256 has no fused loss here, and micro-steps too short for what comes after it"
+    assert not any("line: without" in text for text in texts)
+    again = next(row for row in rows if row["shape"] == "gpt2-xl") | {"torch": "2.14.1+cu130"}
+    other = again | {"tokens_per_step": 1, "torch": "2.15"}
+    (runs / "ladder.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, other]))
+    assert not any("line: without" in text for text in drawn("ladder")), "another step is another measurement"
+    (runs / "ladder.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, other, again]))
+    assert any("; line: without one, torch 2.14.1" in text for text in drawn("ladder"))
 
 
 def test_kernel_times_of_a_smaller_micro_batch_are_scaled(drawn, runs):
