@@ -527,6 +527,10 @@ def timing_table(records):
         print(RACED)
     if any(not r["error"] and r["settings"].get("compile_mode") != "none" and not r.get("cold_cache") for r in records):
         print("compile s: with whatever earlier measurements had left in the compiler's cache")
+    slow = [f"{r['variant']} {r['profiled_ms']:.1f}" for r in records
+            if not r["error"] and (r.get("profiled_ms") or 0) > 1.1 * r["median_ms"]]  # fmt: skip
+    if slow:
+        print(f"kernel times: of one profiled step, which took longer than the median, with more idling: {', '.join(slow)} ms")
     for name, error, *_ in failed:
         print(f"{name}: {error}")
 
