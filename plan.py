@@ -6,9 +6,9 @@
     python train_gpt2.py --plan --preset gpt2 --plan_card H100 --plan_gpus 8 --plan_price 2.5
 
 The memory is arithmetic on what autograd keeps: tests/test_plan.py counts it, and compares it with the peaks that
-bench/memory.py and bench/ladder.py measured on H200s (2026-11-21 and 22). Where the whole is more than a GiB they are at most
-0.5 % below it and 3 % above; where it is less, 15 % below (a vocabulary of 50257, compiled) and 8 % above. The speed is
-measured where the card is, by a few real steps on random tokens; elsewhere it follows from an assumed MFU.
+bench/memory.py and bench/ladder.py measured on H200s (2026-11-21 and 22). Where the whole is more than a GiB they are at
+most 0.5 % below it and 3 % above; where it is less, up to 8 % above. The speed is measured where the card is, by a few real
+steps on random tokens; elsewhere it follows from an assumed MFU.
 
 Shape letters: B sequences of T tokens are the N = B T positions of a micro-batch, C channels, H heads, L layers, V rows of
 the head, P parameters.
@@ -73,6 +73,9 @@ SCALING = {"ddp": 0.95, "less": 0.97}
 # assumed of a card that is not here, if a micro-step then takes a millisecond a layer or more; in less it waits for kernels
 # to be launched: an H200 had 3.6 % at 0.13 ms (4 layers of 256), 28 and 33 % at 0.7 (12 of 768, 4,096 tokens), 42 % at 1.5
 MFU = 0.4
+# channels from which a product with the logits takes longer than copying them: 2 C FLOPs against 2 x 2 bytes a number, at an
+# H200's 989 TFLOP/s and 4.8 TB/s
+PADDING_PAYS = 2 * 989 / 4.8
 PRICE = 3.0  # assumed: dollars per GPU-hour
 MOMENTS = {  # where the peak of a step can lie
     "loss": "while the loss is computed",
@@ -279,10 +282,14 @@ def head_rows(s, row):
         how = "2 bytes x V C" if method != "fp8" else "1 byte x V C, twice"
         row("rounded copy of the head", how, loss=2 * V * C, head=2 * V * C if method == "plain" else 0)
     if method == "plain" and s.compile:
-        # the gradient is written over them; where the products want rows of whole 16 bytes and get others, into a padded copy
-        copies = 1 if e * V % 16 == 0 else 2
+        # The gradient is written over them. Where products want rows of whole 16 bytes and get others, it is copied into padded
+        # ones, unless that takes longer than the product: then the head is (no more than inferred, from two measured peaks)
+        unpadded = e * V % 16 > 0
+        copies = 2 if unpadded and C > PADDING_PAYS else 1
         how = f"{e} bytes x N V, " + ("overwritten by their gradient" if copies == 1 else "and their gradient in padded rows")
         row("logits", how, loss=e * N * V, head=copies * e * N * V)
+        if unpadded and copies == 1:
+            row("head in padded rows", f"{e} bytes x V C, twice", loss=2 * e * V * C, head=2 * e * V * C)
     elif method == "plain":
         row("logits", "4 bytes x N V: log-softmax, its gradient, theirs", loss=8 * N * V, head=12 * N * V)
     else:

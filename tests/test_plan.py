@@ -260,8 +260,7 @@ def test_measured_peaks_of_the_bench(record):
 
 
 def test_measured_peaks_of_the_ladder():
-    """Every rung of every shape, and what of the switches the trainer has too. On 4x256, where the products of 50257 rows
-    are small, torch.compile does not pad them, and the ledger has a padded gradient too many."""
+    """Every rung of every shape, and what of the switches the trainer has too."""
     from bench.rungs import SHAPES
 
     fields, ratios = {f.name for f in dataclasses.fields(GPTConfig)}, {}
@@ -273,10 +272,9 @@ def test_measured_peaks_of_the_ladder():
                         grad_accum_steps=r["micro_steps"], precision=r["precision"],
                         compile=r["settings"].get("compile_mode") != "none")  # fmt: skip
             ratios.setdefault((r["shape"], r["variant"]), []).append(peak(s)[0] / GIB / r["peak_gib"])
-    known = {("4x256", "compile"), ("4x256", "flash")}
     wide = {key: found for key, found in ratios.items() if not (0.98 if key[0] != "4x256" else 0.92) < min(found)}
     wide |= {key: found for key, found in ratios.items() if max(found) > 1.006}
-    assert wide.keys() == known, wide
+    assert not wide
     assert len(ratios) > 70 and {shape for shape, _ in ratios} == SHAPES.keys() - {"tiny"}
 
 
