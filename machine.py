@@ -24,9 +24,10 @@ PEAK_TFLOPS = {
 
 WITHOUT_FP8 = ("A100", "A800", "A40", "A30", "A10G", "A10", "RTX A6000", "RTX 3090", "V100", "T4")  # before Ada and Hopper
 
-# GiB that the driver shows; the smallest where there are several sizes. They are the GB of the name within 1 % (H200: 143,771
-# MiB), but for cards whose error correction takes its bits from the same GDDR memory: 15/16 (T4: 15,360 MiB, A10: 23,028).
-MEMORY_GB = {
+# GiB that nvidia-smi shows; the smallest where there are several sizes. They are the GB of the name within 1 % (H200: 143,771
+# MiB), but for cards whose error correction takes its bits from the same GDDR memory: about 15/16. (T4 15,360 MiB, A10 23,028,
+# L4 23,034, L40S 46,068: github.com/modal-labs/modal-client/pull/2797; A10G, A40 and L40 are taken to be like them.)
+MEMORY_GIB = {
     "B200": 180, "GH200": 96, "H200": 141, "H100 PCIe": 80, "H100 NVL": 94, "H100": 80,
     "H800": 80, "A100": 40, "A800": 40, "L40S": 45, "L40": 45, "L4": 22.5, "A40": 45, "A30": 24, "A10G": 22.5, "A10": 22.5,
     "RTX A6000": 48, "RTX 6000 Ada": 48, "RTX 5090": 32, "RTX 4090": 24, "RTX 4080": 16, "RTX 3090": 24, "V100": 16,

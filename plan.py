@@ -5,10 +5,10 @@
     python train_gpt2.py --plan --preset gpt2-xl --plan_card 24GB --batch_size 4 --activation_checkpointing
     python train_gpt2.py --plan --preset gpt2 --plan_card H100 --plan_gpus 8 --plan_price 2.5
 
-The memory is arithmetic on what autograd keeps: tests/test_plan.py counts it, and compares it with the peaks that
-bench/memory.py and bench/ladder.py measured on H200s (2026-11-21 and 22). Where the whole is more than a GiB they are at
-most 0.5 % below it and 3 % above; where it is less, up to 8 % above. The speed is measured where the card is, by a few real
-steps on random tokens; elsewhere it follows from an assumed MFU.
+The memory is arithmetic on what autograd keeps: tests/test_plan.py counts it, and holds it against the peaks that
+bench/memory.py and bench/ladder.py measured on H200s (2026-11-21 and 22): it is 3 % below them to 0.6 % above, for models
+of less than 2 GiB from 8 % below. The speed is measured where the card is, by a few real steps on random tokens; elsewhere
+it follows from an assumed MFU.
 
 Shape letters: B sequences of T tokens are the N = B T positions of a micro-batch, C channels, H heads, L layers, V rows of
 the head, P parameters.
@@ -40,11 +40,12 @@ from checks import check_8_bits, check_compiled, check_config, check_zero1
 from fused_mlp import MIN_POSITIONS, epilogues_work
 from loader import grad_accum_steps
 from machine import (
-    MEMORY_GB,
+    MEMORY_GIB,
     PEAK_TFLOPS,
     WITHOUT_FP8,
     Precision,
     is_other_chip,
+    memory_of,
     num_params,
     out_of_memory,
     why_no_compile,
@@ -283,8 +284,9 @@ def head_rows(s, row):
         row("rounded copy of the head", how, loss=2 * V * C, head=2 * V * C if method == "plain" else 0)
     if method == "plain" and s.compile:
         # The gradient is written over them. Where products want rows of whole 16 bytes and get others, it is copied into padded
-        # ones, unless that takes longer than the product: then the head is (no more than inferred, from two measured peaks)
-        unpadded = e * V % 16 > 0
+        # ones (torch.compile does that for GPUs alone), unless that takes longer than the product: then the head is, as it
+        # seems from two measured peaks
+        unpadded = s.device_type == "cuda" and e * V % 16 > 0
         copies = 2 if unpadded and C > PADDING_PAYS else 1
         how = f"{e} bytes x N V, " + ("overwritten by their gradient" if copies == 1 else "and their gradient in padded rows")
         row("logits", how, loss=e * N * V, head=copies * e * N * V)
@@ -337,32 +339,27 @@ def named_card(text):
     size = re.search(r"((?:(?<!\S)-)?\d+(?:\.\d+)?) ?gi?b\b", text, re.IGNORECASE)
     name = (text.replace(size[0], " ") if size else text).replace("-", " ").upper()
     words = set(re.sub(r"\b(RTX|GTX)(?=\d)", r"\1 ", name).split())
-    known = {card: set(card.upper().split()) for card in MEMORY_GB}
+    known = {card: set(card.upper().split()) for card in MEMORY_GIB}
     found = [card for card in known if known[card] <= words] or [card for card in known if words and words <= known[card]]
     other = is_other_chip(words)
     found = [] if other else found
     if not found and (not size or (words and not other)):
         raise ValueError(f"plan_card={text} is not one of {', '.join(known)}; a size will do too: --plan_card 24GB")
-    gib = float(size[1]) if size else MEMORY_GB[found[0]]
+    gib = float(size[1]) if size else MEMORY_GIB[found[0]]
     if gib <= 0:
         raise ValueError(f"plan_card={text} must have some memory: --plan_card 24GB")
-    return Card(f"{found[0]}, {gib:g} GB" if found else f"a card of {gib:g} GB", gib, PEAK_TFLOPS[found[0]] if found else None)
+    name = f"{found[0]}, {gib:g} GiB" if found else f"a card of {gib:g} GiB"
+    return Card(name, gib, PEAK_TFLOPS[found[0]] if found else None)
 
 
 def this_card(wanted):
     """The Card that training would use here: the GPU, or the memory of a machine without one."""
     device = World(wanted).device
-    if device.type == "cuda":
-        memory = torch.cuda.get_device_properties(device).total_memory
-        return Card(f"{torch.cuda.get_device_name(device)}, {memory / GIB:.1f} GiB", memory / GIB, device=device)
-    if device.type == "mps":
-        memory = torch.mps.recommended_max_memory()
-    else:
-        try:
-            memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        except (AttributeError, ValueError):
-            raise ValueError("--plan cannot find out how much memory this machine has; pass --plan_card 16GB") from None
-    return Card(f"this machine's {device.type.upper()}, {memory / GIB:.1f} GiB", memory / GIB, device=device)
+    memory = torch.mps.recommended_max_memory() if device.type == "mps" else memory_of(device)[0]
+    if memory == math.inf:
+        raise ValueError("--plan cannot find out how much memory this machine has; pass --plan_card 16GB")
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"this machine's {device.type.upper()}"
+    return Card(f"{name}, {memory / GIB:.1f} GiB", memory / GIB, device=device)
 
 
 def micro_batches(cfg, world_size, device_type):
@@ -571,7 +568,7 @@ def parse_plan(argv):
     parser.add_argument("--plan", action="store_true", help="print memory, time and money of a run instead of beginning it")
     flags = ["--plan"]
     for name, kind, default, text in (
-        ("card", str, None, f"a card that is not here: {', '.join(MEMORY_GB)}; or a size, 24GB; or both, \"A100 80GB\""),
+        ("card", str, None, f"a card that is not here: {', '.join(MEMORY_GIB)}; or a size, 24GB; or both, \"A100 80GB\""),
         ("gpus", number(1, int), 1, "how many of them (1)"),
         ("mfu", number(0.01, float), None, f"model FLOPs utilisation to assume where nothing can be measured ({MFU})"),
         ("price", number(0, float), None, f"dollars per GPU-hour to assume ({PRICE:g})"),

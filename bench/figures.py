@@ -544,7 +544,7 @@ def parallel(runs, out_path, dark):
         places += halves[0, 1].subgridspec(len(others), 1, height_ratios=[len(panels[kind]) + 1 for kind in others])
     everything = [share for modes in panels.values() for shares in modes.values() for share in shares]
     low, high = min(everything), max(1, max(everything))
-    several = {kind[0]: {other[4::3] for other in panels if other[0] == kind[0]} for kind in panels}  # (micro-batch, how many)
+    several = {kind[0]: {(other[4], other[7]) for other in panels if other[0] == kind[0]} for kind in panels}  # micro-batches
     for place, kind in zip(places, [first, *others]):
         ax = figure.add_subplot(place)
         for y, ((mode, bucket_mb), shares) in enumerate(panels[kind].items()):

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import plan
-from machine import MEMORY_GB, PEAK_TFLOPS, Precision, num_params, peak_flops
+from machine import MEMORY_GIB, PEAK_TFLOPS, Precision, num_params, peak_flops
 from metrics import Meter
 from plan import GIB, Setting, ledger, named_card, peak
 from train_gpt2 import GPT, PRESETS, GPTConfig, TrainConfig, World, make_optimizer, train_step
@@ -256,7 +256,8 @@ def test_measured_peaks_of_the_bench(record):
     s = setting_of(record["shape"], record["changed"], record["compile"])
     if s.bytes == 4:  # what auto took in the torch that it was measured with, 2.11
         s.model.cross_entropy = "chunked"
-    assert peak(s)[0] / GIB == pytest.approx(record["measured_gib"], rel=0.07)
+    least = 0.97 if record["shape"] != "4x256" else 0.94  # whose peak is 0.6 GiB
+    assert least < peak(s)[0] / GIB / record["measured_gib"] < 1.006
 
 
 def test_measured_peaks_of_the_ladder():
@@ -329,13 +330,14 @@ def test_checkpointing_and_smaller_batches_take_less():
 
 
 def test_cards():
-    assert MEMORY_GB.keys() == PEAK_TFLOPS.keys()
+    assert MEMORY_GIB.keys() == PEAK_TFLOPS.keys()
     for text, card, gib in (
         ("H100", "H100", 80), ("h100 pcie", "H100 PCIe", 80), ("NVIDIA A100-SXM4-80GB", "A100", 80), ("4090", "RTX 4090", 24),
         ("A100 40 GiB", "A100", 40), ("rtx3090", "RTX 3090", 24), ("NVIDIA GeForce RTX 3090", "RTX 3090", 24),
+        ("Tesla T4", "T4", 15),
     ):  # fmt: skip
         found = named_card(text)
-        assert (found.name, found.gib, found.tflops) == (f"{card}, {gib:g} GB", gib, PEAK_TFLOPS[card]), text
+        assert (found.name, found.gib, found.tflops) == (f"{card}, {gib:g} GiB", gib, PEAK_TFLOPS[card]), text
     assert (named_card("24GB").gib, named_card("11.5 gib").gib, named_card("24GB").tflops) == (24, 11.5, None)
     assert named_card("RTX 4090 Laptop 16GB").tflops is None, "another chip"
     others = "RTX 4090 Laptop", "RTX 3090 Ti", "rtx 4080 super", "H200 NVL"
