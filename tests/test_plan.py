@@ -291,6 +291,12 @@ def test_measured_peaks_of_several_cards(mode, cards, batch_size, where):
     assert [(r["peak_gib"], r["world_size"]) for r in found] == [(pytest.approx(peak(setting)[0] / GIB, rel=0.01), cards)]
 
 
+def test_a_machine_that_does_not_say_how_much_memory_it_has(monkeypatch):
+    monkeypatch.setattr(plan, "memory_of", lambda device: (math.inf, "machine"))
+    with pytest.raises(ValueError, match="cannot find out how much memory this machine has; pass --plan_card 16GB"):
+        plan.this_card("cpu")
+
+
 def test_shares_are_planned(capsys):
     flags = "--preset gpt2-xl --plan_card H200 --plan_gpus 4 --batch_size 16 --total_batch_size 65536".split()
     with_ddp, in_shares = planned(capsys, *flags), planned(capsys, *flags, "--zero1")
