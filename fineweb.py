@@ -29,19 +29,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from stop_signal import importing, running
+from lab.run.stop import importing, running
 
 if __name__ == "__main__":
     importing("fineweb.py")
 
 import numpy as np
 
-import sources
-from chat import build_chat, is_chat
-from locks import only_writer
-from sources import File, NetworkTrouble, Tokens, hub_files, local_files, open_parquet, stream, tokenise, units_of
-from tokenizer import get_tokenizer
-from writer import (
+from lab.data import sources
+from lab.data.chat import build_chat, is_chat
+from lab.data.sources import File, NetworkTrouble, Tokens, hub_files, local_files, open_parquet, stream, tokenise, units_of
+from lab.data.tokenizers import get_tokenizer
+from lab.data.writer import (
     ShardWriter,
     check_same,
     made_nothing,
@@ -53,6 +52,7 @@ from writer import (
     verify,
     write_manifest,
 )
+from lab.run.locks import only_writer
 
 # ---- the built-in text -----------------------------------------------------------------------------------------------
 

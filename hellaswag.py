@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from stop_signal import importing, running
+from lab.run.stop import importing, running
 
 if __name__ == "__main__":
     importing("hellaswag.py")
@@ -36,8 +36,8 @@ if __name__ == "__main__":
 import numpy as np
 import torch
 
-from cross_entropy import linear_cross_entropy
-from locks import check_writable
+from lab.kernels.cross_entropy import linear_cross_entropy
+from lab.run.locks import check_writable
 
 # ---------------------------------------------------------------------------------------------------- 1. the file
 
@@ -217,7 +217,7 @@ def tokenise(examples, tokenizer):
 
 def load(path, tokenizer_name, cache_dir=None):
     """The tokenised file, from cache_dir (FOLDER) if this content was tokenised before. Raises OSError or ValueError."""
-    from tokenizer import get_tokenizer
+    from lab.data.tokenizers import get_tokenizer
 
     cache = Path(cache_dir or FOLDER) / f"{Path(path).stem}_{tokenizer_name}_v1_{sha256_of(path)[:16]}.npz"
     try:
@@ -406,7 +406,7 @@ def measure(model, limit=0, world=None, data="", split="val", batch_tokens=BATCH
     if world is None:
         device = model.lm_head.weight.device
         world = types.SimpleNamespace(rank=0, world_size=1, device=device, sum=lambda t: t, from_main=lambda v: v)
-    from tokenizer import name_of_size
+    from lab.data.tokenizers import name_of_size
 
     loaded, error = None, None
     if world.rank == 0:
@@ -471,7 +471,7 @@ def draw(result, sources, activities, path, title):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    from plot import style
+    from lab.tools.plot import style
 
     groups = list(sources.items()) + [item for item in activities.items() if item[1]["count"] >= 20][:25]
     names = [f"{name} ({g['count']})" for name, g in groups]
@@ -523,9 +523,9 @@ def compiled():
 
 
 def run(cfg):
-    from machine import Precision
+    from lab.device import Precision
+    from lab.weights import find_model, load_model
     from train_gpt2 import World
-    from weights import find_model, load_model
 
     if cfg.worst < 0:
         raise ValueError(f"worst={cfg.worst} must be 0 (none) or more")
@@ -602,7 +602,7 @@ def main():
     """Run, and turn what a reader can cause into one sentence and exit status 2."""
     import tyro
 
-    from machine import out_of_memory
+    from lab.device import out_of_memory
 
     cfg = tyro.cli(HellaSwagConfig, prog="hellaswag.py", use_underscores=True, config=(tyro.conf.FlagCreatePairsOff,))
     try:

@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass
 from typing import Annotated
 
-from stop_signal import importing, running
+from lab.run.stop import importing, running
 
 if __name__ == "__main__":
     importing("sample.py")
@@ -24,9 +24,9 @@ if __name__ == "__main__":
 import torch
 from tyro.conf import Positional, arg
 
-from checkpoints import has_checkpoint
-from machine import Precision, memory_of, out_of_memory
-from tokenizer import get_tokenizer, name_of_size, printable
+from lab.data.tokenizers import get_tokenizer, name_of_size, printable
+from lab.device import Precision, memory_of, out_of_memory
+from lab.run.checkpoints import has_checkpoint
 from train_gpt2 import World
 
 
@@ -151,7 +151,7 @@ def write(text):
 
 
 def run(cfg):
-    from weights import find_model, load_model
+    from lab.weights import find_model, load_model
 
     check(cfg)
     world = World(cfg.device)

@@ -25,7 +25,7 @@ import sys
 import textwrap
 import time
 
-from stop_signal import STOPPED, StopSignal, importing
+from lab.run.stop import STOPPED, StopSignal, importing
 
 if __name__ == "__main__":  # before torch starts its threads: on a CPU that is busy with other things too, threads that
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spin while they wait take the time of those that work (4x, README)
@@ -42,26 +42,16 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from checkpoints import save_checkpoint
-from checks import (
-    WITHOUT_EFFECT,
-    check_8_bits,
-    check_compiled,
-    check_config,
-    check_finite,
-    check_transposes,
-    check_typed,
-    check_weights,
-    check_zero1,
-)
-from cross_entropy import check_method, linear_cross_entropy
-from evaluation import EVALUATIONS, Reporter
-from fp8_mlp import mlp_products_fp8
-from fused_mlp import MIN_POSITIONS, epilogues_work, fused_mlp_pays, mlp_products
-from loader import TokenLoader, grad_accum_steps
-from machine import Precision, check_size, find_device, fit_batch_size, out_of_memory, why_no_compile, why_no_fp8
-from metrics import Logger, Meter, PhaseClock
-from runs import (
+from lab.data.loader import TokenLoader, grad_accum_steps
+from lab.data.shards import TokenShards, read_json
+from lab.device import Precision, check_size, find_device, fit_batch_size, out_of_memory, why_no_compile, why_no_fp8
+from lab.evals import EVALUATIONS, Reporter
+from lab.kernels.cross_entropy import check_method, linear_cross_entropy
+from lab.kernels.fp8_mlp import mlp_products_fp8
+from lab.kernels.fused_mlp import MIN_POSITIONS, epilogues_work, fused_mlp_pays, mlp_products
+from lab.optim.zero import ZeroAdamW
+from lab.run.checkpoints import save_checkpoint
+from lab.run.folder import (
     LOG_DIR,
     copy_weights,
     farewell,
@@ -74,8 +64,18 @@ from runs import (
     say_what_differs,
     state_to_save,
 )
-from shards import TokenShards, read_json
-from zero import ZeroAdamW
+from lab.run.log import Logger, Meter, PhaseClock
+from lab.run.vitals import (
+    WITHOUT_EFFECT,
+    check_8_bits,
+    check_compiled,
+    check_config,
+    check_finite,
+    check_transposes,
+    check_typed,
+    check_weights,
+    check_zero1,
+)
 
 # ---------------------------------------------------------------------------------------------- 1. configuration
 
@@ -406,7 +406,7 @@ def make_optimizer(model, cfg, device):
     adamw = dict(lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps)
     adamw["fused"] = device.type in ("cuda", "cpu")  # one kernel for all tensors instead of several for each
     if cfg.optimizer == "muon":
-        from muon import MuonAdamW
+        from lab.optim.muon import MuonAdamW
 
         optimizer = MuonAdamW(model, cfg.muon_lr, momentum=0.95, weight_decay=cfg.weight_decay, **adamw)
     else:
@@ -588,7 +588,7 @@ def prepare(model_config, cfg, world):
     check_size(model_config, world.device)
     raw_model = GPT(dataclasses.replace(model_config, fused_mlp=model_config.fused_mlp and epilogues_work(world.device)))
     if cfg.init_from and not cfg.resume:  # a resumed run has weights of its own
-        from weights import load_model  # it imports from this file
+        from lab.weights import load_model  # it imports from this file
 
         loaded = load_model(cfg.init_from, cfg.log_dir)
         same_shape(cfg.init_from, loaded.config.shape(), model_config.shape())
@@ -790,7 +790,7 @@ def parse_args(argv):
 
 def load_tokenizer(vocab_size, world):
     """The tokenizer that has this many ids, or None, saying so, where it is not known or not to be had."""
-    from tokenizer import get_tokenizer, name_of_size
+    from lab.data.tokenizers import get_tokenizer, name_of_size
 
     try:
         return get_tokenizer(name_of_size(vocab_size))
@@ -802,7 +802,7 @@ def load_tokenizer(vocab_size, world):
 
 def run(argv):
     if any(word.startswith("--plan") for word in argv):  # its flags too: without --plan it refuses them
-        import plan  # it imports from this file
+        from lab.tools import plan  # it imports from this file
 
         return plan.run(argv)
     reason, model_config, cfg = parse_args(argv)

@@ -26,11 +26,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
 from records import append_record, card_name, one_sentence, origin, random_shards  # noqa: E402
 
-from checks import check_config  # noqa: E402
-from locks import check_writable  # noqa: E402
-from machine import out_of_memory, why_no_compile  # noqa: E402
-from metrics import PhaseClock  # noqa: E402
-from stop_signal import running  # noqa: E402
+from lab.device import out_of_memory, why_no_compile  # noqa: E402
+from lab.run.locks import check_writable  # noqa: E402
+from lab.run.log import PhaseClock  # noqa: E402
+from lab.run.stop import running  # noqa: E402
+from lab.run.vitals import check_config  # noqa: E402
 from train_gpt2 import PRESETS, World, compile_model, get_lr, prepare, train_step  # noqa: E402
 
 BIASES = ("mlp.c_proj.bias", "attn.c_proj.bias", "mlp.c_fc.bias", "attn.c_attn.bias")

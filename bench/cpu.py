@@ -30,9 +30,9 @@ import torch
 from parallel import median, timed_steps
 from records import ROOT, append_record, card_name, finished, origin, random_shards, read_records
 
-from locks import check_writable
-from metrics import Meter, PhaseClock
-from stop_signal import running
+from lab.run.locks import check_writable
+from lab.run.log import Meter, PhaseClock
+from lab.run.stop import running
 from train_gpt2 import PRESETS, World, get_lr, prepare, train_step
 
 OUT = ROOT / "readme.assets" / "runs" / "cpu.jsonl"

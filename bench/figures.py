@@ -21,9 +21,9 @@ from matplotlib.ticker import FuncFormatter, MultipleLocator, PercentFormatter
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import plot  # noqa: E402
-from locks import check_writable  # noqa: E402
-from stop_signal import running  # noqa: E402
+from lab.run.locks import check_writable  # noqa: E402
+from lab.run.stop import running  # noqa: E402
+from lab.tools import plot  # noqa: E402
 
 RUNS, ASSETS = ROOT / "readme.assets" / "runs", ROOT / "readme.assets"
 
@@ -189,7 +189,7 @@ def ladder(runs, out_path, dark):
     results are wrong, and a line across the stair where another version of torch has them right."""
     from rungs import SHAPES, raced  # it imports torch
 
-    from fused_mlp import MIN_POSITIONS
+    from lab.kernels.fused_mlp import MIN_POSITIONS
 
     shapes = measured(runs, "rungs", "tok_per_s")
     variants = list(max(shapes.values(), key=len))

@@ -43,9 +43,9 @@ import ladder  # noqa: E402
 import rungs  # noqa: E402
 from records import append_record, card_name, keep_tries_apart, one_sentence, origin, random_shards, read_records  # noqa: E402
 
-from fused_mlp import MIN_POSITIONS  # noqa: E402
-from locks import check_writable  # noqa: E402
-from stop_signal import running  # noqa: E402
+from lab.kernels.fused_mlp import MIN_POSITIONS  # noqa: E402
+from lab.run.locks import check_writable  # noqa: E402
+from lab.run.stop import running  # noqa: E402
 from train_gpt2 import GPT, World, make_optimizer  # noqa: E402
 
 OUT = str(ROOT / "readme.assets" / "runs" / "floor.jsonl")

@@ -20,7 +20,7 @@ if __name__ == "__main__":  # before the imports, which only who measures it fin
 import torch
 from torch import Tensor
 
-from fp8_mlp import ACTIVATION, E4M3, E5M2, WEIGHT, cast, constant
+from lab.kernels.fp8_mlp import ACTIVATION, E4M3, E5M2, WEIGHT, cast, constant
 
 
 @torch.library.custom_op("gpt2_bench::linear_fp8", mutates_args=())

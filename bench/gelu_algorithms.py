@@ -22,9 +22,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 from floor import median_ms  # noqa: E402
 from records import card_name  # noqa: E402
 
-import fused_mlp  # noqa: E402
-from fused_mlp import DGELU, GELU_AUX_BIAS, product  # noqa: E402
-from stop_signal import running  # noqa: E402
+from lab.kernels import fused_mlp  # noqa: E402
+from lab.kernels.fused_mlp import DGELU, GELU_AUX_BIAS, product  # noqa: E402
+from lab.run.stop import running  # noqa: E402
 
 
 def algorithms(desc, layouts, device, most):

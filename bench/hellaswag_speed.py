@@ -16,9 +16,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import hellaswag  # noqa: E402
-from machine import Precision  # noqa: E402
-from stop_signal import running  # noqa: E402
-from tokenizer import name_of_size  # noqa: E402
+from lab.data.tokenizers import name_of_size  # noqa: E402
+from lab.device import Precision  # noqa: E402
+from lab.run.stop import running  # noqa: E402
 from train_gpt2 import GPT, PRESETS, World  # noqa: E402
 
 
@@ -84,7 +84,7 @@ def main():
     precision.prepare()
     torch.manual_seed(0)
     if args.checkpoint:
-        from weights import load_model
+        from lab.weights import load_model
 
         model = load_model(args.checkpoint)
     else:

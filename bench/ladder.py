@@ -48,12 +48,12 @@ from kernels import CLASSES, profile  # noqa: E402
 from records import append_record, card_name, keep_tries_apart, one_sentence, random_shards, read_records  # noqa: E402
 from rungs import GROUPS, KEY, SHAPES, cases, raced, variants  # noqa: E402
 
-from checks import check_compiled  # noqa: E402
-from evaluation import eval_val_loss  # noqa: E402
-from loader import TokenLoader  # noqa: E402
-from locks import check_writable  # noqa: E402
-from machine import out_of_memory  # noqa: E402
-from metrics import Meter, PhaseClock  # noqa: E402
+from lab.data.loader import TokenLoader  # noqa: E402
+from lab.device import out_of_memory  # noqa: E402
+from lab.evals import eval_val_loss  # noqa: E402
+from lab.run.locks import check_writable  # noqa: E402
+from lab.run.log import Meter, PhaseClock  # noqa: E402
+from lab.run.vitals import check_compiled  # noqa: E402
 from train_gpt2 import World, compile_model, get_lr, prepare, train_step  # noqa: E402
 
 OUT = str(ROOT / "readme.assets" / "runs" / "ladder.jsonl")

@@ -23,7 +23,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from stop_signal import running  # noqa: E402
+from lab.run.stop import running  # noqa: E402
 
 TARGET = 1.88
 

@@ -25,10 +25,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
 from records import append_record, card_name, one_sentence, origin, read_records  # noqa: E402
 
-from fused_mlp import epilogues_work  # noqa: E402
-from locks import check_writable  # noqa: E402
-from plan import GIB, MOMENTS, Setting, peak, probe  # noqa: E402
-from stop_signal import running  # noqa: E402
+from lab.kernels.fused_mlp import epilogues_work  # noqa: E402
+from lab.run.locks import check_writable  # noqa: E402
+from lab.run.stop import running  # noqa: E402
+from lab.tools.plan import GIB, MOMENTS, Setting, peak, probe  # noqa: E402
 from train_gpt2 import PRESETS, GPTConfig, TrainConfig  # noqa: E402
 
 OUT = ROOT / "readme.assets" / "runs" / "memory.jsonl"

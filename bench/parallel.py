@@ -45,13 +45,13 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 from kernels import kind_of  # noqa: E402
 from records import append_record, card_name, finished, keep_tries_apart, origin, random_shards, read_records  # noqa: E402
 
-from fused_mlp import MIN_POSITIONS  # noqa: E402
-from locks import check_writable  # noqa: E402
-from machine import find_device  # noqa: E402
-from metrics import PhaseClock  # noqa: E402
-from stop_signal import running  # noqa: E402
+from lab.device import find_device  # noqa: E402
+from lab.kernels.fused_mlp import MIN_POSITIONS  # noqa: E402
+from lab.optim.zero import ZeroAdamW  # noqa: E402
+from lab.run.locks import check_writable  # noqa: E402
+from lab.run.log import PhaseClock  # noqa: E402
+from lab.run.stop import running  # noqa: E402
 from train_gpt2 import PRESETS, Underway, World, get_lr, make_optimizer, prepare, share_out, train_step  # noqa: E402
-from zero import ZeroAdamW  # noqa: E402
 
 MODES = {
     "alone_one": "the first card trains by itself, the others idle: what is called the rate of one GPU",
@@ -473,7 +473,7 @@ def overlap_picture(extract_file, out_png, dark=False):
     import matplotlib
     from matplotlib.figure import Figure
 
-    from plot import SERIES, style
+    from lab.tools.plot import SERIES, style
 
     try:
         extract = json.loads(Path(extract_file).read_text())
@@ -791,7 +791,7 @@ def main(argv=None):
                     raise FileNotFoundError(f"no measurements in {args.out}; without --table they are made")
                 print("\n".join(lines))
             elif args.picture:
-                from plot import outputs
+                from lab.tools.plot import outputs
 
                 for dark, path in outputs(args.picture[1], dark=True):
                     overlap_picture(args.picture[0], path, dark)

@@ -28,7 +28,7 @@ except ModuleNotFoundError as missing:
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from stop_signal import running  # noqa: E402
+from lab.run.stop import running  # noqa: E402
 
 NOTEBOOK = ROOT / "play.ipynb"
 

@@ -14,7 +14,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
 from records import origin  # noqa: E402
 
-from checks import check_config  # noqa: E402
+from lab.run.vitals import check_config  # noqa: E402
 from train_gpt2 import PRESETS, GPTConfig, TrainConfig  # noqa: E402
 
 MICRO_STEP = 0  # tokens per step: whatever one micro-step holds

@@ -33,8 +33,8 @@ else:
     from tyro.conf import Positional
 
     from fineweb import tokenise_in_processes
-    from sources import local_files, open_parquet, units_of
-    from tokenizer import get_tokenizer
+    from lab.data.sources import local_files, open_parquet, units_of
+    from lab.data.tokenizers import get_tokenizer
 
     def set_up():
         global tok

@@ -26,7 +26,7 @@ import rungs  # noqa: E402
 from records import append_record, card_name, origin, random_shards, read_records  # noqa: E402
 from test_train import compiler_that_errs  # noqa: E402
 
-from loader import TokenLoader
+from lab.data.loader import TokenLoader
 from train_gpt2 import GPT, GPTConfig, TrainConfig, World, make_optimizer  # noqa: E402
 
 TINY = ["--shapes", "tiny", "--device", "cpu", "--steps", "6"]
@@ -405,7 +405,7 @@ def test_every_variant_of_every_shape_is_a_valid_run(tmp_path):
 
 def test_loaders_differ_in_time_alone(shards, one_process):
     cfg = TrainConfig(data=str(shards), seq_len=16, total_batch_size=128, batch_size=4)
-    from shards import TokenShards
+    from lab.data.shards import TokenShards
 
     def batches(kind):
         loader = TokenLoader(TokenShards(shards, "train", 257), cfg, one_process, 4)

@@ -19,7 +19,8 @@ import cpu  # noqa: E402
 import parallel  # noqa: E402
 from records import append_record, random_shards, read_records  # noqa: E402
 
-from machine import Precision, why_no_compile  # noqa: E402
+from lab.device import Precision, why_no_compile  # noqa: E402
+from lab.optim.zero import ZeroAdamW  # noqa: E402
 from train_gpt2 import (  # noqa: E402
     GPT,
     PRESETS,
@@ -30,7 +31,6 @@ from train_gpt2 import (  # noqa: E402
     make_optimizer,
     share_out,
 )
-from zero import ZeroAdamW  # noqa: E402
 
 # ------------------------------------------------------------------------------------------- two processes, one result
 

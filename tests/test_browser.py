@@ -81,7 +81,7 @@ def two_runs(tmp_path, run_train):
         done = run_train(*flags, *more)
         assert done.returncode == 0, done.stderr
     for args in (["log/r"], ["log/r", "log/other", "--out", "both.html"]):
-        done = run_python(ROOT / "report.py", *args, cwd=tmp_path)
+        done = run_python(ROOT / "lab", "report", *args, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
     return tmp_path / "log/r/report.html", tmp_path / "both.html"
 
@@ -141,7 +141,7 @@ def test_report_zooms_all_plots_at_once(tmp_path, chromium):
 def made(tmp_path, *more):
     """The page of a made-up run."""
     folder = write_run(tmp_path / "made", [*RUN, *more])
-    done = run_python(ROOT / "report.py", folder, cwd=tmp_path)
+    done = run_python(ROOT / "lab", "report", folder, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     return folder / "report.html"
 

@@ -7,9 +7,9 @@ import numpy as np
 from test_fineweb import BYTES, call, hashes
 
 import fineweb
-from chat import RowPacker, render_chat
-from tokenizer import get_tokenizer
-from writer import read_manifest, verify
+from lab.data.chat import RowPacker, render_chat
+from lab.data.tokenizers import get_tokenizer
+from lab.data.writer import read_manifest, verify
 
 
 def test_render_chat():

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import cross_entropy
-from cross_entropy import linear_cross_entropy, to_e4m3
+from lab.kernels import cross_entropy
+from lab.kernels.cross_entropy import linear_cross_entropy, to_e4m3
 
 N, C, V, PADDED = 37, 24, 50, 64  # 37 positions in chunks of 8: the last one is not full
 

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from conftest import ROOT, TINY_RUN, clean_env, wait_for_steps, write_shards
 from test_train import EPS, difference, equal_bits, of_kind, raw_gradients, read_run, train_here
 
-import machine
 import train_gpt2
-from checks import check_zero1
+from lab import device as machine
+from lab.run.vitals import check_zero1
 from train_gpt2 import GPT, GPTConfig, TrainConfig
 
 pytestmark = [

@@ -23,10 +23,10 @@ import zstandard
 from conftest import ROOT, run_python
 
 import fineweb
-import sources
-from shards import open_shard
-from tokenizer import get_tokenizer
-from writer import ShardWriter, different_files, new_manifest, read_manifest, verify
+from lab.data import sources
+from lab.data.shards import open_shard
+from lab.data.tokenizers import get_tokenizer
+from lab.data.writer import ShardWriter, different_files, new_manifest, read_manifest, verify
 
 DATA = Path(os.environ.get("GPT2_TEST_DATA", ROOT.parent / "shared" / "data"))
 needs_data = pytest.mark.skipif(not (DATA / "corpus").is_dir() or not (DATA / "tiktoken").is_dir(),
@@ -169,8 +169,8 @@ def test_a_trainer_may_read_what_grows(tmp_path):
     code = """if True:
         import sys
         import numpy as np
-        from tokenizer import get_tokenizer
-        from writer import ShardWriter, new_manifest, read_manifest
+        from lab.data.tokenizers import get_tokenizer
+        from lab.data.writer import ShardWriter, new_manifest, read_manifest
         first = ShardWriter(sys.argv[1], new_manifest("x", get_tokenizer("bytes"), {}, 100_000, 70))
         first.append(np.ones(70, np.uint16))
         first.note()

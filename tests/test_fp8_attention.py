@@ -12,7 +12,7 @@ sys.path.insert(0, str(ROOT / "bench"))
 import fp8_attention  # noqa: E402
 from packed_attention import pack_gradients  # noqa: E402
 
-from fp8_mlp import E4M3, cast  # noqa: E402
+from lab.kernels.fp8_mlp import E4M3, cast  # noqa: E402
 from train_gpt2 import GPT, GPTConfig  # noqa: E402
 
 

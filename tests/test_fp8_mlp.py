@@ -9,10 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import checks
-import fp8_mlp
-import fused_mlp
-from machine import Precision, why_no_fp8
+from lab.device import Precision, why_no_fp8
+from lab.kernels import fp8_mlp, fused_mlp
+from lab.run import vitals as checks
 from train_gpt2 import GPT, MLP, GPTConfig, TrainConfig
 
 needs_fp8 = pytest.mark.skipif(

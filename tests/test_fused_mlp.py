@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import fused_mlp
-from fused_mlp import epilogues_work
+from lab.kernels import fused_mlp
+from lab.kernels.fused_mlp import epilogues_work
 from train_gpt2 import GPT, MLP, GPTConfig
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

@@ -21,8 +21,8 @@ from conftest import ROOT, TINY_RUN, VOCAB, run_python, write_shards
 
 import hellaswag
 from hellaswag import by_group, choose, ending_losses, evaluate, hidden, measure, plan, predictions, summarise
+from lab.weights import TRANSPOSED
 from train_gpt2 import GPT, GPTConfig
-from weights import TRANSPOSED
 
 ALONE = types.SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"), sum=lambda t: t, from_main=lambda v: v)
 WORDS = "a man is on the roof he starts to pull up tiles with both hands and then ski down water é".split()
@@ -180,7 +180,7 @@ def without_positions(model, idx, position, part):
 
 @pytest.mark.parametrize("block_size", [128, 48])  # the second cuts contexts
 def test_equals_one_at_a_time_in_transformers(file, block_size):
-    from tokenizer import get_tokenizer
+    from lab.data.tokenizers import get_tokenizer
 
     model = noisy_gpt(block_size=block_size)
     theirs, tokenizer = in_transformers(model), get_tokenizer("bytes")
@@ -200,7 +200,7 @@ def test_equals_one_at_a_time_in_transformers(file, block_size):
 
 
 def test_equals_one_at_a_time_on_the_real_file(test_data, tmp_path, monkeypatch):
-    from tokenizer import get_tokenizer
+    from lab.data.tokenizers import get_tokenizer
 
     source = test_data / "hellaswag" / "hellaswag_val.jsonl"
     if not source.exists():
@@ -575,7 +575,7 @@ def test_export_in_lm_evaluation_harness(test_data, tmp_path, monkeypatch):
     torch.save({"model": model.state_dict(), "model_config": vars(model.config)}, tmp_path / "model_000001.pt")
     tiktoken = {"TIKTOKEN_CACHE_DIR": str(test_data / "tiktoken"), "HF_HUB_OFFLINE": "1"}
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", tiktoken["TIKTOKEN_CACHE_DIR"])
-    made = run_python(ROOT / "weights.py", "export", "model_000001.pt", "--out", "export", cwd=tmp_path, **tiktoken)
+    made = run_python(ROOT / "lab", "export", "model_000001.pt", "--out", "export", cwd=tmp_path, **tiktoken)
     assert made.returncode == 0, made.stderr
     flags = "--tasks hellaswag_local --include_path task --device cpu --batch_size 4 --output_path out --log_samples"
     command = [python, "-m", "lm_eval", "--model", "hf", "--model_args", "pretrained=export,dtype=float32", *flags.split()]

@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 from test_fineweb import BYTES, DATA, call, documents, plain_stream, stream_of, write_parquet
 
-from sources import File, tokenise, units_of
-from writer import read_manifest, verify
+from lab.data.sources import File, tokenise, units_of
+from lab.data.writer import read_manifest, verify
 
 
 class Hub(http.server.ThreadingHTTPServer):

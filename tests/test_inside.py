@@ -8,9 +8,9 @@ import re
 import pytest
 import torch
 
-from inside import attention_page, laptop_run, lens, mass, watch, without_head
+from lab.tools.inside import attention_page, laptop_run, lens, mass, watch, without_head
+from lab.weights import load_model
 from train_gpt2 import GPT, PRESETS
-from weights import load_model
 
 
 def noisy(config):

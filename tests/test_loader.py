@@ -10,8 +10,8 @@ import pytest
 import torch
 from conftest import VOCAB, write_shards
 
-from loader import TokenLoader, permute
-from shards import TokenShards
+from lab.data.loader import TokenLoader, permute
+from lab.data.shards import TokenShards
 from train_gpt2 import TrainConfig
 
 BIG = 65536  # a vocabulary in which every token of a small corpus is another one, so that a token tells its position

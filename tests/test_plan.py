@@ -16,10 +16,10 @@ from test_train import compiler_that_errs
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import plan
-from machine import MEMORY_GIB, PEAK_TFLOPS, Precision, num_params, peak_flops
-from metrics import Meter
-from plan import GIB, Setting, ledger, named_card, peak
+from lab.device import MEMORY_GIB, PEAK_TFLOPS, Precision, num_params, peak_flops
+from lab.run.log import Meter
+from lab.tools import plan
+from lab.tools.plan import GIB, Setting, ledger, named_card, peak
 from train_gpt2 import GPT, PRESETS, GPTConfig, TrainConfig, World, make_optimizer, train_step
 
 SMALL = dict(n_layer=3, n_head=4, n_embd=64, block_size=64, vocab_size=1000, cross_entropy="chunked")

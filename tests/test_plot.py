@@ -7,7 +7,7 @@ import os
 import pytest
 from conftest import ROOT, run_python
 
-import plot
+from lab.tools import plot
 
 
 def write_log(folder, records, tail=""):
@@ -240,16 +240,16 @@ def test_a_real_run_draws_its_curve(tmp_path, run_train, figures):
 
 def test_command(tmp_path):
     write_log(tmp_path / "log/r", RUN)
-    done = run_python(ROOT / "plot.py", "log/r", "--dark", cwd=tmp_path)
+    done = run_python(ROOT / "lab", "plot", "log/r", "--dark", cwd=tmp_path)
     assert done.returncode == 0 and done.stdout.splitlines() == ["log/r/loss.png", "log/r/loss_dark.png"], done.stderr
     write_log(tmp_path / "log/s", RUN)
-    done = run_python(ROOT / "plot.py", "log/r", "log/s", cwd=tmp_path)
+    done = run_python(ROOT / "lab", "plot", "log/r", "log/s", cwd=tmp_path)
     assert done.stdout == "log/r/loss_with_s.png\n", "the picture that training made stays"
     (tmp_path / "noise.jsonl").write_bytes(os.urandom(300))
     for args, message in [(["log/none"], "log/none"), ([], "name at least one"), (["noise.jsonl"], "no log of training"),
                           (["log/r", "log/../log/r"], "a run was named twice"), (["log/r", "--out", "x.abc"], "abc"),
                           (["log/r", "--out", "x"], "error: out=x must end in .png, .svg or .pdf"),
                           (["log/r", "--out", "log/r/log.jsonl/x.png"], "x.png cannot be written (File exists); name")]:
-        done = run_python(ROOT / "plot.py", *args, cwd=tmp_path)
+        done = run_python(ROOT / "lab", "plot", *args, cwd=tmp_path)
         assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1, args
-    assert "--out" in run_python(ROOT / "plot.py", "--help", cwd=tmp_path).stdout
+    assert "--out" in run_python(ROOT / "lab", "plot", "--help", cwd=tmp_path).stdout

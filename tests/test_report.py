@@ -12,7 +12,7 @@ import pytest
 from conftest import ROOT, run_python
 from test_plot import RUN, SCANT, hella, start, train, val, write_log
 
-import report
+from lab.tools import report
 
 pytest.importorskip("plotly", reason="needs requirements.txt")
 EVIL = "</pre></script><script>document.title = 'run'</script><img src=x onerror=alert(1)>"
@@ -308,20 +308,20 @@ def test_importing_is_silent_and_light(tmp_path):
 
 def test_command(tmp_path):
     a, b = write_run(tmp_path / "log/a", RUN), write_run(tmp_path / "log/b", RUN)
-    done = run_python(ROOT / "report.py", "log/a", cwd=tmp_path)
+    done = run_python(ROOT / "lab", "report", "log/a", cwd=tmp_path)
     assert done.returncode == 0 and done.stdout == "log/a/report.html\n" and done.stderr == ""
     assert (a / "report.html").read_text() == report.page([report.read_run(a)])
     page = (a / "report.html").read_text()
-    done = run_python(ROOT / "report.py", "log/a", "log/b", cwd=tmp_path)
+    done = run_python(ROOT / "lab", "report", "log/a", "log/b", cwd=tmp_path)
     assert done.stdout == "log/a/report_with_b.html\n" and (a / "report.html").read_text() == page
     browser = tmp_path / "browser"  # --open asks the browser of the environment
     browser.write_text(f'#!/bin/sh\necho "$1" > {tmp_path}/opened\n')
     browser.chmod(0o755)
     args = ("log/a", "log/b", "--out", "new/ab.html", "--open")
-    done = run_python(ROOT / "report.py", *args, cwd=tmp_path, BROWSER=f"{browser} %s")
+    done = run_python(ROOT / "lab", "report", *args, cwd=tmp_path, BROWSER=f"{browser} %s")
     assert done.returncode == 0 and (tmp_path / "new/ab.html").read_text() == report.page(list(map(report.read_run, (a, b))))
     assert (tmp_path / "opened").read_text() == (tmp_path / "new/ab.html").as_uri() + "\n"
-    assert "--open" in run_python(ROOT / "report.py", "--help", cwd=tmp_path).stdout
+    assert "--open" in run_python(ROOT / "lab", "report", "--help", cwd=tmp_path).stdout
 
 
 def test_bad_input_is_one_sentence(tmp_path):
@@ -334,7 +334,7 @@ def test_bad_input_is_one_sentence(tmp_path):
              (["bare"], "no log bare"), (["a", "young"], "nothing to draw"),
              (["a", "--out", "a/log.jsonl"], "must end in .html"), (["a", "--out", "page.html"], "directory")]  # fmt: skip
     for args, message in wrong:
-        done = run_python(ROOT / "report.py", *args, cwd=tmp_path)
+        done = run_python(ROOT / "lab", "report", *args, cwd=tmp_path)
         assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1, (args, done.stderr)
     assert not [path for path in tmp_path.rglob("*.html") if path.is_file()]
     code = f"import sys; sys.modules['plotly'] = None; sys.path.insert(0, {str(ROOT)!r}); import report; report.main()"

@@ -13,11 +13,20 @@ import torch
 from conftest import ROOT, TINY_MODEL, run_python
 from test_train import equal_bits
 
-from checkpoints import newest_run, read_newest, save_checkpoint
-from loader import TokenLoader
-from machine import Precision, this_python
-from runs import copy_weights, open_run, read_config, restore, resume_command, run_to_resume, same_shape, state_to_save
-from shards import TokenShards
+from lab.data.loader import TokenLoader
+from lab.data.shards import TokenShards
+from lab.device import Precision, this_python
+from lab.run.checkpoints import newest_run, read_newest, save_checkpoint
+from lab.run.folder import (
+    copy_weights,
+    open_run,
+    read_config,
+    restore,
+    resume_command,
+    run_to_resume,
+    same_shape,
+    state_to_save,
+)
 from train_gpt2 import GPT, GPTConfig, TrainConfig, World, make_optimizer, train_step
 
 # ------------------------------------------------------------------------------------------------------- folders
@@ -141,7 +150,7 @@ def test_a_full_disk_leaves_the_configuration_of_a_run_that_goes_on(tmp_path):
     code = """if True:
         import contextlib, resource, sys
         from pathlib import Path
-        from runs import open_run
+        from lab.run.folder import open_run
         from train_gpt2 import GPTConfig, TrainConfig, World
         with contextlib.ExitStack() as at_end:
             open_run(Path(sys.argv[1]), GPTConfig(), TrainConfig(), World("cpu"), at_end)

@@ -10,10 +10,10 @@ import torch
 from conftest import ROOT, TINY_MODEL, VOCAB, clean_env, run_python
 
 import sample
+from lab.data.tokenizers import get_tokenizer
+from lab.weights import find_model
 from sample import SampleConfig, TextStream, complete
-from tokenizer import get_tokenizer
 from train_gpt2 import GPT, GPTConfig, KVCache, sample_token
-from weights import find_model
 
 
 def noisy_gpt(**changes):

@@ -17,8 +17,8 @@ from conftest import ROOT, TINY_RUN, clean_env, run_python, wait_for_steps
 from test_train import equal_bits, of_kind, read_run, train_here
 
 import train_gpt2
-from stop_signal import StopSignal
-from tokenizer import ByteTokenizer
+from lab.data.tokenizers import ByteTokenizer
+from lab.run.stop import StopSignal
 
 
 def test_ctrl_c_while_compiling_is_no_broken_compiler(tmp_path, shards, monkeypatch):
@@ -78,7 +78,7 @@ def test_ctrl_c_twice_in_one_long_operation_ends_it(tmp_path):
     """Python calls its handlers between operations, and two signals in one operation are one to them."""
     code = """
 import hashlib
-from stop_signal import StopSignal
+from lab.run.stop import StopSignal
 with StopSignal():
     print("begins", flush=True)
     hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # half an hour
@@ -113,45 +113,11 @@ def test_signals_go_back_to_who_had_them(tmp_path, shards):
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
-@pytest.mark.parametrize("script, library", [
-    ("train_gpt2.py", "libtorch"), ("sample.py", "libtorch"), ("weights.py", "libtorch"), ("hellaswag.py", "libtorch"),
-    ("fineweb.py", "_multiarray_umath"),
-])  # fmt: skip
-def test_ctrl_c_during_the_imports_is_one_line(tmp_path, script, library):
-    process = subprocess.Popen(
-        [sys.executable, ROOT / script], cwd=tmp_path, env=clean_env(), stderr=subprocess.PIPE, text=True
-    )
-    while library not in Path(f"/proc/{process.pid}/maps").read_text():  # it is being imported
-        time.sleep(0.001)
-    process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=60)[1].strip() == f"{script}: stopped before it began"
-    assert process.returncode == 130
-
-
-@pytest.mark.parametrize("script, where, words", [
-    ("sample.py", "checkpoints.newest_checkpoint", ["a", "--model", "."]), ("report.py", "plot.read_log", ["."]),
-    ("hellaswag.py", "checkpoints.newest_checkpoint", ["--model", "."]), ("plot.py", "matplotlib.figure.Figure", ["."]),
-    ("weights.py", "checkpoints.newest_checkpoint", ["export", ".", "--out", "x"]),
-    ("bench/figures.py", "plot.style", ["--out", "x"]),
-])  # fmt: skip
-def test_ctrl_c_in_a_program_that_only_reads_is_one_line(tmp_path, script, where, words):
-    module, name = where.rsplit(".", 1)
-    code = f"""
-import importlib, os, runpy, signal, sys
-sys.path.insert(0, {str(ROOT)!r})
-setattr(importlib.import_module({module!r}), {name!r}, lambda *_, **__: os.kill(os.getpid(), signal.SIGINT))
-sys.argv = {[script, *words]!r}
-runpy.run_path({str(ROOT / script)!r}, run_name="__main__")
-"""
-    done = run_python("-c", code, cwd=tmp_path)
-    assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "", f"{Path(script).name}: stopped")
-
-
 def test_ctrl_c_after_training_is_one_line(tmp_path, shards):
     code = f"""
 import os, runpy, signal, sys
 sys.path.insert(0, {str(ROOT)!r})
-import plot
+from lab.tools import plot
 plot.loss_curve = lambda *_: os.kill(os.getpid(), signal.SIGINT)
 sys.argv = {["train_gpt2.py", *map(str, TINY_RUN), "--data", str(shards), "--max_steps", "3"]!r}
 runpy.run_path({str(ROOT / "train_gpt2.py")!r}, run_name="__main__")

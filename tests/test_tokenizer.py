@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from tokenizer import MARK, get_tokenizer, printable
+from lab.data.tokenizers import MARK, get_tokenizer, printable
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = Path(os.environ.get("GPT2_TEST_DATA", ROOT.parent / "shared" / "data"))

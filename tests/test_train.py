@@ -19,14 +19,14 @@ import torch
 import torch.nn.functional as F
 from conftest import ROOT, TINY_MODEL, TINY_RUN, VOCAB, clean_env, run_python, wait_for_steps, write_shards
 
-import machine
-import plot
 import train_gpt2
-from checkpoints import newest_checkpoint, read_checkpoint, save_checkpoint
-from checks import LOWER
-from evaluation import bytes_per_token, eval_val_loss
-from shards import TokenShards
-from tokenizer import ByteTokenizer
+from lab import device as machine
+from lab.data.shards import TokenShards
+from lab.data.tokenizers import ByteTokenizer
+from lab.evals import bytes_per_token, eval_val_loss
+from lab.run.checkpoints import newest_checkpoint, read_checkpoint, save_checkpoint
+from lab.run.vitals import LOWER
+from lab.tools import plot
 from train_gpt2 import GPT, PRESETS, GPTConfig, TrainConfig, Underway, World, get_lr, train
 
 # AdamW divides by the root of the squared gradient, so where the true gradient is 0 (the bias of the keys: a softmax does

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from conftest import ROOT, run_python
 
-import weights
-from checkpoints import save_checkpoint
+from lab import weights
+from lab.run.checkpoints import save_checkpoint
+from lab.weights import TRANSPOSED, export, load_model, model_from_state
 from train_gpt2 import GPT, GPTConfig, param_groups
-from weights import TRANSPOSED, export, load_model, model_from_state
 
 TOLERANCE = 1e-4
 # n_layer, n_head, n_embd, block_size, vocab_size: heads and proportions of the four published models, small
@@ -488,7 +488,7 @@ def test_exported_tokenizer_and_pipeline(tmp_path, test_data, monkeypatch):
 
     from transformers import AutoTokenizer, pipeline
 
-    from tokenizer import get_tokenizer
+    from lab.data.tokenizers import get_tokenizer
 
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(test_data / "tiktoken"))
     torch.save(tiny_gpt(50257, 128, n_embd=16, n_head=2).state_dict(), tmp_path / "model.pt")
@@ -582,16 +582,16 @@ def test_force_deletes_no_run(tmp_path, monkeypatch):
 
 def test_export_command(tmp_path):
     torch.save({"model": tiny_gpt(257, 1).state_dict(), "model_args": {"n_head": 4}}, tmp_path / "model.pt")
-    done = run_python(ROOT / "weights.py", "export", "model.pt", "--out", "sub/out", cwd=tmp_path)
+    done = run_python(ROOT / "lab", "export", "model.pt", "--out", "sub/out", cwd=tmp_path)
     assert done.returncode == 0 and "model.safetensors" in done.stdout and "no tokenizer files" in done.stdout, done.stderr
     assert equal_models(load_model(str(tmp_path / "model.pt")), load_model(str(tmp_path / "sub/out")))
     modes = {path.stat().st_mode & 0o444 for path in (tmp_path / "sub/out").iterdir()}
     assert modes == {0o444}, "all may read all files"
-    done = run_python(ROOT / "weights.py", "export", "missing.pt", "--out", "x", cwd=tmp_path)
+    done = run_python(ROOT / "lab", "export", "missing.pt", "--out", "x", cwd=tmp_path)
     assert done.returncode == 2 and "missing.pt" in done.stderr and done.stderr.count("\n") == 1
     assert [p.name for p in tmp_path.iterdir() if p.name != "model.pt"] == ["sub"]
     for out, reason in (("model.pt/x/y", "Not a directory"), (f"sub/{'x' * 255}", "File name too long")):
-        done = run_python(ROOT / "weights.py", "export", "model.pt", "--out", out, cwd=tmp_path)
+        done = run_python(ROOT / "lab", "export", "model.pt", "--out", out, cwd=tmp_path)
         said = f"weights.py: error: {out} cannot be written ({reason}); choose another --out\n"
         assert (done.returncode, done.stderr) == (2, said)
 

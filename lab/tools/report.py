@@ -21,8 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from plot import PUBLISHED_HELLASWAG, SERIES, caption, column, finding, read_log, smooth, step_sizes, tokens_at
-from stop_signal import running
+from lab.tools.plot import PUBLISHED_HELLASWAG, SERIES, caption, column, finding, read_log, smooth, step_sizes, tokens_at
 
 ORANGE, GREEN, PURPLE = 1, 2, 3  # places in plot.SERIES; the first run is 0, the second 1
 
@@ -727,7 +726,3 @@ def main():
         print(f"report.py: error: {error}", file=sys.stderr)
         sys.exit(2)
 
-
-if __name__ == "__main__":
-    with running("report.py"):
-        main()

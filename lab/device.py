@@ -215,7 +215,7 @@ def quoted(text):
 
 def script(name):
     """What to type for one of this project's scripts, from the folder that we are in."""
-    folder = Path(__file__).resolve().parent
+    folder = Path(__file__).resolve().parent.parent
     return name if Path.cwd() == folder else quoted(str(folder / name))
 
 

@@ -14,19 +14,13 @@ A model learns what stands after "Assistant:", up to and with the end-of-text th
 there as it does after a document. No token is added to the vocabulary. Because answers end in end-of-text, a model that
 is fine-tuned on several turns must not hide what lies before one (leave the trainer's document mask off).
 """
-import sys
-
-if __name__ == "__main__":
-    print("chat.py: error: no command of its own; `python fineweb.py --source CHATS.jsonl` uses it", file=sys.stderr)
-    sys.exit(2)
-
 from pathlib import Path
 
 import numpy as np
 
-from sources import File, records_of, units_of
-from tokenizer import get_tokenizer
-from writer import (
+from lab.data.sources import File, records_of, units_of
+from lab.data.tokenizers import get_tokenizer
+from lab.data.writer import (
     check_same,
     made_nothing,
     new_manifest,

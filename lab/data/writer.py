@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shards import open_shard
+from lab.data.shards import open_shard
 
 # ---- shards and their manifest ---------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from runs import read_config
+from lab.run.folder import read_config
 from train_gpt2 import PRESETS, GPTConfig, TrainConfig
 
 
@@ -31,7 +31,7 @@ def laptop_run(log_dir="log", steps=300):
         run = f"notebook_{steps}"
         flags = f"--preset laptop --max_steps {steps} --ckpt_every {steps} --val_every 0 --sample_every 0 --run_name {run}"
         command = [sys.executable, "train_gpt2.py", *flags.split(), "--log_dir", str(Path(log_dir).absolute())]
-        subprocess.run(command, check=True, capture_output=True, cwd=Path(__file__).parent)
+        subprocess.run(command, check=True, capture_output=True, cwd=Path(__file__).resolve().parents[2])
         found = list(Path(log_dir, run).glob("model_[0-9]*.pt"))
     return max(found, key=lambda path: path.name)
 

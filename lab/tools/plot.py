@@ -12,8 +12,6 @@ import math
 import sys
 from pathlib import Path
 
-from stop_signal import running
-
 # acc_norm of the published models on HellaSwag's 10042 validation examples
 PUBLISHED_HELLASWAG = {"GPT-2 124M": 0.2955, "GPT-2 1558M": 0.4893}
 SERIES = {  # blue, orange, green, purple, red: told apart by the colour-blind too (after Okabe and Ito 2008)
@@ -326,7 +324,3 @@ def main():
         print(f"plot.py: error: {error}", file=sys.stderr)
         sys.exit(2)
 
-
-if __name__ == "__main__":
-    with running("plot.py"):
-        main()

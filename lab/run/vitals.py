@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from cross_entropy import gradient_is_transposed
-from fp8_mlp import casts_are_transposed
+from lab.kernels.cross_entropy import gradient_is_transposed
+from lab.kernels.fp8_mlp import casts_are_transposed
 
 # ------------------------------------------------------------------------------------------- 1. before it begins
 

@@ -1,6 +1,6 @@
 """Text to token ids and back: GPT-2's byte pair encoding, or plain bytes.
 
-    from tokenizer import get_tokenizer
+    from lab.data.tokenizers import get_tokenizer
     tok = get_tokenizer("gpt2")                 # or "bytes": no file and no network needed
     tok.decode(tok.encode("Hello, I'm a language model,"))
 

@@ -11,14 +11,9 @@ import tempfile
 from pathlib import Path
 from typing import Annotated
 
-from stop_signal import importing, running
-
-if __name__ == "__main__":
-    importing("weights.py")
-
 import torch
 
-from checkpoints import has_checkpoint, newest_checkpoint, newest_run, read_checkpoint
+from lab.run.checkpoints import has_checkpoint, newest_checkpoint, newest_run, read_checkpoint
 from train_gpt2 import GPT, PRESETS, GPTConfig
 
 # GPT-2 was published with a layer that stores its matrix as (in, out); nn.Linear stores (out, in)
@@ -117,7 +112,7 @@ def find_file(source, name):
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
 
-    from sources import hub_has_a_name
+    from lab.data.sources import hub_has_a_name
 
     try:  # without a network huggingface_hub would try five times, for 23 seconds
         return Path(hf_hub_download(source, name, local_files_only=not hub_has_a_name()))
@@ -370,15 +365,8 @@ def main():
             print("no tokenizer files: the model reads bytes (id = byte, 256 = end-of-text), not GPT-2's tokens")
 
     try:
-        tyro.extras.subcommand_cli_from_dict(
-            {"export": export_command}, prog="weights.py", description=__doc__.splitlines()[0], use_underscores=True,
-            config=(tyro.conf.FlagCreatePairsOff,),
-        )  # fmt: skip
+        tyro.cli(export_command, prog="python -m lab export", use_underscores=True, config=(tyro.conf.FlagCreatePairsOff,))
     except (ValueError, OSError, ModuleNotFoundError) as error:
         print(f"weights.py: error: {error}", file=sys.stderr)
         sys.exit(2)
 
-
-if __name__ == "__main__":
-    with running("weights.py"):
-        main()

@@ -20,11 +20,11 @@ from typing import Literal, get_args, get_origin
 
 import torch
 
-from checkpoints import has_checkpoint, newest_checkpoint, newest_run, newest_step, read_newest
-from locks import only_writer
-from machine import quoted, script, this_python
-from shards import read_json
-from zero import ZeroAdamW
+from lab.data.shards import read_json
+from lab.device import quoted, script, this_python
+from lab.optim.zero import ZeroAdamW
+from lab.run.checkpoints import has_checkpoint, newest_checkpoint, newest_run, newest_step, read_newest
+from lab.run.locks import only_writer
 
 LOG_DIR = "log"  # where runs lie unless --log_dir says otherwise
 
@@ -220,7 +220,7 @@ def resume_command(run_dir):
 
 def farewell(run_dir, cfg):
     """Draw the curve, and say where everything is and what to do next."""
-    import plot
+    from lab.tools import plot
 
     if not has_checkpoint(run_dir):
         return  # stopped before there was anything to go on from

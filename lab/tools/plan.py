@@ -22,24 +22,16 @@ import math
 import os
 import re
 import shutil
-import sys
 import textwrap
 import types
 from dataclasses import dataclass
 from pathlib import Path
 
-if __name__ == "__main__":
-    print("plan.py: error: no command of its own; `python train_gpt2.py --plan` asks it", file=sys.stderr)
-    sys.exit(2)
-
 import torch
 
-import cross_entropy
-from checkpoints import newest_step
-from checks import check_8_bits, check_compiled, check_config, check_zero1
-from fused_mlp import MIN_POSITIONS, epilogues_work
-from loader import grad_accum_steps
-from machine import (
+from lab.data.loader import grad_accum_steps
+from lab.data.shards import read_json
+from lab.device import (
     MEMORY_GIB,
     PEAK_TFLOPS,
     WITHOUT_FP8,
@@ -52,8 +44,11 @@ from machine import (
     why_no_fp8,
     why_no_fp8_anywhere,
 )
-from metrics import PhaseClock
-from shards import read_json
+from lab.kernels import cross_entropy
+from lab.kernels.fused_mlp import MIN_POSITIONS, epilogues_work
+from lab.run.checkpoints import newest_step
+from lab.run.log import PhaseClock
+from lab.run.vitals import check_8_bits, check_compiled, check_config, check_zero1
 from train_gpt2 import (
     GPT,
     GPTConfig,

@@ -5,8 +5,8 @@ import math
 import numpy as np
 import torch
 
-from checks import LOWER
-from tokenizer import printable
+from lab.data.tokenizers import printable
+from lab.run.vitals import LOWER
 
 EVALUATIONS = ("val", "hella", "sample")  # in the order in which a step makes them
 

@@ -8,7 +8,7 @@ import time
 
 import torch
 
-from machine import peak_flops
+from lab.device import peak_flops
 
 
 class Meter:

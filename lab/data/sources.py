@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from tokenizer import BLANK, get_tokenizer
+from lab.data.tokenizers import BLANK, get_tokenizer
 
 # ---- files -----------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,99 @@
+"""What all commands share: errors that a person can mend, one boundary that says them, flags from dataclasses.
+
+Imports nothing slow: a command that is typed wrong should say so at once.
+"""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class UserError(Exception):
+    """Something that a person can mend, in one sentence: the value, the rule and the way out."""
+
+    status = 2
+
+
+class RunError(UserError):
+    """The run went wrong, as by a loss that is not finite. One sentence too, with another exit status."""
+
+    status = 1
+
+
+def command(main, name=None):
+    """Run main(argv) as a program, and end the process with its exit status (None: 0).
+
+    A UserError becomes one sentence. Whatever else is raised keeps its traceback, as it is not the
+    user's to mend. Statuses: 0 done, 1 went wrong, 2 bad input, 75 stopped by a signal and saved, 130
+    Ctrl-C.
+    """
+    name = name or Path(sys.argv[0]).name
+    # Who imports this file by its name gets the module that runs, not a second one with classes of its own.
+    sys.modules.setdefault(Path(sys.argv[0]).stem, sys.modules["__main__"])
+    sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows a question mark
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    try:
+        status = main(sys.argv[1:]) or 0
+    except UserError as error:
+        if rank:  # all processes meet the same bad input; if it is this one's alone, rank 0 is silent
+            time.sleep(2)
+        status = error.status
+        say(f"{name}: error: {f'[rank {rank}] ' if rank else ''}{error}")
+    except KeyboardInterrupt:
+        status = 130
+        say(f"{name}: stopped")
+    except BrokenPipeError:  # the reader of our output has left, as in --help | head
+        status = 1
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:  # nobody reads it; Python would complain at its end once more
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    if world_size > 1:  # others may wait for an exchange that never comes, and threads of gloo's may
+        os._exit(status)  # outlive the interpreter (pytorch/pytorch#179291): no farewell
+    sys.exit(status)
+
+
+def say(text):
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:  # the terminal has gone
+        pass
+
+
+def parse(settings, argv, prog=None, description=None):
+    """tyro.cli with this project's conventions: --like_this, no prefixes, --no_compile beside --compile."""
+    import tyro
+
+    prog = prog or Path(sys.argv[0]).name
+    return tyro.cli(
+        settings, args=argv, prog=prog, description=description, use_underscores=True, config=(tyro.conf.OmitArgPrefixes,)
+    )
+
+
+def quoted(text):
+    """A word of a command that is printed for people to type, as this system's shell reads it."""
+    return subprocess.list2cmdline([text]) if os.name == "nt" else shlex.quote(str(text))
+
+
+def program(name):
+    """What to type, from the folder that we are in, for a file of this project, or for "lab" and a tool of it."""
+    here = Path.cwd() == ROOT
+    file, _, tool = name.partition(" ")
+    path = ("-m lab" if file == "lab" else file) if here else quoted(str(ROOT / file))
+    return f"{this_python()} {path} {tool}".rstrip()
+
+
+def this_python():
+    """What to type for the interpreter that runs this: python, where that is the same one, else its path."""
+    found = shutil.which("python")
+    here = Path(sys.executable)
+    if found and Path(found).parent.absolute() == here.parent.absolute():
+        return "python"
+    return os.path.relpath(here) if Path.cwd() in here.parents else str(here)

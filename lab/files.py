@@ -1,0 +1,143 @@
+"""Reading and writing files: one reader for each kind, which names the file that is wrong and says what to do."""
+
+import contextlib
+import errno
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+
+from lab.cli import UserError
+
+SYSTEM = {  # what the system says is no sign of damage
+    errno.ENOSPC: "the disk is full; make room",
+    errno.EDQUOT: "your share of the disk is used up; make room",
+    errno.EACCES: "you have no permission; change it",
+    errno.EPERM: "you have no permission; change it",
+    errno.EROFS: "the disk is read-only; choose another place",
+    errno.EMFILE: "too many files are open at once; raise the limit with `ulimit -n`",
+    errno.EISDIR: "it is a folder; move it away",
+    errno.EIO: "the disk reports an error; try a copy on another one",
+}
+
+
+@contextlib.contextmanager
+def reading(path, what, way_out):
+    """Whatever a parser raises in the body becomes a UserError that names the file.
+
+    what: the kind of file; way_out: what to do about a damaged one. That the file is missing, may not
+    be read or the like is told apart from damage.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except FileNotFoundError as error:
+        raise UserError(f"there is no {what} {path}; {way_out}") from error
+    except (Exception, RecursionError) as error:  # each parser has exceptions of its own
+        if isinstance(error, OSError) and error.errno in SYSTEM:
+            raise UserError(f"{what} {path} cannot be read: {SYSTEM[error.errno]}") from error
+        if isinstance(error, MemoryError):
+            raise
+        raise UserError(f"{what} {path} is damaged or no such file ({first_line(error)}); {way_out}") from error
+
+
+@contextlib.contextmanager
+def writing(path, way_out="choose another place"):
+    """The system's refusal to write in the body becomes a UserError that names the file and the reason."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:
+            raise
+        reason = SYSTEM.get(error.errno, f"{error.strerror}; {way_out}")
+        raise UserError(f"{path} cannot be written: {reason}") from error
+
+
+def first_line(error):
+    """The beginning of what an exception says, or its name where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:120]
+
+
+def read_json(path, way_out="mend it, or make anew what it is about", **types):
+    """The dict in a JSON file, which has these keys with values of these types (a type or a tuple of them)."""
+    with reading(path, "file", way_out):
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise TypeError(f"it holds a {type(found).__name__}, wanted is an object")
+        for key, kind in types.items():
+            if not isinstance(found.get(key), kind):
+                raise TypeError(f"{key} is {json.dumps(found.get(key))[:40]}")
+    return found
+
+
+def read_array(path, dtype, way_out="delete it and make it again"):
+    """The one-dimensional array of a .npy file, memory-mapped. Nothing in it is unpickled."""
+    with reading(path, "file", way_out):
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        if array.dtype != dtype or array.ndim != 1:
+            raise TypeError(f"it holds {array.dtype} of shape {array.shape}, wanted is one row of {np.dtype(dtype)}")
+    return array
+
+
+def write_whole(path, *chunks):
+    """`path` holds all of these bytes or is left as it was: write beside it, fsync, rename."""
+    path = Path(path)
+    part = path.with_name(path.name + ".part")
+    with writing(path):
+        try:
+            with open(part, "wb") as file:
+                for chunk in chunks:
+                    file.write(chunk)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(part, path)
+        except OSError:
+            part.unlink(missing_ok=True)
+            raise
+        sync_folder(path.parent)
+
+
+def sync_folder(folder):
+    """Make renames in `folder` last through a power cut; Windows has no such call and needs none."""
+    if os.name == "posix":
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+@contextlib.contextmanager
+def only_writer(folder, refusal, wait=False):
+    """While this lasts, no other process is an only_writer of `folder`, which is made where there is none.
+
+    Raises UserError(refusal) where there is one already, or with `wait` waits for its end. The system
+    drops the lock with the process that holds it, however that ends.
+    """
+    import filelock
+
+    folder = Path(folder)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = filelock.FileLock(folder / ".lock", timeout=-1 if wait else 0)
+        try:
+            lock.acquire()
+        except filelock.Timeout:
+            raise UserError(refusal) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def check_writable(path, flag):
+    """Raise UserError where the file that --flag names cannot be written, before the work that it is to hold."""
+    path = Path(path)
+    with writing(path, f"name another place with --{flag}"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        there = path.exists()
+        path.open("ab").close()
+        if not there:
+            path.unlink(missing_ok=True)
