@@ -181,7 +181,7 @@ def choose(data, block_size, limit=0, skip_long=False):
         raise UserError(
             f"line {chosen.line[i]} has an ending of {longest[i]} tokens, the model's context "
             f"holds block_size={block_size} ({too_long.sum()} of {n} examples are like this)"
-            + ("" if too_long.all() else "; --skip_long leaves them out")
+            + ("; take a larger model" if too_long.all() else "; --skip_long leaves them out")
         )
     chosen = chosen[~too_long]
     keep = np.minimum(chosen.ctx_len, block_size + 1 - longest[~too_long])
@@ -506,6 +506,8 @@ def main(argv):
         if getattr(cfg, name) < 0:
             raise UserError(f"{name}={getattr(cfg, name)} must be 0 or more")
     if cfg.picture:  # before minutes of scores that would be lost with it
+        if Path(cfg.picture).suffix not in (".png", ".svg", ".pdf"):
+            raise UserError(f"picture={cfg.picture} must end in .png, .svg or .pdf")
         check_writable(cfg.picture, "picture")
     world = World(cfg.device)
     if world.distributed:

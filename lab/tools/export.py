@@ -3,8 +3,11 @@
 import json
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
+
+from tyro.conf import Positional, arg
 
 from lab import models, weights
 from lab.cli import UserError, parse
@@ -125,30 +128,29 @@ def write_tokenizer(folder, block_size):
         ("bos_token", "eos_token", "unk_token"), eot))  # fmt: skip
 
 
+@dataclass
+class Config:
+    """Write a model as a folder that transformers and lm-evaluation-harness load as it is.
+
+    sample.py puts end-of-text before a prompt, as every document has it in training; transformers'
+    pipeline does not, so there give it "<|endoftext|>" + prompt. For the harness: pip install
+    "lm_eval[hf]", then lm_eval --model hf --model_args pretrained=OUT --tasks hellaswag
+    """
+
+    # run, checkpoint, .pt file of nanoGPT or build-nanogpt, hub name; "" is the newest run
+    source: Annotated[str, Positional, arg(metavar="SOURCE")]
+    out: Path  # folder to write; an earlier export there is replaced
+    force: bool = False  # replace also the model in a Hugging Face folder that is no export
+    log_dir: str = "log"  # where the newest run is looked for
+
+
 def main(argv):
-    import tyro
-
-    Source = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
-
-    def settings(source: Source, out: Path, force: bool = False, log_dir: str = "log"):
-        """Write a model as a folder that transformers and lm-evaluation-harness load as it is.
-
-        sample.py puts end-of-text before a prompt, as every document has it in training.
-        transformers' pipeline does not: give it "<|endoftext|>" + prompt. The harness: pip install
-        "lm_eval[hf]", then lm_eval --model hf --model_args pretrained=OUT --tasks hellaswag
-
-        Args:
-            source: Run folder, checkpoint, nanoGPT or build-nanogpt .pt file, or hub name; "" is
-            the newest run. out: Folder to write; an earlier export there is replaced. force:
-            Replace also the model of a Hugging Face folder that is no export of ours. log_dir:
-            Where the newest run is looked for.
-        """
-        return source, out, force, log_dir
-
-    source, out, force, log_dir = parse(settings, argv, prog="python -m lab export")
-    source = models.find(source, log_dir)  # a later checkpoint may come while this one is written
-    vocab_size = export(source, out, log_dir, force).config.vocab_size
-    print(f"{out}: {', '.join(sorted(p.name for p in out.iterdir()))}, from {source}")
+    cfg = parse(Config, argv, prog="python -m lab export")
+    source = models.find(
+        cfg.source, cfg.log_dir
+    )  # a later checkpoint may come while this is written
+    vocab_size = export(source, cfg.out, cfg.log_dir, cfg.force).config.vocab_size
+    print(f"{cfg.out}: {', '.join(sorted(p.name for p in cfg.out.iterdir()))}, from {source}")
     if vocab_size == 257:
         print("no tokenizer files: the model reads bytes (id = byte, 256 = end-of-text)")
     elif vocab_size != 50257:
