@@ -29,10 +29,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from lab.run.stop import importing, running
-
-if __name__ == "__main__":
-    importing("fineweb.py")
 
 import numpy as np
 
@@ -52,7 +48,7 @@ from lab.data.writer import (
     verify,
     write_manifest,
 )
-from lab.run.locks import only_writer
+from lab.files import only_writer
 
 # ---- the built-in text -----------------------------------------------------------------------------------------------
 

@@ -126,6 +126,13 @@ class TokenLoader:
             self.shards.shorten(tokens)
             self.aligned = self.shards.document_starts(self.seq_len) if self.aligned is not None else None
 
+    def epoch_tokens(self):
+        """Tokens that one pass over the data reads."""
+        return len(self.shards) if self.aligned is None else len(self.aligned) * self.seq_len
+
+    def notes(self):
+        return []
+
     def begin(self, tokens):
         """A checksum of the first of so many tokens."""
         return zlib.crc32(self.shards.read(0, min(2**20, tokens)).tobytes())
