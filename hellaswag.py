@@ -471,8 +471,6 @@ class HellaSwag:
         data, cut, skipped = self.prepared
         with self.precision.autocast():
             result, _ = measure(run.raw_model, data, self.world, self.stop.check)
-        half = 1.96 * result["acc_norm_stderr"]
-        self.world.say(f"step {run.step:5d}: HellaSwag {result['acc_norm']:.4f} +- {half:.4f}")
         return result | {"cut": cut, "skipped": skipped}
 
 

@@ -20,9 +20,9 @@ import torch
 from tyro.conf import Positional, arg
 
 from lab import models, shading
-from lab.cli import UserError, command, parse
+from lab.cli import UserError, command, out_of_memory, parse
 from lab.data.tokenizers import get_tokenizer, name_of_size, printable
-from lab.device import Precision, out_of_memory
+from lab.device import Precision
 from lab.files import check_writable, write_whole
 from lab.generate import generate
 from lab.run.checkpoints import has_checkpoint
