@@ -34,7 +34,8 @@ def export(source, out, log_dir="log", force=False):
 
     out = Path(out)
     beside = out.resolve().parent  # where a link leads
-    check_replaceable(out, force)
+    with writing(out):
+        check_replaceable(out, force)
     model = models.load(source, log_dir)
     config, state = weights.to_hugging_face(model)
     size = sum(t.numel() * t.element_size() for t in state.values())
