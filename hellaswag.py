@@ -79,9 +79,10 @@ def read_examples(path):
         try:
             examples.append(check_example(json.loads(raw)) | {"line": number})
         except (ValueError, TypeError, KeyError, RecursionError) as error:  # what parsing it raises
+            wrong = f"{type(error).__name__}: {first_line(error)}"
             raise UserError(
-                f"{path} line {number}: {error!r}; correct the line or take it out. A HellaSwag "
-                "file has one JSON object a line, with ctx, 4 endings and a label from 0 to 3"
+                f"{path} line {number}: {wrong}; correct the line or take it out. A HellaSwag file "
+                "has one JSON object a line, with ctx, 4 endings and a label from 0 to 3"
             ) from error
     if not examples:
         raise UserError(f"{path} holds no examples; it should have one a line. Download it again")
