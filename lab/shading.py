@@ -18,7 +18,7 @@ PAGE = """<!doctype html>
          max-width: 46rem; margin: 2.5rem auto; padding: 0 1rem 9rem; }
   h1 { font-size: 1.2rem; line-height: 1.4; margin: 0; }
   .note { font-size: .85rem; line-height: 1.5; opacity: .8; }
-  .text { white-space: pre-wrap; overflow-wrap: anywhere; margin: 1.5rem 0; padding-top: 1rem;
+  .text { white-space: break-spaces; overflow-wrap: anywhere; margin: 1.5rem 0; padding-top: 1rem;
           border-top: 1px solid var(--line); }
   .t { position: relative; border-radius: 3px; padding: .15em 0;
        background: rgb(213 94 0 / calc(60% - 60% * var(--p))); }
@@ -29,8 +29,8 @@ PAGE = """<!doctype html>
   .t:hover .box, .t:focus .box { display: block; }
 </style>
 <h1>{{ title }}</h1>
-<p class="note">The darker a token, the less likely the model found it. Point at one for its
-probability and the five likeliest, before temperature, top_k and top_p. In bold: the prompt.</p>
+<p class="note">The stronger a token's colour, the less likely the model found it. Point at one for
+its probability and the five likeliest, before temperature, top_k and top_p. Bold: the prompt.</p>
 {% for prompt, tokens in texts %}<div class="text"><b>{{ prompt }}</b>
 {%- for t in tokens %}<span class="t" tabindex="0" style="--p:{{ '%.3f' % t.p }}">{{ t.text -}}
 <span class="box">{{ t.name }}  {{ '%.2f' % (100 * t.p) }} %
