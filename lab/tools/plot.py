@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lab.cli import UserError, parse
 from lab.files import writing
-from lab.run.records import (
+from lab.tools.records import (
     by_tokens,
     column,
     comparable,
@@ -124,7 +124,8 @@ def draw_loss(ax, logs, dark, x):
         ax.plot([], [], "s", color=color, label=name)
     for word, look in kinds.items():
         ax.plot([], [], color=color_of("loss" if alone else "grey", dark), label=word, **look)
-    ax.legend(loc="upper right", bbox_to_anchor=(1, 0.88))
+    if kinds:
+        ax.legend(loc="upper right", bbox_to_anchor=(1, 0.88))
 
 
 def draw_hellaswag(ax, logs, dark, x):
@@ -182,7 +183,9 @@ def draw(runs, out_path, dark=False):
         for panel, ax in zip(panels, axes):
             panel(ax, logs, dark, x)
         title = finding(logs)
-        title = title[:1].upper() + title[1:] if len(logs) == 1 else title  # else it begins with a name
+        title = (
+            title[:1].upper() + title[1:] if len(logs) == 1 else title
+        )  # else it begins with a name
         figure.suptitle("\n".join(textwrap.wrap(title, 78)), x=0.01, ha="left")
         axes[-1].set_xlabel("tokens" if in_tokens else "step")
         tokens = FuncFormatter(lambda value, _: short(value))

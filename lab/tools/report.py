@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 from lab.cli import UserError, parse
 from lab.files import read_json, write_whole, writing
-from lab.run import records
-from lab.run.records import by_tokens, column, comparable
+from lab.tools import records
 from lab.tools.plot import PUBLISHED_HELLASWAG, caption, finding
+from lab.tools.records import by_tokens, column, comparable
 from lab.tools.style import COLORS, PAPER, place_of
 
 RENEW = 10  # seconds between two looks at a run that is watched
