@@ -121,7 +121,9 @@ def measure(cfg, data):
             for side in ("before", "after"):
                 with tempfile.TemporaryDirectory() as folder:
                     found = train(getattr(cfg, side), setting, cfg, Path(folder) / "log", data)
-                about = dict(bench="compare", setting=setting, nproc=cfg.nproc, side=side, pair=pair)
+                about = dict(
+                    bench="compare", setting=setting, nproc=cfg.nproc, side=side, pair=pair
+                )
                 about |= dict(checkout=Path(getattr(cfg, side)).resolve().name, gpu=gpu())
                 append_record(cfg.out, about | found | dict(also=cfg.also) | origin())
                 print(f"{setting} {pair + 1} {side}: {found['tok_per_s']:,} tokens/s", flush=True)
@@ -181,7 +183,9 @@ def main(argv):
             raise UserError("name the checkout to compare with: --before FOLDER")
         check_writable(cfg.out, "out")
         with tempfile.TemporaryDirectory() as folder:
-            data = str(Path(cfg.data).resolve()) if cfg.data else random_shards(folder, 50257, 2**24)
+            data = (
+                str(Path(cfg.data).resolve()) if cfg.data else random_shards(folder, 50257, 2**24)
+            )
             measure(cfg, data)
     records = [r for r in read_records(cfg.out) if r.get("bench") == "compare"]
     if not records:

@@ -65,7 +65,9 @@ def timed_lines(words, folder):
     t0, lines = time.monotonic(), []
     words = [sys.executable, "-u", *map(str, words)]
     errors = subprocess.STDOUT
-    with subprocess.Popen(words, cwd=folder, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
+    with subprocess.Popen(
+        words, cwd=folder, stdout=subprocess.PIPE, stderr=errors, text=True
+    ) as process:
         for line in process.stdout:
             lines.append((time.monotonic() - t0, line.rstrip()))
     if process.returncode:
@@ -124,12 +126,18 @@ def main(argv):
     for whose, curves in found.items():
         for seconds, loss in map(reached, curves):
             rows.append([whose, f"{seconds:.1f}", f"{loss:.4f}", "yes" if loss <= TARGET else "no"])
-    print(f"{card_name('cpu')}, {os.cpu_count()} cores, load before {load:.1f}, {time.strftime('%F')}")
+    print(
+        f"{card_name('cpu')}, {os.cpu_count()} cores, load before {load:.1f}, {time.strftime('%F')}"
+    )
     print_rows(["program", "seconds", "validation loss", f"reached {TARGET}"], rows)
     if cfg.nanogpt:
         ours, theirs = (min(reached(c)[0] for c in curves) for curves in found.values())
-        print(f"best against best, ours takes {ours / theirs:.2f} of nanoGPT's time. nanoGPT's numbers")
-        print(f"are those of its own program here and now, {cfg.nanogpt}, with its README's flags for a CPU.")
+        print(
+            f"best against best, ours takes {ours / theirs:.2f} of nanoGPT's time. nanoGPT's numbers"
+        )
+        print(
+            f"are those of its own program here and now, {cfg.nanogpt}, with its README's flags for a CPU."
+        )
     if cfg.out:
         record = dict(bench="laptop", cpu=card_name("cpu"), cores=os.cpu_count(), load=load)
         record |= dict(curves=found, flags=dict(ours=" ".join(OURS), nanoGPT=" ".join(NANOGPT)))

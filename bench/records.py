@@ -47,7 +47,8 @@ def append_record(path, record):
 def finished(path, key):
     """Whether `path` has a record without error whose fields agree with the dict `key`."""
     return any(
-        not r.get("error") and all(r.get(k) == v for k, v in key.items()) for r in read_records(path)
+        not r.get("error") and all(r.get(k) == v for k, v in key.items())
+        for r in read_records(path)
     )
 
 
