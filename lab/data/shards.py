@@ -58,11 +58,14 @@ def open_shard(path):
             if len(header) < 256 or header[0] != 20240520 or header[1] != 1:
                 raise ValueError("a .bin of llm.c begins with 20240520, 1")
             row, size = Row(path, "<u2", 1024, int(header[2])), path.stat().st_size
-            if not row.length or size != 1024 + 2 * row.length:
-                raise EOFError(f"truncated: it holds {row.length:,} tokens in {size:,} bytes")
-        return row
-    tokens = read_array(path, np.uint16, AGAIN)
-    return Row(path, "<u2", tokens.offset, len(tokens))
+            if size != 1024 + 2 * row.length:
+                raise EOFError(f"truncated: {row.length:,} tokens in {size:,} bytes")
+    else:
+        tokens = read_array(path, np.uint16, AGAIN)
+        row = Row(path, "<u2", tokens.offset, len(tokens))
+    if not row.length:
+        raise UserError(f"shard {path} is empty; {AGAIN}")
+    return row
 
 
 def open_mask(path, tokens):
