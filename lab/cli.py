@@ -36,18 +36,29 @@ def command(main, name=None):
     name = name or Path(sys.argv[0]).name
     # Who imports this file by its name gets the module that runs, not a second one with classes of its own.
     sys.modules.setdefault(Path(sys.argv[0]).stem, sys.modules["__main__"])
-    sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows a question mark
+    sys.stdout.reconfigure(
+        errors="replace"
+    )  # a terminal that lacks a character shows a question mark
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     try:
         status = main(sys.argv[1:]) or 0
     except UserError as error:
-        if rank:  # all processes meet the same bad input; if it is this one's alone, rank 0 is silent
+        if (
+            rank
+        ):  # all processes meet the same bad input; if it is this one's alone, rank 0 is silent
             time.sleep(2)
         status = error.status
         say(f"{name}: error: {f'[rank {rank}] ' if rank else ''}{error}")
     except KeyboardInterrupt:
         status = 130
         say(f"{name}: stopped")
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        status = 2
+        say(
+            f"{name}: error: the memory is full; ask for less at a time, such as a smaller --batch_size"
+        )
     except BrokenPipeError:  # the reader of our output has left, as in --help | head
         status = 1
     for stream in (sys.stdout, sys.stderr):
@@ -55,9 +66,17 @@ def command(main, name=None):
             stream.flush()
         except OSError:  # nobody reads it; Python would complain at its end once more
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-    if world_size > 1:  # others may wait for an exchange that never comes, and threads of gloo's may
+    if (
+        world_size > 1
+    ):  # others may wait for an exchange that never comes, and threads of gloo's may
         os._exit(status)  # outlive the interpreter (pytorch/pytorch#179291): no farewell
     sys.exit(status)
+
+
+def out_of_memory(error):
+    """Whether this is what CUDA, Python or torch's CPU allocator raises when memory is full."""
+    names = ("MemoryError", "OutOfMemoryError")
+    return type(error).__name__ in names or "allocate memory" in str(error).lower()
 
 
 def say(text):
@@ -73,7 +92,12 @@ def parse(settings, argv, prog=None, description=None):
 
     prog = prog or Path(sys.argv[0]).name
     return tyro.cli(
-        settings, args=argv, prog=prog, description=description, use_underscores=True, config=(tyro.conf.OmitArgPrefixes,)
+        settings,
+        args=argv,
+        prog=prog,
+        description=description,
+        use_underscores=True,
+        config=(tyro.conf.OmitArgPrefixes,),
     )
 
 
@@ -97,3 +121,30 @@ def this_python():
     if found and Path(found).parent.absolute() == here.parent.absolute():
         return "python"
     return os.path.relpath(here) if Path.cwd() in here.parents else str(here)
+
+
+def set_threads():
+    """Say how OpenMP's threads wait on a CPU, before torch starts them.
+
+    Threads that spin while they wait are up to twice as fast where nothing else runs; where something
+    does, they take the time of those that work (docs/LOG.md). So the load of the last tenth of a second
+    decides, where the system tells it.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ["OMP_WAIT_POLICY"] = "ACTIVE" if idle_share() > 0.9 else "PASSIVE"
+
+
+def idle_share(seconds=0.1):
+    """Share of the time for which the CPUs had nothing to do; 0 where the system does not tell."""
+
+    def idle_and_all():
+        times = [int(t) for t in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+        return times[3] + times[4], sum(times)
+
+    try:
+        idle0, all0 = idle_and_all()
+        time.sleep(seconds)
+        idle1, all1 = idle_and_all()
+        return (idle1 - idle0) / max(1, all1 - all0)
+    except (OSError, ValueError, IndexError):
+        return 0.0

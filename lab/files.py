@@ -40,7 +40,9 @@ def reading(path, what, way_out):
             raise UserError(f"{what} {path} cannot be read: {SYSTEM[error.errno]}") from error
         if isinstance(error, MemoryError):
             raise
-        raise UserError(f"{what} {path} is damaged or no such file ({first_line(error)}); {way_out}") from error
+        raise UserError(
+            f"{what} {path} is damaged or no such file ({first_line(error)}); {way_out}"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -77,7 +79,9 @@ def read_array(path, dtype, way_out="delete it and make it again"):
     with reading(path, "file", way_out):
         array = np.load(path, mmap_mode="r", allow_pickle=False)
         if array.dtype != dtype or array.ndim != 1:
-            raise TypeError(f"it holds {array.dtype} of shape {array.shape}, wanted is one row of {np.dtype(dtype)}")
+            raise TypeError(
+                f"it holds {array.dtype} of shape {array.shape}, wanted is one row of {np.dtype(dtype)}"
+            )
     return array
 
 

@@ -14,7 +14,7 @@ from typing import Annotated
 import torch
 
 from lab.run.checkpoints import has_checkpoint, newest_checkpoint, newest_run, read_checkpoint
-from train_gpt2 import GPT, PRESETS, GPTConfig
+
 
 # GPT-2 was published with a layer that stores its matrix as (in, out); nn.Linear stores (out, in)
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")

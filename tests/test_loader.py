@@ -207,7 +207,6 @@ def test_data_that_has_grown_goes_on_in_the_order_that_it_had(tmp_path, settings
     np.save(folder / "x_train_000002.npy", np.full(900, VOCAB - 1, np.uint16))
     grown = TokenShards(folder, "train", VOCAB)
     second = make_loader(grown, **settings)
-    second.keep_to(state)
     second.load_state_dict(state)
     rest = []
     for _ in range(17):
@@ -222,13 +221,13 @@ def test_data_that_has_grown_goes_on_in_the_order_that_it_had(tmp_path, settings
     shrunk = make_loader(TokenShards(folder, "train", VOCAB), **settings)
     said = f"has 2,201 training tokens, this run was begun with {state['tokens']:,}: "
     with pytest.raises(UserError, match=said + "put the rest back, or begin a new run"):
-        shrunk.keep_to(state)
+        shrunk.load_state_dict(state)
     shrunk.shards.manifest = {"complete": False}
     with pytest.raises(
         UserError,
         match=said + "fineweb.py is not finished with it; resume when its command has ended",
     ):
-        shrunk.keep_to(state)
+        shrunk.load_state_dict(state)
 
 
 def test_both_file_formats_give_the_same_stream(tmp_path):
@@ -518,7 +517,6 @@ def test_data_and_state_of_the_first_version(tmp_path):
         TokenShards(folder / "texts", "train", VOCAB, verify=True), 4, total_batch_size=64
     )
     state = {"position": 1280, "tokens": 533, "begin": 2172298847}
-    loader.keep_to(state)
     loader.load_state_dict(state)
     assert loader.state_dict() == state
     x, _, _ = loader.next_batch()

@@ -1,6 +1,6 @@
 """Data: text becomes shards of token ids, and shards become micro-batches.
 
-    from lab.data import TokenLoader, TokenShards, build_builtin, get_tokenizer, grad_accum_steps
+    from lab.data import TokenLoader, TokenShards, build_builtin, get_tokenizer
 
 The names are fetched when they are asked for: a process that tokenises has no use for torch.
 """
@@ -11,8 +11,11 @@ MODULE_OF = {
     "TokenLoader": "loader",
     "TokenShards": "shards",
     "build_builtin": "builtin",
+    "document_mask": "documents",
     "get_tokenizer": "tokenizers",
     "grad_accum_steps": "loader",
+    "hide_other_documents": "documents",
+    "name_of_size": "tokenizers",
 }
 
 

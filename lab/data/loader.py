@@ -139,8 +139,17 @@ class TokenLoader:
         first = step_begin + (micro_step * self.world_size + self.rank) * self.batch_size
         return [self.shards.where(int(p)) for p in self.positions(first, self.batch_size)]
 
-    def keep_to(self, state):
-        """Stay with the tokens that there were when `state` was saved.
+    def fingerprint(self, tokens):
+        """A checksum of the first of so many tokens."""
+        return zlib.crc32(self.shards.read(0, min(2**20, tokens)).tobytes())
+
+    def state_dict(self):
+        tokens = len(self.shards)
+        position = self.sequence * self.seq_len
+        return {"position": position, "tokens": tokens, "begin": self.fingerprint(tokens)}
+
+    def load_state_dict(self, state):
+        """Go on from the step where `state` was saved, with the tokens that there were then.
 
         Of data that has grown, another number of sequences would be shuffled: some would come
         twice, some never. Raises UserError for fewer tokens, and for others.
@@ -163,18 +172,24 @@ class TokenLoader:
             self.shards.shorten(tokens)
             if self.aligned is not None:
                 self.aligned = self.shards.document_starts(self.seq_len)
-
-    def fingerprint(self, tokens):
-        """A checksum of the first of so many tokens."""
-        return zlib.crc32(self.shards.read(0, min(2**20, tokens)).tobytes())
-
-    def state_dict(self):
-        tokens = len(self.shards)
-        position = self.sequence * self.seq_len
-        return {"position": position, "tokens": tokens, "begin": self.fingerprint(tokens)}
-
-    def load_state_dict(self, state):
         self.sequence, self.micro_step = state["position"] // self.seq_len, 0
+        self.prefetched = None
+
+    def epoch_tokens(self):
+        """Tokens that one pass over the data reads."""
+        return len(self.shards) if self.aligned is None else len(self.aligned) * self.seq_len
+
+    def notes(self):
+        """What a person should know of the data, a line each."""
+        folder, lines = self.shards.paths[0].parent, []
+        if self.shards.manifest.get("complete") is False:
+            lines.append(f"{folder} is not finished; its fineweb.py command, run again, finishes it")
+        if self.shards.left_out:
+            lines.append(
+                f"{folder} has {self.shards.left_out:,} more tokens than when this run began; they "
+                "are not used, as they would change the order. A new run with --init_from uses all"
+            )
+        return lines
 
 
 def grad_accum_steps(cfg, batch_size, world_size):

@@ -1,0 +1,65 @@
+"""Faster ways to compute what a model computes, put into it from outside.
+
+use() replaces modules and leaves everything else as it was: names, order and identity of the parameters,
+and the random state. Without gradients, in evaluation and sampling, the plain modules compute.
+"""
+
+import importlib.util
+
+import torch
+
+from lab.cli import UserError
+from lab.kernels.cross_entropy import FusedHeadLoss, gradient_is_transposed
+from lab.kernels.fp8_mlp import Fp8MLP, casts_are_transposed
+from lab.kernels.fused_mlp import FusedMLP, epilogues_work
+
+
+def use(model, mlp, precision, fp8="off"):
+    """Replace model.head_loss, and on a GPU in bf16 every module of the class `mlp`.
+
+    To be called before anything holds on to the modules: DDP, torch.compile. fp8: "off"; "head" computes
+    the head's products in 8 bits; "all" the MLPs' too. Raises UserError where 8 bits cannot be had.
+    """
+    if fp8 != "off":
+        check_fp8(model, precision, fp8)
+    model.head_loss = FusedHeadLoss(model.head_loss, fp8=fp8 != "off")
+    if precision.name != "bf16" or not epilogues_work(precision.device):
+        return
+    fast = Fp8MLP if fp8 == "all" else FusedMLP
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if type(child) is mlp:
+                setattr(parent, name, fast(child))
+
+
+def check_fp8(model, precision, fp8):
+    """Raise UserError, saying what is missing, where products in 8 bits cannot be had."""
+    if reason := why_no_fp8(precision.device) or why_no_fp8_shape(precision.name, model.config):
+        raise UserError(f"fp8={fp8}: 8 bits {reason}; leave --fp8 out")
+    for right in (gradient_is_transposed, *([casts_are_transposed] if fp8 == "all" else [])):
+        if not right(precision.device):
+            import triton
+
+            gpu = torch.cuda.get_device_name(precision.device)
+            raise UserError(
+                f"fp8={fp8} cannot be computed: Triton {triton.__version__} transposes 8-bit numbers wrongly "
+                f"on {gpu}; leave it out, or try another version"
+            )
+
+
+def why_no_fp8(device):
+    """ "" if this device multiplies in 8 bits, else what it needs, in a few words."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
+        return "need an NVIDIA GPU that multiplies them (RTX 40, H100 and newer)"
+    if importlib.util.find_spec("triton") is None:
+        return "need Triton, which is not installed"
+    return ""
+
+
+def why_no_fp8_shape(precision, config):
+    """The same for a model's shape and a precision's name."""
+    if precision != "bf16":
+        return f"go with precision=bf16, not with {precision}"
+    if config.n_embd % 16 or config.padded_vocab_size % 16:
+        return f"need multiples of 16, not n_embd={config.n_embd} and {config.padded_vocab_size} rows of the embedding"
+    return ""

@@ -1,6 +1,6 @@
 """Cross-entropy of a linear head without its logits in memory.
 
-linear_cross_entropy(x, weight, targets, vocab_size) is what GPT.forward calls; the rest are its ways of computing it.
+FusedHeadLoss takes the place of a model's plain head and loss; the rest is how it computes them.
 
 At 64 x 1024 positions the logits of GPT-2 are 6.6 GB in bf16, and their gradient as much again. But the gradient of the
 loss with respect to the logits, softmax minus one-hot, needs nothing from the backward pass. So the fused way makes a
@@ -15,102 +15,62 @@ import functools
 import importlib.util
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 CHUNK = 16384  # positions; 1.6 GB of bf16 logits at V = 50304, and products still large enough to run at full rate
-GRAD_SCALE = 2.0**15  # for fp8: dlogits lie in [-1, 1]; times this they use e5m2's range, 2^-16 to 57344
+SMALL = 2**26  # bytes of float32 logits: with fewer there is nothing to save
+GRAD_SCALE = (
+    2.0**15
+)  # for fp8: dlogits lie in [-1, 1]; times this they use e5m2's range, 2^-16 to 57344
 
 
-def linear_cross_entropy(x, weight, targets, vocab_size, method="auto", reduction="sum"):
-    """Cross-entropy of softmax(x @ weight.T) against targets: summed over the positions, or each one's (N,) for "none".
+class FusedHeadLoss(nn.Module):
+    """In the place of a model's plain head_loss: the same loss and gradients without all logits at once.
 
-    x (N, C), weight (V, C) with V >= vocab_size, targets (N,) with -1 for "no target here" (loss 0). Columns from
-    vocab_size on have no probability. Every method but fp8 gives the same loss and gradients; they differ in memory and time:
-    plain   all logits at once, as the definition says
-    chunked ours, above; a Triton kernel on CUDA, the same in PyTorch elsewhere
-    torch   torch.nn.functional.linear_cross_entropy, from torch 2.13 on
-    liger   Liger-Kernel's, where it is installed (CUDA)
-    fp8     ours with 8-bit products, RTX 40, H100 and newer; its gradients are rounded by some percent; never chosen by auto
-    auto    plain under 64 MiB of logits, where there is nothing to save; in float32 torch's own, where it exists; else
-            ours, and always ours in 16 bits, where torch's loses digits, and under torch.compile, whose graph torch's
-            leaves.
+    fp8: products in 8 bits, whose gradients are rounded by some percent (RTX 40, H100 and newer).
     """
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
-    if method == "auto":
-        method = auto_method(x, weight)
-    if method == "plain":
-        return loss_in_chunks(x, weight, targets, vocab_size, reduction, chunk=x.size(0))
-    if reduction == "none" or not torch.is_grad_enabled():
-        return loss_in_chunks(x, weight, targets, vocab_size, reduction, chunk=CHUNK // 4)
-    if method == "chunked":
-        return fused_loss(x, weight, targets, vocab_size)[0]
-    if method == "fp8":
-        return fused_loss_fp8(x, weight, targets, vocab_size)[0]
-    weight = weight.to(x.dtype)
-    pad_bias = None  # a very negative bias takes the pad columns out of the softmax
-    if weight.size(0) > vocab_size:
-        pad_bias = torch.zeros(weight.size(0), dtype=x.dtype, device=x.device)
-        pad_bias[vocab_size:] = torch.finfo(x.dtype).min / 2
-    check_method(method)
-    if method == "torch":
-        # it sums in x's type: 8 bits are too few for a sum of thousands, so those are summed here
-        reduction = "sum" if x.dtype == torch.float32 else "none"
-        options = torch.nn.LinearCrossEntropyOptions()
-        return F.linear_cross_entropy(
-            x, weight, targets, linear_bias=pad_bias, reduction=reduction, ignore_index=-1, options=options
-        ).float().sum()
-    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
 
-    return LigerFusedLinearCrossEntropyFunction.apply(
-        x, weight, targets, pad_bias, None, -1, 0.0, 0.0, "sum", None, False, torch.float32
-    )[0]
+    def __init__(self, plain, fp8=False):
+        super().__init__()
+        self.plain, self.fp8 = plain, fp8
+
+    def forward(self, x, weight, targets, reduction):
+        """As the plain one: x (N, C), weight (V, C), targets (N,) -> the sum, or each loss (N,)."""
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        if x.size(0) * weight.size(0) * 4 <= SMALL:
+            return self.plain(x, weight, targets, reduction)
+        if reduction == "none" or not torch.is_grad_enabled():
+            chunks = zip(x.split(CHUNK // 4), targets.split(CHUNK // 4))
+            losses = torch.cat([self.plain(rows, weight, t, "none") for rows, t in chunks])
+            return losses if reduction == "none" else losses.sum()
+        loss = fused_loss_fp8 if self.fp8 else fused_loss
+        return loss(x, weight, targets, self.plain.vocab_size)[0]
 
 
-def check_method(method):
-    """Raise ValueError for a method of linear_cross_entropy that is not installed here."""
-    if method == "torch" and not hasattr(F, "linear_cross_entropy"):
-        raise ValueError(f"cross_entropy=torch needs torch 2.13, this is {torch.__version__}; use auto or chunked")
-    if method == "liger":
-        try:
-            import liger_kernel.ops  # noqa: F401
-        except ImportError:
-            raise ValueError("cross_entropy=liger needs `pip install liger-kernel` and a CUDA GPU; use auto") from None
-
-
-def auto_method(x, weight):
-    if x.size(0) * weight.size(0) * 4 <= 2**26:
-        return "plain"
-    torch_has_it = hasattr(F, "linear_cross_entropy") and x.dtype == torch.float32
-    return "torch" if torch_has_it and not torch.compiler.is_compiling() else "chunked"
-
-
-def loss_in_chunks(x, weight, targets, vocab_size, reduction, chunk):
-    """The definition, `chunk` positions at a time. autograd can follow it, but keeps every chunk if it does."""
-    weight = weight.to(x.dtype)
-    losses = [
-        F.cross_entropy(F.linear(rows, weight)[:, :vocab_size].float(), t, ignore_index=-1, reduction=reduction)
-        for rows, t in zip(x.split(chunk), targets.split(chunk))
-    ]
-    return torch.cat(losses) if reduction == "none" else torch.stack(losses).sum()
-
-
-@torch.library.custom_op("gpt2::fused_loss", mutates_args=())  # one opaque node, so that torch.compile keeps one graph
-def fused_loss(x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
+@torch.library.custom_op(
+    "gpt2::fused_loss", mutates_args=()
+)  # one opaque node, so that torch.compile keeps one graph
+def fused_loss(
+    x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Sum of the losses, and its gradients dx (N, C) in x's type and dweight (V, C) in weight's."""
     # dlogits lie in [-1, 1]; most are far below fp16's smallest normal number 6e-5, so fp16 shifts them up
     scale = 1024.0 if x.dtype == torch.float16 else 1.0
     w = weight.to(x.dtype)
     losses = torch.empty(x.size(0), dtype=torch.float32, device=x.device)
     dx, dweight = torch.empty_like(x), torch.zeros_like(weight)
-    logits = torch.empty(min(CHUNK, x.size(0)), w.size(0), dtype=x.dtype, device=x.device)  # (n, V), used over and over
+    logits = torch.empty(
+        min(CHUNK, x.size(0)), w.size(0), dtype=x.dtype, device=x.device
+    )  # (n, V), used over and over
     for i in range(0, x.size(0), CHUNK):
         rows = x[i : i + CHUNK]
         chunk = torch.mm(rows, w.t(), out=logits[: rows.size(0)])
         losses[i : i + CHUNK] = loss_and_grad_(chunk, targets[i : i + CHUNK], vocab_size, scale)
         torch.mm(chunk, w, out=dx[i : i + CHUNK])
-        if x.is_cuda and x.dtype != weight.dtype:  # 16-bit product added to the 32-bit sum in one go
+        if (
+            x.is_cuda and x.dtype != weight.dtype
+        ):  # 16-bit product added to the 32-bit sum in one go
             torch.addmm(dweight, chunk.t(), rows, out_dtype=weight.dtype, out=dweight)
         else:
             dweight += chunk.t() @ rows
@@ -125,7 +85,9 @@ def empty_results(x, weight, targets, vocab_size):
 
 
 def save_gradients(ctx, inputs, output):
-    ctx.set_materialize_grads(False)  # dx and dweight are results too; nobody wants zeros of their size as their gradients
+    ctx.set_materialize_grads(
+        False
+    )  # dx and dweight are results too; nobody wants zeros of their size as their gradients
     ctx.save_for_backward(output[1], output[2])
 
 
@@ -157,13 +119,23 @@ def triton_loss_and_grad_(logits, targets, vocab_size, scale):
     """The same in one kernel: a row is read twice, the second time mostly from the L2 cache, and written once."""
     losses = torch.empty(logits.size(0), dtype=torch.float32, device=logits.device)
     kernels()["loss"][(logits.size(0),)](
-        logits, targets, losses, logits.stride(0), logits.size(1), vocab_size, scale, BLOCK=2048, num_warps=32
+        logits,
+        targets,
+        losses,
+        logits.stride(0),
+        logits.size(1),
+        vocab_size,
+        scale,
+        BLOCK=2048,
+        num_warps=32,
     )
     return losses
 
 
 @torch.library.custom_op("gpt2::fused_loss_fp8", mutates_args=())
-def fused_loss_fp8(x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
+def fused_loss_fp8(
+    x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """fused_loss with its three products in 8 bits, twice the rate of 16 (H100 and newer). Its results are rounded:
     dx and dweight differ from those of fused_loss by some percent, at random.
 
@@ -182,9 +154,13 @@ def fused_loss_fp8(x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) 
         rows = x8[i : i + CHUNK]  # (n, C)
         rows_t = rows.t().contiguous()  # (C, n)
         logits = torch._scaled_mm(rows, w8.t(), x_scale, w_scale, out_dtype=x.dtype)  # (n, V)
-        losses[i : i + CHUNK], grad, grad_t = triton_loss_and_grad_e5m2(logits, targets[i : i + CHUNK], vocab_size)
+        losses[i : i + CHUNK], grad, grad_t = triton_loss_and_grad_e5m2(
+            logits, targets[i : i + CHUNK], vocab_size
+        )
         dx[i : i + CHUNK] = torch._scaled_mm(grad, w8_t.t(), grad_scale, w_scale, out_dtype=x.dtype)
-        dweight += torch._scaled_mm(grad_t, rows_t.t(), grad_scale, x_scale, out_dtype=torch.float32)
+        dweight += torch._scaled_mm(
+            grad_t, rows_t.t(), grad_scale, x_scale, out_dtype=torch.float32
+        )
     return losses.sum(), dx, dweight
 
 
@@ -194,8 +170,12 @@ fused_loss_fp8.register_autograd(multiply_gradients, setup_context=save_gradient
 
 def to_e4m3(tensor):
     """(tensor / scale in e4m3, scale), the largest value at 448."""
-    scale = (torch.linalg.vector_norm(tensor, ord=float("inf"), dtype=torch.float32) / 448).clamp(min=1e-12)
-    inverse = (1 / scale).to(tensor.dtype)  # in 16 bits it is rounded, and what undoes it must be so too
+    scale = (torch.linalg.vector_norm(tensor, ord=float("inf"), dtype=torch.float32) / 448).clamp(
+        min=1e-12
+    )
+    inverse = (1 / scale).to(
+        tensor.dtype
+    )  # in 16 bits it is rounded, and what undoes it must be so too
     return (tensor * inverse).to(torch.float8_e4m3fn), 1 / inverse.float()
 
 
@@ -205,9 +185,13 @@ def triton_loss_and_grad_e5m2(logits, targets, vocab_size):
     losses, log2_z = (torch.empty(n, dtype=torch.float32, device=logits.device) for _ in range(2))
     grad = torch.empty(n, padded, dtype=torch.float8_e5m2, device=logits.device)
     grad_t = torch.empty(padded, n, dtype=torch.float8_e5m2, device=logits.device)
-    kernels()["row"][(n,)](logits, targets, losses, log2_z, padded, vocab_size, BLOCK=1024, num_warps=4)
+    kernels()["row"][(n,)](
+        logits, targets, losses, log2_z, padded, vocab_size, BLOCK=1024, num_warps=4
+    )
     grid = (-(-padded // 128), -(-n // 128))
-    kernels()["tile"][grid](logits, targets, log2_z, grad, grad_t, n, padded, GRAD_SCALE, TILE=128, num_warps=8)
+    kernels()["tile"][grid](
+        logits, targets, log2_z, grad, grad_t, n, padded, GRAD_SCALE, TILE=128, num_warps=8
+    )
     grad.view(torch.uint8)[:, vocab_size:] = 0
     grad_t.view(torch.uint8)[vocab_size:] = 0
     return losses, grad, grad_t
@@ -229,7 +213,10 @@ def kernels():
     @triton.jit
     def load_log2(logits, column, padded, vocab_size):
         """Logits in base 2, whose exponential the hardware has; -inf outside the vocabulary."""
-        z = tl.load(logits + column, mask=column < padded, other=0.0).to(tl.float32) * 1.4426950408889634  # log2(e)
+        z = (
+            tl.load(logits + column, mask=column < padded, other=0.0).to(tl.float32)
+            * 1.4426950408889634
+        )  # log2(e)
         return tl.where(column < vocab_size, z, float("-inf"))
 
     @triton.jit
@@ -246,7 +233,9 @@ def kernels():
             z3 = load_log2(logits, start + 3 * BLOCK + lane, padded, vocab_size)
             higher = tl.maximum(tl.maximum(top, tl.maximum(z0, z1)), tl.maximum(z2, z3))
             total = total * tl.exp2(top - higher)
-            total += (tl.exp2(z0 - higher) + tl.exp2(z1 - higher)) + (tl.exp2(z2 - higher) + tl.exp2(z3 - higher))
+            total += (tl.exp2(z0 - higher) + tl.exp2(z1 - higher)) + (
+                tl.exp2(z2 - higher) + tl.exp2(z3 - higher)
+            )
             top = higher
         peak = tl.max(top, 0)
         return peak + tl.log2(tl.sum(total * tl.exp2(top - peak), 0))
@@ -260,7 +249,9 @@ def kernels():
         has_target = target >= 0
         log2_z = log2_sum_exp(logits, padded, vocab_size, BLOCK)
         hit = load_log2(logits, tl.maximum(target, 0), padded, vocab_size)
-        tl.store(losses + row, tl.where(has_target, (log2_z - hit) * 0.6931471805599453, 0.0))  # ln(2)
+        tl.store(
+            losses + row, tl.where(has_target, (log2_z - hit) * 0.6931471805599453, 0.0)
+        )  # ln(2)
         tl.debug_barrier()  # every lane has read the target's logit before it is overwritten
         factor = tl.where(has_target, scale, 0.0)
         for start in range(0, padded, 4 * BLOCK):
@@ -280,7 +271,9 @@ def kernels():
         log2_z = log2_sum_exp(logits, padded, vocab_size, BLOCK)
         hit = load_log2(logits, tl.maximum(target, 0), padded, vocab_size)
         tl.store(losses + row, tl.where(target >= 0, (log2_z - hit) * 0.6931471805599453, 0.0))
-        tl.store(log2_zs + row, tl.where(target >= 0, log2_z, float("inf")))  # no target: a softmax of zeros
+        tl.store(
+            log2_zs + row, tl.where(target >= 0, log2_z, float("inf"))
+        )  # no target: a softmax of zeros
 
     @triton.jit
     def scaled_softmax(z, log2_z, scale):
@@ -304,7 +297,9 @@ def kernels():
         here = (target // TILE == tl.program_id(0)) & (target >= 0)
         tl.debug_barrier()
         hit = tl.load(logits + row * padded + target, mask=here, other=0.0).to(tl.float32)
-        g = ((tl.exp2(hit * 1.4426950408889634 - log2_z) - 1.0) * scale).to(tl.float8e5)  # the one of one-hot
+        g = ((tl.exp2(hit * 1.4426950408889634 - log2_z) - 1.0) * scale).to(
+            tl.float8e5
+        )  # the one of one-hot
         tl.store(grad + row * padded + target, g, mask=here)
         tl.store(grad_t + target * n + row, g, mask=here)
 

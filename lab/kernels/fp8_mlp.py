@@ -16,6 +16,8 @@ import functools
 import torch
 from torch import Tensor
 
+from lab.kernels.fused_mlp import FusedMLP
+
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # What a 1 in 8 bits is worth. A floating-point format of 4 or 5 bits of exponent forgives a rough scale, so
 # weights and activations have fixed ones, which cost no pass over the tensor to find its largest value:
@@ -44,7 +46,11 @@ def cast(x, scale, dtype, mode="plain", before=None):
     q_t = torch.empty(columns, rows, dtype=dtype, device=x.device)
     tile_rows, tile_columns, warps = TILES[mode]
     grid = (triton.cdiv(columns, tile_columns), triton.cdiv(rows, tile_rows))
-    sums = torch.empty(grid[1], columns, dtype=torch.float32, device=x.device) if mode == "dgelu" else q
+    sums = (
+        torch.empty(grid[1], columns, dtype=torch.float32, device=x.device)
+        if mode == "dgelu"
+        else q
+    )
     kernel()[grid](
         x, x if before is None else before, scale, q, q_t, sums, rows, columns, MODE=mode, ROWS=tile_rows,
         COLUMNS=tile_columns, num_warps=warps,
@@ -57,7 +63,13 @@ def casts_are_transposed(device):
     kinds of cast that an update needs."""
     x = torch.arange(128 * 192, device=device).sin().view(128, 192)
     y, scale = x.bfloat16(), constant(ACTIVATION, device)
-    used = (x, E4M3, "plain"), (y, E4M3, "plain"), (y, E5M2, "plain"), (y, E4M3, "gelu"), (y, E5M2, "dgelu")
+    used = (
+        (x, E4M3, "plain"),
+        (y, E4M3, "plain"),
+        (y, E5M2, "plain"),
+        (y, E4M3, "gelu"),
+        (y, E5M2, "dgelu"),
+    )
     results = [cast(value, scale, dtype, mode, y) for value, dtype, mode in used]
     return all(torch.equal(q.float().t(), q_t.float()) for q, q_t, _ in results)
 
@@ -74,12 +86,24 @@ def kernel():
     @triton.jit
     def sigmoid_of_gelu(x):
         """GELU in the tanh form is x * sigmoid(2 (2/pi)^0.5 (x + 0.044715 x^3)); this is the sigmoid, by 2^y."""
-        y = x * (2.302208198 + 0.1029432397 * x * x)  # 2 (2/pi)^0.5 log2(e), and 0.044715 times that
+        y = x * (
+            2.302208198 + 0.1029432397 * x * x
+        )  # 2 (2/pi)^0.5 log2(e), and 0.044715 times that
         return 1.0 / (1.0 + tl.exp2(-y))
 
     @triton.jit
     def cast_tile(
-        x, before, scale, q, q_t, sums, rows, columns, MODE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+        x,
+        before,
+        scale,
+        q,
+        q_t,
+        sums,
+        rows,
+        columns,
+        MODE: tl.constexpr,
+        ROWS: tl.constexpr,
+        COLUMNS: tl.constexpr,
     ):
         row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         column = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
@@ -93,27 +117,43 @@ def kernel():
             z = tl.load(before + here, mask=inside, other=0.0).to(tl.float32)
             s = sigmoid_of_gelu(z)
             value = value * (s + z * s * (1.0 - s) * (1.5957691216 + 0.2140644488 * z * z))  # GELU'
-            tl.store(sums + tl.program_id(1).to(tl.int64) * columns + column, tl.sum(value, 0), mask=column < columns)
+            tl.store(
+                sums + tl.program_id(1).to(tl.int64) * columns + column,
+                tl.sum(value, 0),
+                mask=column < columns,
+            )
         # the hardware's cast ends at the format's largest number
         tl.store(q + here, (value * (1.0 / tl.load(scale))).to(q.dtype.element_ty), mask=inside)
         # the product is written twice, or the compiler would transpose the 8-bit result, which Triton 3.6 and 3.7 do wrongly
         value_t = tl.trans(value * (1.0 / tl.load(scale)))
-        tl.store(q_t + column[:, None] * rows + row[None, :], value_t.to(q.dtype.element_ty), mask=inside_t)
+        tl.store(
+            q_t + column[:, None] * rows + row[None, :],
+            value_t.to(q.dtype.element_ty),
+            mask=inside_t,
+        )
 
     return cast_tile
 
 
-@torch.library.custom_op("gpt2::mlp_products_fp8", mutates_args=())  # opaque to torch.compile, which keeps one graph around it
-def mlp_products_fp8(x: Tensor, w_fc: Tensor, b_fc: Tensor, w_proj: Tensor, b_proj: Tensor) -> list[Tensor]:
+@torch.library.custom_op(
+    "gpt2::mlp_products_fp8", mutates_args=()
+)  # opaque to torch.compile, which keeps one graph around it
+def mlp_products_fp8(
+    x: Tensor, w_fc: Tensor, b_fc: Tensor, w_proj: Tensor, b_proj: Tensor
+) -> list[Tensor]:
     """[GELU(x @ w_fc.T + b_fc) @ w_proj.T + b_proj (N, C)], then for the backward pass GELU's input (N, F) and, in 8 bits and
     transposed, GELU's output (F, N), x (C, N), w_fc (C, F) and w_proj (F, C). x (N, C) is bf16, the weights are float32."""
     weight, activation = constant(WEIGHT, x.device), constant(ACTIVATION, x.device)
     x8, x8_t, _ = cast(x, activation, E4M3)
     w8, w8_t, _ = cast(w_fc, weight, E4M3)
     p8, p8_t, _ = cast(w_proj, weight, E4M3)
-    before = torch._scaled_mm(x8, w8.t(), activation, weight, bias=b_fc.to(x.dtype), out_dtype=x.dtype)
+    before = torch._scaled_mm(
+        x8, w8.t(), activation, weight, bias=b_fc.to(x.dtype), out_dtype=x.dtype
+    )
     after8, after8_t, _ = cast(before, activation, E4M3, "gelu")
-    y = torch._scaled_mm(after8, p8.t(), activation, weight, bias=b_proj.to(x.dtype), out_dtype=x.dtype)
+    y = torch._scaled_mm(
+        after8, p8.t(), activation, weight, bias=b_proj.to(x.dtype), out_dtype=x.dtype
+    )
     return [y, before, after8_t, x8_t, w8_t, p8_t]
 
 
@@ -126,7 +166,13 @@ def _(x, w_fc, b_fc, w_proj, b_proj):
 
 @torch.library.custom_op("gpt2::mlp_gradients_fp8", mutates_args=())
 def mlp_gradients_fp8(
-    dy: Tensor, largest: Tensor, before: Tensor, after8_t: Tensor, x8_t: Tensor, w8_t: Tensor, p8_t: Tensor
+    dy: Tensor,
+    largest: Tensor,
+    before: Tensor,
+    after8_t: Tensor,
+    x8_t: Tensor,
+    w8_t: Tensor,
+    p8_t: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dx (N, C) bf16, dw_fc (F, C), db_fc (F,), dw_proj (C, F) float32. largest: a bound of |dy|."""
     weight, activation = constant(WEIGHT, dy.device), constant(ACTIVATION, dy.device)
@@ -144,18 +190,33 @@ def mlp_gradients_fp8(
 @mlp_gradients_fp8.register_fake
 def _(dy, largest, before, after8_t, x8_t, w8_t, p8_t):
     C, F = dy.size(1), before.size(1)
-    return torch.empty_like(dy), *(dy.new_empty(shape, dtype=torch.float32) for shape in ((F, C), (F,), (C, F)))
+    return torch.empty_like(dy), *(
+        dy.new_empty(shape, dtype=torch.float32) for shape in ((F, C), (F,), (C, F))
+    )
 
 
 def keep(ctx, inputs, output):
-    ctx.set_materialize_grads(False)  # no gradients of zeros for the results that are for the backward pass alone
+    ctx.set_materialize_grads(
+        False
+    )  # no gradients of zeros for the results that are for the backward pass alone
     ctx.save_for_backward(*output[1:])
 
 
 def backward(ctx, grads):
     dy = grads[0].contiguous()
     # the sum and amax out here, where torch.compile can fuse them
-    return *mlp_gradients_fp8(dy, dy.abs().amax(), *ctx.saved_tensors), dy.sum(0, dtype=torch.float32)
+    return *mlp_gradients_fp8(dy, dy.abs().amax(), *ctx.saved_tensors), dy.sum(
+        0, dtype=torch.float32
+    )
 
 
 mlp_products_fp8.register_autograd(backward, setup_context=keep)
+
+
+class Fp8MLP(FusedMLP):
+    """The same in 8 bits, rounded from the 32-bit weights themselves."""
+
+    reads = torch.float32
+
+    def products(self, x, *weights):
+        return mlp_products_fp8(x, *weights)[0]

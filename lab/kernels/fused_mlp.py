@@ -4,7 +4,7 @@ PyTorch computes c_fc, then GELU, then c_proj, and GELU's kernel carries the wid
 position) through memory again: once in and out on the way forward, twice in and once out on the way back. NVIDIA's
 library of products, cuBLASLt, can apply GELU or its derivative to a tile of the result before it is first written (an
 "epilogue"). PyTorch has no call for that in training, so this file calls the library that came with it. bf16 on NVIDIA
-GPUs alone; everywhere else MLP.forward in train_gpt2.py says the same in one line.
+GPUs alone; everywhere else the plain MLP says the same in one line.
 
 Shape letters: N positions, C channels, F hidden width (4 C).
 """
@@ -13,12 +13,25 @@ import ctypes
 import functools
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 # names and numbers of cublasLt.h, the same from CUDA 11.8 to 13
-BF16, FP32, COMPUTE_32F = 14, 0, 68  # cudaDataType_t, cublasComputeType_t: products in 16 bits, sums in 32
-TRANSA, EPILOGUE, BIAS_POINTER, AUX_POINTER, AUX_LD = 3, 7, 8, 11, 12  # cublasLtMatmulDescAttributes_t
-GELU_AUX_BIAS, DGELU = 164, 192  # cublasLtEpilogue_t; "aux" is GELU's input, written forward and read backward
+BF16, FP32, COMPUTE_32F = (
+    14,
+    0,
+    68,
+)  # cudaDataType_t, cublasComputeType_t: products in 16 bits, sums in 32
+TRANSA, EPILOGUE, BIAS_POINTER, AUX_POINTER, AUX_LD = (
+    3,
+    7,
+    8,
+    11,
+    12,
+)  # cublasLtMatmulDescAttributes_t
+GELU_AUX_BIAS, DGELU = (
+    164,
+    192,
+)  # cublasLtEpilogue_t; "aux" is GELU's input, written forward and read backward
 MAX_WORKSPACE_BYTES = 1  # cublasLtMatmulPreferenceAttributes_t
 WORKSPACE = 32 * 2**20  # bytes; NVIDIA's advice for Hopper
 # With fewer, the card waits for the Python that calls the library: 12 layers of 768 and 8 x 512 positions took an H200 14.0
@@ -71,17 +84,39 @@ def plan(device, rows, inner, columns, b_transposed, epilogue):
     describe(desc, AUX_LD, ctypes.c_int64(columns))
     describe(desc, AUX_POINTER, ctypes.c_void_p(256))  # only its alignment matters here
     layouts = []
-    for high, wide in ((columns, inner) if not b_transposed else (inner, columns), (inner, rows), (columns, rows)):
+    for high, wide in (
+        (columns, inner) if not b_transposed else (inner, columns),
+        (inner, rows),
+        (columns, rows),
+    ):
         layout = ctypes.c_void_p()
         size = (ctypes.c_uint64(high), ctypes.c_uint64(wide), ctypes.c_int64(high))
         call("MatrixLayoutCreate", ctypes.byref(layout), BF16, *size)
         layouts.append(layout)
     call("MatmulPreferenceCreate", ctypes.byref(preference))
     limit = ctypes.c_size_t(WORKSPACE)
-    call("MatmulPreferenceSetAttribute", preference, MAX_WORKSPACE_BYTES, ctypes.byref(limit), ctypes.sizeof(limit))
+    call(
+        "MatmulPreferenceSetAttribute",
+        preference,
+        MAX_WORKSPACE_BYTES,
+        ctypes.byref(limit),
+        ctypes.sizeof(limit),
+    )
     found, best = ctypes.c_int(), Heuristic()
     b, a, out = layouts
-    call("MatmulAlgoGetHeuristic", handle, desc, b, a, out, out, preference, 1, ctypes.byref(best), ctypes.byref(found))
+    call(
+        "MatmulAlgoGetHeuristic",
+        handle,
+        desc,
+        b,
+        a,
+        out,
+        out,
+        preference,
+        1,
+        ctypes.byref(best),
+        ctypes.byref(found),
+    )
     if not found.value:
         raise RuntimeError("cuBLASLt has no algorithm for this product")
     return desc, layouts, best.algo
@@ -92,7 +127,9 @@ def product(a, b, epilogue, aux, bias=None, b_transposed=False):
     rows, columns = aux.shape
     out = torch.empty_like(aux)
     handle, workspace = handle_and_workspace(a.device)
-    desc, (layout_b, layout_a, layout_out), algo = plan(a.device, rows, a.size(1), columns, b_transposed, epilogue)
+    desc, (layout_b, layout_a, layout_out), algo = plan(
+        a.device, rows, a.size(1), columns, b_transposed, epilogue
+    )
     describe(desc, AUX_POINTER, ctypes.c_void_p(aux.data_ptr()))
     if bias is not None:
         describe(desc, BIAS_POINTER, ctypes.c_void_p(bias.data_ptr()))
@@ -105,8 +142,12 @@ def product(a, b, epilogue, aux, bias=None, b_transposed=False):
     return out
 
 
-@torch.library.custom_op("gpt2::mlp_products", mutates_args=())  # opaque to torch.compile, which keeps one graph around it
-def mlp_products(x: Tensor, w_fc: Tensor, b_fc: Tensor, w_proj: Tensor, b_proj: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+@torch.library.custom_op(
+    "gpt2::mlp_products", mutates_args=()
+)  # opaque to torch.compile, which keeps one graph around it
+def mlp_products(
+    x: Tensor, w_fc: Tensor, b_fc: Tensor, w_proj: Tensor, b_proj: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """GELU(x @ w_fc.T + b_fc) @ w_proj.T + b_proj (N, C), and for the backward pass GELU's output and input (N, F).
 
     b_proj is added before the product is rounded: to a rounded one, in the compiler's addition to a 16-bit residual stream,
@@ -135,7 +176,9 @@ def _(dy, w_proj, before):
 
 
 def keep(ctx, inputs, output):
-    ctx.set_materialize_grads(False)  # no gradients of zeros for the two results that are for the backward pass alone
+    ctx.set_materialize_grads(
+        False
+    )  # no gradients of zeros for the two results that are for the backward pass alone
     x, w_fc, _, w_proj, _ = inputs
     ctx.save_for_backward(x, w_fc, w_proj, *output[1:])
 
@@ -150,10 +193,34 @@ def backward(ctx, dy, *_):
 mlp_products.register_autograd(backward, setup_context=keep)
 
 
-def fused_mlp_pays(x):
-    """True where x (..., C) is to go through mlp_products: enough of it, in training, under bf16 autocast on a GPU."""
+class FusedMLP(nn.Module):
+    """In the place of an MLP with c_fc, GELU (tanh) and c_proj, whose parameters it takes over."""
+
+    reads = torch.bfloat16  # all that it reads of its matrices, under bf16 autocast
+
+    def __init__(self, plain):
+        super().__init__()
+        self.c_fc, self.c_proj = plain.c_fc, plain.c_proj
+        self.plain_forward = type(
+            plain
+        ).forward  # for micro-steps too small to gain, and for evaluation
+
+    def forward(self, x):
+        if not pays(x):
+            return self.plain_forward(self, x)
+        weights = self.c_fc.weight, self.c_fc.bias, self.c_proj.weight, self.c_proj.bias
+        return self.products(x.bfloat16().flatten(0, -2), *weights).view_as(x)
+
+    def products(self, x, *weights):
+        return mlp_products(x, *(w.bfloat16() for w in weights))[0]
+
+
+def pays(x):
+    """Whether x (..., C) is to be fused: enough of it, in training, under bf16 autocast on a GPU."""
     bf16 = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") == torch.bfloat16
-    return x.is_cuda and bf16 and torch.is_grad_enabled() and x.numel() >= MIN_POSITIONS * x.size(-1)
+    return (
+        x.is_cuda and bf16 and torch.is_grad_enabled() and x.numel() >= MIN_POSITIONS * x.size(-1)
+    )
 
 
 @functools.cache

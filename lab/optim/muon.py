@@ -22,7 +22,9 @@ def orthogonalize(g, steps=5):
     x = g.bfloat16() if g.is_cuda else g
     wide = x.size(-2) <= x.size(-1)
     x = x if wide else x.mT  # the smaller Gram matrix
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)  # Frobenius norm 1: no singular value above 1
+    x = x / (
+        x.norm(dim=(-2, -1), keepdim=True) + 1e-7
+    )  # Frobenius norm 1: no singular value above 1
     for _ in range(steps):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
@@ -49,7 +51,9 @@ class Muon(torch.optim.Optimizer):
                         self.state[p]["momentum"] = torch.zeros_like(p)
                 momenta = [self.state[p]["momentum"] for p in params]
                 torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
-                update = orthogonalize(torch.stack(torch._foreach_lerp(grads, momenta, group["momentum"])))
+                update = orthogonalize(
+                    torch.stack(torch._foreach_lerp(grads, momenta, group["momentum"]))
+                )
                 # a tall matrix writes each input into more outputs; sqrt(m / n) keeps the size of what it writes
                 scale = max(1.0, shape[0] / shape[1]) ** 0.5
                 torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
@@ -59,8 +63,8 @@ class Muon(torch.optim.Optimizer):
 class MuonAdamW:
     """Both, behind the interface of one torch optimizer."""
 
-    def __init__(self, model, muon_lr, momentum, weight_decay, **adamw):
-        blocks = [p for name, p in model.named_parameters() if p.dim() == 2 and ".h." in name]
+    def __init__(self, model, muon_lr, momentum=0.95, weight_decay=0.0, **adamw):
+        blocks = model.block_matrices()
         inside = {id(p) for p in blocks}
         others = [p for p in model.parameters() if id(p) not in inside]
         self.parts = [

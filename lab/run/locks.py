@@ -42,4 +42,6 @@ def check_writable(path, flag):
         if not there:
             path.unlink(missing_ok=True)  # of several processes another may have been first
     except OSError as error:
-        raise ValueError(f"{flag}={path} cannot be written ({error.strerror}); name another place with --{flag}") from error
+        raise ValueError(
+            f"{flag}={path} cannot be written ({error.strerror}); name another place with --{flag}"
+        ) from error

@@ -1,150 +1,181 @@
-"""What a run says of itself: the log file, the line for people, and where its time goes."""
+"""What a run says: log.jsonl, the same numbers for TensorBoard, a line or a bar for people."""
 
 import contextlib
-import errno
 import json
+import math
+import os
 import sys
+import textwrap
 import time
 
 import torch
 
-from lab.device import peak_flops
+from lab.data.tokenizers import printable
+from lab.files import writing
+from lab.run.vitals import LOWER
 
 
-class Meter:
-    """Speed of training alone: evaluation and saving are not counted, and the device is waited for only where a line is
-    logged."""
+class Log:
+    """One JSON line an event in log.jsonl. Rank 0 alone writes; the others call the same methods."""
 
-    def __init__(self, cfg, world, model, first_step):
-        self.cfg, self.world, self.peak = cfg, world, peak_flops(world.device)
-        # 6 FLOPs per token for each weight that multiplies (all but the positions, pad rows too), and 12 L C T for
-        # attention, counted without causality as is the custom (Chowdhery et al. 2022, PaLM, appendix B)
-        c = model.config
-        weights = sum(p.numel() for p in model.parameters()) - model.transformer.wpe.weight.numel()
-        self.flops_per_token = 6 * weights + 12 * c.n_layer * c.n_embd * cfg.seq_len
-        self.t0, self.paused, self.step = time.perf_counter(), 0.0, first_step
+    def __init__(self, run):
+        self.run, self.cfg, self.folder = run, run.cfg, run.folder
+        self.is_main, self.first_step = run.world.is_main, run.step
+        self.bar = self.wandb = self.file = None
+        self.unigram, self.worst = math.inf, math.inf  # nats a token: of the baseline, of a bad run
 
-    @contextlib.contextmanager
-    def pause(self):
-        self.world.synchronize()  # or what is still in flight would count as evaluation
-        t0 = time.perf_counter()
-        yield
-        self.world.synchronize()
-        self.paused += time.perf_counter() - t0
-
-    def restart(self, step):
-        """Forget what was so far; returns its seconds."""
-        self.world.synchronize()
-        now = time.perf_counter()
-        seconds, self.t0, self.paused, self.step = now - self.t0 - self.paused, now, 0.0, step
-        return seconds
-
-    def read(self, step):
-        """Speed of the steps since the last read."""
-        steps, seconds = step - self.step, self.restart(step)
-        tok_per_s = steps * self.cfg.total_batch_size / seconds
-        values = {"dt_ms": 1000 * seconds / steps, "tok_per_s": tok_per_s}
-        if self.peak:
-            values["mfu"] = tok_per_s * self.flops_per_token / (self.peak * self.world.world_size)
-        if self.world.device.type == "cuda":
-            values["peak_gib"] = torch.cuda.max_memory_allocated(self.world.device) / 2**30
-        return values | {"seconds_left": seconds / steps * (self.cfg.max_steps - step)}
-
-
-class Logger:
-    """One JSON line an event in log.jsonl, the same numbers to TensorBoard, a line or a bar for people. Rank 0 only."""
-
-    def __init__(self, run_dir, cfg, is_main, first_step=0):
-        self.is_main, self.bar, self.status, self.wandb = is_main, None, "", None
-        if not is_main:
-            return
+    def __enter__(self):
+        if not self.is_main:
+            return self
         from torch.utils.tensorboard import SummaryWriter
         from tqdm import tqdm
 
-        self.file = (run_dir / "log.jsonl").open("a", buffering=1)  # a resumed run goes on in the same file
-        self.tensorboard = SummaryWriter(str(run_dir), purge_step=first_step + 1)  # the step it resumes at was logged before
-        if cfg.wandb:
+        with writing(self.folder):
+            self.file = (self.folder / "log.jsonl").open(
+                "a", buffering=1
+            )  # a resumed run goes on in it
+            self.tensorboard = SummaryWriter(str(self.folder), purge_step=self.first_step + 1)
+        if self.cfg.wandb:
             import wandb
 
-            self.wandb = wandb.init(project="gpt2", name=run_dir.name, config=vars(cfg), resume="allow")
+            self.wandb = wandb.init(
+                project="gpt2", name=self.folder.name, config=vars(self.cfg), resume="allow"
+            )
         if sys.stderr.isatty():
             layout = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} | {remaining} left{postfix}"
-            self.bar = tqdm(total=cfg.max_steps, initial=first_step, bar_format=layout, dynamic_ncols=True)
+            total = self.cfg.max_steps
+            self.bar = tqdm(
+                total=total, initial=self.first_step, bar_format=layout, dynamic_ncols=True
+            )
+        return self
 
-    def event(self, kind, step, **values):
+    def __exit__(self, *_):
         if not self.is_main:
             return
+        with contextlib.suppress(OSError):
+            if self.bar is not None:
+                self.bar.close()
+        self.tensorboard.close()
+        self.file.close()
+        if self.wandb:
+            self.wandb.finish()
+
+    def event(self, kind, step, values):
+        """Write a record, and say what people want to know of it. values: a dict, or None for nothing."""
+        if not self.is_main or values is None:
+            return
         record = {"kind": kind, "step": step, "time": round(time.time(), 3)} | values
-        self.file.write(json.dumps(record) + "\n")
-        numbers = {f"{kind}/{k}": v for k, v in values.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
+        with writing(self.folder / "log.jsonl"):
+            self.file.write(json.dumps(record) + "\n")
+        numbers = {
+            f"{kind}/{k}": v
+            for k, v in values.items()
+            if isinstance(v, (int, float)) and not isinstance(v, bool)
+        }
         for name, value in numbers.items():
             self.tensorboard.add_scalar(name, value, step)
         if self.wandb:
             self.wandb.log(numbers, step=step)
+        line = getattr(self, f"say_{kind}", None)
+        if line:
+            line(step, values)
+
+    def start(self, reason, run, validation):
+        """The record and the lines with which a run begins, so that a reader can check the arithmetic."""
+        c, cfg, world, loader = run.raw_model.config, run.cfg, run.world, run.loader
+        shards, val_shards, unigram = loader.shards, validation.shards, validation.unigram
+        cuda = world.device.type == "cuda"
+        gpu = torch.cuda.get_device_name(world.device) if cuda else world.device.type
+        self.unigram, self.worst = unigram, math.log(c.vocab_size)
+        self.event("start", run.step, dict(
+            device=gpu, world_size=world.world_size, precision=run.precision.name,
+            batch_size=loader.batch_size, grad_accum_steps=loader.grad_accum_steps,
+            num_params=run.raw_model.num_params(), tokens=loader.sequence * cfg.seq_len,
+            train_tokens=len(shards), val_tokens=len(val_shards), log_v=self.worst, unigram=unigram,
+            torch=torch.__version__,
+        ))  # fmt: skip
+        per_epoch = loader.epoch_tokens()
+        tokens = loader.sequence * cfg.seq_len + (cfg.max_steps - run.step) * cfg.total_batch_size
+        threads = "" if cuda else f", {torch.get_num_threads()} threads"
+        self.say(reason)
+        self.say(
+            f"model  {run.raw_model.num_params():,} parameters: {c.n_layer} layers, {c.n_head} heads, {c.n_embd} "
+            f"channels, vocabulary {c.vocab_size} in {c.padded_vocab_size} rows"
+        )
+        self.say(
+            f"data   {cfg.data}: {len(shards):,} training tokens, {len(val_shards):,} for validation; "
+            f"this run uses {tokens / per_epoch:.2f} epochs"
+        )
+        for note in loader.notes():
+            self.say(f"note: {note}")
+        self.say(
+            f"step   {cfg.total_batch_size:,} tokens = {loader.batch_size} sequences x {cfg.seq_len} x "
+            f"{world.world_size} processes x {loader.grad_accum_steps} micro-steps"
+        )
+        self.say(f"device {gpu}{threads}, {run.precision.name}")
+        if unigram:
+            self.say(
+                f"guess  a uniform one costs log V = {self.worst:.3f} nats a token, the best one without "
+                f"context {unigram:.3f} (unigram)"
+            )
+
+    def say_val(self, step, values):
+        loss = values["loss"]
+        bits = f", {values['bits_per_byte']:.3f} bits per byte" if "bits_per_byte" in values else ""
+        beside = f", {self.unigram - loss:.3f} under unigram" if loss < self.unigram else ""
+        if step and loss > self.worst + 0.1:
+            beside = f", worse than a uniform guess: {LOWER}, or more --warmup_steps"
+        line = f"step {step:5d}: validation loss {loss:.4f}{bits}{beside}"
+        self.say(f"\033[1m{line}\033[0m" if self.bar is not None else line)
+
+    def say_hella(self, step, values):
+        error = 1.96 * values["acc_norm_stderr"]
+        self.say(f"step {step:5d}: HellaSwag {values['acc_norm']:.4f} +- {error:.4f}")
+
+    def say_sample(self, step, values):
+        for text in values["texts"]:
+            self.say(f"    after {step} steps:\n" + textwrap.indent(printable(text), "    | "))
+
+    def train(self, step, loss, lr, grad_norm, seconds_left=None, **speed):
+        """The record of a training step; for people the bar's text, or a line where there is no bar."""
+        tokens = self.run.loader.sequence * self.cfg.seq_len
+        self.event(
+            "train", step, dict(loss=loss, lr=lr, grad_norm=grad_norm, tokens=tokens) | speed
+        )
+        shown = f" | {speed['tok_per_s']:,.0f} tok/s" if speed else ""
+        shown += f" | MFU {speed['mfu']:.1%}" if speed.get("mfu") else ""
+        if self.bar is not None:
+            self.postfix(f"loss {loss:.3f}{shown}")
+        elif self.is_main:
+            left = (
+                " | {}:{:02d} left".format(*divmod(int(seconds_left), 60))
+                if seconds_left is not None
+                else ""
+            )
+            phases = "".join(
+                f" | {k[:-3]} {v:.1f} ms"
+                for k, v in speed.items()
+                if k.endswith("_ms") and k != "dt_ms"
+            )
+            line = f"step {step:5d}/{self.cfg.max_steps} | loss {loss:.4f} | lr {lr:.2e} | norm {grad_norm:.2f}"
+            self.say(f"{line}{shown}{left}{phases}")
+
+    def tick(self, step):
+        """A step was launched; the bar moves."""
+        if self.bar is not None:
+            with contextlib.suppress(OSError):
+                self.bar.update(step - self.bar.n)
+
+    def postfix(self, text):
+        with contextlib.suppress(OSError):
+            self.bar.set_postfix_str(text)
 
     def say(self, text):
-        """A line for people; goes above the bar if there is one. A terminal that has gone is no reason to end: SIGHUP is."""
+        """A line for people, above the bar if there is one. A reader or a terminal that has gone is no
+        reason to end the run."""
         if not self.is_main:
             return
         try:
             self.bar.write(text) if self.bar is not None else print(text, flush=True)
-        except OSError as error:
-            if error.errno != errno.EIO:
-                raise
-
-    def busy(self, what=""):
-        """What is going on, where a bar can say it ("validating" takes a minute on a slow machine), or how it went last."""
-        if self.bar is not None:
-            self.bar.set_postfix_str(what or self.status)
-
-    def tick(self, step):
-        """A step is over, or launched, and the bar moves: log_every of them may take minutes."""
-        if self.bar is not None:
-            self.bar.update(step - self.bar.n)
-
-    def train(self, step, max_steps, seconds_left=None, **values):
-        """The train event; for people, the bar's text, or a line where there is no terminal. A run's first step, whose
-        speed would be the compiler's, comes without what Meter.read gives."""
-        self.event("train", step, **values)
-        speed = f" | {values['tok_per_s']:,.0f} tok/s" if "tok_per_s" in values else ""
-        speed += f" | MFU {values['mfu']:.1%}" if values.get("mfu") else ""
-        if self.bar is not None:
-            self.status = f"loss {values['loss']:.3f}{speed}"  # fits beside a bar in 80 columns
-            self.busy()
-        elif self.is_main:
-            left = " | {}:{:02d} left".format(*divmod(int(seconds_left), 60)) if seconds_left is not None else ""
-            phases = "".join(f" | {k[:-3]} {v:.1f} ms" for k, v in values.items() if k.endswith("_ms") and k != "dt_ms")
-            short = f"loss {values['loss']:.4f} | lr {values['lr']:.2e} | norm {values['grad_norm']:.2f}{speed}"
-            self.say(f"step {step:5d}/{max_steps} | {short}{left}{phases}")
-
-    def close(self):
-        if self.is_main:
-            self.bar.close() if self.bar is not None else None
-            self.tensorboard.close()
-            self.file.close()
-            self.wandb.finish() if self.wandb else None
-
-
-class PhaseClock:
-    """Milliseconds of each phase of a step (--timing). On CUDA it drops events into the stream and reads them when a
-    line is logged, so the device never waits; switched off it does nothing at all."""
-
-    def __init__(self, on, device):
-        self.on, self.cuda, self.marks = on, device.type == "cuda", []
-
-    def mark(self, phase):
-        """The time since the mark before this one belongs to `phase`."""
-        if self.on:
-            now = torch.cuda.Event(enable_timing=True) if self.cuda else time.perf_counter()
-            now.record() if self.cuda else None
-            self.marks.append((phase, now))
-
-    def read(self):
-        """Sums since the last read, e.g. {"forward_ms": 31.2}; the device must be idle."""
-        sums = {}
-        for (_, a), (phase, b) in zip(self.marks, self.marks[1:]):
-            if phase != "start":
-                sums[f"{phase}_ms"] = sums.get(f"{phase}_ms", 0) + (a.elapsed_time(b) if self.cuda else 1000 * (b - a))
-        steps = max(1, sum(phase == "start" for phase, _ in self.marks))
-        self.marks = []
-        return {name: round(ms / steps, 3) for name, ms in sums.items()}
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # and never try again

@@ -14,15 +14,30 @@ do biases and gains, and gradients that were summed over micro-steps.
 import torch
 import torch.distributed as dist
 
+from lab.cli import UserError
+
 
 def reduce_scatter(mine, flat):
     """mine (n,): the sum over the processes of their parts of flat (processes * n,) that belong here."""
-    getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(mine, flat)  # torch 2.13 has another name for it
+    getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(
+        mine, flat
+    )  # torch 2.13 has another name for it
 
 
 def all_gather(flat, mine):
     """flat (processes * n,): every process's mine (n,), one after the other."""
     getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(flat, mine)
+
+
+def read_in_16_bits(model, dtype):
+    """The parameters that nobody reads but products in bf16, which round them, and make their gradients
+    so too: the blocks' matrices, but for those of a module that says it reads all bits (`reads`)."""
+    if dtype != torch.bfloat16:
+        return []
+    wide = {
+        p for m in model.modules() if getattr(m, "reads", dtype) != dtype for p in m.parameters()
+    }
+    return [p for p in model.block_matrices() if p not in wide]
 
 
 class Shares:
@@ -35,10 +50,14 @@ class Shares:
         self.params, self.wire, self.world = params, wire, world
         self.starts = [0]
         for p in params:
-            self.starts.append(self.starts[-1] + -(-p.numel() // 64) * 64)  # views start at 256 bytes, as kernels like it
+            self.starts.append(
+                self.starts[-1] + -(-p.numel() // 64) * 64
+            )  # views start at 256 bytes, as kernels like it
         size = -(-self.starts[-1] // (64 * world.world_size)) * 64
         self.here = slice(world.rank * size, (world.rank + 1) * size)  # this process's share
-        self.weights = torch.zeros(world.world_size * size, device=params[0].device)  # as everyone has them
+        self.weights = torch.zeros(
+            world.world_size * size, device=params[0].device
+        )  # as everyone has them
         for p, view in zip(params, self.views(self.weights)):
             view.copy_(p.data)
             p.data = view
@@ -54,7 +73,9 @@ class Shares:
 
     def views(self, flat):
         """The parameters' parts of a buffer."""
-        return [flat[start : start + p.numel()].view_as(p) for p, start in zip(self.params, self.starts)]
+        return [
+            flat[start : start + p.numel()].view_as(p) for p, start in zip(self.params, self.starts)
+        ]
 
     def laid_out(self, tensors, dtype, device):
         """A buffer with these in the parameters' places, and 0 in between."""
@@ -88,48 +109,56 @@ class Shares:
         return [view.cpu() for view in self.views(flat)] if self.world.is_main else []
 
 
-class ZeroAdamW:
-    """Makes the updates of `adamw`, an AdamW that has made none, in shares.
+class Zero1AdamW:
+    """Makes the updates of `adamw`, an AdamW that has made none, in shares. It brings an exchange of its
+    own: the model is not wrapped by DDP. All processes call each method together."""
 
-    rounded: the parameters that no one reads but products in `dtype`, which make their gradients too. All processes call each
-    method together.
-    """
-
-    def __init__(self, adamw, rounded, dtype, world):
-        self.of_wholes, self.world = adamw, world
-        self.groups = []  # for each group of parameters the Shares of those that are rounded, and of those that are not
-        rounded = set(rounded)
+    def __init__(self, adamw, model, loader, precision, world):
+        if precision.name == "fp16":
+            raise UserError(
+                "parallel=zero1 needs gradients that are not scaled, and precision=fp16 scales them; "
+                "leave it out, or pass --precision fp32"
+            )
+        self.of_wholes, self.loader, self.world = adamw, loader, world
+        self.groups = []  # for each group of parameters the Shares of those rounded, and of those not
+        rounded = set(read_in_16_bits(model, precision.dtype))
         for group in adamw.param_groups:
-            parts = {dtype: [], torch.float32: []}
+            parts = {torch.bfloat16: [], torch.float32: []}
             for p in group["params"]:
-                parts[dtype if p in rounded else torch.float32].append(p)
-            self.groups.append([Shares(params, world, wire) for wire, params in parts.items() if params])
+                parts[torch.bfloat16 if p in rounded else torch.float32].append(p)
+            self.groups.append(
+                [Shares(params, world, wire) for wire, params in parts.items() if params]
+            )
         self.shares = [s for shares in self.groups for s in shares]
         groups = zip(adamw.param_groups, self.groups)
-        self.of_shares = torch.optim.AdamW([group | {"params": [s.mine for s in shares]} for group, shares in groups])
+        self.of_shares = torch.optim.AdamW(
+            [group | {"params": [s.mine for s in shares]} for group, shares in groups]
+        )
 
     @property
     def param_groups(self):
         """Rates and the like, of whole parameters; step reads them here."""
         return self.of_wholes.param_groups
 
-    def exchange(self, grad_clip, accumulated):
-        """Take the mean of all processes' gradients, and scale it so that its norm is at most grad_clip (0: as it is).
-
-        accumulated: they are sums over micro-steps, which 16 bits do not hold. Returns the norm before scaling, that of the
-        whole gradient on each process.
-        """
+    def clip_grad_norm(self, max_norm):
+        """Take the mean of all processes' gradients, each of its share, and scale it so that the norm of
+        all is at most max_norm (0: as it is). Returns the norm before, the same on each process."""
+        accumulated = (
+            self.loader.grad_accum_steps > 1
+        )  # sums over micro-steps, which 16 bits do not hold
         for s in self.shares:
             s.mine.grad = s.take_gradients(torch.float32 if accumulated else s.wire)
         grads = [s.mine.grad for s in self.shares]
         # not the norm of each share: on CPU that of millions of numbers has four digits, where sum() adds in pairs
-        norm = self.world.sum(torch.stack([g.square().sum() for g in grads]).sum()).sqrt()
-        if grad_clip:
-            torch._foreach_mul_(grads, (grad_clip / (norm + 1e-6)).clamp(max=1))  # as clip_grad_norm_ does
+        norm = self.world.all_reduce(torch.stack([g.square().sum() for g in grads]).sum()).sqrt()
+        if max_norm:
+            torch._foreach_mul_(
+                grads, (max_norm / (norm + 1e-6)).clamp(max=1)
+            )  # as clip_grad_norm_ does
         return norm
 
     def step(self):
-        """Update all weights by the gradients that exchange has taken."""
+        """Update all weights by the gradients that clip_grad_norm has taken."""
         for ours, group in zip(self.of_shares.param_groups, self.param_groups):
             ours.update({k: v for k, v in group.items() if k != "params"})
         self.of_shares.step()
@@ -146,17 +175,25 @@ class ZeroAdamW:
                 s.hand_out(torch.float32)
 
     def state_dict(self):
-        """On rank 0 what `adamw` would have after the same updates, on the CPU: a run may go on with another number of
-        processes, or without shares. Elsewhere it has no state."""
+        """On rank 0 what `adamw` would have after the same updates, on the CPU: a run may go on with
+        another number of processes, or without shares. Elsewhere it has no state. The model gets all bits
+        of its weights, to be saved beside it."""
+        self.complete_weights()
         states = {}
         for s in self.shares:
             state = self.of_shares.state[s.mine]
             if state:
                 moments = zip(s.params, s.gather(state["exp_avg"]), s.gather(state["exp_avg_sq"]))
                 for p, mean, square in moments:
-                    states[p] = {"step": state["step"].cpu().clone(), "exp_avg": mean, "exp_avg_sq": square}
+                    states[p] = {
+                        "step": state["step"].cpu().clone(),
+                        "exp_avg": mean,
+                        "exp_avg_sq": square,
+                    }
         params = [p for group in self.param_groups for p in group["params"]]
-        return self.of_wholes.state_dict() | {"state": {i: states[p] for i, p in enumerate(params) if p in states}}
+        return self.of_wholes.state_dict() | {
+            "state": {i: states[p] for i, p in enumerate(params) if p in states}
+        }
 
     def load_state_dict(self, data):
         """Go on from an AdamW's state, and from the weights that the parameters have by now."""
@@ -167,7 +204,10 @@ class ZeroAdamW:
             s.begin()
             if s.params[0] in states:
                 found = [states[p] for p in s.params]
-                mean, square = (s.laid_out([f[k] for f in found], s.mine.dtype, "cpu") for k in ("exp_avg", "exp_avg_sq"))
+                mean, square = (
+                    s.laid_out([f[k] for f in found], s.mine.dtype, "cpu")
+                    for k in ("exp_avg", "exp_avg_sq")
+                )
                 self.of_shares.state[s.mine] = {
                     "step": found[0]["step"].to(s.mine, copy=True),
                     "exp_avg": mean[s.here].to(s.mine), "exp_avg_sq": square[s.here].to(s.mine),

@@ -1,0 +1,95 @@
+"""Text from a model, token by token: a cache of keys and values, and the choice of a token.
+
+What it asks of a model: model(idx, position=, mask=, cache=) gives logits, and model.config has
+block_size, vocab_size and document_mask. Shape letters: B rows, T new tokens, S all tokens so far,
+H heads, D head size, V vocabulary.
+"""
+
+import torch
+
+from lab.cli import UserError
+
+
+class KVCache:
+    """Keys and values of the tokens so far, so that the next one costs one position, not all.
+
+    Attention calls append, and nothing else: what has other ways to keep them fits in here too.
+    """
+
+    def __init__(self, length):
+        self.length = length  # tokens that there is room for
+        self.layers = {}  # of each layer: keys, values (B, H, length, D) and how many tokens they hold
+
+    def append(self, layer, k, v):
+        """k and v (B, H, T, D) of new tokens -> those of all tokens so far (B, H, S, D)."""
+        if layer not in self.layers:  # shape, type and device are those of what comes first
+            room = (*k.shape[:2], self.length, k.size(3))
+            self.layers[layer] = k.new_empty(room), v.new_empty(room), 0
+        keys, values, start = self.layers[layer]
+        end = start + k.size(2)
+        keys[:, :, start:end], values[:, :, start:end] = k, v
+        self.layers[layer] = keys, values, end
+        return keys[:, :, :end], values[:, :, :end]
+
+
+@torch.no_grad()
+def generate(
+    model, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, generator=None, use_cache=True
+):
+    """Yield the next token (B,) of each row of idx (B, T) and the logits (B, V) that it was drawn from,
+    max_new_tokens times. The logits are the model's own, before temperature, top_k and top_p.
+
+    With and without a cache the same tokens come out. Raises UserError for a prompt that is longer than
+    the model's context.
+    """
+    block_size = model.config.block_size
+    if idx.size(1) > block_size:
+        raise UserError(
+            f"a prompt of {idx.size(1)} tokens is longer than the model's context, "
+            f"block_size={block_size}; shorten it"
+        )
+    cache = KVCache(block_size) if use_cache else None
+    start = 0  # tokens before this one are in the cache
+    for _ in range(max_new_tokens):
+        if idx.size(1) > block_size:
+            # The window is full and drops its older half: positions are absolute, so what is left gets
+            # new ones, and its keys and values have to be computed again.
+            idx, start = idx[:, -max(1, block_size // 2) :], 0
+            cache = KVCache(block_size) if use_cache else None
+        position = torch.arange(start, idx.size(1), device=idx.device)
+        mask = document_mask(idx, model.config, start)
+        logits, _ = model(idx[:, start:], position=position, mask=mask, cache=cache)
+        logits = logits[:, -1].float()  # (B, V)
+        token = sample_token(logits, temperature, top_k, top_p, generator)
+        yield token, logits
+        start = idx.size(1) if use_cache else 0
+        idx = torch.cat([idx, token[:, None]], dim=1)
+
+
+def document_mask(idx, config, start):
+    """Where the tokens of idx (B, S) from `start` on may look, (B, 1, S - start, S), in a model whose
+    attention does not cross end-of-text; None for any other model."""
+    if not config.document_mask:
+        return None
+    document = (idx == config.vocab_size - 1).cumsum(1)  # each end-of-text leads a document
+    same = document[:, start:, None] == document[:, None, :]
+    return same.tril(start)[:, None]
+
+
+def sample_token(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
+    """One token (B,) from logits (B, V).
+
+    temperature 0 takes the likeliest. top_k keeps the k likeliest (0: all), top_p the fewest whose
+    probabilities add up to it (Holtzman et al. 2020).
+    """
+    if temperature < 1e-30:  # 0, or so small that the division would overflow
+        return logits.argmax(dim=-1)
+    logits = logits / temperature
+    if 0 < top_k < logits.size(-1):
+        kth = logits.topk(top_k).values[:, -1:]
+        logits = logits.masked_fill(logits < kth, float("-inf"))
+    if top_p < 1:
+        probs, order = logits.softmax(dim=-1).sort(descending=True)
+        drop = probs.cumsum(dim=-1) - probs >= top_p  # keep a token if those above it miss top_p
+        logits = logits.masked_fill(drop.scatter(1, order, drop), float("-inf"))
+    return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)[:, 0]

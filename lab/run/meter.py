@@ -1,0 +1,112 @@
+"""Speed of training alone, and where the time of a step goes."""
+
+import contextlib
+import functools
+import time
+
+import torch
+
+from lab.device import peak_flops
+
+
+class Meter:
+    """Evaluation and saving are not counted, nor is the first update, which compiles and allocates. The
+    device is waited for only where a line is logged or an event is due."""
+
+    def __init__(self, run, cfg, world, log):
+        self.run, self.cfg, self.world, self.log = run, cfg, world, log
+        self.peak = peak_flops(world.device)
+        self.flops_per_token = run.raw_model.flops_per_token(cfg.seq_len)
+        self.phases = Phases(run) if cfg.timing else None
+        self.t0, self.out, self.counted_from, self.first = time.perf_counter(), 0.0, run.step, True
+
+    @contextlib.contextmanager
+    def paused(self, due):
+        """What is done in the body does not count; where nothing is due, nobody waits either."""
+        if not due:
+            yield
+            return
+        self.world.synchronize()  # or what is still underway would count as evaluation
+        t0 = time.perf_counter()
+        yield
+        self.world.synchronize()
+        self.out += time.perf_counter() - t0
+
+    def tick(self):
+        """An update was launched."""
+        self.log.tick(self.run.step)
+        if self.first:
+            self.log.event("first_step", self.run.step, {"seconds": self.restart()})
+            self.first = False
+            if self.phases:
+                self.phases.read()
+
+    def restart(self):
+        """Forget what was so far; returns its seconds."""
+        self.world.synchronize()
+        now = time.perf_counter()
+        seconds = now - self.t0 - self.out
+        self.t0, self.out, self.counted_from = now, 0.0, self.run.step
+        return seconds
+
+    def read(self):
+        """Speed of the steps since the last read: {} where the first update is the only one."""
+        steps = self.run.step - self.counted_from
+        if not steps:
+            return {}
+        seconds = self.restart()
+        tok_per_s = steps * self.cfg.total_batch_size / seconds
+        values = {"dt_ms": 1000 * seconds / steps, "tok_per_s": tok_per_s}
+        if self.peak:
+            values["mfu"] = tok_per_s * self.flops_per_token / (self.peak * self.world.world_size)
+        if self.world.device.type == "cuda":
+            values["peak_gib"] = torch.cuda.max_memory_allocated(self.world.device) / 2**30
+        values["seconds_left"] = seconds / steps * (self.cfg.max_steps - self.run.step)
+        return values | (self.phases.read() if self.phases else {})
+
+
+class Phases:
+    """Milliseconds of data, forward, backward and optimizer (--timing), from outside: what Run.update
+    calls between its phases is made to note the time. On CUDA these are events in the stream, read when
+    a line is logged, so the device never waits."""
+
+    def __init__(self, run):
+        self.cuda, self.marks = run.world.device.type == "cuda", []
+        run.loader.next_batch = self.noted(run.loader.next_batch, before="backward", after="data")
+        run.precision.scaler.scale = self.noted(run.precision.scaler.scale, before="forward")
+        run.optimizer.zero_grad = self.noted(run.optimizer.zero_grad, after="optimizer")
+        clip = "clip_grad_norm" if hasattr(run.optimizer, "clip_grad_norm") else None
+        owner = run.optimizer if clip else run
+        owner.clip_grad_norm = self.noted(owner.clip_grad_norm, before="backward")
+
+    def noted(self, function, before=None, after=None):
+        @functools.wraps(function)
+        def noting(*args, **kwargs):
+            if before:
+                self.mark(before)
+            result = function(*args, **kwargs)
+            if after:
+                self.mark(after)
+            return result
+
+        return noting
+
+    def mark(self, phase):
+        """The time since the mark before this one belongs to `phase`; since the end of a step to none."""
+        now = torch.cuda.Event(enable_timing=True) if self.cuda else time.perf_counter()
+        if self.cuda:
+            now.record()
+        if self.marks and self.marks[-1][0] == "optimizer":
+            phase = "start"
+        self.marks.append((phase, now))
+
+    def read(self):
+        """Means over the steps since the last read, as {"forward_ms": 31.2}; the device must be idle."""
+        sums = {}
+        for (_, a), (phase, b) in zip(self.marks, self.marks[1:]):
+            if phase != "start":
+                ms = a.elapsed_time(b) if self.cuda else 1000 * (b - a)
+                sums[f"{phase}_ms"] = sums.get(f"{phase}_ms", 0) + ms
+        steps = max(1, sum(phase == "optimizer" for phase, _ in self.marks))
+        self.marks = self.marks[-1:]
+        return {name: round(ms / steps, 3) for name, ms in sums.items()}
