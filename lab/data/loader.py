@@ -183,11 +183,19 @@ class TokenLoader:
         """What a person should know of the data, a line each."""
         folder, lines = self.shards.paths[0].parent, []
         if self.shards.manifest.get("complete") is False:
-            lines.append(f"{folder} is not finished; its fineweb.py command, run again, finishes it")
+            lines.append(
+                f"{folder} is not finished; its fineweb.py command, run again, finishes it"
+            )
         if self.shards.left_out:
             lines.append(
                 f"{folder} has {self.shards.left_out:,} more tokens than when this run began; they "
                 "are not used, as they would change the order. A new run with --init_from uses all"
+            )
+        step, epoch = self.step_sequences * self.seq_len, self.epoch_tokens()
+        if step > epoch:
+            lines.append(
+                f"each step of total_batch_size={step:,} tokens reads all training data "
+                f"{step / epoch:,.1f} times; --total_batch_size makes it smaller"
             )
         return lines
 
