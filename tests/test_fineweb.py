@@ -611,3 +611,21 @@ def test_memory_does_not_grow_with_the_source(tmp_path):
         time.sleep(0.02)
     print(f"peak {peak / 1024:.0f} MiB")
     assert process.returncode == 0 and peak < 2_000_000
+
+
+@pytest.mark.slow
+@needs_data
+def test_the_bench_agrees_and_counts():
+    words = [ROOT / "bench" / "tokenizing.py", DATA / "corpus", "--json", "--rounds", "1"]
+    got = run_python(*words, cwd=ROOT, TIKTOKEN_CACHE_DIR=str(DATA / "tiktoken"))
+    assert got.returncode == 0, got.stderr
+    result = json.loads(got.stdout)
+    assert result["tokens"] == 3 * 28_306_552
+    rate = result["tok_per_s_per_core"]["ours"]
+    for row in result["costs"]:
+        assert row["hours"] * 3600 * row["cores"] * rate == pytest.approx(row["tokens"])
+
+
+def test_the_bench_names_what_is_not_there(tmp_path):
+    got = run_python(ROOT / "bench" / "tokenizing.py", "nosuch", cwd=tmp_path)
+    assert got.returncode == 2 and "tokenizing.py: error: --source nosuch does not" in got.stderr
