@@ -123,26 +123,24 @@ def data_name(cfg: Config) -> str:
 
 
 def summary(manifest: dict, out: str, seconds: float) -> str:
-    shards = [entry["split"] for entry in manifest["shards"]]
+    m, splits = manifest, [entry["split"] for entry in manifest["shards"]]
     text = (
-        f"{out}: {manifest['documents']:,} documents, {manifest['tokens']:,} tokens in "
-        f"{shards.count('train')} training and {shards.count('val')} validation shards, {seconds:,.0f} s"
+        f"{out}: {m['documents']:,} {'conversations' if m['context'] else 'documents'}, "
+        f"{m['tokens']:,} tokens in {splits.count('train')} training and {splits.count('val')} "
+        f"validation shards, {seconds:,.0f} s"
     )
-    if manifest["text_bytes"]:
-        text += f"; {manifest['text_bytes'] / manifest['tokens']:.2f} bytes per token"
-    if manifest["empty"]:
-        text += f"; {manifest['empty']:,} empty documents were left out"
-    if manifest["context"]:
+    if m["text_bytes"]:
+        text += f"; {m['text_bytes'] / m['tokens']:.2f} bytes per token"
+    if m["empty"]:
+        text += f"; {m['empty']:,} empty documents were left out"
+    if m["context"]:
         text += (
-            f"; in rows of {manifest['context']}, {manifest['targets']:,} tokens to be learnt and "
-            f"{manifest['padding']:,} of padding; left out: {manifest['too_long']:,} conversations "
-            f"too long, {manifest['no_answer']:,} without an answer"
+            f"; rows of {m['context']}, {m['targets']:,} tokens to be learnt, {m['padding']:,} of "
+            f"padding; left out: {m['too_long']:,} too long, {m['no_answer']:,} without an answer"
         )
-    if "train" not in shards:
-        text += (
-            "\nAll of it is in the validation shard: a smaller --val_tokens leaves some to train on"
-        )
-    if manifest["tokenizer"] == "gpt2" and manifest["tokens"] < 10**8:
+    if "train" not in splits:
+        text += "\nAll of it is for validation: a smaller --val_tokens leaves some to train on"
+    if m["tokenizer"] == "gpt2" and m["tokens"] < 10**8:
         text += (
             "\nTraining on it without a GPU? Make it with --tokenizer bytes: over GPT-2's 50,257 "
             "tokens a CPU learns some hundreds a second, over bytes thousands"

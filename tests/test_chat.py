@@ -53,7 +53,7 @@ def test_chat_shards(tmp_path):
     args = ["--source", source, *BYTES, "--context", 200, "--shard_tokens", 5000, "--out", out]
     got = call(*args)
     assert got.returncode == 0, got.stderr
-    assert "298 documents" in got.stdout and "1 conversations too long, 1 without" in got.stdout
+    assert "298 conversations" in got.stdout and "1 too long, 1 without an answer" in got.stdout
     manifest, tok, found = read_manifest(out), get_tokenizer("bytes"), []
     assert manifest["context"] == 200 and manifest["documents"] == 298 and verify(out) == []
     names = [e["name"] for e in manifest["shards"]]

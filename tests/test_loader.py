@@ -1,4 +1,4 @@
-"""The training stream: which tokens, in which order, for whom; and the sentences for shards that are not right."""
+"""The training stream: which tokens, in which order, for whom; sentences for wrong shards."""
 
 import errno
 import hashlib
@@ -17,7 +17,7 @@ from lab.cli import UserError
 from lab.data.loader import TokenLoader, permute
 from lab.data.shards import TokenShards
 
-BIG = 65536  # a vocabulary in which every token of a small corpus is another one, so that a token tells its position
+BIG = 65536  # a vocabulary in which every token is another one, which tells its position
 
 
 def numbered_shards(folder, sizes, suffix=".npy"):

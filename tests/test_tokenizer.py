@@ -68,7 +68,7 @@ def test_documents_are_led_by_end_of_text(tok):
 
 
 def test_fast_way_equals_plain_way(tok):
-    """Blanks of every kind in every place, letters, digits, signs, contractions, control characters and the mark."""
+    """Blanks of every kind in every place, letters, digits, signs, control characters, the mark."""
     rng = random.Random(0)
     alphabet = list(
         " \n\t\r\x0b\x0c\x1c\x1d\x1e\x1f\x85\xa0\u1680\u2003\u2028\u202f\u205f\u3000\u200b\ufeff"

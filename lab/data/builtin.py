@@ -80,7 +80,8 @@ def make_builtin(out_dir, tokenizer, say):
     tokens, lengths = tok.encode_documents(documents)
     train = len(tokens) - int(lengths[-(len(documents) // 10) :].sum())
     source = {"kind": "builtin", "revision": f"Python {sys.version.split()[0]}"}
-    manifest = new_manifest("builtin", tok, source, train, len(tokens) - train)
+    settings = dict(source=source, shard_tokens=train, val_tokens=len(tokens) - train)
+    manifest = new_manifest("builtin", tok, **settings)
     save_shard(out_dir, manifest, [tokens[train:]])
     save_shard(out_dir, manifest, [tokens[:train]])
     size = sum(len(text.encode("utf-8", "replace")) for text in documents)

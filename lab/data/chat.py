@@ -131,13 +131,13 @@ def build_chat(files: list[File], out_dir, tokenizer: str, context: int, shard_t
             f"chat data is made from JSONL, and {files[0].path} is {kind}: leave out --chat"
         )
     about = [[f.name, f.size, sha256_of(f.path)] for f in files]
-    source, shard_tokens = {"kind": "chat", "files": about}, rows_per_shard * context
+    source = {"kind": "chat", "files": about}
+    settings = dict(source=source, context=context, shard_tokens=rows_per_shard * context)
     manifest, tok = begun(out_dir), get_tokenizer(tokenizer)
     if manifest and (manifest["complete"] or manifest["data"] != "chat"):
-        settings = dict(tokenizer=tokenizer, context=context, shard_tokens=shard_tokens)
-        check_same(out_dir, manifest, data="chat", source=source, **settings)
+        check_same(out_dir, manifest, data="chat", tokenizer=tokenizer, **settings)
         return manifest
-    manifest = new_manifest("chat", tok, source, shard_tokens, 0, context)
+    manifest = new_manifest("chat", tok, val_tokens=0, **settings)
     chats, left_out = read_chats(files, tok, context)
     if len(chats) < 2:
         what = "one conversation" if chats else "no conversation"

@@ -14,7 +14,7 @@ from pathlib import Path
 from lab.cli import UserError
 from lab.data import sources
 from lab.data.engines import ENGINES
-from lab.data.shards import check_file, sha256_of
+from lab.data.shards import check_file
 from lab.data.sources import File, hub_files, local_files, open_parquet, units_of
 from lab.data.tokenizers import get_tokenizer
 from lab.data.writer import (
@@ -81,39 +81,24 @@ def build_corpus(cfg, source: dict, files: list[File], data: str, say) -> dict:
         return download_shards(cfg, manifest, source, files, data, say)
     guess = guess_tokens(files, cfg.tokenizer, cfg.text_column)
     expected = min(cfg.tokens or guess, guess)
-    if manifest is None:
-        # Validation is the first shard, or a tenth of a corpus too small to give it a whole one
-        val_tokens = cfg.val_tokens or min(cfg.shard_tokens, max(expected // 10, 1))
-        tok = get_tokenizer(cfg.tokenizer)
-        manifest = new_manifest(data, tok, source, cfg.shard_tokens, val_tokens)
-    else:
-        check_same(out_dir, manifest, shard_tokens=cfg.shard_tokens)
-        check_same(out_dir, manifest, **({"val_tokens": cfg.val_tokens} if cfg.val_tokens else {}))
-        exhausted = manifest.get("exhausted") or manifest.get("resume", {}).get("exhausted")
-        enough = manifest["complete"] and (exhausted or 0 < cfg.tokens <= manifest["tokens"])
-        if not enough:
-            go_on(out_dir, manifest)
-        for entry in manifest["shards"]:
-            check_file(out_dir / entry["name"], entry)
-        if enough:
+    if manifest:
+        go_on(cfg, out_dir, manifest)
+        if manifest["complete"]:
             say(f"{out_dir} is already there: {manifest['tokens']:,} tokens")
             return manifest
+    else:
+        # Validation is the first shard, or a tenth of a corpus too small to give it a whole one
+        val_tokens = cfg.val_tokens or min(cfg.shard_tokens, max(expected // 10, 1))
+        sizes = dict(shard_tokens=cfg.shard_tokens, val_tokens=val_tokens)
+        manifest = new_manifest(data, get_tokenizer(cfg.tokenizer), source=source, **sizes)
     there = sum(entry["tokens"] for entry in manifest["shards"])
-    if 0 < cfg.tokens < there:
-        raise UserError(
-            f"--tokens {cfg.tokens:,} is less than the {there:,} that {out_dir} holds already: ask "
-            "for at least so many, or choose another --out"
-        )
     check_disk(out_dir, 2 * max(expected - there, 0), say)
     if there:
         say(f"going on after {there:,} tokens")
     begin(out_dir, manifest)
     file, unit, skip = manifest["shards"][-1]["end"] if there else (0, 0, 0)
-    units = (
-        each
-        for i in range(file, len(files))
-        for each in units_of(files[i], i, cfg.text_column, unit if i == file else 0)
-    )
+    firsts = ((i, unit if i == file else 0) for i in range(file, len(files)))
+    units = (u for i, first in firsts for u in units_of(files[i], i, cfg.text_column, first))
     workers = os.cpu_count() if cfg.workers < 0 else cfg.workers
     engine = ENGINES[cfg.engine](units, cfg.tokenizer, cfg.text_column, workers)
     with contextlib.closing(engine) as results, progress_bar(expected, there) as bar:
@@ -125,17 +110,32 @@ def build_corpus(cfg, source: dict, files: list[File], data: str, say) -> dict:
     return manifest
 
 
-def go_on(out_dir: Path, manifest: dict):
-    """Leave out the last shard where it is shorter than it was to be: it is made again, longer."""
-    if manifest["format"] == 1:
+def go_on(cfg, out_dir: Path, manifest: dict):
+    """Make a manifest ready to go on from, or leave it complete where there is nothing to do.
+
+    A last shard that is shorter than it was to be is left out: it is made again, longer.
+    """
+    check_same(out_dir, manifest, shard_tokens=cfg.shard_tokens)
+    check_same(out_dir, manifest, **({"val_tokens": cfg.val_tokens} if cfg.val_tokens else {}))
+    shards = manifest["shards"]
+    exhausted = manifest.get("exhausted") or manifest.get("resume", {}).get("exhausted")
+    manifest["complete"] &= bool(exhausted or 0 < cfg.tokens <= manifest["tokens"])
+    if not manifest["complete"] and manifest["format"] == 1:
         raise UserError(
             f"{out_dir} was begun by an older fineweb.py: what is there can be trained on, but not "
             "gone on with; choose another --out"
         )
-    last = manifest["shards"][-1]
-    if last["tokens"] < manifest["shard_tokens" if manifest["shards"][1:] else "val_tokens"]:
-        manifest["shards"].pop()
-    manifest["complete"] = False
+    size = manifest["shard_tokens" if shards[1:] else "val_tokens"]
+    if not manifest["complete"] and shards[-1]["tokens"] < size:
+        shards.pop()
+    for entry in shards:
+        check_file(out_dir / entry["name"], entry)
+    there = sum(entry["tokens"] for entry in shards)
+    if not manifest["complete"] and 0 < cfg.tokens < there:
+        raise UserError(
+            f"--tokens {cfg.tokens:,} is less than the {there:,} that {out_dir} holds already: ask "
+            "for at least so many, or choose another --out"
+        )
 
 
 def fill_shards(out_dir: Path, manifest: dict, results, skip: int, limit: int, bar):
@@ -194,31 +194,22 @@ def download_shards(cfg, manifest, source: dict, files: list[File], data: str, s
             tokens += (file.size - 1024) // 2
     if not chosen:
         raise UserError(f"--dataset {cfg.dataset} has no <data>_<train|val>_<number>.bin")
-    manifest = manifest or new_manifest(data, get_tokenizer("gpt2"), source, 0, 0)
-    here = {e["name"] for e in manifest["shards"] if (out_dir / e["name"]).exists()}
-    missing = [f for f in chosen if Path(f.name).name not in here]
-    manifest["shards"] = [e for e in manifest["shards"] if e["name"] in here]
+    if manifest is None:
+        settings = dict(source=source, shard_tokens=0, val_tokens=0)
+        manifest = new_manifest(data, get_tokenizer("gpt2"), **settings)
     for entry in manifest["shards"]:
         check_file(out_dir / entry["name"], entry)
+    here = {entry["name"] for entry in manifest["shards"]}
+    missing = [f for f in chosen if Path(f.name).name not in here]
     check_disk(out_dir, sum(f.size for f in missing), say)
     begin(out_dir, manifest, SPLIT_NAME.fullmatch(Path(chosen[0].name).name)[1])
     parts = out_dir / ".download"  # the library goes on with what is half here
+    where = dict(repo_type="dataset", revision=source["revision"])
     for file in missing:
         path = out_dir / Path(file.name).name
         with sources.asking_hub(cfg.dataset, source["revision"]), writing(path):
-            part = hf_hub_download(
-                cfg.dataset,
-                file.name,
-                repo_type="dataset",
-                revision=source["revision"],
-                local_dir=parts,
-            )
-        if file.sha256 and sha256_of(part) != file.sha256:
-            os.unlink(part)
-            raise UserError(
-                f"{path.name} arrived damaged (its SHA-256 is not the hub's): run this again"
-            )
-        os.replace(part, path)
+            part = hf_hub_download(cfg.dataset, file.name, local_dir=parts, **where)
+            os.replace(part, path)
         manifest["shards"].append(shard_entry(path, manifest["eot"]))
         manifest["shards"].sort(key=lambda e: ("_val_" not in e["name"], e["name"]))
         write_manifest(out_dir, manifest)

@@ -35,7 +35,6 @@ class File:
     name: str  # as people and the manifest call it
     path: str  # local, or hf://datasets/NAME@COMMIT/...
     size: int  # bytes
-    sha256: str | None = None  # where the hub tells it
 
     @property
     def packing(self) -> str | None:
@@ -67,12 +66,9 @@ def one_kind(files: list[File], place: str) -> list[File]:
         if chosen:
             others = sorted(f.name for f in files if f.kind in ("jsonl", "text") and f.kind != kind)
             if others:
-                more = ", ..." if len(others) > 3 else ""
-                print(
-                    f"{place}: {len(chosen)} {kind} files are read; of another kind, and left out: "
-                    f"{len(others)} ({', '.join(others[:3])}{more})",
-                    file=sys.stderr,
-                )
+                left_out = f"{len(others)}, as {', '.join(others[:3])}"
+                said = f"{len(chosen)} {kind} files are read, those of another kind are not"
+                print(f"{place}: {said} ({left_out})", file=sys.stderr)
             return chosen
     raise UserError(
         f"{place} holds nothing to read: wanted are files named *.parquet, *.jsonl, *.json, *.txt "
@@ -120,16 +116,9 @@ def hub_files(dataset: str, name: str, split: str, revision: str) -> tuple[str, 
         raise UserError(
             f"--dataset {dataset} is no name on the hub: {first_line(error)}"
         ) from error
-    every = [
-        File(
-            s.rfilename,
-            f"{HUB}datasets/{dataset}@{info.sha}/{s.rfilename}",
-            s.size or 0,
-            s.lfs.sha256 if s.lfs else None,
-        )
-        for s in info.siblings
-        if s.rfilename != "README.md"
-    ]
+    root = f"{HUB}datasets/{dataset}@{info.sha}/"
+    found = ((s.rfilename, s.size or 0) for s in info.siblings if s.rfilename != "README.md")
+    every = [File(path, root + path, size) for path, size in found]
     configs = (info.card_data or {}).get("configs") or []
     chosen = [c for c in configs if c["config_name"] == name]
     if not name:
@@ -243,7 +232,6 @@ def blocks_of(file: File):
 def open_parquet(file: File, column: str):
     """The pyarrow ParquetFile, which has a column of text with that name."""
     import pyarrow.parquet as pq
-    import pyarrow.types as t
 
     with reading_source(file):
         # pre_buffer joins what lies together into one request; damage is seen where the writer
@@ -253,9 +241,8 @@ def open_parquet(file: File, column: str):
     if column not in schema.names:
         names = ", ".join(schema.names)
         raise UserError(f"{file.path} has no column {column!r}; --text_column is one of {names}")
-    kind = schema.field(column).type
-    kinds = (t.is_string, t.is_large_string, t.is_binary, t.is_large_binary, t.is_dictionary)
-    if not any(check(kind) for check in kinds):
+    kind = str(schema.field(column).type)
+    if not kind.startswith(("string", "large_string", "binary", "large_binary", "dictionary")):
         raise UserError(
             f"{file.path}: column {column!r} holds {kind}, wanted is text; choose another --text_column"
         )
