@@ -9,5 +9,5 @@ def build_builtin(folder):
     import fineweb
     fineweb.build_builtin(folder)
 
-def hide_other_documents(model):
-    pass
+
+from lab.data.documents import hide_other_documents
