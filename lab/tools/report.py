@@ -199,7 +199,7 @@ class Figures:
             curve.hovertemplate = f"%{{y:{digits}}}" if curve.hoverinfo != "skip" else None
         levels = levels or {}
         heights = [*(v for curve in curves for v in curve.y), *levels.values()]
-        room = 0.09 * (max(heights) - min(heights))  # for the label on the highest line
+        room = 0.14 * (max(heights) - min(heights))  # for the label on the highest line
         include = {"include": [v + room for v in levels.values()]}
         yaxis = {"title": {"text": unit}, "autorangeoptions": include} | yaxis
         yaxis |= {"tickformat": ".0%"} if digits.endswith("%") else {}
