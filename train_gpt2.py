@@ -43,7 +43,7 @@ from hellaswag import HellaSwag
 from lab import data, device, evals, kernels, models, weights
 from lab.cli import command
 from lab.generate import generate
-from lab.optim import MuonAdamW, load_optimizer
+from lab.optim import MuonAdamW, exact_norm, load_optimizer
 from lab.parallel import Zero1AdamW
 from lab.run import Log, Meter, Stopped, StopSignal, Vitals, checkpoints, folder, settings
 from lab.world import World
@@ -432,7 +432,10 @@ class Run:
         """Shorten the gradient of all parameters together to max_norm (0: never); returns its
         norm."""
         self.precision.scaler.unscale_(self.optimizer)
-        return nn.utils.clip_grad_norm_(self.raw_model.parameters(), max_norm or math.inf)
+        params = [p for p in self.raw_model.parameters() if p.grad is not None]
+        norm = exact_norm([p.grad for p in params])
+        nn.utils.clip_grads_with_norm_(params, max_norm or math.inf, norm)
+        return norm
 
     def state_dict(self):
         """Tensors and plain values, enough to go on to the bit. All processes call it together."""

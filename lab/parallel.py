@@ -14,10 +14,13 @@ whose rows are added to others and whose gradient is a sum of two, needs 32, as 
 and gradients that were summed over micro-steps.
 """
 
+import math
+
 import torch
 import torch.distributed as dist
 
 from lab.cli import UserError
+from lab.optim import exact_norm
 
 
 def reduce_scatter(mine, flat):
@@ -161,14 +164,9 @@ class Zero1AdamW:
         )  # sums over micro-steps, which 16 bits do not hold
         for s in self.shares:
             s.mine.grad = s.take_gradients(torch.float32 if accumulated else s.wire)
-        grads = [s.mine.grad for s in self.shares]
-        # not the norm of each share: on CPU that of millions of numbers has four digits, where
-        # sum() adds in pairs
-        norm = self.world.all_reduce(torch.stack([g.square().sum() for g in grads]).sum()).sqrt()
-        if max_norm:
-            torch._foreach_mul_(
-                grads, (max_norm / (norm + 1e-6)).clamp(max=1)
-            )  # as clip_grad_norm_ does
+        shares = [s.mine for s in self.shares]
+        norm = exact_norm([share.grad for share in shares], self.world.all_reduce)
+        torch.nn.utils.clip_grads_with_norm_(shares, max_norm or math.inf, norm)
         return norm
 
     def step(self):

@@ -109,6 +109,6 @@ class Phases:
             if phase != "start":
                 ms = a.elapsed_time(b) if self.cuda else 1000 * (b - a)
                 sums[f"{phase}_ms"] = sums.get(f"{phase}_ms", 0) + ms
-        steps = max(1, sum(phase == "optimizer" for phase, _ in self.marks))
+        steps = max(1, sum(phase == "optimizer" for phase, _ in self.marks[1:]))
         self.marks = self.marks[-1:]
         return {name: round(ms / steps, 3) for name, ms in sums.items()}
