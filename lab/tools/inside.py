@@ -1,6 +1,6 @@
 """What goes on inside a GPT while it reads: attention, the residual stream, heads switched off.
 
-For play.ipynb. Nothing here is a second model: hooks on the modules of the trainer's note what
+For play.ipynb, whose tables are here too. Nothing here is a second model: hooks on the modules of the trainer's note what
 passes, and are taken off again.
 """
 
@@ -120,6 +120,37 @@ def without_head(model, layer, head):
         yield model
     finally:
         hook.remove()
+
+
+class Table:
+    """A table for a notebook: HTML in a browser, text elsewhere. Columns of numbers are set right."""
+
+    def __init__(self, columns, rows):
+        self.columns, self.rows = list(map(str, columns)), [list(map(str, row)) for row in rows]
+        self.right = [
+            any(cells) and all(cell[:1] in set("0123456789+-.") for cell in cells if cell)
+            for cells in zip(*self.rows)
+        ]
+
+    def __repr__(self):
+        widths = [max(map(len, cells)) for cells in zip(self.columns, *self.rows)]
+        lines = [
+            "  ".join(
+                cell.rjust(width) if right else cell.ljust(width)
+                for cell, width, right in zip(row, widths, self.right)
+            ).rstrip()
+            for row in [self.columns, *self.rows]
+        ]
+        return "\n".join(lines)
+
+    def _repr_html_(self):
+        def line(row, tag):
+            cells = zip(row, self.right)
+            sides = [(html.escape(cell), "right" if right else "left") for cell, right in cells]
+            return "".join(f'<{tag} style="text-align: {side}">{c}</{tag}>' for c, side in sides)
+
+        body = "".join(f"<tr>{line(row, 'td')}</tr>" for row in self.rows)
+        return f"<table><thead><tr>{line(self.columns, 'th')}</tr></thead><tbody>{body}</tbody></table>"
 
 
 PAGE = """<div id="{id}">
