@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lab.cli import UserError, command
+from lab.cli import UserError
 from lab.data.loader import grad_accum_steps
 from lab.device import GPUS, WITHOUT_FP8, Precision, memory_of, why_no_compile
 from lab.files import read_json
@@ -60,8 +60,8 @@ MOMENTS = {  # where the peak of a step can lie
 }
 KEPT = ("loss", "head", "block")  # how long the results of the forward pass stay
 LETTERS = (
-    "N positions of a micro-batch, n of a chunk of them, C channels, H heads, L layers, T tokens of "
-    "a sequence, V rows of the head, P parameters, M of them in the blocks' matrices, R the rest"
+    "N positions of a micro-batch, n of a chunk of them, C channels, H heads, L layers, T tokens "
+    "of a sequence, V rows of the head, P parameters, M of them in the blocks' matrices, R the rest"
 )
 
 
@@ -577,7 +577,3 @@ def main(argv):
         if room(s, gpu) >= 0:
             break
     report(s, cfg, gpu, reason, args, done)
-
-
-if __name__ == "__main__":
-    command(main)
