@@ -128,8 +128,8 @@ def line(r):
 
 
 def run_child(shape, mode, out):
-    """Measure in a fresh process; append to the file what it prints, as it comes. Returns the records
-    that it made."""
+    """Measure in a fresh process; append what it prints to the file as it comes. Returns the
+    records that it made."""
     words = [sys.executable, __file__, "--child", shape, mode]
     records, said = [], ""
     with subprocess.Popen(

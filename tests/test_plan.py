@@ -146,7 +146,7 @@ def test_ledger_is_what_the_compiled_model_keeps(changes):
 
 
 class Alive(TorchDispatchMode):
-    """Counts the bytes of the tensors that operations return for as long as they are alive: the view
+    """Counts the bytes of what operations return for as long as it is alive: the view
     of a memory allocator. What an operation uses inside itself is not seen."""
 
     def __init__(self, tensors):
