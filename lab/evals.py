@@ -55,9 +55,9 @@ class Validation(Every):
             self.stop,
         )
         loss = sums["loss"] / max(1, sums["targets"])
-        if run.step == run.saved and loss < run.best_val:  # of the steps on disk; step 0 is none
+        if run.step and run.step == run.saved and loss < run.best_val:  # of the steps on disk
             run.best_val = loss
-            if run.step and run.world.is_main:
+            if run.world.is_main:
                 link_best(run.folder, run.step)
         bits = {"bits_per_byte": loss / math.log(2) / self.bytes} if self.bytes else {}
         return {"loss": loss} | bits

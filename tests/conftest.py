@@ -1,15 +1,16 @@
-"""What the tests share: tiny shards, a tiny model, and the real commands in fresh processes."""
+"""What the tests share: tiny shards, a tiny model, runs in this process, and real commands in fresh ones."""
 
 import functools
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-import types
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,64 +18,150 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-torch.set_num_threads(1)  # tiny models are fastest on one, and sums come out the same on every machine
+torch.set_num_threads(1)  # tiny models are fastest on one, and sums come out the same everywhere
 VOCAB = 257  # bytes and end-of-text, which has the last id
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as under nohup: nobody would hear a Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # a model and a step so small that a run takes a fraction of a second, two micro-steps to an update
 TINY_MODEL = dict(n_layer=2, n_head=2, n_embd=32, block_size=32, vocab_size=VOCAB)
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as under nohup: tests of Ctrl-C would send what nobody hears
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
-TINY_RUN = "--preset laptop --device cpu --n_layer 2 --n_head 2 --n_embd 32 --block_size 32 --seq_len 16 --batch_size 4 \
---vocab_multiple 128 --total_batch_size 128 --optimizer adamw --weight_decay 0.1 --warmup_steps 2 --schedule constant \
---lr 1e-3 --val_tokens 256 --val_every 0 --sample_every 0 --ckpt_every 1000 --log_every 1 --run_name r".split()
+TINY_RUN = (
+    "--preset laptop --device cpu --n_layer 2 --n_head 2 --n_embd 32 --block_size 32 --seq_len 16 "
+    "--batch_size 4 --vocab_multiple 128 --total_batch_size 128 --optimizer adamw --weight_decay 0.1 "
+    "--warmup_steps 2 --schedule constant --lr 1e-3 --val_tokens 256 --val_every 0 --sample_every 0 "
+    "--ckpt_every 1000 --log_every 1 --run_name r"
+).split()
+# AdamW divides by the root of the squared gradient, so where the true gradient is 0 (the bias of the
+# keys: a softmax does not see it) rounding noise alone would move a weight by the full rate. This eps
+# keeps such weights where they are, and leaves the update sensitive to the gradient's scale.
+EPS = 1e-3
 
 
 def write_shards(folder, sizes=(1501, 997), val=700, vocab_size=VOCAB, seed=0):
-    """x_train_000000.npy ... and x_val_000000.npy of noisy counting, which a small model learns in a few steps."""
+    """x_train_000000.npy ... and x_val_000000.npy of noisy counting, which a small model learns soon."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
-    splits = [(f"train_{i:06d}", n) for i, n in enumerate(sizes)] + ([("val_000000", val)] if val else [])
-    for name, n in splits:
+    splits = [(f"train_{i:06d}", n) for i, n in enumerate(sizes)]
+    for name, n in splits + ([("val_000000", val)] if val else []):
         tokens = (np.arange(n) + rng.integers(0, 3, n)) % min(vocab_size - 1, 40)
         tokens[::61] = vocab_size - 1  # a document of 60 tokens after each end-of-text
         np.save(folder / f"x_{name}.npy", tokens.astype(np.uint16))
     return folder
 
 
+def mask_shards(folder):
+    """Beside each training shard a mask: stretches of 50 tokens, most sequences all or nothing."""
+    for path in folder.glob("*_train_*.npy"):
+        mask = (np.arange(len(np.load(path))) // 50 % 3 == 0).astype(np.uint8)
+        with path.with_suffix(".mask").open("wb") as file:
+            np.save(file, mask)
+
+
+# -------------------------------------------------------------------------- runs in this process
+
+
+def train_here(folder, data, name, model=(), **settings):
+    """The trainer's main with these settings instead of a command line; gives what read_run does."""
+    import train_gpt2
+
+    base = dict(
+        data=str(data), log_dir=str(folder), run_name=name, device="cpu", total_batch_size=256,
+        batch_size=4, seq_len=16, lr=3e-3, max_steps=20, warmup_steps=2, schedule="constant", eps=EPS,
+        log_every=1, val_every=0, val_tokens=300, ckpt_every=1000, sample_every=0, hella_every=0,
+        compile=False, keep_last=100,
+    )  # fmt: skip
+    cfg = train_gpt2.TrainConfig(**base | settings)
+    model_config = train_gpt2.GPTConfig(**TINY_MODEL | dict(model))
+    typed = mock.patch.object(train_gpt2, "settings", lambda *_: ("a test", model_config, cfg))
+    with typed, mock.patch.object(train_gpt2, "farewell", lambda *_: None):
+        status = train_gpt2.main([])
+    return read_run(folder / name, status)
+
+
+def read_run(run_dir, status=None):
+    from lab.run.checkpoints import read_checkpoint
+
+    events = [json.loads(line) for line in (run_dir / "log.jsonl").read_text().splitlines()]
+    return SimpleNamespace(
+        dir=run_dir,
+        status=status,
+        events=events,
+        losses=[e["loss"] for e in events if e["kind"] == "train"],
+        norms=[e["grad_norm"] for e in events if e["kind"] == "train"],
+        val={e["step"]: e["loss"] for e in events if e["kind"] == "val"},
+        checkpoints={int(p.stem[6:]): read_checkpoint(p) for p in run_dir.glob("model_[0-9]*.pt")},
+    )
+
+
+def of_kind(run, kind):
+    return [e for e in run.events if e["kind"] == kind]
+
+
+def difference(a, b):
+    """Largest difference of two state dicts with the same names."""
+    assert a.keys() == b.keys()
+    return max((a[k] - b[k]).abs().max().item() for k in a)
+
+
+def equal_bits(a, b):
+    """Nested dicts, lists, tensors and plain values."""
+    if torch.is_tensor(a):
+        return torch.is_tensor(b) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal_bits(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(equal_bits, a, b))
+    return a == b
+
+
+def differing_parts(a, b, parts=("step", "model", "optimizer", "loader", "rng", "best_val")):
+    """The parts of two checkpoints that are not equal to the bit."""
+    return [part for part in parts if not equal_bits(a[part], b[part])]
+
+
+# ---------------------------------------------------------------------------------- real commands
+
+
 def clean_env(**more):
-    """This process's environment without what would change a run; one thread, so that runs agree to the bit."""
+    """The environment without what would change a run; one thread, so that runs agree to the bit."""
     drop = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "PYTHON", "TORCH", "OMP_", "GPT2_", "COLUMNS")
     env = {k: v for k, v in os.environ.items() if not k.startswith(drop)}
-    return env | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "MPLBACKEND": "Agg"} | more
+    fixed = dict(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", PYTHONWARNINGS="ignore", MPLBACKEND="Agg")
+    return env | fixed | more
 
 
-# Most of the four seconds of a tiny run are imports of torch and matplotlib. So this process imports them once, and each
-# script runs in a fork of it: the real file from its first line, with its own folder, environment, arguments and streams.
+# Most of the four seconds of a tiny run are imports of torch and matplotlib. So one process imports them
+# once, and each script runs in a fork of it, in a session of its own: the real file from its first line,
+# with its folder, environment, arguments and streams. (runpy puts the script in place of __main__.)
 FORKS = """
-import gc, json, os, runpy, sys, tempfile
-import matplotlib.figure, numpy, torch, torch._dynamo, torch.utils.tensorboard, tqdm, tyro
+import gc, json, os, runpy, signal, sys
+import matplotlib.figure, numpy, torch, torch._dynamo, torch.distributed, torch.utils.tensorboard, tqdm, tyro
 gc.freeze()  # what is imported is never looked through again: forks share its memory and end sooner
 
 def next_job():
     for line in iter(sys.stdin.readline, ""):
-        out, err = tempfile.TemporaryFile(), tempfile.TemporaryFile()
-        pid = os.fork()
-        if pid == 0:
-            return *json.loads(line), out, err
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        texts = [(file.seek(0), file.read().decode(errors="replace"))[1] for file in (out, err)]
-        print(json.dumps([status, *texts]), flush=True)
+        job = json.loads(line)
+        if "wait" in job:
+            pid, status = os.waitpid(job["wait"], os.WNOHANG)
+            print(json.dumps(os.waitstatus_to_exitcode(status) if pid else None), flush=True)
+        elif pid := os.fork():
+            print(pid, flush=True)
+        else:
+            return job
     sys.exit()
 
-args, cwd, env, out, err = next_job()
-os.chdir(cwd)
+job = next_job()
+os.setsid()
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+os.chdir(job["cwd"])
 os.environ.clear()
-os.environ.update(env)
-for number, file in enumerate((open(os.devnull), out, err)):
-    os.dup2(file.fileno(), number)
-sys.argv, sys.path[0] = args, os.path.dirname(args[0])
-runpy.run_path(args[0], run_name="__main__")
+os.environ.update(job["env"])
+for number, path in enumerate(job["files"]):
+    os.dup2(os.open(path, os.O_RDWR if path.startswith("/dev/") else os.O_WRONLY | os.O_CREAT), number)
+sys.argv = job["args"]
+if os.path.isfile(sys.argv[0]):
+    sys.path[0] = os.path.dirname(sys.argv[0])
+runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
@@ -82,33 +169,94 @@ runpy.run_path(args[0], run_name="__main__")
 def forks():
     """The process that FORKS is; it ends with this one."""
     return subprocess.Popen(
-        [sys.executable, "-c", FORKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=clean_env(),
-        start_new_session=True,
+        [sys.executable, "-c", FORKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env=clean_env(), start_new_session=True,
     )  # fmt: skip
 
 
+def ask_forks(job):
+    print(json.dumps(job), file=forks().stdin, flush=True)
+    return json.loads(forks().stdout.readline())
+
+
+class Process:
+    """`python args...`, running. A script, or a folder with a __main__.py, needs no time for its imports.
+
+    out, err: files to write to (a FIFO, a terminal) instead of files that .stdout and .stderr read.
+    """
+
+    def __init__(self, *args, cwd, out=None, err=None, **env):
+        self.folder = tempfile.TemporaryDirectory()
+        self.out, self.err = (out or f"{self.folder.name}/out"), (err or f"{self.folder.name}/err")
+        args, script = list(map(str, args)), Path(cwd, args[0]).resolve()
+        env = clean_env(**{k: str(v) for k, v in env.items()})
+        self.popen = self.returncode = None
+        if script.exists() and sys.platform == "linux":  # elsewhere forks are missing, or not safe
+            self.args = [str(script), *args[1:]]
+            files = ["/dev/null", str(self.out), str(self.err)]
+            self.pid = ask_forks(dict(args=self.args, cwd=str(cwd), env=env, files=files))
+        else:
+            self.args = [sys.executable, *args]
+            with open(self.out, "w") as out, open(self.err, "w") as err:
+                self.popen = subprocess.Popen(
+                    self.args, cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
+                    start_new_session=True,
+                )  # fmt: skip
+            self.pid = self.popen.pid
+
+    def poll(self):
+        """The exit status, or None while it runs."""
+        if self.returncode is None:
+            self.returncode = self.popen.poll() if self.popen else ask_forks({"wait": self.pid})
+        return self.returncode
+
+    def wait(self, timeout=120):
+        deadline = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                self.kill()
+                raise subprocess.TimeoutExpired(self.args, timeout, self.stdout, self.stderr)
+            time.sleep(0.01)
+        return self.returncode
+
+    def kill(self):
+        """SIGKILL for it and what it has started."""
+        if self.poll() is None:
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def signal(self, number):
+        os.kill(self.pid, number)
+
+    @property
+    def stdout(self):
+        return Path(self.out).read_text(errors="replace")
+
+    @property
+    def stderr(self):
+        return Path(self.err).read_text(errors="replace")
+
+
 def run_python(*args, cwd, timeout=300, **env):
-    """`python args...` in a process of its own: .returncode, .stdout, .stderr. A script needs no time for its imports."""
-    args, env = list(map(str, args)), clean_env(**env)
-    if not args[0].endswith(".py") or sys.platform != "linux":  # elsewhere forks are missing, or not safe with these imports
-        return subprocess.run([sys.executable, *args], cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
-    args[0] = str(Path(cwd, args[0]).resolve())
-    print(json.dumps([args, str(cwd), env]), file=forks().stdin, flush=True)
-    if not select.select([forks().stdout], [], [], timeout)[0]:
-        os.killpg(forks().pid, signal.SIGKILL)
-        forks.cache_clear()
-        raise subprocess.TimeoutExpired(args, timeout)
-    return subprocess.CompletedProcess(args, *json.loads(forks().stdout.readline()))
+    """`python args...` in a process of its own, to its end: .returncode, .stdout, .stderr."""
+    process = Process(*args, cwd=cwd, **env)
+    process.wait(timeout)
+    return process
+
+
+def wait_for(condition, process, seconds=60):
+    """Until condition() holds; if the process ends before, or it takes too long, the test fails."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()
+            pytest.fail(f"it did not come to that: {process.stdout}{process.stderr}")
+        time.sleep(0.01)
 
 
 def wait_for_steps(process, run_dir, steps=3):
-    """Until the run in `process` has logged so many; if it ends before, or two minutes pass, the test fails."""
-    log, deadline = run_dir / "log.jsonl", time.monotonic() + 120
-    while not log.exists() or log.read_text().count('"train"') < steps:
-        if process.poll() is not None or time.monotonic() > deadline:
-            process.kill()
-            pytest.fail(f"the run did not begin: {process.communicate()}")
-        time.sleep(0.02)
+    """Until the run in `process` has logged so many."""
+    log = run_dir / "log.jsonl"
+    wait_for(lambda: log.exists() and log.read_text().count('"train"') >= steps, process)
 
 
 @pytest.fixture
@@ -118,13 +266,12 @@ def shards(tmp_path):
 
 @pytest.fixture
 def start_training(tmp_path, shards):
-    """start_training("--run_name", "x", ...): the real command, running; what still runs after the test is killed."""
+    """start_training("--run_name", "x", ...): the real command, a Process; killed after the test."""
     processes = []
 
-    def start(*flags):
-        command = [sys.executable, ROOT / "train_gpt2.py", *TINY_RUN, "--data", shards, "--max_steps", 1000000, *flags]
-        processes.append(subprocess.Popen(list(map(str, command)), cwd=tmp_path, env=clean_env(), stdout=subprocess.PIPE,
-                                          stderr=subprocess.PIPE, text=True))  # fmt: skip
+    def start(*flags, out=None, err=None, program=ROOT / "train_gpt2.py", **env):
+        base = [] if "--resume" in flags else [*TINY_RUN, "--data", shards, "--max_steps", 1000000]
+        processes.append(Process(program, *base, *flags, cwd=tmp_path, out=out, err=err, **env))
         return processes[-1]
 
     yield start
@@ -134,14 +281,15 @@ def start_training(tmp_path, shards):
 
 @pytest.fixture
 def run_train(tmp_path, shards):
-    """run_train("--max_steps", 5, ...): the real command on the tiny shards; the run folder is tmp_path/log/r.
+    """run_train("--max_steps", 5, ...): the real command on the tiny shards; the run is tmp_path/log/r.
 
-    With --resume it gets no other flags than those named: a run is resumed with the settings it was begun with.
+    With --resume it gets no other flags than those named: a run has its settings.
     """
 
     def run(*flags, timeout=300, **env):
         base = [] if "--resume" in flags else [*TINY_RUN, "--data", shards]
-        return run_python(ROOT / "train_gpt2.py", *base, *flags, cwd=tmp_path, timeout=timeout, **env)
+        program = ROOT / "train_gpt2.py"
+        return run_python(program, *base, *flags, cwd=tmp_path, timeout=timeout, **env)
 
     return run
 
@@ -156,22 +304,22 @@ def tiny_config():
 @pytest.fixture
 def one_process():
     """Rank 0 of 1 on the CPU, for a TokenLoader."""
-    return types.SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
+    return SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
 
 
 @pytest.fixture(scope="session")
 def test_data():
     """The folder that GPT2_TEST_DATA names: tinyshakespeare.txt, wikitext-2/, hellaswag/ and the like."""
-    folder = Path(os.environ.get("GPT2_TEST_DATA") or ROOT.parent / "shared" / "data")
-    if not folder.is_dir():
-        pytest.skip("no test data: point GPT2_TEST_DATA at a folder that holds tinyshakespeare.txt and the like")
-    return folder
+    folder = os.environ.get("GPT2_TEST_DATA")
+    if not folder or not Path(folder).is_dir():
+        pytest.skip("no test data: point GPT2_TEST_DATA at a folder with tinyshakespeare.txt and the like")
+    return Path(folder)
 
 
 @pytest.fixture(autouse=True)
 def no_noise_between_tests():
     """Each test starts from the same random numbers and leaves the signal handlers as they were."""
-    before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     torch.manual_seed(0)
     yield
     for number, handler in before.items():

@@ -1,264 +1,369 @@
-"""The run folder: what goes into it, what is read back, what does not fit. The commands that use it: test_train.py."""
+"""A run's folder: what goes into it and what is read back; resuming to the bit; what is measured when."""
 
-import contextlib
+import dataclasses
 import json
 import os
-from dataclasses import dataclass, replace
+import shutil
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Literal
 
+import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY_MODEL, run_python
-from test_train import equal_bits
+from conftest import (
+    ROOT,
+    TINY_MODEL,
+    VOCAB,
+    differing_parts,
+    equal_bits,
+    of_kind,
+    read_run,
+    run_python,
+    train_here,
+    wait_for_steps,
+)  # fmt: skip
 
-from lab.data.loader import TokenLoader
-from lab.data.shards import TokenShards
-from lab.device import Precision, this_python
-from lab.run.checkpoints import newest_run, read_newest, save_checkpoint
-from lab.run.folder import (
-    copy_weights,
-    open_run,
-    read_config,
-    restore,
-    resume_command,
-    run_to_resume,
-    same_shape,
-    state_to_save,
+import train_gpt2
+from lab import models
+from lab.cli import UserError, this_python
+from lab.run.checkpoints import (
+    newest_checkpoint,
+    newest_run,
+    read_checkpoint,
+    read_newest,
+    save_checkpoint,
 )
-from train_gpt2 import GPT, GPTConfig, TrainConfig, World, make_optimizer, train_step
+from lab.run.folder import read_config, resume_command, run_to_resume
+from lab.run.stop import StopSignal
+from lab.run.vitals import Vitals
+from train_gpt2 import GPTConfig, TrainConfig
 
-# ------------------------------------------------------------------------------------------------------- folders
+OLD = Path(__file__).parent / "fixtures" / "a3954dc"  # made by that commit's trainer, export and shards
 
-
-@dataclass
-class Shape:
-    """The two configurations may be any dataclasses."""
-
-    width: int = 3
+# ------------------------------------------------------------------------------------ going on to the bit
 
 
-@dataclass
-class Plan:
-    resume: bool = False
-    rate: float = 0.5
-    shape: Literal["up", "down"] = "up"
+def test_twenty_steps_are_ten_and_resume_and_ten(run_train, tmp_path):
+    """The real command three times, and what a run leaves behind."""
+    whole = run_train("--max_steps", 20, "--ckpt_every", 10, "--run_name", "whole")
+    first = run_train("--max_steps", 10, "--ckpt_every", 10)
+    second = run_train("--resume", "--max_steps", 20)
+    assert [r.returncode for r in (whole, first, second)] == [0, 0, 0], whole.stderr + second.stderr
+    a, b = (read_run(tmp_path / "log" / name) for name in ("whole", "r"))
+    assert a.losses == b.losses and len(a.losses) == 20
+    assert [e["step"] for e in of_kind(b, "train")] == list(range(1, 21)), "appended, nothing twice"
+    assert not differing_parts(a.checkpoints[20], b.checkpoints[20])
+    assert not equal_bits(a.checkpoints[10]["model"], a.checkpoints[20]["model"])
+    assert (a.events[0]["kind"], a.events[-1]["kind"], a.events[-1]["reason"]) == ("start", "end", "done")
+    assert (a.dir / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert {p.name for p in tmp_path.iterdir()} == {"data", "log"}, "all that a run writes is in its folder"
+    again = run_train("--resume")
+    assert again.returncode == 2 and "has done 20 steps, max_steps=20; a larger --max_steps" in again.stderr
 
 
-def test_what_is_opened_is_read_back_and_nobody_else_gets_in(tmp_path):
-    run_dir = tmp_path / "r"
-    with contextlib.ExitStack() as at_end:
-        open_run(run_dir, Shape(4), Plan(rate=0.25), World("cpu"), at_end)
-        assert read_config(run_dir, Shape, Plan) == (Shape(4), Plan(rate=0.25))
-        if os.name == "posix":
-            with contextlib.ExitStack() as other, pytest.raises(OSError, match="r is the folder of a run that is going on"):
-                open_run(run_dir, Shape(5), Plan(resume=True), World("cpu"), other)
-    with contextlib.ExitStack() as at_end, pytest.raises(OSError, match="ended and saved nothing; delete it"):
-        open_run(run_dir, Shape(5), Plan(), World("cpu"), at_end)
-    save_checkpoint(run_dir, 1, {}, keep_last=1, best=False)
-    with contextlib.ExitStack() as at_end, pytest.raises(OSError, match="r is another run's already; pass --resume"):
-        open_run(run_dir, Shape(5), Plan(), World("cpu"), at_end)
-    assert read_config(run_dir, Shape, Plan) == (Shape(4), Plan(rate=0.25)), "three that were refused have changed nothing"
-    with contextlib.ExitStack() as at_end:
-        open_run(run_dir, Shape(4), Plan(resume=True, rate=0.1), World("cpu"), at_end)
-    assert read_config(run_dir, Shape, Plan) == (Shape(4), Plan(resume=False, rate=0.1)), "what it goes on with, for the next"
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_resuming_changes_nothing_where_documents_are_aligned_and_masked(tmp_path, shards, optimizer):
+    """With a shuffled stream that wraps in mid-step, from a checkpoint off the end of an epoch."""
+    settings = dict(align_documents=True, total_batch_size=192, schedule="wsd", decay_steps=9,
+                    optimizer=optimizer, ckpt_every=7, model=dict(document_mask=True))  # fmt: skip
+    whole = train_here(tmp_path, shards, "r", **settings)
+    for step in (14, 20):
+        (whole.dir / f"model_{step:06d}.pt").unlink()
+    rest = train_here(tmp_path, shards, "r", resume=True, **settings)
+    assert rest.losses[20:] == whole.losses[7:]
+    assert not differing_parts(whole.checkpoints[20], rest.checkpoints[20])
 
 
-def test_a_setting_that_is_missing_has_its_default_and_an_unknown_one_is_refused(tmp_path):
+def test_the_flag_of_the_document_mask_does_something(tmp_path, shards):
+    """In a wide step, in which documents begin."""
+    losses = [train_here(tmp_path, shards, str(mask), max_steps=1, model=dict(document_mask=mask)).losses
+              for mask in (True, False)]  # fmt: skip
+    assert losses[0] != losses[1]
+
+
+def test_the_random_state_goes_on(tmp_path, shards, monkeypatch):
+    """A model that draws in training, as with dropout."""
+    real = train_gpt2.MLP.forward
+    monkeypatch.setattr(train_gpt2.MLP, "forward", lambda *a: torch.dropout(real(*a), 0.5, True))
+    settings = dict(max_steps=6, ckpt_every=3)
+    whole = train_here(tmp_path, shards, "r", **settings)
+    (whole.dir / "model_000006.pt").unlink()
+    assert train_here(tmp_path, shards, "r", resume=True, **settings).losses[6:] == whole.losses[3:]
+
+
+def test_a_run_made_by_commit_a3954dc_goes_on(tmp_path):
+    """With fields that there are no more, as far as the order of sums allows."""
+    shutil.copytree(OLD, tmp_path, dirs_exist_ok=True)
+    done = run_python(ROOT / "train_gpt2.py", "--resume", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "(passed over, as this version has no such settings: cross_entropy, fused_mlp, " in done.stdout
+    run = read_run(tmp_path / "log" / "old")
+    losses = 5.331153869628906, 5.341618537902832, 5.313250541687012, 5.304826736450195
+    norms = 0.7903231978416443, 0.8260146379470825, 0.91800457239151, 0.8725777268409729
+    assert run.losses[-4:] == pytest.approx(losses, abs=1e-6)
+    assert run.norms[-4:] == pytest.approx(norms, rel=1e-6)
+    assert run.val == pytest.approx({0: 5.499837040901184, 5: 5.408438205718994, 10: 5.34383761882782,
+                                     14: 5.298589706420898}, abs=1e-6)  # fmt: skip
+    assert run.checkpoints[14]["program"] == "gpt2"
+    kept, exported = (models.load(str(OLD / name)) for name in ("log/old/model_000010.pt", "export"))
+    assert kept.config.n_embd == 16 and not kept.lm_head.weight[VOCAB:].any()
+    assert kept(torch.arange(16)[None])[0].isfinite().all() and exported.config.vocab_size == VOCAB
+    assert exported.num_params() == kept.num_params() == 10960
+
+
+# ------------------------------------------------------------------------------- what is measured when
+
+
+def test_a_checkpoint_is_the_state_before_its_step_is_measured(tmp_path, shards):
+    """Step 0 is measured and never saved; the best is a validation at a step that is on disk."""
+    val = np.load(shards / "x_val_000000.npy")
+    unseen = np.where(val < 100, val + 100, val)  # training never shows these: the loss only rises
+    np.save(shards / "x_val_000000.npy", unseen.astype(np.uint16))
+    settings = dict(val_every=2, sample_every=4, sample_tokens=3, ckpt_every=4, keep_last=2)
+    run = train_here(tmp_path, shards, "r", max_steps=14, **settings)
+    beside = {}
+    for event in run.events:
+        beside.setdefault(event["step"], []).append(event["kind"])
+    assert {step: kinds for step, kinds in beside.items() if kinds != ["train"]} == {
+        0: ["start", "val", "sample"], 1: ["first_step", "train"], 2: ["train", "val"],
+        4: ["train", "checkpoint", "val", "sample"], 6: ["train", "val"],
+        8: ["train", "checkpoint", "val", "sample"], 10: ["train", "val"],
+        12: ["train", "checkpoint", "val", "sample"], 14: ["train", "checkpoint", "val", "sample", "end"],
+    }  # fmt: skip
+    assert run.val[0] < run.val[2] < run.val[4] < run.val[14], "the best would be another without the rule"
+    names = sorted(p.name for p in run.dir.glob("model_*"))
+    assert names == ["model_000012.pt", "model_000014.pt", "model_best.pt"]
+    best = read_checkpoint(run.dir / "model_best.pt")
+    assert best["step"] == 4 and run.checkpoints[14]["best_val"] == run.val[4]
+    again = train_here(tmp_path, shards, "r", max_steps=16, resume=True, **settings)
+    assert read_checkpoint(run.dir / "model_best.pt")["step"] == 4
+    assert again.checkpoints[16]["best_val"] == run.val[4]
+
+
+def stopping(monkeypatch, at):
+    """SIGTERM at the `at`-th look between two batches of a measurement."""
+    import signal
+
+    real, calls = StopSignal.check, []
+
+    def check(self):
+        calls.append(0)
+        if len(calls) == at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(self)
+
+    monkeypatch.setattr(StopSignal, "check", check)
+
+
+@pytest.mark.parametrize("every", [dict(ckpt_every=3), dict(ckpt_every=1000)], ids=["saved", "unsaved"])
+@pytest.mark.parametrize("step, at", [(3, 8), (6, 13)])  # five batches at each of the steps 0, 3, 6
+def test_a_stop_in_mid_validation_saves_and_is_measured_again(tmp_path, shards, monkeypatch, every, step, at):
+    settings = dict(max_steps=6, val_every=3, sample_every=3, sample_tokens=3, **every)
+    whole = train_here(tmp_path, shards, "whole", **settings)
+    stopping(monkeypatch, at)
+    stopped = train_here(tmp_path, shards, "r", **settings)
+    monkeypatch.undo()
+    assert stopped.status == 75 and stopped.events[-1]["reason"] == "SIGTERM"
+    assert list(stopped.val) == list(range(0, step, 3)), "nothing half-measured is logged"
+    assert stopped.checkpoints[step]["step"] == step == max(stopped.checkpoints)
+    run = train_here(tmp_path, shards, "r", resume=True, **settings)
+    assert run.status == 0 and run.val == whole.val and run.losses == whole.losses
+    samples = [[e["texts"] for e in of_kind(r, "sample")] for r in (run, whole)]
+    assert samples[0] == samples[1]
+    parts = ["model", "optimizer", "loader", "rng"] + ["best_val"] * (every["ckpt_every"] == 3)
+    assert not differing_parts(run.checkpoints[6], whole.checkpoints[6], parts)
+    best = [read_checkpoint(r.dir / "model_best.pt")["step"] for r in (run, whole)]
+    assert best == [6, 6]
+    with pytest.raises(UserError, match="has done 6 steps, max_steps=6; a larger --max_steps goes on"):
+        train_here(tmp_path, shards, "r", resume=True, **settings)
+
+
+def test_a_stop_before_the_first_update_leaves_nothing_and_the_command_begins_again(
+    tmp_path, shards, monkeypatch, capsys
+):
+    settings = dict(max_steps=3, val_every=3)
+    whole = train_here(tmp_path, shards, "whole", **settings)
+    stopping(monkeypatch, at=2)
+    stopped = train_here(tmp_path, shards, "r", **settings)
+    assert stopped.status == 0 and not stopped.losses and not stopped.checkpoints
+    monkeypatch.undo()
+    with pytest.raises(UserError, match="begin it again without --resume"):
+        run_to_resume(tmp_path, "r")
+    again = train_here(tmp_path, shards, "r", **settings)
+    assert again.losses == whole.losses and len(of_kind(again, "start")) == 1
+    assert len(list(again.dir.glob("events.out.tfevents.*"))) == 1, "what was begun before has gone"
+    with pytest.raises(UserError, match="r is another run's already; pass --resume to continue it"):
+        train_here(tmp_path, shards, "r", **settings)
+
+
+def test_a_stop_after_a_bad_step_does_not_save_it(tmp_path, shards, monkeypatch):
+    real = Vitals.watch
+
+    def watch(self, losses):
+        if self.run.step == 3:
+            losses, self.stop.name = losses * float("nan"), "SIGTERM"
+        real(self, losses)
+
+    monkeypatch.setattr(Vitals, "watch", watch)
+    with pytest.raises(UserError, match="the loss is nan at step 3"):
+        train_here(tmp_path, shards, "r", max_steps=9, ckpt_every=2)
+    assert list(read_run(tmp_path / "r").checkpoints) == [2]
+
+
+# ------------------------------------------------------------------------------------------- the folder
+
+
+def test_a_run_that_goes_on_is_not_resumed_by_another_process(tmp_path, start_training, run_train):
+    process = start_training("--ckpt_every", 2)
+    wait_for_steps(process, tmp_path / "log" / "r")
+    before = (tmp_path / "log" / "r" / "config.json").read_text()
+    again = run_train("--resume", "--max_steps", 1000001)
+    assert process.poll() is None and "r is the folder of a run that is going on; stop that" in again.stderr
+    assert again.returncode == 2 and (tmp_path / "log" / "r" / "config.json").read_text() == before
+    process.kill()
+    process.wait()
+    step = max(read_run(tmp_path / "log" / "r").checkpoints)
+    assert run_train("--resume", "--max_steps", step + 1).returncode == 0, "killed, it holds nothing"
+
+
+def test_a_checkpoint_holds_plain_values_and_both_configurations(tmp_path, shards):
+    run = train_here(tmp_path, shards, "r", max_steps=1)
+    loaded = torch.load(run.dir / "model_000001.pt", weights_only=True)
+    assert loaded["model_config"] == dataclasses.asdict(GPTConfig(**TINY_MODEL))
+    assert loaded["program"] == "gpt2" and loaded["loader"]["position"] == 256
+    assert loaded["loader"].keys() == {"position", "tokens", "begin"}
+    config = json.loads((run.dir / "config.json").read_text())
+    assert config["model"] == loaded["model_config"] and config["train"] == loaded["train_config"]
+    assert config["train"].keys() == {f.name for f in dataclasses.fields(TrainConfig)}
+    assert read_config(run.dir, GPTConfig, TrainConfig)[2] == []
+
+
+def test_a_setting_that_is_missing_has_its_default_and_values_that_are_none_are_named(tmp_path):
     file = tmp_path / "config.json"
-    file.write_text(json.dumps({"model": {"width": 9}, "train": {}}))
-    assert read_config(tmp_path, Shape, Plan) == (Shape(9), Plan())
-    file.write_text(json.dumps({"model": {"depth": 9}, "train": {"warp": 1}}))
-    with pytest.raises(ValueError, match="config.json has depth, warp, which this version does not know"):
-        read_config(tmp_path, Shape, Plan)
-    for model, train, said in (({"width": "wide"}, {}, 'width="wide", which must be of type int; mend it, or name another run'),
-                               ({"width": 1.5}, {}, "width=1.5, .* int"), ({}, {"rate": None}, "rate=null, .* float"),
-                               ({}, {"resume": 0}, "resume=0, .* bool"),
-                               ({}, {"shape": "flat"}, 'shape="flat", which must be one of up, down;'),
-                               (5, {}, "model=5, .* dict")):  # fmt: skip
-        file.write_text(json.dumps({"model": model, "train": train}))
-        with pytest.raises(ValueError, match=f"config.json has {said}"):
-            read_config(tmp_path, Shape, Plan)
-    file.write_text(json.dumps({"model": {}, "train": {"rate": 1}}))
-    assert read_config(tmp_path, Shape, Plan)[1].rate == 1, "a whole number will do"
-    file.unlink()
-    file.mkdir()
-    with pytest.raises(ValueError, match="config.json is a folder where a file should be; move it away"):
-        read_config(tmp_path, Shape, Plan)
-    file.rmdir()
-    file.write_text("")
-    with pytest.raises(ValueError, match="config.json is not what this project has written .* another run with --run_name"):
-        read_config(tmp_path, Shape, Plan)
+    file.write_text(json.dumps({"model": {"n_layer": 9, "depth": 1}, "train": {"lr": 1}}))
+    model, train, unknown = read_config(tmp_path, GPTConfig, TrainConfig)
+    assert (model, train, unknown) == (GPTConfig(n_layer=9), TrainConfig(lr=1), ["depth"])
+    for text, said in (
+        ('{"model": {"n_layer": "two"}, "train": {}}', 'n_layer="two", which must be of type int; mend it'),
+        ('{"model": {}, "train": {"lr": null}}', "lr=null, .* float"),
+        ('{"model": {}, "train": {"schedule": "sine"}}', "one of cosine, linear, constant, wsd"),
+        ('{"model": 5, "train": {}}', "model is 5"), ('{"train": ', "is damaged"), ("[]", "holds a list"),
+    ):  # fmt: skip
+        file.write_text(text)
+        with pytest.raises(UserError, match=f"config.json.*{said}"):
+            read_config(tmp_path, GPTConfig, TrainConfig)
 
 
 def test_the_run_that_goes_on_is_the_named_one_or_the_one_that_saved_last(tmp_path):
     for age, name in enumerate(("newest", "older", "oldest")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")
-        path = save_checkpoint(tmp_path / name, 5 + age, {}, keep_last=1, best=False)
-        for file in (path, path.parent / "config.json"):
-            os.utime(file, (1000 - age,) * 2)
-    assert run_to_resume(tmp_path) == (tmp_path / "newest", f"resumes {tmp_path / 'newest'} after step 5")
-    assert run_to_resume(str(tmp_path), "oldest") == (tmp_path / "oldest", f"resumes {tmp_path / 'oldest'} after step 7")
-    for name, begun in (("before", 999), ("after", 1001)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text("{}")
-        os.utime(tmp_path / name / "config.json", (begun,) * 2)
-    run_dir, reason = run_to_resume(tmp_path)
-    passed_over = f" ({tmp_path / 'after'}, begun later, saved no checkpoint)"
-    assert run_dir.name == "newest" and reason.endswith("newest after step 5" + passed_over)
-    assert "later" not in run_to_resume(tmp_path, "newest")[1], "it was asked for"
-    with pytest.raises(FileNotFoundError, match="after has no checkpoint to resume from"):
-        run_to_resume(tmp_path, "after")
-    with pytest.raises(FileNotFoundError, match="log/named must be a plain name, without folders: --run_name named"):
-        run_to_resume(tmp_path, "log/named")
+        path = save_checkpoint(tmp_path / name, 5 + age, {}, keep_last=1)
+        os.utime(path, (1000 - age,) * 2)
+    (tmp_path / "older" / "model_000009.pt").symlink_to("nowhere")  # it went while runs were looked at
+    assert run_to_resume(tmp_path) == newest_run(tmp_path) == tmp_path / "newest"
+    assert run_to_resume(str(tmp_path), "oldest") == tmp_path / "oldest"
+    (tmp_path / "oldest" / "model_000007.pt").unlink()
+    for name, said in (
+        ("oldest", "oldest has no checkpoint to resume from"), ("log/x", "must be a plain name"),
+        ("other", "other holds no config.json to resume with"),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=said):
+            run_to_resume(tmp_path, name)
 
 
-def test_another_shape_is_named_by_the_flags_to_type():
-    ours = dict(n_layer=2, n_embd=128, vocab_size=257)
-    said = r"f has another shape: n_layer=1 \(here 2\), n_embd=32 \(here 128\); pass --n_layer 1 --n_embd 32$"
-    with pytest.raises(ValueError, match=said):
-        same_shape("f", dict(n_layer=1, n_embd=32, vocab_size=257), ours)
-    with pytest.raises(ValueError, match="; pass --n_layer 1 and --data with shards of its tokenizer$"):
-        same_shape("f", ours | dict(n_layer=1, vocab_size=50257), ours)
-    with pytest.raises(ValueError, match="; pass --data with shards"):
-        same_shape("f", ours | dict(vocab_size=50257), ours)
+def test_the_command_names_the_folder_where_it_is_not_the_usual_one(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert resume_command(Path("log/my run")) == f"{this_python()} train_gpt2.py --resume --run_name 'my run'"
+    assert resume_command(Path("a/b/r")).endswith("train_gpt2.py --resume --log_dir a/b --run_name r")
 
 
-def test_a_checkpoint_with_another_byte_is_refused(tmp_path):
-    """torch.load reads it without a word."""
-    path = save_checkpoint(tmp_path, 1, {"weights": torch.arange(4096.0), "step": 1}, keep_last=1, best=False)
+# ------------------------------------------------------------------------------------------- checkpoints
+
+
+def test_a_checkpoint_is_whole_or_not_there_and_copies_stay(tmp_path, monkeypatch):
+    (tmp_path / "model_000005_keep.pt").write_text("")
+    for step in (999_998, 999_999, 1_000_000):
+        save_checkpoint(tmp_path, step, {"step": step}, keep_last=2)
+    assert newest_checkpoint(tmp_path).name == "model_1000000.pt", "the highest number, not the last name"
+    names = {"model_000005_keep.pt", "model_999999.pt", "model_1000000.pt"}
+    assert {p.name for p in tmp_path.iterdir()} == names
+    calls = []
+
+
+    def note(name, real):
+        monkeypatch.setattr(os, name, lambda *args, **more: (calls.append(name), real(*args, **more))[1])
+
+    for name in ("fsync", "replace", "unlink"):
+        note(name, getattr(os, name))
+    save_checkpoint(tmp_path, 1_000_001, {}, keep_last=2)
+    assert calls[:2] == ["fsync", "replace"] and "unlink" not in calls[:2], "bytes, name, then the old goes"
+
+
+def test_a_full_disk_is_one_sentence_and_older_checkpoints_stay(tmp_path):
+    resource = pytest.importorskip("resource")
+    data = {"w": torch.ones(100_000)}
+    before = save_checkpoint(tmp_path, 1, data, keep_last=1).read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))  # as a disk with so much room
+    try:
+        with pytest.raises(UserError, match="model_000002.pt cannot be written"):
+            save_checkpoint(tmp_path, 2, data, keep_last=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [p.name for p in tmp_path.iterdir()] == ["model_000001.pt"]
+    assert (tmp_path / "model_000001.pt").read_bytes() == before
+
+
+def test_an_error_of_the_device_is_not_called_a_full_disk(tmp_path):
+    class Lost:
+        def __reduce__(self):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with pytest.raises(RuntimeError, match="^CUDA error"):
+        save_checkpoint(tmp_path, 1, {"w": Lost()}, keep_last=2)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_checkpoint_with_another_byte_or_cut_short_is_refused(tmp_path):
+    """torch.load reads the first without a word."""
+    path = save_checkpoint(tmp_path, 1, {"weights": torch.arange(4096.0)}, keep_last=1)
     whole = path.read_bytes()
     assert read_newest(tmp_path)[1]["weights"].equal(torch.arange(4096.0))
     place = whole.index(torch.arange(1000.0, 1004.0).numpy().tobytes())
-    path.write_bytes(whole[:place] + b"\x01" + whole[place + 1 :])
-    with pytest.raises(ValueError, match=r"model_000001.pt cannot be read \(.*data/0 in it is damaged: .*move it away"):
-        read_newest(tmp_path)
-
-
-def test_a_checkpoint_that_goes_while_runs_are_looked_at(tmp_path):
-    for name in ("goes", "stays"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "goes" / "model_000001.pt").symlink_to(tmp_path / "nowhere")  # listed, and not there
-    save_checkpoint(tmp_path / "stays", 1, {}, keep_last=1, best=False)
-    assert newest_run(tmp_path) == tmp_path / "stays"
-
-
-@pytest.mark.skipif(os.name != "posix", reason="limits the size of files")
-def test_a_full_disk_leaves_the_configuration_of_a_run_that_goes_on(tmp_path):
-    code = """if True:
-        import contextlib, resource, sys
-        from pathlib import Path
-        from lab.run.folder import open_run
-        from train_gpt2 import GPTConfig, TrainConfig, World
-        with contextlib.ExitStack() as at_end:
-            open_run(Path(sys.argv[1]), GPTConfig(), TrainConfig(), World("cpu"), at_end)
-        before = Path(sys.argv[1], "config.json").read_text()
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
-        with contextlib.ExitStack() as at_end:
-            try:
-                open_run(Path(sys.argv[1]), GPTConfig(), TrainConfig(resume=True), World("cpu"), at_end)
-            except OSError as error:
-                print("refused:", error)
-        assert Path(sys.argv[1], "config.json").read_text() == before
-    """
-    got = run_python("-c", code, tmp_path / "r", cwd=ROOT)
-    assert got.returncode == 0 and "refused: cannot write the run folder" in got.stdout, got.stderr
-
-
-def test_the_command_names_the_folder_where_it_is_not_the_usual_one():
-    assert resume_command(Path("log/r")) == f"{this_python()} train_gpt2.py --resume --run_name r"
-    assert resume_command(Path("log/my run")).endswith(" --resume --run_name 'my run'"), "as a shell reads it"
-    assert resume_command(Path("a/b/r")) == f"{this_python()} train_gpt2.py --resume --log_dir a/b --run_name r"
-
-
-# -------------------------------------------------------------------------------------------------------- states
-
-
-def parts(shards, seed, vocab_multiple=128, **settings):
-    """What train_gpt2.py works with, on the CPU: all that a checkpoint holds the state of."""
-    torch.manual_seed(seed)
-    world = World("cpu")
-    cfg = TrainConfig(data=str(shards), total_batch_size=128, seq_len=16, batch_size=4, seed=1, **settings)
-    model_config = GPTConfig(**TINY_MODEL, vocab_multiple=vocab_multiple)
-    model = GPT(model_config)
-    optimizer = make_optimizer(model, cfg, world.device)
-    loader = TokenLoader(TokenShards(shards, "train", model_config.vocab_size), cfg, world, 4)
-    return SimpleNamespace(cfg=cfg, model_config=model_config, model=model, optimizer=optimizer, loader=loader, world=world,
-                           precision=Precision("fp32", world.device))  # fmt: skip
-
-
-def update(p):
-    clock = SimpleNamespace(mark=lambda phase: None)
-    return train_step(p.model, p.optimizer, p.loader, 1e-3, p.cfg, p.world, p.precision, clock)[0].item()
-
-
-def state(p, step=1):
-    return state_to_save(step, 4.5, True, p.model, p.optimizer, p.loader, p.precision, p.model_config, p.cfg)
-
-
-def put_back(run_dir, p):
-    return restore(run_dir, p.cfg, p.model, p.optimizer, p.loader, p.precision)
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_state_that_is_put_back_goes_on_to_the_same_bits(tmp_path, shards, optimizer):
-    ours, theirs = (parts(shards, seed, optimizer=optimizer) for seed in (0, 1))
-    update(ours)
-    save_checkpoint(tmp_path, 1, state(ours), keep_last=1, best=False)
-    expected = update(ours), torch.rand(3)
-    assert not equal_bits(state(ours)["model"], state(theirs)["model"])
-    assert put_back(tmp_path, theirs) == (1, 4.5, True)
-    assert equal_bits((update(theirs), torch.rand(3)), expected)
-    assert equal_bits(state(ours), state(theirs))
-
-
-def test_what_does_not_fit_is_refused_before_anything_is_changed(tmp_path, shards):
-    ours = parts(shards, 0)
-    save_checkpoint(tmp_path, 1, state(ours), keep_last=1, best=False)
-    rows = parts(shards, 1, vocab_multiple=512)
-    with pytest.raises(ValueError, match="vocab_multiple=512 makes 512 rows of the vocabulary, .* has 384; leave"):
-        put_back(tmp_path, rows)
-    muon = parts(shards, 1, optimizer="muon")
-    with pytest.raises(ValueError, match="optimizer=muon cannot go on from .*model_000001.pt, which adamw made"):
-        put_back(tmp_path, muon)
-    small = parts(shards, 1)
-    small.model = GPT(replace(small.model_config, n_layer=1))
-    with pytest.raises(ValueError, match=r"model_000001.pt has another shape: n_layer=2 \(here 1\)"):
-        put_back(tmp_path, small)
-    assert equal_bits(state(muon)["model"], parts(shards, 1).model.state_dict()) and muon.loader.sequence == 0
-    assert put_back(tmp_path, parts(shards, 1, vocab_multiple=384)) == (1, 4.5, True), "as many rows as before"
-    save_checkpoint(tmp_path, 2, {"model": {}}, keep_last=1, best=False)
-    with pytest.raises(ValueError, match="model_000002.pt was not written by this trainer; start from its weights"):
-        put_back(tmp_path, ours)
-
-
-def test_weights_go_into_more_rows_and_fewer_and_the_pad_stays_0(tiny_config):
-    few, many = (GPT(replace(tiny_config, vocab_multiple=multiple)) for multiple in (1, 512))
-    vocab_size = tiny_config.vocab_size
-    assert len(few.transformer.wte.weight) == vocab_size and len(many.transformer.wte.weight) == 512
-    copy_weights(many, few.state_dict())
-    assert not many.transformer.wte.weight[vocab_size:].any()
-    again = GPT(few.config)
-    copy_weights(again, many.state_dict())
-    assert equal_bits(dict(again.state_dict()), dict(few.state_dict()))
+    for broken in (whole[:place] + b"\x01" + whole[place + 1 :], whole[:-100]):
+        path.write_bytes(broken)
+        with pytest.raises(UserError, match="model_000001.pt is damaged .*move it away"):
+            read_newest(tmp_path)
 
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_checkpoint_that_a_run_replaces_meanwhile_is_not_missed(tmp_path, monkeypatch, late):
-    """Before it is looked at, or after that and before it is opened."""
     torch.save({"step": 2}, tmp_path / "model_000002.pt")
-    there = Path.exists
+    real, calls = read_checkpoint, []
 
-    def exists(path):
-        found = there(path)
-        if path.name == "model_000002.pt" and found:
+    def read(path):
+        calls.append(path.name)
+        if len(calls) == 1:
             torch.save({"step": 4}, tmp_path / "model_000004.pt")
             path.unlink()
-            return late
-        return found
+        return real(path)
 
-    monkeypatch.setattr(Path, "exists", exists)
+    monkeypatch.setattr("lab.run.checkpoints.read_checkpoint", read)
     path, data = read_newest(tmp_path)
-    assert (path.name, data) == ("model_000004.pt", {"step": 4})
+    assert (path.name, data) == ("model_000004.pt", {"step": 4}) and len(calls) == 2
+
+
+def test_what_does_not_fit_a_run_is_refused(tmp_path, shards):
+    train_here(tmp_path, shards, "r", max_steps=1)
+    for changed, said in (
+        (dict(model=dict(n_layer=1)), r"another shape: n_layer=2 \(here 1\); pass --n_layer 2"),
+        (dict(model=dict(vocab_size=300)), "pass --data with shards of its tokenizer"),
+        (dict(model=dict(vocab_multiple=512)), "vocab_multiple=128 .here 512"),
+        (dict(optimizer="muon"), "optimizer=muon cannot go on from .*model_000001.pt, which adamw made"),
+        (dict(max_steps=1), "has done 1 steps, max_steps=1"),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=said):
+            train_here(tmp_path, shards, "r", resume=True, **dict(max_steps=3) | changed)
+    save_checkpoint(tmp_path / "r", 2, {"model": {}}, keep_last=1)
+    with pytest.raises(UserError, match="model_000002.pt was not written by this trainer; start from its"):
+        train_here(tmp_path, shards, "r", resume=True, max_steps=3)

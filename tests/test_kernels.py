@@ -1,0 +1,402 @@
+"""Kernels that are put into a model from outside: what they replace is computed the same, and nothing else
+changes. Those of GPUs run with -m gpu; on a CPU the fused head and loss do."""
+
+import copy
+import math
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import TINY_MODEL, VOCAB
+from test_model import gradients, noisy, tokens
+
+import lab.kernels
+from lab.cli import UserError
+from lab.device import Precision
+from lab.kernels import cross_entropy, fp8_mlp, fused_mlp, use
+from lab.kernels.cross_entropy import FusedHeadLoss
+from lab.kernels.fused_mlp import FusedMLP
+from lab.parallel import read_in_16_bits
+from train_gpt2 import GPT, MLP, GPTConfig, HeadLoss
+
+CPU = torch.device("cpu")
+N, C, V, PADDED = 37, 24, 50, 64  # 37 positions in chunks of 8: the last one is not full
+has_gpu = torch.cuda.is_available()
+has_fp8 = has_gpu and torch.cuda.get_device_capability() >= (8, 9)
+
+
+def on_gpu(eight_bits=False):
+    """Marks for a test that needs a GPU, or one that multiplies in 8 bits."""
+    skip = pytest.mark.skipif(not (has_fp8 if eight_bits else has_gpu), reason="needs such a GPU")
+    return lambda test: pytest.mark.gpu(skip(test))
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Sizes of a test are large enough for every kernel, and several chunks."""
+    monkeypatch.setattr(cross_entropy, "CHUNK", 8)
+    monkeypatch.setattr(cross_entropy, "SMALL", 0)
+    monkeypatch.setattr(fused_mlp, "MIN_POSITIONS", 1)
+
+
+def put_in(model, precision="fp32", fp8="off"):
+    """A copy of a model with kernels in it."""
+    model = copy.deepcopy(model)
+    use(model, mlp=MLP, precision=Precision(precision, next(model.parameters()).device), fp8=fp8)
+    return model
+
+
+# ------------------------------------------------------------------------------------ what use() keeps
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_parameters_and_random_state_are_those_before(tiny_config, monkeypatch, precision):
+    """AdamW's state goes by the order of the parameters, a checkpoint by their names."""
+    monkeypatch.setattr(lab.kernels, "epilogues_work", lambda _: True)  # FusedMLP comes in on a CPU too
+    model = GPT(tiny_config)
+    before, keys = list(model.named_parameters()), list(model.state_dict())
+    rng = torch.get_rng_state()
+    use(model, mlp=MLP, precision=Precision(precision, CPU))
+    assert torch.equal(rng, torch.get_rng_state()) and list(model.state_dict()) == keys
+    assert [(n, id(p)) for n, p in model.named_parameters()] == [(n, id(p)) for n, p in before]
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert type(model.head_loss) is FusedHeadLoss
+    assert {type(b.mlp) for b in model.transformer.h} == {FusedMLP if precision == "bf16" else MLP}
+
+
+def test_without_gradients_the_plain_model_computes(tiny_config, monkeypatch):
+    """Validation, HellaSwag and samples have its bits, but for the order of a sum, and stay in chunks."""
+    monkeypatch.setattr(lab.kernels, "epilogues_work", lambda _: True)
+    monkeypatch.setattr(cross_entropy, "CHUNK", 64)  # products of very few rows round otherwise
+    plain, (x, y) = noisy(tiny_config), tokens()
+    y[0, :5] = -1
+    for precision in ("fp32", "bf16"):
+        for fp8 in (False, True):
+            fused = put_in(plain, precision)
+            fused.head_loss.fp8 = fp8  # use() would refuse it here
+            rows = []
+            watched = fused.head_loss.plain
+            watched.register_forward_pre_hook(lambda _, args, rows=rows: rows.append(len(args[0])))
+            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, precision == "bf16"):
+                assert torch.equal(fused(x)[0], plain(x)[0])
+                each, theirs = (m(x, y, reduction="none")[1] for m in (fused, plain))
+                assert torch.equal(each, theirs) and max(rows) == cross_entropy.CHUNK // 4
+                sums = [m(x, y, reduction="sum")[1].item() for m in (fused, plain)]
+                assert sums[0] == pytest.approx(sums[1], rel=1e-6)
+                a, b = (
+                    torch.stack(list(m.generate(x[:, :4], 9, generator=torch.Generator().manual_seed(1))))
+                    for m in (fused, plain)
+                )
+                assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("reads", [torch.bfloat16, torch.float32])
+def test_what_a_module_reads_decides_what_travels_in_16_bits(tiny_config, monkeypatch, reads):
+    """An 8-bit MLP reads its weights in 32 bits, and makes their gradients so."""
+    monkeypatch.setattr(lab.kernels, "epilogues_work", lambda _: True)
+    model = put_in(GPT(tiny_config), "bf16")
+    monkeypatch.setattr(FusedMLP, "reads", reads)
+    chosen = {id(p) for p in read_in_16_bits(model, torch.bfloat16)}
+    names = {n.split(".", 3)[3] for n, p in model.named_parameters() if id(p) in chosen}
+    mlp = {"mlp.c_fc.weight", "mlp.c_proj.weight"} if reads == torch.bfloat16 else set()
+    assert names == {"attn.c_attn.weight", "attn.c_proj.weight"} | mlp
+    assert fp8_mlp.Fp8MLP.reads == torch.float32 and not read_in_16_bits(model, None)
+
+
+# -------------------------------------------------------------------------------- the loss of the head
+
+
+def problem(dtype=torch.float32, padded=PADDED, device="cpu"):
+    """x, weight with pad rows that would matter if they were not cut, and targets with gaps."""
+    g = torch.Generator().manual_seed(3)
+    x = torch.randn(N, C, generator=g).to(dtype).float()
+    weight = (torch.randn(padded, C, generator=g) * 0.5).to(dtype).float()
+    targets = torch.randint(V, (N,), generator=g)
+    targets[[0, 9, 10, 36]] = -1
+    targets[16:24] = -1  # a whole chunk without a target
+    return x.to(device), weight.to(device), targets.to(device)
+
+
+def expected(x, weight, targets, reduction="sum"):
+    logits = (x @ weight.T)[:, :V]
+    return F.cross_entropy(logits, targets, ignore_index=-1, reduction=reduction)
+
+
+def fused(x, weight, targets, reduction="sum"):
+    return FusedHeadLoss(HeadLoss(V))(x, weight, targets, reduction)
+
+
+def with_gradients(loss_of, x, weight, targets, factor=0.37, dtype=torch.float32):
+    x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    with torch.autocast(x.device.type, dtype, dtype != torch.float32):
+        loss = loss_of(x, weight, targets)
+    (loss * factor).sum().backward()
+    return loss.detach(), x.grad, weight.grad
+
+
+def agree(ours, theirs, bound):
+    pairs = [(a.float(), b.float()) for a, b in zip(ours, theirs, strict=True)]
+    return all((a - b).abs().max() <= bound * b.abs().max().clamp(min=1) for a, b in pairs)
+
+
+BOUNDS = [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)]
+
+
+@pytest.mark.parametrize("padded", [PADDED, V])
+@pytest.mark.parametrize("dtype, bound", BOUNDS, ids=str)
+def test_fused_loss_and_gradients_are_the_plain_ones(dtype, bound, padded, device="cpu"):
+    x, weight, targets = problem(dtype, padded, device)
+    for reduction in ("sum", "none"):
+        ours = with_gradients(lambda *a: fused(*a, reduction), x, weight, targets, dtype=dtype)  # noqa: B023
+        theirs = with_gradients(lambda *a: expected(*a, reduction), x, weight, targets)  # noqa: B023
+        assert agree(ours, theirs, bound) and {t.dtype for t in ours} == {torch.float32}
+        assert agree(ours, theirs, 1e-5) == (dtype == torch.float32), "it is computed in this type"
+        assert not ours[1][targets == -1].any() and not ours[2][V:].any()
+
+
+@on_gpu()
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-3), (torch.bfloat16, 3e-2), (torch.float16, 3e-3)])
+def test_fused_loss_on_a_gpu(dtype, bound):
+    test_fused_loss_and_gradients_are_the_plain_ones(dtype, bound, PADDED, "cuda")
+
+
+def test_fp16_keeps_gradients_below_its_smallest_number():
+    """6e-8; most of a softmax over 50,000 ids is near it. Rounded there, this one would be off by 7 %."""
+    x, weight, targets = torch.zeros(8, C), torch.zeros(60_000, C), torch.zeros(8).long()
+    x[:, 1], weight[0, 1] = 1.0, 16.0
+    head = FusedHeadLoss(HeadLoss(60_000))
+    ours = with_gradients(lambda *a: head(*a, "sum"), x, weight, targets, 1.0, torch.float16)
+    right = 8 / (math.exp(16) + 59_999)
+    assert ours[2][1:, 1].mean().item() == pytest.approx(right, rel=0.01)
+
+
+def test_the_sum_of_a_bf16_problem_has_more_than_three_digits():
+    x, weight, targets = problem(torch.bfloat16)
+    x, targets = x.repeat(50, 1), targets.repeat(50)  # thousands of positions, as in a real step
+    loss = with_gradients(fused, x, weight, targets, dtype=torch.bfloat16)[0]
+    assert loss.item() == pytest.approx(expected(x, weight, targets).item(), rel=5e-4)
+
+
+def test_wrong_losses_are_caught():
+    """The comparison has to see pad rows that are not cut, targets of -1 that count, a lost last chunk."""
+    x, weight, targets = problem()
+    wrong = (
+        lambda x, w, t: F.cross_entropy(x @ w.T, t, ignore_index=-1, reduction="sum"),
+        lambda x, w, t: F.cross_entropy((x @ w.T)[:, :V], t.clamp(min=0), reduction="sum"),
+        lambda x, w, t: expected(x[:32], w, t[:32]),
+    )
+    right = with_gradients(expected, x, weight, targets)
+    for way in wrong:
+        assert not agree(with_gradients(way, x, weight, targets), right, 1e-3)
+
+
+def test_a_fused_model_learns_as_the_plain_one(tiny_config):
+    plain, (x, y) = noisy(tiny_config), tokens()
+    (loss, a), (other, b) = gradients(plain, x, y), gradients(put_in(plain), x, y)
+    assert loss.item() == pytest.approx(other.item(), rel=1e-6)
+    assert max((a[name] - b[name]).abs().max() for name in a) < 1e-6
+    assert not b["transformer.wte.weight"][VOCAB:].any()
+
+
+def test_small_logits_are_left_to_the_plain_loss(monkeypatch):
+    monkeypatch.setattr(cross_entropy, "SMALL", N * PADDED * 4)
+    x, weight, targets = problem()
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(cross_entropy, "fused_loss", None)
+        assert torch.equal(fused(x.requires_grad_(), weight, targets), HeadLoss(V)(x, weight, targets, "sum"))
+
+
+def test_the_operator_keeps_torchs_rules_and_the_graph_whole():
+    x, weight, targets = problem()
+    inputs = (x.clone().requires_grad_(), weight.clone().requires_grad_(), targets, V)
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(cross_entropy.fused_loss, inputs, test_utils=checks)
+    torch._dynamo.reset()
+    compiled = torch.compile(fused, fullgraph=True, backend="aot_eager")
+    ours = with_gradients(compiled, x, weight, targets)
+    assert agree(ours, with_gradients(expected, x, weight, targets), 1e-5)
+
+
+# --------------------------------------------------------------------------------------------- 8 bits
+
+
+def test_scaling_to_8_bits_and_back_has_no_bias():
+    """A factor that is rounded on the way there and not on the way back is an error common to all
+    numbers, here up to 0.0033 of them. (Rounding to nearest leaves up to 0.002 by itself: of a bell,
+    more lies below than above what it is rounded to.)"""
+    for seed in range(20):
+        x = torch.randn(2**18, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        q, scale = cross_entropy.to_e4m3(x)
+        slope = ((q.double() * scale) @ x.double() / (x.double() @ x.double())).item()
+        assert abs(slope - 1) < 0.0025
+        top = x.abs().argmax()
+        assert q[top].float() * scale == pytest.approx(x[top].float().item(), rel=0.01), "not cut off"
+
+
+@pytest.mark.parametrize("fp8, wrong", [("head", "gradient_is_transposed"), ("all", "casts_are_transposed")])
+def test_8_bits_are_refused_where_they_cannot_be_had(tiny_config, monkeypatch, fp8, wrong):
+    model = GPT(tiny_config)
+
+    def refused(match, precision="bf16"):
+        with pytest.raises(UserError, match=match):
+            use(model, mlp=MLP, precision=Precision(precision, CPU), fp8=fp8)
+        assert type(model.head_loss) is HeadLoss, "nothing is changed"
+
+    refused("RTX 40, H100 and newer")
+    monkeypatch.setattr(lab.kernels, "why_no_fp8", lambda _: "")
+    refused("precision=bf16, not with fp32", "fp32")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "H9")
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__="3.7"))
+    for check in ("gradient_is_transposed", "casts_are_transposed"):
+        monkeypatch.setattr(lab.kernels, check, lambda _, check=check: check != wrong)
+    refused("Triton 3.7 transposes 8-bit numbers wrongly on H9")
+
+
+def error(found, exact):
+    return ((found.double() - exact.double()).norm() / exact.double().norm()).item()
+
+
+@on_gpu(eight_bits=True)
+@pytest.mark.parametrize("n", [16, 16 * 75])  # one chunk; several, with tiles over both edges
+def test_8_bit_losses_are_off_by_a_few_percent_at_random_and_no_more(n, monkeypatch):
+    monkeypatch.setattr(cross_entropy, "CHUNK", 512)
+    assert cross_entropy.gradient_is_transposed(torch.device("cuda"))
+    g = torch.Generator().manual_seed(3)
+    x, weight = torch.randn(n, 64, generator=g).bfloat16(), torch.randn(400, 64, generator=g) * 0.3
+    targets = torch.randint(390, (n,), generator=g)
+    targets[::5] = -1
+    data = x.cuda(), weight.cuda(), targets.cuda()
+    ours = with_gradients(lambda *a: FusedHeadLoss(HeadLoss(390), fp8=True)(*a, "sum"), *data)
+    theirs = with_gradients(lambda x, w, t: HeadLoss(390)(x.float(), w, t, "sum"), *data)
+    assert ours[0].item() == pytest.approx(theirs[0].item(), rel=0.01)
+    for a, b in zip(ours[1:], theirs[1:]):
+        a, b = a.float(), b.float()
+        assert 1e-3 < error(a, b) < 0.06
+        assert ((a * b).sum() / (b * b).sum()).item() == pytest.approx(1, abs=0.01), "it must not shrink"
+    assert not ours[1][data[2] == -1].any() and not ours[2][390:].any()
+
+
+@on_gpu(eight_bits=True)
+@pytest.mark.parametrize("mode", ["plain", "gelu", "dgelu"])
+@pytest.mark.parametrize("shape", [(96, 48), (768, 3072), (4096, 1600)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_cast_rounds_saturates_and_transposes(mode, shape, dtype):
+    x = (3 * torch.randn(shape, device="cuda")).to(dtype)
+    x[0, :2] = torch.tensor([1e4, -1e4])
+    before = torch.randn(shape, device="cuda").to(dtype)
+    scale = torch.tensor(0.25, device="cuda")
+    for form in (fp8_mlp.E4M3, fp8_mlp.E5M2):
+        q, q_t, sums = fp8_mlp.cast(x, scale, form, mode, before)
+        z = before.double().requires_grad_()
+        exact = {"plain": x.double(), "gelu": F.gelu(x.double(), approximate="tanh")}.get(mode)
+        if mode == "dgelu":
+            (exact,) = torch.autograd.grad(F.gelu(z, approximate="tanh"), z, x.double())
+            assert error(sums.sum(0), exact.sum(0)) < 1e-3
+        numbers = torch.finfo(form)  # eps: from 1 to the next number; rounding is off by half of it
+        limit = numbers.max * 0.25
+        allowed = 0.505 * (exact.abs() * numbers.eps + 0.25 * numbers.smallest_normal * numbers.eps)
+        assert ((q.double() * 0.25 - exact.clamp(-limit, limit)).abs() <= allowed).all()
+        assert torch.equal(q.float().t(), q_t.float())
+
+
+@on_gpu(eight_bits=True)
+@pytest.mark.parametrize("size", [1e-9, 1.0])  # the scale of gradients follows them
+def test_gradients_of_8_bit_products_are_off_by_the_rounding_alone(size):
+    shapes = (384, 96), (384,), (96, 384), (96,)
+    x = torch.randn(512, 96, device="cuda").bfloat16()
+    weights = [0.1 * torch.randn(shape, device="cuda") for shape in shapes]
+    dy = (size * torch.randn(512, 96, device="cuda")).bfloat16()
+    inputs = [t.double().requires_grad_() for t in (x, *weights)]
+    y = F.gelu(inputs[0] @ inputs[1].t() + inputs[2], approximate="tanh") @ inputs[3].t() + inputs[4]
+    *wanted, db_wanted = [y, *torch.autograd.grad(y, inputs, dy.double())]
+    inputs = [t.clone().requires_grad_() for t in (x, *weights)]
+    y = fp8_mlp.mlp_products_fp8(*inputs)[0]
+    *found, db_proj = [y, *torch.autograd.grad(y, inputs, dy)]
+    assert error(db_proj, db_wanted) < 1e-3  # a sum of what came in
+    for a, b in zip(found, wanted):
+        assert 0.01 < error(a, b) < 0.12  # 16 bits would be below 0.01
+
+
+# ------------------------------------------------------------------------------------------ fused MLP
+
+
+def on_the_gpu():
+    """A model whose every number matters, and tokens: 96 positions, no power of two."""
+    model = noisy(GPTConfig(**TINY_MODEL | dict(n_head=4, n_embd=64))).cuda()
+    return model, torch.randint(VOCAB, (3, 32), device="cuda")
+
+
+@on_gpu()
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("fp8", ["off", "all"])
+def test_fused_gradients_are_those_of_the_plain_model(compiled, checkpointing, fp8):
+    """Errors against float32 are those of bf16; in 8 bits they are larger, and the MLP's are in 8 bits."""
+    if fp8 == "all" and not has_fp8:
+        pytest.skip("needs a GPU with 8-bit products")
+    exact, idx = on_the_gpu()
+    models = dict(exact=exact, plain=copy.deepcopy(exact), fused=put_in(exact, "bf16", fp8))
+    found = {}
+    for name, model in models.items():
+        model.config.activation_checkpointing = checkpointing
+        run = torch.compile(model, dynamic=False) if compiled and name == "fused" else model
+        with torch.autocast("cuda", torch.bfloat16, name != "exact"):
+            loss = run(idx, idx)[1]
+        loss.backward()
+        found[name] = {n: p.grad for n, p in model.named_parameters()} | {"loss": loss.detach()}
+    assert type(models["fused"].transformer.h[0].mlp) is (fp8_mlp.Fp8MLP if fp8 == "all" else FusedMLP)
+    for name, reference in found["exact"].items():
+        plain, ours = (error(found[model][name], reference) for model in ("plain", "fused"))
+        assert ours < max(1.5 * plain, 5e-3) if fp8 == "off" else ours < 0.25, name
+    name = "transformer.h.0.mlp.c_fc.weight"
+    assert (error(found["fused"][name], found["plain"][name]) > 0.02) == (fp8 == "all")
+
+
+@on_gpu()
+def test_nothing_is_fused_in_another_precision_too_few_positions_or_without_gradients(monkeypatch):
+    model, idx = on_the_gpu()
+    mlp, x = FusedMLP(model.transformer.h[0].mlp), torch.randn(2, 16, 64, device="cuda")
+    monkeypatch.setattr(FusedMLP, "products", lambda *_: pytest.fail("fused"))
+    assert mlp(x).dtype == torch.float32
+    with torch.autocast("cuda", torch.float16):
+        assert mlp(x).dtype == torch.float16
+    with torch.autocast("cuda", torch.bfloat16):
+        with torch.no_grad():
+            assert torch.equal(mlp(x), model.transformer.h[0].mlp(x))
+        with pytest.raises(pytest.fail.Exception):
+            mlp(x)
+        monkeypatch.setattr(fused_mlp, "MIN_POSITIONS", 33)
+        assert torch.equal(mlp(x), model.transformer.h[0].mlp(x))
+
+
+@on_gpu()
+def test_a_bias_far_below_the_rounding_counts_for_what_it_is():
+    """Added to a rounded product it would vanish, or decide ties in the sum with a 16-bit stream."""
+    mlp = MLP(GPTConfig(1, 2, 128, 16, vocab_size=50)).cuda()
+    with torch.no_grad():
+        mlp.c_fc.weight.normal_(std=0.1)
+        mlp.c_proj.weight.normal_(std=0.02)
+    mlp = FusedMLP(mlp)
+    stream = (0.05 * torch.randn(65536, 128, device="cuda")).bfloat16()
+    add = torch.compile(lambda x: x + mlp(F.layer_norm(x, (128,))), dynamic=False)
+
+    def mean(bias):
+        with torch.no_grad():
+            mlp.c_proj.bias.fill_(bias)
+        with torch.autocast("cuda", torch.bfloat16):
+            return add(stream).double().mean().item()
+
+    assert (mean(3e-6) - mean(-3e-6)) / 6e-6 == pytest.approx(1, abs=0.5)
+
+
+@on_gpu()
+def test_a_loss_arrives_before_what_was_launched_after_it():
+    from lab.run.vitals import Underway
+
+    losses = Underway(torch.full((3,), 2.0, device="cuda"))
+    torch.cuda._sleep(10**9)  # about half a second
+    after = torch.cuda.Event()
+    after.record()
+    assert losses.arrive().tolist() == [2, 2, 2] and not after.query()
