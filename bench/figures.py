@@ -22,7 +22,7 @@ from tyro.conf import Positional
 
 from lab.cli import UserError, command, parse
 from lab.files import check_writable
-from lab.run.records import column, read_log, short, tokens_at
+from lab.tools.records import column, read_log, short, tokens_at
 from lab.tools.plot import PUBLISHED_HELLASWAG, draw
 from lab.tools.style import PAPER, SERIES, color_of, reference, style
 
