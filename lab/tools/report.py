@@ -44,17 +44,19 @@ class Run:
         self.tokens = records.tokens_at(self.log)  # of training until a step; None if unknown
         self.last = max(record["step"] for record in self.all)
         timed = {r["time"] for r in self.all if isinstance(r.get("time"), (int, float))}
-        starts = sorted({r.get("time") for r in self.log.get("start", [])} & timed)
+        starts = {r.get("time") for r in self.log.get("start", [])} & timed
+        starts = sorted(starts | {*sorted(timed)[:1]})
         # The time between a stop and --resume is none of the run's, so each start has a clock.
         self.begun, before = [], 0.0  # [(time of a start, seconds of the run before it)]
-        for t0, t1 in zip(starts or sorted(timed)[:1], [*starts[1:], math.inf]):
+        for t0, t1 in zip(starts, [*starts[1:], math.inf]):
             self.begun.append((t0, before))
             before += max(t for t in timed if t0 <= t < t1) - t0
 
     def seconds(self, record):
         """Of wall clock since the start, evaluation and saving included; None where none was logged."""
         now = record.get("time")
-        past = [before + now - t0 for t0, before in self.begun if now is not None and t0 <= now]
+        known = self.begun if isinstance(now, (int, float)) else []
+        past = [before + now - t0 for t0, before in known if t0 <= now]
         return past[-1] if past else None
 
     def phases(self):
