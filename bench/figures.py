@@ -22,8 +22,8 @@ from tyro.conf import Positional
 
 from lab.cli import UserError, command, parse
 from lab.files import check_writable
-from lab.tools.records import column, read_log, short, tokens_at
 from lab.tools.plot import PUBLISHED_HELLASWAG, draw
+from lab.tools.records import column, read_log, short, tokens_at
 from lab.tools.style import PAPER, SERIES, color_of, reference, style
 
 # What each run was trained and measured on. Losses on different text do not compare, so curves say it.
@@ -201,13 +201,16 @@ def ladder(runs, out_path, dark):
     )
     figure = blank(1.5 + 0.34 * len(speeds), title, where_and_when(flat({shape: rungs})))
     ax, blue, before = figure.subplots(), color_of("speed", dark), first
+    box = dict(
+        facecolor=PAPER[dark]["paper"], edgecolor="none", pad=1
+    )  # no line runs through a text
     for y, (rung, now) in enumerate(speeds.items()):
         ax.barh(y, min(before, now), height=1, color=blue)
         if now > before:
             ax.barh(y, now - before, left=before, height=1, color=blue, alpha=0.5)
-        write(ax, f"{short(now)}  x{now / before:.2f}" if y else short(now), now, y)
+        text = f"{short(now)}  x{now / before:.2f}" if y else short(now)
+        write(ax, text, now, y, bbox=box)
         before = now
-    box = dict(facecolor=PAPER[dark]["paper"], edgecolor="none", pad=1)
     for y, (name, rate) in enumerate(PEERS.items() if shape == "gpt2" else ()):
         ax.axvline(rate, color="0.5", linewidth=1, linestyle=(0, (5, 3)), zorder=0)
         write(ax, f"{name} {short(rate)}", rate, y, dx=-4, ha="right", color="0.5", bbox=box)
@@ -221,7 +224,8 @@ def ladder(runs, out_path, dark):
 
 
 def shapes(runs, out_path, dark):
-    """tokens/s of each rung and shape but the first as a table, a cell the bluer the more the rung brought."""
+    """tokens/s of each rung and shape but the first as a table, a cell the bluer the more
+    the rung brought, grey where it cost."""
     from rungs import raced  # it imports torch
 
     _, *others = measured(runs, "rungs", "tok_per_s").items()
@@ -248,7 +252,7 @@ def shapes(runs, out_path, dark):
             now, again = row["tok_per_s"], {"text": ""}
             factor = now / before if before else 1
             strength = min(1, abs(math.log2(factor)) / 1.7)
-            color = color_of("speed" if factor >= 1 else "optimizer", dark)
+            color = color_of("speed", dark) if factor >= 1 else "0.5"
             ax.barh(y, 1, left=x - 0.5, height=1, color=color, alpha=0.75 * strength)
             text = short(now) + (f"  x{factor:.2f}" if before else "") + "*" * raced(row)
             same = dict(shape=shape, variant=rung, tokens_per_step=row["tokens_per_step"])
@@ -606,7 +610,7 @@ def parallel(runs, out_path, dark):
             )
             ax.plot([statistics.mean(values)] * 2, [y - 0.35, y + 0.35], color=color, linewidth=1.5)
         title = f"{kind[0]} on {kind[1]}, B = {kind[4]}{f' x {kind[7]}' if kind[7] else ''}"
-        ax.set_title(title + ", 8 bits" * bool(kind[2]), fontsize=9.5, pad=3)
+        ax.set_title(title + ", 8 bits" * bool(kind[2]), fontsize=9.5, pad=3, loc="right")
         names = [
             f"{words(mode)}{f', {mb} MB' if mb else ''}  {statistics.mean(values):.1%}"
             for (mode, mb), values in modes.items()

@@ -35,8 +35,17 @@ import numpy as np
 import torch
 from compiled import differs
 from kernels import CLASSES, profile
-from records import RUNS, append_record, card_name, check_out, one_sentence, print_rows
-from records import random_shards, read_records
+from records import (
+    RUNS,
+    append_record,
+    card_name,
+    check_out,
+    one_sentence,
+    origin,
+    print_rows,
+    random_shards,
+    read_records,
+)
 from rungs import GROUPS, SHAPES, cases, key_of, put_in, raced, variants
 
 from lab.cli import UserError, command, out_of_memory, parse
@@ -342,7 +351,8 @@ def measure_all(todo, args, world):
     """Measure, write, go on. A failure is one line in the file. Returns how many failed."""
     card, failures = card_name(world.device), 0
     for number, case in enumerate(todo, start=1):
-        record = case.record(args, card)
+        record = {"bench": "ladder"} | case.about(args, card) | origin("", args.commit)
+        record |= dict(data=args.data_name, error=None)
         what = f"{case.group} {case.shape} {case.variant} seed {case.seed}"
         print(f"[{number}/{len(todo)}] {what}: ", end="", flush=True)
         try:
@@ -466,7 +476,7 @@ def main(argv):
     done = {key_of(r): r for r in records}
 
     def state(case):
-        record = done.get(case.key(args, card))
+        record = done.get(key_of(case.about(args, card)))
         return "to do" if record is None else "failed" if record["error"] else "done"
 
     todo = [c for c in asked if state(c) == "to do" or (args.retry and state(c) == "failed")]

@@ -34,8 +34,17 @@ import torch
 import torch.distributed as dist
 from kernels import device_events, kind_of, trace
 from ladder import GpuWatch, milliseconds, moment
-from records import RUNS, append_record, card_name, check_out, finished, origin, print_rows
-from records import random_shards, read_records
+from records import (
+    RUNS,
+    append_record,
+    card_name,
+    check_out,
+    finished,
+    origin,
+    print_rows,
+    random_shards,
+    read_records,
+)
 
 from lab import parallel as zero
 from lab.cli import UserError, command, parse
@@ -283,12 +292,10 @@ def print_table(records):
             f"{r['date']}"
         )
         rows = []
-        order = [
-            *MODES,
-            *(r["mode"] for r in block),
-        ]  # records outlive the modes that were given up
+        # records outlive the modes that were given up
+        order = [*MODES, *(r["mode"] for r in block)]
         for r in sorted(block, key=lambda r: order.index(r["mode"])):
-            mode = r["mode"] + f" {r['bucket_mb']} MB" * bool(r.get("bucket_mb"))
+            mode = r["mode"] + (f" {r['bucket_mb']} MB" if r.get("bucket_mb") else "")
             if "error" in r:
                 rows.append([mode, r.get("round") or "", "failed:", r["error"][:60]])
                 continue

@@ -68,7 +68,8 @@ def find_device(name, local_rank):
     if name == "cuda":
         if local_rank >= torch.cuda.device_count():
             raise UserError(
-                f"--nproc_per_node asks for more processes than the {torch.cuda.device_count()} GPUs of this machine"
+                f"--nproc_per_node asks for more processes than the {torch.cuda.device_count()} GPUs "
+                "of this machine"
             )
         name = f"cuda:{local_rank}"
     try:
@@ -121,7 +122,7 @@ class Precision:
 
 
 def why_no_compile(device, model_config):
-    """ "" if torch.compile is to be used on this device, else the reason in a few words."""
+    """Empty if torch.compile is to be used on this device, else the reason in a few words."""
     if device.type == "mps":
         return "not supported well on MPS"
     if device.type == "cuda":

@@ -37,9 +37,8 @@ def parse_flags(argv, presets, description):
     the two dataclasses. The defaults come from a preset, which --preset names or the machine
     decides, or from the run that --resume goes on with.
     """
-    argv = [
-        re.sub(r"^--learning[_-]rate(?=$|=)", "--lr", word) for word in argv
-    ]  # another name for it
+    # another name for it
+    argv = [re.sub(r"^--learning[_-]rate(?=$|=)", "--lr", word) for word in argv]
     reason, *defaults = choose_defaults(argv, presets)
     model_class, train_class = map(type, defaults)
     defaults[0] = dataclasses.replace(defaults[0], vocab_size=0)  # 0: the data decides
@@ -127,7 +126,8 @@ def check(model_config, cfg):
         )
     if cfg.parallel == "zero1" and cfg.optimizer != "adamw":
         raise UserError(
-            f"parallel=zero1 shares out AdamW's state, and optimizer={cfg.optimizer} has another; leave one out"
+            f"parallel=zero1 shares out AdamW's state, and optimizer={cfg.optimizer} has another; "
+            "leave one out"
         )
     if Path(cfg.run_name).name != cfg.run_name or cfg.run_name == "..":
         raise UserError(
@@ -135,7 +135,8 @@ def check(model_config, cfg):
         )
     if cfg.resume and cfg.init_from:
         raise UserError(
-            f"init_from={cfg.init_from} is for a new run; a resumed one goes on with its own weights: leave one out"
+            f"init_from={cfg.init_from} is for a new run; a resumed one goes on with its own weights: "
+            "leave one out"
         )
     if cfg.wandb and importlib.util.find_spec("wandb") is None:
         raise UserError(
@@ -157,7 +158,8 @@ def resolve(model_config, cfg, world, presets):
     check_fits(path, state, model_config, cfg)
     if state["step"] > cfg.max_steps or (state["step"] == cfg.max_steps and is_finished(run_dir)):
         raise UserError(
-            f"{run_dir} has done {state['step']} steps, max_steps={cfg.max_steps}; a larger --max_steps goes on"
+            f"{run_dir} has done {state['step']} steps, max_steps={cfg.max_steps}; "
+            "a larger --max_steps goes on"
         )
     return model_config, cfg, state
 
@@ -205,9 +207,8 @@ def same_shape(source, theirs, model_config, also=()):
     if different:
         pairs = ", ".join(f"{k}={theirs.get(k)} (here {ours[k]})" for k in different)
         ways = [" ".join(f"--{k} {theirs.get(k)}" for k in different if k != "vocab_size")]
-        ways += ["--data with shards of its tokenizer"] * (
-            "vocab_size" in different
-        )  # other ids, other words
+        # other ids, other words
+        ways += ["--data with shards of its tokenizer"] * ("vocab_size" in different)
         raise UserError(
             f"{source} has another shape: {pairs}; pass {' and '.join(filter(None, ways))}"
         )
