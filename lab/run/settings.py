@@ -124,6 +124,8 @@ def check(model_config, cfg):
         raise UserError(
             f"min_lr={cfg.min_lr} must not be above lr={cfg.lr}; pass a smaller --min_lr"
         )
+    if cfg.kernels == "plain" and cfg.fp8 != "off":
+        raise UserError(f"fp8={cfg.fp8} is no plain kernel; leave out --fp8 or --kernels plain")
     if cfg.parallel == "zero1" and cfg.optimizer != "adamw":
         raise UserError(
             f"parallel=zero1 shares out AdamW's state, and optimizer={cfg.optimizer} has another; "
