@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import (
-    ROOT,
     TINY_MODEL,
     VOCAB,
     difference,
     differing_parts,
+    driver,
     equal_bits,
     mask_shards,
     of_kind,
@@ -227,17 +227,8 @@ def test_flags_of_the_optimizer_are_those_of_this_run(tmp_path, shards, optimize
 
 def test_a_bug_keeps_its_traceback(tmp_path, start_training):
     """A ValueError inside an update is none of the user's, and is not dressed as one."""
-    driver = tmp_path / "train_gpt2.py"
-    driver.write_text(f"""import sys
-sys.path.insert(0, {str(ROOT)!r})
-import train_gpt2
-from lab.cli import command
-def update(run):
-    raise ValueError("a bug")
-train_gpt2.Run.update = update
-command(train_gpt2.main)
-""")
-    process = start_training(program=driver)
+    patch = "def update(run):\n    raise ValueError('a bug')\ntrain_gpt2.Run.update = update"
+    process = start_training(program=driver(tmp_path, patch))
     assert process.wait() == 1 and "Traceback" in process.stderr and "error:" not in process.stderr
     assert process.stderr.rstrip().endswith("ValueError: a bug") and "in update" in process.stderr
 
