@@ -4,15 +4,16 @@
     python train_gpt2.py --preset gpt2 --data edu_fineweb10B   # GPT-2 124M on one GPU
     torchrun --standalone --nproc_per_node=8 train_gpt2.py     # the same run on eight GPUs
 
-One step in words. The loader hands out token ids x, and y, the same tokens one place later. Forward:
-the model turns x into a guess at each token of y. Loss: the mean of -ln(probability of the right
-token). Backward: autograd finds the gradient, by how much the loss changes with each weight. A step
-has more tokens than fit into memory, so they come in micro-steps, whose gradients add up. Exchange:
-each process has its own share of the tokens, so gradients are averaged over the processes. Clip: a
-gradient that is too long is shortened. Update: the optimizer moves each weight against its gradient.
+One step in words. The loader hands out token ids x, and y, the same tokens one place later.
+Forward: the model turns x into a guess at each token of y. Loss: the mean of -ln(probability of the
+right token). Backward: autograd finds the gradient, by how much the loss changes with each weight.
+A step has more tokens than fit into memory, so they come in micro-steps, whose gradients add up.
+Exchange: each process has its own share of the tokens, so gradients are averaged over the
+processes. Clip: a gradient that is too long is shortened. Update: the optimizer moves each weight
+against its gradient.
 
-Sections: 1 configuration, 2 model, 3 optimizer and schedule, 4 one update, 5 the run, 6 the loop,
-7 command line. Each uses only those above it. What makes the same things exact, fast and safe stands
+Sections: 1 configuration, 2 model, 3 optimizer and schedule, 4 one update, 5 the run, 6 the loop, 7
+command line. Each uses only those above it. What makes the same things exact, fast and safe stands
 in lab/, behind the names imported here; a first reading needs none of it.
 
 Shape letters: B batch, T time (tokens of a sequence), C channels (n_embd), H heads, D head size
@@ -26,10 +27,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # how a CPU's threads wait: to be settled before torch starts them
     from lab.cli import set_threads
 
-    set_threads()  # how a CPU's threads wait, which has to be settled before torch starts them
+    set_threads()
 
 import torch
 import torch.distributed as dist
@@ -39,16 +40,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from hellaswag import HellaSwag
-from lab import kernels, models, weights
+from lab import data, device, evals, kernels, models, weights
 from lab.cli import command
-from lab.data import TokenLoader, TokenShards, hide_other_documents
-from lab.device import Precision, fit_batch_size, why_no_compile
-from lab.evals import Every, Samples, Validation
 from lab.generate import generate
-from lab.optim import MuonAdamW, load_optimizer
+from lab.optim import MuonAdamW, exact_norm, load_optimizer
 from lab.parallel import Zero1AdamW
-from lab.run import Log, Meter, Stopped, StopSignal, Vitals
-from lab.run import farewell, resolve, run_folder, save_checkpoint, settings
+from lab.run import Log, Meter, Stopped, StopSignal, Vitals, checkpoints, folder, settings
 from lab.world import World
 
 # --------------------------------------------------------------------------------- 1. configuration
@@ -80,8 +77,8 @@ class GPTConfig:
 
 @dataclass
 class TrainConfig:
-    """One run. The preset gpt2 is GPT-2 124M for one epoch of 10B tokens, with the schedule of GPT-3
-    (Brown et al. 2020, appendix B)."""
+    """One run. The preset gpt2 is GPT-2 124M for one epoch of 10B tokens, with the schedule of
+    GPT-3 (Brown et al. 2020, appendix B)."""
 
     preset: str = "gpt2"  # where the other defaults come from: gpt2 ... gpt2-xl, or laptop
     # data
@@ -127,9 +124,7 @@ class TrainConfig:
     sample_every: int = 1000  # a few samples; 0 is never
     sample_tokens: int = 64  # length of each
     sample_prompt: str = "Hello, I'm a language model,"  # what they begin with
-    timing: bool = (
-        False  # milliseconds of data, forward, backward and optimizer in each logged step
-    )
+    timing: bool = False  # log milliseconds of data, forward, backward, optimizer
     wandb: bool = False  # Weights & Biases as well as log.jsonl and TensorBoard
     # keeping
     log_dir: str = "log"  # runs lie in log_dir/run_name
@@ -165,7 +160,7 @@ PRESETS = {
 
 
 def spelled_out_attention(q, k, v, mask, causal):
-    """What F.scaled_dot_product_attention computes, by its definition (Vaswani et al. 2017, 3.2.1)."""
+    """F.scaled_dot_product_attention by its definition (Vaswani et al. 2017, 3.2.1)."""
     T, D = q.size(2), q.size(3)
     scores = q @ k.transpose(-2, -1) * D**-0.5  # (B, H, T, S): who looks at whom
     if causal:
@@ -190,9 +185,7 @@ class CausalSelfAttention(nn.Module):
         )
         causal = mask is None and T > 1  # a single new token may look at everything before it
         if cache is not None:
-            k, v = cache.append(
-                self.layer, k, v
-            )  # (B, H, S, D): those of earlier tokens come first
+            k, v = cache.append(self.layer, k, v)  # (B, H, S, D): earlier tokens come first
         if self.attention == "math":
             y = spelled_out_attention(q, k, v, mask, causal)
         else:  # the same without ever holding the (T, S) scores in memory (Dao et al. 2022)
@@ -232,11 +225,10 @@ class HeadLoss(nn.Module):
         self.vocab_size = vocab_size
 
     def forward(self, x, weight, targets, reduction):
-        """x (N, C), weight (V, C), targets (N,), -1 for none -> the sum of the losses, or each (N,)."""
-        logits = F.linear(x, weight)[
-            :, : self.vocab_size
-        ].float()  # 16 bits are too few for a softmax
-        losses = F.cross_entropy(logits, targets, ignore_index=-1, reduction="none")
+        """x (N, C), weight (V, C), targets (N,), -1: none -> sum of the losses, or each (N,)."""
+        logits = F.linear(x, weight)[:, : self.vocab_size]
+        # 16 bits are too few for a softmax
+        losses = F.cross_entropy(logits.float(), targets, ignore_index=-1, reduction="none")
         return losses if reduction == "none" else losses.sum()
 
 
@@ -263,9 +255,9 @@ class GPT(nn.Module):
         self.init_weights()
 
     def init_weights(self):
-        """Normal with std 0.02 (Radford et al. 2018). What is added to the residual stream is scaled
-        by (2 n_layer)^-0.5, so that the stream does not grow with depth (Radford et al. 2019, 2.3;
-        two additions a block)."""
+        """Normal with std 0.02 (Radford et al. 2018). What is added to the residual stream is
+        scaled by (2 n_layer)^-0.5, so that the stream does not grow with depth (Radford et al.
+        2019, 2.3; two additions a block)."""
         for name, p in self.named_parameters():
             if p.dim() >= 2:
                 residual = name.endswith("c_proj.weight")
@@ -278,7 +270,7 @@ class GPT(nn.Module):
 
     @classmethod
     def from_pretrained(cls, source):
-        """GPT with published weights: gpt2 ... gpt2-xl, another hub name or a Hugging Face folder."""
+        """GPT with the weights of gpt2 ... gpt2-xl, another hub name or a Hugging Face folder."""
         shape, state = weights.read(source)
         model = cls(GPTConfig(**shape))
         weights.copy_into(model, state, source)
@@ -294,9 +286,9 @@ class GPT(nn.Module):
         return [p for p in self.transformer.h.parameters() if p.dim() == 2]
 
     def flops_per_token(self, seq_len):
-        """6 FLOPs for each weight that multiplies (2 forward, 4 backward; positions are only added),
-        and 12 L C T for attention, counted as if not causal, as is the custom (Chowdhery et al. 2022,
-        appendix B)."""
+        """6 FLOPs for each weight that multiplies (2 forward, 4 backward; positions are only
+        added), and 12 L C T for attention, counted as if not causal, as is the custom (Chowdhery et
+        al. 2022, appendix B)."""
         multiply = sum(p.numel() for p in self.parameters()) - self.transformer.wpe.weight.numel()
         return 6 * multiply + 12 * self.config.n_layer * self.config.n_embd * seq_len
 
@@ -309,7 +301,9 @@ class GPT(nn.Module):
         if position is None:
             position = torch.arange(idx.size(1), device=idx.device)
         x = self.transformer.wte(idx) + self.transformer.wpe(position)  # (B, T, C)
-        if self.config.bf16_residual and autocast_dtype(x.device) == torch.bfloat16:
+        kind = x.device.type
+        bf16 = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
+        if bf16 and self.config.bf16_residual:
             x = x.bfloat16()  # half the memory traffic of every addition and LayerNorm
         for block in self.transformer.h:
             if self.config.activation_checkpointing and torch.is_grad_enabled():
@@ -322,15 +316,14 @@ class GPT(nn.Module):
         """idx (B, T) -> (logits, None); with targets (B, T) -> (None, loss).
 
         logits: (B, T, vocab_size), or with a cache those of the last position (B, 1, vocab_size).
-        Targets of -1 are left out. reduction: "mean" over the targets there are (0 if none), "sum", or
-        "none" for each position's loss (B, T). Logits do not come beside a loss: a compiled step would
-        have to keep all of them, 6.6 GB at 64 x 1024 positions of GPT-2.
+        Targets of -1 are left out. reduction: "mean" over the targets there are (0 if none), "sum",
+        or "none" for each position's loss (B, T). Logits do not come beside a loss: a compiled step
+        would have to keep all of them, 6.6 GB at 64 x 1024 positions of GPT-2.
         """
         x = self.hidden(idx, position, mask, cache)
         if targets is None:
-            return self.lm_head(x if cache is None else x[:, -1:])[
-                ..., : self.config.vocab_size
-            ], None
+            logits = self.lm_head(x if cache is None else x[:, -1:])
+            return logits[..., : self.config.vocab_size], None
         loss = self.head_loss(x.flatten(0, 1), self.lm_head.weight, targets.flatten(), reduction)
         if reduction == "none":
             return None, loss.view_as(targets)
@@ -340,12 +333,6 @@ class GPT(nn.Module):
         """Yield the next token (B,) of each row of idx (B, T); see lab.generate for how."""
         for token, _ in generate(self, idx, max_new_tokens, **how):
             yield token
-
-
-def autocast_dtype(device):
-    """The type that products come out in under autocast, or None outside of it."""
-    on = torch.is_autocast_enabled(device.type)
-    return torch.get_autocast_dtype(device.type) if on else None
 
 
 # ----------------------------------------------------------------------- 3. optimizer and schedule
@@ -361,9 +348,9 @@ def param_groups(model, weight_decay):
     ]
 
 
-def make_optimizer(model, cfg, device):
-    """The optimizer of cfg. A group's "scale" is its peak rate over cfg.lr, which the schedule is of."""
-    fused = device.type in ("cuda", "cpu")  # one kernel for all tensors instead of several for each
+def make_optimizer(model, cfg, device_type):
+    """The optimizer of cfg. A group's "scale" is its peak rate over cfg.lr."""
+    fused = device_type in ("cuda", "cpu")  # one kernel for all tensors instead of several for each
     adamw = dict(lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, fused=fused)
     if cfg.optimizer == "muon":
         optimizer = MuonAdamW(model, cfg.muon_lr, weight_decay=cfg.weight_decay, **adamw)
@@ -411,42 +398,44 @@ class Run:
         self.folder = Path(cfg.log_dir) / cfg.run_name
 
     def update(self):
-        """One step. Returns this process's part of the loss by micro-step (the mean over processes of
-        its sum is the step's loss) and the gradient's norm before clipping, as tensors."""
-        losses = []
+        """One step. Returns this process's part of the loss by micro-step (the mean over processes
+        of its sum is the step's loss) and the gradient's norm before clipping, as tensors."""
+        precision, losses = self.precision, []
         for micro_step in range(self.loader.grad_accum_steps):
-            x, y, num_targets = self.loader.next_batch()
-            # DDP averages gradients in backward(), but only the last micro-step's sum is worth sending.
-            # It decides in its forward pass, so this context must hold both.
+            x, y, num_targets = self.loader.next_batch()  # num_targets: of the whole step
             last = micro_step == self.loader.grad_accum_steps - 1
+            # DDP averages gradients in backward(), and only the last micro-step's sum is worth
+            # sending. It decides that in its forward pass, so this context has to hold both.
             no_sync = getattr(self.model, "no_sync", contextlib.nullcontext)
             with contextlib.nullcontext() if last else no_sync():
-                with torch.autocast(x.device.type, self.precision.dtype, self.precision.is_16_bit):
-                    # products in 16 bits; weights, norms, softmax and sums stay in 32
+                # products in 16 bits; weights, norms, softmax and sums stay in 32
+                with torch.autocast(x.device.type, precision.dtype, enabled=precision.is_16_bit):
                     _, loss = self.model(x, y, reduction="sum")
-                # Wanted is the mean over the targets of the whole step. backward() adds up the
-                # micro-steps, each of which has its share; the processes' sum is also divided by their
-                # number, which this undoes.
+                # Wanted is the mean over all targets of the step. backward() adds up micro-steps;
+                # but DDP takes the processes' mean where their sum is wanted, hence world_size.
                 loss = loss * (self.world.world_size / num_targets)
-                self.precision.scaler.scale(
-                    loss
-                ).backward()  # the scaler does something in fp16 alone
+                # fp16 ends at 6e-8: the scaler multiplies the loss, so that small gradients survive
+                precision.scaler.scale(loss).backward()
             losses.append(loss.detach())
-        # A sharded optimizer has its own way, as each process holds a part of the gradient.
+        # an optimizer of which each process has a share clips in its own way
         clip = getattr(self.optimizer, "clip_grad_norm", self.clip_grad_norm)
         grad_norm = clip(self.cfg.grad_clip)
         for group in self.optimizer.param_groups:
             self.schedule(self.step, group)
-        self.precision.scaler.step(self.optimizer)
-        self.precision.scaler.update()
+        precision.scaler.step(self.optimizer)
+        precision.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
         return torch.stack(losses), grad_norm
 
     def clip_grad_norm(self, max_norm):
-        """Shorten the gradient of all parameters together to max_norm (0: never); returns its norm."""
+        """Shorten the gradient of all parameters together to max_norm (0: never); returns its
+        norm."""
         self.precision.scaler.unscale_(self.optimizer)
-        return nn.utils.clip_grad_norm_(self.raw_model.parameters(), max_norm or math.inf)
+        params = [p for p in self.raw_model.parameters() if p.grad is not None]
+        norm = exact_norm([p.grad for p in params])
+        nn.utils.clip_grads_with_norm_(params, max_norm or math.inf, norm)
+        return norm
 
     def state_dict(self):
         """Tensors and plain values, enough to go on to the bit. All processes call it together."""
@@ -474,15 +463,14 @@ class Run:
         self.best_val = state["best_val"]
 
     def save(self):
-        """Write a checkpoint, whole or not at all; none of step 0, and none twice. Returns what the log
-        notes of it."""
+        """Write a checkpoint, whole or not at all; none of step 0, and none twice. Returns what the
+        log notes of it."""
         if self.step == self.saved:
             return None
         self.saved, state = self.step, self.state_dict()
         if not self.world.is_main:
             return None
-        path = save_checkpoint(self.folder, self.step, state, self.cfg.keep_last)
-        return {"path": path.name}
+        return {"path": checkpoints.save(self.folder, self.step, state, self.cfg.keep_last).name}
 
 
 # -------------------------------------------------------------------------------------- 5. the run
@@ -491,33 +479,30 @@ class Run:
 def set_up(model_config, cfg, world, state=None):
     """The Run of these settings: at its beginning, or where `state`, a checkpoint's, left it."""
     torch.manual_seed(cfg.seed)
-    precision = Precision(cfg.precision, world.device)  # bf16 where the GPU has it
+    precision = device.Precision(cfg.precision, world.device)  # bf16 where the GPU has it
     if world.device.type == "cuda" and precision.name != "fp32":
         torch.set_float32_matmul_precision("high")  # TF32: what stays in float32 multiplies 10 bits
-    shards = TokenShards(cfg.data, "train", model_config.vocab_size, cfg.verify_data)
+    shards = data.TokenShards(cfg.data, "train", model_config.vocab_size, cfg.verify_data)
     raw_model = GPT(model_config)
     if cfg.init_from and not state:
         models.start_from(cfg.init_from, raw_model, cfg.log_dir)
     raw_model.to(world.device)
     if model_config.document_mask:
-        hide_other_documents(raw_model)
+        data.hide_other_documents(raw_model)
     if cfg.kernels == "fused":  # the same results in less time and memory (lab/kernels)
         kernels.use(raw_model, mlp=MLP, precision=precision, fp8=cfg.fp8)
     most = state["batch_size"] if state else 64  # other micro-batches would round other sums
-    batch_size = cfg.batch_size or fit_batch_size(raw_model, cfg, world, precision, most)
-    loader = TokenLoader(shards, cfg, world, batch_size)
-    optimizer = make_optimizer(raw_model, cfg, world.device)
+    batch_size = cfg.batch_size or device.fit_batch_size(raw_model, cfg, world, precision, most)
+    loader = data.TokenLoader(shards, cfg, world, batch_size)
+    optimizer = make_optimizer(raw_model, cfg, world.device.type)
     model = raw_model
     if world.distributed and cfg.parallel == "zero1":
         optimizer = Zero1AdamW(optimizer, raw_model, loader, precision, world)
     elif world.distributed:
         # backward() sends gradients in pieces while it still computes those of earlier layers. The
-        # compiler cuts its graph at each piece, and DDP's own 25 MB cut it at every block.
-        model = DistributedDataParallel(
-            raw_model, device_ids=[world.device.index] if world.device.type == "cuda" else None,
-            gradient_as_bucket_view=True, bucket_cap_mb=250,
-        )  # fmt: skip
-    if cfg.compile and (reason := why_no_compile(world.device, model_config)):
+        # compiler cuts its graph at each piece, and DDP's own 25 MB would cut it at every block.
+        model = DistributedDataParallel(raw_model, gradient_as_bucket_view=True, bucket_cap_mb=250)
+    if cfg.compile and (reason := device.why_no_compile(world.device, model_config)):
         world.say(f"torch.compile is off: {reason}")
     elif cfg.compile:
         model = torch.compile(model, dynamic=False)  # fuses what lies between the products
@@ -537,9 +522,9 @@ def set_up(model_config, cfg, world, state=None):
 def train(run, events, cfg, world, log, stop):
     """Run the updates up to cfg.max_steps, with the events that are due between them.
 
-    The last pass makes events alone, so that the weights that were measured are the weights on disk. A
-    checkpoint is the state before its step is measured: after a stop in mid-measurement, that step is
-    measured again. Returns the name of the signal that stopped the run, or "".
+    The last pass makes events alone, so that the weights that were measured are the weights on
+    disk. A checkpoint is the state before its step is measured: after a stop in mid-measurement,
+    that step is measured again. Returns the name of the signal that stopped the run, or "".
     """
     vitals, meter, stopped = Vitals(run, world, stop), Meter(run, cfg, world, log), ""
     try:
@@ -553,9 +538,7 @@ def train(run, events, cfg, world, log, stop):
             if last:
                 break
             losses, grad_norm = run.update()
-            vitals.watch(
-                losses
-            )  # on its way to the CPU, looked at a step later: nobody waits for it
+            vitals.watch(losses)  # looked at a step later, so that nobody waits for the device
             meter.tick()
             if run.step % cfg.log_every == 0 or run.step == cfg.max_steps:
                 loss, lr = world.mean(losses.sum().item()), get_lr(run.step - 1, cfg)
@@ -572,27 +555,25 @@ def train(run, events, cfg, world, log, stop):
 
 
 def main(argv):
-    reason, model_config, cfg = settings(argv, PRESETS, __doc__)
+    reason, model_config, cfg = settings.parse_flags(argv, PRESETS, __doc__)
     world = World(cfg.device)
     if world.distributed:  # torchrun has started several processes; NCCL carries what is on GPUs
         device_id = world.device if world.device.type == "cuda" else None
         dist.init_process_group(world.backend, device_id=device_id)
-    model_config, cfg, state = resolve(model_config, cfg, world, PRESETS)
+    model_config, cfg, state = settings.resolve(model_config, cfg, world, PRESETS)
     run, stop = set_up(model_config, cfg, world, state), StopSignal(world)
-    validation = Validation(run, stop)
+    validation = evals.Validation(run, stop)
     events = [  # in the order in which a step makes them
-        Every("checkpoint", cfg.ckpt_every, Run.save),
+        evals.Every("checkpoint", cfg.ckpt_every, Run.save),
         validation,
         HellaSwag(cfg.hella_every, cfg.hella_examples, world, run.precision, stop),
-        Samples(run, validation.tokenizer),
+        evals.Samples(run, validation.tokenizer),
     ]
-    with run_folder(run), stop, Log(run) as log:
+    with folder.opened(run), stop, Log(run) as log:
         log.start(reason, run, validation)
         stopped = train(run, events, cfg, world, log, stop)
-    farewell(run, stopped)
-    return (
-        75 if stopped and run.step else 0
-    )  # EX_TEMPFAIL, "try again", which job scripts understand
+    folder.farewell(run, stopped)
+    return 75 if stopped and run.step else 0  # 75 tells job scripts: try again
 
 
 if __name__ == "__main__":

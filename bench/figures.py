@@ -1,68 +1,58 @@
-"""Draw every picture of readme.assets/, light and dark, from the measurements in readme.assets/runs/ and nothing else.
+"""Draw every figure of readme.assets/, light and dark, from the records in readme.assets/runs/ alone.
 
     python bench/figures.py                      # all of them
-    python bench/figures.py ladder roofline      # some; --help lists the names
+    python bench/figures.py ladder roofline      # some
 
-A picture whose measurements are missing or incomplete is left out, with one sentence that names the command which makes
-them. The look comes from plot.style().
+A figure whose records are missing or incomplete is left out, with one sentence that names the command
+which makes them. Look and colours are those of lab.tools.style, where a colour has one meaning.
 """
 
-import argparse
-import json
 import math
 import statistics
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MultipleLocator, PercentFormatter
+from records import ROOT, RUNS, read_records
+from tyro.conf import Positional
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from lab.cli import UserError, command, parse
+from lab.files import check_writable
+from lab.tools.plot import PUBLISHED_HELLASWAG, draw
+from lab.tools.records import column, read_log, short, tokens_at
+from lab.tools.style import PAPER, SERIES, color_of, reference, style
 
-from lab.run.locks import check_writable  # noqa: E402
-from lab.run.stop import running  # noqa: E402
-from lab.tools import plot  # noqa: E402
-
-RUNS, ASSETS = ROOT / "readme.assets" / "runs", ROOT / "readme.assets"
-
-# What each run was trained and measured on. Losses on different text do not compare, so every curve says it.
+# What each run was trained and measured on. Losses on different text do not compare, so curves say it.
 DATA_OF = {
     "corpus_124m_h200": "books and textbooks, 20M tokens, 6.5 epochs",
     "corpus_124m_4xh200": "books and textbooks, 21M tokens",
 }
-# OpenAI's 124M on two validation sets: different text, so two lines (llm.c dev/vislog.ipynb; build-nanogpt play.ipynb)
+# OpenAI's 124M on two validation sets (llm.c, dev/vislog.ipynb; build-nanogpt, play.ipynb)
 PUBLISHED_LOSS = {"FineWeb": 3.42, "FineWeb-Edu": 3.29}
-
-# kinds of kernel, light and dark: the series colours, then gold, grey and nearly the paper's colour
-KERNELS = ("matmul", "attention", "loss", "elementwise", "optimizer", "communication", "copy", "idle")
-KERNEL_COLORS = {
-    dark: dict(zip(KERNELS, [*plot.SERIES[dark], "#c9a400" if not dark else "#e3cf57", "0.6", "0.85" if not dark else "0.3"]))
-    for dark in (False, True)
-}
+# tokens/s of the same work by others' published programs on an H200, measured outside this repository
+PEERS = {"build-nanogpt": 519_244, "nanoGPT": 527_360, "llm.c": 538_485}
+KINDS = "matmul attention loss elementwise optimizer communication copy idle".split()  # of kernels
+SMALL = 9  # points, which are 11 pixels where a figure is shown at 720: no text is smaller
 
 
 class NoData(Exception):
-    """The measurements of a picture are not there: what is missing."""
+    """The records of a figure are not there: what is missing."""
 
 
 def records(runs, name, *fields, **where):
-    """The records of runs/name.jsonl that have all the fields and the values in `where`. Raises NoData if none has."""
-    path = runs / f"{name}.jsonl"
-    if not path.exists():
-        raise NoData(f"there is no {path.name}")
-    found = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:  # cut off by a kill
-            continue
-        if isinstance(record, dict) and all(record.get(f) is not None for f in fields) and where.items() <= record.items():
-            found.append(record)
+    """The records of runs/name.jsonl that have all the fields and the values in `where`, or NoData."""
+    found = [
+        r
+        for r in read_records(runs / f"{name}.jsonl")
+        if all(r.get(field) is not None for field in fields) and where.items() <= r.items()
+    ]
     if not found:
         wanted = ", ".join([*(f"{k} {v}" for k, v in where.items()), *fields])
-        raise NoData(f"{path.name} has no record with {wanted}")
+        raise NoData(f"{name}.jsonl has no record with {wanted}")
     return found
 
 
@@ -70,110 +60,13 @@ def grouped(rows, *keys):
     """{value of the key(s): rows}, in the order of first appearance."""
     groups = {}
     for row in rows:
-        groups.setdefault(row[keys[0]] if len(keys) == 1 else tuple(row.get(k) for k in keys), []).append(row)
+        key = row[keys[0]] if len(keys) == 1 else tuple(row.get(k) for k in keys)
+        groups.setdefault(key, []).append(row)
     return groups
 
 
 def median(rows, field):
     return statistics.median(row[field] for row in rows)
-
-
-def where_and_when(rows):
-    """Card, torch and date of measurements: the line under a picture."""
-    rows = [dict(row, card=row.get("card") or row.get("device")) for row in rows]
-    parts = [", ".join(dict.fromkeys(str(row[f]) for row in rows if row.get(f))) for f in ("card", "torch", "date")]
-    parts[1] = f"torch {parts[1]}" if parts[1] else ""
-    return ", ".join(p for p in parts if p)
-
-
-def new_figure(width, height, title, note="", **grid):
-    """(figure, axes) with a title that states the finding and a small line at the bottom that says where it was measured."""
-    figure = blank(width, height, title, note)
-    return figure, figure.subplots(**grid)
-
-
-def blank(width, height, title, note=""):
-    """The same without axes."""
-    figure = Figure(figsize=(width, height))
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11.5, fontweight="bold")
-    if note:
-        figure.supxlabel(note, x=0.99, ha="right", fontsize=8.5, color="0.5")
-    return figure
-
-
-# ------------------------------------------------------------------------------------------------- training curves
-
-
-def curve(name):
-    """The picture of one training run, as train_gpt2.py itself draws it."""
-
-    def picture(runs, out_path, dark):
-        path = runs / f"{name}.jsonl"
-        if not path.exists():
-            raise NoData(f"there is no {path.name}")
-        plot.draw([path], out_path, dark)
-
-    return picture
-
-
-def tokens(runs, out_path, dark):
-    """Validation loss and HellaSwag against tokens, with GPT-2's lines, each named after the text it was measured on."""
-    logs = {name: plot.read_log(runs / f"{name}.jsonl") for name in DATA_OF if (runs / f"{name}.jsonl").exists()}
-    if not logs:
-        raise NoData(f"none of {', '.join(f'{name}.jsonl' for name in DATA_OF)} is there")
-    longest = max(logs, key=lambda name: plot.column(logs[name], "train", "tokens")[1][-1])
-    loss = plot.column(logs[longest], "val", "loss")[1][-1]
-    title = f"GPT-2 124M so far: {loss:.2f} nats per token on {DATA_OF[longest].split(',')[0]}"
-    figure, (top, bottom) = new_figure(8, 5.6, title, nrows=2, sharex=True, height_ratios=[2.4, 1])
-    for i, (name, log) in enumerate(logs.items()):
-        start, tokens_at, color = log.get("start", [{}])[-1], plot.tokens_at(log), plot.SERIES[dark][i]
-        steps, losses = plot.column(log, "train", "loss")
-        top.plot(list(map(tokens_at, steps)), losses, color=color, linewidth=0.8, alpha=0.5)
-        steps, losses = zip(*((s, v) for s, v in zip(*plot.column(log, "val", "loss")) if s > 0))  # no 0 on a log axis
-        cards = f"{start.get('world_size', 1)} x {start.get('device', '?')}"
-        top.plot(list(map(tokens_at, steps)), losses, "o-", markersize=4, color=color,
-                 label=f"ours: {DATA_OF[name]} ({cards})")  # fmt: skip
-        top.annotate(f"{losses[-1]:.2f}", (tokens_at(steps[-1]), losses[-1]), xytext=(0, -7), color=color, ha="center",
-                     va="top", fontweight="bold", textcoords="offset points")  # fmt: skip
-        steps, values = plot.column(log, "hella", "acc_norm")
-        errors = {r["step"]: 1.96 * (r.get("acc_norm_stderr") or 0) for r in log.get("hella", [])}
-        if steps:
-            bottom.errorbar(list(map(tokens_at, steps)), values, yerr=[errors[s] for s in steps], color=color, marker="o",
-                            markersize=4, capsize=2)  # fmt: skip
-    for data, loss in PUBLISHED_LOSS.items():
-        plot.reference(top, loss, "", left=True)
-        top.annotate(f"OpenAI's GPT-2 124M on {data}, {loss:.2f}", (1.0e6, loss), xytext=(4, 3 if loss > 3.35 else -3),
-                     va="bottom" if loss > 3.35 else "top", textcoords="offset points", color="0.5", fontsize=9)  # fmt: skip
-    plot.reference(bottom, 0.25, "chance 0.25", left=True)
-    plot.reference(bottom, plot.PUBLISHED_HELLASWAG["GPT-2 124M"], "OpenAI's GPT-2 124M, 0.2955", left=True)
-    top.set(ylabel="loss (nats per token)\nthin: training, dots: validation", ylim=(2.6, 11.4), xscale="log",
-            xlim=(1e6, 1.2e10))  # fmt: skip
-    top.legend(loc="upper right", fontsize=9)
-    bottom.set(ylabel="HellaSwag\nacc_norm", xlabel="training tokens (losses on different text do not compare)",
-               ylim=(0.225, 0.31))  # fmt: skip
-    bottom.xaxis.set_major_formatter(FuncFormatter(lambda value, _: plot.short(value)))
-    figure.savefig(out_path)
-
-
-# -------------------------------------------------------------------------------------------------- the ladder
-
-
-def measured(runs, group, *fields):
-    """{shape: {variant: its records}} of one group of the ladder, gpt2 first, variants in the ladder's order. Of measurements
-    made twice the later one counts, of a cold and a warmed-up card, or two versions of torch, the one that has more variants.
-    Raises NoData."""
-    from rungs import KEY, variants  # it imports torch
-
-    order, last = list(variants(group)), {}
-    for row in records(runs, "ladder", "shape", "variant", *fields, group=group):
-        last[tuple(row.get(k) for k in KEY)] = row
-    shapes = {}
-    for shape, rows in grouped(last.values(), "shape").items():
-        states = grouped(rows, "card", "torch", "sustained", "tokens_per_step", "max_steps").values()
-        best = max(states, key=lambda rows: (len(rows), rows[0].get("sustained") or 0))
-        best.sort(key=lambda row: order.index(row["variant"]) if row["variant"] in order else len(order))
-        shapes[shape] = grouped(best, "variant")
-    return dict(sorted(shapes.items(), key=lambda item: item[0] != "gpt2"))
 
 
 def flat(shapes):
@@ -184,186 +77,332 @@ def words(variant):
     return variant.replace("_", " ")
 
 
+def where_and_when(rows):
+    """GPU, torch and date of measurements: the line under a figure."""
+    rows = [dict(row, card=row.get("card") or row.get("device")) for row in rows]
+    parts = []
+    for field in ("card", "torch", "date"):
+        values = ", ".join(dict.fromkeys(str(row[field]) for row in rows if row.get(field)))
+        parts.append(f"torch {values}" if field == "torch" and values else values)
+    return ", ".join(filter(None, parts))
+
+
+def blank(height, title, note=""):
+    """A figure 8 inches wide with a title that states the finding and a line that says where it was measured."""
+    figure = Figure(figsize=(8, height))
+    figure.suptitle(title, x=0.01, ha="left")
+    if note:
+        figure.supxlabel(note, x=0.99, ha="right", fontsize=SMALL, color="0.5")
+    return figure
+
+
+def write(ax, text, x, y, dx=4, dy=0, **how):
+    """A text so many points beside the place (x, y) of the data."""
+    how = dict(va="center", fontsize=SMALL) | how
+    ax.annotate(text, (x, y), xytext=(dx, dy), textcoords="offset points", **how)
+
+
+def rows_of(ax, names, room=0.5):
+    """Make the y axis one of rows with these names, the first on top."""
+    ax.set_yticks(range(len(names)), names)
+    ax.set_ylim(len(names) - 0.5, -room)
+    ax.grid(axis="y", visible=False)
+
+
+shorten = FuncFormatter(lambda value, _: short(value))
+
+
+# ------------------------------------------------------------------------------- training curves
+
+
+def curve(name):
+    """The figure of one training run, as train_gpt2.py itself draws it."""
+
+    def picture(runs, out_path, dark):
+        records(runs, name, "kind")
+        draw([runs / f"{name}.jsonl"], out_path, dark)
+
+    return picture
+
+
+def tokens(runs, out_path, dark):
+    """Validation loss and HellaSwag against tokens, with GPT-2's lines, each named after its text."""
+    logs = {n: read_log(runs / f"{n}.jsonl") for n in DATA_OF if (runs / f"{n}.jsonl").exists()}
+    if not logs:
+        raise NoData(f"none of {', '.join(DATA_OF)} is there")
+    longest = max(logs, key=lambda name: column(logs[name], "train", "tokens")[1][-1])
+    loss = column(logs[longest], "val", "loss")[1][-1]
+    title = f"GPT-2 124M so far: {loss:.2f} nats per token on {DATA_OF[longest].split(',')[0]}"
+    figure = blank(5.6, title)
+    top, bottom = figure.subplots(nrows=2, sharex=True, height_ratios=[2.4, 1])
+    for color, (name, log) in zip(SERIES[dark], logs.items()):
+        start, at = log.get("start", [{}])[-1], tokens_at(log)
+        steps, losses = column(log, "train", "loss")
+        top.plot(list(map(at, steps)), losses, color=color, linewidth=0.8, alpha=0.5)
+        points = [(at(s), v) for s, v in zip(*column(log, "val", "loss")) if s > 0]  # a log axis
+        gpus = f"{start.get('world_size', 1)} x {start.get('device', '?')}"
+        label = f"ours: {DATA_OF[name]} ({gpus})"
+        top.plot(*zip(*points), "o-", markersize=4, color=color, label=label)
+        how = dict(color=color, ha="center", va="top", fontweight="bold")
+        write(top, f"{points[-1][1]:.2f}", *points[-1], dx=0, dy=-7, **how)
+        steps, values = column(log, "hella", "acc_norm")
+        errors = {r["step"]: 1.96 * (r.get("acc_norm_stderr") or 0) for r in log.get("hella", [])}
+        how = dict(color=color, marker="o", markersize=4, capsize=2)
+        if steps:
+            bottom.errorbar(list(map(at, steps)), values, yerr=[errors[s] for s in steps], **how)
+    for data, loss in PUBLISHED_LOSS.items():
+        reference(top, loss, "", left=True)
+        up = 1 if loss == max(PUBLISHED_LOSS.values()) else -1
+        text = f"OpenAI's GPT-2 124M on {data}, {loss:.2f}"
+        write(top, text, 1e6, loss, dy=3 * up, va="bottom" if up > 0 else "top", color="0.5")
+    reference(bottom, 0.25, "chance 0.25", left=True)
+    reference(bottom, PUBLISHED_HELLASWAG["GPT-2 124M"], "OpenAI's GPT-2 124M, 0.2955", left=True)
+    top.set(ylabel="loss (nats per token)\nthin: training, dots: validation", ylim=(2.6, 11.4))
+    top.set(xscale="log", xlim=(1e6, 1.2e10))
+    top.legend(loc="upper right")
+    bottom.set(
+        xlabel="training tokens (losses on different text do not compare)", ylim=(0.225, 0.31)
+    )
+    bottom.set(ylabel="HellaSwag\nacc_norm")
+    bottom.xaxis.set_major_formatter(shorten)
+    figure.savefig(out_path)
+
+
+# ------------------------------------------------------------------------------------ the ladder
+
+
+def measured(runs, group, *fields):
+    """{shape: {variant: its records}} of one group of the ladder, gpt2 first, variants in the ladder's
+    order. Of measurements made twice the later one counts; of a cold and a warmed-up GPU, or two versions
+    of torch, the one that has more variants. Raises NoData."""
+    from rungs import KEY, variants  # it imports torch
+
+    order, last = list(variants(group)), {}
+    for row in records(runs, "ladder", "shape", "variant", *fields, group=group):
+        last[tuple(row.get(k) for k in KEY)] = row
+    shapes, state = {}, ("card", "torch", "sustained", "tokens_per_step", "max_steps")
+    for shape, rows in grouped(last.values(), "shape").items():
+        alike = grouped(rows, *state).values()
+        best = max(alike, key=lambda rows: (len(rows), rows[0].get("sustained") or 0))
+        names = [*order, *(row["variant"] for row in best)]
+        shapes[shape] = grouped(sorted(best, key=lambda r: names.index(r["variant"])), "variant")
+    return dict(sorted(shapes.items(), key=lambda item: item[0] != "gpt2"))
+
+
 def ladder(runs, out_path, dark):
-    """A staircase for each shape: tokens/s of every rung, the part that this rung added in the second colour, a star where its
-    results are wrong, and a line across the stair where another version of torch has them right."""
-    from rungs import SHAPES, raced  # it imports torch
+    """tokens/s of each rung of the first shape, the part that this rung added paler, and others' programs."""
+    shape, rungs = next(iter(measured(runs, "rungs", "tok_per_s").items()))
+    if len(rungs) < 2:
+        raise NoData(f"{shape} has but one rung in ladder.jsonl")
+    speeds = {v: median(rows, "tok_per_s") for v, rows in rungs.items()}
+    first, *_, last = speeds.values()
+    title = (
+        f"{shape}: {short(first)} to {short(last)} tokens/s, {last / first:.0f} times, rung by rung"
+    )
+    figure = blank(1.5 + 0.34 * len(speeds), title, where_and_when(flat({shape: rungs})))
+    ax, blue, before = figure.subplots(), color_of("speed", dark), first
+    box = dict(
+        facecolor=PAPER[dark]["paper"], edgecolor="none", pad=1
+    )  # no line runs through a text
+    for y, (rung, now) in enumerate(speeds.items()):
+        ax.barh(y, min(before, now), height=1, color=blue)
+        if now > before:
+            ax.barh(y, now - before, left=before, height=1, color=blue, alpha=0.5)
+        text = f"{short(now)}  x{now / before:.2f}" if y else short(now)
+        write(ax, text, now, y, bbox=box)
+        before = now
+    for y, (name, rate) in enumerate(PEERS.items() if shape == "gpt2" else ()):
+        ax.axvline(rate, color="0.5", linewidth=1, linestyle=(0, (5, 3)), zorder=0)
+        write(ax, f"{name} {short(rate)}", rate, y, dx=-4, ha="right", color="0.5", bbox=box)
+    rows_of(ax, list(map(words, speeds)))
+    ax.set(
+        xlim=(0, 1.2 * max(speeds.values())),
+        xlabel="tokens/s; dashed: others' programs, measured apart",
+    )
+    ax.xaxis.set_major_formatter(shorten)
+    figure.savefig(out_path)
 
-    from lab.kernels.fused_mlp import MIN_POSITIONS
 
-    shapes = measured(runs, "rungs", "tok_per_s")
-    variants = list(max(shapes.values(), key=len))
-    if len(variants) < 2:
-        raise NoData("no shape in ladder.jsonl has two rungs")
-    shapes = {shape: rungs for shape, rungs in shapes.items() if len(variants) < 2 * len(rungs)}  # the others have no stairs
-    rows = flat(shapes)
-    speeds = {s: {v: median(rungs[v], "tok_per_s") for v in rungs} for s, rungs in shapes.items()}
-    first, *_, last = speeds[next(iter(shapes))].values()
-    title = f"{next(iter(shapes))}: {plot.short(first)} to {plot.short(last)} tokens/s, {last / first:.0f} times, rung by rung"
-    widths = [2.6] + [1] * (len(shapes) - 1)
-    wrong = {(r["shape"], r["variant"], r["tokens_per_step"]) for r in rows if raced(r)}
-    everything = grouped(records(runs, "ladder", "tok_per_s", group="rungs"), "shape", "variant", "tokens_per_step")
-    right = {place[:2]: found for place in wrong if (found := [r for r in everything[place] if not raced(r)])}
-    note = "*: compiled with a race, its results are wrong (README's log)" * bool(wrong)
-    if right:
-        note += f"; line: without one, torch {next(iter(right.values()))[0]['torch'].split('+')[0]}"
-    note += "\n" * bool(wrong) + where_and_when(rows)
-    figure, axes = new_figure(8, 1.3 + 0.34 * len(variants), title, note, ncols=len(shapes), squeeze=False, sharey=True,
-                              width_ratios=widths)  # fmt: skip
-    base, gain, loss = plot.SERIES[dark][0], plot.SERIES[dark][1], plot.SERIES[dark][4]
-    for ax, (shape, speed) in zip(axes[0], speeds.items()):
-        before, top = None, max(speed.values())
-        for y, variant in enumerate(variants):
-            now = speed.get(variant)
-            if now is None:  # what comes after a missing rung is no step up from it
-                small = shape in SHAPES and SHAPES[shape][1].batch_size * SHAPES[shape][1].seq_len < MIN_POSITIONS
-                ax.annotate("not used" if small else "not measured", (0, y), xytext=(4, 0), textcoords="offset points",
-                            va="center", fontsize=6.5, color="0.5")  # fmt: skip
+def shapes(runs, out_path, dark):
+    """tokens/s of each rung and shape but the first as a table, a cell the bluer the more
+    the rung brought, grey where it cost."""
+    from rungs import raced  # it imports torch
+
+    _, *others = measured(runs, "rungs", "tok_per_s").items()
+    if not others:
+        raise NoData("ladder.jsonl has rungs of one shape alone")
+    found, rungs = dict(others), list(max((rungs for _, rungs in others), key=len))
+    everything = records(runs, "ladder", "tok_per_s", group="rungs")
+    height = 1.4 + 0.36 * len(rungs)
+    title = f"What a rung brings on {len(found)} other shapes: tokens/s, and times the rung before"
+    note = (
+        "*: compiled with a race, results are wrong (docs/LOG.md); below: without one, torch 2.14\n"
+    )
+    stars = any(map(raced, flat(found)))
+    figure = blank(height, title, note * stars + where_and_when(flat(found)))
+    ax = figure.subplots()
+    for x, (shape, variants) in enumerate(found.items()):
+        before = None
+        for y, rung in enumerate(rungs):
+            if rung not in variants:
+                write(ax, "not used", x, y, dx=0, ha="center", color="0.5")
                 before = None
                 continue
-            kept = now if before is None else min(before, now)
-            ax.barh(y, kept, height=1, color=base, alpha=0.8)
-            if before is not None:
-                ax.barh(y, abs(now - before), left=kept, height=1, color=gain if now >= before else "none",
-                        edgecolor="none" if now >= before else loss, hatch="" if now >= before else "////")  # fmt: skip
-            factor = "" if before is None else f"x{now / before:.2f}"
-            text = f"{plot.short(now)}  {factor}" if ax is axes[0][0] else factor or plot.short(now)
-            text += "*" * raced(shapes[shape][variant][0])
-            if found := right.get((shape, variant)):
-                rate = median(found, "tok_per_s")
-                ax.plot([rate, rate], [y - 0.42, y + 0.42], color="white" if dark else "black", linewidth=1.2)
-            ax.annotate(text, (max(now, before or 0), y), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8.5)
+            row = variants[rung][0]
+            now, again = row["tok_per_s"], {"text": ""}
+            factor = now / before if before else 1
+            strength = min(1, abs(math.log2(factor)) / 1.7)
+            color = color_of("speed", dark) if factor >= 1 else "0.5"
+            ax.barh(y, 1, left=x - 0.5, height=1, color=color, alpha=0.75 * strength)
+            text = short(now) + (f"  x{factor:.2f}" if before else "") + "*" * raced(row)
+            same = dict(shape=shape, variant=rung, tokens_per_step=row["tokens_per_step"])
+            again = [
+                r for r in everything if raced(row) and same.items() <= r.items() and not raced(r)
+            ]
+            text += f"\n{short(again[-1]['tok_per_s'])}" if again else ""
+            write(ax, text, x, y, dx=0, ha="center", linespacing=1)
             before = now
-        ax.set(xlim=(0, top * (1.28 if ax is axes[0][0] else 1.75)), xlabel="tokens/s")
-        ax.set_title(shape.removeprefix("gpt2-"), fontsize=10)
-        ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: plot.short(value)))
-        ax.locator_params(axis="x", nbins=5 if ax is axes[0][0] else 2)
-        ax.grid(axis="y", visible=False)
-    axes[0][0].set(yticks=range(len(variants)), yticklabels=map(words, variants), ylim=(len(variants) - 0.5, -0.5))
+    rows_of(ax, list(map(words, rungs)))
+    names = [f"{s.removeprefix('gpt2-')}, {v[rungs[0]][0]['tokens_per_step']:,}" for s, v in others]
+    ax.set_xticks(range(len(found)), names)
+    ax.set(xlim=(-0.5, len(found) - 0.5), xlabel="shape, and tokens of a step")
+    ax.grid(False)
     figure.savefig(out_path)
 
 
 def stacked(ax, times, dark):
-    """A bar for each of {name: {kind of kernel: ms}}, its kinds one after the other. Returns where the bars end."""
+    """A bar for each of {name: {kind of kernel: ms}}, its kinds in turn. Returns where the bars end."""
     left = dict.fromkeys(times, 0.0)
-    for kind in KERNELS:
+    for kind in KINDS:
         values = [kinds.get(kind, 0) for kinds in times.values()]
+        how = dict(left=list(left.values()), height=0.75, color=color_of(kind, dark))
         if max(values) > 0:
-            ax.barh(range(len(times)), values, left=list(left.values()), height=0.75, label=kind,
-                    color=KERNEL_COLORS[dark][kind])  # fmt: skip
+            ax.barh(range(len(times)), values, label=kind, **how)
         left = {name: left[name] + value for name, value in zip(times, values)}
-    ax.set(yticks=range(len(times)), yticklabels=map(words, times), ylim=(len(times) - 0.5, -0.5))
-    ax.grid(axis="y", visible=False)
+    rows_of(ax, list(map(words, times)))
     return left
 
 
 def kernels(runs, out_path, dark):
     """Kernel time of a micro-step, kind by kind: all rungs, and the fast ones again at their own scale."""
-    shape, rungs = next(iter(measured(runs, "rungs", "kernel_ms", "micro_steps", "tokens_per_step").items()))
+    fields = ("kernel_ms", "micro_steps", "tokens_per_step")
+    shape, rungs = next(iter(measured(runs, "rungs", *fields).items()))
     rows = flat({shape: rungs})
     size = max(row["tokens_per_step"] / row["micro_steps"] for row in rows)
 
     def ms(variant, kind):  # rungs that need a smaller micro-batch are scaled up to the same tokens
-        factors = [(r, size * r["micro_steps"] / r["tokens_per_step"]) for r in rungs[variant]]
-        return statistics.median(r["kernel_ms"].get(kind, 0) * factor for r, factor in factors)
+        scale = [size * r["micro_steps"] / r["tokens_per_step"] for r in rungs[variant]]
+        return statistics.median(
+            r["kernel_ms"].get(kind, 0) * factor for r, factor in zip(rungs[variant], scale)
+        )
 
-    times = {v: {kind: ms(v, kind) for kind in KERNELS} for v in rungs}
+    times = {v: {kind: ms(v, kind) for kind in KINDS} for v in rungs}
     total = {v: sum(kinds.values()) for v, kinds in times.items()}
     fast = [v for v in times if total[v] < 2 * min(total.values())]
     panels = [list(times)] + ([fast] if 1 < len(fast) < len(times) else [])
-    v = list(times)[-1]
-    biggest = max(times[v], key=times[v].get)
-    title = f"{shape}: {biggest} is {times[v][biggest] / total[v]:.0%} of the last rung's {total[v]:.0f} ms"
-    figure, axes = new_figure(8, 1.6 + 0.3 * sum(map(len, panels)), title, where_and_when(rows), nrows=len(panels),
-                              squeeze=False, height_ratios=[len(p) for p in panels])  # fmt: skip
-    for ax, panel in zip(axes[:, 0], panels):
+    last = list(times)[-1]
+    biggest = max(times[last], key=times[last].get)
+    share = f"{times[last][biggest] / total[last]:.0%}"
+    title = f"{shape}: {biggest} is {share} of the last rung's {total[last]:.0f} ms"
+    figure = blank(1.6 + 0.3 * sum(map(len, panels)), title, where_and_when(rows))
+    heights = [len(panel) for panel in panels]
+    axes = figure.subplots(nrows=len(panels), squeeze=False, height_ratios=heights)[:, 0]
+    for ax, panel in zip(axes, panels):
         stacked(ax, {v: times[v] for v in panel}, dark)
         for y, v in enumerate(panel):
-            ax.annotate(f"{total[v]:.0f}", (total[v], y), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8.5)
+            write(ax, f"{total[v]:.0f}", total[v], y)
         ax.set(xlim=(0, 1.08 * max(total[v] for v in panel)))
-    axes[-1, 0].set_xlabel(f"ms for {size:,.0f} tokens: forward, backward, and their share of the update")
-    axes[0, 0].legend(loc="lower right", fontsize=8.5, ncol=2)
+    axes[-1].set_xlabel(f"ms for {size:,.0f} tokens: forward, backward, their share of the update")
+    axes[0].legend(loc="lower right", ncol=2)
     figure.savefig(out_path)
 
 
 def vocabulary(runs, out_path, dark):
     """Kernel time of a micro-step with an odd and with a padded vocabulary, kind by kind."""
-    shape, variants = next(iter(measured(runs, "vocabulary", "kernel_ms", "tok_per_s", "median_ms").items()))
+    fields = ("kernel_ms", "tok_per_s", "median_ms")
+    shape, variants = next(iter(measured(runs, "vocabulary", *fields).items()))
     rows = {variant: rows[-1] for variant, rows in variants.items()}
-    pairs = [name[6:] for name in rows if name.startswith("50257_") and "50304_" + name[6:] in rows]
+    pairs = [v[6:] for v in rows if v.startswith("50257_") and "50304_" + v[6:] in rows]
     if not pairs:
         raise NoData("ladder.jsonl has no pair of 50257 and 50304")
     ms = {name: row["median_ms"] / row["micro_steps"] for name, row in rows.items()}
-    saved = {p: ms["50257_" + p] - ms["50304_" + p] for p in pairs}
-    title = f"{shape}: 47 rows of padding save " + " and ".join(f"{saved[p]:.0f} ms {p}" for p in pairs)
-    figure, ax = new_figure(8, 1.7 + 0.42 * len(rows), title, where_and_when(rows.values()))
+    saved = [f"{ms['50257_' + p] - ms['50304_' + p]:.0f} ms {p}" for p in pairs]
+    title = f"{shape}: 47 rows of padding save {' and '.join(saved)}"
+    figure = blank(1.8 + 0.42 * len(rows), title, where_and_when(rows.values()))
+    ax = figure.subplots()
     ends = stacked(ax, {name: row["kernel_ms"] for name, row in rows.items()}, dark)
     for y, (name, row) in enumerate(rows.items()):
-        ax.annotate(f"{plot.short(row['tok_per_s'])} tokens/s", (ends[name], y), xytext=(4, 0), textcoords="offset points",
-                    va="center", fontsize=8.5)  # fmt: skip
+        write(ax, f"{short(row['tok_per_s'])} tokens/s", ends[name], y)
     ax.set(xlim=(0, 1.25 * max(ends.values())), xlabel="ms of a micro-step of 64 x 1024 tokens")
-    ax.legend(loc="upper center", bbox_to_anchor=(0.45, -0.3), fontsize=8.5, ncol=7, handlelength=1, columnspacing=1)
+    how = dict(handlelength=1, columnspacing=1)
+    ax.legend(loc="upper center", bbox_to_anchor=(0.45, -0.3), ncol=7, **how)
     figure.savefig(out_path)
 
 
 def micro_batch(runs, out_path, dark):
     """Speed and memory against the sequences of a micro-step."""
-    shape, variants = next(iter(measured(runs, "micro_batch", "batch_size", "tok_per_s", "peak_gib").items()))
-    rows = flat({shape: variants})
-    sizes = grouped(sorted(rows, key=lambda r: r["batch_size"]), "batch_size")  # what did not fit was halved
+    fields = {"tok_per_s": ("tokens/s", "speed"), "peak_gib": ("peak memory (GiB)", "memory")}
+    shape, variants = next(iter(measured(runs, "micro_batch", "batch_size", *fields).items()))
+    rows = sorted(flat({shape: variants}), key=lambda r: r["batch_size"])
+    sizes = grouped(rows, "batch_size")  # what did not fit was halved
     if len(sizes) < 2:
         raise NoData("ladder.jsonl has but one size of the micro-batch")
     best = max(sizes, key=lambda b: median(sizes[b], "tok_per_s"))
-    title = f"{shape}: {best} sequences a micro-step are fastest, {plot.short(median(sizes[best], 'tok_per_s'))} tokens/s"
-    figure, axes = new_figure(8, 4.6, title, where_and_when(rows), nrows=2, sharex=True, height_ratios=[1.5, 1])
-    for ax, field, label, i in zip(axes, ("tok_per_s", "peak_gib"), ("tokens/s", "peak memory (GiB)"), (0, 1)):
+    rate = short(median(sizes[best], "tok_per_s"))
+    title = f"{shape}: {best} sequences a micro-step are fastest, {rate} tokens/s"
+    figure = blank(4.6, title, where_and_when(rows))
+    axes = figure.subplots(nrows=2, sharex=True, height_ratios=[1.5, 1])
+    for ax, (field, (label, meaning)) in zip(axes, fields.items()):
         values = [median(rows, field) for rows in sizes.values()]
-        ax.plot(list(sizes), values, "o-", color=plot.SERIES[dark][i])
+        ax.plot(list(sizes), values, "o-", color=color_of(meaning, dark))
         for b, value in zip(sizes, values):
-            ax.annotate(plot.short(value), (b, value), xytext=(0, 6), textcoords="offset points", ha="center", fontsize=8.5)
+            write(ax, short(value), b, value, dx=0, dy=8, ha="center")
         ax.set(ylabel=label, ylim=(0, 1.18 * max(values)))
-    axes[0].yaxis.set_major_formatter(FuncFormatter(lambda value, _: plot.short(value)))
+    axes[0].yaxis.set_major_formatter(shorten)
     axes[1].set_xscale("log", base=2)
-    axes[1].set(xticks=list(sizes), xticklabels=[str(b) for b in sizes], xlabel="sequences per micro-step")
+    axes[1].set_xticks(list(sizes), list(map(str, sizes)))
+    axes[1].set_xlabel("sequences per micro-step")
     axes[1].minorticks_off()
     figure.savefig(out_path)
 
 
 def ladder_loss(runs, out_path, dark):
-    """What the rungs do to the loss: each seed's validation loss after equal tokens, training loss against seconds. Of runs of
-    several lengths, the one that has the most rungs."""
+    """What the rungs do to the loss: each seed's validation loss after equal tokens, training loss against
+    seconds. Of runs of several lengths, the one that has the most rungs."""
     shape, variants = next(iter(measured(runs, "loss", "val_loss", "curve").items()))
     rows = flat({shape: variants})
-    loss = {v: statistics.mean(r["val_loss"] for r in rows) for v, rows in variants.items()}
-    spread = max(max(r["val_loss"] for r in rows) - min(r["val_loss"] for r in rows) for rows in variants.values())
-    adamw = {v: value for v, value in loss.items() if v != "muon"}
-    apart = max(adamw.values()) - min(adamw.values())
-    title = f"{shape}: the rungs' means lie within {apart:.3f} nats, seeds of one rung differ by up to {spread:.3f}"
-    figure, (left, right) = new_figure(8, 1.8 + 0.3 * len(variants), title, where_and_when(rows), ncols=2,
-                                       width_ratios=[1.2, 1])  # fmt: skip
-    for y, (variant, rows) in enumerate(variants.items()):
-        left.plot([r["val_loss"] for r in rows], [y] * len(rows), "o", color=plot.SERIES[dark][0], markersize=5, alpha=0.7)
-        left.plot([loss[variant]] * 2, [y - 0.3, y + 0.3], color=plot.SERIES[dark][1])
-    left.set(yticks=range(len(variants)), yticklabels=map(words, variants), ylim=(len(variants) - 0.5, -0.5),
-             xlabel="validation loss after equal tokens\n(a dot: a seed; a line: their mean)")  # fmt: skip
+    val = {v: [r["val_loss"] for r in rows] for v, rows in variants.items()}
+    means = [statistics.mean(losses) for v, losses in val.items() if v != "muon"]
+    apart, spread = max(means) - min(means), max(max(v) - min(v) for v in val.values())
+    title = f"{shape}: rungs' means lie within {apart:.3f} nats, seeds of a rung differ by up to {spread:.3f}"
+    figure = blank(1.8 + 0.3 * len(variants), title, where_and_when(rows))
+    left, right = figure.subplots(ncols=2, width_ratios=[1.2, 1])
+    for y, losses in enumerate(val.values()):
+        left.plot(
+            losses, [y] * len(losses), "o", color=color_of("loss", dark), markersize=5, alpha=0.7
+        )
+        mean = statistics.mean(losses)
+        left.plot([mean] * 2, [y - 0.3, y + 0.3], color=PAPER[dark]["ink"], linewidth=1.2)
+    rows_of(left, list(map(words, variants)))
+    left.set_xlabel("validation loss after equal tokens\n(a dot: a seed; a line: their mean)")
     some = ["fp32", "bf16", "compile", "fp8_mlp", "muon"]  # all of them would be a bundle
     chosen = [v for v in variants if v in some or len(variants) < 6]
-    for i, variant in enumerate(chosen):
-        curves = [r["curve"] for r in variants[variant]]
-        seconds, losses = ([statistics.median(c[k][j] for c in curves) for k in range(min(map(len, curves)))] for j in (1, 2))
-        right.plot(seconds, losses, color=plot.SERIES[dark][i], label=words(variant), linewidth=1.4)
+    for color, variant in zip(SERIES[dark], chosen):
+        points = zip(*(r["curve"] for r in variants[variant]))  # of all seeds, at one step
+        middle = [[statistics.median(point[i] for point in p) for i in (1, 2)] for p in points]
+        right.plot(*zip(*middle), color=color, label=words(variant), linewidth=1.4)
     right.set(xscale="log", xlabel="seconds of training", ylabel="training loss (nats)")
-    right.legend(fontsize=8.5)
+    right.legend()
     figure.savefig(out_path)
 
 
-# -------------------------------------------------------------------------------------------------- the floor
+# ------------------------------------------------------------------------------------- the floor
 
 
 def label_points(ax, labels, others):
-    """Write the texts of labels [(x, y, text, color)] beside their points, where neither texts nor points nor others [(x, y)]
-    are: each takes the nearest free place around its point. Where that is not beside it, or another point is near too, a thin
-    line says whose it is."""
+    """Write the texts of labels [(x, y, text, color)] beside their points, where neither texts nor points
+    nor others [(x, y)] are: each takes the nearest free place around its point. Where that is not beside
+    it, or another point is near too, a thin line says whose it is."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.transforms import Bbox
 
@@ -371,281 +410,317 @@ def label_points(ax, labels, others):
     ax.figure.draw_without_rendering()  # settles the layout, so that places in pixels are final
     dpi = ax.figure.dpi / 72
     points = ax.transData.transform([(x, y) for x, y, *_ in labels] + others)
-    taken = [Bbox.from_extents(px - 3 * dpi, py - 3 * dpi, px + 3 * dpi, py + 3 * dpi) for px, py in points]
-    taken += [text.get_window_extent(renderer) for text in [*ax.texts, *filter(None, [ax.get_legend()])]]
+    taken = [Bbox.from_bounds(x - 3 * dpi, y - 3 * dpi, 6 * dpi, 6 * dpi) for x, y in points]
+    there = [*ax.texts, *filter(None, [ax.get_legend()])]
+    taken += [text.get_window_extent(renderer) for text in there]
     frame = ax.get_window_extent()
-    for (px, py), (x, y, text, color) in sorted(zip(points, labels), key=lambda item: tuple(item[0])):
-        probe = ax.annotate(text, (x, y), fontsize=8)
+    angles = (0, 180, 90, 270, 30, 330, 150, 210, 60, 300, 120, 240)
+    for (px, py), (x, y, text, color) in sorted(
+        zip(points, labels), key=lambda item: tuple(item[0])
+    ):
+        probe = ax.annotate(text, (x, y), fontsize=SMALL)
         box = probe.get_window_extent(renderer)
         probe.remove()
         w, h = box.width / 2 + 2, box.height / 2 + 1
-        places = [(r, a) for r in range(6, 150, 6) for a in (0, 180, 90, 270, 30, 330, 150, 210, 60, 300, 120, 240)]
-        for r, a in places:
+        for r, angle in ((r, math.radians(a)) for r in range(6, 150, 6) for a in angles):
             # the text's middle lies outside the point by its own half size and r points
-            cx = px + math.cos(math.radians(a)) * (w + r * dpi)
-            cy = py + math.sin(math.radians(a)) * (h + r * dpi)
-            here = Bbox.from_extents(cx - w, cy - h, cx + w, cy + h)
-            inside = frame.x0 < here.x0 and here.x1 < frame.x1 and frame.y0 < here.y0 and here.y1 < frame.y1
-            if inside and not any(here.overlaps(other) for other in taken):
-                gaps = sorted(math.hypot(max(here.x0 - ox, 0, ox - here.x1), max(here.y0 - oy, 0, oy - here.y1))
-                              for ox, oy in points[: len(labels)])  # fmt: skip
-                clear = r <= 12 and (len(gaps) < 2 or gaps[1] > 2 * gaps[0])
-                line = None if clear else dict(arrowstyle="-", color=color, linewidth=0.6, shrinkA=0, shrinkB=2)
-                ax.annotate(text, (x, y), xytext=((cx - px) / dpi, (cy - py) / dpi), textcoords="offset points", fontsize=8,
-                            ha="center", va="center", color=color, arrowprops=line)  # fmt: skip
-                taken.append(here)
-                break
+            cx, cy = px + math.cos(angle) * (w + r * dpi), py + math.sin(angle) * (h + r * dpi)
+            here = Bbox.from_bounds(cx - w, cy - h, 2 * w, 2 * h)
+            inside = frame.x0 < here.x0 and here.x1 < frame.x1
+            inside = inside and frame.y0 < here.y0 and here.y1 < frame.y1
+            if not inside or any(here.overlaps(other) for other in taken):
+                continue
+            gaps = sorted(
+                math.hypot(max(here.x0 - a, 0, a - here.x1), max(here.y0 - b, 0, b - here.y1))
+                for a, b in points[: len(labels)]
+            )
+            clear = r <= 12 and (len(gaps) < 2 or gaps[1] > 2 * gaps[0])
+            line = dict(arrowstyle="-", color=color, linewidth=0.6, shrinkA=0, shrinkB=2)
+            how = dict(ha="center", color=color, arrowprops=None if clear else line)
+            write(ax, text, x, y, dx=(cx - px) / dpi, dy=(cy - py) / dpi, **how)
+            taken.append(here)
+            break
 
 
 WAYS = {"forward": "o", "dgrad": "s", "wgrad": "^", "backward": "D"}  # of an operation: its marker
 
 
 def roofline(runs, out_path, dark):
-    """Achieved TFLOP/s against FLOPs per byte, under what the card's own copy and its own products allow: everything, and
-    the corner where the products are at a larger scale."""
+    """Achieved TFLOP/s against FLOPs per byte, under what the GPU's own copy and products allow:
+    everything, and the corner of the products at a larger scale. Products in 8 bits are hollow."""
     rows = records(runs, "floor", "op", "ms", "bytes")
-    rows = next(iter(grouped(rows, "preset", "batch_size").values()))  # of one model: others have other operations
-    copies = [row["bytes"] / row["ms"] / 1e9 for row in rows if row["op"].startswith("copy")]  # TB/s
-    ops = [dict(row, x=row["flops"] / row["bytes"], y=row["flops"] / row["ms"] / 1e9) for row in rows if row.get("flops")]
+    rows = next(iter(grouped(rows, "preset", "batch_size").values()))  # of one model
+    copies = [r["bytes"] / r["ms"] / 1e9 for r in rows if r["op"].startswith("copy")]  # TB/s
+    ops = []
+    for r in (r for r in rows if r.get("flops")):
+        name, _, way = r["op"].rpartition(" ")
+        name, way = (name, way) if way in WAYS else (r["op"], "forward")
+        kind = "attention" if name.startswith("attention") else "matmul"
+        kind = "optimizer" if name in ("AdamW", "clip") else kind
+        place = (r["flops"] / r["bytes"], r["flops"] / r["ms"] / 1e9)
+        ops.append((*place, name.replace("attention", "SDPA"), way, color_of(kind, dark)))
     if not copies or not ops:
         raise NoData("floor.jsonl has no copy, or no operation with FLOPs, to draw the roof from")
-    slope, fp8 = max(copies), [row for row in ops if row["op"].startswith("fp8")]
-    bf16 = [row for row in ops if row not in fp8]
-    roofs = {"bf16": max(row["y"] for row in bf16)} | ({"fp8": max(row["y"] for row in fp8)} if fp8 else {})
+    slope, roofs = max(copies), {}
+    for _, rate, name, *_ in ops:
+        bits = "fp8" if name.startswith("fp8") else "bf16"
+        roofs[bits] = max(rate, roofs.get(bits, 0))
     title = f"Memory gives {slope:.2f} TB/s, the best bf16 product {roofs['bf16']:.0f} TFLOP/s"
-    title += f", in fp8 {roofs['fp8']:.0f}" if fp8 else ""
-    figure, (left, right) = new_figure(8, 4.9, title, where_and_when(rows), ncols=2, width_ratios=[1, 1.3])
+    title += f", in fp8 {roofs['fp8']:.0f}" if "fp8" in roofs else ""
+    figure = blank(4.9, title, where_and_when(rows))
+    left, right = figure.subplots(ncols=2, width_ratios=[1, 1.3])
     edge = roofs["bf16"] / slope  # FLOPs a byte from which on memory is no longer what bounds
-    low, high = min(row["x"] for row in ops) / 2, max(row["x"] for row in ops) * 2.5
-    blue, orange, green = plot.SERIES[dark][:3]
-
-    def in_corner(row):
-        return row["x"] > edge / 2 and row["y"] > roofs["bf16"] / 2
-
+    low, high = min(op[0] for op in ops) / 2, max(op[0] for op in ops) * 2.5
+    corner = [op for op in ops if op[0] > edge / 2 and op[1] > roofs["bf16"] / 2]
     labels = {left: {}, right: {}}
     for ax in (left, right):
         for roof, line in zip(roofs.values(), ("-", "--")):
-            ax.loglog([low, roof / slope, high], [low * slope, roof, roof], line, color="0.5", linewidth=1.2, zorder=1)
-        for row in ops if ax is left else filter(in_corner, ops):
-            base, _, way = row["op"].rpartition(" ")
-            base, marker = (base, WAYS[way]) if way in WAYS else (row["op"], "o")
-            base = base.replace("attention ", "SDPA ")
-            color = orange if row in fp8 else blue if row["x"] >= edge else green
-            ax.plot(row["x"], row["y"], marker, color=color, markersize=5 if ax is right else 3.5)
-            if ax is right or not in_corner(row):
-                labels[ax].setdefault((base, color), []).append((row["x"], row["y"]))
-    left.set(ylim=(min(row["y"] for row in ops) / 3, 3 * max(roofs.values())), xlim=(low, high), ylabel="achieved TFLOP/s")
-    lowest = min(row["y"] for row in filter(in_corner, ops))
+            xs, ys = [low, roof / slope, high], [low * slope, roof, roof]
+            ax.loglog(xs, ys, line, color="0.5", linewidth=1.2, zorder=1)
+        for x, y, name, way, color in ops if ax is left else corner:
+            face = PAPER[dark]["paper"] if name.startswith("fp8") else color
+            ax.plot(
+                x, y, WAYS[way], color=color, markerfacecolor=face, markersize=4 + (ax is right)
+            )
+            if ax is right or (x, y, name, way, color) not in corner:
+                labels[ax].setdefault((name, color), []).append((x, y))
+    left.set(ylim=(min(op[1] for op in ops) / 3, 3 * max(roofs.values())), xlim=(low, high))
+    left.set(ylabel="achieved TFLOP/s", xlabel="FLOPs per byte that must move")
+    lowest = min(op[1] for op in corner)
     right.set(yscale="linear", ylim=(0.87 * lowest, 1.06 * max(roofs.values())))
     ticks = [x for x in (200, 500, 1000, 2000, 5000) if edge < x < high]
     right.set_xticks(ticks, map(str, ticks))
     right.minorticks_off()
-    right.set_xlim(edge, high)
-    left.set_xlabel("FLOPs per byte that must move")
-    right.set_xlabel("the corner of the products, larger")
+    right.set(xlim=(edge, high), xlabel="the corner of the products, larger")
     for name, roof in roofs.items():
-        right.annotate(f"{name} {roof:.0f}", (high, roof), xytext=(-2, 3), textcoords="offset points", ha="right", color="0.5",
-                       fontsize=8)  # fmt: skip
-    for way in [way for way in WAYS if any(row["op"].endswith(" " + way) for row in ops)]:
-        right.plot([], [], WAYS[way], color="0.5", markersize=5, label=way)
-    if right.get_legend_handles_labels()[0]:
-        right.legend(fontsize=8, loc="lower right", ncol=2)
+        write(right, f"{name} {roof:.0f}", high, roof, dx=-2, dy=6, ha="right", color="0.5")
+    for way, marker in WAYS.items():
+        right.plot([], [], marker, color="0.5", markersize=5, label=way)
+    right.legend(loc="lower right", ncol=2)
+    along = [low * (high / low) ** (i / 300) for i in range(300)]
+    others = [op[:2] for op in ops]
+    others += [(x, min(x * slope, roof)) for roof in roofs.values() for x in along]
     for ax, groups in labels.items():  # one text for an operation, at the middle one of its points
-        along = [low * (high / low) ** (i / 300) for i in range(300)]
-        roof_at = [(x, min(x * slope, roof)) for roof in roofs.values() for x in along]
-        others = [(row["x"], row["y"]) for row in ops] + roof_at
-        label_points(ax, [(*sorted(p)[len(p) // 2], base, color) for (base, color), p in groups.items()], others)
+        texts = [(*sorted(p)[len(p) // 2], name, color) for (name, color), p in groups.items()]
+        label_points(ax, texts, others)
     figure.savefig(out_path)
 
 
 def floor(runs, out_path, dark):
-    """The floors that the parts of one model's step add up to, and our own step: tokens/s. Beside them, for each model of the
-    same card, the floor of its parts run back to back as a share of our step."""
-    rows = [row for row in records(runs, "floor", "op", "tok_per_s", "step_ms") if row["op"].startswith("floor: ")]
+    """The floors that the parts of one model's step add up to, paler, and our own step: tokens/s. Beside
+    them, for each model of the same GPU, the floor of parts run back to back as a share of our step."""
+    rows = records(runs, "floor", "op", "tok_per_s", "step_ms")
+    rows = [
+        row for row in rows if row["op"].startswith("floor: ") and row["card"] == rows[-1]["card"]
+    ]
     if not rows:
         raise NoData("floor.jsonl has no line that begins with floor:")
-    rows = [row for row in rows if row["card"] == rows[-1]["card"]]
     models = grouped(rows, "preset", "batch_size")
-    first, bars = next(iter(models.values())), {}
+    first, bars, shares = next(iter(models.values())), {}, {}
     for row in first:
         name = "our step" + ", 8 bits in head and MLP" * ("8 bits" in row["op"])
         bars.setdefault(name, row["tok_per_s"] * row["ms"] / row["step_ms"])
         bars[row["op"].removeprefix("floor: ").replace(", GELU", "\nGELU")] = row["tok_per_s"]
-    shares = {}  # model: {bits: the floor's milliseconds over ours}
     for (preset, batch_size), alike in models.items():
         for row in alike:
             if "back to back" in row["op"] and "its own kernels" not in row["op"]:
                 bits = "8 bits" if "8 bits" in row["op"] else "16 bits"
-                shares.setdefault(f"{preset}, B = {batch_size}", {})[bits] = row["ms"] / row["step_ms"]
-    spread = sorted({f"{row['ms'] / row['step_ms']:.0%}" for row in first}, key=lambda text: (len(text), text))
-    title = f"Our step runs at {' to '.join(dict.fromkeys([spread[0], spread[-1]]))} of what its parts add up to"
-    both = len(shares) > 1
-    grid = dict(ncols=2, width_ratios=[1.7, 1]) if both else {}
-    figure, axes = new_figure(8, 1.2 + 0.52 * len(bars), title, where_and_when(rows), **grid)
-    ax = axes[0] if both else axes
+                model = f"{preset.removeprefix('gpt2-')}, B = {batch_size}"
+                shares.setdefault(model, {})[bits] = row["ms"] / row["step_ms"]
+    spread = [row["ms"] / row["step_ms"] for row in first]
+    title = f"Our step runs at {min(spread):.0%} to {max(spread):.0%} of what its parts add up to"
+    figure, blue = (
+        blank(1.2 + 0.52 * len(bars), title, where_and_when(rows)),
+        color_of("speed", dark),
+    )
+    ax, beside = figure.subplots(ncols=2, width_ratios=[1.7, 1])
     for y, (name, speed) in enumerate(bars.items()):
-        ax.barh(y, speed, height=0.7, color=plot.SERIES[dark][name.startswith("our step")])
-        ax.annotate(plot.short(speed), (speed, y), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9)
-    ax.set(yticks=range(len(bars)), yticklabels=bars, ylim=(len(bars) - 0.5, -0.5), xlabel="tokens/s",
-           xlim=(0, 1.15 * max(bars.values())))  # fmt: skip
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: plot.short(value)))
-    ax.grid(axis="y", visible=False)
-    if both:
-        for color, bits, dy in ((plot.SERIES[dark][1], "16 bits", 7), (plot.SERIES[dark][2], "8 bits", -15)):
-            points = [(share[bits], y) for y, share in enumerate(shares.values()) if bits in share]
-            axes[1].plot([x for x, _ in points], [y for _, y in points], "o", color=color, label=bits)
-            for share, y in points:
-                axes[1].annotate(f"{share:.0%}", (share, y), (0, dy), textcoords="offset points", ha="center", fontsize=9)
-        axes[1].set(yticks=range(len(shares)), yticklabels=shares, ylim=(len(shares) - 0.5, -0.9), xlim=(0.8, 1),
-                    xlabel="back to back,\nof our step's time")  # fmt: skip
-        axes[1].xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-        axes[1].legend(fontsize=8.5, loc="upper right", ncol=2, handletextpad=0, columnspacing=0.6, borderaxespad=0)
+        ax.barh(y, speed, height=0.7, color=blue, alpha=1 if name.startswith("our step") else 0.5)
+        write(ax, short(speed), speed, y)
+    rows_of(ax, list(bars))
+    ax.set(xlabel="tokens/s", xlim=(0, 1.15 * max(bars.values())))
+    ax.xaxis.set_major_formatter(shorten)
+    for bits, face, dy in (("16 bits", blue, 10), ("8 bits", PAPER[dark]["paper"], -11)):
+        points = [(share[bits], y) for y, share in enumerate(shares.values()) if bits in share]
+        how = dict(color=blue, markerfacecolor=face, label=bits)
+        beside.plot([x for x, _ in points], [y for _, y in points], "o", **how)
+        for share, y in points:
+            write(beside, f"{share:.0%}", share, y, dx=0, dy=dy, ha="center")
+    rows_of(beside, list(shares), room=0.9)
+    beside.set(xlim=(0.8, 1), xlabel="back to back,\nof our step's time")
+    beside.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    how = dict(handletextpad=0, columnspacing=0.6, borderaxespad=0)
+    beside.legend(loc="upper right", ncol=2, **how)
     figure.savefig(out_path)
 
 
-# ------------------------------------------------------------------------------------------------ several GPUs
+# ---------------------------------------------------------------------------------- several GPUs
+
+OURS = ("ddp", "zero1_16bit", "loop", "loop_zero1")  # modes that the trainer has, with 250 MB
+LEFT_OUT = ("alone_one", "zero1_in_graph", "zero1_16bit_all")  # what all is held against; dead ends
 
 
 def parallel(runs, out_path, dark):
-    """Tokens/s of N cards as a fraction of N times one card alone, by way of telling each other the gradients: a dot for each
-    run of bench/parallel.py, held against the one card that the table there holds it against, and a line at their mean. The
-    first model's ways stand on the left, all others on the right; what the trainer does has another colour than what was
-    tried in bench/ alone."""
-    from parallel import LOOPS, MODES, PRESETS, World, references  # it imports torch
+    """Tokens/s of N GPUs as a share of N times one alone, by way of telling each other the gradients: a dot
+    for each run, held against the one that bench/parallel.py's table holds it against, a line at their
+    mean. The first model's ways stand on the left, all others on the right."""
+    from parallel import references  # it imports torch
 
-    def named(mode, bucket_mb):
-        return words(mode) + (f", {bucket_mb} MB" if bucket_mb else "")
-
-    panels, rows = {}, records(runs, "parallel", "mode", "world_size", "tok_per_s")
-    setting = "preset", "world_size", "eight_bits", "device", "batch_size", "compile", "torch", "grad_accum_steps"
-    for kind, alike in grouped(rows, *setting).items():
-        if any(row["mode"] == "alone_one" for row in alike):
-            for row in alike:
-                if row.get("env", {}).keys() - {"NCCL_VERSION", "NCCL_NVLS_ENABLE"}:  # an experiment with NCCL's settings
-                    continue
-                if row["mode"] in MODES and row["mode"] != "alone_one":  # others were given up
-                    share = row["tok_per_s"] / references(row, alike)[0]
-                    panels.setdefault(kind, {}).setdefault((row["mode"], row.get("bucket_mb")), []).append(share)
+    setting = (
+        "preset world_size eight_bits device batch_size compile torch grad_accum_steps".split()
+    )
+    panels = {}
+    for kind, alike in grouped(records(runs, "parallel", "mode", "tok_per_s"), *setting).items():
+        for row in alike:
+            tried = row.get("env", {}).keys() - {"NCCL_VERSION", "NCCL_NVLS_ENABLE"}
+            if tried or row["mode"] in LEFT_OUT or not references(row, alike)[0]:
+                continue
+            mode = row["mode"], row.get("bucket_mb")
+            share = row["tok_per_s"] / references(row, alike)[0]
+            panels.setdefault(kind, {}).setdefault(mode, []).append(share)
     if not panels:
         raise NoData("parallel.jsonl needs the mode alone_one and another one to hold against it")
-    for kind, modes in panels.items():
-        panels[kind] = dict(sorted(modes.items(), key=lambda item: (item[0][0] != "alone", -statistics.mean(item[1]))))
-    order = [*PRESETS, *(kind[0] for kind in panels)]
-    first, *others = sorted(panels, key=lambda kind: (order.index(kind[0]), -kind[1], bool(kind[2]), kind[4]))
-    tried = {mode: shares for mode, shares in panels[first].items() if mode[0] not in ("alone", *LOOPS)} or panels[first]
-    best, shares = max(tried.items(), key=lambda item: statistics.mean(item[1]))
-    span = f"{min(shares):.1%} to {max(shares):.1%}" if len(shares) > 1 else f"{shares[0]:.1%}"
-    title = f"{first[0]}: {named(*best)} on {first[1]} GPUs reaches {span} of {first[1]} times one GPU"
-    left, right = len(panels[first]), sum(len(panels[kind]) + 2 for kind in others)
-    figure = blank(8, 1.6 + 0.2 * max(left, right), title, where_and_when(rows))
+
+    def mean(item):
+        return item[0][0] != "alone", -statistics.mean(item[1])
+
+    sizes = ["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", *(kind[0] for kind in panels)]
+    order = sorted(panels, key=lambda k: (sizes.index(k[0]), -k[1], bool(k[2]), k[4]))
+    panels = {kind: dict(sorted(panels[kind].items(), key=mean)) for kind in order}
+    first, *others = panels
+    best = next((m for m in panels[first] if m[0] != "alone"), "alone")
+    low, high = min(panels[first][best]), max(panels[first][best])
+    title = f"{first[0]}: {words(best[0])} on {first[1]} GPUs reaches {low:.1%} to {high:.1%} of {first[1]} times one GPU"
+    rows = records(runs, "parallel", "mode", "tok_per_s")
+    lengths = [len(panels[kind]) + 2 for kind in others]
+    figure = blank(1.6 + 0.21 * max(len(panels[first]), sum(lengths)), title, where_and_when(rows))
     halves = figure.add_gridspec(1, 2 if others else 1)
     places = [halves[0, 0]]
     if others:
-        places += halves[0, 1].subgridspec(len(others), 1, height_ratios=[len(panels[kind]) + 1 for kind in others])
-    everything = [share for modes in panels.values() for shares in modes.values() for share in shares]
-    low, high = min(everything), max(1, max(everything))
-    several = {kind[0]: {(other[4], other[7]) for other in panels if other[0] == kind[0]} for kind in panels}  # micro-batches
-    for place, kind in zip(places, [first, *others]):
+        places += halves[0, 1].subgridspec(len(others), 1, height_ratios=lengths)
+    shares = [share for modes in panels.values() for values in modes.values() for share in values]
+    for place, (kind, modes) in zip(places, panels.items()):
         ax = figure.add_subplot(place)
-        for y, ((mode, bucket_mb), shares) in enumerate(panels[kind].items()):
-            ours = mode in ("ddp", "zero1_16bit", *LOOPS) and bucket_mb in (None, World.bucket_mb)
-            color = "0.55" if mode == "alone" else plot.SERIES[dark][0 if ours else 1]
-            ax.plot(shares, [y] * len(shares), "o", color=color, alpha=0.75, markersize=4.5, markeredgewidth=0)
-            ax.plot([statistics.mean(shares)] * 2, [y - 0.35, y + 0.35], color=color, linewidth=1.5)
-        size = f", B = {kind[4]}" * (len(several[kind[0]]) > 1) + (f" x {kind[7]}" if kind[7] else "")
-        bits = ", 8 bits" * bool(kind[2])
-        ax.set_title(f"{kind[0]} on {kind[1]}{size}{bits}", fontsize=9.5, pad=3)
-        ax.set(ylim=(len(panels[kind]) - 0.4, -0.6), xlim=(low - 0.005, high + 0.005))
-        names = [f"{named(*mode)}  {statistics.mean(shares):.1%}" for mode, shares in panels[kind].items()]
-        ax.set_yticks(range(len(names)), names, fontsize=8)
-        ax.tick_params(axis="x", labelsize=8 if kind == first else 7)
+        for y, ((mode, bucket_mb), values) in enumerate(modes.items()):
+            ours = mode in OURS and bucket_mb in (None, 250)
+            color = color_of("memory" if mode == "alone" else "speed", dark)
+            face = color if ours or mode == "alone" else PAPER[dark]["paper"]
+            ax.plot(
+                values, [y] * len(values), "o", color=color, markerfacecolor=face, markersize=4.5
+            )
+            ax.plot([statistics.mean(values)] * 2, [y - 0.35, y + 0.35], color=color, linewidth=1.5)
+        title = f"{kind[0]} on {kind[1]}, B = {kind[4]}{f' x {kind[7]}' if kind[7] else ''}"
+        ax.set_title(title + ", 8 bits" * bool(kind[2]), fontsize=9.5, pad=3, loc="right")
+        names = [
+            f"{words(mode)}{f', {mb} MB' if mb else ''}  {statistics.mean(values):.1%}"
+            for (mode, mb), values in modes.items()
+        ]
+        rows_of(ax, names, room=0.6)
+        ax.tick_params(labelsize=SMALL)
+        ax.set_xlim(min(shares) - 0.005, max(1, *shares) + 0.005)
         ax.axvline(1, color="0.5", linewidth=1, linestyle=(0, (5, 3)))
         ax.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-        ax.grid(axis="y", visible=False)
-        ax.xaxis.set_major_locator(MultipleLocator(0.02))
+        ax.xaxis.set_major_locator(MultipleLocator(0.02 if kind == first else 0.05))
         if kind == first:
-            ax.set_xlabel("share of N times one GPU of the same machine", fontsize=8.5)
-            for number, text in enumerate(("as the trainer does it", "tried in bench/")):
-                ax.plot([], [], "o", color=plot.SERIES[dark][number], markersize=4.5, label=text)
-            ax.legend(fontsize=8, loc="lower right", bbox_to_anchor=(0.85, 0))
+            ax.set_xlabel("share of N times one GPU\nof the same machine", fontsize=SMALL)
+            blue = color_of("speed", dark)
+            for text, face in (("as the trainer does it", blue), ("tried", PAPER[dark]["paper"])):
+                ax.plot([], [], "o", color=blue, markerfacecolor=face, markersize=4.5, label=text)
+            ax.legend(loc="lower right", bbox_to_anchor=(0.9, 0))
         elif kind != others[-1]:
             ax.tick_params(labelbottom=False)
     figure.savefig(out_path)
 
 
 def overlap(mode):
-    """The picture of what computes and what communicates in one step of one card, from the extract of a mode's trace."""
+    """What computes, by class, and what communicates over the time of one step of one GPU."""
 
     def picture(runs, out_path, dark):
-        extract = runs / f"{mode}.kernels.json"
-        if not extract.exists():
-            raise NoData(f"there is no {extract.name}")
-        from parallel import overlap_picture  # it imports torch
+        from kernels import read_extract  # they import torch
+        from parallel import overlap
 
         try:
-            overlap_picture(extract, out_path, dark)
-        except ValueError as error:
+            extract = read_extract(runs / f"{mode}.kernels.json")
+        except UserError as error:
             raise NoData(str(error)) from error
+        times, lanes = overlap(extract["kernels"]), {}
+        for kind, _, _, start, us in extract["kernels"]:
+            lanes.setdefault(kind, []).append((start / 1000, us / 1000))
+        much, title = times["nccl_us"] / 1000, f"{extract['mode']}: no communication in this step"
+        if much:
+            share = times["hidden_us"] / times["nccl_us"]
+            title = f"{extract['mode']}: {share:.0%} of {much:.1f} ms of communication hidden under computation"
+        figure = blank(2.6, title)
+        ax = figure.subplots()
+        for kind in (kind for kind in KINDS if kind in lanes):
+            lane = (0.1 if kind == "communication" else 1.1, 0.8)
+            ax.broken_barh(lanes[kind], lane, color=color_of(kind, dark), linewidth=0, label=kind)
+        ax.set_yticks([0.5, 1.5], ["NCCL", "compute"])
+        ax.set(ylim=(0, 2), xlim=(0, times["step_us"] / 1000))
+        gpus = f"{extract['world_size']} x {extract['device']}, torch {extract['torch']}"
+        ax.set_xlabel(f"ms of one step of rank 0, {gpus}")
+        ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.35), ncols=7, handlelength=1)
+        ax.grid(False)
+        figure.savefig(out_path)
 
     return picture
 
 
-# ------------------------------------------------------------------------------------------------- command line
+# ------------------------------------------------------------------------------------ command line
 
-# name -> (how it is drawn, the command that makes its measurements)
-PICTURES = {
+GPUS = "torchrun --standalone --nproc_per_node=4 bench/parallel.py"
+FIGURES = {  # name: (how it is drawn, the command that makes its records)
     "laptop": (curve("laptop_builtin"), "python train_gpt2.py --preset laptop"),
     "corpus_124m_h200": (curve("corpus_124m_h200"), "python train_gpt2.py --preset gpt2"),
     "tokens": (tokens, "python train_gpt2.py --preset gpt2"),
     "ladder": (ladder, "python bench/ladder.py"),
+    "shapes": (shapes, "python bench/ladder.py --shapes 4x256 12x768 gpt2-medium"),
     "kernels": (kernels, "python bench/ladder.py"),
     "micro_batch": (micro_batch, "python bench/ladder.py --groups micro_batch"),
     "vocabulary": (vocabulary, "python bench/ladder.py --groups vocabulary"),
     "ladder_loss": (ladder_loss, "python bench/ladder.py --groups loss --data edu_fineweb10B"),
     "roofline": (roofline, "python bench/floor.py"),
     "floor": (floor, "python bench/floor.py"),
-    "parallel": (parallel, "python bench/parallel.py --nproc_per_node 4 --out readme.assets/runs/parallel.jsonl"),
-    "overlap": (overlap("ddp"), "python bench/parallel.py --nproc_per_node 4 --modes ddp --trace readme.assets/runs"),
+    "parallel": (parallel, GPUS),
+    "overlap": (overlap("ddp"), f"{GPUS} --modes ddp --trace readme.assets/runs"),
     "overlap_zero1": (
-        overlap("zero1_16bit"), "python bench/parallel.py --nproc_per_node 4 --modes zero1_16bit --trace readme.assets/runs"
+        overlap("zero1_16bit"),
+        f"{GPUS} --modes zero1_16bit --trace readme.assets/runs",
     ),
     "overlap_in_graph": (
-        overlap("in_graph"), "python bench/parallel.py --nproc_per_node 4 --modes in_graph --trace readme.assets/runs"
+        overlap("in_graph"),
+        "a3954dc's bench/parallel.py --modes in_graph --trace",
     ),
 }
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="name", help=f"pictures to draw: {', '.join(PICTURES)}; none: all")
-    parser.add_argument("--runs", type=Path, default=RUNS, help="folder of the measurements (default: readme.assets/runs)")
-    parser.add_argument("--out", type=Path, default=ASSETS, help="folder of the pictures (default: readme.assets)")
-    args = parser.parse_args()
-    for name in args.names:
-        if name not in PICTURES:
-            parser.error(f"{name} is no picture of this project; there are {', '.join(PICTURES)}")
-    if not args.runs.is_dir():
-        parser.error(f"there is no folder {args.runs}; --runs names one with measurements")
-    try:
-        check_writable(args.out / "loss.png", "out")  # makes the folder
-    except ValueError as error:
-        parser.error(str(error))
-    names, left_out = args.names or list(PICTURES), 0
-    for name in names:
-        draw, command = PICTURES[name]
+@dataclass
+class Config:
+    names: Positional[tuple[Literal[tuple(FIGURES)], ...]] = ()  # figures to draw; all if empty
+    runs: str = str(RUNS)  # folder of the records
+    out: str = str(ROOT / "readme.assets")  # folder of the figures
+
+
+def main(argv):
+    cfg = parse(Config, argv, description=__doc__)
+    runs, out = Path(cfg.runs), Path(cfg.out)
+    if not runs.is_dir():
+        raise UserError(f"there is no folder {runs}; --runs names one with records")
+    check_writable(out / "ladder.png", "out")
+    left_out = 0
+    for name in cfg.names or FIGURES:
+        picture, made_by = FIGURES[name]
         try:
             for dark in (False, True):
-                path = args.out / f"{name}{'_dark' if dark else ''}.png"
-                with matplotlib.rc_context(plot.style(dark)):
-                    draw(args.runs, path, dark)
+                path = out / f"{name}{'_dark' if dark else ''}.png"
+                with matplotlib.rc_context(style(dark)):
+                    picture(runs, path, dark)
                 print(path)
         except NoData as missing:
-            print(f"{name}: left out, {missing} in {args.runs}; `{command}` makes it", file=sys.stderr)
+            print(f"{name}: left out, {missing} in {runs}; `{made_by}` makes it", file=sys.stderr)
             left_out += 1
-    if left_out == len(names):
-        sys.exit(2)
+    return 2 if left_out == len(cfg.names or FIGURES) else 0
 
 
 if __name__ == "__main__":
-    with running("figures.py"):
-        main()
+    command(main)

@@ -2,33 +2,22 @@
 
     python bench/run_notebook.py    # four to five minutes on two cores; needs requirements-notebook.txt
 
-Its pictures are saved with 128 colours, in which lines and text look the same at a third of the bytes. A cell that fails
-leaves the file as it was. Two cells of chapter 2 are about GPT-2's tokenizer, whose files TIKTOKEN_CACHE_DIR may name.
+Its pictures are saved with 128 colours, in which lines and text look the same at a third of the bytes. A
+cell that fails leaves the file as it was. Two cells of chapter 2 are about GPT-2's tokenizer, whose files
+TIKTOKEN_CACHE_DIR may name.
 """
 
-import argparse
 import base64
 import io
 import os
-import sys
-from pathlib import Path
 
-try:
-    import nbformat
-    from nbclient import NotebookClient
-    from nbclient.exceptions import CellExecutionError
-    from PIL import Image
-except ModuleNotFoundError as missing:
-    if __name__ != "__main__":
-        raise
-    way_out = "python -m pip install -r requirements-notebook.txt"
-    print(f"run_notebook.py: error: {missing.name} is not here: {way_out}", file=sys.stderr)
-    sys.exit(2)
+import nbformat
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+from PIL import Image
+from records import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from lab.run.stop import running  # noqa: E402
+from lab.cli import RunError, command, parse
 
 NOTEBOOK = ROOT / "play.ipynb"
 
@@ -36,7 +25,8 @@ NOTEBOOK = ROOT / "play.ipynb"
 def executed():
     """The notebook with the outputs of a fresh kernel. Raises CellExecutionError where a cell fails."""
     notebook = nbformat.read(NOTEBOOK, 4)
-    NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}).execute()
+    where = {"metadata": {"path": str(ROOT)}}
+    NotebookClient(notebook, timeout=600, kernel_name="python3", resources=where).execute()
     return notebook
 
 
@@ -48,15 +38,11 @@ def shrink(png):
     return base64.b64encode(file.getvalue()).decode()
 
 
-def main():
-    argparse.ArgumentParser(
-        prog="bench/run_notebook.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
+def run():
     try:
         notebook = executed()
     except CellExecutionError as error:
-        print(f"run_notebook.py: error: {NOTEBOOK} stays as it was, as a cell failed:\n{error}", file=sys.stderr)
-        sys.exit(1)
+        raise RunError(f"{NOTEBOOK} stays as it was, as a cell failed:\n{error}") from error
     for cell in notebook.cells:
         for output in cell.get("outputs", []):
             if "image/png" in output.get("data", {}):
@@ -68,5 +54,4 @@ def main():
 
 
 if __name__ == "__main__":
-    with running("run_notebook.py"):
-        main()
+    command(lambda argv: parse(run, argv, description=__doc__))

@@ -1,29 +1,35 @@
-"""One door to the tools: python -m lab report log/RUN, or from another folder python /path/to/lab report log/RUN."""
+"""One door to the tools: python -m lab report log/RUN; elsewhere python /path/to/lab report log/RUN."""
 
 import importlib
 import os
 import sys
 
+if __name__ == "__main__":
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+from lab.cli import command
+
 TOOLS = {
-    "export": ("lab.weights", "write a model as a folder that transformers loads"),
-    "plan": ("lab.tools.plan", "would a run fit, how long would it take, what would it cost?"),
-    "plot": ("lab.tools.plot", "the curves of one or several runs in one picture"),
-    "report": ("lab.tools.report", "a page of one run, or of two beside each other"),
+    "export": "write a model as a folder that transformers loads",
+    "plan": "would a run fit, how long would it take, what would it cost?",
+    "plot": "the curves of one or several runs in one picture",
+    "report": "a page of one run, or of two beside each other",
 }
 
 
-def main():
-    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
-    if name not in TOOLS:
-        lines = "".join(f"  {tool:8} {text}\n" for tool, (_, text) in TOOLS.items())
-        wrong = "" if name in ("-h", "--help") else f"error: there is no tool {name}\n"
-        print(f"{wrong}usage: python -m lab TOOL ...\n\n{lines}\npython -m lab TOOL --help lists the flags of one",
-              file=sys.stderr if wrong else sys.stdout)  # fmt: skip
-        return 2 if wrong else 0
-    sys.argv[:2] = [f"python -m lab {name}"]
-    return importlib.import_module(TOOLS[name][0]).main()
+def main(argv):
+    name = argv[0] if argv else "--help"
+    if name in TOOLS:
+        return importlib.import_module(f"lab.tools.{name}").main(argv[1:])
+    wrong = name not in ("-h", "--help")
+    lines = "\n".join(f"  {tool:8} {text}" for tool, text in TOOLS.items())
+    print(
+        f"error: there is no tool {name}\n" * wrong + "usage: python -m lab TOOL ...\n\n"
+        f"{lines}\n\npython -m lab TOOL --help lists the flags of one",
+        file=sys.stderr if wrong else sys.stdout,
+    )
+    return 2 if wrong else 0
 
 
 if __name__ == "__main__":
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # also where this folder itself is run
-    sys.exit(main())
+    command(main, name=f"lab {sys.argv[1]}" if sys.argv[1:] else "lab")

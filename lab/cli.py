@@ -1,4 +1,5 @@
-"""What all commands share: errors that a person can mend, one boundary that says them, flags from dataclasses.
+"""What all commands share: errors that a person can mend, one boundary that says them, flags from
+dataclasses.
 
 Imports nothing slow: a command that is typed wrong should say so at once.
 """
@@ -21,7 +22,8 @@ class UserError(Exception):
 
 
 class RunError(UserError):
-    """The run went wrong, as by a loss that is not finite. One sentence too, with another exit status."""
+    """The run went wrong, as by a loss that is not finite. One sentence too, with another exit
+    status."""
 
     status = 1
 
@@ -30,11 +32,12 @@ def command(main, name=None):
     """Run main(argv) as a program, and end the process with its exit status (None: 0).
 
     A UserError becomes one sentence. Whatever else is raised keeps its traceback, as it is not the
-    user's to mend. Statuses: 0 done, 1 went wrong, 2 bad input, 75 stopped by a signal and saved, 130
-    Ctrl-C.
+    user's to mend. Statuses: 0 done, 1 went wrong, 2 bad input, 75 stopped by a signal and saved,
+    130 Ctrl-C.
     """
     name = name or Path(sys.argv[0]).name
-    # Who imports this file by its name gets the module that runs, not a second one with classes of its own.
+    # Who imports this file by its name gets the module that runs, not a second one with classes of
+    # its own.
     sys.modules.setdefault(Path(sys.argv[0]).stem, sys.modules["__main__"])
     sys.stdout.reconfigure(
         errors="replace"
@@ -87,7 +90,8 @@ def say(text):
 
 
 def parse(settings, argv, prog=None, description=None):
-    """tyro.cli with this project's conventions: --like_this, no prefixes, --no_compile beside --compile."""
+    """tyro.cli with this project's conventions: --like_this, no prefixes, --no_compile beside
+    --compile."""
     import tyro
 
     prog = prog or Path(sys.argv[0]).name
@@ -107,7 +111,8 @@ def quoted(text):
 
 
 def program(name):
-    """What to type, from the folder that we are in, for a file of this project, or for "lab" and a tool of it."""
+    """What to type, from the folder that we are in, for a file of this project, or for "lab" and a
+    tool of it."""
     here = Path.cwd() == ROOT
     file, _, tool = name.partition(" ")
     path = ("-m lab" if file == "lab" else file) if here else quoted(str(ROOT / file))
@@ -115,7 +120,8 @@ def program(name):
 
 
 def this_python():
-    """What to type for the interpreter that runs this: python, where that is the same one, else its path."""
+    """What to type for the interpreter that runs this: python, where that is the same one, else its
+    path."""
     found = shutil.which("python")
     here = Path(sys.executable)
     if found and Path(found).parent.absolute() == here.parent.absolute():
@@ -126,9 +132,9 @@ def this_python():
 def set_threads():
     """Say how OpenMP's threads wait on a CPU, before torch starts them.
 
-    Threads that spin while they wait are up to twice as fast where nothing else runs; where something
-    does, they take the time of those that work (docs/LOG.md). So the load of the last tenth of a second
-    decides, where the system tells it.
+    Threads that spin while they wait are up to twice as fast where nothing else runs; where
+    something does, they take the time of those that work (docs/LOG.md). So the load of the last
+    tenth of a second decides, where the system tells it.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ["OMP_WAIT_POLICY"] = "ACTIVE" if idle_share() > 0.9 else "PASSIVE"

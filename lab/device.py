@@ -1,4 +1,5 @@
-"""What this machine can do: precision, compilation, memory, peak rate. Probed or looked up, never assumed."""
+"""What this machine can do: precision, compilation, memory, peak rate. Probed or looked up, never
+assumed."""
 
 import contextlib
 import importlib.util
@@ -10,8 +11,9 @@ from lab.cli import UserError, out_of_memory
 from lab.files import first_line
 
 # name: (dense peak in TFLOP/s at 16 bits with 32-bit sums, from the vendors' datasheets; GiB that
-# nvidia-smi shows, the smallest where there are several sizes). The first match wins. GDDR memory with
-# error correction shows 15/16 of its size (T4, L4, A10, L40S: modal-labs/modal-client, pull 2797).
+# nvidia-smi shows, the smallest where there are several sizes). The first match wins. GDDR memory
+# with error correction shows 15/16 of its size (T4, L4, A10, L40S: modal-labs/modal-client, pull
+# 2797).
 GPUS = {
     "B200": (2250, 180), "GH200": (989, 96), "H200": (989, 141), "H100 PCIe": (756, 80),
     "H100 NVL": (835, 94), "H100": (989, 80), "H800": (989, 80), "A100": (312, 40), "A800": (312, 40),
@@ -33,7 +35,8 @@ def is_other_chip(words):
 
 
 def peak_flops(device):
-    """The GPU's dense 16-bit peak in FLOP/s, or None where the table has none: better than a guess."""
+    """The GPU's dense 16-bit peak in FLOP/s, or None where the table has none: better than a
+    guess."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     words = name.replace("-", " ").split()
     if is_other_chip(words):
@@ -45,7 +48,8 @@ def peak_flops(device):
 
 
 def find_device(name, local_rank):
-    """The torch.device of this process; name is auto, cuda (one for each local rank), cuda:N, mps or cpu. Raises UserError."""
+    """The torch.device of this process; name is auto, cuda (one for each local rank), cuda:N, mps
+    or cpu. Raises UserError."""
     if name == "auto":
         name = (
             "cuda"
@@ -64,7 +68,8 @@ def find_device(name, local_rank):
     if name == "cuda":
         if local_rank >= torch.cuda.device_count():
             raise UserError(
-                f"--nproc_per_node asks for more processes than the {torch.cuda.device_count()} GPUs of this machine"
+                f"--nproc_per_node asks for more processes than the {torch.cuda.device_count()} GPUs "
+                "of this machine"
             )
         name = f"cuda:{local_rank}"
     try:
@@ -93,12 +98,14 @@ class Precision:
                 else "fp32"
             )
         elif wanted == "auto":
-            self.name = "fp32"  # CPU and MPS: float32 is the safe choice there; bf16 on CPU is for --precision to ask
+            # CPU and MPS: float32 is the safe choice there; bf16 on CPU is for --precision to ask
+            self.name = "fp32"
         if self.name == "fp16" and device.type == "cpu":
             raise UserError("precision=fp16 needs a GPU; on CPU use fp32 or bf16")
         self.dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.name)
         self.is_16_bit = self.dtype is not None
-        # fp16 ends at 6e-8: the scaler multiplies the loss up so that small gradients survive (Micikevicius 2018, 3.2)
+        # fp16 ends at 6e-8: the scaler multiplies the loss up so that small gradients survive
+        # (Micikevicius 2018, 3.2)
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.name == "fp16")
 
     def autocast(self):
@@ -108,7 +115,8 @@ class Precision:
         )
 
     def prepare(self):
-        """Let matrix products that stay in float32 round their inputs to TF32 (10 bits of mantissa), except in fp32."""
+        """Let matrix products that stay in float32 round their inputs to TF32 (10 bits of
+        mantissa), except in fp32."""
         if self.device.type == "cuda":
             torch.set_float32_matmul_precision("highest" if self.name == "fp32" else "high")
 
@@ -134,7 +142,8 @@ def why_no_compile(device, model_config):
 
 
 def memory_of(device):
-    """(bytes, "GPU" or "machine") of memory that there is in all; infinite where the system does not say."""
+    """(bytes, "GPU" or "machine") of memory that there is in all; infinite where the system does
+    not say."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory, "GPU"
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
@@ -146,8 +155,8 @@ def fit_batch_size(model, cfg, world, precision, most=64):
     """Most sequences per micro-step that divide the step evenly and fit in memory, at most `most`.
 
     Tried for real, largest first, with the eager model, which needs a little more memory than the
-    compiled one. On a CPU nothing is tried: it takes at most 16384 tokens at a time. Raises UserError
-    where total_batch_size cannot be divided, or where not even one sequence fits.
+    compiled one. On a CPU nothing is tried: it takes at most 16384 tokens at a time. Raises
+    UserError where total_batch_size cannot be divided, or where not even one sequence fits.
     """
     each, rest = divmod(cfg.total_batch_size, cfg.seq_len * world.world_size)
     if rest or not each:
@@ -171,9 +180,10 @@ def fit_batch_size(model, cfg, world, precision, most=64):
 
 
 def fits(model, size, cfg, world, precision):
-    """Whether a micro-step of so many sequences, and what training holds beside it, fits on this GPU."""
-    # AdamW's two moments and DDP's buckets come on top, or shares of the moments and of the weights, and
-    # gradients that are kept over micro-steps; 5 % is left for fragments
+    """Whether a micro-step of so many sequences, and what training holds beside it, fits on this
+    GPU."""
+    # AdamW's two moments and DDP's buckets come on top, or shares of the moments and of the
+    # weights, and gradients that are kept over micro-steps; 5 % is left for fragments
     copies = 1 + 3 / world.world_size if cfg.parallel == "zero1" and world.distributed else 3
     beside = copies * sum(p.numel() * p.element_size() for p in model.parameters())
     try:

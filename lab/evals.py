@@ -1,4 +1,5 @@
-"""What a run is measured by: validation loss against two baselines, samples. Nothing here touches training."""
+"""What a run is measured by: validation loss against two baselines, samples. Nothing here touches
+training."""
 
 import math
 
@@ -11,8 +12,8 @@ from lab.run.checkpoints import link_best
 
 
 class Every:
-    """An event of a run: due each `every` steps (0: never) and after the last; `do(run)` returns what the
-    log notes of it, or None."""
+    """An event of a run: due each `every` steps (0: never) and after the last; `do(run)` returns
+    what the log notes of it, or None."""
 
     def __init__(self, name, every, do=None):
         self.name, self.every = name, every
@@ -26,7 +27,8 @@ class Every:
 
 
 class Validation(Every):
-    """Loss on the first cfg.val_tokens of the validation split, beside what a guess without context has."""
+    """Loss on the first cfg.val_tokens of the validation split, beside what a guess without context
+    has."""
 
     def __init__(self, run, stop):
         cfg, vocab_size = run.cfg, run.raw_model.config.vocab_size
@@ -63,11 +65,11 @@ class Validation(Every):
 
 @torch.no_grad()
 def evaluate(model, shards, cfg, batch_size, world, precision, stop=None):
-    """Sums over the first cfg.val_tokens targets of a split (0: all): {"loss": in nats, "targets": count},
-    each process doing its share. Raises Stopped between two batches if `stop` was asked to.
+    """Sums over the first cfg.val_tokens targets of a split (0: all): {"loss": in nats, "targets":
+    count}, each process doing its share. Raises Stopped between two batches if `stop` was asked to.
 
-    The tokens and their order depend on nothing but the data, and no random number is drawn. The last
-    batch is filled up with targets of -1, so that a compiled model sees one shape.
+    The tokens and their order depend on nothing but the data, and no random number is drawn. The
+    last batch is filled up with targets of -1, so that a compiled model sees one shape.
     """
     targets, T = min(cfg.val_tokens or len(shards), len(shards) - 1), cfg.seq_len
     if targets < 1:
@@ -110,8 +112,8 @@ def target_counts(shards, tokens):
 
 
 def unigram_entropy(train_shards, val_shards, val_tokens):
-    """Nats per token of a model that only knows how often each token occurs in (the first 20M tokens of)
-    the training data: what there is to gain without any context."""
+    """Nats per token of a model that only knows how often each token occurs in (the first 20M
+    tokens of) the training data: what there is to gain without any context."""
     seen, asked = target_counts(train_shards, 20_000_000) + 1, target_counts(val_shards, val_tokens)
     return float(-(asked / asked.sum() * np.log(seen / seen.sum())).sum())
 
@@ -127,7 +129,8 @@ def bytes_per_token(tokenizer, shards, val_tokens):
 
 
 def tokenizer_for(vocab_size, world):
-    """The tokenizer that has this many ids, or None, saying so, where it is not known or not to be had."""
+    """The tokenizer that has this many ids, or None, saying so, where it is not known or not to be
+    had."""
     try:
         return get_tokenizer(name_of_size(vocab_size))
     except UserError as error:
@@ -154,8 +157,8 @@ class Samples(Every):
 
 
 def draw_samples(model, tokenizer, prompt, tokens, seed, count=2):
-    """`count` texts that begin with the prompt. Where the model ends a text and begins another, a line
-    stands between them."""
+    """`count` texts that begin with the prompt. Where the model ends a text and begins another, a
+    line stands between them."""
     device, eot = model.lm_head.weight.device, model.config.vocab_size - 1
     ids = [eot] + tokenizer.encode(prompt)  # end-of-text: a document begins here
     idx = torch.tensor([ids[: model.config.block_size]] * count, device=device)

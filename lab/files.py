@@ -1,4 +1,5 @@
-"""Reading and writing files: one reader for each kind, which names the file that is wrong and says what to do."""
+"""Reading and writing files: one reader for each kind, which names the file that is wrong and says
+what to do."""
 
 import contextlib
 import errno
@@ -26,8 +27,8 @@ SYSTEM = {  # what the system says is no sign of damage
 def reading(path, what, way_out):
     """Whatever a parser raises in the body becomes a UserError that names the file.
 
-    what: the kind of file; way_out: what to do about a damaged one. That the file is missing, may not
-    be read or the like is told apart from damage.
+    what: the kind of file; way_out: what to do about a damaged one. That the file is missing, may
+    not be read or the like is told apart from damage.
     """
     try:
         yield
@@ -47,7 +48,8 @@ def reading(path, what, way_out):
 
 @contextlib.contextmanager
 def writing(path, way_out="choose another place"):
-    """The system's refusal to write in the body becomes a UserError that names the file and the reason."""
+    """The system's refusal to write in the body becomes a UserError that names the file and the
+    reason."""
     try:
         yield
     except OSError as error:
@@ -63,7 +65,8 @@ def first_line(error):
 
 
 def read_json(path, way_out="mend it, or make anew what it is about", **types):
-    """The dict in a JSON file, which has these keys with values of these types (a type or a tuple of them)."""
+    """The dict in a JSON file, which has these keys with values of these types (a type or a tuple
+    of them)."""
     with reading(path, "file", way_out):
         found = json.loads(Path(path).read_text(encoding="utf-8"))
         if not isinstance(found, dict):
@@ -104,7 +107,8 @@ def write_whole(path, *chunks):
 
 
 def sync_folder(folder):
-    """Make renames in `folder` last through a power cut; Windows has no such call and needs none."""
+    """Make renames in `folder` last through a power cut; Windows has no such call and needs
+    none."""
     if os.name == "posix":
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -115,10 +119,11 @@ def sync_folder(folder):
 
 @contextlib.contextmanager
 def only_writer(folder, refusal, wait=False):
-    """While this lasts, no other process is an only_writer of `folder`, which is made where there is none.
+    """While this lasts, no other process is an only_writer of `folder`, which is made where there
+    is none.
 
-    Raises UserError(refusal) where there is one already, or with `wait` waits for its end. The system
-    drops the lock with the process that holds it, however that ends.
+    Raises UserError(refusal) where there is one already, or with `wait` waits for its end. The
+    system drops the lock with the process that holds it, however that ends.
     """
     import filelock
 
@@ -137,7 +142,8 @@ def only_writer(folder, refusal, wait=False):
 
 
 def check_writable(path, flag):
-    """Raise UserError where the file that --flag names cannot be written, before the work that it is to hold."""
+    """Raise UserError where the file that --flag names cannot be written, before the work that it
+    is to hold."""
     path = Path(path)
     with writing(path, f"name another place with --{flag}"):
         path.parent.mkdir(parents=True, exist_ok=True)

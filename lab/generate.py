@@ -8,6 +8,7 @@ H heads, D head size, V vocabulary.
 import torch
 
 from lab.cli import UserError
+from lab.data.documents import document_mask
 
 
 class KVCache:
@@ -18,7 +19,7 @@ class KVCache:
 
     def __init__(self, length):
         self.length = length  # tokens that there is room for
-        self.layers = {}  # of each layer: keys, values (B, H, length, D) and how many tokens they hold
+        self.layers = {}  # layer: keys, values (B, H, length, D), tokens held
 
     def append(self, layer, k, v):
         """k and v (B, H, T, D) of new tokens -> those of all tokens so far (B, H, S, D)."""
@@ -36,12 +37,11 @@ class KVCache:
 def generate(
     model, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, generator=None, use_cache=True
 ):
-    """Yield the next token (B,) of each row of idx (B, T) and the logits (B, V) that it was drawn from,
-    max_new_tokens times. The logits are the model's own, before temperature, top_k and top_p.
+    """Yield the next token (B,) of each row of idx (B, T) and the logits (B, V) that it was drawn
+    from, max_new_tokens times. The logits are the model's own, before temperature, top_k and top_p.
 
-    With and without a cache the same tokens come out. Raises UserError for a prompt that is longer than
-    the model's context.
-    """
+    With and without a cache the same tokens come out. Raises UserError for a prompt that is longer
+    than the model's context."""
     block_size = model.config.block_size
     if idx.size(1) > block_size:
         raise UserError(
@@ -49,31 +49,22 @@ def generate(
             f"block_size={block_size}; shorten it"
         )
     cache = KVCache(block_size) if use_cache else None
+    within = model.config.document_mask  # attention does not cross end-of-text, the last id
     start = 0  # tokens before this one are in the cache
     for _ in range(max_new_tokens):
         if idx.size(1) > block_size:
-            # The window is full and drops its older half: positions are absolute, so what is left gets
-            # new ones, and its keys and values have to be computed again.
+            # The window is full and drops its older half: positions are absolute, so what is left
+            # gets new ones, and its keys and values have to be computed again.
             idx, start = idx[:, -max(1, block_size // 2) :], 0
             cache = KVCache(block_size) if use_cache else None
         position = torch.arange(start, idx.size(1), device=idx.device)
-        mask = document_mask(idx, model.config, start)
+        mask = document_mask(idx, model.config.vocab_size - 1, start) if within else None
         logits, _ = model(idx[:, start:], position=position, mask=mask, cache=cache)
         logits = logits[:, -1].float()  # (B, V)
         token = sample_token(logits, temperature, top_k, top_p, generator)
         yield token, logits
         start = idx.size(1) if use_cache else 0
         idx = torch.cat([idx, token[:, None]], dim=1)
-
-
-def document_mask(idx, config, start):
-    """Where the tokens of idx (B, S) from `start` on may look, (B, 1, S - start, S), in a model whose
-    attention does not cross end-of-text; None for any other model."""
-    if not config.document_mask:
-        return None
-    document = (idx == config.vocab_size - 1).cumsum(1)  # each end-of-text leads a document
-    same = document[:, start:, None] == document[:, None, :]
-    return same.tril(start)[:, None]
 
 
 def sample_token(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):

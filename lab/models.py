@@ -14,14 +14,16 @@ from lab.cli import UserError
 from lab.data.documents import hide_other_documents
 from lab.run.checkpoints import has_checkpoint, newest_checkpoint, newest_run, read_checkpoint
 
-PROGRAMS = {"gpt2": "train_gpt2"}  # what a checkpoint calls its program: the file that has the class
+PROGRAMS = {
+    "gpt2": "train_gpt2"
+}  # what a checkpoint calls its program: the file that has the class
 
 
 def find(source, log_dir="log"):
     """What load reads for `source`: a .pt file, a Hugging Face folder, or a hub name as it is.
 
-    "" is the newest run in log_dir. A run's folder, or its name in log_dir, is its newest checkpoint.
-    """
+    "" is the newest run in log_dir. A run's folder, or its name in log_dir, is its newest
+    checkpoint."""
     path = Path(source) if source else newest_run(log_dir)
     if not path.exists() and source not in weights.PUBLISHED:  # gpt2 is OpenAI's
         run = Path(log_dir) / path
@@ -53,7 +55,9 @@ def build(name, settings, shape, state, source):
     program = importlib.import_module(PROGRAMS[name])
     fields = {field.name for field in dataclasses.fields(program.GPTConfig)}
     kept = {key: value for key, value in settings.items() if key in fields}
-    with torch.device("meta"):  # no random weights: drawing 1.5 billion takes longer than reading them
+    with torch.device(
+        "meta"
+    ):  # no random weights: drawing 1.5 billion takes longer than reading them
         model = program.GPT(program.GPTConfig(**kept | shape))
     weights.copy_into(model, state, source)
     if model.config.document_mask:

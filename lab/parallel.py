@@ -1,24 +1,31 @@
-"""ZeRO-1: AdamW whose state and work are shared out among the processes, and an exchange in as few bits as lose nothing.
+"""ZeRO-1: AdamW whose state and work are shared out among the processes, and an exchange in as few
+bits as lose nothing.
 
-Under DistributedDataParallel every process receives the sum of all gradients, and then all make the same update of all
-weights, each with its own copy of AdamW's two moments. Here each of n processes looks after 1 / n of the weights (Rajbhandari
-et al. 2020, section 5.1): it alone has their moments, receives their gradients, updates them and hands them out. The moments
-take 8 / n instead of 8 bytes a weight, and the update 1 / n of the time.
+Under DistributedDataParallel every process receives the sum of all gradients, and then all make the
+same update of all weights, each with its own copy of AdamW's two moments. Here each of n processes
+looks after 1 / n of the weights (Rajbhandari et al. 2020, section 5.1): it alone has their moments,
+receives their gradients, updates them and hands them out. The moments take 8 / n instead of 8 bytes
+a weight, and the update 1 / n of the time.
 
-It is also a way to send less. Under autocast a product rounds its matrix to 16 bits, and makes the matrix's gradient in 16
-bits. So that is how they travel. Sums and moments have 32 bits, and so have the weights that are updated (4 / n bytes more, as
-everyone else has them rounded). An embedding, whose rows are added to others and whose gradient is a sum of two, needs 32, as
-do biases and gains, and gradients that were summed over micro-steps.
+It is also a way to send less. Under autocast a product rounds its matrix to 16 bits, and makes the
+matrix's gradient in 16 bits. So that is how they travel. Sums and moments have 32 bits, and so have
+the weights that are updated (4 / n bytes more, as everyone else has them rounded). An embedding,
+whose rows are added to others and whose gradient is a sum of two, needs 32, as do biases and gains,
+and gradients that were summed over micro-steps.
 """
+
+import math
 
 import torch
 import torch.distributed as dist
 
 from lab.cli import UserError
+from lab.optim import exact_norm
 
 
 def reduce_scatter(mine, flat):
-    """mine (n,): the sum over the processes of their parts of flat (processes * n,) that belong here."""
+    """mine (n,): the sum over the processes of their parts of flat (processes * n,) that belong
+    here."""
     getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(
         mine, flat
     )  # torch 2.13 has another name for it
@@ -30,8 +37,9 @@ def all_gather(flat, mine):
 
 
 def read_in_16_bits(model, dtype):
-    """The parameters that nobody reads but products in bf16, which round them, and make their gradients
-    so too: the blocks' matrices, but for those of a module that says it reads all bits (`reads`)."""
+    """The parameters that nobody reads but products in bf16, which round them, and make their
+    gradients so too: the blocks' matrices, but for those of a module that says it reads all bits
+    (`reads`)."""
     if dtype != torch.bfloat16:
         return []
     wide = {
@@ -41,9 +49,11 @@ def read_in_16_bits(model, dtype):
 
 
 class Shares:
-    """Parameters that lie in one buffer, one after the other, cut into as many equal shares as there are processes.
+    """Parameters that lie in one buffer, one after the other, cut into as many equal shares as
+    there are processes.
 
-    wire: the type in which the parameters lose nothing for who reads them, nor gradients that nobody has summed yet.
+    wire: the type in which the parameters lose nothing for who reads them, nor gradients that
+    nobody has summed yet.
     """
 
     def __init__(self, params, world, wire):
@@ -84,13 +94,16 @@ class Shares:
         return flat
 
     def take_gradients(self, dtype):
-        """The mean over the processes of the gradients of this share, which travel as dtype. The parameters keep none."""
+        """The mean over the processes of the gradients of this share, which travel as dtype. The
+        parameters keep none."""
         flat = self.laid_out([p.grad for p in self.params], dtype, self.weights.device)
         for p in self.params:
             p.grad = None
         if dtype == torch.float32:
             reduce_scatter(mine := torch.empty_like(self.mine), flat)
-        else:  # summed on the way, they would be rounded at every process; so each sends its own to where the sum is wanted
+        # summed on the way, they would be rounded at every process; so each sends its own to where
+        # the sum is wanted
+        else:
             dist.all_to_all_single(parts := torch.empty_like(flat), flat)
             mine = parts.view(self.world.world_size, -1).sum(0, dtype=torch.float32)
         return mine.div_(self.world.world_size)
@@ -104,14 +117,15 @@ class Shares:
             self.weights.copy_(parts)
 
     def gather(self, mine):
-        """On rank 0, what all processes have, like `mine`, of their shares: tensors of the parameters' shapes on the CPU."""
+        """On rank 0, what all processes have, like `mine`, of their shares: tensors of the
+        parameters' shapes on the CPU."""
         all_gather(flat := torch.empty_like(self.weights), mine)
         return [view.cpu() for view in self.views(flat)] if self.world.is_main else []
 
 
 class Zero1AdamW:
-    """Makes the updates of `adamw`, an AdamW that has made none, in shares. It brings an exchange of its
-    own: the model is not wrapped by DDP. All processes call each method together."""
+    """Makes the updates of `adamw`, an AdamW that has made none, in shares. It brings an exchange
+    of its own: the model is not wrapped by DDP. All processes call each method together."""
 
     def __init__(self, adamw, model, loader, precision, world):
         if precision.name == "fp16":
@@ -120,7 +134,8 @@ class Zero1AdamW:
                 "leave it out, or pass --precision fp32"
             )
         self.of_wholes, self.loader, self.world = adamw, loader, world
-        self.groups = []  # for each group of parameters the Shares of those rounded, and of those not
+        # for each group of parameters the Shares of those rounded, and of those not
+        self.groups = []
         rounded = set(read_in_16_bits(model, precision.dtype))
         for group in adamw.param_groups:
             parts = {torch.bfloat16: [], torch.float32: []}
@@ -141,20 +156,17 @@ class Zero1AdamW:
         return self.of_wholes.param_groups
 
     def clip_grad_norm(self, max_norm):
-        """Take the mean of all processes' gradients, each of its share, and scale it so that the norm of
-        all is at most max_norm (0: as it is). Returns the norm before, the same on each process."""
+        """Take the mean of all processes' gradients, each of its share, and scale it so that the
+        norm of all is at most max_norm (0: as it is). Returns the norm before, the same on each
+        process."""
         accumulated = (
             self.loader.grad_accum_steps > 1
         )  # sums over micro-steps, which 16 bits do not hold
         for s in self.shares:
             s.mine.grad = s.take_gradients(torch.float32 if accumulated else s.wire)
-        grads = [s.mine.grad for s in self.shares]
-        # not the norm of each share: on CPU that of millions of numbers has four digits, where sum() adds in pairs
-        norm = self.world.all_reduce(torch.stack([g.square().sum() for g in grads]).sum()).sqrt()
-        if max_norm:
-            torch._foreach_mul_(
-                grads, (max_norm / (norm + 1e-6)).clamp(max=1)
-            )  # as clip_grad_norm_ does
+        shares = [s.mine for s in self.shares]
+        norm = exact_norm([share.grad for share in shares], self.world.all_reduce)
+        torch.nn.utils.clip_grads_with_norm_(shares, max_norm or math.inf, norm)
         return norm
 
     def step(self):
@@ -169,15 +181,16 @@ class Zero1AdamW:
         self.of_shares.zero_grad(set_to_none)
 
     def complete_weights(self):
-        """Give the model all bits of its weights, also those that nobody reads, until the next step."""
+        """Give the model all bits of its weights, also those that nobody reads, until the next
+        step."""
         for s in self.shares:
             if s.wire != torch.float32:
                 s.hand_out(torch.float32)
 
     def state_dict(self):
-        """On rank 0 what `adamw` would have after the same updates, on the CPU: a run may go on with
-        another number of processes, or without shares. Elsewhere it has no state. The model gets all bits
-        of its weights, to be saved beside it."""
+        """On rank 0 what `adamw` would have after the same updates, on the CPU: a run may go on
+        with another number of processes, or without shares. Elsewhere it has no state. The model
+        gets all bits of its weights, to be saved beside it."""
         self.complete_weights()
         states = {}
         for s in self.shares:
@@ -210,5 +223,6 @@ class Zero1AdamW:
                 )
                 self.of_shares.state[s.mine] = {
                     "step": found[0]["step"].to(s.mine, copy=True),
-                    "exp_avg": mean[s.here].to(s.mine), "exp_avg_sq": square[s.here].to(s.mine),
-                }  # fmt: skip
+                    "exp_avg": mean[s.here].to(s.mine),
+                    "exp_avg_sq": square[s.here].to(s.mine),
+                }

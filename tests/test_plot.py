@@ -1,24 +1,33 @@
-"""The figure of a run: what is read from log.jsonl, what stands in it, and that it never ends a run."""
+"""Logs as they are read back, the palette, and the picture of a run, which never ends a run."""
 
+import itertools
 import json
 import math
 import os
+import time
 
+import numpy as np
 import pytest
 from conftest import ROOT, run_python
 
-from lab.tools import plot
+from lab.cli import UserError
+from lab.tools import plot, records
+from lab.tools.style import COLORS, MEANS, PAPER, SERIES, color_of
+
+LAB = ROOT / "lab" / "__main__.py"
 
 
-def write_log(folder, records, tail=""):
+def write_log(folder, lines, tail=""):
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "log.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records) + tail)
+    (folder / "log.jsonl").write_text("".join(json.dumps(r) + "\n" for r in lines) + tail)
     return folder
 
 
 def start(step=0, **more):
-    return dict(kind="start", step=step, time=0.0, device="cpu", world_size=1, precision="fp32", num_params=1_878_336,
-                log_v=math.log(257), unigram=3.348) | more  # fmt: skip
+    known = dict(device="cpu", world_size=1, precision="fp32", num_params=1_878_336)
+    return (
+        dict(kind="start", step=step, time=0.0, log_v=math.log(257), unigram=3.348) | known | more
+    )
 
 
 def val(step, loss):
@@ -26,14 +35,17 @@ def val(step, loss):
 
 
 def train(step, loss, tokens_per_step=8192):
-    return dict(kind="train", step=step, time=0.0, loss=loss, lr=1e-3, tok_per_s=9000.0, tokens=step * tokens_per_step)
+    known = dict(lr=1e-3, tok_per_s=9000.0, tokens=step * tokens_per_step)
+    return dict(kind="train", step=step, time=0.0, loss=loss) | known
 
 
 def hella(step, acc_norm):
-    return dict(kind="hella", step=step, time=0.0, acc=0.28, acc_norm=acc_norm, acc_norm_stderr=0.0045)
+    known = dict(acc=0.28, acc_norm=acc_norm, acc_norm_stderr=0.0045)
+    return dict(kind="hella", step=step, time=0.0) | known
 
 
-RUN = [start(), val(0, 5.6), *[train(s, 3.35 + 2 / s) for s in range(1, 401)], val(200, 2.1), val(400, 1.7149)]
+CURVE = [train(s, 3.35 + 2 / s) for s in range(1, 401)]
+RUN = [start(), val(0, 5.6), *CURVE, val(200, 2.1), val(400, 1.7149)]
 
 
 class Figures:
@@ -53,12 +65,21 @@ class Figures:
     def texts(self, figure=-1):
         import matplotlib.text
 
-        return [t.get_text() for t in self.all[figure].findobj(matplotlib.text.Text) if t.get_text()]
+        found = self.all[figure].findobj(matplotlib.text.Text)
+        return [text.get_text() for text in found if text.get_text()]
 
-    def lines(self, panel=0, figure=-1):
-        """{label: (x, y)} of the curves in a panel."""
-        found = self.all[figure].axes[panel].lines
-        return {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in found}
+    def smallest_text(self, figure=-1):
+        """In pixels, where the figure is shown 720 pixels wide."""
+        import matplotlib.text
+
+        found = [t for t in self.all[figure].findobj(matplotlib.text.Text) if t.get_text().strip()]
+        return min(t.get_fontsize() for t in found) / 72 * 720 / self.all[figure].get_figwidth()
+
+    def curves(self, panel=0, figure=-1):
+        """[(x, y)] of the curves in a panel, without lines of reference and examples in the legend."""
+        lines = self.all[figure].axes[panel].lines
+        found = [(list(line.get_xdata()), list(line.get_ydata())) for line in lines]
+        return [(x, y) for x, y in found if len(x) and not (len(y) == 2 and y[0] == y[1])]
 
 
 @pytest.fixture
@@ -66,190 +87,324 @@ def figures(monkeypatch):
     return Figures(monkeypatch)
 
 
-# ----------------------------------------------------------------------------------------------------- reading the log
-
-
-def test_of_two_records_for_a_step_the_last_counts(tmp_path):
-    log = plot.read_log(write_log(tmp_path, [start(), val(10, 3.0), val(20, 2.0), val(10, 2.5)]))
-    assert plot.column(log, "val", "loss") == ([10, 20], [2.5, 2.0])
+# -------------------------------------------------------------------------------- reading the log
 
 
 def test_a_resumed_run_drops_what_it_went_back_behind(tmp_path):
-    """Stopped after step 30, resumed from the checkpoint of step 20, with another log_every."""
-    before = [start(), *[train(s, 100 + s) for s in (5, 10, 15, 20, 25, 30)], val(20, 2.0), val(30, 9.0)]
-    after = [start(20), *[train(s, s) for s in (24, 28)], val(28, 1.0)]
-    log = plot.read_log(write_log(tmp_path, before + after))
-    assert plot.column(log, "train", "loss") == ([5, 10, 15, 20, 24, 28], [105, 110, 115, 120, 24, 28])
-    assert plot.column(log, "val", "loss") == ([20, 28], [2.0, 1.0])
+    """Stopped after step 30, resumed from step 20, which is measured again, with another log_every."""
+    before = [
+        start(),
+        *[train(s, 100 + s) for s in (5, 10, 15, 20, 25, 30)],
+        val(20, 2.0),
+        val(30, 9),
+    ]
+    after = [start(20), val(20, 2.5), *[train(s, s) for s in (24, 28)], val(28, 1.0)]
+    log = records.read_log(write_log(tmp_path, before + after))
+    steps = [5, 10, 15, 20, 24, 28]
+    assert records.column(log, "train", "loss") == (steps, [105, 110, 115, 120, 24, 28])
+    assert records.column(log, "val", "loss") == ([20, 28], [2.5, 1.0])
 
 
 def test_lines_cut_by_a_kill(tmp_path):
-    """At the end of the file, and in its middle, where the record of the resumed run stands on the same line."""
+    """At the end of the file, and in its middle, where the next record stands on the same line."""
     folder = write_log(tmp_path, [start(), val(10, 3.0)], tail='{"kind": "val", "ste')
-    assert plot.column(plot.read_log(folder), "val", "loss") == ([10], [3.0])
+    assert records.column(records.read_log(folder), "val", "loss") == ([10], [3.0])
     with (folder / "log.jsonl").open("a") as file:
-        file.write(json.dumps(start(10, unigram=1.5)) + "\n" + json.dumps(val(20, 2.0)) + "\n\x00\x00[1]\n")
+        file.write(json.dumps(start(10, unigram=1.5)) + "\n" + json.dumps(val(20, 2.0)) + "\n")
+        file.write("\x00\x00[1]\n" + "[" * 10**5 + '\n{"kind": "val", "step": Infinity}\n')
     log = plot.read_log(folder)
-    assert plot.column(log, "val", "loss") == ([10, 20], [3.0, 2.0])
-    assert plot.column(log, "start", "unigram") == ([0, 10], [3.348, 1.5])
+    assert records.column(log, "val", "loss") == ([10, 20], [3.0, 2.0])
+    assert records.column(log, "start", "unigram") == ([0, 10], [3.348, 1.5])
 
 
 def test_losses_that_are_not_finite_are_left_out(tmp_path):
-    log = plot.read_log(write_log(tmp_path, [val(1, 3.0), val(2, math.nan), val(3, math.inf), val(4, None)]))
-    assert plot.column(log, "val", "loss") == ([1], [3.0])
+    lines = [val(1, 3.0), val(2, math.nan), val(3, math.inf), val(4, None)]
+    log = records.read_log(write_log(tmp_path, lines))
+    assert records.column(log, "val", "loss") == ([1], [3.0])
+
+
+def test_how_a_run_ended(tmp_path):
+    end = dict(kind="end", step=400, time=5.0, reason="SIGTERM")
+    for lines, reason in (
+        (RUN, None),
+        ([*RUN, end], "SIGTERM"),
+        ([*RUN, end, start(400, time=9.0)], None),
+    ):
+        assert records.ended(records.read_log(write_log(tmp_path, lines))) == reason
 
 
 def test_smoothing():
-    assert plot.smooth([5.0, 1.0, 3.0]) == [5.0, 1.0, 3.0]  # too few to smooth
+    assert records.smooth([5.0, 1.0, 3.0]) == [5.0, 1.0, 3.0]  # too few to smooth
     line = [0.5 * i for i in range(400)]
-    assert plot.smooth(line) == pytest.approx(line)  # a straight line stays: no lag, no bend at the ends
+    assert records.smooth(line) == pytest.approx(line)  # no lag, no bend at the ends
     saw = [float(i % 2) for i in range(400)]
-    assert all(abs(v - 0.5) < 0.1 for v in plot.smooth(saw)[5:-5])
+    assert all(abs(v - 0.5) < 0.1 for v in records.smooth(saw)[5:-5])
 
 
-# ----------------------------------------------------------------------------------------------------------- the figure
+def test_the_loss_axis_is_not_owned_by_the_first_steps():
+    def window(lines):
+        return records.loss_window([{"val": lines, "start": [start()]}])
+
+    low, high = window([val(0, 11.0), val(200, 3.5), val(400, 3.0)])
+    assert 2.8 < low < 3.0 and 3.5 < high < 3.6
+    low, high = window([val(0, 11.0), val(200, 2.5), val(400, 2.0)])
+    assert 2.5 < high < 3.0, "the unigram baseline, 3.35, is too far away"
+    assert window([val(0, 5.6)])[0] < 5.6 < window([val(0, 5.6)])[1] and window([]) is None
+
+
+def test_runs_compare_where_all_were_measured():
+    a, b, none = (
+        {"val": [val(s, v) for s, v in rows]}
+        for rows in (((0, 5), (200, 3), (400, 1)), ((0, 6), (200, 2), (300, 1)), ())
+    )
+    assert records.last_common([a, b], "val", "loss") == (200, [3, 2])
+    assert records.last_common([a, none], "val", "loss") is None
+    assert (
+        plot.finding({"a": a, "b": b})
+        == "b has validation loss 2.00 at step 200, 1.00 nats under a"
+    )
+    assert "no step" in plot.finding({"a": a, "none": none})
+    words = {"a": a | {"start": [start()]}, "b": b | {"start": [start(log_v=math.log(50257))]}}
+    assert plot.finding(words) == "different tokenizers: nats per token do not compare"
+
+
+def test_which_runs_are_meant(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="there is no run in log/ yet"):
+        records.find_runs([])
+    for i, name in enumerate(("new", "old")):
+        write_log(tmp_path / "log" / name, RUN)
+        os.utime(tmp_path / "log" / name / "log.jsonl", (time.time(), time.time() - 100 * i))
+    assert list(map(str, records.find_runs([]))) == ["log/new"]
+    assert list(map(str, records.find_runs(["old"]))) == ["log/old"]
+    with pytest.raises(UserError, match="a run was named twice"):
+        records.find_runs(["log/old", "old"])
+    (tmp_path / "kept.jsonl").write_text("")
+    paths = ["log/old", "log/new/log.jsonl", "kept.jsonl"]
+    assert records.run_names(paths) == ["old", "new", "kept"]
+    write_log(tmp_path / "x/old", RUN)
+    assert records.run_names(["log/old", "x/old"]) == ["log/old", "x/old"]
+
+
+# ------------------------------------------------------------------------------------- the palette
+
+
+def matrix(numbers):
+    return np.array(numbers.split(), float).reshape(3, 3)
+
+
+TO_XYZ = matrix(
+    "0.4124564 0.3575761 0.1804375 0.2126729 0.7151522 0.072175 0.0193339 0.119192 0.9503041"
+)
+SEEN_BY = {  # what linear RGB becomes to those who lack one of three cones (Machado et al. 2009)
+    "all": np.eye(3),
+    "protanopes": matrix(
+        "0.152286 1.052583 -0.204868 0.114503 0.786281 0.099216 -0.003882 -0.048116 1.051998"
+    ),
+    "deuteranopes": matrix(
+        "0.367322 0.860646 -0.227968 0.280085 0.672501 0.047413 -0.011820 0.042940 0.968881"
+    ),
+    "tritanopes": matrix(
+        "1.255528 -0.076749 -0.178779 -0.078411 0.930809 0.147602 0.004733 0.691367 0.303900"
+    ),
+}
+
+
+def linear(color):
+    rgb = np.array([int(color[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+    return np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+
+
+def lab(color, who):
+    """CIELAB of a colour as it is seen by them."""
+    t = TO_XYZ @ np.clip(SEEN_BY[who] @ linear(color), 0, 1) / TO_XYZ.sum(1)
+    x, y, z = np.where(t > (6 / 29) ** 3, np.cbrt(t), t / (3 * (6 / 29) ** 2) + 4 / 29)
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+def distance(one, other):
+    """CIEDE2000 between two colours of CIELAB (Sharma, Wu and Dalal 2005)."""
+    (L1, a1, b1), (L2, a2, b2) = one, other
+    mean = (math.hypot(a1, b1) + math.hypot(a2, b2)) / 2
+    grow = 1.5 - 0.5 * math.sqrt(mean**7 / (mean**7 + 25**7))
+    C1, C2 = math.hypot(grow * a1, b1), math.hypot(grow * a2, b2)
+    h1, h2 = (math.degrees(math.atan2(b, grow * a)) % 360 for a, b in ((a1, b1), (a2, b2)))
+    turn = (h2 - h1 + 180) % 360 - 180
+    L, C, h = (L1 + L2) / 2, (C1 + C2) / 2, math.radians(h1 + turn / 2)
+    T = 1 - 0.17 * math.cos(h - math.pi / 6) + 0.24 * math.cos(2 * h)
+    T += 0.32 * math.cos(3 * h + math.radians(6)) - 0.2 * math.cos(4 * h - math.radians(63))
+    dL = (L2 - L1) / (1 + 0.015 * (L - 50) ** 2 / math.sqrt(20 + (L - 50) ** 2))
+    dC = (C2 - C1) / (1 + 0.045 * C)
+    dH = 2 * math.sqrt(C1 * C2) * math.sin(math.radians(turn / 2)) / (1 + 0.015 * C * T)
+    bump = math.exp(-(((math.degrees(h) % 360 - 275) / 25) ** 2))
+    R = -2 * math.sqrt(C**7 / (C**7 + 25**7)) * math.sin(math.radians(60 * bump))
+    return math.sqrt(dL**2 + dC**2 + dH**2 + R * dC * dH)
+
+
+def test_the_distance_of_colours_is_the_published_one():
+    """Three pairs of the table that Sharma, Wu and Dalal published to check programs by."""
+    assert distance((50, 2.6772, -79.7751), (50, 0, -82.7485)) == pytest.approx(2.0425, abs=1e-4)
+    assert distance((50, 2.49, -0.001), (50, -2.49, 0.0011)) == pytest.approx(7.2195, abs=1e-4)
+    assert distance((50, 2.5, 0), (58, 24, 15)) == pytest.approx(19.4535, abs=1e-4)
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("who", SEEN_BY)
+def test_all_colours_stay_apart_to_the_colour_blind(who, dark):
+    """14 is twice what matmul and elementwise once had to protanopes: 6.7, one blue."""
+    for (a, one), (b, other) in itertools.combinations(zip(MEANS, COLORS[dark]), 2):
+        assert distance(lab(one, who), lab(other, who)) >= 13.9, f"{a} and {b} to {who}"
+
+
+def test_lines_can_be_seen_and_colours_mean_one_thing():
+    for dark, series in SERIES.items():
+        paper = linear(PAPER[dark]["paper"]) @ TO_XYZ[1] + 0.05
+        for color in series:
+            dim, bright = sorted([paper, linear(color) @ TO_XYZ[1] + 0.05])
+            assert bright / dim > 2.9, color  # WCAG asks for 3 of graphics
+    meanings = [meaning for meanings in MEANS.values() for meaning in meanings]
+    assert len(set(meanings)) == len(meanings) and len(COLORS[True]) == len(COLORS[False]) == len(
+        MEANS
+    )
+    assert color_of("loss") == color_of("green") and color_of("matmul") != color_of("elementwise")
+
+
+# --------------------------------------------------------------------------------------- the figure
 
 
 def test_what_stands_in_the_figure(tmp_path, figures):
     out = tmp_path / "pictures" / "loss.png"
-    assert plot.loss_curve([write_log(tmp_path / "r", RUN)], out) == out
-    assert out.read_bytes().startswith(b"\x89PNG")
+    assert (
+        plot.loss_curve(
+            [write_log(tmp_path / "r", [*RUN, hella(200, 0.26), hella(400, 0.301)])], out
+        )
+        == out
+    )
     width, height = (int.from_bytes(out.read_bytes()[i : i + 4], "big") for i in (16, 20))
     assert width == 1200 and 600 <= height <= 1200
     texts = figures.texts()
-    assert "validation loss 1.71 after 400 steps: 1.63 nats under the unigram baseline" in texts
-    for text in ("loss (nats per token)", "step", "tokens", "uniform guess, log V = 5.55", "unigram entropy, 3.35",
-                 "training", "validation", "1.71", "1M", "1.88M parameters, cpu, fp32, median 9k tokens/s"):  # fmt: skip
+    title = "Validation loss 1.71 at step 400: 1.63 nats under the unigram baseline"
+    caption = "1.88M parameters, cpu, fp32, median 9k tokens/s"
+    expected = [title, caption, "loss (nats per token)", "step", "tokens", "1.71", "1M"]
+    expected += ["training (thin)", "validation (thick)", "unigram baseline 3.35"]
+    expected += ["HellaSwag\nacc_norm", "chance 0.25", "GPT-2 124M 0.2955"]
+    for text in expected:
         assert text in texts, text
-    lines = figures.lines()
-    assert lines["validation"] == ([0, 200, 400], [5.6, 2.1, 1.7149])
-    assert lines["training"][0] == list(range(1, 401))
-    levels = {round(y[0], 3) for _, y in lines.values() if len(y) == 2 and y[0] == y[1]}
-    assert levels == {5.549, 3.348}
-    assert [ax.get_ylabel() for ax in figures.all[-1].axes] == ["loss (nats per token)", "learning\nrate"]
-
-
-def test_above_the_baseline_is_said(tmp_path, figures):
-    plot.loss_curve([write_log(tmp_path, [start(), val(0, 5.6)])], tmp_path / "a.png")
-    assert "validation loss 5.60 after 0 steps: 2.25 nats above the unigram baseline" in figures.texts()
-
-
-def test_tokens_axis_follows_the_steps(tmp_path, figures):
-    plot.loss_curve([write_log(tmp_path, RUN)], tmp_path / "a.png")
-    (top,) = figures.all[-1].axes[0].child_axes
-    low, high = figures.all[-1].axes[0].get_xlim()
-    assert top.get_xlim() == pytest.approx((low * 8192, high * 8192))
-
-
-def test_hellaswag_panel(tmp_path, figures):
-    run = write_log(tmp_path / "r", [*RUN, hella(200, 0.26), hella(400, 0.301)])
-    plot.loss_curve([run], tmp_path / "a.png")
-    texts = figures.texts()
-    assert "HellaSwag\nacc_norm" in texts and "GPT-2 124M 0.2955" in texts and "chance 0.25" in texts
-    assert "GPT-2 1558M 0.4893" not in texts  # far above: it would press the curve flat
+    assert (
+        "uniform guess 5.55" not in texts and "GPT-2 1558M 0.4893" not in texts
+    )  # far off the curves
+    assert figures.curves()[-1] == ([0, 200, 400], [5.6, 2.1, 1.7149])
+    assert figures.curves()[0][0] == figures.curves()[1][0] == list(range(1, 401))
+    assert figures.all[-1].axes[0].get_ylim()[1] < 5, "step 0 does not own the axis"
     (bars,) = figures.all[-1].axes[1].containers
-    segments = bars.lines[2][0].get_segments()
-    assert segments[1][:, 1] == pytest.approx([0.301 - 1.96 * 0.0045, 0.301 + 1.96 * 0.0045])
-    run = write_log(tmp_path / "large", [*RUN, hella(400, 0.45)])
-    plot.loss_curve([run], tmp_path / "a.png")
-    assert "GPT-2 1558M 0.4893" in figures.texts()
+    segment = bars.lines[2][0].get_segments()[1][:, 1]
+    assert segment == pytest.approx([0.301 - 1.96 * 0.0045, 0.301 + 1.96 * 0.0045])
+    (top,) = figures.all[-1].axes[0].child_axes
+    assert top.get_xlim() == pytest.approx([8192 * x for x in figures.all[-1].axes[0].get_xlim()])
+    assert figures.smallest_text() >= 11
+
+
+def test_the_title_says_the_newest_number(tmp_path, figures):
+    plot.loss_curve([write_log(tmp_path, [start(), val(0, 5.6)])], tmp_path / "a.png")
+    assert "Validation loss 5.60 at step 0: 2.25 nats above the unigram baseline" in figures.texts()
+    plot.loss_curve(
+        [write_log(tmp_path, [start(), val(0, 5.6), train(30, 3.0)])], tmp_path / "a.png"
+    )
+    assert "Validation loss 5.60 at step 0, training loss 3.00 at step 30" in figures.texts()
 
 
 def test_several_runs(tmp_path, figures):
-    """Named after their folders; against tokens where their steps are of different size."""
-    a, b = write_log(tmp_path / "a", RUN), write_log(tmp_path / "b", [*RUN[:-1], val(400, 1.9)])
+    """Compared at the last step of both; against tokens where their steps are of different size."""
+    a, b = (
+        write_log(tmp_path / "a", RUN),
+        write_log(tmp_path / "b", [start(), val(0, 5.6), val(200, 1.9), val(300, 1.8)]),
+    )
     assert plot.loss_curve([a, b], tmp_path / "ab.png")
-    assert "a ends at validation loss 1.71, 0.19 nats under b" in figures.texts() and "step" in figures.texts()
-    assert figures.lines()["b"] == ([0, 200, 400], [5.6, 2.1, 1.9])
-    c = write_log(tmp_path / "c", [start(), *[train(s, 3.0, 16384) for s in range(1, 5)], val(4, 2.0)])
+    assert "b has validation loss 1.90 at step 200, 0.20 nats under a" in figures.texts()
+    assert {"step", "a", "b", "training (thin)"} <= {
+        *figures.texts()
+    } and figures.smallest_text() >= 11
+    larger = [train(s, 3.0, 16384) for s in range(1, 101)]
+    c = write_log(tmp_path / "c", [start(), *larger, val(100, 2.0)])
     assert plot.loss_curve([a, c], tmp_path / "ac.png")
-    assert "step" not in figures.texts()
-    assert figures.lines()["c"][0] == [4 * 16384] and figures.lines()["a"][0] == [0, 200 * 8192, 400 * 8192]
-    after = [start(4, tokens=4 * 8192), *[train(s, 2.0) | {"tokens": (s - 4) * 100 + 4 * 8192} for s in (6, 8)], val(7, 1.9)]
-    d = write_log(tmp_path / "d", [start(), *[train(s, 3.0) for s in (2, 4)], val(3, 2.0), *after])
-    plot.draw([d], tmp_path / "d.png")
+    assert "c has validation loss 2.00 at 1.64M tokens, 0.10 nats under a" in figures.texts()
+    assert "step" not in figures.texts() and figures.curves()[-1][0] == [100 * 16384]
+
+
+def test_a_run_resumed_with_smaller_steps_is_drawn_against_tokens(tmp_path, figures):
+    after = [train(s, 2.0) | {"tokens": (s - 4) * 100 + 4 * 8192} for s in (6, 8)]
+    before = [start(), train(2, 3.0), train(4, 3.0), val(3, 2.0)]
+    plot.draw(
+        [write_log(tmp_path, [*before, start(4, tokens=4 * 8192), *after, val(7, 1.9)])],
+        tmp_path / "d.png",
+    )
     assert "tokens" in figures.texts() and "step" not in figures.texts()
-    assert figures.lines()["validation"][0] == [3 * 8192, 4 * 8192 + 300], "resumed with smaller steps"
+    assert figures.curves()[-1][0] == [3 * 8192, 4 * 8192 + 300]
 
 
-def test_dark_variant(tmp_path, figures):
-    assert plot.loss_curve([write_log(tmp_path, RUN)], tmp_path / "x.png", dark=True)
-    assert (tmp_path / "x.png").exists() and (tmp_path / "x_dark.png").exists()
-    light, dark = (sum(f.get_facecolor()[:3]) for f in figures.all)
-    assert light == 3 and dark < 0.5
-
-
-def test_style_is_left_as_it_was(tmp_path):
+def test_dark_variant_and_settings_left_as_they_were(tmp_path, figures):
     import matplotlib
 
     matplotlib.rcdefaults()
     before = dict(matplotlib.rcParams)
-    plot.loss_curve([write_log(tmp_path, RUN)], tmp_path / "x.png", dark=True)
-    assert dict(matplotlib.rcParams) == before
+    assert plot.loss_curve([write_log(tmp_path, RUN)], tmp_path / "x.png", dark=True)
+    assert (tmp_path / "x.png").exists() and (tmp_path / "x_dark.png").exists()
+    light, dark = (sum(f.get_facecolor()[:3]) for f in figures.all)
+    assert light == 3 and dark < 0.5 and dict(matplotlib.rcParams) == before
 
-
-# --------------------------------------------------------------------------------------------------- never ends a run
 
 SCANT = {
     "one validation": [start(), val(0, 5.6)],
     "one training step": [start(), train(1, 5.6)],
     "no start": [train(1, 3.0), train(2, 2.0), val(2, 2.0)],
     "start without numbers": [dict(kind="start", step=0), val(1, 3.0)],
-    "only HellaSwag": [start(), hella(10, 0.25)],
-    "HellaSwag without error": [start(), dict(kind="hella", step=1, acc_norm=0.3)],
-    "all not finite": [start(), val(0, math.nan), train(1, math.inf)],
-    "training without tokens": [start(), dict(kind="train", step=1, loss=2.0), dict(kind="train", step=2, loss=1.0)],
-    "unigram unknown": [start(unigram=None), val(1, 2.0)],
-    "foreign kinds": [start(), dict(kind="thought", step=3), val(1, 2.0), dict(kind="sample", step=1, texts=["a"])],
+    "only HellaSwag, without error": [start(), dict(kind="hella", step=1, acc_norm=0.3)],
+    "all not finite": [start(unigram=None), val(0, math.nan), train(1, math.inf), hella(1, 0.25)],
+    "without tokens": [
+        start(),
+        dict(kind="train", step=1, loss=2.0),
+        dict(kind="train", step=2, loss=1),
+    ],
+    "foreign kinds": [start(), dict(kind="thought", step=3), val(1, 2.0)],
 }
 
 
 @pytest.mark.parametrize("name", SCANT)
 def test_scant_logs_are_drawn(tmp_path, name, capfd):
-    assert plot.loss_curve([write_log(tmp_path, SCANT[name])], tmp_path / "loss.png"), capfd.readouterr().err
-    assert (tmp_path / "loss.png").stat().st_size > 5000
-    out, err = capfd.readouterr()
-    assert out == err == ""
+    run, out = write_log(tmp_path, SCANT[name]), tmp_path / "loss.png"
+    assert plot.loss_curve([run], out), capfd.readouterr().err
+    assert out.stat().st_size > 5000 and capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("records", [None, [], [start()]], ids=["no log", "empty log", "only start"])
-def test_what_cannot_be_drawn_is_said(tmp_path, records, capfd):
-    if records is not None:
-        write_log(tmp_path, records)
-    assert plot.loss_curve([tmp_path], tmp_path / "loss.png") is None
-    assert plot.loss_curve([tmp_path], tmp_path / "loss.strange") is None
-    assert capfd.readouterr().err.count("no loss curve: ") == 2
-    assert not (tmp_path / "loss.png").exists()
-
-
-def test_an_unwritable_place_is_said(tmp_path, capfd):
+def test_a_picture_never_ends_a_run(tmp_path, capfd):
     (tmp_path / "file").write_text("")
-    assert plot.loss_curve([write_log(tmp_path, RUN)], tmp_path / "file" / "loss.png") is None
-    assert "no loss curve: " in capfd.readouterr().err
+    young, run = write_log(tmp_path / "young", [start()]), write_log(tmp_path / "r", RUN)
+    for folder, out in (
+        (tmp_path / "none", "x.png"),
+        (young, "x.png"),
+        (run, "x.odd"),
+        (run, "file/x.png"),
+    ):
+        assert plot.loss_curve([folder], tmp_path / out) is None
+        assert "no loss curve: " in capfd.readouterr().err and not (tmp_path / out).exists()
 
 
-def test_a_real_run_draws_its_curve(tmp_path, run_train, figures):
-    done = run_train("--max_steps", 6, "--val_every", 3)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "log/r/loss.png").stat().st_size > 20_000
-    assert "no loss curve" not in done.stderr
-    assert plot.loss_curve([tmp_path / "log/r"], tmp_path / "again.png")
-    assert figures.lines()["validation"][0] == [0, 3, 6] and figures.lines()["training"][0] == [1, 2, 3, 4, 5, 6]
-    assert "uniform guess, log V = 5.55" in figures.texts()
-
-
-def test_command(tmp_path):
+def test_command(tmp_path, monkeypatch):
     write_log(tmp_path / "log/r", RUN)
-    done = run_python(ROOT / "lab", "plot", "log/r", "--dark", cwd=tmp_path)
-    assert done.returncode == 0 and done.stdout.splitlines() == ["log/r/loss.png", "log/r/loss_dark.png"], done.stderr
+    done = run_python(LAB, "plot", "--dark", cwd=tmp_path)
+    assert done.stdout.splitlines() == ["log/r/loss.png", "log/r/loss_dark.png"], done.stderr
     write_log(tmp_path / "log/s", RUN)
-    done = run_python(ROOT / "lab", "plot", "log/r", "log/s", cwd=tmp_path)
+    done = run_python(LAB, "plot", "r", "log/s", cwd=tmp_path)
     assert done.stdout == "log/r/loss_with_s.png\n", "the picture that training made stays"
+    done = run_python(LAB, "plot", "log/none", cwd=tmp_path)
+    assert (
+        done.returncode == 2 and "no log log/none" in done.stderr and done.stderr.count("\n") == 1
+    )
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "noise.jsonl").write_bytes(os.urandom(300))
-    for args, message in [(["log/none"], "log/none"), ([], "name at least one"), (["noise.jsonl"], "no log of training"),
-                          (["log/r", "log/../log/r"], "a run was named twice"), (["log/r", "--out", "x.abc"], "abc"),
-                          (["log/r", "--out", "x"], "error: out=x must end in .png, .svg or .pdf"),
-                          (["log/r", "--out", "log/r/log.jsonl/x.png"], "x.png cannot be written (File exists); name")]:
-        done = run_python(ROOT / "lab", "plot", *args, cwd=tmp_path)
-        assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1, args
-    assert "--out" in run_python(ROOT / "lab", "plot", "--help", cwd=tmp_path).stdout
+    unwritable = "x.png cannot be written: .*; name another place with --out"
+    wrong = [(["noise.jsonl"], "no log of training"), (["r", "--out", "x.abc"], "must end in .png")]
+    wrong += [(["r", "--out", "log/r/log.jsonl/x.png"], unwritable)]
+    for args, message in wrong:
+        with pytest.raises(UserError, match=message):
+            plot.main(args)

@@ -1,7 +1,8 @@
 """Faster ways to compute what a model computes, put into it from outside.
 
-use() replaces modules and leaves everything else as it was: names, order and identity of the parameters,
-and the random state. Without gradients, in evaluation and sampling, the plain modules compute.
+use() replaces modules and leaves everything else as it was: names, order and identity of the
+parameters, and the random state. Without gradients, in evaluation and sampling, the plain modules
+compute.
 """
 
 import importlib.util
@@ -17,8 +18,9 @@ from lab.kernels.fused_mlp import FusedMLP, epilogues_work
 def use(model, mlp, precision, fp8="off"):
     """Replace model.head_loss, and on a GPU in bf16 every module of the class `mlp`.
 
-    To be called before anything holds on to the modules: DDP, torch.compile. fp8: "off"; "head" computes
-    the head's products in 8 bits; "all" the MLPs' too. Raises UserError where 8 bits cannot be had.
+    To be called before anything holds on to the modules: DDP, torch.compile. fp8: "off"; "head"
+    computes the head's products in 8 bits; "all" the MLPs' too. Raises UserError where 8 bits
+    cannot be had.
     """
     if fp8 != "off":
         check_fp8(model, precision, fp8)
@@ -61,5 +63,6 @@ def why_no_fp8_shape(precision, config):
     if precision != "bf16":
         return f"go with precision=bf16, not with {precision}"
     if config.n_embd % 16 or config.padded_vocab_size % 16:
-        return f"need multiples of 16, not n_embd={config.n_embd} and {config.padded_vocab_size} rows of the embedding"
+        rows = config.padded_vocab_size
+        return f"need multiples of 16, not n_embd={config.n_embd} and {rows} rows of the embedding"
     return ""

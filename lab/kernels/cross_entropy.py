@@ -2,13 +2,15 @@
 
 FusedHeadLoss takes the place of a model's plain head and loss; the rest is how it computes them.
 
-At 64 x 1024 positions the logits of GPT-2 are 6.6 GB in bf16, and their gradient as much again. But the gradient of the
-loss with respect to the logits, softmax minus one-hot, needs nothing from the backward pass. So the fused way makes a
-chunk of logits, turns it into its own gradient in place, multiplies that into dx and dweight, and drops it, all in the
-forward pass. What the backward pass brings later is one number, the gradient of whatever was made of the loss, and both
-are multiplied by it. (The idea is Liger-Kernel's: Hsu et al. 2024, section 3.2.)
+At 64 x 1024 positions the logits of GPT-2 are 6.6 GB in bf16, and their gradient as much again. But
+the gradient of the loss with respect to the logits, softmax minus one-hot, needs nothing from the
+backward pass. So the fused way makes a chunk of logits, turns it into its own gradient in place,
+multiplies that into dx and dweight, and drops it, all in the forward pass. What the backward pass
+brings later is one number, the gradient of whatever was made of the loss, and both are multiplied
+by it. (The idea is Liger-Kernel's: Hsu et al. 2024, section 3.2.)
 
-Shape letters: N positions, C channels, V rows of the head (padded vocabulary), n positions of a chunk.
+Shape letters: N positions, C channels, V rows of the head (padded vocabulary), n positions of a
+chunk.
 """
 
 import functools
@@ -17,7 +19,8 @@ import importlib.util
 import torch
 from torch import Tensor, nn
 
-CHUNK = 16384  # positions; 1.6 GB of bf16 logits at V = 50304, and products still large enough to run at full rate
+# positions; 1.6 GB of bf16 logits at V = 50304, and products still large enough to run at full rate
+CHUNK = 16384
 SMALL = 2**26  # bytes of float32 logits: with fewer there is nothing to save
 GRAD_SCALE = (
     2.0**15
@@ -25,7 +28,8 @@ GRAD_SCALE = (
 
 
 class FusedHeadLoss(nn.Module):
-    """In the place of a model's plain head_loss: the same loss and gradients without all logits at once.
+    """In the place of a model's plain head_loss: the same loss and gradients without all logits at
+    once.
 
     fp8: products in 8 bits, whose gradients are rounded by some percent (RTX 40, H100 and newer).
     """
@@ -55,7 +59,8 @@ def fused_loss(
     x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sum of the losses, and its gradients dx (N, C) in x's type and dweight (V, C) in weight's."""
-    # dlogits lie in [-1, 1]; most are far below fp16's smallest normal number 6e-5, so fp16 shifts them up
+    # dlogits lie in [-1, 1]; most are far below fp16's smallest normal number 6e-5, so fp16 shifts
+    # them up
     scale = 1024.0 if x.dtype == torch.float16 else 1.0
     w = weight.to(x.dtype)
     losses = torch.empty(x.size(0), dtype=torch.float32, device=x.device)
@@ -116,7 +121,8 @@ def loss_and_grad_(logits, targets, vocab_size, scale):
 
 
 def triton_loss_and_grad_(logits, targets, vocab_size, scale):
-    """The same in one kernel: a row is read twice, the second time mostly from the L2 cache, and written once."""
+    """The same in one kernel: a row is read twice, the second time mostly from the L2 cache, and
+    written once."""
     losses = torch.empty(logits.size(0), dtype=torch.float32, device=logits.device)
     kernels()["loss"][(logits.size(0),)](
         logits,
@@ -136,13 +142,15 @@ def triton_loss_and_grad_(logits, targets, vocab_size, scale):
 def fused_loss_fp8(
     x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """fused_loss with its three products in 8 bits, twice the rate of 16 (H100 and newer). Its results are rounded:
-    dx and dweight differ from those of fused_loss by some percent, at random.
+    """fused_loss with its three products in 8 bits, twice the rate of 16 (H100 and newer). Its
+    results are rounded: dx and dweight differ from those of fused_loss by some percent, at random.
 
-    e4m3 (3 bits of mantissa) for x and weight, each scaled so that its largest value is the format's, 448; e5m2 (2 bits,
-    more range) for the gradient of the logits (Micikevicius et al. 2022, FP8 formats, section 3). The hardware wants
-    both factors of an 8-bit product contiguous along the axis that is summed over, so three of them are kept twice. Its
-    fast accumulation (use_fast_accum) stays off: sums with 14 bits make dweight 5 times as wrong and 0.3 % faster a step.
+    e4m3 (3 bits of mantissa) for x and weight, each scaled so that its largest value is the
+    format's, 448; e5m2 (2 bits, more range) for the gradient of the logits (Micikevicius et al.
+    2022, FP8 formats, section 3). The hardware wants both factors of an 8-bit product contiguous
+    along the axis that is summed over, so three of them are kept twice. Its fast accumulation
+    (use_fast_accum) stays off: sums with 14 bits make dweight 5 times as wrong and 0.3 % faster a
+    step.
     """
     x8, x_scale = to_e4m3(x)
     w8, w_scale = to_e4m3(weight)
@@ -198,7 +206,8 @@ def triton_loss_and_grad_e5m2(logits, targets, vocab_size):
 
 
 def gradient_is_transposed(device):
-    """Whether both copies of the gradient agree, which depends on the version of Triton: there is no other sign."""
+    """Whether both copies of the gradient agree, which depends on the version of Triton: there is
+    no other sign."""
     logits = torch.arange(128 * 192, device=device).sin().view(128, 192).bfloat16()
     _, grad, grad_t = triton_loss_and_grad_e5m2(logits, torch.arange(128, device=device), 192)
     return torch.equal(grad.float().t(), grad_t.float())
@@ -206,7 +215,8 @@ def gradient_is_transposed(device):
 
 @functools.cache
 def kernels():
-    """{"loss", "row", "tile"}: compiled on first use, so that importing this file needs no Triton."""
+    """{"loss", "row", "tile"}: compiled on first use, so that importing this file needs no
+    Triton."""
     import triton
     import triton.language as tl
 
@@ -221,8 +231,9 @@ def kernels():
 
     @triton.jit
     def log2_sum_exp(logits, padded, vocab_size, BLOCK: tl.constexpr):
-        """log2 of the softmax's denominator of one row, by online softmax (Milakov and Gimelshein 2018): one running
-        maximum and sum for each lane of the block. Four blocks at a time, as exponentials are what limits it."""
+        """log2 of the softmax's denominator of one row, by online softmax (Milakov and Gimelshein
+        2018): one running maximum and sum for each lane of the block. Four blocks at a time, as
+        exponentials are what limits it."""
         lane = tl.arange(0, BLOCK)
         top = tl.full([BLOCK], -1e30, tl.float32)
         total = tl.zeros([BLOCK], tl.float32)
@@ -281,8 +292,9 @@ def kernels():
 
     @triton.jit
     def tile(logits, targets, log2_zs, grad, grad_t, n, padded, scale, TILE: tl.constexpr):
-        """A square of the gradient, written as it is and transposed. What is transposed are the logits, in 16 bits, and the
-        rest is computed twice: 8-bit numbers Triton 3.7 would write in wrong places. That takes 1 % longer (README)."""
+        """A square of the gradient, written as it is and transposed. What is transposed are the
+        logits, in 16 bits, and the rest is computed twice: 8-bit numbers Triton 3.7 would write in
+        wrong places. That takes 1 % longer (README)."""
         row = (tl.program_id(1) * TILE + tl.arange(0, TILE)).to(tl.int64)
         column = (tl.program_id(0) * TILE + tl.arange(0, TILE)).to(tl.int64)
         inside = (row < n)[:, None] & (column < padded)[None, :]

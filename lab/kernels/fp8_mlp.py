@@ -1,12 +1,15 @@
-"""The MLP's six products in 8 bits: about twice the rate of 16 on an H100 and newer, for numbers rounded to 3 bits.
+"""The MLP's six products in 8 bits: about twice the rate of 16 on an H100 and newer, for numbers
+rounded to 3 bits.
 
-Forward GELU(x @ w_fc.T + b_fc) @ w_proj.T, backward four more products; everything between them is one kernel, cast_tile,
-which reads a tensor once, applies GELU or its derivative on the way, and writes it in 8 bits twice: as it is and
-transposed, as the hardware wants both factors of an 8-bit product contiguous along the axis that is summed over.
+Forward GELU(x @ w_fc.T + b_fc) @ w_proj.T, backward four more products; everything between them is
+one kernel, cast_tile, which reads a tensor once, applies GELU or its derivative on the way, and
+writes it in 8 bits twice: as it is and transposed, as the hardware wants both factors of an 8-bit
+product contiguous along the axis that is summed over.
 
-The formats are those of Micikevicius et al. 2022 (FP8 formats for deep learning, section 3): e4m3 (3 bits of mantissa,
-normal numbers from 2^-6 to 448) for weights and activations, e5m2 (2 bits, from 2^-14 to 57344) for gradients. Sums are
-kept in 32 bits. Weights and optimizer stay in float32, and the gradients of the weights come out in it.
+The formats are those of Micikevicius et al. 2022 (FP8 formats for deep learning, section 3): e4m3
+(3 bits of mantissa, normal numbers from 2^-6 to 448) for weights and activations, e5m2 (2 bits,
+from 2^-14 to 57344) for gradients. Sums are kept in 32 bits. Weights and optimizer stay in float32,
+and the gradients of the weights come out in it.
 
 Shape letters: N positions, C channels, F hidden width (4 C).
 """
@@ -19,13 +22,14 @@ from torch import Tensor
 from lab.kernels.fused_mlp import FusedMLP
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-# What a 1 in 8 bits is worth. A floating-point format of 4 or 5 bits of exponent forgives a rough scale, so
-# weights and activations have fixed ones, which cost no pass over the tensor to find its largest value:
-# weights reach 448 / 32 = 14 and lose bits below 2^-6 / 32 = 0.0005; the std of a fresh one is 0.02
-# activations reach 448 / 4 = 112: LayerNorm's output is at most C^0.5 = 28 before its gain; what is above is cut off there
+# What a 1 in 8 bits is worth. A floating-point format of 4 or 5 bits of exponent forgives a rough
+# scale, so weights and activations have fixed ones, which cost no pass over the tensor to find its
+# largest value: weights reach 448 / 32 = 14 and lose bits below 2^-6 / 32 = 0.0005; the std of a
+# fresh one is 0.02 activations reach 448 / 4 = 112: LayerNorm's output is at most C^0.5 = 28 before
+# its gain; what is above is cut off there
 WEIGHT, ACTIVATION = 1 / 32, 1 / 4
-# Gradients have no size of their own: the largest |dy| of each call becomes 57344. A gradient before GELU is a sum of C of
-# those times weights: 64 times more room, of the 2^30 that e5m2 has
+# Gradients have no size of their own: the largest |dy| of each call becomes 57344. A gradient
+# before GELU is a sum of C of those times weights: 64 times more room, of the 2^30 that e5m2 has
 HEADROOM = 64.0
 
 
@@ -35,7 +39,8 @@ def constant(value, device):
 
 
 def cast(x, scale, dtype, mode="plain", before=None):
-    """(x / scale in dtype (R, K), its transpose (K, R), float32 sums over blocks of rows (blocks, K) or None).
+    """(x / scale in dtype (R, K), its transpose (K, R), float32 sums over blocks of rows (blocks,
+    K) or None).
 
     mode "gelu" casts GELU(x) instead; "dgelu" x * GELU'(before), and it alone sums.
     """
@@ -52,15 +57,25 @@ def cast(x, scale, dtype, mode="plain", before=None):
         else q
     )
     kernel()[grid](
-        x, x if before is None else before, scale, q, q_t, sums, rows, columns, MODE=mode, ROWS=tile_rows,
-        COLUMNS=tile_columns, num_warps=warps,
-    )  # fmt: skip
+        x,
+        x if before is None else before,
+        scale,
+        q,
+        q_t,
+        sums,
+        rows,
+        columns,
+        MODE=mode,
+        ROWS=tile_rows,
+        COLUMNS=tile_columns,
+        num_warps=warps,
+    )
     return q, q_t, sums if mode == "dgelu" else None
 
 
 def casts_are_transposed(device):
-    """Whether what is cast twice agrees, which depends on the version of Triton: there is no other sign. Tried are the five
-    kinds of cast that an update needs."""
+    """Whether what is cast twice agrees, which depends on the version of Triton: there is no other
+    sign. Tried are the five kinds of cast that an update needs."""
     x = torch.arange(128 * 192, device=device).sin().view(128, 192)
     y, scale = x.bfloat16(), constant(ACTIVATION, device)
     used = (
@@ -85,7 +100,8 @@ def kernel():
 
     @triton.jit
     def sigmoid_of_gelu(x):
-        """GELU in the tanh form is x * sigmoid(2 (2/pi)^0.5 (x + 0.044715 x^3)); this is the sigmoid, by 2^y."""
+        """GELU in the tanh form is x * sigmoid(2 (2/pi)^0.5 (x + 0.044715 x^3)); this is the
+        sigmoid, by 2^y."""
         y = x * (
             2.302208198 + 0.1029432397 * x * x
         )  # 2 (2/pi)^0.5 log2(e), and 0.044715 times that
@@ -124,7 +140,8 @@ def kernel():
             )
         # the hardware's cast ends at the format's largest number
         tl.store(q + here, (value * (1.0 / tl.load(scale))).to(q.dtype.element_ty), mask=inside)
-        # the product is written twice, or the compiler would transpose the 8-bit result, which Triton 3.6 and 3.7 do wrongly
+        # the product is written twice, or the compiler would transpose the 8-bit result, which
+        # Triton 3.6 and 3.7 do wrongly
         value_t = tl.trans(value * (1.0 / tl.load(scale)))
         tl.store(
             q_t + column[:, None] * rows + row[None, :],
@@ -141,8 +158,9 @@ def kernel():
 def mlp_products_fp8(
     x: Tensor, w_fc: Tensor, b_fc: Tensor, w_proj: Tensor, b_proj: Tensor
 ) -> list[Tensor]:
-    """[GELU(x @ w_fc.T + b_fc) @ w_proj.T + b_proj (N, C)], then for the backward pass GELU's input (N, F) and, in 8 bits and
-    transposed, GELU's output (F, N), x (C, N), w_fc (C, F) and w_proj (F, C). x (N, C) is bf16, the weights are float32."""
+    """[GELU(x @ w_fc.T + b_fc) @ w_proj.T + b_proj (N, C)], then for the backward pass GELU's input
+    (N, F) and, in 8 bits and transposed, GELU's output (F, N), x (C, N), w_fc (C, F) and w_proj (F,
+    C). x (N, C) is bf16, the weights are float32."""
     weight, activation = constant(WEIGHT, x.device), constant(ACTIVATION, x.device)
     x8, x8_t, _ = cast(x, activation, E4M3)
     w8, w8_t, _ = cast(w_fc, weight, E4M3)
@@ -174,7 +192,8 @@ def mlp_gradients_fp8(
     w8_t: Tensor,
     p8_t: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dx (N, C) bf16, dw_fc (F, C), db_fc (F,), dw_proj (C, F) float32. largest: a bound of |dy|."""
+    """dx (N, C) bf16, dw_fc (F, C), db_fc (F,), dw_proj (C, F) float32. largest: a bound of
+    |dy|."""
     weight, activation = constant(WEIGHT, dy.device), constant(ACTIVATION, dy.device)
     scale = (largest.float() / 57344).clamp(min=1e-30)
     dy8, dy8_t, _ = cast(dy, scale, E5M2)

@@ -1,10 +1,12 @@
-"""The MLP's two products with GELU inside them: what a kernel of its own would read and write again stays in registers.
+"""The MLP's two products with GELU inside them: what a kernel of its own would read and write again
+stays in registers.
 
-PyTorch computes c_fc, then GELU, then c_proj, and GELU's kernel carries the widest tensor of the model (4 C numbers a
-position) through memory again: once in and out on the way forward, twice in and once out on the way back. NVIDIA's
-library of products, cuBLASLt, can apply GELU or its derivative to a tile of the result before it is first written (an
-"epilogue"). PyTorch has no call for that in training, so this file calls the library that came with it. bf16 on NVIDIA
-GPUs alone; everywhere else the plain MLP says the same in one line.
+PyTorch computes c_fc, then GELU, then c_proj, and GELU's kernel carries the widest tensor of the
+model (4 C numbers a position) through memory again: once in and out on the way forward, twice in
+and once out on the way back. NVIDIA's library of products, cuBLASLt, can apply GELU or its
+derivative to a tile of the result before it is first written (an "epilogue"). PyTorch has no call
+for that in training, so this file calls the library that came with it. bf16 on NVIDIA GPUs alone;
+everywhere else the plain MLP says the same in one line.
 
 Shape letters: N positions, C channels, F hidden width (4 C).
 """
@@ -34,16 +36,21 @@ GELU_AUX_BIAS, DGELU = (
 )  # cublasLtEpilogue_t; "aux" is GELU's input, written forward and read backward
 MAX_WORKSPACE_BYTES = 1  # cublasLtMatmulPreferenceAttributes_t
 WORKSPACE = 32 * 2**20  # bytes; NVIDIA's advice for Hopper
-# With fewer, the card waits for the Python that calls the library: 12 layers of 768 and 8 x 512 positions took an H200 14.0
-# ms a step instead of 12.0 (bench/ladder.py, shape 12x768)
+# With fewer, the card waits for the Python that calls the library: 12 layers of 768 and 8 x 512
+# positions took an H200 14.0 ms a step instead of 12.0 (bench/ladder.py, shape 12x768)
 MIN_POSITIONS = 16384
 
 
 class Heuristic(ctypes.Structure):
     """cublasLtMatmulHeuristicResult_t: an algorithm that the library recommends for a product."""
 
-    _fields_ = [("algo", ctypes.c_uint64 * 8), ("workspace", ctypes.c_size_t), ("state", ctypes.c_int),
-                ("waves", ctypes.c_float), ("reserved", ctypes.c_int * 4)]  # fmt: skip
+    _fields_ = [
+        ("algo", ctypes.c_uint64 * 8),
+        ("workspace", ctypes.c_size_t),
+        ("state", ctypes.c_int),
+        ("waves", ctypes.c_float),
+        ("reserved", ctypes.c_int * 4),
+    ]
 
 
 @functools.cache
@@ -71,10 +78,11 @@ def describe(desc, attribute, value):
 
 @functools.cache
 def plan(device, rows, inner, columns, b_transposed, epilogue):
-    """(description, layouts of a, b and out, algorithm) for out (rows, columns) = a (rows, inner) @ b, all bf16.
+    """(description, layouts of a, b and out, algorithm) for out (rows, columns) = a (rows, inner) @
+    b, all bf16.
 
-    The library thinks in columns: its out.T = b.T @ a.T is our out = a @ b, so b comes first and is transposed for it
-    where it is not for us.
+    The library thinks in columns: its out.T = b.T @ a.T is our out = a @ b, so b comes first and is
+    transposed for it where it is not for us.
     """
     call, (handle, _) = library(), handle_and_workspace(device)
     desc, preference = ctypes.c_void_p(), ctypes.c_void_p()
@@ -123,7 +131,8 @@ def plan(device, rows, inner, columns, b_transposed, epilogue):
 
 
 def product(a, b, epilogue, aux, bias=None, b_transposed=False):
-    """epilogue(a @ b), or of a @ b.T if b_transposed. aux (rows, columns) is written by GELU_AUX_BIAS, read by DGELU."""
+    """epilogue(a @ b), or of a @ b.T if b_transposed. aux (rows, columns) is written by
+    GELU_AUX_BIAS, read by DGELU."""
     rows, columns = aux.shape
     out = torch.empty_like(aux)
     handle, workspace = handle_and_workspace(a.device)
@@ -135,10 +144,24 @@ def product(a, b, epilogue, aux, bias=None, b_transposed=False):
         describe(desc, BIAS_POINTER, ctypes.c_void_p(bias.data_ptr()))
     one, zero, pointer = ctypes.c_float(1), ctypes.c_float(0), ctypes.c_void_p
     library()(
-        "Matmul", handle, desc, ctypes.byref(one), pointer(b.data_ptr()), layout_b, pointer(a.data_ptr()), layout_a,
-        ctypes.byref(zero), pointer(out.data_ptr()), layout_out, pointer(out.data_ptr()), layout_out, algo,
-        pointer(workspace.data_ptr()), ctypes.c_size_t(WORKSPACE), pointer(torch.cuda.current_stream(a.device).cuda_stream),
-    )  # fmt: skip
+        "Matmul",
+        handle,
+        desc,
+        ctypes.byref(one),
+        pointer(b.data_ptr()),
+        layout_b,
+        pointer(a.data_ptr()),
+        layout_a,
+        ctypes.byref(zero),
+        pointer(out.data_ptr()),
+        layout_out,
+        pointer(out.data_ptr()),
+        layout_out,
+        algo,
+        pointer(workspace.data_ptr()),
+        ctypes.c_size_t(WORKSPACE),
+        pointer(torch.cuda.current_stream(a.device).cuda_stream),
+    )
     return out
 
 
@@ -148,10 +171,12 @@ def product(a, b, epilogue, aux, bias=None, b_transposed=False):
 def mlp_products(
     x: Tensor, w_fc: Tensor, b_fc: Tensor, w_proj: Tensor, b_proj: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """GELU(x @ w_fc.T + b_fc) @ w_proj.T + b_proj (N, C), and for the backward pass GELU's output and input (N, F).
+    """GELU(x @ w_fc.T + b_fc) @ w_proj.T + b_proj (N, C), and for the backward pass GELU's output
+    and input (N, F).
 
-    b_proj is added before the product is rounded: to a rounded one, in the compiler's addition to a 16-bit residual stream,
-    a bias far below the rounding would decide ties, and count for hundreds of times its size (README).
+    b_proj is added before the product is rounded: to a rounded one, in the compiler's addition to a
+    16-bit residual stream, a bias far below the rounding would decide ties, and count for hundreds
+    of times its size (README).
     """
     before = x.new_empty(x.size(0), w_fc.size(0))
     after = product(x, w_fc, GELU_AUX_BIAS, aux=before, bias=b_fc, b_transposed=True)
@@ -216,7 +241,8 @@ class FusedMLP(nn.Module):
 
 
 def pays(x):
-    """Whether x (..., C) is to be fused: enough of it, in training, under bf16 autocast on a GPU."""
+    """Whether x (..., C) is to be fused: enough of it, in training, under bf16 autocast on a
+    GPU."""
     bf16 = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") == torch.bfloat16
     return (
         x.is_cuda and bf16 and torch.is_grad_enabled() and x.numel() >= MIN_POSITIONS * x.size(-1)
@@ -225,7 +251,8 @@ def pays(x):
 
 @functools.cache
 def epilogues_work(device):
-    """True where bf16 and this library's GELU epilogues are to be had. Tried, as no table of cards and versions would last."""
+    """True where bf16 and this library's GELU epilogues are to be had. Tried, as no table of cards
+    and versions would last."""
     if device.type != "cuda" or torch.version.cuda is None:
         return False
     try:

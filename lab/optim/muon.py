@@ -1,22 +1,24 @@
 """Muon: momentum, made orthogonal, for the matrices inside the blocks; AdamW for everything else.
 
-A gradient step of a matrix is dominated by a few directions. Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon)
-replaces the momentum matrix U S V^T by U V^T, so that every direction is moved by the same amount: the steepest descent
-step where length is the largest singular value. Embeddings (whose rows are vectors, not a map), biases and gains stay
-with AdamW.
+A gradient step of a matrix is dominated by a few directions. Muon (Jordan et al. 2024,
+kellerjordan.github.io/posts/muon) replaces the momentum matrix U S V^T by U V^T, so that every
+direction is moved by the same amount: the steepest descent step where length is the largest
+singular value. Embeddings (whose rows are vectors, not a map), biases and gains stay with AdamW.
 """
 
 import torch
 
-# quintic a x + b x^3 + c x^5 that drives singular values towards 1 fast rather than exactly (Jordan 2024): after five
-# rounds those that began above 0.0015 lie between 0.65 and 1.21
+# quintic a x + b x^3 + c x^5 that drives singular values towards 1 fast rather than exactly (Jordan
+# 2024): after five rounds those that began above 0.0015 lie between 0.65 and 1.21
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 
 def orthogonalize(g, steps=5):
-    """U V^T of each matrix U S V^T in g (..., m, n), approximately, by Newton-Schulz iteration: products only.
+    """U V^T of each matrix U S V^T in g (..., m, n), approximately, by Newton-Schulz iteration:
+    products only.
 
-    In bf16 where the device multiplies it fast: the result is rough by design, and its error is far below the step.
+    In bf16 where the device multiplies it fast: the result is rough by design, and its error is far
+    below the step.
     """
     a, b, c = NEWTON_SCHULZ
     x = g.bfloat16() if g.is_cuda else g
@@ -32,7 +34,8 @@ def orthogonalize(g, steps=5):
 
 
 class Muon(torch.optim.Optimizer):
-    """Nesterov momentum and orthogonal steps. Matrices of one shape are stacked, so that a model needs few launches."""
+    """Nesterov momentum and orthogonal steps. Matrices of one shape are stacked, so that a model
+    needs few launches."""
 
     def __init__(self, params, lr, momentum=0.95, weight_decay=0.0):
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
@@ -54,7 +57,8 @@ class Muon(torch.optim.Optimizer):
                 update = orthogonalize(
                     torch.stack(torch._foreach_lerp(grads, momenta, group["momentum"]))
                 )
-                # a tall matrix writes each input into more outputs; sqrt(m / n) keeps the size of what it writes
+                # a tall matrix writes each input into more outputs; sqrt(m / n) keeps the size of
+                # what it writes
                 scale = max(1.0, shape[0] / shape[1]) ** 0.5
                 torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
                 torch._foreach_add_(params, list(update.unbind()), alpha=-group["lr"] * scale)

@@ -1,4 +1,5 @@
-"""Checkpoint files: written whole or not at all, read without running what is in them, found by their names."""
+"""Checkpoint files: written whole or not at all, read without running what is in them, found by
+their names."""
 
 import contextlib
 import os
@@ -15,7 +16,8 @@ from lab.files import reading, writing
 
 
 def checkpoint_files(run_dir):
-    """The model_<step>.pt of a run, earliest first; copies that somebody has made of them are none."""
+    """The model_<step>.pt of a run, earliest first; copies that somebody has made of them are
+    none."""
     files = [p for p in Path(run_dir).glob("model_*.pt") if re.fullmatch(r"model_[0-9]+", p.stem)]
     return sorted(files, key=step_of)
 
@@ -24,8 +26,9 @@ def step_of(path):
     return int(path.stem.removeprefix("model_"))
 
 
-def save_checkpoint(run_dir, step, state, keep_last):
-    """Write run_dir/model_<step>.pt whole or not at all, keep the newest keep_last; returns the path."""
+def save(run_dir, step, state, keep_last):
+    """Write run_dir/model_<step>.pt whole or not at all, keep the newest keep_last; returns the
+    path."""
     path = Path(run_dir) / f"model_{step:06d}.pt"
     part = path.with_suffix(".part")
     with writing(path, "--resume then goes on from the checkpoint before, if there is one"):
@@ -64,13 +67,13 @@ def link_best(run_dir, step):
 
 
 class Inert:
-    """Stands for every foreign class in a .pt file: it holds what the file says of the object and can
-    do nothing."""
+    """Stands for every foreign class in a .pt file: it holds what the file says of the object and
+    can do nothing."""
 
 
 def read_checkpoint(path):
-    """What torch.save wrote, with foreign classes as inert objects: tensors and plain values come in, no
-    code runs. Raises UserError for what cannot be read."""
+    """What torch.save wrote, with foreign classes as inert objects: tensors and plain values come
+    in, no code runs. Raises UserError for what cannot be read."""
     with reading(
         path, "checkpoint", "name another, or move it away; the one before it is used then"
     ):
@@ -106,8 +109,8 @@ def newest_checkpoint(run_dir):
 
 
 def read_newest(run_dir):
-    """(path, what read_checkpoint gives) of the newest checkpoint. A run that is going on may remove the
-    one that was just found, as it has a newer one."""
+    """(path, what read_checkpoint gives) of the newest checkpoint. A run that is going on may
+    remove the one that was just found, as it has a newer one."""
     while True:
         path = newest_checkpoint(run_dir)
         try:

@@ -1,4 +1,5 @@
-"""A run's folder, LOG_DIR/RUN_NAME: who may write it, what is noted there first, what is said at the end.
+"""A run's folder, LOG_DIR/RUN_NAME: who may write it, what is noted there first, what is said at
+the end.
 
 It holds config.json (here), model_<step>.pt (checkpoints.py), log.jsonl and TensorBoard's events
 (log.py), and loss.png (lab.tools.plot).
@@ -12,21 +13,27 @@ from typing import Literal, get_args, get_origin
 
 from lab.cli import UserError, program, quoted
 from lab.files import only_writer, read_json, write_whole
-from lab.run.checkpoints import has_checkpoint, newest_checkpoint, newest_run, step_of
+from lab.run.checkpoints import has_checkpoint, newest_run
 
 
 @contextlib.contextmanager
-def run_folder(run):
-    """While this lasts, the folder of `run` is this run's alone, and its settings are noted in it. Raises
-    UserError, on every process, where another run is there, or where it cannot be written."""
+def opened(run):
+    """While this lasts, the folder of `run` is this run's alone, and its settings are noted in it.
+    Raises UserError, on every process, where another run is there, or where it cannot be
+    written."""
     with contextlib.ExitStack() as at_end:
         problem = None
         if run.world.is_main:
             try:
-                at_end.enter_context(only_writer(run.folder, (
-                    f"{run.folder} is the folder of a run that is going on; stop that one first "
-                    "(its processes may outlive a torchrun that was killed)"
-                )))  # fmt: skip
+                at_end.enter_context(
+                    only_writer(
+                        run.folder,
+                        (
+                            f"{run.folder} is the folder of a run that is going on; stop that one first "
+                            "(its processes may outlive a torchrun that was killed)"
+                        ),
+                    )
+                )
                 note_settings(run)
             except UserError as error:
                 problem = error
@@ -58,7 +65,7 @@ def has_trained(run_dir):
 
 
 def read_config(run_dir, model_class, train_class):
-    """(model config, run config, names passed over) that run_folder noted, as these dataclasses.
+    """(model config, run config, names passed over) that opened noted, as these dataclasses.
 
     A setting that is not there has its default; one that this version does not know is passed over.
     Raises UserError for a file that is broken, or for values that are none.
@@ -102,8 +109,11 @@ def run_to_resume(log_dir, run_name=""):
             f"{run_dir} holds no config.json to resume with; `ls {log_dir}` shows the runs there are"
         )
     if not has_checkpoint(run_dir):
-        again = "delete the folder, or pass another --run_name" if has_trained(run_dir) else (
-            "begin it again without --resume")  # fmt: skip
+        again = (
+            "delete the folder, or pass another --run_name"
+            if has_trained(run_dir)
+            else ("begin it again without --resume")
+        )
         raise UserError(f"{run_dir} has no checkpoint to resume from; {again}")
     return run_dir
 
@@ -133,7 +143,8 @@ def farewell(run, stopped):
         return
     if stopped:
         say(
-            f"{stopped}: saved after step {run.step} in {folder}; `{resume_command(folder)}` goes on from there"
+            f"{stopped}: saved after step {run.step} in {folder}; "
+            f"`{resume_command(folder)}` goes on from there"
         )
     if not has_checkpoint(folder):
         return

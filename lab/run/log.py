@@ -16,7 +16,8 @@ from lab.run.vitals import LOWER
 
 
 class Log:
-    """One JSON line an event in log.jsonl. Rank 0 alone writes; the others call the same methods."""
+    """One JSON line an event in log.jsonl. Rank 0 alone writes; the others call the same
+    methods."""
 
     def __init__(self, run):
         self.run, self.cfg, self.folder = run, run.cfg, run.folder
@@ -61,7 +62,8 @@ class Log:
             self.wandb.finish()
 
     def event(self, kind, step, values):
-        """Write a record, and say what people want to know of it. values: a dict, or None for nothing."""
+        """Write a record, and say what people want to know of it. values: a dict, or None for
+        nothing."""
         if not self.is_main or values is None:
             return
         record = {"kind": kind, "step": step, "time": round(time.time(), 3)} | values
@@ -81,26 +83,38 @@ class Log:
             line(step, values)
 
     def start(self, reason, run, validation):
-        """The record and the lines with which a run begins, so that a reader can check the arithmetic."""
+        """The record and the lines with which a run begins, so that a reader can check the
+        arithmetic."""
         c, cfg, world, loader = run.raw_model.config, run.cfg, run.world, run.loader
         shards, val_shards, unigram = loader.shards, validation.shards, validation.unigram
         cuda = world.device.type == "cuda"
         gpu = torch.cuda.get_device_name(world.device) if cuda else world.device.type
         self.unigram, self.worst = unigram, math.log(c.vocab_size)
-        self.event("start", run.step, dict(
-            device=gpu, world_size=world.world_size, precision=run.precision.name,
-            batch_size=loader.batch_size, grad_accum_steps=loader.grad_accum_steps,
-            num_params=run.raw_model.num_params(), tokens=loader.sequence * cfg.seq_len,
-            train_tokens=len(shards), val_tokens=len(val_shards), log_v=self.worst, unigram=unigram,
-            torch=torch.__version__,
-        ))  # fmt: skip
+        self.event(
+            "start",
+            run.step,
+            dict(
+                device=gpu,
+                world_size=world.world_size,
+                precision=run.precision.name,
+                batch_size=loader.batch_size,
+                grad_accum_steps=loader.grad_accum_steps,
+                num_params=run.raw_model.num_params(),
+                tokens=loader.sequence * cfg.seq_len,
+                train_tokens=len(shards),
+                val_tokens=len(val_shards),
+                log_v=self.worst,
+                unigram=unigram,
+                torch=torch.__version__,
+            ),
+        )
         per_epoch = loader.epoch_tokens()
         tokens = loader.sequence * cfg.seq_len + (cfg.max_steps - run.step) * cfg.total_batch_size
         threads = "" if cuda else f", {torch.get_num_threads()} threads"
         self.say(reason)
         self.say(
-            f"model  {run.raw_model.num_params():,} parameters: {c.n_layer} layers, {c.n_head} heads, {c.n_embd} "
-            f"channels, vocabulary {c.vocab_size} in {c.padded_vocab_size} rows"
+            f"model  {run.raw_model.num_params():,} parameters: {c.n_layer} layers, {c.n_head} heads, "
+            f"{c.n_embd} channels, vocabulary {c.vocab_size} in {c.padded_vocab_size} rows"
         )
         self.say(
             f"data   {cfg.data}: {len(shards):,} training tokens, {len(val_shards):,} for validation; "
@@ -137,7 +151,8 @@ class Log:
             self.say(f"    after {step} steps:\n" + textwrap.indent(printable(text), "    | "))
 
     def train(self, step, loss, lr, grad_norm, seconds_left=None, **speed):
-        """The record of a training step; for people the bar's text, or a line where there is no bar."""
+        """The record of a training step; for people the bar's text, or a line where there is no
+        bar."""
         tokens = self.run.loader.sequence * self.cfg.seq_len
         self.event(
             "train", step, dict(loss=loss, lr=lr, grad_norm=grad_norm, tokens=tokens) | speed
@@ -157,7 +172,8 @@ class Log:
                 for k, v in speed.items()
                 if k.endswith("_ms") and k != "dt_ms"
             )
-            line = f"step {step:5d}/{self.cfg.max_steps} | loss {loss:.4f} | lr {lr:.2e} | norm {grad_norm:.2f}"
+            line = f"step {step:5d}/{self.cfg.max_steps} | loss {loss:.4f} | lr {lr:.2e} "
+            line += f"| norm {grad_norm:.2f}"
             self.say(f"{line}{shown}{left}{phases}")
 
     def tick(self, step):
@@ -171,8 +187,8 @@ class Log:
             self.bar.set_postfix_str(text)
 
     def say(self, text):
-        """A line for people, above the bar if there is one. A reader or a terminal that has gone is no
-        reason to end the run."""
+        """A line for people, above the bar if there is one. A reader or a terminal that has gone is
+        no reason to end the run."""
         if not self.is_main:
             return
         try:

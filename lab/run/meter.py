@@ -10,8 +10,8 @@ from lab.device import peak_flops
 
 
 class Meter:
-    """Evaluation and saving are not counted, nor is the first update, which compiles and allocates. The
-    device is waited for only where a line is logged or an event is due."""
+    """Evaluation and saving are not counted, nor is the first update, which compiles and allocates.
+    The device is waited for only where a line is logged or an event is due."""
 
     def __init__(self, run, cfg, world, log):
         self.run, self.cfg, self.world, self.log = run, cfg, world, log
@@ -66,9 +66,9 @@ class Meter:
 
 
 class Phases:
-    """Milliseconds of data, forward, backward and optimizer (--timing), from outside: what Run.update
-    calls between its phases is made to note the time. On CUDA these are events in the stream, read when
-    a line is logged, so the device never waits."""
+    """Milliseconds of data, forward, backward and optimizer (--timing), from outside: what
+    Run.update calls between its phases is made to note the time. On CUDA these are events in the
+    stream, read when a line is logged, so the device never waits."""
 
     def __init__(self, run):
         self.cuda, self.marks = run.world.device.type == "cuda", []
@@ -92,7 +92,8 @@ class Phases:
         return noting
 
     def mark(self, phase):
-        """The time since the mark before this one belongs to `phase`; since the end of a step to none."""
+        """The time since the mark before this one belongs to `phase`; since the end of a step to
+        none."""
         now = torch.cuda.Event(enable_timing=True) if self.cuda else time.perf_counter()
         if self.cuda:
             now.record()
@@ -101,12 +102,13 @@ class Phases:
         self.marks.append((phase, now))
 
     def read(self):
-        """Means over the steps since the last read, as {"forward_ms": 31.2}; the device must be idle."""
+        """Means over the steps since the last read, as {"forward_ms": 31.2}; the device must be
+        idle."""
         sums = {}
         for (_, a), (phase, b) in zip(self.marks, self.marks[1:]):
             if phase != "start":
                 ms = a.elapsed_time(b) if self.cuda else 1000 * (b - a)
                 sums[f"{phase}_ms"] = sums.get(f"{phase}_ms", 0) + ms
-        steps = max(1, sum(phase == "optimizer" for phase, _ in self.marks))
+        steps = max(1, sum(phase == "optimizer" for phase, _ in self.marks[1:]))
         self.marks = self.marks[-1:]
         return {name: round(ms / steps, 3) for name, ms in sums.items()}

@@ -1,4 +1,5 @@
-"""The settings of a run: a preset or a run that is resumed, what is typed, what the data decides."""
+"""The settings of a run: a preset or a run that is resumed, what is typed, what the data
+decides."""
 
 import argparse
 import dataclasses
@@ -15,18 +16,26 @@ from lab.run.checkpoints import newest_checkpoint, read_newest, step_of
 from lab.run.folder import is_finished, read_config, run_to_resume
 
 AT_LEAST_1 = (
-    "n_layer", "n_head", "n_embd", "block_size", "vocab_multiple", "total_batch_size", "seq_len",
-    "max_steps", "log_every", "keep_last",
-)  # fmt: skip
+    "n_layer",
+    "n_head",
+    "n_embd",
+    "block_size",
+    "vocab_multiple",
+    "total_batch_size",
+    "seq_len",
+    "max_steps",
+    "log_every",
+    "keep_last",
+)
 MINUS_1 = ("warmup_steps", "decay_steps")  # -1: a share of max_steps
 
 
-def settings(argv, presets, description):
+def parse_flags(argv, presets, description):
     """(in words where the defaults come from and what was changed, model config, run config).
 
-    presets: {name: (model config, run config)}, the first the main one. One flag for each field of the
-    two dataclasses. The defaults come from a preset, which --preset names or the machine decides, or from
-    the run that --resume goes on with.
+    presets: {name: (model config, run config)}, the first the main one. One flag for each field of
+    the two dataclasses. The defaults come from a preset, which --preset names or the machine
+    decides, or from the run that --resume goes on with.
     """
     argv = [
         re.sub(r"^--learning[_-]rate(?=$|=)", "--lr", word) for word in argv
@@ -118,7 +127,8 @@ def check(model_config, cfg):
         )
     if cfg.parallel == "zero1" and cfg.optimizer != "adamw":
         raise UserError(
-            f"parallel=zero1 shares out AdamW's state, and optimizer={cfg.optimizer} has another; leave one out"
+            f"parallel=zero1 shares out AdamW's state, and optimizer={cfg.optimizer} has another; "
+            "leave one out"
         )
     if Path(cfg.run_name).name != cfg.run_name or cfg.run_name == "..":
         raise UserError(
@@ -126,7 +136,8 @@ def check(model_config, cfg):
         )
     if cfg.resume and cfg.init_from:
         raise UserError(
-            f"init_from={cfg.init_from} is for a new run; a resumed one goes on with its own weights: leave one out"
+            f"init_from={cfg.init_from} is for a new run; a resumed one goes on with its own weights: "
+            "leave one out"
         )
     if cfg.wandb and importlib.util.find_spec("wandb") is None:
         raise UserError(
@@ -135,8 +146,9 @@ def check(model_config, cfg):
 
 
 def resolve(model_config, cfg, world, presets):
-    """(model config, run config, checkpoint or None), the same on all processes: names and the vocabulary
-    settled, the built-in text made, the checkpoint of a resumed run read and compared with the settings."""
+    """(model config, run config, checkpoint or None), the same on all processes: names and the
+    vocabulary settled, the built-in text made, the checkpoint of a resumed run read and compared
+    with the settings."""
     if world.is_main:
         model_config, cfg = settle(model_config, cfg, presets)
     model_config, cfg = world.broadcast((model_config, cfg))
@@ -147,7 +159,8 @@ def resolve(model_config, cfg, world, presets):
     check_fits(path, state, model_config, cfg)
     if state["step"] > cfg.max_steps or (state["step"] == cfg.max_steps and is_finished(run_dir)):
         raise UserError(
-            f"{run_dir} has done {state['step']} steps, max_steps={cfg.max_steps}; a larger --max_steps goes on"
+            f"{run_dir} has done {state['step']} steps, max_steps={cfg.max_steps}; "
+            "a larger --max_steps goes on"
         )
     return model_config, cfg, state
 

@@ -6,12 +6,14 @@ import signal
 
 
 class Stopped(Exception):
-    """A signal asks for the run to end. Raised on all processes at the same place; holds its name."""
+    """A signal asks for the run to end. Raised on all processes at the same place; holds its
+    name."""
 
 
 class StopSignal:
-    """Within `with`, the first signal asks for an end, and only a second Ctrl-C ends at once: terminals
-    send SIGHUP twice, and torchrun passes on a SIGTERM that the process has had already."""
+    """Within `with`, the first signal asks for an end, and only a second Ctrl-C ends at once:
+    terminals send SIGHUP twice, and torchrun passes on a SIGTERM that the process has had
+    already."""
 
     def __init__(self, world):
         self.world, self.name = world, ""

@@ -1,4 +1,5 @@
-"""Is the run alive and well? Losses and weights that are not finite, and signals, looked at without making the device wait."""
+"""Is the run alive and well? Losses and weights that are not finite, and signals, looked at without
+making the device wait."""
 
 import math
 from collections import deque
@@ -12,9 +13,9 @@ LOWER = "try a lower --lr (Muon: and --muon_lr)"
 
 
 class Underway:
-    """Copy of a tensor on its way to the CPU. arrive() waits for what was launched before the copy was,
-    and no longer; item() would wait for all that was launched since, and the device would then have
-    nothing to do while the host launches the next step."""
+    """Copy of a tensor on its way to the CPU. arrive() waits for what was launched before the copy
+    was, and no longer; item() would wait for all that was launched since, and the device would then
+    have nothing to do while the host launches the next step."""
 
     def __init__(self, tensor):
         cuda = tensor.is_cuda
@@ -32,8 +33,8 @@ class Underway:
 
 
 class Vitals:
-    """Each step, one small exchange through the CPU carries the loss of the step before and whether any
-    process was asked to stop. All processes call each method together."""
+    """Each step, one small exchange through the CPU carries the loss of the step before and whether
+    any process was asked to stop. All processes call each method together."""
 
     def __init__(self, run, world, stop):
         self.run, self.world, self.stop = run, world, stop
@@ -48,8 +49,8 @@ class Vitals:
     def read(self, newest, heed=True):
         """Look at the steps noted, at the newest one only if asked to, as it may not be done yet.
 
-        Raises RunError for a loss that is not finite and, where the newest was looked at, for weights
-        that are not; Stopped where a process was asked to stop, unless heed is False.
+        Raises RunError for a loss that is not finite and, where the newest was looked at, for
+        weights that are not; Stopped where a process was asked to stop, unless heed is False.
         """
         found = [self.pending.popleft() for _ in range(len(self.pending) - (not newest))]
         losses = [(step, copies.arrive(), place) for step, copies, place in found]

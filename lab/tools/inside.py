@@ -1,11 +1,13 @@
-"""What goes on inside a GPT while it reads: attention weights, the residual stream, heads switched off. For play.ipynb.
+"""What goes on inside a GPT while it reads: attention, the residual stream, heads switched off.
 
-Nothing here is a second model: hooks on the modules of train_gpt2.py note what passes, and are taken off again.
+For play.ipynb. Nothing here is a second model: hooks on the modules of the trainer's note what
+passes, and are taken off again.
 """
 
 import contextlib
 import hashlib
 import html
+import importlib
 import json
 import subprocess
 import sys
@@ -13,26 +15,37 @@ from pathlib import Path
 
 import torch
 
-from lab.run.folder import read_config
-from train_gpt2 import PRESETS, GPTConfig, TrainConfig
+from lab.cli import ROOT, UserError
+from lab.files import read_json
+from lab.run.checkpoints import checkpoint_files
+
+SHAPE = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
 
 
 def laptop_run(log_dir="log", steps=300):
-    """Checkpoint of the preset laptop on its built-in text: of those in log_dir with `steps` updates or more the one with
-    most. Where there is none, trains so many in LOG_DIR/notebook_<steps> first (300: less than a minute on two cores)."""
-    model, train = PRESETS["laptop"]
+    """Checkpoint of the preset laptop on its built-in text, of `steps` updates or more: that of most.
+
+    Where log_dir has none, trains so many in LOG_DIR/notebook_<steps> first (300: less than a minute
+    on two cores).
+    """
+    model, train = importlib.import_module("train_gpt2").PRESETS["laptop"]
+    wanted = {name: getattr(model, name) for name in SHAPE} | {"data": train.data, "init_from": ""}
     found = []
-    for path in Path(log_dir).glob("*/model_[0-9]*.pt"):
-        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):  # a broken run, or of another version
-            its_model, its_train = read_config(path.parent, GPTConfig, TrainConfig)
-            if its_train.data == train.data and not its_train.init_from and its_model.shape() == model.shape():
-                found += [path] * (int(path.stem.removeprefix("model_")) >= steps)
+    for folder in Path(log_dir).glob("*/"):
+        with contextlib.suppress(UserError):  # a broken run
+            saved = read_json(folder / "config.json", model=dict, train=dict)
+            settings = saved["model"] | saved["train"]
+            if {name: settings.get(name) for name in wanted} == wanted:
+                found += checkpoint_files(folder)[-1:]
+    found = [path for path in found if int(path.stem.removeprefix("model_")) >= steps]
     if not found:
         run = f"notebook_{steps}"
-        flags = f"--preset laptop --max_steps {steps} --ckpt_every {steps} --val_every 0 --sample_every 0 --run_name {run}"
-        command = [sys.executable, "train_gpt2.py", *flags.split(), "--log_dir", str(Path(log_dir).absolute())]
-        subprocess.run(command, check=True, capture_output=True, cwd=Path(__file__).resolve().parents[2])
-        found = list(Path(log_dir, run).glob("model_[0-9]*.pt"))
+        flags = f"--preset laptop --max_steps {steps} --ckpt_every {steps} --val_every 0"
+        flags += f" --sample_every 0 --run_name {run}"
+        command = [sys.executable, "train_gpt2.py", *flags.split()]
+        command += ["--log_dir", str(Path(log_dir).absolute())]
+        subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
+        found = checkpoint_files(Path(log_dir, run))[-1:]
     return max(found, key=lambda path: path.name)
 
 
@@ -40,22 +53,25 @@ def laptop_run(log_dir="log", steps=300):
 def watch(model, idx):
     """Let the model read idx (B, T). Returns (stream, weights).
 
-    stream: the residual stream before the first block and after each, n_layer + 1 tensors (B, T, C). weights: those of
-    attention, n_layer tensors (B, H, T, T); row t sums to 1 over the positions that t looks at. They are computed from
-    the input of each attention layer, as a fused kernel never holds them.
+    stream: the residual stream before the first block and after each, n_layer + 1 tensors (B, T, C).
+    weights: those of attention, n_layer tensors (B, H, T, T); row t sums to 1 over the positions that
+    t looks at. They are computed from the input of each attention layer, as a fused kernel never
+    holds them.
     """
     stream, weights = [], []
 
     def note_weights(attn, args, output):
         x, mask, _ = args
         B, T, C = x.size()
-        q, k, _ = (t.view(B, T, attn.n_head, C // attn.n_head).transpose(1, 2) for t in attn.c_attn(x).split(C, dim=2))
+        parts = attn.c_attn(x).split(C, dim=2)
+        q, k, _ = (t.view(B, T, attn.n_head, -1).transpose(1, 2) for t in parts)  # (B, H, T, D)
         scores = q @ k.transpose(-2, -1) * (C // attn.n_head) ** -0.5  # (B, H, T, T)
         seen = torch.ones(T, T, dtype=torch.bool, device=x.device).tril() if mask is None else mask
         weights.append(scores.masked_fill(~seen, float("-inf")).softmax(dim=-1))
 
-    hooks = [model.transformer.h[0].register_forward_pre_hook(lambda block, args: stream.append(args[0]))]
-    for block in model.transformer.h:
+    blocks = model.transformer.h
+    hooks = [blocks[0].register_forward_pre_hook(lambda block, args: stream.append(args[0]))]
+    for block in blocks:
         hooks.append(block.register_forward_hook(lambda block, args, output: stream.append(output)))
         hooks.append(block.attn.register_forward_hook(note_weights))
     try:
@@ -68,16 +84,17 @@ def watch(model, idx):
 
 @torch.no_grad()
 def lens(model, x):
-    """Logits (B, T, vocab_size) of a residual stream (B, T, C) from anywhere in the model, as if its last norm and head
-    came next: the logit lens (nostalgebraist 2020). After the last block these are the model's own."""
+    """Logits (B, T, vocab_size) of a residual stream (B, T, C) from anywhere in the model, as if its
+    last norm and head came next: the logit lens (nostalgebraist 2020). After the last block these are
+    the model's own."""
     return model.lm_head(model.transformer.ln_f(x))[..., : model.config.vocab_size]
 
 
 def mass(weights, where):
     """How much of its attention each head gives to chosen positions: (H,), each between 0 and 1.
 
-    weights (B, H, T, T) of one block; where (B, T, T) or (T, T) is True at [t, s] if s is chosen for t. The mean is over
-    those t for which something is chosen.
+    weights (B, H, T, T) of one block; where (B, T, T) or (T, T) is True at [t, s] if s is chosen for
+    t. The mean is over those t for which something is chosen.
     """
     where = where.expand(weights.size(0), -1, -1)
     rows = where.any(dim=2)  # (B, T)
@@ -86,11 +103,11 @@ def mass(weights, where):
 
 @contextlib.contextmanager
 def without_head(model, layer, head):
-    """Inside this context one head hands nothing over: its part of c_proj's input is 0. Raises ValueError for no such head."""
+    """Inside this context one head hands nothing over: its part of c_proj's input is 0."""
     config = model.config
     if not (0 <= layer < config.n_layer and 0 <= head < config.n_head):
-        raise ValueError(f"there is no head {layer}.{head}: blocks go from 0 to {config.n_layer - 1}, heads from 0 to "
-                         f"{config.n_head - 1}")  # fmt: skip
+        last = f"blocks go from 0 to {config.n_layer - 1}, heads from 0 to {config.n_head - 1}"
+        raise UserError(f"there is no head {layer}.{head}: {last}")
     D = config.n_embd // config.n_head
 
     def silence(c_proj, args):
@@ -107,7 +124,7 @@ def without_head(model, layer, head):
 
 PAGE = """<div id="{id}">
 <p>{title}</p>
-<div style="font-family: monospace; font-size: 16px; line-height: 1.7; white-space: pre-wrap">{characters}</div>
+<div style="font: 16px/1.7 monospace; white-space: pre-wrap">{characters}</div>
 <script>(() => {{
   const box = document.getElementById("{id}"), percent = {percent}, choice = document.createElement("select");
   for (const name in percent) choice.add(new Option("head " + name, name));
@@ -120,8 +137,8 @@ PAGE = """<div id="{id}">
     last = t;
     spans.forEach((span, s) => {{
       const p = s <= t ? percent[choice.value][t][s] : 0;
-      span.style.background = p ? "rgba(0, 114, 178, " + Math.sqrt(p / 100) + ")" : "";
-      span.style.outline = s == t ? "2px solid #d55e00" : "";
+      span.style.background = p ? "rgba(0, 108, 174, " + Math.sqrt(p / 100) + ")" : "";
+      span.style.outline = s == t ? "2px solid #de5e00" : "";
     }});
   }}
   spans.forEach((span, t) => span.addEventListener("mouseenter", () => show(t)));
@@ -133,17 +150,23 @@ PAGE = """<div id="{id}">
 def attention_page(pieces, weights, title="", head="0.0"):
     """HTML in which to point at a character and see where a head looks from there; for IPython.display.HTML.
 
-    pieces: the T tokens as text; weights: as `watch` returns them, of which the first sequence is shown; head: the one to
-    begin with, as "<block>.<head>". Where scripts are taken out (a page that only shows the notebook) the text stays, and
-    each character's tooltip names what each head looks at most. Raises ValueError for what does not fit together.
+    pieces: the T tokens as text; weights: as `watch` returns them, of which the first sequence is
+    shown; head: the one to begin with, as "<block>.<head>". Where scripts are taken out (a page that
+    only shows the notebook) the text stays, and each character's tooltip names what each head looks at
+    most.
     """
     T = weights[0].size(-1)
     if len(pieces) != T:
-        raise ValueError(f"{len(pieces)} pieces of text do not fit attention over {T} positions; give one for each token")
-    heads = {f"{layer}.{h}": block[0, h] for layer, block in enumerate(weights) for h in range(block.size(1))}
+        pair = f"{len(pieces)} pieces of text do not fit attention over {T} positions"
+        raise UserError(f"{pair}; give one for each token")
+    shown = [block[0] for block in weights]  # (H, T, T) each
+    heads = {f"{layer}.{h}": w for layer, block in enumerate(shown) for h, w in enumerate(block)}
     if head not in heads:
-        raise ValueError(f"there is no head {head}; there are {', '.join(heads)}")
-    percent = {name: [[round(100 * p) for p in row[: t + 1].tolist()] for t, row in enumerate(w)] for name, w in heads.items()}
+        raise UserError(f"there is no head {head}; there are {', '.join(heads)}")
+    percent = {
+        name: [[round(100 * p) for p in row[: t + 1].tolist()] for t, row in enumerate(w)]
+        for name, w in heads.items()
+    }
     characters = ""
     for t, piece in enumerate(pieces):
         most = ((name, int(w[t].argmax()), w[t].max().item()) for name, w in heads.items())
@@ -152,4 +175,6 @@ def attention_page(pieces, weights, title="", head="0.0"):
         characters += f'<span title="{html.escape(tip)}">{shown}</span>'
     name = "attention-" + hashlib.sha256(repr((pieces, percent)).encode()).hexdigest()[:12]
     percent = json.dumps(percent, separators=(",", ":"))
-    return PAGE.format(id=name, title=html.escape(title), characters=characters, percent=percent, head=head)
+    return PAGE.format(
+        id=name, title=html.escape(title), characters=characters, percent=percent, head=head
+    )

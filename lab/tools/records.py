@@ -1,0 +1,202 @@
+"""What a run has logged, read back: log.jsonl as records, as curves, and the places where two runs compare.
+
+Plots, the report, bench and the notebook read a log through this file alone. It imports nothing slow.
+"""
+
+import bisect
+import json
+import math
+from pathlib import Path
+
+from lab.cli import UserError
+from lab.files import reading
+
+HINT = "name a run folder: `ls log` shows those there are"
+
+
+def find_runs(paths, log_dir="log"):
+    """The runs that were named, one of them perhaps by its name in log_dir; the newest one if none is.
+
+    Raises UserError where there is none, or where one was named twice.
+    """
+    if not paths:
+        logs = sorted(Path(log_dir).glob("*/log.jsonl"), key=lambda path: path.stat().st_mtime)
+        if not logs:
+            raise UserError(f"there is no run in {log_dir}/ yet; name a run folder")
+        return [logs[-1].parent]
+    inside = [Path(log_dir, path) for path in paths]
+    found = [b if not Path(a).exists() and b.exists() else Path(a) for a, b in zip(paths, inside)]
+    if len({path.resolve() for path in found}) < len(found):
+        raise UserError(f"{', '.join(map(str, found))}: a run was named twice; name different ones")
+    return found
+
+
+def run_names(paths):
+    """A name for each run: its folder's, or a copied log's own; the whole path where two are the same."""
+    whole = [path.resolve() for path in map(Path, paths)]
+    names = [path.name if path.is_dir() else path.stem for path in whole]
+    names = [p.parent.name if p.name == "log.jsonl" else name for p, name in zip(whole, names)]
+    return [str(path) if names.count(name) > 1 else name for path, name in zip(paths, names)]
+
+
+def read_log(run):
+    """{kind: records in the order of their steps} of a run folder, or of a log.
+
+    A resumed run goes back to its checkpoint: what the log says of later steps from before is dropped,
+    and of two records for one step the last counts. A line cut off by a kill is skipped. Raises
+    UserError where there is no log, or nothing to draw in it.
+    """
+    path = Path(run) / "log.jsonl" if Path(run).is_dir() else Path(run)
+    with reading(path, "log", HINT):
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    found, broken = {}, False  # (kind, step) -> record
+    for line in lines:
+        try:  # the record after a cut one stands on the same line
+            record = json.loads(line[max(0, line.rfind('{"kind"')) :])
+            kind, step = str(record["kind"]), int(record["step"])
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            broken = True
+            continue
+        if kind == "start":
+            found = {key: r for key, r in found.items() if key[1] <= step}
+        found[kind, step] = record
+    log = {}
+    for (kind, _), record in sorted(found.items(), key=lambda item: item[0][1]):
+        log.setdefault(kind, []).append(record)
+    if broken and not found:
+        raise UserError(f"{path} is no log of training: none of its lines is a record; {HINT}")
+    if not {"train", "val", "hella"} & log.keys():
+        raise UserError(f"{path} holds no measurement yet; wait for the run's first one")
+    return log
+
+
+def ended(log):
+    """Why the run ended, "done" or a signal's name; None while it goes on, or where it was killed."""
+    last = {kind: log[kind][-1] for kind in ("start", "end") if kind in log}
+    if "end" not in last or last["end"].get("time", 0) < last.get("start", {}).get("time", 0):
+        return None
+    return last["end"].get("reason")
+
+
+# ---------------------------------------------------------------------------------------- curves
+
+
+def short(number):
+    """1.5e9 as 1.5B."""
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:.3g}"
+
+
+def column(log, kind, name):
+    """(steps, values) of the finite numbers called `name` in the records of a kind."""
+    rows = [
+        (r["step"], r[name]) for r in log.get(kind, []) if isinstance(r.get(name), (int, float))
+    ]
+    rows = [row for row in rows if math.isfinite(row[1])]
+    return [step for step, _ in rows], [value for _, value in rows]
+
+
+def smooth(values):
+    """Mean over a centred window of about a fortieth of the points.
+
+    It narrows at both ends, so that it neither lags, as a running average does, nor bends there.
+    """
+    half = len(values) // 80
+    means = []
+    for i in range(len(values)):
+        h = min(half, i, len(values) - 1 - i)
+        means.append(sum(values[i - h : i + h + 1]) / (2 * h + 1))
+    return means
+
+
+def loss_window(logs):
+    """(low, high) for an axis of losses that the fall of the first steps does not own.
+
+    It holds all losses after the first twentieth of each run, and the unigram baseline where that
+    is near; None where no loss was logged.
+    """
+    low, high, levels = math.inf, -math.inf, []
+    for log in logs:
+        rows = [row for kind in ("train", "val") for row in zip(*column(log, kind, "loss"))]
+        edge = 0.05 * max((step for step, _ in rows), default=0)
+        late = [loss for step, loss in rows if step > edge] or [loss for _, loss in rows]
+        low, high = min([low, *late]), max([high, *late])
+        levels += column(log, "start", "unigram")[1][-1:]
+    if high < low:
+        return None
+    high = max([high, *(level for level in levels if level < low + 2 * (high - low))])
+    margin = 0.06 * (high - low) or 0.5
+    return low - margin, high + 1.5 * margin  # room for the label of a line at the top
+
+
+# ----------------------------------------------------------------------- where two runs compare
+
+
+def logged_tokens(log):
+    """{step: tokens of training until then}, in the order of the steps; {0: 0} where none were logged."""
+    known = (
+        {0: 0}
+        | dict(zip(*column(log, "start", "tokens")))
+        | dict(zip(*column(log, "train", "tokens")))
+    )
+    return dict(sorted(known.items()))
+
+
+def step_sizes(log):
+    """Tokens of a step: one number, and another wherever a resumed run has changed it."""
+    known = list(logged_tokens(log).items())
+    return list(
+        dict.fromkeys(round((t1 - t0) / (s1 - s0)) for (s0, t0), (s1, t1) in zip(known, known[1:]))
+    )
+
+
+def tokens_at(log):
+    """A function from a step to the tokens of training until then; None where none were logged.
+
+    Between two records, and after the last, the steps are of one size.
+    """
+    known = logged_tokens(log)
+    steps = list(known)
+
+    def tokens(step):
+        i = min(max(1, bisect.bisect_left(steps, step)), len(steps) - 1)
+        a, b = steps[i - 1], steps[i]
+        return round(known[a] + (step - a) * (known[b] - known[a]) / (b - a))
+
+    return tokens if len(steps) > 1 else None
+
+
+def by_tokens(logs):
+    """Whether runs compare at equal tokens, and not at equal steps, those being of different size."""
+    return len({size for log in logs for size in step_sizes(log)}) > 1 and all(map(tokens_at, logs))
+
+
+def places(logs, kind, name):
+    """For each log {place: (step, value)}; the place is where it compares, a step or tokens."""
+    where = [tokens_at(log) if by_tokens(logs) else int for log in logs]
+    return [
+        {at(s): (s, v) for s, v in zip(*column(log, kind, name))} for at, log in zip(where, logs)
+    ]
+
+
+def last_common(logs, kind, name):
+    """(place, value of each log) at the last place that all have measured; None where there is none."""
+    found = places(logs, kind, name)
+    common = set.intersection(*(set(rows) for rows in found))
+    return (max(common), [rows[max(common)][1] for rows in found]) if common else None
+
+
+def place_name(place, logs):
+    return f"{short(place)} tokens" if by_tokens(logs) else f"step {place:,}"
+
+
+def vocabularies(logs):
+    """How many token ids each run has, as far as known: they tell the tokenizers apart."""
+    return [round(math.exp(v)) for log in logs for v in column(log, "start", "log_v")[1][-1:]]
+
+
+def comparable(logs):
+    """Whether nats per token mean the same in all the runs."""
+    return len(set(vocabularies(logs))) < 2
