@@ -72,8 +72,11 @@ def train_here(folder, data, name, model=(), **settings):
     )  # fmt: skip
     cfg = train_gpt2.TrainConfig(**base | settings)
     model_config = train_gpt2.GPTConfig(**TINY_MODEL | dict(model))
-    typed = mock.patch.object(train_gpt2, "settings", lambda *_: ("a test", model_config, cfg))
-    with typed, mock.patch.object(train_gpt2, "farewell", lambda *_: None):
+    typed = dict(parse_flags=lambda *_: ("a test", model_config, cfg))
+    with (
+        mock.patch.multiple(train_gpt2.settings, **typed),
+        mock.patch.object(train_gpt2.folder, "farewell"),
+    ):
         status = train_gpt2.main([])
     return read_run(folder / name, status)
 
