@@ -103,7 +103,10 @@ def test_a_killed_run_leaves_whole_checkpoints_and_resumes(tmp_path, start_train
 @pytest.mark.skipif(sys.platform != "linux", reason="takes a terminal away as Linux does")
 def test_a_closed_terminal_ends_a_run_saved(tmp_path, start_training):
     """As when ssh breaks off, with the bar of a terminal. SIGHUP comes from it, and from the shell again."""
+    import termios
+
     terminal, end = os.openpty()
+    termios.tcsetwinsize(end, (24, 100))
     tty, seen = os.ttyname(end), []
 
     def watch():
