@@ -81,10 +81,11 @@ def out_of_memory(error):
     return type(error).__name__ in names or "allocate memory" in str(error).lower()
 
 
-def say(text):
+def say(text, file=None):
+    """Print a line (to stderr); that its reader or the terminal has gone ends nothing."""
     try:
-        print(text, file=sys.stderr, flush=True)
-    except OSError:  # the terminal has gone
+        print(text, file=file or sys.stderr, flush=True)
+    except OSError:
         pass
 
 
