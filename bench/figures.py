@@ -88,7 +88,7 @@ def where_and_when(rows):
 
 
 def blank(height, title, note=""):
-    """A figure 8 inches wide with a title that states the finding and a line that says where it was measured."""
+    """A figure 8 inches wide: its title states the finding, the note below where it was measured."""
     figure = Figure(figsize=(8, height))
     figure.suptitle(title, x=0.01, ha="left")
     if note:
@@ -204,7 +204,7 @@ def ladder(runs, out_path, dark):
     box = dict(
         facecolor=PAPER[dark]["paper"], edgecolor="none", pad=1
     )  # no line runs through a text
-    for y, (rung, now) in enumerate(speeds.items()):
+    for y, now in enumerate(speeds.values()):
         ax.barh(y, min(before, now), height=1, color=blue)
         if now > before:
             ax.barh(y, now - before, left=before, height=1, color=blue, alpha=0.5)
