@@ -1,19 +1,18 @@
-"""HellaSwag (Zellers et al. 2019): which of four endings does a model find likeliest after a
-context?
+"""HellaSwag (Zellers et al. 2019): which of four endings is likeliest to a model after a context?
 
-    python hellaswag.py --model gpt2                # hub name, Hugging Face folder, checkpoint or
-    run python hellaswag.py --model log/RUN --by_source --worst 10 torchrun --standalone
-    --nproc_per_node=8 hellaswag.py --model gpt2-xl
+    python hellaswag.py --model gpt2            # hub name, Hugging Face folder, checkpoint or run
+    python hellaswag.py --model log/RUN --by_source --worst 10
+    torchrun --standalone --nproc_per_node=8 hellaswag.py --model gpt2-xl
 
 The completion style of the published GPT-2 numbers: the loss of each ending's tokens given the
 context, the ending tokenised with a leading space. acc takes the ending with the smallest sum,
-acc_norm the one with the smallest mean. Sections: 1 the file, 2 tokens, 3 batches, 4 scores, 5
-results, 6 in a training run, 7 command line.
+acc_norm the one with the smallest mean. Sections: 1 tokens, 2 batches, 3 scores, 4 results, 5 in a
+training run, 6 command line. The file is downloaded and read by lab/data/hellaswag.py.
 
-Shape letters: N examples, B rows of a batch (one example each), T tokens of a row, C channels, M
-ending tokens."""
+Shape letters: N examples, B rows of a batch (one example each), T tokens of a row, C channels,
+M ending tokens.
+"""
 
-import hashlib
 import json
 import math
 import time
@@ -28,90 +27,13 @@ from tqdm import tqdm
 
 from lab import models
 from lab.cli import RunError, UserError, command, parse
+from lab.data.hellaswag import is_published, locate, read_examples, source_of
 from lab.data.tokenizers import get_tokenizer, name_of_size
 from lab.device import Precision
-from lab.files import check_writable, first_line, reading
+from lab.files import check_writable
 from lab.world import World
 
-# -------------------------------------------------------------------------------------- 1. the file
-
-FOLDER = Path("data/hellaswag")  # where what is downloaded goes
-BASE = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/"
-PUBLISHED = {  # the test split has no labels
-    "hellaswag_val.jsonl": "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588",
-    "hellaswag_train.jsonl": "dae5e69249868cb9fe4e23ff925c60b66169564cfb7072d793cd7356a2b69f8d",
-}
-
-
-def locate(data="", split="val"):
-    """Path of the split's file: `data` (a file, or a folder that holds it), else FOLDER's,
-    downloaded if it is not there. Raises UserError, saying how to do it by hand."""
-    name = f"hellaswag_{split}.jsonl"
-    path = Path(data or FOLDER)
-    if path.is_dir() or not data:
-        path = path / name
-    if not data and not path.exists():
-        import pooch  # downloads under another name, checks the hash, then renames
-
-        known = {name: f"sha256:{PUBLISHED[name]}"}
-        files = pooch.create(FOLDER, base_url=BASE, registry=known, retry_if_failed=2)
-        try:
-            files.fetch(name, progressbar=True)
-        except (OSError, ValueError) as error:  # ValueError: another hash
-            raise UserError(
-                f"cannot download {BASE}{name} ({first_line(error)}); download it by hand to "
-                f"{path} (hellaswag.py also takes a copy: --data FILE)"
-            ) from error
-    return path
-
-
-def read_examples(path):
-    """The examples of a HellaSwag file as dicts, `line` added. Raises UserError naming the first
-    line that is wrong."""
-    with reading(
-        path, "HellaSwag file", "name one with --data, or leave --data out to download it"
-    ):
-        lines = Path(path).read_bytes().split(b"\n")
-    examples = []
-    for number, raw in enumerate(lines, start=1):
-        if not raw.strip():
-            continue
-        try:
-            examples.append(check_example(json.loads(raw)) | {"line": number})
-        except (ValueError, TypeError, KeyError, RecursionError) as error:  # what parsing it raises
-            wrong = f"{type(error).__name__}: {first_line(error)}"
-            raise UserError(
-                f"{path} line {number}: {wrong}; correct the line or take it out. A HellaSwag file "
-                "has one JSON object a line, with ctx, 4 endings and a label from 0 to 3"
-            ) from error
-    if not examples:
-        raise UserError(f"{path} holds no examples; it should have one a line. Download it again")
-    return examples
-
-
-def check_example(example):
-    """It, with its label as an integer. Raises TypeError or KeyError where something is not as it
-    has to be."""
-    ctx, endings, label = (example[key] for key in ("ctx", "endings", "label"))
-    texts = [ctx, *endings]
-    if len(texts) != 5 or not all(isinstance(text, str) for text in texts):
-        raise TypeError("wants a ctx and 4 endings, all texts")
-    if not all(text.strip() for text in endings):
-        raise TypeError("has an empty ending")
-    if str(label) not in ("0", "1", "2", "3"):  # the hub's copy has the label as a text
-        raise TypeError(f"has the label {label!r}")
-    return example | {"label": int(label)}
-
-
-def source_of(example):
-    """Where it came from: "activitynet" or "wikihow". The published file says so ("wikihow~123");
-    in a copy that does not, an example that goes on in mid-sentence, with a ctx_b, is
-    ActivityNet's."""
-    guess = "activitynet" if example.get("ctx_b") else "wikihow"
-    return str(example.get("source_id") or guess).split("~")[0]
-
-
-# ---------------------------------------------------------------------------------------- 2. tokens
+# ---------------------------------------------------------------------------------------- 1. tokens
 
 
 @dataclass
@@ -182,7 +104,11 @@ def choose(data, block_size, limit=0, skip_long=False):
         raise UserError(
             f"line {chosen.line[i]} has an ending of {longest[i]} tokens, the model's context "
             f"holds block_size={block_size} ({too_long.sum()} of {n} examples are like this)"
-            + ("; take a larger model" if too_long.all() else "; --skip_long leaves them out")
+            + (
+                "; take a larger model"
+                if too_long.all()
+                else "; hellaswag.py --skip_long leaves them out"
+            )
         )
     chosen = chosen[~too_long]
     keep = np.minimum(chosen.ctx_len, block_size + 1 - longest[~too_long])
@@ -191,7 +117,7 @@ def choose(data, block_size, limit=0, skip_long=False):
     return chosen, cut, int(too_long.sum())
 
 
-# --------------------------------------------------------------------------------------- 3. batches
+# --------------------------------------------------------------------------------------- 2. batches
 
 STEP = 32  # rows are padded to a multiple of this: ten shapes cover HellaSwag, at 10 % of padding
 BATCH_TOKENS = 16384  # tokens of a batch, padding included (others: bench/hellaswag_speed.py)
@@ -242,7 +168,7 @@ def pack(data, rows, B, T):
     return idx, position, part, where.astype(np.int64), targets.astype(np.int64)
 
 
-# ---------------------------------------------------------------------------------------- 4. scores
+# ---------------------------------------------------------------------------------------- 3. scores
 
 
 def hidden(model, idx, position, part):
@@ -289,8 +215,7 @@ def ending_losses(model, data, world, check=lambda: None):
 
 
 def add_up(data, order, losses):
-    """Sums of the endings' losses (n, 4) of the examples `order`. Here the host waits for the
-    device."""
+    """Sums of the endings' losses (n, 4) of the examples `order`. It waits for the device."""
     lengths = data.end_len[np.concatenate(order)].ravel()
     flat = torch.cat(losses).cpu().double().numpy()
     return np.add.reduceat(flat, np.cumsum(lengths) - lengths).reshape(-1, 4)
@@ -318,19 +243,17 @@ def predictions(sums, end_len):
     return sums.argmin(1), (sums / end_len).argmin(1)
 
 
-# --------------------------------------------------------------------------------------- 5. results
+# --------------------------------------------------------------------------------------- 4. results
 
 
 def interval(p, n, z=1.96):
-    """95 % confidence interval of a share p of n (Wilson 1927): inside [0, 1], right for small n
-    too."""
+    """95 % confidence interval of a share p of n (Wilson 1927): right for small n too."""
     middle, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
     return [(middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)]
 
 
 def summarise(sums, end_len, label):
-    """acc, acc_norm, standard errors (of a mean, as lm-evaluation-harness has them), intervals,
-    count."""
+    """acc, acc_norm, standard errors (of a mean, as in lm-evaluation-harness), intervals, count."""
     out, n = {}, len(label)
     for name, guess in zip(("acc", "acc_norm"), predictions(sums, end_len)):
         p = float((guess == label).mean())
@@ -341,8 +264,7 @@ def summarise(sums, end_len, label):
 
 
 def measure(model, data, world, check=lambda: None):
-    """(summary as a dict of plain numbers, sums (N, 4)) of these Examples, the same on every
-    process.
+    """(summary, a dict of plain numbers; sums (N, 4)) of these Examples, the same on every process.
 
     Runs in the caller's autocast; draws no random numbers. Raises RunError for losses that are not
     finite.
@@ -402,8 +324,7 @@ def table(groups):
 
 
 def describe(example):
-    """A wrong choice as text: the right ending marked =, the chosen one >, each with its mean
-    loss."""
+    """A wrong choice as text: the right ending marked =, the chosen one >, with mean losses."""
     losses = example["mean_losses"]
     lines = [
         f"line {example['line']}, {example.get('activity_label')}, surer of the wrong one by "
@@ -441,12 +362,11 @@ def draw(groups, result, cfg):
         figure.savefig(cfg.picture)
 
 
-# ----------------------------------------------------------------------------- 6. in a training run
+# ----------------------------------------------------------------------------- 5. in a training run
 
 
 class HellaSwag:
-    """The event of a training run: the score every so many steps, but not of the untrained
-    model."""
+    """The event of a training run: the score every so many steps, never of the untrained model."""
 
     name = "hella"
 
@@ -475,16 +395,14 @@ class HellaSwag:
         return result | {"cut": cut, "skipped": skipped}
 
 
-# ---------------------------------------------------------------------------------- 7. command line
+# ---------------------------------------------------------------------------------- 6. command line
 
 
 @dataclass
 class Config:
     """Measure a model on HellaSwag: acc and acc_norm with standard errors and 95 % intervals."""
 
-    model: str = (
-        ""  # run, checkpoint, Hugging Face folder, gpt2 ... gpt2-xl; the newest run if empty
-    )
+    model: str = ""  # run, checkpoint, Hugging Face folder, gpt2 ... gpt2-xl; empty: the newest run
     data: str = ""  # a HellaSwag file, or a folder with one; downloaded to data/hellaswag if empty
     split: Literal["val", "train"] = "val"  # val is the one that is published (test has no labels)
     limit: int = 0  # how many examples, spread evenly over the file; 0 is all
@@ -528,8 +446,7 @@ def main(argv):
 
 def report(cfg, path, result, data, sums, precision):
     """Print what was asked for, and draw."""
-    with open(path, "rb") as file:
-        published = hashlib.file_digest(file, "sha256").hexdigest() in PUBLISHED.values()
+    published = is_published(path)
     names = {"by_source": data.source, "by_activity": data.activity}
     groups = {k: by_group(v, sums, data.end_len, data.label) for k, v in names.items()}
     asked = {k: v for k, v in groups.items() if getattr(cfg, k)}
@@ -544,17 +461,14 @@ def report(cfg, path, result, data, sums, precision):
         record = about | {"precision": precision} | result | asked
         print(json.dumps(record | ({"worst": worst} if cfg.worst else {})), flush=True)
     else:
+        parts = "", "_stderr", "_low", "_high"
         for name in ("acc", "acc_norm"):
-            value, error, low, high = (
-                f"{result[name + part]:.4f}" for part in ("", "_stderr", "_low", "_high")
-            )
+            value, error, low, high = (f"{result[name + part]:.4f}" for part in parts)
             print(f"{name:8}  {value} +- {error}  (95 %: {low} to {high})")
         line = f"{result['count']} examples of {path} in {result['seconds']:.1f} s, {precision}"
         line += f"; {result['cut']} contexts cut from the left to fit" if result["cut"] else ""
         line += f"; {result['skipped']} left out, too long an ending" if result["skipped"] else ""
-        print(
-            line + ("" if published else "; not the published file, so not its published numbers")
-        )
+        print(line + ("" if published else "; not the published file, nor comparable with it"))
         for text in [table(g) for g in asked.values()] + [describe(e) for e in worst]:
             print("\n" + text)
     if cfg.picture:  # last, so that a place that cannot be written costs no results

@@ -127,10 +127,8 @@ def main(argv):
 
     device = torch.cuda.get_device_name(world.device) if cuda else world.device.type
     about = f"{device}, torch {torch.__version__}, {precision.name}, {len(data)} examples"
-    print(
-        f"\n{about}, median of {args.repeats}. At the end: largest relative difference of a loss, and"
-    )
-    print("share of other choices, against the first row")
+    print(f"\n{about}, median of {args.repeats}. Last: largest relative difference of a loss,")
+    print("and share of other choices, against the first row")
     heads = "batch_tokens   first s  median s  examples/s  peak GiB   loss  choices"
     print(f"{'way':24} {heads}")
     print("\n".join(table))

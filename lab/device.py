@@ -68,7 +68,8 @@ def find_device(name, local_rank):
     if name == "cuda":
         if local_rank >= torch.cuda.device_count():
             raise UserError(
-                f"--nproc_per_node asks for more processes than the {torch.cuda.device_count()} GPUs of this machine"
+                f"--nproc_per_node asks for more processes than the {torch.cuda.device_count()} GPUs "
+                "of this machine"
             )
         name = f"cuda:{local_rank}"
     try:

@@ -1,11 +1,10 @@
-"""report.html and play.ipynb as a person meets them: in a real browser, the notebook in a real JupyterLab.
+"""report.html and play.ipynb as a person meets them: in a real browser, and in a real JupyterLab.
 
     apt-get install chromium            # or Chrome, or Chromium from elsewhere: it must be on the PATH
     python -m pip install -r requirements-notebook.txt -r requirements-browser.txt
-    python -m pytest -m slow tests/test_browser.py
-    GPT2_SCREENSHOTS=shots python -m pytest -m slow tests/test_browser.py     # keeps pictures of everything
+    python -m pytest -m slow tests/test_browser.py        # GPT2_SCREENSHOTS=shots before it keeps pictures
 
-The notebook runs in a copy of the repository, cleared of its outputs, and takes as long as it takes: minutes on two cores.
+The notebook runs in a copy of the repository, cleared of its outputs: minutes on two cores.
 """
 
 import json
@@ -19,9 +18,11 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, clean_env, run_python
-from test_plot import RUN
+from conftest import ROOT, clean_env
+from test_plot import RUN, val
 from test_report import EVIL, sample, write_run
+
+from lab.tools import report
 
 pytestmark = pytest.mark.slow
 CHROMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -49,7 +50,7 @@ def shots(tmp_path):
     return folder
 
 
-# -------------------------------------------------------------------------------------------------------------- report
+# ------------------------------------------------------------------------------------------ report
 
 
 class Tab:
@@ -58,12 +59,16 @@ class Tab:
     def __init__(self, browser, path, **how):
         self.page = browser.new_context(**how).new_page()
         self.wrong = []
-        self.page.on("console", lambda m: self.wrong.append(m.text) if m.type in ("error", "warning") else None)
+        bad = ("error", "warning")
+        self.page.on("console", lambda m: self.wrong.append(m.text) if m.type in bad else None)
         self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
-        self.page.on("dialog", lambda dialog: (self.wrong.append(dialog.message), dialog.dismiss()))
-        self.page.on("request", lambda r: self.wrong.append(r.url) if r.url.startswith(("http", "ws")) else None)
+        self.page.on("dialog", lambda d: (self.wrong.append(d.message), d.dismiss()))
+        asked = ("http", "ws")
+        self.page.on(
+            "request", lambda r: self.wrong.append(r.url) if r.url.startswith(asked) else None
+        )
         self.page.goto(path.as_uri())
-        self.panels = self.page.evaluate("page.panels.map(p => p.id)")
+        self.figures = self.page.locator(".plot").evaluate_all("all => all.map(one => one.id)")
 
     def drawn(self, id):
         """How many curves and areas can be seen in a plot."""
@@ -73,110 +78,140 @@ class Tab:
     def plot(self, id, what):
         return self.page.evaluate(f"document.getElementById({id!r}).{what}")
 
+    def choose(self, value):
+        self.page.locator(f"nav label:has(input[value={value}])").click()
 
-def two_runs(tmp_path, run_train):
-    """Two real runs of twelve steps; the pages of the first and of both."""
-    flags = ("--max_steps", 12, "--val_every", 4, "--sample_every", 6, "--sample_tokens", 40, "--timing")
-    for more in ((), ("--run_name", "other", "--lr", "3e-3")):
-        done = run_train(*flags, *more)
-        assert done.returncode == 0, done.stderr
-    for args in (["log/r"], ["log/r", "log/other", "--out", "both.html"]):
-        done = run_python(ROOT / "lab", "report", *args, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-    return tmp_path / "log/r/report.html", tmp_path / "both.html"
+    def place(self, id, share):
+        """A point of the screen, as a share of a plot's width."""
+        box = self.page.locator(f"#{id} .nsewdrag").bounding_box()
+        return box["x"] + share * box["width"], box["y"] + box["height"] / 2
+
+
+def made(folder, *more):
+    """The page of a made-up run."""
+    write_run(folder, [*RUN, *more])
+    report.write_page([folder], folder / "report.html")
+    return folder / "report.html"
 
 
 def test_report_of_real_runs(tmp_path, run_train, chromium, shots):
-    one, both = two_runs(tmp_path, run_train)
-    tab = Tab(chromium, one, viewport={"width": 1280, "height": 900})
-    assert tab.panels == ["loss", "lr", "grad_norm", "speed", "phases0"]
-    assert {id: tab.drawn(id) > 0 for id in tab.panels} == dict.fromkeys(tab.panels, True)
-    assert tab.plot("loss", "data.length") == 2 and tab.plot("phases0", "data.length") == 4
-    records = [json.loads(line) for line in (tmp_path / "log/r/log.jsonl").read_text().splitlines()]
+    flags = ("--max_steps", 12, "--val_every", 4, "--sample_every", 6, "--sample_tokens", 40)
+    for more in (("--timing",), ("--run_name", "other", "--lr", "3e-3")):
+        done = run_train(*flags, *more)
+        assert done.returncode == 0, done.stderr
+    runs = [tmp_path / "log/r", tmp_path / "log/other"]
+    report.write_page(runs[:1], tmp_path / "one.html")
+    tab = Tab(chromium, tmp_path / "one.html", viewport={"width": 1280, "height": 900})
+    assert tab.figures == ["loss", "lr", "grad_norm", "tok_per_s", "phases0"]
+    assert all(tab.drawn(id) for id in tab.figures)
+    records = [json.loads(line) for line in (runs[0] / "log.jsonl").read_text().splitlines()]
     losses = [r["loss"] for r in records if r["kind"] == "train"]
     assert tab.plot("loss", "data[0].y") == pytest.approx(losses, rel=1e-5) and len(losses) == 12
 
-    texts = [text for r in records if r["kind"] == "sample" for text in r["texts"]]
-    shown = "".join(chr(0x2400 + ord(c)) if ord(c) < 32 and c not in "\n\t" else c for c in "\0".join(texts))
-    assert len(texts) == 4 and "␀".join(tab.page.locator("pre").all_text_contents()) == shown
-    assert tab.page.locator("pre").last.is_visible() and not tab.page.locator("pre").first.is_visible()
-
-    for axis, factor in (("tokens", 128), ("steps", 1)):
-        tab.page.locator("nav").get_by_text(axis, exact=True).click()
-        for id in tab.panels:
-            assert tab.plot(id, "data[0].x") == [factor * s for s in range(1, 13)]
-            assert tab.page.locator(f"#{id} .xtitle").text_content() == axis
-    tab.page.locator("nav").get_by_text("seconds", exact=True).click()
+    tab.choose("tokens")
+    assert tab.plot("lr", "data[0].x") == [128 * step for step in range(1, 13)]
+    assert tab.page.locator("#lr .xtitle").text_content() == "tokens"
+    tab.choose("time")
     times = [r["time"] - records[0]["time"] for r in records if r["kind"] == "train"]
-    assert tab.plot("speed", "data[0].x") == pytest.approx(times, abs=0.006)
+    assert tab.plot("lr", "data[0].x") == pytest.approx(times, abs=0.006)
+
+    shown = tab.page.locator(
+        "article:visible h3"
+    )  # the newest text first, the others by the slider
+    steps = tab.page.locator("article").count()
+    assert shown.all_text_contents() == ["after 12 steps"] and steps > 1
+    tab.page.locator("#step").press("ArrowLeft")
+    assert shown.all_text_contents() == ["after 6 steps"]
     tab.page.screenshot(path=shots / "report.png", full_page=True)
 
-    tab = Tab(chromium, both)
-    assert tab.panels == ["loss", "difference", "lr", "grad_norm", "speed", "phases0", "phases1"]
-    assert all(tab.drawn(id) for id in tab.panels) and tab.plot("difference", "data.length") == 2
-    assert tab.page.locator("tr", has_text="lr").first.inner_text().split() == ["lr", "0.001", "0.003"]
-    tab.page.screenshot(path=shots / "report_two.png", full_page=True)
-    assert tab.wrong == []
+    report.write_page(runs, tmp_path / "both.html")
+    both = Tab(chromium, tmp_path / "both.html", color_scheme="dark")
+    assert both.figures == ["loss", "difference", "lr", "grad_norm", "tok_per_s", "phases0"]
+    assert all(both.drawn(id) for id in both.figures)
+    row = both.page.locator("tr", has_text="lr").first.inner_text()
+    assert row.split() == ["lr", "0.001", "0.003"]
+    both.page.screenshot(path=shots / "report_two.png", full_page=True)
+    assert tab.wrong == both.wrong == []
 
 
-def test_report_zooms_all_plots_at_once(tmp_path, chromium):
-    tab = Tab(chromium, made(tmp_path), viewport={"width": 1280, "height": 900})
+def test_report_zooms_all_plots_at_once_and_says_the_step(tmp_path, chromium):
+    tab = Tab(chromium, made(tmp_path / "r"), viewport={"width": 1280, "height": 900})
     before = tab.plot("lr", "layout.xaxis.range")
-    box = tab.page.locator("#loss .nsewdrag").bounding_box()
-    at = [(box["x"] + share * box["width"], box["y"] + box["height"] / 2) for share in (0.25, 0.5)]
-    tab.page.mouse.move(*at[0])
+    tab.page.mouse.move(*tab.place("loss", 0.5))
+    tab.page.wait_for_selector("#loss .hoverlayer .legend")
+    assert "step 200" in tab.page.locator("#loss .hoverlayer").text_content()
+    tab.page.mouse.move(*tab.place("loss", 0.25))
     tab.page.mouse.down()
-    tab.page.mouse.move(*at[1], steps=5)
+    tab.page.mouse.move(*tab.place("loss", 0.5), steps=5)
     tab.page.mouse.up()
     tab.page.wait_for_function("() => document.getElementById('lr').layout.xaxis.range[0] > 50")
     low, high = tab.plot("lr", "layout.xaxis.range")
     assert low == pytest.approx(100, abs=10) and high == pytest.approx(200, abs=10)
     assert tab.plot("loss", "layout.xaxis.range") == [low, high]
-    tab.page.mouse.dblclick(*at[0])
+    tab.page.mouse.dblclick(*tab.place("loss", 0.25))
     tab.page.wait_for_function("() => document.getElementById('lr').layout.xaxis.range[0] < 50")
     assert tab.plot("lr", "layout.xaxis.range") == tab.plot("loss", "layout.xaxis.range") == before
     assert tab.wrong == []
 
 
-def made(tmp_path, *more):
-    """The page of a made-up run."""
-    folder = write_run(tmp_path / "made", [*RUN, *more])
-    done = run_python(ROOT / "lab", "report", folder, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    return folder / "report.html"
+def test_report_loss_axis(tmp_path, chromium):
+    tab = Tab(chromium, made(tmp_path / "r"))
+    assert tab.plot("loss", "_fullLayout.yaxis.range")[1] < 5 < 5.6
+    tab.choose("all")
+    assert tab.plot("loss", "_fullLayout.yaxis.range")[1] > 5.6
+    tab.choose("log")
+    assert tab.plot("loss", "_fullLayout.yaxis.type") == "log" and tab.wrong == []
 
 
 def test_report_on_a_phone_and_in_the_dark(tmp_path, chromium, shots):
-    how = dict(viewport={"width": 360, "height": 740}, has_touch=True, is_mobile=True, color_scheme="dark")
-    tab = Tab(chromium, made(tmp_path, sample(400, "word " * 50 + "w" * 200)), **how)
+    how = dict(viewport={"width": 360, "height": 740}, has_touch=True, is_mobile=True)
+    path = made(tmp_path / ("r" * 60), sample(400, "word " * 50 + "w" * 200))
+    tab = Tab(chromium, path, color_scheme="dark", **how)
     assert tab.page.evaluate("document.documentElement.scrollWidth") == 360
-    assert tab.plot("loss", "layout.paper_bgcolor") == "#0d1117" and tab.plot("loss", "layout.dragmode") is False
+    assert tab.plot("loss", "_fullLayout.paper_bgcolor") == "#0d1117"
+    assert tab.plot("loss", "_fullLayout.dragmode") is False, "a finger scrolls the page"
+    green = tab.plot("loss", "data[0].line.color")
     tab.page.screenshot(path=shots / "report_phone.png", full_page=True)
     tab.page.emulate_media(color_scheme="light")
-    tab.page.wait_for_function("() => document.getElementById('loss').layout.paper_bgcolor == '#ffffff'")
-    assert tab.wrong == []
+    light = "document.getElementById('loss')._fullLayout.paper_bgcolor == '#ffffff'"
+    tab.page.wait_for_function(f"() => {light}")
+    assert tab.plot("loss", "data[0].line.color") != green and tab.wrong == []
 
 
 def test_report_runs_no_text_from_a_log(tmp_path, chromium):
-    tab = Tab(chromium, made(tmp_path, sample(400, EVIL)))
-    assert tab.page.locator("pre").text_content() == EVIL and tab.page.title() == "made"
-    assert tab.page.locator("img").count() == 0
-    tab.page.evaluate("document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=\"document.title = 1\">')")
+    tab = Tab(chromium, made(tmp_path / "r", sample(400, EVIL)))
+    assert tab.page.locator("pre").text_content() == EVIL and tab.page.title() == "r"
+    evil = "document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=\"document.title = 1\">')"
+    tab.page.evaluate(evil)
     tab.page.wait_for_timeout(200)  # had it got in, the page's own rules would not have let it run
-    assert tab.page.title() == "made" and any("Content Security Policy" in text for text in tab.wrong)
+    assert tab.page.title() == "r" and any("Content Security Policy" in text for text in tab.wrong)
 
 
-# ------------------------------------------------------------------------------------------------------------ notebook
+def test_a_watched_report_loads_itself_anew(tmp_path, chromium, monkeypatch):
+    monkeypatch.setattr(report, "RENEW", 1)
+    run = write_run(tmp_path / "r", RUN)
+    assert report.write_page([run], tmp_path / "r.html", watch=True)
+    tab = Tab(chromium, tmp_path / "r.html")
+    tab.choose("tokens")
+    write_run(run, [*RUN, val(600, 1.5)])
+    report.write_page([run], tmp_path / "r.html", watch=True)
+    tab.page.wait_for_selector("h1:has-text('1.50 at step 600')")
+    assert tab.page.locator("#lr .xtitle").text_content() == "tokens" and tab.wrong == []
+
+
+# ---------------------------------------------------------------------------------------- notebook
 
 
 @pytest.fixture
 def lab(tmp_path):
-    """(address, folder) of a JupyterLab that serves a copy of the repository; nothing of it is left in the home."""
+    """(address, folder) of a JupyterLab that serves a copy of the repository and leaves nothing at home."""
     pytest.importorskip("jupyterlab", reason="needs requirements-notebook.txt")
     folder, home = tmp_path / "repo", tmp_path / "home"
     shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*LEFT_BEHIND))
-    settings = {"notebook-extension/tracker": {"windowingMode": "none"},  # all cells are in the page, seen or not
-                "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False}}  # fmt: skip
+    settings = {
+        "notebook-extension/tracker": {"windowingMode": "none"},  # all cells are in the page
+        "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
+    }
     for name, values in settings.items():
         path = home / "settings/@jupyterlab" / f"{name}.jupyterlab-settings"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -184,12 +219,17 @@ def lab(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    env = clean_env(JUPYTERLAB_SETTINGS_DIR=str(home / "settings"), JUPYTERLAB_WORKSPACES_DIR=str(home / "workspaces"),
-                    JUPYTER_CONFIG_DIR=str(home), JUPYTER_RUNTIME_DIR=str(home), IPYTHONDIR=str(home))  # fmt: skip
-    for name in ("MPLBACKEND", "OMP_NUM_THREADS"):  # the kernel draws into the page, with all threads
+    places = {"SETTINGS_DIR": home / "settings", "WORKSPACES_DIR": home / "workspaces"}
+    env = clean_env(**{f"JUPYTERLAB_{name}": str(path) for name, path in places.items()})
+    env |= dict.fromkeys(("JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"), str(home))
+    for name in (
+        "MPLBACKEND",
+        "OMP_NUM_THREADS",
+    ):  # the kernel draws into the page, with all threads
         env.pop(name, None)
-    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--expose-app-in-browser", f"--port={port}",
-               "--ServerApp.port_retries=0", "--IdentityProvider.token=secret", f"--ServerApp.root_dir={folder}"]  # fmt: skip
+    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root"]
+    command += ["--expose-app-in-browser", f"--port={port}", "--ServerApp.port_retries=0"]
+    command += ["--IdentityProvider.token=secret", f"--ServerApp.root_dir={folder}"]
     with (tmp_path / "lab.txt").open("w") as out:
         server = subprocess.Popen(command, cwd=folder, env=env, stdout=out, stderr=out)
     try:
@@ -214,9 +254,10 @@ def wait_until_up(address, server, output):
 STATE = """() => {
   const panel = window.jupyterapp.shell.currentWidget;
   const code = panel.content.widgets.filter(cell => cell.model.type == "code");
-  const errors = code.flatMap(cell => cell.model.sharedModel.getOutputs().filter(o => o.output_type == "error"));
+  const outputs = code.flatMap(cell => cell.model.sharedModel.getOutputs());
+  const errors = outputs.filter(o => o.output_type == "error").map(o => o.ename + ": " + o.evalue);
   return { status: panel.sessionContext?.session?.kernel?.status, dirty: panel.model?.dirty,
-           counts: code.map(cell => cell.model.executionCount), errors: errors.map(o => o.ename + ": " + o.evalue) };
+           counts: code.map(cell => cell.model.executionCount), errors };
 }"""
 
 
@@ -232,7 +273,9 @@ def test_notebook_runs_in_jupyterlab(lab, chromium, shots):
     page.goto(address)
     ready = "() => window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel?.status == 'idle'"
     page.wait_for_function(ready, timeout=180_000)
-    assert page.evaluate(STATE)["counts"] == [None] * sum(cell["cell_type"] == "code" for cell in notebook["cells"])
+    assert page.evaluate(STATE)["counts"] == [None] * sum(
+        cell["cell_type"] == "code" for cell in notebook["cells"]
+    )
     page.get_by_role("menuitem", name="Run", exact=True).click()
     page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
 
@@ -247,14 +290,24 @@ def test_notebook_runs_in_jupyterlab(lab, chromium, shots):
     page.wait_for_function(f"() => !({STATE})().dirty", timeout=60_000)
     photograph(page, shots)
 
-    saved = [cell for cell in json.loads((folder / "play.ipynb").read_text())["cells"] if cell["cell_type"] == "code"]
+    saved = [
+        cell
+        for cell in json.loads((folder / "play.ipynb").read_text())["cells"]
+        if cell["cell_type"] == "code"
+    ]
     for cell in saved:
         for output in cell["outputs"]:
             text = "\n".join(output.get("traceback", []))
             assert output["output_type"] != "error", f"{''.join(cell['source'])}\n{text}"
     assert [cell["execution_count"] for cell in saved] == list(range(1, len(saved) + 1))
-    pictures = sum("image/png" in output.get("data", {}) for cell in saved for output in cell["outputs"])
-    chapters = sum("".join(cell["source"]).startswith("## ") for cell in notebook["cells"] if cell["cell_type"] == "markdown")
+    pictures = sum(
+        "image/png" in output.get("data", {}) for cell in saved for output in cell["outputs"]
+    )
+    chapters = sum(
+        "".join(cell["source"]).startswith("## ")
+        for cell in notebook["cells"]
+        if cell["cell_type"] == "markdown"
+    )
     assert pictures >= chapters, "each chapter draws what it found"
     assert page.locator(".jp-RenderedImage img").count() == pictures
 

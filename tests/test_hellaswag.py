@@ -23,6 +23,7 @@ from test_weights import saved, tiny_gpt
 import hellaswag
 from hellaswag import Examples, HellaSwag, choose, ending_losses, measure, plan, prepare, summarise
 from lab.cli import RunError, UserError
+from lab.data import hellaswag as data_file
 from lab.data.tokenizers import get_tokenizer
 from lab.device import Precision
 from lab.run.stop import Stopped
@@ -30,9 +31,7 @@ from lab.tools.export import export
 from lab.world import World
 
 ALONE = World("cpu")
-WORDS = (
-    "a man is on the roof he starts to pull tiles with both hands and then ski down water é".split()
-)
+WORDS = "a man is on the roof he starts to pull tiles with both hands and ski down water é".split()
 
 
 def made_up(count=30, context=(3, 12), ending=(2, 7), seed=0):
@@ -195,7 +194,7 @@ def test_equals_one_at_a_time_in_transformers(file, tmp_path, block_size, monkey
     )
     assert result["acc"] == (expected.argmin(1) == labels).mean()
     assert result["acc_norm"] == ((expected / lengths).argmin(1) == labels).mean()
-    long = [len(e["ctx"].encode()) + n.max() > block_size for e, n in zip(made_up(), lengths)]
+    long = [len(e["ctx"].encode()) + n.max() > block_size + 1 for e, n in zip(made_up(), lengths)]
     assert result["cut"] == sum(long) and any(long) == (block_size == 48)
     right = hellaswag.hidden
     for wrong in (without_mask, without_positions):
@@ -304,7 +303,7 @@ def test_bad_line_is_named(tmp_path, name):
     bad = bad if isinstance(bad, bytes) else json.dumps(bad).encode()
     (tmp_path / "h.jsonl").write_bytes(json.dumps(GOOD).encode() + b"\n" + bad + b"\n")
     with pytest.raises(UserError) as error:
-        hellaswag.read_examples(tmp_path / "h.jsonl")
+        data_file.read_examples(tmp_path / "h.jsonl")
     said = str(error.value)
     assert "h.jsonl line 2: " in said and message in said and "\n" not in said
 
@@ -313,12 +312,12 @@ def test_empty_file_blank_lines_labels_as_text_and_sources(tmp_path):
     path = tmp_path / "h.jsonl"
     path.write_text("\n\n")
     with pytest.raises(UserError, match="holds no examples"):
-        hellaswag.read_examples(path)
+        data_file.read_examples(path)
     path.write_text("\n" + json.dumps(GOOD | {"label": "3"}) + "\r\n\n" + json.dumps(GOOD))
-    found = [(e["line"], e["label"]) for e in hellaswag.read_examples(path)]
+    found = [(e["line"], e["label"]) for e in data_file.read_examples(path)]
     assert found == [(2, 3), (4, GOOD["label"])]
     examples = {"source_id": "wikihow~7"}, {"source_id": None, "ctx_b": "he"}, {"ctx_b": ""}
-    assert [hellaswag.source_of(e) for e in examples] == ["wikihow", "activitynet", "wikihow"]
+    assert [data_file.source_of(e) for e in examples] == ["wikihow", "activitynet", "wikihow"]
 
 
 def test_download(tmp_path, monkeypatch):
@@ -343,15 +342,15 @@ def test_download(tmp_path, monkeypatch):
     server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
     name, sha256 = "hellaswag_val.jsonl", hashlib.sha256(content).hexdigest()
-    monkeypatch.setattr(hellaswag, "BASE", f"http://127.0.0.1:{server.server_port}/")
-    monkeypatch.setattr(hellaswag, "PUBLISHED", {name: sha256})
+    monkeypatch.setattr(data_file, "BASE", f"http://127.0.0.1:{server.server_port}/")
+    monkeypatch.setattr(data_file, "PUBLISHED", {name: sha256})
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     with pytest.raises(
         UserError, match=f"cannot download .*hash.*by hand to data/hellaswag/{name}"
     ):
-        hellaswag.locate()
+        data_file.locate()
     assert len(asked) == 3 and list(Path("data/hellaswag").iterdir()) == []
-    assert hellaswag.locate().read_bytes() == hellaswag.locate().read_bytes() == content
+    assert data_file.locate().read_bytes() == data_file.locate().read_bytes() == content
     assert len(asked) == 5  # once more in vain, then whole, then not at all
     server.shutdown()
 

@@ -1,35 +1,47 @@
-"""fineweb.py against a data set's hub: a real web server that speaks its protocol, breaks connections and goes away."""
+"""fineweb.py against the hub: a real web server that speaks its protocol, breaks and goes away."""
 
 import hashlib
 import http.server
 import json
 import os
 import re
+import subprocess
 import threading
+import time
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from test_fineweb import BYTES, DATA, call, documents, plain_stream, stream_of, write_parquet
+from test_fineweb import (
+    BYTES,
+    DATA,
+    call,
+    command,
+    documents,
+    plain_stream,
+    stream_of,
+    write_parquet,
+)
 
-from lab.data.sources import File, tokenise, units_of
-from lab.data.writer import read_manifest, verify
+from lab.data.shards import TokenShards, read_manifest
+from lab.data.writer import verify
+
+REVISION = "c0ffee" + "0" * 34
 
 
 class Hub(http.server.ThreadingHTTPServer):
-    """A web server with the two addresses of the hub that are used: what is in a data set, and its files by ranges.
+    """What is in a data set, and its files by ranges. Of files with `gone` in their name it has
+    nothing; `fails` answers are 503; of `breaks` it sends half and closes the connection."""
 
-    Of `breaks` answers with content it sends half and closes the connection; `fails` answers are 503.
-    """
     daemon_threads = True
 
     def __init__(self, root, card):
         super().__init__(("127.0.0.1", 0), HubHandler)
-        self.root, self.card, self.breaks, self.fails, self.sent, self.paths = root, card, 0, 0, 0, []
-        self.bad_sha = False
+        self.root, self.card = root, card
+        self.gone, self.breaks, self.fails, self.sent, self.asked = "nothing", 0, 0, 0, []
         threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
-        self.env = {"HF_ENDPOINT": f"http://127.0.0.1:{self.server_port}", "FINEWEB_TRIES": "3", "HF_HUB_OFFLINE": "0"}
+        self.env = {"HF_ENDPOINT": f"http://127.0.0.1:{self.server_port}", "HF_HUB_OFFLINE": "0"}
 
 
 class HubHandler(http.server.BaseHTTPRequestHandler):
@@ -40,33 +52,59 @@ class HubHandler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self):
         hub, path = self.server, self.path.split("?")[0]
-        hub.paths.append(path)
+        hub.asked.append((self.command, path))
+        about = [self.about(p) for p in sorted(hub.root.rglob("*")) if p.is_file()]
+        if path.startswith("/api/datasets/me/texts/revision/"):
+            found = {"id": "me/texts", "sha": REVISION, "cardData": hub.card, "siblings": about}
+            return self.answer(200, json.dumps(found).encode(), kind="application/json")
+        if path.startswith(tree := f"/api/datasets/me/texts/tree/{REVISION}"):
+            parent = path.removeprefix(tree).strip("/").replace("%2F", "/")
+            inside = [a for a in about if os.path.dirname(a["path"]) == parent]
+            return self.answer(200, json.dumps(inside).encode(), kind="application/json")
+        file = hub.root / path.removeprefix(f"/datasets/me/texts/resolve/{REVISION}/")
+        if not file.is_file() or hub.gone in self.path:
+            return self.answer(503 if file.is_file() else 404, b"")
         if hub.fails:
             hub.fails -= 1
             return self.answer(503, b"busy")
-        if path.startswith("/api/datasets/me/texts/revision/"):
-            files = [p for p in sorted(hub.root.rglob("*")) if p.is_file()]
-            return self.answer(200, json.dumps({
-                "id": "me/texts", "sha": "c0ffee", "cardData": hub.card, "siblings": [
-                    {"rfilename": p.relative_to(hub.root).as_posix(), "size": p.stat().st_size, "blobId": "0",
-                     "lfs": {"sha256": "0" * 64 if hub.bad_sha else hashlib.sha256(p.read_bytes()).hexdigest(),
-                             "size": p.stat().st_size, "pointerSize": 1}} for p in files]}).encode(), "application/json")
-        file = hub.root / path.removeprefix("/datasets/me/texts/resolve/c0ffee/")
-        if not file.is_file():
-            return self.answer(404, b"no")
-        start, stop = map(int, re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers["Range"]).groups())
-        self.answer(206, file.read_bytes()[start:stop + 1])
+        data, start, stop = file.read_bytes(), 0, None
+        if self.headers["Range"]:
+            start, stop = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers["Range"]).groups()
+            start, stop = int(start), int(stop) + 1 if stop else None
+        part, size = data[start:stop], len(data)
+        where = f"bytes {start}-{start + len(part) - 1}/{size}"
+        self.answer(206 if self.headers["Range"] else 200, part, self.about(file)["oid"], where)
 
-    def answer(self, status, body, kind="application/octet-stream"):
+    do_HEAD = do_GET
+
+    def about(self, path):
+        name, size = path.relative_to(self.server.root).as_posix(), path.stat().st_size
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        more = {"rfilename": name, "path": name, "type": "file", "oid": digest, "blobId": "0"}
+        return {"size": size, **more}
+
+    def answer(self, status, body, etag="", where="", kind="application/octet-stream"):
         self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("Content-Type", kind)
+        headers = {"Content-Length": len(body), "Content-Type": kind, "Content-Range": where}
+        headers |= {"ETag": f'"{etag}"', "X-Repo-Commit": REVISION, "Accept-Ranges": "bytes"}
+        headers |= {"X-Error-Code": "RepoNotFound"} if status == 404 else {}
+        for name, value in headers.items():
+            self.send_header(name, str(value))
         self.end_headers()
-        if status == 206 and self.server.breaks and len(body) > 1000:
+        if self.command == "HEAD":
+            return
+        if where and self.server.breaks and len(body) > 1000:
             self.server.breaks -= 1
-            body, self.close_connection = body[:len(body) // 2], True
+            body, self.close_connection = body[: len(body) // 2], True
         self.wfile.write(body)
-        self.server.sent += len(body) if status == 206 else 0
+        self.server.sent += len(body) if where else 0
+
+
+def served(root, card):
+    server = Hub(root, card)
+    yield server
+    server.shutdown()
+    server.server_close()
 
 
 @pytest.fixture(scope="module")
@@ -74,91 +112,94 @@ def texts():
     return [*documents(400), "", None, " \n "]
 
 
-@pytest.fixture()
+@pytest.fixture
 def hub(texts, tmp_path):
     root = tmp_path / "hub"
     write_parquet(root / "sample" / "small" / "000.parquet", texts[:150])
     write_parquet(root / "sample" / "small" / "001.parquet", texts[150:])
     write_parquet(root / "data" / "other.parquet", ["another configuration"])
     (root / "README.md").write_text("a data set")
-    server = Hub(root, {"configs": [
-        {"config_name": "default", "data_files": [{"split": "train", "path": "data/*"}]},
-        {"config_name": "small", "data_files": [{"split": "train", "path": ["sample/small/*"]}]}]})
-    yield server
-    server.shutdown()
-    server.server_close()
+    small = {"split": "train", "path": ["sample/small/*"]}
+    data = {"split": "train", "path": "data/*"}
+    configs = {"default": [data], "small": [small]}
+    card = [{"config_name": name, "data_files": files} for name, files in configs.items()]
+    yield from served(root, {"configs": card})
 
 
-HUB_ARGS = ["--dataset", "me/texts", *BYTES, "--shard_tokens", "100k", "--val_tokens", "70000"]
+ARGS = ["--dataset", "me/texts", *BYTES, "--shard_tokens", "20k", "--val_tokens", "5000"]
 
 
-def test_hub_with_broken_connections(hub, texts, tmp_path):
-    """Answers that are cut in the middle and ones that are refused: the same tokens, and only the text has travelled."""
-    hub.breaks, hub.fails = 2, 1
-    got = call(*HUB_ARGS, "--name", "small", "--out", tmp_path / "o", "--workers", 1, **hub.env)
-    assert got.returncode == 0, got.stderr
-    assert hub.breaks == hub.fails == 0
-    assert re.search(r"no answer for \S+\.parquet \(.+\); try 2 of 3 in 1 s", got.stderr), got.stderr
+def test_broken_connections_make_no_difference(hub, texts, tmp_path):
+    """Answers that are cut in the middle and ones that are refused: the same tokens."""
+    hub.breaks = hub.fails = 1
+    args = [*ARGS, "--out", tmp_path / "o", "--name", "small"]
+    got = call(*args, "--workers", 1, **hub.env)
+    assert got.returncode == 0 and hub.breaks == hub.fails == 0, got.stderr
     assert np.array_equal(stream_of(tmp_path / "o"), plain_stream(texts))
     source = read_manifest(tmp_path / "o")["source"]
-    assert (source["dataset"], source["name"], source["revision"]) == ("me/texts", "small", "c0ffee")
-    on_disk = sum(p.stat().st_size for p in (tmp_path / "o").iterdir())
-    assert not list((tmp_path / "o").glob("*.parquet")) and on_disk < 3 * len(plain_stream(texts))
-    got = call(*HUB_ARGS, "--out", tmp_path / "p", "--workers", 0, **hub.env)  # the default configuration
-    assert got.returncode == 0 and np.array_equal(stream_of(tmp_path / "p"), plain_stream(["another configuration"]))
+    found = (source["dataset"], source["name"], source["revision"])
+    assert found == ("me/texts", "small", REVISION)
+    assert not list(tmp_path.glob("o/*.parquet")), "nothing is kept but tokens"
+    got = call(*ARGS, "--out", tmp_path / "p", "--workers", 0, **hub.env)  # the default one
+    assert np.array_equal(stream_of(tmp_path / "p"), plain_stream(["another configuration"]))
 
 
-def test_hub_that_goes_away_and_comes_back(hub, texts, tmp_path):
-    file = hub.root / "sample" / "small" / "001.parquet"
-    content = file.read_bytes()
-
-    class Gone(HubHandler):
-        def do_GET(self):
-            if "001.parquet" in self.path:
-                self.server.fails = 1
-            super().do_GET()
-
-    hub.RequestHandlerClass = Gone
-    args = [*HUB_ARGS, "--name", "small", "--out", tmp_path / "o", "--workers", 0, "--note_every", 0]
-    got = call(*args, **{**hub.env, "FINEWEB_TRIES": "2"})
-    assert got.returncode == 2 and "Traceback" not in got.stderr
-    assert "001.parquet could not be read" in got.stderr and "goes on where it was" in got.stderr
-    assert "by hand" in got.stderr
-    assert f"python fineweb.py --source FOLDER --out {tmp_path / 'o'} --tokenizer bytes. With" in got.stderr
-    noted = read_manifest(tmp_path / "o")["resume"]["tokens"]
-    assert noted == len(plain_stream(texts[:150]))
-    hub.RequestHandlerClass = HubHandler
-    assert file.read_bytes() == content
-    got = call(*args, **hub.env)
-    assert got.returncode == 0 and f"going on after {noted:,} tokens" in got.stdout
+def test_a_hub_that_goes_away_and_comes_back(hub, texts, tmp_path):
+    """The library waits half a minute; then there is a sentence, and later the rest."""
+    hub.gone = "001.parquet"
+    args = [*ARGS, "--name", "small", "--out", tmp_path / "o", "--workers", 0]
+    wait = "import time; time.sleep = lambda seconds, sleep=time.sleep: sleep(seconds / 100)"
+    (tmp_path / "sitecustomize.py").write_text(wait)
+    env = os.environ | hub.env | {"PYTHONPATH": str(tmp_path)}
+    got = subprocess.run(command(*args), env=env, capture_output=True, text=True)
+    assert got.returncode == 2 and "Traceback" not in got.stderr, got.stderr
+    for said in ("the hub did not give me/texts", "goes on where it was", "--source FOLDER"):
+        assert said in got.stderr, got.stderr
+    noted = sum(e["tokens"] for e in read_manifest(tmp_path / "o")["shards"])
+    assert 0 < noted <= len(plain_stream(texts[:150]))
+    hub.gone = "nothing"
+    asked = len(hub.asked)
+    got = call(*args, "--revision", "v2", **hub.env)  # it stays with the commit that it began with
+    assert got.returncode == 0 and f"going on after {noted:,} tokens" in got.stdout, got.stderr
     assert np.array_equal(stream_of(tmp_path / "o"), plain_stream(texts))
+    first = [path for _, path in hub.asked[asked:] if "/revision/" in path][0]
+    assert first.endswith(f"/revision/{REVISION}")
 
 
-def test_hub_names_what_there_is(hub, tmp_path):
-    wanted = {("--name", "huge"): "one of default, small", ("--split", "test"): "--split is one of train",
-              ("--dataset", "me/nothing"): "no data set 'me/nothing'"}
-    for more, sentence in wanted.items():
-        got = call(*HUB_ARGS, *more, "--out", tmp_path / "o", **hub.env)
-        assert got.returncode == 2 and sentence in got.stderr and "Traceback" not in got.stderr, got.stderr
-    got = call(*HUB_ARGS, "--out", tmp_path / "o", **{**hub.env, "HF_ENDPOINT": "http://127.0.0.1:9", "FINEWEB_TRIES": "1"})
-    assert got.returncode == 2 and "--source builtin" in got.stderr and "Traceback" not in got.stderr
-    nowhere = hub.env | {"HF_ENDPOINT": "http://hub.invalid", "FINEWEB_TRIES": "8"}  # no network: waiting longer is no use
-    got = call(*HUB_ARGS, "--out", tmp_path / "o", **nowhere)
-    assert got.returncode == 2 and "its address cannot be looked up), tried 3 times" in got.stderr
+def test_it_names_what_there_is(hub, tmp_path):
+    wanted = {
+        ("--name", "huge"): "one of default, small",
+        ("--split", "test"): "--split is one of train",
+        ("--dataset", "me/nothing"): "no data set 'me/nothing'",
+        ("--dataset", "no name"): "--dataset no name is no name on the hub",
+    }
+    for more, said in wanted.items():
+        got = call(*ARGS, "--out", tmp_path / "o", *more, **hub.env)
+        assert got.returncode == 2 and said in got.stderr and "Traceback" not in got.stderr
+    assert not (tmp_path / "o").exists(), "what could not begin leaves no folder"
 
 
-def test_only_the_text_column_travels(hub):
-    path = hub.root / "sample" / "small" / "001.parquet"
-    big = pa.table({"noise": [os.urandom(100_000).hex() for _ in range(20)], "text": ["short"] * 20})
-    pq.write_table(big, path, row_group_size=5)
-    url = hub.env["HF_ENDPOINT"] + "/datasets/me/texts/resolve/c0ffee/sample/small/001.parquet"
-    file = File("001.parquet", url, path.stat().st_size)
-    got = [tokenise(unit, "bytes", "text") for unit in units_of(file, 0, "text")]
-    assert np.array_equal(np.concatenate([g.ids for g in got]), plain_stream(["short"] * 20))
-    assert hub.sent < path.stat().st_size / 4
+@pytest.mark.parametrize("endpoint", ["http://127.0.0.1:9", "http://hub.invalid"])
+def test_without_a_network_it_says_so_at_once(endpoint, tmp_path):
+    t0 = time.monotonic()
+    env = {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0"}
+    got = call(*ARGS, "--out", tmp_path / "o", **env)
+    assert got.returncode == 2 and "--source builtin needs no network" in got.stderr
+    assert "Traceback" not in got.stderr and time.monotonic() - t0 < 15
 
 
-@pytest.fixture()
+def test_only_the_text_column_travels(hub, tmp_path):
+    noise = [os.urandom(100_000).hex() for _ in range(20)]
+    table = pa.table({"noise": noise, "text": ["short"] * 20})
+    path = hub.root / "data" / "other.parquet"
+    pq.write_table(table, path, row_group_size=5)
+    got = call(*ARGS, "--out", tmp_path / "o", "--workers", 0, **hub.env)
+    assert got.returncode == 0, got.stderr
+    assert np.array_equal(stream_of(tmp_path / "o"), plain_stream(["short"] * 20))
+    assert hub.sent < path.stat().st_size / 10
+
+
+@pytest.fixture
 def bins(tmp_path):
     root = tmp_path / "hub"
     root.mkdir()
@@ -168,35 +209,33 @@ def bins(tmp_path):
         tokens = np.full(5000, 50256, "<u2")
         tokens[1:] = np.arange(4999) + i
         (root / f"web_{split}_{i:06d}.bin").write_bytes(header.tobytes() + tokens.tobytes())
-    server = Hub(root, None)
-    yield server
-    server.shutdown()
-    server.server_close()
+    yield from served(root, None)
 
 
 def test_ready_made_shards(bins, tmp_path):
-    """Downloaded as they are, by the part; --tokens takes as many as are needed, later ones are added."""
+    """Downloaded as they are; --tokens takes as many as are needed, later ones are added."""
     if not (DATA / "tiktoken").is_dir() and "TIKTOKEN_CACHE_DIR" not in os.environ:
         pytest.skip("needs GPT-2's tokenizer files: set GPT2_TEST_DATA or TIKTOKEN_CACHE_DIR")
-    env = {"TIKTOKEN_CACHE_DIR": os.environ.get("TIKTOKEN_CACHE_DIR", str(DATA / "tiktoken")), **bins.env}
-    out, args, bins.breaks = tmp_path / "o", ["--dataset", "me/texts", "--out", tmp_path / "o"], 2
+    env = {"TIKTOKEN_CACHE_DIR": os.environ.get("TIKTOKEN_CACHE_DIR", str(DATA / "tiktoken"))}
+    env |= bins.env
+    out, args = tmp_path / "o", ["--dataset", "me/texts", "--out", tmp_path / "o"]
     out.mkdir()
     (out / "web_val_000000.bin").write_bytes(b"somebody's")
     got = call(*args, "--tokens", "9k", **env)
-    assert got.returncode == 2 and "holds web_val_000000.bin but no manifest.json of theirs" in got.stderr
+    said = "holds web_val_000000.bin but no manifest.json of theirs"
+    assert got.returncode == 2 and said in got.stderr, got.stderr
     assert (out / "web_val_000000.bin").read_bytes() == b"somebody's"
     (out / "web_val_000000.bin").unlink()
-    bins.bad_sha = True
+    bins.breaks = 1
     got = call(*args, "--tokens", "9k", **env)
-    assert got.returncode == 2 and "web_val_000000.bin arrived damaged" in got.stderr
-    bins.bad_sha = False
-    got = call(*args, "--tokens", "9k", **env)
-    assert got.returncode == 0, got.stderr
-    assert sorted(p.name for p in out.iterdir()) == ["manifest.json", "web_train_000001.bin", "web_val_000000.bin"]
-    for path in out.glob("*.bin"):
-        assert path.read_bytes() == (bins.root / path.name).read_bytes()
-    before = len(bins.paths)
+    assert got.returncode == 0 and bins.breaks == 0, got.stderr
+    names = sorted(p.name for p in out.iterdir())
+    assert names == [".lock", "manifest.json", "web_train_000001.bin", "web_val_000000.bin"]
+    asked = len(bins.asked)
     got = call(*args, **env)
-    assert got.returncode == 0 and bins.breaks == 0 and "15,000 tokens" in got.stdout
-    assert [p for p in bins.paths[before:] if p.endswith(".bin")] == ["/datasets/me/texts/resolve/c0ffee/web_train_000002.bin"]
+    assert got.returncode == 0 and "15,000 tokens" in got.stdout, got.stderr
+    fetched = {path for _, path in bins.asked[asked:] if path.endswith(".bin")}
+    assert fetched == {f"/datasets/me/texts/resolve/{REVISION}/web_train_000002.bin"}
+    assert all(p.read_bytes() == (bins.root / p.name).read_bytes() for p in out.glob("*.bin"))
     assert verify(out) == [] and read_manifest(out)["documents"] == 3
+    assert len(TokenShards(out, "train", 50257)) == 10_000

@@ -1,20 +1,23 @@
-"""The training stream: which tokens, in which order, for whom; and the sentences for shards that are not right."""
+"""The training stream: which tokens, in which order, for whom; sentences for wrong shards."""
 
+import errno
 import hashlib
 import json
 import math
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import VOCAB, write_shards
+from conftest import ROOT, VOCAB, run_python, write_shards
 
+from lab.cli import UserError
 from lab.data.loader import TokenLoader, permute
 from lab.data.shards import TokenShards
-from train_gpt2 import TrainConfig
 
-BIG = 65536  # a vocabulary in which every token of a small corpus is another one, so that a token tells its position
+BIG = 65536  # a vocabulary in which every token is another one, which tells its position
 
 
 def numbered_shards(folder, sizes, suffix=".npy"):
@@ -36,27 +39,45 @@ def write_shard(path, tokens):
 
 
 def make_loader(shards, batch_size=2, rank=0, world_size=1, **settings):
-    settings = dict(total_batch_size=8 * 16, seq_len=16) | settings
+    cfg = dict(total_batch_size=8 * 16, seq_len=16, shuffle=True, seed=1337, align_documents=False)
     world = SimpleNamespace(rank=rank, world_size=world_size, device=torch.device("cpu"))
-    return TokenLoader(shards, TrainConfig(**settings), world, batch_size)
+    return TokenLoader(shards, SimpleNamespace(**cfg | settings), world, batch_size)
 
 
 def steps(shards, n, batch_size=2, world_size=1, **settings):
     """x, y and num_targets of n steps, each step's sequences of all processes put into their global order."""
-    loaders = [make_loader(shards, batch_size, rank, world_size, **settings) for rank in range(world_size)]
+    loaders = [
+        make_loader(shards, batch_size, rank, world_size, **settings) for rank in range(world_size)
+    ]
     out = []
     for _ in range(n):
-        parts = [loader.next_batch() for _ in range(loaders[0].grad_accum_steps) for loader in loaders]
-        out.append((torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]), {p[2] for p in parts}))
+        parts = [
+            loader.next_batch() for _ in range(loaders[0].grad_accum_steps) for loader in loaders
+        ]
+        out.append(
+            (
+                torch.cat([p[0] for p in parts]),
+                torch.cat([p[1] for p in parts]),
+                {p[2] for p in parts},
+            )
+        )
     return out
 
 
 def same(a, b):
     pairs = zip(a, b, strict=True)
-    return all(torch.equal(x1, x2) and torch.equal(y1, y2) and n1 == n2 for (x1, y1, n1), (x2, y2, n2) in pairs)
+    return all(
+        torch.equal(x1, x2) and torch.equal(y1, y2) and n1 == n2
+        for (x1, y1, n1), (x2, y2, n2) in pairs
+    )
 
 
-SIZES = (301, 77, 1, 222)  # 601 tokens, a prime: no shard edge and no end of data meets a sequence's
+SIZES = (
+    301,
+    77,
+    1,
+    222,
+)  # 601 tokens, a prime: no shard edge and no end of data meets a sequence's
 
 
 def test_y_is_x_one_token_later(tmp_path):
@@ -72,7 +93,9 @@ def test_y_is_x_one_token_later(tmp_path):
 def test_order_on_disk_when_shuffling_is_off(tmp_path):
     shards = numbered_shards(tmp_path, SIZES)
     stream = torch.cat([x.flatten() for x, _, _ in steps(shards, 12, shuffle=False)])
-    assert torch.equal(stream, torch.arange(12 * 128) % 601)  # two and a half times round, over every edge
+    assert torch.equal(
+        stream, torch.arange(12 * 128) % 601
+    )  # two and a half times round, over every edge
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -82,9 +105,13 @@ def test_all_processes_together_use_each_token_once_an_epoch(tmp_path, sizes, sh
     N = len(shards)
     epochs = math.lcm(N, 128) // N
     counts = torch.zeros(N, dtype=torch.int64)
-    for s, (x, _, _) in enumerate(steps(shards, epochs * N // 128, batch_size=1, world_size=2, shuffle=shuffle, seed=3)):
+    for s, (x, _, _) in enumerate(
+        steps(shards, epochs * N // 128, batch_size=1, world_size=2, shuffle=shuffle, seed=3)
+    ):
         counts += torch.bincount(x.flatten(), minlength=N)
-        finished = (s + 1) * 128 // N  # epochs; a shuffled one may still lack what its last sequences hold
+        finished = (
+            (s + 1) * 128 // N
+        )  # epochs; a shuffled one may still lack what its last sequences hold
         if not shuffle:
             assert counts.min() >= finished and counts.max() <= finished + 1
     assert (counts == epochs).all()
@@ -102,11 +129,17 @@ def test_each_shuffled_epoch_holds_the_sequences_that_begin_in_it(tmp_path):
     assert all(o != sorted(o) for o in orders)
 
 
-@pytest.mark.parametrize("settings", [{"shuffle": False}, {"shuffle": True}, {"shuffle": True, "align_documents": True}])
+@pytest.mark.parametrize(
+    "settings", [{"shuffle": False}, {"shuffle": True}, {"shuffle": True, "align_documents": True}]
+)
 @pytest.mark.parametrize("batch_size, world_size", [(1, 1), (8, 1), (4, 2), (1, 2), (2, 4), (1, 8)])
-def test_a_step_has_the_same_tokens_for_any_number_of_processes_and_micro_batches(tmp_path, settings, batch_size, world_size):
+def test_a_step_has_the_same_tokens_for_any_number_of_processes_and_micro_batches(
+    tmp_path, settings, batch_size, world_size
+):
     shards = TokenShards(write_shards(tmp_path), "train", VOCAB)
-    assert same(steps(shards, 25, 2, 1, **settings), steps(shards, 25, batch_size, world_size, **settings))
+    assert same(
+        steps(shards, 25, 2, 1, **settings), steps(shards, 25, batch_size, world_size, **settings)
+    )
 
 
 def test_seeds_give_different_orders_and_one_seed_the_same(tmp_path):
@@ -130,7 +163,9 @@ def test_permute_is_a_permutation():
     assert len(set(some)) == 1000 and some.min() >= 0 and some.max() < huge
 
 
-@pytest.mark.parametrize("settings", [{"shuffle": False}, {"shuffle": True}, {"shuffle": True, "align_documents": True}])
+@pytest.mark.parametrize(
+    "settings", [{"shuffle": False}, {"shuffle": True}, {"shuffle": True, "align_documents": True}]
+)
 def test_a_saved_state_goes_on_with_the_next_batch(tmp_path, settings):
     shards = TokenShards(write_shards(tmp_path), "train", VOCAB)
     whole = steps(shards, 30, **settings)
@@ -144,11 +179,19 @@ def test_a_saved_state_goes_on_with_the_next_batch(tmp_path, settings):
     rest = []
     for _ in range(17):
         parts = [second.next_batch() for _ in range(2)]
-        rest.append((torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]), {p[2] for p in parts}))
+        rest.append(
+            (
+                torch.cat([p[0] for p in parts]),
+                torch.cat([p[1] for p in parts]),
+                {p[2] for p in parts},
+            )
+        )
     assert same(whole[13:], rest)
 
 
-@pytest.mark.parametrize("settings", [{"shuffle": False}, {"shuffle": True}, {"shuffle": True, "align_documents": True}])
+@pytest.mark.parametrize(
+    "settings", [{"shuffle": False}, {"shuffle": True}, {"shuffle": True, "align_documents": True}]
+)
 def test_data_that_has_grown_goes_on_in_the_order_that_it_had(tmp_path, settings):
     """As fineweb.py does it: the last shard becomes longer, more follow."""
     folder = write_shards(tmp_path)
@@ -164,37 +207,46 @@ def test_data_that_has_grown_goes_on_in_the_order_that_it_had(tmp_path, settings
     np.save(folder / "x_train_000002.npy", np.full(900, VOCAB - 1, np.uint16))
     grown = TokenShards(folder, "train", VOCAB)
     second = make_loader(grown, **settings)
-    second.keep_to(state)
     second.load_state_dict(state)
     rest = []
     for _ in range(17):
         got = [second.next_batch() for _ in range(second.grad_accum_steps)]
-        rest.append((torch.cat([p[0] for p in got]), torch.cat([p[1] for p in got]), {p[2] for p in got}))
+        rest.append(
+            (torch.cat([p[0] for p in got]), torch.cat([p[1] for p in got]), {p[2] for p in got})
+        )
     assert same(whole[13:], rest) and grown.left_out == 1400
     (folder / "x_train_000002.npy").unlink()
     last.unlink()
     np.save(last, longer[:700])
     shrunk = make_loader(TokenShards(folder, "train", VOCAB), **settings)
     said = f"has 2,201 training tokens, this run was begun with {state['tokens']:,}: "
-    with pytest.raises(ValueError, match=said + "put the rest back, or begin a new run"):
-        shrunk.keep_to(state)
+    with pytest.raises(UserError, match=said + "put the rest back, or begin a new run"):
+        shrunk.load_state_dict(state)
     shrunk.shards.manifest = {"complete": False}
-    with pytest.raises(ValueError, match=said + "fineweb.py is not finished with it; resume when its command has ended"):
-        shrunk.keep_to(state)
+    with pytest.raises(
+        UserError,
+        match=said + "fineweb.py is not finished with it; resume when its command has ended",
+    ):
+        shrunk.load_state_dict(state)
 
 
 def test_both_file_formats_give_the_same_stream(tmp_path):
     npy, llmc = (numbered_shards(tmp_path / s, SIZES, s) for s in (".npy", ".bin"))
     assert len(npy) == len(llmc) == 601
     assert same(steps(npy, 10), steps(llmc, 10))
-    assert npy.where(601 + 300) == "x_train_000000.npy:300" and llmc.where(301) == "x_train_000001.bin:0"
+    assert (
+        npy.where(601 + 300) == "x_train_000000.npy:300"
+        and llmc.where(301) == "x_train_000001.bin:0"
+    )
     assert npy.where(378) == "x_train_000002.npy:0" and npy.where(379) == "x_train_000003.npy:0"
     assert list(npy.read(599, 5)) == [599, 600, 0, 1, 2]
 
 
 def test_masks_become_targets_of_minus_one(tmp_path):
     numbered_shards(tmp_path, SIZES)
-    masks = [(np.random.default_rng(i).random(n) < 0.3).astype(np.uint8) for i, n in enumerate(SIZES)]
+    masks = [
+        (np.random.default_rng(i).random(n) < 0.3).astype(np.uint8) for i, n in enumerate(SIZES)
+    ]
     for i, mask in enumerate(masks):
         with (tmp_path / f"x_train_{i:06d}.mask").open("wb") as f:
             np.save(f, mask)
@@ -203,7 +255,9 @@ def test_masks_become_targets_of_minus_one(tmp_path):
     for x, y, num_targets in results:
         wanted = (x + 1) % 601
         assert torch.equal(y, torch.where(learn[wanted] == 1, wanted, -1))
-        assert num_targets == {int((y >= 0).sum())}, "every micro-step knows the number of the whole step"
+        assert num_targets == {int((y >= 0).sum())}, (
+            "every micro-step knows the number of the whole step"
+        )
     assert len({n for _, _, (n,) in results}) > 3
     assert same(results, steps(shards, 12, batch_size=8))
 
@@ -224,12 +278,14 @@ def test_aligned_sequences_begin_at_end_of_text(tmp_path, shuffle):
         assert torch.equal(x[:, 1:], y[:, :-1])
     # sequences longer than a document begin at the next end-of-text after the one before; none overlap
     starts = shards.document_starts(100)
-    assert (np.diff(starts) >= 100).all() and all(shards.read(int(p), 1)[0] == VOCAB - 1 for p in starts)
+    assert (np.diff(starts) >= 100).all() and all(
+        shards.read(int(p), 1)[0] == VOCAB - 1 for p in starts
+    )
 
 
 def test_documents_without_end_of_text_cannot_be_aligned(tmp_path):
     shards = numbered_shards(tmp_path, (100,))
-    with pytest.raises(ValueError, match="end-of-text"):
+    with pytest.raises(UserError, match="end-of-text"):
         make_loader(shards, align_documents=True)
 
 
@@ -242,197 +298,226 @@ def test_the_step_that_failed_is_named_by_its_positions(tmp_path):
     assert [loader.step_positions(loader.sequence, i) for i in range(2)] == used[2:]
 
 
-# -------------------------------------------------------------------------------------- shards that are not right
+# ---- shards that are not right -------------------------------------------------------------------
 
 
-def truncated_npy(path):
-    path.write_bytes(path.read_bytes()[:-100])
-
-
-def other_type(path):
-    np.save(path, np.load(path).astype(np.int32))
-
-
-def two_rows(path):
-    np.save(path, np.load(path)[:1500].reshape(2, -1))
-
-
-def empty_file(path):
-    path.write_bytes(b"")
-
-
-def no_tokens(path):
-    np.save(path, np.zeros(0, dtype=np.uint16))
-
-
-def as_bin(path):
+def as_bin(path, change=lambda data: data):
+    tokens = np.load(path)
+    path.unlink()
+    write_shard(path.with_suffix(".bin"), tokens)
     out = path.with_suffix(".bin")
-    write_shard(out, np.load(path))
-    path.unlink()
-    return out
+    out.write_bytes(change(out.read_bytes()))
 
 
-def truncated_bin(path):
-    out = as_bin(path)
-    out.write_bytes(out.read_bytes()[:-100])
+def magic(*numbers):
+    return lambda data: np.array(numbers, "<i4").tobytes() + data[4 * len(numbers) :]
 
 
-def wrong_magic(path):
-    out = as_bin(path)
-    out.write_bytes(np.int32(20240521).tobytes() + out.read_bytes()[4:])
+FAULTS = {  # what is done to a shard, and what the sentence must hold
+    "cut short": (lambda p: p.write_bytes(p.read_bytes()[:-100]), "damaged"),
+    "other type": (lambda p: np.save(p, np.load(p).astype(np.int32)), "int32.*uint16"),
+    "two rows": (lambda p: np.save(p, np.load(p)[:1500].reshape(2, -1)), r"\(2, 750\).*one row"),
+    "empty file": (lambda p: p.write_bytes(b""), "damaged"),
+    "no tokens": (lambda p: np.save(p, np.zeros(0, np.uint16)), "is empty"),
+    "pickle": (lambda p: np.save(p, np.array([{}])), "damaged"),
+    "cut .bin": (lambda p: as_bin(p, lambda data: data[:-100]), "truncated"),
+    "magic": (lambda p: as_bin(p, magic(20240521)), "20240520"),
+    "version": (lambda p: as_bin(p, magic(20240520, 2)), "20240520"),
+    "header alone": (lambda p: as_bin(p, lambda data: data[:1000]), "20240520"),
+    "empty .bin": (
+        lambda p: as_bin(p, lambda data: magic(20240520, 1, 0)(data[:1024])),
+        "is empty",
+    ),
+}
 
 
-def wrong_version(path):
-    out = as_bin(path)
-    data = out.read_bytes()
-    out.write_bytes(data[:4] + np.int32(2).tobytes() + data[8:])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_broken_shard_is_named(tmp_path, fault):
+    folder, (do, said) = write_shards(tmp_path), FAULTS[fault]
+    assert len(TokenShards(folder, "train", VOCAB)) == 1501 + 997
+    do(folder / "x_train_000000.npy")
+    with pytest.raises(UserError, match=said) as error:
+        TokenShards(folder, "train", VOCAB)
+    assert "x_train_000000" in str(error.value) and "\n" not in str(error.value)
 
 
-def header_alone(path):
-    out = as_bin(path)
-    out.write_bytes(out.read_bytes()[:1000])
+def test_a_shard_that_may_not_be_read_is_not_called_broken(tmp_path, monkeypatch):
+    folder = write_shards(tmp_path)
+
+    def refuse(path, **_):  # as the system does; root, who may run this, reads what nobody may
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(np, "load", refuse)
+    with pytest.raises(UserError, match="x_train_000000.npy cannot be read: .*permission") as error:
+        TokenShards(folder, "train", VOCAB)
+    assert "broken" not in str(error.value) and "delete" not in str(error.value)
 
 
-def bin_without_tokens(path):
-    path.unlink()
-    write_shard(path.with_suffix(".bin"), np.zeros(0, dtype=np.uint16))
+@pytest.mark.skipif(sys.platform == "win32", reason="has no such limit")
+def test_three_thousand_shards_need_no_three_thousand_descriptors(tmp_path):
+    for i in range(3000):
+        np.save(tmp_path / f"x_train_{i:06d}.npy", np.full(7, i, np.uint16))
+        with open(tmp_path / f"x_train_{i:06d}.mask", "wb") as file:
+            np.save(file, np.ones(7, np.uint8))
+    code = """if True:
+        import resource, sys
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+        from lab.data.shards import TokenShards
+        shards = TokenShards(sys.argv[1], "train", 3000)
+        x, y = shards.batch([7 * i for i in range(3000)], 6)
+        assert (x == y).all() and x[:, 0].tolist() == list(range(3000))
+    """
+    got = run_python("-c", code, tmp_path, cwd=ROOT)
+    assert got.returncode == 0, got.stderr
 
 
-FAULTS = {
-    truncated_npy: "truncated", other_type: "int32.*uint16", two_rows: r"\(2, 750\).*one row", empty_file: "broken or trunc",
-    no_tokens: "empty", truncated_bin: "truncated", wrong_magic: "20240520", wrong_version: "20240520",
-    header_alone: "20240520", bin_without_tokens: "empty",
-}  # fmt: skip
+def test_a_shard_cut_short_while_it_is_read_is_an_error_and_no_crash(tmp_path):
+    folder = write_shards(tmp_path)
+    shards = TokenShards(folder, "train", VOCAB)
+    (folder / "x_train_000000.npy").write_bytes((folder / "x_train_000000.npy").read_bytes()[:200])
+    with pytest.raises(UserError, match="x_train_000000.npy .*cut short"):
+        shards.batch([1000], 16)
 
 
 def test_a_split_is_the_last_one_that_a_name_holds(tmp_path):
-    for name, length in (("my_train_set_train_000000", 30), ("my_train_set_val_000000", 40), ("my_train_val_000000", 50)):
-        np.save(tmp_path / f"{name}.npy", np.zeros(length, np.uint16))
+    for name, length in (("train_set_train", 30), ("train_set_val", 40), ("train_val", 50)):
+        np.save(tmp_path / f"my_{name}_000000.npy", np.zeros(length, np.uint16))
     assert [len(TokenShards(tmp_path, split, VOCAB)) for split in ("train", "val")] == [30, 90]
 
 
-def test_masks_are_there_for_all_shards_or_for_none(tmp_path):
-    folder = write_shards(tmp_path)
-    for path in sorted(folder.glob("*_train_*.npy")):
-        with path.with_suffix(".mask").open("wb") as f:
-            np.save(f, np.ones(len(np.load(path)), np.uint8))
-    assert TokenShards(folder, "train", VOCAB).masks
-    first = folder / "x_train_000000.mask"
-    whole = first.read_bytes()
-    for mask in (np.ones(1500, np.uint8), np.ones(1501, np.int64)):  # shorter, another type
-        with first.open("wb") as f:
-            np.save(f, mask)
-        with pytest.raises(ValueError, match=f"x_train_000000.mask holds {mask.dtype}.*each of the 1501 tokens"):
-            TokenShards(folder, "train", VOCAB)
-    first.write_bytes(whole[:-1])
-    with pytest.raises(ValueError, match="x_train_000000.mask is broken or truncated"):
-        TokenShards(folder, "train", VOCAB)
-    first.unlink()
-    with pytest.raises(ValueError, match="x_train_000000.mask is missing, and other shards of .* have theirs"):
-        TokenShards(folder, "train", VOCAB)
+def with_masks(folder):
+    """The folder with a mask of ones beside each shard, and a manifest."""
 
-
-def test_the_manifest_knows_the_masks_too(tmp_path):
     def entry(path):
-        return {"name": path.name, "bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        return {"name": path.name, "bytes": path.stat().st_size, "sha256": digest}
 
-    folder = write_shards(tmp_path)
     entries = []
     for path in sorted(folder.glob("*.npy")):
         with path.with_suffix(".mask").open("wb") as f:
             np.save(f, np.ones(len(np.load(path)), np.uint8))
         entries.append(entry(path) | {"mask": entry(path.with_suffix(".mask"))})
-    (folder / "manifest.json").write_text(json.dumps({"shards": entries, "vocab_size": VOCAB}))
-    assert TokenShards(folder, "train", VOCAB, verify=True).masks
-    mask = folder / "x_train_000001.mask"
-    mask.write_bytes(mask.read_bytes()[:-1] + bytes([0]))
-    TokenShards(folder, "train", VOCAB)
-    with pytest.raises(ValueError, match="x_train_000001.mask has changed"):
-        TokenShards(folder, "train", VOCAB, verify=True)
-    mask.write_bytes(mask.read_bytes()[:-1])
-    with pytest.raises(ValueError, match="x_train_000001.mask has .* bytes, manifest.json says"):
-        TokenShards(folder, "train", VOCAB)
-    for path in folder.glob("*.mask"):
-        path.unlink()
-    assert TokenShards(folder, "train", VOCAB, verify=True).masks is None, "who deletes all masks wants to learn all tokens"
+    text = json.dumps({"shards": entries, "vocab_size": VOCAB})
+    (folder / "manifest.json").write_text(text)
+    return folder
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.__name__)
-def test_a_broken_shard_is_named(tmp_path, fault):
-    folder = write_shards(tmp_path)
-    assert len(TokenShards(folder, "train", VOCAB)) == 1501 + 997
-    fault(folder / "x_train_000000.npy")
-    with pytest.raises(ValueError, match=FAULTS[fault]) as error:
+def test_masks_are_there_for_all_shards_or_for_none(tmp_path):
+    folder = with_masks(write_shards(tmp_path))
+    (folder / "manifest.json").unlink()
+    assert TokenShards(folder, "train", VOCAB).masks
+    mask = folder / "x_train_000000.mask"
+    wrong = np.ones(1501, np.uint8)
+    wrong[700] = 255  # true in other programs
+    faults = [(np.ones(1500, np.uint8), "mask has 1,500 bytes for the 1,501 tokens")]
+    faults += [(np.ones(1501, np.int64), "mask .*holds int64"), (wrong, "mask:700 holds 255.* 1 ")]
+    for array, said in faults:
+        with mask.open("wb") as f:
+            np.save(f, array)
+        with pytest.raises(UserError, match=f"x_train_000000.{said}"):
+            TokenShards(folder, "train", VOCAB)
+    mask.unlink()
+    with pytest.raises(UserError, match="x_train_000000.mask is missing, other shards of"):
         TokenShards(folder, "train", VOCAB)
-    assert "x_train_000000" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_mask_bytes_are_looked_at_when_they_are_read(tmp_path):
+    """Of shards in the middle nothing is read before."""
+    folder = with_masks(write_shards(tmp_path, sizes=(100, 100, 100)))
+    data = bytearray((folder / "x_train_000001.mask").read_bytes())
+    data[-50] = 2
+    (folder / "x_train_000001.mask").write_bytes(data)
+    loader = make_loader(TokenShards(folder, "train", VOCAB), shuffle=False)
+    with pytest.raises(UserError, match="x_train_000001.mask:50 holds 2"):
+        for _ in range(20):
+            loader.next_batch()
 
 
 def test_a_token_beyond_the_vocabulary_names_its_shard(tmp_path):
-    folder = write_shards(tmp_path, sizes=(1501, 997, 500))  # the middle one is not looked at beforehand
+    folder = write_shards(tmp_path, sizes=(1501, 997, 500))  # the middle one is not looked at
     tokens = np.load(folder / "x_train_000001.npy")
     tokens[500] = VOCAB
     np.save(folder / "x_train_000001.npy", tokens)
     loader = make_loader(TokenShards(folder, "train", VOCAB), shuffle=False)
-    with pytest.raises(ValueError, match="257.*x_train_000001.npy.*vocabulary of 257"):
+    with pytest.raises(UserError, match="257.*x_train_000001.npy.*vocabulary of 257"):
         for _ in range(2498 // 16):
             loader.next_batch()
-    # and nothing is wrong with the largest id that there is
     loader = make_loader(TokenShards(folder, "train", VOCAB + 1), shuffle=False)
-    for _ in range(2498 // 16):
+    for _ in range(2498 // 16):  # nothing is wrong with the largest id that there is
         loader.next_batch()
 
 
-def test_the_manifest_knows_size_and_hash(tmp_path):
+@pytest.mark.parametrize("kind", ["npy", "mask"])
+def test_the_manifest_knows_size_and_hash(tmp_path, kind):
     folder = write_shards(tmp_path)
-    with pytest.raises(FileNotFoundError, match="manifest.json is missing"):
+    with pytest.raises(UserError, match="manifest.json is missing"):
         TokenShards(folder, "train", VOCAB, verify=True)
-    entries = [
-        {"name": p.name, "bytes": p.stat().st_size, "sha256": hashlib.sha256(p.read_bytes()).hexdigest()}
-        for p in sorted(folder.glob("*.npy"))
-    ]
-    (folder / "manifest.json").write_text(json.dumps({"shards": entries, "vocab_size": VOCAB}))
-    assert len(TokenShards(folder, "train", VOCAB, verify=True)) == 1501 + 997
-    path = folder / "x_train_000001.npy"
-    tokens = np.load(path)
-    tokens[100] ^= 1
-    np.save(path, tokens)
+    with_masks(folder)
+    assert TokenShards(folder, "train", VOCAB, verify=True).masks
+    path = folder / f"x_train_000001.{kind}"
+    data = path.read_bytes()
+    path.write_bytes(data[:-2] + bytes([data[-2] ^ 1]) + data[-1:])
     TokenShards(folder, "train", VOCAB)  # one bit, same size: seen by the hash alone
-    with pytest.raises(ValueError, match="x_train_000001.npy.*SHA-256"):
+    with pytest.raises(UserError, match=f"x_train_000001.{kind} has changed.*SHA-256"):
         TokenShards(folder, "train", VOCAB, verify=True)
-    np.save(path, tokens[:-1])
-    with pytest.raises(ValueError, match="x_train_000001.npy has .* bytes, manifest.json says"):
+    path.write_bytes(data[:-2])
+    with pytest.raises(UserError, match=f"{kind} has .* bytes, manifest.json says"):
+        TokenShards(folder, "train", VOCAB)
+    path.unlink()
+    with pytest.raises(UserError, match=f"x_train_000001.{kind} is missing"):
+        TokenShards(folder, "train", VOCAB)
+    if kind == "mask":  # who deletes all masks wants to learn all tokens
+        (folder / "x_train_000000.mask").unlink()
+        assert TokenShards(folder, "train", VOCAB, verify=True).masks is None
+
+
+WRONG = ["{", "[]", '{"shards": 3}', '{"shards": [3]}', '{"shards": [{"name": 3}]}', "[" * 10**5]
+WRONG += ['{"shards": [{"name": "x", "bytes": "1", "sha256": ""}]}']
+
+
+@pytest.mark.parametrize("text", WRONG, ids=range(len(WRONG)))
+def test_a_manifest_of_another_structure_is_named(tmp_path, text):
+    folder = write_shards(tmp_path)
+    (folder / "manifest.json").write_text(text)
+    with pytest.raises(UserError, match=r"manifest.json is damaged or no such file \("):
         TokenShards(folder, "train", VOCAB)
 
 
 def test_no_shards_names_the_command_that_makes_them(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"no train shards in .*python fineweb.py --source FOLDER"):
-        TokenShards(tmp_path, "train", VOCAB)
-    with pytest.raises(FileNotFoundError, match=r"no train shards in .*nowhere \(it is not there\): "):
-        TokenShards(tmp_path / "nowhere", "train", VOCAB)
     (tmp_path / "file").touch()
-    with pytest.raises(FileNotFoundError, match=r"no train shards in .*file \(it is a file\): "):
-        TokenShards(tmp_path / "file", "train", VOCAB)
-    write_shards(tmp_path, val=0)
-    with pytest.raises(FileNotFoundError, match="no val shards"):
-        TokenShards(tmp_path, "val", VOCAB)
+    for name, said in (
+        ("", ": .*fineweb.py --source FOLDER"),
+        ("no", "not there"),
+        ("file", "a file"),
+    ):
+        with pytest.raises(UserError, match=f"no train shards in .*{name}.*{said}"):
+            TokenShards(tmp_path / name, "train", VOCAB)
 
 
-def test_too_few_tokens(tmp_path):
-    with pytest.raises(ValueError, match="16 training tokens, a sequence takes 17: .* --seq_len smaller than 16"):
-        make_loader(numbered_shards(tmp_path, (16,)))
-    assert len(steps(numbered_shards(tmp_path, (17,)), 3)) == 3
-
-
-def test_rows_of_another_length_name_both_ways_out(tmp_path):
-    shards = numbered_shards(tmp_path, SIZES)
+def test_settings_that_do_not_fit_the_data(tmp_path):
+    with pytest.raises(UserError, match="16 training tokens, a sequence takes 17: .* --seq_len"):
+        make_loader(numbered_shards(tmp_path / "a", (16,)))
+    assert len(steps(numbered_shards(tmp_path / "b", (17,)), 3)) == 3
+    shards = numbered_shards(tmp_path / "c", SIZES)
+    said = r"total_batch_size=100 .*2 \* 16 \* 3 = 96; the next one up is 192"
+    with pytest.raises(UserError, match=said):
+        make_loader(shards, batch_size=2, world_size=3, total_batch_size=100)
+    assert make_loader(shards, 2, world_size=3, total_batch_size=192).grad_accum_steps == 2
     shards.manifest = {"context": 32}
-    said = r"seq_len=16 must be 32, .* pass --seq_len 32 \(block.*\), or .*`fineweb.py --context 16` and another --out"
-    with pytest.raises(ValueError, match=said):
+    said = r"seq_len=16 must be 32, .* pass --seq_len 32 .*`fineweb.py --context 16`.* --out"
+    with pytest.raises(UserError, match=said):
         make_loader(shards)
 
 
-def test_a_step_that_no_micro_batch_divides_names_the_next_that_is(tmp_path):
-    shards = numbered_shards(tmp_path, SIZES)
-    with pytest.raises(ValueError, match=r"total_batch_size=100 .*2 \* 16 \* 3 = 96; the next one up is 192"):
-        make_loader(shards, batch_size=2, world_size=3, total_batch_size=100)
-    assert make_loader(shards, batch_size=2, world_size=3, total_batch_size=192).grad_accum_steps == 2
+def test_data_and_state_of_the_first_version(tmp_path):
+    """Made by commit a3954dc: its shards open, and a run's loader goes on with the same batch."""
+    folder = Path(__file__).parent / "fixtures" / "data_a3954dc"
+    assert TokenShards(folder / "chats", "train", VOCAB, verify=True).masks
+    loader = make_loader(
+        TokenShards(folder / "texts", "train", VOCAB, verify=True), 4, total_batch_size=64
+    )
+    state = {"position": 1280, "tokens": 533, "begin": 2172298847}
+    loader.load_state_dict(state)
+    assert loader.state_dict() == state
+    x, _, _ = loader.next_batch()
+    assert x[:, 1].tolist() == [120, 110, 32, 32] and int(x.sum()) == 6392

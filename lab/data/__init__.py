@@ -1,13 +1,25 @@
-"""Tokens: shards on disk, the order in which training reads them, tokenizers, the built-in text."""
+"""Data: text becomes shards of token ids, and shards become micro-batches.
 
-from lab.data.loader import TokenLoader
-from lab.data.shards import TokenShards
-from lab.data.tokenizers import get_tokenizer, name_of_size
+    from lab.data import TokenLoader, TokenShards, build_builtin, get_tokenizer
+
+The names are fetched when they are asked for: a process that tokenises has no use for torch.
+"""
+
+import importlib
+
+MODULE_OF = {
+    "TokenLoader": "loader",
+    "TokenShards": "shards",
+    "build_builtin": "builtin",
+    "document_mask": "documents",
+    "get_tokenizer": "tokenizers",
+    "grad_accum_steps": "loader",
+    "hide_other_documents": "documents",
+    "name_of_size": "tokenizers",
+}
 
 
-def build_builtin(folder):
-    import fineweb
-    fineweb.build_builtin(folder)
-
-
-from lab.data.documents import hide_other_documents
+def __getattr__(name):
+    if name not in MODULE_OF:
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    return getattr(importlib.import_module(f"{__name__}.{MODULE_OF[name]}"), name)

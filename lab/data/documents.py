@@ -7,7 +7,6 @@ also looks at the documents before; with this mask it does not.
 import functools
 
 
-
 def document_mask(idx, eot, past=0):
     """Which keys each query may look at: those of its own document that are not later.
 

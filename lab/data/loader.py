@@ -1,7 +1,8 @@
-"""The order in which training reads its tokens: the same for any number of processes and any size of micro-batch.
+"""The order in which training reads its tokens: the same for any number of processes and any
+size of micro-batch.
 
-TokenLoader hands out micro-batches of the endless stream that shards.py makes of token files; permute shuffles without a
-list of what was shuffled.
+TokenLoader hands out micro-batches of the endless stream that shards.py makes of token files;
+permute shuffles without a list of what was shuffled.
 """
 
 import zlib
@@ -10,15 +11,18 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
+from lab.cli import UserError
+
 
 def permute(i, n, key):
-    """Where a seeded shuffle of range(n) puts the indices i (uint64 array), without storing the shuffle.
+    """Where a seeded shuffle of range(n) puts the indices i (uint64), without storing the shuffle.
 
-    Cut the bits of an index into halves and replace (left, right) by (right, left xor f(right)). Whoever knows the result
-    can undo that, whatever f is, so no two indices meet: it shuffles all numbers of so many bits (a Feistel network). Four
-    rounds mix well. What lands at n or above is put in again; the shuffle's cycles come back to where they began, so one
-    below n must follow (cycle walking: Black and Rogaway 2002, method 2). The shuffle of 10 billion tokens takes no memory
-    and its state is one integer. f is splitmix64's (Steele et al. 2014).
+    Cut the bits of an index into halves and replace (left, right) by (right, left xor f(right)).
+    Whoever knows the result can undo that, whatever f is, so no two indices meet: it shuffles all
+    numbers of so many bits (a Feistel network). Four rounds mix well. What lands at n or above is
+    put in again; the shuffle's cycles come back to where they began, so one below n must follow
+    (cycle walking: Black and Rogaway 2002, method 2). The shuffle of 10 billion tokens takes no
+    memory and its state is one integer. f is splitmix64's (Steele et al. 2014).
     """
     half = np.uint64(max(1, (int(n - 1).bit_length() + 1) // 2))
     low = np.uint64((1 << int(half)) - 1)
@@ -37,43 +41,52 @@ def permute(i, n, key):
 
 
 class TokenLoader:
-    """Micro-batches of the training stream. One global cursor: the sequences of step s are the same for any number of
-    processes and any micro-batch; those only decide who reads which.
+    """Micro-batches of the training stream.
 
-    The stream is cut into sequences without gaps, over shard edges and over the end of the data, where the next epoch
-    begins in mid-sequence: no token is dropped. Shuffling permutes the sequences that begin in the same epoch; the one that
-    runs over the end of the data into its beginning is among them.
+    There is one global cursor: the sequences of step s are the same for any number of processes
+    and any micro-batch; those only decide who reads which. The stream is cut into sequences
+    without gaps, over shard edges and over the end of the data, where the next epoch begins in
+    mid-sequence: no token is dropped. Shuffling permutes the sequences that begin in the same
+    epoch; the one that runs over the end of the data into its beginning is among them.
     """
 
     def __init__(self, shards, cfg, world, batch_size):
+        """cfg: seq_len, total_batch_size, shuffle, seed, align_documents. batch_size: sequences."""
         self.shards, self.seq_len, self.batch_size = shards, cfg.seq_len, batch_size
         self.rank, self.world_size, self.device = world.rank, world.world_size, world.device
         self.shuffle, self.seed = cfg.shuffle, cfg.seed
         self.step_sequences = cfg.total_batch_size // cfg.seq_len
         self.grad_accum_steps = grad_accum_steps(cfg, batch_size, world.world_size)
         if len(shards) <= cfg.seq_len:
-            raise ValueError(f"{shards.paths[0].parent} has {len(shards)} training tokens, a sequence takes {cfg.seq_len + 1}: "
-                             f"add data, or pass a --seq_len smaller than {cfg.seq_len}")  # fmt: skip
+            raise UserError(
+                f"{shards.paths[0].parent} has {len(shards)} training tokens, a sequence takes "
+                f"{cfg.seq_len + 1}: add data, or pass a --seq_len smaller than {cfg.seq_len}"
+            )
         context = shards.manifest.get("context")
         if context and cfg.seq_len != context:
-            able = " (block_size must be so many at least)" * (context > cfg.seq_len)
-            raise ValueError(f"seq_len={cfg.seq_len} must be {context}, the length these conversations were packed to; pass "
-                             f"--seq_len {context}{able}, or pack them again with `fineweb.py --context {cfg.seq_len}` and "
-                             "another --out")  # fmt: skip
+            raise UserError(
+                f"seq_len={cfg.seq_len} must be {context}, the length these conversations were "
+                f"packed to; pass --seq_len {context} (block_size must not be smaller), or pack "
+                f"them again with `fineweb.py --context {cfg.seq_len}` and another --out"
+            )
         self.aligned = shards.document_starts(cfg.seq_len) if cfg.align_documents else None
-        self.sequence = 0  # global cursor: sequences handed out, by all processes, in finished steps
+        self.sequence = 0  # global cursor: sequences handed out, by all processes, in whole steps
         self.micro_step = 0
         self.worker = ThreadPoolExecutor(1)  # reads one micro-batch ahead while the device computes
-        self.ahead = None
+        self.prefetched = None  # ((sequence, micro_step), its future)
+        self.counted = None  # (sequence, targets of the step that begins there)
 
     def positions(self, first, count):
         """Stream positions of the sequences first .. first + count - 1 of the run."""
         j, T, N = np.arange(first, first + count, dtype=np.int64), self.seq_len, len(self.shards)
         per_epoch = len(self.aligned) if self.aligned is not None else None
         epoch = j // per_epoch if per_epoch else j * T // N
-        # -(-a // b) is a / b rounded up: epoch e has the sequences that begin at tokens e N to (e + 1) N of the endless stream
         for e in np.unique(epoch) if self.shuffle or per_epoch else []:
-            begin, end = (e * per_epoch, (e + 1) * per_epoch) if per_epoch else (-(-e * N // T), -(-(e + 1) * N // T))
+            # Epoch e has the sequences that begin at tokens e N to (e + 1) N of the endless
+            # stream; -(-a // b) is a / b rounded up.
+            begin, end = -(-e * N // T), -(-(e + 1) * N // T)
+            if per_epoch:
+                begin, end = e * per_epoch, (e + 1) * per_epoch
             members = epoch == e
             inside = j[members] - begin
             if self.shuffle:
@@ -82,78 +95,121 @@ class TokenLoader:
         return j if per_epoch else j * T
 
     def micro_batch(self, sequence, micro_step):
-        """(x, y, num_targets): this process's part of a micro-step; num_targets counts the whole step's."""
+        """(x, y, num_targets): this process's part of a micro-step, on the CPU.
+
+        num_targets counts the whole step, all processes and micro-steps: it divides the loss.
+        """
         first = sequence + (micro_step * self.world_size + self.rank) * self.batch_size
-        x, y = self.shards.batch(self.positions(first, self.batch_size), self.seq_len)
-        num_targets = self.step_sequences * self.seq_len
-        if self.shards.masks:
+        arrays = self.shards.batch(self.positions(first, self.batch_size), self.seq_len)
+        x, y = (torch.from_numpy(array) for array in arrays)
+        if self.device.type == "cuda":
+            x, y = x.pin_memory(), y.pin_memory()
+        return x, y, self.num_targets(sequence)
+
+    def num_targets(self, sequence):
+        """Targets of the step that begins with `sequence`: all of them, but for masked data."""
+        if not self.shards.masks:
+            return self.step_sequences * self.seq_len
+        if self.counted is None or self.counted[0] != sequence:
             whole = self.positions(sequence, self.step_sequences)
-            num_targets = sum(int(self.shards.read(p + 1, self.seq_len, self.shards.masks).sum()) for p in whole)
-        x, y = torch.from_numpy(x), torch.from_numpy(y)
-        return (x.pin_memory(), y.pin_memory(), num_targets) if self.device.type == "cuda" else (x, y, num_targets)
+            learnt = (self.shards.read_mask(int(p) + 1, self.seq_len).sum() for p in whole)
+            self.counted = (sequence, max(1, int(sum(learnt))))
+        return self.counted[1]
 
     def next_batch(self):
-        """The next micro-batch on the device: x, y (batch_size, seq_len) and the number of targets of the whole step."""
+        """The next micro-batch on the device: x, y (batch_size, seq_len), targets of the step."""
         here = (self.sequence, self.micro_step)
-        if self.ahead is None or self.ahead[0] != here:
-            self.ahead = (here, self.worker.submit(self.micro_batch, *here))
-        x, y, num_targets = self.ahead[1].result()
+        if self.prefetched is None or self.prefetched[0] != here:
+            self.prefetch()
+        x, y, num_targets = self.prefetched[1].result()
         self.micro_step += 1
         if self.micro_step == self.grad_accum_steps:
             self.sequence, self.micro_step = self.sequence + self.step_sequences, 0
+        self.prefetch()
+        to = dict(device=self.device, non_blocking=True)
+        return x.to(**to), y.to(**to), num_targets
+
+    def prefetch(self):
         here = (self.sequence, self.micro_step)
-        self.ahead = (here, self.worker.submit(self.micro_batch, *here))
-        return x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True), max(1, num_targets)
+        self.prefetched = (here, self.worker.submit(self.micro_batch, *here))
 
     def step_positions(self, step_end, micro_step):
-        """Names of the shard positions that this process used in a micro-step of the step that ended at step_end."""
-        first = step_end - self.step_sequences + (micro_step * self.world_size + self.rank) * self.batch_size
+        """Names of what this process read in a micro-step of the step that ended at step_end."""
+        step_begin = step_end - self.step_sequences
+        first = step_begin + (micro_step * self.world_size + self.rank) * self.batch_size
         return [self.shards.where(int(p)) for p in self.positions(first, self.batch_size)]
 
-    def keep_to(self, state):
-        """Stay with the tokens that there were when `state` was saved: of data that has grown, another number of sequences
-        would be shuffled otherwise, and some come twice, some never. Raises ValueError for fewer tokens, and for others."""
+    def fingerprint(self, tokens):
+        """A checksum of the first of so many tokens."""
+        return zlib.crc32(self.shards.read(0, min(2**20, tokens)).tobytes())
+
+    def state_dict(self):
+        tokens = len(self.shards)
+        position = self.sequence * self.seq_len
+        return {"position": position, "tokens": tokens, "begin": self.fingerprint(tokens)}
+
+    def load_state_dict(self, state):
+        """Go on from the step where `state` was saved, with the tokens that there were then.
+
+        Of data that has grown, another number of sequences would be shuffled: some would come
+        twice, some never. Raises UserError for fewer tokens, and for others.
+        """
         folder, tokens = self.shards.paths[0].parent, state.get("tokens", len(self.shards))
         if tokens > len(self.shards):
-            then = "put the rest back, or begin a new run with --init_from"
+            way_out = "put the rest back, or begin a new run with --init_from"
             if self.shards.manifest.get("complete") is False:
-                then = "fineweb.py is not finished with it; resume when its command has ended"
-            raise ValueError(f"{folder} has {len(self.shards):,} training tokens, this run was begun with {tokens:,}: {then}")
-        if state.get("begin", self.begin(tokens)) != self.begin(tokens):
-            raise ValueError(f"{folder} begins with other tokens than this run was begun with: put those back, or begin a new "
-                             "run with --init_from")  # fmt: skip
+                way_out = "fineweb.py is not finished with it; resume when its command has ended"
+            raise UserError(
+                f"{folder} has {len(self.shards):,} training tokens, this run was begun with "
+                f"{tokens:,}: {way_out}"
+            )
+        if state.get("begin", self.fingerprint(tokens)) != self.fingerprint(tokens):
+            raise UserError(
+                f"{folder} begins with other tokens than this run was begun with: put those back, "
+                "or begin a new run with --init_from"
+            )
         if tokens < len(self.shards):
             self.shards.shorten(tokens)
-            self.aligned = self.shards.document_starts(self.seq_len) if self.aligned is not None else None
+            if self.aligned is not None:
+                self.aligned = self.shards.document_starts(self.seq_len)
+        self.sequence, self.micro_step = state["position"] // self.seq_len, 0
+        self.prefetched = None
 
     def epoch_tokens(self):
         """Tokens that one pass over the data reads."""
         return len(self.shards) if self.aligned is None else len(self.aligned) * self.seq_len
 
     def notes(self):
-        return []
-
-    def begin(self, tokens):
-        """A checksum of the first of so many tokens."""
-        return zlib.crc32(self.shards.read(0, min(2**20, tokens)).tobytes())
-
-    def state_dict(self):
-        tokens = len(self.shards)
-        return {"position": self.sequence * self.seq_len, "tokens": tokens, "begin": self.begin(tokens)}
-
-    def load_state_dict(self, state):
-        self.sequence, self.micro_step = state["position"] // self.seq_len, 0
+        """What a person should know of the data, a line each."""
+        folder, lines = self.shards.paths[0].parent, []
+        if self.shards.manifest.get("complete") is False:
+            lines.append(
+                f"{folder} is not finished; its fineweb.py command, run again, finishes it"
+            )
+        if self.shards.left_out:
+            lines.append(
+                f"{folder} has {self.shards.left_out:,} more tokens than when this run began; they "
+                "are not used, as they would change the order. A new run with --init_from uses all"
+            )
+        step, epoch = self.step_sequences * self.seq_len, self.epoch_tokens()
+        if step > epoch:
+            lines.append(
+                f"each step of total_batch_size={step:,} tokens reads all training data "
+                f"{step / epoch:,.1f} times; --total_batch_size makes it smaller"
+            )
+        return lines
 
 
 def grad_accum_steps(cfg, batch_size, world_size):
-    """Micro-steps per update. Raises ValueError where total_batch_size is not a whole number of them."""
+    """Micro-steps per update. Raises UserError where total_batch_size is no whole number of them."""
     n = batch_size * cfg.seq_len * world_size
     if cfg.total_batch_size % n:
-        each, rest = divmod(cfg.total_batch_size, cfg.seq_len * world_size)  # sequences of a step that a process has
-        fits = max((b for b in range(1, batch_size) if each % b == 0), default=0) if not rest else 0
-        raise ValueError(
-            f"total_batch_size={cfg.total_batch_size} must be a multiple of batch_size * seq_len * world_size = "
-            f"{batch_size} * {cfg.seq_len} * {world_size} = {n}; the next one up is {-(-cfg.total_batch_size // n) * n}"
-            + f", or pass --batch_size {fits}" * bool(fits)
+        each, rest = divmod(cfg.total_batch_size, cfg.seq_len * world_size)  # sequences a process
+        fits = [b for b in range(1, batch_size) if each % b == 0] if not rest else []
+        raise UserError(
+            f"total_batch_size={cfg.total_batch_size} must be a multiple of batch_size * seq_len * "
+            f"world_size = {batch_size} * {cfg.seq_len} * {world_size} = {n}; the next one up is "
+            f"{-(-cfg.total_batch_size // n) * n}"
+            + (f", or pass --batch_size {fits[-1]}" if fits else "")
         )
     return cfg.total_batch_size // n

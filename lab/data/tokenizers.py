@@ -1,19 +1,20 @@
 """Text to token ids and back: GPT-2's byte pair encoding, or plain bytes.
 
-    from lab.data.tokenizers import get_tokenizer
-    tok = get_tokenizer("gpt2")                 # or "bytes": no file and no network needed
-    tok.decode(tok.encode("Hello, I'm a language model,"))
-
-Both have `name`, `vocab_size`, `eot` (end-of-text, which leads every document), `encode`, `decode`, `token_bytes` and,
-for corpora, `encode_documents`, which goes from many texts to one array without a Python list of ints in between.
+from lab.data import get_tokenizer
+tok = get_tokenizer("gpt2")                 # or "bytes": no file and no network needed
+tok.decode(tok.encode("Hello, I'm a language model,"))
 """
+
 import numpy as np
+
+from lab.cli import UserError
 
 END_OF_TEXT = "<|endoftext|>"
 
 
 class Tokenizer:
-    """What both tokenizers share. `_bytes[i]` is the byte string of id i; end-of-text is the last id."""
+    """What both share. `_bytes[i]` is the byte string of id i; end-of-text is the last id."""
+
     name: str
     _bytes: list[bytes]
 
@@ -26,23 +27,21 @@ class Tokenizer:
         return len(self._bytes) - 1
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text` as ordinary text: the letters "<|endoftext|>" in it do not become the end-of-text token."""
+        """Ids of `text` as ordinary text: the letters "<|endoftext|>" in it are not end-of-text."""
         raise NotImplementedError
 
     def encode_documents(self, texts) -> tuple[np.ndarray, np.ndarray]:
-        """All documents in a row, each led by end-of-text (uint16), and the length of each with that token (int64).
+        """All documents in a row, each led by end-of-text (uint16), and their lengths with it.
 
-        `texts` is a list of str or a pyarrow string array.
+        `texts` is a list of str or a pyarrow array of strings. No list of ints is made on the way.
         """
         raise NotImplementedError
 
     def decode(self, ids) -> str:
-        """Text of `ids`. Bytes that are not UTF-8 become U+FFFD; an id outside the vocabulary is a ValueError."""
+        """Text of `ids`, which lie below vocab_size. Bytes that are not UTF-8 become U+FFFD."""
         ids = [int(i) for i in ids]
-        for i in ids:
-            if not 0 <= i < self.vocab_size:
-                raise ValueError(f"token id {i} is outside the {self.name} vocabulary: ids go from 0 to "
-                                 f"{self.vocab_size - 1}; cut the logits to vocab_size before sampling")
+        wrong = [i for i in ids if not 0 <= i < self.vocab_size]
+        assert not wrong, f"no {self.name} tokens: {wrong[:3]}; cut logits to vocab_size to sample"
         return b"".join(self._bytes[i] for i in ids).decode("utf-8", errors="replace")
 
     def bytes_of(self, token: int) -> bytes:
@@ -50,7 +49,7 @@ class Tokenizer:
         return self._bytes[token]
 
     def token_bytes(self) -> np.ndarray:
-        """How many bytes of text each id stands for, 0 for end-of-text: turns nats per token into bits per byte."""
+        """Bytes of text that each id stands for, 0 for end-of-text: from nats to bits per byte."""
         sizes = np.array([len(b) for b in self._bytes], dtype=np.int64)
         sizes[self.eot] = 0
         return sizes
@@ -58,16 +57,17 @@ class Tokenizer:
 
 class ByteTokenizer(Tokenizer):
     """One token per byte of UTF-8, and end-of-text."""
+
     name = "bytes"
 
     def __init__(self):
         self._bytes = [bytes([i]) for i in range(256)] + [END_OF_TEXT.encode()]
 
-    def encode(self, text: str) -> list[int]:
-        return list(_utf8(text))
+    def encode(self, text):
+        return list(utf8(text))
 
     def encode_documents(self, texts):
-        raw = [_utf8(text if isinstance(text, str) else text.as_py()) for text in texts]
+        raw = [text.encode() for text in as_arrow(texts).to_pylist()]
         lengths = np.array([1 + len(r) for r in raw], dtype=np.int64)
         tokens = np.full(lengths.sum(), self.eot, dtype=np.uint16)
         inside = np.ones(len(tokens), dtype=bool)
@@ -76,51 +76,64 @@ class ByteTokenizer(Tokenizer):
         return tokens, lengths
 
 
-# GPT-2 splits text into words before it merges bytes. Its pattern ends in `\s+(?!\S)`: of several blanks before a word,
-# the last one stays with the word. That look-ahead keeps the regex engine from using its fast automaton. The same split
-# comes out of a pattern without it when each place "blank | blank, word" is marked beforehand, because no run of blanks
-# is then followed by a word inside a piece. The mark is a special token of the fast encoder and is dropped afterwards.
-# (What this gains is printed by bench/tokenize.py; that it changes nothing is asserted there and in the tests.)
+# GPT-2 splits text into words before it merges bytes. Its pattern ends in `\s+(?!\S)`: of several
+# blanks before a word, the last one stays with the word. That look-ahead keeps the regex engine
+# from using its fast automaton. The same split comes out of a pattern without it when each place
+# "blank | blank, word" is marked beforehand, because no run of blanks is then followed by a word
+# inside a piece. The mark is a special token of the fast encoder and is dropped afterwards.
+# (bench/tokenize.py prints what this gains, and asserts that it changes nothing.)
 FAST_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+"
-BLANK = r"\t-\r \x{85}\x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}"  # Unicode White_Space
+BLANK = (  # Unicode's White_Space
+    r"\t-\r \x{85}\x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}"
+)
 MARK = "\x1d\x1e\x1f\x1e\x1d"  # control characters; a text that does hold them goes the plain way
 
 
 class GPT2Tokenizer(Tokenizer):
     """GPT-2's 50257 tokens through tiktoken, which downloads two files once (1.5 MB)."""
+
     name = "gpt2"
 
     def __init__(self):
         import tiktoken
+
         try:
             self._plain = tiktoken.get_encoding("gpt2")
-        except Exception as error:  # tiktoken lets out whatever its HTTP library raises
-            raise OSError(
-                f"GPT-2's tokenizer files could not be downloaded ({type(error).__name__}): go online once, or point "
-                "TIKTOKEN_CACHE_DIR at a folder that holds them, or make bytes of the text, which need none: add "
-                "--tokenizer bytes to the fineweb.py command") from error
+        except Exception as error:  # whatever the HTTP library beneath raises
+            raise UserError(
+                f"GPT-2's tokenizer files could not be downloaded ({type(error).__name__}): go "
+                "online once, or point TIKTOKEN_CACHE_DIR at a folder that holds them, or make "
+                "bytes of the text, which need none: add --tokenizer bytes to the fineweb.py command"
+            ) from error
         ranks = self._plain._mergeable_ranks
-        self._bytes = [b for b, _ in sorted(ranks.items(), key=lambda item: item[1])] + [END_OF_TEXT.encode()]
-        self._fast = tiktoken.Encoding("gpt2_fast", pat_str=FAST_PATTERN, mergeable_ranks=ranks,
-                                       special_tokens={MARK: len(self._bytes)})
+        self._bytes = [b for b, _ in sorted(ranks.items(), key=lambda item: item[1])]
+        self._bytes.append(END_OF_TEXT.encode())
+        self._fast = tiktoken.Encoding(
+            "gpt2_fast",
+            pat_str=FAST_PATTERN,
+            mergeable_ranks=ranks,
+            special_tokens={MARK: len(self._bytes)},
+        )
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text):
         return self._plain.encode_ordinary(text)
 
     def encode_documents(self, texts):
-        import pyarrow as pa
         import pyarrow.compute as pc
-        if not isinstance(texts, (pa.Array, pa.ChunkedArray)):
-            texts = pa.array([_utf8(text) for text in texts], pa.large_binary()).cast(pa.large_string())
-        marked = pc.replace_substring_regex(texts, f"([{BLANK}])([{BLANK}][^{BLANK}])", rf"\1{MARK}\2")
+
+        texts = as_arrow(texts)
+        blanks = f"([{BLANK}])([{BLANK}][^{BLANK}])"
+        marked = pc.replace_substring_regex(texts, blanks, rf"\1{MARK}\2").to_pylist()
         has_mark = pc.match_substring_regex(texts, MARK).to_pylist()
         eot, mark = np.array([self.eot], dtype=np.uint32), self.vocab_size
         arrays, lengths = [], np.empty(len(texts), dtype=np.int64)
-        for i, text in enumerate(marked.to_pylist()):
+        for i, text in enumerate(marked):
             if has_mark[i]:
                 ids = np.array(self.encode(texts[i].as_py()), dtype=np.uint32)
             else:
-                ids = self._fast.encode_to_numpy(text, allowed_special={MARK}, disallowed_special=())
+                ids = self._fast.encode_to_numpy(
+                    text, allowed_special={MARK}, disallowed_special=()
+                )
                 if MARK in text:
                     ids = ids[ids != mark]
             arrays += [eot, ids]
@@ -128,16 +141,28 @@ class GPT2Tokenizer(Tokenizer):
         return np.concatenate(arrays or [eot[:0]], dtype=np.uint16, casting="unsafe"), lengths
 
 
-def _utf8(text: str) -> bytes:
-    """UTF-8 of a string, with lone surrogates (JSON can hold them) as U+FFFD and pairs joined, as tiktoken does."""
+def as_arrow(texts):
+    """A list of str, or a pyarrow array of strings, as a pyarrow array of strings."""
+    import pyarrow as pa
+
+    if isinstance(texts, (pa.Array, pa.ChunkedArray)):
+        return texts
+    return pa.array([utf8(text) for text in texts], pa.large_binary()).cast(pa.large_string())
+
+
+def utf8(text: str) -> bytes:
+    """UTF-8 of a string; of lone surrogates, which JSON can hold, U+FFFD, as tiktoken does."""
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode("utf-8")
+        joined = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return joined.encode("utf-8")
 
 
-# Control characters but newline and tab, as pictures of themselves: a terminal would ring, or clear its screen
-SHOWN = {i: 0x2400 + i for i in range(32) if chr(i) not in "\n\t"} | {127: 0x2421} | dict.fromkeys(range(128, 160), 0xFFFD)
+# Control characters but newline and tab, as pictures of themselves: a terminal would ring, or
+# clear its screen
+SHOWN = {i: 0x2400 + i for i in range(32) if chr(i) not in "\n\t"}
+SHOWN |= {127: 0x2421} | dict.fromkeys(range(128, 160), 0xFFFD)
 
 
 def printable(text: str) -> str:
@@ -145,18 +170,19 @@ def printable(text: str) -> str:
     return text.translate(SHOWN)
 
 
+TOKENIZERS = {"gpt2": GPT2Tokenizer, "bytes": ByteTokenizer}
+SIZES = {50257: "gpt2", 257: "bytes"}
+
+
 def get_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer called "gpt2" or "bytes"."""
-    if name == "gpt2":
-        return GPT2Tokenizer()
-    if name == "bytes":
-        return ByteTokenizer()
-    raise ValueError(f"unknown tokenizer {name!r}: it is 'gpt2' or 'bytes'")
+    """The tokenizer called "gpt2" or "bytes". Raises UserError for another name."""
+    if name not in TOKENIZERS:
+        raise UserError(f"unknown tokenizer {name!r}: it is 'gpt2' or 'bytes'")
+    return TOKENIZERS[name]()
 
 
 def name_of_size(vocab_size: int) -> str:
-    """The name of the tokenizer that has this many ids. Raises ValueError where none has."""
-    names = {50257: "gpt2", 257: "bytes"}
-    if vocab_size not in names:
-        raise ValueError(f"no tokenizer has {vocab_size} ids; known are 50257 (GPT-2) and 257 (bytes)")
-    return names[vocab_size]
+    """The name of the tokenizer that has this many ids. Raises UserError where none has."""
+    if vocab_size not in SIZES:
+        raise UserError(f"no tokenizer has {vocab_size} ids: 50257 is GPT-2's, 257 is bytes'")
+    return SIZES[vocab_size]

@@ -63,5 +63,6 @@ def why_no_fp8_shape(precision, config):
     if precision != "bf16":
         return f"go with precision=bf16, not with {precision}"
     if config.n_embd % 16 or config.padded_vocab_size % 16:
-        return f"need multiples of 16, not n_embd={config.n_embd} and {config.padded_vocab_size} rows of the embedding"
+        rows = config.padded_vocab_size
+        return f"need multiples of 16, not n_embd={config.n_embd} and {rows} rows of the embedding"
     return ""

@@ -143,7 +143,8 @@ def farewell(run, stopped):
         return
     if stopped:
         say(
-            f"{stopped}: saved after step {run.step} in {folder}; `{resume_command(folder)}` goes on from there"
+            f"{stopped}: saved after step {run.step} in {folder}; "
+            f"`{resume_command(folder)}` goes on from there"
         )
     if not has_checkpoint(folder):
         return

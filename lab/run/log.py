@@ -113,8 +113,8 @@ class Log:
         threads = "" if cuda else f", {torch.get_num_threads()} threads"
         self.say(reason)
         self.say(
-            f"model  {run.raw_model.num_params():,} parameters: {c.n_layer} layers, {c.n_head} heads, {c.n_embd} "
-            f"channels, vocabulary {c.vocab_size} in {c.padded_vocab_size} rows"
+            f"model  {run.raw_model.num_params():,} parameters: {c.n_layer} layers, {c.n_head} heads, "
+            f"{c.n_embd} channels, vocabulary {c.vocab_size} in {c.padded_vocab_size} rows"
         )
         self.say(
             f"data   {cfg.data}: {len(shards):,} training tokens, {len(val_shards):,} for validation; "
@@ -172,7 +172,8 @@ class Log:
                 for k, v in speed.items()
                 if k.endswith("_ms") and k != "dt_ms"
             )
-            line = f"step {step:5d}/{self.cfg.max_steps} | loss {loss:.4f} | lr {lr:.2e} | norm {grad_norm:.2f}"
+            line = f"step {step:5d}/{self.cfg.max_steps} | loss {loss:.4f} | lr {lr:.2e} "
+            line += f"| norm {grad_norm:.2f}"
             self.say(f"{line}{shown}{left}{phases}")
 
     def tick(self, step):

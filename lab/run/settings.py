@@ -127,7 +127,8 @@ def check(model_config, cfg):
         )
     if cfg.parallel == "zero1" and cfg.optimizer != "adamw":
         raise UserError(
-            f"parallel=zero1 shares out AdamW's state, and optimizer={cfg.optimizer} has another; leave one out"
+            f"parallel=zero1 shares out AdamW's state, and optimizer={cfg.optimizer} has another; "
+            "leave one out"
         )
     if Path(cfg.run_name).name != cfg.run_name or cfg.run_name == "..":
         raise UserError(
@@ -135,7 +136,8 @@ def check(model_config, cfg):
         )
     if cfg.resume and cfg.init_from:
         raise UserError(
-            f"init_from={cfg.init_from} is for a new run; a resumed one goes on with its own weights: leave one out"
+            f"init_from={cfg.init_from} is for a new run; a resumed one goes on with its own weights: "
+            "leave one out"
         )
     if cfg.wandb and importlib.util.find_spec("wandb") is None:
         raise UserError(
@@ -157,7 +159,8 @@ def resolve(model_config, cfg, world, presets):
     check_fits(path, state, model_config, cfg)
     if state["step"] > cfg.max_steps or (state["step"] == cfg.max_steps and is_finished(run_dir)):
         raise UserError(
-            f"{run_dir} has done {state['step']} steps, max_steps={cfg.max_steps}; a larger --max_steps goes on"
+            f"{run_dir} has done {state['step']} steps, max_steps={cfg.max_steps}; "
+            "a larger --max_steps goes on"
         )
     return model_config, cfg, state
 

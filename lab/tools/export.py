@@ -39,7 +39,7 @@ def export(source, out, log_dir="log", force=False):
     model = models.load(source, log_dir)
     config, state = weights.to_hugging_face(model)
     size = sum(t.numel() * t.element_size() for t in state.values())
-    print(f"writing {model.num_params():,} parameters, {size / 1e9:.1f} GB", file=sys.stderr)
+    print(f"writing {model.num_params():,} parameters, {size / 1e6:,.0f} MB", file=sys.stderr)
     with writing(out):
         beside.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".export", dir=beside) as part:

@@ -163,6 +163,8 @@ def state_rows(s, row):
         row("gradients laid out to send", laid_out, ["update"])
     else:
         row("AdamW's two moments", "8 P")
+        embedding = s.letters["V"] > 4 * s.letters["C"]  # else the MLP's matrices are the largest
+        row("square of a gradient", "4 V C" if embedding else "16 C C", ["update"])  # for the norm
     ddp = n > 1 and not s.zero1  # gradients stay in its buckets
     stays = ddp or accumulates
     row("gradients", "4 P", MOMENTS if stays else ["end", "update"])

@@ -44,17 +44,19 @@ class Run:
         self.tokens = records.tokens_at(self.log)  # of training until a step; None if unknown
         self.last = max(record["step"] for record in self.all)
         timed = {r["time"] for r in self.all if isinstance(r.get("time"), (int, float))}
-        starts = sorted({r.get("time") for r in self.log.get("start", [])} & timed)
+        starts = {r.get("time") for r in self.log.get("start", [])} & timed
+        starts = sorted(starts | {*sorted(timed)[:1]})
         # The time between a stop and --resume is none of the run's, so each start has a clock.
         self.begun, before = [], 0.0  # [(time of a start, seconds of the run before it)]
-        for t0, t1 in zip(starts or sorted(timed)[:1], [*starts[1:], math.inf]):
+        for t0, t1 in zip(starts, [*starts[1:], math.inf]):
             self.begun.append((t0, before))
             before += max(t for t in timed if t0 <= t < t1) - t0
 
     def seconds(self, record):
         """Of wall clock since the start, evaluation and saving included; None where none was logged."""
         now = record.get("time")
-        past = [before + now - t0 for t0, before in self.begun if now is not None and t0 <= now]
+        known = self.begun if isinstance(now, (int, float)) else []
+        past = [before + now - t0 for t0, before in known if t0 <= now]
         return past[-1] if past else None
 
     def phases(self):
@@ -69,7 +71,8 @@ def read_run(path, name):
     folder = path if path.is_dir() else path.parent if path.name == "log.jsonl" else None
     if folder and (folder / "config.json").exists():  # a log that was copied elsewhere has none
         way_out = "delete it, and the page leaves the configuration out"
-        config = read_json(folder / "config.json", way_out, model=dict, train=dict)
+        saved = read_json(folder / "config.json", way_out, model=dict, train=dict)
+        config = {part: saved[part] for part in ("model", "train")}
     return Run(name, log, config)
 
 
@@ -155,11 +158,11 @@ class Figures:
             self.add(id, self.each("train", id, what), rangemode="tozero")
         self.phases()
 
-    def curve(self, run, steps, values, color, width=2, name="", **more):
+    def curve(self, run, kind, steps, values, color, width=2, name="", **more):
         """[a curve], with dots where it has few points; nothing where it has none."""
         from plotly.graph_objects import Scatter
 
-        at = {record["step"]: record for record in run.all}
+        at = {record["step"]: record for record in run.log[kind]} if steps else {}
         dots = width > 2 and len(steps) <= 60 or len(steps) == 1
         curve = Scatter(
             name=html.escape(name, quote=False),  # plotly reads <b> and <a> in it
@@ -171,12 +174,12 @@ class Figures:
         )
         return [curve] if steps else []
 
-    def smoothed(self, run, steps, values, color, width=2, **more):
+    def smoothed(self, run, kind, steps, values, color, width=2, **more):
         """The curve, or where it has many points each of them faint, and their mean."""
         if len(values) < 80:
-            return self.curve(run, steps, values, color, width, **more)
-        faint = self.curve(run, steps, values, color, 1, opacity=0.35, hoverinfo="skip")
-        return faint + self.curve(run, steps, records.smooth(values), color, width, **more)
+            return self.curve(run, kind, steps, values, color, width, **more)
+        faint = self.curve(run, kind, steps, values, color, 1, opacity=0.35, hoverinfo="skip")
+        return faint + self.curve(run, kind, steps, records.smooth(values), color, width, **more)
 
     def each(self, kind, name, what, draw=None, words="", **more):
         """A curve for each run: in the colour of `what` if it is alone, else in the run's."""
@@ -184,7 +187,7 @@ class Figures:
         for i, run in enumerate(self.runs):
             own, color = ("", place_of(what)) if self.alone else (run.name, i)
             label = ", ".join(filter(None, [own, words])) or what
-            curves += draw(run, *column(run.log, kind, name), color, name=label, **more)
+            curves += draw(run, kind, *column(run.log, kind, name), color, name=label, **more)
         return curves
 
     def add(self, id, curves, levels=None, note="", **yaxis):
@@ -198,7 +201,7 @@ class Figures:
             curve.hovertemplate = f"%{{y:{digits}}}" if curve.hoverinfo != "skip" else None
         levels = levels or {}
         heights = [*(v for curve in curves for v in curve.y), *levels.values()]
-        room = 0.09 * (max(heights) - min(heights))  # for the label on the highest line
+        room = 0.14 * (max(heights) - min(heights))  # for the label on the highest line
         include = {"include": [v + room for v in levels.values()]}
         yaxis = {"title": {"text": unit}, "autorangeoptions": include} | yaxis
         yaxis |= {"tickformat": ".0%"} if digits.endswith("%") else {}
@@ -228,7 +231,7 @@ class Figures:
             both = [(step, b[place][1] - value) for place, (step, value) in a.items() if place in b]
             data = list(zip(*both)) or [(), ()]
             look = {"name": {"train": "training", "val": "validation"}[kind], "showlegend": True}
-            curves += self.smoothed(first, *data, place_of("loss"), width, **look)
+            curves += self.smoothed(first, kind, *data, place_of("loss"), width, **look)
         note = f"{second.name} minus {first.name}, at equal "
         note += "tokens" if by_tokens(self.logs) else "steps"
         note += f". Below zero, {second.name} is better."
@@ -265,7 +268,8 @@ class Figures:
         for run, stack in zip(self.runs, stacks):
             for name, c in zip(run.phases(), colors):
                 look = {"showlegend": True, "stackgroup": "one", "fillcolor": f"var(--c{c})"}
-                stack += self.curve(run, *column(run.log, "train", name), c, 0, name[:-3], **look)
+                data = column(run.log, "train", name)
+                stack += self.curve(run, "train", *data, c, 0, name[:-3], **look)
         heights = [sum(at) for stack in stacks for at in zip(*(curve.y for curve in stack))]
         for i, (run, stack) in enumerate(zip(self.runs, stacks)):
             note = "" if self.alone else f"{run.name}: mean milliseconds of each."

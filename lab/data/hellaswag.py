@@ -1,0 +1,85 @@
+"""HellaSwag's file: found or downloaded, and read line by line."""
+
+import hashlib
+import json
+from pathlib import Path
+
+from lab.cli import UserError
+from lab.files import first_line, reading
+
+FOLDER = Path("data/hellaswag")  # where what is downloaded goes
+BASE = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/"
+PUBLISHED = {  # the test split has no labels
+    "hellaswag_val.jsonl": "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588",
+    "hellaswag_train.jsonl": "dae5e69249868cb9fe4e23ff925c60b66169564cfb7072d793cd7356a2b69f8d",
+}
+
+
+def locate(data="", split="val"):
+    """Path of the split's file: `data` (a file, or a folder that holds it), else FOLDER's,
+    downloaded if it is not there. Raises UserError, saying how to do it by hand."""
+    name = f"hellaswag_{split}.jsonl"
+    path = Path(data or FOLDER)
+    if path.is_dir() or not data:
+        path = path / name
+    if not data and not path.exists():
+        import pooch  # downloads under another name, checks the hash, then renames
+
+        known = {name: f"sha256:{PUBLISHED[name]}"}
+        files = pooch.create(FOLDER, base_url=BASE, registry=known, retry_if_failed=2)
+        try:
+            files.fetch(name, progressbar=True)
+        except (OSError, ValueError) as error:  # ValueError: another hash
+            raise UserError(
+                f"cannot download {BASE}{name} ({first_line(error)}); download it by hand to "
+                f"{path} (hellaswag.py also takes a copy: --data FILE)"
+            ) from error
+    return path
+
+
+def is_published(path):
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() in PUBLISHED.values()
+
+
+def read_examples(path):
+    """The examples of a HellaSwag file as dicts, `line` added. Raises UserError naming the first
+    line that is wrong."""
+    way_out = "name one with --data, or leave --data out to download it"
+    with reading(path, "HellaSwag file", way_out):
+        lines = Path(path).read_bytes().split(b"\n")
+    examples = []
+    for number, raw in enumerate(lines, start=1):
+        if not raw.strip():
+            continue
+        try:
+            examples.append(check_example(json.loads(raw)) | {"line": number})
+        except (ValueError, TypeError, KeyError, RecursionError) as error:  # what parsing it raises
+            wrong = f"{type(error).__name__}: {first_line(error)}"
+            raise UserError(
+                f"{path} line {number}: {wrong}; correct the line or take it out. A HellaSwag file "
+                "has one JSON object a line, with ctx, 4 endings and a label from 0 to 3"
+            ) from error
+    if not examples:
+        raise UserError(f"{path} holds no examples; it should have one a line. Download it again")
+    return examples
+
+
+def check_example(example):
+    """It, its label an integer. Raises TypeError or KeyError where it is not as it has to be."""
+    ctx, endings, label = (example[key] for key in ("ctx", "endings", "label"))
+    texts = [ctx, *endings]
+    if len(texts) != 5 or not all(isinstance(text, str) for text in texts):
+        raise TypeError("wants a ctx and 4 endings, all texts")
+    if not all(text.strip() for text in endings):
+        raise TypeError("has an empty ending")
+    if str(label) not in ("0", "1", "2", "3"):  # the hub's copy has the label as a text
+        raise TypeError(f"has the label {label!r}")
+    return example | {"label": int(label)}
+
+
+def source_of(example):
+    """Where it came from: "activitynet" or "wikihow". The published file says so ("wikihow~123").
+    In a copy that does not, what goes on in mid-sentence, with a ctx_b, is ActivityNet's."""
+    guess = "activitynet" if example.get("ctx_b") else "wikihow"
+    return str(example.get("source_id") or guess).split("~")[0]
