@@ -1,6 +1,6 @@
 """How fast one training step could be on this GPU: its parts measured one by one and added up.
 
-    python bench/floor.py                            # GPT-2 124M, 64 x 1024, two minutes; then steps of our own
+    python bench/floor.py                            # GPT-2 124M, 64 x 1024: two minutes, then our own steps
     python bench/floor.py --step_ms 938 --step_ms_8 744     # steps that were timed before
     python bench/floor.py --preset gpt2-xl --tokens_per_step 131072     # a larger model, in shorter steps
     python bench/floor.py --preset tiny --device cpu --out try.jsonl     # a try; its times mean nothing
