@@ -39,9 +39,8 @@ def command(main, name=None):
     # Who imports this file by its name gets the module that runs, not a second one with classes of
     # its own.
     sys.modules.setdefault(Path(sys.argv[0]).stem, sys.modules["__main__"])
-    sys.stdout.reconfigure(
-        errors="replace"
-    )  # a terminal that lacks a character shows a question mark
+    # a terminal that lacks a character shows a question mark
+    sys.stdout.reconfigure(errors="replace")
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     try:
         status = main(sys.argv[1:]) or 0

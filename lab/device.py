@@ -122,7 +122,7 @@ class Precision:
 
 
 def why_no_compile(device, model_config):
-    """ "" if torch.compile is to be used on this device, else the reason in a few words."""
+    """Empty if torch.compile is to be used on this device, else the reason in a few words."""
     if device.type == "mps":
         return "not supported well on MPS"
     if device.type == "cuda":

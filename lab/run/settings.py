@@ -37,9 +37,8 @@ def parse_flags(argv, presets, description):
     the two dataclasses. The defaults come from a preset, which --preset names or the machine
     decides, or from the run that --resume goes on with.
     """
-    argv = [
-        re.sub(r"^--learning[_-]rate(?=$|=)", "--lr", word) for word in argv
-    ]  # another name for it
+    # another name for it
+    argv = [re.sub(r"^--learning[_-]rate(?=$|=)", "--lr", word) for word in argv]
     reason, *defaults = choose_defaults(argv, presets)
     model_class, train_class = map(type, defaults)
     defaults[0] = dataclasses.replace(defaults[0], vocab_size=0)  # 0: the data decides
@@ -208,9 +207,8 @@ def same_shape(source, theirs, model_config, also=()):
     if different:
         pairs = ", ".join(f"{k}={theirs.get(k)} (here {ours[k]})" for k in different)
         ways = [" ".join(f"--{k} {theirs.get(k)}" for k in different if k != "vocab_size")]
-        ways += ["--data with shards of its tokenizer"] * (
-            "vocab_size" in different
-        )  # other ids, other words
+        # other ids, other words
+        ways += ["--data with shards of its tokenizer"] * ("vocab_size" in different)
         raise UserError(
             f"{source} has another shape: {pairs}; pass {' and '.join(filter(None, ways))}"
         )
