@@ -196,9 +196,8 @@ def ladder(runs, out_path, dark):
         raise NoData(f"{shape} has but one rung in ladder.jsonl")
     speeds = {v: median(rows, "tok_per_s") for v, rows in rungs.items()}
     first, *_, last = speeds.values()
-    title = (
-        f"{shape}: {short(first)} to {short(last)} tokens/s, {last / first:.0f} times, rung by rung"
-    )
+    name = {"gpt2": "GPT-2 124M"}.get(shape, shape)
+    title = f"{name}, tokens a second on one H200: {short(first)} to {short(last)}"
     figure = blank(1.5 + 0.34 * len(speeds), title, where_and_when(flat({shape: rungs})))
     ax, blue, before = figure.subplots(), color_of("speed", dark), first
     box = dict(
