@@ -11,9 +11,7 @@ MODULE_OF = {
     "TokenLoader": "loader",
     "TokenShards": "shards",
     "build_builtin": "builtin",
-    "document_mask": "documents",
     "get_tokenizer": "tokenizers",
-    "grad_accum_steps": "loader",
     "hide_other_documents": "documents",
     "name_of_size": "tokenizers",
 }
