@@ -116,17 +116,14 @@ def data_name(cfg: Config) -> str:
 
 
 def summary(manifest: dict, out: str, seconds: float) -> str:
-    m, val = manifest, sum(entry["split"] == "val" for entry in manifest["shards"])
+    m, kind = manifest, "conversations" if manifest["context"] else "documents"
     text = (
-        f"{out}: {m['documents']:,} {'conversations' if m['context'] else 'documents'}, "
-        f"{m['tokens']:,} tokens in {len(m['shards']) - val} training and {val} validation shards, "
-        f"{seconds:,.0f} s"
+        f"{out}: {m['documents']:,} {kind}, {m['tokens']:,} tokens in {len(m['shards'])} shards, the "
+        f"first of them for validation, {seconds:,.0f} s"
     )
     if m["context"]:
-        text += (
-            f"; rows of {m['context']}; left out: {m['too_long']:,} too long, "
-            f"{m['no_answer']:,} without an answer"
-        )
+        left_out = f"{m['too_long']:,} too long, {m['no_answer']:,} without an answer"
+        text += f"; rows of {m['context']}; left out: {left_out}"
     return text
 
 

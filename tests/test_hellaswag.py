@@ -284,11 +284,11 @@ def test_which_examples(tmp_path):
 
 GOOD = made_up(1)[0]
 BAD = {
-    "label": (GOOD | {"label": 4}, "has the label 4"),
-    "bool": (GOOD | {"label": True}, "has the label True"),
+    "label": (GOOD | {"label": 4}, "a label from 0 to 3"),
+    "bool": (GOOD | {"label": True}, "a label from 0 to 3"),
     "three": (GOOD | {"endings": ["a", "b", "c"]}, "4 endings"),
-    "empty": (GOOD | {"endings": ["a", "b", "c", " "]}, "has an empty ending"),
-    "number": (GOOD | {"endings": ["a", "b", "c", 4]}, "4 endings, all texts"),
+    "empty": (GOOD | {"endings": ["a", "b", "c", " "]}, "4 endings that are not empty"),
+    "number": (GOOD | {"endings": ["a", "b", "c", 4]}, "4 endings"),
     "keys": ({"ctx": "a", "endings": []}, "('label')"),
     "no dict": (17, "not subscriptable"),
     "utf-8": (b'{"ctx": "caf\xe9"}', "can't decode byte 0xe9"),

@@ -64,30 +64,26 @@ def render_chat(messages, tokenizer, answer=False, where="messages"):
 OPEN = 32  # rows that are looked at for room
 
 
-def pack_rows(chats, context: int, eot: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def pack_rows(chats, context: int, eot: int):
     """Conversations (ids, mask) as rows: each goes into the fullest of the last rows with room.
 
     Returns ids and mask of all rows (rows, context), filled up with end-of-text that is not
     learnt, and the number of conversations in each. None of them may be longer than a row.
     """
-    rows, room = [], []
-    for chat in chats:
-        last = range(max(len(rows) - OPEN, 0), len(rows))
-        fitting = [i for i in last if room[i] >= len(chat[0])]
-        if not fitting:
-            fitting = [len(rows)]
-            rows.append([])
-            room.append(context)
-        best = min(fitting, key=lambda i: room[i])
-        rows[best].append(chat)
-        room[best] -= len(chat[0])
-    ids = np.full((len(rows), context), eot, dtype=np.uint16)
-    mask = np.zeros((len(rows), context), dtype=np.uint8)
-    for i, row in enumerate(rows):
-        used = context - room[i]
-        ids[i, :used] = np.concatenate([new_ids for new_ids, _ in row])
-        mask[i, :used] = np.concatenate([new_mask for _, new_mask in row])
-    return ids, mask, np.array([len(row) for row in rows])
+    rows = []  # [ids, mask, conversations] of each
+    for ids, mask in chats:
+        fitting = [row for row in rows[-OPEN:] if len(row[0]) + len(ids) <= context]
+        if fitting:
+            row = max(fitting, key=lambda row: len(row[0]))
+            row[:] = np.append(row[0], ids), np.append(row[1], mask), row[2] + 1
+        else:
+            rows.append([ids, mask, 1])
+
+    def filled(part, value):
+        parts = (row[part] for row in rows)
+        return np.stack([np.pad(p, (0, context - len(p)), constant_values=value) for p in parts])
+
+    return filled(0, eot), filled(1, 0), np.array([row[2] for row in rows])
 
 
 def is_chat(file: File, column: str) -> bool:

@@ -141,14 +141,11 @@ def download_shards(cfg, manifest, source: dict, files: list[File], data: str) -
     """Ready-made llm.c shards from the hub: validation and as many others as --tokens asks for."""
     from huggingface_hub import snapshot_download
 
-    def order(name):
-        return "_val_" not in name, name
-
     out_dir, limit = Path(cfg.out), cfg.tokens or sys.maxsize
     if cfg.tokenizer != "gpt2":
         raise UserError(f"--dataset {cfg.dataset} holds GPT-2 tokens: leave out --tokenizer")
     chosen, tokens = [], 0
-    for file in sorted(files, key=lambda f: order(f.name)):
+    for file in sorted(files, key=lambda f: "_val_" not in f.name):
         if re.fullmatch(r"[^/]+_(train|val)_\d{6}\.bin", file.name) and tokens < limit:
             chosen.append(file.name)
             tokens += (file.size - 1024) // 2  # llm.c's header, then two bytes a token
@@ -160,10 +157,9 @@ def download_shards(cfg, manifest, source: dict, files: list[File], data: str) -
     with asking_hub(cfg.dataset), writing(out_dir):
         where = dict(repo_type="dataset", revision=source["revision"], local_dir=out_dir)
         snapshot_download(cfg.dataset, allow_patterns=chosen, **where)  # what is there, it keeps
-    here = {entry["name"]: entry for entry in manifest["shards"]}
-    names = sorted({*here, *chosen}, key=order)
-    eot = manifest["eot"]
-    manifest["shards"] = [here.get(n) or writer.shard_entry(out_dir / n, eot) for n in names]
+    here = [entry["name"] for entry in manifest["shards"]]
+    new = [name for name in chosen if name not in here]
+    manifest["shards"] += [writer.shard_entry(out_dir / name, manifest["eot"]) for name in new]
     manifest["complete"] = True
     writer.write_manifest(out_dir, manifest)
     return manifest

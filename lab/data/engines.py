@@ -16,8 +16,6 @@ from lab.data.sources import Unit, documents_of
 from lab.data.tokenizers import BLANK, get_tokenizer
 
 UNDER_WAY = 512 * 2**20  # bytes of text given out and not yet written: this bounds the memory
-
-
 tokenizer_of = functools.cache(get_tokenizer)  # made once in every process
 
 
@@ -100,10 +98,6 @@ def tokenise_on_ray(units, tokenizer: str, column: str, workers: int):
         yield from in_order(units, submit, ray.get, depth)
     except ray.exceptions.RayTaskError as error:
         raise error.cause from None
-    except ray.exceptions.RayError as error:
-        raise UserError(
-            f"Ray gave up ({type(error).__name__}); the same command goes on where it was"
-        ) from error
     finally:
         ray.shutdown()
 

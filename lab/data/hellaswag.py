@@ -60,13 +60,10 @@ def read_examples(path):
 def check_example(example):
     """It, its label an integer. Raises TypeError or KeyError where it is not as it has to be."""
     ctx, endings, label = (example[key] for key in ("ctx", "endings", "label"))
-    texts = [ctx, *endings]
-    if len(texts) != 5 or not all(isinstance(text, str) for text in texts):
-        raise TypeError("wants a ctx and 4 endings, all texts")
-    if not all(text.strip() for text in endings):
-        raise TypeError("has an empty ending")
-    if str(label) not in ("0", "1", "2", "3"):  # the hub's copy has the label as a text
-        raise TypeError(f"has the label {label!r}")
+    texts = len(endings) == 4 and all(isinstance(text, str) for text in [ctx, *endings])
+    known = str(label) in ("0", "1", "2", "3")  # the hub's copy has the label as a text
+    if not (texts and known and all(text.strip() for text in endings)):
+        raise TypeError("wanted are a ctx, 4 endings that are not empty, and a label from 0 to 3")
     return example | {"label": int(label)}
 
 

@@ -130,13 +130,10 @@ def split_patterns(data_files: Any, split: str) -> list[str]:
 @contextlib.contextmanager
 def reading_source(file: File, place=""):
     """Trouble in the body with the hub, or with what is in the file, becomes a UserError."""
-    way_out = "download it again, mend it or leave it out"
-    with (
-        reading(f"{file.path}{place}", f"{file.kind} file", way_out),
-        contextlib.ExitStack() as hub,
-    ):
-        if file.path.startswith(HUB):
-            hub.enter_context(asking_hub(file.path.removeprefix(f"{HUB}datasets/").split("@")[0]))
+    hub, way_out = contextlib.nullcontext(), "download it again, mend it or leave it out"
+    if file.path.startswith(HUB):
+        hub = asking_hub(file.path.removeprefix(f"{HUB}datasets/").split("@")[0])
+    with reading(f"{file.path}{place}", f"{file.kind} file", way_out), hub:
         yield
 
 
