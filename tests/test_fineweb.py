@@ -174,14 +174,6 @@ def test_tokens_stops_early_and_goes_on_later(corpus, tmp_path):
     assert hashes(tmp_path) == hashes(folder / "out")
 
 
-def test_nothing_is_done_twice(corpus, capsys):
-    folder, _, args = corpus
-    before = {p: p.stat().st_mtime_ns for p in (folder / "out").glob("*.*")}
-    make(*args, "--out", folder / "out")
-    assert {p: p.stat().st_mtime_ns for p in (folder / "out").glob("*.*")} == before
-    assert "already there" in capsys.readouterr().out
-
-
 def test_small_corpus_keeps_a_tenth_for_validation(corpus, tmp_path):
     folder, _, _ = corpus
     make("--source", folder / "in", "--out", tmp_path)
@@ -567,8 +559,3 @@ def test_the_bench_agrees_and_counts():
     rate = result["tok_per_s_per_core"]["ours"]
     for row in result["costs"]:
         assert row["hours"] * 3600 * row["cores"] * rate == pytest.approx(row["tokens"])
-
-
-def test_the_bench_names_what_is_not_there(tmp_path):
-    got = run_python(ROOT / "bench" / "tokenizing.py", "nosuch", cwd=tmp_path)
-    assert got.returncode == 2 and "tokenizing.py: error: --source nosuch does not" in got.stderr

@@ -33,8 +33,7 @@ def builtin_documents() -> list[str]:
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     for path in progress(files, "reading Python's documentation", "file"):
         try:
-            with warnings.catch_warnings():  # about odd escapes in old files
-                warnings.simplefilter("ignore")
+            with warnings.catch_warnings(action="ignore"):  # about odd escapes in old files
                 tree = ast.parse(path.read_text(encoding="utf-8"))
         except (SyntaxError, ValueError, OSError):  # templates, other encodings
             continue

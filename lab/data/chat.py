@@ -35,12 +35,7 @@ def render_chat(messages, tokenizer, answer=False, where="messages"):
     `answer` the ids end in "Assistant:", ready for the model to go on. Raises UserError for
     anything else, which begins with `where` the conversation comes from.
     """
-    ids, mask, gap = [tokenizer.eot], [0], ""
-
-    def add(new, learn):
-        ids.extend(new)
-        mask.extend([learn] * len(new))
-
+    parts, gap = [([tokenizer.eot], 0)], ""  # (ids, 1 if they are to be learnt)
     for message in messages if messages and isinstance(messages, list) else [messages]:
         message = message if isinstance(message, dict) else {}
         role, content = message.get("role"), message.get("content")
@@ -51,14 +46,15 @@ def render_chat(messages, tokenizer, answer=False, where="messages"):
             )
         text = " " + content.strip()
         if role == "assistant":
-            add(tokenizer.encode(gap + ROLES[role]), 0)
-            add([*tokenizer.encode(text), tokenizer.eot], 1)
+            parts.append((tokenizer.encode(gap + ROLES[role]), 0))
+            parts.append(([*tokenizer.encode(text), tokenizer.eot], 1))
         else:
-            add(tokenizer.encode(gap + ROLES[role] + text), 0)
+            parts.append((tokenizer.encode(gap + ROLES[role] + text), 0))
         gap = "\n\n"
     if answer:
-        add(tokenizer.encode(gap + ROLES["assistant"]), 0)
-    return np.array(ids, dtype=np.uint16), np.array(mask, dtype=np.uint8)
+        parts.append((tokenizer.encode(gap + ROLES["assistant"]), 0))
+    ids = np.concatenate([np.array(new, np.uint16) for new, _ in parts])
+    return ids, np.concatenate([np.full(len(new), learn, np.uint8) for new, learn in parts])
 
 
 OPEN = 32  # rows that are looked at for room

@@ -9,7 +9,6 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-import torch
 
 from lab.cli import UserError
 
@@ -96,6 +95,8 @@ class TokenLoader:
 
         num_targets counts the whole step, all processes and micro-steps: it divides the loss.
         """
+        import torch  # not above: fineweb.py does without
+
         first = sequence + (micro_step * self.world_size + self.rank) * self.batch_size
         arrays = self.shards.batch(self.positions(first, self.batch_size), self.seq_len)
         x, y = (torch.from_numpy(array) for array in arrays)

@@ -49,9 +49,9 @@ class Row:
         return found
 
 
-def open_shard(path):
-    """The Row of a shard's tokens: .npy, or llm.c's .bin. Raises UserError if it is broken."""
-    path = Path(path)
+def open_shard(path, dtype="<u2"):
+    """The Row of a shard (or, u1, a mask): .npy, or llm.c's .bin. Raises UserError if it is
+    broken."""
     if path.suffix == ".bin":  # 256 int32: magic, version, tokens, zeros; then the tokens
         with reading(path, "shard", AGAIN):
             header = np.fromfile(path, "<i4", 256)
@@ -61,19 +61,11 @@ def open_shard(path):
             if size != 1024 + 2 * row.length:
                 raise EOFError(f"truncated: {row.length:,} tokens in {size:,} bytes")
     else:
-        tokens = read_array(path, np.uint16, AGAIN)
-        row = Row(path, "<u2", tokens.offset, len(tokens))
+        array = read_array(path, dtype, AGAIN)
+        row = Row(path, dtype, array.offset, len(array))
     if not row.length:
         raise UserError(f"shard {path} is empty; {AGAIN}")
     return row
-
-
-def open_mask(path, tokens):
-    """The Row of a mask for so many tokens: what is not 0 in it is to be learnt."""
-    mask = read_array(path, np.uint8, AGAIN)
-    if len(mask) != tokens:
-        raise UserError(f"mask {path} has {len(mask):,} bytes for {tokens:,} tokens; {AGAIN}")
-    return Row(path, "u1", mask.offset, tokens)
 
 
 def read_manifest(folder):
@@ -137,7 +129,9 @@ class TokenShards:
         masks = [path.with_suffix(".mask") for path in self.paths]
         self.masks = None  # of data for fine-tuning: which tokens are to be learnt
         if any(mask.exists() for mask in masks):
-            self.masks = [open_mask(m, row.length) for m, row in zip(masks, self.shards)]
+            self.masks = [open_shard(mask, "u1") for mask in masks]
+            if [mask.length for mask in self.masks] != [row.length for row in self.shards]:
+                raise UserError(f"a mask in {folder} is not as long as its shard; {AGAIN}")
         self.left_out = 0  # tokens, see shorten
         # A sample now, before a run is opened; every batch is checked when it is read
         for i in (0, len(self.shards) - 1):
