@@ -63,9 +63,7 @@ class GPTConfig:
     vocab_multiple: int = 128  # rows are padded to a multiple of this: 50257 -> 50304; 1 is off
     attention: Literal["sdpa", "math"] = "sdpa"  # fused kernel, or softmax(QK^T)V spelled out
     bf16_residual: bool = True  # under bf16 autocast the residual stream is bf16 too
-    activation_checkpointing: bool = (
-        False  # compute blocks again in backward: less memory, more time
-    )
+    activation_checkpointing: bool = False  # compute blocks again in backward, to save memory
     document_mask: bool = False  # attention does not cross end-of-text (id vocab_size - 1)
 
     @property
@@ -91,9 +89,7 @@ class TrainConfig:
     verify_data: bool = False  # hash every shard again before training
     # optimizer
     max_steps: int = 19073  # updates (gpt2: 10e9 tokens / 524288)
-    optimizer: Literal["adamw", "muon"] = (
-        "adamw"  # muon: for the blocks' matrices, AdamW for the rest
-    )
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the matrices in the blocks alone
     lr: float = 6e-4  # peak learning rate of AdamW
     muon_lr: float = 0.02  # peak learning rate of Muon; follows the same schedule
     min_lr: float = 6e-5  # rate at the end of the schedule
@@ -110,9 +106,7 @@ class TrainConfig:
     precision: Literal["auto", "bf16", "fp16", "tf32", "fp32"] = "auto"  # auto: the device's best
     parallel: Literal["ddp", "zero1"] = "ddp"  # zero1: each process keeps a share of AdamW's state
     compile: bool = True  # torch.compile, where it works
-    kernels: Literal["fused", "plain"] = (
-        "fused"  # plain: the model as it stands here, for debugging
-    )
+    kernels: Literal["fused", "plain"] = "fused"  # plain: the model as it stands here, to debug it
     fp8: Literal["off", "head", "all"] = "off"  # products in 8 bits: of the head; of the MLPs too
     seed: int = 1337  # of the weights, the shuffling and the samples
     # watching; every interval is in steps

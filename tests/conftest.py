@@ -72,8 +72,11 @@ def train_here(folder, data, name, model=(), **settings):
     )  # fmt: skip
     cfg = train_gpt2.TrainConfig(**base | settings)
     model_config = train_gpt2.GPTConfig(**TINY_MODEL | dict(model))
-    typed = mock.patch.object(train_gpt2, "settings", lambda *_: ("a test", model_config, cfg))
-    with typed, mock.patch.object(train_gpt2, "farewell", lambda *_: None):
+    typed = dict(parse_flags=lambda *_: ("a test", model_config, cfg))
+    with (
+        mock.patch.multiple(train_gpt2.settings, **typed),
+        mock.patch.object(train_gpt2.folder, "farewell"),
+    ):
         status = train_gpt2.main([])
     return read_run(folder / name, status)
 
@@ -188,6 +191,8 @@ class Process:
     def __init__(self, *args, cwd, out=None, err=None, **env):
         self.folder = tempfile.TemporaryDirectory()
         self.out, self.err = (out or f"{self.folder.name}/out"), (err or f"{self.folder.name}/err")
+        Path(self.folder.name, "out").touch()
+        Path(self.folder.name, "err").touch()
         args, script = list(map(str, args)), Path(cwd, args[0]).resolve()
         env = clean_env(**{k: str(v) for k, v in env.items()})
         self.popen = self.returncode = None
@@ -229,11 +234,11 @@ class Process:
 
     @property
     def stdout(self):
-        return Path(self.out).read_text(errors="replace")
+        return Path(self.folder.name, "out").read_text(errors="replace")
 
     @property
     def stderr(self):
-        return Path(self.err).read_text(errors="replace")
+        return Path(self.folder.name, "err").read_text(errors="replace")
 
 
 def run_python(*args, cwd, timeout=300, **env):
@@ -241,6 +246,16 @@ def run_python(*args, cwd, timeout=300, **env):
     process = Process(*args, cwd=cwd, **env)
     process.wait(timeout)
     return process
+
+
+def driver(folder, patch):
+    """A train_gpt2.py that changes something of the real one, as `patch` says, and then runs it."""
+    path = folder / "train_gpt2.py"
+    path.write_text(
+        f"import os, signal, sys, time\nsys.path.insert(0, {str(ROOT)!r})\nimport torch, train_gpt2\n"
+        f"from lab.cli import command\n{patch}\ncommand(train_gpt2.main)\n"
+    )
+    return path
 
 
 def wait_for(condition, process, seconds=60):

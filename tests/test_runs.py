@@ -25,13 +25,8 @@ from conftest import (
 import train_gpt2
 from lab import models
 from lab.cli import UserError, this_python
-from lab.run.checkpoints import (
-    newest_checkpoint,
-    newest_run,
-    read_checkpoint,
-    read_newest,
-    save_checkpoint,
-)
+from lab.run import checkpoints
+from lab.run.checkpoints import newest_checkpoint, newest_run, read_checkpoint, read_newest
 from lab.run.folder import read_config, resume_command, run_to_resume
 from lab.run.stop import StopSignal
 from lab.run.vitals import Vitals
@@ -257,7 +252,7 @@ def test_the_run_that_goes_on_is_the_named_one_or_the_one_that_saved_last(tmp_pa
     for age, name in enumerate(("newest", "older", "oldest")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")
-        path = save_checkpoint(tmp_path / name, 5 + age, {}, keep_last=1)
+        path = checkpoints.save(tmp_path / name, 5 + age, {}, keep_last=1)
         os.utime(path, (1000 - age,) * 2)
     (tmp_path / "older" / "model_000009.pt").symlink_to("nowhere")  # it went while runs were looked at
     assert run_to_resume(tmp_path) == newest_run(tmp_path) == tmp_path / "newest"
@@ -283,7 +278,7 @@ def test_the_command_names_the_folder_where_it_is_not_the_usual_one(monkeypatch)
 def test_a_checkpoint_is_whole_or_not_there_and_copies_stay(tmp_path, monkeypatch):
     (tmp_path / "model_000005_keep.pt").write_text("")
     for step in (999_998, 999_999, 1_000_000):
-        save_checkpoint(tmp_path, step, {"step": step}, keep_last=2)
+        checkpoints.save(tmp_path, step, {"step": step}, keep_last=2)
     assert newest_checkpoint(tmp_path).name == "model_1000000.pt", "the highest number, not the last name"
     names = {"model_000005_keep.pt", "model_999999.pt", "model_1000000.pt"}
     assert {p.name for p in tmp_path.iterdir()} == names
@@ -295,19 +290,19 @@ def test_a_checkpoint_is_whole_or_not_there_and_copies_stay(tmp_path, monkeypatc
 
     for name in ("fsync", "replace", "unlink"):
         note(name, getattr(os, name))
-    save_checkpoint(tmp_path, 1_000_001, {}, keep_last=2)
+    checkpoints.save(tmp_path, 1_000_001, {}, keep_last=2)
     assert calls[:2] == ["fsync", "replace"] and "unlink" not in calls[:2], "bytes, name, then the old goes"
 
 
 def test_a_full_disk_is_one_sentence_and_older_checkpoints_stay(tmp_path):
     resource = pytest.importorskip("resource")
     data = {"w": torch.ones(100_000)}
-    before = save_checkpoint(tmp_path, 1, data, keep_last=1).read_bytes()
+    before = checkpoints.save(tmp_path, 1, data, keep_last=1).read_bytes()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))  # as a disk with so much room
     try:
         with pytest.raises(UserError, match="model_000002.pt cannot be written"):
-            save_checkpoint(tmp_path, 2, data, keep_last=1)
+            checkpoints.save(tmp_path, 2, data, keep_last=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert [p.name for p in tmp_path.iterdir()] == ["model_000001.pt"]
@@ -320,13 +315,13 @@ def test_an_error_of_the_device_is_not_called_a_full_disk(tmp_path):
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     with pytest.raises(RuntimeError, match="^CUDA error"):
-        save_checkpoint(tmp_path, 1, {"w": Lost()}, keep_last=2)
+        checkpoints.save(tmp_path, 1, {"w": Lost()}, keep_last=2)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_checkpoint_with_another_byte_or_cut_short_is_refused(tmp_path):
     """torch.load reads the first without a word."""
-    path = save_checkpoint(tmp_path, 1, {"weights": torch.arange(4096.0)}, keep_last=1)
+    path = checkpoints.save(tmp_path, 1, {"weights": torch.arange(4096.0)}, keep_last=1)
     whole = path.read_bytes()
     assert read_newest(tmp_path)[1]["weights"].equal(torch.arange(4096.0))
     place = whole.index(torch.arange(1000.0, 1004.0).numpy().tobytes())
@@ -364,6 +359,6 @@ def test_what_does_not_fit_a_run_is_refused(tmp_path, shards):
     ):  # fmt: skip
         with pytest.raises(UserError, match=said):
             train_here(tmp_path, shards, "r", resume=True, **dict(max_steps=3) | changed)
-    save_checkpoint(tmp_path / "r", 2, {"model": {}}, keep_last=1)
+    checkpoints.save(tmp_path / "r", 2, {"model": {}}, keep_last=1)
     with pytest.raises(UserError, match="model_000002.pt was not written by this trainer; start from its"):
         train_here(tmp_path, shards, "r", resume=True, max_steps=3)

@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import (
-    ROOT,
     TINY_MODEL,
     VOCAB,
     difference,
     differing_parts,
+    driver,
     equal_bits,
     mask_shards,
     of_kind,
@@ -26,10 +26,11 @@ from conftest import (
 
 import train_gpt2
 from lab.cli import RunError, UserError
+from lab.data.loader import TokenLoader
 from lab.data.shards import TokenShards
 from lab.data.tokenizers import ByteTokenizer
 from lab.device import Precision, why_no_compile
-from lab.evals import bytes_per_token, evaluate
+from lab.evals import Validation, bytes_per_token, evaluate
 from lab.kernels import cross_entropy
 from lab.optim import Muon, orthogonalize
 from lab.run.checkpoints import read_checkpoint
@@ -156,7 +157,7 @@ def test_compiling_agrees_with_eager_and_compiles_nothing_after_warm_up(
     if real and (reason := why_no_compile(CPU, GPTConfig())):
         pytest.skip(f"torch.compile does not work here: {reason}")
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
-    monkeypatch.setattr(train_gpt2, "why_no_compile", lambda *_: "")
+    monkeypatch.setattr(train_gpt2.device, "why_no_compile", lambda *_: "")
     monkeypatch.setattr(cross_entropy, "SMALL", 2**26 if real else 0)
     torch._dynamo.reset()
     counters.clear()
@@ -202,7 +203,7 @@ def test_a_scaled_loss_makes_the_same_updates(tmp_path, shards, monkeypatch, opt
             super().__init__(*args)
             self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
 
-    monkeypatch.setattr(train_gpt2, "Precision", Scaled)
+    monkeypatch.setattr(train_gpt2.device, "Precision", Scaled)
     run = train_here(tmp_path, shards, "scaled", **settings)
     assert run.losses == free.losses and run.norms == free.norms
     assert equal_bits(run.checkpoints[4]["model"], free.checkpoints[4]["model"])
@@ -227,17 +228,8 @@ def test_flags_of_the_optimizer_are_those_of_this_run(tmp_path, shards, optimize
 
 def test_a_bug_keeps_its_traceback(tmp_path, start_training):
     """A ValueError inside an update is none of the user's, and is not dressed as one."""
-    driver = tmp_path / "train_gpt2.py"
-    driver.write_text(f"""import sys
-sys.path.insert(0, {str(ROOT)!r})
-import train_gpt2
-from lab.cli import command
-def update(run):
-    raise ValueError("a bug")
-train_gpt2.Run.update = update
-command(train_gpt2.main)
-""")
-    process = start_training(program=driver)
+    patch = "def update(run):\n    raise ValueError('a bug')\ntrain_gpt2.Run.update = update"
+    process = start_training(program=driver(tmp_path, patch))
     assert process.wait() == 1 and "Traceback" in process.stderr and "error:" not in process.stderr
     assert process.stderr.rstrip().endswith("ValueError: a bug") and "in update" in process.stderr
 
@@ -312,11 +304,11 @@ def test_samples_end_where_their_text_does_and_have_the_seed_of_the_run(tmp_path
 
 
 def test_speed_leaves_out_the_first_step_and_what_is_not_training(tmp_path, shards, monkeypatch):
-    real, slow = train_gpt2.TokenLoader.next_batch, [0.5]
-    monkeypatch.setattr(train_gpt2.TokenLoader, "next_batch",
+    real, slow = TokenLoader.next_batch, [0.5]
+    monkeypatch.setattr(TokenLoader, "next_batch",
                         lambda self: (time.sleep(slow.pop() if slow else 0), real(self))[1])  # fmt: skip
-    measure = train_gpt2.Validation.__call__
-    monkeypatch.setattr(train_gpt2.Validation, "__call__", lambda *a: (time.sleep(0.2), measure(*a))[1])
+    measure = Validation.__call__
+    monkeypatch.setattr(Validation, "__call__", lambda *a: (time.sleep(0.2), measure(*a))[1])
     run = train_here(tmp_path, shards, "r", max_steps=4, timing=True, val_every=2)
     first, *others = of_kind(run, "train")
     assert "tok_per_s" not in first and of_kind(run, "first_step")[0]["seconds"] > 0.4
@@ -341,7 +333,7 @@ def test_tensorboard_shows_what_the_log_holds_after_resuming_too(tmp_path, shard
 def test_weights_and_biases_gets_the_same_numbers(tmp_path, shards, monkeypatch):
     with pytest.raises(UserError, match="--wandb needs `pip install wandb`"):
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-        train_gpt2.settings(["--preset", "laptop", "--wandb"], PRESETS, "")
+        train_gpt2.settings.parse_flags(["--preset", "laptop", "--wandb"], PRESETS, "")
     logged, finished = {}, []
 
     def note(numbers, step):

@@ -50,7 +50,7 @@ def check_fp8(model, precision, fp8):
 
 
 def why_no_fp8(device):
-    """ "" if this device multiplies in 8 bits, else what it needs, in a few words."""
+    """Empty if this device multiplies in 8 bits, else what it needs, in a few words."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
         return "need an NVIDIA GPU that multiplies them (RTX 40, H100 and newer)"
     if importlib.util.find_spec("triton") is None:

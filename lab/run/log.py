@@ -32,9 +32,8 @@ class Log:
         from tqdm import tqdm
 
         with writing(self.folder):
-            self.file = (self.folder / "log.jsonl").open(
-                "a", buffering=1
-            )  # a resumed run goes on in it
+            # a resumed run goes on in it
+            self.file = (self.folder / "log.jsonl").open("a", buffering=1)
             self.tensorboard = SummaryWriter(str(self.folder), purge_step=self.first_step + 1)
         if self.cfg.wandb:
             import wandb
