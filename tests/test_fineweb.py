@@ -559,3 +559,14 @@ def test_the_bench_agrees_and_counts():
     rate = result["tok_per_s_per_core"]["ours"]
     for row in result["costs"]:
         assert row["hours"] * 3600 * row["cores"] * rate == pytest.approx(row["tokens"])
+
+
+@needs_data
+@pytest.mark.parametrize("gpu", [None, "/usr/bin/nvidia-smi"])
+def test_a_machine_without_a_gpu_is_told_of_bytes(tmp_path, monkeypatch, capsys, gpu):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(DATA / "tiktoken"))
+    monkeypatch.setattr(shutil, "which", lambda name: gpu)
+    (tmp_path / "a.txt").write_text("a text of her own " * 50)
+    words = ["--source", tmp_path / "a.txt", "--out", tmp_path / "o", "--workers", 0]
+    assert fineweb.main(list(map(str, words))) == 0
+    assert ("--tokenizer bytes" in capsys.readouterr().out) == (gpu is None)
