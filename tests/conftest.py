@@ -127,9 +127,21 @@ def differing_parts(a, b, parts=("step", "model", "optimizer", "loader", "rng", 
 
 def clean_env(**more):
     """The environment without what would change a run; one thread, so that runs agree to the bit."""
-    drop = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "PYTHON", "TORCH", "OMP_", "GPT2_", "COLUMNS")
+    drop = (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "MASTER_",
+        "PYTHON",
+        "TORCH",
+        "OMP_",
+        "GPT2_",
+        "COLUMNS",
+    )
     env = {k: v for k, v in os.environ.items() if not k.startswith(drop)}
-    fixed = dict(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", PYTHONWARNINGS="ignore", MPLBACKEND="Agg")
+    fixed = dict(
+        OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", PYTHONWARNINGS="ignore", MPLBACKEND="Agg"
+    )
     return env | fixed | more
 
 
@@ -137,8 +149,13 @@ def clean_env(**more):
 # once, and each script runs in a fork of it, in a session of its own: the real file from its first line,
 # with its folder, environment, arguments and streams. (runpy puts the script in place of __main__.)
 FORKS = """
-import gc, json, os, runpy, signal, sys
+import gc, io, json, os, runpy, signal, sys
 import matplotlib.figure, numpy, torch, torch._dynamo, torch.distributed, torch.utils.tensorboard, tqdm, tyro
+def flags(number: int = 1):
+    pass
+
+tyro.cli(flags, args=[])  # what first calls prepare
+matplotlib.figure.Figure().savefig(io.BytesIO())
 gc.freeze()  # what is imported is never looked through again: forks share its memory and end sooner
 
 def next_job():
@@ -327,7 +344,9 @@ def test_data():
     """The folder that GPT2_TEST_DATA names: tinyshakespeare.txt, wikitext-2/, hellaswag/ and the like."""
     folder = os.environ.get("GPT2_TEST_DATA")
     if not folder or not Path(folder).is_dir():
-        pytest.skip("no test data: point GPT2_TEST_DATA at a folder with tinyshakespeare.txt and the like")
+        pytest.skip(
+            "no test data: point GPT2_TEST_DATA at a folder with tinyshakespeare.txt and the like"
+        )
     return Path(folder)
 
 

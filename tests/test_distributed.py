@@ -1,6 +1,5 @@
 """Several processes over gloo against one: as torchrun starts them, and with torchrun itself."""
 
-import dataclasses
 import os
 import shutil
 import signal
@@ -37,7 +36,9 @@ from train_gpt2 import GPTConfig, TrainConfig
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch was built without gloo"),
-    pytest.mark.skipif(sys.platform == "win32", reason="torchrun and signals are for Linux and macOS"),
+    pytest.mark.skipif(
+        sys.platform == "win32", reason="torchrun and signals are for Linux and macOS"
+    ),
 ]
 
 
@@ -53,7 +54,11 @@ def start_two(tmp_path, shards):
     started = []
 
     def start(*flags, program=ROOT / "train_gpt2.py", data=shards):
-        base = [] if "--resume" in flags else [*TINY_RUN, "--data", data, "--eps", EPS, "--batch_size", 2]
+        base = (
+            []
+            if "--resume" in flags
+            else [*TINY_RUN, "--data", data, "--eps", EPS, "--batch_size", 2]
+        )
         shared = dict(WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
         two = [Process(program, *base, *flags, cwd=tmp_path, RANK=rank, LOCAL_RANK=rank, **shared)
                for rank in (0, 1)]  # fmt: skip
@@ -77,7 +82,9 @@ def run_two(start_two, *flags, **how):
 def test_two_processes_are_one(tmp_path, shards, start_two, parallel):
     """Losses, weights, gradients, validation, with accumulation and masks that leave ranks uneven."""
     mask_shards(shards)
-    flags = "--max_steps 8 --val_every 4 --val_tokens 250 --grad_clip 0 --ckpt_every 1 --keep_last 100"
+    flags = (
+        "--max_steps 8 --val_every 4 --val_tokens 250 --grad_clip 0 --ckpt_every 1 --keep_last 100"
+    )
     run_two(start_two, *flags.split(), "--parallel", parallel)
     two = read_run(tmp_path / "log" / "r")
     one = train_here(
@@ -93,7 +100,9 @@ def test_two_processes_are_one(tmp_path, shards, start_two, parallel):
     for step in (1, 8):
         assert difference(one.checkpoints[step]["model"], two.checkpoints[step]["model"]) < 1e-5
     assert difference(one.checkpoints[1]["model"], one.checkpoints[8]["model"]) > 1e-3
-    assert one.norms == pytest.approx(two.norms, abs=1e-5) and one.val == pytest.approx(two.val, abs=1e-5)
+    assert one.norms == pytest.approx(two.norms, abs=1e-5) and one.val == pytest.approx(
+        two.val, abs=1e-5
+    )
     assert one.checkpoints[8]["loader"] == two.checkpoints[8]["loader"]
 
 
@@ -112,7 +121,9 @@ def test_two_compiled_processes_are_one_uncompiled(tmp_path, shards, start_two):
 
 
 def test_gradients_are_exchanged_once_a_step(tmp_path, shards):
-    cfg = TrainConfig(data=str(shards), total_batch_size=256, batch_size=4, seq_len=16, compile=False)
+    cfg = TrainConfig(
+        data=str(shards), total_batch_size=256, batch_size=4, seq_len=16, compile=False
+    )
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         run = train_gpt2.set_up(GPTConfig(**TINY_MODEL), cfg, World("cpu"))
@@ -141,9 +152,13 @@ def test_a_run_goes_on_with_other_processes_with_and_without_shares(tmp_path, st
         shutil.copytree(whole.dir, tmp_path / "log" / name)
     run_two(start_two, "--resume", "--run_name", "r")
     again = read_run(whole.dir).checkpoints[6]
-    assert not differing_parts(whole.checkpoints[6], again, ("step", "model", "optimizer", "loader"))
+    assert not differing_parts(
+        whole.checkpoints[6], again, ("step", "model", "optimizer", "loader")
+    )
     for name, p in again["model"].items():
-        assert p.dim() < 2 or not torch.equal(p, p.bfloat16().float()), f"{name} was saved as it travels"
+        assert p.dim() < 2 or not torch.equal(p, p.bfloat16().float()), (
+            f"{name} was saved as it travels"
+        )
 
     run_two(start_two, "--resume", "--run_name", "ddp", "--parallel", "ddp", "--max_steps", 4)
     run_two(start_two, "--resume", "--run_name", "ddp", "--parallel", "zero1", "--max_steps", 6)
@@ -155,7 +170,10 @@ def test_a_run_goes_on_with_other_processes_with_and_without_shares(tmp_path, st
         assert near < 1e-3 < difference(again["model"], whole.checkpoints[3]["model"])
         states = [checkpoint["optimizer"]["state"] for checkpoint in (other, again)]
         for ours, theirs in zip(*(state.values() for state in states), strict=True):
-            assert ours["step"] == theirs["step"] == 6 and ours["exp_avg"].shape == theirs["exp_avg"].shape
+            assert (
+                ours["step"] == theirs["step"] == 6
+                and ours["exp_avg"].shape == theirs["exp_avg"].shape
+            )
             far = (ours["exp_avg_sq"] - theirs["exp_avg_sq"]).abs().max()
             assert far < 0.1 * theirs["exp_avg_sq"].abs().max()
         groups = [[g | {"lr": 0} for g in c["optimizer"]["param_groups"]] for c in (other, again)]
@@ -175,8 +193,12 @@ lab.kernels.epilogues_work = lambda _: True
 FusedMLP.forward, FusedMLP.reads = forward, torch.float32"""
 
 
-@pytest.mark.parametrize("mlp, batch_size", [("", 4), ("", 2), (READS_ALL, 4)], ids=["", "summed", "wide"])
-def test_what_travels_in_16_bits_loses_nothing_and_saving_is_not_seen(tmp_path, start_two, mlp, batch_size):
+@pytest.mark.parametrize(
+    "mlp, batch_size", [("", 4), ("", 2), (READS_ALL, 4)], ids=["", "summed", "wide"]
+)
+def test_what_travels_in_16_bits_loses_nothing_and_saving_is_not_seen(
+    tmp_path, start_two, mlp, batch_size
+):
     """To the bit as in 32, without accumulation and with; and whether the whole weights are put
     together each step, to be saved, or never."""
     flags = f"--parallel zero1 --precision bf16 --max_steps 5 --batch_size {batch_size}".split()
@@ -208,7 +230,10 @@ def test_a_signal_to_one_process_ends_the_validation_of_all(tmp_path, start_two)
     assert [process.wait(30) for process in two] == [0, 0], two[0].stderr
     events = read_run(tmp_path / "log" / "r").events
     assert [e["kind"] for e in events] == ["start", "end"]
-    assert events[-1]["reason"] == "signal on another rank" and "the same command begins" in two[0].stdout
+    assert (
+        events[-1]["reason"] == "signal on another rank"
+        and "the same command begins" in two[0].stdout
+    )
 
 
 def left_over(tmp_path):
@@ -226,7 +251,13 @@ def left_over(tmp_path):
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks into /proc")
 @pytest.mark.parametrize("to", ["torchrun", "group", "rank 1"])
 def test_a_signal_to_torchrun_or_one_of_its_processes_saves(tmp_path, shards, run_train, to):
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", ROOT / "train_gpt2.py"]
+    command = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+        ROOT / "train_gpt2.py",
+    ]
     flags = [*TINY_RUN, "--data", shards, "--max_steps", 100000]
     process = Process(*command, *flags, cwd=tmp_path)
     wait_for_steps(process, tmp_path / "log" / "r")
@@ -242,17 +273,11 @@ def test_a_signal_to_torchrun_or_one_of_its_processes_saves(tmp_path, shards, ru
     step, said = of_kind(run, "train")[-1]["step"], process.stdout
     assert list(run.checkpoints) == [step] and run.events[-1]["kind"] == "end", process.stderr
     assert said.count(f"saved after step {step} in log/r") == 1 and not left_over(tmp_path)
-    assert (run.dir / "loss.png").exists() and "finish it" in said, "the others waited for the farewell"
+    assert (run.dir / "loss.png").exists() and "finish it" in said, (
+        "the others waited for the farewell"
+    )
     if to == "torchrun":
         assert run.events[-1]["reason"] == "SIGTERM"
         result = run_train("--resume", "--max_steps", step + 2)
         assert result.returncode == 0, result.stderr
         assert len(read_run(run.dir).losses) == step + 2
-
-
-def test_torchrun_lets_every_flag_through():
-    from torch.distributed.run import get_args_parser
-
-    for field in dataclasses.fields(GPTConfig) + dataclasses.fields(TrainConfig):
-        words = ["--standalone", "train_gpt2.py", f"--{field.name}", "1"]
-        assert get_args_parser().parse_args(words).training_script_args == words[2:]

@@ -68,7 +68,10 @@ def test_arrays_are_one_row_of_their_type_and_nothing_is_unpickled(tmp_path):
 )
 def test_the_system_refusing_is_told_apart_from_damage(number, said):
     for manager in (reading("it.npy", "file", "way out"), writing("it.npy", "way out")):
-        with pytest.raises(UserError, match=rf"it.npy.*({said})|({said}).*it.npy") as raised, manager:
+        with (
+            pytest.raises(UserError, match=rf"it.npy.*({said})|({said}).*it.npy") as raised,
+            manager,
+        ):
             raise OSError(number, os.strerror(number), "it.npy")
         assert "damaged" not in str(raised.value)
 
@@ -91,7 +94,9 @@ def test_a_file_is_written_whole_or_left_as_it_was(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(UserError, match="config.json cannot be written: the disk is full"):
         write_whole(path, b"three")
-    assert path.read_bytes() == b"onetwo" and [p.name for p in tmp_path.iterdir()] == ["config.json"]
+    assert path.read_bytes() == b"onetwo" and [p.name for p in tmp_path.iterdir()] == [
+        "config.json"
+    ]
 
 
 def test_one_process_writes_a_folder_and_a_killed_one_holds_nothing(tmp_path):

@@ -15,7 +15,9 @@ from lab.cli import UserError
 from lab.run.stop import Stopped, StopSignal
 from lab.world import World
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals and FIFOs of Linux and macOS")
+pytestmark = pytest.mark.skipif(
+    sys.platform == "win32", reason="signals and FIFOs of Linux and macOS"
+)
 
 
 def saved_and_stopped(run_dir, reason):
