@@ -207,7 +207,7 @@ def test_a_stop_before_the_first_update_leaves_nothing_and_the_command_begins_ag
     whole = train_here(tmp_path, shards, "whole", **settings)
     stopping(monkeypatch, at=2)
     stopped = train_here(tmp_path, shards, "r", **settings)
-    assert stopped.status == 0 and not stopped.losses and not stopped.checkpoints
+    assert stopped.status == 75 and not stopped.losses and not stopped.checkpoints
     monkeypatch.undo()
     with pytest.raises(UserError, match="begin it again without --resume"):
         run_to_resume(tmp_path, "r")
