@@ -286,7 +286,7 @@ def test_start_from(tmp_path):
     models.start_from(source, model)
     assert equal_models(start, model) and not model.lm_head.weight[101:].any()
     other = GPT(GPTConfig(3, 4, 32, 16, vocab_size=257))
-    said = r"n_layer=2 \(here 3\), vocab_size=101 \(here 257\); pass --n_layer 2 and --data with"
+    said = r"n_layer=2 \(here 3\), vocab_size=101 \(here 257\); pass --n_layer 2 --vocab"
     with pytest.raises(UserError, match=said):
         models.start_from(source, other)
 
@@ -552,7 +552,7 @@ def test_export_command(tmp_path):
         ROOT / "lab/__main__.py", "export", "model.pt", "--out", "sub/out", cwd=tmp_path
     )
     assert done.returncode == 0 and "model.safetensors" in done.stdout, done.stderr
-    assert "257 ids are not GPT-2's but byte" in done.stdout
+    assert "257 ids are not GPT-2's vocabulary; they are bytes" in done.stdout
     assert equal_models(models.load(source), models.load(str(tmp_path / "sub/out")))
     assert all(path.stat().st_mode & 0o444 == 0o444 for path in (tmp_path / "sub/out").iterdir())
     saved(tiny_gpt(), tmp_path / "odd.pt")

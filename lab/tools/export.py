@@ -136,5 +136,5 @@ def main(argv):
     if vocab_size == 50257:
         print("in transformers put <|endoftext|> before a prompt, as sample.py does by itself")
     else:
-        ids = "byte, 256 is end-of-text" if vocab_size == 257 else "your own tokenizer's"
-        print(f"no tokenizer files: the model's {vocab_size} ids are not GPT-2's but {ids}")
+        way = "they are bytes, and end-of-text is 256" if vocab_size == 257 else "add your own"
+        print(f"no tokenizer files: {vocab_size} ids are not GPT-2's vocabulary; {way}")
