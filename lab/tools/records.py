@@ -33,9 +33,10 @@ def find_runs(paths, log_dir="log"):
 
 def run_names(paths):
     """A name for each run: its folder's, or a copied log's own; the whole path where two are the same."""
-    whole = [path.resolve() for path in map(Path, paths)]
-    names = [path.name if path.is_dir() else path.stem for path in whole]
-    names = [p.parent.name if p.name == "log.jsonl" else name for p, name in zip(whole, names)]
+    whole = [Path(path).resolve() for path in paths]
+    names = [
+        p.parent.name if p.name == "log.jsonl" else p.name.removesuffix(".jsonl") for p in whole
+    ]
     return [str(path) if names.count(name) > 1 else name for path, name in zip(paths, names)]
 
 
@@ -72,10 +73,8 @@ def read_log(run):
 
 def ended(log):
     """Why the run ended, "done" or a signal's name; None while it goes on, or where it was killed."""
-    last = {kind: log[kind][-1] for kind in ("start", "end") if kind in log}
-    if "end" not in last or last["end"].get("time", 0) < last.get("start", {}).get("time", 0):
-        return None
-    return last["end"].get("reason")
+    end, start = log.get("end", [{}])[-1], log.get("start", [{}])[-1]
+    return end.get("reason") if end.get("time", 0) >= start.get("time", 0) else None
 
 
 # ---------------------------------------------------------------------------------------- curves
@@ -91,10 +90,8 @@ def short(number):
 
 def column(log, kind, name):
     """(steps, values) of the finite numbers called `name` in the records of a kind."""
-    rows = [
-        (r["step"], r[name]) for r in log.get(kind, []) if isinstance(r.get(name), (int, float))
-    ]
-    rows = [row for row in rows if math.isfinite(row[1])]
+    rows = [(r["step"], r.get(name)) for r in log.get(kind, [])]
+    rows = [(step, v) for step, v in rows if isinstance(v, (int, float)) and math.isfinite(v)]
     return [step for step, _ in rows], [value for _, value in rows]
 
 
@@ -131,25 +128,29 @@ def loss_window(logs):
     return low - margin, high + 1.5 * margin  # room for the label of a line at the top
 
 
+def hellaswag(log):
+    """(steps, acc_norm, half of its 95 % intervals)."""
+    steps, values = column(log, "hella", "acc_norm")
+    errors = {r["step"]: 1.96 * (r.get("acc_norm_stderr") or 0) for r in log.get("hella", [])}
+    return steps, values, [errors[step] for step in steps]
+
+
 # ----------------------------------------------------------------------- where two runs compare
 
 
 def logged_tokens(log):
     """{step: tokens of training until then}, in the order of the steps; {0: 0} where none were logged."""
-    known = (
-        {0: 0}
-        | dict(zip(*column(log, "start", "tokens")))
-        | dict(zip(*column(log, "train", "tokens")))
-    )
+    known = {0: 0}
+    for kind in ("start", "train"):
+        known |= zip(*column(log, kind, "tokens"))
     return dict(sorted(known.items()))
 
 
 def step_sizes(log):
     """Tokens of a step: one number, and another wherever a resumed run has changed it."""
     known = list(logged_tokens(log).items())
-    return list(
-        dict.fromkeys(round((t1 - t0) / (s1 - s0)) for (s0, t0), (s1, t1) in zip(known, known[1:]))
-    )
+    pairs = zip(known, known[1:])
+    return list(dict.fromkeys(round((t1 - t0) / (s1 - s0)) for (s0, t0), (s1, t1) in pairs))
 
 
 def tokens_at(log):
@@ -176,9 +177,8 @@ def by_tokens(logs):
 def places(logs, kind, name):
     """For each log {place: (step, value)}; the place is where it compares, a step or tokens."""
     where = [tokens_at(log) if by_tokens(logs) else int for log in logs]
-    return [
-        {at(s): (s, v) for s, v in zip(*column(log, kind, name))} for at, log in zip(where, logs)
-    ]
+    pairs = zip(where, logs)
+    return [{at(s): (s, v) for s, v in zip(*column(log, kind, name))} for at, log in pairs]
 
 
 def last_common(logs, kind, name):
