@@ -79,7 +79,7 @@ def test_what_stands_on_the_page(tmp_path):
     expected = ["Validation loss 1.71 at step 400: 1.63 nats under the unigram baseline"]
     expected += ["at step 400, still running or killed", "validation loss 1.7149 step 400"]
     expected += ["HellaSwag acc_norm 0.3010 ± 0.0088, step 400", "tokens 3,276,800"]
-    expected += ["seconds in all 800.0 0:13:20, with evaluation and saving", "n_layer 2"]
+    expected += ["minutes in all 13.33 with evaluation and saving", "n_layer 2"]
     expected += ["tokens/s, median 9,000", "after 200 steps The tac after 400 steps The cat sat"]
     for text in expected:
         assert text in page.seen, text
@@ -99,16 +99,13 @@ def test_what_stands_on_the_page(tmp_path):
 
 def test_steps_tokens_and_time(tmp_path):
     page = Page(write_run(tmp_path, timed(RUN)))
-    places = page.figures["loss"]["data"][-1]["meta"]
-    assert places == {
+    assert page.figures["loss"]["data"][-1]["meta"] == {
         "step": [0, 200, 400],
         "tokens": [0, 200 * 8192, 400 * 8192],
-        "time": [0, 400, 800],
+        "time": [0, 6.6667, 13.3333],
     }
     titles = {axis: look["unifiedhovertitle"]["text"] for axis, look in page.data["axes"].items()}
-    assert titles["step"] == "step %{x:,}" and titles["time"] == "%{x:,.2f} seconds"
-    page = Page(write_run(tmp_path, timed(RUN, per_step=60.0)))
-    assert page.figures["loss"]["data"][-1]["meta"]["time"] == [0, 3.3333, 6.6667]  # hours
+    assert titles["step"] == "step %{x:,}" and titles["time"] == "%{x:,.2f} minutes"
     scant = [start(), dict(kind="train", step=1, loss=2.0), dict(kind="train", step=2, loss=1.0)]
     assert {*Page(write_run(tmp_path, scant)).data["axes"]} == {"step"}
 
@@ -119,7 +116,7 @@ def test_the_night_between_a_stop_and_resume_is_not_counted(tmp_path):
     after = timed([start(20), *[train(s, 2.0) for s in (30, 40)], val(40, 1.0)], t0=1e6)
     page = Page(write_run(tmp_path, before + after))
     places = page.figures["loss"]["data"][0]["meta"]
-    assert places["step"] == [10, 20, 30, 40] and places["time"] == [20, 40, 60, 80]
+    assert places["step"] == [10, 20, 30, 40] and places["time"] == [0.3333, 0.6667, 1.0, 1.3333]
     assert "resumed at step 20" in page.seen
 
 
@@ -131,12 +128,8 @@ def test_phases_memory_and_clipping(tmp_path):
         return [start(), *[train(s, 2.0) | known | {"forward_ms": 3.0 + s} for s in range(1, 5)]]
 
     page = Page(write_run(tmp_path, lines(4.0)))
-    phases = page.figures["phases0"]
-    assert [curve["name"] for curve in phases["data"]] == ["data", "backward", "forward"]
-    assert page.curve("phases0", "forward") == ([1, 2, 3, 4], [4.0, 5.0, 6.0, 7.0])
-    assert phases["layout"]["yaxis"]["range"][1] == pytest.approx(1.05 * 13)
     assert page.levels("grad_norm") == {"clipped at 1": 1.0}
-    for text in ("forward, ms a step, median 6.0", "47.0%", "22.20"):
+    for text in ("forward, ms a step, median 6.0", "MFU, median 0.470", "22.20"):
         assert text in page.seen, text
     page = Page(write_run(tmp_path, lines(0.1)))
     assert page.levels("grad_norm") == {}, "far above, it would press the curve flat"
@@ -234,7 +227,6 @@ def test_runs_that_end_apart_compare_at_the_last_step_of_both(tmp_path):
     b = [start(), val(0, 5.7), val(200, 2.0), val(300, 1.9)]
     page = Page(write_run(tmp_path / "a", RUN), write_run(tmp_path / "b", b))
     assert "b has validation loss 2.00 at step 200, 0.10 nats under a" in page.seen
-    assert "validation loss at step 200, the last place of both 2.1000 2.0000 -0.1000" in page.seen
     assert "validation loss 1.7149 step 400 1.9000 step 300 training loss" in page.seen, (
         "no difference"
     )
@@ -249,10 +241,8 @@ def test_steps_of_different_size_compare_at_equal_tokens(tmp_path):
         "input",
         {"type": "radio", "name": "axis", "value": "tokens", "checked": None},
     ) in page.tags
-    assert "steps are of different size, 8,192 and 16,384 tokens" in page.seen
-    assert (
-        "validation loss at 1.64M tokens, the last place of both 2.1000 2.0000 -0.1000" in page.seen
-    )
+    assert "steps are of different size: they compare at equal tokens" in page.seen
+    assert "validation loss 1.7149 step 400 2.0000 step 100 training loss" in page.seen
     assert "b has validation loss 2.00 at 1.64M tokens, 0.10 nats under a" in page.seen
 
 
@@ -264,7 +254,6 @@ def test_a_run_that_was_resumed_with_larger_steps(tmp_path):
     page = Page(write_run(tmp_path / "a", [start(), resumed, *logged, val(10, 2.5), val(20, 2.0)]))
     assert "tokens 4,000 2.00 epochs" in page.seen
     assert page.figures["loss"]["data"][-1]["meta"]["tokens"] == [1000, 4000]
-    assert "a was resumed with steps of another size: 100 then 300 tokens." in page.seen
 
 
 def test_different_tokenizers_and_data_are_said(tmp_path):
