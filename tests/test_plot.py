@@ -284,8 +284,8 @@ def test_what_stands_in_the_figure(tmp_path, figures):
     assert width == 1200 and 600 <= height <= 1200
     texts = figures.texts()
     title = "Validation loss 1.71 at step 400: 1.63 nats under the unigram baseline"
-    caption = "1.88M parameters, cpu, fp32, median 9k tokens/s"
-    expected = [title, caption, "loss (nats per token)", "step", "tokens", "1.71", "1M"]
+    caption = "1.88M parameters, cpu, fp32, 3.28M tokens, median 9k tokens/s"
+    expected = [title, caption, "loss (nats per token)", "step", "1.71"]
     expected += ["training (thin)", "validation (thick)", "unigram baseline 3.35"]
     expected += ["HellaSwag\nacc_norm", "chance 0.25", "GPT-2 124M 0.2955"]
     for text in expected:
@@ -299,8 +299,6 @@ def test_what_stands_in_the_figure(tmp_path, figures):
     (bars,) = figures.all[-1].axes[1].containers
     segment = bars.lines[2][0].get_segments()[1][:, 1]
     assert segment == pytest.approx([0.301 - 1.96 * 0.0045, 0.301 + 1.96 * 0.0045])
-    (top,) = figures.all[-1].axes[0].child_axes
-    assert top.get_xlim() == pytest.approx([8192 * x for x in figures.all[-1].axes[0].get_xlim()])
     assert figures.smallest_text() >= 11
 
 
@@ -329,17 +327,6 @@ def test_several_runs(tmp_path, figures):
     assert plot.loss_curve([a, c], tmp_path / "ac.png")
     assert "c has validation loss 2.00 at 1.64M tokens, 0.10 nats under a" in figures.texts()
     assert "step" not in figures.texts() and figures.curves()[-1][0] == [100 * 16384]
-
-
-def test_a_run_resumed_with_smaller_steps_is_drawn_against_tokens(tmp_path, figures):
-    after = [train(s, 2.0) | {"tokens": (s - 4) * 100 + 4 * 8192} for s in (6, 8)]
-    before = [start(), train(2, 3.0), train(4, 3.0), val(3, 2.0)]
-    plot.draw(
-        [write_log(tmp_path, [*before, start(4, tokens=4 * 8192), *after, val(7, 1.9)])],
-        tmp_path / "d.png",
-    )
-    assert "tokens" in figures.texts() and "step" not in figures.texts()
-    assert figures.curves()[-1][0] == [3 * 8192, 4 * 8192 + 300]
 
 
 def test_dark_variant_and_settings_left_as_they_were(tmp_path, figures):

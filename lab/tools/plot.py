@@ -23,7 +23,6 @@ from lab.tools.records import (
     run_names,
     short,
     smooth,
-    step_sizes,
     tokens_at,
 )
 from lab.tools.style import SERIES, color_of, reference, style
@@ -53,16 +52,17 @@ def comparison(names, runs):
     """How the losses of several runs lie, at the last place that all have."""
     if not comparable(runs):
         return "different tokenizers: nats per token do not compare"
-    common = [("validation", last_common(runs, "val", "loss"))]
-    common += [("training", last_common(runs, "train", "loss"))]
-    for kind, (place, losses) in sorted((c for c in common if c[1]), key=lambda c: c[1][0] == 0):
+    for kind, name in (("validation", "val"), ("training", "train")):
+        place, losses = last_common(runs, name, "loss") or (0, [])
+        if not place:  # before training all are alike
+            continue
         (best, first), (other, second) = sorted(zip(losses, names))[:2]
         where = place_name(place, runs)
         if f"{best:.2f}" == f"{other:.2f}":
             return f"{first} and {second} have the same {kind} loss at {where}, {best:.2f}"
         gap = f"{other - best:.2f} nats under {second}"
         return f"{first} has {kind} loss {best:.2f} at {where}, {gap}"
-    return "there is no step at which the loss of all was measured"
+    return "there is no step of training at which the loss of all was measured"
 
 
 def caption(log):
@@ -72,6 +72,7 @@ def caption(log):
     several = f"{start['world_size']} x " if start.get("world_size", 1) > 1 else ""
     parts += [f"{several}{start['device']}"] if start.get("device") else []
     parts += [start["precision"]] if start.get("precision") else []
+    parts += [f"{short(n)} tokens" for n in column(log, "train", "tokens")[1][-1:]]
     speeds = sorted(column(log, "train", "tok_per_s")[1])
     parts += [f"median {short(speeds[len(speeds) // 2])} tokens/s"] if speeds else []
     return ", ".join(parts)
@@ -158,7 +159,6 @@ def draw(runs, out_path, dark=False):
     """Write the figure of one or several runs to out_path (.png, .svg or .pdf)."""
     import matplotlib
     from matplotlib.figure import Figure  # pyplot would choose a backend for the whole process
-    from matplotlib.ticker import FuncFormatter
 
     logs = {name: read_log(run) for name, run in zip(run_names(runs), runs)}
     found = list(logs.values())
@@ -180,16 +180,8 @@ def draw(runs, out_path, dark=False):
             panel(ax, logs, dark, x)
         figure.suptitle("\n".join(textwrap.wrap(finding(logs), 78)), x=0.01, ha="left")
         axes[-1].set_xlabel("tokens" if in_tokens else "step")
-        tokens = FuncFormatter(lambda value, _: short(value))
-        plain = FuncFormatter(lambda value, _: f"{value:,g}")
-        axes[-1].xaxis.set_major_formatter(tokens if in_tokens else plain)
-        sizes = {size for log in found for size in step_sizes(log)}
-        if len(sizes) == 1:
-            size = sizes.pop()
-            scale = (lambda step: step * size, lambda tokens: tokens / size)
-            top = axes[0].secondary_xaxis("top", functions=scale)
-            top.set_xlabel("tokens")
-            top.xaxis.set_major_formatter(tokens)
+        number = (lambda value, _: short(value)) if in_tokens else (lambda value, _: f"{value:,g}")
+        axes[-1].xaxis.set_major_formatter(number)
         if len(logs) == 1:
             figure.supxlabel(caption(found[0]), x=0.99, ha="right", fontsize=9, color="0.5")
         Path(out_path).parent.mkdir(parents=True, exist_ok=True)

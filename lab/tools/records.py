@@ -138,28 +138,15 @@ def hellaswag(log):
 # ----------------------------------------------------------------------- where two runs compare
 
 
-def logged_tokens(log):
-    """{step: tokens of training until then}, in the order of the steps; {0: 0} where none were logged."""
-    known = {0: 0}
-    for kind in ("start", "train"):
-        known |= zip(*column(log, kind, "tokens"))
-    return dict(sorted(known.items()))
-
-
-def step_sizes(log):
-    """Tokens of a step: one number, and another wherever a resumed run has changed it."""
-    known = list(logged_tokens(log).items())
-    pairs = zip(known, known[1:])
-    return list(dict.fromkeys(round((t1 - t0) / (s1 - s0)) for (s0, t0), (s1, t1) in pairs))
-
-
 def tokens_at(log):
     """A function from a step to the tokens of training until then; None where none were logged.
 
     Between two records, and after the last, the steps are of one size.
     """
-    known = logged_tokens(log)
-    steps = list(known)
+    known = {0: 0}
+    for kind in ("start", "train"):
+        known |= zip(*column(log, kind, "tokens"))
+    steps = sorted(known)
 
     def tokens(step):
         i = min(max(1, bisect.bisect_left(steps, step)), len(steps) - 1)
@@ -170,8 +157,8 @@ def tokens_at(log):
 
 
 def by_tokens(logs):
-    """Whether runs compare at equal tokens, and not at equal steps, those being of different size."""
-    return len({size for log in logs for size in step_sizes(log)}) > 1 and all(map(tokens_at, logs))
+    """Whether runs compare at equal tokens: their steps may be of different size."""
+    return len(logs) > 1 and all(map(tokens_at, logs))
 
 
 def places(logs, kind, name):

@@ -86,76 +86,53 @@ def cautions(runs):
     elif any(a != b for a, b in zip(*data) if a and b):
         why = "They were validated on different tokens or data (see below)"
         found.append(f"{why}: their losses need not compare.")
-    if by_tokens(logs):
-        found.append("Their steps are of different size: they compare at equal tokens.")
     return [*found, "This is one run each: what another seed alone would change is not seen here."]
 
 
 # --------------------------------------------------------------------------------------- 2. figures
 
-AXES = {  # label, title of the hover box
-    "step": ("step", "step %{x:,}"),
-    "tokens": ("tokens", "%{x:.4s} tokens"),
-    "time": ("minutes", "%{x:,.2f} minutes"),
-}
-LOSS_NOTE = "Thick: validation. Thin: training, over faint single values where they are many."
-FIGURES = {  # title, what it shows, label of its axis, how its numbers are written (d3's format)
-    "loss": ("Loss", LOSS_NOTE, "nats per token", ".4f"),
-    "bits": ("Bits per byte", "Validation, whatever the tokenizer.", "bits per byte", ".4f"),
-    "difference": ("Difference of the losses", "", "nats per token", "+.4f"),
-    "hellaswag": ("HellaSwag", "Normalised accuracy, 95 % intervals.", "acc_norm", ".4f"),
-    "lr": ("Learning rate", "The schedule, warm-up first.", "rate", ".3e"),
-    "grad_norm": ("Gradient norm", "Of all parameters together, before clipping.", "norm", ".3f"),
-    "tok_per_s": ("Speed", "Training alone: no evaluation, no saving.", "tokens/s", ",.0f"),
-    "mfu": ("Model FLOPS utilisation", "Share of the datasheet's dense peak.", "MFU", ".1%"),
-    "peak_gib": ("Memory", "Most that was allocated on the device so far.", "GiB", ".2f"),
-}
-
 
 class Figures:
-    """The page's figures, as plotly's graph objects; their look is in report.html.j2.
-
-    A curve's `meta` holds its places on all axes, its colour is `var(--c3)`: the page chooses the
-    axis, and the colour of its light or dark look.
-    """
+    """What the page's figures show; report.html.j2 has their titles, units and look."""
 
     def __init__(self, runs):
         self.runs, self.logs = runs, [run.log for run in runs]
-        self.axes = [axis for axis in AXES if all(axis in run.axes for run in runs)]
         self.alone = len(runs) == 1
-        self.found = {}  # {id: {title, note, figure}}
+        self.axes = {}  # {axis that all runs have: its end}
+        for axis in ("step", "tokens", "time"):
+            if all(axis in run.axes for run in runs):
+                self.axes[axis] = max(run.axes[axis](r) for run in runs for r in run.all)
+        self.found = {}  # {id: its curves, levels ...}
         self.loss()
         if not comparable(self.logs):
             self.add("bits", self.each("val", "bits_per_byte", "loss", width=3))
         if not self.alone:
             self.difference()
         self.hellaswag()
-        self.add("lr", self.each("train", "lr", "learning rate"), rangemode="tozero")
+        self.add("lr", self.each("train", "lr", "learning rate"))
         self.gradient_norm()
         for id, what in {"tok_per_s": "speed", "mfu": "speed", "peak_gib": "memory"}.items():
-            self.add(id, self.each("train", id, what), rangemode="tozero")
+            self.add(id, self.each("train", id, what))
 
     def curve(self, run, kind, steps, values, color, width=2, name="", **more):
         """[a curve], with dots where it has few points; nothing where it has none."""
-        from plotly.graph_objects import Scatter
-
         at = {record["step"]: record for record in run.log[kind]} if steps else {}
-        dots = width > 2 and len(steps) <= 60 or len(steps) == 1
-        curve = Scatter(
-            name=html.escape(name, quote=False),  # plotly reads <b> and <a> in it
-            y=[float(f"{v:.6g}") for v in values],
-            meta={axis: [run.axes[axis](at[s]) for s in steps] for axis in self.axes},
-            mode="lines+markers" if dots else "lines",
-            line={"color": f"var(--c{color})", "width": width},
-            **{"showlegend": False} | more,
-        )
-        return [curve] if steps else []
+        curve = {
+            "name": html.escape(name, quote=False),  # plotly reads <b> and <a> in it
+            "y": [float(f"{v:.6g}") for v in values],
+            "places": {axis: [run.axes[axis](at[s]) for s in steps] for axis in self.axes},
+            "dots": width > 2 and len(steps) <= 60 or len(steps) == 1,
+            "color": color,
+            "width": width,
+            "showlegend": False,
+        }
+        return [curve | more] if steps else []
 
     def smoothed(self, run, kind, steps, values, *look, **more):
         """The curve, or where it has many points each of them faint, and their mean."""
         if len(values) < 80:
             return self.curve(run, kind, steps, values, *look, **more)
-        how = more | {"width": 1, "opacity": 0.35, "hoverinfo": "skip", "showlegend": False}
+        how = more | {"width": 1, "faint": True, "showlegend": False}
         faint = self.curve(run, kind, steps, values, *look, **how)
         return faint + self.curve(run, kind, steps, records.smooth(values), *look, **more)
 
@@ -168,25 +145,10 @@ class Figures:
             curves += draw(run, kind, *column(run.log, kind, name), color, name=label, **more)
         return curves
 
-    def add(self, id, curves, levels=None, note="", **yaxis):
+    def add(self, id, curves, levels=None, **more):
         """A figure, if there is a curve for it. levels: {text: height} of dashed lines."""
-        from plotly.graph_objects import Figure
-
-        if not curves:
-            return
-        title, usual_note, unit, digits = FIGURES[id]
-        for curve in curves:
-            curve.hovertemplate = f"%{{y:{digits}}}" if curve.hoverinfo != "skip" else None
-        levels = levels or {}
-        heights = [*(v for curve in curves for v in curve.y), *levels.values()]
-        room = 0.14 * (max(heights) - min(heights))  # for the label on the highest line
-        include = {"include": [v + room for v in levels.values()]}
-        yaxis = {"title": {"text": unit}, "autorangeoptions": include} | yaxis
-        yaxis |= {"tickformat": ".0%"} if digits.endswith("%") else {}
-        shapes = [{"y0": y, "y1": y, "label": {"text": text}} for text, y in levels.items()]
-        figure = Figure(curves, {"template": None, "yaxis": yaxis, "shapes": shapes})
-        note = note or usual_note
-        self.found[id] = {"title": title, "note": note, "figure": figure.to_plotly_json()}
+        if curves:
+            self.found[id] = {"curves": curves, "levels": levels or {}} | more
 
     def loss(self):
         look = {"showlegend": self.alone}
@@ -209,21 +171,20 @@ class Figures:
         note += f". Below zero, {second.name} is better."
         if "time" in self.axes:
             note += f" Against time, each point stands where {first.name} was."
-        unit = {} if fair else {"title": {"text": "bits per byte"}}
-        self.add("difference", curves, {"no difference": 0}, note, **unit)
+        unit = {} if fair else {"unit": "bits per byte"}
+        self.add("difference", curves, {"no difference": 0}, note=note, **unit)
 
     def hellaswag(self):
         curves = self.each("hella", "acc_norm", "accuracy", width=3)
         measured = [log for log in self.logs if column(log, "hella", "acc_norm")[0]]
         for curve, log in zip(curves, measured):
-            bars = [round(error, 5) for error in records.hellaswag(log)[2]]
-            curve.error_y = {"array": bars, "thickness": 1, "width": 3}
+            curve["errors"] = [round(error, 5) for error in records.hellaswag(log)[2]]
         self.add("hellaswag", curves, hellaswag_levels(self.logs))
 
     def gradient_norm(self):
         curves = self.each("train", "grad_norm", "gradient norm", self.smoothed)
         clips = {run.train.get("grad_clip") for run in self.runs} - {None, 0}
-        highest = max((v for curve in curves for v in curve.y), default=0)
+        highest = max((v for curve in curves for v in curve["y"]), default=0)
         near = {f"clipped at {clip:g}": clip for clip in clips if highest > 0.5 * clip}
         self.add("grad_norm", curves, near)
 
@@ -353,12 +314,7 @@ def page(runs, live=False):
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from plotly.offline import get_plotlyjs
 
-    drawn, shown = Figures(runs), {}
-    for axis in drawn.axes:
-        end = max(run.axes[axis](record) for run in runs for record in run.all)
-        label, hover = AXES[axis]
-        look = {"title": {"text": label}, "unifiedhovertitle": {"text": hover}}
-        shown[axis] = look | {"range": [-0.015 * end, 1.015 * end]}  # plots align
+    drawn = Figures(runs)
     folder = FileSystemLoader(Path(__file__).parent)
     jinja = Environment(loader=folder, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     return jinja.get_template("report.html.j2").render(
@@ -368,7 +324,7 @@ def page(runs, live=False):
         numbers=number_rows(runs),
         figures=drawn.found,
         axis="tokens" if by_tokens(drawn.logs) else "step",
-        axes=shown,
+        axes=drawn.axes,
         samples=samples(runs),
         settings=settings(runs),
         colors=[PAPER[d] | {f"c{i}": c for i, c in enumerate(COLORS[d])} for d in (False, True)],
