@@ -32,8 +32,7 @@ def unpack(checkpoint, source):
     """read, of what a .pt file holds: a checkpoint of this project, of nanoGPT or build-nanogpt, or
     a bare state dict."""
     if not isinstance(checkpoint, dict):
-        kind = type(checkpoint).__name__
-        raise UserError(f"{source} holds a {kind}, wanted is a state dict or a checkpoint with one")
+        checkpoint = {}
     names = ("model_config", "model_args", "config")  # ours, nanoGPT's, build-nanogpt's (an object)
     config = next((checkpoint[name] for name in names if checkpoint.get(name)), {})
     config = config if isinstance(config, dict) else getattr(config, "__dict__", {})

@@ -419,7 +419,7 @@ FILES = {  # what becomes of a state dict in a file: what is said
     "turned": (having("transformer.h.0.mlp.c_fc.weight", (32, 128)), "c_fc.weight has shape"),
     "head": (having("lm_head.weight", (104, 32)), "a head of its own"),
     "rotary": (having("transformer.h.0.rotary", (4,)), "rotary, which this model has not"),
-    "list": (lambda state: [1, 2, 3], "holds a list"),
+    "list": (lambda state: [1, 2, 3], "not a GPT-2"),
     "no state": (lambda state: {"model": 3}, "not a GPT-2"),
 }
 NOWHERE = {

@@ -98,13 +98,12 @@ def draw(groups, result, cfg):
     from lab.tools.style import style
 
     labels = [f"{name} ({g['count']})" for name, g in groups.items()]
-    values, low, high = (
-        np.array([g[f"acc_norm{part}"] for g in groups.values()]) for part in ("", "_low", "_high")
-    )
+    values = np.array([g["acc_norm"] for g in groups.values()])
+    bounds = np.array([(g["acc_norm_low"], g["acc_norm_high"]) for g in groups.values()]).T
     with rc_context(style() | {"figure.figsize": (8, 1.4 + 0.26 * len(groups))}):
         figure = Figure()
         ax = figure.subplots()
-        ax.barh(labels, values, xerr=[values - low, high - values])
+        ax.barh(labels, values, xerr=abs(bounds - values))
         ax.axvline(0.25, ls=":", color="0.5", label="chance")
         ax.axvline(result["acc_norm"], ls="--", color="0.5", label="all")
         ax.invert_yaxis()

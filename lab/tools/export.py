@@ -66,20 +66,11 @@ def in_transformers(model):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     c = model.config
-    eot = c.vocab_size - 1
-    config = GPT2Config(
-        n_layer=c.n_layer,
-        n_head=c.n_head,
-        n_embd=c.n_embd,
-        n_positions=c.block_size,
-        vocab_size=c.vocab_size,
-        attn_pdrop=0.0,
-        embd_pdrop=0.0,
-        resid_pdrop=0.0,
-        bos_token_id=eot,
-        eos_token_id=eot,
-        exported_by="python -m lab export",
-    )
+    shape = {name: getattr(c, name) for name in ("n_layer", "n_head", "n_embd", "vocab_size")}
+    dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+    eot = {"bos_token_id": c.vocab_size - 1, "eos_token_id": c.vocab_size - 1}
+    own = {"n_positions": c.block_size, "exported_by": "python -m lab export"}
+    config = GPT2Config(**shape, **dropout, **eot, **own)
     state = {}
     for name, p in model.named_parameters():
         p = p.detach()[: c.vocab_size] if name in model.vocab_rows else p.detach()
@@ -88,7 +79,7 @@ def in_transformers(model):
         theirs = GPT2LMHeadModel(config)
     theirs.load_state_dict(state | {HEAD: state[WTE]}, assign=True)
     theirs.tie_weights()
-    theirs.generation_config.pad_token_id = eot
+    theirs.generation_config.pad_token_id = c.vocab_size - 1
     return theirs
 
 

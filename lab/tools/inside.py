@@ -104,9 +104,9 @@ def mass(weights, where):
 def without_head(model, layer, head):
     """Inside this context one head hands nothing over: its part of c_proj's input is 0."""
     config = model.config
-    if not (0 <= layer < config.n_layer and 0 <= head < config.n_head):
-        last = f"blocks go from 0 to {config.n_layer - 1}, heads from 0 to {config.n_head - 1}"
-        raise UserError(f"there is no head {layer}.{head}: {last}")
+    assert layer in range(config.n_layer) and head in range(config.n_head), (
+        f"no head {layer}.{head}"
+    )
     D = config.n_embd // config.n_head
 
     def silence(c_proj, args):
@@ -129,13 +129,8 @@ def attention_page(pieces, weights, title="", head="0.0"):
     only shows the notebook) the text stays, and each character's tooltip names what each head looks at
     most.
     """
-    T = weights[0].size(-1)
-    if len(pieces) != T:
-        pair = f"{len(pieces)} pieces of text do not fit attention over {T} positions"
-        raise UserError(f"{pair}; give one for each token")
+    assert len(pieces) == weights[0].size(-1), "one piece of text for each token"
     heads = {f"{n}.{h}": w for n, block in enumerate(weights) for h, w in enumerate(block[0])}
-    if head not in heads:
-        raise UserError(f"there is no head {head}; there are {', '.join(heads)}")
     percent = {
         name: [[round(100 * p) for p in row[: t + 1].tolist()] for t, row in enumerate(w)]
         for name, w in heads.items()

@@ -114,15 +114,15 @@ def loss_window(logs):
     It holds all losses after the first twentieth of each run, and the unigram baseline where that
     is near; None where no loss was logged.
     """
-    low, high, levels = math.inf, -math.inf, []
+    late, levels = [], []
     for log in logs:
         rows = [row for kind in ("train", "val") for row in zip(*column(log, kind, "loss"))]
         edge = 0.05 * max((step for step, _ in rows), default=0)
-        late = [loss for step, loss in rows if step > edge] or [loss for _, loss in rows]
-        low, high = min([low, *late]), max([high, *late])
+        late += [loss for step, loss in rows if step > edge or not edge]
         levels += column(log, "start", "unigram")[1][-1:]
-    if high < low:
+    if not late:
         return None
+    low, high = min(late), max(late)
     high = max([high, *(level for level in levels if level < low + 2 * (high - low))])
     margin = 0.06 * (high - low) or 0.5
     return low - margin, high + 1.5 * margin  # room for the label of a line at the top
