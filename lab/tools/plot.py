@@ -18,6 +18,7 @@ from lab.tools.records import (
     hellaswag,
     last_common,
     loss_window,
+    output,
     place_name,
     read_log,
     run_names,
@@ -220,9 +221,7 @@ def main(argv):
         return find_runs(runs), out, dark
 
     runs, out, dark = parse(settings, argv, prog="python -m lab plot")
-    if out is None:
-        name = "_with_".join(["loss", *(run.resolve().stem for run in runs[1:])])
-        out = (runs[0] if runs[0].is_dir() else runs[0].parent) / f"{name}.png"
+    out = out or output(runs, "loss.png")
     if out.suffix not in (".png", ".svg", ".pdf"):
         raise UserError(f"out={out} must end in .png, .svg or .pdf")
     with writing(out, "name another place with --out"):

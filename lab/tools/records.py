@@ -17,7 +17,7 @@ HINT = "name a run folder: `ls log` shows those there are"
 def find_runs(paths, log_dir="log"):
     """The runs that were named, one of them perhaps by its name in log_dir; the newest one if none is.
 
-    Raises UserError where there is none, or where one was named twice.
+    Raises UserError where there is none.
     """
     if not paths:
         logs = sorted(Path(log_dir).glob("*/log.jsonl"), key=lambda path: path.stat().st_mtime)
@@ -25,19 +25,21 @@ def find_runs(paths, log_dir="log"):
             raise UserError(f"there is no run in {log_dir}/ yet; name a run folder")
         return [logs[-1].parent]
     inside = [Path(log_dir, path) for path in paths]
-    found = [b if not Path(a).exists() and b.exists() else Path(a) for a, b in zip(paths, inside)]
-    if len({path.resolve() for path in found}) < len(found):
-        raise UserError(f"{', '.join(map(str, found))}: a run was named twice; name different ones")
-    return found
+    return [b if not Path(a).exists() and b.exists() else Path(a) for a, b in zip(paths, inside)]
 
 
 def run_names(paths):
     """A name for each run: its folder's, or a copied log's own; the whole path where two are the same."""
     whole = [Path(path).resolve() for path in paths]
-    names = [
-        p.parent.name if p.name == "log.jsonl" else p.name.removesuffix(".jsonl") for p in whole
-    ]
+    names = [(p.parent if p.name == "log.jsonl" else p).name.removesuffix(".jsonl") for p in whole]
     return [str(path) if names.count(name) > 1 else name for path, name in zip(paths, names)]
+
+
+def output(paths, name):
+    """The file in the first run's folder, or beside its log, that is made of these runs."""
+    first = paths[0] if paths[0].is_dir() else paths[0].parent
+    others = "".join(f"_with_{path.resolve().stem}" for path in paths[1:])
+    return (first / name).with_stem(Path(name).stem + others)
 
 
 def read_log(run):
@@ -50,13 +52,12 @@ def read_log(run):
     path = Path(run) / "log.jsonl" if Path(run).is_dir() else Path(run)
     with reading(path, "log", HINT):
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    found, broken = {}, False  # (kind, step) -> record
+    found = {}  # (kind, step) -> record
     for line in lines:
         try:  # the record after a cut one stands on the same line
             record = json.loads(line[max(0, line.rfind('{"kind"')) :])
             kind, step = str(record["kind"]), int(record["step"])
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-            broken = True
             continue
         if kind == "start":
             found = {key: r for key, r in found.items() if key[1] <= step}
@@ -64,10 +65,10 @@ def read_log(run):
     log = {}
     for (kind, _), record in sorted(found.items(), key=lambda item: item[0][1]):
         log.setdefault(kind, []).append(record)
-    if broken and not found:
-        raise UserError(f"{path} is no log of training: none of its lines is a record; {HINT}")
     if not {"train", "val", "hella"} & log.keys():
-        raise UserError(f"{path} holds no measurement yet; wait for the run's first one")
+        raise UserError(
+            f"{path} holds no measurement; wait for the run's first one, or name another log"
+        )
     return log
 
 

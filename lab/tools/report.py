@@ -290,19 +290,16 @@ def settings(runs):
 
 
 def samples(runs):
-    """[(step, [texts of each run])], earliest first; a text is (the prompt before it, the rest).
+    """[(step, [texts of each run])], earliest first.
 
     A young model writes control characters, which HTML cannot hold: they show as Unicode's symbols.
     """
     visible = {c: 0x2400 + c for c in range(32) if c not in (9, 10)}  # not tab and newline
     found = {}
     for i, run in enumerate(runs):
-        prompt = run.train.get("sample_prompt", "")
         for record in run.log.get("sample", []):
             sides = found.setdefault(record["step"], [[] for _ in runs])
-            for text in map(str, record.get("texts", [])):
-                cut = len(prompt) if text.startswith(prompt) else 0
-                sides[i].append((prompt[:cut], text[cut:].translate(visible)))
+            sides[i] += [str(text).translate(visible) for text in record.get("texts", [])]
     return sorted(found.items())
 
 
@@ -358,8 +355,8 @@ def main(argv):
 
         Args:
             runs: One or two run folders, such as log/laptop_20260101-120000; the newest if none.
-            out: Page to write (.html); if not given report.html in the run's folder (or beside the
-                log), and of two runs report_with_<second>.html in the first one's.
+            out: Page to write (.html); if not given report.html in the run's folder or beside
+                the log, and of two runs report_with_<second>.html in the first one's.
             open: Show it in the browser.
             watch: Renew it until the run ends; the page in the browser loads itself anew.
         """
@@ -368,9 +365,7 @@ def main(argv):
     paths, out, show, watch = parse(flags, argv, prog="python -m lab report")
     if len(paths) > 2:
         raise UserError(f"a page shows two runs at most, not {len(paths)}; `lab plot` draws more")
-    if out is None:
-        out = paths[0] / "report.html" if paths[0].is_dir() else paths[0].with_suffix(".html")
-        out = out.with_stem("_with_".join([out.stem, *(path.resolve().stem for path in paths[1:])]))
+    out = out or records.output(paths, "report.html")
     if out.suffix != ".html":  # also lest a log be overwritten
         raise UserError(f"--out {out} must end in .html")
     live = write_page(paths, out, watch)
