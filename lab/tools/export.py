@@ -1,8 +1,6 @@
 """Write a model as a folder that transformers loads: python -m lab export log/RUN --out my-gpt2."""
 
-import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -18,29 +16,39 @@ TOKENIZER = {"vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.jso
 OURS = {"config.json", "generation_config.json", "model.safetensors"} | TOKENIZER
 
 
-def export(source, out, log_dir="log"):
-    """Write the model that `source` names (see lab.models.find) to the folder `out`; returns the
-    model.
+def export(
+    source: Annotated[str, Positional, arg(metavar="SOURCE")], out: Path, log_dir: str = "log"
+):
+    """Write a model as a folder that transformers and lm-evaluation-harness load as it is.
 
-    Nothing is touched before all of it is written. Raises UserError where `out` is neither empty
-    nor an earlier export."""
+    sample.py puts end-of-text before a prompt, as every document has it in training; transformers'
+    pipeline does not, so there give it "<|endoftext|>" + prompt. For the harness: pip install
+    "lm_eval[hf]", then lm_eval --model hf --model_args pretrained=OUT --tasks hellaswag
+
+    Args:
+        source: run, checkpoint, .pt file of nanoGPT or build-nanogpt, hub name; "" is the newest run
+        out: folder to write; an earlier export there is replaced
+        log_dir: where the newest run is looked for
+    """
     from safetensors import SafetensorError
 
     out = Path(out)
     beside = out.resolve().parent  # where a link leads
     with writing(out):
         check_replaceable(out)
-    model = models.load(source, log_dir)
-    print(f"writing {model.num_params():,} parameters", file=sys.stderr)
+    source = models.find(source, log_dir)  # a later checkpoint may come meanwhile
+    model = models.load(source)
+    vocab_size = model.config.vocab_size
     with writing(out):
         beside.mkdir(parents=True, exist_ok=True)
+        # nothing is touched before all of it is written
         with tempfile.TemporaryDirectory(prefix=".export", dir=beside) as part:
             part = Path(part)
             try:
                 in_transformers(model).save_pretrained(part, max_shard_size="100GB")
             except SafetensorError as error:
                 raise UserError(f"{out} cannot be written ({error}); is the disk full?") from error
-            if model.config.vocab_size == 50257:
+            if vocab_size == 50257:
                 write_tokenizer(part, model.config.block_size)
             out.mkdir(exist_ok=True)
             for old in out.iterdir():
@@ -48,7 +56,12 @@ def export(source, out, log_dir="log"):
             for file in part.iterdir():
                 file.chmod(0o644)  # some are made for us alone
                 file.rename(out / file.name)
-    return model
+    print(f"{out}: {', '.join(sorted(p.name for p in out.iterdir()))}, from {source}")
+    if vocab_size == 50257:
+        print("in transformers put <|endoftext|> before a prompt, as sample.py does by itself")
+    else:
+        way = "they are bytes, and end-of-text is 256" if vocab_size == 257 else "add your own"
+        print(f"no tokenizer files: {vocab_size} ids are not GPT-2's vocabulary; {way}")
 
 
 def check_replaceable(out):
@@ -104,28 +117,5 @@ def write_tokenizer(folder, block_size):
     GPT2Tokenizer(*files, model_max_length=block_size).save_pretrained(folder)
 
 
-@dataclass
-class Config:
-    """Write a model as a folder that transformers and lm-evaluation-harness load as it is.
-
-    sample.py puts end-of-text before a prompt, as every document has it in training; transformers'
-    pipeline does not, so there give it "<|endoftext|>" + prompt. For the harness: pip install
-    "lm_eval[hf]", then lm_eval --model hf --model_args pretrained=OUT --tasks hellaswag
-    """
-
-    # run, checkpoint, .pt file of nanoGPT or build-nanogpt, hub name; "" is the newest run
-    source: Annotated[str, Positional, arg(metavar="SOURCE")]
-    out: Path  # folder to write; an earlier export there is replaced
-    log_dir: str = "log"  # where the newest run is looked for
-
-
 def main(argv):
-    cfg = parse(Config, argv, prog="python -m lab export")
-    source = models.find(cfg.source, cfg.log_dir)  # a later checkpoint may come meanwhile
-    vocab_size = export(source, cfg.out, cfg.log_dir).config.vocab_size
-    print(f"{cfg.out}: {', '.join(sorted(p.name for p in cfg.out.iterdir()))}, from {source}")
-    if vocab_size == 50257:
-        print("in transformers put <|endoftext|> before a prompt, as sample.py does by itself")
-    else:
-        way = "they are bytes, and end-of-text is 256" if vocab_size == 257 else "add your own"
-        print(f"no tokenizer files: {vocab_size} ids are not GPT-2's vocabulary; {way}")
+    parse(export, argv, prog="python -m lab export")
