@@ -22,8 +22,8 @@ from tyro.conf import Positional
 
 from lab.cli import UserError, command, parse
 from lab.files import check_writable
-from lab.tools.records import column, read_log, short, tokens_at
 from lab.tools.plot import PUBLISHED_HELLASWAG, draw
+from lab.tools.records import column, read_log, short, tokens_at
 from lab.tools.style import PAPER, SERIES, color_of, reference, style
 
 # What each run was trained and measured on. Losses on different text do not compare, so curves say it.
@@ -88,7 +88,7 @@ def where_and_when(rows):
 
 
 def blank(height, title, note=""):
-    """A figure 8 inches wide with a title that states the finding and a line that says where it was measured."""
+    """A figure 8 inches wide: its title states the finding, the note below where it was measured."""
     figure = Figure(figsize=(8, height))
     figure.suptitle(title, x=0.01, ha="left")
     if note:
@@ -196,18 +196,20 @@ def ladder(runs, out_path, dark):
         raise NoData(f"{shape} has but one rung in ladder.jsonl")
     speeds = {v: median(rows, "tok_per_s") for v, rows in rungs.items()}
     first, *_, last = speeds.values()
-    title = (
-        f"{shape}: {short(first)} to {short(last)} tokens/s, {last / first:.0f} times, rung by rung"
-    )
+    name = {"gpt2": "GPT-2 124M"}.get(shape, shape)
+    title = f"{name}, tokens a second on one H200: {short(first)} to {short(last)}"
     figure = blank(1.5 + 0.34 * len(speeds), title, where_and_when(flat({shape: rungs})))
     ax, blue, before = figure.subplots(), color_of("speed", dark), first
-    for y, (rung, now) in enumerate(speeds.items()):
+    box = dict(
+        facecolor=PAPER[dark]["paper"], edgecolor="none", pad=1
+    )  # no line runs through a text
+    for y, now in enumerate(speeds.values()):
         ax.barh(y, min(before, now), height=1, color=blue)
         if now > before:
             ax.barh(y, now - before, left=before, height=1, color=blue, alpha=0.5)
-        write(ax, f"{short(now)}  x{now / before:.2f}" if y else short(now), now, y)
+        text = f"{short(now)}  x{now / before:.2f}" if y else short(now)
+        write(ax, text, now, y, bbox=box)
         before = now
-    box = dict(facecolor=PAPER[dark]["paper"], edgecolor="none", pad=1)
     for y, (name, rate) in enumerate(PEERS.items() if shape == "gpt2" else ()):
         ax.axvline(rate, color="0.5", linewidth=1, linestyle=(0, (5, 3)), zorder=0)
         write(ax, f"{name} {short(rate)}", rate, y, dx=-4, ha="right", color="0.5", bbox=box)
@@ -221,7 +223,8 @@ def ladder(runs, out_path, dark):
 
 
 def shapes(runs, out_path, dark):
-    """tokens/s of each rung and shape but the first as a table, a cell the bluer the more the rung brought."""
+    """tokens/s of each rung and shape but the first as a table, a cell the bluer the more
+    the rung brought, grey where it cost."""
     from rungs import raced  # it imports torch
 
     _, *others = measured(runs, "rungs", "tok_per_s").items()
@@ -248,7 +251,7 @@ def shapes(runs, out_path, dark):
             now, again = row["tok_per_s"], {"text": ""}
             factor = now / before if before else 1
             strength = min(1, abs(math.log2(factor)) / 1.7)
-            color = color_of("speed" if factor >= 1 else "optimizer", dark)
+            color = color_of("speed", dark) if factor >= 1 else "0.5"
             ax.barh(y, 1, left=x - 0.5, height=1, color=color, alpha=0.75 * strength)
             text = short(now) + (f"  x{factor:.2f}" if before else "") + "*" * raced(row)
             same = dict(shape=shape, variant=rung, tokens_per_step=row["tokens_per_step"])
@@ -586,7 +589,8 @@ def parallel(runs, out_path, dark):
     first, *others = panels
     best = next((m for m in panels[first] if m[0] != "alone"), "alone")
     low, high = min(panels[first][best]), max(panels[first][best])
-    title = f"{first[0]}: {words(best[0])} on {first[1]} GPUs reaches {low:.1%} to {high:.1%} of {first[1]} times one GPU"
+    title = f"{first[0]}: {words(best[0])} on {first[1]} GPUs reaches {low:.1%} to {high:.1%}"
+    title += f" of {first[1]} times one GPU"
     rows = records(runs, "parallel", "mode", "tok_per_s")
     lengths = [len(panels[kind]) + 2 for kind in others]
     figure = blank(1.6 + 0.21 * max(len(panels[first]), sum(lengths)), title, where_and_when(rows))
@@ -606,7 +610,7 @@ def parallel(runs, out_path, dark):
             )
             ax.plot([statistics.mean(values)] * 2, [y - 0.35, y + 0.35], color=color, linewidth=1.5)
         title = f"{kind[0]} on {kind[1]}, B = {kind[4]}{f' x {kind[7]}' if kind[7] else ''}"
-        ax.set_title(title + ", 8 bits" * bool(kind[2]), fontsize=9.5, pad=3)
+        ax.set_title(title + ", 8 bits" * bool(kind[2]), fontsize=9.5, pad=3, loc="right")
         names = [
             f"{words(mode)}{f', {mb} MB' if mb else ''}  {statistics.mean(values):.1%}"
             for (mode, mb), values in modes.items()
@@ -645,7 +649,8 @@ def overlap(mode):
         much, title = times["nccl_us"] / 1000, f"{extract['mode']}: no communication in this step"
         if much:
             share = times["hidden_us"] / times["nccl_us"]
-            title = f"{extract['mode']}: {share:.0%} of {much:.1f} ms of communication hidden under computation"
+            title = f"{extract['mode']}: {share:.0%} of {much:.1f} ms of communication hidden under"
+            title += " computation"
         figure = blank(2.6, title)
         ax = figure.subplots()
         for kind in (kind for kind in KINDS if kind in lanes):

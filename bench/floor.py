@@ -1,9 +1,8 @@
-"""How fast one training step could be on this GPU: its parts measured one by one, added up, against our step.
+"""How fast one training step could be on this GPU: its parts measured one by one and added up.
 
-    python bench/floor.py                            # GPT-2 124M, 64 x 1024, two minutes; then steps of our own
+    python bench/floor.py                            # GPT-2 124M, 64 x 1024: two minutes, then our own steps
     python bench/floor.py --step_ms 938 --step_ms_8 744     # steps that were timed before
     python bench/floor.py --preset gpt2-xl --tokens_per_step 131072     # a larger model, in shorter steps
-    python bench/floor.py --sums                     # add up again what the file holds; needs no GPU
     python bench/floor.py --preset tiny --device cpu --out try.jsonl     # a try; its times mean nothing
 
 The floor of a step of 524,288 tokens is
@@ -38,8 +37,16 @@ import rungs
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from records import RUNS, append_record, card_name, check_out, one_sentence, origin
-from records import random_shards, read_records
+from records import (
+    RUNS,
+    append_record,
+    card_name,
+    check_out,
+    one_sentence,
+    origin,
+    random_shards,
+    read_records,
+)
 
 from lab.cli import UserError, command, parse
 from lab.files import check_writable
@@ -64,7 +71,9 @@ GELU = {  # 4 C wide
     "in its own kernels": {"forward": 2 * 4, "backward": 3 * 4},
     # in the kernels that cast for 8-bit products, each of which reads 16 bits and writes 8 twice
     "in the casts to 8 bits": {
-        "x": 1 + 1, "GELU": 4 + 4, "the output's gradient": 1 + 1,
+        "x": 1 + 1,
+        "GELU": 4 + 4,
+        "the output's gradient": 1 + 1,
         "the hidden gradient, with GELU's input": 2 * 4 + 4,
     },
 }
@@ -85,7 +94,6 @@ class Config:
     pause: float = 2.0  # seconds of rest before and after the first of those
     step_ms: float = 0.0  # our own step, timed before; 0 times it now
     step_ms_8: float = 0.0  # the same with the head and the MLP in 8 bits
-    sums: bool = False  # add up what the file holds, measure nothing
     device: str = "auto"  # cuda, cuda:N or cpu
     commit: str = ""  # noted in the records where git is not at hand
     out: str = str(RUNS / "floor.jsonl")  # file of measurements
@@ -191,7 +199,9 @@ class Parts:
         inputs, outputs, _ = products(self.config)[name]
         calls = []
         for _ in range(2):
-            x, w, y = (self.random(*s) for s in ((self.N, inputs), (outputs, inputs), (self.N, outputs)))
+            x, w, y = (
+                self.random(*s) for s in ((self.N, inputs), (outputs, inputs), (self.N, outputs))
+            )
             a, b, out = {"forward": (x, w.t(), y), "dgrad": (y, w, x), "wgrad": (y.t(), x, w)}[way]
             calls.append(lambda a=a, b=b, out=out: torch.mm(a, b, out=out))
         moved = 2 * (self.N * inputs + inputs * outputs + self.N * outputs)
@@ -222,7 +232,9 @@ class Parts:
         calls = []
         for _ in range(2):
             parts = self.random(self.B, self.T, 3 * C).split(C, dim=2)
-            q, k, v = (t.view(self.B, self.T, H, C // H).transpose(1, 2).requires_grad_() for t in parts)
+            q, k, v = (
+                t.view(self.B, self.T, H, C // H).transpose(1, 2).requires_grad_() for t in parts
+            )
 
             def forward(q=q, k=k, v=v):
                 with ladder.attention_kernel(name):
@@ -238,7 +250,9 @@ class Parts:
             )
         flops, tensor = 2 * self.N * self.T * C, 2 * self.N * C
         # two products forward; five backward, as the scores are computed again
-        return (calls, flops, 4 * tensor) if way == "forward" else (calls, 5 * flops // 2, 8 * tensor)
+        return (
+            (calls, flops, 4 * tensor) if way == "forward" else (calls, 5 * flops // 2, 8 * tensor)
+        )
 
     def cube(self, n):
         operands = [[self.random(n, n) for _ in range(3)] for _ in range(2)]
@@ -333,9 +347,10 @@ def back_to_back(parts, backend, seconds, write, in_8_bits=()):
     try:
         ladder.forget(parts.device)
         calls = parts.micro_step(backend, in_8_bits)
-        with ladder.GpuWatch(parts.device) as watch:
-            took = sustained_ms(calls, parts.device, seconds)
-        write(what, took, **watch.values)
+        took = sustained_ms(calls, parts.device, seconds)
+        for call in calls:  # still warm
+            call()
+        write(what, took, **ladder.gpu_state(parts.device))
     except RuntimeError as error:  # memory: its operands are all there at once
         write(what, error=one_sentence(error))
     return took
@@ -356,29 +371,6 @@ def own_step_ms(cfg, world, eight_bits):
 # ---------------------------------------------------------------------------------------- results
 
 
-def print_sums(cfg, model, seq_len):
-    """The floors that the newest parts in the file add up to."""
-    setting = dict(preset=cfg.preset, batch_size=cfg.batch_size)
-    rows = [r for r in read_records(cfg.out) if setting.items() <= r.items()]
-    rows = [r for r in rows if r["card"] == rows[-1]["card"] and r.get("ms")]
-    ms, copies = {r["op"]: r["ms"] for r in rows}, [r for r in rows if r["op"].startswith("copy")]
-    if not copies:
-        raise UserError(f"{cfg.out} has no parts of {cfg.preset}, micro-batch {cfg.batch_size}")
-    positions, rate = cfg.batch_size * seq_len, 1000 * copies[-1]["bytes"] / copies[-1]["ms"]
-    print("{card}, torch {torch}, {date}, {preset}".format(**rows[-1]), f"{cfg.tokens_per_step:,} tokens")
-    for in_8_bits in ((), IN_8_BITS):
-        round_ms = next((ms[op] for op in ms if op.startswith(BACK_TO_BACK[in_8_bits])), None)
-        micro_steps = cfg.tokens_per_step // positions
-        try:
-            found = floors(model, positions, ms, round_ms, rate, micro_steps, in_8_bits)
-        except KeyError as error:
-            print(f"no floor without {error}")
-            continue
-        for what, value in found.items():
-            tok_per_s = 1000 * cfg.tokens_per_step / value
-            print(f"{what:75} {value:8.1f} ms {tok_per_s:10,.0f} tokens/s")
-
-
 def writer(path, **common):
     """write(op, ms, ...) for the lines of this GPU, preset and micro-batch, which take the place of
     earlier ones in the file."""
@@ -390,13 +382,21 @@ def writer(path, **common):
         os.replace(part, path)
 
     def write(op, ms=None, flops=None, bytes=None, bound=None, error=None, **more):
-        values = dict(op=op, ms=ms and round(ms, 4), flops=flops, bytes=bytes, bound=bound, error=error)
+        values = dict(
+            op=op, ms=ms and round(ms, 4), flops=flops, bytes=bytes, bound=bound, error=error
+        )
         values["tflops"] = round(flops / ms / 1e9, 2) if flops and ms else None
         values["tb_per_s"] = round(bytes / ms / 1e9, 3) if bytes and ms else None
         values["flop_per_byte"] = round(flops / bytes, 2) if flops and bytes else None
         append_record(path, {"bench": "floor"} | common | values | more)
-        rate = f"{values['tflops'] or 0:9.1f} TFLOP/s {values['tb_per_s'] or 0:7.2f} TB/s" if bytes else ""
-        print(f"{op:60} {ms:10.3f} ms {rate}  {bound or ''}" if ms else f"{op:60} {error}", flush=True)
+        rate = (
+            f"{values['tflops'] or 0:9.1f} TFLOP/s {values['tb_per_s'] or 0:7.2f} TB/s"
+            if bytes
+            else ""
+        )
+        print(
+            f"{op:60} {ms:10.3f} ms {rate}  {bound or ''}" if ms else f"{op:60} {error}", flush=True
+        )
 
     return write
 
@@ -412,14 +412,16 @@ def main(argv):
         raise UserError(
             f"tokens_per_step={cfg.tokens_per_step} must be a multiple of {cfg.batch_size} x {T}"
         )
-    if cfg.sums:
-        return print_sums(cfg, model, T)
     world = World(cfg.device)
     if world.device.type == "cpu" and cfg.preset != "tiny":
-        raise UserError("the floor needs a CUDA GPU; a try: --preset tiny --device cpu --out try.jsonl")
+        raise UserError(
+            "the floor needs a CUDA GPU; a try: --preset tiny --device cpu --out try.jsonl"
+        )
     check_out(cfg.out, world.device.type == "cpu")
     check_writable(cfg.out, "out")
-    about = dict(preset=cfg.preset, batch_size=cfg.batch_size, seq_len=T, card=card_name(world.device))
+    about = dict(
+        preset=cfg.preset, batch_size=cfg.batch_size, seq_len=T, card=card_name(world.device)
+    )
     write = writer(cfg.out, **about, **origin("", cfg.commit))
     parts = Parts(model, cfg.batch_size, T, world.device)
     ms, bytes_per_s = measure(parts, cfg, train_config, write)
@@ -431,15 +433,21 @@ def main(argv):
             micro_steps = cfg.tokens_per_step // positions
             found = floors(model, positions, ms, round_ms, bytes_per_s, micro_steps, in_8_bits)
         except KeyError as error:
-            raise UserError(f"no floor without {error}; {cfg.out} says why it has no time") from error
+            raise UserError(
+                f"no floor without {error}; {cfg.out} says why it has no time"
+            ) from error
         step_ms = cfg.step_ms_8 if in_8_bits else cfg.step_ms
         step_ms = step_ms or own_step_ms(cfg, world, bool(in_8_bits))
         how = ", head and MLP in 8 bits," if in_8_bits else ""
         speed = 1000 * cfg.tokens_per_step / step_ms
-        print(f"\na step of {cfg.tokens_per_step:,} tokens{how}: {step_ms:.1f} ms, {speed:,.0f} tokens/s")
+        print(
+            f"\na step of {cfg.tokens_per_step:,} tokens{how}: {step_ms:.1f} ms, {speed:,.0f} tokens/s"
+        )
         for what, value in found.items():
             rate, ratio = 1000 * cfg.tokens_per_step / value, step_ms / value
-            more = dict(tok_per_s=round(rate), step_ms=round(step_ms, 2), over_floor=round(ratio, 4))
+            more = dict(
+                tok_per_s=round(rate), step_ms=round(step_ms, 2), over_floor=round(ratio, 4)
+            )
             write(what, value, **more)
             print(f"{'':60} {rate:10,.0f} tokens/s; ours takes {ratio:.3f} times as long")
 

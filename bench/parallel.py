@@ -33,9 +33,18 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from kernels import device_events, kind_of, trace
-from ladder import GpuWatch, milliseconds, moment
-from records import RUNS, append_record, card_name, check_out, finished, origin, print_rows
-from records import random_shards, read_records
+from ladder import gpu_state, milliseconds, moment
+from records import (
+    RUNS,
+    append_record,
+    card_name,
+    check_out,
+    finished,
+    origin,
+    print_rows,
+    random_shards,
+    read_records,
+)
 
 from lab import parallel as zero
 from lab.cli import UserError, command, parse
@@ -145,14 +154,14 @@ def measure(mode, args, world, data):
         world.barrier()  # start together
     if world.is_main or mode != "alone_one":
         world.synchronize()
-        with GpuWatch(world.device) as watch:
-            moments = [moment(world.device)]
-            for _ in range(args.steps):
-                losses.append(run.update()[0].sum())
-                moments.append(moment(world.device))
-            world.synchronize()
+        moments = [moment(world.device)]
+        for _ in range(args.steps):
+            losses.append(run.update()[0].sum())
+            moments.append(moment(world.device))
+        state = gpu_state(world.device)  # while it works at what was launched
+        world.synchronize()
         cuda = world.device.type == "cuda"
-        mine = dict(first_step_s=first, losses=[loss.item() for loss in losses], gpu=watch.values)
+        mine = dict(first_step_s=first, losses=[loss.item() for loss in losses], gpu=state)
         mine["ms"] = [round(t, 3) for t in milliseconds(moments, world.device)]
         mine["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30 if cuda else None
         if args.trace and cuda and mode != "alone_one":
@@ -283,12 +292,10 @@ def print_table(records):
             f"{r['date']}"
         )
         rows = []
-        order = [
-            *MODES,
-            *(r["mode"] for r in block),
-        ]  # records outlive the modes that were given up
+        # records outlive the modes that were given up
+        order = [*MODES, *(r["mode"] for r in block)]
         for r in sorted(block, key=lambda r: order.index(r["mode"])):
-            mode = r["mode"] + f" {r['bucket_mb']} MB" * bool(r.get("bucket_mb"))
+            mode = r["mode"] + (f" {r['bucket_mb']} MB" if r.get("bucket_mb") else "")
             if "error" in r:
                 rows.append([mode, r.get("round") or "", "failed:", r["error"][:60]])
                 continue

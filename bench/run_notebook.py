@@ -10,71 +10,54 @@ tokenizer, whose files TIKTOKEN_CACHE_DIR may name.
 import base64
 import io
 import os
-import sys
 import time
-from dataclasses import dataclass
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+import nbformat
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+from PIL import Image
+from records import ROOT
 
-from lab.cli import RunError, UserError, command, parse  # noqa: E402
+from lab.cli import RunError, command, parse
 
 NOTEBOOK = ROOT / "play.ipynb"
 
 
-@dataclass
-class Config:
-    out: Path = NOTEBOOK  # where to save it
-
-
 def executed():
-    """The notebook with the outputs of a fresh kernel. Raises RunError where a cell fails."""
-    try:
-        import nbformat
-        from nbclient import NotebookClient
-        from nbclient.exceptions import CellExecutionError
-    except ModuleNotFoundError as missing:
-        way_out = "python -m pip install -r requirements-notebook.txt"
-        raise UserError(f"{missing.name} is not here: {way_out}") from None
+    """The notebook with the outputs of a fresh kernel. Raises CellExecutionError where a cell
+    fails."""
     os.environ["TQDM_DISABLE"] = "1"  # no bars among the outputs
-    notebook, where = nbformat.read(NOTEBOOK, 4), {"metadata": {"path": str(ROOT)}}
-    for cell in notebook.cells:
-        cell.metadata.pop("execution", None)
-    client = NotebookClient(
-        notebook, timeout=1800, kernel_name="python3", resources=where, record_timing=False
-    )
-    try:
-        client.execute()
-    except CellExecutionError as error:
-        raise RunError(f"{NOTEBOOK} stays as it was, as a cell failed:\n{error}") from None
+    notebook = nbformat.read(NOTEBOOK, 4)
+    how = dict(timeout=1800, kernel_name="python3", record_timing=False)  # seconds for a cell
+    where = {"metadata": {"path": str(ROOT)}}
+    NotebookClient(notebook, resources=where, **how).execute()
     return notebook
 
 
 def shrink(png):
     """A picture (base64 of a PNG) with 128 colours."""
-    from PIL import Image
-
     file = io.BytesIO()
     picture = Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB")
     picture.quantize(128, dither=Image.Dither.NONE).save(file, "PNG", optimize=True)
     return base64.b64encode(file.getvalue()).decode()
 
 
-def main(argv):
-    cfg, t0 = parse(Config, argv, prog="bench/run_notebook.py", description=__doc__), time.time()
-    notebook = executed()
-    import nbformat
-
+def run():
+    t0 = time.perf_counter()
+    try:
+        notebook = executed()
+    except CellExecutionError as error:
+        raise RunError(f"{NOTEBOOK} stays as it was, as a cell failed:\n{error}") from error
     for cell in notebook.cells:
         for output in cell.get("outputs", []):
             if "image/png" in output.get("data", {}):
                 output.data["image/png"] = shrink(output.data["image/png"])
-    part = cfg.out.with_suffix(".part")
+    part = NOTEBOOK.with_suffix(".part")
     nbformat.write(notebook, part)
-    os.replace(part, cfg.out)
-    print(f"{cfg.out}: {cfg.out.stat().st_size / 1e6:.2f} MB in {time.time() - t0:.0f} s")
+    os.replace(part, NOTEBOOK)
+    seconds = time.perf_counter() - t0
+    print(f"{NOTEBOOK}: {NOTEBOOK.stat().st_size / 1e6:.2f} MB in {seconds:.0f} s")
 
 
 if __name__ == "__main__":
-    command(main)
+    command(lambda argv: parse(run, argv, description=__doc__))

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
-from records import origin
+from records import ROOT  # noqa: F401 - it puts the project on the path
 from torch import nn
 from torch.torch_version import TorchVersion
 
@@ -180,16 +180,12 @@ class Case:
         check(model, cfg)
         return model, cfg, SimpleNamespace(**own)
 
-    def record(self, args, card):
-        """What is known of this measurement before it is made."""
+    def about(self, args, card):
+        """What makes this measurement this one."""
         _, cfg, _ = self.configs(args)
         found = vars(self) | dict(card=card, torch=str(torch.__version__), sustained=False)
-        found |= dict(tokens_per_step=cfg.total_batch_size, data=args.data_name, error=None)
         found |= dict(max_steps=cfg.max_steps if self.group == "loss" else None)
-        return {"bench": "ladder"} | found | origin("", args.commit)
-
-    def key(self, args, card):
-        return key_of(self.record(args, card))
+        return found | dict(tokens_per_step=cfg.total_batch_size)
 
 
 def key_of(record):

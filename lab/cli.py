@@ -39,9 +39,8 @@ def command(main, name=None):
     # Who imports this file by its name gets the module that runs, not a second one with classes of
     # its own.
     sys.modules.setdefault(Path(sys.argv[0]).stem, sys.modules["__main__"])
-    sys.stdout.reconfigure(
-        errors="replace"
-    )  # a terminal that lacks a character shows a question mark
+    # a terminal that lacks a character shows a question mark
+    sys.stdout.reconfigure(errors="replace")
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     try:
         status = main(sys.argv[1:]) or 0
@@ -82,10 +81,11 @@ def out_of_memory(error):
     return type(error).__name__ in names or "allocate memory" in str(error).lower()
 
 
-def say(text):
+def say(text, file=None):
+    """Print a line (to stderr); that its reader or the terminal has gone ends nothing."""
     try:
-        print(text, file=sys.stderr, flush=True)
-    except OSError:  # the terminal has gone
+        print(text, file=file or sys.stderr, flush=True)
+    except OSError:
         pass
 
 

@@ -26,9 +26,8 @@ from lab.optim import exact_norm
 def reduce_scatter(mine, flat):
     """mine (n,): the sum over the processes of their parts of flat (processes * n,) that belong
     here."""
-    getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(
-        mine, flat
-    )  # torch 2.13 has another name for it
+    # torch 2.13 has another name for it
+    getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(mine, flat)
 
 
 def all_gather(flat, mine):
@@ -60,14 +59,12 @@ class Shares:
         self.params, self.wire, self.world = params, wire, world
         self.starts = [0]
         for p in params:
-            self.starts.append(
-                self.starts[-1] + -(-p.numel() // 64) * 64
-            )  # views start at 256 bytes, as kernels like it
+            # views start at 256 bytes, as kernels like it
+            self.starts.append(self.starts[-1] + -(-p.numel() // 64) * 64)
         size = -(-self.starts[-1] // (64 * world.world_size)) * 64
         self.here = slice(world.rank * size, (world.rank + 1) * size)  # this process's share
-        self.weights = torch.zeros(
-            world.world_size * size, device=params[0].device
-        )  # as everyone has them
+        # as everyone has them
+        self.weights = torch.zeros(world.world_size * size, device=params[0].device)
         for p, view in zip(params, self.views(self.weights)):
             view.copy_(p.data)
             p.data = view
@@ -159,9 +156,8 @@ class Zero1AdamW:
         """Take the mean of all processes' gradients, each of its share, and scale it so that the
         norm of all is at most max_norm (0: as it is). Returns the norm before, the same on each
         process."""
-        accumulated = (
-            self.loader.grad_accum_steps > 1
-        )  # sums over micro-steps, which 16 bits do not hold
+        # sums over micro-steps, which 16 bits do not hold
+        accumulated = self.loader.grad_accum_steps > 1
         for s in self.shares:
             s.mine.grad = s.take_gradients(torch.float32 if accumulated else s.wire)
         shares = [s.mine for s in self.shares]

@@ -1,10 +1,12 @@
 """The processes of a run and the device of this one."""
 
 import os
+import sys
 
 import torch
 import torch.distributed as dist
 
+from lab.cli import say
 from lab.device import find_device
 
 
@@ -28,7 +30,7 @@ class World:
     def say(self, text):
         """A line for people, from rank 0 alone."""
         if self.is_main:
-            print(text, flush=True)
+            say(text, sys.stdout)
 
     def all_reduce(self, tensor):
         """The sum of all processes' tensors, in place."""

@@ -72,8 +72,11 @@ def train_here(folder, data, name, model=(), **settings):
     )  # fmt: skip
     cfg = train_gpt2.TrainConfig(**base | settings)
     model_config = train_gpt2.GPTConfig(**TINY_MODEL | dict(model))
-    typed = mock.patch.object(train_gpt2, "settings", lambda *_: ("a test", model_config, cfg))
-    with typed, mock.patch.object(train_gpt2, "farewell", lambda *_: None):
+    typed = dict(parse_flags=lambda *_: ("a test", model_config, cfg))
+    with (
+        mock.patch.multiple(train_gpt2.settings, **typed),
+        mock.patch.object(train_gpt2.folder, "farewell"),
+    ):
         status = train_gpt2.main([])
     return read_run(folder / name, status)
 
@@ -124,9 +127,21 @@ def differing_parts(a, b, parts=("step", "model", "optimizer", "loader", "rng", 
 
 def clean_env(**more):
     """The environment without what would change a run; one thread, so that runs agree to the bit."""
-    drop = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "PYTHON", "TORCH", "OMP_", "GPT2_", "COLUMNS")
+    drop = (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "MASTER_",
+        "PYTHON",
+        "TORCH",
+        "OMP_",
+        "GPT2_",
+        "COLUMNS",
+    )
     env = {k: v for k, v in os.environ.items() if not k.startswith(drop)}
-    fixed = dict(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", PYTHONWARNINGS="ignore", MPLBACKEND="Agg")
+    fixed = dict(
+        OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", PYTHONWARNINGS="ignore", MPLBACKEND="Agg"
+    )
     return env | fixed | more
 
 
@@ -134,8 +149,13 @@ def clean_env(**more):
 # once, and each script runs in a fork of it, in a session of its own: the real file from its first line,
 # with its folder, environment, arguments and streams. (runpy puts the script in place of __main__.)
 FORKS = """
-import gc, json, os, runpy, signal, sys
+import gc, io, json, os, runpy, signal, sys
 import matplotlib.figure, numpy, torch, torch._dynamo, torch.distributed, torch.utils.tensorboard, tqdm, tyro
+def flags(number: int = 1):
+    pass
+
+tyro.cli(flags, args=[])  # what first calls prepare
+matplotlib.figure.Figure().savefig(io.BytesIO())
 gc.freeze()  # what is imported is never looked through again: forks share its memory and end sooner
 
 def next_job():
@@ -188,6 +208,8 @@ class Process:
     def __init__(self, *args, cwd, out=None, err=None, **env):
         self.folder = tempfile.TemporaryDirectory()
         self.out, self.err = (out or f"{self.folder.name}/out"), (err or f"{self.folder.name}/err")
+        Path(self.folder.name, "out").touch()
+        Path(self.folder.name, "err").touch()
         args, script = list(map(str, args)), Path(cwd, args[0]).resolve()
         env = clean_env(**{k: str(v) for k, v in env.items()})
         self.popen = self.returncode = None
@@ -229,11 +251,11 @@ class Process:
 
     @property
     def stdout(self):
-        return Path(self.out).read_text(errors="replace")
+        return Path(self.folder.name, "out").read_text(errors="replace")
 
     @property
     def stderr(self):
-        return Path(self.err).read_text(errors="replace")
+        return Path(self.folder.name, "err").read_text(errors="replace")
 
 
 def run_python(*args, cwd, timeout=300, **env):
@@ -241,6 +263,16 @@ def run_python(*args, cwd, timeout=300, **env):
     process = Process(*args, cwd=cwd, **env)
     process.wait(timeout)
     return process
+
+
+def driver(folder, patch):
+    """A train_gpt2.py that changes something of the real one, as `patch` says, and then runs it."""
+    path = folder / "train_gpt2.py"
+    path.write_text(
+        f"import os, signal, sys, time\nsys.path.insert(0, {str(ROOT)!r})\nimport torch, train_gpt2\n"
+        f"from lab.cli import command\n{patch}\ncommand(train_gpt2.main)\n"
+    )
+    return path
 
 
 def wait_for(condition, process, seconds=60):
@@ -312,7 +344,9 @@ def test_data():
     """The folder that GPT2_TEST_DATA names: tinyshakespeare.txt, wikitext-2/, hellaswag/ and the like."""
     folder = os.environ.get("GPT2_TEST_DATA")
     if not folder or not Path(folder).is_dir():
-        pytest.skip("no test data: point GPT2_TEST_DATA at a folder with tinyshakespeare.txt and the like")
+        pytest.skip(
+            "no test data: point GPT2_TEST_DATA at a folder with tinyshakespeare.txt and the like"
+        )
     return Path(folder)
 
 

@@ -1,41 +1,259 @@
-"""Two real processes over gloo, started by torchrun, against one."""
+"""Several processes over gloo against one: as torchrun starts them, and with torchrun itself."""
 
-import dataclasses
 import os
-import re
 import shutil
 import signal
-import subprocess
+import socket
 import sys
-import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, TINY_RUN, clean_env, wait_for_steps, write_shards
-from test_train import EPS, difference, equal_bits, of_kind, raw_gradients, read_run, train_here
+from conftest import (
+    EPS,
+    ROOT,
+    TINY_MODEL,
+    TINY_RUN,
+    Process,
+    difference,
+    differing_parts,
+    driver,
+    mask_shards,
+    of_kind,
+    read_run,
+    train_here,
+    wait_for,
+    wait_for_steps,
+    write_shards,
+)  # fmt: skip
+from test_train import raw_gradients
 
 import train_gpt2
-from lab import device as machine
-from lab.run.vitals import check_zero1
-from train_gpt2 import GPT, GPTConfig, TrainConfig
+from lab.optim import exact_norm
+from lab.parallel import Zero1AdamW
+from lab.world import World
+from train_gpt2 import GPTConfig, TrainConfig
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch was built without gloo"),
-    pytest.mark.skipif(sys.platform == "win32", reason="torchrun and signals are for Linux and macOS"),
+    pytest.mark.skipif(
+        sys.platform == "win32", reason="torchrun and signals are for Linux and macOS"
+    ),
 ]
 
 
-def torchrun(tmp_path, shards, *flags, program=ROOT / "train_gpt2.py"):
-    """`torchrun --standalone --nproc_per_node=2 train_gpt2.py` on the tiny shards, running; as run_train."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", program]
-    command += flags if "--resume" in flags else [*TINY_RUN, "--data", shards, "--eps", EPS, *flags]
-    env = clean_env(PYTHONWARNINGS="default::FutureWarning")
-    return subprocess.Popen(
-        list(map(str, command)), cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+def free_port():
+    with socket.socket() as any_free:
+        any_free.bind(("127.0.0.1", 0))
+        return any_free.getsockname()[1]
+
+
+@pytest.fixture
+def start_two(tmp_path, shards):
+    """start_two("--max_steps", 4, ...): two processes with torchrun's environment; killed after the test."""
+    started = []
+
+    def start(*flags, program=ROOT / "train_gpt2.py", data=shards):
+        base = (
+            []
+            if "--resume" in flags
+            else [*TINY_RUN, "--data", data, "--eps", EPS, "--batch_size", 2]
+        )
+        shared = dict(WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
+        two = [Process(program, *base, *flags, cwd=tmp_path, RANK=rank, LOCAL_RANK=rank, **shared)
+               for rank in (0, 1)]  # fmt: skip
+        started.extend(two)
+        return two
+
+    yield start
+    for process in started:
+        process.kill()
+
+
+def run_two(start_two, *flags, **how):
+    """The same to its end; what rank 0 said."""
+    two = start_two(*flags, **how)
+    assert [process.wait() for process in two] == [0, 0], two[0].stderr + two[1].stderr
+    assert not two[1].stdout, "rank 0 alone speaks"
+    return two[0].stdout
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "zero1"])
+def test_two_processes_are_one(tmp_path, shards, start_two, parallel):
+    """Losses, weights, gradients, validation, with accumulation and masks that leave ranks uneven."""
+    mask_shards(shards)
+    flags = (
+        "--max_steps 8 --val_every 4 --val_tokens 250 --grad_clip 0 --ckpt_every 1 --keep_last 100"
+    )
+    run_two(start_two, *flags.split(), "--parallel", parallel)
+    two = read_run(tmp_path / "log" / "r")
+    one = train_here(
+        tmp_path, shards, "one", total_batch_size=128, batch_size=8, max_steps=8, lr=1e-3, beta2=0.99,
+        grad_clip=0.0, val_every=4, val_tokens=250, ckpt_every=1,
+    )  # fmt: skip
+    starts = [of_kind(run, "start")[0] for run in (two, one)]
+    assert [(s["world_size"], s["grad_accum_steps"]) for s in starts] == [(2, 2), (1, 1)]
+    assert len(two.losses) == 8 and np.abs(np.subtract(one.losses, two.losses)).max() < 1e-5
+    gradients = raw_gradients(one.checkpoints[1])
+    assert max(g.abs().max() for g in gradients.values()) > 1e-2
+    assert difference(gradients, raw_gradients(two.checkpoints[1])) < 1e-5
+    for step in (1, 8):
+        assert difference(one.checkpoints[step]["model"], two.checkpoints[step]["model"]) < 1e-5
+    assert difference(one.checkpoints[1]["model"], one.checkpoints[8]["model"]) > 1e-3
+    assert one.norms == pytest.approx(two.norms, abs=1e-5) and one.val == pytest.approx(
+        two.val, abs=1e-5
+    )
+    assert one.checkpoints[8]["loader"] == two.checkpoints[8]["loader"]
+
+
+COMPILED = """import functools
+torch.compile = functools.partial(torch.compile, backend="aot_eager")
+train_gpt2.device.why_no_compile = lambda *_: ''"""
+
+
+def test_two_compiled_processes_are_one_uncompiled(tmp_path, shards, start_two):
+    said = run_two(start_two, "--max_steps", 3, "--compile", program=driver(tmp_path, COMPILED))
+    same = dict(total_batch_size=128, batch_size=8, max_steps=3, lr=1e-3, beta2=0.99)
+    one = train_here(tmp_path, shards, "one", **same)
+    two = read_run(tmp_path / "log" / "r")
+    assert np.abs(np.subtract(two.losses, one.losses)).max() < 1e-5 and "compile is off" not in said
+    assert difference(two.checkpoints[3]["model"], one.checkpoints[3]["model"]) < 1e-5
+
+
+@pytest.fixture
+def run_in_a_group(shards):
+    """A Run in a process group of one, so that parts of an exchange can be called by themselves."""
+    sizes = dict(total_batch_size=256, batch_size=4, seq_len=16)
+    cfg = TrainConfig(data=str(shards), compile=False, **sizes)
+    run = train_gpt2.set_up(GPTConfig(**TINY_MODEL), cfg, World("cpu"))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield run
+    dist.destroy_process_group()
+
+
+def test_gradients_are_exchanged_once_a_step(run_in_a_group):
+    run, sent = run_in_a_group, []
+    run.model = torch.nn.parallel.DistributedDataParallel(run.raw_model)
+
+    def exchange(_, bucket):
+        sent.append(run.loader.micro_step)
+        done = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    run.model.register_comm_hook(None, exchange)
+    run.update()
+    assert run.loader.grad_accum_steps == 4 and sent == [0], "in the last micro-step alone"
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "zero1"])
+def test_long_gradients_are_clipped_and_short_ones_stay(run_in_a_group, parallel):
+    run, params = run_in_a_group, list(run_in_a_group.raw_model.parameters())
+    clip, clipped = run.clip_grad_norm, params
+    if parallel == "zero1":
+        zero1 = Zero1AdamW(run.optimizer, run.raw_model, run.loader, run.precision, run.world)
+        clip, clipped = zero1.clip_grad_norm, [share.mine for share in zero1.shares]
+    count = sum(p.numel() for p in params)
+    for max_norm, left in ((0, 1), (1.5, 1), (0.5, 0.5)):
+        for p in params:
+            p.grad = torch.full_like(p, count**-0.5)  # all together of norm 1
+        assert clip(max_norm).item() == pytest.approx(1, rel=1e-5)
+        assert exact_norm([p.grad for p in clipped]).item() == pytest.approx(left, rel=1e-5)
+
+
+def test_a_run_goes_on_with_other_processes_with_and_without_shares(tmp_path, start_two, run_train):
+    """In bf16, where what travels is rounded and what is kept is not; with clipping."""
+    flags = "--parallel zero1 --precision bf16 --batch_size 4 --max_steps 6 --ckpt_every 3 --keep_last 9"
+    run_two(start_two, *flags.split(), "--grad_clip", 0.1)
+    whole = read_run(tmp_path / "log" / "r")
+    (whole.dir / "model_000006.pt").unlink()
+    for name in ("one", "ddp"):
+        shutil.copytree(whole.dir, tmp_path / "log" / name)
+    run_two(start_two, "--resume", "--run_name", "r")
+    again = read_run(whole.dir).checkpoints[6]
+    assert not differing_parts(
+        whole.checkpoints[6], again, ("step", "model", "optimizer", "loader")
+    )
+    for name, p in again["model"].items():
+        assert p.dim() < 2 or not torch.equal(p, p.bfloat16().float()), (
+            f"{name} was saved as it travels"
+        )
+
+    run_two(start_two, "--resume", "--run_name", "ddp", "--parallel", "ddp", "--max_steps", 4)
+    run_two(start_two, "--resume", "--run_name", "ddp", "--parallel", "zero1", "--max_steps", 6)
+    done = run_train("--resume", "--run_name", "one")
+    assert done.returncode == 0, done.stderr
+    for name in ("one", "ddp"):
+        other = read_run(tmp_path / "log" / name).checkpoints[6]
+        near = difference(other["model"], again["model"])
+        assert near < 1e-3 < difference(again["model"], whole.checkpoints[3]["model"])
+        states = [checkpoint["optimizer"]["state"] for checkpoint in (other, again)]
+        for ours, theirs in zip(*(state.values() for state in states), strict=True):
+            assert (
+                ours["step"] == theirs["step"] == 6
+                and ours["exp_avg"].shape == theirs["exp_avg"].shape
+            )
+            far = (ours["exp_avg_sq"] - theirs["exp_avg_sq"]).abs().max()
+            assert far < 0.1 * theirs["exp_avg_sq"].abs().max()
+        groups = [[g | {"lr": 0} for g in c["optimizer"]["param_groups"]] for c in (other, again)]
+        assert groups[0] == groups[1]
+
+
+IN_32_BITS = """from lab.parallel import Shares
+begin = Shares.__init__
+Shares.__init__ = lambda self, params, world, wire: begin(self, params, world, torch.float32)"""
+# stands for the 8-bit MLP on a CPU: it reads all bits of its weights, and says so
+READS_ALL = """import lab.kernels
+from lab.kernels.fused_mlp import FusedMLP
+def forward(self, x):
+    with torch.autocast("cpu", enabled=False):
+        return self.plain_forward(self, x.float())
+lab.kernels.epilogues_work = lambda _: True
+FusedMLP.forward, FusedMLP.reads = forward, torch.float32"""
+
+
+@pytest.mark.parametrize(
+    "mlp, batch_size", [("", 4), ("", 2), (READS_ALL, 4)], ids=["", "summed", "wide"]
+)
+def test_what_travels_in_16_bits_loses_nothing_and_saving_is_not_seen(
+    tmp_path, start_two, mlp, batch_size
+):
+    """To the bit as in 32, without accumulation and with; and whether the whole weights are put
+    together each step, to be saved, or never."""
+    flags = f"--parallel zero1 --precision bf16 --max_steps 5 --batch_size {batch_size}".split()
+    run_two(start_two, *flags, program=driver(tmp_path, mlp))
+    wide = driver(tmp_path, f"{mlp}\n{IN_32_BITS}")
+    run_two(start_two, *flags, "--run_name", "wide", "--ckpt_every", 1, program=wide)
+    runs = [read_run(tmp_path / "log" / name) for name in ("r", "wide")]
+    assert runs[0].losses == runs[1].losses and runs[0].norms == runs[1].norms
+    assert not differing_parts(*(run.checkpoints[5] for run in runs), ("model", "optimizer"))
+
+
+def test_an_error_of_one_process_ends_all(tmp_path, start_two):
+    data = write_shards(tmp_path / "more", sizes=(700, 801, 997))
+    path = data / "x_train_000001.npy"  # neither the first nor the last, which are looked at before
+    tokens = np.load(path)
+    tokens[8 * 128 + 100 - 700] = 999  # in the second half of the ninth step, which rank 1 reads
+    np.save(path, tokens)
+    two = start_two("--max_steps", 1000, "--no_shuffle", "--batch_size", 4, data=data)
+    assert two[1].wait(60) == 2 and two[0].wait(60) != 0
+    assert "error: [rank 1] token id 999" in two[1].stderr and "x_train_000001.npy" in two[1].stderr
+    assert 6 <= len(read_run(tmp_path / "log" / "r").losses) <= 8
+
+
+def test_a_signal_to_one_process_ends_the_validation_of_all(tmp_path, start_two):
+    data = write_shards(tmp_path / "more", val=4_000_000)  # a minute
+    two = start_two("--val_every", 5, "--val_tokens", 0, "--max_steps", 100, data=data)
+    wait_for(lambda: "guess" in two[0].stdout, two[0])
+    two[1].signal(signal.SIGTERM)
+    assert [process.wait(30) for process in two] == [75, 75], two[0].stderr
+    events = read_run(tmp_path / "log" / "r").events
+    assert [e["kind"] for e in events] == ["start", "end"]
+    assert (
+        events[-1]["reason"] == "signal on another rank"
+        and "the same command begins" in two[0].stdout
     )
 
 
@@ -45,204 +263,42 @@ def left_over(tmp_path):
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             if str(tmp_path).encode() in entry.read_bytes():
-                found.append(entry.parent.name)
+                found.append(int(entry.parent.name))
         except OSError:  # it ended meanwhile
             pass
     return found
 
 
-def test_torchrun_lets_every_flag_through(capsys):
-    from torch.distributed.run import get_args_parser
-
-    refused = []
-    for field in dataclasses.fields(GPTConfig) + dataclasses.fields(TrainConfig):
-        try:
-            words = get_args_parser().parse_args(["--standalone", "train_gpt2.py", f"--{field.name}", "1"]).training_script_args
-            assert words == [f"--{field.name}", "1"]
-        except SystemExit:
-            refused.append(field.name)
-    assert not refused
-
-
-@pytest.mark.parametrize("zero1", [[], ["--zero1"]], ids=["ddp", "zero1"])
-def test_two_processes_are_one(tmp_path, shards, zero1):
-    """Losses, weights, raw gradients and validation loss, with accumulation and masks that leave ranks uneven."""
-    for path in shards.glob("*_train_*.npy"):
-        mask = (np.arange(len(np.load(path))) // 50 % 3 == 0).astype(np.uint8)
-        with path.with_suffix(".mask").open("wb") as f:
-            np.save(f, mask)
-    flags = "--max_steps 12 --batch_size 2 --val_every 4 --val_tokens 250 --grad_clip 0 --ckpt_every 1 --keep_last 100"
-    process = torchrun(tmp_path, shards, *flags.split(), *zero1)
-    out, err = process.communicate(timeout=240)
-    assert process.returncode == 0, err
-    two = read_run(tmp_path / "log" / "r")
-    one = train_here(
-        tmp_path, shards, "one", total_batch_size=128, batch_size=8, max_steps=12, lr=1e-3, beta2=0.99, grad_clip=0.0,
-        val_every=4, val_tokens=250, ckpt_every=1,
-    )  # fmt: skip
-    start = of_kind(two, "start")[0]
-    assert (start["world_size"], start["grad_accum_steps"]) == (2, 2) and of_kind(one, "start")[0]["grad_accum_steps"] == 1
-    assert len(two.losses) == 12 and np.abs(np.subtract(one.losses, two.losses)).max() < 1e-5
-    gradients = raw_gradients(one.checkpoints[1])
-    assert max(g.abs().max() for g in gradients.values()) > 1e-2
-    assert difference(gradients, raw_gradients(two.checkpoints[1])) < 1e-5
-    for step in (1, 12):
-        assert difference(one.checkpoints[step]["model"], two.checkpoints[step]["model"]) < 1e-5
-    assert difference(one.checkpoints[1]["model"], one.checkpoints[12]["model"]) > 1e-3
-    norms = [[e["grad_norm"] for e in of_kind(r, "train")] for r in (one, two)]
-    assert norms[0] == pytest.approx(norms[1], abs=1e-5)
-    losses = [[e["loss"] for e in of_kind(r, "val")] for r in (one, two)]
-    assert len(losses[0]) == 4 and losses[0] == pytest.approx(losses[1], abs=1e-5)
-    assert one.checkpoints[12]["loader"] == two.checkpoints[12]["loader"]
-    assert not any(k.startswith("module.") for k in two.checkpoints[12]["model"])
-    assert out.count("total_batch_size=") == 1, "rank 0 alone speaks"
-    assert not left_over(tmp_path)
-
-
-def test_two_compiled_processes_are_one_uncompiled_and_go_on_to_the_same_bits(tmp_path, shards):
-    """And the loss that checks the compiler, of the first micro-batch, is not taken for one of the run's."""
-    reason = machine.why_no_compile(torch.device("cpu"))
-    if reason:
-        pytest.skip(f"torch.compile does not work here: {reason}")
-    process = torchrun(tmp_path, shards, *"--max_steps 4 --batch_size 2 --compile --ckpt_every 2 --keep_last 9".split())
-    out, err = process.communicate(timeout=240)
-    assert process.returncode == 0, err
-    assert "torch.compile is off" not in out
-    run = tmp_path / "log" / "r"
-    whole, one = read_run(run), train_here(tmp_path, shards, "one", total_batch_size=128, batch_size=8, max_steps=4, lr=1e-3,
-                                           beta2=0.99)  # fmt: skip
-    assert np.abs(np.subtract(whole.losses, one.losses)).max() < 1e-4
-    (run / "model_000004.pt").unlink()
-    process = torchrun(tmp_path, shards, "--resume", "--log_dir", tmp_path / "log")
-    out, err = process.communicate(timeout=240)
-    assert process.returncode == 0, err
-    assert equal_bits(read_run(run).checkpoints[4]["model"], whole.checkpoints[4]["model"])
-
-
-def test_a_compiler_that_errs_on_one_process_is_used_by_none(tmp_path, shards):
-    """What is left is two processes that average their gradients."""
-    driver = tmp_path / "driver.py"
-    driver.write_text(f"""import functools, os, sys, torch
-sys.path.insert(0, {str(ROOT)!r})
-import train_gpt2
-
-def backend(graph, inputs):
-    factor = 1.1 if os.environ["RANK"] == "1" else 1.0
-    return lambda *args: [x * factor if x.is_floating_point() and x.dim() == 0 else x for x in graph(*args)]
-
-torch.compile = functools.partial(torch.compile, backend=backend)
-train_gpt2.why_no_compile = lambda device: ""
-train_gpt2.main()
-""")
-    process = torchrun(tmp_path, shards, *"--max_steps 3 --batch_size 2 --compile".split(), program=driver)
-    out, err = process.communicate(timeout=240)
-    assert process.returncode == 0, err
-    said = re.search(r"torch.compile is off: .* a loss of ([\d.]+), the same uncompiled one of ([\d.]+);", out)
-    assert float(said[1]) == pytest.approx(1.1 * float(said[2]), rel=1e-3), out
-    one = train_here(tmp_path, shards, "one", total_batch_size=128, batch_size=8, max_steps=3, lr=1e-3, beta2=0.99)
-    assert np.abs(np.subtract(read_run(tmp_path / "log" / "r").losses, one.losses)).max() < 1e-5
-
-
-def test_shares_go_on_to_the_same_bits_and_as_one_process(tmp_path, shards, run_train):
-    """In bf16, where what travels is rounded and what is kept is not; with clipping."""
-    flags = "--zero1 --precision bf16 --max_steps 8 --ckpt_every 4 --keep_last 9 --grad_clip 0.1"
-    process = torchrun(tmp_path, shards, *flags.split())
-    _, err = process.communicate(timeout=240)
-    assert process.returncode == 0, err
-    assert "FutureWarning" not in err
-    whole = read_run(tmp_path / "log" / "r")
-    assert of_kind(whole, "start")[0]["grad_accum_steps"] == 1
-    for name in ("model_000008.pt", "model_best.pt"):
-        (whole.dir / name).unlink(missing_ok=True)
-    shutil.copytree(whole.dir, tmp_path / "log" / "one")
-
-    process = torchrun(tmp_path, shards, "--resume", "--run_name", "r")
-    _, err = process.communicate(timeout=240)
-    assert process.returncode == 0, err
-    again = read_run(whole.dir).checkpoints[8]
-    for part in ("step", "model", "optimizer", "loader"):
-        assert equal_bits(whole.checkpoints[8][part], again[part]), part
-
-    done = run_train("--resume", "--run_name", "one")
-    assert done.returncode == 0, done.stderr
-    one = read_run(tmp_path / "log" / "one").checkpoints[8]
-    assert difference(one["model"], again["model"]) < 1e-3 < difference(again["model"], whole.checkpoints[4]["model"])
-    for ours, theirs in zip(one["optimizer"]["state"].values(), again["optimizer"]["state"].values(), strict=True):
-        assert [(k, v.shape, v.dtype) for k, v in ours.items()] == [(k, v.shape, v.dtype) for k, v in theirs.items()]
-        assert ours["step"] == theirs["step"] == 8
-        assert (ours["exp_avg_sq"] - theirs["exp_avg_sq"]).abs().max() < 0.1 * theirs["exp_avg_sq"].abs().max()
-    assert one["optimizer"]["param_groups"] == again["optimizer"]["param_groups"]
-    for name, p in again["model"].items():
-        if p.dim() == 2:
-            assert not torch.equal(p, p.bfloat16().float()), f"{name} was saved as it travels"
-
-
-def test_what_cannot_be_shared_out_is_refused(tmp_path, shards, run_train):
-    alone = run_train("--zero1", "--max_steps", 1, "--precision", "tf32")
-    assert alone.returncode == 0 and "note: zero1 does nothing here" in alone.stdout
-    assert "note: precision=tf32 is how a GPU multiplies; on this CPU it is fp32" in alone.stdout
-    result = run_train("--zero1", "--optimizer", "muon")
-    assert result.returncode == 2 and "zero1=True shares out AdamW's state, and optimizer=muon has another" in result.stderr
-    with pytest.raises(ValueError, match="precision=fp16 scales them"):
-        check_zero1(TrainConfig(zero1=True), "fp16", processes=2)
-    check_zero1(TrainConfig(zero1=True), "fp16", processes=1)
-
-
-@pytest.mark.parametrize("eight_bits", [False, True])
-def test_what_travels_in_16_bits_is_read_in_16_bits(monkeypatch, tiny_config, eight_bits):
-    """The 8-bit MLP reads its weights in 32 bits, and makes their gradients so."""
-    chosen = []
-    monkeypatch.setattr(train_gpt2, "ZeroAdamW", lambda adamw, rounded, dtype, world: chosen.extend(rounded))
-    model = GPT(dataclasses.replace(tiny_config, fp8_mlp=eight_bits))
-    train_gpt2.share_out(None, model, SimpleNamespace(dtype=torch.bfloat16), None)
-    names = {name.split(".", 3)[3] for name, p in model.named_parameters() if any(p is c for c in chosen)}
-    attention = {"attn.c_attn.weight", "attn.c_proj.weight"}
-    assert names == attention | (set() if eight_bits else {"mlp.c_fc.weight", "mlp.c_proj.weight"})
-
-
-def test_an_error_of_one_process_ends_all(tmp_path):
-    shards = write_shards(tmp_path / "data", sizes=(700, 801, 997))
-    path = shards / "x_train_000001.npy"  # neither the first nor the last, which are looked at before the run
-    tokens = np.load(path)
-    tokens[8 * 128 + 100 - 700] = 999  # in the second half of the ninth step, which rank 1 reads
-    np.save(path, tokens)
-    t0 = time.monotonic()
-    process = torchrun(tmp_path, shards, "--max_steps", 1000, "--no-shuffle")
-    _, err = process.communicate(timeout=120)
-    assert process.returncode != 0 and time.monotonic() - t0 < 60
-    assert "error: [rank 1] token id 999" in err and "x_train_000001.npy" in err
-    assert not left_over(tmp_path)
-    steps = [e["step"] for e in of_kind(read_run(tmp_path / "log" / "r"), "train")]
-    assert steps == list(range(1, len(steps) + 1)) and 6 <= len(steps) <= 8
-
-
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks into /proc")
-def test_a_signal_to_one_process_ends_the_validation_of_all(tmp_path):
-    shards = write_shards(tmp_path / "data", val=4_000_000)  # a minute
-    process = torchrun(tmp_path, shards, "--val_every", 5, "--val_tokens", 0)
-    log, deadline = tmp_path / "log" / "r" / "log.jsonl", time.monotonic() + 60
-    while not log.exists() or '"start"' not in log.read_text():
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-        time.sleep(0.1)
-    time.sleep(2)  # the validation of step 0 is under way
-    second = next(pid for pid in left_over(tmp_path) if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes())
-    os.kill(int(second), signal.SIGTERM)
-    out, err = process.communicate(timeout=150)
-    events = read_run(tmp_path / "log" / "r").events
-    assert process.returncode == 0 and [e["kind"] for e in events] == ["start", "end"], err
-    assert events[-1]["reason"] == "signal on another rank" and "signal: nothing new to save" in out
-
-
-def test_sigterm_to_torchrun_saves_and_one_process_resumes(tmp_path, shards, run_train):
-    process = torchrun(tmp_path, shards, "--max_steps", 100000)
+@pytest.mark.parametrize("to", ["torchrun", "group", "rank 1"])
+def test_a_signal_to_torchrun_or_one_of_its_processes_saves(tmp_path, shards, run_train, to):
+    command = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+        ROOT / "train_gpt2.py",
+    ]
+    flags = [*TINY_RUN, "--data", shards, "--max_steps", 100000]
+    process = Process(*command, *flags, cwd=tmp_path)
     wait_for_steps(process, tmp_path / "log" / "r")
-    os.kill(process.pid, signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
+    if to == "torchrun":
+        os.kill(process.pid, signal.SIGTERM)
+    elif to == "group":  # Ctrl-C in a terminal
+        os.killpg(process.pid, signal.SIGINT)
+    else:
+        environs = {pid: Path(f"/proc/{pid}/environ").read_bytes() for pid in left_over(tmp_path)}
+        os.kill(next(p for p, env in environs.items() if b"\0RANK=1\0" in env), signal.SIGTERM)
+    assert process.wait(60) != 0
     run = read_run(tmp_path / "log" / "r")
-    step = of_kind(run, "train")[-1]["step"]
-    assert list(run.checkpoints) == [step] and run.events[-1]["reason"] == "SIGTERM", err
-    assert out.count("SIGTERM: finished step") == 1
-    assert not left_over(tmp_path)
-    result = run_train("--resume", "--max_steps", step + 2)
-    assert result.returncode == 0, result.stderr
-    assert [e["step"] for e in of_kind(read_run(run.dir), "train")][-2:] == [step + 1, step + 2]
+    step, said = of_kind(run, "train")[-1]["step"], process.stdout
+    assert list(run.checkpoints) == [step] and run.events[-1]["kind"] == "end", process.stderr
+    assert said.count(f"saved after step {step} in log/r") == 1 and not left_over(tmp_path)
+    assert (run.dir / "loss.png").exists() and "finish it" in said, (
+        "the others waited for the farewell"
+    )
+    if to == "torchrun":
+        assert run.events[-1]["reason"] == "SIGTERM"
+        result = run_train("--resume", "--max_steps", step + 2)
+        assert result.returncode == 0, result.stderr
+        assert len(read_run(run.dir).losses) == step + 2

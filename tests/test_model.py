@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from conftest import VOCAB
 
-from lab.data.documents import hide_other_documents
-from lab.generate import KVCache, document_mask
+from lab.data.documents import document_mask, hide_other_documents
+from lab.generate import KVCache
 from train_gpt2 import GPT, MLP, PRESETS, GPTConfig, param_groups
 
 
@@ -48,13 +48,20 @@ def tokens(B=3, T=20, seed=1):
 
 @pytest.mark.parametrize(
     "preset, count",
-    [("gpt2", 124439808), ("gpt2-medium", 354823168), ("gpt2-large", 774030080), ("gpt2-xl", 1557611200)],
+    [
+        ("gpt2", 124439808),
+        ("gpt2-medium", 354823168),
+        ("gpt2-large", 774030080),
+        ("gpt2-xl", 1557611200),
+    ],
 )
 def test_the_four_sizes_have_the_published_parameter_counts(preset, count):
     with torch.device("meta"):
         model = GPT(PRESETS[preset][0])
     assert model.num_params() == count
-    assert model.lm_head.weight is model.transformer.wte.weight and len(model.lm_head.weight) == 50304
+    assert (
+        model.lm_head.weight is model.transformer.wte.weight and len(model.lm_head.weight) == 50304
+    )
 
 
 def test_each_parameter_is_in_one_group_and_matrices_alone_decay():
@@ -142,8 +149,9 @@ def test_with_a_cache_the_logits_and_the_document_mask_are_the_same(tiny_config)
         cache, steps = KVCache(32), []
         with torch.no_grad():
             for start, end in ((0, 8), *((t, t + 1) for t in range(8, 16))):
-                where = dict(position=torch.arange(start, end), mask=document_mask(x[:, :end], model.config, start))
-                steps.append(model(x[:, start:end], cache=cache, **where)[0][:, -1])
+                look = document_mask(x[:, :end], VOCAB - 1, start) if mask else None
+                where = dict(position=torch.arange(start, end), mask=look, cache=cache)
+                steps.append(model(x[:, start:end], **where)[0][:, -1])
             assert (torch.stack(steps, dim=1) - model(x)[0][:, 7:]).abs().max() < 1e-5
 
 
@@ -153,7 +161,9 @@ def test_pad_rows_are_never_seen_and_never_move(tiny_config):
     assert model.config.padded_vocab_size == len(weight) == 384 and (weight[VOCAB:] == 0).all()
     x, y = tokens()
     assert model(x)[0].shape == (3, 20, VOCAB)
-    flat = copy.deepcopy(model)  # with weights of 0, each of the VOCAB ids, not of the rows, is as likely
+    flat = copy.deepcopy(
+        model
+    )  # with weights of 0, each of the VOCAB ids, not of the rows, is as likely
     torch.nn.init.zeros_(flat.transformer.wte.weight)
     assert flat(x, y)[1].item() == pytest.approx(math.log(VOCAB), abs=1e-5)
     optimizer = torch.optim.AdamW(param_groups(model, 0.1), lr=1e-2)
@@ -177,7 +187,9 @@ def test_reductions_agree_and_targets_of_minus_one_are_left_out(tiny_config):
     assert model(x, y, reduction="sum")[1].item() == pytest.approx(expected.sum().item(), rel=1e-6)
     assert model(x, y)[1].item() == pytest.approx(expected.sum().item() / (3 * 20 - 6), rel=1e-6)
     loss, grads = gradients(model, x, torch.full_like(y, -1))
-    assert loss == 0 and not any(g.any() for g in grads.values()), "without targets nothing is learnt"
+    assert loss == 0 and not any(g.any() for g in grads.values()), (
+        "without targets nothing is learnt"
+    )
 
 
 def test_bf16_residual_stream_stays_close_to_float32(tiny_config):

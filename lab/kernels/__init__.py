@@ -50,7 +50,7 @@ def check_fp8(model, precision, fp8):
 
 
 def why_no_fp8(device):
-    """ "" if this device multiplies in 8 bits, else what it needs, in a few words."""
+    """Empty if this device multiplies in 8 bits, else what it needs, in a few words."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
         return "need an NVIDIA GPU that multiplies them (RTX 40, H100 and newer)"
     if importlib.util.find_spec("triton") is None:
@@ -63,5 +63,6 @@ def why_no_fp8_shape(precision, config):
     if precision != "bf16":
         return f"go with precision=bf16, not with {precision}"
     if config.n_embd % 16 or config.padded_vocab_size % 16:
-        return f"need multiples of 16, not n_embd={config.n_embd} and {config.padded_vocab_size} rows of the embedding"
+        rows = config.padded_vocab_size
+        return f"need multiples of 16, not n_embd={config.n_embd} and {rows} rows of the embedding"
     return ""

@@ -22,9 +22,8 @@ from torch import Tensor, nn
 # positions; 1.6 GB of bf16 logits at V = 50304, and products still large enough to run at full rate
 CHUNK = 16384
 SMALL = 2**26  # bytes of float32 logits: with fewer there is nothing to save
-GRAD_SCALE = (
-    2.0**15
-)  # for fp8: dlogits lie in [-1, 1]; times this they use e5m2's range, 2^-16 to 57344
+# for fp8: dlogits lie in [-1, 1]; times this they use e5m2's range, 2^-16 to 57344
+GRAD_SCALE = 2.0**15
 
 
 class FusedHeadLoss(nn.Module):
@@ -48,13 +47,13 @@ class FusedHeadLoss(nn.Module):
             chunks = zip(x.split(CHUNK // 4), targets.split(CHUNK // 4))
             losses = torch.cat([self.plain(rows, weight, t, "none") for rows, t in chunks])
             return losses if reduction == "none" else losses.sum()
-        loss = fused_loss_fp8 if self.fp8 else fused_loss
+        # the hardware multiplies 8-bit rows of whole 16 bytes alone
+        loss = fused_loss_fp8 if self.fp8 and x.size(0) % 16 == 0 else fused_loss
         return loss(x, weight, targets, self.plain.vocab_size)[0]
 
 
-@torch.library.custom_op(
-    "gpt2::fused_loss", mutates_args=()
-)  # one opaque node, so that torch.compile keeps one graph
+# one opaque node, so that torch.compile keeps one graph
+@torch.library.custom_op("gpt2::fused_loss", mutates_args=())
 def fused_loss(
     x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -65,9 +64,8 @@ def fused_loss(
     w = weight.to(x.dtype)
     losses = torch.empty(x.size(0), dtype=torch.float32, device=x.device)
     dx, dweight = torch.empty_like(x), torch.zeros_like(weight)
-    logits = torch.empty(
-        min(CHUNK, x.size(0)), w.size(0), dtype=x.dtype, device=x.device
-    )  # (n, V), used over and over
+    # (n, V), used over and over
+    logits = torch.empty(min(CHUNK, x.size(0)), w.size(0), dtype=x.dtype, device=x.device)
     for i in range(0, x.size(0), CHUNK):
         rows = x[i : i + CHUNK]
         chunk = torch.mm(rows, w.t(), out=logits[: rows.size(0)])
@@ -90,9 +88,8 @@ def empty_results(x, weight, targets, vocab_size):
 
 
 def save_gradients(ctx, inputs, output):
-    ctx.set_materialize_grads(
-        False
-    )  # dx and dweight are results too; nobody wants zeros of their size as their gradients
+    # dx and dweight are results too; nobody wants zeros of their size as their gradients
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(output[1], output[2])
 
 
@@ -181,9 +178,8 @@ def to_e4m3(tensor):
     scale = (torch.linalg.vector_norm(tensor, ord=float("inf"), dtype=torch.float32) / 448).clamp(
         min=1e-12
     )
-    inverse = (1 / scale).to(
-        tensor.dtype
-    )  # in 16 bits it is rounded, and what undoes it must be so too
+    # in 16 bits it is rounded, and what undoes it must be so too
+    inverse = (1 / scale).to(tensor.dtype)
     return (tensor * inverse).to(torch.float8_e4m3fn), 1 / inverse.float()
 
 
@@ -223,10 +219,11 @@ def kernels():
     @triton.jit
     def load_log2(logits, column, padded, vocab_size):
         """Logits in base 2, whose exponential the hardware has; -inf outside the vocabulary."""
+        # log2(e)
         z = (
             tl.load(logits + column, mask=column < padded, other=0.0).to(tl.float32)
             * 1.4426950408889634
-        )  # log2(e)
+        )
         return tl.where(column < vocab_size, z, float("-inf"))
 
     @triton.jit
@@ -260,9 +257,8 @@ def kernels():
         has_target = target >= 0
         log2_z = log2_sum_exp(logits, padded, vocab_size, BLOCK)
         hit = load_log2(logits, tl.maximum(target, 0), padded, vocab_size)
-        tl.store(
-            losses + row, tl.where(has_target, (log2_z - hit) * 0.6931471805599453, 0.0)
-        )  # ln(2)
+        # ln(2)
+        tl.store(losses + row, tl.where(has_target, (log2_z - hit) * 0.6931471805599453, 0.0))
         tl.debug_barrier()  # every lane has read the target's logit before it is overwritten
         factor = tl.where(has_target, scale, 0.0)
         for start in range(0, padded, 4 * BLOCK):
@@ -282,9 +278,8 @@ def kernels():
         log2_z = log2_sum_exp(logits, padded, vocab_size, BLOCK)
         hit = load_log2(logits, tl.maximum(target, 0), padded, vocab_size)
         tl.store(losses + row, tl.where(target >= 0, (log2_z - hit) * 0.6931471805599453, 0.0))
-        tl.store(
-            log2_zs + row, tl.where(target >= 0, log2_z, float("inf"))
-        )  # no target: a softmax of zeros
+        # no target: a softmax of zeros
+        tl.store(log2_zs + row, tl.where(target >= 0, log2_z, float("inf")))
 
     @triton.jit
     def scaled_softmax(z, log2_z, scale):
@@ -294,7 +289,7 @@ def kernels():
     def tile(logits, targets, log2_zs, grad, grad_t, n, padded, scale, TILE: tl.constexpr):
         """A square of the gradient, written as it is and transposed. What is transposed are the
         logits, in 16 bits, and the rest is computed twice: 8-bit numbers Triton 3.7 would write in
-        wrong places. That takes 1 % longer (README)."""
+        wrong places. That takes 1 % longer (docs/LOG.md#torch-213)."""
         row = (tl.program_id(1) * TILE + tl.arange(0, TILE)).to(tl.int64)
         column = (tl.program_id(0) * TILE + tl.arange(0, TILE)).to(tl.int64)
         inside = (row < n)[:, None] & (column < padded)[None, :]
@@ -309,9 +304,8 @@ def kernels():
         here = (target // TILE == tl.program_id(0)) & (target >= 0)
         tl.debug_barrier()
         hit = tl.load(logits + row * padded + target, mask=here, other=0.0).to(tl.float32)
-        g = ((tl.exp2(hit * 1.4426950408889634 - log2_z) - 1.0) * scale).to(
-            tl.float8e5
-        )  # the one of one-hot
+        # the one of one-hot
+        g = ((tl.exp2(hit * 1.4426950408889634 - log2_z) - 1.0) * scale).to(tl.float8e5)
         tl.store(grad + row * padded + target, g, mask=here)
         tl.store(grad_t + target * n + row, g, mask=here)
 

@@ -18,22 +18,12 @@ import torch
 from torch import Tensor, nn
 
 # names and numbers of cublasLt.h, the same from CUDA 11.8 to 13
-BF16, FP32, COMPUTE_32F = (
-    14,
-    0,
-    68,
-)  # cudaDataType_t, cublasComputeType_t: products in 16 bits, sums in 32
-TRANSA, EPILOGUE, BIAS_POINTER, AUX_POINTER, AUX_LD = (
-    3,
-    7,
-    8,
-    11,
-    12,
-)  # cublasLtMatmulDescAttributes_t
-GELU_AUX_BIAS, DGELU = (
-    164,
-    192,
-)  # cublasLtEpilogue_t; "aux" is GELU's input, written forward and read backward
+# cudaDataType_t, cublasComputeType_t: products in 16 bits, sums in 32
+BF16, FP32, COMPUTE_32F = (14, 0, 68)
+# cublasLtMatmulDescAttributes_t
+TRANSA, EPILOGUE, BIAS_POINTER, AUX_POINTER, AUX_LD = (3, 7, 8, 11, 12)
+# cublasLtEpilogue_t; "aux" is GELU's input, written forward and read backward
+GELU_AUX_BIAS, DGELU = (164, 192)
 MAX_WORKSPACE_BYTES = 1  # cublasLtMatmulPreferenceAttributes_t
 WORKSPACE = 32 * 2**20  # bytes; NVIDIA's advice for Hopper
 # With fewer, the card waits for the Python that calls the library: 12 layers of 768 and 8 x 512
@@ -165,9 +155,8 @@ def product(a, b, epilogue, aux, bias=None, b_transposed=False):
     return out
 
 
-@torch.library.custom_op(
-    "gpt2::mlp_products", mutates_args=()
-)  # opaque to torch.compile, which keeps one graph around it
+# opaque to torch.compile, which keeps one graph around it
+@torch.library.custom_op("gpt2::mlp_products", mutates_args=())
 def mlp_products(
     x: Tensor, w_fc: Tensor, b_fc: Tensor, w_proj: Tensor, b_proj: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -201,9 +190,8 @@ def _(dy, w_proj, before):
 
 
 def keep(ctx, inputs, output):
-    ctx.set_materialize_grads(
-        False
-    )  # no gradients of zeros for the two results that are for the backward pass alone
+    # no gradients of zeros for the two results that are for the backward pass alone
+    ctx.set_materialize_grads(False)
     x, w_fc, _, w_proj, _ = inputs
     ctx.save_for_backward(x, w_fc, w_proj, *output[1:])
 

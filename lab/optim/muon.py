@@ -24,9 +24,8 @@ def orthogonalize(g, steps=5):
     x = g.bfloat16() if g.is_cuda else g
     wide = x.size(-2) <= x.size(-1)
     x = x if wide else x.mT  # the smaller Gram matrix
-    x = x / (
-        x.norm(dim=(-2, -1), keepdim=True) + 1e-7
-    )  # Frobenius norm 1: no singular value above 1
+    # Frobenius norm 1: no singular value above 1
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(steps):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x

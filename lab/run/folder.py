@@ -134,16 +134,22 @@ def resume_command(run_dir):
 
 
 def farewell(run, stopped):
-    """Draw the curve, and say where everything is and what to do next."""
-    if not run.world.is_main:
-        return
+    """Draw the curve, and say where everything is and what to do next. The other processes wait:
+    torchrun kills all as soon as one has ended with a status that is not 0, such as 75."""
+    if run.world.is_main:
+        say_farewell(run, stopped)
+    run.world.barrier()
+
+
+def say_farewell(run, stopped):
     folder, say = run.folder, run.world.say
     if stopped and not run.step:
         say(f"{stopped}: nothing to save yet; the same command begins again")
         return
     if stopped:
         say(
-            f"{stopped}: saved after step {run.step} in {folder}; `{resume_command(folder)}` goes on from there"
+            f"{stopped}: saved after step {run.step} in {folder}; "
+            f"`{resume_command(folder)}` goes on from there"
         )
     if not has_checkpoint(folder):
         return

@@ -32,9 +32,8 @@ class Log:
         from tqdm import tqdm
 
         with writing(self.folder):
-            self.file = (self.folder / "log.jsonl").open(
-                "a", buffering=1
-            )  # a resumed run goes on in it
+            # a resumed run goes on in it
+            self.file = (self.folder / "log.jsonl").open("a", buffering=1)
             self.tensorboard = SummaryWriter(str(self.folder), purge_step=self.first_step + 1)
         if self.cfg.wandb:
             import wandb
@@ -113,8 +112,8 @@ class Log:
         threads = "" if cuda else f", {torch.get_num_threads()} threads"
         self.say(reason)
         self.say(
-            f"model  {run.raw_model.num_params():,} parameters: {c.n_layer} layers, {c.n_head} heads, {c.n_embd} "
-            f"channels, vocabulary {c.vocab_size} in {c.padded_vocab_size} rows"
+            f"model  {run.raw_model.num_params():,} parameters: {c.n_layer} layers, {c.n_head} heads, "
+            f"{c.n_embd} channels, vocabulary {c.vocab_size} in {c.padded_vocab_size} rows"
         )
         self.say(
             f"data   {cfg.data}: {len(shards):,} training tokens, {len(val_shards):,} for validation; "
@@ -172,7 +171,8 @@ class Log:
                 for k, v in speed.items()
                 if k.endswith("_ms") and k != "dt_ms"
             )
-            line = f"step {step:5d}/{self.cfg.max_steps} | loss {loss:.4f} | lr {lr:.2e} | norm {grad_norm:.2f}"
+            line = f"step {step:5d}/{self.cfg.max_steps} | loss {loss:.4f} | lr {lr:.2e} "
+            line += f"| norm {grad_norm:.2f}"
             self.say(f"{line}{shown}{left}{phases}")
 
     def tick(self, step):

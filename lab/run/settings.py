@@ -37,9 +37,8 @@ def parse_flags(argv, presets, description):
     the two dataclasses. The defaults come from a preset, which --preset names or the machine
     decides, or from the run that --resume goes on with.
     """
-    argv = [
-        re.sub(r"^--learning[_-]rate(?=$|=)", "--lr", word) for word in argv
-    ]  # another name for it
+    # another name for it
+    argv = [re.sub(r"^--learning[_-]rate(?=$|=)", "--lr", word) for word in argv]
     reason, *defaults = choose_defaults(argv, presets)
     model_class, train_class = map(type, defaults)
     defaults[0] = dataclasses.replace(defaults[0], vocab_size=0)  # 0: the data decides
@@ -125,9 +124,12 @@ def check(model_config, cfg):
         raise UserError(
             f"min_lr={cfg.min_lr} must not be above lr={cfg.lr}; pass a smaller --min_lr"
         )
+    if cfg.kernels == "plain" and cfg.fp8 != "off":
+        raise UserError(f"fp8={cfg.fp8} is no plain kernel; leave out --fp8 or --kernels plain")
     if cfg.parallel == "zero1" and cfg.optimizer != "adamw":
         raise UserError(
-            f"parallel=zero1 shares out AdamW's state, and optimizer={cfg.optimizer} has another; leave one out"
+            f"parallel=zero1 shares out AdamW's state, and optimizer={cfg.optimizer} has another; "
+            "leave one out"
         )
     if Path(cfg.run_name).name != cfg.run_name or cfg.run_name == "..":
         raise UserError(
@@ -135,7 +137,8 @@ def check(model_config, cfg):
         )
     if cfg.resume and cfg.init_from:
         raise UserError(
-            f"init_from={cfg.init_from} is for a new run; a resumed one goes on with its own weights: leave one out"
+            f"init_from={cfg.init_from} is for a new run; a resumed one goes on with its own weights: "
+            "leave one out"
         )
     if cfg.wandb and importlib.util.find_spec("wandb") is None:
         raise UserError(
@@ -157,7 +160,8 @@ def resolve(model_config, cfg, world, presets):
     check_fits(path, state, model_config, cfg)
     if state["step"] > cfg.max_steps or (state["step"] == cfg.max_steps and is_finished(run_dir)):
         raise UserError(
-            f"{run_dir} has done {state['step']} steps, max_steps={cfg.max_steps}; a larger --max_steps goes on"
+            f"{run_dir} has done {state['step']} steps, max_steps={cfg.max_steps}; "
+            "a larger --max_steps goes on"
         )
     return model_config, cfg, state
 
@@ -168,17 +172,24 @@ def settle(model_config, cfg, presets):
         from lab.data import build_builtin
 
         build_builtin(cfg.data)
-    if not model_config.vocab_size:
-        manifest = Path(cfg.data) / "manifest.json"
-        vocab_size = presets[cfg.preset][0].vocab_size
-        if cfg.resume:
-            configs = type(model_config), type(cfg)
-            vocab_size = read_config(Path(cfg.log_dir) / cfg.run_name, *configs)[0].vocab_size
-        elif manifest.exists():
-            vocab_size = read_json(manifest, vocab_size=int)["vocab_size"]
-        model_config = dataclasses.replace(model_config, vocab_size=vocab_size)
+    model_config = dataclasses.replace(
+        model_config, vocab_size=vocab_size(model_config, cfg, presets)
+    )
     name = cfg.run_name or f"{cfg.preset}_{time.strftime('%Y%m%d-%H%M%S')}"
     return model_config, dataclasses.replace(cfg, run_name=name)
+
+
+def vocab_size(model_config, cfg, presets):
+    """As asked for; else that of the resumed run, of the data, or of the preset."""
+    manifest = Path(cfg.data) / "manifest.json"
+    if model_config.vocab_size:
+        return model_config.vocab_size
+    if cfg.resume:
+        configs = type(model_config), type(cfg)
+        return read_config(Path(cfg.log_dir) / cfg.run_name, *configs)[0].vocab_size
+    if manifest.exists():
+        return read_json(manifest, vocab_size=int)["vocab_size"]
+    return presets[cfg.preset][0].vocab_size
 
 
 def check_fits(path, state, model_config, cfg):
@@ -205,9 +216,8 @@ def same_shape(source, theirs, model_config, also=()):
     if different:
         pairs = ", ".join(f"{k}={theirs.get(k)} (here {ours[k]})" for k in different)
         ways = [" ".join(f"--{k} {theirs.get(k)}" for k in different if k != "vocab_size")]
-        ways += ["--data with shards of its tokenizer"] * (
-            "vocab_size" in different
-        )  # other ids, other words
+        # other ids, other words
+        ways += ["--data with shards of its tokenizer"] * ("vocab_size" in different)
         raise UserError(
             f"{source} has another shape: {pairs}; pass {' and '.join(filter(None, ways))}"
         )

@@ -38,9 +38,8 @@ class Vitals:
 
     def __init__(self, run, world, stop):
         self.run, self.world, self.stop = run, world, stop
-        self.pending = (
-            deque()
-        )  # (step, losses underway, the loader's place after it) not looked at yet
+        # (step, losses underway, the loader's place after it) not looked at yet
+        self.pending = deque()
 
     def watch(self, losses):
         """Note the losses (micro-steps,) of the update that was just launched."""
