@@ -3,10 +3,13 @@
 import ast
 import importlib
 import json
+import re
 import sys
 
 import pytest
 from conftest import ROOT, clean_env, run_python
+
+from lab.tools.inside import Table
 
 sys.path.insert(0, str(ROOT / "bench"))
 
@@ -27,20 +30,55 @@ def test_saved_with_outputs_in_order_and_without_errors():
     assert "/work/" not in NOTEBOOK.read_text(), "a path of the machine it was run on"
 
 
-def test_each_chapter_asks_predicts_checks_and_says_where_it_lives():
-    chapters = NOTEBOOK.read_text().split('"## ')[1:]
-    assert len(chapters) >= 10
-    for chapter in chapters:
-        assert "?" in chapter[:3000], f"chapter {chapter[:40]!r} asks nothing"
-        for part in (
-            "predict",
-            "assert ",
-            "image/png",
-            "what we learned",
-            "where it lives",
-            "try it",
-        ):
-            assert part in chapter.lower(), f"chapter {chapter[:40]!r} has no {part}"
+HEADINGS = "Question Prediction Experiment Check What_we_learned Where_it_lives Try_it".split()
+
+
+def chapters():
+    """{title: its cells}"""
+    found, title = {}, None
+    for cell in json.loads(NOTEBOOK.read_text())["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown" and source.startswith("## "):
+            title = source.splitlines()[0].removeprefix("## ")
+        if title:
+            found.setdefault(title, []).append(source)
+    return found
+
+
+def test_chapters_have_the_same_parts_in_the_same_order():
+    assert len(chapters()) >= 14
+    for title, cells in chapters().items():
+        text = "\n".join(cells)
+        places = [text.find(f"\n### {name.replace('_', ' ')}") for name in HEADINGS]
+        places[3] = max(places[3], text.find("### Check"))
+        missing = [name for name, place in zip(HEADINGS, places) if place < 0]
+        assert not missing and places == sorted(places), (title, missing, places)
+        assert "?" in title + text[: places[1]] and "assert " in text and "plt.show()" in text
+        assert "<details><summary>Answer" in text[places[-1] :], f"{title}: no answers"
+
+
+def test_contents_lead_to_the_chapters():
+    contents = "".join(json.loads(NOTEBOOK.read_text())["cells"][0]["source"])
+    for title in chapters():
+        assert f"[{title}](#{title.replace(' ', '-')})" in contents
+
+
+def test_no_line_is_cut_and_tests_that_it_names_are_there():
+    for cell in cells("code"):
+        for line in "".join(cell["source"]).splitlines():
+            assert len(line) <= 100, line
+    tests = "".join(path.read_text() for path in (ROOT / "tests").glob("*.py"))
+    there = set(re.findall(r"def (test_\w+)", tests))
+    text = "".join("".join(cell["source"]) for cell in cells("markdown"))
+    assert not set(re.findall(r"`(test_\w+)`", text)) - there
+
+
+def test_tables():
+    table = Table(("name", "n"), [("a <b>", 1), ("c", "-2.5")])
+    assert repr(table) == "name      n\na <b>     1\nc      -2.5"
+    page = table._repr_html_()
+    assert '<td style="text-align: left">a &lt;b&gt;</td>' in page
+    assert '<td style="text-align: right">-2.5</td>' in page
 
 
 def test_what_it_takes_from_the_project_is_there():
@@ -76,7 +114,7 @@ def test_help_runs_nothing(tmp_path):
     before = (ROOT / "play.ipynb").read_bytes()
     for flag, status in (("--help", 0), ("--hlp", 2)):
         done = run_python(ROOT / "bench" / "run_notebook.py", flag, cwd=tmp_path, timeout=60)
-        assert done.returncode == status and "bench/run_notebook.py" in done.stdout + done.stderr
+        assert done.returncode == status and "run_notebook.py" in done.stdout + done.stderr
     assert (ROOT / "play.ipynb").read_bytes() == before
 
 
