@@ -1,5 +1,5 @@
-"""The house and its commands: which file imports which, silent imports, flags, presets, and one sentence for
-each thing that a reader can get wrong."""
+"""The house and its commands: which file imports which, silent imports, flags, presets, and one
+sentence for each thing that a reader can get wrong."""
 
 import ast
 import dataclasses
@@ -18,11 +18,12 @@ from train_gpt2 import PRESETS, GPTConfig, TrainConfig
 
 PROGRAMS = {"train_gpt2", "fineweb", "hellaswag", "sample"}
 
-# ---------------------------------------------------------------------------------------------- imports
+# ------------------------------------------------------------------------------------------ imports
 
 
 def imports():
-    """{module: the modules of this project that it imports, anywhere in it}; bench and tests excluded."""
+    """{module: the modules of this project that it imports, anywhere in it}; bench and tests
+    excluded."""
     files = [*ROOT.glob("*.py"), *ROOT.glob("lab/**/*.py")]
     names = {
         ".".join(f.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): f
@@ -43,7 +44,8 @@ def imports():
 
 
 def test_arrows_point_one_way():
-    """lab knows no program and no bench; and nobody imports, by whatever way round, who imports him."""
+    """lab knows no program and no bench; and nobody imports, by whatever way round, who imports
+    him."""
     found = imports()
     assert {"train_gpt2", "lab.cli", "lab.run", "lab.run.log"} <= found.keys() and found[
         "train_gpt2"
@@ -92,7 +94,8 @@ def test_importing_is_silent(tmp_path):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A folder with data and log/r, a run of two steps, made by the real command; what that said."""
+    """A folder with data and log/r, a run of two steps, made by the real command; what that
+    said."""
     folder = tmp_path_factory.mktemp("trained")
     data = write_shards(folder / "data")
     flags = [*TINY_RUN, "--data", data, "--max_steps", 2, "--seed", 5]
@@ -138,7 +141,7 @@ def test_no_file_is_executed_twice(trained, command):
     )
 
 
-# -------------------------------------------------------------------------------- commands that succeed
+# ---------------------------------------------------------------------------- commands that succeed
 
 
 def test_a_run_says_what_it_does_and_every_command_that_it_prints_works(trained):
@@ -196,7 +199,7 @@ def test_threads_wait_by_the_load_of_the_machine(monkeypatch):
     assert 0 <= cli.idle_share(0.01) <= 1
 
 
-# ----------------------------------------------------------------------------------- commands that fail
+# ------------------------------------------------------------------------------- commands that fail
 
 # flags after those of a tiny run, and what the sentence must hold
 BAD = {
@@ -282,7 +285,7 @@ def test_the_boundary_of_a_command(tmp_path, run_train):
         assert result.returncode == status and re.search(said, result.stderr), result.stderr
 
 
-# ---------------------------------------------------------------------------------- flags and presets
+# -------------------------------------------------------------------------------- flags and presets
 
 
 def test_help_names_every_setting_with_its_default(tmp_path):

@@ -52,7 +52,8 @@ def free_port():
 
 @pytest.fixture
 def start_two(tmp_path, shards):
-    """start_two("--max_steps", 4, ...): two processes with torchrun's environment; killed after the test."""
+    """start_two("--max_steps", 4, ...): two processes with torchrun's environment; killed after the
+    test."""
     started = []
 
     def start(*flags, program=ROOT / "train_gpt2.py", data=shards):
@@ -82,7 +83,8 @@ def run_two(start_two, *flags, **how):
 
 @pytest.mark.parametrize("parallel", ["ddp", "zero1"])
 def test_two_processes_are_one(tmp_path, shards, start_two, parallel):
-    """Losses, weights, gradients, validation, with accumulation and masks that leave ranks uneven."""
+    """Losses, weights, gradients, validation, with accumulation and masks that leave ranks
+    uneven."""
     mask_shards(shards)
     flags = (
         "--max_steps 8 --val_every 4 --val_tokens 250 --grad_clip 0 --ckpt_every 1 --keep_last 100"

@@ -1,4 +1,5 @@
-"""Training: the schedule, one update, what must not change a run, what is measured, what is not finite."""
+"""Training: the schedule, one update, what must not change a run, what is measured, what is not
+finite."""
 
 import dataclasses
 import functools
@@ -45,7 +46,7 @@ def raw_gradients(checkpoint, beta1=0.9):
     return {i: s["exp_avg"] / (1 - beta1) for i, s in checkpoint["optimizer"]["state"].items()}
 
 
-# ----------------------------------------------------------------------------- schedule and optimizer
+# --------------------------------------------------------------------------- schedule and optimizer
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
@@ -89,7 +90,8 @@ def test_presets_are_runs_that_can_be_done():
 
 @pytest.mark.parametrize("shape", [(12, 5), (5, 12)])
 def test_muon_steps_along_its_momentum_made_orthogonal(shape):
-    """Two steps by the formula: Nesterov's look ahead, all singular values near 1, tall matrices more."""
+    """Two steps by the formula: Nesterov's look ahead, all singular values near 1, tall matrices
+    more."""
     weight = torch.nn.Parameter(torch.randn(shape))
     muon, momentum = Muon([weight], lr=0.1, momentum=0.9, weight_decay=0.5), torch.zeros(shape)
     for grad in torch.randn(2, *shape):
@@ -111,7 +113,8 @@ def test_muon_steps_along_its_momentum_made_orthogonal(shape):
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_accumulation_changes_nothing(tmp_path, shards, masked):
-    """16 x 1 against 4 x 4; with masks some micro-steps have no target at all, others all of theirs."""
+    """16 x 1 against 4 x 4; with masks some micro-steps have no target at all, others all of
+    theirs."""
     if masked:
         mask_shards(shards)
     a, b = (train_here(tmp_path, shards, f"b{size}", batch_size=size) for size in (16, 4))
@@ -166,7 +169,8 @@ def test_plain_and_fused_are_one_run(tmp_path, shards, monkeypatch):
 def test_compiling_agrees_with_eager_and_compiles_nothing_after_warm_up(
     tmp_path, shards, monkeypatch, backend, checkpointing
 ):
-    """With all events and the fused loss; the real compiler, which takes long, with fewer of them."""
+    """With all events and the fused loss; the real compiler, which takes long, with fewer of
+    them."""
     from torch._dynamo.utils import counters
 
     real = backend == "inductor"
@@ -216,7 +220,8 @@ def test_clipping_bounds_the_update_and_logs_the_norm_before_it(tmp_path, shards
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_scaled_loss_makes_the_same_updates(tmp_path, shards, monkeypatch, optimizer):
-    """As in fp16, by a power of two: what is clipped and added is without the factor, to the bit."""
+    """As in fp16, by a power of two: what is clipped and added is without the factor, to the
+    bit."""
     settings = dict(max_steps=4, grad_clip=0.1, ckpt_every=2, optimizer=optimizer)
     free = train_here(tmp_path, shards, "free", **settings)
 
@@ -258,7 +263,7 @@ def test_a_bug_keeps_its_traceback(tmp_path, start_training):
     assert process.stderr.rstrip().endswith("ValueError: a bug") and "in update" in process.stderr
 
 
-# ---------------------------------------------------------------------------------- what is measured
+# --------------------------------------------------------------------------------- what is measured
 
 
 def test_a_run_learns(tmp_path, shards):
@@ -276,12 +281,12 @@ def test_a_run_learns(tmp_path, shards):
 
 
 def test_baselines_leave_out_what_a_mask_leaves_out(tmp_path, shards, recwarn):
-    """Questions of many letters, answers of one, which alone are learnt: no context is needed for it."""
+    """Questions of many letters, answers of one, which alone are learnt: no context is needed for
+    it."""
     for split, n in (("train_000000", 1501), ("train_000001", 997), ("val_000000", 700)):
         ids, mask = np.arange(n) % 40, (np.arange(n) % 3 == 0).astype(np.uint8)
-        ids[mask == 1] = np.where(
-            np.arange(mask.sum()) % 4, 65, VOCAB - 1
-        )  # every fourth: end-of-text
+        # every fourth: end-of-text
+        ids[mask == 1] = np.where(np.arange(mask.sum()) % 4, 65, VOCAB - 1)
         np.save(shards / f"x_{split}.npy", ids.astype(np.uint16))
         with (shards / f"x_{split}.mask").open("wb") as file:
             np.save(file, mask)
@@ -384,7 +389,7 @@ def test_weights_and_biases_gets_the_same_numbers(tmp_path, shards, monkeypatch)
     assert [logged[step, "train/loss"] for step in (1, 2)] == run.losses and finished
 
 
-# -------------------------------------------------------------------------- what is not finite, data
+# ------------------------------------------------------------------------- what is not finite, data
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, shards, run_train):
@@ -458,7 +463,8 @@ def test_epochs_are_of_the_tokens_that_are_used(tmp_path, shards, capsys):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("bf16_residual", [True, False])
 def test_a_wide_model_trains_compiled_as_it_does_uncompiled(tmp_path, bf16_residual, capsys):
-    """With a residual stream in 32 bits, torch before 2.14 compiles a race into the last LayerNorm."""
+    """With a residual stream in 32 bits, torch before 2.14 compiles a race into the last
+    LayerNorm."""
     (tmp_path / "wide").mkdir()
     for split, size in (("train", 200_000), ("val", 5000)):
         tokens = np.random.default_rng(size).integers(0, 50257, size, dtype=np.uint16)
