@@ -13,6 +13,7 @@ with the shard that was in hand, and ends with the same bytes.
 
 import dataclasses
 import re
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,6 @@ from lab.cli import UserError, command, parse
 from lab.data.builtin import build_builtin
 from lab.data.chat import build_chat, is_chat
 from lab.data.corpus import FINEWEB_EDU, build_corpus, find_source
-from lab.data.shards import read_manifest
 from lab.data.writer import verify
 from lab.files import only_writer
 
@@ -43,7 +43,8 @@ class Config:
     on from there."""
     tokenizer: Literal["gpt2", "bytes"] | None = None
     """gpt2: 50257 tokens, two files are downloaded once; the default, but for the built-in text.
-    bytes: 256 and end-of-text, needs nothing."""
+    bytes: 256 and end-of-text, needs nothing; the choice for training without a GPU, where a second
+    goes through thousands of bytes and hundreds of gpt2's."""
     dataset: str = FINEWEB_EDU
     """Data set on the hub. One of ready-made token shards (kjj0/finewebedu10B-gpt2) is downloaded
     as it is."""
@@ -56,10 +57,8 @@ class Config:
     """Its branch, tag or commit. The commit is kept in the manifest, and a corpus that was begun
     stays with it."""
     text_column: str = "text"
-    """Column (parquet) or key (JSONL) that holds the text."""
-    chat: bool = False
-    """JSONL lines are conversations ("messages" with roles): make rows of --context tokens and
-    masks for fine-tuning. Found out by itself where the first line has messages and no text."""
+    """Column (parquet) or key (JSONL) that holds the text. Where a JSONL file's first line has no
+    text but "messages" with roles, its lines are conversations: rows and masks for fine-tuning."""
     context: int = 1024
     """Tokens in a row of chat data; longer conversations are dropped and counted."""
     shard_tokens: str = "100M"
@@ -101,80 +100,61 @@ def checked(cfg: Config) -> Config:
     for flag in sorted(useless):
         raise UserError(f"--{flag} does nothing for --source {cfg.source}; leave it out")
     counts = {f: parse_count(f, getattr(cfg, f)) for f in ("tokens", "shard_tokens", "val_tokens")}
-    if cfg.workers < -1:
-        raise UserError(f"--workers {cfg.workers}: wanted is a number of processes, or -1")
     tokenizer = cfg.tokenizer or ("bytes" if cfg.source == "builtin" else "gpt2")
     out = cfg.out or f"data/{data_name(cfg)}"
     if not cfg.out and data_name(cfg) == "edufineweb":
         size = (cfg.name or "sample-10BT").removeprefix("sample-").removesuffix("T")
         out = f"edu_fineweb{size}"
-    if Path(out).exists() and not Path(out).is_dir():
-        raise UserError(f"--out {out} is a file and must be a folder for the shards; name another")
     return dataclasses.replace(cfg, tokenizer=tokenizer, out=out, **counts)
 
 
 def data_name(cfg: Config) -> str:
     """The first part of the shards' names."""
-    if cfg.source == "hub" and cfg.dataset == FINEWEB_EDU:
-        return "edufineweb"
     name = Path(cfg.source).resolve().name.split(".")[0]
-    name = cfg.dataset.split("/")[-1] if cfg.source == "hub" else name
+    if cfg.source == "hub":
+        name = "edufineweb" if cfg.dataset == FINEWEB_EDU else cfg.dataset.split("/")[-1]
     return re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-") or "text"
 
 
 def summary(manifest: dict, out: str, seconds: float) -> str:
-    m, splits = manifest, [entry["split"] for entry in manifest["shards"]]
+    m, kind = manifest, "conversations" if manifest["context"] else "documents"
     text = (
-        f"{out}: {m['documents']:,} {'conversations' if m['context'] else 'documents'}, "
-        f"{m['tokens']:,} tokens in {splits.count('train')} training and {splits.count('val')} "
-        f"validation shards, {seconds:,.0f} s"
+        f"{out}: {m['documents']:,} {kind}, {m['tokens']:,} tokens in {len(m['shards'])} shards, the "
+        f"first of them for validation, {seconds:,.0f} s"
     )
-    if m["text_bytes"]:
-        text += f"; {m['text_bytes'] / m['tokens']:.2f} bytes per token"
-    if m["empty"]:
-        text += f"; {m['empty']:,} empty documents were left out"
     if m["context"]:
-        text += (
-            f"; rows of {m['context']}, {m['targets']:,} tokens to be learnt, {m['padding']:,} of "
-            f"padding; left out: {m['too_long']:,} too long, {m['no_answer']:,} without an answer"
-        )
-    if "train" not in splits:
-        text += "\nAll of it is for validation: a smaller --val_tokens leaves some to train on"
-    if m["tokenizer"] == "gpt2" and m["tokens"] < 10**8:
-        text += (
-            "\nTraining on it without a GPU? Make it with --tokenizer bytes: over GPT-2's 50,257 "
-            "tokens a CPU learns some hundreds a second, over bytes thousands"
-        )
+        left_out = f"{m['too_long']:,} too long, {m['no_answer']:,} without an answer"
+        text += f"; rows of {m['context']}; left out: {left_out}"
     return text
-
-
-def verify_folder(out: str) -> int:
-    if read_manifest(out) is None and not any(Path(out).glob("*_*_*.*")):
-        raise UserError(f"--out {out} holds no shards, so there is nothing to verify; name another")
-    problems = verify(out)
-    print("\n".join(problems) or f"{out}: all shards are whole")
-    return 1 if problems else 0
 
 
 def main(argv=None) -> int:
     cfg = checked(parse(Config, argv, prog="fineweb.py"))
     if cfg.verify:
-        return verify_folder(cfg.out)
+        problems = verify(cfg.out)
+        print("\n".join(problems) or f"{cfg.out}: all shards are whole")
+        return 1 if problems else 0
+    t0 = time.monotonic()
     if cfg.source == "builtin":
-        build_builtin(cfg.out, cfg.tokenizer, say=print)
+        manifest = build_builtin(cfg.out, cfg.tokenizer)
+        print(summary(manifest, cfg.out, time.monotonic() - t0))
         return 0
-    t0, (source, files) = time.monotonic(), find_source(cfg)
-    chat = cfg.source != "hub" and (cfg.chat or is_chat(files[0], cfg.text_column))
+    source, files = find_source(cfg)
     refusal = (
         f"another fineweb.py is writing {cfg.out}, and only one may at a time: run this again when "
         "it has ended, or choose another --out"
     )
     with only_writer(cfg.out, refusal):
-        if chat:
+        if is_chat(files[0], cfg.text_column):
             manifest = build_chat(files, cfg.out, cfg.tokenizer, cfg.context, cfg.shard_tokens)
         else:
-            manifest = build_corpus(cfg, source, files, data_name(cfg), say=print)
+            manifest = build_corpus(cfg, source, files, data_name(cfg))
     print(summary(manifest, cfg.out, time.monotonic() - t0))
+    if cfg.source != "hub" and cfg.tokenizer == "gpt2" and not shutil.which("nvidia-smi"):
+        print(
+            "note: there seems to be no GPU. A head of GPT-2's 50,257 tokens keeps a CPU at some "
+            "hundred tokens a second; --tokenizer bytes with another --out makes a head of 257"
+        )
     return 0
 
 

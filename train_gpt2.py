@@ -17,7 +17,8 @@ command line. Each uses only those above it. What makes the same things exact, f
 in lab/, behind the names imported here; a first reading needs none of it.
 
 Shape letters: B batch, T time (tokens of a sequence), C channels (n_embd), H heads, D head size
-(C = H * D), V vocabulary (padded_vocab_size), N = B * T positions.
+(C = H * D), S keys that a query looks at (T, and those in a cache), V vocabulary (padded), L
+layers, N = B * T positions.
 """
 
 import contextlib
@@ -177,12 +178,13 @@ class CausalSelfAttention(nn.Module):
             t.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, H, T, D)
             for t in self.c_attn(x).split(C, dim=2)
         )
-        causal = mask is None and T > 1  # a single new token may look at everything before it
+        # a mask says all that is hidden; with a cache, a single new token may look at all before it
+        causal = mask is None and T > 1
         if cache is not None:
             k, v = cache.append(self.layer, k, v)  # (B, H, S, D): earlier tokens come first
         if self.attention == "math":
             y = spelled_out_attention(q, k, v, mask, causal)
-        else:  # the same without ever holding the (T, S) scores in memory (Dao et al. 2022)
+        else:  # flash attention: never the (T, S) scores in memory (Dao et al. 2022)
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
 
@@ -219,7 +221,8 @@ class HeadLoss(nn.Module):
         self.vocab_size = vocab_size
 
     def forward(self, x, weight, targets, reduction):
-        """x (N, C), weight (V, C), targets (N,), -1: none -> sum of the losses, or each (N,)."""
+        """x (N, C), weight (V, C), targets (N,), of which -1 are left out -> the sum of the losses,
+        or with reduction "none" each (N,)."""
         logits = F.linear(x, weight)[:, : self.vocab_size]
         # 16 bits are too few for a softmax
         losses = F.cross_entropy(logits.float(), targets, ignore_index=-1, reduction="none")
@@ -333,8 +336,9 @@ class GPT(nn.Module):
 
 
 def param_groups(model, weight_decay):
-    """Two groups: matrices and embeddings decay; biases and LayerNorm gains, which scale and do not
-    mix, have no need to be small."""
+    """Two groups. Decay shrinks a weight a little at each update, so that none grows for nothing:
+    matrices and embeddings. Biases and LayerNorm gains are few and set scales: they are left
+    out."""
     params = [p for p in model.parameters() if p.requires_grad]
     return [
         {"params": [p for p in params if p.dim() >= 2], "weight_decay": weight_decay},
@@ -343,7 +347,8 @@ def param_groups(model, weight_decay):
 
 
 def make_optimizer(model, cfg, device_type):
-    """The optimizer of cfg. A group's "scale" is its peak rate over cfg.lr."""
+    """The optimizer of cfg. A group's "scale" is its peak rate over cfg.lr, as one schedule drives
+    AdamW and Muon, whose peaks differ."""
     fused = device_type in ("cuda", "cpu")  # one kernel for all tensors instead of several for each
     adamw = dict(lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, fused=fused)
     if cfg.optimizer == "muon":
@@ -382,7 +387,7 @@ class Run:
     training calls it, wrapped by DDP and compiled. step counts finished updates.
     """
 
-    program = "gpt2"  # a checkpoint's word for the file that can load it (lab.models)
+    program = "gpt2"  # noted in checkpoints, so that lab.models finds this file
 
     def __init__(self, raw_model, model, optimizer, loader, precision, schedule, world, cfg):
         self.raw_model, self.model, self.optimizer = raw_model, model, optimizer
@@ -392,26 +397,28 @@ class Run:
         self.folder = Path(cfg.log_dir) / cfg.run_name
 
     def update(self):
-        """One step. Returns this process's part of the loss by micro-step (the mean over processes
-        of its sum is the step's loss) and the gradient's norm before clipping, as tensors."""
+        """One step. Returns a loss for each micro-step, whose sum, averaged over the processes, is
+        the step's loss, and the gradient's norm before clipping, as tensors."""
         precision, losses = self.precision, []
         for micro_step in range(self.loader.grad_accum_steps):
             x, y, num_targets = self.loader.next_batch()  # num_targets: of the whole step
             last = micro_step == self.loader.grad_accum_steps - 1
-            # DDP averages gradients in backward(), and only the last micro-step's sum is worth
-            # sending. It decides that in its forward pass, so this context has to hold both.
-            no_sync = getattr(self.model, "no_sync", contextlib.nullcontext)
-            with contextlib.nullcontext() if last else no_sync():
+            # Exchange: DDP averages gradients over the processes while backward() computes them.
+            # The sum of all micro-steps is all that is worth sending, so before the last one it
+            # waits. It decides that in its forward pass: the context has to hold both.
+            waits = hasattr(self.model, "no_sync") and not last  # DDP alone has no_sync
+            with self.model.no_sync() if waits else contextlib.nullcontext():
                 # products in 16 bits; weights, norms, softmax and sums stay in 32
                 with torch.autocast(x.device.type, precision.dtype, enabled=precision.is_16_bit):
                     _, loss = self.model(x, y, reduction="sum")
-                # Wanted is the mean over all targets of the step. backward() adds up micro-steps;
-                # but DDP takes the processes' mean where their sum is wanted, hence world_size.
+                # The sum over this micro-step's targets, divided by those of the whole step: then
+                # backward() adds up to the gradient of the mean. The processes' gradients are
+                # averaged where their sum is wanted, which world_size undoes.
                 loss = loss * (self.world.world_size / num_targets)
-                # fp16 ends at 6e-8: the scaler multiplies the loss, so that small gradients survive
+                # fp16 alone: it ends at 6e-8, so the loss is scaled up, and gradients back down
                 precision.scaler.scale(loss).backward()
             losses.append(loss.detach())
-        # an optimizer of which each process has a share clips in its own way
+        # ZeRO-1, where each process has a share of the optimizer, exchanges gradients here instead
         clip = getattr(self.optimizer, "clip_grad_norm", self.clip_grad_norm)
         grad_norm = clip(self.cfg.grad_clip)
         for group in self.optimizer.param_groups:
@@ -425,7 +432,7 @@ class Run:
     def clip_grad_norm(self, max_norm):
         """Shorten the gradient of all parameters together to max_norm (0: never); returns its
         norm."""
-        self.precision.scaler.unscale_(self.optimizer)
+        self.precision.scaler.unscale_(self.optimizer)  # fp16 alone: first back to their true size
         params = [p for p in self.raw_model.parameters() if p.grad is not None]
         norm = exact_norm([p.grad for p in params])
         nn.utils.clip_grads_with_norm_(params, max_norm or math.inf, norm)
@@ -475,7 +482,9 @@ def set_up(model_config, cfg, world, state=None):
     torch.manual_seed(cfg.seed)
     precision = device.Precision(cfg.precision, world.device)  # bf16 where the GPU has it
     if world.device.type == "cuda" and precision.name != "fp32":
-        torch.set_float32_matmul_precision("high")  # TF32: what stays in float32 multiplies 10 bits
+        torch.set_float32_matmul_precision(
+            "high"
+        )  # TF32: float32 products keep 10 bits of mantissa
     shards = data.TokenShards(cfg.data, "train", model_config.vocab_size, cfg.verify_data)
     raw_model = GPT(model_config)
     if cfg.init_from and not state:
@@ -483,9 +492,10 @@ def set_up(model_config, cfg, world, state=None):
     raw_model.to(world.device)
     if model_config.document_mask:
         data.hide_other_documents(raw_model)
-    if cfg.kernels == "fused":  # the same results in less time and memory (lab/kernels)
+    if cfg.kernels == "fused":  # the same results (but for 8 bits) in less time and memory
         kernels.use(raw_model, mlp=MLP, precision=precision, fp8=cfg.fp8)
-    most = state["batch_size"] if state else 64  # other micro-batches would round other sums
+    # a resumed run keeps its micro-batch: in another, sums would be rounded otherwise
+    most = state["batch_size"] if state else 64
     batch_size = cfg.batch_size or device.fit_batch_size(raw_model, cfg, world, precision, most)
     loader = data.TokenLoader(shards, cfg, world, batch_size)
     optimizer = make_optimizer(raw_model, cfg, world.device.type)
@@ -514,21 +524,23 @@ def set_up(model_config, cfg, world, state=None):
 
 
 def train(run, events, cfg, world, log, stop):
-    """Run the updates up to cfg.max_steps, with the events that are due between them.
+    """Run the updates up to cfg.max_steps. Returns the name of the signal that stopped it, or "".
 
-    The last pass makes events alone, so that the weights that were measured are the weights on
-    disk. A checkpoint is the state before its step is measured: after a stop in mid-measurement,
-    that step is measured again. Returns the name of the signal that stopped the run, or "".
+    Each pass makes the events that are due, then one update. After max_steps updates only the
+    events are left, so that the last weights are measured and saved too. A checkpoint comes before
+    the measurements of its step: if a signal interrupts these, a resumed run makes them again.
     """
     vitals, meter, stopped = Vitals(run, world, stop), Meter(run, cfg, world, log), ""
     try:
         while True:
             last = run.step == cfg.max_steps
             due = [event for event in events if event.due(run.step, last)]
-            vitals.read(newest=bool(due) or last)  # a bad loss, or a signal, is raised on all ranks
+            # raises on all processes: RunError for a loss that is not finite, Stopped after a
+            # signal
+            vitals.read(newest=bool(due) or last)
             with meter.paused(due):
                 for event in due:
-                    log.event(event.name, run.step, event(run))
+                    log.event(event.name, run.step, event(run))  # long ones may raise Stopped too
             if last:
                 break
             losses, grad_norm = run.update()
@@ -539,7 +551,7 @@ def train(run, events, cfg, world, log, stop):
                 log.train(run.step, loss, lr, grad_norm.item(), **meter.read())
     except Stopped as signal:
         stopped = str(signal)
-        vitals.read(newest=True, heed=False)  # never keep what a bad step has touched
+        vitals.read(newest=True, heed=False)  # is the last update fit to be saved?
         log.event("checkpoint", run.step, run.save())
     log.event("end", run.step, {"reason": stopped or "done"})
     return stopped
@@ -567,7 +579,7 @@ def main(argv):
         log.start(reason, run, validation)
         stopped = train(run, events, cfg, world, log, stop)
     folder.farewell(run, stopped)
-    return 75 if stopped and run.step else 0  # 75 tells job scripts: try again
+    return 75 if stopped else 0  # 75 tells job scripts: try again
 
 
 if __name__ == "__main__":

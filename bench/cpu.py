@@ -40,7 +40,6 @@ from records import (
     random_shards,
     read_records,
 )
-from tyro.conf import Suppress
 
 from lab.cli import UserError, command, parse
 from lab.files import check_writable
@@ -66,7 +65,7 @@ class Config:
     limit: int = 180  # seconds for a row, compilation included
     commit: str = ""  # noted in the records where git is not at hand
     table: bool = False  # print the table of --out and end
-    job: Suppress[str] = ""  # one row, in the process that measures it
+    job: str = ""  # one row, as JSON: what this program calls itself with
     out: str = str(RUNS / "cpu.jsonl")  # file of measurements
 
 

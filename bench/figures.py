@@ -88,7 +88,7 @@ def where_and_when(rows):
 
 
 def blank(height, title, note=""):
-    """A figure 8 inches wide with a title that states the finding and a line that says where it was measured."""
+    """A figure 8 inches wide: its title states the finding, the note below where it was measured."""
     figure = Figure(figsize=(8, height))
     figure.suptitle(title, x=0.01, ha="left")
     if note:
@@ -196,15 +196,14 @@ def ladder(runs, out_path, dark):
         raise NoData(f"{shape} has but one rung in ladder.jsonl")
     speeds = {v: median(rows, "tok_per_s") for v, rows in rungs.items()}
     first, *_, last = speeds.values()
-    title = (
-        f"{shape}: {short(first)} to {short(last)} tokens/s, {last / first:.0f} times, rung by rung"
-    )
+    name = {"gpt2": "GPT-2 124M"}.get(shape, shape)
+    title = f"{name}, tokens a second on one H200: {short(first)} to {short(last)}"
     figure = blank(1.5 + 0.34 * len(speeds), title, where_and_when(flat({shape: rungs})))
     ax, blue, before = figure.subplots(), color_of("speed", dark), first
     box = dict(
         facecolor=PAPER[dark]["paper"], edgecolor="none", pad=1
     )  # no line runs through a text
-    for y, (rung, now) in enumerate(speeds.items()):
+    for y, now in enumerate(speeds.values()):
         ax.barh(y, min(before, now), height=1, color=blue)
         if now > before:
             ax.barh(y, now - before, left=before, height=1, color=blue, alpha=0.5)
@@ -590,7 +589,8 @@ def parallel(runs, out_path, dark):
     first, *others = panels
     best = next((m for m in panels[first] if m[0] != "alone"), "alone")
     low, high = min(panels[first][best]), max(panels[first][best])
-    title = f"{first[0]}: {words(best[0])} on {first[1]} GPUs reaches {low:.1%} to {high:.1%} of {first[1]} times one GPU"
+    title = f"{first[0]}: {words(best[0])} on {first[1]} GPUs reaches {low:.1%} to {high:.1%}"
+    title += f" of {first[1]} times one GPU"
     rows = records(runs, "parallel", "mode", "tok_per_s")
     lengths = [len(panels[kind]) + 2 for kind in others]
     figure = blank(1.6 + 0.21 * max(len(panels[first]), sum(lengths)), title, where_and_when(rows))
@@ -649,7 +649,8 @@ def overlap(mode):
         much, title = times["nccl_us"] / 1000, f"{extract['mode']}: no communication in this step"
         if much:
             share = times["hidden_us"] / times["nccl_us"]
-            title = f"{extract['mode']}: {share:.0%} of {much:.1f} ms of communication hidden under computation"
+            title = f"{extract['mode']}: {share:.0%} of {much:.1f} ms of communication hidden under"
+            title += " computation"
         figure = blank(2.6, title)
         ax = figure.subplots()
         for kind in (kind for kind in KINDS if kind in lanes):

@@ -1,9 +1,8 @@
-"""How fast one training step could be on this GPU: its parts measured one by one, added up, against our step.
+"""How fast one training step could be on this GPU: its parts measured one by one and added up.
 
-    python bench/floor.py                            # GPT-2 124M, 64 x 1024, two minutes; then steps of our own
+    python bench/floor.py                            # GPT-2 124M, 64 x 1024: two minutes, then our own steps
     python bench/floor.py --step_ms 938 --step_ms_8 744     # steps that were timed before
     python bench/floor.py --preset gpt2-xl --tokens_per_step 131072     # a larger model, in shorter steps
-    python bench/floor.py --sums                     # add up again what the file holds; needs no GPU
     python bench/floor.py --preset tiny --device cpu --out try.jsonl     # a try; its times mean nothing
 
 The floor of a step of 524,288 tokens is
@@ -95,7 +94,6 @@ class Config:
     pause: float = 2.0  # seconds of rest before and after the first of those
     step_ms: float = 0.0  # our own step, timed before; 0 times it now
     step_ms_8: float = 0.0  # the same with the head and the MLP in 8 bits
-    sums: bool = False  # add up what the file holds, measure nothing
     device: str = "auto"  # cuda, cuda:N or cpu
     commit: str = ""  # noted in the records where git is not at hand
     out: str = str(RUNS / "floor.jsonl")  # file of measurements
@@ -349,9 +347,10 @@ def back_to_back(parts, backend, seconds, write, in_8_bits=()):
     try:
         ladder.forget(parts.device)
         calls = parts.micro_step(backend, in_8_bits)
-        with ladder.GpuWatch(parts.device) as watch:
-            took = sustained_ms(calls, parts.device, seconds)
-        write(what, took, **watch.values)
+        took = sustained_ms(calls, parts.device, seconds)
+        for call in calls:  # still warm
+            call()
+        write(what, took, **ladder.gpu_state(parts.device))
     except RuntimeError as error:  # memory: its operands are all there at once
         write(what, error=one_sentence(error))
     return took
@@ -370,32 +369,6 @@ def own_step_ms(cfg, world, eight_bits):
 
 
 # ---------------------------------------------------------------------------------------- results
-
-
-def print_sums(cfg, model, seq_len):
-    """The floors that the newest parts in the file add up to."""
-    setting = dict(preset=cfg.preset, batch_size=cfg.batch_size)
-    rows = [r for r in read_records(cfg.out) if setting.items() <= r.items()]
-    rows = [r for r in rows if r["card"] == rows[-1]["card"] and r.get("ms")]
-    ms, copies = {r["op"]: r["ms"] for r in rows}, [r for r in rows if r["op"].startswith("copy")]
-    if not copies:
-        raise UserError(f"{cfg.out} has no parts of {cfg.preset}, micro-batch {cfg.batch_size}")
-    positions, rate = cfg.batch_size * seq_len, 1000 * copies[-1]["bytes"] / copies[-1]["ms"]
-    print(
-        "{card}, torch {torch}, {date}, {preset}".format(**rows[-1]),
-        f"{cfg.tokens_per_step:,} tokens",
-    )
-    for in_8_bits in ((), IN_8_BITS):
-        round_ms = next((ms[op] for op in ms if op.startswith(BACK_TO_BACK[in_8_bits])), None)
-        micro_steps = cfg.tokens_per_step // positions
-        try:
-            found = floors(model, positions, ms, round_ms, rate, micro_steps, in_8_bits)
-        except KeyError as error:
-            print(f"no floor without {error}")
-            continue
-        for what, value in found.items():
-            tok_per_s = 1000 * cfg.tokens_per_step / value
-            print(f"{what:75} {value:8.1f} ms {tok_per_s:10,.0f} tokens/s")
 
 
 def writer(path, **common):
@@ -439,8 +412,6 @@ def main(argv):
         raise UserError(
             f"tokens_per_step={cfg.tokens_per_step} must be a multiple of {cfg.batch_size} x {T}"
         )
-    if cfg.sums:
-        return print_sums(cfg, model, T)
     world = World(cfg.device)
     if world.device.type == "cpu" and cfg.preset != "tiny":
         raise UserError(

@@ -1,14 +1,13 @@
 """The ladder of speed-ups, rung by rung, and what else decides the speed of a step.
 
-    python bench/ladder.py --list                              # what there is to measure, and what is done
     python bench/ladder.py                                     # GPT-2 124M, from plain float32 to 8 bits
-    python bench/ladder.py --groups loss --data edu_fineweb10B # what the rungs do to the loss, three seeds each
+    python bench/ladder.py --groups loss --data edu_fineweb10B # what the rungs do to the loss, three seeds
     python bench/ladder.py --shapes gpt2-large gpt2-xl --batch_size 16 --tokens_per_step 16384
     python bench/ladder.py --table                             # what the file holds; needs no GPU
     python bench/ladder.py --shapes tiny --device cpu --out try.jsonl      # a try; its times mean nothing
 
 Each measurement is one JSON line, written when it is done. Started again, the same command goes on where
-it stopped, and leaves out what failed unless --retry is there. A variant that does not fit in memory gets
+it stopped, and tries again what failed. A variant that does not fit in memory gets
 half the micro-batch, with the same tokens per step; the line says which it got. Of one that compiles, the
 first loss is compared with the uncompiled model's (compiled.py): a time of wrong results is none.
 
@@ -22,10 +21,7 @@ seconds leave out the first step, where compilation is, and count an average one
 import contextlib
 import dataclasses
 import gc
-import signal
-import subprocess
 import tempfile
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,11 +59,10 @@ WARM_UP = 5  # steps dropped before the timed ones, the compiling one included
 class Config:
     shapes: tuple[Literal[tuple(SHAPES)], ...] = ("gpt2",)  # models; tiny is for tries
     groups: tuple[Literal[GROUPS], ...] = ("rungs",)  # what is compared
-    variants: tuple[str, ...] = ()  # as --list shows them; all if empty
+    variants: tuple[str, ...] = ()  # of the groups; all if empty
     steps: int = 20  # timed steps
     tokens_per_step: int = 0  # of the timing groups; 0 is the shape's own
     batch_size: int = 0  # micro-batch to begin with; 0 is the shape's (gpt2: 64)
-    limit: int = 500  # seconds after which a measurement counts as failed
     data: str = ""  # folder of token shards; random tokens for timings if empty
     seed: int = 1337  # first seed
     seeds: int = 3  # group loss: how many
@@ -77,8 +72,6 @@ class Config:
     device: str = "auto"  # cuda, cuda:N or cpu
     commit: str = ""  # noted in the records where git is not at hand
     profile: bool = True  # kernel times too
-    retry: bool = False  # try again what has failed before
-    list: bool = False  # show what would be measured, and stop
     table: bool = False  # print the tables of --out, and stop
     out: str = str(RUNS / "ladder.jsonl")  # file of measurements
 
@@ -131,58 +124,17 @@ def forget(device):
         torch.cuda.reset_peak_memory_stats(device)
 
 
-@contextlib.contextmanager
-def time_limit(seconds):
-    """Raise TimeoutError in the body after so many seconds. Not on Windows, which has no such signal."""
-
-    def ring(*_):
-        raise TimeoutError(f"not done after {seconds} s (--limit)")
-
-    if not hasattr(signal, "SIGALRM"):
-        yield
-        return
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-
-
-class GpuWatch:
-    """Medians of power, clock and temperature while the body runs, from nvidia-smi about once a second,
-    None without it; and which GPU it is, as those of one name differ."""
-
-    fields = {"power_w": "power.draw", "sm_mhz": "clocks.sm", "temperature_c": "temperature.gpu"}
-
-    def __init__(self, device):
-        self.cuda, self.rows, self.done = device.type == "cuda", [], threading.Event()
-        uuid = str(torch.cuda.get_device_properties(device).uuid) if self.cuda else None
-        self.values = dict.fromkeys(self.fields) | {"uuid": uuid}
-
-    def look(self):
-        wanted = f"--query-gpu={','.join(self.fields.values())}"
-        words = ["nvidia-smi", "-i", f"GPU-{self.values['uuid']}", wanted]
-        while not self.done.wait(1.0):
-            with contextlib.suppress(OSError, ValueError):  # no such program, or [N/A]
-                words_out = [*words, "--format=csv,noheader,nounits"]
-                text = subprocess.run(words_out, capture_output=True, text=True).stdout
-                self.rows.append([float(word) for word in text.split(",")])
-
-    def __enter__(self):
-        self.thread = threading.Thread(target=self.look, daemon=True)
-        if self.cuda:
-            self.thread.start()
-        return self
-
-    def __exit__(self, *_):
-        self.done.set()
-        if self.cuda:
-            self.thread.join()
-        if self.rows:
-            medians = np.median(self.rows, axis=0).round(1).tolist()
-            self.values |= dict(zip(self.fields, medians))
+def gpu_state(device):
+    """Power, clock and temperature of a GPU that is at work, where nvidia-ml-py is there to ask; and which
+    one it is, as those of one name differ."""
+    values = dict.fromkeys(("power_w", "sm_mhz", "temperature_c", "uuid"))
+    if device.type == "cuda":
+        values["uuid"] = str(torch.cuda.get_device_properties(device).uuid)
+        with contextlib.suppress(ModuleNotFoundError, RuntimeError):
+            values["power_w"] = torch.cuda.power_draw(device) / 1000
+            values |= dict(sm_mhz=torch.cuda.clock_rate(device))
+            values |= dict(temperature_c=torch.cuda.temperature(device))
+    return values
 
 
 def moment(device):
@@ -239,19 +191,17 @@ def facts(run):
 
 def time_steps(run, args):
     """The timing groups' numbers."""
-    device, t0 = run.world.device, time.perf_counter()
+    device = run.world.device
     first_loss, first = first_step(run)
     for _ in range(WARM_UP - 1):
         run.update()
     run.world.synchronize()
-    with GpuWatch(device) as watch:
-        moments = [moment(device)]
-        while len(moments) <= args.steps:
-            losses, _ = run.update()
-            moments.append(moment(device))
-            if len(moments) > 5 and time.perf_counter() - t0 > 0.7 * args.limit:
-                break  # a slow variant: fewer steps are better than none
-        run.world.synchronize()
+    moments = [moment(device)]
+    for _ in range(args.steps):
+        losses, _ = run.update()
+        moments.append(moment(device))
+    state = gpu_state(device)  # while it works at what was launched
+    run.world.synchronize()
     ms = [round(t, 2) for t in milliseconds(moments, device)]
     low, middle, high = np.percentile(ms, [25, 50, 75])
     flops, peak = run.raw_model.flops_per_token(run.cfg.seq_len), peak_flops(device)
@@ -272,7 +222,7 @@ def time_steps(run, args):
         first_loss=round(first_loss, 4),
         last_loss=round(last_loss, 4),
     )
-    numbers |= watch.values | dict(kernel_ms=None, profiled_ms=None, top_kernels=None)
+    numbers |= state | dict(kernel_ms=None, profiled_ms=None, top_kernels=None)
     if device.type == "cuda" and args.profile:
         try:
             kernel_ms, window, top = profile(run)
@@ -322,7 +272,7 @@ def measure(case, args, world):
     while True:
         forget(world.device)
         try:
-            with time_limit(args.limit), attention_kernel(own.sdpa), fresh_compiler(cold):
+            with attention_kernel(own.sdpa), fresh_compiler(cold):
                 return function(build(case, batch_size, args, world), args) | dict(cold_cache=cold)
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error) or batch_size == 1:
@@ -469,24 +419,14 @@ def main(argv):
         if not records:
             raise UserError(f"no measurements in {args.out}; without --table some are made")
         return print_tables(records)
-    if "loss" in args.groups and not args.data and not args.list:
+    if "loss" in args.groups and not args.data:
         raise UserError("group loss learns from text: name a folder of token shards with --data")
     asked, world = cases(args), World(args.device)
     card, cpu = card_name(world.device), world.device.type == "cpu"
-    done = {key_of(r): r for r in records}
-
-    def state(case):
-        record = done.get(key_of(case.about(args, card)))
-        return "to do" if record is None else "failed" if record["error"] else "done"
-
-    todo = [c for c in asked if state(c) == "to do" or (args.retry and state(c) == "failed")]
-    for case in asked if args.list else []:
-        print(f"{case.group:14} {case.shape:12} {case.variant:28} seed {case.seed}  {state(case)}")
-    failed = sum(state(case) == "failed" for case in asked)
-    print(
-        f"{len(todo)} of {len(asked)} to do on {card}, into {args.out}; {failed} failed before (--retry)"
-    )
-    if args.list or not todo:
+    done = {key_of(r) for r in records if not r["error"]}
+    todo = [case for case in asked if key_of(case.about(args, card)) not in done]
+    print(f"{len(todo)} of {len(asked)} to do on {card}, into {args.out}")
+    if not todo:
         return 0
     if cpu and set(args.shapes) != {"tiny"}:
         raise UserError(

@@ -35,10 +35,10 @@ TARGET = 1.88
 NANOGPT = """config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=20 --log_interval=1
     --block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000
     --lr_decay_iters=2000 --dropout=0.0""".split()
-OURS = """--preset laptop --device cpu --n_layer 2 --n_head 2 --n_embd 128 --block_size 64 --seq_len 64
-    --total_batch_size 2048 --batch_size 32 --optimizer muon --muon_lr 0.03 --lr 2e-2 --min_lr 0
-    --schedule wsd --warmup_steps 10 --decay_steps 160 --weight_decay 0 --beta2 0.95 --max_steps 230
-    --val_every 230 --val_tokens 0 --sample_every 0 --ckpt_every 0 --log_every 50""".split()
+OURS = """--preset laptop --device cpu --n_layer 1 --n_head 4 --n_embd 128 --block_size 32 --seq_len 32
+    --total_batch_size 1024 --batch_size 32 --optimizer muon --muon_lr 0.02 --lr 2e-2 --min_lr 0 --beta1 0.8
+    --beta2 0.99 --weight_decay 0 --schedule wsd --warmup_steps 10 --decay_steps 282 --max_steps 470
+    --val_every 470 --val_tokens 0 --sample_every 0 --ckpt_every 0 --log_every 50""".split()
 
 
 @dataclass

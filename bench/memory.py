@@ -1,12 +1,12 @@
-"""Is the ledger of `python -m lab plan` right? Some real steps of each setting on a CUDA GPU, predicted
-peak against torch.cuda.max_memory_allocated.
+"""Is the ledger of `python -m lab plan` right? Some real steps of each setting on a CUDA GPU, the
+predicted peak against torch.cuda.max_memory_allocated.
 
     python bench/memory.py                                    # all settings; two minutes on an H200
     python bench/memory.py --shapes 4x256 gpt2 --modes eager --jobs 1
     python bench/memory.py --table                            # what the file of measurements holds
 
-Each setting is one JSON line, appended to readme.assets/runs/memory.jsonl. Shapes run in processes of
-their own, several at a time, as memory does not mind company; one that fails takes no other with it.
+Each setting is one JSON line, appended to readme.assets/runs/memory.jsonl. Shapes run in processes
+of their own, several at a time, as memory does not mind company; one that fails spares the others.
 """
 
 import argparse
@@ -42,10 +42,18 @@ SHAPES = {  # name: (model, batch_size, seq_len)
 }
 AGAIN, HEAD, ALL = dict(activation_checkpointing=True), dict(fp8="head"), dict(fp8="all")
 CHANGES = [
-    dict(bf16_residual=False), dict(kernels="plain"), dict(kernels="plain", **AGAIN), HEAD,
-    dict(attention="math"), dict(attention="math", **AGAIN), dict(document_mask=True),
-    dict(optimizer="muon"), dict(grad_accum_steps=1), dict(precision="fp16"), dict(precision="tf32"),
-]  # fmt: skip
+    dict(bf16_residual=False),
+    dict(kernels="plain"),
+    dict(kernels="plain", **AGAIN),
+    HEAD,
+    dict(attention="math"),
+    dict(attention="math", **AGAIN),
+    dict(document_mask=True),
+    dict(optimizer="muon"),
+    dict(grad_accum_steps=1),
+    dict(precision="fp16"),
+    dict(precision="tf32"),
+]
 MODES = {  # name: {shape: what is changed, one measurement each}
     "compiled": {
         "gpt2-medium": [{}],
@@ -66,8 +74,9 @@ def changed(config, changes):
 
 
 def setting_of(model_config, batch_size, seq_len, changes, **more):
-    """The Setting of a record, whose changes are fields of GPTConfig, TrainConfig and Setting. Those of
-    the first records are still known: cross_entropy, fused_mlp and fp8_mlp are now kernels and fp8."""
+    """The Setting of a record, whose changes are fields of GPTConfig, TrainConfig and Setting.
+
+    The first records' cross_entropy, fused_mlp and fp8_mlp are what kernels and fp8 are now."""
     head, mlp = replaced(changes.get("kernels", "fused"), changes.get("fp8", "off"))
     heads = {"plain": "plain", "chunked": "fused", "fp8": "fp8"}
     head = heads.get(changes.get("cross_entropy"), head)
@@ -84,9 +93,16 @@ def measure(shape, changes, compiled):
     run["total_batch_size"] = batch_size * seq_len * s.grad_accum_steps
     cfg = changed(TrainConfig(**run, precision=s.precision), changes)
     predicted, moment = peak(s)
-    record = dict(shape=shape, compile=compiled, changed=changes, batch_size=batch_size,
-                  seq_len=seq_len, predicted_gib=predicted / GIB, moment=moment,
-                  device=card_name("cuda"))  # fmt: skip
+    record = dict(
+        shape=shape,
+        compile=compiled,
+        changed=changes,
+        batch_size=batch_size,
+        seq_len=seq_len,
+        predicted_gib=predicted / GIB,
+        moment=moment,
+        device=card_name("cuda"),
+    )
     gc.collect()
     torch._dynamo.reset()
     torch.cuda.empty_cache()
@@ -112,7 +128,8 @@ def line(r):
 
 
 def run_child(shape, mode, out):
-    """Measure in a fresh process; append what it prints to the file as it comes. Returns the records."""
+    """Measure in a fresh process; append what it prints to the file as it comes. Returns the
+    records that it made."""
     words = [sys.executable, __file__, "--child", shape, mode]
     records, said = [], ""
     with subprocess.Popen(
@@ -160,8 +177,10 @@ def main(argv):
         ratios = [r["ratio"] for records in found for r in records if "ratio" in r]
     expected = sum(len(MODES[mode][shape]) for shape, mode in jobs)
     if ratios:
-        print(f"{len(ratios)} of {expected} settings measured; predicted over measured: "
-              f"{min(ratios):.3f} to {max(ratios):.3f}")  # fmt: skip
+        print(
+            f"{len(ratios)} of {expected} settings measured; predicted over measured: "
+            f"{min(ratios):.3f} to {max(ratios):.3f}"
+        )
     return int(len(ratios) < expected)
 
 

@@ -33,7 +33,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from kernels import device_events, kind_of, trace
-from ladder import GpuWatch, milliseconds, moment
+from ladder import gpu_state, milliseconds, moment
 from records import (
     RUNS,
     append_record,
@@ -154,14 +154,14 @@ def measure(mode, args, world, data):
         world.barrier()  # start together
     if world.is_main or mode != "alone_one":
         world.synchronize()
-        with GpuWatch(world.device) as watch:
-            moments = [moment(world.device)]
-            for _ in range(args.steps):
-                losses.append(run.update()[0].sum())
-                moments.append(moment(world.device))
-            world.synchronize()
+        moments = [moment(world.device)]
+        for _ in range(args.steps):
+            losses.append(run.update()[0].sum())
+            moments.append(moment(world.device))
+        state = gpu_state(world.device)  # while it works at what was launched
+        world.synchronize()
         cuda = world.device.type == "cuda"
-        mine = dict(first_step_s=first, losses=[loss.item() for loss in losses], gpu=watch.values)
+        mine = dict(first_step_s=first, losses=[loss.item() for loss in losses], gpu=state)
         mine["ms"] = [round(t, 3) for t in milliseconds(moments, world.device)]
         mine["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30 if cuda else None
         if args.trace and cuda and mode != "alone_one":

@@ -77,8 +77,8 @@ def run_obvious(files, cfg):
 
 def run_ours(files, cfg):
     units = (unit for i, file in enumerate(files) for unit in units_of(file, i, cfg.text_column))
-    for _, tokens in tokenise_in_processes(units, "gpt2", cfg.text_column, cfg.workers):
-        yield tokens.ids
+    for _, ids in tokenise_in_processes(units, "gpt2", cfg.text_column, cfg.workers):
+        yield ids
 
 
 def measure(way, files, cfg):

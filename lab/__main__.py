@@ -7,7 +7,7 @@ import sys
 if __name__ == "__main__":
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
-from lab.cli import command
+from lab.cli import command, set_threads
 
 TOOLS = {
     "export": "write a model as a folder that transformers loads",
@@ -20,6 +20,7 @@ TOOLS = {
 def main(argv):
     name = argv[0] if argv else "--help"
     if name in TOOLS:
+        set_threads()  # as the trainer has them
         return importlib.import_module(f"lab.tools.{name}").main(argv[1:])
     wrong = name not in ("-h", "--help")
     lines = "\n".join(f"  {tool:8} {text}" for tool, text in TOOLS.items())

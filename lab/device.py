@@ -165,9 +165,7 @@ def fit_batch_size(model, cfg, world, precision, most=64):
             f"total_batch_size={cfg.total_batch_size} must be a multiple of seq_len * world_size = "
             f"{cfg.seq_len} * {world.world_size} = {n}; the next one up is {(each + 1) * n}"
         )
-    if world.device.type != "cuda":
-        most = min(most, max(1, 16384 // cfg.seq_len))
-    sizes = [b for b in range(min(most, each), 0, -1) if each % b == 0]
+    sizes = micro_batches(cfg, world.world_size, world.device.type, most)
     if world.device.type != "cuda":
         return sizes[0]
     for size in sizes:
@@ -177,6 +175,14 @@ def fit_batch_size(model, cfg, world, precision, most=64):
         f"not even one sequence of seq_len={cfg.seq_len} fits on {torch.cuda.get_device_name(world.device)}; "
         "pass --activation_checkpointing, a shorter --seq_len or a smaller --preset"
     )
+
+
+def micro_batches(cfg, world_size, device_type, most=64):
+    """Sequences per micro-step that divide the step evenly, at most `most`, largest first."""
+    each = cfg.total_batch_size // (cfg.seq_len * world_size)
+    if device_type != "cuda":
+        most = min(most, max(1, 16384 // cfg.seq_len))
+    return [b for b in range(min(most, each), 0, -1) if each % b == 0]
 
 
 def fits(model, size, cfg, world, precision):

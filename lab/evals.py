@@ -35,7 +35,6 @@ class Validation(Every):
         super().__init__("val", cfg.val_every)
         self.stop = stop
         self.shards = TokenShards(cfg.data, "val", vocab_size, cfg.verify_data)
-        self.shards.check_first(cfg.val_tokens)
         self.tokenizer = tokenizer_for(vocab_size, run.world)
         self.unigram = self.bytes = None
         if run.world.is_main:
@@ -106,7 +105,7 @@ def target_counts(shards, tokens):
     )
     for start in range(1, end, 2**24):
         ids = shards.read(start, min(2**24, end - start))
-        ids = ids[shards.read(start, len(ids), shards.masks) == 1] if shards.masks else ids
+        ids = ids[shards.learnt(start, len(ids))] if shards.masks else ids
         counts += np.bincount(ids, minlength=len(counts))[: len(counts)]
     return counts
 

@@ -28,7 +28,9 @@ FLAGS = "--shapes tiny --device cpu --steps 6 --variants fp32 vocab_50304".split
 def out(tmp_path_factory):
     """A file with two measurements."""
     path = tmp_path_factory.mktemp("ladder") / "ladder.jsonl"
-    with pytest.MonkeyPatch.context() as patch:  # its rung without a compiler, which takes half a minute
+    with (
+        pytest.MonkeyPatch.context() as patch
+    ):  # its rung without a compiler, which takes half a minute
         steps = dict(ladder.variants("rungs")["vocab_50304"], compile_mode="none")
         patch.setattr(rungs, "variants", lambda _: {"fp32": rungs.START, "vocab_50304": steps})
         assert not ladder.main([*FLAGS, "--out", str(path)])
@@ -43,12 +45,26 @@ def tiny_args(tmp_path, **more):
 
 def test_a_record_holds_what_was_measured(out):
     first, second = read_records(out)
-    assert (first["variant"], second["variant"]) == ("fp32", "vocab_50304") and first["group"] == "rungs"
+    assert (first["variant"], second["variant"]) == ("fp32", "vocab_50304") and first[
+        "group"
+    ] == "rungs"
     for r in (first, second):
-        assert len(r["step_ms"]) == r["steps"] == 6 and min(r["step_ms"]) <= r["median_ms"] <= max(r["step_ms"])
+        assert len(r["step_ms"]) == r["steps"] == 6 and min(r["step_ms"]) <= r["median_ms"] <= max(
+            r["step_ms"]
+        )
         assert r["tok_per_s"] == pytest.approx(1000 * 128 / r["median_ms"], rel=0.01)
         assert r["micro_steps"] * r["batch_size"] * r["seq_len"] == r["tokens_per_step"] == 128
-        assert {"error", "card", "torch", "date", "commit", "command", "mfu", "peak_gib", "compile_s"} <= r.keys()
+        assert {
+            "error",
+            "card",
+            "torch",
+            "date",
+            "commit",
+            "command",
+            "mfu",
+            "peak_gib",
+            "compile_s",
+        } <= r.keys()
 
 
 def test_a_line_that_a_kill_has_cut_short_is_passed_over(tmp_path):
@@ -64,11 +80,19 @@ def test_the_timed_steps_are_updates_of_the_trainer(tmp_path):
     args = tiny_args(tmp_path)
     case = rungs.Case("rungs", "tiny", "best", dict(compile_mode="none", precision="fp32"), 1337)
     model, cfg, _ = case.configs(args)
-    runs = ladder.build(case, 4, args, World("cpu")), set_up(model, dataclasses.replace(cfg, compile=False), World("cpu"))
+    runs = (
+        ladder.build(case, 4, args, World("cpu")),
+        set_up(model, dataclasses.replace(cfg, compile=False), World("cpu")),
+    )
     losses = [[run.update()[0].sum().item() for _ in range(3)] for run in runs]
     assert losses[0] == losses[1]
     # and the first rung's, whose arithmetic is another, are close
-    first = ladder.build(rungs.Case("rungs", "tiny", "fp32", rungs.START | dict(vocab_multiple=128), 1337), 4, args, World("cpu"))
+    first = ladder.build(
+        rungs.Case("rungs", "tiny", "fp32", rungs.START | dict(vocab_multiple=128), 1337),
+        4,
+        args,
+        World("cpu"),
+    )
     assert [first.update()[0].sum().item() for _ in range(3)] == pytest.approx(losses[0], abs=1e-4)
 
 
@@ -77,7 +101,12 @@ def test_every_variant_of_every_shape_is_a_valid_run(tmp_path):
     keys = [rungs.key_of(case.about(args, "H9")) for case in rungs.cases(args)]
     assert len(set(keys)) == len(keys) > 300
     best = rungs.variants("rungs")["fp8_mlp"]
-    assert (best["head"], best["mlp"], best["vocab_multiple"], best["precision"]) == ("fp8", "fp8", 128, "bf16")
+    assert (best["head"], best["mlp"], best["vocab_multiple"], best["precision"]) == (
+        "fp8",
+        "fp8",
+        128,
+        "bf16",
+    )
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.1])
@@ -103,7 +132,9 @@ def test_a_rung_that_is_compiled_wrongly_is_a_failure(tmp_path, monkeypatch, fac
 def test_compiled_sees_gradients(tmp_path, capsys):
     """Of the same model compared with itself all agree, whatever the precision."""
     args = tiny_args(tmp_path)
-    run = ladder.build(rungs.Case("rungs", "tiny", "x", dict(compile_mode="none"), 1), 4, args, World("cpu"))
+    run = ladder.build(
+        rungs.Case("rungs", "tiny", "x", dict(compile_mode="none"), 1), 4, args, World("cpu")
+    )
     rows, found = compiled.compare(run, 1)
     assert found["apart"] < 0.05 and 0 < found["compiled"] < 0.1  # bf16 from fp32
     assert rows[0][1] == pytest.approx(rows[0][3], abs=0.01) and rows[0][0] == "as training starts"
@@ -111,14 +142,24 @@ def test_compiled_sees_gradients(tmp_path, capsys):
 
 def test_the_table_of_the_ladder_is_that_of_the_records(capsys):
     assert ladder.main(["--table"]) is None
-    assert capsys.readouterr().out.strip() == (ROOT / "readme.assets" / "ladder.txt").read_text().strip()
+    assert (
+        capsys.readouterr().out.strip()
+        == (ROOT / "readme.assets" / "ladder.txt").read_text().strip()
+    )
 
 
 def test_a_star_marks_what_was_compiled_with_a_race():
     settings = dict(precision="bf16", compile_mode="default", bf16_residual=False)
     record = dict(shape="gpt2-xl", torch="2.11.0+cu130", settings=settings | dict(mlp="plain"))
-    assert rungs.raced(record) and rungs.raced(record | dict(settings=settings | dict(fused_mlp=False)))
-    for harmless in (dict(shape="gpt2"), dict(torch="2.14.1"), dict(settings=settings), dict(settings={})):
+    assert rungs.raced(record) and rungs.raced(
+        record | dict(settings=settings | dict(fused_mlp=False))
+    )
+    for harmless in (
+        dict(shape="gpt2"),
+        dict(torch="2.14.1"),
+        dict(settings=settings),
+        dict(settings={}),
+    ):
         assert not rungs.raced(record | harmless)
 
 
@@ -153,7 +194,9 @@ def test_kernel_times_of_a_trace():
         kernel("reduce_kernel", 40, 2),
     ]  # fmt: skip
     kernel_ms, window, top = kernels.kernel_times(trace, micro_steps=2)
-    expected = dict.fromkeys(kernels.CLASSES, 0.0) | dict(copy=1, matmul=8, optimizer=3, elementwise=1)
+    expected = dict.fromkeys(kernels.CLASSES, 0.0) | dict(
+        copy=1, matmul=8, optimizer=3, elementwise=1
+    )
     # from 10 to 42, of which 2 + 8 + 6 + 6 + 2 are busy
     assert kernel_ms == expected | {"idle": (32 - 24) / 2} and window == 32
     assert top[0] == {"name": "nvjet_tst", "class": "matmul", "ms": 8.0}
@@ -168,7 +211,10 @@ def test_floor_of_given_times():
     # 12 blocks and the head multiply with all weights but embeddings of positions, biases and gains
     assert sum(n * a * b for a, b, n in sizes.values()) == 12 * 12 * 768**2 + 50304 * 768
     times = {"qkv": 0.4, "proj": 0.1, "fc": 0.4, "fc2": 0.5, "head": 7.0}
-    ms = {f"{name} {way}": t for name, t in times.items() for way in floor.WAYS} | {"AdamW": 1.0, "clip": 0.5}
+    ms = {f"{name} {way}": t for name, t in times.items() for way in floor.WAYS} | {
+        "AdamW": 1.0,
+        "clip": 0.5,
+    }
     ms |= {"attention flash forward": 0.5, "attention flash backward": 1.5, "attention cudnn forward": 0.6,
            "attention cudnn backward": 1.0, "attention math forward": 0.1}  # fmt: skip
     alone, best = floor.isolated_ms(ms, config)
@@ -178,7 +224,10 @@ def test_floor_of_given_times():
     four = floor.floors(config, positions, ms, 100.0, 4e12, micro_steps=8)
     moved = (12 * 24 + 7) * tensor + 2 * positions * 50304 * 2
     expected = pytest.approx(8 * (100 + moved / 4e9) + 1.5)
-    assert four["floor: back to back, cudnn attention, GELU inside the products"] == expected and len(four) == 4
+    assert (
+        four["floor: back to back, cudnn attention, GELU inside the products"] == expected
+        and len(four) == 4
+    )
     small = {f"fp8 {name} {way}": times[name] / 2 for name in floor.IN_8_BITS for way in floor.WAYS}
     in_8 = floor.floors(config, positions, ms | small, None, 4e12, 8, floor.IN_8_BITS)
     saved = 12 * 3 * 0.45 + 3 * 3.5  # the MLP's and the head's products in half the time
@@ -217,5 +266,7 @@ def test_floor_of_a_tiny_model(tmp_path, monkeypatch):
     qkv, floors = found["qkv forward"], [r for op, r in found.items() if op.startswith("floor: ")]
     assert qkv["flops"] == 2 * 64 * 32 * 96 and qkv["bound"] in ("compute", "memory")
     assert "No viable backend" in found["attention cudnn forward"]["error"]  # and the rest went on
-    assert len(floors) == 4 and floors[0]["over_floor"] == pytest.approx(12.5 / floors[0]["ms"], rel=1e-3)
+    assert len(floors) == 4 and floors[0]["over_floor"] == pytest.approx(
+        12.5 / floors[0]["ms"], rel=1e-3
+    )
     assert floors[0]["step_ms"] == 12.5

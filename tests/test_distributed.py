@@ -31,6 +31,8 @@ from conftest import (
 from test_train import raw_gradients
 
 import train_gpt2
+from lab.optim import exact_norm
+from lab.parallel import Zero1AdamW
 from lab.world import World
 from train_gpt2 import GPTConfig, TrainConfig
 
@@ -120,26 +122,45 @@ def test_two_compiled_processes_are_one_uncompiled(tmp_path, shards, start_two):
     assert difference(two.checkpoints[3]["model"], one.checkpoints[3]["model"]) < 1e-5
 
 
-def test_gradients_are_exchanged_once_a_step(tmp_path, shards):
-    cfg = TrainConfig(
-        data=str(shards), total_batch_size=256, batch_size=4, seq_len=16, compile=False
-    )
+@pytest.fixture
+def run_in_a_group(shards):
+    """A Run in a process group of one, so that parts of an exchange can be called by themselves."""
+    sizes = dict(total_batch_size=256, batch_size=4, seq_len=16)
+    cfg = TrainConfig(data=str(shards), compile=False, **sizes)
+    run = train_gpt2.set_up(GPTConfig(**TINY_MODEL), cfg, World("cpu"))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        run = train_gpt2.set_up(GPTConfig(**TINY_MODEL), cfg, World("cpu"))
-        run.model, sent = torch.nn.parallel.DistributedDataParallel(run.raw_model), []
+    yield run
+    dist.destroy_process_group()
 
-        def exchange(_, bucket):
-            sent.append(run.loader.micro_step)
-            done = torch.futures.Future()
-            done.set_result(bucket.buffer())
-            return done
 
-        run.model.register_comm_hook(None, exchange)
-        run.update()
-        assert run.loader.grad_accum_steps == 4 and sent == [0], "in the last micro-step alone"
-    finally:
-        dist.destroy_process_group()
+def test_gradients_are_exchanged_once_a_step(run_in_a_group):
+    run, sent = run_in_a_group, []
+    run.model = torch.nn.parallel.DistributedDataParallel(run.raw_model)
+
+    def exchange(_, bucket):
+        sent.append(run.loader.micro_step)
+        done = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    run.model.register_comm_hook(None, exchange)
+    run.update()
+    assert run.loader.grad_accum_steps == 4 and sent == [0], "in the last micro-step alone"
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "zero1"])
+def test_long_gradients_are_clipped_and_short_ones_stay(run_in_a_group, parallel):
+    run, params = run_in_a_group, list(run_in_a_group.raw_model.parameters())
+    clip, clipped = run.clip_grad_norm, params
+    if parallel == "zero1":
+        zero1 = Zero1AdamW(run.optimizer, run.raw_model, run.loader, run.precision, run.world)
+        clip, clipped = zero1.clip_grad_norm, [share.mine for share in zero1.shares]
+    count = sum(p.numel() for p in params)
+    for max_norm, left in ((0, 1), (1.5, 1), (0.5, 0.5)):
+        for p in params:
+            p.grad = torch.full_like(p, count**-0.5)  # all together of norm 1
+        assert clip(max_norm).item() == pytest.approx(1, rel=1e-5)
+        assert exact_norm([p.grad for p in clipped]).item() == pytest.approx(left, rel=1e-5)
 
 
 def test_a_run_goes_on_with_other_processes_with_and_without_shares(tmp_path, start_two, run_train):
@@ -227,7 +248,7 @@ def test_a_signal_to_one_process_ends_the_validation_of_all(tmp_path, start_two)
     two = start_two("--val_every", 5, "--val_tokens", 0, "--max_steps", 100, data=data)
     wait_for(lambda: "guess" in two[0].stdout, two[0])
     two[1].signal(signal.SIGTERM)
-    assert [process.wait(30) for process in two] == [0, 0], two[0].stderr
+    assert [process.wait(30) for process in two] == [75, 75], two[0].stderr
     events = read_run(tmp_path / "log" / "r").events
     assert [e["kind"] for e in events] == ["start", "end"]
     assert (

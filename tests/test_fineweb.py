@@ -24,7 +24,6 @@ from conftest import ROOT, run_python
 
 import fineweb
 from lab.cli import UserError
-from lab.data import corpus as corpus_module
 from lab.data import get_tokenizer, sources
 from lab.data.shards import TokenShards, read_manifest
 from lab.data.writer import verify
@@ -111,9 +110,8 @@ def test_tokens_are_all_documents_in_order(corpus):
     assert names[:2] == ["in_val_000000.npy", "in_train_000001.npy"]
     whole, rest = divmod(len(stream) - 70_000, 100_000)
     assert [e["tokens"] for e in manifest["shards"]] == [70_000] + [100_000] * whole + [rest]
-    assert manifest["complete"] and manifest["empty"] == 3 and manifest["documents"] == 697
+    assert manifest["complete"] and manifest["documents"] == 697
     assert manifest["tokens"] == len(stream)
-    assert abs(manifest["text_bytes"] - (len(stream) - 697)) < len(names)  # each is rounded
     assert (manifest["vocab_size"], manifest["eot"], manifest["tokenizer"]) == (257, 256, "bytes")
     assert verify(folder / "out") == []
 
@@ -123,8 +121,7 @@ def test_same_bytes_from_real_processes(corpus, tmp_path):
     got = call(*args, *BYTES, "--workers", 3, "--out", tmp_path / "o")
     assert got.returncode == 0, got.stderr
     assert hashes(tmp_path / "o") == hashes(folder / "out")
-    assert "697 documents" in got.stdout and "3 empty" in got.stdout
-    assert "GB are free" in got.stdout
+    assert "697 documents" in got.stdout
 
 
 def test_every_format_gives_the_same_tokens(corpus, tmp_path):
@@ -157,7 +154,7 @@ def test_of_several_kinds_one_is_read(tmp_path):
     (tmp_path / "mixed" / "b.txt").write_text("not me " * 50)
     args = [ROOT / "fineweb.py", "--source", "mixed", *BYTES, "--workers", 0]
     done = run_python(*args, cwd=tmp_path)
-    assert "1 jsonl files are read, those of another kind are not (1, as b.txt)" in done.stderr
+    assert "only its 1 jsonl files are read, not b.txt" in done.stderr
 
 
 def test_tokens_stops_early_and_goes_on_later(corpus, tmp_path):
@@ -175,19 +172,6 @@ def test_tokens_stops_early_and_goes_on_later(corpus, tmp_path):
         assert np.array_equal(before.read(0, len(before)), first)
     assert size[:4] == [130_000, 130_000, 250_000, 270_000]
     assert hashes(tmp_path) == hashes(folder / "out")
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest | {"complete": False}))
-    with pytest.raises(
-        UserError, match="--tokens 130,000 is less than the .* choose another --out"
-    ):
-        make(*args, "--out", tmp_path, "--tokens", "130k")
-
-
-def test_nothing_is_done_twice(corpus, capsys):
-    folder, _, args = corpus
-    before = {p: p.stat().st_mtime_ns for p in (folder / "out").glob("*.*")}
-    make(*args, "--out", folder / "out")
-    assert {p: p.stat().st_mtime_ns for p in (folder / "out").glob("*.*")} == before
-    assert "already there" in capsys.readouterr().out
 
 
 def test_small_corpus_keeps_a_tenth_for_validation(corpus, tmp_path):
@@ -218,20 +202,10 @@ def test_shards_of_others_stay(tmp_path):
         (out / f"edu_train_{i:06d}.npy").write_bytes(b"somebody's")
     before = hashes(out)
     with pytest.raises(
-        UserError, match="and 2 more but no manifest.json of theirs.* another --out"
+        UserError, match="edu_train_000000.npy but no manifest.json,.* another --out"
     ):
         make("--source", source, "--out", out)
     assert hashes(out) == before
-
-
-def test_a_machine_without_a_gpu_is_told_of_bytes(tmp_path):
-    if not (DATA / "tiktoken").is_dir():
-        pytest.skip("needs GPT-2's tokenizer files: set GPT2_TEST_DATA")
-    (tmp_path / "a.txt").write_text("Once upon a time. " * 100)
-    args = ["--source", tmp_path / "a.txt", "--workers", 0, "--out", tmp_path / "o"]
-    got = call(*args, TIKTOKEN_CACHE_DIR=str(DATA / "tiktoken"))
-    assert got.returncode == 0 and "without a GPU? " in got.stdout and BYTES[0] in got.stdout
-    assert "GPU" not in call("--source", "builtin", "--out", tmp_path / "b").stdout
 
 
 @needs_data
@@ -258,7 +232,7 @@ def test_data_of_the_first_version(tmp_path, capsys):
     make(*args, "--out", tmp_path / "new", "--val_tokens", 90)
     assert np.array_equal(stream_of(tmp_path / "new"), stream_of(tmp_path / "old" / "texts"))
     make(*args, "--out", tmp_path / "old" / "begun", "--tokens", 300)
-    with pytest.raises(UserError, match="begun by an older fineweb.py.*trained on.* another --out"):
+    with pytest.raises(UserError, match="format = 1, now it is 2: choose another --out"):
         make(*args, "--out", tmp_path / "old" / "begun")
 
 
@@ -274,30 +248,21 @@ def test_builtin(tmp_path, capsys):
     assert val[0] == train[0] == 256 and verify(out) == []
     assert (val == 256).sum() == manifest["documents"] // 10
     assert len(val) + len(train) == manifest["tokens"] > 500_000
-    assert manifest["tokens"] == manifest["text_bytes"] + manifest["documents"]
     text = get_tokenizer("bytes").decode(train)
     assert "class definition" in text.lower() and "Return" in text
     # Validation is like the rest: a model of single letters fitted to one fits the other too
     p, q = (np.bincount(x, minlength=257) / len(x) for x in (val, train))
     assert (p * np.log((p + 1e-9) / (q + 1e-9))).sum() < 0.05
-    before = hashes(out), (out / "manifest.json").stat().st_mtime_ns
-    assert fineweb.build_builtin(out) == manifest
-    assert (hashes(out), (out / "manifest.json").stat().st_mtime_ns) == before
-    assert capsys.readouterr().out == ""
+    assert fineweb.build_builtin(out) == manifest and capsys.readouterr().out == ""
     with pytest.raises(UserError, match="tokenizer"):
         fineweb.build_builtin(out, "gpt2")
-    # Two processes with other hash seeds, after a shard was cut: one makes it, the other waits
-    (out / "builtin_train_000001.npy").write_bytes(b"cut")
-    words = command("--source", "builtin", "--out", out)
-    both = [
-        subprocess.Popen(
-            words, env={**os.environ, "PYTHONHASHSEED": seed}, stdout=subprocess.PIPE, text=True
-        )
-        for seed in "78"
-    ]
-    said = "".join(process.communicate(timeout=120)[0] for process in both)
-    assert [process.returncode for process in both] == [0, 0] and hashes(out) == before[0]
-    assert said.count(f"{manifest['documents']:,} documents") == said.count("already there") == 1
+    # Two processes with other hash seeds: one makes it, the other waits
+    words, before = command("--source", "builtin", "--out", tmp_path / "c"), hashes(out)
+    env = [os.environ | {"PYTHONHASHSEED": seed} for seed in "78"]
+    both = [subprocess.Popen(words, env=e, stdout=subprocess.PIPE, text=True) for e in env]
+    said = [process.communicate(timeout=120)[0] for process in both]
+    assert hashes(tmp_path / "c") == before
+    assert all(f"{manifest['documents']:,} documents" in text for text in said)
 
 
 # ---- what stops it -------------------------------------------------------------------------------
@@ -383,16 +348,14 @@ def test_of_two_runs_into_one_folder_the_second_is_refused(tmp_path):
 
 @posix
 def test_ctrl_c_is_no_traceback(tmp_path):
-    """It reaches the workers as well, also while they start."""
+    """It reaches the workers as well."""
     write_parquet(tmp_path / "in.parquet", documents(2500), rows=10)
     args = ["--source", tmp_path / "in.parquet", "--workers", 2, "--shard_tokens", "50k"]
-    for shards, seconds in ((0, 0.7), (0, 1.0), (2, 0)):
-        process = begin(*args, "--out", tmp_path / "o", shards=shards)
-        time.sleep(seconds)
-        os.killpg(process.pid, signal.SIGINT)
-        _, err = process.communicate(timeout=30)
-        assert process.returncode in (0, 130) and "Traceback" not in err, err
-    assert "fineweb.py: stopped" in err and process.returncode == 130
+    process = begin(*args, "--out", tmp_path / "o", shards=2)
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130 and "Traceback" not in err, err
+    assert "fineweb.py: stopped" in err
     again = call(*args, *BYTES, "--out", tmp_path / "o")
     assert again.returncode == 0 and "going on after" in again.stdout
     assert np.array_equal(stream_of(tmp_path / "o"), plain_stream(documents(2500)))
@@ -403,47 +366,36 @@ def test_ctrl_c_is_no_traceback(tmp_path):
 LINES = b'{"text": "good"}\n' * 500
 NOISE = b"".join(b'{"text": "%s"}\n' % os.urandom(50).hex().encode() for _ in range(500))
 GZIP, ZSTD = gzip.compress(NOISE), zstd(NOISE)
-ROBOT = b'{"messages": [{"role": "robot", "content": "x"}]}\n'
 ASKED = b'{"messages": [{"role": "user", "content": "x"}]}\n'
-NUMBER = b'{"messages": [{"role": "user", "content": 3}]}\n'
-BAD = {  # name of the file, its content, more arguments, what the sentence must hold
-    "no such file": ("", b"", ["--source", "nowhere"], "nowhere does not exist"),
-    "broken parquet": ("a.parquet", b"PAR1 and then", [], r"parquet file a\.parquet is damaged"),
+BAD = {  # the file, its content, more arguments, what the sentence must hold
+    "no such file": ("", b"", "--source nowhere", "nowhere does not exist"),
+    "broken parquet": ("a.parquet", b"PAR1 and then", "", r"parquet file a\.parquet is damaged"),
     "no column": (
         "a.jsonl",
         b'{"body": "x", "title": "y"}\n',
-        [],
+        "",
         r"line 1: no text .*body, title",
     ),
-    "text is a number": ("a.jsonl", LINES + b'{"text": 5}\n', [], r"line 501: no text"),
-    "not JSON": ("a.jsonl", LINES + b'{"text": \n', [], r"a\.jsonl, line 501: not JSON"),
-    "deep JSON": ("a.jsonl", LINES + b"[" * 10**5, [], r"a\.jsonl, line 501: not JSON"),
-    "a list": ("a.json", b'[{"text": "x"}]', [], r"line 1: a JSON list"),
-    "not UTF-8": ("a.jsonl", LINES + b'{"text": "caf\xe9"}\n', [], r"line 501: not UTF-8"),
-    "text not UTF-8": ("a.txt", b"one\ntwo\ncaf\xe9\n", [], r"a\.txt, line 3: not UTF-8"),
-    "cut gzip": ("a.jsonl.gz", GZIP[: len(GZIP) // 2], [], r"a\.jsonl\.gz is damaged"),
-    "cut zstd": ("a.jsonl.zst", ZSTD[: len(ZSTD) // 2], [], r"a\.jsonl\.zst is damaged"),
-    "no gzip": ("a.jsonl.gz", LINES, [], r"a\.jsonl\.gz is damaged"),
-    "unknown ending": ("a.docx", b"x", [], r"nothing to read.*\*\.jsonl"),
-    "nothing in it": ("a.jsonl", b'{"text": ""}\n{"text": " "}\n', [], r"no text: 2 documents"),
-    "empty file": ("a.jsonl", b"", [], r"no text: 0 documents"),
-    "builtin in part": (
-        "",
-        b"",
-        ["--source", "builtin", "--tokens", "1k"],
-        r"--tokens does nothing",
-    ),
-    "hub's name": ("a.jsonl", LINES, ["--name", "x"], r"--name does nothing for --source a\.jsonl"),
-    "no number": ("a.jsonl", LINES, ["--tokens", "many"], r"--tokens many.*500M"),
-    "zero": ("a.jsonl", LINES, ["--shard_tokens", "0"], r"--shard_tokens 0"),
-    "out below a file": ("a.jsonl", LINES, ["--out", "a.jsonl/x"], r"a\.jsonl/x cannot be written"),
-    "out is a file": ("a.jsonl", LINES, ["--out", "a.jsonl"], r"--out a\.jsonl is a file"),
-    "workers": ("a.jsonl", LINES, ["--workers", "-2"], r"--workers -2: wanted is"),
-    "no context": ("a.jsonl", ASKED, ["--context", "0"], "--context 0 must be at least 8"),
-    "unknown role": ("a.jsonl", ROBOT, [], r"a\.jsonl, line 1: unknown role 'robot'"),
-    "no answers": ("a.jsonl", ASKED, [], r"a\.jsonl holds no conversation.*1 without"),
-    "no messages": ("a.jsonl", LINES, ["--chat"], r"line 1: no conversation"),
-    "content no text": ("a.jsonl", NUMBER, [], r"content of a message is int"),
+    "a number": ("a.jsonl", LINES + b'{"text": 5}\n', "", r"line 501: no text"),
+    "not JSON": ("a.jsonl", LINES + b'{"text": \n', "", r"a\.jsonl, line 501: not JSON"),
+    "deep JSON": ("a.jsonl", LINES + b"[" * 10**5, "", r"a\.jsonl, line 501: not JSON"),
+    "a list": ("a.json", b'[{"text": "x"}]', "", r"line 1: a JSON list"),
+    "not UTF-8": ("a.jsonl", LINES + b'{"text": "caf\xe9"}\n', "", r"line 501: not JSON .*utf-8"),
+    "text not UTF-8": ("a.txt", b"one\ntwo\ncaf\xe9\n", "", r"a\.txt, .* is damaged .*utf-8"),
+    "cut gzip": ("a.jsonl.gz", GZIP[: len(GZIP) // 2], "", r"a\.jsonl\.gz is damaged"),
+    "cut zstd": ("a.jsonl.zst", ZSTD[: len(ZSTD) // 2], "", r"a\.jsonl\.zst is damaged"),
+    "unknown ending": ("a.docx", b"x", "", r"nothing to read.*\*\.jsonl"),
+    "nothing in it": ("a.jsonl", b'{"text": ""}\n{"text": " "}\n', "", "no text"),
+    "empty file": ("a.jsonl", b"", "", "no text"),
+    "builtin in part": ("", b"", "--source builtin --tokens 1k", "--tokens does nothing"),
+    "hub's name": ("a.jsonl", LINES, "--name x", r"--name does nothing for --source a\.jsonl"),
+    "no number": ("a.jsonl", LINES, "--tokens many", r"--tokens many.*500M"),
+    "zero": ("a.jsonl", LINES, "--shard_tokens 0", r"--shard_tokens 0"),
+    "out is a file": ("a.jsonl", LINES, "--out a.jsonl", r"a\.jsonl cannot be written"),
+    "no context": ("a.jsonl", ASKED, "--context 0", "--context 0 must be at least 8"),
+    "role": ("a.jsonl", ASKED.replace(b"user", b"bot"), "", r"a\.jsonl, line 1: no .* role 'bot'"),
+    "content": ("a.jsonl", ASKED.replace(b'"x"', b"3"), "", r'no conversation.* "content" a text'),
+    "no answers": ("a.jsonl", ASKED, "", r"a\.jsonl must hold two conversations.*1 without"),
 }
 
 
@@ -453,9 +405,9 @@ def test_bad_input_is_one_sentence(case, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if name:
         Path(name).write_bytes(content)
-        more = ["--source", name, *more]
+        more = f"--source {name} {more}"
     with pytest.raises(UserError, match=wanted) as error:
-        fineweb.main([*BYTES, "--out", "o", "--workers", "0", *more])
+        fineweb.main([*BYTES, "--out", "o", "--workers", "0", *more.split()])
     assert "\n" not in str(error.value)
     assert not list(tmp_path.glob("o/*.npy"))
     if name and Path("o").exists():  # what failed binds nobody
@@ -476,8 +428,6 @@ def test_bad_parquet(tmp_path):
         pa.table({"text": pa.Array.from_buffers(pa.string(), 2, latin)}), tmp_path / "u.parquet"
     )
     assert re.search(r"u\.parquet, row group 0 is damaged .*UTF", error("u.parquet"))
-    pq.write_table(pa.table({"text": [1, 2]}), tmp_path / "n.parquet")
-    assert "holds int64" in error("n.parquet")
     data = bytearray(path.read_bytes())
     data[len(data) // 2 : len(data) // 2 + 200] = b"\0" * 200
     (tmp_path / "d.parquet").write_bytes(data)
@@ -507,24 +457,11 @@ def test_other_settings_are_refused_and_nothing_is_lost(corpus, tmp_path):
     with pytest.raises(UserError, match="manifest.json is damaged"):
         make(*args, "--out", tmp_path)
     assert hashes(folder / "out") == before
-    with pytest.raises(UserError, match="larger disk"):
-        corpus_module.check_disk(tmp_path / "not" / "yet", 10**18, lambda line: None)
-
-
-def test_a_source_that_has_grown_says_by_what(tmp_path):
-    folder = tmp_path / "in"
-    folder.mkdir()
-    for i in range(30):
-        (folder / f"{i:02d}.txt").write_text(f"text number {i}")
-    make("--source", folder, "--out", tmp_path / "o")
-    for name in ("new.txt", "new2.txt", "08.txt"):
-        (folder / name).write_text("more")
-    (folder / "07.txt").unlink()
-    said = (
-        r"30 files, now it is 31 \(gone: 07.txt; new: new.txt, new2.txt; changed: 08.txt\): choose"
-    )
-    with pytest.raises(UserError, match=said):
-        make("--source", folder, "--out", tmp_path / "o")
+    (tmp_path / "t.txt").write_text("one")
+    make("--source", tmp_path / "t.txt", "--out", tmp_path / "t")
+    (tmp_path / "t.txt").write_text("more")
+    with pytest.raises(UserError, match=r"files = \[\['t.txt', 3\]\], now it is .* another --out"):
+        make("--source", tmp_path / "t.txt", "--out", tmp_path / "t")
 
 
 def test_verify_names_what_is_broken(corpus, tmp_path):
@@ -536,18 +473,13 @@ def test_verify_names_what_is_broken(corpus, tmp_path):
     flipped.write_bytes(data)
     cut.write_bytes(cut.read_bytes()[:-2])
     gone.unlink()
-    np.save(tmp_path / "o" / "in_train_000099.npy", np.zeros(3, np.uint16))
     got = call("--verify", "--out", tmp_path / "o")
-    wanted = ["000001.npy has changed", "000002.npy has 200", "000003.npy", "000099.npy is not in"]
+    wanted = ["000001.npy has changed", "000002.npy has changed", "000003.npy"]
     lines = got.stdout.splitlines()
-    assert got.returncode == 1 and len(lines) == 4
+    assert got.returncode == 1 and len(lines) == 3
     assert all(said in line for said, line in zip(wanted, lines)), lines
-    (tmp_path / "log").mkdir()
-    (tmp_path / "log" / "model_000001.pt").touch()
-    for out in ("nowhere", "log"):  # the wrong folder: nothing in it is to be deleted
-        with pytest.raises(UserError, match="holds no shards") as error:
-            make("--verify", "--out", tmp_path / out)
-        assert "delete" not in str(error.value)
+    with pytest.raises(UserError, match="has no manifest.json to compare shards with"):
+        make("--verify", "--out", tmp_path / "nowhere")
 
 
 def test_import_is_silent_and_leaves_torch_alone(tmp_path):
@@ -629,6 +561,12 @@ def test_the_bench_agrees_and_counts():
         assert row["hours"] * 3600 * row["cores"] * rate == pytest.approx(row["tokens"])
 
 
-def test_the_bench_names_what_is_not_there(tmp_path):
-    got = run_python(ROOT / "bench" / "tokenizing.py", "nosuch", cwd=tmp_path)
-    assert got.returncode == 2 and "tokenizing.py: error: --source nosuch does not" in got.stderr
+@needs_data
+@pytest.mark.parametrize("gpu", [None, "/usr/bin/nvidia-smi"])
+def test_a_machine_without_a_gpu_is_told_of_bytes(tmp_path, monkeypatch, capsys, gpu):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(DATA / "tiktoken"))
+    monkeypatch.setattr(shutil, "which", lambda name: gpu)
+    (tmp_path / "a.txt").write_text("a text of her own " * 50)
+    words = ["--source", tmp_path / "a.txt", "--out", tmp_path / "o", "--workers", 0]
+    assert fineweb.main(list(map(str, words))) == 0
+    assert ("--tokenizer bytes" in capsys.readouterr().out) == (gpu is None)

@@ -284,16 +284,16 @@ def test_which_examples(tmp_path):
 
 GOOD = made_up(1)[0]
 BAD = {
-    "label": (GOOD | {"label": 4}, "has the label 4"),
-    "bool": (GOOD | {"label": True}, "has the label True"),
+    "label": (GOOD | {"label": 4}, "a label from 0 to 3"),
+    "bool": (GOOD | {"label": True}, "a label from 0 to 3"),
     "three": (GOOD | {"endings": ["a", "b", "c"]}, "4 endings"),
-    "empty": (GOOD | {"endings": ["a", "b", "c", " "]}, "has an empty ending"),
-    "number": (GOOD | {"endings": ["a", "b", "c", 4]}, "4 endings, all texts"),
-    "keys": ({"ctx": "a", "endings": []}, "KeyError: 'label'"),
-    "no dict": (17, "TypeError"),
+    "empty": (GOOD | {"endings": ["a", "b", "c", " "]}, "4 endings that are not empty"),
+    "number": (GOOD | {"endings": ["a", "b", "c", 4]}, "4 endings"),
+    "keys": ({"ctx": "a", "endings": []}, "('label')"),
+    "no dict": (17, "not subscriptable"),
     "utf-8": (b'{"ctx": "caf\xe9"}', "can't decode byte 0xe9"),
-    "json": (b'{"ctx": "a", ', "JSONDecodeError"),
-    "deep": (b"[" * 100_000, "RecursionError"),
+    "json": (b'{"ctx": "a", ', "property name"),
+    "deep": (b"[" * 100_000, "recursion"),
 }
 
 
@@ -305,7 +305,7 @@ def test_bad_line_is_named(tmp_path, name):
     with pytest.raises(UserError) as error:
         data_file.read_examples(tmp_path / "h.jsonl")
     said = str(error.value)
-    assert "h.jsonl line 2: " in said and message in said and "\n" not in said
+    assert "h.jsonl line 2 is damaged" in said and message in said and "\n" not in said
 
 
 def test_empty_file_blank_lines_labels_as_text_and_sources(tmp_path):
@@ -462,7 +462,7 @@ def test_command_prints_tables_and_draws(tmp_path, checkpoint):
 def test_bad_input_is_one_sentence_and_status_2(tmp_path, checkpoint):
     path = write(tmp_path / "h.jsonl", [GOOD | {"label": 9}])
     for flags, said in {
-        f"--data {path}": "h.jsonl line 1: ",
+        f"--data {path}": "h.jsonl line 1 is",
         "--data nowhere.jsonl": "no HellaSwag file nowhere.jsonl; name one with --data",
         "--picture p.xyz": "picture=p.xyz must end in",
         "--picture /proc/p.png": "/proc/p.png cannot be written",

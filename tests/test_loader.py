@@ -44,24 +44,17 @@ def make_loader(shards, batch_size=2, rank=0, world_size=1, **settings):
     return TokenLoader(shards, SimpleNamespace(**cfg | settings), world, batch_size)
 
 
+def one_step(loaders):
+    """x, y and num_targets of a step, the sequences of all processes put into their global order."""
+    parts = [it.next_batch() for _ in range(loaders[0].grad_accum_steps) for it in loaders]
+    x, y, num_targets = zip(*parts)
+    return torch.cat(x), torch.cat(y), set(num_targets)
+
+
 def steps(shards, n, batch_size=2, world_size=1, **settings):
-    """x, y and num_targets of n steps, each step's sequences of all processes put into their global order."""
-    loaders = [
-        make_loader(shards, batch_size, rank, world_size, **settings) for rank in range(world_size)
-    ]
-    out = []
-    for _ in range(n):
-        parts = [
-            loader.next_batch() for _ in range(loaders[0].grad_accum_steps) for loader in loaders
-        ]
-        out.append(
-            (
-                torch.cat([p[0] for p in parts]),
-                torch.cat([p[1] for p in parts]),
-                {p[2] for p in parts},
-            )
-        )
-    return out
+    ranks = range(world_size)
+    loaders = [make_loader(shards, batch_size, rank, world_size, **settings) for rank in ranks]
+    return [one_step(loaders) for _ in range(n)]
 
 
 def same(a, b):
@@ -72,12 +65,10 @@ def same(a, b):
     )
 
 
-SIZES = (
-    301,
-    77,
-    1,
-    222,
-)  # 601 tokens, a prime: no shard edge and no end of data meets a sequence's
+ORDERS = pytest.mark.parametrize(
+    "settings", [{"shuffle": False}, {"shuffle": True}, {"shuffle": True, "align_documents": True}]
+)
+SIZES = (301, 77, 1, 222)  # 601, a prime: no shard edge and no end of data meets a sequence's
 
 
 def test_y_is_x_one_token_later(tmp_path):
@@ -93,9 +84,7 @@ def test_y_is_x_one_token_later(tmp_path):
 def test_order_on_disk_when_shuffling_is_off(tmp_path):
     shards = numbered_shards(tmp_path, SIZES)
     stream = torch.cat([x.flatten() for x, _, _ in steps(shards, 12, shuffle=False)])
-    assert torch.equal(
-        stream, torch.arange(12 * 128) % 601
-    )  # two and a half times round, over every edge
+    assert torch.equal(stream, torch.arange(12 * 128) % 601)  # 2.5 times round, over every edge
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -105,14 +94,11 @@ def test_all_processes_together_use_each_token_once_an_epoch(tmp_path, sizes, sh
     N = len(shards)
     epochs = math.lcm(N, 128) // N
     counts = torch.zeros(N, dtype=torch.int64)
-    for s, (x, _, _) in enumerate(
-        steps(shards, epochs * N // 128, batch_size=1, world_size=2, shuffle=shuffle, seed=3)
-    ):
+    done = steps(shards, epochs * N // 128, 1, world_size=2, shuffle=shuffle, seed=3)
+    for s, (x, _, _) in enumerate(done):
         counts += torch.bincount(x.flatten(), minlength=N)
-        finished = (
-            (s + 1) * 128 // N
-        )  # epochs; a shuffled one may still lack what its last sequences hold
-        if not shuffle:
+        finished = (s + 1) * 128 // N  # epochs
+        if not shuffle:  # a shuffled one may still lack what its last sequences hold
             assert counts.min() >= finished and counts.max() <= finished + 1
     assert (counts == epochs).all()
 
@@ -129,17 +115,14 @@ def test_each_shuffled_epoch_holds_the_sequences_that_begin_in_it(tmp_path):
     assert all(o != sorted(o) for o in orders)
 
 
-@pytest.mark.parametrize(
-    "settings", [{"shuffle": False}, {"shuffle": True}, {"shuffle": True, "align_documents": True}]
-)
+@ORDERS
 @pytest.mark.parametrize("batch_size, world_size", [(1, 1), (8, 1), (4, 2), (1, 2), (2, 4), (1, 8)])
 def test_a_step_has_the_same_tokens_for_any_number_of_processes_and_micro_batches(
     tmp_path, settings, batch_size, world_size
 ):
     shards = TokenShards(write_shards(tmp_path), "train", VOCAB)
-    assert same(
-        steps(shards, 25, 2, 1, **settings), steps(shards, 25, batch_size, world_size, **settings)
-    )
+    one = steps(shards, 25, 2, 1, **settings)
+    assert same(one, steps(shards, 25, batch_size, world_size, **settings))
 
 
 def test_seeds_give_different_orders_and_one_seed_the_same(tmp_path):
@@ -163,9 +146,7 @@ def test_permute_is_a_permutation():
     assert len(set(some)) == 1000 and some.min() >= 0 and some.max() < huge
 
 
-@pytest.mark.parametrize(
-    "settings", [{"shuffle": False}, {"shuffle": True}, {"shuffle": True, "align_documents": True}]
-)
+@ORDERS
 def test_a_saved_state_goes_on_with_the_next_batch(tmp_path, settings):
     shards = TokenShards(write_shards(tmp_path), "train", VOCAB)
     whole = steps(shards, 30, **settings)
@@ -176,22 +157,10 @@ def test_a_saved_state_goes_on_with_the_next_batch(tmp_path, settings):
     second = make_loader(shards, batch_size=4, **settings)
     second.next_batch()  # also a loader that has begun can be put back
     second.load_state_dict(state)
-    rest = []
-    for _ in range(17):
-        parts = [second.next_batch() for _ in range(2)]
-        rest.append(
-            (
-                torch.cat([p[0] for p in parts]),
-                torch.cat([p[1] for p in parts]),
-                {p[2] for p in parts},
-            )
-        )
-    assert same(whole[13:], rest)
+    assert same(whole[13:], [one_step([second]) for _ in range(17)])
 
 
-@pytest.mark.parametrize(
-    "settings", [{"shuffle": False}, {"shuffle": True}, {"shuffle": True, "align_documents": True}]
-)
+@ORDERS
 def test_data_that_has_grown_goes_on_in_the_order_that_it_had(tmp_path, settings):
     """As fineweb.py does it: the last shard becomes longer, more follow."""
     folder = write_shards(tmp_path)
@@ -208,25 +177,13 @@ def test_data_that_has_grown_goes_on_in_the_order_that_it_had(tmp_path, settings
     grown = TokenShards(folder, "train", VOCAB)
     second = make_loader(grown, **settings)
     second.load_state_dict(state)
-    rest = []
-    for _ in range(17):
-        got = [second.next_batch() for _ in range(second.grad_accum_steps)]
-        rest.append(
-            (torch.cat([p[0] for p in got]), torch.cat([p[1] for p in got]), {p[2] for p in got})
-        )
-    assert same(whole[13:], rest) and grown.left_out == 1400
+    assert same(whole[13:], [one_step([second]) for _ in range(17)]) and grown.left_out == 1400
     (folder / "x_train_000002.npy").unlink()
     last.unlink()
     np.save(last, longer[:700])
     shrunk = make_loader(TokenShards(folder, "train", VOCAB), **settings)
-    said = f"has 2,201 training tokens, this run was begun with {state['tokens']:,}: "
-    with pytest.raises(UserError, match=said + "put the rest back, or begin a new run"):
-        shrunk.load_state_dict(state)
-    shrunk.shards.manifest = {"complete": False}
-    with pytest.raises(
-        UserError,
-        match=said + "fineweb.py is not finished with it; resume when its command has ended",
-    ):
+    said = r"has fewer .*\(2,201 now, 2,498 then\): put those back .* or begin a new run"
+    with pytest.raises(UserError, match=said):
         shrunk.load_state_dict(state)
 
 
@@ -234,10 +191,8 @@ def test_both_file_formats_give_the_same_stream(tmp_path):
     npy, llmc = (numbered_shards(tmp_path / s, SIZES, s) for s in (".npy", ".bin"))
     assert len(npy) == len(llmc) == 601
     assert same(steps(npy, 10), steps(llmc, 10))
-    assert (
-        npy.where(601 + 300) == "x_train_000000.npy:300"
-        and llmc.where(301) == "x_train_000001.bin:0"
-    )
+    assert npy.where(601 + 300) == "x_train_000000.npy:300"
+    assert llmc.where(301) == "x_train_000001.bin:0"
     assert npy.where(378) == "x_train_000002.npy:0" and npy.where(379) == "x_train_000003.npy:0"
     assert list(npy.read(599, 5)) == [599, 600, 0, 1, 2]
 
@@ -255,9 +210,7 @@ def test_masks_become_targets_of_minus_one(tmp_path):
     for x, y, num_targets in results:
         wanted = (x + 1) % 601
         assert torch.equal(y, torch.where(learn[wanted] == 1, wanted, -1))
-        assert num_targets == {int((y >= 0).sum())}, (
-            "every micro-step knows the number of the whole step"
-        )
+        assert num_targets == {int((y >= 0).sum())}, "each micro-step knows the whole step's"
     assert len({n for _, _, (n,) in results}) > 3
     assert same(results, steps(shards, 12, batch_size=8))
 
@@ -278,9 +231,8 @@ def test_aligned_sequences_begin_at_end_of_text(tmp_path, shuffle):
         assert torch.equal(x[:, 1:], y[:, :-1])
     # sequences longer than a document begin at the next end-of-text after the one before; none overlap
     starts = shards.document_starts(100)
-    assert (np.diff(starts) >= 100).all() and all(
-        shards.read(int(p), 1)[0] == VOCAB - 1 for p in starts
-    )
+    assert (np.diff(starts) >= 100).all()
+    assert all(shards.read(int(p), 1)[0] == VOCAB - 1 for p in starts)
 
 
 def test_documents_without_end_of_text_cannot_be_aligned(tmp_path):
@@ -324,10 +276,7 @@ FAULTS = {  # what is done to a shard, and what the sentence must hold
     "magic": (lambda p: as_bin(p, magic(20240521)), "20240520"),
     "version": (lambda p: as_bin(p, magic(20240520, 2)), "20240520"),
     "header alone": (lambda p: as_bin(p, lambda data: data[:1000]), "20240520"),
-    "empty .bin": (
-        lambda p: as_bin(p, lambda data: magic(20240520, 1, 0)(data[:1024])),
-        "is empty",
-    ),
+    "empty .bin": (lambda p: as_bin(p, lambda d: magic(20240520, 1, 0)(d[:1024])), "is empty"),
 }
 
 
@@ -407,30 +356,16 @@ def test_masks_are_there_for_all_shards_or_for_none(tmp_path):
     (folder / "manifest.json").unlink()
     assert TokenShards(folder, "train", VOCAB).masks
     mask = folder / "x_train_000000.mask"
-    wrong = np.ones(1501, np.uint8)
-    wrong[700] = 255  # true in other programs
-    faults = [(np.ones(1500, np.uint8), "mask has 1,500 bytes for the 1,501 tokens")]
-    faults += [(np.ones(1501, np.int64), "mask .*holds int64"), (wrong, "mask:700 holds 255.* 1 ")]
+    faults = [(np.ones(1500, np.uint8), "a mask in .* is not as long as its shard")]
+    faults += [(np.ones(1501, np.int64), "x_train_000000.mask .*holds int64")]
     for array, said in faults:
         with mask.open("wb") as f:
             np.save(f, array)
-        with pytest.raises(UserError, match=f"x_train_000000.{said}"):
+        with pytest.raises(UserError, match=said):
             TokenShards(folder, "train", VOCAB)
     mask.unlink()
-    with pytest.raises(UserError, match="x_train_000000.mask is missing, other shards of"):
+    with pytest.raises(UserError, match="there is no file .*x_train_000000.mask"):
         TokenShards(folder, "train", VOCAB)
-
-
-def test_mask_bytes_are_looked_at_when_they_are_read(tmp_path):
-    """Of shards in the middle nothing is read before."""
-    folder = with_masks(write_shards(tmp_path, sizes=(100, 100, 100)))
-    data = bytearray((folder / "x_train_000001.mask").read_bytes())
-    data[-50] = 2
-    (folder / "x_train_000001.mask").write_bytes(data)
-    loader = make_loader(TokenShards(folder, "train", VOCAB), shuffle=False)
-    with pytest.raises(UserError, match="x_train_000001.mask:50 holds 2"):
-        for _ in range(20):
-            loader.next_batch()
 
 
 def test_a_token_beyond_the_vocabulary_names_its_shard(tmp_path):
@@ -450,7 +385,7 @@ def test_a_token_beyond_the_vocabulary_names_its_shard(tmp_path):
 @pytest.mark.parametrize("kind", ["npy", "mask"])
 def test_the_manifest_knows_size_and_hash(tmp_path, kind):
     folder = write_shards(tmp_path)
-    with pytest.raises(UserError, match="manifest.json is missing"):
+    with pytest.raises(UserError, match="has no manifest.json to verify by"):
         TokenShards(folder, "train", VOCAB, verify=True)
     with_masks(folder)
     assert TokenShards(folder, "train", VOCAB, verify=True).masks
@@ -458,40 +393,19 @@ def test_the_manifest_knows_size_and_hash(tmp_path, kind):
     data = path.read_bytes()
     path.write_bytes(data[:-2] + bytes([data[-2] ^ 1]) + data[-1:])
     TokenShards(folder, "train", VOCAB)  # one bit, same size: seen by the hash alone
-    with pytest.raises(UserError, match=f"x_train_000001.{kind} has changed.*SHA-256"):
+    with pytest.raises(UserError, match=f"x_train_000001.{kind} has changed.* SHA-256"):
         TokenShards(folder, "train", VOCAB, verify=True)
     path.write_bytes(data[:-2])
-    with pytest.raises(UserError, match=f"{kind} has .* bytes, manifest.json says"):
+    with pytest.raises(UserError, match=f"{kind} has changed: manifest.json has another size"):
         TokenShards(folder, "train", VOCAB)
     path.unlink()
-    with pytest.raises(UserError, match=f"x_train_000001.{kind} is missing"):
-        TokenShards(folder, "train", VOCAB)
-    if kind == "mask":  # who deletes all masks wants to learn all tokens
-        (folder / "x_train_000000.mask").unlink()
-        assert TokenShards(folder, "train", VOCAB, verify=True).masks is None
-
-
-WRONG = ["{", "[]", '{"shards": 3}', '{"shards": [3]}', '{"shards": [{"name": 3}]}', "[" * 10**5]
-WRONG += ['{"shards": [{"name": "x", "bytes": "1", "sha256": ""}]}']
-
-
-@pytest.mark.parametrize("text", WRONG, ids=range(len(WRONG)))
-def test_a_manifest_of_another_structure_is_named(tmp_path, text):
-    folder = write_shards(tmp_path)
-    (folder / "manifest.json").write_text(text)
-    with pytest.raises(UserError, match=r"manifest.json is damaged or no such file \("):
+    with pytest.raises(UserError, match=f"there is no shard .*x_train_000001.{kind}"):
         TokenShards(folder, "train", VOCAB)
 
 
 def test_no_shards_names_the_command_that_makes_them(tmp_path):
-    (tmp_path / "file").touch()
-    for name, said in (
-        ("", ": .*fineweb.py --source FOLDER"),
-        ("no", "not there"),
-        ("file", "a file"),
-    ):
-        with pytest.raises(UserError, match=f"no train shards in .*{name}.*{said}"):
-            TokenShards(tmp_path / name, "train", VOCAB)
+    with pytest.raises(UserError, match="no train shards in .*: .*fineweb.py --source FOLDER"):
+        TokenShards(tmp_path, "train", VOCAB)
 
 
 def test_settings_that_do_not_fit_the_data(tmp_path):
@@ -504,7 +418,7 @@ def test_settings_that_do_not_fit_the_data(tmp_path):
         make_loader(shards, batch_size=2, world_size=3, total_batch_size=100)
     assert make_loader(shards, 2, world_size=3, total_batch_size=192).grad_accum_steps == 2
     shards.manifest = {"context": 32}
-    said = r"seq_len=16 must be 32, .* pass --seq_len 32 .*`fineweb.py --context 16`.* --out"
+    said = r"seq_len=16 must be 32, .* pass --seq_len 32, .*`fineweb.py --context 16`.* --out"
     with pytest.raises(UserError, match=said):
         make_loader(shards)
 

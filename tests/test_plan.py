@@ -1,5 +1,5 @@
-"""python -m lab plan: the ledger against bytes counted in real steps, against peaks measured on GPUs,
-and the command."""
+"""python -m lab plan: the ledger against bytes counted in real steps and against peaks measured on
+GPUs, and the command."""
 
 import collections
 import json
@@ -29,10 +29,16 @@ from train_gpt2 import GPT, MLP, PRESETS, GPTConfig, Run, TrainConfig, make_opti
 SMALL = dict(n_layer=3, n_head=4, n_embd=64, block_size=64, vocab_size=1000)
 AGAIN = dict(activation_checkpointing=True)
 VARIANTS = [
-    {}, dict(bf16_residual=False), dict(attention="math"), dict(document_mask=True), AGAIN,
-    dict(kernels="plain"), dict(bf16_residual=False, **AGAIN), dict(attention="math", **AGAIN),
+    {},
+    dict(bf16_residual=False),
+    dict(attention="math"),
+    dict(document_mask=True),
+    AGAIN,
+    dict(kernels="plain"),
+    dict(bf16_residual=False, **AGAIN),
+    dict(attention="math", **AGAIN),
     dict(n_layer=2, n_embd=128, n_head=2, vocab_size=300),
-]  # fmt: skip
+]
 name = lambda changes: "-".join(f"{k}={v}" for k, v in changes.items()) or "plain"  # noqa: E731
 
 
@@ -140,8 +146,8 @@ def test_ledger_is_what_the_compiled_model_keeps(changes):
 
 
 class Alive(TorchDispatchMode):
-    """Counts the bytes of the tensors that operations return for as long as they are alive: a memory
-    allocator's view. What an operation uses inside itself is not seen."""
+    """Counts the bytes of what operations return for as long as it is alive: the view
+    of a memory allocator. What an operation uses inside itself is not seen."""
 
     def __init__(self, tensors):
         super().__init__()
@@ -185,7 +191,7 @@ class Marks(Phases):
 
 
 def alive_in_a_step(s, model, steps=2):
-    """Peaks of the last of some steps of the trainer: {"forward" | "backward" | "optimizer": bytes}."""
+    """Peaks of the last of some steps: {"forward" | "backward" | "optimizer": bytes}."""
     cfg, world, x = TrainConfig(optimizer=s.optimizer), World("cpu"), tokens(s)
     optimizer, precision = make_optimizer(model, cfg, "cpu"), Precision(s.precision, world.device)
     accum = s.grad_accum_steps
@@ -203,14 +209,19 @@ def alive_in_a_step(s, model, steps=2):
 
 
 STEPS = [
-    ({}, {}), ({}, dict(grad_accum_steps=1)), ({}, dict(batch_size=1)), (dict(attention="math"), {}),
-    (dict(kernels="plain"), {}), (AGAIN, {}), (AGAIN, dict(batch_size=32)),
+    ({}, {}),
+    ({}, dict(grad_accum_steps=1)),
+    ({}, dict(batch_size=1)),
+    (dict(attention="math"), {}),
+    (dict(kernels="plain"), {}),
+    (AGAIN, {}),
+    (AGAIN, dict(batch_size=32)),
     (dict(attention="math", n_head=16, **AGAIN), dict(batch_size=32)),
     (dict(bf16_residual=False, **AGAIN), dict(batch_size=32, grad_accum_steps=1)),
     (dict(n_layer=8, **AGAIN), dict(batch_size=1)),
     (dict(n_layer=1, vocab_size=8000), dict(batch_size=1)),
     (dict(n_layer=1, vocab_size=8000), dict(batch_size=1, grad_accum_steps=1)),
-]  # fmt: skip
+]
 
 
 def predicted_peaks(s):
@@ -302,10 +313,15 @@ def planned(capsys, *flags):
 
 def test_named_gpus():
     for text, gpu, gib in (
-        ("H100", "H100", 80), ("h100 pcie", "H100 PCIe", 80), ("NVIDIA A100-80GB", "A100", 80),
-        ("4090", "RTX 4090", 24), ("A100 40 GiB", "A100", 40), ("Tesla T4", "T4", 15),
-        ("NVIDIA GeForce RTX 3090", "RTX 3090", 24), ("rtx6000 ada", "RTX 6000 Ada", 48),
-    ):  # fmt: skip
+        ("H100", "H100", 80),
+        ("h100 pcie", "H100 PCIe", 80),
+        ("NVIDIA A100-80GB", "A100", 80),
+        ("4090", "RTX 4090", 24),
+        ("A100 40 GiB", "A100", 40),
+        ("Tesla T4", "T4", 15),
+        ("NVIDIA GeForce RTX 3090", "RTX 3090", 24),
+        ("rtx6000 ada", "RTX 6000 Ada", 48),
+    ):
         found = named_gpu(text)
         assert (found.name, found.gib, found.tflops) == (gpu, gib, GPUS[gpu][0]), text
     for text, gib in (("24GB", 24), ("11.5 gib", 11.5)):
@@ -317,16 +333,21 @@ def test_named_gpus():
 
 
 def test_no_peak_for_a_chip_that_only_shares_a_name(monkeypatch):
-    names = {"NVIDIA H200": 989e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA H200 NVL": None,
-             "NVIDIA H800 PCIe": None, "NVIDIA H100 80GB HBM3 MIG 1g.10gb": None,
-             "NVIDIA GeForce RTX 4090 Laptop GPU": None}  # fmt: skip
+    names = {
+        "NVIDIA H200": 989e12,
+        "NVIDIA H100 PCIe": 756e12,
+        "NVIDIA H200 NVL": None,
+        "NVIDIA H800 PCIe": None,
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb": None,
+        "NVIDIA GeForce RTX 4090 Laptop GPU": None,
+    }
     for name, peak_of_it in names.items():
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
         assert peak_flops(torch.device("cuda")) == peak_of_it, name
 
 
 def test_verdict(capsys):
-    """A GPU on which 8 sequences of GPT-2 XL just fit: 16 do not, and with checkpointing more do."""
+    """A GPU on which 8 sequences of GPT-2 XL just fit: 16 do not; with checkpointing more do."""
     need = peak(Setting(PRESETS["gpt2-xl"][0], 8, 1024))[0] / GIB + plan.CONTEXT_GIB
     xl = f"{need / (1 - plan.FRAGMENTS) + 0.01:.2f}GB"
     plan.main(["--preset", "gpt2-xl", "--gpu", f"H100 {xl}"])
@@ -372,6 +393,10 @@ def test_time_and_money(capsys):
     assert "micro-steps 1 x sequences 64 x tokens 1024 x GPUs 8" in eight
     assert "no forecast" in planned(capsys, "--gpu 80GB")
     assert "assuming 40% (--mfu)" in planned(capsys, flags)
+    # checkpointed, each block's forward pass is made twice
+    again = planned(capsys, flags, "--mfu 0.5 --activation_checkpointing")
+    flops = 855.37e6 + 2 * 12 * 12 * 768**2 + 4 * 12 * 768 * 1024
+    assert f"{0.5 * 989e12 / flops / 1000:,.0f}," in again
 
 
 def test_shares(capsys):
@@ -399,9 +424,13 @@ def test_a_resumed_run_is_planned_from_where_it_is(capsys, tmp_path, run_train, 
 def test_a_model_too_small_for_the_gpu_gets_no_time(capsys):
     """An H200 reached 28 and 33 % of its peak with 12 layers of 768 and 4,096 tokens, 42 % with
     twice as many."""
-    for flags, forecast in (("--preset laptop", False), ("--batch_size 8 --seq_len 512", False),
-                            ("--batch_size 4", False), ("--batch_size 8", True),
-                            ("--preset laptop --mfu 0.02", True)):  # fmt: skip
+    for flags, forecast in (
+        ("--preset laptop", False),
+        ("--batch_size 8 --seq_len 512", False),
+        ("--batch_size 4", False),
+        ("--batch_size 8", True),
+        ("--preset laptop --mfu 0.02", True),
+    ):
         text = planned(capsys, "--gpu H200", flags)
         assert ("tokens/s, assuming" in text) == ("$" in text) == forecast, flags
         assert ("less than 1 ms a layer does not fill a GPU" in text) != forecast, flags
@@ -427,18 +456,21 @@ def test_command(tmp_path):
     assert "gpu=Voodoo is not one of" in result.stderr
 
 
-@pytest.mark.parametrize("flags, said", [
-    ("--gpus 0", "gpus=0 must be 1 or more"),
-    ("--mfu 40", "mfu=40 must be a share.*--mfu 0.4 is 40 %"),
-    ("--gpu V100 --precision bf16", "gpu=V100 has no bf16; leave out --precision"),
-    ("--gpu V100 --gpus 4 --parallel zero1", "zero1 does not go with precision=fp16"),
-    ("--gpu H100 --gpus 3", "total_batch_size=524288 must be a multiple"),
-    ("--gpu a100 --fp8 all", "fp8=all: 8 bits need a newer GPU than A100"),
-    ("--gpu H100 --fp8 all --precision fp32", "8 bits go with precision=bf16, not with fp32"),
-    ("--gpus 2 --device cpu", "gpus=2 needs a GPU here"),
-    ("--fp8 head --preset laptop --device cpu", "fp8=head: 8 bits need an NVIDIA GPU"),
-    ("--preset gpt2 --n_embd 700 --gpu H100", "n_embd=700 must be divisible"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ("--gpus 0", "gpus=0 must be 1 or more"),
+        ("--mfu 40", "mfu=40 must be a share.*--mfu 0.4 is 40 %"),
+        ("--gpu V100 --precision bf16", "gpu=V100 has no bf16; leave out --precision"),
+        ("--gpu V100 --gpus 4 --parallel zero1", "zero1 does not go with precision=fp16"),
+        ("--gpu H100 --gpus 3", "total_batch_size=524288 must be a multiple"),
+        ("--gpu a100 --fp8 all", "fp8=all: 8 bits need a newer GPU than A100"),
+        ("--gpu H100 --fp8 all --precision fp32", "8 bits go with precision=bf16, not with fp32"),
+        ("--gpus 2 --device cpu", "gpus=2 needs a GPU here"),
+        ("--fp8 head --preset laptop --device cpu", "fp8=head: 8 bits need an NVIDIA GPU"),
+        ("--preset gpt2 --n_embd 700 --gpu H100", "n_embd=700 must be divisible"),
+    ],
+)
 def test_bad_input(flags, said):
     with pytest.raises(UserError, match=said):
         plan.main(flags.split())

@@ -192,6 +192,8 @@ def test_a_stop_in_mid_validation_saves_and_is_measured_again(
     assert not differing_parts(run.checkpoints[6], whole.checkpoints[6], parts)
     best = [read_checkpoint(r.dir / "model_best.pt")["step"] for r in (run, whole)]
     assert best == [6, 6]
+    if step == 3:  # the stop has put it on disk: measured after resuming, it is the best so far
+        assert run.checkpoints[6]["best_val"] == run.val[3]
     with pytest.raises(
         UserError, match="has done 6 steps, max_steps=6; a larger --max_steps goes on"
     ):
@@ -205,7 +207,7 @@ def test_a_stop_before_the_first_update_leaves_nothing_and_the_command_begins_ag
     whole = train_here(tmp_path, shards, "whole", **settings)
     stopping(monkeypatch, at=2)
     stopped = train_here(tmp_path, shards, "r", **settings)
-    assert stopped.status == 0 and not stopped.losses and not stopped.checkpoints
+    assert stopped.status == 75 and not stopped.losses and not stopped.checkpoints
     monkeypatch.undo()
     with pytest.raises(UserError, match="begin it again without --resume"):
         run_to_resume(tmp_path, "r")
@@ -325,6 +327,34 @@ def test_a_checkpoint_is_whole_or_not_there_and_copies_stay(tmp_path, monkeypatc
     checkpoints.save(tmp_path, 1_000_001, {}, keep_last=2)
     assert calls[:2] == [("fsync", False), ("replace", False)], "bytes, name, then the old goes"
     assert ("unlink", False) not in calls and new.exists()
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_a_kill_leaves_the_older_checkpoint_and_the_older_best(tmp_path, monkeypatch):
+    """Nothing is taken away, and nothing has its name, before what takes its place is whole."""
+
+    def killed_at(call, what, *args):
+        def kill(*_):
+            raise Killed
+
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(os, call, kill)
+            what(tmp_path, *args)
+
+    checkpoints.save(tmp_path, 1, {"step": 1}, keep_last=1)
+    checkpoints.link_best(tmp_path, 1)
+    for call in ("fsync", "replace"):
+        killed_at(call, checkpoints.save, 2, {"step": 2}, 1)
+        assert read_newest(tmp_path)[1] == {"step": 1}
+    checkpoints.save(tmp_path, 2, {"step": 2}, keep_last=1)
+    for call in ("link", "replace"):
+        killed_at(call, checkpoints.link_best, 2)
+        assert read_checkpoint(tmp_path / "model_best.pt") == {"step": 1}
+    checkpoints.link_best(tmp_path, 2)
+    assert read_checkpoint(tmp_path / "model_best.pt") == {"step": 2}
 
 
 def test_a_full_disk_is_one_sentence_and_older_checkpoints_stay(tmp_path):

@@ -2,18 +2,16 @@
 
 import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from conftest import ROOT, run_python
 
 from lab.cli import UserError
 from lab.data.tokenizers import MARK, get_tokenizer, name_of_size, printable
 
-ROOT = Path(__file__).resolve().parent.parent
 DATA = Path(os.environ.get("GPT2_TEST_DATA", ROOT.parent / "shared" / "data"))
 needs_gpt2 = pytest.mark.skipif(
     not (DATA / "tiktoken").is_dir() and "TIKTOKEN_CACHE_DIR" not in os.environ,
@@ -43,13 +41,9 @@ def test_contract(tok):
 
 
 def test_known_ids(tok):
-    assert (
-        tok.encode("Hello, I'm a language model,")
-        == {
-            "gpt2": [15496, 11, 314, 1101, 257, 3303, 2746, 11],
-            "bytes": list(b"Hello, I'm a language model,"),
-        }[tok.name]
-    )
+    known = [15496, 11, 314, 1101, 257, 3303, 2746, 11]
+    known = {"gpt2": known, "bytes": list(b"Hello, I'm a language model,")}
+    assert tok.encode("Hello, I'm a language model,") == known[tok.name]
 
 
 def test_decode_refuses_other_ids(tok):
@@ -60,11 +54,10 @@ def test_decode_refuses_other_ids(tok):
 
 def test_documents_are_led_by_end_of_text(tok):
     texts = ["one", "", "two words", "a\ud800b"]
-    tokens, lengths = tok.encode_documents(texts)
+    tokens = tok.encode_documents(texts)
     assert tokens.dtype == np.uint16
     assert tokens.tolist() == [i for text in texts for i in [tok.eot, *tok.encode(text)]]
-    assert lengths.tolist() == [1 + len(tok.encode(text)) for text in texts]
-    assert len(tok.encode_documents([])[0]) == 0
+    assert len(tok.encode_documents([])) == 0
 
 
 def test_fast_way_equals_plain_way(tok):
@@ -78,8 +71,8 @@ def test_fast_way_equals_plain_way(tok):
         "".join(rng.choice(alphabet) for _ in range(rng.randint(0, 40))) for _ in range(20_000)
     ]
     plain = [i for text in texts for i in [tok.eot, *tok.encode(text)]]
-    assert tok.encode_documents(texts)[0].tolist() == plain
-    assert tok.encode_documents(pa.chunked_array([texts[:7], texts[7:]]))[0].tolist() == plain
+    assert tok.encode_documents(texts).tolist() == plain
+    assert tok.encode_documents(pa.chunked_array([texts[:7], texts[7:]])).tolist() == plain
 
 
 @needs_gpt2
@@ -89,33 +82,16 @@ def test_fast_way_equals_tiktoken_on_real_text(tok):
     text = (DATA / "wikitext-2" / "valid.txt").read_text()
     texts = [text, *text.splitlines()]
     plain = [i for text in texts for i in [tok.eot, *tok.encode(text)]]
-    assert tok.encode_documents(texts)[0].tolist() == plain
+    assert tok.encode_documents(texts).tolist() == plain
 
 
 def test_no_files_is_one_sentence(tmp_path):
     """GPT-2's files cannot be had: what to do is said. (The proxy refuses every connection.)"""
-    env = {
-        **os.environ,
-        "TIKTOKEN_CACHE_DIR": str(tmp_path),
-        "HTTPS_PROXY": "http://127.0.0.1:9",
-        "NO_PROXY": "",
-    }
-    command = [
-        sys.executable,
-        "fineweb.py",
-        "--source",
-        "builtin",
-        "--tokenizer",
-        "gpt2",
-        "--out",
-        tmp_path / "o",
-    ]
-    got = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    words = "fineweb.py --source builtin --tokenizer gpt2 --out".split()
+    env = dict(TIKTOKEN_CACHE_DIR=str(tmp_path), HTTPS_PROXY="http://127.0.0.1:9", NO_PROXY="")
+    got = run_python(*words, tmp_path / "o", cwd=ROOT, **env)
     assert got.returncode == 2 and "Traceback" not in got.stderr
-    assert (
-        "TIKTOKEN_CACHE_DIR" in got.stderr
-        and "add --tokenizer bytes to the fineweb.py command" in got.stderr
-    )
+    assert "TIKTOKEN_CACHE_DIR" in got.stderr and "add --tokenizer bytes to the" in got.stderr
 
 
 def test_names_and_sizes():

@@ -1,25 +1,13 @@
 """Data: text becomes shards of token ids, and shards become micro-batches.
 
-    from lab.data import TokenLoader, TokenShards, build_builtin, get_tokenizer
-
-The names are fetched when they are asked for: a process that tokenises has no use for torch.
+Nothing here imports torch: a process that tokenises has no use for it.
 """
 
-import importlib
+from lab.data.builtin import build_builtin
+from lab.data.documents import hide_other_documents
+from lab.data.loader import TokenLoader
+from lab.data.shards import TokenShards
+from lab.data.tokenizers import get_tokenizer, name_of_size
 
-MODULE_OF = {
-    "TokenLoader": "loader",
-    "TokenShards": "shards",
-    "build_builtin": "builtin",
-    "document_mask": "documents",
-    "get_tokenizer": "tokenizers",
-    "grad_accum_steps": "loader",
-    "hide_other_documents": "documents",
-    "name_of_size": "tokenizers",
-}
-
-
-def __getattr__(name):
-    if name not in MODULE_OF:
-        raise AttributeError(f"module {__name__} has no attribute {name}")
-    return getattr(importlib.import_module(f"{__name__}.{MODULE_OF[name]}"), name)
+__all__ = ["TokenLoader", "TokenShards", "build_builtin", "get_tokenizer", "hide_other_documents"]
+__all__ += ["name_of_size"]

@@ -20,98 +20,75 @@ before one (leave the trainer's document mask off).
 import numpy as np
 
 from lab.cli import UserError
-from lab.data.shards import progress, read_manifest, sha256_of
-from lab.data.sources import File, records_of, units_of
+from lab.data.shards import progress, sha256_of
+from lab.data.sources import HUB, File, records_of, units_of
 from lab.data.tokenizers import get_tokenizer
-from lab.data.writer import (
-    begin,
-    begun,
-    check_same,
-    new_manifest,
-    save_shard,
-    shard_files,
-    write_manifest,
-)
+from lab.data.writer import begin, begun, check_same, new_manifest, save_shard, write_manifest
 
 ROLES = {"system": "System:", "user": "User:", "assistant": "Assistant:"}
 
 
-def render_chat(
-    messages, tokenizer, answer: bool = False, where=""
-) -> tuple[np.ndarray, np.ndarray]:
+def render_chat(messages, tokenizer, answer=False, where="messages"):
     """Ids (uint16) of a conversation and its mask (uint8; 1: this token is to be learnt).
 
     `messages` is a list of {"role": "system" | "user" | "assistant", "content": text}. With
     `answer` the ids end in "Assistant:", ready for the model to go on. Raises UserError for
     anything else, which begins with `where` the conversation comes from.
     """
-    where = where and f"{where}: "
-    if not isinstance(messages, list) or not messages:
-        raise UserError(
-            f'{where}no conversation: wanted is "messages", a list of objects with "role" and "content"'
-        )
-    ids, mask, gap = [tokenizer.eot], [0], ""
-
-    def add(new, learn):
-        ids.extend(new)
-        mask.extend([learn] * len(new))
-
-    for message in messages:
+    parts, gap = [([tokenizer.eot], 0)], ""  # (ids, 1 if they are to be learnt)
+    for message in messages if messages and isinstance(messages, list) else [messages]:
         message = message if isinstance(message, dict) else {}
         role, content = message.get("role"), message.get("content")
-        if role not in list(ROLES):
-            raise UserError(f"{where}unknown role {role!r}: it is one of {', '.join(ROLES)}")
-        if not isinstance(content, str):
-            kind = type(content).__name__
-            raise UserError(f"{where}the content of a message is {kind}, wanted is text")
+        if role not in list(ROLES) or not isinstance(content, str):
+            raise UserError(
+                f'{where}: no conversation, with role {role!r}: wanted is a list of objects, "role" '
+                f'one of {", ".join(ROLES)} and "content" a text'
+            )
         text = " " + content.strip()
         if role == "assistant":
-            add(tokenizer.encode(gap + ROLES[role]), 0)
-            add([*tokenizer.encode(text), tokenizer.eot], 1)
+            parts.append((tokenizer.encode(gap + ROLES[role]), 0))
+            parts.append(([*tokenizer.encode(text), tokenizer.eot], 1))
         else:
-            add(tokenizer.encode(gap + ROLES[role] + text), 0)
+            parts.append((tokenizer.encode(gap + ROLES[role] + text), 0))
         gap = "\n\n"
     if answer:
-        add(tokenizer.encode(gap + ROLES["assistant"]), 0)
-    return np.array(ids, dtype=np.uint16), np.array(mask, dtype=np.uint8)
+        parts.append((tokenizer.encode(gap + ROLES["assistant"]), 0))
+    ids = np.concatenate([np.array(new, np.uint16) for new, _ in parts])
+    return ids, np.concatenate([np.full(len(new), learn, np.uint8) for new, learn in parts])
 
 
 OPEN = 32  # rows that are looked at for room
 
 
-def pack_rows(chats, context: int, eot: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def pack_rows(chats, context: int, eot: int):
     """Conversations (ids, mask) as rows: each goes into the fullest of the last rows with room.
 
     Returns ids and mask of all rows (rows, context), filled up with end-of-text that is not
     learnt, and the number of conversations in each. None of them may be longer than a row.
     """
-    rows, room = [], []
-    for chat in chats:
-        last = range(max(len(rows) - OPEN, 0), len(rows))
-        fitting = [i for i in last if room[i] >= len(chat[0])]
-        if not fitting:
-            fitting = [len(rows)]
-            rows.append([])
-            room.append(context)
-        best = min(fitting, key=lambda i: room[i])
-        rows[best].append(chat)
-        room[best] -= len(chat[0])
-    ids = np.full((len(rows), context), eot, dtype=np.uint16)
-    mask = np.zeros((len(rows), context), dtype=np.uint8)
-    for i, row in enumerate(rows):
-        used = context - room[i]
-        ids[i, :used] = np.concatenate([new_ids for new_ids, _ in row])
-        mask[i, :used] = np.concatenate([new_mask for _, new_mask in row])
-    return ids, mask, np.array([len(row) for row in rows])
+    rows = []  # [ids, mask, conversations] of each
+    for ids, mask in chats:
+        fitting = [row for row in rows[-OPEN:] if len(row[0]) + len(ids) <= context]
+        if fitting:
+            row = max(fitting, key=lambda row: len(row[0]))
+            row[:] = np.append(row[0], ids), np.append(row[1], mask), row[2] + 1
+        else:
+            rows.append([ids, mask, 1])
+
+    def filled(part, value):
+        parts = (row[part] for row in rows)
+        return np.stack([np.pad(p, (0, context - len(p)), constant_values=value) for p in parts])
+
+    return filled(0, eot), filled(1, 0), np.array([row[2] for row in rows])
 
 
 def is_chat(file: File, column: str) -> bool:
     """Whether the first line of a JSONL file is a conversation and not a text."""
-    if file.kind != "jsonl":
+    if file.kind != "jsonl" or file.path.startswith(HUB):
         return False
     records = (record for unit in units_of(file, 0, column) for _, record in records_of(unit))
     first = next(records, {})
-    return column not in first and isinstance(first.get("messages"), list)
+    return isinstance(first.get("messages"), list) and not isinstance(first.get(column), str)
 
 
 def build_chat(files: list[File], out_dir, tokenizer: str, context: int, shard_tokens: int) -> dict:
@@ -120,16 +97,11 @@ def build_chat(files: list[File], out_dir, tokenizer: str, context: int, shard_t
     What is left of a row is end-of-text with mask 0. Every tenth conversation is validation. Chat
     data is small: it is held in memory, and what was stopped is made again. Returns the manifest.
     """
-    rows_per_shard = shard_tokens // context if context >= 8 else 0
-    if not rows_per_shard:
+    if not 8 <= context <= shard_tokens:
         raise UserError(
             f"--context {context} must be at least 8 and at most --shard_tokens {shard_tokens}"
         )
-    if files[0].kind != "jsonl":
-        kind = files[0].kind
-        raise UserError(
-            f"chat data is made from JSONL, and {files[0].path} is {kind}: leave out --chat"
-        )
+    rows_per_shard = shard_tokens // context
     about = [[f.name, f.size, sha256_of(f.path)] for f in files]
     source = {"kind": "chat", "files": about}
     settings = dict(source=source, context=context, shard_tokens=rows_per_shard * context)
@@ -140,27 +112,20 @@ def build_chat(files: list[File], out_dir, tokenizer: str, context: int, shard_t
     manifest = new_manifest("chat", tok, val_tokens=0, **settings)
     chats, left_out = read_chats(files, tok, context)
     if len(chats) < 2:
-        what = "one conversation" if chats else "no conversation"
         raise UserError(
-            f"{files[0].path} holds {what} to learn from, and the first of every ten is for "
-            f"validation, so it must hold two or more; left out: {left_out['no_answer']:,} without "
-            f"an answer, {left_out['too_long']:,} longer than --context {context}"
+            f"{files[0].path} must hold two conversations or more, one to learn from and one for "
+            f"validation; left out: {left_out['no_answer']:,} without an answer, "
+            f"{left_out['too_long']:,} longer than --context {context}"
         )
-    unfinished = (read_manifest(out_dir) or {}).get("data") == "chat"
-    for old in shard_files(out_dir, "chat") if unfinished else []:
-        old.unlink()
     begin(out_dir, manifest)
     for first, last in ((0, 1), (1, 10)):  # of each ten: those of validation, those of training
         part = [chat for i, chat in enumerate(chats) if first <= i % 10 < last]
         ids, mask, counts = pack_rows(part, context, tok.eot)
         size = rows_per_shard if first else len(ids)
         for i in range(0, len(ids), size):
-            rows, documents = slice(i, i + size), int(counts[i : i + size].sum())
-            save_shard(
-                out_dir, manifest, [ids[rows].ravel()], mask[rows].ravel(), documents=documents
-            )
-    manifest["targets"] = sum(int(mask.sum()) for _, mask in chats)
-    manifest["padding"] = manifest["tokens"] - sum(len(ids) for ids, _ in chats)
+            new, learnt, documents = (array[i : i + size] for array in (ids, mask, counts))
+            more = dict(documents=int(documents.sum()))
+            save_shard(out_dir, manifest, new.ravel(), learnt.ravel(), **more)
     manifest |= left_out | {"complete": True}
     write_manifest(out_dir, manifest)
     return manifest

@@ -7,31 +7,23 @@ stops the work costs one shard at most, and the result is the same bytes.
 import contextlib
 import os
 import re
-import shutil
 import sys
 from pathlib import Path
 
+import numpy as np
+from tqdm import tqdm
+
 from lab.cli import UserError
-from lab.data import sources
+from lab.data import writer
 from lab.data.engines import ENGINES
 from lab.data.shards import check_file
-from lab.data.sources import File, hub_files, local_files, open_parquet, units_of
+from lab.data.sources import File, asking_hub, hub_files, local_files, units_of
 from lab.data.tokenizers import get_tokenizer
-from lab.data.writer import (
-    begin,
-    begun,
-    check_same,
-    new_manifest,
-    save_shard,
-    shard_entry,
-    write_manifest,
-)
 from lab.files import writing
 
 FINEWEB_EDU = "HuggingFaceFW/fineweb-edu"
 BYTES_PER_TOKEN = {"gpt2": 4.4, "bytes": 1.0}  # of English; for guesses before the start
 UNPACKED = 3.5  # how much larger text is than its .gz or .zst, roughly
-SPLIT_NAME = re.compile(r"(.+)_(train|val)_\d+\.bin")
 
 
 def find_source(cfg) -> tuple[dict, list[File]]:
@@ -41,7 +33,7 @@ def find_source(cfg) -> tuple[dict, list[File]]:
         about = [[f.name, f.size] for f in files]
         return {"kind": "local", "text_column": cfg.text_column, "files": about}, files
     name = cfg.name or ("sample-10BT" if cfg.dataset == FINEWEB_EDU else "")
-    before = (begun(cfg.out) or {"source": {}})["source"]
+    before = (writer.begun(cfg.out) or {"source": {}})["source"]
     revision = before["revision"] if before.get("dataset") == cfg.dataset else cfg.revision
     revision, files = hub_files(cfg.dataset, name, cfg.split, revision)
     source = {"kind": "hub", "text_column": cfg.text_column, "dataset": cfg.dataset, "name": name}
@@ -49,64 +41,55 @@ def find_source(cfg) -> tuple[dict, list[File]]:
 
 
 def guess_tokens(files: list[File], tokenizer: str, column: str) -> int:
-    """How many tokens the files hold, roughly: for the bar, the disk and the validation shard."""
+    """How many tokens the files hold, roughly: for the bar and the validation shard."""
     size = sum(f.size * (UNPACKED if f.packing else 1) for f in files)
     if files[0].kind == "parquet" and files[0].size:
-        parquet = open_parquet(files[0], column)
-        groups = range(parquet.num_row_groups)
-        text = sum(sources.column_bytes(parquet, column, group) for group in groups)
-        size *= text / files[0].size
+        size *= sum(unit.size for unit in units_of(files[0], 0, column)) / files[0].size
     return max(int(size / BYTES_PER_TOKEN[tokenizer]), 1)
 
 
-def check_disk(out_dir: Path, needed: float, say):
-    """Say how much is needed and there is; UserError where it is too little."""
-    there = next(p for p in [out_dir.absolute(), *out_dir.absolute().parents] if p.exists())
-    free = shutil.disk_usage(there).free
-    needs = f"{out_dir} needs about {needed / 1e9:,.2f} GB more, {free / 1e9:,.1f} GB are free"
-    say(f"disk: {needs}")
-    if needed > free:
-        raise UserError(f"{needs}: choose an --out on a larger disk, or fewer --tokens")
-
-
-def build_corpus(cfg, source: dict, files: list[File], data: str, say) -> dict:
+def build_corpus(cfg, source: dict, files: list[File], data: str) -> dict:
     """The source as shards in cfg.out, from where its manifest is; returns the complete manifest.
 
-    cfg: fineweb.py's, its counts as numbers. say: takes the lines for people.
+    cfg: fineweb.py's, its counts as numbers.
     """
-    out_dir, manifest = Path(cfg.out), begun(cfg.out)
+    out_dir, manifest = Path(cfg.out), writer.begun(cfg.out)
     if manifest:
-        check_same(out_dir, manifest, data=data, tokenizer=cfg.tokenizer, source=source)
+        about = dict(data=data, tokenizer=cfg.tokenizer, **source)
+        writer.check_same(out_dir, manifest | manifest["source"], **about)
+        for entry in manifest["shards"]:
+            check_file(out_dir / entry["name"], entry)
     if files[0].kind == "bin":
-        return download_shards(cfg, manifest, source, files, data, say)
+        return download_shards(cfg, manifest, source, files, data)
     guess = guess_tokens(files, cfg.tokenizer, cfg.text_column)
     expected = min(cfg.tokens or guess, guess)
     if manifest:
         go_on(cfg, out_dir, manifest)
         if manifest["complete"]:
-            say(f"{out_dir} is already there: {manifest['tokens']:,} tokens")
+            print(f"{out_dir} is already there: {manifest['tokens']:,} tokens")
             return manifest
     else:
         # Validation is the first shard, or a tenth of a corpus too small to give it a whole one
         val_tokens = cfg.val_tokens or min(cfg.shard_tokens, max(expected // 10, 1))
         sizes = dict(shard_tokens=cfg.shard_tokens, val_tokens=val_tokens)
-        manifest = new_manifest(data, get_tokenizer(cfg.tokenizer), source=source, **sizes)
-    there = sum(entry["tokens"] for entry in manifest["shards"])
-    check_disk(out_dir, 2 * max(expected - there, 0), say)
-    if there:
-        say(f"going on after {there:,} tokens")
-    begin(out_dir, manifest)
-    file, unit, skip = manifest["shards"][-1]["end"] if there else (0, 0, 0)
+        manifest = writer.new_manifest(data, get_tokenizer(cfg.tokenizer), source=source, **sizes)
+    writer.begin(out_dir, manifest)
+    file, unit, skip = 0, 0, 0
+    if manifest["shards"]:
+        print(f"going on after {manifest['tokens']:,} tokens")
+        file, unit, skip = manifest["shards"][-1]["end"]
     firsts = ((i, unit if i == file else 0) for i in range(file, len(files)))
     units = (u for i, first in firsts for u in units_of(files[i], i, cfg.text_column, first))
     workers = os.cpu_count() if cfg.workers < 0 else cfg.workers
     engine = ENGINES[cfg.engine](units, cfg.tokenizer, cfg.text_column, workers)
-    with contextlib.closing(engine) as results, progress_bar(expected, there) as bar:
+    shown = dict(unit="tok", unit_scale=True, smoothing=0.1)
+    with (
+        contextlib.closing(engine) as results,
+        tqdm(total=expected, initial=manifest["tokens"], **shown) as bar,
+    ):
         fill_shards(out_dir, manifest, results, skip, cfg.tokens or sys.maxsize, bar)
-    for key in ("text_bytes", "empty"):
-        manifest[key] = sum(entry[key] for entry in manifest["shards"])
     manifest["complete"] = True
-    write_manifest(out_dir, manifest)
+    writer.write_manifest(out_dir, manifest)
     return manifest
 
 
@@ -115,27 +98,16 @@ def go_on(cfg, out_dir: Path, manifest: dict):
 
     A last shard that is shorter than it was to be is left out: it is made again, longer.
     """
-    check_same(out_dir, manifest, shard_tokens=cfg.shard_tokens)
-    check_same(out_dir, manifest, **({"val_tokens": cfg.val_tokens} if cfg.val_tokens else {}))
-    shards = manifest["shards"]
+    val_tokens = cfg.val_tokens or manifest["val_tokens"]
+    writer.check_same(out_dir, manifest, shard_tokens=cfg.shard_tokens, val_tokens=val_tokens)
     exhausted = manifest.get("exhausted") or manifest.get("resume", {}).get("exhausted")
     manifest["complete"] &= bool(exhausted or 0 < cfg.tokens <= manifest["tokens"])
-    if not manifest["complete"] and manifest["format"] == 1:
-        raise UserError(
-            f"{out_dir} was begun by an older fineweb.py: what is there can be trained on, but not "
-            "gone on with; choose another --out"
-        )
-    size = manifest["shard_tokens" if shards[1:] else "val_tokens"]
-    if not manifest["complete"] and shards[-1]["tokens"] < size:
+    if manifest["complete"]:
+        return
+    writer.check_same(out_dir, manifest, format=2)  # 1 did not note where in the source shards end
+    shards = manifest["shards"]
+    if shards[-1]["tokens"] < manifest["shard_tokens" if shards[1:] else "val_tokens"]:
         shards.pop()
-    for entry in shards:
-        check_file(out_dir / entry["name"], entry)
-    there = sum(entry["tokens"] for entry in shards)
-    if not manifest["complete"] and 0 < cfg.tokens < there:
-        raise UserError(
-            f"--tokens {cfg.tokens:,} is less than the {there:,} that {out_dir} holds already: ask "
-            "for at least so many, or choose another --out"
-        )
 
 
 def fill_shards(out_dir: Path, manifest: dict, results, skip: int, limit: int, bar):
@@ -143,77 +115,51 @@ def fill_shards(out_dir: Path, manifest: dict, results, skip: int, limit: int, b
 
     skip: so many tokens of the first unit are in shards already.
     """
-    done = sum(entry["tokens"] for entry in manifest["shards"])
-    parts, held, text_bytes, empty = [], 0, 0.0, 0
-
-    def save(end):
-        nonlocal parts, held, text_bytes, empty, done
-        about = {"end": end, "text_bytes": round(text_bytes), "empty": empty}
-        save_shard(out_dir, manifest, parts, **about)
-        parts, done, held, text_bytes, empty = [], done + held, 0, 0.0, 0
-
-    for unit, new in results:
-        while skip < len(new.ids) and done + held < limit:
+    done, parts, held = manifest["tokens"], [], 0
+    for unit, ids in results:
+        while skip < len(ids) and done < limit:
             size = manifest["shard_tokens" if manifest["shards"] else "val_tokens"]
-            part = new.ids[skip : skip + min(size - held, limit - done - held)]
+            part = ids[skip : skip + min(size - held, limit - done)]
             parts.append(part)
-            held, skip = held + len(part), skip + len(part)
-            text_bytes += new.text_bytes * len(part) / len(new.ids)
+            done, held, skip = done + len(part), held + len(part), skip + len(part)
             bar.update(len(part))
-            if held == size or done + held == limit:
-                save([unit.file_index, unit.index, skip])
-        if done + held >= limit:
+            if held == size or done == limit:
+                end = [unit.file_index, unit.index, skip]
+                writer.save_shard(out_dir, manifest, np.concatenate(parts), end=end)
+                parts, held = [], 0
+        if done >= limit:
             return
-        empty, skip = empty + new.empty, 0
-    if not done + held:
-        raise UserError(f"the source holds no text: {empty:,} documents, all of them empty")
-    if held:
-        save(None)
-    else:
-        manifest["shards"][-1]["empty"] += empty
+        skip = 0
+    if not done:
+        raise UserError("the source holds no text")
+    if parts:
+        writer.save_shard(out_dir, manifest, np.concatenate(parts), end=None)
     manifest["exhausted"] = True
 
 
-def progress_bar(total: int, initial: int):
-    from tqdm import tqdm
-
-    return tqdm(total=total, initial=initial, unit="tok", unit_scale=True, smoothing=0.1)
-
-
-def download_shards(cfg, manifest, source: dict, files: list[File], data: str, say) -> dict:
+def download_shards(cfg, manifest, source: dict, files: list[File], data: str) -> dict:
     """Ready-made llm.c shards from the hub: validation and as many others as --tokens asks for."""
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import snapshot_download
 
     out_dir, limit = Path(cfg.out), cfg.tokens or sys.maxsize
     if cfg.tokenizer != "gpt2":
         raise UserError(f"--dataset {cfg.dataset} holds GPT-2 tokens: leave out --tokenizer")
     chosen, tokens = [], 0
-    for file in sorted(files, key=lambda f: ("_val_" not in f.name, f.name)):
-        if SPLIT_NAME.fullmatch(Path(file.name).name) and tokens < limit:
-            chosen.append(file)
-            tokens += (file.size - 1024) // 2
+    for file in sorted(files, key=lambda f: "_val_" not in f.name):
+        if re.fullmatch(r"[^/]+_(train|val)_\d{6}\.bin", file.name) and tokens < limit:
+            chosen.append(file.name)
+            tokens += (file.size - 1024) // 2  # llm.c's header, then two bytes a token
     if not chosen:
         raise UserError(f"--dataset {cfg.dataset} has no <data>_<train|val>_<number>.bin")
-    if manifest is None:
-        settings = dict(source=source, shard_tokens=0, val_tokens=0)
-        manifest = new_manifest(data, get_tokenizer("gpt2"), **settings)
-    for entry in manifest["shards"]:
-        check_file(out_dir / entry["name"], entry)
-    here = {entry["name"] for entry in manifest["shards"]}
-    missing = [f for f in chosen if Path(f.name).name not in here]
-    check_disk(out_dir, sum(f.size for f in missing), say)
-    begin(out_dir, manifest, SPLIT_NAME.fullmatch(Path(chosen[0].name).name)[1])
-    parts = out_dir / ".download"  # the library goes on with what is half here
-    where = dict(repo_type="dataset", revision=source["revision"])
-    for file in missing:
-        path = out_dir / Path(file.name).name
-        with sources.asking_hub(cfg.dataset, source["revision"]), writing(path):
-            part = hf_hub_download(cfg.dataset, file.name, local_dir=parts, **where)
-            os.replace(part, path)
-        manifest["shards"].append(shard_entry(path, manifest["eot"]))
-        manifest["shards"].sort(key=lambda e: ("_val_" not in e["name"], e["name"]))
-        write_manifest(out_dir, manifest)
-    shutil.rmtree(parts, ignore_errors=True)
+    sizes = dict(shard_tokens=0, val_tokens=0)
+    manifest = manifest or writer.new_manifest(data, get_tokenizer("gpt2"), source=source, **sizes)
+    writer.begin(out_dir, manifest)
+    with asking_hub(cfg.dataset), writing(out_dir):
+        where = dict(repo_type="dataset", revision=source["revision"], local_dir=out_dir)
+        snapshot_download(cfg.dataset, allow_patterns=chosen, **where)  # what is there, it keeps
+    here = [entry["name"] for entry in manifest["shards"]]
+    new = [name for name in chosen if name not in here]
+    manifest["shards"] += [writer.shard_entry(out_dir / name, manifest["eot"]) for name in new]
     manifest["complete"] = True
-    write_manifest(out_dir, manifest)
+    writer.write_manifest(out_dir, manifest)
     return manifest

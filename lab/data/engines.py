@@ -1,6 +1,5 @@
 """Tokenising units in worker processes, or on a Ray cluster: the same tokens in the same order."""
 
-import contextlib
 import functools
 import multiprocessing
 import os
@@ -8,7 +7,6 @@ import signal
 import threading
 from collections import deque
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,34 +16,21 @@ from lab.data.sources import Unit, documents_of
 from lab.data.tokenizers import BLANK, get_tokenizer
 
 UNDER_WAY = 512 * 2**20  # bytes of text given out and not yet written: this bounds the memory
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """The documents of a unit, one after the other, each led by end-of-text."""
-
-    ids: np.ndarray  # uint16
-    text_bytes: int
-    empty: int  # documents left out because there was nothing in them
-
-
 tokenizer_of = functools.cache(get_tokenizer)  # made once in every process
 
 
-def tokenise(unit: Unit, tokenizer: str, column: str) -> Tokens:
+def tokenise(unit: Unit, tokenizer: str, column: str) -> np.ndarray:
+    """The documents of a unit that are more than blanks (uint16), each led by end-of-text."""
     import pyarrow.compute as pc
 
-    parts, text_bytes, empty = [np.zeros(0, np.uint16)], 0, 0
+    parts = [np.zeros(0, np.uint16)]
     for texts in documents_of(unit, column):
         # looks no further than the first letter
         full = texts.filter(pc.match_substring_regex(texts, f"[^{BLANK}]"))
-        empty += len(texts) - len(full)
-        text_bytes += pc.sum(pc.binary_length(full)).as_py() or 0
-        parts.append(tokenizer_of(tokenizer).encode_documents(full)[0])
+        parts.append(tokenizer_of(tokenizer).encode_documents(full))
     ids = np.concatenate(parts)
-    if unit.file.kind == "text" and unit.index:  # a text file is one document: this goes on
-        return Tokens(ids[1:], text_bytes, 0)
-    return Tokens(ids, text_bytes, empty)
+    # a text file is one document: its later blocks go on with it
+    return ids[1:] if unit.file.kind == "text" and unit.index else ids
 
 
 def in_order(units, submit, result, depth: int):
@@ -64,22 +49,10 @@ def in_order(units, submit, result, depth: int):
 
 
 def start_worker():
-    """A worker ends with the main process, even if that was killed with no time to say so."""
+    """A worker leaves Ctrl-C to the main process, and ends with it, even if that was killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
-
-
-@contextlib.contextmanager
-def deaf_children():
-    """Processes that are started in the body leave Ctrl-C to this one; Windows has no such thing."""
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def tokenise_in_processes(units, tokenizer: str, column: str, workers: int):
@@ -90,11 +63,7 @@ def tokenise_in_processes(units, tokenizer: str, column: str, workers: int):
         return
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, context, initializer=start_worker)
-
-    def submit(unit):
-        with deaf_children():  # the first ones start the workers
-            return pool.submit(tokenise, unit, tokenizer, column)
-
+    submit = functools.partial(pool.submit, tokenise, tokenizer=tokenizer, column=column)
     try:
         yield from in_order(units, submit, lambda job: job.result(), depth=4 * workers)
     except BrokenExecutor as error:
@@ -117,17 +86,11 @@ def tokenise_on_ray(units, tokenizer: str, column: str, workers: int):
     except ImportError as error:
         raise UserError("--engine ray needs Ray: pip install ray, or leave it out") from error
     names = ("TIKTOKEN_CACHE_DIR", "HF_ENDPOINT", "HF_TOKEN")
-    env = {
-        "env_vars": {n: os.environ[n] for n in names if n in os.environ},
-        "py_modules": [str(Path(__file__).parents[1])],
-    }
+    env = {"env_vars": {n: os.environ[n] for n in names if n in os.environ}}
+    env["py_modules"] = [str(Path(__file__).parents[1])]
     here = {"num_cpus": max(workers, 1), "include_dashboard": False}
-    ray.init(
-        log_to_driver=False,
-        logging_level="error",
-        runtime_env=env,
-        **({} if os.environ.get("RAY_ADDRESS") else here),
-    )
+    where = {} if os.environ.get("RAY_ADDRESS") else here
+    ray.init(log_to_driver=False, logging_level="error", runtime_env=env, **where)
     try:
         task = ray.remote(num_cpus=1, max_retries=10)(tokenise)
         depth = 4 * int(ray.cluster_resources()["CPU"])
@@ -135,10 +98,6 @@ def tokenise_on_ray(units, tokenizer: str, column: str, workers: int):
         yield from in_order(units, submit, ray.get, depth)
     except ray.exceptions.RayTaskError as error:
         raise error.cause from None
-    except ray.exceptions.RayError as error:
-        raise UserError(
-            f"Ray gave up ({type(error).__name__}); the same command goes on where it was"
-        ) from error
     finally:
         ray.shutdown()
 

@@ -1,10 +1,10 @@
 """HellaSwag's file: found or downloaded, and read line by line."""
 
-import hashlib
 import json
 from pathlib import Path
 
 from lab.cli import UserError
+from lab.data.shards import sha256_of
 from lab.files import first_line, reading
 
 FOLDER = Path("data/hellaswag")  # where what is downloaded goes
@@ -38,8 +38,7 @@ def locate(data="", split="val"):
 
 
 def is_published(path):
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() in PUBLISHED.values()
+    return sha256_of(path) in PUBLISHED.values()
 
 
 def read_examples(path):
@@ -50,16 +49,9 @@ def read_examples(path):
         lines = Path(path).read_bytes().split(b"\n")
     examples = []
     for number, raw in enumerate(lines, start=1):
-        if not raw.strip():
-            continue
-        try:
-            examples.append(check_example(json.loads(raw)) | {"line": number})
-        except (ValueError, TypeError, KeyError, RecursionError) as error:  # what parsing it raises
-            wrong = f"{type(error).__name__}: {first_line(error)}"
-            raise UserError(
-                f"{path} line {number}: {wrong}; correct the line or take it out. A HellaSwag file "
-                "has one JSON object a line, with ctx, 4 endings and a label from 0 to 3"
-            ) from error
+        if raw.strip():
+            with reading(f"{path} line {number}", "HellaSwag example", "mend it or take it out"):
+                examples.append(check_example(json.loads(raw)) | {"line": number})
     if not examples:
         raise UserError(f"{path} holds no examples; it should have one a line. Download it again")
     return examples
@@ -68,13 +60,10 @@ def read_examples(path):
 def check_example(example):
     """It, its label an integer. Raises TypeError or KeyError where it is not as it has to be."""
     ctx, endings, label = (example[key] for key in ("ctx", "endings", "label"))
-    texts = [ctx, *endings]
-    if len(texts) != 5 or not all(isinstance(text, str) for text in texts):
-        raise TypeError("wants a ctx and 4 endings, all texts")
-    if not all(text.strip() for text in endings):
-        raise TypeError("has an empty ending")
-    if str(label) not in ("0", "1", "2", "3"):  # the hub's copy has the label as a text
-        raise TypeError(f"has the label {label!r}")
+    texts = len(endings) == 4 and all(isinstance(text, str) for text in [ctx, *endings])
+    known = str(label) in ("0", "1", "2", "3")  # the hub's copy has the label as a text
+    if not (texts and known and all(text.strip() for text in endings)):
+        raise TypeError("wanted are a ctx, 4 endings that are not empty, and a label from 0 to 3")
     return example | {"label": int(label)}
 
 

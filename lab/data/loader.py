@@ -9,7 +9,6 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-import torch
 
 from lab.cli import UserError
 
@@ -66,39 +65,38 @@ class TokenLoader:
         if context and cfg.seq_len != context:
             raise UserError(
                 f"seq_len={cfg.seq_len} must be {context}, the length these conversations were "
-                f"packed to; pass --seq_len {context} (block_size must not be smaller), or pack "
-                f"them again with `fineweb.py --context {cfg.seq_len}` and another --out"
+                f"packed to: pass --seq_len {context}, or make them again with `fineweb.py "
+                f"--context {cfg.seq_len}` and another --out"
             )
         self.aligned = shards.document_starts(cfg.seq_len) if cfg.align_documents else None
         self.sequence = 0  # global cursor: sequences handed out, by all processes, in whole steps
         self.micro_step = 0
         self.worker = ThreadPoolExecutor(1)  # reads one micro-batch ahead while the device computes
-        self.prefetched = None  # ((sequence, micro_step), its future)
+        self.prefetched = None  # the future of the next micro-batch
         self.counted = None  # (sequence, targets of the step that begins there)
 
     def positions(self, first, count):
         """Stream positions of the sequences first .. first + count - 1 of the run."""
         j, T, N = np.arange(first, first + count, dtype=np.int64), self.seq_len, len(self.shards)
-        per_epoch = len(self.aligned) if self.aligned is not None else None
-        epoch = j // per_epoch if per_epoch else j * T // N
-        for e in np.unique(epoch) if self.shuffle or per_epoch else []:
+        if self.aligned is not None:  # a stream of documents instead of tokens
+            T, N = 1, len(self.aligned)
+        epoch = j * T // N
+        for e in np.unique(epoch) if self.shuffle else []:
             # Epoch e has the sequences that begin at tokens e N to (e + 1) N of the endless
             # stream; -(-a // b) is a / b rounded up.
             begin, end = -(-e * N // T), -(-(e + 1) * N // T)
-            if per_epoch:
-                begin, end = e * per_epoch, (e + 1) * per_epoch
             members = epoch == e
-            inside = j[members] - begin
-            if self.shuffle:
-                inside = permute(inside, end - begin, key=self.seed * 1_000_003 + int(e))
-            j[members] = self.aligned[inside] if per_epoch else inside + begin
-        return j if per_epoch else j * T
+            key = self.seed * 1_000_003 + int(e)
+            j[members] = begin + permute(j[members] - begin, end - begin, key)
+        return j * T if self.aligned is None else self.aligned[j % N]
 
     def micro_batch(self, sequence, micro_step):
         """(x, y, num_targets): this process's part of a micro-step, on the CPU.
 
         num_targets counts the whole step, all processes and micro-steps: it divides the loss.
         """
+        import torch  # not above: fineweb.py does without
+
         first = sequence + (micro_step * self.world_size + self.rank) * self.batch_size
         arrays = self.shards.batch(self.positions(first, self.batch_size), self.seq_len)
         x, y = (torch.from_numpy(array) for array in arrays)
@@ -112,16 +110,15 @@ class TokenLoader:
             return self.step_sequences * self.seq_len
         if self.counted is None or self.counted[0] != sequence:
             whole = self.positions(sequence, self.step_sequences)
-            learnt = (self.shards.read_mask(int(p) + 1, self.seq_len).sum() for p in whole)
+            learnt = (self.shards.learnt(int(p) + 1, self.seq_len).sum() for p in whole)
             self.counted = (sequence, max(1, int(sum(learnt))))
         return self.counted[1]
 
     def next_batch(self):
         """The next micro-batch on the device: x, y (batch_size, seq_len), targets of the step."""
-        here = (self.sequence, self.micro_step)
-        if self.prefetched is None or self.prefetched[0] != here:
+        if self.prefetched is None:
             self.prefetch()
-        x, y, num_targets = self.prefetched[1].result()
+        x, y, num_targets = self.prefetched.result()
         self.micro_step += 1
         if self.micro_step == self.grad_accum_steps:
             self.sequence, self.micro_step = self.sequence + self.step_sequences, 0
@@ -130,8 +127,7 @@ class TokenLoader:
         return x.to(**to), y.to(**to), num_targets
 
     def prefetch(self):
-        here = (self.sequence, self.micro_step)
-        self.prefetched = (here, self.worker.submit(self.micro_batch, *here))
+        self.prefetched = self.worker.submit(self.micro_batch, self.sequence, self.micro_step)
 
     def step_positions(self, step_end, micro_step):
         """Names of what this process read in a micro-step of the step that ended at step_end."""
@@ -144,8 +140,7 @@ class TokenLoader:
         return zlib.crc32(self.shards.read(0, min(2**20, tokens)).tobytes())
 
     def state_dict(self):
-        tokens = len(self.shards)
-        position = self.sequence * self.seq_len
+        tokens, position = len(self.shards), self.sequence * self.seq_len
         return {"position": position, "tokens": tokens, "begin": self.fingerprint(tokens)}
 
     def load_state_dict(self, state):
@@ -155,18 +150,12 @@ class TokenLoader:
         twice, some never. Raises UserError for fewer tokens, and for others.
         """
         folder, tokens = self.shards.paths[0].parent, state.get("tokens", len(self.shards))
-        if tokens > len(self.shards):
-            way_out = "put the rest back, or begin a new run with --init_from"
-            if self.shards.manifest.get("complete") is False:
-                way_out = "fineweb.py is not finished with it; resume when its command has ended"
+        begin = self.fingerprint(tokens)
+        if tokens > len(self.shards) or state.get("begin", begin) != begin:
             raise UserError(
-                f"{folder} has {len(self.shards):,} training tokens, this run was begun with "
-                f"{tokens:,}: {way_out}"
-            )
-        if state.get("begin", self.fingerprint(tokens)) != self.fingerprint(tokens):
-            raise UserError(
-                f"{folder} begins with other tokens than this run was begun with: put those back, "
-                "or begin a new run with --init_from"
+                f"{folder} has fewer or begins with other tokens than this run was begun with "
+                f"({len(self.shards):,} now, {tokens:,} then): put those back (a fineweb.py that is "
+                "not finished does so when it goes on), or begin a new run with --init_from"
             )
         if tokens < len(self.shards):
             self.shards.shorten(tokens)

@@ -31,8 +31,8 @@ def progress(items, what, unit="shard"):
 class Row:
     """A file that holds one row of numbers: `length` of `dtype` from byte `offset` on.
 
-    It is opened for each read: a memory map for each of thousands of shards would exhaust the
-    file descriptors, and in a map of a file that is cut short a read ends the process.
+    It is opened for each read: memory maps of thousands of shards would exhaust the file
+    descriptors, and in a map of a file that is cut short a read ends the process.
     """
 
     path: Path
@@ -49,9 +49,9 @@ class Row:
         return found
 
 
-def open_shard(path):
-    """The Row of a shard's tokens: .npy, or llm.c's .bin. Raises UserError if it is broken."""
-    path = Path(path)
+def open_shard(path, dtype="<u2"):
+    """The Row of a shard (or, u1, a mask): .npy, or llm.c's .bin. Raises UserError if it is
+    broken."""
     if path.suffix == ".bin":  # 256 int32: magic, version, tokens, zeros; then the tokens
         with reading(path, "shard", AGAIN):
             header = np.fromfile(path, "<i4", 256)
@@ -61,39 +61,27 @@ def open_shard(path):
             if size != 1024 + 2 * row.length:
                 raise EOFError(f"truncated: {row.length:,} tokens in {size:,} bytes")
     else:
-        tokens = read_array(path, np.uint16, AGAIN)
-        row = Row(path, "<u2", tokens.offset, len(tokens))
+        array = read_array(path, dtype, AGAIN)
+        row = Row(path, dtype, array.offset, len(array))
     if not row.length:
         raise UserError(f"shard {path} is empty; {AGAIN}")
     return row
 
 
-def open_mask(path, tokens):
-    """The Row of a mask for so many tokens. Raises UserError if it is none."""
-    mask = read_array(path, np.uint8, AGAIN)
-    if len(mask) != tokens:
-        raise UserError(
-            f"mask {path} has {len(mask):,} bytes for the {tokens:,} tokens of its shard; {AGAIN}"
-        )
-    return Row(path, "u1", mask.offset, tokens)
-
-
 def read_manifest(folder):
     """What manifest.json in `folder` says, or None where there is none.
 
-    Raises UserError for one whose structure is not ours. format 1 was written before shards said
-    where in the source they end; both are the same to who reads tokens.
+    format 1 was written before shards said where in the source they end; both are the same to who
+    reads tokens.
     """
     path = Path(folder) / "manifest.json"
-    if not path.exists():
-        return None
-    manifest = read_json(path, AGAIN, shards=list)
-    with reading(path, "manifest", AGAIN):
-        for entry in manifest["shards"]:
-            for file in (entry, entry.get("mask", entry)):
-                if [type(file[key]) for key in ("name", "bytes", "sha256")] != [str, int, str]:
-                    raise TypeError(f"{file} is no entry of a file")
-    return manifest
+    return read_json(path, AGAIN, shards=list) if path.exists() else None
+
+
+def files_of(manifest, split=""):
+    """The manifest's entries of the shards of a split, and of their masks."""
+    shards = [e for e in manifest["shards"] if re.search(rf"_{split}\w*_\d+\.", e["name"])]
+    return [file for entry in shards for file in (entry, entry.get("mask")) if file]
 
 
 def check_file(path, entry, content=False):
@@ -102,16 +90,11 @@ def check_file(path, entry, content=False):
     content: look at its SHA-256 too, which takes as long as reading it.
     """
     with reading(path, "shard", AGAIN):
-        size = path.stat().st_size
-    if size != entry["bytes"]:
-        raise UserError(
-            f"shard {path} has {size:,} bytes, manifest.json says {entry['bytes']:,}: it is "
-            f"truncated or not the one that was made; {AGAIN}"
-        )
-    if content and sha256_of(path) != entry["sha256"]:
-        raise UserError(
-            f"shard {path} has changed: its SHA-256 is not the one in manifest.json; {AGAIN}"
-        )
+        changed = "size" if path.stat().st_size != entry["bytes"] else ""
+    if content and not changed and sha256_of(path) != entry["sha256"]:
+        changed = "SHA-256"
+    if changed:
+        raise UserError(f"shard {path} has changed: manifest.json has another {changed}; {AGAIN}")
 
 
 def sha256_of(path):
@@ -130,52 +113,30 @@ class TokenShards:
         splits = re.compile(r"(?<=_)(train|val)(?=_)")
         self.paths = sorted(p for p in files if splits.findall(p.name)[-1] == split)
         if not self.paths:
-            there = (
-                "" if folder.is_dir() else " (a file)" if folder.exists() else " (it is not there)"
-            )
             raise UserError(
-                f"no {split} shards in {folder}{there}: `python fineweb.py` makes some of "
+                f"no {split} shards in {folder}: `python fineweb.py` makes some of "
                 "FineWeb-Edu in edu_fineweb10B, `python fineweb.py --source FOLDER --out "
                 "data/mine` of your own text; `python train_gpt2.py --preset laptop` needs none"
             )
-        self.manifest = read_manifest(folder) or {}
-        self.check_files(folder, split, verify)
+        self.manifest = read_manifest(folder) or {"shards": []}
+        if verify and not self.manifest["shards"]:
+            raise UserError(f"{folder} has no manifest.json to verify by; leave out --verify_data")
+        noted = files_of(self.manifest, split)  # by fineweb.py, when they were whole
+        for entry in progress(noted, "verifying") if verify else noted:
+            check_file(folder / entry["name"], entry, content=verify)
         self.shards = [open_shard(path) for path in self.paths]
         self.starts = np.concatenate([[0], np.cumsum([row.length for row in self.shards])])
         masks = [path.with_suffix(".mask") for path in self.paths]
-        missing = [m for m in masks if not m.exists()]
-        if missing and len(missing) < len(masks):
-            raise UserError(
-                f"mask {missing[0]} is missing, other shards of {folder} have theirs; {AGAIN}"
-            )
         self.masks = None  # of data for fine-tuning: which tokens are to be learnt
-        if not missing:
-            self.masks = [open_mask(m, row.length) for m, row in zip(masks, self.shards)]
+        if any(mask.exists() for mask in masks):
+            self.masks = [open_shard(mask, "u1") for mask in masks]
+            if [mask.length for mask in self.masks] != [row.length for row in self.shards]:
+                raise UserError(f"a mask in {folder} is not as long as its shard; {AGAIN}")
         self.left_out = 0  # tokens, see shorten
         # A sample now, before a run is opened; every batch is checked when it is read
         for i in (0, len(self.shards) - 1):
             start, count = int(self.starts[i]), min(self.shards[i].length, 1_000_000)
             self.check_ids(self.read(start, count).max(), start)
-            if self.masks:
-                self.read_mask(start, count)
-
-    def check_files(self, folder, split, verify):
-        """Compare with what fineweb.py noted when the shards were whole."""
-        entries = {entry["name"]: entry for entry in self.manifest.get("shards", [])}
-        if verify and not entries:
-            raise UserError(
-                f"{folder / 'manifest.json'} is missing or lists no shards, so there is nothing to "
-                "verify them against; leave out --verify_data"
-            )
-        for name in entries:
-            if re.search(rf"_{split}_\d+\.\w+$", name) and folder / name not in self.paths:
-                raise UserError(f"shard {folder / name} is missing, manifest.json has it; {AGAIN}")
-        for path in progress(self.paths, "verifying") if verify else self.paths:
-            entry, mask = entries.get(path.name), path.with_suffix(".mask")
-            if entry:
-                check_file(path, entry, content=verify)
-            if entry and "mask" in entry and mask.exists():  # without its masks all is learnt
-                check_file(mask, entry["mask"], content=verify)
 
     def __len__(self):
         return int(self.starts[-1])
@@ -203,12 +164,6 @@ class TokenShards:
                 "--verify_data would show"
             )
 
-    def check_first(self, tokens):
-        """Raise UserError where the first `tokens` positions (0: all) or their targets hold what
-        is no token."""
-        ids = self.read(0, min(tokens + 1, len(self)) if tokens else len(self))
-        self.check_ids(ids.max(), int(ids.argmax()))
-
     def read(self, position, length, rows=None):
         """`length` tokens from a position on, over shard edges and the end of the data."""
         parts = []
@@ -219,16 +174,9 @@ class TokenShards:
             position, length = position + count, length - count
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def read_mask(self, position, length):
-        """The same of the masks: 1 where a token is to be learnt, else 0."""
-        mask = self.read(position, length, self.masks)
-        if mask.max() > 1:
-            near = self.where(position + int(mask.argmax())).replace(".npy:", ".mask:")
-            raise UserError(
-                f"mask {near} holds {mask.max()}, and a byte of a mask is 1 where its token is to "
-                f"be learnt, else 0; {AGAIN}"
-            )
-        return mask
+    def learnt(self, position, length):
+        """Which of so many tokens are to be learnt."""
+        return self.read(position, length, self.masks) > 0
 
     def batch(self, positions, seq_len):
         """x and y (len(positions), seq_len), int64: y is x one token later, -1 where it is masked."""
@@ -236,7 +184,7 @@ class TokenShards:
         self.check_ids(rows.max(), positions[int(rows.max(axis=1).argmax())])
         x, y = rows[:, :-1], rows[:, 1:].copy()
         if self.masks:
-            y[np.stack([self.read_mask(p + 1, seq_len) for p in positions]) == 0] = -1
+            y[~np.stack([self.learnt(p + 1, seq_len) for p in positions])] = -1
         return x, y
 
     def document_starts(self, seq_len):
@@ -250,8 +198,6 @@ class TokenShards:
             starts.append(int(eot[i]))
             i = int(np.searchsorted(eot, eot[i] + seq_len))
         if not starts:
-            raise UserError(
-                f"align_documents finds no end-of-text (id {self.vocab_size - 1}) in "
-                f"{self.paths[0].parent}; leave it out"
-            )
+            folder = self.paths[0].parent
+            raise UserError(f"align_documents finds no end-of-text in {folder}; leave it out")
         return np.array(starts)

@@ -22,8 +22,6 @@ from lab.cli import UserError
 from lab.data.tokenizers import as_arrow
 from lab.files import first_line, reading
 
-# ---- files ---------------------------------------------------------------------------------------
-
 KINDS = {".parquet": "parquet", ".jsonl": "jsonl", ".json": "jsonl", ".ndjson": "jsonl"}
 KINDS |= {".txt": "text", ".text": "text", ".md": "text", ".bin": "bin"}
 PACKED = {".gz": "gzip", ".zst": "zstd"}
@@ -59,44 +57,37 @@ def local_files(source: str) -> list[File]:
     return one_kind([File(name, str(p), p.stat().st_size) for name, p in names], source)
 
 
-def one_kind(files: list[File], place: str) -> list[File]:
-    """The files to read, by name: of several kinds the first of parquet, JSONL, text."""
-    for kind in ("parquet", "jsonl", "text"):
-        chosen = sorted((f for f in files if f.kind == kind), key=lambda f: f.name)
-        if chosen:
-            others = sorted(f.name for f in files if f.kind in ("jsonl", "text") and f.kind != kind)
-            if others:
-                left_out = f"{len(others)}, as {', '.join(others[:3])}"
-                said = f"{len(chosen)} {kind} files are read, those of another kind are not"
-                print(f"{place}: {said} ({left_out})", file=sys.stderr)
-            return chosen
-    raise UserError(
-        f"{place} holds nothing to read: wanted are files named *.parquet, *.jsonl, *.json, *.txt "
-        "or *.md, the last four also with .gz or .zst"
-    )
-
-
-# ---- the hub -------------------------------------------------------------------------------------
+def one_kind(files: list[File], place: str, kinds=("parquet", "jsonl", "text")) -> list[File]:
+    """The files to read, by name: of several kinds the first."""
+    files = sorted((f for f in files if f.kind in kinds), key=lambda f: f.name)
+    kind = min((f.kind for f in files), key=kinds.index, default=None)
+    chosen = [f for f in files if f.kind == kind]
+    others = [f.name for f in files if f.kind != kind]
+    if not chosen:
+        raise UserError(
+            f"{place} holds nothing to read: wanted are files named *.parquet, *.jsonl, *.json, "
+            "*.txt or *.md, the last four also with .gz or .zst"
+        )
+    if others:
+        said = f"only its {len(chosen)} {kind} files are read, not {others[0]}"
+        print(f"{place}: {said} and the like ({len(others)})", file=sys.stderr)
+    return chosen
 
 
 @contextlib.contextmanager
-def asking_hub(dataset, revision=""):
+def asking_hub(dataset):
     """The hub's trouble in the body becomes a UserError. Its library has tried five times by then."""
     from huggingface_hub import errors
 
-    by_hand = f"https://huggingface.co/datasets/{dataset}/tree/main"
     try:
         yield
-    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
+    except (errors.HTTPError, errors.HFValidationError, ConnectionError) as error:
         raise UserError(
-            f"the hub has no data set {dataset!r} at revision {revision!r} that you may read "
-            f"({type(error).__name__}): check --dataset, or log in with `hf auth login`"
-        ) from error
-    except (errors.HTTPError, ConnectionError) as error:  # of its HTTP library; it is offline
-        raise UserError(
-            f"the hub did not give {dataset} ({type(error).__name__}: {first_line(error)}): when it "
-            f"answers, the same command goes on where it was; or download the files by hand from "
-            f"{by_hand} and add --source FOLDER; --source builtin needs no network"
+            f"the hub did not give {dataset} ({type(error).__name__}: {first_line(error)}): check "
+            "--dataset and --revision, for a private one log in with `hf auth login`; when the hub "
+            "answers, the same command goes on where it was; or download the files by hand from "
+            f"https://huggingface.co/datasets/{dataset} and add --source FOLDER; --source builtin "
+            "needs no network"
         ) from error
 
 
@@ -107,62 +98,42 @@ def hub_files(dataset: str, name: str, split: str, revision: str) -> tuple[str, 
     its card is taken as folders: `name` is one of them, or empty for all.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HFValidationError
 
-    try:
-        with asking_hub(dataset, revision):
-            info = HfApi().dataset_info(dataset, revision=revision, files_metadata=True, timeout=30)
-    except HFValidationError as error:
-        raise UserError(
-            f"--dataset {dataset} is no name on the hub: {first_line(error)}"
-        ) from error
+    with asking_hub(dataset):
+        info = HfApi().dataset_info(dataset, revision=revision, files_metadata=True, timeout=30)
     root = f"{HUB}datasets/{dataset}@{info.sha}/"
     found = ((s.rfilename, s.size or 0) for s in info.siblings if s.rfilename != "README.md")
     every = [File(path, root + path, size) for path, size in found]
-    configs = (info.card_data or {}).get("configs") or []
-    chosen = [c for c in configs if c["config_name"] == name]
-    if not name:
-        first = [c for c in configs if c.get("default") or c["config_name"] == "default"]
-        chosen = first or configs[:1]
-    if configs and not chosen:
-        names = ", ".join(c["config_name"] for c in configs)
-        raise UserError(f"{dataset} has no configuration {name!r}; --name is one of {names}")
+    configs = {c["config_name"]: c for c in (info.card_data or {}).get("configs") or []}
     patterns = [f"{name}/*" if name else "*"]
-    if chosen:
-        patterns = split_patterns(chosen[0].get("data_files"), split)
+    if configs:
+        first = [n for n, c in configs.items() if c.get("default") or n == "default"]
+        if (name := name or [*first, *configs][0]) not in configs:
+            names = ", ".join(configs)
+            raise UserError(f"{dataset} has no configuration {name!r}; --name is one of {names}")
+        patterns = split_patterns(configs[name].get("data_files") or "*", split)
     files = [f for f in every if any(fnmatch.fnmatch(f.name, p) for p in patterns)]
-    bins = sorted((f for f in files if f.kind == "bin"), key=lambda f: f.name)
-    if bins and not any(f.kind in ("parquet", "jsonl", "text") for f in files):
-        return info.sha, bins
-    return info.sha, one_kind(files, f"{dataset} ({name or 'all files'}, split {split})")
+    place = f"{dataset} (--name {name or 'not given'}, --split {split})"
+    return info.sha, one_kind(files, place, ("parquet", "jsonl", "text", "bin"))
 
 
 def split_patterns(data_files: Any, split: str) -> list[str]:
     """File name patterns of one split, from the ways in which a data set's card may write them."""
-    data_files = [data_files or "*"] if isinstance(data_files, str | None) else data_files
-    patterns, splits = [], set()
-    for item in data_files:
+    patterns = []
+    for item in [data_files] if isinstance(data_files, str) else data_files:
         item = {"split": split, "path": item} if isinstance(item, str) else item
-        splits.add(item["split"])
         if item["split"] == split:
             patterns += [item["path"]] if isinstance(item["path"], str) else item["path"]
-    if not patterns:
-        raise UserError(
-            f"there is no split {split!r}; --split is one of {', '.join(sorted(splits))}"
-        )
     return patterns
 
 
 @contextlib.contextmanager
 def reading_source(file: File, place=""):
     """Trouble in the body with the hub, or with what is in the file, becomes a UserError."""
-    way_out = "download it again, mend it or leave it out"
-    with (
-        reading(f"{file.path}{place}", f"{file.kind} file", way_out),
-        contextlib.ExitStack() as hub,
-    ):
-        if file.path.startswith(HUB):
-            hub.enter_context(asking_hub(file.path.removeprefix(f"{HUB}datasets/").split("@")[0]))
+    hub, way_out = contextlib.nullcontext(), "download it again, mend it or leave it out"
+    if file.path.startswith(HUB):
+        hub = asking_hub(file.path.removeprefix(f"{HUB}datasets/").split("@")[0])
+    with reading(f"{file.path}{place}", f"{file.kind} file", way_out), hub:
         yield
 
 
@@ -176,8 +147,6 @@ def open_file(file: File) -> Any:
     cache = "none" if file.kind == "parquet" else "readahead"
     return HfFileSystem().open(file.path, block_size=BLOCK, cache_type=cache, size=file.size)
 
-
-# ---- units ---------------------------------------------------------------------------------------
 
 BLOCK = 4 * 2**20  # bytes of text in a unit of lines
 LONGEST_LINE = 256 * 2**20
@@ -237,15 +206,10 @@ def open_parquet(file: File, column: str):
         # pre_buffer joins what lies together into one request; damage is seen where the writer
         # has left checksums
         parquet = pq.ParquetFile(open_file(file), pre_buffer=True, page_checksum_verification=True)
-    schema = parquet.schema_arrow
-    if column not in schema.names:
-        names = ", ".join(schema.names)
+    names = parquet.schema_arrow.names
+    if column not in names:
+        names = ", ".join(names)
         raise UserError(f"{file.path} has no column {column!r}; --text_column is one of {names}")
-    kind = str(schema.field(column).type)
-    if not kind.startswith(("string", "large_string", "binary", "large_binary", "dictionary")):
-        raise UserError(
-            f"{file.path}: column {column!r} holds {kind}, wanted is text; choose another --text_column"
-        )
     return parquet
 
 
@@ -257,14 +221,16 @@ def column_bytes(parquet, column: str, group: int) -> int:
     return sum(c.total_uncompressed_size for c in mine)
 
 
-# ---- documents -----------------------------------------------------------------------------------
-
-
 def documents_of(unit: Unit, column: str):
     """Arrow arrays of the texts of a unit, empty ones included as empty."""
     import pyarrow as pa
 
-    if unit.file.kind == "parquet":
+    if unit.file.kind == "jsonl":
+        yield as_arrow([text_of(record, column, where) for where, record in records_of(unit)])
+    elif unit.file.kind == "text":
+        with reading_source(unit.file, f", from line {unit.first_line} on"):
+            yield as_arrow([unit.block.decode()])
+    else:
         with reading_source(unit.file, f", row group {unit.index}"):
             batches = open_parquet(unit.file, column).iter_batches(
                 1024, row_groups=[unit.index], columns=[column], use_threads=False
@@ -273,18 +239,6 @@ def documents_of(unit: Unit, column: str):
                 texts = batch.column(0).cast(pa.large_string())
                 texts.validate(full=True)  # that it is UTF-8
                 yield texts.fill_null("")
-    elif unit.file.kind == "jsonl":
-        yield as_arrow([text_of(record, column, where) for where, record in records_of(unit)])
-    else:
-        try:
-            yield as_arrow([unit.block.decode()])
-        except UnicodeDecodeError as error:
-            line = unit.first_line + unit.block[: error.start].count(b"\n")
-            raise UserError(f"{unit.file.path}, line {line}: {not_utf8(error)}") from error
-
-
-def not_utf8(error):
-    return f"not UTF-8 ({error.reason}); convert the file first, for example with iconv"
 
 
 def records_of(unit: Unit):
@@ -295,9 +249,7 @@ def records_of(unit: Unit):
             continue
         try:
             record = json.loads(line)
-        except UnicodeDecodeError as error:
-            raise UserError(f"{where}: {not_utf8(error)}") from error
-        except (ValueError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # also what is not UTF-8
             raise UserError(f"{where}: not JSON ({error}); wanted is one object a line") from error
         if not isinstance(record, dict):
             raise UserError(f"{where}: a JSON {type(record).__name__}, wanted is one object a line")
@@ -305,11 +257,9 @@ def records_of(unit: Unit):
 
 
 def text_of(record: dict, column: str, where: str) -> str:
-    text = record.get(column, column)
-    if column not in record or not isinstance(text, str | None):
-        there = ", ".join(key for key, value in record.items() if isinstance(value, str)) or "none"
+    if column not in record or not isinstance(record[column], str | None):
         raise UserError(
-            f"{where}: no text under {column!r}; --text_column is one of: {there} (of the keys "
-            f"{', '.join(record)}); a conversation is under messages"
+            f"{where}: no text under {column!r}; --text_column is one of its keys, "
+            f"{', '.join(record)}; a conversation is under messages"
         )
-    return text or ""
+    return record[column] or ""

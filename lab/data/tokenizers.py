@@ -30,11 +30,9 @@ class Tokenizer:
         """Ids of `text` as ordinary text: the letters "<|endoftext|>" in it are not end-of-text."""
         raise NotImplementedError
 
-    def encode_documents(self, texts) -> tuple[np.ndarray, np.ndarray]:
-        """All documents in a row, each led by end-of-text (uint16), and their lengths with it.
-
-        `texts` is a list of str or a pyarrow array of strings. No list of ints is made on the way.
-        """
+    def encode_documents(self, texts) -> np.ndarray:
+        """All documents (a list of str, or a pyarrow array) in a row, uint16, each led by
+        end-of-text."""
         raise NotImplementedError
 
     def decode(self, ids) -> str:
@@ -67,13 +65,11 @@ class ByteTokenizer(Tokenizer):
         return list(utf8(text))
 
     def encode_documents(self, texts):
-        raw = [text.encode() for text in as_arrow(texts).to_pylist()]
-        lengths = np.array([1 + len(r) for r in raw], dtype=np.int64)
-        tokens = np.full(lengths.sum(), self.eot, dtype=np.uint16)
-        inside = np.ones(len(tokens), dtype=bool)
-        inside[np.cumsum(lengths) - lengths] = False
-        tokens[inside] = np.frombuffer(b"".join(raw), dtype=np.uint8)
-        return tokens, lengths
+        # UTF-8 has no byte 255: it marks where documents begin
+        raw = b"".join(b"\xff" + text.encode() for text in as_arrow(texts).to_pylist())
+        tokens = np.frombuffer(raw, dtype=np.uint8).astype(np.uint16)
+        tokens[tokens == 255] = self.eot
+        return tokens
 
 
 # GPT-2 splits text into words before it merges bytes. Its pattern ends in `\s+(?!\S)`: of several
@@ -81,7 +77,7 @@ class ByteTokenizer(Tokenizer):
 # from using its fast automaton. The same split comes out of a pattern without it when each place
 # "blank | blank, word" is marked beforehand, because no run of blanks is then followed by a word
 # inside a piece. The mark is a special token of the fast encoder and is dropped afterwards.
-# (bench/tokenize.py prints what this gains, and asserts that it changes nothing.)
+# (bench/tokenizing.py prints what this gains, and asserts that it changes nothing.)
 FAST_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+"
 BLANK = (  # Unicode's White_Space
     r"\t-\r \x{85}\x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}"
@@ -102,18 +98,14 @@ class GPT2Tokenizer(Tokenizer):
         except Exception as error:  # whatever the HTTP library beneath raises
             raise UserError(
                 f"GPT-2's tokenizer files could not be downloaded ({type(error).__name__}): go "
-                "online once, or point TIKTOKEN_CACHE_DIR at a folder that holds them, or make "
-                "bytes of the text, which need none: add --tokenizer bytes to the fineweb.py command"
+                "online once, point TIKTOKEN_CACHE_DIR at a folder that holds them, or add "
+                "--tokenizer bytes to the fineweb.py command, which needs none"
             ) from error
         ranks = self._plain._mergeable_ranks
         self._bytes = [b for b, _ in sorted(ranks.items(), key=lambda item: item[1])]
         self._bytes.append(END_OF_TEXT.encode())
-        self._fast = tiktoken.Encoding(
-            "gpt2_fast",
-            pat_str=FAST_PATTERN,
-            mergeable_ranks=ranks,
-            special_tokens={MARK: len(self._bytes)},
-        )
+        fast = dict(pat_str=FAST_PATTERN, special_tokens={MARK: len(self._bytes)})
+        self._fast = tiktoken.Encoding("gpt2_fast", mergeable_ranks=ranks, **fast)
 
     def encode(self, text):
         return self._plain.encode_ordinary(text)
@@ -125,20 +117,17 @@ class GPT2Tokenizer(Tokenizer):
         blanks = f"([{BLANK}])([{BLANK}][^{BLANK}])"
         marked = pc.replace_substring_regex(texts, blanks, rf"\1{MARK}\2").to_pylist()
         has_mark = pc.match_substring_regex(texts, MARK).to_pylist()
-        eot, mark = np.array([self.eot], dtype=np.uint32), self.vocab_size
-        arrays, lengths = [], np.empty(len(texts), dtype=np.int64)
+        eot, special = np.array([self.eot]), dict(allowed_special={MARK}, disallowed_special=())
+        arrays = [eot[:0]]
         for i, text in enumerate(marked):
             if has_mark[i]:
-                ids = np.array(self.encode(texts[i].as_py()), dtype=np.uint32)
+                ids = np.array(self.encode(texts[i].as_py()))
             else:
-                ids = self._fast.encode_to_numpy(
-                    text, allowed_special={MARK}, disallowed_special=()
-                )
+                ids = self._fast.encode_to_numpy(text, **special)
                 if MARK in text:
-                    ids = ids[ids != mark]
+                    ids = ids[ids != self.vocab_size]
             arrays += [eot, ids]
-            lengths[i] = 1 + len(ids)
-        return np.concatenate(arrays or [eot[:0]], dtype=np.uint16, casting="unsafe"), lengths
+        return np.concatenate(arrays, dtype=np.uint16, casting="unsafe")
 
 
 def as_arrow(texts):

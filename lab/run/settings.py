@@ -124,6 +124,8 @@ def check(model_config, cfg):
         raise UserError(
             f"min_lr={cfg.min_lr} must not be above lr={cfg.lr}; pass a smaller --min_lr"
         )
+    if cfg.kernels == "plain" and cfg.fp8 != "off":
+        raise UserError(f"fp8={cfg.fp8} is no plain kernel; leave out --fp8 or --kernels plain")
     if cfg.parallel == "zero1" and cfg.optimizer != "adamw":
         raise UserError(
             f"parallel=zero1 shares out AdamW's state, and optimizer={cfg.optimizer} has another; "
@@ -170,17 +172,24 @@ def settle(model_config, cfg, presets):
         from lab.data import build_builtin
 
         build_builtin(cfg.data)
-    if not model_config.vocab_size:
-        manifest = Path(cfg.data) / "manifest.json"
-        vocab_size = presets[cfg.preset][0].vocab_size
-        if cfg.resume:
-            configs = type(model_config), type(cfg)
-            vocab_size = read_config(Path(cfg.log_dir) / cfg.run_name, *configs)[0].vocab_size
-        elif manifest.exists():
-            vocab_size = read_json(manifest, vocab_size=int)["vocab_size"]
-        model_config = dataclasses.replace(model_config, vocab_size=vocab_size)
+    model_config = dataclasses.replace(
+        model_config, vocab_size=vocab_size(model_config, cfg, presets)
+    )
     name = cfg.run_name or f"{cfg.preset}_{time.strftime('%Y%m%d-%H%M%S')}"
     return model_config, dataclasses.replace(cfg, run_name=name)
+
+
+def vocab_size(model_config, cfg, presets):
+    """As asked for; else that of the resumed run, of the data, or of the preset."""
+    manifest = Path(cfg.data) / "manifest.json"
+    if model_config.vocab_size:
+        return model_config.vocab_size
+    if cfg.resume:
+        configs = type(model_config), type(cfg)
+        return read_config(Path(cfg.log_dir) / cfg.run_name, *configs)[0].vocab_size
+    if manifest.exists():
+        return read_json(manifest, vocab_size=int)["vocab_size"]
+    return presets[cfg.preset][0].vocab_size
 
 
 def check_fits(path, state, model_config, cfg):

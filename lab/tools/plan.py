@@ -24,18 +24,16 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lab.cli import UserError, command
+from lab.cli import UserError
 from lab.data.loader import grad_accum_steps
-from lab.device import GPUS, WITHOUT_FP8, Precision, memory_of, why_no_compile
-from lab.files import read_json
+from lab.device import GPUS, WITHOUT_FP8, Precision, memory_of, micro_batches, why_no_compile
 from lab.kernels import why_no_fp8, why_no_fp8_shape
 from lab.kernels.cross_entropy import CHUNK, SMALL
 from lab.kernels.fused_mlp import MIN_POSITIONS, epilogues_work
 from lab.models import PROGRAMS
 from lab.run.checkpoints import newest_checkpoint, step_of
-from lab.run.folder import read_config
 from lab.run.meter import Phases
-from lab.run.settings import parse_flags
+from lab.run.settings import parse_flags, vocab_size
 from lab.world import World
 
 PROGRAM = importlib.import_module(PROGRAMS["gpt2"])
@@ -60,8 +58,8 @@ MOMENTS = {  # where the peak of a step can lie
 }
 KEPT = ("loss", "head", "block")  # how long the results of the forward pass stay
 LETTERS = (
-    "N positions of a micro-batch, n of a chunk of them, C channels, H heads, L layers, T tokens of "
-    "a sequence, V rows of the head, P parameters, M of them in the blocks' matrices, R the rest"
+    "N positions of a micro-batch, n of a chunk of them, C channels, H heads, L layers, T tokens "
+    "of a sequence, V rows of the head, P parameters, M of them in the blocks' matrices, R the rest"
 )
 
 
@@ -318,13 +316,6 @@ def this_gpu(wanted):
     return GPU(f"this machine's {name}", memory / GIB, device=device)
 
 
-def micro_batches(cfg, world_size, device_type):
-    """Sequences per micro-step, largest first: those that fit_batch_size tries."""
-    each = cfg.total_batch_size // (cfg.seq_len * world_size)
-    most = 64 if device_type == "cuda" else max(1, 16384 // cfg.seq_len)
-    return [b for b in range(min(most, each), 0, -1) if each % b == 0]
-
-
 def outside(s):
     """GiB of the process that the allocator does not see."""
     return (CONTEXT_GIB if s.device_type == "cuda" else 0.5) + NCCL_GIB * (s.world_size > 1)
@@ -513,19 +504,6 @@ def own_flags(argv):
     return args, rest
 
 
-def vocab_size(model_config, cfg):
-    """As asked for; else that of the resumed run, of the data, or of the preset."""
-    manifest = Path(cfg.data) / "manifest.json"
-    if model_config.vocab_size:
-        return model_config.vocab_size
-    if cfg.resume:
-        configs = type(model_config), type(cfg)
-        return read_config(Path(cfg.log_dir) / cfg.run_name, *configs)[0].vocab_size
-    if manifest.exists():
-        return read_json(manifest, vocab_size=int)["vocab_size"]
-    return PROGRAM.PRESETS[cfg.preset][0].vocab_size
-
-
 def choose_precision(model_config, cfg, gpu):
     """Its name. Raises UserError where the GPU, or what else is asked for, does not go with it."""
     name, without_bf16 = cfg.precision, gpu.name in WITHOUT_BF16
@@ -554,7 +532,7 @@ def main(argv):
     if gpu and not {word.partition("=")[0] for word in argv} & {"--preset", "--resume"}:
         argv = ["--preset", next(iter(PROGRAM.PRESETS)), *argv]  # not what would suit this machine
     reason, model_config, cfg = parse_flags(argv, PROGRAM.PRESETS, __doc__)
-    model_config = replace(model_config, vocab_size=vocab_size(model_config, cfg))
+    model_config = replace(model_config, vocab_size=vocab_size(model_config, cfg, PROGRAM.PRESETS))
     run_dir = Path(cfg.log_dir) / cfg.run_name
     done = step_of(newest_checkpoint(run_dir)) if cfg.resume else 0
     if done >= cfg.max_steps:
@@ -577,7 +555,3 @@ def main(argv):
         if room(s, gpu) >= 0:
             break
     report(s, cfg, gpu, reason, args, done)
-
-
-if __name__ == "__main__":
-    command(main)
