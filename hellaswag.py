@@ -6,18 +6,17 @@
 
 The completion style of the published GPT-2 numbers: the loss of each ending's tokens given the
 context, the ending tokenised with a leading space. acc takes the ending with the smallest sum,
-acc_norm the one with the smallest mean. Sections: 1 tokens, 2 batches, 3 scores, 4 results, 5 in a
-training run, 6 command line. The file is downloaded and read by lab/data/hellaswag.py.
+acc_norm the one with the smallest mean. Sections: 1 tokens, 2 batches, 3 losses, 4 scores, 5 in a
+training run, 6 command line. lab/data/hellaswag.py downloads and reads the file, and
+lab/tools/answers.py shows the results.
 
 Shape letters: N examples, B rows of a batch (one example each), T tokens of a row, C channels,
 M ending tokens.
 """
 
-import json
 import math
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -27,10 +26,10 @@ from tqdm import tqdm
 
 from lab import models
 from lab.cli import RunError, UserError, command, parse
-from lab.data.hellaswag import is_published, locate, read_examples, source_of
+from lab.data.hellaswag import locate, read_examples
 from lab.data.tokenizers import get_tokenizer, name_of_size
 from lab.device import Precision
-from lab.files import check_writable
+from lab.tools import answers
 from lab.world import World
 
 # ---------------------------------------------------------------------------------------- 1. tokens
@@ -38,53 +37,29 @@ from lab.world import World
 
 @dataclass
 class Examples:
-    """Tokenised examples. The tokens of each lie in a row: its context, then its endings."""
+    """Tokenised examples."""
 
-    tokens: np.ndarray  # uint16, of all examples
-    start: np.ndarray  # (N,) where each example's context begins
-    ctx_len: np.ndarray  # (N,) tokens of the context
-    end_start: np.ndarray  # (N,) where its endings begin
-    end_len: np.ndarray  # (N, 4) tokens of the endings
-    label: np.ndarray  # (N,) the right ending
-    line: np.ndarray  # (N,) line of the file, from 1
-    source: np.ndarray  # (N,) names
-    activity: np.ndarray  # (N,) names
+    rows: list  # the dicts of read_examples
+    tokens: list  # of each, [context, ending, ending, ending, ending]: lists of ids
+
+    def __post_init__(self):
+        self.ctx_len = np.array([len(pieces[0]) for pieces in self.tokens])  # (N,)
+        self.end_len = np.array([list(map(len, pieces[1:])) for pieces in self.tokens])  # (N, 4)
+        self.label = np.array([row["label"] for row in self.rows])  # (N,)
 
     def __len__(self):
-        return len(self.label)
-
-    def __getitem__(self, chosen):
-        """The Examples of an array of indices, or of a mask."""
-        arrays = {k: v if k == "tokens" else v[chosen] for k, v in vars(self).items()}
-        return Examples(**arrays)
-
-    def endings(self, i):
-        """The tokens of example i's four endings."""
-        stops = self.end_start[i] + np.cumsum(self.end_len[i])
-        return [self.tokens[stop - n : stop] for stop, n in zip(stops, self.end_len[i])]
+        return len(self.rows)
 
 
 def tokenise(examples, tokenizer):
     """Examples from the dicts of read_examples. A context without tokens becomes end-of-text:
     something has to come before an ending's first token for that to have a loss."""
-    pieces = [
+    tokens = [
         [tokenizer.encode(e["ctx"]) or [tokenizer.eot]]
         + [tokenizer.encode(" " + text) for text in e["endings"]]
         for e in examples
     ]
-    lengths = np.array([[len(piece) for piece in row] for row in pieces], dtype=np.int64)  # (N, 5)
-    start = np.cumsum(lengths.sum(1)) - lengths.sum(1)
-    return Examples(
-        tokens=np.array([t for row in pieces for piece in row for t in piece], dtype=np.uint16),
-        start=start,
-        ctx_len=lengths[:, 0],
-        end_start=start + lengths[:, 0],
-        end_len=lengths[:, 1:],
-        label=np.array([e["label"] for e in examples]),
-        line=np.array([e["line"] for e in examples]),
-        source=np.array([source_of(e) for e in examples]),
-        activity=np.array([str(e.get("activity_label")) for e in examples]),
-    )
+    return Examples(list(examples), tokens)
 
 
 def choose(data, block_size, limit=0, skip_long=False):
@@ -96,25 +71,26 @@ def choose(data, block_size, limit=0, skip_long=False):
     see the same. Raises UserError for an ending that leaves no context, unless such examples are to
     be skipped."""
     n = min(limit or len(data), len(data))
-    chosen = data[np.arange(n) * len(data) // n]
-    longest = chosen.end_len.max(1)
-    too_long = longest > block_size
-    if too_long.any() and (too_long.all() or not skip_long):
-        i = too_long.argmax()
-        raise UserError(
-            f"line {chosen.line[i]} has an ending of {longest[i]} tokens, the model's context "
-            f"holds block_size={block_size} ({too_long.sum()} of {n} examples are like this)"
-            + (
-                "; take a larger model"
-                if too_long.all()
-                else "; hellaswag.py --skip_long leaves them out"
+    rows, tokens, cut = [], [], 0
+    for i in np.arange(n) * len(data) // n:
+        longest = int(data.end_len[i].max())
+        if longest <= block_size:
+            context, *endings = data.tokens[i]
+            keep = block_size + 1 - longest
+            cut += len(context) > keep
+            rows.append(data.rows[i])
+            tokens.append([context[-keep:], *endings])
+        elif not skip_long:
+            raise UserError(
+                f"line {data.rows[i]['line']} has an ending of {longest} tokens, the model's "
+                f"context holds block_size={block_size}; hellaswag.py --skip_long leaves it out"
             )
+    if not rows:
+        raise UserError(
+            f"all {n} examples have an ending of more than block_size={block_size} tokens; "
+            "take a larger model"
         )
-    chosen = chosen[~too_long]
-    keep = np.minimum(chosen.ctx_len, block_size + 1 - longest[~too_long])
-    cut = int((keep < chosen.ctx_len).sum())
-    chosen.start, chosen.ctx_len = chosen.end_start - keep, keep
-    return chosen, cut, int(too_long.sum())
+    return Examples(rows, tokens), cut, n - len(rows)
 
 
 # --------------------------------------------------------------------------------------- 2. batches
@@ -151,24 +127,20 @@ def pack(data, rows, B, T):
     part = np.full((B, T), 5, np.int8)
     where, targets = [], []
     for row, i in enumerate(rows):
-        c = data.ctx_len[i]
-        idx[row, :c] = data.tokens[data.start[i] : data.start[i] + c]
-        position[row, :c] = np.arange(c)
-        part[row, :c] = 0
-        at = c
-        for j, ending in enumerate(data.endings(i), start=1):
+        context, *endings = data.tokens[i]
+        at = c = len(context)
+        idx[row, :c], position[row, :c], part[row, :c] = context, np.arange(c), 0
+        for j, ending in enumerate(endings, start=1):
             n = len(ending) - 1  # the last token is predicted, and predicts nothing
-            idx[row, at : at + n] = ending[:-1]
-            position[row, at : at + n] = np.arange(c, c + n)
-            part[row, at : at + n] = j
-            where += [[row * T + c - 1], np.arange(row * T + at, row * T + at + n)]
-            targets.append(ending)
+            here = slice(at, at + n)
+            idx[row, here], position[row, here], part[row, here] = ending[:-1], c + np.arange(n), j
+            where += [row * T + c - 1, *range(row * T + at, row * T + at + n)]
+            targets += ending
             at += n
-    where, targets = np.concatenate(where), np.concatenate(targets)
-    return idx, position, part, where.astype(np.int64), targets.astype(np.int64)
+    return idx, position, part, np.array(where), np.array(targets)
 
 
-# ---------------------------------------------------------------------------------------- 3. scores
+# ---------------------------------------------------------------------------------------- 3. losses
 
 
 def hidden(model, idx, position, part):
@@ -178,6 +150,11 @@ def hidden(model, idx, position, part):
     same = (part[:, None, :] == 0) | (part[:, None, :] == part[:, :, None])
     mask = (same & torch.ones(T, T, dtype=torch.bool, device=idx.device).tril())[:, None]
     return model.hidden(idx, position, mask).flatten(0, 1)  # mask (B, 1, T, T)
+
+
+def predictions(sums, end_len):
+    """The endings (N,) that acc and acc_norm choose."""
+    return sums.argmin(1), (sums / end_len).argmin(1)
 
 
 @torch.no_grad()
@@ -191,9 +168,16 @@ def ending_losses(model, data, world, check=lambda: None):
     memory = 2 ** (30 if world.device.type == "cuda" else 25)  # bytes
     head_rows = memory // (4 * model.lm_head.weight.size(0))
     batches = plan(data.ctx_len + (data.end_len - 1).sum(1))
-    order, losses = [], []  # examples of this process; the losses of their endings' tokens
-    bar = Bar(data, world)
-    for i in range(0, len(batches), world.world_size):
+    rounds, found = range(0, len(batches), world.world_size), []
+    sums = np.zeros((len(data), 4))
+
+    def take(rows, losses):  # waits for the device
+        lengths = data.end_len[rows].ravel()
+        starts = np.cumsum(lengths) - lengths
+        sums[rows] = np.add.reduceat(losses.cpu().double().numpy(), starts).reshape(-1, 4)
+
+    off = None if world.is_main else True  # None: off where stderr is no terminal
+    for i in (bar := tqdm(rounds, "HellaSwag", delay=3, disable=off, leave=False)):
         check()
         if i + world.rank >= len(batches):  # the last round has none for this process
             continue
@@ -201,49 +185,22 @@ def ending_losses(model, data, world, check=lambda: None):
         packed = (torch.from_numpy(a) for a in pack(data, rows, B, T))
         *inputs, where, targets = (t.to(world.device, non_blocking=True) for t in packed)
         x = hidden(model, *inputs)[where]  # (M, C)
-        losses += [
+        losses = [
             model.head_loss(x_, model.lm_head.weight, t, "none")
             for x_, t in zip(x.split(head_rows), targets.split(head_rows))
         ]
-        order.append(rows)
-        bar.show(order, losses)
-    bar.bar.close()
-    sums = np.zeros((len(data), 4))
-    if order:
-        sums[np.concatenate(order)] = add_up(data, order, losses)
+        found.append((rows, torch.cat(losses)))
+        if not bar.disable:  # somebody looks on
+            take(*found.pop())
+            done = sums.any(axis=1)
+            right = predictions(sums[done], data.end_len[done])[1] == data.label[done]
+            bar.set_postfix_str(f"acc_norm {right.mean():.3f}")
+    for rows, losses in found:  # all at the end: until here nobody has waited
+        take(rows, losses)
     return world.all_reduce(torch.from_numpy(sums)).numpy()
 
 
-def add_up(data, order, losses):
-    """Sums of the endings' losses (n, 4) of the examples `order`. It waits for the device."""
-    lengths = data.end_len[np.concatenate(order)].ravel()
-    flat = torch.cat(losses).cpu().double().numpy()
-    return np.add.reduceat(flat, np.cumsum(lengths) - lengths).reshape(-1, 4)
-
-
-class Bar:
-    """On a terminal, from the third second on: how far it is, and rank 0's score so far."""
-
-    def __init__(self, data, world):
-        off = None if world.is_main else True  # None: off where stderr is no terminal
-        self.bar = tqdm(total=len(data), desc="HellaSwag", delay=3, disable=off, leave=False)
-        self.data, self.world_size, self.next_score = data, world.world_size, time.monotonic() + 3
-
-    def show(self, order, losses):
-        if not self.bar.disable and time.monotonic() > self.next_score:  # it waits for the device
-            self.next_score = time.monotonic() + 1
-            done = self.data[np.concatenate(order)]
-            guess = predictions(add_up(self.data, order, losses), done.end_len)[1]
-            self.bar.set_postfix(acc_norm=f"{(guess == done.label).mean():.4f}", refresh=False)
-        self.bar.update(len(order[-1]) * self.world_size)
-
-
-def predictions(sums, end_len):
-    """The endings (N,) that acc and acc_norm choose."""
-    return sums.argmin(1), (sums / end_len).argmin(1)
-
-
-# --------------------------------------------------------------------------------------- 4. results
+# ---------------------------------------------------------------------------------------- 4. scores
 
 
 def interval(p, n, z=1.96):
@@ -272,7 +229,7 @@ def measure(model, data, world, check=lambda: None):
     t0 = time.perf_counter()
     sums = ending_losses(model, data, world, check)
     if not np.isfinite(sums).all():
-        line = data.line[~np.isfinite(sums).all(1)][0]
+        line = data.rows[(~np.isfinite(sums)).any(1).argmax()]["line"]
         raise RunError(
             f"the loss of line {line} is not finite: the model's weights or its precision fail"
         )
@@ -280,14 +237,14 @@ def measure(model, data, world, check=lambda: None):
     return result | {"seconds": time.perf_counter() - t0}, sums
 
 
-def prepare(model, world, path=None, split="val", limit=0, skip_long=False):
+def prepare(model, world, path=None, limit=0, skip_long=False):
     """What choose returns for this model and file. One process touches disk and network, on any
     number of machines. Raises UserError on all of them."""
     found = None
     if world.is_main:
         try:
             tokenizer = get_tokenizer(name_of_size(model.config.vocab_size))
-            data = tokenise(read_examples(path or locate(split=split)), tokenizer)
+            data = tokenise(read_examples(path or locate()), tokenizer)
             found = choose(data, model.config.block_size, limit, skip_long)
         except UserError as error:
             found = error
@@ -295,71 +252,6 @@ def prepare(model, world, path=None, split="val", limit=0, skip_long=False):
     if isinstance(found, UserError):
         raise found
     return found
-
-
-def by_group(names, sums, end_len, label):
-    """{name: summary} of the examples that share a name, the largest group first."""
-    groups = {name: np.flatnonzero(names == name) for name in np.unique(names).tolist()}
-    largest = sorted(groups.items(), key=lambda item: (-len(item[1]), item[0]))
-    return {name: summarise(sums[i], end_len[i], label[i]) for name, i in largest}
-
-
-def most_sure_and_wrong(sums, end_len, label, count):
-    """[(index, margin)] of wrong acc_norm choices: the margin is by how many nats a token the
-    chosen ending beats the right one."""
-    means = sums / end_len
-    margin = means[np.arange(len(label)), label] - means.min(1)
-    order = np.argsort(-margin, kind="stable")[:count]
-    return [(int(i), float(margin[i])) for i in order if margin[i] > 0]
-
-
-def table(groups):
-    width = max(map(len, groups))
-    rows = [f"{'':{width}}  count     acc  acc_norm  95 % interval"]
-    for name, g in groups.items():
-        low, high = g["acc_norm_low"], g["acc_norm_high"]
-        scores = f"{g['count']:5d}  {g['acc']:.4f}    {g['acc_norm']:.4f}  {low:.3f} to {high:.3f}"
-        rows.append(f"{name:{width}}  {scores}")
-    return "\n".join(rows)
-
-
-def describe(example):
-    """A wrong choice as text: the right ending marked =, the chosen one >, with mean losses."""
-    losses = example["mean_losses"]
-    lines = [
-        f"line {example['line']}, {example.get('activity_label')}, surer of the wrong one by "
-        f"{example['margin']:.2f} nats a token\n    {example['ctx']}"
-    ]
-    for j, text in enumerate(example["endings"]):
-        mark = "=" if j == example["label"] else ">" if losses[j] == min(losses) else " "
-        lines.append(f"  {mark} {losses[j]:5.2f}  {text}")
-    return "\n".join(lines)
-
-
-def draw(groups, result, cfg):
-    """Bars of the groups' acc_norm with 95 % intervals, as a picture."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    from lab.tools.plot import style
-
-    labels = [f"{name} ({g['count']})" for name, g in groups.items()]
-    values, low, high = (
-        np.array([g[f"acc_norm{part}"] for g in groups.values()]) for part in ("", "_low", "_high")
-    )
-    with rc_context(style() | {"figure.figsize": (8, 1.4 + 0.26 * len(groups))}):
-        figure = Figure()
-        ax = figure.subplots()
-        ax.barh(labels, values, xerr=[values - low, high - values], error_kw={"elinewidth": 1})
-        ax.axvline(0.25, ls=":", color="0.5", label="chance")
-        ax.axvline(result["acc_norm"], ls="--", color="0.5", label="all")
-        ax.margins(y=0.01)
-        ax.invert_yaxis()
-        ax.grid(axis="y", visible=False)
-        title = f"{cfg.model}: right in {result['acc_norm']:.1%} of {result['count']} (acc_norm)"
-        ax.set(xlim=(0, high.max()), xlabel="acc_norm, with 95 % interval", title=title)
-        ax.legend()
-        figure.savefig(cfg.picture)
 
 
 # ----------------------------------------------------------------------------- 5. in a training run
@@ -413,7 +305,7 @@ class Config:
     worst: int = 0  # show so many examples where the model was most sure and wrong
     by_source: bool = False  # a table of ActivityNet and WikiHow
     by_activity: bool = False  # a table of all activities
-    picture: str = ""  # write such a table as a picture to this file
+    picture: str = ""  # write both tables as a picture to this file: sources, largest activities
     log_dir: str = "log"  # where the newest run is looked for
 
 
@@ -422,10 +314,8 @@ def main(argv):
     for name in ("limit", "worst"):
         if getattr(cfg, name) < 0:
             raise UserError(f"{name}={getattr(cfg, name)} must be 0 or more")
-    if cfg.picture:  # before minutes of scores that would be lost with it
-        if Path(cfg.picture).suffix not in (".png", ".svg", ".pdf"):
-            raise UserError(f"picture={cfg.picture} must end in .png, .svg or .pdf")
-        check_writable(cfg.picture, "picture")
+    if cfg.picture:
+        answers.check_picture(cfg.picture)
     world = World(cfg.device)
     if world.distributed:
         dist.init_process_group(world.backend)
@@ -440,40 +330,9 @@ def main(argv):
     with precision.autocast():
         result, sums = measure(model, data, world)
     if world.is_main:
-        report(cfg, path, result | {"cut": cut, "skipped": skipped}, data, sums, precision.name)
+        result |= {"cut": cut, "skipped": skipped}
+        answers.report(cfg, path, precision.name, result, data, sums, summarise)
     world.barrier()  # nobody leaves while another may still talk to it
-
-
-def report(cfg, path, result, data, sums, precision):
-    """Print what was asked for, and draw."""
-    published = is_published(path)
-    names = {"by_source": data.source, "by_activity": data.activity}
-    groups = {k: by_group(v, sums, data.end_len, data.label) for k, v in names.items()}
-    asked = {k: v for k, v in groups.items() if getattr(cfg, k)}
-    worst, means = [], sums / data.end_len
-    if cfg.worst:
-        examples = {e["line"]: e for e in read_examples(path)}
-        for i, margin in most_sure_and_wrong(sums, data.end_len, data.label, cfg.worst):
-            scores = {"margin": margin, "mean_losses": means[i].tolist()}
-            worst.append(examples[data.line[i]] | scores)
-    if cfg.json:
-        about = {"model": cfg.model, "split": cfg.split, "published_file": published}
-        record = about | {"precision": precision} | result | asked
-        print(json.dumps(record | ({"worst": worst} if cfg.worst else {})), flush=True)
-    else:
-        parts = "", "_stderr", "_low", "_high"
-        for name in ("acc", "acc_norm"):
-            value, error, low, high = (f"{result[name + part]:.4f}" for part in parts)
-            print(f"{name:8}  {value} +- {error}  (95 %: {low} to {high})")
-        line = f"{result['count']} examples of {path} in {result['seconds']:.1f} s, {precision}"
-        line += f"; {result['cut']} contexts cut from the left to fit" if result["cut"] else ""
-        line += f"; {result['skipped']} left out, too long an ending" if result["skipped"] else ""
-        print(line + ("" if published else "; not the published file, nor comparable with it"))
-        for text in [table(g) for g in asked.values()] + [describe(e) for e in worst]:
-            print("\n" + text)
-    if cfg.picture:  # last, so that a place that cannot be written costs no results
-        many = {k: g for k, g in groups["by_activity"].items() if g["count"] >= 20}
-        draw(groups["by_source"] | dict(list(many.items())[:25]), result, cfg)
 
 
 if __name__ == "__main__":

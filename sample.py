@@ -1,16 +1,16 @@
 """Let a model write: one completion, several, or a prompt after prompt, word by word as it goes.
 
-    python sample.py "Hello, I'm a language model,"                    # the newest run python
-    sample.py --model gpt2-xl --num_samples 3 "Once upon a time" python sample.py --model log/RUN
-    # asks for prompts python sample.py --html page.html "The "                           # how sure
-    was it of each token? echo "The import statement" | python sample.py                     # one
-    prompt a line
+    python sample.py "Hello, I'm a language model,"            # the newest run
+    python sample.py --model gpt2-xl --num_samples 3 "Once upon a time"
+    python sample.py --model log/RUN                           # asks for prompts
+    python sample.py --html page.html "The "                   # how sure was it of each token?
+    echo "The import statement" | python sample.py             # one prompt a line
 
 The text goes to stdout, everything else to stderr.
 """
 
 import codecs
-import os
+import math
 import sys
 import time
 from dataclasses import dataclass
@@ -20,12 +20,11 @@ import torch
 from tyro.conf import Positional, arg
 
 from lab import models, shading
-from lab.cli import UserError, command, out_of_memory, parse
+from lab.cli import UserError, command, parse
 from lab.data.tokenizers import get_tokenizer, name_of_size, printable
 from lab.device import Precision
 from lab.files import check_writable, write_whole
 from lab.generate import generate
-from lab.run.checkpoints import has_checkpoint
 from lab.world import World
 
 
@@ -35,19 +34,16 @@ class Config:
     from a pipe. Before each it puts end-of-text, as every document has it in training."""
 
     prompt: Annotated[tuple[str, ...], Positional, arg(metavar="[PROMPT]")] = ()  # "" is none
-    model: str = (
-        ""  # run, checkpoint, Hugging Face folder, gpt2 ... gpt2-xl; the newest run if empty
-    )
+    # run, checkpoint, Hugging Face folder, gpt2 ... gpt2-xl; the newest run if empty
+    model: str = ""
     max_new_tokens: int = 200  # length, unless the model ends the text before
     num_samples: int = 1  # texts, all computed at once
     temperature: float = 0.8  # below 1 plays safe, above 1 takes risks, 0 is the likeliest token
     top_k: int = 50  # choose among the k likeliest tokens; 0 is all
     top_p: float = 1.0  # choose among the fewest tokens whose probabilities add up to this
-    seed: int | None = (
-        None  # same seed, prompt and settings: same text; drawn, and shown, if not given
-    )
+    # same seed, prompt and settings: same text; drawn, and shown, if not given
+    seed: int | None = None
     html: str = ""  # write a page to this file: each token shaded by its probability
-    no_cache: bool = False  # recompute all keys and values for every token: the same text, slower
     device: str = "auto"  # cuda, mps or cpu
     log_dir: str = "log"  # where the newest run is looked for
 
@@ -55,10 +51,7 @@ class Config:
 def check(cfg):
     """Raise UserError for settings that no model can follow."""
     rules = {
-        "temperature": (
-            0 <= cfg.temperature < float("inf"),
-            "a number, 0 (likeliest token) or more",
-        ),
+        "temperature": (0 <= cfg.temperature < math.inf, "a number, 0 (likeliest token) or more"),
         "top_p": (0 < cfg.top_p <= 1, "above 0 and at most 1 (all tokens)"),
         "top_k": (cfg.top_k >= 0, "0 (all tokens) or more"),
         "seed": (0 <= (cfg.seed or 0) < 2**32, f"0 or more and less than {2**32}"),
@@ -68,45 +61,34 @@ def check(cfg):
     for name, (right, rule) in rules.items():
         if not right:
             raise UserError(f"{name}={getattr(cfg, name)} must be {rule}")
-    if len(cfg.prompt) == 1 and os.path.isdir(cfg.prompt[0]) and has_checkpoint(cfg.prompt[0]):
-        run = cfg.prompt[0]
-        raise UserError(f"{run} is a run, not a prompt; to sample from it: --model {run}")
     if cfg.html:
         check_writable(cfg.html, "html")
 
 
 class Text:
     """A text of token ids that come one by one. A character's bytes may be spread over several
-    tokens in both vocabularies: it is written when its last byte has come, never as halves."""
+    tokens in both vocabularies: it is added when its last byte has come, never as halves."""
 
-    def __init__(self, tokenizer, write=lambda piece: None, shaded=False):
-        self.tokenizer, self.write = tokenizer, write
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.text, self.count, self.ended = "", 0, False
-        self.shades = [] if shaded else None
+        self.shades = []  # of the page
 
-    def add(self, token, logits=None):
-        """The next token, and the logits (V,) it was drawn from. After end-of-text there is
-        none."""
-        if self.ended:
-            return
+    def add(self, token):
+        """The characters that this token completes."""
         self.count += 1
-        end = token == self.tokenizer.eot
-        piece = self.end() if end else self.decoder.decode(self.tokenizer.bytes_of(token))
-        self.put(piece)
-        if self.shades is not None:
-            shown = piece + "<|endoftext|>" if end else piece
-            self.shades.append(shading.shade(token, logits, printable(shown), self.tokenizer))
-
-    def put(self, piece):
+        if token == self.tokenizer.eot:
+            return self.end()
+        piece = self.decoder.decode(self.tokenizer.bytes_of(token))
         self.text += piece
-        if piece:
-            self.write(piece)
+        return piece
 
     def end(self):
         """What is left of a character that was begun, as U+FFFD."""
-        self.ended = True
-        return self.decoder.decode(b"", final=True)
+        piece = self.decoder.decode(b"", final=True)
+        self.text, self.ended = self.text + piece, True
+        return piece
 
 
 def complete(model, tokenizer, prompt, cfg, seed, precision, write):
@@ -117,19 +99,27 @@ def complete(model, tokenizer, prompt, cfg, seed, precision, write):
     idx = torch.tensor([[tokenizer.eot] + tokenizer.encode(prompt)], device=device)
     idx = idx.expand(cfg.num_samples, -1)
     generator = torch.Generator(device=device).manual_seed(seed)
-    how = (cfg.temperature, cfg.top_k, cfg.top_p, generator, not cfg.no_cache)
-    texts = [Text(tokenizer, shaded=bool(cfg.html)) for _ in range(cfg.num_samples)]
-    texts[0].write = write
+    how = (cfg.temperature, cfg.top_k, cfg.top_p, generator)
+    texts = [Text(tokenizer) for _ in range(cfg.num_samples)]
     with precision.autocast():
         for i, (tokens, logits) in enumerate(generate(model, idx, cfg.max_new_tokens, *how)):
             if i == 0:
                 write(prompt)
             for text, token, row in zip(texts, tokens.tolist(), logits):
-                text.add(token, row)
+                if text.ended:
+                    continue
+                piece = text.add(token)
+                if text is texts[0] and piece:
+                    write(piece)
+                if cfg.html:
+                    shown = piece + "<|endoftext|>" * text.ended
+                    text.shades.append(shading.shade(token, row, printable(shown), tokenizer))
             if all(text.ended for text in texts):
-                break
+                return texts
     for text in texts:
-        text.put(text.end())
+        rest = text.end()
+        if text is texts[0] and rest:
+            write(rest)
     return texts
 
 
@@ -176,10 +166,6 @@ def main(argv):
                 raise
             print(error, file=sys.stderr)  # who types may type again
             continue
-        except (MemoryError, RuntimeError) as error:
-            if out_of_memory(error):
-                raise UserError("the memory is too small; lower --num_samples") from error
-            raise
         write("\n" + "".join(f"---\n{prompt}{text.text}\n" for text in texts[1:]))
         seconds, count = time.perf_counter() - t0, sum(text.count for text in texts)
         speed = f"{count} tokens in {seconds:.1f} s, {count / seconds:.0f} tok/s on {device}"

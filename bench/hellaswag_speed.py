@@ -29,8 +29,8 @@ def four_rows(data, rows, B, T):
     idx, position = np.zeros((4 * B, T), np.int64), np.tile(np.arange(T), (4 * B, 1))
     where, targets = [], []
     for n, i in enumerate(rows):
-        context = data.tokens[data.start[i] : data.end_start[i]]
-        for j, ending in enumerate(data.endings(i)):
+        context, *endings = data.tokens[i]
+        for j, ending in enumerate(endings):
             row = np.concatenate([context, ending[:-1]])
             idx[4 * n + j, : len(row)] = row
             where.append((4 * n + j) * T + np.arange(len(context) - 1, len(row)))

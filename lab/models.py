@@ -14,9 +14,8 @@ from lab.cli import UserError
 from lab.data.documents import hide_other_documents
 from lab.run.checkpoints import has_checkpoint, newest_checkpoint, newest_run, read_checkpoint
 
-PROGRAMS = {
-    "gpt2": "train_gpt2"
-}  # what a checkpoint calls its program: the file that has the class
+# what a checkpoint calls its program: the file that has the class
+PROGRAMS = {"gpt2": "train_gpt2"}
 
 
 def find(source, log_dir="log"):
@@ -55,9 +54,7 @@ def build(name, settings, shape, state, source):
     program = importlib.import_module(PROGRAMS[name])
     fields = {field.name for field in dataclasses.fields(program.GPTConfig)}
     kept = {key: value for key, value in settings.items() if key in fields}
-    with torch.device(
-        "meta"
-    ):  # no random weights: drawing 1.5 billion takes longer than reading them
+    with torch.device("meta"):  # drawing random weights takes longer than reading others
         model = program.GPT(program.GPTConfig(**kept | shape))
     weights.copy_into(model, state, source)
     if model.config.document_mask:
@@ -73,8 +70,8 @@ def start_from(source, model, log_dir="log"):
     if shape != ours:
         theirs = {name: value for name, value in shape.items() if value != ours[name]}
         pairs = ", ".join(f"{name}={value} (here {ours[name]})" for name, value in theirs.items())
-        ways = [f"--{name} {value}" for name, value in theirs.items() if name != "vocab_size"]
-        # other ids mean other words
-        ways += ["--data with shards of its tokenizer"] if "vocab_size" in theirs else []
-        raise UserError(f"{path} has another shape: {pairs}; pass {' and '.join(ways)}")
+        flags = " ".join(f"--{name} {value}" for name, value in theirs.items())
+        raise UserError(
+            f"{path} has another shape: {pairs}; pass {flags} (vocab_size comes with --data)"
+        )
     weights.copy_into(model, state, path)

@@ -1,11 +1,9 @@
-"""GPT-2's weights from elsewhere and to elsewhere, as (shape, state dict); knows no model class.
+"""GPT-2's weights from elsewhere, as (shape, state dict); knows no model class.
 
 It reads Hugging Face folders and hub names, nanoGPT and build-nanogpt files and our own
 checkpoints. Nothing that a file holds is executed."""
 
-import socket
-import urllib.parse
-import urllib.request
+import re
 from pathlib import Path
 
 import torch
@@ -18,8 +16,6 @@ PUBLISHED = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # OpenAI's, as the
 # GPT-2 was published with a layer that stores its matrix as (in, out); nn.Linear stores (out, in)
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 WTE, WPE, HEAD = "transformer.wte.weight", "transformer.wpe.weight", "lm_head.weight"
-
-# ----------------------------------------------------------------------------------------------- in
 
 
 def read(source):
@@ -36,8 +32,7 @@ def unpack(checkpoint, source):
     """read, of what a .pt file holds: a checkpoint of this project, of nanoGPT or build-nanogpt, or
     a bare state dict."""
     if not isinstance(checkpoint, dict):
-        kind = type(checkpoint).__name__
-        raise UserError(f"{source} holds a {kind}, wanted is a state dict or a checkpoint with one")
+        checkpoint = {}
     names = ("model_config", "model_args", "config")  # ours, nanoGPT's, build-nanogpt's (an object)
     config = next((checkpoint[name] for name in names if checkpoint.get(name)), {})
     config = config if isinstance(config, dict) else getattr(config, "__dict__", {})
@@ -50,28 +45,22 @@ def read_hugging_face(source):
     copied."""
     from safetensors.torch import load_file
 
-    file = fetch(source, "config.json")
-    if not file:
-        hub = "" if Path(source).is_dir() else " here, nor a model that the hub gives us"
+    folder = Path(source) if Path(source).is_dir() else download(source)
+    if not (folder / "config.json").exists():
         raise UserError(
-            f"{source} is neither a run with a checkpoint nor a Hugging Face model's folder{hub}; "
+            f"{source} is neither a run with a checkpoint nor a Hugging Face model's folder; "
             "`ls log` shows the runs there are"
         )
-    config = read_json(file, "export or download that folder again")
+    config = read_json(folder / "config.json", "export or download that folder again")
     check_config(source, config)
-    index = fetch(source, "model.safetensors.index.json")  # large models come in several files
-    parts = read_json(index, weight_map=dict)["weight_map"].values() if index else []
-    files = {name: fetch(source, name) for name in sorted(set(parts)) or ["model.safetensors"]}
-    if all(files.values()):
-        state = {}
-        for file in files.values():
-            with reading(file, "weights file", "download or export it again"):
-                state |= load_file(file)
-    elif old := fetch(source, "pytorch_model.bin"):  # the older format
-        state = read_checkpoint(old)
-    else:
-        missing = next(name for name, file in files.items() if not file)
-        raise UserError(f"{source} has no {missing}; download or export it again")
+    state = {}
+    for file in folder.glob("model*.safetensors"):  # large models come in several
+        with reading(file, "weights file", "download or export it again"):
+            state |= load_file(file)
+    if not state and (folder / "pytorch_model.bin").exists():  # the older format
+        state = read_checkpoint(folder / "pytorch_model.bin")
+    if not state:
+        raise UserError(f"{source} has no model.safetensors; download or export it again")
     # Saved from the bare transformer, as the published ones are, the names lack their first part.
     prefixes = ("transformer.", "lm_head.")
     state = {k if k.startswith(prefixes) else f"transformer.{k}": v for k, v in state.items()}
@@ -79,39 +68,18 @@ def read_hugging_face(source):
     return with_shape(state, config, source)
 
 
-def fetch(source, name):
-    """Path of a file of a folder, or of a model on the hub (downloaded once); None if there is
-    none."""
-    folder = Path(source)
-    if folder.is_dir():
-        return folder / name if (folder / name).exists() else None
-    parent = folder.parent
-    if folder.is_absolute() or source.startswith(".") or (parent.name and parent.exists()):
-        raise UserError(f"there is no {source}; `ls log` shows the runs there are")
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, HFValidationError
+def download(name):
+    """The folder with a model of the hub, which is asked once."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
 
     try:
-        return Path(hf_hub_download(source, name, local_files_only=not online()))
-    except EntryNotFoundError:  # also for what is not in the cache while there is no network
-        return None
+        return Path(snapshot_download(name, allow_patterns=["config.json", "model*.safetensors"]))
     except (HFValidationError, OSError) as error:
         raise UserError(
-            f"{source!r} is no file or folder here, and cannot be fetched from the hub "
-            f"({first_line(error)}); is the name right?"
+            f"{name!r} is no file or folder here, and cannot be fetched from the hub "
+            f"({first_line(error)}); is the name right? `ls log` shows the runs there are"
         ) from error
-
-
-def online():
-    """Whether the hub's address can be looked up; where not, huggingface_hub would try for 20 s."""
-    from huggingface_hub.constants import ENDPOINT
-
-    if urllib.request.getproxies():  # a proxy looks it up for us
-        return True
-    try:
-        return bool(socket.getaddrinfo(urllib.parse.urlparse(ENDPOINT).hostname, 443))
-    except OSError:
-        return False
 
 
 def check_config(source, config):
@@ -125,13 +93,13 @@ def check_config(source, config):
         "tie_word_embeddings": [True],
         "add_cross_attention": [False],
     }
-    found = {key: config.get(key, values[0]) for key, values in wanted.items()}
-    found["model_type"], wanted["model_type"] = config.get("model_type"), ["gpt2"]
-    for key, value in found.items():
-        if value not in wanted[key]:
+    wanted["model_type"] = ["gpt2"]
+    for key, allowed in wanted.items():
+        value = config.get(key, allowed[0] if key != "model_type" else None)
+        if value not in allowed:
             raise UserError(
                 f"{source} is not a GPT-2 that this model can hold: {key}={value}, "
-                f"wanted is {wanted[key][0]}"
+                f"wanted is {allowed[0]}"
             )
 
 
@@ -139,8 +107,12 @@ def with_shape(state, config, source):
     """(shape, state) with bare names. The shape is read off the tensors but for the number of
     heads, which they do not tell: config (a dict) does, or else it is 64 channels a head, as in all
     GPT-2s."""
-    state = bare_names(state)
-    wte, wpe = state.get(WTE), state.get(WPE)
+    tensors = {  # without the prefixes of torch.compile and DDP, and without older files' masks
+        re.sub(r"^((_orig_mod|module)\.)+", "", name): value
+        for name, value in state.items()
+        if torch.is_tensor(value) and not name.endswith((".attn.bias", ".attn.masked_bias"))
+    }
+    wte, wpe = tensors.get(WTE), tensors.get(WPE)
     if wte is None or wpe is None or wte.dim() != 2 or wpe.dim() != 2:
         raise UserError(f"{source} holds no {WTE} and {WPE}, matrices both; it is not a GPT-2")
     rows, n_embd = wte.shape
@@ -148,26 +120,14 @@ def with_shape(state, config, source):
     if n_embd % n_head:
         raise UserError(f"{source}: n_head={n_head} does not divide n_embd={n_embd}")
     shape = {
-        "n_layer": len({k.split(".")[2] for k in state if k.startswith("transformer.h.")}),
+        "n_layer": len({k.split(".")[2] for k in tensors if k.startswith("transformer.h.")}),
         "n_head": n_head,
         "n_embd": n_embd,
         "block_size": wpe.size(0),
         # who says 50304 means GPT-2's vocabulary with the pad rows in it
         "vocab_size": 50257 if rows == 50304 else min(rows, config.get("vocab_size") or rows),
     }
-    return shape, state
-
-
-def bare_names(state):
-    """Without the prefixes of torch.compile, DDP and DataParallel, and without older files'
-    masks."""
-    bare = {}
-    for name, value in state.items():
-        while name.startswith(("_orig_mod.", "module.")):
-            name = name.partition(".")[2]
-        if torch.is_tensor(value) and not name.endswith((".attn.bias", ".attn.masked_bias")):
-            bare[name] = value
-    return bare
+    return shape, tensors
 
 
 @torch.no_grad()
@@ -199,26 +159,3 @@ def copy_into(model, state, source):
             shapes = f"{tuple(value.shape)}, the model wants {tuple(p.shape)}"
             raise UserError(f"{source}: {name} has shape {shapes}")
         p.copy_(value)
-
-
-# ---------------------------------------------------------------------------------------------- out
-
-
-def to_hugging_face(model):
-    """(config dict, state dict) of transformers' GPT-2 with this model's weights: matrices turned,
-    pad rows cut, the tied head left out as it is there."""
-    c, state = model.config, {}
-    for name, p in model.named_parameters():
-        p = p.detach()[: c.vocab_size] if name in model.vocab_rows else p.detach()
-        state[name] = (p.t() if name.endswith(TRANSPOSED) else p).contiguous()
-    eot = c.vocab_size - 1
-    config = {
-        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "dtype": "float32",
-        "n_layer": c.n_layer, "n_head": c.n_head, "n_embd": c.n_embd, "n_positions": c.block_size,
-        "n_ctx": c.block_size, "vocab_size": c.vocab_size, "n_inner": None,
-        "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "initializer_range": 0.02,
-        "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "tie_word_embeddings": True,
-        "bos_token_id": eot, "eos_token_id": eot, "use_cache": True,
-        "exported_by": "python -m lab export",
-    }  # fmt: skip
-    return config, state

@@ -27,6 +27,7 @@ from lab.data import hellaswag as data_file
 from lab.data.tokenizers import get_tokenizer
 from lab.device import Precision
 from lab.run.stop import Stopped
+from lab.tools import answers
 from lab.tools.export import export
 from lab.world import World
 
@@ -107,14 +108,9 @@ def checkpoint(tmp_path_factory):
 # ----------------------------------------------------------------------------------- scores by hand
 
 
-def tokenised(rows, labels):
+def tokenised(tokens, labels):
     """Examples from rows of [context, ending, ending, ending, ending], lists of ids."""
-    lengths = np.array([[len(piece) for piece in row] for row in rows])
-    start, names = np.cumsum(lengths.sum(1)) - lengths.sum(1), np.array(["x"] * len(rows))
-    tokens = np.array([t for row in rows for piece in row for t in piece], np.uint16)
-    line, ctx_len = np.arange(len(rows)) + 1, lengths[:, 0]
-    ends = start + ctx_len, lengths[:, 1:]
-    return Examples(tokens, start, ctx_len, *ends, np.array(labels), line, names, names)
+    return Examples([{"label": label} for label in labels], tokens)
 
 
 def test_scores_worked_out_by_hand(monkeypatch):
@@ -159,11 +155,15 @@ def test_small_parts_by_hand():
     assert hellaswag.interval(0.3, 100) == pytest.approx([0.21894, 0.39585], abs=1e-4)
     assert hellaswag.interval(0.0, 5) == pytest.approx([0, 0.4345], abs=1e-3)  # no proof of never
     sums = np.array([[1.0, 4, 4, 4], [2, 1, 4, 4], [9, 1, 4, 4], [4, 4, 4, 1]])
-    ones, labels = np.ones((4, 4), int), np.array([0, 0, 0, 3])
-    groups = hellaswag.by_group(np.array(["a", "b", "b", "b"]), sums, ones, labels)
+    data = tokenised([[[0]] * 5] * 4, labels=[0, 0, 0, 3])
+    groups = answers.by_group(np.array(["a", "b", "b", "b"]), sums, data, summarise)
     found = [(name, g["count"], round(g["acc"], 3)) for name, g in groups.items()]
     assert found == [("b", 3, 0.333), ("a", 1, 1.0)]
-    assert hellaswag.most_sure_and_wrong(sums, ones, labels, 10) == [(2, 8.0), (1, 1.0)]
+    wrong = answers.most_sure_and_wrong(sums, data, 10)
+    assert [(e["margin"], e["mean_losses"]) for e in wrong] == [
+        (8, [9, 1, 4, 4]),
+        (1, [2, 1, 4, 4]),
+    ]
 
 
 # -------------------------------------------------------------- against transformers, one at a time
@@ -212,7 +212,7 @@ def test_equals_one_at_a_time_on_the_real_file(test_data, tmp_path, monkeypatch)
     _, data, sums = score(model, tmp_path / "h.jsonl")
     expected = np.array([one_at_a_time(theirs, tokenizer, json.loads(line)) for line in lines])
     assert sums == pytest.approx(expected, rel=1e-5)
-    assert set(data.source) == {"activitynet", "wikihow"}
+    assert {data_file.source_of(row) for row in data.rows} == {"activitynet", "wikihow"}
 
 
 def test_measuring_changes_nothing(file):
@@ -261,16 +261,15 @@ def test_which_examples(tmp_path):
     data = hellaswag.tokenise(
         [e | {"line": i + 1} for i, e in enumerate(examples)], get_tokenizer("bytes")
     )
-    assert choose(data, 128, limit=3)[0].line.tolist() == [1, 11, 21]
+    assert [row["line"] for row in choose(data, 128, limit=3)[0].rows] == [1, 11, 21]
     assert len(choose(data, 128, limit=99)[0]) == len(choose(data, 128)[0]) == 30
     assert choose(data, 33)[0].ctx_len[3] == 1  # one token of context is enough
-    assert data.tokens[data.start[4] : data.end_start[4]].tolist() == [VOCAB - 1]
-    said = r"line 4 has an ending of 33 tokens, .*block_size=32 \(1 of 30 .*--skip_long leaves"
-    with pytest.raises(UserError, match=said):
+    assert data.tokens[4][0] == [VOCAB - 1]
+    with pytest.raises(UserError, match="line 4 .* 33 tokens, .*block_size=32; .*--skip_long"):
         choose(data, 32)
     chosen, _, skipped = choose(data, 32, skip_long=True)
-    assert (len(chosen), skipped) == (29, 1) and 4 not in chosen.line
-    with pytest.raises(UserError, match="30 of 30"):
+    assert (len(chosen), skipped) == (29, 1) and 4 not in [row["line"] for row in chosen.rows]
+    with pytest.raises(UserError, match="all 30 examples"):
         choose(data, 1, skip_long=True)
     model = noisy_gpt()
     sums = score(model, write(tmp_path / "h.jsonl", examples[4:5]))[2]

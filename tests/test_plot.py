@@ -177,8 +177,6 @@ def test_which_runs_are_meant(tmp_path, monkeypatch):
         os.utime(tmp_path / "log" / name / "log.jsonl", (time.time(), time.time() - 100 * i))
     assert list(map(str, records.find_runs([]))) == ["log/new"]
     assert list(map(str, records.find_runs(["old"]))) == ["log/old"]
-    with pytest.raises(UserError, match="a run was named twice"):
-        records.find_runs(["log/old", "old"])
     (tmp_path / "kept.jsonl").write_text("")
     paths = ["log/old", "log/new/log.jsonl", "kept.jsonl"]
     assert records.run_names(paths) == ["old", "new", "kept"]
@@ -284,8 +282,8 @@ def test_what_stands_in_the_figure(tmp_path, figures):
     assert width == 1200 and 600 <= height <= 1200
     texts = figures.texts()
     title = "Validation loss 1.71 at step 400: 1.63 nats under the unigram baseline"
-    caption = "1.88M parameters, cpu, fp32, median 9k tokens/s"
-    expected = [title, caption, "loss (nats per token)", "step", "tokens", "1.71", "1M"]
+    caption = "1.88M parameters, cpu, fp32, 3.28M tokens, median 9k tokens/s"
+    expected = [title, caption, "loss (nats per token)", "step", "1.71"]
     expected += ["training (thin)", "validation (thick)", "unigram baseline 3.35"]
     expected += ["HellaSwag\nacc_norm", "chance 0.25", "GPT-2 124M 0.2955"]
     for text in expected:
@@ -299,8 +297,6 @@ def test_what_stands_in_the_figure(tmp_path, figures):
     (bars,) = figures.all[-1].axes[1].containers
     segment = bars.lines[2][0].get_segments()[1][:, 1]
     assert segment == pytest.approx([0.301 - 1.96 * 0.0045, 0.301 + 1.96 * 0.0045])
-    (top,) = figures.all[-1].axes[0].child_axes
-    assert top.get_xlim() == pytest.approx([8192 * x for x in figures.all[-1].axes[0].get_xlim()])
     assert figures.smallest_text() >= 11
 
 
@@ -321,7 +317,7 @@ def test_several_runs(tmp_path, figures):
     )
     assert plot.loss_curve([a, b], tmp_path / "ab.png")
     assert "b has validation loss 1.90 at step 200, 0.20 nats under a" in figures.texts()
-    assert {"step", "a", "b", "training (thin)"} <= {
+    assert {"step", "a", "b", "training (thin)\nvalidation (thick)"} <= {
         *figures.texts()
     } and figures.smallest_text() >= 11
     larger = [train(s, 3.0, 16384) for s in range(1, 101)]
@@ -331,24 +327,13 @@ def test_several_runs(tmp_path, figures):
     assert "step" not in figures.texts() and figures.curves()[-1][0] == [100 * 16384]
 
 
-def test_a_run_resumed_with_smaller_steps_is_drawn_against_tokens(tmp_path, figures):
-    after = [train(s, 2.0) | {"tokens": (s - 4) * 100 + 4 * 8192} for s in (6, 8)]
-    before = [start(), train(2, 3.0), train(4, 3.0), val(3, 2.0)]
-    plot.draw(
-        [write_log(tmp_path, [*before, start(4, tokens=4 * 8192), *after, val(7, 1.9)])],
-        tmp_path / "d.png",
-    )
-    assert "tokens" in figures.texts() and "step" not in figures.texts()
-    assert figures.curves()[-1][0] == [3 * 8192, 4 * 8192 + 300]
-
-
 def test_dark_variant_and_settings_left_as_they_were(tmp_path, figures):
     import matplotlib
 
     matplotlib.rcdefaults()
     before = dict(matplotlib.rcParams)
-    assert plot.loss_curve([write_log(tmp_path, RUN)], tmp_path / "x.png", dark=True)
-    assert (tmp_path / "x.png").exists() and (tmp_path / "x_dark.png").exists()
+    for dark in (False, True):
+        plot.draw([write_log(tmp_path, RUN)], tmp_path / "x.png", dark)
     light, dark = (sum(f.get_facecolor()[:3]) for f in figures.all)
     assert light == 3 and dark < 0.5 and dict(matplotlib.rcParams) == before
 
@@ -392,7 +377,7 @@ def test_a_picture_never_ends_a_run(tmp_path, capfd):
 def test_command(tmp_path, monkeypatch):
     write_log(tmp_path / "log/r", RUN)
     done = run_python(LAB, "plot", "--dark", cwd=tmp_path)
-    assert done.stdout.splitlines() == ["log/r/loss.png", "log/r/loss_dark.png"], done.stderr
+    assert done.stdout == "log/r/loss.png\n", done.stderr
     write_log(tmp_path / "log/s", RUN)
     done = run_python(LAB, "plot", "r", "log/s", cwd=tmp_path)
     assert done.stdout == "log/r/loss_with_s.png\n", "the picture that training made stays"
@@ -403,7 +388,10 @@ def test_command(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "noise.jsonl").write_bytes(os.urandom(300))
     unwritable = "x.png cannot be written: .*; name another place with --out"
-    wrong = [(["noise.jsonl"], "no log of training"), (["r", "--out", "x.abc"], "must end in .png")]
+    wrong = [
+        (["noise.jsonl"], "holds no measurement"),
+        (["r", "--out", "x.abc"], "must end in .png"),
+    ]
     wrong += [(["r", "--out", "log/r/log.jsonl/x.png"], unwritable)]
     for args, message in wrong:
         with pytest.raises(UserError, match=message):

@@ -286,7 +286,7 @@ def test_start_from(tmp_path):
     models.start_from(source, model)
     assert equal_models(start, model) and not model.lm_head.weight[101:].any()
     other = GPT(GPTConfig(3, 4, 32, 16, vocab_size=257))
-    said = r"n_layer=2 \(here 3\), vocab_size=101 \(here 257\); pass --n_layer 2 and --data with"
+    said = r"n_layer=2 \(here 3\), vocab_size=101 \(here 257\); pass --n_layer 2 --vocab"
     with pytest.raises(UserError, match=said):
         models.start_from(source, other)
 
@@ -419,13 +419,13 @@ FILES = {  # what becomes of a state dict in a file: what is said
     "turned": (having("transformer.h.0.mlp.c_fc.weight", (32, 128)), "c_fc.weight has shape"),
     "head": (having("lm_head.weight", (104, 32)), "a head of its own"),
     "rotary": (having("transformer.h.0.rotary", (4,)), "rotary, which this model has not"),
-    "list": (lambda state: [1, 2, 3], "holds a list"),
+    "list": (lambda state: [1, 2, 3], "not a GPT-2"),
     "no state": (lambda state: {"model": 3}, "not a GPT-2"),
 }
 NOWHERE = {
     "nowhere.pt": "nowhere.pt",
-    "./nowhere": "there is no ./nowhere",
-    "/nowhere/at/all": "there is no /nowhere/at/all",
+    "./nowhere": "'./nowhere' is no file or folder here",
+    "/nowhere/at/all": "'/nowhere/at/all' is no file or folder here",
     "a/b/c": "'a/b/c' is no file or folder here",
     "text.pt": "text.pt",
     "": "no run with a checkpoint in log",
@@ -523,8 +523,8 @@ def test_export_is_whole_or_not_at_all(tmp_path, monkeypatch):
 
 
 def test_export_replaces_exports_alone(tmp_path, monkeypatch):
-    """An empty folder or an earlier export; with force a Hugging Face model, and no other file in
-    its folder. Never a run, nor any other folder, nor a file."""
+    """An empty folder or an earlier export; never another model, a run, any other folder, a
+    file."""
     source = saved(tiny_gpt(), tmp_path / "log/a/model_000005.pt")
     (tmp_path / "log/a/config.json").write_text('{"model": {}, "train": {}}')
     (tmp_path / "link").symlink_to("empty")
@@ -536,26 +536,13 @@ def test_export_replaces_exports_alone(tmp_path, monkeypatch):
         models.load("link"), models.load(source)
     )
 
-    out = tmp_path / "theirs"
-    tiny_transformers().save_pretrained(out)
-    (out / "notes.txt").write_text("mine")
-    (out / "model.safetensors").rename(out / "pytorch_model.bin")  # of another form
-    with pytest.raises(UserError, match="theirs is not an earlier export; .* or pass --force"):
-        export(source, out)
-    assert (out / "pytorch_model.bin").exists()
-    export(source, out, force=True)
-    assert equal_models(models.load(str(out)), models.load(source))
-    assert not (out / "pytorch_model.bin").exists() and (out / "notes.txt").read_text() == "mine"
-
+    tiny_transformers().save_pretrained(tmp_path / "theirs")
+    export(source, "mine")
+    (tmp_path / "mine/notes.txt").write_text("mine")
     before = sorted(tmp_path.rglob("*"))
-    for out, said in (
-        ("log/a", "something else"),
-        ("log", "something else"),
-        (source, "is a file"),
-    ):
-        for force in (False, True):
-            with pytest.raises(UserError, match=said):
-                export(source, out, force=force)
+    for out in ("theirs", "mine", "log/a", "log", source):
+        with pytest.raises(UserError, match="is not a new folder, nor an earlier export"):
+            export(source, out)
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -565,12 +552,12 @@ def test_export_command(tmp_path):
         ROOT / "lab/__main__.py", "export", "model.pt", "--out", "sub/out", cwd=tmp_path
     )
     assert done.returncode == 0 and "model.safetensors" in done.stdout, done.stderr
-    assert "the model reads bytes" in done.stdout
+    assert "257 ids are not GPT-2's vocabulary; they are bytes" in done.stdout
     assert equal_models(models.load(source), models.load(str(tmp_path / "sub/out")))
     assert all(path.stat().st_mode & 0o444 == 0o444 for path in (tmp_path / "sub/out").iterdir())
     saved(tiny_gpt(), tmp_path / "odd.pt")
     done = run_python(ROOT / "lab/__main__.py", "export", "odd.pt", "--out", "odd", cwd=tmp_path)
-    assert "101 ids are not GPT-2's" in done.stdout and "bytes" not in done.stdout
+    assert "101 ids are not GPT-2's" in done.stdout and "byte" not in done.stdout
     for source, out in (("missing.pt", "x"), ("model.pt", "model.pt/x"), ("model.pt", "x" * 256)):
         done = run_python(ROOT / "lab/__main__.py", "export", source, "--out", out, cwd=tmp_path)
         assert done.returncode == 2 and "Traceback" not in done.stderr

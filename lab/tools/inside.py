@@ -6,18 +6,18 @@ passes, and are taken off again.
 
 import contextlib
 import hashlib
-import html
 import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
 
+import jinja2
 import torch
 
 from lab.cli import ROOT, UserError
 from lab.files import read_json
-from lab.run.checkpoints import checkpoint_files
+from lab.run.checkpoints import checkpoint_files, step_of
 
 SHAPE = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
 
@@ -34,10 +34,9 @@ def laptop_run(log_dir="log", steps=300):
     for folder in Path(log_dir).glob("*/"):
         with contextlib.suppress(UserError):  # a broken run
             saved = read_json(folder / "config.json", model=dict, train=dict)
-            settings = saved["model"] | saved["train"]
-            if {name: settings.get(name) for name in wanted} == wanted:
+            if wanted.items() <= (saved["model"] | saved["train"]).items():
                 found += checkpoint_files(folder)[-1:]
-    found = [path for path in found if int(path.stem.removeprefix("model_")) >= steps]
+    found = [path for path in found if step_of(path) >= steps]
     if not found:
         run = f"notebook_{steps}"
         flags = f"--preset laptop --max_steps {steps} --ckpt_every {steps} --val_every 0"
@@ -46,7 +45,7 @@ def laptop_run(log_dir="log", steps=300):
         command += ["--log_dir", str(Path(log_dir).absolute())]
         subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
         found = checkpoint_files(Path(log_dir, run))[-1:]
-    return max(found, key=lambda path: path.name)
+    return max(found, key=step_of)
 
 
 @torch.no_grad()
@@ -105,9 +104,9 @@ def mass(weights, where):
 def without_head(model, layer, head):
     """Inside this context one head hands nothing over: its part of c_proj's input is 0."""
     config = model.config
-    if not (0 <= layer < config.n_layer and 0 <= head < config.n_head):
-        last = f"blocks go from 0 to {config.n_layer - 1}, heads from 0 to {config.n_head - 1}"
-        raise UserError(f"there is no head {layer}.{head}: {last}")
+    assert layer in range(config.n_layer) and head in range(config.n_head), (
+        f"no head {layer}.{head}"
+    )
     D = config.n_embd // config.n_head
 
     def silence(c_proj, args):
@@ -122,31 +121,6 @@ def without_head(model, layer, head):
         hook.remove()
 
 
-PAGE = """<div id="{id}">
-<p>{title}</p>
-<div style="font: 16px/1.7 monospace; white-space: pre-wrap">{characters}</div>
-<script>(() => {{
-  const box = document.getElementById("{id}"), percent = {percent}, choice = document.createElement("select");
-  for (const name in percent) choice.add(new Option("head " + name, name));
-  const how = " Point at a character: the darker another one is, the more this head looks at it from there. ";
-  box.querySelector("p").append(how, choice);
-  choice.value = "{head}";
-  const spans = [...box.querySelectorAll("span")];
-  let last = spans.length - 1;
-  function show(t) {{
-    last = t;
-    spans.forEach((span, s) => {{
-      const p = s <= t ? percent[choice.value][t][s] : 0;
-      span.style.background = p ? "rgba(0, 108, 174, " + Math.sqrt(p / 100) + ")" : "";
-      span.style.outline = s == t ? "2px solid #de5e00" : "";
-    }});
-  }}
-  spans.forEach((span, t) => span.addEventListener("mouseenter", () => show(t)));
-  choice.addEventListener("change", () => show(last));
-  show(last);
-}})();</script></div>"""
-
-
 def attention_page(pieces, weights, title="", head="0.0"):
     """HTML in which to point at a character and see where a head looks from there; for IPython.display.HTML.
 
@@ -155,26 +129,20 @@ def attention_page(pieces, weights, title="", head="0.0"):
     only shows the notebook) the text stays, and each character's tooltip names what each head looks at
     most.
     """
-    T = weights[0].size(-1)
-    if len(pieces) != T:
-        pair = f"{len(pieces)} pieces of text do not fit attention over {T} positions"
-        raise UserError(f"{pair}; give one for each token")
-    shown = [block[0] for block in weights]  # (H, T, T) each
-    heads = {f"{layer}.{h}": w for layer, block in enumerate(shown) for h, w in enumerate(block)}
-    if head not in heads:
-        raise UserError(f"there is no head {head}; there are {', '.join(heads)}")
+    assert len(pieces) == weights[0].size(-1), "one piece of text for each token"
+    heads = {f"{n}.{h}": w for n, block in enumerate(weights) for h, w in enumerate(block[0])}
     percent = {
         name: [[round(100 * p) for p in row[: t + 1].tolist()] for t, row in enumerate(w)]
         for name, w in heads.items()
     }
-    characters = ""
+    characters = []
     for t, piece in enumerate(pieces):
         most = ((name, int(w[t].argmax()), w[t].max().item()) for name, w in heads.items())
         tip = "; ".join(f"head {name}: {pieces[s]!r} {t - s} back, {p:.2f}" for name, s, p in most)
-        shown = html.escape(piece).replace("\n", "↵\n")
-        characters += f'<span title="{html.escape(tip)}">{shown}</span>'
-    name = "attention-" + hashlib.sha256(repr((pieces, percent)).encode()).hexdigest()[:12]
-    percent = json.dumps(percent, separators=(",", ":"))
-    return PAGE.format(
-        id=name, title=html.escape(title), characters=characters, percent=percent, head=head
+        characters.append((tip, piece.replace("\n", "↵\n")))
+    page = jinja2.Template(
+        Path(__file__).with_suffix(".html.j2").read_text("utf-8"), autoescape=True
     )
+    numbers = json.dumps(percent, separators=(",", ":"))
+    id = "attention-" + hashlib.sha256(repr((pieces, percent)).encode()).hexdigest()[:12]
+    return page.render(id=id, title=title, head=head, characters=characters, percent=numbers)

@@ -15,14 +15,15 @@ from lab.tools.records import (
     column,
     comparable,
     find_runs,
+    hellaswag,
     last_common,
     loss_window,
+    output,
     place_name,
     read_log,
     run_names,
     short,
     smooth,
-    step_sizes,
     tokens_at,
 )
 from lab.tools.style import SERIES, color_of, reference, style
@@ -38,32 +39,31 @@ def finding(logs):
         return comparison(list(logs), runs)
     steps, losses = column(runs[0], "val", "loss")
     later, training = column(runs[0], "train", "loss")
-    if not steps and not later:
-        return "no loss was logged"
     said = [f"validation loss {losses[-1]:.2f} at step {steps[-1]:,}"] if steps else []
-    if not steps or later and later[-1] > steps[-1]:
-        return ", ".join([*said, f"training loss {training[-1]:.2f} at step {later[-1]:,}"])
-    for unigram in column(runs[0], "start", "unigram")[1][-1:]:
-        side = "under" if losses[-1] < unigram else "above"
-        said[0] += f": {abs(unigram - losses[-1]):.2f} nats {side} the unigram baseline"
-    return said[0]
+    if later and later[-1] > (steps or [-1])[-1]:
+        said.append(f"training loss {training[-1]:.2f} at step {later[-1]:,}")
+    elif said and (unigram := column(runs[0], "start", "unigram")[1][-1:]):
+        gap = unigram[0] - losses[-1]
+        side = "under" if gap > 0 else "above"
+        said[0] += f": {abs(gap):.2f} nats {side} the unigram baseline"
+    return ", ".join(said or ["no loss was logged"]).capitalize()
 
 
 def comparison(names, runs):
     """How the losses of several runs lie, at the last place that all have."""
     if not comparable(runs):
         return "different tokenizers: nats per token do not compare"
-    common = [("validation", last_common(runs, "val", "loss"))]
-    common += [("training", last_common(runs, "train", "loss"))]
-    for kind, (place, losses) in sorted((c for c in common if c[1]), key=lambda c: c[1][0] == 0):
+    for kind, name in (("validation", "val"), ("training", "train")):
+        place, losses = last_common(runs, name, "loss") or (0, [])
+        if not place:  # before training all are alike
+            continue
         (best, first), (other, second) = sorted(zip(losses, names))[:2]
         where = place_name(place, runs)
         if f"{best:.2f}" == f"{other:.2f}":
             return f"{first} and {second} have the same {kind} loss at {where}, {best:.2f}"
-        return (
-            f"{first} has {kind} loss {best:.2f} at {where}, {other - best:.2f} nats under {second}"
-        )
-    return "there is no step at which the loss of all was measured"
+        gap = f"{other - best:.2f} nats under {second}"
+        return f"{first} has {kind} loss {best:.2f} at {where}, {gap}"
+    return "there is no step of training at which the loss of all was measured"
 
 
 def caption(log):
@@ -73,10 +73,30 @@ def caption(log):
     several = f"{start['world_size']} x " if start.get("world_size", 1) > 1 else ""
     parts += [f"{several}{start['device']}"] if start.get("device") else []
     parts += [start["precision"]] if start.get("precision") else []
+    parts += [f"{short(n)} tokens" for n in column(log, "train", "tokens")[1][-1:]]
     speeds = sorted(column(log, "train", "tok_per_s")[1])
-    return ", ".join(
-        parts + [f"median {short(v)} tokens/s" for v in speeds[len(speeds) // 2 :][:1]]
-    )
+    parts += [f"median {short(speeds[len(speeds) // 2])} tokens/s"] if speeds else []
+    return ", ".join(parts)
+
+
+def loss_levels(logs):
+    """{text: nats} of what no model needs to learn, one line for runs between whose levels two
+    labels would be unreadable."""
+    found = {}
+    for name, text in (("log_v", "uniform guess"), ("unigram", "unigram baseline")):
+        values = sorted(v for log in logs for v in column(log, "start", name)[1][-1:])
+        if values and values[-1] - values[0] < 0.3:
+            values = values[:1]
+        found |= {f"{text} {v:.2f}": v for v in values}
+    return found
+
+
+def hellaswag_levels(logs):
+    """{text: acc_norm} of chance and of the published models, the large one where it would not
+    press small curves flat."""
+    best = max((v for log in logs for v in hellaswag(log)[1]), default=0)
+    found = {k: v for k, v in PUBLISHED_HELLASWAG.items() if v < 0.3 or best > 0.36}
+    return {"chance 0.25": 0.25} | {f"{name} {value:.4f}": value for name, value in found.items()}
 
 
 def colors(logs, what, dark):
@@ -87,61 +107,41 @@ def colors(logs, what, dark):
 
 def draw_loss(ax, logs, dark, x):
     """Training loss thin, smoothed where there are points enough; validation loss thick, with dots."""
-    alone, kinds = len(logs) == 1, {}  # {a word for the legend: how such lines look}
-    for _, log, color in colors(logs, "loss", dark):
+    alone = len(logs) == 1
+    for name, log, color in colors(logs, "loss", dark):
         steps, losses = column(log, "train", "loss")
-        if steps:
-            if len(losses) >= 80:
-                ax.plot(x(log, steps), losses, color=color, linewidth=0.7, alpha=0.35)
-                losses = smooth(losses)
-            kinds["training (thin)"] = dict(linewidth=1, alpha=0.9)
-            ax.plot(
-                x(log, steps),
-                losses,
-                ".-" if len(steps) == 1 else "-",
-                color=color,
-                **kinds["training (thin)"],
-            )
+        if len(losses) >= 80:
+            ax.plot(x(log, steps), losses, color=color, linewidth=0.7, alpha=0.35)
+            losses = smooth(losses)
+        look = dict(color=color, linewidth=1, alpha=0.9, marker="." if len(steps) == 1 else None)
+        (thin,) = ax.plot(x(log, steps), losses, **look)
         steps, losses = column(log, "val", "loss")
-        if steps:
-            kinds["validation (thick)"] = look = dict(linewidth=2.4, markersize=5)
-            ax.plot(x(log, steps), losses, "o-" if len(steps) <= 60 else "-", color=color, **look)
-            at = (x(log, steps)[-1], losses[-1])
+        look = dict(color=color, linewidth=2.4, markersize=5, marker="o" * (len(steps) <= 60))
+        (thick,) = ax.plot(x(log, steps), losses, **look)
+        thick.set_label("validation (thick)" if alone else name)
+        if alone:
+            thin.set_label("training (thin)")
+        if alone and steps:
             how = dict(xytext=(0, 8), textcoords="offset points", ha="right", fontweight="bold")
-            ax.annotate(f"{losses[-1]:.2f}", at, color=color, **how) if alone else None
+            ax.annotate(f"{losses[-1]:.2f}", (x(log, steps)[-1], losses[-1]), color=color, **how)
     if window := loss_window(logs.values()):
         ax.set_ylim(*window)
-    low, high = ax.get_ylim()
-    for name, text in (("log_v", "uniform guess {:.2f}"), ("unigram", "unigram baseline {:.2f}")):
-        levels = sorted(v for log in logs.values() for v in column(log, "start", name)[1])
-        for level, near in zip(levels, [low, *levels]):
-            if level < high and level - near > 0.06 * (
-                high - low
-            ):  # nearer labels would be unreadable
-                reference(ax, level, text.format(level))
+    for text, level in loss_levels(logs.values()).items():
+        if ax.get_ylim()[0] < level < ax.get_ylim()[1]:
+            reference(ax, level, text)
     ax.set_ylabel("loss (nats per token)")
-    for name, _, color in [] if alone else colors(logs, "", dark):
-        ax.plot([], [], "s", color=color, label=name)
-    for word, look in kinds.items():
-        ax.plot([], [], color=color_of("loss" if alone else "grey", dark), label=word, **look)
-    if kinds:
-        ax.legend(loc="upper right", bbox_to_anchor=(1, 0.88))
+    kinds = None if alone else "training (thin)\nvalidation (thick)"
+    ax.legend(title=kinds, title_fontsize=9, loc="upper right", bbox_to_anchor=(1, 0.88))
 
 
 def draw_hellaswag(ax, logs, dark, x):
     """acc_norm with 95 % intervals, between chance and the published models."""
-    best = 0
     for _, log, color in colors(logs, "accuracy", dark):
-        steps, values = column(log, "hella", "acc_norm")
-        errors = {r["step"]: 1.96 * (r.get("acc_norm_stderr") or 0) for r in log.get("hella", [])}
-        if steps:
-            look = dict(color=color, marker="o", markersize=4, capsize=2, elinewidth=1)
-            ax.errorbar(x(log, steps), values, yerr=[errors[s] for s in steps], **look)
-            best = max(best, *values)
-    reference(ax, 0.25, "chance 0.25")
-    for name, value in PUBLISHED_HELLASWAG.items():
-        if value < 0.3 or best > 0.36:  # the large one would only press a small model's curve flat
-            reference(ax, value, f"{name} {value:.4f}", left=True)
+        steps, values, errors = hellaswag(log)
+        look = dict(color=color, marker="o", markersize=4, capsize=2, elinewidth=1)
+        ax.errorbar(x(log, steps), values, yerr=errors, **look)
+    for text, value in hellaswag_levels(logs.values()).items():
+        reference(ax, value, text, left=value != 0.25)
     ax.set_ylabel("HellaSwag\nacc_norm")
     low, high = ax.get_ylim()
     ax.set_ylim(low, high + 0.12 * (high - low))
@@ -159,10 +159,7 @@ def draw_lr(ax, logs, dark, x):
 def draw(runs, out_path, dark=False):
     """Write the figure of one or several runs to out_path (.png, .svg or .pdf)."""
     import matplotlib
-    from matplotlib.figure import (
-        Figure,
-    )  # not pyplot: it would choose a backend for the whole process
-    from matplotlib.ticker import FuncFormatter
+    from matplotlib.figure import Figure  # pyplot would choose a backend for the whole process
 
     logs = {name: read_log(run) for name, run in zip(run_names(runs), runs)}
     found = list(logs.values())
@@ -182,43 +179,24 @@ def draw(runs, out_path, dark=False):
         axes = figure.subplots(len(panels), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
         for panel, ax in zip(panels, axes):
             panel(ax, logs, dark, x)
-        title = finding(logs)
-        title = (
-            title[:1].upper() + title[1:] if len(logs) == 1 else title
-        )  # else it begins with a name
-        figure.suptitle("\n".join(textwrap.wrap(title, 78)), x=0.01, ha="left")
+        figure.suptitle("\n".join(textwrap.wrap(finding(logs), 78)), x=0.01, ha="left")
         axes[-1].set_xlabel("tokens" if in_tokens else "step")
-        tokens = FuncFormatter(lambda value, _: short(value))
-        plain = FuncFormatter(lambda value, _: f"{value:,g}")
-        axes[-1].xaxis.set_major_formatter(tokens if in_tokens else plain)
-        sizes = {size for log in found for size in step_sizes(log)}
-        if len(sizes) == 1:
-            size = sizes.pop()
-            scale = (lambda step: step * size, lambda tokens: tokens / size)
-            top = axes[0].secondary_xaxis("top", functions=scale)
-            top.set_xlabel("tokens")
-            top.xaxis.set_major_formatter(tokens)
+        number = (lambda value, _: short(value)) if in_tokens else (lambda value, _: f"{value:,g}")
+        axes[-1].xaxis.set_major_formatter(number)
         if len(logs) == 1:
             figure.supxlabel(caption(found[0]), x=0.99, ha="right", fontsize=9, color="0.5")
         Path(out_path).parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(out_path)
 
 
-def outputs(out_path, dark):
-    """[(whether dark, path)] of the pictures to write."""
-    path = Path(out_path)
-    return [(False, path)] + ([(True, path.with_stem(path.stem + "_dark"))] if dark else [])
-
-
-def loss_curve(run_dirs, out_path, dark=False):
-    """The figure at out_path, with dark=True a dark one beside it as <name>_dark; returns out_path.
+def loss_curve(run_dirs, out_path):
+    """The figure at out_path, which is returned.
 
     A picture is not worth a run: what goes wrong is said, never raised, and None returned.
     """
     try:
-        for is_dark, path in outputs(out_path, dark):
-            draw(run_dirs, path, is_dark)
-        return Path(out_path)
+        draw(run_dirs, out_path)
+        return out_path
     except Exception as error:  # also matplotlib's own: not installed, no fonts, a full disk
         print(f"no loss curve: {type(error).__name__}: {error}", file=sys.stderr)
         return None
@@ -226,7 +204,6 @@ def loss_curve(run_dirs, out_path, dark=False):
 
 def main(argv):
     import tyro
-    from matplotlib.figure import Figure
 
     def settings(
         runs: tyro.conf.Positional[tuple[Path, ...]] = (),
@@ -239,17 +216,14 @@ def main(argv):
             runs: Run folders, such as log/laptop_20260101-120000; the newest run if none is named.
             out: Picture to write (.png, .svg, .pdf); loss.png in the run's folder if not given, and of
                 several runs loss_with_<the others>.png in the first one's.
-            dark: Also write a dark variant, <name>_dark.
+            dark: In dark colours.
         """
         return find_runs(runs), out, dark
 
     runs, out, dark = parse(settings, argv, prog="python -m lab plot")
-    if out is None:
-        name = "_with_".join(["loss", *(run.resolve().stem for run in runs[1:])])
-        out = (runs[0] if runs[0].is_dir() else runs[0].parent) / f"{name}.png"
-    if out.suffix.lstrip(".").lower() not in Figure().canvas.get_supported_filetypes():
+    out = out or output(runs, "loss.png")
+    if out.suffix not in (".png", ".svg", ".pdf"):
         raise UserError(f"out={out} must end in .png, .svg or .pdf")
-    for is_dark, path in outputs(out, dark):
-        with writing(path, "name another place with --out"):
-            draw(runs, path, is_dark)
-        print(path)
+    with writing(out, "name another place with --out"):
+        draw(runs, out, dark)
+    print(out)

@@ -17,7 +17,7 @@ HINT = "name a run folder: `ls log` shows those there are"
 def find_runs(paths, log_dir="log"):
     """The runs that were named, one of them perhaps by its name in log_dir; the newest one if none is.
 
-    Raises UserError where there is none, or where one was named twice.
+    Raises UserError where there is none.
     """
     if not paths:
         logs = sorted(Path(log_dir).glob("*/log.jsonl"), key=lambda path: path.stat().st_mtime)
@@ -25,18 +25,21 @@ def find_runs(paths, log_dir="log"):
             raise UserError(f"there is no run in {log_dir}/ yet; name a run folder")
         return [logs[-1].parent]
     inside = [Path(log_dir, path) for path in paths]
-    found = [b if not Path(a).exists() and b.exists() else Path(a) for a, b in zip(paths, inside)]
-    if len({path.resolve() for path in found}) < len(found):
-        raise UserError(f"{', '.join(map(str, found))}: a run was named twice; name different ones")
-    return found
+    return [b if not Path(a).exists() and b.exists() else Path(a) for a, b in zip(paths, inside)]
 
 
 def run_names(paths):
     """A name for each run: its folder's, or a copied log's own; the whole path where two are the same."""
-    whole = [path.resolve() for path in map(Path, paths)]
-    names = [path.name if path.is_dir() else path.stem for path in whole]
-    names = [p.parent.name if p.name == "log.jsonl" else name for p, name in zip(whole, names)]
+    whole = [Path(path).resolve() for path in paths]
+    names = [(p.parent if p.name == "log.jsonl" else p).name.removesuffix(".jsonl") for p in whole]
     return [str(path) if names.count(name) > 1 else name for path, name in zip(paths, names)]
+
+
+def output(paths, name):
+    """The file in the first run's folder, or beside its log, that is made of these runs."""
+    first = paths[0] if paths[0].is_dir() else paths[0].parent
+    others = "".join(f"_with_{path.resolve().stem}" for path in paths[1:])
+    return (first / name).with_stem(Path(name).stem + others)
 
 
 def read_log(run):
@@ -49,13 +52,12 @@ def read_log(run):
     path = Path(run) / "log.jsonl" if Path(run).is_dir() else Path(run)
     with reading(path, "log", HINT):
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    found, broken = {}, False  # (kind, step) -> record
+    found = {}  # (kind, step) -> record
     for line in lines:
         try:  # the record after a cut one stands on the same line
             record = json.loads(line[max(0, line.rfind('{"kind"')) :])
             kind, step = str(record["kind"]), int(record["step"])
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-            broken = True
             continue
         if kind == "start":
             found = {key: r for key, r in found.items() if key[1] <= step}
@@ -63,19 +65,17 @@ def read_log(run):
     log = {}
     for (kind, _), record in sorted(found.items(), key=lambda item: item[0][1]):
         log.setdefault(kind, []).append(record)
-    if broken and not found:
-        raise UserError(f"{path} is no log of training: none of its lines is a record; {HINT}")
     if not {"train", "val", "hella"} & log.keys():
-        raise UserError(f"{path} holds no measurement yet; wait for the run's first one")
+        raise UserError(
+            f"{path} holds no measurement; wait for the run's first one, or name another log"
+        )
     return log
 
 
 def ended(log):
     """Why the run ended, "done" or a signal's name; None while it goes on, or where it was killed."""
-    last = {kind: log[kind][-1] for kind in ("start", "end") if kind in log}
-    if "end" not in last or last["end"].get("time", 0) < last.get("start", {}).get("time", 0):
-        return None
-    return last["end"].get("reason")
+    end, start = log.get("end", [{}])[-1], log.get("start", [{}])[-1]
+    return end.get("reason") if end.get("time", 0) >= start.get("time", 0) else None
 
 
 # ---------------------------------------------------------------------------------------- curves
@@ -91,10 +91,8 @@ def short(number):
 
 def column(log, kind, name):
     """(steps, values) of the finite numbers called `name` in the records of a kind."""
-    rows = [
-        (r["step"], r[name]) for r in log.get(kind, []) if isinstance(r.get(name), (int, float))
-    ]
-    rows = [row for row in rows if math.isfinite(row[1])]
+    rows = [(r["step"], r.get(name)) for r in log.get(kind, [])]
+    rows = [(step, v) for step, v in rows if isinstance(v, (int, float)) and math.isfinite(v)]
     return [step for step, _ in rows], [value for _, value in rows]
 
 
@@ -117,39 +115,28 @@ def loss_window(logs):
     It holds all losses after the first twentieth of each run, and the unigram baseline where that
     is near; None where no loss was logged.
     """
-    low, high, levels = math.inf, -math.inf, []
+    late, levels = [], []
     for log in logs:
         rows = [row for kind in ("train", "val") for row in zip(*column(log, kind, "loss"))]
         edge = 0.05 * max((step for step, _ in rows), default=0)
-        late = [loss for step, loss in rows if step > edge] or [loss for _, loss in rows]
-        low, high = min([low, *late]), max([high, *late])
+        late += [loss for step, loss in rows if step > edge or not edge]
         levels += column(log, "start", "unigram")[1][-1:]
-    if high < low:
+    if not late:
         return None
+    low, high = min(late), max(late)
     high = max([high, *(level for level in levels if level < low + 2 * (high - low))])
     margin = 0.06 * (high - low) or 0.5
     return low - margin, high + 1.5 * margin  # room for the label of a line at the top
 
 
+def hellaswag(log):
+    """(steps, acc_norm, half of its 95 % intervals)."""
+    steps, values = column(log, "hella", "acc_norm")
+    errors = {r["step"]: 1.96 * (r.get("acc_norm_stderr") or 0) for r in log.get("hella", [])}
+    return steps, values, [errors[step] for step in steps]
+
+
 # ----------------------------------------------------------------------- where two runs compare
-
-
-def logged_tokens(log):
-    """{step: tokens of training until then}, in the order of the steps; {0: 0} where none were logged."""
-    known = (
-        {0: 0}
-        | dict(zip(*column(log, "start", "tokens")))
-        | dict(zip(*column(log, "train", "tokens")))
-    )
-    return dict(sorted(known.items()))
-
-
-def step_sizes(log):
-    """Tokens of a step: one number, and another wherever a resumed run has changed it."""
-    known = list(logged_tokens(log).items())
-    return list(
-        dict.fromkeys(round((t1 - t0) / (s1 - s0)) for (s0, t0), (s1, t1) in zip(known, known[1:]))
-    )
 
 
 def tokens_at(log):
@@ -157,8 +144,10 @@ def tokens_at(log):
 
     Between two records, and after the last, the steps are of one size.
     """
-    known = logged_tokens(log)
-    steps = list(known)
+    known = {0: 0}
+    for kind in ("start", "train"):
+        known |= zip(*column(log, kind, "tokens"))
+    steps = sorted(known)
 
     def tokens(step):
         i = min(max(1, bisect.bisect_left(steps, step)), len(steps) - 1)
@@ -169,16 +158,15 @@ def tokens_at(log):
 
 
 def by_tokens(logs):
-    """Whether runs compare at equal tokens, and not at equal steps, those being of different size."""
-    return len({size for log in logs for size in step_sizes(log)}) > 1 and all(map(tokens_at, logs))
+    """Whether runs compare at equal tokens: their steps may be of different size."""
+    return len(logs) > 1 and all(map(tokens_at, logs))
 
 
 def places(logs, kind, name):
     """For each log {place: (step, value)}; the place is where it compares, a step or tokens."""
     where = [tokens_at(log) if by_tokens(logs) else int for log in logs]
-    return [
-        {at(s): (s, v) for s, v in zip(*column(log, kind, name))} for at, log in zip(where, logs)
-    ]
+    pairs = zip(where, logs)
+    return [{at(s): (s, v) for s, v in zip(*column(log, kind, name))} for at, log in pairs]
 
 
 def last_common(logs, kind, name):

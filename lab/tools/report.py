@@ -9,10 +9,8 @@ plotly's JavaScript stands inside, and the page's own rules forbid the browser t
 anything else. Text from a log, samples above all, is escaped by jinja2.
 """
 
-import datetime
 import html
 import json
-import math
 import secrets
 import time
 from dataclasses import dataclass
@@ -22,7 +20,7 @@ from typing import NamedTuple
 from lab.cli import UserError, parse
 from lab.files import read_json, write_whole, writing
 from lab.tools import records
-from lab.tools.plot import PUBLISHED_HELLASWAG, caption, finding
+from lab.tools.plot import caption, finding, hellaswag_levels, loss_levels
 from lab.tools.records import by_tokens, column, comparable
 from lab.tools.style import COLORS, PAPER, place_of
 
@@ -43,35 +41,33 @@ class Run:
         self.train = self.config.get("train", {})
         self.tokens = records.tokens_at(self.log)  # of training until a step; None if unknown
         self.last = max(record["step"] for record in self.all)
-        timed = {r["time"] for r in self.all if isinstance(r.get("time"), (int, float))}
-        starts = {r.get("time") for r in self.log.get("start", [])} & timed
-        starts = sorted(starts | {*sorted(timed)[:1]})
-        # The time between a stop and --resume is none of the run's, so each start has a clock.
-        self.begun, before = [], 0.0  # [(time of a start, seconds of the run before it)]
-        for t0, t1 in zip(starts, [*starts[1:], math.inf]):
-            self.begun.append((t0, before))
-            before += max(t for t in timed if t0 <= t < t1) - t0
+        self.minutes = clock(self.all)
+        self.axes = {"step": lambda record: record["step"]}  # a record's place on each
+        if self.tokens:
+            self.axes["tokens"] = lambda record: self.tokens(record["step"])
+        if max(self.minutes.values(), default=0) and all("time" in r for r in self.all):
+            self.axes["time"] = lambda record: round(self.minutes[record["time"]], 4)
 
-    def seconds(self, record):
-        """Of wall clock since the start, evaluation and saving included; None where none was logged."""
-        now = record.get("time")
-        known = self.begun if isinstance(now, (int, float)) else []
-        past = [before + now - t0 for t0, before in known if t0 <= now]
-        return past[-1] if past else None
 
-    def phases(self):
-        """Names of the milliseconds that --timing logged, in the order of a step."""
-        names = dict.fromkeys(name for record in self.log.get("train", []) for name in record)
-        return [name for name in names if name.endswith("_ms") and name != "dt_ms"]
+def clock(records):
+    """{time of a record: minutes of the run until then}, evaluation and saving included; the time
+    between a stop and --resume is none of the run's."""
+    minutes, total, before = {}, 0.0, None
+    for record in sorted((r for r in records if "time" in r), key=lambda r: r["time"]):
+        if before is not None and record["kind"] != "start":
+            total += (record["time"] - before) / 60
+        before = record["time"]
+        minutes[before] = total
+    return minutes
 
 
 def read_run(path, name):
     """Raises UserError where there is no log, nothing in it yet, or a config.json that is damaged."""
     log, config = records.read_log(path), {}
-    folder = path if path.is_dir() else path.parent if path.name == "log.jsonl" else None
-    if folder and (folder / "config.json").exists():  # a log that was copied elsewhere has none
+    beside = (path if path.is_dir() else path.parent) / "config.json"
+    if beside.exists() and (path.is_dir() or path.name == "log.jsonl"):  # else the log was copied
         way_out = "delete it, and the page leaves the configuration out"
-        saved = read_json(folder / "config.json", way_out, model=dict, train=dict)
+        saved = read_json(beside, way_out, model=dict, train=dict)
         config = {part: saved[part] for part in ("model", "train")}
     return Run(name, log, config)
 
@@ -80,10 +76,6 @@ def cautions(runs):
     """Sentences on what the page must not be read as saying."""
     logs = [run.log for run in runs]
     found = [f"There is no config.json beside the log of {r.name}." for r in runs if not r.config]
-    sizes = [" then ".join(f"{size:,}" for size in records.step_sizes(log)) for log in logs]
-    for run, text in zip(runs, sizes):
-        if " then " in text:
-            found.append(f"{run.name} was resumed with steps of another size: {text} tokens.")
     if len(runs) == 1:
         return found
     data = [(run.start.get("val_tokens"), run.train.get("data")) for run in runs]
@@ -94,92 +86,55 @@ def cautions(runs):
     elif any(a != b for a, b in zip(*data) if a and b):
         why = "They were validated on different tokens or data (see below)"
         found.append(f"{why}: their losses need not compare.")
-    if by_tokens(logs):
-        why = f"Their steps are of different size, {' and '.join(sizes)} tokens"
-        found.append(f"{why}: they compare at equal tokens.")
     return [*found, "This is one run each: what another seed alone would change is not seen here."]
 
 
 # --------------------------------------------------------------------------------------- 2. figures
 
-LOSS_NOTE = "Thick: validation. Thin: training, over faint single values where they are many."
-FIGURES = {  # title, what it shows, label of its axis, how its numbers are written (d3's format)
-    "loss": ("Loss", LOSS_NOTE, "nats per token", ".4f"),
-    "bits": ("Bits per byte", "Validation, whatever the tokenizer.", "bits per byte", ".4f"),
-    "difference": ("Difference of the losses", "", "nats per token", "+.4f"),
-    "hellaswag": ("HellaSwag", "Normalised accuracy, 95 % intervals.", "acc_norm", ".4f"),
-    "lr": ("Learning rate", "The schedule, warm-up first.", "rate", ".3e"),
-    "grad_norm": ("Gradient norm", "Of all parameters together, before clipping.", "norm", ".3f"),
-    "tok_per_s": ("Speed", "Training alone: no evaluation, no saving.", "tokens/s", ",.0f"),
-    "mfu": ("Model FLOPS utilisation", "Share of the datasheet's dense peak.", "MFU", ".1%"),
-    "phases": ("Phases of a step", "Mean milliseconds of each.", "ms", ".1f"),
-    "peak_gib": ("Memory", "Most that was allocated on the device so far.", "GiB", ".2f"),
-}
-
-
-def axes(runs):
-    """{axis: (label, title of the hover box, a run's function from a record to its place)}.
-
-    Only those that all runs have.
-    """
-    found = {"step": ("step", "step %{x:,}", lambda run, record: record["step"])}
-    if all(run.tokens for run in runs):
-        at = lambda run, record: run.tokens(record["step"])  # noqa: E731
-        found["tokens"] = ("tokens", "%{x:.4s} tokens", at)
-    times = [run.seconds(record) for run in runs for record in run.all]
-    if None not in times and max(times):
-        units = [(1, "seconds", 900), (60, "minutes", 3 * 3600), (3600, "hours", math.inf)]
-        size, unit, _ = next(u for u in units if max(times) <= u[2])
-        at = lambda run, record: round(run.seconds(record) / size, 4)  # noqa: E731
-        found["time"] = (unit, f"%{{x:,.2f}} {unit}", at)
-    return found
-
 
 class Figures:
-    """The page's figures, as plotly's graph objects; their look is in report.html.j2.
-
-    A curve's `meta` holds its places on all axes, its colour is `var(--c3)`: the page chooses the
-    axis, and the colour of its light or dark look.
-    """
+    """What the page's figures show; report.html.j2 has their titles, units and look."""
 
     def __init__(self, runs):
-        self.runs, self.logs, self.axes = runs, [run.log for run in runs], axes(runs)
+        self.runs, self.logs = runs, [run.log for run in runs]
         self.alone = len(runs) == 1
-        self.found = {}  # {id: {title, note, figure}}
+        self.axes = {}  # {axis that all runs have: its end}
+        for axis in ("step", "tokens", "time"):
+            if all(axis in run.axes for run in runs):
+                self.axes[axis] = max(run.axes[axis](r) for run in runs for r in run.all)
+        self.found = {}  # {id: its curves, levels ...}
         self.loss()
         if not comparable(self.logs):
             self.add("bits", self.each("val", "bits_per_byte", "loss", width=3))
         if not self.alone:
             self.difference()
         self.hellaswag()
-        self.add("lr", self.each("train", "lr", "learning rate"), rangemode="tozero")
+        self.add("lr", self.each("train", "lr", "learning rate"))
         self.gradient_norm()
         for id, what in {"tok_per_s": "speed", "mfu": "speed", "peak_gib": "memory"}.items():
-            self.add(id, self.each("train", id, what), rangemode="tozero")
-        self.phases()
+            self.add(id, self.each("train", id, what))
 
     def curve(self, run, kind, steps, values, color, width=2, name="", **more):
         """[a curve], with dots where it has few points; nothing where it has none."""
-        from plotly.graph_objects import Scatter
-
         at = {record["step"]: record for record in run.log[kind]} if steps else {}
-        dots = width > 2 and len(steps) <= 60 or len(steps) == 1
-        curve = Scatter(
-            name=html.escape(name, quote=False),  # plotly reads <b> and <a> in it
-            y=[float(f"{v:.6g}") for v in values],
-            meta={axis: [f(run, at[s]) for s in steps] for axis, (_, _, f) in self.axes.items()},
-            mode="lines+markers" if dots else "lines",
-            line={"color": f"var(--c{color})", "width": width},
-            **{"showlegend": False} | more,
-        )
-        return [curve] if steps else []
+        curve = {
+            "name": html.escape(name, quote=False),  # plotly reads <b> and <a> in it
+            "y": [float(f"{v:.6g}") for v in values],
+            "places": {axis: [run.axes[axis](at[s]) for s in steps] for axis in self.axes},
+            "dots": width > 2 and len(steps) <= 60 or len(steps) == 1,
+            "color": color,
+            "width": width,
+            "showlegend": False,
+        }
+        return [curve | more] if steps else []
 
-    def smoothed(self, run, kind, steps, values, color, width=2, **more):
+    def smoothed(self, run, kind, steps, values, *look, **more):
         """The curve, or where it has many points each of them faint, and their mean."""
         if len(values) < 80:
-            return self.curve(run, kind, steps, values, color, width, **more)
-        faint = self.curve(run, kind, steps, values, color, 1, opacity=0.35, hoverinfo="skip")
-        return faint + self.curve(run, kind, steps, records.smooth(values), color, width, **more)
+            return self.curve(run, kind, steps, values, *look, **more)
+        how = more | {"width": 1, "faint": True, "showlegend": False}
+        faint = self.curve(run, kind, steps, values, *look, **how)
+        return faint + self.curve(run, kind, steps, records.smooth(values), *look, **more)
 
     def each(self, kind, name, what, draw=None, words="", **more):
         """A curve for each run: in the colour of `what` if it is alone, else in the run's."""
@@ -190,37 +145,16 @@ class Figures:
             curves += draw(run, kind, *column(run.log, kind, name), color, name=label, **more)
         return curves
 
-    def add(self, id, curves, levels=None, note="", **yaxis):
+    def add(self, id, curves, levels=None, **more):
         """A figure, if there is a curve for it. levels: {text: height} of dashed lines."""
-        from plotly.graph_objects import Figure
-
-        if not curves:
-            return
-        title, usual_note, unit, digits = FIGURES[id.rstrip("01")]  # phases0, phases1
-        for curve in curves:
-            curve.hovertemplate = f"%{{y:{digits}}}" if curve.hoverinfo != "skip" else None
-        levels = levels or {}
-        heights = [*(v for curve in curves for v in curve.y), *levels.values()]
-        room = 0.14 * (max(heights) - min(heights))  # for the label on the highest line
-        include = {"include": [v + room for v in levels.values()]}
-        yaxis = {"title": {"text": unit}, "autorangeoptions": include} | yaxis
-        yaxis |= {"tickformat": ".0%"} if digits.endswith("%") else {}
-        shapes = [{"y0": y, "y1": y, "label": {"text": text}} for text, y in levels.items()]
-        figure = Figure(curves, {"template": None, "yaxis": yaxis, "shapes": shapes})
-        note = note or usual_note
-        self.found[id] = {"title": title, "note": note, "figure": figure.to_plotly_json()}
+        if curves:
+            self.found[id] = {"curves": curves, "levels": levels or {}} | more
 
     def loss(self):
         look = {"showlegend": self.alone}
         curves = self.each("train", "loss", "loss", self.smoothed, "training", width=1.3, **look)
         curves += self.each("val", "loss", "loss", words="validation", width=3, **look)
-        levels = {}
-        for name, text in (("log_v", "uniform guess"), ("unigram", "unigram baseline")):
-            values = sorted(v for log in self.logs for v in column(log, "start", name)[1][-1:])
-            if values and values[-1] - values[0] < 0.3:  # two labels would be unreadable
-                values = values[:1]
-            levels |= {f"{text} {v:.2f}": v for v in values}
-        self.add("loss", curves, levels, range=records.loss_window(self.logs))
+        self.add("loss", curves, loss_levels(self.logs), range=records.loss_window(self.logs))
 
     def difference(self):
         """Of the losses, or where those do not compare, of bits per byte."""
@@ -230,50 +164,29 @@ class Figures:
             a, b = records.places(self.logs, kind, "loss" if fair else "bits_per_byte")
             both = [(step, b[place][1] - value) for place, (step, value) in a.items() if place in b]
             data = list(zip(*both)) or [(), ()]
-            look = {"name": {"train": "training", "val": "validation"}[kind], "showlegend": True}
-            curves += self.smoothed(first, kind, *data, place_of("loss"), width, **look)
+            how = {"width": width, "name": {"train": "training", "val": "validation"}[kind]}
+            curves += self.smoothed(first, kind, *data, place_of("loss"), showlegend=True, **how)
         note = f"{second.name} minus {first.name}, at equal "
         note += "tokens" if by_tokens(self.logs) else "steps"
         note += f". Below zero, {second.name} is better."
         if "time" in self.axes:
             note += f" Against time, each point stands where {first.name} was."
-        unit = {} if fair else {"title": {"text": "bits per byte"}}
-        self.add("difference", curves, {"no difference": 0}, note, **unit)
+        unit = {} if fair else {"unit": "bits per byte"}
+        self.add("difference", curves, {"no difference": 0}, note=note, **unit)
 
     def hellaswag(self):
         curves = self.each("hella", "acc_norm", "accuracy", width=3)
         measured = [log for log in self.logs if column(log, "hella", "acc_norm")[0]]
         for curve, log in zip(curves, measured):
-            errors = {r["step"]: 1.96 * (r.get("acc_norm_stderr") or 0) for r in log["hella"]}
-            bars = [round(errors[step], 5) for step in curve.meta["step"]]
-            curve.error_y = {"array": bars, "thickness": 1, "width": 3}
-        best = max((v for curve in curves for v in curve.y), default=0)
-        levels = {"chance 0.25": 0.25}
-        for name, value in PUBLISHED_HELLASWAG.items():
-            if value < 0.3 or best > 0.36:  # the large one would only press a small curve flat
-                levels[f"{name} {value:.4f}"] = value
-        self.add("hellaswag", curves, levels)
+            curve["errors"] = [round(error, 5) for error in records.hellaswag(log)[2]]
+        self.add("hellaswag", curves, hellaswag_levels(self.logs))
 
     def gradient_norm(self):
         curves = self.each("train", "grad_norm", "gradient norm", self.smoothed)
         clips = {run.train.get("grad_clip") for run in self.runs} - {None, 0}
-        highest = max((v for curve in curves for v in curve.y), default=0)
+        highest = max((v for curve in curves for v in curve["y"]), default=0)
         near = {f"clipped at {clip:g}": clip for clip in clips if highest > 0.5 * clip}
         self.add("grad_norm", curves, near)
-
-    def phases(self):
-        """What the steps are made of (--timing): a stack for each run, all of one height."""
-        colors = [place_of(color) for color in "grey blue orange red gold green pink pale".split()]
-        stacks = [[] for _ in self.runs]
-        for run, stack in zip(self.runs, stacks):
-            for name, c in zip(run.phases(), colors):
-                look = {"showlegend": True, "stackgroup": "one", "fillcolor": f"var(--c{c})"}
-                data = column(run.log, "train", name)
-                stack += self.curve(run, "train", *data, c, 0, name[:-3], **look)
-        heights = [sum(at) for stack in stacks for at in zip(*(curve.y for curve in stack))]
-        for i, (run, stack) in enumerate(zip(self.runs, stacks)):
-            note = "" if self.alone else f"{run.name}: mean milliseconds of each."
-            self.add(f"phases{i}", stack, note=note, range=[0, 1.05 * max(heights, default=0)])
 
 
 # --------------------------------------------------------------------------------------- 3. numbers
@@ -283,7 +196,7 @@ class Number(NamedTuple):
     value: float
     form: str = "{:,.4f}"  # how it is written
     note: str = ""  # what stands beside it
-    step: int | None = None  # at which it was measured; None for a number of the whole run
+    at: int = 0  # the tokens, or else the step, at which it was measured; 0: of the whole run
 
     def text(self):
         return self.form.format(self.value)
@@ -291,7 +204,7 @@ class Number(NamedTuple):
 
 def numbers(run):
     """{what: Number} that a run comes down to."""
-    found = {}
+    found, at = {}, run.tokens or int
     rows = [("val", "loss", "validation loss"), ("val", "bits_per_byte", "bits per byte")]
     rows += [("train", "loss", "training loss"), ("hella", "acc_norm", "HellaSwag acc_norm")]
     for kind, name, what in rows:
@@ -299,58 +212,49 @@ def numbers(run):
         note = [f"± {1.96 * v:.4f}" for v in column(run.log, kind, f"{name}_stderr")[1][-1:]]
         if values:
             note = ", ".join([*note, f"step {steps[-1]:,}"])
-            found[what] = Number(values[-1], note=note, step=steps[-1])
+            found[what] = Number(values[-1], note=note, at=at(steps[-1]))
         if what == "validation loss" and values and min(values) < values[-1]:
             step = steps[values.index(min(values))]
-            found["best validation loss"] = Number(min(values), note=f"step {step:,}", step=step)
+            found["best validation loss"] = Number(min(values), note=f"step {step:,}", at=at(step))
     found["steps"] = Number(run.last, "{:,.0f}")
     if run.tokens:
         tokens, known = run.tokens(run.last), run.start.get("train_tokens")
         found["tokens"] = Number(tokens, "{:,.0f}", f"{tokens / known:.2f} epochs" if known else "")
-    if wall := max(run.seconds(record) or 0 for record in run.all):
-        clock = datetime.timedelta(seconds=round(wall))
-        found["seconds in all"] = Number(wall, "{:,.1f}", f"{clock}, with evaluation and saving")
-    rows = [("tok_per_s", "tokens/s, median", "{:,.0f}"), ("mfu", "MFU, median", "{:.1%}")]
-    rows += [("dt_ms", "ms a step, median", "{:,.1f}")]
-    rows += [(name, f"{name[:-3]}, ms a step, median", "{:,.1f}") for name in run.phases()]
-    rows += [("peak_gib", "peak memory, GiB", "{:,.2f}")]
-    for name, what, form in rows:
+    if minutes := max(run.minutes.values(), default=0):
+        found["minutes in all"] = Number(minutes, "{:,.2f}", "with evaluation and saving")
+    for name, what, form in (
+        ("tok_per_s", "tokens/s, median", "{:,.0f}"),
+        ("mfu", "MFU, median", "{:.3f}"),
+        ("peak_gib", "peak memory, GiB", "{:,.2f}"),
+        *((f"{phase}_ms", f"{phase}, ms a step, median", "{:,.1f}") for phase in phases(run)),
+    ):
         if values := sorted(column(run.log, "train", name)[1]):
             found[what] = Number(values[-1 if "peak" in what else len(values) // 2], form)
     return found
 
 
+def phases(run):
+    """Of a step, as far as the log has their milliseconds (--timing); "dt" is all of it."""
+    names = dict.fromkeys(name for record in run.log.get("train", []) for name in record)
+    return [name.removesuffix("_ms") for name in names if name.endswith("_ms")]
+
+
 def number_rows(runs):
-    """[(what, [Number of each run, or None], what the second has more)].
-
-    Of two runs that end apart, first the losses at the last place that both have measured.
-    """
-    logs, columns = [run.log for run in runs], [numbers(run) for run in runs]
-    rows = {}
-    common = records.last_common(logs, "val", "loss") if comparable(logs) else None
-    if common and len({c["validation loss"].step for c in columns}) > 1:
-        what = f"validation loss at {records.place_name(common[0], logs)}, the last place of both"
-        rows[what] = [Number(value) for value in common[1]]
-    for what in dict.fromkeys(what for c in columns for what in c):
-        rows[what] = [c.get(what) for c in columns]
-    return [(what, pair, gap(what, pair, runs)) for what, pair in rows.items()]
+    """[(what, [Number of each run, or None], what the second has more)]."""
+    columns = [numbers(run) for run in runs]
+    rows = {what: [c.get(what) for c in columns] for c in columns for what in c}
+    fair = comparable([run.log for run in runs])
+    return [
+        (what, pair, gap(*pair) if len(pair) == 2 and (fair or "loss" not in what) else "")
+        for what, pair in rows.items()
+    ]
 
 
-def gap(what, pair, runs):
+def gap(a, b):
     """The second number minus the first, as text; empty where they do not compare."""
-    logs = [run.log for run in runs]
-    if len(pair) < 2 or None in pair or "loss" in what and not comparable(logs):
+    if not a or not b or a.at != b.at:
         return ""
-    a, b = pair
-    step = None not in (a.step, b.step)
-    at = [run.tokens(n.step) if by_tokens(logs) else n.step for n, run in zip(pair, runs) if step]
-    if len(set(at)) > 1:
-        return ""
-    if a.text() == b.text():
-        return "0"
-    if "%" in a.form:
-        return f"{100 * (b.value - a.value):+.1f} points"
-    share = f" ({b.value / a.value - 1:+.1%})" if a.value and a.form != "{:,.4f}" else ""
+    share = f" ({b.value / a.value - 1:+.1%})" if a.value and not a.at else ""
     return a.form.replace("{:", "{:+").format(b.value - a.value) + share
 
 
@@ -360,7 +264,7 @@ def gap(what, pair, runs):
 def facts(run):
     """One line: what ran where, when, and how it ended."""
     parts = [caption(run.log)]
-    parts += [time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(t0)) for t0, _ in run.begun[:1]]
+    parts += [time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(t)) for t in [*run.minutes][:1]]
     parts += [f"resumed at step {r['step']:,}" for r in run.log.get("start", []) if r["step"]]
     reason = records.ended(run.log)
     going = f"at step {run.last:,}, still running or killed"
@@ -386,19 +290,16 @@ def settings(runs):
 
 
 def samples(runs):
-    """[(step, [texts of each run])], earliest first; a text is (the prompt before it, the rest).
+    """[(step, [texts of each run])], earliest first.
 
     A young model writes control characters, which HTML cannot hold: they show as Unicode's symbols.
     """
     visible = {c: 0x2400 + c for c in range(32) if c not in (9, 10)}  # not tab and newline
     found = {}
     for i, run in enumerate(runs):
-        prompt = run.train.get("sample_prompt", "")
         for record in run.log.get("sample", []):
             sides = found.setdefault(record["step"], [[] for _ in runs])
-            for text in map(str, record.get("texts", [])):
-                cut = len(prompt) if text.startswith(prompt) else 0
-                sides[i].append((prompt[:cut], text[cut:].translate(visible)))
+            sides[i] += [str(text).translate(visible) for text in record.get("texts", [])]
     return sorted(found.items())
 
 
@@ -410,26 +311,17 @@ def page(runs, live=False):
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from plotly.offline import get_plotlyjs
 
-    drawn, shown = Figures(runs), {}
-    for axis, (label, hover, at) in drawn.axes.items():
-        end = max(at(run, record) for run in runs for record in run.all)
-        look = {"title": {"text": label}, "unifiedhovertitle": {"text": hover}}
-        shown[axis] = look | {
-            "range": [-0.015 * end, 1.015 * end]
-        }  # of all plots, so that they align
-    said = finding({run.name: run.log for run in runs})
+    drawn = Figures(runs)
     folder = FileSystemLoader(Path(__file__).parent)
     jinja = Environment(loader=folder, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     return jinja.get_template("report.html.j2").render(
         runs=[(run.name, facts(run)) for run in runs],
-        said=said[:1].upper() + said[1:]
-        if len(runs) == 1
-        else said,  # that of two begins with a name
+        said=finding({run.name: run.log for run in runs}),
         cautions=cautions(runs),
         numbers=number_rows(runs),
         figures=drawn.found,
         axis="tokens" if by_tokens(drawn.logs) else "step",
-        axes=shown,
+        axes=drawn.axes,
         samples=samples(runs),
         settings=settings(runs),
         colors=[PAPER[d] | {f"c{i}": c for i, c in enumerate(COLORS[d])} for d in (False, True)],
@@ -445,9 +337,8 @@ def write_page(paths, out, watch=False):
     live = watch and any(records.ended(run.log) is None for run in runs)
     with writing(out, "name another place with --out"):
         out.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(
-            out, page(runs, live).encode(errors="replace")
-        )  # a model may write half a character
+        text = page(runs, live)
+        write_whole(out, text.encode(errors="replace"))  # a model may write half a character
     return live
 
 
@@ -464,8 +355,8 @@ def main(argv):
 
         Args:
             runs: One or two run folders, such as log/laptop_20260101-120000; the newest if none.
-            out: Page to write (.html); if not given report.html in the run's folder (or beside the
-                log), and of two runs report_with_<second>.html in the first one's.
+            out: Page to write (.html); if not given report.html in the run's folder or beside
+                the log, and of two runs report_with_<second>.html in the first one's.
             open: Show it in the browser.
             watch: Renew it until the run ends; the page in the browser loads itself anew.
         """
@@ -474,9 +365,7 @@ def main(argv):
     paths, out, show, watch = parse(flags, argv, prog="python -m lab report")
     if len(paths) > 2:
         raise UserError(f"a page shows two runs at most, not {len(paths)}; `lab plot` draws more")
-    if out is None:
-        out = paths[0] / "report.html" if paths[0].is_dir() else paths[0].with_suffix(".html")
-        out = out.with_stem("_with_".join([out.stem, *(path.resolve().stem for path in paths[1:])]))
+    out = out or records.output(paths, "report.html")
     if out.suffix != ".html":  # also lest a log be overwritten
         raise UserError(f"--out {out} must end in .html")
     live = write_page(paths, out, watch)
