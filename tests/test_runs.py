@@ -312,19 +312,20 @@ def test_a_checkpoint_is_whole_or_not_there_and_copies_stay(tmp_path, monkeypatc
     )
     names = {"model_000005_keep.pt", "model_999999.pt", "model_1000000.pt"}
     assert {p.name for p in tmp_path.iterdir()} == names
-    calls = []
+    new, calls = tmp_path / "model_1000001.pt", []
 
     def note(name, real):
-        monkeypatch.setattr(
-            os, name, lambda *args, **more: (calls.append(name), real(*args, **more))[1]
-        )
+        def noted(*args, **more):
+            calls.append((name, new.exists()))
+            return real(*args, **more)
+
+        monkeypatch.setattr(os, name, noted)
 
     for name in ("fsync", "replace", "unlink"):
         note(name, getattr(os, name))
     checkpoints.save(tmp_path, 1_000_001, {}, keep_last=2)
-    assert calls[:2] == ["fsync", "replace"] and "unlink" not in calls[:2], (
-        "bytes, name, then the old goes"
-    )
+    assert calls[:2] == [("fsync", False), ("replace", False)], "bytes, name, then the old goes"
+    assert ("unlink", False) not in calls and new.exists()
 
 
 class Killed(BaseException):

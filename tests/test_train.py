@@ -1,5 +1,4 @@
-"""Training: the schedule, one update, what must not change a run, what is measured, what is not
-finite."""
+"""Training: the schedule, one update, what must not change a run, what is measured, what is not finite."""
 
 import dataclasses
 import functools
@@ -29,9 +28,8 @@ import train_gpt2
 from lab.cli import RunError, UserError
 from lab.data.loader import TokenLoader
 from lab.data.shards import TokenShards
-from lab.data.tokenizers import ByteTokenizer
 from lab.device import Precision, why_no_compile
-from lab.evals import Validation, bytes_per_token, evaluate
+from lab.evals import Validation, evaluate
 from lab.kernels import cross_entropy
 from lab.optim import Muon, orthogonalize
 from lab.run.checkpoints import read_checkpoint
@@ -46,7 +44,7 @@ def raw_gradients(checkpoint, beta1=0.9):
     return {i: s["exp_avg"] / (1 - beta1) for i, s in checkpoint["optimizer"]["state"].items()}
 
 
-# --------------------------------------------------------------------------- schedule and optimizer
+# ----------------------------------------------------------------------------- schedule and optimizer
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
@@ -90,8 +88,7 @@ def test_presets_are_runs_that_can_be_done():
 
 @pytest.mark.parametrize("shape", [(12, 5), (5, 12)])
 def test_muon_steps_along_its_momentum_made_orthogonal(shape):
-    """Two steps by the formula: Nesterov's look ahead, all singular values near 1, tall matrices
-    more."""
+    """Two steps by the formula: Nesterov's look ahead, all singular values near 1, tall matrices more."""
     weight = torch.nn.Parameter(torch.randn(shape))
     muon, momentum = Muon([weight], lr=0.1, momentum=0.9, weight_decay=0.5), torch.zeros(shape)
     for grad in torch.randn(2, *shape):
@@ -113,8 +110,7 @@ def test_muon_steps_along_its_momentum_made_orthogonal(shape):
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_accumulation_changes_nothing(tmp_path, shards, masked):
-    """16 x 1 against 4 x 4; with masks some micro-steps have no target at all, others all of
-    theirs."""
+    """16 x 1 against 4 x 4; with masks some micro-steps have no target at all, others all of theirs."""
     if masked:
         mask_shards(shards)
     a, b = (train_here(tmp_path, shards, f"b{size}", batch_size=size) for size in (16, 4))
@@ -169,8 +165,7 @@ def test_plain_and_fused_are_one_run(tmp_path, shards, monkeypatch):
 def test_compiling_agrees_with_eager_and_compiles_nothing_after_warm_up(
     tmp_path, shards, monkeypatch, backend, checkpointing
 ):
-    """With all events and the fused loss; the real compiler, which takes long, with fewer of
-    them."""
+    """With all events and the fused loss; the real compiler, which takes long, with fewer of them."""
     from torch._dynamo.utils import counters
 
     real = backend == "inductor"
@@ -220,8 +215,7 @@ def test_clipping_bounds_the_update_and_logs_the_norm_before_it(tmp_path, shards
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_scaled_loss_makes_the_same_updates(tmp_path, shards, monkeypatch, optimizer):
-    """As in fp16, by a power of two: what is clipped and added is without the factor, to the
-    bit."""
+    """As in fp16, by a power of two: what is clipped and added is without the factor, to the bit."""
     settings = dict(max_steps=4, grad_clip=0.1, ckpt_every=2, optimizer=optimizer)
     free = train_here(tmp_path, shards, "free", **settings)
 
@@ -263,7 +257,7 @@ def test_a_bug_keeps_its_traceback(tmp_path, start_training):
     assert process.stderr.rstrip().endswith("ValueError: a bug") and "in update" in process.stderr
 
 
-# --------------------------------------------------------------------------------- what is measured
+# ---------------------------------------------------------------------------------- what is measured
 
 
 def test_a_run_learns(tmp_path, shards):
@@ -278,29 +272,6 @@ def test_a_run_learns(tmp_path, shards):
     tokens = np.load(shards / "x_val_000000.npy")[1:301]  # those that are predicted
     bytes_a_token = (tokens != VOCAB - 1).mean()  # end-of-text has none
     assert last["bits_per_byte"] == pytest.approx(last["loss"] / math.log(2) / bytes_a_token)
-
-
-def test_baselines_leave_out_what_a_mask_leaves_out(tmp_path, shards, recwarn):
-    """Questions of many letters, answers of one, which alone are learnt: no context is needed for
-    it."""
-    for split, n in (("train_000000", 1501), ("train_000001", 997), ("val_000000", 700)):
-        ids, mask = np.arange(n) % 40, (np.arange(n) % 3 == 0).astype(np.uint8)
-        # every fourth: end-of-text
-        ids[mask == 1] = np.where(np.arange(mask.sum()) % 4, 65, VOCAB - 1)
-        np.save(shards / f"x_{split}.npy", ids.astype(np.uint16))
-        with (shards / f"x_{split}.mask").open("wb") as file:
-            np.save(file, mask)
-    run = train_here(tmp_path, shards, "r", max_steps=1, val_every=1, val_tokens=0)
-    last, unigram = of_kind(run, "val")[-1], of_kind(run, "start")[0]["unigram"]
-    a, b, total = 624 + 1, 209 + 1, 833 + VOCAB  # counts in the training data, and one for each id
-    assert unigram == pytest.approx(
-        -0.75 * math.log(a / total) - 0.25 * math.log(b / total), abs=0.01
-    )
-    assert last["bits_per_byte"] == pytest.approx(last["loss"] / math.log(2) / 0.75, rel=0.01)
-    split = TokenShards(shards, "val", VOCAB)
-    assert bytes_per_token(ByteTokenizer(), split, 2) is None and not recwarn.list, (
-        "nothing is learnt there"
-    )
 
 
 def test_validation_loss_is_the_mean_over_the_tokens_asked_for(shards, tiny_config):
@@ -389,7 +360,7 @@ def test_weights_and_biases_gets_the_same_numbers(tmp_path, shards, monkeypatch)
     assert [logged[step, "train/loss"] for step in (1, 2)] == run.losses and finished
 
 
-# ------------------------------------------------------------------------- what is not finite, data
+# -------------------------------------------------------------------------- what is not finite, data
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, shards, run_train):
@@ -463,8 +434,7 @@ def test_epochs_are_of_the_tokens_that_are_used(tmp_path, shards, capsys):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("bf16_residual", [True, False])
 def test_a_wide_model_trains_compiled_as_it_does_uncompiled(tmp_path, bf16_residual, capsys):
-    """With a residual stream in 32 bits, torch before 2.14 compiles a race into the last
-    LayerNorm."""
+    """With a residual stream in 32 bits, torch before 2.14 compiles a race into the last LayerNorm."""
     (tmp_path / "wide").mkdir()
     for split, size in (("train", 200_000), ("val", 5000)):
         tokens = np.random.default_rng(size).integers(0, 50257, size, dtype=np.uint16)
