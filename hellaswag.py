@@ -152,6 +152,11 @@ def hidden(model, idx, position, part):
     return model.hidden(idx, position, mask).flatten(0, 1)  # mask (B, 1, T, T)
 
 
+def predictions(sums, end_len):
+    """The endings (N,) that acc and acc_norm choose."""
+    return sums.argmin(1), (sums / end_len).argmin(1)
+
+
 @torch.no_grad()
 def ending_losses(model, data, world, check=lambda: None):
     """Sum of the losses of each ending (N, 4) in float64, on every process; each does its share.
@@ -164,8 +169,15 @@ def ending_losses(model, data, world, check=lambda: None):
     head_rows = memory // (4 * model.lm_head.weight.size(0))
     batches = plan(data.ctx_len + (data.end_len - 1).sum(1))
     rounds, found = range(0, len(batches), world.world_size), []
+    sums = np.zeros((len(data), 4))
+
+    def take(rows, losses):  # waits for the device
+        lengths = data.end_len[rows].ravel()
+        starts = np.cumsum(lengths) - lengths
+        sums[rows] = np.add.reduceat(losses.cpu().double().numpy(), starts).reshape(-1, 4)
+
     off = None if world.is_main else True  # None: off where stderr is no terminal
-    for i in tqdm(rounds, "HellaSwag", delay=3, disable=off, leave=False):
+    for i in (bar := tqdm(rounds, "HellaSwag", delay=3, disable=off, leave=False)):
         check()
         if i + world.rank >= len(batches):  # the last round has none for this process
             continue
@@ -178,20 +190,17 @@ def ending_losses(model, data, world, check=lambda: None):
             for x_, t in zip(x.split(head_rows), targets.split(head_rows))
         ]
         found.append((rows, torch.cat(losses)))
-    sums = np.zeros((len(data), 4))
-    for rows, losses in found:  # only here does anybody wait for the device
-        lengths = data.end_len[rows].ravel()
-        starts = np.cumsum(lengths) - lengths
-        sums[rows] = np.add.reduceat(losses.cpu().double().numpy(), starts).reshape(-1, 4)
+        if not bar.disable:  # somebody looks on
+            take(*found.pop())
+            done = sums.any(axis=1)
+            right = predictions(sums[done], data.end_len[done])[1] == data.label[done]
+            bar.set_postfix_str(f"acc_norm {right.mean():.3f}")
+    for rows, losses in found:  # all at the end: until here nobody has waited
+        take(rows, losses)
     return world.all_reduce(torch.from_numpy(sums)).numpy()
 
 
 # ---------------------------------------------------------------------------------------- 4. scores
-
-
-def predictions(sums, end_len):
-    """The endings (N,) that acc and acc_norm choose."""
-    return sums.argmin(1), (sums / end_len).argmin(1)
 
 
 def interval(p, n, z=1.96):

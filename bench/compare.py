@@ -1,4 +1,5 @@
-"""Two versions of this repository by turns on one machine: speed, memory and losses of the same run.
+"""Two versions of this repository by turns on one machine: speed, memory and losses of the same
+run.
 
     git worktree add /tmp/before a3954dc
     python bench/compare.py --before /tmp/before                       # bf16 and 8 bits, one GPU
@@ -6,14 +7,15 @@
     python bench/compare.py --before /tmp/before --nproc 2 --settings bf16 zero1     # bf16 is DDP
     python bench/compare.py --table                                    # what --out holds
 
-GPUs of one kind differ by some percent, and one GPU by a percent from minute to minute. So both versions
-take turns, before, after, before, after, and what counts is the median of the pairs' ratios. What runs is
-train_gpt2.py itself: GPT-2 124M, 524,288 tokens a step in micro-steps of 64 x 1024, on random tokens unless
---data names shards. On one GPU both stay in memory, and the one whose turn it is not is stopped (SIGSTOP):
-a turn costs no start and no compilation. Several GPUs, and HellaSwag, take a whole run for each turn, as a
-stopped process would leave its exchange waiting on the GPU. tokens/s is the median of what log.jsonl says
-every --log_every steps, without the first step and those that a pause lies in. The peak is that before any
-HellaSwag, whose seconds are those of the second of two evaluations. The losses are compared step by step.
+GPUs of one kind differ by some percent, and one GPU by a percent from minute to minute. So both
+versions take turns, before, after, before, after, and what counts is the median of the pairs'
+ratios. What runs is train_gpt2.py itself: GPT-2 124M, 524,288 tokens a step in micro-steps of 64 x
+1024, on random tokens unless --data names shards. On one GPU both stay in memory, and the one whose
+turn it is not is stopped (SIGSTOP): a turn costs no start and no compilation. Several GPUs, and
+HellaSwag, take a whole run for each turn, as a stopped process would leave its exchange waiting on
+the GPU. tokens/s is the median of what log.jsonl says every --log_every steps, without the first
+step and those that a pause lies in. The peak is that before any HellaSwag, whose seconds are those
+of the second of two evaluations. The losses are compared step by step.
 """
 
 import json
@@ -93,7 +95,8 @@ def start(side, setting, cfg, folder, data, steps):
         (folder / "data" / "hellaswag").mkdir(parents=True)
         link = folder / "data" / "hellaswag" / "hellaswag_val.jsonl"
         link.symlink_to(Path(cfg.hella).resolve())
-    # NVLink's multicast stays off unless the environment says otherwise: its failure would be all users'
+    # NVLink's multicast stays off unless the environment says otherwise: its failure would be all
+    # users'
     env = {"NCCL_NVLS_ENABLE": "0"} | os.environ
     with (folder / "said").open("w") as said:
         how = dict(cwd=folder, env=env, stdout=said, stderr=said, process_group=0)
@@ -111,7 +114,8 @@ def events_of(process, folder):
 
 
 def take_turns(setting, cfg, folder, data):
-    """Yield (side, records of its turn), before, after, before, after, of two processes on one GPU."""
+    """Yield (side, records of its turn), before, after, before, after, of two processes on one
+    GPU."""
     running = {}
 
     def wait(side, count):
@@ -190,7 +194,8 @@ def gpu():
 
 
 def pairs_of(records):
-    """{(setting, nproc, GPU, also): [(before, after), ...]} of what was measured one after the other."""
+    """{(setting, nproc, GPU, also): [(before, after), ...]} of what was measured one after the
+    other."""
     found, waiting = {}, {}
     for r in records:
         key = r["setting"], r["nproc"], r["gpu"], r["also"]

@@ -4,13 +4,14 @@
     python bench/compiled.py --preset gpt2-large --n_layer 12 --no_bf16_residual --kernels plain
     python bench/compiled.py --preset laptop --device cpu         # a try without a GPU, in a minute
 
-Torch before 2.14 compiles a race into a wide model whose residual stream has 32 bits, as the second command
-shows (triton-lang/triton#10924): GPT-2 774M's first loss of 16,384 targets was 0.03 too small, and its
-training worthless, without a word. So: losses of the next micro-batch and their gradients are compared,
-compiled, uncompiled and in 32 bits, with the weights that training starts from and after --updates updates.
-Gradients are those after the updates: the length of a difference from the 32-bit one over the length of
-that. Uncompiled and in 32 bits all is computed row by row, which takes little memory. The exit status is 1
-where compiling changes the first loss by more than rounding does. Without --data the tokens are random.
+Torch before 2.14 compiles a race into a wide model whose residual stream has 32 bits, as the second
+command shows (triton-lang/triton#10924): GPT-2 774M's first loss of 16,384 targets was 0.03 too
+small, and its training worthless, without a word. So: losses of the next micro-batch and their
+gradients are compared, compiled, uncompiled and in 32 bits, with the weights that training starts
+from and after --updates updates. Gradients are those after the updates: the length of a difference
+from the 32-bit one over the length of that. Uncompiled and in 32 bits all is computed row by row,
+which takes little memory. The exit status is 1 where compiling changes the first loss by more than
+rounding does. Without --data the tokens are random.
 """
 
 import contextlib
@@ -49,8 +50,8 @@ class Config:
 
 
 def parts(run, kind):
-    """What the mean loss of the next micro-batch, in nats, is the sum of: one part for the whole of it
-    compiled, one for each row otherwise."""
+    """What the mean loss of the next micro-batch, in nats, is the sum of: one part for the whole of
+    it compiled, one for each row otherwise."""
     x, y, _ = run.loader.micro_batch(run.loader.sequence, run.loader.micro_step)
     x, y = x.to(run.world.device), y.to(run.world.device)
     rows = [(x, y)] if kind == "compiled" else list(zip(x.split(1), y.split(1)))
@@ -68,8 +69,9 @@ def loss(run, kind):
 
 
 def differs(run):
-    """ "" if compiling changes the loss of the next micro-batch by no more than rounding, else what it is,
-    in a sentence. 16 and 8 bits may cost 0.01 nats a target, and more where few targets do not cancel."""
+    """ "" if compiling changes the loss of the next micro-batch by no more than rounding, else what
+    it is, in a sentence. 16 and 8 bits may cost 0.01 nats a target, and more where few targets do
+    not cancel."""
     if run.model is run.raw_model:
         return ""
     compiled, plain = loss(run, "compiled"), loss(run, "uncompiled")
@@ -98,7 +100,8 @@ def distance(a, b):
 
 
 def compare(run, updates):
-    """Rows (weights, compiled, uncompiled, 32 bits) in nats, and the gradients' distances. Prints."""
+    """Rows (weights, compiled, uncompiled, 32 bits) in nats, and the gradients' distances.
+    Prints."""
     rows = []
 
     def look(weights):

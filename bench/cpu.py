@@ -1,20 +1,22 @@
-"""What a laptop's processor can do, and how much of it training gets: products, then the laptop preset.
+"""What a laptop's processor can do, and how much of it training gets: products, then the laptop
+preset.
 
     python bench/cpu.py --out cpu.jsonl            # about five minutes on two idle cores
     python bench/cpu.py --table --out cpu.jsonl    # the table once more
     python bench/cpu.py --seconds 0.2 --out try.jsonl    # a try: every number there, none to be trusted
 
-Products are timed at 1024 x 1024 x 1024, which stands for the processor's peak, and at the shapes that the
-linear layers of the model have in training; the best time of several counts. For a training rate, of which
-the median step counts, two fractions follow, of the same threads and number format:
+Products are timed at 1024 x 1024 x 1024, which stands for the processor's peak, and at the shapes
+that the linear layers of the model have in training; the best time of several counts. For a
+training rate, of which the median step counts, two fractions follow, of the same threads and number
+format:
 
 MFU        floating-point operations of training against the rate of the 1024 x 1024 x 1024 product
 products   time of the linear layers' products, run by themselves, against the time of the whole step;
            the rest is attention, norms, GELU, loss, optimizer and Python
 
-Each row is a process of its own, as threads and OMP_WAIT_POLICY have to be set before torch starts: with
-"active" threads spin while they wait, with "passive" they sleep. Started again, the same command measures
-what is missing in --out.
+Each row is a process of its own, as threads and OMP_WAIT_POLICY have to be set before torch starts:
+with "active" threads spin while they wait, with "passive" they sleep. Started again, the same
+command measures what is missing in --out.
 """
 
 import dataclasses
@@ -49,13 +51,8 @@ from train_gpt2 import PRESETS, set_up
 PEAK = (1024, 1024, 1024)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 KEY = ("what", "n_embd", "threads", "precision", "compile", "wait", "cpu", "torch", "seconds")
-SAME = (
-    "cpu",
-    "torch",
-    "n_embd",
-    "threads",
-    "precision",
-)  # of a training and the products it is held against
+# of a training and the products it is held against
+SAME = ("cpu", "torch", "n_embd", "threads", "precision")
 
 
 @dataclass
@@ -70,8 +67,8 @@ class Config:
 
 
 def shapes(config, positions):
-    """{(m, k, n): how many times a step} of the products (m, k) @ (k, n) of linear layers: each layer
-    forward, for the gradient of its input, and for that of its weight."""
+    """{(m, k, n): how many times a step} of the products (m, k) @ (k, n) of linear layers: each
+    layer forward, for the gradient of its input, and for that of its weight."""
     found = {}
     for inner, outer, times in products(config).values():
         ways = (positions, inner, outer), (positions, outer, inner), (outer, positions, inner)
@@ -109,10 +106,8 @@ def settings(job, data=""):
 
 def measure_products(job):
     model, cfg = settings(job)
-    each, dtype = (
-        job["seconds"] / 10,
-        DTYPES[job["precision"]],
-    )  # ten or so take as long as a training
+    # ten or so take as long as a training
+    each, dtype = (job["seconds"] / 10, DTYPES[job["precision"]])
     counts = shapes(model, cfg.total_batch_size)
     ms = {shape: product_ms(shape, dtype, each) for shape in counts}
     flops = sum(2 * m * k * n * count for (m, k, n), count in counts.items())
@@ -170,7 +165,8 @@ def jobs(widths, seconds):
 
 
 def run_job(job, limit):
-    """The record of a job, from a process of its own; with "error" if it failed or took too long."""
+    """The record of a job, from a process of its own; with "error" if it failed or took too
+    long."""
     env = dict(OMP_NUM_THREADS=str(job["threads"]), OMP_WAIT_POLICY=job["wait"].upper())
     words = [sys.executable, __file__, "--job", json.dumps(job)]
     how = dict(env=os.environ | env, capture_output=True, text=True, timeout=limit)

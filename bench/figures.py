@@ -1,10 +1,12 @@
-"""Draw every figure of readme.assets/, light and dark, from the records in readme.assets/runs/ alone.
+"""Draw every figure of readme.assets/, light and dark, from the records in readme.assets/runs/
+alone.
 
     python bench/figures.py                      # all of them
     python bench/figures.py ladder roofline      # some
 
-A figure whose records are missing or incomplete is left out, with one sentence that names the command
-which makes them. Look and colours are those of lab.tools.style, where a colour has one meaning.
+A figure whose records are missing or incomplete is left out, with one sentence that names the
+command which makes them. Look and colours are those of lab.tools.style, where a colour has one
+meaning.
 """
 
 import math
@@ -26,14 +28,16 @@ from lab.tools.plot import PUBLISHED_HELLASWAG, draw
 from lab.tools.records import column, read_log, short, tokens_at
 from lab.tools.style import PAPER, SERIES, color_of, reference, style
 
-# What each run was trained and measured on. Losses on different text do not compare, so curves say it.
+# What each run was trained and measured on. Losses on different text do not compare, so curves say
+# it.
 DATA_OF = {
     "corpus_124m_h200": "books and textbooks, 20M tokens, 6.5 epochs",
     "corpus_124m_4xh200": "books and textbooks, 21M tokens",
 }
 # OpenAI's 124M on two validation sets (llm.c, dev/vislog.ipynb; build-nanogpt, play.ipynb)
 PUBLISHED_LOSS = {"FineWeb": 3.42, "FineWeb-Edu": 3.29}
-# tokens/s of the same work by others' published programs on an H200, measured outside this repository
+# tokens/s of the same work by others' published programs on an H200, measured outside this
+# repository
 PEERS = {"build-nanogpt": 519_244, "nanoGPT": 527_360, "llm.c": 538_485}
 KINDS = "matmul attention loss elementwise optimizer communication copy idle".split()  # of kernels
 SMALL = 9  # points, which are 11 pixels where a figure is shown at 720: no text is smaller
@@ -44,7 +48,8 @@ class NoData(Exception):
 
 
 def records(runs, name, *fields, **where):
-    """The records of runs/name.jsonl that have all the fields and the values in `where`, or NoData."""
+    """The records of runs/name.jsonl that have all the fields and the values in `where`, or
+    NoData."""
     found = [
         r
         for r in read_records(runs / f"{name}.jsonl")
@@ -88,7 +93,8 @@ def where_and_when(rows):
 
 
 def blank(height, title, note=""):
-    """A figure 8 inches wide: its title states the finding, the note below where it was measured."""
+    """A figure 8 inches wide: its title states the finding, the note below where it was
+    measured."""
     figure = Figure(figsize=(8, height))
     figure.suptitle(title, x=0.01, ha="left")
     if note:
@@ -126,7 +132,8 @@ def curve(name):
 
 
 def tokens(runs, out_path, dark):
-    """Validation loss and HellaSwag against tokens, with GPT-2's lines, each named after its text."""
+    """Validation loss and HellaSwag against tokens, with GPT-2's lines, each named after its
+    text."""
     logs = {n: read_log(runs / f"{n}.jsonl") for n in DATA_OF if (runs / f"{n}.jsonl").exists()}
     if not logs:
         raise NoData(f"none of {', '.join(DATA_OF)} is there")
@@ -172,9 +179,9 @@ def tokens(runs, out_path, dark):
 
 
 def measured(runs, group, *fields):
-    """{shape: {variant: its records}} of one group of the ladder, gpt2 first, variants in the ladder's
-    order. Of measurements made twice the later one counts; of a cold and a warmed-up GPU, or two versions
-    of torch, the one that has more variants. Raises NoData."""
+    """{shape: {variant: its records}} of one group of the ladder, gpt2 first, variants in the
+    ladder's order. Of measurements made twice the later one counts; of a cold and a warmed-up GPU,
+    or two versions of torch, the one that has more variants. Raises NoData."""
     from rungs import KEY, variants  # it imports torch
 
     order, last = list(variants(group)), {}
@@ -190,7 +197,8 @@ def measured(runs, group, *fields):
 
 
 def ladder(runs, out_path, dark):
-    """tokens/s of each rung of the first shape, the part that this rung added paler, and others' programs."""
+    """tokens/s of each rung of the first shape, the part that this rung added paler, and others'
+    programs."""
     shape, rungs = next(iter(measured(runs, "rungs", "tok_per_s").items()))
     if len(rungs) < 2:
         raise NoData(f"{shape} has but one rung in ladder.jsonl")
@@ -200,9 +208,8 @@ def ladder(runs, out_path, dark):
     title = f"{name}, tokens a second on one H200: {short(first)} to {short(last)}"
     figure = blank(1.5 + 0.34 * len(speeds), title, where_and_when(flat({shape: rungs})))
     ax, blue, before = figure.subplots(), color_of("speed", dark), first
-    box = dict(
-        facecolor=PAPER[dark]["paper"], edgecolor="none", pad=1
-    )  # no line runs through a text
+    # no line runs through a text
+    box = dict(facecolor=PAPER[dark]["paper"], edgecolor="none", pad=1)
     for y, now in enumerate(speeds.values()):
         ax.barh(y, min(before, now), height=1, color=blue)
         if now > before:
@@ -270,7 +277,8 @@ def shapes(runs, out_path, dark):
 
 
 def stacked(ax, times, dark):
-    """A bar for each of {name: {kind of kernel: ms}}, its kinds in turn. Returns where the bars end."""
+    """A bar for each of {name: {kind of kernel: ms}}, its kinds in turn. Returns where the bars
+    end."""
     left = dict.fromkeys(times, 0.0)
     for kind in KINDS:
         values = [kinds.get(kind, 0) for kinds in times.values()]
@@ -283,7 +291,8 @@ def stacked(ax, times, dark):
 
 
 def kernels(runs, out_path, dark):
-    """Kernel time of a micro-step, kind by kind: all rungs, and the fast ones again at their own scale."""
+    """Kernel time of a micro-step, kind by kind: all rungs, and the fast ones again at their own
+    scale."""
     fields = ("kernel_ms", "micro_steps", "tokens_per_step")
     shape, rungs = next(iter(measured(runs, "rungs", *fields).items()))
     rows = flat({shape: rungs})
@@ -366,8 +375,8 @@ def micro_batch(runs, out_path, dark):
 
 
 def ladder_loss(runs, out_path, dark):
-    """What the rungs do to the loss: each seed's validation loss after equal tokens, training loss against
-    seconds. Of runs of several lengths, the one that has the most rungs."""
+    """What the rungs do to the loss: each seed's validation loss after equal tokens, training loss
+    against seconds. Of runs of several lengths, the one that has the most rungs."""
     shape, variants = next(iter(measured(runs, "loss", "val_loss", "curve").items()))
     rows = flat({shape: variants})
     val = {v: [r["val_loss"] for r in rows] for v, rows in variants.items()}
@@ -399,9 +408,9 @@ def ladder_loss(runs, out_path, dark):
 
 
 def label_points(ax, labels, others):
-    """Write the texts of labels [(x, y, text, color)] beside their points, where neither texts nor points
-    nor others [(x, y)] are: each takes the nearest free place around its point. Where that is not beside
-    it, or another point is near too, a thin line says whose it is."""
+    """Write the texts of labels [(x, y, text, color)] beside their points, where neither texts nor
+    points nor others [(x, y)] are: each takes the nearest free place around its point. Where that
+    is not beside it, or another point is near too, a thin line says whose it is."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.transforms import Bbox
 
@@ -506,8 +515,9 @@ def roofline(runs, out_path, dark):
 
 
 def floor(runs, out_path, dark):
-    """The floors that the parts of one model's step add up to, paler, and our own step: tokens/s. Beside
-    them, for each model of the same GPU, the floor of parts run back to back as a share of our step."""
+    """The floors that the parts of one model's step add up to, paler, and our own step: tokens/s.
+    Beside them, for each model of the same GPU, the floor of parts run back to back as a share of
+    our step."""
     rows = records(runs, "floor", "op", "tok_per_s", "step_ms")
     rows = [
         row for row in rows if row["op"].startswith("floor: ") and row["card"] == rows[-1]["card"]
@@ -560,9 +570,10 @@ LEFT_OUT = ("alone_one", "zero1_in_graph", "zero1_16bit_all")  # what all is hel
 
 
 def parallel(runs, out_path, dark):
-    """Tokens/s of N GPUs as a share of N times one alone, by way of telling each other the gradients: a dot
-    for each run, held against the one that bench/parallel.py's table holds it against, a line at their
-    mean. The first model's ways stand on the left, all others on the right."""
+    """Tokens/s of N GPUs as a share of N times one alone, by way of telling each other the
+    gradients: a dot for each run, held against the one that bench/parallel.py's table holds it
+    against, a line at their mean. The first model's ways stand on the left, all others on the
+    right."""
     from parallel import references  # it imports torch
 
     setting = (

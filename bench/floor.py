@@ -9,17 +9,18 @@ The floor of a step of 524,288 tokens is
 
     micro-steps x [products + attention + (elementwise traffic + logits) at copy speed] + optimizer
 
-products are the layers' and the head's, forward, gradient of the input (dgrad), gradient of the weight
-(wgrad), in bf16. Attention is that of the fastest kernel. Elementwise work counts as memory traffic, each
-tensor once where one kernel could do it (PASSES says which). The logits are read and written once, by the
-loss. The optimizer is clipping and fused AdamW. Not in it, as they could be hidden or avoided: casts of the
-weights, bias gradients, sums of gradients over micro-steps, gaps between kernels. On a GPU that has them,
-the head's and the MLP's products are also taken in 8 bits, with the traffic of the casts that this needs.
-The sum is made twice: from each part's own median time, and from all products and attentions run back to
-back for some seconds, in which a GPU that is limited by its power lowers its clock. Operands are random
-numbers (zeros cost less power) and change from call to call. Each part is one line of the file, with its
-FLOPs, the bytes that must move, and what bounds it: whichever takes longer, the bytes at copy speed or the
-FLOPs at the rate of the 8192^3 product.
+products are the layers' and the head's, forward, gradient of the input (dgrad), gradient of the
+weight (wgrad), in bf16. Attention is that of the fastest kernel. Elementwise work counts as memory
+traffic, each tensor once where one kernel could do it (PASSES says which). The logits are read and
+written once, by the loss. The optimizer is clipping and fused AdamW. Not in it, as they could be
+hidden or avoided: casts of the weights, bias gradients, sums of gradients over micro-steps, gaps
+between kernels. On a GPU that has them, the head's and the MLP's products are also taken in 8 bits,
+with the traffic of the casts that this needs. The sum is made twice: from each part's own median
+time, and from all products and attentions run back to back for some seconds, in which a GPU that is
+limited by its power lowers its clock. Operands are random numbers (zeros cost less power) and
+change from call to call. Each part is one line of the file, with its FLOPs, the bytes that must
+move, and what bounds it: whichever takes longer, the bytes at copy speed or the FLOPs at the rate
+of the 8192^3 product.
 """
 
 import json
@@ -61,7 +62,8 @@ BACKENDS = ("cudnn", "flash", "efficient", "math")  # attention's kernels
 PASSES = {
     # twice a layer: x and what is added to it are read, the new x and its norm are written
     "residual and norm, forward": 2 * 4,
-    # twice a layer: the norm's gradient, x and the stream's gradient are read, its new one is written
+    # twice a layer: the norm's gradient, x and the stream's gradient are read, its new one is
+    # written
     "residual and norm, backward": 2 * 4,
 }
 GELU = {  # 4 C wide
@@ -110,14 +112,15 @@ def products(config):
 
 
 def traffic(config, positions, gelu):
-    """(bytes of elementwise work, bytes of the loss on its logits) of a micro-step; gelu: one of GELU."""
+    """(bytes of elementwise work, bytes of the loss on its logits) of a micro-step; gelu: one of
+    GELU."""
     passes = config.n_layer * sum((PASSES | GELU[gelu]).values()) + ONCE
     return passes * positions * config.n_embd * 2, 2 * positions * config.padded_vocab_size * 2
 
 
 def isolated_ms(ms, config, in_8_bits=()):
-    """(products and attention of a micro-step from their own times {op: ms}, the fastest attention);
-    in_8_bits names products. KeyError if a part was not measured."""
+    """(products and attention of a micro-step from their own times {op: ms}, the fastest
+    attention); in_8_bits names products. KeyError if a part was not measured."""
     sizes = {f"fp8 {p}" if p in in_8_bits else p: n for p, (_, _, n) in products(config).items()}
     total = sum(n * ms[f"{name} {way}"] for name, n in sizes.items() for way in WAYS)
     pairs = {b: (f"attention {b} forward", f"attention {b} backward") for b in BACKENDS}
@@ -129,8 +132,8 @@ def isolated_ms(ms, config, in_8_bits=()):
 
 
 def floors(config, positions, ms, round_ms, bytes_per_s, micro_steps, in_8_bits=()):
-    """{what: milliseconds of a step} for each way of adding up; without those of round_ms, back to back,
-    if it is None. KeyError if a part was not measured."""
+    """{what: milliseconds of a step} for each way of adding up; without those of round_ms, back to
+    back, if it is None. KeyError if a part was not measured."""
     found, (alone, best) = {}, isolated_ms(ms, config, in_8_bits)
     if not bytes_per_s:
         raise KeyError("copy")
@@ -148,8 +151,8 @@ def floors(config, positions, ms, round_ms, bytes_per_s, micro_steps, in_8_bits=
 
 
 def median_ms(calls, device, repeats=30):
-    """Median milliseconds of a call; the calls, which differ in their operands, take turns. A tenth of a
-    second warms up."""
+    """Median milliseconds of a call; the calls, which differ in their operands, take turns. A tenth
+    of a second warms up."""
     end = time.perf_counter() + 0.1
     while time.perf_counter() < end:
         for call in calls:
@@ -164,7 +167,8 @@ def median_ms(calls, device, repeats=30):
 
 
 def sustained_ms(calls, device, seconds):
-    """Mean milliseconds of a round of all calls, in the last third of so many seconds of nothing else."""
+    """Mean milliseconds of a round of all calls, in the last third of so many seconds of nothing
+    else."""
     moments, t0 = [], time.perf_counter()
     while time.perf_counter() - t0 < seconds or len(moments) < 4:
         for call in calls:
@@ -183,9 +187,9 @@ def wait(device):
 
 
 class Parts:
-    """Everything that is measured: each method makes the operands of an operation and returns (calls,
-    FLOPs, bytes). Two sets of operands of each, more than 100 MB at 64 x 1024: what a call leaves in the
-    L2 cache does not help the next."""
+    """Everything that is measured: each method makes the operands of an operation and returns
+    (calls, FLOPs, bytes). Two sets of operands of each, more than 100 MB at 64 x 1024: what a call
+    leaves in the L2 cache does not help the next."""
 
     def __init__(self, config, batch_size, seq_len, device):
         self.config, self.device, self.B, self.T = config, device, batch_size, seq_len
@@ -208,10 +212,10 @@ class Parts:
         return calls, 2 * self.N * inputs * outputs, moved
 
     def fp8(self, name, way):
-        """The same with both operands in 8 bits (4 of exponent), already scaled and in the layout that
-        the product wants, summed the fast way and written in 16 bits, which makes it a ceiling. The
-        trainer's gradients have 5 bits of exponent, its sums are full ones, and its gradients of weights
-        are written in 32 bits."""
+        """The same with both operands in 8 bits (4 of exponent), already scaled and in the layout
+        that the product wants, summed the fast way and written in 16 bits, which makes it a
+        ceiling. The trainer's gradients have 5 bits of exponent, its sums are full ones, and its
+        gradients of weights are written in 32 bits."""
         inputs, outputs, _ = products(self.config)[name]
         rows, inner, columns = {
             "forward": (self.N, inputs, outputs),
@@ -226,7 +230,8 @@ class Parts:
         return calls, 2 * rows * inner * columns, (rows + columns) * inner + 2 * rows * columns
 
     def attention(self, backend, way):
-        """Causal, as the model calls it, on views of one (B, T, 3 C) tensor; half of the scores count."""
+        """Causal, as the model calls it, on views of one (B, T, 3 C) tensor; half of the scores
+        count."""
         C, H = self.config.n_embd, self.config.n_head
         name = "MATH" if backend == "math" else f"{backend}_attention".upper()
         calls = []
@@ -264,8 +269,9 @@ class Parts:
         return [lambda: a.copy_(b), lambda: b.copy_(a)], 0, 2 * size
 
     def optimizer(self, cfg, what):
-        """AdamW: 14 operations a parameter, of which weight and both moments are read and written, the
-        gradient read. Clipping: the gradient is read for its norm, then read and written to be scaled."""
+        """AdamW: 14 operations a parameter, of which weight and both moments are read and written,
+        the gradient read. Clipping: the gradient is read for its norm, then read and written to be
+        scaled."""
         model = GPT(self.config).to(self.device)
         for p in model.parameters():
             p.grad = torch.randn_like(p)
@@ -293,8 +299,8 @@ class Parts:
 
 
 def measure(parts, cfg, train_config, write):
-    """Measure every part and give it to write(op, ms, flops, bytes, ...) at once. Returns ({op: ms} of
-    those that worked, bytes per second of a copy)."""
+    """Measure every part and give it to write(op, ms, flops, bytes, ...) at once. Returns ({op: ms}
+    of those that worked, bytes per second of a copy)."""
     device, ms, rates = parts.device, {}, {}
 
     def one(op, make, seconds=0):
@@ -341,8 +347,8 @@ def measure(parts, cfg, train_config, write):
 
 
 def back_to_back(parts, backend, seconds, write, in_8_bits=()):
-    """Milliseconds of a micro-step's products and attentions, run for so long without a pause; None if
-    that fails."""
+    """Milliseconds of a micro-step's products and attentions, run for so long without a pause; None
+    if that fails."""
     what, took = f"{BACK_TO_BACK[in_8_bits]} {backend} attention, {seconds:g} s", None
     try:
         ladder.forget(parts.device)

@@ -2,10 +2,10 @@
 
     python bench/kernels.py readme.assets/runs/zero1_16bit.kernels.json     # a step that parallel.py traced
 
-kernel_ms is kernel time by class, divided by the step's micro-steps (optimizer too, so that classes times
-micro-steps add up to a step). What is launched after the last backward pass is "optimizer"; the rest goes
-by the kernel's name. Products of math attention count as matmul, its softmax as attention. idle is time in
-which no kernel runs, and the profiler adds to it.
+kernel_ms is kernel time by class, divided by the step's micro-steps (optimizer too, so that classes
+times micro-steps add up to a step). What is launched after the last backward pass is "optimizer";
+the rest goes by the kernel's name. Products of math attention count as matmul, its softmax as
+attention. idle is time in which no kernel runs, and the profiler adds to it.
 """
 
 import contextlib
@@ -29,9 +29,9 @@ KINDS = [
         "loss",
         r"^(loss|row|tile)$|log_?softmax|nll_loss|cross_entropy|loss_kernel|liger|element_mul_kernel",
     ),
-    # Inductor names a kernel after the operations it fuses and sometimes after their neighbours: one that
-    # begins with triton_ and holds attention's is a copy beside it, but for the softmax of math
-    # attention. dot_do_o and convert_dq are cuDNN's, before and after its backward kernel
+    # Inductor names a kernel after the operations it fuses and sometimes after their neighbours:
+    # one that begins with triton_ and holds attention's is a copy beside it, but for the softmax of
+    # math attention. dot_do_o and convert_dq are cuDNN's, before and after its backward kernel
     ("attention", r"^(?!triton_).*(sdpa|flash|fmha|attention|attn|dot_do_o|convert_dq)|softmax"),
     (
         "matmul",
@@ -62,8 +62,8 @@ def kind_of(name):
 
 @contextlib.contextmanager
 def marked(run):
-    """Within, each update drops a kernel of its own into the stream before the gradient is clipped and
-    after the optimizer's step, so that a profile shows which kernels are the optimizer's."""
+    """Within, each update drops a kernel of its own into the stream before the gradient is clipped
+    and after the optimizer's step, so that a profile shows which kernels are the optimizer's."""
     clip, zero_grad = run.clip_grad_norm, run.optimizer.zero_grad
 
     def marked_clip(max_norm):
@@ -88,8 +88,8 @@ def device_events(events):
 
 
 def kernel_times(events, micro_steps):
-    """(kernel_ms by class for a micro-step, ms of the whole window, the ten kernels that take longest) of
-    a step's Chrome trace events. ts and dur are in microseconds."""
+    """(kernel_ms by class for a micro-step, ms of the whole window, the ten kernels that take
+    longest) of a step's Chrome trace events. ts and dur are in microseconds."""
     kernels = device_events(events)
     marks = [e["ts"] for e in kernels if MARKER in e["name"]]
     kernels = [e for e in kernels if MARKER not in e["name"]]
@@ -133,8 +133,8 @@ def trace(step):
 
 
 def read_extract(path):
-    """An extract of a trace: {mode, world_size, device, torch, kernels: [class, name, stream, start_us,
-    dur_us]}. Raises UserError."""
+    """An extract of a trace: {mode, world_size, device, torch, kernels: [class, name, stream,
+    start_us, dur_us]}. Raises UserError."""
     way_out = "bench/parallel.py --trace FOLDER writes one"
     extract = read_json(
         path, way_out, mode=str, world_size=int, device=str, torch=str, kernels=list

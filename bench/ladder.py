@@ -6,16 +6,17 @@
     python bench/ladder.py --table                             # what the file holds; needs no GPU
     python bench/ladder.py --shapes tiny --device cpu --out try.jsonl      # a try; its times mean nothing
 
-Each measurement is one JSON line, written when it is done. Started again, the same command goes on where
-it stopped, and tries again what failed. A variant that does not fit in memory gets
-half the micro-batch, with the same tokens per step; the line says which it got. Of one that compiles, the
+Each measurement is one JSON line, written when it is done. Started again, the same command goes on
+where it stopped, and tries again what failed. A variant that does not fit in memory gets half the
+micro-batch, with the same tokens per step; the line says which it got. Of one that compiles, the
 first loss is compared with the uncompiled model's (compiled.py): a time of wrong results is none.
 
 A timing is of the trainer's whole steps: data, forward and backward of all micro-steps, clipping,
-optimizer. Of 5 + --steps steps the first 5 are dropped. What the first one, with that comparison, takes
-more than the median is compile_s. One more step runs under the profiler: kernel_ms is its kernel time by
-class (kernels.py). A loss run trains from scratch with warm-up (a tenth of the steps) and cosine. Its
-seconds leave out the first step, where compilation is, and count an average one for it.
+optimizer. Of 5 + --steps steps the first 5 are dropped. What the first one, with that comparison,
+takes more than the median is compile_s. One more step runs under the profiler: kernel_ms is its
+kernel time by class (kernels.py). A loss run trains from scratch with warm-up (a tenth of the
+steps) and cosine. Its seconds leave out the first step, where compilation is, and count an average
+one for it.
 """
 
 import contextlib
@@ -125,8 +126,8 @@ def forget(device):
 
 
 def gpu_state(device):
-    """Power, clock and temperature of a GPU that is at work, where nvidia-ml-py is there to ask; and which
-    one it is, as those of one name differ."""
+    """Power, clock and temperature of a GPU that is at work, where nvidia-ml-py is there to ask;
+    and which one it is, as those of one name differ."""
     values = dict.fromkeys(("power_w", "sm_mhz", "temperature_c", "uuid"))
     if device.type == "cuda":
         values["uuid"] = str(torch.cuda.get_device_properties(device).uuid)
@@ -165,9 +166,10 @@ def build(case, batch_size, args, world):
 
 
 def first_step(run):
-    """Seconds of the step that compiles, with the comparison before it, and its loss. The comparison is
-    about the weights that training starts from: after an update, biases below the rounding of a 16-bit
-    residual stream made 0.015 nats of difference at 1558M, in a compiler that did not err (docs/LOG.md).
+    """Seconds of the step that compiles, with the comparison before it, and its loss. The
+    comparison is about the weights that training starts from: after an update, biases below the
+    rounding of a 16-bit residual stream made 0.015 nats of difference at 1558M, in a compiler that
+    did not err (docs/LOG.md).
     """
     run.world.synchronize()
     t0 = time.perf_counter()
@@ -233,8 +235,8 @@ def time_steps(run, args):
 
 
 def train_from_scratch(run, args):
-    """The loss group's numbers. The curve's entries are [finished steps, seconds, mean training loss of
-    the last 10]."""
+    """The loss group's numbers. The curve's entries are [finished steps, seconds, mean training
+    loss of the last 10]."""
     steps, curve = run.cfg.max_steps, []
     first_loss, first = first_step(run)
     t0, losses = time.perf_counter(), [torch.tensor(first_loss, device=run.world.device)]
@@ -388,8 +390,8 @@ def loss_table(records):
 
 
 def print_tables(records):
-    """One table for each group, shape, GPU and tokens per step, its rows in the order of the group; of
-    measurements made twice the later one counts."""
+    """One table for each group, shape, GPU and tokens per step, its rows in the order of the group;
+    of measurements made twice the later one counts."""
     keys = ("group", "shape", "card", "sustained", "max_steps", "torch", "tokens_per_step")
     tables = {}
     for r in {key_of(r): r for r in records}.values():

@@ -1,15 +1,17 @@
-"""Seconds of a laptop until a character-level model of Tiny Shakespeare has a validation loss of 1.88 nats.
+"""Seconds of a laptop until a character-level model of Tiny Shakespeare has a validation loss of
+1.88 nats.
 
     python bench/laptop.py tinyshakespeare.txt                       # ours alone
     python bench/laptop.py tinyshakespeare.txt --nanogpt nanoGPT     # against a checkout of nanoGPT, by turns
 
-nanoGPT's side is its own train.py with the flags that its README gives for a CPU, in a temporary copy of
-the checkout: 4 layers, 128 channels, context 64, batch 12, 2000 steps, AdamW, eager. Ours is
-train_gpt2.py with the flags below. Both get the same characters, of which the first 90 % train and the
-rest validates, and both are timed from the start of their process, imports and set-up included, to the
-first validation loss at or under 1.88 nats a character. nanoGPT's losses are its own prints: means of 20
-random batches, every 250 steps. Ours are of the whole last tenth. Where nanoGPT ends above 1.88, its time
-is that of its last print. The machine should have nothing else to do: the load is printed, and recorded.
+nanoGPT's side is its own train.py with the flags that its README gives for a CPU, in a temporary
+copy of the checkout: 4 layers, 128 channels, context 64, batch 12, 2000 steps, AdamW, eager. Ours
+is train_gpt2.py with the flags below. Both get the same characters, of which the first 90 % train
+and the rest validates, and both are timed from the start of their process, imports and set-up
+included, to the first validation loss at or under 1.88 nats a character. nanoGPT's losses are its
+own prints: means of 20 random batches, every 250 steps. Ours are of the whole last tenth. Where
+nanoGPT ends above 1.88, its time is that of its last print. The machine should have nothing else to
+do: the load is printed, and recorded.
 """
 
 import json
@@ -50,7 +52,8 @@ class Config:
 
 
 def encode(path):
-    """(characters of a text, its ids as characters number 0, 1, ...), as nanoGPT's prepare.py has them."""
+    """(characters of a text, its ids as characters number 0, 1, ...), as nanoGPT's prepare.py has
+    them."""
     with reading(path, "text file", "name one, such as tinyshakespeare.txt"):
         text = Path(path).read_text(encoding="utf-8")
     if len(text) < 10_000:
@@ -61,7 +64,8 @@ def encode(path):
 
 
 def timed_lines(words, folder):
-    """(seconds since the start of the process, line) of all that a command prints. Raises UserError."""
+    """(seconds since the start of the process, line) of all that a command prints. Raises
+    UserError."""
     t0, lines = time.monotonic(), []
     words = [sys.executable, "-u", *map(str, words)]
     errors = subprocess.STDOUT

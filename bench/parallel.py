@@ -1,5 +1,5 @@
-"""Ways to train one GPT-2 on several GPUs, side by side: same model, optimizer, tokens and loss, an update
-after 64 x 1024 tokens of each GPU unless --grad_accum_steps says otherwise.
+"""Ways to train one GPT-2 on several GPUs, side by side: same model, optimizer, tokens and loss, an
+update after 64 x 1024 tokens of each GPU unless --grad_accum_steps says otherwise.
 
     torchrun --standalone --nproc_per_node=4 bench/parallel.py --round 1
     torchrun --standalone --nproc_per_node=2 bench/parallel.py --modes alone_one zero1_16bit --eight_bits
@@ -8,12 +8,12 @@ after 64 x 1024 tokens of each GPU unless --grad_accum_steps says otherwise.
 {modes}
 
 All modes start from the same weights and read the same tokens, so the losses of those that exchange
-gradients must agree while few updates are done (the table shows the fifth); updates at a high rate carry
-the last bits of a sum far. A mode is held against one GPU alone: of the same commit and --round where that
-was measured, as GPUs of one name differ. Measurements that are in --out already are left alone. A peak of
-memory may count what the mode before had left behind; for one that does not, name one mode a command.
-Ways that lost (gradients in one piece or sent from within the graph, buckets of other sizes, FSDP2, the
-loop with all its events) are in the log; a3954dc has their code.
+gradients must agree while few updates are done (the table shows the fifth); updates at a high rate
+carry the last bits of a sum far. A mode is held against one GPU alone: of the same commit and
+--round where that was measured, as GPUs of one name differ. Measurements that are in --out already
+are left alone. A peak of memory may count what the mode before had left behind; for one that does
+not, name one mode a command. Ways that lost (gradients in one piece or sent from within the graph,
+buckets of other sizes, FSDP2, the loop with all its events) are in the log; a3954dc has their code.
 """
 
 import contextlib
@@ -138,7 +138,8 @@ def build(mode, args, world, data):
 
 
 def measure(mode, args, world, data):
-    """What a record says of a mode, measured by all processes together; the same on each of them."""
+    """What a record says of a mode, measured by all processes together; the same on each of
+    them."""
     mine = None
     if world.is_main or mode != "alone_one":
         if world.device.type == "cuda":
@@ -212,7 +213,8 @@ def write_extract(run, mode, world, folder):
 
 
 def union(intervals):
-    """The same points of time as intervals [start, end] that neither touch nor overlap, in order."""
+    """The same points of time as intervals [start, end] that neither touch nor overlap, in
+    order."""
     merged = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -223,8 +225,9 @@ def union(intervals):
 
 
 def overlap(kernels):
-    """Microseconds of a step, of it with communication, of that hidden under computation, and of neither.
-    A kernel of NCCL that waits for a slower GPU counts as communication: it is no different here."""
+    """Microseconds of a step, of it with communication, of that hidden under computation, and of
+    neither. A kernel of NCCL that waits for a slower GPU counts as communication: it is no
+    different here."""
     spans = {True: [], False: []}
     for kind, _, _, start, dur in kernels:
         spans[kind == "communication"].append((start, start + dur))
@@ -249,9 +252,9 @@ def alike(record, other):
 
 def references(record, records):
     """Tokens/s that a mode is held against: world_size times one GPU alone, the sum of the GPUs,
-    world_size times the slowest; of the same commit and round where they were measured, else the last
-    ones before it. One that was not is None, and so is one of another commit, as of other GPUs, where
-    this commit has measured one of them."""
+    world_size times the slowest; of the same commit and round where they were measured, else the
+    last ones before it. One that was not is None, and so is one of another commit, as of other
+    GPUs, where this commit has measured one of them."""
     records = list(records)
     here = records.index(record) if record in records else len(records)
     there = [
@@ -276,7 +279,8 @@ def references(record, records):
 
 
 def print_table(records):
-    """A block for each setting, a row for each mode; of measurements made twice the later one counts."""
+    """A block for each setting, a row for each mode; of measurements made twice the later one
+    counts."""
     newest = {json.dumps({k: r.get(k) for k in KEY}): r for r in records}.values()
     blocks = {}
     for r in newest:
@@ -331,7 +335,8 @@ def main(argv):
         if not records:
             raise UserError(f"no measurements in {args.out}; without --table they are made")
         return print_table(records)
-    # NVLink's multicast stays off unless the environment says otherwise: its failure would be all users'
+    # NVLink's multicast stays off unless the environment says otherwise: its failure would be all
+    # users'
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     world = World(args.device)
     args.seq_len = args.seq_len or PRESETS[args.preset][1].seq_len

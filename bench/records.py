@@ -1,5 +1,5 @@
-"""What the programs of this folder share: files of JSON lines that a kill does not spoil, where a record
-comes from, the name of the GPU, and tokens for who has no text."""
+"""What the programs of this folder share: files of JSON lines that a kill does not spoil, where a
+record comes from, the name of the GPU, and tokens for who has no text."""
 
 import json
 import platform
@@ -20,8 +20,8 @@ RUNS = ROOT / "readme.assets" / "runs"  # the records that README, the log and t
 
 
 def read_records(path):
-    """The JSON lines of a file of measurements, oldest first; none if there is no file. A line that a
-    kill has cut short is passed over. Raises UserError where no line is a record."""
+    """The JSON lines of a file of measurements, oldest first; none if there is no file. A line that
+    a kill has cut short is passed over. Raises UserError where no line is a record."""
     records, lines = [], Path(path).read_bytes().splitlines() if Path(path).exists() else []
     for line in lines:
         try:
@@ -59,15 +59,16 @@ def check_out(out, cpu):
 
 
 def one_sentence(error):
-    """An exception as one short line; torch.compile's first one only says that something has failed."""
+    """An exception as one short line; torch.compile's first one only says that something has
+    failed."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
     text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
     return f"{type(error).__name__}: {text[:200]}"
 
 
 def origin(command="", commit=""):
-    """Where a record comes from: date, commit (git's, unless given; "-dirty" where files have changed
-    since), torch, command (this process's, unless given)."""
+    """Where a record comes from: date, commit (git's, unless given; "-dirty" where files have
+    changed since), torch, command (this process's, unless given)."""
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
     try:
         commit = commit or subprocess.run(git, capture_output=True, text=True).stdout.strip()

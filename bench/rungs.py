@@ -1,4 +1,5 @@
-"""What bench/ladder.py measures: shapes, rungs, the groups beside them, and one measurement as a Case."""
+"""What bench/ladder.py measures: shapes, rungs, the groups beside them, and one measurement as a
+Case."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -34,8 +35,8 @@ SHAPES = {
     for name, batch_size in {"gpt2": 64, "gpt2-medium": 64, "gpt2-large": 64, "gpt2-xl": 32}.items()
 }
 
-# What a variant can set besides the fields of GPTConfig and TrainConfig, with the trainer's choice. The
-# trainer has no switch for these.
+# What a variant can set besides the fields of GPTConfig and TrainConfig, with the trainer's choice.
+# The trainer has no switch for these.
 BENCH = {
     "head": "fused",  # the head and its loss: plain, fused, fp8, torch or liger
     "mlp": "fused",  # plain, fused or fp8
@@ -94,7 +95,8 @@ OTHERS = {  # each variant changes one thing of the trainer's defaults
     "precision": {name: dict(precision=name) for name in ("bf16", "fp16", "tf32", "fp32")},
 }
 GROUPS = ("rungs", *OTHERS, "loss")
-# what makes a measurement this one; older records may be of a GPU that had worked for a minute (sustained)
+# what makes a measurement this one; older records may be of a GPU that had worked for a minute
+# (sustained)
 KEY = ("group", "shape", "variant", "seed", "card", "torch", "sustained", "max_steps")
 KEY += ("tokens_per_step",)
 
@@ -159,7 +161,8 @@ class Case:
     seed: int
 
     def configs(self, args):
-        """(GPTConfig, TrainConfig, the bench's own settings). Raises UserError if they cannot work."""
+        """(GPTConfig, TrainConfig, the bench's own settings). Raises UserError if they cannot
+        work."""
         model, cfg = SHAPES[self.shape]
         own = BENCH | {k: v for k, v in self.settings.items() if k in BENCH}
         fields = {f.name for f in dataclasses.fields(GPTConfig)}
@@ -193,9 +196,10 @@ def key_of(record):
 
 
 def raced(record):
-    """True for a rung whose results are wrong: torch before 2.14 compiles models wider than 1,024 with a
-    race where products have 16 bits and the residual stream 32 (pytorch/pytorch#190517, docs/LOG.md; not
-    seen with the fused MLP). Newer records of such a rung are failures, as the ladder compares first."""
+    """True for a rung whose results are wrong: torch before 2.14 compiles models wider than 1,024
+    with a race where products have 16 bits and the residual stream 32 (pytorch/pytorch#190517,
+    docs/LOG.md; not seen with the fused MLP). Newer records of such a rung are failures, as the
+    ladder compares first."""
     on = dict(bf16_residual=True, mlp="fused", precision="bf16", compile_mode="default")
     on |= record.get("settings", {})
     fused = on.get("fused_mlp", on["mlp"] != "plain")  # the older name of the same
@@ -206,7 +210,8 @@ def raced(record):
 
 
 def cases(args):
-    """All measurements that the command line asks for, in order. Raises UserError for unknown names."""
+    """All measurements that the command line asks for, in order. Raises UserError for unknown
+    names."""
     found = []
     for group in args.groups:
         seeds = range(args.seed, args.seed + args.seeds) if group == "loss" else [args.seed]

@@ -1,4 +1,5 @@
-"""What the tests share: tiny shards, a tiny model, runs in this process, and real commands in fresh ones."""
+"""What the tests share: tiny shards, a tiny model, runs in this process, and real commands in fresh
+ones."""
 
 import functools
 import json
@@ -31,14 +32,16 @@ TINY_RUN = (
     "--warmup_steps 2 --schedule constant --lr 1e-3 --val_tokens 256 --val_every 0 --sample_every 0 "
     "--ckpt_every 1000 --log_every 1 --run_name r"
 ).split()
-# AdamW divides by the root of the squared gradient, so where the true gradient is 0 (the bias of the
-# keys: a softmax does not see it) rounding noise alone would move a weight by the full rate. This eps
-# keeps such weights where they are, and leaves the update sensitive to the gradient's scale.
+# AdamW divides by the root of the squared gradient, so where the true gradient is 0 (the bias of
+# the keys: a softmax does not see it) rounding noise alone would move a weight by the full rate.
+# This eps keeps such weights where they are, and leaves the update sensitive to the gradient's
+# scale.
 EPS = 1e-3
 
 
 def write_shards(folder, sizes=(1501, 997), val=700, vocab_size=VOCAB, seed=0):
-    """x_train_000000.npy ... and x_val_000000.npy of noisy counting, which a small model learns soon."""
+    """x_train_000000.npy ... and x_val_000000.npy of noisy counting, which a small model learns
+    soon."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
     splits = [(f"train_{i:06d}", n) for i, n in enumerate(sizes)]
@@ -61,7 +64,8 @@ def mask_shards(folder):
 
 
 def train_here(folder, data, name, model=(), **settings):
-    """The trainer's main with these settings instead of a command line; gives what read_run does."""
+    """The trainer's main with these settings instead of a command line; gives what read_run
+    does."""
     import train_gpt2
 
     base = dict(
@@ -126,7 +130,8 @@ def differing_parts(a, b, parts=("step", "model", "optimizer", "loader", "rng", 
 
 
 def clean_env(**more):
-    """The environment without what would change a run; one thread, so that runs agree to the bit."""
+    """The environment without what would change a run; one thread, so that runs agree to the
+    bit."""
     drop = (
         "RANK",
         "WORLD_SIZE",
@@ -145,9 +150,10 @@ def clean_env(**more):
     return env | fixed | more
 
 
-# Most of the four seconds of a tiny run are imports of torch and matplotlib. So one process imports them
-# once, and each script runs in a fork of it, in a session of its own: the real file from its first line,
-# with its folder, environment, arguments and streams. (runpy puts the script in place of __main__.)
+# Most of the four seconds of a tiny run are imports of torch and matplotlib. So one process imports
+# them once, and each script runs in a fork of it, in a session of its own: the real file from its
+# first line, with its folder, environment, arguments and streams. (runpy puts the script in place
+# of __main__.)
 FORKS = """
 import gc, io, json, os, runpy, signal, sys
 import matplotlib.figure, numpy, torch, torch._dynamo, torch.distributed, torch.utils.tensorboard, tqdm, tyro
@@ -200,7 +206,8 @@ def ask_forks(job):
 
 
 class Process:
-    """`python args...`, running. A script, or a folder with a __main__.py, needs no time for its imports.
+    """`python args...`, running. A script, or a folder with a __main__.py, needs no time for its
+    imports.
 
     out, err: files to write to (a FIFO, a terminal) instead of files that .stdout and .stderr read.
     """
@@ -298,7 +305,8 @@ def shards(tmp_path):
 
 @pytest.fixture
 def start_training(tmp_path, shards):
-    """start_training("--run_name", "x", ...): the real command, a Process; killed after the test."""
+    """start_training("--run_name", "x", ...): the real command, a Process; killed after the
+    test."""
     processes = []
 
     def start(*flags, out=None, err=None, program=ROOT / "train_gpt2.py", **env):
@@ -313,7 +321,8 @@ def start_training(tmp_path, shards):
 
 @pytest.fixture
 def run_train(tmp_path, shards):
-    """run_train("--max_steps", 5, ...): the real command on the tiny shards; the run is tmp_path/log/r.
+    """run_train("--max_steps", 5, ...): the real command on the tiny shards; the run is
+    tmp_path/log/r.
 
     With --resume it gets no other flags than those named: a run has its settings.
     """
@@ -341,7 +350,8 @@ def one_process():
 
 @pytest.fixture(scope="session")
 def test_data():
-    """The folder that GPT2_TEST_DATA names: tinyshakespeare.txt, wikitext-2/, hellaswag/ and the like."""
+    """The folder that GPT2_TEST_DATA names: tinyshakespeare.txt, wikitext-2/, hellaswag/ and the
+    like."""
     folder = os.environ.get("GPT2_TEST_DATA")
     if not folder or not Path(folder).is_dir():
         pytest.skip(

@@ -1,4 +1,5 @@
-"""bench/ladder.py, rungs.py, kernels.py, compiled.py, floor.py, cpu.py: what stands behind the numbers they record."""
+"""bench/ladder.py, rungs.py, kernels.py, compiled.py, floor.py, cpu.py: what stands behind the
+numbers they record."""
 
 import dataclasses
 import json
@@ -167,16 +168,25 @@ def test_loss_after_equal_seconds():
     assert ladder.loss_at([[10, 1.0, 7.0], [20, 3.0, 6.0]], 2.0) == 6.5
 
 
-# ------------------------------------------------------------------------------------------------ kernels
+# ------------------------------------------------------------------------------------------ kernels
 
 
-@pytest.mark.parametrize("name, kind", [
-    ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT", "matmul"), ("ampere_s16816gemm_bf16", "matmul"),
-    ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", "attention"), ("dot_do_o_kernel", "attention"),
-    ("triton_per_fused__to_copy_attention_1", "elementwise"), ("triton_tem_fused_mm", "matmul"), ("row", "loss"),
-    ("void at::native::multi_tensor_apply_kernel<FusedAdam>", "optimizer"), ("Memcpy HtoD (Pinned)", "copy"),
-    ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(int)", "communication"), ("cunn_SoftMaxForward", "attention"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, kind",
+    [
+        ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT", "matmul"),
+        ("ampere_s16816gemm_bf16", "matmul"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", "attention"),
+        ("dot_do_o_kernel", "attention"),
+        ("triton_per_fused__to_copy_attention_1", "elementwise"),
+        ("triton_tem_fused_mm", "matmul"),
+        ("row", "loss"),
+        ("void at::native::multi_tensor_apply_kernel<FusedAdam>", "optimizer"),
+        ("Memcpy HtoD (Pinned)", "copy"),
+        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(int)", "communication"),
+        ("cunn_SoftMaxForward", "attention"),
+    ],
+)
 def test_kernels_are_told_apart_by_their_names(name, kind):
     assert kernels.kind_of(name) == kind
 
@@ -186,13 +196,17 @@ def test_kernel_times_of_a_trace():
         return {"cat": cat, "name": name, "ts": 1000.0 * start, "dur": 1000.0 * length, "ph": "X"}
 
     trace = [
-        kernel("cudaLaunchKernel", 0, 90, cat="cuda_runtime"), kernel("Memcpy HtoD", 10, 2, cat="gpu_memcpy"),
-        kernel("nvjet_tst", 14, 6), kernel("nvjet_tst", 18, 4),  # 2 of it beside the one before
-        kernel("nvjet_tst", 24, 6), kernel("at::cuda::spin_kernel", 30, 1),
+        kernel("cudaLaunchKernel", 0, 90, cat="cuda_runtime"),
+        kernel("Memcpy HtoD", 10, 2, cat="gpu_memcpy"),
+        kernel("nvjet_tst", 14, 6),
+        kernel("nvjet_tst", 18, 4),  # 2 of it beside the one before
+        kernel("nvjet_tst", 24, 6),
+        kernel("at::cuda::spin_kernel", 30, 1),
         kernel("nvjet_tst", 32, 3),  # Muon's products are the optimizer's
-        kernel("vectorized_elementwise_kernel<mul>", 35, 3), kernel("at::cuda::spin_kernel", 38, 1),
+        kernel("vectorized_elementwise_kernel<mul>", 35, 3),
+        kernel("at::cuda::spin_kernel", 38, 1),
         kernel("reduce_kernel", 40, 2),
-    ]  # fmt: skip
+    ]
     kernel_ms, window, top = kernels.kernel_times(trace, micro_steps=2)
     expected = dict.fromkeys(kernels.CLASSES, 0.0) | dict(
         copy=1, matmul=8, optimizer=3, elementwise=1
@@ -202,7 +216,7 @@ def test_kernel_times_of_a_trace():
     assert top[0] == {"name": "nvjet_tst", "class": "matmul", "ms": 8.0}
 
 
-# -------------------------------------------------------------------------------------------------- floor
+# -------------------------------------------------------------------------------------------- floor
 
 
 def test_floor_of_given_times():
@@ -215,8 +229,13 @@ def test_floor_of_given_times():
         "AdamW": 1.0,
         "clip": 0.5,
     }
-    ms |= {"attention flash forward": 0.5, "attention flash backward": 1.5, "attention cudnn forward": 0.6,
-           "attention cudnn backward": 1.0, "attention math forward": 0.1}  # fmt: skip
+    ms |= {
+        "attention flash forward": 0.5,
+        "attention flash backward": 1.5,
+        "attention cudnn forward": 0.6,
+        "attention cudnn backward": 1.0,
+        "attention math forward": 0.1,
+    }
     alone, best = floor.isolated_ms(ms, config)
     assert best == "cudnn" and alone == pytest.approx(12 * 3 * 1.4 + 3 * 7.0 + 12 * 1.6)
     tensor = positions * 768 * 2

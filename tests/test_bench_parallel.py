@@ -27,7 +27,8 @@ def test_two_processes_have_the_same_losses_in_every_mode(tmp_path):
         "--nproc_per_node=2",
         ROOT / "bench/parallel.py",
     ]
-    flags = "--preset laptop --device cpu --batch_size 4 --steps 4 --warmup 2 --compile off --precision fp32 --out".split()
+    flags = "--preset laptop --device cpu --batch_size 4 --steps 4 --warmup 2 --compile off"
+    flags = f"{flags} --precision fp32 --out".split()
     done = subprocess.run(
         [*map(str, command), *flags, out], env=clean_env(), capture_output=True, text=True
     )
@@ -41,12 +42,13 @@ def test_two_processes_have_the_same_losses_in_every_mode(tmp_path):
 
 def test_shares_of_a_mode():
     args = parallel.Config(batch_size=64, seq_len=1024)
-    ranks = [dict(ms=[100.0, 110.0, 120.0], losses=[3.0, 1.0], first_step_s=1.0, peak_gib=2.0, gpu={}),
-             dict(ms=[120.0, 90.0, 100.0], losses=[5.0, 2.0], first_step_s=3.0, peak_gib=1.0, gpu={})]  # fmt: skip
+    ranks = [
+        dict(ms=[100.0, 110.0, 120.0], losses=[3.0, 1.0], first_step_s=1.0, peak_gib=2.0, gpu={}),
+        dict(ms=[120.0, 90.0, 100.0], losses=[5.0, 2.0], first_step_s=3.0, peak_gib=1.0, gpu={}),
+    ]
     found = parallel.summary("ddp", ranks, args)
-    assert (
-        found["step_ms"] == 120 and found["step_ms_min"] == 110
-    )  # of the slowest, step by step: 120, 110, 120
+    # of the slowest, step by step: 120, 110, 120
+    assert found["step_ms"] == 120 and found["step_ms_min"] == 110
     assert found["tok_per_s"] == pytest.approx(2 * 65536 / 0.12) and found["losses"] == [4.0, 1.5]
     alone = parallel.summary("alone", ranks, args)
     assert alone["tok_per_s"] == pytest.approx(65536 / 0.11 + 65536 / 0.1) and alone["losses"] == [
@@ -56,8 +58,21 @@ def test_shares_of_a_mode():
 
 
 def record(mode, tok_per_s, **more):
-    same = dict(preset="gpt2", world_size=2, batch_size=64, seq_len=1024, compile="model", activation_checkpointing=False,
-                precision="bf16", data="", device="H9", torch="2.11", date="d", loss=7.1, step_ms=100.0)  # fmt: skip
+    same = dict(
+        preset="gpt2",
+        world_size=2,
+        batch_size=64,
+        seq_len=1024,
+        compile="model",
+        activation_checkpointing=False,
+        precision="bf16",
+        data="",
+        device="H9",
+        torch="2.11",
+        date="d",
+        loss=7.1,
+        step_ms=100.0,
+    )
     return same | dict(bench="parallel", mode=mode, tok_per_s=tok_per_s, env={}) | more
 
 
@@ -86,13 +101,20 @@ def test_a_mode_is_held_against_its_own_round_where_that_has_one_alone(capsys):
 
 
 def test_overlap_of_a_made_up_step():
-    kernels = [["matmul", "a", 7, 0, 10], ["matmul", "b", 8, 5, 10], ["communication", "c", 20, 12, 8],
-               ["communication", "d", 21, 18, 6], ["optimizer", "e", 7, 22, 4], ["communication", "f", 20, 30, 2]]  # fmt: skip
-    # compute 0-15 and 22-26, communication 12-24 and 30-32: hidden are 12-15 and 22-24, idle is 26-30
+    kernels = [
+        ["matmul", "a", 7, 0, 10],
+        ["matmul", "b", 8, 5, 10],
+        ["communication", "c", 20, 12, 8],
+        ["communication", "d", 21, 18, 6],
+        ["optimizer", "e", 7, 22, 4],
+        ["communication", "f", 20, 30, 2],
+    ]
+    # compute 0-15 and 22-26, communication 12-24 and 30-32: hidden are 12-15 and 22-24, idle is
+    # 26-30
     assert parallel.overlap(kernels) == {"step_us": 32, "nccl_us": 14, "hidden_us": 5, "idle_us": 4}
 
 
-# -------------------------------------------------------------------------------------------- two versions
+# ------------------------------------------------------------------------------------- two versions
 
 
 def test_what_a_log_says_of_a_run():
@@ -119,8 +141,17 @@ def test_what_a_log_says_of_a_run():
 
 def test_versions_are_compared_in_pairs(tmp_path, capsys):
     def one(side, rate, gpu="G"):
-        return dict(setting="bf16", nproc=1, gpu=gpu, also="", side=side, tok_per_s=rate, peak_gib=20.0, hella_s=None,
-                    losses={2: 1.0})  # fmt: skip
+        return dict(
+            setting="bf16",
+            nproc=1,
+            gpu=gpu,
+            also="",
+            side=side,
+            tok_per_s=rate,
+            peak_gib=20.0,
+            hella_s=None,
+            losses={2: 1.0},
+        )
 
     rows = [
         one("before", 100),
@@ -146,9 +177,12 @@ def test_the_laptop_reads_nanogpts_own_prints(tmp_path, monkeypatch):
     (tmp_path / "nano" / "config").mkdir(parents=True)
     (tmp_path / "nano" / "data" / "shakespeare_char").mkdir(parents=True)
     (tmp_path / "nano" / "config" / "train_shakespeare_char.py").write_text("")
-    (tmp_path / "nano" / "train.py").write_text("import os, pickle\nmeta = pickle.load(open('data/shakespeare_char/meta.pkl', 'rb'))\n"
+    (tmp_path / "nano" / "train.py").write_text(
+        "import os, pickle\nmeta = pickle.load(open('data/shakespeare_char/meta.pkl', 'rb'))\n"
         "print('step 0: train loss 4.2, val loss', len(meta['itos']))\nprint('iter 0: loss 4.1')\n"
-        "print('step 250: train loss 1.7, val loss', os.path.getsize('data/shakespeare_char/val.bin') / 1000)\n")  # fmt: skip
+        "size = os.path.getsize('data/shakespeare_char/val.bin')\n"
+        "print('step 250: train loss 1.7, val loss', size / 1000)\n"
+    )
     (tmp_path / "t.txt").write_text("abcde" * 2400)
     characters, ids = laptop.encode(tmp_path / "t.txt")
     ((first, last),) = [laptop.race_nanogpt(tmp_path / "nano", characters, ids, tmp_path)]

@@ -52,7 +52,8 @@ def free_port():
 
 @pytest.fixture
 def start_two(tmp_path, shards):
-    """start_two("--max_steps", 4, ...): two processes with torchrun's environment; killed after the test."""
+    """start_two("--max_steps", 4, ...): two processes with torchrun's environment; killed after the
+    test."""
     started = []
 
     def start(*flags, program=ROOT / "train_gpt2.py", data=shards):
@@ -82,7 +83,8 @@ def run_two(start_two, *flags, **how):
 
 @pytest.mark.parametrize("parallel", ["ddp", "zero1"])
 def test_two_processes_are_one(tmp_path, shards, start_two, parallel):
-    """Losses, weights, gradients, validation, with accumulation and masks that leave ranks uneven."""
+    """Losses, weights, gradients, validation, with accumulation and masks that leave ranks
+    uneven."""
     mask_shards(shards)
     flags = (
         "--max_steps 8 --val_every 4 --val_tokens 250 --grad_clip 0 --ckpt_every 1 --keep_last 100"
@@ -270,25 +272,17 @@ def left_over(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks into /proc")
-@pytest.mark.parametrize("to", ["torchrun", "group", "rank 1"])
+@pytest.mark.parametrize("to", ["all", "rank 1"])
 def test_a_signal_to_torchrun_or_one_of_its_processes_saves(tmp_path, shards, run_train, to):
-    command = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node=2",
-        ROOT / "train_gpt2.py",
-    ]
+    """Also where a process has had the SIGTERM already that torchrun passes on to it."""
+    torchrun = "-m torch.distributed.run --standalone --nproc_per_node=2".split()
     flags = [*TINY_RUN, "--data", shards, "--max_steps", 100000]
-    process = Process(*command, *flags, cwd=tmp_path)
+    process = Process(*torchrun, ROOT / "train_gpt2.py", *flags, cwd=tmp_path)
     wait_for_steps(process, tmp_path / "log" / "r")
-    if to == "torchrun":
-        os.kill(process.pid, signal.SIGTERM)
-    elif to == "group":  # Ctrl-C in a terminal
-        os.killpg(process.pid, signal.SIGINT)
-    else:
-        environs = {pid: Path(f"/proc/{pid}/environ").read_bytes() for pid in left_over(tmp_path)}
-        os.kill(next(p for p, env in environs.items() if b"\0RANK=1\0" in env), signal.SIGTERM)
+    environs = {pid: Path(f"/proc/{pid}/environ").read_bytes() for pid in left_over(tmp_path)}
+    rank_1 = next(pid for pid, env in environs.items() if b"\0RANK=1\0" in env)
+    for pid in [rank_1] if to == "rank 1" else environs:
+        os.kill(pid, signal.SIGTERM)
     assert process.wait(60) != 0
     run = read_run(tmp_path / "log" / "r")
     step, said = of_kind(run, "train")[-1]["step"], process.stdout
@@ -297,7 +291,7 @@ def test_a_signal_to_torchrun_or_one_of_its_processes_saves(tmp_path, shards, ru
     assert (run.dir / "loss.png").exists() and "finish it" in said, (
         "the others waited for the farewell"
     )
-    if to == "torchrun":
+    if to == "all":
         assert run.events[-1]["reason"] == "SIGTERM"
         result = run_train("--resume", "--max_steps", step + 2)
         assert result.returncode == 0, result.stderr

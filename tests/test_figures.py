@@ -14,7 +14,8 @@ import figures  # noqa: E402
 
 @pytest.fixture
 def texts(monkeypatch):
-    """{file name: visible texts of the figure} of all that is drawn; the files are small, to be quick."""
+    """{file name: visible texts of the figure} of all that is drawn; the files are small, to be
+    quick."""
     found, save = {}, Figure.savefig
 
     def savefig(figure, path, **how):
@@ -35,7 +36,7 @@ def test_every_figure_is_made_from_the_records(tmp_path, texts, capsys):
     assert {path.name for path in (ROOT / "readme.assets").glob("*.png")} == names
     for name in figures.FIGURES:
         assert texts[f"{name}.png"] == texts[f"{name}_dark.png"]
-    assert "gpt2: 45.9k to 705k tokens/s, 15 times, rung by rung" in texts["ladder.png"]
+    assert "GPT-2 124M, tokens a second on one H200: 45.9k to 705k" in texts["ladder.png"]
     assert {"705k  x1.09", "nanoGPT 527k"} <= set(texts["ladder.png"])
     assert {"60.1k  x1.19", "not used", "31.7k  x2.08*\n32.6k"} <= set(texts["shapes.png"])
     assert "gpt2: matmul is 50% of the last rung's 93 ms" in texts["kernels.png"]

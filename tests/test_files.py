@@ -1,4 +1,5 @@
-"""One reader for each kind of file: what is wrong is one sentence that names the file and the way out."""
+"""One reader for each kind of file: what is wrong is one sentence that names the file and the way
+out."""
 
 import errno
 import os

@@ -1,4 +1,5 @@
-"""fineweb.py: what is in the shards, that nothing stops it for good, and that it says what is wrong.
+"""fineweb.py: what is in the shards, that nothing stops it for good, and that it says what is
+wrong.
 
 Real commands, real kill -9. Downloads are in test_hub.py, conversations in test_chat.py.
 """
@@ -298,7 +299,8 @@ def begin(*args, shards=1):
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="looks at processes in /proc")
 def test_kill_9_at_any_moment(tmp_path):
-    """Killed again and again, it ends with the bytes of an undisturbed run, and leaves no orphan."""
+    """Killed again and again, it ends with the bytes of an undisturbed run, and leaves no
+    orphan."""
     texts, orphans, kills = documents(2500, seed=1), [], 0
     write_parquet(tmp_path / "in.parquet", texts, rows=10)
     args = ["--source", tmp_path / "in.parquet", "--shard_tokens", "100k"]

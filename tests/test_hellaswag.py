@@ -331,9 +331,8 @@ def test_download(tmp_path, monkeypatch):
             asked.append(self.path)
             self.send_response(200)
             self.end_headers()
-            self.wfile.write(
-                content if len(asked) > 4 else content[:-9]
-            )  # the first ones break off
+            # the first ones break off
+            self.wfile.write(content if len(asked) > 4 else content[:-9])
 
         def log_message(self, *_):
             pass

@@ -15,7 +15,8 @@ from train_gpt2 import GPT, PRESETS
 
 
 def noisy(config):
-    """A model whose every parameter matters: fresh biases are 0 and fresh heads compute almost the mean."""
+    """A model whose every parameter matters: fresh biases are 0 and fresh heads compute almost the
+    mean."""
     model = GPT(config)
     with torch.no_grad():
         for p in model.parameters():
@@ -84,9 +85,8 @@ def test_looking_leaves_nothing_behind(model, idx):
 def test_mass_by_hand():
     weights = torch.tensor([[1.0, 0, 0], [0.25, 0.75, 0], [0.5, 0.25, 0.25]]).expand(2, 1, 3, 3)
     previous = torch.tensor([[0, 0, 0], [1, 0, 0], [0, 1, 0]]).bool()
-    assert mass(weights, previous).tolist() == [
-        0.25
-    ]  # of 0.25 and 0.25; the first row has nobody before it
+    # of 0.25 and 0.25; the first row has nobody before it
+    assert mass(weights, previous).tolist() == [0.25]
     first = torch.zeros(2, 3, 3, dtype=torch.bool)
     first[1, 2, 0] = True  # chosen in one sequence alone
     assert mass(weights, first).tolist() == [0.5]

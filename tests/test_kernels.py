@@ -1,5 +1,5 @@
-"""Kernels that are put into a model from outside: what they replace is computed the same, and nothing else
-changes. Those of GPUs run with -m gpu; on a CPU the fused head and loss do."""
+"""Kernels that are put into a model from outside: what they replace is computed the same, and
+nothing else changes. Those of GPUs run with -m gpu; on a CPU the fused head and loss do."""
 
 import copy
 import math
@@ -48,15 +48,14 @@ def put_in(model, precision="fp32", fp8="off"):
     return model
 
 
-# ------------------------------------------------------------------------------------ what use() keeps
+# --------------------------------------------------------------------------------- what use() keeps
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_parameters_and_random_state_are_those_before(tiny_config, monkeypatch, precision):
     """AdamW's state goes by the order of the parameters, a checkpoint by their names."""
-    monkeypatch.setattr(
-        lab.kernels, "epilogues_work", lambda _: True
-    )  # FusedMLP comes in on a CPU too
+    # FusedMLP comes in on a CPU too
+    monkeypatch.setattr(lab.kernels, "epilogues_work", lambda _: True)
     model = GPT(tiny_config)
     before, keys = list(model.named_parameters()), list(model.state_dict())
     rng = torch.get_rng_state()
@@ -69,7 +68,8 @@ def test_parameters_and_random_state_are_those_before(tiny_config, monkeypatch, 
 
 
 def test_without_gradients_the_plain_model_computes(tiny_config, monkeypatch):
-    """Validation, HellaSwag and samples have its bits, but for the order of a sum, and stay in chunks."""
+    """Validation, HellaSwag and samples have its bits, but for the order of a sum, and stay in
+    chunks."""
     monkeypatch.setattr(lab.kernels, "epilogues_work", lambda _: True)
     monkeypatch.setattr(cross_entropy, "CHUNK", 64)  # products of very few rows round otherwise
     plain, (x, y) = noisy(tiny_config), tokens()
@@ -109,7 +109,7 @@ def test_what_a_module_reads_decides_what_travels_in_16_bits(tiny_config, monkey
     assert fp8_mlp.Fp8MLP.reads == torch.float32 and not read_in_16_bits(model, None)
 
 
-# -------------------------------------------------------------------------------- the loss of the head
+# ----------------------------------------------------------------------------- the loss of the head
 
 
 def problem(dtype=torch.float32, padded=PADDED, device="cpu"):
@@ -169,7 +169,8 @@ def test_fused_loss_on_a_gpu(dtype, bound):
 
 
 def test_fp16_keeps_gradients_below_its_smallest_number():
-    """6e-8; most of a softmax over 50,000 ids is near it. Rounded there, this one would be off by 7 %."""
+    """6e-8; most of a softmax over 50,000 ids is near it. Rounded there, this one would be off by 7
+    %."""
     x, weight, targets = torch.zeros(8, C), torch.zeros(60_000, C), torch.zeros(8).long()
     x[:, 1], weight[0, 1] = 1.0, 16.0
     head = FusedHeadLoss(HeadLoss(60_000))
@@ -179,7 +180,8 @@ def test_fp16_keeps_gradients_below_its_smallest_number():
 
 
 def test_wrong_losses_are_caught():
-    """The comparison has to see pad rows that are not cut, targets of -1 that count, a lost last chunk."""
+    """The comparison has to see pad rows that are not cut, targets of -1 that count, a lost last
+    chunk."""
     x, weight, targets = problem()
     wrong = (
         lambda x, w, t: F.cross_entropy(x @ w.T, t, ignore_index=-1, reduction="sum"),
@@ -220,13 +222,13 @@ def test_the_operator_keeps_torchs_rules_and_the_graph_whole():
     assert agree(ours, with_gradients(expected, x, weight, targets), 1e-5)
 
 
-# --------------------------------------------------------------------------------------------- 8 bits
+# ------------------------------------------------------------------------------------------- 8 bits
 
 
 def test_scaling_to_8_bits_and_back_has_no_bias():
     """A factor that is rounded on the way there and not on the way back is an error common to all
-    numbers, here up to 0.0033 of them. (Rounding to nearest leaves up to 0.002 by itself: of a bell,
-    more lies below than above what it is rounded to.)"""
+    numbers, here up to 0.0033 of them. (Rounding to nearest leaves up to 0.002 by itself: of a
+    bell, more lies below than above what it is rounded to.)"""
     for seed in range(20):
         x = torch.randn(2**18, generator=torch.Generator().manual_seed(seed)).bfloat16()
         q, scale = cross_entropy.to_e4m3(x)
@@ -329,7 +331,7 @@ def test_gradients_of_8_bit_products_are_off_by_the_rounding_alone(size):
         assert 0.01 < error(a, b) < 0.12  # 16 bits would be below 0.01
 
 
-# ------------------------------------------------------------------------------------------ fused MLP
+# ---------------------------------------------------------------------------------------- fused MLP
 
 
 def on_the_gpu():
@@ -343,7 +345,8 @@ def on_the_gpu():
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("fp8", ["off", "all"])
 def test_fused_gradients_are_those_of_the_plain_model(compiled, checkpointing, fp8, monkeypatch):
-    """Errors against float32 are those of bf16; in 8 bits they are larger, and the MLP's are in 8 bits."""
+    """Errors against float32 are those of bf16; in 8 bits they are larger, and the MLP's are in 8
+    bits."""
     if fp8 == "all" and not has_fp8:
         pytest.skip("needs a GPU with 8-bit products")
     monkeypatch.setattr(cross_entropy, "CHUNK", 64)  # 96 positions: a whole chunk and a part
@@ -386,7 +389,8 @@ def test_nothing_is_fused_in_another_precision_too_few_positions_or_without_grad
 
 @on_gpu()
 def test_a_bias_far_below_the_rounding_counts_for_what_it_is():
-    """Added to a rounded product it would vanish, or decide ties in the sum with a 16-bit stream."""
+    """Added to a rounded product it would vanish, or decide ties in the sum with a 16-bit
+    stream."""
     mlp = MLP(GPTConfig(1, 2, 128, 16, vocab_size=50)).cuda()
     with torch.no_grad():
         mlp.c_fc.weight.normal_(std=0.1)

@@ -45,7 +45,8 @@ def make_loader(shards, batch_size=2, rank=0, world_size=1, **settings):
 
 
 def one_step(loaders):
-    """x, y and num_targets of a step, the sequences of all processes put into their global order."""
+    """x, y and num_targets of a step, the sequences of all processes put into their global
+    order."""
     parts = [it.next_batch() for _ in range(loaders[0].grad_accum_steps) for it in loaders]
     x, y, num_targets = zip(*parts)
     return torch.cat(x), torch.cat(y), set(num_targets)
@@ -229,7 +230,8 @@ def test_aligned_sequences_begin_at_end_of_text(tmp_path, shuffle):
     for x, y, _ in steps(shards, 10, align_documents=True, shuffle=shuffle):
         assert (x[:, 0] == VOCAB - 1).all()
         assert torch.equal(x[:, 1:], y[:, :-1])
-    # sequences longer than a document begin at the next end-of-text after the one before; none overlap
+    # sequences longer than a document begin at the next end-of-text after the one before; none
+    # overlap
     starts = shards.document_starts(100)
     assert (np.diff(starts) >= 100).all()
     assert all(shards.read(int(p), 1)[0] == VOCAB - 1 for p in starts)

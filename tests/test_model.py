@@ -16,8 +16,8 @@ from train_gpt2 import GPT, MLP, PRESETS, GPTConfig, param_groups
 
 
 def noisy(config, seed=0):
-    """A model with noise on every parameter but the pad rows: fresh weights hide a lost bias or a swapped
-    norm."""
+    """A model with noise on every parameter but the pad rows: fresh weights hide a lost bias or a
+    swapped norm."""
     torch.manual_seed(seed)
     model = GPT(config)
     with torch.no_grad():
@@ -161,9 +161,8 @@ def test_pad_rows_are_never_seen_and_never_move(tiny_config):
     assert model.config.padded_vocab_size == len(weight) == 384 and (weight[VOCAB:] == 0).all()
     x, y = tokens()
     assert model(x)[0].shape == (3, 20, VOCAB)
-    flat = copy.deepcopy(
-        model
-    )  # with weights of 0, each of the VOCAB ids, not of the rows, is as likely
+    # with weights of 0, each of the VOCAB ids, not of the rows, is as likely
+    flat = copy.deepcopy(model)
     torch.nn.init.zeros_(flat.transformer.wte.weight)
     assert flat(x, y)[1].item() == pytest.approx(math.log(VOCAB), abs=1e-5)
     optimizer = torch.optim.AdamW(param_groups(model, 0.1), lr=1e-2)

@@ -76,7 +76,8 @@ class Figures:
         return min(t.get_fontsize() for t in found) / 72 * 720 / self.all[figure].get_figwidth()
 
     def curves(self, panel=0, figure=-1):
-        """[(x, y)] of the curves in a panel, without lines of reference and examples in the legend."""
+        """[(x, y)] of the curves in a panel, without lines of reference and examples in the
+        legend."""
         lines = self.all[figure].axes[panel].lines
         found = [(list(line.get_xdata()), list(line.get_ydata())) for line in lines]
         return [(x, y) for x, y in found if len(x) and not (len(y) == 2 and y[0] == y[1])]
@@ -91,7 +92,8 @@ def figures(monkeypatch):
 
 
 def test_a_resumed_run_drops_what_it_went_back_behind(tmp_path):
-    """Stopped after step 30, resumed from step 20, which is measured again, with another log_every."""
+    """Stopped after step 30, resumed from step 20, which is measured again, with another
+    log_every."""
     before = [
         start(),
         *[train(s, 100 + s) for s in (5, 10, 15, 20, 25, 30)],
@@ -288,9 +290,8 @@ def test_what_stands_in_the_figure(tmp_path, figures):
     expected += ["HellaSwag\nacc_norm", "chance 0.25", "GPT-2 124M 0.2955"]
     for text in expected:
         assert text in texts, text
-    assert (
-        "uniform guess 5.55" not in texts and "GPT-2 1558M 0.4893" not in texts
-    )  # far off the curves
+    # far off the curves
+    assert "uniform guess 5.55" not in texts and "GPT-2 1558M 0.4893" not in texts
     assert figures.curves()[-1] == ([0, 200, 400], [5.6, 2.1, 1.7149])
     assert figures.curves()[0][0] == figures.curves()[1][0] == list(range(1, 401))
     assert figures.all[-1].axes[0].get_ylim()[1] < 5, "step 0 does not own the axis"

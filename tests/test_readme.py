@@ -77,10 +77,8 @@ def broken_links(text, page):
 
 def bad_pictures(text):
     """Pictures without a description, or without a dark variant beside the light one."""
-    bad, dark = (
-        re.findall(r"!\[[^\]]*\]\([^)]*\)", prose(text)),
-        None,
-    )  # this form knows no dark one
+    # this form knows no dark one
+    bad, dark = (re.findall(r"!\[[^\]]*\]\([^)]*\)", prose(text)), None)
     for tag, attributes in Html(prose(text)).tags:
         if tag in ("picture", "/picture"):
             dark = None

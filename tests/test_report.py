@@ -1,4 +1,5 @@
-"""The page of a run: numbers, curves, two runs compared, nothing fetched, no text from a log as code."""
+"""The page of a run: numbers, curves, two runs compared, nothing fetched, no text from a log as
+code."""
 
 import json
 import math
@@ -138,9 +139,8 @@ def test_a_log_alone_and_a_damaged_configuration(tmp_path):
     page = Page(log.rename(tmp_path / "kept.jsonl"))
     assert "no config.json beside the log of kept" in page.seen and "alone" in page.seen
     run = write_run(tmp_path / "r", RUN)
-    assert (
-        report.read_run(run / "log.jsonl", "r").train == TRAIN
-    )  # a log in its folder is the run's
+    # a log in its folder is the run's
+    assert report.read_run(run / "log.jsonl", "r").train == TRAIN
     (run / "config.json").write_text("{")
     with pytest.raises(UserError, match="config.json is damaged"):
         report.read_run(run, "r")

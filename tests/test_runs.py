@@ -1,4 +1,5 @@
-"""A run's folder: what goes into it and what is read back; resuming to the bit; what is measured when."""
+"""A run's folder: what goes into it and what is read back; resuming to the bit; what is measured
+when."""
 
 import dataclasses
 import json
@@ -32,11 +33,10 @@ from lab.run.stop import StopSignal
 from lab.run.vitals import Vitals
 from train_gpt2 import GPTConfig, TrainConfig
 
-OLD = (
-    Path(__file__).parent / "fixtures" / "a3954dc"
-)  # made by that commit's trainer, export and shards
+# made by that commit's trainer, export and shards
+OLD = Path(__file__).parent / "fixtures" / "a3954dc"
 
-# ------------------------------------------------------------------------------------ going on to the bit
+# ------------------------------------------------------------------------------ going on to the bit
 
 
 def test_twenty_steps_are_ten_and_resume_and_ten(run_train, tmp_path):
@@ -123,7 +123,7 @@ def test_a_run_made_by_commit_a3954dc_goes_on(tmp_path):
     assert exported.num_params() == kept.num_params() == 10960
 
 
-# ------------------------------------------------------------------------------- what is measured when
+# ---------------------------------------------------------------------------- what is measured when
 
 
 def test_a_checkpoint_is_the_state_before_its_step_is_measured(tmp_path, shards):
@@ -232,7 +232,7 @@ def test_a_stop_after_a_bad_step_does_not_save_it(tmp_path, shards, monkeypatch)
     assert list(read_run(tmp_path / "r").checkpoints) == [2]
 
 
-# ------------------------------------------------------------------------------------------- the folder
+# --------------------------------------------------------------------------------------- the folder
 
 
 def test_a_run_that_goes_on_is_not_resumed_by_another_process(tmp_path, start_training, run_train):
@@ -287,9 +287,8 @@ def test_the_run_that_goes_on_is_the_named_one_or_the_one_that_saved_last(tmp_pa
         (tmp_path / name / "config.json").write_text("{}")
         path = checkpoints.save(tmp_path / name, 5 + age, {}, keep_last=1)
         os.utime(path, (1000 - age,) * 2)
-    (tmp_path / "older" / "model_000009.pt").symlink_to(
-        "nowhere"
-    )  # it went while runs were looked at
+    # it went while runs were looked at
+    (tmp_path / "older" / "model_000009.pt").symlink_to("nowhere")
     assert run_to_resume(tmp_path) == newest_run(tmp_path) == tmp_path / "newest"
     assert run_to_resume(str(tmp_path), "oldest") == tmp_path / "oldest"
     (tmp_path / "oldest" / "model_000007.pt").unlink()
@@ -301,7 +300,7 @@ def test_the_run_that_goes_on_is_the_named_one_or_the_one_that_saved_last(tmp_pa
             run_to_resume(tmp_path, name)
 
 
-# ------------------------------------------------------------------------------------------- checkpoints
+# -------------------------------------------------------------------------------------- checkpoints
 
 
 def test_a_checkpoint_is_whole_or_not_there_and_copies_stay(tmp_path, monkeypatch):
@@ -313,19 +312,20 @@ def test_a_checkpoint_is_whole_or_not_there_and_copies_stay(tmp_path, monkeypatc
     )
     names = {"model_000005_keep.pt", "model_999999.pt", "model_1000000.pt"}
     assert {p.name for p in tmp_path.iterdir()} == names
-    calls = []
+    new, calls = tmp_path / "model_1000001.pt", []
 
     def note(name, real):
-        monkeypatch.setattr(
-            os, name, lambda *args, **more: (calls.append(name), real(*args, **more))[1]
-        )
+        def noted(*args, **more):
+            calls.append((name, new.exists()))
+            return real(*args, **more)
+
+        monkeypatch.setattr(os, name, noted)
 
     for name in ("fsync", "replace", "unlink"):
         note(name, getattr(os, name))
     checkpoints.save(tmp_path, 1_000_001, {}, keep_last=2)
-    assert calls[:2] == ["fsync", "replace"] and "unlink" not in calls[:2], (
-        "bytes, name, then the old goes"
-    )
+    assert calls[:2] == [("fsync", False), ("replace", False)], "bytes, name, then the old goes"
+    assert ("unlink", False) not in calls and new.exists()
 
 
 class Killed(BaseException):

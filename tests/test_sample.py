@@ -247,9 +247,8 @@ def test_samples_prompts_and_seeds(runs, monkeypatch, capfd):
         assert out == "onezzz\ntwozzz\n" and err.count("tok/s") == 2
     assert call(capfd, "", "--model", "old", "--max_new_tokens", 3)[0] == "zzz\n"  # no prompt
     first, err = call(capfd, "ab")
-    seed = err.split("seed ")[1].split("]")[
-        0
-    ]  # what is shown repeats the text, though it was drawn
+    # what is shown repeats the text, though it was drawn
+    seed = err.split("seed ")[1].split("]")[0]
     assert call(capfd, "ab", "--seed", seed)[0] == first != call(capfd, "ab")[0]
 
 

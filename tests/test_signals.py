@@ -31,7 +31,8 @@ def saved_and_stopped(run_dir, reason):
 
 @pytest.mark.parametrize("name, times", [("SIGTERM", 2), ("SIGINT", 1)])
 def test_a_signal_ends_the_run_after_its_step_saved(tmp_path, start_training, name, times):
-    """Also where SIGTERM comes twice: torchrun passes on one that its processes have had already."""
+    """Also where SIGTERM comes twice: torchrun passes on one that its processes have had
+    already."""
     process = start_training()
     wait_for_steps(process, tmp_path / "log" / "r")
     for _ in range(times):
@@ -104,7 +105,8 @@ def test_a_killed_run_leaves_whole_checkpoints_and_resumes(tmp_path, start_train
 
 @pytest.mark.skipif(sys.platform != "linux", reason="takes a terminal away as Linux does")
 def test_a_closed_terminal_ends_a_run_saved(tmp_path, start_training):
-    """As when ssh breaks off, with the bar of a terminal. SIGHUP comes from it, and from the shell again."""
+    """As when ssh breaks off, with the bar of a terminal. SIGHUP comes from it, and from the shell
+    again."""
     import termios
 
     terminal, end = os.openpty()

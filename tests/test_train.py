@@ -28,9 +28,8 @@ import train_gpt2
 from lab.cli import RunError, UserError
 from lab.data.loader import TokenLoader
 from lab.data.shards import TokenShards
-from lab.data.tokenizers import ByteTokenizer
 from lab.device import Precision, why_no_compile
-from lab.evals import Validation, bytes_per_token, evaluate
+from lab.evals import Validation, evaluate
 from lab.kernels import cross_entropy
 from lab.optim import Muon, orthogonalize
 from lab.run.checkpoints import read_checkpoint
@@ -273,29 +272,6 @@ def test_a_run_learns(tmp_path, shards):
     tokens = np.load(shards / "x_val_000000.npy")[1:301]  # those that are predicted
     bytes_a_token = (tokens != VOCAB - 1).mean()  # end-of-text has none
     assert last["bits_per_byte"] == pytest.approx(last["loss"] / math.log(2) / bytes_a_token)
-
-
-def test_baselines_leave_out_what_a_mask_leaves_out(tmp_path, shards, recwarn):
-    """Questions of many letters, answers of one, which alone are learnt: no context is needed for it."""
-    for split, n in (("train_000000", 1501), ("train_000001", 997), ("val_000000", 700)):
-        ids, mask = np.arange(n) % 40, (np.arange(n) % 3 == 0).astype(np.uint8)
-        ids[mask == 1] = np.where(
-            np.arange(mask.sum()) % 4, 65, VOCAB - 1
-        )  # every fourth: end-of-text
-        np.save(shards / f"x_{split}.npy", ids.astype(np.uint16))
-        with (shards / f"x_{split}.mask").open("wb") as file:
-            np.save(file, mask)
-    run = train_here(tmp_path, shards, "r", max_steps=1, val_every=1, val_tokens=0)
-    last, unigram = of_kind(run, "val")[-1], of_kind(run, "start")[0]["unigram"]
-    a, b, total = 624 + 1, 209 + 1, 833 + VOCAB  # counts in the training data, and one for each id
-    assert unigram == pytest.approx(
-        -0.75 * math.log(a / total) - 0.25 * math.log(b / total), abs=0.01
-    )
-    assert last["bits_per_byte"] == pytest.approx(last["loss"] / math.log(2) / 0.75, rel=0.01)
-    split = TokenShards(shards, "val", VOCAB)
-    assert bytes_per_token(ByteTokenizer(), split, 2) is None and not recwarn.list, (
-        "nothing is learnt there"
-    )
 
 
 def test_validation_loss_is_the_mean_over_the_tokens_asked_for(shards, tiny_config):

@@ -324,9 +324,8 @@ def test_plain_state_dicts(tmp_path):
     ours, rng = tiny_gpt(n_embd=128, n_head=2), torch.get_rng_state()
     torch.save(ours.state_dict(), tmp_path / "model.pt")
     model = models.load(str(tmp_path / "model.pt"))
-    assert (
-        model.config.n_head == 2 and model.config.vocab_size == 104
-    )  # no file tells pad rows apart
+    # no file tells pad rows apart
+    assert model.config.n_head == 2 and model.config.vocab_size == 104
     assert equal_models(model, ours) and torch.equal(torch.get_rng_state(), rng)
     state = tiny_gpt(50304, 128, n_embd=16, n_head=2).state_dict()
     shape, _ = weights.unpack(
