@@ -26,7 +26,6 @@ NOTEBOOK = ROOT / "play.ipynb"
 def executed():
     """The notebook with the outputs of a fresh kernel. Raises CellExecutionError where a cell
     fails."""
-    os.environ["TQDM_DISABLE"] = "1"  # no bars among the outputs
     notebook = nbformat.read(NOTEBOOK, 4)
     how = dict(timeout=1800, kernel_name="python3", record_timing=False)  # seconds for a cell
     where = {"metadata": {"path": str(ROOT)}}
@@ -49,6 +48,8 @@ def run():
     except CellExecutionError as error:
         raise RunError(f"{NOTEBOOK} stays as it was, as a cell failed:\n{error}") from error
     for cell in notebook.cells:
+        if "outputs" in cell:  # without progress bars, which write over themselves
+            cell.outputs = [o for o in cell.outputs if "\r" not in o.get("text", "")]
         for output in cell.get("outputs", []):
             if "image/png" in output.get("data", {}):
                 output.data["image/png"] = shrink(output.data["image/png"])
