@@ -75,19 +75,15 @@ class GPTConfig:
 
 
 @dataclass
-class TrainConfig:
-    """One run. The preset gpt2 is GPT-2 124M for one epoch of 10B tokens, with the schedule of
-    GPT-3 (Brown et al. 2020, appendix B)."""
+class TrainConfig(settings.RunConfig):
+    """One run: what decides its result and its speed. RunConfig adds what every program here has:
+    the data, what is measured and kept, and how often. The preset gpt2 is GPT-2 124M for one epoch
+    of 10B tokens, with the schedule of GPT-3 (Brown et al. 2020, appendix B)."""
 
-    preset: str = "gpt2"  # where the other defaults come from: gpt2 ... gpt2-xl, or laptop
-    # data
-    data: str = "edu_fineweb10B"  # folder of token shards (made by fineweb.py)
+    # batch
     total_batch_size: int = 524288  # tokens per update over all processes (2**19: GPT-3's 0.5M)
     batch_size: int = 0  # sequences per process and micro-step; 0 finds what fits
     seq_len: int = 1024  # tokens per sequence
-    shuffle: bool = True  # seeded order of sequences; off is the order on disk
-    align_documents: bool = False  # sequences start at an end-of-text; what is between is dropped
-    verify_data: bool = False  # hash every shard again before training
     # optimizer
     max_steps: int = 19073  # updates (gpt2: 10e9 tokens / 524288)
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the matrices in the blocks alone
@@ -102,32 +98,12 @@ class TrainConfig:
     beta2: float = 0.95  # AdamW: memory of the squared gradient
     eps: float = 1e-8  # AdamW: added to the root of the squared gradient
     grad_clip: float = 1.0  # largest norm of the whole gradient; 0 is off
-    # machine
-    device: str = "auto"  # cuda, mps or cpu
+    # speed
     precision: Literal["auto", "bf16", "fp16", "tf32", "fp32"] = "auto"  # auto: the device's best
     parallel: Literal["ddp", "zero1"] = "ddp"  # zero1: each process keeps a share of AdamW's state
     compile: bool = True  # torch.compile, where it works
     kernels: Literal["fused", "plain"] = "fused"  # plain: the model as it stands here, to debug it
     fp8: Literal["off", "head", "all"] = "off"  # products in 8 bits: of the head; of the MLPs too
-    seed: int = 1337  # of the weights, the shuffling and the samples
-    # watching; every interval is in steps
-    log_every: int = 10  # a line in log.jsonl
-    val_every: int = 250  # validation loss; 0 is never
-    val_tokens: int = 10485760  # tokens of the validation split to use; 0 is all of them
-    hella_every: int = 1000  # HellaSwag accuracy; 0 is never
-    hella_examples: int = 10042  # how many of its 10042 examples
-    sample_every: int = 1000  # a few samples; 0 is never
-    sample_tokens: int = 64  # length of each
-    sample_prompt: str = "Hello, I'm a language model,"  # what they begin with
-    timing: bool = False  # log milliseconds of data, forward, backward, optimizer
-    wandb: bool = False  # Weights & Biases as well as log.jsonl and TensorBoard
-    # keeping
-    log_dir: str = "log"  # runs lie in log_dir/run_name
-    run_name: str = ""  # name of the run; made from preset and time when empty
-    ckpt_every: int = 1000  # a checkpoint; 0 is only if a signal stops the run
-    keep_last: int = 2  # how many checkpoints stay, besides the best
-    resume: bool = False  # go on with the newest run (or --run_name NAME) and its settings
-    init_from: str = ""  # start from these weights: gpt2 ... gpt2-xl, a folder, or a checkpoint
 
 
 PRESETS = {
@@ -482,9 +458,7 @@ def set_up(model_config, cfg, world, state=None):
     torch.manual_seed(cfg.seed)
     precision = device.Precision(cfg.precision, world.device)  # bf16 where the GPU has it
     if world.device.type == "cuda" and precision.name != "fp32":
-        torch.set_float32_matmul_precision(
-            "high"
-        )  # TF32: float32 products keep 10 bits of mantissa
+        torch.set_float32_matmul_precision("high")  # TF32: products keep 10 bits of mantissa
     shards = data.TokenShards(cfg.data, "train", model_config.vocab_size, cfg.verify_data)
     raw_model = GPT(model_config)
     if cfg.init_from and not state:
@@ -535,8 +509,7 @@ def train(run, events, cfg, world, log, stop):
         while True:
             last = run.step == cfg.max_steps
             due = [event for event in events if event.due(run.step, last)]
-            # raises on all processes: RunError for a loss that is not finite, Stopped after a
-            # signal
+            # raises, on all processes: RunError for a loss that is not finite, Stopped by a signal
             vitals.read(newest=bool(due) or last)
             with meter.paused(due):
                 for event in due:
@@ -547,7 +520,8 @@ def train(run, events, cfg, world, log, stop):
             vitals.watch(losses)  # looked at a step later, so that nobody waits for the device
             meter.tick()
             if run.step % cfg.log_every == 0 or run.step == cfg.max_steps:
-                loss, lr = world.mean(losses.sum().item()), get_lr(run.step - 1, cfg)
+                loss = world.mean(losses.sum().item())
+                lr = run.optimizer.param_groups[-1]["lr"]  # AdamW's, whose scale is 1
                 log.train(run.step, loss, lr, grad_norm.item(), **meter.read())
     except Stopped as signal:
         stopped = str(signal)

@@ -45,9 +45,7 @@ def command(main, name=None):
     try:
         status = main(sys.argv[1:]) or 0
     except UserError as error:
-        if (
-            rank
-        ):  # all processes meet the same bad input; if it is this one's alone, rank 0 is silent
+        if rank:  # all processes meet the same bad input, which rank 0 says; it may be ours alone
             time.sleep(2)
         status = error.status
         say(f"{name}: error: {f'[rank {rank}] ' if rank else ''}{error}")
@@ -68,10 +66,8 @@ def command(main, name=None):
             stream.flush()
         except OSError:  # nobody reads it; Python would complain at its end once more
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-    if (
-        world_size > 1
-    ):  # others may wait for an exchange that never comes, and threads of gloo's may
-        os._exit(status)  # outlive the interpreter (pytorch/pytorch#179291): no farewell
+    if world_size > 1:  # gloo's threads may outlive the interpreter (pytorch/pytorch#179291)
+        os._exit(status)
     sys.exit(status)
 
 

@@ -13,6 +13,7 @@ from lab import weights
 from lab.cli import UserError
 from lab.data.documents import hide_other_documents
 from lab.run.checkpoints import has_checkpoint, newest_checkpoint, newest_run, read_checkpoint
+from lab.run.settings import same_shape
 
 # what a checkpoint calls its program: the file that has the class
 PROGRAMS = {"gpt2": "train_gpt2"}
@@ -66,12 +67,5 @@ def start_from(source, model, log_dir="log"):
     """Give a new model the weights that `source` names (see find), which must be of its shape."""
     path = find(source, log_dir)
     shape, state = weights.read(path)
-    ours = {name: getattr(model.config, name) for name in shape}
-    if shape != ours:
-        theirs = {name: value for name, value in shape.items() if value != ours[name]}
-        pairs = ", ".join(f"{name}={value} (here {ours[name]})" for name, value in theirs.items())
-        flags = " ".join(f"--{name} {value}" for name, value in theirs.items())
-        raise UserError(
-            f"{path} has another shape: {pairs}; pass {flags} (vocab_size comes with --data)"
-        )
+    same_shape(path, shape, model.config)
     weights.copy_into(model, state, path)

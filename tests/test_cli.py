@@ -304,11 +304,12 @@ def test_help_names_every_setting_with_its_default(tmp_path):
         assert re.search(rf"--{field.name}[ ,]", words), field.name
     assert "transformer blocks (default: 48)" in words and "--no_compile" in words
     assert "torchrun --standalone" in words and "those of preset gpt2-xl (as asked for)" in words
-    for config in (GPTConfig, TrainConfig):  # tyro takes the help from the comment beside or above
+    # tyro takes the help from the comment beside
+    for config in (GPTConfig, TrainConfig, train_gpt2.settings.RunConfig):
         source = inspect.getsource(config).splitlines()
-        for field in dataclasses.fields(config):
-            (i,) = [i for i, text in enumerate(source) if text.strip().startswith(f"{field.name}:")]
-            assert "  # " in source[i] or source[i - 1].strip().startswith("#"), field.name
+        for name in config.__annotations__:
+            (line,) = [text for text in source if text.strip().startswith(f"{name}:")]
+            assert "  # " in line, name
 
 
 def parsed(*argv):

@@ -293,7 +293,7 @@ def test_the_run_that_goes_on_is_the_named_one_or_the_one_that_saved_last(tmp_pa
     assert run_to_resume(str(tmp_path), "oldest") == tmp_path / "oldest"
     (tmp_path / "oldest" / "model_000007.pt").unlink()
     for name, said in (
-        ("oldest", "oldest has no checkpoint to resume from"), ("log/x", "must be a plain name"),
+        ("oldest", "oldest has no checkpoint to resume from"), ("log/x", "log/x holds no config"),
         ("other", "other holds no config.json to resume with"),
     ):  # fmt: skip
         with pytest.raises(UserError, match=said):

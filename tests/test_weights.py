@@ -286,7 +286,7 @@ def test_start_from(tmp_path):
     models.start_from(source, model)
     assert equal_models(start, model) and not model.lm_head.weight[101:].any()
     other = GPT(GPTConfig(3, 4, 32, 16, vocab_size=257))
-    said = r"n_layer=2 \(here 3\), vocab_size=101 \(here 257\); pass --n_layer 2 --vocab"
+    said = r"n_layer=2 \(here 3\), vocab_size=101 \(here 257\); pass --n_layer 2 and --data"
     with pytest.raises(UserError, match=said):
         models.start_from(source, other)
 

@@ -25,15 +25,9 @@ def opened(run):
         problem = None
         if run.world.is_main:
             try:
-                at_end.enter_context(
-                    only_writer(
-                        run.folder,
-                        (
-                            f"{run.folder} is the folder of a run that is going on; stop that one first "
-                            "(its processes may outlive a torchrun that was killed)"
-                        ),
-                    )
-                )
+                busy = f"{run.folder} is the folder of a run that is going on; stop that one first "
+                busy += "(its processes may outlive a torchrun that was killed)"
+                at_end.enter_context(only_writer(run.folder, busy))
                 note_settings(run)
             except UserError as error:
                 problem = error
@@ -99,21 +93,15 @@ def check_value(path, field, value):
 def run_to_resume(log_dir, run_name=""):
     """The folder of the run of this name, or of the run whose checkpoint was written last. Raises
     UserError where there is nothing to resume."""
-    if Path(run_name).name != run_name:
-        raise UserError(
-            f"run_name={run_name} must be a plain name, without folders: --run_name {Path(run_name).name}"
-        )
     run_dir = Path(log_dir) / run_name if run_name else newest_run(log_dir)
     if not (run_dir / "config.json").exists():
         raise UserError(
             f"{run_dir} holds no config.json to resume with; `ls {log_dir}` shows the runs there are"
         )
     if not has_checkpoint(run_dir):
-        again = (
-            "delete the folder, or pass another --run_name"
-            if has_trained(run_dir)
-            else ("begin it again without --resume")
-        )
+        again = "begin it again without --resume"
+        if has_trained(run_dir):
+            again = "delete the folder, or pass another --run_name"
         raise UserError(f"{run_dir} has no checkpoint to resume from; {again}")
     return run_dir
 

@@ -8,6 +8,7 @@ import math
 import os
 import re
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from lab.cli import UserError, parse
@@ -15,19 +16,43 @@ from lab.files import read_json
 from lab.run.checkpoints import newest_checkpoint, read_newest, step_of
 from lab.run.folder import is_finished, read_config, run_to_resume
 
-AT_LEAST_1 = (
-    "n_layer",
-    "n_head",
-    "n_embd",
-    "block_size",
-    "vocab_multiple",
-    "total_batch_size",
-    "seq_len",
-    "max_steps",
-    "log_every",
-    "keep_last",
-)
+SIZES = "n_layer n_head n_embd block_size vocab_multiple total_batch_size seq_len max_steps"
+AT_LEAST_1 = (*SIZES.split(), "log_every", "keep_last")
 MINUS_1 = ("warmup_steps", "decay_steps")  # -1: a share of max_steps
+
+
+@dataclass
+class RunConfig:
+    """What every program has that trains: its data, what is measured and kept, and how often. A
+    program's own TrainConfig adds what decides the result."""
+
+    preset: str = "gpt2"  # where the other defaults come from: gpt2 ... gpt2-xl, or laptop
+    # data
+    data: str = "edu_fineweb10B"  # folder of token shards (made by fineweb.py)
+    shuffle: bool = True  # seeded order of sequences; off is the order on disk
+    align_documents: bool = False  # sequences start at an end-of-text; what is between is dropped
+    verify_data: bool = False  # hash every shard again before training
+    # place
+    device: str = "auto"  # cuda, mps or cpu
+    seed: int = 1337  # of the weights, the shuffling and the samples
+    # watching; every interval is in steps
+    log_every: int = 10  # a line in log.jsonl
+    val_every: int = 250  # validation loss; 0 is never
+    val_tokens: int = 10485760  # tokens of the validation split to use; 0 is all of them
+    hella_every: int = 1000  # HellaSwag accuracy; 0 is never
+    hella_examples: int = 10042  # how many of its 10042 examples
+    sample_every: int = 1000  # a few samples; 0 is never
+    sample_tokens: int = 64  # length of each
+    sample_prompt: str = "Hello, I'm a language model,"  # what they begin with
+    timing: bool = False  # log milliseconds of data, forward, backward, optimizer
+    wandb: bool = False  # Weights & Biases as well as log.jsonl and TensorBoard
+    # keeping
+    log_dir: str = "log"  # runs lie in log_dir/run_name
+    run_name: str = ""  # name of the run; made from preset and time when empty
+    ckpt_every: int = 1000  # a checkpoint; 0 is only if a signal stops the run
+    keep_last: int = 2  # how many checkpoints stay, besides the best
+    resume: bool = False  # go on with the newest run (or --run_name NAME) and its settings
+    init_from: str = ""  # start from these weights: gpt2 ... gpt2-xl, a folder, or a checkpoint
 
 
 def parse_flags(argv, presets, description):
@@ -100,50 +125,35 @@ def check(model_config, cfg):
         if not isinstance(value, (bool, str)) and not least <= value < math.inf:
             kind = "whole" if isinstance(value, int) else "finite"
             raise UserError(f"{name}={value} must be a {kind} number, {least} or more")
-    for name, value, most in (
-        ("beta1", cfg.beta1, 1),
-        ("beta2", cfg.beta2, 1),
-        ("seed", cfg.seed, 2**32),
-    ):
-        if value >= most:
-            raise UserError(f"{name}={value} must be less than {most}")
-    n_embd, n_head = model_config.n_embd, model_config.n_head
-    if n_embd % n_head:
-        more = -(-n_embd // n_head) * n_head
-        raise UserError(
-            f"n_embd={n_embd} must be divisible by n_head={n_head}; n_embd={more} would be"
-        )
-    if cfg.seq_len > model_config.block_size:
-        raise UserError(
-            f"seq_len={cfg.seq_len} must be between 1 and block_size={model_config.block_size}; "
-            f"shorten it or pass --block_size {cfg.seq_len}"
-        )
-    if not cfg.eps:
-        raise UserError("eps=0 divides 0 by 0 where a gradient is 0; the usual value is 1e-8")
-    if cfg.min_lr > cfg.lr and cfg.schedule != "constant":
-        raise UserError(
-            f"min_lr={cfg.min_lr} must not be above lr={cfg.lr}; pass a smaller --min_lr"
-        )
-    if cfg.kernels == "plain" and cfg.fp8 != "off":
-        raise UserError(f"fp8={cfg.fp8} is no plain kernel; leave out --fp8 or --kernels plain")
-    if cfg.parallel == "zero1" and cfg.optimizer != "adamw":
-        raise UserError(
-            f"parallel=zero1 shares out AdamW's state, and optimizer={cfg.optimizer} has another; "
-            "leave one out"
-        )
-    if Path(cfg.run_name).name != cfg.run_name or cfg.run_name == "..":
-        raise UserError(
-            f"run_name={cfg.run_name} must be a plain name, without folders; --log_dir says where runs lie"
-        )
-    if cfg.resume and cfg.init_from:
-        raise UserError(
-            f"init_from={cfg.init_from} is for a new run; a resumed one goes on with its own weights: "
-            "leave one out"
-        )
-    if cfg.wandb and importlib.util.find_spec("wandb") is None:
-        raise UserError(
-            "--wandb needs `pip install wandb`; log.jsonl and TensorBoard are written without it"
-        )
+    m, more = model_config, -(-model_config.n_embd // model_config.n_head) * model_config.n_head
+    rules = (  # (what is wrong, in one sentence: the value, the rule and the way out)
+        (cfg.beta1 >= 1, f"beta1={cfg.beta1} must be less than 1"),
+        (cfg.beta2 >= 1, f"beta2={cfg.beta2} must be less than 1"),
+        (cfg.seed >= 2**32, f"seed={cfg.seed} must be less than {2**32}"),
+        (m.n_embd % m.n_head,
+         f"n_embd={m.n_embd} must be divisible by n_head={m.n_head}; n_embd={more} would be"),
+        (cfg.seq_len > m.block_size,
+         f"seq_len={cfg.seq_len} must be between 1 and block_size={m.block_size}; shorten it or pass "
+         f"--block_size {cfg.seq_len}"),
+        (not cfg.eps, "eps=0 divides 0 by 0 where a gradient is 0; the usual value is 1e-8"),
+        (cfg.min_lr > cfg.lr and cfg.schedule != "constant",
+         f"min_lr={cfg.min_lr} must not be above lr={cfg.lr}; pass a smaller --min_lr"),
+        (cfg.kernels == "plain" and cfg.fp8 != "off",
+         f"fp8={cfg.fp8} is no plain kernel; leave out --fp8 or --kernels plain"),
+        (cfg.parallel == "zero1" and cfg.optimizer != "adamw",
+         f"parallel=zero1 shares out AdamW's state, and optimizer={cfg.optimizer} has another; leave one "
+         "out"),
+        (Path(cfg.run_name).name != cfg.run_name or cfg.run_name == "..",
+         f"run_name={cfg.run_name} must be a plain name, without folders; --log_dir says where runs lie"),
+        (cfg.resume and cfg.init_from,
+         f"init_from={cfg.init_from} is for a new run; a resumed one goes on with its own weights: leave "
+         "one out"),
+        (cfg.wandb and importlib.util.find_spec("wandb") is None,
+         "--wandb needs `pip install wandb`; log.jsonl and TensorBoard are written without it"),
+    )  # fmt: skip
+    for wrong, sentence in rules:
+        if wrong:
+            raise UserError(sentence)
 
 
 def resolve(model_config, cfg, world, presets):
@@ -199,7 +209,7 @@ def check_fits(path, state, model_config, cfg):
         raise UserError(
             f"{path} was not written by this trainer; start from its weights with --init_from {path}"
         )
-    same_shape(path, state["model_config"], model_config, also=("vocab_multiple",))
+    same_shape(path, state["model_config"], model_config, "vocab_multiple")
     made_by = state["train_config"]["optimizer"]
     if made_by != cfg.optimizer:
         raise UserError(
@@ -208,7 +218,7 @@ def check_fits(path, state, model_config, cfg):
         )
 
 
-def same_shape(source, theirs, model_config, also=()):
+def same_shape(source, theirs, model_config, *also):
     """Raise UserError where the shape of a model (a dict) differs from that of a config."""
     names = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", *also)
     ours = {name: getattr(model_config, name) for name in names}
@@ -216,8 +226,7 @@ def same_shape(source, theirs, model_config, also=()):
     if different:
         pairs = ", ".join(f"{k}={theirs.get(k)} (here {ours[k]})" for k in different)
         ways = [" ".join(f"--{k} {theirs.get(k)}" for k in different if k != "vocab_size")]
-        # other ids, other words
-        ways += ["--data with shards of its tokenizer"] * ("vocab_size" in different)
+        ways += ["--data with shards of its tokenizer"] * ("vocab_size" in different)  # other words
         raise UserError(
             f"{source} has another shape: {pairs}; pass {' and '.join(filter(None, ways))}"
         )
