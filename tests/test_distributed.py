@@ -250,7 +250,7 @@ def test_a_signal_to_one_process_ends_the_validation_of_all(tmp_path, start_two)
     two = start_two("--val_every", 5, "--val_tokens", 0, "--max_steps", 100, data=data)
     wait_for(lambda: "guess" in two[0].stdout, two[0])
     two[1].signal(signal.SIGTERM)
-    assert [process.wait(30) for process in two] == [75, 75], two[0].stderr
+    assert [process.wait(90) for process in two] == [75, 75], two[0].stderr
     events = read_run(tmp_path / "log" / "r").events
     assert [e["kind"] for e in events] == ["start", "end"]
     assert (
