@@ -41,11 +41,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from hellaswag import HellaSwag
-from lab import data, device, evals, kernels, models, weights
+from lab import data, device, evals, kernels, models, optim, parallel, weights
 from lab.cli import command
 from lab.generate import generate
-from lab.optim import MuonAdamW, exact_norm, load_optimizer
-from lab.parallel import Zero1AdamW
 from lab.run import Log, Meter, Stopped, StopSignal, Vitals, checkpoints, folder, settings
 from lab.world import World
 
@@ -328,7 +326,7 @@ def make_optimizer(model, cfg, device_type):
     fused = device_type in ("cuda", "cpu")  # one kernel for all tensors instead of several for each
     adamw = dict(lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, fused=fused)
     if cfg.optimizer == "muon":
-        optimizer = MuonAdamW(model, cfg.muon_lr, weight_decay=cfg.weight_decay, **adamw)
+        optimizer = optim.MuonAdamW(model, cfg.muon_lr, weight_decay=cfg.weight_decay, **adamw)
     else:
         optimizer = torch.optim.AdamW(param_groups(model, cfg.weight_decay), **adamw)
     for group in optimizer.param_groups:
@@ -410,7 +408,7 @@ class Run:
         norm."""
         self.precision.scaler.unscale_(self.optimizer)  # fp16 alone: first back to their true size
         params = [p for p in self.raw_model.parameters() if p.grad is not None]
-        norm = exact_norm([p.grad for p in params])
+        norm = optim.exact_norm([p.grad for p in params])
         nn.utils.clip_grads_with_norm_(params, max_norm or math.inf, norm)
         return norm
 
@@ -429,7 +427,7 @@ class Run:
 
     def load_state_dict(self, state):
         self.raw_model.load_state_dict(state["model"])
-        load_optimizer(self.optimizer, state["optimizer"])
+        optim.load_optimizer(self.optimizer, state["optimizer"])
         self.loader.load_state_dict(state["loader"])
         if state["scaler"] and self.precision.scaler.is_enabled():
             self.precision.scaler.load_state_dict(state["scaler"])
@@ -475,7 +473,7 @@ def set_up(model_config, cfg, world, state=None):
     optimizer = make_optimizer(raw_model, cfg, world.device.type)
     model = raw_model
     if world.distributed and cfg.parallel == "zero1":
-        optimizer = Zero1AdamW(optimizer, raw_model, loader, precision, world)
+        optimizer = parallel.Zero1AdamW(optimizer, raw_model, loader, precision, world)
     elif world.distributed:
         # backward() sends gradients in pieces while it still computes those of earlier layers. The
         # compiler cuts its graph at each piece, and DDP's own 25 MB would cut it at every block.

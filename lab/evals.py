@@ -39,20 +39,12 @@ class Validation(Every):
         self.unigram = self.bytes = None
         if run.world.is_main:
             self.unigram = unigram_entropy(run.loader.shards, self.shards, cfg.val_tokens)
-            self.bytes = self.tokenizer and bytes_per_token(
-                self.tokenizer, self.shards, cfg.val_tokens
-            )
+            if self.tokenizer:
+                self.bytes = bytes_per_token(self.tokenizer, self.shards, cfg.val_tokens)
 
     def __call__(self, run):
-        sums = evaluate(
-            run.model,
-            self.shards,
-            run.cfg,
-            run.loader.batch_size,
-            run.world,
-            run.precision,
-            self.stop,
-        )
+        size, world = run.loader.batch_size, run.world
+        sums = evaluate(run.model, self.shards, run.cfg, size, world, run.precision, self.stop)
         loss = sums["loss"] / max(1, sums["targets"])
         if run.step and run.step == run.saved and loss < run.best_val:  # of the steps on disk
             run.best_val = loss
@@ -78,9 +70,8 @@ def evaluate(model, shards, cfg, batch_size, world, precision, stop=None):
     positions = np.arange(0, targets, T)
     # per = batches * batch_size sequences for each process
     per = -(-len(positions) // (batch_size * world.world_size)) * batch_size
-    total = torch.zeros(
-        2, dtype=torch.float64, device="cpu" if world.device.type == "mps" else world.device
-    )
+    place = "cpu" if world.device.type == "mps" else world.device  # MPS has no 64-bit floats
+    total = torch.zeros(2, dtype=torch.float64, device=place)
     for i in range(world.rank * per, (world.rank + 1) * per, batch_size):
         if stop:
             stop.check()
@@ -99,10 +90,8 @@ def evaluate(model, shards, cfg, batch_size, world, precision, stop=None):
 
 def target_counts(shards, tokens):
     """How often each token (V,) is a target of the first `tokens` positions of a split (0: all)."""
-    end, counts = (
-        1 + min(tokens or len(shards), len(shards) - 1),
-        np.zeros(shards.vocab_size, np.int64),
-    )
+    end = 1 + min(tokens or len(shards), len(shards) - 1)
+    counts = np.zeros(shards.vocab_size, np.int64)
     for start in range(1, end, 2**24):
         ids = shards.read(start, min(2**24, end - start))
         ids = ids[shards.learnt(start, len(ids))] if shards.masks else ids
@@ -120,11 +109,8 @@ def unigram_entropy(train_shards, val_shards, val_tokens):
 def bytes_per_token(tokenizer, shards, val_tokens):
     """Mean bytes of text per token that is validated, to turn nats per token into bits per byte."""
     counts = target_counts(shards, val_tokens)
-    return (
-        float(counts @ tokenizer.token_bytes()[: len(counts)] / counts.sum())
-        if counts.any()
-        else None
-    )
+    bytes_in_all = float(counts @ tokenizer.token_bytes()[: len(counts)])
+    return bytes_in_all / counts.sum() if counts.any() else None
 
 
 def tokenizer_for(vocab_size, world):

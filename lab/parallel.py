@@ -193,16 +193,12 @@ class Zero1AdamW:
             state = self.of_shares.state[s.mine]
             if state:
                 moments = zip(s.params, s.gather(state["exp_avg"]), s.gather(state["exp_avg_sq"]))
+                step = state["step"].cpu()
                 for p, mean, square in moments:
-                    states[p] = {
-                        "step": state["step"].cpu().clone(),
-                        "exp_avg": mean,
-                        "exp_avg_sq": square,
-                    }
+                    states[p] = dict(step=step.clone(), exp_avg=mean, exp_avg_sq=square)
         params = [p for group in self.param_groups for p in group["params"]]
-        return self.of_wholes.state_dict() | {
-            "state": {i: states[p] for i, p in enumerate(params) if p in states}
-        }
+        numbered = {i: states[p] for i, p in enumerate(params) if p in states}
+        return self.of_wholes.state_dict() | {"state": numbered}
 
     def load_state_dict(self, data):
         """Go on from an AdamW's state, and from the weights that the parameters have by now."""
@@ -213,12 +209,8 @@ class Zero1AdamW:
             s.begin()
             if s.params[0] in states:
                 found = [states[p] for p in s.params]
-                mean, square = (
-                    s.laid_out([f[k] for f in found], s.mine.dtype, "cpu")
-                    for k in ("exp_avg", "exp_avg_sq")
-                )
-                self.of_shares.state[s.mine] = {
-                    "step": found[0]["step"].to(s.mine, copy=True),
-                    "exp_avg": mean[s.here].to(s.mine),
-                    "exp_avg_sq": square[s.here].to(s.mine),
-                }
+                state = {"step": found[0]["step"].to(s.mine, copy=True)}
+                for name in ("exp_avg", "exp_avg_sq"):
+                    whole = s.laid_out([each[name] for each in found], s.mine.dtype, "cpu")
+                    state[name] = whole[s.here].to(s.mine)
+                self.of_shares.state[s.mine] = state

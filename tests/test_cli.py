@@ -206,7 +206,7 @@ BAD = {
     "--fp8 head": "fp8=head: 8 bits need an NVIDIA GPU .*; leave --fp8 out",
     "--precision fp16": "fp16 needs a GPU",
     "--device tpu": "device=tpu is not one of auto, cuda, cuda:N, mps and cpu",
-    "--device cpu:foo": "device=cpu:foo is no device",
+    "--device cpu:foo": "device=cpu:foo is not one of auto",
     "--data nowhere": "no train shards in nowhere.*python fineweb.py --source FOLDER",
     "--data short": "10 training tokens, a sequence takes 17.*--seq_len smaller than 16",
     "--data broken": "manifest.json is damaged",

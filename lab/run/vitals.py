@@ -38,8 +38,7 @@ class Vitals:
 
     def __init__(self, run, world, stop):
         self.run, self.world, self.stop = run, world, stop
-        # (step, losses underway, the loader's place after it) not looked at yet
-        self.pending = deque()
+        self.pending = deque()  # (step, losses underway, the loader's place after it)
 
     def watch(self, losses):
         """Note the losses (micro-steps,) of the update that was just launched."""
@@ -53,9 +52,7 @@ class Vitals:
         """
         found = [self.pending.popleft() for _ in range(len(self.pending) - (not newest))]
         losses = [(step, copies.arrive(), place) for step, copies, place in found]
-        told = [losses_of.sum().item() for _, losses_of, _ in losses] + [
-            float(bool(self.stop.name))
-        ]
+        told = [each.sum().item() for _, each, _ in losses] + [float(bool(self.stop.name))]
         *means, stops = self.world.all_reduce(torch.tensor(told, dtype=torch.float64)).tolist()
         for mean, (step, micro_losses, place) in zip(means, losses):
             if not math.isfinite(mean):
