@@ -98,7 +98,7 @@ class TrainConfig(settings.RunConfig):
     grad_clip: float = 1.0  # largest norm of the whole gradient; 0 is off
     # speed
     precision: Literal["auto", "bf16", "fp16", "tf32", "fp32"] = "auto"  # auto: the device's best
-    parallel: Literal["ddp", "zero1"] = "ddp"  # zero1: each process keeps a share of AdamW's state
+    parallel: Literal["ddp", "zero1", "fsdp2"] = "ddp"  # shares of AdamW's state; of weights too
     compile: bool = True  # torch.compile, where it works
     kernels: Literal["fused", "plain"] = "fused"  # plain: the model as it stands here, to debug it
     fp8: Literal["off", "head", "all"] = "off"  # products in 8 bits: of the head; of the MLPs too
@@ -111,6 +111,10 @@ PRESETS = {
     "gpt2-medium": (GPTConfig(24, 16, 1024), TrainConfig("gpt2-medium", lr=3e-4, min_lr=3e-5)),
     "gpt2-large": (GPTConfig(36, 20, 1280), TrainConfig("gpt2-large", lr=2.5e-4, min_lr=2.5e-5)),
     "gpt2-xl": (GPTConfig(48, 25, 1600), TrainConfig("gpt2-xl", lr=2e-4, min_lr=2e-5)),
+    # never released: GPT-3's 2.7B, whose weights, gradients and moments take 42 GB
+    "gpt2-2.7b": (
+        GPTConfig(32, 32, 2560), TrainConfig("gpt2-2.7b", lr=1.6e-4, min_lr=1.6e-5, parallel="fsdp2")
+    ),
     # two minutes on two laptop cores, on the text that ships inside Python, read as bytes
     "laptop": (
         GPTConfig(n_layer=2, n_head=2, n_embd=128, block_size=128, vocab_size=257, vocab_multiple=1),
@@ -252,9 +256,13 @@ class GPT(nn.Module):
         pad = (self.config.padded_vocab_size - self.config.vocab_size) * self.config.n_embd
         return sum(p.numel() for p in self.parameters()) - pad
 
+    @property
+    def blocks(self):
+        return self.transformer.h
+
     def block_matrices(self):
         """The matrices inside the blocks: what Muon updates, and what only products read."""
-        return [p for p in self.transformer.h.parameters() if p.dim() == 2]
+        return [p for p in self.blocks.parameters() if p.dim() == 2]
 
     def flops_per_token(self, seq_len):
         """6 FLOPs for each weight that multiplies (2 forward, 4 backward; positions are only
@@ -472,8 +480,9 @@ def set_up(model_config, cfg, world, state=None):
     loader = data.TokenLoader(shards, cfg, world, batch_size)
     optimizer = make_optimizer(raw_model, cfg, world.device.type)
     model = raw_model
-    if world.distributed and cfg.parallel == "zero1":
-        optimizer = parallel.Zero1AdamW(optimizer, raw_model, loader, precision, world)
+    if world.distributed and cfg.parallel != "ddp":
+        share_out = parallel.EXCHANGES[cfg.parallel]  # ZeRO-1 or FSDP2
+        optimizer = share_out(optimizer, raw_model, loader, precision, world)
     elif world.distributed:
         # backward() sends gradients in pieces while it still computes those of earlier layers. The
         # compiler cuts its graph at each piece, and DDP's own 25 MB would cut it at every block.

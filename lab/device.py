@@ -162,9 +162,11 @@ def micro_batches(cfg, world_size, device_type, most=64):
 def fits(model, size, cfg, world, precision):
     """Whether a micro-step of so many sequences, and what training holds beside it, fits on this
     GPU."""
-    # AdamW's two moments and DDP's buckets come on top, or shares of the moments and of the
-    # weights, and gradients that are kept over micro-steps; 5 % is left for fragments
-    copies = 1 + 3 / world.world_size if cfg.parallel == "zero1" and world.distributed else 3
+    # AdamW's two moments and DDP's buckets come on top; with ZeRO-1 shares of the moments and of the
+    # weights, and gradients that are kept over micro-steps; with FSDP2 a share of everything, in
+    # the place of weights and gradients. 5 % is left for fragments
+    n = world.world_size
+    copies = {"zero1": 1 + 3 / n, "fsdp2": 4 / n - 2}.get(cfg.parallel, 3) if n > 1 else 3
     beside = copies * sum(p.numel() * p.element_size() for p in model.parameters())
     try:
         idx = torch.randint(model.config.vocab_size, (size, cfg.seq_len), device=world.device)

@@ -131,9 +131,7 @@ class Samples(Every):
         self.tokenizer = tokenizer
 
     def __call__(self, run):
-        if not run.world.is_main:
-            return None
-        cfg = run.cfg
+        cfg = run.cfg  # all processes draw the same: with FSDP2 each has a share of the weights
         with run.precision.autocast():
             texts = draw_samples(
                 run.raw_model, self.tokenizer, cfg.sample_prompt, cfg.sample_tokens, cfg.seed

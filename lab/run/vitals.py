@@ -80,7 +80,8 @@ class Vitals:
 
     def check_weights(self):
         """Raise RunError where a finite loss has led to weights that are not: not worth keeping."""
-        norms = torch.stack(torch._foreach_norm(list(self.run.raw_model.parameters())))
+        params = [getattr(p, "_local_tensor", p) for p in self.run.raw_model.parameters()]  # FSDP2
+        norms = torch.stack(torch._foreach_norm(params))
         if not self.world.all(norms.isfinite().all().item()):
             raise RunError(
                 f"the weights are not finite after step {self.run.step}; they are not saved, "
