@@ -155,7 +155,7 @@ def test_of_several_kinds_one_is_read(tmp_path):
     (tmp_path / "mixed" / "b.txt").write_text("not me " * 50)
     args = [ROOT / "fineweb.py", "--source", "mixed", *BYTES, "--workers", 0]
     done = run_python(*args, cwd=tmp_path)
-    assert "only its 1 jsonl files are read, not b.txt" in done.stderr
+    assert "only its 1 jsonl files are read" in done.stderr
 
 
 def test_tokens_stops_early_and_goes_on_later(corpus, tmp_path):
@@ -223,16 +223,14 @@ def test_gpt2_shards_of_the_real_corpus(tmp_path, monkeypatch):
     assert stream_of(tmp_path).tolist() == plain[:300_000]
 
 
-def test_data_of_the_first_version(tmp_path, capsys):
-    """Made by commit a3954dc: it is there, it is whole; what was begun then is not gone on with."""
+def test_data_of_the_first_version(tmp_path):
+    """Made by commit a3954dc: it is whole, but not gone on with."""
     shutil.copytree(OLD, tmp_path / "old")
-    args = ["--source", tmp_path / "old" / "texts.jsonl", "--shard_tokens", 200]
-    make(*args, "--out", tmp_path / "old" / "texts")
-    assert "already there: 623 tokens" in capsys.readouterr().out
-    make("--verify", "--out", tmp_path / "old" / "chats")
-    make(*args, "--out", tmp_path / "new", "--val_tokens", 90)
+    for name in ("texts", "chats", "begun"):
+        assert verify(tmp_path / "old" / name) == []
+    args = ["--source", tmp_path / "old" / "texts.jsonl", "--shard_tokens", 200, "--val_tokens", 90]
+    make(*args, "--out", tmp_path / "new")
     assert np.array_equal(stream_of(tmp_path / "new"), stream_of(tmp_path / "old" / "texts"))
-    make(*args, "--out", tmp_path / "old" / "begun", "--tokens", 300)
     with pytest.raises(UserError, match="format = 1, now it is 2: choose another --out"):
         make(*args, "--out", tmp_path / "old" / "begun")
 
@@ -389,8 +387,6 @@ BAD = {  # the file, its content, more arguments, what the sentence must hold
     "unknown ending": ("a.docx", b"x", "", r"nothing to read.*\*\.jsonl"),
     "nothing in it": ("a.jsonl", b'{"text": ""}\n{"text": " "}\n', "", "no text"),
     "empty file": ("a.jsonl", b"", "", "no text"),
-    "builtin in part": ("", b"", "--source builtin --tokens 1k", "--tokens does nothing"),
-    "hub's name": ("a.jsonl", LINES, "--name x", r"--name does nothing for --source a\.jsonl"),
     "no number": ("a.jsonl", LINES, "--tokens many", r"--tokens many.*500M"),
     "zero": ("a.jsonl", LINES, "--shard_tokens 0", r"--shard_tokens 0"),
     "out is a file": ("a.jsonl", LINES, "--out a.jsonl", r"a\.jsonl cannot be written"),
@@ -480,7 +476,7 @@ def test_verify_names_what_is_broken(corpus, tmp_path):
     lines = got.stdout.splitlines()
     assert got.returncode == 1 and len(lines) == 3
     assert all(said in line for said, line in zip(wanted, lines)), lines
-    with pytest.raises(UserError, match="has no manifest.json to compare shards with"):
+    with pytest.raises(UserError, match="has no manifest.json to compare with"):
         make("--verify", "--out", tmp_path / "nowhere")
 
 
