@@ -1,7 +1,8 @@
 """Writing shards of tokens: whole or not at all, with a manifest that says what they are.
 
 manifest.json: format, complete, data, tokenizer, vocab_size, eot, source, shard_tokens, val_tokens,
-context (tokens in a row of chat data, else null), the totals documents and tokens, and shards:
+context (tokens in a row of chat data, else null), exhausted (of a corpus: its source has no more),
+of chat data too_long and no_answer (left out), the totals documents and tokens, and shards:
 name, split, tokens, documents, bytes, sha256, of a corpus also end (where in the source the next
 one begins: file, unit, tokens of the unit), of chat data also mask.
 """
