@@ -212,7 +212,7 @@ BAD = {
     "--data broken": "manifest.json is damaged",
     "--total_batch_size 1000": "total_batch_size=1000 must be a multiple .* the next one up is 1024",
     "--total_batch_size 1001 --batch_size 0": "total_batch_size=1001 .* the next one up is 1008",
-    "--batch_size 7": "next one up is 224, or pass --batch_size 4",
+    "--batch_size 7": "next one up is 224, or pass another --batch_size",
     "--n_embd 50 --n_head 4": "n_embd=50 must be divisible by n_head=4; n_embd=52 would be",
     "--seq_len 64": "seq_len=64 .* block_size=32; shorten it",
     "--max_steps 0": "max_steps=0 must be a whole number, 1 or more",
