@@ -574,7 +574,7 @@ def parallel(runs, out_path, dark):
     gradients: a dot for each run, held against the one that bench/parallel.py's table holds it
     against, a line at their mean. The first model's ways stand on the left, all others on the
     right."""
-    from parallel import references  # it imports torch
+    from parallel import reference  # it imports torch
 
     setting = (
         "preset world_size eight_bits device batch_size compile torch grad_accum_steps".split()
@@ -583,10 +583,10 @@ def parallel(runs, out_path, dark):
     for kind, alike in grouped(records(runs, "parallel", "mode", "tok_per_s"), *setting).items():
         for row in alike:
             tried = row.get("env", {}).keys() - {"NCCL_VERSION", "NCCL_NVLS_ENABLE"}
-            if tried or row["mode"] in LEFT_OUT or not references(row, alike)[0]:
+            if tried or row["mode"] in LEFT_OUT or not reference(row, alike):
                 continue
             mode = row["mode"], row.get("bucket_mb")
-            share = row["tok_per_s"] / references(row, alike)[0]
+            share = row["tok_per_s"] / reference(row, alike)
             panels.setdefault(kind, {}).setdefault(mode, []).append(share)
     if not panels:
         raise NoData("parallel.jsonl needs the mode alone_one and another one to hold against it")
@@ -647,14 +647,13 @@ def overlap(mode):
     """What computes, by class, and what communicates over the time of one step of one GPU."""
 
     def picture(runs, out_path, dark):
-        from kernels import read_extract  # they import torch
-        from parallel import overlap
+        from kernels import communication, read_extract  # it imports torch
 
         try:
             extract = read_extract(runs / f"{mode}.kernels.json")
         except UserError as error:
             raise NoData(str(error)) from error
-        times, lanes = overlap(extract["kernels"]), {}
+        times, lanes = communication(extract["kernels"]), {}
         for kind, _, _, start, us in extract["kernels"]:
             lanes.setdefault(kind, []).append((start / 1000, us / 1000))
         much, title = times["nccl_us"] / 1000, f"{extract['mode']}: no communication in this step"
