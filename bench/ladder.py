@@ -270,36 +270,23 @@ def timing_table(records):
         print(f"kernel times are of one step, which took longer than the median: {names} ms")
 
 
-def loss_at(curve, seconds):
-    """Training loss that a curve has reached after so many seconds, between its points by lines."""
-    return float(np.interp(seconds, [point[1] for point in curve], [point[2] for point in curve]))
-
-
 def loss_table(records):
     by_variant = {}
     for r in records:
         if not r["error"]:
             by_variant.setdefault(r["variant"], []).append(r)
-    if not by_variant:
-        return
-    shortest = min(np.mean([r["seconds"] for r in runs]) for runs in by_variant.values())
     rows = []
     for name, runs in by_variant.items():
         val, last = [r["val_loss"] for r in runs], [r["curve"][-1][2] for r in runs]
-        numbers = np.mean(val), min(val), max(val), np.mean(last)
-        numbers += (np.mean([loss_at(r["curve"], shortest) for r in runs]),)
+        losses = np.mean(val), min(val), max(val), np.mean(last)
         seconds = f"{np.mean([r['seconds'] for r in runs]):.1f}"
         shared = max(r.get("at_once", 1) for r in runs)  # older records: runs that shared a GPU
         seconds += f" ({shared} at once)" if shared > 1 else ""
         rows.append(
-            [name + "*" * raced(runs[0]), len(runs), seconds, *map("{:.4f}".format, numbers)]
+            [name + "*" * raced(runs[0]), len(runs), seconds, *map("{:.4f}".format, losses)]
         )
-    head = "variant,seeds,seconds,val loss,lowest,highest,train loss".split(",")
-    print_rows([*head, f"after {shortest:.1f} s"], rows)
-    print(
-        "val and train loss (of the last ten steps) after equal tokens; the last column after equal"
-    )
-    print("seconds, in which the slower ones are still in the middle of their schedule")
+    head = "variant,seeds,seconds,val loss,lowest,highest,train loss (of the last ten steps)"
+    print_rows(head.split(","), rows)
 
 
 def print_tables(records):

@@ -19,25 +19,18 @@ import parallel  # noqa: E402
 @pytest.mark.skipif(not dist.is_gloo_available() or sys.platform == "win32", reason="needs gloo")
 def test_two_processes_have_the_same_losses_in_every_mode(tmp_path):
     out = tmp_path / "parallel.jsonl"
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node=2",
-        ROOT / "bench/parallel.py",
-    ]
-    flags = "--preset laptop --device cpu --batch_size 4 --steps 4 --warmup 2 --compile off"
-    flags = f"{flags} --precision fp32 --out".split()
-    done = subprocess.run(
-        [*map(str, command), *flags, out], env=clean_env(), capture_output=True, text=True
-    )
+    words = "-m torch.distributed.run --standalone --nproc_per_node=2".split()
+    words += [str(ROOT / "bench/parallel.py"), "--out", str(out)]
+    words += "--preset laptop --device cpu --batch_size 4 --steps 4 --warmup 2".split()
+    words += "--compile off --precision fp32".split()
+    how = dict(env=clean_env(), capture_output=True, text=True)
+    done = subprocess.run([sys.executable, *words], **how)
     assert not done.returncode, done.stderr
-    found = {r["mode"]: r for r in map(json.loads, out.read_text().splitlines())}
-    assert list(found) == list(parallel.MODES)
-    assert found["zero1_16bit"]["losses"] == pytest.approx(found["ddp"]["losses"], abs=1e-4)
+    losses = {r["mode"]: r["losses"] for r in map(json.loads, out.read_text().splitlines())}
+    assert list(losses) == list(parallel.MODES)
+    assert losses["zero1_16bit"] == pytest.approx(losses["ddp"], abs=1e-4)
     # of other tokens, but of the same weights at first
-    assert found["alone_one"]["losses"][0] == pytest.approx(found["ddp"]["losses"][0], abs=0.1)
+    assert losses["alone_one"][0] == pytest.approx(losses["ddp"][0], abs=0.1)
 
 
 def test_speed_of_several_gpus():
@@ -52,20 +45,8 @@ def test_speed_of_several_gpus():
 
 
 def record(mode, tok_per_s, **more):
-    same = dict(
-        preset="gpt2",
-        world_size=2,
-        batch_size=64,
-        compile="model",
-        precision="bf16",
-        data="",
-        device="H9",
-        torch="2.11",
-        date="d",
-        loss=7.1,
-        step_ms=100.0,
-    )
-    return same | dict(bench="parallel", mode=mode, tok_per_s=tok_per_s, env={}) | more
+    found = dict.fromkeys(parallel.SAME) | dict(mode=mode, tok_per_s=tok_per_s, world_size=2)
+    return found | dict(date="d", loss=7.1, step_ms=100.0) | more
 
 
 def test_a_mode_is_held_against_its_own_round_where_that_has_one_alone(capsys):
@@ -99,29 +80,14 @@ def test_what_a_log_says_of_a_run():
 
 def test_versions_are_compared_in_pairs(tmp_path, capsys):
     def one(side, rate, gpu="G"):
-        return dict(
-            setting="bf16",
-            nproc=1,
-            gpu=gpu,
-            also="",
-            side=side,
-            tok_per_s=rate,
-            peak_gib=20.0,
-            losses={2: 1.0},
-        )
+        about = dict(setting="bf16", nproc=1, gpu=gpu, also="", side=side)
+        return about | dict(tok_per_s=rate, peak_gib=20.0, losses={2: 1.0})
 
-    rows = [
-        one("before", 100),
-        one("after", 102),
-        one("before", 200, "H"),
-        one("before", 50),
-        one("after", 49),
-        one("before", 9),
-    ]
+    rows = [one("before", 100), one("after", 102), one("before", 200, "H")]
+    rows += [one("before", 50), one("after", 49), one("before", 9)]
     ((key, pairs),) = compare.pairs_of(rows).items()
-    assert key == ("bf16", 1, "G", "") and compare.ratio(pairs, "tok_per_s") == pytest.approx(
-        (1.02 + 0.98) / 2
-    )
+    assert key == ("bf16", 1, "G", "")
+    assert compare.ratio(pairs, "tok_per_s") == pytest.approx((1.02 + 0.98) / 2)
     compare.print_tables(rows)
     assert "tok_per_s: median of after / before 1.0000, within 1%: True" in capsys.readouterr().out
     assert compare.flags_of(ROOT, "fp8_all") == ["--fp8", "all"]
