@@ -1,5 +1,4 @@
-"""Seconds of a HellaSwag evaluation after warm-up: eager and compiled, several batch sizes, and the
-context computed once for its four endings against four plain rows.
+"""Seconds of a HellaSwag evaluation after warm-up: eager and compiled, several batch sizes.
 
     python bench/hellaswag_speed.py --data data/hellaswag/hellaswag_val.jsonl
     python bench/hellaswag_speed.py --preset gpt2-medium --batch_tokens 16384 65536
@@ -36,28 +35,6 @@ class Config:
     device: str = "auto"  # cuda or cpu
 
 
-def four_rows(data, rows, B, T):
-    """What hellaswag.pack returns, with a row for each ending: the context is computed four
-    times."""
-    idx, position = np.zeros((4 * B, T), np.int64), np.tile(np.arange(T), (4 * B, 1))
-    where, targets = [], []
-    for n, i in enumerate(rows):
-        context, *endings = data.tokens[i]
-        for j, ending in enumerate(endings):
-            row = np.concatenate([context, ending[:-1]])
-            idx[4 * n + j, : len(row)] = row
-            where.append((4 * n + j) * T + np.arange(len(context) - 1, len(row)))
-            targets.append(ending)
-    part = np.zeros(idx.shape, np.int8)
-    where, targets = np.concatenate(where), np.concatenate(targets)
-    return idx, position, part, where.astype(np.int64), targets.astype(np.int64)
-
-
-def causal(model, idx, position, part):
-    """hellaswag.hidden of plain rows, with the kernel that needs no mask."""
-    return model.hidden(idx, position).flatten(0, 1)
-
-
 def main(argv):
     args = parse(Config, argv, description=__doc__)
     world = World(args.device)
@@ -67,28 +44,17 @@ def main(argv):
     model = GPT(PRESETS[args.preset][0]).to(world.device).eval()
     path = hellaswag.locate(args.data)
     data, _, _ = hellaswag.prepare(model, world, path, limit=args.limit)
-    pack, plan, hidden = hellaswag.pack, hellaswag.plan, hellaswag.hidden
-    longest = data.ctx_len + data.end_len.max(1) - 1
-
-    def short_rows(_):
-        hellaswag.BATCH_TOKENS //= 4  # which is of one row an example
-        return plan(longest)
-
-    ways = {
-        "context once, eager": (pack, plan, hidden),
-        "four rows, eager": (four_rows, short_rows, causal),
-    }
+    torch._dynamo.config.recompile_limit = 64  # one graph for each of the batch shapes
+    ways = {"eager": hellaswag.hidden}
     if args.compile:
-        torch._dynamo.config.recompile_limit = 64  # one graph for each of the batch shapes
-        ways["context once, compiled"] = pack, plan, torch.compile(hidden, dynamic=False)
+        ways["compiled"] = torch.compile(hellaswag.hidden, dynamic=False)
     rows, reference = [], None
-    for label, functions in ways.items():
-        hellaswag.pack, hellaswag.plan, hellaswag.hidden = functions
+    for way, hellaswag.hidden in ways.items():
         for batch_tokens in args.batch_tokens:
             forget(world.device)
-            seconds = []
+            hellaswag.BATCH_TOKENS, seconds = batch_tokens, []
             for _ in range(1 + REPEATS):
-                t0, hellaswag.BATCH_TOKENS = time.perf_counter(), batch_tokens
+                t0 = time.perf_counter()
                 with precision.autocast():
                     sums = hellaswag.ending_losses(model, data, world)
                 world.synchronize()
@@ -96,18 +62,17 @@ def main(argv):
             median, peak = float(np.median(seconds[1:])), peak_gib(world.device) or 0
             reference = sums if reference is None else reference
             choices = [(s / data.end_len).argmin(1) for s in (sums, reference)]
-            differ = np.abs(sums / reference - 1).max(), (choices[0] != choices[1]).mean()
-            row = batch_tokens, seconds[0], median, len(data) / median, peak, *differ
-            rows.append(
-                [label, *"{} {:.2f} {:.2f} {:.0f} {:.2f} {:.0e} {:.2%}".format(*row).split()]
-            )
-            print(f"{label}, {batch_tokens}: {median:.2f} s", flush=True)
+            apart = np.abs(sums / reference - 1).max(), (choices[0] != choices[1]).mean()
+            row = "{:.2f} {:.2f} {:.0f} {:.2f} {:.0e} {:.2%}"
+            row = row.format(seconds[0], median, len(data) / median, peak, *apart).split()
+            rows.append([way, batch_tokens, *row])
+            print(f"{way}, {batch_tokens}: {median:.2f} s", flush=True)
     print(
         f"\n{card_name(world.device)}, torch {torch.__version__}, {precision.name}, {len(data)} "
         f"examples, median of {REPEATS}"
     )
-    head = "way,batch_tokens,first s,median s,examples/s,peak GiB,loss,choices".split(",")
-    print_rows(head, rows)
+    head = "way,batch_tokens,first s,median s,examples/s,peak GiB,loss,choices"
+    print_rows(head.split(","), rows)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import rungs  # noqa: E402
 from records import append_record, random_shards, read_records  # noqa: E402
 
 from lab.world import World  # noqa: E402
-from train_gpt2 import GPTConfig, set_up  # noqa: E402
+from train_gpt2 import GPTConfig, HeadLoss, set_up  # noqa: E402
 
 FLAGS = "--shapes tiny --device cpu --steps 6 --variants fp32 vocab_50304".split()
 
@@ -83,6 +83,8 @@ def test_the_timed_steps_are_updates_of_the_trainer(tmp_path):
     # the first rung's arithmetic is another
     first = build(tmp_path, **rungs.START | dict(vocab_multiple=128))
     assert losses(first) == pytest.approx(found, abs=1e-4)
+    plain = [type(r.raw_model.head_loss) is HeadLoss for r in (first, run)]
+    assert plain == [True, False]
 
 
 def test_every_variant_of_every_shape_is_a_valid_run(tmp_path):
