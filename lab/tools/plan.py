@@ -53,8 +53,7 @@ MOMENTS = {  # where the peak of a step can lie
 KEPT = ("loss", "head", "block")  # how long the results of the forward pass stay
 LETTERS = (
     "N positions of a micro-batch, n of a chunk of them, C channels, H heads, L layers, T tokens "
-    "of a sequence, V rows of the head, P parameters, M of them in the blocks' matrices, W of "
-    "these that are read in 16 bits"
+    "of a sequence, V rows of the head, P parameters, M of them in the blocks' matrices, R the rest"
 )
 
 
@@ -95,10 +94,8 @@ class Setting:
         # as lab.kernels does, which leaves small micro-steps to the plain modules
         self.head_used = "plain" if N * c.padded_vocab_size * 4 <= SMALL else self.head_loss
         self.mlp_used = self.mlp if N >= MIN_POSITIONS and bf16 and cuda else "plain"
-        # the MLPs are two thirds of M, and in 8 bits their matrices are read in 32
-        W = 0 if self.bytes == 4 else M // 3 if self.mlp == "fp8" else M
         self.letters = dict(N=N, n=min(CHUNK, N), C=c.n_embd, H=c.n_head, L=c.n_layer)
-        self.letters |= dict(T=self.seq_len, V=c.padded_vocab_size, P=P, M=M, W=W)
+        self.letters |= dict(T=self.seq_len, V=c.padded_vocab_size, P=P, M=M, R=P - M)
 
 
 def replaced(kernels, fp8):
@@ -138,14 +135,16 @@ def state_rows(s, row):
     row("parameters", "4 P")
     if s.optimizer == "muon":
         row("Muon's moment", "4 M")
-        row("AdamW's two moments", f"8 {s.letters['P'] - s.letters['M']}")
+        row("AdamW's two moments", "8 R")
         # matrices of a shape are one stack: the update and, in its iteration, four times its size
         row("Muon's work on a stack", "64 L C C", ["update"])
     elif s.zero1:
         row("AdamW's moments, a share", f"8 P /{n}")
-        row("share's matrices, 32 bits", f"4 W /{n}")
+        # what is read in 16 bits; the MLPs' two thirds are not where they are rounded to 8
+        wide = 0 if s.bytes == 4 else 4
+        row("share's matrices, 32 bits", f"{wide} M /{3 * n if s.mlp == 'fp8' else n}")
         # what is read in 16 bits travels so, unless it was summed over micro-steps
-        laid_out = "4 P" if s.bytes == 4 else "4 W" if accumulates else "2 W"
+        laid_out = "4 P" if s.bytes == 4 else "4 M" if accumulates else "2 M"
         row("gradients laid out to send", laid_out, ["update"])
     else:
         row("AdamW's two moments", "8 P")
@@ -182,16 +181,13 @@ def activation_rows(s, row):
             row(label, formula, ["block"])
         else:
             row(label, f"{formula} L", KEPT)
-    copies = "4 M /3" if s.mlp_used == "fp8" else "2 W"  # 8 bits, in two layouts
+    copies = "2 M" if e == 2 else "0"  # rounded; the MLPs' two thirds in 8 bits, in two layouts
+    if s.mlp_used == "fp8":
+        copies = "4 M /3"
     if again:
         row("inputs of the blocks", f"{s.stream} N C L", KEPT)
         # eager autocast keeps all until the loss is there
-        row(
-            "copies of matrices",
-            f"{copies} /L",
-            ["block"],
-            **({} if s.compile else {"loss": copies}),
-        )
+        row("copies of matrices", f"{copies} /L", ["block"], loss="0" if s.compile else copies)
     else:
         row("copies of matrices", copies, KEPT)
     # of the stream, with its rounded copy for the MLP; of both sides of GELU, whose output is freed
