@@ -152,11 +152,6 @@ def hidden(model, idx, position, part):
     return model.hidden(idx, position, mask).flatten(0, 1)  # mask (B, 1, T, T)
 
 
-def predictions(sums, end_len):
-    """The endings (N,) that acc and acc_norm choose."""
-    return sums.argmin(1), (sums / end_len).argmin(1)
-
-
 @torch.no_grad()
 def ending_losses(model, data, world, check=lambda: None):
     """Sum of the losses of each ending (N, 4) in float64, on every process; each does its share.
@@ -169,15 +164,8 @@ def ending_losses(model, data, world, check=lambda: None):
     head_rows = memory // (4 * model.lm_head.weight.size(0))
     batches = plan(data.ctx_len + (data.end_len - 1).sum(1))
     rounds, found = range(0, len(batches), world.world_size), []
-    sums = np.zeros((len(data), 4))
-
-    def take(rows, losses):  # waits for the device
-        lengths = data.end_len[rows].ravel()
-        starts = np.cumsum(lengths) - lengths
-        sums[rows] = np.add.reduceat(losses.cpu().double().numpy(), starts).reshape(-1, 4)
-
     off = None if world.is_main else True  # None: off where stderr is no terminal
-    for i in (bar := tqdm(rounds, "HellaSwag", delay=3, disable=off, leave=False)):
+    for i in tqdm(rounds, "HellaSwag", delay=3, disable=off, leave=False):
         check()
         if i + world.rank >= len(batches):  # the last round has none for this process
             continue
@@ -190,13 +178,11 @@ def ending_losses(model, data, world, check=lambda: None):
             for x_, t in zip(x.split(head_rows), targets.split(head_rows))
         ]
         found.append((rows, torch.cat(losses)))
-        if not bar.disable:  # somebody looks on
-            take(*found.pop())
-            done = sums.any(axis=1)
-            right = predictions(sums[done], data.end_len[done])[1] == data.label[done]
-            bar.set_postfix_str(f"acc_norm {right.mean():.3f}")
-    for rows, losses in found:  # all at the end: until here nobody has waited
-        take(rows, losses)
+    sums = np.zeros((len(data), 4))
+    for rows, losses in found:  # only now, so that until here nobody has waited for the device
+        lengths = data.end_len[rows].ravel()
+        starts = np.cumsum(lengths) - lengths
+        sums[rows] = np.add.reduceat(losses.cpu().double().numpy(), starts).reshape(-1, 4)
     return world.all_reduce(torch.from_numpy(sums)).numpy()
 
 
@@ -211,13 +197,13 @@ def interval(p, n, z=1.96):
 
 def summarise(sums, end_len, label):
     """acc, acc_norm, standard errors (of a mean, as in lm-evaluation-harness), intervals, count."""
-    out, n = {}, len(label)
-    for name, guess in zip(("acc", "acc_norm"), predictions(sums, end_len)):
-        p = float((guess == label).mean())
+    out, n = {"count": len(label)}, len(label)
+    for name, losses in (("acc", sums), ("acc_norm", sums / end_len)):
+        p = float((losses.argmin(1) == label).mean())
         stderr = math.sqrt(p * (1 - p) / max(1, n - 1))
         low, high = interval(p, n)
         out |= {name: p, f"{name}_stderr": stderr, f"{name}_low": low, f"{name}_high": high}
-    return out | {"count": n}
+    return out
 
 
 def measure(model, data, world, check=lambda: None):
@@ -296,7 +282,6 @@ class Config:
 
     model: str = ""  # run, checkpoint, Hugging Face folder, gpt2 ... gpt2-xl; empty: the newest run
     data: str = ""  # a HellaSwag file, or a folder with one; downloaded to data/hellaswag if empty
-    split: Literal["val", "train"] = "val"  # val is the one that is published (test has no labels)
     limit: int = 0  # how many examples, spread evenly over the file; 0 is all
     skip_long: bool = False  # leave out endings longer than the model's context (small byte models)
     device: str = "auto"  # cuda, mps or cpu
@@ -304,8 +289,6 @@ class Config:
     json: bool = False  # one JSON line instead of text
     worst: int = 0  # show so many examples where the model was most sure and wrong
     by_source: bool = False  # a table of ActivityNet and WikiHow
-    by_activity: bool = False  # a table of all activities
-    picture: str = ""  # write both tables as a picture to this file: sources, largest activities
     log_dir: str = "log"  # where the newest run is looked for
 
 
@@ -314,8 +297,6 @@ def main(argv):
     for name in ("limit", "worst"):
         if getattr(cfg, name) < 0:
             raise UserError(f"{name}={getattr(cfg, name)} must be 0 or more")
-    if cfg.picture:
-        answers.check_picture(cfg.picture)
     world = World(cfg.device)
     if world.distributed:
         dist.init_process_group(world.backend)
@@ -323,7 +304,7 @@ def main(argv):
     precision.prepare()
     # One process looks for files: the newest run may be another one a moment later. And all of it
     # is found before minutes are spent on weights.
-    path = str(locate(cfg.data, cfg.split)) if world.is_main else None
+    path = str(locate(cfg.data)) if world.is_main else None
     cfg.model = world.broadcast(models.find(cfg.model, cfg.log_dir) if world.is_main else None)
     model = models.load(cfg.model).to(world.device).eval()
     data, cut, skipped = prepare(model, world, path, limit=cfg.limit, skip_long=cfg.skip_long)

@@ -4,41 +4,31 @@ import json
 from pathlib import Path
 
 from lab.cli import UserError
-from lab.data.shards import sha256_of
 from lab.files import first_line, reading
 
-FOLDER = Path("data/hellaswag")  # where what is downloaded goes
-BASE = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/"
-PUBLISHED = {  # the test split has no labels
-    "hellaswag_val.jsonl": "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588",
-    "hellaswag_train.jsonl": "dae5e69249868cb9fe4e23ff925c60b66169564cfb7072d793cd7356a2b69f8d",
-}
+FILE = Path("data/hellaswag/hellaswag_val.jsonl")  # the split whose scores are published
+URL = f"https://raw.githubusercontent.com/rowanz/hellaswag/master/data/{FILE.name}"
+SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"
 
 
-def locate(data="", split="val"):
-    """Path of the split's file: `data` (a file, or a folder that holds it), else FOLDER's,
-    downloaded if it is not there. Raises UserError, saying how to do it by hand."""
-    name = f"hellaswag_{split}.jsonl"
-    path = Path(data or FOLDER)
-    if path.is_dir() or not data:
-        path = path / name
+def locate(data=""):
+    """Path of the file: `data` (a file, or a folder that holds it), else FILE, downloaded if it is
+    not there. Raises UserError, saying how to do it by hand."""
+    path = Path(data or FILE)
+    if path.is_dir():
+        path = path / FILE.name
     if not data and not path.exists():
         import pooch  # downloads under another name, checks the hash, then renames
 
-        known = {name: f"sha256:{PUBLISHED[name]}"}
-        files = pooch.create(FOLDER, base_url=BASE, registry=known, retry_if_failed=2)
         try:
-            files.fetch(name, progressbar=True)
+            where = {"path": path.parent, "fname": path.name}
+            pooch.retrieve(URL, f"sha256:{SHA256}", progressbar=True, **where)
         except (OSError, ValueError) as error:  # ValueError: another hash
             raise UserError(
-                f"cannot download {BASE}{name} ({first_line(error)}); download it by hand to "
+                f"cannot download {URL} ({first_line(error)}); download it by hand to "
                 f"{path} (hellaswag.py also takes a copy: --data FILE)"
             ) from error
     return path
-
-
-def is_published(path):
-    return sha256_of(path) in PUBLISHED.values()
 
 
 def read_examples(path):
@@ -65,10 +55,3 @@ def check_example(example):
     if not (texts and known and all(text.strip() for text in endings)):
         raise TypeError("wanted are a ctx, 4 endings that are not empty, and a label from 0 to 3")
     return example | {"label": int(label)}
-
-
-def source_of(example):
-    """Where it came from: "activitynet" or "wikihow". The published file says so ("wikihow~123").
-    In a copy that does not, what goes on in mid-sentence, with a ctx_b, is ActivityNet's."""
-    guess = "activitynet" if example.get("ctx_b") else "wikihow"
-    return str(example.get("source_id") or guess).split("~")[0]

@@ -1,59 +1,43 @@
-"""What hellaswag.py shows of a model's answers: as text, one line of JSON, tables, a picture."""
+"""What hellaswag.py shows of a model's answers: as text, or as one line of JSON."""
 
 import json
 
 import numpy as np
 
-from lab.cli import UserError
-from lab.data.hellaswag import is_published, source_of
-from lab.files import check_writable
-
-
-def check_picture(path):
-    """Raise UserError for a picture that cannot be written, before minutes of scores that would be
-    lost with it."""
-    if not path.endswith((".png", ".svg", ".pdf")):
-        raise UserError(f"picture={path} must end in .png, .svg or .pdf")
-    check_writable(path, "picture")
+from lab.data.hellaswag import SHA256
+from lab.data.shards import sha256_of
 
 
 def report(cfg, path, precision, result, data, sums, summarise):
-    """Print what was asked for, and draw. summarise is hellaswag.py's."""
-    published = is_published(path)
-    names = {
-        "by_source": np.array([source_of(row) for row in data.rows]),
-        "by_activity": np.array([str(row.get("activity_label")) for row in data.rows]),
-    }
-    groups = {k: by_group(v, sums, data, summarise) for k, v in names.items()}
-    asked = {k: v for k, v in groups.items() if getattr(cfg, k)}
+    """Print what was asked for. summarise is hellaswag.py's."""
+    published = sha256_of(path) == SHA256
+    sources = by_source(data, sums, summarise) if cfg.by_source else {}
     worst = most_sure_and_wrong(sums, data, cfg.worst)
     if cfg.json:
-        about = {"model": cfg.model, "split": cfg.split, "published_file": published}
-        record = about | {"precision": precision} | result | asked
-        print(json.dumps(record | ({"worst": worst} if cfg.worst else {})), flush=True)
-    else:
-        for name in ("acc", "acc_norm"):
-            value, error, low, high = (
-                f"{result[name + part]:.4f}" for part in ("", "_stderr", "_low", "_high")
-            )
-            print(f"{name:8}  {value} +- {error}  (95 %: {low} to {high})")
-        line = f"{result['count']} examples of {path} in {result['seconds']:.1f} s, {precision}"
-        line += f"; {result['cut']} contexts cut from the left to fit" if result["cut"] else ""
-        line += f"; {result['skipped']} left out, too long an ending" if result["skipped"] else ""
-        print(line + ("" if published else "; not the published file, nor comparable with it"))
-        for text in [table(g) for g in asked.values()] + [describe(e) for e in worst]:
-            print("\n" + text)
-    if cfg.picture:
-        many = [(k, g) for k, g in groups["by_activity"].items() if g["count"] >= 20]
-        draw(groups["by_source"] | dict(many[:25]), result, cfg)
+        record = {"model": cfg.model, "published_file": published, "precision": precision} | result
+        print(json.dumps(record | {"by_source": sources, "worst": worst}), flush=True)
+        return
+    for name in ("acc", "acc_norm"):
+        value, error, low, high = (result[name + k] for k in ("", "_stderr", "_low", "_high"))
+        print(f"{name:8}  {value:.4f} +- {error:.4f}  (95 %: {low:.4f} to {high:.4f})")
+    line = f"{result['count']} examples of {path} in {result['seconds']:.1f} s, {precision}"
+    line += f"; {result['cut']} contexts cut from the left to fit" if result["cut"] else ""
+    line += f"; {result['skipped']} left out, too long an ending" if result["skipped"] else ""
+    print(line + ("" if published else "; not the published file, nor comparable with it"))
+    if sources:
+        print("\nsource       count     acc  acc_norm  95 % interval")
+    for name, g in sources.items():
+        scores = f"{g['count']:5d}  {g['acc']:.4f}    {g['acc_norm']:.4f}"
+        print(f"{name:12} {scores}  {g['acc_norm_low']:.3f} to {g['acc_norm_high']:.3f}")
+    for example in worst:
+        print("\n" + describe(example))
 
 
-def by_group(names, sums, data, summarise):
-    """{name: summary} of the examples that share a name, the largest group first."""
+def by_source(data, sums, summarise):
+    """{where examples came from, activitynet or wikihow: their summary}."""
+    names = np.array([str(row.get("source_id")).split("~")[0] for row in data.rows])
     groups = {name: names == name for name in np.unique(names).tolist()}
-    largest = sorted(groups, key=lambda name: -groups[name].sum())
-    found = ((name, groups[name]) for name in largest)
-    return {name: summarise(sums[i], data.end_len[i], data.label[i]) for name, i in found}
+    return {k: summarise(sums[i], data.end_len[i], data.label[i]) for k, i in groups.items()}
 
 
 def most_sure_and_wrong(sums, data, count):
@@ -67,16 +51,6 @@ def most_sure_and_wrong(sums, data, count):
     ]
 
 
-def table(groups):
-    width = max(map(len, groups))
-    rows = [f"{'':{width}}  count     acc  acc_norm  95 % interval"]
-    for name, g in groups.items():
-        low, high = g["acc_norm_low"], g["acc_norm_high"]
-        scores = f"{g['count']:5d}  {g['acc']:.4f}    {g['acc_norm']:.4f}  {low:.3f} to {high:.3f}"
-        rows.append(f"{name:{width}}  {scores}")
-    return "\n".join(rows)
-
-
 def describe(example):
     """A wrong choice as text: the right ending marked =, the chosen one >, with mean losses."""
     losses = example["mean_losses"]
@@ -88,26 +62,3 @@ def describe(example):
         mark = "=" if j == example["label"] else ">" if losses[j] == min(losses) else " "
         lines.append(f"  {mark} {losses[j]:5.2f}  {text}")
     return "\n".join(lines)
-
-
-def draw(groups, result, cfg):
-    """Bars of the groups' acc_norm with 95 % intervals, as a picture."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    from lab.tools.style import style
-
-    labels = [f"{name} ({g['count']})" for name, g in groups.items()]
-    values = np.array([g["acc_norm"] for g in groups.values()])
-    bounds = np.array([(g["acc_norm_low"], g["acc_norm_high"]) for g in groups.values()]).T
-    with rc_context(style() | {"figure.figsize": (8, 1.4 + 0.26 * len(groups))}):
-        figure = Figure()
-        ax = figure.subplots()
-        ax.barh(labels, values, xerr=abs(bounds - values))
-        ax.axvline(0.25, ls=":", color="0.5", label="chance")
-        ax.axvline(result["acc_norm"], ls="--", color="0.5", label="all")
-        ax.invert_yaxis()
-        title = f"{cfg.model}: right in {result['acc_norm']:.1%} of {result['count']} (acc_norm)"
-        ax.set(xlabel="acc_norm, with 95 % interval", title=title)
-        ax.legend()
-        figure.savefig(cfg.picture)
