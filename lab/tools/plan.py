@@ -39,7 +39,6 @@ CONTEXT_GIB = 0.7  # assumed: CUDA's context and kernels, which PyTorch's alloca
 NCCL_GIB = 0.5  # assumed: NCCL's buffers, where there are several GPUs; not seen either
 FRAGMENTS = 0.05  # share of the memory that cannot be handed out; fit_batch_size leaves as much
 MFU = 0.4  # assumed of a GPU that is not here, if a micro-step takes a millisecond a layer or more
-PRICE = 3.0  # assumed: dollars per GPU-hour
 # several GPUs against as many times one: DDP without accumulation, and what sends less (README)
 SCALING = {"ddp": 0.95, "less": 0.97}
 WITHOUT_BF16 = ("V100", "T4")
@@ -426,13 +425,11 @@ def own_flags(argv):
     about = f"{__doc__}\nAll flags of `python train_gpt2.py --help` are understood too."
     parser = argparse.ArgumentParser("python -m lab plan", description=about, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    gpu = f"a GPU that is not here: {', '.join(GPUS)}; a size, 24GB; or both, A100 80GB"
-    mfu = f"model FLOPs utilisation to assume of a GPU that is not here ({MFU})"
-    price = f"dollars per GPU-hour to assume ({PRICE:g})"
-    parser.add_argument("--gpu", help=gpu)
+    gpus = f"a GPU that is not here: {', '.join(GPUS)}; a size, 24GB; or both, A100 80GB"
+    parser.add_argument("--gpu", help=gpus)
     parser.add_argument("--gpus", type=int, default=1, help="how many of them (1)")
-    parser.add_argument("--mfu", type=float, help=mfu)
-    parser.add_argument("--price", type=float, default=PRICE, help=price)
+    parser.add_argument("--mfu", type=float, help=f"share of such a GPU's peak to assume ({MFU})")
+    parser.add_argument("--price", type=float, default=3.0, help="dollars per GPU-hour (3)")
     args, rest = parser.parse_known_args(argv)
     if args.gpus < 1:
         raise UserError(f"gpus={args.gpus} must be 1 or more")
