@@ -152,8 +152,6 @@ def main(argv):
     precision.prepare()
     source = models.find(cfg.model, cfg.log_dir)
     model = models.load(source).to(device).eval()
-    if not all(p.isfinite().all() for p in model.parameters()):
-        raise UserError(f"{source} has weights that are not finite; take another checkpoint")
     tokenizer = get_tokenizer(name_of_size(model.config.vocab_size))
     seed = cfg.seed if cfg.seed is not None else torch.seed() % 2**31
     shown = []  # of the page

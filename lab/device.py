@@ -22,8 +22,6 @@ GPUS = {
     "RTX 5090": (210, 32), "RTX 4090": (165, 24), "RTX 4080": (97, 16), "RTX 3090": (71, 24),
     "V100": (125, 16), "T4": (65, 15),
 }  # fmt: skip
-# of these the chips before Ada and Hopper, whose products have 16 bits at least
-WITHOUT_FP8 = ("A100", "A800", "A40", "A30", "A10G", "A10", "RTX A6000", "RTX 3090", "V100", "T4")
 # words in the names of other chips, or of parts of one, that share a name with one in the table
 OTHER_CHIPS = ("Laptop", "Ti", "SUPER", "D", "MIG", "H200 NVL", "H800 PCIe")
 
