@@ -124,7 +124,7 @@ def measured():
         which = r["mode"], r["world_size"], r.get("round")
         if which in several and r["preset"] == "gpt2-xl":
             gpus = dict(world_size=1 if r["mode"] == "alone_one" else r["world_size"])
-            more = dict(grad_accum_steps=1, zero1=r["mode"] == "zero1_16bit", **gpus)
+            more = dict(grad_accum_steps=1, parallel=r["mode"].split("_")[0], **gpus)
             s = setting_of(PRESETS["gpt2-xl"][0], r["batch_size"], 1024, {}, **more)
             found["several GPUs"].append((s, r["peak_gib"]))
     peak_gib = max(r.get("peak_gib", 0) for r in records("corpus_124m_h200.jsonl"))
@@ -271,6 +271,7 @@ def test_command(tmp_path):
 @pytest.mark.parametrize(
     "flags, said",
     [
+        ("--gpu A100 --fp8 head", "fp8=head needs an RTX 40, H100 or newer, not A100"),
         ("--gpus 0", "gpus=0 must be 1 or more"),
         ("--mfu 40", "mfu=40 must be a share.*--mfu 0.4 is 40 %"),
         ("--gpu H100 --gpus 3", "total_batch_size=524288 must be a multiple"),

@@ -3,6 +3,7 @@ does."""
 
 import copy
 import json
+import math
 import os
 import pickle
 from pathlib import Path
@@ -353,6 +354,7 @@ FILES = {  # what is said of a state dict in a file: what became of it
     "not a GPT-2": lambda state: state.pop("transformer.wpe.weight"),
     "has no transformer.h.1.mlp.c_fc": lambda state: state.pop("transformer.h.1.mlp.c_fc.weight"),
     "c_fc.weight has shape": lambda state: state["transformer.h.0.mlp.c_fc.weight"].t_(),
+    "c_fc.bias holds numbers that": lambda s: s["transformer.h.0.mlp.c_fc.bias"].fill_(math.nan),
     "a head of its own": lambda state: state.update({"lm_head.weight": torch.ones(104, 32)}),
     "rotary, which this model has not": lambda s: s.update(
         {"transformer.h.0.rotary": torch.ones(4)}

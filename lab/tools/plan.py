@@ -42,6 +42,8 @@ MFU = 0.4  # assumed of a GPU that is not here, if a micro-step takes a millisec
 # several GPUs against as many times one: DDP without accumulation, and what sends less (README)
 SCALING = {"ddp": 0.95, "less": 0.97}
 WITHOUT_BF16 = ("V100", "T4")
+# the chips before Ada and Hopper, whose products have 16 bits at least
+WITHOUT_FP8 = (*WITHOUT_BF16, "A100", "A800", "A40", "A30", "A10G", "A10", "RTX A6000", "RTX 3090")
 MOMENTS = {  # where the peak of a step can lie
     "loss": "while the loss is computed",
     "head": "at the start of the backward pass",
@@ -79,7 +81,7 @@ class Setting:
     precision: str = "bf16"  # bf16, fp16, tf32 or fp32
     compile: bool = True
     device_type: str = "cuda"
-    zero1: bool = False  # AdamW's state in shares
+    parallel: str = "ddp"  # or zero1, fsdp2: as the trainer's
     head_loss: str = "fused"  # or plain, fp8
     mlp: str = "fused"  # or plain, fp8
 
@@ -130,14 +132,23 @@ def ledger(s):
 
 def state_rows(s, row):
     """What does not depend on the micro-batch."""
-    n, accumulates, ddp = s.world_size, s.grad_accum_steps > 1, s.world_size > 1 and not s.zero1
+    n, accumulates, parallel = s.world_size, s.grad_accum_steps > 1, s.parallel
+    ddp = n > 1 and parallel == "ddp"
+    if parallel == "fsdp2":  # computed; no measurement has tried it yet
+        row("weights, gradients, moments", f"16 P /{n}")
+        row("put together: two blocks", f"{2 * s.bytes} M /L")
+        row("put together: the rest", "4 R")
+        row("gradients of a block", "4 M /L", ["block"])
+        row("gradients of embedding", "4 V C", ["block"], end="8 V C")
+        row("workspace of cuBLAS", f"{3 if s.mlp_used == 'fused' else 2} {2**25}")
+        return
     row("parameters", "4 P")
     if s.optimizer == "muon":
         row("Muon's moment", "4 M")
         row("AdamW's two moments", "8 R")
         # matrices of a shape are one stack: the update and, in its iteration, four times its size
         row("Muon's work on a stack", "64 L C C", ["update"])
-    elif s.zero1:
+    elif parallel == "zero1":
         row("AdamW's moments, a share", f"8 P /{n}")
         # what is read in 16 bits; the MLPs' two thirds are not where they are rounded to 8
         wide = 0 if s.bytes == 4 else 4
@@ -183,6 +194,8 @@ def activation_rows(s, row):
     copies = "2 M" if e == 2 else "0"  # rounded; the MLPs' two thirds in 8 bits, in two layouts
     if s.mlp_used == "fp8":
         copies = "4 M /3"
+    if s.parallel == "fsdp2":  # they are put together in 16 bits
+        copies = "0"
     if again:
         row("inputs of the blocks", f"{s.stream} N C L", KEPT)
         # eager autocast keeps all until the loss is there
@@ -402,7 +415,7 @@ def report(s, cfg, gpu, reason, args):
         say("speed", why)
         return
     if gpus > 1:
-        many = gpus * SCALING["less" if s.zero1 or s.grad_accum_steps > 1 else "ddp"]
+        many = gpus * SCALING["less" if s.parallel == "zero1" or s.grad_accum_steps > 1 else "ddp"]
         tok_per_s *= many
         why += f"; {gpus} GPUs count as {many:.2f} (as measured on four: README)"
     say("speed", f"{tok_per_s:,.0f} tokens/s, {why}")
@@ -457,8 +470,12 @@ def main(argv):
     else:
         best = "fp16" if gpu.name in WITHOUT_BF16 else "bf16"
         precision = best if cfg.precision == "auto" else cfg.precision
-    zero1 = cfg.parallel == "zero1" and args.gpus > 1
-    how = cfg.optimizer, precision, compiled, device_type, zero1, head, mlp
+    if cfg.fp8 != "off" and gpu.name in WITHOUT_FP8:
+        raise UserError(
+            f"fp8={cfg.fp8} needs an RTX 40, H100 or newer, not {gpu.name}; leave it out"
+        )
+    parallel = cfg.parallel if args.gpus > 1 else "ddp"
+    how = cfg.optimizer, precision, compiled, device_type, parallel, head, mlp
     grad_accum_steps(cfg, cfg.batch_size or 1, args.gpus)  # raises where no micro-batch divides it
     for b in [cfg.batch_size] if cfg.batch_size else micro_batches(cfg, args.gpus, device_type):
         accum = grad_accum_steps(cfg, b, args.gpus)
