@@ -1,6 +1,7 @@
 """What a run is measured by: validation loss against two baselines, samples. Nothing here touches
 training."""
 
+import codecs
 import math
 
 import numpy as np
@@ -8,7 +9,10 @@ import torch
 
 from lab.cli import UserError
 from lab.data import TokenShards, get_tokenizer, name_of_size
+from lab.data.tokenizers import printable
+from lab.generate import generate
 from lab.run.checkpoints import link_best
+from lab.shading import shade
 
 
 class Every:
@@ -145,26 +149,41 @@ class Samples(Every):
         self.tokenizer = tokenizer
 
     def __call__(self, run):
+        """The texts, and of the first what lab.tools.report shades: the prompt and its tokens."""
         if not run.world.is_main:
             return None
-        cfg = run.cfg
+        cfg, shades = run.cfg, []
         with run.precision.autocast():
             texts = draw_samples(
-                run.raw_model, self.tokenizer, cfg.sample_prompt, cfg.sample_tokens, cfg.seed
+                run.raw_model,
+                self.tokenizer,
+                cfg.sample_prompt,
+                cfg.sample_tokens,
+                cfg.seed,
+                shades,
             )
-        return {"texts": texts}
+        return {"texts": texts, "shaded": [cfg.sample_prompt, shades]}
 
 
-def draw_samples(model, tokenizer, prompt, tokens, seed, count=2):
+def draw_samples(model, tokenizer, prompt, tokens, seed, shades=None, count=2):
     """`count` texts that begin with the prompt. Where the model ends a text and begins another, a
-    line stands between them."""
+    line stands between them. The list `shades`, if given, gets the first text's tokens."""
     device, eot = model.lm_head.weight.device, model.config.vocab_size - 1
     ids = [eot] + tokenizer.encode(prompt)  # end-of-text: a document begins here
     idx = torch.tensor([ids[: model.config.block_size]] * count, device=device)
     generator = torch.Generator(device=device).manual_seed(seed)
-    new = list(model.generate(idx, tokens, temperature=0.8, top_k=50, generator=generator))
+    rows, decoder = [[] for _ in range(count)], codecs.getincrementaldecoder("utf-8")("replace")
+    how = dict(temperature=0.8, top_k=50, generator=generator)
+    for new, logits in generate(model, idx, tokens, **how):
+        for row, token in zip(rows, new.tolist()):
+            row.append(token)
+        if shades is not None:
+            token, ends = rows[0][-1], rows[0][-1] == eot
+            text = decoder.decode(b"" if ends else tokenizer.bytes_of(token), final=ends)
+            text += "\n---\n" * ends
+            shades.append(shade(token, logits[0], printable(text), tokenizer))
     texts = []
-    for row in torch.stack(new, dim=1).tolist() if new else [[]] * count:
+    for row in rows:
         pieces, piece = [], []
         for token in row + [eot]:
             if token == eot:

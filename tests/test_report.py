@@ -97,6 +97,25 @@ def test_what_stands_on_the_page(tmp_path):
     assert ", finished" in done.seen and "best validation loss 1.7149 step 400" in done.seen
 
 
+def shaded(step, *texts):
+    """A samples record whose first text was shaded."""
+    likeliest = [['"c"', 0.5], ['"d"', 0.25]]
+    tokens = [dict(text=t, name=f'"{t}"', p=0.5, likeliest=likeliest) for t in texts]
+    return sample(step, "The " + "".join(texts)) | {"shaded": ["The ", tokens]}
+
+
+def test_the_newest_text_is_shaded_by_how_likely_its_tokens_were(tmp_path):
+    one = write_run(tmp_path / "a", [*RUN, shaded(200, "x"), shaded(400, "c", "at", EVIL)])
+    page = Page(one)
+    assert "How sure it was of each token" in page.seen and EVIL in page.seen
+    assert [a["style"] for _, a in page.tags if a.get("class") == "t"] == ["--p:0.500"] * 3
+    assert 'The c "c" 50.00 % 50.0 % "c" 25.0 % "d" at' in page.seen
+    both = Page(one, write_run(tmp_path / "b", [*RUN, shaded(400, "dog")]))
+    for text in ("How sure they were", "a, after 400 steps The c", "b, after 400 steps The dog"):
+        assert text in both.seen, text
+    assert "shaded" not in str(Page(write_run(tmp_path / "c", RUN)).tags), "an older log has none"
+
+
 def test_steps_tokens_and_time(tmp_path):
     page = Page(write_run(tmp_path, timed(RUN)))
     assert page.figures["loss"]["curves"][-1]["places"] == {
