@@ -9,6 +9,7 @@ import torch
 
 from lab.cli import UserError
 from lab.data import TokenShards, get_tokenizer, name_of_size
+from lab.data.shards import progress
 from lab.data.tokenizers import printable
 from lab.generate import generate
 from lab.run.checkpoints import link_best
@@ -85,7 +86,9 @@ def evaluate(model, shards, cfg, batch_size, world, precision, stop=None):
     total = torch.zeros(
         2, dtype=torch.float64, device="cpu" if world.device.type == "mps" else world.device
     )
-    for i in range(world.rank * per, (world.rank + 1) * per, batch_size):
+    for i in progress(
+        range(world.rank * per, (world.rank + 1) * per, batch_size), "validation", "batch"
+    ):
         if stop:
             stop.check()
         used = positions[i : i + batch_size]

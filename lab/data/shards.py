@@ -20,11 +20,12 @@ AGAIN = "put the right one back, or delete its folder and make the data again"
 
 
 def progress(items, what, unit="shard"):
-    """`items`, with a bar on rank 0 if going through them takes longer than two seconds."""
+    """`items`, with a bar on rank 0's terminal if going through them takes longer than two
+    seconds."""
     from tqdm import tqdm
 
-    elsewhere = os.environ.get("RANK", "0") != "0"
-    return tqdm(items, desc=what, unit=unit, delay=2, leave=False, disable=elsewhere)
+    off = True if os.environ.get("RANK", "0") != "0" else None  # None: where stderr is no terminal
+    return tqdm(items, desc=what, unit=unit, delay=2, leave=False, disable=off)
 
 
 @dataclass

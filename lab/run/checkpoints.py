@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from lab.cli import UserError
+from lab.data.shards import progress
 from lab.files import reading, writing
 
 
@@ -81,6 +82,7 @@ def read_checkpoint(path):
             path
         ):  # torch.save notes checksums, which torch.load does not look at
             with zipfile.ZipFile(path) as archive:
+                archive.filelist = progress(archive.filelist, f"checking {path}", "tensor")
                 if damaged := archive.testzip():
                     raise ValueError(f"the checksum of {damaged} in it is another")
         try:

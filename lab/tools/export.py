@@ -1,10 +1,14 @@
 """Write a model as a folder that transformers loads: python -m lab export log/RUN --out my-gpt2."""
 
+import contextlib
+import os
 import tempfile
+import threading
 from pathlib import Path
 from typing import Annotated
 
 import torch
+from tqdm import tqdm
 from tyro.conf import Positional, arg
 
 from lab import models
@@ -31,6 +35,7 @@ def export(
         log_dir: where the newest run is looked for
     """
     from safetensors import SafetensorError
+    from transformers.utils import logging
 
     out = Path(out)
     beside = out.resolve().parent  # where a link leads
@@ -45,7 +50,10 @@ def export(
         with tempfile.TemporaryDirectory(prefix=".export", dir=beside) as part:
             part = Path(part)
             try:
-                in_transformers(model).save_pretrained(part, max_shard_size="100GB")
+                whole = in_transformers(model)
+                logging.disable_progress_bar()  # theirs counts one file
+                with growing(part, whole.get_memory_footprint()):
+                    whole.save_pretrained(part, max_shard_size="100GB")
             except SafetensorError as error:
                 raise UserError(f"{out} cannot be written ({error}); is the disk full?") from error
             if vocab_size == 50257:
@@ -62,6 +70,30 @@ def export(
     else:
         way = "they are bytes, and end-of-text is 256" if vocab_size == 257 else "add your own"
         print(f"no tokenizer files: {vocab_size} ids are not GPT-2's vocabulary; {way}")
+
+
+@contextlib.contextmanager
+def growing(folder, size):
+    """A bar on a terminal of how many bytes of `size` lie in a folder, if it takes long."""
+    off = None if os.name == "posix" else True  # other systems do not say what is written so far
+    shown = dict(total=size, unit="B", unit_scale=True, delay=2, leave=False, disable=off)
+    done = threading.Event()
+
+    def watch():
+        with tqdm(desc="writing", **shown) as bar:
+            while not bar.disable and not done.wait(0.2):
+                with contextlib.suppress(FileNotFoundError):  # renamed meanwhile
+                    # in blocks: the file has its whole size from the beginning
+                    written = sum(512 * file.stat().st_blocks for file in folder.iterdir())
+                    bar.update(min(size, written) - bar.n)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watcher.join()
 
 
 def check_replaceable(out):
