@@ -272,7 +272,7 @@ def test_a_run_that_was_resumed_with_larger_steps(tmp_path):
 
 
 def test_different_tokenizers_and_data_are_said(tmp_path):
-    """Losses are then not subtracted; bits per byte are, where there are any."""
+    """Losses are then not subtracted, and bits per byte drawn where there are any."""
     words = [val(s, 6.0) | {"bits_per_byte": 2.0} for s in (0, 400)]
     b = write_log(tmp_path / "b", [start(log_v=math.log(50257)), *words, train(400, 6.0)])
     a = write_run(
@@ -282,8 +282,7 @@ def test_different_tokenizers_and_data_are_said(tmp_path):
     assert (
         "different tokenizers (257 and 50,257 ids)" in page.seen and "nats under" not in page.seen
     )
-    assert page.figures["difference"]["unit"] == "bits per byte"
-    assert page.curve("difference", "validation") == ([0, 400], [-0.5, -0.5])
+    assert "difference" not in page.figures
     assert page.curve("bits", "b") == ([0, 400], [2.0, 2.0])
     rows = "validation loss 1.7149 step 400 6.0000 step 400 bits per byte 2.5000 step 400 2.0000"
     assert rows in page.seen

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lab.cli import UserError, parse
+from lab.data.tokenizers import printable
 from lab.files import read_json, write_whole, writing
 from lab.tools import records
 from lab.tools.plot import caption, finding, hellaswag_levels, loss_levels
@@ -102,14 +103,13 @@ class Figures(dict):
         alone, fair = len(runs) == 1, comparable(logs)
         thin = dict(words="training", width=1.3, smooth=True, showlegend=alone)
         thick = dict(words="validation", width=3, showlegend=alone)
-        losses = self.each("train", "loss", "loss", **thin) + self.each(
-            "val", "loss", "loss", **thick
-        )
+        losses = self.each("train", "loss", "loss", **thin)
+        losses += self.each("val", "loss", "loss", **thick)
         self.add("loss", losses, loss_levels(logs), range=records.loss_window(logs))
         if not fair:
             self.add("bits", self.each("val", "bits_per_byte", "loss", width=3))
-        if not alone:
-            self.difference(logs, fair)
+        elif not alone:
+            self.difference(logs)
         scores = []
         for i, run in enumerate(runs):
             steps, values, errors = records.hellaswag(run.log)
@@ -162,22 +162,20 @@ class Figures(dict):
             return [curve | faint, curve | {"y": mean}]
         return [curve] if steps else []
 
-    def difference(self, logs, fair):
-        """Of the losses, or where those do not compare, of bits per byte."""
+    def difference(self, logs):
+        """Of the losses of two runs."""
         curves, (first, second) = [], self.runs
         for kind, words, width in (("train", "training", 1.3), ("val", "validation", 3)):
-            a, b = records.places(logs, kind, "loss" if fair else "bits_per_byte")
+            a, b = records.places(logs, kind, "loss")
             both = [(step, b[place][1] - value) for place, (step, value) in a.items() if place in b]
             look = dict(name=words, width=width, smooth=True, showlegend=True)
             data = list(zip(*both)) or [(), ()]
             curves += self.curve(first, kind, *data, color=place_of("loss"), **look)
-        note = f"{second.name} minus {first.name}, at equal "
-        note += "tokens" if by_tokens(logs) else "steps"
-        note += f". Below zero, {second.name} is better."
+        equal = "tokens" if by_tokens(logs) else "steps"
+        note = f"{second.name} minus {first.name}, at equal {equal}. Below zero, {second.name} is better."
         if "time" in self.axes:
             note += f" Against time, each point stands where {first.name} was."
-        unit = {} if fair else {"unit": "bits per byte"}
-        self.add("difference", curves, {"no difference": 0}, note=note, **unit)
+        self.add("difference", curves, {"no difference": 0}, note=note)
 
 
 # --------------------------------------------------------------------------------------- 3. numbers
@@ -214,10 +212,11 @@ def numbers(run):
     if minutes := max(run.minutes.values(), default=0):
         found["minutes in all"] = Number(minutes, "{:,.2f}", "with evaluation and saving")
     names = dict.fromkeys(name for record in run.log.get("train", []) for name in record)
-    phases = [name for name in names if name.endswith("_ms")]  # "dt" is the whole step
+    phases = [name for name in names if name.endswith("_ms") and name != "dt_ms"]
     for name, what, form in (
         ("tok_per_s", "tokens/s, median", "{:,.0f}"),
         ("mfu", "MFU, median", "{:.3f}"),
+        ("dt_ms", "ms a step, median", "{:,.1f}"),
         ("peak_gib", "peak memory, GiB", "{:,.2f}"),
         *((phase, f"{phase[:-3]}, ms a step, median", "{:,.1f}") for phase in phases),
     ):
@@ -276,16 +275,13 @@ def settings(runs):
 
 
 def samples(runs):
-    """[(step, [texts of each run])], earliest first.
-
-    A young model writes control characters, which HTML cannot hold: they show as Unicode's symbols.
-    """
-    visible = {c: 0x2400 + c for c in range(32) if c not in (9, 10)}  # not tab and newline
+    """[(step, [texts of each run])], earliest first, without control characters: HTML cannot hold
+    those that a young model writes."""
     found = {}
     for i, run in enumerate(runs):
         for record in run.log.get("sample", []):
             sides = found.setdefault(record["step"], [[] for _ in runs])
-            sides[i] += [str(text).translate(visible) for text in record.get("texts", [])]
+            sides[i] += [printable(str(text)) for text in record.get("texts", [])]
     return sorted(found.items())
 
 
