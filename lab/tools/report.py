@@ -341,8 +341,7 @@ def main(argv):
 
         Args:
             runs: One or two run folders, such as log/laptop_20260101-120000; the newest if none.
-            out: Page to write (.html); if not given report.html in the run's folder or beside
-                the log, and of two runs report_with_<second>.html in the first one's.
+            out: Page to write; report.html in the run's folder, or report_with_<second>.html, if none.
             open: Show it in the browser.
             watch: Renew it until the run ends; the page in the browser loads itself anew.
         """
