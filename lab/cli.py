@@ -101,6 +101,15 @@ def parse(settings, argv, prog=None, description=None):
     )
 
 
+def progress(items, what, unit="shard"):
+    """`items`, with a bar on rank 0's terminal if going through them takes longer than two
+    seconds."""
+    from tqdm import tqdm
+
+    off = True if os.environ.get("RANK", "0") != "0" else None  # None: where stderr is no terminal
+    return tqdm(items, desc=what, unit=unit, delay=2, leave=False, disable=off)
+
+
 def quoted(text):
     """A word of a command that is printed for people to type, as this system's shell reads it."""
     return subprocess.list2cmdline([text]) if os.name == "nt" else shlex.quote(str(text))

@@ -1,14 +1,18 @@
 """What a run is measured by: validation loss against two baselines, samples. Nothing here touches
 training."""
 
+import codecs
 import math
 
 import numpy as np
 import torch
 
-from lab.cli import UserError
+from lab.cli import UserError, progress
 from lab.data import TokenShards, get_tokenizer, name_of_size
+from lab.data.tokenizers import printable
+from lab.generate import generate
 from lab.run.checkpoints import link_best
+from lab.shading import shade
 
 
 class Every:
@@ -72,7 +76,8 @@ def evaluate(model, shards, cfg, batch_size, world, precision, stop=None):
     per = -(-len(positions) // (batch_size * world.world_size)) * batch_size
     place = "cpu" if world.device.type == "mps" else world.device  # MPS has no 64-bit floats
     total = torch.zeros(2, dtype=torch.float64, device=place)
-    for i in range(world.rank * per, (world.rank + 1) * per, batch_size):
+    mine = range(world.rank * per, (world.rank + 1) * per, batch_size)
+    for i in progress(mine, "validation", "batch"):
         if stop:
             stop.check()
         used = positions[i : i + batch_size]
@@ -131,24 +136,34 @@ class Samples(Every):
         self.tokenizer = tokenizer
 
     def __call__(self, run):
-        cfg = run.cfg  # all processes draw the same: with FSDP2 each has a share of the weights
+        """The texts, and of the first what lab.tools.report shades: the prompt and its tokens. All
+        processes draw the same: with FSDP2 each has a share of the weights."""
+        cfg, shades = run.cfg, []
         with run.precision.autocast():
-            texts = draw_samples(
-                run.raw_model, self.tokenizer, cfg.sample_prompt, cfg.sample_tokens, cfg.seed
-            )
-        return {"texts": texts}
+            how = cfg.sample_prompt, cfg.sample_tokens, cfg.seed, shades
+            texts = draw_samples(run.raw_model, self.tokenizer, *how)
+        return {"texts": texts, "shaded": [cfg.sample_prompt, shades]}
 
 
-def draw_samples(model, tokenizer, prompt, tokens, seed, count=2):
+def draw_samples(model, tokenizer, prompt, tokens, seed, shades=None, count=2):
     """`count` texts that begin with the prompt. Where the model ends a text and begins another, a
-    line stands between them."""
+    line stands between them. The list `shades`, if given, gets the first text's tokens."""
     device, eot = model.lm_head.weight.device, model.config.vocab_size - 1
     ids = [eot] + tokenizer.encode(prompt)  # end-of-text: a document begins here
     idx = torch.tensor([ids[: model.config.block_size]] * count, device=device)
     generator = torch.Generator(device=device).manual_seed(seed)
-    new = list(model.generate(idx, tokens, temperature=0.8, top_k=50, generator=generator))
+    rows, decoder = [[] for _ in range(count)], codecs.getincrementaldecoder("utf-8")("replace")
+    how = dict(temperature=0.8, top_k=50, generator=generator)
+    for new, logits in generate(model, idx, tokens, **how):
+        for row, token in zip(rows, new.tolist()):
+            row.append(token)
+        if shades is not None:
+            token, ends = rows[0][-1], rows[0][-1] == eot
+            text = decoder.decode(b"" if ends else tokenizer.bytes_of(token), final=ends)
+            text += "\n---\n" * ends
+            shades.append(shade(token, logits[0], printable(text), tokenizer))
     texts = []
-    for row in torch.stack(new, dim=1).tolist() if new else [[]] * count:
+    for row in rows:
         pieces, piece = [], []
         for token in row + [eot]:
             if token == eot:

@@ -9,10 +9,10 @@ import torch
 def shade(token, logits, text, tokenizer):
     """One token of the page: its id, the logits (V,) that it was drawn from, the text it
     completes."""
-    probs = logits.softmax(-1)
+    probs = logits.float().softmax(-1)
     p, ids = torch.topk(probs, min(5, len(probs)))
-    likeliest = [(name(i, tokenizer), x) for i, x in zip(ids.tolist(), p.tolist())]
-    own = {"text": text, "name": name(token, tokenizer), "p": probs[token].item()}
+    likeliest = [(name(i, tokenizer), round(x, 4)) for i, x in zip(ids.tolist(), p.tolist())]
+    own = {"text": text, "name": name(token, tokenizer), "p": round(probs[token].item(), 6)}
     return own | {"likeliest": likeliest}
 
 
@@ -23,7 +23,7 @@ def name(token, tokenizer):
 
 def page(title, texts):
     """The page, as text, of [(prompt, [shade(...), ...]), ...]. It loads nothing from elsewhere."""
-    import jinja2
+    from jinja2 import Environment, FileSystemLoader
 
-    template = Path(__file__).with_suffix(".html.j2").read_text(encoding="utf-8")
-    return jinja2.Template(template, autoescape=True).render(title=title, texts=texts)
+    jinja = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
+    return jinja.get_template("shading.html.j2").render(title=title, texts=texts)

@@ -122,6 +122,11 @@ def test_report_of_real_runs(tmp_path, run_train, chromium, shots):
     assert shown.all_text_contents() == ["after 12 steps"] and steps > 1
     tab.page.locator("#step").press("ArrowLeft")
     assert shown.all_text_contents() == ["after 6 steps"]
+    tokens = tab.page.locator("#shaded .t")
+    assert tokens.count() == 40 and not tab.page.locator("#shaded .box:visible").count()
+    tokens.nth(5).hover()
+    box = tab.page.locator("#shaded .box:visible")
+    assert box.count() == 1 and box.inner_text().count("%") == 6
     tab.page.screenshot(path=shots / "report.png", full_page=True)
 
     report.write_page(runs, tmp_path / "both.html")
@@ -207,7 +212,13 @@ def lab(tmp_path):
     """(address, folder) of a JupyterLab that serves a copy of the repository and leaves nothing at home."""
     pytest.importorskip("jupyterlab", reason="needs requirements-notebook.txt")
     folder, home = tmp_path / "repo", tmp_path / "home"
-    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*LEFT_BEHIND))
+    top = shutil.ignore_patterns(*LEFT_BEHIND)  # not lab/data
+    inside = shutil.ignore_patterns("__pycache__")
+
+    def ignored(at, names):
+        return (top if Path(at) == ROOT else inside)(at, names)
+
+    shutil.copytree(ROOT, folder, ignore=ignored)
     settings = {
         "notebook-extension/tracker": {"windowingMode": "none"},  # all cells are in the page
         "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
@@ -269,7 +280,7 @@ def test_notebook_runs_in_jupyterlab(lab, chromium, shots):
         cell.update({"outputs": [], "execution_count": None} if cell["cell_type"] == "code" else {})
     (folder / "play.ipynb").write_text(json.dumps(notebook))
 
-    page = chromium.new_context(viewport={"width": 1400, "height": 1000}).new_page()
+    page = chromium.new_context(viewport={"width": 1280, "height": 1000}).new_page()
     page.goto(address)
     ready = "() => window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel?.status == 'idle'"
     page.wait_for_function(ready, timeout=180_000)

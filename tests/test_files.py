@@ -2,13 +2,16 @@
 out."""
 
 import errno
+import io
 import os
+import sys
 
 import numpy as np
 import pytest
 from conftest import ROOT, run_python
 
 from lab.cli import UserError
+from lab.data.shards import progress
 from lab.files import (
     check_writable,
     only_writer,
@@ -117,3 +120,13 @@ def test_a_place_that_cannot_be_written_is_known_before(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="name another place with --picture"):
         check_writable(tmp_path / "file" / "picture.png", "picture")
+
+
+def test_bars_are_for_the_first_process_and_a_terminal_alone(monkeypatch):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    for stderr, rank, off in ((terminal, 0, False), (terminal, 1, True), (io.StringIO(), 0, True)):
+        monkeypatch.setattr(sys, "stderr", stderr)
+        monkeypatch.setenv("RANK", str(rank))
+        bar = progress([1, 2], "reading")
+        assert bool(bar.disable) == off and list(bar) == [1, 2]

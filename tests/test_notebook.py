@@ -73,6 +73,16 @@ def test_no_line_is_cut_and_tests_that_it_names_are_there():
     assert not set(re.findall(r"`(test_\w+)`", text)) - there
 
 
+def test_a_colour_has_one_meaning():
+    setup, *others = ["".join(cell["source"]) for cell in cells("code")]
+    assert "plt.cycler(color=[OURS])" in setup, "else lines take colours by their order"
+    for source in others:
+        for name, word in (("LOSS", "loss"), ("RATE", "learning rate")):
+            if re.search(rf"\b{name}\b", source):
+                assert word in source.replace(name, ""), source
+        assert not re.search(r"""["'](C[0-9]|tab:\w+|red|blue|green|orange)["']""", source), source
+
+
 def test_tables():
     table = Table(("name", "n"), [("a <b>", 1), ("c", "-2.5")])
     assert repr(table) == "name      n\na <b>     1\nc      -2.5"

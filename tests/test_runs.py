@@ -29,6 +29,7 @@ from lab.cli import UserError
 from lab.run import checkpoints
 from lab.run.checkpoints import newest_checkpoint, newest_run, read_checkpoint, read_newest
 from lab.run.folder import read_config, run_to_resume
+from lab.run.log import Log
 from lab.run.stop import StopSignal
 from lab.run.vitals import Vitals
 from train_gpt2 import GPTConfig, TrainConfig
@@ -416,3 +417,13 @@ def test_what_does_not_fit_a_run_is_refused(tmp_path, shards):
         UserError, match="model_000002.pt was not written by this trainer; start from its"
     ):
         train_here(tmp_path, shards, "r", resume=True, max_steps=3)
+
+
+def test_a_long_line_of_a_sample_stays_beside_its_bar(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "40")
+    log, text = Log.__new__(Log), "a word " * 20 + "\n\n" + "x" * 90
+    log.is_main, log.bar = True, None
+    log.say_sample(3, {"texts": [text]})
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == "    after 3 steps:" and all(line.startswith("    | ") for line in lines)
+    assert max(map(len, lines)) < 40 and "".join(x[6:] for x in lines) == text.replace("\n", "")

@@ -15,8 +15,9 @@ from test_weights import saved, tiny_gpt
 
 import sample
 from lab.cli import UserError
-from lab.data.tokenizers import get_tokenizer
+from lab.data.tokenizers import get_tokenizer, printable
 from lab.device import Precision
+from lab.evals import draw_samples
 from lab.generate import generate, sample_token
 from sample import Config, Text, complete
 
@@ -179,6 +180,21 @@ def test_page(tmp_path, monkeypatch):
         assert own.endswith(f"{share:.2f} %")
         found = [float(line.split("%")[0]) for line in likeliest]
         assert found == sorted(found, reverse=True) and len(found) == 5 and found[0] + 0.1 >= share
+
+
+def test_a_runs_first_sample_notes_how_likely_its_tokens_were():
+    """What the report shades: all characters of the text, each token's probability."""
+    model, tokenizer, shades = noisy_gpt(block_size=64), get_tokenizer("bytes"), []
+    text = draw_samples(model, tokenizer, "ab", 40, seed=5, shades=shades)[0]
+    assert ("ab" + "".join(t["text"] for t in shades)).rstrip("\n-\ufffd") in printable(text)
+    idx = torch.tensor([[256, *b"ab"]] * 2)
+    how = dict(temperature=0.8, top_k=50, generator=torch.Generator().manual_seed(5))
+    drawn = torch.stack(list(model.generate(idx, 40, **how)), dim=1)[:1]  # (1, 40)
+    probs = model(torch.cat([idx[:1], drawn], dim=1))[0][0, 2:-1].softmax(-1)  # (40, 257)
+    expected = probs.gather(1, drawn.T)[:, 0].tolist()
+    assert [t["p"] for t in shades] == pytest.approx(expected, abs=1e-5)
+    likeliest = [[p for _, p in t["likeliest"]] for t in shades]
+    assert torch.tensor(likeliest).allclose(probs.topk(5).values, atol=1e-4)
 
 
 # -------------------------------------------------------------------------------------- the command

@@ -8,7 +8,7 @@ import sysconfig
 import warnings
 from pathlib import Path
 
-from lab.data.shards import progress
+from lab.cli import progress
 from lab.data.tokenizers import get_tokenizer
 from lab.data.writer import begun, check_same, new_manifest, save_shard, write_manifest
 from lab.files import only_writer

@@ -19,8 +19,8 @@ before one (leave the trainer's document mask off).
 
 import numpy as np
 
-from lab.cli import UserError
-from lab.data.shards import progress, sha256_of
+from lab.cli import UserError, progress
+from lab.data.shards import sha256_of
 from lab.data.sources import HUB, File, records_of, units_of
 from lab.data.tokenizers import get_tokenizer
 from lab.data.writer import begin, begun, check_same, new_manifest, save_shard, write_manifest

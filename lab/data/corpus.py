@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from lab.cli import UserError
+from lab.cli import UserError, progress
 from lab.data import writer
 from lab.data.engines import ENGINES
 from lab.data.shards import check_file
@@ -87,7 +87,7 @@ def build_corpus(cfg, source: dict, files: list[File], data: str) -> dict:
     units = (u for i, first in firsts for u in units_of(files[i], i, cfg.text_column, first))
     workers = os.cpu_count() if cfg.workers < 0 else cfg.workers
     engine = ENGINES[cfg.engine](units, cfg.tokenizer, cfg.text_column, workers)
-    shown = dict(unit="tok", unit_scale=True, smoothing=0.1)
+    shown = dict(unit="tok", unit_scale=True, smoothing=0.1, disable=None)
     with (
         contextlib.closing(engine) as results,
         tqdm(total=expected, initial=manifest["tokens"], **shown) as bar,
@@ -152,7 +152,9 @@ def download_shards(cfg, manifest, source: dict, files: list[File], data: str) -
         snapshot_download(cfg.dataset, allow_patterns=chosen, **where)  # what is there, it keeps
     here = [entry["name"] for entry in manifest["shards"]]
     new = [name for name in chosen if name not in here]
-    manifest["shards"] += [writer.shard_entry(out_dir / name, manifest["eot"]) for name in new]
+    manifest["shards"] += [
+        writer.shard_entry(out_dir / name, manifest["eot"]) for name in progress(new, "checking")
+    ]
     manifest["complete"] = True
     writer.write_manifest(out_dir, manifest)
     return manifest

@@ -1,6 +1,7 @@
 """HellaSwag's file: found or downloaded, and read line by line."""
 
 import json
+import sys
 from pathlib import Path
 
 from lab.cli import UserError
@@ -28,7 +29,7 @@ def locate(data="", split="val"):
         known = {name: f"sha256:{PUBLISHED[name]}"}
         files = pooch.create(FOLDER, base_url=BASE, registry=known, retry_if_failed=2)
         try:
-            files.fetch(name, progressbar=True)
+            files.fetch(name, progressbar=sys.stderr.isatty())
         except (OSError, ValueError) as error:  # ValueError: another hash
             raise UserError(
                 f"cannot download {BASE}{name} ({first_line(error)}); download it by hand to "

@@ -6,24 +6,15 @@ one byte a token: 1 where the token is to be learnt, else 0. manifest.json says 
 """
 
 import hashlib
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from lab.cli import UserError
+from lab.cli import UserError, progress
 from lab.files import read_array, read_json, reading
 
 AGAIN = "put the right one back, or delete its folder and make the data again"
-
-
-def progress(items, what, unit="shard"):
-    """`items`, with a bar on rank 0 if going through them takes longer than two seconds."""
-    from tqdm import tqdm
-
-    elsewhere = os.environ.get("RANK", "0") != "0"
-    return tqdm(items, desc=what, unit=unit, delay=2, leave=False, disable=elsewhere)
 
 
 @dataclass

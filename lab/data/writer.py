@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from lab.cli import UserError
-from lab.data.shards import check_file, files_of, open_shard, progress, read_manifest, sha256_of
+from lab.cli import UserError, progress
+from lab.data.shards import check_file, files_of, open_shard, read_manifest, sha256_of
 from lab.files import write_whole
 
 

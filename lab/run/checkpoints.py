@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from lab.cli import UserError
+from lab.cli import UserError, progress
 from lab.files import reading, writing
 
 
@@ -78,6 +78,7 @@ def read_checkpoint(path):
     with reading(path, "checkpoint", way_out):
         if zipfile.is_zipfile(path):  # checksums, which torch.save notes and torch.load ignores
             with zipfile.ZipFile(path) as archive:
+                archive.filelist = progress(archive.filelist, f"checking {path}", "tensor")
                 if damaged := archive.testzip():
                     raise ValueError(f"the checksum of {damaged} in it is another")
         try:

@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import shutil
 import sys
 import textwrap
 import time
@@ -129,8 +130,14 @@ class Log:
         self.say(f"step {step:5d}: HellaSwag {values['acc_norm']:.4f} +- {error:.4f}")
 
     def say_sample(self, step, values):
+        """The texts, set off by a bar on their left that no long line breaks."""
+        width = shutil.get_terminal_size((100, 0)).columns - 7
         for text in values["texts"]:
-            self.say(f"    after {step} steps:\n" + textwrap.indent(printable(text), "    | "))
+            lines = [f"    after {step} steps:"]
+            for line in printable(text).split("\n"):
+                parts = textwrap.wrap(line, width, drop_whitespace=False, replace_whitespace=False)
+                lines += [f"    | {part}" for part in parts or [""]]
+            self.say("\n".join(lines))
 
     def train(self, step, loss, lr, grad_norm, seconds_left=None, **speed):
         """The record of a training step; for people the bar's text, or a line where there is no

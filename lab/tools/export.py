@@ -1,6 +1,7 @@
 """Write a model as a folder that transformers loads: python -m lab export log/RUN --out my-gpt2."""
 
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +15,7 @@ from lab.files import read_json, writing
 from lab.weights import HEAD, TRANSPOSED, WTE
 
 TOKENIZER = {"vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json"}
-OURS = {"config.json", "generation_config.json", "model.safetensors"} | TOKENIZER
+OURS = {"config.json", "generation_config.json"} | TOKENIZER
 
 
 def export(
@@ -31,6 +32,8 @@ def export(
         out: folder to write; an earlier export there is replaced
         log_dir: where the newest run is looked for
     """
+    from transformers.utils import logging
+
     out = Path(out)
     check_replaceable(out)
     source = models.find(source, log_dir)  # a later checkpoint may come meanwhile
@@ -42,7 +45,9 @@ def export(
         with tempfile.TemporaryDirectory(prefix=".export", dir=out.parent) as folder:
             part = Path(folder, "part")
             part.mkdir()
-            in_transformers(model).save_pretrained(part, max_shard_size="100GB")
+            if not sys.stderr.isatty():
+                logging.disable_progress_bar()  # which counts files
+            in_transformers(model).save_pretrained(part, max_shard_size="1GB")
             if vocab_size == 50257:
                 write_tokenizer(part, model.config.block_size)
             for file in part.iterdir():
@@ -64,7 +69,8 @@ def check_replaceable(out):
         if not out.exists():
             return
         names = {path.name for path in out.iterdir()} if out.is_dir() else {out.name}
-    ours = "config.json" in names and names <= OURS
+    others = {name for name in names - OURS if not name.startswith("model")}  # large ones in parts
+    ours = "config.json" in names and not others
     if names and not (ours and "exported_by" in read_json(out / "config.json")):
         raise UserError(f"{out} is not a new folder, nor an earlier export; choose another --out")
 

@@ -13,11 +13,11 @@ import html
 import json
 import secrets
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from lab.cli import UserError, parse
+from lab.data.tokenizers import printable
 from lab.files import read_json, write_whole, writing
 from lab.tools import records
 from lab.tools.plot import caption, finding, hellaswag_levels, loss_levels
@@ -29,17 +29,15 @@ RENEW = 10  # seconds between two looks at a run that is watched
 # ------------------------------------------------------------------------------------------ 1. runs
 
 
-@dataclass
 class Run:
-    name: str
-    log: dict  # {kind: records}, from read_log
-    config: dict  # {"model": {field: value}, "train": ...}; empty where there is no config.json
+    """A run's name, log ({kind: records}) and configuration ({"model": {field: value}, "train": ...};
+    empty where there is no config.json)."""
 
-    def __post_init__(self):
-        self.all = [record for kind in self.log.values() for record in kind]
-        self.start = (self.log.get("start") or [{}])[-1]  # the newest
-        self.train = self.config.get("train", {})
-        self.tokens = records.tokens_at(self.log)  # of training until a step; None if unknown
+    def __init__(self, name, log, config):
+        self.name, self.log, self.config = name, log, config
+        self.all = [record for kind in log.values() for record in kind]
+        self.start, self.train = log.get("start", [{}])[-1], config.get("train", {})
+        self.tokens = records.tokens_at(log)  # of training until a step; None if unknown
         self.last = max(record["step"] for record in self.all)
         self.minutes = clock(self.all)
         self.axes = {"step": lambda record: record["step"]}  # a record's place on each
@@ -67,9 +65,8 @@ def read_run(path, name):
     beside = (path if path.is_dir() else path.parent) / "config.json"
     if beside.exists() and (path.is_dir() or path.name == "log.jsonl"):  # else the log was copied
         way_out = "delete it, and the page leaves the configuration out"
-        saved = read_json(beside, way_out, model=dict, train=dict)
-        config = {part: saved[part] for part in ("model", "train")}
-    return Run(name, log, config)
+        config = read_json(beside, way_out, model=dict, train=dict)
+    return Run(name, log, {part: config[part] for part in ("model", "train") if config})
 
 
 def cautions(runs):
@@ -92,31 +89,64 @@ def cautions(runs):
 # --------------------------------------------------------------------------------------- 2. figures
 
 
-class Figures:
-    """What the page's figures show; report.html.j2 has their titles, units and look."""
+class Figures(dict):
+    """{id: {"curves": [...], "levels": {text: height of a dashed line} ...}} of the page's figures;
+    report.html.j2 has their titles, units and look."""
 
     def __init__(self, runs):
-        self.runs, self.logs = runs, [run.log for run in runs]
-        self.alone = len(runs) == 1
-        self.axes = {}  # {axis that all runs have: its end}
-        for axis in ("step", "tokens", "time"):
-            if all(axis in run.axes for run in runs):
-                self.axes[axis] = max(run.axes[axis](r) for run in runs for r in run.all)
-        self.found = {}  # {id: its curves, levels ...}
-        self.loss()
-        if not comparable(self.logs):
+        self.runs, logs = runs, [run.log for run in runs]
+        self.axes = {  # {axis that all runs have: its end}
+            axis: max(run.axes[axis](r) for run in runs for r in run.all)
+            for axis in ("step", "tokens", "time")
+            if all(axis in run.axes for run in runs)
+        }
+        alone, fair = len(runs) == 1, comparable(logs)
+        thin = dict(words="training", width=1.3, smooth=True, showlegend=alone)
+        thick = dict(words="validation", width=3, showlegend=alone)
+        losses = self.each("train", "loss", "loss", **thin)
+        losses += self.each("val", "loss", "loss", **thick)
+        self.add("loss", losses, loss_levels(logs), range=records.loss_window(logs))
+        if not fair:
             self.add("bits", self.each("val", "bits_per_byte", "loss", width=3))
-        if not self.alone:
-            self.difference()
-        self.hellaswag()
+        elif not alone:
+            self.difference(logs)
+        scores = []
+        for i, run in enumerate(runs):
+            steps, values, errors = records.hellaswag(run.log)
+            look = self.look(i, "accuracy") | dict(errors=[round(e, 5) for e in errors], width=3)
+            scores += self.curve(run, "hella", steps, values, **look)
+        self.add("hellaswag", scores, hellaswag_levels(logs))
         self.add("lr", self.each("train", "lr", "learning rate"))
-        self.gradient_norm()
-        for id, what in {"tok_per_s": "speed", "mfu": "speed", "peak_gib": "memory"}.items():
-            self.add(id, self.each("train", id, what))
+        norms = self.each("train", "grad_norm", "gradient norm", smooth=True)
+        highest = max((v for curve in norms for v in curve["y"]), default=0)
+        clips = {run.train.get("grad_clip") for run in runs} - {None, 0}
+        near = {f"clipped at {clip:g}": clip for clip in clips if highest > 0.5 * clip}
+        self.add("grad_norm", norms, near)
+        self.add("tok_per_s", self.each("train", "tok_per_s", "speed"))
 
-    def curve(self, run, kind, steps, values, color, width=2, name="", **more):
-        """[a curve], with dots where it has few points; nothing where it has none."""
-        at = {record["step"]: record for record in run.log[kind]} if steps else {}
+    def add(self, id, curves, levels=None, **more):
+        """A figure, if there is a curve for it."""
+        if curves:
+            self[id] = {"curves": curves, "levels": levels or {}} | more
+
+    def look(self, i, what, words=""):
+        """Name and colour of a run's curve: those of `what` if it is alone, else the run's."""
+        if len(self.runs) == 1:
+            return dict(name=words or what, color=place_of(what))
+        return dict(name=", ".join(filter(None, [self.runs[i].name, words])), color=i)
+
+    def each(self, kind, name, what, words="", **more):
+        """A curve for each run."""
+        curves = []
+        for i, run in enumerate(self.runs):
+            data = column(run.log, kind, name)
+            curves += self.curve(run, kind, *data, **self.look(i, what, words), **more)
+        return curves
+
+    def curve(self, run, kind, steps, values, name, color, width=2, smooth=False, **more):
+        """[a curve], with dots where it has few points; nothing where it has none. `smooth`: where
+        points are many each of them faint, and their mean."""
+        at = {record["step"]: record for record in run.log.get(kind, [])}
         curve = {
             "name": html.escape(name, quote=False),  # plotly reads <b> and <a> in it
             "y": [float(f"{v:.6g}") for v in values],
@@ -125,68 +155,27 @@ class Figures:
             "color": color,
             "width": width,
             "showlegend": False,
-        }
-        return [curve | more] if steps else []
+        } | more
+        if smooth and len(values) >= 80:
+            mean = [float(f"{v:.6g}") for v in records.smooth(values)]
+            faint = {"width": 1, "faint": True, "showlegend": False}
+            return [curve | faint, curve | {"y": mean}]
+        return [curve] if steps else []
 
-    def smoothed(self, run, kind, steps, values, *look, **more):
-        """The curve, or where it has many points each of them faint, and their mean."""
-        if len(values) < 80:
-            return self.curve(run, kind, steps, values, *look, **more)
-        how = more | {"width": 1, "faint": True, "showlegend": False}
-        faint = self.curve(run, kind, steps, values, *look, **how)
-        return faint + self.curve(run, kind, steps, records.smooth(values), *look, **more)
-
-    def each(self, kind, name, what, draw=None, words="", **more):
-        """A curve for each run: in the colour of `what` if it is alone, else in the run's."""
-        curves, draw = [], draw or self.curve
-        for i, run in enumerate(self.runs):
-            own, color = ("", place_of(what)) if self.alone else (run.name, i)
-            label = ", ".join(filter(None, [own, words])) or what
-            curves += draw(run, kind, *column(run.log, kind, name), color, name=label, **more)
-        return curves
-
-    def add(self, id, curves, levels=None, **more):
-        """A figure, if there is a curve for it. levels: {text: height} of dashed lines."""
-        if curves:
-            self.found[id] = {"curves": curves, "levels": levels or {}} | more
-
-    def loss(self):
-        look = {"showlegend": self.alone}
-        curves = self.each("train", "loss", "loss", self.smoothed, "training", width=1.3, **look)
-        curves += self.each("val", "loss", "loss", words="validation", width=3, **look)
-        self.add("loss", curves, loss_levels(self.logs), range=records.loss_window(self.logs))
-
-    def difference(self):
-        """Of the losses, or where those do not compare, of bits per byte."""
-        fair = comparable(self.logs)
+    def difference(self, logs):
+        """Of the losses of two runs."""
         curves, (first, second) = [], self.runs
-        for kind, width in (("train", 1.3), ("val", 3)):
-            a, b = records.places(self.logs, kind, "loss" if fair else "bits_per_byte")
+        for kind, words, width in (("train", "training", 1.3), ("val", "validation", 3)):
+            a, b = records.places(logs, kind, "loss")
             both = [(step, b[place][1] - value) for place, (step, value) in a.items() if place in b]
+            look = dict(name=words, width=width, smooth=True, showlegend=True)
             data = list(zip(*both)) or [(), ()]
-            how = {"width": width, "name": {"train": "training", "val": "validation"}[kind]}
-            curves += self.smoothed(first, kind, *data, place_of("loss"), showlegend=True, **how)
-        note = f"{second.name} minus {first.name}, at equal "
-        note += "tokens" if by_tokens(self.logs) else "steps"
-        note += f". Below zero, {second.name} is better."
+            curves += self.curve(first, kind, *data, color=place_of("loss"), **look)
+        equal = "tokens" if by_tokens(logs) else "steps"
+        note = f"{second.name} minus {first.name}, at equal {equal}. Below zero, {second.name} is better."
         if "time" in self.axes:
             note += f" Against time, each point stands where {first.name} was."
-        unit = {} if fair else {"unit": "bits per byte"}
-        self.add("difference", curves, {"no difference": 0}, note=note, **unit)
-
-    def hellaswag(self):
-        curves = self.each("hella", "acc_norm", "accuracy", width=3)
-        measured = [log for log in self.logs if column(log, "hella", "acc_norm")[0]]
-        for curve, log in zip(curves, measured):
-            curve["errors"] = [round(error, 5) for error in records.hellaswag(log)[2]]
-        self.add("hellaswag", curves, hellaswag_levels(self.logs))
-
-    def gradient_norm(self):
-        curves = self.each("train", "grad_norm", "gradient norm", self.smoothed)
-        clips = {run.train.get("grad_clip") for run in self.runs} - {None, 0}
-        highest = max((v for curve in curves for v in curve["y"]), default=0)
-        near = {f"clipped at {clip:g}": clip for clip in clips if highest > 0.5 * clip}
-        self.add("grad_norm", curves, near)
+        self.add("difference", curves, {"no difference": 0}, note=note)
 
 
 # --------------------------------------------------------------------------------------- 3. numbers
@@ -222,21 +211,18 @@ def numbers(run):
         found["tokens"] = Number(tokens, "{:,.0f}", f"{tokens / known:.2f} epochs" if known else "")
     if minutes := max(run.minutes.values(), default=0):
         found["minutes in all"] = Number(minutes, "{:,.2f}", "with evaluation and saving")
+    names = dict.fromkeys(name for record in run.log.get("train", []) for name in record)
+    phases = [name for name in names if name.endswith("_ms") and name != "dt_ms"]
     for name, what, form in (
         ("tok_per_s", "tokens/s, median", "{:,.0f}"),
         ("mfu", "MFU, median", "{:.3f}"),
+        ("dt_ms", "ms a step, median", "{:,.1f}"),
         ("peak_gib", "peak memory, GiB", "{:,.2f}"),
-        *((f"{phase}_ms", f"{phase}, ms a step, median", "{:,.1f}") for phase in phases(run)),
+        *((phase, f"{phase[:-3]}, ms a step, median", "{:,.1f}") for phase in phases),
     ):
         if values := sorted(column(run.log, "train", name)[1]):
             found[what] = Number(values[-1 if "peak" in what else len(values) // 2], form)
     return found
-
-
-def phases(run):
-    """Of a step, as far as the log has their milliseconds (--timing); "dt" is all of it."""
-    names = dict.fromkeys(name for record in run.log.get("train", []) for name in record)
-    return [name.removesuffix("_ms") for name in names if name.endswith("_ms")]
 
 
 def number_rows(runs):
@@ -274,32 +260,28 @@ def facts(run):
 
 def settings(runs):
     """[(part, [(field, each run's value as text, whether they differ)])] of all that is known."""
-    sides = []
-    for run in runs:
-        said = {k: v for k, v in run.start.items() if k not in ("kind", "step", "time", "tokens")}
-        sides.append(run.config | {"machine and data": said})
+    told = ("kind", "step", "time", "tokens")
+    machines = [{k: v for k, v in run.start.items() if k not in told} for run in runs]
+    sides = [run.config | {"machine and data": said} for run, said in zip(runs, machines)]
     parts = []
     for part in dict.fromkeys(part for side in sides for part in side):
-        rows, known = [], all(side.get(part) for side in sides)
-        for field in dict.fromkeys(field for side in sides for field in side.get(part, {})):
-            values = [side.get(part, {}).get(field) for side in sides]
+        found, rows = [side.get(part, {}) for side in sides], []
+        for field in dict.fromkeys(field for values in found for field in values):
+            values = [values.get(field) for values in found]
             texts = [v if isinstance(v, str) and v else json.dumps(v) for v in values]
-            rows.append((field, texts, known and field != "run_name" and len(set(texts)) > 1))
+            rows.append((field, texts, all(found) and field != "run_name" and len({*texts}) > 1))
         parts.append((part, rows))
     return parts
 
 
 def samples(runs):
-    """[(step, [texts of each run])], earliest first.
-
-    A young model writes control characters, which HTML cannot hold: they show as Unicode's symbols.
-    """
-    visible = {c: 0x2400 + c for c in range(32) if c not in (9, 10)}  # not tab and newline
+    """[(step, [texts of each run])], earliest first, without control characters: HTML cannot hold
+    those that a young model writes."""
     found = {}
     for i, run in enumerate(runs):
         for record in run.log.get("sample", []):
             sides = found.setdefault(record["step"], [[] for _ in runs])
-            sides[i] += [str(text).translate(visible) for text in record.get("texts", [])]
+            sides[i] += [printable(str(text)) for text in record.get("texts", [])]
     return sorted(found.items())
 
 
@@ -311,18 +293,22 @@ def page(runs, live=False):
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from plotly.offline import get_plotlyjs
 
-    drawn = Figures(runs)
-    folder = FileSystemLoader(Path(__file__).parent)
-    jinja = Environment(loader=folder, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    figures, here = Figures(runs), Path(__file__).parent
+    folders = FileSystemLoader([here, here.parent])  # lab has shaded.html.j2
+    jinja = Environment(
+        loader=folders, autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    logs = {run.name: run.log for run in runs}
     return jinja.get_template("report.html.j2").render(
         runs=[(run.name, facts(run)) for run in runs],
-        said=finding({run.name: run.log for run in runs}),
+        said=finding(logs),
         cautions=cautions(runs),
         numbers=number_rows(runs),
-        figures=drawn.found,
-        axis="tokens" if by_tokens(drawn.logs) else "step",
-        axes=drawn.axes,
+        figures=figures,
+        axis="tokens" if by_tokens(list(logs.values())) else "step",
+        axes=figures.axes,
         samples=samples(runs),
+        shaded=[(r.name, s) for r in runs for s in r.log.get("sample", [])[-1:] if "shaded" in s],
         settings=settings(runs),
         colors=[PAPER[d] | {f"c{i}": c for i, c in enumerate(COLORS[d])} for d in (False, True)],
         plotly=get_plotlyjs(),
@@ -355,8 +341,7 @@ def main(argv):
 
         Args:
             runs: One or two run folders, such as log/laptop_20260101-120000; the newest if none.
-            out: Page to write (.html); if not given report.html in the run's folder or beside
-                the log, and of two runs report_with_<second>.html in the first one's.
+            out: Page to write; report.html in the run's folder, or report_with_<second>.html, if none.
             open: Show it in the browser.
             watch: Renew it until the run ends; the page in the browser loads itself anew.
         """
