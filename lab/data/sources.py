@@ -52,7 +52,7 @@ def local_files(source: str) -> list[File]:
     paths, base = [root], root.parent
     if root.is_dir():  # shards made of these texts, and their manifest, may lie beside them
         paths, base = [p for p in root.rglob("*") if p.is_file() and p.name[0] != "."], root
-        paths = [p for p in paths if p.name != "manifest.json"]
+        paths = [p for p in paths if p.name not in ("manifest.json", "tokenizer.json")]
     names = ((p.relative_to(base).as_posix(), p) for p in paths)
     return one_kind([File(name, str(p), p.stat().st_size) for name, p in names], source)
 

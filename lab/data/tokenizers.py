@@ -164,9 +164,14 @@ SIZES = {50257: "gpt2", 257: "bytes"}
 
 
 def get_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer called "gpt2" or "bytes". Raises UserError for another name."""
+    """The tokenizer called "gpt2" or "bytes", or that of a tokenizer.json. Raises UserError for
+    another name."""
+    if name.endswith("tokenizer.json"):
+        from lab.data.wordpiece import WordPiece
+
+        return WordPiece(name)
     if name not in TOKENIZERS:
-        raise UserError(f"unknown tokenizer {name!r}: it is 'gpt2' or 'bytes'")
+        raise UserError(f"unknown tokenizer {name!r}: it is 'gpt2', 'bytes' or a tokenizer.json")
     return TOKENIZERS[name]()
 
 

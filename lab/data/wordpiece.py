@@ -1,0 +1,144 @@
+"""WordPiece, BERT's tokenizer: words are cut into the longest pieces that the vocabulary has, and
+each piece but a word's first begins with ## (Schuster and Nakajima 2012; Devlin et al. 2019).
+
+A vocabulary is learnt from the text at hand, or is that of bert-base-uncased. It lies as
+tokenizer.json, the format of Hugging Face's tokenizers, beside the shards that it made.
+"""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+
+from lab.cli import UserError
+from lab.data.shards import progress
+from lab.data.tokenizers import Tokenizer, as_arrow, utf8
+from lab.files import first_line, reading, write_whole
+
+FILE = "tokenizer.json"
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+PUBLISHED = "bert-base-uncased"
+ENOUGH = 2**28  # characters of text that a vocabulary is learnt from; more change little
+
+
+class WordPiece(Tokenizer):
+    """The tokenizer in a tokenizer.json. Documents are led by [SEP], which parts them."""
+
+    def __init__(self, path):
+        from tokenizers import Tokenizer as HuggingFace
+
+        self.name = str(path)
+        with reading(Path(path), "tokenizer", "make the data again"):
+            self.fast = HuggingFace.from_file(str(path))
+        self.fast.no_truncation()
+        self.fast.encode_special_tokens = True  # "[MASK]" in a text is five letters in brackets
+        self.pieces = [self.fast.id_to_token(i) for i in range(self.vocab_size)]
+        missing = [name for name in SPECIAL if name not in self.pieces]
+        if missing:
+            raise UserError(f"{path} has no {', '.join(missing)}; it is no tokenizer of BERT's")
+
+    @property
+    def vocab_size(self):
+        return self.fast.get_vocab_size()
+
+    @property
+    def eot(self):
+        return self.id_of("[SEP]")
+
+    def id_of(self, piece):
+        return self.pieces.index(piece)
+
+    def encode(self, text):
+        return self.fast.encode(utf8(text).decode(), add_special_tokens=False).ids
+
+    def encode_documents(self, texts):
+        texts, eot = as_arrow(texts).to_pylist(), self.eot
+        arrays = [np.zeros(0, np.uint16)]
+        for found in self.fast.encode_batch_fast(texts, add_special_tokens=False):
+            arrays.append(np.array([eot, *found.ids], dtype=np.uint16))
+        return np.concatenate(arrays)
+
+    def decode(self, ids):
+        return self.fast.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def is_special(self):
+        """(vocab_size,) bool: ids that stand for no text, such as [CLS] and [unused7]."""
+        return np.array([p[0] + p[-1] == "[]" and len(p) > 2 for p in self.pieces])
+
+    def goes_on(self):
+        """(vocab_size,) bool: pieces that go on with the word of the piece before."""
+        return np.array([p.startswith("##") and len(p) > 2 for p in self.pieces])
+
+
+def name_in(folder, wanted):
+    """What get_tokenizer calls the tokenizer that is wanted: a WordPiece is a file in the folder of
+    its data."""
+    return str(Path(folder) / FILE) if wanted in ("wordpiece", PUBLISHED) else wanted
+
+
+def prepare(folder, wanted, texts, vocab_size):
+    """name_in, of a file that is made unless it is there.
+
+    texts: an iterable of str, of which a vocabulary of `vocab_size` pieces is learnt, or of as many
+    as occur twice.
+    """
+    name = name_in(folder, wanted)
+    if name != wanted and not Path(name).exists():
+        made = download() if wanted == PUBLISHED else learn(texts, vocab_size)
+        write_whole(name, made.to_str(pretty=True).encode())
+    return name
+
+
+def download():
+    from tokenizers import Tokenizer as HuggingFace
+
+    try:
+        return HuggingFace.from_pretrained(PUBLISHED)
+    except Exception as error:  # of no class of its own
+        raise UserError(
+            f"{PUBLISHED}'s vocabulary cannot be fetched from the hub ({first_line(error)}); go online "
+            "once, or pass --tokenizer wordpiece, which learns one from the text"
+        ) from error
+
+
+def learn(texts, vocab_size):
+    """A tokenizer as bert-base-uncased has it, but for its pieces: lower case, no accents, cut at
+    blanks and around each punctuation mark."""
+    from tokenizers import Tokenizer as HuggingFace
+    from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+    if not len(SPECIAL) < vocab_size <= 2**16:
+        raise UserError(f"--vocab_size {vocab_size} must be above {len(SPECIAL)}, at most 65536")
+    made = HuggingFace(models.WordPiece(unk_token="[UNK]"))
+    made.normalizer = normalizers.BertNormalizer(lowercase=True)
+    made.pre_tokenizer = cut = pre_tokenizers.BertPreTokenizer()
+    made.decoder = decoders.WordPiece()
+    # The trainer numbers letters within words as a hash table yields them, and of pairs that are as
+    # frequent it joins the lower numbers first. Given in order, they make the same text the same
+    # vocabulary.
+    texts, seen = list(first_characters(texts)), Counter()
+    for text in texts:
+        seen.update(made.normalizer.normalize_str(text))
+    letters = sorted(sorted(seen), key=seen.get)[-1000:]
+    inside = sorted(f"##{c}" for c in letters if len(cut.pre_tokenize_str(f"a{c}")) == 1 and c > " ")
+    how = dict(vocab_size=vocab_size, min_frequency=2, show_progress=False)
+    how |= dict(initial_alphabet=sorted(letters), limit_alphabet=len(letters))
+    made.train_from_iterator(texts, trainers.WordPieceTrainer(special_tokens=SPECIAL + inside, **how))
+    ends = [(name, made.token_to_id(name)) for name in ("[CLS]", "[SEP]")]
+    made.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=ends
+    )
+    told = json.loads(made.to_str())
+    told["added_tokens"] = told["added_tokens"][: len(SPECIAL)]  # letters are not special in use
+    return HuggingFace.from_str(json.dumps(told))
+
+
+def first_characters(texts):
+    """So many of the texts that they have ENOUGH characters."""
+    left = ENOUGH
+    for text in progress(texts, "learning a vocabulary", "text"):
+        yield utf8(text).decode()
+        left -= len(text)
+        if left < 0:
+            return
