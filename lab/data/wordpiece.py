@@ -121,10 +121,14 @@ def learn(texts, vocab_size):
     for text in texts:
         seen.update(made.normalizer.normalize_str(text))
     letters = sorted(sorted(seen), key=seen.get)[-1000:]
-    inside = sorted(f"##{c}" for c in letters if len(cut.pre_tokenize_str(f"a{c}")) == 1 and c > " ")
+    inside = sorted(
+        f"##{c}" for c in letters if len(cut.pre_tokenize_str(f"a{c}")) == 1 and c > " "
+    )
     how = dict(vocab_size=vocab_size, min_frequency=2, show_progress=False)
     how |= dict(initial_alphabet=sorted(letters), limit_alphabet=len(letters))
-    made.train_from_iterator(texts, trainers.WordPieceTrainer(special_tokens=SPECIAL + inside, **how))
+    made.train_from_iterator(
+        texts, trainers.WordPieceTrainer(special_tokens=SPECIAL + inside, **how)
+    )
     ends = [(name, made.token_to_id(name)) for name in ("[CLS]", "[SEP]")]
     made.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=ends
