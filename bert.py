@@ -288,27 +288,33 @@ class Masking:
         x[:, 0], x[:, -1], y[:] = self.cls, self.sep, -1
         for row, targets, sequence in zip(x, y, sequence_ids):
             rng = np.random.default_rng([seed, int(sequence)])
-            begins = ~self.goes_on[row]
-            begins[1:] |= self.special[row[:-1]]  # nothing goes on with a [SEP]
-            word = begins.cumsum() - begins[0]  # (T,): the number of each token's word, from 0
-            sizes = np.bincount(word)
-            left, chosen = self.targets_per_sequence(len(row)), []
-            for w in rng.permutation(np.unique(word[~self.special[row]])):
-                if sizes[w] <= left:
-                    chosen.append(w)
-                    left -= sizes[w]
-                if not left:
-                    break
-            hidden = np.isin(word, chosen)
-            # what is left over: pieces of words; in a text of little else, even a [SEP]
-            hidden[np.argsort(2 * hidden + self.special[row], kind="stable")[:left]] = True
+            hidden, fate = self.choose(row, rng)
             targets[hidden] = row[hidden]
-            fate = rng.random(len(sizes))[word]  # one for all pieces of a word: none betrays it
-            others = self.ordinary[rng.integers(len(self.ordinary), size=len(row))]
-            row[hidden & ((fate < 0.8) | self.always)] = self.mask
             swapped = hidden & (fate >= 0.9) & (not self.always)
-            row[swapped] = others[swapped]
+            row[hidden & ((fate < 0.8) | self.always)] = self.mask
+            row[swapped] = self.ordinary[rng.integers(len(self.ordinary), size=swapped.sum())]
         return x, y
+
+    def choose(self, row, rng):
+        """(which of a row are hidden, a number from 0 to 1 that decides what stands there), (T,) both."""
+        begins = ~self.goes_on[row]
+        begins[1:] |= self.special[row[:-1]]  # nothing goes on with a [SEP]
+        word = begins.cumsum() - 1  # (T,): the number of each token's word; [CLS] is word 0
+        left = self.targets_per_sequence(len(row))
+        sizes = np.bincount(word)
+        sizes[word[self.special[row]]] = left + 1  # too large to be chosen
+        chosen = np.zeros(len(sizes), dtype=bool)
+        for w, size in zip(order := rng.permutation(len(sizes)), sizes[order].tolist()):
+            if size <= left:
+                chosen[w], left = True, left - size
+            if not left:
+                break
+        hidden = chosen[word]
+        if left:  # no word fits: pieces of one; in a text of little else even a [SEP]
+            hidden[np.argsort(2 * hidden + self.special[row], kind="stable")[:left]] = True
+        return hidden, rng.random(len(sizes))[
+            word
+        ]  # one fate for all pieces: none betrays the word
 
 
 # ----------------------------------------------------------------------------- 4. what is measured
