@@ -1,11 +1,11 @@
 """BERT (Devlin et al. 2019): the blocks of train_gpt2.py with another objective, guessing words that
 were hidden.
 
-    python bert.py                                             # the best this machine can do
+    python bert.py                                      # the best this machine can do
+    python bert.py --preset bert-base                   # BERT-base on one GPU, on data/wikitext103
+    torchrun --standalone --nproc_per_node=8 bert.py    # the same run on eight
     python fineweb.py --dataset Salesforce/wikitext --name wikitext-103-raw-v1 \\
-        --tokenizer wordpiece --out data/wikitext103           # data for
-    python bert.py --preset bert-base                          # BERT-base on one GPU
-    torchrun --standalone --nproc_per_node=8 bert.py           # the same run on eight
+        --tokenizer wordpiece --out data/wikitext103    # makes that data
 
 One step in words. GPT-2 guesses each token from those before it, so attention must hide what comes
 after, and every position teaches. BERT hides 15 % of the tokens and guesses them from both sides:
@@ -39,29 +39,19 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lab import evals, weights
+import train_gpt2 as gpt2
+from lab import evals
 from lab.cli import UserError, command
-from lab.data import get_tokenizer
 from lab.data.wordpiece import FILE, WordPiece
 from lab.files import write_whole
 from lab.run import Log, StopSignal, folder, settings
 from lab.world import World
-from train_gpt2 import (
-    MLP,
-    CausalSelfAttention,
-    GPTConfig,
-    HeadLoss,
-    Run,
-    TrainConfig,
-    set_up,
-    train,
-)
 
 # --------------------------------------------------------------------------------- 1. configuration
 
 
 @dataclass
-class BertConfig(GPTConfig):
+class BertConfig(gpt2.GPTConfig):
     """Shape of the model."""
 
     block_size: int = 512  # longest text, in tokens
@@ -76,7 +66,7 @@ class BertConfig(GPTConfig):
 
 
 @dataclass
-class BertTrainConfig(TrainConfig):
+class BertTrainConfig(gpt2.TrainConfig):
     """One run. bert-base is BERT-base for 11 passes over WikiText-103; Devlin et al. took a million
     such steps, 10,000 of them to warm up, on 3.3B words (A.2)."""
 
@@ -121,7 +111,7 @@ PRESETS = {
 EPS = 1e-12  # BERT's, of each LayerNorm
 
 
-class ExactMLP(MLP):
+class ExactMLP(gpt2.MLP):
     def forward(self, x):
         return self.c_proj(F.gelu(self.c_fc(x)))  # the exact GELU, where GPT-2 has its tanh
 
@@ -132,7 +122,7 @@ class PostNormBlock(nn.Module):
 
     def __init__(self, config, layer):
         super().__init__()
-        self.attn = CausalSelfAttention(config, layer, causal=False)
+        self.attn = gpt2.CausalSelfAttention(config, layer, causal=False)
         self.ln_1 = nn.LayerNorm(config.n_embd, EPS)
         self.mlp = ExactMLP(config)
         self.ln_2 = nn.LayerNorm(config.n_embd, EPS)
@@ -165,7 +155,7 @@ class Bert(nn.Module):
         self.head = nn.ModuleDict(dict(dense=nn.Linear(C, C), ln=nn.LayerNorm(C, EPS)))
         self.lm_head = nn.Linear(C, config.padded_vocab_size)
         self.lm_head.weight = self.transformer.wte.weight  # one matrix, read in both directions
-        self.head_loss = HeadLoss(config.vocab_size)
+        self.head_loss = gpt2.HeadLoss(config.vocab_size)
         for name, p in self.named_parameters():  # Devlin et al.: std 0.02 throughout
             if p.dim() >= 2:
                 nn.init.normal_(p, std=0.02)
@@ -173,14 +163,6 @@ class Bert(nn.Module):
                 nn.init.zeros_(p)
         with torch.no_grad():  # the pad rows: their gradient is 0, so they stay 0
             self.transformer.wte.weight[config.vocab_size :] = 0
-
-    @classmethod
-    def from_pretrained(cls, source):
-        """Bert with the weights of bert-base-uncased, another hub name or a Hugging Face folder."""
-        shape, state = weights.read(source)
-        model = cls(BertConfig(**shape))
-        weights.copy_into(model, state, source)
-        return model
 
     def num_params(self):
         """Numbers in the published model of this shape: the tied matrix once, no pad rows."""
@@ -203,16 +185,14 @@ class Bert(nn.Module):
         broadcasts to (B, H, T, T), is True where a token may look; left out, it may look at all."""
         if position is None:
             position = torch.arange(idx.size(1), device=idx.device)
-        of_segment = (
-            self.transformer.wse.weight[0] if segment is None else self.transformer.wse(segment)
-        )
-        x = self.transformer.wte(idx) + self.transformer.wpe(position) + of_segment  # (B, T, C)
-        x = self.transformer.ln_e(x)
+        parts = self.transformer
+        of_segment = parts.wse.weight[0] if segment is None else parts.wse(segment)
+        x = parts.ln_e(parts.wte(idx) + parts.wpe(position) + of_segment)  # (B, T, C)
         kind = x.device.type
         bf16 = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
         if bf16 and self.config.bf16_residual:
             x = x.bfloat16()
-        for block in self.transformer.h:
+        for block in parts.h:
             if self.config.activation_checkpointing and torch.is_grad_enabled():
                 x = checkpoint(block, x, mask, use_reentrant=False)
             else:
@@ -312,9 +292,8 @@ class Masking:
         hidden = chosen[word]
         if left:  # no word fits: pieces of one; in a text of little else even a [SEP]
             hidden[np.argsort(2 * hidden + self.special[row], kind="stable")[:left]] = True
-        return hidden, rng.random(len(sizes))[
-            word
-        ]  # one fate for all pieces: none betrays the word
+        fate = rng.random(len(sizes))[word]  # one for all pieces of a word: none betrays it
+        return hidden, fate
 
 
 # ----------------------------------------------------------------------------- 4. what is measured
@@ -330,12 +309,9 @@ class MaskedValidation(evals.Validation):
         super().__init__(run, stop)
 
     def prepare(self, run):
-        starts = np.arange(
-            0, min(run.cfg.val_tokens or len(self.shards), len(self.shards)), run.cfg.seq_len
-        )
-        parts = np.array_split(starts, -(-len(starts) // 64))
-        y = [self.masking(*self.shards.batch(part, run.cfg.seq_len), 0, part)[1] for part in parts]
-        y = np.concatenate(y)[np.concatenate(y) >= 0]
+        starts, T = evals.starts(self.shards, run.cfg), run.cfg.seq_len
+        y = self.masking(*self.shards.batch(starts, T), 0, starts)[1]
+        y = y[y >= 0]
         seen = evals.target_counts(run.loader.shards, 20_000_000) * ~self.masking.special + 1
         self.unigram = float(-np.log(seen[y] / seen.sum()).mean())
         self.most_frequent = float((y == seen.argmax()).mean())
@@ -366,15 +342,8 @@ def texts_to_fill_in(run, tokenizer, shards):
 MODEL, CONFIG = Bert, BertConfig  # lab.models finds them by these names in every program
 
 
-class BertRun(Run):
+class BertRun(gpt2.Run):
     program = "bert"
-
-
-def tokenizer_of(data):
-    """The WordPiece that the shards in a folder were made with."""
-    tokenizer = get_tokenizer(f"{data}/{FILE}")
-    assert isinstance(tokenizer, WordPiece)
-    return tokenizer
 
 
 def main(argv):
@@ -384,13 +353,13 @@ def main(argv):
         device_id = world.device if world.device.type == "cuda" else None
         dist.init_process_group(world.backend, device_id=device_id)
     model_config, cfg, state = settings.resolve(model_config, cfg, world, PRESETS)
-    tokenizer = tokenizer_of(cfg.data)
+    tokenizer = WordPiece(f"{cfg.data}/{FILE}")
     masking = Masking(tokenizer, model_config, cfg.whole_words)
-    run = set_up(model_config, cfg, world, state, Bert, BertRun, masking)
+    run = gpt2.set_up(model_config, cfg, world, state, Bert, BertRun, masking)
     stop = StopSignal(world)
     validation = MaskedValidation(run, stop, tokenizer, masking)
     events = [  # in the order in which a step makes them
-        evals.Every("checkpoint", cfg.ckpt_every, Run.save),
+        evals.Every("checkpoint", cfg.ckpt_every, BertRun.save),
         validation,
         evals.FillIn(run, tokenizer, texts_to_fill_in(run, tokenizer, validation.shards)),
     ]
@@ -398,7 +367,7 @@ def main(argv):
         if world.is_main:  # the weights are of no use without it
             write_whole(run.folder / FILE, tokenizer.fast.to_str(pretty=True).encode())
         log.start(reason, run, validation)
-        stopped = train(run, events, cfg, world, log, stop)
+        stopped = gpt2.train(run, events, cfg, world, log, stop)
     folder.farewell(run, stopped)
     return 75 if stopped else 0  # 75 tells job scripts: try again
 

@@ -84,11 +84,7 @@ def evaluate(
     last batch is filled up with targets of -1, so that a compiled model sees one shape.
     """
     targets, T = min(cfg.val_tokens or len(shards), len(shards) - 1), cfg.seq_len
-    if targets < 1:
-        raise UserError(
-            f"the validation split in {cfg.data} has {len(shards)} token(s); it needs two"
-        )
-    positions, totals = np.arange(0, targets, T), {}
+    positions, totals = starts(shards, cfg), {}
     # per = batches * batch_size sequences for each process
     per = -(-len(positions) // (batch_size * world.world_size)) * batch_size
     device = "cpu" if world.device.type == "mps" else world.device  # of sums in 64 bits
@@ -108,6 +104,16 @@ def evaluate(
         for name, value in sums.items():
             totals[name] = totals.get(name, 0) + value.to(device).double()
     return dict(zip(totals, world.all_reduce(torch.stack(list(totals.values()))).tolist()))
+
+
+def starts(shards, cfg):
+    """Where the sequences of an evaluation begin."""
+    targets = min(cfg.val_tokens or len(shards), len(shards) - 1)
+    if targets < 1:
+        raise UserError(
+            f"the validation split in {cfg.data} has {len(shards)} token(s); it needs two"
+        )
+    return np.arange(0, targets, cfg.seq_len)
 
 
 def target_counts(shards, tokens):

@@ -29,7 +29,8 @@ class WordPiece(Tokenizer):
         from tokenizers import Tokenizer as HuggingFace
 
         self.name = str(path)
-        with reading(Path(path), "tokenizer", "make the data again"):
+        way_out = "`python fineweb.py --tokenizer wordpiece --out FOLDER` makes data that has one"
+        with reading(Path(path), "tokenizer", way_out):
             self.fast = HuggingFace.from_file(str(path))
         self.fast.no_truncation()
         self.fast.encode_special_tokens = True  # "[MASK]" in a text is five letters in brackets
