@@ -42,7 +42,7 @@ from torch.utils.checkpoint import checkpoint
 import train_gpt2 as gpt2
 from lab import evals
 from lab.cli import UserError, command
-from lab.data.wordpiece import FILE, WordPiece
+from lab.data.tokenizers import WORD_PIECE_FILE, WordPiece
 from lab.files import write_whole
 from lab.run import Log, StopSignal, folder, settings
 from lab.world import World
@@ -353,7 +353,7 @@ def main(argv):
         device_id = world.device if world.device.type == "cuda" else None
         dist.init_process_group(world.backend, device_id=device_id)
     model_config, cfg, state = settings.resolve(model_config, cfg, world, PRESETS)
-    tokenizer = WordPiece(f"{cfg.data}/{FILE}")
+    tokenizer = WordPiece(f"{cfg.data}/{WORD_PIECE_FILE}")
     masking = Masking(tokenizer, model_config, cfg.whole_words)
     run = gpt2.set_up(model_config, cfg, world, state, Bert, BertRun, masking)
     stop = StopSignal(world)
@@ -365,7 +365,7 @@ def main(argv):
     ]
     with folder.opened(run), stop, Log(run) as log:
         if world.is_main:  # the weights are of no use without it
-            write_whole(run.folder / FILE, tokenizer.fast.to_str(pretty=True).encode())
+            write_whole(run.folder / WORD_PIECE_FILE, tokenizer.fast.to_str(pretty=True).encode())
         log.start(reason, run, validation)
         stopped = gpt2.train(run, events, cfg, world, log, stop)
     folder.farewell(run, stopped)

@@ -1,81 +1,23 @@
-"""WordPiece, BERT's tokenizer: words are cut into the longest pieces that the vocabulary has, and
-each piece but a word's first begins with ## (Schuster and Nakajima 2012; Devlin et al. 2019).
-
-A vocabulary is learnt from the text at hand, or is that of bert-base-uncased. It lies as
-tokenizer.json, the format of Hugging Face's tokenizers, beside the shards that it made.
-"""
+"""The vocabulary of a WordPiece: learnt from the text at hand, or that of bert-base-uncased. It lies
+as tokenizer.json, the format of Hugging Face's tokenizers, beside the shards that it made."""
 
 import json
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
-
 from lab.cli import UserError
 from lab.data.shards import progress
-from lab.data.tokenizers import Tokenizer, as_arrow, utf8
-from lab.files import first_line, reading, write_whole
+from lab.data.tokenizers import SPECIAL, WORD_PIECE_FILE, utf8
+from lab.files import first_line, write_whole
 
-FILE = "tokenizer.json"
-SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 PUBLISHED = "bert-base-uncased"
 ENOUGH = 2**28  # characters of text that a vocabulary is learnt from; more change little
-
-
-class WordPiece(Tokenizer):
-    """The tokenizer in a tokenizer.json. Documents are led by [SEP], which parts them."""
-
-    def __init__(self, path):
-        from tokenizers import Tokenizer as HuggingFace
-
-        self.name = str(path)
-        way_out = "`python fineweb.py --tokenizer wordpiece --out FOLDER` makes data that has one"
-        with reading(Path(path), "tokenizer", way_out):
-            self.fast = HuggingFace.from_file(str(path))
-        self.fast.no_truncation()
-        self.fast.encode_special_tokens = True  # "[MASK]" in a text is five letters in brackets
-        self.pieces = [self.fast.id_to_token(i) for i in range(self.vocab_size)]
-        missing = [name for name in SPECIAL if name not in self.pieces]
-        if missing:
-            raise UserError(f"{path} has no {', '.join(missing)}; it is no tokenizer of BERT's")
-
-    @property
-    def vocab_size(self):
-        return self.fast.get_vocab_size()
-
-    @property
-    def eot(self):
-        return self.id_of("[SEP]")
-
-    def id_of(self, piece):
-        return self.pieces.index(piece)
-
-    def encode(self, text):
-        return self.fast.encode(utf8(text).decode(), add_special_tokens=False).ids
-
-    def encode_documents(self, texts):
-        texts, eot = as_arrow(texts).to_pylist(), self.eot
-        arrays = [np.zeros(0, np.uint16)]
-        for found in self.fast.encode_batch_fast(texts, add_special_tokens=False):
-            arrays.append(np.array([eot, *found.ids], dtype=np.uint16))
-        return np.concatenate(arrays)
-
-    def decode(self, ids):
-        return self.fast.decode([int(i) for i in ids], skip_special_tokens=False)
-
-    def is_special(self):
-        """(vocab_size,) bool: ids that stand for no text, such as [CLS] and [unused7]."""
-        return np.array([p[0] + p[-1] == "[]" and len(p) > 2 for p in self.pieces])
-
-    def goes_on(self):
-        """(vocab_size,) bool: pieces that go on with the word of the piece before."""
-        return np.array([p.startswith("##") and len(p) > 2 for p in self.pieces])
 
 
 def name_in(folder, wanted):
     """What get_tokenizer calls the tokenizer that is wanted: a WordPiece is a file in the folder of
     its data."""
-    return str(Path(folder) / FILE) if wanted in ("wordpiece", PUBLISHED) else wanted
+    return str(Path(folder) / WORD_PIECE_FILE) if wanted in ("wordpiece", PUBLISHED) else wanted
 
 
 def prepare(folder, wanted, texts, vocab_size):
