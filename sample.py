@@ -152,6 +152,11 @@ def main(argv):
     precision.prepare()
     source = models.find(cfg.model, cfg.log_dir)
     model = models.load(source).to(device).eval()
+    if not hasattr(model, "generate"):
+        raise UserError(
+            f"{source} fills in hidden words and writes no text; after `python -m lab export`, "
+            'transformers\' pipeline("fill-mask") asks it'
+        )
     if not all(p.isfinite().all() for p in model.parameters()):
         raise UserError(f"{source} has weights that are not finite; take another checkpoint")
     tokenizer = get_tokenizer(name_of_size(model.config.vocab_size))

@@ -533,6 +533,8 @@ def test_export_loads_in_transformers(run_bert, tmp_path):
     assert fill.tokenizer(text)["input_ids"] == ids[0].tolist()
     best = ours(ids)[0][0, 1 + len(a)].softmax(-1).topk(5)
     assert [guess["token"] for guess in fill(text)] == best.indices.tolist()
+    asked = run_python(ROOT / "sample.py", "--model", "log/r", "Hello", cwd=tmp_path)
+    assert asked.returncode == 2 and "writes no text" in asked.stderr
     again = run_python(ROOT / "lab", "export", "log/r", "--out", "out", cwd=tmp_path)
     assert again.returncode == 0, "an earlier export is replaced"
 
