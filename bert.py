@@ -40,7 +40,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import train_gpt2 as gpt2
-from lab import evals
+from lab import evals, models
 from lab.cli import UserError, command
 from lab.data.tokenizers import WORD_PIECE_FILE, WordPiece
 from lab.files import write_whole
@@ -163,6 +163,11 @@ class Bert(nn.Module):
                 nn.init.zeros_(p)
         with torch.no_grad():  # the pad rows: their gradient is 0, so they stay 0
             self.transformer.wte.weight[config.vocab_size :] = 0
+
+    @classmethod
+    def from_pretrained(cls, source):
+        """Bert with the weights of bert-base-uncased, another hub name, a folder or a run."""
+        return models.load(source)
 
     def num_params(self):
         """Numbers in the published model of this shape: the tied matrix once, no pad rows."""

@@ -81,15 +81,11 @@ class Config:
     status 1)."""
 
 
-HUB_ONLY = ("dataset", "name", "split", "revision")
-FOR_BUILTIN = ("source", "out", "tokenizer", "vocab_size", "workers", "verify")
-
-
 def parse_count(flag: str, text: str) -> int:
     """500M, 10B, 1.3T or a plain number as int; 0 for no text."""
     if not text:
         return 0
-    found = re.fullmatch(r"(\d[\d_]*(?:\.\d+)?)([kmbt]?)", text.strip().lower())
+    found = re.fullmatch(r"(\d[\d_]*(?:\.\d+)?)([kmbt]?)", text.lower())
     scale = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
     count = round(float(found[1]) * scale[found[2]]) if found else 0
     if count < 1:
@@ -97,18 +93,13 @@ def parse_count(flag: str, text: str) -> int:
     return count
 
 
-def checked(cfg: Config) -> Config:
-    """The settings with counts as numbers and defaults filled in. Raises UserError for bad ones."""
-    given = {f.name for f in dataclasses.fields(cfg) if getattr(cfg, f.name) != f.default}
-    useless = {"builtin": given - {*FOR_BUILTIN}, "hub": set()}.get(cfg.source, given & {*HUB_ONLY})
-    for flag in sorted(useless):
-        raise UserError(f"--{flag} does nothing for --source {cfg.source}; leave it out")
+def completed(cfg: Config) -> Config:
+    """The settings with counts as numbers and defaults filled in."""
     counts = {f: parse_count(f, getattr(cfg, f)) for f in ("tokens", "shard_tokens", "val_tokens")}
     tokenizer = cfg.tokenizer or ("bytes" if cfg.source == "builtin" else "gpt2")
     out = cfg.out or f"data/{data_name(cfg)}"
     if not cfg.out and data_name(cfg) == "edufineweb":
-        size = (cfg.name or "sample-10BT").removeprefix("sample-").removesuffix("T")
-        out = f"edu_fineweb{size}"
+        out = "edu_fineweb" + (cfg.name or "sample-10BT").removeprefix("sample-").removesuffix("T")
     return dataclasses.replace(cfg, tokenizer=tokenizer, out=out, **counts)
 
 
@@ -120,20 +111,19 @@ def data_name(cfg: Config) -> str:
     return re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-") or "text"
 
 
-def summary(manifest: dict, out: str, seconds: float) -> str:
-    m, kind = manifest, "conversations" if manifest["context"] else "documents"
-    text = (
-        f"{out}: {m['documents']:,} {kind}, {m['tokens']:,} tokens in {len(m['shards'])} shards, the "
-        f"first of them for validation, {seconds:,.0f} s"
-    )
+def summary(m: dict, out: str, seconds: float) -> str:
+    kind, more = "documents", ""
     if m["context"]:
-        left_out = f"{m['too_long']:,} too long, {m['no_answer']:,} without an answer"
-        text += f"; rows of {m['context']}; left out: {left_out}"
-    return text
+        kind = "conversations"
+        more = f"; left out: {m['too_long']:,} too long, {m['no_answer']:,} without an answer"
+    return (
+        f"{out}: {m['documents']:,} {kind}, {m['tokens']:,} tokens in {len(m['shards'])} shards, the "
+        f"first of them for validation, {seconds:,.0f} s{more}"
+    )
 
 
 def main(argv=None) -> int:
-    cfg = checked(parse(Config, argv, prog="fineweb.py"))
+    cfg = completed(parse(Config, argv, prog="fineweb.py"))
     if cfg.verify:
         problems = verify(cfg.out)
         print("\n".join(problems) or f"{cfg.out}: all shards are whole")
@@ -141,8 +131,19 @@ def main(argv=None) -> int:
     t0 = time.monotonic()
     if cfg.source == "builtin":
         manifest = build_builtin(cfg.out, cfg.tokenizer, cfg.vocab_size)
-        print(summary(manifest, cfg.out, time.monotonic() - t0))
-        return 0
+    else:
+        manifest = build(cfg)
+    print(summary(manifest, cfg.out, time.monotonic() - t0))
+    if Path(cfg.source).exists() and cfg.tokenizer == "gpt2" and not shutil.which("nvidia-smi"):
+        print(
+            "note: there seems to be no GPU. A head of GPT-2's 50,257 tokens keeps a CPU at some "
+            "hundred tokens a second; --tokenizer bytes with another --out makes a head of 257"
+        )
+    return 0
+
+
+def build(cfg: Config) -> dict:
+    """Shards of texts or of conversations, from the hub or from here. Returns the manifest."""
     source, files = find_source(cfg)
     refusal = (
         f"another fineweb.py is writing {cfg.out}, and only one may at a time: run this again when "
@@ -153,16 +154,8 @@ def main(argv=None) -> int:
         tokenizer = prepare(cfg.out, cfg.tokenizer, texts, cfg.vocab_size)
         cfg = dataclasses.replace(cfg, tokenizer=tokenizer)
         if is_chat(files[0], cfg.text_column):
-            manifest = build_chat(files, cfg.out, cfg.tokenizer, cfg.context, cfg.shard_tokens)
-        else:
-            manifest = build_corpus(cfg, source, files, data_name(cfg))
-    print(summary(manifest, cfg.out, time.monotonic() - t0))
-    if cfg.source != "hub" and cfg.tokenizer == "gpt2" and not shutil.which("nvidia-smi"):
-        print(
-            "note: there seems to be no GPU. A head of GPT-2's 50,257 tokens keeps a CPU at some "
-            "hundred tokens a second; --tokenizer bytes with another --out makes a head of 257"
-        )
-    return 0
+            return build_chat(files, cfg.out, cfg.tokenizer, cfg.context, cfg.shard_tokens)
+        return build_corpus(cfg, source, files, data_name(cfg))
 
 
 if __name__ == "__main__":

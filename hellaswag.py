@@ -179,9 +179,8 @@ def ending_losses(model, data, world, check=lambda: None):
     off = None if world.is_main else True  # None: off where stderr is no terminal
     for i in (bar := tqdm(rounds, "HellaSwag", delay=3, disable=off, leave=False)):
         check()
-        if i + world.rank >= len(batches):  # the last round has none for this process
-            continue
-        rows, B, T = batches[i + world.rank]
+        mine = i + world.rank  # the last round may have none for this process, which computes along
+        rows, B, T = batches[min(mine, len(batches) - 1)]
         packed = (torch.from_numpy(a) for a in pack(data, rows, B, T))
         *inputs, where, targets = (t.to(world.device, non_blocking=True) for t in packed)
         x = hidden(model, *inputs)[where]  # (M, C)
@@ -189,7 +188,8 @@ def ending_losses(model, data, world, check=lambda: None):
             model.head_loss(x_, model.lm_head.weight, t, "none")
             for x_, t in zip(x.split(head_rows), targets.split(head_rows))
         ]
-        found.append((rows, torch.cat(losses)))
+        if mine < len(batches):
+            found.append((rows, torch.cat(losses)))
         if not bar.disable:  # somebody looks on
             take(*found.pop())
             done = sums.any(axis=1)

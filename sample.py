@@ -157,8 +157,6 @@ def main(argv):
             f"{source} fills in hidden words and writes no text; after `python -m lab export`, "
             'transformers\' pipeline("fill-mask") asks it'
         )
-    if not all(p.isfinite().all() for p in model.parameters()):
-        raise UserError(f"{source} has weights that are not finite; take another checkpoint")
     tokenizer = get_tokenizer(name_of_size(model.config.vocab_size))
     seed = cfg.seed if cfg.seed is not None else torch.seed() % 2**31
     shown = []  # of the page

@@ -41,11 +41,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from hellaswag import HellaSwag
-from lab import data, device, evals, kernels, models, weights
+from lab import data, device, evals, kernels, models, optim, parallel, weights
 from lab.cli import command
 from lab.generate import generate
-from lab.optim import MuonAdamW, exact_norm, load_optimizer
-from lab.parallel import Zero1AdamW
 from lab.run import Log, Meter, Stopped, StopSignal, Vitals, checkpoints, folder, settings
 from lab.world import World
 
@@ -100,7 +98,7 @@ class TrainConfig(settings.RunConfig):
     grad_clip: float = 1.0  # largest norm of the whole gradient; 0 is off
     # speed
     precision: Literal["auto", "bf16", "fp16", "tf32", "fp32"] = "auto"  # auto: the device's best
-    parallel: Literal["ddp", "zero1"] = "ddp"  # zero1: each process keeps a share of AdamW's state
+    parallel: Literal["ddp", "zero1", "fsdp2"] = "ddp"  # shares of AdamW's state; of weights too
     compile: bool = True  # torch.compile, where it works
     kernels: Literal["fused", "plain"] = "fused"  # plain: the model as it stands here, to debug it
     fp8: Literal["off", "head", "all"] = "off"  # products in 8 bits: of the head; of the MLPs too
@@ -113,6 +111,10 @@ PRESETS = {
     "gpt2-medium": (GPTConfig(24, 16, 1024), TrainConfig("gpt2-medium", lr=3e-4, min_lr=3e-5)),
     "gpt2-large": (GPTConfig(36, 20, 1280), TrainConfig("gpt2-large", lr=2.5e-4, min_lr=2.5e-5)),
     "gpt2-xl": (GPTConfig(48, 25, 1600), TrainConfig("gpt2-xl", lr=2e-4, min_lr=2e-5)),
+    # never released: GPT-3's 2.7B, whose weights, gradients and moments take 42 GB
+    "gpt2-2.7b": (
+        GPTConfig(32, 32, 2560), TrainConfig("gpt2-2.7b", lr=1.6e-4, min_lr=1.6e-5, parallel="fsdp2")
+    ),
     # two minutes on two laptop cores, on the text that ships inside Python, read as bytes
     "laptop": (
         GPTConfig(n_layer=2, n_head=2, n_embd=128, block_size=128, vocab_size=257, vocab_multiple=1),
@@ -255,9 +257,13 @@ class GPT(nn.Module):
         pad = (self.config.padded_vocab_size - self.config.vocab_size) * self.config.n_embd
         return sum(p.numel() for p in self.parameters()) - pad
 
+    @property
+    def blocks(self):
+        return self.transformer.h
+
     def block_matrices(self):
         """The matrices inside the blocks: what Muon updates, and what only products read."""
-        return [p for p in self.transformer.h.parameters() if p.dim() == 2]
+        return [p for p in self.blocks.parameters() if p.dim() == 2]
 
     def flops_per_token(self, seq_len):
         """6 FLOPs for each weight that multiplies (2 forward, 4 backward; positions are only
@@ -331,7 +337,7 @@ def make_optimizer(model, cfg, device_type):
     fused = device_type in ("cuda", "cpu")  # one kernel for all tensors instead of several for each
     adamw = dict(lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, fused=fused)
     if cfg.optimizer == "muon":
-        optimizer = MuonAdamW(model, cfg.muon_lr, weight_decay=cfg.weight_decay, **adamw)
+        optimizer = optim.MuonAdamW(model, cfg.muon_lr, weight_decay=cfg.weight_decay, **adamw)
     else:
         optimizer = torch.optim.AdamW(param_groups(model, cfg.weight_decay), **adamw)
     for group in optimizer.param_groups:
@@ -413,7 +419,7 @@ class Run:
         norm."""
         self.precision.scaler.unscale_(self.optimizer)  # fp16 alone: first back to their true size
         params = [p for p in self.raw_model.parameters() if p.grad is not None]
-        norm = exact_norm([p.grad for p in params])
+        norm = optim.exact_norm([p.grad for p in params])
         nn.utils.clip_grads_with_norm_(params, max_norm or math.inf, norm)
         return norm
 
@@ -432,7 +438,7 @@ class Run:
 
     def load_state_dict(self, state):
         self.raw_model.load_state_dict(state["model"])
-        load_optimizer(self.optimizer, state["optimizer"])
+        optim.load_optimizer(self.optimizer, state["optimizer"])
         self.loader.load_state_dict(state["loader"])
         if state["scaler"] and self.precision.scaler.is_enabled():
             self.precision.scaler.load_state_dict(state["scaler"])
@@ -477,8 +483,9 @@ def set_up(model_config, cfg, world, state=None, make=GPT, run_as=Run, transform
     loader = data.TokenLoader(shards, cfg, world, batch_size, transform)
     optimizer = make_optimizer(raw_model, cfg, world.device.type)
     model = raw_model
-    if world.distributed and cfg.parallel == "zero1":
-        optimizer = Zero1AdamW(optimizer, raw_model, loader, precision, world)
+    if world.distributed and cfg.parallel != "ddp":
+        share_out = parallel.EXCHANGES[cfg.parallel]  # ZeRO-1 or FSDP2
+        optimizer = share_out(optimizer, raw_model, loader, precision, world)
     elif world.distributed:
         # backward() sends gradients in pieces while it still computes those of earlier layers. The
         # compiler cuts its graph at each piece, and DDP's own 25 MB would cut it at every block.

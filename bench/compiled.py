@@ -6,27 +6,25 @@
 
 Torch before 2.14 compiles a race into a wide model whose residual stream has 32 bits, as the second
 command shows (triton-lang/triton#10924): GPT-2 774M's first loss of 16,384 targets was 0.03 too
-small, and its training worthless, without a word. So: losses of the next micro-batch and their
-gradients are compared, compiled, uncompiled and in 32 bits, with the weights that training starts
-from and after --updates updates. Gradients are those after the updates: the length of a difference
-from the 32-bit one over the length of that. Uncompiled and in 32 bits all is computed row by row,
-which takes little memory. The exit status is 1 where compiling changes the first loss by more than
-rounding does. Without --data the tokens are random.
+small, and its training worthless, without a word. So: losses of the next micro-batch of random
+tokens and their gradients are compared, compiled, uncompiled and in 32 bits, with the weights that
+training starts from and after an update. Gradients are those after the update: the length of a
+difference from the 32-bit one over the length of that. Uncompiled and in 32 bits all is computed
+row by row, which takes little memory. The exit status is 1 where compiling changes the first loss
+by more than rounding does.
 """
 
 import contextlib
-import dataclasses
 import math
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-from records import append_record, card_name, origin, random_shards
+from records import card_name, random_shards
 
 from lab.cli import UserError, command, parse
 from lab.device import why_no_compile
-from lab.files import check_writable
 from lab.run.settings import check
 from lab.world import World
 from train_gpt2 import PRESETS, GPTConfig, get_lr, set_up
@@ -39,14 +37,9 @@ class Config:
     preset: Literal[tuple(PRESETS)] = "gpt2"  # shape and learning rate
     n_layer: int = 0  # blocks; 0 is the preset's
     batch_size: int = 16  # sequences of a micro-step; a step has one
-    updates: int = 1  # updates before the second look
-    lr: float = 0.0  # rate of the updates; 0 is the trainer's
     bf16_residual: bool = True  # residual stream in 16 bits
     kernels: Literal["fused", "plain"] = "fused"  # as the trainer's
-    data: str = ""  # folder of token shards; random tokens if empty
     device: str = "auto"  # cuda, cuda:N or cpu
-    out: str = ""  # append the numbers to this file, as a JSON line
-    commit: str = ""  # noted there where git is not at hand
 
 
 def parts(run, kind):
@@ -99,42 +92,34 @@ def distance(a, b):
     return (apart / sum(b[k].square().sum() for k in b)).sqrt().item()
 
 
-def compare(run, updates):
-    """Rows (weights, compiled, uncompiled, 32 bits) in nats, and the gradients' distances.
-    Prints."""
+def compare(run):
+    """Print the losses by kind, before and after an update, and return them, with the gradients'
+    distances."""
+    print("{:20} {:>10} {:>10} {:>10} {:>12}".format("weights", *KINDS, "millinats"))
     rows = []
-
-    def look(weights):
-        rows.append((weights, *(round(loss(run, kind), 5) for kind in KINDS)))
-        difference = 1000 * (rows[-1][1] - rows[-1][2])
-        print(
-            "{:36} {:10.5f} {:10.5f} {:10.5f} {:+12.2f}".format(*rows[-1], difference), flush=True
-        )
-
-    print("{:36} {:>10} {:>10} {:>10} {:>12}".format("weights", *KINDS, "millinats"))
-    look("as training starts")
-    for _ in range(updates):
-        run.update()
-    look(f"after {updates} update{'s' * (updates != 1)}")
-    exact, plain, compiled = (gradient(run, kind) for kind in reversed(KINDS))
-    found = {"compiled": distance(compiled, exact), "uncompiled": distance(plain, exact)}
-    found["apart"] = distance(compiled, plain)
+    for weights in ("as training starts", "after an update"):
+        if rows:
+            run.update()
+        rows.append([loss(run, kind) for kind in KINDS])
+        apart = 1000 * (rows[-1][0] - rows[-1][1])
+        print("{:20} {:10.5f} {:10.5f} {:10.5f} {:+12.2f}".format(weights, *rows[-1], apart))
+    compiled, plain, exact = (gradient(run, kind) for kind in KINDS)
+    found = distance(compiled, exact), distance(plain, exact), distance(compiled, plain)
     print(
-        "gradients: {compiled:.4f} compiled and {uncompiled:.4f} uncompiled from the 32-bit one, "
-        "{apart:.4f} from each other".format(**found)
+        "gradients: {:.4f} compiled and {:.4f} uncompiled from the 32-bit one, {:.4f} from each "
+        "other".format(*found)
     )
     return rows, found
 
 
-def set_up_run(cfg, world, data):
+def set_up_run(cfg, world, folder):
     """The trainer's Run of these settings, compiled also where the trainer knows better."""
     model, train = PRESETS[cfg.preset]
-    model = dataclasses.replace(
-        model, n_layer=cfg.n_layer or model.n_layer, bf16_residual=cfg.bf16_residual
-    )
-    train = dataclasses.replace(
+    shape = dict(n_layer=cfg.n_layer or model.n_layer, bf16_residual=cfg.bf16_residual)
+    model = replace(model, **shape)
+    train = replace(
         train,
-        data=data,
+        data=random_shards(folder, model.vocab_size),
         batch_size=cfg.batch_size,
         total_batch_size=cfg.batch_size * train.seq_len,
         precision="bf16",
@@ -142,8 +127,6 @@ def set_up_run(cfg, world, data):
         kernels=cfg.kernels,
         compile=False,
     )
-    if cfg.lr:
-        train = dataclasses.replace(train, lr=cfg.lr, min_lr=0.0, warmup_steps=0)
     check(model, train)
     run = set_up(model, train, world)
     run.model = torch.compile(run.raw_model, dynamic=False)
@@ -153,30 +136,21 @@ def set_up_run(cfg, world, data):
 def main(argv):
     cfg = parse(Config, argv, description=__doc__)
     world = World(cfg.device)
-    if cfg.out:
-        check_writable(cfg.out, "out")
     if reason := why_no_compile(world.device, GPTConfig()):
         raise UserError(
             f"device={cfg.device} compiles nothing, there is nothing to compare: {reason}"
         )
     with tempfile.TemporaryDirectory() as folder:
-        vocab_size = PRESETS[cfg.preset][0].vocab_size
-        run = set_up_run(cfg, world, cfg.data or random_shards(folder, vocab_size))
+        run = set_up_run(cfg, world, folder)
         torch.set_float32_matmul_precision("highest")  # the 32 bits are to have all of their digits
-        model, card = run.raw_model.config, card_name(world.device)
         print(
-            f"{cfg.preset}, {model.n_layer} blocks, {cfg.batch_size} x {run.cfg.seq_len} tokens, {card}, "
-            f"torch {torch.__version__}, first rate {get_lr(0, run.cfg):.1e}",
-            flush=True,
+            f"{cfg.preset}, {run.raw_model.config.n_layer} blocks, {cfg.batch_size} x "
+            f"{run.cfg.seq_len} tokens, {card_name(world.device)}, torch {torch.__version__}, first "
+            f"rate {get_lr(0, run.cfg):.1e}"
         )
         wrong = differs(run)
-        rows, gradients = compare(run, cfg.updates)
-        print(f"WRONG: {wrong}" if wrong else "the losses agree, as far as 16 bits tell")
-    if cfg.out:
-        about = dict(preset=cfg.preset, n_layer=model.n_layer, batch_size=cfg.batch_size, card=card)
-        about |= dict(bf16_residual=cfg.bf16_residual, kernels=cfg.kernels, wrong=wrong)
-        found = dict(losses=rows, gradients=gradients) | origin("", cfg.commit)
-        append_record(cfg.out, {"bench": "compiled"} | about | found)
+        compare(run)
+    print(f"WRONG: {wrong}" if wrong else "the losses agree, as far as 16 bits tell")
     return 1 if wrong else 0
 
 

@@ -13,13 +13,19 @@ import math
 import statistics
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import matplotlib
+from kernels import CLASSES, communication, read_extract
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MultipleLocator, PercentFormatter
+from matplotlib.transforms import Bbox
+from parallel import reference as one_gpu
 from records import ROOT, RUNS, read_records
+from rungs import KEY, raced, variants
 from tyro.conf import Positional
 
 from lab.cli import UserError, command, parse
@@ -39,7 +45,6 @@ PUBLISHED_LOSS = {"FineWeb": 3.42, "FineWeb-Edu": 3.29}
 # tokens/s of the same work by others' published programs on an H200, measured outside this
 # repository
 PEERS = {"build-nanogpt": 519_244, "nanoGPT": 527_360, "llm.c": 538_485}
-KINDS = "matmul attention loss elementwise optimizer communication copy idle".split()  # of kernels
 SMALL = 9  # points, which are 11 pixels where a figure is shown at 720: no text is smaller
 
 
@@ -121,14 +126,10 @@ shorten = FuncFormatter(lambda value, _: short(value))
 # ------------------------------------------------------------------------------- training curves
 
 
-def curve(name):
+def curve(runs, out_path, dark, name):
     """The figure of one training run, as train_gpt2.py itself draws it."""
-
-    def picture(runs, out_path, dark):
-        records(runs, name, "kind")
-        draw([runs / f"{name}.jsonl"], out_path, dark)
-
-    return picture
+    records(runs, name, "kind")
+    draw([runs / f"{name}.jsonl"], out_path, dark)
 
 
 def tokens(runs, out_path, dark):
@@ -143,34 +144,30 @@ def tokens(runs, out_path, dark):
     figure = blank(5.6, title)
     top, bottom = figure.subplots(nrows=2, sharex=True, height_ratios=[2.4, 1])
     for color, (name, log) in zip(SERIES[dark], logs.items()):
-        start, at = log.get("start", [{}])[-1], tokens_at(log)
+        start, at = log["start"][-1], tokens_at(log)
         steps, losses = column(log, "train", "loss")
         top.plot(list(map(at, steps)), losses, color=color, linewidth=0.8, alpha=0.5)
         points = [(at(s), v) for s, v in zip(*column(log, "val", "loss")) if s > 0]  # a log axis
-        gpus = f"{start.get('world_size', 1)} x {start.get('device', '?')}"
-        label = f"ours: {DATA_OF[name]} ({gpus})"
+        label = f"ours: {DATA_OF[name]} ({start['world_size']} x {start['device']})"
         top.plot(*zip(*points), "o-", markersize=4, color=color, label=label)
         how = dict(color=color, ha="center", va="top", fontweight="bold")
         write(top, f"{points[-1][1]:.2f}", *points[-1], dx=0, dy=-7, **how)
-        steps, values = column(log, "hella", "acc_norm")
-        errors = {r["step"]: 1.96 * (r.get("acc_norm_stderr") or 0) for r in log.get("hella", [])}
-        how = dict(color=color, marker="o", markersize=4, capsize=2)
-        if steps:
-            bottom.errorbar(list(map(at, steps)), values, yerr=[errors[s] for s in steps], **how)
-    for data, loss in PUBLISHED_LOSS.items():
+        if hella := log.get("hella"):
+            errors = [1.96 * r["acc_norm_stderr"] for r in hella]
+            places, values = [at(r["step"]) for r in hella], [r["acc_norm"] for r in hella]
+            how = dict(color=color, marker="o", markersize=4, capsize=2)
+            bottom.errorbar(places, values, yerr=errors, **how)
+    for (data, loss), side in zip(PUBLISHED_LOSS.items(), (1, -1)):  # text above, then below
         reference(top, loss, "", left=True)
-        up = 1 if loss == max(PUBLISHED_LOSS.values()) else -1
-        text = f"OpenAI's GPT-2 124M on {data}, {loss:.2f}"
-        write(top, text, 1e6, loss, dy=3 * up, va="bottom" if up > 0 else "top", color="0.5")
+        text, va = f"OpenAI's GPT-2 124M on {data}, {loss:.2f}", "bottom" if side > 0 else "top"
+        write(top, text, 1e6, loss, dy=3 * side, va=va, color="0.5")
     reference(bottom, 0.25, "chance 0.25", left=True)
     reference(bottom, PUBLISHED_HELLASWAG["GPT-2 124M"], "OpenAI's GPT-2 124M, 0.2955", left=True)
     top.set(ylabel="loss (nats per token)\nthin: training, dots: validation", ylim=(2.6, 11.4))
     top.set(xscale="log", xlim=(1e6, 1.2e10))
     top.legend(loc="upper right")
-    bottom.set(
-        xlabel="training tokens (losses on different text do not compare)", ylim=(0.225, 0.31)
-    )
-    bottom.set(ylabel="HellaSwag\nacc_norm")
+    bottom.set(xlabel="training tokens (losses on different text do not compare)")
+    bottom.set(ylabel="HellaSwag\nacc_norm", ylim=(0.225, 0.31))
     bottom.xaxis.set_major_formatter(shorten)
     figure.savefig(out_path)
 
@@ -182,8 +179,6 @@ def measured(runs, group, *fields):
     """{shape: {variant: its records}} of one group of the ladder, gpt2 first, variants in the
     ladder's order. Of measurements made twice the later one counts; of a cold and a warmed-up GPU,
     or two versions of torch, the one that has more variants. Raises NoData."""
-    from rungs import KEY, variants  # it imports torch
-
     order, last = list(variants(group)), {}
     for row in records(runs, "ladder", "shape", "variant", *fields, group=group):
         last[tuple(row.get(k) for k in KEY)] = row
@@ -200,11 +195,9 @@ def ladder(runs, out_path, dark):
     """tokens/s of each rung of the first shape, the part that this rung added paler, and others'
     programs."""
     shape, rungs = next(iter(measured(runs, "rungs", "tok_per_s").items()))
-    if len(rungs) < 2:
-        raise NoData(f"{shape} has but one rung in ladder.jsonl")
     speeds = {v: median(rows, "tok_per_s") for v, rows in rungs.items()}
     first, *_, last = speeds.values()
-    name = {"gpt2": "GPT-2 124M"}.get(shape, shape)
+    name = "GPT-2 124M" if shape == "gpt2" else shape
     title = f"{name}, tokens a second on one H200: {short(first)} to {short(last)}"
     figure = blank(1.5 + 0.34 * len(speeds), title, where_and_when(flat({shape: rungs})))
     ax, blue, before = figure.subplots(), color_of("speed", dark), first
@@ -212,8 +205,7 @@ def ladder(runs, out_path, dark):
     box = dict(facecolor=PAPER[dark]["paper"], edgecolor="none", pad=1)
     for y, now in enumerate(speeds.values()):
         ax.barh(y, min(before, now), height=1, color=blue)
-        if now > before:
-            ax.barh(y, now - before, left=before, height=1, color=blue, alpha=0.5)
+        ax.barh(y, max(0, now - before), left=before, height=1, color=blue, alpha=0.5)
         text = f"{short(now)}  x{now / before:.2f}" if y else short(now)
         write(ax, text, now, y, bbox=box)
         before = now
@@ -222,8 +214,8 @@ def ladder(runs, out_path, dark):
         write(ax, f"{name} {short(rate)}", rate, y, dx=-4, ha="right", color="0.5", bbox=box)
     rows_of(ax, list(map(words, speeds)))
     ax.set(
-        xlim=(0, 1.2 * max(speeds.values())),
         xlabel="tokens/s; dashed: others' programs, measured apart",
+        xlim=(0, 1.2 * max(speeds.values())),
     )
     ax.xaxis.set_major_formatter(shorten)
     figure.savefig(out_path)
@@ -232,41 +224,35 @@ def ladder(runs, out_path, dark):
 def shapes(runs, out_path, dark):
     """tokens/s of each rung and shape but the first as a table, a cell the bluer the more
     the rung brought, grey where it cost."""
-    from rungs import raced  # it imports torch
-
     _, *others = measured(runs, "rungs", "tok_per_s").items()
     if not others:
         raise NoData("ladder.jsonl has rungs of one shape alone")
     found, rungs = dict(others), list(max((rungs for _, rungs in others), key=len))
     everything = records(runs, "ladder", "tok_per_s", group="rungs")
-    height = 1.4 + 0.36 * len(rungs)
-    title = f"What a rung brings on {len(found)} other shapes: tokens/s, and times the rung before"
     note = (
         "*: compiled with a race, results are wrong (docs/LOG.md); below: without one, torch 2.14\n"
     )
-    stars = any(map(raced, flat(found)))
-    figure = blank(height, title, note * stars + where_and_when(flat(found)))
+    note = note * any(map(raced, flat(found))) + where_and_when(flat(found))
+    title = f"What a rung brings on {len(found)} other shapes: tokens/s, and times the rung before"
+    figure = blank(1.4 + 0.36 * len(rungs), title, note)
     ax = figure.subplots()
-    for x, (shape, variants) in enumerate(found.items()):
+    for x, (shape, by_rung) in enumerate(found.items()):
         before = None
         for y, rung in enumerate(rungs):
-            if rung not in variants:
-                write(ax, "not used", x, y, dx=0, ha="center", color="0.5")
-                before = None
-                continue
-            row = variants[rung][0]
-            now, again = row["tok_per_s"], {"text": ""}
-            factor = now / before if before else 1
-            strength = min(1, abs(math.log2(factor)) / 1.7)
-            color = color_of("speed", dark) if factor >= 1 else "0.5"
-            ax.barh(y, 1, left=x - 0.5, height=1, color=color, alpha=0.75 * strength)
-            text = short(now) + (f"  x{factor:.2f}" if before else "") + "*" * raced(row)
-            same = dict(shape=shape, variant=rung, tokens_per_step=row["tokens_per_step"])
-            again = [
-                r for r in everything if raced(row) and same.items() <= r.items() and not raced(r)
-            ]
-            text += f"\n{short(again[-1]['tok_per_s'])}" if again else ""
-            write(ax, text, x, y, dx=0, ha="center", linespacing=1)
+            row = by_rung.get(rung, [None])[0]
+            now, text = row and row["tok_per_s"], "not used"
+            if row:
+                factor = now / before if before else 1
+                strength = min(1, abs(math.log2(factor)) / 1.7)
+                color = color_of("speed", dark) if factor >= 1 else "0.5"
+                ax.barh(y, 1, left=x - 0.5, height=1, color=color, alpha=0.75 * strength)
+                text = short(now) + (f"  x{factor:.2f}" if before else "") + "*" * raced(row)
+            if row and raced(row):
+                same = dict(shape=shape, variant=rung, tokens_per_step=row["tokens_per_step"])
+                again = [r for r in everything if same.items() <= r.items() and not raced(r)]
+                text += f"\n{short(again[-1]['tok_per_s'])}" if again else ""
+            how = dict(linespacing=1) if row else dict(color="0.5")
+            write(ax, text, x, y, dx=0, ha="center", **how)
             before = now
     rows_of(ax, list(map(words, rungs)))
     names = [f"{s.removeprefix('gpt2-')}, {v[rungs[0]][0]['tokens_per_step']:,}" for s, v in others]
@@ -280,7 +266,7 @@ def stacked(ax, times, dark):
     """A bar for each of {name: {kind of kernel: ms}}, its kinds in turn. Returns where the bars
     end."""
     left = dict.fromkeys(times, 0.0)
-    for kind in KINDS:
+    for kind in CLASSES:
         values = [kinds.get(kind, 0) for kinds in times.values()]
         how = dict(left=list(left.values()), height=0.75, color=color_of(kind, dark))
         if max(values) > 0:
@@ -292,29 +278,25 @@ def stacked(ax, times, dark):
 
 def kernels(runs, out_path, dark):
     """Kernel time of a micro-step, kind by kind: all rungs, and the fast ones again at their own
-    scale."""
+    scale. Rungs that need a smaller micro-batch are scaled up to the same tokens."""
     fields = ("kernel_ms", "micro_steps", "tokens_per_step")
     shape, rungs = next(iter(measured(runs, "rungs", *fields).items()))
-    rows = flat({shape: rungs})
-    size = max(row["tokens_per_step"] / row["micro_steps"] for row in rows)
-
-    def ms(variant, kind):  # rungs that need a smaller micro-batch are scaled up to the same tokens
-        scale = [size * r["micro_steps"] / r["tokens_per_step"] for r in rungs[variant]]
-        return statistics.median(
-            r["kernel_ms"].get(kind, 0) * factor for r, factor in zip(rungs[variant], scale)
-        )
-
-    times = {v: {kind: ms(v, kind) for kind in KINDS} for v in rungs}
+    rows = {v: rows[-1] for v, rows in rungs.items()}
+    tokens = {v: row["tokens_per_step"] / row["micro_steps"] for v, row in rows.items()}
+    size = max(tokens.values())
+    times = {
+        v: {kind: ms * size / tokens[v] for kind, ms in row["kernel_ms"].items()}
+        for v, row in rows.items()
+    }
     total = {v: sum(kinds.values()) for v, kinds in times.items()}
-    fast = [v for v in times if total[v] < 2 * min(total.values())]
-    panels = [list(times)] + ([fast] if 1 < len(fast) < len(times) else [])
-    last = list(times)[-1]
+    panels = [list(times), [v for v in times if total[v] < 2 * min(total.values())]]
+    last = panels[0][-1]
     biggest = max(times[last], key=times[last].get)
     share = f"{times[last][biggest] / total[last]:.0%}"
     title = f"{shape}: {biggest} is {share} of the last rung's {total[last]:.0f} ms"
-    figure = blank(1.6 + 0.3 * sum(map(len, panels)), title, where_and_when(rows))
-    heights = [len(panel) for panel in panels]
-    axes = figure.subplots(nrows=len(panels), squeeze=False, height_ratios=heights)[:, 0]
+    heights = list(map(len, panels))
+    figure = blank(1.6 + 0.3 * sum(heights), title, where_and_when(rows.values()))
+    axes = figure.subplots(nrows=2, height_ratios=heights)
     for ax, panel in zip(axes, panels):
         stacked(ax, {v: times[v] for v in panel}, dark)
         for y, v in enumerate(panel):
@@ -328,13 +310,12 @@ def kernels(runs, out_path, dark):
 def vocabulary(runs, out_path, dark):
     """Kernel time of a micro-step with an odd and with a padded vocabulary, kind by kind."""
     fields = ("kernel_ms", "tok_per_s", "median_ms")
-    shape, variants = next(iter(measured(runs, "vocabulary", *fields).items()))
-    rows = {variant: rows[-1] for variant, rows in variants.items()}
-    pairs = [v[6:] for v in rows if v.startswith("50257_") and "50304_" + v[6:] in rows]
-    if not pairs:
-        raise NoData("ladder.jsonl has no pair of 50257 and 50304")
+    shape, found = next(iter(measured(runs, "vocabulary", *fields).items()))
+    rows = {variant: rows[-1] for variant, rows in found.items()}
+    if missing := variants("vocabulary").keys() - rows:
+        raise NoData(f"ladder.jsonl has no {', '.join(missing)}")
     ms = {name: row["median_ms"] / row["micro_steps"] for name, row in rows.items()}
-    saved = [f"{ms['50257_' + p] - ms['50304_' + p]:.0f} ms {p}" for p in pairs]
+    saved = [f"{ms[f'50257_{p}'] - ms[f'50304_{p}']:.0f} ms {p}" for p in ("eager", "compiled")]
     title = f"{shape}: 47 rows of padding save {' and '.join(saved)}"
     figure = blank(1.8 + 0.42 * len(rows), title, where_and_when(rows.values()))
     ax = figure.subplots()
@@ -350,25 +331,22 @@ def vocabulary(runs, out_path, dark):
 def micro_batch(runs, out_path, dark):
     """Speed and memory against the sequences of a micro-step."""
     fields = {"tok_per_s": ("tokens/s", "speed"), "peak_gib": ("peak memory (GiB)", "memory")}
-    shape, variants = next(iter(measured(runs, "micro_batch", "batch_size", *fields).items()))
-    rows = sorted(flat({shape: variants}), key=lambda r: r["batch_size"])
-    sizes = grouped(rows, "batch_size")  # what did not fit was halved
-    if len(sizes) < 2:
-        raise NoData("ladder.jsonl has but one size of the micro-batch")
-    best = max(sizes, key=lambda b: median(sizes[b], "tok_per_s"))
-    rate = short(median(sizes[best], "tok_per_s"))
+    shape, found = next(iter(measured(runs, "micro_batch", "batch_size", *fields).items()))
+    rows = {row["batch_size"]: row for row in flat({shape: found})}  # what did not fit was halved
+    best = max(rows, key=lambda b: rows[b]["tok_per_s"])
+    rate = short(rows[best]["tok_per_s"])
     title = f"{shape}: {best} sequences a micro-step are fastest, {rate} tokens/s"
-    figure = blank(4.6, title, where_and_when(rows))
+    figure = blank(4.6, title, where_and_when(rows.values()))
     axes = figure.subplots(nrows=2, sharex=True, height_ratios=[1.5, 1])
     for ax, (field, (label, meaning)) in zip(axes, fields.items()):
-        values = [median(rows, field) for rows in sizes.values()]
-        ax.plot(list(sizes), values, "o-", color=color_of(meaning, dark))
-        for b, value in zip(sizes, values):
+        values = [row[field] for row in rows.values()]
+        ax.plot(list(rows), values, "o-", color=color_of(meaning, dark))
+        for b, value in zip(rows, values):
             write(ax, short(value), b, value, dx=0, dy=8, ha="center")
         ax.set(ylabel=label, ylim=(0, 1.18 * max(values)))
     axes[0].yaxis.set_major_formatter(shorten)
     axes[1].set_xscale("log", base=2)
-    axes[1].set_xticks(list(sizes), list(map(str, sizes)))
+    axes[1].set_xticks(list(rows), list(map(str, rows)))
     axes[1].set_xlabel("sequences per micro-step")
     axes[1].minorticks_off()
     figure.savefig(out_path)
@@ -377,13 +355,13 @@ def micro_batch(runs, out_path, dark):
 def ladder_loss(runs, out_path, dark):
     """What the rungs do to the loss: each seed's validation loss after equal tokens, training loss
     against seconds. Of runs of several lengths, the one that has the most rungs."""
-    shape, variants = next(iter(measured(runs, "loss", "val_loss", "curve").items()))
-    rows = flat({shape: variants})
-    val = {v: [r["val_loss"] for r in rows] for v, rows in variants.items()}
+    shape, found = next(iter(measured(runs, "loss", "val_loss", "curve").items()))
+    rows = flat({shape: found})
+    val = {v: [r["val_loss"] for r in rows] for v, rows in found.items()}
     means = [statistics.mean(losses) for v, losses in val.items() if v != "muon"]
     apart, spread = max(means) - min(means), max(max(v) - min(v) for v in val.values())
     title = f"{shape}: rungs' means lie within {apart:.3f} nats, seeds of a rung differ by up to {spread:.3f}"
-    figure = blank(1.8 + 0.3 * len(variants), title, where_and_when(rows))
+    figure = blank(1.8 + 0.3 * len(found), title, where_and_when(rows))
     left, right = figure.subplots(ncols=2, width_ratios=[1.2, 1])
     for y, losses in enumerate(val.values()):
         left.plot(
@@ -391,12 +369,12 @@ def ladder_loss(runs, out_path, dark):
         )
         mean = statistics.mean(losses)
         left.plot([mean] * 2, [y - 0.3, y + 0.3], color=PAPER[dark]["ink"], linewidth=1.2)
-    rows_of(left, list(map(words, variants)))
+    rows_of(left, list(map(words, found)))
     left.set_xlabel("validation loss after equal tokens\n(a dot: a seed; a line: their mean)")
-    some = ["fp32", "bf16", "compile", "fp8_mlp", "muon"]  # all of them would be a bundle
-    chosen = [v for v in variants if v in some or len(variants) < 6]
+    # all of them would be a bundle
+    chosen = [v for v in found if v in ("fp32", "bf16", "compile", "fp8_mlp", "muon")]
     for color, variant in zip(SERIES[dark], chosen):
-        points = zip(*(r["curve"] for r in variants[variant]))  # of all seeds, at one step
+        points = zip(*(r["curve"] for r in found[variant]))  # of all seeds, at one step
         middle = [[statistics.median(point[i] for point in p) for i in (1, 2)] for p in points]
         right.plot(*zip(*middle), color=color, label=words(variant), linewidth=1.4)
     right.set(xscale="log", xlabel="seconds of training", ylabel="training loss (nats)")
@@ -411,9 +389,6 @@ def label_points(ax, labels, others):
     """Write the texts of labels [(x, y, text, color)] beside their points, where neither texts nor
     points nor others [(x, y)] are: each takes the nearest free place around its point. Where that
     is not beside it, or another point is near too, a thin line says whose it is."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.transforms import Bbox
-
     renderer = FigureCanvasAgg(ax.figure).get_renderer()
     ax.figure.draw_without_rendering()  # settles the layout, so that places in pixels are final
     dpi = ax.figure.dpi / 72
@@ -423,31 +398,34 @@ def label_points(ax, labels, others):
     taken += [text.get_window_extent(renderer) for text in there]
     frame = ax.get_window_extent()
     angles = (0, 180, 90, 270, 30, 330, 150, 210, 60, 300, 120, 240)
-    for (px, py), (x, y, text, color) in sorted(
-        zip(points, labels), key=lambda item: tuple(item[0])
-    ):
+    rays = [(r, math.radians(angle)) for r in range(6, 150, 6) for angle in angles]
+
+    def free(box):
+        inside = frame.x0 < box.x0 and box.x1 < frame.x1 and frame.y0 < box.y0 and box.y1 < frame.y1
+        return inside and not any(box.overlaps(other) for other in taken)
+
+    for (px, py), (x, y, text, color) in sorted(zip(points, labels), key=lambda i: tuple(i[0])):
         probe = ax.annotate(text, (x, y), fontsize=SMALL)
         box = probe.get_window_extent(renderer)
         probe.remove()
         w, h = box.width / 2 + 2, box.height / 2 + 1
-        for r, angle in ((r, math.radians(a)) for r in range(6, 150, 6) for a in angles):
+        for r, angle in rays:
             # the text's middle lies outside the point by its own half size and r points
             cx, cy = px + math.cos(angle) * (w + r * dpi), py + math.sin(angle) * (h + r * dpi)
             here = Bbox.from_bounds(cx - w, cy - h, 2 * w, 2 * h)
-            inside = frame.x0 < here.x0 and here.x1 < frame.x1
-            inside = inside and frame.y0 < here.y0 and here.y1 < frame.y1
-            if not inside or any(here.overlaps(other) for other in taken):
-                continue
-            gaps = sorted(
-                math.hypot(max(here.x0 - a, 0, a - here.x1), max(here.y0 - b, 0, b - here.y1))
-                for a, b in points[: len(labels)]
-            )
-            clear = r <= 12 and (len(gaps) < 2 or gaps[1] > 2 * gaps[0])
-            line = dict(arrowstyle="-", color=color, linewidth=0.6, shrinkA=0, shrinkB=2)
-            how = dict(ha="center", color=color, arrowprops=None if clear else line)
-            write(ax, text, x, y, dx=(cx - px) / dpi, dy=(cy - py) / dpi, **how)
-            taken.append(here)
-            break
+            if free(here):
+                break
+        else:
+            continue
+        gaps = sorted(
+            math.hypot(max(here.x0 - a, 0, a - here.x1), max(here.y0 - b, 0, b - here.y1))
+            for a, b in points[: len(labels)]
+        )
+        clear = r <= 12 and (len(gaps) < 2 or gaps[1] > 2 * gaps[0])
+        line = dict(arrowstyle="-", color=color, linewidth=0.6, shrinkA=0, shrinkB=2)
+        how = dict(ha="center", color=color, arrowprops=None if clear else line)
+        write(ax, text, x, y, dx=(cx - px) / dpi, dy=(cy - py) / dpi, **how)
+        taken.append(here)
 
 
 WAYS = {"forward": "o", "dgrad": "s", "wgrad": "^", "backward": "D"}  # of an operation: its marker
@@ -458,44 +436,38 @@ def roofline(runs, out_path, dark):
     everything, and the corner of the products at a larger scale. Products in 8 bits are hollow."""
     rows = records(runs, "floor", "op", "ms", "bytes")
     rows = next(iter(grouped(rows, "preset", "batch_size").values()))  # of one model
-    copies = [r["bytes"] / r["ms"] / 1e9 for r in rows if r["op"].startswith("copy")]  # TB/s
-    ops = []
+    slope = max(r["bytes"] / r["ms"] / 1e9 for r in rows if r["op"].startswith("copy"))  # TB/s
+    ops, roofs = [], {}
     for r in (r for r in rows if r.get("flops")):
         name, _, way = r["op"].rpartition(" ")
         name, way = (name, way) if way in WAYS else (r["op"], "forward")
-        kind = "attention" if name.startswith("attention") else "matmul"
-        kind = "optimizer" if name in ("AdamW", "clip") else kind
-        place = (r["flops"] / r["bytes"], r["flops"] / r["ms"] / 1e9)
-        ops.append((*place, name.replace("attention", "SDPA"), way, color_of(kind, dark)))
-    if not copies or not ops:
-        raise NoData("floor.jsonl has no copy, or no operation with FLOPs, to draw the roof from")
-    slope, roofs = max(copies), {}
-    for _, rate, name, *_ in ops:
-        bits = "fp8" if name.startswith("fp8") else "bf16"
+        kind = {"AdamW": "optimizer", "clip": "optimizer"}.get(name, "matmul")
+        color = color_of("attention" if name.startswith("attention") else kind, dark)
+        rate, bits = r["flops"] / r["ms"] / 1e9, "fp8" if name.startswith("fp8") else "bf16"
+        face = PAPER[dark]["paper"] if bits == "fp8" else color
+        text = name.replace("attention", "SDPA"), color
+        ops.append((r["flops"] / r["bytes"], rate, text, WAYS[way], face))
         roofs[bits] = max(rate, roofs.get(bits, 0))
     title = f"Memory gives {slope:.2f} TB/s, the best bf16 product {roofs['bf16']:.0f} TFLOP/s"
     title += f", in fp8 {roofs['fp8']:.0f}" if "fp8" in roofs else ""
     figure = blank(4.9, title, where_and_when(rows))
     left, right = figure.subplots(ncols=2, width_ratios=[1, 1.3])
-    edge = roofs["bf16"] / slope  # FLOPs a byte from which on memory is no longer what bounds
+    edge, highest = roofs["bf16"] / slope, max(roofs.values())  # where memory bounds no longer
     low, high = min(op[0] for op in ops) / 2, max(op[0] for op in ops) * 2.5
     corner = [op for op in ops if op[0] > edge / 2 and op[1] > roofs["bf16"] / 2]
     labels = {left: {}, right: {}}
-    for ax in (left, right):
+    for ax, drawn, size in ((left, ops, 4), (right, corner, 5)):
         for roof, line in zip(roofs.values(), ("-", "--")):
             xs, ys = [low, roof / slope, high], [low * slope, roof, roof]
             ax.loglog(xs, ys, line, color="0.5", linewidth=1.2, zorder=1)
-        for x, y, name, way, color in ops if ax is left else corner:
-            face = PAPER[dark]["paper"] if name.startswith("fp8") else color
-            ax.plot(
-                x, y, WAYS[way], color=color, markerfacecolor=face, markersize=4 + (ax is right)
-            )
-            if ax is right or (x, y, name, way, color) not in corner:
-                labels[ax].setdefault((name, color), []).append((x, y))
-    left.set(ylim=(min(op[1] for op in ops) / 3, 3 * max(roofs.values())), xlim=(low, high))
+        for op in drawn:
+            x, y, text, marker, face = op
+            ax.plot(x, y, marker, color=text[1], markerfacecolor=face, markersize=size)
+            if ax is right or op not in corner:
+                labels[ax].setdefault(text, []).append((x, y))
+    left.set(ylim=(min(op[1] for op in ops) / 3, 3 * highest), xlim=(low, high))
     left.set(ylabel="achieved TFLOP/s", xlabel="FLOPs per byte that must move")
-    lowest = min(op[1] for op in corner)
-    right.set(yscale="linear", ylim=(0.87 * lowest, 1.06 * max(roofs.values())))
+    right.set(yscale="linear", ylim=(0.87 * min(op[1] for op in corner), 1.06 * highest))
     ticks = [x for x in (200, 500, 1000, 2000, 5000) if edge < x < high]
     right.set_xticks(ticks, map(str, ticks))
     right.minorticks_off()
@@ -509,7 +481,7 @@ def roofline(runs, out_path, dark):
     others = [op[:2] for op in ops]
     others += [(x, min(x * slope, roof)) for roof in roofs.values() for x in along]
     for ax, groups in labels.items():  # one text for an operation, at the middle one of its points
-        texts = [(*sorted(p)[len(p) // 2], name, color) for (name, color), p in groups.items()]
+        texts = [(*sorted(p)[len(p) // 2], *text) for text, p in groups.items()]
         label_points(ax, texts, others)
     figure.savefig(out_path)
 
@@ -519,13 +491,9 @@ def floor(runs, out_path, dark):
     Beside them, for each model of the same GPU, the floor of parts run back to back as a share of
     our step."""
     rows = records(runs, "floor", "op", "tok_per_s", "step_ms")
-    rows = [
-        row for row in rows if row["op"].startswith("floor: ") and row["card"] == rows[-1]["card"]
-    ]
-    if not rows:
-        raise NoData("floor.jsonl has no line that begins with floor:")
-    models = grouped(rows, "preset", "batch_size")
-    first, bars, shares = next(iter(models.values())), {}, {}
+    rows = [row for row in rows if row["card"] == rows[-1]["card"]]
+    models, bars, shares = grouped(rows, "preset", "batch_size"), {}, {}
+    first = next(iter(models.values()))
     for row in first:
         name = "our step" + ", 8 bits in head and MLP" * ("8 bits" in row["op"])
         bars.setdefault(name, row["tok_per_s"] * row["ms"] / row["step_ms"])
@@ -538,10 +506,8 @@ def floor(runs, out_path, dark):
                 shares.setdefault(model, {})[bits] = row["ms"] / row["step_ms"]
     spread = [row["ms"] / row["step_ms"] for row in first]
     title = f"Our step runs at {min(spread):.0%} to {max(spread):.0%} of what its parts add up to"
-    figure, blue = (
-        blank(1.2 + 0.52 * len(bars), title, where_and_when(rows)),
-        color_of("speed", dark),
-    )
+    figure = blank(1.2 + 0.52 * len(bars), title, where_and_when(rows))
+    blue = color_of("speed", dark)
     ax, beside = figure.subplots(ncols=2, width_ratios=[1.7, 1])
     for y, (name, speed) in enumerate(bars.items()):
         ax.barh(y, speed, height=0.7, color=blue, alpha=1 if name.startswith("our step") else 0.5)
@@ -574,20 +540,17 @@ def parallel(runs, out_path, dark):
     gradients: a dot for each run, held against the one that bench/parallel.py's table holds it
     against, a line at their mean. The first model's ways stand on the left, all others on the
     right."""
-    from parallel import references  # it imports torch
-
-    setting = (
-        "preset world_size eight_bits device batch_size compile torch grad_accum_steps".split()
-    )
-    panels = {}
-    for kind, alike in grouped(records(runs, "parallel", "mode", "tok_per_s"), *setting).items():
+    setting = "preset world_size eight_bits device batch_size compile torch grad_accum_steps"
+    rows, panels = records(runs, "parallel", "mode", "tok_per_s"), {}
+    for kind, alike in grouped(rows, *setting.split()).items():
         for row in alike:
             tried = row.get("env", {}).keys() - {"NCCL_VERSION", "NCCL_NVLS_ENABLE"}
-            if tried or row["mode"] in LEFT_OUT or not references(row, alike)[0]:
-                continue
-            mode = row["mode"], row.get("bucket_mb")
-            share = row["tok_per_s"] / references(row, alike)[0]
-            panels.setdefault(kind, {}).setdefault(mode, []).append(share)
+            one = one_gpu(row, alike)
+            if not tried and row["mode"] not in LEFT_OUT and one:
+                modes = panels.setdefault(kind, {})
+                modes.setdefault((row["mode"], row.get("bucket_mb")), []).append(
+                    row["tok_per_s"] / one
+                )
     if not panels:
         raise NoData("parallel.jsonl needs the mode alone_one and another one to hold against it")
 
@@ -602,88 +565,76 @@ def parallel(runs, out_path, dark):
     low, high = min(panels[first][best]), max(panels[first][best])
     title = f"{first[0]}: {words(best[0])} on {first[1]} GPUs reaches {low:.1%} to {high:.1%}"
     title += f" of {first[1]} times one GPU"
-    rows = records(runs, "parallel", "mode", "tok_per_s")
     lengths = [len(panels[kind]) + 2 for kind in others]
     figure = blank(1.6 + 0.21 * max(len(panels[first]), sum(lengths)), title, where_and_when(rows))
-    halves = figure.add_gridspec(1, 2 if others else 1)
-    places = [halves[0, 0]]
-    if others:
-        places += halves[0, 1].subgridspec(len(others), 1, height_ratios=lengths)
+    halves = figure.add_gridspec(1, 2)
+    right = halves[0, 1].subgridspec(len(others) or 1, 1, height_ratios=lengths or None)
     shares = [share for modes in panels.values() for values in modes.values() for share in values]
-    for place, (kind, modes) in zip(places, panels.items()):
-        ax = figure.add_subplot(place)
+    blue, paper = color_of("speed", dark), PAPER[dark]["paper"]
+    for place, (kind, modes) in zip([halves[0, 0], *right], panels.items()):
+        ax, names = figure.add_subplot(place), []
         for y, ((mode, bucket_mb), values) in enumerate(modes.items()):
-            ours = mode in OURS and bucket_mb in (None, 250)
-            color = color_of("memory" if mode == "alone" else "speed", dark)
-            face = color if ours or mode == "alone" else PAPER[dark]["paper"]
-            ax.plot(
-                values, [y] * len(values), "o", color=color, markerfacecolor=face, markersize=4.5
+            color, average = (
+                color_of("memory", dark) if mode == "alone" else blue,
+                statistics.mean(values),
             )
-            ax.plot([statistics.mean(values)] * 2, [y - 0.35, y + 0.35], color=color, linewidth=1.5)
+            ours = mode == "alone" or (mode in OURS and bucket_mb in (None, 250))
+            how = dict(color=color, markerfacecolor=color if ours else paper, markersize=4.5)
+            ax.plot(values, [y] * len(values), "o", **how)
+            ax.plot([average] * 2, [y - 0.35, y + 0.35], color=color, linewidth=1.5)
+            names.append(f"{words(mode)}{f', {bucket_mb} MB' if bucket_mb else ''}  {average:.1%}")
         title = f"{kind[0]} on {kind[1]}, B = {kind[4]}{f' x {kind[7]}' if kind[7] else ''}"
         ax.set_title(title + ", 8 bits" * bool(kind[2]), fontsize=9.5, pad=3, loc="right")
-        names = [
-            f"{words(mode)}{f', {mb} MB' if mb else ''}  {statistics.mean(values):.1%}"
-            for (mode, mb), values in modes.items()
-        ]
         rows_of(ax, names, room=0.6)
-        ax.tick_params(labelsize=SMALL)
+        ax.tick_params(labelsize=SMALL, labelbottom=kind in (first, *others[-1:]))
         ax.set_xlim(min(shares) - 0.005, max(1, *shares) + 0.005)
         ax.axvline(1, color="0.5", linewidth=1, linestyle=(0, (5, 3)))
         ax.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         ax.xaxis.set_major_locator(MultipleLocator(0.02 if kind == first else 0.05))
         if kind == first:
             ax.set_xlabel("share of N times one GPU\nof the same machine", fontsize=SMALL)
-            blue = color_of("speed", dark)
-            for text, face in (("as the trainer does it", blue), ("tried", PAPER[dark]["paper"])):
+            for text, face in (("as the trainer does it", blue), ("tried", paper)):
                 ax.plot([], [], "o", color=blue, markerfacecolor=face, markersize=4.5, label=text)
             ax.legend(loc="lower right", bbox_to_anchor=(0.9, 0))
-        elif kind != others[-1]:
-            ax.tick_params(labelbottom=False)
     figure.savefig(out_path)
 
 
-def overlap(mode):
+def overlap(runs, out_path, dark, mode):
     """What computes, by class, and what communicates over the time of one step of one GPU."""
-
-    def picture(runs, out_path, dark):
-        from kernels import read_extract  # they import torch
-        from parallel import overlap
-
-        try:
-            extract = read_extract(runs / f"{mode}.kernels.json")
-        except UserError as error:
-            raise NoData(str(error)) from error
-        times, lanes = overlap(extract["kernels"]), {}
-        for kind, _, _, start, us in extract["kernels"]:
-            lanes.setdefault(kind, []).append((start / 1000, us / 1000))
-        much, title = times["nccl_us"] / 1000, f"{extract['mode']}: no communication in this step"
-        if much:
-            share = times["hidden_us"] / times["nccl_us"]
-            title = f"{extract['mode']}: {share:.0%} of {much:.1f} ms of communication hidden under"
-            title += " computation"
-        figure = blank(2.6, title)
-        ax = figure.subplots()
-        for kind in (kind for kind in KINDS if kind in lanes):
-            lane = (0.1 if kind == "communication" else 1.1, 0.8)
-            ax.broken_barh(lanes[kind], lane, color=color_of(kind, dark), linewidth=0, label=kind)
-        ax.set_yticks([0.5, 1.5], ["NCCL", "compute"])
-        ax.set(ylim=(0, 2), xlim=(0, times["step_us"] / 1000))
-        gpus = f"{extract['world_size']} x {extract['device']}, torch {extract['torch']}"
-        ax.set_xlabel(f"ms of one step of rank 0, {gpus}")
-        ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.35), ncols=7, handlelength=1)
-        ax.grid(False)
-        figure.savefig(out_path)
-
-    return picture
+    try:
+        extract = read_extract(runs / f"{mode}.kernels.json")
+    except UserError as error:
+        raise NoData(str(error)) from error
+    times, lanes = communication(extract["kernels"]), {}
+    for kind, _, _, start, us in extract["kernels"]:
+        lanes.setdefault(kind, []).append((start / 1000, us / 1000))
+    share, ms = times["hidden_us"] / times["nccl_us"], times["nccl_us"] / 1000
+    title = (
+        f"{extract['mode']}: {share:.0%} of {ms:.1f} ms of communication hidden under computation"
+    )
+    figure = blank(2.6, title)
+    ax = figure.subplots()
+    for kind in (kind for kind in CLASSES if kind in lanes):
+        lane = (0.1 if kind == "communication" else 1.1, 0.8)
+        ax.broken_barh(lanes[kind], lane, color=color_of(kind, dark), linewidth=0, label=kind)
+    ax.set_yticks([0.5, 1.5], ["NCCL", "compute"])
+    ax.set(ylim=(0, 2), xlim=(0, times["step_us"] / 1000))
+    gpus = f"{extract['world_size']} x {extract['device']}, torch {extract['torch']}"
+    ax.set_xlabel(f"ms of one step of rank 0, {gpus}")
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.35), ncols=7, handlelength=1)
+    ax.grid(False)
+    figure.savefig(out_path)
 
 
 # ------------------------------------------------------------------------------------ command line
 
 GPUS = "torchrun --standalone --nproc_per_node=4 bench/parallel.py"
 FIGURES = {  # name: (how it is drawn, the command that makes its records)
-    "laptop": (curve("laptop_builtin"), "python train_gpt2.py --preset laptop"),
-    "corpus_124m_h200": (curve("corpus_124m_h200"), "python train_gpt2.py --preset gpt2"),
+    "laptop": (partial(curve, name="laptop_builtin"), "python train_gpt2.py --preset laptop"),
+    "corpus_124m_h200": (
+        partial(curve, name="corpus_124m_h200"),
+        "python train_gpt2.py --preset gpt2",
+    ),
     "tokens": (tokens, "python train_gpt2.py --preset gpt2"),
     "ladder": (ladder, "python bench/ladder.py"),
     "shapes": (shapes, "python bench/ladder.py --shapes 4x256 12x768 gpt2-medium"),
@@ -694,13 +645,13 @@ FIGURES = {  # name: (how it is drawn, the command that makes its records)
     "roofline": (roofline, "python bench/floor.py"),
     "floor": (floor, "python bench/floor.py"),
     "parallel": (parallel, GPUS),
-    "overlap": (overlap("ddp"), f"{GPUS} --modes ddp --trace readme.assets/runs"),
+    "overlap": (partial(overlap, mode="ddp"), f"{GPUS} --modes ddp --trace readme.assets/runs"),
     "overlap_zero1": (
-        overlap("zero1_16bit"),
+        partial(overlap, mode="zero1_16bit"),
         f"{GPUS} --modes zero1_16bit --trace readme.assets/runs",
     ),
     "overlap_in_graph": (
-        overlap("in_graph"),
+        partial(overlap, mode="in_graph"),
         "a3954dc's bench/parallel.py --modes in_graph --trace",
     ),
 }

@@ -1,7 +1,6 @@
 """How fast one training step could be on this GPU: its parts measured one by one and added up.
 
     python bench/floor.py                            # GPT-2 124M, 64 x 1024: two minutes, then our own steps
-    python bench/floor.py --step_ms 938 --step_ms_8 744     # steps that were timed before
     python bench/floor.py --preset gpt2-xl --tokens_per_step 131072     # a larger model, in shorter steps
     python bench/floor.py --preset tiny --device cpu --out try.jsonl     # a try; its times mean nothing
 
@@ -18,18 +17,15 @@ between kernels. On a GPU that has them, the head's and the MLP's products are a
 with the traffic of the casts that this needs. The sum is made twice: from each part's own median
 time, and from all products and attentions run back to back for some seconds, in which a GPU that is
 limited by its power lowers its clock. Operands are random numbers (zeros cost less power) and
-change from call to call. Each part is one line of the file, with its FLOPs, the bytes that must
-move, and what bounds it: whichever takes longer, the bytes at copy speed or the FLOPs at the rate
-of the 8192^3 product.
+change from call to call. Each part is one line of the file, with its FLOPs and the bytes that must
+move.
 """
 
 import json
 import math
-import os
 import tempfile
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import ladder
@@ -48,15 +44,22 @@ from records import (
     random_shards,
     read_records,
 )
+from timing import forget, gpu_state, milliseconds, moment
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lab.cli import UserError, command, parse
-from lab.files import check_writable
+from lab.files import write_whole
 from lab.kernels.fused_mlp import MIN_POSITIONS
 from lab.world import World
 from train_gpt2 import GPT, make_optimizer
 
 WAYS = ("forward", "dgrad", "wgrad")  # of a product: output, gradient of the input, of the weight
-BACKENDS = ("cudnn", "flash", "efficient", "math")  # attention's kernels
+BACKENDS = {  # attention's kernels
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
 
 # Elementwise traffic of a layer, in passes over one (N, C) tensor of 2 bytes a number.
 PASSES = {
@@ -80,10 +83,6 @@ GELU = {  # 4 C wide
     },
 }
 IN_8_BITS = ("fc", "fc2", "head")
-BACK_TO_BACK = {
-    (): "micro-step's products and",
-    IN_8_BITS: "micro-step's products, fc, fc2 and head in 8 bits, and",
-}
 ONCE = 7  # a micro-step: embedding out, its gradient in; last norm in and out, back two in, one out
 
 
@@ -92,12 +91,8 @@ class Config:
     preset: Literal[tuple(rungs.SHAPES)] = "gpt2"  # shape of the model
     batch_size: int = 0  # sequences per micro-step; 0 is the ladder's (64 for gpt2)
     tokens_per_step: int = 0  # 0 is the ladder's (524,288 for gpt2)
-    seconds: float = 3.0  # of the runs without a pause
-    pause: float = 2.0  # seconds of rest before and after the first of those
-    step_ms: float = 0.0  # our own step, timed before; 0 times it now
-    step_ms_8: float = 0.0  # the same with the head and the MLP in 8 bits
+    seconds: float = 3.0  # of the runs without a pause, and of the pauses before them
     device: str = "auto"  # cuda, cuda:N or cpu
-    commit: str = ""  # noted in the records where git is not at hand
     out: str = str(RUNS / "floor.jsonl")  # file of measurements
 
 
@@ -158,12 +153,12 @@ def median_ms(calls, device, repeats=30):
         for call in calls:
             call()
         wait(device)
-    moments = [ladder.moment(device)]
+    moments = [moment(device)]
     for i in range(repeats):
         calls[i % len(calls)]()
-        moments.append(ladder.moment(device))
+        moments.append(moment(device))
     wait(device)
-    return float(np.median(ladder.milliseconds(moments, device)))
+    return float(np.median(milliseconds(moments, device)))
 
 
 def sustained_ms(calls, device, seconds):
@@ -173,11 +168,11 @@ def sustained_ms(calls, device, seconds):
     while time.perf_counter() - t0 < seconds or len(moments) < 4:
         for call in calls:
             call()
-        moments.append(ladder.moment(device))
+        moments.append(moment(device))
         if device.type == "cuda" and len(moments) > 2:
             moments[-3].synchronize()  # the host stays two rounds ahead, no more
     wait(device)
-    ms = ladder.milliseconds(moments, device)
+    ms = milliseconds(moments, device)
     return float(np.mean(ms[-max(1, len(ms) // 3) :]))
 
 
@@ -188,8 +183,8 @@ def wait(device):
 
 class Parts:
     """Everything that is measured: each method makes the operands of an operation and returns
-    (calls, FLOPs, bytes). Two sets of operands of each, more than 100 MB at 64 x 1024: what a call
-    leaves in the L2 cache does not help the next."""
+    (calls, FLOPs, bytes). Two calls of each, with operands of their own, more than 100 MB at 64 x
+    1024: what one leaves in the L2 cache does not help the next."""
 
     def __init__(self, config, batch_size, seq_len, device):
         self.config, self.device, self.B, self.T = config, device, batch_size, seq_len
@@ -198,71 +193,74 @@ class Parts:
     def random(self, *shape):
         return torch.randn(*shape, device=self.device, dtype=torch.bfloat16)
 
-    def product(self, name, way):
-        """A linear layer's."""
+    def sizes(self, name, way):
+        """(rows, inner, columns) of a linear layer's product."""
         inputs, outputs, _ = products(self.config)[name]
-        calls = []
-        for _ in range(2):
-            x, w, y = (
-                self.random(*s) for s in ((self.N, inputs), (outputs, inputs), (self.N, outputs))
-            )
-            a, b, out = {"forward": (x, w.t(), y), "dgrad": (y, w, x), "wgrad": (y.t(), x, w)}[way]
-            calls.append(lambda a=a, b=b, out=out: torch.mm(a, b, out=out))
-        moved = 2 * (self.N * inputs + inputs * outputs + self.N * outputs)
-        return calls, 2 * self.N * inputs * outputs, moved
+        return {
+            "forward": (self.N, inputs, outputs),
+            "dgrad": (self.N, outputs, inputs),
+            "wgrad": (outputs, self.N, inputs),
+        }[way]
+
+    def product(self, name, way):
+        """A linear layer's, its operands lying in memory as the layer has them."""
+        rows, inner, columns = self.sizes(name, way)
+
+        def call():
+            a = self.random(inner, rows).t() if way == "wgrad" else self.random(rows, inner)
+            b = self.random(columns, inner).t() if way == "forward" else self.random(inner, columns)
+            out = self.random(rows, columns)
+            return lambda: torch.mm(a, b, out=out)
+
+        moved = 2 * (rows * inner + inner * columns + rows * columns)
+        return [call(), call()], 2 * rows * inner * columns, moved
 
     def fp8(self, name, way):
         """The same with both operands in 8 bits (4 of exponent), already scaled and in the layout
         that the product wants, summed the fast way and written in 16 bits, which makes it a
         ceiling. The trainer's gradients have 5 bits of exponent, its sums are full ones, and its
         gradients of weights are written in 32 bits."""
-        inputs, outputs, _ = products(self.config)[name]
-        rows, inner, columns = {
-            "forward": (self.N, inputs, outputs),
-            "dgrad": (self.N, outputs, inputs),
-            "wgrad": (outputs, self.N, inputs),
-        }[way]
-        scale, calls = torch.ones((), device=self.device), []
+        rows, inner, columns = self.sizes(name, way)
+        scale = torch.ones((), device=self.device)
         how = dict(out_dtype=torch.bfloat16, use_fast_accum=True)
-        for _ in range(2):
+
+        def call():
             a, b = (self.random(n, inner).to(torch.float8_e4m3fn) for n in (rows, columns))
-            calls.append(lambda a=a, b=b: torch._scaled_mm(a, b.t(), scale, scale, **how))
-        return calls, 2 * rows * inner * columns, (rows + columns) * inner + 2 * rows * columns
+            return lambda: torch._scaled_mm(a, b.t(), scale, scale, **how)
+
+        moved = (rows + columns) * inner + 2 * rows * columns
+        return [call(), call()], 2 * rows * inner * columns, moved
 
     def attention(self, backend, way):
         """Causal, as the model calls it, on views of one (B, T, 3 C) tensor; half of the scores
         count."""
         C, H = self.config.n_embd, self.config.n_head
-        name = "MATH" if backend == "math" else f"{backend}_attention".upper()
-        calls = []
-        for _ in range(2):
-            parts = self.random(self.B, self.T, 3 * C).split(C, dim=2)
-            q, k, v = (
-                t.view(self.B, self.T, H, C // H).transpose(1, 2).requires_grad_() for t in parts
-            )
 
-            def forward(q=q, k=k, v=v):
-                with ladder.attention_kernel(name):
+        def call():
+            qkv = self.random(self.B, self.T, 3, H, C // H).unbind(2)
+            q, k, v = (t.transpose(1, 2).requires_grad_() for t in qkv)
+
+            def forward():
+                with sdpa_kernel(BACKENDS[backend]):
                     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
             if way == "forward":
-                calls.append(forward)
-                continue
+                return forward
             y = forward()
             dy = torch.randn_like(y)
-            calls.append(
-                lambda y=y, dy=dy, at=(q, k, v): torch.autograd.grad(y, at, dy, retain_graph=True)
-            )
+            return lambda: torch.autograd.grad(y, (q, k, v), dy, retain_graph=True)
+
         flops, tensor = 2 * self.N * self.T * C, 2 * self.N * C
-        # two products forward; five backward, as the scores are computed again
-        return (
-            (calls, flops, 4 * tensor) if way == "forward" else (calls, 5 * flops // 2, 8 * tensor)
-        )
+        if way == "forward":  # two products
+            return [call(), call()], flops, 4 * tensor
+        return [call(), call()], 5 * flops // 2, 8 * tensor  # five: the scores are computed again
 
     def cube(self, n):
-        operands = [[self.random(n, n) for _ in range(3)] for _ in range(2)]
-        calls = [lambda a=a, b=b, out=out: torch.mm(a, b, out=out) for a, b, out in operands]
-        return calls, 2 * n**3, 3 * 2 * n * n
+        def call():
+            a, b, out = (self.random(n, n) for _ in range(3))
+            return lambda: torch.mm(a, b, out=out)
+
+        return [call(), call()], 2 * n**3, 3 * 2 * n * n
 
     def copy(self, size):
         a, b = (torch.randint(256, (size,), dtype=torch.uint8, device=self.device) for _ in "ab")
@@ -281,85 +279,80 @@ class Parts:
         return [lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0)], 3 * n, 3 * 4 * n
 
     def micro_step(self, backend, in_8_bits=()):
-        """Calls of all products and attentions of a micro-step, forward and then backward."""
+        """Calls of all products and attentions of a micro-step, forward and then backward; one
+        layer takes the first calls, the next the second."""
         parts = {("attention", w): self.attention(backend, w)[0] for w in ("forward", "backward")}
         for name in products(self.config):
             product = self.fp8 if name in in_8_bits else self.product
             parts |= {(name, way): product(name, way)[0] for way in WAYS}
-        order, layers = [], range(self.config.n_layer)
-        for layer in layers:
-            names = ("qkv", "attention", "proj", "fc", "fc2")
-            order += [(parts[name, "forward"], layer) for name in names]
-        order += [(parts["head", way], 0) for way in WAYS]
-        for layer in layers:
-            for name in ("fc2", "fc", "proj", "attention", "qkv"):
-                ways = ("backward",) if name == "attention" else ("dgrad", "wgrad")
-                order += [(parts[name, way], layer) for way in ways]
-        return [calls[layer % 2] for calls, layer in order]
+        names = ("qkv", "attention", "proj", "fc", "fc2")
+        forward = [(name, "forward") for name in names]
+        backward = []
+        for name in reversed(names):
+            ways = ("backward",) if name == "attention" else ("dgrad", "wgrad")
+            backward += [(name, way) for way in ways]
+        layers = range(self.config.n_layer)
+        calls = [parts[part][layer % 2] for layer in layers for part in forward]
+        calls += [parts["head", way][0] for way in WAYS]
+        return calls + [parts[part][layer % 2] for layer in layers for part in backward]
 
 
 def measure(parts, cfg, train_config, write):
-    """Measure every part and give it to write(op, ms, flops, bytes, ...) at once. Returns ({op: ms}
-    of those that worked, bytes per second of a copy)."""
-    device, ms, rates = parts.device, {}, {}
+    """Measure every part and give it to write(op, ms, flops, bytes) at once. Returns ({op: ms} of
+    those that worked, bytes per second of a copy)."""
+    device, ms, cuda = parts.device, {}, parts.device.type == "cuda"
 
-    def one(op, make, seconds=0):
-        ladder.forget(device)
+    def one(op, make, *args, seconds=0):
+        forget(device)
         try:
-            calls, flops, moved = make()
+            calls, flops, moved = make(*args)
             sustained = sustained_ms(calls, device, seconds) / len(calls) if seconds else None
-            took = ms[op] = sustained or median_ms(calls, device)
+            ms[op] = sustained or median_ms(calls, device)
         except Exception as error:  # whatever this GPU or this torch does not have
             write(op, error=one_sentence(error))
-            if ladder.gpu_lost(device):
-                raise UserError(f"{op} has left the GPU unusable for this process") from error
             return
-        if op.startswith("copy"):
-            rates["bytes"] = 1000 * moved / took
-        if op == cube:
-            rates["flop"] = 1000 * flops / took
-        memory = len(rates) == 2 and moved / rates["bytes"] >= flops / rates["flop"]
-        write(op, took, flops, moved, ["compute", "memory"][memory] if len(rates) == 2 else None)
+        write(op, ms[op], flops, moved)
 
-    cuda = device.type == "cuda"
     size = 8192 if cuda else 256
-    cube = f"{size}^3"
     memory = torch.cuda.get_device_properties(device).total_memory if cuda else 2**28
     gib = 2 ** int(math.log2(min(2**32, memory / 8)))
-    one(f"copy {gib / 2**30:g} GiB", lambda: parts.copy(gib))
-    time.sleep(cfg.pause)  # a rested GPU: what a short benchmark would show
-    one(cube, lambda: parts.cube(size))
-    one(f"{cube} for {cfg.seconds:g} s", lambda: parts.cube(size), cfg.seconds)
-    time.sleep(cfg.pause)
+    copy, cube = f"copy {gib / 2**30:g} GiB", f"{size}^3"
+    one(copy, parts.copy, gib)
+    time.sleep(cfg.seconds)  # a rested GPU: what a short benchmark would show
+    one(cube, parts.cube, size)
+    one(f"{cube} for {cfg.seconds:g} s", parts.cube, size, seconds=cfg.seconds)
+    time.sleep(cfg.seconds)
     for name in products(parts.config):
         for way in WAYS:
-            one(f"{name} {way}", lambda name=name, way=way: parts.product(name, way))
+            one(f"{name} {way}", parts.product, name, way)
     for backend in BACKENDS:
         for way in ("forward", "backward"):
-            one(f"attention {backend} {way}", lambda b=backend, way=way: parts.attention(b, way))
+            one(f"attention {backend} {way}", parts.attention, backend, way)
     for what in ("AdamW", "clip"):
-        one(what, lambda what=what: parts.optimizer(train_config, what))
+        one(what, parts.optimizer, train_config, what)
     if cuda and torch.cuda.get_device_capability(device) >= (8, 9):
         for name in IN_8_BITS:
             for way in WAYS:
-                one(f"fp8 {name} {way}", lambda name=name, way=way: parts.fp8(name, way))
-    return ms, rates.get("bytes")
+                one(f"fp8 {name} {way}", parts.fp8, name, way)
+    return ms, 1000 * 2 * gib / ms[copy] if copy in ms else None
 
 
 def back_to_back(parts, backend, seconds, write, in_8_bits=()):
     """Milliseconds of a micro-step's products and attentions, run for so long without a pause; None
     if that fails."""
-    what, took = f"{BACK_TO_BACK[in_8_bits]} {backend} attention, {seconds:g} s", None
+    how = f", {', '.join(in_8_bits)} in 8 bits," if in_8_bits else ""
+    what = f"micro-step's products{how} and {backend} attention, {seconds:g} s"
     try:
-        ladder.forget(parts.device)
+        forget(parts.device)
         calls = parts.micro_step(backend, in_8_bits)
         took = sustained_ms(calls, parts.device, seconds)
         for call in calls:  # still warm
             call()
-        write(what, took, **ladder.gpu_state(parts.device))
+        write(what, took, **gpu_state(parts.device))
+        return took
     except RuntimeError as error:  # memory: its operands are all there at once
         write(what, error=one_sentence(error))
-    return took
+        return None
 
 
 def own_step_ms(cfg, world, eight_bits):
@@ -377,32 +370,18 @@ def own_step_ms(cfg, world, eight_bits):
 # ---------------------------------------------------------------------------------------- results
 
 
-def writer(path, **common):
+def writer(path, **about):
     """write(op, ms, ...) for the lines of this GPU, preset and micro-batch, which take the place of
     earlier ones in the file."""
-    same = {k: common[k] for k in ("card", "preset", "batch_size")}
-    if Path(path).exists():
-        keep = [r for r in read_records(path) if not same.items() <= r.items()]
-        part = Path(path).with_suffix(".part")
-        part.write_text("".join(json.dumps(r) + "\n" for r in keep))
-        os.replace(part, path)
+    same = {k: about[k] for k in ("card", "preset", "batch_size")}
+    keep = [json.dumps(r) for r in read_records(path) if not same.items() <= r.items()]
+    write_whole(path, "".join(line + "\n" for line in keep).encode())
 
-    def write(op, ms=None, flops=None, bytes=None, bound=None, error=None, **more):
-        values = dict(
-            op=op, ms=ms and round(ms, 4), flops=flops, bytes=bytes, bound=bound, error=error
-        )
-        values["tflops"] = round(flops / ms / 1e9, 2) if flops and ms else None
-        values["tb_per_s"] = round(bytes / ms / 1e9, 3) if bytes and ms else None
-        values["flop_per_byte"] = round(flops / bytes, 2) if flops and bytes else None
-        append_record(path, {"bench": "floor"} | common | values | more)
-        rate = (
-            f"{values['tflops'] or 0:9.1f} TFLOP/s {values['tb_per_s'] or 0:7.2f} TB/s"
-            if bytes
-            else ""
-        )
-        print(
-            f"{op:60} {ms:10.3f} ms {rate}  {bound or ''}" if ms else f"{op:60} {error}", flush=True
-        )
+    def write(op, ms=None, flops=None, bytes=None, error=None, **more):
+        values = dict(op=op, ms=ms and round(ms, 4), flops=flops, bytes=bytes, error=error)
+        append_record(path, {"bench": "floor"} | about | values | more)
+        rate = f"{flops / ms / 1e9:9.1f} TFLOP/s {bytes / ms / 1e9:7.2f} TB/s" if bytes else ""
+        print(f"{op:60} {ms:10.3f} ms {rate}" if ms else f"{op:60} {error}", flush=True)
 
     return write
 
@@ -424,11 +403,8 @@ def main(argv):
             "the floor needs a CUDA GPU; a try: --preset tiny --device cpu --out try.jsonl"
         )
     check_out(cfg.out, world.device.type == "cpu")
-    check_writable(cfg.out, "out")
-    about = dict(
-        preset=cfg.preset, batch_size=cfg.batch_size, seq_len=T, card=card_name(world.device)
-    )
-    write = writer(cfg.out, **about, **origin("", cfg.commit))
+    about = dict(preset=cfg.preset, batch_size=cfg.batch_size, seq_len=T)
+    write = writer(cfg.out, card=card_name(world.device), **about, **origin())
     parts = Parts(model, cfg.batch_size, T, world.device)
     ms, bytes_per_s = measure(parts, cfg, train_config, write)
     has_fp8 = any(op.startswith("fp8") for op in ms) and positions >= MIN_POSITIONS
@@ -442,19 +418,12 @@ def main(argv):
             raise UserError(
                 f"no floor without {error}; {cfg.out} says why it has no time"
             ) from error
-        step_ms = cfg.step_ms_8 if in_8_bits else cfg.step_ms
-        step_ms = step_ms or own_step_ms(cfg, world, bool(in_8_bits))
+        step_ms = own_step_ms(cfg, world, bool(in_8_bits))
         how = ", head and MLP in 8 bits," if in_8_bits else ""
-        speed = 1000 * cfg.tokens_per_step / step_ms
-        print(
-            f"\na step of {cfg.tokens_per_step:,} tokens{how}: {step_ms:.1f} ms, {speed:,.0f} tokens/s"
-        )
+        print(f"\na step of {cfg.tokens_per_step:,} tokens{how}: {step_ms:.1f} ms")
         for what, value in found.items():
             rate, ratio = 1000 * cfg.tokens_per_step / value, step_ms / value
-            more = dict(
-                tok_per_s=round(rate), step_ms=round(step_ms, 2), over_floor=round(ratio, 4)
-            )
-            write(what, value, **more)
+            write(what, value, tok_per_s=round(rate), step_ms=step_ms, over_floor=round(ratio, 4))
             print(f"{'':60} {rate:10,.0f} tokens/s; ours takes {ratio:.3f} times as long")
 
 

@@ -41,16 +41,7 @@ KINDS = [
     ("optimizer", r"adam|multi_tensor_apply|lpnorm|foreach"),
     ("copy", r"memcpy|memset|copy"),
 ]
-CLASSES = (
-    "matmul",
-    "attention",
-    "loss",
-    "elementwise",
-    "optimizer",
-    "communication",
-    "copy",
-    "idle",
-)
+CLASSES = "matmul attention loss elementwise optimizer communication copy idle".split()
 MARKER = "spin_kernel"  # what torch.cuda._sleep launches
 
 
@@ -88,30 +79,23 @@ def device_events(events):
 
 
 def kernel_times(events, micro_steps):
-    """(kernel_ms by class for a micro-step, ms of the whole window, the ten kernels that take
-    longest) of a step's Chrome trace events. ts and dur are in microseconds."""
+    """(kernel_ms by class for a micro-step, ms of the whole window) of a step's Chrome trace
+    events. ts and dur are in microseconds."""
     kernels = device_events(events)
     marks = [e["ts"] for e in kernels if MARKER in e["name"]]
     kernels = [e for e in kernels if MARKER not in e["name"]]
     if not kernels:
         raise RuntimeError("the profiler saw no kernels; is another profiler running on this GPU?")
-    spent, by_name = dict.fromkeys(CLASSES, 0.0), {}
-    busy, end = 0.0, kernels[0]["ts"]
+    spent = dict.fromkeys(CLASSES, 0.0)
     for e in kernels:
         in_optimizer = len(marks) > 1 and marks[-2] < e["ts"] < marks[-1]
         kind = "optimizer" if in_optimizer else kind_of(e["name"])
         spent[kind] += e["dur"]
-        name = (e["name"][:120], kind)
-        by_name[name] = by_name.get(name, 0.0) + e["dur"]
-        busy += max(0.0, e["ts"] + e["dur"] - max(end, e["ts"]))  # overlapping kernels count once
-        end = max(end, e["ts"] + e["dur"])
-    window = end - kernels[0]["ts"]
-    spent["idle"] = window - busy
-    top = sorted(by_name.items(), key=lambda item: -item[1])[:10]
-    per_ms = 1000 * micro_steps
-    longest = [{"name": n, "class": k, "ms": round(us / per_ms, 3)} for (n, k), us in top]
-    kernel_ms = {kind: round(us / per_ms, 3) for kind, us in spent.items()}
-    return kernel_ms, round(window / 1000, 2), longest
+    spans = [(e["ts"], e["ts"] + e["dur"]) for e in kernels]
+    window = max(end for _, end in spans) - spans[0][0]
+    spent["idle"] = window - covered(spans)  # kernels that overlap count once
+    kernel_ms = {kind: round(us / 1000 / micro_steps, 3) for kind, us in spent.items()}
+    return kernel_ms, round(window / 1000, 2)
 
 
 def profile(run):
@@ -142,6 +126,28 @@ def read_extract(path):
     if not extract["kernels"]:
         raise UserError(f"{path} has no kernel; {way_out}, on a GPU")
     return extract
+
+
+def communication(kernels):
+    """Microseconds of a step, of it with communication, of that hidden under computation, and of
+    neither, from the kernels of an extract. A kernel of NCCL that waits for a slower GPU counts as
+    communication: it is no different here."""
+    spans = [(start, start + dur) for _, _, _, start, dur in kernels]
+    sends = [span for span, kernel in zip(spans, kernels) if kernel[0] == "communication"]
+    computes = [span for span, kernel in zip(spans, kernels) if kernel[0] != "communication"]
+    step = max(end for _, end in spans) - min(start for start, _ in spans)
+    nccl, busy = covered(sends), covered(spans)
+    hidden = nccl + covered(computes) - busy
+    return dict(step_us=step, nccl_us=nccl, hidden_us=hidden, idle_us=step - busy)
+
+
+def covered(intervals):
+    """Length of the points that lie in at least one of the intervals (start, end)."""
+    length, reached = 0, float("-inf")
+    for start, end in sorted(intervals):
+        length += max(0, end - max(start, reached))
+        reached = max(reached, end)
+    return length
 
 
 def table(extract):

@@ -13,15 +13,14 @@ first loss is compared with the uncompiled model's (compiled.py): a time of wron
 
 A timing is of the trainer's whole steps: data, forward and backward of all micro-steps, clipping,
 optimizer. Of 5 + --steps steps the first 5 are dropped. What the first one, with that comparison,
-takes more than the median is compile_s. One more step runs under the profiler: kernel_ms is its
-kernel time by class (kernels.py). A loss run trains from scratch with warm-up (a tenth of the
-steps) and cosine. Its seconds leave out the first step, where compilation is, and count an average
-one for it.
+takes more than the median is compile_s, without what earlier compilations have left. One more step
+runs under the profiler: kernel_ms is its kernel time by class (kernels.py). A loss run trains from
+scratch with warm-up (a tenth of the steps) and cosine. Its seconds leave out the first step, where
+compilation is, and count an average one for it.
 """
 
 import contextlib
 import dataclasses
-import gc
 import tempfile
 import time
 from dataclasses import dataclass
@@ -42,14 +41,15 @@ from records import (
     print_rows,
     random_shards,
     read_records,
+    recorded,
 )
 from rungs import GROUPS, SHAPES, cases, key_of, put_in, raced, variants
+from timing import forget, peak_gib, time_updates
 
 from lab.cli import UserError, command, out_of_memory, parse
 from lab.data import TokenShards
 from lab.device import peak_flops
 from lab.evals import evaluate
-from lab.files import check_writable
 from lab.world import World
 from train_gpt2 import set_up
 
@@ -71,8 +71,6 @@ class Config:
     loss_tokens: int = 65536  # group loss: tokens per step
     val_tokens: int = 1048576  # group loss: tokens of the final validation
     device: str = "auto"  # cuda, cuda:N or cpu
-    commit: str = ""  # noted in the records where git is not at hand
-    profile: bool = True  # kernel times too
     table: bool = False  # print the tables of --out, and stop
     out: str = str(RUNS / "ladder.jsonl")  # file of measurements
 
@@ -80,78 +78,11 @@ class Config:
 # ------------------------------------------------------------------------------- one measurement
 
 
-def change_adamw(optimizer, kind):
-    """AdamW reads its way of computing from its groups in each step."""
-    for group in optimizer.param_groups:
-        if "fused" in group and kind != "fused":
-            group["fused"], group["foreach"] = False, kind == "foreach"
-
-
-def compiled(raw_model, mode):
-    """The model compiled in one of the ways of rungs.MODES."""
-    if mode == "none":
-        return raw_model
-    if mode == "per block":
-        for block in raw_model.transformer.h:
-            block.compile(dynamic=False)
-        return raw_model
-    return torch.compile(raw_model, dynamic=False, mode=None if mode == "default" else mode)
-
-
-def attention_kernel(name):
-    """Context in which torch may use this kernel alone."""
-    if not name:
-        return contextlib.nullcontext()
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    return sdpa_kernel(getattr(SDPBackend, name))
-
-
-def fresh_compiler(cold):
-    """Context whose compilations find no files of earlier ones, if cold."""
-    if not cold:
-        return contextlib.nullcontext()
+def fresh_compiler():
+    """Context whose compilations find no files of earlier ones."""
     from torch._inductor.utils import fresh_cache
 
     return fresh_cache()
-
-
-def forget(device):
-    """Let go of what the last measurement has compiled and allocated."""
-    torch.compiler.reset()
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def gpu_state(device):
-    """Power, clock and temperature of a GPU that is at work, where nvidia-ml-py is there to ask;
-    and which one it is, as those of one name differ."""
-    values = dict.fromkeys(("power_w", "sm_mhz", "temperature_c", "uuid"))
-    if device.type == "cuda":
-        values["uuid"] = str(torch.cuda.get_device_properties(device).uuid)
-        with contextlib.suppress(ModuleNotFoundError, RuntimeError):
-            values["power_w"] = torch.cuda.power_draw(device) / 1000
-            values |= dict(sm_mhz=torch.cuda.clock_rate(device))
-            values |= dict(temperature_c=torch.cuda.temperature(device))
-    return values
-
-
-def moment(device):
-    """A moment in the device's work, without waiting for it."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def milliseconds(moments, device):
-    """Between each moment and the next; the device must be idle."""
-    if device.type != "cuda":
-        return [1000 * (b - a) for a, b in zip(moments, moments[1:])]
-    return [a.elapsed_time(b) for a, b in zip(moments, moments[1:])]
 
 
 def build(case, batch_size, args, world):
@@ -160,8 +91,11 @@ def build(case, batch_size, args, world):
     cfg = dataclasses.replace(cfg, batch_size=batch_size, kernels="plain", compile=False)
     run = set_up(model_config, cfg, world)
     put_in(run.raw_model, own, run.precision)
-    change_adamw(run.optimizer, own.adamw)
-    run.model = compiled(run.raw_model, own.compile_mode)
+    if own.adamw == "loop":  # AdamW reads its way of computing from its groups in each step
+        for group in run.optimizer.param_groups:
+            group["fused"] = group["foreach"] = False
+    if own.compile_mode != "none":
+        run.model = torch.compile(run.raw_model, dynamic=False)
     return run
 
 
@@ -180,8 +114,7 @@ def first_step(run):
 
 
 def facts(run):
-    device, loader = run.world.device, run.loader
-    peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
+    peak, loader = peak_gib(run.world.device), run.loader
     return dict(
         batch_size=loader.batch_size,
         seq_len=loader.seq_len,
@@ -197,38 +130,30 @@ def time_steps(run, args):
     first_loss, first = first_step(run)
     for _ in range(WARM_UP - 1):
         run.update()
-    run.world.synchronize()
-    moments = [moment(device)]
-    for _ in range(args.steps):
-        losses, _ = run.update()
-        moments.append(moment(device))
-    state = gpu_state(device)  # while it works at what was launched
-    run.world.synchronize()
-    ms = [round(t, 2) for t in milliseconds(moments, device)]
+    ms, losses, state = time_updates(run, args.steps)
+    if not np.isfinite(losses[-1]):
+        raise FloatingPointError(f"the loss is {losses[-1]}: a time of wrong results is none")
     low, middle, high = np.percentile(ms, [25, 50, 75])
     flops, peak = run.raw_model.flops_per_token(run.cfg.seq_len), peak_flops(device)
-    rate, last_loss = 1000 * run.cfg.total_batch_size / middle, losses.sum().item()
-    if not np.isfinite(last_loss):
-        raise FloatingPointError(f"the loss is {last_loss}: a time of wrong results is none")
+    rate = 1000 * run.cfg.total_batch_size / middle
     numbers = facts(run) | dict(
         steps=len(ms),
-        step_ms=ms,
+        step_ms=[round(t, 2) for t in ms],
         median_ms=round(float(middle), 2),
-        min_ms=min(ms),
-        max_ms=max(ms),
+        min_ms=round(min(ms), 2),
+        max_ms=round(max(ms), 2),
         iqr_ms=round(float(high - low), 2),
         tok_per_s=round(rate),
         flops_per_token=flops,
         mfu=round(rate * flops / peak, 4) if peak else None,
         compile_s=round(max(0.0, first - middle / 1000), 2),
         first_loss=round(first_loss, 4),
-        last_loss=round(last_loss, 4),
+        last_loss=round(losses[-1], 4),
     )
-    numbers |= state | dict(kernel_ms=None, profiled_ms=None, top_kernels=None)
-    if device.type == "cuda" and args.profile:
+    numbers |= state | dict(kernel_ms=None, profiled_ms=None)
+    if device.type == "cuda":
         try:
-            kernel_ms, window, top = profile(run)
-            numbers |= dict(kernel_ms=kernel_ms, profiled_ms=window, top_kernels=top)
+            numbers["kernel_ms"], numbers["profiled_ms"] = profile(run)
         except Exception as error:  # the times are there, with or without a profile
             numbers["profile_error"] = one_sentence(error)
     return numbers
@@ -267,28 +192,20 @@ def train_from_scratch(run, args):
 
 def measure(case, args, world):
     """One measurement, with half the micro-batch as often as it takes to fit."""
-    _, cfg, own = case.configs(args)
-    batch_size = cfg.batch_size
-    cold = case.group == "compile_mode" or (case.group == "rungs" and world.device.type == "cuda")
-    function = train_from_scratch if case.group == "loss" else time_steps
+    batch_size, loss = case.configs(args)[1].batch_size, case.group == "loss"
+    function = train_from_scratch if loss else time_steps
     while True:
         forget(world.device)
         try:
-            with attention_kernel(own.sdpa), fresh_compiler(cold):
-                return function(build(case, batch_size, args, world), args) | dict(cold_cache=cold)
+            with contextlib.nullcontext() if loss else fresh_compiler():
+                # the run has no name here, so that one that did not fit is let go of
+                return function(build(case, batch_size, args, world), args) | dict(
+                    cold_cache=not loss
+                )
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error) or batch_size == 1:
                 raise
         batch_size //= 2
-
-
-def gpu_lost(device):
-    """True if nothing more can run here: a kernel's error ends the process's use of the GPU."""
-    try:
-        torch.ones(1, device=device).add(1).item()
-        return False
-    except RuntimeError:
-        return True
 
 
 def in_short(record):
@@ -303,7 +220,7 @@ def measure_all(todo, args, world):
     """Measure, write, go on. A failure is one line in the file. Returns how many failed."""
     card, failures = card_name(world.device), 0
     for number, case in enumerate(todo, start=1):
-        record = {"bench": "ladder"} | case.about(args, card) | origin("", args.commit)
+        record = {"bench": "ladder"} | case.about(args, card) | origin()
         record |= dict(data=args.data_name, error=None)
         what = f"{case.group} {case.shape} {case.variant} seed {case.seed}"
         print(f"[{number}/{len(todo)}] {what}: ", end="", flush=True)
@@ -314,10 +231,6 @@ def measure_all(todo, args, world):
             failures += 1
         print(in_short(record), flush=True)
         append_record(args.out, record)
-        if record["error"] and gpu_lost(world.device):
-            raise UserError(
-                f"{case.variant} has lost the GPU for this process; the same command goes on"
-            )
     return failures
 
 
@@ -357,36 +270,23 @@ def timing_table(records):
         print(f"kernel times are of one step, which took longer than the median: {names} ms")
 
 
-def loss_at(curve, seconds):
-    """Training loss that a curve has reached after so many seconds, between its points by lines."""
-    return float(np.interp(seconds, [point[1] for point in curve], [point[2] for point in curve]))
-
-
 def loss_table(records):
     by_variant = {}
     for r in records:
         if not r["error"]:
             by_variant.setdefault(r["variant"], []).append(r)
-    if not by_variant:
-        return
-    shortest = min(np.mean([r["seconds"] for r in runs]) for runs in by_variant.values())
     rows = []
     for name, runs in by_variant.items():
         val, last = [r["val_loss"] for r in runs], [r["curve"][-1][2] for r in runs]
-        numbers = np.mean(val), min(val), max(val), np.mean(last)
-        numbers += (np.mean([loss_at(r["curve"], shortest) for r in runs]),)
+        losses = np.mean(val), min(val), max(val), np.mean(last)
         seconds = f"{np.mean([r['seconds'] for r in runs]):.1f}"
         shared = max(r.get("at_once", 1) for r in runs)  # older records: runs that shared a GPU
         seconds += f" ({shared} at once)" if shared > 1 else ""
         rows.append(
-            [name + "*" * raced(runs[0]), len(runs), seconds, *map("{:.4f}".format, numbers)]
+            [name + "*" * raced(runs[0]), len(runs), seconds, *map("{:.4f}".format, losses)]
         )
-    head = "variant,seeds,seconds,val loss,lowest,highest,train loss".split(",")
-    print_rows([*head, f"after {shortest:.1f} s"], rows)
-    print(
-        "val and train loss (of the last ten steps) after equal tokens; the last column after equal"
-    )
-    print("seconds, in which the slower ones are still in the middle of their schedule")
+    head = "variant,seeds,seconds,val loss,lowest,highest,train loss (of the last ten steps)"
+    print_rows(head.split(","), rows)
 
 
 def print_tables(records):
@@ -397,8 +297,9 @@ def print_tables(records):
     for r in {key_of(r): r for r in records}.values():
         tables.setdefault(tuple(r.get(k) for k in keys), []).append(r)
     for (group, shape, card, sustained, steps, version, tokens), members in tables.items():
-        order = [*(variants(group) if group in GROUPS else ()), *(r["variant"] for r in members)]
-        members.sort(key=lambda r: order.index(r["variant"]))
+        order = {v: i for i, v in enumerate(variants(group) if group in GROUPS else ())}
+        # records outlive their variants: those go from the slowest to the fastest
+        members.sort(key=lambda r: (order.get(r["variant"], 99), r.get("tok_per_s") or 0))
         dates = sorted({r["date"] for r in members})
         print(
             f"\n{group}, {shape}: {f'{steps} steps' if steps else 'a step'} of {tokens:,} tokens, {card}"
@@ -415,30 +316,21 @@ def print_tables(records):
 
 def main(argv):
     args = parse(Config, argv, description=__doc__)
-    args.data_name = Path(args.data).name or "random"  # what the records say
-    records = [r for r in read_records(args.out) if r.get("bench") == "ladder"]
     if args.table:
-        if not records:
-            raise UserError(f"no measurements in {args.out}; without --table some are made")
-        return print_tables(records)
+        return print_tables(recorded(args.out, "ladder"))
+    args.data_name = Path(args.data).name or "random"  # what the records say
     if "loss" in args.groups and not args.data:
         raise UserError("group loss learns from text: name a folder of token shards with --data")
     asked, world = cases(args), World(args.device)
     card, cpu = card_name(world.device), world.device.type == "cpu"
-    done = {key_of(r) for r in records if not r["error"]}
+    done = {key_of(r) for r in read_records(args.out) if not r.get("error")}
     todo = [case for case in asked if key_of(case.about(args, card)) not in done]
     print(f"{len(todo)} of {len(asked)} to do on {card}, into {args.out}")
-    if not todo:
-        return 0
     if cpu and set(args.shapes) != {"tiny"}:
         raise UserError(
             "the ladder needs a CUDA GPU; a try: --shapes tiny --device cpu --out try.jsonl"
         )
     check_out(args.out, cpu)
-    check_writable(args.out, "out")
-    from torch._functorch import config as functorch
-
-    functorch.enable_autograd_cache = False  # its key lacks which attention kernels are allowed
     with tempfile.TemporaryDirectory() as folder:
         if not args.data:
             random_shards(folder, min(SHAPES[shape][0].vocab_size for shape in args.shapes))

@@ -1,37 +1,29 @@
 """Is the ledger of `python -m lab plan` right? Some real steps of each setting on a CUDA GPU, the
 predicted peak against torch.cuda.max_memory_allocated.
 
-    python bench/memory.py                                    # all settings; two minutes on an H200
-    python bench/memory.py --shapes 4x256 gpt2 --modes eager --jobs 1
+    python bench/memory.py                                    # all settings; some minutes on an H200
+    python bench/memory.py --shapes 4x256 gpt2 --modes eager
     python bench/memory.py --table                            # what the file of measurements holds
 
-Each setting is one JSON line, appended to readme.assets/runs/memory.jsonl. Shapes run in processes
-of their own, several at a time, as memory does not mind company; one that fails spares the others.
+Each setting is one JSON line, appended to readme.assets/runs/memory.jsonl.
 """
 
-import argparse
-import dataclasses
-import gc
-import json
-import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # tests import this as bench.memory
 
-from records import append_record, card_name, one_sentence, origin, read_records  # noqa: E402
+from records import RUNS, append_record, card_name, check_out, one_sentence, origin, read_records  # noqa: E402
+from timing import forget  # noqa: E402
 
-from lab.cli import command  # noqa: E402
-from lab.files import check_writable  # noqa: E402
+from lab.cli import UserError, command, parse  # noqa: E402
 from lab.tools.plan import GIB, MOMENTS, Setting, peak, probe, replaced  # noqa: E402
 from train_gpt2 import PRESETS, GPTConfig, TrainConfig  # noqa: E402
 
-OUT = ROOT / "readme.assets" / "runs" / "memory.jsonl"
 SHAPES = {  # name: (model, batch_size, seq_len)
     "4x256": (GPTConfig(4, 4, 256), 4, 512),
     "12x768": (GPTConfig(), 8, 512),
@@ -64,13 +56,19 @@ MODES = {  # name: {shape: what is changed, one measurement each}
     "eager": {shape: [{}, AGAIN] for shape in SHAPES},
     "changed": {"gpt2": [ALL], "12x768": CHANGES},
 }
-FIELDS = {c: {f.name for f in dataclasses.fields(c)} for c in (GPTConfig, TrainConfig, Setting)}
+
+
+@dataclass
+class Config:
+    shapes: tuple[Literal[tuple(SHAPES)], ...] = tuple(SHAPES)  # models
+    modes: tuple[Literal[tuple(MODES)], ...] = tuple(MODES)  # how they run
+    table: bool = False  # print the file of measurements and stop
+    out: str = str(RUNS / "memory.jsonl")  # that file
 
 
 def changed(config, changes):
     """A dataclass with those of the changes that are fields of it."""
-    known = {k: v for k, v in changes.items() if k in FIELDS[type(config)]}
-    return replace(config, **known)
+    return replace(config, **{k: v for k, v in changes.items() if k in vars(config)})
 
 
 def setting_of(model_config, batch_size, seq_len, changes, **more):
@@ -103,9 +101,7 @@ def measure(shape, changes, compiled):
         moment=moment,
         device=card_name("cuda"),
     )
-    gc.collect()
-    torch._dynamo.reset()
-    torch.cuda.empty_cache()
+    forget(torch.device("cuda"))
     left = torch.cuda.memory_allocated()  # workspaces; more would be a leak of the setting before
     try:
         measured = probe(s.model, cfg, seconds=0)[2]
@@ -127,61 +123,28 @@ def line(r):
     return f"{name} {sizes}, ratio {r['ratio']:.3f}, {MOMENTS[r['moment']]}"
 
 
-def run_child(shape, mode, out):
-    """Measure in a fresh process; append what it prints to the file as it comes. Returns the
-    records that it made."""
-    words = [sys.executable, __file__, "--child", shape, mode]
-    records, said = [], ""
-    with subprocess.Popen(
-        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
-        for text in process.stdout:
-            if text.startswith("{"):
-                about = origin(f"python bench/memory.py --shapes {shape} --modes {mode}")
-                records.append(json.loads(text) | about)
-                append_record(out, records[-1])
-                print(line(records[-1]), flush=True)
-            else:
-                said = text.strip() or said
-    if process.returncode:
-        print(f"{shape} {mode}: exit status {process.returncode}, {said}", flush=True)
-    return records
-
-
 def main(argv):
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="which (all)")
-    add("--modes", nargs="+", choices=MODES, default=list(MODES), help="which (all)")
-    add("--jobs", type=int, default=3, help="processes at a time; 3 need about 120 GiB (3)")
-    add("--out", type=Path, default=OUT, help="file (readme.assets/runs/memory.jsonl)")
-    add("--table", action="store_true", help="print that file and stop")
-    add("--child", nargs=2, help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
+    args = parse(Config, argv, description=__doc__)
     if args.table:
         print(*map(line, read_records(args.out)), sep="\n")
-        return
+        return 0
     if not torch.cuda.is_available():
-        parser.error("torch sees no CUDA GPU here; --table prints what was measured on one")
-    if args.child:
-        shape, mode = args.child
-        for changes in MODES[mode][shape]:
-            print(json.dumps(measure(shape, changes, mode == "compiled")), flush=True)
-        return
-    check_writable(args.out, "out")
+        raise UserError("torch sees no CUDA GPU here; --table prints what was measured on one")
+    check_out(args.out, cpu=False)
     jobs = [(shape, mode) for mode in args.modes for shape in MODES[mode] if shape in args.shapes]
-    with ThreadPoolExecutor(max(1, args.jobs)) as pool:
-        found = pool.map(lambda job: run_child(*job, args.out), jobs)
-        ratios = [r["ratio"] for records in found for r in records if "ratio" in r]
-    expected = sum(len(MODES[mode][shape]) for shape, mode in jobs)
+    found = []
+    for shape, mode in jobs:
+        for changes in MODES[mode][shape]:
+            found.append(measure(shape, changes, mode == "compiled") | origin())
+            append_record(args.out, found[-1])
+            print(line(found[-1]), flush=True)
+    ratios = [r["ratio"] for r in found if "ratio" in r]
     if ratios:
         print(
-            f"{len(ratios)} of {expected} settings measured; predicted over measured: "
+            f"{len(ratios)} of {len(found)} settings measured; predicted over measured: "
             f"{min(ratios):.3f} to {max(ratios):.3f}"
         )
-    return int(len(ratios) < expected)
+    return int(len(ratios) < len(found))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 record comes from, the name of the GPU, and tokens for who has no text."""
 
 import json
+import os
 import platform
+import shlex
 import subprocess
 import sys
 import time
@@ -15,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from lab.cli import UserError  # noqa: E402
+from lab.files import check_writable  # noqa: E402
 
 RUNS = ROOT / "readme.assets" / "runs"  # the records that README, the log and the figures show
 
@@ -44,18 +47,28 @@ def append_record(path, record):
         file.write(start + json.dumps(record).encode() + b"\n")
 
 
+def recorded(path, bench):
+    """The records of one program in its file. Raises UserError where there is none."""
+    found = [r for r in read_records(path) if r.get("bench") == bench]
+    if not found:
+        raise UserError(f"no measurements of {bench}.py in {path}; without --table they are made")
+    return found
+
+
 def finished(path, key):
     """Whether `path` has a record without error whose fields agree with the dict `key`."""
-    return any(
-        not r.get("error") and all(r.get(k) == v for k, v in key.items())
-        for r in read_records(path)
+    agree = (
+        all(r.get(k) == v for k, v in key.items()) for r in read_records(path) if not r.get("error")
     )
+    return any(agree)
 
 
 def check_out(out, cpu):
-    """Raise UserError where a CPU's times would go among the records that README shows."""
+    """Raise UserError where `out` cannot be written, or a CPU's times would go among the records
+    that README shows."""
     if cpu and Path(out).resolve().parent == RUNS:
         raise UserError(f"{Path(out).name} holds README's numbers, of GPUs; add --out try.jsonl")
+    check_writable(out, "out")
 
 
 def one_sentence(error):
@@ -66,19 +79,16 @@ def one_sentence(error):
     return f"{type(error).__name__}: {text[:200]}"
 
 
-def origin(command="", commit=""):
-    """Where a record comes from: date, commit (git's, unless given; "-dirty" where files have
-    changed since), torch, command (this process's, unless given)."""
+def origin():
+    """Where a record comes from: date, commit (git's, "-dirty" where files have changed since; of
+    the environment's COMMIT where git is not at hand), torch, command."""
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
-    try:
-        commit = commit or subprocess.run(git, capture_output=True, text=True).stdout.strip()
-    except OSError:  # no git here
-        pass
+    said = subprocess.run(shlex.join(git), shell=True, capture_output=True, text=True).stdout
     return {
         "date": time.strftime("%Y-%m-%d"),
-        "commit": commit or "unknown",
+        "commit": os.environ.get("COMMIT") or said.strip() or "unknown",
         "torch": torch.__version__,
-        "command": command or " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
 
 

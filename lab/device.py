@@ -22,65 +22,45 @@ GPUS = {
     "RTX 5090": (210, 32), "RTX 4090": (165, 24), "RTX 4080": (97, 16), "RTX 3090": (71, 24),
     "V100": (125, 16), "T4": (65, 15),
 }  # fmt: skip
-# of these the chips before Ada and Hopper, whose products have 16 bits at least
-WITHOUT_FP8 = ("A100", "A800", "A40", "A30", "A10G", "A10", "RTX A6000", "RTX 3090", "V100", "T4")
 # words in the names of other chips, or of parts of one, that share a name with one in the table
 OTHER_CHIPS = ("Laptop", "Ti", "SUPER", "D", "MIG", "H200 NVL", "H800 PCIe")
-
-
-def is_other_chip(words):
-    """Whether a GPU's name, cut into words (a set), is one of OTHER_CHIPS; any letter case."""
-    words = {word.upper() for word in words}
-    return any(set(chip.upper().split()) <= words for chip in OTHER_CHIPS)
 
 
 def peak_flops(device):
     """The GPU's dense 16-bit peak in FLOP/s, or None where the table has none: better than a
     guess."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    words = name.replace("-", " ").split()
-    if is_other_chip(words):
+    words = set(name.replace("-", " ").split())
+    if any(set(chip.split()) <= words for chip in OTHER_CHIPS):
         return None
-    for gpu, (tflops, _) in GPUS.items():
-        if all(word in words for word in gpu.split()):
-            return tflops * 1e12
-    return None
+    found = (peak for gpu, (peak, _) in GPUS.items() if set(gpu.split()) <= words)
+    return next((peak * 1e12 for peak in found), None)
 
 
 def find_device(name, local_rank):
     """The torch.device of this process; name is auto, cuda (one for each local rank), cuda:N, mps
     or cpu. Raises UserError."""
+    here = {
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+        "cpu": True,
+    }
     if name == "auto":
-        name = (
-            "cuda"
-            if torch.cuda.is_available()
-            else "mps"
-            if torch.backends.mps.is_available()
-            else "cpu"
-        )
-    if name.split(":")[0] not in ("cuda", "mps", "cpu"):
+        name = next(kind for kind, there in here.items() if there)
+    kind, _, index = name.partition(":")
+    if kind not in here or (index and not (kind == "cuda" and index.isdecimal())):
         raise UserError(f"device={name} is not one of auto, cuda, cuda:N, mps and cpu")
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise UserError(f"device={name} is not there: torch sees no GPU; pass --device cpu")
-    if name == "mps" and not torch.backends.mps.is_available():
-        raise UserError("device=mps is not there: this machine has none, or this torch was built without it; "
-                         "pass --device cpu")  # fmt: skip
-    if name == "cuda":
-        if local_rank >= torch.cuda.device_count():
-            raise UserError(
-                f"--nproc_per_node asks for more processes than the {torch.cuda.device_count()} GPUs "
-                "of this machine"
-            )
-        name = f"cuda:{local_rank}"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise UserError(f"device={name} is no device; pass cuda, cuda:0, mps or cpu") from None
-    if name.startswith("cuda") and device.index >= torch.cuda.device_count():
+    if not here[kind]:
+        raise UserError(f"device={name} is not there: torch sees none; pass --device cpu")
+    if kind != "cuda":
+        return torch.device(kind)
+    index, count = int(index or local_rank), torch.cuda.device_count()
+    if index >= count:
         raise UserError(
-            f"device={name} is not there: the {torch.cuda.device_count()} GPUs here begin with cuda:0"
+            f"device=cuda:{index} is not there: the {count} GPUs here begin with cuda:0; pass another "
+            "--device, or torchrun a smaller --nproc_per_node"
         )
-    return device
+    return torch.device(kind, index)
 
 
 class Precision:
@@ -90,16 +70,10 @@ class Precision:
         self.device, self.name = device, wanted
         if wanted == "auto" and device.type == "cuda":
             bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-            self.name = (
-                "bf16"
-                if bf16
-                else "fp16"
-                if torch.cuda.get_device_capability(device) >= (7, 0)
-                else "fp32"
-            )
+            fp16 = torch.cuda.get_device_capability(device) >= (7, 0)
+            self.name = "bf16" if bf16 else "fp16" if fp16 else "fp32"
         elif wanted == "auto":
-            # CPU and MPS: float32 is the safe choice there; bf16 on CPU is for --precision to ask
-            self.name = "fp32"
+            self.name = "fp32"  # the safe choice on CPU and MPS; 16 bits are for --precision to ask
         if self.name == "fp16" and device.type == "cpu":
             raise UserError("precision=fp16 needs a GPU; on CPU use fp32 or bf16")
         self.dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.name)
@@ -134,9 +108,7 @@ def why_no_compile(device, model_config):
             return f"torch {torch.__version__} compiles so wide a model wrongly; 2.14 does not"
     try:
         torch.compile(lambda x: x * 2 + 1)(torch.ones(8, device=device))
-    except (
-        Exception
-    ) as error:  # whatever the toolchain throws: no compiler, old GPU, missing headers
+    except Exception as error:  # of any kind: no compiler, an old GPU, missing headers
         return f"{type(error).__name__}: {first_line(error)}"
     return ""
 
@@ -188,9 +160,11 @@ def micro_batches(cfg, world_size, device_type, most=64):
 def fits(model, size, cfg, world, precision):
     """Whether a micro-step of so many sequences, and what training holds beside it, fits on this
     GPU."""
-    # AdamW's two moments and DDP's buckets come on top, or shares of the moments and of the
-    # weights, and gradients that are kept over micro-steps; 5 % is left for fragments
-    copies = 1 + 3 / world.world_size if cfg.parallel == "zero1" and world.distributed else 3
+    # AdamW's two moments and DDP's buckets come on top; with ZeRO-1 shares of the moments and of the
+    # weights, and gradients that are kept over micro-steps; with FSDP2 a share of everything, in
+    # the place of weights and gradients. 5 % is left for fragments
+    n = world.world_size
+    copies = {"zero1": 1 + 3 / n, "fsdp2": 4 / n - 2}.get(cfg.parallel, 3) if n > 1 else 3
     beside = copies * sum(p.numel() * p.element_size() for p in model.parameters())
     try:
         idx = torch.randint(model.config.vocab_size, (size, cfg.seq_len), device=world.device)

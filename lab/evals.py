@@ -87,7 +87,7 @@ def evaluate(
     positions, totals = starts(shards, cfg), {}
     # per = batches * batch_size sequences for each process
     per = -(-len(positions) // (batch_size * world.world_size)) * batch_size
-    device = "cpu" if world.device.type == "mps" else world.device  # of sums in 64 bits
+    place = "cpu" if world.device.type == "mps" else world.device  # MPS has no 64-bit floats
     for i in range(world.rank * per, (world.rank + 1) * per, batch_size):
         if stop:
             stop.check()
@@ -102,7 +102,7 @@ def evaluate(
         with precision.autocast():
             sums = measure(model, x, y) | {"targets": (y >= 0).sum()}
         for name, value in sums.items():
-            totals[name] = totals.get(name, 0) + value.to(device).double()
+            totals[name] = totals.get(name, 0) + value.to(place).double()
     return dict(zip(totals, world.all_reduce(torch.stack(list(totals.values()))).tolist()))
 
 
@@ -118,10 +118,8 @@ def starts(shards, cfg):
 
 def target_counts(shards, tokens):
     """How often each token (V,) is a target of the first `tokens` positions of a split (0: all)."""
-    end, counts = (
-        1 + min(tokens or len(shards), len(shards) - 1),
-        np.zeros(shards.vocab_size, np.int64),
-    )
+    end = 1 + min(tokens or len(shards), len(shards) - 1)
+    counts = np.zeros(shards.vocab_size, np.int64)
     for start in range(1, end, 2**24):
         ids = shards.read(start, min(2**24, end - start))
         ids = ids[shards.learnt(start, len(ids))] if shards.masks else ids
@@ -139,11 +137,8 @@ def unigram_entropy(train_shards, val_shards, val_tokens):
 def bytes_per_token(tokenizer, shards, val_tokens):
     """Mean bytes of text per token that is validated, to turn nats per token into bits per byte."""
     counts = target_counts(shards, val_tokens)
-    return (
-        float(counts @ tokenizer.token_bytes()[: len(counts)] / counts.sum())
-        if counts.any()
-        else None
-    )
+    bytes_in_all = float(counts @ tokenizer.token_bytes()[: len(counts)])
+    return bytes_in_all / counts.sum() if counts.any() else None
 
 
 def tokenizer_for(vocab_size, world):
@@ -192,9 +187,7 @@ class Samples(Every):
         self.tokenizer = tokenizer
 
     def __call__(self, run):
-        if not run.world.is_main:
-            return None
-        cfg = run.cfg
+        cfg = run.cfg  # all processes draw the same: with FSDP2 each has a share of the weights
         with run.precision.autocast():
             texts = draw_samples(
                 run.raw_model, self.tokenizer, cfg.sample_prompt, cfg.sample_tokens, cfg.seed

@@ -1,5 +1,5 @@
-"""ZeRO-1: AdamW whose state and work are shared out among the processes, and an exchange in as few
-bits as lose nothing.
+"""What is not plain DDP. ZeRO-1: AdamW's state and work are shared out among the processes, and what
+is exchanged has as few bits as lose nothing. FSDP2: the weights and gradients are shared out too.
 
 Under DistributedDataParallel every process receives the sum of all gradients, and then all make the
 same update of all weights, each with its own copy of AdamW's two moments. Here each of n processes
@@ -12,12 +12,20 @@ matrix's gradient in 16 bits. So that is how they travel. Sums and moments have 
 the weights that are updated (4 / n bytes more, as everyone else has them rounded). An embedding,
 whose rows are added to others and whose gradient is a sum of two, needs 32, as do biases and gains,
 and gradients that were summed over micro-steps.
+
+With FSDP2 (Zhao et al. 2023, of PyTorch) a block's weights are put together when it computes and
+dropped again, and gradients are exchanged in every micro-step: so that weights, gradients and
+moments take 16 / n bytes a weight. It sends three times as much for that, in every micro-step: who
+has the memory takes ZeRO-1.
 """
 
 import math
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lab.cli import UserError
 from lab.optim import exact_norm
@@ -41,10 +49,21 @@ def read_in_16_bits(model, dtype):
     (`reads`)."""
     if dtype != torch.bfloat16:
         return []
-    wide = {
-        p for m in model.modules() if getattr(m, "reads", dtype) != dtype for p in m.parameters()
-    }
+    wide = {p for m in model.modules() if reads_all_bits(m, dtype) for p in m.parameters()}
     return [p for p in model.block_matrices() if p not in wide]
+
+
+def reads_all_bits(module, dtype):
+    """Whether a module reads more of its parameters than dtype holds, as those in 8 bits do."""
+    return getattr(module, "reads", dtype) != dtype
+
+
+def refuse_fp16(name, precision):
+    if precision.name == "fp16":
+        raise UserError(
+            f"parallel={name} needs gradients that are not scaled, and precision=fp16 scales them; "
+            "leave it out, or pass --precision fp32"
+        )
 
 
 class Shares:
@@ -125,11 +144,7 @@ class Zero1AdamW:
     of its own: the model is not wrapped by DDP. All processes call each method together."""
 
     def __init__(self, adamw, model, loader, precision, world):
-        if precision.name == "fp16":
-            raise UserError(
-                "parallel=zero1 needs gradients that are not scaled, and precision=fp16 scales them; "
-                "leave it out, or pass --precision fp32"
-            )
+        refuse_fp16("zero1", precision)
         self.of_wholes, self.loader, self.world = adamw, loader, world
         # for each group of parameters the Shares of those rounded, and of those not
         self.groups = []
@@ -193,16 +208,12 @@ class Zero1AdamW:
             state = self.of_shares.state[s.mine]
             if state:
                 moments = zip(s.params, s.gather(state["exp_avg"]), s.gather(state["exp_avg_sq"]))
+                step = state["step"].cpu()
                 for p, mean, square in moments:
-                    states[p] = {
-                        "step": state["step"].cpu().clone(),
-                        "exp_avg": mean,
-                        "exp_avg_sq": square,
-                    }
+                    states[p] = dict(step=step.clone(), exp_avg=mean, exp_avg_sq=square)
         params = [p for group in self.param_groups for p in group["params"]]
-        return self.of_wholes.state_dict() | {
-            "state": {i: states[p] for i, p in enumerate(params) if p in states}
-        }
+        numbered = {i: states[p] for i, p in enumerate(params) if p in states}
+        return self.of_wholes.state_dict() | {"state": numbered}
 
     def load_state_dict(self, data):
         """Go on from an AdamW's state, and from the weights that the parameters have by now."""
@@ -213,12 +224,95 @@ class Zero1AdamW:
             s.begin()
             if s.params[0] in states:
                 found = [states[p] for p in s.params]
-                mean, square = (
-                    s.laid_out([f[k] for f in found], s.mine.dtype, "cpu")
-                    for k in ("exp_avg", "exp_avg_sq")
-                )
-                self.of_shares.state[s.mine] = {
-                    "step": found[0]["step"].to(s.mine, copy=True),
-                    "exp_avg": mean[s.here].to(s.mine),
-                    "exp_avg_sq": square[s.here].to(s.mine),
-                }
+                state = {"step": found[0]["step"].to(s.mine, copy=True)}
+                for name in ("exp_avg", "exp_avg_sq"):
+                    whole = s.laid_out([each[name] for each in found], s.mine.dtype, "cpu")
+                    state[name] = whole[s.here].to(s.mine)
+                self.of_shares.state[s.mine] = state
+
+
+class Fsdp2AdamW:
+    """Shares out the model's weights, and makes `adamw`, an AdamW that has made no update, one of
+    these shares. The model is not wrapped by DDP; saved states are those of whole tensors. All
+    processes call each method, and the model, together and equally often."""
+
+    def __init__(self, adamw, model, loader, precision, world):
+        refuse_fp16("fsdp2", precision)
+        self.adamw, self.world = adamw, world
+        names = {p: name for name, p in model.named_parameters()}
+        shard(model, precision, world)
+        shares = dict(model.named_parameters())
+        for group in adamw.param_groups:
+            group["params"] = [shares[names[p]] for p in group["params"]]
+
+    @property
+    def param_groups(self):
+        return self.adamw.param_groups
+
+    def clip_grad_norm(self, max_norm):
+        """As Zero1AdamW's; backward() has made the exchange."""
+        grads = [p.grad.to_local() for group in self.param_groups for p in group["params"]]
+        norm = exact_norm(grads, self.world.all_reduce)
+        if max_norm:
+            torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    def step(self):
+        self.adamw.step()
+
+    def zero_grad(self, set_to_none=True):
+        self.adamw.zero_grad(set_to_none)
+
+    def state_dict(self):
+        """On rank 0 what AdamW would have without shares, on the CPU; elsewhere it has no state."""
+        state = self.adamw.state_dict()
+        moments = {i: gathered(each, self.world) for i, each in state["state"].items()}
+        return state | {"state": moments if self.world.is_main else {}}
+
+    def load_state_dict(self, data):
+        params = [p for group in self.param_groups for p in group["params"]]
+        moments = {
+            i: cut(each, dict.fromkeys(each, params[i])) for i, each in data["state"].items()
+        }
+        self.adamw.load_state_dict(data | {"state": moments})
+
+
+def shard(model, precision, world):
+    """Every parameter becomes this process's share of it, a DTensor; those of a block are put
+    together when it computes, in 16 bits where it would round them anyway."""
+    mesh = init_device_mesh(world.device.type, (world.world_size,))
+    dtype = torch.bfloat16 if precision.name == "bf16" else None
+    for block in model.blocks:
+        rounds = dtype and not any(reads_all_bits(m, dtype) for m in block.modules())
+        policy = MixedPrecisionPolicy(dtype if rounds else None, torch.float32, None, False)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)  # the rest: embeddings and head
+    register_fsdp_forward_method(model, "hidden")
+    model.register_state_dict_post_hook(lambda _, state, *__: state.update(gathered(state, world)))
+    shares = dict(model.named_parameters(remove_duplicate=False))
+    model.register_load_state_dict_pre_hook(lambda _, state, *__: state.update(cut(state, shares)))
+
+
+def gathered(tensors, world):
+    """{name: tensor} with whole ones instead of shares, on rank 0's CPU."""
+    whole = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            tensor = tensor.full_tensor()
+            tensor = tensor.cpu() if world.is_main else None
+        whole[name] = tensor
+    return whole
+
+
+def cut(tensors, like):
+    """{name: tensor} with this process's share of each, as `like` (also by name) has them."""
+    shares = {}
+    for name, tensor in tensors.items():
+        p = like[name]
+        if tensor.shape == p.shape:
+            tensor = distribute_tensor(tensor.to(p.device), p.device_mesh, p.placements)
+        shares[name] = tensor
+    return shares
+
+
+EXCHANGES = {"zero1": Zero1AdamW, "fsdp2": Fsdp2AdamW}  # by --parallel

@@ -146,7 +146,7 @@ def copy_into(model, state, source):
     """Copy a state dict with our names into model, which may lie on torch's meta device.
 
     The model's pad rows become 0. Biases may be missing (nanoGPT's bias=False): they are 0 then.
-    Raises UserError for what does not fit, naming `source`."""
+    Raises UserError for what does not fit or is not finite, naming `source`."""
     rows = model.config.vocab_size
     if HEAD in state and not torch.equal(state[HEAD][:rows], state[WTE][:rows]):
         raise UserError(f"{source} has a head of its own; GPT-2's is tied to the token embedding")
@@ -169,4 +169,6 @@ def copy_into(model, state, source):
         if value.shape != p.shape:
             shapes = f"{tuple(value.shape)}, the model wants {tuple(p.shape)}"
             raise UserError(f"{source}: {name} has shape {shapes}")
+        if not value.isfinite().all():
+            raise UserError(f"{source}: {name} holds numbers that are not finite; take another")
         p.copy_(value)

@@ -15,10 +15,8 @@ class World:
     doing nothing. It does not start the process group: the program does, in one line."""
 
     def __init__(self, device="auto"):
-        self.rank, self.local_rank = (
-            int(os.environ.get("RANK", 0)),
-            int(os.environ.get("LOCAL_RANK", 0)),
-        )
+        self.rank = int(os.environ.get("RANK", 0))
+        self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
         self.world_size = int(os.environ.get("WORLD_SIZE", 1))
         self.is_main, self.distributed = self.rank == 0, self.world_size > 1
         self.device = find_device(device, self.local_rank)

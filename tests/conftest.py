@@ -132,18 +132,8 @@ def differing_parts(a, b, parts=("step", "model", "optimizer", "loader", "rng", 
 def clean_env(**more):
     """The environment without what would change a run; one thread, so that runs agree to the
     bit."""
-    drop = (
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "MASTER_",
-        "PYTHON",
-        "TORCH",
-        "OMP_",
-        "GPT2_",
-        "COLUMNS",
-    )
-    env = {k: v for k, v in os.environ.items() if not k.startswith(drop)}
+    drop = "RANK WORLD_SIZE LOCAL_RANK MASTER_ PYTHON TORCH OMP_ GPT2_ COLUMNS"
+    env = {k: v for k, v in os.environ.items() if not k.startswith(tuple(drop.split()))}
     fixed = dict(
         OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", PYTHONWARNINGS="ignore", MPLBACKEND="Agg"
     )

@@ -113,7 +113,7 @@ def pair(folder, *shape):
     """transformers' model with noise, and ours, read from the folder that it saved."""
     theirs = tiny_transformers(*shape)
     theirs.save_pretrained(folder)
-    return theirs, models.load(str(folder))
+    return theirs, Bert.from_pretrained(str(folder))
 
 
 def deviations(ours, theirs):

@@ -102,19 +102,6 @@ def test_what_failed_binds_nobody(tmp_path):
     assert read_manifest(tmp_path / "o")["documents"] == 20 and verify(tmp_path / "o") == []
 
 
-def test_the_texts_stay_where_chats_are_made_beside_them(tmp_path):
-    source = write_chats(tmp_path / "chat_2024_01.jsonl", [say("a", "b")] * 20)
-    args = ["--source", tmp_path, "--context", 64, "--out", tmp_path]
-    make(*args)
-    manifest = read_manifest(tmp_path)
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest | {"complete": False}))
-    make(*args)
-    assert source.exists() and verify(tmp_path) == []
-    (tmp_path / "manifest.json").unlink()
-    with pytest.raises(UserError, match="holds chat_.* but no manifest.json"):
-        make(*args)
-
-
 def test_one_conversation_is_too_few(tmp_path):
     args = ["--source", tmp_path / "chat.jsonl", "--context", 64, "--out", tmp_path / "o"]
     write_chats(tmp_path / "chat.jsonl", [say("a", "b")])

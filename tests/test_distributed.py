@@ -32,7 +32,7 @@ from test_train import raw_gradients
 
 import train_gpt2
 from lab.optim import exact_norm
-from lab.parallel import Zero1AdamW
+from lab.parallel import Fsdp2AdamW, Zero1AdamW
 from lab.world import World
 from train_gpt2 import GPTConfig, TrainConfig
 
@@ -81,7 +81,7 @@ def run_two(start_two, *flags, **how):
     return two[0].stdout
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "zero1"])
+@pytest.mark.parametrize("parallel", ["ddp", "zero1", "fsdp2"])
 def test_two_processes_are_one(tmp_path, shards, start_two, parallel):
     """Losses, weights, gradients, validation, with accumulation and masks that leave ranks
     uneven."""
@@ -115,8 +115,10 @@ torch.compile = functools.partial(torch.compile, backend="aot_eager")
 train_gpt2.device.why_no_compile = lambda *_: ''"""
 
 
-def test_two_compiled_processes_are_one_uncompiled(tmp_path, shards, start_two):
-    said = run_two(start_two, "--max_steps", 3, "--compile", program=driver(tmp_path, COMPILED))
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+def test_two_compiled_processes_are_one_uncompiled(tmp_path, shards, start_two, parallel):
+    flags = f"--max_steps 3 --compile --parallel {parallel}".split()
+    said = run_two(start_two, *flags, program=driver(tmp_path, COMPILED))
     same = dict(total_batch_size=128, batch_size=8, max_steps=3, lr=1e-3, beta2=0.99)
     one = train_here(tmp_path, shards, "one", **same)
     two = read_run(tmp_path / "log" / "r")
@@ -150,13 +152,18 @@ def test_gradients_are_exchanged_once_a_step(run_in_a_group):
     assert run.loader.grad_accum_steps == 4 and sent == [0], "in the last micro-step alone"
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "zero1"])
+@pytest.mark.parametrize("parallel", ["ddp", "zero1", "fsdp2"])
 def test_long_gradients_are_clipped_and_short_ones_stay(run_in_a_group, parallel):
     run, params = run_in_a_group, list(run_in_a_group.raw_model.parameters())
     clip, clipped = run.clip_grad_norm, params
     if parallel == "zero1":
         zero1 = Zero1AdamW(run.optimizer, run.raw_model, run.loader, run.precision, run.world)
         clip, clipped = zero1.clip_grad_norm, [share.mine for share in zero1.shares]
+    if parallel == "fsdp2":
+        clip = Fsdp2AdamW(
+            run.optimizer, run.raw_model, None, run.precision, run.world
+        ).clip_grad_norm
+        params = clipped = list(run.raw_model.parameters())
     count = sum(p.numel() for p in params)
     for max_norm, left in ((0, 1), (1.5, 1), (0.5, 0.5)):
         for p in params:
@@ -184,6 +191,7 @@ def test_a_run_goes_on_with_other_processes_with_and_without_shares(tmp_path, st
         )
 
     run_two(start_two, "--resume", "--run_name", "ddp", "--parallel", "ddp", "--max_steps", 4)
+    run_two(start_two, "--resume", "--run_name", "ddp", "--parallel", "fsdp2", "--max_steps", 5)
     run_two(start_two, "--resume", "--run_name", "ddp", "--parallel", "zero1", "--max_steps", 6)
     done = run_train("--resume", "--run_name", "one")
     assert done.returncode == 0, done.stderr

@@ -120,19 +120,17 @@ def test_tokens_are_all_documents_in_order(corpus):
 def test_same_bytes_from_real_processes(corpus, tmp_path):
     folder, _, args = corpus
     got = call(*args, *BYTES, "--workers", 3, "--out", tmp_path / "o")
-    assert got.returncode == 0, got.stderr
+    assert got.returncode == 0 and "697 documents" in got.stdout, got.stderr
     assert hashes(tmp_path / "o") == hashes(folder / "out")
-    assert "697 documents" in got.stdout
 
 
 def test_every_format_gives_the_same_tokens(corpus, tmp_path):
     _, texts, _ = corpus
     lines = "".join(json.dumps({"n": i, "text": t}) + "\n" for i, t in enumerate(texts)).encode()
+    halves = lines[:5000], lines[5000:]
     (tmp_path / "a.jsonl").write_bytes(lines)
-    two_gz = gzip.compress(lines[:5000]) + gzip.compress(lines[5000:])
-    (tmp_path / "b.jsonl.gz").write_bytes(two_gz)
-    two_zst = zstd(lines[:5000]) + zstd(lines[5000:])
-    (tmp_path / "c.jsonl.zst").write_bytes(two_zst)
+    (tmp_path / "b.jsonl.gz").write_bytes(b"".join(map(gzip.compress, halves)))
+    (tmp_path / "c.jsonl.zst").write_bytes(b"".join(map(zstd, halves)))
     for path in sorted(tmp_path.iterdir()):
         make("--source", path, "--out", tmp_path / path.name[0])
         assert np.array_equal(stream_of(tmp_path / path.name[0]), plain_stream(texts)), path.name
@@ -149,13 +147,12 @@ def test_a_text_file_is_one_document_however_long(tmp_path, monkeypatch):
     assert read_manifest(tmp_path / "o")["documents"] == 2
 
 
-def test_of_several_kinds_one_is_read(tmp_path):
-    (tmp_path / "mixed").mkdir()
-    (tmp_path / "mixed" / "a.jsonl").write_text(json.dumps({"text": "read me " * 50}) + "\n")
-    (tmp_path / "mixed" / "b.txt").write_text("not me " * 50)
-    args = [ROOT / "fineweb.py", "--source", "mixed", *BYTES, "--workers", 0]
-    done = run_python(*args, cwd=tmp_path)
-    assert "only its 1 jsonl files are read, not b.txt" in done.stderr
+def test_of_several_kinds_one_is_read(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "read me " * 50}) + "\n")
+    (tmp_path / "b.txt").write_text("not me " * 50)
+    make("--source", tmp_path, "--out", tmp_path / "o")
+    assert "only its 1 jsonl files are read" in capsys.readouterr().err
+    assert np.array_equal(stream_of(tmp_path / "o"), plain_stream(["read me " * 50]))
 
 
 def test_tokens_stops_early_and_goes_on_later(corpus, tmp_path):
@@ -176,8 +173,7 @@ def test_tokens_stops_early_and_goes_on_later(corpus, tmp_path):
 
 
 def test_small_corpus_keeps_a_tenth_for_validation(corpus, tmp_path):
-    folder, _, _ = corpus
-    make("--source", folder / "in", "--out", tmp_path)
+    make("--source", corpus[0] / "in", "--out", tmp_path)
     val, train = read_manifest(tmp_path)["shards"]
     assert 0.05 < val["tokens"] / (val["tokens"] + train["tokens"]) < 0.2
 
@@ -199,14 +195,10 @@ def test_shards_of_others_stay(tmp_path):
     source, out = tmp_path / "edu.jsonl", tmp_path / "o"
     source.write_text(json.dumps({"text": "Once."}) + "\n")
     out.mkdir()
-    for i in range(3):
-        (out / f"edu_train_{i:06d}.npy").write_bytes(b"somebody's")
-    before = hashes(out)
-    with pytest.raises(
-        UserError, match="edu_train_000000.npy but no manifest.json,.* another --out"
-    ):
+    (out / "edu_train_000001.npy").write_bytes(b"somebody's")
+    with pytest.raises(UserError, match="edu_train_000001.npy but no manifest.* another --out"):
         make("--source", source, "--out", out)
-    assert hashes(out) == before
+    assert (out / "edu_train_000001.npy").read_bytes() == b"somebody's"
 
 
 @needs_data
@@ -223,16 +215,14 @@ def test_gpt2_shards_of_the_real_corpus(tmp_path, monkeypatch):
     assert stream_of(tmp_path).tolist() == plain[:300_000]
 
 
-def test_data_of_the_first_version(tmp_path, capsys):
-    """Made by commit a3954dc: it is there, it is whole; what was begun then is not gone on with."""
+def test_data_of_the_first_version(tmp_path):
+    """Made by commit a3954dc: it is whole, but not gone on with."""
     shutil.copytree(OLD, tmp_path / "old")
-    args = ["--source", tmp_path / "old" / "texts.jsonl", "--shard_tokens", 200]
-    make(*args, "--out", tmp_path / "old" / "texts")
-    assert "already there: 623 tokens" in capsys.readouterr().out
-    make("--verify", "--out", tmp_path / "old" / "chats")
-    make(*args, "--out", tmp_path / "new", "--val_tokens", 90)
+    for name in ("texts", "chats", "begun"):
+        assert verify(tmp_path / "old" / name) == []
+    args = ["--source", tmp_path / "old" / "texts.jsonl", "--shard_tokens", 200, "--val_tokens", 90]
+    make(*args, "--out", tmp_path / "new")
     assert np.array_equal(stream_of(tmp_path / "new"), stream_of(tmp_path / "old" / "texts"))
-    make(*args, "--out", tmp_path / "old" / "begun", "--tokens", 300)
     with pytest.raises(UserError, match="format = 1, now it is 2: choose another --out"):
         make(*args, "--out", tmp_path / "old" / "begun")
 
@@ -336,13 +326,11 @@ def test_of_two_runs_into_one_folder_the_second_is_refused(tmp_path):
     first.send_signal(signal.SIGSTOP)
     os.waitpid(first.pid, os.WUNTRACED)  # until it stands still
     before, got, after = hashes(tmp_path / "o"), call(*args, *BYTES), hashes(tmp_path / "o")
-    verified = call("--verify", "--out", tmp_path / "o")
     first.kill()
     first.communicate()
     said = rf"fineweb.py: error: another fineweb.py is writing {tmp_path / 'o'},.*--out\n"
     assert (got.returncode, got.stdout) == (2, "") and re.fullmatch(said, got.stderr)
-    assert before == after and verified.returncode == 1
-    assert "not finished: run the command that began it again" in verified.stdout
+    assert before == after and "is not finished" in verify(tmp_path / "o")[0]
     got = call(*args, *BYTES)
     assert got.returncode == 0 and "going on after" in got.stdout, got.stderr
     assert np.array_equal(stream_of(tmp_path / "o"), plain_stream(documents(2500)))
@@ -367,32 +355,21 @@ def test_ctrl_c_is_no_traceback(tmp_path):
 
 LINES = b'{"text": "good"}\n' * 500
 NOISE = b"".join(b'{"text": "%s"}\n' % os.urandom(50).hex().encode() for _ in range(500))
-GZIP, ZSTD = gzip.compress(NOISE), zstd(NOISE)
+GZIP = gzip.compress(NOISE)
 ASKED = b'{"messages": [{"role": "user", "content": "x"}]}\n'
 BAD = {  # the file, its content, more arguments, what the sentence must hold
     "no such file": ("", b"", "--source nowhere", "nowhere does not exist"),
     "broken parquet": ("a.parquet", b"PAR1 and then", "", r"parquet file a\.parquet is damaged"),
-    "no column": (
-        "a.jsonl",
-        b'{"body": "x", "title": "y"}\n',
-        "",
-        r"line 1: no text .*body, title",
-    ),
+    "no column": ("a.jsonl", b'{"body": "x", "n": "y"}\n', "", r"line 1: no text .*body, n"),
     "a number": ("a.jsonl", LINES + b'{"text": 5}\n', "", r"line 501: no text"),
     "not JSON": ("a.jsonl", LINES + b'{"text": \n', "", r"a\.jsonl, line 501: not JSON"),
     "deep JSON": ("a.jsonl", LINES + b"[" * 10**5, "", r"a\.jsonl, line 501: not JSON"),
     "a list": ("a.json", b'[{"text": "x"}]', "", r"line 1: a JSON list"),
-    "not UTF-8": ("a.jsonl", LINES + b'{"text": "caf\xe9"}\n', "", r"line 501: not JSON .*utf-8"),
     "text not UTF-8": ("a.txt", b"one\ntwo\ncaf\xe9\n", "", r"a\.txt, .* is damaged .*utf-8"),
     "cut gzip": ("a.jsonl.gz", GZIP[: len(GZIP) // 2], "", r"a\.jsonl\.gz is damaged"),
-    "cut zstd": ("a.jsonl.zst", ZSTD[: len(ZSTD) // 2], "", r"a\.jsonl\.zst is damaged"),
     "unknown ending": ("a.docx", b"x", "", r"nothing to read.*\*\.jsonl"),
-    "nothing in it": ("a.jsonl", b'{"text": ""}\n{"text": " "}\n', "", "no text"),
-    "empty file": ("a.jsonl", b"", "", "no text"),
-    "builtin in part": ("", b"", "--source builtin --tokens 1k", "--tokens does nothing"),
-    "hub's name": ("a.jsonl", LINES, "--name x", r"--name does nothing for --source a\.jsonl"),
+    "empty file": ("a.jsonl", b'{"text": " "}\n', "", "no text"),
     "no number": ("a.jsonl", LINES, "--tokens many", r"--tokens many.*500M"),
-    "zero": ("a.jsonl", LINES, "--shard_tokens 0", r"--shard_tokens 0"),
     "out is a file": ("a.jsonl", LINES, "--out a.jsonl", r"a\.jsonl cannot be written"),
     "no context": ("a.jsonl", ASKED, "--context 0", "--context 0 must be at least 8"),
     "role": ("a.jsonl", ASKED.replace(b"user", b"bot"), "", r"a\.jsonl, line 1: no .* role 'bot'"),
@@ -425,15 +402,6 @@ def test_bad_parquet(tmp_path):
 
     path = write_parquet(tmp_path / "a.parquet", documents(200))
     assert "--text_column is one of id, text" in error("a.parquet", "--text_column", "body")
-    latin = pa.array([b"fine", b"caf\xe9"], pa.binary()).buffers()
-    pq.write_table(
-        pa.table({"text": pa.Array.from_buffers(pa.string(), 2, latin)}), tmp_path / "u.parquet"
-    )
-    assert re.search(r"u\.parquet, row group 0 is damaged .*UTF", error("u.parquet"))
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2 : len(data) // 2 + 200] = b"\0" * 200
-    (tmp_path / "d.parquet").write_bytes(data)
-    assert re.search(r"d\.parquet, row group \d is damaged", error("d.parquet"))
     # one bit in a page that would decode all the same: the writer's checksum shows it
     table = pa.table({"text": documents(200)})
     plain = dict(compression="none", use_dictionary=False, write_statistics=False)
@@ -447,17 +415,14 @@ def test_bad_parquet(tmp_path):
 def test_other_settings_are_refused_and_nothing_is_lost(corpus, tmp_path):
     folder, _, args = corpus
     before = hashes(folder / "out")
-    one_file = ["--source", str(folder / "in" / "000.parquet")]
-    for more, said in (
-        (["--shard_tokens", "5k"], "shard_tokens = 100000, now it is 5000"),
-        (["--val_tokens", "5k"], "val_tokens"),
-        (one_file, "data = 'in', now it is '000'"),
-    ):
+    wanted = {
+        ("--shard_tokens", "5k"): "shard_tokens = 100000, now it is 5000",
+        ("--val_tokens", "5k"): "val_tokens",
+        ("--source", folder / "in" / "000.parquet"): "data = 'in', now it is '000'",
+    }
+    for more, said in wanted.items():
         with pytest.raises(UserError, match=said):
             make(*args, "--out", folder / "out", *more)
-    (tmp_path / "manifest.json").write_text("{")
-    with pytest.raises(UserError, match="manifest.json is damaged"):
-        make(*args, "--out", tmp_path)
     assert hashes(folder / "out") == before
     (tmp_path / "t.txt").write_text("one")
     make("--source", tmp_path / "t.txt", "--out", tmp_path / "t")
@@ -480,7 +445,7 @@ def test_verify_names_what_is_broken(corpus, tmp_path):
     lines = got.stdout.splitlines()
     assert got.returncode == 1 and len(lines) == 3
     assert all(said in line for said, line in zip(wanted, lines)), lines
-    with pytest.raises(UserError, match="has no manifest.json to compare shards with"):
+    with pytest.raises(UserError, match="has no manifest.json to compare with"):
         make("--verify", "--out", tmp_path / "nowhere")
 
 
@@ -548,19 +513,6 @@ def test_memory_does_not_grow_with_the_source(tmp_path):
         time.sleep(0.02)
     print(f"peak {peak / 1024:.0f} MiB")
     assert process.returncode == 0 and peak < 2_000_000
-
-
-@pytest.mark.slow
-@needs_data
-def test_the_bench_agrees_and_counts():
-    words = [ROOT / "bench" / "tokenizing.py", DATA / "corpus", "--json", "--rounds", "1"]
-    got = run_python(*words, cwd=ROOT, TIKTOKEN_CACHE_DIR=str(DATA / "tiktoken"))
-    assert got.returncode == 0, got.stderr
-    result = json.loads(got.stdout)
-    assert result["tokens"] == 3 * 28_306_552
-    rate = result["tok_per_s_per_core"]["ours"]
-    for row in result["costs"]:
-        assert row["hours"] * 3600 * row["cores"] * rate == pytest.approx(row["tokens"])
 
 
 @needs_data

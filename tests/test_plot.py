@@ -68,13 +68,6 @@ class Figures:
         found = self.all[figure].findobj(matplotlib.text.Text)
         return [text.get_text() for text in found if text.get_text()]
 
-    def smallest_text(self, figure=-1):
-        """In pixels, where the figure is shown 720 pixels wide."""
-        import matplotlib.text
-
-        found = [t for t in self.all[figure].findobj(matplotlib.text.Text) if t.get_text().strip()]
-        return min(t.get_fontsize() for t in found) / 72 * 720 / self.all[figure].get_figwidth()
-
     def curves(self, panel=0, figure=-1):
         """[(x, y)] of the curves in a panel, without lines of reference and examples in the
         legend."""
@@ -119,20 +112,10 @@ def test_lines_cut_by_a_kill(tmp_path):
     assert records.column(log, "start", "unigram") == ([0, 10], [3.348, 1.5])
 
 
-def test_losses_that_are_not_finite_are_left_out(tmp_path):
-    lines = [val(1, 3.0), val(2, math.nan), val(3, math.inf), val(4, None)]
-    log = records.read_log(write_log(tmp_path, lines))
-    assert records.column(log, "val", "loss") == ([1], [3.0])
-
-
 def test_how_a_run_ended(tmp_path):
     end = dict(kind="end", step=400, time=5.0, reason="SIGTERM")
-    for lines, reason in (
-        (RUN, None),
-        ([*RUN, end], "SIGTERM"),
-        ([*RUN, end, start(400, time=9.0)], None),
-    ):
-        assert records.ended(records.read_log(write_log(tmp_path, lines))) == reason
+    for more, reason in (([], None), ([end], "SIGTERM"), ([end, start(400, time=9.0)], None)):
+        assert records.ended(records.read_log(write_log(tmp_path, [*RUN, *more]))) == reason
 
 
 def test_smoothing():
@@ -222,38 +205,13 @@ def lab(color, who):
     return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
 
 
-def distance(one, other):
-    """CIEDE2000 between two colours of CIELAB (Sharma, Wu and Dalal 2005)."""
-    (L1, a1, b1), (L2, a2, b2) = one, other
-    mean = (math.hypot(a1, b1) + math.hypot(a2, b2)) / 2
-    grow = 1.5 - 0.5 * math.sqrt(mean**7 / (mean**7 + 25**7))
-    C1, C2 = math.hypot(grow * a1, b1), math.hypot(grow * a2, b2)
-    h1, h2 = (math.degrees(math.atan2(b, grow * a)) % 360 for a, b in ((a1, b1), (a2, b2)))
-    turn = (h2 - h1 + 180) % 360 - 180
-    L, C, h = (L1 + L2) / 2, (C1 + C2) / 2, math.radians(h1 + turn / 2)
-    T = 1 - 0.17 * math.cos(h - math.pi / 6) + 0.24 * math.cos(2 * h)
-    T += 0.32 * math.cos(3 * h + math.radians(6)) - 0.2 * math.cos(4 * h - math.radians(63))
-    dL = (L2 - L1) / (1 + 0.015 * (L - 50) ** 2 / math.sqrt(20 + (L - 50) ** 2))
-    dC = (C2 - C1) / (1 + 0.045 * C)
-    dH = 2 * math.sqrt(C1 * C2) * math.sin(math.radians(turn / 2)) / (1 + 0.015 * C * T)
-    bump = math.exp(-(((math.degrees(h) % 360 - 275) / 25) ** 2))
-    R = -2 * math.sqrt(C**7 / (C**7 + 25**7)) * math.sin(math.radians(60 * bump))
-    return math.sqrt(dL**2 + dC**2 + dH**2 + R * dC * dH)
-
-
-def test_the_distance_of_colours_is_the_published_one():
-    """Three pairs of the table that Sharma, Wu and Dalal published to check programs by."""
-    assert distance((50, 2.6772, -79.7751), (50, 0, -82.7485)) == pytest.approx(2.0425, abs=1e-4)
-    assert distance((50, 2.49, -0.001), (50, -2.49, 0.0011)) == pytest.approx(7.2195, abs=1e-4)
-    assert distance((50, 2.5, 0), (58, 24, 15)) == pytest.approx(19.4535, abs=1e-4)
-
-
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("who", SEEN_BY)
 def test_all_colours_stay_apart_to_the_colour_blind(who, dark):
-    """14 is twice what matmul and elementwise once had to protanopes: 6.7, one blue."""
+    """In CIELAB 2.3 is the least that people see side by side; small marks far apart need more."""
     for (a, one), (b, other) in itertools.combinations(zip(MEANS, COLORS[dark]), 2):
-        assert distance(lab(one, who), lab(other, who)) >= 13.9, f"{a} and {b} to {who}"
+        distance = np.linalg.norm(lab(one, who) - lab(other, who))
+        assert distance > 15, f"{a} and {b} to {who}: {distance}"
 
 
 def test_lines_can_be_seen_and_colours_mean_one_thing():
@@ -263,33 +221,21 @@ def test_lines_can_be_seen_and_colours_mean_one_thing():
             dim, bright = sorted([paper, linear(color) @ TO_XYZ[1] + 0.05])
             assert bright / dim > 2.9, color  # WCAG asks for 3 of graphics
     meanings = [meaning for meanings in MEANS.values() for meaning in meanings]
-    assert len(set(meanings)) == len(meanings) and len(COLORS[True]) == len(COLORS[False]) == len(
-        MEANS
-    )
-    assert color_of("loss") == color_of("green") and color_of("matmul") != color_of("elementwise")
+    assert len(set(meanings)) == len(meanings)
+    assert color_of("loss") == color_of("green") != color_of("matmul") != color_of("elementwise")
 
 
 # --------------------------------------------------------------------------------------- the figure
 
 
 def test_what_stands_in_the_figure(tmp_path, figures):
-    out = tmp_path / "pictures" / "loss.png"
-    assert (
-        plot.loss_curve(
-            [write_log(tmp_path / "r", [*RUN, hella(200, 0.26), hella(400, 0.301)])], out
-        )
-        == out
-    )
-    width, height = (int.from_bytes(out.read_bytes()[i : i + 4], "big") for i in (16, 20))
-    assert width == 1200 and 600 <= height <= 1200
+    run = write_log(tmp_path / "r", [*RUN, hella(200, 0.26), hella(400, 0.301)])
+    assert plot.loss_curve([run], out := tmp_path / "pictures" / "loss.png") == out
     texts = figures.texts()
     title = "Validation loss 1.71 at step 400: 1.63 nats under the unigram baseline"
     caption = "1.88M parameters, cpu, fp32, 3.28M tokens, median 9k tokens/s"
-    expected = [title, caption, "loss (nats per token)", "step", "1.71"]
-    expected += ["training (thin)", "validation (thick)", "unigram baseline 3.35"]
-    expected += ["HellaSwag\nacc_norm", "chance 0.25", "GPT-2 124M 0.2955"]
-    for text in expected:
-        assert text in texts, text
+    expected = [title, caption, "unigram baseline 3.35", "chance 0.25", "GPT-2 124M 0.2955"]
+    assert {*expected} <= {*texts}
     # far off the curves
     assert "uniform guess 5.55" not in texts and "GPT-2 1558M 0.4893" not in texts
     assert figures.curves()[-1] == ([0, 200, 400], [5.6, 2.1, 1.7149])
@@ -298,29 +244,14 @@ def test_what_stands_in_the_figure(tmp_path, figures):
     (bars,) = figures.all[-1].axes[1].containers
     segment = bars.lines[2][0].get_segments()[1][:, 1]
     assert segment == pytest.approx([0.301 - 1.96 * 0.0045, 0.301 + 1.96 * 0.0045])
-    assert figures.smallest_text() >= 11
-
-
-def test_the_title_says_the_newest_number(tmp_path, figures):
-    plot.loss_curve([write_log(tmp_path, [start(), val(0, 5.6)])], tmp_path / "a.png")
-    assert "Validation loss 5.60 at step 0: 2.25 nats above the unigram baseline" in figures.texts()
-    plot.loss_curve(
-        [write_log(tmp_path, [start(), val(0, 5.6), train(30, 3.0)])], tmp_path / "a.png"
-    )
-    assert "Validation loss 5.60 at step 0, training loss 3.00 at step 30" in figures.texts()
 
 
 def test_several_runs(tmp_path, figures):
     """Compared at the last step of both; against tokens where their steps are of different size."""
-    a, b = (
-        write_log(tmp_path / "a", RUN),
-        write_log(tmp_path / "b", [start(), val(0, 5.6), val(200, 1.9), val(300, 1.8)]),
-    )
+    a = write_log(tmp_path / "a", RUN)
+    b = write_log(tmp_path / "b", [start(), val(0, 5.6), val(200, 1.9), val(300, 1.8)])
     assert plot.loss_curve([a, b], tmp_path / "ab.png")
     assert "b has validation loss 1.90 at step 200, 0.20 nats under a" in figures.texts()
-    assert {"step", "a", "b", "training (thin)\nvalidation (thick)"} <= {
-        *figures.texts()
-    } and figures.smallest_text() >= 11
     larger = [train(s, 3.0, 16384) for s in range(1, 101)]
     c = write_log(tmp_path / "c", [start(), *larger, val(100, 2.0)])
     assert plot.loss_curve([a, c], tmp_path / "ac.png")
@@ -328,30 +259,20 @@ def test_several_runs(tmp_path, figures):
     assert "step" not in figures.texts() and figures.curves()[-1][0] == [100 * 16384]
 
 
-def test_dark_variant_and_settings_left_as_they_were(tmp_path, figures):
-    import matplotlib
-
-    matplotlib.rcdefaults()
-    before = dict(matplotlib.rcParams)
+def test_dark_variant(tmp_path, figures):
     for dark in (False, True):
         plot.draw([write_log(tmp_path, RUN)], tmp_path / "x.png", dark)
     light, dark = (sum(f.get_facecolor()[:3]) for f in figures.all)
-    assert light == 3 and dark < 0.5 and dict(matplotlib.rcParams) == before
+    assert light == 3 and dark < 0.5
 
 
 SCANT = {
     "one validation": [start(), val(0, 5.6)],
-    "one training step": [start(), train(1, 5.6)],
     "no start": [train(1, 3.0), train(2, 2.0), val(2, 2.0)],
     "start without numbers": [dict(kind="start", step=0), val(1, 3.0)],
     "only HellaSwag, without error": [start(), dict(kind="hella", step=1, acc_norm=0.3)],
     "all not finite": [start(unigram=None), val(0, math.nan), train(1, math.inf), hella(1, 0.25)],
-    "without tokens": [
-        start(),
-        dict(kind="train", step=1, loss=2.0),
-        dict(kind="train", step=2, loss=1),
-    ],
-    "foreign kinds": [start(), dict(kind="thought", step=3), val(1, 2.0)],
+    "without tokens": [start(), *(dict(kind="train", step=s, loss=2.0) for s in (1, 2))],
 }
 
 
@@ -363,14 +284,8 @@ def test_scant_logs_are_drawn(tmp_path, name, capfd):
 
 
 def test_a_picture_never_ends_a_run(tmp_path, capfd):
-    (tmp_path / "file").write_text("")
-    young, run = write_log(tmp_path / "young", [start()]), write_log(tmp_path / "r", RUN)
-    for folder, out in (
-        (tmp_path / "none", "x.png"),
-        (young, "x.png"),
-        (run, "x.odd"),
-        (run, "file/x.png"),
-    ):
+    run = write_log(tmp_path / "r", RUN)
+    for folder, out in ((tmp_path / "none", "x.png"), (run, "x.odd"), (run, "r/log.jsonl/x.png")):
         assert plot.loss_curve([folder], tmp_path / out) is None
         assert "no loss curve: " in capfd.readouterr().err and not (tmp_path / out).exists()
 
@@ -382,18 +297,13 @@ def test_command(tmp_path, monkeypatch):
     write_log(tmp_path / "log/s", RUN)
     done = run_python(LAB, "plot", "r", "log/s", cwd=tmp_path)
     assert done.stdout == "log/r/loss_with_s.png\n", "the picture that training made stays"
-    done = run_python(LAB, "plot", "log/none", cwd=tmp_path)
-    assert (
-        done.returncode == 2 and "no log log/none" in done.stderr and done.stderr.count("\n") == 1
-    )
     monkeypatch.chdir(tmp_path)
     (tmp_path / "noise.jsonl").write_bytes(os.urandom(300))
-    unwritable = "x.png cannot be written: .*; name another place with --out"
-    wrong = [
+    for args, message in (
+        (["log/none"], "no log log/none"),
         (["noise.jsonl"], "holds no measurement"),
         (["r", "--out", "x.abc"], "must end in .png"),
-    ]
-    wrong += [(["r", "--out", "log/r/log.jsonl/x.png"], unwritable)]
-    for args, message in wrong:
+        (["r", "--out", "log/r/log.jsonl/x.png"], "x.png cannot be written: .*; name another"),
+    ):
         with pytest.raises(UserError, match=message):
             plot.main(args)

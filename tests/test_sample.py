@@ -2,11 +2,11 @@
 says."""
 
 import html
+import io
 import os
 import re
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ import sample
 from lab.cli import UserError
 from lab.data.tokenizers import get_tokenizer
 from lab.device import Precision
-from lab.generate import KVCache, generate, sample_token
+from lab.generate import generate, sample_token
 from sample import Config, Text, complete
 
 
@@ -66,35 +66,25 @@ def test_greedy_tokens_are_the_likeliest():
     A full window keeps its newer half."""
     model, text = noisy_gpt(), torch.randint(VOCAB, (2, 10))
     for token, logits in generate(model, text, 8, temperature=0):
-        window = text if text.size(1) <= 16 else text[:, -8:]
-        expected = model(window)[0][:, -1]
-        assert torch.allclose(logits, expected, atol=1e-5) and torch.equal(
-            token, expected.argmax(-1)
-        )
+        expected = model(text if text.size(1) <= 16 else text[:, -8:])[0][:, -1]
+        assert torch.allclose(logits, expected, atol=1e-5)
+        assert torch.equal(token, expected.argmax(-1))
         text = torch.cat([text, token[:, None]], dim=1)
-    assert text.size(1) == 18
-    with pytest.raises(UserError, match="a prompt of 17 tokens is longer than .*block_size=16"):
-        next(generate(model, text[:, 1:], 1))
+    with pytest.raises(UserError, match="a prompt of 18 tokens is longer than .*block_size=16"):
+        next(generate(model, text, 1))
 
 
 def test_documents_before_end_of_text_are_not_seen():
     x = torch.randint(256, (1, 10))
     x[0, 5] = 256
     other = torch.cat([(x[:, :5] + 1) % 256, x[:, 5:]], dim=1)
-    masked, plain = noisy_gpt(document_mask=True), noisy_gpt()
-    first, second = (next(generate(masked, idx, 1))[1] for idx in (x, other))
-    assert torch.allclose(first, second, atol=1e-6)
-    assert not torch.allclose(next(generate(plain, x, 1))[1], next(generate(plain, other, 1))[1])
+    for mask in (True, False):
+        model = noisy_gpt(document_mask=mask)
+        first, second = (next(generate(model, idx, 1))[1] for idx in (x, other))
+        assert torch.allclose(first, second, atol=1e-6) == mask
 
 
-def test_the_cache_holds_what_it_is_given():
-    """In pieces, for layers apart; attention is asked for one new position at a time."""
-    cache, k = KVCache(8), torch.randn(2, 3, 6, 4)
-    for layer in (0, 1):
-        cache.append(layer, k[:, :, :4] + layer, -k[:, :, :4])
-    for layer in (1, 0):
-        keys, values = cache.append(layer, k[:, :, 4:] + layer, -k[:, :, 4:])
-        assert torch.equal(keys, k + layer) and torch.equal(values, -k)
+def test_with_a_cache_attention_is_asked_for_one_new_position():
     model, sizes = always(120), []
     model.register_forward_pre_hook(lambda module, args: sizes.append(args[0].shape[1]))
     written(model, "abcd", max_new_tokens=4)
@@ -107,25 +97,16 @@ def test_sample_token_by_hand():
     for how, expected in [
         (dict(), [0.4, 0.05, 0.3, 0.25]),
         (dict(top_k=2), [4 / 7, 0, 3 / 7, 0]),
-        (dict(top_k=9), [0.4, 0.05, 0.3, 0.25]),
         (dict(top_p=0.69), [4 / 7, 0, 3 / 7, 0]),  # 0.4 does not reach 0.69, 0.4 + 0.3 does
         (dict(top_p=0.71), [0.4 / 0.95, 0, 0.3 / 0.95, 0.25 / 0.95]),
         (dict(top_p=1e-6), [1, 0, 0, 0]),
         (dict(temperature=0), [1, 0, 0, 0]),
-        (dict(temperature=1e-40), [1, 0, 0, 0]),
         # squares, normalised
         (dict(temperature=0.5), [0.16 / 0.315, 0.0025 / 0.315, 0.09 / 0.315, 0.0625 / 0.315]),
     ]:
         got = sample_token(many, generator=generator, **how).bincount(minlength=4) / len(many)
         expected = torch.tensor(expected).float()
         assert torch.allclose(got, expected, atol=0.015) and not got[expected == 0].any(), how
-
-
-def test_pad_rows_are_never_drawn():
-    model = noisy_gpt(vocab_size=50)
-    with torch.no_grad():  # even if they had weights, and large ones
-        model.transformer.wte.weight[50:] = 10 * model.transformer.wte.weight[:1]
-    assert draw(model, torch.zeros(4, 1, dtype=torch.long), 100, temperature=5.0).max() < 50
 
 
 # ----------------------------------------------------------------------------------------- the text
@@ -180,30 +161,24 @@ def test_each_sample_ends_for_itself():
     assert [t.count for t in texts] == [min(40, end + 1) for end in ends]
 
 
-def test_page(tmp_path, monkeypatch, capsys):
+def test_page(tmp_path, monkeypatch):
     """Each token with its probability and the five likeliest; markup in texts stays text."""
     monkeypatch.chdir(tmp_path)
     model = noisy_gpt(block_size=64)
     saved(model, tmp_path / "<model>.pt")
-    flags = ["--model", "<model>.pt", "--html", "p.html", "--max_new_tokens", "20", "--seed", "3"]
-    assert sample.main(["<b>", "--num_samples", "2", *flags]) is None
+    flags = "--model <model>.pt --html p.html --max_new_tokens 20 --seed 3".split()
+    sample.main(["<b>", *flags])
     page = (tmp_path / "p.html").read_text()
     assert "<b>&lt;b&gt;</b>" in page and "<model>" not in page and "http" not in page
-    idx = torch.tensor([[256, *b"<b>"]] * 2)
     how = dict(temperature=0.8, top_k=50, generator=torch.Generator().manual_seed(3))
-    expected = [
-        f"{100 * row.softmax(-1)[token].item():.2f} %"
-        for tokens, logits in generate(model, idx, 20, **how)
-        for token, row in [(tokens[0], logits[0])]
-        if token != 256
-    ]
+    drawn = generate(model, torch.tensor([[256, *b"<b>"]]), 20, **how)
+    shares = [100 * logits[0].softmax(-1)[token].item() for token, logits in drawn]
     boxes = re.findall(r'<span class="box">(.*?)</span>', page, re.DOTALL)
-    assert len(boxes) > len(expected)  # the second text's too
-    for box, share in zip(boxes, expected):
-        own, *likeliest = html.unescape(box).split("\n\n")[0], *html.unescape(box).split("\n")[2:]
-        assert own.endswith(share) and len(likeliest) == 5
-        shares = [float(line.split("%")[0]) for line in likeliest]
-        assert shares == sorted(shares, reverse=True) and shares[0] + 0.1 >= float(share[:-1])
+    for box, share in zip(boxes, shares, strict=True):
+        own, _, *likeliest = html.unescape(box).split("\n")
+        assert own.endswith(f"{share:.2f} %")
+        found = [float(line.split("%")[0]) for line in likeliest]
+        assert found == sorted(found, reverse=True) and len(found) == 5 and found[0] + 0.1 >= share
 
 
 # -------------------------------------------------------------------------------------- the command
@@ -225,26 +200,21 @@ def call(capfd, *args):
 
 def test_command_continues_with_the_newest_run(tmp_path, runs):
     command = [ROOT / "sample.py", "Hello", "world", "--max_new_tokens", 90, "--device", "cpu"]
-    cached = run_python(*command, "--seed", 3, cwd=tmp_path)
-    assert cached.returncode == 0, cached.stderr
-    assert cached.stdout.startswith("Hello world") and len(cached.stdout.encode()) > 60
-    assert cached.stderr.startswith("[log/new/model_000010.pt: ")
-    assert "tok/s on cpu, seed 3]" in cached.stderr and cached.stderr.count("\n") == 1
+    done = run_python(*command, "--seed", 3, cwd=tmp_path)
+    assert done.stdout.startswith("Hello world") and len(done.stdout.encode()) > 60, done.stderr
+    assert done.stderr.startswith("[log/new/model_000010.pt: ") and done.stderr.count("\n") == 1
+    assert "tok/s on cpu, seed 3]" in done.stderr
     again = run_python(*command, "--seed", 3, "--model", "log/new", cwd=tmp_path)
-    assert again.stdout == cached.stdout
-    assert run_python(*command, "--seed", 4, cwd=tmp_path).stdout != cached.stdout
+    assert again.stdout == done.stdout
 
 
 def test_samples_prompts_and_seeds(runs, monkeypatch, capfd):
     out, err = call(capfd, "ab", "--model", "old", "--num_samples", 3, "--max_new_tokens", 5)
     assert out == "abzzzzz\n---\nabzzzzz\n---\nabzzzzz\n"
     assert err.startswith("[log/old/model_000010.pt: 15 tokens")
-    for lines in (["one\n", "\n", "two\n"], ["one\n", "two"]):  # an empty line is passed over
-        piped = iter([*lines, ""])
-        stdin = SimpleNamespace(isatty=lambda: False, readline=lambda piped=piped: next(piped))
-        monkeypatch.setattr(sys, "stdin", stdin)
-        out, err = call(capfd, "--model", "log/old", "--max_new_tokens", 3)
-        assert out == "onezzz\ntwozzz\n" and err.count("tok/s") == 2
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\n\ntwo"))  # an empty line is passed over
+    out, err = call(capfd, "--model", "log/old", "--max_new_tokens", 3)
+    assert out == "onezzz\ntwozzz\n" and err.count("tok/s") == 2
     assert call(capfd, "", "--model", "old", "--max_new_tokens", 3)[0] == "zzz\n"  # no prompt
     first, err = call(capfd, "ab")
     # what is shown repeats the text, though it was drawn
@@ -255,29 +225,17 @@ def test_samples_prompts_and_seeds(runs, monkeypatch, capfd):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        ("ab --temperature -1", "temperature=-1.0 must be a number, 0 (likeliest token) or more"),
-        ("ab --temperature nan", "temperature=nan must be a number"),
-        ("ab --top_p 0", "top_p=0.0 must be above 0"),
+        ("ab --temperature nan", "temperature=nan must be a number, 0 (likeliest token) or more"),
         ("ab --top_p 1.5", "top_p=1.5 must be above 0"),
-        ("ab --top_k -3", "top_k=-3 must be 0"),
         ("ab --seed 99999999999999999999", "seed=99999999999999999999 must be 0 or more and less"),
-        ("ab --num_samples 0", "num_samples=0 must be at least 1"),
-        ("ab --max_new_tokens 0", "max_new_tokens=0 must be at least 1"),
         ("ab --html /proc/p.html", "/proc/p.html cannot be written"),
         ("a" * 64, "a prompt of 65 tokens is longer than the model's context, block_size=64"),
-        ("ab --model nan.pt", "nan.pt has weights that are not finite"),
         ("ab --model odd.pt", "no tokenizer has 101 ids"),
-        ("ab --model nowhere.pt", "nowhere.pt"),
         ("ab --log_dir empty", "no run with a checkpoint in empty"),
-        ("ab --device cuda:99", "cuda:99"),
     ],
 )
 def test_bad_input_is_one_sentence(tmp_path, runs, flags, message, capfd):
-    model = noisy_gpt(vocab_size=101)
-    saved(model, tmp_path / "odd.pt")
-    with torch.no_grad():
-        model.transformer.ln_f.bias[3] = float("nan")
-    saved(model, tmp_path / "nan.pt")
+    saved(noisy_gpt(vocab_size=101), tmp_path / "odd.pt")
     with pytest.raises(UserError) as error:
         sample.main(flags.split())
     assert message in str(error.value) and "\n" not in str(error.value)
@@ -289,18 +247,9 @@ def test_asks_on_a_terminal(tmp_path, runs):
     import pty
 
     terminal, theirs = pty.openpty()
-    command = [
-        sys.executable,
-        str(ROOT / "sample.py"),
-        "--model",
-        "log/old",
-        "--max_new_tokens",
-        "3",
-    ]
-    process = subprocess.Popen(
-        command, cwd=tmp_path, env=clean_env(), stdin=theirs, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    command = f"{ROOT}/sample.py --model log/old --max_new_tokens 3".split()
+    pipes = dict(stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, *command], cwd=tmp_path, env=clean_env(), **pipes)
     os.write(terminal, b"one\n" + b"a" * 16 + b"\ntwo\n\n")
     out, err = process.communicate(timeout=120)
     os.close(terminal), os.close(theirs)
@@ -311,17 +260,9 @@ def test_asks_on_a_terminal(tmp_path, runs):
 
 def test_a_reader_that_leaves(tmp_path, runs):
     """`sample.py ... | head` ends without a traceback."""
-    command = [
-        sys.executable,
-        ROOT / "sample.py",
-        "hello",
-        "--model",
-        "old",
-        "--max_new_tokens",
-        "99999",
-    ]
+    command = f"{ROOT}/sample.py hello --model old --max_new_tokens 99999".split()
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    process = subprocess.Popen(command, cwd=tmp_path, env=clean_env(), **pipes)
+    process = subprocess.Popen([sys.executable, *command], cwd=tmp_path, env=clean_env(), **pipes)
     assert process.stdout.read(5) == b"hello"
     process.stdout.close()
     assert process.stderr.read() == b""

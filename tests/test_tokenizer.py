@@ -52,8 +52,8 @@ def test_decode_refuses_other_ids(tok):
 
 
 def test_documents_are_led_by_end_of_text(tok):
-    texts = ["one", "", "two words", "a\ud800b"]
-    tokens = tok.encode_documents(texts)
+    texts = ["one", "", "two words", "a?b"]
+    tokens = tok.encode_documents([*texts[:3], "a\ud800b"])  # a lone surrogate, as JSON can hold
     assert tokens.dtype == np.uint16
     assert tokens.tolist() == [i for text in texts for i in [tok.eot, *tok.encode(text)]]
     assert len(tok.encode_documents([])) == 0

@@ -82,12 +82,17 @@ def pack_rows(chats, context: int, eot: int):
     return filled(0, eot), filled(1, 0), np.array([row[2] for row in rows])
 
 
+def lines_of(files):
+    """(where it is, the dict) of every line of JSONL files."""
+    units = (unit for i, file in enumerate(files) for unit in units_of(file, i, "messages"))
+    return (line for unit in units for line in records_of(unit))
+
+
 def is_chat(file: File, column: str) -> bool:
-    """Whether the first line of a JSONL file is a conversation and not a text."""
+    """Whether the first line of a JSONL file here is a conversation and not a text."""
     if file.kind != "jsonl" or file.path.startswith(HUB):
         return False
-    records = (record for unit in units_of(file, 0, column) for _, record in records_of(unit))
-    first = next(records, {})
+    _, first = next(lines_of([file]), ("", {}))
     return isinstance(first.get("messages"), list) and not isinstance(first.get(column), str)
 
 
@@ -110,12 +115,16 @@ def build_chat(files: list[File], out_dir, tokenizer: str, context: int, shard_t
         check_same(out_dir, manifest, data="chat", tokenizer=tokenizer, **settings)
         return manifest
     manifest = new_manifest("chat", tok, val_tokens=0, **settings)
-    chats, left_out = read_chats(files, tok, context)
+    lines = progress(lines_of(files), "reading", "line")
+    found = [render_chat(line.get("messages"), tok, where=where) for where, line in lines]
+    answered = [(ids, mask) for ids, mask in found if mask.any()]
+    chats = [(ids, mask) for ids, mask in answered if len(ids) <= context]
+    no_answer, too_long = len(found) - len(answered), len(answered) - len(chats)
     if len(chats) < 2:
         raise UserError(
             f"{files[0].path} must hold two conversations or more, one to learn from and one for "
-            f"validation; left out: {left_out['no_answer']:,} without an answer, "
-            f"{left_out['too_long']:,} longer than --context {context}"
+            f"validation; left out: {no_answer:,} without an answer, {too_long:,} longer than "
+            f"--context {context}"
         )
     begin(out_dir, manifest)
     for first, last in ((0, 1), (1, 10)):  # of each ten: those of validation, those of training
@@ -124,23 +133,8 @@ def build_chat(files: list[File], out_dir, tokenizer: str, context: int, shard_t
         size = rows_per_shard if first else len(ids)
         for i in range(0, len(ids), size):
             new, learnt, documents = (array[i : i + size] for array in (ids, mask, counts))
-            more = dict(documents=int(documents.sum()))
-            save_shard(out_dir, manifest, new.ravel(), learnt.ravel(), **more)
-    manifest |= left_out | {"complete": True}
+            count = int(documents.sum())
+            save_shard(out_dir, manifest, new.ravel(), learnt.ravel(), documents=count)
+    manifest |= dict(too_long=too_long, no_answer=no_answer, complete=True)
     write_manifest(out_dir, manifest)
     return manifest
-
-
-def read_chats(files, tok, context):
-    """All conversations that have an answer and fit into a row, and how many were left out."""
-    chats, left_out = [], {"too_long": 0, "no_answer": 0}
-    units = (unit for i, file in enumerate(files) for unit in units_of(file, i, "messages"))
-    lines = (line for unit in units for line in records_of(unit))
-    for where, record in progress(lines, "reading", "line"):
-        ids, mask = render_chat(record.get("messages"), tok, where=where)
-        reason = "no_answer" if not mask.any() else "too_long" if len(ids) > context else None
-        if reason:
-            left_out[reason] += 1
-        else:
-            chats.append((ids, mask))
-    return chats, left_out

@@ -17,7 +17,15 @@ from lab.cli import UserError
 from lab.data import writer
 from lab.data.engines import ENGINES
 from lab.data.shards import check_file
-from lab.data.sources import File, asking_hub, documents_of, hub_files, local_files, units_of
+from lab.data.sources import (
+    File,
+    asking_hub,
+    documents_of,
+    hub_files,
+    local_files,
+    open_parquet,
+    units_of,
+)
 from lab.data.tokenizers import get_tokenizer
 from lab.files import writing
 
@@ -44,7 +52,9 @@ def guess_tokens(files: list[File], tokenizer: str, column: str) -> int:
     """How many tokens the files hold, roughly: for the bar and the validation shard."""
     size = sum(f.size * (UNPACKED if f.packing else 1) for f in files)
     if files[0].kind == "parquet" and files[0].size:
-        size *= sum(unit.size for unit in units_of(files[0], 0, column)) / files[0].size
+        meta = open_parquet(files[0], column).metadata
+        unpacked = sum(meta.row_group(i).total_byte_size for i in range(meta.num_row_groups))
+        size *= unpacked / files[0].size
     return max(int(size / BYTES_PER_TOKEN.get(tokenizer, 4.4)), 1)
 
 
@@ -61,31 +71,34 @@ def build_corpus(cfg, source: dict, files: list[File], data: str) -> dict:
 
     cfg: fineweb.py's, its counts as numbers.
     """
-    out_dir, manifest = Path(cfg.out), writer.begun(cfg.out)
+    out_dir, limit, manifest = Path(cfg.out), cfg.tokens or sys.maxsize, writer.begun(cfg.out)
     if manifest:
-        about = dict(data=data, tokenizer=cfg.tokenizer, **source)
+        # format 1 did not note where in the source a shard ends
+        about = dict(format=2, data=data, tokenizer=cfg.tokenizer, **source)
         writer.check_same(out_dir, manifest | manifest["source"], **about)
         for entry in manifest["shards"]:
             check_file(out_dir / entry["name"], entry)
     if files[0].kind == "bin":
         return download_shards(cfg, manifest, source, files, data)
-    guess = guess_tokens(files, cfg.tokenizer, cfg.text_column)
-    expected = min(cfg.tokens or guess, guess)
-    if manifest:
-        go_on(cfg, out_dir, manifest)
-        if manifest["complete"]:
-            print(f"{out_dir} is already there: {manifest['tokens']:,} tokens")
-            return manifest
-    else:
+    expected = min(limit, guess_tokens(files, cfg.tokenizer, cfg.text_column))
+    if not manifest:
         # Validation is the first shard, or a tenth of a corpus too small to give it a whole one
         val_tokens = cfg.val_tokens or min(cfg.shard_tokens, max(expected // 10, 1))
-        sizes = dict(shard_tokens=cfg.shard_tokens, val_tokens=val_tokens)
-        manifest = writer.new_manifest(data, get_tokenizer(cfg.tokenizer), source=source, **sizes)
+        more = dict(shard_tokens=cfg.shard_tokens, val_tokens=val_tokens, exhausted=False)
+        manifest = writer.new_manifest(data, get_tokenizer(cfg.tokenizer), source=source, **more)
+    val_tokens = cfg.val_tokens or manifest["val_tokens"]
+    writer.check_same(out_dir, manifest, shard_tokens=cfg.shard_tokens, val_tokens=val_tokens)
+    manifest["complete"] = manifest.get("exhausted", False) or limit <= manifest["tokens"]
+    shards = manifest["shards"]
+    if manifest["complete"]:
+        writer.write_manifest(out_dir, manifest)
+        return manifest
+    if shards and shards[-1]["tokens"] < size_of_shard(manifest, len(shards) - 1):
+        shards.pop()  # made again, longer
     writer.begin(out_dir, manifest)
-    file, unit, skip = 0, 0, 0
-    if manifest["shards"]:
+    file, unit, skip = shards[-1]["end"] if shards else (0, 0, 0)
+    if shards:
         print(f"going on after {manifest['tokens']:,} tokens")
-        file, unit, skip = manifest["shards"][-1]["end"]
     firsts = ((i, unit if i == file else 0) for i in range(file, len(files)))
     units = (u for i, first in firsts for u in units_of(files[i], i, cfg.text_column, first))
     workers = os.cpu_count() if cfg.workers < 0 else cfg.workers
@@ -95,54 +108,42 @@ def build_corpus(cfg, source: dict, files: list[File], data: str) -> dict:
         contextlib.closing(engine) as results,
         tqdm(total=expected, initial=manifest["tokens"], **shown) as bar,
     ):
-        fill_shards(out_dir, manifest, results, skip, cfg.tokens or sys.maxsize, bar)
+        manifest["exhausted"] = fill_shards(out_dir, manifest, results, skip, limit, bar)
     manifest["complete"] = True
     writer.write_manifest(out_dir, manifest)
     return manifest
 
 
-def go_on(cfg, out_dir: Path, manifest: dict):
-    """Make a manifest ready to go on from, or leave it complete where there is nothing to do.
-
-    A last shard that is shorter than it was to be is left out: it is made again, longer.
-    """
-    val_tokens = cfg.val_tokens or manifest["val_tokens"]
-    writer.check_same(out_dir, manifest, shard_tokens=cfg.shard_tokens, val_tokens=val_tokens)
-    exhausted = manifest.get("exhausted") or manifest.get("resume", {}).get("exhausted")
-    manifest["complete"] &= bool(exhausted or 0 < cfg.tokens <= manifest["tokens"])
-    if manifest["complete"]:
-        return
-    writer.check_same(out_dir, manifest, format=2)  # 1 did not note where in the source shards end
-    shards = manifest["shards"]
-    if shards[-1]["tokens"] < manifest["shard_tokens" if shards[1:] else "val_tokens"]:
-        shards.pop()
+def size_of_shard(manifest, number):
+    """Tokens in a shard, unless the source or --tokens ends before."""
+    return manifest["shard_tokens" if number else "val_tokens"]
 
 
-def fill_shards(out_dir: Path, manifest: dict, results, skip: int, limit: int, bar):
+def fill_shards(out_dir: Path, manifest: dict, results, skip: int, limit: int, bar) -> bool:
     """Cut the tokens of the units in `results` into shards, up to `limit` tokens in all.
 
-    skip: so many tokens of the first unit are in shards already.
+    skip: so many tokens of the first unit are in shards already. Returns whether the source ended.
     """
-    done, parts, held = manifest["tokens"], [], 0
+    parts, held = [], 0
     for unit, ids in results:
-        while skip < len(ids) and done < limit:
-            size = manifest["shard_tokens" if manifest["shards"] else "val_tokens"]
-            part = ids[skip : skip + min(size - held, limit - done)]
-            parts.append(part)
-            done, held, skip = done + len(part), held + len(part), skip + len(part)
-            bar.update(len(part))
-            if held == size or done == limit:
+        while skip < len(ids):
+            size = size_of_shard(manifest, len(manifest["shards"]))
+            size = min(size, limit - manifest["tokens"])
+            parts.append(ids[skip : skip + size - held])
+            held, skip = held + len(parts[-1]), skip + len(parts[-1])
+            bar.update(len(parts[-1]))
+            if held == size:
                 end = [unit.file_index, unit.index, skip]
                 writer.save_shard(out_dir, manifest, np.concatenate(parts), end=end)
                 parts, held = [], 0
-        if done >= limit:
-            return
+                if manifest["tokens"] == limit:
+                    return False
         skip = 0
-    if not done:
-        raise UserError("the source holds no text")
     if parts:
         writer.save_shard(out_dir, manifest, np.concatenate(parts), end=None)
-    manifest["exhausted"] = True
+    if not manifest["shards"]:
+        raise UserError("the source holds no text")
+    return True
 
 
 def download_shards(cfg, manifest, source: dict, files: list[File], data: str) -> dict:

@@ -15,7 +15,6 @@ from lab.cli import UserError
 from lab.data.sources import Unit, documents_of
 from lab.data.tokenizers import BLANK, get_tokenizer
 
-UNDER_WAY = 512 * 2**20  # bytes of text given out and not yet written: this bounds the memory
 tokenizer_of = functools.cache(get_tokenizer)  # made once in every process
 
 
@@ -34,12 +33,11 @@ def tokenise(unit: Unit, tokenizer: str, column: str) -> np.ndarray:
 
 
 def in_order(units, submit, result, depth: int):
-    """(unit, result(submit(unit))) in the order of `units`, at most `depth` of them under way."""
+    """(unit, result(submit(unit))) in the order of `units`, at most `depth` of them under way, which
+    bounds the memory."""
     waiting = deque()
     for unit in units:
-        while waiting and (
-            len(waiting) >= depth or sum(u.size for u, _ in waiting) + unit.size > UNDER_WAY
-        ):
+        if len(waiting) == depth:
             first, job = waiting.popleft()
             yield first, result(job)
         waiting.append((unit, submit(unit)))
@@ -65,7 +63,7 @@ def tokenise_in_processes(units, tokenizer: str, column: str, workers: int):
     pool = ProcessPoolExecutor(workers, context, initializer=start_worker)
     submit = functools.partial(pool.submit, tokenise, tokenizer=tokenizer, column=column)
     try:
-        yield from in_order(units, submit, lambda job: job.result(), depth=4 * workers)
+        yield from in_order(units, submit, lambda job: job.result(), depth=2 * workers)
     except BrokenExecutor as error:
         raise UserError(
             "a worker process was killed, most likely for want of memory: run the same command "
@@ -93,7 +91,7 @@ def tokenise_on_ray(units, tokenizer: str, column: str, workers: int):
     ray.init(log_to_driver=False, logging_level="error", runtime_env=env, **where)
     try:
         task = ray.remote(num_cpus=1, max_retries=10)(tokenise)
-        depth = 4 * int(ray.cluster_resources()["CPU"])
+        depth = 2 * int(ray.cluster_resources()["CPU"])
         submit = functools.partial(task.remote, tokenizer=tokenizer, column=column)
         yield from in_order(units, submit, ray.get, depth)
     except ray.exceptions.RayTaskError as error:

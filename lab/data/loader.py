@@ -63,7 +63,7 @@ class TokenLoader:
         self.position = 0  # global cursor: tokens handed out, by all processes, in whole steps
         self.micro_step = 0
         self.worker = ThreadPoolExecutor(1)  # reads one micro-batch ahead while the device computes
-        self.prefetched = None  # the future of the next micro-batch
+        self.prefetched = None  # the next micro-batch's future
         self.micro_batch_tokens, self.stage = batch_size * cfg.seq_len, None
         self.set_stage(cfg.total_batch_size, cfg.seq_len)
 
@@ -73,7 +73,7 @@ class TokenLoader:
         if (total_batch_size, seq_len) == self.stage:
             return
         assert self.micro_step == 0, "a stage begins between two steps"
-        self.drop_prefetched()
+        self.prefetched = None
         self.stage = self.total_batch_size, self.seq_len = total_batch_size, seq_len
         self.step_sequences = total_batch_size // seq_len
         self.batch_size = max(1, self.micro_batch_tokens // seq_len)  # sequences
@@ -129,27 +129,20 @@ class TokenLoader:
 
         numbers = self.numbers(sequence, micro_step)
         x, y = self.shards.batch(self.positions(numbers), self.seq_len)
+        num_targets = self.step_sequences * self.seq_len
         if self.transform:
             x, y = self.transform(x, y, self.seed, numbers * self.seq_len)
             targets = (y >= 0).sum(1)
             assert (targets == targets[0]).all(), "each sequence must have as many targets"
-            num_targets = int(targets[0]) * self.step_sequences
-        else:
-            num_targets = self.num_targets(sequence)
+            num_targets = self.step_sequences * int(targets[0])
+        elif self.shards.masks:
+            whole = self.positions(np.arange(sequence, sequence + self.step_sequences))
+            learnt = (self.shards.learnt(int(p) + 1, self.seq_len).sum() for p in whole)
+            num_targets = max(1, int(sum(learnt)))
         x, y = torch.from_numpy(x), torch.from_numpy(y)
         if self.device.type == "cuda":
             x, y = x.pin_memory(), y.pin_memory()
         return x, y, num_targets
-
-    def num_targets(self, sequence):
-        """Targets of the step that begins with `sequence`: all of them, but for masked data."""
-        if not self.shards.masks:
-            return self.step_sequences * self.seq_len
-        if self.counted is None or self.counted[0] != sequence:
-            whole = self.positions(np.arange(sequence, sequence + self.step_sequences))
-            learnt = (self.shards.learnt(int(p) + 1, self.seq_len).sum() for p in whole)
-            self.counted = (sequence, max(1, int(sum(learnt))))
-        return self.counted[1]
 
     def next_batch(self):
         """The next micro-batch on the device: x, y (batch_size, seq_len), targets of the step."""
@@ -166,12 +159,6 @@ class TokenLoader:
 
     def prefetch(self):
         self.prefetched = self.worker.submit(self.micro_batch, self.sequence, self.micro_step)
-
-    def drop_prefetched(self):
-        """Forget what was read ahead, and wait until it is no longer being read."""
-        if self.prefetched:
-            self.prefetched.exception()
-        self.prefetched = self.counted = None  # counted: (sequence, targets of its step)
 
     def step_positions(self, step_end, micro_step):
         """Names of what this process read in a micro-step of the step that ended at step_end."""
@@ -199,12 +186,11 @@ class TokenLoader:
                 f"({len(self.shards):,} now, {tokens:,} then): put those back (a fineweb.py that is "
                 "not finished does so when it goes on), or begin a new run with --init_from"
             )
-        self.drop_prefetched()
         if tokens < len(self.shards):
             self.shards.shorten(tokens)
             if self.aligned is not None:
                 self.aligned = self.shards.document_starts(self.seq_len)
-        self.position, self.micro_step = state["position"], 0
+        self.position, self.micro_step, self.prefetched = state["position"], 0, None
 
     def epoch_tokens(self):
         """Tokens that one pass over the data reads."""
@@ -212,23 +198,13 @@ class TokenLoader:
 
     def notes(self):
         """What a person should know of the data, a line each."""
-        folder, lines = self.shards.paths[0].parent, []
-        if self.shards.manifest.get("complete") is False:
-            lines.append(
-                f"{folder} is not finished; its fineweb.py command, run again, finishes it"
-            )
-        if self.shards.left_out:
-            lines.append(
-                f"{folder} has {self.shards.left_out:,} more tokens than when this run began; they "
-                "are not used, as they would change the order. A new run with --init_from uses all"
-            )
-        step, epoch = self.step_sequences * self.seq_len, self.epoch_tokens()
-        if step > epoch:
-            lines.append(
-                f"each step of total_batch_size={step:,} tokens reads all training data "
-                f"{step / epoch:,.1f} times; --total_batch_size makes it smaller"
-            )
-        return lines
+        if not self.shards.left_out:
+            return []
+        return [
+            f"{self.shards.paths[0].parent} has {self.shards.left_out:,} more tokens than when this "
+            "run began; they are not used, as they would change the order. A new run with "
+            "--init_from uses all"
+        ]
 
 
 def grad_accum_steps(cfg, batch_size, world_size):
@@ -236,12 +212,9 @@ def grad_accum_steps(cfg, batch_size, world_size):
     where the first is no whole number of them."""
     n = batch_size * cfg.seq_len * world_size
     if cfg.total_batch_size % n:
-        each, rest = divmod(cfg.total_batch_size, cfg.seq_len * world_size)  # sequences a process
-        fits = [b for b in range(1, batch_size) if each % b == 0] if not rest else []
         raise UserError(
             f"total_batch_size={cfg.total_batch_size} must be a multiple of batch_size * seq_len * "
             f"world_size = {batch_size} * {cfg.seq_len} * {world_size} = {n}; the next one up is "
-            f"{-(-cfg.total_batch_size // n) * n}"
-            + (f", or pass --batch_size {fits[-1]}" if fits else "")
+            f"{-(-cfg.total_batch_size // n) * n}, or pass another --batch_size"
         )
     return cfg.total_batch_size // n

@@ -7,7 +7,6 @@ one byte a token: 1 where the token is to be learnt, else 0. manifest.json says 
 
 import hashlib
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,32 +68,24 @@ def open_shard(path, dtype="<u2"):
 
 
 def read_manifest(folder):
-    """What manifest.json in `folder` says, or None where there is none.
-
-    format 1 was written before shards said where in the source they end; both are the same to who
-    reads tokens.
-    """
+    """What manifest.json in `folder` says, or None where there is none."""
     path = Path(folder) / "manifest.json"
     return read_json(path, AGAIN, shards=list) if path.exists() else None
 
 
-def files_of(manifest, split=""):
-    """The manifest's entries of the shards of a split, and of their masks."""
-    shards = [e for e in manifest["shards"] if re.search(rf"_{split}\w*_\d+\.", e["name"])]
+def files_of(manifest, *splits):
+    """The manifest's entries of the shards of these splits, and of their masks."""
+    shards = [entry for entry in manifest["shards"] if entry["split"] in splits]
     return [file for entry in shards for file in (entry, entry.get("mask")) if file]
 
 
 def check_file(path, entry, content=False):
-    """UserError where a file is not as its entry in the manifest says.
-
-    content: look at its SHA-256 too, which takes as long as reading it.
-    """
+    """UserError where a file has not the size that its entry in the manifest says or, with
+    `content`, not its SHA-256, which takes as long as reading it."""
     with reading(path, "shard", AGAIN):
-        changed = "size" if path.stat().st_size != entry["bytes"] else ""
-    if content and not changed and sha256_of(path) != entry["sha256"]:
-        changed = "SHA-256"
-    if changed:
-        raise UserError(f"shard {path} has changed: manifest.json has another {changed}; {AGAIN}")
+        same = path.stat().st_size == entry["bytes"]
+    if not same or (content and sha256_of(path) != entry["sha256"]):
+        raise UserError(f"shard {path} has changed since manifest.json was written; {AGAIN}")
 
 
 def sha256_of(path):
@@ -108,10 +99,8 @@ class TokenShards:
     def __init__(self, folder, split, vocab_size, verify=False):
         """vocab_size: ids are below it. verify: compare all bytes with the manifest's SHA-256."""
         folder, self.vocab_size = Path(folder), vocab_size
-        files = (p for p in folder.glob(f"*_{split}_*") if p.suffix in (".npy", ".bin"))
-        # the last split in a name is the shard's: my_train_set_val_000000.npy is validation
-        splits = re.compile(r"(?<=_)(train|val)(?=_)")
-        self.paths = sorted(p for p in files if splits.findall(p.name)[-1] == split)
+        files = sorted(p for p in folder.glob("*_*_*") if p.suffix in (".npy", ".bin"))
+        self.paths = [p for p in files if p.name.split("_")[-2] == split]
         if not self.paths:
             raise UserError(
                 f"no {split} shards in {folder}: `python fineweb.py` makes some of "
@@ -119,13 +108,13 @@ class TokenShards:
                 "data/mine` of your own text; `python train_gpt2.py --preset laptop` needs none"
             )
         self.manifest = read_manifest(folder) or {"shards": []}
-        if verify and not self.manifest["shards"]:
-            raise UserError(f"{folder} has no manifest.json to verify by; leave out --verify_data")
         noted = files_of(self.manifest, split)  # by fineweb.py, when they were whole
+        if verify and not noted:
+            raise UserError(f"{folder} has no manifest.json to verify by; leave out --verify_data")
         for entry in progress(noted, "verifying") if verify else noted:
             check_file(folder / entry["name"], entry, content=verify)
         self.shards = [open_shard(path) for path in self.paths]
-        self.starts = np.concatenate([[0], np.cumsum([row.length for row in self.shards])])
+        self.starts = np.cumsum([0] + [row.length for row in self.shards])
         masks = [path.with_suffix(".mask") for path in self.paths]
         self.masks = None  # of data for fine-tuning: which tokens are to be learnt
         if any(mask.exists() for mask in masks):
@@ -133,10 +122,8 @@ class TokenShards:
             if [mask.length for mask in self.masks] != [row.length for row in self.shards]:
                 raise UserError(f"a mask in {folder} is not as long as its shard; {AGAIN}")
         self.left_out = 0  # tokens, see shorten
-        # A sample now, before a run is opened; every batch is checked when it is read
-        for i in (0, len(self.shards) - 1):
-            start, count = int(self.starts[i]), min(self.shards[i].length, 1_000_000)
-            self.check_ids(self.read(start, count).max(), start)
+        # a sample now, before a run is opened; every batch is checked when it is read
+        self.check_ids(self.read(0, min(self.shards[0].length, 1_000_000)), 0)
 
     def __len__(self):
         return int(self.starts[-1])
@@ -156,10 +143,11 @@ class TokenShards:
         shard, place = self.locate(position)
         return f"{self.paths[shard].name}:{place}"
 
-    def check_ids(self, highest, position):
-        if highest >= self.vocab_size:
+    def check_ids(self, ids, position):
+        """Raise UserError where one of these ids, read from a position on, is no token's."""
+        if ids.max() >= self.vocab_size:
             raise UserError(
-                f"token id {highest} near {self.where(position)} is outside the vocabulary of "
+                f"token id {ids.max()} near {self.where(position)} is outside the vocabulary of "
                 f"{self.vocab_size}: these shards are of another tokenizer, or broken, which "
                 "--verify_data would show"
             )
@@ -176,12 +164,18 @@ class TokenShards:
 
     def learnt(self, position, length):
         """Which of so many tokens are to be learnt."""
-        return self.read(position, length, self.masks) > 0
+        mask = self.read(position, length, self.masks)
+        if mask.max() > 1:
+            raise UserError(
+                f"the mask of {self.where(position)} or after it holds the byte {mask.max()}, "
+                f"wanted is 1 for a token to be learnt, else 0; {AGAIN}"
+            )
+        return mask == 1
 
     def batch(self, positions, seq_len):
         """x and y (len(positions), seq_len), int64: y is x one token later, -1 where it is masked."""
         rows = np.stack([self.read(p, seq_len + 1) for p in positions]).astype(np.int64)
-        self.check_ids(rows.max(), positions[int(rows.max(axis=1).argmax())])
+        self.check_ids(rows, positions[int(rows.max(axis=1).argmax())])
         x, y = rows[:, :-1], rows[:, 1:].copy()
         if self.masks:
             y[~np.stack([self.learnt(p + 1, seq_len) for p in positions])] = -1

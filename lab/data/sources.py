@@ -22,8 +22,8 @@ from lab.cli import UserError
 from lab.data.tokenizers import as_arrow
 from lab.files import first_line, reading
 
-KINDS = {".parquet": "parquet", ".jsonl": "jsonl", ".json": "jsonl", ".ndjson": "jsonl"}
-KINDS |= {".txt": "text", ".text": "text", ".md": "text", ".bin": "bin"}
+KINDS = {".parquet": "parquet", ".jsonl": "jsonl", ".json": "jsonl", ".txt": "text", ".md": "text"}
+KINDS |= {".bin": "bin"}
 PACKED = {".gz": "gzip", ".zst": "zstd"}
 HUB = "hf://"
 
@@ -51,10 +51,11 @@ def local_files(source: str) -> list[File]:
         raise UserError(f"--source {source} does not exist: give a file, a folder, hub or builtin")
     paths, base = [root], root.parent
     if root.is_dir():  # shards made of these texts, and their manifest, may lie beside them
-        paths, base = [p for p in root.rglob("*") if p.is_file() and p.name[0] != "."], root
-        paths = [p for p in paths if p.name not in ("manifest.json", "tokenizer.json")]
-    names = ((p.relative_to(base).as_posix(), p) for p in paths)
-    return one_kind([File(name, str(p), p.stat().st_size) for name, p in names], source)
+        ours = ("manifest.json", "tokenizer.json")
+        paths, base = [p for p in root.rglob("[!.]*") if p.name not in ours], root
+    files = [p for p in paths if p.is_file()]
+    about = [File(p.relative_to(base).as_posix(), str(p), p.stat().st_size) for p in files]
+    return one_kind(about, source)
 
 
 def one_kind(files: list[File], place: str, kinds=("parquet", "jsonl", "text")) -> list[File]:
@@ -62,15 +63,13 @@ def one_kind(files: list[File], place: str, kinds=("parquet", "jsonl", "text")) 
     files = sorted((f for f in files if f.kind in kinds), key=lambda f: f.name)
     kind = min((f.kind for f in files), key=kinds.index, default=None)
     chosen = [f for f in files if f.kind == kind]
-    others = [f.name for f in files if f.kind != kind]
     if not chosen:
         raise UserError(
             f"{place} holds nothing to read: wanted are files named *.parquet, *.jsonl, *.json, "
             "*.txt or *.md, the last four also with .gz or .zst"
         )
-    if others:
-        said = f"only its {len(chosen)} {kind} files are read, not {others[0]}"
-        print(f"{place}: {said} and the like ({len(others)})", file=sys.stderr)
+    if len(chosen) < len(files):
+        print(f"{place}: only its {len(chosen)} {kind} files are read", file=sys.stderr)
     return chosen
 
 
@@ -85,9 +84,8 @@ def asking_hub(dataset):
         raise UserError(
             f"the hub did not give {dataset} ({type(error).__name__}: {first_line(error)}): check "
             "--dataset and --revision, for a private one log in with `hf auth login`; when the hub "
-            "answers, the same command goes on where it was; or download the files by hand from "
-            f"https://huggingface.co/datasets/{dataset} and add --source FOLDER; --source builtin "
-            "needs no network"
+            "answers, the same command goes on where it was; a copy of the files is read with "
+            "--source FOLDER, and --source builtin needs no network"
         ) from error
 
 
@@ -102,8 +100,7 @@ def hub_files(dataset: str, name: str, split: str, revision: str) -> tuple[str, 
     with asking_hub(dataset):
         info = HfApi().dataset_info(dataset, revision=revision, files_metadata=True, timeout=30)
     root = f"{HUB}datasets/{dataset}@{info.sha}/"
-    found = ((s.rfilename, s.size or 0) for s in info.siblings if s.rfilename != "README.md")
-    every = [File(path, root + path, size) for path, size in found]
+    found = [s for s in info.siblings if s.rfilename != "README.md"]
     configs = {c["config_name"]: c for c in (info.card_data or {}).get("configs") or []}
     patterns = [f"{name}/*" if name else "*"]
     if configs:
@@ -112,7 +109,8 @@ def hub_files(dataset: str, name: str, split: str, revision: str) -> tuple[str, 
             names = ", ".join(configs)
             raise UserError(f"{dataset} has no configuration {name!r}; --name is one of {names}")
         patterns = split_patterns(configs[name].get("data_files") or "*", split)
-    files = [f for f in every if any(fnmatch.fnmatch(f.name, p) for p in patterns)]
+    chosen = [s for s in found if any(fnmatch.fnmatch(s.rfilename, p) for p in patterns)]
+    files = [File(s.rfilename, root + s.rfilename, s.size or 0) for s in chosen]
     place = f"{dataset} (--name {name or 'not given'}, --split {split})"
     return info.sha, one_kind(files, place, ("parquet", "jsonl", "text", "bin"))
 
@@ -122,8 +120,8 @@ def split_patterns(data_files: Any, split: str) -> list[str]:
     patterns = []
     for item in [data_files] if isinstance(data_files, str) else data_files:
         item = {"split": split, "path": item} if isinstance(item, str) else item
-        if item["split"] == split:
-            patterns += [item["path"]] if isinstance(item["path"], str) else item["path"]
+        paths = [item["path"]] if isinstance(item["path"], str) else item["path"]
+        patterns += paths if item["split"] == split else []
     return patterns
 
 
@@ -149,7 +147,6 @@ def open_file(file: File) -> Any:
 
 
 BLOCK = 4 * 2**20  # bytes of text in a unit of lines
-LONGEST_LINE = 256 * 2**20
 
 
 @dataclass(frozen=True)
@@ -157,7 +154,6 @@ class Unit:
     file: File
     file_index: int
     index: int  # within the file
-    size: int  # bytes of text, uncompressed
     block: bytes | None = None  # the lines; None: row group `index` of the parquet file
     first_line: int = 1
 
@@ -166,13 +162,12 @@ def units_of(file: File, file_index: int, column: str, start: int = 0):
     """The units of a file in order, from number `start` on. They depend on the file alone."""
     if file.kind == "parquet":
         parquet = open_parquet(file, column)
-        for group in range(start, parquet.num_row_groups):
-            yield Unit(file, file_index, group, column_bytes(parquet, column, group))
+        yield from (Unit(file, file_index, i) for i in range(start, parquet.num_row_groups))
         return
     line = 1
     for index, block in enumerate(blocks_of(file)):
         if index >= start:
-            yield Unit(file, file_index, index, len(block), block, line)
+            yield Unit(file, file_index, index, block, line)
         line += block.count(b"\n")
 
 
@@ -191,8 +186,6 @@ def blocks_of(file: File):
             if cut > 0:
                 yield rest[:cut]
                 rest = rest[cut:]
-            elif len(rest) > LONGEST_LINE:
-                raise ValueError(f"it has a line of over {LONGEST_LINE >> 20} MB")
     if rest:
         yield rest
 
@@ -211,14 +204,6 @@ def open_parquet(file: File, column: str):
         names = ", ".join(names)
         raise UserError(f"{file.path} has no column {column!r}; --text_column is one of {names}")
     return parquet
-
-
-def column_bytes(parquet, column: str, group: int) -> int:
-    """Uncompressed size of `column` in a row group."""
-    meta = parquet.metadata.row_group(group)
-    chunks = [meta.column(i) for i in range(meta.num_columns)]
-    mine = (c for c in chunks if c.path_in_schema.split(".")[0] == column)
-    return sum(c.total_uncompressed_size for c in mine)
 
 
 def documents_of(unit: Unit, column: str):

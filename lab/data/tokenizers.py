@@ -18,7 +18,12 @@ WORD_PIECE_FILE = "tokenizer.json"
 
 
 class Tokenizer:
-    """What both share. `_bytes[i]` is the byte string of id i; end-of-text is the last id."""
+    """What both share. `_bytes[i]` is the byte string of id i; end-of-text is the last id.
+
+    encode(text)               ids of `text` as ordinary text: "<|endoftext|>" in it is letters
+    encode_documents(texts)    all documents (a list of str, or a pyarrow array) in a row, uint16,
+                               each led by end-of-text
+    """
 
     name: str
     _bytes: list[bytes]
@@ -30,15 +35,6 @@ class Tokenizer:
     @property
     def eot(self) -> int:
         return len(self._bytes) - 1
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of `text` as ordinary text: the letters "<|endoftext|>" in it are not end-of-text."""
-        raise NotImplementedError
-
-    def encode_documents(self, texts) -> np.ndarray:
-        """All documents (a list of str, or a pyarrow array) in a row, uint16, each led by
-        end-of-text."""
-        raise NotImplementedError
 
     def decode(self, ids) -> str:
         """Text of `ids`, which lie below vocab_size. Bytes that are not UTF-8 become U+FFFD."""
@@ -67,7 +63,7 @@ class ByteTokenizer(Tokenizer):
         self._bytes = [bytes([i]) for i in range(256)] + [END_OF_TEXT.encode()]
 
     def encode(self, text):
-        return list(utf8(text))
+        return list(text.encode("utf-8", "replace"))
 
     def encode_documents(self, texts):
         # UTF-8 has no byte 255: it marks where documents begin
@@ -121,9 +117,9 @@ class GPT2Tokenizer(Tokenizer):
         texts = as_arrow(texts)
         blanks = f"([{BLANK}])([{BLANK}][^{BLANK}])"
         marked = pc.replace_substring_regex(texts, blanks, rf"\1{MARK}\2").to_pylist()
-        has_mark = pc.match_substring_regex(texts, MARK).to_pylist()
-        eot, special = np.array([self.eot]), dict(allowed_special={MARK}, disallowed_special=())
-        arrays = [eot[:0]]
+        has_mark = pc.match_substring(texts, MARK).to_pylist()
+        special = dict(allowed_special={MARK}, disallowed_special=())
+        arrays = [np.zeros(0)]
         for i, text in enumerate(marked):
             if has_mark[i]:
                 ids = np.array(self.encode(texts[i].as_py()))
@@ -131,7 +127,7 @@ class GPT2Tokenizer(Tokenizer):
                 ids = self._fast.encode_to_numpy(text, **special)
                 if MARK in text:
                     ids = ids[ids != self.vocab_size]
-            arrays += [eot, ids]
+            arrays += [[self.eot], ids]
         return np.concatenate(arrays, dtype=np.uint16, casting="unsafe")
 
 
@@ -166,7 +162,8 @@ class WordPiece(Tokenizer):
         return self.pieces.index(piece)
 
     def encode(self, text):
-        return self.fast.encode(utf8(text).decode(), add_special_tokens=False).ids
+        text = text.encode("utf-8", "replace").decode()
+        return self.fast.encode(text, add_special_tokens=False).ids
 
     def encode_documents(self, texts):
         texts, eot = as_arrow(texts).to_pylist(), self.eot
@@ -193,16 +190,9 @@ def as_arrow(texts):
 
     if isinstance(texts, (pa.Array, pa.ChunkedArray)):
         return texts
-    return pa.array([utf8(text) for text in texts], pa.large_binary()).cast(pa.large_string())
-
-
-def utf8(text: str) -> bytes:
-    """UTF-8 of a string; of lone surrogates, which JSON can hold, U+FFFD, as tiktoken does."""
-    try:
-        return text.encode("utf-8")
-    except UnicodeEncodeError:
-        joined = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        return joined.encode("utf-8")
+    # lone surrogates, which JSON can hold, become question marks
+    texts = [text.encode("utf-8", "replace") for text in texts]
+    return pa.array(texts, pa.large_binary()).cast(pa.large_string())
 
 
 # Control characters but newline and tab, as pictures of themselves: a terminal would ring, or
@@ -217,7 +207,6 @@ def printable(text: str) -> str:
 
 
 TOKENIZERS = {"gpt2": GPT2Tokenizer, "bytes": ByteTokenizer}
-SIZES = {50257: "gpt2", 257: "bytes"}
 
 
 def get_tokenizer(name: str) -> Tokenizer:
@@ -232,6 +221,7 @@ def get_tokenizer(name: str) -> Tokenizer:
 
 def name_of_size(vocab_size: int) -> str:
     """The name of the tokenizer that has this many ids. Raises UserError where none has."""
-    if vocab_size not in SIZES:
+    names = {50257: "gpt2", 257: "bytes"}
+    if vocab_size not in names:
         raise UserError(f"no tokenizer has {vocab_size} ids: 50257 is GPT-2's, 257 is bytes'")
-    return SIZES[vocab_size]
+    return names[vocab_size]

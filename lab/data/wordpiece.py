@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lab.cli import UserError
 from lab.data.shards import progress
-from lab.data.tokenizers import SPECIAL, WORD_PIECE_FILE, utf8
+from lab.data.tokenizers import SPECIAL, WORD_PIECE_FILE
 from lab.files import first_line, write_whole
 
 PUBLISHED = "bert-base-uncased"
@@ -85,7 +85,7 @@ def first_characters(texts):
     """So many of the texts that they have ENOUGH characters."""
     left = ENOUGH
     for text in progress(texts, "learning a vocabulary", "text"):
-        yield utf8(text).decode()
+        yield text.encode("utf-8", "replace").decode()
         left -= len(text)
         if left < 0:
             return

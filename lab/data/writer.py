@@ -1,7 +1,8 @@
 """Writing shards of tokens: whole or not at all, with a manifest that says what they are.
 
 manifest.json: format, complete, data, tokenizer, vocab_size, eot, source, shard_tokens, val_tokens,
-context (tokens in a row of chat data, else null), the totals documents and tokens, and shards:
+context (tokens in a row of chat data, else null), exhausted (of a corpus: its source has no more),
+of chat data too_long and no_answer (left out), the totals documents and tokens, and shards:
 name, split, tokens, documents, bytes, sha256, of a corpus also end (where in the source the next
 one begins: file, unit, tokens of the unit), of chat data also mask.
 """
@@ -12,7 +13,7 @@ import re
 import reprlib
 from pathlib import Path
 
-from numpy.lib import format as npy
+import numpy as np
 
 from lab.cli import UserError
 from lab.data.shards import check_file, files_of, open_shard, progress, read_manifest, sha256_of
@@ -50,9 +51,9 @@ def save_shard(out_dir, manifest, ids, mask=None, **more):
 
 
 def write_npy(path, array):
-    header = io.BytesIO()
-    npy.write_array_header_1_0(header, npy.header_data_from_array_1_0(array))
-    write_whole(path, header.getvalue(), array.data)
+    whole = io.BytesIO()
+    np.save(whole, array)
+    write_whole(path, whole.getbuffer())
 
 
 def file_entry(path):
@@ -92,12 +93,10 @@ def verify(out_dir) -> list[str]:
     """Everything that is wrong with the shards in out_dir, after reading all of them."""
     manifest, problems = read_manifest(out_dir), []
     if manifest is None:
-        raise UserError(
-            f"{out_dir} has no manifest.json to compare shards with; name another --out"
-        )
+        raise UserError(f"{out_dir} has no manifest.json to compare with; name another --out")
     if not manifest["complete"]:
         problems.append(f"{out_dir} is not finished: run the command that began it again")
-    for file in progress(files_of(manifest), "verifying"):
+    for file in progress(files_of(manifest, "val", "train"), "verifying"):
         try:
             check_file(Path(out_dir, file["name"]), file, content=True)
         except UserError as error:
@@ -108,12 +107,9 @@ def verify(out_dir) -> list[str]:
 def check_same(out_dir, manifest, **wanted):
     """UserError where the manifest in out_dir was made with other settings than those wanted."""
     for key, now in wanted.items():
-        before = manifest.get(key)
-        if before == now:
-            continue
-        if isinstance(before, list) and isinstance(now, list):  # of files: those that differ
-            before, now = [x for x in before if x not in now], [x for x in now if x not in before]
-        raise UserError(
-            f"{out_dir} was made with {key} = {reprlib.repr(before)}, now it is "
-            f"{reprlib.repr(now)}: choose another --out, or delete {out_dir}"
-        )
+        if manifest.get(key) != now:
+            before, now = reprlib.repr(manifest.get(key)), reprlib.repr(now)
+            raise UserError(
+                f"{out_dir} was made with {key} = {before}, now it is {now}: choose another --out, "
+                f"or delete {out_dir}"
+            )

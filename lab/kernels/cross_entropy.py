@@ -71,9 +71,7 @@ def fused_loss(
         chunk = torch.mm(rows, w.t(), out=logits[: rows.size(0)])
         losses[i : i + CHUNK] = loss_and_grad_(chunk, targets[i : i + CHUNK], vocab_size, scale)
         torch.mm(chunk, w, out=dx[i : i + CHUNK])
-        if (
-            x.is_cuda and x.dtype != weight.dtype
-        ):  # 16-bit product added to the 32-bit sum in one go
+        if x.is_cuda and x.dtype != weight.dtype:  # a 16-bit product, added to the 32-bit sum
             torch.addmm(dweight, chunk.t(), rows, out_dtype=weight.dtype, out=dweight)
         else:
             dweight += chunk.t() @ rows
@@ -121,17 +119,9 @@ def triton_loss_and_grad_(logits, targets, vocab_size, scale):
     """The same in one kernel: a row is read twice, the second time mostly from the L2 cache, and
     written once."""
     losses = torch.empty(logits.size(0), dtype=torch.float32, device=logits.device)
-    kernels()["loss"][(logits.size(0),)](
-        logits,
-        targets,
-        losses,
-        logits.stride(0),
-        logits.size(1),
-        vocab_size,
-        scale,
-        BLOCK=2048,
-        num_warps=32,
-    )
+    sizes = logits.stride(0), logits.size(1), vocab_size
+    launch = kernels()["loss"][(logits.size(0),)]
+    launch(logits, targets, losses, *sizes, scale, BLOCK=2048, num_warps=32)
     return losses
 
 
@@ -175,9 +165,8 @@ fused_loss_fp8.register_autograd(multiply_gradients, setup_context=save_gradient
 
 def to_e4m3(tensor):
     """(tensor / scale in e4m3, scale), the largest value at 448."""
-    scale = (torch.linalg.vector_norm(tensor, ord=float("inf"), dtype=torch.float32) / 448).clamp(
-        min=1e-12
-    )
+    largest = torch.linalg.vector_norm(tensor, ord=float("inf"), dtype=torch.float32)
+    scale = (largest / 448).clamp(min=1e-12)
     # in 16 bits it is rounded, and what undoes it must be so too
     inverse = (1 / scale).to(tensor.dtype)
     return (tensor * inverse).to(torch.float8_e4m3fn), 1 / inverse.float()
@@ -219,11 +208,8 @@ def kernels():
     @triton.jit
     def load_log2(logits, column, padded, vocab_size):
         """Logits in base 2, whose exponential the hardware has; -inf outside the vocabulary."""
-        # log2(e)
-        z = (
-            tl.load(logits + column, mask=column < padded, other=0.0).to(tl.float32)
-            * 1.4426950408889634
-        )
+        z = tl.load(logits + column, mask=column < padded, other=0.0).to(tl.float32)
+        z *= 1.4426950408889634  # log2(e)
         return tl.where(column < vocab_size, z, float("-inf"))
 
     @triton.jit

@@ -51,26 +51,13 @@ def cast(x, scale, dtype, mode="plain", before=None):
     q_t = torch.empty(columns, rows, dtype=dtype, device=x.device)
     tile_rows, tile_columns, warps = TILES[mode]
     grid = (triton.cdiv(columns, tile_columns), triton.cdiv(rows, tile_rows))
-    sums = (
-        torch.empty(grid[1], columns, dtype=torch.float32, device=x.device)
-        if mode == "dgelu"
-        else q
-    )
-    kernel()[grid](
-        x,
-        x if before is None else before,
-        scale,
-        q,
-        q_t,
-        sums,
-        rows,
-        columns,
-        MODE=mode,
-        ROWS=tile_rows,
-        COLUMNS=tile_columns,
-        num_warps=warps,
-    )
-    return q, q_t, sums if mode == "dgelu" else None
+    sums = None
+    if mode == "dgelu":
+        sums = torch.empty(grid[1], columns, dtype=torch.float32, device=x.device)
+    tensors = x, x if before is None else before, scale, q, q_t, q if sums is None else sums
+    tile = dict(ROWS=tile_rows, COLUMNS=tile_columns, num_warps=warps)
+    kernel()[grid](*tensors, rows, columns, MODE=mode, **tile)
+    return q, q_t, sums
 
 
 def casts_are_transposed(device):

@@ -82,39 +82,19 @@ def plan(device, rows, inner, columns, b_transposed, epilogue):
     describe(desc, AUX_LD, ctypes.c_int64(columns))
     describe(desc, AUX_POINTER, ctypes.c_void_p(256))  # only its alignment matters here
     layouts = []
-    for high, wide in (
-        (columns, inner) if not b_transposed else (inner, columns),
-        (inner, rows),
-        (columns, rows),
-    ):
+    of_b = (inner, columns) if b_transposed else (columns, inner)
+    for high, wide in (of_b, (inner, rows), (columns, rows)):
         layout = ctypes.c_void_p()
         size = (ctypes.c_uint64(high), ctypes.c_uint64(wide), ctypes.c_int64(high))
         call("MatrixLayoutCreate", ctypes.byref(layout), BF16, *size)
         layouts.append(layout)
     call("MatmulPreferenceCreate", ctypes.byref(preference))
-    limit = ctypes.c_size_t(WORKSPACE)
-    call(
-        "MatmulPreferenceSetAttribute",
-        preference,
-        MAX_WORKSPACE_BYTES,
-        ctypes.byref(limit),
-        ctypes.sizeof(limit),
-    )
-    found, best = ctypes.c_int(), Heuristic()
-    b, a, out = layouts
-    call(
-        "MatmulAlgoGetHeuristic",
-        handle,
-        desc,
-        b,
-        a,
-        out,
-        out,
-        preference,
-        1,
-        ctypes.byref(best),
-        ctypes.byref(found),
-    )
+    limit, found, best = ctypes.c_size_t(WORKSPACE), ctypes.c_int(), Heuristic()
+    most = MAX_WORKSPACE_BYTES, ctypes.byref(limit), ctypes.sizeof(limit)
+    call("MatmulPreferenceSetAttribute", preference, *most)
+    operands = *layouts, layouts[-1]  # b, a, what is added (nothing), out
+    wanted = preference, 1, ctypes.byref(best), ctypes.byref(found)
+    call("MatmulAlgoGetHeuristic", handle, desc, *operands, *wanted)
     if not found.value:
         raise RuntimeError("cuBLASLt has no algorithm for this product")
     return desc, layouts, best.algo
@@ -133,25 +113,12 @@ def product(a, b, epilogue, aux, bias=None, b_transposed=False):
     if bias is not None:
         describe(desc, BIAS_POINTER, ctypes.c_void_p(bias.data_ptr()))
     one, zero, pointer = ctypes.c_float(1), ctypes.c_float(0), ctypes.c_void_p
-    library()(
-        "Matmul",
-        handle,
-        desc,
-        ctypes.byref(one),
-        pointer(b.data_ptr()),
-        layout_b,
-        pointer(a.data_ptr()),
-        layout_a,
-        ctypes.byref(zero),
-        pointer(out.data_ptr()),
-        layout_out,
-        pointer(out.data_ptr()),
-        layout_out,
-        algo,
-        pointer(workspace.data_ptr()),
-        ctypes.c_size_t(WORKSPACE),
-        pointer(torch.cuda.current_stream(a.device).cuda_stream),
-    )
+    factors = pointer(b.data_ptr()), layout_b, pointer(a.data_ptr()), layout_a
+    result = pointer(out.data_ptr()), layout_out
+    stream = pointer(torch.cuda.current_stream(a.device).cuda_stream)
+    room = pointer(workspace.data_ptr()), ctypes.c_size_t(WORKSPACE), stream
+    scaled = ctypes.byref(one), *factors, ctypes.byref(zero), *result, *result
+    library()("Matmul", handle, desc, *scaled, algo, *room)
     return out
 
 
@@ -214,9 +181,8 @@ class FusedMLP(nn.Module):
     def __init__(self, plain):
         super().__init__()
         self.c_fc, self.c_proj = plain.c_fc, plain.c_proj
-        self.plain_forward = type(
-            plain
-        ).forward  # for micro-steps too small to gain, and for evaluation
+        # for micro-steps too small to gain, and for evaluation
+        self.plain_forward = type(plain).forward
 
     def forward(self, x):
         if not pays(x):
@@ -232,9 +198,8 @@ def pays(x):
     """Whether x (..., C) is to be fused: enough of it, in training, under bf16 autocast on a
     GPU."""
     bf16 = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") == torch.bfloat16
-    return (
-        x.is_cuda and bf16 and torch.is_grad_enabled() and x.numel() >= MIN_POSITIONS * x.size(-1)
-    )
+    enough = x.numel() >= MIN_POSITIONS * x.size(-1)
+    return x.is_cuda and bf16 and torch.is_grad_enabled() and enough
 
 
 @functools.cache

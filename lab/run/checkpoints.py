@@ -74,12 +74,9 @@ class Inert:
 def read_checkpoint(path):
     """What torch.save wrote, with foreign classes as inert objects: tensors and plain values come
     in, no code runs. Raises UserError for what cannot be read."""
-    with reading(
-        path, "checkpoint", "name another, or move it away; the one before it is used then"
-    ):
-        if zipfile.is_zipfile(
-            path
-        ):  # torch.save notes checksums, which torch.load does not look at
+    way_out = "name another, or move it away; the one before it is used then"
+    with reading(path, "checkpoint", way_out):
+        if zipfile.is_zipfile(path):  # checksums, which torch.save notes and torch.load ignores
             with zipfile.ZipFile(path) as archive:
                 if damaged := archive.testzip():
                     raise ValueError(f"the checksum of {damaged} in it is another")
@@ -123,11 +120,10 @@ def read_newest(run_dir):
 def newest_run(log_dir):
     """The run folder whose checkpoint was written last."""
     times = {}
-    for path in (
-        path for run_dir in Path(log_dir).glob("*/") for path in checkpoint_files(run_dir)
-    ):
-        with contextlib.suppress(FileNotFoundError):  # a run that goes on has just taken it away
-            times[path.parent] = max(times.get(path.parent, 0), path.stat().st_mtime)
+    for run_dir in Path(log_dir).glob("*/"):
+        for path in checkpoint_files(run_dir):
+            with contextlib.suppress(FileNotFoundError):  # a run that goes on has just removed it
+                times[run_dir] = max(times.get(run_dir, 0), path.stat().st_mtime)
     if not times:
         raise UserError(f"no run with a checkpoint in {log_dir}/; `python train_gpt2.py` makes one")
     return max(times, key=times.get)

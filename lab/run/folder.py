@@ -116,8 +116,9 @@ def is_finished(run_dir):
         return False
 
 
-def resume_command(run_dir, file="train_gpt2.py"):
-    """What to type to go on with a run of the program in a file."""
+def resume_command(run):
+    """What to type to go on with a run: its class stands in the program's file."""
+    run_dir, file = run.folder, Path(inspect.getfile(type(run))).name
     there = "" if str(run_dir.parent) == "log" else f"--log_dir {quoted(run_dir.parent)} "
     return f"{program(file)} --resume {there}--run_name {quoted(run_dir.name)}"
 
@@ -132,7 +133,7 @@ def farewell(run, stopped):
 
 def say_farewell(run, stopped):
     folder, say = run.folder, run.world.say
-    again = resume_command(folder, Path(inspect.getfile(type(run))).name)
+    again = resume_command(run)
     if stopped and not run.step:
         say(f"{stopped}: nothing to save yet; the same command begins again")
         return

@@ -38,15 +38,12 @@ class Log:
         if self.cfg.wandb:
             import wandb
 
-            self.wandb = wandb.init(
-                project="gpt2", name=self.folder.name, config=vars(self.cfg), resume="allow"
-            )
+            settings = dict(name=self.folder.name, config=vars(self.cfg), resume="allow")
+            self.wandb = wandb.init(project="gpt2", **settings)
         if sys.stderr.isatty():
             layout = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} | {remaining} left{postfix}"
-            total = self.cfg.max_steps
-            self.bar = tqdm(
-                total=total, initial=self.first_step, bar_format=layout, dynamic_ncols=True
-            )
+            shown = dict(bar_format=layout, dynamic_ncols=True)
+            self.bar = tqdm(total=self.cfg.max_steps, initial=self.first_step, **shown)
         return self
 
     def __exit__(self, *_):
@@ -68,11 +65,7 @@ class Log:
         record = {"kind": kind, "step": step, "time": round(time.time(), 3)} | values
         with writing(self.folder / "log.jsonl"):
             self.file.write(json.dumps(record) + "\n")
-        numbers = {
-            f"{kind}/{k}": v
-            for k, v in values.items()
-            if isinstance(v, (int, float)) and not isinstance(v, bool)
-        }
+        numbers = {f"{kind}/{k}": v for k, v in values.items() if type(v) in (int, float)}
         for name, value in numbers.items():
             self.tensorboard.add_scalar(name, value, step)
         if self.wandb:
@@ -89,24 +82,14 @@ class Log:
         cuda = world.device.type == "cuda"
         gpu = torch.cuda.get_device_name(world.device) if cuda else world.device.type
         self.unigram, self.worst = unigram, math.log(c.vocab_size)
-        self.event(
-            "start",
-            run.step,
-            dict(
-                device=gpu,
-                world_size=world.world_size,
-                precision=run.precision.name,
-                batch_size=loader.batch_size,
-                grad_accum_steps=loader.grad_accum_steps,
-                num_params=run.raw_model.num_params(),
-                tokens=loader.position,
-                train_tokens=len(shards),
-                val_tokens=len(val_shards),
-                log_v=self.worst,
-                unigram=unigram,
-                torch=torch.__version__,
-            ),
-        )
+        record = dict(
+            device=gpu, world_size=world.world_size, precision=run.precision.name,
+            batch_size=loader.batch_size, grad_accum_steps=loader.grad_accum_steps,
+            num_params=run.raw_model.num_params(), tokens=loader.position,
+            train_tokens=len(shards), val_tokens=len(val_shards), log_v=self.worst, unigram=unigram,
+            torch=torch.__version__,
+        )  # fmt: skip
+        self.event("start", run.step, record)
         per_epoch = loader.epoch_tokens()
         tokens = loader.position + (cfg.max_steps - run.step) * cfg.total_batch_size
         threads = "" if cuda else f", {torch.get_num_threads()} threads"
@@ -155,27 +138,20 @@ class Log:
         """The record of a training step; for people the bar's text, or a line where there is no
         bar."""
         tokens = self.run.loader.position
-        self.event(
-            "train", step, dict(loss=loss, lr=lr, grad_norm=grad_norm, tokens=tokens) | speed
-        )
+        record = dict(loss=loss, lr=lr, grad_norm=grad_norm, tokens=tokens) | speed
+        self.event("train", step, record)
         shown = f" | {speed['tok_per_s']:,.0f} tok/s" if speed else ""
         shown += f" | MFU {speed['mfu']:.1%}" if speed.get("mfu") else ""
         if self.bar is not None:
             self.postfix(f"loss {loss:.3f}{shown}")
         elif self.is_main:
-            left = (
-                " | {}:{:02d} left".format(*divmod(int(seconds_left), 60))
-                if seconds_left is not None
-                else ""
-            )
-            phases = "".join(
-                f" | {k[:-3]} {v:.1f} ms"
-                for k, v in speed.items()
-                if k.endswith("_ms") and k != "dt_ms"
-            )
-            line = f"step {step:5d}/{self.cfg.max_steps} | loss {loss:.4f} | lr {lr:.2e} "
-            line += f"| norm {grad_norm:.2f}"
-            self.say(f"{line}{shown}{left}{phases}")
+            if seconds_left is not None:
+                shown += " | {}:{:02d} left".format(*divmod(int(seconds_left), 60))
+            for name, ms in speed.items():  # --timing
+                if name.endswith("_ms") and name != "dt_ms":
+                    shown += f" | {name[:-3]} {ms:.1f} ms"
+            line = f"step {step:5d}/{self.cfg.max_steps} | loss {loss:.4f} | lr {lr:.2e}"
+            self.say(f"{line} | norm {grad_norm:.2f}{shown}")
 
     def tick(self, step):
         """A step was launched; the bar moves."""

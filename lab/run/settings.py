@@ -140,9 +140,9 @@ def check(model_config, cfg):
          f"min_lr={cfg.min_lr} must not be above lr={cfg.lr}; pass a smaller --min_lr"),
         (cfg.kernels == "plain" and cfg.fp8 != "off",
          f"fp8={cfg.fp8} is no plain kernel; leave out --fp8 or --kernels plain"),
-        (cfg.parallel == "zero1" and cfg.optimizer != "adamw",
-         f"parallel=zero1 shares out AdamW's state, and optimizer={cfg.optimizer} has another; leave one "
-         "out"),
+        (cfg.parallel != "ddp" and cfg.optimizer != "adamw",
+         f"parallel={cfg.parallel} shares out AdamW's state, and optimizer={cfg.optimizer} has another; "
+         "leave one out"),
         (Path(cfg.run_name).name != cfg.run_name or cfg.run_name == "..",
          f"run_name={cfg.run_name} must be a plain name, without folders; --log_dir says where runs lie"),
         (cfg.resume and cfg.init_from,

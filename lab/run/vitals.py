@@ -38,8 +38,7 @@ class Vitals:
 
     def __init__(self, run, world, stop):
         self.run, self.world, self.stop = run, world, stop
-        # (step, losses underway, the loader's place after it) not looked at yet
-        self.pending = deque()
+        self.pending = deque()  # (step, losses underway, the loader's place after it)
 
     def watch(self, losses):
         """Note the losses (micro-steps,) of the update that was just launched."""
@@ -53,9 +52,7 @@ class Vitals:
         """
         found = [self.pending.popleft() for _ in range(len(self.pending) - (not newest))]
         losses = [(step, copies.arrive(), place) for step, copies, place in found]
-        told = [losses_of.sum().item() for _, losses_of, _ in losses] + [
-            float(bool(self.stop.name))
-        ]
+        told = [each.sum().item() for _, each, _ in losses] + [float(bool(self.stop.name))]
         *means, stops = self.world.all_reduce(torch.tensor(told, dtype=torch.float64)).tolist()
         for mean, (step, micro_losses, place) in zip(means, losses):
             if not math.isfinite(mean):
@@ -83,7 +80,8 @@ class Vitals:
 
     def check_weights(self):
         """Raise RunError where a finite loss has led to weights that are not: not worth keeping."""
-        norms = torch.stack(torch._foreach_norm(list(self.run.raw_model.parameters())))
+        params = [getattr(p, "_local_tensor", p) for p in self.run.raw_model.parameters()]  # FSDP2
+        norms = torch.stack(torch._foreach_norm(params))
         if not self.world.all(norms.isfinite().all().item()):
             raise RunError(
                 f"the weights are not finite after step {self.run.step}; they are not saved, "

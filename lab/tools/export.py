@@ -1,5 +1,6 @@
 """Write a model as a folder that transformers loads: python -m lab export log/RUN --out my-gpt2."""
 
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -30,35 +31,28 @@ def export(
         out: folder to write; an earlier export there is replaced
         log_dir: where the newest run is looked for
     """
-    from safetensors import SafetensorError
-
     out = Path(out)
-    beside = out.resolve().parent  # where a link leads
-    with writing(out):
-        check_replaceable(out)
+    check_replaceable(out)
     source = models.find(source, log_dir)  # a later checkpoint may come meanwhile
     model = models.load(source)
     vocab_size = model.config.vocab_size
     beside_it = Path(source).parent / "tokenizer.json"  # a run of bert.py has one
     with writing(out):
-        beside.mkdir(parents=True, exist_ok=True)
+        out.parent.mkdir(parents=True, exist_ok=True)
         # nothing is touched before all of it is written
-        with tempfile.TemporaryDirectory(prefix=".export", dir=beside) as part:
-            part = Path(part)
-            try:
-                in_transformers(model).save_pretrained(part, max_shard_size="100GB")
-            except SafetensorError as error:
-                raise UserError(f"{out} cannot be written ({error}); is the disk full?") from error
+        with tempfile.TemporaryDirectory(prefix=".export", dir=out.parent) as folder:
+            part = Path(folder, "part")
+            part.mkdir()
+            in_transformers(model).save_pretrained(part, max_shard_size="100GB")
             if beside_it.exists():
                 write_word_piece(part, beside_it, model.config.block_size)
             elif vocab_size == 50257:
                 write_tokenizer(part, model.config.block_size)
-            out.mkdir(exist_ok=True)
-            for old in out.iterdir():
-                old.unlink()
             for file in part.iterdir():
                 file.chmod(0o644)  # some are made for us alone
-                file.rename(out / file.name)
+            if out.exists():
+                shutil.rmtree(out)
+            part.rename(out)
     print(f"{out}: {', '.join(sorted(p.name for p in out.iterdir()))}, from {source}")
     if beside_it.exists():
         print(f'in transformers: pipeline("fill-mask", "{out}")("the [MASK] of a list")')
@@ -71,9 +65,10 @@ def export(
 
 def check_replaceable(out):
     """Raise UserError where there is something else than an earlier export, whole and alone."""
-    if not out.exists():
-        return
-    names = {path.name for path in out.iterdir()} if out.is_dir() else {"a file"}
+    with writing(out):
+        if not out.exists():
+            return
+        names = {path.name for path in out.iterdir()} if out.is_dir() else {out.name}
     ours = "config.json" in names and names <= OURS
     if names and not (ours and "exported_by" in read_json(out / "config.json")):
         raise UserError(f"{out} is not a new folder, nor an earlier export; choose another --out")

@@ -32,18 +32,16 @@ def laptop_run(log_dir="log", steps=300):
     model, train = importlib.import_module("train_gpt2").PRESETS["laptop"]
     wanted = {name: getattr(model, name) for name in SHAPE} | {"data": train.data, "init_from": ""}
     found = []
-    for folder in Path(log_dir).glob("*/"):
+    for path in Path(log_dir).glob("*/config.json"):
         with contextlib.suppress(UserError):  # a broken run
-            saved = read_json(folder / "config.json", model=dict, train=dict)
+            saved = read_json(path, model=dict, train=dict)
             if wanted.items() <= (saved["model"] | saved["train"]).items():
-                found += checkpoint_files(folder)[-1:]
-    found = [path for path in found if step_of(path) >= steps]
+                found += [f for f in checkpoint_files(path.parent)[-1:] if step_of(f) >= steps]
     if not found:
         run = f"notebook_{steps}"
         flags = f"--preset laptop --max_steps {steps} --ckpt_every {steps} --val_every 0"
-        flags += f" --sample_every 0 --run_name {run}"
-        command = [sys.executable, "train_gpt2.py", *flags.split()]
-        command += ["--log_dir", str(Path(log_dir).absolute())]
+        flags += f" --sample_every 0 --run_name {run} --log_dir"
+        command = [sys.executable, "train_gpt2.py", *flags.split(), Path(log_dir).absolute()]
         subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
         found = checkpoint_files(Path(log_dir, run))[-1:]
     return max(found, key=step_of)
@@ -69,16 +67,14 @@ def watch(model, idx):
         seen = torch.ones(T, T, dtype=torch.bool, device=x.device).tril() if mask is None else mask
         weights.append(scores.masked_fill(~seen, float("-inf")).softmax(dim=-1))
 
-    blocks = model.transformer.h
-    hooks = [blocks[0].register_forward_pre_hook(lambda block, args: stream.append(args[0]))]
-    for block in blocks:
-        hooks.append(block.register_forward_hook(lambda block, args, output: stream.append(output)))
-        hooks.append(block.attn.register_forward_hook(note_weights))
-    try:
+    with contextlib.ExitStack() as hooks:  # which it takes off again
+        for block in model.transformer.h:
+            before = block.register_forward_pre_hook(lambda block, args: stream.append(args[0]))
+            hooks.enter_context(before)
+            hooks.enter_context(block.attn.register_forward_hook(note_weights))
+        last = model.transformer.ln_f
+        hooks.enter_context(last.register_forward_pre_hook(lambda _, args: stream.append(args[0])))
         model.hidden(idx)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return stream, weights
 
 
@@ -104,22 +100,15 @@ def mass(weights, where):
 @contextlib.contextmanager
 def without_head(model, layer, head):
     """Inside this context one head hands nothing over: its part of c_proj's input is 0."""
-    config = model.config
-    assert layer in range(config.n_layer) and head in range(config.n_head), (
-        f"no head {layer}.{head}"
-    )
-    D = config.n_embd // config.n_head
+    D = model.config.n_embd // model.config.n_head
 
     def silence(c_proj, args):
         y = args[0].clone()  # (B, T, C), the heads side by side
         y[..., head * D : (head + 1) * D] = 0
         return (y,)
 
-    hook = model.transformer.h[layer].attn.c_proj.register_forward_pre_hook(silence)
-    try:
+    with model.transformer.h[layer].attn.c_proj.register_forward_pre_hook(silence):
         yield model
-    finally:
-        hook.remove()
 
 
 def attention_page(pieces, weights, title="", head="0.0"):

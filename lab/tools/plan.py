@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import importlib
 import math
-import os
 import re
 import tempfile
 import textwrap
@@ -26,12 +25,10 @@ import torch
 
 from lab.cli import UserError
 from lab.data.loader import grad_accum_steps
-from lab.device import GPUS, WITHOUT_FP8, Precision, memory_of, micro_batches, why_no_compile
-from lab.kernels import why_no_fp8, why_no_fp8_shape
+from lab.device import GPUS, Precision, memory_of, micro_batches, why_no_compile
 from lab.kernels.cross_entropy import CHUNK, SMALL
 from lab.kernels.fused_mlp import MIN_POSITIONS, epilogues_work
 from lab.models import PROGRAMS
-from lab.run.checkpoints import newest_checkpoint, step_of
 from lab.run.meter import Phases
 from lab.run.settings import parse_flags, vocab_size
 from lab.world import World
@@ -42,13 +39,11 @@ CONTEXT_GIB = 0.7  # assumed: CUDA's context and kernels, which PyTorch's alloca
 NCCL_GIB = 0.5  # assumed: NCCL's buffers, where there are several GPUs; not seen either
 FRAGMENTS = 0.05  # share of the memory that cannot be handed out; fit_batch_size leaves as much
 MFU = 0.4  # assumed of a GPU that is not here, if a micro-step takes a millisecond a layer or more
-PRICE = 3.0  # assumed: dollars per GPU-hour
 # several GPUs against as many times one: DDP without accumulation, and what sends less (README)
 SCALING = {"ddp": 0.95, "less": 0.97}
 WITHOUT_BF16 = ("V100", "T4")
-# channels from which a product with the logits takes longer than copying them: 2 C FLOPs against
-# 2 x 2 bytes a number, at an H200's 989 TFLOP/s and 4.8 TB/s
-PADDING_PAYS = 2 * 989 / 4.8
+# the chips before Ada and Hopper, whose products have 16 bits at least
+WITHOUT_FP8 = (*WITHOUT_BF16, "A100", "A800", "A40", "A30", "A10G", "A10", "RTX A6000", "RTX 3090")
 MOMENTS = {  # where the peak of a step can lie
     "loss": "while the loss is computed",
     "head": "at the start of the backward pass",
@@ -86,7 +81,7 @@ class Setting:
     precision: str = "bf16"  # bf16, fp16, tf32 or fp32
     compile: bool = True
     device_type: str = "cuda"
-    zero1: bool = False  # AdamW's state in shares
+    parallel: str = "ddp"  # or zero1, fsdp2: as the trainer's
     head_loss: str = "fused"  # or plain, fp8
     mlp: str = "fused"  # or plain, fp8
 
@@ -94,16 +89,14 @@ class Setting:
         c, self.shapes = self.model, without_memory(*dataclasses.astuple(self.model))
         N, P = self.batch_size * self.seq_len, sum(p.numel() for p in self.shapes.parameters())
         M = sum(p.numel() for p in self.shapes.block_matrices())
-        self.letters = dict(N=N, n=min(CHUNK, N), C=c.n_embd, H=c.n_head, L=c.n_layer)
-        self.letters |= dict(T=self.seq_len, V=c.padded_vocab_size, P=P, M=M, R=P - M)
         cuda, bf16 = self.device_type == "cuda", self.precision == "bf16"
         self.bytes = 2 if bf16 or self.precision == "fp16" else 4  # of what a product returns
         self.stream = 2 if bf16 and c.bf16_residual else 4  # bytes, in the residual stream
-        # autocast on CUDA widens LayerNorm and softmax, and eager mode keeps what they worked on
-        self.widens = self.bytes == 2 and cuda and not self.compile
         # as lab.kernels does, which leaves small micro-steps to the plain modules
         self.head_used = "plain" if N * c.padded_vocab_size * 4 <= SMALL else self.head_loss
         self.mlp_used = self.mlp if N >= MIN_POSITIONS and bf16 and cuda else "plain"
+        self.letters = dict(N=N, n=min(CHUNK, N), C=c.n_embd, H=c.n_head, L=c.n_layer)
+        self.letters |= dict(T=self.seq_len, V=c.padded_vocab_size, P=P, M=M, R=P - M)
 
 
 def replaced(kernels, fp8):
@@ -113,155 +106,132 @@ def replaced(kernels, fp8):
     return "fused" if fp8 == "off" else "fp8", "fp8" if fp8 == "all" else "fused"
 
 
-def amount(formula, letters):
-    """Bytes of a sum of products, as 2 N C + 16 N; a / stands before what divides."""
-
-    def factor(word):
-        return letters[word] if word in letters else float(word)
-
-    return sum(
-        math.prod(1 / factor(word[1:]) if word[0] == "/" else factor(word) for word in term.split())
-        for term in formula.split("+")
-    )
-
-
-def ledger(s, **instead):
+def ledger(s):
     """[(label, formula where it is largest, {moment: bytes})]: what PyTorch's allocator holds for a
-    process. instead: other values of letters."""
-    letters, rows = s.letters | instead, []
+    process. A formula is a product, as 2 N C; a / stands before what divides."""
+    rows = []
+
+    def amount(formula):
+        product = 1.0
+        for word in formula.split():
+            name = word.removeprefix("/")
+            factor = s.letters[name] if name in s.letters else float(name)
+            product = product / factor if word != name else product * factor
+        return product
 
     def row(label, formula, moments=MOMENTS, **others):
         formulas = dict.fromkeys(MOMENTS, "0") | dict.fromkeys(moments, formula) | others
-        at = {moment: amount(text, letters) for moment, text in formulas.items()}
+        at = {moment: amount(text) for moment, text in formulas.items()}
         rows.append((label, formulas[max(at, key=at.get)], at))
 
     state_rows(s, row)
     activation_rows(s, row)
     head_rows(s, row)
-    if s.device_type == "cuda":  # 32 MiB forward, backward, and the fused MLP's
-        row("workspace of cuBLAS", f"{3 if s.mlp_used == 'fused' else 2} {2**25}")
     return rows
 
 
 def state_rows(s, row):
     """What does not depend on the micro-batch."""
-    n, accumulates = s.world_size, s.grad_accum_steps > 1
+    n, accumulates, parallel = s.world_size, s.grad_accum_steps > 1, s.parallel
+    ddp = n > 1 and parallel == "ddp"
+    if parallel == "fsdp2":  # computed; no measurement has tried it yet
+        row("weights, gradients, moments", f"16 P /{n}")
+        row("put together: two blocks", f"{2 * s.bytes} M /L")
+        row("put together: the rest", "4 R")
+        row("gradients of a block", "4 M /L", ["block"])
+        row("gradients of embedding", "4 V C", ["block"], end="8 V C")
+        row("workspace of cuBLAS", f"{3 if s.mlp_used == 'fused' else 2} {2**25}")
+        return
     row("parameters", "4 P")
     if s.optimizer == "muon":
-        row("Muon's, AdamW's moments", "4 M + 8 R")
+        row("Muon's moment", "4 M")
+        row("AdamW's two moments", "8 R")
         # matrices of a shape are one stack: the update and, in its iteration, four times its size
-        row("Muon's work on a stack", f"{64 if s.device_type == 'cuda' else 96} L C C", ["update"])
-    elif s.zero1:
+        row("Muon's work on a stack", "64 L C C", ["update"])
+    elif parallel == "zero1":
         row("AdamW's moments, a share", f"8 P /{n}")
-        laid_out = "4 P"
-        if s.precision == "bf16":  # what is read in 16 bits travels so, the share has all bits
-            in_8_bits = s.mlp == "fp8"  # the MLPs' two thirds of M are read in 32 bits then
-            row("share's matrices, 32 bits", f"4 M /{3 * n if in_8_bits else n}")
-            laid_out = "4 R + 4 M /3" if in_8_bits else "4 M" if accumulates else "2 M"
+        # what is read in 16 bits; the MLPs' two thirds are not where they are rounded to 8
+        wide = 0 if s.bytes == 4 else 4
+        row("share's matrices, 32 bits", f"{wide} M /{3 * n if s.mlp == 'fp8' else n}")
+        # what is read in 16 bits travels so, unless it was summed over micro-steps
+        laid_out = "4 P" if s.bytes == 4 else "4 M" if accumulates else "2 M"
         row("gradients laid out to send", laid_out, ["update"])
     else:
         row("AdamW's two moments", "8 P")
-        embedding = s.letters["V"] > 4 * s.letters["C"]  # else the MLP's matrices are the largest
-        row("square of a gradient", "4 V C" if embedding else "16 C C", ["update"])  # for the norm
-    ddp = n > 1 and not s.zero1  # gradients stay in its buckets
-    stays = ddp or accumulates
+        row("square of a gradient", "4 V C", ["update"])  # for the norm: of the embedding's
+    stays = accumulates or ddp  # over micro-steps; in DDP's buckets
     row("gradients", "4 P", MOMENTS if stays else ["end", "update"])
-    if stays and s.compile and not ddp:  # compiled, they come all at once
+    if accumulates and s.compile and not ddp:  # compiled, they come all at once
         row("gradients of a micro-step", "4 P", ["end"])
     # of the tied embedding: the head's, the tokens', their sum
     row("gradients of embedding", "4 V C", ["block"], end="12 V C" if stays else "8 V C")
-    if s.bytes == 2:
-        # Autograd keeps them until they are used. Eager autocast, also of blocks that are computed
-        # again, keeps all until the loss is there; those of a replaced MLP it does not see.
-        copies = "4 M /3" if s.mlp_used == "fp8" else "2 M"
-        cached = "0" if s.compile else copies if s.mlp_used == "plain" else "2 M /3"
-        if s.model.activation_checkpointing:
-            row("16-bit copies of matrices", cached, ["loss"], block=f"{copies} /{s.model.n_layer}")
-        else:
-            row("16-bit copies of matrices", copies, KEPT)
+    if s.device_type == "cuda":  # 32 MiB forward, backward, and the fused MLP's
+        row("workspace of cuBLAS", f"{3 if s.mlp_used == 'fused' else 2} {2**25}")
 
 
 def activation_rows(s, row):
     """What the forward pass keeps for the backward; if checkpointed, what is computed again."""
-    again, e = s.model.activation_checkpointing, s.bytes
-    for label, formula in block_activations(s):
+    e, again = s.bytes, s.model.activation_checkpointing
+    norm = s.stream if s.compile else 4  # eager autocast widens what LayerNorm reads
+    mlp = 1 if s.mlp_used == "fp8" else e
+    each_block = {
+        "LayerNorm inputs": f"{2 * norm} N C",
+        "LayerNorm statistics": "16 N",
+        "LayerNorm outputs": f"{e + mlp} N C",
+        "queries, keys, values": f"{3 * e} N C",
+        "attention output": f"{e} N C",
+        "attention log-sum-exp": "4 H N",
+        "MLP before GELU": f"{4 * e} N C",
+        "MLP after GELU": f"{4 * mlp} N C",
+    }
+    if s.model.attention == "math":
+        each_block["attention T x T scores"] = "4 H N T"
+    for label, formula in each_block.items():
         if again:  # one block at a time
             row(label, formula, ["block"])
         else:
-            row(label, " + ".join(f"{term} L" for term in formula.split(" + ")), KEPT)
+            row(label, f"{formula} L", KEPT)
+    copies = "2 M" if e == 2 else "0"  # rounded; the MLPs' two thirds in 8 bits, in two layouts
+    if s.mlp_used == "fp8":
+        copies = "4 M /3"
+    if s.parallel == "fsdp2":  # they are put together in 16 bits
+        copies = "0"
     if again:
         row("inputs of the blocks", f"{s.stream} N C L", KEPT)
-    row("gradients of activations", gradients_in_flight(s), ["block"])
+        # eager autocast keeps all until the loss is there
+        row("copies of matrices", f"{copies} /L", ["block"], loss="0" if s.compile else copies)
+    else:
+        row("copies of matrices", copies, KEPT)
+    # of the stream, with its rounded copy for the MLP; of both sides of GELU, whose output is freed
+    # by then, but for the fused MLP's
+    residual = s.stream + e * (s.stream != e)
+    gelu = {"plain": 4 * e, "fused": 5 * e, "fp8": 5 * e + 10}[s.mlp_used]
+    row("gradients of activations", f"{residual + gelu} N C", ["block"])
     if s.model.document_mask:
         row("document mask", "N T", KEPT)
-    # compiled and checkpointed, it is computed again with the last block
-    each = 4 if s.widens else 0 if s.compile and again else s.stream
-    row("input of last LayerNorm", f"{each} N C", ["loss", "head"])
-    stays = f"{e} N C" if s.head_used == "plain" else "0"
-    row("input of the head", f"{e + 4 * s.widens} N C", ["loss"], head=stays)
-
-
-def block_activations(s):
-    """[(label, formula)] of what one block keeps."""
-    e, scores = s.bytes, s.model.attention == "math"
-    # compiled: the stream or, of a 32-bit one, what is normalised already
-    norm, mlp = 4 if s.widens else s.stream, 1 if s.mlp_used == "fp8" else e
-    yield "LayerNorm inputs, statistics", f"{2 * norm} N C + 16 N"
-    yield "LayerNorm outputs", f"{e + mlp} N C"
-    yield "queries, keys, values", f"{3 * e} N C"
-    yield "attention output", f"{e} N C"
-    if scores:  # probabilities, and these rounded; compiled, scores and probabilities
-        yield "attention T x T scores", f"{6 if s.widens else 2 * e if s.compile else e} H N T"
-    else:
-        yield "attention log-sum-exp", "4 H N"
-    if not scores and s.model.document_mask and not s.compile:
-        yield "attention mask, numbers", f"{e} N T"
-    yield "MLP before GELU", f"{4 * e} N C"
-    yield "MLP after GELU", f"{4 * mlp} N C"
-
-
-def gradients_in_flight(s):
-    """Where a block's backward holds most, beyond what the forward pass kept."""
-    e, H, T, C = s.bytes, s.model.n_head, s.seq_len, s.model.n_embd
-    residual = s.stream + e * (s.stream != e)  # of the stream, and its rounded copy for the MLP
-    if s.mlp_used == "fp8":  # of both sides of GELU, one in 8 bits twice, as is the incoming one
-        mlp = 5 * e + 10 + residual
-    else:  # of both sides of GELU, whose output is freed by then, but for the fused MLP's
-        mlp = 4 * e + residual + e * (s.mlp_used == "fused")
-    # in softmax: of both its sides; freed are the MLP's part and the rounded probabilities
-    each, freed = 6 if s.widens else 2 * e, 8 * e + (4 if s.widens else s.stream) - residual
-    if s.model.attention == "math" and each * H * T - freed * C > mlp * C:
-        return f"{each} H N T + {-freed} N C"
-    return f"{mlp} N C"
+    if not (s.compile and again):  # which computes it again with the last block
+        row("input of last LayerNorm", f"{norm} N C", ["loss", "head"])
 
 
 def head_rows(s, row):
     """Logits, rounded copy and gradients of the head, as lab.kernels.cross_entropy holds them."""
-    e, used, cuda, V = s.bytes, s.head_used, s.device_type == "cuda", s.model.padded_vocab_size
+    e, used = s.bytes, s.head_used
+    plain = used == "plain"
+    row("input of the head", f"{e} N C", ["loss", "head"] if plain else ["loss"])
     if e == 2:  # in 8 bits it is there twice
-        row("rounded copy of the head", "2 V C", ["loss"] + ["head"] * (used == "plain"))
-    if used == "plain":
-        # Compiled, the gradient is written over them. Where products want rows of whole 16 bytes
-        # and get others, torch.compile pads on GPUs: a copy of them, or of the head if that costs
-        # less.
-        unpadded = s.compile and cuda and e * V % 16 > 0
-        copied = unpadded and s.model.n_embd > PADDING_PAYS
-        if not s.compile:  # and in 32 bits, and log-softmax; then that, its gradient, theirs
-            row("logits", "8 N V" if e == 4 else "10 N V", ["loss"], head="12 N V")
-        else:
-            row("logits", f"{e} N V", ["loss"], head=f"{2 * e if copied else e} N V")
-        if unpadded and not copied:
-            row("head in padded rows", f"{2 * e} V C", ["loss", "head"])
+        row("rounded copy of the head", "2 V C", ["loss", "head"] if plain else ["loss"])
+    if plain:  # compiled, the gradient is written over them; else log-softmax, two gradients
+        row("logits", f"{e if s.compile else 12} N V", ["loss", "head"])
         return
-    if used == "fp8":
-        row("8-bit input of the head", "N C", ["loss"])
     # in 8 bits also two gradients, of which those of a chunk stay while the next are made
     several = s.letters["N"] > s.letters["n"]
     row("logits, in chunks", f"{(6 if several else 4) if used == 'fp8' else e} n V", ["loss"])
     # when the backward pass begins, they are scaled
     row("gradient of the head's input", f"{e} N C", ["loss"], head=f"{2 * e} N C")
     row("gradient of the head", "4 V C", ["loss"], head="8 V C")
-    if used == "fp8" or s.precision != "bf16" or not cuda:  # a bf16 product is added in place
+    if used == "fp8":
+        row("8-bit input of the head", "N C", ["loss"])
+    if used == "fp8" or s.precision != "bf16":  # a bf16 product is added in place
         row("the same, not yet added", "4 V C", ["loss"])
 
 
@@ -270,9 +240,9 @@ def totals(rows):
     return {moment: sum(at[moment] for _, _, at in rows) for moment in MOMENTS}
 
 
-def peak(s, **instead):
+def peak(s):
     """(bytes, moment): what torch.cuda.max_memory_allocated says after some steps, and of when."""
-    total = totals(ledger(s, **instead))
+    total = totals(ledger(s))
     moment = max(total, key=total.get)
     return total[moment], moment
 
@@ -292,26 +262,21 @@ class GPU:
 
 def named_gpu(text):
     """The GPU of "H100", "rtx 4090", "A100 80GB" or "24GB". Raises UserError for unknown ones."""
-
-    def short(name):
-        return re.sub(r"\W|NVIDIA|TESLA|GEFORCE|RTX", "", name.upper())
-
-    name, size = re.fullmatch(r"(.*?)(\d+(?:\.\d+)? *GI?B)?", text.strip().upper()).groups()
-    found = [gpu for gpu in GPUS if short(gpu) == short(name)]
-    if not found and (name or not size):
-        names = ", ".join(GPUS)
-        raise UserError(f"gpu={text} is not one of {names}; a size will do too: --gpu 24GB")
-    name = found[0] if found else "a GPU"
-    tflops, gib = GPUS.get(name, (None, None))
-    return GPU(name, float(re.match(r"[\d.]+", size)[0]) if size else gib, tflops)
+    name, size = re.fullmatch(r"(.*?)([\d.]+ *GI?B)?", text.strip().upper()).groups()
+    known = {re.sub(r"\W|RTX", "", gpu.upper()): gpu for gpu in GPUS}
+    short = re.sub(r"\W|RTX|NVIDIA|TESLA|GEFORCE", "", name)
+    if short not in known and (name or not size):
+        raise UserError(
+            f"gpu={text} is not one of {', '.join(GPUS)}; a size will do too: --gpu 24GB"
+        )
+    tflops, gib = GPUS[known[short]] if short else (None, None)
+    return GPU(known.get(short, "a GPU"), float(size.rstrip("GIB ")) if size else gib, tflops)
 
 
 def this_gpu(wanted):
     """What training would use here."""
     device = World(wanted).device
     memory = torch.mps.recommended_max_memory() if device.type == "mps" else memory_of(device)[0]
-    if memory == math.inf:
-        raise UserError("this system does not say how much memory it has; pass --gpu 16GB")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
     return GPU(f"this machine's {name}", memory / GIB, device=device)
 
@@ -362,7 +327,7 @@ def probe(model_config, cfg, seconds=3.0):
 
 
 def speed_here(s, cfg, gpu):
-    """speed of one process, by real steps."""
+    """(tokens/s of one process by real steps, or None; where that comes from, or why it is)."""
     most = {"cpu": 2e12, "mps": 2e13}.get(gpu.device.type, math.inf)  # FLOP: 20 seconds of a laptop
     if 4 * s.letters["N"] * s.shapes.flops_per_token(s.seq_len) > most:
         return None, "no forecast: four micro-steps would take too long here; --gpu names a GPU"
@@ -383,24 +348,13 @@ def speed_there(s, gpu, asked):
         flops += 2 * s.letters["M"] + 4 * L * s.model.n_embd * s.seq_len
     micro_ms = 1e-9 * s.letters["N"] * flops / (mfu * gpu.tflops)
     if not asked and micro_ms < L:
-        why = f"no forecast: at {MFU:.0%} MFU a micro-step would take {micro_ms:.2g} ms, and one of"
-        return (
-            None,
-            f"{why} less than 1 ms a layer does not fill a GPU; --mfu assumes another share",
+        return None, (
+            f"no forecast: at {MFU:.0%} MFU a micro-step would take {micro_ms:.2g} ms, and one of "
+            "less than 1 ms a layer does not fill a GPU; --mfu assumes another share"
         )
     why = f"assuming {mfu:.0%} (--mfu) of {gpu.tflops} TFLOP/s at {flops / 1e6:,.0f} MFLOP a token"
     why += "; what 8 bits gain is not in it" * ("fp8" in (s.head_loss, s.mlp))
     return 1000 * s.letters["N"] / micro_ms, why
-
-
-def speed(s, cfg, gpu, mfu):
-    """(tokens/s of all processes, or None; where that comes from, or why there is none)."""
-    n = s.world_size
-    many = n * SCALING["less" if s.zero1 or s.grad_accum_steps > 1 else "ddp"] if n > 1 else 1
-    found, why = speed_here(s, cfg, gpu) if gpu.device else speed_there(s, gpu, mfu)
-    if n == 1 or not found:
-        return found, why
-    return many * found, f"{why}; {n} GPUs count as {many:.2f} (as measured on four: README)"
 
 
 # -------------------------------------------------------------------------------------- 4. report
@@ -416,66 +370,61 @@ def table(s):
             yield f"{label:28}" + "".join(f"{at[m] / unit:7.2f}" for m in MOMENTS) + f"  {formula}"
 
 
-def verdict(s, gpu, cfg):
-    """Does it fit, and what else does?"""
-    c, sizes = s.model, micro_batches(cfg, s.world_size, s.device_type)
-    tokens, left, (most, moment) = s.grad_accum_steps * s.batch_size, room(s, gpu), peak(s)
-    other = replace(s, model=replace(c, activation_checkpointing=not c.activation_checkpointing))
-    flag = f"{'without' if c.activation_checkpointing else 'with'} --activation_checkpointing"
+def verdict(s, gpu, sizes):
+    """Does it fit, and what else does? sizes: the micro-batches that training tries."""
+    again, left, (most, moment) = s.model.activation_checkpointing, room(s, gpu), peak(s)
+    other = replace(s, model=replace(s.model, activation_checkpointing=not again))
 
-    def sized(x, b):
-        return replace(x, batch_size=b, grad_accum_steps=tokens // b)
+    def largest(setting):
+        """The micro-batch, with as many tokens a step."""
+        tokens = s.grad_accum_steps * s.batch_size
+        tried = (replace(setting, batch_size=b, grad_accum_steps=tokens // b) for b in sizes)
+        return next((x.batch_size for x in tried if room(x, gpu) >= 0), "none")
 
-    best, also = (next((b for b in sizes if room(sized(x, b), gpu) >= 0), 0) for x in (s, other))
-    text = f"batch_size={s.batch_size} " + (
-        f"fits, with {left:.1f} GiB left" if left >= 0 else f"does not fit, {-left:.1f} are missing"
+    fits = f"does not fit, {-left:.1f} GiB are missing"
+    if left >= 0:
+        fits = f"fits, with {left:.1f} GiB left"
+    return (
+        f"batch_size={s.batch_size} {fits}. The peak is {most / GIB:.2f} GiB, {MOMENTS[moment]}; "
+        f"about {outside(s):.1f} GiB are taken outside of PyTorch, {FRAGMENTS:.0%} of "
+        f"{gpu.gib:.1f} by gaps between tensors. Of those that training tries, up to {sizes[0]}, "
+        f"the largest that fits is {largest(s)}; {'without' if again else 'with'} "
+        f"--activation_checkpointing it is {largest(other)}."
     )
-    text += (
-        f". The peak is {most / GIB:.2f} GiB, {MOMENTS[moment]}; about {outside(s):.1f} GiB are "
-    )
-    text += f"taken outside of PyTorch, {FRAGMENTS:.0%} of {gpu.gib:.1f} by gaps between tensors. "
-    if best == also == 0:
-        one, other_one = (peak(sized(x, 1))[0] / GIB for x in (s, other))
-        fixed = peak(sized(s, 1), N=0, n=0)[0] / GIB
-        need = math.ceil((min(one, other_one) + outside(s)) / (1 - FRAGMENTS))
-        text += f"No batch_size does, as {fixed:.2f} GiB do not depend on it. "
-        return text + f"A GPU of {need} GiB would do" + f", {flag}" * (other_one < one) + "."
-    text += (
-        f"Of those that training tries, up to {sizes[0]}, the largest that fits is {best or 'none'}"
-    )
-    return text + f"; {flag} it is {also or 'none'}{' too' * (also == best)}."
 
 
-def report(s, cfg, gpu, reason, args, done):
-    """Print the ledger, the verdict and the forecast of the steps that are not done."""
+def report(s, cfg, gpu, reason, args):
+    """Print the ledger, the verdict and the forecast."""
 
     def say(name, text):
         print(textwrap.fill(text, 100, initial_indent=f"{name:8}", subsequent_indent=" " * 8))
 
-    gpus, mode = s.world_size, "compiled" if s.compile else "eager"
+    mode, gpus = "compiled" if s.compile else "eager", args.gpus
     micro = f"micro-steps {s.grad_accum_steps} x sequences {s.batch_size} x tokens {s.seq_len}"
     micro += f" x GPUs {gpus}" * (gpus > 1)
     say("plan", f"{reason}; {s.precision}, {mode}, {s.optimizer}, on {gpu.name}, {gpu.gib:.4g} GiB")
     say("step", f"{cfg.total_batch_size:,} tokens = {micro}")
-    if cfg.parallel == "zero1" and gpus == 1:
-        say("note", "zero1 does nothing with one process; --gpus says how many there will be")
     print("", *table(s), "", sep="\n")
     sizes = ", ".join(f"{letter} = {size:,}" for letter, size in s.letters.items())
     say("where", f"{LETTERS}: {sizes}")
-    say("memory", verdict(s, gpu, cfg))
+    say("memory", verdict(s, gpu, micro_batches(cfg, gpus, s.device_type)))
     if room(s, gpu) < 0:
         return
-    tok_per_s, why = speed(s, cfg, gpu, args.mfu)
-    say("speed", f"{tok_per_s:,.0f} tokens/s, {why}" if tok_per_s else why)
+    tok_per_s, why = speed_here(s, cfg, gpu) if gpu.device else speed_there(s, gpu, args.mfu)
     if not tok_per_s:
+        say("speed", why)
         return
-    left = cfg.max_steps - done
-    tokens = left * cfg.total_batch_size
+    if gpus > 1:
+        many = gpus * SCALING["less" if s.parallel == "zero1" or s.grad_accum_steps > 1 else "ddp"]
+        tok_per_s *= many
+        why += f"; {gpus} GPUs count as {many:.2f} (as measured on four: README)"
+    say("speed", f"{tok_per_s:,.0f} tokens/s, {why}")
+    tokens = cfg.max_steps * cfg.total_batch_size
     hours = tokens / tok_per_s / 3600
     took = f"{hours:,.1f} hours" if hours >= 1 else f"{60 * hours:,.1f} minutes"
     amount = f"{tokens / 1e9:,.1f}B" if tokens >= 1e9 else f"{tokens / 1e6:,.1f}M"
-    steps = f"the {left:,} steps left of {cfg.max_steps:,}" if done else f"{left:,} steps"
-    say("time", f"{took} for {steps}, {amount} tokens; evaluation and saving come on top")
+    for_all = f"for {cfg.max_steps:,} steps, {amount} tokens"
+    say("time", f"{took} {for_all}; evaluation and saving come on top")
     if s.device_type == "cuda":
         cost = f"${hours * gpus * args.price:,.2f}"
         say("money", f"{cost}, assuming ${args.price:g} per GPU-hour (--price)")
@@ -489,13 +438,11 @@ def own_flags(argv):
     about = f"{__doc__}\nAll flags of `python train_gpt2.py --help` are understood too."
     parser = argparse.ArgumentParser("python -m lab plan", description=about, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    gpu = f"a GPU that is not here: {', '.join(GPUS)}; a size, 24GB; or both, A100 80GB"
-    mfu = f"model FLOPs utilisation to assume of a GPU that is not here ({MFU})"
-    price = f"dollars per GPU-hour to assume ({PRICE:g})"
-    parser.add_argument("--gpu", help=gpu)
+    gpus = f"a GPU that is not here: {', '.join(GPUS)}; a size, 24GB; or both, A100 80GB"
+    parser.add_argument("--gpu", help=gpus)
     parser.add_argument("--gpus", type=int, default=1, help="how many of them (1)")
-    parser.add_argument("--mfu", type=float, help=mfu)
-    parser.add_argument("--price", type=float, default=PRICE, help=price)
+    parser.add_argument("--mfu", type=float, help=f"share of such a GPU's peak to assume ({MFU})")
+    parser.add_argument("--price", type=float, default=3.0, help="dollars per GPU-hour (3)")
     args, rest = parser.parse_known_args(argv)
     if args.gpus < 1:
         raise UserError(f"gpus={args.gpus} must be 1 or more")
@@ -504,54 +451,35 @@ def own_flags(argv):
     return args, rest
 
 
-def choose_precision(model_config, cfg, gpu):
-    """Its name. Raises UserError where the GPU, or what else is asked for, does not go with it."""
-    name, without_bf16 = cfg.precision, gpu.name in WITHOUT_BF16
-    if gpu.device:
-        name = Precision(name, gpu.device).name
-    elif name == "auto":
-        name = "fp16" if without_bf16 else "bf16"
-    elif name == "bf16" and without_bf16:
-        raise UserError(f"gpu={gpu.name} has no bf16; leave out --precision, or make it fp16")
-    if cfg.parallel == "zero1" and name == "fp16":
-        raise UserError("parallel=zero1 does not go with precision=fp16; leave one of them out")
-    if cfg.fp8 != "off":
-        reason = why_no_fp8(gpu.device) if gpu.device else ""
-        if gpu.name in WITHOUT_FP8:
-            reason = f"need a newer GPU than {gpu.name}"
-        if reason := reason or why_no_fp8_shape(name, model_config):
-            raise UserError(f"fp8={cfg.fp8}: 8 bits {reason}; leave --fp8 out")
-    return name
-
-
 def main(argv):
     args, argv = own_flags(argv)
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise UserError("a plan takes one process: leave out torchrun, and pass --gpus N")
-    gpu = named_gpu(args.gpu) if args.gpu is not None else None
-    if gpu and not {word.partition("=")[0] for word in argv} & {"--preset", "--resume"}:
+    if args.gpu and not {word.partition("=")[0] for word in argv} & {"--preset", "--resume"}:
         argv = ["--preset", next(iter(PROGRAM.PRESETS)), *argv]  # not what would suit this machine
     reason, model_config, cfg = parse_flags(argv, PROGRAM.PRESETS, __doc__)
-    model_config = replace(model_config, vocab_size=vocab_size(model_config, cfg, PROGRAM.PRESETS))
-    run_dir = Path(cfg.log_dir) / cfg.run_name
-    done = step_of(newest_checkpoint(run_dir)) if cfg.resume else 0
-    if done >= cfg.max_steps:
-        has = f"{run_dir} has done {done} steps, max_steps={cfg.max_steps}"
-        raise UserError(f"{has}; a larger --max_steps goes on")
-    gpu = gpu or this_gpu(cfg.device)
+    gpu = this_gpu(cfg.device) if args.gpu is None else named_gpu(args.gpu)
     here, device_type = gpu.device, gpu.device.type if gpu.device else "cuda"
     if device_type != "cuda" and args.gpus > 1:
         raise UserError(f"gpus={args.gpus} needs a GPU here, or one that --gpu names")
+    model_config = replace(model_config, vocab_size=vocab_size(model_config, cfg, PROGRAM.PRESETS))
     head, mlp = replaced(cfg.kernels, cfg.fp8)
     if here and not epilogues_work(here):
         mlp = "plain"
     compiled = cfg.compile and not (here and why_no_compile(here, model_config))
-    precision, zero1 = choose_precision(model_config, cfg, gpu), cfg.parallel == "zero1"
-    how = cfg.optimizer, precision, compiled, device_type, zero1 and args.gpus > 1, head, mlp
+    if here:
+        precision = Precision(cfg.precision, here).name
+    else:
+        best = "fp16" if gpu.name in WITHOUT_BF16 else "bf16"
+        precision = best if cfg.precision == "auto" else cfg.precision
+    if cfg.fp8 != "off" and gpu.name in WITHOUT_FP8:
+        raise UserError(
+            f"fp8={cfg.fp8} needs an RTX 40, H100 or newer, not {gpu.name}; leave it out"
+        )
+    parallel = cfg.parallel if args.gpus > 1 else "ddp"
+    how = cfg.optimizer, precision, compiled, device_type, parallel, head, mlp
     grad_accum_steps(cfg, cfg.batch_size or 1, args.gpus)  # raises where no micro-batch divides it
     for b in [cfg.batch_size] if cfg.batch_size else micro_batches(cfg, args.gpus, device_type):
         accum = grad_accum_steps(cfg, b, args.gpus)
         s = Setting(model_config, b, cfg.seq_len, accum, args.gpus, *how)
         if room(s, gpu) >= 0:
             break
-    report(s, cfg, gpu, reason, args, done)
+    report(s, cfg, gpu, reason, args)
