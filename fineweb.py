@@ -22,7 +22,8 @@ from typing import Literal
 from lab.cli import UserError, command, parse
 from lab.data.builtin import build_builtin
 from lab.data.chat import build_chat, is_chat
-from lab.data.corpus import FINEWEB_EDU, build_corpus, find_source
+from lab.data.corpus import FINEWEB_EDU, build_corpus, find_source, texts_of
+from lab.data.wordpiece import prepare
 from lab.data.writer import verify
 from lab.files import only_writer
 
@@ -41,10 +42,13 @@ class Config:
     tokens: str = ""
     """Stop after this many tokens, validation included: 500M, 10B, 1.3T. A larger number later goes
     on from there."""
-    tokenizer: Literal["gpt2", "bytes"] | None = None
+    tokenizer: Literal["gpt2", "bytes", "wordpiece", "bert-base-uncased"] | None = None
     """gpt2: 50257 tokens, two files are downloaded once; the default, but for the built-in text.
     bytes: 256 and end-of-text, needs nothing; the choice for training without a GPU, where a second
-    goes through thousands of bytes and hundreds of gpt2's."""
+    goes through thousands of bytes and hundreds of gpt2's. For bert.py: wordpiece, learnt from this
+    text, or the published bert-base-uncased; both lie as tokenizer.json beside the shards."""
+    vocab_size: int = 30000
+    """Pieces of a wordpiece, at most."""
     dataset: str = FINEWEB_EDU
     """Data set on the hub. One of ready-made token shards (kjj0/finewebedu10B-gpt2) is downloaded
     as it is."""
@@ -125,7 +129,10 @@ def main(argv=None) -> int:
         print("\n".join(problems) or f"{cfg.out}: all shards are whole")
         return 1 if problems else 0
     t0 = time.monotonic()
-    manifest = build_builtin(cfg.out, cfg.tokenizer) if cfg.source == "builtin" else build(cfg)
+    if cfg.source == "builtin":
+        manifest = build_builtin(cfg.out, cfg.tokenizer, cfg.vocab_size)
+    else:
+        manifest = build(cfg)
     print(summary(manifest, cfg.out, time.monotonic() - t0))
     if Path(cfg.source).exists() and cfg.tokenizer == "gpt2" and not shutil.which("nvidia-smi"):
         print(
@@ -143,6 +150,9 @@ def build(cfg: Config) -> dict:
         "it has ended, or choose another --out"
     )
     with only_writer(cfg.out, refusal):
+        texts = texts_of(files, cfg.text_column)
+        tokenizer = prepare(cfg.out, cfg.tokenizer, texts, cfg.vocab_size)
+        cfg = dataclasses.replace(cfg, tokenizer=tokenizer)
         if is_chat(files[0], cfg.text_column):
             return build_chat(files, cfg.out, cfg.tokenizer, cfg.context, cfg.shard_tokens)
         return build_corpus(cfg, source, files, data_name(cfg))

@@ -152,6 +152,11 @@ def main(argv):
     precision.prepare()
     source = models.find(cfg.model, cfg.log_dir)
     model = models.load(source).to(device).eval()
+    if not hasattr(model, "generate"):
+        raise UserError(
+            f"{source} fills in hidden words and writes no text; after `python -m lab export`, "
+            'transformers\' pipeline("fill-mask") asks it'
+        )
     tokenizer = get_tokenizer(name_of_size(model.config.vocab_size))
     seed = cfg.seed if cfg.seed is not None else torch.seed() % 2**31
     shown = []  # of the page

@@ -144,9 +144,10 @@ def spelled_out_attention(q, k, v, mask, causal):
 
 
 class CausalSelfAttention(nn.Module):
-    def __init__(self, config, layer):
+    def __init__(self, config, layer, causal=True):
         super().__init__()
         self.n_head, self.layer, self.attention = config.n_head, layer, config.attention
+        self.causal = causal  # no token sees a later one; bert.py's see all
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)  # q, k, v of all heads at once
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
 
@@ -157,7 +158,7 @@ class CausalSelfAttention(nn.Module):
             for t in self.c_attn(x).split(C, dim=2)
         )
         # a mask says all that is hidden; with a cache, a single new token may look at all before it
-        causal = mask is None and T > 1
+        causal = self.causal and mask is None and T > 1
         if cache is not None:
             k, v = cache.append(self.layer, k, v)  # (B, H, S, D): earlier tokens come first
         if self.attention == "math":
@@ -314,6 +315,8 @@ class GPT(nn.Module):
             yield token
 
 
+MODEL, CONFIG = GPT, GPTConfig  # lab.models finds them by these names in every program
+
 # ----------------------------------------------------------------------- 3. optimizer and schedule
 
 
@@ -459,14 +462,14 @@ class Run:
 # -------------------------------------------------------------------------------------- 5. the run
 
 
-def set_up(model_config, cfg, world, state=None):
+def set_up(model_config, cfg, world, state=None, make=GPT, run_as=Run, transform=None):
     """The Run of these settings: at its beginning, or where `state`, a checkpoint's, left it."""
     torch.manual_seed(cfg.seed)
     precision = device.Precision(cfg.precision, world.device)  # bf16 where the GPU has it
     if world.device.type == "cuda" and precision.name != "fp32":
         torch.set_float32_matmul_precision("high")  # TF32: products keep 10 bits of mantissa
     shards = data.TokenShards(cfg.data, "train", model_config.vocab_size, cfg.verify_data)
-    raw_model = GPT(model_config)
+    raw_model = make(model_config)
     if cfg.init_from and not state:
         models.start_from(cfg.init_from, raw_model, cfg.log_dir)
     raw_model.to(world.device)
@@ -477,7 +480,7 @@ def set_up(model_config, cfg, world, state=None):
     # a resumed run keeps its micro-batch: in another, sums would be rounded otherwise
     most = state["batch_size"] if state else 64
     batch_size = cfg.batch_size or device.fit_batch_size(raw_model, cfg, world, precision, most)
-    loader = data.TokenLoader(shards, cfg, world, batch_size)
+    loader = data.TokenLoader(shards, cfg, world, batch_size, transform)
     optimizer = make_optimizer(raw_model, cfg, world.device.type)
     model = raw_model
     if world.distributed and cfg.parallel != "ddp":
@@ -495,7 +498,7 @@ def set_up(model_config, cfg, world, state=None):
     def schedule(step, group):
         group["lr"] = get_lr(step, cfg) * group["scale"]
 
-    run = Run(raw_model, model, optimizer, loader, precision, schedule, world, cfg)
+    run = run_as(raw_model, model, optimizer, loader, precision, schedule, world, cfg)
     if state:
         run.load_state_dict(state)
     return run

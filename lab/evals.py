@@ -39,43 +39,59 @@ class Validation(Every):
         super().__init__("val", cfg.val_every)
         self.stop = stop
         self.shards = TokenShards(cfg.data, "val", vocab_size, cfg.verify_data)
-        self.tokenizer = tokenizer_for(vocab_size, run.world)
         self.unigram = self.bytes = None
+        self.prepare(run)
+
+    def prepare(self, run):
+        """What is the same at each step."""
+        val_tokens = run.cfg.val_tokens
+        self.tokenizer = tokenizer_for(self.shards.vocab_size, run.world)
         if run.world.is_main:
-            self.unigram = unigram_entropy(run.loader.shards, self.shards, cfg.val_tokens)
-            if self.tokenizer:
-                self.bytes = bytes_per_token(self.tokenizer, self.shards, cfg.val_tokens)
+            self.unigram = unigram_entropy(run.loader.shards, self.shards, val_tokens)
+            self.bytes = self.tokenizer and bytes_per_token(self.tokenizer, self.shards, val_tokens)
+
+    def means(self, run):
+        """What evaluate sums, for each target."""
+        sums = evaluate(run.model, *self.where(run))
+        return {name: value / max(1, sums["targets"]) for name, value in sums.items()}
+
+    def where(self, run):
+        """evaluate's arguments but for the model and what is measured."""
+        return self.shards, run.cfg, run.loader.batch_size, run.world, run.precision, self.stop
 
     def __call__(self, run):
-        size, world = run.loader.batch_size, run.world
-        sums = evaluate(run.model, self.shards, run.cfg, size, world, run.precision, self.stop)
-        loss = sums["loss"] / max(1, sums["targets"])
+        means = self.means(run)
+        loss = means["loss"]
         if run.step and run.step == run.saved and loss < run.best_val:  # of the steps on disk
             run.best_val = loss
             if run.world.is_main:
                 link_best(run.folder, run.step)
         bits = {"bits_per_byte": loss / math.log(2) / self.bytes} if self.bytes else {}
-        return {"loss": loss} | bits
+        return {name: mean for name, mean in means.items() if name != "targets"} | bits
+
+
+def summed_loss(model, x, y):
+    return {"loss": model(x, y, reduction="sum")[1]}
 
 
 @torch.no_grad()
-def evaluate(model, shards, cfg, batch_size, world, precision, stop=None):
+def evaluate(
+    model, shards, cfg, batch_size, world, precision, stop=None, measure=summed_loss, transform=None
+):
     """Sums over the first cfg.val_tokens targets of a split (0: all): {"loss": in nats, "targets":
     count}, each process doing its share. Raises Stopped between two batches if `stop` was asked to.
+
+    measure(model, x, y) gives sums by name, at least the loss. transform, as a TokenLoader's, gets
+    the seed 0 and the positions, so it does the same at each step and in runs of all seeds.
 
     The tokens and their order depend on nothing but the data, and no random number is drawn. The
     last batch is filled up with targets of -1, so that a compiled model sees one shape.
     """
     targets, T = min(cfg.val_tokens or len(shards), len(shards) - 1), cfg.seq_len
-    if targets < 1:
-        raise UserError(
-            f"the validation split in {cfg.data} has {len(shards)} token(s); it needs two"
-        )
-    positions = np.arange(0, targets, T)
+    positions, totals = starts(shards, cfg), {}
     # per = batches * batch_size sequences for each process
     per = -(-len(positions) // (batch_size * world.world_size)) * batch_size
     place = "cpu" if world.device.type == "mps" else world.device  # MPS has no 64-bit floats
-    total = torch.zeros(2, dtype=torch.float64, device=place)
     mine = range(world.rank * per, (world.rank + 1) * per, batch_size)
     for i in progress(mine, "validation", "batch"):
         if stop:
@@ -84,13 +100,25 @@ def evaluate(model, shards, cfg, batch_size, world, precision, stop=None):
         x = np.zeros((batch_size, T), dtype=np.int64)
         y = np.full((batch_size, T), -1, dtype=np.int64)
         if len(used):
-            x[: len(used)], y[: len(used)] = shards.batch(used, T)
+            rows = shards.batch(used, T)
+            x[: len(used)], y[: len(used)] = transform(*rows, 0, used) if transform else rows
             y[: len(used)][used[:, None] + np.arange(T) >= targets] = -1
         x, y = torch.from_numpy(x).to(world.device), torch.from_numpy(y).to(world.device)
         with precision.autocast():
-            _, loss = model(x, y, reduction="sum")
-        total += torch.stack([loss.double(), (y >= 0).sum().double()]).to(total.device)
-    return dict(zip(("loss", "targets"), world.all_reduce(total).tolist()))
+            sums = measure(model, x, y) | {"targets": (y >= 0).sum()}
+        for name, value in sums.items():
+            totals[name] = totals.get(name, 0) + value.to(place).double()
+    return dict(zip(totals, world.all_reduce(torch.stack(list(totals.values()))).tolist()))
+
+
+def starts(shards, cfg):
+    """Where the sequences of an evaluation begin."""
+    targets = min(cfg.val_tokens or len(shards), len(shards) - 1)
+    if targets < 1:
+        raise UserError(
+            f"the validation split in {cfg.data} has {len(shards)} token(s); it needs two"
+        )
+    return np.arange(0, targets, cfg.seq_len)
 
 
 def target_counts(shards, tokens):
@@ -126,6 +154,34 @@ def tokenizer_for(vocab_size, world):
     except UserError as error:
         world.say(f"no samples and no bits per byte: {error}")
         return None
+
+
+class FillIn(Every):
+    """What a model that guesses hidden tokens puts into texts: pairs (ids, what is hidden in them, -1
+    elsewhere), arrays (T,)."""
+
+    def __init__(self, run, tokenizer, texts):
+        super().__init__("sample", run.cfg.sample_every)
+        self.tokenizer, self.texts = tokenizer, texts
+
+    @torch.no_grad()
+    def __call__(self, run):
+        """{"texts": for people, "words": what each hidden token was, and the three likeliest}"""
+        if not run.world.is_main:
+            return None
+        texts, words, pieces = [], [], self.tokenizer.pieces
+        for ids, hidden in self.texts:
+            with run.precision.autocast():
+                logits, _ = run.raw_model(torch.tensor(ids[None], device=run.world.device))
+            chances, guesses = logits[0].float().softmax(-1).topk(3)  # (T, 3)
+            lines = [self.tokenizer.decode(ids)]
+            for t in np.flatnonzero(hidden >= 0):
+                guess = [[pieces[i], p] for i, p in zip(guesses[t].tolist(), chances[t].tolist())]
+                words.append({"was": pieces[hidden[t]], "guesses": guess})
+                shown = ", ".join(f"{piece} {p:.0%}" for piece, p in guess)
+                lines.append(f"    {pieces[hidden[t]]:12} {shown}")
+            texts.append("\n".join(lines))
+        return {"texts": texts, "words": words}
 
 
 class Samples(Every):

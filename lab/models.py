@@ -16,7 +16,7 @@ from lab.run.checkpoints import has_checkpoint, newest_checkpoint, newest_run, r
 from lab.run.settings import same_shape
 
 # what a checkpoint calls its program: the file that has the class
-PROGRAMS = {"gpt2": "train_gpt2"}
+PROGRAMS = {"gpt2": "train_gpt2", "bert": "bert"}
 
 
 def find(source, log_dir="log"):
@@ -38,7 +38,8 @@ def load(source, log_dir="log"):
     """
     path = find(source, log_dir)
     if not path.endswith(".pt"):
-        return build("gpt2", {}, *weights.read(path), path)
+        shape, state = weights.read(path)
+        return build("bert" if "segments" in shape else "gpt2", {}, shape, state, path)
     checkpoint = read_checkpoint(path)
     shape, state = weights.unpack(checkpoint, path)
     # checkpoints from before programs had names are GPT-2's
@@ -53,10 +54,10 @@ def build(name, settings, shape, state, source):
         known = ", ".join(PROGRAMS)
         raise UserError(f"{source} is of a program called {name!r}; known are {known}")
     program = importlib.import_module(PROGRAMS[name])
-    fields = {field.name for field in dataclasses.fields(program.GPTConfig)}
+    fields = {field.name for field in dataclasses.fields(program.CONFIG)}
     kept = {key: value for key, value in settings.items() if key in fields}
     with torch.device("meta"):  # drawing random weights takes longer than reading others
-        model = program.GPT(program.GPTConfig(**kept | shape))
+        model = program.MODEL(program.CONFIG(**kept | shape))
     weights.copy_into(model, state, source)
     if model.config.document_mask:
         hide_other_documents(model)

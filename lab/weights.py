@@ -1,4 +1,4 @@
-"""GPT-2's weights from elsewhere, as (shape, state dict); knows no model class.
+"""Weights of GPT-2 and BERT from elsewhere, as (shape, state dict); knows no model class.
 
 It reads Hugging Face folders and hub names, nanoGPT and build-nanogpt files and our own
 checkpoints. Nothing that a file holds is executed."""
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from lab import bert_weights
 from lab.cli import UserError
 from lab.files import first_line, read_json, reading
 from lab.run.checkpoints import read_checkpoint
@@ -15,14 +16,24 @@ from lab.run.checkpoints import read_checkpoint
 PUBLISHED = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # OpenAI's, as the hub calls them
 # GPT-2 was published with a layer that stores its matrix as (in, out); nn.Linear stores (out, in)
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+WANTED = {  # what a config.json must say, first what it is where nothing is said
+    "activation_function": ["gelu_new", "gelu_pytorch_tanh"],
+    "layer_norm_epsilon": [1e-5],
+    "scale_attn_weights": [True],
+    "scale_attn_by_inverse_layer_idx": [False],
+    "tie_word_embeddings": [True],
+    "add_cross_attention": [False],
+    "model_type": ["gpt2"],
+}
 WTE, WPE, HEAD = "transformer.wte.weight", "transformer.wpe.weight", "lm_head.weight"
+WSE = "transformer.wse.weight"  # of segments, which BERT has and GPT-2 has not
 
 
 def read(source):
     """(shape, state) of a .pt file, a Hugging Face folder, or a model's name on the hub.
 
     shape has n_layer, n_head, n_embd, block_size and vocab_size. Raises UserError where there is
-    nothing to read, or where it is no GPT-2."""
+    nothing to read, or where it is neither."""
     if Path(source).is_file() or str(source).endswith(".pt"):
         return unpack(read_checkpoint(source), source)
     return read_hugging_face(str(source))
@@ -52,7 +63,12 @@ def read_hugging_face(source):
             "`ls log` shows the runs there are"
         )
     config = read_json(folder / "config.json", "export or download that folder again")
-    check_config(source, config)
+    is_bert = config.get("model_type") == "bert"
+    wanted = WANTED | {"n_inner": [None, 4 * config.get("n_embd", 768)]}
+    if is_bert:
+        hidden = {"intermediate_size": [4 * config.get("hidden_size", 768)]}
+        wanted = bert_weights.WANTED | hidden
+    check_config(source, config, wanted)
     state = {}
     for file in folder.glob("model*.safetensors"):  # large models come in several
         with reading(file, "weights file", "download or export it again"):
@@ -61,6 +77,9 @@ def read_hugging_face(source):
         state = read_checkpoint(folder / "pytorch_model.bin")
     if not state:
         raise UserError(f"{source} has no model.safetensors; download or export it again")
+    if is_bert:
+        config["n_head"] = config.get("num_attention_heads", 12)
+        return with_shape(bert_weights.from_transformers(state), config, source)
     # Saved from the bare transformer, as the published ones are, the names lack their first part.
     prefixes = ("transformer.", "lm_head.")
     state = {k if k.startswith(prefixes) else f"transformer.{k}": v for k, v in state.items()}
@@ -82,23 +101,13 @@ def download(name):
         ) from error
 
 
-def check_config(source, config):
-    """Raise UserError for a Hugging Face model that computes something else than GPT-2 does."""
-    wanted = {
-        "activation_function": ["gelu_new", "gelu_pytorch_tanh"],
-        "layer_norm_epsilon": [1e-5],
-        "n_inner": [None, 4 * config.get("n_embd", 768)],
-        "scale_attn_weights": [True],
-        "scale_attn_by_inverse_layer_idx": [False],
-        "tie_word_embeddings": [True],
-        "add_cross_attention": [False],
-    }
-    wanted["model_type"] = ["gpt2"]
+def check_config(source, config, wanted):
+    """Raise UserError for a Hugging Face model that computes something else than ours does."""
     for key, allowed in wanted.items():
         value = config.get(key, allowed[0] if key != "model_type" else None)
         if value not in allowed:
             raise UserError(
-                f"{source} is not a GPT-2 that this model can hold: {key}={value}, "
+                f"{source} is neither a GPT-2 nor a BERT that our models can hold: {key}={value}, "
                 f"wanted is {allowed[0]}"
             )
 
@@ -127,6 +136,8 @@ def with_shape(state, config, source):
         # who says 50304 means GPT-2's vocabulary with the pad rows in it
         "vocab_size": 50257 if rows == 50304 else min(rows, config.get("vocab_size") or rows),
     }
+    if WSE in tensors:
+        shape["segments"] = tensors[WSE].size(0)
     return shape, tensors
 
 

@@ -80,7 +80,7 @@ before, modules = json.dumps(state()), set(sys.modules)
 sys.path.insert(0, sys.argv[1])
 import lab.cli, lab.files
 assert not {"lab.device", "tyro"} & set(sys.modules), "a command that is typed wrong says so at once"
-import train_gpt2, hellaswag
+import train_gpt2, hellaswag, bert
 assert json.dumps(state()) == before, [k for k in state() if json.dumps(state()[k]) != json.loads(before)[k]]
 heavy = {"tyro", "tqdm", "transformers", "tiktoken", "tensorboard", "wandb", "matplotlib", "datasets",
          "pyarrow", "plotly", "jinja2", "huggingface_hub"}

@@ -221,8 +221,8 @@ def test_a_run_by_each_of_its_names(tmp_path, monkeypatch):
     x[0, 6] = 256  # end-of-text: what stands before it is not seen after it
     other = torch.cat([(x[:, :6] + 1) % 256, x[:, 6:]], dim=1)
     assert torch.allclose(loaded(x)[0][:, 6:], loaded(other)[0][:, 6:], atol=1e-6)
-    with pytest.raises(UserError, match="is of a program called 'bert'; known are gpt2"):
-        models.load(saved(model, tmp_path / "b.pt", program="bert"))
+    with pytest.raises(UserError, match="is of a program called 'other'; known are gpt2"):
+        models.load(saved(model, tmp_path / "b.pt", program="other"))
 
 
 def test_files_of_an_earlier_version():

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lab.cli import progress
 from lab.data.tokenizers import get_tokenizer
+from lab.data.wordpiece import name_in, prepare
 from lab.data.writer import begun, check_same, new_manifest, save_shard, write_manifest
 from lab.files import only_writer
 
@@ -44,20 +45,21 @@ def builtin_documents() -> list[str]:
     return sorted(documents, key=lambda t: hashlib.sha256(t.encode("utf-8", "replace")).digest())
 
 
-def build_builtin(out_dir, tokenizer: str = "bytes") -> dict:
+def build_builtin(out_dir, tokenizer: str = "bytes", vocab_size: int = 4096) -> dict:
     """The built-in text as builtin_val_000000.npy and builtin_train_000001.npy in out_dir.
 
     Returns the manifest, and does nothing where it is complete. Several trainers that are started
-    together all call it: one makes it, the others wait.
+    together all call it: one makes it, the others wait. vocab_size: of a WordPiece.
     """
     with only_writer(out_dir, "", wait=True):
-        manifest = begun(out_dir)
+        manifest, name = begun(out_dir), name_in(out_dir, tokenizer)
         if manifest:
-            check_same(out_dir, manifest, data="builtin", tokenizer=tokenizer)
+            check_same(out_dir, manifest, data="builtin", tokenizer=name)
         if manifest and manifest["complete"]:
             return manifest
-        tok, documents = get_tokenizer(tokenizer), builtin_documents()
+        documents = builtin_documents()
         first = len(documents) - len(documents) // 10  # of validation
+        tok = get_tokenizer(prepare(out_dir, tokenizer, documents[:first], vocab_size))
         val, train = map(tok.encode_documents, (documents[first:], documents[:first]))
         source = {"kind": "builtin", "revision": f"Python {sys.version.split()[0]}"}
         sizes = dict(shard_tokens=len(train), val_tokens=len(val))

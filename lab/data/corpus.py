@@ -17,7 +17,15 @@ from lab.cli import UserError, progress
 from lab.data import writer
 from lab.data.engines import ENGINES
 from lab.data.shards import check_file
-from lab.data.sources import File, asking_hub, hub_files, local_files, open_parquet, units_of
+from lab.data.sources import (
+    File,
+    asking_hub,
+    documents_of,
+    hub_files,
+    local_files,
+    open_parquet,
+    units_of,
+)
 from lab.data.tokenizers import get_tokenizer
 from lab.files import writing
 
@@ -47,7 +55,15 @@ def guess_tokens(files: list[File], tokenizer: str, column: str) -> int:
         meta = open_parquet(files[0], column).metadata
         unpacked = sum(meta.row_group(i).total_byte_size for i in range(meta.num_row_groups))
         size *= unpacked / files[0].size
-    return max(int(size / BYTES_PER_TOKEN[tokenizer]), 1)
+    return max(int(size / BYTES_PER_TOKEN.get(tokenizer, 4.4)), 1)
+
+
+def texts_of(files: list[File], column: str):
+    """Every text of the files, one after the other."""
+    for i, file in enumerate(files):
+        for unit in units_of(file, i, column):
+            for texts in documents_of(unit, column):
+                yield from texts.to_pylist()
 
 
 def build_corpus(cfg, source: dict, files: list[File], data: str) -> dict:

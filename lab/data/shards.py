@@ -177,7 +177,10 @@ class TokenShards:
         lengths, eot = np.diff(self.starts), []
         for i, row in enumerate(progress(self.shards, "looking for documents")):
             tokens = row.read(0, int(lengths[i]))
-            eot.append(np.flatnonzero(tokens == self.vocab_size - 1) + self.starts[i])
+            eot.append(
+                np.flatnonzero(tokens == self.manifest.get("eot", self.vocab_size - 1))
+                + self.starts[i]
+            )
         eot, starts, i = np.concatenate(eot), [], 0
         while i < len(eot) and eot[i] + seq_len <= len(self):
             starts.append(int(eot[i]))

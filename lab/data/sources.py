@@ -51,7 +51,8 @@ def local_files(source: str) -> list[File]:
         raise UserError(f"--source {source} does not exist: give a file, a folder, hub or builtin")
     paths, base = [root], root.parent
     if root.is_dir():  # shards made of these texts, and their manifest, may lie beside them
-        paths, base = [p for p in root.rglob("[!.]*") if p.name != "manifest.json"], root
+        ours = ("manifest.json", "tokenizer.json")
+        paths, base = [p for p in root.rglob("[!.]*") if p.name not in ours], root
     files = [p for p in paths if p.is_file()]
     about = [File(p.relative_to(base).as_posix(), str(p), p.stat().st_size) for p in files]
     return one_kind(about, source)

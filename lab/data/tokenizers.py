@@ -1,15 +1,20 @@
-"""Text to token ids and back: GPT-2's byte pair encoding, or plain bytes.
+"""Text to token ids and back: GPT-2's byte pair encoding, plain bytes, or BERT's WordPiece.
 
 from lab.data import get_tokenizer
 tok = get_tokenizer("gpt2")                 # or "bytes": no file and no network needed
 tok.decode(tok.encode("Hello, I'm a language model,"))
 """
 
+from pathlib import Path
+
 import numpy as np
 
 from lab.cli import UserError
+from lab.files import reading
 
 END_OF_TEXT = "<|endoftext|>"
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]  # of a WordPiece
+WORD_PIECE_FILE = "tokenizer.json"
 
 
 class Tokenizer:
@@ -126,6 +131,59 @@ class GPT2Tokenizer(Tokenizer):
         return np.concatenate(arrays, dtype=np.uint16, casting="unsafe")
 
 
+class WordPiece(Tokenizer):
+    """BERT's, from a tokenizer.json: words are cut into the longest pieces that the vocabulary has,
+    and each piece but a word's first begins with ## (Schuster and Nakajima 2012; Devlin et al.
+    2019). [SEP] leads each document."""
+
+    def __init__(self, path):
+        from tokenizers import Tokenizer as HuggingFace
+
+        self.name = str(path)
+        way_out = "`python fineweb.py --tokenizer wordpiece --out FOLDER` makes data that has one"
+        with reading(Path(path), "tokenizer", way_out):
+            self.fast = HuggingFace.from_file(str(path))
+        self.fast.no_truncation()
+        self.fast.encode_special_tokens = True  # "[MASK]" in a text is five letters in brackets
+        self.pieces = [self.fast.id_to_token(i) for i in range(self.vocab_size)]
+        missing = [name for name in SPECIAL if name not in self.pieces]
+        if missing:
+            raise UserError(f"{path} has no {', '.join(missing)}; it is no tokenizer of BERT's")
+
+    @property
+    def vocab_size(self):
+        return self.fast.get_vocab_size()
+
+    @property
+    def eot(self):
+        return self.id_of("[SEP]")
+
+    def id_of(self, piece):
+        return self.pieces.index(piece)
+
+    def encode(self, text):
+        text = text.encode("utf-8", "replace").decode()
+        return self.fast.encode(text, add_special_tokens=False).ids
+
+    def encode_documents(self, texts):
+        texts, eot = as_arrow(texts).to_pylist(), self.eot
+        arrays = [np.zeros(0, np.uint16)]
+        for found in self.fast.encode_batch_fast(texts, add_special_tokens=False):
+            arrays.append(np.array([eot, *found.ids], dtype=np.uint16))
+        return np.concatenate(arrays)
+
+    def decode(self, ids):
+        return self.fast.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def is_special(self):
+        """(vocab_size,) bool: ids that stand for no text, such as [CLS] and [unused7]."""
+        return np.array([p[0] + p[-1] == "[]" and len(p) > 2 for p in self.pieces])
+
+    def goes_on(self):
+        """(vocab_size,) bool: pieces that go on with the word of the piece before."""
+        return np.array([p.startswith("##") and len(p) > 2 for p in self.pieces])
+
+
 def as_arrow(texts):
     """A list of str, or a pyarrow array of strings, as a pyarrow array of strings."""
     import pyarrow as pa
@@ -152,9 +210,12 @@ TOKENIZERS = {"gpt2": GPT2Tokenizer, "bytes": ByteTokenizer}
 
 
 def get_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer called "gpt2" or "bytes". Raises UserError for another name."""
+    """The tokenizer called "gpt2" or "bytes", or that of a tokenizer.json. Raises UserError for
+    another name."""
+    if name.endswith(WORD_PIECE_FILE):
+        return WordPiece(name)
     if name not in TOKENIZERS:
-        raise UserError(f"unknown tokenizer {name!r}: it is 'gpt2' or 'bytes'")
+        raise UserError(f"unknown tokenizer {name!r}: it is 'gpt2', 'bytes' or a tokenizer.json")
     return TOKENIZERS[name]()
 
 

@@ -7,6 +7,7 @@ It holds config.json (here), model_<step>.pt (checkpoints.py), log.jsonl and Ten
 
 import contextlib
 import dataclasses
+import inspect
 import json
 from pathlib import Path
 from typing import Literal, get_args, get_origin
@@ -115,10 +116,11 @@ def is_finished(run_dir):
         return False
 
 
-def resume_command(run_dir):
-    """What to type to go on with a run."""
+def resume_command(run):
+    """What to type to go on with a run: its class stands in the program's file."""
+    run_dir, file = run.folder, Path(inspect.getfile(type(run))).name
     there = "" if str(run_dir.parent) == "log" else f"--log_dir {quoted(run_dir.parent)} "
-    return f"{program('train_gpt2.py')} --resume {there}--run_name {quoted(run_dir.name)}"
+    return f"{program(file)} --resume {there}--run_name {quoted(run_dir.name)}"
 
 
 def farewell(run, stopped):
@@ -131,14 +133,12 @@ def farewell(run, stopped):
 
 def say_farewell(run, stopped):
     folder, say = run.folder, run.world.say
+    again = resume_command(run)
     if stopped and not run.step:
         say(f"{stopped}: nothing to save yet; the same command begins again")
         return
     if stopped:
-        say(
-            f"{stopped}: saved after step {run.step} in {folder}; "
-            f"`{resume_command(folder)}` goes on from there"
-        )
+        say(f"{stopped}: saved after step {run.step} in {folder}; `{again}` goes on from there")
     if not has_checkpoint(folder):
         return
     from lab.tools import plot
@@ -148,10 +148,13 @@ def say_farewell(run, stopped):
     name = quoted(folder)
     further = "finish it" if stopped else "train it further"
     more = "" if stopped else " --max_steps N"
+    asking = f"ask it for more         {program('sample.py')} --model {name}"
+    if not hasattr(run.raw_model, "generate"):
+        asking = f"use it in transformers  {program('lab export')} {name} --out FOLDER"
     say(
         f"\n{folder}/ holds log.jsonl (every number),{curve} TensorBoard events and the checkpoints. Next:\n"
-        f"  ask it for more         {program('sample.py')} --model {name}\n"
+        f"  {asking}\n"
         f"  see all of it, a page   {program('lab report')} {name}\n"
         f"  compare it with another {program('lab report')} {name} {quoted(folder.parent / 'OTHER')}\n"
-        f"  {further:22}  {resume_command(folder)}{more}"
+        f"  {further:22}  {again}{more}"
     )

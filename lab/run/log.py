@@ -119,6 +119,8 @@ class Log:
     def say_val(self, step, values):
         loss = values["loss"]
         bits = f", {values['bits_per_byte']:.3f} bits per byte" if "bits_per_byte" in values else ""
+        if "accuracy" in values:
+            bits = f", {values['accuracy']:.1%} of hidden tokens right"
         beside = f", {self.unigram - loss:.3f} under unigram" if loss < self.unigram else ""
         if step and loss > self.worst + 0.1:
             beside = f", worse than a uniform guess: {LOWER}, or more --warmup_steps"

@@ -178,10 +178,11 @@ def resolve(model_config, cfg, world, presets):
 
 def settle(model_config, cfg, presets):
     """What one process decides for all."""
-    if Path(cfg.data) == Path("data/builtin"):  # the one data set that needs nothing but Python
+    builtin = {"data/builtin": "bytes", "data/builtin_wordpiece": "wordpiece"}
+    if tokenizer := builtin.get(Path(cfg.data).as_posix()):  # these need nothing but Python
         from lab.data import build_builtin
 
-        build_builtin(cfg.data)
+        build_builtin(cfg.data, tokenizer)
     model_config = dataclasses.replace(
         model_config, vocab_size=vocab_size(model_config, cfg, presets)
     )

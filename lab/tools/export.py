@@ -9,7 +9,7 @@ from typing import Annotated
 import torch
 from tyro.conf import Positional, arg
 
-from lab import models
+from lab import bert_weights, models
 from lab.cli import UserError, parse
 from lab.files import read_json, writing
 from lab.weights import HEAD, TRANSPOSED, WTE
@@ -39,6 +39,7 @@ def export(
     source = models.find(source, log_dir)  # a later checkpoint may come meanwhile
     model = models.load(source)
     vocab_size = model.config.vocab_size
+    beside_it = Path(source).parent / "tokenizer.json"  # a run of bert.py has one
     with writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         # nothing is touched before all of it is written
@@ -48,7 +49,9 @@ def export(
             if not sys.stderr.isatty():
                 logging.disable_progress_bar()  # which counts files
             in_transformers(model).save_pretrained(part, max_shard_size="1GB")
-            if vocab_size == 50257:
+            if beside_it.exists():
+                write_word_piece(part, beside_it, model.config.block_size)
+            elif vocab_size == 50257:
                 write_tokenizer(part, model.config.block_size)
             for file in part.iterdir():
                 file.chmod(0o644)  # some are made for us alone
@@ -56,7 +59,9 @@ def export(
                 shutil.rmtree(out)
             part.rename(out)
     print(f"{out}: {', '.join(sorted(p.name for p in out.iterdir()))}, from {source}")
-    if vocab_size == 50257:
+    if beside_it.exists():
+        print(f'in transformers: pipeline("fill-mask", "{out}")("the [MASK] of a list")')
+    elif vocab_size == 50257:
         print("in transformers put <|endoftext|> before a prompt, as sample.py does by itself")
     else:
         way = "they are bytes, and end-of-text is 256" if vocab_size == 257 else "add your own"
@@ -76,7 +81,10 @@ def check_replaceable(out):
 
 
 def in_transformers(model):
-    """transformers' GPT-2 with this model's weights: matrices turned, pad rows cut."""
+    """transformers' GPT-2 with this model's weights: matrices turned, pad rows cut. Of a BERT,
+    transformers' BERT."""
+    if hasattr(model.config, "segments"):
+        return bert_weights.in_transformers(model)
     from transformers import GPT2Config, GPT2LMHeadModel
 
     c = model.config
@@ -116,6 +124,15 @@ def write_tokenizer(folder, block_size):
         ) from error
     files = str(folder / "vocab.json"), str(folder / "merges.txt")
     GPT2Tokenizer(*files, model_max_length=block_size).save_pretrained(folder)
+
+
+def write_word_piece(folder, path, block_size):
+    from transformers import PreTrainedTokenizerFast
+
+    names = ("pad", "unk", "cls", "sep", "mask")
+    special = {f"{name}_token": f"[{name.upper()}]" for name in names}
+    how = dict(tokenizer_file=str(path), model_max_length=block_size)
+    PreTrainedTokenizerFast(**how, **special).save_pretrained(folder)
 
 
 def main(argv):

@@ -1,0 +1,91 @@
+"""The vocabulary of a WordPiece: learnt from the text at hand, or that of bert-base-uncased. It lies
+as tokenizer.json, the format of Hugging Face's tokenizers, beside the shards that it made."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+from lab.cli import UserError
+from lab.data.shards import progress
+from lab.data.tokenizers import SPECIAL, WORD_PIECE_FILE
+from lab.files import first_line, write_whole
+
+PUBLISHED = "bert-base-uncased"
+ENOUGH = 2**28  # characters of text that a vocabulary is learnt from; more change little
+
+
+def name_in(folder, wanted):
+    """What get_tokenizer calls the tokenizer that is wanted: a WordPiece is a file in the folder of
+    its data."""
+    return str(Path(folder) / WORD_PIECE_FILE) if wanted in ("wordpiece", PUBLISHED) else wanted
+
+
+def prepare(folder, wanted, texts, vocab_size):
+    """name_in, of a file that is made unless it is there.
+
+    texts: an iterable of str, of which a vocabulary of `vocab_size` pieces is learnt, or of as many
+    as occur twice.
+    """
+    name = name_in(folder, wanted)
+    if name != wanted and not Path(name).exists():
+        made = download() if wanted == PUBLISHED else learn(texts, vocab_size)
+        write_whole(name, made.to_str(pretty=True).encode())
+    return name
+
+
+def download():
+    from tokenizers import Tokenizer as HuggingFace
+
+    try:
+        return HuggingFace.from_pretrained(PUBLISHED)
+    except Exception as error:  # of no class of its own
+        raise UserError(
+            f"{PUBLISHED}'s vocabulary cannot be fetched from the hub ({first_line(error)}); go online "
+            "once, or pass --tokenizer wordpiece, which learns one from the text"
+        ) from error
+
+
+def learn(texts, vocab_size):
+    """A tokenizer as bert-base-uncased has it, but for its pieces: lower case, no accents, cut at
+    blanks and around each punctuation mark."""
+    from tokenizers import Tokenizer as HuggingFace
+    from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+    if not len(SPECIAL) < vocab_size <= 2**16:
+        raise UserError(f"--vocab_size {vocab_size} must be above {len(SPECIAL)}, at most 65536")
+    made = HuggingFace(models.WordPiece(unk_token="[UNK]"))
+    made.normalizer = normalizers.BertNormalizer(lowercase=True)
+    made.pre_tokenizer = cut = pre_tokenizers.BertPreTokenizer()
+    made.decoder = decoders.WordPiece()
+    # The trainer numbers letters within words as a hash table yields them, and of pairs that are as
+    # frequent it joins the lower numbers first. Given in order, they make the same text the same
+    # vocabulary.
+    texts, seen = list(first_characters(texts)), Counter()
+    for text in texts:
+        seen.update(made.normalizer.normalize_str(text))
+    letters = sorted(sorted(seen), key=seen.get)[-1000:]
+    inside = sorted(
+        f"##{c}" for c in letters if len(cut.pre_tokenize_str(f"a{c}")) == 1 and c > " "
+    )
+    how = dict(vocab_size=vocab_size, min_frequency=2, show_progress=False)
+    how |= dict(initial_alphabet=sorted(letters), limit_alphabet=len(letters))
+    made.train_from_iterator(
+        texts, trainers.WordPieceTrainer(special_tokens=SPECIAL + inside, **how)
+    )
+    ends = [(name, made.token_to_id(name)) for name in ("[CLS]", "[SEP]")]
+    made.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=ends
+    )
+    told = json.loads(made.to_str())
+    told["added_tokens"] = told["added_tokens"][: len(SPECIAL)]  # letters are not special in use
+    return HuggingFace.from_str(json.dumps(told))
+
+
+def first_characters(texts):
+    """So many of the texts that they have ENOUGH characters."""
+    left = ENOUGH
+    for text in progress(texts, "learning a vocabulary", "text"):
+        yield text.encode("utf-8", "replace").decode()
+        left -= len(text)
+        if left < 0:
+            return
