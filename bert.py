@@ -174,9 +174,13 @@ class Bert(nn.Module):
         pad = (self.config.padded_vocab_size - self.config.vocab_size) * (self.config.n_embd + 1)
         return sum(p.numel() for p in self.parameters()) - pad
 
+    @property
+    def blocks(self):
+        return self.transformer.h
+
     def block_matrices(self):
         """The matrices inside the blocks: what Muon updates, and what only products read."""
-        return [p for p in self.transformer.h.parameters() if p.dim() == 2]
+        return [p for p in self.blocks.parameters() if p.dim() == 2]
 
     def flops_per_token(self, seq_len):
         """As GPT's; the head multiplies hidden tokens alone."""
