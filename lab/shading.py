@@ -17,8 +17,9 @@ def shade(token, logits, text, tokenizer, count=5):
 
 
 def name(token, tokenizer):
-    """A token in quotes, blanks and line ends to be seen in it."""
-    return json.dumps(tokenizer.decode([token]), ensure_ascii=False)
+    """A token in quotes, blanks, line ends and bytes of half a character to be seen in it."""
+    text = tokenizer.bytes_of(token).decode("utf-8", errors="backslashreplace")
+    return json.dumps(text, ensure_ascii=False)
 
 
 def page(title, texts):

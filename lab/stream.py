@@ -85,6 +85,8 @@ def pieces(model, tokenizer, ids, max_new_tokens, likeliest=0, stop=(), **how):
         while held and len(joined) - len(held[0]["text"]) >= wait:
             joined = joined[len(held[0]["text"]) :]
             yield held.pop(0)
+        if piece["end"]:
+            return
 
 
 def overlap(text, stop):

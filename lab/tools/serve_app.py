@@ -17,6 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.trustedhost import TrustedHostMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from pydantic import AliasChoices, BaseModel, Field, field_validator
+from starlette.exceptions import HTTPException
 
 from lab.cli import UserError
 from lab.data.chat import STOPS
@@ -105,7 +106,7 @@ class InCompletions:
     prefix, kind, part_kind = "cmpl", "text_completion", "text_completion"
 
     @staticmethod
-    def logprobs(pieces, ask, start):
+    def logprobs(pieces, ask, start, tokenizer):
         """start: the place of the first in the text."""
         if ask.logprobs is None:
             return None
@@ -132,16 +133,15 @@ class InChat:
     prefix, kind, part_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     @staticmethod
-    def logprobs(pieces, ask, start):
+    def logprobs(pieces, ask, start, tokenizer):
         if not ask.logprobs:
             return None
 
-        def said(name, p):
-            token = json.loads(name)
-            return dict(token=token, logprob=log(p), bytes=list(token.encode()))
+        def said(id, name, p):
+            return dict(token=json.loads(name), logprob=log(p), bytes=list(tokenizer.bytes_of(id)))
 
-        top = [[said(n, p) for _, n, p in x["likeliest"][: ask.top_logprobs or 0]] for x in pieces]
-        own = [said(piece["name"], piece["p"]) for piece in pieces]
+        top = [[said(*one) for one in x["likeliest"][: ask.top_logprobs or 0]] for x in pieces]
+        own = [said(piece["id"], piece["name"], piece["p"]) for piece in pieces]
         return {"content": [one | {"top_logprobs": t} for one, t in zip(own, top)], "refusal": None}
 
     @staticmethod
@@ -158,11 +158,13 @@ def application(engine, name, hosts):
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts)
     app.add_middleware(Limits)
-    app.add_exception_handler(UserError, lambda request, error: refusal(400, str(error)))
-    app.add_exception_handler(Busy, lambda request, error: refusal(503, str(error)))
-    app.add_exception_handler(
-        RequestValidationError, lambda request, error: refusal(400, what(error))
-    )
+    for kind, said in {
+        UserError: lambda error: (400, str(error)),
+        Busy: lambda error: (503, str(error)),
+        RequestValidationError: lambda error: (400, what(error)),
+        HTTPException: lambda error: (error.status_code, str(error.detail)),
+    }.items():
+        app.add_exception_handler(kind, lambda request, error, said=said: refusal(*said(error)))
     page, policy = the_page(dict(model=name, context=engine.block_size, longest=LONGEST))
     model = dict(id=name, object="model", created=int(time.time()), owned_by="you")
 
@@ -197,9 +199,8 @@ def application(engine, name, hosts):
         head = dict(id=f"{form.prefix}-{uuid.uuid4().hex}", created=int(time.time()), model=name)
 
         def choice(says, new, start):
-            more = dict(
-                index=0, logprobs=form.logprobs(new, ask, start), finish_reason=new[-1]["end"]
-            )
+            more = dict(index=0, finish_reason=new[-1]["end"])
+            more["logprobs"] = form.logprobs(new, ask, start, engine.tokenizer)
             return {"choices": [says("".join(piece["text"] for piece in new)) | more]}
 
         async def parts():
