@@ -16,9 +16,9 @@ from test_weights import saved, tiny_gpt
 import sample
 from lab.cli import UserError
 from lab.data.tokenizers import get_tokenizer
-from lab.device import Precision
 from lab.generate import generate, sample_token
-from sample import Config, Text, complete
+from lab.stream import Text
+from sample import Config, complete
 
 
 def noisy_gpt(**changes):
@@ -115,8 +115,7 @@ def test_sample_token_by_hand():
 def written(model, prompt, seed=1, **how):
     """(Texts, the pieces that were written) of a byte model."""
     pieces, cfg = [], Config(**how)
-    precision = Precision("fp32", torch.device("cpu"))
-    texts = complete(model, get_tokenizer("bytes"), prompt, cfg, seed, precision, pieces.append)
+    texts = complete(model, get_tokenizer("bytes"), prompt, cfg, seed, pieces.append)
     return texts, pieces
 
 
