@@ -3,28 +3,29 @@
     python sample.py "Hello, I'm a language model,"            # the newest run
     python sample.py --model gpt2-xl --num_samples 3 "Once upon a time"
     python sample.py --model log/RUN                           # asks for prompts
+    python sample.py --chat                                    # a conversation; Ctrl-C ends an answer
     python sample.py --html page.html "The "                   # how sure was it of each token?
     echo "The import statement" | python sample.py             # one prompt a line
 
 The text goes to stdout, everything else to stderr.
 """
 
-import codecs
 import math
 import sys
 import time
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 from tyro.conf import Positional, arg
 
 from lab import models, shading
 from lab.cli import UserError, command, parse
-from lab.data.tokenizers import get_tokenizer, name_of_size, printable
-from lab.device import Precision
+from lab.data.chat import STOPS, fit_chat
+from lab.data.tokenizers import printable
 from lab.files import check_writable, write_whole
 from lab.generate import generate
+from lab.stream import Text, pieces, ready
 from lab.world import World
 
 
@@ -43,8 +44,11 @@ class Config:
     top_p: float = 1.0  # choose among the fewest tokens whose probabilities add up to this
     # same seed, prompt and settings: same text; drawn, and shown, if not given
     seed: int | None = None
+    chat: bool = False  # a conversation: for a model that was tuned on some
     html: str = ""  # write a page to this file: each token shaded by its probability
     device: str = "auto"  # cuda, mps or cpu
+    # auto: 16 bits on a GPU, else fp32; int8 is for a CPU, twice as fast and a little less exact
+    weights: Literal["auto", "fp32", "bf16", "fp16", "int8"] = "auto"
     log_dir: str = "log"  # where the newest run is looked for
 
 
@@ -65,33 +69,7 @@ def check(cfg):
         check_writable(cfg.html, "html")
 
 
-class Text:
-    """A text of token ids that come one by one. A character's bytes may be spread over several
-    tokens in both vocabularies: it is added when its last byte has come, never as halves."""
-
-    def __init__(self, tokenizer):
-        self.tokenizer = tokenizer
-        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self.text, self.count, self.ended = "", 0, False
-        self.shades = []  # of the page
-
-    def add(self, token):
-        """The characters that this token completes."""
-        self.count += 1
-        if token == self.tokenizer.eot:
-            return self.end()
-        piece = self.decoder.decode(self.tokenizer.bytes_of(token))
-        self.text += piece
-        return piece
-
-    def end(self):
-        """What is left of a character that was begun, as U+FFFD."""
-        piece = self.decoder.decode(b"", final=True)
-        self.text, self.ended = self.text + piece, True
-        return piece
-
-
-def complete(model, tokenizer, prompt, cfg, seed, precision, write):
+def complete(model, tokenizer, prompt, cfg, seed, write):
     """The prompt's cfg.num_samples Texts. write(text) gets the prompt and the pieces of the first
     text as they come. Raises UserError, before it writes, for a prompt that does not fit."""
     device = next(model.parameters()).device
@@ -101,21 +79,20 @@ def complete(model, tokenizer, prompt, cfg, seed, precision, write):
     generator = torch.Generator(device=device).manual_seed(seed)
     how = (cfg.temperature, cfg.top_k, cfg.top_p, generator)
     texts = [Text(tokenizer) for _ in range(cfg.num_samples)]
-    with precision.autocast():
-        for i, (tokens, logits) in enumerate(generate(model, idx, cfg.max_new_tokens, *how)):
-            if i == 0:
-                write(prompt)
-            for text, token, row in zip(texts, tokens.tolist(), logits):
-                if text.ended:
-                    continue
-                piece = text.add(token)
-                if text is texts[0] and piece:
-                    write(piece)
-                if cfg.html:
-                    shown = piece + "<|endoftext|>" * text.ended
-                    text.shades.append(shading.shade(token, row, printable(shown), tokenizer))
-            if all(text.ended for text in texts):
-                return texts
+    for i, (tokens, logits) in enumerate(generate(model, idx, cfg.max_new_tokens, *how)):
+        if i == 0:
+            write(prompt)
+        for text, token, row in zip(texts, tokens.tolist(), logits):
+            if text.ended:
+                continue
+            piece = text.add(token)
+            if text is texts[0] and piece:
+                write(piece)
+            if cfg.html:
+                shown = piece + "<|endoftext|>" * text.ended
+                text.shades.append(shading.shade(token, row, printable(shown), tokenizer))
+        if all(text.ended for text in texts):
+            return texts
     for text in texts:
         rest = text.end()
         if text is texts[0] and rest:
@@ -140,6 +117,37 @@ def prompts(cfg):
             yield line.rstrip("\r\n")
 
 
+def talk(model, tokenizer, cfg, seed):
+    """A conversation, up to the end of input or an empty line. Ctrl-C ends an answer."""
+    messages = []
+    how = dict(temperature=cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p)
+    how["generator"] = torch.Generator(next(model.parameters()).device).manual_seed(seed)
+    room = model.config.block_size - min(cfg.max_new_tokens, model.config.block_size // 4)
+    for line in prompts(cfg):
+        messages.append({"role": "user", "content": line})
+        try:
+            ids, dropped = fit_chat(messages, tokenizer, room)
+        except UserError as error:
+            print(error, file=sys.stderr)
+            messages.pop()
+            continue
+        if dropped:
+            print(
+                f"[the oldest {dropped} messages no longer fit and are left out]", file=sys.stderr
+            )
+            messages = messages[dropped:]
+        answer = ""
+        try:
+            for piece in pieces(model, tokenizer, ids, cfg.max_new_tokens, stop=STOPS, **how):
+                text = piece["text"] if answer else piece["text"].lstrip()
+                answer += text
+                write(text)
+        except KeyboardInterrupt:
+            print(" [stopped]", end="", file=sys.stderr)
+        write("\n")
+        messages.append({"role": "assistant", "content": answer})
+
+
 def write(text):
     print(printable(text), end="", flush=True)
 
@@ -148,22 +156,16 @@ def main(argv):
     cfg = parse(Config, argv, prog="sample.py")
     check(cfg)
     device = World(cfg.device).device
-    precision = Precision("auto", device)
-    precision.prepare()
     source = models.find(cfg.model, cfg.log_dir)
-    model = models.load(source).to(device).eval()
-    if not hasattr(model, "generate"):
-        raise UserError(
-            f"{source} fills in hidden words and writes no text; after `python -m lab export`, "
-            'transformers\' pipeline("fill-mask") asks it'
-        )
-    tokenizer = get_tokenizer(name_of_size(model.config.vocab_size))
+    model, tokenizer = ready(source, device, cfg.weights)
     seed = cfg.seed if cfg.seed is not None else torch.seed() % 2**31
+    if cfg.chat:
+        return talk(model, tokenizer, cfg, seed)
     shown = []  # of the page
     for prompt in prompts(cfg):
         t0 = time.perf_counter()
         try:
-            texts = complete(model, tokenizer, prompt, cfg, seed, precision, write)
+            texts = complete(model, tokenizer, prompt, cfg, seed, write)
         except UserError as error:
             if cfg.prompt or not sys.stdin.isatty():
                 raise

@@ -14,6 +14,7 @@ TOOLS = {
     "plan": "would a run fit, how long would it take, what would it cost?",
     "plot": "the curves of one or several runs in one picture",
     "report": "a page of one run, or of two beside each other",
+    "serve": "a page to talk to a model, and OpenAI's interface to it",
 }
 
 

@@ -6,6 +6,7 @@ H heads, D head size, V vocabulary.
 """
 
 import torch
+import torch.nn.functional as F
 
 from lab.cli import UserError
 from lab.data.documents import document_mask
@@ -15,51 +16,100 @@ class KVCache:
     """Keys and values of the tokens so far, so that the next one costs one position, not all.
 
     Attention calls append, and nothing else: what has other ways to keep them fits in here too.
+    A cache may serve one text after another, of as many rows: generate clears it. With a `step`
+    (see compiled) single tokens go through that.
     """
 
-    def __init__(self, length):
-        self.length = length  # tokens that there is room for
-        self.layers = {}  # layer: keys, values (B, H, length, D), tokens held
+    def __init__(self, length, step=None):
+        self.length, self.step = length, step  # tokens that there is room for
+        self.layers = {}  # layer: keys, values (B, H, length, D)
+        self.held = {}  # layer: tokens in it
+
+    def clear(self):
+        self.held = dict.fromkeys(self.held, 0)
 
     def append(self, layer, k, v):
         """k and v (B, H, T, D) of new tokens -> those of all tokens so far (B, H, S, D)."""
         if layer not in self.layers:  # shape, type and device are those of what comes first
             room = (*k.shape[:2], self.length, k.size(3))
-            self.layers[layer] = k.new_empty(room), v.new_empty(room), 0
-        keys, values, start = self.layers[layer]
-        end = start + k.size(2)
+            # zeros, as what a mask hides is still multiplied by 0: a NaN would stay one
+            self.layers[layer] = k.new_zeros(room), v.new_zeros(room)
+            for memory in self.layers[layer] if self.step else ():
+                torch._dynamo.mark_static_address(memory)
+        keys, values = self.layers[layer]
+        start = self.held.get(layer, 0)
+        end = self.held[layer] = start + k.size(2)
         keys[:, :, start:end], values[:, :, start:end] = k, v
-        self.layers[layer] = keys, values, end
         return keys[:, :, :end], values[:, :, :end]
+
+
+class FixedCache:
+    """A KVCache's memory at one place (1,) in it, as a compiled step sees it: no shape ever
+    changes. All of the memory is read, and a mask hides what is not yet written."""
+
+    def __init__(self, layers, place):
+        self.layers, self.place = layers, place
+
+    def append(self, layer, k, v):
+        return [
+            kept.index_copy_(2, self.place, new) for kept, new in zip(self.layers[layer], (k, v))
+        ]
+
+
+def compiled(model):
+    """model for one more token, compiled: on a GPU it is recorded once as a CUDA graph, and then
+    the CPU launches one thing for a token instead of some hundred. The first two tokens of a
+    cache take the time for that."""
+
+    def step(token, place, mask, layers):
+        return model(token, position=place, mask=mask, cache=FixedCache(layers, place))[0]
+
+    return torch.compile(step, mode="reduce-overhead", fullgraph=True, dynamic=False)
 
 
 @torch.no_grad()
 def generate(
-    model, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, generator=None, use_cache=True
+    model,
+    idx,
+    max_new_tokens,
+    temperature=1.0,
+    top_k=0,
+    top_p=1.0,
+    generator=None,
+    use_cache=True,
+    cache=None,
 ):
     """Yield the next token (B,) of each row of idx (B, T) and the logits (B, V) that it was drawn
     from, max_new_tokens times. The logits are the model's own, before temperature, top_k and top_p.
 
-    With and without a cache the same tokens come out. Raises UserError for a prompt that is longer
-    than the model's context."""
+    With and without a cache the same tokens come out; `cache` is one to use again. Raises UserError
+    for a prompt that is longer than the model's context."""
     block_size = model.config.block_size
     if idx.size(1) > block_size:
         raise UserError(
             f"a prompt of {idx.size(1)} tokens is longer than the model's context, "
             f"block_size={block_size}; shorten it"
         )
-    cache = KVCache(block_size) if use_cache else None
+    cache = (cache or KVCache(block_size)) if use_cache else None
     within = model.config.document_mask  # attention does not cross end-of-text, the last id
-    start = 0  # tokens before this one are in the cache
-    for _ in range(max_new_tokens):
-        if idx.size(1) > block_size:
-            # The window is full and drops its older half: positions are absolute, so what is left
-            # gets new ones, and its keys and values have to be computed again.
-            idx, start = idx[:, -max(1, block_size // 2) :], 0
-            cache = KVCache(block_size) if use_cache else None
+    start = block_size  # tokens before this one are in the cache
+    for i in range(max_new_tokens):
+        if i == 0 or idx.size(1) > block_size:
+            # A full window drops its older half: positions are absolute, so what is left gets new
+            # ones, and its keys and values have to be computed again.
+            keep = idx.size(1) if i == 0 else max(1, block_size // 2)
+            idx, start = idx[:, -keep:], 0
+            if cache is not None:
+                cache.clear()
         position = torch.arange(start, idx.size(1), device=idx.device)
         mask = document_mask(idx, model.config.vocab_size - 1, start) if within else None
-        logits, _ = model(idx[:, start:], position=position, mask=mask, cache=cache)
+        if start and cache is not None and cache.step:
+            if mask is None:
+                mask = torch.ones(1, 1, 1, idx.size(1), dtype=torch.bool, device=idx.device)
+            mask = F.pad(mask, (0, cache.length - idx.size(1)))  # False: not yet written
+            logits = cache.step(idx[:, start:], position, mask, cache.layers)
+        else:
+            logits, _ = model(idx[:, start:], position=position, mask=mask, cache=cache)
         logits = logits[:, -1].float()  # (B, V)
         token = sample_token(logits, temperature, top_k, top_p, generator)
         yield token, logits

@@ -6,19 +6,25 @@ from pathlib import Path
 import torch
 
 
-def shade(token, logits, text, tokenizer):
+def shade(token, logits, text, tokenizer, count=5):
     """One token of the page: its id, the logits (V,) that it was drawn from, the text it
-    completes."""
+    completes; and the `count` likeliest."""
+
+    def short(p):  # five digits are enough for a log
+        return float(f"{p:.5g}")
+
     probs = logits.float().softmax(-1)
-    p, ids = torch.topk(probs, min(5, len(probs)))
-    likeliest = [(name(i, tokenizer), round(x, 4)) for i, x in zip(ids.tolist(), p.tolist())]
-    own = {"text": text, "name": name(token, tokenizer), "p": round(probs[token].item(), 6)}
+    p, ids = torch.topk(probs, min(count, len(probs)))
+    likeliest = [(i, name(i, tokenizer), short(x)) for i, x in zip(ids.tolist(), p.tolist())]
+    own = {"id": token, "text": text, "name": name(token, tokenizer)}
+    own["p"] = short(probs[token].item())
     return own | {"likeliest": likeliest}
 
 
 def name(token, tokenizer):
-    """A token in quotes, blanks and line ends to be seen in it."""
-    return json.dumps(tokenizer.decode([token]), ensure_ascii=False)
+    """A token in quotes, blanks, line ends and bytes of half a character to be seen in it."""
+    text = tokenizer.bytes_of(token).decode("utf-8", errors="backslashreplace")
+    return json.dumps(text, ensure_ascii=False)
 
 
 def page(title, texts):

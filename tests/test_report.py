@@ -99,7 +99,7 @@ def test_what_stands_on_the_page(tmp_path):
 
 def shaded(step, *texts):
     """A samples record whose first text was shaded."""
-    likeliest = [['"c"', 0.5], ['"d"', 0.25]]
+    likeliest = [[1, '"c"', 0.5], [2, '"d"', 0.25]]
     tokens = [dict(text=t, name=f'"{t}"', p=0.5, likeliest=likeliest) for t in texts]
     return sample(step, "The " + "".join(texts)) | {"shaded": ["The ", tokens]}
 

@@ -16,10 +16,10 @@ from test_weights import saved, tiny_gpt
 import sample
 from lab.cli import UserError
 from lab.data.tokenizers import get_tokenizer, printable
-from lab.device import Precision
 from lab.evals import draw_samples
 from lab.generate import generate, sample_token
-from sample import Config, Text, complete
+from lab.stream import Text
+from sample import Config, complete
 
 
 def noisy_gpt(**changes):
@@ -116,8 +116,7 @@ def test_sample_token_by_hand():
 def written(model, prompt, seed=1, **how):
     """(Texts, the pieces that were written) of a byte model."""
     pieces, cfg = [], Config(**how)
-    precision = Precision("fp32", torch.device("cpu"))
-    texts = complete(model, get_tokenizer("bytes"), prompt, cfg, seed, precision, pieces.append)
+    texts = complete(model, get_tokenizer("bytes"), prompt, cfg, seed, pieces.append)
     return texts, pieces
 
 
@@ -193,7 +192,7 @@ def test_a_runs_first_sample_notes_how_likely_its_tokens_were():
     probs = model(torch.cat([idx[:1], drawn], dim=1))[0][0, 2:-1].softmax(-1)  # (40, 257)
     expected = probs.gather(1, drawn.T)[:, 0].tolist()
     assert [t["p"] for t in shades] == pytest.approx(expected, abs=1e-5)
-    likeliest = [[p for _, p in t["likeliest"]] for t in shades]
+    likeliest = [[p for *_, p in t["likeliest"]] for t in shades]
     assert torch.tensor(likeliest).allclose(probs.topk(5).values, atol=1e-4)
 
 

@@ -138,3 +138,30 @@ def build_chat(files: list[File], out_dir, tokenizer: str, context: int, shard_t
     manifest |= dict(too_long=too_long, no_answer=no_answer, complete=True)
     write_manifest(out_dir, manifest)
     return manifest
+
+
+# A model that does not end its answer goes on in another's name: there the answer ends too.
+STOPS = tuple(f"\n\n{role}" for role in ROLES.values())
+
+
+def fit_chat(messages, tokenizer, room):
+    """Ids, at most `room`, of a conversation that waits for its answer, and how many of its oldest
+    messages had to go for that. A system message at its beginning stays.
+
+    Raises UserError where the newest message alone is too long, or what render_chat does.
+    """
+    render_chat(messages[-1:], tokenizer)  # is there one?
+    first = messages[0].get("role") == "system" and len(messages) > 1
+    system, turns, fits = messages[:first], messages[first:], None
+    for start in reversed(range(len(turns))):
+        ids, _ = render_chat(system + turns[start:], tokenizer, answer=True)
+        if len(ids) > room:
+            break
+        if start == 0 or turns[start]["role"] == "user":
+            fits = ids.tolist(), start
+    if fits is None:
+        raise UserError(
+            f"the newest message takes {len(ids)} tokens with its roles, and there is room for {room} "
+            "beside the answer; shorten it"
+        )
+    return fits

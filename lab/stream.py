@@ -1,0 +1,124 @@
+"""A model made ready to be talked to, and its text as it comes: whole characters, up to a stop."""
+
+import codecs
+
+import torch
+
+from lab import models, shading
+from lab.cli import UserError
+from lab.data.tokenizers import END_OF_TEXT, get_tokenizer, name_of_size
+from lab.device import Precision
+from lab.generate import generate
+from lab.kernels.int8 import use_int8
+
+
+def ready(source, device, weights="auto"):
+    """(model, tokenizer) of what models.find gave. Each new token reads every weight once, so their
+    bytes decide the speed: 16 bits on a GPU; on a CPU float32, or bf16 or int8 for who asks."""
+    model = models.load(source)
+    if not hasattr(model, "generate"):
+        raise UserError(
+            f"{source} fills in hidden words and writes no text; after `python -m lab export`, "
+            'transformers\' pipeline("fill-mask") asks it'
+        )
+    tokenizer = get_tokenizer(name_of_size(model.config.vocab_size))
+    precision = Precision("auto" if weights in ("auto", "int8") else weights, device)
+    precision.prepare()
+    if weights != "int8":
+        return model.to(device, precision.dtype).eval(), tokenizer
+    if device.type != "cpu":
+        raise UserError(f"weights=int8 is for a CPU, not for {device}; leave the flag out")
+    return use_int8(model).eval(), tokenizer
+
+
+class Text:
+    """A text of token ids that come one by one. A character's bytes may be spread over several
+    tokens in both vocabularies: it is added when its last byte has come, never as halves."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.text, self.count, self.ended = "", 0, False
+        self.shades = []  # of the page
+
+    def add(self, token):
+        """The characters that this token completes."""
+        self.count += 1
+        if token == self.tokenizer.eot:
+            return self.end()
+        piece = self.decoder.decode(self.tokenizer.bytes_of(token))
+        self.text += piece
+        return piece
+
+    def end(self):
+        """What is left of a character that was begun, as U+FFFD."""
+        piece = self.decoder.decode(b"", final=True)
+        self.text, self.ended = self.text + piece, True
+        return piece
+
+
+def pieces(model, tokenizer, ids, max_new_tokens, likeliest=0, stop=(), **how):
+    """Yield each token that follows `ids` as {"id", "text", "end"}, with `likeliest` also what
+    shading.shade says of it. how: settings of generate.
+
+    "end" is None but in the last: "stop" where the model ended its text or wrote one of `stop`,
+    which is cut off, else "length". What may be the beginning of a stop waits until it is clear.
+    """
+    idx = torch.tensor([ids], device=next(model.parameters()).device)
+    text, held = Text(tokenizer), []
+    text.decoder.decode(
+        b"".join(map(tokenizer.bytes_of, ids[-4:]))
+    )  # a character may be half there
+    for token, logits in generate(model, idx, max_new_tokens, **how):
+        token = token.item()
+        piece = {"id": token, "text": text.add(token), "end": None}
+        if likeliest:
+            piece = shading.shade(token, logits[0], piece["text"], tokenizer, likeliest) | piece
+        if text.count == max_new_tokens and not text.ended:
+            piece |= {"text": piece["text"] + text.end(), "end": "length"}
+        elif text.ended:
+            piece["end"] = "stop"
+        held.append(piece)
+        joined = "".join(piece["text"] for piece in held)
+        found = [place for place in map(joined.find, filter(None, stop)) if place >= 0]
+        if found:
+            yield from cut(held, min(found))
+            return
+        wait = 0 if piece["end"] else max((overlap(joined, one) for one in stop), default=0)
+        while held and len(joined) - len(held[0]["text"]) >= wait:
+            joined = joined[len(held[0]["text"]) :]
+            yield held.pop(0)
+        if piece["end"]:
+            return
+
+
+def overlap(text, stop):
+    """How many of the last characters of `text` may be the beginning of `stop`."""
+    return next((n for n in range(len(stop) - 1, 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def cut(held, place):
+    """The pieces that hold the first `place` characters; the last of them says "stop"."""
+    kept = []
+    for piece in held:
+        kept.append(piece | {"text": piece["text"][:place]})
+        place -= len(piece["text"])
+        if place <= 0:
+            break
+    kept[-1]["end"] = "stop"
+    return kept
+
+
+@torch.no_grad()
+def scored(model, tokenizer, ids, likeliest=5):
+    """What shading.shade says of each of `ids`: how likely it was after those before. The first,
+    an end-of-text that nothing foretells, is left out."""
+    idx = torch.tensor([ids[:-1]], device=next(model.parameters()).device)
+    if not idx.numel():
+        return []
+    logits, text = model(idx)[0][0], Text(tokenizer)
+    shades = []
+    for token, row in zip(ids[1:], logits):
+        piece = text.add(token) or (END_OF_TEXT if token == tokenizer.eot else "")
+        shades.append(shading.shade(token, row.float(), piece, tokenizer, likeliest))
+    return shades

@@ -1,0 +1,291 @@
+"""The paths of serve.py, and what may be asked. None of them opens a file: the page is read once."""
+
+import asyncio
+import base64
+import hashlib
+import json
+import math
+import re
+import time
+import uuid
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.trustedhost import TrustedHostMiddleware
+from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
+from pydantic import AliasChoices, BaseModel, Field, field_validator
+from starlette.exceptions import HTTPException
+
+from lab.cli import UserError
+from lab.data.chat import STOPS
+from lab.stream import scored
+from lab.tools.serve import Busy
+
+LONGEST = 4096  # new tokens
+LARGEST = 2**16  # bytes of a request
+PATIENCE = 60  # seconds for a client to send its request, or to take a part of the answer
+
+
+class Ask(BaseModel, allow_inf_nan=False):
+    """What the page may ask. prompt: a text, or ids; answer: ids after it, to go on from."""
+
+    prompt: str | list[int] = ""
+    messages: list[dict] | None = Field(None, min_length=1, max_length=200)
+    answer: list[int] = []
+    max_tokens: int = Field(200, ge=1, le=LONGEST)
+    temperature: float = Field(1.0, ge=0, le=100)
+    top_k: int = Field(0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    seed: int | None = Field(None, ge=0, lt=2**32)
+    stop: list[Annotated[str, Field(min_length=1, max_length=100)]] = Field([], max_length=4)
+    likeliest: int = Field(5, ge=0, le=20)
+
+    def model_post_init(self, _):
+        self.seed = torch.seed() % 2**31 if self.seed is None else self.seed
+        if self.messages is not None:
+            self.stop = [*self.stop, *STOPS]
+
+
+class OpenAI(Ask):
+    """What both of OpenAI's paths know. What would change the text and is not here is refused."""
+
+    stream: bool = False
+    n: Literal[1] = 1
+    frequency_penalty: Literal[0, None] = None
+    presence_penalty: Literal[0, None] = None
+    logit_bias: Literal[None] = None
+
+    @field_validator("stop", mode="before")
+    def several(cls, stop):
+        return [stop] if isinstance(stop, str) else stop or []
+
+
+class Completion(OpenAI):
+    max_tokens: int = Field(16, ge=1, le=LONGEST)
+    prompt: str | list[int]
+    messages: Literal[None] = None
+    logprobs: int | None = Field(None, ge=0, le=20)
+    echo: Literal[False, None] = None
+    suffix: Literal["", None] = None
+    best_of: Literal[1, None] = None
+
+    @field_validator("prompt", mode="before")
+    def alone(cls, prompt):
+        one = isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int)
+        return prompt[0] if one else prompt
+
+    def model_post_init(self, context):
+        super().model_post_init(context)
+        self.likeliest = 0 if self.logprobs is None else max(1, self.logprobs)
+
+
+class Chat(OpenAI):
+    messages: list[dict] = Field(min_length=1, max_length=200)
+    max_tokens: int = Field(
+        200, ge=1, le=LONGEST, validation_alias=AliasChoices("max_completion_tokens", "max_tokens")
+    )
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    tools: Literal[None] = None
+
+    def model_post_init(self, context):
+        super().model_post_init(context)
+        self.likeliest = max(1, self.top_logprobs or 0) if self.logprobs else 0
+
+
+def log(p):
+    return math.log(max(p, 1e-38))  # JSON knows no infinity
+
+
+class InCompletions:
+    """Pieces in the words of /v1/completions."""
+
+    prefix, kind, part_kind = "cmpl", "text_completion", "text_completion"
+
+    @staticmethod
+    def logprobs(pieces, ask, start, tokenizer):
+        """start: the place of the first in the text."""
+        if ask.logprobs is None:
+            return None
+        out = dict(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+        for piece in pieces:
+            top = {json.loads(name): log(p) for _, name, p in piece["likeliest"][: ask.logprobs]}
+            out["tokens"].append(json.loads(piece["name"]))
+            out["token_logprobs"].append(log(piece["p"]))
+            out["top_logprobs"].append(top)
+            out["text_offset"].append(start)
+            start += len(piece["text"])
+        return out
+
+    @staticmethod
+    def whole(text):
+        return {"text": text}
+
+    part = whole
+
+
+class InChat:
+    """Pieces in the words of /v1/chat/completions."""
+
+    prefix, kind, part_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    @staticmethod
+    def logprobs(pieces, ask, start, tokenizer):
+        if not ask.logprobs:
+            return None
+
+        def said(id, name, p):
+            return dict(token=json.loads(name), logprob=log(p), bytes=list(tokenizer.bytes_of(id)))
+
+        top = [[said(*one) for one in x["likeliest"][: ask.top_logprobs or 0]] for x in pieces]
+        own = [said(piece["id"], piece["name"], piece["p"]) for piece in pieces]
+        return {"content": [one | {"top_logprobs": t} for one, t in zip(own, top)], "refusal": None}
+
+    @staticmethod
+    def whole(text):
+        return {"message": {"role": "assistant", "content": text}}
+
+    @staticmethod
+    def part(text):
+        return {"delta": {"role": "assistant", "content": text}}
+
+
+def application(engine, name, hosts):
+    """The FastAPI application. hosts: names under which it may be asked, ["*"] for any."""
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts)
+    app.add_middleware(Limits)
+    for kind, said in {
+        UserError: lambda error: (400, str(error)),
+        Busy: lambda error: (503, str(error)),
+        RequestValidationError: lambda error: (400, what(error)),
+        HTTPException: lambda error: (error.status_code, str(error.detail)),
+    }.items():
+        app.add_exception_handler(kind, lambda request, error, said=said: refusal(*said(error)))
+    page, policy = the_page(dict(model=name, context=engine.block_size, longest=LONGEST))
+    model = dict(id=name, object="model", created=int(time.time()), owned_by="you")
+
+    @app.get("/")
+    async def index():
+        return HTMLResponse(page, headers={"Content-Security-Policy": policy})
+
+    @app.get("/v1/models")
+    async def models():
+        return dict(object="list", data=[model])
+
+    @app.post("/generate")
+    async def generate(ask: Ask):
+        """Lines: {"scored", "dropped", "seed"}, then {"pieces", "seconds"} ...; scored is the prompt,
+        or the last token of the answer to go on from."""
+        ids, dropped = await engine.compute(engine.ids_of, ask)
+
+        async def lines():
+            async with engine.place() as cache:
+                shades = await engine.compute(scored, engine.model, engine.tokenizer, ids)
+                shades = shades[-1:] if ask.answer else shades
+                yield dict(scored=shades, dropped=dropped, seed=ask.seed)
+                t0 = time.perf_counter()
+                async for new in engine.write(ask, ids, cache):
+                    yield dict(pieces=new, seconds=time.perf_counter() - t0)
+
+        said = (json.dumps(line) + "\n" async for line in lines())
+        return StreamingResponse(said, media_type="application/x-ndjson")
+
+    async def answer(request, ask, form):
+        ids, _ = await engine.compute(engine.ids_of, ask)
+        head = dict(id=f"{form.prefix}-{uuid.uuid4().hex}", created=int(time.time()), model=name)
+
+        def choice(says, new, start):
+            more = dict(index=0, finish_reason=new[-1]["end"])
+            more["logprobs"] = form.logprobs(new, ask, start, engine.tokenizer)
+            return {"choices": [says("".join(piece["text"] for piece in new)) | more]}
+
+        async def parts():
+            start = 0
+            async with engine.place() as cache:
+                async for new in engine.write(ask, ids, cache):
+                    part = head | {"object": form.part_kind} | choice(form.part, new, start)
+                    start += sum(len(piece["text"]) for piece in new)
+                    yield f"data: {json.dumps(part)}\n\n"
+            yield "data: [DONE]\n\n"
+
+        if ask.stream:
+            return StreamingResponse(parts(), media_type="text/event-stream")
+        async with engine.place() as cache:
+            all = []
+            async for new in engine.write(ask, ids, cache):
+                all += new
+                if await request.is_disconnected():
+                    return Response(status_code=499)
+        used = dict(
+            prompt_tokens=len(ids), completion_tokens=len(all), total_tokens=len(ids) + len(all)
+        )
+        return head | {"object": form.kind, "usage": used} | choice(form.whole, all, 0)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request, ask: Completion):
+        return await answer(request, ask, InCompletions)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request, ask: Chat):
+        return await answer(request, ask, InChat)
+
+    return app
+
+
+def refusal(status, sentence):
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return JSONResponse({"error": dict(message=sentence, type=kind, param=None, code=None)}, status)
+
+
+def what(error):
+    """A sentence of what pydantic found first."""
+    first = error.errors()[0]
+    place = ".".join(str(part) for part in first["loc"][1:]) or "request"
+    shown = "" if first["type"] in ("missing", "json_invalid") else f"={first['input']!r:.80}"
+    return f"{place}{shown}: {first['msg']}"
+
+
+def the_page(about):
+    """(HTML, its Content-Security-Policy). The page may run its own script, ask this server, and
+    nothing else."""
+    page = Path(__file__).with_name("serve.html").read_text(encoding="utf-8")
+    page = page.replace("{{ about }}", json.dumps(about).replace("<", "\\u003c"))
+    script = re.search(r"(?s)<script>(.*?)</script>", page)[1]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return page, (
+        f"default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; "
+        f"script-src 'sha256-{digest}'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+    )
+
+
+class Limits:
+    """No request is larger than LARGEST, and no client keeps us waiting for longer than PATIENCE."""
+
+    def __init__(self, app):
+        self.app = app
+
+    async def __call__(self, scope, receive, send):
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        body, more = b"", True
+        while more:
+            message = await asyncio.wait_for(receive(), PATIENCE)
+            if message["type"] == "http.disconnect":
+                return
+            body, more = body + message.get("body", b""), message.get("more_body")
+            if len(body) > LARGEST:
+                sentence = f"a request may have {LARGEST} bytes at most; send a shorter one"
+                return await refusal(413, sentence)(scope, receive, send)
+        first = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def replay():
+            return first.pop() if first else await receive()
+
+        async def patient(message):
+            await asyncio.wait_for(send(message), PATIENCE)
+
+        await self.app(scope, replay, patient)

@@ -1,0 +1,375 @@
+"""lab serve over real HTTP, with OpenAI's own client; and a conversation in a terminal."""
+
+import concurrent.futures
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, Process, clean_env, wait_for
+from test_sample import always, noisy_gpt
+from test_weights import saved
+
+from lab import generate as generating
+from lab.cli import UserError
+from lab.data.chat import fit_chat
+from lab.data.tokenizers import get_tokenizer
+from lab.generate import KVCache, compiled, generate
+from lab.kernels.int8 import Int8Linear, use_int8
+from lab.stream import pieces, scored
+
+BYTES = get_tokenizer("bytes")
+EVIL = '<img src=x onerror=alert(1)></script><script>alert("é")</script>\x1b[2J\x00\x07\u202e{{ about }}'
+
+
+class Server:
+    """`python -m lab serve` of a model, running."""
+
+    def __init__(self, folder, model, *flags):
+        self.model = model
+        path = saved(model, folder / "log/r/model_000010.pt")
+        self.process = Process(ROOT / "lab", "serve", path, "--port", 0, *flags, cwd=folder)
+        wait_for(lambda: "http://" in self.process.stdout, self.process)
+        self.port = int(self.process.stdout.split("127.0.0.1:")[1].split()[0])
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def send(self, path, body=None, method=None, **headers):
+        """(status, text) of the answer. body: what becomes JSON, or bytes as they are."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        if not isinstance(body, bytes | None):
+            body = json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"} | headers
+        connection.request(method or ("GET" if body is None else "POST"), path, body, headers)
+        answer = connection.getresponse()
+        text = answer.read().decode()
+        connection.close()
+        return answer.status, text
+
+    def lines(self, **ask):
+        status, text = self.send("/generate", ask)
+        assert status == 200, text
+        return [json.loads(line) for line in text.splitlines()]
+
+    def write(self, **ask):
+        """(scored, pieces) of /generate."""
+        first, *rest = self.lines(**ask)
+        return first["scored"], [piece for line in rest for piece in line["pieces"]]
+
+    def leave(self, **ask):
+        """Ask for a text, and hang up at its first bytes."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        connection.request(
+            "POST", "/generate", json.dumps(ask), {"Content-Type": "application/json"}
+        )
+        connection.getresponse().read(10)
+        connection.sock.close()
+
+    def memory(self):
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(status.split("VmRSS:")[1].split()[0]) / 1024  # MiB
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    pytest.importorskip("uvicorn", reason="needs requirements-serve.txt")
+    pytest.importorskip("fastapi", reason="needs requirements-serve.txt")
+    server = Server(tmp_path_factory.mktemp("serve"), noisy_gpt(block_size=64))
+    yield server
+    server.process.signal(signal.SIGINT)
+    assert server.process.wait(20) in (0, 130), server.process.stderr
+    assert "Traceback" not in server.process.stderr, server.process.stderr
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    openai = pytest.importorskip("openai", reason="needs requirements-test.txt")
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def by_hand(model, ids, n, **how):
+    """(tokens, their log-probabilities, all of them) by generate."""
+    tokens, own, rows = [], [], []
+    for token, logits in generate(model, torch.tensor([ids]), n, **how):
+        rows.append(logits[0].log_softmax(-1))
+        tokens.append(token.item())
+        own.append(rows[-1][token].item())
+    return tokens, own, rows
+
+
+# ------------------------------------------------------------------------------- OpenAI's interface
+
+
+def test_completions_through_openais_client(server, client):
+    name = client.models.list().data[0].id
+    assert name == "r/model_000010"  # and not where it lies
+    ask = dict(model=name, prompt="abc", max_tokens=12, temperature=0, logprobs=3)
+    whole = client.completions.create(**ask)
+    tokens, own, rows = by_hand(server.model, [256, *b"abc"], 12, temperature=0)
+    choice = whole.choices[0]
+    assert choice.finish_reason == "length" and whole.usage.completion_tokens == 12
+    assert choice.text == BYTES.decode(tokens)
+    assert choice.logprobs.token_logprobs == pytest.approx(own, abs=1e-4)
+    top = sorted(choice.logprobs.top_logprobs[0].values(), reverse=True)
+    assert top == pytest.approx(rows[0].topk(3).values.tolist(), abs=1e-4)
+    parts = list(client.completions.create(**ask, stream=True))
+    assert "".join(part.choices[0].text for part in parts) == choice.text
+    assert [part.choices[0].finish_reason for part in parts][-1] == "length"
+    offsets = [o for part in parts for o in part.choices[0].logprobs.text_offset]
+    assert offsets == choice.logprobs.text_offset
+    drawn = dict(model=name, prompt=[256, 97], max_tokens=20, seed=3, top_p=0.9)
+    again = [client.completions.create(**drawn).choices[0].text for _ in range(2)]
+    assert again[0] == again[1]
+    assert client.completions.create(**drawn | {"seed": 4}).choices[0].text != again[0]
+
+
+def test_chat_through_openais_client(server, client):
+    messages = [{"role": "system", "content": "Brief."}, {"role": "user", "content": "Hi"}]
+    ask = dict(model="any", messages=messages, max_completion_tokens=9, temperature=0)
+    whole = client.chat.completions.create(**ask, logprobs=True, top_logprobs=2).choices[0]
+    ids, _ = fit_chat(messages, BYTES, 64)
+    tokens, own, _ = by_hand(server.model, ids, 9, temperature=0)
+    assert whole.message.role == "assistant" and whole.message.content == BYTES.decode(tokens)
+    assert [one.logprob for one in whole.logprobs.content] == pytest.approx(own, abs=1e-4)
+    assert [len(one.top_logprobs) for one in whole.logprobs.content] == [2] * 9
+    parts = client.chat.completions.create(**ask, stream=True)
+    assert "".join(part.choices[0].delta.content for part in parts) == whole.message.content
+
+
+# ----------------------------------------------------------------------------------- the page's path
+
+
+def test_a_prompt_is_scored_and_a_runner_up_is_gone_on_from(server):
+    ask = dict(prompt="abc", temperature=0, max_tokens=10)
+    prompt, first = server.write(**ask)
+    assert [piece["text"] for piece in prompt] == ["a", "b", "c"]
+    rows = server.model(torch.tensor([[256, *b"ab"]]))[0][0].softmax(-1)
+    assert [piece["p"] for piece in prompt] == pytest.approx(
+        [row[token].item() for row, token in zip(rows, b"abc")], rel=1e-3
+    )
+    runner_up = first[4]["likeliest"][1]
+    taken, rest = server.write(**ask, answer=[piece["id"] for piece in first[:4]] + [runner_up[0]])
+    assert [taken[0]["id"], taken[0]["p"]] == pytest.approx([runner_up[0], runner_up[2]], rel=1e-3)
+    ids = [256, *b"abc", *(piece["id"] for piece in first[:4]), runner_up[0]]
+    assert [piece["id"] for piece in rest] == by_hand(server.model, ids, 10, temperature=0)[0]
+    longer = server.write(**ask, answer=[97] * 100)[1]  # beyond the context, whose newer half stays
+    assert [p["id"] for p in longer] == by_hand(server.model, [97] * 32, 10, temperature=0)[0]
+
+
+def test_markup_and_control_characters_are_text(server):
+    prompt, _ = server.write(prompt=EVIL[:40], max_tokens=1)
+    assert "".join(piece["text"] for piece in prompt) == EVIL[:40]
+    status, page = server.send("/")
+    assert status == 200 and "<img" not in page and "http" not in page.replace("http-equiv", "")
+
+
+def test_the_oldest_messages_are_dropped_and_that_is_said(server):
+    turns = [dict(role=role, content="word " * 2) for role in ("user", "assistant") * 4]
+    last = dict(role="user", content="last")
+    first, *_ = server.lines(messages=[*turns, last], max_tokens=2)
+    text = "".join(piece["text"] for piece in first["scored"])
+    assert first["dropped"] == 8 and text == "User: last\n\nAssistant:"
+    system = dict(role="system", content="S")
+    ids, dropped = fit_chat([system, *turns, last], BYTES, 90)
+    assert BYTES.decode(ids[1:]).startswith("System: S\n\nUser: word word\n\n") and dropped == 6
+
+
+BAD = [
+    (dict(prompt="a" * 64), "a prompt of 65 tokens is longer than the model's context of 64"),
+    (
+        dict(prompt="a", temperature=-1),
+        "temperature=-1: Input should be greater than or equal to 0",
+    ),
+    (b'{"prompt": "a", "temperature": NaN}', "temperature=nan: Input should be a finite number"),
+    (dict(prompt="a", top_p=0), "top_p=0: Input should be greater than 0"),
+    (dict(prompt="a", top_k=-3), "top_k=-3:"),
+    (dict(prompt="a", top_k=1.5), "top_k=1.5:"),
+    (dict(prompt="a", seed=2**40), f"seed={2**40}: Input should be less than"),
+    (dict(prompt="a", max_tokens=10**9), "max_tokens=1000000000: Input should be less than"),
+    (dict(prompt="a", max_tokens="no number"), "max_tokens='no number'"),
+    (dict(prompt=[300]), "token 300 is not one of this model's, 0 to 256"),
+    (dict(prompt="a", stop=[""]), "stop.0=''"),
+    (dict(messages=[dict(role="x", content="")]), "with role 'x'"),
+    (dict(messages=[dict(role="user", content="a" * 64)]), "the newest message takes"),
+    (dict(messages=[]), "messages=[]"),
+    (b"[" * 60000, "parsing the body"),
+    (b"{}x", "JSON"),
+    (b"\xff", "parsing the body"),
+]
+
+
+@pytest.mark.parametrize("body, sentence", BAD, ids=[sentence[:20] for _, sentence in BAD])
+def test_bad_numbers_and_long_prompts_are_refused_with_a_sentence(server, body, sentence):
+    status, text = server.send("/generate", body)
+    message = json.loads(text)["error"]["message"]
+    assert status == 400 and sentence in message and "\n" not in message and len(message) < 400
+
+
+def test_no_request_is_large_and_no_path_reads_a_file(server):
+    assert server.send("/generate", dict(prompt="a" * 70_000))[0] == 413
+    files = ("etc/passwd", "serve.py", "lab/tools/serve.py", "log/r/model_000010.pt", "docs")
+    for file in (*files, "openapi.json", "static/x", "favicon.ico"):
+        for way in (
+            "/",
+            "//",
+            "/../",
+            "/" + "../" * 9,
+            "/%2e%2e/" * 5,
+            "/generate/../../",
+            "/v1/models/",
+        ):
+            assert server.send(way + file)[0] in (400, 404, 405), way + file
+    assert server.send("file:///etc/passwd")[0] in (400, 404)
+    for host in ("evil.example", "127.0.0.1.evil.example"):  # a name that leads here
+        assert server.send("/v1/models", Host=host)[0] == 400
+    assert server.send("/generate", b'{"prompt": "a"}', **{"Content-Type": "text/plain"})[0] == 400
+
+
+# ------------------------------------------------------------------------------------ many at once
+
+
+def test_fifty_at_once(server):
+    ask = dict(prompt="abc", max_tokens=20, seed=1, temperature=1.0)
+    alone = server.write(**ask)[1]
+
+    def one(i):
+        if i % 10 == 9:
+            return server.send("/v1/completions", dict(prompt="a" * 99))[0] == 400
+        if i % 10 == 8:
+            return server.leave(**ask | {"max_tokens": 4000}) is None
+        return server.write(**ask)[1] == alone
+
+    with concurrent.futures.ThreadPoolExecutor(50) as threads:
+        assert all(threads.map(one, range(50)))
+        before = server.memory()
+        assert all(threads.map(one, range(50)))
+    assert server.memory() < before + 20, "MiB"
+
+
+def test_turns_are_fair_and_who_leaves_is_not_computed_for(server):
+    t0 = time.perf_counter()
+    server.write(prompt="a", max_tokens=300)
+    each = (time.perf_counter() - t0) / 300
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        long = threads.submit(server.write, prompt="a", max_tokens=2000)
+        server.write(prompt="b", max_tokens=20)
+        assert not long.done(), "the short one waited for the long one"
+        long.result()
+    for _ in range(8):
+        server.leave(prompt="a", max_tokens=4000)
+    t0 = time.perf_counter()
+    server.write(prompt="b", max_tokens=20)
+    assert time.perf_counter() - t0 < 4000 * each, "it waited for texts that nobody reads"
+
+
+# ------------------------------------------------------------------------------------ parts by hand
+
+
+def test_a_stop_is_cut_off_wherever_it_lies_in_tokens():
+    class Says:
+        """Writes a text, whatever came before."""
+
+        def __init__(self, text):
+            self.model, self.text = always(0), list(text.encode()) + [256]
+
+        def generate(self, model, idx, n, **how):
+            for token in self.text[:n]:
+                logits = torch.full((1, 257), -9.0)
+                logits[0, token] = 0
+                yield torch.tensor([token]), logits
+
+    def said(text, *stop, n=99):
+        says = Says(text)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("lab.stream.generate", says.generate)
+            all = list(pieces(says.model, BYTES, [256], n, stop=stop))
+        assert all[-1]["end"] and not any(piece["end"] for piece in all[:-1])
+        return "".join(piece["text"] for piece in all), all[-1]["end"]
+
+    assert said("one two") == ("one two", "stop")
+    assert said("one two", n=4) == ("one ", "length")
+    assert said("one\n\nUser: x", "\n\nUser:") == ("one", "stop")
+    assert said("one\n\nUs", "\n\nUser:") == ("one\n\nUs", "stop")
+    assert said("a\n\n\nUser:", "\n\nUser:", "zz") == ("a\n", "stop")
+    assert said("User:", "User:") == ("", "stop")
+    assert said("aé日x", n=3) == ("aé", "length") and said("aé", n=2) == ("a\ufffd", "length")
+
+
+def test_a_compiled_step_and_a_used_cache_change_no_token(monkeypatch):
+    """The step itself, not compiled: what is compiled agrees in test_compiled_for_real."""
+    monkeypatch.setattr(generating.torch, "compile", lambda step, **how: step)
+    for changes in ({}, {"document_mask": True}, {"attention": "math"}):
+        model = noisy_gpt(**changes)
+        cache = KVCache(16, compiled(model))
+        for prompt in (1, 5, 16):
+            idx = torch.randint(257, (3, prompt))
+            plain = [token.tolist() for token, _ in generate(model, idx, 24, temperature=0)]
+            how = dict(temperature=0, cache=cache)
+            assert [token.tolist() for token, _ in generate(model, idx, 24, **how)] == plain
+
+
+@pytest.mark.slow
+def test_compiled_for_real():
+    model = noisy_gpt()
+    cache, idx = KVCache(16, compiled(model)), torch.randint(257, (1, 5))
+    plain = [token.item() for token, _ in generate(model, idx, 40, temperature=0)]
+    for _ in range(2):
+        got = [token.item() for token, _ in generate(model, idx, 40, temperature=0, cache=cache)]
+        assert got == plain
+
+
+def test_int8_is_off_by_rounding_alone():
+    model, idx = noisy_gpt(n_embd=64, vocab_multiple=8), torch.randint(257, (2, 16))
+    plain = model(idx)[0]
+    assert isinstance(use_int8(model).lm_head, Int8Linear)
+    error = (model(idx)[0] - plain).std() / plain.std()
+    assert 0 < error < 0.05
+    shades = scored(model, BYTES, [256, *b"abc"])
+    assert [shade["text"] for shade in shades] == list("abc")
+
+
+def test_a_missing_package_is_one_sentence(monkeypatch):
+    from lab.tools import serve
+
+    monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        UserError, match="fastapi and uvicorn must be installed .*requirements-serve"
+    ):
+        serve.main([])
+
+
+# ------------------------------------------------------------------------------------ in a terminal
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+def test_chat_in_the_terminal(tmp_path):
+    """An answer as it comes; Ctrl-C ends it and not the program; what no longer fits is said."""
+    import pty
+
+    saved(always(ord("z"), block_size=64), tmp_path / "log/r/model_000010.pt")
+    terminal, theirs = pty.openpty()
+    command = [sys.executable, str(ROOT / "sample.py"), "--chat", "--max_new_tokens", "100000"]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=clean_env(), stdin=theirs, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        for _ in range(2):
+            os.write(terminal, b"hi\n")
+            assert process.stdout.read(5) == b"zzzzz"
+            process.send_signal(signal.SIGINT)
+            while process.stdout.read(1) != b"\n":
+                pass
+        os.write(terminal, b"a" * 80 + b"\n\n")
+        out, err = process.communicate(timeout=120)
+    finally:
+        process.kill()
+        os.close(terminal), os.close(theirs)
+    assert (process.returncode, out) == (0, b""), err.decode()
+    assert err.count(b"[stopped]") == 2 and b"the newest message takes 99 tokens" in err
+    assert b"[the oldest 2 messages no longer fit and are left out]" in err
