@@ -107,7 +107,7 @@ def generate(
             if mask is None:
                 mask = torch.ones(1, 1, 1, idx.size(1), dtype=torch.bool, device=idx.device)
             mask = F.pad(mask, (0, cache.length - idx.size(1)))  # False: not yet written
-            logits = cache.step(idx[:, start:], position, mask, cache.layers)
+            logits = cache.step(token[:, None], position, mask, cache.layers)
         else:
             logits, _ = model(idx[:, start:], position=position, mask=mask, cache=cache)
         logits = logits[:, -1].float()  # (B, V)
