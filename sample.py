@@ -24,7 +24,7 @@ from lab.cli import UserError, command, parse
 from lab.data.chat import STOPS, fit_chat
 from lab.data.tokenizers import printable
 from lab.files import check_writable, write_whole
-from lab.generate import generate
+from lab.generate import KVCache, compiled, generate
 from lab.stream import Text, pieces, ready
 from lab.world import World
 
@@ -49,6 +49,9 @@ class Config:
     device: str = "auto"  # cuda, mps or cpu
     # auto: 16 bits on a GPU, else fp32; int8 is for a CPU, twice as fast and a little less exact
     weights: Literal["auto", "fp32", "bf16", "fp16", "int8"] = "auto"
+    compile: bool = (
+        False  # for a GPU and long texts: the first tokens take a minute, the others less
+    )
     log_dir: str = "log"  # where the newest run is looked for
 
 
@@ -69,7 +72,7 @@ def check(cfg):
         check_writable(cfg.html, "html")
 
 
-def complete(model, tokenizer, prompt, cfg, seed, write):
+def complete(model, tokenizer, prompt, cfg, seed, write, cache=None):
     """The prompt's cfg.num_samples Texts. write(text) gets the prompt and the pieces of the first
     text as they come. Raises UserError, before it writes, for a prompt that does not fit."""
     device = next(model.parameters()).device
@@ -77,9 +80,10 @@ def complete(model, tokenizer, prompt, cfg, seed, write):
     idx = torch.tensor([[tokenizer.eot] + tokenizer.encode(prompt)], device=device)
     idx = idx.expand(cfg.num_samples, -1)
     generator = torch.Generator(device=device).manual_seed(seed)
-    how = (cfg.temperature, cfg.top_k, cfg.top_p, generator)
+    how = dict(temperature=cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p)
+    how |= dict(generator=generator, cache=cache)
     texts = [Text(tokenizer) for _ in range(cfg.num_samples)]
-    for i, (tokens, logits) in enumerate(generate(model, idx, cfg.max_new_tokens, *how)):
+    for i, (tokens, logits) in enumerate(generate(model, idx, cfg.max_new_tokens, **how)):
         if i == 0:
             write(prompt)
         for text, token, row in zip(texts, tokens.tolist(), logits):
@@ -117,11 +121,12 @@ def prompts(cfg):
             yield line.rstrip("\r\n")
 
 
-def talk(model, tokenizer, cfg, seed):
+def talk(model, tokenizer, cfg, seed, cache):
     """A conversation, up to the end of input or an empty line. Ctrl-C ends an answer."""
     messages = []
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
     how = dict(temperature=cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p)
-    how["generator"] = torch.Generator(next(model.parameters()).device).manual_seed(seed)
+    how |= dict(generator=generator, cache=cache)
     room = model.config.block_size - min(cfg.max_new_tokens, model.config.block_size // 4)
     for line in prompts(cfg):
         messages.append({"role": "user", "content": line})
@@ -159,13 +164,14 @@ def main(argv):
     source = models.find(cfg.model, cfg.log_dir)
     model, tokenizer = ready(source, device, cfg.weights)
     seed = cfg.seed if cfg.seed is not None else torch.seed() % 2**31
+    cache = KVCache(model.config.block_size, compiled(model)) if cfg.compile else None
     if cfg.chat:
-        return talk(model, tokenizer, cfg, seed)
+        return talk(model, tokenizer, cfg, seed, cache)
     shown = []  # of the page
     for prompt in prompts(cfg):
         t0 = time.perf_counter()
         try:
-            texts = complete(model, tokenizer, prompt, cfg, seed, write)
+            texts = complete(model, tokenizer, prompt, cfg, seed, write, cache)
         except UserError as error:
             if cfg.prompt or not sys.stdin.isatty():
                 raise

@@ -69,16 +69,9 @@ def compiled(model):
 
 @torch.no_grad()
 def generate(
-    model,
-    idx,
-    max_new_tokens,
-    temperature=1.0,
-    top_k=0,
-    top_p=1.0,
-    generator=None,
-    use_cache=True,
+    model, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, generator=None, use_cache=True,
     cache=None,
-):
+):  # fmt: skip
     """Yield the next token (B,) of each row of idx (B, T) and the logits (B, V) that it was drawn
     from, max_new_tokens times. The logits are the model's own, before temperature, top_k and top_p.
 
@@ -92,29 +85,29 @@ def generate(
         )
     cache = (cache or KVCache(block_size)) if use_cache else None
     within = model.config.document_mask  # attention does not cross end-of-text, the last id
-    start = block_size  # tokens before this one are in the cache
-    for i in range(max_new_tokens):
-        if i == 0 or idx.size(1) > block_size:
+    new = None  # tokens that are not in the cache
+    for _ in range(max_new_tokens):
+        if new is None or idx.size(1) > block_size:
             # A full window drops its older half: positions are absolute, so what is left gets new
             # ones, and its keys and values have to be computed again.
-            keep = idx.size(1) if i == 0 else max(1, block_size // 2)
-            idx, start = idx[:, -keep:], 0
+            new = idx = idx if new is None else idx[:, -max(1, block_size // 2) :]
             if cache is not None:
                 cache.clear()
+        start = idx.size(1) - new.size(1)
         position = torch.arange(start, idx.size(1), device=idx.device)
         mask = document_mask(idx, model.config.vocab_size - 1, start) if within else None
         if start and cache is not None and cache.step:
             if mask is None:
                 mask = torch.ones(1, 1, 1, idx.size(1), dtype=torch.bool, device=idx.device)
             mask = F.pad(mask, (0, cache.length - idx.size(1)))  # False: not yet written
-            logits = cache.step(idx[:, start:], position, mask, cache.layers)
+            logits = cache.step(new, position, mask, cache.layers)
         else:
-            logits, _ = model(idx[:, start:], position=position, mask=mask, cache=cache)
+            logits, _ = model(new, position=position, mask=mask, cache=cache)
         logits = logits[:, -1].float()  # (B, V)
         token = sample_token(logits, temperature, top_k, top_p, generator)
         yield token, logits
-        start = idx.size(1) if use_cache else 0
         idx = torch.cat([idx, token[:, None]], dim=1)
+        new = token[:, None] if use_cache else idx
 
 
 def sample_token(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):

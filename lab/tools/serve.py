@@ -24,7 +24,7 @@ from lab import models
 from lab.cli import UserError, parse
 from lab.data.chat import fit_chat
 from lab.device import find_device
-from lab.generate import KVCache, compiled
+from lab.generate import KVCache, compiled, generate
 from lab.stream import pieces, ready
 
 TURN = 0.03  # seconds of computing, then the next one's turn
@@ -58,7 +58,10 @@ class Engine:
         self.thread = concurrent.futures.ThreadPoolExecutor(1)
         self.caches, step = asyncio.Queue(), compiled(model) if compile else None
         for _ in range(AT_ONCE):
-            self.caches.put_nowait(KVCache(self.block_size, step))
+            cache = KVCache(self.block_size, step)
+            if step:  # each is recorded for itself
+                self.thread.submit(warm_up, model, cache).result()
+            self.caches.put_nowait(cache)
         self.texts = 0  # being written, or waiting
 
     async def compute(self, function, *args):
@@ -111,6 +114,12 @@ class Engine:
             yield new
 
 
+def warm_up(model, cache):
+    """Write three tokens, for which a step is compiled or recorded."""
+    idx = torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device)
+    list(generate(model, idx, 3, cache=cache))
+
+
 def one_turn(steps):
     """What comes of an iterator in TURN seconds; nothing at its end."""
     new, until = [], time.perf_counter() + TURN
@@ -140,7 +149,11 @@ def main(argv):
         raise UserError(
             f"host={cfg.host} port={cfg.port} cannot be opened ({error}); choose another --port"
         ) from error
-    engine = Engine(*ready(source, device, cfg.weights), cfg.compile)
+    model, tokenizer = ready(source, device, cfg.weights)
+    t0 = time.perf_counter()
+    engine = Engine(model, tokenizer, cfg.compile)
+    if cfg.compile:
+        print(f"compiled in {time.perf_counter() - t0:.0f} s", flush=True)
     host, port = door.getsockname()
     # a page of another site may not ask us under a name of its own (DNS rebinding)
     hosts = ["127.0.0.1", "localhost"] if host.startswith("127.") else ["*"]

@@ -9,7 +9,7 @@ import re
 import time
 import uuid
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
 from fastapi import FastAPI, Request, Response
@@ -49,28 +49,28 @@ class Ask(BaseModel, allow_inf_nan=False):
             self.stop = [*self.stop, *STOPS]
 
 
-class OpenAI(Ask):
+class OpenAI(Ask, extra="allow"):
     """What both of OpenAI's paths know. What would change the text and is not here is refused."""
 
     stream: bool = False
-    n: Literal[1] = 1
-    frequency_penalty: Literal[0, None] = None
-    presence_penalty: Literal[0, None] = None
-    logit_bias: Literal[None] = None
 
     @field_validator("stop", mode="before")
     def several(cls, stop):
         return [stop] if isinstance(stop, str) else stop or []
 
+    def model_post_init(self, context):
+        super().model_post_init(context)
+        for name, value in self.model_extra.items():
+            passed_over = ("model", "user", "store", "metadata", "stream_options")
+            if name not in passed_over and value not in (None, False, 0, 1, "", [], {}):
+                raise UserError(f"{name} is not known here; leave it out")
+
 
 class Completion(OpenAI):
-    max_tokens: int = Field(16, ge=1, le=LONGEST)
     prompt: str | list[int]
-    messages: Literal[None] = None
+    max_tokens: int = Field(16, ge=1, le=LONGEST)
+    messages: None = None
     logprobs: int | None = Field(None, ge=0, le=20)
-    echo: Literal[False, None] = None
-    suffix: Literal["", None] = None
-    best_of: Literal[1, None] = None
 
     @field_validator("prompt", mode="before")
     def alone(cls, prompt):
@@ -89,7 +89,6 @@ class Chat(OpenAI):
     )
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: Literal[None] = None
 
     def model_post_init(self, context):
         super().model_post_init(context)
@@ -100,57 +99,34 @@ def log(p):
     return math.log(max(p, 1e-38))  # JSON knows no infinity
 
 
-class InCompletions:
-    """Pieces in the words of /v1/completions."""
-
-    prefix, kind, part_kind = "cmpl", "text_completion", "text_completion"
-
-    @staticmethod
-    def logprobs(pieces, ask, start, tokenizer):
-        """start: the place of the first in the text."""
-        if ask.logprobs is None:
-            return None
-        out = dict(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
-        for piece in pieces:
-            top = {json.loads(name): log(p) for _, name, p in piece["likeliest"][: ask.logprobs]}
-            out["tokens"].append(json.loads(piece["name"]))
-            out["token_logprobs"].append(log(piece["p"]))
-            out["top_logprobs"].append(top)
-            out["text_offset"].append(start)
-            start += len(piece["text"])
-        return out
-
-    @staticmethod
-    def whole(text):
-        return {"text": text}
-
-    part = whole
+def in_completions(pieces, ask, start, tokenizer):
+    """Pieces as a choice of /v1/completions; start: the place of the first in the text."""
+    texts, logprobs = [piece["text"] for piece in pieces], None
+    if ask.logprobs is not None:
+        tops = [piece["likeliest"][: ask.logprobs] for piece in pieces]
+        logprobs = dict(
+            tokens=[json.loads(piece["name"]) for piece in pieces],
+            token_logprobs=[log(piece["p"]) for piece in pieces],
+            top_logprobs=[{json.loads(name): log(p) for _, name, p in top} for top in tops],
+            text_offset=[start + len("".join(texts[:i])) for i in range(len(texts))],
+        )
+    return dict(text="".join(texts), logprobs=logprobs)
 
 
-class InChat:
-    """Pieces in the words of /v1/chat/completions."""
+def in_chat(pieces, ask, start, tokenizer):
+    """Pieces as a choice of /v1/chat/completions."""
 
-    prefix, kind, part_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    def said(id, name, p):
+        return dict(token=json.loads(name), logprob=log(p), bytes=list(tokenizer.bytes_of(id)))
 
-    @staticmethod
-    def logprobs(pieces, ask, start, tokenizer):
-        if not ask.logprobs:
-            return None
-
-        def said(id, name, p):
-            return dict(token=json.loads(name), logprob=log(p), bytes=list(tokenizer.bytes_of(id)))
-
-        top = [[said(*one) for one in x["likeliest"][: ask.top_logprobs or 0]] for x in pieces]
-        own = [said(piece["id"], piece["name"], piece["p"]) for piece in pieces]
-        return {"content": [one | {"top_logprobs": t} for one, t in zip(own, top)], "refusal": None}
-
-    @staticmethod
-    def whole(text):
-        return {"message": {"role": "assistant", "content": text}}
-
-    @staticmethod
-    def part(text):
-        return {"delta": {"role": "assistant", "content": text}}
+    logprobs = None
+    if ask.logprobs:
+        tops = [[said(*one) for one in x["likeliest"][: ask.top_logprobs or 0]] for x in pieces]
+        owns = [said(piece["id"], piece["name"], piece["p"]) for piece in pieces]
+        logprobs = {"content": [own | {"top_logprobs": top} for own, top in zip(owns, tops)]}
+    content = "".join(piece["text"] for piece in pieces)
+    said_by = {"role": "assistant", "content": content}
+    return {"delta" if ask.stream else "message": said_by, "logprobs": logprobs}
 
 
 def application(engine, name, hosts):
@@ -194,44 +170,42 @@ def application(engine, name, hosts):
         said = (json.dumps(line) + "\n" async for line in lines())
         return StreamingResponse(said, media_type="application/x-ndjson")
 
-    async def answer(request, ask, form):
+    async def answer(request, ask, kind, form):
         ids, _ = await engine.compute(engine.ids_of, ask)
-        head = dict(id=f"{form.prefix}-{uuid.uuid4().hex}", created=int(time.time()), model=name)
+        head = dict(id=uuid.uuid4().hex, object=kind, created=int(time.time()), model=name)
 
-        def choice(says, new, start):
-            more = dict(index=0, finish_reason=new[-1]["end"])
-            more["logprobs"] = form.logprobs(new, ask, start, engine.tokenizer)
-            return {"choices": [says("".join(piece["text"] for piece in new)) | more]}
+        def choice(new, start=0):
+            own = dict(index=0, finish_reason=new[-1]["end"])
+            return head | {"choices": [own | form(new, ask, start, engine.tokenizer)]}
 
         async def parts():
             start = 0
             async with engine.place() as cache:
                 async for new in engine.write(ask, ids, cache):
-                    part = head | {"object": form.part_kind} | choice(form.part, new, start)
+                    yield f"data: {json.dumps(choice(new, start))}\n\n"
                     start += sum(len(piece["text"]) for piece in new)
-                    yield f"data: {json.dumps(part)}\n\n"
             yield "data: [DONE]\n\n"
 
         if ask.stream:
             return StreamingResponse(parts(), media_type="text/event-stream")
+        all = []
         async with engine.place() as cache:
-            all = []
             async for new in engine.write(ask, ids, cache):
                 all += new
                 if await request.is_disconnected():
-                    return Response(status_code=499)
-        used = dict(
-            prompt_tokens=len(ids), completion_tokens=len(all), total_tokens=len(ids) + len(all)
-        )
-        return head | {"object": form.kind, "usage": used} | choice(form.whole, all, 0)
+                    return Response(status_code=499)  # nobody reads it
+        total = len(ids) + len(all)
+        used = dict(prompt_tokens=len(ids), completion_tokens=len(all), total_tokens=total)
+        return choice(all) | {"usage": used}
 
     @app.post("/v1/completions")
     async def completions(request: Request, ask: Completion):
-        return await answer(request, ask, InCompletions)
+        return await answer(request, ask, "text_completion", in_completions)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request, ask: Chat):
-        return await answer(request, ask, InChat)
+        kind = "chat.completion.chunk" if ask.stream else "chat.completion"
+        return await answer(request, ask, kind, in_chat)
 
     return app
 
