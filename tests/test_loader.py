@@ -38,10 +38,10 @@ def write_shard(path, tokens):
     path.write_bytes(header.tobytes() + tokens.astype("<u2").tobytes())
 
 
-def make_loader(shards, batch_size=2, rank=0, world_size=1, **settings):
+def make_loader(shards, batch_size=2, rank=0, world_size=1, transform=None, **settings):
     cfg = dict(total_batch_size=8 * 16, seq_len=16, shuffle=True, seed=1337, align_documents=False)
     world = SimpleNamespace(rank=rank, world_size=world_size, device=torch.device("cpu"))
-    return TokenLoader(shards, SimpleNamespace(**cfg | settings), world, batch_size)
+    return TokenLoader(shards, SimpleNamespace(**cfg | settings), world, batch_size, transform)
 
 
 def one_step(loaders):
@@ -109,7 +109,7 @@ def test_each_shuffled_epoch_holds_the_sequences_that_begin_in_it(tmp_path):
     edges = [math.ceil(e * 601 / 16) for e in range(5)]
     orders = []
     for begin, end in zip(edges, edges[1:]):
-        positions = loader.positions(begin, end - begin)
+        positions = loader.positions(np.arange(begin, end))
         assert sorted(positions) == [16 * j for j in range(begin, end)]
         orders.append([p // 16 - begin for p in positions])
     assert len({tuple(o[:30]) for o in orders}) == 4, "every epoch has an order of its own"
@@ -188,6 +188,95 @@ def test_data_that_has_grown_goes_on_in_the_order_that_it_had(tmp_path, settings
         shrunk.load_state_dict(state)
 
 
+def guess_a_fifth(x, y, seed, sequence_ids):
+    """A transform as masked language models have: what stands at 3 places of 16 is to be guessed."""
+    x, targets = x.copy(), np.full_like(y, -1)
+    for row, number in enumerate(sequence_ids):
+        places = np.random.default_rng([seed, number]).permutation(x.shape[1])[: x.shape[1] // 5]
+        targets[row, places], x[row, places] = x[row, places], VOCAB
+    return x, targets
+
+
+@ORDERS
+def test_a_transform_gives_the_same_to_any_number_of_processes(tmp_path, settings):
+    shards = TokenShards(write_shards(tmp_path), "train", VOCAB)
+    settings = settings | {"transform": guess_a_fifth}
+    one, plain = steps(shards, 60, **settings), steps(shards, 60, **settings | {"transform": None})
+    for (x, y, num_targets), (plain_x, _, _) in zip(one, plain):
+        assert num_targets == {8 * 3} == {int((y >= 0).sum())}
+        assert torch.equal(torch.where(y >= 0, y, x), plain_x)
+    assert same(one, steps(shards, 60, 1, 4, **settings))
+    resumed = make_loader(shards, 8, **settings)
+    resumed.load_state_dict(make_state(shards, 40, **settings))
+    assert same(one[40:], [one_step([resumed]) for _ in range(20)])
+
+
+def test_a_transform_draws_anew_in_each_epoch(tmp_path):
+    shards = numbered_shards(tmp_path, (512, 256))  # 6 steps
+    done = steps(shards, 12, shuffle=False, transform=guess_a_fifth)
+    for (_, first, _), (_, second, _) in zip(done, done[6:]):
+        assert ((first >= 0) != (second >= 0)).any(dim=1).sum() > 6  # of 8 sequences
+
+
+def test_a_transform_that_has_more_targets_in_one_sequence_is_refused(tmp_path):
+    def uneven(x, y, seed, sequence_ids):
+        return x, np.where(sequence_ids[:, None] == 16, -1, y)
+
+    with pytest.raises(AssertionError, match="as many targets"):
+        make_loader(numbered_shards(tmp_path, SIZES), transform=uneven).next_batch()
+
+
+def make_state(shards, n, **settings):
+    """What a checkpoint holds of a loader after n steps."""
+    loader = make_loader(shards, **settings)
+    for _ in range(n):
+        one_step([loader])
+    return json.loads(json.dumps(loader.state_dict()))
+
+
+STAGES = {0: (8 * 16, 16), 5: (12 * 48, 48), 11: (4 * 16, 16)}  # step: tokens, sequence length
+
+
+def staged_steps(loaders, first, last):
+    """The steps of a program that derives the stage from the step."""
+    out = []
+    for step in range(first, last):
+        stage = STAGES[max(s for s in STAGES if s <= step)]
+        for loader in loaders:
+            loader.set_stage(*stage)
+        out.append(one_step(loaders))
+    return out
+
+
+@ORDERS
+def test_resuming_inside_a_stage_gives_the_same_tokens(tmp_path, settings):
+    shards = TokenShards(write_shards(tmp_path), "train", VOCAB)
+    whole = staged_steps([make_loader(shards, 4, **settings)], 0, 20)
+    assert [x.shape for x, _, _ in (whole[4], whole[5], whole[19])] == [(8, 16), (12, 48), (4, 16)]
+    two = [make_loader(shards, 1, rank, 2, **settings) for rank in (0, 1)]
+    assert same(whole, staged_steps(two, 0, 20)), "for any number of processes"
+    for step in (4, 5, 6, 11, 15):
+        first = make_loader(shards, **settings)
+        staged_steps([first], 0, step)
+        state, second = first.state_dict(), make_loader(shards, 1, **settings)
+        second.load_state_dict(state)
+        assert same(whole[step:], staged_steps([second], step, 20))
+
+
+def test_stages_leave_no_gap_but_up_to_a_sequence_at_their_edge(tmp_path):
+    shards = numbered_shards(tmp_path, SIZES)
+    loader = make_loader(shards, shuffle=False)
+    x = [
+        torch.cat([x.flatten() for x, _, _ in staged_steps([loader], *s)])
+        for s in [(0, 5), (5, 20)]
+    ]
+    assert torch.equal(x[0], torch.arange(640) % 601)
+    assert torch.equal(x[1], torch.arange(672, 672 + len(x[1])) % 601)  # 672: 14 * 48
+    loader.next_batch()
+    with pytest.raises(AssertionError, match="between two steps"):
+        loader.set_stage(256, 16)
+
+
 def test_both_file_formats_give_the_same_stream(tmp_path):
     npy, llmc = (numbered_shards(tmp_path / s, SIZES, s) for s in (".npy", ".bin"))
     assert len(npy) == len(llmc) == 601
@@ -223,8 +312,8 @@ def test_aligned_sequences_begin_at_end_of_text(tmp_path, shuffle):
     loader = make_loader(shards, align_documents=True, shuffle=shuffle)
     count = sum(len(range(0, n, 61)) for n in (1501, 997))
     assert len(loader.aligned) == count
-    first = [int(p) for p in loader.positions(0, count)]
-    second = [int(p) for p in loader.positions(count, count)]
+    first = [int(p) for p in loader.positions(np.arange(count))]
+    second = [int(p) for p in loader.positions(np.arange(count, 2 * count))]
     assert sorted(first) == sorted(second) == sorted(loader.aligned), "each document once an epoch"
     assert (first == sorted(first)) == (not shuffle) and (first == second) == (not shuffle)
     for x, y, _ in steps(shards, 10, align_documents=True, shuffle=shuffle):

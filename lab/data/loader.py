@@ -42,53 +42,83 @@ def permute(i, n, key):
 class TokenLoader:
     """Micro-batches of the training stream.
 
-    There is one global cursor: the sequences of step s are the same for any number of processes
-    and any micro-batch; those only decide who reads which. The stream is cut into sequences
-    without gaps, over shard edges and over the end of the data, where the next epoch begins in
-    mid-sequence: no token is dropped. Shuffling permutes the sequences that begin in the same
-    epoch; the one that runs over the end of the data into its beginning is among them.
+    There is one global cursor, which counts tokens: the sequences of step s are the same for any
+    number of processes and any micro-batch; those only decide who reads which. The stream is cut
+    into sequences without gaps, over shard edges and over the end of the data, where the next epoch
+    begins in mid-sequence: no token is dropped. Shuffling permutes the sequences that begin in the
+    same epoch; the one that runs over the end of the data into its beginning is among them.
     """
 
-    def __init__(self, shards, cfg, world, batch_size):
-        """cfg: seq_len, total_batch_size, shuffle, seed, align_documents. batch_size: sequences."""
-        self.shards, self.seq_len, self.batch_size = shards, cfg.seq_len, batch_size
+    def __init__(self, shards, cfg, world, batch_size, transform=None):
+        """cfg: seq_len, total_batch_size, shuffle, seed, align_documents. batch_size: sequences.
+
+        transform(x, y, seed, sequence_ids) -> (x, y) changes each micro-batch, as by hiding words
+        that are to be guessed. x, y: int64 arrays (B, T); sequence_ids (B,): where on the cursor
+        each sequence begins, so no two of a run are alike, also in the next epoch. It depends on
+        its arguments alone and leaves as many targets >= 0 in one sequence as in any other.
+        """
+        self.shards, self.transform = shards, transform
         self.rank, self.world_size, self.device = world.rank, world.world_size, world.device
-        self.shuffle, self.seed = cfg.shuffle, cfg.seed
-        self.step_sequences = cfg.total_batch_size // cfg.seq_len
-        self.grad_accum_steps = grad_accum_steps(cfg, batch_size, world.world_size)
-        if len(shards) <= cfg.seq_len:
-            raise UserError(
-                f"{shards.paths[0].parent} has {len(shards)} training tokens, a sequence takes "
-                f"{cfg.seq_len + 1}: add data, or pass a --seq_len smaller than {cfg.seq_len}"
-            )
-        context = shards.manifest.get("context")
-        if context and cfg.seq_len != context:
-            raise UserError(
-                f"seq_len={cfg.seq_len} must be {context}, the length these conversations were "
-                f"packed to: pass --seq_len {context}, or make them again with `fineweb.py "
-                f"--context {cfg.seq_len}` and another --out"
-            )
-        self.aligned = shards.document_starts(cfg.seq_len) if cfg.align_documents else None
-        self.sequence = 0  # global cursor: sequences handed out, by all processes, in whole steps
+        self.shuffle, self.seed, self.align_documents = cfg.shuffle, cfg.seed, cfg.align_documents
+        self.position = 0  # global cursor: tokens handed out, by all processes, in whole steps
         self.micro_step = 0
         self.worker = ThreadPoolExecutor(1)  # reads one micro-batch ahead while the device computes
         self.prefetched = None  # the future of the next micro-batch
-        self.counted = None  # (sequence, targets of the step that begins there)
+        self.micro_batch_tokens, self.stage = batch_size * cfg.seq_len, None
+        self.set_stage(cfg.total_batch_size, cfg.seq_len)
 
-    def positions(self, first, count):
-        """Stream positions of the sequences first .. first + count - 1 of the run."""
-        j, T, N = np.arange(first, first + count, dtype=np.int64), self.seq_len, len(self.shards)
+    def set_stage(self, total_batch_size, seq_len):
+        """Sizes of the steps from here on, in tokens, set between two steps. The cursor stays where
+        it is, and a micro-batch as large. To set them again as they are does nothing."""
+        if (total_batch_size, seq_len) == self.stage:
+            return
+        assert self.micro_step == 0, "a stage begins between two steps"
+        self.drop_prefetched()
+        self.stage = self.total_batch_size, self.seq_len = total_batch_size, seq_len
+        self.step_sequences = total_batch_size // seq_len
+        self.batch_size = max(1, self.micro_batch_tokens // seq_len)  # sequences
+        self.grad_accum_steps = grad_accum_steps(self, self.batch_size, self.world_size)
+        folder, context = self.shards.paths[0].parent, self.shards.manifest.get("context")
+        if len(self.shards) <= seq_len:
+            raise UserError(
+                f"{folder} has {len(self.shards)} training tokens, a sequence takes {seq_len + 1}: "
+                f"add data, or pass a --seq_len smaller than {seq_len}"
+            )
+        if context and seq_len != context:
+            raise UserError(
+                f"seq_len={seq_len} must be {context}, the length these conversations were packed "
+                f"to: pass --seq_len {context}, or make them again with `fineweb.py --context "
+                f"{seq_len}` and another --out"
+            )
+        self.aligned = self.shards.document_starts(seq_len) if self.align_documents else None
+
+    @property
+    def sequence(self):
+        """Number of the sequence with which the next step begins, the cursor in sequences of this
+        length."""
+        return -(-self.position // self.seq_len)  # rounded up: a stage may begin within one
+
+    def positions(self, numbers):
+        """Stream positions of the sequences with these numbers (int64 array) in the run."""
+        j, T, N = numbers, self.seq_len, len(self.shards)
         if self.aligned is not None:  # a stream of documents instead of tokens
             T, N = 1, len(self.aligned)
         epoch = j * T // N
-        for e in np.unique(epoch) if self.shuffle else []:
-            # Epoch e has the sequences that begin at tokens e N to (e + 1) N of the endless
-            # stream; -(-a // b) is a / b rounded up.
-            begin, end = -(-e * N // T), -(-(e + 1) * N // T)
-            members = epoch == e
-            key = self.seed * 1_000_003 + int(e)
-            j[members] = begin + permute(j[members] - begin, end - begin, key)
+        if self.shuffle:
+            j = j.copy()
+            for e in np.unique(epoch):
+                # Epoch e has the sequences that begin at tokens e N to (e + 1) N of the endless
+                # stream; -(-a // b) is a / b rounded up.
+                begin, end = -(-e * N // T), -(-(e + 1) * N // T)
+                members = epoch == e
+                key = self.seed * 1_000_003 + int(e)
+                j[members] = begin + permute(j[members] - begin, end - begin, key)
         return j * T if self.aligned is None else self.aligned[j % N]
+
+    def numbers(self, sequence, micro_step):
+        """This process's sequences in a micro-step of the step that begins with `sequence`."""
+        first = sequence + (micro_step * self.world_size + self.rank) * self.batch_size
+        return np.arange(first, first + self.batch_size)
 
     def micro_batch(self, sequence, micro_step):
         """(x, y, num_targets): this process's part of a micro-step, on the CPU.
@@ -97,19 +127,26 @@ class TokenLoader:
         """
         import torch  # not above: fineweb.py does without
 
-        first = sequence + (micro_step * self.world_size + self.rank) * self.batch_size
-        arrays = self.shards.batch(self.positions(first, self.batch_size), self.seq_len)
-        x, y = (torch.from_numpy(array) for array in arrays)
+        numbers = self.numbers(sequence, micro_step)
+        x, y = self.shards.batch(self.positions(numbers), self.seq_len)
+        if self.transform:
+            x, y = self.transform(x, y, self.seed, numbers * self.seq_len)
+            targets = (y >= 0).sum(1)
+            assert (targets == targets[0]).all(), "each sequence must have as many targets"
+            num_targets = int(targets[0]) * self.step_sequences
+        else:
+            num_targets = self.num_targets(sequence)
+        x, y = torch.from_numpy(x), torch.from_numpy(y)
         if self.device.type == "cuda":
             x, y = x.pin_memory(), y.pin_memory()
-        return x, y, self.num_targets(sequence)
+        return x, y, num_targets
 
     def num_targets(self, sequence):
         """Targets of the step that begins with `sequence`: all of them, but for masked data."""
         if not self.shards.masks:
             return self.step_sequences * self.seq_len
         if self.counted is None or self.counted[0] != sequence:
-            whole = self.positions(sequence, self.step_sequences)
+            whole = self.positions(np.arange(sequence, sequence + self.step_sequences))
             learnt = (self.shards.learnt(int(p) + 1, self.seq_len).sum() for p in whole)
             self.counted = (sequence, max(1, int(sum(learnt))))
         return self.counted[1]
@@ -121,7 +158,8 @@ class TokenLoader:
         x, y, num_targets = self.prefetched.result()
         self.micro_step += 1
         if self.micro_step == self.grad_accum_steps:
-            self.sequence, self.micro_step = self.sequence + self.step_sequences, 0
+            self.position = (self.sequence + self.step_sequences) * self.seq_len
+            self.micro_step = 0
         self.prefetch()
         to = dict(device=self.device, non_blocking=True)
         return x.to(**to), y.to(**to), num_targets
@@ -129,19 +167,24 @@ class TokenLoader:
     def prefetch(self):
         self.prefetched = self.worker.submit(self.micro_batch, self.sequence, self.micro_step)
 
+    def drop_prefetched(self):
+        """Forget what was read ahead, and wait until it is no longer being read."""
+        if self.prefetched:
+            self.prefetched.exception()
+        self.prefetched = self.counted = None  # counted: (sequence, targets of its step)
+
     def step_positions(self, step_end, micro_step):
         """Names of what this process read in a micro-step of the step that ended at step_end."""
-        step_begin = step_end - self.step_sequences
-        first = step_begin + (micro_step * self.world_size + self.rank) * self.batch_size
-        return [self.shards.where(int(p)) for p in self.positions(first, self.batch_size)]
+        numbers = self.numbers(step_end - self.step_sequences, micro_step)
+        return [self.shards.where(int(p)) for p in self.positions(numbers)]
 
     def fingerprint(self, tokens):
         """A checksum of the first of so many tokens."""
         return zlib.crc32(self.shards.read(0, min(2**20, tokens)).tobytes())
 
     def state_dict(self):
-        tokens, position = len(self.shards), self.sequence * self.seq_len
-        return {"position": position, "tokens": tokens, "begin": self.fingerprint(tokens)}
+        tokens = len(self.shards)
+        return {"position": self.position, "tokens": tokens, "begin": self.fingerprint(tokens)}
 
     def load_state_dict(self, state):
         """Go on from the step where `state` was saved, with the tokens that there were then.
@@ -149,20 +192,19 @@ class TokenLoader:
         Of data that has grown, another number of sequences would be shuffled: some would come
         twice, some never. Raises UserError for fewer tokens, and for others.
         """
-        folder, tokens = self.shards.paths[0].parent, state.get("tokens", len(self.shards))
-        begin = self.fingerprint(tokens)
-        if tokens > len(self.shards) or state.get("begin", begin) != begin:
+        folder, tokens = self.shards.paths[0].parent, state["tokens"]
+        if tokens > len(self.shards) or state["begin"] != self.fingerprint(tokens):
             raise UserError(
                 f"{folder} has fewer or begins with other tokens than this run was begun with "
                 f"({len(self.shards):,} now, {tokens:,} then): put those back (a fineweb.py that is "
                 "not finished does so when it goes on), or begin a new run with --init_from"
             )
+        self.drop_prefetched()
         if tokens < len(self.shards):
             self.shards.shorten(tokens)
             if self.aligned is not None:
                 self.aligned = self.shards.document_starts(self.seq_len)
-        self.sequence, self.micro_step = state["position"] // self.seq_len, 0
-        self.prefetched = None
+        self.position, self.micro_step = state["position"], 0
 
     def epoch_tokens(self):
         """Tokens that one pass over the data reads."""
@@ -190,7 +232,8 @@ class TokenLoader:
 
 
 def grad_accum_steps(cfg, batch_size, world_size):
-    """Micro-steps per update. Raises UserError where total_batch_size is no whole number of them."""
+    """Micro-steps per update, cfg being what has a total_batch_size and a seq_len. Raises UserError
+    where the first is no whole number of them."""
     n = batch_size * cfg.seq_len * world_size
     if cfg.total_batch_size % n:
         each, rest = divmod(cfg.total_batch_size, cfg.seq_len * world_size)  # sequences a process

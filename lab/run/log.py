@@ -99,7 +99,7 @@ class Log:
                 batch_size=loader.batch_size,
                 grad_accum_steps=loader.grad_accum_steps,
                 num_params=run.raw_model.num_params(),
-                tokens=loader.sequence * cfg.seq_len,
+                tokens=loader.position,
                 train_tokens=len(shards),
                 val_tokens=len(val_shards),
                 log_v=self.worst,
@@ -108,7 +108,7 @@ class Log:
             ),
         )
         per_epoch = loader.epoch_tokens()
-        tokens = loader.sequence * cfg.seq_len + (cfg.max_steps - run.step) * cfg.total_batch_size
+        tokens = loader.position + (cfg.max_steps - run.step) * cfg.total_batch_size
         threads = "" if cuda else f", {torch.get_num_threads()} threads"
         self.say(reason)
         self.say(
@@ -152,7 +152,7 @@ class Log:
     def train(self, step, loss, lr, grad_norm, seconds_left=None, **speed):
         """The record of a training step; for people the bar's text, or a line where there is no
         bar."""
-        tokens = self.run.loader.sequence * self.cfg.seq_len
+        tokens = self.run.loader.position
         self.event(
             "train", step, dict(loss=loss, lr=lr, grad_norm=grad_norm, tokens=tokens) | speed
         )
