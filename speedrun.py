@@ -67,6 +67,13 @@ class GPTConfig:
     def padded_vocab_size(self):
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
+    def value_table(self, layer):
+        """Which of the value_tables a block reads, or None: the first blocks have one each, and the
+        last ones the same once more."""
+        n = min(self.value_tables, self.n_layer)
+        table = layer if layer < n else layer - (self.n_layer - n)
+        return table if 0 <= table < n else None
+
 
 @dataclass
 class TrainConfig(train_gpt2.TrainConfig):
@@ -170,7 +177,8 @@ class CausalSelfAttention(nn.Module):
         # three matrices: Muon makes each orthogonal by itself
         self.qkv = nn.Parameter(torch.empty(3, config.n_embd, config.n_embd))
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
-        self.mix_values = nn.Parameter(torch.tensor([1.0, 0.0]))
+        if config.value_table(layer) is not None:
+            self.mix_values = nn.Parameter(torch.tensor([1.0, 0.0]))
         self.gate = nn.Linear(GATE, config.n_head, bias=False) if config.head_gate else None
 
     def forward(self, x, turn, value, mask=None, cache=None):
@@ -330,11 +338,10 @@ class GPT(nn.Module):
         if self.smear is not None:
             x = self.smear(x, one_back(x, position, mask, cache, "smear"))
         turn = rotation(position, c.n_embd // c.n_head) if c.rotary else None
-        first, tables = x, len(t.vte)
+        first = x
         for i, block in enumerate(t.h):
-            # the first blocks have a table each, and the last ones the same once more
-            table = i if i < tables else i - (c.n_layer - tables)
-            value = t.vte[table](idx) if 0 <= table < tables else None
+            table = c.value_table(i)
+            value = None if table is None else t.vte[table](idx)
             x = block(x, first, turn, value, mask, cache)
         return norm(x)
 
@@ -354,7 +361,7 @@ class GPT(nn.Module):
             yield token
 
 
-MODEL, CONFIG = GPT, GPTConfig  # for lab.models
+MODEL, CONFIG = GPT, GPTConfig  # what lab.models builds from a checkpoint
 
 
 # ----------------------------------------------------------------------- 3. optimizer and schedule
@@ -420,6 +427,8 @@ def set_up(model_config, cfg, world, state=None):
     """The SpeedRun of these settings; as train_gpt2.py's, with fewer choices."""
     if cfg.parallel != "ddp":
         raise UserError(f"parallel={cfg.parallel} is for AdamW alone; leave it out")
+    if state and state.get("program") != SpeedRun.program:
+        raise UserError(f"{cfg.run_name} is a run of another program; --run_name names one of this")
     torch.manual_seed(cfg.seed)
     precision = device.Precision(cfg.precision, world.device)
     precision.prepare()

@@ -308,6 +308,9 @@ class GPT(nn.Module):
             yield token
 
 
+MODEL, CONFIG = GPT, GPTConfig  # what lab.models builds from a checkpoint
+
+
 # ----------------------------------------------------------------------- 3. optimizer and schedule
 
 

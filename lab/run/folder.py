@@ -7,6 +7,7 @@ It holds config.json (here), model_<step>.pt (checkpoints.py), log.jsonl and Ten
 
 import contextlib
 import dataclasses
+import inspect
 import json
 from pathlib import Path
 from typing import Literal, get_args, get_origin
@@ -115,10 +116,11 @@ def is_finished(run_dir):
         return False
 
 
-def resume_command(run_dir):
-    """What to type to go on with a run."""
+def resume_command(run):
+    """What to type to go on with a run: its class stands in the program's file."""
+    run_dir, file = run.folder, Path(inspect.getfile(type(run))).name
     there = "" if str(run_dir.parent) == "log" else f"--log_dir {quoted(run_dir.parent)} "
-    return f"{program('train_gpt2.py')} --resume {there}--run_name {quoted(run_dir.name)}"
+    return f"{program(file)} --resume {there}--run_name {quoted(run_dir.name)}"
 
 
 def farewell(run, stopped):
@@ -137,7 +139,7 @@ def say_farewell(run, stopped):
     if stopped:
         say(
             f"{stopped}: saved after step {run.step} in {folder}; "
-            f"`{resume_command(folder)}` goes on from there"
+            f"`{resume_command(run)}` goes on from there"
         )
     if not has_checkpoint(folder):
         return
@@ -153,5 +155,5 @@ def say_farewell(run, stopped):
         f"  ask it for more         {program('sample.py')} --model {name}\n"
         f"  see all of it, a page   {program('lab report')} {name}\n"
         f"  compare it with another {program('lab report')} {name} {quoted(folder.parent / 'OTHER')}\n"
-        f"  {further:22}  {resume_command(folder)}{more}"
+        f"  {further:22}  {resume_command(run)}{more}"
     )
