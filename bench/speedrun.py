@@ -1,0 +1,247 @@
+"""Recipes against each other: GPT-2's, the trainer's with Muon, a readable one of the field,
+speedrun's, and speedrun's without each of its differences. Loss at equal seconds, seconds to a loss.
+
+    python bench/speedrun.py --data corpus --seconds 60 --target 3.6      # on a GPU, from its shards
+    python bench/speedrun.py --data corpus --seconds 60 --gpus 4 --recipes muon speedrun
+    python bench/speedrun.py --scale laptop --seconds 110     # two cores, the built-in text
+    python bench/speedrun.py --scale laptop --steps 100       # equal tokens: on a busy machine too
+
+Each run is the real program in a process of its own. With --seconds a short run first tells how
+long a step takes, and how many fit: every schedule ends in time. Seconds are those of training
+alone: measuring is left out, and so is the first update, which compiles; what it took stands beside
+it. Every finished run is a line in --out, and is not made again. At the end come a table of what
+the file holds, and the picture. RECIPES below says what each recipe is; no_X is speedrun without
+the difference X, +X is speedrun with one more.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from records import ROOT, append_record, card_name, finished, origin, print_rows, read_records
+
+from lab.cli import UserError, command, parse
+from lab.files import check_writable
+
+# program and flags; "65%" is that share of the run's steps
+READABLE = """--no_mix_input --no_smear --value_tables 0 --optimizer muon --no_polar_express --muon_lr 0.02
+    --momentum_warmup 0 --lr 0.003125 --embed_lr 0.3 --scalar_lr 0.01 --weight_decay 0.01 --no_cautious"""
+OFF = {
+    "rotary": "--no_rotary",
+    "qk_norm": "--no_qk_norm",
+    "relu2": "--mlp gelu",
+    "zero_init": "--no_zero_init",
+    "untied": "--tied --embed_lr 0.003",
+    "values": "--value_tables 0",
+    "mix_input": "--no_mix_input",
+    "smear": "--no_smear",
+    "normuon": "--optimizer muon",
+    "polar_express": "--no_polar_express",
+    "momentum": "--momentum_warmup 0",
+}
+GPU = "--preset speedrun --decay_steps 65% --momentum_warmup 33%"
+LAPTOP = "--preset laptop --decay_steps 70% --momentum_warmup 10%"
+RECIPES = {
+    "gpu": {
+        "gpt2": "train_gpt2.py --preset gpt2 --total_batch_size 131072 --lr 1.2e-3 --min_lr 1.2e-4",
+        "muon": """train_gpt2.py --preset gpt2 --total_batch_size 131072 --optimizer muon --muon_lr 0.02
+            --lr 1.8e-3 --min_lr 0 --schedule wsd --warmup_steps 2.5% --decay_steps 62.5% --fp8 all""",
+        "readable": f"speedrun.py {GPU} {READABLE}",
+        "speedrun": f"speedrun.py {GPU}",
+        # what a GPU alone can decide
+        "+fp8_head": f"speedrun.py {GPU} --fp8 head",
+        "+fp8_all": f"speedrun.py {GPU} --mlp gelu --fp8 all",
+        "+cap": f"speedrun.py {GPU} --logit_cap 15",
+        "+bigrams": f"speedrun.py {GPU} --bigram_rows 250000",
+        "+values": f"speedrun.py {GPU} --value_tables 3",
+        "+gate": f"speedrun.py {GPU} --head_gate",
+        "+decay": f"speedrun.py {GPU} --weight_decay 0.1",
+        "+small_start": f"speedrun.py {GPU} --small_batch_size 65536 --small_steps 25%",
+    }
+    | {f"no_{name}": f"speedrun.py {GPU} {flags}" for name, flags in OFF.items()},
+    "laptop": {
+        "gpt2": """train_gpt2.py --preset laptop --optimizer adamw --weight_decay 0.1 --schedule cosine
+            --warmup_steps 3%""",
+        "muon": "train_gpt2.py --preset laptop --warmup_steps 3% --decay_steps 70%",
+        "readable": f"speedrun.py {LAPTOP} {READABLE}",
+        "speedrun": f"speedrun.py {LAPTOP}",
+    }
+    | {f"no_{name}": f"speedrun.py {LAPTOP} {flags}" for name, flags in OFF.items()},
+}
+FIRST = ("gpt2", "muon", "readable", "speedrun")  # what the picture shows
+
+
+@dataclass
+class Config:
+    scale: Literal["gpu", "laptop"] = "gpu"  # which model, and which recipes
+    data: str = ""  # folder of token shards; the program's own if empty
+    recipes: tuple[str, ...] = ()  # all of the scale if empty
+    seeds: tuple[int, ...] = (1, 2, 3)
+    seconds: float = 0  # of training, for each run; or
+    steps: int = 0  # updates, for each run
+    target: float = 0  # loss whose time the table shows
+    more: str = ""  # flags for every run: --more="--no_compile"
+    gpus: int = 1  # processes of a run
+    out: str = "speedrun.jsonl"  # a line for each finished run
+    picture: str = ""  # draw loss against seconds into this file
+
+
+def with_shares(flags, steps):
+    """The words of a recipe, shares as steps."""
+    words = flags.split()
+    return [str(round(float(w[:-1]) / 100 * steps)) if w[-1] == "%" else w for w in words]
+
+
+def train(recipe, seed, steps, cfg, folder, measured=True):
+    """The log of one run of the real program, as a list of dicts. Raises UserError."""
+    program, *flags = with_shares(RECIPES[cfg.scale][recipe], steps)
+    every = max(1, steps // 10)
+    flags += f"--max_steps {steps} --seed {seed} --log_every {every} --val_every {every}".split()
+    flags += "--sample_every 0 --hella_every 0 --ckpt_every 0 --run_name run --log_dir".split()
+    flags += [folder, *(["--data", cfg.data] if cfg.data else []), *cfg.more.split()]
+    flags += [] if measured else ["--val_every", 0]
+    words = [sys.executable]
+    if cfg.gpus > 1:
+        words += f"-m torch.distributed.run --standalone --nproc_per_node={cfg.gpus}".split()
+    words = [str(word) for word in (*words, ROOT / program, *flags)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        last = "\n".join((done.stdout + done.stderr).splitlines()[-5:])
+        raise UserError(f"{' '.join(words)} failed:\n{last}")
+    return list(map(json.loads, Path(folder, "run", "log.jsonl").read_text().splitlines()))
+
+
+def timed(log):
+    """[(seconds of training, step, validation loss)] of a log. The first update, which is not
+    timed, counts as one of those that follow it."""
+    seconds, before, curve = 0.0, 0, []
+    for e in log:
+        if e["kind"] == "train" and "dt_ms" in e:
+            seconds, before = seconds + (e["step"] - before) * e["dt_ms"] / 1000, e["step"]
+        elif e["kind"] == "val":
+            curve.append((round(seconds, 3), e["step"], e["loss"]))
+    return curve
+
+
+def measure(recipe, seed, cfg):
+    """The record of one run."""
+    with tempfile.TemporaryDirectory() as folder:
+        steps = cfg.steps
+        if not steps:
+            probe = train(recipe, seed, 30, cfg, str(Path(folder, "probe")), measured=False)
+            times = [e["dt_ms"] for e in probe if e["kind"] == "train" and e["step"] > 15]
+            steps = max(10, round(1000 * cfg.seconds / statistics.median(times)))
+        log = train(recipe, seed, steps, cfg, str(Path(folder, "whole")))
+    start, first, last = (
+        [e for e in log if e["kind"] == kind][-1] for kind in ("start", "first_step", "train")
+    )
+    return dict(
+        curve=timed(log), run_steps=steps, tokens=last["tokens"], device=start["device"],
+        processor=card_name(), load=os.getloadavg()[0], num_params=start["num_params"],
+        first_step_seconds=first["seconds"], peak_gib=last.get("peak_gib"),
+    )  # fmt: skip
+
+
+def seconds_to(curve, target):
+    """When a curve comes to a loss, on a line between two measurements; None if never."""
+    for (t0, _, a), (t1, _, b) in zip(curve, curve[1:]):
+        if b <= target:
+            return t0 + (t1 - t0) * (a - target) / (a - b)
+    return None
+
+
+# 97.5 % of Student's t for 1, 2 ... degrees of freedom; beyond, the normal's
+STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
+
+
+def interval(differences):
+    """Mean and 95 % interval of differences between runs of the same seeds."""
+    n = len(differences)
+    mean = statistics.mean(differences)
+    if n < 2:
+        return f"{mean:+.4f}"
+    t = STUDENT[n - 2] if n - 2 < len(STUDENT) else 1.96
+    return f"{mean:+.4f} +- {t * statistics.stdev(differences) / n**0.5:.4f}"
+
+
+def table(found, target):
+    """Rows for people of {recipe: {seed: record}}."""
+    rows, base = [], found.get("speedrun", {})
+    for recipe, runs in found.items():
+        losses = {seed: r["curve"][-1][2] for seed, r in runs.items()}
+        spread = max(losses.values()) - min(losses.values())
+        both = [losses[s] - base[s]["curve"][-1][2] for s in losses if s in base]
+        to = [t for r in runs.values() if (t := seconds_to(r["curve"], target)) is not None]
+        middle = statistics.median
+        rows.append([
+            recipe, len(runs), middle(r["run_steps"] for r in runs.values()),
+            f"{middle(r['curve'][-1][0] for r in runs.values()):.1f}",
+            f"{middle(losses.values()):.4f}", f"{spread:.4f}",
+            interval(both) if both and recipe != "speedrun" else "",
+            f"{middle(to):.1f}" if len(to) == len(runs) else "",
+            f"{middle(r['first_step_seconds'] for r in runs.values()):.0f}",
+        ])  # fmt: skip
+    to_target = f"s to {target}" if target else ""
+    head = "recipe,seeds,steps,seconds,median loss,spread,to speedrun's (95 %)".split(",")
+    print_rows([*head, to_target, "first step, s"], rows)
+
+
+def draw(found, cfg):
+    """Loss against seconds, the seed with the median loss of each recipe."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    from lab.tools.style import reference, style
+
+    with matplotlib.rc_context(style()):
+        figure = Figure()
+        ax = figure.subplots()
+        for recipe in FIRST:
+            if runs := sorted(found.get(recipe, {}).values(), key=lambda r: r["curve"][-1][2]):
+                seconds, _, losses = zip(*runs[len(runs) // 2]["curve"][1:])
+                ax.plot(seconds, losses, marker="o", markersize=3, label=recipe)
+        if cfg.target:
+            reference(ax, cfg.target, f"{cfg.target}")
+        ax.set(xlabel="seconds of training", ylabel="validation loss, nats a token")
+        ax.set_title("The same data on the same machine: recipes against time")
+        ax.legend()
+        figure.savefig(cfg.picture)
+    print(cfg.picture)
+
+
+def main(argv):
+    cfg = parse(Config, argv, description=__doc__)
+    known = RECIPES[cfg.scale]
+    recipes = cfg.recipes or tuple(known)
+    if unknown := [name for name in recipes if name not in known]:
+        raise UserError(f"recipes={unknown[0]} is not one of {', '.join(known)}")
+    if (cfg.seconds > 0) == (cfg.steps > 0):
+        raise UserError("a run has --seconds or --steps; pass one of them")
+    for name in ("out", "picture"):
+        if getattr(cfg, name):
+            check_writable(getattr(cfg, name), name)
+    same = dict(bench="speedrun", scale=cfg.scale, data=cfg.data, gpus=cfg.gpus, more=cfg.more)
+    same |= dict(seconds=cfg.seconds, steps=cfg.steps)
+    for seed in cfg.seeds:  # seed by seed: what drifts with time hits all recipes
+        for recipe in recipes:
+            key = same | dict(recipe=recipe, seed=seed, flags=known[recipe])
+            if not finished(cfg.out, key):
+                print(f"{recipe}, seed {seed} ...", file=sys.stderr, flush=True)
+                append_record(cfg.out, key | measure(recipe, seed, cfg) | origin())
+    found = {}
+    for r in read_records(cfg.out):
+        if all(r.get(k) == v for k, v in same.items()) and r["flags"] == known.get(r["recipe"]):
+            found.setdefault(r["recipe"], {})[r["seed"]] = r
+    table(found, cfg.target)
+    if cfg.picture:
+        draw(found, cfg)
+
+
+if __name__ == "__main__":
+    command(main)
