@@ -178,7 +178,7 @@ class CausalSelfAttention(nn.Module):
         self.qkv = nn.Parameter(torch.empty(3, config.n_embd, config.n_embd))
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
         if config.value_table(layer) is not None:
-            self.mix_values = nn.Parameter(torch.tensor([1.0, 0.0]))
+            self.mix_values = nn.Parameter(torch.tensor([0.5, 0.5]))
         self.gate = nn.Linear(GATE, config.n_head, bias=False) if config.head_gate else None
 
     def forward(self, x, turn, value, mask=None, cache=None):
@@ -255,7 +255,7 @@ class Smear(nn.Module):
     def __init__(self):
         super().__init__()
         self.gate = nn.Linear(GATE, 1, bias=False)
-        self.scale = nn.Parameter(torch.zeros(1))
+        self.scale = nn.Parameter(torch.zeros(()))
 
     def forward(self, x, before):
         return x + self.scale * torch.sigmoid(self.gate(x[..., :GATE])) * before

@@ -1,17 +1,24 @@
 """speedrun.py: what Muon does, what the model sees, and that a run keeps the trainer's promises."""
 
-import dataclasses
 import functools
+import importlib.util
+import json
 import math
 import shutil
 import socket
+import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT, VOCAB, Process, differing_parts, of_kind, read_run, run_python
 
+sys.path.insert(
+    0, str(ROOT)
+)  # before bench/, which other tests put there: it has a speedrun.py too
+
 import speedrun
+import train_gpt2
 from lab import models
 from lab.data import hide_other_documents
 from lab.generate import generate
@@ -285,9 +292,17 @@ def test_six_steps_are_three_and_resume_and_three_and_tools_read_them(tmp_path, 
         ROOT / "sample.py", "--model", folder, "--max_new_tokens", 5, "ab", cwd=tmp_path
     )
     assert said.returncode == 0 and said.stdout.startswith("ab"), said.stderr
-    for tool in ("plot", "report"):
-        told = run_python("-m", "lab", tool, folder, cwd=tmp_path, PYTHONPATH=ROOT)
-        assert told.returncode == 0, told.stderr
+    example = dict(ctx="a", endings=["b", "c", "d", "e"], label=1)
+    (tmp_path / "h.jsonl").write_text(json.dumps(example) + "\n")
+    asked = ["--model", folder, "--data", tmp_path / "h.jsonl", "--device", "cpu", "--json"]
+    scored = run_python(ROOT / "hellaswag.py", *asked, cwd=tmp_path)
+    assert scored.returncode == 0 and json.loads(scored.stdout)["count"] == 1, scored.stderr
+    for tool, status in (("plot", 0), ("report", 0), ("export", 2)):
+        told = run_python(
+            "-m", "lab", tool, folder, *["--out", "o"][:status], cwd=tmp_path, PYTHONPATH=ROOT
+        )
+        assert told.returncode == status, told.stderr
+    assert "is no GPT-2" in told.stderr
     new, _ = run_speedrun(
         tmp_path, shards, "--max_steps", 1, "--init_from", folder, "--bigram_rows", 100,
         "--log_dir", "other",
@@ -388,4 +403,56 @@ def test_settings_that_cannot_work_are_one_sentence(tmp_path, shards):
         flags = [*FLAGS, "--data", shards, *flags.split()]
         wrong = run_python(ROOT / "speedrun.py", *flags, cwd=tmp_path)
         assert wrong.returncode == 2 and sentence in wrong.stderr, wrong.stderr
-    assert dataclasses.is_dataclass(speedrun.PRESETS["speedrun"][1])
+
+
+# -------------------------------------------------------------------------------------- benchmark
+
+
+@pytest.fixture(scope="module")
+def bench():
+    spec = importlib.util.spec_from_file_location("bench_speedrun", ROOT / "bench" / "speedrun.py")
+    sys.path.append(str(ROOT / "bench"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.path.remove(str(ROOT / "bench"))
+    return module
+
+
+def test_recipes_are_settings_that_work(bench):
+    """All of them, of both scales, for one GPU and for eight; each difference is one."""
+    programs = {"speedrun.py": speedrun, "train_gpt2.py": train_gpt2}
+    for recipes in bench.RECIPES.values():
+        found = {}
+        for name, flags in recipes.items():
+            program, *flags = bench.with_shares(flags, 400)
+            program = programs[program]
+            flags += ["--max_steps", "400"]
+            _, *configs = program.settings.parse_flags(flags, program.PRESETS, program.__doc__)
+            assert configs[1].max_steps == 400 and str(configs) not in found.values(), name
+            found[name] = str(configs)
+
+
+def test_times_targets_and_intervals_are_those_worked_out_by_hand(bench):
+    log = [dict(kind="val", step=0, loss=5.0)]
+    for step, dt_ms, loss in ((10, 100, 4.0), (20, 200, 3.0)):
+        log.append(dict(kind="train", step=step, dt_ms=dt_ms, loss=9))
+        log.append(dict(kind="val", step=step, loss=loss))
+    curve = bench.timed(log)
+    assert curve == [(0.0, 0, 5.0), (1.0, 10, 4.0), (3.0, 20, 3.0)]
+    assert bench.seconds_to(curve, 3.5) == 2.0 and bench.seconds_to(curve, 2.9) is None
+    assert bench.interval([0.1, 0.2, 0.3]) == "+0.2000 +- 0.2483"  # 4.30 * 0.1 / sqrt(3)
+
+
+def test_a_measurement_is_made_once(tmp_path, shards):
+    flags = f"--scale laptop --recipes speedrun --seeds 1 --steps 2 --data {shards} --out o.jsonl"
+    tiny = "--n_layer 1 --n_head 2 --n_embd 32 --seq_len 16 --total_batch_size 64 --val_tokens 64"
+    for _ in range(2):
+        told = run_python(
+            ROOT / "bench" / "speedrun.py", *flags.split(), f"--more={tiny}", "--picture", "p.png",
+            cwd=tmp_path,
+        )  # fmt: skip
+        assert told.returncode == 0, told.stderr
+    (line,) = (tmp_path / "o.jsonl").read_text().splitlines()
+    record = json.loads(line)
+    assert [step for _, step, _ in record["curve"]] == [0, 1, 2] and record["tokens"] == 128
+    assert f"{record['curve'][-1][2]:.4f}" in told.stdout and (tmp_path / "p.png").exists()
