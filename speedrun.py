@@ -111,11 +111,12 @@ PRESETS = {
     ),
     # two minutes on two laptop cores, on the text that ships inside Python, read as bytes
     "laptop": (
-        GPTConfig(n_layer=2, n_head=2, n_embd=128, block_size=128, vocab_size=257, vocab_multiple=1),
+        GPTConfig(n_layer=2, n_head=2, n_embd=128, block_size=128, vocab_size=257, vocab_multiple=1,
+                  bigram_rows=4096),
         TrainConfig(
-            "laptop", data="data/builtin", total_batch_size=4096, seq_len=128, max_steps=1000,
-            decay_steps=700, beta2=0.99, compile=False, log_every=20, val_every=200,
-            val_tokens=131072, hella_every=0, sample_every=200, sample_tokens=200,
+            "laptop", data="data/builtin", total_batch_size=4096, seq_len=128, max_steps=700, lr=1e-2,
+            muon_lr=0.05, decay_steps=490, momentum_warmup=70, beta2=0.99, compile=False, log_every=20,
+            val_every=200, val_tokens=131072, hella_every=0, sample_every=200, sample_tokens=200,
             sample_prompt="The ", ckpt_every=500,
         ),
     ),

@@ -30,8 +30,9 @@ from lab.cli import UserError, command, parse
 from lab.files import check_writable
 
 # program and flags; "65%" is that share of the run's steps
-READABLE = """--no_mix_input --no_smear --value_tables 0 --optimizer muon --no_polar_express --muon_lr 0.02
-    --momentum_warmup 0 --lr 0.003125 --embed_lr 0.3 --scalar_lr 0.01 --weight_decay 0.01 --no_cautious"""
+READABLE = """--no_mix_input --no_smear --value_tables 0 --optimizer muon --no_polar_express
+    --momentum_warmup 0 --weight_decay 0.01 --no_cautious"""
+RATES = "--muon_lr 0.02 --lr 0.003125 --embed_lr 0.3 --scalar_lr 0.01"  # the field's, at this size
 OFF = {
     "rotary": "--no_rotary",
     "qk_norm": "--no_qk_norm",
@@ -52,7 +53,7 @@ RECIPES = {
         "gpt2": "train_gpt2.py --preset gpt2 --total_batch_size 131072 --lr 1.2e-3 --min_lr 1.2e-4",
         "muon": """train_gpt2.py --preset gpt2 --total_batch_size 131072 --optimizer muon --muon_lr 0.02
             --lr 1.8e-3 --min_lr 0 --schedule wsd --warmup_steps 2.5% --decay_steps 62.5% --fp8 all""",
-        "readable": f"speedrun.py {GPU} {READABLE}",
+        "readable": f"speedrun.py {GPU} {READABLE} {RATES}",
         "speedrun": f"speedrun.py {GPU}",
         # what a GPU alone can decide
         "+fp8_head": f"speedrun.py {GPU} --fp8 head",
@@ -69,10 +70,15 @@ RECIPES = {
         "gpt2": """train_gpt2.py --preset laptop --optimizer adamw --weight_decay 0.1 --schedule cosine
             --warmup_steps 3%""",
         "muon": "train_gpt2.py --preset laptop --warmup_steps 3% --decay_steps 70%",
-        "readable": f"speedrun.py {LAPTOP} {READABLE}",
+        "readable": f"speedrun.py {LAPTOP} {READABLE} --bigram_rows 0",
         "speedrun": f"speedrun.py {LAPTOP}",
     }
-    | {f"no_{name}": f"speedrun.py {LAPTOP} {flags}" for name, flags in OFF.items()},
+    | {f"no_{name}": f"speedrun.py {LAPTOP} {flags}" for name, flags in OFF.items()}
+    | {
+        "no_bigrams": f"speedrun.py {LAPTOP} --bigram_rows 0",
+        "+cap": f"speedrun.py {LAPTOP} --logit_cap 15",
+        "+gate": f"speedrun.py {LAPTOP} --head_gate",
+    },
 }
 FIRST = ("gpt2", "muon", "readable", "speedrun")  # what the picture shows
 

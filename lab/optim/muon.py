@@ -44,7 +44,7 @@ def orthogonalize(g, steps=5, rounds=(NEWTON_SCHULZ,)):
     In bf16 where the device multiplies it fast, and returned so: the result is rough by design, and
     its error is far below the step.
     """
-    x = g.bfloat16() if g.is_cuda else g
+    x = (g.bfloat16() if g.is_cuda else g).reshape(-1, *g.shape[-2:])
     wide = x.size(-2) <= x.size(-1)
     x = x if wide else x.mT  # the smaller Gram matrix
     # Frobenius norm 1: no singular value above 1
@@ -52,8 +52,9 @@ def orthogonalize(g, steps=5, rounds=(NEWTON_SCHULZ,)):
     for i in range(steps):
         a, b, c = rounds[min(i, len(rounds) - 1)]
         gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x if wide else x.mT
+        # a x + (b gram + c gram gram) x, each sum made where its product is
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x if wide else x.mT).view_as(g)
 
 
 class Muon(torch.optim.Optimizer):
