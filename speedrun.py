@@ -61,7 +61,6 @@ class GPTConfig:
     mix_input: bool = True  # each block also sees the first embedding, as much as it learns to
     smear: bool = True  # each embedding has a share of the one before it
     bigram_rows: int = 0  # rows of an embedding of pairs of tokens; 0 is off
-    head_gate: bool = False  # each head can say how much of it counts
 
     @property
     def padded_vocab_size(self):
@@ -133,23 +132,21 @@ def norm(x):
 
 
 def one_back(x, position, mask, cache, name):
-    """x (B, T, ...), one for each token, of the token before: 0 where there is none that may be
+    """x (B, T, C), one for each token, of the token before: 0 where there is none that may be
     seen.
 
     Where a mask (B, 1, T, S) says who sees whom, the one before is the visible one whose position
     is less by 1, wherever in the row it stands (HellaSwag's endings share a context)."""
-    B, T, shape = x.size(0), x.size(1), x.shape[2:]
-    x = x.reshape(B, T, -1)
+    B, T, C = x.shape
     if cache is not None:
-        x = cache.append(name, x[:, None], x[:, None])[0][:, 0]  # (B, S, ...)
+        x = cache.append(name, x[:, None], x[:, None])[0][:, 0]  # (B, S, C)
     S = x.size(1)
     if mask is None:
-        x = F.pad(x, (0, 0, 1, 0))[:, S - T : S]
-    else:
-        at = position if S == T else torch.arange(S, device=x.device)  # of those that are seen
-        before = mask[:, 0] & (at[..., None, :] == position[..., :, None] - 1)  # (B, T, S)
-        x = before.to(x.dtype) @ x
-    return x.view(B, T, *shape)
+        return F.pad(x, (0, 0, 1, 0))[:, S - T : S]
+    at = position if S == T else torch.arange(S, device=x.device)  # of those that are seen
+    before = mask[:, 0] & (at[..., None, :] == position[..., :, None] - 1)  # (B, T, S)
+    where = before.byte().argmax(-1, keepdim=True).expand(B, T, C)
+    return x.gather(1, where) * before.any(-1, keepdim=True)
 
 
 def rotation(position, D):
@@ -180,7 +177,6 @@ class CausalSelfAttention(nn.Module):
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
         if config.value_table(layer) is not None:
             self.mix_values = nn.Parameter(torch.tensor([0.5, 0.5]))
-        self.gate = nn.Linear(GATE, config.n_head, bias=False) if config.head_gate else None
 
     def forward(self, x, turn, value, mask=None, cache=None):
         """value (B, T, C): what the token itself hands over, or None."""
@@ -197,13 +193,7 @@ class CausalSelfAttention(nn.Module):
         if cache is not None:
             k, v = cache.append(self.layer, k, v)  # (B, H, S, D), turned already
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
-        y = y.transpose(1, 2)  # (B, T, H, D)
-        if self.gate is not None:  # a head that finds nothing need not say something
-            y = y * 2 * torch.sigmoid(self.gate(x[..., :GATE]))[..., None]
-        return self.c_proj(y.reshape(B, T, C))
-
-
-GATE = 16  # channels that decide about a gate
+        return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
 
 
 class MLP(nn.Module):
@@ -253,13 +243,15 @@ class Smear(nn.Module):
     """Adds to each embedding a share of the one before, which a gate chooses: pairs of tokens are
     seen before the first attention layer has found them."""
 
+    channels = 16  # which decide about the gate
+
     def __init__(self):
         super().__init__()
-        self.gate = nn.Linear(GATE, 1, bias=False)
+        self.gate = nn.Linear(self.channels, 1, bias=False)
         self.scale = nn.Parameter(torch.zeros(()))
 
     def forward(self, x, before):
-        return x + self.scale * torch.sigmoid(self.gate(x[..., :GATE])) * before
+        return x + self.scale * torch.sigmoid(self.gate(x[..., : self.channels])) * before
 
 
 class GPT(nn.Module):
@@ -310,9 +302,8 @@ class GPT(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     def block_matrices(self):
-        """What Muon updates: the matrices inside the blocks, also stacks of them, but no gates."""
-        named = self.transformer.h.named_parameters()
-        return [p for name, p in named if p.dim() >= 2 and not name.endswith("gate.weight")]
+        """What Muon updates: the matrices inside the blocks, also stacks of them."""
+        return [p for p in self.transformer.h.parameters() if p.dim() >= 2]
 
     def flops_per_token(self, seq_len):
         """As train_gpt2.GPT's; embeddings are looked up, not multiplied."""
@@ -328,8 +319,7 @@ class GPT(nn.Module):
         if not c.rotary:
             x = x + t.wpe(position)
         if c.bigram_rows:  # which row a pair has; pairs that share one are rare among frequent ones
-            ids = idx[..., None].double()  # exact
-            before = one_back(ids, position, mask, cache, "idx")[..., 0].long()
+            before = one_back(idx[..., None], position, mask, cache, "idx")[..., 0]
             x = x + t.bigrams((before * 36313 + idx * 27191) % c.bigram_rows)
         x = norm(x)
         kind = x.device.type

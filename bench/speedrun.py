@@ -61,7 +61,6 @@ RECIPES = {
         "+cap": f"speedrun.py {GPU} --logit_cap 15",
         "+bigrams": f"speedrun.py {GPU} --bigram_rows 250000",
         "+values": f"speedrun.py {GPU} --value_tables 3",
-        "+gate": f"speedrun.py {GPU} --head_gate",
         "+decay": f"speedrun.py {GPU} --weight_decay 0.1",
         "+small_start": f"speedrun.py {GPU} --small_batch_size 65536 --small_steps 25%",
     }
@@ -77,7 +76,6 @@ RECIPES = {
     | {
         "no_bigrams": f"speedrun.py {LAPTOP} --bigram_rows 0",
         "+cap": f"speedrun.py {LAPTOP} --logit_cap 15",
-        "+gate": f"speedrun.py {LAPTOP} --head_gate",
     },
 }
 FIRST = ("gpt2", "muon", "readable", "speedrun")  # what the picture shows

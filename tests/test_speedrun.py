@@ -45,7 +45,7 @@ def tiny_model(**changes):
     return model
 
 
-EVERYTHING = dict(bigram_rows=100, head_gate=True, logit_cap=5.0, value_tables=2)
+EVERYTHING = dict(bigram_rows=100, logit_cap=5.0, value_tables=2)
 
 
 # ------------------------------------------------------------------------------------------- Muon
