@@ -1,17 +1,17 @@
 """Recipes against each other: GPT-2's, the trainer's with Muon, a readable one of the field,
 speedrun's, and speedrun's without each of its differences. Loss at equal seconds, seconds to a loss.
 
-    python bench/speedrun.py --data corpus --seconds 60 --target 3.6      # on a GPU, from its shards
+    python bench/speedrun.py --data corpus --seconds 60 --target 3.6      # on a GPU
     python bench/speedrun.py --data corpus --seconds 60 --gpus 4 --recipes muon speedrun
     python bench/speedrun.py --scale laptop --seconds 110     # two cores, the built-in text
     python bench/speedrun.py --scale laptop --steps 100       # equal tokens: on a busy machine too
 
 Each run is the real program in a process of its own. With --seconds a short run first tells how
-long a step takes, and how many fit: every schedule ends in time. Seconds are those of training
-alone: measuring is left out, and so is the first update, which compiles; what it took stands beside
-it. Every finished run is a line in --out, and is not made again. At the end come a table of what
-the file holds, and the picture. RECIPES below says what each recipe is; no_X is speedrun without
-the difference X, +X is speedrun with one more.
+many steps fit, so that every schedule ends in time. Seconds are those of training: measuring and the
+first update, which compiles, are left out. Every finished run is a line in --out, and is not made
+again. A folder of parquet files becomes shards in data/NAME_last_held_out: documents in the order of
+names, each led by end-of-text, the last 1,200,000 tokens for validation. RECIPES says what each
+recipe is; no_X is speedrun without the difference X, +X with one more.
 """
 
 import json
@@ -24,7 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from records import ROOT, append_record, card_name, finished, origin, print_rows, read_records
+import numpy as np
+from records import ROOT, append_record, finished, origin, print_rows, read_records
 
 from lab.cli import UserError, command, parse
 from lab.files import check_writable
@@ -33,58 +34,47 @@ from lab.files import check_writable
 READABLE = """--no_mix_input --no_smear --value_tables 0 --optimizer muon --no_polar_express
     --momentum_warmup 0 --weight_decay 0.01 --no_cautious"""
 RATES = "--muon_lr 0.02 --lr 0.003125 --embed_lr 0.3 --scalar_lr 0.01"  # the field's, at this size
-OFF = {
-    "rotary": "--no_rotary",
-    "qk_norm": "--no_qk_norm",
-    "relu2": "--mlp gelu",
-    "zero_init": "--no_zero_init",
-    "untied": "--tied --embed_lr 0.003",
-    "values": "--value_tables 0",
-    "mix_input": "--no_mix_input",
-    "smear": "--no_smear",
-    "normuon": "--optimizer muon",
-    "polar_express": "--no_polar_express",
-    "momentum": "--momentum_warmup 0",
-}
-GPU = "--preset speedrun --decay_steps 65% --momentum_warmup 33%"
+MARK = "--total_batch_size 131072 --val_tokens 1048576"
+GPU = f"--preset speedrun {MARK} --decay_steps 65% --momentum_warmup 33%"
 LAPTOP = "--preset laptop --decay_steps 70% --momentum_warmup 10%"
+OFF = {
+    "rotary": "--no_rotary", "qk_norm": "--no_qk_norm", "relu2": "--mlp gelu",
+    "zero_init": "--no_zero_init", "untied": "--tied --embed_lr 0.003",
+    "values": "--value_tables 0", "mix_input": "--no_mix_input", "smear": "--no_smear",
+    "normuon": "--optimizer muon", "polar_express": "--no_polar_express",
+    "momentum": "--momentum_warmup 0",
+}  # fmt: skip
+MORE = {  # what a GPU alone can decide
+    "fp8_head": "--fp8 head", "fp8_all": "--mlp gelu --fp8 all", "cap": "--logit_cap 15",
+    "bigrams": "--bigram_rows 250000", "values": "--value_tables 3", "decay": "--weight_decay 0.1",
+    "small_start": "--small_batch_size 65536 --small_steps 25%",
+}  # fmt: skip
 RECIPES = {
     "gpu": {
-        "gpt2": "train_gpt2.py --preset gpt2 --total_batch_size 131072 --lr 1.2e-3 --min_lr 1.2e-4",
-        "muon": """train_gpt2.py --preset gpt2 --total_batch_size 131072 --optimizer muon --muon_lr 0.02
-            --lr 1.8e-3 --min_lr 0 --schedule wsd --warmup_steps 2.5% --decay_steps 62.5% --fp8 all""",
+        "gpt2": f"train_gpt2.py --preset gpt2 {MARK} --lr 1.2e-3 --min_lr 1.2e-4",
+        "muon": f"""train_gpt2.py --preset gpt2 {MARK} --optimizer muon --muon_lr 0.02 --lr 1.8e-3
+            --min_lr 0 --schedule wsd --warmup_steps 2.5% --decay_steps 62.5% --fp8 all""",
         "readable": f"speedrun.py {GPU} {READABLE} {RATES}",
         "speedrun": f"speedrun.py {GPU}",
-        # what a GPU alone can decide
-        "+fp8_head": f"speedrun.py {GPU} --fp8 head",
-        "+fp8_all": f"speedrun.py {GPU} --mlp gelu --fp8 all",
-        "+cap": f"speedrun.py {GPU} --logit_cap 15",
-        "+bigrams": f"speedrun.py {GPU} --bigram_rows 250000",
-        "+values": f"speedrun.py {GPU} --value_tables 3",
-        "+decay": f"speedrun.py {GPU} --weight_decay 0.1",
-        "+small_start": f"speedrun.py {GPU} --small_batch_size 65536 --small_steps 25%",
-    }
-    | {f"no_{name}": f"speedrun.py {GPU} {flags}" for name, flags in OFF.items()},
+        **{f"no_{name}": f"speedrun.py {GPU} {flags}" for name, flags in OFF.items()},
+        **{f"+{name}": f"speedrun.py {GPU} {flags}" for name, flags in MORE.items()},
+    },
     "laptop": {
         "gpt2": """train_gpt2.py --preset laptop --optimizer adamw --weight_decay 0.1 --schedule cosine
             --warmup_steps 3%""",
         "muon": "train_gpt2.py --preset laptop --warmup_steps 3% --decay_steps 70%",
         "readable": f"speedrun.py {LAPTOP} {READABLE} --bigram_rows 0",
         "speedrun": f"speedrun.py {LAPTOP}",
-    }
-    | {f"no_{name}": f"speedrun.py {LAPTOP} {flags}" for name, flags in OFF.items()}
-    | {
+        **{f"no_{name}": f"speedrun.py {LAPTOP} {flags}" for name, flags in OFF.items()},
         "no_bigrams": f"speedrun.py {LAPTOP} --bigram_rows 0",
-        "+cap": f"speedrun.py {LAPTOP} --logit_cap 15",
     },
 }
-FIRST = ("gpt2", "muon", "readable", "speedrun")  # what the picture shows
 
 
 @dataclass
 class Config:
     scale: Literal["gpu", "laptop"] = "gpu"  # which model, and which recipes
-    data: str = ""  # folder of token shards; the program's own if empty
+    data: str = ""  # folder of token shards, or of parquet files; the program's own if empty
     recipes: tuple[str, ...] = ()  # all of the scale if empty
     seeds: tuple[int, ...] = (1, 2, 3)
     seconds: float = 0  # of training, for each run; or
@@ -94,6 +84,23 @@ class Config:
     gpus: int = 1  # processes of a run
     out: str = "speedrun.jsonl"  # a line for each finished run
     picture: str = ""  # draw loss against seconds into this file
+
+
+def make_shards(folder):
+    """The folder of shards of a folder of parquet files, in GPT-2's tokens; made once."""
+    import pyarrow.parquet
+
+    from lab.data import get_tokenizer
+
+    out, tokenizer = ROOT / "data" / f"{Path(folder).name}_last_held_out", get_tokenizer("gpt2")
+    if not (out / "text_val_000000.npy").exists():
+        out.mkdir(parents=True, exist_ok=True)
+        files = sorted(Path(folder).glob("*.parquet"))
+        texts = (pyarrow.parquet.read_table(f, columns=["text"])["text"] for f in files)
+        tokens = np.concatenate([tokenizer.encode_documents(t.combine_chunks()) for t in texts])
+        np.save(out / "text_train_000001.npy", tokens[:-1_200_000])
+        np.save(out / "text_val_000000.npy", tokens[-1_200_000:])
+    return str(out)
 
 
 def with_shares(flags, steps):
@@ -147,7 +154,7 @@ def measure(recipe, seed, cfg):
     )
     return dict(
         curve=timed(log), run_steps=steps, tokens=last["tokens"], device=start["device"],
-        processor=card_name(), load=os.getloadavg()[0], num_params=start["num_params"],
+        load=os.getloadavg()[0], num_params=start["num_params"],
         first_step_seconds=first["seconds"], peak_gib=last.get("peak_gib"),
     )  # fmt: skip
 
@@ -160,29 +167,26 @@ def seconds_to(curve, target):
     return None
 
 
-# 97.5 % of Student's t for 1, 2 ... degrees of freedom; beyond, the normal's
-STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
+STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}  # 97.5 % of Student's t, by the number of runs
 
 
 def interval(differences):
     """Mean and 95 % interval of differences between runs of the same seeds."""
-    n = len(differences)
-    mean = statistics.mean(differences)
+    n, mean = len(differences), statistics.mean(differences)
     if n < 2:
         return f"{mean:+.4f}"
-    t = STUDENT[n - 2] if n - 2 < len(STUDENT) else 1.96
-    return f"{mean:+.4f} +- {t * statistics.stdev(differences) / n**0.5:.4f}"
+    error = STUDENT.get(n, 2.57) * statistics.stdev(differences) / n**0.5
+    return f"{mean:+.4f} +- {error:.4f}"
 
 
 def table(found, target):
     """Rows for people of {recipe: {seed: record}}."""
-    rows, base = [], found.get("speedrun", {})
+    rows, base, middle = [], found.get("speedrun", {}), statistics.median
     for recipe, runs in found.items():
         losses = {seed: r["curve"][-1][2] for seed, r in runs.items()}
         spread = max(losses.values()) - min(losses.values())
         both = [losses[s] - base[s]["curve"][-1][2] for s in losses if s in base]
         to = [t for r in runs.values() if (t := seconds_to(r["curve"], target)) is not None]
-        middle = statistics.median
         rows.append([
             recipe, len(runs), middle(r["run_steps"] for r in runs.values()),
             f"{middle(r['curve'][-1][0] for r in runs.values()):.1f}",
@@ -191,9 +195,8 @@ def table(found, target):
             f"{middle(to):.1f}" if len(to) == len(runs) else "",
             f"{middle(r['first_step_seconds'] for r in runs.values()):.0f}",
         ])  # fmt: skip
-    to_target = f"s to {target}" if target else ""
     head = "recipe,seeds,steps,seconds,median loss,spread,to speedrun's (95 %)".split(",")
-    print_rows([*head, to_target, "first step, s"], rows)
+    print_rows([*head, f"s to {target}", "first step, s"], rows)
 
 
 def draw(found, cfg):
@@ -206,7 +209,7 @@ def draw(found, cfg):
     with matplotlib.rc_context(style()):
         figure = Figure()
         ax = figure.subplots()
-        for recipe in FIRST:
+        for recipe in ("gpt2", "muon", "readable", "speedrun"):
             if runs := sorted(found.get(recipe, {}).values(), key=lambda r: r["curve"][-1][2]):
                 seconds, _, losses = zip(*runs[len(runs) // 2]["curve"][1:])
                 ax.plot(seconds, losses, marker="o", markersize=3, label=recipe)
@@ -227,17 +230,22 @@ def main(argv):
         raise UserError(f"recipes={unknown[0]} is not one of {', '.join(known)}")
     if (cfg.seconds > 0) == (cfg.steps > 0):
         raise UserError("a run has --seconds or --steps; pass one of them")
-    for name in ("out", "picture"):
-        if getattr(cfg, name):
-            check_writable(getattr(cfg, name), name)
+    if cfg.data:
+        parquet = any(Path(cfg.data).glob("*.parquet"))
+        cfg.data = make_shards(cfg.data) if parquet else str(Path(cfg.data).resolve())
+    check_writable(cfg.out, "out")
     same = dict(bench="speedrun", scale=cfg.scale, data=cfg.data, gpus=cfg.gpus, more=cfg.more)
     same |= dict(seconds=cfg.seconds, steps=cfg.steps)
     for seed in cfg.seeds:  # seed by seed: what drifts with time hits all recipes
         for recipe in recipes:
             key = same | dict(recipe=recipe, seed=seed, flags=known[recipe])
-            if not finished(cfg.out, key):
-                print(f"{recipe}, seed {seed} ...", file=sys.stderr, flush=True)
+            if finished(cfg.out, key):
+                continue
+            print(f"{recipe}, seed {seed} ...", file=sys.stderr, flush=True)
+            try:
                 append_record(cfg.out, key | measure(recipe, seed, cfg) | origin())
+            except UserError as error:  # the others go on
+                print(error, file=sys.stderr)
     found = {}
     for r in read_records(cfg.out):
         if all(r.get(k) == v for k, v in same.items()) and r["flags"] == known.get(r["recipe"]):
