@@ -111,7 +111,7 @@ PRESETS = {
     # two minutes on two laptop cores, on the text that ships inside Python, read as bytes
     "laptop": (
         GPTConfig(n_layer=2, n_head=2, n_embd=128, block_size=128, vocab_size=257, vocab_multiple=1,
-                  bigram_rows=4096),
+                  value_tables=0, mix_input=False, smear=False, bigram_rows=4096),
         TrainConfig(
             "laptop", data="data/builtin", total_batch_size=4096, seq_len=128, max_steps=700, lr=1e-2,
             muon_lr=0.05, decay_steps=490, momentum_warmup=70, beta2=0.99, compile=False, log_every=20,

@@ -15,7 +15,6 @@ recipe is; no_X is speedrun without the difference X, +X with one more.
 """
 
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -49,6 +48,7 @@ MORE = {  # what a GPU alone can decide
     "bigrams": "--bigram_rows 250000", "values": "--value_tables 3", "decay": "--weight_decay 0.1",
     "small_start": "--small_batch_size 65536 --small_steps 25%",
 }  # fmt: skip
+SMALL = {"values": "--value_tables 1", "mix_input": "--mix_input", "smear": "--smear"}
 RECIPES = {
     "gpu": {
         "gpt2": f"train_gpt2.py --preset gpt2 {MARK} --lr 1.2e-3 --min_lr 1.2e-4",
@@ -65,7 +65,10 @@ RECIPES = {
         "muon": "train_gpt2.py --preset laptop --warmup_steps 3% --decay_steps 70%",
         "readable": f"speedrun.py {LAPTOP} {READABLE} --bigram_rows 0",
         "speedrun": f"speedrun.py {LAPTOP}",
-        **{f"no_{name}": f"speedrun.py {LAPTOP} {flags}" for name, flags in OFF.items()},
+        **{
+            f"no_{k}": f"speedrun.py {LAPTOP} {flags}" for k, flags in OFF.items() if k not in SMALL
+        },
+        **{f"+{k}": f"speedrun.py {LAPTOP} {flags}" for k, flags in SMALL.items()},
         "no_bigrams": f"speedrun.py {LAPTOP} --bigram_rows 0",
     },
 }
@@ -116,15 +119,12 @@ def train(recipe, seed, steps, cfg, folder, measured=True):
     flags += f"--max_steps {steps} --seed {seed} --log_every {every} --val_every {every}".split()
     flags += "--sample_every 0 --hella_every 0 --ckpt_every 0 --run_name run --log_dir".split()
     flags += [folder, *(["--data", cfg.data] if cfg.data else []), *cfg.more.split()]
-    flags += [] if measured else ["--val_every", 0]
-    words = [sys.executable]
-    if cfg.gpus > 1:
-        words += f"-m torch.distributed.run --standalone --nproc_per_node={cfg.gpus}".split()
-    words = [str(word) for word in (*words, ROOT / program, *flags)]
+    flags += [] if measured else ["--val_every", "0"]
+    torchrun = f"-m torch.distributed.run --standalone --nproc_per_node={cfg.gpus}".split()
+    words = [sys.executable, *(torchrun if cfg.gpus > 1 else []), str(ROOT / program), *flags]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
-        last = "\n".join((done.stdout + done.stderr).splitlines()[-5:])
-        raise UserError(f"{' '.join(words)} failed:\n{last}")
+        raise UserError(f"{' '.join(words)} failed:\n{(done.stdout + done.stderr)[-500:]}")
     return list(map(json.loads, Path(folder, "run", "log.jsonl").read_text().splitlines()))
 
 
@@ -149,13 +149,10 @@ def measure(recipe, seed, cfg):
             times = [e["dt_ms"] for e in probe if e["kind"] == "train" and e["step"] > 15]
             steps = max(10, round(1000 * cfg.seconds / statistics.median(times)))
         log = train(recipe, seed, steps, cfg, str(Path(folder, "whole")))
-    start, first, last = (
-        [e for e in log if e["kind"] == kind][-1] for kind in ("start", "first_step", "train")
-    )
+    start, first, last = ({e["kind"]: e for e in log}[k] for k in ("start", "first_step", "train"))
     return dict(
         curve=timed(log), run_steps=steps, tokens=last["tokens"], device=start["device"],
-        load=os.getloadavg()[0], num_params=start["num_params"],
-        first_step_seconds=first["seconds"], peak_gib=last.get("peak_gib"),
+        num_params=start["num_params"], first_step_seconds=first["seconds"],
     )  # fmt: skip
 
 
@@ -180,7 +177,7 @@ def interval(differences):
 
 
 def table(found, target):
-    """Rows for people of {recipe: {seed: record}}."""
+    """Print {recipe: {seed: record}}."""
     rows, base, middle = [], found.get("speedrun", {}), statistics.median
     for recipe, runs in found.items():
         losses = {seed: r["curve"][-1][2] for seed, r in runs.items()}
@@ -204,7 +201,7 @@ def draw(found, cfg):
     import matplotlib
     from matplotlib.figure import Figure
 
-    from lab.tools.style import reference, style
+    from lab.tools.style import style
 
     with matplotlib.rc_context(style()):
         figure = Figure()
@@ -213,8 +210,6 @@ def draw(found, cfg):
             if runs := sorted(found.get(recipe, {}).values(), key=lambda r: r["curve"][-1][2]):
                 seconds, _, losses = zip(*runs[len(runs) // 2]["curve"][1:])
                 ax.plot(seconds, losses, marker="o", markersize=3, label=recipe)
-        if cfg.target:
-            reference(ax, cfg.target, f"{cfg.target}")
         ax.set(xlabel="seconds of training", ylabel="validation loss, nats a token")
         ax.set_title("The same data on the same machine: recipes against time")
         ax.legend()
@@ -225,19 +220,17 @@ def draw(found, cfg):
 def main(argv):
     cfg = parse(Config, argv, description=__doc__)
     known = RECIPES[cfg.scale]
-    recipes = cfg.recipes or tuple(known)
-    if unknown := [name for name in recipes if name not in known]:
-        raise UserError(f"recipes={unknown[0]} is not one of {', '.join(known)}")
+    if unknown := set(cfg.recipes) - set(known):
+        raise UserError(f"recipes={unknown.pop()} is not one of {', '.join(known)}")
     if (cfg.seconds > 0) == (cfg.steps > 0):
         raise UserError("a run has --seconds or --steps; pass one of them")
     if cfg.data:
         parquet = any(Path(cfg.data).glob("*.parquet"))
         cfg.data = make_shards(cfg.data) if parquet else str(Path(cfg.data).resolve())
     check_writable(cfg.out, "out")
-    same = dict(bench="speedrun", scale=cfg.scale, data=cfg.data, gpus=cfg.gpus, more=cfg.more)
-    same |= dict(seconds=cfg.seconds, steps=cfg.steps)
+    same = {k: getattr(cfg, k) for k in "scale data gpus more seconds steps".split()}
     for seed in cfg.seeds:  # seed by seed: what drifts with time hits all recipes
-        for recipe in recipes:
+        for recipe in cfg.recipes or known:
             key = same | dict(recipe=recipe, seed=seed, flags=known[recipe])
             if finished(cfg.out, key):
                 continue
