@@ -382,7 +382,7 @@ def make_optimizer(model, cfg, world):
         muon = Muon(blocks, cfg.muon_lr, cfg.momentum, cfg.weight_decay, **how, world=world)
         optimizer = Together(muon, torch.optim.AdamW(groups, **adamw))
     for group in optimizer.param_groups:
-        group["scale"] = group["lr"] / cfg.lr
+        group["scale"] = group["lr"] / cfg.lr if cfg.lr else 1.0
     return optimizer
 
 
