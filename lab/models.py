@@ -15,8 +15,9 @@ from lab.data.documents import hide_other_documents
 from lab.run.checkpoints import has_checkpoint, newest_checkpoint, newest_run, read_checkpoint
 from lab.run.settings import same_shape
 
-# what a checkpoint calls its program: the file that has the class
-PROGRAMS = {"gpt2": "train_gpt2", "bert": "bert"}
+# what a checkpoint calls its program: the file, which says its classes (MODEL, CONFIG)
+PROGRAMS = {"gpt2": "train_gpt2", "bert": "bert", "speedrun": "speedrun"}
+PUBLISHED = ("gpt2", "bert")  # of these there are weights of others, which tell their shape
 
 
 def find(source, log_dir="log"):
@@ -41,32 +42,51 @@ def load(source, log_dir="log"):
         shape, state = weights.read(path)
         return build("bert" if "segments" in shape else "gpt2", {}, shape, state, path)
     checkpoint = read_checkpoint(path)
-    shape, state = weights.unpack(checkpoint, path)
-    # checkpoints from before programs had names are GPT-2's
-    name, settings = checkpoint.get("program", "gpt2"), checkpoint.get("model_config", {})
+    # checkpoints from before programs had names are GPT-2's, and so are those of others
+    name = checkpoint.get("program", "gpt2") if isinstance(checkpoint, dict) else "gpt2"
+    shape, state = weights.unpack(checkpoint, path) if name in PUBLISHED else ({}, checkpoint["model"])
+    settings = checkpoint.get("model_config", {})
     return build(name, settings, shape, state, path)
 
 
 def build(name, settings, shape, state, source):
-    """The model of the program called `name`. settings: its config's other fields, as far as it has
-    them still."""
+    """The model of the program called `name`. settings: its config, as far as it has the fields
+    still; shape: those of GPT-2's that its weights tell."""
     if name not in PROGRAMS:
         known = ", ".join(PROGRAMS)
         raise UserError(f"{source} is of a program called {name!r}; known are {known}")
     program = importlib.import_module(PROGRAMS[name])
     fields = {field.name for field in dataclasses.fields(program.CONFIG)}
-    kept = {key: value for key, value in settings.items() if key in fields}
-    with torch.device("meta"):  # drawing random weights takes longer than reading others
-        model = program.MODEL(program.CONFIG(**kept | shape))
-    weights.copy_into(model, state, source)
-    if model.config.document_mask:
+    config = program.CONFIG(**{k: v for k, v in settings.items() if k in fields} | shape)
+    if name in PUBLISHED:
+        with torch.device("meta"):  # drawing random weights takes longer than reading others
+            model = program.MODEL(config)
+        weights.copy_into(model, state, source)
+    else:
+        model = program.MODEL(config)
+        load_exactly(model, state, source)
+    if config.document_mask:
         hide_other_documents(model)
     return model
+
+
+def load_exactly(model, state, source):
+    """A state dict of a program of ours, whose names are the model's. Raises UserError."""
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        what = " ".join(str(error).split())[:200]
+        raise UserError(f"{source} does not fit the model of its program: {what}") from error
 
 
 def start_from(source, model, log_dir="log"):
     """Give a new model the weights that `source` names (see find), which must be of its shape."""
     path = find(source, log_dir)
-    shape, state = weights.read(path)
-    same_shape(path, shape, model.config)
-    weights.copy_into(model, state, path)
+    if hasattr(model, "from_pretrained"):  # GPT-2's weights come from many places
+        shape, state = weights.read(path)
+        same_shape(path, shape, model.config)
+        weights.copy_into(model, state, path)
+        return
+    other = load(path)
+    same_shape(path, dataclasses.asdict(other.config), model.config, "vocab_multiple")
+    load_exactly(model, other.state_dict(), path)

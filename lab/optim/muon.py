@@ -1,87 +1,177 @@
 """Muon: momentum, made orthogonal, for the matrices inside the blocks; AdamW for everything else.
 
-A gradient step of a matrix is dominated by a few directions. Muon (Jordan et al. 2024,
-kellerjordan.github.io/posts/muon) replaces the momentum matrix U S V^T by U V^T, so that every
-direction is moved by the same amount: the steepest descent step where length is the largest
-singular value. Embeddings (whose rows are vectors, not a map), biases and gains stay with AdamW.
+**What it does to the singular values.** A matrix's momentum is U S V^T. A few of its singular
+values S are large, because a few directions dominate every batch, and the rest are small; a step
+along it moves a few directions and leaves the others. Muon (Jordan et al. 2024,
+kellerjordan.github.io/posts/muon) steps along U V^T: all singular values become 1, so each
+direction moves by the same amount. That is the steepest descent where a step's length is its
+largest singular value, by how much it can change what the matrix writes (Bernstein and Newhouse
+2024). SVD is slow on a GPU, so U V^T comes from products alone: an odd polynomial of a matrix,
+a X + b (X X^T) X + c (X X^T)^2 X, is the same polynomial of its singular values and leaves U and V
+as they are. Some rounds of it drive all values that are not tiny towards 1.
+
+**Why hidden matrices only.** The argument needs a map between two spaces of directions. An
+embedding is a list of vectors, of which a batch sees some; the head's rows are met as unevenly as
+words are; gains and biases have no second side. AdamW, which treats each number alone, fits those.
+
+**Why the scale factor.** An orthogonal step of shape (m, n) turns an input of size 1 for each of
+its n numbers into an output of size sqrt(n / m) for each of its m numbers, if m > n. The factor
+sqrt(max(1, m / n)) makes up for that: one rate then suits all shapes.
 """
 
 import torch
+import torch.distributed as dist
 
-# quintic a x + b x^3 + c x^5 that drives singular values towards 1 fast rather than exactly (Jordan
-# 2024): after five rounds those that began above 0.0015 lie between 0.65 and 1.21
+# quintic a x + b x^3 + c x^5, each round the same (Jordan 2024), as steep at 0 as can be rather than
+# exact: after five rounds values that began above 0.0015 lie between 0.65 and 1.21
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+# Polar Express (Amsel et al. 2025, arXiv 2505.16932, algorithm 1): each round has the polynomial that
+# is best for the values that the rounds before leave. The numbers are modded-nanogpt's, made for
+# values between 0.001 and 1; the first takes values up to 1.02, as rounding may exceed 1.
+POLAR_EXPRESS = (
+    (8.156554524902461 / 1.02, -22.48329292557795 / 1.02**3, 15.878769915207462 / 1.02**5),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+)
 
 
-def orthogonalize(g, steps=5):
-    """U V^T of each matrix U S V^T in g (..., m, n), approximately, by Newton-Schulz iteration:
-    products only.
+def orthogonalize(g, steps=5, rounds=(NEWTON_SCHULZ,)):
+    """U V^T of each matrix U S V^T in g (..., m, n), approximately, in so many rounds, of which the
+    last one given is repeated.
 
-    In bf16 where the device multiplies it fast: the result is rough by design, and its error is far
-    below the step.
+    In bf16 where the device multiplies it fast, and returned so: the result is rough by design, and
+    its error is far below the step.
     """
-    a, b, c = NEWTON_SCHULZ
-    x = g.bfloat16() if g.is_cuda else g
+    x = (g.bfloat16() if g.is_cuda else g).reshape(-1, *g.shape[-2:])
     wide = x.size(-2) <= x.size(-1)
     x = x if wide else x.mT  # the smaller Gram matrix
     # Frobenius norm 1: no singular value above 1
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    for _ in range(steps):
+    for i in range(steps):
+        a, b, c = rounds[min(i, len(rounds) - 1)]
         gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return (x if wide else x.mT).to(g.dtype)
+        # a x + (b gram + c gram gram) x, each sum made where its product is
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x if wide else x.mT).view_as(g)
 
 
 class Muon(torch.optim.Optimizer):
     """Nesterov momentum and orthogonal steps. Matrices of one shape are stacked, so that a model
-    needs few launches."""
+    needs few launches; a parameter (..., m, n) is a stack itself.
 
-    def __init__(self, params, lr, momentum=0.95, weight_decay=0.0):
+    rounds: see orthogonalize. normalize: NorMuon (Li et al. 2025, arXiv 2510.05491),
+    which scales each row of the orthogonal step, a neuron's, by a running mean of its size, as Adam
+    does with numbers, and then the whole to the size it had: rows that were moved much move less.
+    cautious: weight decay only where the step, too, makes the weight smaller (Chen et al. 2025,
+    arXiv 2510.12402). world: processes that have the same gradients share out the work, which is in
+    the products: each makes some matrices orthogonal, and gets the others from the others. The
+    state is small work, and the same on all of them, so a run goes on with any number.
+    """
+
+    def __init__(
+        self, params, lr, momentum=0.95, weight_decay=0.0, rounds=(NEWTON_SCHULZ,), normalize=0.0,
+        cautious=False, world=None,
+    ):  # fmt: skip
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
+        self.rounds, self.normalize, self.cautious = rounds, normalize, cautious
+        self.world = world if world and world.distributed else None
 
     @torch.no_grad()
     def step(self):
+        self.finish(self.begin())
+
+    @torch.no_grad()
+    def begin(self):
+        """Launch all products, and what has to be sent. Returns what finish needs."""
+        work = []
         for group in self.param_groups:
             shapes = {}
             for p in group["params"]:
                 if p.grad is not None:
                     shapes.setdefault(p.shape, []).append(p)
-            for shape, params in shapes.items():
+            for params in shapes.values():
                 grads = [p.grad for p in params]
-                for p in params:
-                    if "momentum" not in self.state[p]:
-                        self.state[p]["momentum"] = torch.zeros_like(p)
-                momenta = [self.state[p]["momentum"] for p in params]
+                momenta = [self.kept(p, "momentum", torch.zeros_like) for p in params]
                 torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
-                update = orthogonalize(
-                    torch.stack(torch._foreach_lerp(grads, momenta, group["momentum"]))
-                )
-                # a tall matrix writes each input into more outputs; sqrt(m / n) keeps the size of
-                # what it writes
-                scale = max(1.0, shape[0] / shape[1]) ** 0.5
-                torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-                torch._foreach_add_(params, list(update.unbind()), alpha=-group["lr"] * scale)
+                ahead = torch.stack(torch._foreach_lerp(grads, momenta, group["momentum"]))
+                work.append((group, params, *self.orthogonal(ahead.flatten(0, -3))))
+        return work
+
+    @torch.no_grad()
+    def finish(self, work):
+        """Wait for each shape's steps, and make them."""
+        for group, params, update, underway in work:
+            if underway:
+                underway.wait()
+            m, n = params[0].shape[-2:]
+            # (len(params), ..., m, n); the rest made the shares equal
+            update = update.flatten()[: len(params) * params[0].numel()]
+            update = update.view(len(params), *params[0].shape).to(params[0].dtype)
+            if self.normalize:
+                update = self.normalized(update, params)
+            steps = list(update.unbind())
+            shrink = group["lr"] * group["weight_decay"]
+            if self.cautious and shrink:
+                for p, step in zip(params, steps):
+                    p.addcmul_(p, (p * step > 0).to(p.dtype), value=-shrink)
+            else:
+                torch._foreach_mul_(params, 1 - shrink)
+            torch._foreach_add_(params, steps, alpha=-group["lr"] * max(1.0, m / n) ** 0.5)
+
+    def orthogonal(self, stack):
+        """(orthogonal matrices of a stack (k, m, n), or those that are still on their way; what to
+        wait for, or None)."""
+        if not self.world:
+            return orthogonalize(stack, rounds=self.rounds), None
+        rank, processes = self.world.rank, self.world.world_size
+        each = -(-len(stack) // processes)  # matrices of a process, the last ones' of 0
+        mine = stack[rank * each : (rank + 1) * each]
+        share = stack.new_zeros(each, *stack.shape[1:])
+        share[: len(mine)] = mine
+        share = orthogonalize(share, rounds=self.rounds).contiguous()
+        every = share.new_empty(processes * each, *stack.shape[1:])
+        # torch 2.13 has another name for it
+        all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+        return every, all_gather(every, share, async_op=True)
+
+    def normalized(self, update, params):
+        """NorMuon: rows of `update` (k, ..., m, n) divided by the root of their mean square."""
+        means = [
+            self.kept(p, "rows", lambda p: torch.zeros_like(p[..., :1])) for p in params
+        ]  # (..., m, 1)
+        torch._foreach_lerp_(
+            means, list(update.square().mean(-1, keepdim=True).unbind()), 1 - self.normalize
+        )
+        rows = update / (torch.stack(means).sqrt() + 1e-10)
+        size, new_size = (t.norm(dim=(-2, -1), keepdim=True) for t in (update, rows))
+        return rows * (size / (new_size + 1e-10))
+
+    def kept(self, p, name, begin):
+        """Part of a parameter's state."""
+        if name not in self.state[p]:
+            self.state[p][name] = begin(p)
+        return self.state[p][name]
 
 
-class MuonAdamW:
-    """Both, behind the interface of one torch optimizer."""
+class Together:
+    """Several optimizers behind the interface of one; the first may be a Muon, whose steps are on
+    their way while the others make theirs."""
 
-    def __init__(self, model, muon_lr, momentum=0.95, weight_decay=0.0, **adamw):
-        blocks = model.block_matrices()
-        inside = {id(p) for p in blocks}
-        others = [p for p in model.parameters() if id(p) not in inside]
-        self.parts = [
-            Muon(blocks, muon_lr, momentum, weight_decay),
-            torch.optim.AdamW(others, weight_decay=0.0, **adamw),
-        ]
+    def __init__(self, *parts):
+        self.parts = parts
 
     @property
     def param_groups(self):
         return [group for part in self.parts for group in part.param_groups]
 
     def step(self):
-        for part in self.parts:
+        first, *others = self.parts
+        work = first.begin()
+        for part in others:
             part.step()
+        first.finish(work)
 
     def zero_grad(self, set_to_none=True):
         for part in self.parts:
@@ -93,3 +183,16 @@ class MuonAdamW:
     def load_state_dict(self, state):
         for part, saved in zip(self.parts, state["parts"], strict=True):
             part.load_state_dict(saved)
+
+
+class MuonAdamW(Together):
+    """Muon for the matrices in the blocks of a model, AdamW for its other parameters."""
+
+    def __init__(self, model, muon_lr, momentum=0.95, weight_decay=0.0, **adamw):
+        blocks = model.block_matrices()
+        inside = {id(p) for p in blocks}
+        others = [p for p in model.parameters() if id(p) not in inside]
+        super().__init__(
+            Muon(blocks, muon_lr, momentum, weight_decay),
+            torch.optim.AdamW(others, weight_decay=0.0, **adamw),
+        )

@@ -18,7 +18,8 @@ class Meter:
         self.peak = peak_flops(world.device)
         self.flops_per_token = run.raw_model.flops_per_token(cfg.seq_len)
         self.phases = Phases(run) if cfg.timing else None
-        self.t0, self.out, self.counted_from, self.first = time.perf_counter(), 0.0, run.step, True
+        self.t0, self.out, self.first = time.perf_counter(), 0.0, True
+        self.counted_from, self.position = run.step, run.loader.position
 
     @contextlib.contextmanager
     def paused(self, due):
@@ -46,7 +47,8 @@ class Meter:
         self.world.synchronize()
         now = time.perf_counter()
         seconds = now - self.t0 - self.out
-        self.t0, self.out, self.counted_from = now, 0.0, self.run.step
+        self.t0, self.out = now, 0.0
+        self.counted_from, self.position = self.run.step, self.run.loader.position
         return seconds
 
     def read(self):
@@ -54,8 +56,9 @@ class Meter:
         steps = self.run.step - self.counted_from
         if not steps:
             return {}
+        tokens = self.run.loader.position - self.position  # stages have steps of other sizes
         seconds = self.restart()
-        tok_per_s = steps * self.cfg.total_batch_size / seconds
+        tok_per_s = tokens / seconds
         values = {"dt_ms": 1000 * seconds / steps, "tok_per_s": tok_per_s}
         if self.peak:
             values["mfu"] = tok_per_s * self.flops_per_token / (self.peak * self.world.world_size)

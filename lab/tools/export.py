@@ -38,6 +38,8 @@ def export(
     check_replaceable(out)
     source = models.find(source, log_dir)  # a later checkpoint may come meanwhile
     model = models.load(source)
+    if not hasattr(model, "from_pretrained"):
+        raise UserError(f"{source} is no GPT-2: transformers has no model that computes this one")
     vocab_size = model.config.vocab_size
     beside_it = Path(source).parent / "tokenizer.json"  # a run of bert.py has one
     with writing(out):

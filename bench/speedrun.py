@@ -1,0 +1,252 @@
+"""Recipes against each other: GPT-2's, the trainer's with Muon, a readable one of the field,
+speedrun's, and speedrun's without each of its differences. Loss at equal seconds, seconds to a loss.
+
+    python bench/speedrun.py --data corpus --seconds 60 --target 3.6      # on a GPU
+    python bench/speedrun.py --data corpus --seconds 60 --gpus 4 --recipes muon speedrun
+    python bench/speedrun.py --scale laptop --seconds 110     # two cores, the built-in text
+    python bench/speedrun.py --scale laptop --steps 100       # equal tokens: on a busy machine too
+
+Each run is the real program in a process of its own. With --seconds a short run first tells how
+many steps fit, so that every schedule ends in time. Seconds are those of training: measuring and the
+first update, which compiles, are left out. Every finished run is a line in --out, and is not made
+again. A folder of parquet files becomes shards in data/NAME_last_held_out: documents in the order of
+names, each led by end-of-text, the last 1,200,000 tokens for validation. RECIPES says what each
+recipe is; no_X is speedrun without the difference X, +X with one more.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from records import ROOT, append_record, finished, origin, print_rows, read_records
+
+from lab.cli import UserError, command, parse
+from lab.files import check_writable
+
+# program and flags; "65%" is that share of the run's steps
+READABLE = """--no_mix_input --no_smear --value_tables 0 --optimizer muon --no_polar_express
+    --momentum_warmup 0 --weight_decay 0.01 --no_cautious"""
+RATES = "--muon_lr 0.02 --lr 0.003125 --embed_lr 0.3 --scalar_lr 0.01"  # the field's, at this size
+MARK = "--total_batch_size 131072 --val_tokens 1048576"
+GPU = f"--preset speedrun {MARK} --decay_steps 65% --momentum_warmup 33%"
+LAPTOP = "--preset laptop --decay_steps 70% --momentum_warmup 10%"
+OFF = {
+    "rotary": "--no_rotary", "qk_norm": "--no_qk_norm", "relu2": "--mlp gelu",
+    "zero_init": "--no_zero_init", "untied": "--tied --embed_lr 0.003",
+    "values": "--value_tables 0", "mix_input": "--no_mix_input", "smear": "--no_smear",
+    "normuon": "--optimizer muon", "polar_express": "--no_polar_express",
+    "momentum": "--momentum_warmup 0",
+}  # fmt: skip
+MORE = {  # what a GPU alone can decide
+    "fp8_head": "--fp8 head", "fp8_all": "--mlp gelu --fp8 all", "cap": "--logit_cap 15",
+    "bigrams": "--bigram_rows 250000", "values": "--value_tables 3", "decay": "--weight_decay 0.1",
+    "small_start": "--small_batch_size 65536 --small_steps 25%",
+}  # fmt: skip
+SMALL = {"values": "--value_tables 1", "mix_input": "--mix_input", "smear": "--smear"}
+RECIPES = {
+    "gpu": {
+        "gpt2": f"train_gpt2.py --preset gpt2 {MARK} --lr 1.2e-3 --min_lr 1.2e-4",
+        "muon": f"""train_gpt2.py --preset gpt2 {MARK} --optimizer muon --muon_lr 0.02 --lr 1.8e-3
+            --min_lr 0 --schedule wsd --warmup_steps 2.5% --decay_steps 62.5% --fp8 all""",
+        "readable": f"speedrun.py {GPU} {READABLE} {RATES}",
+        "speedrun": f"speedrun.py {GPU}",
+        **{f"no_{name}": f"speedrun.py {GPU} {flags}" for name, flags in OFF.items()},
+        **{f"+{name}": f"speedrun.py {GPU} {flags}" for name, flags in MORE.items()},
+    },
+    "laptop": {
+        "gpt2": """train_gpt2.py --preset laptop --optimizer adamw --weight_decay 0.1 --schedule cosine
+            --warmup_steps 3%""",
+        "muon": "train_gpt2.py --preset laptop --warmup_steps 3% --decay_steps 70%",
+        "readable": f"speedrun.py {LAPTOP} {READABLE} --bigram_rows 0",
+        "speedrun": f"speedrun.py {LAPTOP}",
+        **{
+            f"no_{k}": f"speedrun.py {LAPTOP} {flags}" for k, flags in OFF.items() if k not in SMALL
+        },
+        **{f"+{k}": f"speedrun.py {LAPTOP} {flags}" for k, flags in SMALL.items()},
+        "no_bigrams": f"speedrun.py {LAPTOP} --bigram_rows 0",
+    },
+}
+
+
+@dataclass
+class Config:
+    scale: Literal["gpu", "laptop"] = "gpu"  # which model, and which recipes
+    data: str = ""  # folder of token shards, or of parquet files; the program's own if empty
+    recipes: tuple[str, ...] = ()  # all of the scale if empty
+    seeds: tuple[int, ...] = (1, 2, 3)
+    seconds: float = 0  # of training, for each run; or
+    steps: int = 0  # updates, for each run
+    target: float = 0  # loss whose time the table shows
+    more: str = ""  # flags for every run: --more="--no_compile"
+    gpus: int = 1  # processes of a run
+    out: str = "speedrun.jsonl"  # a line for each finished run
+    picture: str = ""  # draw loss against seconds into this file
+
+
+def make_shards(folder):
+    """The folder of shards of a folder of parquet files, in GPT-2's tokens; made once."""
+    import pyarrow.parquet
+
+    from lab.data import get_tokenizer
+
+    out, tokenizer = ROOT / "data" / f"{Path(folder).name}_last_held_out", get_tokenizer("gpt2")
+    if not (out / "text_val_000000.npy").exists():
+        out.mkdir(parents=True, exist_ok=True)
+        files = sorted(Path(folder).glob("*.parquet"))
+        texts = (pyarrow.parquet.read_table(f, columns=["text"])["text"] for f in files)
+        tokens = np.concatenate([tokenizer.encode_documents(t.combine_chunks()) for t in texts])
+        np.save(out / "text_train_000001.npy", tokens[:-1_200_000])
+        np.save(out / "text_val_000000.npy", tokens[-1_200_000:])
+    return str(out)
+
+
+def with_shares(flags, steps):
+    """The words of a recipe, shares as steps."""
+    words = flags.split()
+    return [str(round(float(w[:-1]) / 100 * steps)) if w[-1] == "%" else w for w in words]
+
+
+def train(recipe, seed, steps, cfg, folder, measured=True):
+    """The log of one run of the real program, as a list of dicts. Raises UserError."""
+    program, *flags = with_shares(RECIPES[cfg.scale][recipe], steps)
+    every = max(1, steps // 10)
+    flags += f"--max_steps {steps} --seed {seed} --log_every {every} --val_every {every}".split()
+    flags += "--sample_every 0 --hella_every 0 --ckpt_every 0 --run_name run --log_dir".split()
+    flags += [folder, *(["--data", cfg.data] if cfg.data else []), *cfg.more.split()]
+    flags += [] if measured else ["--val_every", "0"]
+    torchrun = f"-m torch.distributed.run --standalone --nproc_per_node={cfg.gpus}".split()
+    words = [sys.executable, *(torchrun if cfg.gpus > 1 else []), str(ROOT / program), *flags]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise UserError(f"{' '.join(words)} failed:\n{(done.stdout + done.stderr)[-500:]}")
+    return list(map(json.loads, Path(folder, "run", "log.jsonl").read_text().splitlines()))
+
+
+def timed(log):
+    """[(seconds of training, step, validation loss)] of a log. The first update, which is not
+    timed, counts as one of those that follow it."""
+    seconds, before, curve = 0.0, 0, []
+    for e in log:
+        if e["kind"] == "train" and "dt_ms" in e:
+            seconds, before = seconds + (e["step"] - before) * e["dt_ms"] / 1000, e["step"]
+        elif e["kind"] == "val":
+            curve.append((round(seconds, 3), e["step"], e["loss"]))
+    return curve
+
+
+def measure(recipe, seed, cfg):
+    """The record of one run."""
+    with tempfile.TemporaryDirectory() as folder:
+        steps = cfg.steps
+        if not steps:
+            probe = train(recipe, seed, 30, cfg, str(Path(folder, "probe")), measured=False)
+            times = [e["dt_ms"] for e in probe if e["kind"] == "train" and e["step"] > 15]
+            steps = max(10, round(1000 * cfg.seconds / statistics.median(times)))
+        log = train(recipe, seed, steps, cfg, str(Path(folder, "whole")))
+    start, first, last = ({e["kind"]: e for e in log}[k] for k in ("start", "first_step", "train"))
+    return dict(
+        curve=timed(log), run_steps=steps, tokens=last["tokens"], device=start["device"],
+        num_params=start["num_params"], first_step_seconds=first["seconds"],
+    )  # fmt: skip
+
+
+def seconds_to(curve, target):
+    """When a curve comes to a loss, on a line between two measurements; None if never."""
+    for (t0, _, a), (t1, _, b) in zip(curve, curve[1:]):
+        if b <= target:
+            return t0 + (t1 - t0) * (a - target) / (a - b)
+    return None
+
+
+STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}  # 97.5 % of Student's t, by the number of runs
+
+
+def interval(differences):
+    """Mean and 95 % interval of differences between runs of the same seeds."""
+    n, mean = len(differences), statistics.mean(differences)
+    if n < 2:
+        return f"{mean:+.4f}"
+    error = STUDENT.get(n, 2.57) * statistics.stdev(differences) / n**0.5
+    return f"{mean:+.4f} +- {error:.4f}"
+
+
+def table(found, target):
+    """Print {recipe: {seed: record}}."""
+    rows, base, middle = [], found.get("speedrun", {}), statistics.median
+    for recipe, runs in found.items():
+        losses = {seed: r["curve"][-1][2] for seed, r in runs.items()}
+        spread = max(losses.values()) - min(losses.values())
+        both = [losses[s] - base[s]["curve"][-1][2] for s in losses if s in base]
+        to = [t for r in runs.values() if (t := seconds_to(r["curve"], target)) is not None]
+        rows.append([
+            recipe, len(runs), middle(r["run_steps"] for r in runs.values()),
+            f"{middle(r['curve'][-1][0] for r in runs.values()):.1f}",
+            f"{middle(losses.values()):.4f}", f"{spread:.4f}",
+            interval(both) if both and recipe != "speedrun" else "",
+            f"{middle(to):.1f}" if len(to) == len(runs) else "",
+            f"{middle(r['first_step_seconds'] for r in runs.values()):.0f}",
+        ])  # fmt: skip
+    head = "recipe,seeds,steps,seconds,median loss,spread,to speedrun's (95 %)".split(",")
+    print_rows([*head, f"s to {target}", "first step, s"], rows)
+
+
+def draw(found, cfg):
+    """Loss against seconds, the seed with the median loss of each recipe."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    from lab.tools.style import style
+
+    with matplotlib.rc_context(style()):
+        figure = Figure()
+        ax = figure.subplots()
+        for recipe in ("gpt2", "muon", "readable", "speedrun"):
+            if runs := sorted(found.get(recipe, {}).values(), key=lambda r: r["curve"][-1][2]):
+                seconds, _, losses = zip(*runs[len(runs) // 2]["curve"][1:])
+                ax.plot(seconds, losses, marker="o", markersize=3, label=recipe)
+        ax.set(xlabel="seconds of training", ylabel="validation loss, nats a token")
+        ax.set_title("The same data on the same machine: recipes against time")
+        ax.legend()
+        figure.savefig(cfg.picture)
+    print(cfg.picture)
+
+
+def main(argv):
+    cfg = parse(Config, argv, description=__doc__)
+    known = RECIPES[cfg.scale]
+    if unknown := set(cfg.recipes) - set(known):
+        raise UserError(f"recipes={unknown.pop()} is not one of {', '.join(known)}")
+    if (cfg.seconds > 0) == (cfg.steps > 0):
+        raise UserError("a run has --seconds or --steps; pass one of them")
+    if cfg.data:
+        parquet = any(Path(cfg.data).glob("*.parquet"))
+        cfg.data = make_shards(cfg.data) if parquet else str(Path(cfg.data).resolve())
+    check_writable(cfg.out, "out")
+    same = {k: getattr(cfg, k) for k in "scale data gpus more seconds steps".split()}
+    for seed in cfg.seeds:  # seed by seed: what drifts with time hits all recipes
+        for recipe in cfg.recipes or known:
+            key = same | dict(recipe=recipe, seed=seed, flags=known[recipe])
+            if finished(cfg.out, key):
+                continue
+            print(f"{recipe}, seed {seed} ...", file=sys.stderr, flush=True)
+            try:
+                append_record(cfg.out, key | measure(recipe, seed, cfg) | origin())
+            except UserError as error:  # the others go on
+                print(error, file=sys.stderr)
+    found = {}
+    for r in read_records(cfg.out):
+        if all(r.get(k) == v for k, v in same.items()) and r["flags"] == known.get(r["recipe"]):
+            found.setdefault(r["recipe"], {})[r["seed"]] = r
+    table(found, cfg.target)
+    if cfg.picture:
+        draw(found, cfg)
+
+
+if __name__ == "__main__":
+    command(main)

@@ -1,0 +1,487 @@
+"""The task of train_gpt2.py as it would be done today: the same loss in a fraction of the time.
+
+    python speedrun.py                                         # two minutes on a laptop's CPU
+    python speedrun.py --preset speedrun --data edu_fineweb10B # 124M on one GPU, a minute or so
+    torchrun --standalone --nproc_per_node=8 speedrun.py       # the same run on eight GPUs
+
+One step in words is train_gpt2.py's, and so are loader, update, loop, log and checkpoints. What is
+here is what seven years have changed since: the model, the optimizers, the schedule and the size of
+a step. Each difference has a flag that takes it back, so that it can be measured by itself
+(bench/speedrun.py), and a comment that says why. Sections are those of train_gpt2.py, which is to
+be read first; the shape letters too.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal
+
+if __name__ == "__main__":  # how a CPU's threads wait: to be settled before torch starts them
+    from lab.cli import set_threads
+
+    set_threads()
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import train_gpt2
+from hellaswag import HellaSwag
+from lab import data, device, evals, kernels, models
+from lab.cli import UserError, command
+from lab.generate import generate
+from lab.optim import POLAR_EXPRESS, Muon, Together
+from lab.run import Log, StopSignal, folder, settings
+from lab.world import World
+from train_gpt2 import HeadLoss, Run, get_lr, train
+
+# --------------------------------------------------------------------------------- 1. configuration
+
+
+@dataclass
+class GPTConfig:
+    """Shape of the model, then its differences to GPT-2, each of which can be switched off."""
+
+    n_layer: int = 12  # transformer blocks
+    n_head: int = 6  # attention heads per block: fewer and wider ones are faster on a GPU
+    n_embd: int = 768  # channels of the residual stream
+    block_size: int = 1024  # longest context
+    vocab_size: int = 50257  # token ids in use; on the command line 0 lets the data decide
+    vocab_multiple: int = 128  # rows are padded to a multiple of this: 50257 -> 50304; 1 is off
+    bf16_residual: bool = True  # under bf16 autocast the residual stream is bf16 too
+    document_mask: bool = False  # attention does not cross end-of-text (id vocab_size - 1)
+    rotary: bool = True  # queries and keys turn with their position; off: positions are embedded
+    qk_norm: bool = True  # queries and keys have length 1 before they meet
+    mlp: Literal["relu2", "gelu"] = "relu2"  # gelu: GPT-2's MLP, with its biases and 8-bit kernels
+    zero_init: bool = True  # what is added to the residual stream begins as 0
+    tied: bool = False  # one matrix for embedding and head, as in GPT-2
+    logit_cap: float = 0.0  # logits lie within +- this; 0 is off
+    value_tables: int = 1  # embeddings of the token itself that are added to attention's values
+    mix_input: bool = True  # each block also sees the first embedding, as much as it learns to
+    smear: bool = True  # each embedding has a share of the one before it
+    bigram_rows: int = 0  # rows of an embedding of pairs of tokens; 0 is off
+
+    @property
+    def padded_vocab_size(self):
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    def value_table(self, layer):
+        """Which of the value_tables a block reads, or None: the first blocks have one each, and the
+        last ones the same once more."""
+        n = min(self.value_tables, self.n_layer)
+        table = layer if layer < n else layer - (self.n_layer - n)
+        return table if 0 <= table < n else None
+
+
+@dataclass
+class TrainConfig(train_gpt2.TrainConfig):
+    """As train_gpt2.py's, but for defaults, and rates for each kind of parameter. lr is that of the
+    head; those of the others follow the same schedule."""
+
+    preset: str = "speedrun"
+    total_batch_size: int = 131072  # tokens per update over all processes
+    max_steps: int = 300
+    optimizer: Literal["adamw", "muon", "normuon"] = "normuon"  # of the matrices in the blocks
+    lr: float = 3e-3  # peak learning rate of the head (AdamW)
+    embed_lr: float = 0.3  # of embeddings: they are normalised, so their size does not matter
+    scalar_lr: float = 0.015  # of learnt scalars, gates and biases
+    muon_lr: float = 0.03  # of Muon, or of AdamW in its place
+    min_lr: float = 0.0
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "wsd"
+    warmup_steps: int = 0  # zero-initialised projections and a zero head need none
+    decay_steps: int = 200
+    weight_decay: float = 0.0  # of the matrices in the blocks
+    beta1: float = 0.8  # AdamW: short memories, as a run is short
+    eps: float = 1e-10
+    grad_clip: float = 0.0  # an orthogonal step is as long for any gradient
+    momentum: float = 0.95  # Muon's
+    momentum_warmup: int = 100  # steps in which it rises from 0.85: early gradients age fast
+    polar_express: bool = True  # off: Newton-Schulz
+    cautious: bool = True  # weight decay only where the step agrees
+    small_batch_size: int = 0  # tokens per update at first: early gradients agree, so few suffice
+    small_steps: int = 0  # for so many steps
+
+
+PRESETS = {
+    "speedrun": (
+        GPTConfig(),
+        TrainConfig(val_every=50, val_tokens=1048576, hella_every=0, sample_every=0, ckpt_every=0),
+    ),
+    # two minutes on two laptop cores, on the text that ships inside Python, read as bytes
+    "laptop": (
+        GPTConfig(n_layer=2, n_head=2, n_embd=128, block_size=128, vocab_size=257, vocab_multiple=1,
+                  value_tables=0, mix_input=False, smear=False, bigram_rows=4096),
+        TrainConfig(
+            "laptop", data="data/builtin", total_batch_size=4096, seq_len=128, max_steps=700, lr=1e-2,
+            muon_lr=0.05, decay_steps=490, momentum_warmup=70, beta2=0.99, compile=False, log_every=20,
+            val_every=200, val_tokens=131072, hella_every=0, sample_every=200, sample_tokens=200,
+            sample_prompt="The ", ckpt_every=500,
+        ),
+    ),
+}  # fmt: skip
+
+
+# ----------------------------------------------------------------------------------------- 2. model
+
+
+def norm(x):
+    """RMSNorm (Zhang and Sennrich 2019) without a gain: what reads x has a matrix, which learns it.
+    LayerNorm's mean is not missed."""
+    return F.rms_norm(x, (x.size(-1),))
+
+
+def one_back(x, position, mask, cache, name):
+    """x (B, T, C), one for each token, of the token before: 0 where there is none that may be
+    seen.
+
+    Where a mask (B, 1, T, S) says who sees whom, the one before is the visible one whose position
+    is less by 1, wherever in the row it stands (HellaSwag's endings share a context)."""
+    B, T, C = x.shape
+    if cache is not None:
+        x = cache.append(name, x[:, None], x[:, None])[0][:, 0]  # (B, S, C)
+    S = x.size(1)
+    if mask is None:
+        return F.pad(x, (0, 0, 1, 0))[:, S - T : S]
+    at = position if S == T else torch.arange(S, device=x.device)  # of those that are seen
+    before = mask[:, 0] & (at[..., None, :] == position[..., :, None] - 1)  # (B, T, S)
+    where = before.byte().argmax(-1, keepdim=True).expand(B, T, C)
+    return x.gather(1, where) * before.any(-1, keepdim=True)
+
+
+def rotation(position, D):
+    """(cos, sin) by which rotary embedding (Su et al. 2021) turns pairs of channels: (T, D / 2), or
+    (B, 1, T, D / 2). Half of the pairs do not turn: they can tell what, whatever the distance."""
+    slowness = 1024 ** -torch.linspace(0, 1, D // 4, device=position.device)
+    slowness = torch.cat([slowness, torch.zeros(D // 2 - D // 4, device=position.device)])
+    angle = position[..., None].float() * slowness
+    angle = angle if position.dim() == 1 else angle[:, None]
+    return angle.cos(), angle.sin()
+
+
+def rotate(x, turn):
+    """x (B, H, T, D), of which channels i and i + D / 2 are a pair."""
+    cos, sin = (t.to(x.dtype) for t in turn)
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos + b * sin, b * cos - a * sin], dim=-1)
+
+
+class CausalSelfAttention(nn.Module):
+    """A query's scores depend on directions alone, and on distance: neither length nor place."""
+
+    def __init__(self, config, layer):
+        super().__init__()
+        self.config, self.layer = config, layer
+        # three matrices: Muon makes each orthogonal by itself
+        self.qkv = nn.Parameter(torch.empty(3, config.n_embd, config.n_embd))
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
+        if config.value_table(layer) is not None:
+            self.mix_values = nn.Parameter(torch.tensor([0.5, 0.5]))
+
+    def forward(self, x, turn, value, mask=None, cache=None):
+        """value (B, T, C): what the token itself hands over, or None."""
+        B, T, C = x.size()
+        q, k, v = F.linear(x, self.qkv.flatten(0, 1)).split(C, dim=2)
+        if value is not None:  # value embeddings (Zhou et al. 2024; modded-nanogpt)
+            v = self.mix_values[0] * v + self.mix_values[1] * value.to(v.dtype)
+        q, k, v = (t.view(B, T, self.config.n_head, -1).transpose(1, 2) for t in (q, k, v))
+        if self.config.qk_norm:  # Henry et al. 2020: scores cannot grow, so rates can be high
+            q, k = norm(q), norm(k)
+        if self.config.rotary:
+            q, k = rotate(q, turn), rotate(k, turn)
+        causal = mask is None and T > 1
+        if cache is not None:
+            k, v = cache.append(self.layer, k, v)  # (B, H, S, D), turned already
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
+        return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
+
+
+class MLP(nn.Module):
+    """ReLU squared (So et al. 2021, Primer): few neurons are active at a time."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=False)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=False)
+
+    def forward(self, x):
+        return self.c_proj(F.relu(self.c_fc(x)).square())
+
+
+class Block(nn.Module):
+    def __init__(self, config, layer):
+        super().__init__()
+        self.attn = CausalSelfAttention(config, layer)
+        self.mlp = MLP(config) if config.mlp == "relu2" else train_gpt2.MLP(config)
+        self.mix = nn.Parameter(torch.tensor([1.0, 0.0])) if config.mix_input else None
+
+    def forward(self, x, first, turn, value, mask=None, cache=None):
+        if self.mix is not None:
+            x = self.mix[0] * x + self.mix[1] * first
+        x = x + self.attn(norm(x), turn, value, mask, cache)
+        return x + self.mlp(norm(x))
+
+
+class CappedLoss(HeadLoss):
+    """Logits within +- cap (Gemma 2: Riviere et al. 2024): no token can be sure beyond reason."""
+
+    def __init__(self, vocab_size, cap):
+        super().__init__(vocab_size)
+        self.cap = cap
+
+    def forward(self, x, weight, targets, reduction):
+        logits = capped(F.linear(x, weight)[:, : self.vocab_size].float(), self.cap)
+        losses = F.cross_entropy(logits, targets, ignore_index=-1, reduction="none")
+        return losses if reduction == "none" else losses.sum()
+
+
+def capped(logits, cap):
+    return cap * torch.tanh(logits / cap) if cap else logits
+
+
+class Smear(nn.Module):
+    """Adds to each embedding a share of the one before, which a gate chooses: pairs of tokens are
+    seen before the first attention layer has found them."""
+
+    channels = 16  # which decide about the gate
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(self.channels, 1, bias=False)
+        self.scale = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x, before):
+        return x + self.scale * torch.sigmoid(self.gate(x[..., : self.channels])) * before
+
+
+class GPT(nn.Module):
+    """What train_gpt2.GPT is to a run, its tools and its checkpoints, with the blocks above."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config, rows = config, config.padded_vocab_size
+        tables = min(config.value_tables, config.n_layer)
+        self.transformer = nn.ModuleDict(
+            dict(
+                wte=nn.Embedding(rows, config.n_embd),
+                vte=nn.ModuleList(nn.Embedding(rows, config.n_embd) for _ in range(tables)),
+                h=nn.ModuleList(Block(config, layer) for layer in range(config.n_layer)),
+            )
+        )
+        if not config.rotary:
+            self.transformer.wpe = nn.Embedding(config.block_size, config.n_embd)
+        if config.bigram_rows:
+            self.transformer.bigrams = nn.Embedding(config.bigram_rows, config.n_embd)
+        self.smear = Smear() if config.smear else None
+        self.lm_head = nn.Linear(config.n_embd, rows, bias=False)
+        if config.tied:
+            self.lm_head.weight = self.transformer.wte.weight
+        self.head_loss = HeadLoss(config.vocab_size)
+        if config.logit_cap:
+            self.head_loss = CappedLoss(config.vocab_size, config.logit_cap)
+        self.init_weights()
+
+    def init_weights(self):
+        """Matrices keep half the size of what they read; those that write to the residual stream,
+        and the head, begin as 0: the first guess is uniform, and blocks come in as they learn."""
+        for name, p in self.named_parameters():
+            if name.endswith(("gate.weight", "bigrams.weight", "bias")):
+                nn.init.zeros_(p)
+            elif name.startswith("transformer.w") or ".vte." in name:
+                nn.init.normal_(p, std=0.02 if self.config.tied else 1.0)
+            elif name.endswith("c_proj.weight") or name == "lm_head.weight":
+                std = 0.0 if self.config.zero_init else 0.02
+                nn.init.normal_(p, std=std * (2 * self.config.n_layer) ** -0.5)
+            elif p.dim() >= 2:
+                nn.init.normal_(p, std=0.5 * p.size(-1) ** -0.5)
+        with torch.no_grad():  # the pad rows: their gradient is 0, so they stay 0
+            for p in (self.transformer.wte.weight, self.lm_head.weight):
+                p[self.config.vocab_size :] = 0
+
+    def num_params(self):
+        return sum(p.numel() for p in self.parameters())
+
+    def block_matrices(self):
+        """What Muon updates: the matrices inside the blocks, also stacks of them."""
+        return [p for p in self.transformer.h.parameters() if p.dim() >= 2]
+
+    def flops_per_token(self, seq_len):
+        """As train_gpt2.GPT's; embeddings are looked up, not multiplied."""
+        multiply = sum(p.numel() for p in self.block_matrices()) + self.lm_head.weight.numel()
+        return 6 * multiply + 12 * self.config.n_layer * self.config.n_embd * seq_len
+
+    def hidden(self, idx, position=None, mask=None, cache=None):
+        """idx (B, T) -> what the head sees of it (B, T, C); as train_gpt2.GPT's."""
+        c, t = self.config, self.transformer
+        if position is None:
+            position = torch.arange(idx.size(1), device=idx.device)
+        x = t.wte(idx)
+        if not c.rotary:
+            x = x + t.wpe(position)
+        if c.bigram_rows:  # which row a pair has; pairs that share one are rare among frequent ones
+            before = one_back(idx[..., None], position, mask, cache, "idx")[..., 0]
+            x = x + t.bigrams((before * 36313 + idx * 27191) % c.bigram_rows)
+        x = norm(x)
+        kind = x.device.type
+        bf16 = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
+        if bf16 and c.bf16_residual:
+            x = x.bfloat16()
+        if self.smear is not None:
+            x = self.smear(x, one_back(x, position, mask, cache, "smear"))
+        turn = rotation(position, c.n_embd // c.n_head) if c.rotary else None
+        first = x
+        for i, block in enumerate(t.h):
+            table = c.value_table(i)
+            value = None if table is None else t.vte[table](idx)
+            x = block(x, first, turn, value, mask, cache)
+        return norm(x)
+
+    def forward(self, idx, targets=None, reduction="mean", position=None, mask=None, cache=None):
+        """As train_gpt2.GPT's."""
+        x = self.hidden(idx, position, mask, cache)
+        if targets is None:
+            logits = self.lm_head(x if cache is None else x[:, -1:])[..., : self.config.vocab_size]
+            return capped(logits, self.config.logit_cap), None
+        loss = self.head_loss(x.flatten(0, 1), self.lm_head.weight, targets.flatten(), reduction)
+        if reduction == "none":
+            return None, loss.view_as(targets)
+        return None, loss if reduction == "sum" else loss / (targets >= 0).sum().clamp(min=1)
+
+    def generate(self, idx, max_new_tokens, **how):
+        for token, _ in generate(self, idx, max_new_tokens, **how):
+            yield token
+
+
+MODEL, CONFIG = GPT, GPTConfig  # what lab.models builds from a checkpoint
+
+
+# ----------------------------------------------------------------------- 3. optimizer and schedule
+
+
+def make_optimizer(model, cfg, world):
+    """Muon for the matrices in the blocks, AdamW for the rest in groups with a rate each. A group's
+    "scale" is its peak rate over cfg.lr."""
+    blocks, head = model.block_matrices(), [model.lm_head.weight]
+    embeddings = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
+    taken = {id(p) for p in (*blocks, *head, *embeddings)}
+    tied = model.config.tied
+    groups = [
+        {"params": [p for p in model.parameters() if id(p) not in taken], "lr": cfg.scalar_lr},
+        {"params": [p for p in embeddings if not tied or p is not head[0]], "lr": cfg.embed_lr},
+        {"params": head, "lr": cfg.lr},
+    ]
+    fused = world.device.type in ("cuda", "cpu")
+    adamw = dict(betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, fused=fused, weight_decay=0.0)
+    groups = [group for group in groups if group["params"]]
+    if cfg.optimizer == "adamw":
+        groups.insert(0, {"params": blocks, "lr": cfg.muon_lr, "weight_decay": cfg.weight_decay})
+        optimizer = torch.optim.AdamW(groups, **adamw)
+    else:
+        how = dict(rounds=POLAR_EXPRESS) if cfg.polar_express else {}
+        how |= dict(normalize=0.95 if cfg.optimizer == "normuon" else 0.0, cautious=cfg.cautious)
+        muon = Muon(blocks, cfg.muon_lr, cfg.momentum, cfg.weight_decay, **how, world=world)
+        optimizer = Together(muon, torch.optim.AdamW(groups, **adamw))
+    for group in optimizer.param_groups:
+        group["scale"] = group["lr"] / cfg.lr if cfg.lr else 1.0
+    return optimizer
+
+
+def schedule(step, group, cfg):
+    """What changes with the step, of one group of parameters."""
+    group["lr"] = get_lr(step, cfg) * group["scale"]
+    if "momentum" in group:
+        done = min(1.0, step / cfg.momentum_warmup) if cfg.momentum_warmup else 1.0
+        group["momentum"] = cfg.momentum - (1 - done) * max(0.0, cfg.momentum - 0.85)
+
+
+def stage(step, cfg):
+    """(tokens, sequence length) of the update after `step` finished ones."""
+    small = step < cfg.small_steps and cfg.small_batch_size
+    return cfg.small_batch_size if small else cfg.total_batch_size, cfg.seq_len
+
+
+# ----------------------------------------------------------------------------------- 4. one update
+
+
+class SpeedRun(Run):
+    program = "speedrun"
+
+    def update(self):
+        self.loader.set_stage(*stage(self.step, self.cfg))
+        return super().update()
+
+
+# -------------------------------------------------------------------------------------- 5. the run
+
+
+def set_up(model_config, cfg, world, state=None):
+    """The SpeedRun of these settings; as train_gpt2.py's, with fewer choices."""
+    if cfg.parallel != "ddp":
+        raise UserError(f"parallel={cfg.parallel} is for AdamW alone; leave it out")
+    if state and state.get("program") != SpeedRun.program:
+        raise UserError(f"{cfg.run_name} is a run of another program; --run_name names one of this")
+    torch.manual_seed(cfg.seed)
+    precision = device.Precision(cfg.precision, world.device)
+    precision.prepare()
+    shards = data.TokenShards(cfg.data, "train", model_config.vocab_size, cfg.verify_data)
+    raw_model = GPT(model_config)
+    if cfg.init_from and not state:
+        models.start_from(cfg.init_from, raw_model, cfg.log_dir)
+    raw_model.to(world.device)
+    if model_config.document_mask:
+        data.hide_other_documents(raw_model)
+    if cfg.kernels == "fused" and not model_config.logit_cap:  # the fused loss knows no cap
+        kernels.use(raw_model, mlp=train_gpt2.MLP, precision=precision, fp8=cfg.fp8)
+    most = state["batch_size"] if state else 64
+    smallest = dataclasses.replace(cfg, total_batch_size=stage(0, cfg)[0])
+    batch_size = cfg.batch_size or device.fit_batch_size(
+        raw_model, smallest, world, precision, most
+    )
+    loader = data.TokenLoader(shards, cfg, world, batch_size)
+    optimizer = make_optimizer(raw_model, cfg, world)
+    model = raw_model
+    if world.distributed:
+        model = DistributedDataParallel(raw_model, gradient_as_bucket_view=True, bucket_cap_mb=250)
+    if cfg.compile and (reason := device.why_no_compile(world.device, model_config)):
+        world.say(f"torch.compile is off: {reason}")
+    elif cfg.compile:
+        model = torch.compile(model, dynamic=False)
+    run = SpeedRun(
+        raw_model, model, optimizer, loader, precision,
+        lambda step, group: schedule(step, group, cfg), world, cfg,
+    )  # fmt: skip
+    if state:
+        run.load_state_dict(state)
+    return run
+
+
+# ------------------------------------------------------------- 6. the loop: train_gpt2.train
+
+
+# ------------------------------------------------------------------------------- 7. command line
+
+
+def main(argv):
+    reason, model_config, cfg = settings.parse_flags(argv, PRESETS, __doc__)
+    world = World(cfg.device)
+    if world.distributed:
+        device_id = world.device if world.device.type == "cuda" else None
+        dist.init_process_group(world.backend, device_id=device_id)
+    model_config, cfg, state = settings.resolve(model_config, cfg, world, PRESETS)
+    run, stop = set_up(model_config, cfg, world, state), StopSignal(world)
+    validation = evals.Validation(run, stop)
+    events = [
+        evals.Every("checkpoint", cfg.ckpt_every, Run.save),
+        validation,
+        HellaSwag(cfg.hella_every, cfg.hella_examples, world, run.precision, stop),
+        evals.Samples(run, validation.tokenizer),
+    ]
+    with folder.opened(run), stop, Log(run) as log:
+        log.start(reason, run, validation)
+        stopped = train(run, events, cfg, world, log, stop)
+    folder.farewell(run, stopped)
+    return 75 if stopped else 0
+
+
+if __name__ == "__main__":
+    command(main)

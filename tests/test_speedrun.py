@@ -1,0 +1,460 @@
+"""speedrun.py: what Muon does, what the model sees, and that a run keeps the trainer's promises."""
+
+import functools
+import importlib.util
+import json
+import math
+import shutil
+import socket
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import ROOT, VOCAB, Process, differing_parts, of_kind, read_run, run_python
+
+sys.path.insert(
+    0, str(ROOT)
+)  # before bench/, which other tests put there: it has a speedrun.py too
+
+import speedrun
+import train_gpt2
+from lab import models
+from lab.data import hide_other_documents
+from lab.generate import generate
+from lab.optim import POLAR_EXPRESS, Muon, orthogonalize
+from lab.optim.muon import NEWTON_SCHULZ
+from lab.run.checkpoints import read_checkpoint
+from lab.world import World
+from speedrun import GPT, GPTConfig, TrainConfig, schedule, stage
+
+TINY = dict(n_layer=3, n_head=2, n_embd=32, block_size=32, vocab_size=VOCAB)
+FLAGS = (
+    "--preset laptop --device cpu --n_layer 2 --n_head 2 --n_embd 32 --block_size 32 --seq_len 16 "
+    "--batch_size 4 --vocab_multiple 128 --total_batch_size 128 --decay_steps 4 --val_tokens 256 "
+    "--val_every 0 --sample_every 0 --ckpt_every 3 --log_every 1 --keep_last 9 --run_name r"
+).split()
+
+
+def tiny_model(**changes):
+    """With noise on all parameters: fresh ones are 0 where it matters."""
+    model = GPT(GPTConfig(**TINY | changes))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p), alpha=0.1)
+    return model
+
+
+EVERYTHING = dict(bigram_rows=100, logit_cap=5.0, value_tables=2)
+
+
+# ------------------------------------------------------------------------------------------- Muon
+
+
+@pytest.mark.parametrize(
+    "rounds, low, high", [((NEWTON_SCHULZ,), 0.65, 1.21), (POLAR_EXPRESS, 0.85, 1.15)]
+)
+def test_singular_values_come_into_the_band(rounds, low, high):
+    """Those above 0.0015 of the norm; the vectors stay."""
+    u, v = (torch.linalg.qr(torch.randn(n, 40, dtype=torch.float64))[0] for n in (60, 40))
+    s = torch.logspace(math.log10(0.0031), 0, 40, dtype=torch.float64)
+    s /= s.norm()
+    assert 0.0015 < s.min() < 0.0017
+    g = u @ (7 * s).diag() @ v.T
+    values = u.T @ orthogonalize(g, rounds=rounds) @ v
+    assert low < values.diagonal().min() and values.diagonal().max() < high
+    assert (values - values.diagonal().diag()).abs().max() < 1e-6
+    assert (
+        orthogonalize(g.T, rounds=rounds) - orthogonalize(g, rounds=rounds).T
+    ).abs().max() < 1e-9
+
+
+def test_agrees_with_torchs_muon():
+    """Newton-Schulz, matrices, plain decay; to what bf16 leaves, in which torch's computes anywhere."""
+    weights = [torch.nn.Parameter(torch.zeros(48, 32)) for _ in range(2)]
+    how = dict(lr=0.1, momentum=0.9, weight_decay=0.1)
+    ours, theirs = Muon(weights[:1], **how), torch.optim.Muon(weights[1:], **how)
+    for _ in range(3):
+        weights[0].grad = torch.randn(48, 32)
+        weights[1].grad = weights[0].grad.clone()
+        before = weights[0].detach().clone()
+        weights[1].data.copy_(before)
+        ours.step()
+        theirs.step()
+        moved = (weights[0] - before).norm()
+        assert (weights[0] - weights[1]).norm() < 0.03 * moved and moved > 0.3
+
+
+def plain_step(p, grad, momentum, rows, lr=0.1, beta=0.9, decay=0.2):
+    """NorMuon of one matrix by its formula, one row at a time."""
+    momentum.mul_(beta).add_(grad, alpha=1 - beta)
+    o = orthogonalize(grad * (1 - beta) + momentum * beta, rounds=POLAR_EXPRESS)
+    new = torch.empty_like(o)
+    for i in range(len(o)):
+        rows[i] = 0.95 * rows[i] + 0.05 * o[i].square().mean()
+        new[i] = o[i] / rows[i].sqrt()
+    new *= o.norm() / new.norm()
+    p -= lr * decay * p * (p * new > 0)
+    p -= lr * max(1, p.size(0) / p.size(1)) ** 0.5 * new
+
+
+SHAPES = [(3, 8, 8), (8, 8), (24, 8), (8, 8), (8, 24)]
+HOW = dict(lr=0.1, momentum=0.9, weight_decay=0.2, rounds=POLAR_EXPRESS, normalize=0.95)
+
+
+def test_batched_step_is_the_plain_one():
+    params = [torch.nn.Parameter(torch.randn(shape)) for shape in SHAPES]
+    muon = Muon(params, cautious=True, **HOW)
+    plain = [m.clone() for p in params for m in p.detach().view(-1, *p.shape[-2:])]
+    momenta, rows = [torch.zeros_like(m) for m in plain], [torch.zeros(len(m)) for m in plain]
+    for _ in range(3):
+        for p in params:
+            p.grad = torch.randn_like(p)
+        grads = [g for p in params for g in p.grad.view(-1, *p.shape[-2:])]
+        muon.step()
+        for args in zip(plain, grads, momenta, rows):
+            plain_step(*args)
+    after = [m for p in params for m in p.detach().view(-1, *p.shape[-2:])]
+    assert max((a - b).abs().max() for a, b in zip(plain, after)) < 1e-5
+
+
+TWO = """import sys
+sys.path.insert(0, {root!r})
+import torch, torch.distributed as dist
+from lab.optim import POLAR_EXPRESS, Muon
+from lab.world import World
+world = World("cpu")
+if world.distributed:
+    dist.init_process_group("gloo")
+torch.manual_seed(0)
+params = [torch.nn.Parameter(torch.randn(shape)) for shape in {shapes}]
+muon = Muon(params, cautious=True, world=world, lr=0.1, momentum=0.9, weight_decay=0.2,
+            rounds=POLAR_EXPRESS, normalize=0.95)
+for _ in range(3):
+    for p in params:
+        p.grad = torch.randn_like(p)
+    muon.step()
+torch.save([p.detach() for p in params], f"{{sys.argv[1]}}_{{world.rank}}.pt")
+"""
+
+
+def start_two(*args, cwd):
+    with socket.socket() as any_free:
+        any_free.bind(("127.0.0.1", 0))
+        port = any_free.getsockname()[1]
+    shared = dict(WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    two = [Process(*args, cwd=cwd, RANK=rank, LOCAL_RANK=rank, **shared) for rank in (0, 1)]
+    assert [process.wait() for process in two] == [0, 0], two[0].stderr + two[1].stderr
+
+
+def test_shared_step_is_the_plain_one(tmp_path):
+    """Two processes, each of which makes half of the matrices orthogonal; seven of a kind do not
+    divide."""
+    script = tmp_path / "two.py"
+    script.write_text(TWO.format(root=str(ROOT), shapes=SHAPES + [(8, 8)]))
+    start_two(script, "two", cwd=tmp_path)
+    assert run_python(script, "one", cwd=tmp_path).returncode == 0
+    one, first, second = (
+        torch.load(tmp_path / f"{name}.pt") for name in ("one_0", "two_0", "two_1")
+    )
+    assert max((a - b).abs().max() for a, b in zip(one, first)) < 1e-5
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+
+
+# ------------------------------------------------------------------------------------------ model
+
+
+@pytest.mark.parametrize("changes", [{}, EVERYTHING, dict(rotary=False, mlp="gelu", tied=True)])
+def test_no_output_sees_a_later_token_or_another_document(changes):
+    model = tiny_model(**changes)
+    idx = torch.randint(VOCAB - 1, (1, 20))
+    logits = model(idx)[0]
+    other = idx.clone()
+    other[0, 12] = (idx[0, 12] + 1) % (VOCAB - 1)
+    changed = (model(other)[0] - logits).abs().amax(-1)[0] > 1e-6
+    assert not changed[:12].any() and changed[12:].all()
+    idx[0, 10] = other[0, 10] = VOCAB - 1  # a document ends before
+    other[0, 12], other[0, 9] = idx[0, 12], (idx[0, 9] + 1) % (VOCAB - 1)
+    masked = hide_other_documents(model)
+    changed = (masked(other)[0] - masked(idx)[0]).abs().amax(-1)[0] > 1e-6
+    assert changed.tolist() == [t == 9 for t in range(20)]
+
+
+@pytest.mark.parametrize("changes", [{}, EVERYTHING | dict(document_mask=True)])
+def test_cached_and_uncached_give_the_same_tokens(changes):
+    """Also beyond the context, where the window drops its older half."""
+    model = tiny_model(**changes)
+    idx, cached, uncached = torch.randint(VOCAB, (3, 5)), [], []
+    for found, use_cache in ((cached, True), (uncached, False)):
+        how = dict(temperature=0.0, use_cache=use_cache)
+        found += list(generate(model, idx, 60, **how))
+    assert [t.tolist() for t, _ in cached] == [t.tolist() for t, _ in uncached]
+    assert max((a - b).abs().max() for (_, a), (_, b) in zip(cached, uncached)) < 1e-4
+
+
+def test_hellaswags_packed_rows_are_the_separate_ones():
+    """An ending's first token stands after the context, not after the ending packed before it."""
+    import hellaswag
+
+    model = tiny_model(**EVERYTHING)
+    rng = torch.Generator().manual_seed(1)
+    lengths = (7, 3, 5, 2, 4)
+    tokens = [torch.randint(VOCAB, (n,), generator=rng).tolist() for n in lengths]
+    sums = hellaswag.ending_losses(
+        model, hellaswag.Examples([dict(label=0)], [tokens]), World("cpu")
+    )
+    for ending, found in zip(tokens[1:], sums[0]):
+        row = torch.tensor([tokens[0] + ending])
+        y = row[:, 1:].clone()
+        y[:, : lengths[0] - 1] = -1
+        assert model(row[:, :-1], y, reduction="sum")[1].item() == pytest.approx(found, abs=1e-4)
+
+
+def test_first_guess_is_uniform_and_pad_rows_stay_zero():
+    model = GPT(GPTConfig(**TINY))
+    x = torch.randint(VOCAB, (2, 16))
+    assert model(x, x)[1].item() == pytest.approx(math.log(VOCAB), abs=1e-5)
+    cfg = TrainConfig()
+    optimizer = speedrun.make_optimizer(model, cfg, World("cpu"))
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    assert len(params) == len(set(params)) and set(params) == set(model.parameters())
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for _ in range(6):  # a step for what stands before each 0
+        model(x, x)[1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, p in model.named_parameters():
+        assert not torch.equal(p, before[name]), f"{name} does not learn"
+        if name in ("transformer.wte.weight", "lm_head.weight"):
+            assert not p[VOCAB:].any() and len(p) > VOCAB
+
+
+def test_logits_are_capped_in_training_and_sampling_alike():
+    model = tiny_model(logit_cap=2.0)
+    x = torch.randint(VOCAB, (2, 16))
+    logits = model(x)[0]
+    assert 1 < logits.abs().max() < 2
+    assert model(x, x)[1].item() == pytest.approx(
+        F.cross_entropy(logits.flatten(0, 1), x.flatten()).item(), abs=1e-5
+    )
+
+
+# --------------------------------------------------------------------------------------- schedule
+
+
+def test_rates_momentum_and_stages_meet_their_corners():
+    cfg = TrainConfig(
+        max_steps=100, decay_steps=50, momentum_warmup=10, small_batch_size=64, small_steps=20,
+        total_batch_size=128, seq_len=16,
+    )  # fmt: skip
+    group = dict(lr=0, momentum=0.95, scale=10)
+    seen = []
+    for step in (0, 5, 10, 50, 75, 100):
+        schedule(step, group, cfg)
+        seen.append((round(group["lr"] / cfg.lr, 6), round(group["momentum"], 6)))
+    assert seen == [(10, 0.85), (10, 0.9), (10, 0.95), (10, 0.95), (5, 0.95), (0, 0.95)]
+    assert [stage(step, cfg) for step in (0, 19, 20)] == [(64, 16), (64, 16), (128, 16)]
+
+
+# -------------------------------------------------------------------------------------- real runs
+
+
+def run_speedrun(tmp_path, shards, *flags):
+    base = [] if "--resume" in flags else [*FLAGS, "--data", shards]
+    done = run_python(ROOT / "speedrun.py", *base, *flags, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    return done, tmp_path / "log" / "r"
+
+
+def test_six_steps_are_three_and_resume_and_three_and_tools_read_them(tmp_path, shards):
+    """With a stage that ends in between; then sampling, HellaSwag, plot and report, by name."""
+    more = (
+        "--max_steps 6 --small_batch_size 64 --small_steps 4 --bigram_rows 100 --weight_decay 0.1"
+    )
+    done, folder = run_speedrun(tmp_path, shards, *more.split(), "--val_every", 6)
+    whole = read_run(folder)
+    tokens = [e["tokens"] for e in of_kind(whole, "train")]
+    assert tokens == [64, 128, 192, 256, 384, 512]
+    timed = [e for e in of_kind(whole, "train") if "dt_ms" in e]  # not the first
+    assert [round(e["tok_per_s"] * e["dt_ms"] / 1000) for e in timed] == [64, 64, 64, 128, 128]
+    assert whole.losses[0] == pytest.approx(math.log(VOCAB), abs=1e-4)
+    assert whole.losses[-1] < whole.losses[0] - 0.2 and "speedrun.py --resume" in done.stdout
+    shutil.copytree(folder, tmp_path / "kept")
+    (folder / "model_000006.pt").unlink()
+    run_speedrun(tmp_path, shards, "--resume")
+    again = read_run(folder)
+    assert again.losses[-3:] == whole.losses[3:]
+    assert not differing_parts(whole.checkpoints[6], again.checkpoints[6])
+
+    model = models.load(str(folder))
+    assert type(model).__module__ == "speedrun" and model.config.bigram_rows == 100
+    state = read_checkpoint(folder / "model_000006.pt")["model"]
+    assert all(torch.equal(state[name], p) for name, p in model.state_dict().items())
+    said = run_python(
+        ROOT / "sample.py", "--model", folder, "--max_new_tokens", 5, "ab", cwd=tmp_path
+    )
+    assert said.returncode == 0 and said.stdout.startswith("ab"), said.stderr
+    example = dict(ctx="a", endings=["b", "c", "d", "e"], label=1)
+    (tmp_path / "h.jsonl").write_text(json.dumps(example) + "\n")
+    asked = ["--model", folder, "--data", tmp_path / "h.jsonl", "--device", "cpu", "--json"]
+    scored = run_python(ROOT / "hellaswag.py", *asked, cwd=tmp_path)
+    assert scored.returncode == 0 and json.loads(scored.stdout)["count"] == 1, scored.stderr
+    for tool, status in (("plot", 0), ("report", 0), ("export", 2)):
+        told = run_python(
+            "-m", "lab", tool, folder, *["--out", "o"][:status], cwd=tmp_path, PYTHONPATH=ROOT
+        )
+        assert told.returncode == status, told.stderr
+    assert "is no GPT-2" in told.stderr
+    new, _ = run_speedrun(
+        tmp_path, shards, "--max_steps", 1, "--init_from", folder, "--bigram_rows", 100,
+        "--log_dir", "other",
+    )  # fmt: skip
+    first = read_run(tmp_path / "other" / "r").losses[0]
+    assert first < whole.losses[0] - 0.2
+    wrong = run_python(
+        ROOT / "speedrun.py", *FLAGS, "--data", shards, "--init_from", folder, "--run_name", "w",
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert wrong.returncode == 2 and "does not fit" in wrong.stderr
+
+
+def test_two_processes_are_one(tmp_path, shards):
+    """With accumulation. Orthogonal steps enlarge what rounding leaves of directions that have no
+    gradient, so the first gradients agree to 1e-5, later losses to less."""
+    flags = [*FLAGS, "--data", shards, "--max_steps", 4, "--batch_size", 2, "--val_every", 4]
+    start_two(ROOT / "speedrun.py", *flags, cwd=tmp_path)
+    run_speedrun(
+        tmp_path, shards, "--max_steps", 4, "--batch_size", 8, "--val_every", 4, "--log_dir", "one"
+    )
+    one, two = read_run(tmp_path / "one" / "r"), read_run(tmp_path / "log" / "r")
+    assert one.losses == pytest.approx(two.losses, abs=1e-3)
+    assert one.losses[:2] == pytest.approx(two.losses[:2], abs=1e-5)
+    assert one.norms[0] == pytest.approx(two.norms[0], abs=1e-5)
+    assert one.val == pytest.approx(two.val, abs=1e-3)
+    assert one.checkpoints[4]["loader"] == two.checkpoints[4]["loader"]
+    start_two(
+        ROOT / "speedrun.py", "--resume", "--log_dir", "one", "--max_steps", 5, "--batch_size", 2,
+        cwd=tmp_path,
+    )  # fmt: skip
+
+
+def test_other_programs_runs_are_refused(tmp_path, shards):
+    flags = [f for f in FLAGS if f != "r"] + ["g", "--optimizer", "muon", "--data", shards]
+    done = run_python(ROOT / "train_gpt2.py", *flags, "--max_steps", 3, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    wrong = run_python(ROOT / "speedrun.py", "--resume", "--max_steps", 5, cwd=tmp_path)
+    assert wrong.returncode == 2 and "another program" in wrong.stderr, wrong.stderr
+
+
+def in_process(tmp_path, shards, model=(), **settings):
+    base = dict(
+        data=str(shards), log_dir=str(tmp_path), device="cpu", total_batch_size=128, batch_size=4,
+        seq_len=16, max_steps=4, decay_steps=2, compile=False, run_name="x", val_tokens=150,
+    )  # fmt: skip
+    model_config = GPTConfig(**TINY | dict(model))
+    return speedrun.set_up(model_config, TrainConfig(**base | settings), World("cpu"))
+
+
+def test_each_difference_can_be_taken_back(tmp_path, shards):
+    """Every flag runs either way, and makes another model or another step."""
+
+    def losses(model=(), **settings):
+        run = in_process(tmp_path, shards, model, **settings)
+        return [run.update()[0].sum().item() for _ in range(4)]
+
+    assert losses() == (usual := losses())
+    defaults = vars(GPTConfig())
+    changes = {k: not v for k, v in defaults.items() if isinstance(v, bool)}
+    changes |= dict(mlp="gelu", logit_cap=5.0, value_tables=0, bigram_rows=99)
+    for name, value in changes.items():
+        if name != "bf16_residual":  # for 16 bits alone
+            assert losses({name: value}) != usual, name
+    for settings in (
+        dict(optimizer="muon"), dict(optimizer="adamw", muon_lr=3e-3), dict(polar_express=False),
+        dict(momentum_warmup=0), dict(small_batch_size=64, small_steps=2),
+        dict(weight_decay=1.0), dict(weight_decay=1.0, cautious=False),
+    ):  # fmt: skip
+        assert (found := losses(**settings)) != usual, settings
+        usual = found if "weight_decay" in settings else usual
+
+
+def test_compiling_agrees_with_eager_and_compiles_nothing_after_warm_up(
+    tmp_path, shards, monkeypatch
+):
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(speedrun.device, "why_no_compile", lambda *_: "")
+    torch._dynamo.reset()
+    counters.clear()
+    staged = dict(small_batch_size=64, small_steps=2)
+    eager, compiled = (in_process(tmp_path, shards, compile=c, **staged) for c in (False, True))
+    graphs = []
+    for _ in range(4):
+        a, b = (run.update()[0].sum().item() for run in (eager, compiled))
+        assert a == pytest.approx(b, abs=1e-4)
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] >= 1 and len(set(graphs)) == 1, "compiled later"
+
+
+def test_settings_that_cannot_work_are_one_sentence(tmp_path, shards):
+    for flags, sentence in {
+        "--parallel zero1": "parallel=zero1",
+        "--optimizer sgd": "invalid choice",
+    }.items():
+        flags = [*FLAGS, "--data", shards, *flags.split()]
+        wrong = run_python(ROOT / "speedrun.py", *flags, cwd=tmp_path)
+        assert wrong.returncode == 2 and sentence in wrong.stderr, wrong.stderr
+
+
+# -------------------------------------------------------------------------------------- benchmark
+
+
+@pytest.fixture(scope="module")
+def bench():
+    spec = importlib.util.spec_from_file_location("bench_speedrun", ROOT / "bench" / "speedrun.py")
+    sys.path.append(str(ROOT / "bench"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.path.remove(str(ROOT / "bench"))
+    return module
+
+
+def test_recipes_are_settings_that_work(bench):
+    """All of them, of both scales, for one GPU and for eight; each difference is one."""
+    programs = {"speedrun.py": speedrun, "train_gpt2.py": train_gpt2}
+    for recipes in bench.RECIPES.values():
+        found = {}
+        for name, flags in recipes.items():
+            program, *flags = bench.with_shares(flags, 400)
+            program = programs[program]
+            flags += ["--max_steps", "400"]
+            _, *configs = program.settings.parse_flags(flags, program.PRESETS, program.__doc__)
+            assert configs[1].max_steps == 400 and str(configs) not in found.values(), name
+            found[name] = str(configs)
+
+
+def test_times_targets_and_intervals_are_those_worked_out_by_hand(bench):
+    log = [dict(kind="val", step=0, loss=5.0)]
+    for step, dt_ms, loss in ((10, 100, 4.0), (20, 200, 3.0)):
+        log.append(dict(kind="train", step=step, dt_ms=dt_ms, loss=9))
+        log.append(dict(kind="val", step=step, loss=loss))
+    curve = bench.timed(log)
+    assert curve == [(0.0, 0, 5.0), (1.0, 10, 4.0), (3.0, 20, 3.0)]
+    assert bench.seconds_to(curve, 3.5) == 2.0 and bench.seconds_to(curve, 2.9) is None
+    assert bench.interval([0.1, 0.2, 0.3]) == "+0.2000 +- 0.2483"  # 4.30 * 0.1 / sqrt(3)
+
+
+def test_a_measurement_is_made_once(tmp_path, shards):
+    flags = f"--scale laptop --recipes speedrun --seeds 1 --steps 2 --data {shards} --out o.jsonl"
+    tiny = "--n_layer 1 --n_head 2 --n_embd 32 --seq_len 16 --total_batch_size 64 --val_tokens 64"
+    for _ in range(2):
+        told = run_python(
+            ROOT / "bench" / "speedrun.py", *flags.split(), f"--more={tiny}", "--picture", "p.png",
+            cwd=tmp_path,
+        )  # fmt: skip
+        assert told.returncode == 0, told.stderr
+    (line,) = (tmp_path / "o.jsonl").read_text().splitlines()
+    record = json.loads(line)
+    assert [step for _, step, _ in record["curve"]] == [0, 1, 2] and record["tokens"] == 128
+    assert f"{record['curve'][-1][2]:.4f}" in told.stdout and (tmp_path / "p.png").exists()
