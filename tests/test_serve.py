@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -263,11 +264,11 @@ def test_turns_are_fair_and_who_leaves_is_not_computed_for(server):
     each = (time.perf_counter() - t0) / 300
     answer = server.begin(prompt="a", max_tokens=2000)
     answer.readline()  # it has its turn
-    t0 = time.perf_counter()
+    reader = threading.Thread(target=answer.read)
+    reader.start()
     server.write(prompt="b", max_tokens=20)
-    short = time.perf_counter() - t0
-    answer.read()
-    assert short < (time.perf_counter() - t0) / 2, "the short one waited for the long one"
+    assert reader.is_alive(), "the short one waited for the long one"
+    reader.join()
     for _ in range(8):
         server.leave(prompt="a", max_tokens=4000)
     t0 = time.perf_counter()
