@@ -63,6 +63,11 @@ def build(name, settings, shape, state, source):
     return model
 
 
+def shape_of(source, log_dir="log"):
+    """n_layer, n_head, n_embd, block_size and vocab_size of what `source` names (see find)."""
+    return weights.read(find(source, log_dir))[0]
+
+
 def start_from(source, model, log_dir="log"):
     """Give a new model the weights that `source` names (see find), which must be of its shape."""
     path = find(source, log_dir)
