@@ -13,11 +13,11 @@ from lab import weights
 from lab.cli import UserError
 from lab.data.documents import hide_other_documents
 from lab.run.checkpoints import has_checkpoint, newest_checkpoint, newest_run, read_checkpoint
-from lab.run.settings import same_shape
 
 # what a checkpoint calls its program: the file, which says its classes (MODEL, CONFIG)
 PROGRAMS = {"gpt2": "train_gpt2", "bert": "bert", "speedrun": "speedrun"}
 PUBLISHED = ("gpt2", "bert")  # of these there are weights of others, which tell their shape
+SHAPE = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
 
 
 def find(source, log_dir="log"):
@@ -44,7 +44,9 @@ def load(source, log_dir="log"):
     checkpoint = read_checkpoint(path)
     # checkpoints from before programs had names are GPT-2's, and so are those of others
     name = checkpoint.get("program", "gpt2") if isinstance(checkpoint, dict) else "gpt2"
-    shape, state = weights.unpack(checkpoint, path) if name in PUBLISHED else ({}, checkpoint["model"])
+    shape, state = (
+        weights.unpack(checkpoint, path) if name in PUBLISHED else ({}, checkpoint["model"])
+    )
     settings = checkpoint.get("model_config", {})
     return build(name, settings, shape, state, path)
 
@@ -77,6 +79,29 @@ def load_exactly(model, state, source):
     except RuntimeError as error:
         what = " ".join(str(error).split())[:200]
         raise UserError(f"{source} does not fit the model of its program: {what}") from error
+
+
+def shape_of(source, log_dir="log"):
+    """{name of SHAPE: size} of what `source` names (see find)."""
+    path = find(source, log_dir)
+    if not path.endswith(".pt"):
+        return weights.read(path)[0]
+    config = dataclasses.asdict(load(path).config)
+    return {name: config[name] for name in SHAPE}
+
+
+def same_shape(source, theirs, model_config, *also):
+    """Raise UserError where the shape of a model (a dict) differs from that of a config."""
+    names = (*SHAPE, *also)
+    ours = {name: getattr(model_config, name) for name in names}
+    different = [k for k in names if theirs.get(k) != ours[k]]
+    if different:
+        pairs = ", ".join(f"{k}={theirs.get(k)} (here {ours[k]})" for k in different)
+        ways = [" ".join(f"--{k} {theirs.get(k)}" for k in different if k != "vocab_size")]
+        ways += ["--data with shards of its tokenizer"] * ("vocab_size" in different)  # other words
+        raise UserError(
+            f"{source} has another shape: {pairs}; pass {' and '.join(filter(None, ways))}"
+        )
 
 
 def start_from(source, model, log_dir="log"):

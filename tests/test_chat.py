@@ -71,11 +71,13 @@ def test_chat_shards(tmp_path):
             assert tok.decode(row[learnt == 1]) == "".join(answers)
             here = re.findall(r"User: (.*?)\n\nAssistant: (.*?)<\|endoftext\|>", text)
             assert len(here) == text.count("User:"), "no conversation goes over an edge"
+            held_out = [int(question.split("?")[0].split()[1]) % 10 == 0 for question, _ in here]
+            assert held_out == ["val" in name] * len(here), "whatever else is left out"
             found += here
     wanted = [(t[0]["content"], t[1]["content"]) for i, t in enumerate(talks) if i not in (7, 8)]
     assert sorted(found) == sorted(wanted)
     used = sum(len(render_chat(talk, tok)[0]) for i, talk in enumerate(talks) if i not in (7, 8))
-    assert used > 0.85 * manifest["tokens"], "rows are filled"
+    assert used > 0.8 * manifest["tokens"], "rows are filled"
     assert TokenShards(out, "train", 257, verify=True).masks
     before = hashes(out)
     (out / manifest["shards"][1]["mask"]["name"]).write_bytes(b"")

@@ -227,6 +227,7 @@ BAD = {
     "--run_name ../x": "run_name=../x must be a plain name",
     "--preset gpt5": "preset=gpt5 is not one of gpt2, .* laptop",
     "--init_from nothing.pt": "nothing.pt",
+    "--preset sft": "preset=sft tunes a model that there is; pass --init_from",
     "--init_from log/there --n_embd 64": r"another shape: n_embd=32 \(here 64\); pass --n_embd 32",
     "--log_dir file": "file.* cannot be written",
     "--run_name there": "there is another run's already; pass --resume .*, or another --run_name",

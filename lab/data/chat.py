@@ -17,13 +17,16 @@ answers end in end-of-text, a model that is fine-tuned on several turns must not
 before one (leave the trainer's document mask off).
 """
 
+from pathlib import Path
+
 import numpy as np
 
-from lab.cli import UserError, progress
+from lab.cli import ROOT, UserError, progress
 from lab.data.shards import sha256_of
-from lab.data.sources import HUB, File, records_of, units_of
+from lab.data.sources import HUB, File, local_files, records_of, units_of
 from lab.data.tokenizers import get_tokenizer
 from lab.data.writer import begin, begun, check_same, new_manifest, save_shard, write_manifest
+from lab.files import only_writer
 
 ROLES = {"system": "System:", "user": "User:", "assistant": "Assistant:"}
 
@@ -99,8 +102,9 @@ def is_chat(file: File, column: str) -> bool:
 def build_chat(files: list[File], out_dir, tokenizer: str, context: int, shard_tokens: int) -> dict:
     """Conversations as rows of `context` tokens: shards, each with a mask of what is to be learnt.
 
-    What is left of a row is end-of-text with mask 0. Every tenth conversation is validation. Chat
-    data is small: it is held in memory, and what was stopped is made again. Returns the manifest.
+    What is left of a row is end-of-text with mask 0. Lines 1, 11, 21 ... are validation, whatever
+    is left out elsewhere. Chat data is small: it is held in memory, and what was stopped is made
+    again. Returns the manifest.
     """
     if not 8 <= context <= shard_tokens:
         raise UserError(
@@ -117,20 +121,20 @@ def build_chat(files: list[File], out_dir, tokenizer: str, context: int, shard_t
     manifest = new_manifest("chat", tok, val_tokens=0, **settings)
     lines = progress(lines_of(files), "reading", "line")
     found = [render_chat(line.get("messages"), tok, where=where) for where, line in lines]
-    answered = [(ids, mask) for ids, mask in found if mask.any()]
-    chats = [(ids, mask) for ids, mask in answered if len(ids) <= context]
+    answered = [(i, ids, mask) for i, (ids, mask) in enumerate(found) if mask.any()]
+    chats = [chat for chat in answered if len(chat[1]) <= context]
     no_answer, too_long = len(found) - len(answered), len(answered) - len(chats)
-    if len(chats) < 2:
+    val, train = ([(ids, mask) for i, ids, mask in chats if bool(i % 10) == t] for t in (0, 1))
+    if not val or not train:
         raise UserError(
-            f"{files[0].path} must hold two conversations or more, one to learn from and one for "
-            f"validation; left out: {no_answer:,} without an answer, {too_long:,} longer than "
-            f"--context {context}"
+            f"{files[0].path} must hold two conversations or more, one to learn from and one, of "
+            f"the lines 1, 11, 21 ..., for validation; left out: {no_answer:,} without an answer, "
+            f"{too_long:,} longer than --context {context}"
         )
     begin(out_dir, manifest)
-    for first, last in ((0, 1), (1, 10)):  # of each ten: those of validation, those of training
-        part = [chat for i, chat in enumerate(chats) if first <= i % 10 < last]
+    for part in (val, train):
         ids, mask, counts = pack_rows(part, context, tok.eot)
-        size = rows_per_shard if first else len(ids)
+        size = rows_per_shard if part is train else len(ids)
         for i in range(0, len(ids), size):
             new, learnt, documents = (array[i : i + size] for array in (ids, mask, counts))
             count = int(documents.sum())
@@ -138,6 +142,17 @@ def build_chat(files: list[File], out_dir, tokenizer: str, context: int, shard_t
     manifest |= dict(too_long=too_long, no_answer=no_answer, complete=True)
     write_manifest(out_dir, manifest)
     return manifest
+
+
+def build_chats(path, tokenizer, context):
+    """build_chat of one .jsonl file for the trainer, which may be several processes or several runs
+    at once. Returns the folder, under data/; another text has another folder."""
+    path = path if Path(path).exists() else ROOT / path  # the project's own, from any folder
+    name = f"{Path(path).stem}_{tokenizer}_{context}_{sha256_of(path)[:8]}"
+    folder = Path("data", name)
+    with only_writer(folder, "", wait=True):
+        build_chat(local_files(str(path)), folder, tokenizer, context, 100_000_000)
+    return str(folder)
 
 
 # A model that does not end its answer goes on in another's name: there the answer ends too.

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lab.cli import UserError, parse
+from lab.data import build_builtin, build_chats, name_of_size
 from lab.files import read_json
+from lab.models import same_shape, shape_of
 from lab.run.checkpoints import newest_checkpoint, read_newest, step_of
 from lab.run.folder import is_finished, read_config, run_to_resume
 
@@ -26,9 +28,9 @@ class RunConfig:
     """What every program has that trains: its data, what is measured and kept, and how often. A
     program's own TrainConfig adds what decides the result."""
 
-    preset: str = "gpt2"  # where the other defaults come from: gpt2 ... gpt2-xl, or laptop
+    preset: str = "gpt2"  # where the other defaults come from: gpt2 ... gpt2-xl, laptop, or sft
     # data
-    data: str = "edu_fineweb10B"  # folder of token shards (made by fineweb.py)
+    data: str = "edu_fineweb10B"  # folder of token shards (made by fineweb.py), or chats.jsonl
     shuffle: bool = True  # seeded order of sequences; off is the order on disk
     align_documents: bool = False  # sequences start at an end-of-text; what is between is dropped
     verify_data: bool = False  # hash every shard again before training
@@ -52,7 +54,8 @@ class RunConfig:
     ckpt_every: int = 1000  # a checkpoint; 0 is only if a signal stops the run
     keep_last: int = 2  # how many checkpoints stay, besides the best
     resume: bool = False  # go on with the newest run (or --run_name NAME) and its settings
-    init_from: str = ""  # start from these weights: gpt2 ... gpt2-xl, a folder, or a checkpoint
+    # start from the weights of a run, a folder, a checkpoint, or gpt2 ... gpt2-xl, with their shape
+    init_from: str = ""
 
 
 def parse_flags(argv, presets, description):
@@ -84,11 +87,16 @@ def choose_defaults(argv, presets):
     main, train = next(iter(presets)), next(iter(presets.values()))[1]
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--resume", action="store_true")
-    for name in ("preset", "data", "run_name", "log_dir"):
+    for name in ("preset", "data", "run_name", "log_dir", "init_from"):
         early.add_argument(f"--{name}", f"--{name.replace('_', '-')}", dest=name)
     given, _ = early.parse_known_args(argv)
+    log_dir = given.log_dir or train.log_dir
+    if given.resume and given.init_from:
+        raise UserError(
+            f"init_from={given.init_from} is for a new run; a resumed one goes on with its own "
+            "weights: leave one out"
+        )
     if given.resume:
-        log_dir = given.log_dir or train.log_dir
         run_dir = run_to_resume(log_dir, given.run_name or "")
         configs = map(type, presets[main])
         model_config, cfg, unknown = read_config(run_dir, *configs)
@@ -102,7 +110,13 @@ def choose_defaults(argv, presets):
         preset, why = best_preset(main, Path(given.data or train.data))
     if preset not in presets:
         raise UserError(f"preset={preset} is not one of {', '.join(presets)}")
-    return f"preset {preset} ({why})", *presets[preset]
+    model_config, cfg = presets[preset]
+    if given.init_from:  # whose shape it is, and no sequence is longer than that model reads
+        shape = shape_of(given.init_from, log_dir)
+        model_config = dataclasses.replace(model_config, **shape)
+        cfg = dataclasses.replace(cfg, seq_len=min(cfg.seq_len, shape["block_size"]))
+        why += f", with the shape of {given.init_from}"
+    return f"preset {preset} ({why})", model_config, cfg
 
 
 def best_preset(main, data):
@@ -145,9 +159,8 @@ def check(model_config, cfg):
          "leave one out"),
         (Path(cfg.run_name).name != cfg.run_name or cfg.run_name == "..",
          f"run_name={cfg.run_name} must be a plain name, without folders; --log_dir says where runs lie"),
-        (cfg.resume and cfg.init_from,
-         f"init_from={cfg.init_from} is for a new run; a resumed one goes on with its own weights: leave "
-         "one out"),
+        (cfg.preset == "sft" and not cfg.init_from,
+         "preset=sft tunes a model that there is; pass --init_from with a run, or gpt2"),
         (cfg.wandb and importlib.util.find_spec("wandb") is None,
          "--wandb needs `pip install wandb`; log.jsonl and TensorBoard are written without it"),
     )  # fmt: skip
@@ -180,18 +193,17 @@ def settle(model_config, cfg, presets):
     """What one process decides for all."""
     builtin = {"data/builtin": "bytes", "data/builtin_wordpiece": "wordpiece"}
     if tokenizer := builtin.get(Path(cfg.data).as_posix()):  # these need nothing but Python
-        from lab.data import build_builtin
-
         build_builtin(cfg.data, tokenizer)
-    model_config = dataclasses.replace(
-        model_config, vocab_size=vocab_size(model_config, cfg, presets)
-    )
+    ids = vocab_size(model_config, cfg, presets)
+    model_config = dataclasses.replace(model_config, vocab_size=ids)
+    if cfg.data.endswith(".jsonl"):  # conversations: a row of them is a sequence
+        cfg = dataclasses.replace(cfg, data=build_chats(cfg.data, name_of_size(ids), cfg.seq_len))
     name = cfg.run_name or f"{cfg.preset}_{time.strftime('%Y%m%d-%H%M%S')}"
     return model_config, dataclasses.replace(cfg, run_name=name)
 
 
 def vocab_size(model_config, cfg, presets):
-    """As asked for; else that of the resumed run, of the data, or of the preset."""
+    """As asked for; else that of the resumed run, of the data, of init_from, or of the preset."""
     manifest = Path(cfg.data) / "manifest.json"
     if model_config.vocab_size:
         return model_config.vocab_size
@@ -200,6 +212,8 @@ def vocab_size(model_config, cfg, presets):
         return read_config(Path(cfg.log_dir) / cfg.run_name, *configs)[0].vocab_size
     if manifest.exists():
         return read_json(manifest, vocab_size=int)["vocab_size"]
+    if cfg.init_from:
+        return shape_of(cfg.init_from, cfg.log_dir)["vocab_size"]
     return presets[cfg.preset][0].vocab_size
 
 
@@ -216,18 +230,4 @@ def check_fits(path, state, model_config, cfg):
         raise UserError(
             f"optimizer={cfg.optimizer} cannot go on from {path}, which {made_by} made; "
             f"leave --optimizer out, or begin a new run with --init_from {path}"
-        )
-
-
-def same_shape(source, theirs, model_config, *also):
-    """Raise UserError where the shape of a model (a dict) differs from that of a config."""
-    names = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", *also)
-    ours = {name: getattr(model_config, name) for name in names}
-    different = [k for k in names if theirs.get(k) != ours[k]]
-    if different:
-        pairs = ", ".join(f"{k}={theirs.get(k)} (here {ours[k]})" for k in different)
-        ways = [" ".join(f"--{k} {theirs.get(k)}" for k in different if k != "vocab_size")]
-        ways += ["--data with shards of its tokenizer"] * ("vocab_size" in different)  # other words
-        raise UserError(
-            f"{source} has another shape: {pairs}; pass {' and '.join(filter(None, ways))}"
         )

@@ -1,0 +1,118 @@
+"""What tuning on conversations taught: loss and answers on the tenth that no model is tuned on.
+
+    python bench/chats.py log/RUN log/TUNED              # before and after, on lines 1, 11, 21 ...
+    python bench/chats.py --tenth 1 log/TUNED            # on a tenth that it was tuned on
+    python bench/chats.py --out chats.jsonl --show 5 log/TUNED
+
+A line of the set has, under "facts", what each answer must hold: words apart by |, of which one is
+enough. An answer is greedy, to the question and the true turns before it. It is right if it holds
+the fact, and ended if the model closes it by itself. Beside the models stands an answer drawn from
+the rest of the set: the share of those that happen to hold the fact. A conversation that a model's
+context cannot hold is left out, and counted.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+from records import append_record, origin, print_rows
+from tyro.conf import Positional, arg
+
+from lab import models
+from lab.cli import command, parse
+from lab.data.chat import STOPS, lines_of, render_chat
+from lab.data.sources import local_files
+from lab.stream import pieces, ready
+from lab.world import World
+
+
+@dataclass
+class Config:
+    model: Annotated[tuple[str, ...], Positional, arg(metavar="[RUN ...]")] = ()
+    data: str = "lab/data/chats.jsonl"  # conversations with facts
+    tenth: int = 0  # 0 is held out, 1 to 9 are trained on
+    max_new_tokens: int = 64  # longest answer
+    show: int = 0  # so many questions and answers
+    out: str = ""  # file of measurements, which are added to it
+    device: str = "auto"  # cuda, mps or cpu
+    log_dir: str = "log"  # where runs are looked for by name
+
+
+def plain(text):
+    """Without what a number may be written with or without: 50,257 and 24 %."""
+    return re.sub(r"(?<=\d),(?=\d{3})", "", text.casefold()).replace(" %", "%")
+
+
+def holds(answer, fact):
+    """Whether an answer has one of the fact's words as a word: 12 is not in 124M, nor in 12.5."""
+    words = (re.escape(plain(word)) for word in fact.split("|"))
+    return re.search(rf"(?<![\w.])({'|'.join(words)})(?!\w|\.\d)", plain(answer)) is not None
+
+
+def turns(chat):
+    """(the messages before, the answer, its fact) of each answer of a conversation."""
+    places = [i for i, m in enumerate(chat["messages"]) if m["role"] == "assistant"]
+    return [
+        (chat["messages"][:i], chat["messages"][i]["content"], fact)
+        for i, fact in zip(places, chat["facts"], strict=True)
+    ]
+
+
+@torch.no_grad()
+def loss_of(model, tokenizer, chat):
+    """(sum of nats, number) of the assistant's tokens in a conversation that stands alone."""
+    ids, mask = render_chat(chat["messages"], tokenizer)
+    idx = torch.tensor(ids.tolist(), device=next(model.parameters()).device)
+    targets = idx.masked_fill(torch.tensor(mask, device=idx.device) == 0, -1)[1:]
+    _, loss = model(idx[None, :-1], targets[None], reduction="sum")
+    return loss.item(), int(mask.sum())
+
+
+def answer(model, tokenizer, messages, most):
+    """(the model's likeliest answer, whether it ended by itself)."""
+    ids = render_chat(messages, tokenizer, answer=True)[0].tolist()
+    most = min(most, model.config.block_size - len(ids))
+    said = list(pieces(model, tokenizer, ids, most, stop=STOPS, temperature=0))
+    return "".join(piece["text"] for piece in said).strip(), said[-1]["end"] == "stop"
+
+
+def measure(model, tokenizer, asked, cfg):
+    """The record of a model, and (question, answer, wanted) of every turn."""
+    room = model.config.block_size
+    fits = [c for c in asked if len(render_chat(c["messages"], tokenizer)[0]) <= room]
+    nats, tokens = map(sum, zip(*(loss_of(model, tokenizer, chat) for chat in fits)))
+    rows, right, ended = [], [], []
+    for before, wanted, fact in (turn for chat in fits for turn in turns(chat)):
+        said, end = answer(model, tokenizer, before, cfg.max_new_tokens)
+        rows.append((before[-1]["content"], said, wanted))
+        right.append(holds(said, fact))
+        ended.append(end)
+    record = dict(loss=nats / tokens, right=sum(right) / len(right), ended=sum(ended) / len(ended))
+    return record | dict(answers=len(right), left_out=len(asked) - len(fits)), rows
+
+
+def main(argv):
+    cfg = parse(Config, argv, description=__doc__)
+    chats = [chat for _, chat in lines_of(local_files(cfg.data))]
+    asked, rest = chats[cfg.tenth :: 10], [c for i, c in enumerate(chats) if i % 10 != cfg.tenth]
+    others = [said for chat in rest for _, said, _ in turns(chat)]
+    facts = [fact for chat in asked for *_, fact in turns(chat)]
+    chance = sum(holds(said, fact) for fact in facts for said in others) / len(facts) / len(others)
+    table = [("an answer drawn from the rest", "", f"{chance:.1%}", "", len(facts), "")]
+    device = World(cfg.device).device
+    for name in cfg.model:
+        model, tokenizer = ready(models.find(name, cfg.log_dir), device, "fp32")
+        found, rows = measure(model, tokenizer, asked, cfg)
+        shares = (f"{found[key]:.1%}" for key in ("right", "ended"))
+        table.append((name, f"{found['loss']:.3f}", *shares, found["answers"], found["left_out"]))
+        for question, said, wanted in rows[: cfg.show]:
+            print(f"{question}\n    {said!r}\n    wanted: {wanted}")
+        about = dict(bench="chats", data=cfg.data, tenth=cfg.tenth, model=name, device=str(device))
+        if cfg.out:
+            append_record(cfg.out, about | found | dict(chance=chance) | origin())
+    print_rows(("model", "nats", "right", "ended", "answers", "left out"), table)
+
+
+if __name__ == "__main__":
+    command(main)

@@ -1,0 +1,112 @@
+"""Tuning on conversations: the preset sft, the set that ships with the project, and its measure."""
+
+import json
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import ROOT, difference, read_run, run_python, train_here, write_shards
+
+from lab import models
+from lab.data import get_tokenizer
+
+sys.path.insert(0, str(ROOT / "bench"))
+import chats  # noqa: E402  (bench/chats.py)
+
+SHIPPED = [json.loads(line) for line in open(ROOT / "lab/data/chats.jsonl", encoding="utf-8")]
+
+
+def loss_by_hand(model, pairs):
+    """Mean loss of the answers, each after its own question alone, by the definition."""
+    encode, eot, losses = get_tokenizer("bytes").encode, 256, []
+    for q, a in pairs:
+        read = [eot, *encode(f"User: {q}\n\nAssistant:")]
+        said = [*encode(f" {a}"), eot]
+        logits = model(torch.tensor([[*read, *said[:-1]]]))[0][0, len(read) - 1 :]
+        losses += F.cross_entropy(logits, torch.tensor(said), reduction="none").tolist()
+    return sum(losses) / len(losses)
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory):
+    """(folder, questions and answers, what log/few said): the run `few` in three micro-steps a
+    step, `many` in one, of a model whose shape is no preset's."""
+    folder = tmp_path_factory.mktemp("sft")
+    shape = dict(n_layer=1, n_head=4, block_size=64)
+    train_here(folder / "log", write_shards(folder / "data"), "base", shape, max_steps=3)
+    # one conversation a row, and answers of other lengths in each micro-step
+    pairs = [(f"What is {i:02}?", f"It is {'so ' * (i % 7)}{i}.") for i in range(20)]
+    pairs[13] = "Too long?", "y" * 70
+    with open(folder / "chats.jsonl", "w") as file:
+        for i, (q, a) in enumerate(pairs):
+            talk = [{"role": "user", "content": q}, {"role": "assistant", "content": a}]
+            file.write(json.dumps({"messages": talk, "facts": [str(i)]}) + "\n")
+    flags = "--preset sft --init_from base --data chats.jsonl --device cpu --total_batch_size 1088 "
+    flags += "--max_steps 2 --lr 1e-3 --eps 1e-3 --sample_every 0 --log_every 1 --run_name"
+    for name, batch_size in (("few", 1), ("many", 17)):
+        command = [ROOT / "train_gpt2.py", *flags.split(), name, "--batch_size", batch_size]
+        done = run_python(*command, cwd=folder)
+        assert done.returncode == 0, done.stderr
+    return folder, pairs, done.stdout + done.stderr
+
+
+def test_only_answers_teach_averaged_over_the_step(tuned):
+    """In one micro-step and in seventeen, whose answers are not alike; no held-out line among
+    them."""
+    folder, pairs, _ = tuned
+    base = models.load(str(folder / "log/base"))
+    few, many = (read_run(folder / "log" / name) for name in ("few", "many"))
+    held_out = pairs[::10]
+    taught = [pair for i, pair in enumerate(pairs) if i % 10 and i != 13]
+    assert few.losses[0] == pytest.approx(loss_by_hand(base, taught), abs=1e-4)
+    assert few.val[0] == pytest.approx(loss_by_hand(base, held_out), abs=1e-4)
+    assert few.losses == pytest.approx(many.losses, abs=1e-5) and few.losses[1] < few.losses[0]
+    assert difference(few.checkpoints[2]["model"], many.checkpoints[2]["model"]) < 1e-5
+
+
+def test_the_shape_is_that_of_the_model_it_starts_from(tuned):
+    folder, _, said = tuned
+    saved = json.loads((folder / "log/few/config.json").read_text())
+    shape = dict(n_layer=1, n_head=4, n_embd=32, block_size=64, vocab_size=257)
+    assert saved["model"] | shape == saved["model"] and saved["train"]["seq_len"] == 64
+    assert "with the shape of base" in said
+    more = run_python(
+        ROOT / "train_gpt2.py", "--resume", "--run_name", "few", "--max_steps", 3, cwd=folder
+    )
+    assert more.returncode == 0, more.stderr
+    assert read_run(folder / "log/few").checkpoints[3]["step"] == 3
+
+
+def test_the_measure_is_the_trainers_on_the_held_out_tenth(tuned):
+    folder, pairs, _ = tuned
+    flags = ("base", "many", "--data", "chats.jsonl", "--device", "cpu", "--out", "out.jsonl")
+    done = run_python(ROOT / "bench/chats.py", *flags, "--show", 2, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    records = [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
+    losses = read_run(folder / "log/many").val
+    assert [r["loss"] for r in records] == pytest.approx([losses[0], losses[2]], abs=1e-4)
+    assert records[0]["answers"] == 2 and records[0]["left_out"] == 0
+    assert all(f"{q}\n" in done.stdout and f"wanted: {a}" in done.stdout for q, a in pairs[::10])
+
+
+def test_scores_by_hand():
+    assert chats.holds("It has 50257 tokens.", "50,257") and chats.holds("It's 24%", "24 %")
+    assert chats.holds("Twelve blocks.", "12 layers|twelve") and chats.holds("$15 in all", "$15")
+    for wrong, fact in (("124M", "12"), ("12.5", "12"), ("0.12", "12"), ("a latest", "test")):
+        assert not chats.holds(wrong, fact)
+    talk = dict(messages=[{"role": r, "content": r[0]} for r in ("user", "assistant") * 2])
+    found = chats.turns(talk | {"facts": ["x", "y"]})
+    assert [(len(before), *rest) for before, *rest in found] == [(1, "a", "x"), (3, "a", "y")]
+
+
+def test_the_shipped_set_teaches_what_its_held_out_tenth_asks():
+    """By another question: nothing that is held out stands in the other nine tenths."""
+    turns = [chats.turns(chat) for chat in SHIPPED]
+    assert len(SHIPPED) >= 320 and sum(len(t) > 1 for t in turns) >= 30
+    assert all(chats.holds(said, fact) for t in turns for _, said, fact in t)
+    asked = [json.dumps(t[-1][0]) for t in turns]
+    assert len(set(asked)) == len(asked), "a question comes twice"
+    rest = [turn for i, t in enumerate(turns) if i % 10 for turn in t]
+    for _, _, fact in (turn for t in turns[::10] for turn in t):
+        assert any(chats.holds(said, fact) for _, said, _ in rest), fact
