@@ -54,8 +54,9 @@ class RunConfig:
     ckpt_every: int = 1000  # a checkpoint; 0 is only if a signal stops the run
     keep_last: int = 2  # how many checkpoints stay, besides the best
     resume: bool = False  # go on with the newest run (or --run_name NAME) and its settings
-    # start from the weights of a run, a folder, a checkpoint, or gpt2 ... gpt2-xl, with their shape
-    init_from: str = ""
+    init_from: str = (
+        ""  # begin with the weights, and shape, of a run, a checkpoint, gpt2 ... gpt2-xl
+    )
 
 
 def parse_flags(argv, presets, description):
