@@ -63,11 +63,15 @@ class Engine:
     async def compute(self, function, *args):
         return await asyncio.get_running_loop().run_in_executor(self.thread, function, *args)
 
-    def ids_of(self, ask):
-        """(ids to go on from, how many messages were dropped for them). Raises UserError for what
-        does not fit, Busy where too many wait."""
+    async def begin(self, ask):
+        """What ids_of says. Raises Busy where too many wait."""
         if self.texts >= AT_ONCE + WAITING:
             raise Busy(f"{self.texts} texts are being written or wait; try again in a minute")
+        return await self.compute(self.ids_of, ask)
+
+    def ids_of(self, ask):
+        """(ids to go on from, how many messages were dropped for them). Raises UserError for what
+        does not fit."""
         eot, dropped = self.tokenizer.eot, 0
         if ask.messages is not None:
             room = self.block_size - min(ask.max_tokens, self.block_size // 4)

@@ -155,7 +155,7 @@ def application(engine, name, hosts):
     async def generate(ask: Ask):
         """Lines: {"scored", "dropped", "seed"}, then {"pieces", "seconds"} ...; scored is the prompt,
         or the last token of the answer to go on from."""
-        ids, dropped = await engine.compute(engine.ids_of, ask)
+        ids, dropped = await engine.begin(ask)
 
         async def lines():
             async with engine.place() as cache:
@@ -170,7 +170,7 @@ def application(engine, name, hosts):
         return StreamingResponse(said, media_type="application/x-ndjson")
 
     async def answer(request, ask, kind, form):
-        ids, _ = await engine.compute(engine.ids_of, ask)
+        ids, _ = await engine.begin(ask)
         head = dict(id=uuid.uuid4().hex, object=kind, created=int(time.time()), model=name)
 
         def choice(new, start=0):
