@@ -109,12 +109,14 @@ def choose_defaults(argv, presets):
     if preset not in presets:
         raise UserError(f"preset={preset} is not one of {', '.join(presets)}")
     model_config, cfg = presets[preset]
-    if given.init_from:  # whose shape it is, and no sequence is longer than that model reads
+    if given.init_from:  # the shape is that model's, and with it the rate and the longest sequence
         from lab.models import shape_of
 
         shape = shape_of(given.init_from, log_dir)
+        # Adam's best rate falls as the width grows (Yang et al. 2022, Tensor Programs V)
+        lr = round(cfg.lr * model_config.n_embd / shape["n_embd"], 6)
         model_config = dataclasses.replace(model_config, **shape)
-        cfg = dataclasses.replace(cfg, seq_len=min(cfg.seq_len, shape["block_size"]))
+        cfg = dataclasses.replace(cfg, lr=lr, seq_len=min(cfg.seq_len, shape["block_size"]))
         why += f", with the shape of {given.init_from}"
     return f"preset {preset} ({why})", model_config, cfg
 
