@@ -76,7 +76,7 @@ def test_the_shape_is_that_of_the_model_it_starts_from(tuned):
     flags = "--preset sft --init_from base --log_dir".split() + [str(folder / "log")]
     _, model_config, cfg = settings.parse_flags([*flags, "--n_head", "2"], PRESETS, "")
     assert (model_config.n_head, model_config.n_embd) == (2, 32), "what is typed stands"
-    assert cfg.lr == pytest.approx(PRESETS["sft"][1].lr * 768 / 32), "the rate is for the width"
+    assert cfg.lr == pytest.approx(2e-4 * (768 / 32) * 12**0.5, rel=1e-3), "its width and depth"
     more = run_python(
         ROOT / "train_gpt2.py", "--resume", "--run_name", "few", "--max_steps", 3, cwd=folder
     )

@@ -113,8 +113,10 @@ def choose_defaults(argv, presets):
         from lab.models import shape_of
 
         shape = shape_of(given.init_from, log_dir)
-        # Adam's best rate falls as the width grows (Yang et al. 2022, Tensor Programs V)
-        lr = round(cfg.lr * model_config.n_embd / shape["n_embd"], 6)
+        # Adam's best rate falls with the width and with the root of the depth (Yang et al. 2022 and
+        # 2023, Tensor Programs V and VI)
+        wider, deeper = (shape[k] / getattr(model_config, k) for k in ("n_embd", "n_layer"))
+        lr = round(cfg.lr / wider / deeper**0.5, 6)
         model_config = dataclasses.replace(model_config, **shape)
         cfg = dataclasses.replace(cfg, lr=lr, seq_len=min(cfg.seq_len, shape["block_size"]))
         why += f", with the shape of {given.init_from}"
