@@ -130,7 +130,7 @@ PRESETS = {
     "sft": (
         GPTConfig(),
         TrainConfig(
-            "sft", data="lab/data/chats.jsonl", total_batch_size=4096, max_steps=200, lr=1e-4,
+            "sft", data="lab/data/chats.jsonl", total_batch_size=4096, max_steps=200, lr=2e-4,
             min_lr=0.0, warmup_steps=10, schedule="linear", weight_decay=0.0, compile=False,
             val_every=20, val_tokens=0, hella_every=0, sample_every=50, ckpt_every=50,
             sample_prompt="User: What is a token?\n\nAssistant:",

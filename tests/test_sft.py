@@ -10,6 +10,8 @@ from conftest import ROOT, difference, read_run, run_python, train_here, write_s
 
 from lab import models
 from lab.data import get_tokenizer
+from lab.run import settings
+from train_gpt2 import PRESETS
 
 sys.path.insert(0, str(ROOT / "bench"))
 import chats  # noqa: E402  (bench/chats.py)
@@ -71,6 +73,10 @@ def test_the_shape_is_that_of_the_model_it_starts_from(tuned):
     shape = dict(n_layer=1, n_head=4, n_embd=32, block_size=64, vocab_size=257)
     assert saved["model"] | shape == saved["model"] and saved["train"]["seq_len"] == 64
     assert "with the shape of base" in said
+    flags = "--preset sft --init_from base --log_dir".split() + [str(folder / "log")]
+    _, model_config, cfg = settings.parse_flags([*flags, "--n_head", "2"], PRESETS, "")
+    assert (model_config.n_head, model_config.n_embd) == (2, 32), "what is typed stands"
+    assert cfg.lr == pytest.approx(2e-4 * (768 / 32) * 12**0.5, rel=1e-3), "its width and depth"
     more = run_python(
         ROOT / "train_gpt2.py", "--resume", "--run_name", "few", "--max_steps", 3, cwd=folder
     )

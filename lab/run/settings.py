@@ -112,10 +112,14 @@ def choose_defaults(argv, presets):
     if preset not in presets:
         raise UserError(f"preset={preset} is not one of {', '.join(presets)}")
     model_config, cfg = presets[preset]
-    if given.init_from:  # whose shape it is, and no sequence is longer than that model reads
+    if given.init_from:  # the shape is that model's, and with it the rate and the longest sequence
         shape = shape_of(given.init_from, log_dir)
+        # Adam's best rate falls with the width and with the root of the depth (Yang et al. 2022 and
+        # 2023, Tensor Programs V and VI)
+        wider, deeper = (shape[k] / getattr(model_config, k) for k in ("n_embd", "n_layer"))
+        lr = round(cfg.lr / wider / deeper**0.5, 6)
         model_config = dataclasses.replace(model_config, **shape)
-        cfg = dataclasses.replace(cfg, seq_len=min(cfg.seq_len, shape["block_size"]))
+        cfg = dataclasses.replace(cfg, lr=lr, seq_len=min(cfg.seq_len, shape["block_size"]))
         why += f", with the shape of {given.init_from}"
     return f"preset {preset} ({why})", model_config, cfg
 
