@@ -54,9 +54,7 @@ class RunConfig:
     ckpt_every: int = 1000  # a checkpoint; 0 is only if a signal stops the run
     keep_last: int = 2  # how many checkpoints stay, besides the best
     resume: bool = False  # go on with the newest run (or --run_name NAME) and its settings
-    init_from: str = (
-        ""  # begin with the weights, and shape, of a run, a checkpoint, gpt2 ... gpt2-xl
-    )
+    init_from: str = ""  # begin with the weights and shape of a run, a file, gpt2 ... gpt2-xl
 
 
 def parse_flags(argv, presets, description):
