@@ -299,12 +299,8 @@ def test_six_steps_are_three_and_resume_and_three_and_tools_read_them(tmp_path, 
     asked = ["--model", folder, "--data", tmp_path / "h.jsonl", "--device", "cpu", "--json"]
     scored = run_python(ROOT / "hellaswag.py", *asked, cwd=tmp_path)
     assert scored.returncode == 0 and json.loads(scored.stdout)["count"] == 1, scored.stderr
-    for tool, status in (("plot", 0), ("report", 0), ("export", 2)):
-        told = run_python(
-            "-m", "lab", tool, folder, *["--out", "o"][:status], cwd=tmp_path, PYTHONPATH=ROOT
-        )
-        assert told.returncode == status, told.stderr
-    assert "is no GPT-2" in told.stderr
+    told = run_python("-m", "lab", "export", folder, "--out", "o", cwd=tmp_path, PYTHONPATH=ROOT)
+    assert told.returncode == 2 and "is no GPT-2" in told.stderr
     new, _ = run_speedrun(
         tmp_path, shards, "--max_steps", 1, "--init_from", folder, "--bigram_rows", 100,
         "--log_dir", "other",
