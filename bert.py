@@ -356,12 +356,12 @@ class BertRun(gpt2.Run):
 
 
 def main(argv):
-    reason, model_config, cfg = settings.parse_flags(argv, PRESETS, __doc__)
+    reason, model_config, cfg = settings.parse_flags(argv, PRESETS, __doc__, BertRun.program)
     world = World(cfg.device)
     if world.distributed:
         device_id = world.device if world.device.type == "cuda" else None
         dist.init_process_group(world.backend, device_id=device_id)
-    model_config, cfg, state = settings.resolve(model_config, cfg, world, PRESETS)
+    model_config, cfg, state = settings.resolve(model_config, cfg, world, PRESETS, BertRun.program)
     tokenizer = WordPiece(f"{cfg.data}/{WORD_PIECE_FILE}")
     masking = Masking(tokenizer, model_config, cfg.whole_words)
     run = gpt2.set_up(model_config, cfg, world, state, Bert, BertRun, masking)

@@ -418,8 +418,6 @@ def set_up(model_config, cfg, world, state=None):
     """The SpeedRun of these settings; as train_gpt2.py's, with fewer choices."""
     if cfg.parallel != "ddp":
         raise UserError(f"parallel={cfg.parallel} is for AdamW alone; leave it out")
-    if state and state.get("program") != SpeedRun.program:
-        raise UserError(f"{cfg.run_name} is a run of another program; --run_name names one of this")
     torch.manual_seed(cfg.seed)
     precision = device.Precision(cfg.precision, world.device)
     precision.prepare()
@@ -462,12 +460,12 @@ def set_up(model_config, cfg, world, state=None):
 
 
 def main(argv):
-    reason, model_config, cfg = settings.parse_flags(argv, PRESETS, __doc__)
+    reason, model_config, cfg = settings.parse_flags(argv, PRESETS, __doc__, SpeedRun.program)
     world = World(cfg.device)
     if world.distributed:
         device_id = world.device if world.device.type == "cuda" else None
         dist.init_process_group(world.backend, device_id=device_id)
-    model_config, cfg, state = settings.resolve(model_config, cfg, world, PRESETS)
+    model_config, cfg, state = settings.resolve(model_config, cfg, world, PRESETS, SpeedRun.program)
     run, stop = set_up(model_config, cfg, world, state), StopSignal(world)
     validation = evals.Validation(run, stop)
     events = [

@@ -167,19 +167,18 @@ class FillIn(Every):
     @torch.no_grad()
     def __call__(self, run):
         """{"texts": for people, "words": what each hidden token was, and the three likeliest}"""
-        if not run.world.is_main:
-            return None
         texts, words, pieces = [], [], self.tokenizer.pieces
         for ids, hidden in self.texts:
             with run.precision.autocast():
                 logits, _ = run.raw_model(torch.tensor(ids[None], device=run.world.device))
             chances, guesses = logits[0].float().softmax(-1).topk(3)  # (T, 3)
-            lines = [self.tokenizer.decode(ids)]
+            lines = [self.tokenizer.decode(ids), "    hidden       guesses"]
             for t in np.flatnonzero(hidden >= 0):
                 guess = [[pieces[i], p] for i, p in zip(guesses[t].tolist(), chances[t].tolist())]
                 words.append({"was": pieces[hidden[t]], "guesses": guess})
-                shown = ", ".join(f"{piece} {p:.0%}" for piece, p in guess)
-                lines.append(f"    {pieces[hidden[t]]:12} {shown}")
+                shown = "  ".join(f'"{piece}" {p:.0%}' for piece, p in guess)
+                was = "?" if hidden[t] == ids[t] else pieces[hidden[t]]  # a text of no known answer
+                lines.append(f"    {was:12} {shown}")
             texts.append("\n".join(lines))
         return {"texts": texts, "words": words}
 

@@ -339,7 +339,7 @@ def test_other_programs_runs_are_refused(tmp_path, shards):
     done = run_python(ROOT / "train_gpt2.py", *flags, "--max_steps", 3, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     wrong = run_python(ROOT / "speedrun.py", "--resume", "--max_steps", 5, cwd=tmp_path)
-    assert wrong.returncode == 2 and "another program" in wrong.stderr, wrong.stderr
+    assert wrong.returncode == 2 and "is a run of train_gpt2.py" in wrong.stderr, wrong.stderr
 
 
 def in_process(tmp_path, shards, model=(), **settings):

@@ -150,7 +150,7 @@ class Log:
         shown = f" | {speed['tok_per_s']:,.0f} tok/s" if speed else ""
         shown += f" | MFU {speed['mfu']:.1%}" if speed.get("mfu") else ""
         if self.bar is not None:
-            self.postfix(f"loss {loss:.3f}{shown}")
+            self.postfix(f"loss {loss:.3f} | norm {grad_norm:.2f}{shown}")
         elif self.is_main:
             if seconds_left is not None:
                 shown += " | {}:{:02d} left".format(*divmod(int(seconds_left), 60))

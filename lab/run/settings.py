@@ -14,7 +14,7 @@ from pathlib import Path
 from lab.cli import UserError, parse
 from lab.data import build_builtin, build_chats, name_of_size
 from lab.files import read_json
-from lab.models import same_shape, shape_of
+from lab.models import PROGRAMS, same_shape, shape_of
 from lab.run.checkpoints import newest_checkpoint, read_newest, step_of
 from lab.run.folder import is_finished, read_config, run_to_resume
 
@@ -57,7 +57,7 @@ class RunConfig:
     init_from: str = ""  # begin with the weights and shape of a run, a file, gpt2 ... gpt2-xl
 
 
-def parse_flags(argv, presets, description):
+def parse_flags(argv, presets, description, program="gpt2"):
     """(in words where the defaults come from and what was changed, model config, run config).
 
     presets: {name: (model config, run config)}, the first the main one. One flag for each field of
@@ -66,7 +66,7 @@ def parse_flags(argv, presets, description):
     """
     # another name for it
     argv = [re.sub(r"^--learning[_-]rate(?=$|=)", "--lr", word) for word in argv]
-    reason, *defaults = choose_defaults(argv, presets)
+    reason, *defaults = choose_defaults(argv, presets, program)
     model_class, train_class = map(type, defaults)
     defaults[0] = dataclasses.replace(defaults[0], vocab_size=0)  # 0: the data decides
 
@@ -81,7 +81,7 @@ def parse_flags(argv, presets, description):
     return reason + (f"; set by hand: {', '.join(changed)}" if changed else ""), model_config, cfg
 
 
-def choose_defaults(argv, presets):
+def choose_defaults(argv, presets, program):
     """(in words why, model config, run config) that the flags in argv then change."""
     main, train = next(iter(presets)), next(iter(presets.values()))[1]
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -97,6 +97,12 @@ def choose_defaults(argv, presets):
         )
     if given.resume:
         run_dir = run_to_resume(log_dir, given.run_name or "")
+        made_by = read_json(run_dir / "config.json").get("program", "gpt2")
+        if made_by != program:
+            file = f"{PROGRAMS.get(made_by, made_by)}.py"
+            raise UserError(
+                f"{run_dir} is a run of {file}: `python {file} --resume` with the same flags"
+            )
         configs = map(type, presets[main])
         model_config, cfg, unknown = read_config(run_dir, *configs)
         reason = f"{run_dir} after step {step_of(newest_checkpoint(run_dir))}"
@@ -172,12 +178,12 @@ def check(model_config, cfg):
             raise UserError(sentence)
 
 
-def resolve(model_config, cfg, world, presets):
+def resolve(model_config, cfg, world, presets, program="gpt2"):
     """(model config, run config, checkpoint or None), the same on all processes: names and the
     vocabulary settled, the built-in text made, the checkpoint of a resumed run read and compared
     with the settings."""
     if world.is_main:
-        model_config, cfg = settle(model_config, cfg, presets)
+        model_config, cfg = settle(model_config, cfg, presets, program)
     model_config, cfg = world.broadcast((model_config, cfg))
     if not cfg.resume:
         return model_config, cfg, None
@@ -192,7 +198,7 @@ def resolve(model_config, cfg, world, presets):
     return model_config, cfg, state
 
 
-def settle(model_config, cfg, presets):
+def settle(model_config, cfg, presets, program):
     """What one process decides for all."""
     builtin = {"data/builtin": "bytes", "data/builtin_wordpiece": "wordpiece"}
     if tokenizer := builtin.get(Path(cfg.data).as_posix()):  # these need nothing but Python
@@ -201,7 +207,8 @@ def settle(model_config, cfg, presets):
     model_config = dataclasses.replace(model_config, vocab_size=ids)
     if cfg.data.endswith(".jsonl"):  # conversations: a row of them is a sequence
         cfg = dataclasses.replace(cfg, data=build_chats(cfg.data, name_of_size(ids), cfg.seq_len))
-    name = cfg.run_name or f"{cfg.preset}_{time.strftime('%Y%m%d-%H%M%S')}"
+    beside = "" if program == "gpt2" else f"{program}_"
+    name = cfg.run_name or f"{beside}{cfg.preset}_{time.strftime('%Y%m%d-%H%M%S')}"
     return model_config, dataclasses.replace(cfg, run_name=name)
 
 

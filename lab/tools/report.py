@@ -76,7 +76,9 @@ def cautions(runs):
     if len(runs) == 1:
         return found
     data = [(run.start.get("val_tokens"), run.train.get("data")) for run in runs]
-    if not comparable(logs):
+    if len({"accuracy" in row for log in logs for row in log.get("val", [])}) == 2:
+        found.append("One guesses hidden words, the other the next token: losses do not compare.")
+    elif not comparable(logs):
         ids = " and ".join(f"{size:,}" for size in records.vocabularies(logs))
         why = f"These runs have different tokenizers ({ids} ids): their losses in nats per token"
         found.append(f"{why} do not compare. Bits per byte do, on the same text.")
