@@ -23,9 +23,6 @@ import math
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lab.cli import UserError
 from lab.optim import exact_norm
@@ -280,14 +277,18 @@ class Fsdp2AdamW:
 def shard(model, precision, world):
     """Every parameter becomes this process's share of it, a DTensor; those of a block are put
     together when it computes, in 16 bits where it would round them anyway."""
+    # not above: every command would wait a second for them
+    from torch.distributed import fsdp
+    from torch.distributed.device_mesh import init_device_mesh
+
     mesh = init_device_mesh(world.device.type, (world.world_size,))
     dtype = torch.bfloat16 if precision.name == "bf16" else None
     for block in model.blocks:
         rounds = dtype and not any(reads_all_bits(m, dtype) for m in block.modules())
-        policy = MixedPrecisionPolicy(dtype if rounds else None, torch.float32, None, False)
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, reshard_after_forward=False)  # the rest: embeddings and head
-    register_fsdp_forward_method(model, "hidden")
+        policy = fsdp.MixedPrecisionPolicy(dtype if rounds else None, torch.float32, None, False)
+        fsdp.fully_shard(block, mesh=mesh, mp_policy=policy)
+    fsdp.fully_shard(model, mesh=mesh, reshard_after_forward=False)  # the rest: embeddings and head
+    fsdp.register_fsdp_forward_method(model, "hidden")
     model.register_state_dict_post_hook(lambda _, state, *__: state.update(gathered(state, world)))
     shares = dict(model.named_parameters(remove_duplicate=False))
     model.register_load_state_dict_pre_hook(lambda _, state, *__: state.update(cut(state, shares)))
@@ -297,7 +298,7 @@ def gathered(tensors, world):
     """{name: tensor} with whole ones instead of shares, on rank 0's CPU."""
     whole = {}
     for name, tensor in tensors.items():
-        if isinstance(tensor, DTensor):
+        if hasattr(tensor, "full_tensor"):  # a share
             tensor = tensor.full_tensor()
             tensor = tensor.cpu() if world.is_main else None
         whole[name] = tensor
@@ -306,6 +307,8 @@ def gathered(tensors, world):
 
 def cut(tensors, like):
     """{name: tensor} with this process's share of each, as `like` (also by name) has them."""
+    from torch.distributed.tensor import distribute_tensor
+
     shares = {}
     for name, tensor in tensors.items():
         p = like[name]
