@@ -321,11 +321,12 @@ def main(argv):
         dist.init_process_group(world.backend)
     precision = Precision(cfg.precision, world.device)
     precision.prepare()
-    # One process looks for files: the newest run may be another one a moment later. And all of it
-    # is found before minutes are spent on weights.
-    path = str(locate(cfg.data, cfg.split)) if world.is_main else None
+    # one process looks for files: the newest run may be another one a moment later
     cfg.model = world.broadcast(models.find(cfg.model, cfg.log_dir) if world.is_main else None)
     model = models.load(cfg.model).to(world.device).eval()
+    if not hasattr(model, "generate"):
+        raise UserError(f"{cfg.model} fills in hidden words: it cannot score how a text goes on")
+    path = str(locate(cfg.data, cfg.split)) if world.is_main else None
     data, cut, skipped = prepare(model, world, path, limit=cfg.limit, skip_long=cfg.skip_long)
     with precision.autocast():
         result, sums = measure(model, data, world)

@@ -21,20 +21,16 @@ if __name__ == "__main__":  # how a CPU's threads wait: to be settled before tor
     set_threads()
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import train_gpt2
-from hellaswag import HellaSwag
-from lab import data, device, evals, kernels, models
+from lab import data, device, kernels, models
 from lab.cli import UserError, command
 from lab.generate import generate
 from lab.optim import POLAR_EXPRESS, Muon, Together
-from lab.run import Log, StopSignal, folder, settings
-from lab.world import World
-from train_gpt2 import HeadLoss, Run, get_lr, train
+from train_gpt2 import HeadLoss, Run, get_lr
 
 # --------------------------------------------------------------------------------- 1. configuration
 
@@ -453,32 +449,11 @@ def set_up(model_config, cfg, world, state=None):
     return run
 
 
-# ------------------------------------------------------------- 6. the loop: train_gpt2.train
-
-
-# ------------------------------------------------------------------------------- 7. command line
+# ---------------------------------------- 6. the loop, and 7. command line: those of train_gpt2.py
 
 
 def main(argv):
-    reason, model_config, cfg = settings.parse_flags(argv, PRESETS, __doc__, SpeedRun.program)
-    world = World(cfg.device)
-    if world.distributed:
-        device_id = world.device if world.device.type == "cuda" else None
-        dist.init_process_group(world.backend, device_id=device_id)
-    model_config, cfg, state = settings.resolve(model_config, cfg, world, PRESETS, SpeedRun.program)
-    run, stop = set_up(model_config, cfg, world, state), StopSignal(world)
-    validation = evals.Validation(run, stop)
-    events = [
-        evals.Every("checkpoint", cfg.ckpt_every, Run.save),
-        validation,
-        HellaSwag(cfg.hella_every, cfg.hella_examples, world, run.precision, stop),
-        evals.Samples(run, validation.tokenizer),
-    ]
-    with folder.opened(run), stop, Log(run) as log:
-        log.start(reason, run, validation)
-        stopped = train(run, events, cfg, world, log, stop)
-    folder.farewell(run, stopped)
-    return 75 if stopped else 0
+    return train_gpt2.main(argv, PRESETS, __doc__, set_up, SpeedRun.program)
 
 
 if __name__ == "__main__":

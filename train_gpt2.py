@@ -554,13 +554,13 @@ def train(run, events, cfg, world, log, stop):
 # ------------------------------------------------------------------------------- 7. command line
 
 
-def main(argv):
-    reason, model_config, cfg = settings.parse_flags(argv, PRESETS, __doc__)
+def main(argv, presets=PRESETS, description=__doc__, set_up=set_up, program=Run.program):
+    reason, model_config, cfg = settings.parse_flags(argv, presets, description, program)
     world = World(cfg.device)
     if world.distributed:  # torchrun has started several processes; NCCL carries what is on GPUs
         device_id = world.device if world.device.type == "cuda" else None
         dist.init_process_group(world.backend, device_id=device_id)
-    model_config, cfg, state = settings.resolve(model_config, cfg, world, PRESETS)
+    model_config, cfg, state = settings.resolve(model_config, cfg, world, presets, program)
     run, stop = set_up(model_config, cfg, world, state), StopSignal(world)
     validation = evals.Validation(run, stop)
     events = [  # in the order in which a step makes them

@@ -15,7 +15,7 @@ and gradients that were summed over micro-steps.
 
 With FSDP2 (Zhao et al. 2023, of PyTorch) a block's weights are put together when it computes and
 dropped again, and gradients are exchanged in every micro-step: so that weights, gradients and
-moments take 16 / n bytes a weight. It sends three times as much for that, in every micro-step: who
+moments take 16 / n bytes a weight. It sends half as much again for that, in every micro-step: who
 has the memory takes ZeRO-1.
 """
 

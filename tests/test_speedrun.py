@@ -425,7 +425,7 @@ def test_recipes_are_settings_that_work(bench):
             program, *flags = bench.with_shares(flags, 400)
             program = programs[program]
             flags += ["--max_steps", "400"]
-            _, *configs = program.settings.parse_flags(flags, program.PRESETS, program.__doc__)
+            _, *configs = train_gpt2.settings.parse_flags(flags, program.PRESETS, program.__doc__)
             assert configs[1].max_steps == 400 and str(configs) not in found.values(), name
             found[name] = str(configs)
 
