@@ -80,6 +80,7 @@ class BertTrainConfig(gpt2.TrainConfig):
     min_lr: float = 0.0
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "linear"  # as train_gpt2.py's
     weight_decay: float = 0.01
+    fp8: Literal["off", "head", "all"] = "off"  # all is head: the MLPs' needs tanh's GELU
     beta2: float = 0.98  # 0.999 remembers too long where the rate is high (Liu et al. 2019, 3.1)
     eps: float = 1e-6
     val_tokens: int = 2**21

@@ -2,6 +2,8 @@
 
     python bench/ladder.py                                     # GPT-2 124M, from plain float32 to 8 bits
     python bench/ladder.py --groups loss --data edu_fineweb10B # what the rungs do to the loss, three seeds
+    python bench/ladder.py --groups speed --shapes 4x256 12x768 --data edu_fineweb10B  # --speed, measured
+    python bench/ladder.py --groups speed --shapes masked-4x256 bert-base --data data/wikitext103
     python bench/ladder.py --shapes gpt2-large gpt2-xl --batch_size 16 --tokens_per_step 16384
     python bench/ladder.py --table                             # what the file holds; needs no GPU
     python bench/ladder.py --shapes tiny --device cpu --out try.jsonl      # a try; its times mean nothing
@@ -21,10 +23,12 @@ compilation is, and count an average one for it.
 
 import contextlib
 import dataclasses
+import math
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 import numpy as np
@@ -43,11 +47,13 @@ from records import (
     read_records,
     recorded,
 )
-from rungs import GROUPS, SHAPES, cases, key_of, put_in, raced, variants
+from rungs import GROUPS, SHAPES, TRAINED, UNCOMPILED, cases, key_of, put_in, raced, variants
 from timing import forget, peak_gib, time_updates
 
+import bert
 from lab.cli import UserError, command, out_of_memory, parse
 from lab.data import TokenShards
+from lab.data.tokenizers import WORD_PIECE_FILE, WordPiece
 from lab.device import peak_flops
 from lab.evals import evaluate
 from lab.world import World
@@ -62,14 +68,16 @@ class Config:
     groups: tuple[Literal[GROUPS], ...] = ("rungs",)  # what is compared
     variants: tuple[str, ...] = ()  # of the groups; all if empty
     steps: int = 20  # timed steps
-    tokens_per_step: int = 0  # of the timing groups; 0 is the shape's own
+    tokens_per_step: int = (
+        0  # but for group loss; 0 is the shape's own, group speed's one micro-step
+    )
     batch_size: int = 0  # micro-batch to begin with; 0 is the shape's (gpt2: 64)
     data: str = ""  # folder of token shards; random tokens for timings if empty
     seed: int = 1337  # first seed
-    seeds: int = 3  # group loss: how many
-    loss_steps: int = 300  # group loss: steps
+    seeds: int = 3  # groups loss and speed: how many
+    loss_steps: int = 300  # groups loss and speed: steps
     loss_tokens: int = 65536  # group loss: tokens per step
-    val_tokens: int = 1048576  # group loss: tokens of the final validation
+    val_tokens: int = 1048576  # groups loss and speed: tokens of the final validation
     device: str = "auto"  # cuda, cuda:N or cpu
     table: bool = False  # print the tables of --out, and stop
     out: str = str(RUNS / "ladder.jsonl")  # file of measurements
@@ -88,8 +96,17 @@ def fresh_compiler():
 def build(case, batch_size, args, world):
     """The trainer's Run of a case, with what the trainer has no switch for put in from outside."""
     model_config, cfg, own = case.configs(args)
-    cfg = dataclasses.replace(cfg, batch_size=batch_size, kernels="plain", compile=False)
-    run = set_up(model_config, cfg, world)
+    cfg, how = dataclasses.replace(cfg, batch_size=batch_size), {}
+    if case.group != "speed":
+        cfg = dataclasses.replace(cfg, kernels="plain", compile=False)
+    if isinstance(model_config, bert.BertConfig):
+        hide = bert.Masking(WordPiece(f"{cfg.data}/{WORD_PIECE_FILE}"), model_config)
+        how = dict(make=bert.Bert, run_as=bert.BertRun, transform=hide)
+    run = set_up(model_config, cfg, world, **how)
+    if not own.prefetch:
+        run.loader.worker = WhenAsked()
+    if case.group == "speed":
+        return run
     put_in(run.raw_model, own, run.precision)
     if own.adamw == "loop":  # AdamW reads its way of computing from its groups in each step
         for group in run.optimizer.param_groups:
@@ -97,6 +114,13 @@ def build(case, batch_size, args, world):
     if own.compile_mode != "none":
         run.model = torch.compile(run.raw_model, dynamic=False)
     return run
+
+
+class WhenAsked:
+    """In place of the thread that reads ahead: a batch is made when it is asked for."""
+
+    def submit(self, make, *args):
+        return SimpleNamespace(result=lambda: make(*args))
 
 
 def first_step(run):
@@ -160,7 +184,7 @@ def time_steps(run, args):
 
 
 def train_from_scratch(run, args):
-    """The loss group's numbers. The curve's entries are [finished steps, seconds, mean training
+    """The numbers of the groups that train. The curve's entries are [finished steps, seconds, mean training
     loss of the last 10]."""
     steps, curve = run.cfg.max_steps, []
     first_loss, first = first_step(run)
@@ -178,7 +202,9 @@ def train_from_scratch(run, args):
     shards = TokenShards(run.cfg.data, "val", run.raw_model.config.vocab_size)
     cfg = dataclasses.replace(run.cfg, val_tokens=args.val_tokens)
     batch_size = run.loader.batch_size
-    sums = evaluate(run.raw_model, shards, cfg, batch_size, run.world, run.precision)
+    hide = run.loader.transform
+    how = dict(measure=bert.Bert.sums, transform=hide) if hide else {}
+    sums = evaluate(run.raw_model, shards, cfg, batch_size, run.world, run.precision, **how)
     return facts(run) | dict(
         curve=curve,
         seconds=seconds,
@@ -192,7 +218,7 @@ def train_from_scratch(run, args):
 
 def measure(case, args, world):
     """One measurement, with half the micro-batch as often as it takes to fit."""
-    batch_size, loss = case.configs(args)[1].batch_size, case.group == "loss"
+    batch_size, loss = case.configs(args)[1].batch_size, case.group in TRAINED
     function = train_from_scratch if loss else time_steps
     while True:
         forget(world.device)
@@ -211,7 +237,7 @@ def measure(case, args, world):
 def in_short(record):
     if record["error"]:
         return record["error"]
-    if record["group"] == "loss":
+    if record["group"] in TRAINED:
         return f"validation loss {record['val_loss']:.4f}, {record['seconds']:.1f} s"
     return f"{record['median_ms']:.2f} ms, {record['tok_per_s']:,} tokens/s"
 
@@ -289,6 +315,31 @@ def loss_table(records):
     print_rows(head.split(","), rows)
 
 
+def speed_table(records):
+    """Speed, memory and both losses of each variant, over the seeds."""
+    runs, rows = {}, []
+    for r in records:
+        if not r["error"]:
+            runs.setdefault(r["variant"], []).append(r)
+    seconds = {name: float(np.mean([r["seconds"] for r in of])) for name, of in runs.items()}
+    fastest = min(seconds.values())
+    for name, of in runs.items():
+        tokens = of[0]["tokens_per_step"] * of[0]["max_steps"]
+        steps, at, losses = zip(*(zip(*r["curve"]) for r in of))
+        then = np.mean([np.interp(fastest, *curve) for curve in zip(at, losses)])
+        val, compile_s = [r["val_loss"] for r in of], np.mean([r["compile_s"] for r in of])
+        plain = seconds.get(UNCOMPILED.get(name), 0)
+        saved = (plain - seconds[name]) / of[0]["max_steps"]
+        paid = f"{compile_s / saved:,.0f}" if saved > 0 else "never" if plain else ""
+        ratio = seconds.get("baseline", math.nan) / seconds[name]
+        peak = max(r["peak_gib"] or 0 for r in of) or ""
+        rows.append([name, of[0]["batch_size"], len(of), f"{tokens / seconds[name]:,.0f}"])
+        rows[-1] += [f"{ratio:.2f}", peak, f"{compile_s:.1f}" if name in UNCOMPILED else "", paid]
+        rows[-1] += [f"{np.mean(val):.4f}", f"{max(val) - min(val):.4f}", f"{then:.3f}"]
+    head = "variant,B,seeds,tokens/s,x baseline,GiB,compile s,paid after step"
+    print_rows(f"{head},val loss,spread,train loss at {fastest:.1f} s".split(","), rows)
+
+
 def print_tables(records):
     """One table for each group, shape, GPU and tokens per step, its rows in the order of the group;
     of measurements made twice the later one counts."""
@@ -306,7 +357,8 @@ def print_tables(records):
             f"{' after a minute of work' * bool(sustained)}, torch {version}, "
             f"{' to '.join(dict.fromkeys([dates[0], dates[-1]]))}"
         )
-        loss_table(members) if group == "loss" else timing_table(members)
+        tables_of = {"loss": loss_table, "speed": speed_table}
+        tables_of.get(group, timing_table)(members)
         if any(raced(r) and not r["error"] for r in members):
             print(RACED)
         for r in members:
@@ -319,14 +371,15 @@ def main(argv):
     if args.table:
         return print_tables(recorded(args.out, "ladder"))
     args.data_name = Path(args.data).name or "random"  # what the records say
-    if "loss" in args.groups and not args.data:
-        raise UserError("group loss learns from text: name a folder of token shards with --data")
+    if not args.data and (learns := set(args.groups) & set(TRAINED)):
+        name = min(learns)
+        raise UserError(f"group {name} learns from text: name a folder of token shards with --data")
     asked, world = cases(args), World(args.device)
     card, cpu = card_name(world.device), world.device.type == "cpu"
     done = {key_of(r) for r in read_records(args.out) if not r.get("error")}
     todo = [case for case in asked if key_of(case.about(args, card)) not in done]
     print(f"{len(todo)} of {len(asked)} to do on {card}, into {args.out}")
-    if cpu and set(args.shapes) != {"tiny"}:
+    if cpu and not set(args.shapes) <= {"tiny", "masked-tiny"}:
         raise UserError(
             "the ladder needs a CUDA GPU; a try: --shapes tiny --device cpu --out try.jsonl"
         )

@@ -8,9 +8,10 @@ import torch
 from records import ROOT  # noqa: F401 - it puts the project on the path
 from torch.torch_version import TorchVersion
 
+from bert import BertConfig, BertTrainConfig
 from lab import kernels
 from lab.cli import UserError
-from lab.run.settings import check
+from lab.run.settings import SPEEDS, check
 from train_gpt2 import MLP, PRESETS, GPTConfig, TrainConfig
 
 # name: model, and a run with the micro-batch to begin with and the tokens of a step (0: as many as
@@ -28,6 +29,12 @@ SHAPES = {
         GPTConfig(12, 12, 768, 512),
         TrainConfig(batch_size=8, seq_len=512, total_batch_size=0),
     ),
+    "masked-tiny": (
+        BertConfig(2, 2, 32, 32, vocab_size=4096),
+        BertTrainConfig(batch_size=4, seq_len=16, total_batch_size=128),
+    ),
+    "masked-4x256": (BertConfig(4, 4, 256), BertTrainConfig(batch_size=4, total_batch_size=0)),
+    "bert-base": (BertConfig(), BertTrainConfig(batch_size=8, total_batch_size=0)),
 } | {
     name: (PRESETS[name][0], replace(PRESETS[name][1], batch_size=batch_size))
     for name, batch_size in {"gpt2": 64, "gpt2-medium": 64, "gpt2-large": 64, "gpt2-xl": 32}.items()
@@ -40,6 +47,7 @@ BENCH = {
     "mlp": "fused",  # plain, fused or fp8
     "compile_mode": "default",  # none or default
     "adamw": "fused",  # fused, or loop (several kernels for each tensor)
+    "prefetch": True,  # a thread reads the next batch while the device computes
 }
 
 START = dict(
@@ -76,7 +84,24 @@ OTHERS = {  # each variant changes one thing of the trainer's defaults
         "50304_compiled": {},
     },
 }
-GROUPS = ("rungs", *OTHERS, "loss")
+BASE = SPEEDS["baseline"]
+SPEED = {  # the trainer's own --speed, and one thing at a time on top of it, by the trainer's flags
+    "baseline": BASE,
+    "no_prefetch": BASE | dict(prefetch=False),
+    "bf16": SPEEDS["bf16"],
+    "compile": BASE | dict(compile=True),
+    "flash": BASE | dict(attention="sdpa"),
+    "checkpointing": BASE | dict(activation_checkpointing=True),
+    "muon": BASE | dict(optimizer="muon"),
+    "recommended_eager": dict(compile=False),
+    "recommended": SPEEDS["recommended"],
+    "recommended_muon": dict(optimizer="muon"),
+    "recommended_fp8_head": dict(fp8="head"),
+    "full": SPEEDS["full"],
+}
+UNCOMPILED = {"compile": "baseline", "recommended": "recommended_eager"}
+TRAINED = ("loss", "speed")  # groups that train, from several seeds, on text
+GROUPS = ("rungs", *OTHERS, *TRAINED)
 # what makes a measurement this one; older records may be of a GPU that had worked for a minute
 # (sustained)
 KEY = ("group", "shape", "variant", "seed", "card", "torch", "sustained", "max_steps")
@@ -85,8 +110,8 @@ KEY += ("tokens_per_step",)
 
 def variants(group):
     """{name: settings that differ from the trainer's defaults} of a group."""
-    if group in OTHERS:
-        return OTHERS[group]
+    if group in OTHERS or group == "speed":
+        return SPEED if group == "speed" else OTHERS[group]
     found, so_far = {}, {}
     for name, settings in RUNGS:
         found[name] = so_far = so_far | settings
@@ -125,8 +150,9 @@ class Case:
         cfg = replace(cfg, data=str(args.data), device=args.device, seed=self.seed)
         cfg.batch_size = args.batch_size or cfg.batch_size
         cfg.total_batch_size = args.tokens_per_step or cfg.total_batch_size
-        if self.group == "loss":
-            cfg.max_steps, cfg.total_batch_size = args.loss_steps, args.loss_tokens
+        if self.group in TRAINED:
+            tokens = args.loss_tokens if self.group == "loss" else args.tokens_per_step
+            cfg.max_steps, cfg.total_batch_size = args.loss_steps, tokens
             cfg.warmup_steps, cfg.schedule = max(1, cfg.max_steps // 10), "cosine"
         cfg = replace(cfg, **changed(vars(cfg)))
         cfg.total_batch_size = cfg.total_batch_size or cfg.batch_size * cfg.seq_len
@@ -138,7 +164,7 @@ class Case:
         """What makes this measurement this one."""
         _, cfg, _ = self.configs(args)
         found = vars(self) | dict(card=card, torch=str(torch.__version__), sustained=False)
-        found |= dict(max_steps=cfg.max_steps if self.group == "loss" else None)
+        found |= dict(max_steps=cfg.max_steps if self.group in TRAINED else None)
         return found | dict(tokens_per_step=cfg.total_batch_size)
 
 
@@ -165,7 +191,7 @@ def cases(args):
     names."""
     found = []
     for group in args.groups:
-        seeds = range(args.seed, args.seed + (args.seeds if group == "loss" else 1))
+        seeds = range(args.seed, args.seed + (args.seeds if group in TRAINED else 1))
         for shape in args.shapes:
             for name, settings in variants(group).items():
                 if not args.variants or name in args.variants:

@@ -19,6 +19,7 @@ import ladder  # noqa: E402
 import rungs  # noqa: E402
 from records import append_record, random_shards, read_records  # noqa: E402
 
+from lab.data import build_builtin  # noqa: E402
 from lab.world import World  # noqa: E402
 from train_gpt2 import GPTConfig, HeadLoss, set_up  # noqa: E402
 
@@ -102,6 +103,23 @@ def test_every_variant_of_every_shape_is_a_valid_run(tmp_path):
         mlp="fp8",
         bf16_residual=True,
     )
+
+
+def test_group_speed_trains_as_the_programs_do_with_those_flags(tmp_path):
+    """On both objectives; reading ahead changes no loss, and nothing else is left out."""
+    data = {"tiny": random_shards(tmp_path / "data", 257, 20_000, 2_000)}
+    data["masked-tiny"] = str(tmp_path / "words")
+    build_builtin(data["masked-tiny"], "wordpiece")
+    names = "baseline no_prefetch checkpointing recommended_eager".split()
+    for shape, folder in data.items():
+        how = "--groups speed --device cpu --loss_steps 12 --seeds 1 --val_tokens 2048".split()
+        how += ["--shapes", shape, "--data", folder, "--variants", *names]
+        assert not ladder.main([*how, "--out", str(tmp_path / shape)])
+        found = {r["variant"]: r for r in read_records(tmp_path / shape)}
+        losses = [found[name]["val_loss"] for name in names]
+        assert losses == pytest.approx([losses[0]] * 4, abs=1e-4) and losses[0] < 8.4
+        assert found["baseline"]["settings"]["attention"] == "math"
+        assert found["baseline"]["max_steps"] == 12 and found["baseline"]["curve"][-1][0] == 12
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.1])

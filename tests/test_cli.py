@@ -13,6 +13,8 @@ import pytest
 import torch
 from conftest import ROOT, TINY_RUN, run_python, train_here, write_shards
 
+import bert
+import speedrun
 import train_gpt2
 from lab import cli
 from lab.cli import RunError, UserError
@@ -331,6 +333,21 @@ def test_flags_change_a_preset():
         "the data decides"
     )
     assert (dataclasses.replace(model_config, vocab_size=50257), cfg) == PRESETS["gpt2"]
+
+
+def test_one_word_sets_the_speed_of_all_programs_and_a_flag_goes_before_it():
+    for program in (train_gpt2, bert, speedrun):
+        words = ["--preset", "laptop", "--speed"]
+        for speed, precision in (("baseline", "fp32"), ("bf16", "bf16"), ("recommended", "auto")):
+            flags = [*words, speed, "--seed", "7"]
+            how = program.PRESETS, program.__doc__, "gpt2"
+            reason, model, cfg = train_gpt2.settings.parse_flags(flags, *how)
+            assert (cfg.speed, cfg.precision) == (speed, precision) and "seed=7" in reason
+            assert cfg.kernels == ("fused" if speed == "recommended" else "plain")
+            exact = speed != "recommended" and program is not speedrun
+            assert getattr(model, "attention", "sdpa") == ("math" if exact else "sdpa")
+    assert parsed(*words, "baseline", "--precision", "tf32")[2].precision == "tf32"
+    assert parsed("--preset", "gpt2", "--speed", "full")[2].fp8 == "all"
 
 
 def test_the_preset_fits_the_machine_and_says_why(monkeypatch, tmp_path, shards):

@@ -10,6 +10,7 @@ import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from lab.cli import UserError, parse
 from lab.data import build_builtin, build_chats, name_of_size
@@ -21,6 +22,14 @@ from lab.run.folder import is_finished, read_config, run_to_resume
 SIZES = "n_layer n_head n_embd block_size vocab_multiple total_batch_size seq_len max_steps"
 AT_LEAST_1 = (*SIZES.split(), "log_every", "keep_last")
 MINUS_1 = ("warmup_steps", "decay_steps")  # -1: a share of max_steps
+
+PLAIN = dict(attention="math", bf16_residual=False, compile=False, kernels="plain")
+SPEEDS = {  # --speed: what is set before the flags that are typed; sizes and results stay
+    "baseline": PLAIN | dict(precision="fp32"),
+    "bf16": PLAIN | dict(precision="bf16"),
+    "recommended": {},  # what the preset has: all that pays and gives the same results
+    "full": dict(fp8="all"),  # a GPU with 8 bits
+}
 
 
 @dataclass
@@ -34,9 +43,10 @@ class RunConfig:
     shuffle: bool = True  # seeded order of sequences; off is the order on disk
     align_documents: bool = False  # sequences start at an end-of-text; what is between is dropped
     verify_data: bool = False  # hash every shard again before training
-    # place
+    # place and speed
     device: str = "auto"  # cuda, mps or cpu
     seed: int = 1337  # of the weights, the shuffling and the samples
+    speed: Literal[tuple(SPEEDS)] = "recommended"  # baseline, bf16: all plain; full: 8 bits too
     # watching; every interval is in steps
     log_every: int = 10  # a line in log.jsonl
     val_every: int = 250  # validation loss; 0 is never
@@ -86,7 +96,7 @@ def choose_defaults(argv, presets, program):
     main, train = next(iter(presets)), next(iter(presets.values()))[1]
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--resume", action="store_true")
-    for name in ("preset", "data", "run_name", "log_dir", "init_from"):
+    for name in ("preset", "speed", "data", "run_name", "log_dir", "init_from"):
         early.add_argument(f"--{name}", f"--{name.replace('_', '-')}", dest=name)
     given, _ = early.parse_known_args(argv)
     log_dir = given.log_dir or train.log_dir
@@ -109,7 +119,7 @@ def choose_defaults(argv, presets, program):
         if unknown:
             reason += f" (passed over, as this version has no such settings: {', '.join(unknown)})"
         cfg = dataclasses.replace(cfg, resume=True, run_name=run_dir.name, log_dir=log_dir)
-        return reason, model_config, cfg
+        return reason, *at_speed(given.speed, model_config, cfg)
     preset, why = given.preset, "as asked for"
     if not preset:
         preset, why = best_preset(main, Path(given.data or train.data))
@@ -125,7 +135,15 @@ def choose_defaults(argv, presets, program):
         model_config = dataclasses.replace(model_config, **shape)
         cfg = dataclasses.replace(cfg, lr=lr, seq_len=min(cfg.seq_len, shape["block_size"]))
         why += f", with the shape of {given.init_from}"
-    return f"preset {preset} ({why})", model_config, cfg
+    return f"preset {preset} ({why})", *at_speed(given.speed, model_config, cfg)
+
+
+def at_speed(speed, *configs):
+    """The configs with what --speed sets of their fields; a word that is none is refused later."""
+    new = SPEEDS[speed] | {"speed": speed} if speed in SPEEDS else {}
+    return [
+        dataclasses.replace(c, **{k: v for k, v in new.items() if hasattr(c, k)}) for c in configs
+    ]
 
 
 def best_preset(main, data):
