@@ -127,6 +127,8 @@ def talk(model, tokenizer, cfg, seed, cache):
     how = dict(temperature=cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p)
     how |= dict(generator=generator, cache=cache)
     room = model.config.block_size - min(cfg.max_new_tokens, model.config.block_size // 4)
+    if sys.stdin.isatty():
+        print("[a model that no --preset sft has tuned goes on writing, it does not answer]")
     for line in prompts(cfg):
         messages.append({"role": "user", "content": line})
         try:

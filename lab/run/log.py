@@ -15,6 +15,8 @@ from lab.data.tokenizers import printable
 from lab.files import writing
 from lab.run.vitals import LOWER
 
+CPU_FLOPS = 1e11  # a second, of a process on a few cores: to say that a model is too large for it
+
 
 class Log:
     """One JSON line an event in log.jsonl. Rank 0 alone writes; the others call the same
@@ -105,6 +107,13 @@ class Log:
         )
         for note in loader.notes():
             self.say(f"note: {note}")
+        flops = run.raw_model.flops_per_token(cfg.seq_len) * cfg.total_batch_size
+        if world.device.type == "cpu" and flops > 60 * CPU_FLOPS * world.world_size:
+            minutes = flops / CPU_FLOPS / world.world_size / 60
+            self.say(
+                f"note: without a GPU a step of this model takes {minutes:,.0f} minutes or so; "
+                "--preset laptop takes two minutes in all"
+            )
         self.say(
             f"step   {cfg.total_batch_size:,} tokens = {loader.batch_size} sequences x {cfg.seq_len} x "
             f"{world.world_size} processes x {loader.grad_accum_steps} micro-steps"
