@@ -389,8 +389,20 @@ def verdict(s, gpu, sizes):
         f"about {outside(s):.1f} GiB are taken outside of PyTorch, {FRAGMENTS:.0%} of "
         f"{gpu.gib:.1f} by gaps between tensors. Of those that training tries, up to {sizes[0]}, "
         f"the largest that fits is {largest(s)}; {'without' if again else 'with'} "
-        f"--activation_checkpointing it is {largest(other)}."
+        f"--activation_checkpointing it is {largest(other)}.{enough_gpus(s, gpu)}"
     )
+
+
+def enough_gpus(s, gpu):
+    """How many such GPUs would hold the model, where one sequence does not fit; in words."""
+    model = replace(s.model, activation_checkpointing=True)
+    least = replace(s, model=model, batch_size=1)
+    if room(least, gpu) >= 0:
+        return ""
+    for n in (2, 4, 8, 16, 32, 64):
+        if room(replace(least, parallel="fsdp2", world_size=n), gpu) >= 0:
+            return f" {n} such GPUs would: --gpus {n} --parallel fsdp2 --activation_checkpointing."
+    return " No 64 such GPUs hold it either: take a larger GPU or a smaller --preset."
 
 
 def report(s, cfg, gpu, reason, args):
