@@ -30,28 +30,33 @@ def save(run_dir, step, state, keep_last):
     """Write run_dir/model_<step>.pt whole or not at all, keep the newest keep_last; returns the
     path."""
     path = Path(run_dir) / f"model_{step:06d}.pt"
-    part = path.with_suffix(".part")
     with writing(path, "--resume then goes on from the checkpoint before, if there is one"):
-        try:
-            with part.open("wb") as file:
-                torch.save(state, file)
-                file.flush()
-                os.fsync(file.fileno())
-        except RuntimeError as error:
-            part.unlink(missing_ok=True)
-            if "inline_container" not in str(error):
-                raise
-            # torch's writer names this file of its source where the disk is full
-            raise UserError(
-                f"checkpoint {path} cannot be written; is the disk full? Make room"
-            ) from error
-        except OSError:
-            part.unlink(missing_ok=True)
-            raise
-        os.replace(part, path)  # the name appears when the bytes are on disk
+        write(path, state)
         for old in checkpoint_files(run_dir)[:-keep_last]:
             old.unlink()
     return path
+
+
+def write(path, state):
+    """torch.save, whole or not at all. Raises OSError, and UserError where the disk is full."""
+    part = path.with_suffix(".part")
+    try:
+        with part.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+    except RuntimeError as error:
+        part.unlink(missing_ok=True)
+        if "inline_container" not in str(error):
+            raise
+        # torch's writer names this file of its source where the disk is full
+        raise UserError(
+            f"checkpoint {path} cannot be written; is the disk full? Make room"
+        ) from error
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
+    os.replace(part, path)  # the name appears when the bytes are on disk
 
 
 def link_best(run_dir, step):
