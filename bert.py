@@ -263,7 +263,8 @@ class Masking:
 
     def __init__(self, tokenizer, config, whole_words=False, always=False):
         """always: all that is hidden becomes [MASK], as for measuring."""
-        self.targets_per_sequence, self.always = config.hidden_tokens, always
+        self.tokenizer, self.always = tokenizer, always
+        self.targets_per_sequence = config.hidden_tokens
         self.cls, self.sep, self.mask = map(tokenizer.id_of, ("[CLS]", "[SEP]", "[MASK]"))
         self.special = tokenizer.is_special()  # (V,): never hidden, never put in
         self.ordinary = np.flatnonzero(~self.special)
@@ -356,6 +357,11 @@ class BertRun(gpt2.Run):
     program = "bert"
 
 
+def set_up(model_config, cfg, world, state=None):
+    masking = Masking(WordPiece(f"{cfg.data}/{WORD_PIECE_FILE}"), model_config, cfg.whole_words)
+    return gpt2.set_up(model_config, cfg, world, state, Bert, BertRun, masking)
+
+
 def main(argv):
     reason, model_config, cfg = settings.parse_flags(argv, PRESETS, __doc__, BertRun.program)
     world = World(cfg.device)
@@ -363,10 +369,9 @@ def main(argv):
         device_id = world.device if world.device.type == "cuda" else None
         dist.init_process_group(world.backend, device_id=device_id)
     model_config, cfg, state = settings.resolve(model_config, cfg, world, PRESETS, BertRun.program)
-    tokenizer = WordPiece(f"{cfg.data}/{WORD_PIECE_FILE}")
-    masking = Masking(tokenizer, model_config, cfg.whole_words)
-    run = gpt2.set_up(model_config, cfg, world, state, Bert, BertRun, masking)
-    stop = StopSignal(world)
+    run, stop = set_up(model_config, cfg, world, state), StopSignal(world)
+    masking = run.loader.transform
+    tokenizer = masking.tokenizer
     validation = MaskedValidation(run, stop, tokenizer, masking)
     events = [  # in the order in which a step makes them
         evals.Every("checkpoint", cfg.ckpt_every, BertRun.save),

@@ -524,7 +524,7 @@ def train(run, events, cfg, world, log, stop):
     events are left, so that the last weights are measured and saved too. A checkpoint comes before
     the measurements of its step: if a signal interrupts these, a resumed run makes them again.
     """
-    vitals, meter, stopped = Vitals(run, world, stop), Meter(run, cfg, world, log), ""
+    vitals, meter, stopped = Vitals(run, world, stop, log), Meter(run, cfg, world, log), ""
     try:
         while True:
             last = run.step == cfg.max_steps

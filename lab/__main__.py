@@ -13,6 +13,7 @@ TOOLS = {
     "export": "write a model as a folder that transformers loads",
     "plan": "would a run fit, how long would it take, what would it cost?",
     "plot": "the curves of one or several runs in one picture",
+    "replay": "the step of a spike again, with the loss of each sequence",
     "report": "a page of one run, or of two beside each other",
     "serve": "a page to talk to a model, and OpenAI's interface to it",
 }

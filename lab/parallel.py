@@ -181,6 +181,7 @@ class Zero1AdamW:
         """Update all weights by the gradients that clip_grad_norm has taken."""
         for ours, group in zip(self.of_shares.param_groups, self.param_groups):
             ours.update({k: v for k, v in group.items() if k != "params"})
+        self.of_shares.found_inf = getattr(self, "found_inf", None)  # 1: the update is left out
         self.of_shares.step()
         for s in self.shares:
             s.hand_out(s.wire)
@@ -255,6 +256,7 @@ class Fsdp2AdamW:
         return norm
 
     def step(self):
+        self.adamw.found_inf = getattr(self, "found_inf", None)  # 1: the update is left out
         self.adamw.step()
 
     def zero_grad(self, set_to_none=True):

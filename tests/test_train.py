@@ -385,7 +385,7 @@ def test_a_bad_step_is_seen_before_it_is_measured_and_at_the_end(tmp_path, shard
     with pytest.raises(RunError, match=again):
         train_here(tmp_path, shards, "r", **bad | watching)
     events = map(json.loads, (tmp_path / "r" / "log.jsonl").read_text().splitlines())
-    assert [e["kind"] for e in events if e["step"] == 2] == ["train"], (
+    assert [e["kind"] for e in events if e["step"] == 2] == ["train", "spike"], (
         "nothing was measured after it"
     )
 

@@ -59,13 +59,13 @@ def has_trained(run_dir):
     return False
 
 
-def read_config(run_dir, model_class, train_class):
+def read_config(run_dir, model_class, train_class, name="config.json"):
     """(model config, run config, names passed over) that opened noted, as these dataclasses.
 
     A setting that is not there has its default; one that this version does not know is passed over.
     Raises UserError for a file that is broken, or for values that are none.
     """
-    path = Path(run_dir) / "config.json"
+    path = Path(run_dir) / name
     saved = read_json(path, "mend it, or name another run with --run_name", model=dict, train=dict)
     configs, unknown = [], []
     for part, config_class in (("model", model_class), ("train", train_class)):

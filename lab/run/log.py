@@ -11,6 +11,7 @@ import time
 
 import torch
 
+from lab.cli import program, quoted
 from lab.data.tokenizers import printable
 from lab.files import writing
 from lab.run.vitals import LOWER
@@ -139,6 +140,12 @@ class Log:
     def say_hella(self, step, values):
         error = 1.96 * values["acc_norm_stderr"]
         self.say(f"step {step:5d}: HellaSwag {values['acc_norm']:.4f} +- {error:.4f}")
+
+    def say_spike(self, step, values):
+        norms = f"gradient norm {values['norm']:.4g}, usually {values['usual']:.4g}"
+        left_out = ", its update is left out" * values["skipped"]
+        look = f"; `{program('lab replay')} {quoted(self.folder / values['file'])}` makes it again"
+        self.say(f"step {step:5d}: spike: {norms}{left_out}{look if 'file' in values else ''}")
 
     def say_sample(self, step, values):
         """The texts, set off by a bar on their left that no long line breaks."""

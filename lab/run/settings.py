@@ -58,6 +58,7 @@ class RunConfig:
     sample_prompt: str = "Hello, I'm a language model,"  # what they begin with
     timing: bool = False  # log milliseconds of data, forward, backward, optimizer
     wandb: bool = False  # Weights & Biases as well as log.jsonl and TensorBoard
+    on_spike: Literal["continue", "record", "skip", "stop"] = "continue"  # a gradient far too long
     # keeping
     log_dir: str = "log"  # runs lie in log_dir/run_name
     run_name: str = ""  # name of the run; made from preset and time when empty
@@ -184,6 +185,9 @@ def check(model_config, cfg):
         (cfg.parallel != "ddp" and cfg.optimizer != "adamw",
          f"parallel={cfg.parallel} shares out AdamW's state, and optimizer={cfg.optimizer} has another; "
          "leave one out"),
+        (cfg.on_spike == "skip" and cfg.optimizer != "adamw",
+         f"on_spike=skip leaves AdamW's updates out alone, and optimizer={cfg.optimizer} makes others; "
+         "leave one out, or pass --on_spike stop"),
         (Path(cfg.run_name).name != cfg.run_name or cfg.run_name == "..",
          f"run_name={cfg.run_name} must be a plain name, without folders; --log_dir says where runs lie"),
         (cfg.preset == "sft" and not cfg.init_from,

@@ -7,6 +7,7 @@ from collections import deque
 import torch
 
 from lab.cli import RunError
+from lab.run.spikes import Spikes
 from lab.run.stop import Stopped
 
 LOWER = "try a lower --lr (Muon: and --muon_lr)"
@@ -36,34 +37,54 @@ class Vitals:
     """Each step, one small exchange through the CPU carries the loss of the step before and whether
     any process was asked to stop. All processes call each method together."""
 
-    def __init__(self, run, world, stop):
-        self.run, self.world, self.stop = run, world, stop
-        self.pending = deque()  # (step, losses underway, the loader's place after it)
+    def __init__(self, run, world, stop, log):
+        self.run, self.world, self.stop, self.log = run, world, stop, log
+        self.spikes = Spikes(run)
+        self.pending = deque()  # (step, losses and norms underway, the loader's place after it)
 
     def watch(self, losses):
-        """Note the losses (micro-steps,) of the update that was just launched."""
-        self.pending.append((self.run.step, Underway(losses), self.run.loader.sequence))
+        """Note the losses (micro-steps,) of the update that was just launched, and its norms."""
+        underway = Underway(losses), Underway(self.spikes.numbers)
+        self.pending.append((self.run.step, *underway, self.run.loader.sequence))
 
     def read(self, newest, heed=True):
         """Look at the steps noted, at the newest one only if asked to, as it may not be done yet.
 
-        Raises RunError for a loss that is not finite and, where the newest was looked at, for
-        weights that are not; Stopped where a process was asked to stop, unless heed is False.
+        Raises RunError for a loss or a norm that is not finite, unless the update was left out; for
+        a spike where cfg.on_spike says so; where the newest was looked at, for weights that are not
+        finite. Raises Stopped where a process was asked to stop, unless heed is False.
         """
         found = [self.pending.popleft() for _ in range(len(self.pending) - (not newest))]
-        losses = [(step, copies.arrive(), place) for step, copies, place in found]
-        told = [each.sum().item() for _, each, _ in losses] + [float(bool(self.stop.name))]
-        *means, stops = self.world.all_reduce(torch.tensor(told, dtype=torch.float64)).tolist()
-        for mean, (step, micro_losses, place) in zip(means, losses):
-            if not math.isfinite(mean):
-                self.fail(step, mean / self.world.world_size, micro_losses, place)
-        if newest and losses:
+        steps = [(step, a.arrive(), b.arrive(), place) for step, a, b, place in found]
+        told = [losses.sum().item() for _, losses, _, _ in steps]
+        told += [float(self.spikes.is_spike(numbers)) for _, _, numbers, _ in steps]
+        told += [float(bool(self.stop.name))]
+        *told, stops = self.world.all_reduce(torch.tensor(told, dtype=torch.float64)).tolist()
+        for step, loss, spike in zip(steps, told, told[len(steps) :]):
+            self.judge(*step, loss / self.world.world_size, spike)
+        if newest and steps:
             self.check_weights()
         if stops and heed:
             raise Stopped(self.stop.name or "signal on another rank")
+        if self.spikes.recorder:
+            self.spikes.recorder.begin()
 
-    def fail(self, step, loss, micro_losses, place):
-        """Raise RunError naming the sequences on which the loss was not finite."""
+    def judge(self, step, micro_losses, numbers, place, loss, spike):
+        """Report a spike; raise RunError where the run is not to go on after this step."""
+        policy, norm = self.run.cfg.on_spike, numbers[0].item()
+        if spike:
+            values = self.spikes.report(step, numbers, micro_losses, place)
+            self.log.event("spike", step, values)
+        if spike and policy == "skip":
+            return
+        if not math.isfinite(loss):
+            self.fail(step, f"the loss is {loss}", micro_losses, place)
+        if spike and (policy == "stop" or not math.isfinite(norm)):
+            self.fail(step, f"the gradient norm is {norm:.4g}", micro_losses, place)
+
+    def fail(self, step, what, micro_losses, place):
+        """Raise RunError naming the sequences of the micro-steps whose loss is not finite, or of
+        all."""
         loader, folder = self.run.loader, self.run.folder
         bad = [i for i, value in enumerate(micro_losses.tolist()) if not math.isfinite(value)]
         mine = [name for i in bad for name in loader.step_positions(place, i)]
@@ -73,10 +94,8 @@ class Vitals:
         again = f"{folder} has no checkpoint yet; {LOWER}, or more --warmup_steps"
         if kept:
             again = f"{folder} keeps {kept}; {LOWER}, or --resume to see whether it comes back"
-        sequences = f"the sequences at {', '.join(names[:8])}{more}"
-        raise RunError(
-            f"the loss is {loss} at step {step}, on {sequences}; the run stops and {again}"
-        )
+        on = f", on the sequences at {', '.join(names[:8])}{more}" if names else ""
+        raise RunError(f"{what} at step {step}{on}; the run stops and {again}")
 
     def check_weights(self):
         """Raise RunError where a finite loss has led to weights that are not: not worth keeping."""

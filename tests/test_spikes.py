@@ -1,0 +1,244 @@
+"""Spikes of the gradient: found at their step and nowhere else, noted, left out to the bit, made
+again."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from conftest import (
+    ROOT,
+    TINY_RUN,
+    driver,
+    equal_bits,
+    of_kind,
+    read_run,
+    run_python,
+    train_here,
+    write_shards,
+)
+from test_distributed import run_two, start_two  # noqa: F401
+
+import train_gpt2
+from lab.cli import RunError
+from lab.data import get_tokenizer
+from lab.run.spikes import LEAST, score
+from lab.tools import replay
+
+STEP = 41  # whose data, or gradient, is bad
+# 8 sequences of 16 tokens a step, in the order on disk
+CALM = dict(max_steps=50, total_batch_size=128, shuffle=False, lr=1e-2, ckpt_every=30)
+
+
+@pytest.fixture
+def bad_shards(tmp_path):
+    """Counting, but for 80 tokens of the step STEP, which are any."""
+    folder = write_shards(tmp_path / "bad", sizes=(9000,))
+    path = folder / "x_train_000000.npy"
+    tokens, start = np.load(path), (STEP - 1) * 128 + 20
+    tokens[start : start + 80] = np.random.default_rng(1).integers(60, 250, 80)
+    np.save(path, tokens)
+    return folder
+
+
+def spike_file(run_dir, step=STEP):
+    assert [p.stem for p in run_dir.glob("spike_*.json")] == [f"spike_{step:06d}"]
+    return json.loads((run_dir / f"spike_{step:06d}.json").read_text())
+
+
+def plant(monkeypatch, factor, step=STEP):
+    """The gradient of one step is so many times as long."""
+    real = train_gpt2.Run.clip_grad_norm
+
+    def planted(run, max_norm):
+        if run.step + 1 == step:
+            for p in run.raw_model.parameters():
+                p.grad *= factor
+        return real(run, max_norm)
+
+    monkeypatch.setattr(train_gpt2.Run, "clip_grad_norm", planted)
+
+
+def test_score_is_the_distance_from_the_median_in_deviations():
+    logs = torch.from_numpy(np.random.default_rng(0).normal(1.0, 0.3, 99))
+    logs[:5] = 50.0  # outliers move neither
+    z, usual = score(torch.tensor(4.0).double().exp(), logs)
+    assert usual.log() == pytest.approx(1.0, abs=0.1)
+    assert z == pytest.approx((4.0 - 1.0) / 0.3, rel=0.2)
+    # all the same: the smallest deviation counts, or rounding would be a spike
+    assert score(torch.tensor(2.0), torch.zeros(LEAST))[0] == pytest.approx(math.log(2) / 0.1)
+    assert score(torch.tensor(1e9), torch.zeros(LEAST - 1))[0] == 0
+    for bad in (math.inf, math.nan):
+        assert score(torch.tensor(bad), torch.zeros(0))[0] == math.inf
+
+
+@pytest.mark.parametrize(
+    "on_spike, from_where",
+    [("record", "spike_000041.pt"), ("continue", "model_000030.pt"), ("continue", "the beginning")],
+)
+def test_bad_data_is_found_noted_and_made_again(
+    tmp_path, bad_shards, monkeypatch, capsys, on_spike, from_where
+):
+    """At its step alone, also where a calm part of the run is made again; to the bit."""
+    grads = {}
+    real = train_gpt2.Run.clip_grad_norm
+
+    def noting(run, max_norm):
+        if run.step + 1 == STEP and not grads:
+            grads.update({n: p.grad.norm().item() for n, p in run.raw_model.named_parameters()})
+        return real(run, max_norm)
+
+    monkeypatch.setattr(train_gpt2.Run, "clip_grad_norm", noting)
+    run = train_here(tmp_path, bad_shards, "r", on_spike=on_spike, **CALM)
+    (event,) = of_kind(run, "spike")
+    assert event["step"] == STEP and event["norm"] == run.norms[STEP - 1]
+    assert event["usual"] == pytest.approx(np.median(run.norms[: STEP - 1]), rel=0.01)
+    spike = spike_file(run.dir)
+    assert sum(spike["losses"]) == pytest.approx(run.losses[STEP - 1]) and len(spike["losses"]) == 2
+    assert spike["norms"] == pytest.approx(grads) and len(grads) == 28
+    places = [f"x_train_000000.npy:{(STEP - 1) * 128 + i * 16}" for i in range(8)]
+    assert [s["at"] for s in spike["sequences"]] == places
+    assert [s["part"] for s in spike["sequences"]] == [0] * 4 + [1] * 4
+    tokens = np.load(bad_shards / "x_train_000000.npy")[STEP * 128 - 16 : STEP * 128]
+    assert spike["sequences"][-1]["text"] == get_tokenizer("bytes").decode(tokens.tolist())
+    for field in ("batch_size", "seq_len", "lr"):
+        assert spike["train"][field] == run.checkpoints[50]["train_config"][field]
+    assert "usually" in capsys.readouterr().out
+
+    if from_where == "the beginning":
+        for path in run.dir.glob("model_*.pt"):
+            path.unlink()
+    file, seen = run.dir / "spike_000041.json", {}
+    show = replay.show
+    monkeypatch.setattr(replay, "show", lambda *a: (seen.update(again=a[1:]), show(*a)))
+    replay.main([str(file), "--device", "cpu"])
+    losses, norm, norms, each = seen["again"]
+    assert losses == spike["losses"] and norm == spike["norm"] and norms == spike["norms"]
+    assert np.mean(each) == pytest.approx(sum(losses)) and len(each) == 8
+    assert sorted(range(8), key=lambda i: -each[i])[:5] == sorted(
+        range(1, 6), key=lambda i: -each[i]
+    )
+    said = capsys.readouterr().out
+    assert f"from {from_where}; on cpu, fp32" in said and "the spike comes back" in said
+    worst = said.partition("largest first\n")[2].split()
+    assert float(worst[0]) == round(max(each), 4) and worst[1] == places[each.index(max(each))]
+
+
+def test_what_neither_data_nor_weights_made_does_not_come_back(
+    tmp_path, shards, monkeypatch, capsys
+):
+    with monkeypatch.context() as patched:
+        plant(patched, 1000.0)
+        run = train_here(tmp_path, shards, "r", on_spike="record", **CALM)
+    assert [e["step"] for e in of_kind(run, "spike")] == [STEP] and len(run.losses) == 50
+    replay.main([str(run.dir / "spike_000041.pt"), "--device", "cpu"])
+    assert "the spike does not come back: usual is " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("factor, step", [(1000.0, STEP), (math.inf, STEP), (math.nan, 1)])
+def test_a_spike_is_left_out_to_the_bit(tmp_path, shards, monkeypatch, factor, step):
+    """As if the optimizer had not been called: weights, moments, counts. The data is passed over."""
+    with monkeypatch.context() as patched:
+        plant(patched, factor, step)
+        skipped = train_here(tmp_path, shards, "skip", on_spike="skip", **CALM)
+    assert [(e["step"], e["skipped"]) for e in of_kind(skipped, "spike")] == [(step, True)]
+    calls, real = [], torch.optim.AdamW.step
+
+    def some(optimizer, closure=None):
+        calls.append(1)
+        return None if len(calls) == step else real(optimizer, closure)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.optim.AdamW, "step", some)
+        left_out = train_here(tmp_path, shards, "out", **CALM)
+    ours, theirs = skipped.checkpoints[50], left_out.checkpoints[50]
+    assert equal_bits(ours["model"], theirs["model"]) and ours["loader"] == theirs["loader"]
+    assert equal_bits(ours["optimizer"]["state"], theirs["optimizer"]["state"])
+    assert ours["optimizer"]["state"][0]["step"] == 49 and ours["step"] == 50
+    assert np.array_equal(skipped.losses, left_out.losses)
+    calm = train_here(tmp_path, shards, "calm", **CALM).checkpoints[50]
+    assert not equal_bits(ours["model"], calm["model"])
+
+
+def test_looking_changes_no_bit(tmp_path, shards):
+    runs = [
+        train_here(tmp_path, shards, p, on_spike=p, **CALM) for p in ("continue", "skip", "record")
+    ]
+    for run in runs:
+        assert run.losses == runs[0].losses and not of_kind(run, "spike")
+        for part in ("model", "optimizer", "rng"):
+            assert equal_bits(run.checkpoints[50][part], runs[0].checkpoints[50][part])
+
+
+def test_a_norm_that_is_not_finite_stops_the_run(tmp_path, shards, monkeypatch):
+    plant(monkeypatch, math.inf)
+    with pytest.raises(RunError, match="gradient norm is (inf|nan) at step 41; the run stops"):
+        train_here(tmp_path, shards, "r", **CALM | dict(ckpt_every=1, keep_last=1))
+    assert [p.name for p in (tmp_path / "r").glob("model_*.pt")] == ["model_000040.pt"]
+    assert not math.isfinite(spike_file(tmp_path / "r")["norm"])
+
+
+def test_stop_ends_with_status_1_and_the_run_goes_on(tmp_path, bad_shards):
+    """Also a resumed run, which has seen few norms itself, meets the spike."""
+    flags = "--max_steps 50 --no_shuffle --lr 1e-2 --ckpt_every 15 --on_spike stop".split()
+
+    def train(*flags):
+        return run_python(ROOT / "train_gpt2.py", *flags, cwd=tmp_path)
+
+    result = train(*TINY_RUN, "--data", bad_shards, *flags)
+    assert result.returncode == 1 and "gradient norm is" in result.stderr, result.stderr
+    assert (
+        "at step 41" in result.stderr and "keeps model_000015.pt, model_000030.pt" in result.stderr
+    )
+    (tmp_path / "log" / "r" / "spike_000041.json").unlink()
+    again = train("--resume")
+    assert again.returncode == 1 and "at step 41" in again.stderr
+    file = tmp_path / "log" / "r" / "spike_000041.json"
+    done = run_python(ROOT / "lab", "replay", file, "--device", "cpu", cwd=tmp_path)
+    assert done.returncode == 0 and "the spike comes back" in done.stdout, done.stderr
+    done = train("--resume", "--on_spike", "skip")
+    assert done.returncode == 0 and "its update is left out; `" in done.stdout, done.stderr
+    run = read_run(tmp_path / "log" / "r")
+    assert run.checkpoints[50]["optimizer"]["state"][0]["step"] == 49
+
+
+# the gradients of the two micro-steps of step 41 are 1000 times as long
+PLANTED = """
+real, calls = torch.amp.GradScaler.scale, []
+def scale(self, loss):
+    calls.append(1)
+    return real(self, loss * (1000 if len(calls) in (81, 82) else 1))
+torch.amp.GradScaler.scale = scale
+"""
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "zero1", "fsdp2"])
+def test_processes_leave_out_the_same_update(tmp_path, shards, start_two, monkeypatch, parallel):  # noqa: F811
+    flags = f"--max_steps 50 --no_shuffle --parallel {parallel} --on_spike skip".split()
+    run_two(start_two, *flags, program=driver(tmp_path, PLANTED))
+    two = read_run(tmp_path / "log" / "r")
+    assert [(e["step"], e["skipped"]) for e in of_kind(two, "spike")] == [(STEP, True)]
+    spike = spike_file(two.dir)
+    assert sum(spike["losses"]) == pytest.approx(two.losses[STEP - 1]) and len(spike["losses"]) == 4
+    assert (len(spike["norms"]), (two.dir / "spike_000041.pt").exists()) == {
+        "ddp": (28, True), "zero1": (0, True), "fsdp2": (0, False)}[parallel]  # fmt: skip
+    calls, real = [], torch.optim.AdamW.step
+
+    def some(optimizer, closure=None):
+        calls.append(1)
+        return None if len(calls) == STEP else real(optimizer, closure)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", some)
+    same = CALM | dict(lr=1e-3, beta2=0.99, batch_size=8, ckpt_every=0)
+    one = train_here(tmp_path, shards, "one", **same)
+    assert np.abs(np.subtract(two.losses, one.losses)).max() < 1e-5
+    run, guard, _ = replay.before(two.dir / "spike_000041.json", spike, train_gpt2, *configs(two))
+    losses, *_ = replay.step_again(run, guard)
+    assert losses == pytest.approx(spike["losses"], abs=1e-5)
+
+
+def configs(run):
+    from lab.run.folder import read_config
+
+    return read_config(run.dir, train_gpt2.GPTConfig, train_gpt2.TrainConfig)[:2]
