@@ -21,10 +21,13 @@ from conftest import (
 from test_distributed import run_two, start_two  # noqa: F401
 
 import train_gpt2
-from lab.cli import RunError
+from lab.cli import RunError, UserError
 from lab.data import get_tokenizer
+from lab.device import Precision
+from lab.run.folder import read_config
 from lab.run.spikes import LEAST, score
 from lab.tools import replay
+from lab.world import World
 
 STEP = 41  # whose data, or gradient, is bad
 # 8 sequences of 16 tokens a step, in the order on disk
@@ -203,6 +206,62 @@ def test_stop_ends_with_status_1_and_the_run_goes_on(tmp_path, bad_shards):
     assert run.checkpoints[50]["optimizer"]["state"][0]["step"] == 49
 
 
+def test_a_norm_that_fp16s_scaler_makes_infinite_is_no_spike(tmp_path, shards, monkeypatch):
+    """It seeks its scale from above; and norms of parameters are without the scale."""
+
+    class Scaled(Precision):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.scaler = torch.amp.GradScaler("cpu", init_scale=3e38, backoff_factor=1e-30)
+
+    monkeypatch.setattr(train_gpt2.device, "Precision", Scaled)
+    plant(monkeypatch, 1000.0)
+    run = train_here(tmp_path, shards, "r", **CALM)
+    assert not math.isfinite(run.norms[0]) and math.isfinite(run.norms[9])
+    assert [e["step"] for e in of_kind(run, "spike")] == [STEP]
+    parts = math.hypot(*spike_file(run.dir)["norms"].values())  # taken before the plant
+    assert 1000 * parts == pytest.approx(run.norms[STEP - 1], rel=1e-4)
+    with pytest.raises(UserError, match="on_spike=skip does not go with precision=fp16"):
+        train_here(tmp_path, shards, "s", on_spike="skip", **CALM)
+
+
+def test_a_series_leaves_the_files_of_its_first(tmp_path, shards, monkeypatch):
+    for step in (STEP, STEP + 1, STEP + 5, 60):
+        plant(monkeypatch, 1000.0, step)
+    longer = CALM | dict(max_steps=61)
+    run = train_here(tmp_path, shards, "r", on_spike="record", **longer | dict(keep_last=1))
+    files = [(e["step"], e.get("file")) for e in of_kind(run, "spike")]
+    assert files == [(41, "spike_000041.json"), (42, None), (46, None), (60, "spike_000060.json")]
+    left = sorted(p.name for p in run.dir.glob("spike_*"))
+    assert left == ["spike_000041.json", "spike_000060.json", "spike_000060.pt"]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_calm_run_has_no_spike(tmp_path, optimizer):
+    """200 steps of the preset laptop, a quarter as large: more noise than in the real one."""
+    flags = "--preset laptop --device cpu --max_steps 200 --total_batch_size 1024 --val_every 0"
+    flags += f" --sample_every 0 --run_name r --log_every 1 --optimizer {optimizer} --lr 3e-3"
+    result = run_python(ROOT / "train_gpt2.py", *flags.split(), cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    run = read_run(tmp_path / "log" / "r")
+    assert len(run.losses) == 200 and run.losses[-1] < 2.6 and not of_kind(run, "spike")
+
+
+def test_wrong_settings_and_files_are_one_sentence(tmp_path, shards):
+    flags = "--preset laptop --on_spike skip --optimizer muon".split()
+    with pytest.raises(UserError, match="on_spike=skip leaves AdamW's updates out alone"):
+        train_gpt2.main(flags)
+    file = tmp_path / "spike_000001.json"
+    with pytest.raises(
+        UserError, match="there is no file .*spike_000001.json; name a spike_<step>"
+    ):
+        replay.main([str(file)])
+    for text in ("{", "[]", '{"step": 1}', '{"step": "1"}'):
+        file.write_text(text)
+        with pytest.raises(UserError, match="spike_000001.json is damaged"):
+            replay.main([str(file)])
+
+
 # the gradients of the two micro-steps of step 41 are 1000 times as long
 PLANTED = """
 real, calls = torch.amp.GradScaler.scale, []
@@ -233,12 +292,8 @@ def test_processes_leave_out_the_same_update(tmp_path, shards, start_two, monkey
     same = CALM | dict(lr=1e-3, beta2=0.99, batch_size=8, ckpt_every=0)
     one = train_here(tmp_path, shards, "one", **same)
     assert np.abs(np.subtract(two.losses, one.losses)).max() < 1e-5
-    run, guard, _ = replay.before(two.dir / "spike_000041.json", spike, train_gpt2, *configs(two))
+    settings = read_config(two.dir, train_gpt2.GPTConfig, train_gpt2.TrainConfig)[:2]
+    file = two.dir / "spike_000041.json"
+    run, guard, _ = replay.before(file, spike, train_gpt2, *settings, World("cpu"))
     losses, *_ = replay.step_again(run, guard)
     assert losses == pytest.approx(spike["losses"], abs=1e-5)
-
-
-def configs(run):
-    from lab.run.folder import read_config
-
-    return read_config(run.dir, train_gpt2.GPTConfig, train_gpt2.TrainConfig)[:2]

@@ -144,8 +144,11 @@ class Log:
     def say_spike(self, step, values):
         norms = f"gradient norm {values['norm']:.4g}, usually {values['usual']:.4g}"
         left_out = ", its update is left out" * values["skipped"]
-        look = f"; `{program('lab replay')} {quoted(self.folder / values['file'])}` makes it again"
-        self.say(f"step {step:5d}: spike: {norms}{left_out}{look if 'file' in values else ''}")
+        look = ""
+        if "file" in values:
+            file = quoted(self.folder / values["file"])
+            look = f"; `{program('lab replay')} {file}` makes it again"
+        self.say(f"step {step:5d}: spike: {norms}{left_out}{look}")
 
     def say_sample(self, step, values):
         """The texts, set off by a bar on their left that no long line breaks."""

@@ -22,7 +22,9 @@ from lab.run import checkpoints
 WINDOW = 100  # norms that a new one is compared with: they drift with the rate, over more steps
 LEAST = 20  # of fewer norms the deviation is a guess
 FLOOR = 0.1  # smallest deviation of ln(norm): in a calm run twice the usual norm is no spike
-LIMIT = 10.0  # z beyond which a norm is a spike
+LIMIT = (
+    10.0  # z beyond which a norm is a spike: about twice the largest of calm runs (docs/RUNS.md)
+)
 SHOWN = 64  # tokens of each sequence that are written out
 SERIES = 10  # a spike that follows another within so many steps has no files of its own
 
@@ -53,7 +55,7 @@ class Spikes:
     def __init__(self, run):
         """Raises UserError where updates cannot be left out, and cfg.on_spike asks for it."""
         self.run, self.policy = run, run.cfg.on_spike
-        self.scaler = run.precision.scaler
+        self.scaler, self.scale = run.precision.scaler, run.precision.scaler.scale
         self.last = -math.inf  # step of the last spike
         groups = run.optimizer.param_groups
         if self.policy == "skip" and not all(g.get("fused") for g in groups):
@@ -87,7 +89,7 @@ class Spikes:
             self.run.optimizer.found_inf = (z > LIMIT).float()  # torch's fused AdamW heeds it
         self.numbers = torch.stack([norm, z, usual, *norms])
         if self.scaler.is_enabled():  # fp16: these were taken before clipping, so still scaled
-            self.numbers[3:] /= self.scaler.scale(torch.ones_like(norm))
+            self.numbers[3:] /= self.scale(torch.ones_like(norm))
         if self.recorder:
             self.recorder.wait()
         return norm
@@ -110,9 +112,10 @@ class Spikes:
             losses = [loss for micro_step in zip(*parts) for loss in micro_step]
             found = values | {"step": step, "losses": losses, "norms": dict(zip(self.names, norms))}
             found["sequences"] = self.sequences(step_end, len(losses))
-            write_whole(path, json.dumps(found | self.about(), indent=1).encode() + b"\n")
+            found["weights"] = path.with_suffix(".pt").name if self.recorder else None
             if self.recorder:
                 self.recorder.save(step, path.with_suffix(".pt"))
+            write_whole(path, json.dumps(found | self.about(), indent=1).encode() + b"\n")
         return values | {"file": path.name}
 
     def about(self):

@@ -44,20 +44,22 @@ def replay(
     program = importlib.import_module(PROGRAMS[spike["program"]])
     configs = map(type, next(iter(program.PRESETS.values())))
     model_config, cfg, _ = read_config(file.parent, *configs, name=file.name)
+    world = World(device)
+    fp8 = cfg.fp8 if world.device.type == "cuda" else "off"
     cfg = dataclasses.replace(
-        cfg, device=device, precision=precision or cfg.precision, compile=compile, timing=False,
+        cfg, fp8=fp8, device=device, precision=precision or cfg.precision, compile=compile, timing=False,
         batch_size=spike["batch_size"],
     )  # fmt: skip
-    run, guard, came_from = before(file, spike, program, model_config, cfg)
+    run, guard, came_from = before(file, spike, program, model_config, cfg, world)
     where = f"{run.world.device.type}, {run.precision.name}"
     print(f"{file.parent} before step {spike['step']}, from {came_from}; on {where}", flush=True)
     show(spike, *step_again(run, guard))
 
 
-def before(file, spike, program, model_config, cfg):
+def before(file, spike, program, model_config, cfg, world):
     """(the Run as it was before the step of a spike, its Spikes, in words where it comes from)"""
-    world, recorded, last = World(cfg.device), file.with_suffix(".pt"), spike["step"] - 1
-    if recorded.exists():
+    recorded, last = file.with_suffix(".pt"), spike["step"] - 1
+    if spike["weights"] and recorded.exists():
         cfg = dataclasses.replace(cfg, on_spike="continue", init_from="")
         run = program.set_up(model_config, cfg, world)
         with reading(recorded, "recording", "move it away; a checkpoint is used then"):
