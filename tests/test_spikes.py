@@ -18,7 +18,10 @@ from conftest import (
     train_here,
     write_shards,
 )
+from test_bert import TINY_RUN as BERT_RUN
+from test_bert import texts  # noqa: F401
 from test_distributed import run_two, start_two  # noqa: F401
+from test_speedrun import FLAGS as SPEEDRUN
 
 import train_gpt2
 from lab.cli import RunError, UserError
@@ -297,3 +300,27 @@ def test_processes_leave_out_the_same_update(tmp_path, shards, start_two, monkey
     run, guard, _ = replay.before(file, spike, train_gpt2, *settings, World("cpu"))
     losses, *_ = replay.step_again(run, guard)
     assert losses == pytest.approx(spike["losses"], abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["bert", "speedrun"])
+def test_other_programs_steps_are_made_again(tmp_path, shards, texts, name):  # noqa: F811
+    """With masks that are drawn, and with other optimizers; from the weights and from the start."""
+    of = {"bert": (BERT_RUN, texts / "words"), "speedrun": (SPEEDRUN, shards)}
+    base, data = of[name]
+    program = tmp_path / f"{name}.py"
+    head = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport torch, {name}\n"
+    main = f"from lab.cli import command\ncommand({name}.main)\n"
+    program.write_text(f"{head}{PLANTED}{main}")
+    flags = [*base, "--data", data, "--max_steps", 43, "--ckpt_every", 0, "--on_spike", "record"]
+    done = run_python(program, *flags, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    spike = spike_file(tmp_path / "log" / "r")
+    for path in (tmp_path / "log" / "r" / "spike_000041.pt", None):
+        file = tmp_path / "log" / "r" / "spike_000041.json"
+        done = run_python(ROOT / "lab", "replay", file, "--device", "cpu", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        loss = f"{sum(spike['losses']):10.6g}"
+        assert f"loss{'':40} {loss} {loss}" in done.stdout, done.stdout
+        assert ("40 updates from the beginning" in done.stdout) == (path is None)
+        if path:
+            path.unlink()

@@ -37,7 +37,9 @@ def replay(
         compile: with torch.compile, as the run may have been
     """  # fmt: skip
     file = file.with_suffix(".json")
-    types = dict(step=int, norm=float, usual=float, losses=list, norms=dict, sequences=list)
+    types = dict(
+        step=int, norm=float, usual=float, losses=list, norms=dict, sequences=list, skipped=bool
+    )
     spike = read_json(file, WAY_OUT, program=str, batch_size=int, world_size=int, **types)
     if spike["program"] not in PROGRAMS:
         raise UserError(f"{file} is of an unknown program, {spike['program']}; {WAY_OUT}")
@@ -59,7 +61,7 @@ def replay(
 def before(file, spike, program, model_config, cfg, world):
     """(the Run as it was before the step of a spike, its Spikes, in words where it comes from)"""
     recorded, last = file.with_suffix(".pt"), spike["step"] - 1
-    if spike["weights"] and recorded.exists():
+    if spike.get("weights") and recorded.exists():
         cfg = dataclasses.replace(cfg, on_spike="continue", init_from="")
         run = program.set_up(model_config, cfg, world)
         with reading(recorded, "recording", "move it away; a checkpoint is used then"):
