@@ -163,8 +163,6 @@ def test_a_spike_is_left_out_to_the_bit(tmp_path, shards, monkeypatch, factor, s
     assert equal_bits(ours["optimizer"]["state"], theirs["optimizer"]["state"])
     assert ours["optimizer"]["state"][0]["step"] == 49 and ours["step"] == 50
     assert np.array_equal(skipped.losses, left_out.losses)
-    calm = train_here(tmp_path, shards, "calm", **CALM).checkpoints[50]
-    assert not equal_bits(ours["model"], calm["model"])
 
 
 def test_looking_changes_no_bit(tmp_path, shards):
@@ -241,13 +239,13 @@ def test_a_series_leaves_the_files_of_its_first(tmp_path, shards, monkeypatch):
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_calm_run_has_no_spike(tmp_path, optimizer):
-    """200 steps of the preset laptop, a quarter as large: more noise than in the real one."""
-    flags = "--preset laptop --device cpu --max_steps 200 --total_batch_size 1024 --val_every 0"
-    flags += f" --sample_every 0 --run_name r --log_every 1 --optimizer {optimizer} --lr 3e-3"
+    """200 steps of the preset laptop, smaller and with more noise."""
+    flags = "--preset laptop --device cpu --max_steps 200 --total_batch_size 1024 --n_embd 64"
+    flags += f" --val_every 0 --sample_every 0 --run_name r --log_every 1 --optimizer {optimizer} --lr 3e-3"
     result = run_python(ROOT / "train_gpt2.py", *flags.split(), cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     run = read_run(tmp_path / "log" / "r")
-    assert len(run.losses) == 200 and run.losses[-1] < 2.6 and not of_kind(run, "spike")
+    assert len(run.losses) == 200 and run.losses[-1] < 3.0 and not of_kind(run, "spike")
 
 
 def test_wrong_settings_and_files_are_one_sentence(tmp_path, shards):
@@ -324,3 +322,15 @@ def test_other_programs_steps_are_made_again(tmp_path, shards, texts, name):  # 
         assert ("40 updates from the beginning" in done.stdout) == (path is None)
         if path:
             path.unlink()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_copies_the_weights_before_they_change(tmp_path, bad_shards):
+    run = train_here(tmp_path, bad_shards, "r", on_spike="record", device="cuda", **CALM)
+    settings = read_config(run.dir, train_gpt2.GPTConfig, train_gpt2.TrainConfig)[:2]
+    file, spike = run.dir / "spike_000041.json", spike_file(run.dir)
+    again, guard, _ = replay.before(file, spike, train_gpt2, *settings, World("cuda"))
+    losses, norm, *_ = replay.step_again(again, guard)
+    assert losses == pytest.approx(spike["losses"], rel=1e-4)
+    assert norm == pytest.approx(spike["norm"], rel=1e-3)

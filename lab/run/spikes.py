@@ -19,12 +19,10 @@ from lab.data.tokenizers import WORD_PIECE_FILE
 from lab.files import write_whole, writing
 from lab.run import checkpoints
 
-WINDOW = 100  # norms that a new one is compared with: they drift with the rate, over more steps
+WINDOW = 50  # norms that a new one is compared with: in 100 the wild first ones would hide much
 LEAST = 20  # of fewer norms the deviation is a guess
 FLOOR = 0.1  # smallest deviation of ln(norm): in a calm run twice the usual norm is no spike
-LIMIT = (
-    10.0  # z beyond which a norm is a spike: about twice the largest of calm runs (docs/RUNS.md)
-)
+LIMIT = 10.0  # z beyond which a norm is a spike: calm runs stay below 7 (docs/RUNS.md)
 SHOWN = 64  # tokens of each sequence that are written out
 SERIES = 10  # a spike that follows another within so many steps has no files of its own
 

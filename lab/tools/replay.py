@@ -35,7 +35,7 @@ def replay(
         device: cuda, mps or cpu; auto is the best there is
         precision: another than the run's: bf16, fp16, tf32 or fp32
         compile: with torch.compile, as the run may have been
-    """  # fmt: skip
+    """
     file = file.with_suffix(".json")
     types = dict(
         step=int, norm=float, usual=float, losses=list, norms=dict, sequences=list, skipped=bool
@@ -99,24 +99,27 @@ def step_again(run, guard):
     return losses.tolist(), norm.item(), dict(zip(guard.names, guard.numbers[3:].tolist())), each
 
 
+def largest_first(value):
+    """A key to sort by; what is not finite comes before all."""
+    return -value if math.isfinite(value) else -math.inf
+
+
 def show(spike, losses, norm, norms, each):
     print(f"\n{'':44}   recorded   replayed")
     print(f"{'loss':44} {sum(spike['losses']):10.6g} {sum(losses):10.6g}")
     print(f"{'gradient norm':44} {spike['norm']:10.6g} {norm:10.6g}")
-    largest = sorted(norms, key=lambda name: -(spike["norms"] or norms).get(name, 0))
+    largest = sorted(norms, key=lambda name: largest_first((spike["norms"] or norms).get(name, 0)))
     for name in largest[:SHOWN]:
         recorded = f"{spike['norms'][name]:10.6g}" if name in spike["norms"] else f"{'-':>10}"
         print(f"  {name:42} {recorded} {norms[name]:10.6g}")
     if len(largest) > SHOWN:
         print(f"  and {len(largest) - SHOWN} more in the file")
     print("\nloss of each sequence, the largest first")
-    worst = sorted(zip(each, spike["sequences"]), key=lambda pair: -pair[0])
+    worst = sorted(zip(each, spike["sequences"]), key=lambda pair: largest_first(pair[0]))
     for loss, sequence in worst[:SHOWN]:
         text = json.dumps(printable(sequence.get("text", "")[:60]), ensure_ascii=False)
         print(f"{loss:10.4f}  {sequence['at']:32} {text}")
-    again = norm > math.sqrt(
-        spike["norm"] * spike["usual"]
-    )  # nearer to the spike than to the usual
+    again = norm > math.sqrt(spike["norm"] * spike["usual"])  # nearer to the spike than to calm
     if not math.isfinite(spike["norm"]):
         again = not math.isfinite(norm)
     says = f"the spike {'comes' if again else 'does not come'} back: usual is {spike['usual']:.4g}"
