@@ -28,7 +28,7 @@ def replay(
     precision: str = "", compile: bool = False,
 ):  # fmt: skip
     """Make the step of a spike again, forward and backward, and compare its numbers with those that
-    the run noted. On the same device, in one process, they are the same.
+    the run noted. On the same CPU, in one process, they are the same.
 
     Args:
         file: spike_<step>.json, which a run has left in its folder
