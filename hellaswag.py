@@ -96,7 +96,7 @@ def choose(data, block_size, limit=0, skip_long=False):
 # --------------------------------------------------------------------------------------- 2. batches
 
 STEP = 32  # rows are padded to a multiple of this: ten shapes cover HellaSwag, at 10 % of padding
-BATCH_TOKENS = 16384  # tokens of a batch, padding included (others: bench/hellaswag_speed.py)
+BATCH_TOKENS = 16384  # tokens of a batch, padding included
 
 
 def plan(lengths):
