@@ -1,24 +1,16 @@
-"""report.html and play.ipynb as a person meets them: in a real browser, and in a real JupyterLab.
+"""report.html as a person meets it, in a real browser.
 
-    apt-get install chromium            # or Chrome, or Chromium from elsewhere: it must be on the PATH
-    python -m pip install -r requirements-notebook.txt -r requirements-browser.txt
-    python -m pytest -m slow tests/test_browser.py        # GPT2_SCREENSHOTS=shots before it keeps pictures
-
-The notebook runs in a copy of the repository, cleared of its outputs: minutes on two cores.
+apt-get install chromium            # or Chrome, or Chromium from elsewhere: it must be on the PATH
+python -m pip install -r requirements-browser.txt
+python -m pytest -m slow tests/test_browser.py        # GPT2_SCREENSHOTS=shots before it keeps pictures
 """
 
 import json
 import os
 import shutil
-import socket
-import subprocess
-import sys
-import time
-import urllib.request
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, clean_env
 from test_plot import RUN, val
 from test_report import EVIL, sample, write_run
 
@@ -26,7 +18,6 @@ from lab.tools import report
 
 pytestmark = pytest.mark.slow
 CHROMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-LEFT_BEHIND = (".*", "log", "data", "edu_fineweb*", "__pycache__")  # what a fresh clone has not
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +39,6 @@ def shots(tmp_path):
     folder = Path(os.environ.get("GPT2_SCREENSHOTS") or tmp_path / "shots")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
-
-
-# ------------------------------------------------------------------------------------------ report
 
 
 class Tab:
@@ -202,133 +190,3 @@ def test_a_watched_report_loads_itself_anew(tmp_path, chromium, monkeypatch):
     report.write_page([run], tmp_path / "r.html", watch=True)
     tab.page.wait_for_selector("h1:has-text('1.50 at step 600')")
     assert tab.page.locator("#lr .xtitle").text_content() == "tokens" and tab.wrong == []
-
-
-# ---------------------------------------------------------------------------------------- notebook
-
-
-@pytest.fixture
-def lab(tmp_path):
-    """(address, folder) of a JupyterLab that serves a copy of the repository and leaves nothing at home."""
-    pytest.importorskip("jupyterlab", reason="needs requirements-notebook.txt")
-    folder, home = tmp_path / "repo", tmp_path / "home"
-    top = shutil.ignore_patterns(*LEFT_BEHIND)  # not lab/data
-    inside = shutil.ignore_patterns("__pycache__")
-
-    def ignored(at, names):
-        return (top if Path(at) == ROOT else inside)(at, names)
-
-    shutil.copytree(ROOT, folder, ignore=ignored)
-    settings = {
-        "notebook-extension/tracker": {"windowingMode": "none"},  # all cells are in the page
-        "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
-    }
-    for name, values in settings.items():
-        path = home / "settings/@jupyterlab" / f"{name}.jupyterlab-settings"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(values))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    places = {"SETTINGS_DIR": home / "settings", "WORKSPACES_DIR": home / "workspaces"}
-    env = clean_env(**{f"JUPYTERLAB_{name}": str(path) for name, path in places.items()})
-    env |= dict.fromkeys(("JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"), str(home))
-    for name in (
-        "MPLBACKEND",
-        "OMP_NUM_THREADS",
-    ):  # the kernel draws into the page, with all threads
-        env.pop(name, None)
-    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root"]
-    command += ["--expose-app-in-browser", f"--port={port}", "--ServerApp.port_retries=0"]
-    command += ["--IdentityProvider.token=secret", f"--ServerApp.root_dir={folder}"]
-    with (tmp_path / "lab.txt").open("w") as out:
-        server = subprocess.Popen(command, cwd=folder, env=env, stdout=out, stderr=out)
-    try:
-        wait_until_up(f"http://127.0.0.1:{port}/api?token=secret", server, tmp_path / "lab.txt")
-        yield f"http://127.0.0.1:{port}/lab/tree/play.ipynb?token=secret", folder
-    finally:
-        server.terminate()
-        server.wait(timeout=60)
-
-
-def wait_until_up(address, server, output):
-    for _ in range(240):
-        try:
-            return urllib.request.urlopen(address, timeout=5).close()
-        except OSError:
-            assert server.poll() is None, output.read_text()
-            time.sleep(0.5)
-    raise AssertionError(f"JupyterLab did not come up:\n{output.read_text()}")
-
-
-# what the page knows of the notebook: whether the kernel is idle, each code cell's count, the errors
-STATE = """() => {
-  const panel = window.jupyterapp.shell.currentWidget;
-  const code = panel.content.widgets.filter(cell => cell.model.type == "code");
-  const outputs = code.flatMap(cell => cell.model.sharedModel.getOutputs());
-  const errors = outputs.filter(o => o.output_type == "error").map(o => o.ename + ": " + o.evalue);
-  return { status: panel.sessionContext?.session?.kernel?.status, dirty: panel.model?.dirty,
-           counts: code.map(cell => cell.model.executionCount), errors };
-}"""
-
-
-def test_notebook_runs_in_jupyterlab(lab, chromium, shots):
-    """Run > Run All Cells, wait, save, and look into the file that was saved."""
-    address, folder = lab
-    notebook = json.loads((folder / "play.ipynb").read_text())
-    for cell in notebook["cells"]:
-        cell.update({"outputs": [], "execution_count": None} if cell["cell_type"] == "code" else {})
-    (folder / "play.ipynb").write_text(json.dumps(notebook))
-
-    page = chromium.new_context(viewport={"width": 1280, "height": 1000}).new_page()
-    page.goto(address)
-    ready = "() => window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel?.status == 'idle'"
-    page.wait_for_function(ready, timeout=180_000)
-    assert page.evaluate(STATE)["counts"] == [None] * sum(
-        cell["cell_type"] == "code" for cell in notebook["cells"]
-    )
-    page.get_by_role("menuitem", name="Run", exact=True).click()
-    page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
-
-    end = time.monotonic() + 1800
-    while True:
-        time.sleep(2)
-        state = page.evaluate(STATE)
-        if state["errors"] or state["status"] == "idle" and None not in state["counts"]:
-            break
-        assert time.monotonic() < end, f"not done: {state}"
-    page.keyboard.press("Control+s")
-    page.wait_for_function(f"() => !({STATE})().dirty", timeout=60_000)
-    photograph(page, shots)
-
-    saved = [
-        cell
-        for cell in json.loads((folder / "play.ipynb").read_text())["cells"]
-        if cell["cell_type"] == "code"
-    ]
-    for cell in saved:
-        for output in cell["outputs"]:
-            text = "\n".join(output.get("traceback", []))
-            assert output["output_type"] != "error", f"{''.join(cell['source'])}\n{text}"
-    assert [cell["execution_count"] for cell in saved] == list(range(1, len(saved) + 1))
-    pictures = sum(
-        "image/png" in output.get("data", {}) for cell in saved for output in cell["outputs"]
-    )
-    chapters = sum(
-        "".join(cell["source"]).startswith("## ")
-        for cell in notebook["cells"]
-        if cell["cell_type"] == "markdown"
-    )
-    assert pictures >= chapters, "each chapter draws what it found"
-    assert page.locator(".jp-RenderedImage img").count() == pictures
-
-
-def photograph(page, shots):
-    """Pictures of the whole notebook, a window at a time."""
-    page.keyboard.press("Control+b")  # closes the side bar
-    scroller = page.locator(".jp-WindowedPanel-outer").first
-    height = scroller.evaluate("e => e.scrollHeight")
-    for i, top in enumerate(range(0, height, 900)):
-        scroller.evaluate("(e, top) => { e.scrollTop = top; }", top)
-        page.wait_for_timeout(300)
-        page.screenshot(path=shots / f"notebook_{i:03d}.png")
