@@ -5,6 +5,7 @@ import functools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -262,6 +263,16 @@ def run_python(*args, cwd, timeout=300, **env):
     return process
 
 
+def run_two(*args, cwd):
+    """Two processes with torchrun's environment, to their end."""
+    with socket.socket() as any_free:
+        any_free.bind(("127.0.0.1", 0))
+        port = any_free.getsockname()[1]
+    shared = dict(WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    two = [Process(*args, cwd=cwd, RANK=rank, LOCAL_RANK=rank, **shared) for rank in (0, 1)]
+    assert [process.wait() for process in two] == [0, 0], two[0].stderr + two[1].stderr
+
+
 def driver(folder, patch):
     """A train_gpt2.py that changes something of the real one, as `patch` says, and then runs it."""
     path = folder / "train_gpt2.py"
@@ -330,12 +341,6 @@ def tiny_config():
     from train_gpt2 import GPTConfig
 
     return GPTConfig(**TINY_MODEL)
-
-
-@pytest.fixture
-def one_process():
-    """Rank 0 of 1 on the CPU, for a TokenLoader."""
-    return SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
 
 
 @pytest.fixture(scope="session")

@@ -3,16 +3,14 @@ command."""
 
 import functools
 import json
-import socket
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, Process, difference, differing_parts, of_kind, read_run, run_python
+from conftest import ROOT, difference, differing_parts, of_kind, read_run, run_python, run_two
 
-import bert
 from bert import Bert, BertConfig, Masking
 from lab import bert_weights, evals, kernels, models
 from lab.cli import UserError
@@ -497,16 +495,8 @@ def test_twenty_steps_are_ten_and_resume_and_ten(run_bert, tmp_path):
 def test_two_processes_are_one(tmp_path, texts, run_bert):
     flags = "--max_steps 8 --val_every 4 --ckpt_every 8 --grad_clip 0 --precision fp32".split()
     run_bert(*flags, "--run_name", "one")
-    with socket.socket() as any_free:
-        any_free.bind(("127.0.0.1", 0))
-        port = any_free.getsockname()[1]
-    shared = dict(WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     args = [*TINY_RUN, "--data", texts / "words", *flags, "--run_name", "two", "--batch_size", 2]
-    two = [
-        Process(ROOT / "bert.py", *args, cwd=tmp_path, RANK=rank, LOCAL_RANK=rank, **shared)
-        for rank in (0, 1)
-    ]
-    assert [process.wait() for process in two] == [0, 0], two[0].stderr + two[1].stderr
+    run_two(ROOT / "bert.py", *args, cwd=tmp_path)
     one, two = (read_run(tmp_path / "log" / name) for name in ("one", "two"))
     assert np.abs(np.subtract(one.losses, two.losses)).max() < 1e-5 and len(one.losses) == 8
     assert difference(one.checkpoints[8]["model"], two.checkpoints[8]["model"]) < 1e-5
@@ -572,10 +562,3 @@ def test_evaluate_sums_what_a_model_counts(shards, tiny_config):
     sums = evals.evaluate(None, split, cfg, 4, world, precision, measure=ids)
     tokens = split.read(0, 300).astype(np.int64)
     assert sums == {"loss": tokens.sum(), "odd": (tokens % 2).sum(), "targets": 300}
-
-
-def test_settings_of_gpt2_that_mean_nothing_here_are_not_offered():
-    fields = bert.BertTrainConfig.__dataclass_fields__
-    assert (
-        not isinstance(fields["hella_every"].type, str) and bert.BertTrainConfig().hella_every == 0
-    )

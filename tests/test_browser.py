@@ -44,18 +44,22 @@ def shots(tmp_path):
 class Tab:
     """A page in a browser, with all that went wrong in it."""
 
-    def __init__(self, browser, path, **how):
+    def __init__(self, browser, address, may_ask="no server", **how):
         self.page = browser.new_context(**how).new_page()
-        self.wrong = []
-        bad = ("error", "warning")
-        self.page.on("console", lambda m: self.wrong.append(m.text) if m.type in bad else None)
-        self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
-        self.page.on("dialog", lambda d: (self.wrong.append(d.message), d.dismiss()))
-        asked = ("http", "ws")
-        self.page.on(
-            "request", lambda r: self.wrong.append(r.url) if r.url.startswith(asked) else None
-        )
-        self.page.goto(path.as_uri())
+        self.wrong = wrong = []
+        self.page.on("console", lambda m: m.type in ("error", "warning") and wrong.append(m.text))
+        self.page.on("pageerror", lambda error: wrong.append(str(error)))
+        self.page.on("dialog", lambda d: (wrong.append(d.message), d.dismiss()))
+        known = (may_ask, "file:", "data:", "blob:")
+        self.page.on("request", lambda r: r.url.startswith(known) or wrong.append(r.url))
+        self.page.goto(address)
+
+
+class Report(Tab):
+    """The page of a run, in a file."""
+
+    def __init__(self, browser, path, **how):
+        super().__init__(browser, path.as_uri(), **how)
         self.figures = self.page.locator(".plot").evaluate_all("all => all.map(one => one.id)")
 
     def drawn(self, id):
@@ -89,7 +93,7 @@ def test_report_of_real_runs(tmp_path, run_train, chromium, shots):
         assert done.returncode == 0, done.stderr
     runs = [tmp_path / "log/r", tmp_path / "log/other"]
     report.write_page(runs[:1], tmp_path / "one.html")
-    tab = Tab(chromium, tmp_path / "one.html", viewport={"width": 1280, "height": 900})
+    tab = Report(chromium, tmp_path / "one.html", viewport={"width": 1280, "height": 900})
     assert tab.figures == ["loss", "lr", "grad_norm", "tok_per_s"]
     assert all(tab.drawn(id) for id in tab.figures)
     records = [json.loads(line) for line in (runs[0] / "log.jsonl").read_text().splitlines()]
@@ -118,7 +122,7 @@ def test_report_of_real_runs(tmp_path, run_train, chromium, shots):
     tab.page.screenshot(path=shots / "report.png", full_page=True)
 
     report.write_page(runs, tmp_path / "both.html")
-    both = Tab(chromium, tmp_path / "both.html", color_scheme="dark")
+    both = Report(chromium, tmp_path / "both.html", color_scheme="dark")
     assert both.figures == ["loss", "difference", "lr", "grad_norm", "tok_per_s"]
     assert all(both.drawn(id) for id in both.figures)
     row = both.page.locator("tr", has_text="lr").first.inner_text()
@@ -128,7 +132,7 @@ def test_report_of_real_runs(tmp_path, run_train, chromium, shots):
 
 
 def test_report_zooms_all_plots_at_once_and_says_the_step(tmp_path, chromium):
-    tab = Tab(chromium, made(tmp_path / "r"), viewport={"width": 1280, "height": 900})
+    tab = Report(chromium, made(tmp_path / "r"), viewport={"width": 1280, "height": 900})
     before = tab.plot("lr", "layout.xaxis.range")
     tab.page.mouse.move(*tab.place("loss", 0.5))
     tab.page.wait_for_selector("#loss .hoverlayer .legend")
@@ -148,7 +152,7 @@ def test_report_zooms_all_plots_at_once_and_says_the_step(tmp_path, chromium):
 
 
 def test_report_loss_axis(tmp_path, chromium):
-    tab = Tab(chromium, made(tmp_path / "r"))
+    tab = Report(chromium, made(tmp_path / "r"))
     assert tab.plot("loss", "_fullLayout.yaxis.range")[1] < 5 < 5.6
     tab.choose("all")
     assert tab.plot("loss", "_fullLayout.yaxis.range")[1] > 5.6
@@ -159,7 +163,7 @@ def test_report_loss_axis(tmp_path, chromium):
 def test_report_on_a_phone_and_in_the_dark(tmp_path, chromium, shots):
     how = dict(viewport={"width": 360, "height": 740}, has_touch=True, is_mobile=True)
     path = made(tmp_path / ("r" * 60), sample(400, "word " * 50 + "w" * 200))
-    tab = Tab(chromium, path, color_scheme="dark", **how)
+    tab = Report(chromium, path, color_scheme="dark", **how)
     assert tab.page.evaluate("document.documentElement.scrollWidth") == 360
     assert tab.plot("loss", "_fullLayout.paper_bgcolor") == "#0d1117"
     assert tab.plot("loss", "_fullLayout.dragmode") is False, "a finger scrolls the page"
@@ -172,7 +176,7 @@ def test_report_on_a_phone_and_in_the_dark(tmp_path, chromium, shots):
 
 
 def test_report_runs_no_text_from_a_log(tmp_path, chromium):
-    tab = Tab(chromium, made(tmp_path / "r", sample(400, EVIL)))
+    tab = Report(chromium, made(tmp_path / "r", sample(400, EVIL)))
     assert tab.page.locator("pre").text_content() == EVIL and tab.page.title() == "r"
     evil = "document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=\"document.title = 1\">')"
     tab.page.evaluate(evil)
@@ -184,7 +188,7 @@ def test_a_watched_report_loads_itself_anew(tmp_path, chromium, monkeypatch):
     monkeypatch.setattr(report, "RENEW", 1)
     run = write_run(tmp_path / "r", RUN)
     assert report.write_page([run], tmp_path / "r.html", watch=True)
-    tab = Tab(chromium, tmp_path / "r.html")
+    tab = Report(chromium, tmp_path / "r.html")
     tab.choose("tokens")
     write_run(run, [*RUN, val(600, 1.5)])
     report.write_page([run], tmp_path / "r.html", watch=True)

@@ -1,5 +1,5 @@
 """README.md, CONTRIBUTING.md and docs/ keep their word: links, anchors, pictures, flags and tests
-that they name are there, and README's first commands run."""
+that they name are there."""
 
 import importlib
 import json
@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 from urllib.parse import unquote, urlsplit
 
 import pytest
-from conftest import ROOT, TINY_RUN, run_python, write_shards
+from conftest import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
@@ -194,21 +194,3 @@ def test_nobody_is_sent_to_a_file_that_is_not_there():
         for path in re.findall(r"`((?:lab|bench|tests|docs|readme\.assets)/[\w./]+)`", text):
             old = name == "docs/LOG.md"  # an entry's commands are those of its commit
             assert old or (ROOT / path).exists(), f"{name}: {path}"
-
-
-# ----------------------------------------------------------------------------------- first commands
-
-
-def test_the_first_commands_run(tmp_path):
-    """A run, its samples and its page, as README has them, on tiny data without a network."""
-    data = write_shards(tmp_path / "data" / "tiny")
-    small = [*TINY_RUN, "--data", data, "--max_steps", 4, "--ckpt_every", 2]
-    for words in (
-        ["train_gpt2.py", *small],
-        ["sample.py", "The ", "--max_new_tokens", 8],
-        ["train_gpt2.py", "--resume", "--max_steps", 6],
-        ["lab/__main__.py", "report"],
-    ):
-        done = run_python(ROOT / words[0], *words[1:], cwd=tmp_path)
-        assert done.returncode == 0, f"{words}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
-    assert (tmp_path / "log" / "r" / "report.html").exists()

@@ -7,7 +7,7 @@ import re
 from html.parser import HTMLParser
 
 import pytest
-from conftest import ROOT, run_python
+from conftest import run_python
 from test_plot import LAB, RUN, SCANT, hella, start, train, val, write_log
 
 from lab.cli import UserError
@@ -239,15 +239,6 @@ def test_two_runs(tmp_path):
     assert "n_layer 2 2" in everything and "lr 0.001 0.002" in everything
 
 
-def test_runs_that_end_apart_compare_at_the_last_step_of_both(tmp_path):
-    b = [start(), val(0, 5.7), val(200, 2.0), val(300, 1.9)]
-    page = Page(write_run(tmp_path / "a", RUN), write_run(tmp_path / "b", b))
-    assert "b has validation loss 2.00 at step 200, 0.10 nats under a" in page.seen
-    assert "validation loss 1.7149 step 400 1.9000 step 300 training loss" in page.seen, (
-        "no difference"
-    )
-
-
 def test_steps_of_different_size_compare_at_equal_tokens(tmp_path):
     larger = [train(s, 3.0, 16384) for s in range(1, 201)]
     b = write_run(tmp_path / "b", [start(), *larger, val(0, 5.5), val(100, 2.0)])
@@ -305,14 +296,6 @@ def test_command(tmp_path):
     done = run_python(LAB, "report", "none", cwd=tmp_path)
     assert done.returncode == 2 and "no log none" in done.stderr and done.stderr.count("\n") == 1
     assert not (b / "report.html").exists()
-
-
-def test_importing_is_silent_and_light(tmp_path):
-    """Neither torch nor plotly nor matplotlib, which take seconds."""
-    slow = "{'torch', 'plotly', 'matplotlib', 'tyro'} & {*sys.modules}"
-    code = f"import sys; sys.path[0] = {str(ROOT)!r}; import lab.tools.report; print({slow})"
-    done = run_python("-c", code, cwd=tmp_path)
-    assert done.stdout == "set()\n" and done.stderr == ""
 
 
 def test_bad_input_is_one_sentence(tmp_path, monkeypatch):

@@ -22,18 +22,11 @@ def server(tmp_path_factory):
     server.process.kill()
 
 
-class Page:
+class Page(test_browser.Tab):
     """The page in a tab of its own, with all that went wrong in it."""
 
     def __init__(self, browser, server, **how):
-        self.page = browser.new_context(**how).new_page()
-        self.wrong = []
-        self.page.on("console", lambda m: self.wrong.append(m.text))
-        self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
-        self.page.on("dialog", lambda d: (self.wrong.append(d.message), d.dismiss()))
-        self.page.on("request", lambda r: r.url.startswith(server.url) or self.wrong.append(r.url))
-        self.page.goto(server.url)
-        self.out = self.page.locator("#out .t > span:first-child")
+        super().__init__(browser, server.url, may_ask=server.url, **how)
 
     def set(self, **numbers):
         for id, value in numbers.items():

@@ -5,13 +5,12 @@ import importlib.util
 import json
 import math
 import shutil
-import socket
 import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, VOCAB, Process, differing_parts, of_kind, read_run, run_python
+from conftest import ROOT, VOCAB, differing_parts, of_kind, read_run, run_python, run_two
 
 sys.path.insert(
     0, str(ROOT)
@@ -138,21 +137,12 @@ torch.save([p.detach() for p in params], f"{{sys.argv[1]}}_{{world.rank}}.pt")
 """
 
 
-def start_two(*args, cwd):
-    with socket.socket() as any_free:
-        any_free.bind(("127.0.0.1", 0))
-        port = any_free.getsockname()[1]
-    shared = dict(WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    two = [Process(*args, cwd=cwd, RANK=rank, LOCAL_RANK=rank, **shared) for rank in (0, 1)]
-    assert [process.wait() for process in two] == [0, 0], two[0].stderr + two[1].stderr
-
-
 def test_shared_step_is_the_plain_one(tmp_path):
     """Two processes, each of which makes half of the matrices orthogonal; seven of a kind do not
     divide."""
     script = tmp_path / "two.py"
     script.write_text(TWO.format(root=str(ROOT), shapes=SHAPES + [(8, 8)]))
-    start_two(script, "two", cwd=tmp_path)
+    run_two(script, "two", cwd=tmp_path)
     assert run_python(script, "one", cwd=tmp_path).returncode == 0
     one, first, second = (
         torch.load(tmp_path / f"{name}.pt") for name in ("one_0", "two_0", "two_1")
@@ -318,7 +308,7 @@ def test_two_processes_are_one(tmp_path, shards):
     """With accumulation. Orthogonal steps enlarge what rounding leaves of directions that have no
     gradient, so the first gradients agree to 1e-5, later losses to less."""
     flags = [*FLAGS, "--data", shards, "--max_steps", 4, "--batch_size", 2, "--val_every", 4]
-    start_two(ROOT / "speedrun.py", *flags, cwd=tmp_path)
+    run_two(ROOT / "speedrun.py", *flags, cwd=tmp_path)
     run_speedrun(
         tmp_path, shards, "--max_steps", 4, "--batch_size", 8, "--val_every", 4, "--log_dir", "one"
     )
@@ -328,7 +318,7 @@ def test_two_processes_are_one(tmp_path, shards):
     assert one.norms[0] == pytest.approx(two.norms[0], abs=1e-5)
     assert one.val == pytest.approx(two.val, abs=1e-3)
     assert one.checkpoints[4]["loader"] == two.checkpoints[4]["loader"]
-    start_two(
+    run_two(
         ROOT / "speedrun.py", "--resume", "--log_dir", "one", "--max_steps", 5, "--batch_size", 2,
         cwd=tmp_path,
     )  # fmt: skip
