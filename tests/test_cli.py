@@ -91,7 +91,7 @@ assert not heavy & (set(sys.modules) - modules), heavy & (set(sys.modules) - mod
 
 
 def test_importing_is_silent(tmp_path):
-    slow = "{'torch', 'plotly', 'matplotlib'} & {*sys.modules}"  # they take seconds
+    slow = "{'torch', 'plotly', 'matplotlib', 'tyro'} & {*sys.modules}"  # they take seconds
     light = f"import sys; sys.path[0] = sys.argv[1]; import fineweb, lab.tools.report; assert not {slow}"
     for code in (SILENT, light):
         result = run_python("-B", "-c", code, ROOT, cwd=tmp_path)

@@ -6,6 +6,7 @@ python -m lab plot log/RUN log/OTHER --out both.png --dark
 
 import sys
 import textwrap
+from dataclasses import dataclass
 from pathlib import Path
 
 from lab.cli import UserError, parse
@@ -203,27 +204,21 @@ def loss_curve(run_dirs, out_path):
 
 
 def main(argv):
-    import tyro
+    from tyro.conf import Positional
 
-    def settings(
-        runs: tyro.conf.Positional[tuple[Path, ...]] = (),
-        out: Path | None = None,
-        dark: bool = False,
-    ):
-        """Draw the curves of one or several runs.
+    @dataclass
+    class Config:
+        """Draw the curves of one or several runs."""
 
-        Args:
-            runs: Run folders, such as log/laptop_20260101-120000; the newest run if none is named.
-            out: Picture to write (.png, .svg, .pdf); loss.png in the run's folder if not given, and of
-                several runs loss_with_<the others>.png in the first one's.
-            dark: In dark colours.
-        """
-        return find_runs(runs), out, dark
+        runs: Positional[tuple[Path, ...]] = ()  # run folders; the newest run if none is named
+        out: Path | None = None  # .png, .svg or .pdf; in the first run's folder if none
+        dark: bool = False  # in dark colours
 
-    runs, out, dark = parse(settings, argv, prog="python -m lab plot")
-    out = out or output(runs, "loss.png")
+    cfg = parse(Config, argv, prog="python -m lab plot")
+    runs = find_runs(cfg.runs)
+    out = cfg.out or output(runs, "loss.png")
     if out.suffix not in (".png", ".svg", ".pdf"):
         raise UserError(f"out={out} must end in .png, .svg or .pdf")
     with writing(out, "name another place with --out"):
-        draw(runs, out, dark)
+        draw(runs, out, cfg.dark)
     print(out)

@@ -13,6 +13,7 @@ import html
 import json
 import secrets
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -331,36 +332,30 @@ def write_page(paths, out, watch=False):
 
 
 def main(argv):
-    import tyro
+    from tyro.conf import Positional
 
-    def flags(
-        runs: tyro.conf.Positional[tuple[Path, ...]] = (),
-        out: Path | None = None,
-        open: bool = False,
-        watch: bool = False,
-    ):
-        """Make one HTML page of a run, or of two beside each other.
+    @dataclass
+    class Config:
+        """Make one HTML page of a run, or of two beside each other."""
 
-        Args:
-            runs: One or two run folders, such as log/laptop_20260101-120000; the newest if none.
-            out: Page to write; report.html in the run's folder, or report_with_<second>.html, if none.
-            open: Show it in the browser.
-            watch: Renew it until the run ends; the page in the browser loads itself anew.
-        """
-        return records.find_runs(runs), out, open, watch
+        runs: Positional[tuple[Path, ...]] = ()  # one or two run folders; the newest run if none
+        out: Path | None = None  # the page; in the first run's folder if none
+        open: bool = False  # show it in the browser
+        watch: bool = False  # renew it until the run ends; in the browser it loads itself anew
 
-    paths, out, show, watch = parse(flags, argv, prog="python -m lab report")
+    cfg = parse(Config, argv, prog="python -m lab report")
+    paths = records.find_runs(cfg.runs)
     if len(paths) > 2:
         raise UserError(f"a page shows two runs at most, not {len(paths)}; `lab plot` draws more")
-    out = out or records.output(paths, "report.html")
+    out = cfg.out or records.output(paths, "report.html")
     if out.suffix != ".html":  # also lest a log be overwritten
         raise UserError(f"--out {out} must end in .html")
-    live = write_page(paths, out, watch)
+    live = write_page(paths, out, cfg.watch)
     print(f"{out} is renewed until the run ends; Ctrl-C ends that" if live else out, flush=True)
-    if show:
+    if cfg.open:
         import webbrowser
 
         webbrowser.open(out.resolve().as_uri())
     while live:
         time.sleep(RENEW)
-        live = write_page(paths, out, watch)
+        live = write_page(paths, out, cfg.watch)
