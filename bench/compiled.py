@@ -71,9 +71,7 @@ def differs(run):
     targets = run.loader.batch_size * run.loader.seq_len
     if not math.isfinite(plain) or abs(compiled - plain) <= 0.01 + 0.5 / math.sqrt(targets):
         return ""
-    return (
-        f"the compiled model has a loss of {compiled:.4f}, the same uncompiled one of {plain:.4f}"
-    )
+    return f"the compiled model has a loss of {compiled:.4f}, the same uncompiled {plain:.4f}"
 
 
 def gradient(run, kind):
@@ -137,9 +135,7 @@ def main(argv):
     cfg = parse(Config, argv, description=__doc__)
     world = World(cfg.device)
     if reason := why_no_compile(world.device, GPTConfig()):
-        raise UserError(
-            f"device={cfg.device} compiles nothing, there is nothing to compare: {reason}"
-        )
+        raise UserError(f"device={cfg.device} compiles nothing, nothing to compare: {reason}")
     with tempfile.TemporaryDirectory() as folder:
         run = set_up_run(cfg, world, folder)
         torch.set_float32_matmul_precision("highest")  # the 32 bits are to have all of their digits

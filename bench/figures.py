@@ -25,7 +25,7 @@ from matplotlib.ticker import FuncFormatter, MultipleLocator, PercentFormatter
 from matplotlib.transforms import Bbox
 from parallel import reference as one_gpu
 from records import ROOT, RUNS, read_records
-from rungs import KEY, raced, variants
+from rungs import key_of, raced, variants
 from tyro.conf import Positional
 
 from lab.cli import UserError, command, parse
@@ -179,9 +179,8 @@ def measured(runs, group, *fields):
     """{shape: {variant: its records}} of one group of the ladder, gpt2 first, variants in the
     ladder's order. Of measurements made twice the later one counts; of a cold and a warmed-up GPU,
     or two versions of torch, the one that has more variants. Raises NoData."""
-    order, last = list(variants(group)), {}
-    for row in records(runs, "ladder", "shape", "variant", *fields, group=group):
-        last[tuple(row.get(k) for k in KEY)] = row
+    rows = records(runs, "ladder", "shape", "variant", *fields, group=group)
+    order, last = list(variants(group)), {key_of(row): row for row in rows}
     shapes, state = {}, ("card", "torch", "sustained", "tokens_per_step", "max_steps")
     for shape, rows in grouped(last.values(), "shape").items():
         alike = grouped(rows, *state).values()
@@ -213,10 +212,8 @@ def ladder(runs, out_path, dark):
         ax.axvline(rate, color="0.5", linewidth=1, linestyle=(0, (5, 3)), zorder=0)
         write(ax, f"{name} {short(rate)}", rate, y, dx=-4, ha="right", color="0.5", bbox=box)
     rows_of(ax, list(map(words, speeds)))
-    ax.set(
-        xlabel="tokens/s; dashed: others' programs, measured apart",
-        xlim=(0, 1.2 * max(speeds.values())),
-    )
+    ax.set(xlabel="tokens/s; dashed: others' programs, measured apart")
+    ax.set_xlim(0, 1.2 * max(speeds.values()))
     ax.xaxis.set_major_formatter(shorten)
     figure.savefig(out_path)
 
@@ -364,9 +361,8 @@ def ladder_loss(runs, out_path, dark):
     figure = blank(1.8 + 0.3 * len(found), title, where_and_when(rows))
     left, right = figure.subplots(ncols=2, width_ratios=[1.2, 1])
     for y, losses in enumerate(val.values()):
-        left.plot(
-            losses, [y] * len(losses), "o", color=color_of("loss", dark), markersize=5, alpha=0.7
-        )
+        dots = dict(color=color_of("loss", dark), markersize=5, alpha=0.7)
+        left.plot(losses, [y] * len(losses), "o", **dots)
         mean = statistics.mean(losses)
         left.plot([mean] * 2, [y - 0.3, y + 0.3], color=PAPER[dark]["ink"], linewidth=1.2)
     rows_of(left, list(map(words, found)))
@@ -548,9 +544,8 @@ def parallel(runs, out_path, dark):
             one = one_gpu(row, alike)
             if not tried and row["mode"] not in LEFT_OUT and one:
                 modes = panels.setdefault(kind, {})
-                modes.setdefault((row["mode"], row.get("bucket_mb")), []).append(
-                    row["tok_per_s"] / one
-                )
+                shares = modes.setdefault((row["mode"], row.get("bucket_mb")), [])
+                shares.append(row["tok_per_s"] / one)
     if not panels:
         raise NoData("parallel.jsonl needs the mode alone_one and another one to hold against it")
 

@@ -394,14 +394,11 @@ def main(argv):
     positions = cfg.batch_size * T
     cfg.tokens_per_step = cfg.tokens_per_step or train_config.total_batch_size or positions
     if cfg.tokens_per_step % positions:
-        raise UserError(
-            f"tokens_per_step={cfg.tokens_per_step} must be a multiple of {cfg.batch_size} x {T}"
-        )
+        step, wanted = f"tokens_per_step={cfg.tokens_per_step}", f"{cfg.batch_size} x {T}"
+        raise UserError(f"{step} must be a multiple of {wanted}")
     world = World(cfg.device)
     if world.device.type == "cpu" and cfg.preset != "tiny":
-        raise UserError(
-            "the floor needs a CUDA GPU; a try: --preset tiny --device cpu --out try.jsonl"
-        )
+        raise UserError("needs a CUDA GPU; a try: --preset tiny --device cpu --out try.jsonl")
     check_out(cfg.out, world.device.type == "cpu")
     about = dict(preset=cfg.preset, batch_size=cfg.batch_size, seq_len=T)
     write = writer(cfg.out, card=card_name(world.device), **about, **origin())
@@ -415,9 +412,7 @@ def main(argv):
             micro_steps = cfg.tokens_per_step // positions
             found = floors(model, positions, ms, round_ms, bytes_per_s, micro_steps, in_8_bits)
         except KeyError as error:
-            raise UserError(
-                f"no floor without {error}; {cfg.out} says why it has no time"
-            ) from error
+            raise UserError(f"no floor without {error}; {cfg.out} says why") from error
         step_ms = own_step_ms(cfg, world, bool(in_8_bits))
         how = ", head and MLP in 8 bits," if in_8_bits else ""
         print(f"\na step of {cfg.tokens_per_step:,} tokens{how}: {step_ms:.1f} ms")

@@ -120,9 +120,8 @@ def read_extract(path):
     """An extract of a trace: {mode, world_size, device, torch, kernels: [class, name, stream,
     start_us, dur_us]}. Raises UserError."""
     way_out = "bench/parallel.py --trace FOLDER writes one"
-    extract = read_json(
-        path, way_out, mode=str, world_size=int, device=str, torch=str, kernels=list
-    )
+    fields = dict(mode=str, world_size=int, device=str, torch=str, kernels=list)
+    extract = read_json(path, way_out, **fields)
     if not extract["kernels"]:
         raise UserError(f"{path} has no kernel; {way_out}, on a GPU")
     return extract

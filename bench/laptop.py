@@ -125,9 +125,8 @@ def main(argv):
         if cfg.nanogpt:
             curves["nanoGPT"] = race_nanogpt(cfg.nanogpt, characters, ids, Path(folder))
     ends = {whose: reached(curve) for whose, curve in curves.items()}
-    print(
-        f"{card_name('cpu')}, {os.cpu_count()} cores, load before {load:.1f}, {time.strftime('%F')}"
-    )
+    machine = f"{card_name('cpu')}, {os.cpu_count()} cores"
+    print(f"{machine}, load before {load:.1f}, {time.strftime('%F')}")
     rows = [[whose, f"{t:.1f}", f"{v:.4f}", str(v <= TARGET)] for whose, (t, v) in ends.items()]
     print_rows(["program", "seconds", "validation loss", f"reached {TARGET}"], rows)
     if cfg.nanogpt:

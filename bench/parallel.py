@@ -53,10 +53,7 @@ MODES = {
 }
 __doc__ = __doc__.format(modes="\n".join(f"{name:<12}  {text}" for name, text in MODES.items()))
 # records that agree in these may be held against each other
-SAME = (
-    "preset world_size batch_size grad_accum_steps compile precision eight_bits data device torch"
-)
-SAME = SAME.split()
+SAME = "preset world_size batch_size grad_accum_steps compile precision eight_bits data device torch".split()
 
 
 @dataclass

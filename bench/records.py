@@ -57,10 +57,8 @@ def recorded(path, bench):
 
 def finished(path, key):
     """Whether `path` has a record without error whose fields agree with the dict `key`."""
-    agree = (
-        all(r.get(k) == v for k, v in key.items()) for r in read_records(path) if not r.get("error")
-    )
-    return any(agree)
+    good = (r for r in read_records(path) if not r.get("error"))
+    return any(all(r.get(k) == v for k, v in key.items()) for r in good)
 
 
 def check_out(out, cpu):

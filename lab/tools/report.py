@@ -298,9 +298,8 @@ def page(runs, live=False):
 
     figures, here = Figures(runs), Path(__file__).parent
     folders = FileSystemLoader([here, here.parent])  # lab has shaded.html.j2
-    jinja = Environment(
-        loader=folders, autoescape=True, undefined=StrictUndefined, trim_blocks=True
-    )
+    how = dict(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    jinja = Environment(loader=folders, **how)
     logs = {run.name: run.log for run in runs}
     return jinja.get_template("report.html.j2").render(
         runs=[(run.name, facts(run)) for run in runs],
