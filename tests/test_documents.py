@@ -23,9 +23,8 @@ def model():
 def test_the_mask_by_hand():
     idx = torch.tensor([[7, EOT, 5, 6, EOT, 8]])
     wanted = ["100000", "010000", "011000", "011100", "000010", "000011"]
-    assert [
-        "".join(map(str, row)) for row in document_mask(idx, EOT)[0, 0].int().tolist()
-    ] == wanted
+    mask = document_mask(idx, EOT)[0, 0].int().tolist()
+    assert ["".join(map(str, row)) for row in mask] == wanted
     for past in (1, 3, 5):  # with so many tokens in a cache, the rest are queries
         assert torch.equal(document_mask(idx, EOT, past), document_mask(idx, EOT)[:, :, past:])
 

@@ -41,22 +41,15 @@ def test_every_figure_is_made_from_the_records(tmp_path, texts, capsys):
     assert {"705k  x1.09", "nanoGPT 527k"} <= set(texts["ladder.png"])
     assert {"60.1k  x1.19", "not used", "31.7k  x2.08*\n32.6k"} <= set(texts["shapes.png"])
     assert "gpt2: matmul is 50% of the last rung's 93 ms" in texts["kernels.png"]
-    assert (
-        "gpt2: 47 rows of padding save 101 ms eager and 101 ms compiled" in texts["vocabulary.png"]
-    )
+    title = "gpt2: 47 rows of padding save 101 ms eager and 101 ms compiled"
+    assert title in texts["vocabulary.png"]
     assert "ddp, 250 MB  95.8%" in texts["parallel.png"]
 
 
 def test_a_figure_without_records_is_left_out(tmp_path, capsys):
     (tmp_path / "ladder.jsonl").write_text(json.dumps({"bench": "ladder", "group": "rungs"}) + "\n")
-    assert (
-        figures.main(
-            ["ladder", "roofline", "overlap", "--runs", str(tmp_path), "--out", str(tmp_path)]
-        )
-        == 2
-    )
+    where = ["--runs", str(tmp_path), "--out", str(tmp_path)]
+    assert figures.main(["ladder", "roofline", "overlap", *where]) == 2
     said = capsys.readouterr().err
-    assert (
-        "ladder: left out, ladder.jsonl has no record with" in said
-        and "`python bench/floor.py` makes it" in said
-    )
+    assert "ladder: left out, ladder.jsonl has no record with" in said
+    assert "`python bench/floor.py` makes it" in said

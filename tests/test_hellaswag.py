@@ -82,9 +82,8 @@ def one_at_a_time(theirs, tokenizer, example):
     for ending in endings:
         ids = torch.tensor([ctx[-room:] + ending])
         logits = theirs(ids[:, :-1]).logits[0, -len(ending) :].double()
-        sums.append(
-            torch.nn.functional.cross_entropy(logits, ids[0, -len(ending) :], reduction="sum")
-        )
+        loss = torch.nn.functional.cross_entropy(logits, ids[0, -len(ending) :], reduction="sum")
+        sums.append(loss)
     return [x.item() for x in sums]
 
 
@@ -129,9 +128,8 @@ def test_scores_worked_out_by_hand(monkeypatch):
     def head_loss(x, weight, targets, reduction):
         return torch.nn.functional.cross_entropy(x @ weight.T, targets, reduction=reduction)
 
-    model = types.SimpleNamespace(
-        lm_head=types.SimpleNamespace(weight=torch.eye(4)), head_loss=head_loss
-    )
+    head = types.SimpleNamespace(weight=torch.eye(4))
+    model = types.SimpleNamespace(lm_head=head, head_loss=head_loss)
     rows = [[[2, 0], [2], [1, 3], [3, 3, 3], [0]], [[1], [1, 1], [3], [2], [0, 0, 0]]]
     data = tokenised(rows, labels=[2, 1])
     sums = ending_losses(model, data, ALONE)
@@ -160,10 +158,8 @@ def test_small_parts_by_hand():
     found = [(name, g["count"], round(g["acc"], 3)) for name, g in groups.items()]
     assert found == [("b", 3, 0.333), ("a", 1, 1.0)]
     wrong = answers.most_sure_and_wrong(sums, data, 10)
-    assert [(e["margin"], e["mean_losses"]) for e in wrong] == [
-        (8, [9, 1, 4, 4]),
-        (1, [2, 1, 4, 4]),
-    ]
+    found = [(e["margin"], e["mean_losses"]) for e in wrong]
+    assert found == [(8, [9, 1, 4, 4]), (1, [2, 1, 4, 4])]
 
 
 # -------------------------------------------------------------- against transformers, one at a time
@@ -258,9 +254,8 @@ def test_which_examples(tmp_path):
     examples = made_up(30, ending=(1, 2))
     examples[3]["endings"][1] = "x" * 32  # 33 tokens with the leading blank
     examples[4]["ctx"] = ""
-    data = hellaswag.tokenise(
-        [e | {"line": i + 1} for i, e in enumerate(examples)], get_tokenizer("bytes")
-    )
+    lines = [e | {"line": i + 1} for i, e in enumerate(examples)]
+    data = hellaswag.tokenise(lines, get_tokenizer("bytes"))
     assert [row["line"] for row in choose(data, 128, limit=3)[0].rows] == [1, 11, 21]
     assert len(choose(data, 128, limit=99)[0]) == len(choose(data, 128)[0]) == 30
     assert choose(data, 33)[0].ctx_len[3] == 1  # one token of context is enough
@@ -274,9 +269,8 @@ def test_which_examples(tmp_path):
     model = noisy_gpt()
     sums = score(model, write(tmp_path / "h.jsonl", examples[4:5]))[2]
     ids = torch.tensor([[VOCAB - 1, *f" {examples[4]['endings'][2]}".encode()]])
-    assert sums[0, 2] == pytest.approx(
-        model(ids[:, :-1], ids[:, 1:], reduction="sum")[1].item(), rel=1e-5
-    )
+    alone = model(ids[:, :-1], ids[:, 1:], reduction="sum")[1].item()
+    assert sums[0, 2] == pytest.approx(alone, rel=1e-5)
 
 
 # ----------------------------------------------------------------------------------------- the file
@@ -402,9 +396,8 @@ def test_ranks_agree_in_being_stopped_though_one_has_a_batch_more(file, monkeypa
     data, _, _ = prepare(model, ALONE, file)
     asked, sums = [], []
     for rank in range(2):
-        world = types.SimpleNamespace(
-            **vars(ALONE) | dict(rank=rank, world_size=2, is_main=not rank)
-        )
+        own = dict(rank=rank, world_size=2, is_main=not rank)
+        world = types.SimpleNamespace(**vars(ALONE) | own)
         world.all_reduce = lambda tensor: tensor
         sums.append(ending_losses(model, data, world, lambda: asked.append(0)))
     batches = len(plan(data.ctx_len + (data.end_len - 1).sum(1)))
@@ -449,9 +442,8 @@ def test_command_prints_tables_and_draws(tmp_path, checkpoint):
     run = command("--model", checkpoint, "--data", path, *flags, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     expected = score(noisy_gpt(), path, limit=20)[0]
-    assert (
-        f"acc_norm  {expected['acc_norm']:.4f} +- {expected['acc_norm_stderr']:.4f}" in run.stdout
-    )
+    shown = f"acc_norm  {expected['acc_norm']:.4f} +- {expected['acc_norm_stderr']:.4f}"
+    assert shown in run.stdout
     for word in ("20 examples", "not the published file", "Roofing", "Skiing", "nats a token"):
         assert word in run.stdout
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
@@ -485,7 +477,7 @@ def test_export_in_lm_evaluation_harness(test_data, tmp_path, monkeypatch):
     python = os.environ.get("LM_EVAL_PYTHON", sys.executable)
     if subprocess.run([python, "-c", "import lm_eval"], capture_output=True).returncode:
         pytest.skip(
-            "no lm-evaluation-harness: pip install lm_eval[hf] (LM_EVAL_PYTHON names its python)"
+            "no lm-evaluation-harness: pip install lm_eval[hf]; LM_EVAL_PYTHON names its python"
         )
     source = test_data / "hellaswag" / "hellaswag_val.jsonl"
     examples = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines()[::100]]

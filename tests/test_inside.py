@@ -43,17 +43,14 @@ def test_the_weights_that_are_noted_give_the_output_of_each_attention(model, idx
 @torch.no_grad()
 def test_the_lens_reads_the_model_itself_after_the_last_block(model, idx):
     stream, _ = watch(model, idx)
-    assert torch.equal(
-        stream[0], model.transformer.wte(idx) + model.transformer.wpe(torch.arange(20))
-    )
+    first = model.transformer.wte(idx) + model.transformer.wpe(torch.arange(20))
+    assert torch.equal(stream[0], first)
     assert torch.equal(lens(model, stream[-1]), model(idx)[0])
     assert (lens(model, stream[1]) - model(idx)[0]).abs().max() > 0.1
 
 
 def hooks(model):
-    return sum(
-        len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()
-    )
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 
 @torch.no_grad()

@@ -264,10 +264,8 @@ def test_resuming_inside_a_stage_gives_the_same_tokens(tmp_path, settings):
 def test_stages_leave_no_gap_but_up_to_a_sequence_at_their_edge(tmp_path):
     shards = numbered_shards(tmp_path, SIZES)
     loader = make_loader(shards, shuffle=False)
-    x = [
-        torch.cat([x.flatten() for x, _, _ in staged_steps([loader], *s)])
-        for s in [(0, 5), (5, 20)]
-    ]
+    parts = staged_steps([loader], 0, 5), staged_steps([loader], 5, 20)
+    x = [torch.cat([x.flatten() for x, _, _ in part]) for part in parts]
     assert torch.equal(x[0], torch.arange(640) % 601)
     assert torch.equal(x[1], torch.arange(672, 672 + len(x[1])) % 601)  # 672: 14 * 48
     loader.next_batch()
@@ -479,9 +477,8 @@ def test_data_and_state_of_the_first_version(tmp_path):
     """Made by commit a3954dc: its shards open, and a run's loader goes on with the same batch."""
     folder = Path(__file__).parent / "fixtures" / "data_a3954dc"
     assert TokenShards(folder / "chats", "train", VOCAB, verify=True).masks
-    loader = make_loader(
-        TokenShards(folder / "texts", "train", VOCAB, verify=True), 4, total_batch_size=64
-    )
+    shards = TokenShards(folder / "texts", "train", VOCAB, verify=True)
+    loader = make_loader(shards, 4, total_batch_size=64)
     state = {"position": 1280, "tokens": 533, "begin": 2172298847}
     loader.load_state_dict(state)
     assert loader.state_dict() == state

@@ -25,9 +25,8 @@ def write_log(folder, lines, tail=""):
 
 def start(step=0, **more):
     known = dict(device="cpu", world_size=1, precision="fp32", num_params=1_878_336)
-    return (
-        dict(kind="start", step=step, time=0.0, log_v=math.log(257), unigram=3.348) | known | more
-    )
+    about = dict(kind="start", step=step, time=0.0, log_v=math.log(257), unigram=3.348)
+    return about | known | more
 
 
 def val(step, loss):
@@ -87,12 +86,8 @@ def figures(monkeypatch):
 def test_a_resumed_run_drops_what_it_went_back_behind(tmp_path):
     """Stopped after step 30, resumed from step 20, which is measured again, with another
     log_every."""
-    before = [
-        start(),
-        *[train(s, 100 + s) for s in (5, 10, 15, 20, 25, 30)],
-        val(20, 2.0),
-        val(30, 9),
-    ]
+    before = [start(), *[train(s, 100 + s) for s in (5, 10, 15, 20, 25, 30)]]
+    before += [val(20, 2.0), val(30, 9)]
     after = [start(20), val(20, 2.5), *[train(s, s) for s in (24, 28)], val(28, 1.0)]
     log = records.read_log(write_log(tmp_path, before + after))
     steps = [5, 10, 15, 20, 24, 28]
@@ -138,16 +133,12 @@ def test_the_loss_axis_is_not_owned_by_the_first_steps():
 
 
 def test_runs_compare_where_all_were_measured():
-    a, b, none = (
-        {"val": [val(s, v) for s, v in rows]}
-        for rows in (((0, 5), (200, 3), (400, 1)), ((0, 6), (200, 2), (300, 1)), ())
-    )
+    rows = ((0, 5), (200, 3), (400, 1)), ((0, 6), (200, 2), (300, 1)), ()
+    a, b, none = ({"val": [val(s, v) for s, v in row]} for row in rows)
     assert records.last_common([a, b], "val", "loss") == (200, [3, 2])
     assert records.last_common([a, none], "val", "loss") is None
-    assert (
-        plot.finding({"a": a, "b": b})
-        == "b has validation loss 2.00 at step 200, 1.00 nats under a"
-    )
+    said = "b has validation loss 2.00 at step 200, 1.00 nats under a"
+    assert plot.finding({"a": a, "b": b}) == said
     assert "no step" in plot.finding({"a": a, "none": none})
     words = {"a": a | {"start": [start()]}, "b": b | {"start": [start(log_v=math.log(50257))]}}
     assert plot.finding(words) == "different tokenizers: nats per token do not compare"

@@ -112,11 +112,8 @@ def test_pictures_have_a_description_and_a_dark_variant(name):
     good = """<picture><source media="(prefers-color-scheme: dark)" srcset="a_dark.png">
               <img alt="loss falls from 11 to 5" src="a.png"></picture>"""
     assert bad_pictures(good) == []
-    assert (
-        bad_pictures(good.replace("a_dark", "b"))
-        == bad_pictures(good.replace("from", ""))
-        == ["a.png"]
-    )
+    for bad in (good.replace("a_dark", "b"), good.replace("from", "")):
+        assert bad_pictures(bad) == ["a.png"]
 
 
 def test_every_entry_of_the_log_has_its_line_in_readme():

@@ -65,9 +65,8 @@ class Server:
     def begin(self, **ask):
         """The answer of /generate, to be read."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
-        connection.request(
-            "POST", "/generate", json.dumps(ask), {"Content-Type": "application/json"}
-        )
+        kind = {"Content-Type": "application/json"}
+        connection.request("POST", "/generate", json.dumps(ask), kind)
         return connection.getresponse()
 
     def leave(self, answer):
@@ -161,9 +160,8 @@ def test_a_prompt_is_scored_and_a_runner_up_is_gone_on_from(server):
     prompt, first = server.write(**ask)
     assert [piece["text"] for piece in prompt] == ["a", "b", "c"]
     rows = server.model(torch.tensor([[256, *b"ab"]]))[0][0].softmax(-1)
-    assert [piece["p"] for piece in prompt] == pytest.approx(
-        [row[token].item() for row, token in zip(rows, b"abc")], rel=1e-3
-    )
+    wanted = [row[token].item() for row, token in zip(rows, b"abc")]
+    assert [piece["p"] for piece in prompt] == pytest.approx(wanted, rel=1e-3)
     runner_up = first[4]["likeliest"][1]
     taken, rest = server.write(**ask, answer=[piece["id"] for piece in first[:4]] + [runner_up[0]])
     assert [taken[0]["id"], taken[0]["p"]] == pytest.approx([runner_up[0], runner_up[2]], rel=1e-3)

@@ -77,9 +77,8 @@ def test_the_shape_is_that_of_the_model_it_starts_from(tuned):
     _, model_config, cfg = settings.parse_flags([*flags, "--n_head", "2"], PRESETS, "")
     assert (model_config.n_head, model_config.n_embd) == (2, 32), "what is typed stands"
     assert cfg.lr == pytest.approx(2e-4 * (768 / 32) * 12**0.5, rel=1e-3), "its width and depth"
-    more = run_python(
-        ROOT / "train_gpt2.py", "--resume", "--run_name", "few", "--max_steps", 3, cwd=folder
-    )
+    more = "--resume --run_name few --max_steps 3".split()
+    more = run_python(ROOT / "train_gpt2.py", *more, cwd=folder)
     assert more.returncode == 0, more.stderr
     assert read_run(folder / "log/few").checkpoints[3]["step"] == 3
 

@@ -67,19 +67,16 @@ def tiny_transformers(shape="gpt2", vocab_size=101):
 
 
 def shape_of(model):
-    return {
-        k: getattr(model.config, k)
-        for k in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
-    }
+    names = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
+    return {k: getattr(model.config, k) for k in names}
 
 
 def equal_models(a, b):
     """Bit by bit, pad rows aside."""
     cut = {k: a.config.vocab_size for k in GPT.vocab_rows}
     a, b = a.state_dict(), b.state_dict()
-    return a.keys() == b.keys() and all(
-        torch.equal(a[k][: cut.get(k)], b[k][: cut.get(k)]) for k in a
-    )
+    same = (torch.equal(a[k][: cut.get(k)], b[k][: cut.get(k)]) for k in a)
+    return a.keys() == b.keys() and all(same)
 
 
 @pytest.fixture(scope="module")
@@ -257,11 +254,8 @@ def test_nanogpt_file(tmp_path):
     shape = dict(n_layer=2, n_head=4, n_embd=32, block_size=16, vocab_size=101)
     args = shape | dict(bias=False, dropout=0.0)
     for prefix in ("", "_orig_mod.module."):
-        file = {
-            "model": {prefix + k: v for k, v in state.items()},
-            "model_args": args,
-            "config": {"lr": 1},
-        }
+        named = {prefix + k: v for k, v in state.items()}
+        file = {"model": named, "model_args": args, "config": {"lr": 1}}
         torch.save(file, tmp_path / "ckpt.pt")
         model = models.load(str(tmp_path / "ckpt.pt"))
         assert shape_of(model) == shape, prefix
