@@ -3,7 +3,6 @@ predicted peak against torch.cuda.max_memory_allocated.
 
     python bench/memory.py                                    # all settings; some minutes on an H200
     python bench/memory.py --shapes 4x256 gpt2 --modes eager
-    python bench/memory.py --table                            # what the file of measurements holds
 
 Each setting is one JSON line, appended to readme.assets/runs/memory.jsonl.
 """
@@ -17,7 +16,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # tests import this as bench.memory
 
-from records import RUNS, append_record, card_name, check_out, one_sentence, origin, read_records  # noqa: E402
+from records import RUNS, append_record, card_name, check_out, one_sentence, origin  # noqa: E402
 from timing import forget  # noqa: E402
 
 from lab.cli import UserError, command, parse  # noqa: E402
@@ -62,8 +61,7 @@ MODES = {  # name: {shape: what is changed, one measurement each}
 class Config:
     shapes: tuple[Literal[tuple(SHAPES)], ...] = tuple(SHAPES)  # models
     modes: tuple[Literal[tuple(MODES)], ...] = tuple(MODES)  # how they run
-    table: bool = False  # print the file of measurements and stop
-    out: str = str(RUNS / "memory.jsonl")  # that file
+    out: str = str(RUNS / "memory.jsonl")  # file of measurements
 
 
 def changed(config, changes):
@@ -125,11 +123,8 @@ def line(r):
 
 def main(argv):
     args = parse(Config, argv, description=__doc__)
-    if args.table:
-        print(*map(line, read_records(args.out)), sep="\n")
-        return 0
     if not torch.cuda.is_available():
-        raise UserError("torch sees no CUDA GPU here; --table prints what was measured on one")
+        raise UserError("torch sees no CUDA GPU here; bench/memory.py measures the memory of one")
     check_out(args.out, cpu=False)
     jobs = [(shape, mode) for mode in args.modes for shape in MODES[mode] if shape in args.shapes]
     found = []
@@ -140,10 +135,8 @@ def main(argv):
             print(line(found[-1]), flush=True)
     ratios = [r["ratio"] for r in found if "ratio" in r]
     if ratios:
-        print(
-            f"{len(ratios)} of {len(found)} settings measured; predicted over measured: "
-            f"{min(ratios):.3f} to {max(ratios):.3f}"
-        )
+        spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
+        print(f"{len(ratios)} of {len(found)} settings measured; predicted over measured: {spread}")
     return int(len(ratios) < len(found))
 
 
