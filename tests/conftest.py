@@ -135,9 +135,8 @@ def clean_env(**more):
     bit."""
     drop = "RANK WORLD_SIZE LOCAL_RANK MASTER_ PYTHON TORCH OMP_ GPT2_ COLUMNS"
     env = {k: v for k, v in os.environ.items() if not k.startswith(tuple(drop.split()))}
-    fixed = dict(
-        OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", PYTHONWARNINGS="ignore", MPLBACKEND="Agg"
-    )
+    fixed = dict(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", MPLBACKEND="Agg")
+    fixed["PYTHONWARNINGS"] = "ignore"
     return env | fixed | more
 
 

@@ -400,11 +400,8 @@ def test_masks_are_new_in_each_pass_and_the_same_on_any_number_of_processes(text
 
 def test_tokenizer(tokenizer, texts):
     assert tokenizer.pieces[:5] == ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    assert (
-        tokenizer.vocab_size
-        == 90
-        == json.loads((texts / "words/manifest.json").read_text())["vocab_size"]
-    )
+    manifest = json.loads((texts / "words/manifest.json").read_text())
+    assert tokenizer.vocab_size == manifest["vocab_size"] == 90
     text = "the cat is hiding in the garden."
     ids = tokenizer.encode(text.title())
     assert tokenizer.decode(ids) == text and not tokenizer.is_special()[ids].any()
@@ -415,17 +412,13 @@ def test_tokenizer(tokenizer, texts):
 
 def test_the_same_text_makes_the_same_vocabulary(texts, tmp_path):
     """In another process, whose hash tables have another order."""
-    flags = "--tokenizer wordpiece --vocab_size 90 --workers 0 --out again"
-    done = run_python(
-        ROOT / "fineweb.py", "--source", texts / "text.jsonl", *flags.split(), cwd=tmp_path
-    )
+    flags = "--tokenizer wordpiece --vocab_size 90 --workers 0 --out again --source".split()
+    command = [ROOT / "fineweb.py", *flags, texts / "text.jsonl"]
+    done = run_python(*command, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     for name in ("tokenizer.json", "text_train_000001.npy", "text_val_000000.npy"):
         assert (tmp_path / "again" / name).read_bytes() == (texts / "words" / name).read_bytes()
-    again = run_python(
-        ROOT / "fineweb.py", "--source", texts / "text.jsonl", *flags.split(), cwd=tmp_path
-    )
-    assert again.returncode == 0, "it is there already"
+    assert run_python(*command, cwd=tmp_path).returncode == 0, "it is there already"
 
 
 # --------------------------------------------------------------------------------------- whole runs

@@ -163,11 +163,8 @@ def test_a_run_says_what_it_does_and_every_command_that_it_prints_works(trained)
     commands = re.findall(r"^  .*? \S*python\S* (\S+ .*)$", done.stdout, re.MULTILINE)
     assert [re.split(r"[/ ]", c.removeprefix(f"{ROOT}/"))[0] for c in commands] == [
         "sample.py", "lab", "lab", "train_gpt2.py"]  # fmt: skip
-    for command in (
-        commands[0] + " --max_new_tokens 2 Hello",
-        commands[1],
-        commands[3].replace(" N", " 3"),
-    ):
+    ask, page, resume = commands[0], commands[1], commands[3]
+    for command in (f"{ask} --max_new_tokens 2 Hello", page, resume.replace(" N", " 3")):
         result = run_python(*command.replace("'", "").split(), cwd=folder)
         assert result.returncode == 0, (command, result.stderr)
     run = folder / "log" / "r"
@@ -360,11 +357,8 @@ def test_resuming_takes_the_settings_of_the_run(tmp_path, shards):
     log = tmp_path / "log"
     train_here(log, shards, "r", max_steps=1, lr=0.123, model=dict(n_head=4))
     train_here(log, shards, "s", max_steps=1, lr=0.456)
-    for flags, lr in (
-        ([], 0.456),
-        (["--run_name", "r"], 0.123),
-        (["--run-name=r", "--lr", "0.5"], 0.5),
-    ):
+    asked = ([], 0.456), (["--run_name", "r"], 0.123), (["--run-name=r", "--lr", "0.5"], 0.5)
+    for flags, lr in asked:
         reason, model_config, cfg = parsed("--resume", "--log_dir", str(log), *flags)
         assert cfg.resume and cfg.lr == lr and cfg.run_name == ("r" if flags else "s")
         assert model_config.n_head == (4 if flags else 2)

@@ -224,15 +224,8 @@ def test_no_request_is_large_and_no_path_reads_a_file(server):
     assert server.send("/generate", dict(prompt="a" * 70_000))[0] == 413
     files = ("etc/passwd", "serve.py", "lab/tools/serve.py", "log/r/model_000010.pt", "docs")
     for file in (*files, "openapi.json", "static/x", "favicon.ico"):
-        for way in (
-            "/",
-            "//",
-            "/../",
-            "/" + "../" * 9,
-            "/%2e%2e/" * 5,
-            "/generate/../../",
-            "/v1/models/",
-        ):
+        ways = ("/", "//", "/../", "/" + "../" * 9, "/%2e%2e/" * 5)
+        for way in (*ways, "/generate/../../", "/v1/models/"):
             assert server.send(way + file)[0] in (400, 404, 405), way + file
     assert server.send("file:///etc/passwd")[0] in (400, 404)
     for host in ("evil.example", "127.0.0.1.evil.example"):  # a name that leads here

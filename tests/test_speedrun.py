@@ -63,9 +63,8 @@ def test_singular_values_come_into_the_band(rounds, low, high):
     values = u.T @ orthogonalize(g, rounds=rounds) @ v
     assert low < values.diagonal().min() and values.diagonal().max() < high
     assert (values - values.diagonal().diag()).abs().max() < 1e-6
-    assert (
-        orthogonalize(g.T, rounds=rounds) - orthogonalize(g, rounds=rounds).T
-    ).abs().max() < 1e-9
+    wide, tall = orthogonalize(g.T, rounds=rounds), orthogonalize(g, rounds=rounds)
+    assert (wide - tall.T).abs().max() < 1e-9
 
 
 def test_agrees_with_torchs_muon():
@@ -144,9 +143,8 @@ def test_shared_step_is_the_plain_one(tmp_path):
     script.write_text(TWO.format(root=str(ROOT), shapes=SHAPES + [(8, 8)]))
     run_two(script, "two", cwd=tmp_path)
     assert run_python(script, "one", cwd=tmp_path).returncode == 0
-    one, first, second = (
-        torch.load(tmp_path / f"{name}.pt") for name in ("one_0", "two_0", "two_1")
-    )
+    names = ("one_0", "two_0", "two_1")
+    one, first, second = (torch.load(tmp_path / f"{name}.pt") for name in names)
     assert max((a - b).abs().max() for a, b in zip(one, first)) < 1e-5
     assert all(torch.equal(a, b) for a, b in zip(first, second))
 
@@ -190,9 +188,8 @@ def test_hellaswags_packed_rows_are_the_separate_ones():
     rng = torch.Generator().manual_seed(1)
     lengths = (7, 3, 5, 2, 4)
     tokens = [torch.randint(VOCAB, (n,), generator=rng).tolist() for n in lengths]
-    sums = hellaswag.ending_losses(
-        model, hellaswag.Examples([dict(label=0)], [tokens]), World("cpu")
-    )
+    data = hellaswag.Examples([dict(label=0)], [tokens])
+    sums = hellaswag.ending_losses(model, data, World("cpu"))
     for ending, found in zip(tokens[1:], sums[0]):
         row = torch.tensor([tokens[0] + ending])
         y = row[:, 1:].clone()
@@ -224,9 +221,8 @@ def test_logits_are_capped_in_training_and_sampling_alike():
     x = torch.randint(VOCAB, (2, 16))
     logits = model(x)[0]
     assert 1 < logits.abs().max() < 2
-    assert model(x, x)[1].item() == pytest.approx(
-        F.cross_entropy(logits.flatten(0, 1), x.flatten()).item(), abs=1e-5
-    )
+    expected = F.cross_entropy(logits.flatten(0, 1), x.flatten()).item()
+    assert model(x, x)[1].item() == pytest.approx(expected, abs=1e-5)
 
 
 # --------------------------------------------------------------------------------------- schedule
@@ -258,10 +254,8 @@ def run_speedrun(tmp_path, shards, *flags):
 
 def test_six_steps_are_three_and_resume_and_three_and_tools_read_them(tmp_path, shards):
     """With a stage that ends in between; then sampling, HellaSwag, plot and report, by name."""
-    more = (
-        "--max_steps 6 --small_batch_size 64 --small_steps 4 --bigram_rows 100 --weight_decay 0.1"
-    )
-    done, folder = run_speedrun(tmp_path, shards, *more.split(), "--val_every", 6)
+    more = "--max_steps 6 --small_batch_size 64 --small_steps 4 --bigram_rows 100 --val_every 6"
+    done, folder = run_speedrun(tmp_path, shards, *more.split(), "--weight_decay", 0.1)
     whole = read_run(folder)
     tokens = [e["tokens"] for e in of_kind(whole, "train")]
     assert tokens == [64, 128, 192, 256, 384, 512]
@@ -280,9 +274,8 @@ def test_six_steps_are_three_and_resume_and_three_and_tools_read_them(tmp_path, 
     assert type(model).__module__ == "speedrun" and model.config.bigram_rows == 100
     state = read_checkpoint(folder / "model_000006.pt")["model"]
     assert all(torch.equal(state[name], p) for name, p in model.state_dict().items())
-    said = run_python(
-        ROOT / "sample.py", "--model", folder, "--max_new_tokens", 5, "ab", cwd=tmp_path
-    )
+    asked = ["ab", "--model", folder, "--max_new_tokens", 5]
+    said = run_python(ROOT / "sample.py", *asked, cwd=tmp_path)
     assert said.returncode == 0 and said.stdout.startswith("ab"), said.stderr
     example = dict(ctx="a", endings=["b", "c", "d", "e"], label=1)
     (tmp_path / "h.jsonl").write_text(json.dumps(example) + "\n")
@@ -309,19 +302,16 @@ def test_two_processes_are_one(tmp_path, shards):
     gradient, so the first gradients agree to 1e-5, later losses to less."""
     flags = [*FLAGS, "--data", shards, "--max_steps", 4, "--batch_size", 2, "--val_every", 4]
     run_two(ROOT / "speedrun.py", *flags, cwd=tmp_path)
-    run_speedrun(
-        tmp_path, shards, "--max_steps", 4, "--batch_size", 8, "--val_every", 4, "--log_dir", "one"
-    )
+    flags = "--max_steps 4 --batch_size 8 --val_every 4 --log_dir one".split()
+    run_speedrun(tmp_path, shards, *flags)
     one, two = read_run(tmp_path / "one" / "r"), read_run(tmp_path / "log" / "r")
     assert one.losses == pytest.approx(two.losses, abs=1e-3)
     assert one.losses[:2] == pytest.approx(two.losses[:2], abs=1e-5)
     assert one.norms[0] == pytest.approx(two.norms[0], abs=1e-5)
     assert one.val == pytest.approx(two.val, abs=1e-3)
     assert one.checkpoints[4]["loader"] == two.checkpoints[4]["loader"]
-    run_two(
-        ROOT / "speedrun.py", "--resume", "--log_dir", "one", "--max_steps", 5, "--batch_size", 2,
-        cwd=tmp_path,
-    )  # fmt: skip
+    flags = "--resume --log_dir one --max_steps 5 --batch_size 2".split()
+    run_two(ROOT / "speedrun.py", *flags, cwd=tmp_path)
 
 
 def test_other_programs_runs_are_refused(tmp_path, shards):
@@ -384,10 +374,8 @@ def test_compiling_agrees_with_eager_and_compiles_nothing_after_warm_up(
 
 
 def test_settings_that_cannot_work_are_one_sentence(tmp_path, shards):
-    for flags, sentence in {
-        "--parallel zero1": "parallel=zero1",
-        "--optimizer sgd": "invalid choice",
-    }.items():
+    bad = {"--parallel zero1": "parallel=zero1", "--optimizer sgd": "invalid choice"}
+    for flags, sentence in bad.items():
         flags = [*FLAGS, "--data", shards, *flags.split()]
         wrong = run_python(ROOT / "speedrun.py", *flags, cwd=tmp_path)
         assert wrong.returncode == 2 and sentence in wrong.stderr, wrong.stderr

@@ -56,14 +56,11 @@ def test_schedules_meet_their_corners_exactly(schedule):
     assert rates[1000] == get_lr(5000, cfg) == (6e-4 if schedule == "constant" else 6e-5)
     assert rates[:100] == sorted(rates[:100]) and rates[100:] == sorted(rates[100:], reverse=True)
     cosine = (1 + math.sqrt(0.5)) / 2
-    step, left = dict(cosine=(325, cosine), linear=(325, 0.75), constant=(325, 1), wsd=(900, 0.5))[
-        schedule
-    ]
+    middle = dict(cosine=(325, cosine), linear=(325, 0.75), constant=(325, 1), wsd=(900, 0.5))
+    step, left = middle[schedule]
     assert rates[step] == pytest.approx(6e-5 + 5.4e-4 * left, rel=1e-12)
     if schedule == "wsd":
-        assert set(rates[99:801]) == {6e-4} and rates[801] < 6e-4, (
-            "flat until decay_steps before the end"
-        )
+        assert set(rates[99:801]) == {6e-4} and rates[801] < 6e-4, "flat until 200 before the end"
     shares = TrainConfig(warmup_steps=-1, decay_steps=-1, **fixed)  # 3.75 % and 20 % of max_steps
     asked = dataclasses.replace(shares, warmup_steps=38, decay_steps=200)
     assert [get_lr(s, shares) for s in range(1001)] == [get_lr(s, asked) for s in range(1001)]
@@ -74,11 +71,8 @@ def test_presets_are_runs_that_can_be_done():
     """Each headline preset is 10B tokens in whole sequences, warmed up over 375M of them."""
     assert PRESETS["gpt2"] == (GPTConfig(), TrainConfig())
     for name, (model_config, cfg) in PRESETS.items():
-        assert (
-            cfg.preset == name
-            and cfg.seq_len <= model_config.block_size
-            and 0 <= cfg.min_lr < cfg.lr
-        )
+        assert cfg.preset == name and cfg.seq_len <= model_config.block_size
+        assert 0 <= cfg.min_lr < cfg.lr
         assert cfg.total_batch_size % cfg.seq_len == model_config.n_embd % model_config.n_head == 0
         if name not in ("laptop", "sft"):
             assert cfg.max_steps * cfg.total_batch_size == pytest.approx(10e9, rel=1e-4)
@@ -133,11 +127,8 @@ def test_what_happens_beside_updates_changes_no_bit(tmp_path, shards):
     quiet = train_here(tmp_path, shards, "quiet", max_steps=8)
     beside = dict(val_every=3, sample_every=2, sample_tokens=5, ckpt_every=2, timing=True)
     watched = train_here(tmp_path, shards, "watched", max_steps=8, **beside)
-    assert (
-        list(watched.val) == [0, 3, 6, 8]
-        and list(watched.checkpoints)
-        and watched.norms == quiet.norms
-    )
+    assert list(watched.val) == [0, 3, 6, 8] and list(watched.checkpoints)
+    assert watched.norms == quiet.norms
     assert [e["step"] for e in of_kind(watched, "sample")] == [0, 2, 4, 6, 8]
     assert quiet.losses == watched.losses
     parts = ("model", "optimizer", "loader", "rng")
@@ -150,10 +141,8 @@ def test_plain_and_fused_are_one_run(tmp_path, shards, monkeypatch):
     monkeypatch.setattr(cross_entropy, "CHUNK", 24)
     plain, fused = (train_here(tmp_path, shards, kind, kernels=kind, max_steps=6, ckpt_every=3, val_every=3)
                     for kind in ("plain", "fused"))  # fmt: skip
-    assert (
-        np.abs(np.subtract(plain.losses, fused.losses)).max() < 1e-5
-        and plain.losses != fused.losses
-    )
+    assert np.abs(np.subtract(plain.losses, fused.losses)).max() < 1e-5
+    assert plain.losses != fused.losses
     assert [*plain.val.values()] == pytest.approx([*fused.val.values()], abs=1e-5)
     (plain.dir / "model_000006.pt").unlink()
     changed = train_here(tmp_path, shards, "plain", kernels="fused", max_steps=6, resume=True)
@@ -184,16 +173,14 @@ def test_compiling_agrees_with_eager_and_compiles_nothing_after_warm_up(
 
     # the last of the validation batches is not full; samples have other lengths than training
     every = 0 if real else 2
-    settings = dict(
-        max_steps=4, val_every=every, sample_every=every, sample_tokens=40, val_tokens=150
-    )
+    settings = dict(max_steps=4, val_every=every, sample_every=every, sample_tokens=40)
+    settings["val_tokens"] = 150
     settings["model"] = dict(n_layer=1, activation_checkpointing=checkpointing)
     eager = train_here(tmp_path, shards, "eager", **settings)
     monkeypatch.setattr(train_gpt2.Run, "update", counted)
     compiled = train_here(tmp_path, shards, "compiled", compile=True, **settings)
-    assert graphs[1] >= 1 and set(graphs[1:]) == {counters["stats"]["unique_graphs"]}, (
-        "compiled later"
-    )
+    last = counters["stats"]["unique_graphs"]
+    assert graphs[1] >= 1 and set(graphs[1:]) == {last}, "compiled later"
     assert np.abs(np.subtract(eager.losses, compiled.losses)).max() < 1e-4
     assert [*eager.val.values()] == pytest.approx([*compiled.val.values()], abs=1e-4)
     assert difference(eager.checkpoints[4]["model"], compiled.checkpoints[4]["model"]) < 1e-4
@@ -207,9 +194,8 @@ def test_clipping_bounds_the_update_and_logs_the_norm_before_it(tmp_path, shards
     runs = [train_here(tmp_path, shards, f"c{c}", grad_clip=c, **once) for c in (0.0, 0.1)]
     grads = [raw_gradients(r.checkpoints[1], beta1=0.0).values() for r in runs]
     lengths = [math.sqrt(sum(g.double().square().sum().item() for g in gs)) for gs in grads]
-    assert (
-        runs[0].norms == runs[1].norms == [pytest.approx(lengths[0], rel=1e-5)] and lengths[0] > 0.2
-    )
+    assert runs[0].norms == runs[1].norms == [pytest.approx(lengths[0], rel=1e-5)]
+    assert lengths[0] > 0.2
     assert lengths[1] == pytest.approx(0.1, rel=1e-4)
 
 
@@ -240,9 +226,8 @@ def test_a_scaled_loss_makes_the_same_updates(tmp_path, shards, monkeypatch, opt
 def test_flags_of_the_optimizer_are_those_of_this_run(tmp_path, shards, optimizer):
     train_here(tmp_path, shards, "r", max_steps=2, optimizer=optimizer)
     changed = dict(weight_decay=0.9, beta1=0.5, lr=2e-3, muon_lr=0.005)
-    run = train_here(
-        tmp_path, shards, "r", max_steps=4, optimizer=optimizer, resume=True, **changed
-    )
+    changed |= dict(optimizer=optimizer, resume=True)
+    run = train_here(tmp_path, shards, "r", max_steps=4, **changed)
     saved = run.checkpoints[4]["optimizer"]
     groups = [group for part in saved.get("parts", [saved]) for group in part["param_groups"]]
     assert groups[0]["weight_decay"] == 0.9 and groups[-1]["betas"][0] == 0.5
@@ -263,9 +248,7 @@ def test_a_bug_keeps_its_traceback(tmp_path, start_training):
 def test_a_run_learns(tmp_path, shards):
     run = train_here(tmp_path, shards, "r", max_steps=200, val_every=200, lr=1e-2, eps=1e-8)
     (first, last), start = of_kind(run, "val"), of_kind(run, "start")[0]
-    assert first["loss"] == pytest.approx(math.log(VOCAB), abs=0.3) and start["log_v"] == math.log(
-        VOCAB
-    )
+    assert start["log_v"] == math.log(VOCAB) == pytest.approx(first["loss"], abs=0.3)
     assert last["loss"] < start["unigram"] - 1.0
     # 40 ids evenly and end-of-text at every 61st place; ids that never occur count once each
     assert start["unigram"] == pytest.approx(math.log(41), abs=0.15)
@@ -304,9 +287,8 @@ def test_samples_end_where_their_text_does_and_have_the_seed_of_the_run(tmp_path
     a, b, c = (texts(f"r{i}", seed=seed, sample_tokens=20) for i, seed in enumerate((5, 5, 6)))
     assert a == b != c
     state = read_checkpoint(start)
-    state["model"]["transformer.wte.weight"][VOCAB - 1] = (
-        0.5  # end-of-text is the likeliest after any
-    )
+    # end-of-text is the likeliest after any
+    state["model"]["transformer.wte.weight"][VOCAB - 1] = 0.5
     state["model"]["transformer.ln_f.weight"][:], state["model"]["transformer.ln_f.bias"][:] = 0, 1
     start = tmp_path / "ends.pt"
     torch.save(state, start)
@@ -326,9 +308,8 @@ def test_speed_leaves_out_the_first_step_and_what_is_not_training(tmp_path, shar
         phases = [event[f"{phase}_ms"] for phase in ("data", "forward", "backward", "optimizer")]
         assert min(phases) >= 0 and 0 < sum(phases) <= event["dt_ms"] + 0.01 < 150
         assert event["tok_per_s"] == pytest.approx(256e3 / event["dt_ms"])
-        assert event["tokens"] == 256 * event["step"] and "mfu" not in event, (
-            "a CPU has no known peak"
-        )
+        assert event["tokens"] == 256 * event["step"]
+        assert "mfu" not in event, "a CPU has no known peak"
 
 
 def test_tensorboard_shows_what_the_log_holds_after_resuming_too(tmp_path, shards):
@@ -339,10 +320,8 @@ def test_tensorboard_shows_what_the_log_holds_after_resuming_too(tmp_path, shard
     board = EventAccumulator(str(run.dir)).Reload()
     for kind in ("val", "train"):
         shown = {s.step: s.value for s in board.Scalars(f"{kind}/loss")}
-        assert (
-            shown == pytest.approx({e["step"]: e["loss"] for e in of_kind(run, kind)})
-            and len(shown) > 4
-        )
+        logged = {e["step"]: e["loss"] for e in of_kind(run, kind)}
+        assert shown == pytest.approx(logged) and len(shown) > 4
 
 
 def test_weights_and_biases_gets_the_same_numbers(tmp_path, shards, monkeypatch):
@@ -385,16 +364,13 @@ def test_a_bad_step_is_seen_before_it_is_measured_and_at_the_end(tmp_path, shard
     with pytest.raises(RunError, match=again):
         train_here(tmp_path, shards, "r", **bad | watching)
     events = map(json.loads, (tmp_path / "r" / "log.jsonl").read_text().splitlines())
-    assert [e["kind"] for e in events if e["step"] == 2] == ["train", "spike"], (
-        "nothing was measured after it"
-    )
+    kinds = [e["kind"] for e in events if e["step"] == 2]
+    assert kinds == ["train", "spike"], "nothing was measured after it"
 
 
 def test_weights_that_are_not_finite_are_never_kept(tmp_path, shards):
     """A rate beyond float32 makes all weights infinite in an update whose own loss is finite."""
-    with pytest.raises(
-        RunError, match="the weights are not finite after step 1; they are not saved"
-    ):
+    with pytest.raises(RunError, match="weights are not finite after step 1; they are not saved"):
         train_here(tmp_path, shards, "r", max_steps=2, lr=1e39, warmup_steps=0, ckpt_every=1)
     assert not list((tmp_path / "r").glob("*.pt"))
 
@@ -442,10 +418,8 @@ def test_a_wide_model_trains_compiled_as_it_does_uncompiled(tmp_path, bf16_resid
     model = TINY_MODEL | dict(n_head=20, n_embd=1280, block_size=1024, vocab_size=50257)
     settings = dict(batch_size=16, seq_len=1024, total_batch_size=16384, max_steps=4, precision="bf16",
                     device="cuda", model=model | dict(bf16_residual=bf16_residual))  # fmt: skip
-    runs = [
-        train_here(tmp_path, tmp_path / "wide", str(c), compile=c, **settings)
-        for c in (False, True)
-    ]
+    data = tmp_path / "wide"
+    runs = [train_here(tmp_path, data, f"c{c}", compile=c, **settings) for c in (False, True)]
     assert runs[1].losses == pytest.approx(runs[0].losses, abs=0.01)
     off = "torch.compile is off" in capsys.readouterr().out
     assert off == (not bf16_residual and torch.__version__ < "2.14")
