@@ -354,6 +354,14 @@ def test_data():
     return Path(folder)
 
 
+@pytest.fixture
+def gpt2_files(request, monkeypatch):
+    """GPT-2's tokenizer can be had: TIKTOKEN_CACHE_DIR names its files, or the test data has them."""
+    if "TIKTOKEN_CACHE_DIR" not in os.environ:
+        folder = request.getfixturevalue("test_data") / "tiktoken"
+        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(folder))
+
+
 @pytest.fixture(autouse=True)
 def no_noise_between_tests():
     """Each test starts from the same random numbers and leaves the signal handlers as they were."""

@@ -29,11 +29,6 @@ from lab.data import get_tokenizer, sources
 from lab.data.shards import TokenShards, read_manifest
 from lab.data.writer import verify
 
-DATA = Path(os.environ.get("GPT2_TEST_DATA", ROOT.parent / "shared" / "data"))
-needs_data = pytest.mark.skipif(
-    not (DATA / "corpus").is_dir() or not (DATA / "tiktoken").is_dir(),
-    reason="needs the corpus and GPT-2's tokenizer files: set GPT2_TEST_DATA",
-)
 OLD = Path(__file__).parent / "fixtures" / "data_a3954dc"
 BYTES = ["--tokenizer", "bytes"]
 posix = pytest.mark.skipif(os.name != "posix", reason="sends signals")
@@ -194,12 +189,10 @@ def test_shards_of_others_stay(tmp_path):
     assert (out / "edu_train_000001.npy").read_bytes() == b"somebody's"
 
 
-@needs_data
-def test_gpt2_shards_of_the_real_corpus(tmp_path, monkeypatch):
+def test_gpt2_shards_of_the_real_corpus(tmp_path, gpt2_files, test_data):
     import tiktoken
 
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(DATA / "tiktoken"))
-    source, plain = DATA / "corpus" / "000_00003.parquet", []
+    source, plain = test_data / "corpus" / "000_00003.parquet", []
     got = call("--source", source, "--tokens", "300k", "--out", tmp_path)
     assert got.returncode == 0, got.stderr
     encode, texts = tiktoken.get_encoding("gpt2").encode_ordinary, pq.read_table(source)["text"]
@@ -502,10 +495,8 @@ def test_memory_does_not_grow_with_the_source(tmp_path):
     assert process.returncode == 0 and peak < 2_000_000
 
 
-@needs_data
 @pytest.mark.parametrize("gpu", [None, "/usr/bin/nvidia-smi"])
-def test_a_machine_without_a_gpu_is_told_of_bytes(tmp_path, monkeypatch, capsys, gpu):
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(DATA / "tiktoken"))
+def test_a_machine_without_a_gpu_is_told_of_bytes(tmp_path, monkeypatch, capsys, gpu, gpt2_files):
     monkeypatch.setattr(shutil, "which", lambda name: gpu)
     (tmp_path / "a.txt").write_text("a text of her own " * 50)
     words = ["--source", tmp_path / "a.txt", "--out", tmp_path / "o", "--workers", 0]

@@ -198,8 +198,7 @@ def test_equals_one_at_a_time_in_transformers(file, tmp_path, block_size, monkey
         assert np.abs(score(model, file)[2] - sums).max() > 0.1
 
 
-def test_equals_one_at_a_time_on_the_real_file(test_data, tmp_path, monkeypatch):
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(test_data / "tiktoken"))
+def test_equals_one_at_a_time_on_the_real_file(test_data, gpt2_files, tmp_path):
     source = test_data / "hellaswag" / "hellaswag_val.jsonl"
     lines = source.read_text(encoding="utf-8").splitlines()[::700]  # both sources
     (tmp_path / "h.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -466,7 +465,7 @@ def test_bad_input_is_one_sentence_and_status_2(tmp_path, checkpoint):
 
 
 @pytest.mark.slow
-def test_export_in_lm_evaluation_harness(test_data, tmp_path, monkeypatch):
+def test_export_in_lm_evaluation_harness(test_data, gpt2_files, tmp_path, monkeypatch):
     """The harness scores our export on 100 examples; from its own per-example losses ours follow.
 
     Its style differs from ours in three ways: it puts "activity: " before the context and
@@ -496,7 +495,6 @@ def test_export_in_lm_evaluation_harness(test_data, tmp_path, monkeypatch):
     }.items():
         yaml = yaml.replace(old, new)
     (tmp_path / "task" / "hellaswag.yaml").write_text(yaml)
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(test_data / "tiktoken"))
     monkeypatch.chdir(tmp_path)
     model = noisy_gpt(vocab_size=50257, block_size=1024)
     export(saved(model, tmp_path / "model.pt"), "export")

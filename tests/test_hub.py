@@ -13,16 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from test_fineweb import (
-    BYTES,
-    DATA,
-    call,
-    command,
-    documents,
-    plain_stream,
-    stream_of,
-    write_parquet,
-)
+from test_fineweb import BYTES, call, command, documents, plain_stream, stream_of, write_parquet
 
 from lab.data.shards import TokenShards, read_manifest
 from lab.data.writer import verify
@@ -208,12 +199,9 @@ def bins(tmp_path):
     yield from served(root, None)
 
 
-def test_ready_made_shards(bins, tmp_path):
+def test_ready_made_shards(bins, tmp_path, gpt2_files):
     """Downloaded as they are; --tokens takes as many as are needed, later ones are added."""
-    if not (DATA / "tiktoken").is_dir() and "TIKTOKEN_CACHE_DIR" not in os.environ:
-        pytest.skip("needs GPT-2's tokenizer files: set GPT2_TEST_DATA or TIKTOKEN_CACHE_DIR")
-    env = {"TIKTOKEN_CACHE_DIR": os.environ.get("TIKTOKEN_CACHE_DIR", str(DATA / "tiktoken"))}
-    env |= bins.env
+    env = bins.env
     out, args = tmp_path / "o", ["--dataset", "me/texts", "--out", tmp_path / "o"]
     out.mkdir()
     (out / "web_val_000000.bin").write_bytes(b"somebody's")

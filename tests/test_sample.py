@@ -121,8 +121,7 @@ def written(model, prompt, seed=1, **how):
 
 
 @pytest.mark.parametrize("name", ["bytes", "gpt2"])
-def test_characters_come_whole(name, test_data, monkeypatch):
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(test_data / "tiktoken"))
+def test_characters_come_whole(name, gpt2_files):
     tokenizer, written = get_tokenizer(name), "naïve café — 日本語 🙂👩‍🚀 end"
     text, ids = Text(tokenizer), tokenizer.encode(written)
     pieces = [text.add(token) for token in ids]

@@ -1,8 +1,6 @@
 """Tokenizers: the contract, GPT-2's own ids, and the fast way against the plain one."""
 
-import os
 import random
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -12,17 +10,11 @@ from conftest import ROOT, run_python
 from lab.cli import UserError
 from lab.data.tokenizers import MARK, get_tokenizer, name_of_size, printable
 
-DATA = Path(os.environ.get("GPT2_TEST_DATA", ROOT.parent / "shared" / "data"))
-needs_gpt2 = pytest.mark.skipif(
-    not (DATA / "tiktoken").is_dir() and "TIKTOKEN_CACHE_DIR" not in os.environ,
-    reason="needs GPT-2's tokenizer files: set GPT2_TEST_DATA or TIKTOKEN_CACHE_DIR",
-)
 
-
-@pytest.fixture(params=["bytes", pytest.param("gpt2", marks=needs_gpt2)])
-def tok(request, monkeypatch):
-    if "TIKTOKEN_CACHE_DIR" not in os.environ:
-        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(DATA / "tiktoken"))
+@pytest.fixture(params=["bytes", "gpt2"])
+def tok(request):
+    if request.param == "gpt2":
+        request.getfixturevalue("gpt2_files")
     return get_tokenizer(request.param)
 
 
@@ -74,11 +66,9 @@ def test_fast_way_equals_plain_way(tok):
     assert tok.encode_documents(pa.chunked_array([texts[:7], texts[7:]])).tolist() == plain
 
 
-@needs_gpt2
-def test_fast_way_equals_tiktoken_on_real_text(tok):
-    if not (DATA / "wikitext-2").is_dir() or tok.name != "gpt2":
-        pytest.skip("needs wikitext-2: set GPT2_TEST_DATA")
-    text = (DATA / "wikitext-2" / "valid.txt").read_text()
+def test_fast_way_equals_tiktoken_on_real_text(gpt2_files, test_data):
+    tok = get_tokenizer("gpt2")
+    text = (test_data / "wikitext-2" / "valid.txt").read_text()
     texts = [text, *text.splitlines()]
     plain = [i for text in texts for i in [tok.eot, *tok.encode(text)]]
     assert tok.encode_documents(texts).tolist() == plain

@@ -404,13 +404,12 @@ def test_round_trip_is_bit_equal(tmp_path):
     assert one == two
 
 
-def test_exported_tokenizer_and_pipeline(tmp_path, test_data, monkeypatch):
+def test_exported_tokenizer_and_pipeline(tmp_path, gpt2_files):
     """AutoTokenizer gives GPT-2's ids, from tokenizer.json and from vocab.json with merges.txt."""
     from transformers import AutoTokenizer, pipeline
 
     from lab.data.tokenizers import get_tokenizer
 
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(test_data / "tiktoken"))
     out, text = tmp_path / "out", "Hello,  I'm\n\n\tnaïve 日本語 🙂 x = [22]\r\n"
     export(saved(tiny_gpt(50257, 128, n_embd=16, n_head=2), tmp_path / "model.pt"), out)
     assert {path.name for path in out.iterdir()} == tool.OURS | {"model.safetensors"}
