@@ -7,21 +7,16 @@ predicted peak against torch.cuda.max_memory_allocated.
 Each setting is one JSON line, appended to readme.assets/runs/memory.jsonl.
 """
 
-import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 import torch
+from records import RUNS, append_record, card_name, check_out, one_sentence, origin
+from timing import forget
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # tests import this as bench.memory
-
-from records import RUNS, append_record, card_name, check_out, one_sentence, origin  # noqa: E402
-from timing import forget  # noqa: E402
-
-from lab.cli import UserError, command, parse  # noqa: E402
-from lab.tools.plan import GIB, MOMENTS, Setting, peak, probe, replaced  # noqa: E402
-from train_gpt2 import PRESETS, GPTConfig, TrainConfig  # noqa: E402
+from lab.cli import UserError, command, parse
+from lab.tools.plan import GIB, MOMENTS, Setting, peak, probe, replaced
+from train_gpt2 import PRESETS, GPTConfig, TrainConfig
 
 SHAPES = {  # name: (model, batch_size, seq_len)
     "4x256": (GPTConfig(4, 4, 256), 4, 512),

@@ -20,6 +20,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+sys.path.append(str(ROOT / "bench"))  # after the programs: it has a speedrun.py too
 torch.set_num_threads(1)  # tiny models are fastest on one, and sums come out the same everywhere
 VOCAB = 257  # bytes and end-of-text, which has the last id
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as under nohup: nobody would hear a Ctrl-C

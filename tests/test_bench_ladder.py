@@ -4,24 +4,20 @@ numbers they record."""
 import contextlib
 import dataclasses
 import json
-import sys
 
+import compiled
+import floor
+import kernels
+import ladder
 import pytest
+import rungs
 import torch
 from conftest import ROOT
+from records import append_record, random_shards, read_records
 
-sys.path.insert(0, str(ROOT / "bench"))
-
-import compiled  # noqa: E402
-import floor  # noqa: E402
-import kernels  # noqa: E402
-import ladder  # noqa: E402
-import rungs  # noqa: E402
-from records import append_record, random_shards, read_records  # noqa: E402
-
-from lab.data import build_builtin  # noqa: E402
-from lab.world import World  # noqa: E402
-from train_gpt2 import GPTConfig, HeadLoss, set_up  # noqa: E402
+from lab.data import build_builtin
+from lab.world import World
+from train_gpt2 import GPTConfig, HeadLoss, set_up
 
 FLAGS = "--shapes tiny --device cpu --steps 6 --variants fp32 vocab_50304".split()
 

@@ -4,15 +4,12 @@ import json
 import subprocess
 import sys
 
+import compare
+import laptop
+import parallel
 import pytest
 import torch.distributed as dist
 from conftest import ROOT, clean_env
-
-sys.path.insert(0, str(ROOT / "bench"))
-
-import compare  # noqa: E402
-import laptop  # noqa: E402
-import parallel  # noqa: E402
 
 
 @pytest.mark.slow

@@ -1,15 +1,12 @@
 """bench/figures.py: every figure is made from the records that lie beside them, and can be read."""
 
 import json
-import sys
 
+import figures
 import pytest
 from conftest import ROOT
 from matplotlib.figure import Figure
 from matplotlib.text import Text
-
-sys.path.insert(0, str(ROOT / "bench"))
-import figures  # noqa: E402
 
 
 @pytest.fixture

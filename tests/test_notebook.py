@@ -4,14 +4,11 @@ import ast
 import importlib
 import json
 import re
-import sys
 
 import pytest
 from conftest import ROOT, clean_env, run_python
 
 from lab.tools.inside import Table
-
-sys.path.insert(0, str(ROOT / "bench"))
 
 NOTEBOOK = ROOT / "play.ipynb"
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import ROOT
+from memory import SHAPES, setting_of
 
-from bench.memory import SHAPES, setting_of
 from lab import kernels
 from lab.cli import UserError
 from lab.device import GPUS, Precision, peak_flops

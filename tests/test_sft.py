@@ -1,8 +1,8 @@
 """Tuning on conversations: the preset sft, the set that ships with the project, and its measure."""
 
 import json
-import sys
 
+import chats
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,9 +12,6 @@ from lab import models
 from lab.data import get_tokenizer
 from lab.run import settings
 from train_gpt2 import PRESETS
-
-sys.path.insert(0, str(ROOT / "bench"))
-import chats  # noqa: E402  (bench/chats.py)
 
 SHIPPED = [json.loads(line) for line in open(ROOT / "lab/data/chats.jsonl", encoding="utf-8")]
 

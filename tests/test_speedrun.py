@@ -5,16 +5,11 @@ import importlib.util
 import json
 import math
 import shutil
-import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT, VOCAB, differing_parts, of_kind, read_run, run_python, run_two
-
-sys.path.insert(
-    0, str(ROOT)
-)  # before bench/, which other tests put there: it has a speedrun.py too
 
 import speedrun
 import train_gpt2
@@ -387,10 +382,8 @@ def test_settings_that_cannot_work_are_one_sentence(tmp_path, shards):
 @pytest.fixture(scope="module")
 def bench():
     spec = importlib.util.spec_from_file_location("bench_speedrun", ROOT / "bench" / "speedrun.py")
-    sys.path.append(str(ROOT / "bench"))
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    sys.path.remove(str(ROOT / "bench"))
     return module
 
 
