@@ -128,7 +128,8 @@ def talk(model, tokenizer, cfg, seed, cache):
     how |= dict(generator=generator, cache=cache)
     room = model.config.block_size - min(cfg.max_new_tokens, model.config.block_size // 4)
     if sys.stdin.isatty():
-        print("[a model that no --preset sft has tuned goes on writing, it does not answer]")
+        note = "a model that no --preset sft has tuned goes on writing, it does not answer"
+        print(f"[{note}]", file=sys.stderr)
     for line in prompts(cfg):
         messages.append({"role": "user", "content": line})
         try:
