@@ -63,6 +63,7 @@ class RunConfig:
     log_dir: str = "log"  # runs lie in log_dir/run_name
     run_name: str = ""  # name of the run; made from preset and time when empty
     ckpt_every: int = 1000  # a checkpoint; 0 is only if a signal stops the run
+    async_save: bool = True  # by a thread, of a copy: 12 bytes a weight (GPU: up to 20)
     keep_last: int = 2  # how many checkpoints stay, besides the best
     resume: bool = False  # go on with the newest run (or --run_name NAME) and its settings
     init_from: str = ""  # begin with the weights and shape of a run, a file, gpt2 ... gpt2-xl
