@@ -23,6 +23,7 @@ layers, N = B * T positions.
 
 import contextlib
 import dataclasses
+import datetime
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -560,7 +561,8 @@ def main(argv, presets=PRESETS, description=__doc__, set_up=set_up, program=Run.
     world = World(cfg.device)
     if world.distributed:  # torchrun has started several processes; NCCL carries what is on GPUs
         device_id = world.device if world.device.type == "cuda" else None
-        dist.init_process_group(world.backend, device_id=device_id)
+        timeout = datetime.timedelta(seconds=cfg.timeout)
+        dist.init_process_group(world.backend, timeout=timeout, device_id=device_id)
     model_config, cfg, state = settings.resolve(model_config, cfg, world, presets, program)
     run, stop = set_up(model_config, cfg, world, state), StopSignal(world)
     validation = evals.Validation(run, stop)
