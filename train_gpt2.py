@@ -391,8 +391,7 @@ class Run:
         self.world, self.cfg = world, cfg
         self.step, self.saved, self.best_val = 0, 0, math.inf
         self.folder = Path(cfg.log_dir) / cfg.run_name
-        how = cfg.keep_last, cfg.async_save, world.device
-        self.writer = checkpoints.Writer(self.folder, *how)
+        self.writer = checkpoints.Writer(self.folder, cfg.keep_last, cfg.async_save, world.device)
 
     def update(self):
         """One step. Returns a loss for each micro-step, whose sum, averaged over the processes, is
