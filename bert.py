@@ -23,6 +23,7 @@ Sections: 1 configuration, 2 model, 3 hiding words, 4 what is measured, 5 comman
 are those of train_gpt2.py, and K hidden tokens of a sequence.
 """
 
+import datetime
 import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -367,7 +368,8 @@ def main(argv):
     world = World(cfg.device)
     if world.distributed:
         device_id = world.device if world.device.type == "cuda" else None
-        dist.init_process_group(world.backend, device_id=device_id)
+        timeout = datetime.timedelta(seconds=cfg.timeout)
+        dist.init_process_group(world.backend, timeout=timeout, device_id=device_id)
     model_config, cfg, state = settings.resolve(model_config, cfg, world, PRESETS, BertRun.program)
     run, stop = set_up(model_config, cfg, world, state), StopSignal(world)
     masking = run.loader.transform

@@ -23,6 +23,7 @@ layers, N = B * T positions.
 
 import contextlib
 import dataclasses
+import datetime
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -390,6 +391,7 @@ class Run:
         self.world, self.cfg = world, cfg
         self.step, self.saved, self.best_val = 0, 0, math.inf
         self.folder = Path(cfg.log_dir) / cfg.run_name
+        self.writer = checkpoints.Writer(self.folder, cfg.keep_last, cfg.async_save, world.device)
 
     def update(self):
         """One step. Returns a loss for each micro-step, whose sum, averaged over the processes, is
@@ -459,14 +461,12 @@ class Run:
         self.best_val = state["best_val"]
 
     def save(self):
-        """Write a checkpoint, whole or not at all; none of step 0, and none twice. Returns what the
-        log notes of it."""
+        """Begin a checkpoint, which a thread writes, whole or not at all; none of step 0, and none
+        twice. Returns what the log notes of one that is on disk by now."""
         if self.step == self.saved:
             return None
         self.saved, state = self.step, self.state_dict()
-        if not self.world.is_main:
-            return None
-        return {"path": checkpoints.save(self.folder, self.step, state, self.cfg.keep_last).name}
+        return self.writer.save(self.step, state) if self.world.is_main else None
 
 
 # -------------------------------------------------------------------------------------- 5. the run
@@ -547,6 +547,7 @@ def train(run, events, cfg, world, log, stop):
         stopped = str(signal)
         vitals.read(newest=True, heed=False)  # is the last update fit to be saved?
         log.event("checkpoint", run.step, run.save())
+    log.event("checkpoint", run.step, run.writer.finish())
     log.event("end", run.step, {"reason": stopped or "done"})
     return stopped
 
@@ -559,7 +560,8 @@ def main(argv, presets=PRESETS, description=__doc__, set_up=set_up, program=Run.
     world = World(cfg.device)
     if world.distributed:  # torchrun has started several processes; NCCL carries what is on GPUs
         device_id = world.device if world.device.type == "cuda" else None
-        dist.init_process_group(world.backend, device_id=device_id)
+        timeout = datetime.timedelta(seconds=cfg.timeout)
+        dist.init_process_group(world.backend, timeout=timeout, device_id=device_id)
     model_config, cfg, state = settings.resolve(model_config, cfg, world, presets, program)
     run, stop = set_up(model_config, cfg, world, state), StopSignal(world)
     validation = evals.Validation(run, stop)

@@ -3,7 +3,9 @@ update after 64 x 1024 tokens of each GPU unless --grad_accum_steps says otherwi
 
     torchrun --standalone --nproc_per_node=4 bench/parallel.py --round 1
     torchrun --standalone --nproc_per_node=2 bench/parallel.py --modes alone_one zero1_16bit --eight_bits
+    torchrun --standalone --nproc_per_node=2 bench/parallel.py --modes ddp --steps 250 --save /the/disk
     python bench/parallel.py --table                      # what the file holds; needs no GPU
+    python bench/parallel.py --computed                   # what 64 and 1,024 GPUs would do
 
 {modes}
 
@@ -21,6 +23,7 @@ import json
 import os
 import statistics
 import tempfile
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -37,14 +40,15 @@ from records import (
     origin,
     print_rows,
     random_shards,
+    read_records,
     recorded,
 )
-from timing import forget, peak_gib, time_updates
+from timing import forget, milliseconds, peak_gib, time_updates
 
 from lab.cli import UserError, command, parse
 from lab.run.settings import check
 from lab.world import World
-from train_gpt2 import PRESETS, set_up
+from train_gpt2 import GPT, PRESETS, set_up
 
 MODES = {
     "alone_one": "the first GPU trains by itself, the others idle: the rate of one GPU",
@@ -70,8 +74,11 @@ class Config:
     eight_bits: bool = False  # the products of the head and the MLP in 8 bits
     device: str = "auto"  # cuda or cpu
     data: str = ""  # folder of token shards; random tokens if empty
+    save: str = ""  # folder for two checkpoints after these updates, each with as many after it
+    async_save: bool = True  # as the trainer's
     trace: str = ""  # folder for MODE.kernels.json, the kernels of one step of the first GPU
     table: bool = False  # print the table of --out and end
+    computed: bool = False  # print what many GPUs would do, from ladder.jsonl, and end
     out: str = str(RUNS / "parallel.jsonl")  # file of measurements
 
     def tokens(self):
@@ -100,6 +107,10 @@ def build(mode, args, world, data):
         parallel="zero1" if mode == "zero1_16bit" else "ddp",
         compile=args.compile == "model",
         fp8="all" if args.eight_bits else "off",
+        log_dir=args.save or cfg.log_dir,
+        run_name="bench_parallel",
+        keep_last=1,
+        async_save=args.async_save,
     )
     check(model_config, cfg)
     return set_up(model_config, cfg, world)
@@ -117,10 +128,43 @@ def measure(mode, args, world, data):
         ms, more, state = time_updates(run, args.steps)
         mine = dict(ms=[round(t, 3) for t in ms], losses=losses + more, gpu=state)
         mine["peak_gib"] = peak_gib(world.device)
+        if args.save:
+            mine["saves"] = [save(run, args.steps) for _ in range(2)]
         if args.trace and world.device.type == "cuda" and mode != "alone_one":
             write_extract(run, mode, world, Path(args.trace))
     world.barrier()  # over the CPU: those that idle must not wait in a kernel
     return summary([r for r in world.gather(mine) if r], args)
+
+
+def save(run, steps):
+    """Milliseconds that a checkpoint holds training, those of the updates after it, and for how
+    long the writer is not done even then."""
+    run.folder.mkdir(parents=True, exist_ok=True)
+    run.world.synchronize()
+    moments = [time.perf_counter()]
+    run.save()
+    run.world.synchronize()
+    moments.append(time.perf_counter())
+    after, _, _ = time_updates(run, steps)
+    moments.append(time.perf_counter())
+    run.writer.finish()
+    held, _, rest = milliseconds([*moments, time.perf_counter()], torch.device("cpu"))
+    return dict(
+        held_ms=round(held, 1), after_ms=[round(t, 3) for t in after], rest_ms=round(rest, 1)
+    )
+
+
+def cost_of_saves(record):
+    """In words, of rank 0: the first checkpoint also allocates the host memory that both take."""
+    before = statistics.median(record["rank_step_ms"][0])
+    told = []
+    for each in record["saves"]:
+        slower = sum(each["after_ms"]) - before * len(each["after_ms"])
+        share = (each["held_ms"] + slower) / (before * len(each["after_ms"]))
+        told.append(
+            f"{each['held_ms']:,.0f} ms, and {slower:,.0f} ms in the updates after it ({share:.2%})"
+        )
+    return f"checkpoints hold training for {'; then '.join(told)}"
 
 
 def summary(ranks, args):
@@ -139,6 +183,7 @@ def summary(ranks, args):
         peak_gib=max(r["peak_gib"] or 0 for r in ranks) or None,
         gpus=[r["gpu"] for r in ranks],
         rank_step_ms=[r["ms"] for r in ranks],
+        saves=ranks[0].get("saves"),
     )
 
 
@@ -207,6 +252,61 @@ def print_table(records):
         print_rows(head, rows)
 
 
+# -------------------------------------------------------------------------------- many GPUs, computed
+
+NVLINK, ADAPTER, MEMORY = (
+    450e9,
+    50e9,
+    4.8e12,
+)  # bytes/s of an H200: to others, to other machines, own
+IN_A_MACHINE = 8
+
+
+def noise_scale(loss):
+    """Tokens of a batch above which more of them save few steps (McCandlish et al. 2018), by its fit
+    for language models (Kaplan et al. 2020, equation 1.4)."""
+    return 2e8 / loss ** (1 / 0.21)
+
+
+def many(preset, tok_per_s, gpus, batch, loss=3.0):
+    """(sequences of a GPU, ms of compute, of exchange, of that not hidden behind compute, tokens/s,
+    as many times one GPU, the same of use) for a step of so many tokens, with DDP."""
+    with torch.device("meta"):
+        weights = sum(p.numel() for p in GPT(PRESETS[preset][0]).parameters())
+    sequences = batch // (gpus * PRESETS[preset][1].seq_len)
+    compute = batch / gpus / tok_per_s
+    update = 28 * weights / MEMORY  # AdamW reads four numbers of each weight and writes three
+    # a ring, in which each of a machine's adapters carries a part of what leaves it
+    wire = NVLINK if gpus <= IN_A_MACHINE else min(NVLINK, IN_A_MACHINE * ADAPTER)
+    exchange = 2 * (gpus - 1) / gpus * 4 * weights / wire
+    backward = (
+        2 / 3 * compute * min(1, 64 / sequences) if sequences else 0
+    )  # of the last micro-step
+    late = max(0, exchange - backward)
+    rate = batch / (compute + update + late)
+    # a loss takes 1 + batch / noise_scale as many tokens as with the smallest batch
+    usual, noise = PRESETS[preset][1].total_batch_size, noise_scale(loss)
+    useful = rate / tok_per_s * (1 + usual / noise) / (1 + batch / noise)
+    return sequences, 1e3 * compute, 1e3 * exchange, 1e3 * late, rate, rate / tok_per_s, useful
+
+
+def print_computed():
+    head = "model,GPUs,batch,sequences,compute ms,exchange,late,tokens/s,times one,useful".split(
+        ","
+    )
+    records, rows = read_records(RUNS / "ladder.jsonl"), []
+    for preset in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"):
+        mine = [r for r in records if (r["shape"], r["variant"]) == (preset, "fused_mlp")]
+        tok_per_s = max(r.get("tok_per_s") or 0 for r in mine)
+        for gpus in (64, 1024):
+            for batch in (2**19, 2**21, 2**23):
+                found = many(preset, tok_per_s, gpus, batch)
+                if found[0]:  # else there is less than a sequence for each
+                    texts = "{} {:.1f} {:.1f} {:.1f} {:,.0f} {:,.0f} {:,.0f}".format(*found).split()
+                    rows.append([preset, f"{gpus:,}", f"{batch:,}", *texts])
+    print_rows(head, rows)
+
+
 # ------------------------------------------------------------------------------------ command line
 
 
@@ -217,6 +317,7 @@ def key_of(mode, args, world):
     key |= {name: getattr(args, name) for name in names}
     # older records have no such fields
     key |= dict(eight_bits=args.eight_bits or None, bucket_mb=250 if mode == "ddp" else None)
+    key["async_save"] = args.async_save if args.save else None
     key["grad_accum_steps"] = args.grad_accum_steps if args.grad_accum_steps > 1 else None
     key["env"] = {k: v for k, v in os.environ.items() if k.startswith("NCCL_")}
     return key | dict(torch=str(torch.__version__), device=card_name(world.device))
@@ -226,6 +327,8 @@ def main(argv):
     args = parse(Config, argv, description=__doc__)
     if args.table:
         return print_table(recorded(args.out, "parallel"))
+    if args.computed:
+        return print_computed()
     # NVLink's multicast stays off unless the environment says otherwise: its failure would be all
     # users'
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
@@ -252,6 +355,8 @@ def main(argv):
             if world.is_main:
                 append_record(args.out, key | record | origin())
             world.say(f"{mode}: {record['tok_per_s']:,.0f} tokens/s, loss {record['loss']:.4f}")
+            if args.save:
+                world.say(cost_of_saves(record))
         world.barrier()  # nobody leaves while others read the shards
 
 

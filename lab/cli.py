@@ -53,12 +53,17 @@ def command(main, name=None):
         status = 130
         say(f"{name}: stopped")
     except (MemoryError, RuntimeError) as error:
-        if not out_of_memory(error):
+        if out_of_memory(error):
+            what = "the memory is full; ask for less at a time, such as a smaller --batch_size"
+            status = 2
+        elif lost_another(error):
+            found = str(error).partition("] ")[2].partition(". ")[0]
+            what = f"[rank {rank}] another process has ended, or its machine does not answer ({found}); "
+            what += "it may say why itself; checkpoints stay: start all again, with --resume"
+            status = 1
+        else:
             raise
-        status = 2
-        say(
-            f"{name}: error: the memory is full; ask for less at a time, such as a smaller --batch_size"
-        )
+        say(f"{name}: error: {what}")
     except BrokenPipeError:  # the reader of our output has left, as in --help | head
         status = 1
     for stream in (sys.stdout, sys.stderr):
@@ -75,6 +80,12 @@ def out_of_memory(error):
     """Whether this is what CUDA, Python or torch's CPU allocator raises when memory is full."""
     names = ("MemoryError", "OutOfMemoryError")
     return type(error).__name__ in names or "allocate memory" in str(error).lower()
+
+
+def lost_another(error):
+    """Whether this is what gloo raises where another process has gone, or is silent for too
+    long."""
+    return "gloo/transport" in str(error)
 
 
 def say(text, file=None):

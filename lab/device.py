@@ -95,6 +95,26 @@ class Precision:
             torch.set_float32_matmul_precision("highest" if self.name == "fp32" else "high")
 
 
+class Underway:
+    """Copy of a tensor on its way to the CPU. arrive() waits for what was launched before the copy
+    was, and no longer; item() would wait for all that was launched since, and the device would then
+    have nothing to do while the host launches the next step."""
+
+    def __init__(self, tensor):
+        cuda = tensor.is_cuda
+        self.copy = torch.empty_like(tensor, device="cpu", pin_memory=cuda).copy_(
+            tensor, non_blocking=cuda
+        )
+        self.there = torch.cuda.Event() if cuda else None
+        if self.there:
+            self.there.record()
+
+    def arrive(self):
+        if self.there:
+            self.there.synchronize()
+        return self.copy
+
+
 def why_no_compile(device, model_config):
     """Empty if torch.compile is to be used on this device, else the reason in a few words."""
     if device.type == "mps":

@@ -11,7 +11,6 @@ from lab.cli import UserError, progress
 from lab.data import TokenShards, get_tokenizer, name_of_size
 from lab.data.tokenizers import printable
 from lab.generate import generate
-from lab.run.checkpoints import link_best
 from lab.shading import shade
 
 
@@ -65,7 +64,7 @@ class Validation(Every):
         if run.step and run.step == run.saved and loss < run.best_val:  # of the steps on disk
             run.best_val = loss
             if run.world.is_main:
-                link_best(run.folder, run.step)
+                run.writer.link_best(run.step)
         bits = {"bits_per_byte": loss / math.log(2) / self.bytes} if self.bytes else {}
         return {name: mean for name, mean in means.items() if name != "targets"} | bits
 

@@ -19,11 +19,16 @@ def test_two_processes_have_the_same_losses_in_every_mode(tmp_path):
     words = "-m torch.distributed.run --standalone --nproc_per_node=2".split()
     words += [str(ROOT / "bench/parallel.py"), "--out", str(out)]
     words += "--preset laptop --device cpu --batch_size 4 --steps 4 --warmup 2".split()
-    words += "--compile off --precision fp32".split()
+    words += f"--compile off --precision fp32 --save {tmp_path}".split()
     how = dict(env=clean_env(), capture_output=True, text=True)
     done = subprocess.run([sys.executable, *words], **how)
     assert not done.returncode, done.stderr
-    losses = {r["mode"]: r["losses"] for r in map(json.loads, out.read_text().splitlines())}
+    records = list(map(json.loads, out.read_text().splitlines()))
+    losses = {r["mode"]: r["losses"] for r in records}
+    assert all(len(save["after_ms"]) == 4 for r in records for save in r["saves"])
+    assert done.stdout.count("checkpoints hold training for") == len(records)
+    # the first update, warm-up, and three times those that are timed
+    assert [path.name for path in tmp_path.glob("*/*.pt")] == ["model_000015.pt"]
     assert list(losses) == list(parallel.MODES)
     assert losses["zero1_16bit"] == pytest.approx(losses["ddp"], abs=1e-4)
     # of other tokens, but of the same weights at first
@@ -39,6 +44,27 @@ def test_speed_of_several_gpus():
     # of the slowest, step by step: 120, 110, 120
     assert (found["step_ms"], found["step_ms_min"], found["peak_gib"]) == (120, 110, 2)
     assert found["tok_per_s"] == pytest.approx(2 * 65536 / 0.12) and found["losses"] == [4.0, 1.5]
+
+
+def test_what_many_gpus_would_do_is_worked_out_as_the_page_says():
+    """GPT-2 124M (124,475,904 weights with the padded rows) at 500,000 tokens/s of a GPU."""
+    P = 124_475_904
+    sequences, compute, exchange, late, rate, times, useful = parallel.many(
+        "gpt2", 500_000, 1024, 2**21
+    )
+    assert (sequences, compute) == (2, 1000 * 2048 / 500_000)
+    # ring: twice all but one's part of 4 bytes a weight, over eight adapters of 50 GB/s
+    assert exchange == pytest.approx(1000 * 2 * 1023 / 1024 * 4 * P / 400e9)
+    assert late == 0 < exchange < 2 / 3 * compute
+    assert rate == pytest.approx(2**21 / (2048 / 500_000 + 28 * P / 4.8e12))
+    assert times == pytest.approx(rate / 500_000)
+    noise = 2e8 / 3 ** (1 / 0.21)
+    assert useful == pytest.approx(times * (1 + 2**19 / noise) / (1 + 2**21 / noise))
+    hurried = parallel.many("gpt2", 5_000_000, 1024, 2**21)
+    assert hurried[3] == pytest.approx(exchange - 2 / 3 * compute / 10) and hurried[5] < times
+    assert parallel.many("gpt2", 500_000, 8, 2**19)[2] == pytest.approx(
+        1000 * 7 / 4 * 4 * P / 450e9
+    )
 
 
 def record(mode, tok_per_s, **more):

@@ -1,6 +1,7 @@
 """Several processes over gloo against one: as torchrun starts them, and with torchrun itself."""
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -252,6 +253,26 @@ def test_an_error_of_one_process_ends_all(tmp_path, start_two):
     assert two[1].wait(60) == 2 and two[0].wait(60) != 0
     assert "error: [rank 1] token id 999" in two[1].stderr and "x_train_000001.npy" in two[1].stderr
     assert 6 <= len(read_run(tmp_path / "log" / "r").losses) <= 8
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_process_that_is_gone_or_silent_ends_the_others_with_a_sentence(
+    tmp_path, start_two, run_train, how
+):
+    two = start_two("--max_steps", 100000, "--ckpt_every", 3, "--timeout", 4)
+    wait_for_steps(two[0], tmp_path / "log" / "r", 7)
+    two[1].signal(how)
+    assert two[0].wait(60) == 1 and "Traceback" not in two[0].stderr, two[0].stderr
+    found = (
+        "Timed out waiting 4000ms" if how == signal.SIGSTOP else "Connection (reset|closed) by peer"
+    )
+    said = (
+        rf"error: \[rank 0\] another process has ended, or its machine .*{found}.*with --resume\n"
+    )
+    assert re.search(said, two[0].stderr)
+    two[1].kill()
+    step = max(read_run(tmp_path / "log" / "r").checkpoints)
+    assert step % 3 == 0 and run_train("--resume", "--max_steps", step + 1).returncode == 0
 
 
 def test_a_signal_to_one_process_ends_the_validation_of_all(tmp_path, start_two):

@@ -404,7 +404,7 @@ def test_a_bias_far_below_the_rounding_counts_for_what_it_is():
 
 @on_gpu()
 def test_a_loss_arrives_before_what_was_launched_after_it():
-    from lab.run.vitals import Underway
+    from lab.device import Underway
 
     losses = Underway(torch.full((3,), 2.0, device="cuda"))
     torch.cuda._sleep(10**9)  # about half a second

@@ -5,6 +5,9 @@ import dataclasses
 import json
 import os
 import shutil
+import sys
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +18,7 @@ from conftest import (
     TINY_MODEL,
     VOCAB,
     differing_parts,
+    driver,
     equal_bits,
     of_kind,
     read_run,
@@ -32,6 +36,7 @@ from lab.run.folder import read_config, run_to_resume
 from lab.run.log import Log
 from lab.run.stop import StopSignal
 from lab.run.vitals import Vitals
+from lab.world import World
 from train_gpt2 import GPTConfig, TrainConfig
 
 # made by that commit's trainer, export and shards
@@ -139,9 +144,9 @@ def test_a_checkpoint_is_the_state_before_its_step_is_measured(tmp_path, shards)
         beside.setdefault(event["step"], []).append(event["kind"])
     assert {step: kinds for step, kinds in beside.items() if kinds != ["train"]} == {
         0: ["start", "val", "sample"], 1: ["first_step", "train"], 2: ["train", "val"],
-        4: ["train", "checkpoint", "val", "sample"], 6: ["train", "val"],
-        8: ["train", "checkpoint", "val", "sample"], 10: ["train", "val"],
-        12: ["train", "checkpoint", "val", "sample"], 14: ["train", "checkpoint", "val", "sample", "end"],
+        4: ["train", "val", "sample", "checkpoint"], 6: ["train", "val"],
+        8: ["train", "val", "sample", "checkpoint"], 10: ["train", "val"],
+        12: ["train", "val", "sample", "checkpoint"], 14: ["train", "val", "sample", "checkpoint", "end"],
     }  # fmt: skip
     assert run.val[0] < run.val[2] < run.val[4] < run.val[14], (
         "the best would be another without the rule"
@@ -370,6 +375,99 @@ def test_a_full_disk_is_one_sentence_and_older_checkpoints_stay(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert [p.name for p in tmp_path.iterdir()] == ["model_000001.pt"]
     assert (tmp_path / "model_000001.pt").read_bytes() == before
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_what_a_thread_writes_is_the_state_when_it_was_asked_to(
+    tmp_path, shards, monkeypatch, optimizer
+):
+    """Though updates change the weights in place before it is written."""
+    sizes = dict(total_batch_size=128, batch_size=4, seq_len=16, compile=False)
+    cfg = TrainConfig(data=str(shards), log_dir=str(tmp_path), optimizer=optimizer, **sizes)
+    run = train_gpt2.set_up(GPTConfig(**TINY_MODEL), cfg, World("cpu"))
+    run.update()
+    at_once = checkpoints.save(tmp_path, 9, run.state_dict(), keep_last=9)
+    assert run.cfg.async_save
+    real, updated = checkpoints.save, threading.Event()
+    monkeypatch.setattr(checkpoints, "save", lambda *args: updated.wait(60) and real(*args))
+    assert run.save() is None, "nothing is on disk yet"
+    run.update()
+    updated.set()
+    assert run.writer.finish() == {"step": 1, "path": "model_000001.pt"}
+    wanted, found = read_checkpoint(at_once), read_checkpoint(tmp_path / "model_000001.pt")
+    assert not equal_bits(run.state_dict()["model"], wanted["model"])
+    assert equal_bits(found, wanted) and found["model"]._metadata == wanted["model"]._metadata
+    size = at_once.stat().st_size
+    assert (tmp_path / "model_000001.pt").stat().st_size == pytest.approx(size, abs=500), (
+        "the tied head is written once"
+    )
+
+
+def test_what_was_gathered_from_shares_is_not_copied_again(tmp_path):
+    """A run on GPUs has it on the CPU, where no update writes; but there may be counters of AdamW
+    there, too."""
+    state = {"weights": torch.ones(3), "step": torch.tensor(1.0)}
+    for device, again in (("cuda", {"step"}), ("cpu", {"step", "weights"})):
+        copied, _ = checkpoints.Writer(tmp_path, 1, True, torch.device(device)).copied(state)
+        assert equal_bits(copied, state)
+        assert {name for name in state if copied[name] is not state[name]} == again
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+def test_one_checkpoint_after_the_other_and_the_best_is_linked_when_it_is_there(
+    tmp_path, shards, monkeypatch, async_save
+):
+    real, calls = checkpoints.save, []
+
+    def slow(run_dir, step, *args):
+        calls.append(("begins", step))
+        time.sleep(0.1)
+        path = real(run_dir, step, *args)
+        calls.append(("ends", step))
+        return path
+
+    monkeypatch.setattr(checkpoints, "save", slow)
+    run = train_here(
+        tmp_path, shards, "r", max_steps=5, ckpt_every=1, val_every=1, async_save=async_save
+    )
+    assert calls == [(what, step) for step in range(1, 6) for what in ("begins", "ends")]
+    notes = [(e["step"], e["path"]) for e in of_kind(run, "checkpoint")]
+    assert notes == [(step, f"model_{step:06d}.pt") for step in range(1, 6)]
+    assert run.val[5] == min(run.val.values())
+    assert read_checkpoint(run.dir / "model_best.pt")["step"] == 5
+    assert [run.checkpoints[step]["best_val"] for step in (2, 5)] == [run.val[1], run.val[4]]
+
+
+def test_a_run_that_goes_wrong_still_has_the_checkpoint_that_was_begun(
+    tmp_path, shards, monkeypatch
+):
+    real_save, real_watch = checkpoints.save, Vitals.watch
+    monkeypatch.setattr(checkpoints, "save", lambda *args: time.sleep(1) or real_save(*args))
+    bad = lambda self, losses: real_watch(self, losses / (self.run.step != 3))  # noqa: E731
+    monkeypatch.setattr(Vitals, "watch", bad)
+    with pytest.raises(UserError, match="the loss is inf at step 3"):
+        train_here(tmp_path, shards, "r", max_steps=9, ckpt_every=2)
+    assert list(read_run(tmp_path / "r").checkpoints) == [2]
+
+
+FULL = """import resource
+resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))  # as a disk with so much room"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="sets a limit of Linux and macOS")
+@pytest.mark.parametrize("steps, done", [(9, 6), (3, 3)])
+@pytest.mark.parametrize("flags", [["--async_save"], ["--no_async_save"]])
+def test_a_disk_that_is_full_for_the_thread_ends_the_run(
+    tmp_path, shards, start_training, flags, steps, done
+):
+    """At the next checkpoint, or at the end; at once where no thread writes."""
+    flags = [*flags, "--max_steps", steps, "--ckpt_every", 3]
+    process = start_training(*flags, program=driver(tmp_path, FULL))
+    assert process.wait() == 2 and "Traceback" not in process.stderr, process.stderr
+    assert "model_000003.pt cannot be written" in process.stderr
+    run = read_run(tmp_path / "log" / "r")
+    assert len(run.losses) == (done if flags[0] == "--async_save" else 3)
+    assert not run.checkpoints and not of_kind(run, "checkpoint") and not of_kind(run, "end")
 
 
 def test_a_checkpoint_with_another_byte_or_cut_short_is_refused(tmp_path):

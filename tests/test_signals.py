@@ -103,6 +103,34 @@ def test_a_killed_run_leaves_whole_checkpoints_and_resumes(tmp_path, start_train
     assert resumed.events[: len(run.events)] == run.events, "nothing of the first part is lost"
 
 
+HANGS = """real = os.replace
+def replace(part, path):
+    if "model_000008" in str(path):
+        time.sleep(60)
+    real(part, path)
+
+os.replace = replace"""
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_and_a_kill_leaves_the_one_before(
+    tmp_path, start_training, run_train
+):
+    """Until the next one, which waits: no two are written at once."""
+    process = start_training("--ckpt_every", 4, program=driver(tmp_path, HANGS))
+    wait_for_steps(process, tmp_path / "log" / "r", 12)
+    time.sleep(0.5)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    run = read_run(tmp_path / "log" / "r")
+    assert list(run.checkpoints) == [4] and len(run.losses) == 12
+    assert [e["path"] for e in of_kind(run, "checkpoint")] == ["model_000004.pt"]
+    assert (run.dir / "model_000008.part").exists()
+    assert run_train("--resume", "--max_steps", 12).returncode == 0
+    again = read_run(run.dir)
+    assert sorted(again.checkpoints) == [8, 12] and again.losses[12:] == run.losses[4:]
+    assert not list(run.dir.glob("*.part"))
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="takes a terminal away as Linux does")
 def test_a_closed_terminal_ends_a_run_saved(tmp_path, start_training):
     """As when ssh breaks off, with the bar of a terminal. SIGHUP comes from it, and from the shell

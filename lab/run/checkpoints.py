@@ -2,16 +2,19 @@
 their names."""
 
 import contextlib
+import copy
 import os
 import pickle
 import re
 import shutil
 import zipfile
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import torch
 
 from lab.cli import UserError, progress
+from lab.device import Underway
 from lab.files import reading, writing
 
 
@@ -69,6 +72,63 @@ def link_best(run_dir, step):
         except OSError:  # a file system without links
             shutil.copyfile(path, copy)
         os.replace(copy, path.with_name("model_best.pt"))
+
+
+class Writer:
+    """Writes the checkpoints of a run, one after the other. In the background, a thread writes a
+    copy of the state: training waits for the copy alone. What went wrong is raised at the next save
+    or at finish()."""
+
+    def __init__(self, run_dir, keep_last, background, device):
+        self.run_dir, self.keep_last = run_dir, keep_last
+        self.background, self.device = background, device
+        self.thread, self.jobs = ThreadPoolExecutor(1), []
+
+    def save(self, step, state):
+        """Begin the checkpoint of this step when the one before is on disk. Returns as finish
+        does."""
+        noted = self.finish()
+        state, copies = self.copied(state) if self.background else (state, [])
+        self.jobs.append(self.thread.submit(self.write, step, state, copies))
+        return noted if self.background else self.finish()
+
+    def link_best(self, step):
+        """Link the checkpoint of this step as the best, once it is on disk."""
+        self.jobs.append(self.thread.submit(link_best, self.run_dir, step))
+        if not self.background:
+            self.finish()
+
+    def finish(self):
+        """Wait until all is on disk. Returns what the log notes of a checkpoint that came there since
+        this was last asked, or None."""
+        wait(self.jobs)
+        done, self.jobs = self.jobs, []
+        return next(filter(None, [job.result() for job in done]), None)
+
+    def write(self, step, state, copies):
+        for each in copies:
+            each.arrive()
+        return {"step": step, "path": save(self.run_dir, step, state, self.keep_last).name}
+
+    def copied(self, state):
+        """The state in host memory that no update writes to, and its tensors as Underway. The
+        copies of one tensor with two names, such as the tied head, are one, too."""
+        copies = {}
+
+        def copied(value):
+            if torch.is_tensor(value):
+                if self.device.type == "cuda" and not value.is_cuda and value.dim():
+                    return value  # no update writes here: it was gathered from all processes
+                place = value.data_ptr(), value.shape
+                copies[place] = copies.get(place) or Underway(value)
+                return copies[place].copy
+            if isinstance(value, dict):
+                twin = copy.copy(value)  # and what torch notes beside the items of a state dict
+                twin.update({name: copied(each) for name, each in value.items()})
+                return twin
+            return [copied(each) for each in value] if isinstance(value, list) else value
+
+        return copied(state), copies.values()
 
 
 class Inert:

@@ -30,6 +30,7 @@ def opened(run):
                 busy += "(its processes may outlive a torchrun that was killed)"
                 at_end.enter_context(only_writer(run.folder, busy))
                 note_settings(run)
+                at_end.callback(run.writer.finish)  # also where an error ends the run
             except UserError as error:
                 problem = error
         problem = run.world.broadcast(problem)

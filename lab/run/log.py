@@ -69,7 +69,8 @@ class Log:
         record = {"kind": kind, "step": step, "time": round(time.time(), 3)} | values
         with writing(self.folder / "log.jsonl"):
             self.file.write(json.dumps(record) + "\n")
-        numbers = {f"{kind}/{k}": v for k, v in values.items() if type(v) in (int, float)}
+        shown = {k: v for k, v in values.items() if type(v) in (int, float) and k != "step"}
+        numbers = {f"{kind}/{k}": v for k, v in shown.items()}
         for name, value in numbers.items():
             self.tensorboard.add_scalar(name, value, step)
         if self.wandb:

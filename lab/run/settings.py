@@ -20,7 +20,7 @@ from lab.run.checkpoints import newest_checkpoint, read_newest, step_of
 from lab.run.folder import is_finished, read_config, run_to_resume
 
 SIZES = "n_layer n_head n_embd block_size vocab_multiple total_batch_size seq_len max_steps"
-AT_LEAST_1 = (*SIZES.split(), "log_every", "keep_last")
+AT_LEAST_1 = (*SIZES.split(), "log_every", "keep_last", "timeout")
 MINUS_1 = ("warmup_steps", "decay_steps")  # -1: a share of max_steps
 
 PLAIN = dict(attention="math", bf16_residual=False, compile=False, kernels="plain")
@@ -45,6 +45,7 @@ class RunConfig:
     verify_data: bool = False  # hash every shard again before training
     # place and speed
     device: str = "auto"  # cuda, mps or cpu
+    timeout: int = 600  # seconds until another process that does not answer is taken for lost
     seed: int = 1337  # of the weights, the shuffling and the samples
     speed: Literal[tuple(SPEEDS)] = "recommended"  # baseline, bf16: all plain; full: 8 bits too
     # watching; every interval is in steps
@@ -63,6 +64,7 @@ class RunConfig:
     log_dir: str = "log"  # runs lie in log_dir/run_name
     run_name: str = ""  # name of the run; made from preset and time when empty
     ckpt_every: int = 1000  # a checkpoint; 0 is only if a signal stops the run
+    async_save: bool = True  # by a thread, of a copy: 12 bytes a weight (GPU: up to 20)
     keep_last: int = 2  # how many checkpoints stay, besides the best
     resume: bool = False  # go on with the newest run (or --run_name NAME) and its settings
     init_from: str = ""  # begin with the weights and shape of a run, a file, gpt2 ... gpt2-xl

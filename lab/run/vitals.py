@@ -7,30 +7,11 @@ from collections import deque
 import torch
 
 from lab.cli import RunError
+from lab.device import Underway
 from lab.run.spikes import Spikes
 from lab.run.stop import Stopped
 
 LOWER = "try a lower --lr (Muon: and --muon_lr)"
-
-
-class Underway:
-    """Copy of a tensor on its way to the CPU. arrive() waits for what was launched before the copy
-    was, and no longer; item() would wait for all that was launched since, and the device would then
-    have nothing to do while the host launches the next step."""
-
-    def __init__(self, tensor):
-        cuda = tensor.is_cuda
-        self.copy = torch.empty_like(tensor, device="cpu", pin_memory=cuda).copy_(
-            tensor, non_blocking=cuda
-        )
-        self.there = torch.cuda.Event() if cuda else None
-        if self.there:
-            self.there.record()
-
-    def arrive(self):
-        if self.there:
-            self.there.synchronize()
-        return self.copy
 
 
 class Vitals:
