@@ -73,12 +73,15 @@ def build(name, settings, shape, state, source):
 
 
 def load_exactly(model, state, source):
-    """A state dict of a program of ours, whose names are the model's. Raises UserError."""
+    """A state dict of a program of ours, whose names are the model's. Raises UserError where it does
+    not fit or is not finite."""
     try:
         model.load_state_dict(state)
     except RuntimeError as error:
         what = " ".join(str(error).split())[:200]
         raise UserError(f"{source} does not fit the model of its program: {what}") from error
+    for name, p in model.named_parameters():
+        weights.check_finite(p, name, source)
 
 
 def shape_of(source, log_dir="log"):

@@ -10,6 +10,7 @@ import torch
 
 from lab import bert_weights
 from lab.cli import UserError
+from lab.data.shards import sha256_of
 from lab.files import first_line, read_json, reading
 from lab.run.checkpoints import read_checkpoint
 
@@ -26,6 +27,7 @@ WANTED = {  # what a config.json must say, first what it is where nothing is sai
     "model_type": ["gpt2"],
 }
 WTE, WPE, HEAD = "transformer.wte.weight", "transformer.wpe.weight", "lm_head.weight"
+SUMS = "model.sha256"  # in an export: safetensors have no checksum of their own
 WSE = "transformer.wse.weight"  # of segments, which BERT has and GPT-2 has not
 
 
@@ -62,15 +64,22 @@ def read_hugging_face(source):
             f"{source} is neither a run with a checkpoint nor a Hugging Face model's folder; "
             "`ls log` shows the runs there are"
         )
-    config = read_json(folder / "config.json", "export or download that folder again")
+    way_out = "export or download that folder again"
+    config = read_json(folder / "config.json", way_out)
     is_bert = config.get("model_type") == "bert"
-    wanted = WANTED | {"n_inner": [None, 4 * config.get("n_embd", 768)]}
-    if is_bert:
-        hidden = {"intermediate_size": [4 * config.get("hidden_size", 768)]}
-        wanted = bert_weights.WANTED | hidden
+    with reading(folder / "config.json", "file", way_out):
+        wanted = WANTED | {"n_inner": [None, 4 * config.get("n_embd", 768)]}
+        if is_bert:
+            hidden = {"intermediate_size": [4 * config.get("hidden_size", 768)]}
+            wanted = bert_weights.WANTED | hidden
     check_config(source, config, wanted)
-    state = {}
+    state, sums = {}, read_sums(folder)
     for file in folder.glob("model*.safetensors"):  # large models come in several
+        if file.name in sums and sha256_of(file) != sums[file.name]:
+            raise UserError(
+                f"weights file {file} is another than {SUMS} beside it says; export it again, or "
+                f"delete {SUMS} if it was meant to change"
+            )
         with reading(file, "weights file", "download or export it again"):
             state |= load_file(file)
     if not state and (folder / "pytorch_model.bin").exists():  # the older format
@@ -87,13 +96,24 @@ def read_hugging_face(source):
     return with_shape(state, config, source)
 
 
+def read_sums(folder):
+    """{file: its SHA-256} as an export notes it, for `sha256sum -c` too; of others nothing is
+    known."""
+    path = folder / SUMS
+    if not path.exists():
+        return {}
+    with reading(path, "file", "export that folder again"):
+        return {line[66:]: line[:64] for line in path.read_text().splitlines()}
+
+
 def download(name):
     """The folder with a model of the hub, which is asked once."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
+    patterns = ["config.json", "model*.safetensors", SUMS]
     try:
-        return Path(snapshot_download(name, allow_patterns=["config.json", "model*.safetensors"]))
+        return Path(snapshot_download(name, allow_patterns=patterns))
     except (HFValidationError, OSError) as error:
         raise UserError(
             f"{name!r} is no file or folder here, and cannot be fetched from the hub "
@@ -125,7 +145,12 @@ def with_shape(state, config, source):
     if wte is None or wpe is None or wte.dim() != 2 or wpe.dim() != 2:
         raise UserError(f"{source} holds no {WTE} and {WPE}, matrices both; it is not a GPT-2")
     rows, n_embd = wte.shape
-    n_head = config.get("n_head") or max(1, n_embd // 64)
+    n_head, vocab_size = config.get("n_head") or max(1, n_embd // 64), config.get("vocab_size")
+    sizes = n_embd, n_head, rows, rows if vocab_size is None else vocab_size
+    if not all(type(n) is int and n > 0 for n in sizes):
+        raise UserError(
+            f"{source}: n_head={n_head} and vocab_size={vocab_size} must be whole numbers above 0"
+        )
     if n_embd % n_head:
         raise UserError(f"{source}: n_head={n_head} does not divide n_embd={n_embd}")
     shape = {
@@ -134,7 +159,7 @@ def with_shape(state, config, source):
         "n_embd": n_embd,
         "block_size": wpe.size(0),
         # who says 50304 means GPT-2's vocabulary with the pad rows in it
-        "vocab_size": 50257 if rows == 50304 else min(rows, config.get("vocab_size") or rows),
+        "vocab_size": 50257 if rows == 50304 else min(rows, sizes[3]),
     }
     if WSE in tensors:
         shape["segments"] = tensors[WSE].size(0)
@@ -169,6 +194,10 @@ def copy_into(model, state, source):
         if value.shape != p.shape:
             shapes = f"{tuple(value.shape)}, the model wants {tuple(p.shape)}"
             raise UserError(f"{source}: {name} has shape {shapes}")
-        if not value.isfinite().all():
-            raise UserError(f"{source}: {name} holds numbers that are not finite; take another")
+        check_finite(value, name, source)
         p.copy_(value)
+
+
+def check_finite(value, name, source):
+    if not value.isfinite().all():
+        raise UserError(f"{source}: {name} holds numbers that are not finite; take another")

@@ -340,6 +340,8 @@ FOLDERS = {  # what is said of a folder that transformers has saved: what was do
     "activation_function=gelu": config_with(activation_function="gelu"),
     "model_type=llama": config_with(model_type="llama"),
     "n_head=7 does not divide": config_with(n_head=7),
+    "n_head=[1] and vocab_size=": config_with(n_head=[1]),
+    "config.json is damaged": config_with(n_embd={}),
     "model.safetensors is damaged": lambda f: os.truncate(f / "model.safetensors", 5000),
     "has no model.safetensors": lambda f: (f / "model.safetensors").unlink(),
     "neither a run with a checkpoint nor": lambda f: (f / "config.json").unlink(),
@@ -389,7 +391,8 @@ def test_round_trip_is_bit_equal(tmp_path):
     ours = tiny_gpt(257, 128)
     export(saved(ours, tmp_path / "model.pt"), tmp_path / "out")
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert names == {"config.json", "generation_config.json", "model.safetensors"}  # no tokenizer
+    wanted = {"config.json", "generation_config.json", "model.safetensors", "model.sha256"}
+    assert names == wanted, "and no tokenizer"
     tensors = load_file(tmp_path / "out/model.safetensors")
     assert tensors["transformer.wte.weight"].shape == (257, 32) and "lm_head.weight" not in tensors
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
@@ -439,6 +442,31 @@ def test_export_is_whole_or_not_at_all(tmp_path, monkeypatch):
             export(source, tmp_path / out)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model.pt", "out", "small.pt"]
     assert (tmp_path / "out/model.safetensors").read_bytes() == before
+
+
+def test_an_export_with_another_bit_is_refused(tmp_path):
+    """safetensors has no checksum."""
+    export(saved(tiny_gpt(), tmp_path / "model.pt"), tmp_path / "out")
+    path = tmp_path / "out/model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1000] ^= 4
+    path.write_bytes(data)
+    with pytest.raises(UserError, match="model.safetensors is another than model.sha256 beside it"):
+        models.load(str(tmp_path / "out"))
+    (tmp_path / "out/model.sha256").unlink()
+    models.load(str(tmp_path / "out"))
+
+
+def test_what_a_killed_export_left_goes_with_the_next(tmp_path):
+    source = saved(tiny_gpt(), tmp_path / "model.pt")
+    code = f"import os, sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom pathlib import Path\n"
+    code += (
+        "from lab.tools.export import export\nPath.rename = lambda *_: os.kill(os.getpid(), 9)\n"
+    )
+    killed = run_python("-c", f"{code}export({source!r}, Path('out'))", cwd=tmp_path)
+    assert killed.returncode == -9 and (tmp_path / ".out.part/model/model.safetensors").exists()
+    export(source, tmp_path / "out")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model.pt", "out"]
 
 
 def test_export_replaces_exports_alone(tmp_path, monkeypatch):

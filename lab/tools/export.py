@@ -2,7 +2,6 @@
 
 import shutil
 import sys
-import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -11,8 +10,9 @@ from tyro.conf import Positional, arg
 
 from lab import bert_weights, models
 from lab.cli import UserError, parse
-from lab.files import read_json, writing
-from lab.weights import HEAD, TRANSPOSED, WTE
+from lab.data.shards import sha256_of
+from lab.files import only_writer, read_json, writing
+from lab.weights import HEAD, SUMS, TRANSPOSED, WTE
 
 TOKENIZER = {"vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json"}
 OURS = {"config.json", "generation_config.json"} | TOKENIZER
@@ -42,11 +42,16 @@ def export(
         raise UserError(f"{source} is no GPT-2: transformers has no model that computes this one")
     vocab_size = model.config.vocab_size
     beside_it = Path(source).parent / "tokenizer.json"  # a run of bert.py has one
+    # Nothing is touched before all of it is written. What a killed export leaves has a name that
+    # the next one to the same place looks for.
+    work = out.absolute().with_name(f".{out.absolute().name}.part")
     with writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
-        # nothing is touched before all of it is written
-        with tempfile.TemporaryDirectory(prefix=".export", dir=out.parent) as folder:
-            part = Path(folder, "part")
+    refusal = f"another export is writing {out}; wait for its end, or choose another --out"
+    with only_writer(work, refusal), writing(out):
+        try:
+            part = work / "model"
+            shutil.rmtree(part, ignore_errors=True)
             part.mkdir()
             if not sys.stderr.isatty():
                 logging.disable_progress_bar()  # which counts files
@@ -55,11 +60,15 @@ def export(
                 write_word_piece(part, beside_it, model.config.block_size)
             elif vocab_size == 50257:
                 write_tokenizer(part, model.config.block_size)
+            files = sorted(part.glob("model*.safetensors"))
+            (part / SUMS).write_text("".join(f"{sha256_of(f)}  {f.name}\n" for f in files))
             for file in part.iterdir():
                 file.chmod(0o644)  # some are made for us alone
             if out.exists():
                 shutil.rmtree(out)
             part.rename(out)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
     print(f"{out}: {', '.join(sorted(p.name for p in out.iterdir()))}, from {source}")
     if beside_it.exists():
         print(f'in transformers: pipeline("fill-mask", "{out}")("the [MASK] of a list")')
