@@ -12,6 +12,7 @@ import numpy as np
 from lab.cli import UserError
 
 SYSTEM = {  # what the system says is no sign of damage
+    errno.ENOENT: "its folder has gone; put it back",
     errno.ENOSPC: "the disk is full; make room",
     errno.EDQUOT: "your share of the disk is used up; make room",
     errno.EACCES: "you have no permission; change it",
@@ -23,12 +24,16 @@ SYSTEM = {  # what the system says is no sign of damage
 }
 
 
+class Damaged(UserError):
+    """A file that is there and may be read, and is not what it should be."""
+
+
 @contextlib.contextmanager
 def reading(path, what, way_out):
     """Whatever a parser raises in the body becomes a UserError that names the file.
 
-    what: the kind of file; way_out: what to do about a damaged one. That the file is missing, may
-    not be read or the like is told apart from damage.
+    what: the kind of file; way_out: what to do about a damaged one, for which Damaged is raised.
+    That the file is missing, may not be read or the like is told apart from it.
     """
     try:
         yield
@@ -41,7 +46,7 @@ def reading(path, what, way_out):
             raise UserError(f"{what} {path} cannot be read: {SYSTEM[error.errno]}") from error
         if isinstance(error, MemoryError):
             raise
-        raise UserError(
+        raise Damaged(
             f"{what} {path} is damaged or no such file ({first_line(error)}); {way_out}"
         ) from error
 
@@ -64,17 +69,28 @@ def first_line(error):
     return (str(error).strip() or type(error).__name__).splitlines()[0][:120]
 
 
+def loads(text):
+    """json.loads, but that whole numbers of more than 18 digits, which no file of ours has, are
+    floats: they fit no other type."""
+    return json.loads(text, parse_int=lambda digits: (int if len(digits) < 19 else float)(digits))
+
+
 def read_json(path, way_out="mend it, or make anew what it is about", **types):
     """The dict in a JSON file, which has these keys with values of these types (a type or a tuple
     of them)."""
     with reading(path, "file", way_out):
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-        if not isinstance(found, dict):
-            raise TypeError(f"it holds a {type(found).__name__}, wanted is an object")
-        for key, kind in types.items():
-            if not isinstance(found.get(key), kind):
-                raise TypeError(f"{key} is {json.dumps(found.get(key))[:40]}")
+        found = loads(Path(path).read_text(encoding="utf-8"))
+        check_keys(found, **types)
     return found
+
+
+def check_keys(found, **types):
+    """Raise TypeError where `found`, from a JSON file, is no dict with values of these types."""
+    if not isinstance(found, dict):
+        raise TypeError(f"it holds a {type(found).__name__}, wanted is an object")
+    for key, kind in types.items():
+        if not isinstance(found.get(key), kind):
+            raise TypeError(f"{key} is {json.dumps(found.get(key))[:40]}")
 
 
 def read_array(path, dtype, way_out="delete it and make it again"):

@@ -31,10 +31,11 @@ from lab.files import (
         ("[1]", "holds a list, wanted is an object"),
         ("{}", "number is null"),
         ('{"number": "three"}', 'number is "three"'),
+        ('{"number": 1' + "0" * 400 + "}", "number is Infinity"),
         ("[" * 100_000, "is damaged or no such file"),
         ("\udcff", "is damaged or no such file"),
     ],
-    ids=["empty", "cut", "list", "missing", "type", "deep", "bytes"],
+    ids=["empty", "cut", "list", "missing", "type", "huge", "deep", "bytes"],
 )
 def test_json_that_is_wrong_is_named(tmp_path, text, said):
     path = tmp_path / "notes.json"
@@ -67,7 +68,7 @@ def test_arrays_are_one_row_of_their_type_and_nothing_is_unpickled(tmp_path):
         (errno.ENOSPC, "the disk is full"),
         (errno.EMFILE, "too many files are open"),
         (errno.EROFS, "read-only"),
-        (errno.ENOENT, "there is no file|way out"),
+        (errno.ENOENT, "there is no file|its folder has gone; put it back"),
     ],
 )
 def test_the_system_refusing_is_told_apart_from_damage(number, said):

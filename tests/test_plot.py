@@ -107,6 +107,29 @@ def test_lines_cut_by_a_kill(tmp_path):
     assert records.column(log, "start", "unigram") == ([0, 10], [3.348, 1.5])
 
 
+def test_fields_that_no_run_writes_are_left_out(tmp_path):
+    wrong = [dict(loss="x"), dict(loss=10**400), dict(time=10**300), dict(time="x"), dict(kind=3)]
+    wrong += [
+        dict(step="5"),
+        dict(step=-1),
+        dict(step=2**60),
+        dict(lr=[1]),
+        dict(tokens={}),
+        dict(shaded=[1, 2]),
+    ]
+    records_ = [val(10, 3.0) | fields for fields in wrong]
+    folder = write_log(
+        tmp_path, [start() | dict(device=5, num_params="x"), *records_, val(20, 2.0)]
+    )
+    log = records.read_log(folder)
+    assert (
+        records.column(log, "val", "loss") == ([10, 20], [3.0, 2.0])
+        and "device" not in log["start"][0]
+    )
+    assert "shaded" not in log["val"][0] and all(row.get("time", 0) < 2**35 for row in log["val"])
+    plot.draw([folder], tmp_path / "it.png")
+
+
 def test_how_a_run_ended(tmp_path):
     end = dict(kind="end", step=400, time=5.0, reason="SIGTERM")
     for more, reason in (([], None), ([end], "SIGTERM"), ([end, start(400, time=9.0)], None)):

@@ -4,13 +4,15 @@ Plots, the report, bench and the notebook read a log through this file alone. It
 """
 
 import bisect
-import json
+import contextlib
 import math
 from pathlib import Path
 
 from lab.cli import UserError
-from lab.files import reading
+from lab.files import loads, reading
 
+TYPES = dict.fromkeys(("kind", "device", "precision", "torch", "reason", "path"), str)  # of fields
+TYPES |= dict.fromkeys(("texts", "words", "passed_over"), list)  # all others are numbers
 HINT = "name a run folder: `ls log` shows those there are"
 
 
@@ -55,9 +57,9 @@ def read_log(run):
     found = {}  # (kind, step) -> record
     for line in lines:
         try:  # the record after a cut one stands on the same line
-            record = json.loads(line[max(0, line.rfind('{"kind"')) :])
-            kind, step = str(record["kind"]), int(record["step"])
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            record = checked(loads(line[max(0, line.rfind('{"kind"')) :]))
+            kind, step = record["kind"], record["step"]
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             continue
         if kind == "start":
             found = {key: r for key, r in found.items() if key[1] <= step}
@@ -70,6 +72,30 @@ def read_log(run):
             f"{path} holds no measurement; wait for the run's first one, or name another log"
         )
     return log
+
+
+def checked(record):
+    """A record without the fields that lab.run.log would not have written."""
+    right = {
+        k: v
+        for k, v in record.items()
+        if k != "shaded" and isinstance(v, TYPES.get(k, (int, float)))
+    }
+    if not 0 <= right["step"] < 2**53 or type(right["step"]) is not int:
+        raise ValueError("no step")
+    if not 0 <= right.get("time", 0) < 2**35:  # in seconds: no calendar has others
+        del right["time"]
+    with contextlib.suppress(
+        ValueError, KeyError, TypeError
+    ):  # where it is not what shading.shade gives
+        prompt, tokens = record["shaded"]
+        tokens = [
+            {"text": str(t["text"]), "name": str(t["name"]), "p": float(t["p"])}
+            | {"likeliest": [(i, str(name), float(p)) for i, name, p in t["likeliest"]]}
+            for t in tokens
+        ]
+        right["shaded"] = [str(prompt), tokens]
+    return right
 
 
 def ended(log):

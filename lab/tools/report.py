@@ -122,8 +122,11 @@ class Figures(dict):
         self.add("lr", self.each("train", "lr", "learning rate"))
         norms = self.each("train", "grad_norm", "gradient norm", smooth=True)
         highest = max((v for curve in norms for v in curve["y"]), default=0)
-        clips = {run.train.get("grad_clip") for run in runs} - {None, 0}
-        near = {f"clipped at {clip:g}": clip for clip in clips if highest > 0.5 * clip}
+        clips = [run.train.get("grad_clip") for run in runs]
+        clips = [
+            clip for clip in clips if isinstance(clip, (int, float)) and 0 < clip < 2 * highest
+        ]
+        near = {f"clipped at {clip:g}": clip for clip in clips}
         self.add("grad_norm", norms, near)
         self.add("tok_per_s", self.each("train", "tok_per_s", "speed"))
 
