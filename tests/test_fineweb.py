@@ -4,6 +4,7 @@ wrong.
 Real commands, real kill -9. Downloads are in test_hub.py, conversations in test_chat.py.
 """
 
+import base64
 import contextlib
 import gzip
 import hashlib
@@ -342,6 +343,10 @@ def test_ctrl_c_is_no_traceback(tmp_path):
 LINES = b'{"text": "good"}\n' * 500
 NOISE = b"".join(b'{"text": "%s"}\n' % os.urandom(50).hex().encode() for _ in range(500))
 GZIP = gzip.compress(NOISE)
+ZSTD = base64.b64decode(  # two lines, in one block that is not packed, and the checksum that `zstd` adds
+    "KLUv/QRYwQIAeyJ0ZXh0IjogIms5WnE3WHcyTG00VnQ4UmIxWWM2TnAzSGQ1SnMwR2YifQp7InRleHQiOiAiYUIzZEU1Z0g3aks5"
+    "bU4xcFE0c1Q2dlc4eVoweEMydSJ9CjfYaT8="
+)
 ASKED = b'{"messages": [{"role": "user", "content": "x"}]}\n'
 BAD = {  # the file, its content, more arguments, what the sentence must hold
     "no such file": ("", b"", "--source nowhere", "nowhere does not exist"),
@@ -353,6 +358,7 @@ BAD = {  # the file, its content, more arguments, what the sentence must hold
     "a list": ("a.json", b'[{"text": "x"}]', "", r"line 1: a JSON list"),
     "text not UTF-8": ("a.txt", b"one\ntwo\ncaf\xe9\n", "", r"a\.txt, .* is damaged .*utf-8"),
     "cut gzip": ("a.jsonl.gz", GZIP[: len(GZIP) // 2], "", r"a\.jsonl\.gz is damaged"),
+    "another bit in zst": ("a.jsonl.zst", ZSTD.replace(b"k9Zq", b"k9Zp"), "", r"zst is damaged"),
     "unknown ending": ("a.docx", b"x", "", r"nothing to read.*\*\.jsonl"),
     "empty file": ("a.jsonl", b'{"text": " "}\n', "", "no text"),
     "no number": ("a.jsonl", LINES, "--tokens many", r"--tokens many.*500M"),
@@ -378,6 +384,31 @@ def test_bad_input_is_one_sentence(case, tmp_path, monkeypatch):
     if name and Path("o").exists():  # what failed binds nobody
         Path("b.jsonl").write_bytes(LINES)
         make("--source", "b.jsonl", "--out", "o")
+
+
+WRONG = [  # what was done to a manifest
+    lambda m: m.update(vocab_size=0),
+    lambda m: m.update(source=3),
+    lambda m: m.pop("val_tokens"),
+    lambda m: m["shards"].append(1),
+    lambda m: m["shards"][0].pop("split"),
+    lambda m: m["shards"][0].pop("sha256"),
+    lambda m: m["shards"][0].update(name={}),
+    lambda m: m["shards"][0].update(mask=[]),
+    lambda m: m["shards"][1].update(tokens=None),
+    lambda m: m["shards"][1].update(end=[0, "1", 2]),
+]
+
+
+def test_a_manifest_of_wrong_structure_is_named(corpus, tmp_path):
+    folder, _, args = corpus
+    shutil.copytree(folder / "out", tmp_path / "out")
+    for wrong in WRONG:
+        manifest = read_manifest(folder / "out")
+        wrong(manifest)
+        (tmp_path / "out" / "manifest.json").write_text(json.dumps(manifest))
+        with pytest.raises(UserError, match="manifest.json is damaged"):
+            make(*args, "--out", tmp_path / "out")
 
 
 def test_bad_parquet(tmp_path):

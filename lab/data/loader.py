@@ -179,6 +179,8 @@ class TokenLoader:
         Of data that has grown, another number of sequences would be shuffled: some would come
         twice, some never. Raises UserError for fewer tokens, and for others.
         """
+        if any(type(state[name]) is not int or state[name] < 0 for name in self.state_dict()):
+            raise TypeError(f"the loader's state is {str(state)[:80]}")
         folder, tokens = self.shards.paths[0].parent, state["tokens"]
         if tokens > len(self.shards) or state["begin"] != self.fingerprint(tokens):
             raise UserError(

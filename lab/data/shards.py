@@ -12,8 +12,11 @@ from pathlib import Path
 import numpy as np
 
 from lab.cli import UserError, progress
-from lab.files import read_array, read_json, reading
+from lab.files import check_keys, read_array, read_json, reading
 
+# what manifest.json says, if not made by hand, beside its shards
+MANIFEST = dict.fromkeys(("vocab_size", "eot", "shard_tokens", "val_tokens"), int)
+MANIFEST |= dict(complete=bool, data=str, tokenizer=str, source=dict)
 AGAIN = "put the right one back, or delete its folder and make the data again"
 
 
@@ -61,7 +64,18 @@ def open_shard(path, dtype="<u2"):
 def read_manifest(folder):
     """What manifest.json in `folder` says, or None where there is none."""
     path = Path(folder) / "manifest.json"
-    return read_json(path, AGAIN, shards=list) if path.exists() else None
+    if not path.exists():
+        return None
+    manifest = read_json(path, AGAIN, shards=list)
+    with reading(path, "file", AGAIN):
+        check_keys(manifest, **{key: MANIFEST[key] for key in MANIFEST.keys() & manifest.keys()})
+        if not 0 < manifest.get("vocab_size", 1) <= 2**16:
+            raise ValueError(f"vocab_size is {manifest['vocab_size']}")
+        for entry in manifest["shards"]:
+            check_keys(entry, split=str)
+            for file in (entry, *([entry["mask"]] if "mask" in entry else [])):
+                check_keys(file, name=str, bytes=int, sha256=str)
+    return manifest
 
 
 def files_of(manifest, *splits):

@@ -14,6 +14,7 @@ from typing import Literal
 
 from lab.cli import UserError, parse
 from lab.data import build_builtin, build_chats, name_of_size
+from lab.data.shards import read_manifest
 from lab.files import read_json
 from lab.models import PROGRAMS, same_shape, shape_of
 from lab.run.checkpoints import newest_checkpoint, read_newest, step_of
@@ -238,14 +239,14 @@ def settle(model_config, cfg, presets, program):
 
 def vocab_size(model_config, cfg, presets):
     """As asked for; else that of the resumed run, of the data, of init_from, or of the preset."""
-    manifest = Path(cfg.data) / "manifest.json"
+    manifest = read_manifest(cfg.data) or {}
     if model_config.vocab_size:
         return model_config.vocab_size
     if cfg.resume:
         configs = type(model_config), type(cfg)
         return read_config(Path(cfg.log_dir) / cfg.run_name, *configs)[0].vocab_size
-    if manifest.exists():
-        return read_json(manifest, vocab_size=int)["vocab_size"]
+    if "vocab_size" in manifest:
+        return manifest["vocab_size"]
     if cfg.init_from:
         return shape_of(cfg.init_from, cfg.log_dir)["vocab_size"]
     return presets[cfg.preset][0].vocab_size
@@ -253,13 +254,15 @@ def vocab_size(model_config, cfg, presets):
 
 def check_fits(path, state, model_config, cfg):
     """Raise UserError where a checkpoint is not this run's."""
-    wanted = {"step", "model", "optimizer", "loader", "rng", "model_config", "train_config"}
-    if not isinstance(state, dict) or not wanted <= state.keys():
+    parts = "model", "optimizer", "loader", "scaler", "rng", "model_config", "train_config"
+    wanted = dict.fromkeys(parts, dict) | dict(step=int, batch_size=int, best_val=(int, float))
+    known = state if isinstance(state, dict) else {}
+    if not all(isinstance(known.get(name), kind) for name, kind in wanted.items()):
         raise UserError(
             f"{path} was not written by this trainer; start from its weights with --init_from {path}"
         )
     same_shape(path, state["model_config"], model_config, "vocab_multiple")
-    made_by = state["train_config"]["optimizer"]
+    made_by = state["train_config"].get("optimizer")
     if made_by != cfg.optimizer:
         raise UserError(
             f"optimizer={cfg.optimizer} cannot go on from {path}, which {made_by} made; "
