@@ -30,6 +30,7 @@ from lab import data, device, kernels, models
 from lab.cli import UserError, command
 from lab.generate import generate
 from lab.optim import POLAR_EXPRESS, Muon, Together
+from lab.run import checkpoints
 from train_gpt2 import HeadLoss, Run, get_lr
 
 # --------------------------------------------------------------------------------- 1. configuration
@@ -445,7 +446,7 @@ def set_up(model_config, cfg, world, state=None):
         lambda step, group: schedule(step, group, cfg), world, cfg,
     )  # fmt: skip
     if state:
-        run.load_state_dict(state)
+        checkpoints.restore(run, state)
     return run
 
 

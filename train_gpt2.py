@@ -510,7 +510,7 @@ def set_up(model_config, cfg, world, state=None, make=GPT, run_as=Run, transform
 
     run = run_as(raw_model, model, optimizer, loader, precision, schedule, world, cfg)
     if state:
-        run.load_state_dict(state)
+        checkpoints.restore(run, state)
     return run
 
 

@@ -39,6 +39,9 @@ def command(main, name=None):
     # Who imports this file by its name gets the module that runs, not a second one with classes of
     # its own.
     sys.modules.setdefault(Path(sys.argv[0]).stem, sys.modules["__main__"])
+    for stream in ("stdin", "stdout", "stderr"):
+        if getattr(sys, stream) is None:  # closed by who started it, as by >&-
+            setattr(sys, stream, open(os.devnull, "r" if stream == "stdin" else "w"))
     # a terminal that lacks a character shows a question mark
     sys.stdout.reconfigure(errors="replace")
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))

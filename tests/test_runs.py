@@ -4,6 +4,7 @@ when."""
 import dataclasses
 import json
 import os
+import re
 import shutil
 import sys
 import threading
@@ -476,10 +477,48 @@ def test_a_checkpoint_with_another_byte_or_cut_short_is_refused(tmp_path):
     whole = path.read_bytes()
     assert read_newest(tmp_path)[1]["weights"].equal(torch.arange(4096.0))
     place = whole.index(torch.arange(1000.0, 1004.0).numpy().tobytes())
-    for broken in (whole[:place] + b"\x01" + whole[place + 1 :], whole[:-100]):
+    for broken in (whole[:place] + b"\x01" + whole[place + 1 :], whole[:-100], bytes(9)):
         path.write_bytes(broken)
-        with pytest.raises(UserError, match="model_000001.pt is damaged .*move it away"):
+        with pytest.raises(UserError, match="model_000001.pt is (damaged|refused).*"):
             read_newest(tmp_path)
+
+
+def test_resuming_passes_over_a_damaged_checkpoint_and_says_so(tmp_path, shards, capsys):
+    """With --keep_last 1 its name alone would otherwise make it the one that is kept."""
+    settings = dict(max_steps=6, ckpt_every=2)
+    whole = train_here(tmp_path, shards, "r", **settings)
+    newest = whole.dir / "model_000006.pt"
+    newest.write_bytes(newest.read_bytes()[:-100])
+    capsys.readouterr()
+    rest = train_here(
+        tmp_path, shards, "r", resume=True, **settings | dict(max_steps=5, keep_last=1)
+    )
+    said = capsys.readouterr()
+    assert re.search(r"model_000006.pt is damaged \(.+\): model_000004.pt is used\n", said.err)
+    assert "model_000006.damaged is damaged and passed over: this goes on after step 4" in said.out
+    assert of_kind(rest, "start")[-1]["passed_over"] == ["model_000006.damaged"]
+    assert rest.losses[6:] == whole.losses[4:5] and list(rest.checkpoints) == [5]
+
+
+def test_checkpoints_of_wrong_structure_are_refused(tmp_path, shards):
+    """Their checksums are right. A fused kernel would read beyond the end of a small moment."""
+    run = train_here(tmp_path, shards, "r", max_steps=1)
+    small = {"step": torch.tensor(1.0), "exp_avg": torch.zeros(1), "exp_avg_sq": torch.zeros(1)}
+    for place, value in (
+        (("step",), "1"), (("model",), [1]), (("rng",), None), (("train_config",), 3),
+        (("model", "transformer.wte.weight"), 5), (("loader", "position"), {}),
+        (("optimizer", "state"), "x"), (("optimizer", "state", 0), small),
+        (("optimizer", "state", 0), {}), (("optimizer", "param_groups", 0), 3), (("rng", "cpu"), "x"),
+    ):  # fmt: skip
+        changed = at = read_checkpoint(run.dir / "model_000001.pt")
+        for step in place[:-1]:
+            at = at[step]
+        at[place[-1]] = value
+        (tmp_path / "x").mkdir(exist_ok=True)
+        shutil.copy(run.dir / "config.json", tmp_path / "x")
+        torch.save(changed, tmp_path / "x" / "model_000001.pt")
+        with pytest.raises(UserError, match=r"start from its weights with --init_from"):
+            train_here(tmp_path, shards, "x", resume=True, max_steps=2)
 
 
 @pytest.mark.parametrize("late", [False, True])

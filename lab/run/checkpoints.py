@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 
-from lab.cli import UserError, progress
+from lab.cli import UserError, progress, say
 from lab.device import Underway
-from lab.files import reading, writing
+from lab.files import Damaged, first_line, reading, writing
 
 
 def checkpoint_files(run_dir):
@@ -151,7 +151,7 @@ def read_checkpoint(path):
             with torch.serialization.safe_globals(stubs):
                 return torch.load(path, "cpu", weights_only=True, mmap=os.name == "posix")
         except pickle.UnpicklingError as error:
-            raise UserError(
+            raise Damaged(
                 f"checkpoint {path} is refused: it holds more than tensors and plain values, or is "
                 "older than torch 1.6; nothing in it was executed; save its state dict alone"
             ) from error
@@ -172,15 +172,40 @@ def newest_checkpoint(run_dir):
 
 
 def read_newest(run_dir):
-    """(path, what read_checkpoint gives) of the newest checkpoint. A run that is going on may
-    remove the one that was just found, as it has a newer one."""
+    """(path, what read_checkpoint gives) of the newest checkpoint that is whole; rank 0 says which
+    are passed over. Raises Damaged where none is whole.
+
+    A run that is going on may remove the one that was just found, as it has a newer one."""
+    damaged = {}  # path -> what is wrong with it
     while True:
-        path = newest_checkpoint(run_dir)
+        newest_checkpoint(run_dir)  # is there one?
+        whole = [path for path in checkpoint_files(run_dir) if path not in damaged]
+        if not whole:
+            raise next(iter(damaged.values()))
         try:
-            return path, read_checkpoint(path)
+            return whole[-1], read_checkpoint(whole[-1])
+        except Damaged as error:
+            damaged[whole[-1]] = error
+            if os.environ.get("RANK", "0") == "0" and len(whole) > 1:
+                what = first_line(error.__cause__)
+                say(f"checkpoint {whole[-1]} is damaged ({what}): {whole[-2].name} is used")
         except UserError:
-            if path.exists():
+            if whole[-1].exists():
                 raise
+
+
+def restore(run, state):
+    """Have `run` go on from `state`, which read_newest gave. Raises UserError where it is none of
+    such a run."""
+    with reading(run.folder, "checkpoint in", "start from its weights with --init_from"):
+        run.load_state_dict(state)
+
+
+def set_aside(run_dir, step):
+    """Rename the checkpoints of steps after `step`, from which a run goes on because they are
+    damaged: they would count among the newest, which are kept. Returns their new names."""
+    later = [path for path in checkpoint_files(run_dir) if step_of(path) > step]
+    return [path.rename(path.with_suffix(".damaged")).name for path in later]
 
 
 def newest_run(log_dir):

@@ -14,7 +14,7 @@ from typing import Literal, get_args, get_origin
 
 from lab.cli import UserError, program, quoted
 from lab.files import only_writer, read_json, write_whole
-from lab.run.checkpoints import has_checkpoint, newest_run
+from lab.run.checkpoints import has_checkpoint, newest_run, set_aside
 
 
 @contextlib.contextmanager
@@ -30,6 +30,7 @@ def opened(run):
                 busy += "(its processes may outlive a torchrun that was killed)"
                 at_end.enter_context(only_writer(run.folder, busy))
                 note_settings(run)
+                set_aside(run.folder, run.step)
                 at_end.callback(run.writer.finish)  # also where an error ends the run
             except UserError as error:
                 problem = error

@@ -7,26 +7,32 @@ import os
 import shutil
 import sys
 import textwrap
+import threading
 import time
 
 import torch
 
-from lab.cli import program, quoted
+from lab import cli
+from lab.cli import UserError, program, quoted
 from lab.data.tokenizers import printable
 from lab.files import writing
+from lab.run.checkpoints import step_of
 from lab.run.vitals import LOWER
 
 CPU_FLOPS = 1e11  # a second, of a process on a few cores: to say that a model is too large for it
 
 
 class Log:
-    """One JSON line an event in log.jsonl. Rank 0 alone writes; the others call the same
-    methods."""
+    """One JSON line an event in log.jsonl. Rank 0 alone writes; the others call the same methods.
+
+    A line that cannot be written is said once and ends nothing: whether a run can go on is for its
+    next checkpoint to find out."""
 
     def __init__(self, run):
         self.run, self.cfg, self.folder = run, run.cfg, run.folder
         self.is_main, self.first_step = run.world.is_main, run.step
         self.bar = self.wandb = self.file = None
+        self.silent = set()  # files that cannot be written
         self.unigram, self.worst = math.inf, math.inf  # nats a token: of the baseline, of a bad run
 
     def __enter__(self):
@@ -39,6 +45,7 @@ class Log:
             # a resumed run goes on in it
             self.file = (self.folder / "log.jsonl").open("a", buffering=1)
             self.tensorboard = SummaryWriter(str(self.folder), purge_step=self.first_step + 1)
+        self.hook, threading.excepthook = threading.excepthook, self.of_a_thread
         if self.cfg.wandb:
             import wandb
 
@@ -56,10 +63,28 @@ class Log:
         with contextlib.suppress(OSError):
             if self.bar is not None:
                 self.bar.close()
-        self.tensorboard.close()
-        self.file.close()
+        for file in (self.tensorboard, self.file):
+            with contextlib.suppress(OSError):  # said before
+                file.close()
+        threading.excepthook = self.hook
         if self.wandb:
             self.wandb.finish()
+
+    def of_a_thread(self, args):
+        """TensorBoard's thread would print a traceback where it cannot write; event hears of it."""
+        if not isinstance(args.exc_value, OSError):
+            self.hook(args)
+
+    @contextlib.contextmanager
+    def part(self, name):
+        """In the body something of the folder is written, called so; said once if it cannot be."""
+        try:
+            with writing(self.folder / name):
+                yield
+        except UserError as error:
+            if name not in self.silent:
+                cli.say(f"{error}. The run goes on without it")
+            self.silent.add(name)
 
     def event(self, kind, step, values):
         """Write a record, and say what people want to know of it. values: a dict, or None for
@@ -67,12 +92,13 @@ class Log:
         if not self.is_main or values is None:
             return
         record = {"kind": kind, "step": step, "time": round(time.time(), 3)} | values
-        with writing(self.folder / "log.jsonl"):
+        with self.part("log.jsonl"):
             self.file.write(json.dumps(record) + "\n")
         shown = {k: v for k, v in values.items() if type(v) in (int, float) and k != "step"}
         numbers = {f"{kind}/{k}": v for k, v in shown.items()}
-        for name, value in numbers.items():
-            self.tensorboard.add_scalar(name, value, step)
+        with self.part("events.out.tfevents"):
+            for name, value in numbers.items():
+                self.tensorboard.add_scalar(name, value, step)
         if self.wandb:
             self.wandb.log(numbers, step=step)
         line = getattr(self, f"say_{kind}", None)
@@ -94,6 +120,9 @@ class Log:
             train_tokens=len(shards), val_tokens=len(val_shards), log_v=self.worst, unigram=unigram,
             torch=torch.__version__,
         )  # fmt: skip
+        damaged = [path for path in self.folder.glob("model_*.damaged") if step_of(path) > run.step]
+        if damaged:
+            record["passed_over"] = [path.name for path in damaged]
         self.event("start", run.step, record)
         per_epoch = loader.epoch_tokens()
         tokens = loader.position + (cfg.max_steps - run.step) * cfg.total_batch_size
@@ -107,6 +136,8 @@ class Log:
             f"data   {cfg.data}: {len(shards):,} training tokens, {len(val_shards):,} for validation; "
             f"this run uses {tokens / per_epoch:.2f} epochs"
         )
+        for path in damaged:
+            self.say(f"note: {path} is damaged and passed over: this goes on after step {run.step}")
         for note in loader.notes():
             self.say(f"note: {note}")
         flops = run.raw_model.flops_per_token(cfg.seq_len) * cfg.total_batch_size
