@@ -1,0 +1,454 @@
+"""Damaged and hostile files of every kind that is read here: nothing but our own errors comes out.
+
+    python bench/fuzz.py --count 10000            # so many files of each kind
+    python bench/fuzz.py --kind npy --seed 1234   # one file again, with what its reader raised
+
+A good file is changed as its seed says and read as the commands read it, by a child process that may
+take 2 GiB more memory, 20 seconds, no other program and no network. It may be read, or be refused by a
+UserError. Whatever else happens is a finding: it is printed, and the exit status is 1.
+"""
+
+import contextlib
+import dataclasses
+import gzip
+import io
+import json
+import os
+import random
+import resource
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from records import random_shards
+
+import fineweb
+import hellaswag
+import train_gpt2
+from lab import models
+from lab.cli import UserError, command, parse
+from lab.data import TokenShards, get_tokenizer
+from lab.data.hellaswag import read_examples
+from lab.run import folder, settings
+from lab.tools import plot, report
+from lab.tools.export import export
+from lab.world import World
+
+SECONDS, MEMORY, BATCH = 20, 2 * 2**30, 100  # of a file; of a child, which reads so many files
+PRESETS = train_gpt2.PRESETS
+TEXTS = [f"Text {i} says naïve things. " * (i % 5) for i in range(40)]
+CHATS = [
+    [{"role": "user", "content": text}, {"role": "assistant", "content": "Yes."}] for text in TEXTS
+]
+SHADES = [{"text": "a", "name": "'a'", "p": 0.5, "id": 97, "likeliest": [[98, "'b'", 0.1]]}]
+ENDINGS = {"ctx": "A man", "endings": ["runs.", "is", "eats a shoe", "flew"], "label": 2, "ind": 1}
+
+# --------------------------------------------------------------------------------- 1. changed files
+
+ODD = [None, True, -1, 0, 1, 2**31, 2**63, -(2**70), 10**400, 0.5, 1e308, float("nan"), float("inf"), "", "x",
+       "x" * 100_000, "\ud800", "../../etc/passwd", [], {}, [[]], ["a", 1], {"a": {}}, "DEEP"]  # fmt: skip
+DEEP = "[" * 100_000
+
+
+def nodes(tree, path=()):
+    """The places of all values in nested dicts and lists."""
+    items = (
+        tree.items()
+        if isinstance(tree, dict)
+        else enumerate(tree)
+        if isinstance(tree, list)
+        else ()
+    )
+    for key, value in items:
+        yield (*path, key)
+        yield from nodes(value, (*path, key))
+
+
+def change_tree(tree, rng, odd=ODD):
+    """One value of nested dicts and lists is another, has gone, or has company; or all is another."""
+    places = list(nodes(tree))
+    if not places or rng.random() < 0.05:
+        return rng.choice(odd)
+    *way, key = rng.choice(places)
+    at = tree
+    for step in way:
+        at = at[step]
+    if rng.random() < 0.2:
+        del at[key]
+    elif isinstance(at, dict) and rng.random() < 0.1:
+        at[rng.choice(["x", "", "../x", "__class__"])] = rng.choice(odd)
+    else:
+        at[key] = rng.choice(odd)
+    return tree
+
+
+def change_json(data, rng):
+    """A JSON file, or one line of a file of them, as text that json.dumps may not write."""
+    lines = data.split(b"\n")
+    i = rng.choice([i for i, line in enumerate(lines) if line.strip()])
+    whole = data if not is_json(lines[i]) else lines[i]
+    new = json.dumps(change_tree(json.loads(whole), rng)).replace('"DEEP"', DEEP).encode()
+    return new if whole is data else b"\n".join([*lines[:i], new, *lines[i + 1 :]])
+
+
+def is_json(data):
+    with contextlib.suppress(ValueError):
+        return json.loads(data) is not None
+    return False
+
+
+def change_safetensors(data, rng):
+    size = int.from_bytes(data[:8], "little")
+    header = change_json(data[8 : 8 + size], rng)
+    return len(header).to_bytes(8, "little") + header + data[8 + size :]
+
+
+def change_checkpoint(data, rng):
+    """What torch.save makes of a changed tree: its checksums are right."""
+    tensors = [
+        torch.zeros(0),
+        torch.zeros(3),
+        torch.full((32, 32), float("nan")),
+        torch.zeros(2, 2).bool(),
+    ]
+    tree = torch.load(io.BytesIO(data), weights_only=True)
+    tree = change_tree(tree, rng, [*ODD[:10], *ODD[11:], *tensors, torch.zeros(1).to_sparse()])
+    torch.save(tree, out := io.BytesIO())
+    return out.getvalue()
+
+
+def packed(change, unpack, pack):
+    return lambda data, rng: pack(change(unpack(data), rng))
+
+
+def zstd(*flags):
+    """With checksums, as the zstd command makes them and pyarrow does not."""
+    return lambda data: (
+        subprocess.run(["zstd", "-qc", *flags], input=data, stdout=-1, check=True).stdout
+    )
+
+
+def change_bytes(data, rng):
+    """Bits, bytes or blocks of it; the first and last bytes, where headers are, more often."""
+    data, size = bytearray(data), len(data)
+    for _ in range(rng.choice([1, 1, 1, 2, 8])):
+        near = min(size, 200)
+        at = rng.choice([rng.randrange(size), rng.randrange(near), size - 1 - rng.randrange(near)])
+        n = rng.choice([1, 2, 8, 64, 1000])
+        block = data[at : at + n]
+        how = rng.randrange(7)
+        if how == 0:
+            data[at] ^= 1 << rng.randrange(8)
+        elif how == 1:
+            del data[at:]
+        elif how == 2:
+            data[at:at] = rng.randbytes(n)
+        elif how == 3:
+            data[at:at] = block * rng.choice([1, 100])
+        elif how == 4:
+            data[at : at + n] = bytes(len(block))
+        elif how == 5:
+            del data[at : at + n]
+        else:
+            data[at : at + 8] = rng.choice([0, 1, 2**31 - 1, 2**32, 2**63 - 1, 2**64 - 1]).to_bytes(
+                8, "little"
+            )
+        if not data:
+            break
+        size = len(data)
+    return bytes(data)
+
+
+# --------------------------------------------------------------------------- 2. good files, readers
+
+
+def make_run():
+    """A run's folder log/r with a checkpoint, a config.json and a log.jsonl, and its data."""
+    random_shards("data", 257, 2000, 500)
+    model = train_gpt2.GPTConfig(1, 2, 16, 16, 257, vocab_multiple=1)
+    cfg = PRESETS["laptop"][1]
+    cfg = dataclasses.replace(
+        cfg, data="data", total_batch_size=64, batch_size=2, seq_len=16, run_name="r"
+    )
+    run = train_gpt2.set_up(
+        model, dataclasses.replace(cfg, optimizer="adamw", device="cpu"), World("cpu")
+    )
+    run.folder.mkdir(parents=True)
+    folder.note_settings(run)
+    run.update()
+    run.save()
+    said = [
+        {
+            "kind": "start",
+            "step": 0,
+            "log_v": 5.5,
+            "unigram": 3.5,
+            "tokens": 0,
+            "train_tokens": 2000,
+        }
+    ]
+    for step in range(1, 5):
+        said += [{"kind": "train", "step": step, "loss": 5.0, "lr": 1e-3, "grad_norm": 1.0,
+                  "tokens": 64 * step, "dt_ms": 3.0, "tok_per_s": 100.0, "forward_ms": 1.0}]  # fmt: skip
+    said += [{"kind": "val", "step": 4, "loss": 5.0, "bits_per_byte": 2.0}]
+    said += [{"kind": "hella", "step": 4, "acc_norm": 0.3, "acc_norm_stderr": 0.01}]
+    said += [{"kind": "sample", "step": 4, "texts": ["a"], "shaded": ["T", SHADES]}]
+    said += [
+        {"kind": "checkpoint", "step": 4, "path": "x"},
+        {"kind": "end", "step": 4, "reason": "done"},
+    ]
+    lines = [json.dumps(record | {"time": 100.0 + i}) for i, record in enumerate(said)]
+    Path("log/r/log.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def read_run():
+    """--resume, as far as the first update."""
+    report.write_page([Path("log/r")], Path("report.html"))
+    reason, model, cfg = settings.choose_defaults(["--resume", "--run_name", "r"], PRESETS, "gpt2")
+    settings.check(model, cfg)
+    world = World("cpu")
+    model, cfg, state = settings.resolve(model, cfg, world, PRESETS)
+    train_gpt2.set_up(model, cfg, world, state).update()
+
+
+def read_log():
+    folder.is_finished(Path("log/r"))
+    report.write_page([Path("log/r")], Path("report.html"))
+    plot.draw([Path("log/r")], "loss.png")
+
+
+def make_export():
+    make_run()
+    export("log/r", Path("model"))
+    shutil.rmtree("log")
+
+
+def make_hugging_face():
+    make_export()
+    Path("model/model.sha256").unlink()
+
+
+def make_shards(suffix):
+    random_shards("data", 257, 2000, 500)
+    for path in list(Path("data").glob("*.npy")) if suffix == "bin" else ():
+        header = np.zeros(256, "<i4")
+        header[:3] = 20240520, 1, len(ids := np.load(path))
+        path.with_suffix(".bin").write_bytes(header.tobytes() + ids.tobytes())
+        path.unlink()
+
+
+def read_shards():
+    for split in ("train", "val"):
+        shards = TokenShards("data", split, 257)
+        shards.batch(np.arange(0, 4 * len(shards), max(1, len(shards) // 4))[:16], 16)
+
+
+def prepare(**more):
+    """fineweb.py of the texts in `in`, or on from where its manifest is."""
+    cfg = fineweb.Config(
+        source="in", out="data", tokenizer="bytes", shard_tokens="2000", workers=0, **more
+    )
+    fineweb.build(fineweb.completed(cfg))
+
+
+def make_manifest():
+    write_texts("t.jsonl")
+    prepare(tokens="3000")
+
+
+def read_manifest():
+    fineweb.main(["--verify", "--out", "data"])
+    for verify in (False, True):
+        TokenShards("data", "train", 257, verify)
+    settings.vocab_size(train_gpt2.GPTConfig(vocab_size=0), PRESETS["laptop"][1], PRESETS)
+    prepare()
+
+
+def write_texts(name, pack=bytes):
+    Path("in").mkdir()
+    rows = [json.dumps({"text": text, "id": i}) for i, text in enumerate(TEXTS)]
+    Path("in", name).write_bytes(pack("\n".join(rows).encode()))
+
+
+def write_parquet():
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    Path("in").mkdir()
+    pq.write_table(
+        pa.table({"text": TEXTS, "id": range(len(TEXTS))}), "in/t.parquet", row_group_size=15
+    )
+
+
+def write_chats():
+    Path("in").mkdir()
+    Path("in/c.jsonl").write_text("\n".join(json.dumps({"messages": chat}) for chat in CHATS))
+
+
+def read_hellaswag():
+    hellaswag.choose(hellaswag.tokenise(read_examples("h.jsonl"), get_tokenizer("bytes")), 64)
+
+
+@dataclass
+class Kind:
+    make: object  # writes good files into the folder that we are in
+    files: str  # those that are changed
+    read: object  # as the commands do
+    change: object = change_bytes  # what knows the format; plain bytes are changed too
+
+
+def compressed(suffix, unpack, pack):
+    read = packed(change_json, unpack, pack)
+    return Kind(lambda: write_texts(f"t.jsonl.{suffix}", pack), "in/*", prepare, read)
+
+
+KINDS = {
+    "checkpoint": Kind(make_run, "log/r/model_*.pt", read_run, change_checkpoint),
+    "config": Kind(make_run, "log/r/config.json", read_run, change_json),
+    "log": Kind(make_run, "log/r/log.jsonl", read_log, change_json),
+    "npy": Kind(lambda: make_shards("npy"), "data/*.npy", read_shards),
+    "bin": Kind(lambda: make_shards("bin"), "data/*.bin", read_shards),
+    "manifest": Kind(make_manifest, "data/manifest.json", read_manifest, change_json),
+    "hf_config": Kind(make_hugging_face, "model/config.json", lambda: models.load("model"), change_json),
+    "safetensors": Kind(make_hugging_face, "model/model.safetensors", lambda: models.load("model"),
+                        change_safetensors),
+    "export": Kind(make_export, "model/*", lambda: models.load("model")),
+    "hellaswag": Kind(lambda: Path("h.jsonl").write_text("\n".join([json.dumps(ENDINGS)] * 9)), "h.jsonl",
+                      read_hellaswag, change_json),
+    "parquet": Kind(write_parquet, "in/*", prepare),
+    "jsonl": Kind(lambda: write_texts("t.jsonl"), "in/*", prepare, change_json),
+    "gz": compressed("gz", gzip.decompress, gzip.compress),
+    "zst": compressed("zst", zstd("-d"), zstd()),
+    "chat": Kind(write_chats, "in/*", prepare, change_json),
+}  # fmt: skip
+
+# ------------------------------------------------------------------------------------- 3. the child
+
+
+def try_one(kind, good, seed):
+    """What the reader of a kind makes of the file of this seed, in a folder of its own: "fine",
+    "refused", or the traceback of what it should not have raised."""
+    rng = random.Random(f"{kind}{seed}")
+    with tempfile.TemporaryDirectory(prefix="fuzz") as case:
+        shutil.copytree(good, case, dirs_exist_ok=True)
+        os.chdir(case)
+        path = rng.choice(sorted(Path().glob(KINDS[kind].files)))
+        change = rng.choice([change_bytes, KINDS[kind].change])
+        path.write_bytes(change(path.read_bytes(), rng))
+        signal.alarm(SECONDS)
+        forbid.active = True
+        try:
+            KINDS[kind].read()
+            return "fine"
+        except UserError:
+            return "refused"
+        except BaseException:
+            return traceback.format_exc()
+        finally:
+            forbid.active = False
+            signal.alarm(0)
+            os.chdir(good)
+
+
+def forbid(event, args):
+    """An audit hook: a file must not start a program, nor reach a network."""
+    if forbid.active and event in (
+        "os.system",
+        "os.exec",
+        "os.posix_spawn",
+        "subprocess.Popen",
+        "socket.connect",
+    ):
+        raise AssertionError(f"{event} {args}")
+
+
+forbid.active = False
+
+
+def child(kind, good, seeds, out):
+    sys.addaudithook(forbid)
+    torch.set_num_threads(1)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY,) * 2)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    quiet = os.open(os.devnull, os.O_WRONLY)
+    for number in (1, 2):
+        os.dup2(quiet, number)
+    for seed in seeds:
+        out.write(json.dumps(try_one(kind, good, seed)) + "\n")
+        out.flush()
+
+
+def outcomes(kind, good, seeds):
+    """Yield (seed, what try_one says, or how the child ended) of each."""
+    seeds = list(seeds)
+    while seeds:
+        read_end, write_end = os.pipe()
+        if not (pid := os.fork()):
+            try:
+                child(kind, good, seeds[:BATCH], os.fdopen(write_end, "w"))
+            finally:
+                os._exit(0)
+        os.close(write_end)
+        with os.fdopen(read_end, "rb", buffering=0) as lines:
+            for _ in seeds[:BATCH]:
+                ready, _, _ = select.select([lines], [], [], SECONDS + 10)
+                line = lines.readline() if ready else b""
+                if not line:
+                    break
+                yield seeds.pop(0), json.loads(line)
+            else:
+                line = True
+        if not line:
+            os.kill(pid, signal.SIGKILL)
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if not line:
+            yield seeds.pop(0), f"the child ended with {status} (-{signal.SIGALRM}, -9: it hung)"
+
+
+# ------------------------------------------------------------------------------- 4. command line
+
+
+@dataclass
+class Config:
+    """Reads damaged and hostile files; only our own errors may come out."""
+
+    kind: str = ""  # one kind of file; all if empty
+    count: int = 200  # files of each kind, the first of which has the seed
+    seed: int = -1  # this file alone
+    first: int = 0  # seed of the first file
+
+
+def main(argv):
+    cfg, found = parse(Config, argv), {}
+    if cfg.kind and cfg.kind not in KINDS:
+        raise UserError(f"kind={cfg.kind} is not one of {', '.join(KINDS)}")
+    seeds = [cfg.seed] if cfg.seed >= 0 else range(cfg.first, cfg.first + cfg.count)
+    for kind in [cfg.kind] if cfg.kind else KINDS:
+        with tempfile.TemporaryDirectory(prefix="fuzz") as good, contextlib.chdir(good):
+            with contextlib.redirect_stdout(io.StringIO()):
+                KINDS[kind].make()
+            counts = Counter()
+            for seed, outcome in outcomes(kind, good, seeds):
+                ours = outcome in ("fine", "refused")
+                counts[outcome if ours else "FOUND"] += 1
+                where = [line for line in outcome.splitlines() if line.startswith("  File")][-1:]
+                key = kind, outcome.splitlines()[-1][:60], *where
+                if not ours and key not in found:
+                    found[key] = seed
+                    print(f"--kind {kind} --seed {seed}: {outcome}", flush=True)
+            print(kind, dict(counts), flush=True)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    command(main)

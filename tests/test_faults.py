@@ -1,0 +1,127 @@
+"""Faults from outside while something runs: a full disk, a folder that goes, kill -9 at awkward moments,
+streams that are closed; and the program that makes damaged files (docs/FAULTS.md has them all)."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, TINY_RUN, driver, of_kind, read_run, run_python, wait_for_steps
+
+from lab.cli import UserError
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="faults of Linux and macOS")
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 600 kB, of which a checkpoint of the tiny run takes 500."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=600k", "none", str(place)]
+    if sys.platform != "linux" or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a file system needs root")
+    yield place
+    subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+def test_a_full_disk_ends_a_run_at_a_checkpoint_in_one_sentence(small_disk, run_train):
+    done = run_train("--log_dir", small_disk, "--ckpt_every", 2, "--max_steps", 9, "--keep_last", 9)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    said = done.stderr.splitlines()[-1]
+    assert said.startswith("train_gpt2.py: error:") and "model_000004.pt cannot be written" in said
+    assert "disk" in said and list(read_run(small_disk / "r").checkpoints) == [2], (
+        "and nothing half there"
+    )
+
+
+def test_a_log_that_cannot_be_written_ends_nothing(small_disk, shards):
+    """Neither log.jsonl, nor TensorBoard's events, whose thread would print a traceback."""
+    full, folder = small_disk / "full", small_disk.parent
+    full.write_bytes(bytes(570_000))
+    patch = "import lab.run.checkpoints as c\nreal = c.save\n"  # there is room when the run ends
+    patch += f"c.save = lambda *a: (os.remove({str(full)!r}), real(*a))[1]"
+    args = [*TINY_RUN, "--data", folder / "data", "--log_dir", small_disk, "--max_steps", 300]
+    done = run_python(driver(folder, patch), *args, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    for name in ("log.jsonl", "events.out.tfevents"):
+        said = f"{name} cannot be written: the disk is full; make room. The run goes on without it"
+        assert done.stderr.count(said) == 1, done.stderr
+    assert "Traceback" not in done.stderr and (small_disk / "r" / "model_000300.pt").exists()
+
+
+def test_a_folder_that_goes_while_a_run_writes_it(tmp_path, start_training):
+    process = start_training("--ckpt_every", 400, "--max_steps", 100_000)
+    wait_for_steps(process, tmp_path / "log" / "r")
+    (tmp_path / "log" / "r").rename(tmp_path / "log" / "s")
+    assert process.wait() == 2 and "Traceback" not in process.stderr, process.stderr
+    assert "its folder has gone; put it back" in process.stderr.splitlines()[-1]
+    assert read_run(tmp_path / "log" / "s").losses, "and what was there is where it was taken to"
+
+
+PLACES = {  # what a kill -9 takes the place of, and whether the same command begins again
+    "before the first line of the log": ("Log.start = kill", True),
+    "after the last checkpoint": ("event = Log.event\nLog.event = lambda s, k, *a: kill() if k == 'end' "
+                                  "else event(s, k, *a)", False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_killed_at_an_awkward_moment(tmp_path, shards, place, run_train):
+    patch, begins_again = PLACES[place]
+    kill = "from lab.run import Log\nkill = lambda *_: os.kill(os.getpid(), 9)\n"
+    args = [*TINY_RUN, "--data", shards, "--max_steps", 4]
+    killed = run_python(driver(tmp_path, kill + patch), *args, cwd=tmp_path)
+    assert killed.returncode == -9 and (tmp_path / "log" / "r" / "config.json").exists()
+    again = run_train("--max_steps", 4) if begins_again else run_train("--resume")
+    assert again.returncode == 0, again.stderr
+    run = read_run(tmp_path / "log" / "r")
+    assert of_kind(run, "end")[-1]["reason"] == "done" and list(run.checkpoints) == [4]
+    assert "has done 4 steps" in run_train("--resume").stderr, "it is known to have finished"
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_are_no_traceback(tmp_path, shards, closed):
+    words = [sys.executable, ROOT / "train_gpt2.py", *TINY_RUN, "--data", shards, "--max_steps", 2]
+    line = " ".join(map(str, words))
+    done = subprocess.run(
+        f"{line} {closed}", shell=True, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert list(read_run(tmp_path / "log" / "r").checkpoints) == [2]
+
+
+# -------------------------------------------------------------------------------- hostile files
+
+
+@pytest.fixture
+def fuzz(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    return pytest.importorskip("fuzz")  # Linux alone has the limits that it needs
+
+
+def test_fuzzing_sees_what_should_not_happen(fuzz, tmp_path, monkeypatch):
+    """A traceback, too much memory, a program that is started, a reader that dies or hangs."""
+    (tmp_path / "it").write_text("[1, 2, 3]")
+    readers = {
+        "fine": lambda: None, "refused": lambda: refuse(), "KeyError": lambda: {}["x"],
+        "MemoryError": lambda: bytearray(2**33), "os.system": lambda: os.system("true"),
+        "ended with -9": lambda: os.kill(os.getpid(), 9), "ended with -14": lambda: os.read(pipe[0], 1),
+    }  # fmt: skip
+    pipe = os.pipe()
+
+    def refuse():
+        raise UserError("no")
+
+    monkeypatch.setattr(fuzz, "SECONDS", 1)
+    for said, read in readers.items():
+        monkeypatch.setitem(fuzz.KINDS, "it", fuzz.Kind(None, "it", read, fuzz.change_json))
+        found = dict(fuzz.outcomes("it", str(tmp_path), range(2)))
+        assert list(found) == [0, 1] and all(said in outcome for outcome in found.values()), found
+    assert json.loads((tmp_path / "it").read_text()) == [1, 2, 3], "the good file stays"
+
+
+@pytest.mark.slow
+def test_fuzzing_finds_nothing(fuzz, capsys):
+    assert fuzz.main(["--count", "100"]) == 0, capsys.readouterr().out
