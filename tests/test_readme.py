@@ -176,9 +176,10 @@ def test_flags_and_files_are_there(capsys, monkeypatch):
         assert set(re.findall(r"(?<=[`\s])--[a-z]\w+", text)) <= known, name
 
 
-def test_the_tests_that_contributing_names_are_there():
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/FAULTS.md"])
+def test_the_tests_that_a_page_names_are_there(page):
     file, missing = "", []
-    for path, name in re.findall(r"`(tests/\w+\.py)?::(\w+)`", TEXT["CONTRIBUTING.md"]):
+    for path, name in re.findall(r"`(tests/\w+\.py)?::(\w+)`", TEXT[page]):
         file = path or file
         source = (ROOT / file).read_text(encoding="utf-8") if (ROOT / file).exists() else ""
         if not re.search(rf"^def {name}\(", source, re.MULTILINE):
