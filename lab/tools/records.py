@@ -11,7 +11,9 @@ from pathlib import Path
 from lab.cli import UserError
 from lab.files import loads, reading
 
-TYPES = dict.fromkeys(("kind", "device", "precision", "torch", "reason", "path"), str)  # of fields
+TYPES = dict.fromkeys(  # of fields
+    ("kind", "device", "precision", "torch", "reason", "path", "file"), str
+)
 TYPES |= dict.fromkeys(("texts", "words", "passed_over"), list)  # all others are numbers
 HINT = "name a run folder: `ls log` shows those there are"
 
