@@ -178,6 +178,7 @@ def make_run():
     folder.note_settings(run)
     run.update()
     run.save()
+    run.writer.finish()
     about = dict(log_v=5.5, unigram=3.5, tokens=0, train_tokens=2000)
     said = [{"kind": "start", "step": 0} | about]
     for step in range(1, 5):
