@@ -193,7 +193,8 @@ def make_run():
 
 
 def read_run():
-    """--resume, as far as the first update."""
+    """The model, the report's settings, and --resume as far as the first update."""
+    models.load("log/r")
     report.write_page([Path("log/r")], Path("report.html"))
     reason, model, cfg = settings.choose_defaults(["--resume", "--run_name", "r"], PRESETS, "gpt2")
     settings.check(model, cfg)

@@ -13,6 +13,7 @@ from lab import weights
 from lab.cli import UserError
 from lab.data.documents import hide_other_documents
 from lab.run.checkpoints import has_checkpoint, newest_checkpoint, newest_run, read_checkpoint
+from lab.run.folder import check_value
 
 # what a checkpoint calls its program: the file, which says its classes (MODEL, CONFIG)
 PROGRAMS = {"gpt2": "train_gpt2", "bert": "bert", "speedrun": "speedrun"}
@@ -54,12 +55,16 @@ def load(source, log_dir="log"):
 def build(name, settings, shape, state, source):
     """The model of the program called `name`. settings: its config, as far as it has the fields
     still; shape: those of GPT-2's that its weights tell."""
-    if name not in PROGRAMS:
+    if name not in list(PROGRAMS):
         known = ", ".join(PROGRAMS)
         raise UserError(f"{source} is of a program called {name!r}; known are {known}")
     program = importlib.import_module(PROGRAMS[name])
-    fields = {field.name for field in dataclasses.fields(program.CONFIG)}
-    config = program.CONFIG(**{k: v for k, v in settings.items() if k in fields} | shape)
+    fields = {field.name: field for field in dataclasses.fields(program.CONFIG)}
+    settings = settings if isinstance(settings, dict) else {}
+    known = {k: v for k, v in settings.items() if k in fields}
+    for k, value in known.items():
+        check_value(source, fields[k], value)
+    config = program.CONFIG(**known | shape)
     if name in PUBLISHED:
         with torch.device("meta"):  # drawing random weights takes longer than reading others
             model = program.MODEL(config)
@@ -97,7 +102,7 @@ def same_shape(source, theirs, model_config, *also):
     """Raise UserError where the shape of a model (a dict) differs from that of a config."""
     names = (*SHAPE, *also)
     ours = {name: getattr(model_config, name) for name in names}
-    different = [k for k in names if theirs.get(k) != ours[k]]
+    different = [k for k in names if type(theirs.get(k)) is not int or theirs[k] != ours[k]]
     if different:
         pairs = ", ".join(f"{k}={theirs.get(k)} (here {ours[k]})" for k in different)
         ways = [" ".join(f"--{k} {theirs.get(k)}" for k in different if k != "vocab_size")]

@@ -47,7 +47,7 @@ def unpack(checkpoint, source):
     if not isinstance(checkpoint, dict):
         checkpoint = {}
     names = ("model_config", "model_args", "config")  # ours, nanoGPT's, build-nanogpt's (an object)
-    config = next((checkpoint[name] for name in names if checkpoint.get(name)), {})
+    config = next((checkpoint[name] for name in names if checkpoint.get(name) is not None), {})
     config = config if isinstance(config, dict) else getattr(config, "__dict__", {})
     state = checkpoint.get("model", checkpoint)
     return with_shape(state if isinstance(state, dict) else {}, config, source)
@@ -145,7 +145,8 @@ def with_shape(state, config, source):
     if wte is None or wpe is None or wte.dim() != 2 or wpe.dim() != 2:
         raise UserError(f"{source} holds no {WTE} and {WPE}, matrices both; it is not a GPT-2")
     rows, n_embd = wte.shape
-    n_head, vocab_size = config.get("n_head") or max(1, n_embd // 64), config.get("vocab_size")
+    n_head, vocab_size = config.get("n_head"), config.get("vocab_size")
+    n_head = max(1, n_embd // 64) if n_head is None else n_head
     sizes = n_embd, n_head, rows, rows if vocab_size is None else vocab_size
     if not all(type(n) is int and n > 0 for n in sizes):
         raise UserError(

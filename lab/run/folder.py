@@ -87,7 +87,7 @@ def check_value(path, field, value):
     right = type(value) is kind or (type(value), kind) == (int, float)
     if not right or (choices and value not in choices):
         rule = f"one of {', '.join(choices)}" if choices else f"of type {kind.__name__}"
-        text = json.dumps(value)
+        text = json.dumps(value, default=repr)[:80]
         raise UserError(
             f"{path} has {field.name}={text}, which must be {rule}; mend it, or name another run"
         )
