@@ -192,7 +192,7 @@ def make_run():
     Path("log/r/log.jsonl").write_text("\n".join(lines) + "\n")
 
 
-def read_run():
+def read_run(updates=1):
     """The model, the report's settings, and --resume as far as the first update."""
     models.load("log/r")
     report.write_page([Path("log/r")], Path("report.html"))
@@ -200,7 +200,9 @@ def read_run():
     settings.check(model, cfg)
     world = World("cpu")
     model, cfg, state = settings.resolve(model, cfg, world, PRESETS)
-    train_gpt2.set_up(model, cfg, world, state).update()
+    run = train_gpt2.set_up(model, cfg, world, state)
+    if updates:
+        run.update()
 
 
 def read_log():
@@ -296,7 +298,7 @@ def compressed(suffix, unpack, pack):
 
 KINDS = {
     "checkpoint": Kind(make_run, "log/r/model_*.pt", read_run, change_checkpoint),
-    "config": Kind(make_run, "log/r/config.json", read_run, change_json),
+    "config": Kind(make_run, "log/r/config.json", lambda: read_run(0), change_json),
     "log": Kind(make_run, "log/r/log.jsonl", read_log, change_json),
     "npy": Kind(lambda: make_shards("npy"), "data/*.npy", read_shards),
     "bin": Kind(lambda: make_shards("bin"), "data/*.bin", read_shards),

@@ -33,7 +33,7 @@ from lab import models
 from lab.cli import UserError
 from lab.run import checkpoints
 from lab.run.checkpoints import newest_checkpoint, newest_run, read_checkpoint, read_newest
-from lab.run.folder import read_config, run_to_resume
+from lab.run.folder import is_finished, read_config, run_to_resume
 from lab.run.log import Log
 from lab.run.stop import StopSignal
 from lab.run.vitals import Vitals
@@ -276,6 +276,7 @@ def test_a_setting_that_is_missing_has_its_default_and_values_that_are_none_are_
     file = tmp_path / "config.json"
     file.write_text(json.dumps({"model": {"n_layer": 9, "depth": 1}, "train": {"lr": 1}}))
     model, train, unknown = read_config(tmp_path, GPTConfig, TrainConfig)
+    assert type(train.lr) is float
     assert (model, train, unknown) == (GPTConfig(n_layer=9), TrainConfig(lr=1), ["depth"])
     for text, said in (
         ('{"model": {"n_layer": "two"}, "train": {}}', 'n_layer="two", which must be of type int; mend it'),
@@ -286,6 +287,12 @@ def test_a_setting_that_is_missing_has_its_default_and_values_that_are_none_are_
         file.write_text(text)
         with pytest.raises(UserError, match=f"config.json.*{said}"):
             read_config(tmp_path, GPTConfig, TrainConfig)
+
+
+@pytest.mark.parametrize("last", ["[" * 100_000, "[]", "{", '{"kind": "end"}', ""])
+def test_a_log_whose_last_line_is_none_of_ours_is_of_no_finished_run(tmp_path, last):
+    (tmp_path / "log.jsonl").write_text(last)
+    assert not is_finished(tmp_path)
 
 
 def test_the_run_that_goes_on_is_the_named_one_or_the_one_that_saved_last(tmp_path):

@@ -76,6 +76,8 @@ def read_config(run_dir, model_class, train_class, name="config.json"):
         known = {name: value for name, value in saved[part].items() if name in fields}
         for name, value in known.items():
             check_value(path, fields[name], value)
+            if type(fields[name].default) is float:
+                known[name] = float(value)  # torch does not take 1 for 1.0 everywhere
         configs.append(config_class(**known))
     return *configs, unknown
 
@@ -114,7 +116,7 @@ def is_finished(run_dir):
     try:
         record = json.loads((run_dir / "log.jsonl").read_text(errors="replace").splitlines()[-1])
         return record["kind"] == "end" and record["reason"] == "done"
-    except (OSError, ValueError, LookupError, TypeError):  # no log, or not one of ours
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):  # no log, or not ours
         return False
 
 

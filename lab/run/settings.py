@@ -111,7 +111,7 @@ def choose_defaults(argv, presets, program):
         )
     if given.resume:
         run_dir = run_to_resume(log_dir, given.run_name or "")
-        made_by = read_json(run_dir / "config.json").get("program", "gpt2")
+        made_by = str(read_json(run_dir / "config.json").get("program", "gpt2"))
         if made_by != program:
             file = f"{PROGRAMS.get(made_by, made_by)}.py"
             raise UserError(
