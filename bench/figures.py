@@ -259,6 +259,32 @@ def shapes(runs, out_path, dark):
     figure.savefig(out_path)
 
 
+def bert_words(runs, out_path, dark):
+    """What a run of bert.py puts in the place of hidden words at each step it was asked: its first
+    guess, where that is right the more orange the surer it is."""
+    asked = records(runs, "bert_laptop_whole", "words", kind="sample")
+    known = [i for i, word in enumerate(asked[0]["words"]) if word["was"] != "[MASK]"]
+    right = sum(
+        asked[-1]["words"][i]["guesses"][0][0] == asked[-1]["words"][i]["was"] for i in known
+    )
+    title = f"Hidden words: {right} of {len(known)} first guesses are right after {asked[-1]['step']:,} steps"
+    figure = blank(
+        1.2 + 0.27 * len(known), title, "bert.py --preset laptop, two texts of validation"
+    )
+    ax = figure.subplots()
+    for x, record in enumerate(asked):
+        for y, i in enumerate(known):
+            (guess, p), *_ = record["words"][i]["guesses"]
+            if guess == record["words"][i]["was"]:
+                ax.barh(y, 1, left=x - 0.5, height=1, color=color_of("accuracy", dark), alpha=p)
+            write(ax, f"{guess}  {p:.0%}", x, y, dx=0, ha="center")
+    rows_of(ax, [asked[0]["words"][i]["was"] for i in known])
+    ax.set_xticks(range(len(asked)), [f"step {record['step']:,}" for record in asked])
+    ax.set(xlim=(-0.5, len(asked) - 0.5), ylabel="what was hidden")
+    ax.grid(False)
+    figure.savefig(out_path)
+
+
 def stacked(ax, times, dark):
     """A bar for each of {name: {kind of kernel: ms}}, its kinds in turn. Returns where the bars
     end."""
@@ -630,6 +656,7 @@ FIGURES = {  # name: (how it is drawn, the command that makes its records)
         partial(curve, name="corpus_124m_h200"),
         "python train_gpt2.py --preset gpt2",
     ),
+    "bert_words": (bert_words, "python bert.py --preset laptop"),
     "tokens": (tokens, "python train_gpt2.py --preset gpt2"),
     "ladder": (ladder, "python bench/ladder.py"),
     "shapes": (shapes, "python bench/ladder.py --shapes 4x256 12x768 gpt2-medium"),
