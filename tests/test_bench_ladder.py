@@ -15,7 +15,7 @@ import torch
 from conftest import ROOT
 from records import append_record, random_shards, read_records
 
-from lab.data import build_builtin
+from lab.data import wordpiece
 from lab.world import World
 from train_gpt2 import GPTConfig, HeadLoss, set_up
 
@@ -102,8 +102,8 @@ def test_every_variant_of_every_shape_is_a_valid_run(tmp_path):
 def test_group_speed_trains_as_the_programs_do_with_those_flags(tmp_path):
     """On both objectives; reading ahead changes no loss, and nothing else is left out."""
     data = {"tiny": random_shards(tmp_path / "data", 257, 20_000, 2_000)}
-    data["masked-tiny"] = str(tmp_path / "words")
-    build_builtin(data["masked-tiny"], "wordpiece")
+    data["masked-tiny"] = random_shards(tmp_path / "words", 257, 20_000, 2_000)
+    wordpiece.prepare(data["masked-tiny"], "wordpiece", map(str, range(1000, 9999)), 4096)
     names = "baseline no_prefetch checkpointing recommended_eager".split()
     for shape, folder in data.items():
         how = "--groups speed --device cpu --loss_steps 12 --seeds 1 --val_tokens 2048".split()

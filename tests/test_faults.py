@@ -81,12 +81,11 @@ def test_killed_at_an_awkward_moment(tmp_path, shards, place, run_train):
     assert "has done 4 steps" in run_train("--resume").stderr, "it is known to have finished"
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
-def test_closed_streams_are_no_traceback(tmp_path, shards, closed):
+def test_closed_streams_are_no_traceback(tmp_path, shards):
     words = [sys.executable, ROOT / "train_gpt2.py", *TINY_RUN, "--data", shards, "--max_steps", 2]
     line = " ".join(map(str, words))
     done = subprocess.run(
-        f"{line} {closed}", shell=True, cwd=tmp_path, capture_output=True, text=True
+        f"{line} <&- >&- 2>&-", shell=True, cwd=tmp_path, capture_output=True, text=True
     )
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     assert list(read_run(tmp_path / "log" / "r").checkpoints) == [2]

@@ -110,9 +110,8 @@ def test_what_it_takes_from_the_project_is_there():
 def test_help_runs_nothing(tmp_path):
     pytest.importorskip("nbclient", reason="needs requirements-notebook.txt")
     before = (ROOT / "play.ipynb").read_bytes()
-    for flag, status in (("--help", 0), ("--hlp", 2)):
-        done = run_python(ROOT / "bench" / "run_notebook.py", flag, cwd=tmp_path, timeout=60)
-        assert done.returncode == status and "run_notebook.py" in done.stdout + done.stderr
+    done = run_python(ROOT / "bench" / "run_notebook.py", "--help", cwd=tmp_path, timeout=60)
+    assert done.returncode == 0 and "run_notebook.py" in done.stdout
     assert (ROOT / "play.ipynb").read_bytes() == before
 
 

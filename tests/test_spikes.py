@@ -237,11 +237,12 @@ def test_a_series_leaves_the_files_of_its_first(tmp_path, shards, monkeypatch):
     assert left == ["spike_000041.json", "spike_000060.json", "spike_000060.pt"]
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_calm_run_has_no_spike(tmp_path, optimizer):
-    """200 steps of the preset laptop, smaller and with more noise."""
+def test_a_calm_run_has_no_spike(tmp_path):
+    """200 steps of the preset laptop, smaller and with more noise, by AdamW, which has most."""
     flags = "--preset laptop --device cpu --max_steps 200 --total_batch_size 1024 --n_embd 64"
-    flags += f" --val_every 0 --sample_every 0 --run_name r --log_every 1 --optimizer {optimizer} --lr 3e-3"
+    flags += (
+        " --val_every 0 --sample_every 0 --run_name r --log_every 1 --optimizer adamw --lr 3e-3"
+    )
     result = run_python(ROOT / "train_gpt2.py", *flags.split(), cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     run = read_run(tmp_path / "log" / "r")

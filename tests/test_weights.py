@@ -415,7 +415,10 @@ def test_exported_tokenizer_and_pipeline(tmp_path, gpt2_files):
 
     out, text = tmp_path / "out", "Hello,  I'm\n\n\tnaïve 日本語 🙂 x = [22]\r\n"
     export(saved(tiny_gpt(50257, 128, n_embd=16, n_head=2), tmp_path / "model.pt"), out)
-    assert {path.name for path in out.iterdir()} == tool.OURS | {"model.safetensors"}
+    assert {path.name for path in out.iterdir()} == tool.OURS | {
+        "model.safetensors",
+        "model.sha256",
+    }
     write = pipeline("text-generation", model=str(out))
     made = write("Hello", max_new_tokens=3, do_sample=False)[0]["generated_text"]
     assert made.startswith("Hello") and len(made) > 5

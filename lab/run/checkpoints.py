@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from lab.cli import UserError, progress, say
+from lab.cli import UserError, lost_another, out_of_memory, progress, say
 from lab.device import Underway
 from lab.files import Damaged, first_line, reading, writing
 
@@ -197,8 +197,14 @@ def read_newest(run_dir):
 def restore(run, state):
     """Have `run` go on from `state`, which read_newest gave. Raises UserError where it is none of
     such a run."""
-    with reading(run.folder, "checkpoint in", "start from its weights with --init_from"):
-        run.load_state_dict(state)
+    try:
+        with reading(run.folder, "checkpoint in", "start from its weights with --init_from"):
+            run.load_state_dict(state)
+    except Damaged as error:
+        cause = error.__cause__
+        if out_of_memory(cause) or lost_another(cause):  # no fault of the checkpoint
+            raise cause from None
+        raise
 
 
 def set_aside(run_dir, step):
