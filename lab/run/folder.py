@@ -87,8 +87,10 @@ def check_value(path, field, value):
     choices = get_args(field.type) if get_origin(field.type) is Literal else ()
     kind = type(field.default)
     right = type(value) is kind or (type(value), kind) == (int, float)
-    if not right or (choices and value not in choices):
+    huge = isinstance(value, int) and abs(value) >= 2**48  # torch fails beyond 2**63
+    if not right or huge or (choices and value not in choices):
         rule = f"one of {', '.join(choices)}" if choices else f"of type {kind.__name__}"
+        rule = "below 2**48" if right and huge else rule
         text = json.dumps(value, default=repr)[:80]
         raise UserError(
             f"{path} has {field.name}={text}, which must be {rule}; mend it, or name another run"
