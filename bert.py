@@ -23,7 +23,6 @@ Sections: 1 configuration, 2 model, 3 hiding words, 4 what is measured, 5 comman
 are those of train_gpt2.py, and K hidden tokens of a sequence.
 """
 
-import datetime
 import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -35,7 +34,6 @@ if __name__ == "__main__":  # how a CPU's threads wait: to be settled before tor
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
@@ -45,8 +43,6 @@ from lab import evals, models
 from lab.cli import UserError, command
 from lab.data.tokenizers import WORD_PIECE_FILE, WordPiece
 from lab.files import write_whole
-from lab.run import Log, StopSignal, folder, settings
-from lab.world import World
 
 # --------------------------------------------------------------------------------- 1. configuration
 
@@ -357,36 +353,28 @@ MODEL, CONFIG = Bert, BertConfig  # lab.models finds them by these names in ever
 class BertRun(gpt2.Run):
     program = "bert"
 
+    def save(self):
+        if self.world.is_main:  # the weights are of no use without it
+            text = self.loader.transform.tokenizer.fast.to_str(pretty=True)
+            write_whole(self.folder / WORD_PIECE_FILE, text.encode())
+        return super().save()
+
 
 def set_up(model_config, cfg, world, state=None):
     masking = Masking(WordPiece(f"{cfg.data}/{WORD_PIECE_FILE}"), model_config, cfg.whole_words)
     return gpt2.set_up(model_config, cfg, world, state, Bert, BertRun, masking)
 
 
-def main(argv):
-    reason, model_config, cfg = settings.parse_flags(argv, PRESETS, __doc__, BertRun.program)
-    world = World(cfg.device)
-    if world.distributed:
-        device_id = world.device if world.device.type == "cuda" else None
-        timeout = datetime.timedelta(seconds=cfg.timeout)
-        dist.init_process_group(world.backend, timeout=timeout, device_id=device_id)
-    model_config, cfg, state = settings.resolve(model_config, cfg, world, PRESETS, BertRun.program)
-    run, stop = set_up(model_config, cfg, world, state), StopSignal(world)
+def events_of(run, stop):
     masking = run.loader.transform
-    tokenizer = masking.tokenizer
-    validation = MaskedValidation(run, stop, tokenizer, masking)
-    events = [  # in the order in which a step makes them
-        evals.Every("checkpoint", cfg.ckpt_every, BertRun.save),
-        validation,
-        evals.FillIn(run, tokenizer, texts_to_fill_in(run, tokenizer, validation.shards)),
-    ]
-    with folder.opened(run), stop, Log(run) as log:
-        if world.is_main:  # the weights are of no use without it
-            write_whole(run.folder / WORD_PIECE_FILE, tokenizer.fast.to_str(pretty=True).encode())
-        log.start(reason, run, validation)
-        stopped = gpt2.train(run, events, cfg, world, log, stop)
-    folder.farewell(run, stopped)
-    return 75 if stopped else 0  # 75 tells job scripts: try again
+    validation = MaskedValidation(run, stop, masking.tokenizer, masking)
+    texts = texts_to_fill_in(run, masking.tokenizer, validation.shards)
+    save = evals.Every("checkpoint", run.cfg.ckpt_every, BertRun.save)
+    return validation, [save, validation, evals.FillIn(run, masking.tokenizer, texts)]
+
+
+def main(argv):
+    return gpt2.main(argv, PRESETS, __doc__, set_up, events_of, BertRun.program)
 
 
 if __name__ == "__main__":

@@ -454,7 +454,7 @@ def set_up(model_config, cfg, world, state=None):
 
 
 def main(argv):
-    return train_gpt2.main(argv, PRESETS, __doc__, set_up, SpeedRun.program)
+    return train_gpt2.main(argv, PRESETS, __doc__, set_up, program=SpeedRun.program)
 
 
 if __name__ == "__main__":

@@ -555,7 +555,17 @@ def train(run, events, cfg, world, log, stop):
 # ------------------------------------------------------------------------------- 7. command line
 
 
-def main(argv, presets=PRESETS, description=__doc__, set_up=set_up, program=Run.program):
+def events_of(run, stop):
+    """(validation, all that happens beside updates, in the order in which a step makes it)"""
+    validation = evals.Validation(run, stop)
+    how = run.cfg.hella_every, run.cfg.hella_examples, run.world, run.precision, stop
+    save = evals.Every("checkpoint", run.cfg.ckpt_every, Run.save)
+    return validation, [save, validation, HellaSwag(*how), evals.Samples(run, validation.tokenizer)]
+
+
+def main(
+    argv, presets=PRESETS, description=__doc__, set_up=set_up, events_of=events_of, program=Run.program
+):  # fmt: skip
     reason, model_config, cfg = settings.parse_flags(argv, presets, description, program)
     world = World(cfg.device)
     if world.distributed:  # torchrun has started several processes; NCCL carries what is on GPUs
@@ -564,13 +574,7 @@ def main(argv, presets=PRESETS, description=__doc__, set_up=set_up, program=Run.
         dist.init_process_group(world.backend, timeout=timeout, device_id=device_id)
     model_config, cfg, state = settings.resolve(model_config, cfg, world, presets, program)
     run, stop = set_up(model_config, cfg, world, state), StopSignal(world)
-    validation = evals.Validation(run, stop)
-    events = [  # in the order in which a step makes them
-        evals.Every("checkpoint", cfg.ckpt_every, Run.save),
-        validation,
-        HellaSwag(cfg.hella_every, cfg.hella_examples, world, run.precision, stop),
-        evals.Samples(run, validation.tokenizer),
-    ]
+    validation, events = events_of(run, stop)
     with folder.opened(run), stop, Log(run) as log:
         log.start(reason, run, validation)
         stopped = train(run, events, cfg, world, log, stop)
