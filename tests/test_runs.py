@@ -280,7 +280,8 @@ def test_a_setting_that_is_missing_has_its_default_and_values_that_are_none_are_
     assert (model, train, unknown) == (GPTConfig(n_layer=9), TrainConfig(lr=1), ["depth"])
     for text, said in (
         ('{"model": {"n_layer": "two"}, "train": {}}', 'n_layer="two", which must be of type int; mend it'),
-        ('{"model": {"n_embd": 9000000000000000}, "train": {}}', "n_embd=9.*, which must be below 2"),
+        ('{"model": {"n_embd": 9000000000000000}, "train": {}}', "n_embd=9.*, which must be from 1 to 2"),
+        ('{"model": {"n_head": 0}, "train": {}}', "n_head=0, which must be from 1"),
         ('{"model": {}, "train": {"lr": null}}', "lr=null, .* float"),
         ('{"model": {}, "train": {"schedule": "sine"}}', "one of cosine, linear, constant, wsd"),
         ('{"model": 5, "train": {}}', "model is 5"), ('{"train": ', "is damaged"), ("[]", "holds a list"),

@@ -16,6 +16,9 @@ from lab.cli import UserError, program, quoted
 from lab.files import only_writer, read_json, write_whole
 from lab.run.checkpoints import has_checkpoint, newest_run, set_aside
 
+# settings of which a run needs one at least
+SIZES = "n_layer n_head n_embd block_size vocab_multiple total_batch_size seq_len max_steps".split()
+
 
 @contextlib.contextmanager
 def opened(run):
@@ -87,10 +90,11 @@ def check_value(path, field, value):
     choices = get_args(field.type) if get_origin(field.type) is Literal else ()
     kind = type(field.default)
     right = type(value) is kind or (type(value), kind) == (int, float)
-    huge = isinstance(value, int) and abs(value) >= 2**48  # torch fails beyond 2**63
-    if not right or huge or (choices and value not in choices):
+    least = 1 if field.name in SIZES else -1
+    sane = not isinstance(value, int) or least <= value < 2**48  # torch fails beyond 2**63
+    if not right or not sane or (choices and value not in choices):
         rule = f"one of {', '.join(choices)}" if choices else f"of type {kind.__name__}"
-        rule = "below 2**48" if right and huge else rule
+        rule = f"from {least} to 2**48" if right and not sane else rule
         text = json.dumps(value, default=repr)[:80]
         raise UserError(
             f"{path} has {field.name}={text}, which must be {rule}; mend it, or name another run"

@@ -18,10 +18,9 @@ from lab.data.shards import read_manifest
 from lab.files import read_json
 from lab.models import PROGRAMS, same_shape, shape_of
 from lab.run.checkpoints import newest_checkpoint, read_newest, step_of
-from lab.run.folder import is_finished, read_config, run_to_resume
+from lab.run.folder import SIZES, is_finished, read_config, run_to_resume
 
-SIZES = "n_layer n_head n_embd block_size vocab_multiple total_batch_size seq_len max_steps"
-AT_LEAST_1 = (*SIZES.split(), "log_every", "keep_last", "timeout")
+AT_LEAST_1 = (*SIZES, "log_every", "keep_last", "timeout")
 MINUS_1 = ("warmup_steps", "decay_steps")  # -1: a share of max_steps
 
 PLAIN = dict(attention="math", bf16_residual=False, compile=False, kernels="plain")
@@ -191,6 +190,8 @@ def check(model_config, cfg):
         (cfg.on_spike == "skip" and cfg.optimizer != "adamw",
          f"on_spike=skip leaves AdamW's updates out alone, and optimizer={cfg.optimizer} makes others; "
          "leave one out, or pass --on_spike stop"),
+        (any(len(part) > 255 for part in Path(cfg.data).parts),
+         f"data={cfg.data[:40]}... is longer than the name of a file can be; name a folder of shards"),
         (Path(cfg.run_name).name != cfg.run_name or cfg.run_name == "..",
          f"run_name={cfg.run_name} must be a plain name, without folders; --log_dir says where runs lie"),
         (cfg.preset == "sft" and not cfg.init_from,
