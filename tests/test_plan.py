@@ -206,7 +206,7 @@ def test_verdict(capsys):
     assert f"batch_size={again} fits" in text
     assert "without --activation_checkpointing it is 8." in text
     text = planned(capsys, "--preset gpt2-xl --gpu 24GB")
-    assert "does not fit, 7.9 GiB are missing" in text and "it is none." in text
+    assert "does not fit, 7.9 GiB are missing" in text and "None fits, with" in text
     flags = "--gpus 2 --parallel fsdp2 --activation_checkpointing"
     assert text.endswith(f"2 such GPUs would: {flags}.")
     assert " fits, with" in planned(capsys, f"--preset gpt2-xl --gpu 24GB {flags}")

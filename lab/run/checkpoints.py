@@ -139,7 +139,7 @@ class Inert:
 def read_checkpoint(path):
     """What torch.save wrote, with foreign classes as inert objects: tensors and plain values come
     in, no code runs. Raises UserError for what cannot be read."""
-    way_out = "name another, or move it away; the one before it is used then"
+    way_out = "name another, or move it away"
     with reading(path, "checkpoint", way_out):
         if zipfile.is_zipfile(path):  # checksums, which torch.save notes and torch.load ignores
             with zipfile.ZipFile(path) as archive:

@@ -156,13 +156,16 @@ def say_farewell(run, stopped):
     plot.loss_curve([folder], folder / "loss.png")
     curve = " loss.png (the curve)," * (folder / "loss.png").exists()
     name = quoted(folder)
+    best = f"; model_best.pt has the lowest validation loss, {run.best_val:.4f}"
+    best *= (folder / "model_best.pt").exists()
     further = "finish it" if stopped else "train it further"
     more = "" if stopped else " --max_steps N"
     asking = f"ask it for more         {program('sample.py')} --model {name}"
     if not hasattr(run.raw_model, "generate"):
         asking = f"use it in transformers  {program('lab export')} {name} --out FOLDER"
     say(
-        f"\n{folder}/ holds log.jsonl (every number),{curve} TensorBoard events and the checkpoints. Next:\n"
+        f"\n{folder}/ holds log.jsonl (every number),{curve} TensorBoard events and the checkpoints"
+        f"{best}. Next:\n"
         f"  {asking}\n"
         f"  see all of it, a page   {program('lab report')} {name}\n"
         f"  compare it with another {program('lab report')} {name} {quoted(folder.parent / 'OTHER')}\n"

@@ -137,7 +137,7 @@ class Log:
             f"this run uses {tokens / per_epoch:.2f} epochs"
         )
         for path in damaged:
-            self.say(f"note: {path} is damaged and passed over: this goes on after step {run.step}")
+            self.say(f"note: {path} was damaged: this goes on after step {run.step}")
         for note in loader.notes():
             self.say(f"note: {note}")
         flops = run.raw_model.flops_per_token(cfg.seq_len) * cfg.total_batch_size
@@ -174,13 +174,12 @@ class Log:
         self.say(f"step {step:5d}: HellaSwag {values['acc_norm']:.4f} +- {error:.4f}")
 
     def say_spike(self, step, values):
+        if "file" not in values:  # one of a series: log.jsonl has it
+            return
         norms = f"gradient norm {values['norm']:.4g}, usually {values['usual']:.4g}"
         left_out = ", its update is left out" * values["skipped"]
-        look = ""
-        if "file" in values:
-            file = quoted(self.folder / values["file"])
-            look = f"; `{program('lab replay')} {file}` makes it again"
-        self.say(f"step {step:5d}: spike: {norms}{left_out}{look}")
+        again = f"{program('lab replay')} {quoted(self.folder / values['file'])}"
+        self.say(f"step {step:5d}: spike: {norms}{left_out}; `{again}` makes it again")
 
     def say_sample(self, step, values):
         """The texts, set off by a bar on their left that no long line breaks."""

@@ -59,7 +59,7 @@ class RunConfig:
     sample_prompt: str = "Hello, I'm a language model,"  # what they begin with
     timing: bool = False  # log milliseconds of data, forward, backward, optimizer
     wandb: bool = False  # Weights & Biases as well as log.jsonl and TensorBoard
-    on_spike: Literal["continue", "record", "skip", "stop"] = "continue"  # a gradient far too long
+    on_spike: Literal["continue", "record", "skip", "stop"] = "continue"  # far longer gradients
     # keeping
     log_dir: str = "log"  # runs lie in log_dir/run_name
     run_name: str = ""  # name of the run; made from preset and time when empty
@@ -137,7 +137,7 @@ def choose_defaults(argv, presets, program):
         lr = round(cfg.lr / wider / deeper**0.5, 6)
         model_config = dataclasses.replace(model_config, **shape)
         cfg = dataclasses.replace(cfg, lr=lr, seq_len=min(cfg.seq_len, shape["block_size"]))
-        why += f", with the shape of {given.init_from}"
+        why += f", with the shape of {given.init_from} and lr={lr} for its size"
     return f"preset {preset} ({why})", *at_speed(given.speed, model_config, cfg)
 
 

@@ -381,15 +381,18 @@ def verdict(s, gpu, sizes):
         tried = (replace(setting, batch_size=b, grad_accum_steps=tokens // b) for b in sizes)
         return next((x.batch_size for x in tried if room(x, gpu) >= 0), "none")
 
+    one, two = largest(s), largest(other)
+    which = f"Of those that training tries, up to {sizes[0]}, the largest that fits is {one}; "
+    which += f"{'without' if again else 'with'} --activation_checkpointing it is {two}."
+    if one == two == "none":
+        which = "None fits, with --activation_checkpointing or without."
     fits = f"does not fit, {-left:.1f} GiB are missing"
     if left >= 0:
         fits = f"fits, with {left:.1f} GiB left"
     return (
         f"batch_size={s.batch_size} {fits}. The peak is {most / GIB:.2f} GiB, {MOMENTS[moment]}; "
         f"about {outside(s):.1f} GiB are taken outside of PyTorch, {FRAGMENTS:.0%} of "
-        f"{gpu.gib:.1f} by gaps between tensors. Of those that training tries, up to {sizes[0]}, "
-        f"the largest that fits is {largest(s)}; {'without' if again else 'with'} "
-        f"--activation_checkpointing it is {largest(other)}.{enough_gpus(s, gpu)}"
+        f"{gpu.gib:.1f} by gaps between tensors. {which}{enough_gpus(s, gpu)}"
     )
 
 

@@ -36,7 +36,7 @@ def replay(
         precision: another than the run's: bf16, fp16, tf32 or fp32
         compile: with torch.compile, as the run may have been
     """
-    file = file.with_suffix(".json")
+    file = file.with_suffix(".json") if file.suffix == ".pt" else file
     types = dict(
         step=int, norm=float, usual=float, losses=list, norms=dict, sequences=list, skipped=bool
     )
