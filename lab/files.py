@@ -47,7 +47,7 @@ def reading(path, what, way_out):
         if isinstance(error, MemoryError):
             raise
         raise Damaged(
-            f"{what} {path} is damaged, or a file of another kind ({first_line(error)}); {way_out}"
+            f"{what} {path} is damaged or of another kind ({first_line(error)}); {way_out}"
         ) from error
 
 

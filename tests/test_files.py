@@ -26,14 +26,14 @@ from lab.files import (
 @pytest.mark.parametrize(
     "text, said",
     [
-        ("", "is damaged, or a file of another kind"),
-        ('{"a": ', "is damaged, or a file of another kind"),
+        ("", "is damaged or of another kind"),
+        ('{"a": ', "is damaged or of another kind"),
         ("[1]", "holds a list, wanted is an object"),
         ("{}", "number is null"),
         ('{"number": "three"}', 'number is "three"'),
         ('{"number": 1' + "0" * 400 + "}", "number is Infinity"),
-        ("[" * 100_000, "is damaged, or a file of another kind"),
-        ("\udcff", "is damaged, or a file of another kind"),
+        ("[" * 100_000, "is damaged or of another kind"),
+        ("\udcff", "is damaged or of another kind"),
     ],
     ids=["empty", "cut", "list", "missing", "type", "huge", "deep", "bytes"],
 )
