@@ -23,7 +23,6 @@ layers, N = B * T positions.
 
 import contextlib
 import dataclasses
-import datetime
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -524,6 +523,7 @@ def train(run, events, cfg, world, log, stop):
     events are left, so that the last weights are measured and saved too. A checkpoint comes before
     the measurements of its step: if a signal interrupts these, a resumed run makes them again.
     """
+    # looks at losses and, put around what clips, at gradient norms (--on_spike)
     vitals, meter, stopped = Vitals(run, world, stop, log), Meter(run, cfg, world, log), ""
     try:
         while True:
@@ -567,11 +567,9 @@ def main(
     argv, presets=PRESETS, description=__doc__, set_up=set_up, events_of=events_of, program=Run.program
 ):  # fmt: skip
     reason, model_config, cfg = settings.parse_flags(argv, presets, description, program)
-    world = World(cfg.device)
+    world = World(cfg.device, cfg.timeout)
     if world.distributed:  # torchrun has started several processes; NCCL carries what is on GPUs
-        device_id = world.device if world.device.type == "cuda" else None
-        timeout = datetime.timedelta(seconds=cfg.timeout)
-        dist.init_process_group(world.backend, timeout=timeout, device_id=device_id)
+        dist.init_process_group(world.backend, timeout=world.timeout, device_id=world.device_id)
     model_config, cfg, state = settings.resolve(model_config, cfg, world, presets, program)
     run, stop = set_up(model_config, cfg, world, state), StopSignal(world)
     validation, events = events_of(run, stop)

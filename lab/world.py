@@ -1,5 +1,6 @@
 """The processes of a run and the device of this one."""
 
+import datetime
 import os
 import sys
 
@@ -14,7 +15,9 @@ class World:
     """Who this process is among those that torchrun started. A lone process has the same methods,
     doing nothing. It does not start the process group: the program does, in one line."""
 
-    def __init__(self, device="auto"):
+    def __init__(self, device="auto", timeout=600):
+        """timeout: seconds until a process that does not answer is taken for lost."""
+        self.timeout = datetime.timedelta(seconds=timeout)
         self.rank = int(os.environ.get("RANK", 0))
         self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
         self.world_size = int(os.environ.get("WORLD_SIZE", 1))
@@ -24,6 +27,7 @@ class World:
             torch.cuda.set_device(self.device)  # before NCCL starts, or all open a context on GPU 0
         # gloo carries what is on the CPU; on GPUs NCCL carries the gradients
         self.backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+        self.device_id = self.device if self.device.type == "cuda" else None
 
     def say(self, text):
         """A line for people, from rank 0 alone."""

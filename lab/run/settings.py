@@ -30,6 +30,7 @@ SPEEDS = {  # --speed: what is set before the flags that are typed; sizes and re
     "recommended": {},  # what the preset has: all that pays and gives the same results
     "full": dict(fp8="all"),  # a GPU with 8 bits
 }
+ON_SPIKE = ("continue", "record", "skip", "stop")
 
 
 @dataclass
@@ -59,7 +60,7 @@ class RunConfig:
     sample_prompt: str = "Hello, I'm a language model,"  # what they begin with
     timing: bool = False  # log milliseconds of data, forward, backward, optimizer
     wandb: bool = False  # Weights & Biases as well as log.jsonl and TensorBoard
-    on_spike: Literal["continue", "record", "skip", "stop"] = "continue"  # far longer gradients
+    on_spike: Literal[ON_SPIKE] = "continue"  # at a gradient far longer than those before it
     # keeping
     log_dir: str = "log"  # runs lie in log_dir/run_name
     run_name: str = ""  # name of the run; made from preset and time when empty
