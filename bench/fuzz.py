@@ -13,10 +13,10 @@ import dataclasses
 import gzip
 import io
 import json
+import multiprocessing
 import os
 import random
 import resource
-import select
 import shutil
 import signal
 import subprocess
@@ -24,6 +24,8 @@ import sys
 import tempfile
 import traceback
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -353,7 +355,8 @@ def forbid(event, args):
 forbid.active = False
 
 
-def child(kind, good, seeds, out):
+def limit():
+    """What a child may do."""
     sys.addaudithook(forbid)
     torch.set_num_threads(1)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
@@ -362,36 +365,21 @@ def child(kind, good, seeds, out):
     quiet = os.open(os.devnull, os.O_WRONLY)
     for number in (1, 2):
         os.dup2(quiet, number)
-    for seed in seeds:
-        out.write(json.dumps(try_one(kind, good, seed)) + "\n")
-        out.flush()
 
 
 def outcomes(kind, good, seeds):
-    """Yield (seed, what try_one says, or how the child ended) of each."""
-    seeds = list(seeds)
+    """Yield (seed, what try_one says, or that it ended the child) of each."""
+    seeds, fork = list(seeds), multiprocessing.get_context("fork")
     while seeds:
-        read_end, write_end = os.pipe()
-        if not (pid := os.fork()):
-            try:
-                child(kind, good, seeds[:BATCH], os.fdopen(write_end, "w"))
-            finally:
-                os._exit(0)
-        os.close(write_end)
-        with os.fdopen(read_end, "rb", buffering=0) as lines:
-            for _ in seeds[:BATCH]:
-                ready, _, _ = select.select([lines], [], [], SECONDS + 10)
-                line = lines.readline() if ready else b""
-                if not line:
+        with ProcessPoolExecutor(1, fork, limit) as pool:
+            for seed in seeds[:BATCH]:
+                try:
+                    found = pool.submit(try_one, kind, good, seeds.pop(0)).result()
+                except BrokenProcessPool:
+                    found = "the child has ended: it hung, or was aborted"
+                yield seed, found
+                if found.startswith("the child"):
                     break
-                yield seeds.pop(0), json.loads(line)
-            else:
-                line = True
-        if not line:
-            os.kill(pid, signal.SIGKILL)
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        if not line:
-            yield seeds.pop(0), f"the child ended with {status} (-{signal.SIGALRM}, -9: it hung)"
 
 
 # ------------------------------------------------------------------------------- 4. command line
