@@ -37,11 +37,12 @@ import fineweb
 import hellaswag
 import train_gpt2
 from lab import models
-from lab.cli import UserError, command, parse
+from lab.cli import UserError, command, out_of_memory, parse
 from lab.data import TokenShards, get_tokenizer
 from lab.data.hellaswag import read_examples
 from lab.run import folder, settings
-from lab.tools import plot, report
+from lab.run.spikes import Spikes
+from lab.tools import plot, replay, report
 from lab.tools.export import export
 from lab.world import World
 
@@ -168,15 +169,20 @@ def change_bytes(data, rng):
 # --------------------------------------------------------------------------- 2. good files, readers
 
 
-def make_run():
-    """A run's folder log/r with a checkpoint, a config.json and a log.jsonl, and its data."""
+def small_run(batch_size=2, **settings):
     random_shards("data", 257, 2000, 500)
     model = train_gpt2.GPTConfig(1, 2, 16, 16, 257, vocab_multiple=1)
-    sizes = dict(total_batch_size=64, batch_size=2, seq_len=16)
+    sizes = dict(total_batch_size=32 * batch_size, batch_size=batch_size, seq_len=16)
     what = dict(data="data", run_name="r", optimizer="adamw", device="cpu")
-    cfg = dataclasses.replace(PRESETS["laptop"][1], **sizes, **what)
+    cfg = dataclasses.replace(PRESETS["laptop"][1], **sizes, **what, **settings)
     run = train_gpt2.set_up(model, cfg, World("cpu"))
     run.folder.mkdir(parents=True)
+    return run
+
+
+def make_run():
+    """A run's folder log/r with a checkpoint, a config.json and a log.jsonl, and its data."""
+    run = small_run()
     folder.note_settings(run)
     run.update()
     run.save()
@@ -211,6 +217,19 @@ def read_log():
     folder.is_finished(Path("log/r"))
     report.write_page([Path("log/r")], Path("report.html"))
     plot.draw([Path("log/r")], "loss.png")
+
+
+def make_spike():
+    """A run with spike_000001.json and .pt, as if its first update had been one."""
+    run = small_run(64, on_spike="record")  # where a size is lost, its default is soon made too
+    guard, losses = Spikes(run), torch.zeros(2)
+    guard.recorder.begin()
+    run.update()
+    guard.report(1, guard.numbers, losses, run.loader.sequence)
+
+
+def read_spike():
+    replay.main(["log/r/spike_000001.json", "--device", "cpu"])
 
 
 def make_export():
@@ -302,6 +321,8 @@ KINDS = {
     "checkpoint": Kind(make_run, "log/r/model_*.pt", read_run, change_checkpoint),
     "config": Kind(make_run, "log/r/config.json", lambda: read_run(0), change_json),
     "log": Kind(make_run, "log/r/log.jsonl", read_log, change_json),
+    "spike": Kind(make_spike, "log/r/spike_*.json", read_spike, change_json),
+    "recording": Kind(make_spike, "log/r/spike_*.pt", read_spike, change_checkpoint),
     "npy": Kind(lambda: make_shards("npy"), "data/*.npy", read_shards),
     "bin": Kind(lambda: make_shards("bin"), "data/*.bin", read_shards),
     "manifest": Kind(make_manifest, "data/manifest.json", read_manifest, change_json),
@@ -338,7 +359,9 @@ def try_one(kind, good, seed):
             return "fine"
         except UserError:
             return "refused"
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, RuntimeError) and out_of_memory(error):
+                return "refused"  # torch, asked for more than there is at once; commands say so
             return traceback.format_exc()
         finally:
             forbid.active = False

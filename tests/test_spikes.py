@@ -264,6 +264,25 @@ def test_wrong_settings_and_files_are_one_sentence(tmp_path, shards):
             replay.main([str(file)])
 
 
+@pytest.mark.parametrize(
+    "wrong, sentence",
+    [
+        (dict(losses=["a"]), "is damaged"), (dict(norms={"w": None}), "is damaged"),
+        (dict(sequences=[{}]), "is damaged"), (dict(sequences=[{"at": "x", "text": 1}]), "is damaged"),
+        (dict(program="none"), "unknown program"), (dict(step=10**9), "the run has 19073"),
+        (dict(model={"n_head": 5}), "must be divisible by n_head=5"),
+        (dict(model={"n_layer": 10**6}), "must be from 1 to 4096"),
+    ],
+)  # fmt: skip
+def test_a_spike_file_of_wrong_values_is_one_sentence(tmp_path, wrong, sentence):
+    good = dict(program="gpt2", step=1, batch_size=1, norm=1.0, usual=1.0, skipped=False,
+                losses=[1.0], norms={}, sequences=[], model={}, train={})  # fmt: skip
+    file = tmp_path / "spike_000001.json"
+    file.write_text(json.dumps(good | wrong))
+    with pytest.raises(UserError, match=sentence):
+        replay.main([str(file), "--device", "cpu"])
+
+
 # the gradients of the two micro-steps of step 41 are 1000 times as long
 PLANTED = """
 real, calls = torch.amp.GradScaler.scale, []

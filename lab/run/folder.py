@@ -91,10 +91,11 @@ def check_value(path, field, value):
     kind = type(field.default)
     right = type(value) is kind or (type(value), kind) == (int, float)
     least = 1 if field.name in SIZES else -1
-    sane = not isinstance(value, int) or least <= value < 2**48  # torch fails beyond 2**63
+    most = 2**12 if field.name == "n_layer" else 2**48  # layers take time; torch fails at 2**63
+    sane = not isinstance(value, int) or least <= value <= most
     if not right or not sane or (choices and value not in choices):
         rule = f"one of {', '.join(choices)}" if choices else f"of type {kind.__name__}"
-        rule = f"from {least} to 2**48" if right and not sane else rule
+        rule = f"from {least} to {most}" if right and not sane else rule
         text = json.dumps(value, default=repr)[:80]
         raise UserError(
             f"{path} has {field.name}={text}, which must be {rule}; mend it, or name another run"

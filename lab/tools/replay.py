@@ -14,6 +14,7 @@ from lab.cli import UserError, parse
 from lab.data.tokenizers import printable
 from lab.files import read_json, reading
 from lab.models import PROGRAMS
+from lab.run import settings
 from lab.run.checkpoints import checkpoint_files, read_checkpoint, step_of
 from lab.run.folder import read_config
 from lab.run.spikes import Spikes
@@ -37,15 +38,15 @@ def replay(
         compile: with torch.compile, as the run may have been
     """
     file = file.with_suffix(".json") if file.suffix == ".pt" else file
-    types = dict(
-        step=int, norm=float, usual=float, losses=list, norms=dict, sequences=list, skipped=bool
-    )
-    spike = read_json(file, WAY_OUT, program=str, batch_size=int, world_size=int, **types)
-    if spike["program"] not in PROGRAMS:
-        raise UserError(f"{file} is of an unknown program, {spike['program']}; {WAY_OUT}")
+    spike = read_spike(file)
     program = importlib.import_module(PROGRAMS[spike["program"]])
     configs = map(type, next(iter(program.PRESETS.values())))
     model_config, cfg, _ = read_config(file.parent, *configs, name=file.name)
+    settings.check(model_config, cfg)
+    if not 1 <= spike["step"] <= cfg.max_steps:
+        raise UserError(
+            f"{file} is of step {spike['step']}, and the run has {cfg.max_steps}; {WAY_OUT}"
+        )
     world = World(device)
     fp8 = cfg.fp8 if world.device.type == "cuda" else "off"
     cfg = dataclasses.replace(
@@ -56,6 +57,22 @@ def replay(
     where = f"{run.world.device.type}, {run.precision.name}"
     print(f"{file.parent} before step {spike['step']}, from {came_from}; on {where}", flush=True)
     show(spike, *step_again(run, guard))
+
+
+def read_spike(file):
+    """The dict that Spikes.report has written, as far as it is used here."""
+    types = dict(
+        step=int, norm=float, usual=float, losses=list, norms=dict, sequences=list, skipped=bool
+    )
+    spike = read_json(file, WAY_OUT, program=str, batch_size=int, **types)
+    with reading(file, "file", WAY_OUT):
+        sequences = [{"at": str(s["at"]), "text": s.get("text", "")} for s in spike["sequences"]]
+        spike["sequences"] = [s | {"text": printable(s["text"][:60])} for s in sequences]
+        spike["losses"] = list(map(float, spike["losses"]))
+        spike["norms"] = {name: float(norm) for name, norm in spike["norms"].items()}
+    if spike["program"] not in PROGRAMS:
+        raise UserError(f"{file} is of an unknown program, {spike['program']}; {WAY_OUT}")
+    return spike
 
 
 def before(file, spike, program, model_config, cfg, world):
@@ -117,9 +134,9 @@ def show(spike, losses, norm, norms, each):
     print("\nloss of each sequence, the largest first")
     worst = sorted(zip(each, spike["sequences"]), key=lambda pair: largest_first(pair[0]))
     for loss, sequence in worst[:SHOWN]:
-        text = json.dumps(printable(sequence.get("text", "")[:60]), ensure_ascii=False)
+        text = json.dumps(sequence["text"], ensure_ascii=False)
         print(f"{loss:10.4f}  {sequence['at']:32} {text}")
-    again = norm > math.sqrt(spike["norm"] * spike["usual"])  # nearer to the spike than to calm
+    again = norm * norm > spike["norm"] * spike["usual"]  # nearer to the spike than to calm
     if not math.isfinite(spike["norm"]):
         again = not math.isfinite(norm)
     says = f"the spike {'comes' if again else 'does not come'} back: usual is {spike['usual']:.4g}"
