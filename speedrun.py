@@ -23,14 +23,11 @@ if __name__ == "__main__":  # how a CPU's threads wait: to be settled before tor
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.nn.parallel import DistributedDataParallel
 
 import train_gpt2
-from lab import data, device, kernels, models
 from lab.cli import UserError, command
 from lab.generate import generate
 from lab.optim import POLAR_EXPRESS, Muon, Together
-from lab.run import checkpoints
 from train_gpt2 import HeadLoss, Run, get_lr
 
 # --------------------------------------------------------------------------------- 1. configuration
@@ -412,41 +409,21 @@ class SpeedRun(Run):
 
 
 def set_up(model_config, cfg, world, state=None):
-    """The SpeedRun of these settings; as train_gpt2.py's, with fewer choices."""
+    """The SpeedRun of these settings: train_gpt2.py's, with the parts above."""
     if cfg.parallel != "ddp":
         raise UserError(f"parallel={cfg.parallel} is for AdamW alone; leave it out")
-    torch.manual_seed(cfg.seed)
-    precision = device.Precision(cfg.precision, world.device)
-    precision.prepare()
-    shards = data.TokenShards(cfg.data, "train", model_config.vocab_size, cfg.verify_data)
-    raw_model = GPT(model_config)
-    if cfg.init_from and not state:
-        models.start_from(cfg.init_from, raw_model, cfg.log_dir)
-    raw_model.to(world.device)
-    if model_config.document_mask:
-        data.hide_other_documents(raw_model)
-    if cfg.kernels == "fused" and not model_config.logit_cap:  # the fused loss knows no cap
-        kernels.use(raw_model, mlp=train_gpt2.MLP, precision=precision, fp8=cfg.fp8)
-    most = state["batch_size"] if state else 64
-    smallest = dataclasses.replace(cfg, total_batch_size=stage(0, cfg)[0])
-    batch_size = cfg.batch_size or device.fit_batch_size(
-        raw_model, smallest, world, precision, most
+    # a micro-batch that divides the smallest step; the fused loss knows no cap
+    first = dataclasses.replace(cfg, total_batch_size=stage(0, cfg)[0])
+    if model_config.logit_cap:
+        first = dataclasses.replace(first, kernels="plain")
+
+    def optimizer_of(model, cfg, _):
+        return make_optimizer(model, cfg, world)
+
+    run = train_gpt2.set_up(
+        model_config, first, world, state, GPT, SpeedRun, None, optimizer_of, schedule
     )
-    loader = data.TokenLoader(shards, cfg, world, batch_size)
-    optimizer = make_optimizer(raw_model, cfg, world)
-    model = raw_model
-    if world.distributed:
-        model = DistributedDataParallel(raw_model, gradient_as_bucket_view=True, bucket_cap_mb=250)
-    if cfg.compile and (reason := device.why_no_compile(world.device, model_config)):
-        world.say(f"torch.compile is off: {reason}")
-    elif cfg.compile:
-        model = torch.compile(model, dynamic=False)
-    run = SpeedRun(
-        raw_model, model, optimizer, loader, precision,
-        lambda step, group: schedule(step, group, cfg), world, cfg,
-    )  # fmt: skip
-    if state:
-        checkpoints.restore(run, state)
+    run.cfg = cfg
     return run
 
 

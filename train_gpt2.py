@@ -372,6 +372,11 @@ def get_lr(step, cfg):
     return cfg.min_lr + (cfg.lr - cfg.min_lr) * left
 
 
+def schedule(step, group, cfg):
+    """What changes from step to step: the rate of each group of parameters."""
+    group["lr"] = get_lr(step, cfg) * group["scale"]
+
+
 # ----------------------------------------------------------------------------------- 4. one update
 
 
@@ -418,7 +423,7 @@ class Run:
         clip = getattr(self.optimizer, "clip_grad_norm", self.clip_grad_norm)
         grad_norm = clip(self.cfg.grad_clip)
         for group in self.optimizer.param_groups:
-            self.schedule(self.step, group)
+            self.schedule(self.step, group, self.cfg)
         precision.scaler.step(self.optimizer)
         precision.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
@@ -471,14 +476,18 @@ class Run:
 # -------------------------------------------------------------------------------------- 5. the run
 
 
-def set_up(model_config, cfg, world, state=None, make=GPT, run_as=Run, transform=None):
-    """The Run of these settings: at its beginning, or where `state`, a checkpoint's, left it."""
+def set_up(
+    model_config, cfg, world, state=None, model_class=GPT, run_class=Run, transform=None,
+    make_optimizer=make_optimizer, schedule=schedule,
+):  # fmt: skip
+    """The Run of these settings: at its beginning, or where `state`, a checkpoint's, left it. The
+    arguments after that are what bert.py and speedrun.py do in another way."""
     torch.manual_seed(cfg.seed)
     precision = device.Precision(cfg.precision, world.device)  # bf16 where the GPU has it
     if world.device.type == "cuda" and precision.name != "fp32":
         torch.set_float32_matmul_precision("high")  # TF32: products keep 10 bits of mantissa
     shards = data.TokenShards(cfg.data, "train", model_config.vocab_size, cfg.verify_data)
-    raw_model = make(model_config)
+    raw_model = model_class(model_config)
     if cfg.init_from and not state:
         models.start_from(cfg.init_from, raw_model, cfg.log_dir)
     raw_model.to(world.device)
@@ -503,11 +512,7 @@ def set_up(model_config, cfg, world, state=None, make=GPT, run_as=Run, transform
         world.say(f"torch.compile is off: {reason}")
     elif cfg.compile:
         model = torch.compile(model, dynamic=False)  # fuses what lies between the products
-
-    def schedule(step, group):
-        group["lr"] = get_lr(step, cfg) * group["scale"]
-
-    run = run_as(raw_model, model, optimizer, loader, precision, schedule, world, cfg)
+    run = run_class(raw_model, model, optimizer, loader, precision, schedule, world, cfg)
     if state:
         checkpoints.restore(run, state)
     return run

@@ -101,7 +101,7 @@ def build(case, batch_size, args, world):
         cfg = dataclasses.replace(cfg, kernels="plain", compile=False)
     if isinstance(model_config, bert.BertConfig):
         hide = bert.Masking(WordPiece(f"{cfg.data}/{WORD_PIECE_FILE}"), model_config)
-        how = dict(make=bert.Bert, run_as=bert.BertRun, transform=hide)
+        how = dict(model_class=bert.Bert, run_class=bert.BertRun, transform=hide)
     run = set_up(model_config, cfg, world, **how)
     if not own.prefetch:
         run.loader.worker = WhenAsked()

@@ -355,7 +355,7 @@ def test_compiling_agrees_with_eager_and_compiles_nothing_after_warm_up(
     from torch._dynamo.utils import counters
 
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    monkeypatch.setattr(speedrun.device, "why_no_compile", lambda *_: "")
+    monkeypatch.setattr(train_gpt2.device, "why_no_compile", lambda *_: "")
     torch._dynamo.reset()
     counters.clear()
     staged = dict(small_batch_size=64, small_steps=2)
