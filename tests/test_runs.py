@@ -517,6 +517,7 @@ def test_checkpoints_of_wrong_structure_are_refused(tmp_path, shards):
         (("step",), "1"), (("model",), [1]), (("rng",), None), (("train_config",), 3),
         (("model_config", "n_head"), torch.zeros(3)),
         (("model", "transformer.wte.weight"), 5), (("loader", "position"), {}),
+        (("loader", "position"), 2**63),
         (("optimizer", "state"), "x"), (("optimizer", "state", 0), small),
         (("optimizer", "state", 0), {}), (("optimizer", "param_groups", 0), 3), (("rng", "cpu"), "x"),
     ):  # fmt: skip
