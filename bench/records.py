@@ -19,6 +19,9 @@ sys.path.insert(0, str(ROOT))
 from lab.cli import UserError  # noqa: E402
 from lab.files import check_writable  # noqa: E402
 
+# NVLink's multicast stays off unless the environment says otherwise: its failure would be all users'
+NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0"}
+PIPED = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 RUNS = ROOT / "readme.assets" / "runs"  # the records that README, the log and the figures show
 
 
@@ -67,6 +70,16 @@ def check_out(out, cpu):
     if cpu and Path(out).resolve().parent == RUNS:
         raise UserError(f"{Path(out).name} holds README's numbers, of GPUs; add --out try.jsonl")
     check_writable(out, "out")
+
+
+def run_program(words, folder, gpus=1):
+    """Run a Python program with its flags in `folder`, on several GPUs by torchrun. Raises
+    UserError with its last words if it fails."""
+    torchrun = f"-m torch.distributed.run --standalone --nproc_per_node={gpus}".split()
+    words = [sys.executable, *(torchrun if gpus > 1 else []), *map(str, words)]
+    done = subprocess.run(words, cwd=folder, env=NO_MULTICAST | os.environ, **PIPED)
+    if done.returncode:
+        raise UserError(f"{' '.join(words)} failed:\n{done.stdout[-1000:]}")
 
 
 def one_sentence(error):

@@ -1,30 +1,26 @@
 """Recipes against each other: GPT-2's, the trainer's with Muon, a readable one of the field,
 speedrun's, and speedrun's without each of its differences. Loss at equal seconds, seconds to a loss.
 
-    python bench/speedrun.py --data corpus --seconds 60 --target 3.6      # on a GPU
-    python bench/speedrun.py --data corpus --seconds 60 --gpus 4 --recipes muon speedrun
+    python bench/speedrun.py --seconds 60 --target 3.6        # on a GPU, FineWeb-Edu's tokens
+    python bench/speedrun.py --data data/mine --seconds 60 --gpus 4 --recipes muon speedrun
     python bench/speedrun.py --scale laptop --seconds 110     # two cores, the built-in text
     python bench/speedrun.py --scale laptop --steps 100       # equal tokens: on a busy machine too
 
 Each run is the real program in a process of its own. With --seconds a short run first tells how
 many steps fit, so that every schedule ends in time. Seconds are those of training: measuring and the
 first update, which compiles, are left out. Every finished run is a line in --out, and is not made
-again. A folder of parquet files becomes shards in data/NAME_last_held_out: documents in the order of
-names, each led by end-of-text, the last 1,200,000 tokens for validation. RECIPES says what each
-recipe is; no_X is speedrun without the difference X, +X with one more.
+again. RECIPES says what each recipe is; no_X is speedrun without the difference X, +X with one more.
 """
 
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
-from records import ROOT, append_record, finished, origin, print_rows, read_records
+from records import ROOT, append_record, finished, origin, print_rows, read_records, run_program
 
 from lab.cli import UserError, command, parse
 from lab.files import check_writable
@@ -77,7 +73,7 @@ RECIPES = {
 @dataclass
 class Config:
     scale: Literal["gpu", "laptop"] = "gpu"  # which model, and which recipes
-    data: str = ""  # folder of token shards, or of parquet files; the program's own if empty
+    data: str = ""  # folder of token shards; the program's own if empty
     recipes: tuple[str, ...] = ()  # all of the scale if empty
     seeds: tuple[int, ...] = (1, 2, 3)
     seconds: float = 0  # of training, for each run; or
@@ -87,23 +83,6 @@ class Config:
     gpus: int = 1  # processes of a run
     out: str = "speedrun.jsonl"  # a line for each finished run
     picture: str = ""  # draw loss against seconds into this file
-
-
-def make_shards(folder):
-    """The folder of shards of a folder of parquet files, in GPT-2's tokens; made once."""
-    import pyarrow.parquet
-
-    from lab.data import get_tokenizer
-
-    out, tokenizer = ROOT / "data" / f"{Path(folder).name}_last_held_out", get_tokenizer("gpt2")
-    if not (out / "text_val_000000.npy").exists():
-        out.mkdir(parents=True, exist_ok=True)
-        files = sorted(Path(folder).glob("*.parquet"))
-        texts = (pyarrow.parquet.read_table(f, columns=["text"])["text"] for f in files)
-        tokens = np.concatenate([tokenizer.encode_documents(t.combine_chunks()) for t in texts])
-        np.save(out / "text_train_000001.npy", tokens[:-1_200_000])
-        np.save(out / "text_val_000000.npy", tokens[-1_200_000:])
-    return str(out)
 
 
 def with_shares(flags, steps):
@@ -120,11 +99,7 @@ def train(recipe, seed, steps, cfg, folder, measured=True):
     flags += "--sample_every 0 --hella_every 0 --ckpt_every 0 --run_name run --log_dir".split()
     flags += [folder, *(["--data", cfg.data] if cfg.data else []), *cfg.more.split()]
     flags += [] if measured else ["--val_every", "0"]
-    torchrun = f"-m torch.distributed.run --standalone --nproc_per_node={cfg.gpus}".split()
-    words = [sys.executable, *(torchrun if cfg.gpus > 1 else []), str(ROOT / program), *flags]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        raise UserError(f"{' '.join(words)} failed:\n{(done.stdout + done.stderr)[-500:]}")
+    run_program([ROOT / program, *flags], ROOT, cfg.gpus)
     return list(map(json.loads, Path(folder, "run", "log.jsonl").read_text().splitlines()))
 
 
@@ -224,9 +199,7 @@ def main(argv):
         raise UserError(f"recipes={unknown.pop()} is not one of {', '.join(known)}")
     if (cfg.seconds > 0) == (cfg.steps > 0):
         raise UserError("a run has --seconds or --steps; pass one of them")
-    if cfg.data:
-        parquet = any(Path(cfg.data).glob("*.parquet"))
-        cfg.data = make_shards(cfg.data) if parquet else str(Path(cfg.data).resolve())
+    cfg.data = cfg.data and str(Path(cfg.data).resolve())
     check_writable(cfg.out, "out")
     same = {k: getattr(cfg, k) for k in "scale data gpus more seconds steps".split()}
     for seed in cfg.seeds:  # seed by seed: what drifts with time hits all recipes
