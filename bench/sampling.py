@@ -12,7 +12,6 @@ transformers' in 32 bits before the first that does not. Without --model the wei
 the likeliest tokens so close to each other that fewer bits soon lead to other ones.
 """
 
-import sys
 import time
 from dataclasses import dataclass
 from typing import Literal
@@ -31,11 +30,7 @@ from train_gpt2 import GPT, PRESETS
 
 @dataclass
 class Config:
-    """Tokens per second of sampling, ours beside transformers'."""
-
-    size: Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "laptop"] = (
-        "gpt2"  # random weights
-    )
+    size: Literal[tuple(PRESETS)] = "gpt2"  # random weights of this shape
     model: str = ""  # a run, checkpoint, folder or hub name instead
     prompt: int = 32  # tokens
     tokens: int = 256  # new ones
@@ -47,8 +42,8 @@ class Config:
 
 
 def sides_of(cfg, device):
-    """name: a function of (ids, new tokens) that yields tokens (B,); transformers' yields them all
-    at its end. Weights are made anew for each."""
+    """{name: a function of (ids, new tokens) that yields tokens (B,)}; transformers' yields them
+    all at its end. Each has weights of its own."""
 
     def model():
         if cfg.model:
@@ -56,43 +51,39 @@ def sides_of(cfg, device):
         torch.manual_seed(0)
         return GPT(PRESETS[cfg.size][0])
 
-    def ours(name):
-        step = None
-        if name == "int8":
+    def ours(precision, compile=False):
+        if precision == "int8":
             mine = use_int8(model()).eval()
         else:
-            mine = model().to(device, Precision(name, device).dtype).eval()
-        if cfg.compile and name != "int8":
-            step = compiled(mine)
-        caches = {"": None, " compiled": KVCache(mine.config.block_size, step)}
+            mine = model().to(device, Precision(precision, device).dtype).eval()
+        cache = KVCache(mine.config.block_size, compiled(mine)) if compile else None
 
-        def write(cache, ids, n):
+        def write(ids, n):
             return (token for token, _ in generate(mine, ids, n, temperature=0, cache=cache))
 
-        kinds = caches if step else [""]
-        return {f"ours {name}{kind}": lambda *a, c=caches[kind]: write(c, *a) for kind in kinds}
+        return write
 
-    def theirs(name):
-        other = in_transformers(model()).to(device, Precision(name, device).dtype).eval()
+    def theirs(precision, compile=False):
+        other = in_transformers(model()).to(device, Precision(precision, device).dtype).eval()
+        how = dict(cache_implementation="static") if compile else {}
 
-        def write(ids, n, **how):
-            how |= dict(max_new_tokens=n, min_new_tokens=n, do_sample=False)
-            yield from other.generate(ids, attention_mask=torch.ones_like(ids), **how)[:, -n:].T
+        def write(ids, n):
+            length = dict(max_new_tokens=n, min_new_tokens=n, do_sample=False)
+            mask = torch.ones_like(ids)
+            yield from other.generate(ids, attention_mask=mask, **length, **how)[:, -n:].T
 
-        sides = {f"transformers {name}": write}
-        if cfg.compile:
-            static = dict(cache_implementation="static")
-            sides[f"transformers {name} compiled"] = lambda *a: write(*a, **static)
-        return sides
+        return write
 
-    names = ["fp32", "bf16"]
     sides = {}
-    for name in names:
-        sides |= theirs(name) | ours(name)
-    return sides | ours("int8") if device.type == "cpu" else sides
+    for name in ("fp32", "bf16"):
+        sides |= {f"transformers {name}": theirs(name), f"ours {name}": ours(name)}
+        if cfg.compile:
+            sides[f"transformers {name} compiled"] = theirs(name, compile=True)
+            sides[f"ours {name} compiled"] = ours(name, compile=True)
+    return sides | ({"ours int8": ours("int8")} if device.type == "cpu" else {})
 
 
-def timed(side, ids, n, device):
+def timed(side, ids, n):
     """(tokens (B, n) as lists, seconds to the first of them, seconds in all)."""
     t0, first, tokens = time.perf_counter(), None, []
     for token in side(ids, n):
@@ -102,41 +93,37 @@ def timed(side, ids, n, device):
 
 
 def main(argv):
-    cfg = parse(Config, argv)
+    cfg = parse(Config, argv, description=__doc__)
     device = find_device(cfg.device, 0)
     Precision("auto", device).prepare()
     sides = sides_of(cfg, device)
-    vocab_size = (
-        models.load(cfg.model).config.vocab_size if cfg.model else PRESETS[cfg.size][0].vocab_size
-    )
+    shape = models.load(cfg.model).config if cfg.model else PRESETS[cfg.size][0]
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(vocab_size - 1, (cfg.batch, cfg.prompt), generator=generator).to(device)
-    warm = {name: timed(side, ids, 4, device)[2] for name, side in sides.items()}
-    best, written = {}, {}
+    ids = torch.randint(shape.vocab_size - 1, (cfg.batch, cfg.prompt), generator=generator)
+    ids = ids.to(device)
+    warm = {name: timed(side, ids, 4)[2] for name, side in sides.items()}
+    written, firsts, seconds = {}, {}, {}
     for _ in range(cfg.rounds):
         for name, side in sides.items():
-            written[name], first, seconds = timed(side, ids, cfg.tokens, device)
-            old = best.get(name, (first, seconds))
-            best[name] = min(first, old[0]), min(seconds, old[1])
+            written[name], first, whole = timed(side, ids, cfg.tokens)
+            firsts[name] = min(first, firsts.get(name, first))
+            seconds[name] = min(whole, seconds.get(name, whole))
     base, rows = "transformers fp32", []
-    for name, (first, seconds) in best.items():
+    for name in sides:
         pairs = list(zip(written[name], written[base]))
         same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
-        rate, times = cfg.batch * cfg.tokens / seconds, best[base][1] / seconds
-        first = None if name.startswith("transformers") else first
+        rate, times = cfg.batch * cfg.tokens / seconds[name], seconds[base] / seconds[name]
+        first = None if name.startswith("transformers") else firsts[name]
         shown = f"{first * 1e3:.0f}" if first else ""
         rows.append((name, f"{rate:.1f}", f"{times:.2f}", shown, f"{warm[name]:.1f}", same))
         if cfg.out:
             record = dict(side=name, tok_per_s=rate, first_s=first, warm_up_s=warm[name], same=same)
-            settings = {k: v for k, v in vars(cfg).items() if k != "out"}
             machine = dict(machine=card_name(cfg.device), threads=torch.get_num_threads())
-            append_record(cfg.out, record | settings | machine | origin())
-    what = cfg.model or cfg.size
-    print(
-        f"{what} on {card_name(cfg.device)}, batch {cfg.batch}, {cfg.prompt} + {cfg.tokens} tokens"
-    )
+            append_record(cfg.out, record | vars(cfg) | machine | origin())
+    lengths = f"batch {cfg.batch}, {cfg.prompt} + {cfg.tokens} tokens"
+    print(f"{cfg.model or cfg.size} on {card_name(cfg.device)}, {lengths}")
     print_rows(("", "tok/s", f"x {base}", "first ms", "warm-up s", "same"), rows)
 
 
 if __name__ == "__main__":
-    sys.exit(command(main))
+    command(main)
