@@ -28,7 +28,6 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Literal
 
 import numpy as np
@@ -68,9 +67,7 @@ class Config:
     groups: tuple[Literal[GROUPS], ...] = ("rungs",)  # what is compared
     variants: tuple[str, ...] = ()  # of the groups; all if empty
     steps: int = 20  # timed steps
-    tokens_per_step: int = (
-        0  # but for group loss; 0 is the shape's own, group speed's one micro-step
-    )
+    tokens_per_step: int = 0  # not of group loss; 0 is the shape's, in group speed one micro-step
     batch_size: int = 0  # micro-batch to begin with; 0 is the shape's (gpt2: 64)
     data: str = ""  # folder of token shards; random tokens for timings if empty
     seed: int = 1337  # first seed
@@ -97,16 +94,13 @@ def build(case, batch_size, args, world):
     """The trainer's Run of a case, with what the trainer has no switch for put in from outside."""
     model_config, cfg, own = case.configs(args)
     cfg, how = dataclasses.replace(cfg, batch_size=batch_size), {}
-    if case.group != "speed":
-        cfg = dataclasses.replace(cfg, kernels="plain", compile=False)
     if isinstance(model_config, bert.BertConfig):
         hide = bert.Masking(WordPiece(f"{cfg.data}/{WORD_PIECE_FILE}"), model_config)
         how = dict(model_class=bert.Bert, run_class=bert.BertRun, transform=hide)
-    run = set_up(model_config, cfg, world, **how)
-    if not own.prefetch:
-        run.loader.worker = WhenAsked()
     if case.group == "speed":
-        return run
+        return set_up(model_config, cfg, world, **how)
+    cfg = dataclasses.replace(cfg, kernels="plain", compile=False)
+    run = set_up(model_config, cfg, world, **how)
     put_in(run.raw_model, own, run.precision)
     if own.adamw == "loop":  # AdamW reads its way of computing from its groups in each step
         for group in run.optimizer.param_groups:
@@ -114,13 +108,6 @@ def build(case, batch_size, args, world):
     if own.compile_mode != "none":
         run.model = torch.compile(run.raw_model, dynamic=False)
     return run
-
-
-class WhenAsked:
-    """In place of the thread that reads ahead: a batch is made when it is asked for."""
-
-    def submit(self, make, *args):
-        return SimpleNamespace(result=lambda: make(*args))
 
 
 def first_step(run):
@@ -161,11 +148,8 @@ def time_steps(run, args):
     flops, peak = run.raw_model.flops_per_token(run.cfg.seq_len), peak_flops(device)
     rate = 1000 * run.cfg.total_batch_size / middle
     numbers = facts(run) | dict(
-        steps=len(ms),
         step_ms=[round(t, 2) for t in ms],
         median_ms=round(float(middle), 2),
-        min_ms=round(min(ms), 2),
-        max_ms=round(max(ms), 2),
         iqr_ms=round(float(high - low), 2),
         tok_per_s=round(rate),
         flops_per_token=flops,
@@ -200,10 +184,9 @@ def train_from_scratch(run, args):
             curve.append([run.step, round(seconds, 3), round(float(np.mean(values)), 4)])
             losses = []
     shards = TokenShards(run.cfg.data, "val", run.raw_model.config.vocab_size)
-    cfg = dataclasses.replace(run.cfg, val_tokens=args.val_tokens)
-    batch_size = run.loader.batch_size
-    hide = run.loader.transform
+    cfg, hide = dataclasses.replace(run.cfg, val_tokens=args.val_tokens), run.loader.transform
     how = dict(measure=bert.Bert.sums, transform=hide) if hide else {}
+    batch_size = run.loader.batch_size
     sums = evaluate(run.raw_model, shards, cfg, batch_size, run.world, run.precision, **how)
     return facts(run) | dict(
         curve=curve,
@@ -218,16 +201,15 @@ def train_from_scratch(run, args):
 
 def measure(case, args, world):
     """One measurement, with half the micro-batch as often as it takes to fit."""
-    batch_size, loss = case.configs(args)[1].batch_size, case.group in TRAINED
-    function = train_from_scratch if loss else time_steps
+    batch_size, trained = case.configs(args)[1].batch_size, case.group in TRAINED
+    function = train_from_scratch if trained else time_steps
     while True:
         forget(world.device)
         try:
-            with contextlib.nullcontext() if loss else fresh_compiler():
+            with contextlib.nullcontext() if trained else fresh_compiler():
                 # the run has no name here, so that one that did not fit is let go of
-                return function(build(case, batch_size, args, world), args) | dict(
-                    cold_cache=not loss
-                )
+                numbers = function(build(case, batch_size, args, world), args)
+                return numbers | dict(cold_cache=not trained)
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error) or batch_size == 1:
                 raise
@@ -260,73 +242,62 @@ def measure_all(todo, args, world):
     return failures
 
 
-# ------------------------------------------------------------------------------------- the table
-
-RACED = "*: compiled with a race, so the results are wrong (docs/LOG.md)"
+# ------------------------------------------------------------------------------------- the tables
 
 
 def timing_table(records):
-    good = [r for r in records if not r["error"]]
-    kinds = [k for k in CLASSES if any((r["kernel_ms"] or {}).get(k) for r in good)]
-    head = "variant,B,step ms,iqr,tokens/s,x first,x last,MFU,GiB,compile s".split(",")
-    rows = []
-    for r, before in zip(good, [*good[:1], *good]):
-        rate, kernel = r["tok_per_s"], r["kernel_ms"] or {}
-        rows.append(
-            [
-                r["variant"] + "*" * raced(r),
-                r["batch_size"],
-                f"{r['median_ms']:.2f}",
-                f"{r['iqr_ms']:.2f}",
-                f"{rate:,}",
-                f"{rate / good[0]['tok_per_s']:.2f}",
-                f"{rate / before['tok_per_s']:.2f}",
-                f"{r['mfu']:.1%}" if r["mfu"] else "",
-                r["peak_gib"] or "",
-                f"{r['compile_s']:.1f}",
-                *(f"{kernel.get(k, 0):.2f}" for k in kinds),
-            ]
-        )
-    print_rows([*head, *kinds], rows)
-    if any(r["settings"].get("compile_mode") != "none" and not r.get("cold_cache") for r in good):
+    """Steps of each variant, with the kernel time by class."""
+    kinds = [k for k in CLASSES if any((r["kernel_ms"] or {}).get(k) for r in records)]
+    rows, first = [], records[:1]
+    for r, before in zip(records, [*first, *records]):
+        rate, kernel_ms = r["tok_per_s"], r["kernel_ms"] or {}
+        rows.append([r["variant"] + "*" * raced(r), r["batch_size"]])
+        rows[-1] += [f"{r['median_ms']:.2f}", f"{r['iqr_ms']:.2f}", f"{rate:,}"]
+        rows[-1] += [f"{rate / other['tok_per_s']:.2f}" for other in (*first, before)]
+        rows[-1] += [f"{r['mfu']:.1%}" if r["mfu"] else "", r["peak_gib"] or ""]
+        rows[-1] += [f"{r['compile_s']:.1f}", *(f"{kernel_ms.get(k, 0):.2f}" for k in kinds)]
+    head = "variant,B,step ms,iqr,tokens/s,x first,x last,MFU,GiB,compile s"
+    print_rows([*head.split(","), *kinds], rows)
+    compiled = [r for r in records if r["settings"].get("compile_mode") != "none"]
+    if not all(r.get("cold_cache") for r in compiled):
         print("compile s: with whatever earlier measurements had left in the compiler's cache")
-    slow = [r for r in good if (r.get("profiled_ms") or 0) > 1.1 * r["median_ms"]]
+    slow = [r for r in records if (r.get("profiled_ms") or 0) > 1.1 * r["median_ms"]]
     if slow:
         names = ", ".join(f"{r['variant']} {r['profiled_ms']:.1f}" for r in slow)
         print(f"kernel times are of one step, which took longer than the median: {names} ms")
 
 
-def loss_table(records):
-    by_variant = {}
+def by_variant(records):
+    """{variant: the records of its seeds}"""
+    found = {}
     for r in records:
-        if not r["error"]:
-            by_variant.setdefault(r["variant"], []).append(r)
+        found.setdefault(r["variant"], []).append(r)
+    return found
+
+
+def loss_table(records):
+    """Losses of each variant, over the seeds."""
     rows = []
-    for name, runs in by_variant.items():
+    for name, runs in by_variant(records).items():
         val, last = [r["val_loss"] for r in runs], [r["curve"][-1][2] for r in runs]
-        losses = np.mean(val), min(val), max(val), np.mean(last)
         seconds = f"{np.mean([r['seconds'] for r in runs]):.1f}"
         shared = max(r.get("at_once", 1) for r in runs)  # older records: runs that shared a GPU
         seconds += f" ({shared} at once)" if shared > 1 else ""
-        rows.append(
-            [name + "*" * raced(runs[0]), len(runs), seconds, *map("{:.4f}".format, losses)]
-        )
+        losses = np.mean(val), min(val), max(val), np.mean(last)
+        rows.append([name + "*" * raced(runs[0]), len(runs), seconds])
+        rows[-1] += map("{:.4f}".format, losses)
     head = "variant,seeds,seconds,val loss,lowest,highest,train loss (of the last ten steps)"
     print_rows(head.split(","), rows)
 
 
 def speed_table(records):
     """Speed, memory and both losses of each variant, over the seeds."""
-    runs, rows = {}, []
-    for r in records:
-        if not r["error"]:
-            runs.setdefault(r["variant"], []).append(r)
+    runs, rows = by_variant(records), []
     seconds = {name: float(np.mean([r["seconds"] for r in of])) for name, of in runs.items()}
-    fastest = min(seconds.values())
+    fastest = min(seconds.values(), default=0.0)
     for name, of in runs.items():
         tokens = of[0]["tokens_per_step"] * of[0]["max_steps"]
-        steps, at, losses = zip(*(zip(*r["curve"]) for r in of))
-        then = np.mean([np.interp(fastest, *curve) for curve in zip(at, losses)])
+        then = np.mean([np.interp(fastest, *list(zip(*r["curve"]))[1:]) for r in of])
         val, compile_s = [r["val_loss"] for r in of], np.mean([r["compile_s"] for r in of])
         plain = seconds.get(UNCOMPILED.get(name), 0)
         saved = (plain - seconds[name]) / of[0]["max_steps"]
@@ -357,10 +328,10 @@ def print_tables(records):
             f"{' after a minute of work' * bool(sustained)}, torch {version}, "
             f"{' to '.join(dict.fromkeys([dates[0], dates[-1]]))}"
         )
-        tables_of = {"loss": loss_table, "speed": speed_table}
-        tables_of.get(group, timing_table)(members)
-        if any(raced(r) and not r["error"] for r in members):
-            print(RACED)
+        good = [r for r in members if not r["error"]]
+        {"loss": loss_table, "speed": speed_table}.get(group, timing_table)(good)
+        if any(map(raced, good)):
+            print("*: compiled with a race, so the results are wrong (docs/LOG.md)")
         for r in members:
             if r["error"]:
                 print(f"{r['variant']}, seed {r['seed']}: {r['error']}")

@@ -47,7 +47,6 @@ BENCH = {
     "mlp": "fused",  # plain, fused or fp8
     "compile_mode": "default",  # none or default
     "adamw": "fused",  # fused, or loop (several kernels for each tensor)
-    "prefetch": True,  # a thread reads the next batch while the device computes
 }
 
 START = dict(
@@ -87,7 +86,6 @@ OTHERS = {  # each variant changes one thing of the trainer's defaults
 BASE = SPEEDS["baseline"]
 SPEED = {  # the trainer's own --speed, and one thing at a time on top of it, by the trainer's flags
     "baseline": BASE,
-    "no_prefetch": BASE | dict(prefetch=False),
     "bf16": SPEEDS["bf16"],
     "compile": BASE | dict(compile=True),
     "flash": BASE | dict(attention="sdpa"),

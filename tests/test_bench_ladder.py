@@ -100,18 +100,18 @@ def test_every_variant_of_every_shape_is_a_valid_run(tmp_path):
 
 
 def test_group_speed_trains_as_the_programs_do_with_those_flags(tmp_path):
-    """On both objectives; reading ahead changes no loss, and nothing else is left out."""
+    """On both objectives; what makes a step faster changes no loss."""
     data = {"tiny": random_shards(tmp_path / "data", 257, 20_000, 2_000)}
     data["masked-tiny"] = random_shards(tmp_path / "words", 257, 20_000, 2_000)
     wordpiece.prepare(data["masked-tiny"], "wordpiece", map(str, range(1000, 9999)), 4096)
-    names = "baseline no_prefetch checkpointing recommended_eager".split()
+    names = "baseline checkpointing recommended_eager".split()
     for shape, folder in data.items():
         how = "--groups speed --device cpu --loss_steps 12 --seeds 1 --val_tokens 2048".split()
         how += ["--shapes", shape, "--data", folder, "--variants", *names]
         assert not ladder.main([*how, "--out", str(tmp_path / shape)])
         found = {r["variant"]: r for r in read_records(tmp_path / shape)}
         losses = [found[name]["val_loss"] for name in names]
-        assert losses == pytest.approx([losses[0]] * 4, abs=1e-4) and losses[0] < 8.4
+        assert losses == pytest.approx([losses[0]] * 3, abs=1e-4) and losses[0] < 8.4
         assert found["baseline"]["settings"]["attention"] == "math"
         assert found["baseline"]["max_steps"] == 12 and found["baseline"]["curve"][-1][0] == 12
 
