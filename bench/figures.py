@@ -25,7 +25,7 @@ from matplotlib.ticker import FuncFormatter, MultipleLocator, PercentFormatter
 from matplotlib.transforms import Bbox
 from parallel import reference as one_gpu
 from records import ROOT, RUNS, read_records
-from rungs import key_of, raced, variants
+from rungs import VARIANTS, key_of, raced
 from tyro.conf import Positional
 
 from lab.cli import UserError, command, parse
@@ -34,8 +34,7 @@ from lab.tools.plot import PUBLISHED_HELLASWAG, draw
 from lab.tools.records import column, read_log, short, tokens_at
 from lab.tools.style import PAPER, SERIES, color_of, reference, style
 
-# What each run was trained and measured on. Losses on different text do not compare, so curves say
-# it.
+# What each run was trained and measured on: losses on different text do not compare.
 DATA_OF = {
     "corpus_124m_h200": "books and textbooks, 20M tokens, 6.5 epochs",
     "corpus_124m_4xh200": "books and textbooks, 21M tokens",
@@ -46,6 +45,22 @@ PUBLISHED_LOSS = {"FineWeb": 3.42, "FineWeb-Edu": 3.29}
 # repository
 PEERS = {"build-nanogpt": 519_244, "nanoGPT": 527_360, "llm.c": 538_485}
 SMALL = 9  # points, which are 11 pixels where a figure is shown at 720: no text is smaller
+DASHED = dict(color="0.5", linewidth=1, linestyle=(0, (5, 3)))
+FIGURES = {}  # name: (how it is drawn, the command that makes its records)
+
+
+def made_by(program, name="", **how):
+    """Enter the function below as what draws a figure from records that this command makes. The
+    figure has the function's name, or another if its arguments `how` are given."""
+
+    def enter(picture):
+        FIGURES[name or picture.__name__] = partial(picture, **how), program
+        return picture
+
+    return enter
+
+
+# -------------------------------------------------------------------------------------- records
 
 
 class NoData(Exception):
@@ -75,12 +90,28 @@ def grouped(rows, *keys):
     return groups
 
 
-def median(rows, field):
-    return statistics.median(row[field] for row in rows)
+def measured(runs, group, *fields):
+    """{shape: {variant: its records}} of one group of the ladder, gpt2 first, variants in the
+    ladder's order. Of measurements made twice the later one counts; of a cold and a warmed-up GPU,
+    or two versions of torch, the one that has more variants. Raises NoData."""
+    rows = records(runs, "ladder", "shape", "variant", *fields, group=group)
+    order, last = list(VARIANTS[group]), {key_of(row): row for row in rows}
+    shapes, state = {}, ("card", "torch", "sustained", "tokens_per_step", "max_steps")
+    for shape, rows in grouped(last.values(), "shape").items():
+        alike = grouped(rows, *state).values()
+        best = max(alike, key=lambda rows: (len(rows), rows[0].get("sustained") or 0))
+        names = [*order, *(row["variant"] for row in best)]
+        shapes[shape] = grouped(sorted(best, key=lambda r: names.index(r["variant"])), "variant")
+    return dict(sorted(shapes.items(), key=lambda item: item[0] != "gpt2"))
 
 
-def flat(shapes):
-    return [row for variants in shapes.values() for rows in variants.values() for row in rows]
+def newest(runs, group, *fields):
+    """(first shape, {variant: its newest record}) of a group of the ladder."""
+    shape, found = next(iter(measured(runs, group, *fields).items()))
+    return shape, {variant: rows[-1] for variant, rows in found.items()}
+
+
+# -------------------------------------------------------------------------------- parts of drawings
 
 
 def words(variant):
@@ -97,14 +128,14 @@ def where_and_when(rows):
     return ", ".join(filter(None, parts))
 
 
-def blank(height, title, note=""):
-    """A figure 8 inches wide: its title states the finding, the note below where it was
-    measured."""
+def blank(height, title, note="", panels="A", **ratios):
+    """A figure 8 inches wide and its axes, laid out as in Figure.subplot_mosaic: "AB" are side by
+    side. The title states the finding, the note below where it was measured."""
     figure = Figure(figsize=(8, height))
     figure.suptitle(title, x=0.01, ha="left")
     if note:
         figure.supxlabel(note, x=0.99, ha="right", fontsize=SMALL, color="0.5")
-    return figure
+    return figure, *figure.subplot_mosaic(panels, **ratios).values()
 
 
 def write(ax, text, x, y, dx=4, dy=0, **how):
@@ -120,172 +151,27 @@ def rows_of(ax, names, room=0.5):
     ax.grid(axis="y", visible=False)
 
 
-shorten = FuncFormatter(lambda value, _: short(value))
-
-
-# ------------------------------------------------------------------------------- training curves
-
-
-def curve(runs, out_path, dark, name):
-    """The figure of one training run, as train_gpt2.py itself draws it."""
-    records(runs, name, "kind")
-    draw([runs / f"{name}.jsonl"], out_path, dark)
-
-
-def tokens(runs, out_path, dark):
-    """Validation loss and HellaSwag against tokens, with GPT-2's lines, each named after its
-    text."""
-    logs = {n: read_log(runs / f"{n}.jsonl") for n in DATA_OF if (runs / f"{n}.jsonl").exists()}
-    if not logs:
-        raise NoData(f"none of {', '.join(DATA_OF)} is there")
-    longest = max(logs, key=lambda name: column(logs[name], "train", "tokens")[1][-1])
-    loss = column(logs[longest], "val", "loss")[1][-1]
-    title = f"GPT-2 124M so far: {loss:.2f} nats per token on {DATA_OF[longest].split(',')[0]}"
-    figure = blank(5.6, title)
-    top, bottom = figure.subplots(nrows=2, sharex=True, height_ratios=[2.4, 1])
-    for color, (name, log) in zip(SERIES[dark], logs.items()):
-        start, at = log["start"][-1], tokens_at(log)
-        steps, losses = column(log, "train", "loss")
-        top.plot(list(map(at, steps)), losses, color=color, linewidth=0.8, alpha=0.5)
-        points = [(at(s), v) for s, v in zip(*column(log, "val", "loss")) if s > 0]  # a log axis
-        label = f"ours: {DATA_OF[name]} ({start['world_size']} x {start['device']})"
-        top.plot(*zip(*points), "o-", markersize=4, color=color, label=label)
-        how = dict(color=color, ha="center", va="top", fontweight="bold")
-        write(top, f"{points[-1][1]:.2f}", *points[-1], dx=0, dy=-7, **how)
-        if hella := log.get("hella"):
-            errors = [1.96 * r["acc_norm_stderr"] for r in hella]
-            places, values = [at(r["step"]) for r in hella], [r["acc_norm"] for r in hella]
-            how = dict(color=color, marker="o", markersize=4, capsize=2)
-            bottom.errorbar(places, values, yerr=errors, **how)
-    for (data, loss), side in zip(PUBLISHED_LOSS.items(), (1, -1)):  # text above, then below
-        reference(top, loss, "", left=True)
-        text, va = f"OpenAI's GPT-2 124M on {data}, {loss:.2f}", "bottom" if side > 0 else "top"
-        write(top, text, 1e6, loss, dy=3 * side, va=va, color="0.5")
-    reference(bottom, 0.25, "chance 0.25", left=True)
-    reference(bottom, PUBLISHED_HELLASWAG["GPT-2 124M"], "OpenAI's GPT-2 124M, 0.2955", left=True)
-    top.set(ylabel="loss (nats per token)\nthin: training, dots: validation", ylim=(2.6, 11.4))
-    top.set(xscale="log", xlim=(1e6, 1.2e10))
-    top.legend(loc="upper right")
-    bottom.set(xlabel="training tokens (losses on different text do not compare)")
-    bottom.set(ylabel="HellaSwag\nacc_norm", ylim=(0.225, 0.31))
-    bottom.xaxis.set_major_formatter(shorten)
-    figure.savefig(out_path)
-
-
-# ------------------------------------------------------------------------------------ the ladder
-
-
-def measured(runs, group, *fields):
-    """{shape: {variant: its records}} of one group of the ladder, gpt2 first, variants in the
-    ladder's order. Of measurements made twice the later one counts; of a cold and a warmed-up GPU,
-    or two versions of torch, the one that has more variants. Raises NoData."""
-    rows = records(runs, "ladder", "shape", "variant", *fields, group=group)
-    order, last = list(variants(group)), {key_of(row): row for row in rows}
-    shapes, state = {}, ("card", "torch", "sustained", "tokens_per_step", "max_steps")
-    for shape, rows in grouped(last.values(), "shape").items():
-        alike = grouped(rows, *state).values()
-        best = max(alike, key=lambda rows: (len(rows), rows[0].get("sustained") or 0))
-        names = [*order, *(row["variant"] for row in best)]
-        shapes[shape] = grouped(sorted(best, key=lambda r: names.index(r["variant"])), "variant")
-    return dict(sorted(shapes.items(), key=lambda item: item[0] != "gpt2"))
-
-
-def ladder(runs, out_path, dark):
-    """tokens/s of each rung of the first shape, the part that this rung added paler, and others'
-    programs."""
-    shape, rungs = next(iter(measured(runs, "rungs", "tok_per_s").items()))
-    speeds = {v: median(rows, "tok_per_s") for v, rows in rungs.items()}
-    first, *_, last = speeds.values()
-    name = "GPT-2 124M" if shape == "gpt2" else shape
-    title = f"{name}, tokens a second on one H200: {short(first)} to {short(last)}"
-    figure = blank(1.5 + 0.34 * len(speeds), title, where_and_when(flat({shape: rungs})))
-    ax, blue, before = figure.subplots(), color_of("speed", dark), first
-    # no line runs through a text
-    box = dict(facecolor=PAPER[dark]["paper"], edgecolor="none", pad=1)
-    for y, now in enumerate(speeds.values()):
-        ax.barh(y, min(before, now), height=1, color=blue)
-        ax.barh(y, max(0, now - before), left=before, height=1, color=blue, alpha=0.5)
-        text = f"{short(now)}  x{now / before:.2f}" if y else short(now)
-        write(ax, text, now, y, bbox=box)
-        before = now
-    for y, (name, rate) in enumerate(PEERS.items() if shape == "gpt2" else ()):
-        ax.axvline(rate, color="0.5", linewidth=1, linestyle=(0, (5, 3)), zorder=0)
-        write(ax, f"{name} {short(rate)}", rate, y, dx=-4, ha="right", color="0.5", bbox=box)
-    rows_of(ax, list(map(words, speeds)))
-    ax.set(xlabel="tokens/s; dashed: others' programs, measured apart")
-    ax.set_xlim(0, 1.2 * max(speeds.values()))
-    ax.xaxis.set_major_formatter(shorten)
-    figure.savefig(out_path)
-
-
-def shapes(runs, out_path, dark):
-    """tokens/s of each rung and shape but the first as a table, a cell the bluer the more
-    the rung brought, grey where it cost."""
-    _, *others = measured(runs, "rungs", "tok_per_s").items()
-    if not others:
-        raise NoData("ladder.jsonl has rungs of one shape alone")
-    found, rungs = dict(others), list(max((rungs for _, rungs in others), key=len))
-    everything = records(runs, "ladder", "tok_per_s", group="rungs")
-    note = (
-        "*: compiled with a race, results are wrong (docs/LOG.md); below: without one, torch 2.14\n"
-    )
-    note = note * any(map(raced, flat(found))) + where_and_when(flat(found))
-    title = f"What a rung brings on {len(found)} other shapes: tokens/s, and times the rung before"
-    figure = blank(1.4 + 0.36 * len(rungs), title, note)
-    ax = figure.subplots()
-    for x, (shape, by_rung) in enumerate(found.items()):
-        before = None
-        for y, rung in enumerate(rungs):
-            row = by_rung.get(rung, [None])[0]
-            now, text = row and row["tok_per_s"], "not used"
-            if row:
-                factor = now / before if before else 1
-                strength = min(1, abs(math.log2(factor)) / 1.7)
-                color = color_of("speed", dark) if factor >= 1 else "0.5"
-                ax.barh(y, 1, left=x - 0.5, height=1, color=color, alpha=0.75 * strength)
-                text = short(now) + (f"  x{factor:.2f}" if before else "") + "*" * raced(row)
-            if row and raced(row):
-                same = dict(shape=shape, variant=rung, tokens_per_step=row["tokens_per_step"])
-                again = [r for r in everything if same.items() <= r.items() and not raced(r)]
-                text += f"\n{short(again[-1]['tok_per_s'])}" if again else ""
-            how = dict(linespacing=1) if row else dict(color="0.5")
-            write(ax, text, x, y, dx=0, ha="center", **how)
-            before = now
-    rows_of(ax, list(map(words, rungs)))
-    names = [f"{s.removeprefix('gpt2-')}, {v[rungs[0]][0]['tokens_per_step']:,}" for s, v in others]
-    ax.set_xticks(range(len(found)), names)
-    ax.set(xlim=(-0.5, len(found) - 0.5), xlabel="shape, and tokens of a step")
+def cells_of(ax, columns, rows):
+    """Make the axes a table of such columns and rows."""
+    rows_of(ax, rows)
+    ax.set_xticks(range(len(columns)), columns)
+    ax.set_xlim(-0.5, len(columns) - 0.5)
     ax.grid(False)
-    figure.savefig(out_path)
 
 
-def bert_words(runs, out_path, dark):
-    """What a run of bert.py puts in the place of hidden words at each step it was asked: its first
-    guess, where that is right the more orange the surer it is."""
-    asked = records(runs, "bert_laptop_whole", "words", kind="sample")
-    known = [i for i, word in enumerate(asked[0]["words"]) if word["was"] != "[MASK]"]
-    right = sum(
-        asked[-1]["words"][i]["guesses"][0][0] == asked[-1]["words"][i]["was"] for i in known
-    )
-    title = f"Hidden words: {right} of {len(known)} first guesses are right after {asked[-1]['step']:,} steps"
-    figure = blank(
-        1.2 + 0.27 * len(known), title, "bert.py --preset laptop, two texts of validation"
-    )
-    ax = figure.subplots()
-    for x, record in enumerate(asked):
-        for y, i in enumerate(known):
-            (guess, p), *_ = record["words"][i]["guesses"]
-            if guess == record["words"][i]["was"]:
-                ax.barh(y, 1, left=x - 0.5, height=1, color=color_of("accuracy", dark), alpha=p)
-            write(ax, f"{guess}  {p:.0%}", x, y, dx=0, ha="center")
-    rows_of(ax, [asked[0]["words"][i]["was"] for i in known])
-    ax.set_xticks(range(len(asked)), [f"step {record['step']:,}" for record in asked])
-    ax.set(xlim=(-0.5, len(asked) - 0.5), ylabel="what was hidden")
-    ax.grid(False)
-    figure.savefig(out_path)
+def cell(ax, x, y, text, color, strength, **how):
+    ax.barh(y, 1, left=x - 0.5, height=1, color=color, alpha=strength)
+    write(ax, text, x, y, dx=0, ha="center", **how)
 
 
-def stacked(ax, times, dark):
+def dots(ax, y, values, color, face):
+    """Measurements on row y, with a line at their mean."""
+    mean = statistics.mean(values)
+    ax.plot(values, [y] * len(values), "o", color=color, markerfacecolor=face, markersize=4.5)
+    ax.plot([mean] * 2, [y - 0.35, y + 0.35], color=color, linewidth=1.5)
+
+
+def kinds_of_kernel(ax, times, dark):
     """A bar for each of {name: {kind of kernel: ms}}, its kinds in turn. Returns where the bars
     end."""
     left = dict.fromkeys(times, 0.0)
@@ -299,112 +185,7 @@ def stacked(ax, times, dark):
     return left
 
 
-def kernels(runs, out_path, dark):
-    """Kernel time of a micro-step, kind by kind: all rungs, and the fast ones again at their own
-    scale. Rungs that need a smaller micro-batch are scaled up to the same tokens."""
-    fields = ("kernel_ms", "micro_steps", "tokens_per_step")
-    shape, rungs = next(iter(measured(runs, "rungs", *fields).items()))
-    rows = {v: rows[-1] for v, rows in rungs.items()}
-    tokens = {v: row["tokens_per_step"] / row["micro_steps"] for v, row in rows.items()}
-    size = max(tokens.values())
-    times = {
-        v: {kind: ms * size / tokens[v] for kind, ms in row["kernel_ms"].items()}
-        for v, row in rows.items()
-    }
-    total = {v: sum(kinds.values()) for v, kinds in times.items()}
-    panels = [list(times), [v for v in times if total[v] < 2 * min(total.values())]]
-    last = panels[0][-1]
-    biggest = max(times[last], key=times[last].get)
-    share = f"{times[last][biggest] / total[last]:.0%}"
-    title = f"{shape}: {biggest} is {share} of the last rung's {total[last]:.0f} ms"
-    heights = list(map(len, panels))
-    figure = blank(1.6 + 0.3 * sum(heights), title, where_and_when(rows.values()))
-    axes = figure.subplots(nrows=2, height_ratios=heights)
-    for ax, panel in zip(axes, panels):
-        stacked(ax, {v: times[v] for v in panel}, dark)
-        for y, v in enumerate(panel):
-            write(ax, f"{total[v]:.0f}", total[v], y)
-        ax.set(xlim=(0, 1.08 * max(total[v] for v in panel)))
-    axes[-1].set_xlabel(f"ms for {size:,.0f} tokens: forward, backward, their share of the update")
-    axes[0].legend(loc="lower right", ncol=2)
-    figure.savefig(out_path)
-
-
-def vocabulary(runs, out_path, dark):
-    """Kernel time of a micro-step with an odd and with a padded vocabulary, kind by kind."""
-    fields = ("kernel_ms", "tok_per_s", "median_ms")
-    shape, found = next(iter(measured(runs, "vocabulary", *fields).items()))
-    rows = {variant: rows[-1] for variant, rows in found.items()}
-    if missing := variants("vocabulary").keys() - rows:
-        raise NoData(f"ladder.jsonl has no {', '.join(missing)}")
-    ms = {name: row["median_ms"] / row["micro_steps"] for name, row in rows.items()}
-    saved = [f"{ms[f'50257_{p}'] - ms[f'50304_{p}']:.0f} ms {p}" for p in ("eager", "compiled")]
-    title = f"{shape}: 47 rows of padding save {' and '.join(saved)}"
-    figure = blank(1.8 + 0.42 * len(rows), title, where_and_when(rows.values()))
-    ax = figure.subplots()
-    ends = stacked(ax, {name: row["kernel_ms"] for name, row in rows.items()}, dark)
-    for y, (name, row) in enumerate(rows.items()):
-        write(ax, f"{short(row['tok_per_s'])} tokens/s", ends[name], y)
-    ax.set(xlim=(0, 1.25 * max(ends.values())), xlabel="ms of a micro-step of 64 x 1024 tokens")
-    how = dict(handlelength=1, columnspacing=1)
-    ax.legend(loc="upper center", bbox_to_anchor=(0.45, -0.3), ncol=7, **how)
-    figure.savefig(out_path)
-
-
-def micro_batch(runs, out_path, dark):
-    """Speed and memory against the sequences of a micro-step."""
-    fields = {"tok_per_s": ("tokens/s", "speed"), "peak_gib": ("peak memory (GiB)", "memory")}
-    shape, found = next(iter(measured(runs, "micro_batch", "batch_size", *fields).items()))
-    rows = {row["batch_size"]: row for row in flat({shape: found})}  # what did not fit was halved
-    best = max(rows, key=lambda b: rows[b]["tok_per_s"])
-    rate = short(rows[best]["tok_per_s"])
-    title = f"{shape}: {best} sequences a micro-step are fastest, {rate} tokens/s"
-    figure = blank(4.6, title, where_and_when(rows.values()))
-    axes = figure.subplots(nrows=2, sharex=True, height_ratios=[1.5, 1])
-    for ax, (field, (label, meaning)) in zip(axes, fields.items()):
-        values = [row[field] for row in rows.values()]
-        ax.plot(list(rows), values, "o-", color=color_of(meaning, dark))
-        for b, value in zip(rows, values):
-            write(ax, short(value), b, value, dx=0, dy=8, ha="center")
-        ax.set(ylabel=label, ylim=(0, 1.18 * max(values)))
-    axes[0].yaxis.set_major_formatter(shorten)
-    axes[1].set_xscale("log", base=2)
-    axes[1].set_xticks(list(rows), list(map(str, rows)))
-    axes[1].set_xlabel("sequences per micro-step")
-    axes[1].minorticks_off()
-    figure.savefig(out_path)
-
-
-def ladder_loss(runs, out_path, dark):
-    """What the rungs do to the loss: each seed's validation loss after equal tokens, training loss
-    against seconds. Of runs of several lengths, the one that has the most rungs."""
-    shape, found = next(iter(measured(runs, "loss", "val_loss", "curve").items()))
-    rows = flat({shape: found})
-    val = {v: [r["val_loss"] for r in rows] for v, rows in found.items()}
-    means = [statistics.mean(losses) for v, losses in val.items() if v != "muon"]
-    apart, spread = max(means) - min(means), max(max(v) - min(v) for v in val.values())
-    title = f"{shape}: rungs' means lie within {apart:.3f} nats, seeds of a rung differ by up to {spread:.3f}"
-    figure = blank(1.8 + 0.3 * len(found), title, where_and_when(rows))
-    left, right = figure.subplots(ncols=2, width_ratios=[1.2, 1])
-    for y, losses in enumerate(val.values()):
-        dots = dict(color=color_of("loss", dark), markersize=5, alpha=0.7)
-        left.plot(losses, [y] * len(losses), "o", **dots)
-        mean = statistics.mean(losses)
-        left.plot([mean] * 2, [y - 0.3, y + 0.3], color=PAPER[dark]["ink"], linewidth=1.2)
-    rows_of(left, list(map(words, found)))
-    left.set_xlabel("validation loss after equal tokens\n(a dot: a seed; a line: their mean)")
-    # all of them would be a bundle
-    chosen = [v for v in found if v in ("fp32", "bf16", "compile", "fp8_mlp", "muon")]
-    for color, variant in zip(SERIES[dark], chosen):
-        points = zip(*(r["curve"] for r in found[variant]))  # of all seeds, at one step
-        middle = [[statistics.median(point[i] for point in p) for i in (1, 2)] for p in points]
-        right.plot(*zip(*middle), color=color, label=words(variant), linewidth=1.4)
-    right.set(xscale="log", xlabel="seconds of training", ylabel="training loss (nats)")
-    right.legend()
-    figure.savefig(out_path)
-
-
-# ------------------------------------------------------------------------------------- the floor
+shorten = FuncFormatter(lambda value, _: short(value))
 
 
 def label_points(ax, labels, others):
@@ -450,9 +231,267 @@ def label_points(ax, labels, others):
         taken.append(here)
 
 
+# ------------------------------------------------------------------------------- training curves
+
+
+@made_by("python train_gpt2.py --preset laptop", "laptop", log="laptop_builtin")
+@made_by("python train_gpt2.py --preset gpt2", "corpus_124m_h200", log="corpus_124m_h200")
+def curve(runs, out_path, dark, log):
+    """The figure of one training run, as train_gpt2.py itself draws it."""
+    records(runs, log, "kind")
+    draw([runs / f"{log}.jsonl"], out_path, dark)
+
+
+@made_by("python train_gpt2.py --preset gpt2")
+def tokens(runs, out_path, dark):
+    """Validation loss and HellaSwag against tokens, with GPT-2's lines, each named after its
+    text."""
+    logs = {n: read_log(runs / f"{n}.jsonl") for n in DATA_OF if (runs / f"{n}.jsonl").exists()}
+    if not logs:
+        raise NoData(f"none of {', '.join(DATA_OF)} is there")
+    longest = max(logs, key=lambda name: column(logs[name], "train", "tokens")[1][-1])
+    loss = column(logs[longest], "val", "loss")[1][-1]
+    title = f"GPT-2 124M so far: {loss:.2f} nats per token on {DATA_OF[longest].split(',')[0]}"
+    figure, top, bottom = blank(5.6, title, panels="A;B", sharex=True, height_ratios=[2.4, 1])
+    for color, (name, log) in zip(SERIES[dark], logs.items()):
+        start, at = log["start"][-1], tokens_at(log)
+        steps, losses = column(log, "train", "loss")
+        top.plot(list(map(at, steps)), losses, color=color, linewidth=0.8, alpha=0.5)
+        points = [(at(s), v) for s, v in zip(*column(log, "val", "loss")) if s > 0]  # a log axis
+        label = f"ours: {DATA_OF[name]} ({start['world_size']} x {start['device']})"
+        top.plot(*zip(*points), "o-", markersize=4, color=color, label=label)
+        how = dict(color=color, ha="center", va="top", fontweight="bold")
+        write(top, f"{points[-1][1]:.2f}", *points[-1], dx=0, dy=-7, **how)
+        if hella := log.get("hella"):
+            errors = [1.96 * r["acc_norm_stderr"] for r in hella]
+            places, values = [at(r["step"]) for r in hella], [r["acc_norm"] for r in hella]
+            how = dict(color=color, marker="o", markersize=4, capsize=2)
+            bottom.errorbar(places, values, yerr=errors, **how)
+    for (data, loss), side in zip(PUBLISHED_LOSS.items(), (1, -1)):  # text above, then below
+        reference(top, loss, "", left=True)
+        text, va = f"OpenAI's GPT-2 124M on {data}, {loss:.2f}", "bottom" if side > 0 else "top"
+        write(top, text, 1e6, loss, dy=3 * side, va=va, color="0.5")
+    reference(bottom, 0.25, "chance 0.25", left=True)
+    reference(bottom, PUBLISHED_HELLASWAG["GPT-2 124M"], "OpenAI's GPT-2 124M, 0.2955", left=True)
+    top.set(ylabel="loss (nats per token)\nthin: training, dots: validation", ylim=(2.6, 11.4))
+    top.set(xscale="log", xlim=(1e6, 1.2e10))
+    top.legend(loc="upper right")
+    bottom.set(xlabel="training tokens (losses on different text do not compare)")
+    bottom.set(ylabel="HellaSwag\nacc_norm", ylim=(0.225, 0.31))
+    bottom.xaxis.set_major_formatter(shorten)
+    figure.savefig(out_path)
+
+
+@made_by("python bert.py --preset laptop")
+def bert_words(runs, out_path, dark):
+    """What a run of bert.py puts in the place of hidden words at each step it was asked: its first
+    guess, where that is right the more orange the surer it is."""
+    asked = records(runs, "bert_laptop_whole", "words", kind="sample")
+    known = [i for i, word in enumerate(asked[0]["words"]) if word["was"] != "[MASK]"]
+    hidden = [asked[0]["words"][i]["was"] for i in known]
+    guesses = {f"step {r['step']:,}": [r["words"][i]["guesses"][0] for i in known] for r in asked}
+    *_, (step, last) = guesses.items()
+    right = sum(guess == was for (guess, _), was in zip(last, hidden))
+    title = f"Hidden words: {right} of {len(hidden)} first guesses are right after {step[5:]} steps"
+    note = "bert.py --preset laptop, two texts of validation"
+    figure, ax = blank(1.2 + 0.27 * len(hidden), title, note)
+    for x, firsts in enumerate(guesses.values()):
+        for y, ((guess, p), was) in enumerate(zip(firsts, hidden)):
+            color = color_of("accuracy", dark)
+            cell(ax, x, y, f"{guess}  {p:.0%}", color, p if guess == was else 0)
+    cells_of(ax, list(guesses), hidden)
+    ax.set(ylabel="what was hidden")
+    figure.savefig(out_path)
+
+
+# ------------------------------------------------------------------------------------ the ladder
+
+
+@made_by("python bench/ladder.py")
+def ladder(runs, out_path, dark):
+    """tokens/s of each rung of the first shape, the part that this rung added paler, and others'
+    programs."""
+    shape, rungs = newest(runs, "rungs", "tok_per_s")
+    speeds = {rung: row["tok_per_s"] for rung, row in rungs.items()}
+    first, *_, last = speeds.values()
+    name = "GPT-2 124M" if shape == "gpt2" else shape
+    title = f"{name}, tokens a second on one H200: {short(first)} to {short(last)}"
+    figure, ax = blank(1.5 + 0.34 * len(speeds), title, where_and_when(rungs.values()))
+    blue, before = color_of("speed", dark), first
+    # no line runs through a text
+    box = dict(facecolor=PAPER[dark]["paper"], edgecolor="none", pad=1)
+    for y, now in enumerate(speeds.values()):
+        ax.barh(y, min(before, now), height=1, color=blue)
+        ax.barh(y, max(0, now - before), left=before, height=1, color=blue, alpha=0.5)
+        text = f"{short(now)}  x{now / before:.2f}" if y else short(now)
+        write(ax, text, now, y, bbox=box)
+        before = now
+    for y, (name, rate) in enumerate(PEERS.items() if shape == "gpt2" else ()):
+        ax.axvline(rate, zorder=0, **DASHED)
+        write(ax, f"{name} {short(rate)}", rate, y, dx=-4, ha="right", color="0.5", bbox=box)
+    rows_of(ax, list(map(words, speeds)))
+    ax.set(xlabel="tokens/s; dashed: others' programs, measured apart")
+    ax.set_xlim(0, 1.2 * max(speeds.values()))
+    ax.xaxis.set_major_formatter(shorten)
+    figure.savefig(out_path)
+
+
+@made_by("python bench/ladder.py --shapes 4x256 12x768 gpt2-medium")
+def shapes(runs, out_path, dark):
+    """tokens/s of each rung and shape but the first as a table, a cell the bluer the more
+    the rung brought, grey where it cost."""
+    _, *others = measured(runs, "rungs", "tok_per_s").items()
+    if not others:
+        raise NoData("ladder.jsonl has rungs of one shape alone")
+    rungs = list(max((by_rung for _, by_rung in others), key=len))
+    rows = [row for _, by_rung in others for same in by_rung.values() for row in same]
+    everything = records(runs, "ladder", "tok_per_s", group="rungs")
+    note = (
+        "*: compiled with a race, results are wrong (docs/LOG.md); below: without one, torch 2.14\n"
+    )
+    note = note * any(map(raced, rows)) + where_and_when(rows)
+    title = f"What a rung brings on {len(others)} other shapes: tokens/s, and times the rung before"
+    figure, ax = blank(1.4 + 0.36 * len(rungs), title, note)
+    names = []
+    for x, (shape, by_rung) in enumerate(others):
+        tokens_per_step = by_rung[rungs[0]][0]["tokens_per_step"]
+        names.append(f"{shape.removeprefix('gpt2-')}, {tokens_per_step:,}")
+        before = None
+        for y, rung in enumerate(rungs):
+            if rung not in by_rung:
+                write(ax, "not used", x, y, dx=0, ha="center", color="0.5")
+                before = None
+                continue
+            row = by_rung[rung][0]
+            now = row["tok_per_s"]
+            factor = now / before if before else 1
+            text = short(now) + (f"  x{factor:.2f}" if before else "")
+            if raced(row):
+                same = dict(shape=shape, variant=rung, tokens_per_step=tokens_per_step)
+                again = [r for r in everything if same.items() <= r.items() and not raced(r)]
+                text += "*" + (f"\n{short(again[-1]['tok_per_s'])}" if again else "")
+            color = color_of("speed", dark) if factor >= 1 else "0.5"
+            strength = 0.75 * min(1, abs(math.log2(factor)) / 1.7)
+            cell(ax, x, y, text, color, strength, linespacing=1)
+            before = now
+    cells_of(ax, names, list(map(words, rungs)))
+    ax.set(xlabel="shape, and tokens of a step")
+    figure.savefig(out_path)
+
+
+@made_by("python bench/ladder.py")
+def kernels(runs, out_path, dark):
+    """Kernel time of a micro-step, kind by kind: all rungs, and the fast ones again at their own
+    scale. Rungs that need a smaller micro-batch are scaled up to the same tokens."""
+    shape, rows = newest(runs, "rungs", "kernel_ms", "micro_steps", "tokens_per_step")
+    tokens = {v: row["tokens_per_step"] / row["micro_steps"] for v, row in rows.items()}
+    size = max(tokens.values())
+    times = {
+        v: {kind: ms * size / tokens[v] for kind, ms in row["kernel_ms"].items()}
+        for v, row in rows.items()
+    }
+    total = {v: sum(kinds.values()) for v, kinds in times.items()}
+    panels = [list(times), [v for v in times if total[v] < 2 * min(total.values())]]
+    last = panels[0][-1]
+    biggest = max(times[last], key=times[last].get)
+    share = f"{times[last][biggest] / total[last]:.0%}"
+    title = f"{shape}: {biggest} is {share} of the last rung's {total[last]:.0f} ms"
+    heights = list(map(len, panels))
+    note = where_and_when(rows.values())
+    figure, *axes = blank(
+        1.6 + 0.3 * sum(heights), title, note, panels="A;B", height_ratios=heights
+    )
+    for ax, panel in zip(axes, panels):
+        kinds_of_kernel(ax, {v: times[v] for v in panel}, dark)
+        for y, v in enumerate(panel):
+            write(ax, f"{total[v]:.0f}", total[v], y)
+        ax.set(xlim=(0, 1.08 * max(total[v] for v in panel)))
+    axes[-1].set_xlabel(f"ms for {size:,.0f} tokens: forward, backward, their share of the update")
+    axes[0].legend(loc="lower right", ncol=2)
+    figure.savefig(out_path)
+
+
+@made_by("python bench/ladder.py --groups vocabulary")
+def vocabulary(runs, out_path, dark):
+    """Kernel time of a micro-step with an odd and with a padded vocabulary, kind by kind."""
+    shape, rows = newest(runs, "vocabulary", "kernel_ms", "tok_per_s", "median_ms")
+    if missing := VARIANTS["vocabulary"].keys() - rows:
+        raise NoData(f"ladder.jsonl has no {', '.join(missing)}")
+    ms = {name: row["median_ms"] / row["micro_steps"] for name, row in rows.items()}
+    saved = [f"{ms[f'50257_{p}'] - ms[f'50304_{p}']:.0f} ms {p}" for p in ("eager", "compiled")]
+    title = f"{shape}: 47 rows of padding save {' and '.join(saved)}"
+    figure, ax = blank(1.8 + 0.42 * len(rows), title, where_and_when(rows.values()))
+    ends = kinds_of_kernel(ax, {name: row["kernel_ms"] for name, row in rows.items()}, dark)
+    for y, (name, row) in enumerate(rows.items()):
+        write(ax, f"{short(row['tok_per_s'])} tokens/s", ends[name], y)
+    ax.set(xlim=(0, 1.25 * max(ends.values())), xlabel="ms of a micro-step of 64 x 1024 tokens")
+    how = dict(handlelength=1, columnspacing=1)
+    ax.legend(loc="upper center", bbox_to_anchor=(0.45, -0.3), ncol=7, **how)
+    figure.savefig(out_path)
+
+
+@made_by("python bench/ladder.py --groups micro_batch")
+def micro_batch(runs, out_path, dark):
+    """Speed and memory against the sequences of a micro-step."""
+    fields = {"tok_per_s": ("tokens/s", "speed"), "peak_gib": ("peak memory (GiB)", "memory")}
+    shape, found = newest(runs, "micro_batch", "batch_size", *fields)
+    rows = {row["batch_size"]: row for row in found.values()}  # what did not fit was halved
+    best = max(rows, key=lambda b: rows[b]["tok_per_s"])
+    rate = short(rows[best]["tok_per_s"])
+    title = f"{shape}: {best} sequences a micro-step are fastest, {rate} tokens/s"
+    note = where_and_when(rows.values())
+    figure, top, bottom = blank(4.6, title, note, "A;B", sharex=True, height_ratios=[1.5, 1])
+    for ax, (field, (label, meaning)) in zip((top, bottom), fields.items()):
+        values = [row[field] for row in rows.values()]
+        ax.plot(list(rows), values, "o-", color=color_of(meaning, dark))
+        for b, value in zip(rows, values):
+            write(ax, short(value), b, value, dx=0, dy=8, ha="center")
+        ax.set(ylabel=label, ylim=(0, 1.18 * max(values)))
+    top.yaxis.set_major_formatter(shorten)
+    bottom.set_xscale("log", base=2)
+    bottom.set_xticks(list(rows), list(map(str, rows)))
+    bottom.set_xlabel("sequences per micro-step")
+    bottom.minorticks_off()
+    figure.savefig(out_path)
+
+
+@made_by("python bench/ladder.py --groups loss --data edu_fineweb10B")
+def ladder_loss(runs, out_path, dark):
+    """What the rungs do to the loss: each seed's validation loss after equal tokens, training loss
+    against seconds. Of runs of several lengths, the one that has the most rungs."""
+    shape, found = next(iter(measured(runs, "loss", "val_loss", "curve").items()))
+    rows = [row for seeds in found.values() for row in seeds]
+    val = {v: [r["val_loss"] for r in seeds] for v, seeds in found.items()}
+    means = {v: statistics.mean(losses) for v, losses in val.items()}
+    rungs = [mean for v, mean in means.items() if v != "muon"]
+    apart, spread = max(rungs) - min(rungs), max(max(v) - min(v) for v in val.values())
+    title = f"{shape}: rungs' means lie within {apart:.3f} nats, seeds of a rung differ by up to {spread:.3f}"
+    note = where_and_when(rows)
+    figure, left, right = blank(1.8 + 0.3 * len(found), title, note, "AB", width_ratios=[1.2, 1])
+    for y, (variant, losses) in enumerate(val.items()):
+        how = dict(color=color_of("loss", dark), markersize=5, alpha=0.7)
+        left.plot(losses, [y] * len(losses), "o", **how)
+        mean = means[variant]
+        left.plot([mean, mean], [y - 0.3, y + 0.3], color=PAPER[dark]["ink"], linewidth=1.2)
+    rows_of(left, list(map(words, found)))
+    left.set_xlabel("validation loss after equal tokens\n(a dot: a seed; a line: their mean)")
+    # all of them would be a bundle
+    chosen = [v for v in found if v in ("fp32", "bf16", "compile", "fp8_mlp", "muon")]
+    for variant in chosen:
+        points = zip(*(r["curve"] for r in found[variant]))  # of all seeds, at one step
+        middle = [[statistics.median(point[i] for point in p) for i in (1, 2)] for p in points]
+        right.plot(*zip(*middle), label=words(variant), linewidth=1.4)
+    right.set(xscale="log", xlabel="seconds of training", ylabel="training loss (nats)")
+    right.legend()
+    figure.savefig(out_path)
+
+
+# ------------------------------------------------------------------------------------- the floor
+
 WAYS = {"forward": "o", "dgrad": "s", "wgrad": "^", "backward": "D"}  # of an operation: its marker
 
 
+@made_by("python bench/floor.py")
 def roofline(runs, out_path, dark):
     """Achieved TFLOP/s against FLOPs per byte, under what the GPU's own copy and products allow:
     everything, and the corner of the products at a larger scale. Products in 8 bits are hollow."""
@@ -472,8 +511,7 @@ def roofline(runs, out_path, dark):
         roofs[bits] = max(rate, roofs.get(bits, 0))
     title = f"Memory gives {slope:.2f} TB/s, the best bf16 product {roofs['bf16']:.0f} TFLOP/s"
     title += f", in fp8 {roofs['fp8']:.0f}" if "fp8" in roofs else ""
-    figure = blank(4.9, title, where_and_when(rows))
-    left, right = figure.subplots(ncols=2, width_ratios=[1, 1.3])
+    figure, left, right = blank(4.9, title, where_and_when(rows), "AB", width_ratios=[1, 1.3])
     edge, highest = roofs["bf16"] / slope, max(roofs.values())  # where memory bounds no longer
     low, high = min(op[0] for op in ops) / 2, max(op[0] for op in ops) * 2.5
     corner = [op for op in ops if op[0] > edge / 2 and op[1] > roofs["bf16"] / 2]
@@ -508,6 +546,7 @@ def roofline(runs, out_path, dark):
     figure.savefig(out_path)
 
 
+@made_by("python bench/floor.py")
 def floor(runs, out_path, dark):
     """The floors that the parts of one model's step add up to, paler, and our own step: tokens/s.
     Beside them, for each model of the same GPU, the floor of parts run back to back as a share of
@@ -528,9 +567,9 @@ def floor(runs, out_path, dark):
                 shares.setdefault(model, {})[bits] = row["ms"] / row["step_ms"]
     spread = [row["ms"] / row["step_ms"] for row in first]
     title = f"Our step runs at {min(spread):.0%} to {max(spread):.0%} of what its parts add up to"
-    figure = blank(1.2 + 0.52 * len(bars), title, where_and_when(rows))
+    height, note = 1.2 + 0.52 * len(bars), where_and_when(rows)
+    figure, ax, beside = blank(height, title, note, "AB", width_ratios=[1.7, 1])
     blue = color_of("speed", dark)
-    ax, beside = figure.subplots(ncols=2, width_ratios=[1.7, 1])
     for y, (name, speed) in enumerate(bars.items()):
         ax.barh(y, speed, height=0.7, color=blue, alpha=1 if name.startswith("our step") else 0.5)
         write(ax, short(speed), speed, y)
@@ -553,17 +592,17 @@ def floor(runs, out_path, dark):
 
 # ---------------------------------------------------------------------------------- several GPUs
 
+GPUS = "torchrun --standalone --nproc_per_node=4 bench/parallel.py"
 OURS = ("ddp", "zero1_16bit", "loop", "loop_zero1")  # modes that the trainer has, with 250 MB
 LEFT_OUT = ("alone_one", "zero1_in_graph", "zero1_16bit_all")  # what all is held against; dead ends
+SIZES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 
 
-def parallel(runs, out_path, dark):
-    """Tokens/s of N GPUs as a share of N times one alone, by way of telling each other the
-    gradients: a dot for each run, held against the one that bench/parallel.py's table holds it
-    against, a line at their mean. The first model's ways stand on the left, all others on the
-    right."""
+def shares_of_one_gpu(rows):
+    """{(preset, GPUs, 8 bits, device, B, compile, torch, micro-steps): {(mode, MB of a piece):
+    [speed over GPUs times one alone, of each run]}}, the best first."""
     setting = "preset world_size eight_bits device batch_size compile torch grad_accum_steps"
-    rows, panels = records(runs, "parallel", "mode", "tok_per_s"), {}
+    panels = {}
     for kind, alike in grouped(rows, *setting.split()).items():
         for row in alike:
             tried = row.get("env", {}).keys() - {"NCCL_VERSION", "NCCL_NVLS_ENABLE"}
@@ -574,52 +613,66 @@ def parallel(runs, out_path, dark):
                 shares.append(row["tok_per_s"] / one)
     if not panels:
         raise NoData("parallel.jsonl needs the mode alone_one and another one to hold against it")
+    sizes = [*SIZES, *(kind[0] for kind in panels)]
+    order = sorted(panels, key=lambda k: (sizes.index(k[0]), -k[1], bool(k[2]), k[4]))
 
-    def mean(item):
+    def best_first(item):
         return item[0][0] != "alone", -statistics.mean(item[1])
 
-    sizes = ["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", *(kind[0] for kind in panels)]
-    order = sorted(panels, key=lambda k: (sizes.index(k[0]), -k[1], bool(k[2]), k[4]))
-    panels = {kind: dict(sorted(panels[kind].items(), key=mean)) for kind in order}
+    return {kind: dict(sorted(panels[kind].items(), key=best_first)) for kind in order}
+
+
+@made_by(GPUS)
+def parallel(runs, out_path, dark):
+    """Tokens/s of N GPUs as a share of N times one alone, by way of telling each other the
+    gradients: a dot for each run, held against the one that bench/parallel.py's table holds it
+    against, a line at their mean. The first model's ways stand on the left, all others on the
+    right."""
+    rows = records(runs, "parallel", "mode", "tok_per_s")
+    panels = shares_of_one_gpu(rows)
     first, *others = panels
     best = next((m for m in panels[first] if m[0] != "alone"), "alone")
     low, high = min(panels[first][best]), max(panels[first][best])
     title = f"{first[0]}: {words(best[0])} on {first[1]} GPUs reaches {low:.1%} to {high:.1%}"
     title += f" of {first[1]} times one GPU"
-    lengths = [len(panels[kind]) + 2 for kind in others]
-    figure = blank(1.6 + 0.21 * max(len(panels[first]), sum(lengths)), title, where_and_when(rows))
-    halves = figure.add_gridspec(1, 2)
-    right = halves[0, 1].subgridspec(len(others) or 1, 1, height_ratios=lengths or None)
+    heights = [len(panels[kind]) + 2 for kind in others] or [1]
+    height = 1.6 + 0.21 * max(len(panels[first]), sum(heights))
+    layout = [[0, i + 1] for i in range(len(others))] or [[0]]
+    figure, *axes = blank(height, title, where_and_when(rows), layout, height_ratios=heights)
     shares = [share for modes in panels.values() for values in modes.values() for share in values]
     blue, paper = color_of("speed", dark), PAPER[dark]["paper"]
-    for place, (kind, modes) in zip([halves[0, 0], *right], panels.items()):
-        ax, names = figure.add_subplot(place), []
+    for ax, (kind, modes) in zip(axes, panels.items()):
+        names = []
         for y, ((mode, bucket_mb), values) in enumerate(modes.items()):
-            color, average = (
-                color_of("memory", dark) if mode == "alone" else blue,
-                statistics.mean(values),
-            )
+            color = color_of("memory", dark) if mode == "alone" else blue
+            mean = statistics.mean(values)
             ours = mode == "alone" or (mode in OURS and bucket_mb in (None, 250))
             how = dict(color=color, markerfacecolor=color if ours else paper, markersize=4.5)
             ax.plot(values, [y] * len(values), "o", **how)
-            ax.plot([average] * 2, [y - 0.35, y + 0.35], color=color, linewidth=1.5)
-            names.append(f"{words(mode)}{f', {bucket_mb} MB' if bucket_mb else ''}  {average:.1%}")
+            ax.plot([mean, mean], [y - 0.35, y + 0.35], color=color, linewidth=1.5)
+            names.append(f"{words(mode)}{f', {bucket_mb} MB' if bucket_mb else ''}  {mean:.1%}")
         title = f"{kind[0]} on {kind[1]}, B = {kind[4]}{f' x {kind[7]}' if kind[7] else ''}"
         ax.set_title(title + ", 8 bits" * bool(kind[2]), fontsize=9.5, pad=3, loc="right")
         rows_of(ax, names, room=0.6)
         ax.tick_params(labelsize=SMALL, labelbottom=kind in (first, *others[-1:]))
         ax.set_xlim(min(shares) - 0.005, max(1, *shares) + 0.005)
-        ax.axvline(1, color="0.5", linewidth=1, linestyle=(0, (5, 3)))
+        ax.axvline(1, **DASHED)
         ax.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         ax.xaxis.set_major_locator(MultipleLocator(0.02 if kind == first else 0.05))
-        if kind == first:
-            ax.set_xlabel("share of N times one GPU\nof the same machine", fontsize=SMALL)
-            for text, face in (("as the trainer does it", blue), ("tried", paper)):
-                ax.plot([], [], "o", color=blue, markerfacecolor=face, markersize=4.5, label=text)
-            ax.legend(loc="lower right", bbox_to_anchor=(0.9, 0))
+    axes[0].set_xlabel("share of N times one GPU\nof the same machine", fontsize=SMALL)
+    for text, face in (("as the trainer does it", blue), ("tried", paper)):
+        axes[0].plot([], [], "o", color=blue, markerfacecolor=face, markersize=4.5, label=text)
+    axes[0].legend(loc="lower right", bbox_to_anchor=(0.9, 0))
     figure.savefig(out_path)
 
 
+@made_by(f"{GPUS} --modes ddp --trace readme.assets/runs", mode="ddp")
+@made_by(
+    f"{GPUS} --modes zero1_16bit --trace readme.assets/runs", "overlap_zero1", mode="zero1_16bit"
+)
+@made_by(
+    "a3954dc's bench/parallel.py --modes in_graph --trace", "overlap_in_graph", mode="in_graph"
+)
 def overlap(runs, out_path, dark, mode):
     """What computes, by class, and what communicates over the time of one step of one GPU."""
     try:
@@ -633,8 +686,7 @@ def overlap(runs, out_path, dark, mode):
     title = (
         f"{extract['mode']}: {share:.0%} of {ms:.1f} ms of communication hidden under computation"
     )
-    figure = blank(2.6, title)
-    ax = figure.subplots()
+    figure, ax = blank(2.6, title)
     for kind in (kind for kind in CLASSES if kind in lanes):
         lane = (0.1 if kind == "communication" else 1.1, 0.8)
         ax.broken_barh(lanes[kind], lane, color=color_of(kind, dark), linewidth=0, label=kind)
@@ -648,35 +700,6 @@ def overlap(runs, out_path, dark, mode):
 
 
 # ------------------------------------------------------------------------------------ command line
-
-GPUS = "torchrun --standalone --nproc_per_node=4 bench/parallel.py"
-FIGURES = {  # name: (how it is drawn, the command that makes its records)
-    "laptop": (partial(curve, name="laptop_builtin"), "python train_gpt2.py --preset laptop"),
-    "corpus_124m_h200": (
-        partial(curve, name="corpus_124m_h200"),
-        "python train_gpt2.py --preset gpt2",
-    ),
-    "bert_words": (bert_words, "python bert.py --preset laptop"),
-    "tokens": (tokens, "python train_gpt2.py --preset gpt2"),
-    "ladder": (ladder, "python bench/ladder.py"),
-    "shapes": (shapes, "python bench/ladder.py --shapes 4x256 12x768 gpt2-medium"),
-    "kernels": (kernels, "python bench/ladder.py"),
-    "micro_batch": (micro_batch, "python bench/ladder.py --groups micro_batch"),
-    "vocabulary": (vocabulary, "python bench/ladder.py --groups vocabulary"),
-    "ladder_loss": (ladder_loss, "python bench/ladder.py --groups loss --data edu_fineweb10B"),
-    "roofline": (roofline, "python bench/floor.py"),
-    "floor": (floor, "python bench/floor.py"),
-    "parallel": (parallel, GPUS),
-    "overlap": (partial(overlap, mode="ddp"), f"{GPUS} --modes ddp --trace readme.assets/runs"),
-    "overlap_zero1": (
-        partial(overlap, mode="zero1_16bit"),
-        f"{GPUS} --modes zero1_16bit --trace readme.assets/runs",
-    ),
-    "overlap_in_graph": (
-        partial(overlap, mode="in_graph"),
-        "a3954dc's bench/parallel.py --modes in_graph --trace",
-    ),
-}
 
 
 @dataclass
@@ -694,7 +717,7 @@ def main(argv):
     check_writable(out / "ladder.png", "out")
     left_out = 0
     for name in cfg.names or FIGURES:
-        picture, made_by = FIGURES[name]
+        picture, program = FIGURES[name]
         try:
             for dark in (False, True):
                 path = out / f"{name}{'_dark' if dark else ''}.png"
@@ -702,7 +725,7 @@ def main(argv):
                     picture(runs, path, dark)
                 print(path)
         except NoData as missing:
-            print(f"{name}: left out, {missing} in {runs}; `{made_by}` makes it", file=sys.stderr)
+            print(f"{name}: left out, {missing} in {runs}; `{program}` makes it", file=sys.stderr)
             left_out += 1
     return 2 if left_out == len(cfg.names or FIGURES) else 0
 

@@ -46,7 +46,7 @@ from records import (
     read_records,
     recorded,
 )
-from rungs import GROUPS, SHAPES, TRAINED, UNCOMPILED, cases, key_of, put_in, raced, variants
+from rungs import SHAPES, TRAINED, UNCOMPILED, VARIANTS, cases, key_of, put_in, raced
 from timing import forget, peak_gib, time_updates
 
 import bert
@@ -64,7 +64,7 @@ WARM_UP = 5  # steps dropped before the timed ones, the compiling one included
 @dataclass
 class Config:
     shapes: tuple[Literal[tuple(SHAPES)], ...] = ("gpt2",)  # models; tiny is for tries
-    groups: tuple[Literal[GROUPS], ...] = ("rungs",)  # what is compared
+    groups: tuple[Literal[tuple(VARIANTS)], ...] = ("rungs",)  # what is compared
     variants: tuple[str, ...] = ()  # of the groups; all if empty
     steps: int = 20  # timed steps
     tokens_per_step: int = 0  # not of group loss; 0 is the shape's, in group speed one micro-step
@@ -319,7 +319,7 @@ def print_tables(records):
     for r in {key_of(r): r for r in records}.values():
         tables.setdefault(tuple(r.get(k) for k in keys), []).append(r)
     for (group, shape, card, sustained, steps, version, tokens), members in tables.items():
-        order = {v: i for i, v in enumerate(variants(group) if group in GROUPS else ())}
+        order = {v: i for i, v in enumerate(VARIANTS.get(group, ()))}
         # records outlive their variants: those go from the slowest to the fastest
         members.sort(key=lambda r: (order.get(r["variant"], 99), r.get("tok_per_s") or 0))
         dates = sorted({r["date"] for r in members})

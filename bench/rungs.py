@@ -1,7 +1,9 @@
 """What bench/ladder.py measures: shapes, rungs, the groups beside them, and one measurement as a
 Case."""
 
+import operator
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from types import SimpleNamespace
 
 import torch
@@ -14,27 +16,15 @@ from lab.cli import UserError
 from lab.run.settings import SPEEDS, check
 from train_gpt2 import MLP, PRESETS, GPTConfig, TrainConfig
 
-# name: model, and a run with the micro-batch to begin with and the tokens of a step (0: as many as
-# one micro-step holds)
-SHAPES = {
-    "tiny": (
-        GPTConfig(2, 2, 32, 32, vocab_size=257),
-        TrainConfig("laptop", batch_size=4, seq_len=16, total_batch_size=128),
-    ),
-    "4x256": (
-        GPTConfig(4, 4, 256, 512),
-        TrainConfig(batch_size=4, seq_len=512, total_batch_size=0),
-    ),
-    "12x768": (
-        GPTConfig(12, 12, 768, 512),
-        TrainConfig(batch_size=8, seq_len=512, total_batch_size=0),
-    ),
-    "masked-tiny": (
-        BertConfig(2, 2, 32, 32, vocab_size=4096),
-        BertTrainConfig(batch_size=4, seq_len=16, total_batch_size=128),
-    ),
-    "masked-4x256": (BertConfig(4, 4, 256), BertTrainConfig(batch_size=4, total_batch_size=0)),
-    "bert-base": (BertConfig(), BertTrainConfig(batch_size=8, total_batch_size=0)),
+TINY = dict(batch_size=4, seq_len=16, total_batch_size=128)
+ONE = dict(total_batch_size=0)  # a step has as many tokens as one micro-step holds
+SHAPES = {  # name: model, and a run with the micro-batch to begin with
+    "tiny": (GPTConfig(2, 2, 32, 32, vocab_size=257), TrainConfig("laptop", **TINY)),
+    "4x256": (GPTConfig(4, 4, 256, 512), TrainConfig(batch_size=4, seq_len=512, **ONE)),
+    "12x768": (GPTConfig(12, 12, 768, 512), TrainConfig(batch_size=8, seq_len=512, **ONE)),
+    "masked-tiny": (BertConfig(2, 2, 32, 32, vocab_size=4096), BertTrainConfig(**TINY)),
+    "masked-4x256": (BertConfig(4, 4, 256), BertTrainConfig(batch_size=4, **ONE)),
+    "bert-base": (BertConfig(), BertTrainConfig(batch_size=8, **ONE)),
 } | {
     name: (PRESETS[name][0], replace(PRESETS[name][1], batch_size=batch_size))
     for name, batch_size in {"gpt2": 64, "gpt2-medium": 64, "gpt2-large": 64, "gpt2-xl": 32}.items()
@@ -59,22 +49,24 @@ START = dict(
     mlp="plain",
     bf16_residual=False,
 )
-RUNGS = [  # each on top of all before it
-    ("fp32", START),
-    ("tf32", dict(precision="tf32")),
-    ("bf16", dict(precision="bf16")),
-    ("compile", dict(compile_mode="default")),
-    ("flash", dict(attention="sdpa")),
-    ("vocab_50304", dict(vocab_multiple=128)),
-    ("fused_adamw", dict(adamw="fused")),
-    ("fused_loss", dict(head="fused")),
-    ("bf16_residual", dict(bf16_residual=True)),
-    ("fused_mlp", dict(mlp="fused")),
-    ("fp8_head", dict(head="fp8")),
-    ("fp8_mlp", dict(mlp="fp8")),
-]
-EAGER, ODD = dict(compile_mode="none"), dict(vocab_multiple=1)
-OTHERS = {  # each variant changes one thing of the trainer's defaults
+RUNGS = {  # each on top of all before it
+    "fp32": START,
+    "tf32": dict(precision="tf32"),
+    "bf16": dict(precision="bf16"),
+    "compile": dict(compile_mode="default"),
+    "flash": dict(attention="sdpa"),
+    "vocab_50304": dict(vocab_multiple=128),
+    "fused_adamw": dict(adamw="fused"),
+    "fused_loss": dict(head="fused"),
+    "bf16_residual": dict(bf16_residual=True),
+    "fused_mlp": dict(mlp="fused"),
+    "fp8_head": dict(head="fp8"),
+    "fp8_mlp": dict(mlp="fp8"),
+}
+SUMS = dict(zip(RUNGS, accumulate(RUNGS.values(), operator.or_)))
+EAGER, ODD, BASE = dict(compile_mode="none"), dict(vocab_multiple=1), SPEEDS["baseline"]
+VARIANTS = {  # group: {variant: settings that differ from the trainer's defaults}
+    "rungs": SUMS,
     "micro_batch": {str(b): dict(batch_size=b) for b in (4, 8, 16, 32, 64, 128)},
     "vocabulary": {
         "50257_eager": ODD | EAGER,
@@ -82,38 +74,26 @@ OTHERS = {  # each variant changes one thing of the trainer's defaults
         "50257_compiled": ODD,
         "50304_compiled": {},
     },
-}
-BASE = SPEEDS["baseline"]
-SPEED = {  # the trainer's own --speed, and one thing at a time on top of it, by the trainer's flags
-    "baseline": BASE,
-    "bf16": SPEEDS["bf16"],
-    "compile": BASE | dict(compile=True),
-    "flash": BASE | dict(attention="sdpa"),
-    "checkpointing": BASE | dict(activation_checkpointing=True),
-    "muon": BASE | dict(optimizer="muon"),
-    "recommended_eager": dict(compile=False),
-    "recommended": SPEEDS["recommended"],
-    "recommended_muon": dict(optimizer="muon"),
-    "recommended_fp8_head": dict(fp8="head"),
-    "full": SPEEDS["full"],
+    "loss": SUMS | {"muon": dict(optimizer="muon")},
+    "speed": {  # the trainer's own --speed, and one thing at a time on top, by the trainer's flags
+        "baseline": BASE,
+        "bf16": SPEEDS["bf16"],
+        "compile": BASE | dict(compile=True),
+        "flash": BASE | dict(attention="sdpa"),
+        "checkpointing": BASE | dict(activation_checkpointing=True),
+        "muon": BASE | dict(optimizer="muon"),
+        "recommended_eager": dict(compile=False),
+        "recommended": SPEEDS["recommended"],
+        "recommended_muon": dict(optimizer="muon"),
+        "recommended_fp8_head": dict(fp8="head"),
+        "full": SPEEDS["full"],
+    },
 }
 UNCOMPILED = {"compile": "baseline", "recommended": "recommended_eager"}
 TRAINED = ("loss", "speed")  # groups that train, from several seeds, on text
-GROUPS = ("rungs", *OTHERS, *TRAINED)
-# what makes a measurement this one; older records may be of a GPU that had worked for a minute
-# (sustained)
-KEY = ("group", "shape", "variant", "seed", "card", "torch", "sustained", "max_steps")
-KEY += ("tokens_per_step",)
-
-
-def variants(group):
-    """{name: settings that differ from the trainer's defaults} of a group."""
-    if group in OTHERS or group == "speed":
-        return SPEED if group == "speed" else OTHERS[group]
-    found, so_far = {}, {}
-    for name, settings in RUNGS:
-        found[name] = so_far = so_far | settings
-    return found | ({"muon": dict(optimizer="muon")} if group == "loss" else {})
+# What makes a measurement this one. Older records may be of a GPU that had worked for a minute
+# (sustained).
+KEY = "group shape variant seed card torch sustained max_steps tokens_per_step".split()
 
 
 def put_in(model, own, precision):
@@ -191,10 +171,10 @@ def cases(args):
     for group in args.groups:
         seeds = range(args.seed, args.seed + (args.seeds if group in TRAINED else 1))
         for shape in args.shapes:
-            for name, settings in variants(group).items():
+            for name, settings in VARIANTS[group].items():
                 if not args.variants or name in args.variants:
                     found += [Case(group, shape, name, settings, seed) for seed in seeds]
     if missing := set(args.variants) - {case.variant for case in found}:
-        there = ", ".join(sorted({v for g in args.groups for v in variants(g)}))
+        there = ", ".join(sorted({v for g in args.groups for v in VARIANTS[g]}))
         raise UserError(f"variants={' '.join(sorted(missing))} is none; there is {there}")
     return found
