@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MultipleLocator, PercentFormatter
 from matplotlib.transforms import Bbox
 from parallel import reference as one_gpu
-from records import ROOT, RUNS, read_records
+from records import ROOT, RUNS, grouped, read_records
 from rungs import VARIANTS, key_of, raced
 from tyro.conf import Positional
 
@@ -79,15 +79,6 @@ def records(runs, name, *fields, **where):
         wanted = ", ".join([*(f"{k} {v}" for k, v in where.items()), *fields])
         raise NoData(f"{name}.jsonl has no record with {wanted}")
     return found
-
-
-def grouped(rows, *keys):
-    """{value of the key(s): rows}, in the order of first appearance."""
-    groups = {}
-    for row in rows:
-        key = row[keys[0]] if len(keys) == 1 else tuple(row.get(k) for k in keys)
-        groups.setdefault(key, []).append(row)
-    return groups
 
 
 def measured(runs, group, *fields):

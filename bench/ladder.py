@@ -39,6 +39,7 @@ from records import (
     append_record,
     card_name,
     check_out,
+    grouped,
     one_sentence,
     origin,
     print_rows,
@@ -267,18 +268,10 @@ def timing_table(records):
         print(f"kernel times are of one step, which took longer than the median: {names} ms")
 
 
-def by_variant(records):
-    """{variant: the records of its seeds}"""
-    found = {}
-    for r in records:
-        found.setdefault(r["variant"], []).append(r)
-    return found
-
-
 def loss_table(records):
     """Losses of each variant, over the seeds."""
     rows = []
-    for name, runs in by_variant(records).items():
+    for name, runs in grouped(records, "variant").items():
         val, last = [r["val_loss"] for r in runs], [r["curve"][-1][2] for r in runs]
         seconds = f"{np.mean([r['seconds'] for r in runs]):.1f}"
         shared = max(r.get("at_once", 1) for r in runs)  # older records: runs that shared a GPU
@@ -292,7 +285,7 @@ def loss_table(records):
 
 def speed_table(records):
     """Speed, memory and both losses of each variant, over the seeds."""
-    runs, rows = by_variant(records), []
+    runs, rows = grouped(records, "variant"), []
     seconds = {name: float(np.mean([r["seconds"] for r in of])) for name, of in runs.items()}
     fastest = min(seconds.values(), default=0.0)
     for name, of in runs.items():
@@ -315,9 +308,7 @@ def print_tables(records):
     """One table for each group, shape, GPU and tokens per step, its rows in the order of the group;
     of measurements made twice the later one counts."""
     keys = ("group", "shape", "card", "sustained", "max_steps", "torch", "tokens_per_step")
-    tables = {}
-    for r in {key_of(r): r for r in records}.values():
-        tables.setdefault(tuple(r.get(k) for k in keys), []).append(r)
+    tables = grouped({key_of(r): r for r in records}.values(), *keys)
     for (group, shape, card, sustained, steps, version, tokens), members in tables.items():
         order = {v: i for i, v in enumerate(VARIANTS.get(group, ()))}
         # records outlive their variants: those go from the slowest to the fastest

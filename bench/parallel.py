@@ -12,10 +12,10 @@ update after 64 x 1024 tokens of each GPU unless --grad_accum_steps says otherwi
 All modes start from the same weights and read the same tokens, so the losses of those that exchange
 gradients must agree while few updates are done (the table shows the fifth); updates at a high rate
 carry the last bits of a sum far. A mode is held against one GPU alone: of the same commit and
---round where that was measured, as GPUs of one name differ. Measurements that are in --out already
-are left alone. A peak of memory may count what the mode before had left behind; for one that does
-not, name one mode a command. Ways that are decided (every GPU alone at once, ZeRO-1 in 32 bits,
-blocks compiled one by one) are in the log; commit 5d3f79a has their code.
+--round where that was measured, as GPUs of one name differ. A peak of memory may count what the
+mode before had left behind; for one that does not, name one mode a command. Ways that are decided
+(every GPU alone at once, ZeRO-1 in 32 bits, blocks compiled one by one) are in the log; commit
+5d3f79a has their code.
 """
 
 import copy
@@ -25,6 +25,7 @@ import statistics
 import tempfile
 import time
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Literal
 
@@ -36,7 +37,7 @@ from records import (
     append_record,
     card_name,
     check_out,
-    finished,
+    grouped,
     origin,
     print_rows,
     random_shards,
@@ -68,14 +69,13 @@ class Config:
     grad_accum_steps: int = 1  # micro-steps of an update
     steps: int = 40  # updates that are timed
     warmup: int = 10  # updates before those, after the first
-    round: int | None = None  # a number, to measure again what --out holds
+    round: int | None = None  # a number for what is measured on the same GPUs
     compile: Literal["model", "off"] = "model"  # as the trainer does, or not at all
     precision: Literal["bf16", "tf32", "fp32"] = "bf16"
     eight_bits: bool = False  # the products of the head and the MLP in 8 bits
     device: str = "auto"  # cuda or cpu
     data: str = ""  # folder of token shards; random tokens if empty
     save: str = ""  # folder for two checkpoints after these updates, each with as many after it
-    async_save: bool = True  # as the trainer's
     trace: str = ""  # folder for MODE.kernels.json, the kernels of one step of the first GPU
     table: bool = False  # print the table of --out and end
     computed: bool = False  # print what many GPUs would do, from ladder.jsonl, and end
@@ -110,7 +110,6 @@ def build(mode, args, world, data):
         log_dir=args.save or cfg.log_dir,
         run_name="bench_parallel",
         keep_last=1,
-        async_save=args.async_save,
     )
     check(model_config, cfg)
     return set_up(model_config, cfg, world)
@@ -156,11 +155,11 @@ def save(run, steps):
 
 def cost_of_saves(record):
     """In words, of rank 0: the first checkpoint also allocates the host memory that both take."""
-    before = statistics.median(record["rank_step_ms"][0])
-    told = []
+    before, told = statistics.median(record["rank_step_ms"][0]), []
     for each in record["saves"]:
-        slower = sum(each["after_ms"]) - before * len(each["after_ms"])
-        share = (each["held_ms"] + slower) / (before * len(each["after_ms"]))
+        usual = before * len(each["after_ms"])
+        slower = sum(each["after_ms"]) - usual
+        share = (each["held_ms"] + slower) / usual
         told.append(
             f"{each['held_ms']:,.0f} ms, and {slower:,.0f} ms in the updates after it ({share:.2%})"
         )
@@ -224,14 +223,9 @@ def reference(record, records):
 def print_table(records):
     """A block for each setting, a row for each mode; of a mode measured twice in a round the later
     one counts."""
-    newest, blocks = {}, {}
-    for r in records:
-        newest[tuple(str(r.get(k)) for k in (*SAME, "mode", "round", "env", "bucket_mb"))] = r
-    newest = list(newest.values())
-    for r in newest:
-        blocks.setdefault(tuple(r.get(k) for k in SAME), []).append(r)
-    head = "mode,round,step ms,min to max,tokens/s,of n x one,GiB,fifth loss,last".split(",")
-    for block in blocks.values():
+    keys = (*SAME, "mode", "round", "env", "bucket_mb")
+    newest = list({tuple(str(r.get(k)) for k in keys): r for r in records}.values())
+    for block in grouped(newest, *SAME).values():
         r = block[0]
         print(
             f"\n{r['preset']}, {r['world_size']} x {r['device']}, B = {r['batch_size']} x "
@@ -242,85 +236,70 @@ def print_table(records):
         for r in sorted(block, key=lambda r: r["mode"]):
             mode = r["mode"] + (f" {r['bucket_mb']} MB" if r.get("bucket_mb") else "")
             one, fifth = reference(r, newest), (r.get("losses") or [])[4:5]
-            rows.append([mode, r.get("round") or "", f"{r['step_ms']:.1f}"])
             low, high = (r.get(f"step_ms_{end}", r["step_ms"]) for end in ("min", "max"))
-            rows[-1] += [f"{low:.1f} to {high:.1f}"]
-            rows[-1] += [f"{r['tok_per_s']:,.0f}"]
+            rows.append([mode, r.get("round") or "", f"{r['step_ms']:.1f}"])
+            rows[-1] += [f"{low:.1f} to {high:.1f}", f"{r['tok_per_s']:,.0f}"]
             rows[-1] += [f"{r['tok_per_s'] / one:.1%}" if one and mode != "alone_one" else ""]
             rows[-1] += [f"{r['peak_gib']:.1f}" if r.get("peak_gib") else ""]
             rows[-1] += [f"{fifth[0]:.4f}" if fifth else "", f"{r['loss']:.4f}"]
-        print_rows(head, rows)
+        head = "mode,round,step ms,min to max,tokens/s,of n x one,GiB,fifth loss,last"
+        print_rows(head.split(","), rows)
 
 
 # -------------------------------------------------------------------------------- many GPUs, computed
 
-NVLINK, ADAPTER, MEMORY = (
-    450e9,
-    50e9,
-    4.8e12,
-)  # bytes/s of an H200: to others, to other machines, own
+# bytes/s of an H200: to others in its machine, of its adapter to other machines, of its memory
+NVLINK, ADAPTER, MEMORY = 450e9, 50e9, 4.8e12
 IN_A_MACHINE = 8
-
-
-def noise_scale(loss):
-    """Tokens of a batch above which more of them save few steps (McCandlish et al. 2018), by its fit
-    for language models (Kaplan et al. 2020, equation 1.4)."""
-    return 2e8 / loss ** (1 / 0.21)
 
 
 def many(preset, tok_per_s, gpus, batch, loss=3.0):
     """(sequences of a GPU, ms of compute, of exchange, of that not hidden behind compute, tokens/s,
     as many times one GPU, the same of use) for a step of so many tokens, with DDP."""
+    model_config, cfg = PRESETS[preset]
     with torch.device("meta"):
-        weights = sum(p.numel() for p in GPT(PRESETS[preset][0]).parameters())
-    sequences = batch // (gpus * PRESETS[preset][1].seq_len)
+        weights = sum(p.numel() for p in GPT(model_config).parameters())
+    sequences = batch / (gpus * cfg.seq_len)
     compute = batch / gpus / tok_per_s
     update = 28 * weights / MEMORY  # AdamW reads four numbers of each weight and writes three
     # a ring, in which each of a machine's adapters carries a part of what leaves it
     wire = NVLINK if gpus <= IN_A_MACHINE else min(NVLINK, IN_A_MACHINE * ADAPTER)
     exchange = 2 * (gpus - 1) / gpus * 4 * weights / wire
-    backward = (
-        2 / 3 * compute * min(1, 64 / sequences) if sequences else 0
-    )  # of the last micro-step
+    backward = 2 / 3 * compute * min(1, 64 / sequences)  # of the last micro-step
     late = max(0, exchange - backward)
     rate = batch / (compute + update + late)
-    # a loss takes 1 + batch / noise_scale as many tokens as with the smallest batch
-    usual, noise = PRESETS[preset][1].total_batch_size, noise_scale(loss)
-    useful = rate / tok_per_s * (1 + usual / noise) / (1 + batch / noise)
+    # A loss takes 1 + batch / noise as many tokens as with the smallest batch (McCandlish et al.
+    # 2018). The noise scale is the fit for language models of Kaplan et al. 2020, equation 1.4.
+    noise = 2e8 / loss ** (1 / 0.21)
+    useful = rate / tok_per_s * (1 + cfg.total_batch_size / noise) / (1 + batch / noise)
     return sequences, 1e3 * compute, 1e3 * exchange, 1e3 * late, rate, rate / tok_per_s, useful
 
 
 def print_computed():
-    head = "model,GPUs,batch,sequences,compute ms,exchange,late,tokens/s,times one,useful".split(
-        ","
-    )
     records, rows = read_records(RUNS / "ladder.jsonl"), []
     for preset in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"):
         mine = [r for r in records if (r["shape"], r["variant"]) == (preset, "fused_mlp")]
         tok_per_s = max(r.get("tok_per_s") or 0 for r in mine)
-        for gpus in (64, 1024):
-            for batch in (2**19, 2**21, 2**23):
-                found = many(preset, tok_per_s, gpus, batch)
-                if found[0]:  # else there is less than a sequence for each
-                    texts = "{} {:.1f} {:.1f} {:.1f} {:,.0f} {:,.0f} {:,.0f}".format(*found).split()
-                    rows.append([preset, f"{gpus:,}", f"{batch:,}", *texts])
-    print_rows(head, rows)
+        for gpus, batch in product((64, 1024), (2**19, 2**21, 2**23)):
+            sequences, *found = many(preset, tok_per_s, gpus, batch)
+            if sequences >= 1:  # else there is none for some of them
+                texts = "{:.1f} {:.1f} {:.1f} {:,.0f} {:,.0f} {:,.0f}".format(*found).split()
+                rows.append([preset, f"{gpus:,}", f"{batch:,}", int(sequences), *texts])
+    head = "model,GPUs,batch,sequences,compute ms,exchange,late,tokens/s,times one,useful"
+    print_rows(head.split(","), rows)
 
 
 # ------------------------------------------------------------------------------------ command line
 
 
-def key_of(mode, args, world):
-    """What makes a measurement this one and no other."""
-    key = dict(bench="parallel", mode=mode, world_size=world.world_size, data=args.data)
-    names = "preset batch_size compile precision warmup steps round".split()
-    key |= {name: getattr(args, name) for name in names}
-    # older records have no such fields
-    key |= dict(eight_bits=args.eight_bits or None, bucket_mb=250 if mode == "ddp" else None)
-    key["async_save"] = args.async_save if args.save else None
-    key["grad_accum_steps"] = args.grad_accum_steps if args.grad_accum_steps > 1 else None
-    key["env"] = {k: v for k, v in os.environ.items() if k.startswith("NCCL_")}
-    return key | dict(torch=str(torch.__version__), device=card_name(world.device))
+def setting(mode, args, world):
+    """What a record says of how it was made. Older ones have no eight_bits and grad_accum_steps."""
+    names = "preset batch_size compile precision warmup steps round data".split()
+    about = {"bench": "parallel", "mode": mode} | {name: getattr(args, name) for name in names}
+    about |= dict(eight_bits=args.eight_bits or None, bucket_mb=250 if mode == "ddp" else None)
+    about["grad_accum_steps"] = args.grad_accum_steps if args.grad_accum_steps > 1 else None
+    about["env"] = {k: v for k, v in os.environ.items() if k.startswith("NCCL_")}
+    return about | dict(world_size=world.world_size, device=card_name(world.device))
 
 
 def main(argv):
@@ -329,9 +308,7 @@ def main(argv):
         return print_table(recorded(args.out, "parallel"))
     if args.computed:
         return print_computed()
-    # NVLink's multicast stays off unless the environment says otherwise: its failure would be all
-    # users'
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast: its failure would be all users'
     world = World(args.device)
     args.modes = args.modes or (tuple(MODES) if world.distributed else ("alone_one",))
     if not world.distributed and set(args.modes) - {"alone_one"}:
@@ -346,14 +323,10 @@ def main(argv):
             random_shards(folder, model_config.vocab_size, tokens, 2 * cfg.seq_len)
         data = world.broadcast(args.data or folder)
         for mode in args.modes:
-            key = key_of(mode, args, world)
-            if world.broadcast(finished(args.out, key)):
-                world.say(f"{mode}: already in {args.out}")
-                continue
             forget(world.device)
             record = measure(mode, args, world, data)
             if world.is_main:
-                append_record(args.out, key | record | origin())
+                append_record(args.out, setting(mode, args, world) | record | origin())
             world.say(f"{mode}: {record['tok_per_s']:,.0f} tokens/s, loss {record['loss']:.4f}")
             if args.save:
                 world.say(cost_of_saves(record))

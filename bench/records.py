@@ -19,8 +19,6 @@ sys.path.insert(0, str(ROOT))
 from lab.cli import UserError  # noqa: E402
 from lab.files import check_writable  # noqa: E402
 
-# NVLink's multicast stays off unless the environment says otherwise: its failure would be all users'
-NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0"}
 PIPED = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 RUNS = ROOT / "readme.assets" / "runs"  # the records that README, the log and the figures show
 
@@ -58,10 +56,13 @@ def recorded(path, bench):
     return found
 
 
-def finished(path, key):
-    """Whether `path` has a record without error whose fields agree with the dict `key`."""
-    good = (r for r in read_records(path) if not r.get("error"))
-    return any(all(r.get(k) == v for k, v in key.items()) for r in good)
+def grouped(records, *keys):
+    """{value of the key(s): records}, in the order of first appearance."""
+    groups = {}
+    for r in records:
+        key = r[keys[0]] if len(keys) == 1 else tuple(r.get(k) for k in keys)
+        groups.setdefault(key, []).append(r)
+    return groups
 
 
 def check_out(out, cpu):
@@ -77,7 +78,9 @@ def run_program(words, folder, gpus=1):
     UserError with its last words if it fails."""
     torchrun = f"-m torch.distributed.run --standalone --nproc_per_node={gpus}".split()
     words = [sys.executable, *(torchrun if gpus > 1 else []), *map(str, words)]
-    done = subprocess.run(words, cwd=folder, env=NO_MULTICAST | os.environ, **PIPED)
+    # NVLink's multicast is off unless the environment says otherwise: its failure would be all users'
+    env = {"NCCL_NVLS_ENABLE": "0"} | os.environ
+    done = subprocess.run(words, cwd=folder, env=env, **PIPED)
     if done.returncode:
         raise UserError(f"{' '.join(words)} failed:\n{done.stdout[-1000:]}")
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from records import ROOT, append_record, finished, origin, print_rows, read_records, run_program
+from records import ROOT, append_record, origin, print_rows, read_records, run_program
 
 from lab.cli import UserError, command, parse
 from lab.files import check_writable
@@ -202,20 +202,23 @@ def main(argv):
     cfg.data = cfg.data and str(Path(cfg.data).resolve())
     check_writable(cfg.out, "out")
     same = {k: getattr(cfg, k) for k in "scale data gpus more seconds steps".split()}
-    for seed in cfg.seeds:  # seed by seed: what drifts with time hits all recipes
-        for recipe in cfg.recipes or known:
-            key = same | dict(recipe=recipe, seed=seed, flags=known[recipe])
-            if finished(cfg.out, key):
-                continue
-            print(f"{recipe}, seed {seed} ...", file=sys.stderr, flush=True)
-            try:
-                append_record(cfg.out, key | measure(recipe, seed, cfg) | origin())
-            except UserError as error:  # the others go on
-                print(error, file=sys.stderr)
     found = {}
     for r in read_records(cfg.out):
-        if all(r.get(k) == v for k, v in same.items()) and r["flags"] == known.get(r["recipe"]):
+        if same.items() <= r.items() and r["flags"] == known.get(r["recipe"]):
             found.setdefault(r["recipe"], {})[r["seed"]] = r
+    for seed in cfg.seeds:  # seed by seed: what drifts with time hits all recipes
+        for recipe in cfg.recipes or known:
+            if seed in found.get(recipe, {}):
+                continue
+            print(f"{recipe}, seed {seed} ...", file=sys.stderr, flush=True)
+            record = same | dict(recipe=recipe, seed=seed, flags=known[recipe])
+            try:
+                record |= measure(recipe, seed, cfg) | origin()
+            except UserError as error:  # the others go on
+                print(error, file=sys.stderr)
+                continue
+            append_record(cfg.out, record)
+            found.setdefault(recipe, {})[seed] = record
     table(found, cfg.target)
     if cfg.picture:
         draw(found, cfg)
