@@ -21,6 +21,7 @@ change from call to call. Each part is one line of the file, with its FLOPs and 
 move.
 """
 
+import itertools
 import json
 import math
 import tempfile
@@ -130,8 +131,6 @@ def floors(config, positions, ms, round_ms, bytes_per_s, micro_steps, in_8_bits=
     """{what: milliseconds of a step} for each way of adding up; without those of round_ms, back to
     back, if it is None. KeyError if a part was not measured."""
     found, (alone, best) = {}, isolated_ms(ms, config, in_8_bits)
-    if not bytes_per_s:
-        raise KeyError("copy")
     for source, parts_ms in (("parts alone", alone), ("back to back", round_ms)):
         for gelu in GELU:
             if parts_ms is None or bool(in_8_bits) != (gelu == "in the casts to 8 bits"):
@@ -162,8 +161,8 @@ def median_ms(calls, device, repeats=30):
 
 
 def sustained_ms(calls, device, seconds):
-    """Mean milliseconds of a round of all calls, in the last third of so many seconds of nothing
-    else."""
+    """(mean milliseconds of a round of all calls, in the last third of so many seconds of nothing
+    else; gpu_state)."""
     moments, t0 = [], time.perf_counter()
     while time.perf_counter() - t0 < seconds or len(moments) < 4:
         for call in calls:
@@ -171,9 +170,10 @@ def sustained_ms(calls, device, seconds):
         moments.append(moment(device))
         if device.type == "cuda" and len(moments) > 2:
             moments[-3].synchronize()  # the host stays two rounds ahead, no more
+    state = gpu_state(device)  # while it works at what was launched
     wait(device)
     ms = milliseconds(moments, device)
-    return float(np.mean(ms[-max(1, len(ms) // 3) :]))
+    return float(np.mean(ms[-max(1, len(ms) // 3) :])), state
 
 
 def wait(device):
@@ -182,13 +182,29 @@ def wait(device):
 
 
 class Parts:
-    """Everything that is measured: each method makes the operands of an operation and returns
-    (calls, FLOPs, bytes). Two calls of each, with operands of their own, more than 100 MB at 64 x
-    1024: what one leaves in the L2 cache does not help the next."""
+    """Everything that is measured. time() does it; each other method makes the operands of an
+    operation and returns (calls, FLOPs, bytes). Two calls of each, with operands of their own, more
+    than 100 MB at 64 x 1024: what one leaves in the L2 cache does not help the next."""
 
-    def __init__(self, config, batch_size, seq_len, device):
+    def __init__(self, config, batch_size, seq_len, device, write=None):
         self.config, self.device, self.B, self.T = config, device, batch_size, seq_len
-        self.N = batch_size * seq_len
+        self.N, self.write, self.ms = batch_size * seq_len, write, {}  # ms of what worked, by name
+
+    def time(self, op, make, *args, seconds=0):
+        """Measure what make(*args) returns, and write it down at once; for so many seconds without
+        a pause, if any are given. Calls without FLOPs are measured as one whole."""
+        forget(self.device)
+        try:
+            calls, flops, moved = make(*args)
+            if seconds:
+                took, state = sustained_ms(calls, self.device, seconds)
+                took /= len(calls) if flops else 1
+            else:
+                took, state = median_ms(calls, self.device), {}
+        except Exception as error:  # whatever this GPU or this torch does not have
+            return self.write(op, error=one_sentence(error))
+        self.ms[op] = took
+        self.write(op, took, flops, moved, **state)
 
     def random(self, *shape):
         return torch.randn(*shape, device=self.device, dtype=torch.bfloat16)
@@ -279,80 +295,45 @@ class Parts:
         return [lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0)], 3 * n, 3 * 4 * n
 
     def micro_step(self, backend, in_8_bits=()):
-        """Calls of all products and attentions of a micro-step, forward and then backward; one
-        layer takes the first calls, the next the second."""
+        """All products and attentions of a micro-step, forward and then backward; one layer takes
+        the first calls, the next the second."""
         parts = {("attention", w): self.attention(backend, w)[0] for w in ("forward", "backward")}
         for name in products(self.config):
             product = self.fp8 if name in in_8_bits else self.product
             parts |= {(name, way): product(name, way)[0] for way in WAYS}
         names = ("qkv", "attention", "proj", "fc", "fc2")
-        forward = [(name, "forward") for name in names]
-        backward = []
+        forward, backward = [(name, "forward") for name in names], []
         for name in reversed(names):
             ways = ("backward",) if name == "attention" else ("dgrad", "wgrad")
             backward += [(name, way) for way in ways]
         layers = range(self.config.n_layer)
         calls = [parts[part][layer % 2] for layer in layers for part in forward]
         calls += [parts["head", way][0] for way in WAYS]
-        return calls + [parts[part][layer % 2] for layer in layers for part in backward]
+        calls += [parts[part][layer % 2] for layer in layers for part in backward]
+        return calls, None, None
 
 
-def measure(parts, cfg, train_config, write):
-    """Measure every part and give it to write(op, ms, flops, bytes) at once. Returns ({op: ms} of
-    those that worked, bytes per second of a copy)."""
-    device, ms, cuda = parts.device, {}, parts.device.type == "cuda"
-
-    def one(op, make, *args, seconds=0):
-        forget(device)
-        try:
-            calls, flops, moved = make(*args)
-            sustained = sustained_ms(calls, device, seconds) / len(calls) if seconds else None
-            ms[op] = sustained or median_ms(calls, device)
-        except Exception as error:  # whatever this GPU or this torch does not have
-            write(op, error=one_sentence(error))
-            return
-        write(op, ms[op], flops, moved)
-
-    size = 8192 if cuda else 256
-    memory = torch.cuda.get_device_properties(device).total_memory if cuda else 2**28
-    gib = 2 ** int(math.log2(min(2**32, memory / 8)))
-    copy, cube = f"copy {gib / 2**30:g} GiB", f"{size}^3"
-    one(copy, parts.copy, gib)
-    time.sleep(cfg.seconds)  # a rested GPU: what a short benchmark would show
-    one(cube, parts.cube, size)
-    one(f"{cube} for {cfg.seconds:g} s", parts.cube, size, seconds=cfg.seconds)
-    time.sleep(cfg.seconds)
-    for name in products(parts.config):
-        for way in WAYS:
-            one(f"{name} {way}", parts.product, name, way)
-    for backend in BACKENDS:
-        for way in ("forward", "backward"):
-            one(f"attention {backend} {way}", parts.attention, backend, way)
+def measure(parts, seconds, train_config):
+    """Measure every part. Returns what the copy is called, and its bytes."""
+    cuda, size = parts.device.type == "cuda", 8192 if parts.device.type == "cuda" else 256
+    memory = torch.cuda.get_device_properties(parts.device).total_memory if cuda else 2**28
+    copied = 2 ** int(math.log2(min(2**32, memory / 8)))
+    copy, cube = f"copy {copied / 2**30:g} GiB", f"{size}^3"
+    parts.time(copy, parts.copy, copied)
+    time.sleep(seconds)  # a rested GPU: what a short benchmark would show
+    parts.time(cube, parts.cube, size)
+    parts.time(f"{cube} for {seconds:g} s", parts.cube, size, seconds=seconds)
+    time.sleep(seconds)
+    for name, way in itertools.product(products(parts.config), WAYS):
+        parts.time(f"{name} {way}", parts.product, name, way)
+    for backend, way in itertools.product(BACKENDS, ("forward", "backward")):
+        parts.time(f"attention {backend} {way}", parts.attention, backend, way)
     for what in ("AdamW", "clip"):
-        one(what, parts.optimizer, train_config, what)
-    if cuda and torch.cuda.get_device_capability(device) >= (8, 9):
-        for name in IN_8_BITS:
-            for way in WAYS:
-                one(f"fp8 {name} {way}", parts.fp8, name, way)
-    return ms, 1000 * 2 * gib / ms[copy] if copy in ms else None
-
-
-def back_to_back(parts, backend, seconds, write, in_8_bits=()):
-    """Milliseconds of a micro-step's products and attentions, run for so long without a pause; None
-    if that fails."""
-    how = f", {', '.join(in_8_bits)} in 8 bits," if in_8_bits else ""
-    what = f"micro-step's products{how} and {backend} attention, {seconds:g} s"
-    try:
-        forget(parts.device)
-        calls = parts.micro_step(backend, in_8_bits)
-        took = sustained_ms(calls, parts.device, seconds)
-        for call in calls:  # still warm
-            call()
-        write(what, took, **gpu_state(parts.device))
-        return took
-    except RuntimeError as error:  # memory: its operands are all there at once
-        write(what, error=one_sentence(error))
-        return None
+        parts.time(what, parts.optimizer, train_config, what)
+    if cuda and torch.cuda.get_device_capability(parts.device) >= (8, 9):
+        for name, way in itertools.product(IN_8_BITS, WAYS):
+            parts.time(f"fp8 {name} {way}", parts.fp8, name, way)
+    return copy, 2 * copied
 
 
 def own_step_ms(cfg, world, eight_bits):
@@ -402,15 +383,23 @@ def main(argv):
     check_out(cfg.out, world.device.type == "cpu")
     about = dict(preset=cfg.preset, batch_size=cfg.batch_size, seq_len=T)
     write = writer(cfg.out, card=card_name(world.device), **about, **origin())
-    parts = Parts(model, cfg.batch_size, T, world.device)
-    ms, bytes_per_s = measure(parts, cfg, train_config, write)
-    has_fp8 = any(op.startswith("fp8") for op in ms) and positions >= MIN_POSITIONS
+    parts = Parts(model, cfg.batch_size, T, world.device, write)
+    copy, copied = measure(parts, cfg.seconds, train_config)
+    has_fp8 = any(op.startswith("fp8") for op in parts.ms) and positions >= MIN_POSITIONS
     for in_8_bits in ((), IN_8_BITS) if has_fp8 else ((),):
         try:
-            _, best = isolated_ms(ms, model, in_8_bits)
-            round_ms = back_to_back(parts, best, cfg.seconds, write, in_8_bits)
-            micro_steps = cfg.tokens_per_step // positions
-            found = floors(model, positions, ms, round_ms, bytes_per_s, micro_steps, in_8_bits)
+            _, best = isolated_ms(parts.ms, model, in_8_bits)
+            how = f", {', '.join(in_8_bits)} in 8 bits," if in_8_bits else ""
+            whole = f"micro-step's products{how} and {best} attention, {cfg.seconds:g} s"
+            parts.time(whole, parts.micro_step, best, in_8_bits, seconds=cfg.seconds)
+            round_ms = parts.ms.get(whole)  # its operands are all there at once: they may not fit
+            bytes_per_s, micro_steps = (
+                1000 * copied / parts.ms[copy],
+                cfg.tokens_per_step // positions,
+            )
+            found = floors(
+                model, positions, parts.ms, round_ms, bytes_per_s, micro_steps, in_8_bits
+            )
         except KeyError as error:
             raise UserError(f"no floor without {error}; {cfg.out} says why") from error
         step_ms = own_step_ms(cfg, world, bool(in_8_bits))

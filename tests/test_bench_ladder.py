@@ -257,7 +257,7 @@ def test_products_and_attention_are_those_of_the_model():
             assert calls[0]().shape == shapes[way] and flops == 2 * 64 * inputs * outputs
     (forward, _), flops, _ = parts.attention("flash", "forward")
     assert forward().shape == (4, 2, 16, 16) and flops == 4 * (4 * 2) * 16 * 16 * 16 // 2
-    assert len(parts.micro_step("flash")) == 2 * (5 + 9) + 3
+    assert len(parts.micro_step("flash")[0]) == 2 * (5 + 9) + 3
 
 
 def test_floor_of_a_tiny_model(tmp_path, monkeypatch):
