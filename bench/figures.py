@@ -18,14 +18,29 @@ from pathlib import Path
 from typing import Literal
 
 import matplotlib
+from drawing import (
+    DASHED,
+    SMALL,
+    NoData,
+    bars,
+    blank,
+    cell,
+    cells_of,
+    label_points,
+    measured,
+    newest,
+    records,
+    rows_of,
+    shorten,
+    where_and_when,
+    words,
+    write,
+)
 from kernels import CLASSES, communication, read_extract
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MultipleLocator, PercentFormatter
-from matplotlib.transforms import Bbox
+from matplotlib.ticker import MultipleLocator, PercentFormatter
 from parallel import reference as one_gpu
-from records import ROOT, RUNS, grouped, read_records
-from rungs import VARIANTS, key_of, raced
+from records import ROOT, RUNS, grouped
+from rungs import VARIANTS, raced
 from tyro.conf import Positional
 
 from lab.cli import UserError, command, parse
@@ -44,8 +59,6 @@ PUBLISHED_LOSS = {"FineWeb": 3.42, "FineWeb-Edu": 3.29}
 # tokens/s of the same work by others' published programs on an H200, measured outside this
 # repository
 PEERS = {"build-nanogpt": 519_244, "nanoGPT": 527_360, "llm.c": 538_485}
-SMALL = 9  # points, which are 11 pixels where a figure is shown at 720: no text is smaller
-DASHED = dict(color="0.5", linewidth=1, linestyle=(0, (5, 3)))
 FIGURES = {}  # name: (how it is drawn, the command that makes its records)
 
 
@@ -58,168 +71,6 @@ def made_by(program, name="", **how):
         return picture
 
     return enter
-
-
-# -------------------------------------------------------------------------------------- records
-
-
-class NoData(Exception):
-    """The records of a figure are not there: what is missing."""
-
-
-def records(runs, name, *fields, **where):
-    """The records of runs/name.jsonl that have all the fields and the values in `where`, or
-    NoData."""
-    found = [
-        r
-        for r in read_records(runs / f"{name}.jsonl")
-        if all(r.get(field) is not None for field in fields) and where.items() <= r.items()
-    ]
-    if not found:
-        wanted = ", ".join([*(f"{k} {v}" for k, v in where.items()), *fields])
-        raise NoData(f"{name}.jsonl has no record with {wanted}")
-    return found
-
-
-def measured(runs, group, *fields):
-    """{shape: {variant: its records}} of one group of the ladder, gpt2 first, variants in the
-    ladder's order. Of measurements made twice the later one counts; of a cold and a warmed-up GPU,
-    or two versions of torch, the one that has more variants. Raises NoData."""
-    rows = records(runs, "ladder", "shape", "variant", *fields, group=group)
-    order, last = list(VARIANTS[group]), {key_of(row): row for row in rows}
-    shapes, state = {}, ("card", "torch", "sustained", "tokens_per_step", "max_steps")
-    for shape, rows in grouped(last.values(), "shape").items():
-        alike = grouped(rows, *state).values()
-        best = max(alike, key=lambda rows: (len(rows), rows[0].get("sustained") or 0))
-        names = [*order, *(row["variant"] for row in best)]
-        shapes[shape] = grouped(sorted(best, key=lambda r: names.index(r["variant"])), "variant")
-    return dict(sorted(shapes.items(), key=lambda item: item[0] != "gpt2"))
-
-
-def newest(runs, group, *fields):
-    """(first shape, {variant: its newest record}) of a group of the ladder."""
-    shape, found = next(iter(measured(runs, group, *fields).items()))
-    return shape, {variant: rows[-1] for variant, rows in found.items()}
-
-
-# -------------------------------------------------------------------------------- parts of drawings
-
-
-def words(variant):
-    return variant.replace("_", " ")
-
-
-def where_and_when(rows):
-    """GPU, torch and date of measurements: the line under a figure."""
-    rows = [dict(row, card=row.get("card") or row.get("device")) for row in rows]
-    parts = []
-    for field in ("card", "torch", "date"):
-        values = ", ".join(dict.fromkeys(str(row[field]) for row in rows if row.get(field)))
-        parts.append(f"torch {values}" if field == "torch" and values else values)
-    return ", ".join(filter(None, parts))
-
-
-def blank(height, title, note="", panels="A", **ratios):
-    """A figure 8 inches wide and its axes, laid out as in Figure.subplot_mosaic: "AB" are side by
-    side. The title states the finding, the note below where it was measured."""
-    figure = Figure(figsize=(8, height))
-    figure.suptitle(title, x=0.01, ha="left")
-    if note:
-        figure.supxlabel(note, x=0.99, ha="right", fontsize=SMALL, color="0.5")
-    return figure, *figure.subplot_mosaic(panels, **ratios).values()
-
-
-def write(ax, text, x, y, dx=4, dy=0, **how):
-    """A text so many points beside the place (x, y) of the data."""
-    how = dict(va="center", fontsize=SMALL) | how
-    ax.annotate(text, (x, y), xytext=(dx, dy), textcoords="offset points", **how)
-
-
-def rows_of(ax, names, room=0.5):
-    """Make the y axis one of rows with these names, the first on top."""
-    ax.set_yticks(range(len(names)), names)
-    ax.set_ylim(len(names) - 0.5, -room)
-    ax.grid(axis="y", visible=False)
-
-
-def cells_of(ax, columns, rows):
-    """Make the axes a table of such columns and rows."""
-    rows_of(ax, rows)
-    ax.set_xticks(range(len(columns)), columns)
-    ax.set_xlim(-0.5, len(columns) - 0.5)
-    ax.grid(False)
-
-
-def cell(ax, x, y, text, color, strength, **how):
-    ax.barh(y, 1, left=x - 0.5, height=1, color=color, alpha=strength)
-    write(ax, text, x, y, dx=0, ha="center", **how)
-
-
-def dots(ax, y, values, color, face):
-    """Measurements on row y, with a line at their mean."""
-    mean = statistics.mean(values)
-    ax.plot(values, [y] * len(values), "o", color=color, markerfacecolor=face, markersize=4.5)
-    ax.plot([mean] * 2, [y - 0.35, y + 0.35], color=color, linewidth=1.5)
-
-
-def kinds_of_kernel(ax, times, dark):
-    """A bar for each of {name: {kind of kernel: ms}}, its kinds in turn. Returns where the bars
-    end."""
-    left = dict.fromkeys(times, 0.0)
-    for kind in CLASSES:
-        values = [kinds.get(kind, 0) for kinds in times.values()]
-        how = dict(left=list(left.values()), height=0.75, color=color_of(kind, dark))
-        if max(values) > 0:
-            ax.barh(range(len(times)), values, label=kind, **how)
-        left = {name: left[name] + value for name, value in zip(times, values)}
-    rows_of(ax, list(map(words, times)))
-    return left
-
-
-shorten = FuncFormatter(lambda value, _: short(value))
-
-
-def label_points(ax, labels, others):
-    """Write the texts of labels [(x, y, text, color)] beside their points, where neither texts nor
-    points nor others [(x, y)] are: each takes the nearest free place around its point. Where that
-    is not beside it, or another point is near too, a thin line says whose it is."""
-    renderer = FigureCanvasAgg(ax.figure).get_renderer()
-    ax.figure.draw_without_rendering()  # settles the layout, so that places in pixels are final
-    dpi = ax.figure.dpi / 72
-    points = ax.transData.transform([(x, y) for x, y, *_ in labels] + others)
-    taken = [Bbox.from_bounds(x - 3 * dpi, y - 3 * dpi, 6 * dpi, 6 * dpi) for x, y in points]
-    there = [*ax.texts, *filter(None, [ax.get_legend()])]
-    taken += [text.get_window_extent(renderer) for text in there]
-    frame = ax.get_window_extent()
-    angles = (0, 180, 90, 270, 30, 330, 150, 210, 60, 300, 120, 240)
-    rays = [(r, math.radians(angle)) for r in range(6, 150, 6) for angle in angles]
-
-    def free(box):
-        inside = frame.x0 < box.x0 and box.x1 < frame.x1 and frame.y0 < box.y0 and box.y1 < frame.y1
-        return inside and not any(box.overlaps(other) for other in taken)
-
-    for (px, py), (x, y, text, color) in sorted(zip(points, labels), key=lambda i: tuple(i[0])):
-        probe = ax.annotate(text, (x, y), fontsize=SMALL)
-        box = probe.get_window_extent(renderer)
-        probe.remove()
-        w, h = box.width / 2 + 2, box.height / 2 + 1
-        for r, angle in rays:
-            # the text's middle lies outside the point by its own half size and r points
-            cx, cy = px + math.cos(angle) * (w + r * dpi), py + math.sin(angle) * (h + r * dpi)
-            here = Bbox.from_bounds(cx - w, cy - h, 2 * w, 2 * h)
-            if free(here):
-                break
-        else:
-            continue
-        gaps = sorted(
-            math.hypot(max(here.x0 - a, 0, a - here.x1), max(here.y0 - b, 0, b - here.y1))
-            for a, b in points[: len(labels)]
-        )
-        clear = r <= 12 and (len(gaps) < 2 or gaps[1] > 2 * gaps[0])
-        line = dict(arrowstyle="-", color=color, linewidth=0.6, shrinkA=0, shrinkB=2)
-        how = dict(ha="center", color=color, arrowprops=None if clear else line)
-        write(ax, text, x, y, dx=(cx - px) / dpi, dy=(cy - py) / dpi, **how)
-        taken.append(here)
 
 
 # ------------------------------------------------------------------------------- training curves
@@ -308,21 +159,20 @@ def ladder(runs, out_path, dark):
     name = "GPT-2 124M" if shape == "gpt2" else shape
     title = f"{name}, tokens a second on one H200: {short(first)} to {short(last)}"
     figure, ax = blank(1.5 + 0.34 * len(speeds), title, where_and_when(rungs.values()))
-    blue, before = color_of("speed", dark), first
+    parts, texts, before = {}, [], first
+    for rung, now in speeds.items():
+        parts[rung] = {"kept": min(before, now), "added": max(0, now - before)}
+        texts.append(f"{short(now)}  x{now / before:.2f}" if texts else short(now))
+        before = now
+    looks = dict.fromkeys(("kept", "added"), dict(color=color_of("speed", dark)))
+    looks["added"] = looks["added"] | dict(alpha=0.5)
     # no line runs through a text
     box = dict(facecolor=PAPER[dark]["paper"], edgecolor="none", pad=1)
-    for y, now in enumerate(speeds.values()):
-        ax.barh(y, min(before, now), height=1, color=blue)
-        ax.barh(y, max(0, now - before), left=before, height=1, color=blue, alpha=0.5)
-        text = f"{short(now)}  x{now / before:.2f}" if y else short(now)
-        write(ax, text, now, y, bbox=box)
-        before = now
+    bars(ax, parts, looks, texts, room=1.2, bbox=box)
     for y, (name, rate) in enumerate(PEERS.items() if shape == "gpt2" else ()):
         ax.axvline(rate, zorder=0, **DASHED)
         write(ax, f"{name} {short(rate)}", rate, y, dx=-4, ha="right", color="0.5", bbox=box)
-    rows_of(ax, list(map(words, speeds)))
     ax.set(xlabel="tokens/s; dashed: others' programs, measured apart")
-    ax.set_xlim(0, 1.2 * max(speeds.values()))
     ax.xaxis.set_major_formatter(shorten)
     figure.savefig(out_path)
 
@@ -365,9 +215,14 @@ def shapes(runs, out_path, dark):
             strength = 0.75 * min(1, abs(math.log2(factor)) / 1.7)
             cell(ax, x, y, text, color, strength, linespacing=1)
             before = now
-    cells_of(ax, names, list(map(words, rungs)))
+    cells_of(ax, names, rungs)
     ax.set(xlabel="shape, and tokens of a step")
     figure.savefig(out_path)
+
+
+def kinds(dark):
+    """How each kind of kernel is drawn."""
+    return {kind: dict(color=color_of(kind, dark), label=kind) for kind in CLASSES}
 
 
 @made_by("python bench/ladder.py")
@@ -393,10 +248,8 @@ def kernels(runs, out_path, dark):
         1.6 + 0.3 * sum(heights), title, note, panels="A;B", height_ratios=heights
     )
     for ax, panel in zip(axes, panels):
-        kinds_of_kernel(ax, {v: times[v] for v in panel}, dark)
-        for y, v in enumerate(panel):
-            write(ax, f"{total[v]:.0f}", total[v], y)
-        ax.set(xlim=(0, 1.08 * max(total[v] for v in panel)))
+        texts = [f"{total[v]:.0f}" for v in panel]
+        bars(ax, {v: times[v] for v in panel}, kinds(dark), texts, room=1.08, height=0.75)
     axes[-1].set_xlabel(f"ms for {size:,.0f} tokens: forward, backward, their share of the update")
     axes[0].legend(loc="lower right", ncol=2)
     figure.savefig(out_path)
@@ -412,10 +265,10 @@ def vocabulary(runs, out_path, dark):
     saved = [f"{ms[f'50257_{p}'] - ms[f'50304_{p}']:.0f} ms {p}" for p in ("eager", "compiled")]
     title = f"{shape}: 47 rows of padding save {' and '.join(saved)}"
     figure, ax = blank(1.8 + 0.42 * len(rows), title, where_and_when(rows.values()))
-    ends = kinds_of_kernel(ax, {name: row["kernel_ms"] for name, row in rows.items()}, dark)
-    for y, (name, row) in enumerate(rows.items()):
-        write(ax, f"{short(row['tok_per_s'])} tokens/s", ends[name], y)
-    ax.set(xlim=(0, 1.25 * max(ends.values())), xlabel="ms of a micro-step of 64 x 1024 tokens")
+    texts = [f"{short(row['tok_per_s'])} tokens/s" for row in rows.values()]
+    times = {name: row["kernel_ms"] for name, row in rows.items()}
+    bars(ax, times, kinds(dark), texts, room=1.25, height=0.75)
+    ax.set(xlabel="ms of a micro-step of 64 x 1024 tokens")
     how = dict(handlelength=1, columnspacing=1)
     ax.legend(loc="upper center", bbox_to_anchor=(0.45, -0.3), ncol=7, **how)
     figure.savefig(out_path)
@@ -464,7 +317,7 @@ def ladder_loss(runs, out_path, dark):
         left.plot(losses, [y] * len(losses), "o", **how)
         mean = means[variant]
         left.plot([mean, mean], [y - 0.3, y + 0.3], color=PAPER[dark]["ink"], linewidth=1.2)
-    rows_of(left, list(map(words, found)))
+    rows_of(left, list(found))
     left.set_xlabel("validation loss after equal tokens\n(a dot: a seed; a line: their mean)")
     # all of them would be a bundle
     chosen = [v for v in found if v in ("fp32", "bf16", "compile", "fp8_mlp", "muon")]
@@ -544,12 +397,13 @@ def floor(runs, out_path, dark):
     our step."""
     rows = records(runs, "floor", "op", "tok_per_s", "step_ms")
     rows = [row for row in rows if row["card"] == rows[-1]["card"]]
-    models, bars, shares = grouped(rows, "preset", "batch_size"), {}, {}
+    models, speeds, shares = grouped(rows, "preset", "batch_size"), {}, {}
     first = next(iter(models.values()))
     for row in first:
         name = "our step" + ", 8 bits in head and MLP" * ("8 bits" in row["op"])
-        bars.setdefault(name, row["tok_per_s"] * row["ms"] / row["step_ms"])
-        bars[row["op"].removeprefix("floor: ").replace(", GELU", "\nGELU")] = row["tok_per_s"]
+        speeds.setdefault(name, {"ours": row["tok_per_s"] * row["ms"] / row["step_ms"]})
+        what = row["op"].removeprefix("floor: ").replace(", GELU", "\nGELU")
+        speeds[what] = {"floor": row["tok_per_s"]}
     for (preset, batch_size), alike in models.items():
         for row in alike:
             if "back to back" in row["op"] and "its own kernels" not in row["op"]:
@@ -558,14 +412,13 @@ def floor(runs, out_path, dark):
                 shares.setdefault(model, {})[bits] = row["ms"] / row["step_ms"]
     spread = [row["ms"] / row["step_ms"] for row in first]
     title = f"Our step runs at {min(spread):.0%} to {max(spread):.0%} of what its parts add up to"
-    height, note = 1.2 + 0.52 * len(bars), where_and_when(rows)
+    height, note = 1.2 + 0.52 * len(speeds), where_and_when(rows)
     figure, ax, beside = blank(height, title, note, "AB", width_ratios=[1.7, 1])
     blue = color_of("speed", dark)
-    for y, (name, speed) in enumerate(bars.items()):
-        ax.barh(y, speed, height=0.7, color=blue, alpha=1 if name.startswith("our step") else 0.5)
-        write(ax, short(speed), speed, y)
-    rows_of(ax, list(bars))
-    ax.set(xlabel="tokens/s", xlim=(0, 1.15 * max(bars.values())))
+    looks = {"ours": dict(color=blue), "floor": dict(color=blue, alpha=0.5)}
+    texts = [short(value) for speed in speeds.values() for value in speed.values()]
+    bars(ax, speeds, looks, texts, room=1.15, height=0.7)
+    ax.set(xlabel="tokens/s")
     ax.xaxis.set_major_formatter(shorten)
     for bits, face, dy in (("16 bits", blue, 10), ("8 bits", PAPER[dark]["paper"], -11)):
         points = [(share[bits], y) for y, share in enumerate(shares.values()) if bits in share]

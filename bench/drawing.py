@@ -1,0 +1,169 @@
+"""What the figures of this folder share: finding their records, and parts of drawings. Look and
+colours are those of lab.tools.style."""
+
+import math
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+from matplotlib.transforms import Bbox
+from records import grouped, read_records
+from rungs import VARIANTS, key_of
+
+from lab.tools.records import short
+
+SMALL = 9  # points, which are 11 pixels where a figure is shown at 720: no text is smaller
+DASHED = dict(color="0.5", linewidth=1, linestyle=(0, (5, 3)))
+shorten = FuncFormatter(lambda value, _: short(value))
+
+# ---------------------------------------------------------------------------------------- records
+
+
+class NoData(Exception):
+    """The records of a figure are not there: what is missing."""
+
+
+def records(runs, name, *fields, **where):
+    """The records of runs/name.jsonl that have all the fields and the values in `where`, or
+    NoData."""
+    found = [
+        r
+        for r in read_records(runs / f"{name}.jsonl")
+        if all(r.get(field) is not None for field in fields) and where.items() <= r.items()
+    ]
+    if not found:
+        wanted = ", ".join([*(f"{k} {v}" for k, v in where.items()), *fields])
+        raise NoData(f"{name}.jsonl has no record with {wanted}")
+    return found
+
+
+def measured(runs, group, *fields):
+    """{shape: {variant: its records}} of one group of the ladder, gpt2 first, variants in the
+    ladder's order. Of measurements made twice the later one counts; of a cold and a warmed-up GPU,
+    or two versions of torch, the one that has more variants. Raises NoData."""
+    rows = records(runs, "ladder", "shape", "variant", *fields, group=group)
+    order, last = list(VARIANTS[group]), {key_of(row): row for row in rows}
+    shapes, state = {}, ("card", "torch", "sustained", "tokens_per_step", "max_steps")
+    for shape, rows in grouped(last.values(), "shape").items():
+        alike = grouped(rows, *state).values()
+        best = max(alike, key=lambda rows: (len(rows), rows[0].get("sustained") or 0))
+        names = [*order, *(row["variant"] for row in best)]
+        shapes[shape] = grouped(sorted(best, key=lambda r: names.index(r["variant"])), "variant")
+    return dict(sorted(shapes.items(), key=lambda item: item[0] != "gpt2"))
+
+
+def newest(runs, group, *fields):
+    """(first shape, {variant: its newest record}) of a group of the ladder."""
+    shape, found = next(iter(measured(runs, group, *fields).items()))
+    return shape, {variant: rows[-1] for variant, rows in found.items()}
+
+
+def where_and_when(rows):
+    """GPU, torch and date of measurements: the line under a figure."""
+    rows = [dict(row, card=row.get("card") or row.get("device")) for row in rows]
+    parts = []
+    for field in ("card", "torch", "date"):
+        values = ", ".join(dict.fromkeys(str(row[field]) for row in rows if row.get(field)))
+        parts.append(f"torch {values}" if field == "torch" and values else values)
+    return ", ".join(filter(None, parts))
+
+
+# ---------------------------------------------------------------------------------- parts of drawings
+
+
+def words(variant):
+    return variant.replace("_", " ")
+
+
+def blank(height, title, note="", panels="A", **ratios):
+    """A figure 8 inches wide and its axes, laid out as in Figure.subplot_mosaic: "AB" are side by
+    side. The title states the finding, the note below where it was measured."""
+    figure = Figure(figsize=(8, height))
+    figure.suptitle(title, x=0.01, ha="left")
+    if note:
+        figure.supxlabel(note, x=0.99, ha="right", fontsize=SMALL, color="0.5")
+    return figure, *figure.subplot_mosaic(panels, **ratios).values()
+
+
+def write(ax, text, x, y, dx=4, dy=0, **how):
+    """A text so many points beside the place (x, y) of the data."""
+    how = dict(va="center", fontsize=SMALL) | how
+    ax.annotate(text, (x, y), xytext=(dx, dy), textcoords="offset points", **how)
+
+
+def rows_of(ax, names, room=0.5):
+    """Make the y axis one of rows with these names, the first on top."""
+    ax.set_yticks(range(len(names)), list(map(words, names)))
+    ax.set_ylim(len(names) - 0.5, -room)
+    ax.grid(axis="y", visible=False)
+
+
+def bars(ax, parts, looks, texts, room=1.1, height=1, **how):
+    """A bar for each of {name: {part: value}}, its parts in turn, each drawn with looks[part], and
+    a text at its end. The longest bar leaves room for its text."""
+    ends = [0.0] * len(parts)
+    for part, look in looks.items():
+        values = [row.get(part, 0) for row in parts.values()]
+        if any(values):
+            ax.barh(range(len(parts)), values, left=ends, height=height, **look)
+        ends = [end + value for end, value in zip(ends, values)]
+    for y, (end, text) in enumerate(zip(ends, texts)):
+        write(ax, text, end, y, **how)
+    rows_of(ax, list(parts))
+    ax.set_xlim(0, room * max(ends))
+
+
+def cells_of(ax, columns, rows):
+    """Make the axes a table of such columns and rows."""
+    rows_of(ax, rows)
+    ax.set_xticks(range(len(columns)), columns)
+    ax.set_xlim(-0.5, len(columns) - 0.5)
+    ax.grid(False)
+
+
+def cell(ax, x, y, text, color, strength, **how):
+    ax.barh(y, 1, left=x - 0.5, height=1, color=color, alpha=strength)
+    write(ax, text, x, y, dx=0, ha="center", **how)
+
+
+def label_points(ax, labels, others):
+    """Write the texts of labels [(x, y, text, color)] beside their points, where neither texts nor
+    points nor others [(x, y)] are: each takes the nearest free place around its point. Where that
+    is not beside it, or another point is near too, a thin line says whose it is."""
+    renderer = FigureCanvasAgg(ax.figure).get_renderer()
+    ax.figure.draw_without_rendering()  # settles the layout, so that places in pixels are final
+    dpi = ax.figure.dpi / 72
+    points = ax.transData.transform([(x, y) for x, y, *_ in labels] + others)
+    taken = [Bbox.from_bounds(x - 3 * dpi, y - 3 * dpi, 6 * dpi, 6 * dpi) for x, y in points]
+    there = [*ax.texts, *filter(None, [ax.get_legend()])]
+    taken += [text.get_window_extent(renderer) for text in there]
+    frame = ax.get_window_extent()
+    angles = (0, 180, 90, 270, 30, 330, 150, 210, 60, 300, 120, 240)
+    rays = [(r, math.radians(angle)) for r in range(6, 150, 6) for angle in angles]
+
+    def free(box):
+        inside = frame.x0 < box.x0 and box.x1 < frame.x1 and frame.y0 < box.y0 and box.y1 < frame.y1
+        return inside and not any(box.overlaps(other) for other in taken)
+
+    for (px, py), (x, y, text, color) in sorted(zip(points, labels), key=lambda i: tuple(i[0])):
+        probe = ax.annotate(text, (x, y), fontsize=SMALL)
+        box = probe.get_window_extent(renderer)
+        probe.remove()
+        w, h = box.width / 2 + 2, box.height / 2 + 1
+        for r, angle in rays:
+            # the text's middle lies outside the point by its own half size and r points
+            cx, cy = px + math.cos(angle) * (w + r * dpi), py + math.sin(angle) * (h + r * dpi)
+            here = Bbox.from_bounds(cx - w, cy - h, 2 * w, 2 * h)
+            if free(here):
+                break
+        else:
+            continue
+        gaps = sorted(
+            math.hypot(max(here.x0 - a, 0, a - here.x1), max(here.y0 - b, 0, b - here.y1))
+            for a, b in points[: len(labels)]
+        )
+        clear = r <= 12 and (len(gaps) < 2 or gaps[1] > 2 * gaps[0])
+        line = dict(arrowstyle="-", color=color, linewidth=0.6, shrinkA=0, shrinkB=2)
+        how = dict(ha="center", color=color, arrowprops=None if clear else line)
+        write(ax, text, x, y, dx=(cx - px) / dpi, dy=(cy - py) / dpi, **how)
+        taken.append(here)
