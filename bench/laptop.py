@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from records import ROOT, append_record, card_name, check_out, origin, print_rows
+from records import PIPED, ROOT, append_record, card_name, check_out, origin, print_rows
 from tyro.conf import Positional
 
 from lab.cli import UserError, command, parse
@@ -67,10 +67,7 @@ def timed_lines(words, folder):
     UserError."""
     t0, lines = time.monotonic(), []
     words = [sys.executable, "-u", *map(str, words)]
-    errors = subprocess.STDOUT
-    with subprocess.Popen(
-        words, cwd=folder, stdout=subprocess.PIPE, stderr=errors, text=True
-    ) as process:
+    with subprocess.Popen(words, cwd=folder, **PIPED) as process:
         for line in process.stdout:
             lines.append((time.monotonic() - t0, line.rstrip()))
     if process.returncode:
@@ -130,11 +127,7 @@ def main(argv):
     rows = [[whose, f"{t:.1f}", f"{v:.4f}", str(v <= TARGET)] for whose, (t, v) in ends.items()]
     print_rows(["program", "seconds", "validation loss", f"reached {TARGET}"], rows)
     if cfg.nanogpt:
-        print(
-            f"ours takes {ends['ours'][0] / ends['nanoGPT'][0]:.2f} of nanoGPT's time. nanoGPT's "
-            f"numbers are those of its own program here and now, {cfg.nanogpt}, with its README's "
-            "flags for a CPU."
-        )
+        print(f"ours takes {ends['ours'][0] / ends['nanoGPT'][0]:.2f} of nanoGPT's time")
     if cfg.out:
         record = dict(bench="laptop", cpu=card_name("cpu"), cores=os.cpu_count(), load=load)
         record |= dict(curves=curves, flags=dict(ours=" ".join(OURS), nanoGPT=" ".join(NANOGPT)))

@@ -80,20 +80,12 @@ def measure(shape, changes, compiled):
     """The record of one setting."""
     model_config, batch_size, seq_len = SHAPES[shape]
     s = setting_of(model_config, batch_size, seq_len, changes, compile=compiled)
-    run = dict(batch_size=batch_size, seq_len=seq_len, compile=compiled, device="cuda")
+    run = dict(batch_size=batch_size, seq_len=seq_len, compile=compiled)
+    record = dict(shape=shape, changed=changes, device=card_name("cuda")) | run
     run["total_batch_size"] = batch_size * seq_len * s.grad_accum_steps
-    cfg = changed(TrainConfig(**run, precision=s.precision), changes)
-    predicted, moment = peak(s)
-    record = dict(
-        shape=shape,
-        compile=compiled,
-        changed=changes,
-        batch_size=batch_size,
-        seq_len=seq_len,
-        predicted_gib=predicted / GIB,
-        moment=moment,
-        device=card_name("cuda"),
-    )
+    cfg = changed(TrainConfig(**run, device="cuda", precision=s.precision), changes)
+    predicted, record["moment"] = peak(s)
+    record["predicted_gib"] = predicted / GIB
     forget(torch.device("cuda"))
     left = torch.cuda.memory_allocated()  # workspaces; more would be a leak of the setting before
     try:
@@ -110,10 +102,12 @@ def line(r):
     what = "compiled" if r["compile"] else "eager"
     what += "".join(f" {k}={v}" for k, v in r["changed"].items())
     name = f"{r['shape']:12} {r['batch_size']:3} x {r['seq_len']:4}  {what:46}"
+    name += f" predicted {r['predicted_gib']:6.2f} GiB, "
     if "error" in r:
-        return f"{name} predicted {r['predicted_gib']:6.2f} GiB, {r['error']}"
-    sizes = f"predicted {r['predicted_gib']:6.2f}, measured {r['measured_gib']:6.2f} GiB"
-    return f"{name} {sizes}, ratio {r['ratio']:.3f}, {MOMENTS[r['moment']]}"
+        return name + r["error"]
+    return (
+        f"{name}measured {r['measured_gib']:6.2f}, ratio {r['ratio']:.3f}, {MOMENTS[r['moment']]}"
+    )
 
 
 def main(argv):
