@@ -302,10 +302,9 @@ class Parts:
             product = self.fp8 if name in in_8_bits else self.product
             parts |= {(name, way): product(name, way)[0] for way in WAYS}
         names = ("qkv", "attention", "proj", "fc", "fc2")
-        forward, backward = [(name, "forward") for name in names], []
-        for name in reversed(names):
-            ways = ("backward",) if name == "attention" else ("dgrad", "wgrad")
-            backward += [(name, way) for way in ways]
+        ways = dict.fromkeys(names, ("dgrad", "wgrad")) | {"attention": ("backward",)}
+        forward = [(name, "forward") for name in names]
+        backward = [(name, way) for name in reversed(names) for way in ways[name]]
         layers = range(self.config.n_layer)
         calls = [parts[part][layer % 2] for layer in layers for part in forward]
         calls += [parts["head", way][0] for way in WAYS]
@@ -314,10 +313,10 @@ class Parts:
 
 
 def measure(parts, seconds, train_config):
-    """Measure every part. Returns what the copy is called, and its bytes."""
-    cuda, size = parts.device.type == "cuda", 8192 if parts.device.type == "cuda" else 256
-    memory = torch.cuda.get_device_properties(parts.device).total_memory if cuda else 2**28
-    copied = 2 ** int(math.log2(min(2**32, memory / 8)))
+    """Measure every part. Returns the bytes per second of a copy. KeyError if that failed."""
+    device, cuda = parts.device, parts.device.type == "cuda"
+    memory = torch.cuda.get_device_properties(device).total_memory if cuda else 2**28
+    size, copied = 8192 if cuda else 256, 2 ** int(math.log2(min(2**32, memory / 8)))
     copy, cube = f"copy {copied / 2**30:g} GiB", f"{size}^3"
     parts.time(copy, parts.copy, copied)
     time.sleep(seconds)  # a rested GPU: what a short benchmark would show
@@ -330,10 +329,22 @@ def measure(parts, seconds, train_config):
         parts.time(f"attention {backend} {way}", parts.attention, backend, way)
     for what in ("AdamW", "clip"):
         parts.time(what, parts.optimizer, train_config, what)
-    if cuda and torch.cuda.get_device_capability(parts.device) >= (8, 9):
+    if cuda and torch.cuda.get_device_capability(device) >= (8, 9):
         for name, way in itertools.product(IN_8_BITS, WAYS):
             parts.time(f"fp8 {name} {way}", parts.fp8, name, way)
-    return copy, 2 * copied
+    return 1000 * 2 * copied / parts.ms[copy]
+
+
+def add_up(parts, cfg, bytes_per_s, in_8_bits):
+    """The floors of a step, after a run of its products and attentions back to back. KeyError if a
+    part was not measured."""
+    _, best = isolated_ms(parts.ms, parts.config, in_8_bits)
+    how = f", {', '.join(in_8_bits)} in 8 bits," if in_8_bits else ""
+    whole = f"micro-step's products{how} and {best} attention, {cfg.seconds:g} s"
+    parts.time(whole, parts.micro_step, best, in_8_bits, seconds=cfg.seconds)
+    round_ms = parts.ms.get(whole)  # its operands are all there at once, which may not fit
+    micro_steps = cfg.tokens_per_step // parts.N
+    return floors(parts.config, parts.N, parts.ms, round_ms, bytes_per_s, micro_steps, in_8_bits)
 
 
 def own_step_ms(cfg, world, eight_bits):
@@ -384,28 +395,18 @@ def main(argv):
     about = dict(preset=cfg.preset, batch_size=cfg.batch_size, seq_len=T)
     write = writer(cfg.out, card=card_name(world.device), **about, **origin())
     parts = Parts(model, cfg.batch_size, T, world.device, write)
-    copy, copied = measure(parts, cfg.seconds, train_config)
-    has_fp8 = any(op.startswith("fp8") for op in parts.ms) and positions >= MIN_POSITIONS
-    for in_8_bits in ((), IN_8_BITS) if has_fp8 else ((),):
-        try:
-            _, best = isolated_ms(parts.ms, model, in_8_bits)
-            how = f", {', '.join(in_8_bits)} in 8 bits," if in_8_bits else ""
-            whole = f"micro-step's products{how} and {best} attention, {cfg.seconds:g} s"
-            parts.time(whole, parts.micro_step, best, in_8_bits, seconds=cfg.seconds)
-            round_ms = parts.ms.get(whole)  # its operands are all there at once: they may not fit
-            bytes_per_s, micro_steps = (
-                1000 * copied / parts.ms[copy],
-                cfg.tokens_per_step // positions,
-            )
-            found = floors(
-                model, positions, parts.ms, round_ms, bytes_per_s, micro_steps, in_8_bits
-            )
-        except KeyError as error:
-            raise UserError(f"no floor without {error}; {cfg.out} says why") from error
+    try:
+        bytes_per_s = measure(parts, cfg.seconds, train_config)
+        has_fp8 = any(op.startswith("fp8") for op in parts.ms) and positions >= MIN_POSITIONS
+        kinds = ((), IN_8_BITS) if has_fp8 else ((),)
+        found = {in_8_bits: add_up(parts, cfg, bytes_per_s, in_8_bits) for in_8_bits in kinds}
+    except KeyError as error:
+        raise UserError(f"no floor without {error}; {cfg.out} says why") from error
+    for in_8_bits, sums in found.items():
         step_ms = own_step_ms(cfg, world, bool(in_8_bits))
         how = ", head and MLP in 8 bits," if in_8_bits else ""
         print(f"\na step of {cfg.tokens_per_step:,} tokens{how}: {step_ms:.1f} ms")
-        for what, value in found.items():
+        for what, value in sums.items():
             rate, ratio = 1000 * cfg.tokens_per_step / value, step_ms / value
             write(what, value, tok_per_s=round(rate), step_ms=step_ms, over_floor=round(ratio, 4))
             print(f"{'':60} {rate:10,.0f} tokens/s; ours takes {ratio:.3f} times as long")
