@@ -22,6 +22,7 @@ from typing import Literal
 
 import torch
 from records import card_name, random_shards
+from torch.nn.utils import parameters_to_vector
 
 from lab.cli import UserError, command, parse
 from lab.device import why_no_compile
@@ -75,19 +76,13 @@ def differs(run):
 
 
 def gradient(run, kind):
-    """{name: gradient} of that loss."""
+    """That of this loss, all parameters' in one vector."""
     run.raw_model.zero_grad()
     for part in parts(run, kind):
         part.backward()
-    found = {name: p.grad for name, p in run.raw_model.named_parameters()}
+    found = parameters_to_vector([p.grad for p in run.raw_model.parameters()])
     run.raw_model.zero_grad()
     return found
-
-
-def distance(a, b):
-    """Length of a - b over the length of b, all tensors of the dicts together."""
-    apart = sum((a[k] - b[k]).square().sum() for k in b)
-    return (apart / sum(b[k].square().sum() for k in b)).sqrt().item()
 
 
 def compare(run):
@@ -102,11 +97,10 @@ def compare(run):
         apart = 1000 * (rows[-1][0] - rows[-1][1])
         print("{:20} {:10.5f} {:10.5f} {:10.5f} {:+12.2f}".format(weights, *rows[-1], apart))
     compiled, plain, exact = (gradient(run, kind) for kind in KINDS)
-    found = distance(compiled, exact), distance(plain, exact), distance(compiled, plain)
-    print(
-        "gradients: {:.4f} compiled and {:.4f} uncompiled from the 32-bit one, {:.4f} from each "
-        "other".format(*found)
-    )
+    pairs = (compiled, exact), (plain, exact), (compiled, plain)
+    found = [((a - b).norm() / b.norm()).item() for a, b in pairs]
+    how = "gradients: {:.4f} compiled and {:.4f} uncompiled from the 32-bit one, {:.4f} from each other"
+    print(how.format(*found))
     return rows, found
 
 
@@ -139,10 +133,13 @@ def main(argv):
     with tempfile.TemporaryDirectory() as folder:
         run = set_up_run(cfg, world, folder)
         torch.set_float32_matmul_precision("highest")  # the 32 bits are to have all of their digits
+        blocks, tokens = (
+            run.raw_model.config.n_layer,
+            f"{cfg.batch_size} x {run.cfg.seq_len} tokens",
+        )
+        where = f"{card_name(world.device)}, torch {torch.__version__}"
         print(
-            f"{cfg.preset}, {run.raw_model.config.n_layer} blocks, {cfg.batch_size} x "
-            f"{run.cfg.seq_len} tokens, {card_name(world.device)}, torch {torch.__version__}, first "
-            f"rate {get_lr(0, run.cfg):.1e}"
+            f"{cfg.preset}, {blocks} blocks, {tokens}, {where}, first rate {get_lr(0, run.cfg):.1e}"
         )
         wrong = differs(run)
         compare(run)

@@ -164,8 +164,8 @@ def ladder(runs, out_path, dark):
         parts[rung] = {"kept": min(before, now), "added": max(0, now - before)}
         texts.append(f"{short(now)}  x{now / before:.2f}" if texts else short(now))
         before = now
-    looks = dict.fromkeys(("kept", "added"), dict(color=color_of("speed", dark)))
-    looks["added"] = looks["added"] | dict(alpha=0.5)
+    blue = color_of("speed", dark)
+    looks = {"kept": dict(color=blue), "added": dict(color=blue, alpha=0.5)}
     # no line runs through a text
     box = dict(facecolor=PAPER[dark]["paper"], edgecolor="none", pad=1)
     bars(ax, parts, looks, texts, room=1.2, bbox=box)
@@ -187,10 +187,10 @@ def shapes(runs, out_path, dark):
     rungs = list(max((by_rung for _, by_rung in others), key=len))
     rows = [row for _, by_rung in others for same in by_rung.values() for row in same]
     everything = records(runs, "ladder", "tok_per_s", group="rungs")
-    note = (
-        "*: compiled with a race, results are wrong (docs/LOG.md); below: without one, torch 2.14\n"
-    )
-    note = note * any(map(raced, rows)) + where_and_when(rows)
+    note = where_and_when(rows)
+    if any(map(raced, rows)):
+        star = "*: compiled with a race, results are wrong (docs/LOG.md)"
+        note = f"{star}; below: without one, torch 2.14\n{note}"
     title = f"What a rung brings on {len(others)} other shapes: tokens/s, and times the rung before"
     figure, ax = blank(1.4 + 0.36 * len(rungs), title, note)
     names = []
@@ -242,11 +242,8 @@ def kernels(runs, out_path, dark):
     biggest = max(times[last], key=times[last].get)
     share = f"{times[last][biggest] / total[last]:.0%}"
     title = f"{shape}: {biggest} is {share} of the last rung's {total[last]:.0f} ms"
-    heights = list(map(len, panels))
-    note = where_and_when(rows.values())
-    figure, *axes = blank(
-        1.6 + 0.3 * sum(heights), title, note, panels="A;B", height_ratios=heights
-    )
+    heights, note = list(map(len, panels)), where_and_when(rows.values())
+    figure, *axes = blank(1.6 + 0.3 * sum(heights), title, note, "A;B", height_ratios=heights)
     for ax, panel in zip(axes, panels):
         texts = [f"{total[v]:.0f}" for v in panel]
         bars(ax, {v: times[v] for v in panel}, kinds(dark), texts, room=1.08, height=0.75)
@@ -437,6 +434,7 @@ def floor(runs, out_path, dark):
 # ---------------------------------------------------------------------------------- several GPUs
 
 GPUS = "torchrun --standalone --nproc_per_node=4 bench/parallel.py"
+TRACE = f"{GPUS} --trace readme.assets/runs --modes"
 OURS = ("ddp", "zero1_16bit", "loop", "loop_zero1")  # modes that the trainer has, with 250 MB
 LEFT_OUT = ("alone_one", "zero1_in_graph", "zero1_16bit_all")  # what all is held against; dead ends
 SIZES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
@@ -510,13 +508,9 @@ def parallel(runs, out_path, dark):
     figure.savefig(out_path)
 
 
-@made_by(f"{GPUS} --modes ddp --trace readme.assets/runs", mode="ddp")
-@made_by(
-    f"{GPUS} --modes zero1_16bit --trace readme.assets/runs", "overlap_zero1", mode="zero1_16bit"
-)
-@made_by(
-    "a3954dc's bench/parallel.py --modes in_graph --trace", "overlap_in_graph", mode="in_graph"
-)
+@made_by(f"{TRACE} ddp", mode="ddp")
+@made_by(f"{TRACE} zero1_16bit", "overlap_zero1", mode="zero1_16bit")
+@made_by("a3954dc's parallel.py --modes in_graph --trace", "overlap_in_graph", mode="in_graph")
 def overlap(runs, out_path, dark, mode):
     """What computes, by class, and what communicates over the time of one step of one GPU."""
     try:
@@ -527,10 +521,8 @@ def overlap(runs, out_path, dark, mode):
     for kind, _, _, start, us in extract["kernels"]:
         lanes.setdefault(kind, []).append((start / 1000, us / 1000))
     share, ms = times["hidden_us"] / times["nccl_us"], times["nccl_us"] / 1000
-    title = (
-        f"{extract['mode']}: {share:.0%} of {ms:.1f} ms of communication hidden under computation"
-    )
-    figure, ax = blank(2.6, title)
+    title = f"{share:.0%} of {ms:.1f} ms of communication hidden under computation"
+    figure, ax = blank(2.6, f"{extract['mode']}: {title}")
     for kind in (kind for kind in CLASSES if kind in lanes):
         lane = (0.1 if kind == "communication" else 1.1, 0.8)
         ax.broken_barh(lanes[kind], lane, color=color_of(kind, dark), linewidth=0, label=kind)
