@@ -10,6 +10,7 @@ from matplotlib.transforms import Bbox
 from records import grouped, read_records
 from rungs import VARIANTS, key_of
 
+from lab.cli import UserError
 from lab.tools.records import short
 
 SMALL = 9  # points, which are 11 pixels where a figure is shown at 720: no text is smaller
@@ -19,7 +20,7 @@ shorten = FuncFormatter(lambda value, _: short(value))
 # ---------------------------------------------------------------------------------------- records
 
 
-class NoData(Exception):
+class NoData(UserError):
     """The records of a figure are not there: what is missing."""
 
 

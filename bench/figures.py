@@ -513,10 +513,7 @@ def parallel(runs, out_path, dark):
 @made_by("a3954dc's parallel.py --modes in_graph --trace", "overlap_in_graph", mode="in_graph")
 def overlap(runs, out_path, dark, mode):
     """What computes, by class, and what communicates over the time of one step of one GPU."""
-    try:
-        extract = read_extract(runs / f"{mode}.kernels.json")
-    except UserError as error:
-        raise NoData(str(error)) from error
+    extract = read_extract(runs / f"{mode}.kernels.json")
     times, lanes = communication(extract["kernels"]), {}
     for kind, _, _, start, us in extract["kernels"]:
         lanes.setdefault(kind, []).append((start / 1000, us / 1000))
@@ -560,7 +557,7 @@ def main(argv):
                 with matplotlib.rc_context(style(dark)):
                     picture(runs, path, dark)
                 print(path)
-        except NoData as missing:
+        except UserError as missing:
             print(f"{name}: left out, {missing} in {runs}; `{program}` makes it", file=sys.stderr)
             left_out += 1
     return 2 if left_out == len(cfg.names or FIGURES) else 0
