@@ -4,6 +4,7 @@ dataclasses.
 Imports nothing slow: a command that is typed wrong should say so at once.
 """
 
+import errno
 import os
 import shlex
 import shutil
@@ -69,6 +70,11 @@ def command(main, name=None):
         say(f"{name}: error: {what}")
     except BrokenPipeError:  # the reader of our output has left, as in --help | head
         status = 1
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        status, path = 2, str(error.filename)[:40]
+        say(f"{name}: error: {path}... is too long for the name of a file; name another")
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

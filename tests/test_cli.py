@@ -3,6 +3,7 @@ sentence for each thing that a reader can get wrong."""
 
 import ast
 import dataclasses
+import errno
 import inspect
 import json
 import re
@@ -280,6 +281,7 @@ def test_the_boundary_of_a_command(monkeypatch, capsys):
         (UserError("mend it"), 2, "it.py: error: mend it"), (RunError("bad"), 1, "it.py: error: bad"),
         (torch.OutOfMemoryError("CUDA out of memory"), 2, "it.py: error: the memory is full"),
         (MemoryError(), 2, "it.py: error: the memory is full"), (KeyboardInterrupt(), 130, "it.py: stopped"),
+        (OSError(errno.ENAMETOOLONG, "", "x" * 300), 2, f"it.py: error: {'x' * 40}... is too long for"),
     ):  # fmt: skip
         with pytest.raises(SystemExit) as ended:
             cli.command(mock.Mock(side_effect=raised))

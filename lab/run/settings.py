@@ -191,8 +191,6 @@ def check(model_config, cfg):
         (cfg.on_spike == "skip" and cfg.optimizer != "adamw",
          f"on_spike=skip leaves AdamW's updates out alone, and optimizer={cfg.optimizer} makes others; "
          "leave one out, or pass --on_spike stop"),
-        (any(len(part) > 255 for part in Path(cfg.data).parts),
-         f"data={cfg.data[:40]}... is longer than the name of a file can be; name a folder of shards"),
         (Path(cfg.run_name).name != cfg.run_name or cfg.run_name == "..",
          f"run_name={cfg.run_name} must be a plain name, without folders; --log_dir says where runs lie"),
         (cfg.preset == "sft" and not cfg.init_from,
