@@ -504,6 +504,7 @@ def test_resuming_passes_over_a_damaged_checkpoint_and_says_so(tmp_path, shards,
     )
     said = capsys.readouterr()
     assert re.search(r"model_000006.pt is damaged \(.+\): model_000004.pt is used\n", said.err)
+    assert said.out.startswith("after step 4 of ")
     assert "model_000006.damaged was damaged: this goes on after step 4" in said.out
     assert of_kind(rest, "start")[-1]["passed_over"] == ["model_000006.damaged"]
     assert rest.losses[6:] == whole.losses[4:5] and list(rest.checkpoints) == [5]

@@ -127,7 +127,7 @@ class Log:
         per_epoch = loader.epoch_tokens()
         tokens = loader.position + (cfg.max_steps - run.step) * cfg.total_batch_size
         threads = "" if cuda else f", {torch.get_num_threads()} threads"
-        self.say(reason)
+        self.say(f"after step {run.step} of {reason}" if run.step else reason)
         self.say(
             f"model  {run.raw_model.num_params():,} parameters: {c.n_layer} layers, {c.n_head} heads, "
             f"{c.n_embd} channels, vocabulary {c.vocab_size} in {c.padded_vocab_size} rows"

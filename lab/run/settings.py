@@ -17,7 +17,7 @@ from lab.data import build_builtin, build_chats, name_of_size
 from lab.data.shards import read_manifest
 from lab.files import read_json
 from lab.models import PROGRAMS, same_shape, shape_of
-from lab.run.checkpoints import newest_checkpoint, read_newest, step_of
+from lab.run.checkpoints import read_newest
 from lab.run.folder import SIZES, is_finished, read_config, run_to_resume
 
 AT_LEAST_1 = (*SIZES, "log_every", "keep_last", "timeout")
@@ -119,7 +119,7 @@ def choose_defaults(argv, presets, program):
             )
         configs = map(type, presets[main])
         model_config, cfg, unknown = read_config(run_dir, *configs)
-        reason = f"{run_dir} after step {step_of(newest_checkpoint(run_dir))}"
+        reason = str(run_dir)
         if unknown:
             reason += f" (passed over, as this version has no such settings: {', '.join(unknown)})"
         cfg = dataclasses.replace(cfg, resume=True, run_name=run_dir.name, log_dir=log_dir)
