@@ -239,19 +239,14 @@ def measure(model, data, world, check=lambda: None):
 
 def prepare(model, world, path=None, limit=0, skip_long=False):
     """What choose returns for this model and file. One process touches disk and network, on any
-    number of machines. Raises UserError on all of them."""
-    found = None
-    if world.is_main:
-        try:
-            tokenizer = get_tokenizer(name_of_size(model.config.vocab_size))
-            data = tokenise(read_examples(path or locate()), tokenizer)
-            found = choose(data, model.config.block_size, limit, skip_long)
-        except UserError as error:
-            found = error
-    found = world.broadcast(found)
-    if isinstance(found, UserError):
-        raise found
-    return found
+    number of machines."""
+
+    def chosen():
+        tokenizer = get_tokenizer(name_of_size(model.config.vocab_size))
+        data = tokenise(read_examples(path or locate()), tokenizer)
+        return choose(data, model.config.block_size, limit, skip_long)
+
+    return world.on_main(chosen)
 
 
 # ----------------------------------------------------------------------------- 5. in a training run
@@ -322,7 +317,7 @@ def main(argv):
     precision = Precision(cfg.precision, world.device)
     precision.prepare()
     # one process looks for files: the newest run may be another one a moment later
-    cfg.model = world.broadcast(models.find(cfg.model, cfg.log_dir) if world.is_main else None)
+    cfg.model = world.on_main(lambda: models.find(cfg.model, cfg.log_dir))
     model = models.load(cfg.model).to(world.device).eval()
     if not hasattr(model, "generate"):
         raise UserError(f"{cfg.model} fills in hidden words: it cannot score how a text goes on")

@@ -12,7 +12,7 @@ import torch
 from lab import weights
 from lab.cli import UserError
 from lab.data.documents import hide_other_documents
-from lab.run.checkpoints import has_checkpoint, newest_checkpoint, newest_run, read_checkpoint
+from lab.run.checkpoints import checkpoint_files, newest_checkpoint, newest_run, read_checkpoint
 from lab.run.folder import check_value
 
 # what a checkpoint calls its program: the file, which says its classes (MODEL, CONFIG)
@@ -29,8 +29,8 @@ def find(source, log_dir="log"):
     path = Path(source) if source else newest_run(log_dir)
     if not path.exists() and source not in weights.PUBLISHED:  # gpt2 is OpenAI's
         run = Path(log_dir) / path
-        path = run if has_checkpoint(run) else path
-    return str(newest_checkpoint(path) if has_checkpoint(path) else source or path)
+        path = run if checkpoint_files(run) else path
+    return str(newest_checkpoint(path) if checkpoint_files(path) else source or path)
 
 
 def load(source, log_dir="log"):

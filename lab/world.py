@@ -7,7 +7,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from lab.cli import say
+from lab.cli import UserError, say
 from lab.device import find_device
 
 
@@ -61,6 +61,19 @@ class World:
         if self.distributed:
             dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
         return box[0]
+
+    def on_main(self, work):
+        """What work() returns on rank 0, which alone calls it; a UserError is raised on all."""
+        found = None
+        if self.is_main:
+            try:
+                found = work()
+            except UserError as error:
+                found = error
+        found = self.broadcast(found)
+        if isinstance(found, UserError):
+            raise found
+        return found
 
     def barrier(self):
         """Nobody goes on before all are here."""

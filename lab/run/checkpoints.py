@@ -1,5 +1,4 @@
-"""Checkpoint files: written whole or not at all, read without running what is in them, found by
-their names."""
+"""Checkpoint files: written whole or not at all, read without running code in them, found by name."""
 
 import contextlib
 import copy
@@ -19,8 +18,7 @@ from lab.files import Damaged, first_line, reading, writing
 
 
 def checkpoint_files(run_dir):
-    """The model_<step>.pt of a run, earliest first; copies that somebody has made of them are
-    none."""
+    """The model_<step>.pt of a run, earliest first, without copies that somebody has made."""
     files = [p for p in Path(run_dir).glob("model_*.pt") if re.fullmatch(r"model_[0-9]+", p.stem)]
     return sorted(files, key=step_of)
 
@@ -30,8 +28,7 @@ def step_of(path):
 
 
 def save(run_dir, step, state, keep_last):
-    """Write run_dir/model_<step>.pt whole or not at all, keep the newest keep_last; returns the
-    path."""
+    """Write run_dir/model_<step>.pt whole or not at all; the newest keep_last stay. Returns it."""
     path = Path(run_dir) / f"model_{step:06d}.pt"
     with writing(path, "--resume then goes on from the checkpoint before, if there is one"):
         write(path, state)
@@ -48,36 +45,30 @@ def write(path, state):
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
-    except RuntimeError as error:
+        os.replace(part, path)  # the name appears when the bytes are on disk
+    except (OSError, RuntimeError) as error:
         part.unlink(missing_ok=True)
-        if "inline_container" not in str(error):
+        if "inline_container" not in str(error):  # torch's writer, where the disk is full
             raise
-        # torch's writer names this file of its source where the disk is full
-        raise UserError(
-            f"checkpoint {path} cannot be written; is the disk full? Make room"
-        ) from error
-    except OSError:
-        part.unlink(missing_ok=True)
-        raise
-    os.replace(part, path)  # the name appears when the bytes are on disk
+        raise UserError(f"{path} cannot be written; is the disk full? Make room") from error
 
 
 def link_best(run_dir, step):
     """Give the checkpoint of this step a second name, model_best.pt."""
-    path, copy = Path(run_dir) / f"model_{step:06d}.pt", Path(run_dir) / "model_best.part"
-    with writing(copy):
-        copy.unlink(missing_ok=True)
+    path, part = Path(run_dir) / f"model_{step:06d}.pt", Path(run_dir) / "model_best.part"
+    with writing(part):
+        part.unlink(missing_ok=True)
         try:
-            os.link(path, copy)
+            os.link(path, part)
         except OSError:  # a file system without links
-            shutil.copyfile(path, copy)
-        os.replace(copy, path.with_name("model_best.pt"))
+            shutil.copyfile(path, part)
+        os.replace(part, path.with_name("model_best.pt"))
 
 
 class Writer:
-    """Writes the checkpoints of a run, one after the other. In the background, a thread writes a
-    copy of the state: training waits for the copy alone. What went wrong is raised at the next save
-    or at finish()."""
+    """A thread that writes the checkpoints of a run, one after the other. In the background it
+    writes a copy of the state, and training waits for the copy alone. What went wrong is raised at
+    the next save or at finish()."""
 
     def __init__(self, run_dir, keep_last, background, device):
         self.run_dir, self.keep_last = run_dir, keep_last
@@ -85,8 +76,7 @@ class Writer:
         self.thread, self.jobs = ThreadPoolExecutor(1), []
 
     def save(self, step, state):
-        """Begin the checkpoint of this step when the one before is on disk. Returns as finish
-        does."""
+        """Begin this checkpoint when the one before is on disk. Returns what finish returns."""
         noted = self.finish()
         state, copies = self.copied(state) if self.background else (state, [])
         self.jobs.append(self.thread.submit(self.write, step, state, copies))
@@ -95,12 +85,9 @@ class Writer:
     def link_best(self, step):
         """Link the checkpoint of this step as the best, once it is on disk."""
         self.jobs.append(self.thread.submit(link_best, self.run_dir, step))
-        if not self.background:
-            self.finish()
 
     def finish(self):
-        """Wait until all is on disk. Returns what the log notes of a checkpoint that came there since
-        this was last asked, or None."""
+        """Wait until all is on disk. Returns what the log notes of a new checkpoint, or None."""
         wait(self.jobs)
         done, self.jobs = self.jobs, []
         return next(filter(None, [job.result() for job in done]), None)
@@ -111,8 +98,8 @@ class Writer:
         return {"step": step, "path": save(self.run_dir, step, state, self.keep_last).name}
 
     def copied(self, state):
-        """The state in host memory that no update writes to, and its tensors as Underway. The
-        copies of one tensor with two names, such as the tied head, are one, too."""
+        """The state in host memory that no update writes to, and its tensors as Underway. A tensor
+        with two names, such as the tied head, is copied once."""
         copies = {}
 
         def copied(value):
@@ -132,8 +119,7 @@ class Writer:
 
 
 class Inert:
-    """Stands for every foreign class in a .pt file: it holds what the file says of the object and
-    can do nothing."""
+    """Stands for every foreign class in a .pt file: it holds what the file says of the object."""
 
 
 def read_checkpoint(path):
@@ -157,10 +143,6 @@ def read_checkpoint(path):
             ) from error
 
 
-def has_checkpoint(run_dir):
-    return bool(checkpoint_files(run_dir))
-
-
 def newest_checkpoint(run_dir):
     """The last model_<step>.pt of a run. Raises UserError if there is none."""
     files = checkpoint_files(run_dir)
@@ -173,30 +155,25 @@ def newest_checkpoint(run_dir):
 
 def read_newest(run_dir):
     """(path, what read_checkpoint gives) of the newest checkpoint that is whole; rank 0 says which
-    are passed over. Raises Damaged where none is whole.
-
-    A run that is going on may remove the one that was just found, as it has a newer one."""
+    are passed over. Raises Damaged where none is whole."""
     damaged = {}  # path -> what is wrong with it
-    while True:
-        newest_checkpoint(run_dir)  # is there one?
-        whole = [path for path in checkpoint_files(run_dir) if path not in damaged]
-        if not whole:
-            raise next(iter(damaged.values()))
+    while files := [path for path in checkpoint_files(run_dir) if path not in damaged]:
         try:
-            return whole[-1], read_checkpoint(whole[-1])
+            return files[-1], read_checkpoint(files[-1])
         except Damaged as error:
-            damaged[whole[-1]] = error
-            if os.environ.get("RANK", "0") == "0" and len(whole) > 1:
+            damaged[files[-1]] = error
+            if os.environ.get("RANK", "0") == "0" and len(files) > 1:
                 what = first_line(error.__cause__)
-                say(f"checkpoint {whole[-1]} is damaged ({what}): {whole[-2].name} is used")
+                say(f"checkpoint {files[-1]} is damaged ({what}): {files[-2].name} is used")
         except UserError:
-            if whole[-1].exists():
+            if files[-1].exists():  # if not, a run that goes on has removed it: it has a newer one
                 raise
+    newest_checkpoint(run_dir)  # says where there is none at all
+    raise next(iter(damaged.values()))
 
 
 def restore(run, state):
-    """Have `run` go on from `state`, which read_newest gave. Raises UserError where it is none of
-    such a run."""
+    """Have `run` go on from `state`, which read_newest gave. Raises UserError if it does not fit."""
     try:
         with reading(run.folder, "checkpoint in", "start from its weights with --init_from"):
             run.load_state_dict(state)
@@ -205,13 +182,6 @@ def restore(run, state):
         if out_of_memory(cause) or lost_another(cause):  # no fault of the checkpoint
             raise cause from None
         raise
-
-
-def set_aside(run_dir, step):
-    """Rename the checkpoints of steps after `step`, from which a run goes on because they are
-    damaged: they would count among the newest, which are kept. Returns their new names."""
-    later = [path for path in checkpoint_files(run_dir) if step_of(path) > step]
-    return [path.rename(path.with_suffix(".damaged")).name for path in later]
 
 
 def newest_run(log_dir):

@@ -14,7 +14,7 @@ from typing import Literal, get_args, get_origin
 
 from lab.cli import UserError, program, quoted
 from lab.files import only_writer, read_json, write_whole
-from lab.run.checkpoints import has_checkpoint, newest_run, set_aside
+from lab.run.checkpoints import checkpoint_files, newest_run, step_of
 
 # settings of which a run needs one at least
 SIZES = "n_layer n_head n_embd block_size vocab_multiple total_batch_size seq_len max_steps".split()
@@ -23,30 +23,27 @@ SIZES = "n_layer n_head n_embd block_size vocab_multiple total_batch_size seq_le
 @contextlib.contextmanager
 def opened(run):
     """While this lasts, the folder of `run` is this run's alone, and its settings are noted in it.
-    Raises UserError, on every process, where another run is there, or where it cannot be
-    written."""
+    Raises UserError where another run is there, or where it cannot be written."""
+
+    def take():
+        busy = f"{run.folder} is the folder of a run that is going on; stop that one first "
+        busy += "(its processes may outlive a torchrun that was killed)"
+        at_end.enter_context(only_writer(run.folder, busy))
+        note_settings(run)
+        for path in checkpoint_files(run.folder):
+            if step_of(path) > run.step:  # damaged: it would count among the newest, which are kept
+                path.rename(path.with_suffix(".damaged"))
+        at_end.callback(run.writer.finish)  # also where an error ends the run
+
     with contextlib.ExitStack() as at_end:
-        problem = None
-        if run.world.is_main:
-            try:
-                busy = f"{run.folder} is the folder of a run that is going on; stop that one first "
-                busy += "(its processes may outlive a torchrun that was killed)"
-                at_end.enter_context(only_writer(run.folder, busy))
-                note_settings(run)
-                set_aside(run.folder, run.step)
-                at_end.callback(run.writer.finish)  # also where an error ends the run
-            except UserError as error:
-                problem = error
-        problem = run.world.broadcast(problem)
-        if problem:
-            raise problem
+        run.world.on_main(take)
         yield
 
 
 def note_settings(run):
     path = run.folder / "config.json"
     if path.exists() and not run.cfg.resume:
-        if has_checkpoint(run.folder) or has_trained(run.folder):
+        if checkpoint_files(run.folder) or has_trained(run.folder):
             raise UserError(
                 f"{run.folder} is another run's already; pass --resume to continue it, or another --run_name"
             )
@@ -110,7 +107,7 @@ def run_to_resume(log_dir, run_name=""):
         raise UserError(
             f"{run_dir} holds no config.json to resume with; `ls {log_dir}` shows the runs there are"
         )
-    if not has_checkpoint(run_dir):
+    if not checkpoint_files(run_dir):
         again = "begin it again without --resume"
         if has_trained(run_dir):
             again = "delete the folder, or pass another --run_name"
@@ -150,7 +147,7 @@ def say_farewell(run, stopped):
         return
     if stopped:
         say(f"{stopped}: saved after step {run.step} in {folder}; `{again}` goes on from there")
-    if not has_checkpoint(folder):
+    if not checkpoint_files(folder):
         return
     from lab.tools import plot
 

@@ -207,9 +207,7 @@ def resolve(model_config, cfg, world, presets, program="gpt2"):
     """(model config, run config, checkpoint or None), the same on all processes: names and the
     vocabulary settled, the built-in text made, the checkpoint of a resumed run read and compared
     with the settings."""
-    if world.is_main:
-        model_config, cfg = settle(model_config, cfg, presets, program)
-    model_config, cfg = world.broadcast((model_config, cfg))
+    model_config, cfg = world.on_main(lambda: settle(model_config, cfg, presets, program))
     if not cfg.resume:
         return model_config, cfg, None
     run_dir = Path(cfg.log_dir) / cfg.run_name
