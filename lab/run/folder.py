@@ -10,14 +10,17 @@ import dataclasses
 import inspect
 import json
 from pathlib import Path
-from typing import Literal, get_args, get_origin
+from typing import get_args
 
 from lab.cli import UserError, program, quoted
 from lab.files import only_writer, read_json, write_whole
 from lab.run.checkpoints import checkpoint_files, newest_run, step_of
 
-# settings of which a run needs one at least
-SIZES = "n_layer n_head n_embd block_size vocab_multiple total_batch_size seq_len max_steps".split()
+AT_LEAST_1 = (
+    "n_layer", "n_head", "n_embd", "block_size", "vocab_multiple", "total_batch_size", "seq_len",
+    "max_steps", "log_every", "keep_last", "timeout",
+)  # fmt: skip
+AT_LEAST_MINUS_1 = ("warmup_steps", "decay_steps")  # -1: a share of max_steps
 
 
 @contextlib.contextmanager
@@ -82,21 +85,27 @@ def read_config(run_dir, model_class, train_class, name="config.json"):
     return *configs, unknown
 
 
+def smallest(name):
+    """The smallest value of a setting that is a number."""
+    return 1 if name in AT_LEAST_1 else -1 if name in AT_LEAST_MINUS_1 else 0
+
+
 def check_value(path, field, value):
     """Raise UserError where a value from a file is none for this field of a dataclass."""
-    choices = get_args(field.type) if get_origin(field.type) is Literal else ()
-    kind = type(field.default)
-    right = type(value) is kind or (type(value), kind) == (int, float)
-    least = 1 if field.name in SIZES else -1
+    kind, choices, least = type(field.default), get_args(field.type), smallest(field.name)
     most = 2**12 if field.name == "n_layer" else 2**48  # layers take time; torch fails at 2**63
-    sane = not isinstance(value, int) or least <= value <= most
-    if not right or not sane or (choices and value not in choices):
-        rule = f"one of {', '.join(choices)}" if choices else f"of type {kind.__name__}"
-        rule = f"from {least} to {most}" if right and not sane else rule
-        text = json.dumps(value, default=repr)[:80]
-        raise UserError(
-            f"{path} has {field.name}={text}, which must be {rule}; mend it, or name another run"
-        )
+    if choices and value not in choices:
+        rule = f"one of {', '.join(choices)}"
+    elif type(value) is not kind and (type(value), kind) != (int, float):
+        rule = f"of type {kind.__name__}"
+    elif isinstance(value, int) and not least <= value <= most:
+        rule = f"from {least} to {most}"
+    else:
+        return
+    text = json.dumps(value, default=repr)[:80]
+    raise UserError(
+        f"{path} has {field.name}={text}, which must be {rule}; mend it, or name another run"
+    )
 
 
 def run_to_resume(log_dir, run_name=""):

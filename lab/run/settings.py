@@ -1,5 +1,5 @@
-"""The settings of a run: a preset or a run that is resumed, what is typed, what the data
-decides."""
+"""The settings of a run: those of a preset or of a run that is resumed, what is typed, what the
+data decides."""
 
 import argparse
 import dataclasses
@@ -18,10 +18,7 @@ from lab.data.shards import read_manifest
 from lab.files import read_json
 from lab.models import PROGRAMS, same_shape, shape_of
 from lab.run.checkpoints import read_newest
-from lab.run.folder import SIZES, is_finished, read_config, run_to_resume
-
-AT_LEAST_1 = (*SIZES, "log_every", "keep_last", "timeout")
-MINUS_1 = ("warmup_steps", "decay_steps")  # -1: a share of max_steps
+from lab.run.folder import is_finished, read_config, run_to_resume, smallest
 
 PLAIN = dict(attention="math", bf16_residual=False, compile=False, kernels="plain")
 SPEEDS = {  # --speed: what is set before the flags that are typed; sizes and results stay
@@ -78,11 +75,11 @@ def parse_flags(argv, presets, description, program="gpt2"):
     the two dataclasses. The defaults come from a preset, which --preset names or the machine
     decides, or from the run that --resume goes on with.
     """
-    # another name for it
-    argv = [re.sub(r"^--learning[_-]rate(?=$|=)", "--lr", word) for word in argv]
+    argv = [re.sub(r"^--learning[_-]rate(?=$|=)", "--lr", word) for word in argv]  # by both names
     reason, *defaults = choose_defaults(argv, presets, program)
     model_class, train_class = map(type, defaults)
-    defaults[0] = dataclasses.replace(defaults[0], vocab_size=0)  # 0: the data decides
+    if not defaults[1].resume:
+        defaults[0] = dataclasses.replace(defaults[0], vocab_size=0)  # 0: the data decides
 
     def flags(model: model_class = defaults[0], train: train_class = defaults[1]):
         return model, train
@@ -97,41 +94,57 @@ def parse_flags(argv, presets, description, program="gpt2"):
 
 def choose_defaults(argv, presets, program):
     """(in words why, model config, run config) that the flags in argv then change."""
-    main, train = next(iter(presets)), next(iter(presets.values()))[1]
+    main = next(iter(presets))
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--resume", action="store_true")
     for name in ("preset", "speed", "data", "run_name", "log_dir", "init_from"):
-        early.add_argument(f"--{name}", f"--{name.replace('_', '-')}", dest=name)
+        default = getattr(presets[main][1], name) if name in ("data", "log_dir") else ""
+        early.add_argument(f"--{name}", f"--{name.replace('_', '-')}", default=default)
     given, _ = early.parse_known_args(argv)
-    log_dir = given.log_dir or train.log_dir
-    if given.resume and given.init_from:
+    if given.resume:
+        reason, *configs = defaults_of_run(given, program, *map(type, presets[main]))
+    else:
+        reason, *configs = defaults_of_preset(given, presets, main)
+    if given.speed in SPEEDS:  # another word is refused with all the flags
+        new = SPEEDS[given.speed] | {"speed": given.speed}
+        configs = [
+            dataclasses.replace(c, **{k: v for k, v in new.items() if hasattr(c, k)})
+            for c in configs
+        ]
+    return reason, *configs
+
+
+def defaults_of_run(given, program, model_class, train_class):
+    """The settings of the run that --resume goes on with."""
+    if given.init_from:
         raise UserError(
             f"init_from={given.init_from} is for a new run; a resumed one goes on with its own "
             "weights: leave one out"
         )
-    if given.resume:
-        run_dir = run_to_resume(log_dir, given.run_name or "")
-        made_by = str(read_json(run_dir / "config.json").get("program", "gpt2"))
-        if made_by != program:
-            file = f"{PROGRAMS.get(made_by, made_by)}.py"
-            raise UserError(
-                f"{run_dir} is a run of {file}: `python {file} --resume` with the same flags"
-            )
-        configs = map(type, presets[main])
-        model_config, cfg, unknown = read_config(run_dir, *configs)
-        reason = str(run_dir)
-        if unknown:
-            reason += f" (passed over, as this version has no such settings: {', '.join(unknown)})"
-        cfg = dataclasses.replace(cfg, resume=True, run_name=run_dir.name, log_dir=log_dir)
-        return reason, *at_speed(given.speed, model_config, cfg)
+    run_dir = run_to_resume(given.log_dir, given.run_name)
+    made_by = str(read_json(run_dir / "config.json").get("program", "gpt2"))
+    if made_by != program:
+        file = f"{PROGRAMS.get(made_by, made_by)}.py"
+        raise UserError(
+            f"{run_dir} is a run of {file}: `python {file} --resume` with the same flags"
+        )
+    model_config, cfg, unknown = read_config(run_dir, model_class, train_class)
+    passed_over = f" (passed over, as this version has no such settings: {', '.join(unknown)})"
+    cfg = dataclasses.replace(cfg, resume=True, run_name=run_dir.name, log_dir=given.log_dir)
+    return f"{run_dir}{passed_over * bool(unknown)}", model_config, cfg
+
+
+def defaults_of_preset(given, presets, main):
+    """The settings of --preset, or of the preset that suits the machine; for --init_from with the
+    shape of that model, and with it the rate and the longest sequence."""
     preset, why = given.preset, "as asked for"
     if not preset:
-        preset, why = best_preset(main, Path(given.data or train.data))
+        preset, why = best_preset(main, Path(given.data))
     if preset not in presets:
         raise UserError(f"preset={preset} is not one of {', '.join(presets)}")
     model_config, cfg = presets[preset]
-    if given.init_from:  # the shape is that model's, and with it the rate and the longest sequence
-        shape = shape_of(given.init_from, log_dir)
+    if given.init_from:
+        shape = shape_of(given.init_from, given.log_dir)
         # Adam's best rate falls with the width and with the root of the depth (Yang et al. 2022 and
         # 2023, Tensor Programs V and VI)
         wider, deeper = (shape[k] / getattr(model_config, k) for k in ("n_embd", "n_layer"))
@@ -139,15 +152,7 @@ def choose_defaults(argv, presets, program):
         model_config = dataclasses.replace(model_config, **shape)
         cfg = dataclasses.replace(cfg, lr=lr, seq_len=min(cfg.seq_len, shape["block_size"]))
         why += f", with the shape of {given.init_from} and lr={lr} for its size"
-    return f"preset {preset} ({why})", *at_speed(given.speed, model_config, cfg)
-
-
-def at_speed(speed, *configs):
-    """The configs with what --speed sets of their fields; a word that is none is refused later."""
-    new = SPEEDS[speed] | {"speed": speed} if speed in SPEEDS else {}
-    return [
-        dataclasses.replace(c, **{k: v for k, v in new.items() if hasattr(c, k)}) for c in configs
-    ]
+    return f"preset {preset} ({why})", model_config, cfg
 
 
 def best_preset(main, data):
@@ -166,10 +171,9 @@ def best_preset(main, data):
 def check(model_config, cfg):
     """Raise UserError for settings that cannot work, whatever the data and the machine."""
     for name, value in (vars(model_config) | vars(cfg)).items():
-        least = 1 if name in AT_LEAST_1 else -1 if name in MINUS_1 else 0
-        if not isinstance(value, (bool, str)) and not least <= value < math.inf:
+        if not isinstance(value, (bool, str)) and not smallest(name) <= value < math.inf:
             kind = "whole" if isinstance(value, int) else "finite"
-            raise UserError(f"{name}={value} must be a {kind} number, {least} or more")
+            raise UserError(f"{name}={value} must be a {kind} number, {smallest(name)} or more")
     m, more = model_config, -(-model_config.n_embd // model_config.n_head) * model_config.n_head
     rules = (  # (what is wrong, in one sentence: the value, the rule and the way out)
         (cfg.beta1 >= 1, f"beta1={cfg.beta1} must be less than 1"),
@@ -236,13 +240,10 @@ def settle(model_config, cfg, presets, program):
 
 
 def vocab_size(model_config, cfg, presets):
-    """As asked for; else that of the resumed run, of the data, of init_from, or of the preset."""
+    """As asked for; else that of the data, of init_from, or of the preset."""
     manifest = read_manifest(cfg.data) or {}
     if model_config.vocab_size:
         return model_config.vocab_size
-    if cfg.resume:
-        configs = type(model_config), type(cfg)
-        return read_config(Path(cfg.log_dir) / cfg.run_name, *configs)[0].vocab_size
     if "vocab_size" in manifest:
         return manifest["vocab_size"]
     if cfg.init_from:
