@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-import os
 import shutil
 import sys
 import textwrap
@@ -30,7 +29,7 @@ class Log:
 
     def __init__(self, run):
         self.run, self.cfg, self.folder = run, run.cfg, run.folder
-        self.is_main, self.first_step = run.world.is_main, run.step
+        self.is_main = run.world.is_main
         self.bar = self.wandb = self.file = None
         self.silent = set()  # files that cannot be written
         self.unigram, self.worst = math.inf, math.inf  # nats a token: of the baseline, of a bad run
@@ -42,9 +41,8 @@ class Log:
         from tqdm import tqdm
 
         with writing(self.folder):
-            # a resumed run goes on in it
-            self.file = (self.folder / "log.jsonl").open("a", buffering=1)
-            self.tensorboard = SummaryWriter(str(self.folder), purge_step=self.first_step + 1)
+            self.file = (self.folder / "log.jsonl").open("a", buffering=1)  # a resumed run goes on
+            self.tensorboard = SummaryWriter(str(self.folder), purge_step=self.run.step + 1)
         self.hook, threading.excepthook = threading.excepthook, self.of_a_thread
         if self.cfg.wandb:
             import wandb
@@ -54,18 +52,16 @@ class Log:
         if sys.stderr.isatty():
             layout = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} | {remaining} left{postfix}"
             shown = dict(bar_format=layout, dynamic_ncols=True)
-            self.bar = tqdm(total=self.cfg.max_steps, initial=self.first_step, **shown)
+            self.bar = tqdm(total=self.cfg.max_steps, initial=self.run.step, **shown)
         return self
 
     def __exit__(self, *_):
         if not self.is_main:
             return
-        with contextlib.suppress(OSError):
-            if self.bar is not None:
-                self.bar.close()
-        for file in (self.tensorboard, self.file):
+        for file in (self.bar, self.tensorboard, self.file):
             with contextlib.suppress(OSError):  # said before
-                file.close()
+                if file is not None:
+                    file.close()
         threading.excepthook = self.hook
         if self.wandb:
             self.wandb.finish()
@@ -76,8 +72,8 @@ class Log:
             self.hook(args)
 
     @contextlib.contextmanager
-    def part(self, name):
-        """In the body something of the folder is written, called so; said once if it cannot be."""
+    def attempt(self, name):
+        """The body writes the file `name` of the folder. If it cannot, that is said once."""
         try:
             with writing(self.folder / name):
                 yield
@@ -87,16 +83,15 @@ class Log:
             self.silent.add(name)
 
     def event(self, kind, step, values):
-        """Write a record, and say what people want to know of it. values: a dict, or None for
-        nothing."""
+        """Write a record, and say what people want to know of it. values: a dict; None is nothing."""
         if not self.is_main or values is None:
             return
         record = {"kind": kind, "step": step, "time": round(time.time(), 3)} | values
-        with self.part("log.jsonl"):
+        with self.attempt("log.jsonl"):
             self.file.write(json.dumps(record) + "\n")
-        shown = {k: v for k, v in values.items() if type(v) in (int, float) and k != "step"}
-        numbers = {f"{kind}/{k}": v for k, v in shown.items()}
-        with self.part("events.out.tfevents"):
+        plain = [(k, v) for k, v in values.items() if type(v) in (int, float) and k != "step"]
+        numbers = {f"{kind}/{k}": v for k, v in plain}
+        with self.attempt("events.out.tfevents"):
             for name, value in numbers.items():
                 self.tensorboard.add_scalar(name, value, step)
         if self.wandb:
@@ -106,15 +101,14 @@ class Log:
             line(step, values)
 
     def start(self, reason, run, validation):
-        """The record and the lines with which a run begins, so that a reader can check the
-        arithmetic."""
+        """The record and the lines with which a run begins: a reader can check the arithmetic."""
         c, cfg, world, loader = run.raw_model.config, run.cfg, run.world, run.loader
         shards, val_shards, unigram = loader.shards, validation.shards, validation.unigram
         cuda = world.device.type == "cuda"
-        gpu = torch.cuda.get_device_name(world.device) if cuda else world.device.type
+        device = torch.cuda.get_device_name(world.device) if cuda else world.device.type
         self.unigram, self.worst = unigram, math.log(c.vocab_size)
         record = dict(
-            device=gpu, world_size=world.world_size, precision=run.precision.name,
+            device=device, world_size=world.world_size, precision=run.precision.name,
             batch_size=loader.batch_size, grad_accum_steps=loader.grad_accum_steps,
             num_params=run.raw_model.num_params(), tokens=loader.position,
             train_tokens=len(shards), val_tokens=len(val_shards), log_v=self.worst, unigram=unigram,
@@ -151,7 +145,7 @@ class Log:
             f"step   {cfg.total_batch_size:,} tokens = {loader.batch_size} sequences x {cfg.seq_len} x "
             f"{world.world_size} processes x {loader.grad_accum_steps} micro-steps"
         )
-        self.say(f"device {gpu}{threads}, {run.precision.name}")
+        self.say(f"device {device}{threads}, {run.precision.name}")
         if unigram:
             self.say(
                 f"guess  a uniform one costs log V = {self.worst:.3f} nats a token, the best one without "
@@ -192,15 +186,15 @@ class Log:
             self.say("\n".join(lines))
 
     def train(self, step, loss, lr, grad_norm, seconds_left=None, **speed):
-        """The record of a training step; for people the bar's text, or a line where there is no
-        bar."""
+        """The record of a training step; for people the bar's text, or a line without a bar."""
         tokens = self.run.loader.position
         record = dict(loss=loss, lr=lr, grad_norm=grad_norm, tokens=tokens) | speed
         self.event("train", step, record)
         shown = f" | {speed['tok_per_s']:,.0f} tok/s" if speed else ""
         shown += f" | MFU {speed['mfu']:.1%}" if speed.get("mfu") else ""
         if self.bar is not None:
-            self.postfix(f"loss {loss:.3f} | norm {grad_norm:.2f}{shown}")
+            with contextlib.suppress(OSError):
+                self.bar.set_postfix_str(f"loss {loss:.3f} | norm {grad_norm:.2f}{shown}")
         elif self.is_main:
             if seconds_left is not None:
                 shown += " | {}:{:02d} left".format(*divmod(int(seconds_left), 60))
@@ -216,16 +210,10 @@ class Log:
             with contextlib.suppress(OSError):
                 self.bar.update(step - self.bar.n)
 
-    def postfix(self, text):
-        with contextlib.suppress(OSError):
-            self.bar.set_postfix_str(text)
-
     def say(self, text):
-        """A line for people, above the bar if there is one. A reader or a terminal that has gone is
-        no reason to end the run."""
-        if not self.is_main:
-            return
-        try:
-            self.bar.write(text) if self.bar is not None else print(text, flush=True)
-        except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # and never try again
+        """A line for people, above the bar if there is one; that nobody reads it ends nothing."""
+        if self.bar is not None:
+            with contextlib.suppress(OSError):
+                self.bar.write(text)
+        elif self.is_main:
+            cli.say(text, sys.stdout)
