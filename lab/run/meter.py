@@ -1,7 +1,6 @@
 """Speed of training alone, and where the time of a step goes."""
 
 import contextlib
-import functools
 import time
 
 import torch
@@ -18,7 +17,7 @@ class Meter:
         self.peak = peak_flops(world.device)
         self.flops_per_token = run.raw_model.flops_per_token(cfg.seq_len)
         self.phases = Phases(run) if cfg.timing else None
-        self.t0, self.out, self.first = time.perf_counter(), 0.0, True
+        self.t0, self.first = time.perf_counter(), True
         self.counted_from, self.position = run.step, run.loader.position
 
     @contextlib.contextmanager
@@ -31,7 +30,7 @@ class Meter:
         t0 = time.perf_counter()
         yield
         self.world.synchronize()
-        self.out += time.perf_counter() - t0
+        self.t0 += time.perf_counter() - t0
 
     def tick(self):
         """An update was launched."""
@@ -43,11 +42,10 @@ class Meter:
                 self.phases.read()
 
     def restart(self):
-        """Forget what was so far; returns its seconds."""
+        """Count from here; returns the seconds that were counted until here."""
         self.world.synchronize()
         now = time.perf_counter()
-        seconds = now - self.t0 - self.out
-        self.t0, self.out = now, 0.0
+        seconds, self.t0 = now - self.t0, now
         self.counted_from, self.position = self.run.step, self.run.loader.position
         return seconds
 
@@ -75,15 +73,16 @@ class Phases:
 
     def __init__(self, run):
         self.cuda, self.marks = run.world.device.type == "cuda", []
-        run.loader.next_batch = self.noted(run.loader.next_batch, before="backward", after="data")
-        run.precision.scaler.scale = self.noted(run.precision.scaler.scale, before="forward")
-        run.optimizer.zero_grad = self.noted(run.optimizer.zero_grad, after="optimizer")
-        clip = "clip_grad_norm" if hasattr(run.optimizer, "clip_grad_norm") else None
-        owner = run.optimizer if clip else run
-        owner.clip_grad_norm = self.noted(owner.clip_grad_norm, before="backward")
+        clips = run.optimizer if hasattr(run.optimizer, "clip_grad_norm") else run
+        self.note(run.loader, "next_batch", before="backward", after="data")
+        self.note(run.precision.scaler, "scale", before="forward")
+        self.note(clips, "clip_grad_norm", before="backward")
+        self.note(run.optimizer, "zero_grad", after="optimizer")
 
-    def noted(self, function, before=None, after=None):
-        @functools.wraps(function)
+    def note(self, owner, name, before=None, after=None):
+        """Have a method of `owner` end the phase `before` when it begins, `after` when it ends."""
+        function = getattr(owner, name)
+
         def noting(*args, **kwargs):
             if before:
                 self.mark(before)
@@ -92,11 +91,10 @@ class Phases:
                 self.mark(after)
             return result
 
-        return noting
+        setattr(owner, name, noting)
 
     def mark(self, phase):
-        """The time since the mark before this one belongs to `phase`; since the end of a step to
-        none."""
+        """The end of `phase`, or of the time between two steps, which belongs to none."""
         now = torch.cuda.Event(enable_timing=True) if self.cuda else time.perf_counter()
         if self.cuda:
             now.record()
@@ -105,8 +103,7 @@ class Phases:
         self.marks.append((phase, now))
 
     def read(self):
-        """Means over the steps since the last read, as {"forward_ms": 31.2}; the device must be
-        idle."""
+        """Means over the steps since the last read, as {"forward_ms": 31.2}, of an idle device."""
         sums = {}
         for (_, a), (phase, b) in zip(self.marks, self.marks[1:]):
             if phase != "start":
