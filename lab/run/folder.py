@@ -52,9 +52,13 @@ def note_settings(run):
             )
         for begun in (run.folder / "log.jsonl", *run.folder.glob("events.out.tfevents.*")):
             begun.unlink(missing_ok=True)  # it ended before its first step: begun again
+    write_whole(path, json.dumps(settings_of(run), indent=1).encode() + b"\n")
+
+
+def settings_of(run):
+    """What read_config reads: the program and its two configurations."""
     model, train = dataclasses.asdict(run.raw_model.config), dataclasses.asdict(run.cfg)
-    saved = {"program": run.program, "model": model, "train": train | {"resume": False}}
-    write_whole(path, json.dumps(saved, indent=1).encode() + b"\n")
+    return {"program": run.program, "model": model, "train": train | {"resume": False}}
 
 
 def has_trained(run_dir):
@@ -72,17 +76,20 @@ def read_config(run_dir, model_class, train_class, name="config.json"):
     """
     path = Path(run_dir) / name
     saved = read_json(path, "mend it, or name another run with --run_name", model=dict, train=dict)
-    configs, unknown = [], []
-    for part, config_class in (("model", model_class), ("train", train_class)):
-        fields = {field.name: field for field in dataclasses.fields(config_class)}
-        unknown += [name for name in saved[part] if name not in fields]
-        known = {name: value for name, value in saved[part].items() if name in fields}
-        for name, value in known.items():
-            check_value(path, fields[name], value)
-            if type(fields[name].default) is float:
-                known[name] = float(value)  # torch does not take 1 for 1.0 everywhere
-        configs.append(config_class(**known))
-    return *configs, unknown
+    model, unknown = known_settings(path, saved["model"], model_class)
+    train, more_unknown = known_settings(path, saved["train"], train_class)
+    return model_class(**model), train_class(**train), unknown + more_unknown
+
+
+def known_settings(path, saved, config_class):
+    """({name: value} of the saved settings that this dataclass has, names of the others)."""
+    fields = {field.name: field for field in dataclasses.fields(config_class)}
+    known = {name: value for name, value in saved.items() if name in fields}
+    for name, value in known.items():
+        check_value(path, fields[name], value)
+        if type(fields[name].default) is float:
+            known[name] = float(value)  # torch does not take 1 for 1.0 everywhere
+    return known, [name for name in saved if name not in fields]
 
 
 def smallest(name):

@@ -5,7 +5,6 @@ A spike leaves LOG_DIR/RUN/spike_<step>.json, and with a recorder spike_<step>.p
 that step. `python -m lab replay` makes the step again from them.
 """
 
-import dataclasses
 import json
 import math
 from pathlib import Path
@@ -18,6 +17,7 @@ from lab.data import get_tokenizer, name_of_size
 from lab.data.tokenizers import WORD_PIECE_FILE
 from lab.files import write_whole, writing
 from lab.run import checkpoints
+from lab.run.folder import settings_of
 
 WINDOW = 50  # norms that a new one is compared with: in 100 the wild first ones would hide much
 LEAST = 20  # of fewer norms the deviation is a guess
@@ -102,8 +102,8 @@ class Spikes:
         norm, z, usual, *norms = numbers.tolist()
         values = dict(norm=norm, usual=usual, z=z, skipped=self.policy == "skip")
         parts = world.gather((losses / world.world_size).tolist())
-        first, self.last = step - self.last > SERIES, step
-        if not first:
+        in_series, self.last = step - self.last <= SERIES, step
+        if in_series:
             return values
         path = self.run.folder / f"spike_{step:06d}.json"
         if world.is_main:
@@ -111,17 +111,12 @@ class Spikes:
             found = values | {"step": step, "losses": losses, "norms": dict(zip(self.names, norms))}
             found["sequences"] = self.sequences(step_end, len(losses))
             found["weights"] = path.with_suffix(".pt").name if self.recorder else None
+            found |= {"batch_size": self.run.loader.batch_size, "world_size": world.world_size}
             if self.recorder:
                 self.recorder.save(step, path.with_suffix(".pt"))
-            write_whole(path, json.dumps(found | self.about(), indent=1).encode() + b"\n")
+            text = json.dumps(found | settings_of(self.run), indent=1)
+            write_whole(path, text.encode() + b"\n")
         return values | {"file": path.name}
-
-    def about(self):
-        """What makes the run again: its program and settings, as config.json has them."""
-        run = self.run
-        model, train = dataclasses.asdict(run.raw_model.config), dataclasses.asdict(run.cfg)
-        about = {"batch_size": run.loader.batch_size, "world_size": run.world.world_size}
-        return about | {"program": run.program, "model": model, "train": train}
 
     def sequences(self, step_end, parts):
         """Where each sequence of a step stands, and how it begins; in the order of their numbers,
