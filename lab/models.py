@@ -13,11 +13,11 @@ from lab import weights
 from lab.cli import UserError
 from lab.data.documents import hide_other_documents
 from lab.run.checkpoints import checkpoint_files, newest_checkpoint, newest_run, read_checkpoint
-from lab.run.folder import check_value
+from lab.run.folder import known_settings
 
 # what a checkpoint calls its program: the file, which says its classes (MODEL, CONFIG)
 PROGRAMS = {"gpt2": "train_gpt2", "bert": "bert", "speedrun": "speedrun"}
-PUBLISHED = ("gpt2", "bert")  # of these there are weights of others, which tell their shape
+WITH_PUBLISHED_WEIGHTS = ("gpt2", "bert")  # which tell their shape
 SHAPE = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
 
 
@@ -43,13 +43,14 @@ def load(source, log_dir="log"):
         shape, state = weights.read(path)
         return build("bert" if "segments" in shape else "gpt2", {}, shape, state, path)
     checkpoint = read_checkpoint(path)
+    found = checkpoint if isinstance(checkpoint, dict) else {}
     # checkpoints from before programs had names are GPT-2's, and so are those of others
-    name = checkpoint.get("program", "gpt2") if isinstance(checkpoint, dict) else "gpt2"
-    shape, state = (
-        weights.unpack(checkpoint, path) if name in PUBLISHED else ({}, checkpoint["model"])
-    )
-    settings = checkpoint.get("model_config", {})
-    return build(name, settings, shape, state, path)
+    name = found.get("program", "gpt2")
+    if name in WITH_PUBLISHED_WEIGHTS:
+        shape, state = weights.unpack(checkpoint, path)
+    else:
+        shape, state = {}, found.get("model")
+    return build(name, found.get("model_config"), shape, state, path)
 
 
 def build(name, settings, shape, state, source):
@@ -59,13 +60,10 @@ def build(name, settings, shape, state, source):
         known = ", ".join(PROGRAMS)
         raise UserError(f"{source} is of a program called {name!r}; known are {known}")
     program = importlib.import_module(PROGRAMS[name])
-    fields = {field.name: field for field in dataclasses.fields(program.CONFIG)}
     settings = settings if isinstance(settings, dict) else {}
-    known = {k: v for k, v in settings.items() if k in fields}
-    for k, value in known.items():
-        check_value(source, fields[k], value)
+    known, _ = known_settings(source, settings, program.CONFIG)
     config = program.CONFIG(**known | shape)
-    if name in PUBLISHED:
+    if name in WITH_PUBLISHED_WEIGHTS:
         with torch.device("meta"):  # drawing random weights takes longer than reading others
             model = program.MODEL(config)
         weights.copy_into(model, state, source)
@@ -82,7 +80,7 @@ def load_exactly(model, state, source):
     not fit or is not finite."""
     try:
         model.load_state_dict(state)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         what = " ".join(str(error).split())[:200]
         raise UserError(f"{source} does not fit the model of its program: {what}") from error
     for name, p in model.named_parameters():

@@ -1,7 +1,7 @@
 """Weights of GPT-2 and BERT from elsewhere, as (shape, state dict); knows no model class.
 
 It reads Hugging Face folders and hub names, nanoGPT and build-nanogpt files and our own
-checkpoints. Nothing that a file holds is executed."""
+checkpoints. No code in a file is run."""
 
 import re
 from pathlib import Path
@@ -54,26 +54,50 @@ def unpack(checkpoint, source):
 
 
 def read_hugging_face(source):
-    """read, of a folder or of a model on the hub. Tensors stay in their files until they are
-    copied."""
-    from safetensors.torch import load_file
-
+    """read, of a folder or of a model on the hub."""
     folder = Path(source) if Path(source).is_dir() else download(source)
     if not (folder / "config.json").exists():
         raise UserError(
             f"{source} is neither a run with a checkpoint nor a Hugging Face model's folder; "
             "`ls log` shows the runs there are"
         )
-    way_out = "export or download that folder again"
-    config = read_json(folder / "config.json", way_out)
+    config = read_json(folder / "config.json", "export or download that folder again")
     is_bert = config.get("model_type") == "bert"
-    with reading(folder / "config.json", "file", way_out):
-        wanted = WANTED | {"n_inner": [None, 4 * config.get("n_embd", 768)]}
-        if is_bert:
-            hidden = {"intermediate_size": [4 * config.get("hidden_size", 768)]}
-            wanted = bert_weights.WANTED | hidden
-    check_config(source, config, wanted)
-    state, sums = {}, read_sums(folder)
+    check_config(source, config, is_bert)
+    state = read_tensors(folder, source)
+    if is_bert:
+        config["n_head"] = config.get("num_attention_heads", 12)
+        return with_shape(bert_weights.from_transformers(state), config, source)
+    # Saved from the bare transformer, as the published ones are, the names lack their first part.
+    prefixes = ("transformer.", "lm_head.")
+    state = {k if k.startswith(prefixes) else f"transformer.{k}": v for k, v in state.items()}
+    state = {k: v.t() if k.endswith(TRANSPOSED) else v for k, v in state.items()}
+    return with_shape(state, config, source)
+
+
+def check_config(source, config, is_bert):
+    """Raise UserError for a Hugging Face model that computes something else than ours does."""
+    width, inner = ("hidden_size", "intermediate_size") if is_bert else ("n_embd", "n_inner")
+    with reading(f"{source}/config.json", "file", "export or download that folder again"):
+        wanted = {inner: [None, 4 * config.get(width, 768)]}
+    for key, allowed in (wanted | (bert_weights.WANTED if is_bert else WANTED)).items():
+        value = config.get(key, allowed[0] if key != "model_type" else None)
+        if value not in allowed:
+            raise UserError(
+                f"{source} is neither a GPT-2 nor a BERT that our models can hold: {key}={value}, "
+                f"wanted is {allowed[0]}"
+            )
+
+
+def read_tensors(folder, source):
+    """{name: tensor}, which stay in their files until they are copied."""
+    from safetensors.torch import load_file
+
+    state, sums = {}, {}
+    if (folder / SUMS).exists():
+        with reading(folder / SUMS, "file", "export that folder again"):
+            lines = (folder / SUMS).read_text().splitlines()
+            sums = {line[66:]: line[:64] for line in lines}  # as `sha256sum -c` reads them, too
     for file in folder.glob("model*.safetensors"):  # large models come in several
         if file.name in sums and sha256_of(file) != sums[file.name]:
             raise UserError(
@@ -86,24 +110,7 @@ def read_hugging_face(source):
         state = read_checkpoint(folder / "pytorch_model.bin")
     if not state:
         raise UserError(f"{source} has no model.safetensors; download or export it again")
-    if is_bert:
-        config["n_head"] = config.get("num_attention_heads", 12)
-        return with_shape(bert_weights.from_transformers(state), config, source)
-    # Saved from the bare transformer, as the published ones are, the names lack their first part.
-    prefixes = ("transformer.", "lm_head.")
-    state = {k if k.startswith(prefixes) else f"transformer.{k}": v for k, v in state.items()}
-    state = {k: v.t() if k.endswith(TRANSPOSED) else v for k, v in state.items()}
-    return with_shape(state, config, source)
-
-
-def read_sums(folder):
-    """{file: its SHA-256} as an export notes it, for `sha256sum -c` too; of others nothing is
-    known."""
-    path = folder / SUMS
-    if not path.exists():
-        return {}
-    with reading(path, "file", "export that folder again"):
-        return {line[66:]: line[:64] for line in path.read_text().splitlines()}
+    return state
 
 
 def download(name):
@@ -119,17 +126,6 @@ def download(name):
             f"{name!r} is no file or folder here, and cannot be fetched from the hub "
             f"({first_line(error)}); is the name right? `ls log` shows the runs there are"
         ) from error
-
-
-def check_config(source, config, wanted):
-    """Raise UserError for a Hugging Face model that computes something else than ours does."""
-    for key, allowed in wanted.items():
-        value = config.get(key, allowed[0] if key != "model_type" else None)
-        if value not in allowed:
-            raise UserError(
-                f"{source} is neither a GPT-2 nor a BERT that our models can hold: {key}={value}, "
-                f"wanted is {allowed[0]}"
-            )
 
 
 def with_shape(state, config, source):
