@@ -1,5 +1,4 @@
-"""What all commands share: errors that a person can mend, one boundary that says them, flags from
-dataclasses.
+"""What all commands share: errors that a person can mend, one boundary that says them, flags.
 
 Imports nothing slow: a command that is typed wrong should say so at once.
 """
@@ -23,8 +22,7 @@ class UserError(Exception):
 
 
 class RunError(UserError):
-    """The run went wrong, as by a loss that is not finite. One sentence too, with another exit
-    status."""
+    """The run went wrong, as by a loss that is not finite: one sentence, with a status of its own."""
 
     status = 1
 
@@ -33,56 +31,57 @@ def command(main, name=None):
     """Run main(argv) as a program, and end the process with its exit status (None: 0).
 
     A UserError becomes one sentence. Whatever else is raised keeps its traceback, as it is not the
-    user's to mend. Statuses: 0 done, 1 went wrong, 2 bad input, 75 stopped by a signal and saved,
-    130 Ctrl-C.
+    user's to mend. Statuses: 0 done, 1 went wrong, 2 bad input, 75 stopped and saved, 130 Ctrl-C.
     """
     name = name or Path(sys.argv[0]).name
-    # Who imports this file by its name gets the module that runs, not a second one with classes of
-    # its own.
+    # who imports this file by its name gets the module that runs, not a second one
     sys.modules.setdefault(Path(sys.argv[0]).stem, sys.modules["__main__"])
     for stream in ("stdin", "stdout", "stderr"):
         if getattr(sys, stream) is None:  # closed by who started it, as by >&-
             setattr(sys, stream, open(os.devnull, "r" if stream == "stdin" else "w"))
-    # a terminal that lacks a character shows a question mark
-    sys.stdout.reconfigure(errors="replace")
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    sys.stdout.reconfigure(errors="replace")  # ? where a terminal lacks a character
+    rank = os.environ.get("RANK", "0")
     try:
         status = main(sys.argv[1:]) or 0
-    except UserError as error:
-        if rank:  # all processes meet the same bad input, which rank 0 says; it may be ours alone
-            time.sleep(2)
-        status = error.status
-        say(f"{name}: error: {f'[rank {rank}] ' if rank else ''}{error}")
     except KeyboardInterrupt:
         status = 130
         say(f"{name}: stopped")
-    except (MemoryError, RuntimeError) as error:
-        if out_of_memory(error):
-            what = "the memory is full; ask for less at a time, such as a smaller --batch_size"
-            status = 2
-        elif lost_another(error):
-            found = str(error).partition("] ")[2].partition(". ")[0]
-            what = f"[rank {rank}] another process has ended, or its machine does not answer ({found}); "
-            what += "it may say why itself; checkpoints stay: start all again, with --resume"
-            status = 1
-        else:
-            raise
-        say(f"{name}: error: {what}")
     except BrokenPipeError:  # the reader of our output has left, as in --help | head
         status = 1
-    except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:
+    except Exception as error:
+        status, sentence = in_words(error)
+        if not status:
             raise
-        status, path = 2, str(error.filename)[:40]
-        say(f"{name}: error: {path}... is too long for the name of a file; name another")
+        if isinstance(error, UserError) and rank != "0":
+            time.sleep(2)  # all processes meet the same bad input, which rank 0 says first
+        where = f"[rank {rank}] " if rank != "0" or lost_another(error) else ""
+        say(f"{name}: error: {where}{sentence}")
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except OSError:  # nobody reads it; Python would complain at its end once more
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-    if world_size > 1:  # gloo's threads may outlive the interpreter (pytorch/pytorch#179291)
-        os._exit(status)
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        os._exit(status)  # gloo's threads may outlive the interpreter (pytorch/pytorch#179291)
     sys.exit(status)
+
+
+def in_words(error):
+    """(exit status, sentence) of what a person can mend; (0, "") of a bug."""
+    if isinstance(error, UserError):
+        return error.status, str(error)
+    if out_of_memory(error):
+        return 2, "the memory is full; ask for less at a time, such as a smaller --batch_size"
+    if lost_another(error):
+        found = str(error).partition("] ")[2].partition(". ")[0]
+        return 1, (
+            f"another process has ended, or its machine does not answer ({found}); it may say why "
+            "itself; checkpoints stay: start all again, with --resume"
+        )
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        path = str(error.filename)[:40]
+        return 2, f"{path}... is too long for the name of a file; name another"
+    return 0, ""
 
 
 def out_of_memory(error):
@@ -92,8 +91,7 @@ def out_of_memory(error):
 
 
 def lost_another(error):
-    """Whether this is what gloo raises where another process has gone, or is silent for too
-    long."""
+    """Whether this is what gloo raises where another process has gone, or does not answer."""
     return "gloo/transport" in str(error)
 
 
@@ -106,24 +104,16 @@ def say(text, file=None):
 
 
 def parse(settings, argv, prog=None, description=None):
-    """tyro.cli with this project's conventions: --like_this, no prefixes, --no_compile beside
-    --compile."""
+    """tyro.cli, with flags --like_this and without prefixes; --no_compile beside --compile."""
     import tyro
 
     prog = prog or Path(sys.argv[0]).name
-    return tyro.cli(
-        settings,
-        args=argv,
-        prog=prog,
-        description=description,
-        use_underscores=True,
-        config=(tyro.conf.OmitArgPrefixes,),
-    )
+    how = dict(use_underscores=True, config=(tyro.conf.OmitArgPrefixes,))
+    return tyro.cli(settings, args=argv, prog=prog, description=description, **how)
 
 
 def progress(items, what, unit="shard"):
-    """`items`, with a bar on rank 0's terminal if going through them takes longer than two
-    seconds."""
+    """`items`, with a bar on rank 0's terminal if going through them takes more than two seconds."""
     from tqdm import tqdm
 
     off = True if os.environ.get("RANK", "0") != "0" else None  # None: where stderr is no terminal
@@ -136,30 +126,26 @@ def quoted(text):
 
 
 def program(name):
-    """What to type, from the folder that we are in, for a file of this project, or for "lab" and a
-    tool of it."""
-    here = Path.cwd() == ROOT
+    """What to type here for a file of this project, or for "lab" and a tool of it."""
     file, _, tool = name.partition(" ")
-    path = ("-m lab" if file == "lab" else file) if here else quoted(str(ROOT / file))
-    return f"{this_python()} {path} {tool}".rstrip()
-
-
-def this_python():
-    """What to type for the interpreter that runs this: python, where that is the same one, else its
-    path."""
-    found = shutil.which("python")
-    here = Path(sys.executable)
-    if found and Path(found).parent.absolute() == here.parent.absolute():
-        return "python"
-    return os.path.relpath(here) if Path.cwd() in here.parents else str(here)
+    path = "-m lab" if file == "lab" else file
+    if Path.cwd() != ROOT:
+        path = quoted(str(ROOT / file))
+    # the interpreter that runs this: python, where that is the same one, else its path
+    found, python = shutil.which("python"), sys.executable
+    if found and os.path.dirname(os.path.abspath(found)) == os.path.dirname(python):
+        python = "python"
+    elif Path.cwd() in Path(python).parents:
+        python = os.path.relpath(python)
+    return f"{python} {path} {tool}".rstrip()
 
 
 def set_threads():
     """Say how OpenMP's threads wait on a CPU, before torch starts them.
 
     Threads that spin while they wait are up to twice as fast where nothing else runs; where
-    something does, they take the time of those that work (docs/LOG.md). So the load of the last
-    tenth of a second decides, where the system tells it.
+    something does, they take the time of those that work. So the load of a tenth of a second
+    decides, where the system tells it.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ["OMP_WAIT_POLICY"] = "ACTIVE" if idle_share() > 0.9 else "PASSIVE"
