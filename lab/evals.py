@@ -1,5 +1,4 @@
-"""What a run is measured by: validation loss against two baselines, samples. Nothing here touches
-training."""
+"""What a run is measured by: validation loss and samples. Nothing here touches training."""
 
 import codecs
 import math
@@ -19,8 +18,7 @@ class Every:
     what the log notes of it, or None."""
 
     def __init__(self, name, every, do=None):
-        self.name, self.every = name, every
-        self.do = do
+        self.name, self.every, self.do = name, every, do
 
     def due(self, step, last):
         return self.every > 0 and (step % self.every == 0 or last)
@@ -30,8 +28,8 @@ class Every:
 
 
 class Validation(Every):
-    """Loss on the first cfg.val_tokens of the validation split, beside what a guess without context
-    has."""
+    """Loss on the first cfg.val_tokens of the validation split; self.unigram is that of a model
+    without context."""
 
     def __init__(self, run, stop):
         cfg, vocab_size = run.cfg, run.raw_model.config.vocab_size
@@ -44,7 +42,11 @@ class Validation(Every):
     def prepare(self, run):
         """What is the same at each step."""
         val_tokens = run.cfg.val_tokens
-        self.tokenizer = tokenizer_for(self.shards.vocab_size, run.world)
+        try:
+            self.tokenizer = get_tokenizer(name_of_size(self.shards.vocab_size))
+        except UserError as error:
+            self.tokenizer = None
+            run.world.say(f"no samples and no bits per byte: {error}")
         if run.world.is_main:
             self.unigram = unigram_entropy(run.loader.shards, self.shards, val_tokens)
             self.bytes = self.tokenizer and bytes_per_token(self.tokenizer, self.shards, val_tokens)
@@ -80,13 +82,13 @@ def evaluate(
     """Sums over the first cfg.val_tokens targets of a split (0: all): {"loss": in nats, "targets":
     count}, each process doing its share. Raises Stopped between two batches if `stop` was asked to.
 
-    measure(model, x, y) gives sums by name, at least the loss. transform, as a TokenLoader's, gets
-    the seed 0 and the positions, so it does the same at each step and in runs of all seeds.
+    measure(model, x, y) gives sums by name. transform, as a TokenLoader's, gets the seed 0 and the
+    positions, so it does the same at each step and in runs of all seeds.
 
     The tokens and their order depend on nothing but the data, and no random number is drawn. The
     last batch is filled up with targets of -1, so that a compiled model sees one shape.
     """
-    targets, T = min(cfg.val_tokens or len(shards), len(shards) - 1), cfg.seq_len
+    targets, T = num_targets(shards, cfg.val_tokens), cfg.seq_len
     positions, totals = starts(shards, cfg), {}
     # per = batches * batch_size sequences for each process
     per = -(-len(positions) // (batch_size * world.world_size)) * batch_size
@@ -110,20 +112,23 @@ def evaluate(
     return dict(zip(totals, world.all_reduce(torch.stack(list(totals.values()))).tolist()))
 
 
+def num_targets(shards, tokens):
+    """How many of the first `tokens` positions of a split (0: all) have a next token."""
+    return min(tokens or len(shards), len(shards) - 1)
+
+
 def starts(shards, cfg):
     """Where the sequences of an evaluation begin."""
-    targets = min(cfg.val_tokens or len(shards), len(shards) - 1)
-    if targets < 1:
+    if len(shards) < 2:
         raise UserError(
             f"the validation split in {cfg.data} has {len(shards)} token(s); it needs two"
         )
-    return np.arange(0, targets, cfg.seq_len)
+    return np.arange(0, num_targets(shards, cfg.val_tokens), cfg.seq_len)
 
 
 def target_counts(shards, tokens):
     """How often each token (V,) is a target of the first `tokens` positions of a split (0: all)."""
-    end = 1 + min(tokens or len(shards), len(shards) - 1)
-    counts = np.zeros(shards.vocab_size, np.int64)
+    end, counts = 1 + num_targets(shards, tokens), np.zeros(shards.vocab_size, np.int64)
     for start in range(1, end, 2**24):
         ids = shards.read(start, min(2**24, end - start))
         ids = ids[shards.learnt(start, len(ids))] if shards.masks else ids
@@ -133,7 +138,7 @@ def target_counts(shards, tokens):
 
 def unigram_entropy(train_shards, val_shards, val_tokens):
     """Nats per token of a model that only knows how often each token occurs in (the first 20M
-    tokens of) the training data: what there is to gain without any context."""
+    tokens of) the training data."""
     seen, asked = target_counts(train_shards, 20_000_000) + 1, target_counts(val_shards, val_tokens)
     return float(-(asked / asked.sum() * np.log(seen / seen.sum())).sum())
 
@@ -145,19 +150,9 @@ def bytes_per_token(tokenizer, shards, val_tokens):
     return bytes_in_all / counts.sum() if counts.any() else None
 
 
-def tokenizer_for(vocab_size, world):
-    """The tokenizer that has this many ids, or None, saying so, where it is not known or not to be
-    had."""
-    try:
-        return get_tokenizer(name_of_size(vocab_size))
-    except UserError as error:
-        world.say(f"no samples and no bits per byte: {error}")
-        return None
-
-
 class FillIn(Every):
-    """What a model that guesses hidden tokens puts into texts: pairs (ids, what is hidden in them, -1
-    elsewhere), arrays (T,)."""
+    """What a model puts in the place of hidden tokens. texts: pairs of arrays (T,), the ids and what
+    is hidden in them (-1: nothing)."""
 
     def __init__(self, run, tokenizer, texts):
         super().__init__("sample", run.cfg.sample_every)
@@ -192,11 +187,11 @@ class Samples(Every):
     def __call__(self, run):
         """The texts, and of the first what lab.tools.report shades: the prompt and its tokens. All
         processes draw the same: with FSDP2 each has a share of the weights."""
-        cfg, shades = run.cfg, []
+        prompt, shades = run.cfg.sample_prompt, []
+        how = prompt, run.cfg.sample_tokens, run.cfg.seed, shades
         with run.precision.autocast():
-            how = cfg.sample_prompt, cfg.sample_tokens, cfg.seed, shades
             texts = draw_samples(run.raw_model, self.tokenizer, *how)
-        return {"texts": texts, "shaded": [cfg.sample_prompt, shades]}
+        return {"texts": texts, "shaded": [prompt, shades]}
 
 
 def draw_samples(model, tokenizer, prompt, tokens, seed, shades=None, count=2):
@@ -206,24 +201,17 @@ def draw_samples(model, tokenizer, prompt, tokens, seed, shades=None, count=2):
     ids = [eot] + tokenizer.encode(prompt)  # end-of-text: a document begins here
     idx = torch.tensor([ids[: model.config.block_size]] * count, device=device)
     generator = torch.Generator(device=device).manual_seed(seed)
-    rows, decoder = [[] for _ in range(count)], codecs.getincrementaldecoder("utf-8")("replace")
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    drawn = [[[]] for _ in range(count)]  # of each text the ids between two ends of text
     how = dict(temperature=0.8, top_k=50, generator=generator)
     for new, logits in generate(model, idx, tokens, **how):
-        for row, token in zip(rows, new.tolist()):
-            row.append(token)
+        for parts, token in zip(drawn, new.tolist()):
+            parts.append([]) if token == eot else parts[-1].append(token)
         if shades is not None:
-            token, ends = rows[0][-1], rows[0][-1] == eot
+            token = new[0].item()
+            ends = token == eot
             text = decoder.decode(b"" if ends else tokenizer.bytes_of(token), final=ends)
             text += "\n---\n" * ends
             shades.append(shade(token, logits[0], printable(text), tokenizer))
-    texts = []
-    for row in rows:
-        pieces, piece = [], []
-        for token in row + [eot]:
-            if token == eot:
-                pieces.append(tokenizer.decode(piece))
-                piece = []
-            else:
-                piece.append(token)
-        texts.append(prompt + "\n---\n".join(pieces).rstrip("\n-"))
-    return texts
+    texts = ["\n---\n".join(map(tokenizer.decode, parts)) for parts in drawn]
+    return [prompt + text.rstrip("\n-") for text in texts]
