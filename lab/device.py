@@ -1,7 +1,5 @@
-"""What this machine can do: precision, compilation, memory, peak rate. Probed or looked up, never
-assumed."""
+"""What this machine can do, probed or looked up: precision, compilation, memory, peak rate."""
 
-import contextlib
 import importlib.util
 import os
 
@@ -27,24 +25,19 @@ OTHER_CHIPS = ("Laptop", "Ti", "SUPER", "D", "MIG", "H200 NVL", "H800 PCIe")
 
 
 def peak_flops(device):
-    """The GPU's dense 16-bit peak in FLOP/s, or None where the table has none: better than a
-    guess."""
+    """The GPU's dense 16-bit peak in FLOP/s, or None where the table has none."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     words = set(name.replace("-", " ").split())
     if any(set(chip.split()) <= words for chip in OTHER_CHIPS):
         return None
-    found = (peak for gpu, (peak, _) in GPUS.items() if set(gpu.split()) <= words)
-    return next((peak * 1e12 for peak in found), None)
+    found = [peak * 1e12 for gpu, (peak, _) in GPUS.items() if set(gpu.split()) <= words]
+    return found[0] if found else None
 
 
 def find_device(name, local_rank):
     """The torch.device of this process; name is auto, cuda (one for each local rank), cuda:N, mps
     or cpu. Raises UserError."""
-    here = {
-        "cuda": torch.cuda.is_available(),
-        "mps": torch.backends.mps.is_available(),
-        "cpu": True,
-    }
+    here = dict(cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available(), cpu=True)
     if name == "auto":
         name = next(kind for kind, there in here.items() if there)
     kind, _, index = name.partition(":")
@@ -84,9 +77,7 @@ class Precision:
 
     def autocast(self):
         """Products in 16 bits; weights, norms, softmax and sums stay in 32."""
-        return (
-            torch.autocast(self.device.type, self.dtype) if self.dtype else contextlib.nullcontext()
-        )
+        return torch.autocast(self.device.type, self.dtype, enabled=self.is_16_bit)
 
     def prepare(self):
         """Let matrix products that stay in float32 round their inputs to TF32 (10 bits of
@@ -102,9 +93,8 @@ class Underway:
 
     def __init__(self, tensor):
         cuda = tensor.is_cuda
-        self.copy = torch.empty_like(tensor, device="cpu", pin_memory=cuda).copy_(
-            tensor, non_blocking=cuda
-        )
+        copy = torch.empty_like(tensor, device="cpu", pin_memory=cuda)
+        self.copy = copy.copy_(tensor, non_blocking=cuda)
         self.there = torch.cuda.Event() if cuda else None
         if self.there:
             self.there.record()
@@ -134,8 +124,7 @@ def why_no_compile(device, model_config):
 
 
 def memory_of(device):
-    """(bytes, "GPU" or "machine") of memory that there is in all; infinite where the system does
-    not say."""
+    """(bytes of memory in all, "GPU" or "machine"); infinite where the system does not say."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory, "GPU"
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
@@ -178,8 +167,7 @@ def micro_batches(cfg, world_size, device_type, most=64):
 
 
 def fits(model, size, cfg, world, precision):
-    """Whether a micro-step of so many sequences, and what training holds beside it, fits on this
-    GPU."""
+    """Whether a micro-step of so many sequences fits, and what training holds beside it."""
     # AdamW's two moments and DDP's buckets come on top; with ZeRO-1 shares of the moments and of the
     # weights, and gradients that are kept over micro-steps; with FSDP2 a share of everything, in
     # the place of weights and gradients. 5 % is left for fragments

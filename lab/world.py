@@ -25,7 +25,7 @@ class World:
         self.device = find_device(device, self.local_rank)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # before NCCL starts, or all open a context on GPU 0
-        # gloo carries what is on the CPU; on GPUs NCCL carries the gradients
+        # gloo carries what is on the CPU, NCCL what is on GPUs
         self.backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         self.device_id = self.device if self.device.type == "cuda" else None
 
