@@ -6,12 +6,11 @@
 
 The completion style of the published GPT-2 numbers: the loss of each ending's tokens given the
 context, the ending tokenised with a leading space. acc takes the ending with the smallest sum,
-acc_norm the one with the smallest mean. Sections: 1 tokens, 2 batches, 3 losses, 4 scores, 5 in a
-training run, 6 command line. lab/data/hellaswag.py downloads and reads the file, and
+acc_norm the one with the smallest mean. lab/data/hellaswag.py downloads and reads the file, and
 lab/tools/answers.py shows the results.
 
-Shape letters: N examples, B rows of a batch (one example each), T tokens of a row, C channels,
-M ending tokens.
+Shape letters: N examples, B rows of a batch (one example each), T tokens of a row, C channels, M
+tokens of endings.
 """
 
 import math
@@ -22,10 +21,9 @@ from typing import Literal
 import numpy as np
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
 from lab import models
-from lab.cli import RunError, UserError, command, parse
+from lab.cli import RunError, UserError, command, parse, progress
 from lab.data.hellaswag import locate, read_examples
 from lab.data.tokenizers import get_tokenizer, name_of_size
 from lab.device import Precision
@@ -68,8 +66,7 @@ def choose(data, block_size, limit=0, skip_long=False):
     `limit` examples (0: all) are spread evenly over the file, whose first third is all ActivityNet.
     The last token of an ending is never an input, so context and ending may have block_size + 1
     together. A context is cut from the left until the longest of the four endings fits: all four
-    see the same. Raises UserError for an ending that leaves no context, unless such examples are to
-    be skipped."""
+    see the same. Raises UserError for an ending that leaves no context, unless skip_long."""
     n = min(limit or len(data), len(data))
     rows, tokens, cut = [], [], 0
     for i in np.arange(n) * len(data) // n:
@@ -176,8 +173,7 @@ def ending_losses(model, data, world, check=lambda: None):
         starts = np.cumsum(lengths) - lengths
         sums[rows] = np.add.reduceat(losses.cpu().double().numpy(), starts).reshape(-1, 4)
 
-    off = None if world.is_main else True  # None: off where stderr is no terminal
-    for i in (bar := tqdm(rounds, "HellaSwag", delay=3, disable=off, leave=False)):
+    for i in (bar := progress(rounds, "HellaSwag", "batch")):
         check()
         mine = i + world.rank  # the last round may have none for this process, which computes along
         rows, B, T = batches[min(mine, len(batches) - 1)]
@@ -222,10 +218,7 @@ def summarise(sums, end_len, label):
 
 def measure(model, data, world, check=lambda: None):
     """(summary, a dict of plain numbers; sums (N, 4)) of these Examples, the same on every process.
-
-    Runs in the caller's autocast; draws no random numbers. Raises RunError for losses that are not
-    finite.
-    """
+    Draws no random number. Raises RunError for losses that are not finite."""
     t0 = time.perf_counter()
     sums = ending_losses(model, data, world, check)
     if not np.isfinite(sums).all():
@@ -253,7 +246,7 @@ def prepare(model, world, path=None, limit=0, skip_long=False):
 
 
 class HellaSwag:
-    """The event of a training run: the score every so many steps, never of the untrained model."""
+    """An event of a training run: the score every so many steps, never of the untrained model."""
 
     name = "hella"
 
@@ -267,8 +260,7 @@ class HellaSwag:
 
     def __call__(self, run):
         """The summary as a dict; None where the file cannot be had or an ending does not fit into
-        the model's context: the run goes on, and does not ask again. Raises Stopped between two
-        batches."""
+        the model's context: the run goes on, and does not ask again."""
         if not self.prepared:
             try:
                 self.prepared = prepare(run.raw_model, self.world, limit=self.examples)
@@ -321,7 +313,7 @@ def main(argv):
     model = models.load(cfg.model).to(world.device).eval()
     if not hasattr(model, "generate"):
         raise UserError(f"{cfg.model} fills in hidden words: it cannot score how a text goes on")
-    path = str(locate(cfg.data, cfg.split)) if world.is_main else None
+    path = world.on_main(lambda: str(locate(cfg.data, cfg.split)))
     data, cut, skipped = prepare(model, world, path, limit=cfg.limit, skip_long=cfg.skip_long)
     with precision.autocast():
         result, sums = measure(model, data, world)
