@@ -1,8 +1,7 @@
 """Faster ways to compute what a model computes, put into it from outside.
 
 use() replaces modules and leaves everything else as it was: names, order and identity of the
-parameters, and the random state. Without gradients, in evaluation and sampling, the plain modules
-compute.
+parameters, and the random state. Where nothing needs gradients the plain modules compute.
 """
 
 import importlib.util
@@ -19,8 +18,7 @@ def use(model, mlp, precision, fp8="off"):
     """Replace model.head_loss, and on a GPU in bf16 every module of the class `mlp`.
 
     To be called before anything holds on to the modules: DDP, torch.compile. fp8: "off"; "head"
-    computes the head's products in 8 bits; "all" the MLPs' too. Raises UserError where 8 bits
-    cannot be had.
+    computes the head's products in 8 bits; "all" the MLPs' too.
     """
     if fp8 != "off":
         check_fp8(model, precision, fp8)
@@ -36,7 +34,13 @@ def use(model, mlp, precision, fp8="off"):
 
 def check_fp8(model, precision, fp8):
     """Raise UserError, saying what is missing, where products in 8 bits cannot be had."""
-    if reason := why_no_fp8(precision.device) or why_no_fp8_shape(precision.name, model.config):
+    c, reason = model.config, why_no_fp8(precision.device)
+    if not reason and precision.name != "bf16":
+        reason = f"go with precision=bf16, not with {precision.name}"
+    if not reason and (c.n_embd % 16 or c.padded_vocab_size % 16):
+        rows = f"{c.padded_vocab_size} rows of the embedding"
+        reason = f"need multiples of 16, not n_embd={c.n_embd} and {rows}"
+    if reason:
         raise UserError(f"fp8={fp8}: 8 bits {reason}; leave --fp8 out")
     for right in (gradient_is_transposed, *([casts_are_transposed] if fp8 == "all" else [])):
         if not right(precision.device):
@@ -55,14 +59,4 @@ def why_no_fp8(device):
         return "need an NVIDIA GPU that multiplies them (RTX 40, H100 and newer)"
     if importlib.util.find_spec("triton") is None:
         return "need Triton, which is not installed"
-    return ""
-
-
-def why_no_fp8_shape(precision, config):
-    """The same for a model's shape and a precision's name."""
-    if precision != "bf16":
-        return f"go with precision=bf16, not with {precision}"
-    if config.n_embd % 16 or config.padded_vocab_size % 16:
-        rows = config.padded_vocab_size
-        return f"need multiples of 16, not n_embd={config.n_embd} and {rows} rows of the embedding"
     return ""
