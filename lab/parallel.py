@@ -28,22 +28,9 @@ from lab.cli import UserError
 from lab.optim import exact_norm
 
 
-def reduce_scatter(mine, flat):
-    """mine (n,): the sum over the processes of their parts of flat (processes * n,) that belong
-    here."""
-    # torch 2.13 has another name for it
-    getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(mine, flat)
-
-
-def all_gather(flat, mine):
-    """flat (processes * n,): every process's mine (n,), one after the other."""
-    getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(flat, mine)
-
-
 def read_in_16_bits(model, dtype):
-    """The parameters that nobody reads but products in bf16, which round them, and make their
-    gradients so too: the blocks' matrices, but for those of a module that says it reads all bits
-    (`reads`)."""
+    """The parameters that only products in bf16 read, which round them, and make their gradients so
+    too: the blocks' matrices, but for those of a module that says it `reads` all bits."""
     if dtype != torch.bfloat16:
         return []
     wide = {p for m in model.modules() if reads_all_bits(m, dtype) for p in m.parameters()}
@@ -74,13 +61,11 @@ class Shares:
     def __init__(self, params, world, wire):
         self.params, self.wire, self.world = params, wire, world
         self.starts = [0]
-        for p in params:
-            # views start at 256 bytes, as kernels like it
+        for p in params:  # views start at 256 bytes, as kernels like it
             self.starts.append(self.starts[-1] + -(-p.numel() // 64) * 64)
         size = -(-self.starts[-1] // (64 * world.world_size)) * 64
         self.here = slice(world.rank * size, (world.rank + 1) * size)  # this process's share
-        # as everyone has them
-        self.weights = torch.zeros(world.world_size * size, device=params[0].device)
+        self.weights = torch.zeros(world.world_size * size, device=params[0].device)  # everyone's
         for p, view in zip(params, self.views(self.weights)):
             view.copy_(p.data)
             p.data = view
@@ -107,16 +92,15 @@ class Shares:
         return flat
 
     def take_gradients(self, dtype):
-        """The mean over the processes of the gradients of this share, which travel as dtype. The
-        parameters keep none."""
+        """The mean over the processes of this share's gradients, which travel as dtype and go."""
         flat = self.laid_out([p.grad for p in self.params], dtype, self.weights.device)
         for p in self.params:
             p.grad = None
         if dtype == torch.float32:
-            reduce_scatter(mine := torch.empty_like(self.mine), flat)
-        # summed on the way, they would be rounded at every process; so each sends its own to where
-        # the sum is wanted
-        else:
+            # torch 2.13 has another name for it
+            scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+            scatter(mine := torch.empty_like(self.mine), flat)
+        else:  # sums made on the way would be rounded at every process
             dist.all_to_all_single(parts := torch.empty_like(flat), flat)
             mine = parts.view(self.world.world_size, -1).sum(0, dtype=torch.float32)
         return mine.div_(self.world.world_size)
@@ -124,15 +108,16 @@ class Shares:
     def hand_out(self, dtype):
         """Every process's share of the weights to everyone, as dtype."""
         if dtype == torch.float32:
-            all_gather(self.weights, self.mine)
+            self.world.all_gather(self.weights, self.mine)
         else:
-            all_gather(parts := torch.empty_like(self.weights, dtype=dtype), self.mine.to(dtype))
+            parts = torch.empty_like(self.weights, dtype=dtype)
+            self.world.all_gather(parts, self.mine.to(dtype))
             self.weights.copy_(parts)
 
     def gather(self, mine):
-        """On rank 0, what all processes have, like `mine`, of their shares: tensors of the
-        parameters' shapes on the CPU."""
-        all_gather(flat := torch.empty_like(self.weights), mine)
+        """On rank 0's CPU, tensors of the parameters' shapes, of whose shares each process has
+        `mine`."""
+        self.world.all_gather(flat := torch.empty_like(self.weights), mine)
         return [view.cpu() for view in self.views(flat)] if self.world.is_main else []
 
 
@@ -143,21 +128,16 @@ class Zero1AdamW:
     def __init__(self, adamw, model, loader, precision, world):
         refuse_fp16("zero1", precision)
         self.of_wholes, self.loader, self.world = adamw, loader, world
-        # for each group of parameters the Shares of those rounded, and of those not
-        self.groups = []
+        self.shares, groups_of_shares = [], []
         rounded = set(read_in_16_bits(model, precision.dtype))
         for group in adamw.param_groups:
             parts = {torch.bfloat16: [], torch.float32: []}
             for p in group["params"]:
                 parts[torch.bfloat16 if p in rounded else torch.float32].append(p)
-            self.groups.append(
-                [Shares(params, world, wire) for wire, params in parts.items() if params]
-            )
-        self.shares = [s for shares in self.groups for s in shares]
-        groups = zip(adamw.param_groups, self.groups)
-        self.of_shares = torch.optim.AdamW(
-            [group | {"params": [s.mine for s in shares]} for group, shares in groups]
-        )
+            shares = [Shares(params, world, wire) for wire, params in parts.items() if params]
+            groups_of_shares.append(group | {"params": [s.mine for s in shares]})
+            self.shares += shares
+        self.of_shares = torch.optim.AdamW(groups_of_shares)
 
     @property
     def param_groups(self):
@@ -166,10 +146,8 @@ class Zero1AdamW:
 
     def clip_grad_norm(self, max_norm):
         """Take the mean of all processes' gradients, each of its share, and scale it so that the
-        norm of all is at most max_norm (0: as it is). Returns the norm before, the same on each
-        process."""
-        # sums over micro-steps, which 16 bits do not hold
-        accumulated = self.loader.grad_accum_steps > 1
+        norm of all is at most max_norm (0: as it is). Returns the norm before."""
+        accumulated = self.loader.grad_accum_steps > 1  # 16 bits do not hold sums of micro-steps
         for s in self.shares:
             s.mine.grad = s.take_gradients(torch.float32 if accumulated else s.wire)
         shares = [s.mine for s in self.shares]
@@ -189,20 +167,14 @@ class Zero1AdamW:
     def zero_grad(self, set_to_none=True):
         self.of_shares.zero_grad(set_to_none)
 
-    def complete_weights(self):
-        """Give the model all bits of its weights, also those that nobody reads, until the next
-        step."""
+    def state_dict(self):
+        """On rank 0 what `adamw` would have after the same updates, on the CPU: a run may go on
+        with another number of processes, or without shares. Elsewhere it has no state. Until the
+        next step the model has all bits of its weights, to be saved beside it."""
+        states = {}
         for s in self.shares:
             if s.wire != torch.float32:
                 s.hand_out(torch.float32)
-
-    def state_dict(self):
-        """On rank 0 what `adamw` would have after the same updates, on the CPU: a run may go on
-        with another number of processes, or without shares. Elsewhere it has no state. The model
-        gets all bits of its weights, to be saved beside it."""
-        self.complete_weights()
-        states = {}
-        for s in self.shares:
             state = self.of_shares.state[s.mine]
             if state:
                 moments = zip(s.params, s.gather(state["exp_avg"]), s.gather(state["exp_avg_sq"]))
@@ -279,8 +251,7 @@ class Fsdp2AdamW:
 def shard(model, precision, world):
     """Every parameter becomes this process's share of it, a DTensor; those of a block are put
     together when it computes, in 16 bits where it would round them anyway."""
-    # not above: every command would wait a second for them
-    from torch.distributed import fsdp
+    from torch.distributed import fsdp  # not above: every command would wait a second for them
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh(world.device.type, (world.world_size,))

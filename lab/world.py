@@ -48,6 +48,12 @@ class World:
         """Whether it is true on every process; through the CPU, so that no GPU waits."""
         return self.all_reduce(torch.tensor(int(not condition))).item() == 0
 
+    def all_gather(self, every, mine, async_op=False):
+        """every (processes * n, ...): each process's mine (n, ...), one after the other."""
+        # torch 2.13 has another name for it
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        return gather(every, mine, async_op=async_op)
+
     def gather(self, value):
         """Every process's value, as a list."""
         values = [value] * self.world_size

@@ -20,7 +20,6 @@ sqrt(max(1, m / n)) makes up for that: one rate then suits all shapes.
 """
 
 import torch
-import torch.distributed as dist
 
 # quintic a x + b x^3 + c x^5, each round the same (Jordan 2024), as steep at 0 as can be rather than
 # exact: after five rounds values that began above 0.0015 lie between 0.65 and 1.21
@@ -132,9 +131,7 @@ class Muon(torch.optim.Optimizer):
         share[: len(mine)] = mine
         share = orthogonalize(share, rounds=self.rounds).contiguous()
         every = share.new_empty(processes * each, *stack.shape[1:])
-        # torch 2.13 has another name for it
-        all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-        return every, all_gather(every, share, async_op=True)
+        return every, self.world.all_gather(every, share, async_op=True)
 
     def normalized(self, update, params):
         """NorMuon: rows of `update` (k, ..., m, n) divided by the root of their mean square."""
