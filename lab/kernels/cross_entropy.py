@@ -9,8 +9,7 @@ multiplies that into dx and dweight, and drops it, all in the forward pass. What
 brings later is one number, the gradient of whatever was made of the loss, and both are multiplied
 by it. (The idea is Liger-Kernel's: Hsu et al. 2024, section 3.2.)
 
-Shape letters: N positions, C channels, V rows of the head (padded vocabulary), n positions of a
-chunk.
+Shape letters: N positions, n of a chunk, C channels, V rows of the head (padded vocabulary).
 """
 
 import functools
@@ -27,11 +26,8 @@ GRAD_SCALE = 2.0**15
 
 
 class FusedHeadLoss(nn.Module):
-    """In the place of a model's plain head_loss: the same loss and gradients without all logits at
-    once.
-
-    fp8: products in 8 bits, whose gradients are rounded by some percent (RTX 40, H100 and newer).
-    """
+    """In the place of a model's plain head_loss: the same loss and gradients, but for fp8, products
+    in 8 bits, whose gradients are rounded by some percent (RTX 40, H100 and newer)."""
 
     def __init__(self, plain, fp8=False):
         super().__init__()
@@ -58,8 +54,7 @@ def fused_loss(
     x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sum of the losses, and its gradients dx (N, C) in x's type and dweight (V, C) in weight's."""
-    # dlogits lie in [-1, 1]; most are far below fp16's smallest normal number 6e-5, so fp16 shifts
-    # them up
+    # dlogits lie in [-1, 1], most of them far below fp16's smallest normal number, 6e-5
     scale = 1024.0 if x.dtype == torch.float16 else 1.0
     w = weight.to(x.dtype)
     losses = torch.empty(x.size(0), dtype=torch.float32, device=x.device)
@@ -102,7 +97,12 @@ fused_loss.register_autograd(multiply_gradients, setup_context=save_gradients)
 def loss_and_grad_(logits, targets, vocab_size, scale):
     """Losses (n,) of a chunk of logits (n, V), which become scale * dloss/dlogits in place."""
     if logits.is_cuda and importlib.util.find_spec("triton"):
-        return triton_loss_and_grad_(logits, targets, vocab_size, scale)
+        # in one kernel a row is read twice, the second time mostly from L2 cache, and written once
+        losses = torch.empty(logits.size(0), dtype=torch.float32, device=logits.device)
+        sizes = logits.stride(0), logits.size(1), vocab_size
+        launch = kernels()["loss"][(logits.size(0),)]
+        launch(logits, targets, losses, *sizes, scale, BLOCK=2048, num_warps=32)
+        return losses
     scores = logits.float()
     scores[:, vocab_size:] = float("-inf")
     has_target = targets >= 0
@@ -112,16 +112,6 @@ def loss_and_grad_(logits, targets, vocab_size, scale):
     grad = scores.sub_(log_z[:, None]).exp_()  # softmax; minus one-hot:
     grad.scatter_add_(1, target, torch.full_like(target, -1, dtype=grad.dtype))
     logits.copy_(grad.mul_((has_target * scale)[:, None]))
-    return losses
-
-
-def triton_loss_and_grad_(logits, targets, vocab_size, scale):
-    """The same in one kernel: a row is read twice, the second time mostly from the L2 cache, and
-    written once."""
-    losses = torch.empty(logits.size(0), dtype=torch.float32, device=logits.device)
-    sizes = logits.stride(0), logits.size(1), vocab_size
-    launch = kernels()["loss"][(logits.size(0),)]
-    launch(logits, targets, losses, *sizes, scale, BLOCK=2048, num_warps=32)
     return losses
 
 
@@ -135,9 +125,8 @@ def fused_loss_fp8(
     e4m3 (3 bits of mantissa) for x and weight, each scaled so that its largest value is the
     format's, 448; e5m2 (2 bits, more range) for the gradient of the logits (Micikevicius et al.
     2022, FP8 formats, section 3). The hardware wants both factors of an 8-bit product contiguous
-    along the axis that is summed over, so three of them are kept twice. Its fast accumulation
-    (use_fast_accum) stays off: sums with 14 bits make dweight 5 times as wrong and 0.3 % faster a
-    step.
+    along the axis that is summed over, so three of them are kept twice. Its fast accumulation stays
+    off: sums with 14 bits make dweight 5 times as wrong, for 0.3 % of a step.
     """
     x8, x_scale = to_e4m3(x)
     w8, w_scale = to_e4m3(weight)
@@ -167,8 +156,7 @@ def to_e4m3(tensor):
     """(tensor / scale in e4m3, scale), the largest value at 448."""
     largest = torch.linalg.vector_norm(tensor, ord=float("inf"), dtype=torch.float32)
     scale = (largest / 448).clamp(min=1e-12)
-    # in 16 bits it is rounded, and what undoes it must be so too
-    inverse = (1 / scale).to(tensor.dtype)
+    inverse = (1 / scale).to(tensor.dtype)  # rounded in 16 bits, and so must be what undoes it
     return (tensor * inverse).to(torch.float8_e4m3fn), 1 / inverse.float()
 
 
@@ -191,8 +179,7 @@ def triton_loss_and_grad_e5m2(logits, targets, vocab_size):
 
 
 def gradient_is_transposed(device):
-    """Whether both copies of the gradient agree, which depends on the version of Triton: there is
-    no other sign."""
+    """Whether both copies of the gradient agree, which depends on the version of Triton."""
     logits = torch.arange(128 * 192, device=device).sin().view(128, 192).bfloat16()
     _, grad, grad_t = triton_loss_and_grad_e5m2(logits, torch.arange(128, device=device), 192)
     return torch.equal(grad.float().t(), grad_t.float())
@@ -200,8 +187,7 @@ def gradient_is_transposed(device):
 
 @functools.cache
 def kernels():
-    """{"loss", "row", "tile"}: compiled on first use, so that importing this file needs no
-    Triton."""
+    """{"loss", "row", "tile"}, compiled on first use: importing this file needs no Triton."""
     import triton
     import triton.language as tl
 

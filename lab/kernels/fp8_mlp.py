@@ -22,11 +22,10 @@ from torch import Tensor
 from lab.kernels.fused_mlp import FusedMLP
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-# What a 1 in 8 bits is worth. A floating-point format of 4 or 5 bits of exponent forgives a rough
-# scale, so weights and activations have fixed ones, which cost no pass over the tensor to find its
-# largest value: weights reach 448 / 32 = 14 and lose bits below 2^-6 / 32 = 0.0005; the std of a
-# fresh one is 0.02 activations reach 448 / 4 = 112: LayerNorm's output is at most C^0.5 = 28 before
-# its gain; what is above is cut off there
+# What a 1 in 8 bits is worth. Formats with 4 or 5 bits of exponent forgive a rough scale, so weights
+# and activations have fixed ones, which cost no pass over the tensor to find its largest value.
+# Weights reach 448 / 32 = 14 and lose bits below 2^-6 / 32 = 0.0005 (fresh ones have a std of 0.02);
+# activations are cut off at 448 / 4 = 112 (LayerNorm's output is at most C^0.5 = 28 before its gain).
 WEIGHT, ACTIVATION = 1 / 32, 1 / 4
 # Gradients have no size of their own: the largest |dy| of each call becomes 57344. A gradient
 # before GELU is a sum of C of those times weights: 64 times more room, of the 2^30 that e5m2 has
@@ -61,8 +60,8 @@ def cast(x, scale, dtype, mode="plain", before=None):
 
 
 def casts_are_transposed(device):
-    """Whether what is cast twice agrees, which depends on the version of Triton: there is no other
-    sign. Tried are the five kinds of cast that an update needs."""
+    """Whether what is cast twice agrees, which depends on the version of Triton: all five kinds of
+    cast that an update needs."""
     x = torch.arange(128 * 192, device=device).sin().view(128, 192)
     y, scale = x.bfloat16(), constant(ACTIVATION, device)
     used = (
@@ -87,8 +86,7 @@ def kernel():
 
     @triton.jit
     def sigmoid_of_gelu(x):
-        """GELU in the tanh form is x * sigmoid(2 (2/pi)^0.5 (x + 0.044715 x^3)); this is the
-        sigmoid, by 2^y."""
+        """GELU in the tanh form is x * sigmoid(2 (2/pi)^0.5 (x + 0.044715 x^3)): that sigmoid."""
         # 2 (2/pi)^0.5 log2(e), and 0.044715 times that
         y = x * (2.302208198 + 0.1029432397 * x * x)
         return 1.0 / (1.0 + tl.exp2(-y))
@@ -177,8 +175,7 @@ def mlp_gradients_fp8(
     w8_t: Tensor,
     p8_t: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dx (N, C) bf16, dw_fc (F, C), db_fc (F,), dw_proj (C, F) float32. largest: a bound of
-    |dy|."""
+    """dx (N, C) bf16, dw_fc (F, C), db_fc (F,), dw_proj (C, F) float32. largest: of all |dy|."""
     weight, activation = constant(WEIGHT, dy.device), constant(ACTIVATION, dy.device)
     scale = (largest.float() / 57344).clamp(min=1e-30)
     dy8, dy8_t, _ = cast(dy, scale, E5M2)

@@ -17,7 +17,7 @@ import functools
 import torch
 from torch import Tensor, nn
 
-# names and numbers of cublasLt.h, the same from CUDA 11.8 to 13
+# numbers of cublasLt.h, the same from CUDA 11.8 to 13
 # cudaDataType_t, cublasComputeType_t: products in 16 bits, sums in 32
 BF16, FP32, COMPUTE_32F = (14, 0, 68)
 # cublasLtMatmulDescAttributes_t
@@ -26,8 +26,7 @@ TRANSA, EPILOGUE, BIAS_POINTER, AUX_POINTER, AUX_LD = (3, 7, 8, 11, 12)
 GELU_AUX_BIAS, DGELU = (164, 192)
 MAX_WORKSPACE_BYTES = 1  # cublasLtMatmulPreferenceAttributes_t
 WORKSPACE = 32 * 2**20  # bytes; NVIDIA's advice for Hopper
-# With fewer, the card waits for the Python that calls the library: 12 layers of 768 and 8 x 512
-# positions took an H200 14.0 ms a step instead of 12.0 (bench/ladder.py, shape 12x768)
+# with fewer, the GPU waits for the Python that calls the library (bench/ladder.py, shape 12x768)
 MIN_POSITIONS = 16384
 
 
@@ -195,8 +194,7 @@ class FusedMLP(nn.Module):
 
 
 def pays(x):
-    """Whether x (..., C) is to be fused: enough of it, in training, under bf16 autocast on a
-    GPU."""
+    """Whether x (..., C) is to be fused: enough of it, in training, on a GPU in bf16 autocast."""
     bf16 = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") == torch.bfloat16
     enough = x.numel() >= MIN_POSITIONS * x.size(-1)
     return x.is_cuda and bf16 and torch.is_grad_enabled() and enough
