@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from lab.cli import UserError, lost_another, out_of_memory, progress, say
+from lab.cli import UserError, in_words, progress, say
 from lab.device import Underway
 from lab.files import Damaged, first_line, reading, writing
 
@@ -102,7 +102,7 @@ class Writer:
         with two names, such as the tied head, is copied once."""
         copies = {}
 
-        def copied(value):
+        def twin_of(value):
             if torch.is_tensor(value):
                 if self.device.type == "cuda" and not value.is_cuda and value.dim():
                     return value  # no update writes here: it was gathered from all processes
@@ -111,11 +111,11 @@ class Writer:
                 return copies[place].copy
             if isinstance(value, dict):
                 twin = copy.copy(value)  # and what torch notes beside the items of a state dict
-                twin.update({name: copied(each) for name, each in value.items()})
+                twin.update({name: twin_of(each) for name, each in value.items()})
                 return twin
-            return [copied(each) for each in value] if isinstance(value, list) else value
+            return [twin_of(each) for each in value] if isinstance(value, list) else value
 
-        return copied(state), copies.values()
+        return twin_of(state), copies.values()
 
 
 class Inert:
@@ -175,13 +175,14 @@ def read_newest(run_dir):
 def restore(run, state):
     """Have `run` go on from `state`, which read_newest gave. Raises UserError if it does not fit."""
     try:
-        with reading(run.folder, "checkpoint in", "start from its weights with --init_from"):
-            run.load_state_dict(state)
-    except Damaged as error:
-        cause = error.__cause__
-        if out_of_memory(cause) or lost_another(cause):  # no fault of the checkpoint
-            raise cause from None
-        raise
+        run.load_state_dict(state)
+    except Exception as error:
+        if in_words(error)[0]:  # memory is full, or the like: no fault of the checkpoint
+            raise
+        raise UserError(
+            f"checkpoint in {run.folder} is of another kind ({first_line(error)}); "
+            "start from its weights with --init_from"
+        ) from error
 
 
 def newest_run(log_dir):

@@ -6,22 +6,20 @@ import signal
 
 
 class Stopped(Exception):
-    """A signal asks for the run to end. Raised on all processes at the same place; holds its
-    name."""
+    """A signal, whose name it holds, asks for an end. Raised on all processes at the same place."""
 
 
 class StopSignal:
     """Within `with`, the first signal asks for an end, and only a second Ctrl-C ends at once:
-    terminals send SIGHUP twice, and torchrun passes on a SIGTERM that the process has had
-    already."""
+    terminals send SIGHUP twice, and torchrun passes on a SIGTERM that its processes have had."""
 
     def __init__(self, world):
         self.world, self.name = world, ""
 
     def __enter__(self):
-        wanted = ("SIGINT", "SIGTERM", "SIGHUP")  # Windows has no SIGHUP; nohup has it ignored
-        numbers = [getattr(signal, name) for name in wanted if hasattr(signal, name)]
-        heard = [n for n in numbers if signal.getsignal(n) != signal.SIG_IGN]
+        wanted = ("SIGINT", "SIGTERM", "SIGHUP")
+        numbers = [getattr(signal, name) for name in wanted if hasattr(signal, name)]  # Windows
+        heard = [n for n in numbers if signal.getsignal(n) != signal.SIG_IGN]  # as under nohup
         self.before = {number: signal.signal(number, self.receive) for number in heard}
         self.terminals = [fd for fd in (1, 2) if os.isatty(fd)]
         return self

@@ -1,5 +1,5 @@
-"""Is the run alive and well? Losses and weights that are not finite, and signals, looked at without
-making the device wait."""
+"""Is the run alive and well? Losses and weights that are not finite, spikes, and signals, looked at
+without making the device wait."""
 
 import math
 from collections import deque
@@ -37,11 +37,10 @@ class Vitals:
         """
         found = [self.pending.popleft() for _ in range(len(self.pending) - (not newest))]
         steps = [(step, a.arrive(), b.arrive(), place) for step, a, b, place in found]
-        told = [losses.sum().item() for _, losses, _, _ in steps]
-        told += [float(self.spikes.is_spike(numbers)) for _, _, numbers, _ in steps]
-        told += [float(bool(self.stop.name))]
-        *told, stops = self.world.all_reduce(torch.tensor(told, dtype=torch.float64)).tolist()
-        for step, loss, spike in zip(steps, told, told[len(steps) :]):
+        told = [(losses.sum().item(), self.spikes.is_spike(n)) for _, losses, n, _ in steps]
+        told = torch.tensor([*told, (bool(self.stop.name), 0)], dtype=torch.float64)
+        *told, (stops, _) = self.world.all_reduce(told).tolist()
+        for step, (loss, spike) in zip(steps, told):
             self.judge(*step, loss / self.world.world_size, spike)
         if newest and steps:
             self.check_weights()
@@ -64,8 +63,7 @@ class Vitals:
             self.fail(step, f"the gradient norm is {norm:.4g}", micro_losses, place)
 
     def fail(self, step, what, micro_losses, place):
-        """Raise RunError naming the sequences of the micro-steps whose loss is not finite, or of
-        all."""
+        """Raise RunError, naming the sequences of the micro-steps whose loss is not finite."""
         loader, folder = self.run.loader, self.run.folder
         bad = [i for i, value in enumerate(micro_losses.tolist()) if not math.isfinite(value)]
         mine = [name for i in bad for name in loader.step_positions(place, i)]
