@@ -140,13 +140,6 @@ def is_finished(run_dir):
         return False
 
 
-def resume_command(run):
-    """What to type to go on with a run: its class stands in the program's file."""
-    run_dir, file = run.folder, Path(inspect.getfile(type(run))).name
-    there = "" if str(run_dir.parent) == "log" else f"--log_dir {quoted(run_dir.parent)} "
-    return f"{program(file)} --resume {there}--run_name {quoted(run_dir.name)}"
-
-
 def farewell(run, stopped):
     """Draw the curve, and say where everything is and what to do next. The other processes wait:
     torchrun kills all as soon as one has ended with a status that is not 0, such as 75."""
@@ -157,7 +150,9 @@ def farewell(run, stopped):
 
 def say_farewell(run, stopped):
     folder, say = run.folder, run.world.say
-    again = resume_command(run)
+    file = Path(inspect.getfile(type(run))).name  # where the class of such runs stands
+    there = "" if str(folder.parent) == "log" else f"--log_dir {quoted(folder.parent)} "
+    again = f"{program(file)} --resume {there}--run_name {quoted(folder.name)}"
     if stopped and not run.step:
         say(f"{stopped}: nothing to save yet; the same command begins again")
         return
@@ -168,12 +163,10 @@ def say_farewell(run, stopped):
     from lab.tools import plot
 
     plot.loss_curve([folder], folder / "loss.png")
-    curve = " loss.png (the curve)," * (folder / "loss.png").exists()
-    name = quoted(folder)
+    name, curve = quoted(folder), " loss.png (the curve)," * (folder / "loss.png").exists()
     best = f"; model_best.pt has the lowest validation loss, {run.best_val:.4f}"
     best *= (folder / "model_best.pt").exists()
-    further = "finish it" if stopped else "train it further"
-    more = "" if stopped else " --max_steps N"
+    further, more = ("finish it", "") if stopped else ("train it further", " --max_steps N")
     asking = f"ask it for more         {program('sample.py')} --model {name}"
     if not hasattr(run.raw_model, "generate"):
         asking = f"use it in transformers  {program('lab export')} {name} --out FOLDER"

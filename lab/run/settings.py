@@ -1,5 +1,4 @@
-"""The settings of a run: those of a preset or of a run that is resumed, what is typed, what the
-data decides."""
+"""The settings of a run: a preset's or a resumed run's, what is typed, what the data decides."""
 
 import argparse
 import dataclasses
@@ -11,6 +10,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+import torch
 
 from lab.cli import UserError, parse
 from lab.data import build_builtin, build_chats, name_of_size
@@ -108,8 +109,7 @@ def choose_defaults(argv, presets, program):
     if given.speed in SPEEDS:  # another word is refused with all the flags
         new = SPEEDS[given.speed] | {"speed": given.speed}
         configs = [
-            dataclasses.replace(c, **{k: v for k, v in new.items() if hasattr(c, k)})
-            for c in configs
+            dataclasses.replace(c, **{k: new[k] for k in new if hasattr(c, k)}) for c in configs
         ]
     return reason, *configs
 
@@ -157,8 +157,6 @@ def defaults_of_preset(given, presets, main):
 
 def best_preset(main, data):
     """(preset, in words why) that this machine and the data there are suggest."""
-    import torch
-
     shards, gpu = any(data.glob("*_train_*")), torch.cuda.is_available()
     if "WORLD_SIZE" in os.environ:
         return main, "what torchrun gets unless --preset says otherwise"
