@@ -92,7 +92,8 @@ class Shares:
         return flat
 
     def take_gradients(self, dtype):
-        """The mean over the processes of this share's gradients, which travel as dtype and go."""
+        """The mean over the processes of this share's gradients, which travel as dtype. The
+        parameters keep none."""
         flat = self.laid_out([p.grad for p in self.params], dtype, self.weights.device)
         for p in self.params:
             p.grad = None
@@ -115,8 +116,8 @@ class Shares:
             self.weights.copy_(parts)
 
     def gather(self, mine):
-        """On rank 0's CPU, tensors of the parameters' shapes, of whose shares each process has
-        `mine`."""
+        """What each process has as `mine`, put together: tensors like the parameters, on rank 0's
+        CPU."""
         self.world.all_gather(flat := torch.empty_like(self.weights), mine)
         return [view.cpu() for view in self.views(flat)] if self.world.is_main else []
 

@@ -28,7 +28,7 @@ def step_of(path):
 
 
 def save(run_dir, step, state, keep_last):
-    """Write run_dir/model_<step>.pt whole or not at all; the newest keep_last stay. Returns it."""
+    """The path of run_dir/model_<step>.pt, written whole or not at all. The newest keep_last stay."""
     path = Path(run_dir) / f"model_{step:06d}.pt"
     with writing(path, "--resume then goes on from the checkpoint before, if there is one"):
         write(path, state)

@@ -69,10 +69,10 @@ def has_trained(run_dir):
 
 
 def read_config(run_dir, model_class, train_class, name="config.json"):
-    """(model config, run config, names passed over) that opened noted, as these dataclasses.
+    """(model config, run config, names passed over) of what note_settings wrote.
 
     A setting that is not there has its default; one that this version does not know is passed over.
-    Raises UserError for a file that is broken, or for values that are none.
+    Raises UserError for a file that is broken, or for a value that does not fit.
     """
     path = Path(run_dir) / name
     saved = read_json(path, "mend it, or name another run with --run_name", model=dict, train=dict)
@@ -98,7 +98,7 @@ def smallest(name):
 
 
 def check_value(path, field, value):
-    """Raise UserError where a value from a file is none for this field of a dataclass."""
+    """Raise UserError where a value from a file does not fit this field of a dataclass."""
     kind, choices, least = type(field.default), get_args(field.type), smallest(field.name)
     most = 2**12 if field.name == "n_layer" else 2**48  # layers take time; torch fails at 2**63
     if choices and value not in choices:
@@ -116,8 +116,8 @@ def check_value(path, field, value):
 
 
 def run_to_resume(log_dir, run_name=""):
-    """The folder of the run of this name, or of the run whose checkpoint was written last. Raises
-    UserError where there is nothing to resume."""
+    """The folder of the run of this name, or of the one that saved last. Raises UserError where there
+    is nothing to resume."""
     run_dir = Path(log_dir) / run_name if run_name else newest_run(log_dir)
     if not (run_dir / "config.json").exists():
         raise UserError(

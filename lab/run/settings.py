@@ -33,8 +33,8 @@ ON_SPIKE = ("continue", "record", "skip", "stop")
 
 @dataclass
 class RunConfig:
-    """What every program has that trains: its data, what is measured and kept, and how often. A
-    program's own TrainConfig adds what decides the result."""
+    """What every program that trains has: data, what is measured and kept, and how often. A program's
+    own TrainConfig adds what decides the result."""
 
     preset: str = "gpt2"  # where the other defaults come from: gpt2 ... gpt2-xl, laptop, or sft
     # data
