@@ -255,6 +255,14 @@ def test_an_error_of_one_process_ends_all(tmp_path, start_two):
     assert 6 <= len(read_run(tmp_path / "log" / "r").losses) <= 8
 
 
+def test_what_one_process_finds_wrong_for_all_is_said_by_all(tmp_path, start_two):
+    data = write_shards(tmp_path / "more")
+    (data / "manifest.json").write_text("{")
+    two = start_two("--max_steps", 1, data=data)
+    assert [process.wait(60) for process in two] == [2, 2]
+    assert all("manifest.json is damaged" in process.stderr for process in two)
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_process_that_is_gone_or_silent_ends_the_others_with_a_sentence(
     tmp_path, start_two, run_train, how
