@@ -137,32 +137,31 @@ class Spikes:
 
 
 class Recorder:
-    """Copies of the weights before the last two steps, in the memory of the host: a norm is looked at
-    when the next step is underway. On a GPU they are made while forward and backward, which only
-    read the weights, compute."""
+    """What was before each of the last two steps, in the memory of the host: a norm is looked at when
+    the next step is underway. On a GPU the weights are copied while forward and backward, which only
+    read them, compute."""
 
     def __init__(self, run):
         self.run, cuda = run, run.world.device.type == "cuda"
         self.stream = torch.cuda.Stream() if cuda else None
         params = list(run.raw_model.named_parameters())
-        self.copies = [
-            {name: torch.empty_like(p, device="cpu", pin_memory=cuda) for name, p in params}
+        self.before = [
+            {"model": {n: torch.empty_like(p, device="cpu", pin_memory=cuda) for n, p in params}}
             for _ in range(2)
         ]
-        self.about = [{}, {}]
 
     @torch.no_grad()
     def begin(self):
-        """Begin to copy the weights before the next step."""
-        run, turn = self.run, self.run.step % 2
+        """Note what is before the next step; begin to copy the weights."""
+        before = self.before[self.run.step % 2]
         cuda = torch.cuda.get_rng_state() if self.stream else None
-        rng = {"cpu": torch.get_rng_state(), "cuda": cuda}
-        self.about[turn] = {"position": run.loader.position, "rng": rng}
+        before["rng"] = {"cpu": torch.get_rng_state(), "cuda": cuda}
+        before["loader"] = {"position": self.run.loader.position}
         if self.stream:
             self.stream.wait_stream(torch.cuda.current_stream())  # for the update before
         with torch.cuda.stream(self.stream):
-            for name, p in run.raw_model.named_parameters():
-                self.copies[turn][name].copy_(p, non_blocking=True)
+            for name, p in self.run.raw_model.named_parameters():
+                before["model"][name].copy_(p, non_blocking=True)
 
     def wait(self):
         """What is launched from now on, the update, waits for the copy. The host does not."""
@@ -171,10 +170,9 @@ class Recorder:
 
     def save(self, step, path):
         """Write what was before a step, whose norm has arrived: so the copy has, too."""
-        run, turn = self.run, (step - 1) % 2
-        loader = run.loader.state_dict() | {"position": self.about[turn]["position"]}
-        state = {"model": self.copies[turn], "loader": loader, "rng": self.about[turn]["rng"]}
+        before = self.before[(step - 1) % 2]
+        before["loader"] = self.run.loader.state_dict() | before["loader"]
         with writing(path):
-            checkpoints.write(path, state)
-            for old in sorted(run.folder.glob("spike_*.pt"))[: -run.cfg.keep_last]:
+            checkpoints.write(path, before)
+            for old in sorted(path.parent.glob("spike_*.pt"))[: -self.run.cfg.keep_last]:
                 old.unlink()
