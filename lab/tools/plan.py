@@ -424,9 +424,10 @@ def report(s, cfg, gpu, reason, args):
     micro += f" x GPUs {gpus}" * (gpus > 1)
     say("plan", f"{reason}; {s.precision}, {mode}, {s.optimizer}, on {gpu.name}, {gpu.gib:.4g} GiB")
     say("step", f"{cfg.total_batch_size:,} tokens = {micro}")
-    print("", *table(s), "", sep="\n")
+    print("", *table(s), sep="\n")
     sizes = ", ".join(f"{letter} = {size:,}" for letter, size in s.letters.items())
     say("where", f"{LETTERS}: {sizes}")
+    print()
     say("memory", verdict(s, gpu, micro_batches(cfg, gpus, s.device_type)))
     if room(s, gpu) < 0:
         return
