@@ -1,9 +1,10 @@
 """Text in which each token is shaded by how likely a model found it, as a page of HTML."""
 
 import json
-from pathlib import Path
 
 import torch
+
+from lab.files import template
 
 
 def shade(token, logits, text, tokenizer, count=5):
@@ -29,7 +30,4 @@ def name(token, tokenizer):
 
 def page(title, texts):
     """The page, as text, of [(prompt, [shade(...), ...]), ...]. It loads nothing from elsewhere."""
-    from jinja2 import Environment, FileSystemLoader
-
-    jinja = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
-    return jinja.get_template("shading.html.j2").render(title=title, texts=texts)
+    return template("shading.html.j2").render(title=title, texts=texts)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from lab.cli import UserError, parse
 from lab.data.tokenizers import printable
-from lab.files import read_json, write_whole, writing
+from lab.files import read_json, template, write_whole, writing
 from lab.tools import records
 from lab.tools.plot import caption, finding, hellaswag_levels, loss_levels
 from lab.tools.records import by_tokens, column, comparable
@@ -296,15 +296,10 @@ def samples(runs):
 
 def page(runs, live=False):
     """The whole page, as text, for one or two Runs. live: it loads itself anew every RENEW seconds."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from plotly.offline import get_plotlyjs
 
-    figures, here = Figures(runs), Path(__file__).parent
-    folders = FileSystemLoader([here, here.parent])  # lab has shaded.html.j2
-    how = dict(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    jinja = Environment(loader=folders, **how)
-    logs = {run.name: run.log for run in runs}
-    return jinja.get_template("report.html.j2").render(
+    figures, logs = Figures(runs), {run.name: run.log for run in runs}
+    return template("report.html.j2").render(
         runs=[(run.name, facts(run)) for run in runs],
         said=finding(logs),
         cautions=cautions(runs),

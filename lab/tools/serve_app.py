@@ -1,14 +1,11 @@
 """The paths of serve.py, and what may be asked. None of them opens a file: the page is read once."""
 
 import asyncio
-import base64
-import hashlib
 import json
 import math
-import re
+import secrets
 import time
 import uuid
-from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -21,11 +18,16 @@ from starlette.exceptions import HTTPException
 
 from lab.cli import UserError
 from lab.data.chat import STOPS
+from lab.files import template
 from lab.stream import Busy, scored
 
 LONGEST = 4096  # new tokens
 LARGEST = 2**16  # bytes of a request
 PATIENCE = 60  # seconds for a client to send its request, or to take a part of the answer
+POLICY = (  # the page may ask this server, and nothing else
+    "default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; "
+    "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+)
 
 
 class Ask(BaseModel, allow_inf_nan=False):
@@ -140,12 +142,18 @@ def application(engine, name, hosts):
         HTTPException: lambda error: (error.status_code, str(error.detail)),
     }.items():
         app.add_exception_handler(kind, lambda request, error, said=said: refusal(*said(error)))
-    page, policy = the_page(dict(model=name, context=engine.block_size, longest=LONGEST))
+    page, about = (
+        template("serve.html.j2"),
+        dict(model=name, context=engine.block_size, longest=LONGEST),
+    )
     model = dict(id=name, object="model", created=int(time.time()), owned_by="you")
 
     @app.get("/")
     async def index():
-        return HTMLResponse(page, headers={"Content-Security-Policy": policy})
+        nonce = secrets.token_urlsafe(16)  # of the page's own script, which alone may run
+        policy = f"script-src 'nonce-{nonce}'; {POLICY}"
+        text = page.render(about=about, nonce=nonce)
+        return HTMLResponse(text, headers={"Content-Security-Policy": policy})
 
     @app.get("/v1/models")
     async def models():
@@ -220,19 +228,6 @@ def what(error):
     place = ".".join(str(part) for part in first["loc"][1:]) or "request"
     shown = "" if first["type"] in ("missing", "json_invalid") else f"={first['input']!r:.80}"
     return f"{place}{shown}: {first['msg']}"
-
-
-def the_page(about):
-    """(HTML, its Content-Security-Policy). The page may run its own script, ask this server, and
-    nothing else."""
-    page = Path(__file__).with_name("serve.html").read_text(encoding="utf-8")
-    page = page.replace("{{ about }}", json.dumps(about).replace("<", "\\u003c"))
-    script = re.search(r"(?s)<script>(.*?)</script>", page)[1]
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return page, (
-        f"default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; "
-        f"script-src 'sha256-{digest}'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
-    )
 
 
 class Limits:
