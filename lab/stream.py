@@ -12,10 +12,6 @@ from lab.generate import generate
 from lab.kernels.int8 import use_int8
 
 
-class Busy(Exception):
-    """So many wait that one more is sent away."""
-
-
 def ready(source, device, weights="auto"):
     """(model, tokenizer) of what models.find gave. Each new token reads every weight once, so their
     bytes decide the speed: 16 bits on a GPU; on a CPU float32, or bf16 or int8 for who asks."""

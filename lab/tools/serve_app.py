@@ -19,7 +19,8 @@ from starlette.exceptions import HTTPException
 from lab.cli import UserError
 from lab.data.chat import STOPS
 from lab.files import template
-from lab.stream import Busy, scored
+from lab.stream import scored
+from lab.tools.serve import Busy
 
 LONGEST = 4096  # new tokens
 LARGEST = 2**16  # bytes of a request
@@ -130,22 +131,35 @@ def in_chat(pieces, ask, start, tokenizer):
     return {"delta" if ask.stream else "message": said_by, "logprobs": logprobs}
 
 
+def refusal(status, sentence):
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return JSONResponse({"error": dict(message=sentence, type=kind, param=None, code=None)}, status)
+
+
+def first_wrong(error):
+    """A sentence of what pydantic found first."""
+    first = error.errors()[0]
+    place = ".".join(str(part) for part in first["loc"][1:]) or "request"
+    shown = "" if first["type"] in ("missing", "json_invalid") else f"={first['input']!r:.80}"
+    return f"{place}{shown}: {first['msg']}"
+
+
+REFUSALS = {
+    UserError: lambda request, error: refusal(400, str(error)),
+    Busy: lambda request, error: refusal(503, str(error)),
+    RequestValidationError: lambda request, error: refusal(400, first_wrong(error)),
+    HTTPException: lambda request, error: refusal(error.status_code, str(error.detail)),
+}
+
+
 def application(engine, name, hosts):
     """The FastAPI application. hosts: names under which it may be asked, ["*"] for any."""
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    no_docs = dict(docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(**no_docs, exception_handlers=REFUSALS)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts)
     app.add_middleware(Limits)
-    for kind, said in {
-        UserError: lambda error: (400, str(error)),
-        Busy: lambda error: (503, str(error)),
-        RequestValidationError: lambda error: (400, what(error)),
-        HTTPException: lambda error: (error.status_code, str(error.detail)),
-    }.items():
-        app.add_exception_handler(kind, lambda request, error, said=said: refusal(*said(error)))
-    page, about = (
-        template("serve.html.j2"),
-        dict(model=name, context=engine.block_size, longest=LONGEST),
-    )
+    page = template("serve.html.j2")
+    about = dict(model=name, context=engine.block_size, longest=LONGEST)
     model = dict(id=name, object="model", created=int(time.time()), owned_by="you")
 
     @app.get("/")
@@ -215,19 +229,6 @@ def application(engine, name, hosts):
         return await answer(request, ask, kind, in_chat)
 
     return app
-
-
-def refusal(status, sentence):
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return JSONResponse({"error": dict(message=sentence, type=kind, param=None, code=None)}, status)
-
-
-def what(error):
-    """A sentence of what pydantic found first."""
-    first = error.errors()[0]
-    place = ".".join(str(part) for part in first["loc"][1:]) or "request"
-    shown = "" if first["type"] in ("missing", "json_invalid") else f"={first['input']!r:.80}"
-    return f"{place}{shown}: {first['msg']}"
 
 
 class Limits:
