@@ -25,7 +25,7 @@ from lab.cli import UserError, parse
 from lab.data.chat import fit_chat
 from lab.device import find_device
 from lab.generate import KVCache, compiled, generate
-from lab.stream import pieces, ready
+from lab.stream import Busy, pieces, ready
 
 TURN = 0.03  # seconds of computing, then the next one's turn
 AT_ONCE, WAITING = 4, 96  # texts: each of the first has a cache, the others wait for one
@@ -43,10 +43,6 @@ class Config:
     weights: Literal["auto", "fp32", "bf16", "fp16", "int8"] = "auto"  # int8: on a CPU
     compile: bool = False  # for a GPU: a minute of warm-up, then a token is one launch
     log_dir: str = "log"  # where the newest run is looked for
-
-
-class Busy(Exception):
-    """So many wait that one more is sent away."""
 
 
 class Engine:

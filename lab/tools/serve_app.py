@@ -19,8 +19,7 @@ from starlette.exceptions import HTTPException
 from lab.cli import UserError
 from lab.data.chat import STOPS
 from lab.files import template
-from lab.stream import scored
-from lab.tools.serve import Busy
+from lab.stream import Busy, scored
 
 LONGEST = 4096  # new tokens
 LARGEST = 2**16  # bytes of a request
