@@ -43,7 +43,7 @@ class Config:
     top_k: int = 50  # choose among the k likeliest tokens; 0 is all
     top_p: float = 1.0  # choose among the fewest tokens whose probabilities add up to this
     # same seed, prompt and settings: same text; drawn, and shown, if not given
-    seed: int | None = None
+    seed: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: drawn)")] = None
     chat: bool = False  # a conversation: for a model that was tuned on some
     html: str = ""  # write a page to this file: each token shaded by its probability
     device: str = "auto"  # cuda, mps or cpu

@@ -211,12 +211,12 @@ def main(argv):
         """Draw the curves of one or several runs."""
 
         runs: Positional[tuple[Path, ...]] = ()  # run folders; the newest run if none is named
-        out: Path | None = None  # .png, .svg or .pdf; in the first run's folder if none
+        out: str = ""  # .png, .svg or .pdf; in the first run's folder if empty
         dark: bool = False  # in dark colours
 
     cfg = parse(Config, argv, prog="python -m lab plot")
     runs = find_runs(cfg.runs)
-    out = cfg.out or output(runs, "loss.png")
+    out = Path(cfg.out or output(runs, "loss.png"))
     if out.suffix not in (".png", ".svg", ".pdf"):
         raise UserError(f"out={out} must end in .png, .svg or .pdf")
     with writing(out, "name another place with --out"):

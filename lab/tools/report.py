@@ -336,7 +336,7 @@ def main(argv):
         """Make one HTML page of a run, or of two beside each other."""
 
         runs: Positional[tuple[Path, ...]] = ()  # one or two run folders; the newest run if none
-        out: Path | None = None  # the page; in the first run's folder if none
+        out: str = ""  # the page; in the first run's folder if empty
         open: bool = False  # show it in the browser
         watch: bool = False  # renew it until the run ends; in the browser it loads itself anew
 
@@ -344,7 +344,7 @@ def main(argv):
     paths = records.find_runs(cfg.runs)
     if len(paths) > 2:
         raise UserError(f"a page shows two runs at most, not {len(paths)}; `lab plot` draws more")
-    out = cfg.out or records.output(paths, "report.html")
+    out = Path(cfg.out or records.output(paths, "report.html"))
     if out.suffix != ".html":  # also lest a log be overwritten
         raise UserError(f"--out {out} must end in .html")
     live = write_page(paths, out, cfg.watch)
