@@ -89,10 +89,16 @@ def build_corpus(cfg, source: dict, files: list[File], data: str) -> dict:
     val_tokens = cfg.val_tokens or manifest["val_tokens"]
     writer.check_same(out_dir, manifest, shard_tokens=cfg.shard_tokens, val_tokens=val_tokens)
     manifest["complete"] = manifest.get("exhausted", False) or limit <= manifest["tokens"]
-    shards = manifest["shards"]
-    if manifest["complete"]:
-        writer.write_manifest(out_dir, manifest)
-        return manifest
+    if not manifest["complete"]:
+        go_on(cfg, manifest, files, limit, expected)
+        manifest["complete"] = True
+    writer.write_manifest(out_dir, manifest)
+    return manifest
+
+
+def go_on(cfg, manifest: dict, files: list[File], limit: int, expected: int):
+    """Write shards from where the manifest is, up to `limit` tokens in all."""
+    out_dir, shards = Path(cfg.out), manifest["shards"]
     if shards and shards[-1]["tokens"] < size_of_shard(manifest, len(shards) - 1):
         shards.pop()  # made again, longer
     writer.begin(out_dir, manifest)
@@ -109,9 +115,6 @@ def build_corpus(cfg, source: dict, files: list[File], data: str) -> dict:
         tqdm(total=expected, initial=manifest["tokens"], **shown) as bar,
     ):
         manifest["exhausted"] = fill_shards(out_dir, manifest, results, skip, limit, bar)
-    manifest["complete"] = True
-    writer.write_manifest(out_dir, manifest)
-    return manifest
 
 
 def size_of_shard(manifest, number):
@@ -167,10 +170,8 @@ def download_shards(cfg, manifest, source: dict, files: list[File], data: str) -
         where = dict(repo_type="dataset", revision=source["revision"], local_dir=out_dir)
         snapshot_download(cfg.dataset, allow_patterns=chosen, **where)  # what is there, it keeps
     here = [entry["name"] for entry in manifest["shards"]]
-    new = [name for name in chosen if name not in here]
-    manifest["shards"] += [
-        writer.shard_entry(out_dir / name, manifest["eot"]) for name in progress(new, "checking")
-    ]
+    for name in progress([name for name in chosen if name not in here], "checking"):
+        manifest["shards"].append(writer.shard_entry(out_dir / name, manifest["eot"]))
     manifest["complete"] = True
     writer.write_manifest(out_dir, manifest)
     return manifest
