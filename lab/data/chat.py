@@ -23,7 +23,7 @@ import numpy as np
 
 from lab.cli import ROOT, UserError, progress
 from lab.data.shards import sha256_of
-from lab.data.sources import HUB, File, local_files, records_of, units_of
+from lab.data.sources import HUB, File, all_units, local_files, records_of
 from lab.data.tokenizers import get_tokenizer
 from lab.data.writer import begin, begun, check_same, new_manifest, save_shard, write_manifest
 from lab.files import only_writer
@@ -87,8 +87,7 @@ def pack_rows(chats, context: int, eot: int):
 
 def lines_of(files):
     """(where it is, the dict) of every line of JSONL files."""
-    units = (unit for i, file in enumerate(files) for unit in units_of(file, i, "messages"))
-    return (line for unit in units for line in records_of(unit))
+    return (line for unit in all_units(files, "messages") for line in records_of(unit))
 
 
 def is_chat(file: File, column: str) -> bool:

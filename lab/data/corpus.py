@@ -19,12 +19,12 @@ from lab.data.engines import ENGINES
 from lab.data.shards import check_file
 from lab.data.sources import (
     File,
+    all_units,
     asking_hub,
     documents_of,
     hub_files,
     local_files,
     open_parquet,
-    units_of,
 )
 from lab.data.tokenizers import get_tokenizer
 from lab.files import writing
@@ -60,10 +60,9 @@ def guess_tokens(files: list[File], tokenizer: str, column: str) -> int:
 
 def texts_of(files: list[File], column: str):
     """Every text of the files, one after the other."""
-    for i, file in enumerate(files):
-        for unit in units_of(file, i, column):
-            for texts in documents_of(unit, column):
-                yield from texts.to_pylist()
+    for unit in all_units(files, column):
+        for texts in documents_of(unit, column):
+            yield from texts.to_pylist()
 
 
 def build_corpus(cfg, source: dict, files: list[File], data: str) -> dict:
@@ -105,8 +104,7 @@ def go_on(cfg, manifest: dict, files: list[File], limit: int, expected: int):
     file, unit, skip = shards[-1]["end"] if shards else (0, 0, 0)
     if shards:
         print(f"going on after {manifest['tokens']:,} tokens")
-    firsts = ((i, unit if i == file else 0) for i in range(file, len(files)))
-    units = (u for i, first in firsts for u in units_of(files[i], i, cfg.text_column, first))
+    units = all_units(files, cfg.text_column, file, unit)
     workers = os.cpu_count() if cfg.workers < 0 else cfg.workers
     engine = ENGINES[cfg.engine](units, cfg.tokenizer, cfg.text_column, workers)
     shown = dict(unit="tok", unit_scale=True, smoothing=0.1, disable=None)

@@ -169,6 +169,12 @@ def units_of(file: File, file_index: int, column: str, start: int = 0):
         line += block.count(b"\n")
 
 
+def all_units(files: list[File], column: str, file: int = 0, unit: int = 0):
+    """The units of files in order, from that unit of that file on."""
+    for i in range(file, len(files)):
+        yield from units_of(files[i], i, column, unit if i == file else 0)
+
+
 def blocks_of(file: File):
     """A JSONL or text file in blocks that end where a line ends (text without lines: a word)."""
     import pyarrow as pa
