@@ -138,9 +138,8 @@ def build_chat(files: list[File], out_dir, tokenizer: str, context: int, shard_t
             new, learnt, documents = (array[i : i + size] for array in (ids, mask, counts))
             count = int(documents.sum())
             save_shard(out_dir, manifest, new.ravel(), learnt.ravel(), documents=count)
-    manifest |= dict(too_long=too_long, no_answer=no_answer, complete=True)
-    write_manifest(out_dir, manifest)
-    return manifest
+    left_out = dict(too_long=too_long, no_answer=no_answer)
+    return write_manifest(out_dir, manifest, complete=True, **left_out)
 
 
 def build_chats(path, tokenizer, context):

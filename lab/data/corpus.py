@@ -87,16 +87,14 @@ def build_corpus(cfg, source: dict, files: list[File], data: str) -> dict:
         manifest = writer.new_manifest(data, get_tokenizer(cfg.tokenizer), source=source, **more)
     val_tokens = cfg.val_tokens or manifest["val_tokens"]
     writer.check_same(out_dir, manifest, shard_tokens=cfg.shard_tokens, val_tokens=val_tokens)
-    manifest["complete"] = manifest.get("exhausted", False) or limit <= manifest["tokens"]
-    if not manifest["complete"]:
+    if not manifest.get("exhausted") and manifest["tokens"] < limit:
         go_on(cfg, manifest, files, limit, expected)
-        manifest["complete"] = True
-    writer.write_manifest(out_dir, manifest)
-    return manifest
+    return writer.write_manifest(out_dir, manifest, complete=True)
 
 
 def go_on(cfg, manifest: dict, files: list[File], limit: int, expected: int):
     """Write shards from where the manifest is, up to `limit` tokens in all."""
+    manifest["complete"] = False
     out_dir, shards = Path(cfg.out), manifest["shards"]
     if shards and shards[-1]["tokens"] < size_of_shard(manifest, len(shards) - 1):
         shards.pop()  # made again, longer
@@ -170,6 +168,4 @@ def download_shards(cfg, manifest, source: dict, files: list[File], data: str) -
     here = [entry["name"] for entry in manifest["shards"]]
     for name in progress([name for name in chosen if name not in here], "checking"):
         manifest["shards"].append(writer.shard_entry(out_dir / name, manifest["eot"]))
-    manifest["complete"] = True
-    writer.write_manifest(out_dir, manifest)
-    return manifest
+    return writer.write_manifest(out_dir, manifest, complete=True)
