@@ -19,12 +19,13 @@ from typing import Annotated, Literal
 import torch
 from tyro.conf import Positional, arg
 
-from lab import models, shading
+from lab import models
 from lab.cli import UserError, command, parse, say
 from lab.data.chat import STOPS, fit_chat
 from lab.data.tokenizers import printable
-from lab.files import check_writable, write_whole
+from lab.files import check_writable, template, write_whole
 from lab.generate import KVCache, compiled, generate
+from lab.shading import shade
 from lab.stream import Text, pieces, ready
 from lab.world import World
 
@@ -96,7 +97,7 @@ def complete(model, tokenizer, prompt, cfg, seed, write, cache=None):
                 write(piece)
             if cfg.html:
                 shown = piece + "<|endoftext|>" * text.ended
-                text.shades.append(shading.shade(token, row, printable(shown), tokenizer))
+                text.shades.append(shade(token, row, printable(shown), tokenizer))
         if all(text.ended for text in texts):
             return texts
     for text in texts:
@@ -184,7 +185,8 @@ def main(argv):
         seed += 1
         if cfg.html:
             shown += [(printable(prompt), text.shades) for text in texts]
-            write_whole(cfg.html, shading.page(f"{source} writes", shown).encode())
+            page = template("shading.html.j2").render(title=f"{source} writes", texts=shown)
+            write_whole(cfg.html, page.encode())
     if shown:
         say(f"wrote {cfg.html}")
 

@@ -1,10 +1,8 @@
-"""Text in which each token is shaded by how likely a model found it, as a page of HTML."""
+"""Text in which each token is shaded by how likely a model found it, as pages show it."""
 
 import json
 
 import torch
-
-from lab.files import template
 
 
 def shade(token, logits, text, tokenizer, count=5):
@@ -26,8 +24,3 @@ def name(token, tokenizer):
     """A token in quotes, blanks, line ends and bytes of half a character to be seen in it."""
     text = tokenizer.bytes_of(token).decode("utf-8", errors="backslashreplace")
     return json.dumps(text, ensure_ascii=False)
-
-
-def page(title, texts):
-    """The page, as text, of [(prompt, [shade(...), ...]), ...]. It loads nothing from elsewhere."""
-    return template("shading.html.j2").render(title=title, texts=texts)
