@@ -239,21 +239,20 @@ class Limits:
     async def __call__(self, scope, receive, send):
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        body, more = b"", True
-        while more:
-            message = await asyncio.wait_for(receive(), PATIENCE)
-            if message["type"] == "http.disconnect":
-                return
-            body, more = body + message.get("body", b""), message.get("more_body")
-            if len(body) > LARGEST:
-                sentence = f"a request may have {LARGEST} bytes at most; send a shorter one"
-                return await refusal(413, sentence)(scope, receive, send)
-        first = [{"type": "http.request", "body": body, "more_body": False}]
+        size, more = 0, True
 
-        async def replay():
-            return first.pop() if first else await receive()
+        async def limited():
+            nonlocal size, more
+            if not more:  # it was read; what may come is that the client leaves
+                return await receive()
+            message = await asyncio.wait_for(receive(), PATIENCE)
+            size, more = size + len(message.get("body", b"")), message.get("more_body")
+            if size > LARGEST:
+                sentence = f"a request may have {LARGEST} bytes at most; send a shorter one"
+                raise HTTPException(413, sentence)
+            return message
 
         async def patient(message):
             await asyncio.wait_for(send(message), PATIENCE)
 
-        await self.app(scope, replay, patient)
+        await self.app(scope, limited, patient)
