@@ -42,8 +42,8 @@ class Config:
     tokens: str = ""
     """Stop after this many tokens, validation included: 500M, 10B, 1.3T. A larger number later goes
     on from there."""
-    tokenizer: Literal["gpt2", "bytes", "wordpiece", "bert-base-uncased"] | None = None
-    """gpt2: 50257 tokens, two files are downloaded once; the default, but for the built-in text.
+    tokenizer: Literal["auto", "gpt2", "bytes", "wordpiece", "bert-base-uncased"] = "auto"
+    """auto: gpt2, but bytes for the built-in text. gpt2: 50257 tokens, two files are downloaded once.
     bytes: 256 and end-of-text, needs nothing; the choice for training without a GPU, where a second
     goes through thousands of bytes and hundreds of gpt2's. For bert.py: wordpiece, learnt from this
     text, or the published bert-base-uncased; both lie as tokenizer.json beside the shards."""
@@ -96,7 +96,9 @@ def parse_count(flag: str, text: str) -> int:
 def completed(cfg: Config) -> Config:
     """The settings with counts as numbers and defaults filled in."""
     counts = {f: parse_count(f, getattr(cfg, f)) for f in ("tokens", "shard_tokens", "val_tokens")}
-    tokenizer = cfg.tokenizer or ("bytes" if cfg.source == "builtin" else "gpt2")
+    tokenizer = cfg.tokenizer
+    if tokenizer == "auto":
+        tokenizer = "bytes" if cfg.source == "builtin" else "gpt2"
     out = cfg.out or f"data/{data_name(cfg)}"
     if not cfg.out and data_name(cfg) == "edufineweb":
         out = "edu_fineweb" + (cfg.name or "sample-10BT").removeprefix("sample-").removesuffix("T")

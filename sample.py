@@ -19,12 +19,13 @@ from typing import Annotated, Literal
 import torch
 from tyro.conf import Positional, arg
 
-from lab import models, shading
-from lab.cli import UserError, command, parse
+from lab import models
+from lab.cli import UserError, command, parse, say
 from lab.data.chat import STOPS, fit_chat
 from lab.data.tokenizers import printable
-from lab.files import check_writable, write_whole
+from lab.files import check_writable, template, write_whole
 from lab.generate import KVCache, compiled, generate
+from lab.shading import shade
 from lab.stream import Text, pieces, ready
 from lab.world import World
 
@@ -43,7 +44,7 @@ class Config:
     top_k: int = 50  # choose among the k likeliest tokens; 0 is all
     top_p: float = 1.0  # choose among the fewest tokens whose probabilities add up to this
     # same seed, prompt and settings: same text; drawn, and shown, if not given
-    seed: int | None = None
+    seed: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: drawn)")] = None
     chat: bool = False  # a conversation: for a model that was tuned on some
     html: str = ""  # write a page to this file: each token shaded by its probability
     device: str = "auto"  # cuda, mps or cpu
@@ -71,19 +72,22 @@ def check(cfg):
         check_writable(cfg.html, "html")
 
 
+def drawing(model, cfg, seed, cache):
+    """How generate is to draw."""
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
+    how = dict(temperature=cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p)
+    return how | dict(generator=generator, cache=cache)
+
+
 def complete(model, tokenizer, prompt, cfg, seed, write, cache=None):
     """The prompt's cfg.num_samples Texts. write(text) gets the prompt and the pieces of the first
     text as they come. Raises UserError, before it writes, for a prompt that does not fit."""
-    device = next(model.parameters()).device
+    how, texts = drawing(model, cfg, seed, cache), [Text(tokenizer) for _ in range(cfg.num_samples)]
     # In training, end-of-text leads every document.
-    idx = torch.tensor([[tokenizer.eot] + tokenizer.encode(prompt)], device=device)
+    idx = torch.tensor([[tokenizer.eot] + tokenizer.encode(prompt)], device=how["generator"].device)
     idx = idx.expand(cfg.num_samples, -1)
-    generator = torch.Generator(device=device).manual_seed(seed)
-    how = dict(temperature=cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p)
-    how |= dict(generator=generator, cache=cache)
-    texts = [Text(tokenizer) for _ in range(cfg.num_samples)]
     for i, (tokens, logits) in enumerate(generate(model, idx, cfg.max_new_tokens, **how)):
-        if i == 0:
+        if i == 0:  # it fits
             write(prompt)
         for text, token, row in zip(texts, tokens.tolist(), logits):
             if text.ended:
@@ -93,7 +97,7 @@ def complete(model, tokenizer, prompt, cfg, seed, write, cache=None):
                 write(piece)
             if cfg.html:
                 shown = piece + "<|endoftext|>" * text.ended
-                text.shades.append(shading.shade(token, row, printable(shown), tokenizer))
+                text.shades.append(shade(token, row, printable(shown), tokenizer))
         if all(text.ended for text in texts):
             return texts
     for text in texts:
@@ -122,26 +126,20 @@ def prompts(cfg):
 
 def talk(model, tokenizer, cfg, seed, cache):
     """A conversation, up to the end of input or an empty line. Ctrl-C ends an answer."""
-    messages = []
-    generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
-    how = dict(temperature=cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p)
-    how |= dict(generator=generator, cache=cache)
+    messages, how = [], drawing(model, cfg, seed, cache)
     room = model.config.block_size - min(cfg.max_new_tokens, model.config.block_size // 4)
     if sys.stdin.isatty():
-        note = "a model that no --preset sft has tuned goes on writing, it does not answer"
-        print(f"[{note}]", file=sys.stderr)
+        say("[a model that no --preset sft has tuned goes on writing, it does not answer]")
     for line in prompts(cfg):
         messages.append({"role": "user", "content": line})
         try:
             ids, dropped = fit_chat(messages, tokenizer, room)
         except UserError as error:
-            print(error, file=sys.stderr)
+            say(error)
             messages.pop()
             continue
         if dropped:
-            print(
-                f"[the oldest {dropped} messages no longer fit and are left out]", file=sys.stderr
-            )
+            say(f"[the oldest {dropped} messages no longer fit and are left out]")
             messages = messages[dropped:]
         answer = ""
         try:
@@ -177,19 +175,20 @@ def main(argv):
         except UserError as error:
             if cfg.prompt or not sys.stdin.isatty():
                 raise
-            print(error, file=sys.stderr)  # who types may type again
+            say(error)  # who types may type again
             continue
         write("\n" + "".join(f"---\n{prompt}{text.text}\n" for text in texts[1:]))
         seconds, count = time.perf_counter() - t0, sum(text.count for text in texts)
         speed = f"{count} tokens in {seconds:.1f} s, {count / seconds:.0f} tok/s on {device}"
         drawn = f", seed {seed}" if cfg.temperature else ""
-        print(f"[{source}: {speed}{drawn}]", file=sys.stderr, flush=True)
+        say(f"[{source}: {speed}{drawn}]")
         seed += 1
         if cfg.html:
             shown += [(printable(prompt), text.shades) for text in texts]
-            write_whole(cfg.html, shading.page(f"{source} writes", shown).encode())
-    if cfg.html and shown:
-        print(f"wrote {cfg.html}", file=sys.stderr)
+            page = template("shading.html.j2").render(title=f"{source} writes", texts=shown)
+            write_whole(cfg.html, page.encode())
+    if shown:
+        say(f"wrote {cfg.html}")
 
 
 if __name__ == "__main__":

@@ -3,13 +3,14 @@ what to do."""
 
 import contextlib
 import errno
+import functools
 import json
 import os
 from pathlib import Path
 
 import numpy as np
 
-from lab.cli import UserError
+from lab.cli import ROOT, UserError
 
 SYSTEM = {  # what the system says is no sign of damage
     errno.ENOENT: "its folder has gone; put it back",
@@ -131,6 +132,16 @@ def sync_folder(folder):
             os.fsync(handle)
         finally:
             os.close(handle)
+
+
+@functools.cache
+def template(name):
+    """One of lab's templates, read once; all that its `render` puts in is escaped."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    folders = FileSystemLoader([ROOT / "lab", ROOT / "lab" / "tools"])
+    how = dict(autoescape=True, undefined=StrictUndefined, trim_blocks=True, auto_reload=False)
+    return Environment(loader=folders, **how).get_template(name)
 
 
 @contextlib.contextmanager

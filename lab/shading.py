@@ -1,7 +1,6 @@
-"""Text in which each token is shaded by how likely a model found it, as a page of HTML."""
+"""Text in which each token is shaded by how likely a model found it, as pages show it."""
 
 import json
-from pathlib import Path
 
 import torch
 
@@ -25,11 +24,3 @@ def name(token, tokenizer):
     """A token in quotes, blanks, line ends and bytes of half a character to be seen in it."""
     text = tokenizer.bytes_of(token).decode("utf-8", errors="backslashreplace")
     return json.dumps(text, ensure_ascii=False)
-
-
-def page(title, texts):
-    """The page, as text, of [(prompt, [shade(...), ...]), ...]. It loads nothing from elsewhere."""
-    from jinja2 import Environment, FileSystemLoader
-
-    jinja = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
-    return jinja.get_template("shading.html.j2").render(title=title, texts=texts)

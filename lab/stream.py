@@ -70,47 +70,33 @@ def pieces(model, tokenizer, ids, max_new_tokens, likeliest=0, stop=(), **how):
     """
     idx = torch.tensor([ids], device=next(model.parameters()).device)
     text, held = Text(tokenizer), []
-    text.decoder.decode(
-        b"".join(map(tokenizer.bytes_of, ids[-4:]))
-    )  # a character may be half there
+    # a character may be half there
+    text.decoder.decode(b"".join(map(tokenizer.bytes_of, ids[-4:])))
     for token, logits in generate(model, idx, max_new_tokens, **how):
         token = token.item()
         piece = {"id": token, "text": text.add(token), "end": None}
         if likeliest:
             piece = shading.shade(token, logits[0], piece["text"], tokenizer, likeliest) | piece
-        if text.count == max_new_tokens and not text.ended:
-            piece |= {"text": piece["text"] + text.end(), "end": "length"}
-        elif text.ended:
+        if text.ended:
             piece["end"] = "stop"
+        elif text.count == max_new_tokens:
+            piece |= {"text": piece["text"] + text.end(), "end": "length"}
         held.append(piece)
         joined = "".join(piece["text"] for piece in held)
-        found = [place for place in map(joined.find, filter(None, stop)) if place >= 0]
-        if found:
-            yield from cut(held, min(found))
-            return
-        wait = 0 if piece["end"] else max((overlap(joined, one) for one in stop), default=0)
+        if found := [place for place in map(joined.find, stop) if place >= 0]:
+            left = min(found)  # characters before the stop
+            for piece in held:
+                kept, left = piece["text"][:left], left - len(piece["text"])
+                yield piece | {"text": kept, "end": "stop" if left <= 0 else None}
+                if left <= 0:
+                    return
+        begun = [n for one in stop for n in range(1, len(one)) if joined.endswith(one[:n])]
+        wait = 0 if piece["end"] else max(begun, default=0)  # last characters, which may be a stop
         while held and len(joined) - len(held[0]["text"]) >= wait:
             joined = joined[len(held[0]["text"]) :]
             yield held.pop(0)
         if piece["end"]:
             return
-
-
-def overlap(text, stop):
-    """How many of the last characters of `text` may be the beginning of `stop`."""
-    return next((n for n in range(len(stop) - 1, 0, -1) if text.endswith(stop[:n])), 0)
-
-
-def cut(held, place):
-    """The pieces that hold the first `place` characters; the last of them says "stop"."""
-    kept = []
-    for piece in held:
-        kept.append(piece | {"text": piece["text"][:place]})
-        place -= len(piece["text"])
-        if place <= 0:
-            break
-    kept[-1]["end"] = "stop"
-    return kept
 
 
 @torch.no_grad()

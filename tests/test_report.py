@@ -88,6 +88,7 @@ def test_what_stands_on_the_page(tmp_path):
     assert page.figures["loss"]["curves"][0]["y"][0] == 5.35  # the single values, faint
     assert {*page.levels("loss")} == {"uniform guess 5.55", "unigram baseline 3.35"}
     assert page.figures["loss"]["range"][1] < 5, "step 0 does not own the axis"
+    assert "A line that comes in from above leads from one of the first steps" in page.seen
     assert page.figures["hellaswag"]["curves"][0]["errors"] == [round(1.96 * 0.0045, 5)]
     assert {*page.levels("hellaswag")} == {"chance 0.25", "GPT-2 124M 0.2955"}
     drawn = [a["id"] for _, a in page.tags if a.get("class") == "plot"]

@@ -66,6 +66,4 @@ def build_builtin(out_dir, tokenizer: str = "bytes", vocab_size: int = 4096) -> 
         manifest = new_manifest("builtin", tok, source=source, **sizes)
         save_shard(out_dir, manifest, val)
         save_shard(out_dir, manifest, train)
-        manifest["complete"] = True
-        write_manifest(out_dir, manifest)
-    return manifest
+        return write_manifest(out_dir, manifest, complete=True)

@@ -23,7 +23,7 @@ import numpy as np
 
 from lab.cli import ROOT, UserError, progress
 from lab.data.shards import sha256_of
-from lab.data.sources import HUB, File, local_files, records_of, units_of
+from lab.data.sources import HUB, File, all_units, local_files, records_of
 from lab.data.tokenizers import get_tokenizer
 from lab.data.writer import begin, begun, check_same, new_manifest, save_shard, write_manifest
 from lab.files import only_writer
@@ -87,8 +87,7 @@ def pack_rows(chats, context: int, eot: int):
 
 def lines_of(files):
     """(where it is, the dict) of every line of JSONL files."""
-    units = (unit for i, file in enumerate(files) for unit in units_of(file, i, "messages"))
-    return (line for unit in units for line in records_of(unit))
+    return (line for unit in all_units(files, "messages") for line in records_of(unit))
 
 
 def is_chat(file: File, column: str) -> bool:
@@ -139,9 +138,8 @@ def build_chat(files: list[File], out_dir, tokenizer: str, context: int, shard_t
             new, learnt, documents = (array[i : i + size] for array in (ids, mask, counts))
             count = int(documents.sum())
             save_shard(out_dir, manifest, new.ravel(), learnt.ravel(), documents=count)
-    manifest |= dict(too_long=too_long, no_answer=no_answer, complete=True)
-    write_manifest(out_dir, manifest)
-    return manifest
+    left_out = dict(too_long=too_long, no_answer=no_answer)
+    return write_manifest(out_dir, manifest, complete=True, **left_out)
 
 
 def build_chats(path, tokenizer, context):

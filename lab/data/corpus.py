@@ -19,12 +19,12 @@ from lab.data.engines import ENGINES
 from lab.data.shards import check_file
 from lab.data.sources import (
     File,
+    all_units,
     asking_hub,
     documents_of,
     hub_files,
     local_files,
     open_parquet,
-    units_of,
 )
 from lab.data.tokenizers import get_tokenizer
 from lab.files import writing
@@ -60,10 +60,9 @@ def guess_tokens(files: list[File], tokenizer: str, column: str) -> int:
 
 def texts_of(files: list[File], column: str):
     """Every text of the files, one after the other."""
-    for i, file in enumerate(files):
-        for unit in units_of(file, i, column):
-            for texts in documents_of(unit, column):
-                yield from texts.to_pylist()
+    for unit in all_units(files, column):
+        for texts in documents_of(unit, column):
+            yield from texts.to_pylist()
 
 
 def build_corpus(cfg, source: dict, files: list[File], data: str) -> dict:
@@ -88,19 +87,22 @@ def build_corpus(cfg, source: dict, files: list[File], data: str) -> dict:
         manifest = writer.new_manifest(data, get_tokenizer(cfg.tokenizer), source=source, **more)
     val_tokens = cfg.val_tokens or manifest["val_tokens"]
     writer.check_same(out_dir, manifest, shard_tokens=cfg.shard_tokens, val_tokens=val_tokens)
-    manifest["complete"] = manifest.get("exhausted", False) or limit <= manifest["tokens"]
-    shards = manifest["shards"]
-    if manifest["complete"]:
-        writer.write_manifest(out_dir, manifest)
-        return manifest
+    if not manifest.get("exhausted") and manifest["tokens"] < limit:
+        go_on(cfg, manifest, files, limit, expected)
+    return writer.write_manifest(out_dir, manifest, complete=True)
+
+
+def go_on(cfg, manifest: dict, files: list[File], limit: int, expected: int):
+    """Write shards from where the manifest is, up to `limit` tokens in all."""
+    manifest["complete"] = False
+    out_dir, shards = Path(cfg.out), manifest["shards"]
     if shards and shards[-1]["tokens"] < size_of_shard(manifest, len(shards) - 1):
         shards.pop()  # made again, longer
     writer.begin(out_dir, manifest)
     file, unit, skip = shards[-1]["end"] if shards else (0, 0, 0)
     if shards:
         print(f"going on after {manifest['tokens']:,} tokens")
-    firsts = ((i, unit if i == file else 0) for i in range(file, len(files)))
-    units = (u for i, first in firsts for u in units_of(files[i], i, cfg.text_column, first))
+    units = all_units(files, cfg.text_column, file, unit)
     workers = os.cpu_count() if cfg.workers < 0 else cfg.workers
     engine = ENGINES[cfg.engine](units, cfg.tokenizer, cfg.text_column, workers)
     shown = dict(unit="tok", unit_scale=True, smoothing=0.1, disable=None)
@@ -109,9 +111,6 @@ def build_corpus(cfg, source: dict, files: list[File], data: str) -> dict:
         tqdm(total=expected, initial=manifest["tokens"], **shown) as bar,
     ):
         manifest["exhausted"] = fill_shards(out_dir, manifest, results, skip, limit, bar)
-    manifest["complete"] = True
-    writer.write_manifest(out_dir, manifest)
-    return manifest
 
 
 def size_of_shard(manifest, number):
@@ -167,10 +166,6 @@ def download_shards(cfg, manifest, source: dict, files: list[File], data: str) -
         where = dict(repo_type="dataset", revision=source["revision"], local_dir=out_dir)
         snapshot_download(cfg.dataset, allow_patterns=chosen, **where)  # what is there, it keeps
     here = [entry["name"] for entry in manifest["shards"]]
-    new = [name for name in chosen if name not in here]
-    manifest["shards"] += [
-        writer.shard_entry(out_dir / name, manifest["eot"]) for name in progress(new, "checking")
-    ]
-    manifest["complete"] = True
-    writer.write_manifest(out_dir, manifest)
-    return manifest
+    for name in progress([name for name in chosen if name not in here], "checking"):
+        manifest["shards"].append(writer.shard_entry(out_dir / name, manifest["eot"]))
+    return writer.write_manifest(out_dir, manifest, complete=True)

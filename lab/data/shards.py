@@ -165,7 +165,7 @@ class TokenShards:
             count = min(length, int(self.starts[shard + 1] - self.starts[shard]) - place)
             parts.append((rows or self.shards)[shard].read(place, count))
             position, length = position + count, length - count
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return np.concatenate(parts)
 
     def learnt(self, position, length):
         """Which of so many tokens are to be learnt."""
@@ -188,17 +188,14 @@ class TokenShards:
 
     def document_starts(self, seq_len):
         """Positions of sequences that begin at an end-of-text, as many as do not overlap."""
-        lengths, eot = np.diff(self.starts), []
-        for i, row in enumerate(progress(self.shards, "looking for documents")):
-            tokens = row.read(0, int(lengths[i]))
-            eot.append(
-                np.flatnonzero(tokens == self.manifest.get("eot", self.vocab_size - 1))
-                + self.starts[i]
-            )
-        eot, starts, i = np.concatenate(eot), [], 0
-        while i < len(eot) and eot[i] + seq_len <= len(self):
-            starts.append(int(eot[i]))
-            i = int(np.searchsorted(eot, eot[i] + seq_len))
+        eot, found = self.manifest.get("eot", self.vocab_size - 1), []
+        shards = progress(self.shards, "looking for documents")
+        for row, start, end in zip(shards, self.starts, self.starts[1:]):
+            found.append(start + np.flatnonzero(row.read(0, int(end - start)) == eot))
+        found, starts, i = np.concatenate(found), [], 0
+        while i < len(found) and found[i] + seq_len <= len(self):
+            starts.append(int(found[i]))
+            i = int(np.searchsorted(found, found[i] + seq_len))
         if not starts:
             folder = self.paths[0].parent
             raise UserError(f"align_documents finds no end-of-text in {folder}; leave it out")

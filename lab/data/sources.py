@@ -23,9 +23,10 @@ from lab.data.tokenizers import as_arrow
 from lab.files import first_line, reading
 
 KINDS = {".parquet": "parquet", ".jsonl": "jsonl", ".json": "jsonl", ".txt": "text", ".md": "text"}
-KINDS |= {".bin": "bin"}
+KINDS |= {".bin": "bin"}  # ready-made shards, on the hub alone
 PACKED = {".gz": "gzip", ".zst": "zstd"}
 HUB = "hf://"
+BLOCK = 4 * 2**20  # bytes of text in a unit of lines
 
 
 @dataclass(frozen=True)
@@ -146,9 +147,6 @@ def open_file(file: File) -> Any:
     return HfFileSystem().open(file.path, block_size=BLOCK, cache_type=cache, size=file.size)
 
 
-BLOCK = 4 * 2**20  # bytes of text in a unit of lines
-
-
 @dataclass(frozen=True)
 class Unit:
     file: File
@@ -171,13 +169,19 @@ def units_of(file: File, file_index: int, column: str, start: int = 0):
         line += block.count(b"\n")
 
 
+def all_units(files: list[File], column: str, file: int = 0, unit: int = 0):
+    """The units of files in order, from that unit of that file on."""
+    for i in range(file, len(files)):
+        yield from units_of(files[i], i, column, unit if i == file else 0)
+
+
 def blocks_of(file: File):
     """A JSONL or text file in blocks that end where a line ends (text without lines: a word)."""
     import pyarrow as pa
 
     rest = b""
     with reading_source(file), open_file(file) as raw:
-        data = pa.CompressedInputStream(pa.PythonFile(raw), file.packing) if file.packing else raw
+        data = pa.input_stream(raw, compression=file.packing)
         while more := data.read(BLOCK):
             rest += more
             cut = rest.rfind(b"\n") + 1

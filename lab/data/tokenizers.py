@@ -102,11 +102,11 @@ class GPT2Tokenizer(Tokenizer):
                 "online once, point TIKTOKEN_CACHE_DIR at a folder that holds them, or add "
                 "--tokenizer bytes to the fineweb.py command, which needs none"
             ) from error
-        ranks = self._plain._mergeable_ranks
-        self._bytes = [b for b, _ in sorted(ranks.items(), key=lambda item: item[1])]
-        self._bytes.append(END_OF_TEXT.encode())
-        fast = dict(pat_str=FAST_PATTERN, special_tokens={MARK: len(self._bytes)})
-        self._fast = tiktoken.Encoding("gpt2_fast", mergeable_ranks=ranks, **fast)
+        plain = self._plain
+        self._bytes = [plain.decode_single_token_bytes(i) for i in range(plain.n_vocab)]
+        fast = dict(pat_str=FAST_PATTERN, special_tokens={MARK: plain.n_vocab})
+        fast["mergeable_ranks"] = plain._mergeable_ranks
+        self._fast = tiktoken.Encoding("gpt2_fast", **fast)
 
     def encode(self, text):
         return self._plain.encode_ordinary(text)
@@ -195,8 +195,7 @@ def as_arrow(texts):
     return pa.array(texts, pa.large_binary()).cast(pa.large_string())
 
 
-# Control characters but newline and tab, as pictures of themselves: a terminal would ring, or
-# clear its screen
+# Control characters but newline and tab, as pictures: a terminal would ring, or clear its screen
 SHOWN = {i: 0x2400 + i for i in range(32) if chr(i) not in "\n\t"}
 SHOWN |= {127: 0x2421} | dict.fromkeys(range(128, 160), 0xFFFD)
 

@@ -5,8 +5,7 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from lab.cli import UserError
-from lab.data.shards import progress
+from lab.cli import UserError, progress
 from lab.data.tokenizers import SPECIAL, WORD_PIECE_FILE
 from lab.files import first_line, write_whole
 

@@ -35,10 +35,13 @@ def new_manifest(data, tokenizer, **more) -> dict:
     return manifest | dict(documents=0, tokens=0, shards=[])
 
 
-def write_manifest(out_dir, manifest):
+def write_manifest(out_dir, manifest, **more):
+    """`more` goes into it. Returns the manifest."""
     for key in ("documents", "tokens"):
         manifest[key] = sum(entry[key] for entry in manifest["shards"])
+    manifest |= more
     write_whole(Path(out_dir) / "manifest.json", json.dumps(manifest, indent=1).encode())
+    return manifest
 
 
 def save_shard(out_dir, manifest, ids, mask=None, **more):

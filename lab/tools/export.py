@@ -32,16 +32,12 @@ def export(
         out: folder to write; an earlier export there is replaced
         log_dir: where the newest run is looked for
     """
-    from transformers.utils import logging
-
     out = Path(out)
     check_replaceable(out)
     source = models.find(source, log_dir)  # a later checkpoint may come meanwhile
     model = models.load(source)
     if not hasattr(model, "from_pretrained"):
         raise UserError(f"{source} is no GPT-2: transformers has no model that computes this one")
-    vocab_size = model.config.vocab_size
-    beside_it = Path(source).parent / "tokenizer.json"  # a run of bert.py has one
     # Nothing is touched before all of it is written. What a killed export leaves has a name that
     # the next one to the same place looks for.
     work = out.absolute().with_name(f".{out.absolute().name}.part")
@@ -53,15 +49,8 @@ def export(
             part = work / "model"
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir()
-            if not sys.stderr.isatty():
-                logging.disable_progress_bar()  # which counts files
-            in_transformers(model).save_pretrained(part, max_shard_size="1GB")
-            if beside_it.exists():
-                write_word_piece(part, beside_it, model.config.block_size)
-            elif vocab_size == 50257:
-                write_tokenizer(part, model.config.block_size)
-            files = sorted(part.glob("model*.safetensors"))
-            (part / SUMS).write_text("".join(f"{sha256_of(f)}  {f.name}\n" for f in files))
+            write_model(part, model)
+            note = add_tokenizer(part, model.config, source)
             for file in part.iterdir():
                 file.chmod(0o644)  # some are made for us alone
             if out.exists():
@@ -70,13 +59,7 @@ def export(
         finally:
             shutil.rmtree(work, ignore_errors=True)
     print(f"{out}: {', '.join(sorted(p.name for p in out.iterdir()))}, from {source}")
-    if beside_it.exists():
-        print(f'in transformers: pipeline("fill-mask", "{out}")("the [MASK] of a list")')
-    elif vocab_size == 50257:
-        print("in transformers put <|endoftext|> before a prompt, as sample.py does by itself")
-    else:
-        way = "they are bytes, and end-of-text is 256" if vocab_size == 257 else "add your own"
-        print(f"no tokenizer files: {vocab_size} ids are not GPT-2's vocabulary; {way}")
+    print(note.format(out=out))
 
 
 def check_replaceable(out):
@@ -89,6 +72,16 @@ def check_replaceable(out):
     ours = "config.json" in names and not others
     if names and not (ours and "exported_by" in read_json(out / "config.json")):
         raise UserError(f"{out} is not a new folder, nor an earlier export; choose another --out")
+
+
+def write_model(folder, model):
+    from transformers.utils import logging
+
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()  # which counts files
+    in_transformers(model).save_pretrained(folder, max_shard_size="1GB")
+    files = sorted(folder.glob("model*.safetensors"))
+    (folder / SUMS).write_text("".join(f"{sha256_of(f)}  {f.name}\n" for f in files))
 
 
 def in_transformers(model):
@@ -116,6 +109,24 @@ def in_transformers(model):
     return theirs
 
 
+def add_tokenizer(folder, config, source):
+    """The files of the model's tokenizer, as far as there are any. Returns what to know of them."""
+    from transformers import PreTrainedTokenizerFast
+
+    word_piece = Path(source).parent / "tokenizer.json"  # a run of bert.py has one
+    if word_piece.exists():
+        names = ("pad", "unk", "cls", "sep", "mask")
+        special = {f"{name}_token": f"[{name.upper()}]" for name in names}
+        how = dict(tokenizer_file=str(word_piece), model_max_length=config.block_size)
+        PreTrainedTokenizerFast(**how, **special).save_pretrained(folder)
+        return 'in transformers: pipeline("fill-mask", "{out}")("the [MASK] of a list")'
+    if config.vocab_size == 50257:
+        write_tokenizer(folder, config.block_size)
+        return "in transformers put <|endoftext|> before a prompt, as sample.py does by itself"
+    way = "they are bytes, and end-of-text is 256" if config.vocab_size == 257 else "add your own"
+    return f"no tokenizer files: {config.vocab_size} ids are not GPT-2's vocabulary; {way}"
+
+
 def write_tokenizer(folder, block_size):
     """GPT-2's vocab.json and merges.txt, byte for byte as published, and tokenizer.json, which
     holds both in one."""
@@ -135,15 +146,6 @@ def write_tokenizer(folder, block_size):
         ) from error
     files = str(folder / "vocab.json"), str(folder / "merges.txt")
     GPT2Tokenizer(*files, model_max_length=block_size).save_pretrained(folder)
-
-
-def write_word_piece(folder, path, block_size):
-    from transformers import PreTrainedTokenizerFast
-
-    names = ("pad", "unk", "cls", "sep", "mask")
-    special = {f"{name}_token": f"[{name.upper()}]" for name in names}
-    how = dict(tokenizer_file=str(path), model_max_length=block_size)
-    PreTrainedTokenizerFast(**how, **special).save_pretrained(folder)
 
 
 def main(argv):

@@ -13,11 +13,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jinja2
 import torch
 
 from lab.cli import ROOT, UserError
-from lab.files import read_json
+from lab.files import read_json, template
 from lab.run.checkpoints import checkpoint_files, step_of
 
 SHAPE = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
@@ -130,12 +129,9 @@ def attention_page(pieces, weights, title="", head="0.0"):
         most = ((name, int(w[t].argmax()), w[t].max().item()) for name, w in heads.items())
         tip = "; ".join(f"head {name}: {pieces[s]!r} {t - s} back, {p:.2f}" for name, s, p in most)
         characters.append((tip, piece.replace("\n", "↵\n")))
-    page = jinja2.Template(
-        Path(__file__).with_suffix(".html.j2").read_text("utf-8"), autoescape=True
-    )
-    numbers = json.dumps(percent, separators=(",", ":"))
     id = "attention-" + hashlib.sha256(repr((pieces, percent)).encode()).hexdigest()[:12]
-    return page.render(id=id, title=title, head=head, characters=characters, percent=numbers)
+    told = dict(percent=json.dumps(percent, separators=(",", ":")), characters=characters)
+    return template("inside.html.j2").render(id=id, title=title, head=head, **told)
 
 
 class Table:

@@ -108,68 +108,68 @@ def replaced(kernels, fp8):
 
 def ledger(s):
     """[(label, formula where it is largest, {moment: bytes})]: what PyTorch's allocator holds for a
-    process. A formula is a product, as 2 N C; a / stands before what divides."""
+    process."""
     rows = []
-
-    def amount(formula):
-        product = 1.0
-        for word in formula.split():
-            name = word.removeprefix("/")
-            factor = s.letters[name] if name in s.letters else float(name)
-            product = product / factor if word != name else product * factor
-        return product
-
-    def row(label, formula, moments=MOMENTS, **others):
-        formulas = dict.fromkeys(MOMENTS, "0") | dict.fromkeys(moments, formula) | others
-        at = {moment: amount(text) for moment, text in formulas.items()}
-        rows.append((label, formulas[max(at, key=at.get)], at))
-
-    state_rows(s, row)
-    activation_rows(s, row)
-    head_rows(s, row)
+    for label, formulas in (*state(s), *activations(s), *head(s)):
+        at = {moment: amount(formulas.get(moment, "0"), s.letters) for moment in MOMENTS}
+        rows.append((label, formulas.get(max(at, key=at.get)), at))
     return rows
 
 
-def state_rows(s, row):
+def row(label, formula, moments=tuple(MOMENTS), **others):
+    """A row of the ledger: (label, {moment: formula}); at the `others` it has another formula."""
+    return label, dict.fromkeys(moments, formula) | others
+
+
+def amount(formula, letters):
+    """Bytes of a product such as "2 M /L"; a / stands before what divides."""
+    product = 1.0
+    for word in formula.split():
+        factor = letters.get(word.strip("/")) or float(word.strip("/"))
+        product = product / factor if word[0] == "/" else product * factor
+    return product
+
+
+def state(s):
     """What does not depend on the micro-batch."""
     n, accumulates, parallel = s.world_size, s.grad_accum_steps > 1, s.parallel
     ddp = n > 1 and parallel == "ddp"
     if parallel == "fsdp2":  # computed; no measurement has tried it yet
-        row("weights, gradients, moments", f"16 P /{n}")
-        row("put together: two blocks", f"{2 * s.bytes} M /L")
-        row("put together: the rest", "4 R")
-        row("gradients of a block", "4 M /L", ["block"])
-        row("gradients of embedding", "4 V C", ["block"], end="8 V C")
-        row("workspace of cuBLAS", f"{3 if s.mlp_used == 'fused' else 2} {2**25}")
+        yield row("weights, gradients, moments", f"16 P /{n}")
+        yield row("put together: two blocks", f"{2 * s.bytes} M /L")
+        yield row("put together: the rest", "4 R")
+        yield row("gradients of a block", "4 M /L", ["block"])
+        yield row("gradients of embedding", "4 V C", ["block"], end="8 V C")
+        yield row("workspace of cuBLAS", f"{3 if s.mlp_used == 'fused' else 2} {2**25}")
         return
-    row("parameters", "4 P")
+    yield row("parameters", "4 P")
     if s.optimizer == "muon":
-        row("Muon's moment", "4 M")
-        row("AdamW's two moments", "8 R")
+        yield row("Muon's moment", "4 M")
+        yield row("AdamW's two moments", "8 R")
         # matrices of a shape are one stack: the update and, in its iteration, four times its size
-        row("Muon's work on a stack", "64 L C C", ["update"])
+        yield row("Muon's work on a stack", "64 L C C", ["update"])
     elif parallel == "zero1":
-        row("AdamW's moments, a share", f"8 P /{n}")
+        yield row("AdamW's moments, a share", f"8 P /{n}")
         # what is read in 16 bits; the MLPs' two thirds are not where they are rounded to 8
         wide = 0 if s.bytes == 4 else 4
-        row("share's matrices, 32 bits", f"{wide} M /{3 * n if s.mlp == 'fp8' else n}")
+        yield row("share's matrices, 32 bits", f"{wide} M /{3 * n if s.mlp == 'fp8' else n}")
         # what is read in 16 bits travels so, unless it was summed over micro-steps
         laid_out = "4 P" if s.bytes == 4 else "4 M" if accumulates else "2 M"
-        row("gradients laid out to send", laid_out, ["update"])
+        yield row("gradients laid out to send", laid_out, ["update"])
     else:
-        row("AdamW's two moments", "8 P")
-        row("square of a gradient", "4 V C", ["update"])  # for the norm: of the embedding's
+        yield row("AdamW's two moments", "8 P")
+        yield row("square of a gradient", "4 V C", ["update"])  # for the norm: of the embedding's
     stays = accumulates or ddp  # over micro-steps; in DDP's buckets
-    row("gradients", "4 P", MOMENTS if stays else ["end", "update"])
+    yield row("gradients", "4 P", MOMENTS if stays else ["end", "update"])
     if accumulates and s.compile and not ddp:  # compiled, they come all at once
-        row("gradients of a micro-step", "4 P", ["end"])
+        yield row("gradients of a micro-step", "4 P", ["end"])
     # of the tied embedding: the head's, the tokens', their sum
-    row("gradients of embedding", "4 V C", ["block"], end="12 V C" if stays else "8 V C")
+    yield row("gradients of embedding", "4 V C", ["block"], end="12 V C" if stays else "8 V C")
     if s.device_type == "cuda":  # 32 MiB forward, backward, and the fused MLP's
-        row("workspace of cuBLAS", f"{3 if s.mlp_used == 'fused' else 2} {2**25}")
+        yield row("workspace of cuBLAS", f"{3 if s.mlp_used == 'fused' else 2} {2**25}")
 
 
-def activation_rows(s, row):
+def activations(s):
     """What the forward pass keeps for the backward; if checkpointed, what is computed again."""
     e, again = s.bytes, s.model.activation_checkpointing
     norm = s.stream if s.compile else 4  # eager autocast widens what LayerNorm reads
@@ -188,51 +188,53 @@ def activation_rows(s, row):
         each_block["attention T x T scores"] = "4 H N T"
     for label, formula in each_block.items():
         if again:  # one block at a time
-            row(label, formula, ["block"])
+            yield row(label, formula, ["block"])
         else:
-            row(label, f"{formula} L", KEPT)
+            yield row(label, f"{formula} L", KEPT)
     copies = "2 M" if e == 2 else "0"  # rounded; the MLPs' two thirds in 8 bits, in two layouts
     if s.mlp_used == "fp8":
         copies = "4 M /3"
     if s.parallel == "fsdp2":  # they are put together in 16 bits
         copies = "0"
     if again:
-        row("inputs of the blocks", f"{s.stream} N C L", KEPT)
+        yield row("inputs of the blocks", f"{s.stream} N C L", KEPT)
         # eager autocast keeps all until the loss is there
-        row("copies of matrices", f"{copies} /L", ["block"], loss="0" if s.compile else copies)
+        yield row(
+            "copies of matrices", f"{copies} /L", ["block"], loss="0" if s.compile else copies
+        )
     else:
-        row("copies of matrices", copies, KEPT)
+        yield row("copies of matrices", copies, KEPT)
     # of the stream, with its rounded copy for the MLP; of both sides of GELU, whose output is freed
     # by then, but for the fused MLP's
     residual = s.stream + e * (s.stream != e)
     gelu = {"plain": 4 * e, "fused": 5 * e, "fp8": 5 * e + 10}[s.mlp_used]
-    row("gradients of activations", f"{residual + gelu} N C", ["block"])
+    yield row("gradients of activations", f"{residual + gelu} N C", ["block"])
     if s.model.document_mask:
-        row("document mask", "N T", KEPT)
+        yield row("document mask", "N T", KEPT)
     if not (s.compile and again):  # which computes it again with the last block
-        row("input of last LayerNorm", f"{norm} N C", ["loss", "head"])
+        yield row("input of last LayerNorm", f"{norm} N C", ["loss", "head"])
 
 
-def head_rows(s, row):
+def head(s):
     """Logits, rounded copy and gradients of the head, as lab.kernels.cross_entropy holds them."""
     e, used = s.bytes, s.head_used
     plain = used == "plain"
-    row("input of the head", f"{e} N C", ["loss", "head"] if plain else ["loss"])
+    yield row("input of the head", f"{e} N C", ["loss", "head"] if plain else ["loss"])
     if e == 2:  # in 8 bits it is there twice
-        row("rounded copy of the head", "2 V C", ["loss", "head"] if plain else ["loss"])
+        yield row("rounded copy of the head", "2 V C", ["loss", "head"] if plain else ["loss"])
     if plain:  # compiled, the gradient is written over them; else log-softmax, two gradients
-        row("logits", f"{e if s.compile else 12} N V", ["loss", "head"])
+        yield row("logits", f"{e if s.compile else 12} N V", ["loss", "head"])
         return
     # in 8 bits also two gradients, of which those of a chunk stay while the next are made
     several = s.letters["N"] > s.letters["n"]
-    row("logits, in chunks", f"{(6 if several else 4) if used == 'fp8' else e} n V", ["loss"])
+    yield row("logits, in chunks", f"{(6 if several else 4) if used == 'fp8' else e} n V", ["loss"])
     # when the backward pass begins, they are scaled
-    row("gradient of the head's input", f"{e} N C", ["loss"], head=f"{2 * e} N C")
-    row("gradient of the head", "4 V C", ["loss"], head="8 V C")
+    yield row("gradient of the head's input", f"{e} N C", ["loss"], head=f"{2 * e} N C")
+    yield row("gradient of the head", "4 V C", ["loss"], head="8 V C")
     if used == "fp8":
-        row("8-bit input of the head", "N C", ["loss"])
+        yield row("8-bit input of the head", "N C", ["loss"])
     if used == "fp8" or s.precision != "bf16":  # a bf16 product is added in place
-        row("the same, not yet added", "4 V C", ["loss"])
+        yield row("the same, not yet added", "4 V C", ["loss"])
 
 
 def totals(rows):
@@ -289,6 +291,14 @@ def outside(s):
 def room(s, gpu):
     """GiB that would be left; negative where it does not fit."""
     return (1 - FRAGMENTS) * gpu.gib - peak(s)[0] / GIB - outside(s)
+
+
+def largest(s, gpu, sizes):
+    """The Setting with the first of these micro-batches that fits, with as many tokens a step; None
+    if none does."""
+    tokens = s.grad_accum_steps * s.batch_size
+    tried = (replace(s, batch_size=b, grad_accum_steps=tokens // b) for b in sizes)
+    return next((setting for setting in tried if room(setting, gpu) >= 0), None)
 
 
 # --------------------------------------------------------------------------------------- 3. speed
@@ -372,44 +382,39 @@ def table(s):
 
 def verdict(s, gpu, sizes):
     """Does it fit, and what else does? sizes: the micro-batches that training tries."""
-    again, left, (most, moment) = s.model.activation_checkpointing, room(s, gpu), peak(s)
-    other = replace(s, model=replace(s.model, activation_checkpointing=not again))
-
-    def largest(setting):
-        """The micro-batch, with as many tokens a step."""
-        tokens = s.grad_accum_steps * s.batch_size
-        tried = (replace(setting, batch_size=b, grad_accum_steps=tokens // b) for b in sizes)
-        return next((x.batch_size for x in tried if room(x, gpu) >= 0), "none")
-
-    one, two = largest(s), largest(other)
-    which = f"Of those that training tries, up to {sizes[0]}, the largest that fits is {one}; "
-    which += f"{'without' if again else 'with'} --activation_checkpointing it is {two}."
-    if one == two == "none":
-        which = "None fits, with --activation_checkpointing or without."
-    fits = f"does not fit, {-left:.1f} GiB are missing"
-    if left >= 0:
-        fits = f"fits, with {left:.1f} GiB left"
+    left, (most, moment) = room(s, gpu), peak(s)
+    fits = f"fits, with {left:.1f} GiB left"
+    if left < 0:
+        fits = f"does not fit, {-left:.1f} GiB are missing"
     return (
         f"batch_size={s.batch_size} {fits}. The peak is {most / GIB:.2f} GiB, {MOMENTS[moment]}; "
         f"about {outside(s):.1f} GiB are taken outside of PyTorch, {FRAGMENTS:.0%} of "
-        f"{gpu.gib:.1f} by gaps between tensors. {which}{enough_gpus(s, gpu)}"
+        f"{gpu.gib:.1f} by gaps between tensors. {what_fits(s, gpu, sizes)}"
     )
 
 
-def enough_gpus(s, gpu):
-    """How many such GPUs would hold the model, where one sequence does not fit; in words."""
-    model = replace(s.model, activation_checkpointing=True)
-    least = replace(s, model=model, batch_size=1)
-    if room(least, gpu) >= 0:
-        return ""
+def what_fits(s, gpu, sizes):
+    """The largest micro-batches; where none fits, how many GPUs would do."""
+    again = s.model.activation_checkpointing
+    other = replace(s, model=replace(s.model, activation_checkpointing=not again))
+    found = [largest(setting, gpu, sizes) for setting in (s, other)]
+    if any(found):
+        one, two = (setting.batch_size if setting else "none" for setting in found)
+        return (
+            f"Of those that training tries, up to {sizes[0]}, the largest that fits is {one}; "
+            f"{'without' if again else 'with'} --activation_checkpointing it is {two}."
+        )
+    none = "None fits, with --activation_checkpointing or without."
+    least = replace(s if again else other, batch_size=1)
     for n in (2, 4, 8, 16, 32, 64):
         if room(replace(least, parallel="fsdp2", world_size=n), gpu) >= 0:
-            return f" {n} such GPUs would: --gpus {n} --parallel fsdp2 --activation_checkpointing."
-    return " No 64 such GPUs hold it either: take a larger GPU or a smaller --preset."
+            flags = f"--gpus {n} --parallel fsdp2 --activation_checkpointing"
+            return f"{none} {n} such GPUs would: {flags}."
+    return f"{none} No 64 such GPUs hold it either: take a larger GPU or a smaller --preset."
 
 
 def report(s, cfg, gpu, reason, args):
-    """Print the ledger, the verdict and the forecast."""
+    """Print the ledger, and below it what people want to know: does it fit, how long, how much."""
 
     def say(name, text):
         print(textwrap.fill(text, 100, initial_indent=f"{name:8}", subsequent_indent=" " * 8))
@@ -419,9 +424,10 @@ def report(s, cfg, gpu, reason, args):
     micro += f" x GPUs {gpus}" * (gpus > 1)
     say("plan", f"{reason}; {s.precision}, {mode}, {s.optimizer}, on {gpu.name}, {gpu.gib:.4g} GiB")
     say("step", f"{cfg.total_batch_size:,} tokens = {micro}")
-    print("", *table(s), "", sep="\n")
+    print("", *table(s), sep="\n")
     sizes = ", ".join(f"{letter} = {size:,}" for letter, size in s.letters.items())
     say("where", f"{LETTERS}: {sizes}")
+    print()
     say("memory", verdict(s, gpu, micro_batches(cfg, gpus, s.device_type)))
     if room(s, gpu) < 0:
         return
@@ -438,8 +444,8 @@ def report(s, cfg, gpu, reason, args):
     hours = tokens / tok_per_s / 3600
     took = f"{hours:,.1f} hours" if hours >= 1 else f"{60 * hours:,.1f} minutes"
     amount = f"{tokens / 1e9:,.1f}B" if tokens >= 1e9 else f"{tokens / 1e6:,.1f}M"
-    for_all = f"for {cfg.max_steps:,} steps, {amount} tokens"
-    say("time", f"{took} {for_all}; evaluation and saving come on top")
+    all_of_it = f"{took} for {cfg.max_steps:,} steps, {amount} tokens"
+    say("time", f"{all_of_it}; evaluation and saving come on top")
     if s.device_type == "cuda":
         cost = f"${hours * gpus * args.price:,.2f}"
         say("money", f"{cost}, assuming ${args.price:g} per GPU-hour (--price)")
@@ -466,35 +472,37 @@ def own_flags(argv):
     return args, rest
 
 
+def setting(model_config, cfg, gpu, gpus):
+    """The Setting of a run with these flags on this GPU; without --batch_size the largest that
+    fits."""
+    here, device_type = gpu.device, gpu.device.type if gpu.device else "cuda"
+    if device_type != "cuda" and gpus > 1:
+        raise UserError(f"gpus={gpus} needs a GPU here, or one that --gpu names")
+    if cfg.fp8 != "off" and gpu.name in WITHOUT_FP8:
+        raise UserError(
+            f"fp8={cfg.fp8} needs an RTX 40, H100 or newer, not {gpu.name}; leave it out"
+        )
+    if here:
+        precision = Precision(cfg.precision, here).name
+    else:
+        best = "fp16" if gpu.name in WITHOUT_BF16 else "bf16"
+        precision = best if cfg.precision == "auto" else cfg.precision
+    compiled = cfg.compile and not (here and why_no_compile(here, model_config))
+    parallel = cfg.parallel if gpus > 1 else "ddp"
+    head, mlp = replaced(cfg.kernels, cfg.fp8)
+    if here and not epilogues_work(here):
+        mlp = "plain"
+    how = cfg.optimizer, precision, compiled, device_type, parallel, head, mlp
+    model = replace(model_config, vocab_size=vocab_size(model_config, cfg, PROGRAM.PRESETS))
+    b = cfg.batch_size or 1
+    s = Setting(model, b, cfg.seq_len, grad_accum_steps(cfg, b, gpus), gpus, *how)
+    return s if cfg.batch_size else largest(s, gpu, micro_batches(cfg, gpus, device_type)) or s
+
+
 def main(argv):
     args, argv = own_flags(argv)
     if args.gpu and not {word.partition("=")[0] for word in argv} & {"--preset", "--resume"}:
         argv = ["--preset", next(iter(PROGRAM.PRESETS)), *argv]  # not what would suit this machine
     reason, model_config, cfg = parse_flags(argv, PROGRAM.PRESETS, __doc__)
     gpu = this_gpu(cfg.device) if args.gpu is None else named_gpu(args.gpu)
-    here, device_type = gpu.device, gpu.device.type if gpu.device else "cuda"
-    if device_type != "cuda" and args.gpus > 1:
-        raise UserError(f"gpus={args.gpus} needs a GPU here, or one that --gpu names")
-    model_config = replace(model_config, vocab_size=vocab_size(model_config, cfg, PROGRAM.PRESETS))
-    head, mlp = replaced(cfg.kernels, cfg.fp8)
-    if here and not epilogues_work(here):
-        mlp = "plain"
-    compiled = cfg.compile and not (here and why_no_compile(here, model_config))
-    if here:
-        precision = Precision(cfg.precision, here).name
-    else:
-        best = "fp16" if gpu.name in WITHOUT_BF16 else "bf16"
-        precision = best if cfg.precision == "auto" else cfg.precision
-    if cfg.fp8 != "off" and gpu.name in WITHOUT_FP8:
-        raise UserError(
-            f"fp8={cfg.fp8} needs an RTX 40, H100 or newer, not {gpu.name}; leave it out"
-        )
-    parallel = cfg.parallel if args.gpus > 1 else "ddp"
-    how = cfg.optimizer, precision, compiled, device_type, parallel, head, mlp
-    grad_accum_steps(cfg, cfg.batch_size or 1, args.gpus)  # raises where no micro-batch divides it
-    for b in [cfg.batch_size] if cfg.batch_size else micro_batches(cfg, args.gpus, device_type):
-        accum = grad_accum_steps(cfg, b, args.gpus)
-        s = Setting(model_config, b, cfg.seq_len, accum, args.gpus, *how)
-        if room(s, gpu) >= 0:
-            break
-    report(s, cfg, gpu, reason, args)
+    report(setting(model_config, cfg, gpu, args.gpus), cfg, gpu, reason, args)

@@ -4,6 +4,7 @@ python -m lab plot                                       # the newest run: log/R
 python -m lab plot log/RUN log/OTHER --out both.png --dark
 """
 
+import itertools
 import sys
 import textwrap
 from dataclasses import dataclass
@@ -103,7 +104,7 @@ def hellaswag_levels(logs):
 def colors(logs, what, dark):
     """(name, log, colour): that of what is measured for a run alone; of several, each has its own."""
     series = [color_of(what, dark)] if len(logs) == 1 else SERIES[dark]
-    return [(name, log, series[i % len(series)]) for i, (name, log) in enumerate(logs.items())]
+    return zip(logs, logs.values(), itertools.cycle(series))
 
 
 def draw_loss(ax, logs, dark, x):
@@ -115,13 +116,10 @@ def draw_loss(ax, logs, dark, x):
             ax.plot(x(log, steps), losses, color=color, linewidth=0.7, alpha=0.35)
             losses = smooth(losses)
         look = dict(color=color, linewidth=1, alpha=0.9, marker="." if len(steps) == 1 else None)
-        (thin,) = ax.plot(x(log, steps), losses, **look)
+        ax.plot(x(log, steps), losses, **look, label="training (thin)" if alone else None)
         steps, losses = column(log, "val", "loss")
         look = dict(color=color, linewidth=2.4, markersize=5, marker="o" * (len(steps) <= 60))
-        (thick,) = ax.plot(x(log, steps), losses, **look)
-        thick.set_label("validation (thick)" if alone else name)
-        if alone:
-            thin.set_label("training (thin)")
+        ax.plot(x(log, steps), losses, **look, label="validation (thick)" if alone else name)
         if alone and steps:
             how = dict(xytext=(0, 8), textcoords="offset points", ha="right", fontweight="bold")
             ax.annotate(f"{losses[-1]:.2f}", (x(log, steps)[-1], losses[-1]), color=color, **how)
@@ -191,10 +189,8 @@ def draw(runs, out_path, dark=False):
 
 
 def loss_curve(run_dirs, out_path):
-    """The figure at out_path, which is returned.
-
-    A picture is not worth a run: what goes wrong is said, never raised, and None returned.
-    """
+    """The figure at out_path, which is returned. A picture is not worth a run: what goes wrong is
+    said, never raised, and None returned."""
     try:
         draw(run_dirs, out_path)
         return out_path
@@ -211,12 +207,12 @@ def main(argv):
         """Draw the curves of one or several runs."""
 
         runs: Positional[tuple[Path, ...]] = ()  # run folders; the newest run if none is named
-        out: Path | None = None  # .png, .svg or .pdf; in the first run's folder if none
+        out: str = ""  # .png, .svg or .pdf; in the first run's folder if empty
         dark: bool = False  # in dark colours
 
     cfg = parse(Config, argv, prog="python -m lab plot")
     runs = find_runs(cfg.runs)
-    out = cfg.out or output(runs, "loss.png")
+    out = Path(cfg.out or output(runs, "loss.png"))
     if out.suffix not in (".png", ".svg", ".pdf"):
         raise UserError(f"out={out} must end in .png, .svg or .pdf")
     with writing(out, "name another place with --out"):

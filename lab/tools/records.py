@@ -11,11 +11,8 @@ from pathlib import Path
 from lab.cli import UserError
 from lab.files import loads, reading
 
-TYPES = dict.fromkeys(  # of fields
-    ("kind", "device", "precision", "torch", "reason", "path", "file"), str
-)
-TYPES |= dict.fromkeys(("texts", "words", "passed_over"), list)  # all others are numbers
-HINT = "name a run folder: `ls log` shows those there are"
+TYPES = dict.fromkeys(("texts", "words", "passed_over"), list)  # of fields; others are numbers
+TYPES |= dict.fromkeys("kind device precision torch reason path file".split(), str)
 
 
 def find_runs(paths, log_dir="log"):
@@ -28,8 +25,8 @@ def find_runs(paths, log_dir="log"):
         if not logs:
             raise UserError(f"there is no run in {log_dir}/ yet; name a run folder")
         return [logs[-1].parent]
-    inside = [Path(log_dir, path) for path in paths]
-    return [b if not Path(a).exists() and b.exists() else Path(a) for a, b in zip(paths, inside)]
+    places = [(Path(path), Path(log_dir, path)) for path in paths]
+    return [there if there.exists() and not path.exists() else path for path, there in places]
 
 
 def run_names(paths):
@@ -54,7 +51,7 @@ def read_log(run):
     UserError where there is no log, or nothing to draw in it.
     """
     path = Path(run) / "log.jsonl" if Path(run).is_dir() else Path(run)
-    with reading(path, "log", HINT):
+    with reading(path, "log", "name a run folder: `ls log` shows those there are"):
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     found = {}  # (kind, step) -> record
     for line in lines:
@@ -78,26 +75,21 @@ def read_log(run):
 
 def checked(record):
     """A record without the fields that lab.run.log would not have written."""
-    right = {
-        k: v
-        for k, v in record.items()
-        if k != "shaded" and isinstance(v, TYPES.get(k, (int, float)))
-    }
+    right = {k: v for k, v in record.items() if isinstance(v, TYPES.get(k, (int, float)))}
+    right.pop("shaded", None)
     if not 0 <= right["step"] < 2**53 or type(right["step"]) is not int:
         raise ValueError("no step")
     if not 0 <= right.get("time", 0) < 2**35:  # in seconds: no calendar has others
         del right["time"]
-    with contextlib.suppress(
-        ValueError, KeyError, TypeError
-    ):  # where it is not what shading.shade gives
+    with contextlib.suppress(ValueError, KeyError, TypeError):  # not what shading.shade gives
         prompt, tokens = record["shaded"]
-        tokens = [
-            {"text": str(t["text"]), "name": str(t["name"]), "p": float(t["p"])}
-            | {"likeliest": [(i, str(name), float(p)) for i, name, p in t["likeliest"]]}
-            for t in tokens
-        ]
-        right["shaded"] = [str(prompt), tokens]
+        right["shaded"] = [str(prompt), list(map(checked_token, tokens))]
     return right
+
+
+def checked_token(t):
+    likeliest = [(i, str(name), float(p)) for i, name, p in t["likeliest"]]
+    return dict(text=str(t["text"]), name=str(t["name"]), p=float(t["p"]), likeliest=likeliest)
 
 
 def ended(log):

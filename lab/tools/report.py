@@ -13,13 +13,14 @@ import html
 import json
 import secrets
 import time
+import webbrowser
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from lab.cli import UserError, parse
 from lab.data.tokenizers import printable
-from lab.files import read_json, write_whole, writing
+from lab.files import read_json, template, write_whole, writing
 from lab.tools import records
 from lab.tools.plot import caption, finding, hellaswag_levels, loss_levels
 from lab.tools.records import by_tokens, column, comparable
@@ -113,21 +114,14 @@ class Figures(dict):
             self.add("bits", self.each("val", "bits_per_byte", "loss", width=3))
         elif not alone:
             self.difference(logs)
-        scores = []
-        for i, run in enumerate(runs):
-            steps, values, errors = records.hellaswag(run.log)
-            look = self.look(i, "accuracy") | dict(errors=[round(e, 5) for e in errors], width=3)
-            scores += self.curve(run, "hella", steps, values, **look)
+        scores = self.each("hella", "acc_norm", "accuracy", width=3)
         self.add("hellaswag", scores, hellaswag_levels(logs))
         self.add("lr", self.each("train", "lr", "learning rate"))
         norms = self.each("train", "grad_norm", "gradient norm", smooth=True)
         highest = max((v for curve in norms for v in curve["y"]), default=0)
         clips = [run.train.get("grad_clip") for run in runs]
-        clips = [
-            clip for clip in clips if isinstance(clip, (int, float)) and 0 < clip < 2 * highest
-        ]
-        near = {f"clipped at {clip:g}": clip for clip in clips}
-        self.add("grad_norm", norms, near)
+        clips = [c for c in clips if isinstance(c, (int, float)) and 0 < c < 2 * highest]
+        self.add("grad_norm", norms, {f"clipped at {c:g}": c for c in clips})
         self.add("tok_per_s", self.each("train", "tok_per_s", "speed"))
 
     def add(self, id, curves, levels=None, **more):
@@ -135,18 +129,16 @@ class Figures(dict):
         if curves:
             self[id] = {"curves": curves, "levels": levels or {}} | more
 
-    def look(self, i, what, words=""):
-        """Name and colour of a run's curve: those of `what` if it is alone, else the run's."""
-        if len(self.runs) == 1:
-            return dict(name=words or what, color=place_of(what))
-        return dict(name=", ".join(filter(None, [self.runs[i].name, words])), color=i)
-
-    def each(self, kind, name, what, words="", **more):
-        """A curve for each run."""
+    def each(self, kind, field, what, words="", **more):
+        """A curve for each run, with name and colour of the run; if it is alone, those of `what`."""
         curves = []
         for i, run in enumerate(self.runs):
-            data = column(run.log, kind, name)
-            curves += self.curve(run, kind, *data, **self.look(i, what, words), **more)
+            name, color = ", ".join(filter(None, [run.name, words])), i
+            if len(self.runs) == 1:
+                name, color = words or what, place_of(what)
+            if kind == "hella":
+                more["errors"] = [round(error, 5) for error in records.hellaswag(run.log)[2]]
+            curves += self.curve(run, kind, *column(run.log, kind, field), name, color, **more)
         return curves
 
     def curve(self, run, kind, steps, values, name, color, width=2, smooth=False, **more):
@@ -174,9 +166,9 @@ class Figures(dict):
         for kind, words, width in (("train", "training", 1.3), ("val", "validation", 3)):
             a, b = records.places(logs, kind, "loss")
             both = [(step, b[place][1] - value) for place, (step, value) in a.items() if place in b]
-            look = dict(name=words, width=width, smooth=True, showlegend=True)
+            look = dict(width=width, smooth=True, showlegend=True)
             data = list(zip(*both)) or [(), ()]
-            curves += self.curve(first, kind, *data, color=place_of("loss"), **look)
+            curves += self.curve(first, kind, *data, words, place_of("loss"), **look)
         equal = "tokens" if by_tokens(logs) else "steps"
         note = f"{second.name} minus {first.name}, at equal {equal}. Below zero, {second.name} is better."
         if "time" in self.axes:
@@ -219,13 +211,10 @@ def numbers(run):
         found["minutes in all"] = Number(minutes, "{:,.2f}", "with evaluation and saving")
     names = dict.fromkeys(name for record in run.log.get("train", []) for name in record)
     phases = [name for name in names if name.endswith("_ms") and name != "dt_ms"]
-    for name, what, form in (
-        ("tok_per_s", "tokens/s, median", "{:,.0f}"),
-        ("mfu", "MFU, median", "{:.3f}"),
-        ("dt_ms", "ms a step, median", "{:,.1f}"),
-        ("peak_gib", "peak memory, GiB", "{:,.2f}"),
-        *((phase, f"{phase[:-3]}, ms a step, median", "{:,.1f}") for phase in phases),
-    ):
+    rows = [("tok_per_s", "tokens/s, median", "{:,.0f}"), ("mfu", "MFU, median", "{:.3f}")]
+    rows += [("dt_ms", "ms a step, median", "{:,.1f}"), ("peak_gib", "peak memory, GiB", "{:,.2f}")]
+    rows += [(phase, f"{phase[:-3]}, ms a step, median", "{:,.1f}") for phase in phases]
+    for name, what, form in rows:
         if values := sorted(column(run.log, "train", name)[1]):
             found[what] = Number(values[-1 if "peak" in what else len(values) // 2], form)
     return found
@@ -296,15 +285,10 @@ def samples(runs):
 
 def page(runs, live=False):
     """The whole page, as text, for one or two Runs. live: it loads itself anew every RENEW seconds."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from plotly.offline import get_plotlyjs
 
-    figures, here = Figures(runs), Path(__file__).parent
-    folders = FileSystemLoader([here, here.parent])  # lab has shaded.html.j2
-    how = dict(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    jinja = Environment(loader=folders, **how)
-    logs = {run.name: run.log for run in runs}
-    return jinja.get_template("report.html.j2").render(
+    figures, logs = Figures(runs), {run.name: run.log for run in runs}
+    return template("report.html.j2").render(
         runs=[(run.name, facts(run)) for run in runs],
         said=finding(logs),
         cautions=cautions(runs),
@@ -341,7 +325,7 @@ def main(argv):
         """Make one HTML page of a run, or of two beside each other."""
 
         runs: Positional[tuple[Path, ...]] = ()  # one or two run folders; the newest run if none
-        out: Path | None = None  # the page; in the first run's folder if none
+        out: str = ""  # the page; in the first run's folder if empty
         open: bool = False  # show it in the browser
         watch: bool = False  # renew it until the run ends; in the browser it loads itself anew
 
@@ -349,14 +333,12 @@ def main(argv):
     paths = records.find_runs(cfg.runs)
     if len(paths) > 2:
         raise UserError(f"a page shows two runs at most, not {len(paths)}; `lab plot` draws more")
-    out = cfg.out or records.output(paths, "report.html")
+    out = Path(cfg.out or records.output(paths, "report.html"))
     if out.suffix != ".html":  # also lest a log be overwritten
         raise UserError(f"--out {out} must end in .html")
     live = write_page(paths, out, cfg.watch)
     print(f"{out} is renewed until the run ends; Ctrl-C ends that" if live else out, flush=True)
     if cfg.open:
-        import webbrowser
-
         webbrowser.open(out.resolve().as_uri())
     while live:
         time.sleep(RENEW)

@@ -53,10 +53,11 @@ class Engine:
         self.block_size, self.device = model.config.block_size, next(model.parameters()).device
         self.thread = concurrent.futures.ThreadPoolExecutor(1)
         self.caches, step = asyncio.Queue(), compiled(model) if compile else None
+        idx = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         for _ in range(AT_ONCE):
             cache = KVCache(self.block_size, step)
-            if step:  # each is recorded for itself
-                self.thread.submit(warm_up, model, cache).result()
+            if step:  # three tokens, for which it is compiled, and recorded for each cache
+                self.thread.submit(list, generate(model, idx, 3, cache=cache)).result()
             self.caches.put_nowait(cache)
         self.texts = 0  # being written, or waiting
 
@@ -112,12 +113,6 @@ class Engine:
         steps = pieces(self.model, self.tokenizer, ids, ask.max_tokens, **how)
         while new := await self.compute(one_turn, steps):
             yield new
-
-
-def warm_up(model, cache):
-    """Write three tokens, for which a step is compiled or recorded."""
-    idx = torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device)
-    list(generate(model, idx, 3, cache=cache))
 
 
 def one_turn(steps):

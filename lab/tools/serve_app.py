@@ -1,14 +1,11 @@
 """The paths of serve.py, and what may be asked. None of them opens a file: the page is read once."""
 
 import asyncio
-import base64
-import hashlib
 import json
 import math
-import re
+import secrets
 import time
 import uuid
-from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -21,11 +18,16 @@ from starlette.exceptions import HTTPException
 
 from lab.cli import UserError
 from lab.data.chat import STOPS
+from lab.files import template
 from lab.stream import Busy, scored
 
 LONGEST = 4096  # new tokens
 LARGEST = 2**16  # bytes of a request
 PATIENCE = 60  # seconds for a client to send its request, or to take a part of the answer
+POLICY = (  # the page may ask this server, and nothing else
+    "default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; "
+    "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+)
 
 
 class Ask(BaseModel, allow_inf_nan=False):
@@ -128,24 +130,43 @@ def in_chat(pieces, ask, start, tokenizer):
     return {"delta" if ask.stream else "message": said_by, "logprobs": logprobs}
 
 
+def refusal(status, sentence):
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return JSONResponse({"error": dict(message=sentence, type=kind, param=None, code=None)}, status)
+
+
+def first_wrong(error):
+    """A sentence of what pydantic found first."""
+    first = error.errors()[0]
+    place = ".".join(str(part) for part in first["loc"][1:]) or "request"
+    shown = "" if first["type"] in ("missing", "json_invalid") else f"={first['input']!r:.80}"
+    return f"{place}{shown}: {first['msg']}"
+
+
+REFUSALS = {
+    UserError: lambda request, error: refusal(400, str(error)),
+    Busy: lambda request, error: refusal(503, str(error)),
+    RequestValidationError: lambda request, error: refusal(400, first_wrong(error)),
+    HTTPException: lambda request, error: refusal(error.status_code, str(error.detail)),
+}
+
+
 def application(engine, name, hosts):
     """The FastAPI application. hosts: names under which it may be asked, ["*"] for any."""
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    no_docs = dict(docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(**no_docs, exception_handlers=REFUSALS)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts)
     app.add_middleware(Limits)
-    for kind, said in {
-        UserError: lambda error: (400, str(error)),
-        Busy: lambda error: (503, str(error)),
-        RequestValidationError: lambda error: (400, what(error)),
-        HTTPException: lambda error: (error.status_code, str(error.detail)),
-    }.items():
-        app.add_exception_handler(kind, lambda request, error, said=said: refusal(*said(error)))
-    page, policy = the_page(dict(model=name, context=engine.block_size, longest=LONGEST))
+    page = template("serve.html.j2")
+    about = dict(model=name, context=engine.block_size, longest=LONGEST)
     model = dict(id=name, object="model", created=int(time.time()), owned_by="you")
 
     @app.get("/")
     async def index():
-        return HTMLResponse(page, headers={"Content-Security-Policy": policy})
+        nonce = secrets.token_urlsafe(16)  # of the page's own script, which alone may run
+        policy = f"script-src 'nonce-{nonce}'; {POLICY}"
+        text = page.render(about=about, nonce=nonce)
+        return HTMLResponse(text, headers={"Content-Security-Policy": policy})
 
     @app.get("/v1/models")
     async def models():
@@ -209,32 +230,6 @@ def application(engine, name, hosts):
     return app
 
 
-def refusal(status, sentence):
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return JSONResponse({"error": dict(message=sentence, type=kind, param=None, code=None)}, status)
-
-
-def what(error):
-    """A sentence of what pydantic found first."""
-    first = error.errors()[0]
-    place = ".".join(str(part) for part in first["loc"][1:]) or "request"
-    shown = "" if first["type"] in ("missing", "json_invalid") else f"={first['input']!r:.80}"
-    return f"{place}{shown}: {first['msg']}"
-
-
-def the_page(about):
-    """(HTML, its Content-Security-Policy). The page may run its own script, ask this server, and
-    nothing else."""
-    page = Path(__file__).with_name("serve.html").read_text(encoding="utf-8")
-    page = page.replace("{{ about }}", json.dumps(about).replace("<", "\\u003c"))
-    script = re.search(r"(?s)<script>(.*?)</script>", page)[1]
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return page, (
-        f"default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; "
-        f"script-src 'sha256-{digest}'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
-    )
-
-
 class Limits:
     """No request is larger than LARGEST, and no client keeps us waiting for longer than PATIENCE."""
 
@@ -244,21 +239,20 @@ class Limits:
     async def __call__(self, scope, receive, send):
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        body, more = b"", True
-        while more:
-            message = await asyncio.wait_for(receive(), PATIENCE)
-            if message["type"] == "http.disconnect":
-                return
-            body, more = body + message.get("body", b""), message.get("more_body")
-            if len(body) > LARGEST:
-                sentence = f"a request may have {LARGEST} bytes at most; send a shorter one"
-                return await refusal(413, sentence)(scope, receive, send)
-        first = [{"type": "http.request", "body": body, "more_body": False}]
+        size, more = 0, True
 
-        async def replay():
-            return first.pop() if first else await receive()
+        async def limited():
+            nonlocal size, more
+            if not more:  # it was read; what may come is that the client leaves
+                return await receive()
+            message = await asyncio.wait_for(receive(), PATIENCE)
+            size, more = size + len(message.get("body", b"")), message.get("more_body")
+            if size > LARGEST:
+                sentence = f"a request may have {LARGEST} bytes at most; send a shorter one"
+                raise HTTPException(413, sentence)
+            return message
 
         async def patient(message):
             await asyncio.wait_for(send(message), PATIENCE)
 
-        await self.app(scope, replay, patient)
+        await self.app(scope, limited, patient)
