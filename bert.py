@@ -96,7 +96,7 @@ PRESETS = {
         BertTrainConfig(
             "laptop", data="data/builtin_wordpiece", total_batch_size=4096, seq_len=128,
             max_steps=2000, optimizer="muon", lr=6e-3, weight_decay=0.0, schedule="wsd",
-            warmup_steps=60, decay_steps=1400, compile=False, log_every=20, val_every=200,
+            warmup_steps=0.03, decay_steps=0.7, compile=False, log_every=20, val_every=200,
             val_tokens=0, sample_every=1000, sample_prompt="Return the [MASK] of the list.",
             ckpt_every=500,
         ),

@@ -28,7 +28,7 @@ import train_gpt2
 from lab.cli import UserError, command
 from lab.generate import generate
 from lab.optim import POLAR_EXPRESS, Muon, Together
-from train_gpt2 import HeadLoss, Run, get_lr
+from train_gpt2 import HeadLoss, Run, get_lr, in_steps
 
 # --------------------------------------------------------------------------------- 1. configuration
 
@@ -83,14 +83,14 @@ class TrainConfig(train_gpt2.TrainConfig):
     muon_lr: float = 0.03  # of Muon, or of AdamW in its place
     min_lr: float = 0.0
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "wsd"
-    warmup_steps: int = 0  # zero-initialised projections and a zero head need none
-    decay_steps: int = 200
+    warmup_steps: float = 0.0  # zero-initialised projections and a zero head need none
+    decay_steps: float = 0.65
     weight_decay: float = 0.0  # of the matrices in the blocks
     beta1: float = 0.8  # AdamW: short memories, as a run is short
     eps: float = 1e-10
     grad_clip: float = 0.0  # an orthogonal step is as long for any gradient
     momentum: float = 0.95  # Muon's
-    momentum_warmup: int = 100  # steps in which it rises from 0.85: early gradients age fast
+    momentum_warmup: float = 0.33  # in which it rises from 0.85: early gradients age fast
     polar_express: bool = True  # off: Newton-Schulz
     cautious: bool = True  # weight decay only where the step agrees
     small_batch_size: int = 0  # tokens per update at first: early gradients agree, so few suffice
@@ -108,7 +108,7 @@ PRESETS = {
                   value_tables=0, mix_input=False, smear=False, bigram_rows=4096),
         TrainConfig(
             "laptop", data="data/builtin", total_batch_size=4096, seq_len=128, max_steps=700, lr=1e-2,
-            muon_lr=0.05, decay_steps=490, momentum_warmup=70, beta2=0.99, compile=False, log_every=20,
+            muon_lr=0.05, decay_steps=0.7, momentum_warmup=0.1, beta2=0.99, compile=False, log_every=20,
             val_every=200, val_tokens=131072, hella_every=0, sample_every=200, sample_tokens=200,
             sample_prompt="The ", ckpt_every=500,
         ),
@@ -384,7 +384,8 @@ def schedule(step, group, cfg):
     """What changes with the step, of one group of parameters."""
     group["lr"] = get_lr(step, cfg) * group["scale"]
     if "momentum" in group:
-        done = min(1.0, step / cfg.momentum_warmup) if cfg.momentum_warmup else 1.0
+        rise = in_steps(cfg.momentum_warmup, cfg)
+        done = min(1.0, step / rise) if rise else 1.0
         group["momentum"] = cfg.momentum - (1 - done) * max(0.0, cfg.momentum - 0.85)
 
 

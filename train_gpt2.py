@@ -85,12 +85,12 @@ class TrainConfig(settings.RunConfig):
     # optimizer
     max_steps: int = 19073  # updates (gpt2: 10e9 tokens / 524288)
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the matrices in the blocks alone
-    lr: float = 6e-4  # peak learning rate of AdamW
+    lr: float = 6e-4  # peak learning rate of AdamW; --learning_rate is the same
     muon_lr: float = 0.02  # peak learning rate of Muon; follows the same schedule
     min_lr: float = 6e-5  # rate at the end of the schedule
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"  # wsd: warm up, stay, decay
-    warmup_steps: int = -1  # linear warm-up; -1 is 3.75 % of max_steps (gpt2: 375M tokens)
-    decay_steps: int = -1  # wsd alone: length of the decay at the end; -1 is 20 % of max_steps
+    warmup_steps: float = 0.0375  # linear warm-up; below 1: a share of max_steps (375M tokens)
+    decay_steps: float = 0.2  # wsd alone: length of the decay at the end, or its share likewise
     weight_decay: float = 0.1  # on matrices and embeddings (muon: its matrices alone)
     beta1: float = 0.9  # AdamW: memory of the mean gradient
     beta2: float = 0.95  # AdamW: memory of the squared gradient
@@ -120,8 +120,8 @@ PRESETS = {
         GPTConfig(n_layer=2, n_head=2, n_embd=128, block_size=128, vocab_size=257, vocab_multiple=1),
         TrainConfig(
             "laptop", data="data/builtin", total_batch_size=4096, seq_len=128, max_steps=1000,
-            optimizer="muon", lr=6e-3, min_lr=0.0, weight_decay=0.0, schedule="wsd", warmup_steps=30,
-            decay_steps=700, beta2=0.99, compile=False, log_every=20, val_every=200,
+            optimizer="muon", lr=6e-3, min_lr=0.0, weight_decay=0.0, schedule="wsd", warmup_steps=0.03,
+            decay_steps=0.7, beta2=0.99, compile=False, log_every=20, val_every=200,
             val_tokens=131072, hella_every=0, sample_every=200, sample_tokens=200,
             sample_prompt="The ", ckpt_every=500,
         ),
@@ -131,7 +131,7 @@ PRESETS = {
         GPTConfig(),
         TrainConfig(
             "sft", data="lab/data/chats.jsonl", total_batch_size=4096, max_steps=200, lr=2e-4,
-            min_lr=0.0, warmup_steps=10, schedule="linear", weight_decay=0.0, compile=False,
+            min_lr=0.0, warmup_steps=0.05, schedule="linear", weight_decay=0.0, compile=False,
             val_every=20, val_tokens=0, hella_every=0, sample_every=50, ckpt_every=50,
             sample_prompt="User: What is a token?\n\nAssistant:",
         ),
@@ -355,11 +355,15 @@ def make_optimizer(model, cfg, device_type):
     return optimizer
 
 
+def in_steps(length, cfg):
+    """A length in steps, of one that below 1 is a share of the run."""
+    return length if length >= 1 else round(length * cfg.max_steps)
+
+
 def get_lr(step, cfg):
     """Rate for the update after `step` finished ones: linear up, then the schedule to min_lr at
     max_steps, then flat."""
-    warmup = cfg.warmup_steps if cfg.warmup_steps >= 0 else round(0.0375 * cfg.max_steps)
-    decay = cfg.decay_steps if cfg.decay_steps >= 0 else round(0.2 * cfg.max_steps)
+    warmup, decay = in_steps(cfg.warmup_steps, cfg), in_steps(cfg.decay_steps, cfg)
     if step < warmup:
         return cfg.lr * (step + 1) / warmup  # never 0: a first update with rate 0 is a wasted one
     if cfg.schedule == "constant":

@@ -20,7 +20,6 @@ AT_LEAST_1 = (
     "n_layer", "n_head", "n_embd", "block_size", "vocab_multiple", "total_batch_size", "seq_len",
     "max_steps", "log_every", "keep_last", "timeout",
 )  # fmt: skip
-AT_LEAST_MINUS_1 = ("warmup_steps", "decay_steps")  # -1: a share of max_steps
 
 
 @contextlib.contextmanager
@@ -94,7 +93,7 @@ def known_settings(path, saved, config_class):
 
 def smallest(name):
     """The smallest value of a setting that is a number."""
-    return 1 if name in AT_LEAST_1 else -1 if name in AT_LEAST_MINUS_1 else 0
+    return 1 if name in AT_LEAST_1 else 0
 
 
 def check_value(path, field, value):
