@@ -130,6 +130,14 @@ def test_fields_that_no_run_writes_are_left_out(tmp_path):
     plot.draw([folder], tmp_path / "it.png")
 
 
+def test_numbers_that_cannot_be_drawn_are_left_out(tmp_path):
+    """Found by mutated logs: more than matplotlib can scale, and an error bar below 0."""
+    huge, below = train(20, 2.0) | dict(lr=1e308), dict(kind="hella", step=20, time=1.0)
+    below |= dict(acc_norm=0.3, acc_norm_stderr=-0.01)
+    folder = write_log(tmp_path, [start(), train(10, 3.0), huge, below])
+    plot.draw([folder], tmp_path / "it.png")
+
+
 def test_how_a_run_ended(tmp_path):
     end = dict(kind="end", step=400, time=5.0, reason="SIGTERM")
     for more, reason in (([], None), ([end], "SIGTERM"), ([end, start(400, time=9.0)], None)):

@@ -110,9 +110,10 @@ def short(number):
 
 
 def column(log, kind, name):
-    """(steps, values) of the finite numbers called `name` in the records of a kind."""
+    """(steps, values) of the numbers called `name` in the records of a kind, as far as they can be
+    drawn."""
     rows = [(r["step"], r.get(name)) for r in log.get(kind, [])]
-    rows = [(step, v) for step, v in rows if isinstance(v, (int, float)) and math.isfinite(v)]
+    rows = [(step, v) for step, v in rows if isinstance(v, (int, float)) and abs(v) < 1e300]
     return [step for step, _ in rows], [value for _, value in rows]
 
 
@@ -152,7 +153,7 @@ def loss_window(logs):
 def hellaswag(log):
     """(steps, acc_norm, half of its 95 % intervals)."""
     steps, values = column(log, "hella", "acc_norm")
-    errors = {r["step"]: 1.96 * (r.get("acc_norm_stderr") or 0) for r in log.get("hella", [])}
+    errors = {r["step"]: 1.96 * abs(r.get("acc_norm_stderr") or 0) for r in log.get("hella", [])}
     return steps, values, [errors[step] for step in steps]
 
 
