@@ -124,6 +124,39 @@ def tokens(runs, out_path, dark):
     figure.savefig(out_path)
 
 
+@made_by("python bench/speedrun.py --data DATA --steps 240")
+def speedrun(runs, out_path, dark):
+    """Validation loss against seconds of training: speedrun.py's blue, what it is compared with
+    orange, each named at its end. Of several seeds, the one with the median loss."""
+    recipes, rows = ("gpt2", "muon", "readable", "speedrun", "+fp8_head"), {}
+    for recipe in recipes:
+        seeds = records(runs, "speedrun_h200", "curve", recipe=recipe)
+        rows[recipe] = sorted(seeds, key=lambda r: r["curve"][-1][2])[len(seeds) // 2]
+    ends = {recipe: row["curve"][-1] for recipe, row in rows.items()}
+    title = f"In a minute on one H200: GPT-2's recipe {ends['gpt2'][2]:.2f}, "
+    title += f"speedrun.py {ends['speedrun'][2]:.2f} nats a token"
+    note = "124M shape's trunk: 12 layers, 768 channels; books and textbooks; "
+    figure, ax = blank(5.4, title, note + where_and_when(rows.values()))
+    names = {"gpt2": "GPT-2's recipe", "muon": "train_gpt2.py, Muon", "readable": "readable recipe"}
+    names |= {"speedrun": "speedrun.py", "+fp8_head": "its head in fp8"}
+    box = dict(facecolor=PAPER[dark]["paper"], edgecolor="none", pad=1)  # no line behind a text
+    last = max(seconds for seconds, *_ in ends.values())
+    place = 0  # of the label below, in nats
+    for recipe in reversed(recipes):
+        seconds, _, losses = zip(*rows[recipe]["curve"][1:])  # the first is before training
+        color = color_of("blue" if recipe in ("speedrun", "+fp8_head") else "orange", dark)
+        look = "o--" if recipe == "+fp8_head" else "o-"
+        ax.plot(seconds, losses, look, color=color, markersize=3)
+        loss = ends[recipe][2]
+        place = max(place + 0.15, loss)  # no label on another
+        ax.plot([seconds[-1], last + 1], [loss, place], ":", color=color, linewidth=0.8)
+        write(ax, f"{names[recipe]} {loss:.2f}", last + 1, place, dx=2, color=color, bbox=box)
+    ax.set(xlabel="seconds of training (blue: speedrun.py, orange: what it is compared with)")
+    ax.set(ylabel="validation loss (nats per token)", ylim=(3.4, 7.1), xlim=(0, 1.3 * last))
+    ax.set(xticks=range(0, round(last) + 1, 10))
+    figure.savefig(out_path)
+
+
 @made_by("python bert.py --preset laptop")
 def bert_words(runs, out_path, dark):
     """What a run of bert.py puts in the place of hidden words at each step it was asked: its first
