@@ -202,10 +202,16 @@ def ladder(runs, out_path, dark):
     # no line runs through a text
     box = dict(facecolor=PAPER[dark]["paper"], edgecolor="none", pad=1)
     bars(ax, parts, looks, texts, room=1.2, bbox=box)
-    for y, (name, rate) in enumerate(PEERS.items() if shape == "gpt2" else ()):
-        ax.axvline(rate, zorder=0, **DASHED)
-        write(ax, f"{name} {short(rate)}", rate, y, dx=-4, ha="right", color="0.5", bbox=box)
-    ax.set(xlabel="tokens/s; dashed: others' programs, measured apart")
+    peers = sorted(PEERS.items(), key=lambda peer: -peer[1]) if shape == "gpt2" else ()
+    for top, (name, rate) in enumerate(peers):  # from its name down, but not behind a rung's text
+        ys = []
+        for y, now in list(enumerate(speeds.values()))[top:]:
+            hidden = now < rate < now + 0.14 * max(speeds.values())
+            ys += [math.nan, math.nan] if hidden else [y - 0.5, y + 0.5]
+        ax.plot([rate] * len(ys), ys, zorder=0, **DASHED)
+        write(ax, f"{name} {short(rate)}", rate, top, dx=-4, ha="right", color="0.5", bbox=box)
+    colors = "full blue: the rungs before it, pale: what this rung adds"
+    ax.set(xlabel=f"tokens/s ({colors})\ndashed: others' programs, measured apart")
     ax.xaxis.set_major_formatter(shorten)
     figure.savefig(out_path)
 
