@@ -543,7 +543,7 @@ def parallel(runs, out_path, dark):
     axes[0].set_xlabel("share of N times one GPU\nof the same machine", fontsize=SMALL)
     for text, face in (("as the trainer does it", blue), ("tried", paper)):
         axes[0].plot([], [], "o", color=blue, markerfacecolor=face, markersize=4.5, label=text)
-    axes[0].legend(loc="lower right", bbox_to_anchor=(0.9, 0))
+    axes[0].legend(loc="lower right", bbox_to_anchor=(0.84, 0))
     figure.savefig(out_path)
 
 
