@@ -47,7 +47,7 @@ from lab.cli import UserError, command, parse
 from lab.files import check_writable
 from lab.tools.plot import PUBLISHED_HELLASWAG, draw
 from lab.tools.records import column, read_log, short, tokens_at
-from lab.tools.style import PAPER, SERIES, color_of, reference, style
+from lab.tools.style import PAPER, color_of, reference, style
 
 # What each run was trained and measured on: losses on different text do not compare.
 DATA_OF = {
@@ -93,34 +93,70 @@ def tokens(runs, out_path, dark):
         raise NoData(f"none of {', '.join(DATA_OF)} is there")
     longest = max(logs, key=lambda name: column(logs[name], "train", "tokens")[1][-1])
     loss = column(logs[longest], "val", "loss")[1][-1]
-    title = f"GPT-2 124M so far: {loss:.2f} nats per token on {DATA_OF[longest].split(',')[0]}"
+    title = f"GPT-2 124M so far: {loss:.2f} nats a token on {DATA_OF[longest].split(',')[0]}"
+    if scores := column(logs[longest], "hella", "acc_norm")[1]:
+        title += f", HellaSwag {scores[-1]:.2f}"
     figure, top, bottom = blank(5.6, title, panels="A;B", sharex=True, height_ratios=[2.4, 1])
-    for color, (name, log) in zip(SERIES[dark], logs.items()):
+    color, orange = color_of("loss", dark), color_of("accuracy", dark)
+    for face, (name, log) in zip((None, PAPER[dark]["paper"]), logs.items()):  # a run: full, hollow
         start, at = log["start"][-1], tokens_at(log)
         steps, losses = column(log, "train", "loss")
         top.plot(list(map(at, steps)), losses, color=color, linewidth=0.8, alpha=0.5)
         points = [(at(s), v) for s, v in zip(*column(log, "val", "loss")) if s > 0]  # a log axis
         label = f"ours: {DATA_OF[name]} ({start['world_size']} x {start['device']})"
-        top.plot(*zip(*points), "o-", markersize=4, color=color, label=label)
+        dots = dict(marker="o", markersize=5, markerfacecolor=face)
+        top.plot(*zip(*points), color=color, label=label, **dots)
         how = dict(color=color, ha="center", va="top", fontweight="bold")
         write(top, f"{points[-1][1]:.2f}", *points[-1], dx=0, dy=-7, **how)
         if hella := log.get("hella"):
             errors = [1.96 * r["acc_norm_stderr"] for r in hella]
             places, values = [at(r["step"]) for r in hella], [r["acc_norm"] for r in hella]
-            how = dict(color=color, marker="o", markersize=4, capsize=2)
-            bottom.errorbar(places, values, yerr=errors, **how)
+            bottom.errorbar(places, values, yerr=errors, color=orange, capsize=2, **dots)
     for (data, loss), side in zip(PUBLISHED_LOSS.items(), (1, -1)):  # text above, then below
         reference(top, loss, "", left=True)
         text, va = f"OpenAI's GPT-2 124M on {data}, {loss:.2f}", "bottom" if side > 0 else "top"
-        write(top, text, 1e6, loss, dy=3 * side, va=va, color="0.5")
+        write(top, text, 4e6, loss, dy=3 * side, va=va, color="0.5")
     reference(bottom, 0.25, "chance 0.25", left=True)
     reference(bottom, PUBLISHED_HELLASWAG["GPT-2 124M"], "OpenAI's GPT-2 124M, 0.2955", left=True)
-    top.set(ylabel="loss (nats per token)\nthin: training, dots: validation", ylim=(2.6, 11.4))
-    top.set(xscale="log", xlim=(1e6, 1.2e10))
+    top.set(ylabel="loss (nats per token)\nthin: training, dots: validation", ylim=(2.6, 10.4))
+    top.set(xscale="log", xlim=(4e6, 2e8))
     top.legend(loc="upper right")
     bottom.set(xlabel="training tokens (losses on different text do not compare)")
     bottom.set(ylabel="HellaSwag\nacc_norm", ylim=(0.225, 0.31))
     bottom.xaxis.set_major_formatter(shorten)
+    figure.savefig(out_path)
+
+
+@made_by("python bench/speedrun.py --data DATA --steps 240")
+def speedrun(runs, out_path, dark):
+    """Validation loss against seconds of training: speedrun.py's blue, what it is compared with
+    orange, each named at its end. Of several seeds, the one with the median loss."""
+    recipes, rows = ("gpt2", "muon", "readable", "speedrun", "+fp8_head"), {}
+    for recipe in recipes:
+        seeds = records(runs, "speedrun_h200", "curve", recipe=recipe)
+        rows[recipe] = sorted(seeds, key=lambda r: r["curve"][-1][2])[len(seeds) // 2]
+    ends = {recipe: row["curve"][-1] for recipe, row in rows.items()}
+    title = f"In a minute on one H200: GPT-2's recipe {ends['gpt2'][2]:.2f}, "
+    title += f"speedrun.py {ends['speedrun'][2]:.2f} nats a token"
+    note = "124M shape's trunk: 12 layers, 768 channels; books and textbooks; "
+    figure, ax = blank(5.4, title, note + where_and_when(rows.values()))
+    names = {"gpt2": "GPT-2's recipe", "muon": "train_gpt2.py, Muon", "readable": "readable recipe"}
+    names |= {"speedrun": "speedrun.py", "+fp8_head": "its head in fp8"}
+    box = dict(facecolor=PAPER[dark]["paper"], edgecolor="none", pad=1)  # no line behind a text
+    last = max(seconds for seconds, *_ in ends.values())
+    place = 0  # of the label below, in nats
+    for recipe in reversed(recipes):
+        seconds, _, losses = zip(*rows[recipe]["curve"][1:])  # the first is before training
+        color = color_of("blue" if recipe in ("speedrun", "+fp8_head") else "orange", dark)
+        look = "o--" if recipe == "+fp8_head" else "o-"
+        ax.plot(seconds, losses, look, color=color, markersize=3)
+        loss = ends[recipe][2]
+        place = max(place + 0.15, loss)  # no label on another
+        ax.plot([seconds[-1], last + 1], [loss, place], ":", color=color, linewidth=0.8)
+        write(ax, f"{names[recipe]} {loss:.2f}", last + 1, place, dx=2, color=color, bbox=box)
+    ax.set(xlabel="seconds of training (blue: speedrun.py, orange: what it is compared with)")
+    ax.set(ylabel="validation loss (nats per token)", ylim=(3.4, 7.1), xlim=(0, 1.3 * last))
+    ax.set(xticks=range(0, round(last) + 1, 10))
     figure.savefig(out_path)
 
 
@@ -169,10 +205,16 @@ def ladder(runs, out_path, dark):
     # no line runs through a text
     box = dict(facecolor=PAPER[dark]["paper"], edgecolor="none", pad=1)
     bars(ax, parts, looks, texts, room=1.2, bbox=box)
-    for y, (name, rate) in enumerate(PEERS.items() if shape == "gpt2" else ()):
-        ax.axvline(rate, zorder=0, **DASHED)
-        write(ax, f"{name} {short(rate)}", rate, y, dx=-4, ha="right", color="0.5", bbox=box)
-    ax.set(xlabel="tokens/s; dashed: others' programs, measured apart")
+    peers = sorted(PEERS.items(), key=lambda peer: -peer[1]) if shape == "gpt2" else ()
+    for top, (name, rate) in enumerate(peers):  # from its name down, but not behind a rung's text
+        ys = []
+        for y, now in list(enumerate(speeds.values()))[top:]:
+            hidden = now < rate < now + 0.14 * max(speeds.values())
+            ys += [math.nan, math.nan] if hidden else [y - 0.5, y + 0.5]
+        ax.plot([rate] * len(ys), ys, zorder=0, **DASHED)
+        write(ax, f"{name} {short(rate)}", rate, top, dx=-4, ha="right", color="0.5", bbox=box)
+    colors = "full blue: the rungs before it, pale: what this rung adds"
+    ax.set(xlabel=f"tokens/s ({colors})\ndashed: others' programs, measured apart")
     ax.xaxis.set_major_formatter(shorten)
     figure.savefig(out_path)
 
@@ -318,12 +360,16 @@ def ladder_loss(runs, out_path, dark):
     left.set_xlabel("validation loss after equal tokens\n(a dot: a seed; a line: their mean)")
     # all of them would be a bundle
     chosen = [v for v in found if v in ("fp32", "bf16", "compile", "fp8_mlp", "muon")]
+    sides = {"fp8_mlp": (-4, 0, "right"), "muon": (-4, 0, "right"), "compile": (0, 7, "left")}
     for variant in chosen:
         points = zip(*(r["curve"] for r in found[variant]))  # of all seeds, at one step
         middle = [[statistics.median(point[i] for point in p) for i in (1, 2)] for p in points]
-        right.plot(*zip(*middle), label=words(variant), linewidth=1.4)
+        color = color_of("orange" if variant == "muon" else "blue", dark)
+        right.plot(*zip(*middle), color=color, linewidth=1.4)
+        dx, dy, ha = sides.get(variant, (3, -5, "left"))
+        write(right, words(variant), *middle[0], dx, dy, ha=ha, color=color)
     right.set(xscale="log", xlabel="seconds of training", ylabel="training loss (nats)")
-    right.legend()
+    right.set(xlim=(0.06, 100))
     figure.savefig(out_path)
 
 
@@ -504,7 +550,7 @@ def parallel(runs, out_path, dark):
     axes[0].set_xlabel("share of N times one GPU\nof the same machine", fontsize=SMALL)
     for text, face in (("as the trainer does it", blue), ("tried", paper)):
         axes[0].plot([], [], "o", color=blue, markerfacecolor=face, markersize=4.5, label=text)
-    axes[0].legend(loc="lower right", bbox_to_anchor=(0.9, 0))
+    axes[0].legend(loc="lower right", bbox_to_anchor=(0.84, 0))
     figure.savefig(out_path)
 
 

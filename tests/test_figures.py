@@ -38,6 +38,10 @@ def test_every_figure_is_made_from_the_records(tmp_path, texts, capsys):
     assert {"705k  x1.09", "nanoGPT 527k"} <= set(texts["ladder.png"])
     assert {"60.1k  x1.19", "not used", "31.7k  x2.08*\n32.6k"} <= set(texts["shapes.png"])
     assert "gpt2: matmul is 50% of the last rung's 93 ms" in texts["kernels.png"]
+    title = "In a minute on one H200: GPT-2's recipe 5.49, speedrun.py 3.67 nats a token"
+    assert {title, "readable recipe 3.78"} <= set(texts["speedrun.png"])
+    title = "GPT-2 124M so far: 4.91 nats a token on books and textbooks, HellaSwag 0.24"
+    assert title in texts["tokens.png"]
     title = "gpt2: 47 rows of padding save 101 ms eager and 101 ms compiled"
     assert title in texts["vocabulary.png"]
     assert "ddp, 250 MB  95.8%" in texts["parallel.png"]

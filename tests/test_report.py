@@ -236,6 +236,14 @@ def test_two_runs(tmp_path):
     assert "n_layer 2 2" in everything and "lr 0.001 0.002" in everything
 
 
+def test_samples_open_at_the_last_step_that_both_runs_have(tmp_path):
+    long = write_run(tmp_path / "a", [*RUN, *(sample(s, "x") for s in (100, 200, 300))])
+    short = write_run(tmp_path / "b", [*RUN, *(sample(s, "x") for s in (100, 200))])
+    for folders, place in (([long], "2"), ([long, short], "1")):
+        (slider,) = [a for _, a in Page(*folders).tags if a.get("id") == "step"]
+        assert slider["value"] == place and slider["max"] == "2"
+
+
 def test_steps_of_different_size_compare_at_equal_tokens(tmp_path):
     larger = [train(s, 3.0, 16384) for s in range(1, 201)]
     b = write_run(tmp_path / "b", [start(), *larger, val(0, 5.5), val(100, 2.0)])

@@ -95,7 +95,7 @@ def draw(groups, result, cfg):
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    from lab.tools.style import style
+    from lab.tools.style import color_of, style
 
     labels = [f"{name} ({g['count']})" for name, g in groups.items()]
     values = np.array([g["acc_norm"] for g in groups.values()])
@@ -103,11 +103,11 @@ def draw(groups, result, cfg):
     with rc_context(style() | {"figure.figsize": (8, 1.4 + 0.26 * len(groups))}):
         figure = Figure()
         ax = figure.subplots()
-        ax.barh(labels, values, xerr=abs(bounds - values))
+        ax.barh(labels, values, xerr=abs(bounds - values), color=color_of("accuracy"), ecolor="0.3")
         ax.axvline(0.25, ls=":", color="0.5", label="chance")
         ax.axvline(result["acc_norm"], ls="--", color="0.5", label="all")
         ax.invert_yaxis()
         title = f"{cfg.model}: right in {result['acc_norm']:.1%} of {result['count']} (acc_norm)"
         ax.set(xlabel="acc_norm, with 95 % interval", title=title)
-        ax.legend()
+        figure.legend(loc="outside lower right", ncols=2)  # on no bar
         figure.savefig(cfg.picture)

@@ -288,6 +288,9 @@ def page(runs, live=False):
     from plotly.offline import get_plotlyjs
 
     figures, logs = Figures(runs), {run.name: run.log for run in runs}
+    written = samples(runs)
+    common = [i for i, (_, sides) in enumerate(written) if all(sides)]
+    opens = common[-1] if common else len(written) - 1  # the slider, at a step that all have
     return template("report.html.j2").render(
         runs=[(run.name, facts(run)) for run in runs],
         said=finding(logs),
@@ -296,7 +299,8 @@ def page(runs, live=False):
         figures=figures,
         axis="tokens" if by_tokens(list(logs.values())) else "step",
         axes=figures.axes,
-        samples=samples(runs),
+        samples=written,
+        opens=opens,
         shaded=[(r.name, s) for r in runs for s in r.log.get("sample", [])[-1:] if "shaded" in s],
         settings=settings(runs),
         colors=[PAPER[d] | {f"c{i}": c for i, c in enumerate(COLORS[d])} for d in (False, True)],
