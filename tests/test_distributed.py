@@ -45,28 +45,24 @@ pytestmark = [
 ]
 
 
-def free_port():
+def two_processes(*args, cwd):
+    """`python args...` twice, with torchrun's environment."""
     with socket.socket() as any_free:
         any_free.bind(("127.0.0.1", 0))
-        return any_free.getsockname()[1]
+        port = any_free.getsockname()[1]
+    shared = dict(WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    return [Process(*args, cwd=cwd, RANK=rank, LOCAL_RANK=rank, **shared) for rank in (0, 1)]
 
 
 @pytest.fixture
 def start_two(tmp_path, shards):
-    """start_two("--max_steps", 4, ...): two processes with torchrun's environment; killed after the
-    test."""
+    """start_two("--max_steps", 4, ...): two processes of a tiny run; killed after the test."""
     started = []
 
     def start(*flags, program=ROOT / "train_gpt2.py", data=shards):
-        base = (
-            []
-            if "--resume" in flags
-            else [*TINY_RUN, "--data", data, "--eps", EPS, "--batch_size", 2]
-        )
-        shared = dict(WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
-        two = [Process(program, *base, *flags, cwd=tmp_path, RANK=rank, LOCAL_RANK=rank, **shared)
-               for rank in (0, 1)]  # fmt: skip
-        started.extend(two)
+        base = [*TINY_RUN, "--data", data, "--eps", EPS, "--batch_size", 2]
+        base = [] if "--resume" in flags else base
+        started.extend(two := two_processes(program, *base, *flags, cwd=tmp_path))
         return two
 
     yield start
