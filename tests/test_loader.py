@@ -295,6 +295,7 @@ def as_bin(path, change):
 FAULTS = {  # what is done to a shard, and what the sentence must hold
     "cut short": (lambda p: p.write_bytes(p.read_bytes()[:-100]), "damaged"),
     "other type": (lambda p: np.save(p, np.load(p).astype(np.int32)), "int32.*uint16"),
+    "two rows": (lambda p: np.save(p, np.zeros((2, 2), np.uint16)), r"\(2, 2\), wanted is one row"),
     "no tokens": (lambda p: np.save(p, np.zeros(0, np.uint16)), "is empty"),
     "cut .bin": (lambda p: as_bin(p, lambda data: data[:-100]), "truncated"),
     "no .bin": (lambda p: as_bin(p, lambda data: b"1" + data[1:]), "20240520"),
