@@ -1,5 +1,4 @@
-"""HellaSwag: scores by hand and against transformers one at a time, files, download, event,
-command."""
+"""HellaSwag: scores by hand and against transformers one at a time, file, event, command."""
 
 import hashlib
 import http.server
@@ -7,6 +6,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -41,19 +41,15 @@ def made_up(count=30, longest=7):
     """Examples like HellaSwag's, of random words."""
     rng = random.Random(0)
 
-    def text(low, high):
-        return " ".join(rng.choices(WORDS, k=rng.randint(low, high)))
+    def text(most):
+        return " ".join(rng.choices(WORDS, k=rng.randint(1, most)))
 
-    return [
-        {
-            "ctx": text(3, 12),
-            "endings": [text(1, longest) for _ in range(4)],
-            "label": rng.randrange(4),
-            "activity_label": rng.choice(["Roofing", "Skiing"]),
-            "source_id": "activitynet~v_1",
-        }
-        for _ in range(count)
-    ]
+    def example():
+        about = dict(activity_label=rng.choice(["Roofing", "Skiing"]), source_id="activitynet~v_1")
+        endings = [text(longest) for _ in range(4)]
+        return dict(ctx=text(12), endings=endings, label=rng.randrange(4)) | about
+
+    return [example() for _ in range(count)]
 
 
 def write(path, examples):
@@ -140,13 +136,9 @@ def test_small_parts_by_hand():
     assert found == [(8, [9, 1, 4, 4]), (1, [2, 1, 4, 4])]
 
 
-# -------------------------------------------------------------- against transformers, one at a time
-
-
 @torch.no_grad()
 def one_at_a_time(theirs, ctx, endings):
-    """Sums of the four endings' losses, the plain way: one forward pass an ending, nothing
-    shared."""
+    """Sums of the four endings' losses, the plain way: one forward pass an ending."""
     # the longest ending's last token is no input
     room = theirs.config.n_positions - max(map(len, endings)) + 1
     sums = []
@@ -219,9 +211,6 @@ def test_measuring_changes_nothing(file):
         model.transformer.ln_f.bias[0] = math.nan
     with pytest.raises(RunError, match="the loss of line 1 is not finite"):
         score(model, file)
-
-
-# ------------------------------------------------------------------------------- batches and limits
 
 
 def test_batches(file, monkeypatch):
@@ -306,8 +295,7 @@ def test_empty_file_blank_lines_labels_as_text_and_sources(tmp_path):
 
 
 def test_download(tmp_path, monkeypatch):
-    """What is not the published file never gets its name; the published one does, and is fetched
-    once."""
+    """What is not the published file never gets its name; the published one is fetched once."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     content, asked = json.dumps(GOOD).encode(), []
@@ -363,24 +351,20 @@ def test_event(tmp_path, monkeypatch):
         HERE.unlink(missing_ok=True)  # the examples are kept
 
 
-@pytest.mark.parametrize(
-    "there, said", [([], "cannot download https"), (made_up(), "block_size=8")]
-)
-def test_event_that_cannot_be_says_so_once(tmp_path, monkeypatch, capsys, there, said):
+def test_event_that_cannot_be_says_so_once(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
     monkeypatch.setattr("time.sleep", lambda seconds: None)
-    if there:
-        write(HERE, there)
-    hella = event()
-    assert hella(a_run(noisy_gpt(block_size=8))) is None and not hella.due(6, True)
-    out = capsys.readouterr().out
-    assert out.startswith("step     4: no HellaSwag in this run: ") and said in out
-    assert out.count("\n") == 1
+    for said in ("cannot download https", ".*block_size=8"):
+        hella = event()
+        assert hella(a_run(noisy_gpt(block_size=8))) is None and not hella.due(6, True)
+        said = f"step     4: no HellaSwag in this run: {said}.*\n"
+        assert re.fullmatch(said, capsys.readouterr().out)
+        write(HERE, made_up())
 
 
 def test_ranks_agree_in_being_stopped_though_one_has_a_batch_more(file, monkeypatch):
-    monkeypatch.setattr(hellaswag, "BATCH_TOKENS", 900)
+    monkeypatch.setattr(hellaswag, "BATCH_TOKENS", 700)
     model = noisy_gpt()
     data, _, _ = prepare(model, ALONE, file)
     asked, sums = [], []
@@ -423,38 +407,31 @@ def test_command_prints_tables_and_draws(tmp_path, monkeypatch, capsys, file, ch
     hellaswag.main(["--model", checkpoint, "--data", "h.jsonl", *flags])
     expected, said = score(noisy_gpt(), file, limit=20)[0], capsys.readouterr().out
     assert f"acc_norm  {expected['acc_norm']:.4f} +- {expected['acc_norm_stderr']:.4f}" in said
-    for word in ("20 examples", "not the published file", "activitynet", "Roofing", "Skiing"):
+    for word in ("20 examples", "not the published file", "activitynet", "Skiing"):
         assert word in said
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    "flags, said",
-    [
-        ("--data h.jsonl", "h.jsonl line 1 is"),
-        ("--data nowhere.jsonl", "no HellaSwag file nowhere.jsonl; name one with --data"),
-        ("--picture p.xyz", "picture=p.xyz must end in"),
-        ("--picture /proc/p.png", "/proc/p.png cannot be written"),
-        ("--limit -3", "limit=-3 must be 0 or more"),  # before anything is downloaded
-        ("--model nowhere.pt", "nowhere.pt"),
-    ],
-)
-def test_bad_input_is_one_sentence(tmp_path, monkeypatch, checkpoint, flags, said):
+def test_bad_input_is_one_sentence(tmp_path, monkeypatch, checkpoint):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "h.jsonl", [GOOD | {"label": 9}])
-    with pytest.raises(UserError, match=said):
-        hellaswag.main(["--device", "cpu", "--model", checkpoint, *flags.split()])
+    for flags, said in {
+        "--data h.jsonl": "h.jsonl line 1 is",
+        "--data nowhere.jsonl": "no HellaSwag file nowhere.jsonl; name one with --data",
+        "--picture p.xyz": "picture=p.xyz must end in",
+        "--picture /proc/p.png": "/proc/p.png cannot be written",
+        "--limit -3": "limit=-3 must be 0 or more",  # before anything is downloaded
+        "--model nowhere.pt": "nowhere.pt",
+    }.items():
+        with pytest.raises(UserError, match=said):
+            hellaswag.main(["--device", "cpu", "--model", checkpoint, *flags.split()])
 
 
 @pytest.mark.slow
 def test_export_in_lm_evaluation_harness(test_data, gpt2_files, tmp_path, monkeypatch):
-    """The harness scores our export on 100 examples; from its own per-example losses ours follow.
-
-    Its style differs from ours in three ways: it puts "activity: " before the context and
-    capitalises ctx_b, it cleans WikiHow's marks out of the text, and its acc_norm divides by the
-    ending's characters, where ours divides by its tokens. So it is given our texts: a file whose
-    ctx is what the harness would build. Then losses and acc are equal, and acc_norm is once
-    characters are counted."""
+    """On 100 examples, given the texts that the harness makes of them (it puts "activity: " before
+    the context, capitalises ctx_b, cleans WikiHow's marks), our losses and acc are its own; and so
+    is acc_norm once characters are counted, by which it divides."""
     python = os.environ.get("LM_EVAL_PYTHON", sys.executable)
     code = "import lm_eval.tasks as t; print(t.__path__[0])"
     found = subprocess.run([python, "-c", code], capture_output=True, text=True)

@@ -1,6 +1,5 @@
 """The training stream: which tokens, in which order, for whom; sentences for wrong shards."""
 
-import hashlib
 import json
 import math
 import sys
@@ -13,8 +12,10 @@ import torch
 from conftest import ROOT, VOCAB, run_python, write_shards
 
 from lab.cli import UserError
+from lab.data import get_tokenizer
 from lab.data.loader import TokenLoader, permute
 from lab.data.shards import TokenShards
+from lab.data.writer import new_manifest, save_shard
 
 BIG = 65536  # a vocabulary in which every token is another one, which tells its position
 
@@ -45,8 +46,7 @@ def make_loader(shards, batch_size=2, rank=0, world_size=1, transform=None, **se
 
 
 def one_step(loaders):
-    """x, y and num_targets of a step, the sequences of all processes put into their global
-    order."""
+    """x, y and num_targets of a step, the sequences of all processes in their global order."""
     parts = [it.next_batch() for _ in range(loaders[0].grad_accum_steps) for it in loaders]
     x, y, num_targets = zip(*parts)
     return torch.cat(x), torch.cat(y), set(num_targets)
@@ -157,8 +157,7 @@ def test_permute_is_a_permutation():
 
 @ORDERS
 def test_data_that_has_grown_goes_on_in_the_order_that_it_had(tmp_path, settings):
-    """As fineweb.py does it: the last shard becomes longer, more follow. What was read ahead does
-    not count."""
+    """As by fineweb.py: the last shard becomes longer, more follow. What was read ahead is nothing."""
     folder = write_shards(tmp_path)
     before = TokenShards(folder, "train", VOCAB)
     whole, state = steps(before, 30, **settings), state_after(make_loader(before, **settings), 13)
@@ -341,35 +340,28 @@ def test_a_split_is_the_last_one_that_a_name_holds(tmp_path):
     assert [len(TokenShards(tmp_path, split, VOCAB)) for split in ("train", "val")] == [30, 90]
 
 
-def with_masks(folder):
-    """The folder with a mask of ones beside each shard, and a manifest."""
-
-    def entry(path):
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        return {"name": path.name, "bytes": path.stat().st_size, "sha256": digest}
-
-    entries = []
-    for path in sorted(folder.glob("*.npy")):
-        mask = path.with_suffix(".mask")
-        write_shard(mask, np.ones(len(np.load(path)), np.uint8))
-        entries.append(entry(path) | {"split": path.name.split("_")[-2], "mask": entry(mask)})
-    (folder / "manifest.json").write_text(json.dumps({"shards": entries, "vocab_size": VOCAB}))
+def made(folder):
+    """Shards with masks of ones, and a manifest, as fineweb.py writes them."""
+    folder.mkdir()
+    manifest = new_manifest("x", get_tokenizer("bytes"), source={}, shard_tokens=0, val_tokens=0)
+    for size in (700, 1501, 997):
+        save_shard(folder, manifest, np.zeros(size, np.uint16), np.ones(size, np.uint8))
     return folder
 
 
 def test_masks_are_there_for_all_shards_or_for_none(tmp_path):
-    folder = with_masks(write_shards(tmp_path))
+    folder = made(tmp_path / "made")
     (folder / "manifest.json").unlink()
-    mask = folder / "x_train_000000.mask"
+    mask = folder / "x_train_000001.mask"
     for length, value, said in (
         (1500, 1, "a mask in .* is not as long as its shard"),
-        (1501, 255, "x_train_000000.* holds the byte 255, wanted is 1"),
+        (1501, 255, "x_train_000001.* holds the byte 255, wanted is 1"),
     ):
         write_shard(mask, np.full(length, value, np.uint8))
         with pytest.raises(UserError, match=said):
             TokenShards(folder, "train", VOCAB).batch([0], 16)
     mask.unlink()
-    with pytest.raises(UserError, match="there is no file .*x_train_000000.mask"):
+    with pytest.raises(UserError, match="there is no file .*x_train_000001.mask"):
         TokenShards(folder, "train", VOCAB)
 
 
@@ -384,10 +376,9 @@ def test_a_token_beyond_the_vocabulary_names_its_shard(tmp_path):
 
 @pytest.mark.parametrize("kind", ["npy", "mask"])
 def test_the_manifest_knows_size_and_hash(tmp_path, kind):
-    folder = write_shards(tmp_path)
     with pytest.raises(UserError, match="has no manifest.json to verify by"):
-        TokenShards(folder, "train", VOCAB, verify=True)
-    with_masks(folder)
+        TokenShards(write_shards(tmp_path), "train", VOCAB, verify=True)
+    folder = made(tmp_path / "made")
     assert TokenShards(folder, "train", VOCAB, verify=True).masks
     path, said = folder / f"x_train_000001.{kind}", f"x_train_000001.{kind} has changed since"
     data = path.read_bytes()

@@ -1,5 +1,4 @@
-"""A run's folder: what goes into it and what is read back; resuming to the bit; what is measured
-when."""
+"""A run's folder: what goes into it and is read back; resuming to the bit; what is measured when."""
 
 import dataclasses
 import json
@@ -270,11 +269,9 @@ def test_the_run_that_goes_on_is_the_named_one_or_the_one_that_saved_last(tmp_pa
     # it went while runs were looked at
     (tmp_path / "older" / "model_000009.pt").symlink_to("nowhere")
     assert run_to_resume(tmp_path) == newest_run(tmp_path) == tmp_path / "newest"
-    assert run_to_resume(str(tmp_path), "oldest") == tmp_path / "oldest"
-    (tmp_path / "oldest" / "model_000007.pt").unlink()
-    for name, said in ("oldest", "has no checkpoint to resume from"), ("x", "holds no config"):
-        with pytest.raises(UserError, match=f"{name} {said}"):
-            run_to_resume(tmp_path, name)
+    assert run_to_resume(tmp_path, "oldest") == tmp_path / "oldest"
+    with pytest.raises(UserError, match="x holds no config.json to resume with"):
+        run_to_resume(tmp_path, "x")
 
 
 # -------------------------------------------------------------------------------------- checkpoints
@@ -322,8 +319,7 @@ def test_a_kill_leaves_the_older_checkpoint_and_the_older_best(tmp_path, monkeyp
 def test_what_a_thread_writes_is_the_state_when_it_was_asked_to(
     tmp_path, shards, monkeypatch, optimizer
 ):
-    """Though updates change the weights in place before it is written. The tied head is written
-    once."""
+    """Though updates change the weights before it is written. The tied head is written once."""
     sizes = dict(total_batch_size=128, batch_size=4, seq_len=16, compile=False)
     cfg = TrainConfig(data=str(shards), log_dir=str(tmp_path), optimizer=optimizer, **sizes)
     run = train_gpt2.set_up(GPTConfig(**TINY_MODEL), cfg, World("cpu"))
@@ -343,8 +339,7 @@ def test_what_a_thread_writes_is_the_state_when_it_was_asked_to(
 
 
 def test_what_was_gathered_from_shares_is_not_copied_again(tmp_path):
-    """A run on GPUs has it on the CPU, where no update writes; but there may be counters of AdamW
-    there, too."""
+    """A run on GPUs has it on the CPU, where no update writes; AdamW's counters are there, too."""
     state = {"weights": torch.ones(3), "step": torch.tensor(1.0)}
     for device, again in (("cuda", {"step"}), ("cpu", {"step", "weights"})):
         copied, _ = checkpoints.Writer(tmp_path, 1, True, torch.device(device)).copied(state)
@@ -404,22 +399,15 @@ def test_a_disk_that_is_full_for_the_thread_ends_the_run(
     assert [p.name for p in run.dir.glob("model_*")] == ["model_000003.pt"], "and no half of one"
 
 
-def test_a_checkpoint_with_another_byte_or_cut_short_is_refused(tmp_path):
-    """torch.load reads the first without a word."""
-    path = checkpoints.save(tmp_path, 1, {"weights": torch.arange(4096.0)}, keep_last=1)
-    whole = path.read_bytes()
-    place = whole.index(torch.arange(1000.0, 1004.0).numpy().tobytes())
-    for broken in (whole[:place] + b"\x01" + whole[place + 1 :], whole[:-100], bytes(9)):
-        path.write_bytes(broken)
-        with pytest.raises(UserError, match="model_000001.pt is (damaged|refused).*"):
-            read_newest(tmp_path)
-
-
-def test_resuming_passes_over_a_damaged_checkpoint_and_says_so(tmp_path, shards, capsys):
-    """With --keep_last 1 its name alone would otherwise make it the one that is kept."""
+@pytest.mark.parametrize("cut", [0, 100])
+def test_resuming_passes_over_a_damaged_checkpoint_and_says_so(tmp_path, shards, capsys, cut):
+    """One with another byte, which torch.load reads without a word, or one that is cut short. With
+    --keep_last 1 its name alone would otherwise make it the one that is kept."""
     whole = train_here(tmp_path, shards, "r", max_steps=6, ckpt_every=2)
     newest = whole.dir / "model_000006.pt"
-    newest.write_bytes(newest.read_bytes()[:-100])
+    data = bytearray(newest.read_bytes())
+    data[len(data) // 2] ^= 1
+    newest.write_bytes(data[: len(data) - cut])
     capsys.readouterr()
     rest = train_here(tmp_path, shards, "r", resume=True, max_steps=5, keep_last=1)
     said = capsys.readouterr()
@@ -427,6 +415,9 @@ def test_resuming_passes_over_a_damaged_checkpoint_and_says_so(tmp_path, shards,
     assert "model_000006.damaged was damaged: this goes on after step 4" in said.out
     assert of_kind(rest, "start")[-1]["passed_over"] == ["model_000006.damaged"]
     assert rest.losses[6:] == whole.losses[4:5] and list(rest.checkpoints) == [5]
+    (rest.dir / "model_000005.pt").write_bytes(bytes(9))
+    with pytest.raises(UserError, match="model_000005.pt is damaged"):
+        read_newest(rest.dir)
 
 
 def test_checkpoints_of_wrong_structure_are_refused(tmp_path, shards):

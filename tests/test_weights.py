@@ -1,7 +1,5 @@
-"""Weights in and out, and that the model they are put into computes what transformers' GPT-2
-does."""
+"""Weights in and out, and that our model computes what transformers' GPT-2 does."""
 
-import copy
 import json
 import math
 import os
@@ -73,20 +71,11 @@ def equal_models(a, b):
     return a.keys() == b.keys() and all(same)
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    """pair(shape): transformers' model with noise, and ours, read from the folder that it saved."""
-    made = {}
-
-    def get(shape):
-        if shape not in made:
-            folder = tmp_path_factory.mktemp(shape)
-            theirs = tiny_transformers(shape)
-            theirs.save_pretrained(folder)
-            made[shape] = theirs, GPT.from_pretrained(str(folder))
-        return copy.deepcopy(made[shape])
-
-    return get
+def pair(folder, shape="gpt2"):
+    """transformers' model with noise, and ours, read from the folder that it saved."""
+    theirs = tiny_transformers(shape)
+    theirs.save_pretrained(folder)
+    return theirs, GPT.from_pretrained(str(folder))
 
 
 # ------------------------------------------------------------------ the same model as transformers'
@@ -112,8 +101,8 @@ def deviations(ours, theirs):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_same_as_transformers(pair, shape):
-    theirs, ours = pair(shape)
+def test_same_as_transformers(tmp_path, shape):
+    theirs, ours = pair(tmp_path, shape)
     assert tuple(shape_of(ours).values()) == (*SHAPES[shape], 24, 101)
     found = deviations(ours, theirs)
     assert len(found) == 2 + 12 * SHAPES[shape][0] + 4 and max(found.values()) < TOLERANCE, found
@@ -164,8 +153,8 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_models_are_caught(pair, name, monkeypatch):
-    theirs, ours = pair("gpt2")
+def test_wrong_models_are_caught(tmp_path, name, monkeypatch):
+    theirs, ours = pair(tmp_path)
     right = F.scaled_dot_product_attention
     monkeypatch.setattr(F, "scaled_dot_product_attention", right)  # to be put back afterwards
     WRONG[name](ours)
