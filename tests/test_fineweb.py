@@ -219,14 +219,11 @@ def test_data_of_the_first_version(tmp_path):
 def test_builtin(tmp_path):
     out = tmp_path / "b"
     manifest = fineweb.build_builtin(out)
-    names = [e["name"] for e in manifest["shards"]]
-    assert names == ["builtin_val_000000.npy", "builtin_train_000001.npy"]
-    val, train = (np.load(out / name) for name in names)
+    val, train = (np.load(out / f"builtin_{name}.npy") for name in ("val_000000", "train_000001"))
     assert val[0] == train[0] == 256 and verify(out) == []
     assert (val == 256).sum() == manifest["documents"] // 10
     assert len(val) + len(train) == manifest["tokens"] > 500_000
-    text = get_tokenizer("bytes").decode(train)
-    assert "class definition" in text.lower() and "Return" in text
+    assert "class definition" in get_tokenizer("bytes").decode(train).lower()
     # Validation is like the rest: a model of single letters fitted to one fits the other too
     p, q = (np.bincount(x, minlength=257) / len(x) for x in (val, train))
     assert (p * np.log((p + 1e-9) / (q + 1e-9))).sum() < 0.05
@@ -243,14 +240,6 @@ def test_builtin(tmp_path):
 
 
 # ---- what stops it -------------------------------------------------------------------------------
-
-
-def children(pid):
-    found = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(OSError):  # a thread that ended meanwhile
-            found += map(int, (task / "children").read_text().split())
-    return found
 
 
 def works(pid):
@@ -272,22 +261,21 @@ def begin(*args, shards=1):
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="looks at processes in /proc")
 def test_kill_9_at_any_moment(tmp_path, long):
     """Again and again, it ends with the bytes of an undisturbed run, and leaves no orphan."""
-    args, stream = long
+    args, _ = long
     make(*args, "--out", tmp_path / "whole")
     out, orphans, kills = tmp_path / "killed", [], 0
     for shards, workers, seconds in ((1, 2, 0), (5, 0, 0.011), (9, 2, 0.023), (99, 1, 0)):
         process = begin(*args, "--workers", workers, "--out", out, shards=shards)
         time.sleep(seconds)
         if process.poll() is None:
-            orphans += children(process.pid)
+            orphans += Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
             process.kill()
             kills += 1
         process.communicate()
         for path in out.glob("*.npy"):  # under its name a shard is whole
             assert len(np.load(path)) in (100_000, len(np.load(tmp_path / "whole" / path.name)))
     assert kills == 3 and process.returncode == 0
-    assert hashes(out) == hashes(tmp_path / "whole")
-    assert np.array_equal(stream_of(out), stream)
+    assert hashes(out) == hashes(tmp_path / "whole") and len(orphans) > 3
     deadline = time.time() + 10
     while (left := list(filter(works, orphans))) and time.time() < deadline:
         time.sleep(0.05)

@@ -66,23 +66,6 @@ def test_which_signals_are_heard_and_given_back():
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
-def test_a_killed_run_leaves_whole_checkpoints_and_resumes(tmp_path, start_training, run_train):
-    process = start_training("--ckpt_every", 1, "--keep_last", 3)
-    wait_for_steps(process, tmp_path / "log" / "r")
-    time.sleep(0.1)
-    process.kill()  # with a checkpoint each step, one is being written most of the time
-    assert process.wait() == -signal.SIGKILL
-    run = read_run(tmp_path / "log" / "r")  # reads every checkpoint
-    step = max(run.checkpoints)
-    assert run.checkpoints[step]["step"] == step
-    result = run_train("--resume", "--max_steps", step + 4)
-    assert result.returncode == 0, result.stderr
-    resumed = read_run(run.dir)
-    assert max(resumed.checkpoints) == step + 4
-    assert [e["step"] for e in of_kind(resumed, "start")] == [0, step]
-    assert resumed.events[: len(run.events)] == run.events, "nothing of the first part is lost"
-
-
 HANGS = """real = os.replace
 def replace(part, path):
     if "model_000008" in str(path):
@@ -92,10 +75,9 @@ def replace(part, path):
 os.replace = replace"""
 
 
-def test_training_goes_on_while_a_checkpoint_is_written_and_a_kill_leaves_the_one_before(
-    tmp_path, start_training, run_train
-):
-    """Until the next one, which waits. What is made again is the same to the bit."""
+def test_a_killed_run_leaves_whole_checkpoints_and_resumes(tmp_path, start_training, run_train):
+    """Killed while one is written, as training goes on until the next one, which waits. What is made
+    again is the same to the bit."""
     process = start_training("--ckpt_every", 4, program=driver(tmp_path, HANGS))
     wait_for_steps(process, tmp_path / "log" / "r", 12)
     time.sleep(0.5)
@@ -108,6 +90,8 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_a_kill_leaves_the_on
     assert run_train("--resume", "--max_steps", 12).returncode == 0
     again = read_run(run.dir)
     assert sorted(again.checkpoints) == [8, 12] and again.losses[12:] == run.losses[4:]
+    assert again.events[: len(run.events)] == run.events, "nothing of the first part is lost"
+    assert [e["step"] for e in of_kind(again, "start")] == [0, 4]
     assert not list(run.dir.glob("*.part"))
 
 
