@@ -200,12 +200,8 @@ lab.kernels.epilogues_work = lambda _: True
 FusedMLP.forward, FusedMLP.reads = forward, torch.float32"""
 
 
-@pytest.mark.parametrize(
-    "mlp, batch_size", [("", 4), ("", 2), (READS_ALL, 4)], ids=["", "summed", "wide"]
-)
-def test_what_travels_in_16_bits_loses_nothing_and_saving_is_not_seen(
-    tmp_path, start_two, mlp, batch_size
-):
+@pytest.mark.parametrize("mlp, batch_size", [("", 4), ("", 2), (READS_ALL, 4)])
+def test_what_travels_in_16_bits_loses_nothing(tmp_path, start_two, mlp, batch_size):
     """To the bit as in 32, with accumulation and without, and with whole weights saved each step."""
     flags = f"--parallel zero1 --precision bf16 --max_steps 5 --batch_size {batch_size}".split()
     run_two(start_two, *flags, program=driver(tmp_path, mlp))
@@ -228,9 +224,7 @@ def test_an_error_of_one_process_ends_all(tmp_path, start_two):
     assert 6 <= len(read_run(tmp_path / "log" / "r").losses) <= 8
 
 
-@pytest.mark.parametrize(
-    "how, found", [("SIGKILL", "Connection (reset|closed) by peer"), ("SIGSTOP", "waiting 4000ms")]
-)
+@pytest.mark.parametrize("how, found", [("SIGKILL", "by peer"), ("SIGSTOP", "waiting 4000ms")])
 def test_a_process_that_is_gone_or_silent_ends_the_others_with_a_sentence(
     tmp_path, start_two, run_train, how, found
 ):

@@ -213,9 +213,6 @@ def test_data_of_the_first_version(tmp_path):
         make(*args, "--out", tmp_path / "old" / "begun")
 
 
-# ---- the built-in text ---------------------------------------------------------------------------
-
-
 def test_builtin(tmp_path):
     out = tmp_path / "b"
     manifest = fineweb.build_builtin(out)
@@ -340,7 +337,6 @@ BAD = {  # the file, its content, more arguments, what the sentence must hold
     "no context": ("a.jsonl", ASKED, "--context 0", "--context 0 must be at least 8"),
     "role": ("a.jsonl", ASKED.replace(b"user", b"bot"), "", r"a\.jsonl, line 1: no .* role 'bot'"),
     "content": ("a.jsonl", ASKED.replace(b'"x"', b"3"), "", r'no conversation.* "content" a text'),
-    "no answers": ("a.jsonl", ASKED, "", r"a\.jsonl must hold two conversations.*1 without"),
 }
 
 
@@ -424,9 +420,6 @@ def test_verify_names_what_is_broken(corpus, tmp_path, capsys):
         assert said in line
     with pytest.raises(UserError, match="has no manifest.json to compare with"):
         make("--verify", "--out", tmp_path / "nowhere")
-
-
-# ---- engines and speed ---------------------------------------------------------------------------
 
 
 @pytest.mark.slow

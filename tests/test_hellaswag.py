@@ -1,6 +1,7 @@
 """HellaSwag: scores by hand and against transformers one at a time, file, event, command."""
 
 import copy
+import functools
 import hashlib
 import http.server
 import json
@@ -34,6 +35,7 @@ from lab.tools.export import export
 from lab.world import World
 
 ALONE = World("cpu")
+HERE = Path("data/hellaswag/hellaswag_val.jsonl")  # where a run looks for it
 WORDS = "a man is on the roof he starts to pull tiles with both hands and ski down water é".split()
 
 
@@ -77,9 +79,6 @@ def file(tmp_path):
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     return saved(noisy_gpt(), tmp_path_factory.mktemp("model") / "model_000001.pt")
-
-
-# ----------------------------------------------------------------------------------- scores by hand
 
 
 def tokenised(tokens, labels):
@@ -205,9 +204,8 @@ def test_measuring_changes_nothing(file):
     with torch.autocast("cpu", torch.bfloat16):
         _, _, rounded = score(model, file)
     assert 0 < np.abs(rounded / plain - 1).max() < 0.02
-    assert (
-        equal_bits([before, state], [torch.get_rng_state(), model.state_dict()]) and model.training
-    )
+    after = torch.get_rng_state(), model.state_dict()
+    assert equal_bits((before, state), after) and model.training
     with torch.no_grad():
         model.transformer.ln_f.bias[0] = math.nan
     with pytest.raises(RunError, match="the loss of line 1 is not finite"):
@@ -299,34 +297,27 @@ def test_download(tmp_path, monkeypatch):
     """What is not the published file never gets its name; the published one is fetched once."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    content, asked = json.dumps(GOOD).encode(), []
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            asked.append(self.path)
-            self.send_response(200)
-            self.end_headers()
-            # the first ones break off
-            self.wfile.write(content if len(asked) > 4 else content[:-9])
-
-    server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+    content = json.dumps(GOOD).encode()
+    (served := tmp_path / "served").mkdir()
+    (served / "hellaswag_val.jsonl").write_bytes(content[:-9])
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=served)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-    name, sha256 = "hellaswag_val.jsonl", hashlib.sha256(content).hexdigest()
+    sums = {"hellaswag_val.jsonl": hashlib.sha256(content).hexdigest()}
     monkeypatch.setattr(data_file, "BASE", f"http://127.0.0.1:{server.server_port}/")
-    monkeypatch.setattr(data_file, "PUBLISHED", {name: sha256})
+    monkeypatch.setattr(data_file, "PUBLISHED", sums)
     monkeypatch.setattr("time.sleep", lambda seconds: None)
-    said = f"cannot download .*hash.*by hand to data/hellaswag/{name}"
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=f"cannot download .*hash.*by hand to {HERE}"):
         data_file.locate()
-    assert len(asked) == 3 and list(Path("data/hellaswag").iterdir()) == []
-    assert data_file.locate().read_bytes() == data_file.locate().read_bytes() == content
-    assert len(asked) == 5  # once more in vain, then whole, then not at all
+    assert list(HERE.parent.iterdir()) == []
+    (served / "hellaswag_val.jsonl").write_bytes(content)
+    assert data_file.locate() == HERE and HERE.read_bytes() == content
     server.shutdown()
+    server.server_close()
+    assert data_file.locate() == HERE
 
 
 # -------------------------------------------------------------------------------- in a training run
-
-HERE = Path("data/hellaswag/hellaswag_val.jsonl")  # where a run looks for it
 
 
 def event(every=2):
@@ -375,9 +366,6 @@ def test_ranks_look_for_a_stop_equally_often_though_one_has_a_batch_more(file, m
         sums.append(ending_losses(model, data, world, lambda asked=asked: asked.append(0)))
         assert batches % 2 and len(asked) == (batches + 1) // 2
     assert (sums[0] + sums[1] == ending_losses(model, data, ALONE)).all()
-
-
-# -------------------------------------------------------------------------------------- the command
 
 
 def test_two_processes_equal_one(tmp_path, checkpoint):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, VOCAB, run_python, write_shards
+from conftest import ROOT, VOCAB, equal_bits, run_python, write_shards
 
 from lab.cli import UserError
 from lab.data import get_tokenizer
@@ -73,11 +73,7 @@ def resumed(shards, state, batch_size=2, **settings):
 
 
 def same(a, b):
-    pairs = zip(a, b, strict=True)
-    return all(
-        torch.equal(x1, x2) and torch.equal(y1, y2) and n1 == n2
-        for (x1, y1, n1), (x2, y2, n2) in pairs
-    )
+    return equal_bits(a, b)
 
 
 ORDERS = pytest.mark.parametrize(

