@@ -206,6 +206,7 @@ def test_data_of_the_first_version(tmp_path):
     shutil.copytree(OLD, tmp_path / "old")
     for name in ("texts", "chats", "begun"):
         assert verify(tmp_path / "old" / name) == []
+    assert TokenShards(tmp_path / "old" / "chats", "train", 257).masks
     args = ["--source", tmp_path / "old" / "texts.jsonl", "--shard_tokens", 200, "--val_tokens", 90]
     make(*args, "--out", tmp_path / "new")
     assert np.array_equal(stream_of(tmp_path / "new"), stream_of(tmp_path / "old" / "texts"))

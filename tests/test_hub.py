@@ -69,10 +69,9 @@ class HubHandler(http.server.BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def about(self, path):
-        name, size = path.relative_to(self.server.root).as_posix(), path.stat().st_size
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        more = {"rfilename": name, "path": name, "type": "file", "oid": digest, "blobId": "0"}
-        return {"size": size, **more}
+        name, data = path.relative_to(self.server.root).as_posix(), path.read_bytes()
+        more = {"size": len(data), "oid": hashlib.sha256(data).hexdigest()}
+        return {"rfilename": name, "path": name, "type": "file", "blobId": "0", **more}
 
     def answer(self, status, body, etag="", where="", kind="application/octet-stream"):
         headers = {"Content-Length": len(body), "Content-Type": kind, "Content-Range": where}
@@ -91,47 +90,47 @@ class HubHandler(http.server.BaseHTTPRequestHandler):
         self.server.sent += len(body) if where else 0
 
 
-def served(root, card):
-    server = Hub(root, card)
-    yield server
-    server.shutdown()
-    server.server_close()
+@pytest.fixture
+def serve(tmp_path):
+    """serve(card): a Hub with the files in tmp_path / "hub"."""
+    servers = []
+    yield lambda card: servers.append(Hub(tmp_path / "hub", card)) or servers[0]
+    servers[0].shutdown()
+    servers[0].server_close()
 
 
-@pytest.fixture(scope="module")
-def texts():
-    return [*documents(400), "", None, " \n "]
+TEXTS = [*documents(400), "", None, " \n "]
 
 
 @pytest.fixture
-def hub(texts, tmp_path):
+def hub(tmp_path, serve):
     root = tmp_path / "hub"
-    write_parquet(root / "sample" / "small" / "000.parquet", texts[:150])
-    write_parquet(root / "sample" / "small" / "001.parquet", texts[150:])
+    write_parquet(root / "sample" / "small" / "000.parquet", TEXTS[:150])
+    write_parquet(root / "sample" / "small" / "001.parquet", TEXTS[150:])
     write_parquet(root / "data" / "other.parquet", ["another configuration"])
     (root / "README.md").write_text("a data set")
     paths = {"default": "data/*", "small": ["sample/small/*"]}
     files = {name: [{"split": "train", "path": path}] for name, path in paths.items()}
     configs = [{"config_name": name, "data_files": each} for name, each in files.items()]
-    yield from served(root, {"configs": configs})
+    return serve({"configs": configs})
 
 
 ARGS = ["--dataset", "me/texts", *BYTES, "--shard_tokens", "20k", "--val_tokens", "5000"]
 
 
-def test_broken_connections_make_no_difference(hub, texts, tmp_path):
+def test_broken_connections_make_no_difference(hub, tmp_path):
     """Answers that are cut in the middle and ones that are refused: the same tokens."""
     hub.breaks = hub.fails = 1
     args = [*ARGS, "--out", tmp_path / "o", "--name", "small"]
     got = call(*args, "--workers", 1, **hub.env)
     assert got.returncode == 0 and hub.breaks == hub.fails == 0, got.stderr
-    assert np.array_equal(stream_of(tmp_path / "o"), plain_stream(texts))
+    assert np.array_equal(stream_of(tmp_path / "o"), plain_stream(TEXTS))
     about = dict(dataset="me/texts", name="small", revision=REVISION)
     assert about.items() <= read_manifest(tmp_path / "o")["source"].items()
     assert not list(tmp_path.glob("o/*.parquet")), "nothing is kept but tokens"
 
 
-def test_a_hub_that_goes_away_and_comes_back(hub, texts, tmp_path):
+def test_a_hub_that_goes_away_and_comes_back(hub, tmp_path):
     """The library waits half a minute; then there is a sentence, and later the rest."""
     hub.gone = "001.parquet"
     args = [*ARGS, "--name", "small", "--out", tmp_path / "o", "--workers", 0]
@@ -143,12 +142,12 @@ def test_a_hub_that_goes_away_and_comes_back(hub, texts, tmp_path):
     said = "the hub did not give me/texts.* goes on where it was; .*--source FOLDER"
     assert re.search(said, got.stderr), got.stderr
     noted = sum(e["tokens"] for e in read_manifest(tmp_path / "o")["shards"])
-    assert 0 < noted <= len(plain_stream(texts[:150]))
+    assert 0 < noted <= len(plain_stream(TEXTS[:150]))
     hub.gone = "nothing"
     asked = len(hub.asked)
     got = call(*args, "--revision", "v2", **hub.env)  # it stays with the commit that it began with
     assert got.returncode == 0 and f"going on after {noted:,} tokens" in got.stdout, got.stderr
-    assert np.array_equal(stream_of(tmp_path / "o"), plain_stream(texts))
+    assert np.array_equal(stream_of(tmp_path / "o"), plain_stream(TEXTS))
     first = [path for _, path in hub.asked[asked:] if "/revision/" in path][0]
     assert first.endswith(f"/revision/{REVISION}")
 
@@ -175,35 +174,30 @@ def test_only_the_text_column_of_the_default_configuration_travels(hub, tmp_path
     assert hub.sent < path.stat().st_size / 10
 
 
-@pytest.fixture
-def bins(tmp_path):
-    root = tmp_path / "hub"
-    root.mkdir()
+def test_ready_made_shards(serve, tmp_path, gpt2_files):
+    """Downloaded as they are; --tokens takes as many as are needed, later ones are added."""
+    (tmp_path / "hub").mkdir()
     for i, split in enumerate(("val", "train", "train")):
         tokens = np.concatenate([[50256], np.arange(4999) + i]).astype(np.uint16)
-        write_shard(root / f"web_{split}_{i:06d}.bin", tokens)
-    yield from served(root, None)
-
-
-def test_ready_made_shards(bins, tmp_path, gpt2_files):
-    """Downloaded as they are; --tokens takes as many as are needed, later ones are added."""
+        write_shard(tmp_path / "hub" / f"web_{split}_{i:06d}.bin", tokens)
+    hub = serve(None)
     out, args = tmp_path / "o", ["--dataset", "me/texts", "--out", tmp_path / "o"]
     out.mkdir()
     (theirs := out / "web_val_000000.bin").write_bytes(b"somebody's")
-    got = call(*args, "--tokens", "9k", **bins.env)
+    got = call(*args, "--tokens", "9k", **hub.env)
     assert got.returncode == 2 and f"{theirs.name} but no manifest.json" in got.stderr, got.stderr
     assert theirs.read_bytes() == b"somebody's"
     theirs.unlink()
-    bins.breaks = 1
-    got = call(*args, "--tokens", "9k", **bins.env)
-    assert got.returncode == 0 and bins.breaks == 0, got.stderr
+    hub.breaks = 1
+    got = call(*args, "--tokens", "9k", **hub.env)
+    assert got.returncode == 0 and hub.breaks == 0, got.stderr
     names = sorted(p.name for p in out.glob("*.*") if p.name[0] != ".")
     assert names == ["manifest.json", "web_train_000001.bin", "web_val_000000.bin"]
-    asked = len(bins.asked)
-    got = call(*args, **bins.env)
+    asked = len(hub.asked)
+    got = call(*args, **hub.env)
     assert got.returncode == 0 and "15,000 tokens" in got.stdout, got.stderr
-    fetched = {path for _, path in bins.asked[asked:] if path.endswith(".bin")}
+    fetched = {path for _, path in hub.asked[asked:] if path.endswith(".bin")}
     assert fetched == {f"/datasets/me/texts/resolve/{REVISION}/web_train_000002.bin"}
-    assert all(p.read_bytes() == (bins.root / p.name).read_bytes() for p in out.glob("*.bin"))
+    assert all(p.read_bytes() == (hub.root / p.name).read_bytes() for p in out.glob("*.bin"))
     assert verify(out) == [] and read_manifest(out)["documents"] == 3
     assert len(TokenShards(out, "train", 50257)) == 10_000

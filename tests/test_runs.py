@@ -367,12 +367,10 @@ checkpoints.save = save"""
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sets a limit of Linux and macOS")
-@pytest.mark.parametrize("how, steps, done", [("async", 9, 9), ("async", 6, 6), ("no_async", 9, 6)])
-def test_a_disk_that_is_full_for_the_thread_ends_the_run(
-    tmp_path, start_training, how, steps, done
-):
+@pytest.mark.parametrize("how, n, done", [("async", 9, 9), ("async", 6, 6), ("no_async", 9, 6)])
+def test_a_disk_that_is_full_for_the_thread_ends_the_run(tmp_path, start_training, how, n, done):
     """At the next checkpoint, or at the end; at once where no thread writes. The older one stays."""
-    flags = [f"--{how}_save", "--max_steps", steps, "--ckpt_every", 3]
+    flags = [f"--{how}_save", "--max_steps", n, "--ckpt_every", 3]
     process = start_training(*flags, program=driver(tmp_path, FULL))
     assert process.wait() == 2 and "Traceback" not in process.stderr, process.stderr
     assert "model_000006.pt cannot be written" in process.stderr
