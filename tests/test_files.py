@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from lab.cli import UserError, progress
-from lab.files import check_writable, read_json, reading, write_whole, writing
+from lab.files import read_json, reading, write_whole, writing
 
 
 def test_json_that_is_wrong_is_named(tmp_path):
@@ -60,14 +60,6 @@ def test_a_file_is_written_whole_or_left_as_it_was(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="config.json cannot be written: the disk is full"):
         write_whole(path, b"three")
     assert path.read_bytes() == b"onetwo" and list(tmp_path.iterdir()) == [path]
-
-
-def test_a_place_that_cannot_be_written_is_known_before(tmp_path):
-    check_writable(path := tmp_path / "new" / "picture.png", "picture")
-    assert not path.exists()
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="name another place with --picture"):
-        check_writable(tmp_path / "file" / "picture.png", "picture")
 
 
 def test_bars_are_for_the_first_process_and_a_terminal_alone(monkeypatch):

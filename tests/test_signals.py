@@ -17,10 +17,10 @@ from lab.world import World
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals of Linux and macOS")
 
 
-def assert_saved_and_stopped(process, run_dir, reason):
+def assert_saved_and_stopped(process, tmp_path, reason):
     """The run ended for this reason, with its last step on disk."""
     assert process.wait() == 75 and "Traceback" not in process.stderr, process.stderr
-    run = read_run(run_dir)
+    run = read_run(tmp_path / "log" / "r")
     step = of_kind(run, "train")[-1]["step"]
     assert run.checkpoints[step]["step"] == step == max(run.checkpoints)
     assert run.events[-1]["reason"] == reason
@@ -33,7 +33,7 @@ def test_a_signal_ends_the_run_after_its_step_saved(tmp_path, start_training, na
     wait_for_steps(process, tmp_path / "log" / "r")
     for _ in range(times):
         process.signal(getattr(signal, name))
-    assert_saved_and_stopped(process, tmp_path / "log" / "r", name)
+    assert_saved_and_stopped(process, tmp_path, name)
     assert "ends after what is in hand; Ctrl-C stops at once" in process.stderr
     said = rf"{name}: saved after step \d+ in log/r; `.*--resume --run_name r` goes on from there"
     assert re.search(said, process.stdout)
@@ -117,7 +117,7 @@ def test_a_closed_terminal_ends_a_run_saved(tmp_path, start_training):
     os.close(terminal)
     with contextlib.suppress(ProcessLookupError):
         process.signal(signal.SIGHUP)
-    assert_saved_and_stopped(process, tmp_path / "log" / "r", "SIGHUP")
+    assert_saved_and_stopped(process, tmp_path, "SIGHUP")
 
 
 def test_a_reader_that_goes_does_not_end_a_run(tmp_path, start_training):
@@ -148,4 +148,4 @@ def test_ctrl_c_that_ends_the_reader_too_saves_the_run(tmp_path, start_training)
     over.set()
     thread.join(10)
     process.signal(signal.SIGINT)
-    assert_saved_and_stopped(process, tmp_path / "log" / "r", "SIGINT")
+    assert_saved_and_stopped(process, tmp_path, "SIGINT")
