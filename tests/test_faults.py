@@ -87,9 +87,6 @@ def test_closed_streams_are_no_traceback(tmp_path, shards):
     assert list(read_run(tmp_path / "log" / "r").checkpoints) == [2]
 
 
-# -------------------------------------------------------------------------------- hostile files
-
-
 @pytest.fixture
 def fuzz(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "bench")

@@ -245,8 +245,6 @@ def test_which_examples(tmp_path):
     assert sums[0, 2] == pytest.approx(alone, rel=1e-5)
 
 
-# ----------------------------------------------------------------------------------------- the file
-
 GOOD = made_up(1)[0]
 BAD = {  # a line, and what is said of it
     "label": (GOOD | {"label": 4}, "a label from 0 to 3"),
@@ -306,9 +304,6 @@ def test_download(tmp_path, monkeypatch):
     server.shutdown()
     server.server_close()
     assert data_file.locate() == HERE
-
-
-# -------------------------------------------------------------------------------- in a training run
 
 
 def event(every=2):

@@ -273,9 +273,6 @@ def test_the_step_that_failed_is_named_by_its_positions(tmp_path):
     assert named == [[loader.shards.where(first) for first in x] for x in used[2:]]
 
 
-# ---- shards that are not right -------------------------------------------------------------------
-
-
 def as_bin(path, change):
     tokens = np.load(path)
     path.unlink()

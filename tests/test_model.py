@@ -9,21 +9,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import VOCAB
+from test_weights import add_noise
 
 from lab.data.documents import document_mask, hide_other_documents
 from train_gpt2 import GPT, MLP, PRESETS, GPTConfig, param_groups
 
 
 def noisy(config, seed=0):
-    """A model with noise on every parameter but the pad rows: fresh weights hide a lost bias or a
-    swapped norm."""
     torch.manual_seed(seed)
-    model = GPT(config)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn_like(p), alpha=0.1)
-        model.transformer.wte.weight[config.vocab_size :] = 0
-    return model
+    return add_noise(GPT(config), config.vocab_size)
 
 
 def variant(model, **changes):

@@ -58,11 +58,6 @@ def tiny_transformers(shape="gpt2", vocab_size=101):
     return add_noise(GPT2LMHeadModel(config), vocab_size).train()
 
 
-def shape_of(model):
-    names = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
-    return {k: getattr(model.config, k) for k in names}
-
-
 def equal_models(a, b):
     """Bit by bit, pad rows aside."""
     cut = {k: a.config.vocab_size for k in GPT.vocab_rows}
@@ -103,7 +98,8 @@ def deviations(ours, theirs):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_same_as_transformers(tmp_path, shape):
     theirs, ours = pair(tmp_path, shape)
-    assert tuple(shape_of(ours).values()) == (*SHAPES[shape], 24, 101)
+    c = ours.config
+    assert (c.n_layer, c.n_head, c.n_embd, c.block_size, c.vocab_size) == (*SHAPES[shape], 24, 101)
     found = deviations(ours, theirs)
     assert len(found) == 2 + 12 * SHAPES[shape][0] + 4 and max(found.values()) < TOLERANCE, found
 
@@ -221,7 +217,8 @@ def test_nanogpt_file(tmp_path):
         named = {prefix + k: v for k, v in state.items()}
         torch.save(file | {"model": named}, tmp_path / "ckpt.pt")
         model = models.load(str(tmp_path / "ckpt.pt"))
-        assert shape_of(model) == shape and not model.transformer.wte.weight[101:].any(), prefix
+        assert shape.items() <= vars(model.config).items(), prefix
+        assert not model.transformer.wte.weight[101:].any()
         x = torch.randint(101, (2, 16))
         assert torch.equal(model(x)[0], ours(x)[0][..., :101])
 
@@ -252,19 +249,17 @@ def test_build_nanogpt_file_with_a_pickled_object(tmp_path):
 
 
 class Evil:
-    def __init__(self, target):
-        self.command = f"touch {target}"
-
     def __reduce__(self):
-        return os.system, (self.command,)
+        return os.system, ("touch touched",)
 
 
 @pytest.mark.parametrize("how", ["checkpoint", "raw pickle", "pytorch_model.bin"])
-def test_malicious_pickles_do_nothing(tmp_path, how):
-    target, file = tmp_path / "touched", tmp_path / "model.pt"
-    file.write_bytes(pickle.dumps(evil := Evil(target)))
+def test_malicious_pickles_do_nothing(tmp_path, monkeypatch, how):
+    monkeypatch.chdir(tmp_path)
+    file, evil = tmp_path / "model.pt", Evil()
+    file.write_bytes(pickle.dumps(evil))
     pickle.loads(file.read_bytes())
-    target.unlink()  # the attack itself works
+    Path("touched").unlink()  # the attack itself works
     if how == "checkpoint":
         torch.save({"model": tiny_gpt().state_dict(), "config": evil}, file)
     elif how == "pytorch_model.bin":
@@ -273,7 +268,7 @@ def test_malicious_pickles_do_nothing(tmp_path, how):
         file = tmp_path
     with pytest.raises(UserError):
         models.load(str(file))
-    assert not target.exists()
+    assert not Path("touched").exists()
 
 
 FOLDERS = {  # what is said of a folder that transformers has saved: what was done to it
@@ -415,14 +410,3 @@ def test_export_replaces_exports_alone(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="there is no checkpoint missing.pt"):
         export("missing.pt", "x")
     assert sorted(tmp_path.rglob("*")) == before
-
-
-@pytest.mark.network
-def test_published_gpt2():
-    from transformers import GPT2LMHeadModel
-
-    model = models.load("gpt2")
-    assert model.num_params() == 124_439_808
-    idx = torch.tensor([[464, 3139, 286, 4881, 318]])  # "The capital of France is"
-    theirs = GPT2LMHeadModel.from_pretrained("gpt2").eval()
-    assert (model(idx)[0] - theirs(idx).logits).abs().max() < 1e-3
