@@ -10,7 +10,7 @@ import sys
 import pytest
 from conftest import ROOT, TINY_RUN, driver, of_kind, read_run, run_python, wait_for_steps
 
-from lab.cli import UserError
+from lab.files import read_json
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="faults of Linux and macOS")
 
@@ -97,15 +97,11 @@ def test_fuzzing_sees_what_should_not_happen(fuzz, tmp_path, monkeypatch):
     """A traceback, too much memory, a program that is started, a reader that dies or hangs."""
     (tmp_path / "it").write_text("[1, 2, 3]")
     readers = {
-        "fine": lambda: None, "refused": lambda: refuse(), "KeyError": lambda: {}["x"],
+        "fine": lambda: None, "refused": lambda: read_json("nowhere"), "KeyError": lambda: {}["x"],
         "MemoryError": lambda: bytearray(2**33), "os.system": lambda: os.system("true"),
         "was aborted": lambda: os.kill(os.getpid(), 9), "it hung": lambda: os.read(pipe[0], 1),
     }  # fmt: skip
     pipe = os.pipe()
-
-    def refuse():
-        raise UserError("no")
-
     monkeypatch.setattr(fuzz, "SECONDS", 1)
     for said, read in readers.items():
         monkeypatch.setitem(fuzz.KINDS, "it", fuzz.Kind(None, "it", read, fuzz.change_json))

@@ -26,20 +26,16 @@ def test_json_that_is_wrong_is_named(tmp_path):
             read_json(path, way_out="delete the notes", number=int)
 
 
-@pytest.mark.parametrize(
-    "number, said",
-    [
-        (errno.EACCES, "no permission"), (errno.ENOSPC, "the disk is full"),
-        (errno.EMFILE, "too many files are open"), (errno.EROFS, "read-only"),
-        (errno.ENOENT, "there is no file|its folder has gone; put it back"),
-    ],
-)  # fmt: skip
-def test_the_system_refusing_is_told_apart_from_damage(number, said):
-    said = rf"it.npy.*({said})|({said}).*it.npy"
-    for manager in (reading("it.npy", "file", "way out"), writing("it.npy", "way out")):
-        with pytest.raises(UserError, match=said) as raised, manager:
-            raise OSError(number, os.strerror(number), "it.npy")
-        assert "damaged" not in str(raised.value)
+def test_the_system_refusing_is_told_apart_from_damage():
+    for number, said in {
+        errno.EACCES: "no permission", errno.ENOSPC: "the disk is full", errno.EROFS: "read-only",
+        errno.EMFILE: "too many files are open", errno.ENOENT: "there is no file|its folder has gone",
+    }.items():  # fmt: skip
+        said = rf"it.npy.*({said})|({said}).*it.npy"
+        for manager in (reading("it.npy", "file", "way out"), writing("it.npy", "way out")):
+            with pytest.raises(UserError, match=said) as raised, manager:
+                raise OSError(number, os.strerror(number), "it.npy")
+            assert "damaged" not in str(raised.value)
 
 
 def test_bugs_are_not_dressed_as_a_users_errors():

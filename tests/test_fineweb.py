@@ -259,7 +259,7 @@ def begin(*args, shards=1):
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="looks at processes in /proc")
 def test_kill_9_at_any_moment(tmp_path, long):
     """Again and again, it ends with the bytes of an undisturbed run, and leaves no orphan."""
-    args, _ = long
+    args = long[0]
     make(*args, "--out", tmp_path / "whole")
     out, orphans, kills = tmp_path / "killed", [], 0
     for shards, workers, seconds in ((1, 2, 0), (5, 0, 0.011), (9, 2, 0.023), (99, 1, 0)):

@@ -43,7 +43,7 @@ class HubHandler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self):
         hub, path = self.server, self.path.split("?")[0]
-        hub.asked.append((self.command, path))
+        hub.asked.append(path)
         about = [self.about(p) for p in sorted(hub.root.rglob("*")) if p.is_file()]
         if path.startswith("/api/datasets/me/texts/revision/"):
             found = {"id": "me/texts", "sha": REVISION, "cardData": hub.card, "siblings": about}
@@ -105,9 +105,8 @@ TEXTS = [*documents(400), "", None, " \n "]
 @pytest.fixture
 def hub(tmp_path, serve):
     root = tmp_path / "hub"
-    write_parquet(root / "sample" / "small" / "000.parquet", TEXTS[:150])
-    write_parquet(root / "sample" / "small" / "001.parquet", TEXTS[150:])
-    write_parquet(root / "data" / "other.parquet", ["another configuration"])
+    write_parquet(root / "sample/small/000.parquet", TEXTS[:150])
+    write_parquet(root / "sample/small/001.parquet", TEXTS[150:])
     (root / "README.md").write_text("a data set")
     paths = {"default": "data/*", "small": ["sample/small/*"]}
     files = {name: [{"split": "train", "path": path}] for name, path in paths.items()}
@@ -143,12 +142,11 @@ def test_a_hub_that_goes_away_and_comes_back(hub, tmp_path):
     assert re.search(said, got.stderr), got.stderr
     noted = sum(e["tokens"] for e in read_manifest(tmp_path / "o")["shards"])
     assert 0 < noted <= len(plain_stream(TEXTS[:150]))
-    hub.gone = "nothing"
-    asked = len(hub.asked)
+    hub.gone, asked = "nothing", len(hub.asked)
     got = call(*args, "--revision", "v2", **hub.env)  # it stays with the commit that it began with
     assert got.returncode == 0 and f"going on after {noted:,} tokens" in got.stdout, got.stderr
     assert np.array_equal(stream_of(tmp_path / "o"), plain_stream(TEXTS))
-    first = [path for _, path in hub.asked[asked:] if "/revision/" in path][0]
+    first = next(path for path in hub.asked[asked:] if "/revision/" in path)
     assert first.endswith(f"/revision/{REVISION}")
 
 
@@ -166,7 +164,7 @@ def test_what_cannot_be_had_is_one_sentence(hub, tmp_path):
 
 def test_only_the_text_column_of_the_default_configuration_travels(hub, tmp_path):
     noise = [os.urandom(100_000).hex() for _ in range(20)]
-    path = hub.root / "data" / "other.parquet"
+    path = write_parquet(hub.root / "data/other.parquet", [])
     pq.write_table(pa.table({"noise": noise, "text": ["short"] * 20}), path, row_group_size=5)
     got = call(*ARGS, "--out", tmp_path / "o", "--workers", 0, **hub.env)
     assert got.returncode == 0, got.stderr
@@ -196,7 +194,7 @@ def test_ready_made_shards(serve, tmp_path, gpt2_files):
     asked = len(hub.asked)
     got = call(*args, **hub.env)
     assert got.returncode == 0 and "15,000 tokens" in got.stdout, got.stderr
-    fetched = {path for _, path in hub.asked[asked:] if path.endswith(".bin")}
+    fetched = {path for path in hub.asked[asked:] if path.endswith(".bin")}
     assert fetched == {f"/datasets/me/texts/resolve/{REVISION}/web_train_000002.bin"}
     assert all(p.read_bytes() == (hub.root / p.name).read_bytes() for p in out.glob("*.bin"))
     assert verify(out) == [] and read_manifest(out)["documents"] == 3

@@ -266,13 +266,6 @@ def test_aligned_sequences_begin_at_end_of_text(tmp_path, shuffle):
     assert all(shards.read(int(p), 1)[0] == VOCAB - 1 for p in starts)
 
 
-def test_the_step_that_failed_is_named_by_its_positions(tmp_path):
-    loader = make_loader(numbered_shards(tmp_path, SIZES), batch_size=4)
-    used = [loader.next_batch()[0][:, 0].tolist() for _ in range(2 * loader.grad_accum_steps)]
-    named = [loader.step_positions(loader.sequence, i) for i in range(2)]
-    assert named == [[loader.shards.where(first) for first in x] for x in used[2:]]
-
-
 def as_bin(path, change):
     tokens = np.load(path)
     path.unlink()

@@ -1,10 +1,7 @@
 """A run's folder: what goes into it and is read back; resuming to the bit; what is measured when."""
 
-import dataclasses
 import json
-import math
 import os
-import re
 import shutil
 import signal
 import sys
@@ -187,7 +184,7 @@ def test_a_bad_step_is_not_saved_but_what_was_begun_before(tmp_path, shards, mon
 
     def bad(self, losses):
         if self.run.step == 3:
-            losses, self.stop.name = losses * math.nan, name
+            losses, self.stop.name = losses * np.nan, name
         watch(self, losses)
 
     monkeypatch.setattr(Vitals, "watch", bad)
@@ -216,11 +213,11 @@ def test_a_run_that_goes_on_is_not_resumed_by_another_process(tmp_path, start_tr
 def test_a_checkpoint_holds_plain_values_and_both_configurations(tmp_path, shards):
     run = train_here(tmp_path, shards, "r", max_steps=1)
     loaded = torch.load(run.dir / "model_000001.pt", weights_only=True)
-    assert loaded["model_config"] == dataclasses.asdict(GPTConfig(**TINY_MODEL))
+    assert loaded["model_config"] == vars(GPTConfig(**TINY_MODEL))
     assert loaded["program"] == "gpt2" and loaded["loader"]["position"] == 256
     config = json.loads((run.dir / "config.json").read_text())
     assert config["model"] == loaded["model_config"] and config["train"] == loaded["train_config"]
-    assert config["train"].keys() == {f.name for f in dataclasses.fields(TrainConfig)}
+    assert config["train"].keys() == vars(TrainConfig()).keys()
     assert read_config(run.dir, GPTConfig, TrainConfig)[2] == []
 
 
@@ -377,7 +374,7 @@ def test_resuming_passes_over_a_damaged_checkpoint_and_says_so(tmp_path, shards,
     capsys.readouterr()
     rest = train_here(tmp_path, shards, "r", resume=True, max_steps=5, keep_last=1)
     said = capsys.readouterr()
-    assert re.search(r"model_000006.pt is damaged \(.+\): model_000004.pt is used\n", said.err)
+    assert "model_000006.pt is damaged (" in said.err and "model_000004.pt is used\n" in said.err
     assert "model_000006.damaged was damaged: this goes on after step 4" in said.out
     assert of_kind(rest, "start")[-1]["passed_over"] == ["model_000006.damaged"]
     assert rest.losses[6:] == whole.losses[4:5] and list(rest.checkpoints) == [5]

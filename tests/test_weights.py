@@ -1,7 +1,6 @@
 """Weights in and out, and that our model computes what transformers' GPT-2 does."""
 
 import json
-import math
 import os
 import pickle
 from pathlib import Path
@@ -286,7 +285,7 @@ FILES = {  # what is said of a state dict in a file: what became of it
     "not a GPT-2": lambda state: state.pop("transformer.wpe.weight"),
     f"has no {H}mlp.c_fc": lambda state: state.pop(f"{H}mlp.c_fc.weight"),
     "c_fc.weight has shape": lambda state: state[f"{H}mlp.c_fc.weight"].t_(),
-    "c_fc.bias holds numbers that": lambda state: state[f"{H}mlp.c_fc.bias"].fill_(math.nan),
+    "c_fc.bias holds numbers that": lambda state: state[f"{H}mlp.c_fc.bias"].fill_(torch.nan),
     "a head of its own": lambda state: state.update({"lm_head.weight": torch.ones(104, 32)}),
     "rotary, which this model has not": lambda state: state.update({f"{H}rotary": torch.ones(4)}),
 }
