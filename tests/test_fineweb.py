@@ -1,7 +1,5 @@
 """fineweb.py: what is in the shards, that nothing stops it for good, that it says what is wrong.
-
-Real commands, real kill -9. Downloads are in test_hub.py, conversations in test_chat.py.
-"""
+Downloads are in test_hub.py, conversations in test_chat.py."""
 
 import base64
 import contextlib

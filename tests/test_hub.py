@@ -189,8 +189,7 @@ def test_ready_made_shards(serve, tmp_path, gpt2_files):
     hub.breaks = 1
     got = call(*args, "--tokens", "9k", **hub.env)
     assert got.returncode == 0 and hub.breaks == 0, got.stderr
-    names = sorted(p.name for p in out.glob("*.*") if p.name[0] != ".")
-    assert names == ["manifest.json", "web_train_000001.bin", "web_val_000000.bin"]
+    assert {p.name for p in out.glob("*.bin")} == {"web_train_000001.bin", "web_val_000000.bin"}
     asked = len(hub.asked)
     got = call(*args, **hub.env)
     assert got.returncode == 0 and "15,000 tokens" in got.stdout, got.stderr

@@ -1,5 +1,4 @@
-"""The model alone: size, initial values, what each output may depend on. Parity with transformers:
-test_weights.py."""
+"""The model alone: size, initial values, what each output may depend on."""
 
 import copy
 import dataclasses

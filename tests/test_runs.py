@@ -135,13 +135,12 @@ def stopping(monkeypatch, at):
     monkeypatch.setattr(StopSignal, "check", check)
 
 
-@pytest.mark.parametrize("ckpt_every", [3, 1000])
+@pytest.mark.parametrize("every", [3, 1000])
 @pytest.mark.parametrize("step, at", [(3, 8), (6, 13)])  # five batches at each of the steps 0, 3, 6
 def test_a_stop_in_mid_validation_saves_and_is_measured_again(
-    tmp_path, shards, monkeypatch, ckpt_every, step, at
+    tmp_path, shards, monkeypatch, every, step, at
 ):
-    settings = dict(max_steps=6, val_every=3, sample_every=3, sample_tokens=3)
-    settings["ckpt_every"] = ckpt_every
+    settings = dict(max_steps=6, val_every=3, sample_every=3, sample_tokens=3, ckpt_every=every)
     whole = train_here(tmp_path, shards, "whole", **settings)
     stopping(monkeypatch, at)
     stopped = train_here(tmp_path, shards, "r", **settings)
@@ -153,7 +152,7 @@ def test_a_stop_in_mid_validation_saves_and_is_measured_again(
     assert run.status == 0 and run.val == whole.val and run.losses == whole.losses
     samples = [[e["texts"] for e in of_kind(r, "sample")] for r in (run, whole)]
     assert samples[0] == samples[1]
-    parts = ["model", "optimizer", "loader", "rng"] + ["best_val"] * (ckpt_every == 3)
+    parts = ["model", "optimizer", "loader", "rng"] + ["best_val"] * (every == 3)
     assert not differing_parts(run.checkpoints[6], whole.checkpoints[6], parts)
     assert [read_checkpoint(r.dir / "model_best.pt")["step"] for r in (run, whole)] == [6, 6]
     if step == 3:  # the stop has put it on disk: measured after resuming, it is the best so far
@@ -233,7 +232,6 @@ def test_a_setting_that_is_missing_has_its_default_and_values_that_are_none_are_
         ('{"model": {"n_head": 0}, "train": {}}', "n_head=0, which must be from 1"),
         ('{"model": {}, "train": {"lr": null}}', "lr=null, .* float"),
         ('{"model": {}, "train": {"schedule": "sine"}}', "one of cosine, linear, constant, wsd"),
-        ('{"model": 5, "train": {}}', "model is 5"),
     ):  # fmt: skip
         file.write_text(text)
         with pytest.raises(UserError, match=f"config.json.*{said}"):
@@ -431,7 +429,3 @@ def test_what_does_not_fit_a_run_is_refused(tmp_path, shards):
     ):  # fmt: skip
         with pytest.raises(UserError, match=said):
             train_here(tmp_path, shards, "r", resume=True, **dict(max_steps=3) | changed)
-    checkpoints.save(tmp_path / "r", 2, {"model": {}}, keep_last=1)
-    said = "model_000002.pt was not written by this trainer; start from its"
-    with pytest.raises(UserError, match=said):
-        train_here(tmp_path, shards, "r", resume=True, max_steps=3)
