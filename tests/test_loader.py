@@ -1,20 +1,20 @@
 """The training stream: which tokens, in which order, for whom; sentences for wrong shards."""
 
-import hashlib
 import json
 import math
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, VOCAB, run_python, write_shards
+from conftest import ROOT, VOCAB, equal_bits, run_python, write_shards
 
 from lab.cli import UserError
+from lab.data import get_tokenizer
 from lab.data.loader import TokenLoader, permute
 from lab.data.shards import TokenShards
+from lab.data.writer import new_manifest, save_shard
 
 BIG = 65536  # a vocabulary in which every token is another one, which tells its position
 
@@ -29,12 +29,13 @@ def numbered_shards(folder, sizes, suffix=".npy"):
 
 
 def write_shard(path, tokens):
-    if path.suffix == ".npy":
-        np.save(path, tokens)
+    if path.suffix == ".bin":
+        header = np.zeros(256, dtype="<i4")
+        header[:3] = 20240520, 1, len(tokens)
+        path.write_bytes(header.tobytes() + tokens.astype("<u2").tobytes())
         return
-    header = np.zeros(256, dtype="<i4")
-    header[:3] = 20240520, 1, len(tokens)
-    path.write_bytes(header.tobytes() + tokens.astype("<u2").tobytes())
+    with path.open("wb") as file:  # a .mask keeps its name
+        np.save(file, tokens)
 
 
 def make_loader(shards, batch_size=2, rank=0, world_size=1, transform=None, **settings):
@@ -44,8 +45,7 @@ def make_loader(shards, batch_size=2, rank=0, world_size=1, transform=None, **se
 
 
 def one_step(loaders):
-    """x, y and num_targets of a step, the sequences of all processes put into their global
-    order."""
+    """x, y and num_targets of a step, the sequences of all processes in their global order."""
     parts = [it.next_batch() for _ in range(loaders[0].grad_accum_steps) for it in loaders]
     x, y, num_targets = zip(*parts)
     return torch.cat(x), torch.cat(y), set(num_targets)
@@ -57,12 +57,18 @@ def steps(shards, n, batch_size=2, world_size=1, **settings):
     return [one_step(loaders) for _ in range(n)]
 
 
-def same(a, b):
-    pairs = zip(a, b, strict=True)
-    return all(
-        torch.equal(x1, x2) and torch.equal(y1, y2) and n1 == n2
-        for (x1, y1, n1), (x2, y2, n2) in pairs
-    )
+def state_after(loader, n):
+    """What a checkpoint holds of a loader after n steps: plain values."""
+    for _ in range(n):
+        one_step([loader])
+    return json.loads(json.dumps(loader.state_dict()))
+
+
+def resumed(shards, state, batch_size=2, **settings):
+    loader = make_loader(shards, batch_size, **settings)
+    loader.next_batch()  # also a loader that has begun can be put back
+    loader.load_state_dict(state)
+    return loader
 
 
 ORDERS = pytest.mark.parametrize(
@@ -71,20 +77,18 @@ ORDERS = pytest.mark.parametrize(
 SIZES = (301, 77, 1, 222)  # 601, a prime: no shard edge and no end of data meets a sequence's
 
 
-def test_y_is_x_one_token_later(tmp_path):
-    shards = numbered_shards(tmp_path, SIZES)
-    for shuffle in (False, True):
-        for x, y, num_targets in steps(shards, 10, shuffle=shuffle):
+@pytest.mark.parametrize("suffix", [".npy", ".bin"])
+def test_y_is_x_one_token_later_and_unshuffled_the_order_is_that_on_disk(tmp_path, suffix):
+    shards = numbered_shards(tmp_path, SIZES, suffix)
+    assert shards.where(601 + 301) == f"x_train_000001{suffix}:0"
+    for shuffle in (True, False):
+        done = steps(shards, 12, shuffle=shuffle)  # 2.5 times round, over every edge
+        for x, y, num_targets in done:
             assert x.shape == y.shape == (8, 16) and x.dtype == y.dtype == torch.int64
-            assert torch.equal(y, (x + 1) % 601)
-            assert torch.equal(x[:, 1:], y[:, :-1])
+            assert torch.equal(x[:, 1:], y[:, :-1]) and torch.equal(y, (x + 1) % 601)
             assert num_targets == {8 * 16}
-
-
-def test_order_on_disk_when_shuffling_is_off(tmp_path):
-    shards = numbered_shards(tmp_path, SIZES)
-    stream = torch.cat([x.flatten() for x, _, _ in steps(shards, 12, shuffle=False)])
-    assert torch.equal(stream, torch.arange(12 * 128) % 601)  # 2.5 times round, over every edge
+    stream = torch.cat([x.flatten() for x, _, _ in done])
+    assert torch.equal(stream, torch.arange(12 * 128) % 601)
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -104,15 +108,18 @@ def test_all_processes_together_use_each_token_once_an_epoch(tmp_path, sizes, sh
 
 
 def test_each_shuffled_epoch_holds_the_sequences_that_begin_in_it(tmp_path):
-    loader = make_loader(numbered_shards(tmp_path, SIZES), shuffle=True)
+    """In an order of its own; so has each seed."""
+    shards = numbered_shards(tmp_path, SIZES)
     edges = [math.ceil(e * 601 / 16) for e in range(5)]
     orders = []
-    for begin, end in zip(edges, edges[1:]):
-        positions = loader.positions(np.arange(begin, end))
-        assert sorted(positions) == [16 * j for j in range(begin, end)]
-        orders.append([p // 16 - begin for p in positions])
-    assert len({tuple(o[:30]) for o in orders}) == 4, "every epoch has an order of its own"
-    assert all(o != sorted(o) for o in orders)
+    for seed in (1, 2):
+        loader = make_loader(shards, seed=seed)
+        for begin, end in zip(edges, edges[1:]):
+            positions = loader.positions(np.arange(begin, end))
+            assert sorted(positions) == [16 * j for j in range(begin, end)]
+            orders.append(tuple(p // 16 - begin for p in positions))
+    assert len({order[:30] for order in orders}) == 8
+    assert all(list(order) != sorted(order) for order in orders)
 
 
 @ORDERS
@@ -122,13 +129,7 @@ def test_a_step_has_the_same_tokens_for_any_number_of_processes_and_micro_batche
 ):
     shards = TokenShards(write_shards(tmp_path), "train", VOCAB)
     one = steps(shards, 25, 2, 1, **settings)
-    assert same(one, steps(shards, 25, batch_size, world_size, **settings))
-
-
-def test_seeds_give_different_orders_and_one_seed_the_same(tmp_path):
-    shards = numbered_shards(tmp_path, SIZES)
-    a, b, c = (steps(shards, 4, shuffle=True, seed=seed) for seed in (1, 1, 2))
-    assert same(a, b) and not same(a, c)
+    assert equal_bits(one, steps(shards, 25, batch_size, world_size, **settings))
 
 
 def test_permute_is_a_permutation():
@@ -146,44 +147,26 @@ def test_permute_is_a_permutation():
 
 
 @ORDERS
-def test_a_saved_state_goes_on_with_the_next_batch(tmp_path, settings):
-    shards = TokenShards(write_shards(tmp_path), "train", VOCAB)
-    whole = steps(shards, 30, **settings)
-    first = make_loader(shards, **settings)
-    for _ in range(13 * first.grad_accum_steps):
-        first.next_batch()  # by now one more is being read ahead, which must not count
-    state = json.loads(json.dumps(first.state_dict()))  # plain values only
-    second = make_loader(shards, batch_size=4, **settings)
-    second.next_batch()  # also a loader that has begun can be put back
-    second.load_state_dict(state)
-    assert same(whole[13:], [one_step([second]) for _ in range(17)])
-
-
-@ORDERS
 def test_data_that_has_grown_goes_on_in_the_order_that_it_had(tmp_path, settings):
-    """As fineweb.py does it: the last shard becomes longer, more follow."""
+    """As by fineweb.py: the last shard becomes longer, more follow. What was read ahead is nothing."""
     folder = write_shards(tmp_path)
     before = TokenShards(folder, "train", VOCAB)
-    whole, first = steps(before, 30, **settings), make_loader(before, **settings)
-    for _ in range(13 * first.grad_accum_steps):
-        first.next_batch()
-    state = json.loads(json.dumps(first.state_dict()))
-    last, more = folder / "x_train_000001.npy", np.full(500, VOCAB - 1, np.uint16)
-    longer = np.concatenate([np.load(last), more])
-    last.unlink()  # what is mapped stays as it was
+    whole, state = steps(before, 30, **settings), state_after(make_loader(before, **settings), 13)
+    second = resumed(before, state, batch_size=4, **settings)
+    assert equal_bits(whole[13:], [one_step([second]) for _ in range(17)]), "as it was"
+    last, more = folder / "x_train_000001.npy", np.full(900, VOCAB - 1, np.uint16)
+    longer = np.concatenate([np.load(last), more[:500]])
     np.save(last, longer)
-    np.save(folder / "x_train_000002.npy", np.full(900, VOCAB - 1, np.uint16))
+    np.save(folder / "x_train_000002.npy", more)
     grown = TokenShards(folder, "train", VOCAB)
-    second = make_loader(grown, **settings)
-    second.load_state_dict(state)
-    assert same(whole[13:], [one_step([second]) for _ in range(17)]) and grown.left_out == 1400
+    second = resumed(grown, state, **settings)
+    assert equal_bits(whole[13:], [one_step([second]) for _ in range(17)])
+    assert grown.left_out == 1400
     (folder / "x_train_000002.npy").unlink()
-    last.unlink()
     np.save(last, longer[:700])
-    shrunk = make_loader(TokenShards(folder, "train", VOCAB), **settings)
     said = r"has fewer .*\(2,201 now, 2,498 then\): put those back .* or begin a new run"
     with pytest.raises(UserError, match=said):
-        shrunk.load_state_dict(state)
+        resumed(TokenShards(folder, "train", VOCAB), state, **settings)
 
 
 def guess_a_fifth(x, y, seed, sequence_ids):
@@ -198,15 +181,14 @@ def guess_a_fifth(x, y, seed, sequence_ids):
 @ORDERS
 def test_a_transform_gives_the_same_to_any_number_of_processes(tmp_path, settings):
     shards = TokenShards(write_shards(tmp_path), "train", VOCAB)
-    settings = settings | {"transform": guess_a_fifth}
-    one, plain = steps(shards, 60, **settings), steps(shards, 60, **settings | {"transform": None})
+    plain, settings = steps(shards, 60, **settings), settings | {"transform": guess_a_fifth}
+    one = steps(shards, 60, **settings)
     for (x, y, num_targets), (plain_x, _, _) in zip(one, plain):
         assert num_targets == {8 * 3} == {int((y >= 0).sum())}
         assert torch.equal(torch.where(y >= 0, y, x), plain_x)
-    assert same(one, steps(shards, 60, 1, 4, **settings))
-    resumed = make_loader(shards, 8, **settings)
-    resumed.load_state_dict(make_state(shards, 40, **settings))
-    assert same(one[40:], [one_step([resumed]) for _ in range(20)])
+    assert equal_bits(one, steps(shards, 60, 1, 4, **settings))
+    second = resumed(shards, state_after(make_loader(shards, **settings), 40), 8, **settings)
+    assert equal_bits(one[40:], [one_step([second]) for _ in range(20)])
 
 
 def test_a_transform_draws_anew_in_each_epoch(tmp_path):
@@ -214,22 +196,6 @@ def test_a_transform_draws_anew_in_each_epoch(tmp_path):
     done = steps(shards, 12, shuffle=False, transform=guess_a_fifth)
     for (_, first, _), (_, second, _) in zip(done, done[6:]):
         assert ((first >= 0) != (second >= 0)).any(dim=1).sum() > 6  # of 8 sequences
-
-
-def test_a_transform_that_has_more_targets_in_one_sequence_is_refused(tmp_path):
-    def uneven(x, y, seed, sequence_ids):
-        return x, np.where(sequence_ids[:, None] == 16, -1, y)
-
-    with pytest.raises(AssertionError, match="as many targets"):
-        make_loader(numbered_shards(tmp_path, SIZES), transform=uneven).next_batch()
-
-
-def make_state(shards, n, **settings):
-    """What a checkpoint holds of a loader after n steps."""
-    loader = make_loader(shards, **settings)
-    for _ in range(n):
-        one_step([loader])
-    return json.loads(json.dumps(loader.state_dict()))
 
 
 STAGES = {0: (8 * 16, 16), 5: (12 * 48, 48), 11: (4 * 16, 16)}  # step: tokens, sequence length
@@ -252,85 +218,52 @@ def test_resuming_inside_a_stage_gives_the_same_tokens(tmp_path, settings):
     whole = staged_steps([make_loader(shards, 4, **settings)], 0, 20)
     assert [x.shape for x, _, _ in (whole[4], whole[5], whole[19])] == [(8, 16), (12, 48), (4, 16)]
     two = [make_loader(shards, 1, rank, 2, **settings) for rank in (0, 1)]
-    assert same(whole, staged_steps(two, 0, 20)), "for any number of processes"
+    assert equal_bits(whole, staged_steps(two, 0, 20)), "for any number of processes"
     for step in (4, 5, 6, 11, 15):
         first = make_loader(shards, **settings)
         staged_steps([first], 0, step)
-        state, second = first.state_dict(), make_loader(shards, 1, **settings)
-        second.load_state_dict(state)
-        assert same(whole[step:], staged_steps([second], step, 20))
+        second = resumed(shards, first.state_dict(), 1, **settings)
+        assert equal_bits(whole[step:], staged_steps([second], step, 20))
 
 
 def test_stages_leave_no_gap_but_up_to_a_sequence_at_their_edge(tmp_path):
-    shards = numbered_shards(tmp_path, SIZES)
-    loader = make_loader(shards, shuffle=False)
+    loader = make_loader(numbered_shards(tmp_path, SIZES), shuffle=False)
     parts = staged_steps([loader], 0, 5), staged_steps([loader], 5, 20)
     x = [torch.cat([x.flatten() for x, _, _ in part]) for part in parts]
     assert torch.equal(x[0], torch.arange(640) % 601)
     assert torch.equal(x[1], torch.arange(672, 672 + len(x[1])) % 601)  # 672: 14 * 48
-    loader.next_batch()
-    with pytest.raises(AssertionError, match="between two steps"):
-        loader.set_stage(256, 16)
-
-
-def test_both_file_formats_give_the_same_stream(tmp_path):
-    npy, llmc = (numbered_shards(tmp_path / s, SIZES, s) for s in (".npy", ".bin"))
-    assert len(npy) == len(llmc) == 601
-    assert same(steps(npy, 10), steps(llmc, 10))
-    assert npy.where(601 + 300) == "x_train_000000.npy:300"
-    assert llmc.where(301) == "x_train_000001.bin:0"
-    assert list(npy.read(599, 5)) == [599, 600, 0, 1, 2]
 
 
 def test_masks_become_targets_of_minus_one(tmp_path):
     numbered_shards(tmp_path, SIZES)
-    masks = [
-        (np.random.default_rng(i).random(n) < 0.3).astype(np.uint8) for i, n in enumerate(SIZES)
-    ]
-    for i, mask in enumerate(masks):
-        with (tmp_path / f"x_train_{i:06d}.mask").open("wb") as f:
-            np.save(f, mask)
-    shards, learn = TokenShards(tmp_path, "train", BIG), torch.from_numpy(np.concatenate(masks))
+    mask = (np.random.default_rng(0).random(601) < 0.3).astype(np.uint8)
+    for i, part in enumerate(np.split(mask, np.cumsum(SIZES)[:-1])):
+        write_shard(tmp_path / f"x_train_{i:06d}.mask", part)
+    shards, learn = TokenShards(tmp_path, "train", BIG), torch.from_numpy(mask)
     results = steps(shards, 12, batch_size=1, world_size=2)
     for x, y, num_targets in results:
         wanted = (x + 1) % 601
         assert torch.equal(y, torch.where(learn[wanted] == 1, wanted, -1))
         assert num_targets == {int((y >= 0).sum())}, "each micro-step knows the whole step's"
     assert len({n for _, _, (n,) in results}) > 3
-    assert same(results, steps(shards, 12, batch_size=8))
+    assert equal_bits(results, steps(shards, 12, batch_size=8))
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_aligned_sequences_begin_at_end_of_text(tmp_path, shuffle):
-    folder = write_shards(tmp_path)  # an end-of-text at every 61st token
-    shards = TokenShards(folder, "train", VOCAB)
+    shards = TokenShards(write_shards(tmp_path), "train", VOCAB)  # at every 61st token
     loader = make_loader(shards, align_documents=True, shuffle=shuffle)
     count = sum(len(range(0, n, 61)) for n in (1501, 997))
+    first, second = np.split(loader.positions(np.arange(2 * count)), 2)
     assert len(loader.aligned) == count
-    first = [int(p) for p in loader.positions(np.arange(count))]
-    second = [int(p) for p in loader.positions(np.arange(count, 2 * count))]
     assert sorted(first) == sorted(second) == sorted(loader.aligned), "each document once an epoch"
-    assert (first == sorted(first)) == (not shuffle) and (first == second) == (not shuffle)
+    assert (list(first) == sorted(first)) == (list(first) == list(second)) == (not shuffle)
     for x, y, _ in steps(shards, 10, align_documents=True, shuffle=shuffle):
-        assert (x[:, 0] == VOCAB - 1).all()
-        assert torch.equal(x[:, 1:], y[:, :-1])
-    # sequences longer than a document begin at the next end-of-text after the one before; none
-    # overlap
+        assert (x[:, 0] == VOCAB - 1).all() and torch.equal(x[:, 1:], y[:, :-1])
+    # sequences longer than a document begin at the next end-of-text after the one before
     starts = shards.document_starts(100)
-    assert (np.diff(starts) >= 100).all()
+    assert (np.diff(starts) >= 100).all(), "none overlap"
     assert all(shards.read(int(p), 1)[0] == VOCAB - 1 for p in starts)
-
-
-def test_the_step_that_failed_is_named_by_its_positions(tmp_path):
-    loader = make_loader(numbered_shards(tmp_path, SIZES), batch_size=4, shuffle=True)
-    used = []
-    for _ in range(2 * loader.grad_accum_steps):
-        x, _, _ = loader.next_batch()
-        used.append([loader.shards.where(int(first)) for first in x[:, 0]])
-    assert [loader.step_positions(loader.sequence, i) for i in range(2)] == used[2:]
-
-
-# ---- shards that are not right -------------------------------------------------------------------
 
 
 def as_bin(path, change):
@@ -343,6 +276,7 @@ def as_bin(path, change):
 FAULTS = {  # what is done to a shard, and what the sentence must hold
     "cut short": (lambda p: p.write_bytes(p.read_bytes()[:-100]), "damaged"),
     "other type": (lambda p: np.save(p, np.load(p).astype(np.int32)), "int32.*uint16"),
+    "two rows": (lambda p: np.save(p, np.zeros((2, 2), np.uint16)), r"\(2, 2\), wanted is one row"),
     "no tokens": (lambda p: np.save(p, np.zeros(0, np.uint16)), "is empty"),
     "cut .bin": (lambda p: as_bin(p, lambda data: data[:-100]), "truncated"),
     "no .bin": (lambda p: as_bin(p, lambda data: b"1" + data[1:]), "20240520"),
@@ -354,17 +288,15 @@ FAULTS = {  # what is done to a shard, and what the sentence must hold
 def test_a_broken_shard_is_named(tmp_path, fault):
     folder, (do, said) = write_shards(tmp_path), FAULTS[fault]
     do(folder / "x_train_000000.npy")
-    with pytest.raises(UserError, match=said) as error:
+    with pytest.raises(UserError, match=f"x_train_000000.*{said}"):
         TokenShards(folder, "train", VOCAB)
-    assert "x_train_000000" in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no such limit")
 def test_three_hundred_shards_need_no_three_hundred_descriptors(tmp_path):
     for i in range(300):
-        np.save(tmp_path / f"x_train_{i:06d}.npy", np.full(7, i, np.uint16))
-        with open(tmp_path / f"x_train_{i:06d}.mask", "wb") as file:
-            np.save(file, np.ones(7, np.uint8))
+        write_shard(tmp_path / f"x_train_{i:06d}.npy", np.full(7, i, np.uint16))
+        write_shard(tmp_path / f"x_train_{i:06d}.mask", np.ones(7, np.uint8))
     code = """if True:
         import resource, sys
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
@@ -378,9 +310,8 @@ def test_three_hundred_shards_need_no_three_hundred_descriptors(tmp_path):
 
 
 def test_a_shard_cut_short_while_it_is_read_is_an_error_and_no_crash(tmp_path):
-    folder = write_shards(tmp_path)
-    shards = TokenShards(folder, "train", VOCAB)
-    (folder / "x_train_000000.npy").write_bytes((folder / "x_train_000000.npy").read_bytes()[:200])
+    shards = TokenShards(write_shards(tmp_path), "train", VOCAB)
+    shards.paths[0].write_bytes(shards.paths[0].read_bytes()[:200])
     with pytest.raises(UserError, match="x_train_000000.npy .*cut short"):
         shards.batch([1000], 16)
 
@@ -391,37 +322,28 @@ def test_a_split_is_the_last_one_that_a_name_holds(tmp_path):
     assert [len(TokenShards(tmp_path, split, VOCAB)) for split in ("train", "val")] == [30, 90]
 
 
-def with_masks(folder):
-    """The folder with a mask of ones beside each shard, and a manifest."""
-
-    def entry(path):
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        return {"name": path.name, "bytes": path.stat().st_size, "sha256": digest}
-
-    entries = []
-    for path in sorted(folder.glob("*.npy")):
-        with path.with_suffix(".mask").open("wb") as f:
-            np.save(f, np.ones(len(np.load(path)), np.uint8))
-        about = {"split": path.name.split("_")[-2], "mask": entry(path.with_suffix(".mask"))}
-        entries.append(entry(path) | about)
-    text = json.dumps({"shards": entries, "vocab_size": VOCAB})
-    (folder / "manifest.json").write_text(text)
+def made(folder):
+    """Shards with masks of ones, and a manifest, as fineweb.py writes them."""
+    folder.mkdir()
+    manifest = new_manifest("x", get_tokenizer("bytes"), source={}, shard_tokens=0, val_tokens=0)
+    for size in (700, 1501, 997):
+        save_shard(folder, manifest, np.zeros(size, np.uint16), np.ones(size, np.uint8))
     return folder
 
 
 def test_masks_are_there_for_all_shards_or_for_none(tmp_path):
-    folder = with_masks(write_shards(tmp_path))
+    folder = made(tmp_path / "made")
     (folder / "manifest.json").unlink()
-    mask = folder / "x_train_000000.mask"
-    faults = [(np.ones(1500, np.uint8), "a mask in .* is not as long as its shard")]
-    faults += [(np.full(1501, 255, np.uint8), "x_train_000000.* holds the byte 255, wanted is 1")]
-    for array, said in faults:
-        with mask.open("wb") as f:
-            np.save(f, array)
+    mask = folder / "x_train_000001.mask"
+    for length, value, said in (
+        (1500, 1, "a mask in .* is not as long as its shard"),
+        (1501, 255, "x_train_000001.* holds the byte 255, wanted is 1"),
+    ):
+        write_shard(mask, np.full(length, value, np.uint8))
         with pytest.raises(UserError, match=said):
             TokenShards(folder, "train", VOCAB).batch([0], 16)
     mask.unlink()
-    with pytest.raises(UserError, match="there is no file .*x_train_000000.mask"):
+    with pytest.raises(UserError, match="there is no file .*x_train_000001.mask"):
         TokenShards(folder, "train", VOCAB)
 
 
@@ -430,37 +352,30 @@ def test_a_token_beyond_the_vocabulary_names_its_shard(tmp_path):
     tokens = np.load(folder / "x_train_000001.npy")
     tokens[500] = VOCAB
     np.save(folder / "x_train_000001.npy", tokens)
-    loader = make_loader(TokenShards(folder, "train", VOCAB), shuffle=False)
     with pytest.raises(UserError, match="257.*x_train_000001.npy.*vocabulary of 257"):
-        for _ in range(2498 // 16):
-            loader.next_batch()
+        steps(TokenShards(folder, "train", VOCAB), 20, shuffle=False)
 
 
 @pytest.mark.parametrize("kind", ["npy", "mask"])
 def test_the_manifest_knows_size_and_hash(tmp_path, kind):
-    folder = write_shards(tmp_path)
     with pytest.raises(UserError, match="has no manifest.json to verify by"):
-        TokenShards(folder, "train", VOCAB, verify=True)
-    with_masks(folder)
+        TokenShards(write_shards(tmp_path), "train", VOCAB, verify=True)
+    folder = made(tmp_path / "made")
     assert TokenShards(folder, "train", VOCAB, verify=True).masks
-    path = folder / f"x_train_000001.{kind}"
+    path, said = folder / f"x_train_000001.{kind}", f"x_train_000001.{kind} has changed since"
     data = path.read_bytes()
-    path.write_bytes(data[:-2] + bytes([data[-2] ^ 1]) + data[-1:])
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     TokenShards(folder, "train", VOCAB)  # one bit, same size: seen by the hash alone
-    with pytest.raises(UserError, match=f"x_train_000001.{kind} has changed since"):
+    with pytest.raises(UserError, match=said):
         TokenShards(folder, "train", VOCAB, verify=True)
     path.write_bytes(data[:-2])
-    with pytest.raises(UserError, match=f"{kind} has changed since"):
+    with pytest.raises(UserError, match=said):
         TokenShards(folder, "train", VOCAB)
 
 
 def test_settings_that_do_not_fit_the_data(tmp_path):
-    with pytest.raises(UserError, match="no train shards in .*: .*fineweb.py --source FOLDER"):
-        TokenShards(tmp_path, "train", VOCAB)
-    with pytest.raises(UserError, match="16 training tokens, a sequence takes 17: .* --seq_len"):
-        make_loader(numbered_shards(tmp_path / "a", (16,)))
-    assert len(steps(numbered_shards(tmp_path / "b", (17,)), 3)) == 3
-    shards = numbered_shards(tmp_path / "c", SIZES)
+    """Others are in test_cli.py."""
+    shards = numbered_shards(tmp_path, SIZES)
     said = r"total_batch_size=100 .*2 \* 16 \* 3 = 96; the next one up is 192"
     with pytest.raises(UserError, match=said):
         make_loader(shards, batch_size=2, world_size=3, total_batch_size=100)
@@ -471,16 +386,3 @@ def test_settings_that_do_not_fit_the_data(tmp_path):
     said = r"seq_len=16 must be 32, .* pass --seq_len 32, .*`fineweb.py --context 16`.* --out"
     with pytest.raises(UserError, match=said):
         make_loader(shards)
-
-
-def test_data_and_state_of_the_first_version(tmp_path):
-    """Made by commit a3954dc: its shards open, and a run's loader goes on with the same batch."""
-    folder = Path(__file__).parent / "fixtures" / "data_a3954dc"
-    assert TokenShards(folder / "chats", "train", VOCAB, verify=True).masks
-    shards = TokenShards(folder / "texts", "train", VOCAB, verify=True)
-    loader = make_loader(shards, 4, total_batch_size=64)
-    state = {"position": 1280, "tokens": 533, "begin": 2172298847}
-    loader.load_state_dict(state)
-    assert loader.state_dict() == state
-    x, _, _ = loader.next_batch()
-    assert x[:, 1].tolist() == [120, 110, 32, 32] and int(x.sum()) == 6392

@@ -1,5 +1,4 @@
-"""The model alone: size, initial values, what each output may depend on. Parity with transformers:
-test_weights.py."""
+"""The model alone: size, initial values, what each output may depend on."""
 
 import copy
 import dataclasses
@@ -9,22 +8,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import VOCAB
+from test_weights import add_noise
 
 from lab.data.documents import document_mask, hide_other_documents
-from lab.generate import KVCache
 from train_gpt2 import GPT, MLP, PRESETS, GPTConfig, param_groups
 
 
 def noisy(config, seed=0):
-    """A model with noise on every parameter but the pad rows: fresh weights hide a lost bias or a
-    swapped norm."""
     torch.manual_seed(seed)
-    model = GPT(config)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn_like(p), alpha=0.1)
-        model.transformer.wte.weight[config.vocab_size :] = 0
-    return model
+    return add_noise(GPT(config), config.vocab_size)
 
 
 def variant(model, **changes):
@@ -46,11 +38,10 @@ def tokens(B=3, T=20, seed=1):
     return x[:, :-1].clone(), x[:, 1:].clone()
 
 
-COUNTS = [("gpt2", 124439808), ("gpt2-medium", 354823168)]
-COUNTS += [("gpt2-large", 774030080), ("gpt2-xl", 1557611200)]
-
-
-@pytest.mark.parametrize("preset, count", COUNTS)
+@pytest.mark.parametrize(
+    "preset, count",
+    [("gpt2", 124439808), ("gpt2-medium", 354823168), ("gpt2-large", 774030080), ("gpt2-xl", 1557611200)],
+)  # fmt: skip
 def test_the_four_sizes_have_the_published_parameter_counts(preset, count):
     with torch.device("meta"):
         model = GPT(PRESETS[preset][0])
@@ -136,18 +127,28 @@ def test_no_output_sees_a_later_token_or_another_document(tiny_config, attention
     assert early[8:].max() < 1e-6 if mask else early[8:].min() > 1e-3
 
 
-def test_with_a_cache_the_logits_and_the_document_mask_are_the_same(tiny_config):
-    for mask in (False, True):
-        model = variant(noisy(tiny_config), document_mask=mask)
-        x, _ = tokens(2, 16)
-        x[:, 5] = VOCAB - 1
-        cache, steps = KVCache(32), []
-        with torch.no_grad():
-            for start, end in ((0, 8), *((t, t + 1) for t in range(8, 16))):
-                look = document_mask(x[:, :end], VOCAB - 1, start) if mask else None
-                where = dict(position=torch.arange(start, end), mask=look, cache=cache)
-                steps.append(model(x[:, start:end], **where)[0][:, -1])
-            assert (torch.stack(steps, dim=1) - model(x)[0][:, 7:]).abs().max() < 1e-5
+def test_the_mask_by_hand():
+    idx = torch.tensor([[7, VOCAB - 1, 5, 6, VOCAB - 1, 8]])
+    wanted = ["100000", "010000", "011000", "011100", "000010", "000011"]
+    mask = document_mask(idx, VOCAB - 1)
+    assert ["".join(map(str, row)) for row in mask[0, 0].int().tolist()] == wanted
+    for past in (1, 3, 5):  # with so many tokens in a cache, the rest are queries
+        assert torch.equal(document_mask(idx, VOCAB - 1, past), mask[:, :, past:])
+
+
+def test_a_copy_and_a_compiled_model_keep_to_the_mask(tiny_config):
+    model = hide_other_documents(noisy(tiny_config).eval())
+    x, _ = tokens(2, 20)
+    x[:, 9] = VOCAB - 1
+    wanted, causal = model(x)[0], torch.ones(1, 1, 20, 20, dtype=torch.bool).tril()
+    assert (model(x, mask=causal)[0] - wanted).abs().max() > 1e-3, "who passes one gets that one"
+    twin = copy.deepcopy(model)
+    compiled = torch.compile(copy.deepcopy(model), backend="aot_eager", fullgraph=True)
+    for p in model.parameters():
+        p.data.zero_()  # copies have weights of their own
+    for each in (twin, compiled):
+        torch.testing.assert_close(each(x)[0], wanted)
+    assert isinstance(twin, GPT) and list(twin.state_dict()) == list(model.state_dict())
 
 
 def test_pad_rows_are_never_seen_and_never_move(tiny_config):

@@ -5,40 +5,34 @@ import os
 import re
 import signal
 import sys
-import threading
 import time
 
 import pytest
-from conftest import driver, of_kind, read_run, train_here, wait_for, wait_for_steps
+from conftest import driver, of_kind, read_run, wait_for, wait_for_steps
 
-from lab.cli import UserError
 from lab.run.stop import Stopped, StopSignal
 from lab.world import World
 
-pytestmark = pytest.mark.skipif(
-    sys.platform == "win32", reason="signals and FIFOs of Linux and macOS"
-)
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals of Linux and macOS")
 
 
-def saved_and_stopped(run_dir, reason):
-    """Whether the run ended with its last step on disk, for this reason."""
-    run = read_run(run_dir)
+def assert_saved_and_stopped(process, tmp_path, reason):
+    """The run ended for this reason, with its last step on disk."""
+    assert process.wait() == 75 and "Traceback" not in process.stderr, process.stderr
+    run = read_run(tmp_path / "log" / "r")
     step = of_kind(run, "train")[-1]["step"]
-    assert step in run.checkpoints and run.checkpoints[step]["step"] == step == max(run.checkpoints)
-    assert run.events[-1]["kind"] == "end" and run.events[-1]["reason"] == reason
-    return True
+    assert run.checkpoints[step]["step"] == step == max(run.checkpoints)
+    assert run.events[-1]["reason"] == reason
 
 
 @pytest.mark.parametrize("name, times", [("SIGTERM", 2), ("SIGINT", 1)])
 def test_a_signal_ends_the_run_after_its_step_saved(tmp_path, start_training, name, times):
-    """Also where SIGTERM comes twice: torchrun passes on one that its processes have had
-    already."""
+    """Also where SIGTERM comes twice: torchrun passes on one that its processes have had."""
     process = start_training()
     wait_for_steps(process, tmp_path / "log" / "r")
     for _ in range(times):
         process.signal(getattr(signal, name))
-    assert process.wait() == 75 and "Traceback" not in process.stderr, process.stderr
-    assert saved_and_stopped(tmp_path / "log" / "r", name)
+    assert_saved_and_stopped(process, tmp_path, name)
     assert "ends after what is in hand; Ctrl-C stops at once" in process.stderr
     said = rf"{name}: saved after step \d+ in log/r; `.*--resume --run_name r` goes on from there"
     assert re.search(said, process.stdout)
@@ -55,15 +49,8 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path, start_training):
     assert not list((tmp_path / "log" / "r").glob("*.pt"))
 
 
-def test_ctrl_c_after_training_is_one_line(tmp_path, start_training):
-    patch = "from lab.tools import plot\nplot.loss_curve = lambda *_: os.kill(os.getpid(), signal.SIGINT)"
-    process = start_training("--max_steps", 3, program=driver(tmp_path, patch))
-    assert process.wait() == 130 and process.stderr == "train_gpt2.py: stopped\n"
-    assert list(read_run(tmp_path / "log" / "r").checkpoints) == [3]
-
-
 def test_which_signals_are_heard_and_given_back():
-    before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
     with StopSignal(World()) as stop:
         os.kill(os.getpid(), signal.SIGHUP)
@@ -75,32 +62,7 @@ def test_which_signals_are_heard_and_given_back():
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(1)
-    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == before
-
-
-def test_signals_go_back_after_a_run_and_after_an_error(tmp_path, shards):
-    before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
-    train_here(tmp_path, shards, "r", max_steps=1)
-    with pytest.raises(UserError):
-        train_here(tmp_path, shards, "s", max_steps=3, lr=1e39, warmup_steps=0)
-    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == before
-
-
-def test_a_killed_run_leaves_whole_checkpoints_and_resumes(tmp_path, start_training, run_train):
-    process = start_training("--ckpt_every", 1, "--keep_last", 3)
-    wait_for_steps(process, tmp_path / "log" / "r")
-    time.sleep(0.1)
-    process.kill()  # with a checkpoint each step, one is being written most of the time
-    assert process.wait() == -signal.SIGKILL
-    run = read_run(tmp_path / "log" / "r")  # reads every checkpoint
-    assert run.checkpoints and all(step == data["step"] for step, data in run.checkpoints.items())
-    step = max(run.checkpoints)
-    result = run_train("--resume", "--max_steps", step + 4)
-    assert result.returncode == 0, result.stderr
-    resumed = read_run(run.dir)
-    assert max(resumed.checkpoints) == step + 4
-    assert [e["step"] for e in of_kind(resumed, "start")] == [0, step]
-    assert resumed.events[: len(run.events)] == run.events, "nothing of the first part is lost"
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
 HANGS = """real = os.replace
@@ -112,10 +74,9 @@ def replace(part, path):
 os.replace = replace"""
 
 
-def test_training_goes_on_while_a_checkpoint_is_written_and_a_kill_leaves_the_one_before(
-    tmp_path, start_training, run_train
-):
-    """Until the next one, which waits: no two are written at once."""
+def test_a_killed_run_leaves_whole_checkpoints_and_resumes(tmp_path, start_training, run_train):
+    """Killed while one is written, as training goes on until the next one, which waits. What is made
+    again is the same to the bit."""
     process = start_training("--ckpt_every", 4, program=driver(tmp_path, HANGS))
     wait_for_steps(process, tmp_path / "log" / "r", 12)
     time.sleep(0.5)
@@ -128,71 +89,45 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_a_kill_leaves_the_on
     assert run_train("--resume", "--max_steps", 12).returncode == 0
     again = read_run(run.dir)
     assert sorted(again.checkpoints) == [8, 12] and again.losses[12:] == run.losses[4:]
+    assert again.events[: len(run.events)] == run.events, "nothing of the first part is lost"
+    assert [e["step"] for e in of_kind(again, "start")] == [0, 4]
     assert not list(run.dir.glob("*.part"))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="takes a terminal away as Linux does")
 def test_a_closed_terminal_ends_a_run_saved(tmp_path, start_training):
-    """As when ssh breaks off, with the bar of a terminal. SIGHUP comes from it, and from the shell
-    again."""
+    """As when ssh breaks off, with a bar. SIGHUP comes from the terminal, and again from the shell."""
     import termios
 
     terminal, end = os.openpty()
     termios.tcsetwinsize(end, (24, 100))
-    tty, seen = os.ttyname(end), []
-
-    def watch():
-        with contextlib.suppress(OSError):
-            while piece := os.read(terminal, 4096):
-                seen.append(piece)
-
-    threading.Thread(target=watch, daemon=True).start()
+    tty = os.ttyname(end)
     process = start_training("--val_every", 2, out=tty, err=tty)
     wait_for_steps(process, tmp_path / "log" / "r")
     os.close(end)
-    wait_for(lambda: b"/1000000" in b"".join(seen), process)
+    assert b"/1000000" in os.read(terminal, 4096), "the bar"
     os.close(terminal)
     with contextlib.suppress(ProcessLookupError):
         process.signal(signal.SIGHUP)
-    assert process.wait() == 75 and saved_and_stopped(tmp_path / "log" / "r", "SIGHUP")
+    assert_saved_and_stopped(process, tmp_path, "SIGHUP")
 
 
-@pytest.fixture
-def pipe(tmp_path):
-    """A FIFO whose reader waits for a line, and goes."""
-    path = tmp_path / "pipe"
-    os.mkfifo(path)
-    return path
-
-
-def read_a_line(pipe):
-    with open(pipe) as reader:
-        return reader.readline()
-
-
-def test_a_reader_that_goes_does_not_end_a_run(tmp_path, start_training, pipe):
+def test_a_reader_that_goes_does_not_end_a_run(tmp_path, start_training):
     """As with `| head -1`."""
+    os.mkfifo(pipe := tmp_path / "pipe")
     process = start_training("--max_steps", 20, "--val_every", 5, out=pipe)
-    assert read_a_line(pipe)
+    with open(pipe) as reader:
+        assert reader.readline()
     assert process.wait() == 0 and "Traceback" not in process.stderr, process.stderr
     run = read_run(tmp_path / "log" / "r")
     assert list(run.checkpoints) == [20] and run.events[-1]["reason"] == "done"
 
 
-def test_ctrl_c_that_ends_the_reader_too_saves_the_run(tmp_path, start_training, pipe):
+def test_ctrl_c_that_ends_the_reader_too_saves_the_run(tmp_path, start_training):
     """As with `2>&1 | tee`, where Ctrl-C goes to the whole group."""
-    over = threading.Event()
-
-    def read():
-        with open(pipe, "rb") as file:
-            while not over.is_set():
-                os.read(file.fileno(), 4096)
-
-    thread = threading.Thread(target=read, daemon=True)
-    thread.start()
+    os.mkfifo(pipe := tmp_path / "pipe")
     process = start_training(out=pipe, err=pipe)
-    wait_for_steps(process, tmp_path / "log" / "r")
-    over.set()
-    thread.join(10)
+    with open(pipe):
+        wait_for_steps(process, tmp_path / "log" / "r")
     process.signal(signal.SIGINT)
-    assert process.wait() == 75 and saved_and_stopped(tmp_path / "log" / "r", "SIGINT")
+    assert_saved_and_stopped(process, tmp_path, "SIGINT")
