@@ -200,10 +200,11 @@ class Process:
     """`python args...`, running. A script, or a folder with a __main__.py, needs no time for its
     imports.
 
-    out, err: files to write to (a FIFO, a terminal) instead of files that .stdout and .stderr read.
+    out, err: files to write to (a FIFO, a terminal) instead of files that .stdout and .stderr read;
+    inp: the file that stdin reads.
     """
 
-    def __init__(self, *args, cwd, out=None, err=None, **env):
+    def __init__(self, *args, cwd, inp="/dev/null", out=None, err=None, **env):
         self.folder = tempfile.TemporaryDirectory()
         self.out, self.err = (out or f"{self.folder.name}/out"), (err or f"{self.folder.name}/err")
         Path(self.folder.name, "out").touch()
@@ -213,14 +214,13 @@ class Process:
         self.popen = self.returncode = None
         if script.exists() and sys.platform == "linux":  # elsewhere forks are missing, or not safe
             self.args = [str(script), *args[1:]]
-            files = ["/dev/null", str(self.out), str(self.err)]
+            files = [inp, str(self.out), str(self.err)]
             self.pid = ask_forks(dict(args=self.args, cwd=str(cwd), env=env, files=files))
         else:
             self.args = [sys.executable, *args]
-            with open(self.out, "w") as out, open(self.err, "w") as err:
+            with open(inp) as inp, open(self.out, "w") as out, open(self.err, "w") as err:
                 self.popen = subprocess.Popen(
-                    self.args, cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
-                    start_new_session=True,
+                    self.args, cwd=cwd, env=env, stdin=inp, stdout=out, stderr=err, start_new_session=True
                 )  # fmt: skip
             self.pid = self.popen.pid
 
@@ -334,6 +334,26 @@ def run_train(tmp_path, shards):
         return run_python(program, *base, *flags, cwd=tmp_path, timeout=timeout, **env)
 
     return run
+
+
+@pytest.fixture
+def ask_sample(tmp_path):
+    """ask_sample("--chat", ...): the real sample.py at a terminal of its own, a Process with
+    .type(text)."""
+    pty = pytest.importorskip("pty", reason="needs a pseudo-terminal")
+    keyboard, theirs = pty.openpty()
+    processes = []
+
+    def start(*flags):
+        program, inp = ROOT / "sample.py", os.ttyname(theirs)
+        processes.append(Process(program, *flags, cwd=tmp_path, inp=inp))
+        processes[-1].type = lambda text: os.write(keyboard, text.encode())
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
+    os.close(keyboard), os.close(theirs)
 
 
 @pytest.fixture
