@@ -273,12 +273,13 @@ def run_two(*args, cwd):
     assert [process.wait() for process in two] == [0, 0], two[0].stderr + two[1].stderr
 
 
-def driver(folder, patch):
-    """A train_gpt2.py that changes something of the real one, as `patch` says, and then runs it."""
-    path = folder / "train_gpt2.py"
+def driver(folder, patch, program="train_gpt2"):
+    """A train_gpt2.py (bert.py ...) that changes something of the real one, as `patch` says, and
+    then runs it."""
+    path = folder / f"{program}.py"
     path.write_text(
-        f"import os, signal, sys, time\nsys.path.insert(0, {str(ROOT)!r})\nimport torch, train_gpt2\n"
-        f"from lab.cli import command\n{patch}\ncommand(train_gpt2.main)\n"
+        f"import os, signal, sys, time\nsys.path.insert(0, {str(ROOT)!r})\nimport torch, {program}\n"
+        f"from lab.cli import command\n{patch}\ncommand({program}.main)\n"
     )
     return path
 
