@@ -21,15 +21,10 @@ SMALL = dict(n_layer=3, n_head=4, n_embd=64, block_size=64, vocab_size=1000)
 AGAIN = dict(activation_checkpointing=True)
 
 
-@pytest.fixture(autouse=True)
-def no_micro_step_is_too_small(request, monkeypatch):
-    if "keeps" in request.node.name:
-        monkeypatch.setattr(plan, "SMALL", 0)
-        monkeypatch.setattr(kernels.cross_entropy, "SMALL", 0)
-
-
-def setting(changes, **how):
-    """(a Setting, its model on the CPU, tokens for it)."""
+def setting(changes, monkeypatch, **how):
+    """(a Setting, its model on the CPU, tokens for it); no micro-step is too small for kernels."""
+    monkeypatch.setattr(plan, "SMALL", 0)
+    monkeypatch.setattr(kernels.cross_entropy, "SMALL", 0)
     config = GPTConfig(**SMALL | {k: v for k, v in changes.items() if k != "kernels"})
     s, model = setting_of(config, 6, config.block_size, changes, **how), GPT(config)
     if s.head_loss == "fused":
@@ -53,14 +48,12 @@ def kept_predicted(s):
     that start adds."""
     total = 0
     for label, _, at in ledger(s):
-        share = 1
-        if label.startswith(("parameters", "AdamW", "gradients", "workspace")):
-            share = 0
-        if label.startswith("gradient of"):
-            share = 1 / 2  # and scaled
-        if label == "logits":
-            share = 1 / 2 if s.compile else 1 / 3  # eager: log-softmax and two gradients
-        total += share * at["head"]
+        if label.startswith("gradient of"):  # and scaled
+            total += at["head"] / 2
+        elif label == "logits":  # eager: log-softmax and two gradients
+            total += at["head"] / (2 if s.compile else 3)
+        elif not label.startswith(("parameters", "AdamW", "gradients", "workspace")):
+            total += at["head"]
     return total
 
 
@@ -68,8 +61,9 @@ CHANGES = [{}, AGAIN, dict(kernels="plain"), dict(attention="math"), dict(n_laye
 
 
 @pytest.mark.parametrize("changes", CHANGES, ids=str)
-def test_ledger_is_what_autograd_keeps(changes):
-    s, model, x = setting(changes, precision="fp32", device_type="cpu", compile=False)
+def test_ledger_is_what_autograd_keeps(changes, monkeypatch):
+    how = dict(precision="fp32", device_type="cpu", compile=False)
+    s, model, x = setting(changes, monkeypatch, **how)
     found = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: found.append(t) or t, lambda t: t):
         _, loss = model(x, x, reduction="sum")
@@ -78,10 +72,10 @@ def test_ledger_is_what_autograd_keeps(changes):
 
 
 @pytest.mark.parametrize("changes", [{}, dict(bf16_residual=False), AGAIN], ids=str)
-def test_ledger_is_what_the_compiled_model_keeps(changes):
+def test_ledger_is_what_the_compiled_model_keeps(changes, monkeypatch):
     """What torch.compile keeps and what it computes again is decided as for a GPU; code for the CPU
     is not made."""
-    s, model, x = setting(changes)
+    s, model, x = setting(changes, monkeypatch)
     found = []
     compiled = torch.compile(model, backend="aot_eager_decomp_partition", dynamic=False)
     with Precision("bf16", torch.device("cpu")).autocast():
@@ -162,34 +156,28 @@ def planned(capsys, *flags):
     return " ".join(capsys.readouterr().out.split())
 
 
-def test_named_gpus():
-    for text, gpu, gib in (
-        ("h100 pcie", "H100 PCIe", 80),
-        ("NVIDIA A100-80GB", "A100", 80),
-        ("4090", "RTX 4090", 24),
-        ("Tesla T4", "T4", 15),
-        ("rtx6000 ada", "RTX 6000 Ada", 48),
-    ):
+@pytest.mark.parametrize(
+    "text, gpu, gib",
+    [
+        ("h100 pcie", "H100 PCIe", 80), ("NVIDIA A100-80GB", "A100", 80), ("4090", "RTX 4090", 24),
+        ("Tesla T4", "T4", 15), ("rtx6000 ada", "RTX 6000 Ada", 48), ("11.5 gib", None, 11.5),
+        *((wrong, None, None) for wrong in ("", "H99", "foo 24GB", "RTX 4090 Laptop 16GB", "H200 NVL")),
+    ],
+)  # fmt: skip
+def test_named_gpus(text, gpu, gib):
+    if gib:
         found = named_gpu(text)
-        assert (found.name, found.gib, found.tflops) == (gpu, gib, GPUS[gpu][0]), text
-    for text, gib in (("24GB", 24), ("11.5 gib", 11.5)):
-        assert (named_gpu(text).gib, named_gpu(text).tflops) == (gib, None)
-    for text in ("", "H99", "GB", "Voodoo 3 16MB", "foo 24GB", "RTX 4090 Laptop 16GB", "H200 NVL"):
+        assert (found.gib, found.tflops) == (gib, gpu and GPUS[gpu][0])
+    else:
         with pytest.raises(UserError, match="gpu=.* is not one of B200"):
             named_gpu(text)
 
 
 def test_no_peak_for_a_chip_that_only_shares_a_name(monkeypatch):
-    names = {
-        "NVIDIA H200": 989e12,
-        "NVIDIA H100 PCIe": 756e12,
-        "NVIDIA H200 NVL": None,
-        "NVIDIA H100 80GB HBM3 MIG 1g.10gb": None,
-        "NVIDIA GeForce RTX 4090 Laptop GPU": None,
-    }
-    for name, peak_of_it in names.items():
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
-        assert peak_flops(torch.device("cuda")) == peak_of_it, name
+    others = ("H200 NVL", "H100 80GB HBM3 MIG 1g.10gb", "GeForce RTX 4090 Laptop GPU")
+    for name, tflops in (("H200", 989), ("H100 PCIe", 756), *((other, None) for other in others)):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: f"NVIDIA {name}")
+        assert peak_flops(torch.device("cuda")) == (tflops and tflops * 1e12), name
 
 
 def test_verdict(capsys):
@@ -213,29 +201,33 @@ def test_verdict(capsys):
 
 
 def test_time_and_money(capsys):
-    flags = "--gpu H100 --max_steps 1000"
-    one = planned(capsys, flags, "--mfu 0.5 --price 2")
-    assert "preset gpt2" in one
+    flags = "--gpu H100 --max_steps 1000 --mfu 0.5"
+    one = planned(capsys, flags, "--price 2")
     tok_per_s = 0.5 * 989e12 / 855.37e6
     hours = 1000 * 524288 / tok_per_s / 3600
-    assert f"{tok_per_s / 1000:,.0f}," in one and f"{60 * hours:.1f} minutes" in one
-    assert f"${2 * hours:.2f}" in one
-    eight = planned(capsys, flags, "--gpus 8 --mfu 0.5")
+    said = (
+        "preset gpt2",
+        f"{tok_per_s / 1000:,.0f},",
+        f"{60 * hours:.1f} minutes",
+        f"${2 * hours:.2f}",
+    )
+    assert all(text in one for text in said), one
+    eight = planned(capsys, flags, "--gpus 8")
     found = int(eight.split("speed ")[1].split(" tokens/s")[0].replace(",", ""))
     assert found == pytest.approx(8 * plan.SCALING["ddp"] * tok_per_s, rel=1e-4)
     assert "micro-steps 1 x sequences 64 x tokens 1024 x GPUs 8" in eight
     # checkpointed, each block's forward pass is made twice
-    again = planned(capsys, flags, "--mfu 0.5 --activation_checkpointing")
+    again = planned(capsys, flags, "--activation_checkpointing")
     flops = 855.37e6 + 2 * 12 * 12 * 768**2 + 4 * 12 * 768 * 1024
     assert f"{0.5 * 989e12 / flops / 1000:,.0f}," in again
     assert "no forecast" in planned(capsys, "--gpu 80GB")
-
-
-def test_shares(capsys):
-    flags = "--preset gpt2-xl --gpu H200 --gpus 4 --batch_size 16 --total_batch_size 65536"
-    ddp, shares = planned(capsys, flags), planned(capsys, flags, "--parallel zero1")
-    assert "8 P /4" not in ddp and "4 GPUs count as 3.80" in ddp
-    assert "8 P /4" in shares and "4 GPUs count as 3.88" in shares
+    four = "--preset gpt2-xl --gpu H200 --gpus 4 --batch_size 16 --total_batch_size 65536"
+    for flags, moments, many in (
+        ("", "two moments", "3.80"),
+        ("--parallel zero1", "8 P /4", "3.88"),
+    ):
+        text = planned(capsys, four, flags)
+        assert moments in text and f"4 GPUs count as {many}" in text
 
 
 @pytest.mark.parametrize(
