@@ -151,15 +151,6 @@ def test_report_zooms_all_plots_at_once_and_says_the_step(tmp_path, chromium):
     assert tab.wrong == []
 
 
-def test_report_loss_axis(tmp_path, chromium):
-    tab = Report(chromium, made(tmp_path / "r"))
-    assert tab.plot("loss", "_fullLayout.yaxis.range")[1] < 5 < 5.6
-    tab.choose("all")
-    assert tab.plot("loss", "_fullLayout.yaxis.range")[1] > 5.6
-    tab.choose("log")
-    assert tab.plot("loss", "_fullLayout.yaxis.type") == "log" and tab.wrong == []
-
-
 def test_report_on_a_phone_and_in_the_dark(tmp_path, chromium, shots):
     how = dict(viewport={"width": 360, "height": 740}, has_touch=True, is_mobile=True)
     path = made(tmp_path / ("r" * 60), sample(400, "word " * 50 + "w" * 200))
