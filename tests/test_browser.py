@@ -151,19 +151,15 @@ def test_report_zooms_all_plots_at_once_and_says_the_step(tmp_path, chromium):
     assert tab.wrong == []
 
 
-def test_report_on_a_phone_and_in_the_dark(tmp_path, chromium, shots):
+def test_report_on_a_phone(tmp_path, chromium, shots):
     how = dict(viewport={"width": 360, "height": 740}, has_touch=True, is_mobile=True)
     path = made(tmp_path / ("r" * 60), sample(400, "word " * 50 + "w" * 200))
     tab = Report(chromium, path, color_scheme="dark", **how)
     assert tab.page.evaluate("document.documentElement.scrollWidth") == 360
     assert tab.plot("loss", "_fullLayout.paper_bgcolor") == "#0d1117"
     assert tab.plot("loss", "_fullLayout.dragmode") is False, "a finger scrolls the page"
-    green = tab.plot("loss", "data[0].line.color")
     tab.page.screenshot(path=shots / "report_phone.png", full_page=True)
-    tab.page.emulate_media(color_scheme="light")
-    light = "document.getElementById('loss')._fullLayout.paper_bgcolor == '#ffffff'"
-    tab.page.wait_for_function(f"() => {light}")
-    assert tab.plot("loss", "data[0].line.color") != green and tab.wrong == []
+    assert tab.wrong == []
 
 
 def test_report_runs_no_text_from_a_log(tmp_path, chromium):

@@ -122,19 +122,6 @@ def test_the_data_decides_the_vocabulary_if_no_flag_does(tmp_path, shards, run_t
     assert saved["model"]["vocab_size"] == 400
 
 
-def test_threads_wait_by_the_load_of_the_machine(monkeypatch):
-    for share, policy in ((1.0, "ACTIVE"), (0.5, "PASSIVE")):
-        monkeypatch.setattr(cli, "idle_share", lambda share=share: share)
-        monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-        cli.set_threads()
-        assert cli.os.environ["OMP_WAIT_POLICY"] == policy
-    monkeypatch.setenv("OMP_WAIT_POLICY", "mine")
-    cli.set_threads()
-    assert cli.os.environ["OMP_WAIT_POLICY"] == "mine"
-    monkeypatch.undo()
-    assert 0 <= cli.idle_share(0.01) <= 1
-
-
 # ------------------------------------------------------------------------------- commands that fail
 
 # flags after those of a tiny run, and what the sentence must hold

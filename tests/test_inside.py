@@ -9,7 +9,6 @@ import torch
 from test_weights import add_noise
 
 from lab.data.documents import hide_other_documents
-from lab.models import load
 from lab.tools.inside import attention_page, laptop_run, lens, mass, watch, without_head
 from train_gpt2 import GPT, PRESETS
 
@@ -108,10 +107,3 @@ def test_the_run_to_look_into(tmp_path):
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "model_009000.pt").touch()
     assert laptop_run(tmp_path, steps=300) == tmp_path / "long" / "model_001000.pt"
-
-
-@pytest.mark.slow
-def test_a_run_is_made_where_there_is_none(tmp_path):
-    path = laptop_run(tmp_path, steps=2)
-    assert path == tmp_path / "notebook_2" / "model_000002.pt"
-    assert load(str(path)).config.n_layer == 2

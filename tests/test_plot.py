@@ -100,17 +100,6 @@ def test_smoothing():
     assert all(abs(v - 0.5) < 0.1 for v in records.smooth(saw)[5:-5])
 
 
-def test_the_loss_axis_is_not_owned_by_the_first_steps():
-    def window(lines):
-        return records.loss_window([{"val": lines, "start": [start()]}])
-
-    low, high = window([val(0, 11.0), val(200, 3.5), val(400, 3.0)])
-    assert 2.8 < low < 3.0 and 3.5 < high < 3.6
-    low, high = window([val(0, 11.0), val(200, 2.5), val(400, 2.0)])
-    assert 2.5 < high < 3.0, "the unigram baseline, 3.35, is too far away"
-    assert window([val(0, 5.6)])[0] < 5.6 < window([val(0, 5.6)])[1] and window([]) is None
-
-
 def test_runs_compare_where_all_were_measured():
     rows = ((0, 5), (200, 3), (400, 1)), ((0, 6), (200, 2), (300, 1)), ()
     a, b, none = ({"val": [val(s, v) for s, v in row]} for row in rows)

@@ -127,17 +127,6 @@ def test_the_night_between_a_stop_and_resume_is_not_counted(tmp_path):
     assert page.says("resumed at step 20")
 
 
-def test_phases_memory_and_clipping(tmp_path):
-    """The limit of clipping is not drawn far above the norms: it would press the curve flat."""
-    known = dict(dt_ms=10.0, data_ms=1.0, backward_ms=5.0, mfu=0.47, peak_gib=22.2)
-    for norm, levels in ((4.0, {"clipped at 1": 1.0}), (0.1, {})):
-        known |= dict(grad_norm=norm)
-        lines = [train(s, 2.0) | known | {"forward_ms": 3.0 + s} for s in range(1, 5)]
-        page = Page(write_run(tmp_path, [start(), *lines]))
-        assert page.figures["grad_norm"]["levels"] == levels
-        assert page.says("forward, ms a step, median 6.0", "MFU, median 0.470", "22.20")
-
-
 def test_a_log_alone_and_a_damaged_configuration(tmp_path):
     """A log that was copied, as those in readme.assets/runs, is told by its own name."""
     log = write_log(tmp_path, [*RUN, sample(400, "alone")]) / "log.jsonl"
