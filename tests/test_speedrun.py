@@ -19,6 +19,7 @@ from conftest import (
     train_here,
 )
 
+import hellaswag
 import speedrun
 import train_gpt2
 from lab import models
@@ -71,18 +72,16 @@ def test_singular_values_come_into_the_band(rounds, low, high):
 
 def test_agrees_with_torchs_muon():
     """Newton-Schulz, matrices, plain decay; to what bf16 leaves, in which torch's computes anywhere."""
-    weights = [torch.nn.Parameter(torch.zeros(48, 32)) for _ in range(2)]
+    a, b = (torch.nn.Parameter(torch.zeros(48, 32)) for _ in range(2))
     how = dict(lr=0.1, momentum=0.9, weight_decay=0.1)
-    ours, theirs = Muon(weights[:1], **how), torch.optim.Muon(weights[1:], **how)
+    ours, theirs = Muon([a], **how), torch.optim.Muon([b], **how)
     for _ in range(3):
-        weights[0].grad = torch.randn(48, 32)
-        weights[1].grad = weights[0].grad.clone()
-        before = weights[0].detach().clone()
-        weights[1].data.copy_(before)
-        ours.step()
-        theirs.step()
-        moved = (weights[0] - before).norm()
-        assert (weights[0] - weights[1]).norm() < 0.03 * moved and moved > 0.3
+        a.grad = torch.randn(48, 32)
+        b.grad, before = a.grad.clone(), a.detach().clone()
+        b.data.copy_(before)
+        ours.step(), theirs.step()
+        moved = (a - before).norm()
+        assert (a - b).norm() < 0.03 * moved and moved > 0.3
 
 
 def plain_step(p, grad, momentum, rows, lr=0.1, beta=0.9, decay=0.2):
@@ -158,16 +157,17 @@ def test_shared_step_is_the_plain_one(tmp_path):
 def test_no_output_sees_a_later_token_or_another_document(changes):
     model = tiny_model(**changes)
     idx = torch.randint(VOCAB - 1, (1, 20))
-    logits = model(idx)[0]
-    other = idx.clone()
-    other[0, 12] = (idx[0, 12] + 1) % (VOCAB - 1)
-    changed = (model(other)[0] - logits).abs().amax(-1)[0] > 1e-6
-    assert not changed[:12].any() and changed[12:].all()
-    idx[0, 10] = other[0, 10] = VOCAB - 1  # a document ends before
-    other[0, 12], other[0, 9] = idx[0, 12], (idx[0, 9] + 1) % (VOCAB - 1)
-    masked = hide_other_documents(model)
-    changed = (masked(other)[0] - masked(idx)[0]).abs().amax(-1)[0] > 1e-6
-    assert changed.tolist() == [t == 9 for t in range(20)]
+
+    def seen_by(place):
+        """Which outputs see the token there."""
+        other = idx.clone()
+        other[0, place] = (idx[0, place] + 1) % (VOCAB - 1)
+        return ((model(other)[0] - model(idx)[0]).abs().amax(-1)[0] > 1e-6).tolist()
+
+    assert seen_by(12) == [t >= 12 for t in range(20)]
+    idx[0, 10] = VOCAB - 1  # a document ends
+    model = hide_other_documents(model)
+    assert seen_by(9) == [t == 9 for t in range(20)]
 
 
 @pytest.mark.parametrize("changes", [{}, EVERYTHING | dict(document_mask=True)])
@@ -183,18 +183,13 @@ def test_cached_and_uncached_give_the_same_tokens(changes):
 
 def test_hellaswags_packed_rows_are_the_separate_ones():
     """An ending's first token stands after the context, not after the ending packed before it."""
-    import hellaswag
-
     model = tiny_model(**EVERYTHING)
-    rng = torch.Generator().manual_seed(1)
-    lengths = (7, 3, 5, 2, 4)
-    tokens = [torch.randint(VOCAB, (n,), generator=rng).tolist() for n in lengths]
-    data = hellaswag.Examples([dict(label=0)], [tokens])
-    sums = hellaswag.ending_losses(model, data, World("cpu"))
-    for ending, found in zip(tokens[1:], sums[0]):
-        row = torch.tensor([tokens[0] + ending])
+    context, *endings = (torch.randint(VOCAB, (n,)).tolist() for n in (7, 3, 5, 2, 4))
+    data = hellaswag.Examples([dict(label=0)], [[context, *endings]])
+    for ending, found in zip(endings, hellaswag.ending_losses(model, data, World("cpu"))[0]):
+        row = torch.tensor([context + ending])
         y = row[:, 1:].clone()
-        y[:, : lengths[0] - 1] = -1
+        y[:, : len(context) - 1] = -1
         assert model(row[:, :-1], y, reduction="sum")[1].item() == pytest.approx(found, abs=1e-4)
 
 

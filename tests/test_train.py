@@ -120,6 +120,7 @@ def test_accumulation_changes_nothing(tmp_path, shards, masked):
 def test_what_happens_beside_updates_changes_no_bit(tmp_path, shards):
     quiet = train_here(tmp_path, shards, "quiet", max_steps=8)
     beside = dict(val_every=3, sample_every=2, sample_tokens=5, ckpt_every=2, timing=True)
+    beside |= dict(on_spike="record")
     watched = train_here(tmp_path, shards, "watched", max_steps=8, **beside)
     assert list(watched.val) == [0, 3, 6, 8] and len(watched.checkpoints) > 1
     assert [e["step"] for e in of_kind(watched, "sample")] == [0, 2, 4, 6, 8]
