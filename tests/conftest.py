@@ -263,6 +263,13 @@ def run_python(*args, cwd, timeout=300, **env):
     return process
 
 
+def succeed(program, *args, cwd):
+    """What a program of this project writes to stdout, on its way to status 0."""
+    done = run_python(ROOT / program, *args, cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def run_two(*args, cwd):
     """Two processes with torchrun's environment, to their end."""
     with socket.socket() as any_free:

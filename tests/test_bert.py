@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, difference, of_kind, read_run, run_python, run_two
+from conftest import ROOT, difference, of_kind, read_run, run_python, run_two, succeed
 
 import bert
 import train_gpt2
@@ -49,8 +49,7 @@ def texts(tmp_path_factory):
     lines = [json.dumps({"text": " ".join(sentences(4, seed))}) for seed in range(150)]
     (folder / "text.jsonl").write_text("\n".join(lines))
     flags = "--source text.jsonl --tokenizer wordpiece --vocab_size 90 --workers 0 --out words"
-    done = run_python(ROOT / "fineweb.py", *flags.split(), cwd=folder)
-    assert done.returncode == 0, done.stderr
+    succeed("fineweb.py", *flags.split(), cwd=folder)
     return folder
 
 
@@ -65,10 +64,7 @@ def run_bert(tmp_path, texts):
     tmp_path/log/r."""
 
     def run(*flags):
-        args = [*TINY_RUN, "--data", texts / "words", *flags]
-        done = run_python(ROOT / "bert.py", *args, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        return succeed("bert.py", *TINY_RUN, "--data", texts / "words", *flags, cwd=tmp_path)
 
     return run
 
@@ -345,8 +341,7 @@ def test_the_same_text_makes_the_same_vocabulary(texts, tmp_path):
     """In another process, whose hash tables have another order."""
     flags = "--tokenizer wordpiece --vocab_size 90 --workers 0 --out again --source".split()
     for _ in range(2):  # the second time it is there already
-        done = run_python(ROOT / "fineweb.py", *flags, texts / "text.jsonl", cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
+        succeed("fineweb.py", *flags, texts / "text.jsonl", cwd=tmp_path)
     for name in ("tokenizer.json", "text_train_000001.npy", "text_val_000000.npy"):
         assert (tmp_path / "again" / name).read_bytes() == (texts / "words" / name).read_bytes()
 
@@ -360,10 +355,8 @@ def learnt(tmp_path_factory, texts):
     flags = "--max_steps 150 --val_every 75 --sample_every 150 --optimizer muon --lr 1e-2 --seed 5"
     flags += " --warmup_steps 10 --total_batch_size 1024 --batch_size 64 --ckpt_every 150"
     folder = tmp_path_factory.mktemp("learnt")
-    args = [*TINY_RUN, "--data", texts / "words", *flags.split()]
-    done = run_python(ROOT / "bert.py", *args, cwd=folder)
-    assert done.returncode == 0, done.stderr
-    return done.stdout, read_run(folder / "log/r")
+    said = succeed("bert.py", *TINY_RUN, "--data", texts / "words", *flags.split(), cwd=folder)
+    return said, read_run(folder / "log/r")
 
 
 def test_a_run_learns_and_says_what_it_hides(learnt, tokenizer):
@@ -428,8 +421,7 @@ def test_export_loads_in_transformers(learnt, tmp_path):
 
     run, out = str(learnt[1].dir), str(tmp_path / "out")
     for _ in range(2):  # an earlier export is replaced
-        done = run_python(ROOT / "lab", "export", run, "--out", out, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
+        succeed("lab", "export", run, "--out", out, cwd=tmp_path)
     theirs, ours = AutoModelForMaskedLM.from_pretrained(out), models.load(run)
     x = torch.randint(90, (2, 16))
     assert (theirs(x).logits - ours(x)[0]).abs().max() < TOLERANCE

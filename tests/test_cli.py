@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT, TINY_RUN, run_python, train_here, write_shards
+from conftest import ROOT, TINY_RUN, run_python, succeed, train_here, write_shards
 
 import bert
 import speedrun
@@ -105,8 +105,7 @@ def test_a_run_says_what_it_does_and_every_command_that_it_prints_works(tmp_path
     ask, page, both, resume = (command.replace("'", "") for command in commands)
     assert both == f"{page} log/OTHER"
     for command in (f"{ask} --max_new_tokens 2 Hello", page, resume.replace(" N", " 3")):
-        result = run_python(*command.split(), cwd=tmp_path)
-        assert result.returncode == 0, (command, result.stderr)
+        succeed(*command.split(), cwd=tmp_path)
     run = tmp_path / "log" / "r"
     assert list(run.glob("*.html")) and (run / "model_000003.pt").exists()
 
@@ -224,9 +223,8 @@ def test_the_boundary_of_a_command(monkeypatch, capsys, raised, status, said):
 
 
 def test_help_names_every_setting_with_its_default(tmp_path):
-    done = run_python(ROOT / "train_gpt2.py", "--preset", "gpt2-xl", "--help", cwd=tmp_path)
-    words = " ".join(done.stdout.replace("│", " ").split())
-    assert done.returncode == 0 and done.stderr == ""
+    said = succeed("train_gpt2.py", "--preset", "gpt2-xl", "--help", cwd=tmp_path)
+    words = " ".join(said.replace("│", " ").split())
     for field in dataclasses.fields(GPTConfig) + dataclasses.fields(TrainConfig):
         assert re.search(rf"--{field.name}[ ,]", words), field.name
     assert "transformer blocks (default: 48)" in words and "--no_compile" in words

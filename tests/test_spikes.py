@@ -17,6 +17,7 @@ from conftest import (
     of_kind,
     read_run,
     run_python,
+    succeed,
     train_here,
     write_shards,
 )
@@ -223,8 +224,7 @@ def test_a_calm_run_has_no_spike(tmp_path):
     """100 steps of the preset laptop, smaller and with more noise, by AdamW, which has most."""
     flags = "--preset laptop --device cpu --max_steps 100 --total_batch_size 1024 --n_embd 64 "
     flags += "--val_every 0 --sample_every 0 --run_name r --log_every 1 --optimizer adamw --lr 3e-3"
-    result = run_python(ROOT / "train_gpt2.py", *flags.split(), cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
+    succeed("train_gpt2.py", *flags.split(), cwd=tmp_path)
     run = read_run(tmp_path / "log" / "r")
     assert len(run.losses) == 100 and run.losses[-1] < 3.4 and not spike_steps(run)
 
@@ -297,16 +297,14 @@ def test_other_programs_steps_are_made_again(tmp_path, shards, texts, name):  # 
     base, data = (BERT_RUN, texts / "words") if name == "bert" else (SPEEDRUN, shards)
     program = driver(tmp_path, PLANTED, name)
     flags = [*base, "--data", data, "--max_steps", 43, "--ckpt_every", 0, "--on_spike", "record"]
-    done = run_python(program, *flags, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    succeed(program, *flags, cwd=tmp_path)
     run_dir = tmp_path / "log" / "r"
     loss = f"{sum(spike_file(run_dir)['losses']):10.6g}"
     for recorded in (True, False):
         file = run_dir / "spike_000041.json"
-        done = run_python(ROOT / "lab", "replay", file, "--device", "cpu", cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-        assert f"loss{'':40} {loss} {loss}" in done.stdout, done.stdout
-        assert ("40 updates from the beginning" in done.stdout) != recorded
+        said = succeed("lab", "replay", file, "--device", "cpu", cwd=tmp_path)
+        assert f"loss{'':40} {loss} {loss}" in said, said
+        assert ("40 updates from the beginning" in said) != recorded
         file.with_suffix(".pt").unlink(missing_ok=True)
 
 
