@@ -9,7 +9,7 @@ from test_fineweb import BYTES, call, hashes, make
 
 from lab.cli import UserError
 from lab.data import get_tokenizer
-from lab.data.chat import pack_rows, render_chat
+from lab.data.chat import render_chat
 from lab.data.shards import TokenShards, read_manifest
 from lab.data.writer import verify
 
@@ -114,10 +114,3 @@ def test_one_conversation_is_too_few(tmp_path):
     (tmp_path / "chat.jsonl").write_text(both)  # the column says which of both is meant
     make(*args, "--text_column", "messages")
     assert [e["split"] for e in read_manifest(tmp_path / "o")["shards"]] == ["val", "train"]
-
-
-def test_rows_are_filled():
-    chats = [(np.full(n, n, np.uint16), np.ones(n, np.uint8)) for n in (6, 5, 4, 5, 3)]
-    ids, mask, counts = pack_rows(chats, 10, 256)
-    assert ids.tolist() == [[6] * 6 + [4] * 4, [5] * 10, [3] * 3 + [256] * 7]
-    assert mask.sum() == 23 and counts.tolist() == [2, 2, 1]

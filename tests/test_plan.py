@@ -32,9 +32,6 @@ def setting(changes, monkeypatch, **how):
     return s, model, torch.randint(config.vocab_size - 1, (6, config.block_size))
 
 
-# ------------------------------------------------------------ what autograd keeps, counted exactly
-
-
 def stored(tensors, model):
     """Bytes of tensors, shared memory once; weights and tokens are not counted."""
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -87,9 +84,6 @@ def test_ledger_is_what_the_compiled_model_keeps(changes, monkeypatch):
         todo |= {following for following, _ in node.next_functions if following is not None}
     found = [t for t in found if t.is_floating_point()]
     assert stored(found, model) == pytest.approx(kept_predicted(s), rel=0.03)
-
-
-# ---------------------------------------------------------------------------- measured on real GPUs
 
 
 def records(name):
@@ -146,9 +140,6 @@ def test_every_shape_was_measured():
     wanted = {f"{kind}-{shape}" for kind in ("settings", "ladder") for shape in SHAPES}
     assert wanted <= MEASURED.keys() and len(MEASURED["several GPUs"]) == 4
     assert sum(map(len, MEASURED.values())) > 115
-
-
-# -------------------------------------------------------------------------------------- the command
 
 
 def planned(capsys, *flags):

@@ -47,9 +47,6 @@ CURVE = [train(s, 3.35 + 2 / s) for s in range(1, 401)]
 RUN = [start(), val(0, 5.6), *CURVE, val(200, 2.1), val(400, 1.7149)]
 
 
-# -------------------------------------------------------------------------------- reading the log
-
-
 def test_a_resumed_run_drops_what_it_went_back_behind(tmp_path):
     """Stopped after step 30, resumed from step 20, which is measured again, with another
     log_every."""
@@ -103,13 +100,9 @@ def test_smoothing():
 def test_runs_compare_where_all_were_measured():
     rows = ((0, 5), (200, 3), (400, 1)), ((0, 6), (200, 2), (300, 1)), ()
     a, b, none = ({"val": [val(s, v) for s, v in row]} for row in rows)
-    assert records.last_common([a, b], "val", "loss") == (200, [3, 2])
-    assert records.last_common([a, none], "val", "loss") is None
     said = "b has validation loss 2.00 at step 200, 1.00 nats under a"
     assert plot.finding({"a": a, "b": b}) == said
     assert "no step" in plot.finding({"a": a, "none": none})
-    words = {"a": a | {"start": [start()]}, "b": b | {"start": [start(log_v=math.log(50257))]}}
-    assert plot.finding(words) == "different tokenizers: nats per token do not compare"
 
 
 def test_which_runs_are_meant(tmp_path, monkeypatch):
@@ -126,9 +119,6 @@ def test_which_runs_are_meant(tmp_path, monkeypatch):
     assert records.run_names(paths) == ["old", "new", "kept"]
     write_log(tmp_path / "x/old", RUN)
     assert records.run_names(["log/old", "x/old"]) == ["log/old", "x/old"]
-
-
-# ------------------------------------------------------------------------------------- the palette
 
 
 SEEN_BY = {  # what linear RGB becomes to those who lack one of three cones (Machado et al. 2009)
@@ -176,9 +166,6 @@ def test_lines_can_be_seen_and_colours_mean_one_thing():
     meanings = [meaning for meanings in MEANS.values() for meaning in meanings]
     assert len(set(meanings)) == len(meanings)
     assert color_of("loss") == color_of("green") != color_of("matmul") != color_of("elementwise")
-
-
-# --------------------------------------------------------------------------------------- the figure
 
 
 def curves(axes):

@@ -17,9 +17,6 @@ TEXT = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page i
 README = TEXT["README.md"]
 
 
-# ------------------------------------------------------------------------------- links and pictures
-
-
 def tags(text):
     """[(tag, its attributes)] of the HTML in a piece of Markdown."""
     found, parser = [], HTMLParser()
@@ -102,9 +99,6 @@ def test_external_links_answer(link):
     request = urllib.request.Request(link, method="HEAD", headers={"User-Agent": "Mozilla/5.0"})
     with urllib.request.urlopen(request, timeout=30) as answer:
         assert answer.status < 400
-
-
-# ------------------------------------------------------------------- sizes, flags, files and tests
 
 
 def test_readme_is_short():

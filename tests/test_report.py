@@ -71,9 +71,6 @@ class Page(HTMLParser):
         return True
 
 
-# ----------------------------------------------------------------------------------------- one run
-
-
 def test_what_stands_on_the_page(tmp_path):
     lines = timed([*RUN, hella(400, 0.301), sample(200, "The tac"), sample(400, "The cat sat")])
     page = Page(write_run(tmp_path / "r", lines))
@@ -148,9 +145,6 @@ def test_scant_logs_make_a_page(tmp_path, name):
         assert curves and all(math.isfinite(v) for curve in curves for v in curve["y"])
 
 
-# ---------------------------------------------------------------------- nothing gets in or out
-
-
 def test_the_page_fetches_nothing(tmp_path):
     page = Page(write_run(tmp_path, [*RUN, sample(400, EVIL)]))
     foreign = {"link", "iframe", "object", "embed", "base", "img", "source", "video", "form"}
@@ -182,9 +176,6 @@ def test_what_a_young_model_writes_can_be_shown(tmp_path):
     report.write_page([run], tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     assert "<pre>The ␀␛[1m␍\n\ttab</pre><pre>?</pre>" in page
-
-
-# ---------------------------------------------------------------------------------------- two runs
 
 
 def test_two_runs(tmp_path):
@@ -239,9 +230,6 @@ def test_different_tokenizers_and_data_are_said(tmp_path):
     assert page.curve("bits", "b") == ([0, 400], [2.0, 2.0])
     a, b = write_run(tmp_path / "a", RUN, data="x"), write_run(tmp_path / "b", RUN, data="y")
     assert Page(a, b).says("validated on different tokens or data")
-
-
-# ------------------------------------------------------------------------------------- the command
 
 
 def test_command(tmp_path, monkeypatch, capsys):

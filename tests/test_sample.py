@@ -41,9 +41,6 @@ def draw(model, idx, n, use_cache=True, **how):
     return torch.stack(list(tokens), dim=1)
 
 
-# ---------------------------------------------------------------------------------------- the cache
-
-
 HOW = [dict(temperature=0), {}, dict(temperature=0.8, top_k=20), dict(temperature=1.3, top_p=0.7)]
 
 
@@ -108,9 +105,6 @@ def test_sample_token_by_hand():
         assert torch.allclose(got, expected, atol=0.015) and not got[expected == 0].any(), how
 
 
-# ----------------------------------------------------------------------------------------- the text
-
-
 def written(model, prompt, seed=1, **how):
     """(Texts, the pieces that were written) of a byte model."""
     pieces, cfg = [], Config(**how)
@@ -126,13 +120,6 @@ def test_characters_come_whole(name, gpt2_files):
     assert "".join(pieces) == text.text == written
     assert not any("\ufffd" in piece for piece in pieces)
     assert "" in pieces  # some tokens end within a character, in both vocabularies
-
-
-@pytest.mark.parametrize("count", [1, 3])
-def test_nothing_follows_the_end_of_a_text(count):
-    for token, shown in ((256, ""), (ord("x"), "x" * 50)):
-        texts, pieces = written(always(token), "abc", max_new_tokens=50, num_samples=count)
-        assert [t.text for t in texts] == [shown] * count and pieces == ["abc", *shown]
 
 
 def test_each_sample_ends_for_itself():
@@ -193,9 +180,6 @@ def test_a_runs_samples_have_its_seed_and_end_where_their_text_does():
     assert draw_samples(always(256), *how[1:], seed=5) == ["ab", "ab"]
 
 
-# -------------------------------------------------------------------------------------- the command
-
-
 @pytest.fixture
 def runs(tmp_path, monkeypatch):
     """The newest run and an older one, which always writes z."""
@@ -237,20 +221,18 @@ def test_samples_prompts_and_seeds(runs, monkeypatch, capfd):
     "flags, message",
     [
         ("ab --temperature nan", "temperature=nan must be a number, 0 (likeliest token) or more"),
-        ("ab --top_p 1.5", "top_p=1.5 must be above 0"),
-        ("ab --seed 99999999999999999999", "seed=99999999999999999999 must be 0 or more and less"),
+        ("ab --top_p 1.5", "top_p=1.5 must be above 0"), ("ab --seed 4294967296", "seed=4294967296 must be"),
         ("ab --html /proc/p.html", "/proc/p.html cannot be written"),
         ("a" * 64, "a prompt of 65 tokens is longer than the model's context, block_size=64"),
         ("ab --model odd.pt", "no tokenizer has 101 ids"),
         ("ab --log_dir empty", "no run with a checkpoint in empty"),
     ],
-)
+)  # fmt: skip
 def test_bad_input_is_one_sentence(tmp_path, runs, flags, message, capfd):
     saved(noisy_gpt(vocab_size=101), tmp_path / "odd.pt")
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=re.escape(message)) as error:
         sample.main(flags.split())
-    assert message in str(error.value) and "\n" not in str(error.value)
-    assert capfd.readouterr().out == ""
+    assert "\n" not in str(error.value) and capfd.readouterr().out == ""
 
 
 def test_asks_on_a_terminal(runs, ask_sample):
