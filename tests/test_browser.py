@@ -117,8 +117,7 @@ def test_report_of_real_runs(tmp_path, run_train, chromium, shots):
     tokens = tab.page.locator("#shaded .t")
     assert tokens.count() == 40 and not tab.page.locator("#shaded .box:visible").count()
     tokens.nth(5).hover()
-    box = tab.page.locator("#shaded .box:visible")
-    assert box.count() == 1 and box.inner_text().count("%") == 6
+    assert tab.page.locator("#shaded .box:visible").inner_text().count("%") == 6
     tab.page.screenshot(path=shots / "report.png", full_page=True)
 
     report.write_page(runs, tmp_path / "both.html")

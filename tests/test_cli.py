@@ -57,21 +57,19 @@ SILENT = """
 import json, os, random, signal, sys
 import numpy, torch, torch.distributed
 def state():
-    return {
-        "rng": [torch.get_rng_state().tolist(), repr(numpy.random.get_state()), random.getstate()[1]],
-        "defaults": [str(torch.get_default_dtype()), torch.get_float32_matmul_precision(),
-                     torch.get_num_threads(), torch.is_grad_enabled(), torch.backends.cudnn.benchmark,
-                     torch.backends.cuda.matmul.allow_tf32],
-        "environment": dict(os.environ), "folder": [os.getcwd(), sorted(os.listdir())],
-        "signals": [str(signal.getsignal(s)) for s in (signal.SIGINT, signal.SIGTERM)],
-        "processes": torch.distributed.is_initialized(), "cuda": torch.cuda.is_initialized(),
-    }
-before, modules = json.dumps(state()), set(sys.modules)
+    return json.dumps([
+        torch.get_rng_state().tolist(), repr(numpy.random.get_state()), random.getstate()[1],
+        str(torch.get_default_dtype()), torch.get_float32_matmul_precision(), torch.get_num_threads(),
+        torch.is_grad_enabled(), torch.backends.cudnn.benchmark, torch.backends.cuda.matmul.allow_tf32,
+        dict(os.environ), os.getcwd(), os.listdir(), torch.distributed.is_initialized(),
+        [str(signal.getsignal(s)) for s in (signal.SIGINT, signal.SIGTERM)], torch.cuda.is_initialized(),
+    ], indent=1).splitlines()
+before, modules = state(), set(sys.modules)
 sys.path.insert(0, sys.argv[1])
 import lab.cli, lab.files
 assert not {"lab.device", "tyro"} & set(sys.modules), "a command that is typed wrong says so at once"
 import train_gpt2, hellaswag, bert
-assert json.dumps(state()) == before, [k for k in state() if json.dumps(state()[k]) != json.loads(before)[k]]
+assert state() == before, [pair for pair in zip(before, state()) if pair[0] != pair[1]]
 heavy = {"tyro", "tqdm", "transformers", "tiktoken", "tensorboard", "wandb", "matplotlib", "datasets",
          "pyarrow", "plotly", "jinja2", "huggingface_hub"}
 assert not heavy & (set(sys.modules) - modules), heavy & (set(sys.modules) - modules)

@@ -124,8 +124,6 @@ def test_bad_data_is_found_noted_and_made_again(
     assert [s["part"] for s in spike["sequences"]] == [0] * 4 + [1] * 4
     tokens = np.load(bad_shards / "x_train_000000.npy")[STEP * 128 - 16 : STEP * 128]
     assert spike["sequences"][-1]["text"] == get_tokenizer("bytes").decode(tokens.tolist())
-    for field in ("batch_size", "seq_len", "lr"):
-        assert spike["train"][field] == run.checkpoints[50]["train_config"][field]
     assert "usually" in capsys.readouterr().out
 
     if from_where == "the beginning":

@@ -341,11 +341,8 @@ def test_weights_that_are_not_finite_are_never_kept(tmp_path, shards):
 
 
 def test_a_run_keeps_to_its_data(tmp_path, shards):
-    """More is added between two runs; then the first shard is another."""
-    whole = train_here(tmp_path, shards, "whole", max_steps=12)
+    """What is added is left alone (test_loader.py); another first shard is refused."""
     train_here(tmp_path, shards, "r", max_steps=6)
-    np.save(shards / "x_train_000002.npy", np.full(900, 7, np.uint16))
-    assert train_here(tmp_path, shards, "r", max_steps=12, resume=True).losses == whole.losses
     other = np.load(shards / "x_train_000000.npy")[::-1]
     (shards / "x_train_000000.npy").unlink()  # what is mapped stays as it was
     np.save(shards / "x_train_000000.npy", other)
