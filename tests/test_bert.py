@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from conftest import ROOT, difference, of_kind, read_run, run_python, run_two, succeed
 
-import bert
 import train_gpt2
 from bert import Bert, BertConfig, Masking
 from lab import bert_weights, kernels, models
@@ -171,11 +170,13 @@ def test_wrong_models_are_caught(tmp_path, wrong):
     assert max(found.values()) > 5 * TOLERANCE, f"{wrong} was not noticed: {found}"
 
 
-def test_bert_base_has_the_published_parameter_count():
+def test_bert_base_has_the_published_parameter_count_and_no_mask_share_of_0():
     with torch.device("meta"):
         model = Bert(BertConfig())
     assert model.num_params() == 109_514_298, "bert-base-uncased with its masked-LM head"
     assert len(model.transformer.wte.weight) == 30592 and len(model.block_matrices()) == 4 * 12
+    with pytest.raises(UserError, match="mask_share=0 must be above 0"):
+        Bert(BertConfig(mask_share=0))
 
 
 def test_another_bert_is_refused(tmp_path):
@@ -434,12 +435,3 @@ def test_export_loads_in_transformers(learnt, tmp_path):
     assert [guess["token"] for guess in fill(text)] == best.indices.tolist()
     asked = run_python(ROOT / "sample.py", "--model", run, "Hello", cwd=tmp_path)
     assert asked.returncode == 2 and "writes no text" in asked.stderr
-
-
-def test_bad_input_is_one_sentence(texts, shards):
-    for data, flags, words in (
-        (shards, "--mask_share 0.2", "tokenizer.json"),
-        (texts / "words", "--mask_share 0", "mask_share=0"),
-    ):
-        with pytest.raises(UserError, match=words):
-            bert.main([*TINY_RUN, "--data", str(data), *flags.split()])

@@ -4,7 +4,9 @@ sentence for each thing that a reader can get wrong."""
 import ast
 import dataclasses
 import graphlib
+import importlib
 import json
+import os
 import re
 import sys
 from unittest import mock
@@ -12,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from conftest import ROOT, TINY_RUN, run_python, succeed, train_here, write_shards
+from test_weights import saved, tiny_gpt
 
 import bert
 import speedrun
@@ -113,7 +116,7 @@ def test_the_data_decides_the_vocabulary_if_no_flag_does(tmp_path, shards, run_t
     assert saved["model"]["vocab_size"] == 400
 
 
-# flags after those of a tiny run, and what the sentence must hold
+# what the sentence must hold; flags alone stand after those of a tiny run
 BAD = {
     "--fp8 head": "fp8=head: 8 bits need an NVIDIA GPU .*; leave --fp8 out",
     "--precision fp16": "fp16 needs a GPU",
@@ -143,6 +146,29 @@ BAD = {
     "--run_name there": "there is another run's already; pass --resume .*, or another --run_name",
     "--resume --run_name there --init_from gpt2": "init_from=gpt2 is for a new run",
     "--resume --log_dir empty": "no run with a checkpoint in empty",
+    "--on_spike skip --optimizer muon": "on_spike=skip leaves AdamW's updates out alone",
+    "speedrun.py --resume": "there is a run of train_gpt2.py",
+    "bert.py --preset laptop --data data": "tokenizer.json",
+    "sample.py ab --temperature nan": r"temperature=nan must be a number, 0 \(likeliest token\) or more",
+    "sample.py ab --top_p 1.5": "top_p=1.5 must be above 0",
+    "sample.py ab --seed 4294967296": "seed=4294967296 must be 0 or more and less",
+    "sample.py ab --html /proc/p.html": "/proc/p.html cannot be written",
+    f"sample.py {'a' * 64}": "a prompt of 65 tokens is longer .* context, block_size=32",
+    "sample.py ab --model odd.pt": "no tokenizer has 101 ids",
+    "lab plot log/none": "no log log/none",
+    "lab plot noise.jsonl": "holds no measurement",
+    "lab plot there --out x.abc": "must end in .png",
+    "lab plot there --out file/x.png": "x.png cannot be written: .*; name another",
+    "lab report there there there": "not 3",
+    "lab report there --out x.jsonl": "end in .html",
+    "lab report there --out data": "end in .html",
+    "lab plan --gpu Voodoo": "gpu=Voodoo is not one of",
+    "lab plan --gpu A100 --fp8 head": "fp8=head needs an RTX 40, H100 or newer, not A100",
+    "lab plan --gpus 0": "gpus=0 must be 1 or more",
+    "lab plan --mfu 40": "mfu=40 must be a share.*--mfu 0.4 is 40 %",
+    "lab plan --gpu H100 --gpus 3": "total_batch_size=524288 must be a multiple",
+    "lab plan --gpus 2 --device cpu": "gpus=2 needs a GPU here",
+    "lab replay none.json": "there is no file none.json; name a spike_<step>",
 }
 
 
@@ -154,17 +180,24 @@ def place(tmp_path_factory):
     write_shards(folder / "short", sizes=(10,))
     (write_shards(folder / "broken") / "manifest.json").write_text("{")
     (folder / "file").write_text("not a folder")
+    (folder / "noise.jsonl").write_bytes(os.urandom(300))
+    saved(tiny_gpt(vocab_size=101), folder / "odd.pt")
     train_here(folder / "log", folder / "data", "there", max_steps=1)
     return folder
 
 
-@pytest.mark.parametrize("flags", BAD)
-def test_bad_input_is_one_sentence_and_changes_nothing(place, monkeypatch, flags):
+@pytest.mark.parametrize("command", BAD)
+def test_bad_input_is_one_sentence_and_changes_nothing(place, monkeypatch, command):
     monkeypatch.chdir(place)
+    program, *flags = command.split()
+    if program == "lab":
+        program = f"lab.tools.{flags.pop(0)}"
+    elif not program.endswith(".py"):
+        base = [] if "--resume" in command else [*TINY_RUN, "--data", "data", "--max_steps", "3"]
+        program, flags = "train_gpt2", [*base, *command.split()]
     before = {p: p.stat().st_mtime_ns for p in place.rglob("*")}
-    base = [] if "--resume" in flags else [*TINY_RUN, "--data", "data", "--max_steps", "3"]
-    with pytest.raises(UserError, match=BAD[flags]) as raised:
-        train_gpt2.main([*base, *flags.split()])
+    with pytest.raises(UserError, match=BAD[command]) as raised:
+        importlib.import_module(program.removesuffix(".py")).main(flags)
     assert "\n" not in str(raised.value) and raised.value.status == 2
     after = {p: p.stat().st_mtime_ns for p in place.rglob("*") if p.name != ".lock"}
     assert {p: t for p, t in after.items() if p.is_file() and before.get(p) != t} == {}
