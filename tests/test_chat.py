@@ -22,11 +22,6 @@ def say(*texts):
     return [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
 
 
-def write_chats(path, talks):
-    path.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
-    return path
-
-
 def test_render_chat():
     tok = get_tokenizer("bytes")
     talk = [{"role": "system", "content": "Be brief."}]
@@ -46,7 +41,8 @@ def test_chat_shards(tmp_path):
     lengths = enumerate(rng.integers(1, 60, (300, 2)))
     talks = [say(f"question {i}" + "?" * a, f"answer {i}" + "!" * b) for i, (a, b) in lengths]
     talks[7][1]["content"], talks[8] = "long " * 100, talks[8][:1]
-    source, out = write_chats(tmp_path / "chat.jsonl", talks), tmp_path / "o"
+    source, out = tmp_path / "chat.jsonl", tmp_path / "o"
+    source.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
     args = ["--source", source, *BYTES, "--context", 200, "--shard_tokens", 5000, "--out", out]
     got = call(*args)
     assert got.returncode == 0, got.stderr
@@ -84,27 +80,21 @@ def test_chat_shards(tmp_path):
 
 def test_what_failed_binds_nobody(tmp_path):
     """Mended, or of a file that was first taken for text, the same command works."""
-    args = ["--source", tmp_path / "c.jsonl", "--context", 64, "--out", tmp_path / "o"]
-    one = {"conversations": [{"from": "human", "value": "x"}]}
-    (tmp_path / "c.jsonl").write_text(json.dumps(one))
-    with pytest.raises(UserError, match="keys, conversations; a conversation is under messages"):
-        make(*args)
-    write_chats(tmp_path / "c.jsonl", [say("a", "b")] * 20)
-    whole = (tmp_path / "c.jsonl").read_text()
-    (tmp_path / "c.jsonl").write_text(whole + "broken")
-    with pytest.raises(UserError, match="c.jsonl, line 21: not JSON"):
-        make(*args)
-    (tmp_path / "c.jsonl").write_text(whole)
-    make(*args)
-    assert read_manifest(tmp_path / "o")["documents"] == 20 and verify(tmp_path / "o") == []
-
-
-def test_one_conversation_is_too_few(tmp_path):
-    args = ["--source", tmp_path / "chat.jsonl", "--context", 64, "--out", tmp_path / "o"]
-    write_chats(tmp_path / "chat.jsonl", [say("a", "b")])
-    with pytest.raises(UserError, match="chat.jsonl must hold two conversations or more"):
-        make(*args)
-    both = json.dumps({"text": "x", "messages": say("a", "b")}) + "\n"
-    (tmp_path / "chat.jsonl").write_text(2 * both)
+    file, out = tmp_path / "c.jsonl", tmp_path / "o"
+    args = ["--source", file, "--context", 64, "--out", out]
+    pair = json.dumps({"messages": say("a", "b")}) + "\n"
+    for text, sentence in (
+        (
+            '{"conversations": [{"from": "human"}]}',
+            "keys, conversations; a conversation is under messages",
+        ),
+        (pair, "c.jsonl must hold two conversations or more"),
+        (pair * 20 + "broken", "c.jsonl, line 21: not JSON"),
+    ):
+        file.write_text(text)
+        with pytest.raises(UserError, match=sentence):
+            make(*args)
+    file.write_text(2 * pair.replace('{"mess', '{"text": "x", "mess'))
     make(*args, "--text_column", "messages")  # which of both is meant
-    assert [e["split"] for e in read_manifest(tmp_path / "o")["shards"]] == ["val", "train"]
+    assert [e["split"] for e in read_manifest(out)["shards"]] == ["val", "train"]
+    assert read_manifest(out)["documents"] == 2 and verify(out) == []

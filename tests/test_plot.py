@@ -209,13 +209,6 @@ SCANT = {
 }
 
 
-@pytest.mark.parametrize("name", SCANT)
-def test_scant_logs_are_drawn(tmp_path, name, capfd):
-    run, out = write_log(tmp_path, SCANT[name]), tmp_path / "loss.png"
-    assert plot.loss_curve([run], out), capfd.readouterr().err
-    assert out.stat().st_size > 5000 and capfd.readouterr() == ("", "")
-
-
 def test_a_picture_never_ends_a_run(tmp_path, capfd):
     run = write_log(tmp_path / "r", RUN)
     for folder, out in ((tmp_path / "none", "x.png"), (run, "x.odd"), (run, "r/log.jsonl/x.png")):

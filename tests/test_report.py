@@ -11,7 +11,7 @@ import pytest
 from test_plot import RUN, SCANT, hella, start, train, val, write_log
 
 from lab.cli import UserError
-from lab.tools import report
+from lab.tools import plot, report
 
 pytest.importorskip("plotly", reason="needs requirements.txt")
 EVIL = "</pre></script><script>document.title = 'run'</script><img src=x onerror=alert(1)>"
@@ -138,11 +138,12 @@ def test_a_log_alone_and_a_damaged_configuration(tmp_path):
 
 
 @pytest.mark.parametrize("name", SCANT)
-def test_scant_logs_make_a_page(tmp_path, name):
+def test_scant_logs_make_a_page_and_a_picture(tmp_path, name, capfd):
     a, b = write_log(tmp_path / "a", SCANT[name]), write_log(tmp_path / "b", SCANT[name])
     for folders in ([a], [a, b]):
         curves = [c for figure in Page(*folders).figures.values() for c in figure["curves"]]
         assert curves and all(math.isfinite(v) for curve in curves for v in curve["y"])
+    assert plot.loss_curve([a], tmp_path / "loss.png") and capfd.readouterr() == ("", "")
 
 
 def test_the_page_fetches_nothing(tmp_path):
