@@ -68,13 +68,12 @@ class Page(HTMLParser):
 
     def says(self, *texts):
         assert [text for text in texts if text not in self.seen] == [], self.seen
-        return True
 
 
 def test_what_stands_on_the_page(tmp_path):
     lines = timed([*RUN, hella(400, 0.301), sample(200, "The tac"), sample(400, "The cat sat")])
     page = Page(write_run(tmp_path / "r", lines))
-    assert page.says(
+    page.says(
         "Validation loss 1.71 at step 400: 1.63 nats under the unigram baseline",
         "at step 400, still running or killed", "validation loss 1.7149 step 400",
         "HellaSwag acc_norm 0.3010 ± 0.0088, step 400", "tokens 3,276,800", "n_layer 2",
@@ -94,7 +93,7 @@ def test_what_stands_on_the_page(tmp_path):
     assert {*drawn} == {*page.figures} and drawn == ["loss", "hellaswag", "lr", "tok_per_s"]
     end = dict(kind="end", step=500, time=9e9, reason="done")
     done = Page(write_run(tmp_path / "r", [*RUN, val(500, 1.8), end]))
-    assert done.says(", finished", "best validation loss 1.7149 step 400")
+    done.says(", finished", "best validation loss 1.7149 step 400")
 
 
 def shaded(step, *texts):
@@ -108,9 +107,9 @@ def test_the_newest_text_is_shaded_by_how_likely_its_tokens_were(tmp_path):
     one = write_run(tmp_path / "a", [*RUN, shaded(200, "x"), shaded(400, "c", "at", EVIL)])
     page = Page(one)
     assert [a["style"] for _, a in page.tags if a.get("class") == "t"] == ["--p:0.500"] * 3
-    assert page.says(EVIL, 'The c "c" 50.00 % 50.0 % "c" 25.0 % "d" at')
+    page.says(EVIL, 'The c "c" 50.00 % 50.0 % "c" 25.0 % "d" at')
     both = Page(one, write_run(tmp_path / "b", [*RUN, shaded(400, "dog")]))
-    assert both.says("a, after 400 steps The c", "b, after 400 steps The dog")
+    both.says("a, after 400 steps The c", "b, after 400 steps The dog")
     assert "shaded" not in str(Page(write_run(tmp_path / "c", RUN)).tags), "an older log has none"
 
 
@@ -121,14 +120,14 @@ def test_the_night_between_a_stop_and_resume_is_not_counted(tmp_path):
     page = Page(write_run(tmp_path, before + after))
     places = page.figures["loss"]["curves"][0]["places"]
     assert places["step"] == [10, 20, 30, 40] and places["time"] == [0.3333, 0.6667, 1.0, 1.3333]
-    assert page.says("resumed at step 20")
+    page.says("resumed at step 20")
 
 
 def test_a_log_alone_and_a_damaged_configuration(tmp_path):
     """A log that was copied, as those in readme.assets/runs, is told by its own name."""
     log = write_log(tmp_path, [*RUN, sample(400, "alone")]) / "log.jsonl"
     page = Page(log.rename(tmp_path / "kept.jsonl"))
-    assert page.says("no config.json beside the log of kept", "alone")
+    page.says("no config.json beside the log of kept", "alone")
     run = write_run(tmp_path / "r", RUN)
     # a log in its folder is the run's
     assert report.read_run(run / "log.jsonl", "r").train == TRAIN
@@ -190,7 +189,7 @@ def test_two_runs(tmp_path):
     steps, gaps = page.curve("difference", "training")  # where both were logged
     assert steps == list(range(2, 401, 2)) and gaps == pytest.approx([-0.35] * 200)
     assert "b minus a, at equal tokens" in page.figures["difference"]["note"]
-    assert page.says(
+    page.says(
         "b has validation loss 1.50 at 3.28M tokens, 0.21 nats under a", "one run each",
         "validation loss 1.7149 step 400 1.5000 step 400 -0.2149",
         "tokens/s, median 9,000 18,000 +9,000 (+100.0%)",
@@ -208,7 +207,7 @@ def test_steps_of_different_size_compare_at_equal_tokens(tmp_path):
     assert page.curve("difference", "validation") == ([0, 200], [-0.1, -0.1])
     tokens = {"type": "radio", "name": "axis", "value": "tokens", "checked": None}
     assert ("input", tokens) in page.tags
-    assert page.says("validation loss 1.7149 step 400 2.0000 step 100 training loss")
+    page.says("validation loss 1.7149 step 400 2.0000 step 100 training loss")
 
 
 def test_a_run_that_was_resumed_with_larger_steps(tmp_path):
@@ -217,7 +216,7 @@ def test_a_run_that_was_resumed_with_larger_steps(tmp_path):
     logged = [train(s, 3.0) | {"tokens": at[s]} for s in range(4, 21, 4)]
     resumed = start(10, tokens=1000, train_tokens=2000)
     page = Page(write_run(tmp_path / "a", [start(), resumed, *logged, val(10, 2.5), val(20, 2.0)]))
-    assert page.says("tokens 4,000 2.00 epochs")
+    page.says("tokens 4,000 2.00 epochs")
     assert page.figures["loss"]["curves"][-1]["places"]["tokens"] == [1000, 4000]
 
 
@@ -226,11 +225,11 @@ def test_different_tokenizers_and_data_are_said(tmp_path):
     words = [val(s, 6.0) | {"bits_per_byte": 2.0} for s in (0, 400)]
     b = write_log(tmp_path / "b", [start(log_v=math.log(50257)), *words, train(400, 6.0)])
     page = Page(write_run(tmp_path / "a", [*RUN, val(401, 1.7) | {"bits_per_byte": 2.5}]), b)
-    assert page.says("different tokenizers (257 and 50,257 ids)")
+    page.says("different tokenizers (257 and 50,257 ids)")
     assert "nats under" not in page.seen and "difference" not in page.figures
     assert page.curve("bits", "b") == ([0, 400], [2.0, 2.0])
     a, b = write_run(tmp_path / "a", RUN, data="x"), write_run(tmp_path / "b", RUN, data="y")
-    assert Page(a, b).says("validated on different tokens or data")
+    Page(a, b).says("validated on different tokens or data")
 
 
 def test_command(tmp_path, monkeypatch, capsys):
