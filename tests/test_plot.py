@@ -110,14 +110,12 @@ def test_which_runs_are_meant(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="there is no run in log/ yet"):
         records.find_runs([])
     for i, name in enumerate(("new", "old")):
-        write_log(tmp_path / "log" / name, RUN)
-        os.utime(tmp_path / "log" / name / "log.jsonl", (time.time(), time.time() - 100 * i))
+        log = write_log(tmp_path / "log" / name, RUN) / "log.jsonl"
+        os.utime(log, (time.time(), time.time() - 100 * i))
     assert list(map(str, records.find_runs([]))) == ["log/new"]
     assert list(map(str, records.find_runs(["old"]))) == ["log/old"]
-    (tmp_path / "kept.jsonl").write_text("")
     paths = ["log/old", "log/new/log.jsonl", "kept.jsonl"]
     assert records.run_names(paths) == ["old", "new", "kept"]
-    write_log(tmp_path / "x/old", RUN)
     assert records.run_names(["log/old", "x/old"]) == ["log/old", "x/old"]
 
 
