@@ -57,17 +57,6 @@ def tokenizer(texts):
     return get_tokenizer(str(texts / "words" / "tokenizer.json"))
 
 
-@pytest.fixture
-def run_bert(tmp_path, texts):
-    """run_bert("--max_steps", 5, ...): the real command on the tiny shards; the run is
-    tmp_path/log/r."""
-
-    def run(*flags):
-        return succeed("bert.py", *TINY_RUN, "--data", texts / "words", *flags, cwd=tmp_path)
-
-    return run
-
-
 def add_noise(model):
     """Fresh weights hide a lost bias and swapped norms."""
     generator = torch.Generator().manual_seed(7)
@@ -170,16 +159,16 @@ def test_wrong_models_are_caught(tmp_path, wrong):
     assert max(found.values()) > 5 * TOLERANCE, f"{wrong} was not noticed: {found}"
 
 
-def test_bert_base_has_the_published_parameter_count_and_no_mask_share_of_0():
+def test_bert_base_has_the_published_parameter_count():
     with torch.device("meta"):
         model = Bert(BertConfig())
     assert model.num_params() == 109_514_298, "bert-base-uncased with its masked-LM head"
     assert len(model.transformer.wte.weight) == 30592 and len(model.block_matrices()) == 4 * 12
+
+
+def test_another_bert_and_one_that_hides_nothing_are_refused(tmp_path):
     with pytest.raises(UserError, match="mask_share=0 must be above 0"):
         Bert(BertConfig(mask_share=0))
-
-
-def test_another_bert_is_refused(tmp_path):
     pair(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_act": "relu"}))
@@ -402,11 +391,11 @@ def test_validation_by_hand(learnt, texts, tokenizer):
     assert np.log(value["pseudo_perplexity"]) == pytest.approx(loss, abs=1e-5)
 
 
-def test_two_processes_that_stop_and_resume_are_one(tmp_path, texts, run_bert):
+def test_two_processes_that_stop_and_resume_are_one(tmp_path, texts):
     flags = "--val_every 4 --ckpt_every 4 --grad_clip 0 --precision fp32 --whole_words".split()
-    run_bert(*flags, "--max_steps", 8, "--run_name", "one")
-    args = [*TINY_RUN, "--data", texts / "words", *flags, "--run_name", "two", "--batch_size", 2]
-    run_two(ROOT / "bert.py", *args, "--max_steps", 4, cwd=tmp_path)
+    flags = [*TINY_RUN, "--data", texts / "words", *flags, "--max_steps"]
+    succeed("bert.py", *flags, 8, "--run_name", "one", cwd=tmp_path)
+    run_two(ROOT / "bert.py", *flags, 4, "--run_name", "two", "--batch_size", 2, cwd=tmp_path)
     run_two(ROOT / "bert.py", "--resume", "--run_name", "two", "--max_steps", 8, cwd=tmp_path)
     one, two = (read_run(tmp_path / "log" / name) for name in ("one", "two"))
     assert one.losses == pytest.approx(two.losses, abs=1e-5) and len(one.losses) == 8
