@@ -97,14 +97,6 @@ def test_smoothing():
     assert all(abs(v - 0.5) < 0.1 for v in records.smooth(saw)[5:-5])
 
 
-def test_runs_compare_where_all_were_measured():
-    rows = ((0, 5), (200, 3), (400, 1)), ((0, 6), (200, 2), (300, 1)), ()
-    a, b, none = ({"val": [val(s, v) for s, v in row]} for row in rows)
-    said = "b has validation loss 2.00 at step 200, 1.00 nats under a"
-    assert plot.finding({"a": a, "b": b}) == said
-    assert "no step" in plot.finding({"a": a, "none": none})
-
-
 def test_which_runs_are_meant(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="there is no run in log/ yet"):
