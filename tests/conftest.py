@@ -42,8 +42,7 @@ EPS = 1e-3
 
 
 def write_shards(folder, sizes=(1501, 997), val=700, vocab_size=VOCAB, seed=0):
-    """x_train_000000.npy ... and x_val_000000.npy of noisy counting, which a small model learns
-    soon."""
+    """x_train_000000.npy ... and x_val_000000.npy of noisy counting, which is learnt soon."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
     splits = [(f"train_{i:06d}", n) for i, n in enumerate(sizes)]
@@ -66,8 +65,7 @@ def mask_shards(folder):
 
 
 def train_here(folder, data, name, model=(), **settings):
-    """The trainer's main with these settings instead of a command line; gives what read_run
-    does."""
+    """The trainer's main with these settings; gives what read_run does."""
     import train_gpt2
 
     base = dict(
@@ -132,8 +130,7 @@ def differing_parts(a, b, parts=("step", "model", "optimizer", "loader", "rng", 
 
 
 def clean_env(**more):
-    """The environment without what would change a run; one thread, so that runs agree to the
-    bit."""
+    """The environment without what would change a run; one thread: runs agree to the bit."""
     drop = "RANK WORLD_SIZE LOCAL_RANK MASTER_ PYTHON TORCH OMP_ GPT2_ COLUMNS"
     env = {k: v for k, v in os.environ.items() if not k.startswith(tuple(drop.split()))}
     fixed = dict(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", MPLBACKEND="Agg")
@@ -281,8 +278,7 @@ def run_two(*args, cwd):
 
 
 def driver(folder, patch, program="train_gpt2"):
-    """A train_gpt2.py (bert.py ...) that changes something of the real one, as `patch` says, and
-    then runs it."""
+    """A train_gpt2.py (bert.py ...) that changes the real one as `patch` says, and runs it."""
     path = folder / f"{program}.py"
     path.write_text(
         f"import os, signal, sys, time\nsys.path.insert(0, {str(ROOT)!r})\nimport torch, {program}\n"
@@ -314,8 +310,7 @@ def shards(tmp_path):
 
 @pytest.fixture
 def start_training(tmp_path, shards):
-    """start_training("--run_name", "x", ...): the real command, a Process; killed after the
-    test."""
+    """start_training("--run_name", "x", ...): the real command, a Process; killed at the end."""
     processes = []
 
     def start(*flags, out=None, err=None, program=ROOT / "train_gpt2.py", **env):
@@ -346,8 +341,7 @@ def run_train(tmp_path, shards):
 
 @pytest.fixture
 def ask_sample(tmp_path):
-    """ask_sample("--chat", ...): the real sample.py at a terminal of its own, a Process with
-    .type(text)."""
+    """ask_sample("--chat", ...): sample.py at a terminal of its own, a Process with .type(text)."""
     pty = pytest.importorskip("pty", reason="needs a pseudo-terminal")
     keyboard, theirs = pty.openpty()
     processes = []
@@ -373,8 +367,7 @@ def tiny_config():
 
 @pytest.fixture(scope="session")
 def test_data():
-    """The folder that GPT2_TEST_DATA names: tinyshakespeare.txt, wikitext-2/, hellaswag/ and the
-    like."""
+    """The folder that GPT2_TEST_DATA names: tinyshakespeare.txt, wikitext-2/, hellaswag/ ..."""
     folder = os.environ.get("GPT2_TEST_DATA")
     if not folder or not Path(folder).is_dir():
         pytest.skip(

@@ -1,5 +1,4 @@
-"""bert.py: the model against transformers', the masks, the tokenizer, and whole runs of the real
-command."""
+"""bert.py: the model against transformers', the masks, the tokenizer, and whole runs."""
 
 import functools
 import json
@@ -42,8 +41,7 @@ def sentences(count, seed=0):
 
 @pytest.fixture(scope="session")
 def texts(tmp_path_factory):
-    """A folder with the text, and its shards in words, made by the real command: 90 pieces, so that
-    rare words fall into several."""
+    """A folder with the text, and its shards in 90 pieces, so that rare words fall into several."""
     folder = tmp_path_factory.mktemp("texts")
     lines = [json.dumps({"text": " ".join(sentences(4, seed))}) for seed in range(150)]
     (folder / "text.jsonl").write_text("\n".join(lines))

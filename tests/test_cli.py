@@ -27,8 +27,7 @@ PROGRAMS = {"train_gpt2", "fineweb", "hellaswag", "sample"}
 
 
 def imports():
-    """{module: the modules of this project that it imports, anywhere in it}; bench and tests
-    excluded."""
+    """{module: the modules of this project that it imports}, without bench and tests."""
     files = [f.relative_to(ROOT) for f in (*ROOT.glob("*.py"), *ROOT.glob("lab/**/*.py"))]
     names = {".".join(f.with_suffix("").parts).removesuffix(".__init__"): f for f in files}
     found = {}

@@ -74,8 +74,7 @@ def test_parameters_and_random_state_are_those_before(tiny_config, fused_mlp_eve
 
 
 def test_without_gradients_the_plain_model_computes(tiny_config, fused_mlp_everywhere, monkeypatch):
-    """Validation, HellaSwag and samples have its bits, but for the order of a sum, and stay in
-    chunks."""
+    """Validation and samples have its bits, but for the order of a sum, and stay in chunks."""
     monkeypatch.setattr(cross_entropy, "CHUNK", 64)  # products of very few rows round otherwise
     plain, (x, y) = noisy(tiny_config), tokens()
     y[0, :5] = -1
@@ -166,8 +165,7 @@ def test_fused_loss_on_a_gpu(dtype, bound):
 
 
 def test_fp16_keeps_gradients_below_its_smallest_number():
-    """6e-8; most of a softmax over 50,000 ids is near it. Rounded there, this one would be off by 7
-    %."""
+    """6e-8; most of a softmax over 50,000 ids is near it. Rounded there, this is off by 7 %."""
     x, weight, targets = torch.zeros(8, C), torch.zeros(60_000, C), torch.zeros(8).long()
     x[:, 1], weight[0, 1] = 1.0, 16.0
     head = FusedHeadLoss(HeadLoss(60_000))
@@ -177,8 +175,7 @@ def test_fp16_keeps_gradients_below_its_smallest_number():
 
 
 def test_wrong_losses_are_caught():
-    """The comparison has to see pad rows that are not cut, targets of -1 that count, a lost last
-    chunk."""
+    """Pad rows that are not cut, targets of -1 that count, a lost last chunk."""
     x, weight, targets = problem()
     wrong = (
         lambda x, w, t: F.cross_entropy(x @ w.T, t, ignore_index=-1, reduction="sum"),

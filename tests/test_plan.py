@@ -1,5 +1,4 @@
-"""python -m lab plan: the ledger against bytes counted in real steps and against peaks measured on
-GPUs, and the command."""
+"""python -m lab plan: the ledger against bytes counted and peaks measured, and the command."""
 
 import collections
 import json
@@ -41,8 +40,7 @@ def stored(tensors, model):
 
 
 def kept_predicted(s):
-    """The same from the ledger, at the start of the backward pass: without state, and without what
-    that start adds."""
+    """The same from the ledger: before the backward pass, and without state."""
     total = 0
     for label, _, at in ledger(s):
         if label.startswith("gradient of"):  # and scaled
@@ -70,8 +68,7 @@ def test_ledger_is_what_autograd_keeps(changes, monkeypatch):
 
 @pytest.mark.parametrize("changes", [{}, dict(bf16_residual=False), AGAIN], ids=str)
 def test_ledger_is_what_the_compiled_model_keeps(changes, monkeypatch):
-    """What torch.compile keeps and what it computes again is decided as for a GPU; code for the CPU
-    is not made."""
+    """What torch.compile keeps is decided as for a GPU; code for the CPU is not made."""
     s, model, x = setting(changes, monkeypatch)
     found = []
     compiled = torch.compile(model, backend="aot_eager_decomp_partition", dynamic=False)

@@ -48,8 +48,7 @@ RUN = [start(), val(0, 5.6), *CURVE, val(200, 2.1), val(400, 1.7149)]
 
 
 def test_a_resumed_run_drops_what_it_went_back_behind(tmp_path):
-    """Stopped after step 30, resumed from step 20, which is measured again, with another
-    log_every."""
+    """Stopped after step 30, resumed from step 20 with another log_every; 20 is measured again."""
     before = [start(), *[train(s, 100 + s) for s in (5, 10, 15, 20, 25, 30)]]
     before += [val(20, 2.0), val(30, 9)]
     after = [start(20), val(20, 2.5), *[train(s, s) for s in (24, 28)], val(28, 1.0)]

@@ -1,5 +1,4 @@
-"""The page of a run: numbers, curves, two runs compared, nothing fetched, no text from a log as
-code."""
+"""The page of a run: numbers, curves, two runs compared, nothing fetched, no text as code."""
 
 import json
 import math

@@ -1,5 +1,4 @@
-"""Generating text: the cache changes nothing, characters come whole, and the command does as it
-says."""
+"""Generating text: the cache changes nothing, characters come whole, and the command."""
 
 import html
 import io

@@ -50,8 +50,7 @@ def tuned(tmp_path_factory):
 
 
 def test_only_answers_teach_averaged_over_the_step(tuned):
-    """In one micro-step and in seventeen, whose answers are not alike; no held-out line among
-    them."""
+    """In one micro-step and in seventeen, of other answers; no held-out line among them."""
     folder, pairs, _ = tuned
     base = models.load(str(folder / "log/base"))
     few, many = (read_run(folder / "log" / name) for name in ("few", "many"))

@@ -129,8 +129,7 @@ torch.save([p.detach() for p in params], f"{{sys.argv[1]}}_{{world.rank}}.pt")
 
 
 def test_shared_step_is_the_plain_one(tmp_path):
-    """Two processes, each of which makes half of the matrices orthogonal; seven of a kind do not
-    divide."""
+    """Two processes: each makes half of the matrices orthogonal; seven of a kind do not divide."""
     script = tmp_path / "two.py"
     script.write_text(TWO)
     run_two(script, "two", cwd=tmp_path)

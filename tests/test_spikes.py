@@ -1,5 +1,4 @@
-"""Spikes of the gradient: found at their step and nowhere else, noted, left out to the bit, made
-again."""
+"""Spikes of the gradient: found at their step alone, noted, left out to the bit, made again."""
 
 import json
 import math
