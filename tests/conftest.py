@@ -42,8 +42,7 @@ EPS = 1e-3
 
 
 def write_shards(folder, sizes=(1501, 997), val=700, vocab_size=VOCAB, seed=0):
-    """x_train_000000.npy ... and x_val_000000.npy of noisy counting, which a small model learns
-    soon."""
+    """x_train_000000.npy ... and x_val_000000.npy of noisy counting, which is learnt soon."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
     splits = [(f"train_{i:06d}", n) for i, n in enumerate(sizes)]
@@ -66,8 +65,7 @@ def mask_shards(folder):
 
 
 def train_here(folder, data, name, model=(), **settings):
-    """The trainer's main with these settings instead of a command line; gives what read_run
-    does."""
+    """The trainer's main with these settings; gives what read_run does."""
     import train_gpt2
 
     base = dict(
@@ -132,8 +130,7 @@ def differing_parts(a, b, parts=("step", "model", "optimizer", "loader", "rng", 
 
 
 def clean_env(**more):
-    """The environment without what would change a run; one thread, so that runs agree to the
-    bit."""
+    """The environment without what would change a run; one thread: runs agree to the bit."""
     drop = "RANK WORLD_SIZE LOCAL_RANK MASTER_ PYTHON TORCH OMP_ GPT2_ COLUMNS"
     env = {k: v for k, v in os.environ.items() if not k.startswith(tuple(drop.split()))}
     fixed = dict(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", MPLBACKEND="Agg")
@@ -200,10 +197,11 @@ class Process:
     """`python args...`, running. A script, or a folder with a __main__.py, needs no time for its
     imports.
 
-    out, err: files to write to (a FIFO, a terminal) instead of files that .stdout and .stderr read.
+    out, err: files to write to (a FIFO, a terminal) instead of files that .stdout and .stderr read;
+    inp: the file that stdin reads.
     """
 
-    def __init__(self, *args, cwd, out=None, err=None, **env):
+    def __init__(self, *args, cwd, inp="/dev/null", out=None, err=None, **env):
         self.folder = tempfile.TemporaryDirectory()
         self.out, self.err = (out or f"{self.folder.name}/out"), (err or f"{self.folder.name}/err")
         Path(self.folder.name, "out").touch()
@@ -213,14 +211,13 @@ class Process:
         self.popen = self.returncode = None
         if script.exists() and sys.platform == "linux":  # elsewhere forks are missing, or not safe
             self.args = [str(script), *args[1:]]
-            files = ["/dev/null", str(self.out), str(self.err)]
+            files = [inp, str(self.out), str(self.err)]
             self.pid = ask_forks(dict(args=self.args, cwd=str(cwd), env=env, files=files))
         else:
             self.args = [sys.executable, *args]
-            with open(self.out, "w") as out, open(self.err, "w") as err:
+            with open(inp) as inp, open(self.out, "w") as out, open(self.err, "w") as err:
                 self.popen = subprocess.Popen(
-                    self.args, cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
-                    start_new_session=True,
+                    self.args, cwd=cwd, env=env, stdin=inp, stdout=out, stderr=err, start_new_session=True
                 )  # fmt: skip
             self.pid = self.popen.pid
 
@@ -263,6 +260,13 @@ def run_python(*args, cwd, timeout=300, **env):
     return process
 
 
+def succeed(program, *args, cwd):
+    """What a program of this project writes to stdout, on its way to status 0."""
+    done = run_python(ROOT / program, *args, cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def run_two(*args, cwd):
     """Two processes with torchrun's environment, to their end."""
     with socket.socket() as any_free:
@@ -273,12 +277,12 @@ def run_two(*args, cwd):
     assert [process.wait() for process in two] == [0, 0], two[0].stderr + two[1].stderr
 
 
-def driver(folder, patch):
-    """A train_gpt2.py that changes something of the real one, as `patch` says, and then runs it."""
-    path = folder / "train_gpt2.py"
+def driver(folder, patch, program="train_gpt2"):
+    """A train_gpt2.py (bert.py ...) that changes the real one as `patch` says, and runs it."""
+    path = folder / f"{program}.py"
     path.write_text(
-        f"import os, signal, sys, time\nsys.path.insert(0, {str(ROOT)!r})\nimport torch, train_gpt2\n"
-        f"from lab.cli import command\n{patch}\ncommand(train_gpt2.main)\n"
+        f"import os, signal, sys, time\nsys.path.insert(0, {str(ROOT)!r})\nimport torch, {program}\n"
+        f"from lab.cli import command\n{patch}\ncommand({program}.main)\n"
     )
     return path
 
@@ -306,8 +310,7 @@ def shards(tmp_path):
 
 @pytest.fixture
 def start_training(tmp_path, shards):
-    """start_training("--run_name", "x", ...): the real command, a Process; killed after the
-    test."""
+    """start_training("--run_name", "x", ...): the real command, a Process; killed at the end."""
     processes = []
 
     def start(*flags, out=None, err=None, program=ROOT / "train_gpt2.py", **env):
@@ -337,6 +340,25 @@ def run_train(tmp_path, shards):
 
 
 @pytest.fixture
+def ask_sample(tmp_path):
+    """ask_sample("--chat", ...): sample.py at a terminal of its own, a Process with .type(text)."""
+    pty = pytest.importorskip("pty", reason="needs a pseudo-terminal")
+    keyboard, theirs = pty.openpty()
+    processes = []
+
+    def start(*flags):
+        program, inp = ROOT / "sample.py", os.ttyname(theirs)
+        processes.append(Process(program, *flags, cwd=tmp_path, inp=inp))
+        processes[-1].type = lambda text: os.write(keyboard, text.encode())
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
+    os.close(keyboard), os.close(theirs)
+
+
+@pytest.fixture
 def tiny_config():
     from train_gpt2 import GPTConfig
 
@@ -345,8 +367,7 @@ def tiny_config():
 
 @pytest.fixture(scope="session")
 def test_data():
-    """The folder that GPT2_TEST_DATA names: tinyshakespeare.txt, wikitext-2/, hellaswag/ and the
-    like."""
+    """The folder that GPT2_TEST_DATA names: tinyshakespeare.txt, wikitext-2/, hellaswag/ ..."""
     folder = os.environ.get("GPT2_TEST_DATA")
     if not folder or not Path(folder).is_dir():
         pytest.skip(

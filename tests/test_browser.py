@@ -117,8 +117,7 @@ def test_report_of_real_runs(tmp_path, run_train, chromium, shots):
     tokens = tab.page.locator("#shaded .t")
     assert tokens.count() == 40 and not tab.page.locator("#shaded .box:visible").count()
     tokens.nth(5).hover()
-    box = tab.page.locator("#shaded .box:visible")
-    assert box.count() == 1 and box.inner_text().count("%") == 6
+    assert tab.page.locator("#shaded .box:visible").inner_text().count("%") == 6
     tab.page.screenshot(path=shots / "report.png", full_page=True)
 
     report.write_page(runs, tmp_path / "both.html")
@@ -151,28 +150,15 @@ def test_report_zooms_all_plots_at_once_and_says_the_step(tmp_path, chromium):
     assert tab.wrong == []
 
 
-def test_report_loss_axis(tmp_path, chromium):
-    tab = Report(chromium, made(tmp_path / "r"))
-    assert tab.plot("loss", "_fullLayout.yaxis.range")[1] < 5 < 5.6
-    tab.choose("all")
-    assert tab.plot("loss", "_fullLayout.yaxis.range")[1] > 5.6
-    tab.choose("log")
-    assert tab.plot("loss", "_fullLayout.yaxis.type") == "log" and tab.wrong == []
-
-
-def test_report_on_a_phone_and_in_the_dark(tmp_path, chromium, shots):
+def test_report_on_a_phone(tmp_path, chromium, shots):
     how = dict(viewport={"width": 360, "height": 740}, has_touch=True, is_mobile=True)
     path = made(tmp_path / ("r" * 60), sample(400, "word " * 50 + "w" * 200))
     tab = Report(chromium, path, color_scheme="dark", **how)
     assert tab.page.evaluate("document.documentElement.scrollWidth") == 360
     assert tab.plot("loss", "_fullLayout.paper_bgcolor") == "#0d1117"
     assert tab.plot("loss", "_fullLayout.dragmode") is False, "a finger scrolls the page"
-    green = tab.plot("loss", "data[0].line.color")
     tab.page.screenshot(path=shots / "report_phone.png", full_page=True)
-    tab.page.emulate_media(color_scheme="light")
-    light = "document.getElementById('loss')._fullLayout.paper_bgcolor == '#ffffff'"
-    tab.page.wait_for_function(f"() => {light}")
-    assert tab.plot("loss", "data[0].line.color") != green and tab.wrong == []
+    assert tab.wrong == []
 
 
 def test_report_runs_no_text_from_a_log(tmp_path, chromium):

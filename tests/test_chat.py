@@ -9,7 +9,7 @@ from test_fineweb import BYTES, call, hashes, make
 
 from lab.cli import UserError
 from lab.data import get_tokenizer
-from lab.data.chat import pack_rows, render_chat
+from lab.data.chat import render_chat
 from lab.data.shards import TokenShards, read_manifest
 from lab.data.writer import verify
 
@@ -20,11 +20,6 @@ def say(*texts):
     """A conversation in which user and assistant take turns."""
     roles = ("user", "assistant")
     return [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
-
-
-def write_chats(path, talks):
-    path.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
-    return path
 
 
 def test_render_chat():
@@ -43,40 +38,36 @@ def test_render_chat():
 
 def test_chat_shards(tmp_path):
     rng = np.random.default_rng(0)
-    lengths = rng.integers(1, 60, (300, 2))
-    talks = [
-        say(f"question {i}" + "?" * a, f"answer {i}" + "!" * b) for i, (a, b) in enumerate(lengths)
-    ]
-    talks[7][1]["content"] = "long " * 100
-    talks[8] = talks[8][:1]
-    source, out = write_chats(tmp_path / "chat.jsonl", talks), tmp_path / "o"
+    lengths = enumerate(rng.integers(1, 60, (300, 2)))
+    talks = [say(f"question {i}" + "?" * a, f"answer {i}" + "!" * b) for i, (a, b) in lengths]
+    talks[7][1]["content"], talks[8] = "long " * 100, talks[8][:1]
+    source, out = tmp_path / "chat.jsonl", tmp_path / "o"
+    source.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
     args = ["--source", source, *BYTES, "--context", 200, "--shard_tokens", 5000, "--out", out]
     got = call(*args)
     assert got.returncode == 0, got.stderr
     assert "298 conversations" in got.stdout and "1 too long, 1 without an answer" in got.stdout
     manifest, tok, found = read_manifest(out), get_tokenizer("bytes"), []
-    assert manifest["context"] == 200 and manifest["documents"] == 298 and verify(out) == []
+    assert (manifest["context"], manifest["documents"]) == (200, 298) and verify(out) == []
     names = [e["name"] for e in manifest["shards"]]
     assert names[:2] == ["chat_val_000000.npy", "chat_train_000001.npy"] and len(names) > 3
     for name in names:
         ids = np.load(out / name)
         with open((out / name).with_suffix(".mask"), "rb") as file:
             mask = np.load(file)
-        assert mask.dtype == np.uint8 and len(mask) == len(ids) and len(ids) % 200 == 0
-        assert len(ids) <= 5000 or "val" in name
-        for row, learnt in zip(ids.reshape(-1, 200), mask.reshape(-1, 200)):
-            assert row[0] == 256 and learnt[0] == 0
+        assert mask.dtype == np.uint8 and (len(ids) <= 5000 or "val" in name)
+        for row, learnt in zip(ids.reshape(-1, 200), mask.reshape(-1, 200), strict=True):
             text = tok.decode(row)
             answers = re.findall(r"Assistant:(.*?<\|endoftext\|>)", text)
             assert tok.decode(row[learnt == 1]) == "".join(answers)
             here = re.findall(r"User: (.*?)\n\nAssistant: (.*?)<\|endoftext\|>", text)
-            assert len(here) == text.count("User:"), "no conversation goes over an edge"
+            assert row[0] == 256 and len(here) == text.count("User:"), "none goes over an edge"
             held_out = [int(question.split("?")[0].split()[1]) % 10 == 0 for question, _ in here]
             assert held_out == ["val" in name] * len(here), "whatever else is left out"
             found += here
     wanted = [(t[0]["content"], t[1]["content"]) for i, t in enumerate(talks) if i not in (7, 8)]
     assert sorted(found) == sorted(wanted)
-    used = sum(len(render_chat(talk, tok)[0]) for i, talk in enumerate(talks) if i not in (7, 8))
+    used = sum(len(render_chat(say(*pair), tok)[0]) for pair in wanted)
     assert used > 0.8 * manifest["tokens"], "rows are filled"
     assert TokenShards(out, "train", 257, verify=True).masks
     before = hashes(out)
@@ -89,35 +80,21 @@ def test_chat_shards(tmp_path):
 
 def test_what_failed_binds_nobody(tmp_path):
     """Mended, or of a file that was first taken for text, the same command works."""
-    args = ["--source", tmp_path / "c.jsonl", "--context", 64, "--out", tmp_path / "o"]
-    one = {"conversations": [{"from": "human", "value": "x"}]}
-    (tmp_path / "c.jsonl").write_text(json.dumps(one))
-    with pytest.raises(UserError, match="keys, conversations; a conversation is under messages"):
-        make(*args)
-    write_chats(tmp_path / "c.jsonl", [say("a", "b")] * 20)
-    whole = (tmp_path / "c.jsonl").read_text()
-    (tmp_path / "c.jsonl").write_text(whole + "broken")
-    with pytest.raises(UserError, match="c.jsonl, line 21: not JSON"):
-        make(*args)
-    (tmp_path / "c.jsonl").write_text(whole)
-    make(*args)
-    assert read_manifest(tmp_path / "o")["documents"] == 20 and verify(tmp_path / "o") == []
-
-
-def test_one_conversation_is_too_few(tmp_path):
-    args = ["--source", tmp_path / "chat.jsonl", "--context", 64, "--out", tmp_path / "o"]
-    write_chats(tmp_path / "chat.jsonl", [say("a", "b")])
-    with pytest.raises(UserError, match="chat.jsonl must hold two conversations or more"):
-        make(*args)
-    write_chats(tmp_path / "chat.jsonl", [say("a", "b")] * 2)
-    both = (tmp_path / "chat.jsonl").read_text().replace('{"mess', '{"text": "x", "mess')
-    (tmp_path / "chat.jsonl").write_text(both)  # the column says which of both is meant
-    make(*args, "--text_column", "messages")
-    assert [e["split"] for e in read_manifest(tmp_path / "o")["shards"]] == ["val", "train"]
-
-
-def test_rows_are_filled():
-    chats = [(np.full(n, n, np.uint16), np.ones(n, np.uint8)) for n in (6, 5, 4, 5, 3)]
-    ids, mask, counts = pack_rows(chats, 10, 256)
-    assert ids.tolist() == [[6] * 6 + [4] * 4, [5] * 10, [3] * 3 + [256] * 7]
-    assert mask.sum() == 23 and counts.tolist() == [2, 2, 1]
+    file, out = tmp_path / "c.jsonl", tmp_path / "o"
+    args = ["--source", file, "--context", 64, "--out", out]
+    pair = json.dumps({"messages": say("a", "b")}) + "\n"
+    for text, sentence in (
+        (
+            '{"conversations": [{"from": "human"}]}',
+            "keys, conversations; a conversation is under messages",
+        ),
+        (pair, "c.jsonl must hold two conversations or more"),
+        (pair * 20 + "broken", "c.jsonl, line 21: not JSON"),
+    ):
+        file.write_text(text)
+        with pytest.raises(UserError, match=sentence):
+            make(*args)
+    file.write_text(2 * pair.replace('{"mess', '{"text": "x", "mess'))
+    make(*args, "--text_column", "messages")  # which of both is meant
+    assert [e["split"] for e in read_manifest(out)["shards"]] == ["val", "train"]
+    assert read_manifest(out)["documents"] == 2 and verify(out) == []

@@ -9,7 +9,6 @@ import torch
 from test_weights import add_noise
 
 from lab.data.documents import hide_other_documents
-from lab.models import load
 from lab.tools.inside import attention_page, laptop_run, lens, mass, watch, without_head
 from train_gpt2 import GPT, PRESETS
 
@@ -49,10 +48,6 @@ def test_the_lens_reads_the_model_itself_after_the_last_block(model, idx):
     assert (lens(model, stream[1]) - model(idx)[0]).abs().max() > 0.1
 
 
-def hooks(model):
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
-
-
 @torch.no_grad()
 def test_looking_leaves_nothing_behind(model, idx):
     before = model(idx)[0]
@@ -61,7 +56,8 @@ def test_looking_leaves_nothing_behind(model, idx):
         watch(model, torch.zeros(1, 40, dtype=torch.long))
     with pytest.raises(KeyError), without_head(model, 0, 0):
         raise KeyError
-    assert hooks(model) == 0 and torch.equal(model(idx)[0], before)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert torch.equal(model(idx)[0], before)
 
 
 def test_mass_by_hand():
@@ -85,46 +81,29 @@ def test_a_head_is_switched_off_by_the_rows_that_hold_it(model, idx):
     assert torch.allclose(got, model(idx)[0], atol=1e-6)
 
 
-def test_the_page_shows_any_text():
-    pieces = ["a", "<b>", "\n", "</script>"]
-    page = attention_page(pieces, [torch.eye(4).expand(1, 2, 4, 4)], title="<script>alert(1)")
+def test_the_page_shows_any_text_and_the_right_numbers(model):
+    page = attention_page(["a", "<b>", "\n", "</script>"], [torch.eye(4).expand(1, 2, 4, 4)])
     assert page.count("<script>") == page.count("</script>") == 1 and "<b>" not in page
     assert "&lt;b&gt;" in page and "↵\n" in page and "head 0.0: &#39;a&#39; 0 back, 1.00;" in page
-
-
-def test_the_page_shows_the_right_numbers(model):
     _, weights = watch(model, torch.tensor([list(b"abcdefgh")]))
-    page = attention_page(list("abcdefgh"), weights, head="1.1")
-    assert 'choice.value = "1.1"' in page
+    page = attention_page(list("abcdefgh"), weights, title="<script>", head="1.1")
+    assert 'choice.value = "1.1"' in page and page.count("<script>") == 1
     percent = json.loads(re.search(r"percent = ({.*?}),", page)[1])
-    assert set(percent) == {"0.0", "0.1", "1.0", "1.1"}
     expected = [row[: t + 1].mul(100).round().tolist() for t, row in enumerate(weights[1][0, 0])]
-    assert percent["1.0"] == expected
-
-
-def save_run(folder, step, **changes):
-    """What a run of the preset laptop leaves behind, as far as laptop_run looks at it."""
-    parts = zip(("model", "train"), map(dataclasses.asdict, PRESETS["laptop"]))
-    saved = {part: c | {k: v for k, v in changes.items() if k in c} for part, c in parts}
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(saved))
-    (folder / f"model_{step:06d}.pt").touch()
+    assert {*percent} == {"0.0", "0.1", "1.0", "1.1"} and percent["1.0"] == expected
 
 
 def test_the_run_to_look_into(tmp_path):
-    save_run(tmp_path / "long", 1000)
-    save_run(tmp_path / "short", 300)
-    save_run(tmp_path / "other_shape", 3000, n_layer=3)
-    save_run(tmp_path / "other_text", 3000, data="data/mine")
-    save_run(tmp_path / "fine_tuned", 3000, init_from="log/long")
+    """The longest of the preset laptop, on its text and from its beginning."""
+    for name, step, changes in (
+        ("long", 1000, {}), ("short", 300, {}), ("other_shape", 3000, dict(n_layer=3)),
+        ("other_text", 3000, dict(data="data/mine")), ("tuned", 3000, dict(init_from="log/long")),
+    ):  # fmt: skip
+        parts = zip(("model", "train"), map(dataclasses.asdict, PRESETS["laptop"]))
+        config = {part: c | {k: v for k, v in changes.items() if k in c} for part, c in parts}
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        (tmp_path / name / f"model_{step:06d}.pt").touch()
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "model_009000.pt").touch()
     assert laptop_run(tmp_path, steps=300) == tmp_path / "long" / "model_001000.pt"
-
-
-@pytest.mark.slow
-def test_a_run_is_made_where_there_is_none(tmp_path):
-    save_run(tmp_path / "short", 1)
-    path = laptop_run(tmp_path, steps=2)
-    assert path == tmp_path / "notebook_2" / "model_000002.pt"
-    assert load(str(path)).config.n_layer == 2

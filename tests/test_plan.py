@@ -1,5 +1,4 @@
-"""python -m lab plan: the ledger against bytes counted in real steps and against peaks measured on
-GPUs, and the command."""
+"""python -m lab plan: the ledger against bytes counted and peaks measured, and the command."""
 
 import collections
 import json
@@ -21,23 +20,15 @@ SMALL = dict(n_layer=3, n_head=4, n_embd=64, block_size=64, vocab_size=1000)
 AGAIN = dict(activation_checkpointing=True)
 
 
-@pytest.fixture(autouse=True)
-def no_micro_step_is_too_small(request, monkeypatch):
-    if "keeps" in request.node.name:
-        monkeypatch.setattr(plan, "SMALL", 0)
-        monkeypatch.setattr(kernels.cross_entropy, "SMALL", 0)
-
-
-def setting(changes, **how):
-    """(a Setting, its model on the CPU, tokens for it)."""
+def setting(changes, monkeypatch, **how):
+    """(a Setting, its model on the CPU, tokens for it); no micro-step is too small for kernels."""
+    monkeypatch.setattr(plan, "SMALL", 0)
+    monkeypatch.setattr(kernels.cross_entropy, "SMALL", 0)
     config = GPTConfig(**SMALL | {k: v for k, v in changes.items() if k != "kernels"})
     s, model = setting_of(config, 6, config.block_size, changes, **how), GPT(config)
     if s.head_loss == "fused":
         kernels.use(model, mlp=MLP, precision=Precision(s.precision, torch.device("cpu")))
     return s, model, torch.randint(config.vocab_size - 1, (6, config.block_size))
-
-
-# ------------------------------------------------------------ what autograd keeps, counted exactly
 
 
 def stored(tensors, model):
@@ -49,18 +40,15 @@ def stored(tensors, model):
 
 
 def kept_predicted(s):
-    """The same from the ledger, at the start of the backward pass: without state, and without what
-    that start adds."""
+    """The same from the ledger: before the backward pass, and without state."""
     total = 0
     for label, _, at in ledger(s):
-        share = 1
-        if label.startswith(("parameters", "AdamW", "gradients", "workspace")):
-            share = 0
-        if label.startswith("gradient of"):
-            share = 1 / 2  # and scaled
-        if label == "logits":
-            share = 1 / 2 if s.compile else 1 / 3  # eager: log-softmax and two gradients
-        total += share * at["head"]
+        if label.startswith("gradient of"):  # and scaled
+            total += at["head"] / 2
+        elif label == "logits":  # eager: log-softmax and two gradients
+            total += at["head"] / (2 if s.compile else 3)
+        elif not label.startswith(("parameters", "AdamW", "gradients", "workspace")):
+            total += at["head"]
     return total
 
 
@@ -68,8 +56,9 @@ CHANGES = [{}, AGAIN, dict(kernels="plain"), dict(attention="math"), dict(n_laye
 
 
 @pytest.mark.parametrize("changes", CHANGES, ids=str)
-def test_ledger_is_what_autograd_keeps(changes):
-    s, model, x = setting(changes, precision="fp32", device_type="cpu", compile=False)
+def test_ledger_is_what_autograd_keeps(changes, monkeypatch):
+    how = dict(precision="fp32", device_type="cpu", compile=False)
+    s, model, x = setting(changes, monkeypatch, **how)
     found = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: found.append(t) or t, lambda t: t):
         _, loss = model(x, x, reduction="sum")
@@ -78,10 +67,9 @@ def test_ledger_is_what_autograd_keeps(changes):
 
 
 @pytest.mark.parametrize("changes", [{}, dict(bf16_residual=False), AGAIN], ids=str)
-def test_ledger_is_what_the_compiled_model_keeps(changes):
-    """What torch.compile keeps and what it computes again is decided as for a GPU; code for the CPU
-    is not made."""
-    s, model, x = setting(changes)
+def test_ledger_is_what_the_compiled_model_keeps(changes, monkeypatch):
+    """What torch.compile keeps is decided as for a GPU; code for the CPU is not made."""
+    s, model, x = setting(changes, monkeypatch)
     found = []
     compiled = torch.compile(model, backend="aot_eager_decomp_partition", dynamic=False)
     with Precision("bf16", torch.device("cpu")).autocast():
@@ -93,9 +81,6 @@ def test_ledger_is_what_the_compiled_model_keeps(changes):
         todo |= {following for following, _ in node.next_functions if following is not None}
     found = [t for t in found if t.is_floating_point()]
     assert stored(found, model) == pytest.approx(kept_predicted(s), rel=0.03)
-
-
-# ---------------------------------------------------------------------------- measured on real GPUs
 
 
 def records(name):
@@ -154,42 +139,33 @@ def test_every_shape_was_measured():
     assert sum(map(len, MEASURED.values())) > 115
 
 
-# -------------------------------------------------------------------------------------- the command
-
-
 def planned(capsys, *flags):
     plan.main([str(word) for flag in flags for word in str(flag).split()])
     return " ".join(capsys.readouterr().out.split())
 
 
-def test_named_gpus():
-    for text, gpu, gib in (
-        ("h100 pcie", "H100 PCIe", 80),
-        ("NVIDIA A100-80GB", "A100", 80),
-        ("4090", "RTX 4090", 24),
-        ("Tesla T4", "T4", 15),
-        ("rtx6000 ada", "RTX 6000 Ada", 48),
-    ):
+@pytest.mark.parametrize(
+    "text, gpu, gib",
+    [
+        ("h100 pcie", "H100 PCIe", 80), ("NVIDIA A100-80GB", "A100", 80), ("4090", "RTX 4090", 24),
+        ("Tesla T4", "T4", 15), ("rtx6000 ada", "RTX 6000 Ada", 48), ("11.5 gib", None, 11.5),
+        *((wrong, None, None) for wrong in ("", "H99", "foo 24GB", "RTX 4090 Laptop 16GB", "H200 NVL")),
+    ],
+)  # fmt: skip
+def test_named_gpus(text, gpu, gib):
+    if gib:
         found = named_gpu(text)
-        assert (found.name, found.gib, found.tflops) == (gpu, gib, GPUS[gpu][0]), text
-    for text, gib in (("24GB", 24), ("11.5 gib", 11.5)):
-        assert (named_gpu(text).gib, named_gpu(text).tflops) == (gib, None)
-    for text in ("", "H99", "GB", "Voodoo 3 16MB", "foo 24GB", "RTX 4090 Laptop 16GB", "H200 NVL"):
+        assert (found.gib, found.tflops) == (gib, gpu and GPUS[gpu][0])
+    else:
         with pytest.raises(UserError, match="gpu=.* is not one of B200"):
             named_gpu(text)
 
 
 def test_no_peak_for_a_chip_that_only_shares_a_name(monkeypatch):
-    names = {
-        "NVIDIA H200": 989e12,
-        "NVIDIA H100 PCIe": 756e12,
-        "NVIDIA H200 NVL": None,
-        "NVIDIA H100 80GB HBM3 MIG 1g.10gb": None,
-        "NVIDIA GeForce RTX 4090 Laptop GPU": None,
-    }
-    for name, peak_of_it in names.items():
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
-        assert peak_flops(torch.device("cuda")) == peak_of_it, name
+    others = ("H200 NVL", "H100 80GB HBM3 MIG 1g.10gb", "GeForce RTX 4090 Laptop GPU")
+    for name, tflops in (("H200", 989), ("H100 PCIe", 756), *((other, None) for other in others)):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: f"NVIDIA {name}")
+        assert peak_flops(torch.device("cuda")) == (tflops and tflops * 1e12), name
 
 
 def test_verdict(capsys):
@@ -199,43 +175,46 @@ def test_verdict(capsys):
     text = planned(capsys, xl)
     assert "batch_size=8 fits, with 0.0 GiB left" in text and "the largest that fits is 8;" in text
     again = int(text.split("with --activation_checkpointing it is ")[1].split(".")[0])
-    assert 8 < again <= 64
     text = planned(capsys, xl, "--batch_size 16")
     assert "batch_size=16 does not fit" in text and "speed" not in text
     text = planned(capsys, xl, f"--batch_size {again} --activation_checkpointing")
-    assert f"batch_size={again} fits" in text
+    assert f"batch_size={again} fits" in text and again > 8
     assert "without --activation_checkpointing it is 8." in text
     text = planned(capsys, "--preset gpt2-xl --gpu 24GB")
-    assert "does not fit, 7.9 GiB are missing" in text and "None fits, with" in text
+    assert "does not fit, 7.9 GiB are missing" in text
     flags = "--gpus 2 --parallel fsdp2 --activation_checkpointing"
     assert text.endswith(f"2 such GPUs would: {flags}.")
     assert " fits, with" in planned(capsys, f"--preset gpt2-xl --gpu 24GB {flags}")
 
 
 def test_time_and_money(capsys):
-    flags = "--gpu H100 --max_steps 1000"
-    one = planned(capsys, flags, "--mfu 0.5 --price 2")
-    assert "preset gpt2" in one
+    flags = "--gpu H100 --max_steps 1000 --mfu 0.5"
+    one = planned(capsys, flags, "--price 2")
     tok_per_s = 0.5 * 989e12 / 855.37e6
     hours = 1000 * 524288 / tok_per_s / 3600
-    assert f"{tok_per_s / 1000:,.0f}," in one and f"{60 * hours:.1f} minutes" in one
-    assert f"${2 * hours:.2f}" in one
-    eight = planned(capsys, flags, "--gpus 8 --mfu 0.5")
+    said = (
+        "preset gpt2",
+        f"{tok_per_s / 1000:,.0f},",
+        f"{60 * hours:.1f} minutes",
+        f"${2 * hours:.2f}",
+    )
+    assert all(text in one for text in said), one
+    eight = planned(capsys, flags, "--gpus 8")
     found = int(eight.split("speed ")[1].split(" tokens/s")[0].replace(",", ""))
     assert found == pytest.approx(8 * plan.SCALING["ddp"] * tok_per_s, rel=1e-4)
     assert "micro-steps 1 x sequences 64 x tokens 1024 x GPUs 8" in eight
     # checkpointed, each block's forward pass is made twice
-    again = planned(capsys, flags, "--mfu 0.5 --activation_checkpointing")
+    again = planned(capsys, flags, "--activation_checkpointing")
     flops = 855.37e6 + 2 * 12 * 12 * 768**2 + 4 * 12 * 768 * 1024
     assert f"{0.5 * 989e12 / flops / 1000:,.0f}," in again
     assert "no forecast" in planned(capsys, "--gpu 80GB")
-
-
-def test_shares(capsys):
-    flags = "--preset gpt2-xl --gpu H200 --gpus 4 --batch_size 16 --total_batch_size 65536"
-    ddp, shares = planned(capsys, flags), planned(capsys, flags, "--parallel zero1")
-    assert "8 P /4" not in ddp and "4 GPUs count as 3.80" in ddp
-    assert "8 P /4" in shares and "4 GPUs count as 3.88" in shares
+    four = "--preset gpt2-xl --gpu H200 --gpus 4 --batch_size 16 --total_batch_size 65536"
+    for flags, moments, many in (
+        ("", "two moments", "3.80"),
+        ("--parallel zero1", "8 P /4", "3.88"),
+    ):
+        text = planned(capsys, four, flags)
+        assert moments in text and f"4 GPUs count as {many}" in text
 
 
 @pytest.mark.parametrize(
@@ -258,20 +237,3 @@ def test_measured_here(capsys, tmp_path, monkeypatch):
     text = planned(capsys, flags, "--total_batch_size 256")
     assert "fits" in text and "measured now" in text and "minutes for 1,000 steps" in text
     assert "$" not in text and not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    "flags, said",
-    [
-        ("--gpu Voodoo", "gpu=Voodoo is not one of"),
-        ("--gpu A100 --fp8 head", "fp8=head needs an RTX 40, H100 or newer, not A100"),
-        ("--gpus 0", "gpus=0 must be 1 or more"),
-        ("--mfu 40", "mfu=40 must be a share.*--mfu 0.4 is 40 %"),
-        ("--gpu H100 --gpus 3", "total_batch_size=524288 must be a multiple"),
-        ("--gpus 2 --device cpu", "gpus=2 needs a GPU here"),
-        ("--preset gpt2 --n_embd 700 --gpu H100", "n_embd=700 must be divisible"),
-    ],
-)
-def test_bad_input(flags, said):
-    with pytest.raises(UserError, match=said):
-        plan.main(flags.split())

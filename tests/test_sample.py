@@ -1,16 +1,14 @@
-"""Generating text: the cache changes nothing, characters come whole, and the command does as it
-says."""
+"""Generating text: the cache changes nothing, characters come whole, and the command."""
 
 import html
 import io
 import os
 import re
-import subprocess
 import sys
 
 import pytest
 import torch
-from conftest import ROOT, VOCAB, clean_env, run_python
+from conftest import ROOT, VOCAB, Process, run_python
 from test_weights import saved, tiny_gpt
 
 import sample
@@ -42,15 +40,11 @@ def draw(model, idx, n, use_cache=True, **how):
     return torch.stack(list(tokens), dim=1)
 
 
-# ---------------------------------------------------------------------------------------- the cache
+HOW = [dict(temperature=0), {}, dict(temperature=0.8, top_k=20), dict(temperature=1.3, top_p=0.7)]
 
 
 @pytest.mark.parametrize("changes", [{}, {"attention": "math"}, {"document_mask": True}], ids=str)
-@pytest.mark.parametrize(
-    "how",
-    [dict(temperature=0), {}, dict(temperature=0.8, top_k=20), dict(temperature=1.3, top_p=0.7)],
-    ids=["greedy", "plain", "top_k", "top_p"],
-)
+@pytest.mark.parametrize("how", HOW, ids=str)
 def test_cached_and_uncached_give_the_same_tokens(changes, how):
     """For several rows, and over 60 tokens: the window of 16 is full many times."""
     model = noisy_gpt(**changes)
@@ -110,9 +104,6 @@ def test_sample_token_by_hand():
         assert torch.allclose(got, expected, atol=0.015) and not got[expected == 0].any(), how
 
 
-# ----------------------------------------------------------------------------------------- the text
-
-
 def written(model, prompt, seed=1, **how):
     """(Texts, the pieces that were written) of a byte model."""
     pieces, cfg = [], Config(**how)
@@ -130,22 +121,9 @@ def test_characters_come_whole(name, gpt2_files):
     assert "" in pieces  # some tokens end within a character, in both vocabularies
 
 
-def test_the_end_of_a_text():
-    """Half a character at the end becomes U+FFFD, and nothing follows end-of-text."""
-    text = Text(get_tokenizer("bytes"))
-    for token in (*"aé".encode()[:2], 256):
-        text.add(token)
-    assert text.text == "a\ufffd" and text.end() == "" and text.ended and text.count == 3
-    for count in (1, 3):
-        texts, pieces = written(always(256), "abc", max_new_tokens=50, num_samples=count)
-        assert [t.text for t in texts] == [""] * count and pieces == ["abc"]
-        texts, pieces = written(always(ord("x")), "abc", max_new_tokens=50, num_samples=count)
-        assert [t.text for t in texts] == ["x" * 50] * count and pieces == ["abc"] + ["x"] * 50
-
-
 def test_each_sample_ends_for_itself():
     """A row that has ended is not added to while the others go on; the first is what was
-    streamed."""
+    streamed; half a character at the end becomes U+FFFD."""
     model = noisy_gpt()
     with torch.no_grad():  # end-of-text often
         model.transformer.ln_f.bias.copy_(3 * model.transformer.wte.weight[256])
@@ -186,8 +164,7 @@ def test_a_runs_first_sample_notes_how_likely_its_tokens_were():
     text = draw_samples(model, tokenizer, "ab", 40, seed=5, shades=shades)[0]
     assert ("ab" + "".join(t["text"] for t in shades)).rstrip("\n-\ufffd") in printable(text)
     idx = torch.tensor([[256, *b"ab"]] * 2)
-    how = dict(temperature=0.8, top_k=50, generator=torch.Generator().manual_seed(5))
-    drawn = torch.stack(list(model.generate(idx, 40, **how)), dim=1)[:1]  # (1, 40)
+    drawn = draw(model, idx, 40, temperature=0.8, top_k=50)[:1]  # (1, 40)
     probs = model(torch.cat([idx[:1], drawn], dim=1))[0][0, 2:-1].softmax(-1)  # (40, 257)
     expected = probs.gather(1, drawn.T)[:, 0].tolist()
     assert [t["p"] for t in shades] == pytest.approx(expected, abs=1e-5)
@@ -195,7 +172,11 @@ def test_a_runs_first_sample_notes_how_likely_its_tokens_were():
     assert torch.tensor(likeliest).allclose(probs.topk(5).values, atol=1e-4)
 
 
-# -------------------------------------------------------------------------------------- the command
+def test_a_runs_samples_have_its_seed_and_end_where_their_text_does():
+    how = noisy_gpt(), get_tokenizer("bytes"), "ab", 20
+    a, b, c = (draw_samples(*how, seed=seed) for seed in (5, 5, 6))
+    assert a == b != c
+    assert draw_samples(always(256), *how[1:], seed=5) == ["ab", "ab"]
 
 
 @pytest.fixture
@@ -231,53 +212,23 @@ def test_samples_prompts_and_seeds(runs, monkeypatch, capfd):
     assert out == "onezzz\ntwozzz\n" and err.count("tok/s") == 2
     assert call(capfd, "", "--model", "old", "--max_new_tokens", 3)[0] == "zzz\n"  # no prompt
     first, err = call(capfd, "ab")
-    # what is shown repeats the text, though it was drawn
-    seed = err.split("seed ")[1].split("]")[0]
+    seed = err.split("seed ")[1].split("]")[0]  # shown, though it was drawn
     assert call(capfd, "ab", "--seed", seed)[0] == first != call(capfd, "ab")[0]
 
 
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        ("ab --temperature nan", "temperature=nan must be a number, 0 (likeliest token) or more"),
-        ("ab --top_p 1.5", "top_p=1.5 must be above 0"),
-        ("ab --seed 99999999999999999999", "seed=99999999999999999999 must be 0 or more and less"),
-        ("ab --html /proc/p.html", "/proc/p.html cannot be written"),
-        ("a" * 64, "a prompt of 65 tokens is longer than the model's context, block_size=64"),
-        ("ab --model odd.pt", "no tokenizer has 101 ids"),
-        ("ab --log_dir empty", "no run with a checkpoint in empty"),
-    ],
-)
-def test_bad_input_is_one_sentence(tmp_path, runs, flags, message, capfd):
-    saved(noisy_gpt(vocab_size=101), tmp_path / "odd.pt")
-    with pytest.raises(UserError) as error:
-        sample.main(flags.split())
-    assert message in str(error.value) and "\n" not in str(error.value)
-    assert capfd.readouterr().out == ""
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
-def test_asks_on_a_terminal(tmp_path, runs):
-    import pty
-
-    terminal, theirs = pty.openpty()
-    command = f"{ROOT}/sample.py --model log/old --max_new_tokens 3".split()
-    pipes = dict(stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    process = subprocess.Popen([sys.executable, *command], cwd=tmp_path, env=clean_env(), **pipes)
-    os.write(terminal, b"one\n" + b"a" * 16 + b"\ntwo\n\n")
-    out, err = process.communicate(timeout=120)
-    os.close(terminal), os.close(theirs)
-    assert (process.returncode, out) == (0, "onezzz\ntwozzz\n"), err
-    assert err.count("prompt (empty line ends): ") == 4
-    assert "a prompt of 17 tokens is longer" in err  # and the next one is asked for
+def test_asks_on_a_terminal(runs, ask_sample):
+    process = ask_sample("--model", "log/old", "--max_new_tokens", 3)
+    process.type("one\n" + "a" * 16 + "\ntwo\n\n")
+    assert process.wait() == 0 and process.stdout == "onezzz\ntwozzz\n", process.stderr
+    assert process.stderr.count("prompt (empty line ends): ") == 4
+    assert "a prompt of 17 tokens is longer" in process.stderr  # and the next one is asked for
 
 
 def test_a_reader_that_leaves(tmp_path, runs):
     """`sample.py ... | head` ends without a traceback."""
-    command = f"{ROOT}/sample.py hello --model old --max_new_tokens 99999".split()
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    process = subprocess.Popen([sys.executable, *command], cwd=tmp_path, env=clean_env(), **pipes)
-    assert process.stdout.read(5) == b"hello"
-    process.stdout.close()
-    assert process.stderr.read() == b""
-    process.wait(timeout=120)
+    os.mkfifo(pipe := tmp_path / "pipe")
+    flags = "hello --model old --max_new_tokens 99999".split()
+    process = Process(ROOT / "sample.py", *flags, cwd=tmp_path, out=pipe)
+    with open(pipe) as reader:
+        assert reader.read(5) == "hello"
+    assert process.wait() == 1 and process.stderr == ""

@@ -1,19 +1,17 @@
 """lab serve over real HTTP, with OpenAI's own client; and a conversation in a terminal."""
 
 import concurrent.futures
+import functools
 import http.client
+import itertools
 import json
-import os
 import signal
-import subprocess
-import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, Process, clean_env, wait_for
+from conftest import ROOT, Process, wait_for
 from test_sample import always, noisy_gpt
 from test_weights import saved
 
@@ -24,6 +22,7 @@ from lab.data.tokenizers import get_tokenizer
 from lab.generate import KVCache, compiled, generate
 from lab.kernels.int8 import Int8Linear, use_int8
 from lab.stream import pieces, scored
+from lab.tools import serve
 
 BYTES = get_tokenizer("bytes")
 EVIL = '<img src=x onerror=alert(1)></script><script>alert("é")</script>\x1b[2J\x00\x07\u202e{{ about }}'
@@ -40,34 +39,28 @@ class Server:
         self.port = int(self.process.stdout.split("127.0.0.1:")[1].split()[0])
         self.url = f"http://127.0.0.1:{self.port}"
 
-    def send(self, path, body=None, method=None, **headers):
-        """(status, text) of the answer. body: what becomes JSON, or bytes as they are."""
+    def begin(self, path, body=None, **headers):
+        """The answer, to be read. body: what becomes JSON, or bytes as they are."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
-        if not isinstance(body, bytes | None):
-            body = json.dumps(body).encode()
+        body = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"} | headers
-        connection.request(method or ("GET" if body is None else "POST"), path, body, headers)
-        answer = connection.getresponse()
-        text = answer.read().decode()
-        connection.close()
-        return answer.status, text
+        connection.request("GET" if body is None else "POST", path, body, headers)
+        return connection.getresponse()
+
+    def send(self, path, body=None, **headers):
+        """(status, text) of the answer."""
+        with self.begin(path, body, **headers) as answer:
+            return answer.status, answer.read().decode()
 
     def lines(self, **ask):
         status, text = self.send("/generate", ask)
         assert status == 200, text
-        return [json.loads(line) for line in text.splitlines()]
+        return list(map(json.loads, text.splitlines()))
 
     def write(self, **ask):
         """(scored, pieces) of /generate."""
         first, *rest = self.lines(**ask)
         return first["scored"], [piece for line in rest for piece in line["pieces"]]
-
-    def begin(self, **ask):
-        """The answer of /generate, to be read."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
-        kind = {"Content-Type": "application/json"}
-        connection.request("POST", "/generate", json.dumps(ask), kind)
-        return connection.getresponse()
 
     def leave(self, answer):
         """Hang up before the answer's end."""
@@ -128,15 +121,14 @@ def test_completions_through_openais_client(server, client):
     assert choice.logprobs.token_logprobs == pytest.approx(own, abs=1e-4)
     top = sorted(choice.logprobs.top_logprobs[0].values(), reverse=True)
     assert top == pytest.approx(rows[0].topk(3).values.tolist(), abs=1e-4)
-    parts = list(client.completions.create(**ask, stream=True))
-    assert "".join(part.choices[0].text for part in parts) == choice.text
-    assert [part.choices[0].finish_reason for part in parts][-1] == "length"
-    offsets = [o for part in parts for o in part.choices[0].logprobs.text_offset]
+    parts = [part.choices[0] for part in client.completions.create(**ask, stream=True)]
+    assert "".join(part.text for part in parts) == choice.text
+    assert parts[-1].finish_reason == "length"
+    offsets = [offset for part in parts for offset in part.logprobs.text_offset]
     assert offsets == choice.logprobs.text_offset
-    drawn = dict(model=name, prompt=[256, 97], max_tokens=20, seed=3, top_p=0.9)
-    again = [client.completions.create(**drawn).choices[0].text for _ in range(2)]
-    assert again[0] == again[1]
-    assert client.completions.create(**drawn | {"seed": 4}).choices[0].text != again[0]
+    drawn = dict(model=name, prompt=[256, 97], max_tokens=20, top_p=0.9)
+    a, b, c = (client.completions.create(**drawn, seed=s).choices[0].text for s in (3, 3, 4))
+    assert a == b != c
 
 
 def test_chat_through_openais_client(server, client):
@@ -189,31 +181,21 @@ def test_the_oldest_messages_are_dropped_and_that_is_said(server):
     assert BYTES.decode(ids[1:]).startswith("System: S\n\nUser: word word\n\n") and dropped == 6
 
 
-BAD = [
-    (dict(prompt="a" * 64), "a prompt of 65 tokens is longer than the model's context of 64"),
-    (
-        dict(prompt="a", temperature=-1),
-        "temperature=-1: Input should be greater than or equal to 0",
-    ),
-    (b'{"prompt": "a", "temperature": NaN}', "temperature=nan: Input should be a finite number"),
-    (dict(prompt="a", top_p=0), "top_p=0: Input should be greater than 0"),
-    (dict(prompt="a", top_k=-3), "top_k=-3:"),
-    (dict(prompt="a", top_k=1.5), "top_k=1.5:"),
-    (dict(prompt="a", seed=2**40), f"seed={2**40}: Input should be less than"),
-    (dict(prompt="a", max_tokens=10**9), "max_tokens=1000000000: Input should be less than"),
-    (dict(prompt="a", max_tokens="no number"), "max_tokens='no number'"),
-    (dict(prompt=[300]), "token 300 is not one of this model's, 0 to 256"),
-    (dict(prompt="a", stop=[""]), "stop.0=''"),
-    (dict(messages=[dict(role="x", content="")]), "with role 'x'"),
-    (dict(messages=[dict(role="user", content="a" * 64)]), "the newest message takes"),
-    (dict(messages=[]), "messages=[]"),
-    (b"[" * 60000, "parsing the body"),
-    (b"{}x", "JSON"),
-    (b"\xff", "parsing the body"),
-]
-
-
-@pytest.mark.parametrize("body, sentence", BAD, ids=[sentence[:20] for _, sentence in BAD])
+@pytest.mark.parametrize(
+    "body, sentence",
+    [
+        (dict(prompt="a" * 64), "a prompt of 65 tokens is longer than the model's context of 64"),
+        (dict(prompt="a", temperature=-1), "temperature=-1: Input should be greater than or equal to 0"),
+        (b'{"prompt": "a", "temperature": NaN}', "temperature=nan: Input should be a finite number"),
+        (dict(prompt="a", max_tokens=10**9), "max_tokens=1000000000: Input should be less than"),
+        (dict(prompt="a", stop=[""]), "stop.0=''"), (dict(prompt="a", top_p=0), "top_p=0:"),
+        (dict(prompt="a", seed=2**40), f"seed={2**40}:"), (dict(messages=[]), "messages=[]"),
+        (dict(prompt=[300]), "token 300 is not one of this model's, 0 to 256"),
+        (dict(messages=[dict(role="x", content="")]), "with role 'x'"),
+        (dict(messages=[dict(role="user", content="a" * 64)]), "the newest message takes"),
+        (b"[" * 60000, "parsing the body"), (b"{}x", "JSON"), (b"\xff", "parsing the body"),
+    ],
+)  # fmt: skip
 def test_bad_numbers_and_long_prompts_are_refused_with_a_sentence(server, body, sentence):
     status, text = server.send("/generate", body)
     message = json.loads(text)["error"]["message"]
@@ -222,11 +204,10 @@ def test_bad_numbers_and_long_prompts_are_refused_with_a_sentence(server, body, 
 
 def test_no_request_is_large_and_no_path_reads_a_file(server):
     assert server.send("/generate", dict(prompt="a" * 70_000))[0] == 413
-    files = ("etc/passwd", "serve.py", "lab/tools/serve.py", "log/r/model_000010.pt", "docs")
-    for file in (*files, "openapi.json", "static/x", "favicon.ico"):
-        ways = ("/", "//", "/../", "/" + "../" * 9, "/%2e%2e/" * 5)
-        for way in (*ways, "/generate/../../", "/v1/models/"):
-            assert server.send(way + file)[0] in (400, 404, 405), way + file
+    files = ("etc/passwd", "lab/tools/serve.py", "log/r/model_000010.pt", "docs", "openapi.json")
+    ways = ("/", "//", "/" + "../" * 9, "/%2e%2e/" * 5, "/generate/../../", "/v1/models/")
+    for path in map("".join, itertools.product(ways, files)):
+        assert server.send(path)[0] in (400, 404, 405), path
     assert server.send("file:///etc/passwd")[0] in (400, 404)
     for host in ("evil.example", "127.0.0.1.evil.example"):  # a name that leads here
         assert server.send("/v1/models", Host=host)[0] == 400
@@ -244,7 +225,7 @@ def test_fifty_at_once(server):
         if i % 10 == 9:
             return server.send("/v1/completions", dict(prompt="a" * 99))[0] == 400
         if i % 10 == 8:
-            return server.leave(server.begin(**ask | {"max_tokens": 4000})) is None
+            return server.leave(server.begin("/generate", ask | {"max_tokens": 4000})) is None
         return server.write(**ask)[1] == alone
 
     with concurrent.futures.ThreadPoolExecutor(50) as threads:
@@ -258,20 +239,18 @@ def test_turns_are_fair_and_who_leaves_is_not_computed_for(server):
     t0 = time.perf_counter()
     server.write(prompt="a", max_tokens=300)
     each = (time.perf_counter() - t0) / 300
-    answer = server.begin(prompt="a", max_tokens=2000)
+    answer = server.begin("/generate", dict(prompt="a", max_tokens=2000))
     answer.readline()  # it has its turn
-    reader = threading.Thread(target=answer.read)
-    reader.start()
-    server.write(prompt="b", max_tokens=20)
-    assert reader.is_alive(), "the short one waited for the long one"
-    reader.join()
-    ask = dict(prompt="a", max_tokens=4000)
     with concurrent.futures.ThreadPoolExecutor(50) as threads:
-        all = list(threads.map(lambda _: server.begin(**ask), range(100)))
+        long = threads.submit(answer.read)
+        server.write(prompt="b", max_tokens=20)
+        assert not long.done(), "the short one waited for the long one"
+        long.result()
+        ask = dict(prompt="a", max_tokens=4000)
+        all = list(threads.map(lambda _: server.begin("/generate", ask), range(100)))
     status, text = server.send("/generate", ask)
     assert status == 503 and "100 texts are being written or wait" in text
-    for answer in all:
-        server.leave(answer)
+    list(map(server.leave, all))
     t0 = time.perf_counter()
     server.write(prompt="b", max_tokens=20)
     assert time.perf_counter() - t0 < 4000 * each, "it waited for texts that nobody reads"
@@ -280,57 +259,43 @@ def test_turns_are_fair_and_who_leaves_is_not_computed_for(server):
 # ------------------------------------------------------------------------------------ parts by hand
 
 
-def test_a_stop_is_cut_off_wherever_it_lies_in_tokens():
-    class Says:
-        """Writes a text, whatever came before."""
+@pytest.mark.parametrize(
+    "text, stops, n, shown, end",
+    [
+        ("one two", (), 99, "one two", "stop"),
+        ("one two", (), 4, "one ", "length"),
+        ("one\n\nUser: x", ("\n\nUser:",), 99, "one", "stop"),
+        ("one\n\nUs", ("\n\nUser:",), 99, "one\n\nUs", "stop"),
+        ("a\n\n\nUser:", ("\n\nUser:", "zz"), 99, "a\n", "stop"),
+        ("User:", ("User:",), 99, "", "stop"),
+        ("aé日x", (), 3, "aé", "length"),
+        ("aé", (), 2, "a\ufffd", "length"),
+    ],
+)
+def test_a_stop_is_cut_off_wherever_it_lies_in_tokens(monkeypatch, text, stops, n, shown, end):
+    def says(model, idx, n, **how):
+        for token in [*text.encode(), 256][:n]:
+            yield torch.tensor([token]), torch.eye(257)[[token]]
 
-        def __init__(self, text):
-            self.model, self.text = always(0), list(text.encode()) + [256]
-
-        def generate(self, model, idx, n, **how):
-            for token in self.text[:n]:
-                logits = torch.full((1, 257), -9.0)
-                logits[0, token] = 0
-                yield torch.tensor([token]), logits
-
-    def said(text, *stop, n=99):
-        says = Says(text)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("lab.stream.generate", says.generate)
-            all = list(pieces(says.model, BYTES, [256], n, stop=stop))
-        assert all[-1]["end"] and not any(piece["end"] for piece in all[:-1])
-        return "".join(piece["text"] for piece in all), all[-1]["end"]
-
-    assert said("one two") == ("one two", "stop")
-    assert said("one two", n=4) == ("one ", "length")
-    assert said("one\n\nUser: x", "\n\nUser:") == ("one", "stop")
-    assert said("one\n\nUs", "\n\nUser:") == ("one\n\nUs", "stop")
-    assert said("a\n\n\nUser:", "\n\nUser:", "zz") == ("a\n", "stop")
-    assert said("User:", "User:") == ("", "stop")
-    assert said("aé日x", n=3) == ("aé", "length") and said("aé", n=2) == ("a\ufffd", "length")
+    monkeypatch.setattr("lab.stream.generate", says)
+    *before, last = pieces(always(0), BYTES, [256], n, stop=stops)
+    assert not any(piece["end"] for piece in before) and last["end"] == end
+    assert "".join(piece["text"] for piece in [*before, last]) == shown
 
 
-def test_a_compiled_step_and_a_used_cache_change_no_token(monkeypatch):
-    """The step itself, not compiled: what is compiled agrees in test_compiled_for_real."""
-    monkeypatch.setattr(generating.torch, "compile", lambda step, **how: step)
-    for changes in ({}, {"document_mask": True}, {"attention": "math"}):
+@pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_compiled_step_and_a_used_cache_change_no_token(monkeypatch, real):
+    """The step itself; slow: compiled."""
+    if not real:
+        monkeypatch.setattr(generating.torch, "compile", lambda step, **how: step)
+    for changes in [{}] if real else [{}, {"document_mask": True}, {"attention": "math"}]:
         model = noisy_gpt(**changes)
         cache = KVCache(16, compiled(model))
-        for prompt in (1, 5, 16):
-            idx = torch.randint(257, (3, prompt))
+        for prompt in (5, 5) if real else (1, 5, 16):
+            idx = torch.randint(257, (1 if real else 3, prompt))
             plain = [token.tolist() for token, _ in generate(model, idx, 24, temperature=0)]
             how = dict(temperature=0, cache=cache)
             assert [token.tolist() for token, _ in generate(model, idx, 24, **how)] == plain
-
-
-@pytest.mark.slow
-def test_compiled_for_real():
-    model = noisy_gpt()
-    cache, idx = KVCache(16, compiled(model)), torch.randint(257, (1, 5))
-    plain = [token.item() for token, _ in generate(model, idx, 40, temperature=0)]
-    for _ in range(2):
-        got = [token.item() for token, _ in generate(model, idx, 40, temperature=0, cache=cache)]
-        assert got == plain
 
 
 def test_int8_is_off_by_rounding_alone():
@@ -344,8 +309,6 @@ def test_int8_is_off_by_rounding_alone():
 
 
 def test_a_missing_package_is_one_sentence(monkeypatch):
-    from lab.tools import serve
-
     monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
         UserError, match="fastapi and uvicorn must be installed .*requirements-serve"
@@ -356,29 +319,21 @@ def test_a_missing_package_is_one_sentence(monkeypatch):
 # ------------------------------------------------------------------------------------ in a terminal
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
-def test_chat_in_the_terminal(tmp_path):
+def test_chat_in_the_terminal(tmp_path, ask_sample):
     """An answer as it comes; Ctrl-C ends it and not the program; what no longer fits is said."""
-    import pty
-
     saved(always(ord("z"), block_size=64), tmp_path / "log/r/model_000010.pt")
-    terminal, theirs = pty.openpty()
-    command = [sys.executable, str(ROOT / "sample.py"), "--chat", "--max_new_tokens", "100000"]
-    process = subprocess.Popen(
-        command, cwd=tmp_path, env=clean_env(), stdin=theirs, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )  # fmt: skip
-    try:
-        for _ in range(2):
-            os.write(terminal, b"hi\n")
-            assert process.stdout.read(5) == b"zzzzz"
-            process.send_signal(signal.SIGINT)
-            process.stdout.readline()
-        os.write(terminal, b"a" * 80 + b"\n\n")
-        out, err = process.communicate(timeout=120)
-    finally:
-        process.kill()
-        os.close(terminal), os.close(theirs)
-    assert (process.returncode, out) == (0, b""), err.decode()
-    assert err.count(b"[stopped]") == 2 and b"the newest message takes 99 tokens" in err
-    assert b"[the oldest 2 messages no longer fit and are left out]" in err
+    process = ask_sample("--chat", "--max_new_tokens", 100000)
+
+    def answer_begins(turn):
+        said = process.stdout
+        return said.count("\n") == turn and said.endswith("zzzzz")
+
+    for turn in (0, 1):
+        process.type("hi\n")
+        wait_for(functools.partial(answer_begins, turn), process)
+        process.signal(signal.SIGINT)
+    process.type("a" * 80 + "\n\n")
+    assert process.wait() == 0 and {*process.stdout} == {"z", "\n"}, process.stderr
+    assert process.stderr.count("[stopped]") == 2
+    assert "the newest message takes 99 tokens" in process.stderr
+    assert "[the oldest 2 messages no longer fit and are left out]" in process.stderr

@@ -3,8 +3,6 @@
 python -m pytest -m slow tests/test_serve_browser.py
 """
 
-import time
-
 import pytest
 import test_browser
 from test_sample import noisy_gpt
@@ -101,30 +99,6 @@ def test_a_runner_up_is_taken_and_gone_on_from(tab, shots):
     tab.page.screenshot(path=shots / "serve_numbers.png")
 
 
-def test_two_tabs_take_turns_and_a_dead_one_is_left(chromium, server, tab):
-    others = [Page(chromium, server) for _ in range(5)]
-    for other in others:
-        other.set(max_tokens=4000)
-        other.write("a")
-    tab.set(max_tokens=20)
-    for other in others[:2]:
-        other.page.wait_for_function("() => document.querySelectorAll('#out > .t').length > 5")
-    for other in others:
-        assert other.wrong == [] and other.count() < 4000
-        other.page.close()
-    t0 = time.monotonic()
-    tab.write("b")
-    assert len(tab.done()) <= 20 and time.monotonic() - t0 < 10
-    second = Page(chromium, server)
-    second.set(max_tokens=1000)
-    second.write("a")
-    second.page.wait_for_function("() => document.querySelectorAll('#out > .t').length > 5")
-    tab.write("b")
-    tab.done()
-    assert second.count() < 1000  # the short text came between
-    second.page.close()
-
-
 def test_a_hostile_prompt_is_text(tab):
     tab.set(max_tokens=3)
     tab.write(EVIL)
@@ -141,18 +115,8 @@ def test_a_hostile_prompt_is_text(tab):
 
 
 def test_a_sentence_for_what_cannot_be(tab):
-    def refused(name, value):
-        tab.set(**{name: value})
-        tab.write("a")
-        tab.page.wait_for_selector("#error", state="visible")
-        return tab.page.inner_text("#error")
-
-    assert "temperature=-1" in refused("temperature", -1)
-    tab.set(temperature=1)
     tab.write("a" * 300)
-    tab.page.wait_for_function(
-        "() => document.getElementById('error').innerText.includes('301 tokens')"
-    )
+    tab.page.wait_for_selector("#error:has-text('301 tokens')")
     tab.wrong[:] = [text for text in tab.wrong if "400 (Bad Request)" not in text]
 
 

@@ -6,7 +6,7 @@ import chats
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, difference, read_run, run_python, train_here, write_shards
+from conftest import ROOT, difference, read_run, succeed, train_here, write_shards
 
 from lab import models
 from lab.data import get_tokenizer
@@ -44,15 +44,13 @@ def tuned(tmp_path_factory):
     flags = "--preset sft --init_from base --data chats.jsonl --device cpu --total_batch_size 1088 "
     flags += "--max_steps 2 --lr 1e-3 --eps 1e-3 --sample_every 0 --log_every 1 --run_name"
     for name, batch_size in (("few", 1), ("many", 17)):
-        command = [ROOT / "train_gpt2.py", *flags.split(), name, "--batch_size", batch_size]
-        done = run_python(*command, cwd=folder)
-        assert done.returncode == 0, done.stderr
-    return folder, pairs, done.stdout + done.stderr
+        more = (name, "--batch_size", batch_size)
+        said = succeed("train_gpt2.py", *flags.split(), *more, cwd=folder)
+    return folder, pairs, said
 
 
 def test_only_answers_teach_averaged_over_the_step(tuned):
-    """In one micro-step and in seventeen, whose answers are not alike; no held-out line among
-    them."""
+    """In one micro-step and in seventeen, of other answers; no held-out line among them."""
     folder, pairs, _ = tuned
     base = models.load(str(folder / "log/base"))
     few, many = (read_run(folder / "log" / name) for name in ("few", "many"))
@@ -74,22 +72,19 @@ def test_the_shape_is_that_of_the_model_it_starts_from(tuned):
     _, model_config, cfg = settings.parse_flags([*flags, "--n_head", "2"], PRESETS, "")
     assert (model_config.n_head, model_config.n_embd) == (2, 32), "what is typed stands"
     assert cfg.lr == pytest.approx(2e-4 * (768 / 32) * 12**0.5, rel=1e-3), "its width and depth"
-    more = "--resume --run_name few --max_steps 3".split()
-    more = run_python(ROOT / "train_gpt2.py", *more, cwd=folder)
-    assert more.returncode == 0, more.stderr
+    succeed("train_gpt2.py", *"--resume --run_name few --max_steps 3".split(), cwd=folder)
     assert read_run(folder / "log/few").checkpoints[3]["step"] == 3
 
 
 def test_the_measure_is_the_trainers_on_the_held_out_tenth(tuned):
     folder, pairs, _ = tuned
     flags = ("base", "many", "--data", "chats.jsonl", "--device", "cpu", "--out", "out.jsonl")
-    done = run_python(ROOT / "bench/chats.py", *flags, "--show", 2, cwd=folder)
-    assert done.returncode == 0, done.stderr
+    said = succeed("bench/chats.py", *flags, "--show", 2, cwd=folder)
     records = [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
     losses = read_run(folder / "log/many").val
     assert [r["loss"] for r in records] == pytest.approx([losses[0], losses[2]], abs=1e-4)
     assert records[0]["answers"] == 2 and records[0]["left_out"] == 0
-    assert all(f"{q}\n" in done.stdout and f"wanted: {a}" in done.stdout for q, a in pairs[::10])
+    assert all(f"{q}\n" in said and f"wanted: {a}" in said for q, a in pairs[::10])
 
 
 def test_scores_by_hand():

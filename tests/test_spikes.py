@@ -1,8 +1,8 @@
-"""Spikes of the gradient: found at their step and nowhere else, noted, left out to the bit, made
-again."""
+"""Spikes of the gradient: found at their step alone, noted, left out to the bit, made again."""
 
 import json
 import math
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -10,11 +10,13 @@ import torch
 from conftest import (
     ROOT,
     TINY_RUN,
+    differing_parts,
     driver,
     equal_bits,
     of_kind,
     read_run,
     run_python,
+    succeed,
     train_here,
     write_shards,
 )
@@ -48,22 +50,37 @@ def bad_shards(tmp_path):
     return folder
 
 
-def spike_file(run_dir, step=STEP):
-    assert [p.stem for p in run_dir.glob("spike_*.json")] == [f"spike_{step:06d}"]
-    return json.loads((run_dir / f"spike_{step:06d}.json").read_text())
+def spike_file(run_dir):
+    (path,) = run_dir.glob("spike_*.json")
+    assert path.stem == f"spike_{STEP:06d}"
+    return json.loads(path.read_text())
 
 
-def plant(monkeypatch, factor, step=STEP):
-    """The gradient of one step is so many times as long."""
+def spike_steps(run, *fields):
+    return [(e["step"], *(e.get(field) for field in fields)) for e in of_kind(run, "spike")]
+
+
+def plant(monkeypatch, factor, *steps):
+    """The gradients of these steps (STEP) are so many times as long."""
     real = train_gpt2.Run.clip_grad_norm
 
     def planted(run, max_norm):
-        if run.step + 1 == step:
-            for p in run.raw_model.parameters():
-                p.grad *= factor
+        if run.step + 1 in (steps or (STEP,)):
+            torch._foreach_mul_([p.grad for p in run.raw_model.parameters()], factor)
         return real(run, max_norm)
 
     monkeypatch.setattr(train_gpt2.Run, "clip_grad_norm", planted)
+
+
+def leave_out(monkeypatch, step=STEP):
+    """The optimizer is not called at one step."""
+    calls, real = [], torch.optim.AdamW.step
+
+    def some(optimizer, closure=None):
+        calls.append(1)
+        return None if len(calls) == step else real(optimizer, closure)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", some)
 
 
 def test_score_is_the_distance_from_the_median_in_deviations():
@@ -80,15 +97,13 @@ def test_score_is_the_distance_from_the_median_in_deviations():
 
 
 @pytest.mark.parametrize(
-    "on_spike, from_where",
-    [("record", "spike_000041.pt"), ("continue", "model_000030.pt"), ("continue", "the beginning")],
+    "on_spike, from_where", [("record", "spike_000041.pt"), ("continue", "model_000030.pt")]
 )
 def test_bad_data_is_found_noted_and_made_again(
     tmp_path, bad_shards, monkeypatch, capsys, on_spike, from_where
 ):
     """At its step alone, also where a calm part of the run is made again; to the bit."""
-    grads = {}
-    real = train_gpt2.Run.clip_grad_norm
+    grads, real = {}, train_gpt2.Run.clip_grad_norm
 
     def noting(run, max_norm):
         if run.step + 1 == STEP and not grads:
@@ -97,10 +112,9 @@ def test_bad_data_is_found_noted_and_made_again(
 
     monkeypatch.setattr(train_gpt2.Run, "clip_grad_norm", noting)
     run = train_here(tmp_path, bad_shards, "r", on_spike=on_spike, **CALM)
-    (event,) = of_kind(run, "spike")
-    assert event["step"] == STEP and event["norm"] == run.norms[STEP - 1]
+    (event,), spike = of_kind(run, "spike"), spike_file(run.dir)
+    assert (event["step"], event["norm"]) == (STEP, run.norms[STEP - 1])
     assert event["usual"] == pytest.approx(np.median(run.norms[: STEP - 1]), rel=0.01)
-    spike = spike_file(run.dir)
     assert sum(spike["losses"]) == pytest.approx(run.losses[STEP - 1]) and len(spike["losses"]) == 2
     assert spike["norms"] == pytest.approx(grads) and len(grads) == 28
     places = [f"x_train_000000.npy:{(STEP - 1) * 128 + i * 16}" for i in range(8)]
@@ -108,38 +122,19 @@ def test_bad_data_is_found_noted_and_made_again(
     assert [s["part"] for s in spike["sequences"]] == [0] * 4 + [1] * 4
     tokens = np.load(bad_shards / "x_train_000000.npy")[STEP * 128 - 16 : STEP * 128]
     assert spike["sequences"][-1]["text"] == get_tokenizer("bytes").decode(tokens.tolist())
-    for field in ("batch_size", "seq_len", "lr"):
-        assert spike["train"][field] == run.checkpoints[50]["train_config"][field]
     assert "usually" in capsys.readouterr().out
 
-    if from_where == "the beginning":
-        for path in run.dir.glob("model_*.pt"):
-            path.unlink()
-    file, seen = run.dir / "spike_000041.json", {}
-    show = replay.show
-    monkeypatch.setattr(replay, "show", lambda *a: (seen.update(again=a[1:]), show(*a)))
-    replay.main([str(file), "--device", "cpu"])
-    losses, norm, norms, each = seen["again"]
-    assert losses == spike["losses"] and norm == spike["norm"] and norms == spike["norms"]
+    show = mock.Mock(side_effect=replay.show)
+    monkeypatch.setattr(replay, "show", show)
+    replay.main([str(run.dir / "spike_000041.json"), "--device", "cpu"])
+    _, losses, norm, norms, each = show.call_args.args
+    assert (losses, norm, norms) == (spike["losses"], spike["norm"], spike["norms"])
     assert np.mean(each) == pytest.approx(sum(losses)) and len(each) == 8
-    assert sorted(range(8), key=lambda i: -each[i])[:5] == sorted(
-        range(1, 6), key=lambda i: -each[i]
-    )
+    assert {*np.argsort(each)[-5:]} == {1, 2, 3, 4, 5}, "those with the bad tokens"
     said = capsys.readouterr().out
     assert f"from {from_where}; on cpu, fp32" in said and "the spike comes back" in said
     worst = said.partition("largest first\n")[2].split()
-    assert float(worst[0]) == round(max(each), 4) and worst[1] == places[each.index(max(each))]
-
-
-def test_what_neither_data_nor_weights_made_does_not_come_back(
-    tmp_path, shards, monkeypatch, capsys
-):
-    with monkeypatch.context() as patched:
-        plant(patched, 1000.0)
-        run = train_here(tmp_path, shards, "r", on_spike="record", **CALM)
-    assert [e["step"] for e in of_kind(run, "spike")] == [STEP] and len(run.losses) == 50
-    replay.main([str(run.dir / "spike_000041.pt"), "--device", "cpu"])
-    assert "the spike does not come back: usual is " in capsys.readouterr().out
+    assert float(worst[0]) == round(max(each), 4) and worst[1] == places[np.argmax(each)]
 
 
 @pytest.mark.parametrize("factor, step", [(1000.0, STEP), (math.inf, STEP), (math.nan, 1)])
@@ -148,31 +143,14 @@ def test_a_spike_is_left_out_to_the_bit(tmp_path, shards, monkeypatch, factor, s
     with monkeypatch.context() as patched:
         plant(patched, factor, step)
         skipped = train_here(tmp_path, shards, "skip", on_spike="skip", **CALM)
-    assert [(e["step"], e["skipped"]) for e in of_kind(skipped, "spike")] == [(step, True)]
-    calls, real = [], torch.optim.AdamW.step
-
-    def some(optimizer, closure=None):
-        calls.append(1)
-        return None if len(calls) == step else real(optimizer, closure)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(torch.optim.AdamW, "step", some)
-        left_out = train_here(tmp_path, shards, "out", **CALM)
+    leave_out(monkeypatch, step)
+    left_out = train_here(tmp_path, shards, "out", **CALM)
+    assert spike_steps(skipped, "skipped") == [(step, True)] and not spike_steps(left_out)
     ours, theirs = skipped.checkpoints[50], left_out.checkpoints[50]
-    assert equal_bits(ours["model"], theirs["model"]) and ours["loader"] == theirs["loader"]
+    assert not differing_parts(ours, theirs, ("step", "model", "loader", "rng"))
     assert equal_bits(ours["optimizer"]["state"], theirs["optimizer"]["state"])
     assert ours["optimizer"]["state"][0]["step"] == 49 and ours["step"] == 50
     assert np.array_equal(skipped.losses, left_out.losses)
-
-
-def test_looking_changes_no_bit(tmp_path, shards):
-    runs = [
-        train_here(tmp_path, shards, p, on_spike=p, **CALM) for p in ("continue", "skip", "record")
-    ]
-    for run in runs:
-        assert run.losses == runs[0].losses and not of_kind(run, "spike")
-        for part in ("model", "optimizer", "rng"):
-            assert equal_bits(run.checkpoints[50][part], runs[0].checkpoints[50][part])
 
 
 def test_a_norm_that_is_not_finite_stops_the_run(tmp_path, shards, monkeypatch):
@@ -187,22 +165,17 @@ def test_stop_ends_with_status_1_and_the_run_goes_on(tmp_path, bad_shards):
     """Also a resumed run, which has seen few norms itself, meets the spike."""
     flags = "--max_steps 50 --no_shuffle --lr 1e-2 --ckpt_every 15 --on_spike stop".split()
 
-    def train(*flags):
-        return run_python(ROOT / "train_gpt2.py", *flags, cwd=tmp_path)
+    def train(status, *flags):
+        done = run_python(ROOT / "train_gpt2.py", *flags, cwd=tmp_path)
+        assert done.returncode == status, done.stderr
+        return done
 
-    result = train(*TINY_RUN, "--data", bad_shards, *flags)
-    assert result.returncode == 1 and "gradient norm is" in result.stderr, result.stderr
-    assert (
-        "at step 41" in result.stderr and "keeps model_000015.pt, model_000030.pt" in result.stderr
-    )
-    (tmp_path / "log" / "r" / "spike_000041.json").unlink()
-    again = train("--resume")
-    assert again.returncode == 1 and "at step 41" in again.stderr
-    file = tmp_path / "log" / "r" / "spike_000041.json"
-    done = run_python(ROOT / "lab", "replay", file, "--device", "cpu", cwd=tmp_path)
-    assert done.returncode == 0 and "the spike comes back" in done.stdout, done.stderr
-    done = train("--resume", "--on_spike", "skip")
-    assert done.returncode == 0 and "its update is left out; `" in done.stdout, done.stderr
+    said = train(1, *TINY_RUN, "--data", bad_shards, *flags).stderr
+    assert "gradient norm is" in said and "at step 41" in said
+    assert "keeps model_000015.pt, model_000030.pt" in said
+    assert "at step 41" in train(1, "--resume").stderr
+    done = train(0, "--resume", "--on_spike", "skip")
+    assert "its update is left out; `" in done.stdout, done.stderr
     run = read_run(tmp_path / "log" / "r")
     assert run.checkpoints[50]["optimizer"]["state"][0]["step"] == 49
 
@@ -219,54 +192,40 @@ def test_a_norm_that_fp16s_scaler_makes_infinite_is_no_spike(tmp_path, shards, m
     plant(monkeypatch, 1000.0)
     run = train_here(tmp_path, shards, "r", **CALM)
     assert not math.isfinite(run.norms[0]) and math.isfinite(run.norms[9])
-    assert [e["step"] for e in of_kind(run, "spike")] == [STEP]
+    assert spike_steps(run) == [(STEP,)]
     parts = math.hypot(*spike_file(run.dir)["norms"].values())  # taken before the plant
     assert 1000 * parts == pytest.approx(run.norms[STEP - 1], rel=1e-4)
     with pytest.raises(UserError, match="on_spike=skip does not go with precision=fp16"):
         train_here(tmp_path, shards, "s", on_spike="skip", **CALM)
 
 
-def test_a_series_leaves_the_files_of_its_first(tmp_path, shards, monkeypatch):
-    for step in (STEP, STEP + 1, STEP + 5, 60):
-        plant(monkeypatch, 1000.0, step)
-    longer = CALM | dict(max_steps=61)
-    run = train_here(tmp_path, shards, "r", on_spike="record", **longer | dict(keep_last=1))
-    files = [(e["step"], e.get("file")) for e in of_kind(run, "spike")]
-    assert files == [(41, "spike_000041.json"), (42, None), (46, None), (60, "spike_000060.json")]
+def test_a_series_leaves_the_files_of_its_first(tmp_path, shards, monkeypatch, capsys):
+    """And what neither data nor weights made does not come back."""
+    with monkeypatch.context() as patched:
+        plant(patched, 1000.0, STEP, STEP + 1, STEP + 5, 60)
+        how = CALM | dict(max_steps=61, keep_last=1, on_spike="record")
+        run = train_here(tmp_path, shards, "r", **how)
+    first, last = "spike_000041.json", "spike_000060.json"
+    assert spike_steps(run, "file") == [(41, first), (42, None), (46, None), (60, last)]
     left = sorted(p.name for p in run.dir.glob("spike_*"))
-    assert left == ["spike_000041.json", "spike_000060.json", "spike_000060.pt"]
+    assert left == [first, last, "spike_000060.pt"]
+    replay.main([str(run.dir / "spike_000060.pt"), "--device", "cpu"])
+    assert "the spike does not come back: usual is " in capsys.readouterr().out
 
 
 def test_a_calm_run_has_no_spike(tmp_path):
-    """200 steps of the preset laptop, smaller and with more noise, by AdamW, which has most."""
-    flags = "--preset laptop --device cpu --max_steps 200 --total_batch_size 1024 --n_embd 64"
-    flags += (
-        " --val_every 0 --sample_every 0 --run_name r --log_every 1 --optimizer adamw --lr 3e-3"
-    )
-    result = run_python(ROOT / "train_gpt2.py", *flags.split(), cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
+    """100 steps of the preset laptop, smaller and with more noise, by AdamW, which has most."""
+    flags = "--preset laptop --device cpu --max_steps 100 --total_batch_size 1024 --n_embd 64 "
+    flags += "--val_every 0 --sample_every 0 --run_name r --log_every 1 --optimizer adamw --lr 3e-3"
+    succeed("train_gpt2.py", *flags.split(), cwd=tmp_path)
     run = read_run(tmp_path / "log" / "r")
-    assert len(run.losses) == 200 and run.losses[-1] < 3.0 and not of_kind(run, "spike")
-
-
-def test_wrong_settings_and_files_are_one_sentence(tmp_path, shards):
-    flags = "--preset laptop --on_spike skip --optimizer muon".split()
-    with pytest.raises(UserError, match="on_spike=skip leaves AdamW's updates out alone"):
-        train_gpt2.main(flags)
-    file = tmp_path / "spike_000001.json"
-    with pytest.raises(
-        UserError, match="there is no file .*spike_000001.json; name a spike_<step>"
-    ):
-        replay.main([str(file)])
-    for text in ("{", "[]", '{"step": 1}', '{"step": "1"}'):
-        file.write_text(text)
-        with pytest.raises(UserError, match="spike_000001.json is damaged"):
-            replay.main([str(file)])
+    assert len(run.losses) == 100 and run.losses[-1] < 3.4 and not spike_steps(run)
 
 
 @pytest.mark.parametrize(
     "wrong, sentence",
     [
+        ("{", "is damaged"), ("[]", "is damaged"), (dict(step="1"), "is damaged"),
         (dict(losses=["a"]), "is damaged"), (dict(norms={"w": None}), "is damaged"),
         (dict(sequences=[{}]), "is damaged"), (dict(sequences=[{"at": "x", "text": 1}]), "is damaged"),
         (dict(program="none"), "unknown program"), (dict(step=10**9), "the run has 19073"),
@@ -278,7 +237,7 @@ def test_a_spike_file_of_wrong_values_is_one_sentence(tmp_path, wrong, sentence)
     good = dict(program="gpt2", step=1, batch_size=1, norm=1.0, usual=1.0, skipped=False,
                 losses=[1.0], norms={}, sequences=[], model={}, train={})  # fmt: skip
     file = tmp_path / "spike_000001.json"
-    file.write_text(json.dumps(good | wrong))
+    file.write_text(json.dumps(good | wrong) if isinstance(wrong, dict) else wrong)
     with pytest.raises(UserError, match=sentence):
         replay.main([str(file), "--device", "cpu"])
 
@@ -298,59 +257,49 @@ def test_processes_leave_out_the_same_update(tmp_path, shards, start_two, monkey
     flags = f"--max_steps 50 --no_shuffle --parallel {parallel} --on_spike skip".split()
     run_two(start_two, *flags, program=driver(tmp_path, PLANTED))
     two = read_run(tmp_path / "log" / "r")
-    assert [(e["step"], e["skipped"]) for e in of_kind(two, "spike")] == [(STEP, True)]
+    assert spike_steps(two, "skipped") == [(STEP, True)]
     spike = spike_file(two.dir)
     assert sum(spike["losses"]) == pytest.approx(two.losses[STEP - 1]) and len(spike["losses"]) == 4
     assert (len(spike["norms"]), (two.dir / "spike_000041.pt").exists()) == {
         "ddp": (28, True), "zero1": (0, True), "fsdp2": (0, False)}[parallel]  # fmt: skip
-    calls, real = [], torch.optim.AdamW.step
-
-    def some(optimizer, closure=None):
-        calls.append(1)
-        return None if len(calls) == STEP else real(optimizer, closure)
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", some)
+    leave_out(monkeypatch)
     same = CALM | dict(lr=1e-3, beta2=0.99, batch_size=8, ckpt_every=0)
     one = train_here(tmp_path, shards, "one", **same)
-    assert np.abs(np.subtract(two.losses, one.losses)).max() < 1e-5
-    settings = read_config(two.dir, train_gpt2.GPTConfig, train_gpt2.TrainConfig)[:2]
-    file = two.dir / "spike_000041.json"
-    run, guard, _ = replay.before(file, spike, train_gpt2, *settings, World("cpu"))
-    losses, *_ = replay.step_again(run, guard)
+    assert one.losses == pytest.approx(two.losses, abs=1e-5)
+    losses, *_ = replay.step_again(*made_before(two.dir))
     assert losses == pytest.approx(spike["losses"], abs=1e-5)
+
+
+def made_before(run_dir, device="cpu"):
+    """The Run as it was before its spike, and its Spikes."""
+    settings = read_config(run_dir, train_gpt2.GPTConfig, train_gpt2.TrainConfig)[:2]
+    file = run_dir / "spike_000041.json"
+    return replay.before(file, spike_file(run_dir), train_gpt2, *settings, World(device))[:2]
 
 
 @pytest.mark.parametrize("name", ["bert", "speedrun"])
 def test_other_programs_steps_are_made_again(tmp_path, shards, texts, name):  # noqa: F811
     """With masks that are drawn, and with other optimizers; from the weights and from the start."""
-    of = {"bert": (BERT_RUN, texts / "words"), "speedrun": (SPEEDRUN, shards)}
-    base, data = of[name]
-    program = tmp_path / f"{name}.py"
-    head = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport torch, {name}\n"
-    main = f"from lab.cli import command\ncommand({name}.main)\n"
-    program.write_text(f"{head}{PLANTED}{main}")
+    base, data = (BERT_RUN, texts / "words") if name == "bert" else (SPEEDRUN, shards)
+    program = driver(tmp_path, PLANTED, name)
     flags = [*base, "--data", data, "--max_steps", 43, "--ckpt_every", 0, "--on_spike", "record"]
-    done = run_python(program, *flags, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    spike = spike_file(tmp_path / "log" / "r")
-    for path in (tmp_path / "log" / "r" / "spike_000041.pt", None):
-        file = tmp_path / "log" / "r" / "spike_000041.json"
-        done = run_python(ROOT / "lab", "replay", file, "--device", "cpu", cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-        loss = f"{sum(spike['losses']):10.6g}"
-        assert f"loss{'':40} {loss} {loss}" in done.stdout, done.stdout
-        assert ("40 updates from the beginning" in done.stdout) == (path is None)
-        if path:
-            path.unlink()
+    succeed(program, *flags, cwd=tmp_path)
+    run_dir = tmp_path / "log" / "r"
+    loss = f"{sum(spike_file(run_dir)['losses']):10.6g}"
+    for recorded in (True, False):
+        file = run_dir / "spike_000041.json"
+        said = succeed("lab", "replay", file, "--device", "cpu", cwd=tmp_path)
+        assert f"loss{'':40} {loss} {loss}" in said, said
+        assert ("40 updates from the beginning" in said) != recorded
+        file.with_suffix(".pt").unlink(missing_ok=True)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_copies_the_weights_before_they_change(tmp_path, bad_shards):
     run = train_here(tmp_path, bad_shards, "r", on_spike="record", device="cuda", **CALM)
-    settings = read_config(run.dir, train_gpt2.GPTConfig, train_gpt2.TrainConfig)[:2]
-    file, spike = run.dir / "spike_000041.json", spike_file(run.dir)
-    again, guard, _ = replay.before(file, spike, train_gpt2, *settings, World("cuda"))
+    again, guard = made_before(run.dir, "cuda")
+    spike = spike_file(run.dir)
     losses, norm, *_ = replay.step_again(again, guard)
     assert losses == pytest.approx(spike["losses"], rel=1e-4)
     assert norm == pytest.approx(spike["norm"], rel=1e-3)

@@ -2,11 +2,11 @@
 
 import dataclasses
 import functools
-import json
 import math
 import sys
 import time
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -21,8 +21,10 @@ from conftest import (
     equal_bits,
     mask_shards,
     of_kind,
+    read_run,
     train_here,
 )  # fmt: skip
+from test_model import noisy
 
 import train_gpt2
 from lab.cli import RunError, UserError
@@ -32,9 +34,8 @@ from lab.device import Precision, why_no_compile
 from lab.evals import Validation, evaluate
 from lab.kernels import cross_entropy
 from lab.optim import Muon, orthogonalize
-from lab.run.checkpoints import read_checkpoint
 from lab.world import World
-from train_gpt2 import GPT, PRESETS, GPTConfig, TrainConfig, get_lr
+from train_gpt2 import PRESETS, GPTConfig, TrainConfig, get_lr
 
 CPU = torch.device("cpu")
 
@@ -82,7 +83,7 @@ def test_presets_are_runs_that_can_be_done():
 
 @pytest.mark.parametrize("shape", [(12, 5), (5, 12)])
 def test_muon_steps_along_its_momentum_made_orthogonal(shape):
-    """Two steps by the formula: Nesterov's look ahead, all singular values near 1, tall matrices more."""
+    """Two steps by the formula: Nesterov's look ahead, plain decay, tall matrices more."""
     weight = torch.nn.Parameter(torch.randn(shape))
     muon, momentum = Muon([weight], lr=0.1, momentum=0.9, weight_decay=0.5), torch.zeros(shape)
     for grad in torch.randn(2, *shape):
@@ -93,10 +94,6 @@ def test_muon_steps_along_its_momentum_made_orthogonal(shape):
         scale = math.sqrt(12 / 5) if shape == (12, 5) else 1
         step = (before * (1 - 0.1 * 0.5) - weight.detach()) / (0.1 * scale)
         assert (step - orthogonalize(ahead)).abs().max() < 1e-5
-        u, s, vt = torch.linalg.svd(ahead, full_matrices=False)
-        values = (u.T @ step @ vt.T).diagonal()
-        assert 0.6 < values.min() and values.max() < 1.25
-        assert (u @ values.diag() @ vt - step).abs().max() < 1e-4
 
 
 # ----------------------------------------------------------------------- what must not change a run
@@ -104,21 +101,18 @@ def test_muon_steps_along_its_momentum_made_orthogonal(shape):
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_accumulation_changes_nothing(tmp_path, shards, masked):
-    """16 x 1 against 4 x 4; with masks some micro-steps have no target at all, others all of theirs."""
+    """Losses, weights, gradients; with masks some micro-steps have no target, others all of theirs."""
     if masked:
         mask_shards(shards)
-    a, b = (train_here(tmp_path, shards, f"b{size}", batch_size=size) for size in (16, 4))
+    runs = [train_here(tmp_path, shards, f"b{size}", batch_size=size) for size in (16, 4)]
+    a, b = runs
+    assert [of_kind(r, "start")[0]["grad_accum_steps"] for r in runs] == [1, 4]
     assert len(a.losses) == 20 and a.losses[-1] < a.losses[0] - 0.3
-    assert np.abs(np.subtract(a.losses, b.losses)).max() < 1e-5
+    assert a.losses == pytest.approx(b.losses, abs=1e-5)
     assert difference(a.checkpoints[20]["model"], b.checkpoints[20]["model"]) < 1e-5
-    assert [of_kind(r, "start")[0]["grad_accum_steps"] for r in (a, b)] == [1, 4]
-    one = dict(max_steps=1, grad_clip=0.0)
     first, *others = (
-        raw_gradients(
-            train_here(tmp_path, shards, f"g{size}", batch_size=size, **one).checkpoints[1]
-        )
-        for size in (16, 4, 1)
-    )
+        raw_gradients(train_here(tmp_path, shards, f"g{size}", batch_size=size, max_steps=1, grad_clip=0.0)
+                      .checkpoints[1]) for size in (16, 4, 1))  # fmt: skip
     assert max(g.abs().max() for g in first.values()) > 1e-2
     assert max(difference(first, other) for other in others) < 1e-5
 
@@ -126,11 +120,11 @@ def test_accumulation_changes_nothing(tmp_path, shards, masked):
 def test_what_happens_beside_updates_changes_no_bit(tmp_path, shards):
     quiet = train_here(tmp_path, shards, "quiet", max_steps=8)
     beside = dict(val_every=3, sample_every=2, sample_tokens=5, ckpt_every=2, timing=True)
+    beside |= dict(on_spike="record")
     watched = train_here(tmp_path, shards, "watched", max_steps=8, **beside)
-    assert list(watched.val) == [0, 3, 6, 8] and list(watched.checkpoints)
-    assert watched.norms == quiet.norms
+    assert list(watched.val) == [0, 3, 6, 8] and len(watched.checkpoints) > 1
     assert [e["step"] for e in of_kind(watched, "sample")] == [0, 2, 4, 6, 8]
-    assert quiet.losses == watched.losses
+    assert (watched.losses, watched.norms) == (quiet.losses, quiet.norms)
     parts = ("model", "optimizer", "loader", "rng")
     assert not differing_parts(quiet.checkpoints[8], watched.checkpoints[8], parts)
     assert train_here(tmp_path, shards, "other", max_steps=1, seed=7).losses[0] != quiet.losses[0]
@@ -139,11 +133,10 @@ def test_what_happens_beside_updates_changes_no_bit(tmp_path, shards):
 def test_plain_and_fused_are_one_run(tmp_path, shards, monkeypatch):
     monkeypatch.setattr(cross_entropy, "SMALL", 0)
     monkeypatch.setattr(cross_entropy, "CHUNK", 24)
-    plain, fused = (train_here(tmp_path, shards, kind, kernels=kind, max_steps=6, ckpt_every=3, val_every=3)
-                    for kind in ("plain", "fused"))  # fmt: skip
-    assert np.abs(np.subtract(plain.losses, fused.losses)).max() < 1e-5
-    assert plain.losses != fused.losses
-    assert [*plain.val.values()] == pytest.approx([*fused.val.values()], abs=1e-5)
+    how = dict(max_steps=6, ckpt_every=3, val_every=3)
+    plain, fused = (train_here(tmp_path, shards, k, kernels=k, **how) for k in ("plain", "fused"))
+    assert plain.losses != fused.losses == pytest.approx(plain.losses, abs=1e-5)
+    assert plain.val == pytest.approx(fused.val, abs=1e-5)
     (plain.dir / "model_000006.pt").unlink()
     changed = train_here(tmp_path, shards, "plain", kernels="fused", max_steps=6, resume=True)
     assert changed.losses[-3:] == pytest.approx(plain.losses[3:], abs=1e-5)
@@ -171,18 +164,18 @@ def test_compiling_agrees_with_eager_and_compiles_nothing_after_warm_up(
         graphs.append(counters["stats"]["unique_graphs"])
         return update(run)
 
-    # the last of the validation batches is not full; samples have other lengths than training
-    every = 0 if real else 2
-    settings = dict(max_steps=4, val_every=every, sample_every=every, sample_tokens=40)
-    settings["val_tokens"] = 150
-    settings["model"] = dict(n_layer=1, activation_checkpointing=checkpointing)
-    eager = train_here(tmp_path, shards, "eager", **settings)
     monkeypatch.setattr(train_gpt2.Run, "update", counted)
-    compiled = train_here(tmp_path, shards, "compiled", compile=True, **settings)
+    every = 0 if real else 2  # samples have other lengths than training
+    eager, compiled = (
+        train_here(
+            tmp_path, shards, f"c{on}", dict(n_layer=1, activation_checkpointing=checkpointing),
+            compile=on, max_steps=4, val_every=every, val_tokens=150, sample_every=every, sample_tokens=40,
+        ) for on in (False, True)
+    )  # fmt: skip
     last = counters["stats"]["unique_graphs"]
-    assert graphs[1] >= 1 and set(graphs[1:]) == {last}, "compiled later"
-    assert np.abs(np.subtract(eager.losses, compiled.losses)).max() < 1e-4
-    assert [*eager.val.values()] == pytest.approx([*compiled.val.values()], abs=1e-4)
+    assert graphs[5] >= 1 and {*graphs[5:]} == {last}, "the compiled run, which is the second"
+    assert eager.losses == pytest.approx(compiled.losses, abs=1e-4)
+    assert eager.val == pytest.approx(compiled.val, abs=1e-4)
     assert difference(eager.checkpoints[4]["model"], compiled.checkpoints[4]["model"]) < 1e-4
 
 
@@ -195,8 +188,7 @@ def test_clipping_bounds_the_update_and_logs_the_norm_before_it(tmp_path, shards
     grads = [raw_gradients(r.checkpoints[1], beta1=0.0).values() for r in runs]
     lengths = [math.sqrt(sum(g.double().square().sum().item() for g in gs)) for gs in grads]
     assert runs[0].norms == runs[1].norms == [pytest.approx(lengths[0], rel=1e-5)]
-    assert lengths[0] > 0.2
-    assert lengths[1] == pytest.approx(0.1, rel=1e-4)
+    assert lengths[0] > 0.2 and lengths[1] == pytest.approx(0.1, rel=1e-4)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -225,9 +217,8 @@ def test_a_scaled_loss_makes_the_same_updates(tmp_path, shards, monkeypatch, opt
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_flags_of_the_optimizer_are_those_of_this_run(tmp_path, shards, optimizer):
     train_here(tmp_path, shards, "r", max_steps=2, optimizer=optimizer)
-    changed = dict(weight_decay=0.9, beta1=0.5, lr=2e-3, muon_lr=0.005)
-    changed |= dict(optimizer=optimizer, resume=True)
-    run = train_here(tmp_path, shards, "r", max_steps=4, **changed)
+    changed = dict(weight_decay=0.9, beta1=0.5, lr=2e-3, muon_lr=0.005, optimizer=optimizer)
+    run = train_here(tmp_path, shards, "r", max_steps=4, resume=True, **changed)
     saved = run.checkpoints[4]["optimizer"]
     groups = [group for part in saved.get("parts", [saved]) for group in part["param_groups"]]
     assert groups[0]["weight_decay"] == 0.9 and groups[-1]["betas"][0] == 0.5
@@ -258,11 +249,9 @@ def test_a_run_learns(tmp_path, shards):
 
 
 def test_validation_loss_is_the_mean_over_the_tokens_asked_for(shards, tiny_config):
-    model, split = GPT(tiny_config), TokenShards(shards, "val", VOCAB)
-    precision = Precision("fp32", CPU)
+    model, split = noisy(tiny_config), TokenShards(shards, "val", VOCAB)
+    where = World("cpu"), Precision("fp32", CPU)
     with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn_like(p), alpha=0.1)
         stream = torch.from_numpy(split.read(0, 700).astype(np.int64))
         each = []  # of every token after the first, with the context it has in sequences of 16
         for i in range(0, 699, 16):
@@ -271,28 +260,9 @@ def test_validation_loss_is_the_mean_over_the_tokens_asked_for(shards, tiny_conf
     for val_tokens, count in ((0, 699), (10**9, 699), (256, 256), (100, 100), (5, 5)):
         cfg = TrainConfig(val_tokens=val_tokens, seq_len=16)
         for batch_size in (1, 4, 64):
-            sums = evaluate(model, split, cfg, batch_size, World("cpu"), precision)
+            sums = evaluate(model, split, cfg, batch_size, *where)
             assert sums["targets"] == count
             assert sums["loss"] / count == pytest.approx(np.mean(each[:count]), rel=1e-5)
-
-
-def test_samples_end_where_their_text_does_and_have_the_seed_of_the_run(tmp_path, shards):
-    start = train_here(tmp_path, shards, "start", max_steps=1).dir / "model_000001.pt"
-    still = dict(max_steps=1, lr=0.0, min_lr=0.0, sample_every=1, sample_prompt="ab")
-
-    def texts(name, **settings):
-        run = train_here(tmp_path, shards, name, init_from=str(start), **still | settings)
-        return of_kind(run, "sample")[-1]["texts"]
-
-    a, b, c = (texts(f"r{i}", seed=seed, sample_tokens=20) for i, seed in enumerate((5, 5, 6)))
-    assert a == b != c
-    state = read_checkpoint(start)
-    # end-of-text is the likeliest after any
-    state["model"]["transformer.wte.weight"][VOCAB - 1] = 0.5
-    state["model"]["transformer.ln_f.weight"][:], state["model"]["transformer.ln_f.bias"][:] = 0, 1
-    start = tmp_path / "ends.pt"
-    torch.save(state, start)
-    assert texts("ends", sample_tokens=9) == ["ab", "ab"]
 
 
 def test_speed_leaves_out_the_first_step_and_what_is_not_training(tmp_path, shards, monkeypatch):
@@ -328,15 +298,12 @@ def test_weights_and_biases_gets_the_same_numbers(tmp_path, shards, monkeypatch)
     with pytest.raises(UserError, match="--wandb needs `pip install wandb`"):
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
         train_gpt2.settings.parse_flags(["--preset", "laptop", "--wandb"], PRESETS, "")
-    logged, finished = {}, []
-
-    def note(numbers, step):
-        logged.update({(step, name): value for name, value in numbers.items()})
-
-    board = SimpleNamespace(log=note, finish=lambda: finished.append(1))
+    board, logged = mock.Mock(), {}
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **how: board))
     run = train_here(tmp_path, shards, "r", max_steps=2, wandb=True)
-    assert [logged[step, "train/loss"] for step in (1, 2)] == run.losses and finished
+    for call in board.log.call_args_list:
+        logged |= {(call.kwargs["step"], name): value for name, value in call.args[0].items()}
+    assert [logged[step, "train/loss"] for step in (1, 2)] == run.losses and board.finish.called
 
 
 # -------------------------------------------------------------------------- what is not finite, data
@@ -346,25 +313,23 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, shards, run_train):
     train_here(tmp_path / "log", shards, "r", max_steps=4, total_batch_size=128, shuffle=False)
     before = (tmp_path / "log" / "r" / "model_000004.pt").read_bytes()
     result = run_train("--resume", "--max_steps", 30, "--lr", "1e30", "--grad_clip", 0)
-    assert result.returncode == 1 and result.stderr.count("\n") == 1
-    assert result.stderr.startswith("train_gpt2.py: error: the loss is ")
+    assert result.returncode == 1 and result.stderr.startswith("train_gpt2.py: error: the loss is ")
+    assert result.stderr.count("\n") == 1
     # update 5 throws the weights away, so step 6 is the first that shows it: tokens 640 to 767
     assert "at step 6" in result.stderr and "keeps model_000004.pt" in result.stderr
     for position in range(5 * 128, 6 * 128, 16):
         assert f"x_train_000000.npy:{position}" in result.stderr
-    assert [p.name for p in (tmp_path / "log" / "r").glob("model_0*.pt")] == ["model_000004.pt"]
-    assert (tmp_path / "log" / "r" / "model_000004.pt").read_bytes() == before
+    (kept,) = (tmp_path / "log" / "r").glob("model_0*.pt")
+    assert kept.read_bytes() == before
 
 
 @pytest.mark.parametrize("watching", [{}, {"val_every": 2}, {"sample_every": 2}], ids=str)
 def test_a_bad_step_is_seen_before_it_is_measured_and_at_the_end(tmp_path, shards, watching):
     """With no checkpoint to come; weights of 1e30 are still finite, what they give is not."""
     bad = dict(max_steps=2, lr=1e30, warmup_steps=0, ckpt_every=0)
-    again = "the loss is nan at step 2, .* has no checkpoint yet; try a lower --lr"
-    with pytest.raises(RunError, match=again):
+    with pytest.raises(RunError, match="the loss is nan at step 2, .*try a lower --lr"):
         train_here(tmp_path, shards, "r", **bad | watching)
-    events = map(json.loads, (tmp_path / "r" / "log.jsonl").read_text().splitlines())
-    kinds = [e["kind"] for e in events if e["step"] == 2]
+    kinds = [e["kind"] for e in read_run(tmp_path / "r").events if e["step"] == 2]
     assert kinds == ["train", "spike"], "nothing was measured after it"
 
 
@@ -376,11 +341,8 @@ def test_weights_that_are_not_finite_are_never_kept(tmp_path, shards):
 
 
 def test_a_run_keeps_to_its_data(tmp_path, shards):
-    """More is added between two runs; then the first shard is another."""
-    whole = train_here(tmp_path, shards, "whole", max_steps=12)
+    """What is added is left alone (test_loader.py); another first shard is refused."""
     train_here(tmp_path, shards, "r", max_steps=6)
-    np.save(shards / "x_train_000002.npy", np.full(900, 7, np.uint16))
-    assert train_here(tmp_path, shards, "r", max_steps=12, resume=True).losses == whole.losses
     other = np.load(shards / "x_train_000000.npy")[::-1]
     (shards / "x_train_000000.npy").unlink()  # what is mapped stays as it was
     np.save(shards / "x_train_000000.npy", other)
