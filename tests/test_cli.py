@@ -132,7 +132,7 @@ BAD = {
     "--seed -1": "seed=-1 must be a whole number, 0 or more",
     "--lr inf": "lr=inf must be a finite number, 0 or more",
     "--learning_rate nan": "lr=nan must be a finite number",
-    "--warmup_steps -2": "warmup_steps=-2 must be a whole number, -1 or more",
+    "--warmup_steps -2": "warmup_steps=-2.0 must be a finite number, 0 or more",
     "--schedule linear --min_lr 1": "min_lr=1.0 must not be above lr=0.001",
     "--beta1 1.5": "beta1=1.5 must be less than 1",
     "--parallel zero1 --optimizer muon": "zero1 shares out AdamW's state, and optimizer=muon has another",

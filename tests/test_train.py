@@ -62,7 +62,7 @@ def test_schedules_meet_their_corners_exactly(schedule):
     assert rates[step] == pytest.approx(6e-5 + 5.4e-4 * left, rel=1e-12)
     if schedule == "wsd":
         assert set(rates[99:801]) == {6e-4} and rates[801] < 6e-4, "flat until 200 before the end"
-    shares = TrainConfig(warmup_steps=-1, decay_steps=-1, **fixed)  # 3.75 % and 20 % of max_steps
+    shares = TrainConfig(warmup_steps=0.038, decay_steps=0.2, **fixed)  # of max_steps
     asked = dataclasses.replace(shares, warmup_steps=38, decay_steps=200)
     assert [get_lr(s, shares) for s in range(1001)] == [get_lr(s, asked) for s in range(1001)]
     assert get_lr(0, TrainConfig(warmup_steps=0, **fixed)) == 6e-4, "without warm-up"
