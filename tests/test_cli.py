@@ -3,6 +3,7 @@ sentence for each thing that a reader can get wrong."""
 
 import ast
 import dataclasses
+import errno
 import graphlib
 import importlib
 import json
@@ -224,6 +225,7 @@ def test_a_command_that_fails_leaves_one_line(tmp_path, run_train):
         (UserError("mend it"), 2, "it.py: error: mend it"), (RunError("bad"), 1, "it.py: error: bad"),
         (torch.OutOfMemoryError("CUDA out of memory"), 2, "it.py: error: the memory is full"),
         (MemoryError(), 2, "it.py: error: the memory is full"), (KeyboardInterrupt(), 130, "it.py: stopped"),
+        (OSError(errno.ENAMETOOLONG, "", "x" * 300), 2, f"it.py: error: {'x' * 40}... is too long for"),
         (RuntimeError("a bug"), None, ""), (ValueError("a bug"), None, ""),
         (FileNotFoundError("a bug"), None, ""),
     ],

@@ -86,6 +86,8 @@ def test_what_stands_on_the_page(tmp_path):
     places = dict(step=[0, 200, 400], tokens=[0, 200 * 8192, 400 * 8192], time=[0, 6.6667, 13.3333])
     assert losses["curves"][-1]["places"] == places
     assert {*losses["levels"]} == {"uniform guess 5.55", "unigram baseline 3.35"}
+    assert losses["range"][1] < 5, "step 0 does not own the axis"
+    page.says("A line that comes in from above leads from one of the first steps")
     assert scores["curves"][0]["errors"] == [round(1.96 * 0.0045, 5)]
     assert {*scores["levels"]} == {"chance 0.25", "GPT-2 124M 0.2955"}
     drawn = [a["id"] for _, a in page.tags if a.get("class") == "plot"]
