@@ -82,7 +82,6 @@ class Config:
     more: str = ""  # flags for every run: --more="--no_compile"
     gpus: int = 1  # processes of a run
     out: str = "speedrun.jsonl"  # a line for each finished run
-    picture: str = ""  # draw loss against seconds into this file
 
 
 def with_shares(flags, steps):
@@ -171,27 +170,6 @@ def table(found, target):
     print_rows([*head, f"s to {target}", "first step, s"], rows)
 
 
-def draw(found, cfg):
-    """Loss against seconds, the seed with the median loss of each recipe."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    from lab.tools.style import style
-
-    with matplotlib.rc_context(style()):
-        figure = Figure()
-        ax = figure.subplots()
-        for recipe in ("gpt2", "muon", "readable", "speedrun"):
-            if runs := sorted(found.get(recipe, {}).values(), key=lambda r: r["curve"][-1][2]):
-                seconds, _, losses = zip(*runs[len(runs) // 2]["curve"][1:])
-                ax.plot(seconds, losses, marker="o", markersize=3, label=recipe)
-        ax.set(xlabel="seconds of training", ylabel="validation loss, nats a token")
-        ax.set_title("The same data on the same machine: recipes against time")
-        ax.legend()
-        figure.savefig(cfg.picture)
-    print(cfg.picture)
-
-
 def main(argv):
     cfg = parse(Config, argv, description=__doc__)
     known = RECIPES[cfg.scale]
@@ -220,8 +198,6 @@ def main(argv):
             append_record(cfg.out, record)
             found.setdefault(recipe, {})[seed] = record
     table(found, cfg.target)
-    if cfg.picture:
-        draw(found, cfg)
 
 
 if __name__ == "__main__":
