@@ -2,15 +2,17 @@
 
     python bench/run_notebook.py    # five minutes on two idle cores; needs requirements-notebook.txt
 
-Its pictures are saved with 128 colours, in which lines and text look the same at a third of the
-bytes. A cell that fails leaves the file as it was. Two cells of chapter 2 are about GPT-2's
-tokenizer, whose files TIKTOKEN_CACHE_DIR may name.
+The seconds of each chapter go into the table of contents. Pictures are saved with 128 colours, in
+which lines and text look the same at a third of the bytes. A cell that fails leaves the file as it
+was. Two cells of chapter 2 are about GPT-2's tokenizer, whose files TIKTOKEN_CACHE_DIR may name.
 """
 
 import base64
 import io
 import os
+import re
 import time
+from datetime import datetime
 
 import nbformat
 from nbclient import NotebookClient
@@ -27,10 +29,30 @@ def executed():
     """The notebook with the outputs of a fresh kernel. Raises CellExecutionError where a cell
     fails."""
     notebook = nbformat.read(NOTEBOOK, 4)
-    how = dict(timeout=1800, kernel_name="python3", record_timing=False)  # seconds for a cell
+    how = dict(timeout=1800, kernel_name="python3", record_timing=True)  # seconds for a cell
     where = {"metadata": {"path": str(ROOT)}}
     NotebookClient(notebook, resources=where, **how).execute()
     return notebook
+
+
+def note_seconds(notebook):
+    """Write each chapter's seconds into the last column of the contents, which cell 0 has."""
+    chapters = []
+    for cell in notebook.cells:
+        chapters += [0.0] * cell.source.startswith("## ")
+        times = cell.metadata.pop("execution", {})
+        if chapters and "iopub.status.idle" in times:
+            begin, end = (
+                datetime.fromisoformat(times[f"iopub.status.{name}"]) for name in ("busy", "idle")
+            )
+            chapters[-1] += (end - begin).total_seconds()
+    rows = iter(chapters)
+    contents = notebook.cells[0]
+    contents.source = re.sub(
+        r"(?m)^(\| \[.*\| )\d+ \|$",
+        lambda row: f"{row[1]}{max(1, round(next(rows)))} |",
+        contents.source,
+    )
 
 
 def shrink(png):
@@ -47,6 +69,7 @@ def run():
         notebook = executed()
     except CellExecutionError as error:
         raise RunError(f"{NOTEBOOK} stays as it was, as a cell failed:\n{error}") from error
+    note_seconds(notebook)
     for cell in notebook.cells:
         if "outputs" in cell:  # without progress bars, which write over themselves
             cell.outputs = [o for o in cell.outputs if "\r" not in o.get("text", "")]
