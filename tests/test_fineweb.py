@@ -267,7 +267,7 @@ def test_kill_9_at_any_moment(tmp_path, long):
             orphans += Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
             process.kill()
             kills += 1
-        process.communicate()
+        process.wait()
         for path in out.glob("*.npy"):  # under its name a shard is whole
             assert len(np.load(path)) in (100_000, len(np.load(tmp_path / "whole" / path.name)))
     assert kills == 3 and process.returncode == 0
