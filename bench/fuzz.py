@@ -37,7 +37,7 @@ import fineweb
 import hellaswag
 import train_gpt2
 from lab import models
-from lab.cli import UserError, command, out_of_memory, parse
+from lab.cli import UserError, command, in_words, parse
 from lab.data import TokenShards, get_tokenizer
 from lab.data.hellaswag import read_examples
 from lab.run import folder, settings
@@ -360,9 +360,9 @@ def try_one(kind, good, seed):
         except UserError:
             return "refused"
         except BaseException as error:
-            if isinstance(error, RuntimeError) and out_of_memory(error):
-                return "refused"  # torch, asked for more than there is at once; commands say so
-            return traceback.format_exc()
+            # what every command says in a sentence: too long a path, more memory than there is at once
+            said = isinstance(error, (OSError, RuntimeError)) and in_words(error)[0]
+            return "refused" if said else traceback.format_exc()
         finally:
             forbid.active = False
             signal.alarm(0)
