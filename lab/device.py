@@ -124,12 +124,12 @@ def why_no_compile(device, model_config):
 
 
 def memory_of(device):
-    """(bytes of memory in all, "GPU" or "machine"); infinite where the system does not say."""
+    """Bytes of memory that there are in all; infinite where the system does not say."""
     if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory, "GPU"
+        return torch.cuda.get_device_properties(device).total_memory
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "machine"
-    return float("inf"), "machine"
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return float("inf")
 
 
 def fit_batch_size(model, cfg, world, precision, most=64):

@@ -278,7 +278,7 @@ def named_gpu(text):
 def this_gpu(wanted):
     """What training would use here."""
     device = World(wanted).device
-    memory = torch.mps.recommended_max_memory() if device.type == "mps" else memory_of(device)[0]
+    memory = torch.mps.recommended_max_memory() if device.type == "mps" else memory_of(device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
     return GPU(f"this machine's {name}", memory / GIB, device=device)
 
