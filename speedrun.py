@@ -113,6 +113,16 @@ PRESETS = {
             sample_prompt="The ", ckpt_every=500,
         ),
     ),
+    # to answer, as train_gpt2.py's: a tenth of the rates that a model is pretrained with
+    "sft": (
+        GPTConfig(),
+        TrainConfig(
+            "sft", data="lab/data/chats.jsonl", total_batch_size=4096, max_steps=200, lr=3e-4,
+            embed_lr=0.03, scalar_lr=1.5e-3, muon_lr=3e-3, schedule="linear", compile=False,
+            val_every=20, val_tokens=0, hella_every=0, sample_every=50, ckpt_every=50,
+            sample_prompt="User: What is a token?\n\nAssistant:",
+        ),
+    ),
 }  # fmt: skip
 
 

@@ -88,12 +88,12 @@ def load_exactly(model, state, source):
 
 
 def shape_of(source, log_dir="log"):
-    """{name of SHAPE: size} of what `source` names (see find)."""
+    """{name of SHAPE: size} of what `source` names (see find), and what else a checkpoint's model
+    config says."""
     path = find(source, log_dir)
     if not path.endswith(".pt"):
         return weights.read(path)[0]
-    config = dataclasses.asdict(load(path).config)
-    return {name: config[name] for name in SHAPE}
+    return dataclasses.asdict(load(path).config)
 
 
 def same_shape(source, theirs, model_config, *also):

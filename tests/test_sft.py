@@ -76,6 +76,22 @@ def test_the_shape_is_that_of_the_model_it_starts_from(tuned):
     assert read_run(folder / "log/few").checkpoints[3]["step"] == 3
 
 
+def test_a_speedrun_is_tuned_too(tuned):
+    folder, pairs, _ = tuned
+    both = "--device cpu --sample_every 0"
+    base = (
+        f"--preset laptop {both} --max_steps 2 --n_layer 1 --n_embd 32 --block_size 64 --seq_len 64"
+    )
+    succeed("speedrun.py", *f"{base} --val_every 0 --run_name quick".split(), cwd=folder)
+    more = f"--preset sft {both} --max_steps 2 --init_from quick --total_batch_size 64"
+    succeed("speedrun.py", *f"{more} --data chats.jsonl --run_name brief".split(), cwd=folder)
+    saved = json.loads((folder / "log/brief/config.json").read_text())["model"]
+    assert saved["bigram_rows"] == 4096 and not saved["smear"], "as the laptop's preset has it"
+    base, brief = models.load(str(folder / "log/quick")), read_run(folder / "log/brief")
+    assert brief.val[0] == pytest.approx(loss_by_hand(base, pairs[::10]), abs=1e-4)
+    assert brief.val[2] < brief.val[0]
+
+
 def test_the_measure_is_the_trainers_on_the_held_out_tenth(tuned):
     folder, pairs, _ = tuned
     flags = ("base", "many", "--data", "chats.jsonl", "--device", "cpu", "--out", "out.jsonl")

@@ -149,7 +149,8 @@ def defaults_of_preset(given, presets, main):
         # 2023, Tensor Programs V and VI)
         wider, deeper = (shape[k] / getattr(model_config, k) for k in ("n_embd", "n_layer"))
         lr = round(cfg.lr / wider / deeper**0.5, 6)
-        model_config = dataclasses.replace(model_config, **shape)
+        same = {name: value for name, value in shape.items() if hasattr(model_config, name)}
+        model_config = dataclasses.replace(model_config, **same)
         cfg = dataclasses.replace(cfg, lr=lr, seq_len=min(cfg.seq_len, shape["block_size"]))
         why += f", with the shape of {given.init_from} and lr={lr} for its size"
     return f"preset {preset} ({why})", model_config, cfg
