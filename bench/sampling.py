@@ -8,19 +8,20 @@ by turns, greedy.
 Each side first writes a few tokens: its warm-up, whose seconds are printed. Then each writes all in
 turn, as often as --rounds says, and the best round of each counts: what else runs on the machine
 only ever takes time. "first" is the time to the first new token, "same" how many tokens agree with
-transformers' in 32 bits before the first that does not. Without --model the weights are random, and
+those of the first side, the base, before the first that does not. Without --model the weights are random, and
 the likeliest tokens so close to each other that fewer bits soon lead to other ones.
 """
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
 from records import append_record, card_name, origin, print_rows
 
 from lab import models
-from lab.cli import command, parse
+from lab.cli import UserError, command, parse
 from lab.device import Precision, find_device
 from lab.generate import KVCache, compiled, generate
 from lab.kernels.int8 import use_int8
@@ -38,12 +39,13 @@ class Config:
     rounds: int = 3
     device: str = "auto"
     compile: bool = False  # ours and transformers' compiled with a static cache, too
+    sides: tuple[str, ...] = ()  # of the table, as "ours bf16"; all if empty. The first is the base
     out: str = ""  # append the numbers to this file, as JSON lines
 
 
 def sides_of(cfg, device):
-    """{name: a function of (ids, new tokens) that yields tokens (B,)}; transformers' yields them
-    all at its end. Each has weights of its own."""
+    """{name: a function that makes one of (ids, new tokens), which yields tokens (B,)};
+    transformers' yields them all at its end. Each has weights of its own."""
 
     def model():
         if cfg.model:
@@ -76,11 +78,11 @@ def sides_of(cfg, device):
 
     sides = {}
     for name in ("fp32", "bf16"):
-        sides |= {f"transformers {name}": theirs(name), f"ours {name}": ours(name)}
-        if cfg.compile:
-            sides[f"transformers {name} compiled"] = theirs(name, compile=True)
-            sides[f"ours {name} compiled"] = ours(name, compile=True)
-    return sides | ({"ours int8": ours("int8")} if device.type == "cpu" else {})
+        for whose, make in (("transformers", theirs), ("ours", ours)):
+            sides[f"{whose} {name}"] = partial(make, name)
+            if cfg.compile:
+                sides[f"{whose} {name} compiled"] = partial(make, name, compile=True)
+    return sides | ({"ours int8": partial(ours, "int8")} if device.type == "cpu" else {})
 
 
 def timed(side, ids, n):
@@ -96,7 +98,10 @@ def main(argv):
     cfg = parse(Config, argv, description=__doc__)
     device = find_device(cfg.device, 0)
     Precision("auto", device).prepare()
-    sides = sides_of(cfg, device)
+    makers = sides_of(cfg, device)
+    if unknown := [name for name in cfg.sides if name not in makers]:
+        raise UserError(f"sides={unknown[0]} is not one of {', '.join(makers)}")
+    sides = {name: makers[name]() for name in cfg.sides or makers}
     shape = models.load(cfg.model).config if cfg.model else PRESETS[cfg.size][0]
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(shape.vocab_size - 1, (cfg.batch, cfg.prompt), generator=generator)
@@ -108,7 +113,7 @@ def main(argv):
             written[name], first, whole = timed(side, ids, cfg.tokens)
             firsts[name] = min(first, firsts.get(name, first))
             seconds[name] = min(whole, seconds.get(name, whole))
-    base, rows = "transformers fp32", []
+    base, rows = next(iter(sides)), []
     for name in sides:
         pairs = list(zip(written[name], written[base]))
         same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
