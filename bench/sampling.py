@@ -106,7 +106,7 @@ def main(argv):
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(shape.vocab_size - 1, (cfg.batch, cfg.prompt), generator=generator)
     ids = ids.to(device)
-    warm = {name: timed(side, ids, 4)[2] for name, side in sides.items()}
+    warm = {name: timed(side, ids, cfg.tokens)[2] for name, side in sides.items()}
     written, firsts, seconds = {}, {}, {}
     for _ in range(cfg.rounds):
         for name, side in sides.items():
