@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 import matplotlib
+import numpy as np
 from drawing import (
     DASHED,
     SMALL,
@@ -45,17 +46,10 @@ from tyro.conf import Positional
 
 from lab.cli import UserError, command, parse
 from lab.files import check_writable
-from lab.tools.plot import PUBLISHED_HELLASWAG, draw
-from lab.tools.records import column, read_log, short, tokens_at
-from lab.tools.style import PAPER, color_of, reference, style
+from lab.tools.plot import draw
+from lab.tools.records import column, read_log, short
+from lab.tools.style import PAPER, color_of, style
 
-# What each run was trained and measured on: losses on different text do not compare.
-DATA_OF = {
-    "corpus_124m_h200": "books and textbooks, 20M tokens, 6.5 epochs",
-    "corpus_124m_4xh200": "books and textbooks, 21M tokens",
-}
-# OpenAI's 124M on two validation sets (llm.c, dev/vislog.ipynb; build-nanogpt, play.ipynb)
-PUBLISHED_LOSS = {"FineWeb": 3.42, "FineWeb-Edu": 3.29}
 # tokens/s of the same work by others' published programs on an H200, measured outside this
 # repository
 PEERS = {"build-nanogpt": 519_244, "nanoGPT": 527_360, "llm.c": 538_485}
@@ -77,53 +71,41 @@ def made_by(program, name="", **how):
 
 
 @made_by("python train_gpt2.py --preset laptop", "laptop", log="laptop_builtin")
-@made_by("python train_gpt2.py --preset gpt2", "corpus_124m_h200", log="corpus_124m_h200")
 def curve(runs, out_path, dark, log):
     """The figure of one training run, as train_gpt2.py itself draws it."""
     records(runs, log, "kind")
     draw([runs / f"{log}.jsonl"], out_path, dark)
 
 
-@made_by("python train_gpt2.py --preset gpt2")
-def tokens(runs, out_path, dark):
-    """Validation loss and HellaSwag against tokens, with GPT-2's lines, each named after its
-    text."""
-    logs = {n: read_log(runs / f"{n}.jsonl") for n in DATA_OF if (runs / f"{n}.jsonl").exists()}
-    if not logs:
-        raise NoData(f"none of {', '.join(DATA_OF)} is there")
-    longest = max(logs, key=lambda name: column(logs[name], "train", "tokens")[1][-1])
-    loss = column(logs[longest], "val", "loss")[1][-1]
-    title = f"GPT-2 124M so far: {loss:.2f} nats a token on {DATA_OF[longest].split(',')[0]}"
-    if scores := column(logs[longest], "hella", "acc_norm")[1]:
-        title += f", HellaSwag {scores[-1]:.2f}"
-    figure, top, bottom = blank(5.6, title, panels="A;B", sharex=True, height_ratios=[2.4, 1])
-    color, orange = color_of("loss", dark), color_of("accuracy", dark)
-    for face, (name, log) in zip((None, PAPER[dark]["paper"]), logs.items()):  # a run: full, hollow
-        start, at = log["start"][-1], tokens_at(log)
-        steps, losses = column(log, "train", "loss")
-        top.plot(list(map(at, steps)), losses, color=color, linewidth=0.8, alpha=0.5)
-        points = [(at(s), v) for s, v in zip(*column(log, "val", "loss")) if s > 0]  # a log axis
-        label = f"ours: {DATA_OF[name]} ({start['world_size']} x {start['device']})"
-        dots = dict(marker="o", markersize=5, markerfacecolor=face)
-        top.plot(*zip(*points), color=color, label=label, **dots)
-        how = dict(color=color, ha="center", va="top", fontweight="bold")
-        write(top, f"{points[-1][1]:.2f}", *points[-1], dx=0, dy=-7, **how)
-        if hella := log.get("hella"):
-            errors = [1.96 * r["acc_norm_stderr"] for r in hella]
-            places, values = [at(r["step"]) for r in hella], [r["acc_norm"] for r in hella]
-            bottom.errorbar(places, values, yerr=errors, color=orange, capsize=2, **dots)
-    for (data, loss), side in zip(PUBLISHED_LOSS.items(), (1, -1)):  # text above, then below
-        reference(top, loss, "", left=True)
-        text, va = f"OpenAI's GPT-2 124M on {data}, {loss:.2f}", "bottom" if side > 0 else "top"
-        write(top, text, 4e6, loss, dy=3 * side, va=va, color="0.5")
-    reference(bottom, 0.25, "chance 0.25", left=True)
-    reference(bottom, PUBLISHED_HELLASWAG["GPT-2 124M"], "OpenAI's GPT-2 124M, 0.2955", left=True)
-    top.set(ylabel="loss (nats per token)\nthin: training, dots: validation", ylim=(2.6, 10.4))
-    top.set(xscale="log", xlim=(4e6, 2e8))
-    top.legend(loc="upper right")
-    bottom.set(xlabel="training tokens (losses on different text do not compare)")
-    bottom.set(ylabel="HellaSwag\nacc_norm", ylim=(0.225, 0.31))
-    bottom.xaxis.set_major_formatter(shorten)
+@made_by("python speedrun.py --fp8 head --max_steps 1688")
+def six_minutes(runs, out_path, dark):
+    """Validation loss against seconds of training, of today's recipe and of GPT-2's."""
+    names = {"speedrun_124m": ("speedrun.py", "blue"), "gpt2_124m": ("GPT-2's recipe", "orange")}
+    curves = {}
+    for name in names:
+        records(runs, name, "kind")
+        log = read_log(runs / f"{name}.jsonl")
+        steps, times = column(log, "train", "dt_ms")  # the first update, which compiles, has none
+        seconds = np.cumsum(np.diff([0, *steps]) * times) / 1000
+        at, losses = column(log, "val", "loss")
+        curves[name] = np.interp(at[1:], steps, seconds), losses[1:]  # after the first 100 steps
+    (fast, slow), (low, high) = zip(*((t[-1], losses[-1]) for t, losses in curves.values()))
+    title = f"Six minutes on one H200: {low:.2f} nats a token with today's recipe, "
+    note = "124M shape, two passes over 111M tokens of books and textbooks, NVIDIA H200, 2026-11-23"
+    figure, ax = blank(4.6, f"{title}{high:.2f} with GPT-2's", note)
+    for name, (seconds, losses) in curves.items():
+        color = color_of(names[name][1], dark)
+        ax.plot(seconds, losses, "o-", color=color, markersize=3)
+        write(ax, f"{names[name][0]} {losses[-1]:.2f}", seconds[-1], losses[-1], dx=6, color=color)
+    seconds, losses = curves["speedrun_124m"]
+    met = np.interp(-high, -np.array(losses), seconds)  # np.interp wants what rises
+    ax.plot([met, slow], [high, high], ":", color="0.5", linewidth=1)
+    text = f"{met:.0f} s: {slow / met:.1f} times sooner"
+    write(ax, text, met, high, dy=5, va="bottom", color="0.5")
+    ax.set(
+        xlabel="seconds of training, compiling left out", ylabel="validation loss (nats per token)"
+    )
+    ax.set(xlim=(0, 1.28 * fast), xticks=range(0, round(fast) + 1, 60))
     figure.savefig(out_path)
 
 

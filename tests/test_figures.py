@@ -40,8 +40,8 @@ def test_every_figure_is_made_from_the_records(tmp_path, texts, capsys):
     assert "gpt2: matmul is 50% of the last rung's 93 ms" in texts["kernels.png"]
     title = "In a minute on one H200: GPT-2's recipe 5.49, speedrun.py 3.67 nats a token"
     assert {title, "readable recipe 3.78"} <= set(texts["speedrun.png"])
-    title = "GPT-2 124M so far: 4.91 nats a token on books and textbooks, HellaSwag 0.24"
-    assert title in texts["tokens.png"]
+    title = "Six minutes on one H200: 3.14 nats a token with today's recipe, 3.56 with GPT-2's"
+    assert {title, "139 s: 2.7 times sooner"} <= set(texts["six_minutes.png"])
     title = "gpt2: 47 rows of padding save 101 ms eager and 101 ms compiled"
     assert title in texts["vocabulary.png"]
     assert "ddp, 250 MB  95.8%" in texts["parallel.png"]

@@ -41,7 +41,7 @@ class Config:
     port: int = 8000  # 0 takes any that is free
     device: str = "auto"  # cuda, mps or cpu
     weights: Literal["auto", "fp32", "bf16", "fp16", "int8"] = "auto"  # int8: on a CPU
-    compile: bool = False  # for a GPU: a minute of warm-up, then a token is one launch
+    compile: bool = False  # for a GPU: ten seconds of warm-up, then a token is one launch
     log_dir: str = "log"  # where the newest run is looked for
 
 
