@@ -347,11 +347,9 @@ def texts_to_fill_in(run, tokenizer, shards):
 
 # ---------------------------------------------------------------------------------- 5. command line
 
-MODEL, CONFIG = Bert, BertConfig  # lab.models finds them by these names in every program
 
-
-class BertRun(gpt2.Run):
-    program = "bert"
+class Run(gpt2.Run):
+    program, model_class = "bert", Bert
 
     def save(self):
         if self.world.is_main:  # the weights are of no use without it
@@ -359,22 +357,24 @@ class BertRun(gpt2.Run):
             write_whole(self.folder / WORD_PIECE_FILE, text.encode())
         return super().save()
 
+    def events(self, stop):
+        masking = self.loader.transform
+        validation = MaskedValidation(self, stop, masking.tokenizer, masking)
+        texts = texts_to_fill_in(self, masking.tokenizer, validation.shards)
+        save = evals.Every("checkpoint", self.cfg.ckpt_every, lambda run: run.save())
+        return [save, validation, evals.FillIn(self, masking.tokenizer, texts)]
+
 
 def set_up(model_config, cfg, world, state=None):
+    """As train_gpt2.py's, of a Run whose loader hides words."""
     masking = Masking(WordPiece(f"{cfg.data}/{WORD_PIECE_FILE}"), model_config, cfg.whole_words)
-    return gpt2.set_up(model_config, cfg, world, state, Bert, BertRun, masking)
-
-
-def events_of(run, stop):
-    masking = run.loader.transform
-    validation = MaskedValidation(run, stop, masking.tokenizer, masking)
-    texts = texts_to_fill_in(run, masking.tokenizer, validation.shards)
-    save = evals.Every("checkpoint", run.cfg.ckpt_every, BertRun.save)
-    return validation, [save, validation, evals.FillIn(run, masking.tokenizer, texts)]
+    run = gpt2.set_up(model_config, cfg, world, state, Run)
+    run.loader.transform = masking
+    return run
 
 
 def main(argv):
-    return gpt2.main(argv, PRESETS, __doc__, set_up, events_of, BertRun.program)
+    return gpt2.main(argv, PRESETS, __doc__, set_up, Run.program)
 
 
 if __name__ == "__main__":

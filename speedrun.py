@@ -28,7 +28,7 @@ import train_gpt2
 from lab.cli import UserError, command
 from lab.generate import generate
 from lab.optim import POLAR_EXPRESS, Muon, Together
-from train_gpt2 import HeadLoss, Run, get_lr, in_steps
+from train_gpt2 import HeadLoss, in_steps
 
 # --------------------------------------------------------------------------------- 1. configuration
 
@@ -356,9 +356,6 @@ class GPT(nn.Module):
             yield token
 
 
-MODEL, CONFIG = GPT, GPTConfig  # what lab.models builds from a checkpoint
-
-
 # ----------------------------------------------------------------------- 3. optimizer and schedule
 
 
@@ -390,13 +387,11 @@ def make_optimizer(model, cfg, world):
     return optimizer
 
 
-def schedule(step, group, cfg):
-    """What changes with the step, of one group of parameters."""
-    group["lr"] = get_lr(step, cfg) * group["scale"]
-    if "momentum" in group:
-        rise = in_steps(cfg.momentum_warmup, cfg)
-        done = min(1.0, step / rise) if rise else 1.0
-        group["momentum"] = cfg.momentum - (1 - done) * max(0.0, cfg.momentum - 0.85)
+def momentum(step, cfg):
+    """Muon's, for the update after `step` finished ones: it rises from 0.85."""
+    rise = in_steps(cfg.momentum_warmup, cfg)
+    done = min(1.0, step / rise) if rise else 1.0
+    return cfg.momentum - (1 - done) * max(0.0, cfg.momentum - 0.85)
 
 
 def stage(step, cfg):
@@ -408,11 +403,15 @@ def stage(step, cfg):
 # ----------------------------------------------------------------------------------- 4. one update
 
 
-class SpeedRun(Run):
-    program = "speedrun"
+class Run(train_gpt2.Run):
+    program, model_class = "speedrun", GPT
+    make_optimizer = staticmethod(make_optimizer)
 
     def update(self):
         self.loader.set_stage(*stage(self.step, self.cfg))
+        for group in self.optimizer.param_groups:
+            if "momentum" in group:
+                group["momentum"] = momentum(self.step, self.cfg)
         return super().update()
 
 
@@ -420,20 +419,13 @@ class SpeedRun(Run):
 
 
 def set_up(model_config, cfg, world, state=None):
-    """The SpeedRun of these settings: train_gpt2.py's, with the parts above."""
+    """As train_gpt2.py's."""
     if cfg.parallel != "ddp":
         raise UserError(f"parallel={cfg.parallel} is for AdamW alone; leave it out")
     # a micro-batch that divides the smallest step; the fused loss knows no cap
-    first = dataclasses.replace(cfg, total_batch_size=stage(0, cfg)[0])
-    if model_config.logit_cap:
-        first = dataclasses.replace(first, kernels="plain")
-
-    def optimizer_of(model, cfg, _):
-        return make_optimizer(model, cfg, world)
-
-    run = train_gpt2.set_up(
-        model_config, first, world, state, GPT, SpeedRun, None, optimizer_of, schedule
-    )
+    kernels = "plain" if model_config.logit_cap else cfg.kernels
+    first = dataclasses.replace(cfg, total_batch_size=stage(0, cfg)[0], kernels=kernels)
+    run = train_gpt2.set_up(model_config, first, world, state, Run)
     run.cfg = cfg
     return run
 
@@ -442,7 +434,7 @@ def set_up(model_config, cfg, world, state=None):
 
 
 def main(argv):
-    return train_gpt2.main(argv, PRESETS, __doc__, set_up, program=SpeedRun.program)
+    return train_gpt2.main(argv, PRESETS, __doc__, set_up, Run.program)
 
 
 if __name__ == "__main__":

@@ -325,8 +325,6 @@ class GPT(nn.Module):
             yield token
 
 
-MODEL, CONFIG = GPT, GPTConfig  # lab.models finds them by these names in every program
-
 # ----------------------------------------------------------------------- 3. optimizer and schedule
 
 
@@ -341,10 +339,10 @@ def param_groups(model, weight_decay):
     ]
 
 
-def make_optimizer(model, cfg, device_type):
+def make_optimizer(model, cfg, world):
     """The optimizer of cfg. A group's "scale" is its peak rate over cfg.lr, as one schedule drives
     AdamW and Muon, whose peaks differ."""
-    fused = device_type in ("cuda", "cpu")  # one kernel for all tensors instead of several for each
+    fused = world.device.type in ("cuda", "cpu")  # one kernel for all tensors, not several for each
     adamw = dict(lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, fused=fused)
     if cfg.optimizer == "muon":
         optimizer = optim.MuonAdamW(model, cfg.muon_lr, weight_decay=cfg.weight_decay, **adamw)
@@ -376,27 +374,24 @@ def get_lr(step, cfg):
     return cfg.min_lr + (cfg.lr - cfg.min_lr) * left
 
 
-def schedule(step, group, cfg):
-    """What changes from step to step: the rate of each group of parameters."""
-    group["lr"] = get_lr(step, cfg) * group["scale"]
-
-
 # ----------------------------------------------------------------------------------- 4. one update
 
 
 class Run:
-    """Everything that a checkpoint holds, and the update that moves it on by a step.
+    """Everything that a checkpoint holds, and the update that moves it on by a step. In speedrun.py
+    and bert.py it says what they do in another way.
 
     raw_model is the bare model, which is saved, sampled and inspected; model is the same one as
     training calls it, wrapped by DDP and compiled. step counts finished updates.
     """
 
-    program = "gpt2"  # noted in checkpoints, so that lab.models finds this file
+    program = "gpt2"  # what checkpoints call this file: lab.models finds it, and Run in it
+    model_class = GPT
+    make_optimizer = staticmethod(make_optimizer)
 
-    def __init__(self, raw_model, model, optimizer, loader, precision, schedule, world, cfg):
+    def __init__(self, raw_model, model, optimizer, loader, precision, world, cfg):
         self.raw_model, self.model, self.optimizer = raw_model, model, optimizer
-        self.loader, self.precision, self.schedule = loader, precision, schedule
-        self.world, self.cfg = world, cfg
+        self.loader, self.precision, self.world, self.cfg = loader, precision, world, cfg
         self.step, self.saved, self.best_val = 0, 0, math.inf
         self.folder = Path(cfg.log_dir) / cfg.run_name
         self.writer = checkpoints.Writer(self.folder, cfg.keep_last, cfg.async_save, world.device)
@@ -427,7 +422,7 @@ class Run:
         clip = getattr(self.optimizer, "clip_grad_norm", self.clip_grad_norm)
         grad_norm = clip(self.cfg.grad_clip)
         for group in self.optimizer.param_groups:
-            self.schedule(self.step, group, self.cfg)
+            group["lr"] = get_lr(self.step, self.cfg) * group["scale"]
         precision.scaler.step(self.optimizer)
         precision.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
@@ -476,22 +471,28 @@ class Run:
         self.saved, state = self.step, self.state_dict()
         return self.writer.save(self.step, state) if self.world.is_main else None
 
+    def events(self, stop):
+        """What happens beside updates, in the order in which a step makes it."""
+        cfg, validation = self.cfg, evals.Validation(self, stop)
+        return [
+            evals.Every("checkpoint", cfg.ckpt_every, lambda run: run.save()),
+            validation,
+            HellaSwag(cfg.hella_every, cfg.hella_examples, self.world, self.precision, stop),
+            evals.Samples(self, validation.tokenizer),
+        ]
+
 
 # -------------------------------------------------------------------------------------- 5. the run
 
 
-def set_up(
-    model_config, cfg, world, state=None, model_class=GPT, run_class=Run, transform=None,
-    make_optimizer=make_optimizer, schedule=schedule,
-):  # fmt: skip
-    """The Run of these settings: at its beginning, or where `state`, a checkpoint's, left it. The
-    arguments after that are what bert.py and speedrun.py do in another way."""
+def set_up(model_config, cfg, world, state=None, run_class=Run):
+    """The Run of these settings: at its beginning, or where `state`, a checkpoint's, left it."""
     torch.manual_seed(cfg.seed)
     precision = device.Precision(cfg.precision, world.device)  # bf16 where the GPU has it
     if world.device.type == "cuda" and precision.name != "fp32":
         torch.set_float32_matmul_precision("high")  # TF32: products keep 10 bits of mantissa
     shards = data.TokenShards(cfg.data, "train", model_config.vocab_size, cfg.verify_data)
-    raw_model = model_class(model_config)
+    raw_model = run_class.model_class(model_config)
     if cfg.init_from and not state:
         models.start_from(cfg.init_from, raw_model, cfg.log_dir)
     raw_model.to(world.device)
@@ -502,8 +503,8 @@ def set_up(
     # a resumed run keeps its micro-batch: in another, sums would be rounded otherwise
     most = state["batch_size"] if state else 64
     batch_size = cfg.batch_size or device.fit_batch_size(raw_model, cfg, world, precision, most)
-    loader = data.TokenLoader(shards, cfg, world, batch_size, transform)
-    optimizer = make_optimizer(raw_model, cfg, world.device.type)
+    loader = data.TokenLoader(shards, cfg, world, batch_size)
+    optimizer = run_class.make_optimizer(raw_model, cfg, world)
     model = raw_model
     if world.distributed and cfg.parallel != "ddp":
         share_out = parallel.EXCHANGES[cfg.parallel]  # ZeRO-1 or FSDP2
@@ -516,7 +517,7 @@ def set_up(
         world.say(f"torch.compile is off: {reason}")
     elif cfg.compile:
         model = torch.compile(model, dynamic=False)  # fuses what lies between the products
-    run = run_class(raw_model, model, optimizer, loader, precision, schedule, world, cfg)
+    run = run_class(raw_model, model, optimizer, loader, precision, world, cfg)
     if state:
         checkpoints.restore(run, state)
     return run
@@ -564,26 +565,16 @@ def train(run, events, cfg, world, log, stop):
 # ------------------------------------------------------------------------------- 7. command line
 
 
-def events_of(run, stop):
-    """(validation, all that happens beside updates, in the order in which a step makes it)"""
-    validation = evals.Validation(run, stop)
-    how = run.cfg.hella_every, run.cfg.hella_examples, run.world, run.precision, stop
-    save = evals.Every("checkpoint", run.cfg.ckpt_every, Run.save)
-    return validation, [save, validation, HellaSwag(*how), evals.Samples(run, validation.tokenizer)]
-
-
-def main(
-    argv, presets=PRESETS, description=__doc__, set_up=set_up, events_of=events_of, program=Run.program
-):  # fmt: skip
+def main(argv, presets=PRESETS, description=__doc__, set_up=set_up, program=Run.program):
     reason, model_config, cfg = settings.parse_flags(argv, presets, description, program)
     world = World(cfg.device, cfg.timeout)
     if world.distributed:  # torchrun has started several processes; NCCL carries what is on GPUs
         dist.init_process_group(world.backend, timeout=world.timeout, device_id=world.device_id)
     model_config, cfg, state = settings.resolve(model_config, cfg, world, presets, program)
     run, stop = set_up(model_config, cfg, world, state), StopSignal(world)
-    validation, events = events_of(run, stop)
+    events = run.events(stop)
     with folder.opened(run), stop, Log(run) as log:
-        log.start(reason, run, validation)
+        log.start(reason, run, events)
         stopped = train(run, events, cfg, world, log, stop)
     folder.farewell(run, stopped)
     return 75 if stopped else 0  # 75 tells job scripts: try again
