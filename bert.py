@@ -27,10 +27,10 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-if __name__ == "__main__":  # how a CPU's threads wait: to be settled before torch starts them
-    from lab.cli import set_threads
+from lab import cli
 
-    set_threads()
+if __name__ == "__main__":
+    cli.set_threads()  # how a CPU's threads wait: to be settled before torch starts them
 
 import numpy as np
 import torch
@@ -40,8 +40,9 @@ from torch.utils.checkpoint import checkpoint
 
 import train_gpt2 as gpt2
 from lab import evals, models
-from lab.cli import UserError, command
+from lab.cli import UserError
 from lab.data.tokenizers import WORD_PIECE_FILE, WordPiece
+from lab.device import in_bf16
 from lab.files import write_whole
 
 # --------------------------------------------------------------------------------- 1. configuration
@@ -195,9 +196,7 @@ class Bert(nn.Module):
         parts = self.transformer
         of_segment = parts.wse.weight[0] if segment is None else parts.wse(segment)
         x = parts.ln_e(parts.wte(idx) + parts.wpe(position) + of_segment)  # (B, T, C)
-        kind = x.device.type
-        bf16 = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
-        if bf16 and self.config.bf16_residual:
+        if self.config.bf16_residual and in_bf16(x):
             x = x.bfloat16()
         for block in parts.h:
             if self.config.activation_checkpointing and torch.is_grad_enabled():
@@ -378,4 +377,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    command(main)
+    cli.command(main)

@@ -15,17 +15,18 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
-if __name__ == "__main__":  # how a CPU's threads wait: to be settled before torch starts them
-    from lab.cli import set_threads
+from lab import cli
 
-    set_threads()
+if __name__ == "__main__":
+    cli.set_threads()  # how a CPU's threads wait: to be settled before torch starts them
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
 import train_gpt2
-from lab.cli import UserError, command
+from lab.cli import UserError
+from lab.device import in_bf16
 from lab.generate import generate
 from lab.optim import POLAR_EXPRESS, Muon, Together
 from train_gpt2 import HeadLoss, in_steps
@@ -326,9 +327,7 @@ class GPT(nn.Module):
             before = one_back(idx[..., None], position, mask, cache, "idx")[..., 0]
             x = x + t.bigrams((before * 36313 + idx * 27191) % c.bigram_rows)
         x = norm(x)
-        kind = x.device.type
-        bf16 = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
-        if bf16 and c.bf16_residual:
+        if c.bf16_residual and in_bf16(x):
             x = x.bfloat16()
         if self.smear is not None:
             x = self.smear(x, one_back(x, position, mask, cache, "smear"))
@@ -438,4 +437,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    command(main)
+    cli.command(main)

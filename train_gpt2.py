@@ -22,16 +22,15 @@ layers, N = B * T positions.
 """
 
 import contextlib
-import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-if __name__ == "__main__":  # how a CPU's threads wait: to be settled before torch starts them
-    from lab.cli import set_threads
+from lab import cli
 
-    set_threads()
+if __name__ == "__main__":
+    cli.set_threads()  # how a CPU's threads wait: to be settled before torch starts them
 
 import torch
 import torch.distributed as dist
@@ -41,8 +40,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from hellaswag import HellaSwag
-from lab import data, device, evals, kernels, models, optim, parallel, weights
-from lab.cli import command
+from lab import data, device, evals, kernels, models, optim, parallel
 from lab.generate import generate
 from lab.run import Log, Meter, Stopped, StopSignal, Vitals, checkpoints, folder, settings
 from lab.world import World
@@ -256,11 +254,8 @@ class GPT(nn.Module):
 
     @classmethod
     def from_pretrained(cls, source):
-        """GPT with the weights of gpt2 ... gpt2-xl, another hub name or a Hugging Face folder."""
-        shape, state = weights.read(source)
-        model = cls(GPTConfig(**shape))
-        weights.copy_into(model, state, source)
-        return model
+        """GPT with the weights of gpt2 ... gpt2-xl, another hub name, a folder or a run."""
+        return models.load(source)
 
     def num_params(self):
         """Numbers in the published model of this shape: the tied matrix once, no pad rows."""
@@ -291,9 +286,7 @@ class GPT(nn.Module):
         if position is None:
             position = torch.arange(idx.size(1), device=idx.device)
         x = self.transformer.wte(idx) + self.transformer.wpe(position)  # (B, T, C)
-        kind = x.device.type
-        bf16 = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
-        if bf16 and self.config.bf16_residual:
+        if self.config.bf16_residual and device.in_bf16(x):
             x = x.bfloat16()  # half the memory traffic of every addition and LayerNorm
         for block in self.transformer.h:
             if self.config.activation_checkpointing and torch.is_grad_enabled():
@@ -440,26 +433,23 @@ class Run:
 
     def state_dict(self):
         """Tensors and plain values, enough to go on to the bit. All processes call it together."""
-        cuda = torch.cuda.get_rng_state() if self.world.device.type == "cuda" else None
         return {
             "program": self.program, "step": self.step, "best_val": self.best_val,
             "model": self.raw_model.state_dict(), "optimizer": self.optimizer.state_dict(),
             "loader": self.loader.state_dict(), "batch_size": self.loader.batch_size,
             "scaler": self.precision.scaler.state_dict(),
-            "rng": {"cpu": torch.get_rng_state(), "cuda": cuda},
-            "model_config": dataclasses.asdict(self.raw_model.config),
-            "train_config": dataclasses.asdict(self.cfg),
+            "rng": device.random_state(self.world.device),
+            "model_config": asdict(self.raw_model.config),
+            "train_config": asdict(self.cfg),
         }  # fmt: skip
 
     def load_state_dict(self, state):
         self.raw_model.load_state_dict(state["model"])
         optim.load_optimizer(self.optimizer, state["optimizer"])
         self.loader.load_state_dict(state["loader"])
-        if state["scaler"] and self.precision.scaler.is_enabled():
+        if state["scaler"]:  # of fp16
             self.precision.scaler.load_state_dict(state["scaler"])
-        torch.set_rng_state(state["rng"]["cpu"])
-        if state["rng"]["cuda"] is not None and self.world.device.type == "cuda":
-            torch.cuda.set_rng_state(state["rng"]["cuda"])
+        device.set_random_state(state["rng"], self.world.device)
         self.step = self.saved = state["step"]
         self.best_val = state["best_val"]
 
@@ -500,9 +490,7 @@ def set_up(model_config, cfg, world, state=None, run_class=Run):
         data.hide_other_documents(raw_model)
     if cfg.kernels == "fused":  # the same results (but for 8 bits) in less time and memory
         kernels.use(raw_model, mlp=MLP, precision=precision, fp8=cfg.fp8)
-    # a resumed run keeps its micro-batch: in another, sums would be rounded otherwise
-    most = state["batch_size"] if state else 64
-    batch_size = cfg.batch_size or device.fit_batch_size(raw_model, cfg, world, precision, most)
+    batch_size = cfg.batch_size or device.fit_batch_size(raw_model, cfg, world, precision, state)
     loader = data.TokenLoader(shards, cfg, world, batch_size)
     optimizer = run_class.make_optimizer(raw_model, cfg, world)
     model = raw_model
@@ -513,9 +501,7 @@ def set_up(model_config, cfg, world, state=None, run_class=Run):
         # backward() sends gradients in pieces while it still computes those of earlier layers. The
         # compiler cuts its graph at each piece, and DDP's own 25 MB would cut it at every block.
         model = DistributedDataParallel(raw_model, gradient_as_bucket_view=True, bucket_cap_mb=250)
-    if cfg.compile and (reason := device.why_no_compile(world.device, model_config)):
-        world.say(f"torch.compile is off: {reason}")
-    elif cfg.compile:
+    if cfg.compile and device.can_compile(world, model_config):
         model = torch.compile(model, dynamic=False)  # fuses what lies between the products
     run = run_class(raw_model, model, optimizer, loader, precision, world, cfg)
     if state:
@@ -581,4 +567,4 @@ def main(argv, presets=PRESETS, description=__doc__, set_up=set_up, program=Run.
 
 
 if __name__ == "__main__":
-    command(main)
+    cli.command(main)
