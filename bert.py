@@ -142,15 +142,12 @@ class Bert(nn.Module):
         if not 0 < config.mask_share <= 1:
             raise UserError(f"mask_share={config.mask_share} must be above 0 and at most 1")
         self.config, C = config, config.n_embd
-        self.transformer = nn.ModuleDict(
-            dict(
-                wte=nn.Embedding(config.padded_vocab_size, C),
-                wpe=nn.Embedding(config.block_size, C),
-                wse=nn.Embedding(config.segments, C),
-                ln_e=nn.LayerNorm(C, EPS),
-                h=nn.ModuleList(PostNormBlock(config, layer) for layer in range(config.n_layer)),
-            )
-        )
+        parts = self.transformer = nn.ModuleDict()
+        parts.wte = nn.Embedding(config.padded_vocab_size, C)
+        parts.wpe = nn.Embedding(config.block_size, C)
+        parts.wse = nn.Embedding(config.segments, C)
+        parts.ln_e = nn.LayerNorm(C, EPS)
+        parts.h = nn.ModuleList(PostNormBlock(config, layer) for layer in range(config.n_layer))
         self.head = nn.ModuleDict(dict(dense=nn.Linear(C, C), ln=nn.LayerNorm(C, EPS)))
         self.lm_head = nn.Linear(C, config.padded_vocab_size)
         self.lm_head.weight = self.transformer.wte.weight  # one matrix, read in both directions

@@ -29,6 +29,7 @@ from lab.cli import UserError
 from lab.device import in_bf16
 from lab.generate import generate
 from lab.optim import POLAR_EXPRESS, Muon, Together
+from lab.run import settings
 from train_gpt2 import HeadLoss, in_steps
 
 # --------------------------------------------------------------------------------- 1. configuration
@@ -103,25 +104,19 @@ PRESETS = {
         GPTConfig(),
         TrainConfig(val_every=50, val_tokens=1048576, hella_every=0, sample_every=0, ckpt_every=0),
     ),
-    # two minutes on two laptop cores, on the text that ships inside Python, read as bytes
-    "laptop": (
+    "laptop": (  # two minutes on two laptop cores, on the text inside Python, read as bytes
         GPTConfig(n_layer=2, n_head=2, n_embd=128, block_size=128, vocab_size=257, vocab_multiple=1,
                   value_tables=0, mix_input=False, smear=False, bigram_rows=4096),
         TrainConfig(
-            "laptop", data="data/builtin", total_batch_size=4096, seq_len=128, max_steps=700, lr=1e-2,
-            muon_lr=0.05, decay_steps=0.7, momentum_warmup=0.1, beta2=0.99, compile=False, log_every=20,
-            val_every=200, val_tokens=131072, hella_every=0, sample_every=200, sample_tokens=200,
-            sample_prompt="The ", ckpt_every=500,
+            **settings.LAPTOP, total_batch_size=4096, seq_len=128, max_steps=700, lr=1e-2, muon_lr=0.05,
+            decay_steps=0.7, momentum_warmup=0.1, beta2=0.99, compile=False,
         ),
     ),
-    # to answer, as train_gpt2.py's: a tenth of the rates that a model is pretrained with
-    "sft": (
+    "sft": (  # to answer, as train_gpt2.py's: a tenth of the rates that a model is pretrained with
         GPTConfig(),
         TrainConfig(
-            "sft", data="lab/data/chats.jsonl", total_batch_size=4096, max_steps=200, lr=3e-4,
-            embed_lr=0.03, scalar_lr=1.5e-3, muon_lr=3e-3, schedule="linear", compile=False,
-            val_every=20, val_tokens=0, hella_every=0, sample_every=50, ckpt_every=50,
-            sample_prompt="User: What is a token?\n\nAssistant:",
+            **settings.SFT, total_batch_size=4096, max_steps=200, lr=3e-4, embed_lr=0.03,
+            scalar_lr=1.5e-3, muon_lr=3e-3, schedule="linear", compile=False,
         ),
     ),
 }  # fmt: skip
@@ -266,17 +261,14 @@ class GPT(nn.Module):
         super().__init__()
         self.config, rows = config, config.padded_vocab_size
         tables = min(config.value_tables, config.n_layer)
-        self.transformer = nn.ModuleDict(
-            dict(
-                wte=nn.Embedding(rows, config.n_embd),
-                vte=nn.ModuleList(nn.Embedding(rows, config.n_embd) for _ in range(tables)),
-                h=nn.ModuleList(Block(config, layer) for layer in range(config.n_layer)),
-            )
-        )
+        parts = self.transformer = nn.ModuleDict()
+        parts.wte = nn.Embedding(rows, config.n_embd)
+        parts.vte = nn.ModuleList(nn.Embedding(rows, config.n_embd) for _ in range(tables))
+        parts.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         if not config.rotary:
-            self.transformer.wpe = nn.Embedding(config.block_size, config.n_embd)
+            parts.wpe = nn.Embedding(config.block_size, config.n_embd)
         if config.bigram_rows:
-            self.transformer.bigrams = nn.Embedding(config.bigram_rows, config.n_embd)
+            parts.bigrams = nn.Embedding(config.bigram_rows, config.n_embd)
         self.smear = Smear() if config.smear else None
         self.lm_head = nn.Linear(config.n_embd, rows, bias=False)
         if config.tied:

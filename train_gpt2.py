@@ -109,29 +109,22 @@ PRESETS = {
     "gpt2-medium": (GPTConfig(24, 16, 1024), TrainConfig("gpt2-medium", lr=3e-4, min_lr=3e-5)),
     "gpt2-large": (GPTConfig(36, 20, 1280), TrainConfig("gpt2-large", lr=2.5e-4, min_lr=2.5e-5)),
     "gpt2-xl": (GPTConfig(48, 25, 1600), TrainConfig("gpt2-xl", lr=2e-4, min_lr=2e-5)),
-    # never released: GPT-3's 2.7B, whose weights, gradients and moments take 42 GB
-    "gpt2-2.7b": (
+    "gpt2-2.7b": (  # never released: GPT-3's 2.7B, whose weights, gradients and moments take 42 GB
         GPTConfig(32, 32, 2560), TrainConfig("gpt2-2.7b", lr=1.6e-4, min_lr=1.6e-5, parallel="fsdp2")
     ),
-    # two minutes on two laptop cores, on the text that ships inside Python, read as bytes
-    "laptop": (
+    "laptop": (  # two minutes on two laptop cores, on the text inside Python, read as bytes
         GPTConfig(n_layer=2, n_head=2, n_embd=128, block_size=128, vocab_size=257, vocab_multiple=1),
         TrainConfig(
-            "laptop", data="data/builtin", total_batch_size=4096, seq_len=128, max_steps=1000,
-            optimizer="muon", lr=6e-3, min_lr=0.0, weight_decay=0.0, schedule="wsd", warmup_steps=0.03,
-            decay_steps=0.7, beta2=0.99, compile=False, log_every=20, val_every=200,
-            val_tokens=131072, hella_every=0, sample_every=200, sample_tokens=200,
-            sample_prompt="The ", ckpt_every=500,
+            **settings.LAPTOP, total_batch_size=4096, seq_len=128, max_steps=1000, optimizer="muon",
+            lr=6e-3, min_lr=0.0, schedule="wsd", warmup_steps=0.03, decay_steps=0.7, weight_decay=0.0,
+            beta2=0.99, compile=False,
         ),
     ),
-    # to answer: --init_from says which model is tuned, and so the shape
-    "sft": (
+    "sft": (  # to answer: --init_from says which model is tuned, and so the shape
         GPTConfig(),
         TrainConfig(
-            "sft", data="lab/data/chats.jsonl", total_batch_size=4096, max_steps=200, lr=2e-4,
-            min_lr=0.0, warmup_steps=0.05, schedule="linear", weight_decay=0.0, compile=False,
-            val_every=20, val_tokens=0, hella_every=0, sample_every=50, ckpt_every=50,
-            sample_prompt="User: What is a token?\n\nAssistant:",
+            **settings.SFT, total_batch_size=4096, max_steps=200, lr=2e-4, min_lr=0.0,
+            schedule="linear", warmup_steps=0.05, weight_decay=0.0, compile=False,
         ),
     ),
 }  # fmt: skip
@@ -217,22 +210,18 @@ class HeadLoss(nn.Module):
 
 
 class GPT(nn.Module):
-    """GPT-2 (Radford et al. 2019): pre-norm transformer, learned positions, head tied to the token
-    embedding."""
+    """GPT-2 (Radford et al. 2019): pre-norm transformer, learned positions, tied head."""
 
     vocab_rows = ("transformer.wte.weight", "lm_head.weight")  # a row for each id, and pad rows
 
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.transformer = nn.ModuleDict(
-            dict(
-                wte=nn.Embedding(config.padded_vocab_size, config.n_embd),
-                wpe=nn.Embedding(config.block_size, config.n_embd),
-                h=nn.ModuleList(Block(config, layer) for layer in range(config.n_layer)),
-                ln_f=nn.LayerNorm(config.n_embd),
-            )
-        )
+        parts = self.transformer = nn.ModuleDict()
+        parts.wte = nn.Embedding(config.padded_vocab_size, config.n_embd)  # what a token is
+        parts.wpe = nn.Embedding(config.block_size, config.n_embd)  # where it stands
+        parts.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        parts.ln_f = nn.LayerNorm(config.n_embd)
         self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
         self.lm_head.weight = self.transformer.wte.weight  # one matrix, read in both directions
         self.head_loss = HeadLoss(config.vocab_size)
@@ -322,9 +311,8 @@ class GPT(nn.Module):
 
 
 def param_groups(model, weight_decay):
-    """Two groups. Decay shrinks a weight a little at each update, so that none grows for nothing:
-    matrices and embeddings. Biases and LayerNorm gains are few and set scales: they are left
-    out."""
+    """Two groups. Decay shrinks matrices and embeddings a little at each update, so that none grows
+    for nothing. Biases and LayerNorm gains are few and set scales: they are left out."""
     params = [p for p in model.parameters() if p.requires_grad]
     return [
         {"params": [p for p in params if p.dim() >= 2], "weight_decay": weight_decay},
@@ -423,8 +411,7 @@ class Run:
         return torch.stack(losses), grad_norm
 
     def clip_grad_norm(self, max_norm):
-        """Shorten the gradient of all parameters together to max_norm (0: never); returns its
-        norm."""
+        """Shorten the whole gradient to max_norm (0: never); returns the norm that it had."""
         self.precision.scaler.unscale_(self.optimizer)  # fp16 alone: first back to their true size
         params = [p for p in self.raw_model.parameters() if p.grad is not None]
         norm = optim.exact_norm([p.grad for p in params])
@@ -439,8 +426,7 @@ class Run:
             "loader": self.loader.state_dict(), "batch_size": self.loader.batch_size,
             "scaler": self.precision.scaler.state_dict(),
             "rng": device.random_state(self.world.device),
-            "model_config": asdict(self.raw_model.config),
-            "train_config": asdict(self.cfg),
+            "model_config": asdict(self.raw_model.config), "train_config": asdict(self.cfg),
         }  # fmt: skip
 
     def load_state_dict(self, state):
@@ -464,12 +450,9 @@ class Run:
     def events(self, stop):
         """What happens beside updates, in the order in which a step makes it."""
         cfg, validation = self.cfg, evals.Validation(self, stop)
-        return [
-            evals.Every("checkpoint", cfg.ckpt_every, lambda run: run.save()),
-            validation,
-            HellaSwag(cfg.hella_every, cfg.hella_examples, self.world, self.precision, stop),
-            evals.Samples(self, validation.tokenizer),
-        ]
+        save = evals.Every("checkpoint", cfg.ckpt_every, lambda run: run.save())
+        hella = HellaSwag(cfg.hella_every, cfg.hella_examples, self.world, self.precision, stop)
+        return [save, validation, hella, evals.Samples(self, validation.tokenizer)]
 
 
 # -------------------------------------------------------------------------------------- 5. the run
@@ -494,9 +477,8 @@ def set_up(model_config, cfg, world, state=None, run_class=Run):
     loader = data.TokenLoader(shards, cfg, world, batch_size)
     optimizer = run_class.make_optimizer(raw_model, cfg, world)
     model = raw_model
-    if world.distributed and cfg.parallel != "ddp":
-        share_out = parallel.EXCHANGES[cfg.parallel]  # ZeRO-1 or FSDP2
-        optimizer = share_out(optimizer, raw_model, loader, precision, world)
+    if world.distributed and cfg.parallel != "ddp":  # ZeRO-1 or FSDP2
+        optimizer = parallel.EXCHANGES[cfg.parallel](optimizer, raw_model, loader, precision, world)
     elif world.distributed:
         # backward() sends gradients in pieces while it still computes those of earlier layers. The
         # compiler cuts its graph at each piece, and DDP's own 25 MB would cut it at every block.
