@@ -27,10 +27,10 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-if __name__ == "__main__":  # how a CPU's threads wait: to be settled before torch starts them
-    from lab.cli import set_threads
+from lab import cli
 
-    set_threads()
+if __name__ == "__main__":
+    cli.set_threads()  # how a CPU's threads wait: to be settled before torch starts them
 
 import numpy as np
 import torch
@@ -40,8 +40,9 @@ from torch.utils.checkpoint import checkpoint
 
 import train_gpt2 as gpt2
 from lab import evals, models
-from lab.cli import UserError, command
+from lab.cli import UserError
 from lab.data.tokenizers import WORD_PIECE_FILE, WordPiece
+from lab.device import in_bf16
 from lab.files import write_whole
 
 # --------------------------------------------------------------------------------- 1. configuration
@@ -141,15 +142,12 @@ class Bert(nn.Module):
         if not 0 < config.mask_share <= 1:
             raise UserError(f"mask_share={config.mask_share} must be above 0 and at most 1")
         self.config, C = config, config.n_embd
-        self.transformer = nn.ModuleDict(
-            dict(
-                wte=nn.Embedding(config.padded_vocab_size, C),
-                wpe=nn.Embedding(config.block_size, C),
-                wse=nn.Embedding(config.segments, C),
-                ln_e=nn.LayerNorm(C, EPS),
-                h=nn.ModuleList(PostNormBlock(config, layer) for layer in range(config.n_layer)),
-            )
-        )
+        parts = self.transformer = nn.ModuleDict()
+        parts.wte = nn.Embedding(config.padded_vocab_size, C)
+        parts.wpe = nn.Embedding(config.block_size, C)
+        parts.wse = nn.Embedding(config.segments, C)
+        parts.ln_e = nn.LayerNorm(C, EPS)
+        parts.h = nn.ModuleList(PostNormBlock(config, layer) for layer in range(config.n_layer))
         self.head = nn.ModuleDict(dict(dense=nn.Linear(C, C), ln=nn.LayerNorm(C, EPS)))
         self.lm_head = nn.Linear(C, config.padded_vocab_size)
         self.lm_head.weight = self.transformer.wte.weight  # one matrix, read in both directions
@@ -195,9 +193,7 @@ class Bert(nn.Module):
         parts = self.transformer
         of_segment = parts.wse.weight[0] if segment is None else parts.wse(segment)
         x = parts.ln_e(parts.wte(idx) + parts.wpe(position) + of_segment)  # (B, T, C)
-        kind = x.device.type
-        bf16 = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
-        if bf16 and self.config.bf16_residual:
+        if self.config.bf16_residual and in_bf16(x):
             x = x.bfloat16()
         for block in parts.h:
             if self.config.activation_checkpointing and torch.is_grad_enabled():
@@ -347,11 +343,9 @@ def texts_to_fill_in(run, tokenizer, shards):
 
 # ---------------------------------------------------------------------------------- 5. command line
 
-MODEL, CONFIG = Bert, BertConfig  # lab.models finds them by these names in every program
 
-
-class BertRun(gpt2.Run):
-    program = "bert"
+class Run(gpt2.Run):
+    program, model_class = "bert", Bert
 
     def save(self):
         if self.world.is_main:  # the weights are of no use without it
@@ -359,23 +353,25 @@ class BertRun(gpt2.Run):
             write_whole(self.folder / WORD_PIECE_FILE, text.encode())
         return super().save()
 
+    def events(self, stop):
+        masking = self.loader.transform
+        validation = MaskedValidation(self, stop, masking.tokenizer, masking)
+        texts = texts_to_fill_in(self, masking.tokenizer, validation.shards)
+        save = evals.Every("checkpoint", self.cfg.ckpt_every, lambda run: run.save())
+        return [save, validation, evals.FillIn(self, masking.tokenizer, texts)]
+
 
 def set_up(model_config, cfg, world, state=None):
+    """As train_gpt2.py's, of a Run whose loader hides words."""
     masking = Masking(WordPiece(f"{cfg.data}/{WORD_PIECE_FILE}"), model_config, cfg.whole_words)
-    return gpt2.set_up(model_config, cfg, world, state, Bert, BertRun, masking)
-
-
-def events_of(run, stop):
-    masking = run.loader.transform
-    validation = MaskedValidation(run, stop, masking.tokenizer, masking)
-    texts = texts_to_fill_in(run, masking.tokenizer, validation.shards)
-    save = evals.Every("checkpoint", run.cfg.ckpt_every, BertRun.save)
-    return validation, [save, validation, evals.FillIn(run, masking.tokenizer, texts)]
+    run = gpt2.set_up(model_config, cfg, world, state, Run)
+    run.loader.transform = masking
+    return run
 
 
 def main(argv):
-    return gpt2.main(argv, PRESETS, __doc__, set_up, events_of, BertRun.program)
+    return gpt2.main(argv, PRESETS, __doc__, set_up, Run.program)
 
 
 if __name__ == "__main__":
-    command(main)
+    cli.command(main)

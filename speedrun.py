@@ -15,20 +15,22 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
-if __name__ == "__main__":  # how a CPU's threads wait: to be settled before torch starts them
-    from lab.cli import set_threads
+from lab import cli
 
-    set_threads()
+if __name__ == "__main__":
+    cli.set_threads()  # how a CPU's threads wait: to be settled before torch starts them
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
 import train_gpt2
-from lab.cli import UserError, command
+from lab.cli import UserError
+from lab.device import in_bf16
 from lab.generate import generate
 from lab.optim import POLAR_EXPRESS, Muon, Together
-from train_gpt2 import HeadLoss, Run, get_lr, in_steps
+from lab.run import settings
+from train_gpt2 import HeadLoss, in_steps
 
 # --------------------------------------------------------------------------------- 1. configuration
 
@@ -102,25 +104,19 @@ PRESETS = {
         GPTConfig(),
         TrainConfig(val_every=50, val_tokens=1048576, hella_every=0, sample_every=0, ckpt_every=0),
     ),
-    # two minutes on two laptop cores, on the text that ships inside Python, read as bytes
-    "laptop": (
+    "laptop": (  # two minutes on two laptop cores, on the text inside Python, read as bytes
         GPTConfig(n_layer=2, n_head=2, n_embd=128, block_size=128, vocab_size=257, vocab_multiple=1,
                   value_tables=0, mix_input=False, smear=False, bigram_rows=4096),
         TrainConfig(
-            "laptop", data="data/builtin", total_batch_size=4096, seq_len=128, max_steps=700, lr=1e-2,
-            muon_lr=0.05, decay_steps=0.7, momentum_warmup=0.1, beta2=0.99, compile=False, log_every=20,
-            val_every=200, val_tokens=131072, hella_every=0, sample_every=200, sample_tokens=200,
-            sample_prompt="The ", ckpt_every=500,
+            **settings.LAPTOP, total_batch_size=4096, seq_len=128, max_steps=700, lr=1e-2, muon_lr=0.05,
+            decay_steps=0.7, momentum_warmup=0.1, beta2=0.99, compile=False,
         ),
     ),
-    # to answer, as train_gpt2.py's: a tenth of the rates that a model is pretrained with
-    "sft": (
+    "sft": (  # to answer, as train_gpt2.py's: a tenth of the rates that a model is pretrained with
         GPTConfig(),
         TrainConfig(
-            "sft", data="lab/data/chats.jsonl", total_batch_size=4096, max_steps=200, lr=3e-4,
-            embed_lr=0.03, scalar_lr=1.5e-3, muon_lr=3e-3, schedule="linear", compile=False,
-            val_every=20, val_tokens=0, hella_every=0, sample_every=50, ckpt_every=50,
-            sample_prompt="User: What is a token?\n\nAssistant:",
+            **settings.SFT, total_batch_size=4096, max_steps=200, lr=3e-4, embed_lr=0.03,
+            scalar_lr=1.5e-3, muon_lr=3e-3, schedule="linear", compile=False,
         ),
     ),
 }  # fmt: skip
@@ -265,17 +261,14 @@ class GPT(nn.Module):
         super().__init__()
         self.config, rows = config, config.padded_vocab_size
         tables = min(config.value_tables, config.n_layer)
-        self.transformer = nn.ModuleDict(
-            dict(
-                wte=nn.Embedding(rows, config.n_embd),
-                vte=nn.ModuleList(nn.Embedding(rows, config.n_embd) for _ in range(tables)),
-                h=nn.ModuleList(Block(config, layer) for layer in range(config.n_layer)),
-            )
-        )
+        parts = self.transformer = nn.ModuleDict()
+        parts.wte = nn.Embedding(rows, config.n_embd)
+        parts.vte = nn.ModuleList(nn.Embedding(rows, config.n_embd) for _ in range(tables))
+        parts.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         if not config.rotary:
-            self.transformer.wpe = nn.Embedding(config.block_size, config.n_embd)
+            parts.wpe = nn.Embedding(config.block_size, config.n_embd)
         if config.bigram_rows:
-            self.transformer.bigrams = nn.Embedding(config.bigram_rows, config.n_embd)
+            parts.bigrams = nn.Embedding(config.bigram_rows, config.n_embd)
         self.smear = Smear() if config.smear else None
         self.lm_head = nn.Linear(config.n_embd, rows, bias=False)
         if config.tied:
@@ -326,9 +319,7 @@ class GPT(nn.Module):
             before = one_back(idx[..., None], position, mask, cache, "idx")[..., 0]
             x = x + t.bigrams((before * 36313 + idx * 27191) % c.bigram_rows)
         x = norm(x)
-        kind = x.device.type
-        bf16 = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
-        if bf16 and c.bf16_residual:
+        if c.bf16_residual and in_bf16(x):
             x = x.bfloat16()
         if self.smear is not None:
             x = self.smear(x, one_back(x, position, mask, cache, "smear"))
@@ -354,9 +345,6 @@ class GPT(nn.Module):
     def generate(self, idx, max_new_tokens, **how):
         for token, _ in generate(self, idx, max_new_tokens, **how):
             yield token
-
-
-MODEL, CONFIG = GPT, GPTConfig  # what lab.models builds from a checkpoint
 
 
 # ----------------------------------------------------------------------- 3. optimizer and schedule
@@ -390,13 +378,11 @@ def make_optimizer(model, cfg, world):
     return optimizer
 
 
-def schedule(step, group, cfg):
-    """What changes with the step, of one group of parameters."""
-    group["lr"] = get_lr(step, cfg) * group["scale"]
-    if "momentum" in group:
-        rise = in_steps(cfg.momentum_warmup, cfg)
-        done = min(1.0, step / rise) if rise else 1.0
-        group["momentum"] = cfg.momentum - (1 - done) * max(0.0, cfg.momentum - 0.85)
+def momentum(step, cfg):
+    """Muon's, for the update after `step` finished ones: it rises from 0.85."""
+    rise = in_steps(cfg.momentum_warmup, cfg)
+    done = min(1.0, step / rise) if rise else 1.0
+    return cfg.momentum - (1 - done) * max(0.0, cfg.momentum - 0.85)
 
 
 def stage(step, cfg):
@@ -408,11 +394,15 @@ def stage(step, cfg):
 # ----------------------------------------------------------------------------------- 4. one update
 
 
-class SpeedRun(Run):
-    program = "speedrun"
+class Run(train_gpt2.Run):
+    program, model_class = "speedrun", GPT
+    make_optimizer = staticmethod(make_optimizer)
 
     def update(self):
         self.loader.set_stage(*stage(self.step, self.cfg))
+        for group in self.optimizer.param_groups:
+            if "momentum" in group:
+                group["momentum"] = momentum(self.step, self.cfg)
         return super().update()
 
 
@@ -420,20 +410,13 @@ class SpeedRun(Run):
 
 
 def set_up(model_config, cfg, world, state=None):
-    """The SpeedRun of these settings: train_gpt2.py's, with the parts above."""
+    """As train_gpt2.py's."""
     if cfg.parallel != "ddp":
         raise UserError(f"parallel={cfg.parallel} is for AdamW alone; leave it out")
     # a micro-batch that divides the smallest step; the fused loss knows no cap
-    first = dataclasses.replace(cfg, total_batch_size=stage(0, cfg)[0])
-    if model_config.logit_cap:
-        first = dataclasses.replace(first, kernels="plain")
-
-    def optimizer_of(model, cfg, _):
-        return make_optimizer(model, cfg, world)
-
-    run = train_gpt2.set_up(
-        model_config, first, world, state, GPT, SpeedRun, None, optimizer_of, schedule
-    )
+    kernels = "plain" if model_config.logit_cap else cfg.kernels
+    first = dataclasses.replace(cfg, total_batch_size=stage(0, cfg)[0], kernels=kernels)
+    run = train_gpt2.set_up(model_config, first, world, state, Run)
     run.cfg = cfg
     return run
 
@@ -442,8 +425,8 @@ def set_up(model_config, cfg, world, state=None):
 
 
 def main(argv):
-    return train_gpt2.main(argv, PRESETS, __doc__, set_up, program=SpeedRun.program)
+    return train_gpt2.main(argv, PRESETS, __doc__, set_up, Run.program)
 
 
 if __name__ == "__main__":
-    command(main)
+    cli.command(main)

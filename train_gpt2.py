@@ -22,16 +22,15 @@ layers, N = B * T positions.
 """
 
 import contextlib
-import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-if __name__ == "__main__":  # how a CPU's threads wait: to be settled before torch starts them
-    from lab.cli import set_threads
+from lab import cli
 
-    set_threads()
+if __name__ == "__main__":
+    cli.set_threads()  # how a CPU's threads wait: to be settled before torch starts them
 
 import torch
 import torch.distributed as dist
@@ -41,8 +40,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from hellaswag import HellaSwag
-from lab import data, device, evals, kernels, models, optim, parallel, weights
-from lab.cli import command
+from lab import data, device, evals, kernels, models, optim, parallel
 from lab.generate import generate
 from lab.run import Log, Meter, Stopped, StopSignal, Vitals, checkpoints, folder, settings
 from lab.world import World
@@ -111,29 +109,22 @@ PRESETS = {
     "gpt2-medium": (GPTConfig(24, 16, 1024), TrainConfig("gpt2-medium", lr=3e-4, min_lr=3e-5)),
     "gpt2-large": (GPTConfig(36, 20, 1280), TrainConfig("gpt2-large", lr=2.5e-4, min_lr=2.5e-5)),
     "gpt2-xl": (GPTConfig(48, 25, 1600), TrainConfig("gpt2-xl", lr=2e-4, min_lr=2e-5)),
-    # never released: GPT-3's 2.7B, whose weights, gradients and moments take 42 GB
-    "gpt2-2.7b": (
+    "gpt2-2.7b": (  # never released: GPT-3's 2.7B, whose weights, gradients and moments take 42 GB
         GPTConfig(32, 32, 2560), TrainConfig("gpt2-2.7b", lr=1.6e-4, min_lr=1.6e-5, parallel="fsdp2")
     ),
-    # two minutes on two laptop cores, on the text that ships inside Python, read as bytes
-    "laptop": (
+    "laptop": (  # two minutes on two laptop cores, on the text inside Python, read as bytes
         GPTConfig(n_layer=2, n_head=2, n_embd=128, block_size=128, vocab_size=257, vocab_multiple=1),
         TrainConfig(
-            "laptop", data="data/builtin", total_batch_size=4096, seq_len=128, max_steps=1000,
-            optimizer="muon", lr=6e-3, min_lr=0.0, weight_decay=0.0, schedule="wsd", warmup_steps=0.03,
-            decay_steps=0.7, beta2=0.99, compile=False, log_every=20, val_every=200,
-            val_tokens=131072, hella_every=0, sample_every=200, sample_tokens=200,
-            sample_prompt="The ", ckpt_every=500,
+            **settings.LAPTOP, total_batch_size=4096, seq_len=128, max_steps=1000, optimizer="muon",
+            lr=6e-3, min_lr=0.0, schedule="wsd", warmup_steps=0.03, decay_steps=0.7, weight_decay=0.0,
+            beta2=0.99, compile=False,
         ),
     ),
-    # to answer: --init_from says which model is tuned, and so the shape
-    "sft": (
+    "sft": (  # to answer: --init_from says which model is tuned, and so the shape
         GPTConfig(),
         TrainConfig(
-            "sft", data="lab/data/chats.jsonl", total_batch_size=4096, max_steps=200, lr=2e-4,
-            min_lr=0.0, warmup_steps=0.05, schedule="linear", weight_decay=0.0, compile=False,
-            val_every=20, val_tokens=0, hella_every=0, sample_every=50, ckpt_every=50,
-            sample_prompt="User: What is a token?\n\nAssistant:",
+            **settings.SFT, total_batch_size=4096, max_steps=200, lr=2e-4, min_lr=0.0,
+            schedule="linear", warmup_steps=0.05, weight_decay=0.0, compile=False,
         ),
     ),
 }  # fmt: skip
@@ -219,22 +210,18 @@ class HeadLoss(nn.Module):
 
 
 class GPT(nn.Module):
-    """GPT-2 (Radford et al. 2019): pre-norm transformer, learned positions, head tied to the token
-    embedding."""
+    """GPT-2 (Radford et al. 2019): pre-norm transformer, learned positions, tied head."""
 
     vocab_rows = ("transformer.wte.weight", "lm_head.weight")  # a row for each id, and pad rows
 
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.transformer = nn.ModuleDict(
-            dict(
-                wte=nn.Embedding(config.padded_vocab_size, config.n_embd),
-                wpe=nn.Embedding(config.block_size, config.n_embd),
-                h=nn.ModuleList(Block(config, layer) for layer in range(config.n_layer)),
-                ln_f=nn.LayerNorm(config.n_embd),
-            )
-        )
+        parts = self.transformer = nn.ModuleDict()
+        parts.wte = nn.Embedding(config.padded_vocab_size, config.n_embd)  # what a token is
+        parts.wpe = nn.Embedding(config.block_size, config.n_embd)  # where it stands
+        parts.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        parts.ln_f = nn.LayerNorm(config.n_embd)
         self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
         self.lm_head.weight = self.transformer.wte.weight  # one matrix, read in both directions
         self.head_loss = HeadLoss(config.vocab_size)
@@ -256,11 +243,8 @@ class GPT(nn.Module):
 
     @classmethod
     def from_pretrained(cls, source):
-        """GPT with the weights of gpt2 ... gpt2-xl, another hub name or a Hugging Face folder."""
-        shape, state = weights.read(source)
-        model = cls(GPTConfig(**shape))
-        weights.copy_into(model, state, source)
-        return model
+        """GPT with the weights of gpt2 ... gpt2-xl, another hub name, a folder or a run."""
+        return models.load(source)
 
     def num_params(self):
         """Numbers in the published model of this shape: the tied matrix once, no pad rows."""
@@ -291,9 +275,7 @@ class GPT(nn.Module):
         if position is None:
             position = torch.arange(idx.size(1), device=idx.device)
         x = self.transformer.wte(idx) + self.transformer.wpe(position)  # (B, T, C)
-        kind = x.device.type
-        bf16 = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
-        if bf16 and self.config.bf16_residual:
+        if self.config.bf16_residual and device.in_bf16(x):
             x = x.bfloat16()  # half the memory traffic of every addition and LayerNorm
         for block in self.transformer.h:
             if self.config.activation_checkpointing and torch.is_grad_enabled():
@@ -325,15 +307,12 @@ class GPT(nn.Module):
             yield token
 
 
-MODEL, CONFIG = GPT, GPTConfig  # lab.models finds them by these names in every program
-
 # ----------------------------------------------------------------------- 3. optimizer and schedule
 
 
 def param_groups(model, weight_decay):
-    """Two groups. Decay shrinks a weight a little at each update, so that none grows for nothing:
-    matrices and embeddings. Biases and LayerNorm gains are few and set scales: they are left
-    out."""
+    """Two groups. Decay shrinks matrices and embeddings a little at each update, so that none grows
+    for nothing. Biases and LayerNorm gains are few and set scales: they are left out."""
     params = [p for p in model.parameters() if p.requires_grad]
     return [
         {"params": [p for p in params if p.dim() >= 2], "weight_decay": weight_decay},
@@ -341,10 +320,10 @@ def param_groups(model, weight_decay):
     ]
 
 
-def make_optimizer(model, cfg, device_type):
+def make_optimizer(model, cfg, world):
     """The optimizer of cfg. A group's "scale" is its peak rate over cfg.lr, as one schedule drives
     AdamW and Muon, whose peaks differ."""
-    fused = device_type in ("cuda", "cpu")  # one kernel for all tensors instead of several for each
+    fused = world.device.type in ("cuda", "cpu")  # one kernel for all tensors, not several for each
     adamw = dict(lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, fused=fused)
     if cfg.optimizer == "muon":
         optimizer = optim.MuonAdamW(model, cfg.muon_lr, weight_decay=cfg.weight_decay, **adamw)
@@ -376,27 +355,24 @@ def get_lr(step, cfg):
     return cfg.min_lr + (cfg.lr - cfg.min_lr) * left
 
 
-def schedule(step, group, cfg):
-    """What changes from step to step: the rate of each group of parameters."""
-    group["lr"] = get_lr(step, cfg) * group["scale"]
-
-
 # ----------------------------------------------------------------------------------- 4. one update
 
 
 class Run:
-    """Everything that a checkpoint holds, and the update that moves it on by a step.
+    """Everything that a checkpoint holds, and the update that moves it on by a step. In speedrun.py
+    and bert.py it says what they do in another way.
 
     raw_model is the bare model, which is saved, sampled and inspected; model is the same one as
     training calls it, wrapped by DDP and compiled. step counts finished updates.
     """
 
-    program = "gpt2"  # noted in checkpoints, so that lab.models finds this file
+    program = "gpt2"  # what checkpoints call this file: lab.models finds it, and Run in it
+    model_class = GPT
+    make_optimizer = staticmethod(make_optimizer)
 
-    def __init__(self, raw_model, model, optimizer, loader, precision, schedule, world, cfg):
+    def __init__(self, raw_model, model, optimizer, loader, precision, world, cfg):
         self.raw_model, self.model, self.optimizer = raw_model, model, optimizer
-        self.loader, self.precision, self.schedule = loader, precision, schedule
-        self.world, self.cfg = world, cfg
+        self.loader, self.precision, self.world, self.cfg = loader, precision, world, cfg
         self.step, self.saved, self.best_val = 0, 0, math.inf
         self.folder = Path(cfg.log_dir) / cfg.run_name
         self.writer = checkpoints.Writer(self.folder, cfg.keep_last, cfg.async_save, world.device)
@@ -427,7 +403,7 @@ class Run:
         clip = getattr(self.optimizer, "clip_grad_norm", self.clip_grad_norm)
         grad_norm = clip(self.cfg.grad_clip)
         for group in self.optimizer.param_groups:
-            self.schedule(self.step, group, self.cfg)
+            group["lr"] = get_lr(self.step, self.cfg) * group["scale"]
         precision.scaler.step(self.optimizer)
         precision.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
@@ -435,8 +411,7 @@ class Run:
         return torch.stack(losses), grad_norm
 
     def clip_grad_norm(self, max_norm):
-        """Shorten the gradient of all parameters together to max_norm (0: never); returns its
-        norm."""
+        """Shorten the whole gradient to max_norm (0: never); returns the norm that it had."""
         self.precision.scaler.unscale_(self.optimizer)  # fp16 alone: first back to their true size
         params = [p for p in self.raw_model.parameters() if p.grad is not None]
         norm = optim.exact_norm([p.grad for p in params])
@@ -445,26 +420,22 @@ class Run:
 
     def state_dict(self):
         """Tensors and plain values, enough to go on to the bit. All processes call it together."""
-        cuda = torch.cuda.get_rng_state() if self.world.device.type == "cuda" else None
         return {
             "program": self.program, "step": self.step, "best_val": self.best_val,
             "model": self.raw_model.state_dict(), "optimizer": self.optimizer.state_dict(),
             "loader": self.loader.state_dict(), "batch_size": self.loader.batch_size,
             "scaler": self.precision.scaler.state_dict(),
-            "rng": {"cpu": torch.get_rng_state(), "cuda": cuda},
-            "model_config": dataclasses.asdict(self.raw_model.config),
-            "train_config": dataclasses.asdict(self.cfg),
+            "rng": device.random_state(self.world.device),
+            "model_config": asdict(self.raw_model.config), "train_config": asdict(self.cfg),
         }  # fmt: skip
 
     def load_state_dict(self, state):
         self.raw_model.load_state_dict(state["model"])
         optim.load_optimizer(self.optimizer, state["optimizer"])
         self.loader.load_state_dict(state["loader"])
-        if state["scaler"] and self.precision.scaler.is_enabled():
+        if state["scaler"]:  # of fp16
             self.precision.scaler.load_state_dict(state["scaler"])
-        torch.set_rng_state(state["rng"]["cpu"])
-        if state["rng"]["cuda"] is not None and self.world.device.type == "cuda":
-            torch.cuda.set_rng_state(state["rng"]["cuda"])
+        device.set_random_state(state["rng"], self.world.device)
         self.step = self.saved = state["step"]
         self.best_val = state["best_val"]
 
@@ -476,22 +447,25 @@ class Run:
         self.saved, state = self.step, self.state_dict()
         return self.writer.save(self.step, state) if self.world.is_main else None
 
+    def events(self, stop):
+        """What happens beside updates, in the order in which a step makes it."""
+        cfg, validation = self.cfg, evals.Validation(self, stop)
+        save = evals.Every("checkpoint", cfg.ckpt_every, lambda run: run.save())
+        hella = HellaSwag(cfg.hella_every, cfg.hella_examples, self.world, self.precision, stop)
+        return [save, validation, hella, evals.Samples(self, validation.tokenizer)]
+
 
 # -------------------------------------------------------------------------------------- 5. the run
 
 
-def set_up(
-    model_config, cfg, world, state=None, model_class=GPT, run_class=Run, transform=None,
-    make_optimizer=make_optimizer, schedule=schedule,
-):  # fmt: skip
-    """The Run of these settings: at its beginning, or where `state`, a checkpoint's, left it. The
-    arguments after that are what bert.py and speedrun.py do in another way."""
+def set_up(model_config, cfg, world, state=None, run_class=Run):
+    """The Run of these settings: at its beginning, or where `state`, a checkpoint's, left it."""
     torch.manual_seed(cfg.seed)
     precision = device.Precision(cfg.precision, world.device)  # bf16 where the GPU has it
     if world.device.type == "cuda" and precision.name != "fp32":
         torch.set_float32_matmul_precision("high")  # TF32: products keep 10 bits of mantissa
     shards = data.TokenShards(cfg.data, "train", model_config.vocab_size, cfg.verify_data)
-    raw_model = model_class(model_config)
+    raw_model = run_class.model_class(model_config)
     if cfg.init_from and not state:
         models.start_from(cfg.init_from, raw_model, cfg.log_dir)
     raw_model.to(world.device)
@@ -499,24 +473,19 @@ def set_up(
         data.hide_other_documents(raw_model)
     if cfg.kernels == "fused":  # the same results (but for 8 bits) in less time and memory
         kernels.use(raw_model, mlp=MLP, precision=precision, fp8=cfg.fp8)
-    # a resumed run keeps its micro-batch: in another, sums would be rounded otherwise
-    most = state["batch_size"] if state else 64
-    batch_size = cfg.batch_size or device.fit_batch_size(raw_model, cfg, world, precision, most)
-    loader = data.TokenLoader(shards, cfg, world, batch_size, transform)
-    optimizer = make_optimizer(raw_model, cfg, world.device.type)
+    batch_size = cfg.batch_size or device.fit_batch_size(raw_model, cfg, world, precision, state)
+    loader = data.TokenLoader(shards, cfg, world, batch_size)
+    optimizer = run_class.make_optimizer(raw_model, cfg, world)
     model = raw_model
-    if world.distributed and cfg.parallel != "ddp":
-        share_out = parallel.EXCHANGES[cfg.parallel]  # ZeRO-1 or FSDP2
-        optimizer = share_out(optimizer, raw_model, loader, precision, world)
+    if world.distributed and cfg.parallel != "ddp":  # ZeRO-1 or FSDP2
+        optimizer = parallel.EXCHANGES[cfg.parallel](optimizer, raw_model, loader, precision, world)
     elif world.distributed:
         # backward() sends gradients in pieces while it still computes those of earlier layers. The
         # compiler cuts its graph at each piece, and DDP's own 25 MB would cut it at every block.
         model = DistributedDataParallel(raw_model, gradient_as_bucket_view=True, bucket_cap_mb=250)
-    if cfg.compile and (reason := device.why_no_compile(world.device, model_config)):
-        world.say(f"torch.compile is off: {reason}")
-    elif cfg.compile:
+    if cfg.compile and device.can_compile(world, model_config):
         model = torch.compile(model, dynamic=False)  # fuses what lies between the products
-    run = run_class(raw_model, model, optimizer, loader, precision, schedule, world, cfg)
+    run = run_class(raw_model, model, optimizer, loader, precision, world, cfg)
     if state:
         checkpoints.restore(run, state)
     return run
@@ -564,30 +533,20 @@ def train(run, events, cfg, world, log, stop):
 # ------------------------------------------------------------------------------- 7. command line
 
 
-def events_of(run, stop):
-    """(validation, all that happens beside updates, in the order in which a step makes it)"""
-    validation = evals.Validation(run, stop)
-    how = run.cfg.hella_every, run.cfg.hella_examples, run.world, run.precision, stop
-    save = evals.Every("checkpoint", run.cfg.ckpt_every, Run.save)
-    return validation, [save, validation, HellaSwag(*how), evals.Samples(run, validation.tokenizer)]
-
-
-def main(
-    argv, presets=PRESETS, description=__doc__, set_up=set_up, events_of=events_of, program=Run.program
-):  # fmt: skip
+def main(argv, presets=PRESETS, description=__doc__, set_up=set_up, program=Run.program):
     reason, model_config, cfg = settings.parse_flags(argv, presets, description, program)
     world = World(cfg.device, cfg.timeout)
     if world.distributed:  # torchrun has started several processes; NCCL carries what is on GPUs
         dist.init_process_group(world.backend, timeout=world.timeout, device_id=world.device_id)
     model_config, cfg, state = settings.resolve(model_config, cfg, world, presets, program)
     run, stop = set_up(model_config, cfg, world, state), StopSignal(world)
-    validation, events = events_of(run, stop)
+    events = run.events(stop)
     with folder.opened(run), stop, Log(run) as log:
-        log.start(reason, run, validation)
+        log.start(reason, run, events)
         stopped = train(run, events, cfg, world, log, stop)
     folder.farewell(run, stopped)
     return 75 if stopped else 0  # 75 tells job scripts: try again
 
 
 if __name__ == "__main__":
-    command(main)
+    cli.command(main)

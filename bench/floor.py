@@ -291,7 +291,7 @@ class Parts:
             p.grad = torch.randn_like(p)
         n = sum(p.numel() for p in model.parameters())
         if what == "AdamW":
-            return [make_optimizer(model, cfg, self.device).step], 14 * n, 7 * 4 * n
+            return [make_optimizer(model, cfg, World(str(self.device))).step], 14 * n, 7 * 4 * n
         return [lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0)], 3 * n, 3 * 4 * n
 
     def micro_step(self, backend, in_8_bits=()):

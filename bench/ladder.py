@@ -51,13 +51,12 @@ from rungs import SHAPES, TRAINED, UNCOMPILED, VARIANTS, cases, key_of, put_in, 
 from timing import forget, peak_gib, time_updates
 
 import bert
+import train_gpt2
 from lab.cli import UserError, command, out_of_memory, parse
 from lab.data import TokenShards
-from lab.data.tokenizers import WORD_PIECE_FILE, WordPiece
 from lab.device import peak_flops
 from lab.evals import evaluate
 from lab.world import World
-from train_gpt2 import set_up
 
 WARM_UP = 5  # steps dropped before the timed ones, the compiling one included
 
@@ -94,14 +93,12 @@ def fresh_compiler():
 def build(case, batch_size, args, world):
     """The trainer's Run of a case, with what the trainer has no switch for put in from outside."""
     model_config, cfg, own = case.configs(args)
-    cfg, how = dataclasses.replace(cfg, batch_size=batch_size), {}
-    if isinstance(model_config, bert.BertConfig):
-        hide = bert.Masking(WordPiece(f"{cfg.data}/{WORD_PIECE_FILE}"), model_config)
-        how = dict(model_class=bert.Bert, run_class=bert.BertRun, transform=hide)
+    cfg = dataclasses.replace(cfg, batch_size=batch_size)
+    program = bert if isinstance(model_config, bert.BertConfig) else train_gpt2
     if case.group == "speed":
-        return set_up(model_config, cfg, world, **how)
+        return program.set_up(model_config, cfg, world)
     cfg = dataclasses.replace(cfg, kernels="plain", compile=False)
-    run = set_up(model_config, cfg, world, **how)
+    run = program.set_up(model_config, cfg, world)
     put_in(run.raw_model, own, run.precision)
     if own.adamw == "loop":  # AdamW reads its way of computing from its groups in each step
         for group in run.optimizer.param_groups:

@@ -86,6 +86,25 @@ class Precision:
             torch.set_float32_matmul_precision("highest" if self.name == "fp32" else "high")
 
 
+def in_bf16(x):
+    """Whether autocast computes the products of x in bf16."""
+    kind = x.device.type
+    return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
+
+
+def random_state(device):
+    """The states of torch's generators, for set_random_state: {"cpu": ..., "cuda": ... or None}."""
+    cuda = torch.cuda.get_rng_state() if device.type == "cuda" else None
+    return {"cpu": torch.get_rng_state(), "cuda": cuda}
+
+
+def set_random_state(state, device):
+    """Have torch's generators go on from where random_state found them, as far as they are here."""
+    torch.set_rng_state(state["cpu"])
+    if state["cuda"] is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"])
+
+
 class Underway:
     """Copy of a tensor on its way to the CPU. arrive() waits for what was launched before the copy
     was, and no longer; item() would wait for all that was launched since, and the device would then
@@ -123,6 +142,14 @@ def why_no_compile(device, model_config):
     return ""
 
 
+def can_compile(world, model_config):
+    """Whether torch.compile is to be used on this device; says why not."""
+    reason = why_no_compile(world.device, model_config)
+    if reason:
+        world.say(f"torch.compile is off: {reason}")
+    return not reason
+
+
 def memory_of(device):
     """Bytes of memory that there are in all; infinite where the system does not say."""
     if device.type == "cuda":
@@ -132,8 +159,10 @@ def memory_of(device):
     return float("inf")
 
 
-def fit_batch_size(model, cfg, world, precision, most=64):
-    """Most sequences per micro-step that divide the step evenly and fit in memory, at most `most`.
+def fit_batch_size(model, cfg, world, precision, state=None):
+    """Most sequences per micro-step that divide the step evenly and fit in memory, at most 64. With
+    the `state` of a checkpoint at most its own: in another micro-batch, sums would be rounded
+    otherwise.
 
     Tried for real, largest first, with the eager model, which needs a little more memory than the
     compiled one. On a CPU nothing is tried: it takes at most 16384 tokens at a time. Raises
@@ -146,6 +175,7 @@ def fit_batch_size(model, cfg, world, precision, most=64):
             f"total_batch_size={cfg.total_batch_size} must be a multiple of seq_len * world_size = "
             f"{cfg.seq_len} * {world.world_size} = {n}; the next one up is {(each + 1) * n}"
         )
+    most = state["batch_size"] if state else 64
     sizes = micro_batches(cfg, world.world_size, world.device.type, most)
     if world.device.type != "cuda":
         return sizes[0]

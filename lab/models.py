@@ -15,7 +15,7 @@ from lab.data.documents import hide_other_documents
 from lab.run.checkpoints import checkpoint_files, newest_checkpoint, newest_run, read_checkpoint
 from lab.run.folder import known_settings
 
-# what a checkpoint calls its program: the file, which says its classes (MODEL, CONFIG)
+# what a checkpoint calls its program: the file, whose Run says its model, and PRESETS its settings
 PROGRAMS = {"gpt2": "train_gpt2", "bert": "bert", "speedrun": "speedrun"}
 WITH_PUBLISHED_WEIGHTS = ("gpt2", "bert")  # which tell their shape
 SHAPE = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
@@ -61,18 +61,24 @@ def build(name, settings, shape, state, source):
         raise UserError(f"{source} is of a program called {name!r}; known are {known}")
     program = importlib.import_module(PROGRAMS[name])
     settings = settings if isinstance(settings, dict) else {}
-    known, _ = known_settings(source, settings, program.CONFIG)
-    config = program.CONFIG(**known | shape)
+    model_class, config_class = program.Run.model_class, config_classes(program)[0]
+    known, _ = known_settings(source, settings, config_class)
+    config = config_class(**known | shape)
     if name in WITH_PUBLISHED_WEIGHTS:
         with torch.device("meta"):  # drawing random weights takes longer than reading others
-            model = program.MODEL(config)
+            model = model_class(config)
         weights.copy_into(model, state, source)
     else:
-        model = program.MODEL(config)
+        model = model_class(config)
         load_exactly(model, state, source)
     if config.document_mask:
         hide_other_documents(model)
     return model
+
+
+def config_classes(program):
+    """The classes of the two configurations of a program, the model's and the run's."""
+    return [type(config) for config in next(iter(program.PRESETS.values()))]
 
 
 def load_exactly(model, state, source):

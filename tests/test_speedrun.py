@@ -19,7 +19,7 @@ from lab.generate import generate
 from lab.optim import POLAR_EXPRESS, Muon, orthogonalize
 from lab.optim.muon import NEWTON_SCHULZ
 from lab.world import World
-from speedrun import GPT, GPTConfig, TrainConfig, schedule, stage
+from speedrun import GPT, GPTConfig, TrainConfig, stage
 
 TINY = dict(n_layer=3, n_head=2, n_embd=32, block_size=32, vocab_size=VOCAB)
 FLAGS = (
@@ -212,18 +212,25 @@ def test_logits_are_capped_in_training_and_sampling_alike():
 # --------------------------------------------------------------------------------------- schedule
 
 
-def test_rates_momentum_and_stages_meet_their_corners():
-    cfg = TrainConfig(
-        max_steps=100, decay_steps=50, momentum_warmup=10, small_batch_size=64, small_steps=20,
-        total_batch_size=128, seq_len=16,
-    )  # fmt: skip
-    group = dict(lr=0, momentum=0.95, scale=10)
-    seen = []
-    for step in (0, 5, 10, 50, 75, 100):
-        schedule(step, group, cfg)
-        seen.append((round(group["lr"] / cfg.lr, 6), round(group["momentum"], 6)))
-    assert seen == [(10, 0.85), (10, 0.9), (10, 0.95), (10, 0.95), (5, 0.95), (0, 0.95)]
-    assert [stage(step, cfg) for step in (0, 19, 20)] == [(64, 16), (64, 16), (128, 16)]
+def test_rates_momentum_and_stages_meet_their_corners(tmp_path, shards):
+    plan = dict(max_steps=100, decay_steps=50, momentum_warmup=10, small_batch_size=64)
+    run = in_process(tmp_path, shards, **plan, small_steps=20)
+    of_muon, *others = run.optimizer.param_groups
+    assert all("momentum" in g for g in run.optimizer.parts[0].param_groups)
+    seen, peaks = [], {run.cfg.muon_lr, run.cfg.lr, run.cfg.embed_lr, run.cfg.scalar_lr}
+    for run.step in (0, 5, 10, 50, 75, 99):
+        before = run.loader.position
+        run.update()
+        rates = [group["lr"] / group["scale"] for group in (of_muon, *others)]
+        assert rates == pytest.approx([rates[0]] * len(rates))
+        assert {round(g["scale"] * run.cfg.lr, 9) for g in (of_muon, *others)} == peaks
+        numbers = rates[0] / run.cfg.lr, of_muon["momentum"], run.loader.position - before
+        seen.append(tuple(round(number, 6) for number in numbers))
+    assert seen == [
+        (1, 0.85, 64), (1, 0.9, 64), (1, 0.95, 64), (1, 0.95, 128), (0.5, 0.95, 128),
+        (0.02, 0.95, 128),
+    ]  # fmt: skip
+    assert [stage(step, run.cfg) for step in (0, 19, 20)] == [(64, 16), (64, 16), (128, 16)]
 
 
 # -------------------------------------------------------------------------------------- real runs

@@ -100,8 +100,9 @@ class Log:
         if line:
             line(step, values)
 
-    def start(self, reason, run, validation):
+    def start(self, reason, run, events):
         """The record and the lines with which a run begins: a reader can check the arithmetic."""
+        validation = next(event for event in events if event.name == "val")
         c, cfg, world, loader = run.raw_model.config, run.cfg, run.world, run.loader
         shards, val_shards, unigram = loader.shards, validation.shards, validation.unigram
         cuda = world.device.type == "cuda"

@@ -69,6 +69,17 @@ class RunConfig:
     init_from: str = ""  # begin with the weights and shape of a run, a file, gpt2 ... gpt2-xl
 
 
+# what programs' presets of these names have in common: the data, and how a small run is watched
+LAPTOP = dict(
+    preset="laptop", data="data/builtin", log_every=20, val_every=200, val_tokens=131072, hella_every=0,
+    sample_every=200, sample_tokens=200, sample_prompt="The ", ckpt_every=500,
+)  # fmt: skip
+SFT = dict(
+    preset="sft", data="lab/data/chats.jsonl", val_every=20, val_tokens=0, hella_every=0,
+    sample_every=50, sample_prompt="User: What is a token?\n\nAssistant:", ckpt_every=50,
+)  # fmt: skip
+
+
 def parse_flags(argv, presets, description, program="gpt2"):
     """(in words where the defaults come from and what was changed, model config, run config).
 

@@ -15,6 +15,7 @@ import torch
 from lab.cli import UserError
 from lab.data import get_tokenizer, name_of_size
 from lab.data.tokenizers import WORD_PIECE_FILE
+from lab.device import random_state
 from lab.files import write_whole, writing
 from lab.run import checkpoints
 from lab.run.folder import settings_of
@@ -154,8 +155,7 @@ class Recorder:
     def begin(self):
         """Note what is before the next step; begin to copy the weights."""
         before = self.before[self.run.step % 2]
-        cuda = torch.cuda.get_rng_state() if self.stream else None
-        before["rng"] = {"cpu": torch.get_rng_state(), "cuda": cuda}
+        before["rng"] = random_state(self.run.world.device)
         before["loader"] = {"position": self.run.loader.position}
         if self.stream:
             self.stream.wait_stream(torch.cuda.current_stream())  # for the update before

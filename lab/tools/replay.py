@@ -13,7 +13,7 @@ from tyro.conf import Positional, arg
 from lab.cli import UserError, parse
 from lab.data.tokenizers import printable
 from lab.files import read_json, reading
-from lab.models import PROGRAMS
+from lab.models import PROGRAMS, config_classes
 from lab.run import settings
 from lab.run.checkpoints import checkpoint_files, read_checkpoint, step_of
 from lab.run.folder import read_config
@@ -40,8 +40,8 @@ def replay(
     file = file.with_suffix(".json") if file.suffix == ".pt" else file
     spike = read_spike(file)
     program = importlib.import_module(PROGRAMS[spike["program"]])
-    configs = map(type, next(iter(program.PRESETS.values())))
-    model_config, cfg, _ = read_config(file.parent, *configs, name=file.name)
+    classes = config_classes(program)
+    model_config, cfg, _ = read_config(file.parent, *classes, name=file.name)
     settings.check(model_config, cfg)
     if not 1 <= spike["step"] <= cfg.max_steps:
         raise UserError(
