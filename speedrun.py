@@ -96,7 +96,7 @@ class TrainConfig(train_gpt2.TrainConfig):
     polar_express: bool = True  # off: Newton-Schulz
     cautious: bool = True  # weight decay only where the step agrees
     small_batch_size: int = 0  # tokens per update at first: early gradients agree, so few suffice
-    small_steps: int = 0  # for so many steps
+    small_steps: float = 0.0  # for so many steps, or that share of them
 
 
 PRESETS = {
@@ -387,7 +387,7 @@ def momentum(step, cfg):
 
 def stage(step, cfg):
     """(tokens, sequence length) of the update after `step` finished ones."""
-    small = step < cfg.small_steps and cfg.small_batch_size
+    small = step < in_steps(cfg.small_steps, cfg) and cfg.small_batch_size
     return cfg.small_batch_size if small else cfg.total_batch_size, cfg.seq_len
 
 

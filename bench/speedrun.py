@@ -25,13 +25,11 @@ from records import ROOT, append_record, origin, print_rows, read_records, run_p
 from lab.cli import UserError, command, parse
 from lab.files import check_writable
 
-# program and flags; "65%" is that share of the run's steps
 READABLE = """--no_mix_input --no_smear --value_tables 0 --optimizer muon --no_polar_express
     --momentum_warmup 0 --weight_decay 0.01 --no_cautious"""
 RATES = "--muon_lr 0.02 --lr 0.003125 --embed_lr 0.3 --scalar_lr 0.01"  # the field's, at this size
 MARK = "--total_batch_size 131072 --val_tokens 1048576"
-GPU = f"--preset speedrun {MARK} --decay_steps 65% --momentum_warmup 33%"
-LAPTOP = "--preset laptop --decay_steps 70% --momentum_warmup 10%"
+GPU, LAPTOP = f"--preset speedrun {MARK}", "--preset laptop"
 OFF = {
     "rotary": "--no_rotary", "qk_norm": "--no_qk_norm", "relu2": "--mlp gelu",
     "zero_init": "--no_zero_init", "untied": "--tied --embed_lr 0.003",
@@ -42,23 +40,22 @@ OFF = {
 MORE = {  # what a GPU alone can decide
     "fp8_head": "--fp8 head", "fp8_all": "--mlp gelu --fp8 all", "cap": "--logit_cap 15",
     "bigrams": "--bigram_rows 250000", "values": "--value_tables 3", "decay": "--weight_decay 0.1",
-    "small_start": "--small_batch_size 65536 --small_steps 25%",
+    "small_start": "--small_batch_size 65536 --small_steps 0.25",
 }  # fmt: skip
 SMALL = {"values": "--value_tables 1", "mix_input": "--mix_input", "smear": "--smear"}
 RECIPES = {
     "gpu": {
         "gpt2": f"train_gpt2.py --preset gpt2 {MARK} --lr 1.2e-3 --min_lr 1.2e-4",
         "muon": f"""train_gpt2.py --preset gpt2 {MARK} --optimizer muon --muon_lr 0.02 --lr 1.8e-3
-            --min_lr 0 --schedule wsd --warmup_steps 2.5% --decay_steps 62.5% --fp8 all""",
+            --min_lr 0 --schedule wsd --warmup_steps 0.025 --decay_steps 0.625 --fp8 all""",
         "readable": f"speedrun.py {GPU} {READABLE} {RATES}",
         "speedrun": f"speedrun.py {GPU}",
         **{f"no_{name}": f"speedrun.py {GPU} {flags}" for name, flags in OFF.items()},
         **{f"+{name}": f"speedrun.py {GPU} {flags}" for name, flags in MORE.items()},
     },
     "laptop": {
-        "gpt2": """train_gpt2.py --preset laptop --optimizer adamw --weight_decay 0.1 --schedule cosine
-            --warmup_steps 3%""",
-        "muon": "train_gpt2.py --preset laptop --warmup_steps 3% --decay_steps 70%",
+        "gpt2": "train_gpt2.py --preset laptop --optimizer adamw --weight_decay 0.1 --schedule cosine",
+        "muon": "train_gpt2.py --preset laptop",
         "readable": f"speedrun.py {LAPTOP} {READABLE} --bigram_rows 0",
         "speedrun": f"speedrun.py {LAPTOP}",
         **{
@@ -84,15 +81,9 @@ class Config:
     out: str = "speedrun.jsonl"  # a line for each finished run
 
 
-def with_shares(flags, steps):
-    """The words of a recipe, shares as steps."""
-    words = flags.split()
-    return [str(round(float(w[:-1]) / 100 * steps)) if w[-1] == "%" else w for w in words]
-
-
 def train(recipe, seed, steps, cfg, folder, measured=True):
     """The log of one run of the real program, as a list of dicts. Raises UserError."""
-    program, *flags = with_shares(RECIPES[cfg.scale][recipe], steps)
+    program, *flags = RECIPES[cfg.scale][recipe].split()
     every = max(1, steps // 10)
     flags += f"--max_steps {steps} --seed {seed} --log_every {every} --val_every {every}".split()
     flags += "--sample_every 0 --hella_every 0 --ckpt_every 0 --run_name run --log_dir".split()
