@@ -89,7 +89,9 @@ def state(s):
     else:
         yield "parameters", 4 * P, ALWAYS
         yield "gradients", 4 * P, ALWAYS if stay else "end update"
-        if accumulates and s.cfg.compile and s.parallel != "ddp":  # compiled, they come all at once
+        if accumulates and s.parallel == "ddp":  # until the last micro-step moves them there
+            yield "DDP's buckets", 4 * P, "loss head block end"
+        elif accumulates and s.cfg.compile:  # compiled, they come all at once
             yield "gradients of a micro-step", 4 * P, "end"
     # of the tied embedding: the head's; the tokens', and where others stay the sum of the two
     yield "gradient of the head", 4 * V_C, "block end"
