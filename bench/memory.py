@@ -15,7 +15,8 @@ from records import RUNS, append_record, card_name, check_out, one_sentence, ori
 from timing import forget
 
 from lab.cli import UserError, command, parse
-from lab.tools.plan import GIB, MOMENTS, Setting, peak, probe, replaced
+from lab.tools.ledger import GIB, MOMENTS, Setting, peak, replaced
+from lab.tools.plan import probe
 from train_gpt2 import PRESETS, GPTConfig, TrainConfig
 
 SHAPES = {  # name: (model, batch_size, seq_len)
@@ -64,32 +65,35 @@ def changed(config, changes):
     return replace(config, **{k: v for k, v in changes.items() if k in vars(config)})
 
 
-def setting_of(model_config, batch_size, seq_len, changes, **more):
-    """The Setting of a record, whose changes are fields of GPTConfig, TrainConfig and Setting.
+def setting_of(model_config, batch_size, seq_len, changes, world_size=1, device_type="cuda"):
+    """The Setting of a record, whose changes are fields of GPTConfig and TrainConfig, and
+    grad_accum_steps (2).
 
     The first records' cross_entropy, fused_mlp and fp8_mlp are what kernels and fp8 are now."""
     head, mlp = replaced(changes.get("kernels", "fused"), changes.get("fp8", "off"))
     heads = {"plain": "plain", "chunked": "fused", "fp8": "fp8"}
     head = heads.get(changes.get("cross_entropy"), head)
     mlp = "fp8" if changes.get("fp8_mlp") else mlp if changes.get("fused_mlp", True) else "plain"
-    s = Setting(changed(model_config, changes), batch_size, seq_len, head_loss=head, mlp=mlp)
-    return replace(changed(s, changes), **more)
+    tokens = batch_size * seq_len * world_size * changes.get("grad_accum_steps", 2)
+    cfg = TrainConfig(
+        batch_size=batch_size, seq_len=seq_len, total_batch_size=tokens, precision="bf16"
+    )
+    configs = changed(model_config, changes), changed(cfg, changes)
+    return Setting(*configs, world_size, device_type, (head, mlp))
 
 
 def measure(shape, changes, compiled):
     """The record of one setting."""
     model_config, batch_size, seq_len = SHAPES[shape]
-    s = setting_of(model_config, batch_size, seq_len, changes, compile=compiled)
-    run = dict(batch_size=batch_size, seq_len=seq_len, compile=compiled)
-    record = dict(shape=shape, changed=changes, device=card_name("cuda")) | run
-    run["total_batch_size"] = batch_size * seq_len * s.grad_accum_steps
-    cfg = changed(TrainConfig(**run, device="cuda", precision=s.precision), changes)
+    s = setting_of(model_config, batch_size, seq_len, changes | dict(compile=compiled))
+    record = dict(shape=shape, changed=changes, device=card_name("cuda"), compile=compiled)
+    record |= dict(batch_size=batch_size, seq_len=seq_len)
     predicted, record["moment"] = peak(s)
     record["predicted_gib"] = predicted / GIB
     forget(torch.device("cuda"))
     left = torch.cuda.memory_allocated()  # workspaces; more would be a leak of the setting before
     try:
-        measured = probe(s.model, cfg, seconds=0)[2]
+        measured = probe(s.model, replace(s.cfg, device="cuda"), seconds=0)[1]
         ratio = predicted / measured
         record |= dict(measured_gib=measured / GIB, left_before_gib=left / GIB, ratio=ratio)
     except Exception as error:  # whatever a GPU or a compiler throws belongs to this setting alone

@@ -93,87 +93,82 @@ def cautions(runs):
 # --------------------------------------------------------------------------------------- 2. figures
 
 
-class Figures(dict):
-    """{id: {"curves": [...], "levels": {text: height of a dashed line} ...}} of the page's figures;
-    report.html.j2 has their titles, units and look."""
+def figures_of(runs):
+    """{id: {"curves": [...], "levels": {text: height of a dashed line}, ...}} of the figures that
+    have a curve; report.html.j2 has their titles, units and look."""
+    logs = [run.log for run in runs]
+    alone, fair = len(runs) == 1, comparable(logs)
+    thin = dict(words="training", width=1.3, smooth=True, showlegend=alone)
+    thick = dict(words="validation", width=3, showlegend=alone)
+    losses = each(runs, "train", "loss", "loss", **thin) + each(
+        runs, "val", "loss", "loss", **thick
+    )
+    norms = each(runs, "train", "grad_norm", "gradient norm", smooth=True)
+    highest = max((v for curve in norms for v in curve["y"]), default=0)
+    clips = [run.train.get("grad_clip") for run in runs]
+    clips = [c for c in clips if isinstance(c, (int, float)) and 0 < c < 2 * highest]
+    found = {"loss": dict(curves=losses, levels=loss_levels(logs), range=records.loss_window(logs))}
+    if not fair:
+        found["bits"] = dict(curves=each(runs, "val", "bits_per_byte", "loss", width=3))
+    elif not alone:
+        found["difference"] = difference(*runs)
+    scores = each(runs, "hella", "acc_norm", "accuracy", width=3)
+    found["hellaswag"] = dict(curves=scores, levels=hellaswag_levels(logs))
+    found["lr"] = dict(curves=each(runs, "train", "lr", "learning rate"))
+    found["grad_norm"] = dict(curves=norms, levels={f"clipped at {c:g}": c for c in clips})
+    found["tok_per_s"] = dict(curves=each(runs, "train", "tok_per_s", "speed"))
+    return {id: {"levels": {}} | figure for id, figure in found.items() if figure["curves"]}
 
-    def __init__(self, runs):
-        self.runs, logs = runs, [run.log for run in runs]
-        self.axes = {  # {axis that all runs have: its end}
-            axis: max(run.axes[axis](r) for run in runs for r in run.all)
-            for axis in ("step", "tokens", "time")
-            if all(axis in run.axes for run in runs)
-        }
-        alone, fair = len(runs) == 1, comparable(logs)
-        thin = dict(words="training", width=1.3, smooth=True, showlegend=alone)
-        thick = dict(words="validation", width=3, showlegend=alone)
-        losses = self.each("train", "loss", "loss", **thin)
-        losses += self.each("val", "loss", "loss", **thick)
-        self.add("loss", losses, loss_levels(logs), range=records.loss_window(logs))
-        if not fair:
-            self.add("bits", self.each("val", "bits_per_byte", "loss", width=3))
-        elif not alone:
-            self.difference(logs)
-        scores = self.each("hella", "acc_norm", "accuracy", width=3)
-        self.add("hellaswag", scores, hellaswag_levels(logs))
-        self.add("lr", self.each("train", "lr", "learning rate"))
-        norms = self.each("train", "grad_norm", "gradient norm", smooth=True)
-        highest = max((v for curve in norms for v in curve["y"]), default=0)
-        clips = [run.train.get("grad_clip") for run in runs]
-        clips = [c for c in clips if isinstance(c, (int, float)) and 0 < c < 2 * highest]
-        self.add("grad_norm", norms, {f"clipped at {c:g}": c for c in clips})
-        self.add("tok_per_s", self.each("train", "tok_per_s", "speed"))
 
-    def add(self, id, curves, levels=None, **more):
-        """A figure, if there is a curve for it."""
-        if curves:
-            self[id] = {"curves": curves, "levels": levels or {}} | more
+def each(runs, kind, field, what, words="", **look):
+    """A curve for each run, with name and colour of the run; if it is alone, those of `what`."""
+    curves = []
+    for i, run in enumerate(runs):
+        name, color = ", ".join(filter(None, [run.name, words])), i
+        if len(runs) == 1:
+            name, color = words or what, place_of(what)
+        if kind == "hella":
+            look["errors"] = [round(error, 5) for error in records.hellaswag(run.log)[2]]
+        curves += curve(run, kind, *column(run.log, kind, field), name, color, **look)
+    return curves
 
-    def each(self, kind, field, what, words="", **more):
-        """A curve for each run, with name and colour of the run; if it is alone, those of `what`."""
-        curves = []
-        for i, run in enumerate(self.runs):
-            name, color = ", ".join(filter(None, [run.name, words])), i
-            if len(self.runs) == 1:
-                name, color = words or what, place_of(what)
-            if kind == "hella":
-                more["errors"] = [round(error, 5) for error in records.hellaswag(run.log)[2]]
-            curves += self.curve(run, kind, *column(run.log, kind, field), name, color, **more)
-        return curves
 
-    def curve(self, run, kind, steps, values, name, color, width=2, smooth=False, **more):
-        """[a curve], with dots where it has few points; nothing where it has none. `smooth`: where
-        points are many each of them faint, and their mean."""
-        at = {record["step"]: record for record in run.log.get(kind, [])}
-        curve = {
-            "name": html.escape(name, quote=False),  # plotly reads <b> and <a> in it
-            "y": [float(f"{v:.6g}") for v in values],
-            "places": {axis: [run.axes[axis](at[s]) for s in steps] for axis in self.axes},
-            "dots": width > 2 and len(steps) <= 60 or len(steps) == 1,
-            "color": color,
-            "width": width,
-            "showlegend": False,
-        } | more
-        if smooth and len(values) >= 80:
-            mean = [float(f"{v:.6g}") for v in records.smooth(values)]
-            faint = {"width": 1, "faint": True, "showlegend": False}
-            return [curve | faint, curve | {"y": mean}]
-        return [curve] if steps else []
+def curve(run, kind, steps, values, name, color, width=2, smooth=False, **more):
+    """[a curve], with dots where it has few points; nothing where it has none. `smooth`: where
+    points are many each of them faint, and their mean."""
+    at = {record["step"]: record for record in run.log.get(kind, [])}
+    whole = {
+        "name": html.escape(name, quote=False),  # plotly reads <b> and <a> in it
+        "y": [float(f"{v:.6g}") for v in values],
+        "places": {axis: [place(at[s]) for s in steps] for axis, place in run.axes.items()},
+        "dots": width > 2 and len(steps) <= 60 or len(steps) == 1,
+        "color": color,
+        "width": width,
+        "showlegend": False,
+    } | more
+    if smooth and len(values) >= 80:
+        mean = [float(f"{v:.6g}") for v in records.smooth(values)]
+        faint = {"width": 1, "faint": True, "showlegend": False}
+        return [whole | faint, whole | {"y": mean}]
+    return [whole] if steps else []
 
-    def difference(self, logs):
-        """Of the losses of two runs."""
-        curves, (first, second) = [], self.runs
-        for kind, words, width in (("train", "training", 1.3), ("val", "validation", 3)):
-            a, b = records.places(logs, kind, "loss")
-            both = [(step, b[place][1] - value) for place, (step, value) in a.items() if place in b]
-            look = dict(width=width, smooth=True, showlegend=True)
-            data = list(zip(*both)) or [(), ()]
-            curves += self.curve(first, kind, *data, words, place_of("loss"), **look)
-        equal = "tokens" if by_tokens(logs) else "steps"
-        note = f"{second.name} minus {first.name}, at equal {equal}. Below zero, {second.name} is better."
-        if "time" in self.axes:
-            note += f" Against time, each point stands where {first.name} was."
-        self.add("difference", curves, {"no difference": 0}, note=note)
+
+def difference(first, second):
+    """The figure of the second run's losses minus the first's."""
+    curves, logs = [], [first.log, second.log]
+    for kind, words, width in (("train", "training", 1.3), ("val", "validation", 3)):
+        a, b = records.places(logs, kind, "loss")
+        both = [(step, b[place][1] - value) for place, (step, value) in a.items() if place in b]
+        data = list(zip(*both)) or [(), ()]
+        look = dict(width=width, smooth=True, showlegend=True)
+        curves += curve(first, kind, *data, words, place_of("loss"), **look)
+    equal = "tokens" if by_tokens(logs) else "steps"
+    note = (
+        f"{second.name} minus {first.name}, at equal {equal}. Below zero, {second.name} is better."
+    )
+    if "time" in first.axes:
+        note += f" Against time, each point stands where {first.name} was."
+    return dict(curves=curves, levels={"no difference": 0}, note=note)
 
 
 # --------------------------------------------------------------------------------------- 3. numbers
@@ -287,8 +282,8 @@ def page(runs, live=False):
     """The whole page, as text, for one or two Runs. live: it loads itself anew every RENEW seconds."""
     from plotly.offline import get_plotlyjs
 
-    figures, logs = Figures(runs), {run.name: run.log for run in runs}
-    written = samples(runs)
+    logs, written = {run.name: run.log for run in runs}, samples(runs)
+    shared = [axis for axis in ("step", "tokens", "time") if all(axis in run.axes for run in runs)]
     common = [i for i, (_, sides) in enumerate(written) if all(sides)]
     opens = common[-1] if common else len(written) - 1  # the slider, at a step that all have
     return template("report.html.j2").render(
@@ -296,9 +291,9 @@ def page(runs, live=False):
         said=finding(logs),
         cautions=cautions(runs),
         numbers=number_rows(runs),
-        figures=figures,
+        figures=figures_of(runs),
         axis="tokens" if by_tokens(list(logs.values())) else "step",
-        axes=figures.axes,
+        axes={axis: max(run.axes[axis](r) for run in runs for r in run.all) for axis in shared},
         samples=written,
         opens=opens,
         shaded=[(r.name, s) for r in runs for s in r.log.get("sample", [])[-1:] if "shaded" in s],
