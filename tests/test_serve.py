@@ -298,6 +298,23 @@ def test_a_compiled_step_and_a_used_cache_change_no_token(monkeypatch, real):
             assert [token.tolist() for token, _ in generate(model, idx, 24, **how)] == plain
 
 
+@pytest.mark.gpu
+def test_the_page_is_compiled_in_its_own_thread():
+    """One graph for each cache; texts in turns do not mix."""
+    model = noisy_gpt().cuda()
+    engine = serve.Engine(model, BYTES, compile=True)
+    prompts = [torch.randint(257, (1, n), device="cuda") for n in (3, 5, 8, 11)]
+    plain = [[t.item() for t, _ in generate(model, idx, 40, temperature=0)] for idx in prompts]
+    steps = [
+        generate(model, idx, 40, temperature=0, cache=engine.caches.get_nowait()) for idx in prompts
+    ]
+    written = [[] for _ in prompts]
+    for _ in range(40):
+        for text, step in zip(written, steps):
+            text.append(engine.thread.submit(next, step).result()[0].item())
+    assert written == plain
+
+
 def test_int8_is_off_by_rounding_alone():
     model, idx = noisy_gpt(n_embd=64, vocab_multiple=8), torch.randint(257, (2, 16))
     plain = model(idx)[0]
