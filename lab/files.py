@@ -105,22 +105,29 @@ def read_array(path, dtype, way_out="delete it and make it again"):
     return array
 
 
-def write_whole(path, *chunks):
-    """`path` holds all of these bytes or is left as it was: write beside it, fsync, rename."""
+@contextlib.contextmanager
+def whole_file(path):
+    """A binary file for the body to write. Then `path` holds all of it or, if something is raised,
+    what it held before: it is written beside it, and renamed when it is on disk."""
     path = Path(path)
     part = path.with_name(path.name + ".part")
     with writing(path):
         try:
-            with open(part, "wb") as file:
-                for chunk in chunks:
-                    file.write(chunk)
+            with part.open("wb") as file:
+                yield file
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(part, path)
-        except OSError:
+        except Exception:
             part.unlink(missing_ok=True)
             raise
         sync_folder(path.parent)
+
+
+def write_whole(path, data):
+    """`path` holds all of these bytes or is left as it was."""
+    with whole_file(path) as file:
+        file.write(data)
 
 
 def sync_folder(folder):

@@ -47,15 +47,15 @@ def test_bugs_are_not_dressed_as_a_users_errors():
 
 def test_a_file_is_written_whole_or_left_as_it_was(tmp_path, monkeypatch):
     path = tmp_path / "config.json"
-    write_whole(path, b"one", b"two")
+    write_whole(path, b"one")
 
     def full(handle):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(UserError, match="config.json cannot be written: the disk is full"):
-        write_whole(path, b"three")
-    assert path.read_bytes() == b"onetwo" and list(tmp_path.iterdir()) == [path]
+        write_whole(path, b"two")
+    assert path.read_bytes() == b"one" and list(tmp_path.iterdir()) == [path]
 
 
 def test_bars_are_for_the_first_process_and_a_terminal_alone(monkeypatch):

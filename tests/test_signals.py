@@ -85,7 +85,7 @@ def test_a_killed_run_leaves_whole_checkpoints_and_resumes(tmp_path, start_train
     run = read_run(tmp_path / "log" / "r")
     assert list(run.checkpoints) == [4] and len(run.losses) == 12
     assert [e["path"] for e in of_kind(run, "checkpoint")] == ["model_000004.pt"]
-    assert (run.dir / "model_000008.part").exists()
+    assert (run.dir / "model_000008.pt.part").exists()
     assert run_train("--resume", "--max_steps", 12).returncode == 0
     again = read_run(run.dir)
     assert sorted(again.checkpoints) == [8, 12] and again.losses[12:] == run.losses[4:]

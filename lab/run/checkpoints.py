@@ -14,7 +14,7 @@ import torch
 
 from lab.cli import UserError, in_words, progress, say
 from lab.device import Underway
-from lab.files import Damaged, first_line, reading, writing
+from lab.files import Damaged, first_line, reading, whole_file, writing
 
 
 def checkpoint_files(run_dir):
@@ -30,27 +30,21 @@ def step_of(path):
 def save(run_dir, step, state, keep_last):
     """The path of run_dir/model_<step>.pt, written whole or not at all. The newest keep_last stay."""
     path = Path(run_dir) / f"model_{step:06d}.pt"
-    with writing(path, "--resume then goes on from the checkpoint before, if there is one"):
-        write(path, state)
-        for old in checkpoint_files(run_dir)[:-keep_last]:
-            old.unlink()
+    write(path, state)
+    for old in checkpoint_files(run_dir)[:-keep_last]:
+        old.unlink(missing_ok=True)
     return path
 
 
 def write(path, state):
-    """torch.save, whole or not at all. Raises OSError, and UserError where the disk is full."""
-    part = path.with_suffix(".part")
-    try:
-        with part.open("wb") as file:
+    """torch.save, whole or not at all. Raises UserError where the system refuses."""
+    with whole_file(path) as file:
+        try:
             torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)  # the name appears when the bytes are on disk
-    except (OSError, RuntimeError) as error:
-        part.unlink(missing_ok=True)
-        if "inline_container" not in str(error):  # torch's writer, where the disk is full
+        except RuntimeError as error:  # torch's writer covers up what the system has said
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
             raise
-        raise UserError(f"{path} cannot be written; is the disk full? Make room") from error
 
 
 def link_best(run_dir, step):

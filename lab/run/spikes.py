@@ -16,7 +16,7 @@ from lab.cli import UserError
 from lab.data import get_tokenizer, name_of_size
 from lab.data.tokenizers import WORD_PIECE_FILE
 from lab.device import random_state
-from lab.files import write_whole, writing
+from lab.files import write_whole
 from lab.run import checkpoints
 from lab.run.folder import settings_of
 
@@ -172,7 +172,6 @@ class Recorder:
         """Write what was before a step, whose norm has arrived: so the copy has, too."""
         before = self.before[(step - 1) % 2]
         before["loader"] = self.run.loader.state_dict() | before["loader"]
-        with writing(path):
-            checkpoints.write(path, before)
-            for old in sorted(path.parent.glob("spike_*.pt"))[: -self.run.cfg.keep_last]:
-                old.unlink()
+        checkpoints.write(path, before)
+        for old in sorted(path.parent.glob("spike_*.pt"))[: -self.run.cfg.keep_last]:
+            old.unlink(missing_ok=True)
