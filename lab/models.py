@@ -12,7 +12,7 @@ import torch
 from lab import weights
 from lab.cli import UserError
 from lab.data.documents import hide_other_documents
-from lab.run.checkpoints import checkpoint_files, newest_checkpoint, newest_run, read_checkpoint
+from lab.run.checkpoints import checkpoint_files, newest_run, read_checkpoint
 from lab.run.folder import known_settings
 
 # what a checkpoint calls its program: the file, whose Run says its model, and PRESETS its settings
@@ -28,9 +28,9 @@ def find(source, log_dir="log"):
     checkpoint."""
     path = Path(source) if source else newest_run(log_dir)
     if not path.exists() and source not in weights.PUBLISHED:  # gpt2 is OpenAI's
-        run = Path(log_dir) / path
-        path = run if checkpoint_files(run) else path
-    return str(newest_checkpoint(path) if checkpoint_files(path) else source or path)
+        path = Path(log_dir) / path
+    files = checkpoint_files(path)
+    return str(files[-1] if files else source)
 
 
 def load(source, log_dir="log"):

@@ -137,33 +137,20 @@ def read_checkpoint(path):
             ) from error
 
 
-def newest_checkpoint(run_dir):
-    """The last model_<step>.pt of a run. Raises UserError if there is none."""
-    files = checkpoint_files(run_dir)
-    if not files:
-        raise UserError(
-            f"no checkpoint in {run_dir}; `ls log/*/` shows all, `python train_gpt2.py` makes one"
-        )
-    return files[-1]
-
-
 def read_newest(run_dir):
-    """(path, what read_checkpoint gives) of the newest checkpoint that is whole; rank 0 says which
-    are passed over. Raises Damaged where none is whole."""
-    damaged = {}  # path -> what is wrong with it
-    while files := [path for path in checkpoint_files(run_dir) if path not in damaged]:
+    """(path, what read_checkpoint gives) of the newest checkpoint that is whole, in a run that has
+    one; rank 0 says which are passed over. Raises Damaged where none is whole."""
+    files = checkpoint_files(run_dir)
+    while True:
+        path = files.pop()
         try:
-            return files[-1], read_checkpoint(files[-1])
+            return path, read_checkpoint(path)
         except Damaged as error:
-            damaged[files[-1]] = error
-            if os.environ.get("RANK", "0") == "0" and len(files) > 1:
-                what = first_line(error.__cause__)
-                say(f"checkpoint {files[-1]} is damaged ({what}): {files[-2].name} is used")
-        except UserError:
-            if files[-1].exists():  # if not, a run that goes on has removed it: it has a newer one
+            if not files:
                 raise
-    newest_checkpoint(run_dir)  # says where there is none at all
-    raise next(iter(damaged.values()))
+            if os.environ.get("RANK", "0") == "0":
+                what = first_line(error.__cause__)
+                say(f"checkpoint {path} is damaged ({what}): {files[-1].name} is used")
 
 
 def restore(run, state):
@@ -181,11 +168,13 @@ def restore(run, state):
 
 def newest_run(log_dir):
     """The run folder whose checkpoint was written last."""
-    times = {}
-    for run_dir in Path(log_dir).glob("*/"):
-        for path in checkpoint_files(run_dir):
-            with contextlib.suppress(FileNotFoundError):  # a run that goes on has just removed it
-                times[run_dir] = max(times.get(run_dir, 0), path.stat().st_mtime)
-    if not times:
+
+    def time_of(path):
+        with contextlib.suppress(FileNotFoundError):  # a run that goes on has just removed it
+            return path.stat().st_mtime
+        return 0
+
+    files = [path for run_dir in Path(log_dir).glob("*/") for path in checkpoint_files(run_dir)]
+    if not files:
         raise UserError(f"no run with a checkpoint in {log_dir}/; `python train_gpt2.py` makes one")
-    return max(times, key=times.get)
+    return max(files, key=time_of).parent
