@@ -8,8 +8,6 @@ import json
 import os
 from pathlib import Path
 
-import numpy as np
-
 from lab.cli import ROOT, UserError
 
 SYSTEM = {  # what the system says is no sign of damage
@@ -92,17 +90,6 @@ def check_keys(found, **types):
     for key, kind in types.items():
         if not isinstance(found.get(key), kind):
             raise TypeError(f"{key} is {json.dumps(found.get(key))[:40]}")
-
-
-def read_array(path, dtype, way_out="delete it and make it again"):
-    """The one-dimensional array of a .npy file, memory-mapped. Nothing in it is unpickled."""
-    with reading(path, "file", way_out):
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-        if array.dtype != dtype or array.ndim != 1:
-            raise TypeError(
-                f"it holds {array.dtype} of shape {array.shape}, wanted is one row of {np.dtype(dtype)}"
-            )
-    return array
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import sys
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -22,6 +23,7 @@ import speedrun
 import train_gpt2
 from lab import cli
 from lab.cli import RunError, UserError
+from lab.data.writer import new_manifest
 from train_gpt2 import PRESETS, GPTConfig, TrainConfig
 
 PROGRAMS = {"train_gpt2", "fineweb", "hellaswag", "sample"}
@@ -106,7 +108,9 @@ def test_a_run_says_what_it_does_and_every_command_that_it_prints_works(tmp_path
 
 
 def test_the_data_decides_the_vocabulary_if_no_flag_does(tmp_path, shards, run_train):
-    (shards / "manifest.json").write_text(json.dumps({"vocab_size": 300, "shards": []}))
+    other = SimpleNamespace(name="other", vocab_size=300, eot=299)  # a tokenizer
+    manifest = new_manifest("x", other, source={}, shard_tokens=0, val_tokens=0)
+    (shards / "manifest.json").write_text(json.dumps(manifest))
     run = train_here(tmp_path, shards, "data", model=dict(vocab_size=0), max_steps=1)
     assert run.checkpoints[1]["model_config"]["vocab_size"] == 300
     result = run_train("--max_steps", 1, "--vocab_size", 400)

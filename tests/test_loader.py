@@ -343,7 +343,7 @@ def test_masks_are_there_for_all_shards_or_for_none(tmp_path):
         with pytest.raises(UserError, match=said):
             TokenShards(folder, "train", VOCAB).batch([0], 16)
     mask.unlink()
-    with pytest.raises(UserError, match="there is no file .*x_train_000001.mask"):
+    with pytest.raises(UserError, match="there is no shard .*x_train_000001.mask"):
         TokenShards(folder, "train", VOCAB)
 
 

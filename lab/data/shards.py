@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 
 from lab.cli import UserError, progress
-from lab.files import check_keys, read_array, read_json, reading
+from lab.files import check_keys, read_json, reading
 
-# what manifest.json says, if not made by hand, beside its shards
+# what manifest.json says
 MANIFEST = dict.fromkeys(("vocab_size", "eot", "shard_tokens", "val_tokens"), int)
-MANIFEST |= dict(complete=bool, data=str, tokenizer=str, source=dict)
+MANIFEST |= dict(complete=bool, data=str, tokenizer=str, source=dict, shards=list)
 AGAIN = "put the right one back, or delete its folder and make the data again"
 
 
@@ -45,19 +45,22 @@ class Row:
 def open_shard(path, dtype="<u2"):
     """The Row of a shard (or, u1, a mask): .npy, or llm.c's .bin. Raises UserError if it is
     broken."""
-    if path.suffix == ".bin":  # 256 int32: magic, version, tokens, zeros; then the tokens
-        with reading(path, "shard", AGAIN):
+    with reading(path, "shard", AGAIN):
+        if path.suffix == ".bin":  # 256 int32: magic, version, tokens, zeros; then the tokens
             header = np.fromfile(path, "<i4", 256)
             if len(header) < 256 or header[0] != 20240520 or header[1] != 1:
                 raise ValueError("a .bin of llm.c begins with 20240520, 1")
             row, size = Row(path, "<u2", 1024, int(header[2])), path.stat().st_size
             if size != 1024 + 2 * row.length:
                 raise EOFError(f"truncated: {row.length:,} tokens in {size:,} bytes")
-    else:
-        array = read_array(path, dtype, AGAIN)
-        row = Row(path, dtype, array.offset, len(array))
-    if not row.length:
-        raise UserError(f"shard {path} is empty; {AGAIN}")
+        else:
+            array = np.load(path, mmap_mode="r", allow_pickle=False)
+            if array.dtype != dtype or array.ndim != 1:
+                wanted = f"wanted is one row of {np.dtype(dtype)}"
+                raise TypeError(f"it holds {array.dtype} of shape {array.shape}, {wanted}")
+            row = Row(path, dtype, array.offset, len(array))
+        if not row.length:
+            raise ValueError("it is empty")
     return row
 
 
@@ -66,15 +69,17 @@ def read_manifest(folder):
     path = Path(folder) / "manifest.json"
     if not path.exists():
         return None
-    manifest = read_json(path, AGAIN, shards=list)
+    manifest = read_json(path, AGAIN, **MANIFEST)
     with reading(path, "file", AGAIN):
-        check_keys(manifest, **{key: MANIFEST[key] for key in MANIFEST.keys() & manifest.keys()})
-        if not 0 < manifest.get("vocab_size", 1) <= 2**16:
+        if not 0 < manifest["vocab_size"] <= 2**16:
             raise ValueError(f"vocab_size is {manifest['vocab_size']}")
         for entry in manifest["shards"]:
-            check_keys(entry, split=str)
-            for file in (entry, *([entry["mask"]] if "mask" in entry else [])):
+            check_keys(entry, split=str, tokens=int, documents=int)
+            for file in (entry, entry["mask"]) if "mask" in entry else (entry,):
                 check_keys(file, name=str, bytes=int, sha256=str)
+            end = entry.get("end") or [0, 0, 0]
+            if len(end) != 3 or not all(type(n) is int and n >= 0 for n in end):
+                raise TypeError(f"end is {end}")
     return manifest
 
 

@@ -251,10 +251,9 @@ def settle(model_config, cfg, presets, program):
 
 def vocab_size(model_config, cfg, presets):
     """As asked for; else that of the data, of init_from, or of the preset."""
-    manifest = read_manifest(cfg.data) or {}
     if model_config.vocab_size:
         return model_config.vocab_size
-    if "vocab_size" in manifest:
+    if manifest := read_manifest(cfg.data):
         return manifest["vocab_size"]
     if cfg.init_from:
         return shape_of(cfg.init_from, cfg.log_dir)["vocab_size"]
