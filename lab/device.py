@@ -6,6 +6,7 @@ import os
 import torch
 
 from lab.cli import UserError, out_of_memory
+from lab.data.loader import grad_accum_steps
 from lab.files import first_line
 
 # name: (dense peak in TFLOP/s at 16 bits with 32-bit sums, from the vendors' datasheets; GiB that
@@ -168,13 +169,6 @@ def fit_batch_size(model, cfg, world, precision, state=None):
     compiled one. On a CPU nothing is tried: it takes at most 16384 tokens at a time. Raises
     UserError where total_batch_size cannot be divided, or where not even one sequence fits.
     """
-    each, rest = divmod(cfg.total_batch_size, cfg.seq_len * world.world_size)
-    if rest or not each:
-        n = cfg.seq_len * world.world_size
-        raise UserError(
-            f"total_batch_size={cfg.total_batch_size} must be a multiple of seq_len * world_size = "
-            f"{cfg.seq_len} * {world.world_size} = {n}; the next one up is {(each + 1) * n}"
-        )
     most = state["batch_size"] if state else 64
     sizes = micro_batches(cfg, world.world_size, world.device.type, most)
     if world.device.type != "cuda":
@@ -189,8 +183,9 @@ def fit_batch_size(model, cfg, world, precision, state=None):
 
 
 def micro_batches(cfg, world_size, device_type, most=64):
-    """Sequences per micro-step that divide the step evenly, at most `most`, largest first."""
-    each = cfg.total_batch_size // (cfg.seq_len * world_size)
+    """Sequences per micro-step that divide the step evenly, at most `most`, largest first. Raises
+    UserError where there are none."""
+    each = grad_accum_steps(cfg, 1, world_size)  # a process's sequences of a step
     if device_type != "cuda":
         most = min(most, max(1, 16384 // cfg.seq_len))
     return [b for b in range(min(most, each), 0, -1) if each % b == 0]

@@ -215,9 +215,10 @@ def grad_accum_steps(cfg, batch_size, world_size):
     where the first is no whole number of them."""
     n = batch_size * cfg.seq_len * world_size
     if cfg.total_batch_size % n:
+        another = ", or pass another --batch_size" if batch_size > 1 else ""
         raise UserError(
             f"total_batch_size={cfg.total_batch_size} must be a multiple of batch_size * seq_len * "
             f"world_size = {batch_size} * {cfg.seq_len} * {world_size} = {n}; the next one up is "
-            f"{-(-cfg.total_batch_size // n) * n}, or pass another --batch_size"
+            f"{-(-cfg.total_batch_size // n) * n}{another}"
         )
     return cfg.total_batch_size // n
