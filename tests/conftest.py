@@ -267,14 +267,25 @@ def succeed(program, *args, cwd):
     return done.stdout
 
 
-def run_two(*args, cwd):
-    """Two processes with torchrun's environment, to their end."""
+def two_ranks():
+    """What torchrun tells each of two processes, by its environment."""
     with socket.socket() as any_free:
         any_free.bind(("127.0.0.1", 0))
         port = any_free.getsockname()[1]
     shared = dict(WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    two = [Process(*args, cwd=cwd, RANK=rank, LOCAL_RANK=rank, **shared) for rank in (0, 1)]
+    return [dict(RANK=rank, LOCAL_RANK=rank, **shared) for rank in (0, 1)]
+
+
+def finished(two):
+    """What rank 0 says of two processes that come to a good end."""
     assert [process.wait() for process in two] == [0, 0], two[0].stderr + two[1].stderr
+    assert not two[1].stdout, "rank 0 alone speaks"
+    return two[0].stdout
+
+
+def run_two(*args, cwd):
+    """`python args...` in two processes, to their end; what rank 0 said."""
+    return finished([Process(*args, cwd=cwd, **rank) for rank in two_ranks()])
 
 
 def driver(folder, patch, program="train_gpt2"):
@@ -309,18 +320,40 @@ def shards(tmp_path):
 
 
 @pytest.fixture
-def start_training(tmp_path, shards):
-    """start_training("--run_name", "x", ...): the real command, a Process; killed at the end."""
+def start(tmp_path):
+    """start(program, "--flag", ...): a Process; killed after the test."""
     processes = []
 
-    def start(*flags, out=None, err=None, program=ROOT / "train_gpt2.py", **env):
-        base = [] if "--resume" in flags else [*TINY_RUN, "--data", shards, "--max_steps", 1000000]
-        processes.append(Process(program, *base, *flags, cwd=tmp_path, out=out, err=err, **env))
+    def start(*args, **how):
+        processes.append(Process(*args, cwd=tmp_path, **how))
         return processes[-1]
 
     yield start
     for process in processes:
         process.kill()
+
+
+@pytest.fixture
+def start_training(start, shards):
+    """start_training("--run_name", "x", ...): the real command, a Process."""
+    base = [*TINY_RUN, "--data", shards, "--max_steps", 1000000]
+
+    def start_training(*flags, program=ROOT / "train_gpt2.py", **how):
+        return start(program, *base, *flags, **how)
+
+    return start_training
+
+
+@pytest.fixture
+def start_two(start, shards):
+    """start_two("--max_steps", 4, ...): two processes of a tiny run."""
+
+    def start_two(*flags, program=ROOT / "train_gpt2.py", data=shards):
+        base = [*TINY_RUN, "--data", data, "--eps", EPS, "--batch_size", 2]
+        base = [] if "--resume" in flags else base
+        return [start(program, *base, *flags, **rank) for rank in two_ranks()]
+
+    return start_two
 
 
 @pytest.fixture
@@ -331,30 +364,25 @@ def run_train(tmp_path, shards):
     With --resume it gets no other flags than those named: a run has its settings.
     """
 
-    def run(*flags, timeout=300, **env):
+    def run(*flags):
         base = [] if "--resume" in flags else [*TINY_RUN, "--data", shards]
-        program = ROOT / "train_gpt2.py"
-        return run_python(program, *base, *flags, cwd=tmp_path, timeout=timeout, **env)
+        return run_python(ROOT / "train_gpt2.py", *base, *flags, cwd=tmp_path)
 
     return run
 
 
 @pytest.fixture
-def ask_sample(tmp_path):
+def ask_sample(start):
     """ask_sample("--chat", ...): sample.py at a terminal of its own, a Process with .type(text)."""
     pty = pytest.importorskip("pty", reason="needs a pseudo-terminal")
     keyboard, theirs = pty.openpty()
-    processes = []
 
-    def start(*flags):
-        program, inp = ROOT / "sample.py", os.ttyname(theirs)
-        processes.append(Process(program, *flags, cwd=tmp_path, inp=inp))
-        processes[-1].type = lambda text: os.write(keyboard, text.encode())
-        return processes[-1]
+    def ask(*flags):
+        process = start(ROOT / "sample.py", *flags, inp=os.ttyname(theirs))
+        process.type = lambda text: os.write(keyboard, text.encode())
+        return process
 
-    yield start
-    for process in processes:
-        process.kill()
+    yield ask
     os.close(keyboard), os.close(theirs)
 
 

@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import sys
 from pathlib import Path
 
@@ -14,14 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import (
-    EPS,
     ROOT,
     TINY_MODEL,
     TINY_RUN,
-    Process,
     difference,
     differing_parts,
     driver,
+    finished,
     mask_shards,
     of_kind,
     read_run,
@@ -41,39 +39,6 @@ from train_gpt2 import GPTConfig, TrainConfig
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals of Linux and macOS")
 
 
-def two_processes(*args, cwd):
-    """`python args...` twice, with torchrun's environment."""
-    with socket.socket() as any_free:
-        any_free.bind(("127.0.0.1", 0))
-        port = any_free.getsockname()[1]
-    shared = dict(WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    return [Process(*args, cwd=cwd, RANK=rank, LOCAL_RANK=rank, **shared) for rank in (0, 1)]
-
-
-@pytest.fixture
-def start_two(tmp_path, shards):
-    """start_two("--max_steps", 4, ...): two processes of a tiny run; killed after the test."""
-    started = []
-
-    def start(*flags, program=ROOT / "train_gpt2.py", data=shards):
-        base = [*TINY_RUN, "--data", data, "--eps", EPS, "--batch_size", 2]
-        base = [] if "--resume" in flags else base
-        started.extend(two := two_processes(program, *base, *flags, cwd=tmp_path))
-        return two
-
-    yield start
-    for process in started:
-        process.kill()
-
-
-def run_two(start_two, *flags, **how):
-    """The same to its end; what rank 0 said."""
-    two = start_two(*flags, **how)
-    assert [process.wait() for process in two] == [0, 0], two[0].stderr + two[1].stderr
-    assert not two[1].stdout, "rank 0 alone speaks"
-    return two[0].stdout
-
-
 COMPILED = """import functools
 torch.compile = functools.partial(torch.compile, backend="aot_eager")
 train_gpt2.device.why_no_compile = lambda *_: ''"""
@@ -85,7 +50,7 @@ def test_two_processes_are_one(tmp_path, shards, start_two, how):
     mask_shards(shards)
     flags = f"--parallel {how} --max_steps 8 --val_every 4 --val_tokens 250 --grad_clip 0 --ckpt_every 1"
     program = driver(tmp_path, COMPILED)
-    said = run_two(start_two, *flags.split(), "--keep_last", 100, program=program)
+    said = finished(start_two(*flags.split(), "--keep_last", 100, program=program))
     two = read_run(tmp_path / "log" / "r")
     one = train_here(
         tmp_path, shards, "one", total_batch_size=128, batch_size=8, max_steps=8, lr=1e-3, beta2=0.99,
@@ -153,12 +118,12 @@ def test_long_gradients_are_clipped_and_short_ones_stay(run_in_a_group, parallel
 def test_a_run_goes_on_with_other_processes_with_and_without_shares(tmp_path, start_two, run_train):
     """In bf16, where what travels is rounded and what is kept is not; with clipping."""
     flags = "--parallel zero1 --precision bf16 --batch_size 4 --max_steps 6 --ckpt_every 3 --keep_last 9"
-    run_two(start_two, *flags.split(), "--grad_clip", 0.1)
+    finished(start_two(*flags.split(), "--grad_clip", 0.1))
     whole = read_run(tmp_path / "log" / "r")
     (whole.dir / "model_000006.pt").unlink()
     for name in ("one", "ddp"):
         shutil.copytree(whole.dir, tmp_path / "log" / name)
-    run_two(start_two, "--resume", "--run_name", "r")
+    finished(start_two("--resume", "--run_name", "r"))
     again, parts = read_run(whole.dir).checkpoints[6], ("step", "model", "optimizer", "loader")
     assert not differing_parts(whole.checkpoints[6], again, parts)
     for p in again["model"].values():
@@ -166,7 +131,7 @@ def test_a_run_goes_on_with_other_processes_with_and_without_shares(tmp_path, st
 
     for max_steps, parallel in enumerate(("ddp", "fsdp2", "zero1"), start=4):
         flags = f"--resume --run_name ddp --parallel {parallel} --max_steps {max_steps}"
-        run_two(start_two, *flags.split())
+        finished(start_two(*flags.split()))
     done = run_train("--resume", "--run_name", "one")
     assert done.returncode == 0, done.stderr
     for name in ("one", "ddp"):
@@ -201,9 +166,9 @@ FusedMLP.forward, FusedMLP.reads = forward, torch.float32"""
 def test_what_travels_in_16_bits_loses_nothing(tmp_path, start_two, reads_all, batch_size):
     """To the bit as in 32, with accumulation and without, and with whole weights saved each step."""
     flags = f"--parallel zero1 --precision bf16 --max_steps 5 --batch_size {batch_size}".split()
-    run_two(start_two, *flags, program=driver(tmp_path, READS_ALL * reads_all))
+    finished(start_two(*flags, program=driver(tmp_path, READS_ALL * reads_all)))
     wide = driver(tmp_path, f"{READS_ALL * reads_all}\n{IN_32_BITS}")
-    run_two(start_two, *flags, "--run_name", "wide", "--ckpt_every", 1, program=wide)
+    finished(start_two(*flags, "--run_name", "wide", "--ckpt_every", 1, program=wide))
     runs = [read_run(tmp_path / "log" / name) for name in ("r", "wide")]
     assert runs[0].losses == runs[1].losses and runs[0].norms == runs[1].norms
     assert not differing_parts(*(run.checkpoints[5] for run in runs), ("model", "optimizer"))
@@ -267,11 +232,11 @@ def left_over(tmp_path):
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks into /proc")
 @pytest.mark.parametrize("to", ["all", "rank 1"])
-def test_a_signal_to_torchrun_or_one_of_its_processes_saves(tmp_path, shards, to):
+def test_a_signal_to_torchrun_or_one_of_its_processes_saves(tmp_path, shards, start, to):
     """Also where a process has had the SIGTERM already that torchrun passes on to it."""
     torchrun = "-m torch.distributed.run --standalone --nproc_per_node=2".split()
     flags = [*TINY_RUN, "--data", shards, "--max_steps", 100000]
-    process = Process(*torchrun, ROOT / "train_gpt2.py", *flags, cwd=tmp_path)
+    process = start(*torchrun, ROOT / "train_gpt2.py", *flags)
     wait_for_steps(process, tmp_path / "log" / "r")
     environs = {pid: Path(f"/proc/{pid}/environ").read_bytes() for pid in left_over(tmp_path)}
     rank_1 = next(pid for pid, env in environs.items() if b"\0RANK=1\0" in env)

@@ -19,8 +19,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, VOCAB, equal_bits, run_python
-from test_distributed import two_processes
+from conftest import ROOT, VOCAB, equal_bits, run_python, run_two, succeed
 from test_weights import saved, tiny_gpt
 
 import hellaswag
@@ -352,10 +351,9 @@ def test_two_processes_equal_one(tmp_path, checkpoint):
     path = write(tmp_path / "h.jsonl", made_up(300))
     words = [ROOT / "hellaswag.py", "--model", checkpoint, "--data", path, "--device", "cpu"]
     words += ["--json", "--worst", 300, "--by_source"]
-    alone, two = run_python(*words, cwd=tmp_path), two_processes(*words, cwd=tmp_path)
-    assert [process.wait() for process in (alone, *two)] == [0, 0, 0], alone.stderr + two[1].stderr
-    found = [json.loads(said.stdout) | {"seconds": 0} for said in (alone, two[0])]
-    assert found[0] == found[1] and not two[1].stdout
+    alone, two = succeed(*words, cwd=tmp_path), run_two(*words, cwd=tmp_path)
+    found = [json.loads(said) | {"seconds": 0} for said in (alone, two)]
+    assert found[0] == found[1]
     assert found[0]["by_source"]["activitynet"]["count"] == found[0]["count"] == 300
     assert len(found[0]["worst"]) == 300 - round(300 * found[0]["acc_norm"])
 

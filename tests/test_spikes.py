@@ -13,6 +13,7 @@ from conftest import (
     differing_parts,
     driver,
     equal_bits,
+    finished,
     of_kind,
     read_run,
     run_python,
@@ -22,7 +23,6 @@ from conftest import (
 )
 from test_bert import TINY_RUN as BERT_RUN
 from test_bert import texts  # noqa: F401
-from test_distributed import run_two, start_two  # noqa: F401
 from test_speedrun import FLAGS as SPEEDRUN
 
 import train_gpt2
@@ -253,9 +253,9 @@ torch.amp.GradScaler.scale = scale
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "zero1", "fsdp2"])
-def test_processes_leave_out_the_same_update(tmp_path, shards, start_two, monkeypatch, parallel):  # noqa: F811
+def test_processes_leave_out_the_same_update(tmp_path, shards, start_two, monkeypatch, parallel):
     flags = f"--max_steps 50 --no_shuffle --parallel {parallel} --on_spike skip".split()
-    run_two(start_two, *flags, program=driver(tmp_path, PLANTED))
+    finished(start_two(*flags, program=driver(tmp_path, PLANTED)))
     two = read_run(tmp_path / "log" / "r")
     assert spike_steps(two, "skipped") == [(STEP, True)]
     spike = spike_file(two.dir)
