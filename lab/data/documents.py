@@ -4,8 +4,6 @@ Rows of training data are packed with documents, each led by end-of-text. Plain 
 also looks at the documents before; with this mask it does not.
 """
 
-import functools
-
 
 def document_mask(idx, eot, past=0):
     """Which keys each query may look at: those of its own document that are not later.
@@ -27,17 +25,12 @@ def hide_other_documents(model):
     copies, compiles and loads like the one before; a wrapped method or a hook would do less: a
     hook does not hear of hidden(), and a deep copy would go on calling the original's method.
     """
-    model.__class__ = masked(type(model))
-    return model
 
-
-@functools.cache
-def masked(model_class):
-    class Masked(model_class):
+    class Masked(type(model)):
         def hidden(self, idx, position=None, mask=None, cache=None):
             if mask is None and cache is None:
                 mask = document_mask(idx, self.config.vocab_size - 1)
             return super().hidden(idx, position=position, mask=mask, cache=cache)
 
-    Masked.__name__, Masked.__qualname__ = model_class.__name__, model_class.__qualname__
-    return Masked
+    model.__class__ = Masked
+    return model
