@@ -110,7 +110,7 @@ class Spikes:
         if world.is_main:
             losses = [loss for micro_step in zip(*parts) for loss in micro_step]
             found = values | {"step": step, "losses": losses, "norms": dict(zip(self.names, norms))}
-            found["sequences"] = self.sequences(step_end, len(losses))
+            found["sequences"] = self.sequences(step_end)
             found["weights"] = path.with_suffix(".pt").name if self.recorder else None
             found |= {"batch_size": self.run.loader.batch_size, "world_size": world.world_size}
             if self.recorder:
@@ -119,18 +119,17 @@ class Spikes:
             write_whole(path, text.encode() + b"\n")
         return values | {"file": path.name}
 
-    def sequences(self, step_end, parts):
-        """Where each sequence of a step stands, and how it begins; in the order of their numbers,
-        cut into as many parts as there are losses."""
+    def sequences(self, step_end):
+        """Where each sequence of a step stands, and how it begins; in order, as many to each loss."""
         loader, own = self.run.loader, Path(self.run.cfg.data, WORD_PIECE_FILE)
         try:
             name = str(own) if own.exists() else name_of_size(loader.shards.vocab_size)
             tokenizer = get_tokenizer(name)
         except UserError:  # a vocabulary of somebody else's
             tokenizer = None
-        found, count = [], loader.step_sequences
-        for i, p in enumerate(loader.positions(np.arange(step_end - count, step_end)).tolist()):
-            found.append({"at": loader.shards.where(p), "part": i * parts // count})
+        found, numbers = [], np.arange(step_end - loader.step_sequences, step_end)
+        for p in loader.positions(numbers).tolist():
+            found.append({"at": loader.shards.where(p)})
             if tokenizer:
                 ids = loader.shards.read(p, min(loader.seq_len, SHOWN))
                 found[-1]["text"] = tokenizer.decode(ids.tolist())
