@@ -33,12 +33,12 @@ def find(source, log_dir="log"):
     return str(files[-1] if files else source)
 
 
-def load(source, log_dir="log"):
+def load(source):
     """The model that `source` names (see find), with its own settings, on the CPU.
 
     Raises UserError where there is nothing to read, or where it fits no model of this project.
     """
-    path = find(source, log_dir)
+    path = find(source)
     if not path.endswith(".pt"):
         shape, state = weights.read(path)
         return build("bert" if "segments" in shape else "gpt2", {}, shape, state, path)

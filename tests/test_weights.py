@@ -191,7 +191,7 @@ def test_a_run_by_each_of_its_names(tmp_path, monkeypatch):
 def test_files_of_an_earlier_version():
     """Made at a3954dc; the export there is of the checkpoint."""
     folder = ROOT / "tests/fixtures/a3954dc"
-    checkpoint, exported = models.load("old", folder / "log"), models.load(str(folder / "export"))
+    checkpoint, exported = models.load(str(folder / "log/old")), models.load(str(folder / "export"))
     assert equal_models(checkpoint, exported) and checkpoint.config.vocab_size == 257
 
 
