@@ -502,7 +502,7 @@ def train(run, events, cfg, world, log, stop):
     the measurements of its step: if a signal interrupts these, a resumed run makes them again.
     """
     # looks at losses and, put around what clips, at gradient norms (--on_spike)
-    vitals, meter, stopped = Vitals(run, world, stop, log), Meter(run, cfg, world, log), ""
+    vitals, meter, stopped = Vitals(run, stop, log), Meter(run, log), ""
     try:
         while True:
             last = run.step == cfg.max_steps

@@ -12,11 +12,11 @@ class Meter:
     """Evaluation and saving are not counted, nor is the first update, which compiles and allocates.
     The device is waited for only where a line is logged or an event is due."""
 
-    def __init__(self, run, cfg, world, log):
-        self.run, self.cfg, self.world, self.log = run, cfg, world, log
-        self.peak = peak_flops(world.device)
-        self.flops_per_token = run.raw_model.flops_per_token(cfg.seq_len)
-        self.phases = Phases(run) if cfg.timing else None
+    def __init__(self, run, log):
+        self.run, self.world, self.log = run, run.world, log
+        self.peak = peak_flops(run.world.device)
+        self.flops_per_token = run.raw_model.flops_per_token(run.cfg.seq_len)
+        self.phases = Phases(run) if run.cfg.timing else None
         self.t0, self.first = time.perf_counter(), True
         self.counted_from, self.position = run.step, run.loader.position
 
@@ -62,7 +62,7 @@ class Meter:
             values["mfu"] = tok_per_s * self.flops_per_token / (self.peak * self.world.world_size)
         if self.world.device.type == "cuda":
             values["peak_gib"] = torch.cuda.max_memory_allocated(self.world.device) / 2**30
-        values["seconds_left"] = seconds / steps * (self.cfg.max_steps - self.run.step)
+        values["seconds_left"] = seconds / steps * (self.run.cfg.max_steps - self.run.step)
         return values | (self.phases.read() if self.phases else {})
 
 

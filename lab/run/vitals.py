@@ -18,8 +18,8 @@ class Vitals:
     """Each step, one small exchange through the CPU carries the loss of the step before and whether
     any process was asked to stop. All processes call each method together."""
 
-    def __init__(self, run, world, stop, log):
-        self.run, self.world, self.stop, self.log = run, world, stop, log
+    def __init__(self, run, stop, log):
+        self.run, self.world, self.stop, self.log = run, run.world, stop, log
         self.spikes = Spikes(run)
         self.pending = deque()  # (step, losses and norms underway, the loader's place after it)
 
