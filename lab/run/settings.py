@@ -90,8 +90,6 @@ def parse_flags(argv, presets, description, program="gpt2"):
     argv = [re.sub(r"^--learning[_-]rate(?=$|=)", "--lr", word) for word in argv]  # by both names
     reason, *defaults = choose_defaults(argv, presets, program)
     model_class, train_class = map(type, defaults)
-    if not defaults[1].resume:
-        defaults[0] = dataclasses.replace(defaults[0], vocab_size=0)  # 0: the data decides
 
     def flags(model: model_class = defaults[0], train: train_class = defaults[1]):
         return model, train
@@ -164,6 +162,7 @@ def defaults_of_preset(given, presets, main):
         model_config = dataclasses.replace(model_config, **same)
         cfg = dataclasses.replace(cfg, lr=lr, seq_len=min(cfg.seq_len, shape["block_size"]))
         why += f", with the shape of {given.init_from} and lr={lr} for its size"
+    model_config = dataclasses.replace(model_config, vocab_size=0)  # 0: the data decides
     return f"preset {preset} ({why})", model_config, cfg
 
 
