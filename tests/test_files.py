@@ -1,13 +1,11 @@
 """One reader for each kind of file: what is wrong is one sentence that names it and the way out."""
 
 import errno
-import io
 import os
-import sys
 
 import pytest
 
-from lab.cli import UserError, progress
+from lab.cli import UserError
 from lab.files import read_json, reading, write_whole, writing
 
 
@@ -56,12 +54,3 @@ def test_a_file_is_written_whole_or_left_as_it_was(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="config.json cannot be written: the disk is full"):
         write_whole(path, b"two")
     assert path.read_bytes() == b"one" and list(tmp_path.iterdir()) == [path]
-
-
-def test_bars_are_for_the_first_process_and_a_terminal_alone(monkeypatch):
-    terminal = io.StringIO()
-    terminal.isatty = lambda: True
-    for stderr, rank, on in (terminal, "0", 1), (terminal, "1", 0), (io.StringIO(), "0", 0):
-        monkeypatch.setattr(sys, "stderr", stderr)
-        monkeypatch.setenv("RANK", rank)
-        assert bool(progress([1, 2], "reading").disable) != on
