@@ -54,7 +54,7 @@ def save_shard(out_dir, manifest, ids, mask=None, **more):
 
 
 def write_npy(path, array):
-    whole = io.BytesIO()
+    whole = io.BytesIO()  # numpy, writing to a file, would not say that the disk is full
     np.save(whole, array)
     write_whole(path, whole.getbuffer())
 
