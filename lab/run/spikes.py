@@ -54,7 +54,8 @@ class Spikes:
     def __init__(self, run):
         """Raises UserError where updates cannot be left out, and cfg.on_spike asks for it."""
         self.run, self.policy = run, run.cfg.on_spike
-        self.scaler, self.scale = run.precision.scaler, run.precision.scaler.scale
+        self.scaler = run.precision.scaler
+        self.scale = self.scaler.scale  # without the time that Phases has it note later
         self.last = -math.inf  # step of the last spike
         groups = run.optimizer.param_groups
         if self.policy == "skip" and not all(g.get("fused") for g in groups):
