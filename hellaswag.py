@@ -39,6 +39,8 @@ class Examples:
 
     rows: list  # the dicts of read_examples
     tokens: list  # of each, [context, ending, ending, ending, ending]: lists of ids
+    cut: int = 0  # how many contexts were cut to fit
+    skipped: int = 0  # how many examples were left out
 
     def __post_init__(self):
         self.ctx_len = np.array([len(pieces[0]) for pieces in self.tokens])  # (N,)
@@ -61,7 +63,7 @@ def tokenise(examples, tokenizer):
 
 
 def choose(data, block_size, limit=0, skip_long=False):
-    """(Examples to score, how many of them have a context that was cut, how many were left out).
+    """The Examples to score.
 
     `limit` examples (0: all) are spread evenly over the file, whose first third is all ActivityNet.
     The last token of an ending is never an input, so context and ending may have block_size + 1
@@ -87,7 +89,7 @@ def choose(data, block_size, limit=0, skip_long=False):
             f"all {n} examples have an ending of more than block_size={block_size} tokens; "
             "take a larger model"
         )
-    return Examples(rows, tokens), cut, n - len(rows)
+    return Examples(rows, tokens, cut, n - len(rows))
 
 
 # --------------------------------------------------------------------------------------- 2. batches
@@ -226,13 +228,13 @@ def measure(model, data, world, check=lambda: None):
         raise RunError(
             f"the loss of line {line} is not finite: the model's weights or its precision fail"
         )
-    result = summarise(sums, data.end_len, data.label)
-    return result | {"seconds": time.perf_counter() - t0}, sums
+    about = {"seconds": time.perf_counter() - t0, "cut": data.cut, "skipped": data.skipped}
+    return summarise(sums, data.end_len, data.label) | about, sums
 
 
 def prepare(model, world, path=None, limit=0, skip_long=False):
-    """What choose returns for this model and file. One process touches disk and network, on any
-    number of machines."""
+    """The Examples of this file that choose gives for this model. One process touches disk and
+    network, on any number of machines."""
 
     def chosen():
         tokenizer = get_tokenizer(name_of_size(model.config.vocab_size))
@@ -253,7 +255,7 @@ class HellaSwag:
     def __init__(self, every, examples, world, precision, stop):
         self.every, self.examples, self.world = every, examples, world
         self.precision, self.stop = precision, stop
-        self.prepared = None  # the tokenised examples, from the first time on
+        self.data = None  # the Examples, from the first time on
 
     def due(self, step, last):
         return self.every > 0 and step > 0 and (step % self.every == 0 or last)
@@ -261,17 +263,16 @@ class HellaSwag:
     def __call__(self, run):
         """The summary as a dict; None where the file cannot be had or an ending does not fit into
         the model's context: the run goes on, and does not ask again."""
-        if not self.prepared:
+        if self.data is None:
             try:
-                self.prepared = prepare(run.raw_model, self.world, limit=self.examples)
+                self.data = prepare(run.raw_model, self.world, limit=self.examples)
             except UserError as error:
                 self.world.say(f"step {run.step:5d}: no HellaSwag in this run: {error}")
                 self.every = 0
                 return None
-        data, cut, skipped = self.prepared
         with self.precision.autocast():
-            result, _ = measure(run.raw_model, data, self.world, self.stop.check)
-        return result | {"cut": cut, "skipped": skipped}
+            result, _ = measure(run.raw_model, self.data, self.world, self.stop.check)
+        return result
 
 
 # ---------------------------------------------------------------------------------- 6. command line
@@ -314,11 +315,10 @@ def main(argv):
     if not hasattr(model, "generate"):
         raise UserError(f"{cfg.model} fills in hidden words: it cannot score how a text goes on")
     path = world.on_main(lambda: str(locate(cfg.data, cfg.split)))
-    data, cut, skipped = prepare(model, world, path, limit=cfg.limit, skip_long=cfg.skip_long)
+    data = prepare(model, world, path, limit=cfg.limit, skip_long=cfg.skip_long)
     with precision.autocast():
         result, sums = measure(model, data, world)
     if world.is_main:
-        result |= {"cut": cut, "skipped": skipped}
         answers.report(cfg, path, precision.name, result, data, sums, summarise)
     world.barrier()  # nobody leaves while another may still talk to it
 

@@ -63,10 +63,9 @@ def noisy_gpt(vocab_size=VOCAB, block_size=128, n_embd=32):
 
 
 def score(model, path, **how):
-    """(result, Examples, sums) of a file."""
-    data, cut, skipped = prepare(model, ALONE, path, **how)
-    result, sums = measure(model, data, ALONE)
-    return result | {"cut": cut, "skipped": skipped}, data, sums
+    """(result, sums) of a file."""
+    data = prepare(model, ALONE, path, **how)
+    return measure(model, data, ALONE)
 
 
 @pytest.fixture
@@ -168,7 +167,7 @@ def test_equals_one_at_a_time_in_transformers(
     endings = [[tokenizer.encode(" " + text) for text in e["endings"]] for e in examples]
     expected = np.array([one_at_a_time(theirs, *row) for row in zip(contexts, endings)])
     path = write(tmp_path / "h.jsonl", examples)
-    result, data, sums = score(model, path)
+    result, sums = score(model, path)
     assert sums == pytest.approx(expected, rel=1e-5)
     labels = np.array([e["label"] for e in examples])
     lengths = np.array([list(map(len, four)) for four in endings])
@@ -182,16 +181,16 @@ def test_equals_one_at_a_time_in_transformers(
         lambda model, idx, position, part: right(model, idx, position.cummax(1).values, part),
     ):
         monkeypatch.setattr(hellaswag, "hidden", wrong)
-        assert np.abs(score(model, path)[2] - sums).max() > 0.1
+        assert np.abs(score(model, path)[1] - sums).max() > 0.1
 
 
 def test_measuring_changes_nothing(file):
     """No random number is drawn, the model is as before; autocast changes little."""
     model = noisy_gpt()
     before, state = torch.get_rng_state(), copy.deepcopy(model.state_dict())
-    _, _, plain = score(model, file)
+    _, plain = score(model, file)
     with torch.autocast("cpu", torch.bfloat16):
-        _, _, rounded = score(model, file)
+        _, rounded = score(model, file)
     assert 0 < np.abs(rounded / plain - 1).max() < 0.02
     after = torch.get_rng_state(), model.state_dict()
     assert equal_bits((before, state), after) and model.training
@@ -215,7 +214,7 @@ def test_batches(file, monkeypatch):
     scores = []
     for tokens in (16384, 700, 1):
         monkeypatch.setattr(hellaswag, "BATCH_TOKENS", tokens)
-        scores.append(score(noisy_gpt(), file)[2])
+        scores.append(score(noisy_gpt(), file)[1])
     assert scores[1] == pytest.approx(scores[0], rel=1e-6) == scores[2]
 
 
@@ -226,17 +225,18 @@ def test_which_examples(tmp_path):
     examples[4]["ctx"] = ""
     lines = [e | {"line": i + 1} for i, e in enumerate(examples)]
     data = hellaswag.tokenise(lines, get_tokenizer("bytes"))
-    assert [row["line"] for row in choose(data, 128, limit=3)[0].rows] == [1, 11, 21]
-    assert len(choose(data, 128, limit=99)[0]) == len(choose(data, 128)[0]) == 30
-    assert choose(data, 33)[0].ctx_len[3] == 1  # one token of context is enough
+    assert [row["line"] for row in choose(data, 128, limit=3).rows] == [1, 11, 21]
+    assert len(choose(data, 128, limit=99)) == len(choose(data, 128)) == 30
+    assert choose(data, 33).ctx_len[3] == 1  # one token of context is enough
     with pytest.raises(UserError, match="line 4 .* 33 tokens, .*block_size=32; .*--skip_long"):
         choose(data, 32)
-    chosen, _, skipped = choose(data, 32, skip_long=True)
-    assert (len(chosen), skipped) == (29, 1) and 4 not in [row["line"] for row in chosen.rows]
+    chosen = choose(data, 32, skip_long=True)
+    assert (len(chosen), chosen.skipped) == (29, 1)
+    assert 4 not in [row["line"] for row in chosen.rows]
     with pytest.raises(UserError, match="all 30 examples"):
         choose(data, 1, skip_long=True)
     model = noisy_gpt()  # a context without tokens becomes end-of-text
-    sums = score(model, write(tmp_path / "h.jsonl", examples[4:5]))[2]
+    _, sums = score(model, write(tmp_path / "h.jsonl", examples[4:5]))
     ids = torch.tensor([[VOCAB - 1, *f" {examples[4]['endings'][2]}".encode()]])
     alone = model(ids[:, :-1], ids[:, 1:], reduction="sum")[1].item()
     assert sums[0, 2] == pytest.approx(alone, rel=1e-5)
@@ -337,7 +337,7 @@ def test_event_that_cannot_be_says_so_once(tmp_path, monkeypatch, capsys):
 def test_ranks_look_for_a_stop_equally_often_though_one_has_a_batch_more(file, monkeypatch):
     monkeypatch.setattr(hellaswag, "BATCH_TOKENS", 700)
     model = noisy_gpt()
-    data, _, _ = prepare(model, ALONE, file)
+    data = prepare(model, ALONE, file)
     batches, sums = len(plan(data.ctx_len + (data.end_len - 1).sum(1))), []
     for rank in range(2):
         own = dict(rank=rank, world_size=2, is_main=not rank, all_reduce=lambda tensor: tensor)
@@ -419,7 +419,7 @@ def test_export_in_lm_evaluation_harness(test_data, gpt2_files, tmp_path, monkey
 
     keys = {"ctx": "query", "endings": "choices", "label": "gold"}
     same_text = [{ours: s["doc"][key] for ours, key in keys.items()} for s in samples]
-    ours, _, sums = score(model, write(tmp_path / "same.jsonl", same_text))
+    ours, sums = score(model, write(tmp_path / "same.jsonl", same_text))
     losses = -np.array([[float(r[0][0]) for r in s["resps"]] for s in samples])
     assert sums == pytest.approx(losses, rel=1e-4)
     scores = theirs["acc,none"], theirs["acc_stderr,none"]
