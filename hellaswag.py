@@ -94,27 +94,25 @@ def choose(data, block_size, limit=0, skip_long=False):
 
 # --------------------------------------------------------------------------------------- 2. batches
 
-STEP = 32  # rows are padded to a multiple of this: ten shapes cover HellaSwag, at 10 % of padding
+STEP = 32  # rows are padded to a multiple of this: 10 % of HellaSwag is then padding
 BATCH_TOKENS = 16384  # tokens of a batch, padding included
 
 
 def plan(lengths):
-    """Cut rows of these lengths into batches: a list of (row indices, B, T), longest first.
+    """Cut rows of these lengths into batches: a list of (row indices, T), longest first.
 
-    Rows of one padded length T make batches of equal B, the last of them filled up by at most one
-    row a batch: as many shapes as padded lengths, so that a compiled model is compiled only that
-    often. The plan does not depend on the number of processes, hence neither does any score."""
+    Rows of one padded length T make batches of nearly equal size. The plan does not depend on the
+    number of processes, hence neither does any score."""
     padded = -(-lengths // STEP) * STEP
     batches = []
     for T in np.unique(padded)[::-1].tolist():
         rows = np.flatnonzero(padded == T)
         count = -(-len(rows) // max(1, BATCH_TOKENS // T))
-        B = -(-len(rows) // count)
-        batches += [(rows[i : i + B], B, T) for i in range(0, len(rows), B)]
+        batches += [(part, T) for part in np.array_split(rows, count)]
     return batches
 
 
-def pack(data, rows, B, T):
+def pack(data, rows, T):
     """One row for each example: context, then the inputs of its four endings, so that the context
     is computed once.
 
@@ -122,8 +120,8 @@ def pack(data, rows, B, T):
     padding; position goes on from the context in each ending, as if it stood alone. And where (M,),
     the places in the flat (B * T) rows whose outputs predict the endings' tokens, and targets (M,),
     those tokens: example after example, ending after ending."""
-    idx, position = np.zeros((B, T), np.int64), np.zeros((B, T), np.int64)
-    part = np.full((B, T), 5, np.int8)
+    idx, position = np.zeros((2, len(rows), T), np.int64)
+    part = np.full_like(idx, 5)
     where, targets = [], []
     for row, i in enumerate(rows):
         context, *endings = data.tokens[i]
@@ -178,8 +176,8 @@ def ending_losses(model, data, world, check=lambda: None):
     for i in (bar := progress(rounds, "HellaSwag", "batch")):
         check()
         mine = i + world.rank  # the last round may have none for this process, which computes along
-        rows, B, T = batches[min(mine, len(batches) - 1)]
-        packed = (torch.from_numpy(a) for a in pack(data, rows, B, T))
+        rows, T = batches[min(mine, len(batches) - 1)]
+        packed = (torch.from_numpy(a) for a in pack(data, rows, T))
         *inputs, where, targets = (t.to(world.device, non_blocking=True) for t in packed)
         x = hidden(model, *inputs)[where]  # (M, C)
         losses = [
