@@ -385,7 +385,7 @@ def test_what_a_killed_export_left_goes_with_the_next(tmp_path):
     code = f"import os, sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom pathlib import Path\n"
     code += "from lab.tools.export import export\nPath.chmod = lambda *_: os.kill(os.getpid(), 9)\n"
     killed = run_python("-c", f"{code}export({source!r}, Path('out'))", cwd=tmp_path)
-    assert killed.returncode == -9 and (tmp_path / ".out.part/model/model.safetensors").exists()
+    assert killed.returncode == -9 and (tmp_path / ".out.part/model.safetensors").exists()
     assert equal_models(models.load(str(tmp_path / "out")), earlier)
     export(source, tmp_path / "out")
     assert equal_models(models.load(str(tmp_path / "out")), model)

@@ -1,7 +1,6 @@
 """Write a model as a folder that transformers loads: python -m lab export log/RUN --out my-gpt2."""
 
 import shutil
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +10,8 @@ from tyro.conf import Positional, arg
 from lab import bert_weights, models
 from lab.cli import UserError, parse
 from lab.data.shards import sha256_of
-from lab.files import only_writer, read_json, writing
+from lab.data.tokenizers import get_tokenizer
+from lab.files import read_json, writing
 from lab.weights import HEAD, SUMS, TRANSPOSED, WTE
 
 TOKENIZER = {"vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json"}
@@ -40,15 +40,11 @@ def export(
         raise UserError(f"{source} is no GPT-2: transformers has no model that computes this one")
     # Nothing is touched before all of it is written. What a killed export leaves has a name that
     # the next one to the same place looks for.
-    work = out.absolute().with_name(f".{out.absolute().name}.part")
+    part = out.absolute().with_name(f".{out.absolute().name}.part")
+    shutil.rmtree(part, ignore_errors=True)
     with writing(out):
-        out.parent.mkdir(parents=True, exist_ok=True)
-    refusal = f"another export is writing {out}; wait for its end, or choose another --out"
-    with only_writer(work, refusal), writing(out):
+        part.mkdir(parents=True)
         try:
-            part = work / "model"
-            shutil.rmtree(part, ignore_errors=True)
-            part.mkdir()
             write_model(part, model)
             note = add_tokenizer(part, model.config, source)
             for file in part.iterdir():
@@ -57,7 +53,7 @@ def export(
                 shutil.rmtree(out)
             part.rename(out)
         finally:
-            shutil.rmtree(work, ignore_errors=True)
+            shutil.rmtree(part, ignore_errors=True)
     print(f"{out}: {', '.join(sorted(p.name for p in out.iterdir()))}, from {source}")
     print(note.format(out=out))
 
@@ -77,8 +73,7 @@ def check_replaceable(out):
 def write_model(folder, model):
     from transformers.utils import logging
 
-    if not sys.stderr.isatty():
-        logging.disable_progress_bar()  # which counts files
+    logging.disable_progress_bar()  # which counts files
     in_transformers(model).save_pretrained(folder, max_shard_size="1GB")
     files = sorted(folder.glob("model*.safetensors"))
     (folder / SUMS).write_text("".join(f"{sha256_of(f)}  {f.name}\n" for f in files))
@@ -136,14 +131,9 @@ def write_tokenizer(folder, block_size):
     base = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
     vocab = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"  # sha256
     merges = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
-    try:  # tiktoken downloads them once, and checks them
-        (folder / "vocab.json").write_bytes(read_file_cached(f"{base}encoder.json", vocab))
-        (folder / "merges.txt").write_bytes(read_file_cached(f"{base}vocab.bpe", merges))
-    except Exception as error:  # tiktoken lets out whatever its HTTP library raises
-        raise UserError(
-            f"GPT-2's tokenizer files could not be downloaded ({type(error).__name__}): go "
-            "online once, or point TIKTOKEN_CACHE_DIR at a folder that holds them"
-        ) from error
+    get_tokenizer("gpt2")  # downloads both files once, or says what to do
+    (folder / "vocab.json").write_bytes(read_file_cached(f"{base}encoder.json", vocab))
+    (folder / "merges.txt").write_bytes(read_file_cached(f"{base}vocab.bpe", merges))
     files = str(folder / "vocab.json"), str(folder / "merges.txt")
     GPT2Tokenizer(*files, model_max_length=block_size).save_pretrained(folder)
 
