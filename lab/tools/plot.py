@@ -189,14 +189,11 @@ def draw(runs, out_path, dark=False):
 
 
 def loss_curve(run_dirs, out_path):
-    """The figure at out_path, which is returned. A picture is not worth a run: what goes wrong is
-    said, never raised, and None returned."""
+    """As draw. A picture is not worth a run: what goes wrong is said, never raised."""
     try:
         draw(run_dirs, out_path)
-        return out_path
     except Exception as error:  # also matplotlib's own: not installed, no fonts, a full disk
         print(f"no loss curve: {type(error).__name__}: {error}", file=sys.stderr)
-        return None
 
 
 def main(argv):

@@ -15,17 +15,17 @@ TYPES = dict.fromkeys(("texts", "words", "passed_over"), list)  # of fields; oth
 TYPES |= dict.fromkeys("kind device precision torch reason path file".split(), str)
 
 
-def find_runs(paths, log_dir="log"):
-    """The runs that were named, one of them perhaps by its name in log_dir; the newest one if none is.
+def find_runs(paths):
+    """The runs that were named, by path or by name in log/; the newest one there if none is.
 
     Raises UserError where there is none.
     """
     if not paths:
-        logs = sorted(Path(log_dir).glob("*/log.jsonl"), key=lambda path: path.stat().st_mtime)
+        logs = sorted(Path("log").glob("*/log.jsonl"), key=lambda path: path.stat().st_mtime)
         if not logs:
-            raise UserError(f"there is no run in {log_dir}/ yet; name a run folder")
+            raise UserError("there is no run in log/ yet; name a run folder")
         return [logs[-1].parent]
-    places = [(Path(path), Path(log_dir, path)) for path in paths]
+    places = [(Path(path), Path("log", path)) for path in paths]
     return [there if there.exists() and not path.exists() else path for path, there in places]
 
 
