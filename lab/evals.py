@@ -1,6 +1,5 @@
 """What a run is measured by: validation loss and samples. Nothing here touches training."""
 
-import codecs
 import math
 
 import numpy as np
@@ -11,6 +10,7 @@ from lab.data import TokenShards, get_tokenizer, name_of_size
 from lab.data.tokenizers import printable
 from lab.generate import generate
 from lab.shading import shade
+from lab.stream import Text
 
 
 class Every:
@@ -187,31 +187,27 @@ class Samples(Every):
     def __call__(self, run):
         """The texts, and of the first what lab.tools.report shades: the prompt and its tokens. All
         processes draw the same: with FSDP2 each has a share of the weights."""
-        prompt, shades = run.cfg.sample_prompt, []
-        how = prompt, run.cfg.sample_tokens, run.cfg.seed, shades
+        cfg = run.cfg
+        how = cfg.sample_prompt, cfg.sample_tokens, cfg.seed
         with run.precision.autocast():
-            texts = draw_samples(run.raw_model, self.tokenizer, *how)
-        return {"texts": texts, "shaded": [prompt, shades]}
+            texts, shades = draw_samples(run.raw_model, self.tokenizer, *how)
+        return {"texts": texts, "shaded": [cfg.sample_prompt, shades]}
 
 
-def draw_samples(model, tokenizer, prompt, tokens, seed, shades=None, count=2):
-    """`count` texts that begin with the prompt. Where the model ends a text and begins another, a
-    line stands between them. The list `shades`, if given, gets the first text's tokens."""
+def draw_samples(model, tokenizer, prompt, tokens, seed):
+    """Two texts that begin with the prompt, and what shading.shade says of the first one's tokens.
+    Where the model ends a text and begins another, a line stands between them."""
     device, eot = model.lm_head.weight.device, model.config.vocab_size - 1
     ids = [eot] + tokenizer.encode(prompt)  # end-of-text: a document begins here
-    idx = torch.tensor([ids[: model.config.block_size]] * count, device=device)
+    idx = torch.tensor([ids[: model.config.block_size]] * 2, device=device)
     generator = torch.Generator(device=device).manual_seed(seed)
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    drawn = [[[]] for _ in range(count)]  # of each text the ids between two ends of text
     how = dict(temperature=0.8, top_k=50, generator=generator)
+    texts, written, shades = (Text(tokenizer), Text(tokenizer)), ["", ""], []
     for new, logits in generate(model, idx, tokens, **how):
-        for parts, token in zip(drawn, new.tolist()):
-            parts.append([]) if token == eot else parts[-1].append(token)
-        if shades is not None:
-            token = new[0].item()
-            ends = token == eot
-            text = decoder.decode(b"" if ends else tokenizer.bytes_of(token), final=ends)
-            text += "\n---\n" * ends
-            shades.append(shade(token, logits[0], printable(text), tokenizer))
-    texts = ["\n---\n".join(map(tokenizer.decode, parts)) for parts in drawn]
-    return [prompt + text.rstrip("\n-") for text in texts]
+        for i, token in enumerate(new.tolist()):
+            piece = texts[i].add(token) + "\n---\n" * (token == eot)
+            written[i] += piece
+            if i == 0:
+                shades.append(shade(token, logits[0], printable(piece), tokenizer))
+    whole = [so_far + text.end() for so_far, text in zip(written, texts)]
+    return [prompt + text.rstrip("\n-") for text in whole], shades
