@@ -26,7 +26,7 @@ class KVCache:
         self.held = {}  # layer: tokens in it
 
     def clear(self):
-        self.held = dict.fromkeys(self.held, 0)
+        self.held = {}
 
     def append(self, layer, k, v):
         """k and v (B, H, T, D) of new tokens -> those of all tokens so far (B, H, S, D)."""
@@ -84,19 +84,21 @@ def generate(
             f"block_size={block_size}; shorten it"
         )
     cache = (cache or KVCache(block_size)) if use_cache else None
+    if cache:
+        cache.clear()
     within = model.config.document_mask  # attention does not cross end-of-text, the last id
-    new = None  # tokens that are not in the cache
+    new = idx  # tokens that are not in the cache
     for _ in range(max_new_tokens):
-        if new is None or idx.size(1) > block_size:
+        if idx.size(1) > block_size:
             # A full window drops its older half: positions are absolute, so what is left gets new
             # ones, and its keys and values have to be computed again.
-            new = idx = idx if new is None else idx[:, -max(1, block_size // 2) :]
-            if cache is not None:
+            new = idx = idx[:, -max(1, block_size // 2) :]
+            if cache:
                 cache.clear()
         start = idx.size(1) - new.size(1)
         position = torch.arange(start, idx.size(1), device=idx.device)
         mask = document_mask(idx, model.config.vocab_size - 1, start) if within else None
-        if start and cache is not None and cache.step:
+        if start and cache and cache.step:
             if mask is None:
                 mask = torch.ones(1, 1, 1, idx.size(1), dtype=torch.bool, device=idx.device)
             mask = F.pad(mask, (0, cache.length - idx.size(1)))  # False: not yet written
