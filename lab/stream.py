@@ -100,7 +100,7 @@ def pieces(model, tokenizer, ids, max_new_tokens, likeliest=0, stop=(), **how):
 
 
 @torch.no_grad()
-def scored(model, tokenizer, ids, likeliest=5):
+def scored(model, tokenizer, ids):
     """What shading.shade says of each of `ids`: how likely it was after those before. The first,
     an end-of-text that nothing foretells, is left out."""
     idx = torch.tensor([ids[:-1]], device=next(model.parameters()).device)
@@ -110,5 +110,5 @@ def scored(model, tokenizer, ids, likeliest=5):
     shades = []
     for token, row in zip(ids[1:], logits):
         piece = text.add(token) or (END_OF_TEXT if token == tokenizer.eot else "")
-        shades.append(shading.shade(token, row.float(), piece, tokenizer, likeliest))
+        shades.append(shading.shade(token, row, piece, tokenizer))
     return shades
