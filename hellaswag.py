@@ -116,17 +116,16 @@ def pack(data, rows, T):
     """One row for each example: context, then the inputs of its four endings, so that the context
     is computed once.
 
-    Returns idx, position and part (B, T): part is 0 for the context, 1 to 4 for an ending, 5 for
-    padding; position goes on from the context in each ending, as if it stood alone. And where (M,),
-    the places in the flat (B * T) rows whose outputs predict the endings' tokens, and targets (M,),
-    those tokens: example after example, ending after ending."""
-    idx, position = np.zeros((2, len(rows), T), np.int64)
-    part = np.full_like(idx, 5)
+    Returns idx, position and part (B, T): part is 0 for the context, 1 to 4 for an ending; position
+    goes on from the context in each ending, as if it stood alone. Padding is at the end, where no
+    token looks. And where (M,), the places in the flat (B * T) rows whose outputs predict the
+    endings' tokens, and targets (M,), those tokens: example after example, ending after ending."""
+    idx, position, part = np.zeros((3, len(rows), T), np.int64)
     where, targets = [], []
     for row, i in enumerate(rows):
         context, *endings = data.tokens[i]
         at = c = len(context)
-        idx[row, :c], position[row, :c], part[row, :c] = context, np.arange(c), 0
+        idx[row, :c], position[row, :c] = context, np.arange(c)
         for j, ending in enumerate(endings, start=1):
             n = len(ending) - 1  # the last token is predicted, and predicts nothing
             here = slice(at, at + n)
