@@ -392,6 +392,14 @@ def test_what_a_killed_export_left_goes_with_the_next(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["earlier.pt", "model.pt", "out"]
 
 
+def test_an_export_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    source = saved(tiny_gpt(50257, 128, n_embd=16, n_head=2), tmp_path / "model.pt")
+    monkeypatch.setattr("tiktoken.get_encoding", lambda name: 1 / 0)
+    with pytest.raises(UserError, match="tokenizer files could not be downloaded"):
+        export(source, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["model.pt"]
+
+
 def test_export_replaces_exports_alone(tmp_path, monkeypatch):
     """An empty folder or an earlier export; never another model, a run, another folder, a file."""
     monkeypatch.chdir(tmp_path)
