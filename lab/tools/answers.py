@@ -44,8 +44,8 @@ def report(cfg, path, precision, result, data, sums, summarise):
         for text in [table(g) for g in asked.values()] + [describe(e) for e in worst]:
             print("\n" + text)
     if cfg.picture:
-        many = [(k, g) for k, g in groups["by_activity"].items() if g["count"] >= 20]
-        draw(groups["by_source"] | dict(many[:25]), result, cfg)
+        largest = list(groups["by_activity"].items())[:25]
+        draw(groups["by_source"] | dict(largest), result, cfg)
 
 
 def by_group(names, sums, data, summarise):
