@@ -12,6 +12,7 @@ from conftest import ROOT, VOCAB, Process, run_python
 from test_weights import saved, tiny_gpt
 
 import sample
+from lab import stream
 from lab.cli import UserError
 from lab.data.tokenizers import get_tokenizer, printable
 from lab.evals import draw_samples
@@ -127,6 +128,11 @@ def test_characters_come_whole(name, gpt2_files):
     assert "".join(pieces) == text.text == written
     assert not any("\ufffd" in piece for piece in pieces)
     assert "" in pieces  # some tokens end within a character, in both vocabularies
+
+
+def test_a_prompt_may_end_within_a_character():
+    first = next(stream.pieces(always(0xA9), get_tokenizer("bytes"), [256, 0xC3], 1))
+    assert first["text"] == "é"
 
 
 def test_each_sample_ends_for_itself():
