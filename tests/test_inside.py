@@ -95,12 +95,16 @@ def test_the_page_shows_any_text_and_the_right_numbers(model):
 
 def test_the_run_to_look_into(tmp_path):
     """The longest of the preset laptop, on its text and from its beginning."""
-    for name, step, changes in (
-        ("long", 1000, {}), ("short", 300, {}), ("other_shape", 3000, dict(n_layer=3)),
-        ("other_text", 3000, dict(data="data/mine")), ("tuned", 3000, dict(init_from="log/long")),
-    ):  # fmt: skip
-        parts = zip(("model", "train"), map(dataclasses.asdict, PRESETS["laptop"]))
-        config = {part: c | {k: v for k, v in changes.items() if k in c} for part, c in parts}
+    model, train = map(dataclasses.asdict, PRESETS["laptop"])
+    for name, step, change in (
+        ("long", 1000, {}),
+        ("short", 300, {}),
+        ("other_program", 3000, dict(program="speedrun")),
+        ("other_shape", 3000, dict(model=model | dict(n_layer=3))),
+        ("other_text", 3000, dict(train=train | dict(data="data/mine"))),
+        ("tuned", 3000, dict(train=train | dict(init_from="log/long"))),
+    ):
+        config = dict(program="gpt2", model=model, train=train) | change
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config))
         (tmp_path / name / f"model_{step:06d}.pt").touch()

@@ -29,12 +29,13 @@ def laptop_run(log_dir="log", steps=300):
     on two cores).
     """
     model, train = importlib.import_module("train_gpt2").PRESETS["laptop"]
-    wanted = {name: getattr(model, name) for name in SHAPE} | {"data": train.data, "init_from": ""}
+    wanted = {name: getattr(model, name) for name in SHAPE}
+    wanted |= {"data": train.data, "init_from": "", "program": "gpt2"}
     found = []
     for path in Path(log_dir).glob("*/config.json"):
         with contextlib.suppress(UserError):  # a broken run
             saved = read_json(path, model=dict, train=dict)
-            if wanted.items() <= (saved["model"] | saved["train"]).items():
+            if wanted.items() <= (saved | saved["model"] | saved["train"]).items():
                 found += [f for f in checkpoint_files(path.parent)[-1:] if step_of(f) >= steps]
     if not found:
         run = f"notebook_{steps}"
