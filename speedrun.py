@@ -85,8 +85,8 @@ class TrainConfig(train_gpt2.TrainConfig):
     muon_lr: float = 0.03  # of Muon, or of AdamW in its place
     min_lr: float = 0.0
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "wsd"
-    warmup_steps: float = 0.0  # zero-initialised projections and a zero head need none
-    decay_steps: float = 0.65
+    warmup_steps: float = 0.0  # as train_gpt2.py's; projections and a head of zeros need none
+    decay_steps: float = 0.65  # as train_gpt2.py's
     weight_decay: float = 0.0  # of the matrices in the blocks
     beta1: float = 0.8  # AdamW: short memories, as a run is short
     eps: float = 1e-10
@@ -102,7 +102,7 @@ class TrainConfig(train_gpt2.TrainConfig):
 PRESETS = {
     "speedrun": (
         GPTConfig(),
-        TrainConfig(val_every=50, val_tokens=1048576, hella_every=0, sample_every=0, ckpt_every=0),
+        TrainConfig(val_every=50, val_tokens=1048576, hella_every=0, sample_every=0),
     ),
     "laptop": (  # two minutes on two laptop cores, on the text inside Python, read as bytes
         GPTConfig(n_layer=2, n_head=2, n_embd=128, block_size=128, vocab_size=257, vocab_multiple=1,

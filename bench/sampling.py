@@ -5,11 +5,11 @@ by turns, greedy.
     python bench/sampling.py --model log/RUN              # a trained model: do the tokens agree?
     python bench/sampling.py --size gpt2-xl --batch 16    # on a GPU
 
-Each side first writes a few tokens: its warm-up, whose seconds are printed. Then each writes all in
+Each side first writes all tokens once: its warm-up, whose seconds are printed. Then each does so in
 turn, as often as --rounds says, and the best round of each counts: what else runs on the machine
 only ever takes time. "first" is the time to the first new token, "same" how many tokens agree with
-those of the first side, the base, before the first that does not. Without --model the weights are random, and
-the likeliest tokens so close to each other that fewer bits soon lead to other ones.
+those of the first side, the base, before the first that does not. Without --model the weights are
+random, and the likeliest tokens so close to each other that fewer bits soon lead to other ones.
 """
 
 import time

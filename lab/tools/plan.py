@@ -79,7 +79,7 @@ def what_fits(s, gpu):
     both = [replace(s, model=replace(s.model, activation_checkpointing=x)) for x in (False, True)]
     sizes = [found.cfg.batch_size if (found := largest(x, gpu)) else "none" for x in both]
     if sizes != ["none", "none"]:
-        return "Training would take {}, with --activation_checkpointing {}.".format(*sizes)
+        return "Left alone, training takes {}, with --activation_checkpointing {}.".format(*sizes)
     least = replace(both[1], cfg=replace(s.cfg, batch_size=1, parallel="fsdp2"))
     for n in (2, 4, 8, 16, 32, 64):
         if room(replace(least, world_size=n), gpu) >= 0:
@@ -195,7 +195,7 @@ def forecast(s, gpu, args):
         sends_less = s.parallel == "zero1" or s.grad_accum_steps > 1
         many = args.gpus * SCALING["less" if sends_less else "ddp"]
         tok_per_s *= many
-        why += f"; {args.gpus} GPUs count as {many:.2f} (as measured on four: README)"
+        why += f"; {args.gpus} GPUs count as {many:.2f} (as measured on four: docs/SPEED.md)"
     say("speed", f"{tok_per_s:,.0f} tokens/s, {why}")
     tokens = s.cfg.max_steps * s.cfg.total_batch_size
     hours = tokens / tok_per_s / 3600
