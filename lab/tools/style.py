@@ -60,6 +60,7 @@ def style(dark=False):
         "axes.titlelocation": "left",
         "grid.color": PAPER[dark]["faint"],
         "grid.linewidth": 0.8,
+        "axes.formatter.min_exponent": 99,  # 1e-06: an exponent over a 10 is too small to read
         "font.size": 10,
         "legend.fontsize": 9,
         "legend.frameon": False,
