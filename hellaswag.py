@@ -172,7 +172,9 @@ def ending_losses(model, data, world, check=lambda: None):
         starts = np.cumsum(lengths) - lengths
         sums[rows] = np.add.reduceat(losses.cpu().double().numpy(), starts).reshape(-1, 4)
 
-    for i in (bar := progress(rounds, "HellaSwag", "batch")):
+    bar = progress(rounds, "HellaSwag", "batch")
+    bar.refresh()  # shows it at once: a CPU may take half a minute for the first batch
+    for i in bar:
         check()
         mine = i + world.rank  # the last round may have none for this process, which computes along
         rows, T = batches[min(mine, len(batches) - 1)]

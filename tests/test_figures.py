@@ -20,6 +20,7 @@ def texts(monkeypatch):
         all_texts = [t for t in figure.findobj(Text) if t.get_visible() and t.get_text().strip()]
         assert min(t.get_fontsize() for t in all_texts) >= figures.SMALL, path
         assert figure.get_figwidth() == 8, "or points are other pixels"
+        assert not any("^{" in t.get_text() for t in all_texts), "exponents are smaller"
         found[path.name] = [t.get_text() for t in all_texts]
 
     monkeypatch.setattr(Figure, "savefig", savefig)

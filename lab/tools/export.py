@@ -8,7 +8,7 @@ import torch
 from tyro.conf import Positional, arg
 
 from lab import bert_weights, models
-from lab.cli import UserError, parse
+from lab.cli import UserError, parse, say
 from lab.data.shards import sha256_of
 from lab.data.tokenizers import get_tokenizer
 from lab.files import read_json, writing
@@ -38,6 +38,7 @@ def export(
     model = models.load(source)
     if not hasattr(model, "from_pretrained"):
         raise UserError(f"{source} is no GPT-2: transformers has no model that computes this one")
+    say(f"writing {source} to {out}")  # transformers alone takes seconds to come
     # Nothing is touched before all of it is written. What a killed export leaves has a name that
     # the next one to the same place looks for.
     part = out.absolute().with_name(f".{out.absolute().name}.part")

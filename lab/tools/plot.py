@@ -152,7 +152,7 @@ def draw_lr(ax, logs, dark, x):
         ax.plot(x(log, steps), rates, color=color, linewidth=1.3)
     ax.set_ylabel("learning\nrate")
     ax.set_ylim(bottom=0)
-    ax.ticklabel_format(axis="y", style="sci", scilimits=(-2, 4), useMathText=True)
+    ax.ticklabel_format(axis="y", style="sci", scilimits=(-2, 4))
 
 
 def draw(runs, out_path, dark=False):

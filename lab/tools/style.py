@@ -60,6 +60,8 @@ def style(dark=False):
         "axes.titlelocation": "left",
         "grid.color": PAPER[dark]["faint"],
         "grid.linewidth": 0.8,
+        # 0.001: an exponent over a 10 is too small. (1e-06 wants set_major_formatter("{x:g}"))
+        "axes.formatter.min_exponent": 99,
         "font.size": 10,
         "legend.fontsize": 9,
         "legend.frameon": False,
