@@ -360,7 +360,7 @@ def ladder_loss(runs, out_path, dark):
 WAYS = {"forward": "o", "dgrad": "s", "wgrad": "^", "backward": "D"}  # of an operation: its marker
 
 
-@made_by("python bench/floor.py of commit d7c5fdb")
+@made_by("python bench/floor.py")
 def roofline(runs, out_path, dark):
     """Achieved TFLOP/s against FLOPs per byte, under what the GPU's own copy and products allow:
     everything, and the corner of the products at a larger scale. Products in 8 bits are hollow."""
@@ -415,7 +415,7 @@ def roofline(runs, out_path, dark):
     figure.savefig(out_path)
 
 
-@made_by("python bench/floor.py of commit d7c5fdb")
+@made_by("python bench/floor.py")
 def floor(runs, out_path, dark):
     """The floors that the parts of one model's step add up to, paler, and our own step: tokens/s.
     Beside them, for each model of the same GPU, the floor of parts run back to back as a share of

@@ -54,4 +54,4 @@ def test_a_figure_without_records_is_left_out(tmp_path, capsys):
     assert figures.main(["ladder", "roofline", "overlap", *where]) == 2
     said = capsys.readouterr().err
     assert "ladder: left out, ladder.jsonl has no record with" in said
-    assert "`python bench/floor.py of commit d7c5fdb` makes it" in said
+    assert "`python bench/floor.py` makes it" in said
