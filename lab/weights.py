@@ -139,7 +139,10 @@ def with_shape(state, config, source):
     }
     wte, wpe = tensors.get(WTE), tensors.get(WPE)
     if wte is None or wpe is None or wte.dim() != 2 or wpe.dim() != 2:
-        raise UserError(f"{source} holds no {WTE} and {WPE}, matrices both; it is not a GPT-2")
+        raise UserError(
+            f"{source} holds no {WTE} and {WPE}, matrices both; it is not a GPT-2. The program that "
+            "made it goes on with it"
+        )
     rows, n_embd = wte.shape
     n_head, vocab_size = config.get("n_head"), config.get("vocab_size")
     n_head = max(1, n_embd // 64) if n_head is None else n_head
