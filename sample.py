@@ -24,9 +24,9 @@ from lab.cli import UserError, command, parse, say
 from lab.data.chat import STOPS, fit_chat
 from lab.data.tokenizers import printable
 from lab.files import check_writable, template, write_whole
-from lab.generate import KVCache, compiled, generate
+from lab.generate import KVCache, generate
 from lab.shading import shade
-from lab.stream import Text, pieces, ready
+from lab.stream import Text, compiled_step, pieces, ready
 from lab.world import World
 
 
@@ -50,8 +50,8 @@ class Config:
     device: str = "auto"  # cuda, mps or cpu
     # auto: 16 bits on a GPU, else fp32; int8 is for a CPU, twice as fast and a little less exact
     weights: Literal["auto", "fp32", "bf16", "fp16", "int8"] = "auto"
-    # for a GPU and long texts: the first tokens take ten seconds, the others one launch each
-    compile: bool = False
+    # on a GPU, but for a single prompt: the first tokens take ten seconds, the others one launch each
+    compile: bool = True
     log_dir: str = "log"  # where the newest run is looked for
 
 
@@ -164,7 +164,10 @@ def main(argv):
     source = models.find(cfg.model, cfg.log_dir)
     model, tokenizer = ready(source, device, cfg.weights)
     seed = cfg.seed if cfg.seed is not None else torch.seed() % 2**31
-    cache = KVCache(model.config.block_size, compiled(model)) if cfg.compile else None
+    step = compiled_step(model, cfg.compile and not cfg.prompt)
+    if step:
+        say("[the first answer waits for the compiler, some ten seconds; --no_compile does not]")
+    cache = KVCache(model.config.block_size, step)
     if cfg.chat:
         return talk(model, tokenizer, cfg, seed, cache)
     shown = []  # of the page

@@ -7,9 +7,13 @@ H heads, D head size, V vocabulary.
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lab.cli import UserError
 from lab.data.documents import document_mask
+
+# Not cuDNN's: it plans anew for each length of the cache, 90 ms for a token (docs/LOG.md).
+KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class KVCache:
@@ -104,7 +108,8 @@ def generate(
             mask = F.pad(mask, (0, cache.length - idx.size(1)))  # False: not yet written
             logits = cache.step(new, position, mask, cache.layers)
         else:
-            logits, _ = model(new, position=position, mask=mask, cache=cache)
+            with sdpa_kernel(KERNELS):
+                logits, _ = model(new, position=position, mask=mask, cache=cache)
         logits = logits[:, -1].float()  # (B, V)
         token = sample_token(logits, temperature, top_k, top_p, generator)
         yield token, logits

@@ -7,8 +7,8 @@ import torch
 from lab import models, shading
 from lab.cli import UserError
 from lab.data.tokenizers import END_OF_TEXT, get_tokenizer, name_of_size
-from lab.device import Precision
-from lab.generate import generate
+from lab.device import Precision, why_no_compile
+from lab.generate import compiled, generate
 from lab.kernels.int8 import use_int8
 
 
@@ -33,6 +33,13 @@ def ready(source, device, weights="auto"):
     if device.type != "cpu":
         raise UserError(f"weights=int8 is for a CPU, not for {device}; leave the flag out")
     return use_int8(model).eval(), tokenizer
+
+
+def compiled_step(model, wanted=True):
+    """What a KVCache is to have as its `step` where that pays, on a GPU; else None."""
+    device = next(model.parameters()).device
+    pays = wanted and device.type == "cuda" and not why_no_compile(device, model.config)
+    return compiled(model) if pays else None
 
 
 class Text:

@@ -24,8 +24,8 @@ from lab import models
 from lab.cli import UserError, parse
 from lab.data.chat import fit_chat
 from lab.device import find_device
-from lab.generate import KVCache, compiled, generate
-from lab.stream import Busy, pieces, ready
+from lab.generate import KVCache, generate
+from lab.stream import Busy, compiled_step, pieces, ready
 
 TURN = 0.03  # seconds of computing, then the next one's turn
 AT_ONCE, WAITING = 4, 96  # texts: each of the first has a cache, the others wait for one
@@ -41,18 +41,19 @@ class Config:
     port: int = 8000  # 0 takes any that is free
     device: str = "auto"  # cuda, mps or cpu
     weights: Literal["auto", "fp32", "bf16", "fp16", "int8"] = "auto"  # int8: on a CPU
-    compile: bool = False  # for a GPU: ten seconds of warm-up, then a token is one launch
+    compile: bool = True  # on a GPU: ten seconds of warm-up, then a token is one launch
     log_dir: str = "log"  # where the newest run is looked for
 
 
 class Engine:
     """A model, and the one thread that computes with it: its queue is the order of turns."""
 
-    def __init__(self, model, tokenizer, compile=False):
+    def __init__(self, model, tokenizer, step=None):
+        """step: of its caches, see lab.generate."""
         self.model, self.tokenizer = model, tokenizer
         self.block_size, self.device = model.config.block_size, next(model.parameters()).device
         self.thread = concurrent.futures.ThreadPoolExecutor(1)
-        self.caches, step = asyncio.Queue(), compiled(model) if compile else None
+        self.caches = asyncio.Queue()
         idx = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         for _ in range(AT_ONCE):
             cache = KVCache(self.block_size, step)
@@ -145,9 +146,9 @@ def main(argv):
             f"host={cfg.host} port={cfg.port} cannot be opened ({error}); choose another --port"
         ) from error
     model, tokenizer = ready(source, device, cfg.weights)
-    t0 = time.perf_counter()
-    engine = Engine(model, tokenizer, cfg.compile)
-    if cfg.compile:
+    step, t0 = compiled_step(model, cfg.compile), time.perf_counter()
+    engine = Engine(model, tokenizer, step)
+    if step:
         print(f"compiled in {time.perf_counter() - t0:.0f} s", flush=True)
     host, port = door.getsockname()
     # a page of another site may not ask us under a name of its own (DNS rebinding)
