@@ -56,6 +56,12 @@ def test_a_record_holds_what_was_measured(out):
         assert not r["error"] and {"card", "torch", "date", "commit", "command"} <= r.keys()
 
 
+def test_a_case_before_leaves_no_tf32(tmp_path):
+    torch.set_float32_matmul_precision("high")
+    build(tmp_path, precision="fp32")
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
 def test_a_line_that_a_kill_has_cut_short_is_passed_over(tmp_path):
     path = tmp_path / "r.jsonl"
     append_record(path, {"a": 1})
@@ -104,10 +110,12 @@ def test_group_speed_trains_as_the_programs_do_with_those_flags(tmp_path):
     wordpiece.prepare(data["masked-tiny"], "wordpiece", map(str, range(1000, 9999)), 4096)
     names = "baseline checkpointing recommended_eager".split()
     for shape, folder in data.items():
-        how = "--groups speed --device cpu --loss_steps 12 --seeds 1 --val_tokens 2048".split()
+        how = "--groups speed --device cpu --loss_steps 12 --seeds 2 --val_tokens 2048".split()
         how += ["--shapes", shape, "--data", folder, "--variants", *names]
         assert not ladder.main([*how, "--out", str(tmp_path / shape)])
-        found = {r["variant"]: r for r in read_records(tmp_path / shape)}
+        records = read_records(tmp_path / shape)
+        assert [r["cold_cache"] for r in records] == [True, False] * 3
+        found = {r["variant"]: r for r in records[::2]}
         losses = [found[name]["val_loss"] for name in names]
         assert losses == pytest.approx([losses[0]] * 3, abs=1e-4) and losses[0] < 8.4
         assert found["baseline"]["settings"]["attention"] == "math"
