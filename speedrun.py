@@ -97,10 +97,6 @@ class TrainConfig(train_gpt2.TrainConfig):
     cautious: bool = True  # weight decay only where the step agrees
     small_batch_size: int = 0  # tokens per update at first: early gradients agree, so few suffice
     small_steps: float = 0.0  # for so many steps, or that share of them
-    average: float = 0.0  # the weights at the end are the mean over this share of the steps
-    ahead: float = (
-        0.0  # weight at first of the loss of the token after the next; 0 from half-time on
-    )
 
 
 PRESETS = {
@@ -277,7 +273,7 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(config.n_embd, rows, bias=False)
         if config.tied:
             self.lm_head.weight = self.transformer.wte.weight
-        self.head_loss, self.ahead = HeadLoss(config.vocab_size), 0.0
+        self.head_loss = HeadLoss(config.vocab_size)
         if config.logit_cap:
             self.head_loss = CappedLoss(config.vocab_size, config.logit_cap)
         self.init_weights()
@@ -344,10 +340,6 @@ class GPT(nn.Module):
         loss = self.head_loss(x.flatten(0, 1), self.lm_head.weight, targets.flatten(), reduction)
         if reduction == "none":
             return None, loss.view_as(targets)
-        if self.ahead and torch.is_grad_enabled():  # multi-token prediction by the same logits
-            later = targets[:, 1:].flatten()
-            more = self.head_loss(x[:, :-1].flatten(0, 1), self.lm_head.weight, later, "sum")
-            loss = loss + self.ahead * (more - more.detach()) + 0 * more.detach()
         return None, loss if reduction == "sum" else loss / (targets >= 0).sum().clamp(min=1)
 
     def generate(self, idx, max_new_tokens, **how):
@@ -411,18 +403,7 @@ class Run(train_gpt2.Run):
         for group in self.optimizer.param_groups:
             if "momentum" in group:
                 group["momentum"] = momentum(self.step, self.cfg)
-        self.raw_model.ahead = self.cfg.ahead * max(0.0, 1 - 2 * self.step / self.cfg.max_steps)
-        result, n = super().update(), in_steps(self.cfg.average, self.cfg)
-        done = self.step - (self.cfg.max_steps - n)  # of the steps that are averaged
-        if n and done > 0:
-            params = list(self.raw_model.parameters())
-            if done == 1:
-                self.mean = [p.detach().clone() for p in params]
-            torch._foreach_lerp_(self.mean, [p.detach() for p in params], 1 / done)
-            if done == n:
-                for p, mean in zip(params, self.mean):
-                    p.data.copy_(mean)
-        return result
+        return super().update()
 
 
 # -------------------------------------------------------------------------------------- 5. the run

@@ -42,14 +42,7 @@ MORE = {  # what a GPU alone can decide
     "bigrams": "--bigram_rows 250000", "values": "--value_tables 3", "decay": "--weight_decay 0.1",
     "small_start": "--small_batch_size 65536 --small_steps 0.25",
 }  # fmt: skip
-SMALL = {
-    "average": "--average 0.1",
-    "ahead": "--ahead 0.5",
-    "constant_average": "--average 0.3 --decay_steps 0.35",
-    "values": "--value_tables 1",
-    "mix_input": "--mix_input",
-    "smear": "--smear",
-}
+SMALL = {"values": "--value_tables 1", "mix_input": "--mix_input", "smear": "--smear"}
 RECIPES = {
     "gpu": {
         "gpt2": f"train_gpt2.py --preset gpt2 {MARK} --lr 1.2e-3 --min_lr 1.2e-4",
