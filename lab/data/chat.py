@@ -77,12 +77,11 @@ def pack_rows(chats, context: int, eot: int):
             row[:] = np.append(row[0], ids), np.append(row[1], mask), row[2] + 1
         else:
             rows.append([ids, mask, 1])
-
-    def filled(part, value):
-        parts = (row[part] for row in rows)
-        return np.stack([np.pad(p, (0, context - len(p)), constant_values=value) for p in parts])
-
-    return filled(0, eot), filled(1, 0), np.array([row[2] for row in rows])
+    all_ids = np.full((len(rows), context), eot, np.uint16)
+    all_masks = np.zeros((len(rows), context), np.uint8)
+    for i, (ids, mask, _) in enumerate(rows):
+        all_ids[i, : len(ids)], all_masks[i, : len(mask)] = ids, mask
+    return all_ids, all_masks, np.array([row[2] for row in rows])
 
 
 def lines_of(files):
@@ -143,8 +142,8 @@ def build_chat(files: list[File], out_dir, tokenizer: str, context: int, shard_t
 
 
 def build_chats(path, tokenizer, context):
-    """build_chat of one .jsonl file for the trainer, which may be several processes or several runs
-    at once. Returns the folder, under data/; another text has another folder."""
+    """build_chat of one .jsonl file for trainers, of which several may ask at once. Returns the
+    folder, under data/; another text has another folder."""
     path = path if Path(path).exists() else ROOT / path  # the project's own, from any folder
     name = f"{Path(path).stem}_{tokenizer}_{context}_{sha256_of(path)[:8]}"
     folder = Path("data", name)
