@@ -1,9 +1,5 @@
 """Where text comes from: files on this machine or on the Hugging Face hub, cut into units that can
-be tokenised alone.
-
-    File    one parquet, JSONL or text file
-    Unit    a piece of it, in a fixed order: a row group of parquet, a block of lines of the rest
-    documents_of(unit)    its texts
+be tokenised alone: a row group of parquet, a block of lines of the rest, always in the same order.
 
 Files on the hub are read where they are, by huggingface_hub: nothing is stored, and of a parquet
 file only the text column travels.
@@ -203,9 +199,8 @@ def open_parquet(file: File, column: str):
         # pre_buffer joins what lies together into one request; damage is seen where the writer
         # has left checksums
         parquet = pq.ParquetFile(open_file(file), pre_buffer=True, page_checksum_verification=True)
-    names = parquet.schema_arrow.names
-    if column not in names:
-        names = ", ".join(names)
+    if column not in parquet.schema_arrow.names:
+        names = ", ".join(parquet.schema_arrow.names)
         raise UserError(f"{file.path} has no column {column!r}; --text_column is one of {names}")
     return parquet
 
@@ -221,10 +216,8 @@ def documents_of(unit: Unit, column: str):
             yield as_arrow([unit.block.decode()])
     else:
         with reading_source(unit.file, f", row group {unit.index}"):
-            batches = open_parquet(unit.file, column).iter_batches(
-                1024, row_groups=[unit.index], columns=[column], use_threads=False
-            )
-            for batch in batches:
+            which = dict(row_groups=[unit.index], columns=[column], use_threads=False)
+            for batch in open_parquet(unit.file, column).iter_batches(1024, **which):
                 texts = batch.column(0).cast(pa.large_string())
                 texts.validate(full=True)  # that it is UTF-8
                 yield texts.fill_null("")
