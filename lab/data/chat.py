@@ -109,8 +109,7 @@ def build_chat(files: list[File], out_dir, tokenizer: str, context: int, shard_t
             f"--context {context} must be at least 8 and at most --shard_tokens {shard_tokens}"
         )
     rows_per_shard = shard_tokens // context
-    about = [[f.name, f.size, sha256_of(f.path)] for f in files]
-    source = {"kind": "chat", "files": about}
+    source = {"kind": "chat", "files": [[f.name, f.size, sha256_of(f.path)] for f in files]}
     settings = dict(source=source, context=context, shard_tokens=rows_per_shard * context)
     manifest, tok = begun(out_dir), get_tokenizer(tokenizer)
     if manifest and (manifest["complete"] or manifest["data"] != "chat"):
@@ -134,9 +133,9 @@ def build_chat(files: list[File], out_dir, tokenizer: str, context: int, shard_t
         ids, mask, counts = pack_rows(part, context, tok.eot)
         size = rows_per_shard if part is train else len(ids)
         for i in range(0, len(ids), size):
-            new, learnt, documents = (array[i : i + size] for array in (ids, mask, counts))
-            count = int(documents.sum())
-            save_shard(out_dir, manifest, new.ravel(), learnt.ravel(), documents=count)
+            here = slice(i, i + size)
+            count = int(counts[here].sum())
+            save_shard(out_dir, manifest, ids[here].ravel(), mask[here].ravel(), documents=count)
     left_out = dict(too_long=too_long, no_answer=no_answer)
     return write_manifest(out_dir, manifest, complete=True, **left_out)
 
