@@ -8,6 +8,7 @@ file only the text column travels.
 import contextlib
 import fnmatch
 import functools
+import itertools
 import json
 import sys
 from dataclasses import dataclass
@@ -152,23 +153,22 @@ class Unit:
     first_line: int = 1
 
 
-def units_of(file: File, file_index: int, column: str, start: int = 0):
-    """The units of a file in order, from number `start` on. They depend on the file alone."""
+def units_of(file: File, file_index: int, column: str):
+    """The units of a file in order, which depend on the file alone."""
     if file.kind == "parquet":
-        parquet = open_parquet(file, column)
-        yield from (Unit(file, file_index, i) for i in range(start, parquet.num_row_groups))
+        count = open_parquet(file, column).num_row_groups
+        yield from (Unit(file, file_index, i) for i in range(count))
         return
     line = 1
     for index, block in enumerate(blocks_of(file)):
-        if index >= start:
-            yield Unit(file, file_index, index, block, line)
+        yield Unit(file, file_index, index, block, line)
         line += block.count(b"\n")
 
 
 def all_units(files: list[File], column: str, file: int = 0, unit: int = 0):
     """The units of files in order, from that unit of that file on."""
     for i in range(file, len(files)):
-        yield from units_of(files[i], i, column, unit if i == file else 0)
+        yield from itertools.islice(units_of(files[i], i, column), unit if i == file else 0, None)
 
 
 def blocks_of(file: File):
