@@ -115,10 +115,7 @@ def main(argv=None) -> int:
         print("\n".join(problems) or f"{cfg.out}: all shards are whole")
         return 1 if problems else 0
     t0 = time.monotonic()
-    if cfg.source == "builtin":
-        manifest = build_builtin(cfg.out, cfg.tokenizer, cfg.vocab_size)
-    else:
-        manifest = build(cfg)
+    manifest = build(cfg)
     print(summary(manifest, cfg.out, time.monotonic() - t0))
     if Path(cfg.source).exists() and cfg.tokenizer == "gpt2" and not shutil.which("nvidia-smi"):
         print(
@@ -130,6 +127,8 @@ def main(argv=None) -> int:
 
 def build(cfg: Config) -> dict:
     """Shards of texts or of conversations, from the hub or from here. Returns the manifest."""
+    if cfg.source == "builtin":
+        return build_builtin(cfg.out, cfg.tokenizer, cfg.vocab_size)
     source, files = find_source(cfg)
     refusal = (
         f"another fineweb.py is writing {cfg.out}, and only one may at a time: run this again when "
@@ -138,9 +137,9 @@ def build(cfg: Config) -> dict:
     with only_writer(cfg.out, refusal):
         texts = texts_of(files, cfg.text_column)
         tokenizer = prepare(cfg.out, cfg.tokenizer, texts, cfg.vocab_size)
-        cfg = dataclasses.replace(cfg, tokenizer=tokenizer)
         if is_chat(files[0], cfg.text_column):
-            return build_chat(files, cfg.out, cfg.tokenizer, cfg.context, cfg.shard_tokens)
+            return build_chat(files, cfg.out, tokenizer, cfg.context, cfg.shard_tokens)
+        cfg = dataclasses.replace(cfg, tokenizer=tokenizer)
         return build_corpus(cfg, source, files, data_name(cfg))
 
 
