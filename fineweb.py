@@ -1,14 +1,14 @@
 """Text corpora as shards of token ids: FineWeb-Edu from the hub, your own files, Python's own text.
 
-    python fineweb.py                                               # FineWeb-Edu, 10B tokens
-    python fineweb.py --source builtin                              # no network: Python's documentation
-    python fineweb.py --source my_texts/ --out data/mine            # parquet, JSONL, text, .gz, .zst
-    python fineweb.py --verify --out edu_fineweb10B                 # read it all, name what is broken
+    python fineweb.py                                       # FineWeb-Edu, 10B tokens
+    python fineweb.py --source builtin                      # no network: Python's documentation
+    python fineweb.py --source my_texts/ --out data/mine    # parquet, JSONL, text, .gz, .zst
+    python fineweb.py --verify --out edu_fineweb10B         # read it all, name what is broken
 
 A shard is a row of uint16 tokens in a .npy file, named <data>_<split>_<number>.npy; number 0 is the
-validation split. Documents stand one after the other, each led by end-of-text. manifest.json beside
-the shards says where they came from: whatever stops the work, even kill -9, the same command goes on
-with the shard that was in hand, and ends with the same bytes.
+validation split. Documents stand one after the other, each led by end-of-text. manifest.json
+beside the shards says where they came from: whatever stops the work, even kill -9, the same command
+goes on with the shard that was in hand, and ends with the same bytes.
 """
 
 import dataclasses
@@ -103,8 +103,8 @@ def summary(m: dict, out: str, seconds: float) -> str:
         kind = "conversations"
         more = f"; left out: {m['too_long']:,} too long, {m['no_answer']:,} without an answer"
     return (
-        f"{out}: {m['documents']:,} {kind}, {m['tokens']:,} tokens in {len(m['shards'])} shards, the "
-        f"first of them for validation, {seconds:,.0f} s{more}"
+        f"{out}: {m['documents']:,} {kind}, {m['tokens']:,} tokens in {len(m['shards'])} shards, "
+        f"the first of them for validation, {seconds:,.0f} s{more}"
     )
 
 

@@ -44,8 +44,8 @@ def render_chat(messages, tokenizer, answer=False, where="messages"):
         role, content = message.get("role"), message.get("content")
         if role not in list(ROLES) or not isinstance(content, str):
             raise UserError(
-                f'{where}: no conversation, with role {role!r}: wanted is a list of objects, "role" '
-                f'one of {", ".join(ROLES)} and "content" a text'
+                f"{where}: no conversation, with role {role!r}: wanted is a list of objects, "
+                f'"role" one of {", ".join(ROLES)} and "content" a text'
             )
         text = " " + content.strip()
         if role == "assistant":
@@ -172,7 +172,7 @@ def fit_chat(messages, tokenizer, room):
             fits = ids.tolist(), start
     if fits is None:
         raise UserError(
-            f"the newest message takes {len(ids)} tokens with its roles, and there is room for {room} "
-            "beside the answer; shorten it"
+            f"the newest message takes {len(ids)} tokens with its roles, and there is room for "
+            f"{room} beside the answer; shorten it"
         )
     return fits

@@ -34,8 +34,7 @@ def tokenise(unit: Unit, tokenizer: str, column: str) -> np.ndarray:
 
 
 def in_order(units, submit, result, depth: int):
-    """(unit, result(submit(unit))) in the order of `units`, at most `depth` of them under way, which
-    bounds the memory."""
+    """(unit, result(submit(unit))) in order, at most `depth` under way, which bounds the memory."""
     jobs = ((unit, submit(unit)) for unit in units)
     waiting = deque(itertools.islice(jobs, depth))
     while waiting:

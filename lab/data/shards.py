@@ -184,7 +184,7 @@ class TokenShards:
         return mask == 1
 
     def batch(self, positions, seq_len):
-        """x and y (len(positions), seq_len), int64: y is x one token later, -1 where it is masked."""
+        """x and y (len(positions), seq_len), int64: y is x one token later, -1 where masked."""
         rows = np.stack([self.read(p, seq_len + 1) for p in positions]).astype(np.int64)
         self.check_ids(rows, positions[int(rows.max(axis=1).argmax())])
         x, y = rows[:, :-1], rows[:, 1:].copy()

@@ -73,7 +73,7 @@ def one_kind(files: list[File], place: str, kinds=("parquet", "jsonl", "text")) 
 
 @contextlib.contextmanager
 def asking_hub(dataset):
-    """The hub's trouble in the body becomes a UserError. Its library has tried five times by then."""
+    """The hub's trouble in the body becomes a UserError. Its library has tried five times then."""
     from huggingface_hub import errors
 
     try:

@@ -1,5 +1,5 @@
-"""The vocabulary of a WordPiece: learnt from the text at hand, or that of bert-base-uncased. It lies
-as tokenizer.json, the format of Hugging Face's tokenizers, beside the shards that it made."""
+"""The vocabulary of a WordPiece: learnt from the text at hand, or that of bert-base-uncased. It is
+in tokenizer.json, the format of Hugging Face's tokenizers, beside the shards that it made."""
 
 from collections import Counter
 from pathlib import Path
@@ -38,8 +38,8 @@ def download():
         return HuggingFace.from_pretrained(PUBLISHED)
     except Exception as error:  # of no class of its own
         raise UserError(
-            f"{PUBLISHED}'s vocabulary cannot be fetched from the hub ({first_line(error)}); go online "
-            "once, or pass --tokenizer wordpiece, which learns one from the text"
+            f"{PUBLISHED}'s vocabulary cannot be fetched from the hub ({first_line(error)}); go "
+            "online once, or pass --tokenizer wordpiece, which learns one from the text"
         ) from error
 
 
