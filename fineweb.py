@@ -1,14 +1,14 @@
 """Text corpora as shards of token ids: FineWeb-Edu from the hub, your own files, Python's own text.
 
-    python fineweb.py                                               # FineWeb-Edu, 10B tokens
-    python fineweb.py --source builtin                              # no network: Python's documentation
-    python fineweb.py --source my_texts/ --out data/mine            # parquet, JSONL, text, .gz, .zst
-    python fineweb.py --verify --out edu_fineweb10B                 # read it all, name what is broken
+    python fineweb.py                                       # FineWeb-Edu, 10B tokens
+    python fineweb.py --source builtin                      # no network: Python's documentation
+    python fineweb.py --source my_texts/ --out data/mine    # parquet, JSONL, text, .gz, .zst
+    python fineweb.py --verify --out edu_fineweb10B         # read it all, name what is broken
 
 A shard is a row of uint16 tokens in a .npy file, named <data>_<split>_<number>.npy; number 0 is the
-validation split. Documents stand one after the other, each led by end-of-text. manifest.json beside
-the shards says where they came from: whatever stops the work, even kill -9, the same command goes on
-with the shard that was in hand, and ends with the same bytes.
+validation split. Documents stand one after the other, each led by end-of-text. manifest.json
+beside the shards says where they came from: whatever stops the work, even kill -9, the same command
+goes on with the shard that was in hand, and ends with the same bytes.
 """
 
 import dataclasses
@@ -30,55 +30,39 @@ from lab.files import only_writer
 
 @dataclass
 class Config:
-    """Turns text into shards of token ids for train_gpt2.py. Stopped at any moment, the same
-    command goes on."""
+    """Turns text into shards of token ids. Stopped at any moment, the same command goes on."""
 
+    # hub, builtin (Python's documentation), or a file or folder: parquet, JSONL, text, .gz, .zst
     source: str = "hub"
-    """hub, builtin (the documentation inside Python), or a file or folder of parquet, JSONL or text
-    (.gz, .zst)."""
-    out: str = ""
-    """Folder for the shards; by default edu_fineweb10B for FineWeb-Edu, else data/<name of the
-    source>."""
+    out: str = ""  # folder; empty: edu_fineweb10B for FineWeb-Edu, else data/<name of the source>
+    # stop after so many, validation included: 500M, 10B, 1.3T; a larger number later goes on
     tokens: str = ""
-    """Stop after this many tokens, validation included: 500M, 10B, 1.3T. A larger number later goes
-    on from there."""
+    # auto: gpt2, but bytes for the built-in text. gpt2: 50257 tokens, two files are downloaded
+    # once. bytes: 256 and end-of-text, needs nothing; the choice for training without a GPU, where
+    # a second goes through thousands of bytes and hundreds of gpt2's. For bert.py: wordpiece,
+    # learnt from this text, or the published bert-base-uncased; both lie in tokenizer.json
     tokenizer: Literal["auto", "gpt2", "bytes", "wordpiece", "bert-base-uncased"] = "auto"
-    """auto: gpt2, but bytes for the built-in text. gpt2: 50257 tokens, two files are downloaded once.
-    bytes: 256 and end-of-text, needs nothing; the choice for training without a GPU, where a second
-    goes through thousands of bytes and hundreds of gpt2's. For bert.py: wordpiece, learnt from this
-    text, or the published bert-base-uncased; both lie as tokenizer.json beside the shards."""
-    vocab_size: int = 30000
-    """Pieces of a wordpiece, at most."""
+    vocab_size: int = 30000  # pieces of a wordpiece, at most
+    # data set on the hub; one of ready-made shards (kjj0/finewebedu10B-gpt2) is downloaded as it is
     dataset: str = FINEWEB_EDU
-    """Data set on the hub. One of ready-made token shards (kjj0/finewebedu10B-gpt2) is downloaded
-    as it is."""
+    # its configuration; for FineWeb-Edu sample-10BT, sample-100BT, sample-350BT, default (1.3T)
     name: str = ""
-    """Its configuration; for FineWeb-Edu sample-10BT, sample-100BT, sample-350BT or default (1.3T
-    tokens)."""
-    split: str = "train"
-    """Its split."""
+    split: str = "train"  # its split
+    # its branch, tag or commit; a corpus that was begun stays with the commit, see its manifest
     revision: str = "main"
-    """Its branch, tag or commit. The commit is kept in the manifest, and a corpus that was begun
-    stays with it."""
+    # Column (parquet) or key (JSONL) that holds the text. Where a JSONL file's first line has no
+    # text but "messages" with roles, its lines are conversations: rows and masks for fine-tuning.
     text_column: str = "text"
-    """Column (parquet) or key (JSONL) that holds the text. Where a JSONL file's first line has no
-    text but "messages" with roles, its lines are conversations: rows and masks for fine-tuning."""
-    context: int = 1024
-    """Tokens in a row of chat data; longer conversations are dropped and counted."""
-    shard_tokens: str = "100M"
-    """Tokens in a shard, which is held in memory until it is whole."""
+    context: int = 1024  # tokens in a row of chat data; longer talks are dropped and counted
+    shard_tokens: str = "100M"  # tokens in a shard, which is held in memory until it is whole
+    # tokens in the validation shard, the first; empty: as in a shard, at most a tenth of all
     val_tokens: str = ""
-    """Tokens in the validation shard, the first; by default as many as in a shard, at most a tenth
-    of all."""
+    # processes that tokenise; -1: one for each core, 0: the main one; the shards stay the same
     workers: int = -1
-    """Processes that tokenise; -1: one for each core, 0: none, all in the main process. The shards
-    stay the same."""
+    # ray: on the Ray cluster that RAY_ADDRESS names, or on this machine; needs pip install ray
     engine: Literal["processes", "ray"] = "processes"
-    """ray: tokenise on the Ray cluster that RAY_ADDRESS names (or on this machine); needs pip
-    install ray."""
+    # compare all shards in --out with their manifest, name what is broken (exit status 1)
     verify: bool = False
-    """Read all shards in --out again, compare them with the manifest, name what is broken (exit
-    status 1)."""
 
 
 def parse_count(flag: str, text: str) -> int:
@@ -99,10 +83,10 @@ def completed(cfg: Config) -> Config:
     tokenizer = cfg.tokenizer
     if tokenizer == "auto":
         tokenizer = "bytes" if cfg.source == "builtin" else "gpt2"
-    out = cfg.out or f"data/{data_name(cfg)}"
-    if not cfg.out and data_name(cfg) == "edufineweb":
+    out = f"data/{data_name(cfg)}"
+    if out == "data/edufineweb":
         out = "edu_fineweb" + (cfg.name or "sample-10BT").removeprefix("sample-").removesuffix("T")
-    return dataclasses.replace(cfg, tokenizer=tokenizer, out=out, **counts)
+    return dataclasses.replace(cfg, tokenizer=tokenizer, out=cfg.out or out, **counts)
 
 
 def data_name(cfg: Config) -> str:
@@ -119,8 +103,8 @@ def summary(m: dict, out: str, seconds: float) -> str:
         kind = "conversations"
         more = f"; left out: {m['too_long']:,} too long, {m['no_answer']:,} without an answer"
     return (
-        f"{out}: {m['documents']:,} {kind}, {m['tokens']:,} tokens in {len(m['shards'])} shards, the "
-        f"first of them for validation, {seconds:,.0f} s{more}"
+        f"{out}: {m['documents']:,} {kind}, {m['tokens']:,} tokens in {len(m['shards'])} shards, "
+        f"the first of them for validation, {seconds:,.0f} s{more}"
     )
 
 
@@ -131,10 +115,7 @@ def main(argv=None) -> int:
         print("\n".join(problems) or f"{cfg.out}: all shards are whole")
         return 1 if problems else 0
     t0 = time.monotonic()
-    if cfg.source == "builtin":
-        manifest = build_builtin(cfg.out, cfg.tokenizer, cfg.vocab_size)
-    else:
-        manifest = build(cfg)
+    manifest = build(cfg)
     print(summary(manifest, cfg.out, time.monotonic() - t0))
     if Path(cfg.source).exists() and cfg.tokenizer == "gpt2" and not shutil.which("nvidia-smi"):
         print(
@@ -146,6 +127,8 @@ def main(argv=None) -> int:
 
 def build(cfg: Config) -> dict:
     """Shards of texts or of conversations, from the hub or from here. Returns the manifest."""
+    if cfg.source == "builtin":
+        return build_builtin(cfg.out, cfg.tokenizer, cfg.vocab_size)
     source, files = find_source(cfg)
     refusal = (
         f"another fineweb.py is writing {cfg.out}, and only one may at a time: run this again when "
@@ -154,9 +137,9 @@ def build(cfg: Config) -> dict:
     with only_writer(cfg.out, refusal):
         texts = texts_of(files, cfg.text_column)
         tokenizer = prepare(cfg.out, cfg.tokenizer, texts, cfg.vocab_size)
-        cfg = dataclasses.replace(cfg, tokenizer=tokenizer)
         if is_chat(files[0], cfg.text_column):
-            return build_chat(files, cfg.out, cfg.tokenizer, cfg.context, cfg.shard_tokens)
+            return build_chat(files, cfg.out, tokenizer, cfg.context, cfg.shard_tokens)
+        cfg = dataclasses.replace(cfg, tokenizer=tokenizer)
         return build_corpus(cfg, source, files, data_name(cfg))
 
 

@@ -317,6 +317,7 @@ def test_tokenizer(tokenizer, texts):
     assert tokenizer.pieces[:5] == ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     manifest = json.loads((texts / "words/manifest.json").read_text())
     assert tokenizer.vocab_size == manifest["vocab_size"] == 90
+    assert len(tokenizer.fast.get_added_tokens_decoder()) == 5, "letters are none"
     text = "the cat is hiding in the garden."
     ids = tokenizer.encode(text.title())
     assert tokenizer.decode(ids) == text and not tokenizer.is_special()[ids].any()

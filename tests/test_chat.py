@@ -61,7 +61,8 @@ def test_chat_shards(tmp_path):
             answers = re.findall(r"Assistant:(.*?<\|endoftext\|>)", text)
             assert tok.decode(row[learnt == 1]) == "".join(answers)
             here = re.findall(r"User: (.*?)\n\nAssistant: (.*?)<\|endoftext\|>", text)
-            assert row[0] == 256 and len(here) == text.count("User:"), "none goes over an edge"
+            assert row[0] == row[-1] == 256, "filled up with end-of-text"
+            assert len(here) == text.count("User:"), "none goes over an edge"
             held_out = [int(question.split("?")[0].split()[1]) % 10 == 0 for question, _ in here]
             assert held_out == ["val" in name] * len(here), "whatever else is left out"
             found += here

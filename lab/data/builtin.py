@@ -14,16 +14,12 @@ from lab.data.wordpiece import name_in, prepare
 from lab.data.writer import begun, check_same, new_manifest, save_shard, write_manifest
 from lab.files import only_writer
 
-SKIPPED = {"test", "tests", "idlelib", "idle_test", "site-packages", "dist-packages"}
-SKIPPED |= {"__pycache__", "_bundled"}
+SKIPPED = {"test", "tests", "idlelib", "idle_test", "site-packages", "dist-packages", "_bundled"}
 
 
 def builtin_documents() -> list[str]:
-    """The language reference and the standard library's docstrings, in a fixed, mixed order.
-
-    The files are parsed, never imported. Sorting by hash mixes: the last tenth, which is
-    validation, is like the rest.
-    """
+    """The language reference and the standard library's docstrings; its files are not imported.
+    Sorting by hash mixes them: the last tenth, which is validation, is like the rest."""
     try:
         from pydoc_data.topics import topics
     except ImportError:  # some distributions leave it out
@@ -52,11 +48,10 @@ def build_builtin(out_dir, tokenizer: str = "bytes", vocab_size: int = 4096) -> 
     together all call it: one makes it, the others wait. vocab_size: of a WordPiece.
     """
     with only_writer(out_dir, "", wait=True):
-        manifest, name = begun(out_dir), name_in(out_dir, tokenizer)
-        if manifest:
-            check_same(out_dir, manifest, data="builtin", tokenizer=name)
-        if manifest and manifest["complete"]:
-            return manifest
+        if manifest := begun(out_dir):
+            check_same(out_dir, manifest, data="builtin", tokenizer=name_in(out_dir, tokenizer))
+            if manifest["complete"]:
+                return manifest
         documents = builtin_documents()
         first = len(documents) - len(documents) // 10  # of validation
         tok = get_tokenizer(prepare(out_dir, tokenizer, documents[:first], vocab_size))

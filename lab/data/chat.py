@@ -44,8 +44,8 @@ def render_chat(messages, tokenizer, answer=False, where="messages"):
         role, content = message.get("role"), message.get("content")
         if role not in list(ROLES) or not isinstance(content, str):
             raise UserError(
-                f'{where}: no conversation, with role {role!r}: wanted is a list of objects, "role" '
-                f'one of {", ".join(ROLES)} and "content" a text'
+                f"{where}: no conversation, with role {role!r}: wanted is a list of objects, "
+                f'"role" one of {", ".join(ROLES)} and "content" a text'
             )
         text = " " + content.strip()
         if role == "assistant":
@@ -77,12 +77,11 @@ def pack_rows(chats, context: int, eot: int):
             row[:] = np.append(row[0], ids), np.append(row[1], mask), row[2] + 1
         else:
             rows.append([ids, mask, 1])
-
-    def filled(part, value):
-        parts = (row[part] for row in rows)
-        return np.stack([np.pad(p, (0, context - len(p)), constant_values=value) for p in parts])
-
-    return filled(0, eot), filled(1, 0), np.array([row[2] for row in rows])
+    all_ids = np.full((len(rows), context), eot, np.uint16)
+    all_masks = np.zeros((len(rows), context), np.uint8)
+    for i, (ids, mask, _) in enumerate(rows):
+        all_ids[i, : len(ids)], all_masks[i, : len(mask)] = ids, mask
+    return all_ids, all_masks, np.array([row[2] for row in rows])
 
 
 def lines_of(files):
@@ -110,8 +109,7 @@ def build_chat(files: list[File], out_dir, tokenizer: str, context: int, shard_t
             f"--context {context} must be at least 8 and at most --shard_tokens {shard_tokens}"
         )
     rows_per_shard = shard_tokens // context
-    about = [[f.name, f.size, sha256_of(f.path)] for f in files]
-    source = {"kind": "chat", "files": about}
+    source = {"kind": "chat", "files": [[f.name, f.size, sha256_of(f.path)] for f in files]}
     settings = dict(source=source, context=context, shard_tokens=rows_per_shard * context)
     manifest, tok = begun(out_dir), get_tokenizer(tokenizer)
     if manifest and (manifest["complete"] or manifest["data"] != "chat"):
@@ -135,16 +133,16 @@ def build_chat(files: list[File], out_dir, tokenizer: str, context: int, shard_t
         ids, mask, counts = pack_rows(part, context, tok.eot)
         size = rows_per_shard if part is train else len(ids)
         for i in range(0, len(ids), size):
-            new, learnt, documents = (array[i : i + size] for array in (ids, mask, counts))
-            count = int(documents.sum())
-            save_shard(out_dir, manifest, new.ravel(), learnt.ravel(), documents=count)
+            here = slice(i, i + size)
+            count = int(counts[here].sum())
+            save_shard(out_dir, manifest, ids[here].ravel(), mask[here].ravel(), documents=count)
     left_out = dict(too_long=too_long, no_answer=no_answer)
     return write_manifest(out_dir, manifest, complete=True, **left_out)
 
 
 def build_chats(path, tokenizer, context):
-    """build_chat of one .jsonl file for the trainer, which may be several processes or several runs
-    at once. Returns the folder, under data/; another text has another folder."""
+    """build_chat of one .jsonl file for trainers, of which several may ask at once. Returns the
+    folder, under data/; another text has another folder."""
     path = path if Path(path).exists() else ROOT / path  # the project's own, from any folder
     name = f"{Path(path).stem}_{tokenizer}_{context}_{sha256_of(path)[:8]}"
     folder = Path("data", name)
@@ -174,7 +172,7 @@ def fit_chat(messages, tokenizer, room):
             fits = ids.tolist(), start
     if fits is None:
         raise UserError(
-            f"the newest message takes {len(ids)} tokens with its roles, and there is room for {room} "
-            "beside the answer; shorten it"
+            f"the newest message takes {len(ids)} tokens with its roles, and there is room for "
+            f"{room} beside the answer; shorten it"
         )
     return fits

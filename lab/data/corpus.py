@@ -14,62 +14,50 @@ import numpy as np
 from tqdm import tqdm
 
 from lab.cli import UserError, progress
-from lab.data import writer
+from lab.data import sources, writer
 from lab.data.engines import ENGINES
 from lab.data.shards import check_file
-from lab.data.sources import (
-    File,
-    all_units,
-    asking_hub,
-    documents_of,
-    hub_files,
-    local_files,
-    open_parquet,
-)
 from lab.data.tokenizers import get_tokenizer
 from lab.files import writing
 
 FINEWEB_EDU = "HuggingFaceFW/fineweb-edu"
-BYTES_PER_TOKEN = {"gpt2": 4.4, "bytes": 1.0}  # of English; for guesses before the start
 UNPACKED = 3.5  # how much larger text is than its .gz or .zst, roughly
 
 
-def find_source(cfg) -> tuple[dict, list[File]]:
+def find_source(cfg) -> tuple[dict, list[sources.File]]:
     """What the manifest says about the source, and its files. What was begun keeps its revision."""
     if cfg.source != "hub":
-        files = local_files(cfg.source)
+        files = sources.local_files(cfg.source)
         about = [[f.name, f.size] for f in files]
         return {"kind": "local", "text_column": cfg.text_column, "files": about}, files
     name = cfg.name or ("sample-10BT" if cfg.dataset == FINEWEB_EDU else "")
     before = (writer.begun(cfg.out) or {"source": {}})["source"]
     revision = before["revision"] if before.get("dataset") == cfg.dataset else cfg.revision
-    revision, files = hub_files(cfg.dataset, name, cfg.split, revision)
+    revision, files = sources.hub_files(cfg.dataset, name, cfg.split, revision)
     source = {"kind": "hub", "text_column": cfg.text_column, "dataset": cfg.dataset, "name": name}
     return source | {"split": cfg.split, "revision": revision, "files": len(files)}, files
 
 
-def guess_tokens(files: list[File], tokenizer: str, column: str) -> int:
+def guess_tokens(files: list[sources.File], tokenizer: str, column: str) -> int:
     """How many tokens the files hold, roughly: for the bar and the validation shard."""
     size = sum(f.size * (UNPACKED if f.packing else 1) for f in files)
     if files[0].kind == "parquet" and files[0].size:
-        meta = open_parquet(files[0], column).metadata
+        meta = sources.open_parquet(files[0], column).metadata
         unpacked = sum(meta.row_group(i).total_byte_size for i in range(meta.num_row_groups))
         size *= unpacked / files[0].size
-    return max(int(size / BYTES_PER_TOKEN.get(tokenizer, 4.4)), 1)
+    return max(int(size / (1.0 if tokenizer == "bytes" else 4.4)), 1)  # bytes a token, in English
 
 
-def texts_of(files: list[File], column: str):
+def texts_of(files: list[sources.File], column: str):
     """Every text of the files, one after the other."""
-    for unit in all_units(files, column):
-        for texts in documents_of(unit, column):
+    for unit in sources.all_units(files, column):
+        for texts in sources.documents_of(unit, column):
             yield from texts.to_pylist()
 
 
-def build_corpus(cfg, source: dict, files: list[File], data: str) -> dict:
+def build_corpus(cfg, source: dict, files: list[sources.File], data: str) -> dict:
     """The source as shards in cfg.out, from where its manifest is; returns the complete manifest.
-
-    cfg: fineweb.py's, its counts as numbers.
-    """
+    cfg: fineweb.py's, its counts as numbers."""
     out_dir, limit, manifest = Path(cfg.out), cfg.tokens or sys.maxsize, writer.begun(cfg.out)
     if manifest:
         # format 1 did not note where in the source a shard ends
@@ -92,30 +80,23 @@ def build_corpus(cfg, source: dict, files: list[File], data: str) -> dict:
     return writer.write_manifest(out_dir, manifest, complete=True)
 
 
-def go_on(cfg, manifest: dict, files: list[File], limit: int, expected: int):
+def go_on(cfg, manifest: dict, files: list[sources.File], limit: int, expected: int):
     """Write shards from where the manifest is, up to `limit` tokens in all."""
     manifest["complete"] = False
     out_dir, shards = Path(cfg.out), manifest["shards"]
-    if shards and shards[-1]["tokens"] < size_of_shard(manifest, len(shards) - 1):
+    whole = manifest["shard_tokens" if len(shards) > 1 else "val_tokens"]
+    if shards and shards[-1]["tokens"] < whole:
         shards.pop()  # made again, longer
     writer.begin(out_dir, manifest)
     file, unit, skip = shards[-1]["end"] if shards else (0, 0, 0)
     if shards:
         print(f"going on after {manifest['tokens']:,} tokens")
-    units = all_units(files, cfg.text_column, file, unit)
+    units = sources.all_units(files, cfg.text_column, file, unit)
     workers = os.cpu_count() if cfg.workers < 0 else cfg.workers
     engine = ENGINES[cfg.engine](units, cfg.tokenizer, cfg.text_column, workers)
-    shown = dict(unit="tok", unit_scale=True, smoothing=0.1, disable=None)
-    with (
-        contextlib.closing(engine) as results,
-        tqdm(total=expected, initial=manifest["tokens"], **shown) as bar,
-    ):
+    shown = dict(total=expected, unit="tok", unit_scale=True, smoothing=0.1, disable=None)
+    with contextlib.closing(engine) as results, tqdm(initial=manifest["tokens"], **shown) as bar:
         manifest["exhausted"] = fill_shards(out_dir, manifest, results, skip, limit, bar)
-
-
-def size_of_shard(manifest, number):
-    """Tokens in a shard, unless the source or --tokens ends before."""
-    return manifest["shard_tokens" if number else "val_tokens"]
 
 
 def fill_shards(out_dir: Path, manifest: dict, results, skip: int, limit: int, bar) -> bool:
@@ -126,7 +107,7 @@ def fill_shards(out_dir: Path, manifest: dict, results, skip: int, limit: int, b
     parts, held = [], 0
     for unit, ids in results:
         while skip < len(ids):
-            size = size_of_shard(manifest, len(manifest["shards"]))
+            size = manifest["shard_tokens" if manifest["shards"] else "val_tokens"]
             size = min(size, limit - manifest["tokens"])
             parts.append(ids[skip : skip + size - held])
             held, skip = held + len(parts[-1]), skip + len(parts[-1])
@@ -145,7 +126,7 @@ def fill_shards(out_dir: Path, manifest: dict, results, skip: int, limit: int, b
     return True
 
 
-def download_shards(cfg, manifest, source: dict, files: list[File], data: str) -> dict:
+def download_shards(cfg, manifest, source: dict, files: list[sources.File], data: str) -> dict:
     """Ready-made llm.c shards from the hub: validation and as many others as --tokens asks for."""
     from huggingface_hub import snapshot_download
 
@@ -162,7 +143,7 @@ def download_shards(cfg, manifest, source: dict, files: list[File], data: str) -
     sizes = dict(shard_tokens=0, val_tokens=0)
     manifest = manifest or writer.new_manifest(data, get_tokenizer("gpt2"), source=source, **sizes)
     writer.begin(out_dir, manifest)
-    with asking_hub(cfg.dataset), writing(out_dir):
+    with sources.asking_hub(cfg.dataset), writing(out_dir):
         where = dict(repo_type="dataset", revision=source["revision"], local_dir=out_dir)
         snapshot_download(cfg.dataset, allow_patterns=chosen, **where)  # what is there, it keeps
     here = [entry["name"] for entry in manifest["shards"]]

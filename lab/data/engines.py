@@ -1,6 +1,7 @@
 """Tokenising units in worker processes, or on a Ray cluster: the same tokens in the same order."""
 
 import functools
+import itertools
 import multiprocessing
 import os
 import signal
@@ -33,17 +34,13 @@ def tokenise(unit: Unit, tokenizer: str, column: str) -> np.ndarray:
 
 
 def in_order(units, submit, result, depth: int):
-    """(unit, result(submit(unit))) in the order of `units`, at most `depth` of them under way, which
-    bounds the memory."""
-    waiting = deque()
-    for unit in units:
-        if len(waiting) == depth:
-            first, job = waiting.popleft()
-            yield first, result(job)
-        waiting.append((unit, submit(unit)))
+    """(unit, result(submit(unit))) in order, at most `depth` under way, which bounds the memory."""
+    jobs = ((unit, submit(unit)) for unit in units)
+    waiting = deque(itertools.islice(jobs, depth))
     while waiting:
-        first, job = waiting.popleft()
-        yield first, result(job)
+        unit, job = waiting.popleft()
+        yield unit, result(job)
+        waiting.extend(itertools.islice(jobs, 1))
 
 
 def start_worker():

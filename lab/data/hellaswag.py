@@ -10,7 +10,7 @@ from lab.files import first_line, reading
 
 FOLDER = Path("data/hellaswag")  # where what is downloaded goes
 BASE = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/"
-PUBLISHED = {  # the test split has no labels
+PUBLISHED = {  # SHA-256; the test split has no labels
     "hellaswag_val.jsonl": "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588",
     "hellaswag_train.jsonl": "dae5e69249868cb9fe4e23ff925c60b66169564cfb7072d793cd7356a2b69f8d",
 }
@@ -26,8 +26,7 @@ def locate(data="", split="val"):
     if not data and not path.exists():
         import pooch  # downloads under another name, checks the hash, then renames
 
-        known = {name: f"sha256:{PUBLISHED[name]}"}
-        files = pooch.create(FOLDER, base_url=BASE, registry=known, retry_if_failed=2)
+        files = pooch.create(FOLDER, base_url=BASE, registry=PUBLISHED, retry_if_failed=2)
         try:
             files.fetch(name, progressbar=sys.stderr.isatty())
         except (OSError, ValueError) as error:  # ValueError: another hash

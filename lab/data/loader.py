@@ -1,9 +1,4 @@
-"""The order in which training reads its tokens: the same for any number of processes and any
-size of micro-batch.
-
-TokenLoader hands out micro-batches of the endless stream that shards.py makes of token files;
-permute shuffles without a list of what was shuffled.
-"""
+"""The order in which training reads its tokens, from the endless stream that shards.py makes."""
 
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -68,8 +63,7 @@ class TokenLoader:
         self.set_stage(cfg.total_batch_size, cfg.seq_len)
 
     def set_stage(self, total_batch_size, seq_len):
-        """Sizes of the steps from here on, in tokens, set between two steps. The cursor stays where
-        it is, and a micro-batch as large. To set them again as they are does nothing."""
+        """Sizes of the steps from here on, in tokens. Cursor and size of a micro-batch stay."""
         if (total_batch_size, seq_len) == self.stage:
             return
         assert self.micro_step == 0, "a stage begins between two steps"
@@ -78,11 +72,11 @@ class TokenLoader:
         self.step_sequences = total_batch_size // seq_len
         self.batch_size = max(1, self.micro_batch_tokens // seq_len)  # sequences
         self.grad_accum_steps = grad_accum_steps(self, self.batch_size, self.world_size)
-        folder, context = self.shards.paths[0].parent, self.shards.manifest.get("context")
+        context = self.shards.manifest.get("context")
         if len(self.shards) <= seq_len:
             raise UserError(
-                f"{folder} has {len(self.shards)} training tokens, a sequence takes {seq_len + 1}: "
-                f"add data, or pass a --seq_len smaller than {seq_len}"
+                f"{self.shards.folder} has {len(self.shards)} training tokens, a sequence takes "
+                f"{seq_len + 1}: add data, or pass a --seq_len smaller than {seq_len}"
             )
         if context and seq_len != context:
             raise UserError(
@@ -94,8 +88,7 @@ class TokenLoader:
 
     @property
     def sequence(self):
-        """Number of the sequence with which the next step begins, the cursor in sequences of this
-        length."""
+        """The cursor in sequences: the number of the one with which the next step begins."""
         return -(-self.position // self.seq_len)  # rounded up: a stage may begin within one
 
     def positions(self, numbers):
@@ -121,10 +114,8 @@ class TokenLoader:
         return np.arange(first, first + self.batch_size)
 
     def micro_batch(self, sequence, micro_step):
-        """(x, y, num_targets): this process's part of a micro-step, on the CPU.
-
-        num_targets counts the whole step, all processes and micro-steps: it divides the loss.
-        """
+        """(x, y, num_targets): this process's part of a micro-step, on the CPU, and the targets of
+        the whole step, by which its loss is divided."""
         import torch  # not above: fineweb.py does without
 
         numbers = self.numbers(sequence, micro_step)
@@ -182,12 +173,13 @@ class TokenLoader:
         numbers = [state[name] for name in self.state_dict()]
         if any(type(n) is not int or not 0 <= n < 2**48 for n in numbers):  # positions are int64
             raise TypeError(f"the loader's state is {str(state)[:80]}")
-        folder, tokens = self.shards.paths[0].parent, state["tokens"]
+        tokens = state["tokens"]
         if tokens > len(self.shards) or state["begin"] != self.fingerprint(tokens):
             raise UserError(
-                f"{folder} has fewer or begins with other tokens than this run was begun with "
-                f"({len(self.shards):,} now, {tokens:,} then): put those back (a fineweb.py that is "
-                "not finished does so when it goes on), or begin a new run with --init_from"
+                f"{self.shards.folder} has fewer or begins with other tokens than this run was "
+                f"begun with ({len(self.shards):,} now, {tokens:,} then): put those back (a "
+                "fineweb.py that is not finished does so when it goes on), or begin a new run with "
+                "--init_from"
             )
         if tokens < len(self.shards):
             self.shards.shorten(tokens)
@@ -204,15 +196,15 @@ class TokenLoader:
         if not self.shards.left_out:
             return []
         return [
-            f"{self.shards.paths[0].parent} has {self.shards.left_out:,} more tokens than when this "
-            "run began; they are not used, as they would change the order. A new run with "
-            "--init_from uses all"
+            f"{self.shards.folder} has {self.shards.left_out:,} more tokens than when this run "
+            "began; they are not used, as they would change the order. A new run with --init_from "
+            "uses all"
         ]
 
 
 def grad_accum_steps(cfg, batch_size, world_size):
-    """Micro-steps per update, cfg being what has a total_batch_size and a seq_len. Raises UserError
-    where the first is no whole number of them."""
+    """Micro-steps per update. cfg: has total_batch_size and seq_len. Raises UserError where they do
+    not fit."""
     n = batch_size * cfg.seq_len * world_size
     if cfg.total_batch_size % n:
         another = ", or pass another --batch_size" if batch_size > 1 else ""

@@ -1,8 +1,8 @@
 """Token shards on disk: opening them, checking them, reading them as one endless stream.
 
 A shard is a row of uint16 token ids, as .npy (fineweb.py, build-nanogpt) or .bin (llm.c,
-modded-nanogpt), named <data>_<split>_<number>. Beside it may lie <data>_<split>_<number>.mask,
-one byte a token: 1 where the token is to be learnt, else 0. manifest.json says what was made.
+modded-nanogpt), named <data>_<split>_<number>. Beside it may lie a .mask of the same name, one byte
+a token: 1 where the token is to be learnt, else 0. manifest.json says what was made.
 """
 
 import hashlib
@@ -108,7 +108,8 @@ class TokenShards:
 
     def __init__(self, folder, split, vocab_size, verify=False):
         """vocab_size: ids are below it. verify: compare all bytes with the manifest's SHA-256."""
-        folder, self.vocab_size = Path(folder), vocab_size
+        self.folder = folder = Path(folder)
+        self.vocab_size = vocab_size
         files = sorted(p for p in folder.glob("*_*_*") if p.suffix in (".npy", ".bin"))
         self.paths = [p for p in files if p.name.split("_")[-2] == split]
         if not self.paths:
@@ -183,7 +184,7 @@ class TokenShards:
         return mask == 1
 
     def batch(self, positions, seq_len):
-        """x and y (len(positions), seq_len), int64: y is x one token later, -1 where it is masked."""
+        """x and y (len(positions), seq_len), int64: y is x one token later, -1 where masked."""
         rows = np.stack([self.read(p, seq_len + 1) for p in positions]).astype(np.int64)
         self.check_ids(rows, positions[int(rows.max(axis=1).argmax())])
         x, y = rows[:, :-1], rows[:, 1:].copy()
@@ -202,6 +203,5 @@ class TokenShards:
             starts.append(int(found[i]))
             i = int(np.searchsorted(found, found[i] + seq_len))
         if not starts:
-            folder = self.paths[0].parent
-            raise UserError(f"align_documents finds no end-of-text in {folder}; leave it out")
+            raise UserError(f"align_documents finds no end-of-text in {self.folder}; leave it out")
         return np.array(starts)

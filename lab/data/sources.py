@@ -1,9 +1,5 @@
 """Where text comes from: files on this machine or on the Hugging Face hub, cut into units that can
-be tokenised alone.
-
-    File    one parquet, JSONL or text file
-    Unit    a piece of it, in a fixed order: a row group of parquet, a block of lines of the rest
-    documents_of(unit)    its texts
+be tokenised alone: a row group of parquet, a block of lines of the rest, always in the same order.
 
 Files on the hub are read where they are, by huggingface_hub: nothing is stored, and of a parquet
 file only the text column travels.
@@ -12,6 +8,7 @@ file only the text column travels.
 import contextlib
 import fnmatch
 import functools
+import itertools
 import json
 import sys
 from dataclasses import dataclass
@@ -76,7 +73,7 @@ def one_kind(files: list[File], place: str, kinds=("parquet", "jsonl", "text")) 
 
 @contextlib.contextmanager
 def asking_hub(dataset):
-    """The hub's trouble in the body becomes a UserError. Its library has tried five times by then."""
+    """The hub's trouble in the body becomes a UserError. Its library has tried five times then."""
     from huggingface_hub import errors
 
     try:
@@ -156,23 +153,22 @@ class Unit:
     first_line: int = 1
 
 
-def units_of(file: File, file_index: int, column: str, start: int = 0):
-    """The units of a file in order, from number `start` on. They depend on the file alone."""
+def units_of(file: File, file_index: int, column: str):
+    """The units of a file in order, which depend on the file alone."""
     if file.kind == "parquet":
-        parquet = open_parquet(file, column)
-        yield from (Unit(file, file_index, i) for i in range(start, parquet.num_row_groups))
+        count = open_parquet(file, column).num_row_groups
+        yield from (Unit(file, file_index, i) for i in range(count))
         return
     line = 1
     for index, block in enumerate(blocks_of(file)):
-        if index >= start:
-            yield Unit(file, file_index, index, block, line)
+        yield Unit(file, file_index, index, block, line)
         line += block.count(b"\n")
 
 
 def all_units(files: list[File], column: str, file: int = 0, unit: int = 0):
     """The units of files in order, from that unit of that file on."""
     for i in range(file, len(files)):
-        yield from units_of(files[i], i, column, unit if i == file else 0)
+        yield from itertools.islice(units_of(files[i], i, column), unit if i == file else 0, None)
 
 
 def blocks_of(file: File):
@@ -203,9 +199,8 @@ def open_parquet(file: File, column: str):
         # pre_buffer joins what lies together into one request; damage is seen where the writer
         # has left checksums
         parquet = pq.ParquetFile(open_file(file), pre_buffer=True, page_checksum_verification=True)
-    names = parquet.schema_arrow.names
-    if column not in names:
-        names = ", ".join(names)
+    if column not in parquet.schema_arrow.names:
+        names = ", ".join(parquet.schema_arrow.names)
         raise UserError(f"{file.path} has no column {column!r}; --text_column is one of {names}")
     return parquet
 
@@ -221,10 +216,8 @@ def documents_of(unit: Unit, column: str):
             yield as_arrow([unit.block.decode()])
     else:
         with reading_source(unit.file, f", row group {unit.index}"):
-            batches = open_parquet(unit.file, column).iter_batches(
-                1024, row_groups=[unit.index], columns=[column], use_threads=False
-            )
-            for batch in batches:
+            which = dict(row_groups=[unit.index], columns=[column], use_threads=False)
+            for batch in open_parquet(unit.file, column).iter_batches(1024, **which):
                 texts = batch.column(0).cast(pa.large_string())
                 texts.validate(full=True)  # that it is UTF-8
                 yield texts.fill_null("")

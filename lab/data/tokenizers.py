@@ -18,23 +18,16 @@ WORD_PIECE_FILE = "tokenizer.json"
 
 
 class Tokenizer:
-    """What both share. `_bytes[i]` is the byte string of id i; end-of-text is the last id.
+    """What GPT-2's and bytes share: the byte string of each id, of which the last is end-of-text.
 
     encode(text)               ids of `text` as ordinary text: "<|endoftext|>" in it is letters
     encode_documents(texts)    all documents (a list of str, or a pyarrow array) in a row, uint16,
                                each led by end-of-text
     """
 
-    name: str
-    _bytes: list[bytes]
-
-    @property
-    def vocab_size(self) -> int:
-        return len(self._bytes)
-
-    @property
-    def eot(self) -> int:
-        return len(self._bytes) - 1
+    def __init__(self, name: str, strings: list[bytes]):
+        self.name, self._bytes = name, strings
+        self.vocab_size, self.eot = len(strings), len(strings) - 1
 
     def decode(self, ids) -> str:
         """Text of `ids`, which lie below vocab_size. Bytes that are not UTF-8 become U+FFFD."""
@@ -57,10 +50,8 @@ class Tokenizer:
 class ByteTokenizer(Tokenizer):
     """One token per byte of UTF-8, and end-of-text."""
 
-    name = "bytes"
-
     def __init__(self):
-        self._bytes = [bytes([i]) for i in range(256)] + [END_OF_TEXT.encode()]
+        super().__init__("bytes", [bytes([i]) for i in range(256)] + [END_OF_TEXT.encode()])
 
     def encode(self, text):
         return list(text.encode("utf-8", "replace"))
@@ -89,21 +80,18 @@ MARK = "\x1d\x1e\x1f\x1e\x1d"  # control characters; a text that does hold them 
 class GPT2Tokenizer(Tokenizer):
     """GPT-2's 50257 tokens through tiktoken, which downloads two files once (1.5 MB)."""
 
-    name = "gpt2"
-
     def __init__(self):
         import tiktoken
 
         try:
-            self._plain = tiktoken.get_encoding("gpt2")
+            self._plain = plain = tiktoken.get_encoding("gpt2")
         except Exception as error:  # whatever the HTTP library beneath raises
             raise UserError(
                 f"GPT-2's tokenizer files could not be downloaded ({type(error).__name__}): go "
                 "online once, point TIKTOKEN_CACHE_DIR at a folder that holds them, or add "
                 "--tokenizer bytes to the fineweb.py command, which needs none"
             ) from error
-        plain = self._plain
-        self._bytes = [plain.decode_single_token_bytes(i) for i in range(plain.n_vocab)]
+        super().__init__("gpt2", [plain.decode_single_token_bytes(i) for i in range(plain.n_vocab)])
         fast = dict(pat_str=FAST_PATTERN, special_tokens={MARK: plain.n_vocab})
         fast["mergeable_ranks"] = plain._mergeable_ranks
         self._fast = tiktoken.Encoding("gpt2_fast", **fast)
@@ -144,19 +132,13 @@ class WordPiece(Tokenizer):
         with reading(Path(path), "tokenizer", way_out):
             self.fast = HuggingFace.from_file(str(path))
         self.fast.no_truncation()
-        self.fast.encode_special_tokens = True  # "[MASK]" in a text is five letters in brackets
+        self.fast.encode_special_tokens = True  # "[MASK]" in a text is letters in brackets
+        self.vocab_size = self.fast.get_vocab_size()
         self.pieces = [self.fast.id_to_token(i) for i in range(self.vocab_size)]
         missing = [name for name in SPECIAL if name not in self.pieces]
         if missing:
             raise UserError(f"{path} has no {', '.join(missing)}; it is no tokenizer of BERT's")
-
-    @property
-    def vocab_size(self):
-        return self.fast.get_vocab_size()
-
-    @property
-    def eot(self):
-        return self.id_of("[SEP]")
+        self.eot = self.id_of("[SEP]")
 
     def id_of(self, piece):
         return self.pieces.index(piece)
@@ -166,10 +148,9 @@ class WordPiece(Tokenizer):
         return self.fast.encode(text, add_special_tokens=False).ids
 
     def encode_documents(self, texts):
-        texts, eot = as_arrow(texts).to_pylist(), self.eot
-        arrays = [np.zeros(0, np.uint16)]
+        texts, arrays = as_arrow(texts).to_pylist(), [np.zeros(0, np.uint16)]
         for found in self.fast.encode_batch_fast(texts, add_special_tokens=False):
-            arrays.append(np.array([eot, *found.ids], dtype=np.uint16))
+            arrays.append(np.array([self.eot, *found.ids], dtype=np.uint16))
         return np.concatenate(arrays)
 
     def decode(self, ids):

@@ -1,7 +1,6 @@
-"""The vocabulary of a WordPiece: learnt from the text at hand, or that of bert-base-uncased. It lies
-as tokenizer.json, the format of Hugging Face's tokenizers, beside the shards that it made."""
+"""The vocabulary of a WordPiece: learnt from the text at hand, or that of bert-base-uncased. It is
+in tokenizer.json, the format of Hugging Face's tokenizers, beside the shards that it made."""
 
-import json
 from collections import Counter
 from pathlib import Path
 
@@ -39,45 +38,32 @@ def download():
         return HuggingFace.from_pretrained(PUBLISHED)
     except Exception as error:  # of no class of its own
         raise UserError(
-            f"{PUBLISHED}'s vocabulary cannot be fetched from the hub ({first_line(error)}); go online "
-            "once, or pass --tokenizer wordpiece, which learns one from the text"
+            f"{PUBLISHED}'s vocabulary cannot be fetched from the hub ({first_line(error)}); go "
+            "online once, or pass --tokenizer wordpiece, which learns one from the text"
         ) from error
 
 
 def learn(texts, vocab_size):
     """A tokenizer as bert-base-uncased has it, but for its pieces: lower case, no accents, cut at
     blanks and around each punctuation mark."""
-    from tokenizers import Tokenizer as HuggingFace
-    from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+    from tokenizers import BertWordPieceTokenizer
 
     if not len(SPECIAL) < vocab_size <= 2**16:
         raise UserError(f"--vocab_size {vocab_size} must be above {len(SPECIAL)}, at most 65536")
-    made = HuggingFace(models.WordPiece(unk_token="[UNK]"))
-    made.normalizer = normalizers.BertNormalizer(lowercase=True)
-    made.pre_tokenizer = cut = pre_tokenizers.BertPreTokenizer()
-    made.decoder = decoders.WordPiece()
+    made = BertWordPieceTokenizer()
     # The trainer numbers letters within words as a hash table yields them, and of pairs that are as
     # frequent it joins the lower numbers first. Given in order, they make the same text the same
     # vocabulary.
     texts, seen = list(first_characters(texts)), Counter()
     for text in texts:
-        seen.update(made.normalizer.normalize_str(text))
+        seen.update(made.normalize(text))
     letters = sorted(sorted(seen), key=seen.get)[-1000:]
-    inside = sorted(
-        f"##{c}" for c in letters if len(cut.pre_tokenize_str(f"a{c}")) == 1 and c > " "
-    )
-    how = dict(vocab_size=vocab_size, min_frequency=2, show_progress=False)
-    how |= dict(initial_alphabet=sorted(letters), limit_alphabet=len(letters))
-    made.train_from_iterator(
-        texts, trainers.WordPieceTrainer(special_tokens=SPECIAL + inside, **how)
-    )
-    ends = [(name, made.token_to_id(name)) for name in ("[CLS]", "[SEP]")]
-    made.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=ends
-    )
-    told = json.loads(made.to_str())
-    told["added_tokens"] = told["added_tokens"][: len(SPECIAL)]  # letters are not special in use
-    return HuggingFace.from_str(json.dumps(told))
+    cut = made.pre_tokenizer.pre_tokenize_str
+    inside = sorted(f"##{c}" for c in letters if len(cut(f"a{c}")) == 1 and c > " ")
+    how = dict(vocab_size=vocab_size, initial_alphabet=sorted(letters), limit_alphabet=len(letters))
+    how |= dict(special_tokens=SPECIAL + inside, show_progress=False)
+    made.train_from_iterator(texts, **how)
+    return BertWordPieceTokenizer(made.get_vocab())  # anew: in use letters are not special
 
 
 def first_characters(texts):

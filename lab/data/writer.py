@@ -28,7 +28,7 @@ def new_manifest(data, tokenizer, **more) -> dict:
 
 
 def write_manifest(out_dir, manifest, **more):
-    """`more` goes into it. Returns the manifest."""
+    """Write it, with its totals and `more` put in, and return it."""
     for key in ("documents", "tokens"):
         manifest[key] = sum(entry[key] for entry in manifest["shards"])
     manifest |= more
@@ -77,11 +77,8 @@ def begun(out_dir):
 
 
 def begin(out_dir, manifest):
-    """Take a folder into use: from here on what is named like our shards in it is ours.
-
-    Raises UserError, and changes nothing, where shards lie in it and no manifest: who made them is
-    not known, and they would be overwritten.
-    """
+    """Take a folder into use: from here on what is named like our shards in it is ours. Raises
+    UserError where such files lie in it and no manifest: they would be overwritten."""
     name = re.compile(r".+_(train|val)_\d{6}\.(npy|bin|mask)")
     found = sorted(p.name for p in Path(out_dir).glob("*") if name.fullmatch(p.name))
     if found and read_manifest(out_dir) is None:
