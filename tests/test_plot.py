@@ -217,8 +217,8 @@ def test_a_picture_never_ends_a_run(tmp_path, capfd):
 def test_command(tmp_path, monkeypatch, capsys):
     write_log(tmp_path / "log/r", RUN)
     done = run_python(LAB, "plot", "--dark", cwd=tmp_path)
-    assert done.stdout == "log/r/loss.png\n", done.stderr
+    assert done.stdout == "wrote log/r/loss.png\n", done.stderr
     write_log(tmp_path / "log/s", RUN)
     monkeypatch.chdir(tmp_path)
     plot.main(["r", "log/s"])
-    assert capsys.readouterr().out == "log/r/loss_with_s.png\n", "training's picture stays"
+    assert capsys.readouterr().out == "wrote log/r/loss_with_s.png\n", "training's picture stays"

@@ -190,17 +190,6 @@ def places(logs, kind, name):
     return [{at(s): (s, v) for s, v in zip(*column(log, kind, name))} for at, log in pairs]
 
 
-def last_common(logs, kind, name):
-    """(place, value of each log) at the last place that all have measured; None where there is none."""
-    found = places(logs, kind, name)
-    common = set.intersection(*(set(rows) for rows in found))
-    return (max(common), [rows[max(common)][1] for rows in found]) if common else None
-
-
-def place_name(place, logs):
-    return f"{short(place)} tokens" if by_tokens(logs) else f"step {place:,}"
-
-
 def vocabularies(logs):
     """How many token ids each run has, as far as known: they tell the tokenizers apart."""
     found = [v for log in logs for v in column(log, "start", "log_v")[1][-1:]]
