@@ -100,9 +100,8 @@ def figures_of(runs):
     alone, fair = len(runs) == 1, comparable(logs)
     thin = dict(words="training", width=1.3, smooth=True, showlegend=alone)
     thick = dict(words="validation", width=3, showlegend=alone)
-    losses = each(runs, "train", "loss", "loss", **thin) + each(
-        runs, "val", "loss", "loss", **thick
-    )
+    losses = each(runs, "train", "loss", "loss", **thin)
+    losses += each(runs, "val", "loss", "loss", **thick)
     norms = each(runs, "train", "grad_norm", "gradient norm", smooth=True)
     highest = max((v for curve in norms for v in curve["y"]), default=0)
     clips = [run.train.get("grad_clip") for run in runs]
@@ -163,9 +162,8 @@ def difference(first, second):
         look = dict(width=width, smooth=True, showlegend=True)
         curves += curve(first, kind, *data, words, place_of("loss"), **look)
     equal = "tokens" if by_tokens(logs) else "steps"
-    note = (
-        f"{second.name} minus {first.name}, at equal {equal}. Below zero, {second.name} is better."
-    )
+    note = f"{second.name} minus {first.name}, at equal {equal}. "
+    note += f"Below zero, {second.name} is better."
     if "time" in first.axes:
         note += f" Against time, each point stands where {first.name} was."
     return dict(curves=curves, levels={"no difference": 0}, note=note)
@@ -336,7 +334,8 @@ def main(argv):
     if out.suffix != ".html":  # also lest a log be overwritten
         raise UserError(f"--out {out} must end in .html")
     live = write_page(paths, out, cfg.watch)
-    print(f"{out} is renewed until the run ends; Ctrl-C ends that" if live else out, flush=True)
+    renewed = "; it is renewed until the run ends, and Ctrl-C ends that" * live
+    print(f"wrote {out}{renewed}", flush=True)
     if cfg.open:
         webbrowser.open(out.resolve().as_uri())
     while live:
