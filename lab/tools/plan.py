@@ -27,6 +27,7 @@ from lab.device import GPUS, Precision, memory_of, micro_batches, why_no_compile
 from lab.kernels.fused_mlp import epilogues_work
 from lab.run.settings import parse_flags, vocab_size
 from lab.tools.ledger import GIB, MOMENTS, PROGRAM, Setting, ledger, peak, replaced, totals
+from lab.tools.records import short
 from lab.world import World
 
 FRAGMENTS = 0.05  # share of the memory that cannot be handed out; fit_batch_size leaves as much
@@ -200,8 +201,7 @@ def forecast(s, gpu, args):
     tokens = s.cfg.max_steps * s.cfg.total_batch_size
     hours = tokens / tok_per_s / 3600
     took = f"{hours:,.1f} hours" if hours >= 1 else f"{60 * hours:,.1f} minutes"
-    amount = f"{tokens / 1e9:,.1f}B" if tokens >= 1e9 else f"{tokens / 1e6:,.1f}M"
-    all_of_it = f"{took} for {s.cfg.max_steps:,} steps, {amount} tokens"
+    all_of_it = f"{took} for {s.cfg.max_steps:,} steps, {short(tokens)} tokens"
     say("time", f"{all_of_it}; evaluation and saving come on top")
     if s.device_type == "cuda":
         cost = f"${hours * args.gpus * args.price:,.2f}"
@@ -212,7 +212,7 @@ def forecast(s, gpu, args):
 
 
 def own_flags(argv):
-    """(this command's own flags, the rest of argv). Raises UserError for values that cannot be."""
+    """(this command's own flags, those of the trainer). Raises UserError for values that cannot be."""
     about = f"{__doc__}\nAll flags of `python train_gpt2.py --help` are understood too."
     parser = argparse.ArgumentParser("python -m lab plan", description=about, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -221,14 +221,18 @@ def own_flags(argv):
     parser.add_argument("--gpus", type=int, default=1, help="how many of them (1)")
     parser.add_argument("--mfu", type=float, help=f"share of such a GPU's peak to assume ({MFU})")
     parser.add_argument("--price", type=float, default=3.0, help="dollars per GPU-hour (3)")
+    parser.add_argument("--preset", help=f"one of train_gpt2.py's: {', '.join(PROGRAM.PRESETS)}")
     args, rest = parser.parse_known_args(argv)
+    if args.preset and args.preset not in PROGRAM.PRESETS:
+        known = f"train_gpt2.py's, which are all that plan knows: {', '.join(PROGRAM.PRESETS)}"
+        raise UserError(f"preset={args.preset} is not one of {known}")
     if args.gpus < 1:
         raise UserError(f"gpus={args.gpus} must be 1 or more")
     if args.mfu is not None and not 0 < args.mfu <= 1:
         raise UserError(f"mfu={args.mfu:g} must be a share, above 0 and up to 1; --mfu 0.4 is 40 %")
-    if args.gpu and not {word.partition("=")[0] for word in rest} & {"--preset", "--resume"}:
-        rest = ["--preset", next(iter(PROGRAM.PRESETS)), *rest]  # not what would suit this machine
-    return args, rest
+    if args.gpu and not args.preset and "--resume" not in rest:
+        args.preset = next(iter(PROGRAM.PRESETS))  # not what would suit this machine
+    return args, ["--preset", args.preset, *rest] if args.preset else rest
 
 
 def setting(model_config, cfg, gpu, gpus):
