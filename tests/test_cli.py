@@ -159,7 +159,7 @@ BAD = {
     "sample.py ab --model odd.pt": "no tokenizer has 101 ids",
     "lab plot log/none": "no log log/none",
     "lab plot noise.jsonl": "holds no measurement",
-    "lab plot there --out x.abc": "must end in .png",
+    "lab plot there --out x.abc": "out=x.abc must end in .png or .svg or .pdf",
     "lab plot there --out file/x.png": "x.png cannot be written: .*; name another",
     "lab report there there there": "not 3",
     "lab report there --out x.jsonl": "end in .html",

@@ -84,9 +84,9 @@ def what_fits(s, gpu):
     least = replace(both[1], cfg=replace(s.cfg, batch_size=1, parallel="fsdp2"))
     for n in (2, 4, 8, 16, 32, 64):
         if room(replace(least, world_size=n), gpu) >= 0:
-            flags = f"--gpus {n} --parallel fsdp2 --activation_checkpointing"
+            alone = "None fits, with or without --activation_checkpointing."
             return (
-                f"None fits, with or without --activation_checkpointing. {n} GPUs would: {flags}."
+                f"{alone} {n} GPUs would: --gpus {n} --parallel fsdp2 --activation_checkpointing."
             )
     return "None fits, nor do 64 such GPUs hold it: take a larger GPU or a smaller --preset."
 
@@ -236,8 +236,7 @@ def own_flags(argv):
 
 
 def setting(model_config, cfg, gpu, gpus):
-    """The Setting of a run with these flags on this GPU; without --batch_size the largest that
-    fits."""
+    """The Setting of these flags on this GPU; without --batch_size the largest that fits."""
     device_type, (head, mlp) = "cuda", replaced(cfg.kernels, cfg.fp8)
     if gpu.device:
         device_type, mlp = gpu.device.type, mlp if epilogues_work(gpu.device) else "plain"

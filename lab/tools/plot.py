@@ -5,12 +5,11 @@ python -m lab plot log/RUN log/OTHER --out both.png --dark
 """
 
 import itertools
-import sys
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
-from lab.cli import UserError, parse
+from lab.cli import parse, say
 from lab.files import writing
 from lab.tools import records
 from lab.tools.records import by_tokens, column, hellaswag, read_log, short, tokens_at
@@ -181,7 +180,7 @@ def loss_curve(run_dirs, out_path):
     try:
         draw(run_dirs, out_path)
     except Exception as error:  # also matplotlib's own: not installed, no fonts, a full disk
-        print(f"no loss curve: {type(error).__name__}: {error}", file=sys.stderr)
+        say(f"no loss curve: {type(error).__name__}: {error}")
 
 
 def main(argv):
@@ -197,9 +196,7 @@ def main(argv):
 
     cfg = parse(Config, argv, prog="python -m lab plot")
     runs = records.find_runs(cfg.runs)
-    out = Path(cfg.out or records.output(runs, "loss.png"))
-    if out.suffix not in (".png", ".svg", ".pdf"):
-        raise UserError(f"out={out} must end in .png, .svg or .pdf")
+    out = records.output(runs, cfg.out, "loss.png", ".png", ".svg", ".pdf")
     with writing(out, "name another place with --out"):
         draw(runs, out, cfg.dark)
     print(f"wrote {out}")

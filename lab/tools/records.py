@@ -36,11 +36,15 @@ def run_names(paths):
     return [str(path) if names.count(name) > 1 else name for path, name in zip(paths, names)]
 
 
-def output(paths, name):
-    """The file in the first run's folder, or beside its log, that is made of these runs."""
+def output(paths, out, name, *endings):
+    """The file `out` to make of these runs; where it is empty, `name` in the first one's folder or
+    beside its log, with the others' names added. Raises UserError where it has another ending."""
     first = paths[0] if paths[0].is_dir() else paths[0].parent
     others = "".join(f"_with_{path.resolve().stem}" for path in paths[1:])
-    return (first / name).with_stem(Path(name).stem + others)
+    out = Path(out) if out else (first / name).with_stem(Path(name).stem + others)
+    if out.suffix not in endings:  # also lest a log be overwritten
+        raise UserError(f"out={out} must end in {' or '.join(endings)}")
+    return out
 
 
 def read_log(run):
@@ -110,8 +114,7 @@ def short(number):
 
 
 def column(log, kind, name):
-    """(steps, values) of the numbers called `name` in the records of a kind, as far as they can be
-    drawn."""
+    """(steps, values) of the numbers `name` in records of a kind, as far as they can be drawn."""
     rows = [(r["step"], r.get(name)) for r in log.get(kind, [])]
     rows = [(step, v) for step, v in rows if isinstance(v, (int, float)) and abs(v) < 1e300]
     return [step for step, _ in rows], [value for _, value in rows]

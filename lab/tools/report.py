@@ -330,9 +330,7 @@ def main(argv):
     paths = records.find_runs(cfg.runs)
     if len(paths) > 2:
         raise UserError(f"a page shows two runs at most, not {len(paths)}; `lab plot` draws more")
-    out = Path(cfg.out or records.output(paths, "report.html"))
-    if out.suffix != ".html":  # also lest a log be overwritten
-        raise UserError(f"--out {out} must end in .html")
+    out = records.output(paths, cfg.out, "report.html", ".html")
     live = write_page(paths, out, cfg.watch)
     renewed = "; it is renewed until the run ends, and Ctrl-C ends that" * live
     print(f"wrote {out}{renewed}", flush=True)
