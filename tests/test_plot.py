@@ -200,10 +200,10 @@ def test_what_is_drawn(tmp_path, monkeypatch):
 SCANT = {
     "one validation": [start(), val(0, 5.6)],
     "no start": [train(1, 3.0), train(2, 2.0), val(2, 2.0)],
-    "start without numbers": [dict(kind="start", step=0), val(1, 3.0)],
-    "only HellaSwag, without error": [start(), dict(kind="hella", step=1, acc_norm=0.3)],
+    "start without numbers": [dict(kind="start", step=0, time=0.0), val(1, 3.0)],
+    "only HellaSwag, without error": [start(), dict(kind="hella", step=1, time=0.0, acc_norm=0.3)],
     "all not finite": [start(unigram=None), val(0, math.nan), train(1, math.inf), hella(1, 0.25)],
-    "without tokens": [start(), *(dict(kind="train", step=s, loss=2.0) for s in (1, 2))],
+    "without tokens": [start(), *(dict(kind="train", step=s, time=0.0, loss=2.0) for s in (1, 2))],
 }
 
 

@@ -78,13 +78,14 @@ def read_log(run):
 
 
 def checked(record):
-    """A record without the fields that lab.run.log would not have written."""
+    """A record without the fields that lab.run.log would not have written. Raises an error of
+    Python's where it has no step, or no time."""
     right = {k: v for k, v in record.items() if isinstance(v, TYPES.get(k, (int, float)))}
     right.pop("shaded", None)
     if not 0 <= right["step"] < 2**53 or type(right["step"]) is not int:
         raise ValueError("no step")
-    if not 0 <= right.get("time", 0) < 2**35:  # in seconds: no calendar has others
-        del right["time"]
+    if not 0 <= right["time"] < 2**35:  # in seconds: no calendar has others
+        raise ValueError("no time")
     with contextlib.suppress(ValueError, KeyError, TypeError):  # not what shading.shade gives
         prompt, tokens = record["shaded"]
         right["shaded"] = [str(prompt), list(map(checked_token, tokens))]
