@@ -23,10 +23,8 @@ def report(cfg, path, precision, result, data, sums, summarise):
     published = is_published(path)
     sources = [source_of(row) for row in data.rows]
     activities = [str(row.get("activity_label")) for row in data.rows]
-    groups = {
-        "by_source": by_group(sources, sums, data, summarise),
-        "by_activity": by_group(activities, sums, data, summarise),
-    }
+    names = {"by_source": sources, "by_activity": activities}
+    groups = {k: by_group(v, sums, data, summarise) for k, v in names.items()}
     asked = {k: v for k, v in groups.items() if getattr(cfg, k)}
     worst = most_sure_and_wrong(sums, data, cfg.worst)
     if cfg.json:

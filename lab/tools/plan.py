@@ -6,7 +6,8 @@
     python -m lab plan --preset gpt2 --gpu H100 --gpus 8 --price 2.5
 
 The memory is arithmetic on what autograd keeps (lab/tools/ledger.py). The speed is measured where
-the GPU is, by a few real steps; elsewhere it follows from an assumed MFU.
+the GPU is, by a few real steps; elsewhere it follows from an assumed MFU. All flags of
+`python train_gpt2.py --help` are understood too.
 """
 
 import argparse
@@ -213,8 +214,7 @@ def forecast(s, gpu, args):
 
 def own_flags(argv):
     """(this command's own flags, those of the trainer). Raises UserError for values that cannot be."""
-    about = f"{__doc__}\nAll flags of `python train_gpt2.py --help` are understood too."
-    parser = argparse.ArgumentParser("python -m lab plan", description=about, allow_abbrev=False)
+    parser = argparse.ArgumentParser("python -m lab plan", description=__doc__, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     gpus = f"a GPU that is not here: {', '.join(GPUS)}; a size, 24GB; or both, A100 80GB"
     parser.add_argument("--gpu", help=gpus)
