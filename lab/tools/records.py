@@ -4,14 +4,14 @@ Plots, the report, bench and the notebook read a log through this file alone. It
 """
 
 import bisect
-import contextlib
 import math
 from pathlib import Path
 
 from lab.cli import UserError
 from lab.files import loads, reading
 
-TYPES = dict.fromkeys(("texts", "words", "passed_over"), list)  # of fields; others are numbers
+# of fields; others are numbers
+TYPES = dict.fromkeys("texts words passed_over shaded".split(), list)
 TYPES |= dict.fromkeys("kind device precision torch reason path file".split(), str)
 
 
@@ -51,8 +51,8 @@ def read_log(run):
     """{kind: records in the order of their steps} of a run folder, or of a log.
 
     A resumed run goes back to its checkpoint: what the log says of later steps from before is dropped,
-    and of two records for one step the last counts. A line cut off by a kill is skipped. Raises
-    UserError where there is no log, or nothing to draw in it.
+    and of two records for one step the last counts. A line that is no record, as one cut off by a
+    kill, is skipped. Raises UserError where there is no log, or nothing to draw in it.
     """
     path = Path(run) / "log.jsonl" if Path(run).is_dir() else Path(run)
     with reading(path, "log", "name a run folder: `ls log` shows those there are"):
@@ -78,16 +78,14 @@ def read_log(run):
 
 
 def checked(record):
-    """A record without the fields that lab.run.log would not have written. Raises an error of
-    Python's where it has no step, or no time."""
+    """A record without the fields that lab.run.log would not have written. Raises one of Python's
+    errors where step or time are none, or where shaded is not what shading.shade gives."""
     right = {k: v for k, v in record.items() if isinstance(v, TYPES.get(k, (int, float)))}
-    right.pop("shaded", None)
-    if not 0 <= right["step"] < 2**53 or type(right["step"]) is not int:
-        raise ValueError("no step")
-    if not 0 <= right["time"] < 2**35:  # in seconds: no calendar has others
-        raise ValueError("no time")
-    with contextlib.suppress(ValueError, KeyError, TypeError):  # not what shading.shade gives
-        prompt, tokens = record["shaded"]
+    step, time = right["step"], right["time"]
+    if type(step) is not int or not (0 <= step < 2**53 and 0 <= time < 2**35):
+        raise ValueError("no step, or seconds that no calendar has")
+    if "shaded" in right:
+        prompt, tokens = right["shaded"]
         right["shaded"] = [str(prompt), list(map(checked_token, tokens))]
     return right
 
