@@ -213,7 +213,7 @@ def forecast(s, gpu, args):
 
 
 def own_flags(argv):
-    """(this command's own flags, those of the trainer). Raises UserError for values that cannot be."""
+    """(own flags, those of the trainer). Raises UserError for values that cannot be."""
     parser = argparse.ArgumentParser("python -m lab plan", description=__doc__, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     gpus = f"a GPU that is not here: {', '.join(GPUS)}; a size, 24GB; or both, A100 80GB"
