@@ -250,7 +250,7 @@ def test_command(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("webbrowser.open", opened)
     report.main(["log/a", "b", "--open"])
     page = tmp_path / "log/a/report_with_b.html"
-    assert capsys.readouterr().out == "log/a/report_with_b.html\n" and page.exists()
+    assert capsys.readouterr().out == "wrote log/a/report_with_b.html\n" and page.exists()
     opened.assert_called_once_with(page.as_uri())
 
 

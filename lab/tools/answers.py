@@ -7,6 +7,7 @@ import numpy as np
 from lab.cli import UserError
 from lab.data.hellaswag import is_published, source_of
 from lab.files import check_writable
+from lab.tools.style import color_of, style
 
 
 def check_picture(path):
@@ -20,10 +21,9 @@ def check_picture(path):
 def report(cfg, path, precision, result, data, sums, summarise):
     """Print what was asked for, and draw. summarise is hellaswag.py's."""
     published = is_published(path)
-    names = {
-        "by_source": np.array([source_of(row) for row in data.rows]),
-        "by_activity": np.array([str(row.get("activity_label")) for row in data.rows]),
-    }
+    sources = [source_of(row) for row in data.rows]
+    activities = [str(row.get("activity_label")) for row in data.rows]
+    names = {"by_source": sources, "by_activity": activities}
     groups = {k: by_group(v, sums, data, summarise) for k, v in names.items()}
     asked = {k: v for k, v in groups.items() if getattr(cfg, k)}
     worst = most_sure_and_wrong(sums, data, cfg.worst)
@@ -33,10 +33,8 @@ def report(cfg, path, precision, result, data, sums, summarise):
         print(json.dumps(record | ({"worst": worst} if cfg.worst else {})), flush=True)
     else:
         for name in ("acc", "acc_norm"):
-            value, error, low, high = (
-                f"{result[name + part]:.4f}" for part in ("", "_stderr", "_low", "_high")
-            )
-            print(f"{name:8}  {value} +- {error}  (95 %: {low} to {high})")
+            numbers = [result[name + part] for part in ("", "_stderr", "_low", "_high")]
+            print("{:8}  {:.4f} +- {:.4f}  (95 %: {:.4f} to {:.4f})".format(name, *numbers))
         line = f"{result['count']} examples of {path} in {result['seconds']:.1f} s, {precision}"
         line += f"; {result['cut']} contexts cut from the left to fit" if result["cut"] else ""
         line += f"; {result['skipped']} left out, too long an ending" if result["skipped"] else ""
@@ -50,10 +48,9 @@ def report(cfg, path, precision, result, data, sums, summarise):
 
 def by_group(names, sums, data, summarise):
     """{name: summary} of the examples that share a name, the largest group first."""
-    groups = {name: names == name for name in np.unique(names).tolist()}
-    largest = sorted(groups, key=lambda name: -groups[name].sum())
-    found = ((name, groups[name]) for name in largest)
-    return {name: summarise(sums[i], data.end_len[i], data.label[i]) for name, i in found}
+    found, where, counts = np.unique(names, return_inverse=True, return_counts=True)
+    groups = {found[i].item(): where == i for i in np.argsort(-counts, kind="stable")}
+    return {name: summarise(sums[i], data.end_len[i], data.label[i]) for name, i in groups.items()}
 
 
 def most_sure_and_wrong(sums, data, count):
@@ -94,8 +91,6 @@ def draw(groups, result, cfg):
     """Bars of the groups' acc_norm with 95 % intervals, as a picture."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
-
-    from lab.tools.style import color_of, style
 
     labels = [f"{name} ({g['count']})" for name, g in groups.items()]
     values = np.array([g["acc_norm"] for g in groups.values()])

@@ -36,14 +36,14 @@ def laptop_run(log_dir="log", steps=300):
         with contextlib.suppress(UserError):  # a broken run
             saved = read_json(path, model=dict, train=dict)
             if wanted.items() <= (saved | saved["model"] | saved["train"]).items():
-                found += [f for f in checkpoint_files(path.parent)[-1:] if step_of(f) >= steps]
+                found += [f for f in checkpoint_files(path.parent) if step_of(f) >= steps]
     if not found:
         run = f"notebook_{steps}"
         flags = f"--preset laptop --max_steps {steps} --ckpt_every {steps} --val_every 0"
         flags += f" --sample_every 0 --run_name {run} --log_dir"
         command = [sys.executable, "train_gpt2.py", *flags.split(), Path(log_dir).absolute()]
         subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
-        found = checkpoint_files(Path(log_dir, run))[-1:]
+        found = checkpoint_files(Path(log_dir, run))
     return max(found, key=step_of)
 
 
@@ -121,11 +121,9 @@ def attention_page(pieces, weights, title="", head="0.0"):
     """
     assert len(pieces) == weights[0].size(-1), "one piece of text for each token"
     heads = {f"{n}.{h}": w for n, block in enumerate(weights) for h, w in enumerate(block[0])}
-    percent = {
-        name: [[round(100 * p) for p in row[: t + 1].tolist()] for t, row in enumerate(w)]
-        for name, w in heads.items()
-    }
-    characters = []
+    percent, characters = {}, []
+    for name, w in heads.items():
+        percent[name] = [(100 * row[: t + 1]).round().int().tolist() for t, row in enumerate(w)]
     for t, piece in enumerate(pieces):
         most = ((name, int(w[t].argmax()), w[t].max().item()) for name, w in heads.items())
         tip = "; ".join(f"head {name}: {pieces[s]!r} {t - s} back, {p:.2f}" for name, s, p in most)
@@ -139,28 +137,26 @@ class Table:
     """A table for a notebook: HTML in a browser, text elsewhere. Columns of numbers are set right."""
 
     def __init__(self, columns, rows):
-        self.columns, self.rows = list(map(str, columns)), [list(map(str, row)) for row in rows]
-        self.right = [
-            any(cells) and all(cell[:1] in set("0123456789+-.") for cell in cells if cell)
-            for cells in zip(*self.rows)
-        ]
+        self.lines = [list(map(str, row)) for row in (columns, *rows)]
+        self.sides = []  # as f-strings have them
+        for cells in zip(*self.lines[1:]):  # an empty cell is among numbers, and alone is none
+            number = any(cells) and all(cell[:1] in "0123456789+-." for cell in cells)
+            self.sides.append(">" if number else "<")
 
     def __repr__(self):
-        widths = [max(map(len, cells)) for cells in zip(self.columns, *self.rows)]
-        lines = [
-            "  ".join(
-                cell.rjust(width) if right else cell.ljust(width)
-                for cell, width, right in zip(row, widths, self.right)
-            ).rstrip()
-            for row in [self.columns, *self.rows]
-        ]
-        return "\n".join(lines)
+        widths = [max(map(len, cells)) for cells in zip(*self.lines)]
+        forms = [f"{{:{side}{width}}}" for side, width in zip(self.sides, widths)]
+        return "\n".join("  ".join(forms).format(*line).rstrip() for line in self.lines)
 
     def _repr_html_(self):
-        def line(row, tag):
-            cells = zip(row, self.right)
-            sides = [(html.escape(cell), "right" if right else "left") for cell, right in cells]
-            return "".join(f'<{tag} style="text-align: {side}">{c}</{tag}>' for c, side in sides)
+        css = {"<": "left", ">": "right"}
 
-        head, body = line(self.columns, "th"), (f"<tr>{line(row, 'td')}</tr>" for row in self.rows)
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"
+        def row(line, tag):
+            cells = ""
+            for cell, side in zip(line, self.sides):
+                cells += f'<{tag} style="text-align: {css[side]}">{html.escape(cell)}</{tag}>'
+            return f"<tr>{cells}</tr>"
+
+        head, *body = self.lines
+        rows = "".join(row(line, "td") for line in body)
+        return f"<table><thead>{row(head, 'th')}</thead><tbody>{rows}</tbody></table>"

@@ -6,7 +6,8 @@
     python -m lab plan --preset gpt2 --gpu H100 --gpus 8 --price 2.5
 
 The memory is arithmetic on what autograd keeps (lab/tools/ledger.py). The speed is measured where
-the GPU is, by a few real steps; elsewhere it follows from an assumed MFU.
+the GPU is, by a few real steps; elsewhere it follows from an assumed MFU. All flags of
+`python train_gpt2.py --help` are understood too.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from lab.device import GPUS, Precision, memory_of, micro_batches, why_no_compile
 from lab.kernels.fused_mlp import epilogues_work
 from lab.run.settings import parse_flags, vocab_size
 from lab.tools.ledger import GIB, MOMENTS, PROGRAM, Setting, ledger, peak, replaced, totals
+from lab.tools.records import short
 from lab.world import World
 
 FRAGMENTS = 0.05  # share of the memory that cannot be handed out; fit_batch_size leaves as much
@@ -83,9 +85,9 @@ def what_fits(s, gpu):
     least = replace(both[1], cfg=replace(s.cfg, batch_size=1, parallel="fsdp2"))
     for n in (2, 4, 8, 16, 32, 64):
         if room(replace(least, world_size=n), gpu) >= 0:
-            flags = f"--gpus {n} --parallel fsdp2 --activation_checkpointing"
+            alone = "None fits, with or without --activation_checkpointing."
             return (
-                f"None fits, with or without --activation_checkpointing. {n} GPUs would: {flags}."
+                f"{alone} {n} GPUs would: --gpus {n} --parallel fsdp2 --activation_checkpointing."
             )
     return "None fits, nor do 64 such GPUs hold it: take a larger GPU or a smaller --preset."
 
@@ -200,8 +202,7 @@ def forecast(s, gpu, args):
     tokens = s.cfg.max_steps * s.cfg.total_batch_size
     hours = tokens / tok_per_s / 3600
     took = f"{hours:,.1f} hours" if hours >= 1 else f"{60 * hours:,.1f} minutes"
-    amount = f"{tokens / 1e9:,.1f}B" if tokens >= 1e9 else f"{tokens / 1e6:,.1f}M"
-    all_of_it = f"{took} for {s.cfg.max_steps:,} steps, {amount} tokens"
+    all_of_it = f"{took} for {s.cfg.max_steps:,} steps, {short(tokens)} tokens"
     say("time", f"{all_of_it}; evaluation and saving come on top")
     if s.device_type == "cuda":
         cost = f"${hours * args.gpus * args.price:,.2f}"
@@ -212,28 +213,30 @@ def forecast(s, gpu, args):
 
 
 def own_flags(argv):
-    """(this command's own flags, the rest of argv). Raises UserError for values that cannot be."""
-    about = f"{__doc__}\nAll flags of `python train_gpt2.py --help` are understood too."
-    parser = argparse.ArgumentParser("python -m lab plan", description=about, allow_abbrev=False)
+    """(own flags, those of the trainer). Raises UserError for values that cannot be."""
+    parser = argparse.ArgumentParser("python -m lab plan", description=__doc__, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     gpus = f"a GPU that is not here: {', '.join(GPUS)}; a size, 24GB; or both, A100 80GB"
     parser.add_argument("--gpu", help=gpus)
     parser.add_argument("--gpus", type=int, default=1, help="how many of them (1)")
     parser.add_argument("--mfu", type=float, help=f"share of such a GPU's peak to assume ({MFU})")
     parser.add_argument("--price", type=float, default=3.0, help="dollars per GPU-hour (3)")
+    parser.add_argument("--preset", help=f"one of train_gpt2.py's: {', '.join(PROGRAM.PRESETS)}")
     args, rest = parser.parse_known_args(argv)
+    if args.preset and args.preset not in PROGRAM.PRESETS:
+        known = f"train_gpt2.py's, which are all that plan knows: {', '.join(PROGRAM.PRESETS)}"
+        raise UserError(f"preset={args.preset} is not one of {known}")
     if args.gpus < 1:
         raise UserError(f"gpus={args.gpus} must be 1 or more")
     if args.mfu is not None and not 0 < args.mfu <= 1:
         raise UserError(f"mfu={args.mfu:g} must be a share, above 0 and up to 1; --mfu 0.4 is 40 %")
-    if args.gpu and not {word.partition("=")[0] for word in rest} & {"--preset", "--resume"}:
-        rest = ["--preset", next(iter(PROGRAM.PRESETS)), *rest]  # not what would suit this machine
-    return args, rest
+    if args.gpu and not args.preset and "--resume" not in rest:
+        args.preset = next(iter(PROGRAM.PRESETS))  # not what would suit this machine
+    return args, ["--preset", args.preset, *rest] if args.preset else rest
 
 
 def setting(model_config, cfg, gpu, gpus):
-    """The Setting of a run with these flags on this GPU; without --batch_size the largest that
-    fits."""
+    """The Setting of these flags on this GPU; without --batch_size the largest that fits."""
     device_type, (head, mlp) = "cuda", replaced(cfg.kernels, cfg.fp8)
     if gpu.device:
         device_type, mlp = gpu.device.type, mlp if epilogues_work(gpu.device) else "plain"

@@ -5,29 +5,14 @@ python -m lab plot log/RUN log/OTHER --out both.png --dark
 """
 
 import itertools
-import sys
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
-from lab.cli import UserError, parse
+from lab.cli import parse, say
 from lab.files import writing
-from lab.tools.records import (
-    by_tokens,
-    column,
-    comparable,
-    find_runs,
-    hellaswag,
-    last_common,
-    loss_window,
-    output,
-    place_name,
-    read_log,
-    run_names,
-    short,
-    smooth,
-    tokens_at,
-)
+from lab.tools import records
+from lab.tools.records import by_tokens, column, hellaswag, read_log, short, tokens_at
 from lab.tools.style import SERIES, color_of, reference, style
 
 # acc_norm of the published models on HellaSwag's 10042 validation examples
@@ -53,14 +38,16 @@ def finding(logs):
 
 def comparison(names, runs):
     """How the losses of several runs lie, at the last place that all have."""
-    if not comparable(runs):
+    if not records.comparable(runs):
         return "different tokenizers: nats per token do not compare"
     for kind, name in (("validation", "val"), ("training", "train")):
-        place, losses = last_common(runs, name, "loss") or (0, [])
+        found = records.places(runs, name, "loss")
+        place = max(set.intersection(*map(set, found)), default=0)
         if not place:  # before training all are alike
             continue
+        losses = [rows[place][1] for rows in found]
         (best, first), (other, second) = sorted(zip(losses, names))[:2]
-        where = place_name(place, runs)
+        where = f"{short(place)} tokens" if by_tokens(runs) else f"step {place:,}"
         if f"{best:.2f}" == f"{other:.2f}":
             return f"{first} and {second} have the same {kind} loss at {where}, {best:.2f}"
         gap = f"{other - best:.2f} nats under {second}"
@@ -97,8 +84,8 @@ def hellaswag_levels(logs):
     """{text: acc_norm} of chance and of the published models, the large one where it would not
     press small curves flat."""
     best = max((v for log in logs for v in hellaswag(log)[1]), default=0)
-    found = {k: v for k, v in PUBLISHED_HELLASWAG.items() if v < 0.3 or best > 0.36}
-    return {"chance 0.25": 0.25} | {f"{name} {value:.4f}": value for name, value in found.items()}
+    found = {f"{k} {v:.4f}": v for k, v in PUBLISHED_HELLASWAG.items() if v < 0.3 or best > 0.36}
+    return {"chance 0.25": 0.25} | found
 
 
 def colors(logs, what, dark):
@@ -114,7 +101,7 @@ def draw_loss(ax, logs, dark, x):
         steps, losses = column(log, "train", "loss")
         if len(losses) >= 80:
             ax.plot(x(log, steps), losses, color=color, linewidth=0.7, alpha=0.35)
-            losses = smooth(losses)
+            losses = records.smooth(losses)
         look = dict(color=color, linewidth=1, alpha=0.9, marker="." if len(steps) == 1 else None)
         ax.plot(x(log, steps), losses, **look, label="training (thin)" if alone else None)
         steps, losses = column(log, "val", "loss")
@@ -123,7 +110,7 @@ def draw_loss(ax, logs, dark, x):
         if alone and steps:
             how = dict(xytext=(0, 8), textcoords="offset points", ha="right", fontweight="bold")
             ax.annotate(f"{losses[-1]:.2f}", (x(log, steps)[-1], losses[-1]), color=color, **how)
-    if window := loss_window(logs.values()):
+    if window := records.loss_window(logs.values()):
         ax.set_ylim(*window)
     for text, level in loss_levels(logs.values()).items():
         if ax.get_ylim()[0] < level < ax.get_ylim()[1]:
@@ -160,7 +147,7 @@ def draw(runs, out_path, dark=False):
     import matplotlib
     from matplotlib.figure import Figure  # pyplot would choose a backend for the whole process
 
-    logs = {name: read_log(run) for name, run in zip(run_names(runs), runs)}
+    logs = dict(zip(records.run_names(runs), map(read_log, runs)))
     found = list(logs.values())
     in_tokens = by_tokens(found)
     panels = {draw_loss: 3.6}  # and its height
@@ -193,7 +180,7 @@ def loss_curve(run_dirs, out_path):
     try:
         draw(run_dirs, out_path)
     except Exception as error:  # also matplotlib's own: not installed, no fonts, a full disk
-        print(f"no loss curve: {type(error).__name__}: {error}", file=sys.stderr)
+        say(f"no loss curve: {type(error).__name__}: {error}")
 
 
 def main(argv):
@@ -208,10 +195,8 @@ def main(argv):
         dark: bool = False  # in dark colours
 
     cfg = parse(Config, argv, prog="python -m lab plot")
-    runs = find_runs(cfg.runs)
-    out = Path(cfg.out or output(runs, "loss.png"))
-    if out.suffix not in (".png", ".svg", ".pdf"):
-        raise UserError(f"out={out} must end in .png, .svg or .pdf")
+    runs = records.find_runs(cfg.runs)
+    out = records.output(runs, cfg.out, "loss.png", ".png", ".svg", ".pdf")
     with writing(out, "name another place with --out"):
         draw(runs, out, cfg.dark)
-    print(out)
+    print(f"wrote {out}")

@@ -4,14 +4,14 @@ Plots, the report, bench and the notebook read a log through this file alone. It
 """
 
 import bisect
-import contextlib
 import math
 from pathlib import Path
 
 from lab.cli import UserError
 from lab.files import loads, reading
 
-TYPES = dict.fromkeys(("texts", "words", "passed_over"), list)  # of fields; others are numbers
+# of fields; others are numbers
+TYPES = dict.fromkeys("texts words passed_over shaded".split(), list)
 TYPES |= dict.fromkeys("kind device precision torch reason path file".split(), str)
 
 
@@ -36,19 +36,23 @@ def run_names(paths):
     return [str(path) if names.count(name) > 1 else name for path, name in zip(paths, names)]
 
 
-def output(paths, name):
-    """The file in the first run's folder, or beside its log, that is made of these runs."""
+def output(paths, out, name, *endings):
+    """The file `out` to make of these runs; where it is empty, `name` in the first one's folder or
+    beside its log, with the others' names added. Raises UserError where it has another ending."""
     first = paths[0] if paths[0].is_dir() else paths[0].parent
     others = "".join(f"_with_{path.resolve().stem}" for path in paths[1:])
-    return (first / name).with_stem(Path(name).stem + others)
+    out = Path(out) if out else (first / name).with_stem(Path(name).stem + others)
+    if out.suffix not in endings:  # also lest a log be overwritten
+        raise UserError(f"out={out} must end in {' or '.join(endings)}")
+    return out
 
 
 def read_log(run):
     """{kind: records in the order of their steps} of a run folder, or of a log.
 
     A resumed run goes back to its checkpoint: what the log says of later steps from before is dropped,
-    and of two records for one step the last counts. A line cut off by a kill is skipped. Raises
-    UserError where there is no log, or nothing to draw in it.
+    and of two records for one step the last counts. A line that is no record, as one cut off by a
+    kill, is skipped. Raises UserError where there is no log, or nothing to draw in it.
     """
     path = Path(run) / "log.jsonl" if Path(run).is_dir() else Path(run)
     with reading(path, "log", "name a run folder: `ls log` shows those there are"):
@@ -74,15 +78,14 @@ def read_log(run):
 
 
 def checked(record):
-    """A record without the fields that lab.run.log would not have written."""
+    """A record without the fields that lab.run.log would not have written. Raises one of Python's
+    errors where step or time are none, or where shaded is not what shading.shade gives."""
     right = {k: v for k, v in record.items() if isinstance(v, TYPES.get(k, (int, float)))}
-    right.pop("shaded", None)
-    if not 0 <= right["step"] < 2**53 or type(right["step"]) is not int:
-        raise ValueError("no step")
-    if not 0 <= right.get("time", 0) < 2**35:  # in seconds: no calendar has others
-        del right["time"]
-    with contextlib.suppress(ValueError, KeyError, TypeError):  # not what shading.shade gives
-        prompt, tokens = record["shaded"]
+    step, time = right["step"], right["time"]
+    if type(step) is not int or not (0 <= step < 2**53 and 0 <= time < 2**35):
+        raise ValueError("no step, or seconds that no calendar has")
+    if "shaded" in right:
+        prompt, tokens = right["shaded"]
         right["shaded"] = [str(prompt), list(map(checked_token, tokens))]
     return right
 
@@ -110,8 +113,7 @@ def short(number):
 
 
 def column(log, kind, name):
-    """(steps, values) of the numbers called `name` in the records of a kind, as far as they can be
-    drawn."""
+    """(steps, values) of the numbers `name` in records of a kind, as far as they can be drawn."""
     rows = [(r["step"], r.get(name)) for r in log.get(kind, [])]
     rows = [(step, v) for step, v in rows if isinstance(v, (int, float)) and abs(v) < 1e300]
     return [step for step, _ in rows], [value for _, value in rows]
@@ -188,17 +190,6 @@ def places(logs, kind, name):
     where = [tokens_at(log) if by_tokens(logs) else int for log in logs]
     pairs = zip(where, logs)
     return [{at(s): (s, v) for s, v in zip(*column(log, kind, name))} for at, log in pairs]
-
-
-def last_common(logs, kind, name):
-    """(place, value of each log) at the last place that all have measured; None where there is none."""
-    found = places(logs, kind, name)
-    common = set.intersection(*(set(rows) for rows in found))
-    return (max(common), [rows[max(common)][1] for rows in found]) if common else None
-
-
-def place_name(place, logs):
-    return f"{short(place)} tokens" if by_tokens(logs) else f"step {place:,}"
 
 
 def vocabularies(logs):

@@ -42,22 +42,22 @@ class Run:
         self.tokens = records.tokens_at(log)  # of training until a step; None if unknown
         self.last = max(record["step"] for record in self.all)
         self.minutes = clock(self.all)
-        self.axes = {"step": lambda record: record["step"]}  # a record's place on each
+        self.axes = {  # a record's place on each
+            "step": lambda record: record["step"],
+            "time": lambda record: round(self.minutes[record["time"]], 4),
+        }
         if self.tokens:
             self.axes["tokens"] = lambda record: self.tokens(record["step"])
-        if max(self.minutes.values(), default=0) and all("time" in r for r in self.all):
-            self.axes["time"] = lambda record: round(self.minutes[record["time"]], 4)
 
 
 def clock(records):
     """{time of a record: minutes of the run until then}, evaluation and saving included; the time
     between a stop and --resume is none of the run's."""
-    minutes, total, before = {}, 0.0, None
-    for record in sorted((r for r in records if "time" in r), key=lambda r: r["time"]):
-        if before is not None and record["kind"] != "start":
-            total += (record["time"] - before) / 60
-        before = record["time"]
-        minutes[before] = total
+    in_order, minutes, total = sorted(records, key=lambda r: r["time"]), {}, 0.0
+    for before, record in zip([in_order[0], *in_order], in_order):
+        if record["kind"] != "start":
+            total += (record["time"] - before["time"]) / 60
+        minutes[record["time"]] = total
     return minutes
 
 
@@ -100,9 +100,8 @@ def figures_of(runs):
     alone, fair = len(runs) == 1, comparable(logs)
     thin = dict(words="training", width=1.3, smooth=True, showlegend=alone)
     thick = dict(words="validation", width=3, showlegend=alone)
-    losses = each(runs, "train", "loss", "loss", **thin) + each(
-        runs, "val", "loss", "loss", **thick
-    )
+    losses = each(runs, "train", "loss", "loss", **thin)
+    losses += each(runs, "val", "loss", "loss", **thick)
     norms = each(runs, "train", "grad_norm", "gradient norm", smooth=True)
     highest = max((v for curve in norms for v in curve["y"]), default=0)
     clips = [run.train.get("grad_clip") for run in runs]
@@ -163,11 +162,9 @@ def difference(first, second):
         look = dict(width=width, smooth=True, showlegend=True)
         curves += curve(first, kind, *data, words, place_of("loss"), **look)
     equal = "tokens" if by_tokens(logs) else "steps"
-    note = (
-        f"{second.name} minus {first.name}, at equal {equal}. Below zero, {second.name} is better."
-    )
-    if "time" in first.axes:
-        note += f" Against time, each point stands where {first.name} was."
+    note = f"{second.name} minus {first.name}, at equal {equal}. "
+    note += f"Below zero, {second.name} is better. "
+    note += f"Against time, each point stands where {first.name} was."
     return dict(curves=curves, levels={"no difference": 0}, note=note)
 
 
@@ -202,8 +199,8 @@ def numbers(run):
     if run.tokens:
         tokens, known = run.tokens(run.last), run.start.get("train_tokens")
         found["tokens"] = Number(tokens, "{:,.0f}", f"{tokens / known:.2f} epochs" if known else "")
-    if minutes := max(run.minutes.values(), default=0):
-        found["minutes in all"] = Number(minutes, "{:,.2f}", "with evaluation and saving")
+    minutes = max(run.minutes.values())
+    found["minutes in all"] = Number(minutes, "{:,.2f}", "with evaluation and saving")
     names = dict.fromkeys(name for record in run.log.get("train", []) for name in record)
     phases = [name for name in names if name.endswith("_ms") and name != "dt_ms"]
     rows = [("tok_per_s", "tokens/s, median", "{:,.0f}"), ("mfu", "MFU, median", "{:.3f}")]
@@ -239,8 +236,8 @@ def gap(a, b):
 
 def facts(run):
     """One line: what ran where, when, and how it ended."""
-    parts = [caption(run.log)]
-    parts += [time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(t)) for t in [*run.minutes][:1]]
+    began = time.gmtime(min(run.minutes))
+    parts = [caption(run.log), time.strftime("%Y-%m-%d %H:%M UTC", began)]
     parts += [f"resumed at step {r['step']:,}" for r in run.log.get("start", []) if r["step"]]
     reason = records.ended(run.log)
     going = f"at step {run.last:,}, still running or killed"
@@ -332,11 +329,10 @@ def main(argv):
     paths = records.find_runs(cfg.runs)
     if len(paths) > 2:
         raise UserError(f"a page shows two runs at most, not {len(paths)}; `lab plot` draws more")
-    out = Path(cfg.out or records.output(paths, "report.html"))
-    if out.suffix != ".html":  # also lest a log be overwritten
-        raise UserError(f"--out {out} must end in .html")
+    out = records.output(paths, cfg.out, "report.html", ".html")
     live = write_page(paths, out, cfg.watch)
-    print(f"{out} is renewed until the run ends; Ctrl-C ends that" if live else out, flush=True)
+    renewed = "; it is renewed until the run ends, and Ctrl-C ends that" * live
+    print(f"wrote {out}{renewed}", flush=True)
     if cfg.open:
         webbrowser.open(out.resolve().as_uri())
     while live:

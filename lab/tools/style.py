@@ -72,14 +72,7 @@ def style(dark=False):
 def reference(ax, y, text, left=False):
     """A dashed line over the whole width, with its label on it at the right or left."""
     ax.axhline(y, color="0.55", linewidth=1, linestyle=(0, (5, 3)), zorder=1)
-    ax.annotate(
-        text,
-        (0.01 if left else 1, y),
-        xycoords=ax.get_yaxis_transform(),
-        xytext=(0, 3),
-        textcoords="offset points",
-        color="0.5",
-        ha="left" if left else "right",
-        va="bottom",
-        fontsize=9,
-    )
+    x, ha = (0.01, "left") if left else (1, "right")
+    look = dict(color="0.5", fontsize=9, ha=ha, va="bottom")
+    place = dict(xycoords=ax.get_yaxis_transform(), xytext=(0, 3), textcoords="offset points")
+    ax.annotate(text, (x, y), **place, **look)
