@@ -165,6 +165,8 @@ def test_bert_base_has_the_published_parameter_count():
 
 
 def test_another_bert_and_one_that_hides_nothing_are_refused(tmp_path):
+    with pytest.raises(UserError, match="there is no tokenizer .*tokenizer.json; `python fineweb"):
+        get_tokenizer(str(tmp_path / "tokenizer.json"))
     with pytest.raises(UserError, match="mask_share=0 must be above 0"):
         Bert(BertConfig(mask_share=0))
     pair(tmp_path)

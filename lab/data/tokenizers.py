@@ -130,7 +130,7 @@ class WordPiece(Tokenizer):
         self.name = str(path)
         way_out = "`python fineweb.py --tokenizer wordpiece --out FOLDER` makes data that has one"
         with reading(Path(path), "tokenizer", way_out):
-            self.fast = HuggingFace.from_file(str(path))
+            self.fast = HuggingFace.from_str(Path(path).read_text(encoding="utf-8"))
         self.fast.no_truncation()
         self.fast.encode_special_tokens = True  # "[MASK]" in a text is letters in brackets
         self.vocab_size = self.fast.get_vocab_size()
