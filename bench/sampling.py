@@ -21,7 +21,7 @@ import torch
 from records import append_record, card_name, origin, print_rows
 
 from lab import models
-from lab.cli import UserError, command, parse
+from lab.cli import UserError, command, parse, say
 from lab.device import Precision, find_device
 from lab.generate import KVCache, compiled, generate
 from lab.kernels.int8 import use_int8
@@ -106,11 +106,16 @@ def main(argv):
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(shape.vocab_size - 1, (cfg.batch, cfg.prompt), generator=generator)
     ids = ids.to(device)
-    warm = {name: timed(side, ids, cfg.tokens)[2] for name, side in sides.items()}
-    written, firsts, seconds = {}, {}, {}
-    for _ in range(cfg.rounds):
+    warm, written, firsts, seconds = {}, {}, {}, {}
+    for turn in range(1 + cfg.rounds):
         for name, side in sides.items():
             written[name], first, whole = timed(side, ids, cfg.tokens)
+            say(
+                f"{name}: {cfg.batch * cfg.tokens / whole:.1f} tok/s{' with its warm-up' * (not turn)}"
+            )
+            if not turn:
+                warm[name] = whole
+                continue
             firsts[name] = min(first, firsts.get(name, first))
             seconds[name] = min(whole, seconds.get(name, whole))
     base, rows = next(iter(sides)), []
