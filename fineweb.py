@@ -50,10 +50,11 @@ class Config:
     split: str = "train"  # its split
     # its branch, tag or commit; a corpus that was begun stays with the commit, see its manifest
     revision: str = "main"
-    # Column (parquet) or key (JSONL) that holds the text. Where a JSONL file's first line has no
-    # text but "messages" with roles, its lines are conversations: rows and masks for fine-tuning.
+    # column (parquet) or key (JSONL) that holds the text; where a JSONL file's first line has no
+    # text but "messages" with roles, its lines are conversations: rows and masks for fine-tuning
     text_column: str = "text"
-    context: int = 1024  # tokens in a row of chat data; longer talks are dropped and counted
+    # tokens in a row of chat data; longer conversations are dropped and counted
+    context: int = 1024
     shard_tokens: str = "100M"  # tokens in a shard, which is held in memory until it is whole
     # tokens in the validation shard, the first; empty: as in a shard, at most a tenth of all
     val_tokens: str = ""

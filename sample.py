@@ -50,7 +50,7 @@ class Config:
     device: str = "auto"  # cuda, mps or cpu
     # auto: 16 bits on a GPU, else fp32; int8 is for a CPU, twice as fast and a little less exact
     weights: Literal["auto", "fp32", "bf16", "fp16", "int8"] = "auto"
-    # on a GPU, but for a single prompt: the first tokens take ten seconds, the others one launch each
+    # on a GPU, but for a single prompt: ten seconds for the first tokens, one launch for each other
     compile: bool = True
     log_dir: str = "log"  # where the newest run is looked for
 

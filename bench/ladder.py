@@ -27,7 +27,7 @@ import math
 import tempfile
 import time
 from dataclasses import dataclass
-from itertools import chain, groupby, repeat
+from itertools import groupby
 from pathlib import Path
 from typing import Literal
 
@@ -227,9 +227,9 @@ def measure_all(todo, args, world):
     card, failures, number = card_name(world.device), 0, 0
     for _, seeds in groupby(todo, key=lambda case: (case.group, case.shape, case.variant)):
         with fresh_compiler():
-            for first, case in zip(chain([True], repeat(False)), seeds):
+            for earlier, case in enumerate(seeds):
                 record = {"bench": "ladder"} | case.about(args, card) | origin()
-                record |= dict(data=args.data_name, error=None, cold_cache=first)
+                record |= dict(data=args.data_name, error=None, cold_cache=not earlier)
                 number += 1
                 what = f"{case.group} {case.shape} {case.variant} seed {case.seed}"
                 print(f"[{number}/{len(todo)}] {what}: ", end="", flush=True)

@@ -85,13 +85,15 @@ def sides_of(cfg, device):
     return sides | ({"ours int8": partial(ours, "int8")} if device.type == "cpu" else {})
 
 
-def timed(side, ids, n):
-    """(tokens (B, n) as lists, seconds to the first of them, seconds in all)."""
+def timed(name, side, ids, n):
+    """(tokens (B, n) as lists, seconds to the first of them, seconds in all), the last also said."""
     t0, first, tokens = time.perf_counter(), None, []
     for token in side(ids, n):
         tokens.append(token.tolist())  # waits for the device
         first = first or time.perf_counter() - t0
-    return tokens, first, time.perf_counter() - t0
+    seconds = time.perf_counter() - t0
+    say(f"{name}: {seconds:.2f} s")
+    return tokens, first, seconds
 
 
 def main(argv):
@@ -106,16 +108,11 @@ def main(argv):
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(shape.vocab_size - 1, (cfg.batch, cfg.prompt), generator=generator)
     ids = ids.to(device)
-    warm, written, firsts, seconds = {}, {}, {}, {}
-    for turn in range(1 + cfg.rounds):
+    warm = {name: timed(name, side, ids, cfg.tokens)[2] for name, side in sides.items()}
+    written, firsts, seconds = {}, {}, {}
+    for _ in range(cfg.rounds):
         for name, side in sides.items():
-            written[name], first, whole = timed(side, ids, cfg.tokens)
-            say(
-                f"{name}: {cfg.batch * cfg.tokens / whole:.1f} tok/s{' with its warm-up' * (not turn)}"
-            )
-            if not turn:
-                warm[name] = whole
-                continue
+            written[name], first, whole = timed(name, side, ids, cfg.tokens)
             firsts[name] = min(first, firsts.get(name, first))
             seconds[name] = min(whole, seconds.get(name, whole))
     base, rows = next(iter(sides)), []

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lab.cli import UserError
 from lab.data.documents import document_mask
 
-# Not cuDNN's: it plans anew for each length of the cache, 90 ms for a token (docs/LOG.md).
+# Not cuDNN's, which plans anew for each length of the cache (docs/LOG.md).
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 

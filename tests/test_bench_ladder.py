@@ -271,7 +271,6 @@ def test_products_and_attention_are_those_of_the_model():
 def test_floor_of_a_tiny_model(tmp_path, monkeypatch):
     monkeypatch.setattr(floor, "median_ms", lambda calls, device: [calls[0](), 1.0][1])
     monkeypatch.setattr(floor, "forget", lambda device: None)
-    monkeypatch.setattr(ladder, "fresh_compiler", contextlib.nullcontext)
     out = tmp_path / "floor.jsonl"
     flags = "--preset tiny --device cpu --seconds 0.01 --out".split()
     for _ in range(2):  # the second time takes the place of the first

@@ -298,6 +298,14 @@ def test_a_compiled_step_and_a_used_cache_change_no_token(monkeypatch, real):
             assert [token.tolist() for token, _ in generate(model, idx, 24, **how)] == plain
 
 
+def test_sampling_does_without_the_attention_of_cudnn():
+    """It would plan anew for each length of the cache."""
+    model, on = noisy_gpt(), []
+    model.register_forward_hook(lambda *_: on.append(torch.backends.cuda.cudnn_sdp_enabled()))
+    assert len(list(generate(model, torch.zeros(1, 1, dtype=torch.long), 2))) == 2
+    assert on == [False, False] and torch.backends.cuda.cudnn_sdp_enabled()
+
+
 @pytest.mark.gpu
 def test_the_page_is_compiled_in_its_own_thread():
     """One graph for each cache; texts in turns do not mix."""
