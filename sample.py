@@ -26,7 +26,7 @@ from lab.data.tokenizers import printable
 from lab.files import check_writable, template, write_whole
 from lab.generate import KVCache, generate
 from lab.shading import shade
-from lab.stream import Text, compiled_step, pieces, ready
+from lab.stream import Text, fast_step, pieces, ready
 from lab.world import World
 
 
@@ -50,7 +50,7 @@ class Config:
     device: str = "auto"  # cuda, mps or cpu
     # auto: 16 bits on a GPU, else fp32; int8 is for a CPU, twice as fast and a little less exact
     weights: Literal["auto", "fp32", "bf16", "fp16", "int8"] = "auto"
-    # on a GPU, but for a single prompt: ten seconds for the first tokens, one launch for each other
+    # on a GPU, but for a single prompt: seconds before the first token, one launch for each other
     compile: bool = True
     log_dir: str = "log"  # where the newest run is looked for
 
@@ -164,9 +164,10 @@ def main(argv):
     source = models.find(cfg.model, cfg.log_dir)
     model, tokenizer = ready(source, device, cfg.weights)
     seed = cfg.seed if cfg.seed is not None else torch.seed() % 2**31
-    step = compiled_step(model, cfg.compile and not cfg.prompt)
+    rows = 1 if cfg.chat else cfg.num_samples
+    step = fast_step(model, rows, cfg.compile and not cfg.prompt)
     if step:
-        say("[the first answer waits for the compiler, some ten seconds; --no_compile does not]")
+        say("[the first answer waits for a compiler, for seconds; --no_compile does not]")
     cache = KVCache(model.config.block_size, step)
     if cfg.chat:
         return talk(model, tokenizer, cfg, seed, cache)

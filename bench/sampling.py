@@ -23,8 +23,9 @@ from records import append_record, card_name, origin, print_rows
 from lab import models
 from lab.cli import UserError, command, parse, say
 from lab.device import Precision, find_device
-from lab.generate import KVCache, compiled, generate
+from lab.generate import KVCache, generate
 from lab.kernels.int8 import use_int8
+from lab.stream import fast_step
 from lab.tools.export import in_transformers
 from train_gpt2 import GPT, PRESETS
 
@@ -58,7 +59,8 @@ def sides_of(cfg, device):
             mine = use_int8(model()).eval()
         else:
             mine = model().to(device, Precision(precision, device).dtype).eval()
-        cache = KVCache(mine.config.block_size, compiled(mine)) if compile else None
+        step = fast_step(mine, cfg.batch, compile)
+        cache = KVCache(mine.config.block_size, step) if step else None
 
         def write(ids, n):
             return (token for token, _ in generate(mine, ids, n, temperature=0, cache=cache))

@@ -21,7 +21,7 @@ class KVCache:
 
     Attention calls append, and nothing else: what has other ways to keep them fits in here too.
     A cache may serve one text after another, of as many rows: generate clears it. With a `step`
-    (see compiled) single tokens go through that.
+    (see lab.stream.fast_step) single tokens go through that.
     """
 
     def __init__(self, length, step=None):
@@ -66,6 +66,9 @@ def compiled(model):
     cache take the time for that."""
 
     def step(token, place, mask, layers):
+        if mask is None:  # all that is written is seen
+            keys = next(iter(layers.values()))[0]
+            mask = torch.arange(keys.size(2), device=keys.device)[None, None, None] <= place
         return model(token, position=place, mask=mask, cache=FixedCache(layers, place))[0]
 
     return torch.compile(step, mode="reduce-overhead", fullgraph=True, dynamic=False)
@@ -103,9 +106,8 @@ def generate(
         position = torch.arange(start, idx.size(1), device=idx.device)
         mask = document_mask(idx, model.config.vocab_size - 1, start) if within else None
         if start and cache and cache.step:
-            if mask is None:
-                mask = torch.ones(1, 1, 1, idx.size(1), dtype=torch.bool, device=idx.device)
-            mask = F.pad(mask, (0, cache.length - idx.size(1)))  # False: not yet written
+            if within:
+                mask = F.pad(mask, (0, cache.length - idx.size(1)))  # False: not yet written
             logits = cache.step(new, position, mask, cache.layers)
         else:
             with sdpa_kernel(KERNELS):

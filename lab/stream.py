@@ -9,6 +9,7 @@ from lab.cli import UserError
 from lab.data.tokenizers import END_OF_TEXT, get_tokenizer, name_of_size
 from lab.device import Precision, why_no_compile
 from lab.generate import compiled, generate
+from lab.kernels import one_token
 from lab.kernels.int8 import use_int8
 
 
@@ -35,11 +36,15 @@ def ready(source, device, weights="auto"):
     return use_int8(model).eval(), tokenizer
 
 
-def compiled_step(model, wanted=True):
-    """What a KVCache is to have as its `step` where that pays, on a GPU; else None."""
+def fast_step(model, rows=1, wanted=True):
+    """What a KVCache for `rows` texts is to have as its `step`: one launch a token, on a GPU; else
+    None."""
     device = next(model.parameters()).device
-    pays = wanted and device.type == "cuda" and not why_no_compile(device, model.config)
-    return compiled(model) if pays else None
+    if not wanted or device.type != "cuda":
+        return None
+    if rows == 1 and one_token.knows(model):
+        return one_token.OneTokenStep(model)
+    return None if why_no_compile(device, model.config) else compiled(model)
 
 
 class Text:

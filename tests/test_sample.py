@@ -16,7 +16,8 @@ from lab import stream
 from lab.cli import UserError
 from lab.data.tokenizers import get_tokenizer, printable
 from lab.evals import draw_samples
-from lab.generate import generate, sample_token
+from lab.generate import KVCache, generate, sample_token
+from lab.kernels.one_token import OneTokenStep, knows
 from lab.stream import Text
 from sample import Config, complete
 
@@ -63,6 +64,26 @@ def test_cached_and_uncached_give_the_same_tokens(changes, how):
         assert cached.shape == (3, 60) and torch.equal(cached, plain)
         if how != dict(temperature=0):
             assert len(cached.unique()) > 10  # not a model that repeats itself whatever it sees
+
+
+@pytest.mark.gpu
+def test_one_token_at_a_time_is_the_models_own():
+    """Also in a window that is full, and of two texts by turns; another model is left to others."""
+    model = noisy_gpt(block_size=40, n_embd=48, n_head=3).cuda()
+    step = stream.fast_step(model)
+    assert isinstance(step, OneTokenStep)
+    idx = torch.randint(257, (2, 1, 7), device="cuda")
+    plain = [list(generate(model, ids, 60, temperature=0)) for ids in idx]
+    caches = KVCache(40, step), KVCache(40, step)
+    pairs = zip(*(generate(model, ids, 60, 0, cache=c) for ids, c in zip(idx, caches)))
+    for i, pair in enumerate(pairs):
+        for (token, logits), text in zip(pair, plain):
+            assert token == text[i][0]
+            torch.testing.assert_close(logits, text[i][1], rtol=1e-4, atol=1e-4)
+    assert not knows(noisy_gpt(document_mask=True).cuda())
+    assert not knows(noisy_gpt(n_embd=48).cuda())  # heads of 24
+    model.blocks[0].mlp.forward = lambda x: model.blocks[0].mlp.c_proj(model.blocks[0].mlp.c_fc(x))
+    assert not knows(model)
 
 
 def test_greedy_tokens_are_the_likeliest():

@@ -21,7 +21,7 @@ from lab.data.chat import fit_chat
 from lab.data.tokenizers import get_tokenizer
 from lab.generate import KVCache, compiled, generate
 from lab.kernels.int8 import Int8Linear, use_int8
-from lab.stream import compiled_step, pieces, scored
+from lab.stream import fast_step, pieces, scored
 from lab.tools import serve
 
 BYTES = get_tokenizer("bytes")
@@ -284,7 +284,7 @@ def test_a_stop_is_cut_off_wherever_it_lies_in_tokens(monkeypatch, text, stops, 
 
 
 @pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_compiled_step_and_a_used_cache_change_no_token(monkeypatch, real):
+def test_a_fast_step_and_a_used_cache_change_no_token(monkeypatch, real):
     """The step itself; slow: compiled."""
     if not real:
         monkeypatch.setattr(generating.torch, "compile", lambda step, **how: step)
@@ -310,7 +310,7 @@ def test_sampling_does_without_the_attention_of_cudnn():
 def test_the_page_is_compiled_in_its_own_thread():
     """One graph for each cache; texts in turns do not mix."""
     model = noisy_gpt().cuda()
-    engine = serve.Engine(model, BYTES, compiled_step(model))
+    engine = serve.Engine(model, BYTES, fast_step(model))
     prompts = [torch.randint(257, (1, n), device="cuda") for n in (3, 5, 8, 11)]
     plain = [[t.item() for t, _ in generate(model, idx, 40, temperature=0)] for idx in prompts]
     steps = [

@@ -25,7 +25,7 @@ from lab.cli import UserError, parse
 from lab.data.chat import fit_chat
 from lab.device import find_device
 from lab.generate import KVCache, generate
-from lab.stream import Busy, compiled_step, pieces, ready
+from lab.stream import Busy, fast_step, pieces, ready
 
 TURN = 0.03  # seconds of computing, then the next one's turn
 AT_ONCE, WAITING = 4, 96  # texts: each of the first has a cache, the others wait for one
@@ -41,7 +41,7 @@ class Config:
     port: int = 8000  # 0 takes any that is free
     device: str = "auto"  # cuda, mps or cpu
     weights: Literal["auto", "fp32", "bf16", "fp16", "int8"] = "auto"  # int8: on a CPU
-    compile: bool = True  # on a GPU: ten seconds of warm-up, then a token is one launch
+    compile: bool = True  # on a GPU: seconds of warm-up, then a token is one launch
     log_dir: str = "log"  # where the newest run is looked for
 
 
@@ -146,7 +146,7 @@ def main(argv):
             f"host={cfg.host} port={cfg.port} cannot be opened ({error}); choose another --port"
         ) from error
     model, tokenizer = ready(source, device, cfg.weights)
-    step, t0 = compiled_step(model, cfg.compile), time.perf_counter()
+    t0, step = time.perf_counter(), fast_step(model, wanted=cfg.compile)
     engine = Engine(model, tokenizer, step)
     if step:
         print(f"compiled in {time.perf_counter() - t0:.0f} s", flush=True)
