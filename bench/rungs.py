@@ -18,13 +18,14 @@ from train_gpt2 import MLP, PRESETS, GPTConfig, TrainConfig
 
 TINY = dict(batch_size=4, seq_len=16, total_batch_size=128)
 ONE = dict(total_batch_size=0)  # a step has as many tokens as one micro-step holds
+PLAIN = dict(optimizer="adamw", lr=4e-4, schedule="linear")
 SHAPES = {  # name: model, and a run with the micro-batch to begin with
     "tiny": (GPTConfig(2, 2, 32, 32, vocab_size=257), TrainConfig("laptop", **TINY)),
     "4x256": (GPTConfig(4, 4, 256, 512), TrainConfig(batch_size=4, seq_len=512, **ONE)),
     "12x768": (GPTConfig(12, 12, 768, 512), TrainConfig(batch_size=8, seq_len=512, **ONE)),
-    "masked-tiny": (BertConfig(2, 2, 32, 32, vocab_size=4096), BertTrainConfig(**TINY)),
-    "masked-4x256": (BertConfig(4, 4, 256), BertTrainConfig(batch_size=4, **ONE)),
-    "bert-base": (BertConfig(), BertTrainConfig(batch_size=8, **ONE)),
+    "masked-tiny": (BertConfig(2, 2, 32, 32, vocab_size=4096), BertTrainConfig(**TINY, **PLAIN)),
+    "masked-4x256": (BertConfig(4, 4, 256), BertTrainConfig(batch_size=4, **ONE, **PLAIN)),
+    "bert-base": (BertConfig(), BertTrainConfig(batch_size=8, **ONE, **PLAIN)),
 } | {
     name: (PRESETS[name][0], replace(PRESETS[name][1], batch_size=batch_size))
     for name, batch_size in {"gpt2": 64, "gpt2-medium": 64, "gpt2-large": 64, "gpt2-xl": 32}.items()
