@@ -77,7 +77,7 @@ class TrainConfig(train_gpt2.TrainConfig):
 
     preset: str = "speedrun"
     total_batch_size: int = 131072  # tokens per update over all processes
-    max_steps: int = 300
+    max_steps: int = 290
     optimizer: Literal["adamw", "muon", "normuon"] = "normuon"  # of the matrices in the blocks
     lr: float = 3e-3  # peak learning rate of the head (AdamW)
     embed_lr: float = 0.3  # of embeddings: they are normalised, so their size does not matter
@@ -95,14 +95,17 @@ class TrainConfig(train_gpt2.TrainConfig):
     momentum_warmup: float = 0.33  # in which it rises from 0.85: early gradients age fast
     polar_express: bool = True  # off: Newton-Schulz
     cautious: bool = True  # weight decay only where the step agrees
-    small_batch_size: int = 0  # tokens per update at first: early gradients agree, so few suffice
-    small_steps: float = 0.0  # for so many steps, or that share of them
+    # so many first steps, or that share of all, have half the tokens: early gradients agree
+    small_steps: float = 0.0
 
 
 PRESETS = {
     "speedrun": (
         GPTConfig(),
-        TrainConfig(val_every=50, val_tokens=1048576, hella_every=0, sample_every=0),
+        TrainConfig(
+            weight_decay=0.1, small_steps=0.25, val_every=50, val_tokens=1048576, hella_every=0,
+            sample_every=0,
+        ),
     ),
     "laptop": (  # two minutes on two laptop cores, on the text inside Python, read as bytes
         GPTConfig(n_layer=2, n_head=2, n_embd=128, block_size=128, vocab_size=257, vocab_multiple=1,
@@ -387,8 +390,8 @@ def momentum(step, cfg):
 
 def stage(step, cfg):
     """(tokens, sequence length) of the update after `step` finished ones."""
-    small = step < in_steps(cfg.small_steps, cfg) and cfg.small_batch_size
-    return cfg.small_batch_size if small else cfg.total_batch_size, cfg.seq_len
+    half = step < in_steps(cfg.small_steps, cfg)
+    return cfg.total_batch_size // (2 if half else 1), cfg.seq_len
 
 
 # ----------------------------------------------------------------------------------- 4. one update

@@ -113,24 +113,25 @@ def six_minutes(runs, out_path, dark):
 def speedrun(runs, out_path, dark):
     """Validation loss against seconds of training: speedrun.py's blue, what it is compared with
     orange, each named at its end. Of several seeds, the one with the median loss."""
-    recipes, rows = ("gpt2", "muon", "readable", "speedrun", "+fp8_head"), {}
-    for recipe in recipes:
+    recipes, rows = ("gpt2", "muon", "readable", "speedrun", "+decay"), {}
+    for recipe in recipes:  # +decay, with more flags, is what the preset has become
         seeds = records(runs, "speedrun_h200", "curve", recipe=recipe)
+        seeds = [r for r in seeds if recipe == "+decay" or not r["more"]]
         rows[recipe] = sorted(seeds, key=lambda r: r["curve"][-1][2])[len(seeds) // 2]
     ends = {recipe: row["curve"][-1] for recipe, row in rows.items()}
     title = f"In a minute on one H200: GPT-2's recipe {ends['gpt2'][2]:.2f}, "
-    title += f"speedrun.py {ends['speedrun'][2]:.2f} nats a token"
+    title += f"speedrun.py {ends['+decay'][2]:.2f} nats a token"
     note = "124M shape's trunk: 12 layers, 768 channels; books and textbooks; "
     figure, ax = blank(5.4, title, note + where_and_when(rows.values()))
     names = {"gpt2": "GPT-2's recipe", "muon": "train_gpt2.py, Muon", "readable": "readable recipe"}
-    names |= {"speedrun": "speedrun.py", "+fp8_head": "its head in fp8"}
+    names |= {"speedrun": "speedrun.py, earlier", "+decay": "speedrun.py"}
     box = dict(facecolor=PAPER[dark]["paper"], edgecolor="none", pad=1)  # no line behind a text
     last = max(seconds for seconds, *_ in ends.values())
     place = 0  # of the label below, in nats
     for recipe in reversed(recipes):
         seconds, _, losses = zip(*rows[recipe]["curve"][1:])  # the first is before training
-        color = color_of("blue" if recipe in ("speedrun", "+fp8_head") else "orange", dark)
-        look = "o--" if recipe == "+fp8_head" else "o-"
+        color = color_of("blue" if recipe in ("speedrun", "+decay") else "orange", dark)
+        look = "o--" if recipe == "speedrun" else "o-"
         ax.plot(seconds, losses, look, color=color, markersize=3)
         loss = ends[recipe][2]
         place = max(place + 0.15, loss)  # no label on another

@@ -26,7 +26,7 @@ from lab.cli import UserError, command, parse
 from lab.files import check_writable
 
 READABLE = """--no_mix_input --no_smear --value_tables 0 --optimizer muon --no_polar_express
-    --momentum_warmup 0 --weight_decay 0.01 --no_cautious"""
+    --momentum_warmup 0 --weight_decay 0.01 --no_cautious --small_steps 0"""
 RATES = "--muon_lr 0.02 --lr 0.003125 --embed_lr 0.3 --scalar_lr 0.01"  # the field's, at this size
 MARK = "--total_batch_size 131072 --val_tokens 1048576"
 GPU, LAPTOP = f"--preset speedrun {MARK}", "--preset laptop"
@@ -39,9 +39,9 @@ OFF = {
 }  # fmt: skip
 MORE = {  # what a GPU alone can decide
     "fp8_head": "--fp8 head", "fp8_all": "--mlp gelu --fp8 all", "cap": "--logit_cap 15",
-    "bigrams": "--bigram_rows 250000", "values": "--value_tables 3", "decay": "--weight_decay 0.1",
-    "small_start": "--small_batch_size 65536 --small_steps 0.25",
+    "bigrams": "--bigram_rows 250000", "values": "--value_tables 3",
 }  # fmt: skip
+LESS = {"small_start": "--small_steps 0", "decay": "--weight_decay 0"}  # a laptop's has them not
 SMALL = {"values": "--value_tables 1", "mix_input": "--mix_input", "smear": "--smear"}
 RECIPES = {
     "gpu": {
@@ -50,7 +50,7 @@ RECIPES = {
             --min_lr 0 --schedule wsd --warmup_steps 0.025 --decay_steps 0.625 --fp8 all""",
         "readable": f"speedrun.py {GPU} {READABLE} {RATES}",
         "speedrun": f"speedrun.py {GPU}",
-        **{f"no_{name}": f"speedrun.py {GPU} {flags}" for name, flags in OFF.items()},
+        **{f"no_{name}": f"speedrun.py {GPU} {flags}" for name, flags in (OFF | LESS).items()},
         **{f"+{name}": f"speedrun.py {GPU} {flags}" for name, flags in MORE.items()},
     },
     "laptop": {

@@ -213,7 +213,7 @@ def test_logits_are_capped_in_training_and_sampling_alike():
 
 
 def test_rates_momentum_and_stages_meet_their_corners(tmp_path, shards):
-    plan = dict(max_steps=100, decay_steps=50, momentum_warmup=10, small_batch_size=64)
+    plan = dict(max_steps=100, decay_steps=50, momentum_warmup=10)
     run = in_process(tmp_path, shards, **plan, small_steps=20)
     of_muon, *others = run.optimizer.param_groups
     assert all("momentum" in g for g in run.optimizer.parts[0].param_groups)
@@ -251,7 +251,7 @@ def run_speedrun(tmp_path, shards):
 
 def test_six_steps_are_three_and_resume_and_three_and_tools_read_them(tmp_path, run_speedrun):
     """With a stage that ends in between."""
-    more = "--max_steps 6 --small_batch_size 64 --small_steps 4 --bigram_rows 100 --val_every 6"
+    more = "--max_steps 6 --small_steps 4 --bigram_rows 100 --val_every 6"
     said, folder = run_speedrun(*more.split(), "--weight_decay", 0.1), tmp_path / "log/r"
     whole = read_run(folder)
     assert [e["tokens"] for e in of_kind(whole, "train")] == [64, 128, 192, 256, 384, 512]
@@ -329,7 +329,7 @@ def test_each_difference_can_be_taken_back(tmp_path, shards):
         assert losses({name: value}) != usual, name
     for settings in (
         dict(optimizer="muon"), dict(optimizer="adamw", muon_lr=3e-3), dict(polar_express=False),
-        dict(momentum_warmup=100), dict(small_batch_size=64, small_steps=2), dict(weight_decay=1.0),
+        dict(momentum_warmup=100), dict(small_steps=2), dict(weight_decay=1.0),
     ):  # fmt: skip
         assert losses(**settings) != usual, settings
     assert losses(weight_decay=1.0) != losses(weight_decay=1.0, cautious=False)
@@ -344,7 +344,7 @@ def test_compiling_agrees_with_eager_and_compiles_nothing_after_warm_up(
     monkeypatch.setattr(train_gpt2.device, "why_no_compile", lambda *_: "")
     torch._dynamo.reset()
     counters.clear()
-    staged, graphs = dict(small_batch_size=64, small_steps=2), set()
+    staged, graphs = dict(small_steps=2), set()
     runs = [in_process(tmp_path, shards, compile=c, **staged) for c in (False, True)]
     for _ in range(4):
         a, b = (run.update()[0].sum().item() for run in runs)
