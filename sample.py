@@ -24,7 +24,7 @@ from lab.cli import UserError, command, parse, say
 from lab.data.chat import STOPS, fit_chat
 from lab.data.tokenizers import printable
 from lab.files import check_writable, template, write_whole
-from lab.generate import KVCache, generate
+from lab.generate import KVCache, generate, read_ahead
 from lab.shading import shade
 from lab.stream import Text, fast_step, pieces, ready
 from lab.world import World
@@ -86,7 +86,8 @@ def complete(model, tokenizer, prompt, cfg, seed, write, cache=None):
     # In training, end-of-text leads every document.
     idx = torch.tensor([[tokenizer.eot] + tokenizer.encode(prompt)], device=how["generator"].device)
     idx = idx.expand(cfg.num_samples, -1)
-    for i, (tokens, logits) in enumerate(generate(model, idx, cfg.max_new_tokens, **how)):
+    written = read_ahead(generate(model, idx, cfg.max_new_tokens, **how))
+    for i, (tokens, logits) in enumerate(written):
         if i == 0:  # it fits
             write(prompt)
         for text, token, row in zip(texts, tokens.tolist(), logits):

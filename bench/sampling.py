@@ -23,7 +23,7 @@ from records import append_record, card_name, origin, print_rows
 from lab import models
 from lab.cli import UserError, command, parse, say
 from lab.device import Precision, find_device
-from lab.generate import KVCache, generate
+from lab.generate import KVCache, generate, read_ahead
 from lab.kernels.int8 import use_int8
 from lab.stream import fast_step
 from lab.tools.export import in_transformers
@@ -63,7 +63,8 @@ def sides_of(cfg, device):
         cache = KVCache(mine.config.block_size, step) if step else None
 
         def write(ids, n):
-            return (token for token, _ in generate(mine, ids, n, temperature=0, cache=cache))
+            pairs = generate(mine, ids, n, temperature=0, cache=cache)
+            return (token for token, _ in read_ahead(pairs))
 
         return write
 

@@ -112,11 +112,35 @@ def generate(
         else:
             with sdpa_kernel(KERNELS):
                 logits, _ = model(new, position=position, mask=mask, cache=cache)
-        logits = logits[:, -1].float()  # (B, V)
+        logits = logits[:, -1].to(torch.float32, copy=True)  # (B, V); a step writes over its own
         token = sample_token(logits, temperature, top_k, top_p, generator)
         yield token, logits
         idx = torch.cat([idx, token[:, None]], dim=1)
         new = token[:, None] if use_cache else idx
+
+
+def read_ahead(pairs):
+    """The pairs of generate, tokens on the CPU. A GPU is already at work on the next token while
+    who asks reads one: it would wait for that and for the next launch, as long as for a small model."""
+    waiting = []
+    for token, logits in pairs:
+        if not token.is_cuda:
+            yield token, logits
+            continue
+        here = torch.empty(token.shape, dtype=token.dtype, pin_memory=True)
+        here.copy_(token, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+        waiting.append((copied, here, logits))
+        if len(waiting) == 2:
+            yield arrived(*waiting.pop(0))
+    for last in waiting:
+        yield arrived(*last)
+
+
+def arrived(copied, token, logits):
+    copied.synchronize()
+    return token, logits
 
 
 def sample_token(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):

@@ -8,7 +8,7 @@ from lab import models, shading
 from lab.cli import UserError
 from lab.data.tokenizers import END_OF_TEXT, get_tokenizer, name_of_size
 from lab.device import Precision, why_no_compile
-from lab.generate import compiled, generate
+from lab.generate import compiled, generate, read_ahead
 from lab.kernels import one_token
 from lab.kernels.int8 import use_int8
 
@@ -84,7 +84,7 @@ def pieces(model, tokenizer, ids, max_new_tokens, likeliest=0, stop=(), **how):
     text, held = Text(tokenizer), []
     # a character may be half there
     text.decoder.decode(b"".join(map(tokenizer.bytes_of, ids[-4:])))
-    for token, logits in generate(model, idx, max_new_tokens, **how):
+    for token, logits in read_ahead(generate(model, idx, max_new_tokens, **how)):
         token = token.item()
         piece = {"id": token, "text": text.add(token), "end": None}
         if likeliest:

@@ -4,8 +4,8 @@ One new token reads every weight once and multiplies each a single time, so the 
 memory, and a kernel that starts or ends is time in which nothing is read. A compiled block has some
 fifteen kernels. Here a product takes what stands around it along: the LayerNorm of what it reads,
 the GELU or the addition of what it writes. Attention keeps its key and value itself, and reads
-the cache as far as it is filled. On Hopper and newer a kernel also loads its first weights while
-the one before it ends ("programmatic dependent launch", CUDA's programming guide). A CUDA graph
+the cache as far as it is filled. On Hopper and newer a kernel also loads its weights while the
+one before it ends ("programmatic dependent launch", CUDA's programming guide). A CUDA graph
 records all kernels once and starts them together.
 
 Shape letters: C channels, H heads, D head size, L tokens that the cache has room for.
@@ -89,11 +89,12 @@ def product(x, linear, norm=None, gelu=False, add=None):
     an addition after it. Sums are in 32 bits and rounded once."""
     N, C = linear.weight.shape
     y = x.new_empty(N)
-    rows, columns = (8, 256) if N > 2 * C else (4, 1024)  # of a program: measured on an H200
+    rows = 8 if N > 2 * C else 4 if N >= C else 1  # of the weight in a program: measured on an H200
     of_norm = (norm.weight, norm.bias, norm.eps) if norm else (None, None, 0.0)
     has = norm is not None, linear.bias is not None, gelu, add is not None
+    sizes = rows, 1 << (C - 1).bit_length()
     launch = kernels()["product"][(-(-N // rows),)]
-    launch(x, linear.weight, linear.bias, *of_norm, add, y, N, C, *has, rows, columns, **early(x))
+    launch(x, linear.weight, linear.bias, *of_norm, add, y, N, C, *has, *sizes, **early(x))
     return y
 
 
@@ -132,38 +133,28 @@ def kernels():
         NORM: tl.constexpr, BIAS: tl.constexpr, GELU: tl.constexpr, ADD: tl.constexpr,
         ROWS: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
     ):  # fmt: skip
-        """ROWS numbers of y, from as many rows of the weight."""
+        """ROWS numbers of y, from as many rows of the weight. COLUMNS: C or more, a power of 2."""
         row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         column = tl.arange(0, COLUMNS)
-        there = (row < N)[:, None]
-        tile = weight + row[:, None].to(tl.int64) * C + column[None, :]
-        w = tl.load(tile, mask=there & (column < C)[None, :], other=0.0)
+        there, inside = row < N, column < C
+        place = row[:, None].to(tl.int64) * C + column[None, :]
+        read = there[:, None] & inside[None, :]
+        w = tl.load(weight + place, mask=read, other=0.0, eviction_policy="evict_first")
         wait(EARLY)
+        v = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
         if NORM:
-            channel = tl.arange(0, triton.next_power_of_2(C))
-            v = tl.load(x + channel, mask=channel < C, other=0.0).to(tl.float32)
-            mean = tl.sum(v, 0) / C
-            v = tl.where(channel < C, v - mean, 0.0)
-            std = tl.sqrt(tl.sum(v * v, 0) / C + eps)
-        total = tl.zeros([ROWS, COLUMNS], tl.float32)
-        for start in tl.static_range(0, C, COLUMNS):
-            inside = start + column < C
-            if start > 0:
-                w = tl.load(tile + start, mask=there & inside[None, :], other=0.0)
-            v = tl.load(x + start + column, mask=inside, other=0.0).to(tl.float32)
-            if NORM:
-                g = tl.load(gain + start + column, mask=inside, other=0.0).to(tl.float32)
-                b = tl.load(shift + start + column, mask=inside, other=0.0).to(tl.float32)
-                v = (v - mean) / std * g + b
-            total += w.to(tl.float32) * v[None, :]
-        out = tl.sum(total, 1)
+            v = tl.where(inside, v - tl.sum(v, 0) / C, 0.0)
+            v /= tl.sqrt(tl.sum(v * v, 0) / C + eps)
+            g = tl.load(gain + column, mask=inside, other=0.0).to(tl.float32)
+            v = v * g + tl.load(shift + column, mask=inside, other=0.0).to(tl.float32)
+        out = tl.sum(w.to(tl.float32) * v[None, :], 1)
         if BIAS:
-            out += tl.load(bias + row, mask=row < N, other=0.0).to(tl.float32)
+            out += tl.load(bias + row, mask=there, other=0.0).to(tl.float32)
         if GELU:  # tanh's: 0.5 (1 + tanh(z)) is 1 / (1 + exp(-2 z)); sqrt(2 / pi)
             out /= 1 + tl.exp(-2 * 0.7978845608028654 * (out + 0.044715 * out * out * out))
         if ADD:
-            out += tl.load(add + row, mask=row < N, other=0.0).to(tl.float32)
-        tl.store(y + row, out.to(y.dtype.element_ty), mask=row < N)
+            out += tl.load(add + row, mask=there, other=0.0).to(tl.float32)
+        tl.store(y + row, out.to(y.dtype.element_ty), mask=there)
 
     @triton.jit
     def attend(
@@ -171,29 +162,32 @@ def kernels():
         BLOCK: tl.constexpr, EARLY: tl.constexpr,
     ):  # fmt: skip
         """One head, by online softmax: first the token itself, then BLOCK earlier ones at a time."""
+        head, channel, token = tl.program_id(0), tl.arange(0, D), tl.arange(0, BLOCK)
+        here = tl.load(position)
+        keys += head.to(tl.int64) * L * D
+        values += head.to(tl.int64) * L * D
+        place = token[:, None] * D + channel[None, :]
+        k = tl.load(keys + place, mask=(token < here)[:, None], other=0.0)
+        v = tl.load(values + place, mask=(token < here)[:, None], other=0.0)
         wait(EARLY)
-        head, channel, here = tl.program_id(0), tl.arange(0, D), tl.load(position)
         q = tl.load(qkv + head * D + channel).to(tl.float32) * scale
         own_k = tl.load(qkv + C + head * D + channel)
         own_v = tl.load(qkv + 2 * C + head * D + channel)
-        keys += head.to(tl.int64) * L * D
-        values += head.to(tl.int64) * L * D
         tl.store(keys + here * D + channel, own_k)
         tl.store(values + here * D + channel, own_v)
         top, out = tl.sum(q * own_k.to(tl.float32), 0), own_v.to(tl.float32)
         total = tl.exp(top - top)  # 1: its share before it is divided by all
         for start in range(0, here, BLOCK):
-            token = start + tl.arange(0, BLOCK)
-            before = token < here
-            place = token[:, None] * D + channel[None, :]
-            k = tl.load(keys + place, mask=before[:, None], other=0.0).to(tl.float32)
-            v = tl.load(values + place, mask=before[:, None], other=0.0).to(tl.float32)
-            score = tl.where(before, tl.sum(k * q[None, :], 1), float("-inf"))
+            score = tl.sum(k.to(tl.float32) * q[None, :], 1)
+            score = tl.where(start + token < here, score, float("-inf"))
             higher = tl.maximum(top, tl.max(score, 0))
             shrunk, share = tl.exp(top - higher), tl.exp(score - higher)
             total = total * shrunk + tl.sum(share, 0)
-            out = out * shrunk + tl.sum(share[:, None] * v, 0)
+            out = out * shrunk + tl.sum(share[:, None] * v.to(tl.float32), 0)
             top = higher
+            before = (start + BLOCK + token < here)[:, None]  # the next ones
+            k = tl.load(keys + (start + BLOCK) * D + place, mask=before, other=0.0)
+            v = tl.load(values + (start + BLOCK) * D + place, mask=before, other=0.0)
         tl.store(y + head * D + channel, (out / total).to(y.dtype.element_ty))
 
     return {"product": product, "attend": attend}
