@@ -65,8 +65,9 @@ class BertConfig(gpt2.GPTConfig):
 
 @dataclass
 class BertTrainConfig(gpt2.TrainConfig):
-    """One run. bert-base only copies for its first 2,600 steps (docs/LOG.md); Devlin et al. took a
-    million, of 131,072 tokens, AdamW at 1e-4, 10,000 of them to warm up, on 3.3B words (A.2)."""
+    """One run. bert-base only copies for its first 2,600 steps, with AdamW for 7,600 and more
+    (docs/LOG.md). Devlin et al. took a million, of 131,072 tokens, AdamW at 1e-4, 10,000 of them to
+    warm up, on 3.3B words (A.2)."""
 
     preset: str = "bert-base"  # where the other defaults come from: bert-base or laptop
     data: str = "data/wikitext103"  # folder of token shards (fineweb.py --tokenizer wordpiece)
