@@ -10,6 +10,7 @@ meaning.
 """
 
 import math
+import re
 import statistics
 import sys
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ from lab.cli import UserError, command, parse
 from lab.files import check_writable
 from lab.tools.plot import draw
 from lab.tools.records import column, read_log, short
-from lab.tools.style import PAPER, color_of, style
+from lab.tools.style import PAPER, color_of, reference, style
 
 # tokens/s of the same work by others' published programs on an H200, measured outside this
 # repository
@@ -162,6 +163,32 @@ def bert_words(runs, out_path, dark):
             cell(ax, x, y, f"{guess}  {p:.0%}", color, p if guess == was else 0)
     cells_of(ax, list(guesses), hidden)
     ax.set(ylabel="what was hidden")
+    figure.savefig(out_path)
+
+
+@made_by("python bert.py --preset bert-base --seq_len 128 --max_steps 7666")
+def bert_break(runs, out_path, dark):
+    """Validation loss of BERT-base by updates: where it stops copying and begins to guess."""
+    curves = {}
+    for name, which in {"AdamW": "adamw", "Muon, whole words": "whole"}.items():
+        rows = records(runs, f"bert_h200_{which}_7666", "accuracy", kind="val")
+        curves[name] = [(r["step"], r["loss"], r["accuracy"]) for r in rows]
+    # this run was killed, and its screen is what is left of it
+    shown = r"step +(\d+): validation loss ([\d.]+), ([\d.]+)%"
+    rows = re.findall(shown, (runs / "bert_h200_break.txt").read_text())
+    curves["Muon"] = [(int(step), float(loss), float(right) / 100) for step, loss, right in rows]
+    title = "BERT-base on one H200: copying, until it suddenly learns to guess"
+    note = "25M pieces of books and textbooks, 16,384 an update, one seed, NVIDIA H200, 2026-11-24"
+    figure, ax = blank(4, title, note)
+    for name, curve in curves.items():
+        steps, losses, shares = zip(*curve[1:])  # the first is before training
+        color = color_of("orange" if name == "AdamW" else "blue", dark)
+        ax.plot(steps, losses, "o--" if "whole" in name else "o-", color=color, markersize=3)
+        text = f"{name} {losses[-1]:.2f}, {shares[-1]:.0%} right"
+        write(ax, text, steps[-1], losses[-1], dx=6, color=color)
+    reference(ax, 6.91, "unigram guess 6.91, 6% right", left=True)
+    ax.set(xlabel="updates", ylabel="validation loss (nats per hidden piece)", xlim=(0, 10_200))
+    ax.xaxis.set_major_formatter(shorten)
     figure.savefig(out_path)
 
 
