@@ -52,7 +52,6 @@ class GPTConfig:
     mlp: Literal["relu2", "gelu"] = "relu2"  # gelu: GPT-2's MLP, with its biases and 8-bit kernels
     zero_init: bool = True  # what is added to the residual stream begins as 0
     tied: bool = False  # one matrix for embedding and head, as in GPT-2
-    logit_cap: float = 0.0  # logits lie within +- this; 0 is off
     value_tables: int = 1  # embeddings of the token itself that are added to attention's values
     mix_input: bool = True  # each block also sees the first embedding, as much as it learns to
     smear: bool = True  # each embedding has a share of the one before it
@@ -225,23 +224,6 @@ class Block(nn.Module):
         return x + self.mlp(norm(x))
 
 
-class CappedLoss(HeadLoss):
-    """Logits within +- cap (Gemma 2: Riviere et al. 2024): no token can be sure beyond reason."""
-
-    def __init__(self, vocab_size, cap):
-        super().__init__(vocab_size)
-        self.cap = cap
-
-    def forward(self, x, weight, targets, reduction):
-        logits = capped(F.linear(x, weight)[:, : self.vocab_size].float(), self.cap)
-        losses = F.cross_entropy(logits, targets, ignore_index=-1, reduction="none")
-        return losses if reduction == "none" else losses.sum()
-
-
-def capped(logits, cap):
-    return cap * torch.tanh(logits / cap) if cap else logits
-
-
 class Smear(nn.Module):
     """Adds to each embedding a share of the one before, which a gate chooses: pairs of tokens are
     seen before the first attention layer has found them."""
@@ -277,8 +259,6 @@ class GPT(nn.Module):
         if config.tied:
             self.lm_head.weight = self.transformer.wte.weight
         self.head_loss = HeadLoss(config.vocab_size)
-        if config.logit_cap:
-            self.head_loss = CappedLoss(config.vocab_size, config.logit_cap)
         self.init_weights()
 
     def init_weights(self):
@@ -338,8 +318,8 @@ class GPT(nn.Module):
         """As train_gpt2.GPT's."""
         x = self.hidden(idx, position, mask, cache)
         if targets is None:
-            logits = self.lm_head(x if cache is None else x[:, -1:])[..., : self.config.vocab_size]
-            return capped(logits, self.config.logit_cap), None
+            logits = self.lm_head(x if cache is None else x[:, -1:])
+            return logits[..., : self.config.vocab_size], None
         loss = self.head_loss(x.flatten(0, 1), self.lm_head.weight, targets.flatten(), reduction)
         if reduction == "none":
             return None, loss.view_as(targets)
@@ -416,9 +396,8 @@ def set_up(model_config, cfg, world, state=None):
     """As train_gpt2.py's."""
     if cfg.parallel != "ddp":
         raise UserError(f"parallel={cfg.parallel} is for AdamW alone; leave it out")
-    # a micro-batch that divides the smallest step; the fused loss knows no cap
-    kernels = "plain" if model_config.logit_cap else cfg.kernels
-    first = dataclasses.replace(cfg, total_batch_size=stage(0, cfg)[0], kernels=kernels)
+    # a micro-batch that divides the smallest step
+    first = dataclasses.replace(cfg, total_batch_size=stage(0, cfg)[0])
     run = train_gpt2.set_up(model_config, first, world, state, Run)
     run.cfg = cfg
     return run

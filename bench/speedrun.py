@@ -38,7 +38,7 @@ OFF = {
     "momentum": "--momentum_warmup 0",
 }  # fmt: skip
 MORE = {  # what a GPU alone can decide
-    "fp8_head": "--fp8 head", "fp8_all": "--mlp gelu --fp8 all", "cap": "--logit_cap 15",
+    "fp8_head": "--fp8 head", "fp8_all": "--mlp gelu --fp8 all",
     "bigrams": "--bigram_rows 250000", "values": "--value_tables 3",
 }  # fmt: skip
 LESS = {"small_start": "--small_steps 0", "decay": "--weight_decay 0"}  # a laptop's has them not

@@ -7,7 +7,6 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from conftest import ROOT, VOCAB, differing_parts, of_kind, read_run, run_python, run_two
 
 import hellaswag
@@ -38,7 +37,7 @@ def tiny_model(**changes):
     return model
 
 
-EVERYTHING = dict(bigram_rows=100, logit_cap=5.0, value_tables=2)
+EVERYTHING = dict(bigram_rows=100, value_tables=2)
 
 
 # ------------------------------------------------------------------------------------------- Muon
@@ -200,15 +199,6 @@ def test_first_guess_is_uniform_and_pad_rows_stay_zero():
         assert len(p) > VOCAB and not p[VOCAB:].any()
 
 
-def test_logits_are_capped_in_training_and_sampling_alike():
-    model = tiny_model(logit_cap=2.0)
-    x = torch.randint(VOCAB, (2, 16))
-    logits = model(x)[0]
-    assert 1 < logits.abs().max() < 2
-    expected = F.cross_entropy(logits.flatten(0, 1), x.flatten()).item()
-    assert model(x, x)[1].item() == pytest.approx(expected, abs=1e-5)
-
-
 # --------------------------------------------------------------------------------------- schedule
 
 
@@ -324,7 +314,7 @@ def test_each_difference_can_be_taken_back(tmp_path, shards):
     assert losses() == (usual := losses())
     changes = {k: not v for k, v in vars(GPTConfig()).items() if isinstance(v, bool)}
     del changes["bf16_residual"]  # for 16 bits alone
-    changes |= dict(mlp="gelu", logit_cap=5.0, value_tables=0, bigram_rows=99)
+    changes |= dict(mlp="gelu", value_tables=0, bigram_rows=99)
     for name, value in changes.items():
         assert losses({name: value}) != usual, name
     for settings in (
