@@ -10,7 +10,7 @@ The floor of a step of 524,288 tokens is
 
 products are the layers' and the head's, forward, gradient of the input (dgrad), gradient of the
 weight (wgrad), in bf16. Attention is that of the fastest kernel. Elementwise work counts as memory
-traffic, each tensor once where one kernel could do it (PASSES says which). The logits are read and
+traffic, each tensor once where one kernel could do it (NORMS and GELU say which). The logits are read and
 written once, by the loss. The optimizer is clipping and fused AdamW. Not in it, as they could be
 hidden or avoided: casts of the weights, bias gradients, sums of gradients over micro-steps, gaps
 between kernels. On a GPU that has them, the head's and the MLP's products are also taken in 8 bits,
@@ -62,26 +62,18 @@ BACKENDS = {  # attention's kernels
     "math": SDPBackend.MATH,
 }
 
-# Elementwise traffic of a layer, in passes over one (N, C) tensor of 2 bytes a number.
-PASSES = {
-    # twice a layer: x and what is added to it are read, the new x and its norm are written
-    "residual and norm, forward": 2 * 4,
-    # twice a layer: the norm's gradient, x and the stream's gradient are read, its new one is
-    # written
-    "residual and norm, backward": 2 * 4,
-}
+# Elementwise traffic of a layer, in passes over one (N, C) tensor of 2 bytes a number. Twice a layer
+# residual and norm: forward x and what is added to it are read, the new x and its norm are written;
+# backward the norm's gradient, x and the stream's gradient are read, its new one is written.
+NORMS = 2 * (4 + 4)
 GELU = {  # 4 C wide
     # its input is written for the backward pass, and read there
-    "inside the products": {"GELU's input": 2 * 4},
+    "inside the products": 2 * 4,
     # in and out; then the output's gradient and the input in, the gradient out
-    "in its own kernels": {"forward": 2 * 4, "backward": 3 * 4},
-    # in the kernels that cast for 8-bit products, each of which reads 16 bits and writes 8 twice
-    "in the casts to 8 bits": {
-        "x": 1 + 1,
-        "GELU": 4 + 4,
-        "the output's gradient": 1 + 1,
-        "the hidden gradient, with GELU's input": 2 * 4 + 4,
-    },
+    "in its own kernels": 2 * 4 + 3 * 4,
+    # in the kernels that cast for 8-bit products, each of which reads 16 bits and writes 8 twice: of
+    # x, GELU, the output's gradient, and the hidden gradient, with GELU's input
+    "in the casts to 8 bits": (1 + 1) + (4 + 4) + (1 + 1) + (2 * 4 + 4),
 }
 IN_8_BITS = ("fc", "fc2", "head")
 ONCE = 7  # a micro-step: embedding out, its gradient in; last norm in and out, back two in, one out
@@ -92,7 +84,7 @@ class Config:
     preset: Literal[tuple(rungs.SHAPES)] = "gpt2"  # shape of the model
     batch_size: int = 0  # sequences per micro-step; 0 is the ladder's (64 for gpt2)
     tokens_per_step: int = 0  # 0 is the ladder's (524,288 for gpt2)
-    seconds: float = 3.0  # of the runs without a pause, and of the pauses before them
+    seconds: float = 3.0  # of the runs without a pause
     device: str = "auto"  # cuda, cuda:N or cpu
     out: str = str(RUNS / "floor.jsonl")  # file of measurements
 
@@ -110,7 +102,7 @@ def products(config):
 def traffic(config, positions, gelu):
     """(bytes of elementwise work, bytes of the loss on its logits) of a micro-step; gelu: one of
     GELU."""
-    passes = config.n_layer * sum((PASSES | GELU[gelu]).values()) + ONCE
+    passes = config.n_layer * (NORMS + GELU[gelu]) + ONCE
     return passes * positions * config.n_embd * 2, 2 * positions * config.padded_vocab_size * 2
 
 
@@ -191,14 +183,13 @@ class Parts:
         self.N, self.write, self.ms = batch_size * seq_len, write, {}  # ms of what worked, by name
 
     def time(self, op, make, *args, seconds=0):
-        """Measure what make(*args) returns, and write it down at once; for so many seconds without
-        a pause, if any are given. Calls without FLOPs are measured as one whole."""
+        """Measure what make(*args) returns, a call, and write it down at once; or all of its calls,
+        for so many seconds without a pause, if any are given."""
         forget(self.device)
         try:
             calls, flops, moved = make(*args)
             if seconds:
                 took, state = sustained_ms(calls, self.device, seconds)
-                took /= len(calls) if flops else 1
             else:
                 took, state = median_ms(calls, self.device), {}
         except Exception as error:  # whatever this GPU or this torch does not have
@@ -271,13 +262,6 @@ class Parts:
             return [call(), call()], flops, 4 * tensor
         return [call(), call()], 5 * flops // 2, 8 * tensor  # five: the scores are computed again
 
-    def cube(self, n):
-        def call():
-            a, b, out = (self.random(n, n) for _ in range(3))
-            return lambda: torch.mm(a, b, out=out)
-
-        return [call(), call()], 2 * n**3, 3 * 2 * n * n
-
     def copy(self, size):
         a, b = (torch.randint(256, (size,), dtype=torch.uint8, device=self.device) for _ in "ab")
         return [lambda: a.copy_(b), lambda: b.copy_(a)], 0, 2 * size
@@ -312,17 +296,13 @@ class Parts:
         return calls, None, None
 
 
-def measure(parts, seconds, train_config):
+def measure(parts, train_config):
     """Measure every part. Returns the bytes per second of a copy. KeyError if that failed."""
     device, cuda = parts.device, parts.device.type == "cuda"
     memory = torch.cuda.get_device_properties(device).total_memory if cuda else 2**28
-    size, copied = 8192 if cuda else 256, 2 ** int(math.log2(min(2**32, memory / 8)))
-    copy, cube = f"copy {copied / 2**30:g} GiB", f"{size}^3"
+    copied = 2 ** int(math.log2(min(2**32, memory / 8)))
+    copy = f"copy {copied / 2**30:g} GiB"
     parts.time(copy, parts.copy, copied)
-    time.sleep(seconds)  # a rested GPU: what a short benchmark would show
-    parts.time(cube, parts.cube, size)
-    parts.time(f"{cube} for {seconds:g} s", parts.cube, size, seconds=seconds)
-    time.sleep(seconds)
     for name, way in itertools.product(products(parts.config), WAYS):
         parts.time(f"{name} {way}", parts.product, name, way)
     for backend, way in itertools.product(BACKENDS, ("forward", "backward")):
@@ -396,7 +376,7 @@ def main(argv):
     write = writer(cfg.out, card=card_name(world.device), **about, **origin())
     parts = Parts(model, cfg.batch_size, T, world.device, write)
     try:
-        bytes_per_s = measure(parts, cfg.seconds, train_config)
+        bytes_per_s = measure(parts, train_config)
         has_fp8 = any(op.startswith("fp8") for op in parts.ms) and positions >= MIN_POSITIONS
         kinds = ((), IN_8_BITS) if has_fp8 else ((),)
         found = {in_8_bits: add_up(parts, cfg, bytes_per_s, in_8_bits) for in_8_bits in kinds}
