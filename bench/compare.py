@@ -13,7 +13,6 @@ ratios. A turn is a run of train_gpt2.py itself: GPT-2 124M, 524,288 tokens a st
 says every two steps, without the first step, which compiles. The losses are compared step by step.
 """
 
-import json
 import math
 import shlex
 import statistics
@@ -31,6 +30,7 @@ from records import (
     origin,
     print_rows,
     random_shards,
+    read_records,
     recorded,
     run_program,
 )
@@ -69,8 +69,7 @@ def take_turn(side, setting, cfg, data):
     words += [*SETTINGS[setting].split(), *shlex.split(cfg.also)]
     with tempfile.TemporaryDirectory() as folder:
         run_program(words, folder, cfg.nproc)
-        lines = Path(folder, "log", "run", "log.jsonl").read_text().splitlines()
-    return numbers(list(map(json.loads, lines)))
+        return numbers(read_records(Path(folder, "log", "run", "log.jsonl")))
 
 
 def numbers(events):

@@ -152,11 +152,9 @@ def time_steps(run, args):
         median_ms=round(float(middle), 2),
         iqr_ms=round(float(high - low), 2),
         tok_per_s=round(rate),
-        flops_per_token=flops,
         mfu=round(rate * flops / peak, 4) if peak else None,
         compile_s=round(max(0.0, first - middle / 1000), 2),
         first_loss=round(first_loss, 4),
-        last_loss=round(losses[-1], 4),
     )
     numbers |= state | dict(kernel_ms=None, profiled_ms=None)
     if device.type == "cuda":
@@ -192,7 +190,6 @@ def train_from_scratch(run, args):
         curve=curve,
         seconds=seconds,
         compile_s=round(max(0.0, first - seconds / steps), 2),
-        train_tokens=len(run.loader.shards),
         val_tokens=sums["targets"],
         first_loss=round(first_loss, 4),
         val_loss=round(sums["loss"] / sums["targets"], 5),

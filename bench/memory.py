@@ -91,11 +91,9 @@ def measure(shape, changes, compiled):
     predicted, record["moment"] = peak(s)
     record["predicted_gib"] = predicted / GIB
     forget(torch.device("cuda"))
-    left = torch.cuda.memory_allocated()  # workspaces; more would be a leak of the setting before
     try:
         measured = probe(s.model, replace(s.cfg, device="cuda"), seconds=0)[1]
-        ratio = predicted / measured
-        record |= dict(measured_gib=measured / GIB, left_before_gib=left / GIB, ratio=ratio)
+        record |= dict(measured_gib=measured / GIB, ratio=predicted / measured)
     except Exception as error:  # whatever a GPU or a compiler throws belongs to this setting alone
         record["error"] = one_sentence(error)
     return record

@@ -12,7 +12,6 @@ first update, which compiles, are left out. Every finished run is a line in --ou
 again. RECIPES says what each recipe is; no_X is speedrun without the difference X, +X with one more.
 """
 
-import json
 import statistics
 import sys
 import tempfile
@@ -90,7 +89,7 @@ def train(recipe, seed, steps, cfg, folder, measured=True):
     flags += [folder, *(["--data", cfg.data] if cfg.data else []), *cfg.more.split()]
     flags += [] if measured else ["--val_every", "0"]
     run_program([ROOT / program, *flags], ROOT, cfg.gpus)
-    return list(map(json.loads, Path(folder, "run", "log.jsonl").read_text().splitlines()))
+    return read_records(Path(folder, "run", "log.jsonl"))
 
 
 def timed(log):
