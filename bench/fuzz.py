@@ -51,9 +51,9 @@ SECONDS, MEMORY, BATCH = 20, 2 * 2**30, 100  # of a file; of a child, which read
 FORBIDDEN = "os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "socket.connect"
 PRESETS = train_gpt2.PRESETS
 TEXTS = [f"Text {i} says naïve things. " * (i % 5) for i in range(40)]
-CHATS = [
-    [{"role": "user", "content": text}, {"role": "assistant", "content": "Yes."}] for text in TEXTS
-]
+ROWS = [{"text": text, "id": i} for i, text in enumerate(TEXTS)]
+YES = {"role": "assistant", "content": "Yes."}
+CHATS = [{"messages": [{"role": "user", "content": text}, YES]} for text in TEXTS]
 SHADES = [{"text": "a", "name": "'a'", "p": 0.5, "id": 97, "likeliest": [[98, "'b'", 0.1]]}]
 ENDINGS = {"ctx": "A man", "endings": ["runs.", "is", "eats a shoe", "flew"], "label": 2, "ind": 1}
 
@@ -253,7 +253,7 @@ def prepare(**more):
 
 
 def make_manifest():
-    write_texts("t.jsonl")
+    write_lines("t.jsonl", ROWS)
     prepare(tokens="3000")
 
 
@@ -265,10 +265,9 @@ def read_manifest():
     prepare()
 
 
-def write_texts(name, pack=bytes):
+def write_lines(name, rows, pack=bytes):
     Path("in").mkdir()
-    rows = [json.dumps({"text": text, "id": i}) for i, text in enumerate(TEXTS)]
-    Path("in", name).write_bytes(pack("\n".join(rows).encode()))
+    Path("in", name).write_bytes(pack("\n".join(map(json.dumps, rows)).encode()))
 
 
 def write_parquet():
@@ -276,18 +275,11 @@ def write_parquet():
     import pyarrow.parquet as pq
 
     Path("in").mkdir()
-    pq.write_table(
-        pa.table({"text": TEXTS, "id": range(len(TEXTS))}), "in/t.parquet", row_group_size=15
-    )
-
-
-def write_chats():
-    Path("in").mkdir()
-    Path("in/c.jsonl").write_text("\n".join(json.dumps({"messages": chat}) for chat in CHATS))
+    pq.write_table(pa.Table.from_pylist(ROWS), "in/t.parquet", row_group_size=15)
 
 
 def read_hellaswag():
-    hellaswag.choose(hellaswag.tokenise(read_examples("h.jsonl"), get_tokenizer("bytes")), 64)
+    hellaswag.choose(hellaswag.tokenise(read_examples("in/h.jsonl"), get_tokenizer("bytes")), 64)
 
 
 @dataclass
@@ -302,7 +294,7 @@ def compressed(suffix, unpack, pack):
     def change(data, rng):
         return pack(change_json(unpack(data), rng))
 
-    return Kind(lambda: write_texts(f"t.jsonl.{suffix}", pack), "in/*", prepare, change)
+    return Kind(lambda: write_lines(f"t.jsonl.{suffix}", ROWS, pack), "in/*", prepare, change)
 
 
 KINDS = {
@@ -318,13 +310,12 @@ KINDS = {
     "safetensors": Kind(make_hugging_face, "model/model.safetensors", lambda: models.load("model"),
                         change_safetensors),
     "export": Kind(make_export, "model/*", lambda: models.load("model")),
-    "hellaswag": Kind(lambda: Path("h.jsonl").write_text("\n".join([json.dumps(ENDINGS)] * 9)), "h.jsonl",
-                      read_hellaswag, change_json),
+    "hellaswag": Kind(lambda: write_lines("h.jsonl", [ENDINGS] * 9), "in/*", read_hellaswag, change_json),
     "parquet": Kind(write_parquet, "in/*", prepare),
-    "jsonl": Kind(lambda: write_texts("t.jsonl"), "in/*", prepare, change_json),
+    "jsonl": Kind(lambda: write_lines("t.jsonl", ROWS), "in/*", prepare, change_json),
     "gz": compressed("gz", gzip.decompress, gzip.compress),
     "zst": compressed("zst", zstd("-d"), zstd()),
-    "chat": Kind(write_chats, "in/*", prepare, change_json),
+    "chat": Kind(lambda: write_lines("c.jsonl", CHATS), "in/*", prepare, change_json),
 }  # fmt: skip
 
 # ------------------------------------------------------------------------------------- 3. the child
