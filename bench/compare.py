@@ -57,7 +57,7 @@ class Config:
     steps: int = 16  # updates of a turn
     nproc: int = 1  # GPUs, each with a process of its own
     data: str = ""  # folder of token shards; random tokens if empty
-    also: str = ""  # more flags of both, in quotes: --also="--preset laptop --device cpu"
+    also: str = ""  # more flags of both, in quotes: --also="--seed 7 --no_compile"
     out: str = str(RUNS / "compare.jsonl")  # file of measurements
     table: bool = False  # print what the file holds, measure nothing
 
