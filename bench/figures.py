@@ -144,18 +144,23 @@ def speedrun(runs, out_path, dark):
     figure.savefig(out_path)
 
 
-@made_by("python bert.py --preset laptop")
-def bert_words(runs, out_path, dark):
+BASE = "python bert.py --preset bert-base --seq_len 128 --max_steps 7666"
+
+
+@made_by(f"{BASE} --whole_words", "bert_base_words", log="bert_h200_whole_7666")
+@made_by("python bert.py --preset laptop", "bert_words", log="bert_laptop_whole")
+def bert_words(runs, out_path, dark, log):
     """What a run of bert.py puts in the place of hidden words at each step it was asked: its first
     guess, where that is right the more orange the surer it is."""
-    asked = records(runs, "bert_laptop_whole", "words", kind="sample")
+    asked = records(runs, log, "words", kind="sample")
     known = [i for i, word in enumerate(asked[0]["words"]) if word["was"] != "[MASK]"]
     hidden = [asked[0]["words"][i]["was"] for i in known]
     guesses = {f"step {r['step']:,}": [r["words"][i]["guesses"][0] for i in known] for r in asked}
     *_, (step, last) = guesses.items()
     right = sum(guess == was for (guess, _), was in zip(last, hidden))
     title = f"Hidden words: {right} of {len(hidden)} first guesses are right after {step[5:]} steps"
-    note = "bert.py --preset laptop, two texts of validation"
+    note = "BERT-base, whole words, H200" if "h200" in log else "bert.py --preset laptop"
+    note += ", two texts of validation"
     figure, ax = blank(1.2 + 0.27 * len(hidden), title, note)
     for x, firsts in enumerate(guesses.values()):
         for y, ((guess, p), was) in enumerate(zip(firsts, hidden)):
@@ -166,7 +171,7 @@ def bert_words(runs, out_path, dark):
     figure.savefig(out_path)
 
 
-@made_by("python bert.py --preset bert-base --seq_len 128 --max_steps 7666")
+@made_by(BASE)
 def bert_break(runs, out_path, dark):
     """Validation loss of BERT-base by updates: where it stops copying and begins to guess."""
     curves = {}
