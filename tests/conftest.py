@@ -104,6 +104,17 @@ def of_kind(run, kind):
     return [e for e in run.events if e["kind"] == kind]
 
 
+def add_noise(model, std=0.1):
+    """Fresh weights hide a lost bias, swapped layer norms and more: both are 0 or 1 throughout."""
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.add_(torch.randn(p.shape, generator=generator), alpha=std)
+            if name in getattr(model, "vocab_rows", ()):
+                p[model.config.vocab_size :] = 0
+    return model
+
+
 def difference(a, b):
     """Largest difference of two state dicts with the same names."""
     assert a.keys() == b.keys()

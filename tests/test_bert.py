@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, difference, of_kind, read_run, run_python, run_two, succeed
+from conftest import ROOT, add_noise, difference, of_kind, read_run, run_python, run_two, succeed
 
 import train_gpt2
 from bert import Bert, BertConfig, Masking
@@ -55,21 +55,10 @@ def tokenizer(texts):
     return get_tokenizer(str(texts / "words" / "tokenizer.json"))
 
 
-def add_noise(model):
-    """Fresh weights hide a lost bias and swapped norms."""
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            p.add_(torch.randn(p.shape, generator=generator), alpha=0.2)
-            if name in getattr(model, "vocab_rows", ()):
-                p[model.config.vocab_size :] = 0
-    return model
-
-
 def tiny_bert(vocab_size=101, **changes):
     torch.manual_seed(7)
     config = BertConfig(**TINY | changes, vocab_size=vocab_size, vocab_multiple=8)
-    return add_noise(Bert(config))
+    return add_noise(Bert(config), std=0.2)
 
 
 # ------------------------------------------------------------------ the same model as transformers'
@@ -84,7 +73,7 @@ def pair(folder, n_layer=2, n_head=4, n_embd=32):
         intermediate_size=4 * n_embd, max_position_embeddings=24, hidden_dropout_prob=0,
         attention_probs_dropout_prob=0,
     )  # fmt: skip
-    theirs = add_noise(transformers.BertForMaskedLM(config)).train()
+    theirs = add_noise(transformers.BertForMaskedLM(config), std=0.2).train()
     theirs.save_pretrained(folder)
     return theirs, Bert.from_pretrained(str(folder))
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from test_weights import add_noise
+from conftest import add_noise
 
 from lab.data.documents import hide_other_documents
 from lab.tools.inside import Table, attention_page, laptop_run, lens, mass, watch, without_head
@@ -15,7 +15,7 @@ from train_gpt2 import GPT, PRESETS
 
 @pytest.fixture
 def model(tiny_config):
-    return add_noise(GPT(tiny_config), tiny_config.vocab_size)
+    return add_noise(GPT(tiny_config))
 
 
 @pytest.fixture

@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import VOCAB
-from test_weights import add_noise
+from conftest import VOCAB, add_noise
 
 from lab.data.documents import document_mask, hide_other_documents
 from train_gpt2 import GPT, MLP, PRESETS, GPTConfig, param_groups
@@ -16,7 +15,7 @@ from train_gpt2 import GPT, MLP, PRESETS, GPTConfig, param_groups
 
 def noisy(config, seed=0):
     torch.manual_seed(seed)
-    return add_noise(GPT(config), config.vocab_size)
+    return add_noise(GPT(config))
 
 
 def variant(model, **changes):

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from conftest import ROOT, VOCAB, differing_parts, of_kind, read_run, run_python, run_two
+from conftest import ROOT, VOCAB, add_noise, differing_parts, of_kind, read_run, run_python, run_two
 
 import hellaswag
 import speedrun
@@ -29,12 +29,7 @@ FLAGS = (
 
 
 def tiny_model(**changes):
-    """With noise on all parameters: fresh ones are 0 where it matters."""
-    model = GPT(GPTConfig(**TINY | changes))
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn_like(p), alpha=0.1)
-    return model
+    return add_noise(GPT(GPTConfig(**TINY | changes)))
 
 
 EVERYTHING = dict(bigram_rows=100, value_tables=2)

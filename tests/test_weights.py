@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, equal_bits, run_python
+from conftest import ROOT, add_noise, equal_bits, run_python
 
 from lab import models, weights
 from lab.cli import UserError
@@ -22,21 +22,11 @@ TOLERANCE = 1e-4
 SHAPES = {"gpt2": (2, 12, 48), "gpt2-xl": (5, 25, 100)}
 
 
-def add_noise(model, vocab_size):
-    """Fresh weights hide a lost bias, swapped layer norms and more: both are 0 or 1 throughout."""
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn(p.shape, generator=generator), alpha=0.1)
-        model.transformer.wte.weight[vocab_size:] = 0
-    return model
-
-
 def tiny_gpt(vocab_size=101, vocab_multiple=8, **changes):
     torch.manual_seed(7)
     shape = dict(n_layer=2, n_head=4, n_embd=32, block_size=16) | changes
     config = GPTConfig(**shape, vocab_size=vocab_size, vocab_multiple=vocab_multiple)
-    return add_noise(GPT(config), vocab_size)
+    return add_noise(GPT(config))
 
 
 def saved(model, path, **more):
@@ -54,7 +44,7 @@ def tiny_transformers(shape="gpt2", vocab_size=101):
         n_layer=n_layer, n_head=n_head, n_embd=n_embd, n_positions=24, vocab_size=vocab_size,
         attn_pdrop=0, embd_pdrop=0, resid_pdrop=0, attn_implementation="eager",
     )  # fmt: skip
-    return add_noise(GPT2LMHeadModel(config), vocab_size).train()
+    return add_noise(GPT2LMHeadModel(config)).train()
 
 
 def equal_models(a, b):
