@@ -90,17 +90,9 @@ def test_every_variant_of_every_shape_is_a_valid_run(tmp_path):
     args = tiny_args(tmp_path, shapes=tuple(rungs.SHAPES), groups=tuple(rungs.VARIANTS))
     keys = [rungs.key_of(case.about(args, "H9")) for case in rungs.cases(args)]
     assert len(set(keys)) == len(keys) > 300
-    best = rungs.VARIANTS["rungs"]["fp8_mlp"]
-    assert best == dict(
-        precision="bf16",
-        attention="sdpa",
-        compile_mode="default",
-        vocab_multiple=128,
-        adamw="fused",
-        head="fp8",
-        mlp="fp8",
-        bf16_residual=True,
-    )
+    best = dict(precision="bf16", attention="sdpa", compile_mode="default", adamw="fused")
+    best |= dict(vocab_multiple=128, bf16_residual=True, head="fp8", mlp="fp8")
+    assert rungs.VARIANTS["rungs"]["fp8_mlp"] == best
 
 
 def test_group_speed_trains_as_the_programs_do_with_those_flags(tmp_path):
@@ -282,4 +274,4 @@ def test_floor_of_a_tiny_model(tmp_path, monkeypatch):
     floors = [r for op, r in found.items() if op.startswith("floor: ")]
     assert len(floors) == 4
     for r in floors:
-        assert r["over_floor"] == pytest.approx(r["step_ms"] / r["ms"], rel=1e-3)
+        assert r["over_floor"] == pytest.approx(r["step_ms"] / r["ms"], rel=1e-3, abs=1e-4)
