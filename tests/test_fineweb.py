@@ -125,6 +125,9 @@ def test_every_format_gives_the_same_tokens(corpus, tmp_path):
     for path in sorted(tmp_path.iterdir()):
         make("--source", path, "--out", tmp_path / path.name[0])
         assert np.array_equal(stream_of(tmp_path / path.name[0]), plain_stream(texts)), path.name
+        val, train = read_manifest(tmp_path / path.name[0])["shards"]
+        share = val["tokens"] / (val["tokens"] + train["tokens"])
+        assert 0.05 < share < 0.2, "of a small corpus a tenth is for validation"
 
 
 def test_a_text_file_is_one_document_however_long(tmp_path, monkeypatch):
@@ -159,12 +162,6 @@ def test_tokens_stops_early_and_goes_on_later(corpus, tmp_path):
             first = before.read(0, len(before))
         assert np.array_equal(before.read(0, len(before)), first)
     assert hashes(tmp_path) == hashes(folder / "out")
-
-
-def test_small_corpus_keeps_a_tenth_for_validation(corpus, tmp_path):
-    make("--source", corpus[0] / "in", "--out", tmp_path)
-    val, train = read_manifest(tmp_path)["shards"]
-    assert 0.05 < val["tokens"] / (val["tokens"] + train["tokens"]) < 0.2
 
 
 def test_texts_in_the_data_folder_stay(tmp_path, monkeypatch):
