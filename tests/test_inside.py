@@ -9,7 +9,7 @@ import torch
 from conftest import add_noise
 
 from lab.data.documents import hide_other_documents
-from lab.tools.inside import Table, attention_page, laptop_run, lens, mass, watch, without_head
+from lab.tools.inside import attention_page, laptop_run, lens, mass, watch, without_head
 from train_gpt2 import GPT, PRESETS
 
 
@@ -91,13 +91,6 @@ def test_the_page_shows_any_text_and_the_right_numbers(model):
     percent = json.loads(re.search(r"percent = ({.*?}),", page)[1])
     expected = [row[: t + 1].mul(100).round().tolist() for t, row in enumerate(weights[1][0, 0])]
     assert {*percent} == {"0.0", "0.1", "1.0", "1.1"} and percent["1.0"] == expected
-
-
-def test_a_table_sets_columns_of_numbers_right():
-    table = Table(("x", "ms", "note"), [("a<b", 1.5, ""), ("c", "", "")])
-    assert repr(table) == "x     ms  note\na<b  1.5\nc"
-    page = table._repr_html_()
-    assert page.count('"text-align: right"') == 3 and ">a&lt;b</td>" in page
 
 
 def test_the_run_to_look_into(tmp_path):

@@ -170,14 +170,10 @@ def test_text_from_a_log_is_never_code(tmp_path):
         assert sum(tag == "script" for tag, _ in page.tags) == 3 and "<b>&amp;'" in page.seen
     # plotly reads names as HTML of its own
     assert page.figures["lr"]["curves"][0]["name"] == "&lt;b&gt;&amp;amp;'"
-
-
-def test_what_a_young_model_writes_can_be_shown(tmp_path):
-    """Control characters, and half of a character that takes two."""
+    # what a young model writes: control characters, and half of a character that takes two
     run = write_run(tmp_path / "r", [*RUN, sample(400, "The \x00\x1b[1m\r\n\ttab", "\ud83d")])
     report.write_page([run], tmp_path / "page.html")
-    page = (tmp_path / "page.html").read_text()
-    assert "<pre>The ␀␛[1m␍\n\ttab</pre><pre>?</pre>" in page
+    assert "<pre>The ␀␛[1m␍\n\ttab</pre><pre>?</pre>" in (tmp_path / "page.html").read_text()
 
 
 def test_two_runs(tmp_path):

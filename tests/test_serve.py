@@ -163,13 +163,6 @@ def test_a_prompt_is_scored_and_a_runner_up_is_gone_on_from(server):
     assert [p["id"] for p in longer] == by_hand(server.model, [97] * 32, 10, temperature=0)[0]
 
 
-def test_markup_and_control_characters_are_text(server):
-    prompt, _ = server.write(prompt=EVIL[:40], max_tokens=1)
-    assert "".join(piece["text"] for piece in prompt) == EVIL[:40]
-    status, page = server.send("/")
-    assert status == 200 and "<img" not in page and "http" not in page.replace("http-equiv", "")
-
-
 def test_the_oldest_messages_are_dropped_and_that_is_said(server):
     turns = [dict(role=role, content="word " * 2) for role in ("user", "assistant") * 4]
     last = dict(role="user", content="last")
@@ -209,6 +202,8 @@ def test_no_request_is_large_and_no_path_reads_a_file(server):
     for path in map("".join, itertools.product(ways, files)):
         assert server.send(path)[0] in (400, 404, 405), path
     assert server.send("file:///etc/passwd")[0] in (400, 404)
+    status, page = server.send("/")
+    assert status == 200 and "http" not in page.replace("http-equiv", ""), "it fetches nothing"
     for host in ("evil.example", "127.0.0.1.evil.example"):  # a name that leads here
         assert server.send("/v1/models", Host=host)[0] == 400
     assert server.send("/generate", b'{"prompt": "a"}', **{"Content-Type": "text/plain"})[0] == 400

@@ -286,10 +286,6 @@ def test_two_processes_are_one(tmp_path, shards, run_speedrun):
     run_two(ROOT / "speedrun.py", *flags, cwd=tmp_path)
 
 
-def test_other_optimizers_in_shares_are_refused(run_speedrun):
-    assert "parallel=zero1" in run_speedrun("--parallel", "zero1", status=2)
-
-
 def in_process(tmp_path, shards, model=(), **settings):
     base = dict(
         data=str(shards), log_dir=str(tmp_path), device="cpu", total_batch_size=128, batch_size=4,
