@@ -122,6 +122,13 @@ def test_the_night_between_a_stop_and_resume_is_not_counted(tmp_path):
     places = page.figures["loss"]["curves"][0]["places"]
     assert places["step"] == [10, 20, 30, 40] and places["time"] == [0.3333, 0.6667, 1.0, 1.3333]
     page.says("resumed at step 20")
+    # ten steps of 100 tokens, then ten of 300, logged at every fourth
+    at = {s: 100 * s if s <= 10 else 300 * s - 2000 for s in range(21)}
+    logged = [train(s, 3.0) | {"tokens": at[s]} for s in range(4, 21, 4)]
+    resumed = start(10, tokens=1000, train_tokens=2000)
+    page = Page(write_run(tmp_path / "a", [start(), resumed, *logged, val(10, 2.5), val(20, 2.0)]))
+    page.says("tokens 4,000 2.00 epochs")
+    assert page.figures["loss"]["curves"][-1]["places"]["tokens"] == [1000, 4000]
 
 
 def test_a_log_alone_and_a_damaged_configuration(tmp_path):
@@ -135,6 +142,13 @@ def test_a_log_alone_and_a_damaged_configuration(tmp_path):
     (run / "config.json").write_text("{")
     with pytest.raises(UserError, match="config.json is damaged"):
         report.read_run(run, "r")
+    write_log(tmp_path / "young", [start()])
+    run = str(write_run(tmp_path / "a", RUN))
+    with pytest.raises(UserError, match="no measurement"):
+        report.main([run, str(tmp_path / "young")])
+    (tmp_path / "page.html").mkdir()
+    with pytest.raises(UserError, match="page.html cannot be written: it is a folder"):
+        report.main([run, "--out", str(tmp_path / "page.html")])
 
 
 @pytest.mark.parametrize("name", SCANT)
@@ -216,16 +230,6 @@ def test_steps_of_different_size_compare_at_equal_tokens(tmp_path):
     page.says("validation loss 1.7149 step 400 2.0000 step 100 training loss")
 
 
-def test_a_run_that_was_resumed_with_larger_steps(tmp_path):
-    """Ten steps of 100 tokens, then ten of 300, logged at every fourth."""
-    at = {s: 100 * s if s <= 10 else 300 * s - 2000 for s in range(21)}
-    logged = [train(s, 3.0) | {"tokens": at[s]} for s in range(4, 21, 4)]
-    resumed = start(10, tokens=1000, train_tokens=2000)
-    page = Page(write_run(tmp_path / "a", [start(), resumed, *logged, val(10, 2.5), val(20, 2.0)]))
-    page.says("tokens 4,000 2.00 epochs")
-    assert page.figures["loss"]["curves"][-1]["places"]["tokens"] == [1000, 4000]
-
-
 def test_different_tokenizers_and_data_are_said(tmp_path):
     """Losses are then not subtracted, and bits per byte drawn where there are any."""
     words = [val(s, 6.0) | {"bits_per_byte": 2.0} for s in (0, 400)]
@@ -248,16 +252,6 @@ def test_command(tmp_path, monkeypatch, capsys):
     page = tmp_path / "log/a/report_with_b.html"
     assert capsys.readouterr().out == "wrote log/a/report_with_b.html\n" and page.exists()
     opened.assert_called_once_with(page.as_uri())
-
-
-def test_a_run_without_a_measurement_and_a_folder_in_the_way(tmp_path):
-    write_log(tmp_path / "young", [start()])
-    (tmp_path / "page.html").mkdir()
-    run = str(write_run(tmp_path / "a", RUN))
-    with pytest.raises(UserError, match="no measurement"):
-        report.main([run, str(tmp_path / "young")])
-    with pytest.raises(UserError, match="page.html cannot be written: it is a folder"):
-        report.main([run, "--out", str(tmp_path / "page.html")])
 
 
 def test_watch_renews_the_page_until_the_run_ends(tmp_path, monkeypatch, capsys):
