@@ -19,21 +19,6 @@ from lab.data import wordpiece
 from lab.world import World
 from train_gpt2 import GPTConfig, HeadLoss, set_up
 
-FLAGS = "--shapes tiny --device cpu --steps 6 --variants fp32 vocab_50304".split()
-
-
-@pytest.fixture(scope="module")
-def out(tmp_path_factory):
-    """A file with two measurements."""
-    path = tmp_path_factory.mktemp("ladder") / "ladder.jsonl"
-    padded = rungs.VARIANTS["rungs"]["vocab_50304"] | rungs.EAGER  # to compile takes half a minute
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ladder, "fresh_compiler", contextlib.nullcontext)
-        patch.setitem(rungs.VARIANTS, "rungs", {"fp32": rungs.START, "vocab_50304": padded})
-        assert not ladder.main([*FLAGS, "--out", str(path)])
-        assert not ladder.main([*FLAGS, "--out", str(path)]), "what is done is not measured again"
-    return path
-
 
 def tiny_args(tmp_path, **more):
     data = random_shards(tmp_path / "data", 257, 20_000, 2_000)
@@ -45,21 +30,21 @@ def build(tmp_path, **settings):
     return ladder.build(case, 4, tiny_args(tmp_path), World("cpu"))
 
 
-def test_a_record_holds_what_was_measured(out):
-    records = read_records(out)
-    assert [r["group"] for r in records] == ["rungs"] * 2
-    assert [r["variant"] for r in records] == ["fp32", "vocab_50304"]
+def test_a_record_holds_what_was_measured(tmp_path, monkeypatch):
+    padded = rungs.VARIANTS["rungs"]["vocab_50304"] | rungs.EAGER  # to compile takes half a minute
+    monkeypatch.setattr(ladder, "fresh_compiler", contextlib.nullcontext)
+    two = {"fp32": rungs.START, "vocab_50304": padded}
+    monkeypatch.setitem(rungs.VARIANTS, "rungs", two)
+    flags = "--shapes tiny --device cpu --steps 6 --variants fp32 vocab_50304 --out".split()
+    for _ in range(2):  # what is done is not measured again
+        assert not ladder.main([*flags, str(tmp_path / "ladder.jsonl")])
+    records = read_records(tmp_path / "ladder.jsonl")
+    assert [(r["group"], r["variant"]) for r in records] == [("rungs", name) for name in two]
     for r in records:
         assert len(r["step_ms"]) == 6 and min(r["step_ms"]) <= r["median_ms"] <= max(r["step_ms"])
         assert r["tok_per_s"] == pytest.approx(1000 * 128 / r["median_ms"], rel=0.01)
         assert r["micro_steps"] * r["batch_size"] * r["seq_len"] == r["tokens_per_step"] == 128
         assert not r["error"] and {"card", "torch", "date", "commit", "command"} <= r.keys()
-
-
-def test_a_case_before_leaves_no_tf32(tmp_path):
-    torch.set_float32_matmul_precision("high")
-    build(tmp_path, precision="fp32")
-    assert torch.get_float32_matmul_precision() == "highest"
 
 
 def test_a_line_that_a_kill_has_cut_short_is_passed_over(tmp_path):
@@ -75,7 +60,9 @@ def test_the_timed_steps_are_updates_of_the_trainer(tmp_path):
     def losses(run):
         return [run.update()[0].sum().item() for _ in range(3)]
 
+    torch.set_float32_matmul_precision("high")  # as a case before this one may have left it
     run = build(tmp_path, compile_mode="none", precision="fp32")
+    assert torch.get_float32_matmul_precision() == "highest"
     config, cfg = run.raw_model.config, dataclasses.replace(run.cfg, kernels="fused")
     found = losses(run)
     assert found == losses(set_up(config, cfg, World("cpu")))

@@ -94,15 +94,13 @@ def test_a_mode_is_held_against_its_own_round_where_that_has_one_alone(capsys):
 # ------------------------------------------------------------------------------------- two versions
 
 
-def test_what_a_log_says_of_a_run():
+def test_versions_are_compared_in_pairs(capsys):
     events = [dict(kind="start", time=0.0)]
     for step, rate in {2: 100, 4: 300, 6: 200}.items():
         events.append(dict(kind="train", step=step, loss=8 - step, tok_per_s=rate, peak_gib=step))
     found = compare.numbers(events)
     assert found == dict(tok_per_s=200, losses={2: 6, 4: 4, 6: 2}, peak_gib=6)
 
-
-def test_versions_are_compared_in_pairs(capsys):
     def one(side, rate, gpu="G"):
         about = dict(setting="bf16", nproc=1, gpu=gpu, also="", side=side)
         return about | dict(tok_per_s=rate, peak_gib=20.0, losses={2: 1.0})
