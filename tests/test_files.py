@@ -34,10 +34,7 @@ def test_the_system_refusing_is_told_apart_from_damage():
             with pytest.raises(UserError, match=said) as raised, manager:
                 raise OSError(number, os.strerror(number), "it.npy")
             assert "damaged" not in str(raised.value)
-
-
-def test_bugs_are_not_dressed_as_a_users_errors():
-    with pytest.raises(ValueError), writing("x"):
+    with pytest.raises(ValueError), writing("x"):  # and a bug from both
         raise ValueError("a bug")
     with pytest.raises(MemoryError), reading("x", "file", ""):
         raise MemoryError

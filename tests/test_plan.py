@@ -147,7 +147,8 @@ def planned(capsys, *flags):
     return " ".join(capsys.readouterr().out.split())
 
 
-def test_named_gpus():
+def test_named_gpus(monkeypatch):
+    """Typed, or found here; no peak for a chip that only shares a name."""
     for text, gpu, gib in (
         ("h100 pcie", "H100 PCIe", 80), ("A100 80GB", "A100", 80), ("RTX 4090", "RTX 4090", 24),
         ("11.5 gib", None, 11.5),
@@ -157,9 +158,6 @@ def test_named_gpus():
     for wrong in ("", "foo 24GB", "RTX 4090 Laptop 16GB", "H200 NVL"):
         with pytest.raises(UserError, match="gpu=.* is not one of B200"):
             plan.named_gpu(wrong)
-
-
-def test_no_peak_for_a_chip_that_only_shares_a_name(monkeypatch):
     others = ("H200 NVL", "H100 80GB HBM3 MIG 1g.10gb", "GeForce RTX 4090 Laptop GPU")
     for name, tflops in (("H200", 989), ("H100 PCIe", 756), *((other, None) for other in others)):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: f"NVIDIA {name}")
