@@ -3,6 +3,7 @@
 import functools
 import json
 
+import conftest
 import numpy as np
 import pytest
 import torch
@@ -18,12 +19,8 @@ from lab.device import Precision
 
 TOLERANCE = 1e-4
 TINY = dict(n_layer=2, n_head=2, n_embd=32, block_size=32)
-TINY_RUN = (
-    "--preset laptop --device cpu --n_layer 2 --n_head 2 --n_embd 32 --block_size 32 --seq_len 16 "
-    "--vocab_multiple 64 --batch_size 4 --total_batch_size 128 --optimizer adamw --warmup_steps 2 "
-    "--schedule constant --lr 3e-3 --eps 1e-3 --val_tokens 700 --val_every 0 --sample_every 0 "
-    "--ckpt_every 1000 --keep_last 100 --log_every 1 --run_name r"
-).split()
+HOW = "--vocab_multiple 64 --lr 3e-3 --eps 1e-3 --val_tokens 700 --keep_last 100"
+TINY_RUN = [*conftest.TINY_RUN, *HOW.split()]
 
 
 # ------------------------------------------------------------------------------------- a tiny world
