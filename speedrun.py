@@ -395,7 +395,7 @@ class Run(train_gpt2.Run):
 def set_up(model_config, cfg, world, state=None):
     """As train_gpt2.py's."""
     if cfg.parallel != "ddp":
-        raise UserError(f"parallel={cfg.parallel} is for AdamW alone; leave it out")
+        raise UserError(f"parallel={cfg.parallel} is for train_gpt2.py's AdamW; leave it out")
     # a micro-batch that divides the smallest step
     first = dataclasses.replace(cfg, total_batch_size=stage(0, cfg)[0])
     run = train_gpt2.set_up(model_config, first, world, state, Run)
