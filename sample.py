@@ -68,6 +68,8 @@ def check(cfg):
     for name, (right, rule) in rules.items():
         if not right:
             raise UserError(f"{name}={getattr(cfg, name)} must be {rule}")
+    if cfg.html and not cfg.html.endswith(".html"):  # lest a checkpoint be overwritten
+        raise UserError(f"html={cfg.html} must end in .html")
     if cfg.html:
         check_writable(cfg.html, "html")
 
@@ -130,7 +132,7 @@ def talk(model, tokenizer, cfg, seed, cache):
     messages, how = [], drawing(model, cfg, seed, cache)
     room = model.config.block_size - min(cfg.max_new_tokens, model.config.block_size // 4)
     if sys.stdin.isatty():
-        say("[a model that no --preset sft has tuned goes on writing, it does not answer]")
+        say("[models that --preset sft has tuned answer, others go on writing]")
     for line in prompts(cfg):
         messages.append({"role": "user", "content": line})
         try:

@@ -125,7 +125,7 @@ def speedrun(runs, out_path, dark):
     note = "124M shape's trunk: 12 layers, 768 channels; books and textbooks; "
     figure, ax = blank(5.4, title, note + where_and_when(rows.values()))
     names = {"gpt2": "GPT-2's recipe", "muon": "train_gpt2.py, Muon", "readable": "readable recipe"}
-    names |= {"speedrun": "speedrun.py, earlier", "+decay": "speedrun.py"}
+    names |= {"speedrun": "speedrun.py, earlier", "+decay": "speedrun.py --fp8 head"}
     box = dict(facecolor=PAPER[dark]["paper"], edgecolor="none", pad=1)  # no line behind a text
     last = max(seconds for seconds, *_ in ends.values())
     place = 0  # of the label below, in nats
@@ -139,7 +139,7 @@ def speedrun(runs, out_path, dark):
         ax.plot([seconds[-1], last + 1], [loss, place], ":", color=color, linewidth=0.8)
         write(ax, f"{names[recipe]} {loss:.2f}", last + 1, place, dx=2, color=color, bbox=box)
     ax.set(xlabel="seconds of training (blue: speedrun.py, orange: what it is compared with)")
-    ax.set(ylabel="validation loss (nats per token)", ylim=(3.4, 7.1), xlim=(0, 1.3 * last))
+    ax.set(ylabel="validation loss (nats per token)", ylim=(3.4, 7.1), xlim=(0, 1.35 * last))
     ax.set(xticks=range(0, round(last) + 1, 10))
     figure.savefig(out_path)
 
@@ -192,7 +192,7 @@ def bert_break(runs, out_path, dark):
         text = f"{name} {losses[-1]:.2f}, {shares[-1]:.0%} right"
         write(ax, text, steps[-1], losses[-1], dx=6, color=color)
     reference(ax, 6.91, "unigram guess 6.91, 6% right", left=True)
-    ax.set(xlabel="updates", ylabel="validation loss (nats per hidden piece)", xlim=(0, 10_200))
+    ax.set(xlabel="updates", ylabel="validation loss (nats per hidden piece)", xlim=(0, 9900))
     ax.xaxis.set_major_formatter(shorten)
     figure.savefig(out_path)
 

@@ -23,8 +23,8 @@ def ready(source, device, weights="auto"):
     model = models.load(source)
     if not hasattr(model, "generate"):
         raise UserError(
-            f"{source} fills in hidden words and writes no text; after `python -m lab export`, "
-            'transformers\' pipeline("fill-mask") asks it'
+            f"{source} fills in hidden words and writes no text; name another model: of this one, after "
+            '`python -m lab export`, transformers\' pipeline("fill-mask") asks'
         )
     tokenizer = get_tokenizer(name_of_size(model.config.vocab_size))
     precision = Precision("auto" if weights in ("auto", "int8") else weights, device)

@@ -156,6 +156,8 @@ BAD = {
     "sample.py ab --top_p 1.5": "top_p=1.5 must be above 0",
     "sample.py ab --seed 4294967296": "seed=4294967296 must be 0 or more and less",
     "sample.py ab --html /proc/p.html": "/proc/p.html cannot be written",
+    "sample.py ab --html log/r/model.pt": r"html=log/r/model.pt must end in \.html",
+    "lab plan --gpu H100 --price -3": "price=-3 must be dollars, 0 or more",
     f"sample.py {'a' * 64}": "a prompt of 65 tokens is longer .* context, block_size=32",
     "sample.py ab --model odd.pt": "no tokenizer has 101 ids",
     "lab plot log/none": "no log log/none",

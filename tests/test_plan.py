@@ -169,7 +169,10 @@ def test_verdict(capsys):
     need = peak(setting_of(PRESETS["gpt2-xl"][0], 8, 1024, {}))[0] / GIB + ledger.CONTEXT_GIB
     xl = f"--preset gpt2-xl --gpu {need / (1 - plan.FRAGMENTS) + 0.01:.2f}GB"
     text = planned(capsys, xl)
-    assert "batch_size=8 fits, with 0.0 GiB left" in text and "training takes 8, with" in text
+    assert (
+        "batch_size=8 fits, with 0.0 GiB left" in text
+        and "training takes batch_size=8, with" in text
+    )
     again = int(text.split("with --activation_checkpointing ")[1].split(".")[0])
     text = planned(capsys, xl, "--batch_size 16")
     assert "batch_size=16 does not fit" in text and "speed" not in text
