@@ -122,8 +122,8 @@ def cells_of(ax, columns, rows):
     ax.grid(False)
 
 
-def cell(ax, x, y, text, color, strength, **how):
-    ax.barh(y, 1, left=x - 0.5, height=1, color=color, alpha=strength)
+def cell(ax, x, y, text, fill, strength, **how):
+    ax.barh(y, 1, left=x - 0.5, height=1, color=fill, alpha=strength)
     write(ax, text, x, y, dx=0, ha="center", **how)
 
 

@@ -164,8 +164,9 @@ def bert_words(runs, out_path, dark, log):
     figure, ax = blank(1.2 + 0.27 * len(hidden), title, note)
     for x, firsts in enumerate(guesses.values()):
         for y, ((guess, p), was) in enumerate(zip(firsts, hidden)):
-            color = color_of("accuracy", dark)
-            cell(ax, x, y, f"{guess}  {p:.0%}", color, p if guess == was else 0)
+            color, strength = color_of("accuracy", dark), p if guess == was else 0
+            ink = {"color": "black"} if strength > 0.6 else {}  # white on orange cannot be read
+            cell(ax, x, y, f"{guess}  {p:.0%}", color, strength, **ink)
     cells_of(ax, list(guesses), hidden)
     ax.set(ylabel="what was hidden")
     figure.savefig(out_path)
