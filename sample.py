@@ -68,9 +68,9 @@ def check(cfg):
     for name, (right, rule) in rules.items():
         if not right:
             raise UserError(f"{name}={getattr(cfg, name)} must be {rule}")
-    if cfg.html and not cfg.html.endswith(".html"):  # lest a checkpoint be overwritten
-        raise UserError(f"html={cfg.html} must end in .html")
     if cfg.html:
+        if not cfg.html.endswith(".html"):  # lest a checkpoint be overwritten
+            raise UserError(f"html={cfg.html} must end in .html")
         check_writable(cfg.html, "html")
 
 

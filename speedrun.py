@@ -396,8 +396,13 @@ def set_up(model_config, cfg, world, state=None):
     """As train_gpt2.py's."""
     if cfg.parallel != "ddp":
         raise UserError(f"parallel={cfg.parallel} is for train_gpt2.py's AdamW; leave it out")
-    # a micro-batch that divides the smallest step
-    first = dataclasses.replace(cfg, total_batch_size=stage(0, cfg)[0])
+    smallest, micro = stage(0, cfg)[0], cfg.batch_size * cfg.seq_len * world.world_size
+    if micro and smallest % micro:
+        raise UserError(
+            f"the first steps, of {smallest} tokens (small_steps), are no multiple of batch_size * "
+            f"seq_len * world_size = {micro}; pass a smaller --batch_size, or --small_steps 0"
+        )
+    first = dataclasses.replace(cfg, total_batch_size=smallest)  # the micro-batch divides it
     run = train_gpt2.set_up(model_config, first, world, state, Run)
     run.cfg = cfg
     return run

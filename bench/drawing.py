@@ -2,6 +2,7 @@
 colours are those of lab.tools.style."""
 
 import math
+from functools import partial
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -16,6 +17,20 @@ from lab.tools.records import short
 SMALL = 9  # points, which are 11 pixels where a figure is shown at 720: no text is smaller
 DASHED = dict(color="0.5", linewidth=1, linestyle=(0, (5, 3)))
 shorten = FuncFormatter(lambda value, _: short(value))
+
+FIGURES = {}  # name: (how it is drawn, the command that makes its records)
+
+
+def made_by(program, name="", **how):
+    """Enter the function below as what draws a figure from records that this command makes. The
+    figure has the function's name, or another if its arguments `how` are given."""
+
+    def enter(picture):
+        FIGURES[name or picture.__name__] = partial(picture, **how), program
+        return picture
+
+    return enter
+
 
 # ---------------------------------------------------------------------------------------- records
 

@@ -10,15 +10,15 @@ The floor of a step of 524,288 tokens is
 
 products are the layers' and the head's, forward, gradient of the input (dgrad), gradient of the
 weight (wgrad), in bf16. Attention is that of the fastest kernel. Elementwise work counts as memory
-traffic, each tensor once where one kernel could do it (NORMS and GELU say which). The logits are read and
-written once, by the loss. The optimizer is clipping and fused AdamW. Not in it, as they could be
-hidden or avoided: casts of the weights, bias gradients, sums of gradients over micro-steps, gaps
-between kernels. On a GPU that has them, the head's and the MLP's products are also taken in 8 bits,
-with the traffic of the casts that this needs. The sum is made twice: from each part's own median
-time, and from all products and attentions run back to back for some seconds, in which a GPU that is
-limited by its power lowers its clock. Operands are random numbers (zeros cost less power) and
-change from call to call. Each part is one line of the file, with its FLOPs and the bytes that must
-move.
+traffic, each tensor once where one kernel could do it (NORMS and GELU say which). The logits are
+read and written once, by the loss. The optimizer is clipping and fused AdamW. Not in it, as they
+could be hidden or avoided: casts of the weights, bias gradients, sums of gradients over
+micro-steps, gaps between kernels. On a GPU that has them, the head's and the MLP's products are
+also taken in 8 bits, with the traffic of the casts that this needs. The sum is made twice: from
+each part's own median time, and from all products and attentions run back to back for some seconds,
+in which a GPU that is limited by its power lowers its clock. Operands are random numbers (zeros
+cost less power) and change from call to call. Each part is one line of the file, with its FLOPs and
+the bytes that must move.
 """
 
 import itertools

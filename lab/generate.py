@@ -112,7 +112,7 @@ def generate(
         else:
             with sdpa_kernel(KERNELS):
                 logits, _ = model(new, position=position, mask=mask, cache=cache)
-        logits = logits[:, -1].to(torch.float32, copy=True)  # (B, V); a step writes over its own
+        logits = logits[:, -1].to(torch.float32, copy=True)  # (B, V); a step may reuse its memory
         token = sample_token(logits, temperature, top_k, top_p, generator)
         yield token, logits
         idx = torch.cat([idx, token[:, None]], dim=1)
@@ -120,8 +120,8 @@ def generate(
 
 
 def read_ahead(pairs):
-    """The pairs of generate, tokens on the CPU. A GPU is already at work on the next token while
-    who asks reads one: it would wait for that and for the next launch, as long as for a small model."""
+    """The pairs of generate, with the tokens of a CUDA device on the CPU, each when the next one is
+    begun: else the device would stand still while a token is read and the next step is launched."""
     waiting = []
     for token, logits in pairs:
         if not token.is_cuda:

@@ -405,6 +405,3 @@ def test_export_loads_in_transformers(learnt, tmp_path):
     assert [guess["token"] for guess in fill(text)] == best.indices.tolist()
     asked = run_python(ROOT / "sample.py", "--model", run, "Hello", cwd=tmp_path)
     assert asked.returncode == 2 and "writes no text" in asked.stderr
-    flags = ("--preset", "sft", "--init_from", run, "--data", "data")
-    tuned = run_python(ROOT / "train_gpt2.py", *flags, cwd=tmp_path)
-    assert tuned.returncode == 2 and "is a model of bert.py; name another" in tuned.stderr

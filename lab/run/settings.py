@@ -154,8 +154,6 @@ def defaults_of_preset(given, presets, main):
     model_config, cfg = presets[preset]
     if given.init_from:
         shape = shape_of(given.init_from, given.log_dir)
-        if "segments" in shape and not hasattr(model_config, "segments"):
-            raise UserError(f"init_from={given.init_from} is a model of bert.py; name another")
         # Adam's best rate falls with the width and with the root of the depth (Yang et al. 2022 and
         # 2023, Tensor Programs V and VI)
         wider, deeper = (shape[k] / getattr(model_config, k) for k in ("n_embd", "n_layer"))

@@ -81,11 +81,8 @@ def what_fits(s, gpu):
     both = [replace(s, model=replace(s.model, activation_checkpointing=x)) for x in (False, True)]
     sizes = [found.cfg.batch_size if (found := largest(x, gpu)) else "none" for x in both]
     if sizes != ["none", "none"]:
-        return (
-            "Left alone, training takes batch_size={}, with --activation_checkpointing {}.".format(
-                *sizes
-            )
-        )
+        usual, saving = sizes
+        return f"Left alone, training takes batch_size={usual}, with --activation_checkpointing {saving}."
     least = replace(both[1], cfg=replace(s.cfg, batch_size=1, parallel="fsdp2"))
     for n in (2, 4, 8, 16, 32, 64):
         if room(replace(least, world_size=n), gpu) >= 0:
@@ -232,8 +229,6 @@ def own_flags(argv):
         raise UserError(f"preset={args.preset} is not one of {known}")
     if args.gpus < 1:
         raise UserError(f"gpus={args.gpus} must be 1 or more")
-    if not args.price >= 0:
-        raise UserError(f"price={args.price:g} must be dollars, 0 or more")
     if args.mfu is not None and not 0 < args.mfu <= 1:
         raise UserError(f"mfu={args.mfu:g} must be a share, above 0 and up to 1; --mfu 0.4 is 40 %")
     if args.gpu and not args.preset and "--resume" not in rest:

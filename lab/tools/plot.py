@@ -117,7 +117,7 @@ def draw_loss(ax, logs, dark, x):
             reference(ax, level, text)
     ax.set_ylabel("loss (nats per token)")
     kinds = None if alone else "training (thin)\nvalidation (thick)"
-    ax.legend(title=kinds, title_fontsize=9, loc="best")
+    ax.legend(title=kinds, title_fontsize=9)
 
 
 def draw_hellaswag(ax, logs, dark, x):

@@ -1,0 +1,137 @@
+"""The figures of whole training runs: bench/figures.py draws them."""
+
+import re
+
+import numpy as np
+from drawing import blank, cell, cells_of, made_by, records, shorten, where_and_when, write
+
+from lab.tools.plot import draw
+from lab.tools.records import column, read_log
+from lab.tools.style import PAPER, color_of, reference
+
+
+@made_by("python train_gpt2.py --preset laptop", "laptop", log="laptop_builtin")
+def curve(runs, out_path, dark, log):
+    """The figure of one training run, as train_gpt2.py itself draws it."""
+    records(runs, log, "kind")
+    draw([runs / f"{log}.jsonl"], out_path, dark)
+
+
+@made_by("python speedrun.py --fp8 head --max_steps 1688")
+def six_minutes(runs, out_path, dark):
+    """Validation loss against seconds of training, of today's recipe and of GPT-2's."""
+    names = {"speedrun_124m": ("speedrun.py", "blue"), "gpt2_124m": ("GPT-2's recipe", "orange")}
+    curves = {}
+    for name in names:
+        records(runs, name, "kind")
+        log = read_log(runs / f"{name}.jsonl")
+        steps, times = column(log, "train", "dt_ms")  # the first update, which compiles, has none
+        seconds = np.cumsum(np.diff([0, *steps]) * times) / 1000
+        at, losses = column(log, "val", "loss")
+        curves[name] = np.interp(at[1:], steps, seconds), losses[1:]  # after the first 100 steps
+    (fast, slow), (low, high) = zip(*((t[-1], losses[-1]) for t, losses in curves.values()))
+    title = f"Six minutes on one H200: {low:.2f} nats a token with today's recipe, "
+    note = "124M shape, two passes over 111M tokens of books and textbooks, NVIDIA H200, 2026-11-23"
+    figure, ax = blank(4.6, f"{title}{high:.2f} with GPT-2's", note)
+    for name, (seconds, losses) in curves.items():
+        color = color_of(names[name][1], dark)
+        ax.plot(seconds, losses, "o-", color=color, markersize=3)
+        write(ax, f"{names[name][0]} {losses[-1]:.2f}", seconds[-1], losses[-1], dx=6, color=color)
+    seconds, losses = curves["speedrun_124m"]
+    met = np.interp(-high, -np.array(losses), seconds)  # np.interp wants what rises
+    ax.plot([met, slow], [high, high], ":", color="0.5", linewidth=1)
+    text = f"{met:.0f} s: {slow / met:.1f} times sooner"
+    write(ax, text, met, high, dy=5, va="bottom", color="0.5")
+    ax.set(
+        xlabel="seconds of training, compiling left out", ylabel="validation loss (nats per token)"
+    )
+    ax.set(xlim=(0, 1.28 * fast), xticks=range(0, round(fast) + 1, 60))
+    figure.savefig(out_path)
+
+
+@made_by("python bench/speedrun.py --data DATA --steps 240")
+def speedrun(runs, out_path, dark):
+    """Validation loss against seconds of training: speedrun.py's blue, what it is compared with
+    orange, each named at its end. Of several seeds, the one with the median loss."""
+    recipes, rows = ("gpt2", "muon", "readable", "speedrun", "+decay"), {}
+    for recipe in recipes:  # +decay, with more flags, is what the preset has become
+        seeds = records(runs, "speedrun_h200", "curve", recipe=recipe)
+        seeds = [r for r in seeds if recipe == "+decay" or not r["more"]]
+        rows[recipe] = sorted(seeds, key=lambda r: r["curve"][-1][2])[len(seeds) // 2]
+    ends = {recipe: row["curve"][-1] for recipe, row in rows.items()}
+    title = f"In a minute on one H200: GPT-2's recipe {ends['gpt2'][2]:.2f}, "
+    title += f"speedrun.py {ends['+decay'][2]:.2f} nats a token"
+    note = "124M shape's trunk: 12 layers, 768 channels; books and textbooks; "
+    figure, ax = blank(5.4, title, note + where_and_when(rows.values()))
+    names = {"gpt2": "GPT-2's recipe", "muon": "train_gpt2.py, Muon", "readable": "readable recipe"}
+    names |= {"speedrun": "speedrun.py, earlier", "+decay": "speedrun.py --fp8 head"}
+    box = dict(facecolor=PAPER[dark]["paper"], edgecolor="none", pad=1)  # no line behind a text
+    last = max(seconds for seconds, *_ in ends.values())
+    place = 0  # of the label below, in nats
+    for recipe in reversed(recipes):
+        seconds, _, losses = zip(*rows[recipe]["curve"][1:])  # the first is before training
+        color = color_of("blue" if recipe in ("speedrun", "+decay") else "orange", dark)
+        look = "o--" if recipe == "speedrun" else "o-"
+        ax.plot(seconds, losses, look, color=color, markersize=3)
+        loss = ends[recipe][2]
+        place = max(place + 0.15, loss)  # no label on another
+        ax.plot([seconds[-1], last + 1], [loss, place], ":", color=color, linewidth=0.8)
+        write(ax, f"{names[recipe]} {loss:.2f}", last + 1, place, dx=2, color=color, bbox=box)
+    ax.set(xlabel="seconds of training (blue: speedrun.py, orange: what it is compared with)")
+    ax.set(ylabel="validation loss (nats per token)", ylim=(3.4, 7.1), xlim=(0, 1.35 * last))
+    ax.set(xticks=range(0, round(last) + 1, 10))
+    figure.savefig(out_path)
+
+
+BASE = "python bert.py --preset bert-base --seq_len 128 --max_steps 7666"
+
+
+@made_by(f"{BASE} --whole_words", "bert_base_words", log="bert_h200_whole_7666", what="BERT-base")
+@made_by("python bert.py", "bert_words", log="bert_laptop_whole", what="the preset laptop")
+def bert_words(runs, out_path, dark, log, what):
+    """What a run of bert.py puts in the place of hidden words at each step it was asked: its first
+    guess, where that is right the more orange the surer it is."""
+    asked = records(runs, log, "words", kind="sample")
+    known = [i for i, word in enumerate(asked[0]["words"]) if word["was"] != "[MASK]"]
+    hidden = [asked[0]["words"][i]["was"] for i in known]
+    guesses = {f"step {r['step']:,}": [r["words"][i]["guesses"][0] for i in known] for r in asked}
+    *_, (step, last) = guesses.items()
+    right = sum(guess == was for (guess, _), was in zip(last, hidden))
+    title = f"Hidden words: {right} of {len(hidden)} first guesses are right after {step[5:]} steps"
+    note = f"bert.py, {what}, two texts of validation"
+    figure, ax = blank(1.2 + 0.27 * len(hidden), title, note)
+    for x, firsts in enumerate(guesses.values()):
+        for y, ((guess, p), was) in enumerate(zip(firsts, hidden)):
+            color, strength = color_of("accuracy", dark), p if guess == was else 0
+            ink = {"color": "black"} if strength > 0.6 else {}  # white on orange cannot be read
+            cell(ax, x, y, f"{guess}  {p:.0%}", color, strength, **ink)
+    cells_of(ax, list(guesses), hidden)
+    ax.set(ylabel="what was hidden")
+    figure.savefig(out_path)
+
+
+@made_by(BASE)
+def bert_break(runs, out_path, dark):
+    """Validation loss of BERT-base by updates: where it stops copying and begins to guess."""
+    curves = {}
+    for name, which in {"AdamW": "adamw", "Muon, whole words": "whole"}.items():
+        rows = records(runs, f"bert_h200_{which}_7666", "accuracy", kind="val")
+        curves[name] = [(r["step"], r["loss"], r["accuracy"]) for r in rows]
+    # this run was killed, and its screen is what is left of it
+    shown = r"step +(\d+): validation loss ([\d.]+), ([\d.]+)%"
+    rows = re.findall(shown, (runs / "bert_h200_break.txt").read_text())
+    curves["Muon"] = [(int(step), float(loss), float(right) / 100) for step, loss, right in rows]
+    title = "BERT-base on one H200: copying, until it suddenly learns to guess"
+    note = "25M pieces of books and textbooks, 16,384 an update, one seed, NVIDIA H200, 2026-11-24"
+    figure, ax = blank(4, title, note)
+    for name, curve in curves.items():
+        steps, losses, shares = zip(*curve[1:])  # the first is before training
+        color = color_of("orange" if name == "AdamW" else "blue", dark)
+        ax.plot(steps, losses, "o--" if "whole" in name else "o-", color=color, markersize=3)
+        text = f"{name} {losses[-1]:.2f}, {shares[-1]:.0%} right"
+        write(ax, text, steps[-1], losses[-1], dx=6, color=color)
+    unigram = records(runs, "bert_h200_adamw_7666", "unigram")[0]["unigram"]
+    reference(ax, unigram, f"unigram guess {unigram:.2f}", left=True)
+    ax.set(xlabel="updates", ylabel="validation loss (nats per hidden piece)", xlim=(0, 9900))
+    ax.xaxis.set_major_formatter(shorten)
+    figure.savefig(out_path)
