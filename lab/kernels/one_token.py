@@ -140,20 +140,25 @@ def kernels():
         place = row[:, None].to(tl.int64) * C + column[None, :]
         read = there[:, None] & inside[None, :]
         w = tl.load(weight + place, mask=read, other=0.0, eviction_policy="evict_first")
-        wait(EARLY)
+        if NORM:
+            g = tl.load(gain + column, mask=inside, other=0.0).to(tl.float32)
+            s = tl.load(shift + column, mask=inside, other=0.0).to(tl.float32)
+        if BIAS:
+            b = tl.load(bias + row, mask=there, other=0.0).to(tl.float32)
+        wait(EARLY)  # what is above are weights; what is below, kernels before have written
         v = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
+        if ADD:
+            a = tl.load(add + row, mask=there, other=0.0).to(tl.float32)
         if NORM:
             v = tl.where(inside, v - tl.sum(v, 0) / C, 0.0)
-            v /= tl.sqrt(tl.sum(v * v, 0) / C + eps)
-            g = tl.load(gain + column, mask=inside, other=0.0).to(tl.float32)
-            v = v * g + tl.load(shift + column, mask=inside, other=0.0).to(tl.float32)
+            v = v / tl.sqrt(tl.sum(v * v, 0) / C + eps) * g + s
         out = tl.sum(w.to(tl.float32) * v[None, :], 1)
         if BIAS:
-            out += tl.load(bias + row, mask=there, other=0.0).to(tl.float32)
+            out += b
         if GELU:  # tanh's: 0.5 (1 + tanh(z)) is 1 / (1 + exp(-2 z)); sqrt(2 / pi)
             out /= 1 + tl.exp(-2 * 0.7978845608028654 * (out + 0.044715 * out * out * out))
         if ADD:
-            out += tl.load(add + row, mask=there, other=0.0).to(tl.float32)
+            out += a
         tl.store(y + row, out.to(y.dtype.element_ty), mask=there)
 
     @triton.jit
