@@ -135,7 +135,8 @@ def with_shape(state, config, source):
     tensors = {  # without the prefixes of torch.compile and DDP, and without older files' masks
         re.sub(r"^((_orig_mod|module)\.)+", "", name): value
         for name, value in state.items()
-        if torch.is_tensor(value) and not name.endswith((".attn.bias", ".attn.masked_bias"))
+        if torch.is_tensor(value) and value.layout == torch.strided  # a sparse one is no weight
+        if not name.endswith((".attn.bias", ".attn.masked_bias"))
     }
     wte, wpe = tensors.get(WTE), tensors.get(WPE)
     if wte is None or wpe is None or wte.dim() != 2 or wpe.dim() != 2:

@@ -276,6 +276,7 @@ FOLDERS = {  # what is said of a folder that transformers has saved: what was do
 H = "transformer.h.1."
 FILES = {  # what is said of a state dict in a file: what became of it
     "not a GPT-2": lambda state: state.pop("transformer.wpe.weight"),
+    f"has no {H}ln_1.weight": lambda s: s.update({f"{H}ln_1.weight": torch.ones(32).to_sparse()}),
     f"has no {H}mlp.c_fc": lambda state: state.pop(f"{H}mlp.c_fc.weight"),
     "c_fc.weight has shape": lambda state: state[f"{H}mlp.c_fc.weight"].t_(),
     "c_fc.bias holds numbers that": lambda state: state[f"{H}mlp.c_fc.bias"].fill_(torch.nan),
