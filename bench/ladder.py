@@ -288,7 +288,8 @@ def speed_table(records):
     for name, of in runs.items():
         tokens = of[0]["tokens_per_step"] * of[0]["max_steps"]
         then = np.mean([np.interp(fastest, *list(zip(*r["curve"]))[1:]) for r in of])
-        val, compile_s = [r["val_loss"] for r in of], max(r["compile_s"] for r in of)  # the first
+        # of the first seed: the later ones find its files
+        val, compile_s = [r["val_loss"] for r in of], of[0]["compile_s"]
         plain = seconds.get(UNCOMPILED.get(name), 0)
         saved = (plain - seconds[name]) / of[0]["max_steps"]
         paid = f"{compile_s / saved:,.0f}" if saved > 0 else "never" if plain else ""
