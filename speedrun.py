@@ -27,7 +27,6 @@ import torch.nn.functional as F
 import train_gpt2
 from lab.cli import UserError
 from lab.device import in_bf16
-from lab.generate import generate
 from lab.optim import POLAR_EXPRESS, Muon, Together
 from lab.run import settings
 from train_gpt2 import HeadLoss, in_steps
@@ -314,20 +313,8 @@ class GPT(nn.Module):
             x = block(x, first, turn, value, mask, cache)
         return norm(x)
 
-    def forward(self, idx, targets=None, reduction="mean", position=None, mask=None, cache=None):
-        """As train_gpt2.GPT's."""
-        x = self.hidden(idx, position, mask, cache)
-        if targets is None:
-            logits = self.lm_head(x if cache is None else x[:, -1:])
-            return logits[..., : self.config.vocab_size], None
-        loss = self.head_loss(x.flatten(0, 1), self.lm_head.weight, targets.flatten(), reduction)
-        if reduction == "none":
-            return None, loss.view_as(targets)
-        return None, loss if reduction == "sum" else loss / (targets >= 0).sum().clamp(min=1)
-
-    def generate(self, idx, max_new_tokens, **how):
-        for token, _ in generate(self, idx, max_new_tokens, **how):
-            yield token
+    # what is done with `hidden` has not changed
+    forward, generate = train_gpt2.GPT.forward, train_gpt2.GPT.generate
 
 
 # ----------------------------------------------------------------------- 3. optimizer and schedule

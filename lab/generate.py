@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lab.cli import UserError
 from lab.data.documents import document_mask
+from lab.device import Underway
 
 # Not cuDNN's, which plans anew for each length of the cache (docs/LOG.md).
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -127,20 +128,12 @@ def read_ahead(pairs):
         if not token.is_cuda:
             yield token, logits
             continue
-        here = torch.empty(token.shape, dtype=token.dtype, pin_memory=True)
-        here.copy_(token, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record()
-        waiting.append((copied, here, logits))
+        waiting.append((Underway(token), logits))
         if len(waiting) == 2:
-            yield arrived(*waiting.pop(0))
-    for last in waiting:
-        yield arrived(*last)
-
-
-def arrived(copied, token, logits):
-    copied.synchronize()
-    return token, logits
+            copy, its_logits = waiting.pop(0)
+            yield copy.arrive(), its_logits
+    for copy, its_logits in waiting:
+        yield copy.arrive(), its_logits
 
 
 def sample_token(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
