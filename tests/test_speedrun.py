@@ -154,6 +154,26 @@ def test_no_output_sees_a_later_token_or_another_document(changes):
     assert seen_by(9) == [t == 9 for t in range(20)]
 
 
+def test_scores_depend_on_distance_and_direction_alone():
+    """Rotary: scores are those of positions that all lie 7 later, no vector changes its length, and
+    two turns are one twice as far. QK-norm: longer keys have the same scores."""
+    q, k = torch.randn(2, 1, 2, 9, 16)
+    turns = [speedrun.rotation(torch.arange(9) + start, 16) for start in (0, 7)]
+    turned = [(speedrun.rotate(q, turn), speedrun.rotate(k, turn)) for turn in turns]
+    here, later = (a @ b.mT for a, b in turned)
+    assert torch.allclose(here, later, atol=1e-5) and not torch.allclose(here, q @ k.mT, atol=0.1)
+    assert torch.allclose(turned[1][0].norm(dim=-1), q.norm(dim=-1), atol=1e-5)
+    one, two = (speedrun.rotation(torch.tensor([place]), 16) for place in (1, 2))
+    twice = speedrun.rotate(speedrun.rotate(q, one), one)  # two reflections would be none
+    assert torch.allclose(twice, speedrun.rotate(q, two), atol=1e-5)
+    for normed in (True, False):
+        model, idx = tiny_model(qk_norm=normed), torch.randint(VOCAB, (1, 12))
+        before = model(idx)[0]
+        with torch.no_grad():
+            model.transformer.h[0].attn.qkv[1] *= 3
+        assert torch.allclose(model(idx)[0], before, atol=1e-4) == normed
+
+
 @pytest.mark.parametrize("changes", [{}, EVERYTHING | dict(document_mask=True)])
 def test_cached_and_uncached_give_the_same_tokens(changes):
     """Also beyond the context, where the window drops its older half."""
@@ -367,3 +387,33 @@ def test_times_targets_and_intervals_are_those_worked_out_by_hand(bench):
     assert curve == [(0.0, 0, 5.0), (1.0, 10, 4.0), (3.0, 20, 3.0)]
     assert bench.seconds_to(curve, 3.5) == 2.0 and bench.seconds_to(curve, 2.9) is None
     assert bench.interval([0.1, 0.2, 0.3]) == "+0.2000 +- 0.2483"  # 4.30 * 0.1 / sqrt(3)
+
+
+def test_a_race_is_made_once_and_compared_by_seed(bench, tmp_path, monkeypatch, capsys):
+    """Seconds become steps by a short run before; a finished run is not made again; a recipe that
+    ends higher than speedrun.py with the same seeds has a positive difference."""
+    made = []
+
+    def train(recipe, seed, steps, cfg, folder, measured=True):
+        made.append((recipe, seed, steps, measured))
+        loss = 3 + 0.01 * seed + (recipe == "muon")
+        log = [dict(kind="start", device="CPU", num_params=9), dict(kind="first_step", seconds=1)]
+        for step in (steps // 2, steps):
+            log.append(dict(kind="train", step=step, dt_ms=250, tokens=step * 8))
+            log.append(dict(kind="val", step=step, loss=loss))
+        return log
+
+    monkeypatch.setattr(bench, "train", train)
+    argv = (
+        f"--scale laptop --seconds 20 --recipes speedrun muon --seeds 1 2 --out {tmp_path}/o.jsonl"
+    )
+    for more in ([], ["--seeds", "1", "2", "3"]):
+        bench.main([*argv.split(), *more])
+        rows = capsys.readouterr().out.splitlines()
+    runs = [(r, s, *how) for s in (1, 2, 3) for r in ("speedrun", "muon")
+            for how in ((30, False), (80, True))]  # fmt: skip
+    assert made == runs, "20 s of 250 ms are 80 steps, and seeds 1 and 2 were there the second time"
+    assert [row.split()[:4] for row in rows[1:]] == [
+        [r, "3", "80", "20.0"] for r in ("speedrun", "muon")
+    ]
+    assert "+1.0000 +- 0.0000" in rows[2]
