@@ -131,7 +131,7 @@ def mlp_products(
 
     b_proj is added before the product is rounded: to a rounded one, in the compiler's addition to a
     16-bit residual stream, a bias far below the rounding would decide ties, and count for hundreds
-    of times its size (README).
+    of times its size (docs/LOG.md).
     """
     before = x.new_empty(x.size(0), w_fc.size(0))
     after = product(x, w_fc, GELU_AUX_BIAS, aux=before, bias=b_fc, b_transposed=True)

@@ -26,7 +26,8 @@ import torch
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 # Polar Express (Amsel et al. 2025, arXiv 2505.16932, algorithm 1): each round has the polynomial that
 # is best for the values that the rounds before leave. The numbers are modded-nanogpt's, made for
-# values between 0.001 and 1; the first takes values up to 1.02, as rounding may exceed 1.
+# values between 0.001 and 1, which end between 0.85 and 1.15; the first takes values up to 1.02, as
+# rounding may exceed 1.
 POLAR_EXPRESS = (
     (8.156554524902461 / 1.02, -22.48329292557795 / 1.02**3, 15.878769915207462 / 1.02**5),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
