@@ -55,7 +55,6 @@ class GPTConfig:
     mix_input: bool = True  # each block also sees the first embedding, as much as it learns to
     smear: bool = True  # each embedding has a share of the one before it
     bigram_rows: int = 0  # rows of an embedding of pairs of tokens; 0 is off
-    gate: bool = False  # each head's output is scaled by what some channels of its input say
 
     @property
     def padded_vocab_size(self):
@@ -96,7 +95,6 @@ class TrainConfig(train_gpt2.TrainConfig):
     cautious: bool = True  # weight decay only where the step agrees
     # so many first steps, or that share of all, have half the tokens: early gradients agree
     small_steps: float = 0.0
-    short_steps: float = 0.0  # so many first steps, or that share, have sequences half as long
 
 
 PRESETS = {
@@ -178,7 +176,6 @@ class CausalSelfAttention(nn.Module):
         # three matrices: Muon makes each orthogonal by itself
         self.qkv = nn.Parameter(torch.empty(3, config.n_embd, config.n_embd))
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
-        self.gate = nn.Linear(12, config.n_head, bias=False) if config.gate else None
         if config.value_table(layer) is not None:
             self.mix_values = nn.Parameter(torch.tensor([0.5, 0.5]))
 
@@ -197,8 +194,6 @@ class CausalSelfAttention(nn.Module):
         if cache is not None:
             k, v = cache.append(self.layer, k, v)  # (B, H, S, D), turned already
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
-        if self.gate is not None:  # 1 at first
-            y = y * 2 * torch.sigmoid(self.gate(x[..., :12])).transpose(1, 2)[..., None]
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
 
 
@@ -363,8 +358,7 @@ def momentum(step, cfg):
 def stage(step, cfg):
     """(tokens, sequence length) of the update after `step` finished ones."""
     half = step < in_steps(cfg.small_steps, cfg)
-    short = step < in_steps(cfg.short_steps, cfg)
-    return cfg.total_batch_size // (2 if half else 1), cfg.seq_len // (2 if short else 1)
+    return cfg.total_batch_size // (2 if half else 1), cfg.seq_len
 
 
 # ----------------------------------------------------------------------------------- 4. one update

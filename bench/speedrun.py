@@ -42,7 +42,6 @@ MORE = {  # what a GPU alone can decide
 }  # fmt: skip
 LESS = {"small_start": "--small_steps 0", "decay": "--weight_decay 0"}  # a laptop's has them not
 SMALL = {"values": "--value_tables 1", "mix_input": "--mix_input", "smear": "--smear"}
-SMALL |= {"gate": "--gate", "short_start": "--short_steps 0.25"}
 RECIPES = {
     "gpu": {
         "gpt2": f"train_gpt2.py --preset gpt2 {MARK} --lr 1.2e-3 --min_lr 1.2e-4",
