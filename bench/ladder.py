@@ -27,8 +27,10 @@ import math
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 import numpy as np
@@ -91,6 +93,13 @@ def fresh_compiler():
     return fresh_cache()
 
 
+class AtOnce:
+    """In place of a loader's thread: a batch is read when it is asked for, and none before."""
+
+    def submit(self, function, *args):
+        return SimpleNamespace(result=partial(function, *args))
+
+
 def build(case, batch_size, args, world):
     """The trainer's Run of a case, with what the trainer has no switch for put in from outside."""
     model_config, cfg, own = case.configs(args)
@@ -98,7 +107,9 @@ def build(case, batch_size, args, world):
     program = bert if isinstance(model_config, bert.BertConfig) else train_gpt2
     torch.set_float32_matmul_precision("highest")  # the case before may have left TF32 on
     if case.group == "speed":
-        return program.set_up(model_config, cfg, world)
+        run = program.set_up(model_config, cfg, world)
+        run.loader.worker = run.loader.worker if own.read_ahead else AtOnce()
+        return run
     cfg = dataclasses.replace(cfg, kernels="plain", compile=False)
     run = program.set_up(model_config, cfg, world)
     put_in(run.raw_model, own, run.precision)

@@ -38,6 +38,7 @@ BENCH = {
     "mlp": "fused",  # plain, fused or fp8
     "compile_mode": "default",  # none or default
     "adamw": "fused",  # fused, or loop (several kernels for each tensor)
+    "read_ahead": True,  # the loader reads the next batch while the GPU computes
 }
 
 START = dict(
@@ -85,6 +86,7 @@ VARIANTS = {  # group: {variant: settings that differ from the trainer's default
         "muon": BASE | dict(optimizer="muon"),
         "recommended_eager": dict(compile=False),
         "recommended": SPEEDS["recommended"],
+        "recommended_no_read_ahead": dict(read_ahead=False),
         "recommended_muon": dict(optimizer="muon"),
         "recommended_fp8_head": dict(fp8="head"),
         "full": SPEEDS["full"],
