@@ -14,13 +14,15 @@ from conftest import TINY_MODEL, VOCAB
 from test_model import noisy, tokens
 
 import lab.kernels
+import train_gpt2
 from lab.cli import UserError
 from lab.device import Precision
 from lab.kernels import cross_entropy, fp8_mlp, fused_mlp, use
 from lab.kernels.cross_entropy import FusedHeadLoss
 from lab.kernels.fused_mlp import FusedMLP
 from lab.parallel import read_in_16_bits
-from train_gpt2 import GPT, MLP, GPTConfig, HeadLoss
+from lab.world import World
+from train_gpt2 import GPT, MLP, GPTConfig, HeadLoss, TrainConfig
 
 CPU = torch.device("cpu")
 N, C, V, PADDED = 37, 24, 50, 64  # 37 positions in chunks of 8: the last one is not full
@@ -71,6 +73,22 @@ def test_parameters_and_random_state_are_those_before(tiny_config, fused_mlp_eve
     assert torch.equal(rng, torch.get_rng_state()) and names() == before
     assert type(model.head_loss) is FusedHeadLoss
     assert {type(b.mlp) for b in model.transformer.h} == {FusedMLP if precision == "bf16" else MLP}
+
+
+def test_they_are_in_before_the_micro_batch_is_sought(shards, monkeypatch):
+    """With plain logits a smaller one would fit: those of 64 x 1024 positions are 13 GB."""
+    found = []
+
+    def fit(model, *_):
+        found.append(type(model.head_loss))
+        return 2
+
+    monkeypatch.setattr(train_gpt2.device, "fit_batch_size", fit)
+    how = dict(data=str(shards), total_batch_size=64, seq_len=16, max_steps=1, device="cpu")
+    train_gpt2.set_up(
+        GPTConfig(**TINY_MODEL), TrainConfig("laptop", **how, compile=False), World("cpu")
+    )
+    assert found == [FusedHeadLoss]
 
 
 def test_without_gradients_the_plain_model_computes(tiny_config, fused_mlp_everywhere, monkeypatch):
