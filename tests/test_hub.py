@@ -15,6 +15,8 @@ import pytest
 from test_fineweb import BYTES, call, command, documents, plain_stream, stream_of, write_parquet
 from test_loader import write_shard
 
+import bert
+from lab.data import wordpiece
 from lab.data.shards import TokenShards, read_manifest
 from lab.data.writer import verify
 
@@ -52,6 +54,7 @@ class HubHandler(http.server.BaseHTTPRequestHandler):
             parent = path.removeprefix(tree).strip("/").replace("%2F", "/")
             inside = [a for a in about if os.path.dirname(a["path"]) == parent]
             return self.answer(200, json.dumps(inside).encode(), kind="application/json")
+        path = path.removeprefix("/bert-base-uncased/resolve/main/")
         file = hub.root / path.removeprefix(f"/datasets/me/texts/resolve/{REVISION}/")
         if not file.is_file():
             return self.answer(404, b"")
@@ -199,3 +202,20 @@ def test_ready_made_shards(serve, tmp_path, gpt2_files):
     assert all(p.read_bytes() == (hub.root / p.name).read_bytes() for p in out.glob("*.bin"))
     assert verify(out) == [] and read_manifest(out)["documents"] == 3
     assert len(TokenShards(out, "train", 50257)) == 10_000
+
+
+def test_berts_own_vocabulary_comes_from_the_hub(serve, tmp_path):
+    """It is kept beside the shards, where bert.py finds it."""
+    vocabulary = wordpiece.learn(["the cat sat on the mat " * 9], 99)
+    (tmp_path / "hub").mkdir()
+    vocabulary.save(str(tmp_path / "hub/tokenizer.json"))
+    (tmp_path / "text.txt").write_text("the cat\nsat")
+    flags = "--tokenizer bert-base-uncased --val_tokens 2 --source".split()
+    args = [*flags, tmp_path / "text.txt", "--out", tmp_path / "o"]
+    got = call(*args, **serve(None).env, HF_HOME=str(tmp_path / "cache"))
+    assert got.returncode == 0, got.stderr
+    words = [vocabulary.token_to_id(word) for word in ("[SEP]", "the", "cat", "sat")]
+    assert stream_of(tmp_path / "o").tolist() == words
+    assert bert.WordPiece(tmp_path / "o/tokenizer.json").decode(words[1:]) == "the cat sat"
+    got = call(*args[:-1], tmp_path / "p", HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))
+    assert got.returncode == 2 and "pass --tokenizer wordpiece, which learns one" in got.stderr
