@@ -5,7 +5,6 @@ update after 64 x 1024 tokens of each GPU unless --grad_accum_steps says otherwi
     torchrun --standalone --nproc_per_node=2 bench/parallel.py --modes alone_one zero1_16bit --eight_bits
     torchrun --standalone --nproc_per_node=2 bench/parallel.py --modes ddp --steps 250 --save /the/disk
     python bench/parallel.py --table                      # what the file holds; needs no GPU
-    python bench/parallel.py --computed                   # what 64 and 1,024 GPUs would do
 
 {modes}
 
@@ -25,7 +24,6 @@ import statistics
 import tempfile
 import time
 from dataclasses import dataclass, replace
-from itertools import product
 from pathlib import Path
 from typing import Literal
 
@@ -41,7 +39,6 @@ from records import (
     origin,
     print_rows,
     random_shards,
-    read_records,
     recorded,
 )
 from timing import forget, milliseconds, peak_gib, time_updates
@@ -49,7 +46,7 @@ from timing import forget, milliseconds, peak_gib, time_updates
 from lab.cli import UserError, command, parse
 from lab.run.settings import check
 from lab.world import World
-from train_gpt2 import GPT, PRESETS, set_up
+from train_gpt2 import PRESETS, set_up
 
 MODES = {
     "alone_one": "the first GPU trains by itself, the others idle: the rate of one GPU",
@@ -80,7 +77,6 @@ class Config:
     save: str = ""  # folder for two checkpoints after these updates, each with as many after it
     trace: str = ""  # folder for MODE.kernels.json, the kernels of one step of the first GPU
     table: bool = False  # print the table of --out and end
-    computed: bool = False  # print what many GPUs would do, from ladder.jsonl, and end
     out: str = str(RUNS / "parallel.jsonl")  # file of measurements
 
     def tokens(self):
@@ -252,49 +248,6 @@ def print_table(records):
         print_rows(head.split(","), rows)
 
 
-# -------------------------------------------------------------------------------- many GPUs, computed
-
-# bytes/s of an H200: to others in its machine, of its adapter to other machines, of its memory
-NVLINK, ADAPTER, MEMORY = 450e9, 50e9, 4.8e12
-IN_A_MACHINE = 8
-
-
-def many(preset, tok_per_s, gpus, batch, loss=3.0):
-    """(sequences of a GPU, ms of compute, of exchange, of that not hidden behind compute, tokens/s,
-    as many times one GPU, the same of use) for a step of so many tokens, with DDP."""
-    model_config, cfg = PRESETS[preset]
-    with torch.device("meta"):
-        weights = sum(p.numel() for p in GPT(model_config).parameters())
-    sequences = batch / (gpus * cfg.seq_len)
-    compute = batch / gpus / tok_per_s
-    update = 28 * weights / MEMORY  # AdamW reads four numbers of each weight and writes three
-    # a ring, in which each of a machine's adapters carries a part of what leaves it
-    wire = NVLINK if gpus <= IN_A_MACHINE else min(NVLINK, IN_A_MACHINE * ADAPTER)
-    exchange = 2 * (gpus - 1) / gpus * 4 * weights / wire
-    backward = 2 / 3 * compute * min(1, 64 / sequences)  # of the last micro-step
-    late = max(0, exchange - backward)
-    rate = batch / (compute + update + late)
-    # A loss takes 1 + batch / noise as many tokens as with the smallest batch (McCandlish et al.
-    # 2018). The noise scale is the fit for language models of Kaplan et al. 2020, equation 1.4.
-    noise = 2e8 / loss ** (1 / 0.21)
-    useful = rate / tok_per_s * (1 + cfg.total_batch_size / noise) / (1 + batch / noise)
-    return sequences, 1e3 * compute, 1e3 * exchange, 1e3 * late, rate, rate / tok_per_s, useful
-
-
-def print_computed():
-    records, rows = read_records(RUNS / "ladder.jsonl"), []
-    for preset in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"):
-        mine = [r for r in records if (r["shape"], r["variant"]) == (preset, "fused_mlp")]
-        tok_per_s = max(r.get("tok_per_s") or 0 for r in mine)
-        for gpus, batch in product((64, 1024), (2**19, 2**21, 2**23)):
-            sequences, *found = many(preset, tok_per_s, gpus, batch)
-            if sequences >= 1:  # else there is none for some of them
-                texts = "{:.1f} {:.1f} {:.1f} {:,.0f} {:,.0f} {:,.0f}".format(*found).split()
-                rows.append([preset, f"{gpus:,}", f"{batch:,}", int(sequences), *texts])
-    head = "model,GPUs,batch,sequences,compute ms,exchange,late,tokens/s,times one,useful"
-    print_rows(head.split(","), rows)
-
-
 # ------------------------------------------------------------------------------------ command line
 
 
@@ -312,8 +265,6 @@ def main(argv):
     args = parse(Config, argv, description=__doc__)
     if args.table:
         return print_table(recorded(args.out, "parallel"))
-    if args.computed:
-        return print_computed()
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast: its failure would be all users'
     world = World(args.device)
     args.modes = args.modes or (tuple(MODES) if world.distributed else ("alone_one",))

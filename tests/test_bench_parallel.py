@@ -47,27 +47,6 @@ def test_speed_of_several_gpus():
     assert found["tok_per_s"] == pytest.approx(2 * 65536 / 0.12) and found["losses"] == [4.0, 1.5]
 
 
-def test_what_many_gpus_would_do_is_worked_out_as_the_page_says():
-    """GPT-2 124M (124,475,904 weights with the padded rows) at 500,000 tokens/s of a GPU."""
-    P = 124_475_904
-    sequences, compute, exchange, late, rate, times, useful = parallel.many(
-        "gpt2", 500_000, 1024, 2**21
-    )
-    assert (sequences, compute) == (2, 1000 * 2048 / 500_000)
-    # ring: twice all but one's part of 4 bytes a weight, over eight adapters of 50 GB/s
-    assert exchange == pytest.approx(1000 * 2 * 1023 / 1024 * 4 * P / 400e9)
-    assert late == 0 < exchange < 2 / 3 * compute
-    assert rate == pytest.approx(2**21 / (2048 / 500_000 + 28 * P / 4.8e12))
-    assert times == pytest.approx(rate / 500_000)
-    noise = 2e8 / 3 ** (1 / 0.21)
-    assert useful == pytest.approx(times * (1 + 2**19 / noise) / (1 + 2**21 / noise))
-    hurried = parallel.many("gpt2", 5_000_000, 1024, 2**21)
-    assert hurried[3] == pytest.approx(exchange - 2 / 3 * compute / 10) and hurried[5] < times
-    assert parallel.many("gpt2", 500_000, 8, 2**19)[2] == pytest.approx(
-        1000 * 7 / 4 * 4 * P / 450e9
-    )
-
-
 def record(mode, tok_per_s, **more):
     found = dict.fromkeys(parallel.SAME) | dict(mode=mode, tok_per_s=tok_per_s, world_size=2)
     return found | dict(date="d", loss=7.1, step_ms=100.0) | more
