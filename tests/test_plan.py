@@ -7,17 +7,36 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import ROOT
-from memory import SHAPES, setting_of
 
 from lab import kernels
 from lab.cli import UserError
 from lab.device import GPUS, Precision, peak_flops
 from lab.tools import ledger, plan
-from lab.tools.ledger import GIB, peak
-from train_gpt2 import GPT, MLP, PRESETS, GPTConfig
+from lab.tools.ledger import GIB, Setting, peak, replaced
+from train_gpt2 import GPT, MLP, PRESETS, GPTConfig, TrainConfig
 
 SMALL = dict(n_layer=3, n_head=4, n_embd=64, block_size=64, vocab_size=1000)
 AGAIN = dict(activation_checkpointing=True)
+SHAPES = {"4x256": GPTConfig(4, 4, 256), "12x768": GPTConfig()}
+SHAPES |= {f"gpt2{size}": PRESETS[f"gpt2{size}"][0] for size in ("", "-medium", "-large", "-xl")}
+
+
+def setting_of(model_config, batch_size, seq_len, changes, world_size=1, device_type="cuda"):
+    """The Setting of changes, which are fields of GPTConfig and TrainConfig, and grad_accum_steps
+    (2). The first records' cross_entropy, fused_mlp and fp8_mlp are what kernels and fp8 are now."""
+
+    def changed(config):
+        return replace(config, **{k: v for k, v in changes.items() if k in vars(config)})
+
+    head, mlp = replaced(changes.get("kernels", "fused"), changes.get("fp8", "off"))
+    heads = {"plain": "plain", "chunked": "fused", "fp8": "fp8"}
+    head = heads.get(changes.get("cross_entropy"), head)
+    mlp = "fp8" if changes.get("fp8_mlp") else mlp if changes.get("fused_mlp", True) else "plain"
+    tokens = batch_size * seq_len * world_size * changes.get("grad_accum_steps", 2)
+    cfg = TrainConfig(
+        batch_size=batch_size, seq_len=seq_len, total_batch_size=tokens, precision="bf16"
+    )
+    return Setting(changed(model_config), changed(cfg), world_size, device_type, (head, mlp))
 
 
 def setting(changes, monkeypatch, **place):
@@ -86,15 +105,15 @@ def records(name):
 def measured():
     """{"what was measured on which shape": [(Setting, GiB)]}"""
     found = collections.defaultdict(list)
-    for r in records("memory.jsonl"):  # bench/memory.py
-        if "error" not in r:
-            s = setting_of(*SHAPES[r["shape"]], r["changed"] | dict(compile=r["compile"]))
-            found[f"settings-{r['shape']}"].append((s, r["measured_gib"]))
+    for r in records("memory.jsonl"):  # what python -m lab plan measures, one setting after another
+        model, changes = SHAPES[r["shape"]], r["changed"] | dict(compile=r["compile"])
+        s = setting_of(model, r["batch_size"], r["seq_len"], changes)
+        found[f"settings-{r['shape']}"].append((s, r["measured_gib"]))
     for r in records("ladder.jsonl"):  # bench/ladder.py: every rung, and what the trainer has too
         groups = ("rungs", "micro_batch", "cross_entropy", "checkpointing")
         library = r["settings"].get("cross_entropy") in ("torch", "liger")
         if r["group"] in groups and r.get("peak_gib") and not library:
-            model = replace(SHAPES[r["shape"]][0], block_size=r["seq_len"])
+            model = replace(SHAPES[r["shape"]], block_size=r["seq_len"])
             changes = {k: v for k, v in r["settings"].items() if k != "batch_size"}
             changes |= dict(grad_accum_steps=r["micro_steps"], precision=r["precision"])
             changes["compile"] = r["settings"].get("compile_mode") != "none"
