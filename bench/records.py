@@ -106,7 +106,7 @@ def origin():
     }
 
 
-def card_name(device="auto"):
+def gpu_name(device="auto"):
     """Name of the GPU, or of the processor where a run uses none; device as World takes it."""
     cuda = str(device).startswith("cuda") or (str(device) == "auto" and torch.cuda.is_available())
     if cuda:
@@ -115,6 +115,9 @@ def card_name(device="auto"):
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+card_name = gpu_name  # as sampling.py calls it
 
 
 def random_shards(folder, vocab_size, train_tokens=4_000_000, val_tokens=100_000):

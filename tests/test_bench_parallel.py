@@ -70,6 +70,7 @@ def test_what_many_gpus_would_do_is_worked_out_as_the_page_says():
 
 def record(mode, tok_per_s, **more):
     found = dict.fromkeys(parallel.SAME) | dict(mode=mode, tok_per_s=tok_per_s, world_size=2)
+    found |= dict(round=None, eight_bits=False, peak_gib=None, losses=[])
     return found | dict(date="d", loss=7.1, step_ms=100.0) | more
 
 
