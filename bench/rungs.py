@@ -68,7 +68,6 @@ SUMS = dict(zip(RUNGS, accumulate(RUNGS.values(), operator.or_)))
 EAGER, ODD, BASE = dict(compile_mode="none"), dict(vocab_multiple=1), SPEEDS["baseline"]
 VARIANTS = {  # group: {variant: settings that differ from the trainer's defaults}
     "rungs": SUMS,
-    "micro_batch": {str(b): dict(batch_size=b) for b in (4, 8, 16, 32, 64, 128)},
     "vocabulary": {
         "50257_eager": ODD | EAGER,
         "50304_eager": EAGER,
