@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-from records import card_name, random_shards
+from records import gpu_name, random_shards
 from torch.nn.utils import parameters_to_vector
 
 from lab.cli import UserError, command, parse
@@ -137,7 +137,7 @@ def main(argv):
             run.raw_model.config.n_layer,
             f"{cfg.batch_size} x {run.cfg.seq_len} tokens",
         )
-        where = f"{card_name(world.device)}, torch {torch.__version__}"
+        where = f"{gpu_name(world.device)}, torch {torch.__version__}"
         print(
             f"{cfg.preset}, {blocks} blocks, {tokens}, {where}, first rate {get_lr(0, run.cfg):.1e}"
         )

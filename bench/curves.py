@@ -8,11 +8,11 @@ from lab.tools.records import column, read_log
 from lab.tools.style import PAPER, color_of, reference
 
 
-@made_by("python train_gpt2.py --preset laptop", "laptop", log="laptop_builtin")
-def curve(runs, out_path, dark, log):
+@made_by("python train_gpt2.py --preset laptop")
+def laptop(runs, out_path, dark):
     """The figure of one training run, as train_gpt2.py itself draws it."""
-    records(runs, log, "kind")
-    draw([runs / f"{log}.jsonl"], out_path, dark)
+    records(runs, "laptop_builtin", "kind")
+    draw([runs / "laptop_builtin.jsonl"], out_path, dark)
 
 
 @made_by("python speedrun.py --fp8 head --max_steps 1688")

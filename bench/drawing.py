@@ -55,14 +55,13 @@ def records(runs, name, *fields, **where):
 
 def measured(runs, group, *fields):
     """{shape: {variant: its records}} of one group of the ladder, gpt2 first, variants in the
-    ladder's order. Of measurements made twice the later one counts; of a cold and a warmed-up GPU,
-    or two versions of torch, the one that has more variants. Raises NoData."""
+    ladder's order. Of measurements made twice the later one counts; of two GPUs or versions of
+    torch the one that has more variants. Raises NoData."""
     rows = records(runs, "ladder", "shape", "variant", *fields, group=group)
     order, last = list(VARIANTS[group]), {key_of(row): row for row in rows}
-    shapes, state = {}, ("card", "torch", "sustained", "tokens_per_step", "max_steps")
+    shapes, state = {}, ("gpu", "torch", "tokens_per_step", "max_steps")
     for shape, rows in grouped(last.values(), "shape").items():
-        alike = grouped(rows, *state).values()
-        best = max(alike, key=lambda rows: (len(rows), rows[0].get("sustained") or 0))
+        best = max(grouped(rows, *state).values(), key=len)
         names = [*order, *(row["variant"] for row in best)]
         shapes[shape] = grouped(sorted(best, key=lambda r: names.index(r["variant"])), "variant")
     return dict(sorted(shapes.items(), key=lambda item: item[0] != "gpt2"))
@@ -76,9 +75,9 @@ def newest(runs, group, *fields):
 
 def where_and_when(rows):
     """GPU, torch and date of measurements: the line under a figure."""
-    rows = [dict(row, card=row.get("card") or row.get("device")) for row in rows]
+    rows = [dict(row, gpu=row.get("gpu") or row.get("device")) for row in rows]
     parts = []
-    for field in ("card", "torch", "date"):
+    for field in ("gpu", "torch", "date"):
         values = ", ".join(dict.fromkeys(str(row[field]) for row in rows if row.get(field)))
         parts.append(f"torch {values}" if field == "torch" and values else values)
     return ", ".join(filter(None, parts))

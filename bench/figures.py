@@ -2,7 +2,7 @@
 alone.
 
     python bench/figures.py                      # all of them
-    python bench/figures.py ladder roofline      # some
+    python bench/figures.py ladder shapes        # some
 
 A figure whose records are missing or incomplete is left out, with one sentence that names the
 command which makes them. Look and colours are those of lab.tools.style, where a colour has one
@@ -21,13 +21,11 @@ import matplotlib
 from drawing import (
     DASHED,
     FIGURES,
-    SMALL,
     NoData,
     bars,
     blank,
     cell,
     cells_of,
-    label_points,
     made_by,
     measured,
     newest,
@@ -39,10 +37,8 @@ from drawing import (
     write,
 )
 from kernels import CLASSES, communication, read_extract
-from matplotlib.ticker import MultipleLocator, PercentFormatter
-from parallel import reference as one_gpu
-from records import ROOT, RUNS, grouped
-from rungs import VARIANTS, raced
+from records import ROOT, RUNS
+from rungs import raced
 from tyro.conf import Positional
 
 from lab.cli import UserError, command, parse
@@ -135,11 +131,6 @@ def shapes(runs, out_path, dark):
     figure.savefig(out_path)
 
 
-def kinds(dark):
-    """How each kind of kernel is drawn."""
-    return {kind: dict(color=color_of(kind, dark), label=kind) for kind in CLASSES}
-
-
 @made_by("python bench/ladder.py")
 def kernels(runs, out_path, dark):
     """Kernel time of a micro-step, kind by kind: all rungs, and the fast ones again at their own
@@ -159,55 +150,12 @@ def kernels(runs, out_path, dark):
     title = f"{shape}: {biggest} is {share} of the last rung's {total[last]:.0f} ms"
     heights, note = list(map(len, panels)), where_and_when(rows.values())
     figure, *axes = blank(1.6 + 0.3 * sum(heights), title, note, "A;B", height_ratios=heights)
+    looks = {kind: dict(color=color_of(kind, dark), label=kind) for kind in CLASSES}
     for ax, panel in zip(axes, panels):
         texts = [f"{total[v]:.0f}" for v in panel]
-        bars(ax, {v: times[v] for v in panel}, kinds(dark), texts, room=1.08, height=0.75)
+        bars(ax, {v: times[v] for v in panel}, looks, texts, room=1.08, height=0.75)
     axes[-1].set_xlabel(f"ms for {size:,.0f} tokens: forward, backward, their share of the update")
     axes[0].legend(loc="lower right", ncol=2)
-    figure.savefig(out_path)
-
-
-@made_by("python bench/ladder.py --groups vocabulary")
-def vocabulary(runs, out_path, dark):
-    """Kernel time of a micro-step with an odd and with a padded vocabulary, kind by kind."""
-    shape, rows = newest(runs, "vocabulary", "kernel_ms", "tok_per_s", "median_ms")
-    if missing := VARIANTS["vocabulary"].keys() - rows:
-        raise NoData(f"ladder.jsonl has no {', '.join(missing)}")
-    ms = {name: row["median_ms"] / row["micro_steps"] for name, row in rows.items()}
-    saved = [f"{ms[f'50257_{p}'] - ms[f'50304_{p}']:.0f} ms {p}" for p in ("eager", "compiled")]
-    title = f"{shape}: 47 rows of padding save {' and '.join(saved)}"
-    figure, ax = blank(1.8 + 0.42 * len(rows), title, where_and_when(rows.values()))
-    texts = [f"{short(row['tok_per_s'])} tokens/s" for row in rows.values()]
-    times = {name: row["kernel_ms"] for name, row in rows.items()}
-    bars(ax, times, kinds(dark), texts, room=1.25, height=0.75)
-    ax.set(xlabel="ms of a micro-step of 64 x 1024 tokens")
-    how = dict(handlelength=1, columnspacing=1)
-    ax.legend(loc="upper center", bbox_to_anchor=(0.45, -0.3), ncol=7, **how)
-    figure.savefig(out_path)
-
-
-@made_by("python bench/ladder.py --groups micro_batch")
-def micro_batch(runs, out_path, dark):
-    """Speed and memory against the sequences of a micro-step."""
-    fields = {"tok_per_s": ("tokens/s", "speed"), "peak_gib": ("peak memory (GiB)", "memory")}
-    shape, found = newest(runs, "micro_batch", "batch_size", *fields)
-    rows = {row["batch_size"]: row for row in found.values()}  # what did not fit was halved
-    best = max(rows, key=lambda b: rows[b]["tok_per_s"])
-    rate = short(rows[best]["tok_per_s"])
-    title = f"{shape}: {best} sequences a micro-step are fastest, {rate} tokens/s"
-    note = where_and_when(rows.values())
-    figure, top, bottom = blank(4.6, title, note, "A;B", sharex=True, height_ratios=[1.5, 1])
-    for ax, (field, (label, meaning)) in zip((top, bottom), fields.items()):
-        values = [row[field] for row in rows.values()]
-        ax.plot(list(rows), values, "o-", color=color_of(meaning, dark))
-        for b, value in zip(rows, values):
-            write(ax, short(value), b, value, dx=0, dy=8, ha="center")
-        ax.set(ylabel=label, ylim=(0, 1.18 * max(values)))
-    top.yaxis.set_major_formatter(shorten)
-    bottom.set_xscale("log", base=2)
-    bottom.set_xticks(list(rows), list(map(str, rows)))
-    bottom.set_xlabel("sequences per micro-step")
-    bottom.minorticks_off()
     figure.savefig(out_path)
 
 
@@ -246,185 +194,11 @@ def ladder_loss(runs, out_path, dark):
     figure.savefig(out_path)
 
 
-# ------------------------------------------------------------------------------------- the floor
-
-WAYS = {"forward": "o", "dgrad": "s", "wgrad": "^", "backward": "D"}  # of an operation: its marker
-
-
-@made_by("python bench/floor.py")
-def roofline(runs, out_path, dark):
-    """Achieved TFLOP/s against FLOPs per byte, under what the GPU's own copy and products allow:
-    everything, and the corner of the products at a larger scale. Products in 8 bits are hollow."""
-    rows = records(runs, "floor", "op", "ms", "bytes")
-    rows = next(iter(grouped(rows, "preset", "batch_size").values()))  # of one model
-    slope = max(r["bytes"] / r["ms"] / 1e9 for r in rows if r["op"].startswith("copy"))  # TB/s
-    ops, roofs = [], {}
-    for r in (r for r in rows if r.get("flops")):
-        name, _, way = r["op"].rpartition(" ")
-        name, way = (name, way) if way in WAYS else (r["op"], "forward")
-        kind = {"AdamW": "optimizer", "clip": "optimizer"}.get(name, "matmul")
-        color = color_of("attention" if name.startswith("attention") else kind, dark)
-        rate, bits = r["flops"] / r["ms"] / 1e9, "fp8" if name.startswith("fp8") else "bf16"
-        face = PAPER[dark]["paper"] if bits == "fp8" else color
-        text = name.replace("attention", "SDPA"), color
-        ops.append((r["flops"] / r["bytes"], rate, text, WAYS[way], face))
-        roofs[bits] = max(rate, roofs.get(bits, 0))
-    title = f"Memory gives {slope:.2f} TB/s, the best bf16 product {roofs['bf16']:.0f} TFLOP/s"
-    title += f", in fp8 {roofs['fp8']:.0f}" if "fp8" in roofs else ""
-    figure, left, right = blank(4.9, title, where_and_when(rows), "AB", width_ratios=[1, 1.3])
-    edge, highest = roofs["bf16"] / slope, max(roofs.values())  # where memory bounds no longer
-    low, high = min(op[0] for op in ops) / 2, max(op[0] for op in ops) * 2.5
-    corner = [op for op in ops if op[0] > edge / 2 and op[1] > roofs["bf16"] / 2]
-    labels = {left: {}, right: {}}
-    for ax, drawn, size in ((left, ops, 4), (right, corner, 5)):
-        for roof, line in zip(roofs.values(), ("-", "--")):
-            xs, ys = [low, roof / slope, high], [low * slope, roof, roof]
-            ax.loglog(xs, ys, line, color="0.5", linewidth=1.2, zorder=1)
-        for op in drawn:
-            x, y, text, marker, face = op
-            ax.plot(x, y, marker, color=text[1], markerfacecolor=face, markersize=size)
-            if ax is right or op not in corner:
-                labels[ax].setdefault(text, []).append((x, y))
-    left.set(ylim=(min(op[1] for op in ops) / 3, 3 * highest), xlim=(low, high))
-    left.set(ylabel="achieved TFLOP/s", xlabel="FLOPs per byte that must move")
-    right.set(yscale="linear", ylim=(0.87 * min(op[1] for op in corner), 1.06 * highest))
-    ticks = [x for x in (200, 500, 1000, 2000, 5000) if edge < x < high]
-    right.set_xticks(ticks, map(str, ticks))
-    right.minorticks_off()
-    right.set(xlim=(edge, high), xlabel="the corner of the products, larger")
-    for name, roof in roofs.items():
-        write(right, f"{name} {roof:.0f}", high, roof, dx=-2, dy=6, ha="right", color="0.5")
-    for way, marker in WAYS.items():
-        right.plot([], [], marker, color="0.5", markersize=5, label=way)
-    right.legend(loc="lower right", ncol=2)
-    along = [low * (high / low) ** (i / 300) for i in range(300)]
-    others = [op[:2] for op in ops]
-    others += [(x, min(x * slope, roof)) for roof in roofs.values() for x in along]
-    for ax, groups in labels.items():  # one text for an operation, at the middle one of its points
-        texts = [(*sorted(p)[len(p) // 2], *text) for text, p in groups.items()]
-        label_points(ax, texts, others)
-    figure.savefig(out_path)
-
-
-@made_by("python bench/floor.py")
-def floor(runs, out_path, dark):
-    """The floors that the parts of one model's step add up to, paler, and our own step: tokens/s.
-    Beside them, for each model of the same GPU, the floor of parts run back to back as a share of
-    our step."""
-    rows = records(runs, "floor", "op", "tok_per_s", "step_ms")
-    rows = [row for row in rows if row["card"] == rows[-1]["card"]]
-    models, speeds, shares = grouped(rows, "preset", "batch_size"), {}, {}
-    first = next(iter(models.values()))
-    for row in first:
-        name = "our step" + ", 8 bits in head and MLP" * ("8 bits" in row["op"])
-        speeds.setdefault(name, {"ours": row["tok_per_s"] * row["ms"] / row["step_ms"]})
-        what = row["op"].removeprefix("floor: ").replace(", GELU", "\nGELU")
-        speeds[what] = {"floor": row["tok_per_s"]}
-    for (preset, batch_size), alike in models.items():
-        for row in alike:
-            if "back to back" in row["op"] and "its own kernels" not in row["op"]:
-                bits = "8 bits" if "8 bits" in row["op"] else "16 bits"
-                model = f"{preset.removeprefix('gpt2-')}, B = {batch_size}"
-                shares.setdefault(model, {})[bits] = row["ms"] / row["step_ms"]
-    spread = [row["ms"] / row["step_ms"] for row in first]
-    title = f"Our step runs at {min(spread):.0%} to {max(spread):.0%} of what its parts add up to"
-    height, note = 1.2 + 0.52 * len(speeds), where_and_when(rows)
-    figure, ax, beside = blank(height, title, note, "AB", width_ratios=[1.7, 1])
-    blue = color_of("speed", dark)
-    looks = {"ours": dict(color=blue), "floor": dict(color=blue, alpha=0.5)}
-    texts = [short(value) for speed in speeds.values() for value in speed.values()]
-    bars(ax, speeds, looks, texts, room=1.15, height=0.7)
-    ax.set(xlabel="tokens/s")
-    ax.xaxis.set_major_formatter(shorten)
-    for bits, face, dy in (("16 bits", blue, 10), ("8 bits", PAPER[dark]["paper"], -11)):
-        points = [(share[bits], y) for y, share in enumerate(shares.values()) if bits in share]
-        how = dict(color=blue, markerfacecolor=face, label=bits)
-        beside.plot([x for x, _ in points], [y for _, y in points], "o", **how)
-        for share, y in points:
-            write(beside, f"{share:.0%}", share, y, dx=0, dy=dy, ha="center")
-    rows_of(beside, list(shares), room=0.9)
-    beside.set(xlim=(0.8, 1), xlabel="back to back,\nof our step's time")
-    beside.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    how = dict(handletextpad=0, columnspacing=0.6, borderaxespad=0)
-    beside.legend(loc="upper right", ncol=2, **how)
-    figure.savefig(out_path)
-
-
 # ---------------------------------------------------------------------------------- several GPUs
 
-GPUS = "torchrun --standalone --nproc_per_node=4 bench/parallel.py"
-TRACE = f"{GPUS} --trace readme.assets/runs --modes"
-OURS = ("ddp", "zero1_16bit", "loop", "loop_zero1")  # modes that the trainer has, with 250 MB
-LEFT_OUT = ("alone_one", "zero1_in_graph", "zero1_16bit_all")  # what all is held against; dead ends
-SIZES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
-
-
-def shares_of_one_gpu(rows):
-    """{(preset, GPUs, 8 bits, device, B, compile, torch, micro-steps): {(mode, MB of a piece):
-    [speed over GPUs times one alone, of each run]}}, the best first."""
-    setting = "preset world_size eight_bits device batch_size compile torch grad_accum_steps"
-    panels = {}
-    for kind, alike in grouped(rows, *setting.split()).items():
-        for row in alike:
-            tried = row.get("env", {}).keys() - {"NCCL_VERSION", "NCCL_NVLS_ENABLE"}
-            one = one_gpu(row, alike)
-            if not tried and row["mode"] not in LEFT_OUT and one:
-                modes = panels.setdefault(kind, {})
-                shares = modes.setdefault((row["mode"], row.get("bucket_mb")), [])
-                shares.append(row["tok_per_s"] / one)
-    if not panels:
-        raise NoData("parallel.jsonl needs the mode alone_one and another one to hold against it")
-    sizes = [*SIZES, *(kind[0] for kind in panels)]
-    order = sorted(panels, key=lambda k: (sizes.index(k[0]), -k[1], bool(k[2]), k[4]))
-
-    def best_first(item):
-        return item[0][0] != "alone", -statistics.mean(item[1])
-
-    return {kind: dict(sorted(panels[kind].items(), key=best_first)) for kind in order}
-
-
-@made_by(GPUS)
-def parallel(runs, out_path, dark):
-    """Tokens/s of N GPUs as a share of N times one alone, by way of telling each other the
-    gradients: a dot for each run, held against the one that bench/parallel.py's table holds it
-    against, a line at their mean. The first model's ways stand on the left, all others on the
-    right."""
-    rows = records(runs, "parallel", "mode", "tok_per_s")
-    panels = shares_of_one_gpu(rows)
-    first, *others = panels
-    best = next((m for m in panels[first] if m[0] != "alone"), "alone")
-    low, high = min(panels[first][best]), max(panels[first][best])
-    title = f"{first[0]}: {words(best[0])} on {first[1]} GPUs reaches {low:.1%} to {high:.1%}"
-    title += f" of {first[1]} times one GPU"
-    heights = [len(panels[kind]) + 2 for kind in others] or [1]
-    height = 1.6 + 0.21 * max(len(panels[first]), sum(heights))
-    layout = [[0, i + 1] for i in range(len(others))] or [[0]]
-    figure, *axes = blank(height, title, where_and_when(rows), layout, height_ratios=heights)
-    shares = [share for modes in panels.values() for values in modes.values() for share in values]
-    blue, paper = color_of("speed", dark), PAPER[dark]["paper"]
-    for ax, (kind, modes) in zip(axes, panels.items()):
-        names = []
-        for y, ((mode, bucket_mb), values) in enumerate(modes.items()):
-            color = color_of("memory", dark) if mode == "alone" else blue
-            mean = statistics.mean(values)
-            ours = mode == "alone" or (mode in OURS and bucket_mb in (None, 250))
-            how = dict(color=color, markerfacecolor=color if ours else paper, markersize=4.5)
-            ax.plot(values, [y] * len(values), "o", **how)
-            ax.plot([mean, mean], [y - 0.35, y + 0.35], color=color, linewidth=1.5)
-            names.append(f"{words(mode)}{f', {bucket_mb} MB' if bucket_mb else ''}  {mean:.1%}")
-        title = f"{kind[0]} on {kind[1]}, B = {kind[4]}{f' x {kind[7]}' if kind[7] else ''}"
-        ax.set_title(title + ", 8 bits" * bool(kind[2]), fontsize=9.5, pad=3, loc="right")
-        rows_of(ax, names, room=0.6)
-        ax.tick_params(labelsize=SMALL, labelbottom=kind in (first, *others[-1:]))
-        ax.set_xlim(min(shares) - 0.005, max(1, *shares) + 0.005)
-        ax.axvline(1, **DASHED)
-        ax.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-        ax.xaxis.set_major_locator(MultipleLocator(0.02 if kind == first else 0.05))
-    axes[0].set_xlabel("share of N times one GPU\nof the same machine", fontsize=SMALL)
-    for text, face in (("as the trainer does it", blue), ("tried", paper)):
-        axes[0].plot([], [], "o", color=blue, markerfacecolor=face, markersize=4.5, label=text)
-    axes[0].legend(loc="lower right", bbox_to_anchor=(0.84, 0))
-    figure.savefig(out_path)
+TRACE = (
+    "torchrun --standalone --nproc_per_node=4 bench/parallel.py --trace readme.assets/runs --modes"
+)
 
 
 @made_by(f"{TRACE} ddp", mode="ddp")

@@ -25,10 +25,7 @@ from lab.files import read_json
 # The first pattern that is found in a kernel's name decides; what none fits is elementwise or norm.
 KINDS = [
     ("communication", r"nccl"),
-    (
-        "loss",
-        r"^(loss|row|tile)$|log_?softmax|nll_loss|cross_entropy|loss_kernel|liger|element_mul_kernel",
-    ),
+    ("loss", r"^(loss|row|tile)$|log_?softmax|nll_loss|cross_entropy|loss_kernel"),
     # Inductor names a kernel after the operations it fuses and sometimes after their neighbours:
     # one that begins with triton_ and holds attention's is a copy beside it, but for the softmax of
     # math attention. dot_do_o and convert_dq are cuDNN's, before and after its backward kernel

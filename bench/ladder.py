@@ -40,8 +40,8 @@ from kernels import CLASSES, profile
 from records import (
     RUNS,
     append_record,
-    card_name,
     check_out,
+    gpu_name,
     grouped,
     one_sentence,
     origin,
@@ -232,11 +232,11 @@ def in_short(record):
 
 def measure_all(todo, args, world):
     """Measure, write, go on. A failure is one line in the file. Returns how many failed."""
-    card, failures, number = card_name(world.device), 0, 0
+    gpu, failures, number = gpu_name(world.device), 0, 0
     for _, seeds in groupby(todo, key=lambda case: (case.group, case.shape, case.variant)):
         with fresh_compiler():
             for earlier, case in enumerate(seeds):
-                record = {"bench": "ladder"} | case.about(args, card) | origin()
+                record = {"bench": "ladder"} | case.about(args, gpu) | origin()
                 record |= dict(data=args.data_name, error=None, cold_cache=not earlier)
                 number += 1
                 what = f"{case.group} {case.shape} {case.variant} seed {case.seed}"
@@ -282,8 +282,6 @@ def loss_table(records):
     for name, runs in grouped(records, "variant").items():
         val, last = [r["val_loss"] for r in runs], [r["curve"][-1][2] for r in runs]
         seconds = f"{np.mean([r['seconds'] for r in runs]):.1f}"
-        shared = max(r.get("at_once", 1) for r in runs)  # older records: runs that shared a GPU
-        seconds += f" ({shared} at once)" if shared > 1 else ""
         losses = np.mean(val), min(val), max(val), np.mean(last)
         rows.append([name + "*" * raced(runs[0]), len(runs), seconds])
         rows[-1] += map("{:.4f}".format, losses)
@@ -316,16 +314,16 @@ def speed_table(records):
 def print_tables(records):
     """One table for each group, shape, GPU and tokens per step, its rows in the order of the group;
     of measurements made twice the later one counts."""
-    keys = ("group", "shape", "card", "sustained", "max_steps", "torch", "tokens_per_step")
+    keys = ("group", "shape", "gpu", "max_steps", "torch", "tokens_per_step")
     tables = grouped({key_of(r): r for r in records}.values(), *keys)
-    for (group, shape, card, sustained, steps, version, tokens), members in tables.items():
+    for (group, shape, gpu, steps, version, tokens), members in tables.items():
         order = {v: i for i, v in enumerate(VARIANTS.get(group, ()))}
         # records outlive their variants: those go from the slowest to the fastest
         members.sort(key=lambda r: (order.get(r["variant"], 99), r.get("tok_per_s") or 0))
         dates = sorted({r["date"] for r in members})
         print(
-            f"\n{group}, {shape}: {f'{steps} steps' if steps else 'a step'} of {tokens:,} tokens, {card}"
-            f"{' after a minute of work' * bool(sustained)}, torch {version}, "
+            f"\n{group}, {shape}: {f'{steps} steps' if steps else 'a step'} of {tokens:,} tokens, {gpu}, "
+            f"torch {version}, "
             f"{' to '.join(dict.fromkeys([dates[0], dates[-1]]))}"
         )
         good = [r for r in members if not r["error"]]
@@ -346,10 +344,10 @@ def main(argv):
         name = min(learns)
         raise UserError(f"group {name} learns from text: name a folder of token shards with --data")
     asked, world = cases(args), World(args.device)
-    card, cpu = card_name(world.device), world.device.type == "cpu"
+    gpu, cpu = gpu_name(world.device), world.device.type == "cpu"
     done = {key_of(r) for r in read_records(args.out) if not r.get("error")}
-    todo = [case for case in asked if key_of(case.about(args, card)) not in done]
-    print(f"{len(todo)} of {len(asked)} to do on {card}, into {args.out}")
+    todo = [case for case in asked if key_of(case.about(args, gpu)) not in done]
+    print(f"{len(todo)} of {len(asked)} to do on {gpu}, into {args.out}")
     if cpu and not set(args.shapes) <= {"tiny", "masked-tiny"}:
         raise UserError(
             "the ladder needs a CUDA GPU; a try: --shapes tiny --device cpu --out try.jsonl"

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from records import PIPED, ROOT, append_record, card_name, check_out, origin, print_rows
+from records import PIPED, ROOT, append_record, check_out, gpu_name, origin, print_rows
 from tyro.conf import Positional
 
 from lab.cli import UserError, command, parse
@@ -122,14 +122,14 @@ def main(argv):
         if cfg.nanogpt:
             curves["nanoGPT"] = race_nanogpt(cfg.nanogpt, characters, ids, Path(folder))
     ends = {whose: reached(curve) for whose, curve in curves.items()}
-    machine = f"{card_name('cpu')}, {os.cpu_count()} cores"
+    machine = f"{gpu_name('cpu')}, {os.cpu_count()} cores"
     print(f"{machine}, load before {load:.1f}, {time.strftime('%F')}")
     rows = [[whose, f"{t:.1f}", f"{v:.4f}", str(v <= TARGET)] for whose, (t, v) in ends.items()]
     print_rows(["program", "seconds", "validation loss", f"reached {TARGET}"], rows)
     if cfg.nanogpt:
         print(f"ours takes {ends['ours'][0] / ends['nanoGPT'][0]:.2f} of nanoGPT's time")
     if cfg.out:
-        record = dict(bench="laptop", cpu=card_name("cpu"), cores=os.cpu_count(), load=load)
+        record = dict(bench="laptop", cpu=gpu_name("cpu"), cores=os.cpu_count(), load=load)
         record |= dict(curves=curves, flags=dict(ours=" ".join(OURS), nanoGPT=" ".join(NANOGPT)))
         append_record(cfg.out, record | origin())
     return 0 if ends["ours"][1] <= TARGET else 1

@@ -33,8 +33,8 @@ from kernels import device_events, kind_of, trace
 from records import (
     RUNS,
     append_record,
-    card_name,
     check_out,
+    gpu_name,
     grouped,
     origin,
     print_rows,
@@ -198,7 +198,7 @@ def write_extract(run, mode, world, folder):
     for e in events:
         start = round(e["ts"] - events[0]["ts"], 2)
         rows.append([kind_of(e["name"]), e["name"][:60], e["args"].get("stream"), start, e["dur"]])
-    about = dict(mode=mode, world_size=world.world_size, device=card_name(world.device))
+    about = dict(mode=mode, world_size=world.world_size, device=gpu_name(world.device))
     about |= dict(torch=torch.__version__, columns="class name stream start_us dur_us".split())
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{mode}.kernels.json").write_text(json.dumps(about | {"kernels": rows}))
@@ -225,24 +225,23 @@ def reference(record, records):
 def print_table(records):
     """A block for each setting, a row for each mode; of a mode measured twice in a round the later
     one counts."""
-    keys = (*SAME, "mode", "round", "env", "bucket_mb")
+    keys = (*SAME, "mode", "round", "env")
     newest = list({tuple(str(r.get(k)) for k in keys): r for r in records}.values())
     for block in grouped(newest, *SAME).values():
         r = block[0]
         print(
             f"\n{r['preset']}, {r['world_size']} x {r['device']}, B = {r['batch_size']} x "
-            f"{r.get('grad_accum_steps') or 1}, {r['precision']}{', 8 bits' * bool(r.get('eight_bits'))}, "
+            f"{r['grad_accum_steps']}, {r['precision']}{', 8 bits' * r['eight_bits']}, "
             f"compile {r['compile']}, torch {r['torch']}, {r['date']}"
         )
         rows = []
         for r in sorted(block, key=lambda r: r["mode"]):
-            mode = r["mode"] + (f" {r['bucket_mb']} MB" if r.get("bucket_mb") else "")
-            one, fifth = reference(r, newest), (r.get("losses") or [])[4:5]
+            one, fifth = reference(r, newest), r["losses"][4:5]
             low, high = (r.get(f"step_ms_{end}", r["step_ms"]) for end in ("min", "max"))
-            rows.append([mode, r.get("round") or "", f"{r['step_ms']:.1f}"])
+            rows.append([r["mode"], r["round"] or "", f"{r['step_ms']:.1f}"])
             rows[-1] += [f"{low:.1f} to {high:.1f}", f"{r['tok_per_s']:,.0f}"]
-            rows[-1] += [f"{r['tok_per_s'] / one:.1%}" if one and mode != "alone_one" else ""]
-            rows[-1] += [f"{r['peak_gib']:.1f}" if r.get("peak_gib") else ""]
+            rows[-1] += [f"{r['tok_per_s'] / one:.1%}" if one and r["mode"] != "alone_one" else ""]
+            rows[-1] += [f"{r['peak_gib']:.1f}" if r["peak_gib"] else ""]
             rows[-1] += [f"{fifth[0]:.4f}" if fifth else "", f"{r['loss']:.4f}"]
         head = "mode,round,step ms,min to max,tokens/s,of n x one,GiB,fifth loss,last"
         print_rows(head.split(","), rows)
@@ -252,13 +251,13 @@ def print_table(records):
 
 
 def setting(mode, args, world):
-    """What a record says of how it was made. Older ones have no eight_bits and grad_accum_steps."""
-    names = "preset batch_size compile precision warmup steps round data".split()
-    about = {"bench": "parallel", "mode": mode} | {name: getattr(args, name) for name in names}
-    about |= dict(eight_bits=args.eight_bits or None, bucket_mb=250 if mode == "ddp" else None)
-    about["grad_accum_steps"] = args.grad_accum_steps if args.grad_accum_steps > 1 else None
+    """What a record says of how it was made."""
+    names = (
+        "preset batch_size grad_accum_steps compile precision eight_bits warmup steps round data"
+    )
+    about = {"bench": "parallel", "mode": mode} | {n: getattr(args, n) for n in names.split()}
     about["env"] = {k: v for k, v in os.environ.items() if k.startswith("NCCL_")}
-    return about | dict(world_size=world.world_size, device=card_name(world.device))
+    return about | dict(world_size=world.world_size, device=gpu_name(world.device))
 
 
 def main(argv):

@@ -106,7 +106,7 @@ def origin():
     }
 
 
-def card_name(device="auto"):
+def gpu_name(device="auto"):
     """Name of the GPU, or of the processor where a run uses none; device as World takes it."""
     cuda = str(device).startswith("cuda") or (str(device) == "auto" and torch.cuda.is_available())
     if cuda:

@@ -69,7 +69,6 @@ SUMS = dict(zip(RUNGS, accumulate(RUNGS.values(), operator.or_)))
 EAGER, ODD, BASE = dict(compile_mode="none"), dict(vocab_multiple=1), SPEEDS["baseline"]
 VARIANTS = {  # group: {variant: settings that differ from the trainer's defaults}
     "rungs": SUMS,
-    "micro_batch": {str(b): dict(batch_size=b) for b in (4, 8, 16, 32, 64, 128)},
     "vocabulary": {
         "50257_eager": ODD | EAGER,
         "50304_eager": EAGER,
@@ -94,9 +93,8 @@ VARIANTS = {  # group: {variant: settings that differ from the trainer's default
 }
 UNCOMPILED = {"compile": "baseline", "recommended": "recommended_eager"}
 TRAINED = ("loss", "speed")  # groups that train, from several seeds, on text
-# What makes a measurement this one. Older records may be of a GPU that had worked for a minute
-# (sustained).
-KEY = "group shape variant seed card torch sustained max_steps tokens_per_step".split()
+# What makes a measurement this one. A GPU's name also says what else it did, in older records.
+KEY = "group shape variant seed gpu torch max_steps tokens_per_step".split()
 
 
 def put_in(model, own, precision):
@@ -141,10 +139,10 @@ class Case:
         check(model, cfg)
         return model, cfg, SimpleNamespace(**BENCH | changed(BENCH))
 
-    def about(self, args, card):
+    def about(self, args, gpu):
         """What makes this measurement this one."""
         _, cfg, _ = self.configs(args)
-        found = vars(self) | dict(card=card, torch=str(torch.__version__), sustained=False)
+        found = vars(self) | dict(gpu=gpu, torch=str(torch.__version__))
         found |= dict(max_steps=cfg.max_steps if self.group in TRAINED else None)
         return found | dict(tokens_per_step=cfg.total_batch_size)
 
@@ -160,11 +158,10 @@ def raced(record):
     ladder compares first."""
     on = dict(bf16_residual=True, mlp="fused", precision="bf16", compile_mode="default")
     on |= record.get("settings", {})
-    fused = on.get("fused_mlp", on["mlp"] != "plain")  # the older name of the same
     wide = record["shape"] in SHAPES and SHAPES[record["shape"]][0].n_embd > 1024
     exposed = on["precision"] in ("bf16", "fp16") and on["compile_mode"] != "none"
     old = TorchVersion(record["torch"]) < (2, 14)
-    return wide and exposed and not (on["bf16_residual"] or fused) and old
+    return wide and exposed and not on["bf16_residual"] and on["mlp"] == "plain" and old
 
 
 def cases(args):

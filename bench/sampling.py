@@ -18,7 +18,7 @@ from functools import partial
 from typing import Literal
 
 import torch
-from records import append_record, card_name, origin, print_rows
+from records import append_record, gpu_name, origin, print_rows
 
 from lab import models
 from lab.cli import UserError, command, parse, say
@@ -128,10 +128,10 @@ def main(argv):
         rows.append((name, f"{rate:.1f}", f"{times:.2f}", shown, f"{warm[name]:.1f}", same))
         if cfg.out:
             record = dict(side=name, tok_per_s=rate, first_s=first, warm_up_s=warm[name], same=same)
-            machine = dict(machine=card_name(cfg.device), threads=torch.get_num_threads())
+            machine = dict(machine=gpu_name(cfg.device), threads=torch.get_num_threads())
             append_record(cfg.out, record | vars(cfg) | machine | origin())
     lengths = f"batch {cfg.batch}, {cfg.prompt} + {cfg.tokens} tokens"
-    print(f"{cfg.model or cfg.size} on {card_name(cfg.device)}, {lengths}")
+    print(f"{cfg.model or cfg.size} on {gpu_name(cfg.device)}, {lengths}")
     print_rows(("", "tok/s", f"x {base}", "first ms", "warm-up s", "same"), rows)
 
 

@@ -2,6 +2,7 @@
 
 import json
 
+import drawing
 import figures
 import pytest
 from conftest import ROOT
@@ -18,7 +19,7 @@ def texts(monkeypatch):
     def savefig(figure, path, **how):
         save(figure, path, dpi=40)
         all_texts = [t for t in figure.findobj(Text) if t.get_visible() and t.get_text().strip()]
-        assert min(t.get_fontsize() for t in all_texts) >= figures.SMALL, path
+        assert min(t.get_fontsize() for t in all_texts) >= drawing.SMALL, path
         assert figure.get_figwidth() == 8, "or points are other pixels"
         assert not any("^{" in t.get_text() for t in all_texts), "exponents are smaller"
         found[path.name] = [t.get_text() for t in all_texts]
@@ -44,15 +45,12 @@ def test_every_figure_is_made_from_the_records(tmp_path, texts, capsys):
     title = "Six minutes on one H200: 3.14 nats a token with today's recipe, 3.56 with GPT-2's"
     assert {title, "139 s: 2.7 times sooner"} <= set(texts["six_minutes.png"])
     assert {"AdamW 5.62, 16% right", "Muon 2.89, 48% right"} <= set(texts["bert_break.png"])
-    title = "gpt2: 47 rows of padding save 101 ms eager and 101 ms compiled"
-    assert title in texts["vocabulary.png"]
-    assert "ddp, 250 MB  95.8%" in texts["parallel.png"]
 
 
 def test_a_figure_without_records_is_left_out(tmp_path, capsys):
     (tmp_path / "ladder.jsonl").write_text(json.dumps({"bench": "ladder", "group": "rungs"}) + "\n")
     where = ["--runs", str(tmp_path), "--out", str(tmp_path)]
-    assert figures.main(["ladder", "roofline", "overlap", *where]) == 2
+    assert figures.main(["ladder", "overlap", *where]) == 2
     said = capsys.readouterr().err
     assert "ladder: left out, ladder.jsonl has no record with" in said
-    assert "`python bench/floor.py` makes it" in said
+    assert "`python bench/ladder.py` makes it" in said

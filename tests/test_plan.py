@@ -7,17 +7,34 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import ROOT
-from memory import SHAPES, setting_of
 
 from lab import kernels
 from lab.cli import UserError
 from lab.device import GPUS, Precision, peak_flops
 from lab.tools import ledger, plan
-from lab.tools.ledger import GIB, peak
-from train_gpt2 import GPT, MLP, PRESETS, GPTConfig
+from lab.tools.ledger import GIB, Setting, peak, replaced
+from train_gpt2 import GPT, MLP, PRESETS, GPTConfig, TrainConfig
 
 SMALL = dict(n_layer=3, n_head=4, n_embd=64, block_size=64, vocab_size=1000)
 AGAIN = dict(activation_checkpointing=True)
+SHAPES = {"4x256": GPTConfig(4, 4, 256), "12x768": GPTConfig()}
+SHAPES |= {f"gpt2{size}": PRESETS[f"gpt2{size}"][0] for size in ("", "-medium", "-large", "-xl")}
+
+
+def setting_of(model_config, batch_size, seq_len, changes, world_size=1, device_type="cuda"):
+    """The Setting of changes, which are fields of GPTConfig and TrainConfig, and grad_accum_steps
+    (2), or the ladder's own head and mlp."""
+
+    def changed(config):
+        return replace(config, **{k: v for k, v in changes.items() if k in vars(config)})
+
+    head, mlp = replaced(changes.get("kernels", "fused"), changes.get("fp8", "off"))
+    fast = changes.get("head", head), changes.get("mlp", mlp)
+    tokens = batch_size * seq_len * world_size * changes.get("grad_accum_steps", 2)
+    cfg = TrainConfig(
+        batch_size=batch_size, seq_len=seq_len, total_batch_size=tokens, precision="bf16"
+    )
+    return Setting(changed(model_config), changed(cfg), world_size, device_type, fast)
 
 
 def setting(changes, monkeypatch, **place):
@@ -86,30 +103,30 @@ def records(name):
 def measured():
     """{"what was measured on which shape": [(Setting, GiB)]}"""
     found = collections.defaultdict(list)
-    for r in records("memory.jsonl"):  # bench/memory.py
-        if "error" not in r:
-            s = setting_of(*SHAPES[r["shape"]], r["changed"] | dict(compile=r["compile"]))
-            found[f"settings-{r['shape']}"].append((s, r["measured_gib"]))
+    for r in records("memory.jsonl"):  # what python -m lab plan measures, one setting after another
+        model, changes = SHAPES[r["shape"]], r["changed"] | dict(compile=r["compile"])
+        s = setting_of(model, r["batch_size"], r["seq_len"], changes)
+        found[f"settings-{r['shape']}"].append((s, r["measured_gib"]))
     for r in records("ladder.jsonl"):  # bench/ladder.py: every rung, and what the trainer has too
         groups = ("rungs", "micro_batch", "cross_entropy", "checkpointing")
-        library = r["settings"].get("cross_entropy") in ("torch", "liger")
+        library = r["settings"].get("head") in ("torch", "liger")
         if r["group"] in groups and r.get("peak_gib") and not library:
-            model = replace(SHAPES[r["shape"]][0], block_size=r["seq_len"])
+            model = replace(SHAPES[r["shape"]], block_size=r["seq_len"])
             changes = {k: v for k, v in r["settings"].items() if k != "batch_size"}
             changes |= dict(grad_accum_steps=r["micro_steps"], precision=r["precision"])
             changes["compile"] = r["settings"].get("compile_mode") != "none"
             s = setting_of(model, r["batch_size"], r["seq_len"], changes)
             found[f"ladder-{r['shape']}"].append((s, r["peak_gib"]))
     for r in records("parallel.jsonl"):  # bench/parallel.py, where nothing is left of another mode
-        which = r["mode"], r["preset"], r["world_size"], r.get("round")
+        which = r["mode"], r["preset"], r["world_size"], r["round"]
         if which in SEVERAL:
-            changes = dict(fp8="all" if r.get("eight_bits") else "off")
-            changes["grad_accum_steps"] = r.get("grad_accum_steps") or 1
+            changes = dict(fp8="all" if r["eight_bits"] else "off")
+            changes["grad_accum_steps"] = r["grad_accum_steps"]
             changes["parallel"] = r["mode"].split("_")[0]
             s = setting_of(PRESETS[which[1]][0], r["batch_size"], 1024, changes, which[2])
             found["several GPUs"].append((s, r["peak_gib"]))
     peak_gib = max(r.get("peak_gib", 0) for r in records("corpus_124m_h200.jsonl"))
-    s = setting_of(PRESETS["gpt2"][0], 64, 1024, dict(grad_accum_steps=8, fused_mlp=False))
+    s = setting_of(PRESETS["gpt2"][0], 64, 1024, dict(grad_accum_steps=8, mlp="plain"))
     found["run that README shows"] = [(s, peak_gib)]
     return found
 
@@ -117,7 +134,7 @@ def measured():
 SEVERAL = [  # (mode, preset, GPUs, round): what docs/SPEED.md has
     ("ddp", "gpt2-xl", 4, 2), ("zero1_16bit", "gpt2-xl", 4, 2), ("zero1_16bit", "gpt2-xl", 4, 20),
     ("zero1_16bit", "gpt2-xl", 2, 11), ("zero1_16bit", "gpt2", 4, 20), ("zero1_16bit", "gpt2", 2, 31),
-    ("ddp", "gpt2", 2, 31), ("ddp", "gpt2", 2, 32),
+    ("ddp", "gpt2", 2, 31), ("ddp", "gpt2", 2, 32), ("ddp_320mb", "gpt2", 2, 32),
 ]  # fmt: skip
 
 

@@ -69,7 +69,6 @@ class ByteTokenizer(Tokenizer):
 # from using its fast automaton. The same split comes out of a pattern without it when each place
 # "blank | blank, word" is marked beforehand, because no run of blanks is then followed by a word
 # inside a piece. The mark is a special token of the fast encoder and is dropped afterwards.
-# (bench/tokenizing.py prints what this gains, and asserts that it changes nothing.)
 FAST_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+"
 BLANK = (  # Unicode's White_Space
     r"\t-\r \x{85}\x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}"

@@ -202,7 +202,7 @@ def pays(x):
 
 @functools.cache
 def epilogues_work(device):
-    """True where bf16 and this library's GELU epilogues are to be had. Tried, as no table of cards
+    """True where bf16 and this library's GELU epilogues are to be had. Tried, as no table of GPUs
     and versions would last."""
     if device.type != "cuda" or torch.version.cuda is None:
         return False
