@@ -27,6 +27,7 @@ from conftest import (
 )  # fmt: skip
 
 import train_gpt2
+from lab import models
 from lab.cli import UserError
 from lab.run import checkpoints
 from lab.run.checkpoints import checkpoint_files, newest_run, read_checkpoint, read_newest
@@ -372,6 +373,12 @@ def test_resuming_passes_over_a_damaged_checkpoint_and_says_so(tmp_path, shards,
     data[len(data) // 2] ^= 1
     newest.write_bytes(data[: len(data) - cut])
     capsys.readouterr()
+    # as sample.py, export, hellaswag.py and --init_from find it
+    model, said = models.load(str(whole.dir)), capsys.readouterr()
+    assert equal_bits(model.state_dict(), whole.checkpoints[4]["model"])
+    assert "model_000004.pt is used\n" in said.err
+    with pytest.raises(UserError, match="model_000006.pt is damaged"):
+        models.load(str(newest))  # by its name
     rest = train_here(tmp_path, shards, "r", resume=True, max_steps=5, keep_last=1)
     said = capsys.readouterr()
     assert "model_000006.pt is damaged (" in said.err and "model_000004.pt is used\n" in said.err
