@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -33,9 +34,10 @@ from test_train import raw_gradients
 
 import train_gpt2
 from lab import models
+from lab.cli import UserError
 from lab.device import Precision
 from lab.optim import exact_norm
-from lab.parallel import Fsdp2AdamW, Zero1AdamW
+from lab.parallel import EXCHANGES, Fsdp2AdamW, Zero1AdamW
 from lab.tools.export import export
 from lab.world import World
 from train_gpt2 import GPTConfig, TrainConfig
@@ -119,6 +121,12 @@ def test_long_gradients_are_clipped_and_short_ones_stay(run_in_a_group, parallel
             p.grad = torch.full_like(p, count**-0.5)  # all together of norm 1
         assert clip(max_norm).item() == pytest.approx(1, rel=1e-5)
         assert exact_norm([p.grad for p in clipped]).item() == pytest.approx(left, rel=1e-5)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES.values())
+def test_scaled_gradients_are_refused(exchange):
+    with pytest.raises(UserError, match="precision=fp16 scales them; leave it out, or pass"):
+        exchange(None, None, None, SimpleNamespace(name="fp16"), None)
 
 
 def test_fsdp2_sums_in_32_bits_and_rounds_what_is_read_in_16(run_in_a_group):
