@@ -85,9 +85,13 @@ def in_words(error):
 
 
 def out_of_memory(error):
-    """Whether this is what CUDA, Python or torch's CPU allocator raises when memory is full."""
-    names = ("MemoryError", "OutOfMemoryError")
-    return type(error).__name__ in names or "allocate memory" in str(error).lower()
+    """Whether this is what CUDA, Python, the system or torch's CPU allocator raises when memory is
+    full."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    if isinstance(error, RuntimeError):  # torch's own class is not imported here
+        return type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
+    return isinstance(error, MemoryError)
 
 
 def lost_another(error):

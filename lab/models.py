@@ -12,7 +12,7 @@ import torch
 from lab import weights
 from lab.cli import UserError
 from lab.data.documents import hide_other_documents
-from lab.run.checkpoints import checkpoint_files, newest_run, read_checkpoint
+from lab.run.checkpoints import checkpoint_files, newest_run, read_checkpoint, read_newest
 from lab.run.folder import known_settings
 
 # what a checkpoint calls its program: the file, whose Run says its model, and PRESETS its settings
@@ -25,12 +25,11 @@ def find(source, log_dir="log"):
     """What load reads for `source`: a .pt file, a Hugging Face folder, or a hub name as it is.
 
     "" is the newest run in log_dir. A run's folder, or its name in log_dir, is its newest
-    checkpoint."""
+    checkpoint that is whole."""
     path = Path(source) if source else newest_run(log_dir)
     if not path.exists() and source not in weights.PUBLISHED:  # gpt2 is OpenAI's
         path = Path(log_dir) / path
-    files = checkpoint_files(path)
-    return str(files[-1] if files else source)
+    return str(read_newest(path)[0] if checkpoint_files(path) else source)
 
 
 def load(source):

@@ -135,8 +135,7 @@ def with_shape(state, config, source):
     tensors = {  # without the prefixes of torch.compile and DDP, and without older files' masks
         re.sub(r"^((_orig_mod|module)\.)+", "", name): value
         for name, value in state.items()
-        if torch.is_tensor(value) and value.layout == torch.strided  # a sparse one is no weight
-        if not name.endswith((".attn.bias", ".attn.masked_bias"))
+        if torch.is_tensor(value) and not name.endswith((".attn.bias", ".attn.masked_bias"))
     }
     wte, wpe = tensors.get(WTE), tensors.get(WPE)
     if wte is None or wpe is None or wte.dim() != 2 or wpe.dim() != 2:
@@ -174,6 +173,9 @@ def copy_into(model, state, source):
     The model's pad rows become 0. Biases may be missing (nanoGPT's bias=False): they are 0 then.
     Raises UserError for what does not fit or is not finite, naming `source`."""
     rows = model.config.vocab_size
+    for name, value in state.items():
+        if value.layout != torch.strided or value.is_meta:
+            raise UserError(f"{source}: {name} is sparse or without numbers; save it in full")
     if HEAD in state and not torch.equal(state[HEAD][:rows], state[WTE][:rows]):
         raise UserError(f"{source} has a head of its own; GPT-2's is tied to the token embedding")
     if model.lm_head.weight.is_meta:

@@ -219,12 +219,21 @@ def test_flags_that_there_are_not_are_refused(flags, capsys):
     assert ended.value.code == 2 and flags.split()[-1].lstrip("-") in said
 
 
+def too_much_for_a_cpu():
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(2**48)
+    return raised.value
+
+
 @pytest.mark.parametrize(
     "raised, status, said",
     [
         (UserError("mend it"), 2, "it.py: error: mend it"), (RunError("bad"), 1, "it.py: error: bad"),
         (torch.OutOfMemoryError("CUDA out of memory"), 2, "it.py: error: the memory is full"),
         (MemoryError(), 2, "it.py: error: the memory is full"), (KeyboardInterrupt(), 130, "it.py: stopped"),
+        (too_much_for_a_cpu(), 2, "it.py: error: the memory is full"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), 2, "it.py: error: the memory is full"),
+        (ValueError("a bug: cannot allocate memory"), None, ""),
         (OSError(errno.ENAMETOOLONG, "", "x" * 300), 2, f"it.py: error: {'x' * 40}... is too long for"),
         (RuntimeError("a bug"), None, ""), (ValueError("a bug"), None, ""),
         (FileNotFoundError("a bug"), None, ""),

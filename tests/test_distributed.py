@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from conftest import (
     difference,
     differing_parts,
     driver,
+    equal_bits,
     finished,
     mask_shards,
     of_kind,
@@ -31,8 +33,12 @@ from conftest import (
 from test_train import raw_gradients
 
 import train_gpt2
+from lab import models
+from lab.cli import UserError
+from lab.device import Precision
 from lab.optim import exact_norm
-from lab.parallel import Fsdp2AdamW, Zero1AdamW
+from lab.parallel import EXCHANGES, Fsdp2AdamW, Zero1AdamW
+from lab.tools.export import export
 from lab.world import World
 from train_gpt2 import GPTConfig, TrainConfig
 
@@ -43,8 +49,10 @@ COMPILED = """import functools
 torch.compile = functools.partial(torch.compile, backend="aot_eager")
 train_gpt2.device.why_no_compile = lambda *_: ''"""
 
+WAYS = ["ddp", "zero1", "fsdp2", "ddp --compile", "fsdp2 --compile"]
 
-@pytest.mark.parametrize("how", ["ddp", "zero1", "fsdp2", "ddp --compile", "fsdp2 --compile"])
+
+@pytest.mark.parametrize("how", [*WAYS, "fsdp2 --activation_checkpointing"])
 def test_two_processes_are_one(tmp_path, shards, start_two, how):
     """Losses, weights, gradients, validation; with accumulation, and masks that leave ranks uneven."""
     mask_shards(shards)
@@ -115,6 +123,41 @@ def test_long_gradients_are_clipped_and_short_ones_stay(run_in_a_group, parallel
         assert exact_norm([p.grad for p in clipped]).item() == pytest.approx(left, rel=1e-5)
 
 
+@pytest.mark.parametrize("exchange", EXCHANGES.values())
+def test_scaled_gradients_are_refused(exchange):
+    with pytest.raises(UserError, match="precision=fp16 scales them; leave it out, or pass"):
+        exchange(None, None, None, SimpleNamespace(name="fp16"), None)
+
+
+def test_fsdp2_sums_in_32_bits_and_rounds_what_is_read_in_16(run_in_a_group):
+    """But for a block with a module that reads all bits, such as an MLP in 8, and what is in none."""
+    run, seen, summed = run_in_a_group, {}, []
+    run.precision = Precision("bf16", torch.device("cpu"))
+    run.raw_model.blocks[0].mlp.reads = torch.float32
+    run.optimizer = Fsdp2AdamW(run.optimizer, run.raw_model, None, run.precision, run.world)
+
+    class Sums:
+        def allocate(self, size, dtype, device):
+            summed.append(dtype)
+            return torch.empty(size, dtype=dtype, device=device)
+
+    for module in (run.raw_model, *run.raw_model.blocks):
+        module.set_custom_reduce_scatter(Sums())
+
+    def note(module, _):
+        seen[names[module]] = module.weight.dtype
+
+    parts = "wte h.0.attn.c_attn h.0.mlp.c_fc h.1.attn.c_attn h.1.mlp.c_fc ln_f".split()
+    names = {run.raw_model.get_submodule(f"transformer.{name}"): name for name in parts}
+    for module in names:
+        module.register_forward_pre_hook(note)
+    run.update()
+    rounded = {name for name, dtype in seen.items() if dtype == torch.bfloat16}
+    assert len(seen) == 6 and rounded == {"h.1.attn.c_attn", "h.1.mlp.c_fc"}
+    assert len(summed) >= 3 and set(summed) == {torch.float32}
+    assert {p.dtype for p in run.raw_model.parameters()} == {torch.float32}
+
+
 def test_a_run_goes_on_with_other_processes_with_and_without_shares(tmp_path, start_two, run_train):
     """In bf16, where what travels is rounded and what is kept is not; with clipping."""
     flags = "--parallel zero1 --precision bf16 --batch_size 4 --max_steps 6 --ckpt_every 3 --keep_last 9"
@@ -132,9 +175,15 @@ def test_a_run_goes_on_with_other_processes_with_and_without_shares(tmp_path, st
     for max_steps, parallel in enumerate(("ddp", "fsdp2", "zero1"), start=4):
         flags = f"--resume --run_name ddp --parallel {parallel} --max_steps {max_steps}"
         finished(start_two(*flags.split()))
-    done = run_train("--resume", "--run_name", "one")
-    assert done.returncode == 0, done.stderr
-    for name in ("one", "ddp"):
+    shutil.copytree(tmp_path / "log" / "ddp", alone := tmp_path / "log" / "alone")
+    (alone / "model_000006.pt").unlink()
+    export(str(alone / "model_000005.pt"), tmp_path / "export")  # FSDP2 made it
+    exported, saved = models.load(str(tmp_path / "export")), read_run(alone).checkpoints[5]
+    assert equal_bits(exported.state_dict(), saved["model"])
+    for name in ("one", "alone"):
+        done = run_train("--resume", "--run_name", name)
+        assert done.returncode == 0, done.stderr
+    for name in ("one", "ddp", "alone"):
         other = read_run(tmp_path / "log" / name).checkpoints[6]
         near = difference(other["model"], again["model"])
         assert near < 1e-3 < difference(again["model"], whole.checkpoints[3]["model"])

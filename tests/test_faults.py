@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, TINY_RUN, driver, of_kind, read_run, run_python, wait_for_steps
+from conftest import ROOT, TINY_RUN, driver, of_kind, read_run, run_python, succeed, wait_for_steps
 
 from lab.files import read_json
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="faults of Linux
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 600 kB, of which a checkpoint of the tiny run takes 500."""
+    """A file system of 600 kB, of which a checkpoint of the tiny run takes 500, a shard 200."""
     place = tmp_path / "disk"
     place.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=600k", "none", str(place)]
@@ -33,6 +33,34 @@ def test_a_full_disk_ends_a_run_at_a_checkpoint_in_one_sentence(small_disk, run_
     said = r"train_gpt2.py: error:.*model_000004.pt cannot be written.*disk.*"
     assert re.fullmatch(said, done.stderr.splitlines()[-1])
     assert [p.name for p in (small_disk / "r").glob("model_*")] == ["model_000002.pt"]
+
+
+def test_a_full_disk_ends_a_preparation_which_goes_on_when_there_is_room(small_disk, tmp_path):
+    """In one sentence, with whole shards alone, and then with the bytes of an undisturbed one."""
+    (tmp_path / "t.txt").write_text("a line of text like those before it\n" * 12_000)  # 864 kB
+    flags = ["--source", tmp_path / "t.txt", "--tokenizer", "bytes", "--shard_tokens", "100k"]
+    flags += ["--workers", 0, "--out"]
+    out, whole = small_disk / "o", tmp_path / "whole"
+    full = run_python(ROOT / "fineweb.py", *flags, out, cwd=tmp_path)
+    said = (
+        r"fineweb.py: error: .*t_train_000003.npy cannot be written: the disk is full; make room\n"
+    )
+    assert full.returncode == 2 and re.fullmatch(said, full.stderr)
+    left = {path.name: path.read_bytes() for path in out.glob("*.npy*")}
+    subprocess.run(["mount", "-o", "remount,size=2m", out.parent], check=True)
+    for place in (out, whole):
+        succeed("fineweb.py", *flags, place, cwd=tmp_path)
+    again, undisturbed = (
+        {path.name: path.read_bytes() for path in place.iterdir()} for place in (out, whole)
+    )
+    assert again == undisturbed and len(left) == 3 and left.items() <= again.items()
+
+
+def test_a_read_only_disk_refuses_a_run_in_one_sentence(small_disk, run_train):
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    done = run_train("--log_dir", small_disk, "--max_steps", 1)
+    said = f"train_gpt2.py: error: {small_disk / 'r'} cannot be written: the disk is read-only; "
+    assert done.returncode == 2 and done.stderr == f"{said}choose another place\n"
 
 
 def test_a_log_that_cannot_be_written_ends_nothing(small_disk, shards):

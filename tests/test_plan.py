@@ -4,6 +4,7 @@ import collections
 import json
 from dataclasses import replace
 
+import parallel
 import pytest
 import torch
 from conftest import ROOT
@@ -235,6 +236,17 @@ def test_time_and_money(capsys):
     assert "two moments" in text and "4 GPUs count as 3.80" in text
     text = planned(capsys, four, "--parallel zero1")
     assert "moments, a share" in text and "4 GPUs count as 3.88" in text
+    for tokens in (65536, 2 * 65536):  # FSDP2 sends in each micro-step
+        text = planned(capsys, four, "--parallel fsdp2 --total_batch_size", tokens)
+        assert "4 GPUs count as 3.72" in text
+
+
+def test_what_fsdp2_is_forecast_to_reach_was_measured():
+    """The middle one of three runs on four GPUs."""
+    found = list(records("parallel.jsonl"))
+    mine = [r for r in found if r["mode"] == "fsdp2"]
+    shares = sorted(r["tok_per_s"] / parallel.reference(r, found) for r in mine)
+    assert len(shares) == 3 and plan.SCALING["fsdp2"] == round(shares[1], 2)
 
 
 @pytest.mark.parametrize(

@@ -177,10 +177,12 @@ def test_the_page_fetches_nothing(tmp_path):
 def test_text_from_a_log_is_never_code(tmp_path):
     lines = [start(device=EVIL, torch=EVIL), *RUN[1:], sample(400, EVIL, "The " + EVIL)]
     lines += [dict(kind="end", step=400, time=0.0, reason=EVIL)]
+    lines += [train(402, 2.0) | {f"{EVIL}_ms": 3.0}]  # a phase's name
     folder = write_run(tmp_path / "<b>&amp;'", lines, data=EVIL)
     other = write_run(tmp_path / "other", RUN)
     for page in (Page(folder), Page(folder, other)):
         assert page.seen.count(EVIL) >= 5 and "onerror" not in str(page.tags)
+        assert f"{EVIL}, ms a step, median" in page.seen
         assert sum(tag == "script" for tag, _ in page.tags) == 3 and "<b>&amp;'" in page.seen
     # plotly reads names as HTML of its own
     assert page.figures["lr"]["curves"][0]["name"] == "&lt;b&gt;&amp;amp;'"

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from conftest import (
 )  # fmt: skip
 
 import train_gpt2
+from lab import models
 from lab.cli import UserError
 from lab.run import checkpoints
 from lab.run.checkpoints import checkpoint_files, newest_run, read_checkpoint, read_newest
@@ -371,6 +373,12 @@ def test_resuming_passes_over_a_damaged_checkpoint_and_says_so(tmp_path, shards,
     data[len(data) // 2] ^= 1
     newest.write_bytes(data[: len(data) - cut])
     capsys.readouterr()
+    # as sample.py, export, hellaswag.py and --init_from find it
+    model, said = models.load(str(whole.dir)), capsys.readouterr()
+    assert equal_bits(model.state_dict(), whole.checkpoints[4]["model"])
+    assert "model_000004.pt is used\n" in said.err
+    with pytest.raises(UserError, match="model_000006.pt is damaged"):
+        models.load(str(newest))  # by its name
     rest = train_here(tmp_path, shards, "r", resume=True, max_steps=5, keep_last=1)
     said = capsys.readouterr()
     assert "model_000006.pt is damaged (" in said.err and "model_000004.pt is used\n" in said.err
@@ -391,9 +399,11 @@ def test_checkpoints_of_wrong_structure_are_refused(tmp_path, shards):
         (("step",), "1"), (("model",), [1]), (("rng",), None), (("train_config",), 3),
         (("model_config", "n_head"), torch.zeros(3)),
         (("model", "transformer.wte.weight"), 5), (("loader", "position"), {}),
-        (("loader", "position"), 2**63),
+        (("loader", "position"), 2**63), (("loader", "tokens"), 0),
         (("optimizer", "state"), "x"), (("optimizer", "state", 0), small),
         (("optimizer", "state", 0), {}), (("optimizer", "param_groups", 0), 3), (("rng", "cpu"), "x"),
+        (("optimizer", "param_groups", 0, "params"), [0]), (("optimizer", "param_groups", -1, "norms"), "x"),
+        (("model", "transformer.ln_f.bias"), torch.zeros(32, device="meta")),
     ):  # fmt: skip
         changed = at = read_checkpoint(run.dir / "model_000001.pt")
         for step in place[:-1]:
@@ -405,6 +415,15 @@ def test_checkpoints_of_wrong_structure_are_refused(tmp_path, shards):
         said = "start from its weights with --init_from|another shape"
         with pytest.raises(UserError, match=said):
             train_here(tmp_path, shards, "x", resume=True, max_steps=2)
+
+
+def test_a_bug_in_going_on_keeps_its_traceback(tmp_path, shards, monkeypatch):
+    """It is no fault of the checkpoint."""
+    train_here(tmp_path, shards, "r", max_steps=1)
+    planted = mock.Mock(side_effect=ValueError("planted"))
+    monkeypatch.setattr(train_gpt2.Run, "load_state_dict", planted)
+    with pytest.raises(ValueError, match="planted"):
+        train_here(tmp_path, shards, "r", resume=True, max_steps=2)
 
 
 def test_what_does_not_fit_a_run_is_refused(tmp_path, shards):

@@ -210,6 +210,10 @@ def test_a_series_leaves_the_files_of_its_first(tmp_path, shards, monkeypatch, c
     assert left == [first, last, "spike_000060.pt"]
     replay.main([str(run.dir / "spike_000060.pt"), "--device", "cpu"])
     assert "the spike does not come back: usual is " in capsys.readouterr().out
+    bug = mock.Mock(side_effect=ValueError("planted"))
+    monkeypatch.setattr(train_gpt2.Run, "load_state_dict", bug)
+    with pytest.raises(ValueError, match="planted"):  # it is no fault of the recording
+        replay.main([str(run.dir / "spike_000060.pt"), "--device", "cpu"])
 
 
 def test_a_calm_run_has_no_spike(tmp_path):

@@ -276,11 +276,13 @@ FOLDERS = {  # what is said of a folder that transformers has saved: what was do
 H = "transformer.h.1."
 FILES = {  # what is said of a state dict in a file: what became of it
     "not a GPT-2": lambda state: state.pop("transformer.wpe.weight"),
-    f"has no {H}ln_1.weight": lambda s: s.update({f"{H}ln_1.weight": torch.ones(32).to_sparse()}),
     f"has no {H}mlp.c_fc": lambda state: state.pop(f"{H}mlp.c_fc.weight"),
     "c_fc.weight has shape": lambda state: state[f"{H}mlp.c_fc.weight"].t_(),
     "c_fc.bias holds numbers that": lambda state: state[f"{H}mlp.c_fc.bias"].fill_(torch.nan),
     "a head of its own": lambda state: state.update({"lm_head.weight": torch.ones(104, 32)}),
+    "lm_head.weight is sparse or": lambda state: state.update(
+        {"lm_head.weight": torch.zeros(1).to_sparse()}
+    ),
     "rotary, which this model has not": lambda state: state.update({f"{H}rotary": torch.ones(4)}),
 }
 NOWHERE = {"'./x' is no file or folder": "./x", "there is no checkpoint x.pt": "x.pt"}

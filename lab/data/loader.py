@@ -170,9 +170,6 @@ class TokenLoader:
         Of data that has grown, another number of sequences would be shuffled: some would come
         twice, some never. Raises UserError for fewer tokens, and for others.
         """
-        numbers = [state[name] for name in self.state_dict()]
-        if any(type(n) is not int or not 0 <= n < 2**48 for n in numbers):  # positions are int64
-            raise TypeError(f"the loader's state is {str(state)[:80]}")
         tokens = state["tokens"]
         if tokens > len(self.shards) or state["begin"] != self.fingerprint(tokens):
             raise UserError(

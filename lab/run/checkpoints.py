@@ -12,9 +12,10 @@ from pathlib import Path
 
 import torch
 
-from lab.cli import UserError, in_words, progress, say
+from lab import optim
+from lab.cli import UserError, progress, say
 from lab.device import Underway
-from lab.files import Damaged, first_line, reading, whole_file, writing
+from lab.files import Damaged, check_keys, first_line, reading, whole_file, writing
 
 
 def checkpoint_files(run_dir):
@@ -155,15 +156,28 @@ def read_newest(run_dir):
 
 def restore(run, state):
     """Have `run` go on from `state`, which read_newest gave. Raises UserError if it does not fit."""
-    try:
-        run.load_state_dict(state)
-    except Exception as error:
-        if in_words(error)[0]:  # memory is full, or the like: no fault of the checkpoint
-            raise
-        raise UserError(
-            f"checkpoint in {run.folder} is of another kind ({first_line(error)}); "
-            "start from its weights with --init_from"
-        ) from error
+    with reading(run.folder, "checkpoint in", "start from its weights with --init_from"):
+        check_state(run, state)
+    run.load_state_dict(state)
+
+
+def check_state(run, state):
+    """Raise where `state`, from a file, has not the names, types and shapes that load_state_dict
+    takes: whatever that raises is a bug of ours, then."""
+    check_keys(state, step=int, best_val=(int, float))
+    params = run.raw_model.named_parameters(remove_duplicate=False)
+    optim.check_tensors(state["model"], {name: p.shape for name, p in params})
+    optim.check_state(run.optimizer, state["optimizer"])
+    for name, least in dict(position=0, tokens=1, begin=0).items():
+        n = state["loader"][name]
+        if type(n) is not int or not least <= n < 2**48:  # positions are int64
+            raise TypeError(f"{name} of the loader is {str(n)[:40]}")
+    if state["scaler"]:  # of fp16
+        names = run.precision.scaler.state_dict()
+        check_keys(state["scaler"], **dict.fromkeys(names, (int, float)))
+    torch.Generator().set_state(state["rng"]["cpu"])
+    if state["rng"]["cuda"] is not None and run.world.device.type == "cuda":
+        torch.Generator("cuda").set_state(state["rng"]["cuda"])
 
 
 def newest_run(log_dir):

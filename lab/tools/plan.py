@@ -33,8 +33,9 @@ from lab.world import World
 
 FRAGMENTS = 0.05  # share of the memory that cannot be handed out; fit_batch_size leaves as much
 MFU = 0.4  # assumed of a GPU that is not here, if a micro-step takes a millisecond a layer or more
-# several GPUs against as many times one: DDP without accumulation, and what sends less (README)
-SCALING = {"ddp": 0.95, "less": 0.97}
+# several GPUs against as many times one (docs/SPEED.md): DDP without accumulation; what sends less;
+# FSDP2, which sends in each micro-step, so that accumulating gains it nothing
+SCALING = {"ddp": 0.95, "less": 0.97, "fsdp2": 0.93}
 WITHOUT_BF16 = ("V100", "T4")
 # the chips before Ada and Hopper, whose products have 16 bits at least
 WITHOUT_FP8 = (*WITHOUT_BF16, "A100", "A800", "A40", "A30", "A10G", "A10", "RTX A6000", "RTX 3090")
@@ -196,9 +197,10 @@ def forecast(s, gpu, args):
         return say("speed", why)
     if args.gpus > 1:
         sends_less = s.parallel == "zero1" or s.grad_accum_steps > 1
-        many = args.gpus * SCALING["less" if sends_less else "ddp"]
+        how = "fsdp2" if s.parallel == "fsdp2" else "less" if sends_less else "ddp"
+        many = args.gpus * SCALING[how]
         tok_per_s *= many
-        why += f"; {args.gpus} GPUs count as {many:.2f} (as measured on four: docs/SPEED.md)"
+        why += f"; {args.gpus} GPUs count as {many:.2f} (from runs on up to four: docs/SPEED.md)"
     say("speed", f"{tok_per_s:,.0f} tokens/s, {why}")
     tokens = s.cfg.max_steps * s.cfg.total_batch_size
     hours = tokens / tok_per_s / 3600

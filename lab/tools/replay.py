@@ -15,7 +15,7 @@ from lab.data.tokenizers import printable
 from lab.files import read_json, reading
 from lab.models import PROGRAMS, config_classes
 from lab.run import settings
-from lab.run.checkpoints import checkpoint_files, read_checkpoint, step_of
+from lab.run.checkpoints import check_state, checkpoint_files, read_checkpoint, step_of
 from lab.run.folder import read_config
 from lab.run.spikes import Spikes
 from lab.world import World
@@ -81,10 +81,13 @@ def before(file, spike, program, model_config, cfg, world):
     if spike.get("weights") and recorded.exists():
         cfg = dataclasses.replace(cfg, on_spike="continue", init_from="")
         run = program.set_up(model_config, cfg, world)
+        new = run.state_dict()
         with reading(recorded, "recording", "move it away; a checkpoint is used then"):
-            state, new = read_checkpoint(recorded), run.state_dict()
+            state = read_checkpoint(recorded)
             model = new["model"] | state["model"]  # which has a tied matrix once
-            run.load_state_dict(new | state | {"model": model, "step": last})
+            state = new | state | {"model": model, "step": last}
+            check_state(run, state)
+        run.load_state_dict(state)
         return run, Spikes(run), recorded.name
     files = [path for path in checkpoint_files(file.parent) if step_of(path) <= last]
     # updates that the run has left out before are left out again
