@@ -23,8 +23,10 @@ from lab.generate import KVCache, compiled, generate
 from lab.kernels.int8 import Int8Linear, use_int8
 from lab.stream import fast_step, pieces, scored
 from lab.tools import serve
+from train_gpt2 import PRESETS
 
 BYTES = get_tokenizer("bytes")
+LAPTOP = vars(PRESETS["laptop"][0])  # 2 layers of 128 channels, 128 bytes of context
 EVIL = '<img src=x onerror=alert(1)></script><script>alert("é")</script>\x1b[2J\x00\x07\u202e{{ about }}'
 
 
@@ -83,7 +85,7 @@ def endless(model):
 def server(tmp_path_factory):
     pytest.importorskip("uvicorn", reason="needs requirements-serve.txt")
     pytest.importorskip("fastapi", reason="needs requirements-serve.txt")
-    server = Server(tmp_path_factory.mktemp("serve"), endless(noisy_gpt(block_size=64)))
+    server = Server(tmp_path_factory.mktemp("serve"), endless(noisy_gpt(**LAPTOP)))
     yield server
     server.process.signal(signal.SIGINT)
     assert server.process.wait(20) in (0, 130), server.process.stderr
@@ -135,7 +137,7 @@ def test_chat_through_openais_client(server, client):
     messages = [{"role": "system", "content": "Brief."}, {"role": "user", "content": "Hi"}]
     ask = dict(model="any", messages=messages, max_completion_tokens=9, temperature=0)
     whole = client.chat.completions.create(**ask, logprobs=True, top_logprobs=2).choices[0]
-    ids, _ = fit_chat(messages, BYTES, 64)
+    ids, _ = fit_chat(messages, BYTES, 128)
     tokens, own, _ = by_hand(server.model, ids, 9, temperature=0)
     assert whole.message.role == "assistant" and whole.message.content == BYTES.decode(tokens)
     assert [one.logprob for one in whole.logprobs.content] == pytest.approx(own, abs=1e-4)
@@ -159,25 +161,25 @@ def test_a_prompt_is_scored_and_a_runner_up_is_gone_on_from(server):
     assert [taken[0]["id"], taken[0]["p"]] == pytest.approx([runner_up[0], runner_up[2]], rel=1e-3)
     ids = [256, *b"abc", *(piece["id"] for piece in first[:4]), runner_up[0]]
     assert [piece["id"] for piece in rest] == by_hand(server.model, ids, 10, temperature=0)[0]
-    longer = server.write(**ask, answer=[97] * 100)[1]  # beyond the context, whose newer half stays
-    assert [p["id"] for p in longer] == by_hand(server.model, [97] * 32, 10, temperature=0)[0]
+    longer = server.write(**ask, answer=[97] * 200)[1]  # beyond the context, whose newer half stays
+    assert [p["id"] for p in longer] == by_hand(server.model, [97] * 64, 10, temperature=0)[0]
 
 
 def test_the_oldest_messages_are_dropped_and_that_is_said(server):
-    turns = [dict(role=role, content="word " * 2) for role in ("user", "assistant") * 4]
+    turns = [dict(role=role, content="word " * 9) for role in ("user", "assistant") * 4]
     last = dict(role="user", content="last")
     first, *_ = server.lines(messages=[*turns, last], max_tokens=2)
     text = "".join(piece["text"] for piece in first["scored"])
     assert first["dropped"] == 8 and text == "User: last\n\nAssistant:"
     system = dict(role="system", content="S")
-    ids, dropped = fit_chat([system, *turns, last], BYTES, 90)
-    assert BYTES.decode(ids[1:]).startswith("System: S\n\nUser: word word\n\n") and dropped == 6
+    ids, dropped = fit_chat([system, *turns, last], BYTES, 160)
+    assert BYTES.decode(ids[1:]).startswith("System: S\n\nUser: word word ") and dropped == 6
 
 
 @pytest.mark.parametrize(
     "body, sentence",
     [
-        (dict(prompt="a" * 64), "a prompt of 65 tokens is longer than the model's context of 64"),
+        (dict(prompt="a" * 128), "a prompt of 129 tokens is longer than the model's context of 128"),
         (dict(prompt="a", temperature=-1), "temperature=-1: Input should be greater than or equal to 0"),
         (b'{"prompt": "a", "temperature": NaN}', "temperature=nan: Input should be a finite number"),
         (dict(prompt="a", max_tokens=10**9), "max_tokens=1000000000: Input should be less than"),
@@ -185,7 +187,7 @@ def test_the_oldest_messages_are_dropped_and_that_is_said(server):
         (dict(prompt="a", seed=2**40), f"seed={2**40}:"), (dict(messages=[]), "messages=[]"),
         (dict(prompt=[300]), "token 300 is not one of this model's, 0 to 256"),
         (dict(messages=[dict(role="x", content="")]), "with role 'x'"),
-        (dict(messages=[dict(role="user", content="a" * 64)]), "the newest message takes"),
+        (dict(messages=[dict(role="user", content="a" * 128)]), "the newest message takes"),
         (b"[" * 60000, "parsing the body"), (b"{}x", "JSON"), (b"\xff", "parsing the body"),
     ],
 )  # fmt: skip
@@ -218,7 +220,7 @@ def test_fifty_at_once(server):
 
     def one(i):
         if i % 10 == 9:
-            return server.send("/v1/completions", dict(prompt="a" * 99))[0] == 400
+            return server.send("/v1/completions", dict(prompt="a" * 128))[0] == 400
         if i % 10 == 8:
             return server.leave(server.begin("/generate", ask | {"max_tokens": 4000})) is None
         return server.write(**ask)[1] == alone
@@ -227,7 +229,7 @@ def test_fifty_at_once(server):
         assert all(threads.map(one, range(50)))
         before = server.memory()
         assert all(threads.map(one, range(50)))
-    assert server.memory() < before + 20, "MiB"
+    assert server.memory() < before + 5, "MiB"
 
 
 def test_turns_are_fair_and_who_leaves_is_not_computed_for(server):
