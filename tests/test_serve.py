@@ -137,8 +137,10 @@ def test_chat_through_openais_client(server, client):
     messages = [{"role": "system", "content": "Brief."}, {"role": "user", "content": "Hi"}]
     ask = dict(model="any", messages=messages, max_completion_tokens=9, temperature=0)
     whole = client.chat.completions.create(**ask, logprobs=True, top_logprobs=2).choices[0]
-    ids, _ = fit_chat(messages, BYTES, 128)
+    ids, _ = fit_chat(messages, BYTES, 128, 9)
     tokens, own, _ = by_hand(server.model, ids, 9, temperature=0)
+    long = client.chat.completions.create(model="any", messages=messages, max_tokens=400)
+    assert long.choices[0].finish_reason == "length" and long.usage.total_tokens == 128
     assert whole.message.role == "assistant" and whole.message.content == BYTES.decode(tokens)
     assert [one.logprob for one in whole.logprobs.content] == pytest.approx(own, abs=1e-4)
     assert [len(one.top_logprobs) for one in whole.logprobs.content] == [2] * 9
@@ -172,8 +174,21 @@ def test_the_oldest_messages_are_dropped_and_that_is_said(server):
     text = "".join(piece["text"] for piece in first["scored"])
     assert first["dropped"] == 8 and text == "User: last\n\nAssistant:"
     system = dict(role="system", content="S")
-    ids, dropped = fit_chat([system, *turns, last], BYTES, 160)
+    ids, dropped = fit_chat([system, *turns, last], BYTES, 160, 0)
     assert BYTES.decode(ids[1:]).startswith("System: S\n\nUser: word word ") and dropped == 6
+
+
+def test_a_chat_answer_ends_where_the_context_is_full(server):
+    """And does not push out its question; a text goes on, and its window slides."""
+    hi, how = [dict(role="user", content="hi")], dict(temperature=0, max_tokens=300)
+    ids, _ = fit_chat(hi, BYTES, 128, 300)
+    said = server.write(messages=hi, **how)[1]
+    fits = by_hand(server.model, ids, 128 - len(ids), temperature=0)[0]
+    assert [piece["id"] for piece in said] == fits and said[-1]["end"] == "window"
+    more = server.write(messages=hi, answer=fits[:9], **how)[1]
+    assert [piece["id"] for piece in more] == fits[9:]
+    text = server.write(prompt="hi", **how)[1]
+    assert len(text) == 300 and text[-1]["end"] == "length"
 
 
 @pytest.mark.parametrize(
@@ -188,6 +203,8 @@ def test_the_oldest_messages_are_dropped_and_that_is_said(server):
         (dict(prompt=[300]), "token 300 is not one of this model's, 0 to 256"),
         (dict(messages=[dict(role="x", content="")]), "with role 'x'"),
         (dict(messages=[dict(role="user", content="a" * 128)]), "the newest message takes"),
+        (dict(messages=[dict(role="user", content="hi")], answer=[97] * 107),
+         "the answer fills the model's context of 128 tokens"),
         (b"[" * 60000, "parsing the body"), (b"{}x", "JSON"), (b"\xff", "parsing the body"),
     ],
 )  # fmt: skip
@@ -342,8 +359,8 @@ def test_a_missing_package_is_one_sentence(monkeypatch):
 
 
 def test_chat_in_the_terminal(tmp_path, ask_sample):
-    """An answer as it comes; Ctrl-C ends it and not the program; what no longer fits is said."""
-    saved(always(ord("z"), block_size=64), tmp_path / "log/r/model_000010.pt")
+    """An answer as it comes; Ctrl-C ends it and not the program."""
+    saved(always(ord("z"), block_size=30_000), tmp_path / "log/r/model_000010.pt")
     process = ask_sample("--chat", "--max_new_tokens", 100000)
 
     def answer_begins(turn):
@@ -354,8 +371,17 @@ def test_chat_in_the_terminal(tmp_path, ask_sample):
         process.type("hi\n")
         wait_for(functools.partial(answer_begins, turn), process)
         process.signal(signal.SIGINT)
-    process.type("a" * 80 + "\n\n")
+    process.type("\n")
     assert process.wait() == 0 and {*process.stdout} == {"z", "\n"}, process.stderr
     assert process.stderr.count("[stopped]") == 2
+
+
+def test_chat_says_what_does_not_fit(tmp_path, ask_sample):
+    saved(always(ord("z"), block_size=64), tmp_path / "log/r/model_000010.pt")
+    process = ask_sample("--chat")
+    process.type("hi\nhi\n" + "a" * 80 + "\n\n")
+    assert process.wait() == 0, process.stderr
+    assert process.stdout == 2 * ("z" * (64 - len("_User: hi\n\nAssistant:")) + "\n")
+    assert process.stderr.count("[cut: the model's context of 64 tokens is full]") == 2
     assert "the newest message takes 99 tokens" in process.stderr
-    assert "[the oldest 2 messages no longer fit and are left out]" in process.stderr
+    assert process.stderr.count("[the oldest 2 messages no longer fit and are left out]") == 1

@@ -125,14 +125,16 @@ def test_chat_and_a_phone(chromium, server, shots):
     tab = Page(chromium, server, color_scheme="dark", **how)
     assert tab.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(13, 17, 23)"
     tab.page.click("#mode button[data-value=chat]")
-    tab.set(max_tokens=40)
-    for words in ("hi", "and?", "w" * 60):
+    for words, n in (("hi", 40), ("and?", 40), ("w" * 60, 4000)):
+        tab.set(max_tokens=n)
         tab.page.fill("#prompt", words)
         tab.page.keyboard.press("Enter")
         tab.done()
     for role in ("user", "assistant"):
         assert tab.page.locator(f".turn.{role}").count() == 3
     tab.page.wait_for_selector("#error:has-text('no longer fit')")
+    tab.page.wait_for_selector("#error:has-text('context of 256 tokens is full')")
+    assert tab.page.locator("#on").is_hidden()
     tab.page.locator(".turn.assistant .t").nth(4).tap()
     box = tab.page.locator("#card").bounding_box()
     assert box["x"] >= 0 and box["x"] + box["width"] <= 400

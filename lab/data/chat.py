@@ -155,12 +155,14 @@ def build_chats(path, tokenizer, context):
 STOPS = tuple(f"\n\n{role}" for role in ROLES.values())
 
 
-def fit_chat(messages, tokenizer, room):
-    """Ids, at most `room`, of a conversation that waits for its answer, and how many of its oldest
-    messages had to go for that. A system message at its beginning stays.
+def fit_chat(messages, tokenizer, block_size, max_new_tokens):
+    """Ids of a conversation that waits for its answer, and how many of its oldest messages had to
+    go so that the answer has room: max_new_tokens, or a quarter of the context if that is less. A
+    system message at its beginning stays.
 
     Raises UserError where the newest message alone is too long, or what render_chat does.
     """
+    room = block_size - min(max_new_tokens, block_size // 4)
     render_chat(messages[-1:], tokenizer)  # is there one?
     first = messages[0].get("role") == "system" and len(messages) > 1
     system, turns, fits = messages[:first], messages[first:], None

@@ -195,7 +195,8 @@ def application(engine, name, hosts):
         head = dict(id=uuid.uuid4().hex, object=kind, created=int(time.time()), model=name)
 
         def choice(new, start=0):
-            own = dict(index=0, finish_reason=new[-1]["end"])
+            end = "length" if new[-1]["end"] == "window" else new[-1]["end"]
+            own = dict(index=0, finish_reason=end)
             return head | {"choices": [own | form(new, ask, start, engine.tokenizer)]}
 
         async def parts():
