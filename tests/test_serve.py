@@ -167,12 +167,18 @@ def test_a_prompt_is_scored_and_a_runner_up_is_gone_on_from(server):
     assert [p["id"] for p in longer] == by_hand(server.model, [97] * 64, 10, temperature=0)[0]
 
 
-def test_the_oldest_messages_are_dropped_and_that_is_said(server):
+def test_the_oldest_messages_are_dropped_and_that_is_said(server, client):
     turns = [dict(role=role, content="word " * 9) for role in ("user", "assistant") * 4]
     last = dict(role="user", content="last")
     first, *_ = server.lines(messages=[*turns, last], max_tokens=2)
     text = "".join(piece["text"] for piece in first["scored"])
     assert first["dropped"] == 8 and text == "User: last\n\nAssistant:"
+    ask = dict(model="any", messages=[*turns, last], max_tokens=2)
+    parts = client.chat.completions.create(**ask, stream=True)
+    whole = client.chat.completions.create(**ask)
+    assert {part.dropped_messages for part in [whole, *parts]} == {8}
+    whole = client.chat.completions.create(**ask | dict(messages=[last]))
+    assert "dropped_messages" not in whole.model_extra
     system = dict(role="system", content="S")
     ids, dropped = fit_chat([system, *turns, last], BYTES, 160, 0)
     assert BYTES.decode(ids[1:]).startswith("System: S\n\nUser: word word ") and dropped == 6

@@ -191,8 +191,9 @@ def application(engine, name, hosts):
         return StreamingResponse(said, media_type="application/x-ndjson")
 
     async def answer(request, ask, kind, form):
-        ids, _ = await engine.begin(ask)
+        ids, dropped = await engine.begin(ask)
         head = dict(id=uuid.uuid4().hex, object=kind, created=int(time.time()), model=name)
+        head |= {"dropped_messages": dropped} if dropped else {}  # not OpenAI's: clients pass it on
 
         def choice(new, start=0):
             end = "length" if new[-1]["end"] == "window" else new[-1]["end"]
