@@ -136,7 +136,8 @@ def test_completions_through_openais_client(server, client):
 def test_chat_through_openais_client(server, client):
     messages = [{"role": "system", "content": "Brief."}, {"role": "user", "content": "Hi"}]
     ask = dict(model="any", messages=messages, max_completion_tokens=9, temperature=0)
-    whole = client.chat.completions.create(**ask, logprobs=True, top_logprobs=2).choices[0]
+    whole = client.chat.completions.create(**ask, logprobs=True, top_logprobs=2)
+    whole, used = whole.choices[0], whole.usage
     ids, _ = fit_chat(messages, BYTES, 128, 9)
     tokens, own, _ = by_hand(server.model, ids, 9, temperature=0)
     long = client.chat.completions.create(model="any", messages=messages, max_tokens=400)
@@ -144,8 +145,12 @@ def test_chat_through_openais_client(server, client):
     assert whole.message.role == "assistant" and whole.message.content == BYTES.decode(tokens)
     assert [one.logprob for one in whole.logprobs.content] == pytest.approx(own, abs=1e-4)
     assert [len(one.top_logprobs) for one in whole.logprobs.content] == [2] * 9
-    parts = client.chat.completions.create(**ask, stream=True)
-    assert "".join(part.choices[0].delta.content for part in parts) == whole.message.content
+    ask |= dict(logprobs=True, top_logprobs=2, stream=True, stream_options={"include_usage": True})
+    *parts, last = client.chat.completions.create(**ask)
+    choices = [part.choices[0] for part in parts]
+    assert "".join(choice.delta.content for choice in choices) == whole.message.content
+    assert [x for c in choices for x in c.logprobs.content] == whole.logprobs.content
+    assert last.choices == [] and last.usage == used and used.completion_tokens == 9
 
 
 # ----------------------------------------------------------------------------------- the page's path

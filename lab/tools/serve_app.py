@@ -54,6 +54,7 @@ class OpenAI(Ask, extra="allow"):
     """What both of OpenAI's paths know. What would change the text and is not here is refused."""
 
     stream: bool = False
+    stream_options: dict[str, bool] | None = None  # include_usage
 
     @field_validator("stop", mode="before")
     def several(cls, stop):
@@ -62,7 +63,7 @@ class OpenAI(Ask, extra="allow"):
     def model_post_init(self, context):
         super().model_post_init(context)
         for name, value in self.model_extra.items():
-            passed_over = ("model", "user", "store", "metadata", "stream_options")
+            passed_over = ("model", "user", "store", "metadata")
             if name not in passed_over and value not in (None, False, 0, 1, "", [], {}):
                 raise UserError(f"{name} is not known here; leave it out")
 
@@ -200,12 +201,20 @@ def application(engine, name, hosts):
             own = dict(index=0, finish_reason=end)
             return head | {"choices": [own | form(new, ask, start, engine.tokenizer)]}
 
+        def usage(count):
+            total = len(ids) + count
+            return dict(prompt_tokens=len(ids), completion_tokens=count, total_tokens=total)
+
         async def parts():
-            start = 0
+            start = count = 0
             async with engine.place() as cache:
                 async for new in engine.write(ask, ids, cache):
                     yield f"data: {json.dumps(choice(new, start))}\n\n"
                     start += sum(len(piece["text"]) for piece in new)
+                    count += len(new)
+            if (ask.stream_options or {}).get("include_usage"):
+                last = head | dict(choices=[], usage=usage(count))
+                yield f"data: {json.dumps(last)}\n\n"
             yield "data: [DONE]\n\n"
 
         if ask.stream:
@@ -216,9 +225,7 @@ def application(engine, name, hosts):
                 all += new
                 if await request.is_disconnected():
                     return Response(status_code=499)  # nobody reads it
-        total = len(ids) + len(all)
-        used = dict(prompt_tokens=len(ids), completion_tokens=len(all), total_tokens=total)
-        return choice(all) | {"usage": used}
+        return choice(all) | {"usage": usage(len(all))}
 
     @app.post("/v1/completions")
     async def completions(request: Request, ask: Completion):
