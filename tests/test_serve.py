@@ -153,6 +153,23 @@ def test_chat_through_openais_client(server, client):
     assert last.choices == [] and last.usage == used and used.completion_tokens == 9
 
 
+def test_messages_in_other_words(server):
+    """developer is system, parts of text are a text; what is refused is named."""
+    plain = [dict(role="system", content="S"), dict(role="user", content="a\nb")]
+    parts = [dict(type="text", text=text) for text in "ab"]
+    other = [dict(role="developer", content="S"), dict(role="user", content=parts)]
+
+    def answer(messages):
+        ask = dict(messages=messages, temperature=0, max_tokens=9, logprobs=True)
+        return json.loads(server.send("/v1/chat/completions", ask)[1])
+
+    assert answer(other)["choices"] == answer(plain)["choices"]
+    image = dict(type="image_url", text="a")
+    for content, wrong in (([*parts, image], "image_url"), (["a"], "'a'"), (None, "content None")):
+        message = answer([dict(role="user", content=content)])["error"]["message"]
+        assert wrong in message and "role" not in message.split(": wanted")[0]
+
+
 # ----------------------------------------------------------------------------------- the page's path
 
 

@@ -43,8 +43,9 @@ def render_chat(messages, tokenizer, answer=False, where="messages"):
         message = message if isinstance(message, dict) else {}
         role, content = message.get("role"), message.get("content")
         if role not in list(ROLES) or not isinstance(content, str):
+            wrong = f"content {content!r:.60}" if role in list(ROLES) else f"role {role!r:.60}"
             raise UserError(
-                f"{where}: no conversation, with role {role!r}: wanted is a list of objects, "
+                f"{where}: no conversation, with {wrong}: wanted is a list of objects, "
                 f'"role" one of {", ".join(ROLES)} and "content" a text'
             )
         text = " " + content.strip()

@@ -92,9 +92,26 @@ class Chat(OpenAI):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
 
+    @field_validator("messages")
+    def ours(cls, messages):
+        """A developer is the system by a newer name, and parts of text are one text."""
+        for message in messages:
+            if message.get("role") == "developer":
+                message["role"] = "system"
+            if isinstance(parts := message.get("content"), list):
+                message["content"] = "\n".join(map(text_of, parts))
+        return messages
+
     def model_post_init(self, context):
         super().model_post_init(context)
         self.likeliest = max(1, self.top_logprobs or 0) if self.logprobs else 0
+
+
+def text_of(part):
+    match part:
+        case {"type": "text", "text": str(text)}:
+            return text
+    raise UserError(f"a message's part {part!r:.60} is not of type text, which alone is read here")
 
 
 def log(p):
