@@ -5,6 +5,7 @@ import functools
 import http.client
 import itertools
 import json
+import os
 import signal
 import time
 from pathlib import Path
@@ -72,6 +73,11 @@ class Server:
     def memory(self):
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(status.split("VmRSS:")[1].split()[0]) / 1024  # MiB
+
+    def worked(self):
+        """Seconds that its threads have computed."""
+        after_name = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return sum(map(int, after_name[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
 def endless(model):
