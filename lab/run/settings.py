@@ -76,7 +76,7 @@ LAPTOP = dict(
 )  # fmt: skip
 SFT = dict(
     preset="sft", data="lab/data/chats.jsonl", val_every=20, val_tokens=0, hella_every=0,
-    sample_every=50, sample_prompt="User: What is a token?\n\nAssistant:", ckpt_every=50,
+    sample_every=50, sample_prompt="User: What is a token?\n\nAssistant:", ckpt_every=20,
 )  # fmt: skip
 
 
