@@ -48,7 +48,7 @@ class Config:
     chat: bool = False  # a conversation: for a model that was tuned on some
     html: str = ""  # write a page to this file: each token shaded by its probability
     device: str = "auto"  # cuda, mps or cpu
-    # auto: 16 bits on a GPU, else fp32; int8 is for a CPU, twice as fast and a little less exact
+    # auto: 16 bits on a GPU, else fp32; int8 is for a CPU, faster and a little less exact
     weights: Literal["auto", "fp32", "bf16", "fp16", "int8"] = "auto"
     # on a GPU, but for a single prompt: seconds before the first token, one launch for each other
     compile: bool = True
@@ -130,13 +130,13 @@ def prompts(cfg):
 def talk(model, tokenizer, cfg, seed, cache):
     """A conversation, up to the end of input or an empty line. Ctrl-C ends an answer."""
     messages, how = [], drawing(model, cfg, seed, cache)
-    room = model.config.block_size - min(cfg.max_new_tokens, model.config.block_size // 4)
+    size, most = model.config.block_size, cfg.max_new_tokens
     if sys.stdin.isatty():
         say("[models that --preset sft has tuned answer, others go on writing]")
     for line in prompts(cfg):
         messages.append({"role": "user", "content": line})
         try:
-            ids, dropped = fit_chat(messages, tokenizer, room)
+            ids, dropped = fit_chat(messages, tokenizer, size, most)
         except UserError as error:
             say(error)
             messages.pop()
@@ -146,14 +146,20 @@ def talk(model, tokenizer, cfg, seed, cache):
             messages = messages[dropped:]
         answer = ""
         try:
-            for piece in pieces(model, tokenizer, ids, cfg.max_new_tokens, stop=STOPS, **how):
+            for piece in pieces(model, tokenizer, ids, most, stop=STOPS, one_window=True, **how):
                 text = piece["text"] if answer else piece["text"].lstrip()
                 answer += text
                 write(text)
+                if piece["end"] == "window":
+                    note(f" [cut: the model's context of {size} tokens is full]")
         except KeyboardInterrupt:
-            print(" [stopped]", end="", file=sys.stderr)
+            note(" [stopped]")
         write("\n")
         messages.append({"role": "assistant", "content": answer})
+
+
+def note(text):
+    print(text, end="", file=sys.stderr, flush=True)
 
 
 def write(text):

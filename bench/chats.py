@@ -72,8 +72,7 @@ def loss_of(model, tokenizer, chat):
 def answer(model, tokenizer, messages, most):
     """(the model's likeliest answer, whether it ended by itself)."""
     ids = render_chat(messages, tokenizer, answer=True)[0].tolist()
-    most = min(most, model.config.block_size - len(ids))
-    said = list(pieces(model, tokenizer, ids, most, stop=STOPS, temperature=0))
+    said = list(pieces(model, tokenizer, ids, most, stop=STOPS, one_window=True, temperature=0))
     return "".join(piece["text"] for piece in said).strip(), said[-1]["end"] == "stop"
 
 

@@ -73,26 +73,31 @@ class Text:
         return piece
 
 
-def pieces(model, tokenizer, ids, max_new_tokens, likeliest=0, stop=(), **how):
+def pieces(
+    model, tokenizer, ids, max_new_tokens, likeliest=0, stop=(), one_window=False, **how
+):  # fmt: skip
     """Yield each token that follows `ids` as {"id", "text", "end"}, with `likeliest` also what
     shading.shade says of it. how: settings of generate.
 
     "end" is None but in the last: "stop" where the model ended its text or wrote one of `stop`,
-    which is cut off, else "length". What may be the beginning of a stop waits until it is clear.
+    which is cut off, "window" where with `one_window` the context was full (without, it slides),
+    else "length". What may be the beginning of a stop waits until it is clear.
     """
     idx = torch.tensor([ids], device=next(model.parameters()).device)
-    text, held = Text(tokenizer), []
+    room = model.config.block_size - len(ids) if one_window else max_new_tokens
+    text, held, most = Text(tokenizer), [], min(room, max_new_tokens)
     # a character may be half there
     text.decoder.decode(b"".join(map(tokenizer.bytes_of, ids[-4:])))
-    for token, logits in read_ahead(generate(model, idx, max_new_tokens, **how)):
+    for token, logits in read_ahead(generate(model, idx, most, **how)):
         token = token.item()
         piece = {"id": token, "text": text.add(token), "end": None}
         if likeliest:
             piece = shading.shade(token, logits[0], piece["text"], tokenizer, likeliest) | piece
         if text.ended:
             piece["end"] = "stop"
-        elif text.count == max_new_tokens:
-            piece |= {"text": piece["text"] + text.end(), "end": "length"}
+        elif text.count == most:
+            end = "length" if most == max_new_tokens else "window"
+            piece |= {"text": piece["text"] + text.end(), "end": end}
         held.append(piece)
         joined = "".join(piece["text"] for piece in held)
         if found := [place for place in map(joined.find, stop) if place >= 0]:

@@ -12,6 +12,7 @@ from lab.data import get_tokenizer
 from lab.data.chat import render_chat
 from lab.data.shards import TokenShards, read_manifest
 from lab.data.writer import verify
+from lab.run.settings import SFT
 
 END = "<|endoftext|>"
 
@@ -32,8 +33,8 @@ def test_render_chat():
         f"User: Twice that?\n\nAssistant: Eight.{END}"
     )
     assert tok.decode(ids[mask == 1]) == f" Four.{END} Eight.{END}" and mask[0] == 0
-    ids, mask = render_chat(say("Hello"), tok, answer=True)
-    assert tok.decode(ids) == f"{END}User: Hello\n\nAssistant:" and not mask.any()
+    ids, mask = render_chat(say("What is a token?"), tok, answer=True)
+    assert tok.decode(ids) == END + SFT["sample_prompt"] and not mask.any()
 
 
 def test_chat_shards(tmp_path):

@@ -5,6 +5,7 @@ import functools
 import http.client
 import itertools
 import json
+import os
 import signal
 import time
 from pathlib import Path
@@ -23,8 +24,10 @@ from lab.generate import KVCache, compiled, generate
 from lab.kernels.int8 import Int8Linear, use_int8
 from lab.stream import fast_step, pieces, scored
 from lab.tools import serve
+from train_gpt2 import PRESETS
 
 BYTES = get_tokenizer("bytes")
+LAPTOP = vars(PRESETS["laptop"][0])  # 2 layers of 128 channels, 128 bytes of context
 EVIL = '<img src=x onerror=alert(1)></script><script>alert("é")</script>\x1b[2J\x00\x07\u202e{{ about }}'
 
 
@@ -71,6 +74,11 @@ class Server:
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(status.split("VmRSS:")[1].split()[0]) / 1024  # MiB
 
+    def worked(self):
+        """Seconds that its threads have computed."""
+        after_name = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return sum(map(int, after_name[11:13])) / os.sysconf("SC_CLK_TCK")
+
 
 def endless(model):
     """The model, which now hardly ever ends a text."""
@@ -83,7 +91,7 @@ def endless(model):
 def server(tmp_path_factory):
     pytest.importorskip("uvicorn", reason="needs requirements-serve.txt")
     pytest.importorskip("fastapi", reason="needs requirements-serve.txt")
-    server = Server(tmp_path_factory.mktemp("serve"), endless(noisy_gpt(block_size=64)))
+    server = Server(tmp_path_factory.mktemp("serve"), endless(noisy_gpt(**LAPTOP)))
     yield server
     server.process.signal(signal.SIGINT)
     assert server.process.wait(20) in (0, 130), server.process.stderr
@@ -134,14 +142,38 @@ def test_completions_through_openais_client(server, client):
 def test_chat_through_openais_client(server, client):
     messages = [{"role": "system", "content": "Brief."}, {"role": "user", "content": "Hi"}]
     ask = dict(model="any", messages=messages, max_completion_tokens=9, temperature=0)
-    whole = client.chat.completions.create(**ask, logprobs=True, top_logprobs=2).choices[0]
-    ids, _ = fit_chat(messages, BYTES, 64)
+    whole = client.chat.completions.create(**ask, logprobs=True, top_logprobs=2)
+    whole, used = whole.choices[0], whole.usage
+    ids, _ = fit_chat(messages, BYTES, 128, 9)
     tokens, own, _ = by_hand(server.model, ids, 9, temperature=0)
+    long = client.chat.completions.create(model="any", messages=messages, max_tokens=400)
+    assert long.choices[0].finish_reason == "length" and long.usage.total_tokens == 128
     assert whole.message.role == "assistant" and whole.message.content == BYTES.decode(tokens)
     assert [one.logprob for one in whole.logprobs.content] == pytest.approx(own, abs=1e-4)
     assert [len(one.top_logprobs) for one in whole.logprobs.content] == [2] * 9
-    parts = client.chat.completions.create(**ask, stream=True)
-    assert "".join(part.choices[0].delta.content for part in parts) == whole.message.content
+    ask |= dict(logprobs=True, top_logprobs=2, stream=True, stream_options={"include_usage": True})
+    *parts, last = client.chat.completions.create(**ask)
+    choices = [part.choices[0] for part in parts]
+    assert "".join(choice.delta.content for choice in choices) == whole.message.content
+    assert [x for c in choices for x in c.logprobs.content] == whole.logprobs.content
+    assert last.choices == [] and last.usage == used and used.completion_tokens == 9
+
+
+def test_messages_in_other_words(server):
+    """developer is system, parts of text are a text; what is refused is named."""
+    plain = [dict(role="system", content="S"), dict(role="user", content="a\nb")]
+    parts = [dict(type="text", text=text) for text in "ab"]
+    other = [dict(role="developer", content="S"), dict(role="user", content=parts)]
+
+    def answer(messages):
+        ask = dict(messages=messages, temperature=0, max_tokens=9, logprobs=True)
+        return json.loads(server.send("/v1/chat/completions", ask)[1])
+
+    assert answer(other)["choices"] == answer(plain)["choices"]
+    image = dict(type="image_url", text="a")
+    for content, wrong in (([*parts, image], "image_url"), (["a"], "'a'"), (None, "content None")):
+        message = answer([dict(role="user", content=content)])["error"]["message"]
+        assert wrong in message and "role" not in message.split(": wanted")[0]
 
 
 # ----------------------------------------------------------------------------------- the page's path
@@ -159,25 +191,44 @@ def test_a_prompt_is_scored_and_a_runner_up_is_gone_on_from(server):
     assert [taken[0]["id"], taken[0]["p"]] == pytest.approx([runner_up[0], runner_up[2]], rel=1e-3)
     ids = [256, *b"abc", *(piece["id"] for piece in first[:4]), runner_up[0]]
     assert [piece["id"] for piece in rest] == by_hand(server.model, ids, 10, temperature=0)[0]
-    longer = server.write(**ask, answer=[97] * 100)[1]  # beyond the context, whose newer half stays
-    assert [p["id"] for p in longer] == by_hand(server.model, [97] * 32, 10, temperature=0)[0]
+    longer = server.write(**ask, answer=[97] * 200)[1]  # beyond the context, whose newer half stays
+    assert [p["id"] for p in longer] == by_hand(server.model, [97] * 64, 10, temperature=0)[0]
 
 
-def test_the_oldest_messages_are_dropped_and_that_is_said(server):
-    turns = [dict(role=role, content="word " * 2) for role in ("user", "assistant") * 4]
+def test_the_oldest_messages_are_dropped_and_that_is_said(server, client):
+    turns = [dict(role=role, content="word " * 9) for role in ("user", "assistant") * 4]
     last = dict(role="user", content="last")
     first, *_ = server.lines(messages=[*turns, last], max_tokens=2)
     text = "".join(piece["text"] for piece in first["scored"])
     assert first["dropped"] == 8 and text == "User: last\n\nAssistant:"
+    ask = dict(model="any", messages=[*turns, last], max_tokens=2)
+    parts = client.chat.completions.create(**ask, stream=True)
+    whole = client.chat.completions.create(**ask)
+    assert {part.dropped_messages for part in [whole, *parts]} == {8}
+    whole = client.chat.completions.create(**ask | dict(messages=[last]))
+    assert "dropped_messages" not in whole.model_extra
     system = dict(role="system", content="S")
-    ids, dropped = fit_chat([system, *turns, last], BYTES, 90)
-    assert BYTES.decode(ids[1:]).startswith("System: S\n\nUser: word word\n\n") and dropped == 6
+    ids, dropped = fit_chat([system, *turns, last], BYTES, 160, 0)
+    assert BYTES.decode(ids[1:]).startswith("System: S\n\nUser: word word ") and dropped == 6
+
+
+def test_a_chat_answer_ends_where_the_context_is_full(server):
+    """And does not push out its question; a text goes on, and its window slides."""
+    hi, how = [dict(role="user", content="hi")], dict(temperature=0, max_tokens=300)
+    ids, _ = fit_chat(hi, BYTES, 128, 300)
+    said = server.write(messages=hi, **how)[1]
+    fits = by_hand(server.model, ids, 128 - len(ids), temperature=0)[0]
+    assert [piece["id"] for piece in said] == fits and said[-1]["end"] == "window"
+    more = server.write(messages=hi, answer=fits[:9], **how)[1]
+    assert [piece["id"] for piece in more] == fits[9:]
+    text = server.write(prompt="hi", **how)[1]
+    assert len(text) == 300 and text[-1]["end"] == "length"
 
 
 @pytest.mark.parametrize(
     "body, sentence",
     [
-        (dict(prompt="a" * 64), "a prompt of 65 tokens is longer than the model's context of 64"),
+        (dict(prompt="a" * 128), "a prompt of 129 tokens is longer than the model's context of 128"),
         (dict(prompt="a", temperature=-1), "temperature=-1: Input should be greater than or equal to 0"),
         (b'{"prompt": "a", "temperature": NaN}', "temperature=nan: Input should be a finite number"),
         (dict(prompt="a", max_tokens=10**9), "max_tokens=1000000000: Input should be less than"),
@@ -185,7 +236,9 @@ def test_the_oldest_messages_are_dropped_and_that_is_said(server):
         (dict(prompt="a", seed=2**40), f"seed={2**40}:"), (dict(messages=[]), "messages=[]"),
         (dict(prompt=[300]), "token 300 is not one of this model's, 0 to 256"),
         (dict(messages=[dict(role="x", content="")]), "with role 'x'"),
-        (dict(messages=[dict(role="user", content="a" * 64)]), "the newest message takes"),
+        (dict(messages=[dict(role="user", content="a" * 128)]), "the newest message takes"),
+        (dict(messages=[dict(role="user", content="hi")], answer=[97] * 107),
+         "the answer fills the model's context of 128 tokens"),
         (b"[" * 60000, "parsing the body"), (b"{}x", "JSON"), (b"\xff", "parsing the body"),
     ],
 )  # fmt: skip
@@ -218,7 +271,7 @@ def test_fifty_at_once(server):
 
     def one(i):
         if i % 10 == 9:
-            return server.send("/v1/completions", dict(prompt="a" * 99))[0] == 400
+            return server.send("/v1/completions", dict(prompt="a" * 128))[0] == 400
         if i % 10 == 8:
             return server.leave(server.begin("/generate", ask | {"max_tokens": 4000})) is None
         return server.write(**ask)[1] == alone
@@ -227,7 +280,7 @@ def test_fifty_at_once(server):
         assert all(threads.map(one, range(50)))
         before = server.memory()
         assert all(threads.map(one, range(50)))
-    assert server.memory() < before + 20, "MiB"
+    assert server.memory() < before + 5, "MiB"
 
 
 def test_turns_are_fair_and_who_leaves_is_not_computed_for(server):
@@ -340,8 +393,8 @@ def test_a_missing_package_is_one_sentence(monkeypatch):
 
 
 def test_chat_in_the_terminal(tmp_path, ask_sample):
-    """An answer as it comes; Ctrl-C ends it and not the program; what no longer fits is said."""
-    saved(always(ord("z"), block_size=64), tmp_path / "log/r/model_000010.pt")
+    """An answer as it comes; Ctrl-C ends it and not the program."""
+    saved(always(ord("z"), block_size=30_000), tmp_path / "log/r/model_000010.pt")
     process = ask_sample("--chat", "--max_new_tokens", 100000)
 
     def answer_begins(turn):
@@ -352,8 +405,17 @@ def test_chat_in_the_terminal(tmp_path, ask_sample):
         process.type("hi\n")
         wait_for(functools.partial(answer_begins, turn), process)
         process.signal(signal.SIGINT)
-    process.type("a" * 80 + "\n\n")
+    process.type("\n")
     assert process.wait() == 0 and {*process.stdout} == {"z", "\n"}, process.stderr
     assert process.stderr.count("[stopped]") == 2
+
+
+def test_chat_says_what_does_not_fit(tmp_path, ask_sample):
+    saved(always(ord("z"), block_size=64), tmp_path / "log/r/model_000010.pt")
+    process = ask_sample("--chat")
+    process.type("hi\nhi\n" + "a" * 80 + "\n\n")
+    assert process.wait() == 0, process.stderr
+    assert process.stdout == 2 * ("z" * (64 - len("_User: hi\n\nAssistant:")) + "\n")
+    assert process.stderr.count("[cut: the model's context of 64 tokens is full]") == 2
     assert "the newest message takes 99 tokens" in process.stderr
-    assert "[the oldest 2 messages no longer fit and are left out]" in process.stderr
+    assert process.stderr.count("[the oldest 2 messages no longer fit and are left out]") == 1

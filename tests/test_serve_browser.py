@@ -44,6 +44,10 @@ class Page(test_browser.Tab):
     def count(self):
         return self.page.locator("#out > .t").count()
 
+    def grows(self, n):
+        """Until it has more than n tokens."""
+        self.page.wait_for_function(f"() => document.querySelectorAll('#out > .t').length > {n}")
+
 
 @pytest.fixture
 def tab(chromium, server):
@@ -57,9 +61,8 @@ def test_typing_streaming_and_stop(tab):
     tab.set(max_tokens=4000, seed=1)
     tab.page.locator("#prompt").press_sequentially("abc")
     tab.page.locator("#prompt").press("Control+Enter")
-    tab.page.wait_for_function("() => document.querySelectorAll('#out > .t').length > 20")
-    first = tab.count()
-    tab.page.wait_for_function(f"() => document.querySelectorAll('#out > .t').length > {first}")
+    tab.grows(20)
+    tab.grows(tab.count())
     tab.page.click("#halt")
     stopped = tab.count()
     tab.page.wait_for_timeout(500)
@@ -71,6 +74,24 @@ def test_typing_streaming_and_stop(tab):
     tab.page.click("#on")
     tab.done()
     assert tab.count() == stopped + 30
+
+
+def test_two_tabs_at_once_and_one_that_is_closed(chromium, server):
+    """Both get their turns; what nobody reads is computed no further, the other comes to its end."""
+    tabs = closed, other = [Page(chromium, server) for _ in range(2)]
+    for tab, n in zip(tabs, (4000, 1000)):
+        tab.set(max_tokens=n)
+        tab.write("abc")
+    for _ in range(2):
+        for tab, n in [(tab, tab.count()) for tab in tabs]:
+            tab.grows(n)
+    assert all(tab.page.is_visible("#halt") for tab in tabs), "neither waits for the other's end"
+    closed.page.close()
+    assert len(other.done()) == 1000
+    before = server.worked()
+    other.page.wait_for_timeout(1000)
+    assert server.worked() < before + 0.1, "seconds, of one"
+    assert closed.wrong == other.wrong == []
 
 
 def test_a_runner_up_is_taken_and_gone_on_from(tab, shots):
@@ -125,14 +146,16 @@ def test_chat_and_a_phone(chromium, server, shots):
     tab = Page(chromium, server, color_scheme="dark", **how)
     assert tab.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(13, 17, 23)"
     tab.page.click("#mode button[data-value=chat]")
-    tab.set(max_tokens=40)
-    for words in ("hi", "and?", "w" * 60):
+    for words, n in (("hi", 40), ("and?", 40), ("w" * 60, 4000)):
+        tab.set(max_tokens=n)
         tab.page.fill("#prompt", words)
         tab.page.keyboard.press("Enter")
         tab.done()
     for role in ("user", "assistant"):
         assert tab.page.locator(f".turn.{role}").count() == 3
     tab.page.wait_for_selector("#error:has-text('no longer fit')")
+    tab.page.wait_for_selector("#error:has-text('context of 256 tokens is full')")
+    assert tab.page.locator("#on").is_hidden()
     tab.page.locator(".turn.assistant .t").nth(4).tap()
     box = tab.page.locator("#card").bounding_box()
     assert box["x"] >= 0 and box["x"] + box["width"] <= 400

@@ -71,6 +71,7 @@ def test_the_shape_is_that_of_the_model_it_starts_from(tuned):
     flags = "--preset sft --init_from base --log_dir".split() + [str(folder / "log")]
     _, model_config, cfg = settings.parse_flags([*flags, "--n_head", "2"], PRESETS, "")
     assert (model_config.n_head, model_config.n_embd) == (2, 32), "what is typed stands"
+    assert cfg.val_every % cfg.ckpt_every == 0, "whichever is best is on disk"
     assert cfg.lr == pytest.approx(2e-4 * (768 / 32) * 12**0.5, rel=1e-3), "its width and depth"
     succeed("train_gpt2.py", *"--resume --run_name few --max_steps 3".split(), cwd=folder)
     assert read_run(folder / "log/few").checkpoints[3]["step"] == 3

@@ -43,8 +43,9 @@ def render_chat(messages, tokenizer, answer=False, where="messages"):
         message = message if isinstance(message, dict) else {}
         role, content = message.get("role"), message.get("content")
         if role not in list(ROLES) or not isinstance(content, str):
+            wrong = f"content {content!r:.60}" if role in list(ROLES) else f"role {role!r:.60}"
             raise UserError(
-                f"{where}: no conversation, with role {role!r}: wanted is a list of objects, "
+                f"{where}: no conversation, with {wrong}: wanted is a list of objects, "
                 f'"role" one of {", ".join(ROLES)} and "content" a text'
             )
         text = " " + content.strip()
@@ -155,12 +156,14 @@ def build_chats(path, tokenizer, context):
 STOPS = tuple(f"\n\n{role}" for role in ROLES.values())
 
 
-def fit_chat(messages, tokenizer, room):
-    """Ids, at most `room`, of a conversation that waits for its answer, and how many of its oldest
-    messages had to go for that. A system message at its beginning stays.
+def fit_chat(messages, tokenizer, block_size, max_new_tokens):
+    """Ids of a conversation that waits for its answer, and how many of its oldest messages had to
+    go so that the answer has room: max_new_tokens, or a quarter of the context if that is less. A
+    system message at its beginning stays.
 
     Raises UserError where the newest message alone is too long, or what render_chat does.
     """
+    room = block_size - min(max_new_tokens, block_size // 4)
     render_chat(messages[-1:], tokenizer)  # is there one?
     first = messages[0].get("role") == "system" and len(messages) > 1
     system, turns, fits = messages[:first], messages[first:], None

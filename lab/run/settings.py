@@ -14,7 +14,8 @@ from typing import Literal
 import torch
 
 from lab.cli import UserError, parse
-from lab.data import build_builtin, build_chats, name_of_size
+from lab.data import build_builtin, name_of_size
+from lab.data.chat import ROLES, build_chats
 from lab.data.shards import read_manifest
 from lab.files import read_json
 from lab.models import PROGRAMS, same_shape, shape_of
@@ -76,7 +77,7 @@ LAPTOP = dict(
 )  # fmt: skip
 SFT = dict(
     preset="sft", data="lab/data/chats.jsonl", val_every=20, val_tokens=0, hella_every=0,
-    sample_every=50, sample_prompt="User: What is a token?\n\nAssistant:", ckpt_every=50,
+    sample_every=50, sample_prompt="{user} What is a token?\n\n{assistant}".format(**ROLES), ckpt_every=20,
 )  # fmt: skip
 
 

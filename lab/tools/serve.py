@@ -76,8 +76,7 @@ class Engine:
         does not fit."""
         eot, dropped = self.tokenizer.eot, 0
         if ask.messages is not None:
-            room = self.block_size - min(ask.max_tokens, self.block_size // 4)
-            ids, dropped = fit_chat(ask.messages, self.tokenizer, room)
+            ids, dropped = fit_chat(ask.messages, self.tokenizer, self.block_size, ask.max_tokens)
         else:
             text = isinstance(ask.prompt, str)
             ids = self.tokenizer.encode(ask.prompt) if text else ask.prompt
@@ -90,6 +89,8 @@ class Engine:
         ids = [*ids, *ask.answer]
         if wrong := [i for i in ids if not 0 <= i <= eot]:
             raise UserError(f"token {wrong[0]} is not one of this model's, 0 to {eot}")
+        if ask.messages is not None and len(ids) >= self.block_size:
+            raise UserError(f"the answer fills the model's context of {self.block_size} tokens")
         # a full window keeps its newer half, as in lab.generate
         return ids if len(ids) <= self.block_size else ids[-(self.block_size // 2) :], dropped
 
@@ -111,6 +112,7 @@ class Engine:
         generator = torch.Generator(self.device).manual_seed(ask.seed)
         how = dict(temperature=ask.temperature, top_k=ask.top_k, top_p=ask.top_p)
         how |= dict(generator=generator, cache=cache, likeliest=ask.likeliest, stop=ask.stop)
+        how["one_window"] = ask.messages is not None
         steps = pieces(self.model, self.tokenizer, ids, ask.max_tokens, **how)
         while new := await self.compute(one_turn, steps):
             yield new

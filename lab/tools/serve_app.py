@@ -54,6 +54,7 @@ class OpenAI(Ask, extra="allow"):
     """What both of OpenAI's paths know. What would change the text and is not here is refused."""
 
     stream: bool = False
+    stream_options: dict[str, bool] | None = None  # include_usage
 
     @field_validator("stop", mode="before")
     def several(cls, stop):
@@ -62,7 +63,7 @@ class OpenAI(Ask, extra="allow"):
     def model_post_init(self, context):
         super().model_post_init(context)
         for name, value in self.model_extra.items():
-            passed_over = ("model", "user", "store", "metadata", "stream_options")
+            passed_over = ("model", "user", "store", "metadata")
             if name not in passed_over and value not in (None, False, 0, 1, "", [], {}):
                 raise UserError(f"{name} is not known here; leave it out")
 
@@ -91,9 +92,26 @@ class Chat(OpenAI):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
 
+    @field_validator("messages")
+    def ours(cls, messages):
+        """A developer is the system by a newer name, and parts of text are one text."""
+        for message in messages:
+            if message.get("role") == "developer":
+                message["role"] = "system"
+            if isinstance(parts := message.get("content"), list):
+                message["content"] = "\n".join(map(text_of, parts))
+        return messages
+
     def model_post_init(self, context):
         super().model_post_init(context)
         self.likeliest = max(1, self.top_logprobs or 0) if self.logprobs else 0
+
+
+def text_of(part):
+    match part:
+        case {"type": "text", "text": str(text)}:
+            return text
+    raise UserError(f"a message's part {part!r:.60} is not of type text, which alone is read here")
 
 
 def log(p):
@@ -191,19 +209,29 @@ def application(engine, name, hosts):
         return StreamingResponse(said, media_type="application/x-ndjson")
 
     async def answer(request, ask, kind, form):
-        ids, _ = await engine.begin(ask)
+        ids, dropped = await engine.begin(ask)
         head = dict(id=uuid.uuid4().hex, object=kind, created=int(time.time()), model=name)
+        head |= {"dropped_messages": dropped} if dropped else {}  # not OpenAI's: clients pass it on
 
         def choice(new, start=0):
-            own = dict(index=0, finish_reason=new[-1]["end"])
+            end = "length" if new[-1]["end"] == "window" else new[-1]["end"]
+            own = dict(index=0, finish_reason=end)
             return head | {"choices": [own | form(new, ask, start, engine.tokenizer)]}
 
+        def usage(count):
+            total = len(ids) + count
+            return dict(prompt_tokens=len(ids), completion_tokens=count, total_tokens=total)
+
         async def parts():
-            start = 0
+            start = count = 0
             async with engine.place() as cache:
                 async for new in engine.write(ask, ids, cache):
                     yield f"data: {json.dumps(choice(new, start))}\n\n"
                     start += sum(len(piece["text"]) for piece in new)
+                    count += len(new)
+            if (ask.stream_options or {}).get("include_usage"):
+                last = head | dict(choices=[], usage=usage(count))
+                yield f"data: {json.dumps(last)}\n\n"
             yield "data: [DONE]\n\n"
 
         if ask.stream:
@@ -214,9 +242,7 @@ def application(engine, name, hosts):
                 all += new
                 if await request.is_disconnected():
                     return Response(status_code=499)  # nobody reads it
-        total = len(ids) + len(all)
-        used = dict(prompt_tokens=len(ids), completion_tokens=len(all), total_tokens=total)
-        return choice(all) | {"usage": used}
+        return choice(all) | {"usage": usage(len(all))}
 
     @app.post("/v1/completions")
     async def completions(request: Request, ask: Completion):
