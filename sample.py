@@ -48,7 +48,8 @@ class Config:
     chat: bool = False  # a conversation: for a model that was tuned on some
     html: str = ""  # write a page to this file: each token shaded by its probability
     device: str = "auto"  # cuda, mps or cpu
-    # auto: 16 bits on a GPU, else fp32; int8 is for a CPU, faster and a little less exact
+    # auto: 16 bits on a GPU, and of a large model on a CPU that multiplies them, else fp32; int8 is
+    # for a CPU, faster and a little less exact
     weights: Literal["auto", "fp32", "bf16", "fp16", "int8"] = "auto"
     # on a GPU, but for a single prompt: seconds before the first token, one launch for each other
     compile: bool = True

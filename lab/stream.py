@@ -12,6 +12,8 @@ from lab.generate import compiled, generate, read_ahead
 from lab.kernels import one_token
 from lab.kernels.int8 import use_int8
 
+LARGE = 20_000_000  # weights: fewer lie in a CPU's caches, and 16 bits would gain nothing
+
 
 class Busy(Exception):
     """So many wait that one more is sent away."""
@@ -19,7 +21,8 @@ class Busy(Exception):
 
 def ready(source, device, weights="auto"):
     """(model, tokenizer) of what models.find gave. Each new token reads every weight once, so their
-    bytes decide the speed: 16 bits on a GPU; on a CPU float32, or bf16 or int8 for who asks."""
+    bytes decide the speed: 16 bits on a GPU, and of a large model on a CPU that multiplies them; else
+    float32, or what is asked for."""
     model = models.load(source)
     if not hasattr(model, "generate"):
         raise UserError(
@@ -27,6 +30,9 @@ def ready(source, device, weights="auto"):
             '`python -m lab export`, transformers\' pipeline("fill-mask") asks'
         )
     tokenizer = get_tokenizer(name_of_size(model.config.vocab_size))
+    large = device.type == "cpu" and model.num_params() >= LARGE
+    if weights == "auto" and large and torch.cpu._is_avx512_bf16_supported():
+        weights = "bf16"
     precision = Precision("auto" if weights in ("auto", "int8") else weights, device)
     precision.prepare()
     if weights != "int8":

@@ -109,6 +109,19 @@ def test_documents_before_end_of_text_are_not_seen():
         assert torch.allclose(first, second, atol=1e-6) == mask
 
 
+@pytest.mark.parametrize("large, knows_bf16", [(True, True), (True, False), (False, True)])
+def test_a_large_model_has_16_bits_where_the_cpu_multiplies_them(
+    tmp_path, monkeypatch, large, knows_bf16
+):
+    path = saved(noisy_gpt(), tmp_path / "m.pt")
+    monkeypatch.setattr(stream, "LARGE", 1 if large else 10**9)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: knows_bf16)
+    for weights in ("auto", "fp32"):
+        model, _ = stream.ready(str(path), torch.device("cpu"), weights)
+        in_16 = large and knows_bf16 and weights == "auto"
+        assert next(model.parameters()).dtype == (torch.bfloat16 if in_16 else torch.float32)
+
+
 def test_with_a_cache_attention_is_asked_for_one_new_position():
     model, sizes = always(120), []
     model.register_forward_pre_hook(lambda module, args: sizes.append(args[0].shape[1]))
