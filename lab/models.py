@@ -92,13 +92,17 @@ def load_exactly(model, state, source):
         weights.check_finite(p, name, source)
 
 
-def shape_of(source, log_dir="log"):
+def shape_of(source, log_dir="log", program=""):
     """{name of SHAPE: size} of what `source` names (see find), and what else a checkpoint's model
-    config says."""
+    config says. Raises UserError for a checkpoint of another program than this."""
     path = find(source, log_dir)
     if not path.endswith(".pt"):
         return weights.read(path)[0]
-    return dataclasses.asdict(load(path).config)
+    model = load(path)
+    if program and type(model) is not importlib.import_module(PROGRAMS[program]).Run.model_class:
+        file = f"{type(model).__module__}.py"
+        raise UserError(f"{path} is a model of {file}; `python {file} --init_from` begins with it")
+    return dataclasses.asdict(model.config)
 
 
 def same_shape(source, theirs, model_config, *also):

@@ -122,7 +122,9 @@ def fill_shards(out_dir: Path, manifest: dict, results, skip: int, limit: int, b
     if parts:
         writer.save_shard(out_dir, manifest, np.concatenate(parts), end=None)
     if not manifest["shards"]:
-        raise UserError("the source holds no text")
+        raise UserError(
+            f"the source of {manifest['data']} holds no text; name another with --source"
+        )
     return True
 
 

@@ -115,7 +115,7 @@ def choose_defaults(argv, presets, program):
     if given.resume:
         reason, *configs = defaults_of_run(given, program, *map(type, presets[main]))
     else:
-        reason, *configs = defaults_of_preset(given, presets, main)
+        reason, *configs = defaults_of_preset(given, program, presets, main)
     if given.speed in SPEEDS:  # another word is refused with all the flags
         new = SPEEDS[given.speed] | {"speed": given.speed}
         configs = [
@@ -144,7 +144,7 @@ def defaults_of_run(given, program, model_class, train_class):
     return f"{run_dir}{passed_over * bool(unknown)}", model_config, cfg
 
 
-def defaults_of_preset(given, presets, main):
+def defaults_of_preset(given, program, presets, main):
     """The settings of --preset, or of the preset that suits the machine; for --init_from with the
     shape of that model, and with it the rate and the longest sequence."""
     preset, why = given.preset, "as asked for"
@@ -154,7 +154,7 @@ def defaults_of_preset(given, presets, main):
         raise UserError(f"preset={preset} is not one of {', '.join(presets)}")
     model_config, cfg = presets[preset]
     if given.init_from:
-        shape = shape_of(given.init_from, given.log_dir)
+        shape = shape_of(given.init_from, given.log_dir, program)
         # Adam's best rate falls with the width and with the root of the depth (Yang et al. 2022 and
         # 2023, Tensor Programs V and VI)
         wider, deeper = (shape[k] / getattr(model_config, k) for k in ("n_embd", "n_layer"))

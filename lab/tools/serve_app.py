@@ -64,7 +64,8 @@ class OpenAI(Ask, extra="allow"):
         super().model_post_init(context)
         for name, value in self.model_extra.items():
             passed_over = ("model", "user", "store", "metadata")
-            if name not in passed_over and value not in (None, False, 0, 1, "", [], {}):
+            without_effect = None, False, 0, 1, "", [], {}, {"type": "text"}
+            if name not in passed_over and value not in without_effect:
                 raise UserError(f"{name} is not known here; leave it out")
 
 
@@ -144,6 +145,7 @@ def in_chat(pieces, ask, start, tokenizer):
         owns = [said(piece["id"], piece["name"], piece["p"]) for piece in pieces]
         logprobs = {"content": [own | {"top_logprobs": top} for own, top in zip(owns, tops)]}
     content = "".join(piece["text"] for piece in pieces)
+    content = content if start else content.lstrip()  # of "Assistant: ", the blank is the model's
     said_by = {"role": "assistant", "content": content}
     return {"delta" if ask.stream else "message": said_by, "logprobs": logprobs}
 
