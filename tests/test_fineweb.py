@@ -327,7 +327,7 @@ BAD = {  # the file, its content, more arguments, what the sentence must hold
     "cut gzip": ("a.jsonl.gz", GZIP[: len(GZIP) // 2], "", r"a\.jsonl\.gz is damaged"),
     "another bit in zst": ("a.jsonl.zst", ZSTD.replace(b"k9Zq", b"k9Zp"), "", r"zst is damaged"),
     "unknown ending": ("a.docx", b"x", "", r"nothing to read.*\*\.jsonl"),
-    "empty file": ("a.jsonl", b'{"text": " "}\n', "", "no text"),
+    "empty file": ("a.jsonl", b'{"text": " "}\n', "", "the source of .* holds no text"),
     "no number": ("a.jsonl", LINES, "--tokens many", r"--tokens many.*500M"),
     "out is a file": ("a.jsonl", LINES, "--out a.jsonl", r"a\.jsonl cannot be written"),
     "no context": ("a.jsonl", ASKED, "--context 0", "--context 0 must be at least 8"),

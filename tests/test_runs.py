@@ -176,6 +176,9 @@ def test_a_stop_before_the_first_update_leaves_nothing(tmp_path, shards, monkeyp
     assert len(list(again.dir.glob("events.out.tfevents.*"))) == 1, "what was begun before has gone"
     with pytest.raises(UserError, match="r is another run's already; pass --resume to continue it"):
         train_here(tmp_path, shards, "r", **settings)
+    (again.dir / "model_000003.pt").unlink()
+    with pytest.raises(UserError, match="--init_from .*r/model_best.pt begins with its best"):
+        run_to_resume(tmp_path, "r")
 
 
 @pytest.mark.parametrize("name", ["", "SIGTERM"])

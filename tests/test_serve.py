@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from lab.generate import KVCache, compiled, generate
 from lab.kernels.int8 import Int8Linear, use_int8
 from lab.stream import fast_step, pieces, scored
 from lab.tools import serve
+from lab.tools.serve_app import in_chat
 from train_gpt2 import PRESETS
 
 BYTES = get_tokenizer("bytes")
@@ -137,6 +139,12 @@ def test_completions_through_openais_client(server, client):
     drawn = dict(model=name, prompt=[256, 97], max_tokens=20, top_p=0.9)
     a, b, c = (client.completions.create(**drawn, seed=s).choices[0].text for s in (3, 3, 4))
     assert a == b != c
+
+
+def test_a_chat_answer_begins_without_the_blank_after_the_role():
+    ask, parts = SimpleNamespace(stream=True, logprobs=False), [{"text": " It"}, {"text": " is"}]
+    found = [in_chat([part], ask, start, BYTES) for start, part in zip((0, 3), parts)]
+    assert [each["delta"]["content"] for each in found] == ["It", " is"]
 
 
 def test_chat_through_openais_client(server, client):
