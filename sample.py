@@ -69,6 +69,10 @@ def check(cfg):
     for name, (right, rule) in rules.items():
         if not right:
             raise UserError(f"{name}={getattr(cfg, name)} must be {rule}")
+    if cfg.chat and (cfg.prompt or cfg.html):
+        raise UserError(
+            "--chat takes what is typed, and makes no page: leave out prompt and --html"
+        )
     if cfg.html:
         if not cfg.html.endswith(".html"):  # lest a checkpoint be overwritten
             raise UserError(f"html={cfg.html} must end in .html")

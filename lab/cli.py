@@ -111,7 +111,8 @@ def parse(settings, argv, prog=None, description=None):
     """tyro.cli, with flags --like_this and without prefixes; --no_compile beside --compile."""
     import tyro
 
-    prog = prog or Path(sys.argv[0]).name
+    file = Path(sys.argv[0]).name
+    prog = prog or (f"python -m lab {sys.argv[1]}" if file == "__main__.py" else file)
     how = dict(use_underscores=True, config=(tyro.conf.OmitArgPrefixes,))
     return tyro.cli(settings, args=argv, prog=prog, description=description, **how)
 

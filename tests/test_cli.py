@@ -155,6 +155,7 @@ BAD = {
     "bert.py --preset laptop --data data": "there is no tokenizer .*tokenizer.json; `python fineweb",
     "sample.py ab --temperature nan": r"temperature=nan must be a number, 0 \(likeliest token\) or more",
     "sample.py ab --top_p 1.5": "top_p=1.5 must be above 0",
+    "sample.py ab --chat": "--chat takes what is typed",
     "sample.py ab --seed 4294967296": "seed=4294967296 must be 0 or more and less",
     "sample.py ab --html /proc/p.html": "/proc/p.html cannot be written",
     "sample.py ab --html log/r/model.pt": r"html=log/r/model.pt must end in \.html",
@@ -315,3 +316,8 @@ def test_resuming_takes_the_settings_of_the_run(tmp_path, shards):
         assert model_config.n_head == (4 if flags else 2)
         assert reason.startswith(str(log / cfg.run_name))
         assert ("set by hand: lr=0.5" in reason) == (lr == 0.5)
+
+
+def test_a_tool_names_itself_where_it_sends_for_help():
+    ended = run_python("-m", "lab", "plan", "--parallel", "fsdp3", cwd=ROOT)
+    assert ended.returncode == 2 and "run python -m lab plan --help" in ended.stderr
