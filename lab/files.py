@@ -64,8 +64,9 @@ def writing(path, way_out="choose another place"):
 
 
 def first_line(error):
-    """The beginning of what an exception says, or its name where it says nothing."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:120]
+    """The first sentence of what an exception says, or its name where it says nothing."""
+    said = str(error).strip() or type(error).__name__
+    return said.splitlines()[0].split(". ")[0][:120]
 
 
 def loads(text):

@@ -259,6 +259,8 @@ def test_the_run_that_goes_on_is_the_named_one_or_the_one_that_saved_last(tmp_pa
     (tmp_path / "older" / "model_000009.pt").symlink_to("nowhere")
     assert run_to_resume(tmp_path) == newest_run(tmp_path) == tmp_path / "newest"
     assert run_to_resume(tmp_path, "oldest") == tmp_path / "oldest"
+    with pytest.raises(UserError, match="run_name=log/x is a path; .* --run_name x$"):
+        run_to_resume(tmp_path, "log/x")
     with pytest.raises(UserError, match="x holds no config.json to resume with"):
         run_to_resume(tmp_path, "x")
 

@@ -118,6 +118,8 @@ def check_value(path, field, value):
 def run_to_resume(log_dir, run_name=""):
     """The folder of the run of this name, or of the one that saved last. Raises UserError where there
     is nothing to resume."""
+    if (name := Path(run_name).name) != run_name:
+        raise UserError(f"run_name={run_name} is a path; pass --log_dir FOLDER --run_name {name}")
     run_dir = Path(log_dir) / run_name if run_name else newest_run(log_dir)
     if not (run_dir / "config.json").exists():
         raise UserError(
