@@ -93,7 +93,7 @@ VARIANTS = {  # group: {variant: settings that differ from the trainer's default
 }
 UNCOMPILED = {"compile": "baseline", "recommended": "recommended_eager"}
 TRAINED = ("loss", "speed")  # groups that train, from several seeds, on text
-# What makes a measurement this one. A GPU's name also says what else it did, in older records.
+# What makes a measurement this one.
 KEY = "group shape variant seed gpu torch max_steps tokens_per_step".split()
 
 

@@ -100,6 +100,16 @@ def test_group_speed_trains_as_the_programs_do_with_those_flags(tmp_path):
         assert found["baseline"]["max_steps"] == 12 and found["baseline"]["curve"][-1][0] == 12
 
 
+def test_what_is_not_read_ahead_is_read_when_it_is_asked_for(tmp_path):
+    """The same batches, and none before."""
+    ahead, at_once = (build(tmp_path).loader for _ in range(2))
+    at_once.worker, asked, read = ladder.AtOnce(), [], at_once.micro_batch
+    at_once.micro_batch = lambda *place: asked.append(place) or read(*place)
+    for n in range(1, 9):
+        assert all(a.equal(b) for a, b in zip(ahead.next_batch()[:2], at_once.next_batch()[:2]))
+        assert len(asked) == n
+
+
 @pytest.mark.parametrize("factor", [1.0, 1.1])
 def test_a_rung_that_is_compiled_wrongly_is_a_failure(tmp_path, monkeypatch, factor):
     def compile_wrongly(model, **_):

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import os
 import pickle
 import re
@@ -122,11 +123,7 @@ def read_checkpoint(path):
     in, no code runs. Raises UserError for what cannot be read."""
     way_out = "name another, or move it away"
     with reading(path, "checkpoint", way_out):
-        if zipfile.is_zipfile(path):  # checksums, which torch.save notes and torch.load ignores
-            with zipfile.ZipFile(path) as archive:
-                archive.filelist = progress(archive.filelist, f"checking {path}", "tensor")
-                if damaged := archive.testzip():
-                    raise ValueError(f"the checksum of {damaged} in it is another")
+        check_sums(path, os.stat(path).st_mtime_ns)
         try:
             stubs = [(Inert, n) for n in torch.serialization.get_unsafe_globals_in_checkpoint(path)]
             with torch.serialization.safe_globals(stubs):
@@ -136,6 +133,17 @@ def read_checkpoint(path):
                 f"checkpoint {path} is refused: it holds more than tensors and plain values, or is "
                 "older than torch 1.6; nothing in it was executed; save its state dict alone"
             ) from error
+
+
+@functools.lru_cache
+def check_sums(path, changed):
+    """Raise ValueError where a checksum, which torch.save notes and torch.load ignores, is another:
+    once for a file, last changed at `changed`, as several ask for it and 1558M's takes its time."""
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            archive.filelist = progress(archive.filelist, f"checking {path}", "tensor")
+            if damaged := archive.testzip():
+                raise ValueError(f"the checksum of {damaged} in it is another")
 
 
 def read_newest(run_dir):

@@ -62,9 +62,9 @@ class OpenAI(Ask, extra="allow"):
 
     def model_post_init(self, context):
         super().model_post_init(context)
+        passed_over = ("model", "user", "store", "metadata")
+        without_effect = None, False, 0, 1, "", [], {}, {"type": "text"}
         for name, value in self.model_extra.items():
-            passed_over = ("model", "user", "store", "metadata")
-            without_effect = None, False, 0, 1, "", [], {}, {"type": "text"}
             if name not in passed_over and value not in without_effect:
                 raise UserError(f"{name} is not known here; leave it out")
 
