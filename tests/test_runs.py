@@ -1,5 +1,6 @@
 """A run's folder: what goes into it and is read back; resuming to the bit; what is measured when."""
 
+import gc
 import json
 import os
 import shutil
@@ -7,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 from unittest import mock
 
@@ -327,6 +329,23 @@ def test_what_was_gathered_from_shares_is_not_copied_again(tmp_path):
         copied, _ = checkpoints.Writer(tmp_path, 1, True, torch.device(device)).copied(state)
         assert equal_bits(copied, state)
         assert {name for name in state if copied[name] is not state[name]} == again
+
+
+def test_a_checkpoint_on_disk_leaves_no_copy_in_memory(tmp_path, monkeypatch):
+    """Not even until the next garbage collection: on a GPU, new memory for a copy takes a second."""
+    writer = checkpoints.Writer(tmp_path, 1, True, torch.device("cpu"))
+    real, copies = checkpoints.save, []
+    monkeypatch.setattr(
+        checkpoints, "save", lambda *a: copies.append(weakref.ref(a[2]["x"])) or real(*a)
+    )
+    gc.disable()
+    try:
+        writer.save(1, {"x": torch.ones(3)})
+        writer.finish()
+        writer.thread.shutdown()
+        assert [copy() for copy in copies] == [None]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("async_save", [True, False])
