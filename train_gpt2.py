@@ -96,7 +96,7 @@ class TrainConfig(settings.RunConfig):
     grad_clip: float = 1.0  # largest norm of the whole gradient; 0 is off
     # speed
     precision: Literal["auto", "bf16", "fp16", "tf32", "fp32"] = "auto"  # auto: the device's best
-    parallel: Literal["ddp", "zero1", "fsdp2"] = "ddp"  # shares of AdamW's state; of weights too
+    parallel: Literal["ddp", "zero1", "fsdp2"] = "ddp"  # zero1 shares out AdamW's state, fsdp2 all
     compile: bool = True  # torch.compile, where it works
     kernels: Literal["fused", "plain"] = "fused"  # plain: the model as it stands here, to debug it
     fp8: Literal["off", "head", "all"] = "off"  # products in 8 bits: of the head; of the MLPs too
@@ -164,7 +164,7 @@ class CausalSelfAttention(nn.Module):
             k, v = cache.append(self.layer, k, v)  # (B, H, S, D): earlier tokens come first
         if self.attention == "math":
             y = spelled_out_attention(q, k, v, mask, causal)
-        else:  # flash attention: never the (T, S) scores in memory (Dao et al. 2022)
+        else:  # flash attention where it can: never all (T, S) scores in memory (Dao et al. 2022)
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
 
@@ -335,7 +335,7 @@ def make_optimizer(model, cfg, world):
 
 
 def in_steps(length, cfg):
-    """A length in steps, of one that below 1 is a share of the run."""
+    """A length in steps; below 1 it is a share of max_steps."""
     return length if length >= 1 else round(length * cfg.max_steps)
 
 
@@ -385,21 +385,21 @@ class Run:
             x, y, num_targets = self.loader.next_batch()  # num_targets: of the whole step
             last = micro_step == self.loader.grad_accum_steps - 1
             # Exchange: DDP averages gradients over the processes while backward() computes them.
-            # The sum of all micro-steps is all that is worth sending, so before the last one it
-            # waits. It decides that in its forward pass: the context has to hold both.
+            # Only their sum over the micro-steps is needed, so no_sync() holds it back until the
+            # last one. DDP decides in the forward pass: forward and backward both stand inside.
             waits = hasattr(self.model, "no_sync") and not last  # DDP alone has no_sync
             with self.model.no_sync() if waits else contextlib.nullcontext():
-                # products in 16 bits; weights, norms, softmax and sums stay in 32
+                # products in 16 bits; weights, their gradients and the loss stay in 32
                 with torch.autocast(x.device.type, precision.dtype, enabled=precision.is_16_bit):
                     _, loss = self.model(x, y, reduction="sum")
                 # The sum over this micro-step's targets, divided by those of the whole step: then
-                # backward() adds up to the gradient of the mean. The processes' gradients are
-                # averaged where their sum is wanted, which world_size undoes.
+                # backward() adds up to the gradient of the mean. DDP averages over the processes,
+                # but their sum is wanted: hence world_size.
                 loss = loss * (self.world.world_size / num_targets)
-                # fp16 alone: it ends at 6e-8, so the loss is scaled up, and gradients back down
+                # fp16 alone: below 6e-8 it is 0, so the loss is scaled up, and gradients back down
                 precision.scaler.scale(loss).backward()
             losses.append(loss.detach())
-        # ZeRO-1, where each process has a share of the optimizer, exchanges gradients here instead
+        # ZeRO-1 and FSDP2 clip what they have shared out; ZeRO-1 exchanges gradients here
         clip = getattr(self.optimizer, "clip_grad_norm", self.clip_grad_norm)
         grad_norm = clip(self.cfg.grad_clip)
         for group in self.optimizer.param_groups:
@@ -471,10 +471,10 @@ def set_up(model_config, cfg, world, state=None, run_class=Run):
     raw_model.to(world.device)
     if model_config.document_mask:
         data.hide_other_documents(raw_model)
-    if cfg.kernels == "fused":  # the same results (but for 8 bits) in less time and memory
+    if cfg.kernels == "fused":  # a HeadLoss without all logits in memory, on a GPU faster MLPs
         kernels.use(raw_model, mlp=MLP, precision=precision, fp8=cfg.fp8)
     batch_size = cfg.batch_size or device.fit_batch_size(raw_model, cfg, world, precision, state)
-    loader = data.TokenLoader(shards, cfg, world, batch_size)
+    loader = data.TokenLoader(shards, cfg, world, batch_size)  # same tokens for any world_size
     optimizer = run_class.make_optimizer(raw_model, cfg, world)
     model = raw_model
     if world.distributed and cfg.parallel != "ddp":  # ZeRO-1 or FSDP2
@@ -501,7 +501,7 @@ def train(run, events, cfg, world, log, stop):
     events are left, so that the last weights are measured and saved too. A checkpoint comes before
     the measurements of its step: if a signal interrupts these, a resumed run makes them again.
     """
-    # looks at losses and, put around what clips, at gradient norms (--on_spike)
+    # vitals looks at losses, and at gradient norms as what clips gives them (--on_spike)
     vitals, meter, stopped = Vitals(run, stop, log), Meter(run, log), ""
     try:
         while True:
@@ -521,9 +521,9 @@ def train(run, events, cfg, world, log, stop):
                 loss = world.mean(losses.sum().item())
                 lr = run.optimizer.param_groups[-1]["lr"]  # AdamW's, whose scale is 1
                 log.train(run.step, loss, lr, grad_norm.item(), **meter.read())
-    except Stopped as signal:
+    except Stopped as signal:  # Ctrl-C, or SIGTERM
         stopped = str(signal)
-        vitals.read(newest=True, heed=False)  # is the last update fit to be saved?
+        vitals.read(newest=True, heed=False)  # RunError if the last update must not be saved
         log.event("checkpoint", run.step, run.save())
     log.event("checkpoint", run.step, run.writer.finish())
     log.event("end", run.step, {"reason": stopped or "done"})

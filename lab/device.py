@@ -72,12 +72,12 @@ class Precision:
             raise UserError("precision=fp16 needs a GPU; on CPU use fp32 or bf16")
         self.dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.name)
         self.is_16_bit = self.dtype is not None
-        # fp16 ends at 6e-8: the scaler multiplies the loss up so that small gradients survive
+        # below 6e-8 fp16 has only 0: the scaler multiplies the loss up so that small gradients survive
         # (Micikevicius 2018, 3.2)
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.name == "fp16")
 
     def autocast(self):
-        """Products in 16 bits; weights, norms, softmax and sums stay in 32."""
+        """Products in 16 bits; weights, their gradients and the loss stay in 32."""
         return torch.autocast(self.device.type, self.dtype, enabled=self.is_16_bit)
 
     def prepare(self):
