@@ -296,7 +296,9 @@ def speed_table(records):
     fastest = min(seconds.values(), default=0.0)
     for name, of in runs.items():
         tokens = of[0]["tokens_per_step"] * of[0]["max_steps"]
-        then = np.mean([np.interp(fastest, *list(zip(*r["curve"]))[1:]) for r in of])
+        rates = sorted(tokens / r["seconds"] for r in of)
+        # no curve says what it was before its first entry
+        then = [np.interp(fastest, *list(zip(*r["curve"]))[1:], left=math.nan) for r in of]
         # of the first seed: the later ones find its files
         val, compile_s = [r["val_loss"] for r in of], of[0]["compile_s"]
         plain = seconds.get(UNCOMPILED.get(name), 0)
@@ -305,9 +307,10 @@ def speed_table(records):
         ratio = seconds.get("baseline", math.nan) / seconds[name]
         peak = max(r["peak_gib"] or 0 for r in of) or ""
         rows.append([name, of[0]["batch_size"], len(of), f"{tokens / seconds[name]:,.0f}"])
-        rows[-1] += [f"{ratio:.2f}", peak, f"{compile_s:.1f}" if name in UNCOMPILED else "", paid]
-        rows[-1] += [f"{np.mean(val):.4f}", f"{max(val) - min(val):.4f}", f"{then:.3f}"]
-    head = "variant,B,seeds,tokens/s,x baseline,GiB,compile s,paid after step"
+        rows[-1] += [f"{rates[0]:,.0f} to {rates[-1]:,.0f}", f"{ratio:.2f}", peak]
+        rows[-1] += [f"{compile_s:.1f}" if name in UNCOMPILED else "", paid]
+        rows[-1] += [f"{np.mean(val):.4f}", f"{max(val) - min(val):.4f}", f"{np.mean(then):.3f}"]
+    head = "variant,B,seeds,tokens/s,of the seeds,x baseline,GiB,compile s,paid after step"
     print_rows(f"{head},val loss,spread,train loss at {fastest:.1f} s".split(","), rows)
 
 

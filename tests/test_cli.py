@@ -290,6 +290,8 @@ def test_one_word_sets_the_speed_of_all_programs_and_a_flag_goes_before_it():
             assert getattr(model, "attention", "sdpa") == ("math" if exact else "sdpa")
     assert parsed(*words, "baseline", "--precision", "tf32")[2].precision == "tf32"
     assert parsed("--preset", "gpt2", "--speed", "full")[2].fp8 == "all"
+    compiles = [parsed("--preset", "gpt2", "--speed", s)[2].compile for s in ("baseline", "full")]
+    assert compiles == [False, True]
 
 
 def test_the_preset_fits_the_machine_and_says_why(monkeypatch, tmp_path, shards):
