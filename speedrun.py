@@ -355,10 +355,9 @@ def momentum(step, cfg):
     return cfg.momentum - (1 - done) * max(0.0, cfg.momentum - 0.85)
 
 
-def stage(step, cfg):
-    """(tokens, sequence length) of the update after `step` finished ones."""
-    half = step < in_steps(cfg.small_steps, cfg)
-    return cfg.total_batch_size // (2 if half else 1), cfg.seq_len
+def step_tokens(step, cfg):
+    """Tokens of the update after `step` finished ones."""
+    return cfg.total_batch_size // (2 if step < in_steps(cfg.small_steps, cfg) else 1)
 
 
 # ----------------------------------------------------------------------------------- 4. one update
@@ -369,7 +368,7 @@ class Run(train_gpt2.Run):
     make_optimizer = staticmethod(make_optimizer)
 
     def update(self):
-        self.loader.set_stage(*stage(self.step, self.cfg))
+        self.loader.set_total_batch_size(step_tokens(self.step, self.cfg))
         for group in self.optimizer.param_groups:
             if "momentum" in group:
                 group["momentum"] = momentum(self.step, self.cfg)
@@ -383,7 +382,7 @@ def set_up(model_config, cfg, world, state=None):
     """As train_gpt2.py's."""
     if cfg.parallel != "ddp":
         raise UserError(f"parallel={cfg.parallel} is for train_gpt2.py's AdamW; leave it out")
-    smallest, micro = stage(0, cfg)[0], cfg.batch_size * cfg.seq_len * world.world_size
+    smallest, micro = step_tokens(0, cfg), cfg.batch_size * cfg.seq_len * world.world_size
     if micro and smallest % micro:
         raise UserError(
             f"the first steps, of {smallest} tokens (small_steps), are no multiple of batch_size * "

@@ -198,40 +198,47 @@ def test_a_transform_draws_anew_in_each_epoch(tmp_path):
         assert ((first >= 0) != (second >= 0)).any(dim=1).sum() > 6  # of 8 sequences
 
 
-STAGES = {0: (8 * 16, 16), 5: (12 * 48, 48), 11: (4 * 16, 16)}  # step: tokens, sequence length
+SIZES_OF_STEPS = {0: 8 * 16, 5: 12 * 16, 11: 4 * 16}  # from which step: tokens
 
 
-def staged_steps(loaders, first, last):
-    """The steps of a program that derives the stage from the step."""
+def sized_steps(loaders, first, last):
+    """The steps of a program that derives their size from the step."""
     out = []
     for step in range(first, last):
-        stage = STAGES[max(s for s in STAGES if s <= step)]
         for loader in loaders:
-            loader.set_stage(*stage)
+            loader.set_total_batch_size(SIZES_OF_STEPS[max(s for s in SIZES_OF_STEPS if s <= step)])
         out.append(one_step(loaders))
     return out
 
 
 @ORDERS
-def test_resuming_inside_a_stage_gives_the_same_tokens(tmp_path, settings):
+def test_steps_of_several_sizes_and_resuming_among_them(tmp_path, settings):
     shards = TokenShards(write_shards(tmp_path), "train", VOCAB)
-    whole = staged_steps([make_loader(shards, 4, **settings)], 0, 20)
-    assert [x.shape for x, _, _ in (whole[4], whole[5], whole[19])] == [(8, 16), (12, 48), (4, 16)]
+    whole = sized_steps([make_loader(shards, 4, **settings)], 0, 20)
+    assert [len(x) for x, _, _ in (whole[4], whole[5], whole[19])] == [8, 12, 4]
+    assert all(num_targets == {x.numel()} for x, _, num_targets in whole)
     two = [make_loader(shards, 1, rank, 2, **settings) for rank in (0, 1)]
-    assert equal_bits(whole, staged_steps(two, 0, 20)), "for any number of processes"
+    assert equal_bits(whole, sized_steps(two, 0, 20)), "for any number of processes"
     for step in (4, 5, 6, 11, 15):
         first = make_loader(shards, **settings)
-        staged_steps([first], 0, step)
+        sized_steps([first], 0, step)
         second = resumed(shards, first.state_dict(), 1, **settings)
-        assert equal_bits(whole[step:], staged_steps([second], step, 20))
+        assert equal_bits(whole[step:], sized_steps([second], step, 20))
 
 
-def test_stages_leave_no_gap_but_up_to_a_sequence_at_their_edge(tmp_path):
-    loader = make_loader(numbered_shards(tmp_path, SIZES), shuffle=False)
-    parts = staged_steps([loader], 0, 5), staged_steps([loader], 5, 20)
-    x = [torch.cat([x.flatten() for x, _, _ in part]) for part in parts]
-    assert torch.equal(x[0], torch.arange(640) % 601)
-    assert torch.equal(x[1], torch.arange(672, 672 + len(x[1])) % 601)  # 672: 14 * 48
+def test_a_longer_sequence_from_here_on_reads_no_token_twice(tmp_path):
+    """A run may go on with another --seq_len: it begins at the next multiple of that."""
+    shards = numbered_shards(tmp_path, SIZES)
+    second = resumed(
+        shards,
+        state_after(make_loader(shards, shuffle=False), 5),
+        seq_len=48,
+        total_batch_size=96,
+        shuffle=False,
+    )
+    assert second.next_batch()[0][0, 0] == 672 % 601, (
+        "of 640 tokens the 14th sequence of 48 is next"
+    )
 
 
 def test_masks_become_targets_of_minus_one(tmp_path):

@@ -18,7 +18,7 @@ from lab.generate import generate
 from lab.optim import POLAR_EXPRESS, Muon, orthogonalize
 from lab.optim.muon import NEWTON_SCHULZ
 from lab.world import World
-from speedrun import GPT, GPTConfig, TrainConfig, stage
+from speedrun import GPT, GPTConfig, TrainConfig, step_tokens
 
 TINY = dict(n_layer=3, n_head=2, n_embd=32, block_size=32, vocab_size=VOCAB)
 FLAGS = (
@@ -217,7 +217,7 @@ def test_first_guess_is_uniform_and_pad_rows_stay_zero():
 # --------------------------------------------------------------------------------------- schedule
 
 
-def test_rates_momentum_and_stages_meet_their_corners(tmp_path, shards):
+def test_rates_momentum_and_sizes_of_steps_meet_their_corners(tmp_path, shards):
     plan = dict(max_steps=100, decay_steps=50, momentum_warmup=10)
     run = in_process(tmp_path, shards, **plan, small_steps=20)
     of_muon, *others = run.optimizer.param_groups
@@ -235,7 +235,7 @@ def test_rates_momentum_and_stages_meet_their_corners(tmp_path, shards):
         (1, 0.85, 64), (1, 0.9, 64), (1, 0.95, 64), (1, 0.95, 128), (0.5, 0.95, 128),
         (0.02, 0.95, 128),
     ]  # fmt: skip
-    assert [stage(step, run.cfg) for step in (0, 19, 20)] == [(64, 16), (64, 16), (128, 16)]
+    assert [step_tokens(step, run.cfg) for step in (0, 19, 20)] == [64, 64, 128]
 
 
 # -------------------------------------------------------------------------------------- real runs
@@ -255,7 +255,7 @@ def run_speedrun(tmp_path, shards):
 
 
 def test_six_steps_are_three_and_resume_and_three_and_tools_read_them(tmp_path, run_speedrun):
-    """With a stage that ends in between."""
+    """With smaller steps that end in between."""
     more = "--max_steps 6 --small_steps 4 --bigram_rows 100 --val_every 6"
     said, folder = run_speedrun(*more.split(), "--weight_decay", 0.1), tmp_path / "log/r"
     whole = read_run(folder)

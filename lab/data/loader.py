@@ -54,28 +54,16 @@ class TokenLoader:
         """
         self.shards, self.transform = shards, transform
         self.rank, self.world_size, self.device = world.rank, world.world_size, world.device
-        self.shuffle, self.seed, self.align_documents = cfg.shuffle, cfg.seed, cfg.align_documents
+        self.shuffle, self.seed = cfg.shuffle, cfg.seed
         self.position = 0  # global cursor: tokens handed out, by all processes, in whole steps
         self.micro_step = 0
         self.worker = ThreadPoolExecutor(1)  # reads one micro-batch ahead while the device computes
         self.prefetched = None  # the next micro-batch's future
-        self.micro_batch_tokens, self.stage = batch_size * cfg.seq_len, None
-        self.set_stage(cfg.total_batch_size, cfg.seq_len)
-
-    def set_stage(self, total_batch_size, seq_len):
-        """Sizes of the steps from here on, in tokens. Cursor and size of a micro-batch stay."""
-        if (total_batch_size, seq_len) == self.stage:
-            return
-        assert self.micro_step == 0, "a stage begins between two steps"
-        self.prefetched = None
-        self.stage = self.total_batch_size, self.seq_len = total_batch_size, seq_len
-        self.step_sequences = total_batch_size // seq_len
-        self.batch_size = max(1, self.micro_batch_tokens // seq_len)  # sequences
-        self.grad_accum_steps = grad_accum_steps(self, self.batch_size, self.world_size)
-        context = self.shards.manifest.get("context")
-        if len(self.shards) <= seq_len:
+        self.batch_size, self.seq_len = batch_size, seq_len = batch_size, cfg.seq_len
+        context = shards.manifest.get("context")
+        if len(shards) <= seq_len:
             raise UserError(
-                f"{self.shards.folder} has {len(self.shards)} training tokens, a sequence takes "
+                f"{shards.folder} has {len(shards)} training tokens, a sequence takes "
                 f"{seq_len + 1}: add data, or pass a --seq_len smaller than {seq_len}"
             )
         if context and seq_len != context:
@@ -84,12 +72,25 @@ class TokenLoader:
                 f"to: pass --seq_len {context}, or make them again with `fineweb.py --context "
                 f"{seq_len}` and another --out"
             )
-        self.aligned = self.shards.document_starts(seq_len) if self.align_documents else None
+        self.aligned = shards.document_starts(seq_len) if cfg.align_documents else None
+        self.total_batch_size = 0
+        self.set_total_batch_size(cfg.total_batch_size)
+
+    def set_total_batch_size(self, tokens):
+        """Tokens of the steps from here on. The cursor and the size of a micro-batch stay."""
+        if tokens == self.total_batch_size:
+            return
+        assert self.micro_step == 0, "a step of another size begins between two steps"
+        self.prefetched = None  # it has the targets of a step of the other size
+        self.total_batch_size, self.step_sequences = tokens, tokens // self.seq_len
+        self.grad_accum_steps = grad_accum_steps(self, self.batch_size, self.world_size)
 
     @property
     def sequence(self):
         """The cursor in sequences: the number of the one with which the next step begins."""
-        return -(-self.position // self.seq_len)  # rounded up: a stage may begin within one
+        return -(
+            -self.position // self.seq_len
+        )  # rounded up: of a run that goes on with another seq_len
 
     def positions(self, numbers):
         """Stream positions of the sequences with these numbers (int64 array) in the run."""
