@@ -88,9 +88,7 @@ class TokenLoader:
     @property
     def sequence(self):
         """The cursor in sequences: the number of the one with which the next step begins."""
-        return -(
-            -self.position // self.seq_len
-        )  # rounded up: of a run that goes on with another seq_len
+        return -(-self.position // self.seq_len)  # rounded up: seq_len may be another run's
 
     def positions(self, numbers):
         """Stream positions of the sequences with these numbers (int64 array) in the run."""
