@@ -15,8 +15,8 @@ and gradients that were summed over micro-steps.
 
 With FSDP2 (Zhao et al. 2023, of PyTorch) a block's weights are put together when it computes and
 dropped again, and gradients are exchanged in every micro-step: so that weights, gradients and
-moments take 16 / n bytes a weight. It sends half as much again for that, in every micro-step: who
-has the memory takes ZeRO-1.
+moments take 16 / n bytes a weight. It sends as much as DDP for that, in every micro-step: who has
+the memory takes ZeRO-1.
 """
 
 import math
@@ -260,6 +260,8 @@ def shard(model, precision, world):
     for block in model.blocks:
         rounds = dtype and not any(reads_all_bits(m, dtype) for m in block.modules())
         policy = fsdp.MixedPrecisionPolicy(dtype if rounds else None, torch.float32, None, False)
+        if norms := [m for m in block.modules() if isinstance(m, torch.nn.LayerNorm)]:
+            fsdp.fully_shard(norms, mesh=mesh)  # which under autocast read all bits of their gains
         fsdp.fully_shard(block, mesh=mesh, mp_policy=policy)
     fsdp.fully_shard(model, mesh=mesh, reshard_after_forward=False)  # the rest: embeddings and head
     fsdp.register_fsdp_forward_method(model, "hidden")

@@ -147,15 +147,24 @@ def test_fsdp2_sums_in_32_bits_and_rounds_what_is_read_in_16(run_in_a_group):
     def note(module, _):
         seen[names[module]] = module.weight.dtype
 
-    parts = "wte h.0.attn.c_attn h.0.mlp.c_fc h.1.attn.c_attn h.1.mlp.c_fc ln_f".split()
+    parts = "wte h.0.attn.c_attn h.0.mlp.c_fc h.1.ln_1 h.1.attn.c_attn h.1.mlp.c_fc ln_f".split()
     names = {run.raw_model.get_submodule(f"transformer.{name}"): name for name in parts}
     for module in names:
         module.register_forward_pre_hook(note)
     run.update()
     rounded = {name for name, dtype in seen.items() if dtype == torch.bfloat16}
-    assert len(seen) == 6 and rounded == {"h.1.attn.c_attn", "h.1.mlp.c_fc"}
+    assert len(seen) == 7 and rounded == {"h.1.attn.c_attn", "h.1.mlp.c_fc"}
     assert len(summed) >= 3 and set(summed) == {torch.float32}
     assert {p.dtype for p in run.raw_model.parameters()} == {torch.float32}
+
+
+def test_in_bf16_fsdp2_has_the_losses_of_ddp(tmp_path, start_two):
+    """A gain of 1.003 is none of 1: of the layers that autocast leaves in 32 bits, all bits are sent."""
+    for parallel in ("ddp", "fsdp2"):
+        flags = f"--precision bf16 --parallel {parallel} --run_name {parallel} --max_steps 6"
+        finished(start_two(*flags.split()))
+    ddp, fsdp2 = (read_run(tmp_path / "log" / name).losses for name in ("ddp", "fsdp2"))
+    assert ddp == pytest.approx(fsdp2, abs=5e-6) and len(ddp) == 6
 
 
 def test_a_run_goes_on_with_other_processes_with_and_without_shares(tmp_path, start_two, run_train):
