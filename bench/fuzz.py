@@ -34,6 +34,7 @@ import numpy as np
 import torch
 from records import random_shards
 
+import bert
 import fineweb
 import hellaswag
 import train_gpt2
@@ -246,15 +247,25 @@ def read_shards():
 
 def prepare(**more):
     """fineweb.py of the texts in `in`, or on from where its manifest is."""
-    cfg = fineweb.Config(
-        source="in", out="data", tokenizer="bytes", shard_tokens="2000", workers=0, **more
-    )
-    fineweb.build(fineweb.completed(cfg))
+    how = dict(source="in", out="data", tokenizer="bytes", shard_tokens="2000", workers=0)
+    fineweb.build(fineweb.completed(fineweb.Config(**how | more)))
 
 
 def make_manifest():
     write_lines("t.jsonl", ROWS)
     prepare(tokens="3000")
+
+
+def make_pieces():
+    write_lines("t.jsonl", ROWS)
+    prepare(tokenizer="wordpiece", vocab_size=300)
+
+
+def read_pieces():
+    """As bert.py does."""
+    tokenizer = get_tokenizer("data/tokenizer.json")
+    bert.Masking(tokenizer, bert.BertConfig(vocab_size=tokenizer.vocab_size), whole_words=True)
+    tokenizer.decode(tokenizer.encode(TEXTS[4]))
 
 
 def read_manifest():
@@ -305,6 +316,7 @@ KINDS = {
     "recording": Kind(make_spike, "log/r/spike_*.pt", read_spike, change_checkpoint),
     "npy": Kind(lambda: make_shards("npy"), "data/*.npy", read_shards),
     "bin": Kind(lambda: make_shards("bin"), "data/*.bin", read_shards),
+    "tokenizer": Kind(make_pieces, "data/tokenizer.json", read_pieces, change_json),
     "manifest": Kind(make_manifest, "data/manifest.json", read_manifest, change_json),
     "hf_config": Kind(make_hugging_face, "model/config.json", lambda: models.load("model"), change_json),
     "safetensors": Kind(make_hugging_face, "model/model.safetensors", lambda: models.load("model"),

@@ -167,12 +167,18 @@ def fit_batch_size(model, cfg, world, precision, state=None):
 
     Tried for real, largest first, with the eager model, which needs a little more memory than the
     compiled one. On a CPU nothing is tried: it takes at most 16384 tokens at a time. Raises
-    UserError where total_batch_size cannot be divided, or where not even one sequence fits.
+    UserError where total_batch_size cannot be divided, where not even one sequence fits, or for
+    FSDP2.
     """
     most = state["batch_size"] if state else 64
     sizes = micro_batches(cfg, world.world_size, world.device.type, most)
     if world.device.type != "cuda":
         return sizes[0]
+    if cfg.parallel == "fsdp2":
+        raise UserError(
+            "with parallel=fsdp2 no micro-batch is sought, as the whole model may not fit: pass "
+            "--batch_size; `python -m lab plan`, with the same flags, says how large"
+        )
     for size in sizes:
         if world.all(fits(model, size, cfg, world, precision)):
             return size
@@ -194,10 +200,9 @@ def micro_batches(cfg, world_size, device_type, most=64):
 def fits(model, size, cfg, world, precision):
     """Whether a micro-step of so many sequences fits, and what training holds beside it."""
     # AdamW's two moments and DDP's buckets come on top; with ZeRO-1 shares of the moments and of the
-    # weights, and gradients that are kept over micro-steps; with FSDP2 a share of everything, in
-    # the place of weights and gradients. 5 % is left for fragments
+    # weights, and gradients that are kept over micro-steps. 5 % is left for fragments
     n = world.world_size
-    copies = {"zero1": 1 + 3 / n, "fsdp2": 4 / n - 2}.get(cfg.parallel, 3) if n > 1 else 3
+    copies = 1 + 3 / n if cfg.parallel == "zero1" and n > 1 else 3
     beside = copies * sum(p.numel() * p.element_size() for p in model.parameters())
     try:
         idx = torch.randint(model.config.vocab_size, (size, cfg.seq_len), device=world.device)

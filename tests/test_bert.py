@@ -345,6 +345,14 @@ def test_a_run_learns_and_says_what_it_hides(learnt, tokenizer):
         assert len(word["guesses"]) == 3 and 0 < word["guesses"][0][1] <= 1
 
 
+def test_a_tokenizer_with_a_gap_in_its_ids_is_refused(tmp_path, texts):
+    data = json.loads((texts / "words" / "tokenizer.json").read_text())
+    data["model"]["vocab"]["the"] += 100_000
+    (tmp_path / "tokenizer.json").write_text(json.dumps(data))
+    with pytest.raises(UserError, match="tokenizer.json is damaged .*some have no piece"):
+        get_tokenizer(str(tmp_path / "tokenizer.json"))
+
+
 def test_validation_by_hand(learnt, texts, tokenizer):
     """Its means are those of the same masks, worked out one sequence at a time."""
     _, run = learnt

@@ -35,7 +35,7 @@ from test_train import raw_gradients
 import train_gpt2
 from lab import models
 from lab.cli import UserError
-from lab.device import Precision
+from lab.device import Precision, fit_batch_size
 from lab.optim import exact_norm
 from lab.parallel import EXCHANGES, Fsdp2AdamW, Zero1AdamW
 from lab.tools.export import export
@@ -123,6 +123,14 @@ def test_long_gradients_are_clipped_and_short_ones_stay(run_in_a_group, parallel
         assert exact_norm([p.grad for p in clipped]).item() == pytest.approx(left, rel=1e-5)
 
 
+def test_on_gpus_fsdp2_needs_a_batch_size():
+    """To seek one, the whole model would have to fit."""
+    cfg = TrainConfig(total_batch_size=256, seq_len=16, parallel="fsdp2")
+    gpus = SimpleNamespace(world_size=2, device=torch.device("cuda"))
+    with pytest.raises(UserError, match="pass --batch_size"):
+        fit_batch_size(None, cfg, gpus, None)
+
+
 @pytest.mark.parametrize("exchange", EXCHANGES.values())
 def test_scaled_gradients_are_refused(exchange):
     with pytest.raises(UserError, match="precision=fp16 scales them; leave it out, or pass"):
@@ -200,8 +208,9 @@ def test_a_run_goes_on_with_other_processes_with_and_without_shares(tmp_path, st
         for ours, theirs in zip(*(state.values() for state in states), strict=True):
             assert ours["step"] == theirs["step"] == 6
             assert ours["exp_avg"].shape == theirs["exp_avg"].shape
-            far = (ours["exp_avg_sq"] - theirs["exp_avg_sq"]).abs().max()
-            assert far < 0.1 * theirs["exp_avg_sq"].abs().max()
+            for name in ("exp_avg", "exp_avg_sq"):
+                far = (ours[name] - theirs[name]).abs().max()
+                assert far < 0.1 * theirs[name].abs().max()
         both = {"lr": 0, "norms": 0}  # norms: of the gradients before, see lab.run.spikes
         groups = [[g | both for g in c["optimizer"]["param_groups"]] for c in (other, again)]
         assert groups[0] == groups[1]

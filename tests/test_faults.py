@@ -101,9 +101,11 @@ def test_killed_at_an_awkward_moment(tmp_path, shards, run_train, patch, again):
     args = [*TINY_RUN, "--data", shards, "--max_steps", 4]
     killed = run_python(driver(tmp_path, kill + patch), *args, cwd=tmp_path)
     assert killed.returncode == -9 and (tmp_path / "log" / "r" / "config.json").exists()
+    (tmp_path / "log" / "r" / "model_000003.pt.part").write_bytes(b"begun")
     again = run_train(*again)
     assert again.returncode == 0, again.stderr
     run = read_run(tmp_path / "log" / "r")
+    assert not list(run.dir.glob("*.part"))
     assert of_kind(run, "end")[-1]["reason"] == "done" and list(run.checkpoints) == [4]
     assert "has done 4 steps" in run_train("--resume").stderr, "it is known to have finished"
 

@@ -181,6 +181,8 @@ def test_a_stop_before_the_first_update_leaves_nothing(tmp_path, shards, monkeyp
     (again.dir / "model_000003.pt").unlink()
     with pytest.raises(UserError, match="--init_from .*r/model_best.pt begins with its best"):
         run_to_resume(tmp_path, "r")
+    with pytest.raises(UserError, match="no checkpoint to resume from; --init_from .*_best.pt"):
+        train_here(tmp_path, shards, "r", **settings)
 
 
 @pytest.mark.parametrize("name", ["", "SIGTERM"])

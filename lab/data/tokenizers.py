@@ -130,10 +130,12 @@ class WordPiece(Tokenizer):
         way_out = "`python fineweb.py --tokenizer wordpiece --out FOLDER` makes data that has one"
         with reading(Path(path), "tokenizer", way_out):
             self.fast = HuggingFace.from_str(Path(path).read_text(encoding="utf-8"))
+            self.vocab_size = self.fast.get_vocab_size()
+            self.pieces = [self.fast.id_to_token(i) for i in range(self.vocab_size)]
+            if not all(self.pieces):
+                raise ValueError(f"of its {self.vocab_size} ids some have no piece")
         self.fast.no_truncation()
         self.fast.encode_special_tokens = True  # "[MASK]" in a text is letters in brackets
-        self.vocab_size = self.fast.get_vocab_size()
-        self.pieces = [self.fast.id_to_token(i) for i in range(self.vocab_size)]
         missing = [name for name in SPECIAL if name not in self.pieces]
         if missing:
             raise UserError(f"{path} has no {', '.join(missing)}; it is no tokenizer of BERT's")

@@ -33,6 +33,8 @@ def opened(run):
         busy += "(its processes may outlive a torchrun that was killed)"
         at_end.enter_context(only_writer(run.folder, busy))
         note_settings(run)
+        for path in run.folder.glob("*.part"):  # a kill while it was written
+            path.unlink()
         for path in checkpoint_files(run.folder):
             if step_of(path) > run.step:  # damaged: it would count among the newest, which are kept
                 path.rename(path.with_suffix(".damaged"))
@@ -46,10 +48,12 @@ def opened(run):
 def note_settings(run):
     path = run.folder / "config.json"
     if path.exists() and not run.cfg.resume:
-        if checkpoint_files(run.folder) or has_trained(run.folder):
+        if checkpoint_files(run.folder):
             raise UserError(
                 f"{run.folder} is another run's already; pass --resume to continue it, or another --run_name"
             )
+        if has_trained(run.folder):
+            run_to_resume(run.folder.parent, run.folder.name)  # raises, with what can be done
         for begun in (run.folder / "log.jsonl", *run.folder.glob("events.out.tfevents.*")):
             begun.unlink(missing_ok=True)  # it ended before its first step: begun again
     write_whole(path, json.dumps(settings_of(run), indent=1).encode() + b"\n")
