@@ -40,7 +40,10 @@ MORE = {  # what a GPU alone can decide
     "fp8_head": "--fp8 head", "fp8_all": "--mlp gelu --fp8 all",
     "bigrams": "--bigram_rows 250000", "values": "--value_tables 3",
 }  # fmt: skip
-LESS = {"small_start": "--small_steps 0", "decay": "--weight_decay 0"}  # a laptop's has them not
+LESS = {  # a laptop's has them not, or in other sizes
+    "small_start": "--small_steps 0", "decay": "--weight_decay 0", "cautious": "--no_cautious",
+    "rates": "--embed_lr 0.003 --scalar_lr 0.003",
+}  # fmt: skip
 SMALL = {"values": "--value_tables 1", "mix_input": "--mix_input", "smear": "--smear"}
 RECIPES = {
     "gpu": {
@@ -62,6 +65,9 @@ RECIPES = {
         },
         **{f"+{k}": f"speedrun.py {LAPTOP} {flags}" for k, flags in SMALL.items()},
         "no_bigrams": f"speedrun.py {LAPTOP} --bigram_rows 0",
+        "no_rates": f"speedrun.py {LAPTOP} --embed_lr 0.01 --scalar_lr 0.01",
+        "+decay": f"speedrun.py {LAPTOP} --weight_decay 0.1",
+        "+plain_decay": f"speedrun.py {LAPTOP} --weight_decay 0.1 --no_cautious",
     },
 }
 
@@ -110,8 +116,9 @@ def measure(recipe, seed, cfg):
         steps = cfg.steps
         if not steps:
             probe = train(recipe, seed, 30, cfg, str(Path(folder, "probe")), measured=False)
-            times = [e["dt_ms"] for e in probe if e["kind"] == "train" and e["step"] > 15]
-            steps = max(10, round(1000 * cfg.seconds / statistics.median(times)))
+            # all but the first update, as a recipe may have smaller steps at its beginning
+            times = [e["dt_ms"] for e in probe if e["kind"] == "train" and "dt_ms" in e]
+            steps = max(10, round(1000 * cfg.seconds / statistics.fmean(times)))
         log = train(recipe, seed, steps, cfg, str(Path(folder, "whole")))
     start, first, last = ({e["kind"]: e for e in log}[k] for k in ("start", "first_step", "train"))
     return dict(
