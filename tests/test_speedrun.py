@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import hellaswag
 import speedrun
 import train_gpt2
 from lab import models
+from lab.cli import UserError
 from lab.data import hide_other_documents
 from lab.generate import generate
 from lab.optim import POLAR_EXPRESS, Muon, orthogonalize
@@ -166,6 +168,8 @@ def test_scores_depend_on_distance_and_direction_alone():
     one, two = (speedrun.rotation(torch.tensor([place]), 16) for place in (1, 2))
     twice = speedrun.rotate(speedrun.rotate(q, one), one)  # two reflections would be none
     assert torch.allclose(twice, speedrun.rotate(q, two), atol=1e-5)
+    still = torch.tensor(4 * [False] + 4 * [True])  # of the pairs of channels, half do not turn
+    assert ((turns[1][0] == 1).all(0) == still).all() and ((turns[1][1] == 0).all(0) == still).all()
     for normed in (True, False):
         model, idx = tiny_model(qk_norm=normed), torch.randint(VOCAB, (1, 12))
         before = model(idx)[0]
@@ -214,7 +218,38 @@ def test_first_guess_is_uniform_and_pad_rows_stay_zero():
         assert len(p) > VOCAB and not p[VOCAB:].any()
 
 
+@torch.no_grad()
+def test_relu_is_squared_and_values_are_mixed_as_much_as_was_learnt():
+    model, x = tiny_model(), torch.randn(2, 7, 32)
+    mlp, attn = model.transformer.h[0].mlp, model.transformer.h[0].attn
+    neurons = (x @ mlp.c_fc.weight.mT).clamp(min=0)
+    assert torch.allclose(mlp(x), neurons**2 @ mlp.c_proj.weight.mT, atol=1e-6)
+
+    turn, value = speedrun.rotation(torch.arange(7), 16), torch.randn(2, 7, 32)
+    attn.mix_values[:] = torch.tensor([1.0, 0.0])
+    plain = attn(x, turn, None)
+    assert torch.allclose(attn(x, turn, value), plain, atol=1e-6)
+    attn.mix_values[:] = torch.tensor([1.0, 0.5])
+    half = attn(x, turn, value)
+    attn.mix_values[:] = torch.tensor([1.0, 1.0])
+    assert torch.allclose(half - plain, 0.5 * (attn(x, turn, value) - plain), atol=1e-5)
+    assert not torch.allclose(half, plain, atol=1e-2)
+    tables = [[GPTConfig(value_tables=n).value_table(layer) for layer in range(12)] for n in (1, 2)]
+    assert tables == [[0, *10 * [None], 0], [0, 1, *8 * [None], 0, 1]]
+
+
 # --------------------------------------------------------------------------------------- schedule
+
+
+def test_optimizers_are_made_as_the_settings_say():
+    cfg = TrainConfig(beta1=0.7, beta2=0.9, eps=1e-9, momentum=0.6)
+    world = SimpleNamespace(device=torch.device("cpu"), distributed=True)
+    for name, normalize in dict(normuon=0.95, muon=0.0).items():
+        cfg.optimizer = name
+        muon, adamw = speedrun.make_optimizer(tiny_model(), cfg, world).parts
+        assert (muon.normalize, muon.cautious, muon.world) == (normalize, True, world)
+        assert {g["momentum"] for g in muon.param_groups} == {0.6}
+        assert {(g["betas"], g["eps"]) for g in adamw.param_groups} == {((0.7, 0.9), 1e-9)}
 
 
 def test_rates_momentum_and_sizes_of_steps_meet_their_corners(tmp_path, shards):
@@ -390,23 +425,31 @@ def test_times_targets_and_intervals_are_those_worked_out_by_hand(bench):
 
 
 def test_a_race_is_made_once_and_compared_by_seed(bench, tmp_path, monkeypatch, capsys):
-    """Seconds become steps by a short run before; a finished run is not made again; a recipe that
-    ends higher than speedrun.py with the same seeds has a positive difference."""
+    """Seconds become steps by a short run before; a finished run is not made again, but for one of
+    another recipe of that name; one that fails does not end the others; a recipe that ends higher
+    than speedrun.py with the same seeds has a positive difference."""
     made = []
+    stale = dict(
+        scale="laptop", data="", gpus=1, more="", seconds=20.0, steps=0, recipe="muon", seed=1
+    )
+    (tmp_path / "o.jsonl").write_text(json.dumps(stale | dict(flags="another recipe's")) + "\n")
 
     def train(recipe, seed, steps, cfg, folder, measured=True):
+        if recipe == "readable":
+            raise UserError("it has failed")
         made.append((recipe, seed, steps, measured))
         loss = 3 + 0.01 * seed + (recipe == "muon")
         log = [dict(kind="start", device="CPU", num_params=9), dict(kind="first_step", seconds=1)]
         for step in (steps // 2, steps):
-            log.append(dict(kind="train", step=step, dt_ms=250, tokens=step * 8))
+            dt_ms = 150 if step < 20 else 350  # 30 steps before have smaller ones first
+            dt_ms = dt_ms if steps == 30 else 250
+            log.append(dict(kind="train", step=step, dt_ms=dt_ms, tokens=step * 8))
             log.append(dict(kind="val", step=step, loss=loss))
         return log
 
     monkeypatch.setattr(bench, "train", train)
-    argv = (
-        f"--scale laptop --seconds 20 --recipes speedrun muon --seeds 1 2 --out {tmp_path}/o.jsonl"
-    )
+    argv = f"--scale laptop --seconds 20 --seeds 1 2 --out {tmp_path}/o.jsonl"
+    argv += " --recipes readable speedrun muon"
     for more in ([], ["--seeds", "1", "2", "3"]):
         bench.main([*argv.split(), *more])
         rows = capsys.readouterr().out.splitlines()
