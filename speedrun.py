@@ -1,14 +1,14 @@
 """The task of train_gpt2.py as it would be done today: the same loss in a fraction of the time.
 
     python speedrun.py                                         # two minutes on a laptop's CPU
-    python speedrun.py --preset speedrun --data edu_fineweb10B # 124M on one GPU, a minute or so
+    python speedrun.py --preset speedrun --fp8 head            # 124M on one GPU (H100), a minute
     torchrun --standalone --nproc_per_node=8 speedrun.py       # the same run on eight GPUs
 
 One step in words is train_gpt2.py's, and so are loader, update, loop, log and checkpoints. What is
 here is what seven years have changed since: the model, the optimizers, the schedule and the size of
 a step. Each difference has a flag that takes it back, so that it can be measured by itself
-(bench/speedrun.py), and a comment that says why. Sections are those of train_gpt2.py, which is to
-be read first; the shape letters too.
+(bench/speedrun.py; results: docs/LOG.md#speedrun-laptop), and a comment that says why. Sections are
+those of train_gpt2.py, which is to be read first; the shape letters too.
 """
 
 import dataclasses
