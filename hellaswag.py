@@ -167,11 +167,6 @@ def ending_losses(model, data, world, check=lambda: None):
     rounds, found = range(0, len(batches), world.world_size), []
     sums = np.zeros((len(data), 4))
 
-    def take(rows, losses):  # waits for the device
-        lengths = data.end_len[rows].ravel()
-        starts = np.cumsum(lengths) - lengths
-        sums[rows] = np.add.reduceat(losses.cpu().double().numpy(), starts).reshape(-1, 4)
-
     bar = progress(rounds, "HellaSwag", "batch")
     bar.refresh()  # shows it at once: a CPU may take half a minute for the first batch
     for i in bar:
@@ -187,13 +182,10 @@ def ending_losses(model, data, world, check=lambda: None):
         ]
         if mine < len(batches):
             found.append((rows, torch.cat(losses)))
-        if not bar.disable:  # somebody looks on
-            take(*found.pop())
-            done = sums.any(axis=1)
-            right = predictions(sums[done], data.end_len[done])[1] == data.label[done]
-            bar.set_postfix_str(f"acc_norm {right.mean():.3f}")
-    for rows, losses in found:  # all at the end: until here nobody has waited
-        take(rows, losses)
+    for rows, losses in found:  # all at the end: until here nobody has waited for the device
+        lengths = data.end_len[rows].ravel()
+        starts = np.cumsum(lengths) - lengths
+        sums[rows] = np.add.reduceat(losses.cpu().double().numpy(), starts).reshape(-1, 4)
     return world.all_reduce(torch.from_numpy(sums)).numpy()
 
 
