@@ -1,6 +1,5 @@
 """Looking into a model: what is noted is what the model computes, and looking changes nothing."""
 
-import dataclasses
 import json
 import re
 
@@ -9,8 +8,8 @@ import torch
 from conftest import add_noise
 
 from lab.data.documents import hide_other_documents
-from lab.tools.inside import attention_page, laptop_run, lens, mass, watch, without_head
-from train_gpt2 import GPT, PRESETS
+from lab.tools.inside import attention_page, lens, mass, watch, without_head
+from train_gpt2 import GPT
 
 
 @pytest.fixture
@@ -91,23 +90,3 @@ def test_the_page_shows_any_text_and_the_right_numbers(model):
     percent = json.loads(re.search(r"percent = ({.*?}),", page)[1])
     expected = [row[: t + 1].mul(100).round().tolist() for t, row in enumerate(weights[1][0, 0])]
     assert {*percent} == {"0.0", "0.1", "1.0", "1.1"} and percent["1.0"] == expected
-
-
-def test_the_run_to_look_into(tmp_path):
-    """The longest of the preset laptop, on its text and from its beginning."""
-    model, train = map(dataclasses.asdict, PRESETS["laptop"])
-    for name, step, change in (
-        ("long", 1000, {}),
-        ("short", 300, {}),
-        ("other_program", 3000, dict(program="speedrun")),
-        ("other_shape", 3000, dict(model=model | dict(n_layer=3))),
-        ("other_text", 3000, dict(train=train | dict(data="data/mine"))),
-        ("tuned", 3000, dict(train=train | dict(init_from="log/long"))),
-    ):
-        config = dict(program="gpt2", model=model, train=train) | change
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps(config))
-        (tmp_path / name / f"model_{step:06d}.pt").touch()
-    (tmp_path / "foreign").mkdir()
-    (tmp_path / "foreign" / "model_009000.pt").touch()
-    assert laptop_run(tmp_path, steps=300) == tmp_path / "long" / "model_001000.pt"

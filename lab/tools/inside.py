@@ -7,7 +7,6 @@ the trainer's note what passes, and are taken off again.
 import contextlib
 import hashlib
 import html
-import importlib
 import json
 import subprocess
 import sys
@@ -15,36 +14,21 @@ from pathlib import Path
 
 import torch
 
-from lab.cli import ROOT, UserError
-from lab.files import read_json, template
-from lab.run.checkpoints import checkpoint_files, step_of
-
-SHAPE = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
+from lab.cli import ROOT
+from lab.files import template
 
 
 def laptop_run(log_dir="log", steps=300):
-    """Checkpoint of the preset laptop on its built-in text, of `steps` updates or more: that of most.
-
-    Where log_dir has none, trains so many in LOG_DIR/notebook_<steps> first (300: less than a minute
-    on two cores).
-    """
-    model, train = importlib.import_module("train_gpt2").PRESETS["laptop"]
-    wanted = {name: getattr(model, name) for name in SHAPE}
-    wanted |= {"data": train.data, "init_from": "", "program": "gpt2"}
-    found = []
-    for path in Path(log_dir).glob("*/config.json"):
-        with contextlib.suppress(UserError):  # a broken run
-            saved = read_json(path, model=dict, train=dict)
-            if wanted.items() <= (saved | saved["model"] | saved["train"]).items():
-                found += [f for f in checkpoint_files(path.parent) if step_of(f) >= steps]
-    if not found:
-        run = f"notebook_{steps}"
+    """Checkpoint of the preset laptop after so many updates on its built-in text. Where
+    LOG_DIR/notebook_<steps> is not there, trains it first (300: less than a minute on two cores)."""
+    run = f"notebook_{steps}"
+    path = Path(log_dir, run, f"model_{steps:06d}.pt")
+    if not path.exists():
         flags = f"--preset laptop --max_steps {steps} --ckpt_every {steps} --val_every 0"
         flags += f" --sample_every 0 --run_name {run} --log_dir"
         command = [sys.executable, "train_gpt2.py", *flags.split(), Path(log_dir).absolute()]
         subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
-        found = checkpoint_files(Path(log_dir, run))
-    return max(found, key=step_of)
+    return path
 
 
 @torch.no_grad()
