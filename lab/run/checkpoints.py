@@ -1,6 +1,5 @@
 """Checkpoint files: written whole or not at all, read without running code in them, found by name."""
 
-import contextlib
 import copy
 import functools
 import os
@@ -192,13 +191,7 @@ def check_state(run, state):
 
 def newest_run(log_dir):
     """The run folder whose checkpoint was written last."""
-
-    def time_of(path):
-        with contextlib.suppress(FileNotFoundError):  # a run that goes on has just removed it
-            return path.stat().st_mtime
-        return 0
-
     files = [path for run_dir in Path(log_dir).glob("*/") for path in checkpoint_files(run_dir)]
     if not files:
         raise UserError(f"no run with a checkpoint in {log_dir}/; `python train_gpt2.py` makes one")
-    return max(files, key=time_of).parent
+    return max(files, key=lambda path: path.stat().st_mtime).parent
