@@ -58,17 +58,7 @@ def tokenise_in_processes(units, tokenizer: str, column: str, workers: int):
         return
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, context, initializer=start_worker)
-
-    def submit(unit):
-        """A worker that is started here inherits that Ctrl-C has to wait, also while it imports."""
-        if os.name == "posix":
-            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-        try:
-            return pool.submit(tokenise, unit, tokenizer=tokenizer, column=column)
-        finally:
-            if os.name == "posix":
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-
+    submit = functools.partial(pool.submit, tokenise, tokenizer=tokenizer, column=column)
     try:
         yield from in_order(units, submit, lambda job: job.result(), depth=2 * workers)
     except BrokenExecutor as error:
