@@ -96,7 +96,7 @@ def test_a_killed_run_leaves_whole_checkpoints_and_resumes(tmp_path, start_train
 
 @pytest.mark.skipif(sys.platform != "linux", reason="takes a terminal away as Linux does")
 def test_a_closed_terminal_ends_a_run_saved(tmp_path, start_training):
-    """As when ssh breaks off, with a bar. SIGHUP comes from the terminal, and again from the shell."""
+    """As when ssh breaks off. SIGHUP comes from the terminal, and again from the shell."""
     import termios
 
     terminal, end = os.openpty()
@@ -105,7 +105,7 @@ def test_a_closed_terminal_ends_a_run_saved(tmp_path, start_training):
     process = start_training("--val_every", 2, out=tty, err=tty)
     wait_for_steps(process, tmp_path / "log" / "r")
     os.close(end)
-    assert b"/1000000" in os.read(terminal, 4096), "the bar"
+    assert b"/1000000" in os.read(terminal, 4096)
     os.close(terminal)
     with contextlib.suppress(ProcessLookupError):
         process.signal(signal.SIGHUP)

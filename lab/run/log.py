@@ -1,10 +1,9 @@
-"""What a run says: log.jsonl, the same numbers for TensorBoard, a line or a bar for people."""
+"""What a run says: log.jsonl, the same numbers for TensorBoard, lines for people."""
 
 import contextlib
 import json
 import math
 import shutil
-import sys
 import textwrap
 import threading
 import time
@@ -30,7 +29,8 @@ class Log:
     def __init__(self, run):
         self.run, self.cfg, self.folder = run, run.cfg, run.folder
         self.is_main = run.world.is_main
-        self.bar = self.wandb = self.file = None
+        self.wandb = None
+        self.say = run.world.say  # a line for people
         self.silent = set()  # files that cannot be written
         self.unigram, self.worst = math.inf, math.inf  # nats a token: of the baseline, of a bad run
 
@@ -38,7 +38,6 @@ class Log:
         if not self.is_main:
             return self
         from torch.utils.tensorboard import SummaryWriter
-        from tqdm import tqdm
 
         with writing(self.folder):
             self.file = (self.folder / "log.jsonl").open("a", buffering=1)  # a resumed run goes on
@@ -49,19 +48,14 @@ class Log:
 
             settings = dict(name=self.folder.name, config=vars(self.cfg), resume="allow")
             self.wandb = wandb.init(project="gpt2", **settings)
-        if sys.stderr.isatty():
-            layout = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} | {remaining} left{postfix}"
-            shown = dict(bar_format=layout, dynamic_ncols=True)
-            self.bar = tqdm(total=self.cfg.max_steps, initial=self.run.step, **shown)
         return self
 
     def __exit__(self, *_):
         if not self.is_main:
             return
-        for file in (self.bar, self.tensorboard, self.file):
+        for file in (self.tensorboard, self.file):
             with contextlib.suppress(OSError):  # said before
-                if file is not None:
-                    file.close()
+                file.close()
         threading.excepthook = self.hook
         if self.wandb:
             self.wandb.finish()
@@ -161,8 +155,7 @@ class Log:
         beside = f", {self.unigram - loss:.3f} under unigram" if loss < self.unigram else ""
         if step and loss > self.worst + 0.1:
             beside = f", worse than a uniform guess: {LOWER}, or more --warmup_steps"
-        line = f"step {step:5d}: validation loss {loss:.4f}{bits}{beside}"
-        self.say(f"\033[1m{line}\033[0m" if self.bar is not None else line)
+        self.say(f"step {step:5d}: validation loss {loss:.4f}{bits}{beside}")
 
     def say_hella(self, step, values):
         error = 1.96 * values["acc_norm_stderr"]
@@ -187,34 +180,16 @@ class Log:
             self.say("\n".join(lines))
 
     def train(self, step, loss, lr, grad_norm, seconds_left=None, **speed):
-        """The record of a training step; for people the bar's text, or a line without a bar."""
+        """The record of a training step, and the line for people."""
         tokens = self.run.loader.position
         record = dict(loss=loss, lr=lr, grad_norm=grad_norm, tokens=tokens) | speed
         self.event("train", step, record)
         shown = f" | {speed['tok_per_s']:,.0f} tok/s" if speed else ""
         shown += f" | MFU {speed['mfu']:.1%}" if speed.get("mfu") else ""
-        if self.bar is not None:
-            with contextlib.suppress(OSError):
-                self.bar.set_postfix_str(f"loss {loss:.3f} | norm {grad_norm:.2f}{shown}")
-        elif self.is_main:
-            if seconds_left is not None:
-                shown += " | {}:{:02d} left".format(*divmod(int(seconds_left), 60))
-            for name, ms in speed.items():  # --timing
-                if name.endswith("_ms") and name != "dt_ms":
-                    shown += f" | {name[:-3]} {ms:.1f} ms"
-            line = f"step {step:5d}/{self.cfg.max_steps} | loss {loss:.4f} | lr {lr:.2e}"
-            self.say(f"{line} | norm {grad_norm:.2f}{shown}")
-
-    def tick(self, step):
-        """A step was launched; the bar moves."""
-        if self.bar is not None:
-            with contextlib.suppress(OSError):
-                self.bar.update(step - self.bar.n)
-
-    def say(self, text):
-        """A line for people, above the bar if there is one; that nobody reads it ends nothing."""
-        if self.bar is not None:
-            with contextlib.suppress(OSError):
-                self.bar.write(text)
-        elif self.is_main:
-            cli.say(text, sys.stdout)
+        if seconds_left is not None:
+            shown += " | {}:{:02d} left".format(*divmod(int(seconds_left), 60))
+        for name, ms in speed.items():  # --timing
+            if name.endswith("_ms") and name != "dt_ms":
+                shown += f" | {name[:-3]} {ms:.1f} ms"
+        line = f"step {step:5d}/{self.cfg.max_steps} | loss {loss:.4f} | lr {lr:.2e}"
+        self.say(f"{line} | norm {grad_norm:.2f}{shown}")

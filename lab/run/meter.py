@@ -34,7 +34,6 @@ class Meter:
 
     def tick(self):
         """An update was launched."""
-        self.log.tick(self.run.step)
         if self.first:
             self.log.event("first_step", self.run.step, {"seconds": self.restart()})
             self.first = False
