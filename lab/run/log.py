@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-import shutil
 import textwrap
 import threading
 import time
@@ -170,14 +169,10 @@ class Log:
         self.say(f"step {step:5d}: spike: {norms}{left_out}; `{again}` makes it again")
 
     def say_sample(self, step, values):
-        """The texts, set off by a bar on their left that no long line breaks."""
-        width = shutil.get_terminal_size((100, 0)).columns - 7
+        """The texts, set off by a bar on their left."""
         for text in values["texts"]:
-            lines = [f"    after {step} steps:"]
-            for line in printable(text).split("\n"):
-                parts = textwrap.wrap(line, width, drop_whitespace=False, replace_whitespace=False)
-                lines += [f"    | {part}" for part in parts or [""]]
-            self.say("\n".join(lines))
+            lines = textwrap.indent(printable(text), "    | ", lambda line: True)
+            self.say(f"    after {step} steps:\n{lines}")
 
     def train(self, step, loss, lr, grad_norm, seconds_left=None, **speed):
         """The record of a training step, and the line for people."""
