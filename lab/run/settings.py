@@ -17,7 +17,7 @@ from lab.cli import UserError, parse
 from lab.data import build_builtin, name_of_size
 from lab.data.chat import ROLES, build_chats
 from lab.data.shards import read_manifest
-from lab.files import read_json
+from lab.files import check_keys, read_json, reading
 from lab.models import PROGRAMS, same_shape, shape_of
 from lab.run.checkpoints import read_newest
 from lab.run.folder import is_finished, read_config, run_to_resume, smallest
@@ -264,11 +264,8 @@ def check_fits(path, state, model_config, cfg):
     """Raise UserError where a checkpoint is not this run's."""
     parts = "model", "optimizer", "loader", "scaler", "rng", "model_config", "train_config"
     wanted = dict.fromkeys(parts, dict) | dict(step=int, batch_size=int, best_val=(int, float))
-    known = state if isinstance(state, dict) else {}
-    if not all(isinstance(known.get(name), kind) for name, kind in wanted.items()):
-        raise UserError(
-            f"{path} was not written by this trainer; start from its weights with --init_from {path}"
-        )
+    with reading(path, "checkpoint", f"start from its weights with --init_from {path}"):
+        check_keys(state, **wanted)
     same_shape(path, state["model_config"], model_config, "vocab_multiple")
     made_by = state["train_config"].get("optimizer")
     if made_by != cfg.optimizer:
