@@ -9,8 +9,8 @@ import importlib.util
 import torch
 
 from lab.cli import UserError
-from lab.kernels.cross_entropy import FusedHeadLoss, gradient_is_transposed
-from lab.kernels.fp8_mlp import Fp8MLP, casts_are_transposed
+from lab.kernels.cross_entropy import FusedHeadLoss
+from lab.kernels.fp8_mlp import Fp8MLP
 from lab.kernels.fused_mlp import FusedMLP, epilogues_work
 
 
@@ -42,15 +42,6 @@ def check_fp8(model, precision, fp8):
         reason = f"need multiples of 16, not n_embd={c.n_embd} and {rows}"
     if reason:
         raise UserError(f"fp8={fp8}: 8 bits {reason}; leave --fp8 out")
-    for right in (gradient_is_transposed, *([casts_are_transposed] if fp8 == "all" else [])):
-        if not right(precision.device):
-            import triton
-
-            gpu = torch.cuda.get_device_name(precision.device)
-            raise UserError(
-                f"fp8={fp8} cannot be computed: Triton {triton.__version__} transposes 8-bit numbers wrongly "
-                f"on {gpu}; leave it out, or try another version"
-            )
 
 
 def why_no_fp8(device):

@@ -59,22 +59,6 @@ def cast(x, scale, dtype, mode="plain", before=None):
     return q, q_t, sums
 
 
-def casts_are_transposed(device):
-    """Whether what is cast twice agrees, which depends on the version of Triton: all five kinds of
-    cast that an update needs."""
-    x = torch.arange(128 * 192, device=device).sin().view(128, 192)
-    y, scale = x.bfloat16(), constant(ACTIVATION, device)
-    used = (
-        (x, E4M3, "plain"),
-        (y, E4M3, "plain"),
-        (y, E5M2, "plain"),
-        (y, E4M3, "gelu"),
-        (y, E5M2, "dgelu"),
-    )
-    results = [cast(value, scale, dtype, mode, y) for value, dtype, mode in used]
-    return all(torch.equal(q.float().t(), q_t.float()) for q, q_t, _ in results)
-
-
 TILES = {"plain": (128, 64, 4), "gelu": (32, 128, 4), "dgelu": (64, 64, 2)}  # rows, columns, warps
 
 
