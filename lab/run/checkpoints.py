@@ -1,6 +1,5 @@
 """Checkpoint files: written whole or not at all, read without running code in them, found by name."""
 
-import copy
 import functools
 import os
 import pickle
@@ -11,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from lab import optim
 from lab.cli import UserError, progress, say
@@ -96,23 +96,15 @@ class Writer:
         """The state in host memory that no update writes to, and its tensors as Underway. A tensor
         with two names, such as the tied head, is copied once."""
         copies = {}
-        return self.twin_of(state, copies), copies.values()
 
-    def twin_of(self, value, copies):
-        """As copied says. A function inside it that called itself would hold itself, and a checkpoint's
-        memory, until Python looks for such circles: the next one would need memory of its own.
-        """
-        if torch.is_tensor(value):
-            if self.device.type == "cuda" and not value.is_cuda and value.dim():
-                return value  # no update writes here: it was gathered from all processes
-            place = value.data_ptr(), value.shape
-            copies[place] = copies.get(place) or Underway(value)
+        def twin(tensor):
+            if self.device.type == "cuda" and not tensor.is_cuda and tensor.dim():
+                return tensor  # no update writes here: it was gathered from all processes
+            place = tensor.data_ptr(), tensor.shape
+            copies[place] = copies.get(place) or Underway(tensor)
             return copies[place].copy
-        if isinstance(value, dict):
-            twin = copy.copy(value)  # and what torch notes beside the items of a state dict
-            twin.update({name: self.twin_of(each, copies) for name, each in value.items()})
-            return twin
-        return [self.twin_of(each, copies) for each in value] if isinstance(value, list) else value
+
+        return tree_map_only(torch.Tensor, twin, state), copies.values()
 
 
 class Inert:
