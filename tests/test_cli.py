@@ -170,7 +170,7 @@ BAD = {
     "lab report there --out data": "end in .html",
     "lab plan --gpu Voodoo": "gpu=Voodoo is not one of",
     "lab plan --gpu A100 --fp8 head": "fp8=head needs an RTX 40, H100 or newer, not A100",
-    "lab plan --preset speedrun": "preset=speedrun is not one of train_gpt2.py's, .* plan knows: gpt2,",
+    "lab plan --preset speedrun": "preset=speedrun is not one of gpt2,",
     "lab plan --gpus 0": "gpus=0 must be 1 or more",
     "lab plan --mfu 40": "mfu=40 must be a share.*--mfu 0.4 is 40 %",
     "lab plan --gpu H100 --gpus 3": "total_batch_size=524288 must be a multiple",
