@@ -13,7 +13,6 @@ goes on with the shard that was in hand, and ends with the same bytes.
 
 import dataclasses
 import re
-import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,11 +117,6 @@ def main(argv=None) -> int:
     t0 = time.monotonic()
     manifest = build(cfg)
     print(summary(manifest, cfg.out, time.monotonic() - t0))
-    if Path(cfg.source).exists() and cfg.tokenizer == "gpt2" and not shutil.which("nvidia-smi"):
-        print(
-            "note: there seems to be no GPU. A head of GPT-2's 50,257 tokens keeps a CPU at some "
-            "hundred tokens a second; --tokenizer bytes with another --out makes a head of 257"
-        )
     return 0
 
 
