@@ -83,7 +83,7 @@ class TrainConfig(settings.RunConfig):
     # optimizer
     max_steps: int = 19073  # updates (gpt2: 10e9 tokens / 524288)
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the matrices in the blocks alone
-    lr: float = 6e-4  # peak learning rate of AdamW; --learning_rate is the same
+    lr: float = 6e-4  # peak learning rate of AdamW
     muon_lr: float = 0.02  # peak learning rate of Muon; follows the same schedule
     min_lr: float = 6e-5  # rate at the end of the schedule
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"  # wsd: warm up, stay, decay

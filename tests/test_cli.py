@@ -134,7 +134,7 @@ BAD = {
     "--seq_len 64": "seq_len=64 .* block_size=32; shorten it",
     "--max_steps 0": "max_steps=0 must be a whole number, 1 or more",
     "--seed -1": "seed=-1 must be a whole number, 0 or more",
-    "--learning_rate nan": "lr=nan must be a finite number",
+    "--lr nan": "lr=nan must be a finite number",
     "--warmup_steps -2": "warmup_steps=-2.0 must be a finite number, 0 or more",
     "--schedule linear --min_lr 1": "min_lr=1.0 must not be above lr=0.001",
     "--beta1 1.5": "beta1=1.5 must be less than 1",
@@ -267,7 +267,7 @@ def parsed(*argv):
 
 
 def test_flags_change_a_preset():
-    flags = "--preset=gpt2-xl --learning_rate 1e-3 --no-compile --n-layer 2"
+    flags = "--preset=gpt2-xl --lr 1e-3 --no-compile --n-layer 2"
     _, model_config, cfg = parsed(*flags.split())
     assert (model_config.n_layer, model_config.n_embd) == (2, 1600)
     assert (cfg.lr, cfg.compile) == (1e-3, False)

@@ -5,7 +5,6 @@ import dataclasses
 import importlib.util
 import math
 import os
-import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,7 +87,6 @@ def parse_flags(argv, presets, description, program="gpt2"):
     the two dataclasses. The defaults come from a preset, which --preset names or the machine
     decides, or from the run that --resume goes on with.
     """
-    argv = [re.sub(r"^--learning[_-]rate(?=$|=)", "--lr", word) for word in argv]  # by both names
     reason, *defaults = choose_defaults(argv, presets, program)
     model_class, train_class = map(type, defaults)
 
