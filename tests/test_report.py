@@ -4,7 +4,6 @@ import json
 import math
 import re
 from html.parser import HTMLParser
-from unittest import mock
 
 import pytest
 from test_plot import RUN, SCANT, hella, start, train, val, write_log
@@ -248,12 +247,9 @@ def test_command(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name in "ab":
         write_run(tmp_path / "log" / name, RUN)
-    opened = mock.Mock()
-    monkeypatch.setattr("webbrowser.open", opened)
-    report.main(["log/a", "b", "--open"])
+    report.main(["log/a", "b"])
     page = tmp_path / "log/a/report_with_b.html"
     assert capsys.readouterr().out == "wrote log/a/report_with_b.html\n" and page.exists()
-    opened.assert_called_once_with(page.as_uri())
 
 
 def test_watch_renews_the_page_until_the_run_ends(tmp_path, monkeypatch, capsys):

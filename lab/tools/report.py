@@ -1,7 +1,7 @@
 """Make one HTML page of a training run, or of two beside each other, from log.jsonl and config.json.
 
 python -m lab report                              # the newest run: log/RUN/report.html
-python -m lab report log/RUN --watch --open       # renewed while the run goes on
+python -m lab report log/RUN --watch              # renewed while the run goes on
 python -m lab report log/RUN log/OTHER            # their difference, what was set differently
 
 The curves are plotly's, the page is report.html.j2 beside this file. It needs nothing but itself:
@@ -13,7 +13,6 @@ import html
 import json
 import secrets
 import time
-import webbrowser
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -322,7 +321,6 @@ def main(argv):
 
         runs: Positional[tuple[Path, ...]] = ()  # one or two run folders; the newest run if none
         out: str = ""  # the page; in the first run's folder if empty
-        open: bool = False  # show it in the browser
         watch: bool = False  # renew it until the run ends; in the browser it loads itself anew
 
     cfg = parse(Config, argv, prog="python -m lab report")
@@ -333,8 +331,6 @@ def main(argv):
     live = write_page(paths, out, cfg.watch)
     renewed = "; it is renewed until the run ends, and Ctrl-C ends that" * live
     print(f"wrote {out}{renewed}", flush=True)
-    if cfg.open:
-        webbrowser.open(out.resolve().as_uri())
     while live:
         time.sleep(RENEW)
         live = write_page(paths, out, cfg.watch)
