@@ -382,13 +382,8 @@ def set_up(model_config, cfg, world, state=None):
     """As train_gpt2.py's."""
     if cfg.parallel != "ddp":
         raise UserError(f"parallel={cfg.parallel} is for train_gpt2.py's AdamW; leave it out")
-    smallest, micro = step_tokens(0, cfg), cfg.batch_size * cfg.seq_len * world.world_size
-    if micro and smallest % micro:
-        raise UserError(
-            f"the first steps, of {smallest} tokens (small_steps), are no multiple of batch_size * "
-            f"seq_len * world_size = {micro}; pass a smaller --batch_size, or --small_steps 0"
-        )
-    first = dataclasses.replace(cfg, total_batch_size=smallest)  # the micro-batch divides it
+    # the micro-batch divides the smallest step
+    first = dataclasses.replace(cfg, total_batch_size=step_tokens(0, cfg))
     run = train_gpt2.set_up(model_config, first, world, state, Run)
     run.cfg = cfg
     return run

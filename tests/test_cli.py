@@ -151,7 +151,7 @@ BAD = {
     "--on_spike skip --optimizer muon": "on_spike=skip leaves AdamW's updates out alone",
     "speedrun.py --resume": "there is a run of train_gpt2.py",
     "speedrun.py --parallel zero1 --optimizer adamw --data data --max_steps 1": "zero1 is for train_gpt2.py",
-    "speedrun.py --data data --small_steps 2 --total_batch_size 256 --batch_size 2": "128 tokens .* = 256;",
+    "speedrun.py --data data --small_steps 2 --total_batch_size 256 --batch_size 2": "=128 must be .* = 256;",
     "bert.py --preset laptop --data data": "there is no tokenizer .*tokenizer.json; `python fineweb",
     "sample.py ab --temperature nan": r"temperature=nan must be a number, 0 \(likeliest token\) or more",
     "sample.py ab --top_p 1.5": "top_p=1.5 must be above 0",
