@@ -187,16 +187,6 @@ class TokenLoader:
         """Tokens that one pass over the data reads."""
         return len(self.shards) if self.aligned is None else len(self.aligned) * self.seq_len
 
-    def notes(self):
-        """What a person should know of the data, a line each."""
-        if not self.shards.left_out:
-            return []
-        return [
-            f"{self.shards.folder} has {self.shards.left_out:,} more tokens than when this run "
-            "began; they are not used, as they would change the order. A new run with --init_from "
-            "uses all"
-        ]
-
 
 def grad_accum_steps(cfg, batch_size, world_size):
     """Micro-steps per update. cfg: has total_batch_size and seq_len. Raises UserError where they do

@@ -126,8 +126,11 @@ class Log:
         )
         for path in damaged:
             self.say(f"note: {path} was damaged: this goes on after step {run.step}")
-        for note in loader.notes():
-            self.say(f"note: {note}")
+        if shards.left_out:
+            self.say(
+                f"note: {shards.folder} has {shards.left_out:,} more tokens than when this run began; they "
+                "are not used, as they would change the order. A new run with --init_from uses all"
+            )
         flops = run.raw_model.flops_per_token(cfg.seq_len) * cfg.total_batch_size
         if world.device.type == "cpu" and flops > 60 * CPU_FLOPS * world.world_size:
             minutes = flops / CPU_FLOPS / world.world_size / 60
