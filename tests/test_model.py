@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from conftest import VOCAB, add_noise
 
-from lab.data.documents import document_mask, hide_other_documents
+from lab.data.documents import hide_other_documents
 from train_gpt2 import GPT, MLP, PRESETS, GPTConfig, param_groups
 
 
@@ -124,15 +124,6 @@ def test_no_output_sees_a_later_token_or_another_document(tiny_config, attention
     assert late[:12].max() < 1e-6 and late[12:].min() > 1e-3
     assert early[:2].max() < 1e-6 and early[2:8].min() > 1e-3 and inside[9:].min() > 1e-3
     assert early[8:].max() < 1e-6 if mask else early[8:].min() > 1e-3
-
-
-def test_the_mask_by_hand():
-    idx = torch.tensor([[7, VOCAB - 1, 5, 6, VOCAB - 1, 8]])
-    wanted = ["100000", "010000", "011000", "011100", "000010", "000011"]
-    mask = document_mask(idx, VOCAB - 1)
-    assert ["".join(map(str, row)) for row in mask[0, 0].int().tolist()] == wanted
-    for past in (1, 3, 5):  # with so many tokens in a cache, the rest are queries
-        assert torch.equal(document_mask(idx, VOCAB - 1, past), mask[:, :, past:])
 
 
 def test_a_copy_and_a_compiled_model_keep_to_the_mask(tiny_config):
