@@ -125,16 +125,15 @@ def read_extract(path):
 
 
 def communication(kernels):
-    """Microseconds of a step, of it with communication, of that hidden under computation, and of
-    neither, from the kernels of an extract. A kernel of NCCL that waits for a slower GPU counts as
-    communication: it is no different here."""
+    """Microseconds of a step, of it with communication, and of that hidden under computation, from
+    the kernels of an extract. NCCL's that wait for a slower GPU are no different here."""
     spans = [(start, start + dur) for _, _, _, start, dur in kernels]
     sends = [span for span, kernel in zip(spans, kernels) if kernel[0] == "communication"]
     computes = [span for span, kernel in zip(spans, kernels) if kernel[0] != "communication"]
     step = max(end for _, end in spans) - min(start for start, _ in spans)
-    nccl, busy = covered(sends), covered(spans)
-    hidden = nccl + covered(computes) - busy
-    return dict(step_us=step, nccl_us=nccl, hidden_us=hidden, idle_us=step - busy)
+    nccl = covered(sends)
+    hidden = nccl + covered(computes) - covered(spans)
+    return dict(step_us=step, nccl_us=nccl, hidden_us=hidden)
 
 
 def covered(intervals):

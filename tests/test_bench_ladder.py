@@ -206,21 +206,6 @@ def test_kernel_times_of_a_trace():
     assert kernel_ms == expected | {"idle": (32 - 24) / 2} and window == 32
 
 
-def test_communication_of_a_made_up_step():
-    step = [
-        ["matmul", "a", 7, 0, 10],
-        ["matmul", "b", 8, 5, 10],
-        ["communication", "c", 20, 12, 8],
-        ["communication", "d", 21, 18, 6],
-        ["optimizer", "e", 7, 22, 4],
-        ["communication", "f", 20, 30, 2],
-    ]
-    # computing 0-15 and 22-26, communication 12-24 and 30-32: hidden are 12-15 and 22-24, idle is
-    # 26-30
-    expected = {"step_us": 32, "nccl_us": 14, "hidden_us": 5, "idle_us": 4}
-    assert kernels.communication(step) == expected
-
-
 # -------------------------------------------------------------------------------------------- floor
 
 
