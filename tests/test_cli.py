@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 from conftest import ROOT, TINY_RUN, run_python, succeed, train_here, write_shards
+from test_hellaswag import GOOD
 from test_weights import saved, tiny_gpt
 
 import bert
@@ -161,6 +162,12 @@ BAD = {
     "sample.py ab --html log/r/model.pt": r"html=log/r/model.pt must end in \.html",
     f"sample.py {'a' * 64}": "a prompt of 65 tokens is longer .* context, block_size=32",
     "sample.py ab --model odd.pt": "no tokenizer has 101 ids",
+    "hellaswag.py --data label.jsonl": "label.jsonl line 1 is",
+    "hellaswag.py --data none.jsonl": "no HellaSwag file none.jsonl; name one with --data",
+    "hellaswag.py --picture p.xyz": "picture=p.xyz must end in",
+    "hellaswag.py --picture /proc/p.png": "/proc/p.png cannot be written",
+    "hellaswag.py --limit -3": "limit=-3 must be 0 or more",  # before anything is downloaded
+    "hellaswag.py --model nowhere.pt": "nowhere.pt",
     "lab plot log/none": "no log log/none",
     "lab plot noise.jsonl": "holds no measurement",
     "lab plot there --out x.abc": "out=x.abc must end in .png or .svg or .pdf",
@@ -188,6 +195,7 @@ def place(tmp_path_factory):
     (write_shards(folder / "broken") / "manifest.json").write_text("{")
     (folder / "file").write_text("not a folder")
     (folder / "noise.jsonl").write_bytes(os.urandom(300))
+    (folder / "label.jsonl").write_text(json.dumps(GOOD | {"label": 9}))
     saved(tiny_gpt(vocab_size=101), folder / "odd.pt")
     train_here(folder / "log", folder / "data", "there", max_steps=1)
     return folder

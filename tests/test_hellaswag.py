@@ -357,21 +357,6 @@ def test_command_prints_tables_and_draws(tmp_path, monkeypatch, capsys, file, ch
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_bad_input_is_one_sentence(tmp_path, monkeypatch, checkpoint):
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path / "h.jsonl", [GOOD | {"label": 9}])
-    for flags, said in {
-        "--data h.jsonl": "h.jsonl line 1 is",
-        "--data nowhere.jsonl": "no HellaSwag file nowhere.jsonl; name one with --data",
-        "--picture p.xyz": "picture=p.xyz must end in",
-        "--picture /proc/p.png": "/proc/p.png cannot be written",
-        "--limit -3": "limit=-3 must be 0 or more",  # before anything is downloaded
-        "--model nowhere.pt": "nowhere.pt",
-    }.items():
-        with pytest.raises(UserError, match=said):
-            hellaswag.main(["--device", "cpu", "--model", checkpoint, *flags.split()])
-
-
 @pytest.mark.slow
 def test_export_in_lm_evaluation_harness(test_data, gpt2_files, tmp_path, monkeypatch):
     """Of the same texts the harness has our losses, acc and standard error, and our acc_norm once
