@@ -315,6 +315,7 @@ ZSTD = base64.b64decode(  # two lines, in one block that is not packed, and the 
     "bU4xcFE0c1Q2dlc4eVoweEMydSJ9CjfYaT8="
 )
 ASKED = b'{"messages": [{"role": "user", "content": "x"}]}\n'
+TALK = ASKED.replace(b"}]", b'}, {"role": "assistant", "content": "y"}]')
 BAD = {  # the file, its content, more arguments, what the sentence must hold
     "no such file": ("", b"", "--source nowhere", "nowhere does not exist"),
     "broken parquet": ("a.parquet", b"PAR1 and then", "", r"parquet file a\.parquet is damaged"),
@@ -332,6 +333,9 @@ BAD = {  # the file, its content, more arguments, what the sentence must hold
     "out is a file": ("a.jsonl", LINES, "--out a.jsonl", r"a\.jsonl cannot be written"),
     "no context": ("a.jsonl", ASKED, "--context 0", "--context 0 must be at least 8"),
     "role": ("a.jsonl", ASKED.replace(b"user", b"bot"), "", r"a\.jsonl, line 1: no .* role 'bot'"),
+    "other words": ("a.jsonl", b'{"conversations": [{}]}', "", "a conversation is under messages"),
+    "alone": ("a.jsonl", TALK, "", r"a\.jsonl must hold two conversations or more"),
+    "a talk not JSON": ("a.jsonl", TALK * 20 + b"broken", "", r"a\.jsonl, line 21: not JSON"),
     "content": ("a.jsonl", ASKED.replace(b'"x"', b"3"), "", r'no conversation.* "content" a text'),
 }
 
