@@ -1,5 +1,4 @@
-"""bench/ladder.py, rungs.py, kernels.py, compiled.py, floor.py: what stands behind the
-numbers they record."""
+"""bench/ladder.py, rungs, kernels, compiled, floor: what stands behind the numbers they record."""
 
 import contextlib
 import dataclasses
@@ -8,6 +7,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import compiled
+import drawing
 import floor
 import kernels
 import ladder
@@ -15,7 +15,7 @@ import pytest
 import rungs
 import torch
 from conftest import ROOT
-from records import append_record, random_shards, read_records
+from records import RUNS, append_record, random_shards, read_records
 
 from lab.data import wordpiece
 from lab.world import World
@@ -209,23 +209,14 @@ def test_kernel_times_of_a_trace():
 # -------------------------------------------------------------------------------------------- floor
 
 
-def test_what_a_floor_is_made_of():
-    config, positions = GPTConfig(), 64 * 1024
-    sizes = floor.products(config)
-    # 12 blocks and the head multiply with all weights but embeddings of positions, biases and gains
-    assert sum(n * a * b for a, b, n in sizes.values()) == 12 * 12 * 768**2 + 50304 * 768
-    times = {"qkv": 0.4, "proj": 0.1, "fc": 0.4, "fc2": 0.5, "head": 7.0}
-    ms = {f"{name} {way}": t for name, t in times.items() for way in floor.WAYS}
-    ms |= {f"fp8 {name} {way}": times[name] / 2 for name in floor.IN_8_BITS for way in floor.WAYS}
-    forward, backward = (0.6, 0.5, 0.9, 0.1), (1.0, 1.5, 2.8, 9.0)
-    for backend, *both in zip(floor.BACKENDS, forward, backward):
-        ms |= {f"attention {backend} {way}": t for way, t in zip(("forward", "backward"), both)}
-    alone, best = floor.isolated_ms(ms, config)
-    assert best == "cudnn" and alone == pytest.approx(12 * 3 * 1.4 + 3 * 7.0 + 12 * 1.6)
-    saved = 12 * 3 * 0.45 + 3 * 3.5  # the MLP's and the head's products in half the time
-    assert floor.isolated_ms(ms, config, floor.IN_8_BITS)[0] == pytest.approx(alone - saved)
-    tensor, logits = positions * 768 * 2, 2 * positions * 50304 * 2
-    moved = floor.traffic(config, positions, "inside the products")
-    assert moved == ((12 * 24 + 7) * tensor, logits)
-    moved = floor.traffic(config, positions, "in the casts to 8 bits")
-    assert moved == ((12 * (16 + 2 + 8 + 2 + 12) + 7) * tensor, logits)
+def test_the_parts_of_a_floor_add_up_to_what_was_recorded():
+    """By the program that measured them, which had the sum in it."""
+    found = drawing.records(RUNS, "floor", "ms", preset="gpt2", batch_size=64)
+    ms = {r["op"]: r["ms"] for r in found}
+    copy_ms = next(r["ms"] / r["bytes"] for r in found if r["op"].startswith("copy"))
+    for gelu, in_8_bits in zip(floor.GELU, ((), floor.IN_8_BITS)):
+        alone, best = floor.isolated_ms(ms, GPTConfig(), in_8_bits)
+        moved = sum(floor.traffic(GPTConfig(), 64 * 1024, gelu))
+        step = 8 * (alone + copy_ms * moved) + ms["AdamW"] + ms["clip"]
+        whole = ms[f"floor: parts alone, {best} attention, GELU {gelu}"]
+        assert step == pytest.approx(whole, rel=1e-4)
