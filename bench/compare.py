@@ -1,5 +1,4 @@
-"""Two versions of this repository by turns on one machine: speed, memory and losses of the same
-run.
+"""Two versions of this repository by turns on one machine: speed, memory and losses of one run.
 
     git worktree add /tmp/before COMMIT
     python bench/compare.py --before /tmp/before                       # bf16 and 8 bits, one GPU
@@ -22,18 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from records import (
-    ROOT,
-    RUNS,
-    append_record,
-    check_out,
-    origin,
-    print_rows,
-    random_shards,
-    read_records,
-    recorded,
-    run_program,
-)
+from records import (  # isort: skip
+    ROOT, RUNS, append_record, check_out, origin, print_rows, random_shards, read_records,
+    recorded, run_program,
+)  # fmt: skip
 
 from lab.cli import UserError, command, parse
 
@@ -102,8 +93,7 @@ def gpu():
 
 
 def pairs_of(records):
-    """{(setting, nproc, GPU, also): [(before, after), ...]} of what was measured one after the
-    other."""
+    """{(setting, nproc, GPU, also): [(before, after), ...]} of neighbours in time."""
     found, waiting = {}, {}
     for r in records:
         key = r["setting"], r["nproc"], r["gpu"], r["also"]
@@ -120,23 +110,21 @@ def ratio(pairs, field):
     return statistics.median(b / a for a, b in pairs) if pairs else None
 
 
-def print_tables(records):
+def print_table(records):
+    """A row for each setting and GPU: medians of its pairs' ratios, and how far losses are apart."""
+    rows = []
     for (setting, nproc, gpu_name, also), pairs in pairs_of(records).items():
-        print(f"\n{setting}, {nproc} x {gpu_name or 'CPU'} {also}".rstrip())
-        rows = []
-        for number, (a, b) in enumerate(pairs, start=1):
-            steps = a["losses"].keys() & b["losses"].keys()
-            apart = max((abs(a["losses"][k] - b["losses"][k]) for k in steps), default=math.nan)
-            rows.append([number, f"{a['tok_per_s']:,}", f"{b['tok_per_s']:,}"])
-            rows[-1] += [f"{b['tok_per_s'] / a['tok_per_s']:.4f}"]
-            rows[-1] += [a["peak_gib"] or "", b["peak_gib"] or ""]
-            rows[-1] += [f"{list(b['losses'].values())[-1]:.4f}", f"{apart:.1e}"]
-        head = "pair,before tok/s,after,ratio,before GiB,after,loss,apart at most"
-        print_rows(head.split(","), rows)
-        for field, bound in (("tok_per_s", 0.01), ("peak_gib", 0.02)):
-            if value := ratio(pairs, field):
-                within = f"within {bound:.0%}: {abs(value - 1) <= bound}"
-                print(f"{field}: median of after / before {value:.4f}, {within}")
+        both = [(a["losses"], b["losses"]) for a, b in pairs]
+        apart = [abs(a[k] - b[k]) for a, b in both for k in a.keys() & b.keys()]
+        rates = [f"{statistics.median(r['tok_per_s'] for r in side):,.0f}" for side in zip(*pairs)]
+        ratios = [ratio(pairs, field) for field in ("tok_per_s", "peak_gib")]
+        rows.append(
+            [f"{setting} {also}".strip(), f"{nproc} x {gpu_name or 'CPU'}", len(pairs), *rates]
+        )
+        rows[-1] += [f"{value:.4f}" if value else "" for value in ratios]
+        rows[-1] += [f"{max(apart, default=math.nan):.1e}"]
+    head = "setting,where,pairs,before tok/s,after,ratio,of GiB,losses apart at most"
+    print_rows(head.split(","), rows)
 
 
 def main(argv):
@@ -148,7 +136,7 @@ def main(argv):
         with tempfile.TemporaryDirectory() as folder:
             data = cfg.data and str(Path(cfg.data).resolve())
             measure(cfg, data or random_shards(folder, 50257, 2**24))
-    print_tables(recorded(cfg.out, "compare"))
+    print_table(recorded(cfg.out, "compare"))
 
 
 if __name__ == "__main__":
