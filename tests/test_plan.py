@@ -32,9 +32,8 @@ def setting_of(model_config, batch_size, seq_len, changes, world_size=1, device_
     head, mlp = replaced(changes.get("kernels", "fused"), changes.get("fp8", "off"))
     fast = changes.get("head", head), changes.get("mlp", mlp)
     tokens = batch_size * seq_len * world_size * changes.get("grad_accum_steps", 2)
-    cfg = TrainConfig(
-        batch_size=batch_size, seq_len=seq_len, total_batch_size=tokens, precision="bf16"
-    )
+    sizes = dict(batch_size=batch_size, seq_len=seq_len, total_batch_size=tokens)
+    cfg = TrainConfig(**sizes, precision="bf16")
     return Setting(changed(model_config), changed(cfg), world_size, device_type, fast)
 
 
@@ -187,10 +186,7 @@ def test_verdict(capsys):
     need = peak(setting_of(PRESETS["gpt2-xl"][0], 8, 1024, {}))[0] / GIB + ledger.CONTEXT_GIB
     xl = f"--preset gpt2-xl --gpu {need / (1 - plan.FRAGMENTS) + 0.01:.2f}GB"
     text = planned(capsys, xl)
-    assert (
-        "batch_size=8 fits, with 0.0 GiB left" in text
-        and "training takes batch_size=8, with" in text
-    )
+    assert "batch_size=8 fits, with 0.0 GiB left" in text and "takes batch_size=8, with" in text
     again = int(text.split("with --activation_checkpointing ")[1].split(".")[0])
     text = planned(capsys, xl, "--batch_size 16")
     assert "batch_size=16 does not fit" in text and "speed" not in text
@@ -201,18 +197,6 @@ def test_verdict(capsys):
     flags = "--gpus 2 --parallel fsdp2 --activation_checkpointing"
     assert text.endswith(f"2 GPUs would: {flags}.")
     assert " fits, with" in planned(capsys, f"--preset gpt2-xl --gpu 24GB {flags}")
-
-
-def test_the_ledger_is_printed_line_by_line(capsys):
-    """In GiB, or for a small model in MiB; the lines of a column are what its sum says."""
-    for preset, unit in (("gpt2", "GiB"), ("laptop", "MiB")):
-        plan.main(["--preset", preset, "--gpu", "H100"])
-        head, *rows = capsys.readouterr().out.split("\n\n")[1].splitlines()
-        assert head.split() == [unit, *ledger.MOMENTS]
-        for at in range(28, 63, 7):
-            *sizes, total = [float(row[at : at + 7].strip() or 0) for row in rows]
-            assert sum(sizes) == pytest.approx(total, abs=0.1)
-        assert rows[-1].startswith("all that the allocator holds") and len(rows) > 15
 
 
 def test_time_and_money(capsys):
@@ -249,17 +233,14 @@ def test_what_fsdp2_is_forecast_to_reach_was_measured():
     assert len(shares) == 3 and plan.SCALING["fsdp2"] == round(shares[1], 2)
 
 
-@pytest.mark.parametrize(
-    "flags, forecast",
-    [("--preset laptop", False), ("--batch_size 4", False), ("--batch_size 8", True)]
-    + [("--preset laptop --mfu 0.02", True)],
-)
-def test_a_model_too_small_for_the_gpu_gets_no_time(capsys, flags, forecast):
-    """An H200 reached 28 and 33 % of its peak with 12 layers of 768 and 4,096 tokens, 42 % with
-    twice as many."""
-    text = planned(capsys, "--gpu H200", flags)
-    assert ("tokens/s, assuming" in text) == ("$" in text) == forecast
-    assert ("less than 1 ms a layer does not fill a GPU" in text) != forecast
+def test_a_model_too_small_for_the_gpu_gets_no_time(capsys):
+    """An H200 reached 28 and 33 % of its peak at 12 x 768 with 4,096 tokens, 42 % with 8,192."""
+    small = "--preset laptop", "--batch_size 4"
+    large = "--batch_size 8", "--preset laptop --mfu 0.02"
+    for flags in small + large:
+        text = planned(capsys, "--gpu H200", flags)
+        assert ("tokens/s, assuming" in text) == ("$" in text) == (flags in large)
+        assert ("less than 1 ms a layer does not fill a GPU" in text) == (flags in small)
 
 
 def test_measured_here(capsys, tmp_path, monkeypatch):
