@@ -1,5 +1,4 @@
-"""What the tests share: tiny shards, a tiny model, runs in this process, and real commands in fresh
-ones."""
+"""What the tests share: tiny shards, a tiny model, runs in this process, real commands in others."""
 
 import functools
 import json
@@ -205,8 +204,7 @@ def ask_forks(job):
 
 
 class Process:
-    """`python args...`, running. A script, or a folder with a __main__.py, needs no time for its
-    imports.
+    """`python args...`, running. A script, or a folder with a __main__.py, is spared its imports.
 
     out, err: files to write to (a FIFO, a terminal) instead of files that .stdout and .stderr read;
     inp: the file that stdin reads.
@@ -369,11 +367,8 @@ def start_two(start, shards):
 
 @pytest.fixture
 def run_train(tmp_path, shards):
-    """run_train("--max_steps", 5, ...): the real command on the tiny shards; the run is
-    tmp_path/log/r.
-
-    With --resume it gets no other flags than those named: a run has its settings.
-    """
+    """run_train("--max_steps", 5, ...): the real command on the tiny shards, as tmp_path/log/r; with
+    --resume it gets no other flags than those named."""
 
     def run(*flags):
         base = [] if "--resume" in flags else [*TINY_RUN, "--data", shards]

@@ -229,12 +229,9 @@ def masked(masking, x, y, seed=1, first=0):
 
 def words_of(tokenizer, rows):
     """(B, T): the number of each token's word, by the pieces' spelling; a special is one by itself."""
-    goes_on, special = (
-        np.array([piece.startswith(mark) for piece in tokenizer.pieces])[rows]
-        for mark in ("##", "[")
-    )
-    begins = ~goes_on
-    begins[:, 1:] |= special[:, :-1]
+    first = np.array([piece[0] for piece in tokenizer.pieces])[rows]
+    begins = first != "#"
+    begins[:, 1:] |= (first == "[")[:, :-1]
     begins[:, 0] = True
     return begins.cumsum().reshape(rows.shape) - 1
 

@@ -107,9 +107,7 @@ def test_report_of_real_runs(tmp_path, run_train, chromium, shots):
     times = [(r["time"] - records[0]["time"]) / 60 for r in records if r["kind"] == "train"]
     assert tab.plot("lr", "data[0].x") == pytest.approx(times, abs=1e-4)
 
-    shown = tab.page.locator(
-        "article:visible h3"
-    )  # the newest text first, the others by the slider
+    shown = tab.page.locator("article:visible h3")  # the newest first, the others by the slider
     steps = tab.page.locator("article").count()
     assert shown.all_text_contents() == ["after 12 steps"] and steps > 1
     tab.page.locator("#step").press("ArrowLeft")

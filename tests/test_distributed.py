@@ -13,22 +13,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import (
-    ROOT,
-    TINY_MODEL,
-    TINY_RUN,
-    difference,
-    differing_parts,
-    driver,
-    equal_bits,
-    finished,
-    mask_shards,
-    of_kind,
-    read_run,
-    train_here,
-    wait_for,
-    wait_for_steps,
-    write_shards,
+
+from conftest import (  # isort: skip
+    ROOT, TINY_MODEL, TINY_RUN, difference, differing_parts, driver, equal_bits, finished,
+    mask_shards, of_kind, read_run, train_here, wait_for, wait_for_steps, write_shards,
 )  # fmt: skip
 from test_train import raw_gradients
 
@@ -270,10 +258,8 @@ def test_a_process_that_is_gone_or_silent_ends_the_others_with_a_sentence(
     wait_for_steps(two[0], tmp_path / "log" / "r", 7)
     two[1].signal(getattr(signal, how))
     assert two[0].wait(60) == 1 and "Traceback" not in two[0].stderr, two[0].stderr
-    said = (
-        r"error: \[rank 0\] another process has ended, .*(by peer|waiting 4000ms).*with --resume\n"
-    )
-    assert re.search(said, two[0].stderr)
+    said = r"\[rank 0\] another process has ended, .*(by peer|waiting 4000ms).*with --resume\n"
+    assert re.search(f"error: {said}", two[0].stderr)
     two[1].kill()
     step = max(read_run(tmp_path / "log" / "r").checkpoints)
     assert step % 3 == 0 and run_train("--resume", "--max_steps", step + 1).returncode == 0

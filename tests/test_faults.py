@@ -42,17 +42,13 @@ def test_a_full_disk_ends_a_preparation_which_goes_on_when_there_is_room(small_d
     flags += ["--workers", 0, "--out"]
     out, whole = small_disk / "o", tmp_path / "whole"
     full = run_python(ROOT / "fineweb.py", *flags, out, cwd=tmp_path)
-    said = (
-        r"fineweb.py: error: .*t_train_000003.npy cannot be written: the disk is full; make room\n"
-    )
-    assert full.returncode == 2 and re.fullmatch(said, full.stderr)
+    said = r"t_train_000003.npy cannot be written: the disk is full; make room\n"
+    assert full.returncode == 2 and re.fullmatch(rf"fineweb.py: error: .*{said}", full.stderr)
     left = {path.name: path.read_bytes() for path in out.glob("*.npy*")}
     subprocess.run(["mount", "-o", "remount,size=2m", out.parent], check=True)
     for place in (out, whole):
         succeed("fineweb.py", *flags, place, cwd=tmp_path)
-    again, undisturbed = (
-        {path.name: path.read_bytes() for path in place.iterdir()} for place in (out, whole)
-    )
+    again, undisturbed = ({p.name: p.read_bytes() for p in it.iterdir()} for it in (out, whole))
     assert again == undisturbed and len(left) == 3 and left.items() <= again.items()
 
 

@@ -54,8 +54,6 @@ def test_a_file_is_written_whole_or_left_as_it_was(tmp_path, monkeypatch):
 
 
 def test_of_what_a_parser_says_the_first_sentence_is_told():
-    assert (
-        first_line(ValueError("no directory found. This is an internal error\nat 5"))
-        == "no directory found"
-    )
+    said = "no directory found. This is an internal error\nat 5"
+    assert first_line(ValueError(said)) == "no directory found"
     assert first_line(KeyError()) == "KeyError"

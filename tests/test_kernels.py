@@ -83,9 +83,8 @@ def test_they_are_in_before_the_micro_batch_is_sought(shards, monkeypatch):
 
     monkeypatch.setattr(train_gpt2.device, "fit_batch_size", fit)
     how = dict(data=str(shards), total_batch_size=64, seq_len=16, max_steps=1, device="cpu")
-    train_gpt2.set_up(
-        GPTConfig(**TINY_MODEL), TrainConfig("laptop", **how, compile=False), World("cpu")
-    )
+    cfg = TrainConfig("laptop", **how, compile=False)
+    train_gpt2.set_up(GPTConfig(**TINY_MODEL), cfg, World("cpu"))
     assert found == [FusedHeadLoss]
 
 
@@ -157,11 +156,8 @@ def agree(ours, theirs, bound):
     return all((a - b).abs().max() <= bound * b.abs().max().clamp(min=1) for a, b in pairs)
 
 
-BOUNDS = {  # on a CPU, on a GPU
-    torch.float32: (1e-5, 1e-3),
-    torch.bfloat16: (2e-2, 3e-2),
-    torch.float16: (2e-3, 3e-3),
-}
+# on a CPU, on a GPU
+BOUNDS = {torch.float32: (1e-5, 1e-3), torch.bfloat16: (2e-2, 3e-2), torch.float16: (2e-3, 3e-3)}
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not has_gpu, reason="needs a GPU")]
 
 
@@ -268,9 +264,8 @@ def test_8_bit_losses_are_off_by_a_few_percent_at_random_and_no_more(n, monkeypa
     for a, b in zip(ours[1:], theirs[1:]):
         a, b = a.float(), b.float()
         assert 1e-3 < error(a, b) < 0.06
-        assert ((a * b).sum() / (b * b).sum()).item() == pytest.approx(1, abs=0.01), (
-            "it must not shrink"
-        )
+        length = ((a * b).sum() / (b * b).sum()).item()
+        assert length == pytest.approx(1, abs=0.01), "it must not shrink"
     assert not ours[1][data[2] == -1].any() and not ours[2][390:].any()
 
 
@@ -305,10 +300,8 @@ def test_gradients_of_8_bit_products_are_off_by_the_rounding_alone(size):
     weights = [0.1 * torch.randn(shape, device="cuda") for shape in shapes]
     dy = (size * torch.randn(512, 96, device="cuda")).bfloat16()
     inputs = [t.double().requires_grad_() for t in (x, *weights)]
-    y = (
-        F.gelu(inputs[0] @ inputs[1].t() + inputs[2], approximate="tanh") @ inputs[3].t()
-        + inputs[4]
-    )
+    hidden = F.gelu(inputs[0] @ inputs[1].t() + inputs[2], approximate="tanh")
+    y = hidden @ inputs[3].t() + inputs[4]
     *wanted, db_wanted = [y, *torch.autograd.grad(y, inputs, dy.double())]
     inputs = [t.clone().requires_grad_() for t in (x, *weights)]
     y = fp8_mlp.mlp_products_fp8(*inputs)[0]
@@ -332,8 +325,7 @@ def on_the_gpu():
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("fp8", ["off", "all"])
 def test_fused_gradients_are_those_of_the_plain_model(compiled, checkpointing, fp8, monkeypatch):
-    """Errors against float32 are those of bf16; in 8 bits they are larger, and the MLP's are in 8
-    bits."""
+    """Errors against float32 are those of bf16; in 8 bits, which the MLP's are, they are larger."""
     if fp8 == "all" and not has_fp8:
         pytest.skip("needs a GPU with 8-bit products")
     monkeypatch.setattr(cross_entropy, "CHUNK", 64)  # 96 positions: a whole chunk and a part
@@ -347,9 +339,8 @@ def test_fused_gradients_are_those_of_the_plain_model(compiled, checkpointing, f
             loss = run(idx, idx)[1]
         loss.backward()
         found[name] = {n: p.grad for n, p in model.named_parameters()} | {"loss": loss.detach()}
-    assert type(models["fused"].transformer.h[0].mlp) is (
-        fp8_mlp.Fp8MLP if fp8 == "all" else FusedMLP
-    )
+    wanted = fp8_mlp.Fp8MLP if fp8 == "all" else FusedMLP
+    assert type(models["fused"].transformer.h[0].mlp) is wanted
     for name, reference in found["exact"].items():
         plain, ours = (error(found[model][name], reference) for model in ("plain", "fused"))
         assert ours < max(1.5 * plain, 5e-3) if fp8 == "off" else ours < 0.25, name
@@ -376,8 +367,7 @@ def test_nothing_is_fused_in_another_precision_too_few_positions_or_without_grad
 
 @on_gpu()
 def test_a_bias_far_below_the_rounding_counts_for_what_it_is():
-    """Added to a rounded product it would vanish, or decide ties in the sum with a 16-bit
-    stream."""
+    """Added to a rounded product it would vanish, or decide ties in the sum with the stream."""
     mlp = MLP(GPTConfig(1, 2, 128, 16, vocab_size=50)).cuda()
     with torch.no_grad():
         mlp.c_fc.weight.normal_(std=0.1)

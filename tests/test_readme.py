@@ -32,10 +32,9 @@ def prose(text):
 
 
 def links(text):
-    found = re.findall(r"\]\(([^()\s]+)\)", prose(text))
-    return found + [
-        a[k] for _, a in tags(prose(text)) for k in ("href", "src", "srcset") if a.get(k)
-    ]
+    text, kinds = prose(text), ("href", "src", "srcset")
+    found = re.findall(r"\]\(([^()\s]+)\)", text)
+    return found + [a[k] for _, a in tags(text) for k in kinds if a.get(k)]
 
 
 def anchors(path):

@@ -15,17 +15,10 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from conftest import (
-    ROOT,
-    TINY_MODEL,
-    differing_parts,
-    driver,
-    equal_bits,
-    of_kind,
-    read_run,
-    run_python,
-    train_here,
-    wait_for_steps,
+
+from conftest import (  # isort: skip
+    ROOT, TINY_MODEL, differing_parts, driver, equal_bits, of_kind, read_run, run_python,
+    train_here, wait_for_steps,
 )  # fmt: skip
 
 import train_gpt2
@@ -335,9 +328,8 @@ def test_a_checkpoint_on_disk_leaves_no_copy_in_memory(tmp_path, monkeypatch):
     """Not even until the next garbage collection: on a GPU, new memory for a copy takes a second."""
     writer = checkpoints.Writer(tmp_path, 1, True, torch.device("cpu"))
     real, copies = checkpoints.save, []
-    monkeypatch.setattr(
-        checkpoints, "save", lambda *a: copies.append(weakref.ref(a[2]["x"])) or real(*a)
-    )
+    noted = lambda *a: copies.append(weakref.ref(a[2]["x"])) or real(*a)  # noqa: E731
+    monkeypatch.setattr(checkpoints, "save", noted)
     gc.disable()
     try:
         writer.save(1, {"x": torch.ones(3)})

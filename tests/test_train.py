@@ -12,17 +12,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import (
-    TINY_MODEL,
-    VOCAB,
-    difference,
-    differing_parts,
-    driver,
-    equal_bits,
-    mask_shards,
-    of_kind,
-    read_run,
-    train_here,
+
+from conftest import (  # isort: skip
+    TINY_MODEL, VOCAB, difference, differing_parts, driver, equal_bits, mask_shards, of_kind,
+    read_run, train_here,
 )  # fmt: skip
 from test_model import noisy
 

@@ -294,9 +294,7 @@ FILES = {  # what is said of a state dict in a file: what became of it
     "c_fc.weight has shape": lambda state: state[f"{H}mlp.c_fc.weight"].t_(),
     "c_fc.bias holds numbers that": lambda state: state[f"{H}mlp.c_fc.bias"].fill_(torch.nan),
     "a head of its own": lambda state: state.update({"lm_head.weight": torch.ones(104, 32)}),
-    "lm_head.weight is sparse or": lambda state: state.update(
-        {"lm_head.weight": torch.zeros(1).to_sparse()}
-    ),
+    "lm_head.weight is sparse or": lambda s: s.update({"lm_head.weight": torch.eye(1).to_sparse()}),
     "rotary, which this model has not": lambda state: state.update({f"{H}rotary": torch.ones(4)}),
 }
 NOWHERE = {"'./x' is no file or folder": "./x", "there is no checkpoint x.pt": "x.pt"}
