@@ -86,12 +86,6 @@ def test_fields_that_no_run_writes_are_left_out(tmp_path):
     plot.draw([folder], tmp_path / "it.png")
 
 
-def test_how_a_run_ended(tmp_path):
-    end = dict(kind="end", step=400, time=5.0, reason="SIGTERM")
-    for more, reason in (([], None), ([end], "SIGTERM"), ([end, start(400, time=9.0)], None)):
-        assert records.ended(records.read_log(write_log(tmp_path, [*RUN, *more]))) == reason
-
-
 def test_smoothing():
     assert records.smooth([5.0, 1.0, 3.0]) == [5.0, 1.0, 3.0]  # too few to smooth
     line = [0.5 * i for i in range(400)]
@@ -205,11 +199,7 @@ def test_a_picture_never_ends_a_run(tmp_path, capfd):
         assert "no loss curve: " in capfd.readouterr().err and not (tmp_path / out).exists()
 
 
-def test_command(tmp_path, monkeypatch, capsys):
+def test_command(tmp_path):
     write_log(tmp_path / "log/r", RUN)
     done = run_python(LAB, "plot", "--dark", cwd=tmp_path)
     assert done.stdout == "wrote log/r/loss.png\n", done.stderr
-    write_log(tmp_path / "log/s", RUN)
-    monkeypatch.chdir(tmp_path)
-    plot.main(["r", "log/s"])
-    assert capsys.readouterr().out == "wrote log/r/loss_with_s.png\n", "training's picture stays"

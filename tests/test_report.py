@@ -94,6 +94,8 @@ def test_what_stands_on_the_page(tmp_path):
     end = dict(kind="end", step=500, time=9e9, reason="done")
     done = Page(write_run(tmp_path / "r", [*RUN, val(500, 1.8), end]))
     done.says(", finished", "best validation loss 1.7149 step 400")
+    again = write_run(tmp_path / "r", [*RUN, val(500, 1.8), end, start(500, time=9.1e9)])
+    Page(again).says("still running or killed")
 
 
 def shaded(step, *texts):
@@ -186,9 +188,11 @@ def test_text_from_a_log_is_never_code(tmp_path):
     # plotly reads names as HTML of its own
     assert page.figures["lr"]["curves"][0]["name"] == "&lt;b&gt;&amp;amp;'"
     # what a young model writes: control characters, and half of a character that takes two
-    run = write_run(tmp_path / "r", [*RUN, sample(400, "The \x00\x1b[1m\r\n\ttab", "\ud83d")])
+    run = write_run(
+        tmp_path / "r", [*RUN, sample(400, "The \x00\x1b[1m\r\n\ttab\x7f\x9b", "\ud83d")]
+    )
     report.write_page([run], tmp_path / "page.html")
-    assert "<pre>The ␀␛[1m␍\n\ttab</pre><pre>?</pre>" in (tmp_path / "page.html").read_text()
+    assert "<pre>The ␀␛[1m␍\n\ttab␡\ufffd</pre><pre>?</pre>" in (tmp_path / "page.html").read_text()
 
 
 def test_two_runs(tmp_path):

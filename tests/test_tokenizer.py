@@ -8,7 +8,7 @@ import pytest
 from conftest import ROOT, run_python
 
 from lab.cli import UserError
-from lab.data.tokenizers import MARK, get_tokenizer, name_of_size, printable
+from lab.data.tokenizers import MARK, get_tokenizer, name_of_size
 
 
 @pytest.fixture(params=["bytes", "gpt2"])
@@ -70,8 +70,3 @@ def test_no_files_is_one_sentence(tmp_path):
     got = run_python(ROOT / words[0], *words[1:], cwd=tmp_path, **env)
     assert got.returncode == 2 and "Traceback" not in got.stderr
     assert "TIKTOKEN_CACHE_DIR" in got.stderr and "add --tokenizer bytes to the" in got.stderr
-
-
-def test_a_terminal_is_shown_no_control_characters():
-    assert printable("a\n\tb é 日") == "a\n\tb é 日"
-    assert printable("\x1b[2J\x07\r\x0e\x7f\x9b2J") == "␛[2J␇␍␎␡\ufffd2J"
