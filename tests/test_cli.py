@@ -17,6 +17,7 @@ import pytest
 import torch
 from conftest import ROOT, TINY_RUN, run_python, succeed, train_here, write_shards
 from test_hellaswag import GOOD
+from test_plot import start, write_log
 from test_weights import saved, tiny_gpt
 
 import bert
@@ -154,6 +155,8 @@ BAD = {
     "speedrun.py --parallel zero1 --optimizer adamw --data data --max_steps 1": "zero1 is for train_gpt2.py",
     "speedrun.py --data data --small_steps 2 --total_batch_size 256 --batch_size 2": "=128 must be .* = 256;",
     "bert.py --preset laptop --data data": "there is no tokenizer .*tokenizer.json; `python fineweb",
+    "bert.py --preset laptop --init_from there": "is a model of train_gpt2.py; `python train_gpt2.py",
+    "speedrun.py --preset laptop --init_from there": "a model of train_gpt2.py; `python train_gpt2.py",
     "sample.py ab --temperature nan": r"temperature=nan must be a number, 0 \(likeliest token\) or more",
     "sample.py ab --top_p 1.5": "top_p=1.5 must be above 0",
     "sample.py ab --chat": "--chat takes what is typed",
@@ -173,6 +176,8 @@ BAD = {
     "lab plot there --out x.abc": "out=x.abc must end in .png or .svg or .pdf",
     "lab plot there --out file/x.png": "x.png cannot be written: .*; name another",
     "lab report there there there": "not 3",
+    "lab report there young": "no measurement",
+    "lab report there --out dir.html": "dir.html cannot be written: it is a folder",
     "lab report there --out x.jsonl": "end in .html",
     "lab report there --out data": "end in .html",
     "lab plan --gpu Voodoo": "gpu=Voodoo is not one of",
@@ -194,6 +199,8 @@ def place(tmp_path_factory):
     write_shards(folder / "short", sizes=(10,))
     (write_shards(folder / "broken") / "manifest.json").write_text("{")
     (folder / "file").write_text("not a folder")
+    (folder / "dir.html").mkdir()
+    write_log(folder / "log" / "young", [start()])
     (folder / "noise.jsonl").write_bytes(os.urandom(300))
     (folder / "label.jsonl").write_text(json.dumps(GOOD | {"label": 9}))
     saved(tiny_gpt(vocab_size=101), folder / "odd.pt")

@@ -143,13 +143,6 @@ def test_a_log_alone_and_a_damaged_configuration(tmp_path):
     (run / "config.json").write_text("{")
     with pytest.raises(UserError, match="config.json is damaged"):
         report.read_run(run, "r")
-    write_log(tmp_path / "young", [start()])
-    run = str(write_run(tmp_path / "a", RUN))
-    with pytest.raises(UserError, match="no measurement"):
-        report.main([run, str(tmp_path / "young")])
-    (tmp_path / "page.html").mkdir()
-    with pytest.raises(UserError, match="page.html cannot be written: it is a folder"):
-        report.main([run, "--out", str(tmp_path / "page.html")])
 
 
 @pytest.mark.parametrize("name", SCANT)

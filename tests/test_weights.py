@@ -1,6 +1,5 @@
 """Weights in and out, and that our model computes what transformers' GPT-2 does."""
 
-import importlib
 import json
 import os
 import pickle
@@ -11,10 +10,8 @@ import torch
 import torch.nn.functional as F
 from conftest import ROOT, add_noise, equal_bits, run_python
 
-import train_gpt2
 from lab import models, weights
 from lab.cli import UserError
-from lab.run import settings
 from lab.tools import export as tool
 from lab.tools.export import export
 from lab.weights import TRANSPOSED
@@ -195,17 +192,6 @@ def test_start_from(tmp_path):
     said = r"n_layer=2 \(here 3\), vocab_size=101 \(here 257\); pass --n_layer 2 and --data"
     with pytest.raises(UserError, match=said):
         models.start_from(tmp_path / "model.pt", GPT(GPTConfig(3, 4, 32, 16, vocab_size=257)))
-
-
-@pytest.mark.parametrize("program", ["bert", "speedrun"])
-def test_a_model_of_another_program_is_named(tmp_path, program):
-    """Each preset takes the shape of --init_from, and so looks at it first."""
-    module, path = importlib.import_module(program), saved(tiny_gpt(), tmp_path / "m.pt")
-    flags = ["--preset", "laptop", "--init_from", path]
-    with pytest.raises(UserError, match=r"m.pt is a model of train_gpt2.py; `python train_gpt2.py"):
-        settings.parse_flags(flags, module.PRESETS, module.__doc__, program)
-    _, model_config, _ = settings.parse_flags(flags, train_gpt2.PRESETS, "", "gpt2")
-    assert model_config.n_embd == 32
 
 
 def test_nanogpt_file(tmp_path):
