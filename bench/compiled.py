@@ -44,8 +44,7 @@ class Config:
 
 
 def parts(run, kind):
-    """What the mean loss of the next micro-batch, in nats, is the sum of: one part for the whole of
-    it compiled, one for each row otherwise."""
+    """What the next micro-batch's mean loss is the sum of: one part if compiled, else one a row."""
     x, y, _ = run.loader.micro_batch(run.loader.sequence, run.loader.micro_step)
     x, y = x.to(run.world.device), y.to(run.world.device)
     rows = [(x, y)] if kind == "compiled" else list(zip(x.split(1), y.split(1)))

@@ -1,5 +1,4 @@
-"""What the figures of this folder share: finding their records, and parts of drawings. Look and
-colours are those of lab.tools.style."""
+"""What the figures share: finding their records, and parts of drawings, as lab.tools.style looks."""
 
 import math
 from functools import partial

@@ -90,8 +90,7 @@ def ladder(runs, out_path, dark):
 
 @made_by("python bench/ladder.py --shapes 4x256 12x768 gpt2-medium")
 def shapes(runs, out_path, dark):
-    """tokens/s of each rung and shape but the first as a table, a cell the bluer the more
-    the rung brought, grey where it cost."""
+    """tokens/s of each rung and shape but the first: the bluer, the more it brought; grey: cost."""
     _, *others = measured(runs, "rungs", "tok_per_s").items()
     if not others:
         raise NoData("ladder.jsonl has rungs of one shape alone")

@@ -146,8 +146,7 @@ def covered(intervals):
 
 
 def table(extract):
-    """The kernels of an extract as text: those whose names differ in their last number alone taken
-    together, the longest first."""
+    """The kernels of an extract as text, the longest first; a last number in a name is left out."""
     spent = {}
     for kind, name, _, _, us in extract["kernels"]:
         spent.setdefault((kind, re.sub(r"_\d+$", "", name)), []).append(us)

@@ -99,8 +99,7 @@ def train(recipe, seed, steps, cfg, folder, measured=True):
 
 
 def timed(log):
-    """[(seconds of training, step, validation loss)] of a log. The first update, which is not
-    timed, counts as one of those that follow it."""
+    """[(seconds of training, step, validation loss)]; the first update counts as the next ones."""
     seconds, before, curve = 0.0, 0, []
     for e in log:
         if e["kind"] == "train" and "dt_ms" in e:

@@ -117,8 +117,7 @@ def test_small_parts_by_hand():
     sums, lengths = np.array([[2.0, 3.0, 4.0, 9.0]]), np.array([[1, 2, 4, 3]])  # means 2, 1.5, 1, 3
     result = summarise(sums, lengths, np.array([2]))
     assert (result["acc"], result["acc_norm"]) == (0.0, 1.0)  # sum and mean choose differently
-    # 30 of 100: centre (0.3 + 0.019208) / 1.038416, half 1.96 * sqrt(0.0021 + 0.00009604) /
-    # 1.038416
+    # 30 of 100: (0.3 + 0.019208 -+ 1.96 * sqrt(0.0021 + 0.00009604)) / 1.038416
     assert hellaswag.interval(0.3, 100) == pytest.approx([0.21894, 0.39585], abs=1e-4)
     assert hellaswag.interval(0.0, 5) == pytest.approx([0, 0.4345], abs=1e-3)  # no proof of never
     sums = np.array([[1.0, 4, 4, 4], [2, 1, 4, 4], [9, 1, 4, 4], [4, 4, 4, 1]])

@@ -1,5 +1,4 @@
-"""README.md, CONTRIBUTING.md and docs/ keep their word: links, anchors, pictures, flags and tests
-that they name are there."""
+"""README.md, CONTRIBUTING.md and docs/: links, anchors, pictures, flags, tests they name are there."""
 
 import importlib
 import json
