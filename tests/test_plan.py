@@ -12,8 +12,8 @@ from conftest import ROOT
 from lab import kernels
 from lab.cli import UserError
 from lab.device import GPUS, Precision, peak_flops
-from lab.tools import ledger, plan
-from lab.tools.ledger import GIB, Setting, peak, replaced
+from lab.tools import memory, plan
+from lab.tools.memory import GIB, Setting, peak, replaced
 from train_gpt2 import GPT, MLP, PRESETS, GPTConfig, TrainConfig
 
 SMALL = dict(n_layer=3, n_head=4, n_embd=64, block_size=64, vocab_size=1000)
@@ -39,7 +39,7 @@ def setting_of(model_config, batch_size, seq_len, changes, world_size=1, device_
 
 def setting(changes, monkeypatch, **place):
     """(a Setting, its model on the CPU, tokens for it); no micro-step is too small for kernels."""
-    monkeypatch.setattr(ledger, "SMALL", 0)
+    monkeypatch.setattr(memory, "SMALL", 0)
     monkeypatch.setattr(kernels.cross_entropy, "SMALL", 0)
     config = GPTConfig(**SMALL | {k: v for k, v in changes.items() if hasattr(GPTConfig, k)})
     s, model = setting_of(config, 6, config.block_size, changes, **place), GPT(config)
@@ -58,7 +58,7 @@ def stored(tensors, model):
 
 def kept_predicted(s):
     """The same from the ledger: before the backward pass begins."""
-    rows = [*ledger.activations(s), *ledger.head(s)]
+    rows = [*memory.activations(s), *memory.head(s)]
     kept = {label: size for label, size, when in rows if "head" in when and "scaled" not in label}
     if "logits" in kept and not s.cfg.compile:  # log-softmax without the two gradients
         kept["logits"] /= 3
@@ -183,7 +183,7 @@ def test_named_gpus(monkeypatch):
 
 def test_verdict(capsys):
     """A GPU on which 8 sequences of GPT-2 XL just fit: 16 do not; with checkpointing more do."""
-    need = peak(setting_of(PRESETS["gpt2-xl"][0], 8, 1024, {}))[0] / GIB + ledger.CONTEXT_GIB
+    need = peak(setting_of(PRESETS["gpt2-xl"][0], 8, 1024, {}))[0] / GIB + memory.CONTEXT_GIB
     xl = f"--preset gpt2-xl --gpu {need / (1 - plan.FRAGMENTS) + 0.01:.2f}GB"
     text = planned(capsys, xl)
     assert "batch_size=8 fits, with 0.0 GiB left" in text and "takes batch_size=8, with" in text

@@ -5,7 +5,7 @@
     python -m lab plan --preset gpt2-xl --gpu 24GB --batch_size 4 --activation_checkpointing
     python -m lab plan --preset gpt2 --gpu H100 --gpus 8 --price 2.5
 
-The memory is arithmetic on what autograd keeps (lab/tools/ledger.py). The speed is measured where
+The memory is arithmetic on what autograd keeps (lab/tools/memory.py). The speed is measured where
 the GPU is, by a few real steps; elsewhere it follows from an assumed MFU. All flags of
 `python train_gpt2.py --help` are understood too.
 """
@@ -27,7 +27,7 @@ from lab.data.loader import grad_accum_steps
 from lab.device import GPUS, Precision, memory_of, micro_batches, why_no_compile
 from lab.kernels.fused_mlp import epilogues_work
 from lab.run.settings import parse_flags, vocab_size
-from lab.tools.ledger import GIB, MOMENTS, PROGRAM, Setting, ledger, peak, replaced, totals
+from lab.tools.memory import GIB, MOMENTS, PROGRAM, Setting, ledger, peak, replaced, totals
 from lab.tools.records import short
 from lab.world import World
 
