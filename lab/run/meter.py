@@ -53,7 +53,7 @@ class Meter:
         steps = self.run.step - self.counted_from
         if not steps:
             return {}
-        tokens = self.run.loader.position - self.position  # stages have steps of other sizes
+        tokens = self.run.loader.position - self.position  # speedrun.py has steps of two sizes
         seconds = self.restart()
         tok_per_s = tokens / seconds
         values = {"dt_ms": 1000 * seconds / steps, "tok_per_s": tok_per_s}
