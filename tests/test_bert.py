@@ -342,12 +342,17 @@ def test_a_run_learns_and_says_what_it_hides(learnt, tokenizer):
         assert len(word["guesses"]) == 3 and 0 < word["guesses"][0][1] <= 1
 
 
-def test_a_tokenizer_with_a_gap_in_its_ids_is_refused(tmp_path, texts):
+def test_a_tokenizer_with_a_gap_in_its_ids_or_no_unknown_piece_is_refused(tmp_path, texts):
+    def refused(match):
+        (tmp_path / "tokenizer.json").write_text(json.dumps(data))
+        with pytest.raises(UserError, match=f"tokenizer.json is damaged .*{match}"):
+            get_tokenizer(str(tmp_path / "tokenizer.json"))
+
     data = json.loads((texts / "words" / "tokenizer.json").read_text())
+    data["model"]["unk_token"] = "[XXX]"
+    refused("Missing .UNK. token")
     data["model"]["vocab"]["the"] += 100_000
-    (tmp_path / "tokenizer.json").write_text(json.dumps(data))
-    with pytest.raises(UserError, match="tokenizer.json is damaged .*some have no piece"):
-        get_tokenizer(str(tmp_path / "tokenizer.json"))
+    refused("some have no piece")
 
 
 def test_validation_by_hand(learnt, texts, tokenizer):

@@ -134,6 +134,9 @@ class WordPiece(Tokenizer):
             self.pieces = [self.fast.id_to_token(i) for i in range(self.vocab_size)]
             if not all(self.pieces):
                 raise ValueError(f"of its {self.vocab_size} ids some have no piece")
+            self.fast.encode(
+                "\u2603" * 200
+            )  # raises where [UNK], for so odd a word, is none of them
         self.fast.no_truncation()
         self.fast.encode_special_tokens = True  # "[MASK]" in a text is letters in brackets
         missing = [name for name in SPECIAL if name not in self.pieces]
