@@ -196,7 +196,8 @@ def test_verdict(capsys):
     assert "does not fit, 7.9 GiB are missing" in text
     flags = "--gpus 2 --parallel fsdp2 --activation_checkpointing"
     assert text.endswith(f"2 GPUs would: {flags}.")
-    assert " fits, with" in planned(capsys, f"--preset gpt2-xl --gpu 24GB {flags}")
+    text = planned(capsys, f"--preset gpt2-xl --gpu 24GB {flags}")
+    assert " fits, with" in text and "Pass the largest --batch_size that fits: " in text
 
 
 def test_time_and_money(capsys):

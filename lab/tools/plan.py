@@ -83,7 +83,10 @@ def what_fits(s, gpu):
     sizes = [found.cfg.batch_size if (found := largest(x, gpu)) else "none" for x in both]
     if sizes != ["none", "none"]:
         usual, saving = sizes
-        return f"Left alone, training takes batch_size={usual}, with --activation_checkpointing {saving}."
+        largest_sizes = f"{usual}, with --activation_checkpointing {saving}."
+        if s.cfg.parallel == "fsdp2":
+            return f"Pass the largest --batch_size that fits: {largest_sizes}"
+        return f"Left alone, training takes batch_size={largest_sizes}"
     least = replace(both[1], cfg=replace(s.cfg, batch_size=1, parallel="fsdp2"))
     for n in (2, 4, 8, 16, 32, 64):
         if room(replace(least, world_size=n), gpu) >= 0:
