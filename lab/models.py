@@ -29,6 +29,10 @@ def find(source, log_dir="log"):
     path = Path(source) if source else newest_run(log_dir)
     if not path.exists() and source not in weights.PUBLISHED:  # gpt2 is OpenAI's
         path = Path(log_dir) / path
+    if (path / "log.jsonl").exists() and not checkpoint_files(path):
+        raise UserError(
+            f"{path} is a run that has no checkpoint yet; train it further, or name another"
+        )
     return str(read_newest(path)[0] if checkpoint_files(path) else source)
 
 

@@ -310,7 +310,7 @@ def test_the_preset_fits_the_machine_and_says_why(monkeypatch, tmp_path, shards)
             assert ("there is no GPU" in reason) == (not gpu), reason
             assert ("no shards are in nowhere" in reason) == (data == "nowhere"), reason
         monkeypatch.setenv("WORLD_SIZE", "8")
-        assert parsed()[2].preset == "gpt2", "torchrun is for the real run"
+        assert parsed()[2].preset == ("gpt2" if gpu else "laptop"), "GPUs are for the real run"
         monkeypatch.delenv("WORLD_SIZE")
 
 
@@ -323,6 +323,8 @@ def test_resuming_takes_the_settings_of_the_run(tmp_path, shards):
         assert cfg.resume and cfg.lr == lr and cfg.run_name == ("r" if flags else "s")
         assert model_config.n_head == (4 if flags else 2)
         assert reason.startswith(str(log / cfg.run_name))
+    with pytest.raises(UserError, match="run_name is empty; without --run_name the newest"):
+        parsed("--resume", "--log_dir", str(log), "--run_name", "")
         assert ("set by hand: lr=0.5" in reason) == (lr == 0.5)
 
 

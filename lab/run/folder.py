@@ -133,7 +133,9 @@ def run_to_resume(log_dir, run_name=""):
         again = "begin it again without --resume"
         if has_trained(run_dir):
             best = run_dir / "model_best.pt"
-            again = "delete the folder, or pass another --run_name"
+            again = (
+                "wait for one if it is going on; else delete the folder, or pass another --run_name"
+            )
             again = f"--init_from {best} begins with its best" if best.exists() else again
         raise UserError(f"{run_dir} has no checkpoint to resume from; {again}")
     return run_dir

@@ -168,8 +168,8 @@ def defaults_of_preset(given, program, presets, main):
 def best_preset(main, data):
     """(preset, in words why) that this machine and the data there are suggest."""
     shards, gpu = any(data.glob("*_train_*")), torch.cuda.is_available()
-    if "WORLD_SIZE" in os.environ:
-        return main, "what torchrun gets unless --preset says otherwise"
+    if gpu and "WORLD_SIZE" in os.environ:
+        return main, "what torchrun gets on GPUs unless --preset says otherwise"
     if shards and gpu:
         return main, f"there is a GPU, and {data} has shards"
     missing = ["there is no GPU"] * (not gpu) + [f"no shards are in {data}"] * (not shards)
@@ -199,7 +199,8 @@ def check(model_config, cfg):
          f"fp8={cfg.fp8} is no plain kernel; leave out --fp8 or --kernels plain"),
         (cfg.parallel != "ddp" and cfg.optimizer != "adamw",
          f"parallel={cfg.parallel} shares out AdamW's state, and optimizer={cfg.optimizer} has another; "
-         "leave one out"),
+         "pass --optimizer adamw, or leave --parallel out"),
+        (cfg.resume and not cfg.run_name, "run_name is empty; without --run_name the newest run goes on"),
         (cfg.on_spike == "skip" and cfg.optimizer != "adamw",
          f"on_spike=skip leaves AdamW's updates out alone, and optimizer={cfg.optimizer} makes others; "
          "leave one out, or pass --on_spike stop"),
