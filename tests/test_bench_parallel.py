@@ -89,6 +89,23 @@ def test_versions_are_compared_in_pairs():
     assert compare.ratio(pairs, "tok_per_s") == pytest.approx((1.02 + 0.98) / 2)
 
 
+def test_the_laptop_reads_nanogpts_own_prints(tmp_path):
+    """Of a program that prints as its train.py does, with the text where that looks for it."""
+    for folder in ("config", "data/shakespeare_char"):
+        (tmp_path / "nano" / folder).mkdir(parents=True)
+    (tmp_path / "nano" / "config" / "train_shakespeare_char.py").write_text("")
+    (tmp_path / "nano" / "train.py").write_text(
+        "import os, pickle\nmeta = pickle.load(open('data/shakespeare_char/meta.pkl', 'rb'))\n"
+        "print('step 0: train loss 4.2, val loss', len(meta['itos']))\nprint('iter 0: loss 4.1')\n"
+        "size = os.path.getsize('data/shakespeare_char/val.bin')\n"
+        "print('step 250: train loss 1.7, val loss', size / 1000)\n"
+    )
+    (tmp_path / "t.txt").write_text("abcde" * 2400)
+    characters, ids = laptop.encode(tmp_path / "t.txt")
+    first, last = laptop.race_nanogpt(tmp_path / "nano", characters, ids, tmp_path)
+    assert (first[1], last[1]) == (5, 2.4) and 0 < first[0] <= last[0]
+
+
 def test_the_first_loss_at_the_target_counts_or_the_last():
     assert laptop.reached([(1, 5.0), (2, 1.87), (3, 1.5)]) == (2, 1.87)
     assert laptop.reached([(1, 5.0), (2, 1.89)]) == (2, 1.89)

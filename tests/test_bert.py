@@ -382,20 +382,15 @@ def test_validation_by_hand(learnt, texts, tokenizer):
     assert np.log(value["pseudo_perplexity"]) == pytest.approx(loss, abs=1e-5)
 
     # who knows the frequencies alone, of ordinary words, has these of the very tokens hidden
-    train, masking = (
-        TokenShards(texts / "words", "train", tokenizer.vocab_size),
-        Masking(tokenizer, model.config),
-    )
-    seen = (
-        np.bincount(train.read(0, len(train)), minlength=tokenizer.vocab_size) * ~masking.special
-        + 1
-    )
-    at = np.arange(0, targets, 16)
+    masking, at = Masking(tokenizer, model.config), np.arange(0, targets, 16)
+    train = TokenShards(texts / "words", "train", tokenizer.vocab_size)
+    seen = np.bincount(train.read(0, len(train)), minlength=tokenizer.vocab_size)
+    seen = seen * ~masking.special + 1
     y = masking(*shards.batch(at, 16), 0, at)[1]
-    nats = -np.log(seen / seen.sum())[y[y >= 0]].mean()
+    y = y[y >= 0]
+    nats = -np.log(seen / seen.sum())[y].mean()
     assert run.events[0]["unigram"] == pytest.approx(nats, abs=1e-3)
-    most = (y[y >= 0] == seen.argmax()).mean()
-    assert value["unigram_accuracy"] == pytest.approx(most, abs=1e-6)
+    assert value["unigram_accuracy"] == pytest.approx((y == seen.argmax()).mean(), abs=1e-6)
 
 
 def test_two_processes_that_stop_and_resume_are_one(tmp_path, texts):
