@@ -43,8 +43,19 @@ def in_order(units, submit, result, depth: int):
         waiting.extend(itertools.islice(jobs, 1))
 
 
+def submit_deaf(pool, *args, **kwargs):
+    """pool.submit; a worker that it starts leaves Ctrl-C to this process, also while it imports."""
+    if os.name == "nt":  # there a worker can be interrupted until start_worker
+        return pool.submit(*args, **kwargs)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which a new process inherits
+    try:
+        return pool.submit(*args, **kwargs)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # one that came meanwhile is heard
+
+
 def start_worker():
-    """A worker leaves Ctrl-C to the main process, and ends with it, even if that was killed."""
+    """A worker ends with the main process, even if that was killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
@@ -58,7 +69,7 @@ def tokenise_in_processes(units, tokenizer: str, column: str, workers: int):
         return
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, context, initializer=start_worker)
-    submit = functools.partial(pool.submit, tokenise, tokenizer=tokenizer, column=column)
+    submit = functools.partial(submit_deaf, pool, tokenise, tokenizer=tokenizer, column=column)
     try:
         yield from in_order(units, submit, lambda job: job.result(), depth=2 * workers)
     except BrokenExecutor as error:
