@@ -55,8 +55,6 @@ class GPTConfig:
     mix_input: bool = True  # each block also sees the first embedding, as much as it learns to
     smear: bool = True  # each embedding has a share of the one before it
     bigram_rows: int = 0  # rows of an embedding of pairs of tokens; 0 is off
-    skips: bool = False  # the last half of the blocks also sees what the first half gave (U-net)
-    dropout: float = 0.0  # share of what a block adds that is left out in training
 
     @property
     def padded_vocab_size(self):
@@ -97,7 +95,6 @@ class TrainConfig(train_gpt2.TrainConfig):
     cautious: bool = True  # weight decay only where the step agrees
     # so many first steps, or that share of all, have half the tokens: early gradients agree
     small_steps: float = 0.0
-    tied_steps: float = 1.0  # with --tied: from here on the head has a matrix of its own
 
 
 PRESETS = {
@@ -218,16 +215,12 @@ class Block(nn.Module):
         self.attn = CausalSelfAttention(config, layer)
         self.mlp = MLP(config) if config.mlp == "relu2" else train_gpt2.MLP(config)
         self.mix = nn.Parameter(torch.tensor([1.0, 0.0])) if config.mix_input else None
-        self.dropout = config.dropout
 
     def forward(self, x, first, turn, value, mask=None, cache=None):
         if self.mix is not None:
             x = self.mix[0] * x + self.mix[1] * first
-        x = x + self.drop(self.attn(norm(x), turn, value, mask, cache))
-        return x + self.drop(self.mlp(norm(x)))
-
-    def drop(self, x):
-        return F.dropout(x, self.dropout, training=torch.is_grad_enabled())
+        x = x + self.attn(norm(x), turn, value, mask, cache)
+        return x + self.mlp(norm(x))
 
 
 class Smear(nn.Module):
@@ -261,7 +254,6 @@ class GPT(nn.Module):
         if config.bigram_rows:
             parts.bigrams = nn.Embedding(config.bigram_rows, config.n_embd)
         self.smear = Smear() if config.smear else None
-        self.skips = nn.Parameter(torch.ones(config.n_layer // 2)) if config.skips else None
         self.lm_head = nn.Linear(config.n_embd, rows, bias=False)
         if config.tied:
             self.lm_head.weight = self.transformer.wte.weight
@@ -314,14 +306,11 @@ class GPT(nn.Module):
         if self.smear is not None:
             x = self.smear(x, one_back(x, position, mask, cache, "smear"))
         turn = rotation(position, c.n_embd // c.n_head) if c.rotary else None
-        first, left, kept = x, len(t.h) - len(t.h) // 2, []
+        first = x
         for i, block in enumerate(t.h):
-            if self.skips is not None and i >= left:
-                x = x + self.skips[i - left] * kept.pop()
             table = c.value_table(i)
             value = None if table is None else t.vte[table](idx)
             x = block(x, first, turn, value, mask, cache)
-            kept += [x] if i < len(t.h) // 2 else []
         return norm(x)
 
     # what is done with `hidden` has not changed
@@ -383,13 +372,6 @@ class Run(train_gpt2.Run):
         for group in self.optimizer.param_groups:
             if "momentum" in group:
                 group["momentum"] = momentum(self.step, self.cfg)
-        if self.step == in_steps(self.cfg.tied_steps, self.cfg) > 1:
-            old, adamw = self.raw_model.lm_head.weight, self.optimizer.parts[1]
-            new = self.raw_model.lm_head.weight = nn.Parameter(old.detach().clone())
-            state = {k: v.clone() for k, v in adamw.state[old].items()}
-            adamw.add_param_group({"params": [new], "lr": self.cfg.lr, "scale": 1.0})
-            adamw.state[new] = state
-            adamw.param_groups.insert(-1, adamw.param_groups.pop())  # the last one holds norms
         return super().update()
 
 

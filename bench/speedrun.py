@@ -67,9 +67,6 @@ RECIPES = {
         "no_bigrams": f"speedrun.py {LAPTOP} --bigram_rows 0",
         "no_rates": f"speedrun.py {LAPTOP} --embed_lr 0.01 --scalar_lr 0.01",
         "+decay": f"speedrun.py {LAPTOP} --weight_decay 0.1",
-        "+skips": f"speedrun.py {LAPTOP} --skips",
-        "+late": f"speedrun.py {LAPTOP} --tied --embed_lr 0.003 --tied_steps 0.67",
-        "+dropout": f"speedrun.py {LAPTOP} --dropout 0.1",
         "+plain_decay": f"speedrun.py {LAPTOP} --weight_decay 0.1 --no_cautious",
     },
 }
