@@ -1,6 +1,6 @@
 """Run play.ipynb from top to bottom in a fresh kernel, and save it with its outputs.
 
-    python bench/run_notebook.py    # five minutes on two idle cores; needs requirements-notebook.txt
+    python bench/run_notebook.py    # four minutes on two idle cores; needs requirements-notebook.txt
 
 The seconds of each chapter go into the table of contents. Pictures are saved with 128 colours, in
 which lines and text look the same at a third of the bytes. A cell that fails leaves the file as it

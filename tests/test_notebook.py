@@ -32,6 +32,8 @@ def chapters():
 def test_saved_with_outputs_in_order_and_without_errors():
     code = cells("code")
     assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
+    shown = [cell["source"] for cell in code if not cell["metadata"].get("jupyter")]
+    assert max(map(len, shown)) <= 30, "lines of a cell; what only draws is collapsed"
     outputs = [output for cell in code for output in cell["outputs"]]
     assert "error" not in [output["output_type"] for output in outputs]
     pictures = sum("image/png" in output.get("data", {}) for output in outputs)

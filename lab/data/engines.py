@@ -51,7 +51,9 @@ def submit_deaf(pool, *args, **kwargs):
     try:
         return pool.submit(*args, **kwargs)
     finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # one that came meanwhile is heard
+        signal.pthread_sigmask(
+            signal.SIG_UNBLOCK, {signal.SIGINT}
+        )  # one that came meanwhile is heard
 
 
 def start_worker():
