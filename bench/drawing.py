@@ -1,12 +1,9 @@
 """What the figures share: finding their records, and parts of drawings, as lab.tools.style looks."""
 
-import math
 from functools import partial
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
-from matplotlib.transforms import Bbox
 from records import grouped, read_records
 from rungs import VARIANTS, key_of
 
@@ -138,46 +135,3 @@ def cells_of(ax, columns, rows):
 def cell(ax, x, y, text, fill, strength, **how):
     ax.barh(y, 1, left=x - 0.5, height=1, color=fill, alpha=strength)
     write(ax, text, x, y, dx=0, ha="center", **how)
-
-
-def label_points(ax, labels, others):
-    """Write the texts of labels [(x, y, text, color)] beside their points, where neither texts nor
-    points nor others [(x, y)] are: each takes the nearest free place around its point. Where that
-    is not beside it, or another point is near too, a thin line says whose it is."""
-    renderer = FigureCanvasAgg(ax.figure).get_renderer()
-    ax.figure.draw_without_rendering()  # settles the layout, so that places in pixels are final
-    dpi = ax.figure.dpi / 72
-    points = ax.transData.transform([(x, y) for x, y, *_ in labels] + others)
-    taken = [Bbox.from_bounds(x - 3 * dpi, y - 3 * dpi, 6 * dpi, 6 * dpi) for x, y in points]
-    there = [*ax.texts, *filter(None, [ax.get_legend()])]
-    taken += [text.get_window_extent(renderer) for text in there]
-    frame = ax.get_window_extent()
-    angles = (0, 180, 90, 270, 30, 330, 150, 210, 60, 300, 120, 240)
-    rays = [(r, math.radians(angle)) for r in range(6, 150, 6) for angle in angles]
-
-    def free(box):
-        inside = frame.x0 < box.x0 and box.x1 < frame.x1 and frame.y0 < box.y0 and box.y1 < frame.y1
-        return inside and not any(box.overlaps(other) for other in taken)
-
-    for (px, py), (x, y, text, color) in sorted(zip(points, labels), key=lambda i: tuple(i[0])):
-        probe = ax.annotate(text, (x, y), fontsize=SMALL)
-        box = probe.get_window_extent(renderer)
-        probe.remove()
-        w, h = box.width / 2 + 2, box.height / 2 + 1
-        for r, angle in rays:
-            # the text's middle lies outside the point by its own half size and r points
-            cx, cy = px + math.cos(angle) * (w + r * dpi), py + math.sin(angle) * (h + r * dpi)
-            here = Bbox.from_bounds(cx - w, cy - h, 2 * w, 2 * h)
-            if free(here):
-                break
-        else:
-            continue
-        gaps = sorted(
-            math.hypot(max(here.x0 - a, 0, a - here.x1), max(here.y0 - b, 0, b - here.y1))
-            for a, b in points[: len(labels)]
-        )
-        clear = r <= 12 and (len(gaps) < 2 or gaps[1] > 2 * gaps[0])
-        line = dict(arrowstyle="-", color=color, linewidth=0.6, shrinkA=0, shrinkB=2)
-        how = dict(ha="center", color=color, arrowprops=None if clear else line)
-        write(ax, text, x, y, dx=(cx - px) / dpi, dy=(cy - py) / dpi, **how)
-        taken.append(here)
