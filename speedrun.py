@@ -47,7 +47,7 @@ class GPTConfig:
     bf16_residual: bool = True  # under bf16 autocast the residual stream is bf16 too
     document_mask: bool = False  # attention does not cross end-of-text (id vocab_size - 1)
     rotary: bool = True  # queries and keys turn with their position; off: positions are embedded
-    qk_norm: bool = True  # queries and keys have length 1 before they meet
+    qk_norm: bool = True  # queries and keys are normalised before they meet
     mlp: Literal["relu2", "gelu"] = "relu2"  # gelu: GPT-2's MLP, with its biases and 8-bit kernels
     zero_init: bool = True  # what is added to the residual stream begins as 0
     tied: bool = False  # one matrix for embedding and head, as in GPT-2
