@@ -476,12 +476,3 @@ def test_no_more_is_read_ahead_than_there_is_work_for():
     for done, (unit, result) in enumerate(in_order(units, str, int, depth=4)):
         assert unit == result == done and len(read) <= done + 5
     assert done == 99
-
-
-def test_a_machine_without_a_gpu_is_told_of_bytes(tmp_path, monkeypatch, capsys, gpt2_files):
-    (tmp_path / "a.txt").write_text("a text of her own")
-    for gpu in (None, "/usr/bin/nvidia-smi"):
-        monkeypatch.setattr(shutil, "which", lambda name, gpu=gpu: gpu)
-        words = ["--source", tmp_path / "a.txt", "--out", tmp_path / "o", "--workers", 0]
-        assert fineweb.main(list(map(str, words))) == 0
-        assert ("--tokenizer bytes" in capsys.readouterr().out) == (gpu is None)
