@@ -14,7 +14,7 @@ import train_gpt2
 from bert import Bert, BertConfig, Masking
 from lab import bert_weights, kernels, models
 from lab.cli import UserError
-from lab.data import TokenShards, get_tokenizer
+from lab.data import TokenShards, get_tokenizer, wordpiece
 from lab.device import Precision
 
 TOLERANCE = 1e-4
@@ -292,7 +292,7 @@ def test_masks_are_new_in_each_pass_and_depend_on_the_sequence_alone(tokenizer):
 # ---------------------------------------------------------------------------------------- tokenizer
 
 
-def test_tokenizer(tokenizer, texts):
+def test_tokenizer(tokenizer, texts, monkeypatch):
     assert tokenizer.pieces[:5] == ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     manifest = json.loads((texts / "words/manifest.json").read_text())
     assert tokenizer.vocab_size == manifest["vocab_size"] == 90
@@ -303,6 +303,9 @@ def test_tokenizer(tokenizer, texts):
     assert list(tokenizer.encode_documents([text, text])) == 2 * [3, *ids]
     assert 4 not in tokenizer.encode("[MASK] [SEP]") and tokenizer.encode("\ud800") is not None
     assert tokenizer.goes_on().sum() == sum(p.startswith("##") for p in tokenizer.pieces)
+    monkeypatch.setattr(wordpiece, "ENOUGH", 3)  # characters
+    letters = wordpiece.learn(["ab", "cd", "xx"], 99).get_vocab()
+    assert "d" in letters and "x" not in letters
 
 
 def test_the_same_text_makes_the_same_vocabulary(texts, tmp_path):

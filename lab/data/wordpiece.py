@@ -54,23 +54,17 @@ def learn(texts, vocab_size):
     # The trainer numbers letters within words as a hash table yields them, and of pairs that are as
     # frequent it joins the lower numbers first. Given in order, they make the same text the same
     # vocabulary.
-    texts, seen = list(first_characters(texts)), Counter()
-    for text in texts:
-        seen.update(made.normalize(text))
+    read, seen, left = [], Counter(), ENOUGH
+    for text in progress(texts, "learning a vocabulary", "text"):
+        read.append(text.encode("utf-8", "replace").decode())
+        seen.update(made.normalize(read[-1]))
+        left -= len(text)
+        if left < 0:
+            break
     letters = sorted(sorted(seen), key=seen.get)[-1000:]
     cut = made.pre_tokenizer.pre_tokenize_str
     inside = sorted(f"##{c}" for c in letters if len(cut(f"a{c}")) == 1 and c > " ")
     how = dict(vocab_size=vocab_size, initial_alphabet=sorted(letters), limit_alphabet=len(letters))
     how |= dict(special_tokens=SPECIAL + inside, show_progress=False)
-    made.train_from_iterator(texts, **how)
+    made.train_from_iterator(read, **how)
     return BertWordPieceTokenizer(made.get_vocab())  # anew: in use letters are not special
-
-
-def first_characters(texts):
-    """So many of the texts that they have ENOUGH characters."""
-    left = ENOUGH
-    for text in progress(texts, "learning a vocabulary", "text"):
-        yield text.encode("utf-8", "replace").decode()
-        left -= len(text)
-        if left < 0:
-            return
