@@ -51,9 +51,8 @@ def submit_deaf(pool, *args, **kwargs):
     try:
         return pool.submit(*args, **kwargs)
     finally:
-        signal.pthread_sigmask(
-            signal.SIG_UNBLOCK, {signal.SIGINT}
-        )  # one that came meanwhile is heard
+        # one that came meanwhile is heard now
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def start_worker():

@@ -70,9 +70,8 @@ class ByteTokenizer(Tokenizer):
 # "blank | blank, word" is marked beforehand, because no run of blanks is then followed by a word
 # inside a piece. The mark is a special token of the fast encoder and is dropped afterwards.
 FAST_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+"
-BLANK = (  # Unicode's White_Space
-    r"\t-\r \x{85}\x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}"
-)
+# Unicode's White_Space
+BLANK = r"\t-\r \x{85}\x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}"
 MARK = "\x1d\x1e\x1f\x1e\x1d"  # control characters; a text that does hold them goes the plain way
 
 
@@ -134,9 +133,7 @@ class WordPiece(Tokenizer):
             self.pieces = [self.fast.id_to_token(i) for i in range(self.vocab_size)]
             if not all(self.pieces):
                 raise ValueError(f"of its {self.vocab_size} ids some have no piece")
-            self.fast.encode(
-                "\u2603" * 200
-            )  # raises where [UNK], for so odd a word, is none of them
+            self.fast.encode("\u2603" * 200)  # raises where [UNK], for so odd a word, is none
         self.fast.no_truncation()
         self.fast.encode_special_tokens = True  # "[MASK]" in a text is letters in brackets
         missing = [name for name in SPECIAL if name not in self.pieces]
