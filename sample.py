@@ -101,17 +101,15 @@ def complete(model, tokenizer, prompt, cfg, seed, write, cache=None):
             if text.ended:
                 continue
             piece = text.add(token)
-            if text is texts[0] and piece:
+            if text is texts[0]:
                 write(piece)
             if cfg.html:
                 shown = piece + "<|endoftext|>" * text.ended
                 text.shades.append(shade(token, row, printable(shown), tokenizer))
         if all(text.ended for text in texts):
             return texts
-    for text in texts:
-        rest = text.end()
-        if text is texts[0] and rest:
-            write(rest)
+    rests = [text.end() for text in texts]
+    write(rests[0])
     return texts
 
 
@@ -124,7 +122,7 @@ def prompts(cfg):
     asks = sys.stdin.isatty()
     while True:
         if asks:
-            print("prompt (empty line ends): ", end="", file=sys.stderr, flush=True)
+            note("prompt (empty line ends): ")
         line = sys.stdin.readline()
         if not line or (asks and not line.strip()):
             return
