@@ -16,8 +16,7 @@ def shade(token, logits, text, tokenizer, count=5):
     p, ids = torch.topk(probs, min(count, len(probs)))
     likeliest = [(i, name(i, tokenizer), short(x)) for i, x in zip(ids.tolist(), p.tolist())]
     own = {"id": token, "text": text, "name": name(token, tokenizer)}
-    own["p"] = short(probs[token].item())
-    return own | {"likeliest": likeliest}
+    return own | {"p": short(probs[token].item()), "likeliest": likeliest}
 
 
 def name(token, tokenizer):
