@@ -19,11 +19,10 @@ def document_mask(idx, eot, past=0):
 def hide_other_documents(model):
     """Have `model` use document_mask wherever it is called without a mask and without a cache.
 
-    model: has `hidden(idx, position=None, mask=None, cache=None)`, which its forward calls, and a
-    config whose vocab_size - 1 is end-of-text. Who generates with a cache passes the mask herself,
-    as the tokens in the cache are not at hand here. Its class is replaced by a subclass, which
-    copies, compiles and loads like the one before; a wrapped method or a hook would do less: a
-    hook does not hear of hidden(), and a deep copy would go on calling the original's method.
+    model: has the method `hidden`, which its forward calls, and a config whose vocab_size - 1 is
+    end-of-text. Who generates with a cache passes the mask herself: the tokens in it are not known
+    here. A subclass copies, compiles and loads like the class before: a hook does not hear of
+    hidden(), and a deep copy would go on calling a wrapped method of the original.
     """
 
     class Masked(type(model)):
