@@ -173,6 +173,9 @@ def test_each_sample_ends_for_itself():
     assert [t.text for t in texts] == [decode(row[:end]) for row, end in zip(rows, ends)]
     assert "".join(pieces) == "abc" + texts[0].text
     assert [t.count for t in texts] == [min(40, end + 1) for end in ends]
+    for n in range(1, 17):  # cut within a character of the first, or of another
+        texts, pieces = written(model, "abc", seed=5, **how | dict(max_new_tokens=n))
+        assert "".join(pieces) == "abc" + texts[0].text
 
 
 def test_page(tmp_path, monkeypatch):
