@@ -75,6 +75,8 @@ def test_chat_shards(tmp_path):
     assert call("--verify", "--out", out).returncode == 1
     cut = manifest | {"complete": False, "shards": manifest["shards"][:2]}  # killed on its way
     (out / "manifest.json").write_text(json.dumps(cut))
+    got = call(*args, "--shard_tokens", 9000)  # would leave shards of both
+    assert got.returncode == 2 and "shard_tokens = 5000, now it is 9000" in got.stderr
     assert call(*args).returncode == 0 and hashes(out) == before
 
 

@@ -173,6 +173,7 @@ def test_texts_in_the_data_folder_stay(tmp_path, monkeypatch):
     for _ in range(2):  # the second time it is there already
         make("--source", "data/mine")
     assert text.exists() and verify("data/mine") == []
+    assert fineweb.completed(fineweb.Config()).out == "edu_fineweb10B"
 
 
 def test_shards_of_others_stay(tmp_path):

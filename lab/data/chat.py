@@ -113,9 +113,10 @@ def build_chat(files: list[File], out_dir, tokenizer: str, context: int, shard_t
     source = {"kind": "chat", "files": [[f.name, f.size, sha256_of(f.path)] for f in files]}
     settings = dict(source=source, context=context, shard_tokens=rows_per_shard * context)
     manifest, tok = begun(out_dir), get_tokenizer(tokenizer)
-    if manifest and (manifest["complete"] or manifest["data"] != "chat"):
+    if manifest:
         check_same(out_dir, manifest, data="chat", tokenizer=tokenizer, **settings)
-        return manifest
+        if manifest["complete"]:
+            return manifest
     manifest = new_manifest("chat", tok, val_tokens=0, **settings)
     lines = progress(lines_of(files), "reading", "line")
     found = [render_chat(line.get("messages"), tok, where=where) for where, line in lines]
