@@ -47,12 +47,17 @@ def submit_deaf(pool, *args, **kwargs):
     """pool.submit; a worker that it starts leaves Ctrl-C to this process, also while it imports."""
     if os.name == "nt":  # there a worker can be interrupted until start_worker
         return pool.submit(*args, **kwargs)
+    heard = []  # by another thread: raised here, it would leave a worker that is half started
+    usual = signal.signal(signal.SIGINT, lambda *_: heard.append(True))
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which a new process inherits
     try:
-        return pool.submit(*args, **kwargs)
+        job = pool.submit(*args, **kwargs)
     finally:
-        # one that came meanwhile is heard now
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # one that waited is heard now
+        signal.signal(signal.SIGINT, usual)
+    if heard:
+        raise KeyboardInterrupt
+    return job
 
 
 def start_worker():
