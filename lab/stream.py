@@ -79,9 +79,7 @@ class Text:
         return piece
 
 
-def pieces(
-    model, tokenizer, ids, max_new_tokens, likeliest=0, stop=(), one_window=False, **how
-):  # fmt: skip
+def pieces(model, tokenizer, ids, max_new_tokens, likeliest=0, stop=(), one_window=False, **how):
     """Yield each token that follows `ids` as {"id", "text", "end"}, with `likeliest` also what
     shading.shade says of it. how: settings of generate.
 
