@@ -90,9 +90,8 @@ def complete(model, tokenizer, prompt, cfg, seed, write, cache=None):
     """The prompt's cfg.num_samples Texts. write(text) gets the prompt and the pieces of the first
     text as they come. Raises UserError, before it writes, for a prompt that does not fit."""
     how, texts = drawing(model, cfg, seed, cache), [Text(tokenizer) for _ in range(cfg.num_samples)]
-    # In training, end-of-text leads every document.
-    idx = torch.tensor([[tokenizer.eot] + tokenizer.encode(prompt)], device=how["generator"].device)
-    idx = idx.expand(cfg.num_samples, -1)
+    ids = [tokenizer.eot] + tokenizer.encode(prompt)  # it leads every document in training
+    idx = torch.tensor([ids] * cfg.num_samples, device=how["generator"].device)
     written = read_ahead(generate(model, idx, cfg.max_new_tokens, **how))
     for i, (tokens, logits) in enumerate(written):
         if i == 0:  # it fits
