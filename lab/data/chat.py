@@ -138,8 +138,7 @@ def build_chat(files: list[File], out_dir, tokenizer: str, context: int, shard_t
             here = slice(i, i + size)
             count = int(counts[here].sum())
             save_shard(out_dir, manifest, ids[here].ravel(), mask[here].ravel(), documents=count)
-    left_out = dict(too_long=too_long, no_answer=no_answer)
-    return write_manifest(out_dir, manifest, complete=True, **left_out)
+    return write_manifest(out_dir, manifest, complete=True, too_long=too_long, no_answer=no_answer)
 
 
 def build_chats(path, tokenizer, context):
