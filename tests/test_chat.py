@@ -39,15 +39,16 @@ def test_chat_shards(tmp_path):
     rng = np.random.default_rng(0)
     lengths = enumerate(rng.integers(1, 60, (300, 2)))
     talks = [say(f"question {i}" + "?" * a, f"answer {i}" + "!" * b) for i, (a, b) in lengths]
-    talks[7][1]["content"], talks[8] = "long " * 100, talks[8][:1]
+    talks[6][1]["content"] = talks[7][1]["content"] = "long " * 100
+    talks[8] = talks[8][:1]
     source, out = tmp_path / "chat.jsonl", tmp_path / "o"
     source.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
     args = ["--source", source, *BYTES, "--context", 200, "--shard_tokens", 5000, "--out", out]
     got = call(*args)
     assert got.returncode == 0, got.stderr
-    assert "298 conversations" in got.stdout and "1 too long, 1 without an answer" in got.stdout
+    assert "297 conversations" in got.stdout and "2 too long, 1 without an answer" in got.stdout
     manifest, tok, found = read_manifest(out), get_tokenizer("bytes"), []
-    assert (manifest["context"], manifest["documents"]) == (200, 298) and verify(out) == []
+    assert (manifest["context"], manifest["documents"]) == (200, 297) and verify(out) == []
     names = [e["name"] for e in manifest["shards"]]
     assert names[:2] == ["chat_val_000000.npy", "chat_train_000001.npy"] and len(names) > 3
     for name in names:
@@ -65,7 +66,7 @@ def test_chat_shards(tmp_path):
             held_out = [int(question.split("?")[0].split()[1]) % 10 == 0 for question, _ in here]
             assert held_out == ["val" in name] * len(here), "whatever else is left out"
             found += here
-    wanted = [(t[0]["content"], t[1]["content"]) for i, t in enumerate(talks) if i not in (7, 8)]
+    wanted = [(t[0]["content"], t[1]["content"]) for i, t in enumerate(talks) if i not in (6, 7, 8)]
     assert sorted(found) == sorted(wanted)
     used = sum(len(render_chat(say(*pair), tok)[0]) for pair in wanted)
     assert used > 0.8 * manifest["tokens"], "rows are filled"
