@@ -156,17 +156,16 @@ def set_threads():
         os.environ["OMP_WAIT_POLICY"] = "ACTIVE" if idle_share() > 0.9 else "PASSIVE"
 
 
-def idle_share(seconds=0.1):
+def idle_share():
     """Share of the time for which the CPUs had nothing to do; 0 where the system does not tell."""
 
-    def idle_and_all():
-        times = [int(t) for t in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
-        return times[3] + times[4], sum(times)
+    def times():
+        return [int(t) for t in Path("/proc/stat").read_text().split()[1:9]]
 
     try:
-        idle0, all0 = idle_and_all()
-        time.sleep(seconds)
-        idle1, all1 = idle_and_all()
-        return (idle1 - idle0) / max(1, all1 - all0)
+        before = times()
+        time.sleep(0.1)
+        spent = [b - a for a, b in zip(before, times())]
+        return sum(spent[3:5]) / max(1, sum(spent))  # idle, and waiting for a disk
     except (OSError, ValueError, IndexError):
         return 0.0

@@ -328,6 +328,14 @@ def test_resuming_takes_the_settings_of_the_run(tmp_path, shards):
         assert ("set by hand: lr=0.5" in reason) == (lr == 0.5)
 
 
+def test_the_share_of_the_time_for_which_cpus_have_nothing_to_do(monkeypatch):
+    read = mock.Mock(
+        side_effect=["cpu  9 1 1 1 1 1 1 1 0 0\ncpu0 9", "cpu  9 2 2 6 2 1 1 1 0 0", OSError]
+    )
+    monkeypatch.setattr(cli.Path, "read_text", read)
+    assert (cli.idle_share(), cli.idle_share()) == (6 / 8, 0)
+
+
 def test_a_tool_names_itself_where_it_sends_for_help():
     ended = run_python("-m", "lab", "plan", "--parallel", "fsdp3", cwd=ROOT)
     assert ended.returncode == 2 and "run python -m lab plan --help" in ended.stderr
