@@ -154,13 +154,11 @@ def only_writer(folder, refusal, wait=False):
         folder.mkdir(parents=True, exist_ok=True)
         lock = filelock.FileLock(folder / ".lock", timeout=-1 if wait else 0)
         try:
-            lock.acquire()
+            held = lock.acquire()
         except filelock.Timeout:
             raise UserError(refusal) from None
-    try:
+    with held:
         yield
-    finally:
-        lock.release()
 
 
 def check_writable(path, flag):
