@@ -178,6 +178,9 @@ def test_a_stop_before_the_first_update_leaves_nothing(tmp_path, shards, monkeyp
         run_to_resume(tmp_path, "r")
     with pytest.raises(UserError, match="no checkpoint to resume from; --init_from .*_best.pt"):
         train_here(tmp_path, shards, "r", **settings)
+    (again.dir / "model_best.pt").unlink()
+    with pytest.raises(UserError, match="wait for one if it is going on; else delete the folder"):
+        run_to_resume(tmp_path, "r")
 
 
 @pytest.mark.parametrize("name", ["", "SIGTERM"])

@@ -130,13 +130,13 @@ def run_to_resume(log_dir, run_name=""):
             f"{run_dir} holds no config.json to resume with; `ls {log_dir}` shows the runs there are"
         )
     if not checkpoint_files(run_dir):
-        again = "begin it again without --resume"
-        if has_trained(run_dir):
-            best = run_dir / "model_best.pt"
+        best, again = run_dir / "model_best.pt", "begin it again without --resume"
+        if best.exists():
+            again = f"--init_from {best} begins with its best"
+        elif has_trained(run_dir):
             again = (
                 "wait for one if it is going on; else delete the folder, or pass another --run_name"
             )
-            again = f"--init_from {best} begins with its best" if best.exists() else again
         raise UserError(f"{run_dir} has no checkpoint to resume from; {again}")
     return run_dir
 
