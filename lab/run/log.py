@@ -112,7 +112,6 @@ class Log:
         if damaged:
             record["passed_over"] = [path.name for path in damaged]
         self.event("start", run.step, record)
-        per_epoch = loader.epoch_tokens()
         tokens = loader.position + (cfg.max_steps - run.step) * cfg.total_batch_size
         threads = "" if cuda else f", {torch.get_num_threads()} threads"
         self.say(f"after step {run.step} of {reason}" if run.step else reason)
@@ -122,7 +121,7 @@ class Log:
         )
         self.say(
             f"data   {cfg.data}: {len(shards):,} training tokens, {len(val_shards):,} for validation; "
-            f"this run uses {tokens / per_epoch:.2f} epochs"
+            f"this run uses {tokens / loader.epoch_tokens():.2f} epochs"
         )
         for path in damaged:
             self.say(f"note: {path} was damaged: this goes on after step {run.step}")
@@ -179,9 +178,8 @@ class Log:
 
     def train(self, step, loss, lr, grad_norm, seconds_left=None, **speed):
         """The record of a training step, and the line for people."""
-        tokens = self.run.loader.position
-        record = dict(loss=loss, lr=lr, grad_norm=grad_norm, tokens=tokens) | speed
-        self.event("train", step, record)
+        record = dict(loss=loss, lr=lr, grad_norm=grad_norm, tokens=self.run.loader.position)
+        self.event("train", step, record | speed)
         shown = f" | {speed['tok_per_s']:,.0f} tok/s" if speed else ""
         shown += f" | MFU {speed['mfu']:.1%}" if speed.get("mfu") else ""
         if seconds_left is not None:
