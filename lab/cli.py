@@ -85,8 +85,7 @@ def in_words(error):
 
 
 def out_of_memory(error):
-    """Whether this is what CUDA, Python, the system or torch's CPU allocator raises when memory is
-    full."""
+    """Whether CUDA, Python, the system or torch's CPU allocator says that memory is full."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     if isinstance(error, RuntimeError):  # torch's own class is not imported here

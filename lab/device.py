@@ -10,9 +10,8 @@ from lab.data.loader import grad_accum_steps
 from lab.files import first_line
 
 # name: (dense peak in TFLOP/s at 16 bits with 32-bit sums, from the vendors' datasheets; GiB that
-# nvidia-smi shows, the smallest where there are several sizes). The first match wins. GDDR memory
-# with error correction shows 15/16 of its size (T4, L4, A10, L40S: modal-labs/modal-client, pull
-# 2797).
+# nvidia-smi shows, the smallest where there are several sizes). The first match wins. GDDR with
+# error correction shows 15/16 of its size (T4, L4, A10, L40S: modal-labs/modal-client, pull 2797)
 GPUS = {
     "B200": (2250, 180), "GH200": (989, 96), "H200": (989, 141), "H100 PCIe": (756, 80),
     "H100 NVL": (835, 94), "H100": (989, 80), "H800": (989, 80), "A100": (312, 40), "A800": (312, 40),

@@ -1,5 +1,4 @@
-"""Reading and writing files: one reader for each kind, which names the file that is wrong and says
-what to do."""
+"""Reading and writing files: one reader for each kind, which names a wrong file and a way out."""
 
 import contextlib
 import errno
@@ -52,8 +51,7 @@ def reading(path, what, way_out):
 
 @contextlib.contextmanager
 def writing(path, way_out="choose another place"):
-    """The system's refusal to write in the body becomes a UserError that names the file and the
-    reason."""
+    """The system's refusal to write, in the body, becomes a UserError with the file and why."""
     try:
         yield
     except OSError as error:
@@ -119,8 +117,7 @@ def write_whole(path, data):
 
 
 def sync_folder(folder):
-    """Make renames in `folder` last through a power cut; Windows has no such call and needs
-    none."""
+    """Make renames in `folder` last through a power cut; Windows needs no such call."""
     if os.name == "posix":
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -141,8 +138,7 @@ def template(name):
 
 @contextlib.contextmanager
 def only_writer(folder, refusal, wait=False):
-    """While this lasts, no other process is an only_writer of `folder`, which is made where there
-    is none.
+    """While this lasts, no other process is an only_writer of `folder`, which is made if missing.
 
     Raises UserError(refusal) where there is one already, or with `wait` waits for its end. The
     system drops the lock with the process that holds it, however that ends.
@@ -162,8 +158,7 @@ def only_writer(folder, refusal, wait=False):
 
 
 def check_writable(path, flag):
-    """Raise UserError where the file that --flag names cannot be written, before the work that it
-    is to hold."""
+    """Raise UserError, before the work for it is done, where --flag's file cannot be written."""
     path = Path(path)
     with writing(path, f"name another place with --{flag}"):
         path.parent.mkdir(parents=True, exist_ok=True)

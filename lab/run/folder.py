@@ -1,5 +1,4 @@
-"""A run's folder, LOG_DIR/RUN_NAME: who may write it, what is noted there first, what is said at
-the end.
+"""A run's folder, LOG_DIR/RUN_NAME: who may write it, its settings, what is said at the end.
 
 It holds config.json (here), model_<step>.pt (checkpoints.py), log.jsonl and TensorBoard's events
 (log.py), and loss.png (lab.tools.plot).
