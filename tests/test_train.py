@@ -361,6 +361,13 @@ def test_a_resumed_run_keeps_the_micro_batch_that_it_began_with(tmp_path, shards
         assert (start["batch_size"], start["grad_accum_steps"]) == (size, 16 // size)
 
 
+def test_a_model_that_is_too_large_for_a_cpu_is_said(tmp_path, shards, monkeypatch, capsys):
+    for flops, said in ((1e11, 0), (1e4, 1)):
+        monkeypatch.setattr("lab.run.log.CPU_FLOPS", flops)
+        train_here(tmp_path, shards, f"r{said}", max_steps=1)
+        assert capsys.readouterr().out.count("without a GPU a step of this model takes") == said
+
+
 def test_epochs_are_of_the_tokens_that_are_used(tmp_path, shards, capsys):
     train_here(tmp_path, shards, "r", align_documents=True, seq_len=32)
     used = 32 * len(TokenShards(shards, "train", VOCAB).document_starts(32))

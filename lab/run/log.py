@@ -131,8 +131,8 @@ class Log:
                 "are not used, as they would change the order. A new run with --init_from uses all"
             )
         flops = run.raw_model.flops_per_token(cfg.seq_len) * cfg.total_batch_size
-        if world.device.type == "cpu" and flops > 60 * CPU_FLOPS * world.world_size:
-            minutes = flops / CPU_FLOPS / world.world_size / 60
+        minutes = flops / CPU_FLOPS / world.world_size / 60
+        if world.device.type == "cpu" and minutes > 1:
             self.say(
                 f"note: without a GPU a step of this model takes {minutes:,.0f} minutes or so; "
                 "--preset laptop takes two minutes in all"
