@@ -21,6 +21,12 @@ NAMES = [
     ("cls.predictions.transform.LayerNorm", "head.ln"),
     ("cls.predictions.decoder", "lm_head"),
 ]
+# of a bias with a name of its own, and of files from TensorFlow
+OLD = [
+    ("cls.predictions.bias", "cls.predictions.decoder.bias"),
+    ("LayerNorm.gamma", "LayerNorm.weight"),
+    ("LayerNorm.beta", "LayerNorm.bias"),
+]
 # heads that bert.py has not, and a buffer of older files
 LEFT_OUT = ("bert.pooler.", "cls.seq_relationship.", "bert.embeddings.position_ids")
 WANTED = {  # what a config.json must say, first what it is where nothing is said
@@ -36,29 +42,18 @@ WANTED = {  # what a config.json must say, first what it is where nothing is sai
 
 def renamed(name, pairs):
     for old, new in pairs:
-        name = re.sub(rf"(^|\.){re.escape(old)}(?=\.)", rf"\g<1>{new}", name)
+        name = re.sub(rf"(^|\.){re.escape(old)}(?=\.|$)", rf"\g<1>{new}", name)
     return name
 
 
 def from_transformers(state):
     """Their tensors with our names."""
-    ours, parts = {}, {}
-    for name, value in state.items():
-        if name.startswith(LEFT_OUT):
-            continue
-        name = name.replace("LayerNorm.gamma", "LayerNorm.weight")  # of files from TensorFlow
-        name = name.replace("LayerNorm.beta", "LayerNorm.bias")
-        if name == "cls.predictions.bias":
-            name = "cls.predictions.decoder.bias"
-        found = re.search(r"(query|key|value)(?=\.(weight|bias)$)", name)
-        if found:  # c_attn has the rows of all three
-            whole = name.replace(found[0], "query_key_value")
-            parts.setdefault(renamed(whole, NAMES), {})[found[0]] = value
-        else:
-            ours[renamed(name, NAMES)] = value
-    for name, three in parts.items():
-        ours[name] = torch.cat([three[part] for part in ("query", "key", "value") if part in three])
-    return ours
+    state = {renamed(k, OLD): v for k, v in state.items() if not k.startswith(LEFT_OUT)}
+    for name in [name for name in state if ".query." in name]:  # c_attn has the rows of all three
+        three = [name.replace("query", part) for part in ("query", "key", "value")]
+        rows = [state.pop(part) for part in three if part in state]
+        state[name.replace("query", "query_key_value")] = torch.cat(rows)
+    return {renamed(name, NAMES): value for name, value in state.items()}
 
 
 def in_transformers(model):

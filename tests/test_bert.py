@@ -106,6 +106,13 @@ def test_same_as_transformers(tmp_path, shape):
     assert len(found) == 2 + 12 * shape[0] + 10 and max(found.values()) < TOLERANCE, found
 
 
+def test_names_of_files_from_tensorflow_and_of_heads_that_we_have_not():
+    theirs = {"bert.embeddings.LayerNorm.gamma": 1, "bert.encoder.layer.0.output.LayerNorm.beta": 2}
+    theirs |= dict.fromkeys(["bert.pooler.dense.bias", "bert.embeddings.position_ids"], 3)
+    ours = {"transformer.ln_e.weight": 1, "transformer.h.0.ln_2.bias": 2}
+    assert bert_weights.from_transformers(theirs) == ours
+
+
 def tanh_gelu(block):
     block.mlp.__class__ = train_gpt2.MLP
 
