@@ -50,7 +50,8 @@ def unpack(checkpoint, source):
     config = next((checkpoint[name] for name in names if checkpoint.get(name) is not None), {})
     config = config if isinstance(config, dict) else getattr(config, "__dict__", {})
     state = checkpoint.get("model", checkpoint)
-    return with_shape(state if isinstance(state, dict) else {}, config, source)
+    with reading(source, "checkpoint", "name another"):
+        return with_shape(state if isinstance(state, dict) else {}, config, source)
 
 
 def read_hugging_face(source):
@@ -65,14 +66,15 @@ def read_hugging_face(source):
     is_bert = config.get("model_type") == "bert"
     check_config(source, config, is_bert)
     state = read_tensors(folder, source)
-    if is_bert:
-        config["n_head"] = config.get("num_attention_heads", 12)
-        return with_shape(bert_weights.from_transformers(state), config, source)
-    # Saved from the bare transformer, as the published ones are, the names lack their first part.
-    prefixes = ("transformer.", "lm_head.")
-    state = {k if k.startswith(prefixes) else f"transformer.{k}": v for k, v in state.items()}
-    state = {k: v.t() if k.endswith(TRANSPOSED) else v for k, v in state.items()}
-    return with_shape(state, config, source)
+    with reading(source, "weights of", "download or export it again"):
+        if is_bert:
+            config["n_head"] = config.get("num_attention_heads", 12)
+            return with_shape(bert_weights.from_transformers(state), config, source)
+        # Saved from the bare transformer, as the published ones are, names lack their first part.
+        prefixes = ("transformer.", "lm_head.")
+        state = {k if k.startswith(prefixes) else f"transformer.{k}": v for k, v in state.items()}
+        state = {k: v.t() if k.endswith(TRANSPOSED) else v for k, v in state.items()}
+        return with_shape(state, config, source)
 
 
 def check_config(source, config, is_bert):

@@ -270,9 +270,11 @@ FOLDERS = {  # what is said of a folder that transformers has saved: what was do
     "n_head=[1] and vocab_size=": dict(n_head=[1]),
     "config.json is damaged": dict(n_embd={}),
     "model.safetensors is damaged": lambda f: os.truncate(f / "model.safetensors", 5000),
+    "weights of folder is damaged": lambda f: [
+        (f / "model.safetensors").unlink(), torch.save(["a list"], f / "pytorch_model.bin")],
     "has no model.safetensors": lambda f: (f / "model.safetensors").unlink(),
     "neither a run with a checkpoint nor": lambda f: (f / "config.json").unlink(),
-}
+}  # fmt: skip
 H = "transformer.h.1."
 FILES = {  # what is said of a state dict in a file: what became of it
     "not a GPT-2": lambda state: state.pop("transformer.wpe.weight"),
@@ -281,6 +283,7 @@ FILES = {  # what is said of a state dict in a file: what became of it
     "c_fc.bias holds numbers that": lambda state: state[f"{H}mlp.c_fc.bias"].fill_(torch.nan),
     "a head of its own": lambda state: state.update({"lm_head.weight": torch.ones(104, 32)}),
     "lm_head.weight is sparse or": lambda s: s.update({"lm_head.weight": torch.eye(1).to_sparse()}),
+    "checkpoint broken.pt is damaged": lambda state: state.update({3: torch.ones(4)}),
     "rotary, which this model has not": lambda state: state.update({f"{H}rotary": torch.ones(4)}),
 }
 NOWHERE = {"'./x' is no file or folder": "./x", "there is no checkpoint x.pt": "x.pt"}
