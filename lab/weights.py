@@ -44,14 +44,11 @@ def read(source):
 def unpack(checkpoint, source):
     """read, of what a .pt file holds: a checkpoint of this project, of nanoGPT or build-nanogpt, or
     a bare state dict."""
-    if not isinstance(checkpoint, dict):
-        checkpoint = {}
     names = ("model_config", "model_args", "config")  # ours, nanoGPT's, build-nanogpt's (an object)
-    config = next((checkpoint[name] for name in names if checkpoint.get(name) is not None), {})
-    config = config if isinstance(config, dict) else getattr(config, "__dict__", {})
-    state = checkpoint.get("model", checkpoint)
     with reading(source, "checkpoint", "name another"):
-        return with_shape(state if isinstance(state, dict) else {}, config, source)
+        config = next((checkpoint[name] for name in names if checkpoint.get(name) is not None), {})
+        config = config if isinstance(config, dict) else getattr(config, "__dict__", {})
+        return with_shape(checkpoint.get("model", checkpoint), config, source)
 
 
 def read_hugging_face(source):
