@@ -89,7 +89,7 @@ def load_exactly(model, state, source):
     not fit or is not finite."""
     try:
         model.load_state_dict(state)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, AttributeError) as error:  # of odd shapes, values, names
         what = " ".join(str(error).split())[:200]
         raise UserError(f"{source} does not fit the model of its program: {what}") from error
     for name, p in model.named_parameters():

@@ -173,9 +173,11 @@ def test_a_run_by_each_of_its_names(tmp_path, monkeypatch):
     assert torch.allclose(loaded(x)[0][:, 6:], loaded(other)[0][:, 6:], atol=1e-6)
     with pytest.raises(UserError, match="is of a program called 'other'; known are gpt2"):
         models.load(saved(model, tmp_path / "b.pt", program="other"))
-    torch.save({"program": "speedrun", "model_config": {"n_embd": 12}}, tmp_path / "c.pt")
-    with pytest.raises(UserError, match="c.pt does not fit the model of its program"):
-        models.load(str(tmp_path / "c.pt"))
+    for state in (None, {1: 2}):
+        file = {"program": "speedrun", "model_config": {"n_embd": 12}, "model": state}
+        torch.save(file, tmp_path / "c.pt")
+        with pytest.raises(UserError, match="c.pt does not fit the model of its program"):
+            models.load(str(tmp_path / "c.pt"))
 
 
 def test_files_of_an_earlier_version():
