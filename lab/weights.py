@@ -143,10 +143,9 @@ def with_shape(state, config, source):
             "made it goes on with it"
         )
     rows, n_embd = wte.shape
-    n_head, vocab_size = config.get("n_head"), config.get("vocab_size")
-    n_head = max(1, n_embd // 64) if n_head is None else n_head
-    sizes = n_embd, n_head, rows, rows if vocab_size is None else vocab_size
-    if not all(type(n) is int and n > 0 for n in sizes):
+    n_head = config.get("n_head", max(1, n_embd // 64))
+    vocab_size = config.get("vocab_size", rows)
+    if not all(type(n) is int and n > 0 for n in (n_embd, n_head, rows, vocab_size)):
         raise UserError(
             f"{source}: n_head={n_head} and vocab_size={vocab_size} must be whole numbers above 0"
         )
@@ -158,7 +157,7 @@ def with_shape(state, config, source):
         "n_embd": n_embd,
         "block_size": wpe.size(0),
         # who says 50304 means GPT-2's vocabulary with the pad rows in it
-        "vocab_size": 50257 if rows == 50304 else min(rows, sizes[3]),
+        "vocab_size": 50257 if rows == 50304 else min(rows, vocab_size),
     }
     if WSE in tensors:
         shape["segments"] = tensors[WSE].size(0)
