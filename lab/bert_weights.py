@@ -69,13 +69,13 @@ def in_transformers(model):
     )  # fmt: skip
     back = [(ours, theirs) for theirs, ours in NAMES]
     for name, p in model.named_parameters():
-        p = p.detach()[: c.vocab_size] if name in model.vocab_rows else p.detach()
+        p = p[: c.vocab_size] if name in model.vocab_rows else p
         name = renamed(name, back)
         if "query_key_value" in name:
             for part, rows in zip(("query", "key", "value"), p.chunk(3)):
-                state[name.replace("query_key_value", part)] = rows.contiguous()
+                state[name.replace("query_key_value", part)] = rows
         else:
-            state[name] = p.contiguous()
+            state[name] = p
     state["cls.predictions.bias"] = state["cls.predictions.decoder.bias"]
     state["cls.predictions.decoder.weight"] = state["bert.embeddings.word_embeddings.weight"]
     theirs = BertForMaskedLM(config)
