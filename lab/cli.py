@@ -3,6 +3,7 @@
 Imports nothing slow: a command that is typed wrong should say so at once.
 """
 
+import contextlib
 import errno
 import os
 import shlex
@@ -100,10 +101,8 @@ def lost_another(error):
 
 def say(text, file=None):
     """Print a line (to stderr); that its reader or the terminal has gone ends nothing."""
-    try:
+    with contextlib.suppress(OSError):
         print(text, file=file or sys.stderr, flush=True)
-    except OSError:
-        pass
 
 
 def parse(settings, argv, prog=None, description=None):
