@@ -1,7 +1,6 @@
 """HellaSwag (Zellers et al. 2019): which of four endings is likeliest to a model after a context?
 
     python hellaswag.py --model gpt2            # hub name, Hugging Face folder, checkpoint or run
-    python hellaswag.py --model log/RUN --by_source --worst 10
     torchrun --standalone --nproc_per_node=8 hellaswag.py --model gpt2-xl
 
 The completion style of the published GPT-2 numbers: the loss of each ending's tokens given the
@@ -27,6 +26,7 @@ from lab.cli import RunError, UserError, command, parse, progress
 from lab.data.hellaswag import locate, read_examples
 from lab.data.tokenizers import get_tokenizer, name_of_size
 from lab.device import Precision
+from lab.evals import Every
 from lab.tools import answers
 from lab.world import World
 
@@ -63,9 +63,8 @@ def tokenise(examples, tokenizer):
 
 
 def choose(data, block_size, limit=0, skip_long=False):
-    """The Examples to score.
+    """The `limit` Examples to score (0: all), spread over the file, whose first third is ActivityNet.
 
-    `limit` examples (0: all) are spread evenly over the file, whose first third is all ActivityNet.
     The last token of an ending is never an input, so context and ending may have block_size + 1
     together. A context is cut from the left until the longest of the four endings fits: all four
     see the same. Raises UserError for an ending that leaves no context, unless skip_long."""
@@ -238,18 +237,16 @@ def prepare(model, world, path=None, limit=0, skip_long=False):
 # ----------------------------------------------------------------------------- 5. in a training run
 
 
-class HellaSwag:
-    """An event of a training run: the score every so many steps, never of the untrained model."""
-
-    name = "hella"
+class HellaSwag(Every):
+    """The score as an event of a training run, never of the untrained model."""
 
     def __init__(self, every, examples, world, precision, stop):
-        self.every, self.examples, self.world = every, examples, world
-        self.precision, self.stop = precision, stop
+        super().__init__("hella", every)
+        self.examples, self.world, self.precision, self.stop = examples, world, precision, stop
         self.data = None  # the Examples, from the first time on
 
     def due(self, step, last):
-        return self.every > 0 and step > 0 and (step % self.every == 0 or last)
+        return step > 0 and super().due(step, last)
 
     def __call__(self, run):
         """The summary as a dict; None where the file cannot be had or an ending does not fit into
