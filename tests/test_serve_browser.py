@@ -58,6 +58,7 @@ def tab(chromium, server):
 
 
 def test_typing_streaming_and_stop(tab):
+    assert tab.page.title() == tab.page.inner_text("h1") == "r/model_000010"
     tab.set(max_tokens=4000, seed=1)
     tab.page.locator("#prompt").press_sequentially("abc")
     tab.page.locator("#prompt").press("Control+Enter")
@@ -129,6 +130,7 @@ def test_a_hostile_prompt_is_text(tab):
     assert "␛[2J␀␇" in shown and "\x1b" not in shown
     assert tab.page.locator("#out img, #out script").count() == 0
     tab.page.click("#mode button[data-value=chat]")
+    assert tab.page.is_hidden("#on"), "there is no answer to go on from"
     tab.write(EVIL)
     tab.done()
     assert "<img src=x" in tab.page.locator(".turn.user").inner_text()
@@ -163,4 +165,7 @@ def test_chat_and_a_phone(chromium, server, shots):
         tab.page.click(f"#view button[data-value={view}]")
         assert tab.page.evaluate("document.documentElement.scrollWidth") == 400
     tab.page.screenshot(path=shots / "serve_phone.png")
+    tab.page.click("#fresh")
+    assert not tab.page.locator(".turn").count() and tab.page.is_hidden("#error")
+    assert tab.page.evaluate("chat.length") == 0, "else the old messages are sent again"
     assert tab.wrong == []

@@ -178,14 +178,13 @@ def application(engine, name, hosts):
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts)
     app.add_middleware(Limits)
     page = template("serve.html.j2")
-    about = dict(model=name, context=engine.block_size, longest=LONGEST)
     model = dict(id=name, object="model", created=int(time.time()), owned_by="you")
 
     @app.get("/")
     async def index():
         nonce = secrets.token_urlsafe(16)  # of the page's own script, which alone may run
         policy = f"script-src 'nonce-{nonce}'; {POLICY}"
-        text = page.render(about=about, nonce=nonce)
+        text = page.render(model=name, context=engine.block_size, longest=LONGEST, nonce=nonce)
         return HTMLResponse(text, headers={"Content-Security-Policy": policy})
 
     @app.get("/v1/models")
