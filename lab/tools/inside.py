@@ -53,11 +53,10 @@ def watch(model, idx):
 
     with contextlib.ExitStack() as hooks:  # which it takes off again
         for block in model.transformer.h:
-            before = block.register_forward_pre_hook(lambda block, args: stream.append(args[0]))
-            hooks.enter_context(before)
             hooks.enter_context(block.attn.register_forward_hook(note_weights))
-        last = model.transformer.ln_f
-        hooks.enter_context(last.register_forward_pre_hook(lambda _, args: stream.append(args[0])))
+        for module in (*model.transformer.h, model.transformer.ln_f):
+            hook = module.register_forward_pre_hook(lambda _, args: stream.append(args[0]))
+            hooks.enter_context(hook)
         model.hidden(idx)
     return stream, weights
 
@@ -81,9 +80,8 @@ def mass(weights, where):
     return (weights * where[:, None]).sum(dim=3).transpose(0, 1)[:, rows].mean(dim=1)
 
 
-@contextlib.contextmanager
 def without_head(model, layer, head):
-    """Inside this context one head hands nothing over: its part of c_proj's input is 0."""
+    """A context, inside which one head hands nothing over: its part of c_proj's input is 0."""
     D = model.config.n_embd // model.config.n_head
 
     def silence(c_proj, args):
@@ -91,8 +89,7 @@ def without_head(model, layer, head):
         y[..., head * D : (head + 1) * D] = 0
         return (y,)
 
-    with model.transformer.h[layer].attn.c_proj.register_forward_pre_hook(silence):
-        yield model
+    return model.transformer.h[layer].attn.c_proj.register_forward_pre_hook(silence)
 
 
 def attention_page(pieces, weights, title="", head="0.0"):

@@ -155,8 +155,8 @@ def loss_window(logs):
 def hellaswag(log):
     """(steps, acc_norm, half of its 95 % intervals)."""
     steps, values = column(log, "hella", "acc_norm")
-    errors = {r["step"]: 1.96 * abs(r.get("acc_norm_stderr") or 0) for r in log.get("hella", [])}
-    return steps, values, [errors[step] for step in steps]
+    errors = dict(zip(*column(log, "hella", "acc_norm_stderr")))
+    return steps, values, [1.96 * abs(errors.get(step, 0)) for step in steps]
 
 
 # ----------------------------------------------------------------------- where two runs compare
