@@ -63,7 +63,7 @@ def tokenise(examples, tokenizer):
 
 
 def choose(data, block_size, limit=0, skip_long=False):
-    """The `limit` Examples to score (0: all), spread over the file, whose first third is ActivityNet.
+    """The `limit` Examples to score (0: all), spread over the file: a third is ActivityNet, first.
 
     The last token of an ending is never an input, so context and ending may have block_size + 1
     together. A context is cut from the left until the longest of the four endings fits: all four

@@ -190,7 +190,8 @@ def test_text_from_a_log_is_never_code(tmp_path):
 
 def test_two_runs(tmp_path):
     lines = [start(device="cuda"), val(0, 5.6), val(200, 2.5), val(400, 1.5)]
-    lines += [train(s, 3.0 + 2 / s) | {"tok_per_s": 18000.0} for s in range(2, 401, 2)]
+    speeds = [{"tok_per_s": 18000.0 + 1000 * (s > 300), "peak_gib": s / 400} for s in range(401)]
+    lines += [train(s, 3.0 + 2 / s) | speeds[s] for s in range(2, 401, 2)]
     a = write_run(tmp_path / "a", [*RUN, sample(400, "The one")])
     page = Page(a, write_run(tmp_path / "b", [*lines, sample(200, "two")], lr=2e-3))
     assert page.curve("loss", "b, validation") == ([0, 200, 400], [5.6, 2.5, 1.5])
@@ -202,7 +203,8 @@ def test_two_runs(tmp_path):
     page.says(
         "b has validation loss 1.50 at 3.28M tokens, 0.21 nats under a", "one run each",
         "validation loss 1.7149 step 400 1.5000 step 400 -0.2149",
-        "tokens/s, median 9,000 18,000 +9,000 (+100.0%)",
+        "median 18k tokens/s", "tokens/s, median 9,000 18,000 +9,000 (+100.0%)",
+        "peak memory, GiB - 1.00",
         "after 200 steps a none at this step b two after 400 steps a The one b none",
     )  # fmt: skip
     first, everything = page.seen.split("What was set differently")[1].split(" everything ")

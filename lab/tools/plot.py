@@ -8,6 +8,7 @@ import itertools
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median_high
 
 from lab.cli import parse, say
 from lab.files import writing
@@ -63,8 +64,8 @@ def caption(log):
     parts += [f"{several}{start['device']}"] if start.get("device") else []
     parts += [start["precision"]] if start.get("precision") else []
     parts += [f"{short(n)} tokens" for n in column(log, "train", "tokens")[1][-1:]]
-    speeds = sorted(column(log, "train", "tok_per_s")[1])
-    parts += [f"median {short(speeds[len(speeds) // 2])} tokens/s"] if speeds else []
+    speeds = column(log, "train", "tok_per_s")[1]
+    parts += [f"median {short(median_high(speeds))} tokens/s"] if speeds else []
     return ", ".join(parts)
 
 

@@ -124,12 +124,9 @@ def smooth(values):
 
     It narrows at both ends, so that it neither lags, as a running average does, nor bends there.
     """
-    half = len(values) // 80
-    means = []
-    for i in range(len(values)):
-        h = min(half, i, len(values) - 1 - i)
-        means.append(sum(values[i - h : i + h + 1]) / (2 * h + 1))
-    return means
+    n = len(values)
+    reach = [min(n // 80, i, n - 1 - i) for i in range(n)]
+    return [sum(values[i - h : i + h + 1]) / (2 * h + 1) for i, h in enumerate(reach)]
 
 
 def loss_window(logs):

@@ -15,6 +15,7 @@ import secrets
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median_high
 from typing import NamedTuple
 
 from lab.cli import UserError, parse
@@ -206,8 +207,8 @@ def numbers(run):
     rows += [("dt_ms", "ms a step, median", "{:,.1f}"), ("peak_gib", "peak memory, GiB", "{:,.2f}")]
     rows += [(phase, f"{phase[:-3]}, ms a step, median", "{:,.1f}") for phase in phases]
     for name, what, form in rows:
-        if values := sorted(column(run.log, "train", name)[1]):
-            found[what] = Number(values[-1 if "peak" in what else len(values) // 2], form)
+        if values := column(run.log, "train", name)[1]:
+            found[what] = Number((max if "peak" in what else median_high)(values), form)
     return found
 
 
