@@ -20,6 +20,7 @@ from lab.cli import UserError
 from lab.data.chat import STOPS
 from lab.files import template
 from lab.stream import Busy, scored
+from lab.tools.style import PAPER
 
 LONGEST = 4096  # new tokens
 LARGEST = 2**16  # bytes of a request
@@ -178,14 +179,14 @@ def application(engine, name, hosts):
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts)
     app.add_middleware(Limits)
     page = template("serve.html.j2")
+    about = dict(model=name, context=engine.block_size, longest=LONGEST, paper=PAPER)
     model = dict(id=name, object="model", created=int(time.time()), owned_by="you")
 
     @app.get("/")
     async def index():
         nonce = secrets.token_urlsafe(16)  # of the page's own script, which alone may run
-        policy = f"script-src 'nonce-{nonce}'; {POLICY}"
-        text = page.render(model=name, context=engine.block_size, longest=LONGEST, nonce=nonce)
-        return HTMLResponse(text, headers={"Content-Security-Policy": policy})
+        headers = {"Content-Security-Policy": f"script-src 'nonce-{nonce}'; {POLICY}"}
+        return HTMLResponse(page.render(about, nonce=nonce), headers=headers)
 
     @app.get("/v1/models")
     async def models():
