@@ -11,8 +11,7 @@ from lab.tools.style import color_of, style
 
 
 def check_picture(path):
-    """Raise UserError for a picture that cannot be written, before minutes of scores that would be
-    lost with it."""
+    """Raise UserError where it cannot be written, before minutes of scores are lost with it."""
     if not path.endswith((".png", ".svg", ".pdf")):
         raise UserError(f"picture={path} must end in .png, .svg or .pdf")
     check_writable(path, "picture")

@@ -1,7 +1,6 @@
 """Draw the curves of training runs from their log.jsonl: loss, HellaSwag, learning rate.
 
-python -m lab plot                                       # the newest run: log/RUN/loss.png
-python -m lab plot log/RUN log/OTHER --out both.png --dark
+python -m lab plot log/RUN log/OTHER --out both.png     # without names of runs, the newest one
 """
 
 import itertools

@@ -1,8 +1,6 @@
 """Make one HTML page of a training run, or of two beside each other, from log.jsonl and config.json.
 
-python -m lab report                              # the newest run: log/RUN/report.html
-python -m lab report log/RUN --watch              # renewed while the run goes on
-python -m lab report log/RUN log/OTHER            # their difference, what was set differently
+python -m lab report log/RUN log/OTHER      # without names of runs, the newest one
 
 The curves are plotly's, the page is report.html.j2 beside this file. It needs nothing but itself:
 plotly's JavaScript stands inside, and the page's own rules forbid the browser to fetch or to run
