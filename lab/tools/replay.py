@@ -40,8 +40,7 @@ def replay(
     file = file.with_suffix(".json") if file.suffix == ".pt" else file
     spike = read_spike(file)
     program = importlib.import_module(PROGRAMS[spike["program"]])
-    classes = config_classes(program)
-    model_config, cfg, _ = read_config(file.parent, *classes, name=file.name)
+    model_config, cfg, _ = read_config(file.parent, *config_classes(program), name=file.name)
     settings.check(model_config, cfg)
     if not 1 <= spike["step"] <= cfg.max_steps:
         raise UserError(
