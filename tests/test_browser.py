@@ -134,6 +134,8 @@ def test_report_zooms_all_plots_at_once_and_says_the_step(tmp_path, chromium):
     tab.page.mouse.move(*tab.place("loss", 0.5))
     tab.page.wait_for_selector("#loss .hoverlayer .legend")
     assert "step 200" in tab.page.locator("#loss .hoverlayer").text_content()
+    count = "zooms = 0; document.getElementById('lr').on('plotly_relayout', () => { zooms++; })"
+    tab.page.evaluate(count)
     tab.page.mouse.move(*tab.place("loss", 0.25))
     tab.page.mouse.down()
     tab.page.mouse.move(*tab.place("loss", 0.5), steps=5)
@@ -142,6 +144,8 @@ def test_report_zooms_all_plots_at_once_and_says_the_step(tmp_path, chromium):
     low, high = tab.plot("lr", "layout.xaxis.range")
     assert low == pytest.approx(100, abs=10) and high == pytest.approx(200, abs=10)
     assert tab.plot("loss", "layout.xaxis.range") == [low, high]
+    tab.page.wait_for_timeout(300)
+    assert tab.page.evaluate("zooms") == 1, "a zoom that follows one begins none"
     tab.page.mouse.dblclick(*tab.place("loss", 0.25))
     tab.page.wait_for_function("() => document.getElementById('lr').layout.xaxis.range[0] < 50")
     assert tab.plot("lr", "layout.xaxis.range") == tab.plot("loss", "layout.xaxis.range") == before
