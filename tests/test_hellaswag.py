@@ -239,7 +239,7 @@ BAD = {  # a line, and what is said of it
     "three": (GOOD | {"endings": ["a", "b", "c"]}, "4 endings"),
     "empty": (GOOD | {"endings": ["a", "b", "c", " "]}, "4 endings that are not empty"),
     "number": (GOOD | {"endings": ["a", "b", "c", 4]}, "4 endings"),
-    "keys": ({"ctx": "a", "endings": []}, "('label')"),
+    "keys": ({"messages": []}, "wanted are a ctx, 4 endings"),
     "json": (b'{"ctx": "a", ', "property name"),
 }
 
@@ -354,6 +354,11 @@ def test_command_prints_tables_and_draws(tmp_path, monkeypatch, capsys, file, ch
     for word in ("20 examples", "not the published file", "activitynet", "Skiing"):
         assert word in said
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "full.png").symlink_to("/dev/full")
+    with pytest.raises(UserError, match="full.png cannot be written: the disk is full"):
+        hellaswag.main(
+            ["--model", checkpoint, "--data", "h.jsonl", *flags, "--picture", "full.png"]
+        )
 
 
 @pytest.mark.slow

@@ -413,4 +413,12 @@ def test_export_replaces_exports_alone(tmp_path, monkeypatch):
     for out in (f"{source}/x", "x" * 256):
         with pytest.raises(UserError, match=f"{out} cannot be written"):
             export(source, out)
+    resource = pytest.importorskip("resource", reason="Windows has no such limit")
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limit[1]))  # bytes of a file
+    try:
+        with pytest.raises(UserError, match="new cannot be written: File too large"):
+            export(source, "new")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert sorted(tmp_path.rglob("*")) == before

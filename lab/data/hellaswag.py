@@ -53,13 +53,13 @@ def read_examples(path):
             with reading(f"{path} line {number}", "HellaSwag example", "mend it or take it out"):
                 examples.append(check_example(json.loads(raw)) | {"line": number})
     if not examples:
-        raise UserError(f"{path} holds no examples; it should have one a line. Download it again")
+        raise UserError(f"{path} holds no examples; it should have one a line")
     return examples
 
 
 def check_example(example):
-    """It, its label an integer. Raises TypeError or KeyError where it is not as it has to be."""
-    ctx, endings, label = (example[key] for key in ("ctx", "endings", "label"))
+    """It, its label an integer. Raises TypeError where it is not as it has to be."""
+    ctx, endings, label = (dict(example).get(key, "") for key in ("ctx", "endings", "label"))
     texts = len(endings) == 4 and all(isinstance(text, str) for text in [ctx, *endings])
     known = str(label) in ("0", "1", "2", "3")  # the hub's copy has the label as a text
     if not (texts and known and all(text.strip() for text in endings)):

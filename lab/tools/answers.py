@@ -6,7 +6,7 @@ import numpy as np
 
 from lab.cli import UserError
 from lab.data.hellaswag import is_published, source_of
-from lab.files import check_writable
+from lab.files import check_writable, writing
 from lab.tools.style import color_of, style
 
 
@@ -104,4 +104,5 @@ def draw(groups, result, cfg):
         title = f"{cfg.model}: right in {result['acc_norm']:.1%} of {result['count']} (acc_norm)"
         ax.set(xlabel="acc_norm, with 95 % interval", title=title)
         figure.legend(loc="outside lower right", ncols=2)  # on no bar
-        figure.savefig(cfg.picture)
+        with writing(cfg.picture):
+            figure.savefig(cfg.picture)

@@ -1,10 +1,13 @@
 """Write a model as a folder that transformers loads: python -m lab export log/RUN --out my-gpt2."""
 
+import os
+import re
 import shutil
 from pathlib import Path
 from typing import Annotated
 
 import torch
+from safetensors import SafetensorError
 from tyro.conf import Positional, arg
 
 from lab import bert_weights, models
@@ -75,7 +78,13 @@ def write_model(folder, model):
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # which counts files
-    in_transformers(model).save_pretrained(folder, max_shard_size="1GB")
+    try:
+        in_transformers(model).save_pretrained(folder, max_shard_size="1GB")
+    except SafetensorError as error:  # it tells what the system said as a text alone
+        said = re.search(r"\(os error (\d+)\)", str(error))
+        if not said:
+            raise
+        raise OSError(int(said[1]), os.strerror(int(said[1]))) from error
     files = sorted(folder.glob("model*.safetensors"))
     (folder / SUMS).write_text("".join(f"{sha256_of(f)}  {f.name}\n" for f in files))
 
