@@ -233,6 +233,14 @@ def test_a_chat_answer_ends_where_the_context_is_full(server):
     assert len(text) == 300 and text[-1]["end"] == "length"
 
 
+def test_what_is_not_known_and_would_change_the_text_is_refused(server):
+    ask = dict(prompt="a", max_tokens=1)
+    for more in (dict(n=1), dict(user="x"), dict(echo=False), dict(presence_penalty=0)):
+        assert server.send("/v1/completions", ask | more)[0] == 200, more
+    for more in (dict(n=2), dict(echo=True), dict(presence_penalty=1)):
+        assert server.send("/v1/completions", ask | more)[0] == 400, more
+
+
 @pytest.mark.parametrize(
     "body, sentence",
     [

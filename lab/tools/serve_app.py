@@ -64,9 +64,12 @@ class OpenAI(Ask, extra="allow"):
     def model_post_init(self, context):
         super().model_post_init(context)
         passed_over = ("model", "user", "store", "metadata")
-        without_effect = None, False, 0, 1, "", [], {}, {"type": "text"}
+        without_effect = None, False, 0, "", [], {}, {"type": "text"}
+        alone = "n", "best_of", "repetition_penalty"  # what they are where nobody sets them is 1
         for name, value in self.model_extra.items():
-            if name not in passed_over and value not in without_effect:
+            if not (
+                name in passed_over or value in without_effect or (name in alone and value == 1)
+            ):
                 raise UserError(f"{name} is not known here; leave it out")
 
 
