@@ -86,6 +86,11 @@ def test_fields_that_no_run_writes_are_left_out(tmp_path):
     plot.draw([folder], tmp_path / "it.png")
 
 
+def test_a_name_is_no_formula(tmp_path):
+    runs = [write_log(tmp_path / name, [start(), val(10, 3.0)]) for name in ("a", "$\\frac{$")]
+    plot.draw(runs, tmp_path / "it.png")
+
+
 def test_smoothing():
     assert records.smooth([5.0, 1.0, 3.0]) == [5.0, 1.0, 3.0]  # too few to smooth
     line = [0.5 * i for i in range(400)]

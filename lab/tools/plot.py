@@ -147,7 +147,8 @@ def draw(runs, out_path, dark=False):
     import matplotlib
     from matplotlib.figure import Figure  # pyplot would choose a backend for the whole process
 
-    logs = dict(zip(records.run_names(runs), map(read_log, runs)))
+    names = [name.replace("$", r"\$") for name in records.run_names(runs)]  # else a formula
+    logs = dict(zip(names, map(read_log, runs)))
     found = list(logs.values())
     in_tokens = by_tokens(found)
     panels = {draw_loss: 3.6}  # and its height
