@@ -63,7 +63,7 @@ def check(cfg):
         "top_p": (0 < cfg.top_p <= 1, "above 0 and at most 1 (all tokens)"),
         "top_k": (cfg.top_k >= 0, "0 (all tokens) or more"),
         "seed": (0 <= (cfg.seed or 0) < 2**32, f"0 or more and less than {2**32}"),
-        "num_samples": (cfg.num_samples > 0, "at least 1"),
+        "num_samples": (0 < cfg.num_samples <= 4096, "from 1 to 4096, as all are computed at once"),
         "max_new_tokens": (cfg.max_new_tokens > 0, "at least 1"),
     }
     for name, (right, rule) in rules.items():

@@ -17,7 +17,7 @@ SYSTEM = {  # what the system says is no sign of damage
     errno.EPERM: "you have no permission; change it",
     errno.EROFS: "the disk is read-only; choose another place",
     errno.EMFILE: "too many files are open at once; raise the limit with `ulimit -n`",
-    errno.EISDIR: "it is a folder; move it away",
+    errno.EISDIR: "it is a folder; name a file",
     errno.EIO: "the disk reports an error; try a copy on another one",
 }
 

@@ -114,7 +114,7 @@ class Inert:
 def read_checkpoint(path):
     """What torch.save wrote, with foreign classes as inert objects: tensors and plain values come
     in, no code runs. Raises UserError for what cannot be read."""
-    with reading(path, "checkpoint", "name another, or move it away"):
+    with reading(path, "checkpoint", "name another: `ls log` shows the runs"):
         check_sums(path, os.stat(path).st_mtime_ns)
         try:
             stubs = [(Inert, n) for n in torch.serialization.get_unsafe_globals_in_checkpoint(path)]

@@ -137,6 +137,10 @@ def defaults_of_run(given, program, model_class, train_class):
             f"{run_dir} is a run of {file}: `python {file} --resume` with the same flags"
         )
     model_config, cfg, unknown = read_config(run_dir, model_class, train_class)
+    if given.preset not in ("", cfg.preset):
+        raise UserError(
+            f"preset={given.preset} is for a new run; {run_dir} goes on as {cfg.preset}: leave it out"
+        )
     passed_over = f" (passed over, as this version has no such settings: {', '.join(unknown)})"
     cfg = dataclasses.replace(cfg, resume=True, run_name=run_dir.name, log_dir=given.log_dir)
     return f"{run_dir}{passed_over * bool(unknown)}", model_config, cfg

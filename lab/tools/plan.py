@@ -11,6 +11,7 @@ the GPU is, by a few real steps; elsewhere it follows from an assumed MFU. All f
 """
 
 import argparse
+import math
 import re
 import tempfile
 import textwrap
@@ -231,6 +232,8 @@ def own_flags(argv):
     args, rest = parser.parse_known_args(argv)
     if args.gpus < 1:
         raise UserError(f"gpus={args.gpus} must be 1 or more")
+    if not 0 <= args.price < math.inf:
+        raise UserError(f"price={args.price:g} must be a number of dollars, 0 or more")
     if args.mfu is not None and not 0 < args.mfu <= 1:
         raise UserError(f"mfu={args.mfu:g} must be a share, above 0 and up to 1; --mfu 0.4 is 40 %")
     if args.gpu and not args.preset and "--resume" not in rest:
