@@ -109,7 +109,7 @@ def summary(m: dict, out: str, seconds: float) -> str:
 
 
 def main(argv=None) -> int:
-    cfg = completed(parse(Config, argv, prog="fineweb.py"))
+    cfg = completed(parse(Config, argv))
     if cfg.verify:
         problems = verify(cfg.out)
         print("\n".join(problems) or f"{cfg.out}: all shards are whole")

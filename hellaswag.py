@@ -286,7 +286,7 @@ class Config:
 
 
 def main(argv):
-    cfg = parse(Config, argv, prog="hellaswag.py")
+    cfg = parse(Config, argv)
     for name in ("limit", "worst"):
         if getattr(cfg, name) < 0:
             raise UserError(f"{name}={getattr(cfg, name)} must be 0 or more")

@@ -169,7 +169,7 @@ def write(text):
 
 
 def main(argv):
-    cfg = parse(Config, argv, prog="sample.py")
+    cfg = parse(Config, argv)
     check(cfg)
     device = World(cfg.device).device
     source = models.find(cfg.model, cfg.log_dir)

@@ -105,12 +105,12 @@ def say(text, file=None):
         print(text, file=file or sys.stderr, flush=True)
 
 
-def parse(settings, argv, prog=None, description=None):
+def parse(settings, argv, description=None):
     """tyro.cli, with flags --like_this and without prefixes; --no_compile beside --compile."""
     import tyro
 
     file = Path(sys.argv[0]).name
-    prog = prog or (f"python -m lab {sys.argv[1]}" if file == "__main__.py" else file)
+    prog = " ".join(["python -m lab", *sys.argv[1:2]]) if file == "__main__.py" else file
     how = dict(use_underscores=True, config=(tyro.conf.OmitArgPrefixes,))
     return tyro.cli(settings, args=argv, prog=prog, description=description, **how)
 

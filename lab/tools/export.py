@@ -149,4 +149,4 @@ def write_tokenizer(folder, block_size):
 
 
 def main(argv):
-    parse(export, argv, prog="python -m lab export")
+    parse(export, argv)

@@ -195,7 +195,7 @@ def main(argv):
         out: str = ""  # .png, .svg or .pdf; in the first run's folder if empty
         dark: bool = False  # in dark colours
 
-    cfg = parse(Config, argv, prog="python -m lab plot")
+    cfg = parse(Config, argv)
     runs = records.find_runs(cfg.runs)
     out = records.output(runs, cfg.out, "loss.png", ".png", ".svg", ".pdf")
     with writing(out, "name another place with --out"):

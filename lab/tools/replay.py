@@ -146,4 +146,4 @@ def show(spike, losses, norm, norms, each):
 
 
 def main(argv):
-    parse(replay, argv, prog="python -m lab replay")
+    parse(replay, argv)

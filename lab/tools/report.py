@@ -322,7 +322,7 @@ def main(argv):
         out: str = ""  # the page; in the first run's folder if empty
         watch: bool = False  # renew it until the run ends; in the browser it loads itself anew
 
-    cfg = parse(Config, argv, prog="python -m lab report")
+    cfg = parse(Config, argv)
     paths = records.find_runs(cfg.runs)
     if len(paths) > 2:
         raise UserError(f"a page shows two runs at most, not {len(paths)}; `lab plot` draws more")

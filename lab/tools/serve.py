@@ -129,7 +129,7 @@ def one_turn(steps):
 
 
 def main(argv):
-    cfg = parse(Config, argv, prog="python -m lab serve")
+    cfg = parse(Config, argv)
     missing = [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(
