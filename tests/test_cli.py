@@ -120,6 +120,8 @@ def test_the_data_decides_the_vocabulary_if_no_flag_does(tmp_path, shards, run_t
     assert run_train("--resume", "--max_steps", 2).returncode == 0
     saved = json.loads((tmp_path / "log" / "r" / "config.json").read_text())
     assert saved["model"]["vocab_size"] == 400
+    result = run_train("--run_name", "few", "--vocab_size", 299)
+    assert result.returncode == 2 and "vocab_size=299 is less than the 300 of" in result.stderr
 
 
 # what the sentence must hold; flags alone stand after those of a tiny run

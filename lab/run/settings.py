@@ -254,10 +254,13 @@ def settle(model_config, cfg, presets, program):
 
 def vocab_size(model_config, cfg, presets):
     """As asked for; else that of the data, of init_from, or of the preset."""
-    if model_config.vocab_size:
-        return model_config.vocab_size
-    if manifest := read_manifest(cfg.data):
-        return manifest["vocab_size"]
+    asked, manifest = model_config.vocab_size, read_manifest(cfg.data)
+    if asked and not cfg.resume and manifest and asked < manifest["vocab_size"]:
+        raise UserError(
+            f"vocab_size={asked} is less than the {manifest['vocab_size']} of {cfg.data}; leave it out"
+        )
+    if asked or manifest:
+        return asked or manifest["vocab_size"]
     if cfg.init_from:
         return shape_of(cfg.init_from, cfg.log_dir)["vocab_size"]
     return presets[cfg.preset][0].vocab_size
