@@ -240,6 +240,7 @@ BAD = {  # a line, and what is said of it
     "empty": (GOOD | {"endings": ["a", "b", "c", " "]}, "4 endings that are not empty"),
     "number": (GOOD | {"endings": ["a", "b", "c", 4]}, "4 endings"),
     "keys": ({"messages": []}, "wanted are a ctx, 4 endings"),
+    "no ctx": ({"endings": list("abcd"), "label": 0}, "wanted are a ctx, 4 endings"),
     "json": (b'{"ctx": "a", ', "property name"),
 }
 

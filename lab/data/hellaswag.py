@@ -59,8 +59,9 @@ def read_examples(path):
 
 def check_example(example):
     """It, its label an integer. Raises TypeError where it is not as it has to be."""
-    ctx, endings, label = (dict(example).get(key, "") for key in ("ctx", "endings", "label"))
-    texts = len(endings) == 4 and all(isinstance(text, str) for text in [ctx, *endings])
+    ctx, endings, label = map(dict(example).get, ("ctx", "endings", "label"))
+    four = isinstance(endings, list) and len(endings) == 4
+    texts = four and all(isinstance(text, str) for text in [ctx, *endings])
     known = str(label) in ("0", "1", "2", "3")  # the hub's copy has the label as a text
     if not (texts and known and all(text.strip() for text in endings)):
         raise TypeError("wanted are a ctx, 4 endings that are not empty, and a label from 0 to 3")
