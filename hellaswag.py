@@ -63,8 +63,9 @@ def tokenise(examples, tokenizer):
 
 
 def choose(data, block_size, limit=0, skip_long=False):
-    """The `limit` Examples to score (0: all), spread over the file: a third is ActivityNet, first.
+    """The Examples to score.
 
+    `limit` examples (0: all) are spread evenly over the file, whose first third is all ActivityNet.
     The last token of an ending is never an input, so context and ending may have block_size + 1
     together. A context is cut from the left until the longest of the four endings fits: all four
     see the same. Raises UserError for an ending that leaves no context, unless skip_long."""

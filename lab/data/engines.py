@@ -45,7 +45,7 @@ def in_order(units, submit, result, depth: int):
 
 def submit_deaf(pool, *args, **kwargs):
     """pool.submit; a worker that it starts leaves Ctrl-C to this process, also while it imports."""
-    if os.name == "nt":  # there a worker can be interrupted until start_worker
+    if os.name == "nt":  # there it is start_worker's
         return pool.submit(*args, **kwargs)
     heard = []  # by another thread: raised here, it would leave a worker that is half started
     usual = signal.signal(signal.SIGINT, lambda *_: heard.append(True))
@@ -62,7 +62,7 @@ def submit_deaf(pool, *args, **kwargs):
 
 def start_worker():
     """A worker ends with the main process, even if that was killed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Windows it can be interrupted until here
     parent = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
