@@ -52,7 +52,6 @@ class GPTConfig:
     zero_init: bool = True  # what is added to the residual stream begins as 0
     tied: bool = False  # one matrix for embedding and head, as in GPT-2
     value_tables: int = 1  # embeddings of the token itself that are added to attention's values
-    mix_input: bool = True  # each block also sees the first embedding, as much as it learns to
     smear: bool = True  # each embedding has a share of the one before it
     bigram_rows: int = 0  # rows of an embedding of pairs of tokens; 0 is off
 
@@ -107,7 +106,7 @@ PRESETS = {
     ),
     "laptop": (  # two minutes on two laptop cores, on the text inside Python, read as bytes
         GPTConfig(n_layer=2, n_head=2, n_embd=128, block_size=128, vocab_size=257, vocab_multiple=1,
-                  value_tables=0, mix_input=False, smear=False, bigram_rows=4096),
+                  value_tables=0, smear=False, bigram_rows=4096),
         TrainConfig(
             **settings.LAPTOP, total_batch_size=4096, seq_len=128, max_steps=700, lr=1e-2, muon_lr=0.05,
             decay_steps=0.7, momentum_warmup=0.1, beta2=0.99, compile=False,
@@ -214,11 +213,8 @@ class Block(nn.Module):
         super().__init__()
         self.attn = CausalSelfAttention(config, layer)
         self.mlp = MLP(config) if config.mlp == "relu2" else train_gpt2.MLP(config)
-        self.mix = nn.Parameter(torch.tensor([1.0, 0.0])) if config.mix_input else None
 
-    def forward(self, x, first, turn, value, mask=None, cache=None):
-        if self.mix is not None:
-            x = self.mix[0] * x + self.mix[1] * first
+    def forward(self, x, turn, value, mask=None, cache=None):
         x = x + self.attn(norm(x), turn, value, mask, cache)
         return x + self.mlp(norm(x))
 
@@ -306,11 +302,10 @@ class GPT(nn.Module):
         if self.smear is not None:
             x = self.smear(x, one_back(x, position, mask, cache, "smear"))
         turn = rotation(position, c.n_embd // c.n_head) if c.rotary else None
-        first = x
         for i, block in enumerate(t.h):
             table = c.value_table(i)
             value = None if table is None else t.vte[table](idx)
-            x = block(x, first, turn, value, mask, cache)
+            x = block(x, turn, value, mask, cache)
         return norm(x)
 
     # what is done with `hidden` has not changed

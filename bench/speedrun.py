@@ -24,15 +24,15 @@ from records import ROOT, append_record, origin, print_rows, read_records, run_p
 from lab.cli import UserError, command, parse
 from lab.files import check_writable
 
-READABLE = """--no_mix_input --no_smear --value_tables 0 --optimizer muon --no_polar_express
-    --momentum_warmup 0 --weight_decay 0.01 --no_cautious --small_steps 0"""
+READABLE = """--no_smear --value_tables 0 --optimizer muon --no_polar_express --momentum_warmup 0
+    --weight_decay 0.01 --no_cautious --small_steps 0"""
 RATES = "--muon_lr 0.02 --lr 0.003125 --embed_lr 0.3 --scalar_lr 0.01"  # the field's, at this size
 MARK = "--total_batch_size 131072 --val_tokens 1048576"
 GPU, LAPTOP = f"--preset speedrun {MARK}", "--preset laptop"
 OFF = {
     "rotary": "--no_rotary", "qk_norm": "--no_qk_norm", "relu2": "--mlp gelu",
     "zero_init": "--no_zero_init", "untied": "--tied --embed_lr 0.003",
-    "values": "--value_tables 0", "mix_input": "--no_mix_input", "smear": "--no_smear",
+    "values": "--value_tables 0", "smear": "--no_smear",
     "normuon": "--optimizer muon", "polar_express": "--no_polar_express",
     "momentum": "--momentum_warmup 0",
 }  # fmt: skip
@@ -44,7 +44,7 @@ LESS = {  # a laptop's has them not, or in other sizes
     "small_start": "--small_steps 0", "decay": "--weight_decay 0", "cautious": "--no_cautious",
     "rates": "--embed_lr 0.003 --scalar_lr 0.003",
 }  # fmt: skip
-SMALL = {"values": "--value_tables 1", "mix_input": "--mix_input", "smear": "--smear"}
+SMALL = {"values": "--value_tables 1", "smear": "--smear"}
 RECIPES = {
     "gpu": {
         "gpt2": f"train_gpt2.py --preset gpt2 {MARK} --lr 1.2e-3 --min_lr 1.2e-4",
