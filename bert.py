@@ -2,10 +2,10 @@
 were hidden.
 
     python bert.py                                      # the best this machine can do
-    python bert.py --preset bert-base                   # BERT-base on one GPU, on data/wikitext103
-    torchrun --standalone --nproc_per_node=8 bert.py    # the same run on eight
     python fineweb.py --dataset Salesforce/wikitext --name wikitext-103-raw-v1 \\
-        --tokenizer wordpiece --out data/wikitext103    # makes that data
+        --tokenizer wordpiece --out data/wikitext103    # data for a GPU
+    python bert.py --preset bert-base                   # BERT-base on one GPU, on that data
+    torchrun --standalone --nproc_per_node=8 bert.py    # the same run on eight
 
 One step in words. GPT-2 guesses each token from those before it, so attention must hide what comes
 after, and every position teaches. BERT hides 15 % of the tokens and guesses them from both sides:
@@ -13,11 +13,12 @@ attention hides nothing, only the hidden tokens teach, and what comes out reads 
 none. Everything else is one training: the loop, the update, the optimizers, the schedule, what is
 kept and how a run goes on are those of train_gpt2.py, called from here.
 
-Packing. Text is one stream of tokens with [SEP] between documents, cut into sequences without gaps
-or padding (RoBERTa's FULL-SENTENCES: Liu et al. 2019, 4.2). [CLS] and [SEP] take the place of a
-sequence's first and last token, as whoever uses the model puts them there. That costs two tokens of
-512. There is no second segment and no guess at the next sentence, which did not help (there, 4.2);
-segment embeddings are kept, as published weights have them.
+Packing. Text is one stream of tokens with [SEP], the end of a text, between documents, cut into
+sequences without gaps or padding (RoBERTa's FULL-SENTENCES: Liu et al. 2019, 4.2). [CLS], which
+begins a sequence, and [SEP] take the place of its first and last token, as whoever uses the model
+puts them there. That costs two tokens of 512. There is no second text in a sequence (segment) and
+no guess at the next sentence, which did not help (there, 4.2); segment embeddings are kept, as
+published weights have them.
 
 Sections: 1 configuration, 2 model, 3 hiding words, 4 what is measured, 5 command line. Shape letters
 are those of train_gpt2.py, and K hidden tokens of a sequence.
@@ -65,9 +66,9 @@ class BertConfig(gpt2.GPTConfig):
 
 @dataclass
 class BertTrainConfig(gpt2.TrainConfig):
-    """One run. bert-base only copies for its first 2,600 steps, with AdamW for 7,600 and more
-    (docs/LOG.md). Devlin et al. took a million, of 131,072 tokens, AdamW at 1e-4, 10,000 of them to
-    warm up, on 3.3B words (A.2)."""
+    """One run. At 128 tokens a sequence bert-base learns no hidden word in its first 2,400 steps,
+    with AdamW in 7,600 (docs/LOG.md). Devlin et al. took a million, of 131,072 tokens, AdamW at
+    1e-4, 10,000 of them to warm up, on 3.3B words (A.2)."""
 
     preset: str = "bert-base"  # where the other defaults come from: bert-base or laptop
     data: str = "data/wikitext103"  # folder of token shards (fineweb.py --tokenizer wordpiece)
@@ -77,12 +78,12 @@ class BertTrainConfig(gpt2.TrainConfig):
     max_steps: int = 10000
     optimizer: Literal["adamw", "muon"] = "muon"  # of the matrices in the blocks
     lr: float = 1e-3  # of all else; adamw alone: 2e-4
-    muon_lr: float = 0.005  # of Muon; at 0.02 twelve post-norm layers fall back
+    muon_lr: float = 0.005  # of Muon; at 0.02 twelve post-norm layers unlearn
     min_lr: float = 0.0
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "wsd"  # as train_gpt2.py's
     warmup_steps: float = 0.05  # as train_gpt2.py's
     decay_steps: float = 0.7  # as train_gpt2.py's
-    fp8: Literal["off", "head", "all"] = "off"  # all is head: the MLPs' needs tanh's GELU
+    fp8: Literal["off", "head", "all"] = "off"  # all means head: its MLP kernel has tanh's GELU
     beta2: float = 0.98  # 0.999 remembers too long where the rate is high (Liu et al. 2019, 3.1)
     eps: float = 1e-6
     val_tokens: int = 2**18
@@ -120,8 +121,8 @@ class ExactMLP(gpt2.MLP):
 
 
 class PostNormBlock(nn.Module):
-    """Each sum is normed, where GPT-2 norms what goes into attention and MLP and never the stream
-    itself (Xiong et al. 2020): here the last block's output needs no norm of its own."""
+    """LayerNorm follows each sum; GPT-2's precedes attention and MLP (Xiong et al. 2020). So the
+    last block needs no norm after it."""
 
     def __init__(self, config, layer):
         super().__init__()
@@ -131,7 +132,7 @@ class PostNormBlock(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd, EPS)
 
     def forward(self, x, mask=None):
-        x = self.ln_1(x + self.attn(x, mask)).to(x.dtype)  # autocast norms in 32 bits
+        x = self.ln_1(x + self.attn(x, mask)).to(x.dtype)  # CUDA's autocast norms in 32 bits
         return self.ln_2(x + self.mlp(x)).to(x.dtype)
 
 
@@ -179,7 +180,7 @@ class Bert(nn.Module):
         return self.transformer.h
 
     def block_matrices(self):
-        """The matrices inside the blocks: what Muon updates, and what only products read."""
+        """As GPT's."""
         return [p for p in self.blocks.parameters() if p.dim() == 2]
 
     def flops_per_token(self, seq_len):
@@ -227,8 +228,8 @@ class Bert(nn.Module):
             return self.lm_head(self.transformed(x))[..., : self.config.vocab_size], None
         count = (targets >= 0).sum(1)  # (B,)
         x, targets_there, places = self.at_targets(x, targets)
-        # The fast losses of lab.kernels know no bias. It is the weight of a channel that is always 1;
-        # 15 of zeros beside it keep the width a multiple of 16, which GPUs multiply fast.
+        # lab.kernels' fast losses know no bias, so it becomes the weight of a channel that is always
+        # 1; 15 of zeros beside it keep the width a multiple of 16, which GPUs multiply fast.
         x = F.pad(F.pad(x, (0, 1), value=1.0), (0, 15))
         weight = F.pad(torch.cat([self.lm_head.weight, self.lm_head.bias[:, None]], 1), (0, 15))
         how = "none" if reduction == "none" else "sum"
@@ -271,7 +272,7 @@ class Masking:
     def __call__(self, x, y, seed, sequence_ids):
         """x, y (B, T), in place: x with words hidden, y what they were, -1 elsewhere.
 
-        targets_per_sequence: config.hidden_tokens(T), also with whole words: a word that is longer
+        Each row has config.hidden_tokens(T) targets, also with whole words: a word that is longer
         than what is left to hide is passed over, and one is cut only where no other fits."""
         x[:, 0], x[:, -1], y[:] = self.cls, self.sep, -1
         for row, targets, sequence in zip(x, y, sequence_ids):
@@ -292,13 +293,14 @@ class Masking:
         sizes = np.bincount(word)
         sizes[word[self.special[row]]] = left + 1  # too large to be chosen
         chosen = np.zeros(len(sizes), dtype=bool)
-        for w, size in zip(order := rng.permutation(len(sizes)), sizes[order].tolist()):
+        order = rng.permutation(len(sizes))
+        for w, size in zip(order, sizes[order].tolist()):
             if size <= left:
                 chosen[w], left = True, left - size
             if not left:
                 break
         hidden = chosen[word]
-        if left:  # no word fits: pieces of one; in a text of little else even a [SEP]
+        if left:  # no word fits: the first one is cut, and last of all a [SEP]
             hidden[np.argsort(2 * hidden + self.special[row], kind="stable")[:left]] = True
         fate = rng.random(len(sizes))[word]  # one for all pieces of a word: none betrays it
         return hidden, fate
@@ -309,11 +311,12 @@ class Masking:
 
 class MaskedValidation(evals.Validation):
     """Loss, accuracy and pseudo-perplexity on the first cfg.val_tokens of the validation split, with
-    the same masks each time, and what guesses without context have of the very tokens hidden."""
+    the same masks each time, and what a guess without context would reach on them."""
 
     def __init__(self, run, stop, tokenizer, masking):
         self.tokenizer, self.masking = tokenizer, masking
-        self.alone = Masking(tokenizer, BertConfig(mask_share=1e-9), always=True)  # K is 1
+        one_each = BertConfig(mask_share=1e-9)  # so small a share that K is 1
+        self.alone = Masking(tokenizer, one_each, always=True)
         super().__init__(run, stop)
 
     def prepare(self, run):
@@ -352,7 +355,7 @@ class Run(gpt2.Run):
     program, model_class = "bert", Bert
 
     def save(self):
-        if self.world.is_main:  # the weights are of no use without it
+        if self.world.is_main:  # the tokenizer, which the weights need
             text = self.loader.transform.tokenizer.fast.to_str(pretty=True)
             write_whole(self.folder / WORD_PIECE_FILE, text.encode())
         return super().save()

@@ -1,19 +1,19 @@
 """The task of train_gpt2.py as it would be done today: the same loss in a fraction of the time.
 
     python speedrun.py                                         # two minutes on a laptop's CPU
-    python speedrun.py --preset speedrun --fp8 head            # 124M on one GPU (H100), a minute
+    python speedrun.py --preset speedrun --fp8 head            # 124M on one GPU (H200), a minute
     torchrun --standalone --nproc_per_node=8 speedrun.py       # the same run on eight GPUs
 
 One step in words is train_gpt2.py's, and so are loader, update, loop, log and checkpoints. What is
 here is what seven years have changed since: the model, the optimizers, the schedule and the size of
-a step. Each difference has a flag that takes it back, so that it can be measured by itself
-(bench/speedrun.py; results: docs/LOG.md#speedrun-laptop), and a comment that says why. Sections are
+a step. Most differences have a flag that takes them back, to be measured alone (bench/speedrun.py;
+results: docs/LOG.md#speedrun-parts, #speedrun-laptop); all have a comment that says why. Sections are
 those of train_gpt2.py, which is to be read first; the shape letters too.
 """
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from lab import cli
 
@@ -36,7 +36,7 @@ from train_gpt2 import HeadLoss, in_steps
 
 @dataclass
 class GPTConfig:
-    """Shape of the model, then its differences to GPT-2, each of which can be switched off."""
+    """Shape of the model, then its differences to GPT-2, most of which can be switched off."""
 
     n_layer: int = 12  # transformer blocks
     n_head: int = 6  # attention heads per block: fewer and wider ones are faster on a GPU
@@ -75,11 +75,12 @@ class TrainConfig(train_gpt2.TrainConfig):
     preset: str = "speedrun"
     total_batch_size: int = 131072  # tokens per update over all processes
     max_steps: int = 290
+    parallel: ClassVar = "ddp"  # ZeRO-1 and FSDP2 know AdamW alone
     optimizer: Literal["adamw", "muon", "normuon"] = "normuon"  # of the matrices in the blocks
     lr: float = 3e-3  # peak learning rate of the head (AdamW)
-    embed_lr: float = 0.3  # of embeddings: they are normalised, so their size does not matter
+    embed_lr: float = 0.3  # of embeddings: those of tokens are normalised before use
     scalar_lr: float = 0.015  # of learnt scalars, gates and biases
-    muon_lr: float = 0.03  # of Muon, or of AdamW in its place
+    muon_lr: float = 0.03  # of Muon; AdamW in its place needs a tenth
     min_lr: float = 0.0
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "wsd"
     warmup_steps: float = 0.0  # as train_gpt2.py's; projections and a head of zeros need none
@@ -89,11 +90,10 @@ class TrainConfig(train_gpt2.TrainConfig):
     eps: float = 1e-10
     grad_clip: float = 0.0  # an orthogonal step is as long for any gradient
     momentum: float = 0.95  # Muon's
-    momentum_warmup: float = 0.33  # in which it rises from 0.85: early gradients age fast
+    momentum_warmup: float = 0.33  # steps, or their share, in which it rises from 0.85
     polar_express: bool = True  # off: Newton-Schulz
     cautious: bool = True  # weight decay only where the step agrees
-    # so many first steps, or that share of all, have half the tokens: early gradients agree
-    small_steps: float = 0.0
+    small_steps: float = 0.0  # steps, or their share, of half the tokens: early gradients agree
 
 
 PRESETS = {
@@ -132,19 +132,20 @@ def norm(x):
 
 
 def one_back(x, position, mask, cache, name):
-    """x (B, T, C), one for each token, of the token before: 0 where there is none that may be
-    seen.
+    """The x (B, T, C) of the token before each one: 0 where there is none that may be seen.
 
-    Where a mask (B, 1, T, S) says who sees whom, the one before is the visible one whose position
-    is less by 1, wherever in the row it stands (HellaSwag's endings share a context)."""
+    Where a mask, which broadcasts to (B, 1, T, S), says who sees whom, the one before is the
+    visible one whose position is less by 1, wherever in the row it stands (HellaSwag's endings
+    share a context)."""
     B, T, C = x.shape
     if cache is not None:
         x = cache.append(name, x[:, None], x[:, None])[0][:, 0]  # (B, S, C)
     S = x.size(1)
     if mask is None:
         return F.pad(x, (0, 0, 1, 0))[:, S - T : S]
-    at = position if S == T else torch.arange(S, device=x.device)  # of those that are seen
-    before = mask[:, 0] & (at[..., None, :] == position[..., :, None] - 1)  # (B, T, S)
+    at = position if S == T else torch.arange(S, device=x.device)  # of the keys
+    seen = mask.expand(B, 1, T, S)[:, 0]
+    before = seen & (at[..., None, :] == position[..., :, None] - 1)  # (B, T, S)
     where = before.byte().argmax(-1, keepdim=True).expand(B, T, C)
     return x.gather(1, where) * before.any(-1, keepdim=True)
 
@@ -167,7 +168,7 @@ def rotate(x, turn):
 
 
 class CausalSelfAttention(nn.Module):
-    """A query's scores depend on directions alone, and on distance: neither length nor place."""
+    """Scores depend on directions and distance alone, not on length or place."""
 
     def __init__(self, config, layer):
         super().__init__()
@@ -223,11 +224,11 @@ class Smear(nn.Module):
     """Adds to each embedding a share of the one before, which a gate chooses: pairs of tokens are
     seen before the first attention layer has found them."""
 
-    channels = 16  # which decide about the gate
+    channels = 16  # that the gate reads
 
-    def __init__(self):
+    def __init__(self, config):
         super().__init__()
-        self.gate = nn.Linear(self.channels, 1, bias=False)
+        self.gate = nn.Linear(min(self.channels, config.n_embd), 1, bias=False)
         self.scale = nn.Parameter(torch.zeros(()))
 
     def forward(self, x, before):
@@ -235,7 +236,7 @@ class Smear(nn.Module):
 
 
 class GPT(nn.Module):
-    """What train_gpt2.GPT is to a run, its tools and its checkpoints, with the blocks above."""
+    """The interface of train_gpt2.GPT, with the blocks above."""
 
     def __init__(self, config):
         super().__init__()
@@ -249,7 +250,7 @@ class GPT(nn.Module):
             parts.wpe = nn.Embedding(config.block_size, config.n_embd)
         if config.bigram_rows:
             parts.bigrams = nn.Embedding(config.bigram_rows, config.n_embd)
-        self.smear = Smear() if config.smear else None
+        self.smear = Smear(config) if config.smear else None
         self.lm_head = nn.Linear(config.n_embd, rows, bias=False)
         if config.tied:
             self.lm_head.weight = self.transformer.wte.weight
@@ -257,13 +258,14 @@ class GPT(nn.Module):
         self.init_weights()
 
     def init_weights(self):
-        """Matrices keep half the size of what they read; those that write to the residual stream,
-        and the head, begin as 0: the first guess is uniform, and blocks come in as they learn."""
+        """Matrices keep half the size of what they read. Those that write to the residual stream
+        begin as 0, so blocks come in as they learn; so does a head of its own: the first guess is
+        uniform."""
         for name, p in self.named_parameters():
             if name.endswith(("gate.weight", "bigrams.weight", "bias")):
                 nn.init.zeros_(p)
             elif name.startswith("transformer.w") or ".vte." in name:
-                nn.init.normal_(p, std=0.02 if self.config.tied else 1.0)
+                nn.init.normal_(p, std=0.02 if self.config.tied and ".vte." not in name else 1.0)
             elif name.endswith("c_proj.weight") or name == "lm_head.weight":
                 std = 0.0 if self.config.zero_init else 0.02
                 nn.init.normal_(p, std=std * (2 * self.config.n_layer) ** -0.5)
@@ -293,7 +295,7 @@ class GPT(nn.Module):
         x = t.wte(idx)
         if not c.rotary:
             x = x + t.wpe(position)
-        if c.bigram_rows:  # which row a pair has; pairs that share one are rare among frequent ones
+        if c.bigram_rows:  # a hash gives each pair a row; frequent pairs seldom share one
             before = one_back(idx[..., None], position, mask, cache, "idx")[..., 0]
             x = x + t.bigrams((before * 36313 + idx * 27191) % c.bigram_rows)
         x = norm(x)
@@ -334,8 +336,8 @@ def make_optimizer(model, cfg, world):
         groups.insert(0, {"params": blocks, "lr": cfg.muon_lr, "weight_decay": cfg.weight_decay})
         optimizer = torch.optim.AdamW(groups, **adamw)
     else:
-        how = dict(rounds=POLAR_EXPRESS) if cfg.polar_express else {}
-        how |= dict(normalize=0.95 if cfg.optimizer == "normuon" else 0.0, cautious=cfg.cautious)
+        how = dict(coefficients=POLAR_EXPRESS) if cfg.polar_express else {}
+        how |= dict(row_beta=0.95 if cfg.optimizer == "normuon" else 0.0, cautious=cfg.cautious)
         muon = Muon(blocks, cfg.muon_lr, cfg.momentum, cfg.weight_decay, **how, world=world)
         optimizer = Together(muon, torch.optim.AdamW(groups, **adamw))
     for group in optimizer.param_groups:
@@ -344,7 +346,7 @@ def make_optimizer(model, cfg, world):
 
 
 def momentum(step, cfg):
-    """Muon's, for the update after `step` finished ones: it rises from 0.85."""
+    """Muon's, for the update after `step` finished ones. It rises, as early gradients age fast."""
     rise = in_steps(cfg.momentum_warmup, cfg)
     done = min(1.0, step / rise) if rise else 1.0
     return cfg.momentum - (1 - done) * max(0.0, cfg.momentum - 0.85)
@@ -362,8 +364,11 @@ class Run(train_gpt2.Run):
     program, model_class = "speedrun", GPT
     make_optimizer = staticmethod(make_optimizer)
 
+    def step_tokens(self, step):  # Log sums them up
+        return step_tokens(step, self.cfg)
+
     def update(self):
-        self.loader.set_total_batch_size(step_tokens(self.step, self.cfg))
+        self.loader.set_total_batch_size(self.step_tokens(self.step))
         for group in self.optimizer.param_groups:
             if "momentum" in group:
                 group["momentum"] = momentum(self.step, self.cfg)
@@ -375,8 +380,11 @@ class Run(train_gpt2.Run):
 
 def set_up(model_config, cfg, world, state=None):
     """As train_gpt2.py's."""
-    if cfg.parallel != "ddp":
-        raise UserError(f"parallel={cfg.parallel} is for train_gpt2.py's AdamW; leave it out")
+    if model_config.rotary and model_config.n_embd // model_config.n_head % 2:
+        raise UserError(
+            f"n_embd={model_config.n_embd} of n_head={model_config.n_head} gives heads of an odd size, "
+            "and rotary turns pairs; change one, or pass --no_rotary"
+        )
     # the micro-batch divides the smallest step
     first = dataclasses.replace(cfg, total_batch_size=step_tokens(0, cfg))
     run = train_gpt2.set_up(model_config, first, world, state, Run)

@@ -136,12 +136,12 @@ PRESETS = {
 def spelled_out_attention(q, k, v, mask, causal):
     """F.scaled_dot_product_attention by its definition (Vaswani et al. 2017, 3.2.1)."""
     T, D = q.size(2), q.size(3)
-    scores = q @ k.transpose(-2, -1) * D**-0.5  # (B, H, T, S): who looks at whom
+    scores = q @ k.transpose(-2, -1) * D**-0.5  # (B, H, T, S), of size 1 or so for any D
     if causal:
         mask = torch.ones(T, T, dtype=torch.bool, device=q.device).tril()
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))  # -inf: a weight of 0 after the softmax
-    return F.softmax(scores, dim=-1).to(v.dtype) @ v  # (B, H, T, D)
+    return F.softmax(scores, dim=-1).to(v.dtype) @ v  # autocast's softmax is in 32 bits
 
 
 class CausalSelfAttention(nn.Module):
@@ -228,9 +228,9 @@ class GPT(nn.Module):
         self.init_weights()
 
     def init_weights(self):
-        """Normal with std 0.02 (Radford et al. 2018). What is added to the residual stream is
-        scaled by (2 n_layer)^-0.5, so that the stream does not grow with depth (Radford et al.
-        2019, 2.3; two additions a block)."""
+        """Biases 0, the rest normal with std 0.02 (Radford et al. 2018). What is added to the
+        residual stream is scaled by (2 n_layer)^-0.5, so that the stream does not grow with depth
+        (Radford et al. 2019, 2.3; two additions a block)."""
         for name, p in self.named_parameters():
             if p.dim() >= 2:
                 residual = name.endswith("c_proj.weight")
@@ -256,7 +256,7 @@ class GPT(nn.Module):
         return self.transformer.h
 
     def block_matrices(self):
-        """The matrices inside the blocks: what Muon updates, and what only products read."""
+        """The matrices inside the blocks. Muon updates these; nothing but products reads them."""
         return [p for p in self.blocks.parameters() if p.dim() == 2]
 
     def flops_per_token(self, seq_len):
@@ -270,7 +270,8 @@ class GPT(nn.Module):
         """idx (B, T) -> what the head sees of it (B, T, C).
 
         position (T,) or (B, T): 0, 1, 2 ... if left out. mask, which broadcasts to (B, H, T, S), is
-        True where a token may look; left out, it may look at itself and all before it.
+        True where a token may look; left out, it may look at itself and all before it (but of
+        several new tokens beside a cache that holds some, a mask must say so).
         """
         if position is None:
             position = torch.arange(idx.size(1), device=idx.device)
@@ -311,8 +312,8 @@ class GPT(nn.Module):
 
 
 def param_groups(model, weight_decay):
-    """Two groups. Decay shrinks matrices and embeddings a little at each update, so that none grows
-    for nothing. Biases and LayerNorm gains are few and set scales: they are left out."""
+    """Two groups. Decay shrinks matrices and embeddings a little at each update, so that only
+    useful ones stay large. Biases and LayerNorm gains are few and set scales: they are left out."""
     params = [p for p in model.parameters() if p.requires_grad]
     return [
         {"params": [p for p in params if p.dim() >= 2], "weight_decay": weight_decay},
@@ -326,7 +327,7 @@ def make_optimizer(model, cfg, world):
     fused = world.device.type in ("cuda", "cpu")  # one kernel for all tensors, not several for each
     adamw = dict(lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, fused=fused)
     if cfg.optimizer == "muon":
-        optimizer = optim.MuonAdamW(model, cfg.muon_lr, weight_decay=cfg.weight_decay, **adamw)
+        optimizer = optim.MuonAdamW(model, cfg.muon_lr, cfg.weight_decay, world, **adamw)
     else:
         optimizer = torch.optim.AdamW(param_groups(model, cfg.weight_decay), **adamw)
     for group in optimizer.param_groups:
@@ -341,7 +342,7 @@ def in_steps(length, cfg):
 
 def get_lr(step, cfg):
     """Rate for the update after `step` finished ones: linear up, then the schedule to min_lr at
-    max_steps, then flat."""
+    max_steps (constant: never), then flat."""
     warmup, decay = in_steps(cfg.warmup_steps, cfg), in_steps(cfg.decay_steps, cfg)
     if step < warmup:
         return cfg.lr * (step + 1) / warmup  # never 0: a first update with rate 0 is a wasted one
@@ -378,8 +379,8 @@ class Run:
         self.writer = checkpoints.Writer(self.folder, cfg.keep_last, cfg.async_save, world.device)
 
     def update(self):
-        """One step. Returns a loss for each micro-step, whose sum, averaged over the processes, is
-        the step's loss, and the gradient's norm before clipping, as tensors."""
+        """One step. Returns tensors: a loss for each micro-step (summed, then averaged over the
+        processes, they are the step's loss), and the gradient's norm before clipping."""
         precision, losses = self.precision, []
         for micro_step in range(self.loader.grad_accum_steps):
             x, y, num_targets = self.loader.next_batch()  # num_targets: of the whole step
@@ -415,7 +416,8 @@ class Run:
         self.precision.scaler.unscale_(self.optimizer)  # fp16 alone: first back to their true size
         params = [p for p in self.raw_model.parameters() if p.grad is not None]
         norm = optim.exact_norm([p.grad for p in params])
-        nn.utils.clip_grads_with_norm_(params, max_norm or math.inf, norm)
+        if max_norm:
+            nn.utils.clip_grads_with_norm_(params, max_norm, norm)
         return norm
 
     def state_dict(self):
@@ -484,7 +486,7 @@ def set_up(model_config, cfg, world, state=None, run_class=Run):
         # compiler cuts its graph at each piece, and DDP's own 25 MB would cut it at every block.
         model = DistributedDataParallel(raw_model, gradient_as_bucket_view=True, bucket_cap_mb=250)
     if cfg.compile and device.can_compile(world, model_config):
-        model = torch.compile(model, dynamic=False)  # fuses what lies between the products
+        model = torch.compile(model, dynamic=False)  # fuses what lies between products
     run = run_class(raw_model, model, optimizer, loader, precision, world, cfg)
     if state:
         checkpoints.restore(run, state)
@@ -501,7 +503,7 @@ def train(run, events, cfg, world, log, stop):
     events are left, so that the last weights are measured and saved too. A checkpoint comes before
     the measurements of its step: if a signal interrupts these, a resumed run makes them again.
     """
-    # vitals looks at losses, and at gradient norms as what clips gives them (--on_spike)
+    # vitals checks losses, and the norms that clipping finds (--on_spike)
     vitals, meter, stopped = Vitals(run, stop, log), Meter(run, log), ""
     try:
         while True:

@@ -212,7 +212,7 @@ def make_spike():
     guard, losses = Spikes(run), torch.zeros(2)
     guard.recorder.begin()
     run.update()
-    guard.report(1, guard.numbers, losses, run.loader.sequence)
+    guard.report(1, guard.numbers, losses, range(run.loader.step_sequences))
 
 
 def read_spike():

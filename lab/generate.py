@@ -20,7 +20,8 @@ KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacken
 class KVCache:
     """Keys and values of the tokens so far, so that the next one costs one position, not all.
 
-    Attention calls append, and nothing else: what has other ways to keep them fits in here too.
+    What keeps something of each token calls append, and nothing else: a cache that keeps it in
+    another way fits too.
     A cache may serve one text after another, of as many rows: generate clears it. With a `step`
     (see lab.stream.fast_step) single tokens go through that.
     """

@@ -150,10 +150,11 @@ class TokenLoader:
     def prefetch(self):
         self.prefetched = self.worker.submit(self.micro_batch, self.sequence, self.micro_step)
 
-    def step_positions(self, step_end, micro_step):
-        """Names of what this process read in a micro-step of the step that ended at step_end."""
-        numbers = self.numbers(step_end - self.step_sequences, micro_step)
-        return [self.shards.where(int(p)) for p in self.positions(numbers)]
+    def step_positions(self, sequence, micro_step):
+        """Names of what this process reads in a micro-step of the step that begins with `sequence`."""
+        return [
+            self.shards.where(int(p)) for p in self.positions(self.numbers(sequence, micro_step))
+        ]
 
     def fingerprint(self, tokens):
         """A checksum of the first of so many tokens."""

@@ -1,7 +1,7 @@
 """Muon: momentum, made orthogonal, for the matrices inside the blocks; AdamW for everything else.
 
-**What it does to the singular values.** A matrix's momentum is U S V^T. A few of its singular
-values S are large, because a few directions dominate every batch, and the rest are small; a step
+**What it does to the singular values.** A matrix's momentum is U S V^T, its SVD. A few of its
+singular values S are large, because a few directions dominate every batch, and the rest are small; a step
 along it moves a few directions and leaves the others. Muon (Jordan et al. 2024,
 kellerjordan.github.io/posts/muon) steps along U V^T: all singular values become 1, so each
 direction moves by the same amount. That is the steepest descent where a step's length is its
@@ -26,7 +26,7 @@ import torch
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 # Polar Express (Amsel et al. 2025, arXiv 2505.16932, algorithm 1): each round has the polynomial that
 # is best for the values that the rounds before leave. The numbers are modded-nanogpt's, made for
-# values between 0.001 and 1, which end between 0.85 and 1.15; the first takes values up to 1.02, as
+# values between 0.001 and 1, which end between 0.84 and 1.15; the first takes values up to 1.02, as
 # rounding may exceed 1.
 POLAR_EXPRESS = (
     (8.156554524902461 / 1.02, -22.48329292557795 / 1.02**3, 15.878769915207462 / 1.02**5),
@@ -37,9 +37,9 @@ POLAR_EXPRESS = (
 )
 
 
-def orthogonalize(g, steps=5, rounds=(NEWTON_SCHULZ,)):
-    """U V^T of each matrix U S V^T in g (..., m, n), approximately, in so many rounds, of which the
-    last one given is repeated.
+def orthogonalize(g, rounds=5, coefficients=(NEWTON_SCHULZ,)):
+    """U V^T of each matrix U S V^T in g (..., m, n), approximately. Each round has (a, b, c) of its
+    own; the last ones given repeat.
 
     In bf16 where the device multiplies it fast, and returned so: the result is rough by design, and
     its error is far below the step.
@@ -49,8 +49,8 @@ def orthogonalize(g, steps=5, rounds=(NEWTON_SCHULZ,)):
     x = x if wide else x.mT  # the smaller Gram matrix
     # Frobenius norm 1: no singular value above 1
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    for i in range(steps):
-        a, b, c = rounds[min(i, len(rounds) - 1)]
+    for i in range(rounds):
+        a, b, c = coefficients[min(i, len(coefficients) - 1)]
         gram = x @ x.mT
         # a x + (b gram + c gram gram) x, each sum made where its product is
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
@@ -61,21 +61,22 @@ class Muon(torch.optim.Optimizer):
     """Nesterov momentum and orthogonal steps. Matrices of one shape are stacked, so that a model
     needs few launches; a parameter (..., m, n) is a stack itself.
 
-    rounds: see orthogonalize. normalize: NorMuon (Li et al. 2025, arXiv 2510.05491),
-    which scales each row of the orthogonal step, a neuron's, by a running mean of its size, as Adam
-    does with numbers, and then the whole to the size it had: rows that were moved much move less.
+    coefficients: see orthogonalize. row_beta: of NorMuon (Li et al. 2025, arXiv 2510.05491; 0 is
+    off), the memory of a running mean of each row's size. A row, a neuron's, of the orthogonal step
+    is divided by it, as Adam does with numbers, and the whole then has the size it had: rows that
+    were moved much move less.
     cautious: weight decay only where the step, too, makes the weight smaller (Chen et al. 2025,
-    arXiv 2510.12402). world: processes that have the same gradients share out the work, which is in
-    the products: each makes some matrices orthogonal, and gets the others from the others. The
-    state is small work, and the same on all of them, so a run goes on with any number.
+    arXiv 2510.12402). world: processes that have the same gradients each make some matrices
+    orthogonal and exchange them, as the work is in the products. The state is small work, and the
+    same on all of them, so a run goes on with any number.
     """
 
     def __init__(
-        self, params, lr, momentum=0.95, weight_decay=0.0, rounds=(NEWTON_SCHULZ,), normalize=0.0,
-        cautious=False, world=None,
+        self, params, lr, momentum=0.95, weight_decay=0.0, coefficients=(NEWTON_SCHULZ,),
+        row_beta=0.0, cautious=False, world=None,
     ):  # fmt: skip
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
-        self.rounds, self.normalize, self.cautious = rounds, normalize, cautious
+        self.coefficients, self.row_beta, self.cautious = coefficients, row_beta, cautious
         self.world = world if world and world.distributed else None
 
     @torch.no_grad()
@@ -106,17 +107,17 @@ class Muon(torch.optim.Optimizer):
             if underway:
                 underway.wait()
             m, n = params[0].shape[-2:]
-            # (len(params), ..., m, n); the rest made the shares equal
+            # (len(params), ..., m, n); what follows is padding
             update = update.flatten()[: len(params) * params[0].numel()]
             update = update.view(len(params), *params[0].shape).to(params[0].dtype)
-            if self.normalize:
+            if self.row_beta:
                 update = self.normalized(update, params)
             steps = list(update.unbind())
             shrink = group["lr"] * group["weight_decay"]
             if self.cautious and shrink:
                 for p, step in zip(params, steps):
                     p.addcmul_(p, (p * step > 0).to(p.dtype), value=-shrink)
-            else:
+            elif shrink:
                 torch._foreach_mul_(params, 1 - shrink)
             torch._foreach_add_(params, steps, alpha=-group["lr"] * max(1.0, m / n) ** 0.5)
 
@@ -124,13 +125,13 @@ class Muon(torch.optim.Optimizer):
         """(orthogonal matrices of a stack (k, m, n), or those that are still on their way; what to
         wait for, or None)."""
         if not self.world:
-            return orthogonalize(stack, rounds=self.rounds), None
+            return orthogonalize(stack, coefficients=self.coefficients), None
         rank, processes = self.world.rank, self.world.world_size
         each = -(-len(stack) // processes)  # matrices of a process, the last ones' of 0
         mine = stack[rank * each : (rank + 1) * each]
         share = stack.new_zeros(each, *stack.shape[1:])
         share[: len(mine)] = mine
-        share = orthogonalize(share, rounds=self.rounds).contiguous()
+        share = orthogonalize(share, coefficients=self.coefficients).contiguous()
         every = share.new_empty(processes * each, *stack.shape[1:])
         return every, self.world.all_gather(every, share, async_op=True)
 
@@ -140,7 +141,7 @@ class Muon(torch.optim.Optimizer):
             self.kept(p, "rows", lambda p: torch.zeros_like(p[..., :1])) for p in params
         ]  # (..., m, 1)
         torch._foreach_lerp_(
-            means, list(update.square().mean(-1, keepdim=True).unbind()), 1 - self.normalize
+            means, list(update.square().mean(-1, keepdim=True).unbind()), 1 - self.row_beta
         )
         rows = update / (torch.stack(means).sqrt() + 1e-10)
         size, new_size = (t.norm(dim=(-2, -1), keepdim=True) for t in (update, rows))
@@ -154,7 +155,7 @@ class Muon(torch.optim.Optimizer):
 
 
 class Together:
-    """Several optimizers behind the interface of one; the first may be a Muon, whose steps are on
+    """Several optimizers behind the interface of one; the first is a Muon, whose steps are on
     their way while the others make theirs."""
 
     def __init__(self, *parts):
@@ -186,11 +187,11 @@ class Together:
 class MuonAdamW(Together):
     """Muon for the matrices in the blocks of a model, AdamW for its other parameters."""
 
-    def __init__(self, model, muon_lr, momentum=0.95, weight_decay=0.0, **adamw):
+    def __init__(self, model, muon_lr, weight_decay=0.0, world=None, **adamw):
         blocks = model.block_matrices()
         inside = {id(p) for p in blocks}
         others = [p for p in model.parameters() if id(p) not in inside]
         super().__init__(
-            Muon(blocks, muon_lr, momentum, weight_decay),
+            Muon(blocks, muon_lr, weight_decay=weight_decay, world=world),
             torch.optim.AdamW(others, weight_decay=0.0, **adamw),
         )

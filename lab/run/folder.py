@@ -16,8 +16,8 @@ from lab.files import only_writer, read_json, write_whole
 from lab.run.checkpoints import checkpoint_files, newest_run, step_of
 
 AT_LEAST_1 = (
-    "n_layer", "n_head", "n_embd", "block_size", "vocab_multiple", "total_batch_size", "seq_len",
-    "max_steps", "log_every", "keep_last", "timeout",
+    "n_layer", "n_head", "n_embd", "block_size", "segments", "vocab_multiple", "total_batch_size",
+    "seq_len", "max_steps", "log_every", "keep_last", "timeout",
 )  # fmt: skip
 AT_MOST = {"n_layer": 2**12, "total_batch_size": 2**28}  # more in a file would take hours
 

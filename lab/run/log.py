@@ -112,7 +112,8 @@ class Log:
         if damaged:
             record["passed_over"] = [path.name for path in damaged]
         self.event("start", run.step, record)
-        tokens = loader.position + (cfg.max_steps - run.step) * cfg.total_batch_size
+        step_tokens = getattr(run, "step_tokens", lambda step: cfg.total_batch_size)
+        tokens = loader.position + sum(map(step_tokens, range(run.step, cfg.max_steps)))
         threads = "" if cuda else f", {torch.get_num_threads()} threads"
         self.say(f"after step {run.step} of {reason}" if run.step else reason)
         self.say(
@@ -138,7 +139,7 @@ class Log:
                 "--preset laptop takes two minutes in all"
             )
         self.say(
-            f"step   {cfg.total_batch_size:,} tokens = {loader.batch_size} sequences x {cfg.seq_len} x "
+            f"step   {loader.total_batch_size:,} tokens = {loader.batch_size} sequences x {cfg.seq_len} x "
             f"{world.world_size} processes x {loader.grad_accum_steps} micro-steps"
         )
         self.say(f"device {device}{threads}, {run.precision.name}")

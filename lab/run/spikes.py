@@ -97,9 +97,9 @@ class Spikes:
     def is_spike(self, numbers):
         return numbers[1].item() > LIMIT
 
-    def report(self, step, numbers, losses, step_end):
+    def report(self, step, numbers, losses, sequences):
         """Write the files of a spike; returns what the log notes of it. All processes call it
-        together, with what they noted of that step, on the CPU."""
+        together, with what they noted of that step, on the CPU. sequences: the range that it read."""
         world = self.run.world
         norm, z, usual, *norms = numbers.tolist()
         values = dict(norm=norm, usual=usual, z=z, skipped=self.policy == "skip")
@@ -111,7 +111,7 @@ class Spikes:
         if world.is_main:
             losses = [loss for micro_step in zip(*parts) for loss in micro_step]
             found = values | {"step": step, "losses": losses, "norms": dict(zip(self.names, norms))}
-            found["sequences"] = self.sequences(step_end)
+            found["sequences"] = self.sequences(sequences)
             found["weights"] = path.with_suffix(".pt").name if self.recorder else None
             found |= {"batch_size": self.run.loader.batch_size, "world_size": world.world_size}
             if self.recorder:
@@ -120,7 +120,7 @@ class Spikes:
             write_whole(path, text.encode() + b"\n")
         return values | {"file": path.name}
 
-    def sequences(self, step_end):
+    def sequences(self, numbers):
         """Where each sequence of a step stands, and how it begins; in order, as many to each loss."""
         loader, own = self.run.loader, Path(self.run.cfg.data, WORD_PIECE_FILE)
         try:
@@ -128,8 +128,8 @@ class Spikes:
             tokenizer = get_tokenizer(name)
         except UserError:  # a vocabulary of somebody else's
             tokenizer = None
-        found, numbers = [], np.arange(step_end - loader.step_sequences, step_end)
-        for p in loader.positions(numbers).tolist():
+        found = []
+        for p in loader.positions(np.array(numbers)).tolist():
             found.append({"at": loader.shards.where(p)})
             if tokenizer:
                 ids = loader.shards.read(p, min(loader.seq_len, SHOWN))

@@ -21,12 +21,13 @@ class Vitals:
     def __init__(self, run, stop, log):
         self.run, self.world, self.stop, self.log = run, run.world, stop, log
         self.spikes = Spikes(run)
-        self.pending = deque()  # (step, losses and norms underway, the loader's place after it)
+        self.pending = deque()  # (step, losses and norms underway, its sequences)
 
     def watch(self, losses):
         """Note the losses (micro-steps,) of the update that was just launched, and its norms."""
         underway = Underway(losses), Underway(self.spikes.numbers)
-        self.pending.append((self.run.step, *underway, self.run.loader.sequence))
+        end, length = self.run.loader.sequence, self.run.loader.step_sequences
+        self.pending.append((self.run.step, *underway, range(end - length, end)))
 
     def read(self, newest, heed=True):
         """Look at the steps noted, at the newest one only if asked to, as it may not be done yet.
@@ -36,7 +37,7 @@ class Vitals:
         finite. Raises Stopped where a process was asked to stop, unless heed is False.
         """
         found = [self.pending.popleft() for _ in range(len(self.pending) - (not newest))]
-        steps = [(step, a.arrive(), b.arrive(), place) for step, a, b, place in found]
+        steps = [(step, a.arrive(), b.arrive(), read) for step, a, b, read in found]
         told = [(losses.sum().item(), self.spikes.is_spike(n)) for _, losses, n, _ in steps]
         told = torch.tensor([*told, (bool(self.stop.name), 0)], dtype=torch.float64)
         *told, (stops, _) = self.world.all_reduce(told).tolist()
@@ -49,24 +50,24 @@ class Vitals:
         if self.spikes.recorder:
             self.spikes.recorder.begin()
 
-    def judge(self, step, micro_losses, numbers, place, loss, spike):
+    def judge(self, step, micro_losses, numbers, read, loss, spike):
         """Report a spike; raise RunError where the run is not to go on after this step."""
         policy, norm = self.run.cfg.on_spike, numbers[0].item()
         if spike:
-            values = self.spikes.report(step, numbers, micro_losses, place)
+            values = self.spikes.report(step, numbers, micro_losses, read)
             self.log.event("spike", step, values)
         if spike and policy == "skip":
             return
         if not math.isfinite(loss):
-            self.fail(step, f"the loss is {loss}", micro_losses, place)
+            self.fail(step, f"the loss is {loss}", micro_losses, read)
         if spike and (policy == "stop" or not math.isfinite(norm)):
-            self.fail(step, f"the gradient norm is {norm:.4g}", micro_losses, place)
+            self.fail(step, f"the gradient norm is {norm:.4g}", micro_losses, read)
 
-    def fail(self, step, what, micro_losses, place):
+    def fail(self, step, what, micro_losses, read):
         """Raise RunError, naming the sequences of the micro-steps whose loss is not finite."""
         loader, folder = self.run.loader, self.run.folder
         bad = [i for i, value in enumerate(micro_losses.tolist()) if not math.isfinite(value)]
-        mine = [name for i in bad for name in loader.step_positions(place, i)]
+        mine = [name for i in bad for name in loader.step_positions(read.start, i)]
         names = [name for part in self.world.gather(mine) for name in part]
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
         kept = ", ".join(sorted(path.name for path in folder.glob("model_*.pt")))
