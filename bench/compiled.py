@@ -25,7 +25,7 @@ from records import gpu_name, random_shards
 from torch.nn.utils import parameters_to_vector
 
 from lab.cli import UserError, command, parse
-from lab.device import why_no_compile
+from lab.device import Precision, why_no_compile
 from lab.run.settings import check
 from lab.world import World
 from train_gpt2 import PRESETS, GPTConfig, get_lr, set_up
@@ -127,7 +127,7 @@ def set_up_run(cfg, world, folder):
 def main(argv):
     cfg = parse(Config, argv, description=__doc__)
     world = World(cfg.device)
-    if reason := why_no_compile(world.device, GPTConfig()):
+    if reason := why_no_compile(world.device, GPTConfig(), Precision("fp32", world.device)):
         raise UserError(f"device={cfg.device} compiles nothing, nothing to compare: {reason}")
     with tempfile.TemporaryDirectory() as folder:
         run = set_up_run(cfg, world, folder)

@@ -82,6 +82,8 @@ def in_words(error):
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         path = str(error.filename)[:40]
         return 2, f"{path}... is too long for the name of a file; name another"
+    if isinstance(error, PermissionError) and error.filename:
+        return 2, f"you have no permission to use {error.filename}; change that, or name another"
     return 0, ""
 
 

@@ -5,7 +5,7 @@ import os
 
 import torch
 
-from lab.cli import UserError, out_of_memory
+from lab.cli import UserError, out_of_memory, program
 from lab.data.loader import grad_accum_steps
 from lab.files import first_line
 
@@ -124,16 +124,19 @@ class Underway:
         return self.copy
 
 
-def why_no_compile(device, model_config):
+def why_no_compile(device, model_config, precision):
     """Empty if torch.compile is to be used on this device, else the reason in a few words."""
     if device.type == "mps":
         return "not supported well on MPS"
     if device.type == "cuda":
         if importlib.util.find_spec("triton") is None:
             return "Triton is not installed"
-        # triton-lang/triton#10924, a race: wrong losses without a word (docs/LOG.md)
-        wide = model_config.n_embd >= 1280 and not model_config.bf16_residual
-        if wide and torch.__version__ < "2.14":
+        # triton-lang/triton#10924, a race: wrong losses without a word (docs/LOG.md) where products
+        # have 16 bits and the residual stream 32
+        in_32 = precision.is_16_bit and not (
+            model_config.bf16_residual and precision.name == "bf16"
+        )
+        if model_config.n_embd > 1024 and in_32 and torch.__version__ < "2.14":
             return f"torch {torch.__version__} compiles so wide a model wrongly; 2.14 does not"
     try:
         torch.compile(lambda x: x * 2 + 1)(torch.ones(8, device=device))
@@ -142,9 +145,9 @@ def why_no_compile(device, model_config):
     return ""
 
 
-def can_compile(world, model_config):
+def can_compile(world, model_config, precision):
     """Whether torch.compile is to be used on this device; says why not."""
-    reason = why_no_compile(world.device, model_config)
+    reason = why_no_compile(world.device, model_config, precision)
     if reason:
         world.say(f"torch.compile is off: {reason}")
     return not reason
@@ -176,14 +179,14 @@ def fit_batch_size(model, cfg, world, precision, state=None):
     if cfg.parallel == "fsdp2":
         raise UserError(
             "with parallel=fsdp2 no micro-batch is sought, as the whole model may not fit: pass "
-            "--batch_size; `python -m lab plan`, with the same flags, says how large"
+            f"--batch_size; `{program('lab plan')}`, with the same flags, says how large"
         )
     for size in sizes:
         if world.all(fits(model, size, cfg, world, precision)):
             return size
     raise UserError(
         f"not even one sequence of seq_len={cfg.seq_len} fits on {torch.cuda.get_device_name(world.device)}; "
-        "pass --activation_checkpointing, a shorter --seq_len or a smaller --preset"
+        "pass a shorter --seq_len, a smaller --preset, or --activation_checkpointing where there is one"
     )
 
 

@@ -42,7 +42,7 @@ def reading(path, what, way_out):
     except (Exception, RecursionError) as error:  # each parser has exceptions of its own
         if isinstance(error, OSError) and error.errno in SYSTEM:
             raise UserError(f"{what} {path} cannot be read: {SYSTEM[error.errno]}") from error
-        if isinstance(error, MemoryError):
+        if isinstance(error, (MemoryError, NameError, ImportError)):  # not of the file
             raise
         raise Damaged(
             f"{what} {path} is damaged or of another kind ({first_line(error)}); {way_out}"

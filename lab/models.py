@@ -11,6 +11,7 @@ import torch
 
 from lab import weights
 from lab.cli import UserError
+from lab.cli import program as command_of
 from lab.data.documents import hide_other_documents
 from lab.run.checkpoints import checkpoint_files, newest_run, read_checkpoint, read_newest
 from lab.run.folder import known_settings
@@ -103,9 +104,12 @@ def shape_of(source, log_dir="log", program=""):
     if not path.endswith(".pt"):
         return weights.read(path)[0]
     model = load(path)
-    if program and type(model) is not importlib.import_module(PROGRAMS[program]).Run.model_class:
+    ours = importlib.import_module(PROGRAMS[program]).Run.model_class if program else object
+    if not isinstance(model, ours):
         file = f"{type(model).__module__}.py"
-        raise UserError(f"{path} is a model of {file}; `python {file} --init_from` begins with it")
+        raise UserError(
+            f"{path} is a model of {file}; `{command_of(file)} --init_from` begins with it"
+        )
     return dataclasses.asdict(model.config)
 
 

@@ -5,7 +5,7 @@ import codecs
 import torch
 
 from lab import models, shading
-from lab.cli import UserError
+from lab.cli import UserError, program
 from lab.data.tokenizers import END_OF_TEXT, get_tokenizer, name_of_size
 from lab.device import Precision, why_no_compile
 from lab.generate import compiled, generate, read_ahead
@@ -27,7 +27,7 @@ def ready(source, device, weights="auto"):
     if not hasattr(model, "generate"):
         raise UserError(
             f"{source} fills in hidden words and writes no text; name another model: of this one, after "
-            '`python -m lab export`, transformers\' pipeline("fill-mask") asks'
+            f'`{program("lab export")}`, transformers\' pipeline("fill-mask") asks'
         )
     tokenizer = get_tokenizer(name_of_size(model.config.vocab_size))
     large = device.type == "cpu" and model.num_params() >= LARGE
@@ -50,7 +50,8 @@ def fast_step(model, rows=1, wanted=True):
         return None
     if rows == 1 and one_token.knows(model):
         return one_token.OneTokenStep(model)
-    return None if why_no_compile(device, model.config) else compiled(model)
+    of_one_type = Precision("fp32", device)  # weights and residual stream alike: no autocast
+    return None if why_no_compile(device, model.config, of_one_type) else compiled(model)
 
 
 class Text:

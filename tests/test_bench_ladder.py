@@ -164,25 +164,6 @@ def test_a_star_marks_what_was_compiled_with_a_race():
 # ------------------------------------------------------------------------------------------ kernels
 
 
-KINDS_OF = {
-    "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT": "matmul",
-    "ampere_s16816gemm_bf16": "matmul",
-    "triton_tem_fused_mm": "matmul",
-    "cudnn_generated_fort_native_sdpa_sm90_flash_fprop": "attention",
-    "dot_do_o_kernel": "attention",
-    "cunn_SoftMaxForward": "attention",
-    "triton_per_fused__to_copy_attention_1": "elementwise",
-    "row": "loss",
-    "void at::native::multi_tensor_apply_kernel<FusedAdam>": "optimizer",
-    "Memcpy HtoD (Pinned)": "copy",
-    "ncclDevKernel_AllReduce_Sum_f32_RING_LL(int)": "communication",
-}
-
-
-def test_kernels_are_told_apart_by_their_names():
-    assert {name: kernels.kind_of(name) for name in KINDS_OF} == KINDS_OF
-
-
 def test_kernel_times_of_a_trace():
     def kernel(name, start, length, cat="kernel"):
         return {"cat": cat, "name": name, "ts": 1000.0 * start, "dur": 1000.0 * length, "ph": "X"}

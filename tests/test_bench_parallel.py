@@ -104,8 +104,3 @@ def test_the_laptop_reads_nanogpts_own_prints(tmp_path):
     characters, ids = laptop.encode(tmp_path / "t.txt")
     first, last = laptop.race_nanogpt(tmp_path / "nano", characters, ids, tmp_path)
     assert (first[1], last[1]) == (5, 2.4) and 0 < first[0] <= last[0]
-
-
-def test_the_first_loss_at_the_target_counts_or_the_last():
-    assert laptop.reached([(1, 5.0), (2, 1.87), (3, 1.5)]) == (2, 1.87)
-    assert laptop.reached([(1, 5.0), (2, 1.89)]) == (2, 1.89)

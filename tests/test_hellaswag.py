@@ -308,6 +308,13 @@ def test_event(tmp_path, monkeypatch):
         found = json.loads(json.dumps(hella(run) | {"seconds": 0}))
         assert found == expected and found["count"] == 20
         HERE.unlink(missing_ok=True)  # the examples are kept
+    hella.precision = Precision(
+        "bf16", ALONE.device
+    )  # as the run trains, so are its endings scored
+    types = set()
+    run.raw_model.transformer.h[0].mlp.c_fc.register_forward_hook(lambda *a: types.add(a[2].dtype))
+    hella(run)
+    assert types == {torch.bfloat16}
 
 
 def test_event_that_cannot_be_says_so_once(tmp_path, monkeypatch, capsys):

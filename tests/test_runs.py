@@ -75,6 +75,10 @@ def test_the_flag_of_the_document_mask_does_something(tmp_path, shards):
     losses = [train_here(tmp_path, shards, str(mask), max_steps=1, model=dict(document_mask=mask)).losses
               for mask in (True, False)]  # fmt: skip
     assert losses[0] != losses[1]
+    shape = models.shape_of(str(tmp_path / "True"), program="gpt2")  # as --init_from asks for it
+    assert shape["document_mask"]
+    with pytest.raises(UserError, match="a model of train_gpt2.py; "):
+        models.shape_of(str(tmp_path / "True"), program="speedrun")
 
 
 def test_a_run_made_by_commit_a3954dc_goes_on(tmp_path):

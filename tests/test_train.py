@@ -144,7 +144,7 @@ def test_compiling_agrees_with_eager_and_compiles_nothing_after_warm_up(
     from torch._dynamo.utils import counters
 
     real = backend == "inductor"
-    if real and (reason := why_no_compile(CPU, GPTConfig())):
+    if real and (reason := why_no_compile(CPU, GPTConfig(), Precision("fp32", CPU))):
         pytest.skip(f"torch.compile does not work here: {reason}")
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     monkeypatch.setattr(train_gpt2.device, "why_no_compile", lambda *_: "")
@@ -182,6 +182,24 @@ def test_clipping_bounds_the_update_and_logs_the_norm_before_it(tmp_path, shards
     lengths = [math.sqrt(sum(g.double().square().sum().item() for g in gs)) for gs in grads]
     assert runs[0].norms == runs[1].norms == [pytest.approx(lengths[0], rel=1e-5)]
     assert lengths[0] > 0.2 and lengths[1] == pytest.approx(0.1, rel=1e-4)
+
+
+def test_models_that_old_torch_compiles_with_a_race_are_not_compiled(monkeypatch):
+    monkeypatch.setattr(train_gpt2.device.importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(torch, "compile", lambda function: torch.ones_like)
+    gpu = SimpleNamespace(type="cuda")
+    monkeypatch.setattr(torch, "ones", lambda *_, device: torch.zeros(1))
+
+    def refused(wide, name, bf16_residual=True):
+        config = GPTConfig(n_embd=wide, bf16_residual=bf16_residual)
+        precision = SimpleNamespace(name=name, is_16_bit=name in ("bf16", "fp16"))
+        return "compiles so wide a model wrongly" in why_no_compile(gpu, config, precision)
+
+    monkeypatch.setattr(torch, "__version__", "2.13.0")
+    assert refused(1280, "fp16") and refused(1152, "bf16", bf16_residual=False)
+    assert not any([refused(1024, "fp16"), refused(1280, "bf16"), refused(1280, "tf32")])
+    monkeypatch.setattr(torch, "__version__", "2.14.0")
+    assert not refused(1280, "fp16")
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

@@ -26,6 +26,8 @@ def hide_other_documents(model):
     """
 
     class Masked(type(model)):
+        __module__ = type(model).__module__  # for messages that name the program
+
         def hidden(self, idx, position=None, mask=None, cache=None):
             if mask is None and cache is None:
                 mask = document_mask(idx, self.config.vocab_size - 1)

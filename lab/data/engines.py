@@ -8,6 +8,7 @@ import signal
 import threading
 from collections import deque
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -93,10 +94,10 @@ def tokenise_on_ray(units, tokenizer: str, column: str, workers: int):
     A task whose worker dies is run again. The code travels with the tasks; local files must lie
     under the same path on every machine.
     """
-    try:
-        import ray
-    except ImportError as error:
-        raise UserError("--engine ray needs Ray: pip install ray, or leave it out") from error
+    if find_spec("ray") is None:
+        raise UserError("--engine ray needs Ray: pip install ray, or leave it out")
+    import ray
+
     names = ("TIKTOKEN_CACHE_DIR", "HF_ENDPOINT", "HF_TOKEN")
     env = {"env_vars": {n: os.environ[n] for n in names if n in os.environ}}
     env["py_modules"] = [str(Path(__file__).parents[1])]

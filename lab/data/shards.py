@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lab.cli import UserError, progress
+from lab.cli import UserError, program, progress
 from lab.files import check_keys, read_json, reading
 
 # what manifest.json says
@@ -113,10 +113,11 @@ class TokenShards:
         files = sorted(p for p in folder.glob("*_*_*") if p.suffix in (".npy", ".bin"))
         self.paths = [p for p in files if p.name.split("_")[-2] == split]
         if not self.paths:
+            fineweb = program("fineweb.py")
             raise UserError(
-                f"no {split} shards in {folder}: `python fineweb.py` makes some of "
-                "FineWeb-Edu in edu_fineweb10B, `python fineweb.py --source FOLDER --out "
-                "data/mine` of your own text; `python train_gpt2.py --preset laptop` needs none"
+                f"no {split} shards in {folder}: `{fineweb}` makes some of FineWeb-Edu in "
+                f"edu_fineweb10B, `{fineweb} --source FOLDER --out data/mine` of your own text; "
+                "--preset laptop needs none"
             )
         self.manifest = read_manifest(folder) or {"shards": []}
         noted = files_of(self.manifest, split)  # by fineweb.py, when they were whole

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lab.cli import UserError
+from lab.cli import UserError, program
 from lab.files import reading
 
 END_OF_TEXT = "<|endoftext|>"
@@ -126,7 +126,8 @@ class WordPiece(Tokenizer):
         from tokenizers import Tokenizer as HuggingFace
 
         self.name = str(path)
-        way_out = "`python fineweb.py --tokenizer wordpiece --out FOLDER` makes data that has one"
+        made_by = f"{program('fineweb.py')} --tokenizer wordpiece --out FOLDER"
+        way_out = f"`{made_by}` makes data that has one"
         with reading(Path(path), "tokenizer", way_out):
             self.fast = HuggingFace.from_str(Path(path).read_text(encoding="utf-8"))
             self.vocab_size = self.fast.get_vocab_size()

@@ -19,7 +19,8 @@ AT_LEAST_1 = (
     "n_layer", "n_head", "n_embd", "block_size", "segments", "vocab_multiple", "total_batch_size",
     "seq_len", "max_steps", "log_every", "keep_last", "timeout",
 )  # fmt: skip
-AT_MOST = {"n_layer": 2**12, "total_batch_size": 2**28}  # more in a file would take hours
+# more layers or tokens would take hours, or overflow what takes them
+AT_MOST = {"n_layer": 2**12, "total_batch_size": 2**28, "seed": 2**32 - 1, "timeout": 2**31}
 
 
 @contextlib.contextmanager
@@ -100,10 +101,15 @@ def smallest(name):
     return 1 if name in AT_LEAST_1 else 0
 
 
+def largest(name):
+    """The largest value of a setting that is a number; torch fails at 2**63."""
+    return AT_MOST.get(name, 2**48)
+
+
 def check_value(path, field, value):
     """Raise UserError where a value from a file does not fit this field of a dataclass."""
     kind, choices, least = type(field.default), get_args(field.type), smallest(field.name)
-    most = AT_MOST.get(field.name, 2**48)  # torch fails at 2**63
+    most = largest(field.name)
     if choices and value not in choices:
         rule = f"one of {', '.join(choices)}"
     elif type(value) is not kind and (type(value), kind) != (int, float):

@@ -13,13 +13,14 @@ from typing import Literal
 import torch
 
 from lab.cli import UserError, parse
+from lab.cli import program as command_of
 from lab.data import build_builtin, name_of_size
 from lab.data.chat import ROLES, build_chats
 from lab.data.shards import read_manifest
 from lab.files import check_keys, read_json, reading
 from lab.models import PROGRAMS, same_shape, shape_of
 from lab.run.checkpoints import read_newest
-from lab.run.folder import is_finished, read_config, run_to_resume, smallest
+from lab.run.folder import is_finished, largest, read_config, run_to_resume, smallest
 
 PLAIN = dict(attention="math", bf16_residual=False, compile=False, kernels="plain")
 SPEEDS = {  # --speed: what is set before the flags that are typed; sizes and results stay
@@ -134,7 +135,7 @@ def defaults_of_run(given, program, model_class, train_class):
     if made_by != program:
         file = f"{PROGRAMS.get(made_by, made_by)}.py"
         raise UserError(
-            f"{run_dir} is a run of {file}: `python {file} --resume` with the same flags"
+            f"{run_dir} is a run of {file}: `{command_of(file)} --resume` with the same flags"
         )
     model_config, cfg, unknown = read_config(run_dir, model_class, train_class)
     if given.preset not in ("", cfg.preset):
@@ -186,11 +187,12 @@ def check(model_config, cfg):
         if not isinstance(value, (bool, str)) and not smallest(name) <= value < math.inf:
             kind = "whole" if isinstance(value, int) else "finite"
             raise UserError(f"{name}={value} must be a {kind} number, {smallest(name)} or more")
+        if type(value) is int and value > largest(name):
+            raise UserError(f"{name}={value} must be at most {largest(name)}")
     m, more = model_config, -(-model_config.n_embd // model_config.n_head) * model_config.n_head
     rules = (  # (what is wrong, in one sentence: the value, the rule and the way out)
         (cfg.beta1 >= 1, f"beta1={cfg.beta1} must be less than 1"),
         (cfg.beta2 >= 1, f"beta2={cfg.beta2} must be less than 1"),
-        (cfg.seed >= 2**32, f"seed={cfg.seed} must be less than {2**32}"),
         (m.n_embd % m.n_head,
          f"n_embd={m.n_embd} must be divisible by n_head={m.n_head}; n_embd={more} would be"),
         (cfg.seq_len > m.block_size,

@@ -49,7 +49,7 @@ GPU = namedtuple("GPU", "name gib tflops device", defaults=(None, None))
 
 def named_gpu(text):
     """The GPU of "H100", "rtx 4090", "A100 80GB" or "24GB". Raises UserError for unknown ones."""
-    name, size = re.fullmatch(r"(.*?) *([\d.]+ *GI?B)?", text.strip().upper()).groups()
+    name, size = re.fullmatch(r"(.*?) *(\d+(?:\.\d+)? *GI?B)?", text.strip().upper()).groups()
     known = {gpu.upper(): gpu for gpu in GPUS}
     if name not in known and (name or not size):
         names = ", ".join(GPUS)
@@ -246,8 +246,9 @@ def setting(model_config, cfg, gpu, gpus):
     device_type, (head, mlp) = "cuda", replaced(cfg.kernels, cfg.fp8)
     if gpu.device:
         device_type, mlp = gpu.device.type, mlp if epilogues_work(gpu.device) else "plain"
-        compiled = cfg.compile and not why_no_compile(gpu.device, model_config)
-        cfg = replace(cfg, precision=Precision(cfg.precision, gpu.device).name, compile=compiled)
+        precision = Precision(cfg.precision, gpu.device)
+        compiled = cfg.compile and not why_no_compile(gpu.device, model_config, precision)
+        cfg = replace(cfg, precision=precision.name, compile=compiled)
     elif cfg.precision == "auto":
         cfg = replace(cfg, precision="fp16" if gpu.name in WITHOUT_BF16 else "bf16")
     if cfg.fp8 != "off" and gpu.name in WITHOUT_FP8:
