@@ -126,6 +126,8 @@ def main(argv=None) -> int:
 def build(cfg: Config) -> dict:
     """Shards of texts or of conversations, from the hub or from here. Returns the manifest."""
     if cfg.source == "builtin":
+        if cfg.tokens:
+            raise UserError("--source builtin is always whole, 2M tokens or so: leave out --tokens")
         return build_builtin(cfg.out, cfg.tokenizer, cfg.vocab_size)
     source, files = find_source(cfg)
     refusal = (

@@ -74,14 +74,17 @@ def in_words(error):
     if out_of_memory(error):
         return 2, "the memory is full; ask for less at a time, such as a smaller --batch_size"
     if lost_another(error):
-        found = str(error).partition("] ")[2].partition(". ")[0]
+        said = str(error)
+        found = (said.partition("] ")[2] or said).partition(". ")[0]
         return 1, (
             f"another process has ended, or its machine does not answer ({found}); it may say why "
-            "itself; checkpoints stay: start all again, with --resume"
+            "itself; start all again, with --resume if there is a checkpoint"
         )
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         path = str(error.filename)[:40]
         return 2, f"{path}... is too long for the name of a file; name another"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return 2, "the disk is full under what is printed or written; make room"
     if isinstance(error, PermissionError) and error.filename:
         return 2, f"you have no permission to use {error.filename}; change that, or name another"
     return 0, ""
@@ -97,8 +100,9 @@ def out_of_memory(error):
 
 
 def lost_another(error):
-    """Whether this is what gloo raises where another process has gone, or does not answer."""
-    return "gloo/transport" in str(error)
+    """Whether this is what gloo and torch raise where another process has gone, or does not answer."""
+    at_start = type(error).__name__ in ("DistNetworkError", "DistStoreError")
+    return at_start or "gloo/transport" in str(error)
 
 
 def say(text, file=None):

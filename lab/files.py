@@ -18,6 +18,7 @@ SYSTEM = {  # what the system says is no sign of damage
     errno.EROFS: "the disk is read-only; choose another place",
     errno.EMFILE: "too many files are open at once; raise the limit with `ulimit -n`",
     errno.EISDIR: "it is a folder; name a file",
+    errno.ENOTDIR: "a part of its path is a file, not a folder; name another",
     errno.EIO: "the disk reports an error; try a copy on another one",
 }
 

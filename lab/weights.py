@@ -123,7 +123,7 @@ def download(name):
     except (HFValidationError, OSError) as error:
         raise UserError(
             f"{name!r} is no file or folder here, and cannot be fetched from the hub "
-            f"({first_line(error)}); is the name right? `ls log` shows the runs there are"
+            f"({first_line(error)}); is the name right, and is there a network? `ls log` shows the runs"
         ) from error
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import sys
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from lab.cli import UserError
 from lab.data import get_tokenizer
 from lab.data.loader import TokenLoader, permute
 from lab.data.shards import TokenShards
-from lab.data.writer import new_manifest, save_shard
+from lab.data.writer import new_manifest, save_shard, verify
 
 BIG = 65536  # a vocabulary in which every token is another one, which tells its position
 
@@ -366,6 +367,14 @@ def test_the_manifest_knows_size_and_hash(tmp_path, kind):
         TokenShards(write_shards(tmp_path), "train", VOCAB, verify=True)
     folder = made(tmp_path / "made")
     assert TokenShards(folder, "train", VOCAB, verify=True).masks
+    stray = folder / "x_train_000099.npy"
+    shutil.copy(folder / "x_train_000001.npy", stray)
+    with pytest.raises(UserError, match="x_train_000099.npy in .* is not in its manifest.json"):
+        TokenShards(folder, "train", VOCAB, verify=True)
+    assert verify(folder)[1:] == [
+        f"{stray} is not in manifest.json, and training would read it: move it away"
+    ]
+    stray.unlink()
     path, said = folder / f"x_train_000001.{kind}", f"x_train_000001.{kind} has changed since"
     data = path.read_bytes()
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))

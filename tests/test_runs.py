@@ -81,6 +81,18 @@ def test_the_flag_of_the_document_mask_does_something(tmp_path, shards):
         models.shape_of(str(tmp_path / "True"), program="speedrun")
 
 
+def test_a_checkpoint_that_failed_ends_the_run_before_the_next_is_due(
+    tmp_path, shards, monkeypatch
+):
+    def full(*_):
+        raise UserError("the disk is full")
+
+    monkeypatch.setattr(checkpoints, "save", full)
+    with pytest.raises(UserError, match="the disk is full"):
+        train_here(tmp_path, shards, "r", max_steps=400, ckpt_every=100, total_batch_size=64)
+    assert 100 <= of_kind(read_run(tmp_path / "r"), "train")[-1]["step"] < 200
+
+
 def test_a_run_made_by_commit_a3954dc_goes_on(tmp_path):
     """With fields that there are no more, as far as the order of sums allows."""
     shutil.copytree(OLD, tmp_path, dirs_exist_ok=True)
@@ -378,13 +390,13 @@ checkpoints.save = save"""
 @pytest.mark.skipif(sys.platform == "win32", reason="sets a limit of Linux and macOS")
 @pytest.mark.parametrize("how, n, done", [("async", 9, 9), ("async", 6, 6), ("no_async", 9, 6)])
 def test_a_disk_that_is_full_for_the_thread_ends_the_run(tmp_path, start_training, how, n, done):
-    """At the next checkpoint, or at the end; at once where no thread writes. The older one stays."""
+    """Soon, or at once where no thread writes. The older one stays."""
     flags = [f"--{how}_save", "--max_steps", n, "--ckpt_every", 3]
     process = start_training(*flags, program=driver(tmp_path, FULL))
     assert process.wait() == 2 and "Traceback" not in process.stderr, process.stderr
     assert "model_000006.pt cannot be written" in process.stderr
     run = read_run(tmp_path / "log" / "r")
-    assert len(run.losses) == done and not of_kind(run, "end")
+    assert 6 <= len(run.losses) <= done and not of_kind(run, "end")
     assert [p.name for p in run.dir.glob("model_*")] == ["model_000003.pt"], "and no half of one"
 
 
@@ -401,12 +413,12 @@ def test_resuming_passes_over_a_damaged_checkpoint_and_says_so(tmp_path, shards,
     # as sample.py, export, hellaswag.py and --init_from find it
     model, said = models.load(str(whole.dir)), capsys.readouterr()
     assert equal_bits(model.state_dict(), whole.checkpoints[4]["model"])
-    assert "model_000004.pt is used\n" in said.err
+    assert "model_000004.pt is tried\n" in said.err
     with pytest.raises(UserError, match="model_000006.pt is damaged"):
         models.load(str(newest))  # by its name
     rest = train_here(tmp_path, shards, "r", resume=True, max_steps=5, keep_last=1)
     said = capsys.readouterr()
-    assert "model_000006.pt is damaged (" in said.err and "model_000004.pt is used\n" in said.err
+    assert "model_000006.pt is damaged (" in said.err and "model_000004.pt is tried\n" in said.err
     assert said.out.startswith("after step 4 of ")
     assert "model_000006.damaged was damaged: this goes on after step 4" in said.out
     assert of_kind(rest, "start")[-1]["passed_over"] == ["model_000006.damaged"]

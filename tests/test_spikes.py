@@ -126,6 +126,17 @@ def test_bad_data_is_found_noted_and_made_again(
     assert float(worst[0]) == round(max(each), 4) and worst[1] == places[np.argmax(each)]
 
 
+def test_a_spike_that_cannot_be_noted_ends_nothing(tmp_path, bad_shards, monkeypatch, capsys):
+    def full(path, data):
+        raise UserError(f"{path} cannot be written: the disk is full; make room")
+
+    monkeypatch.setattr("lab.run.spikes.write_whole", full)
+    run = train_here(tmp_path, bad_shards, "r", **CALM)
+    assert run.events[-1]["reason"] == "done" and not list(run.dir.glob("spike_*"))
+    assert "spike_000041.json cannot be written" in (said := capsys.readouterr().err)
+    assert said.endswith("The run goes on without it\n")
+
+
 @pytest.mark.parametrize("factor, step", [(1000.0, STEP), (math.inf, STEP), (math.nan, 1)])
 def test_a_spike_is_left_out_to_the_bit(tmp_path, shards, monkeypatch, factor, step):
     """As if the optimizer had not been called: weights, moments, counts. The data is passed over."""

@@ -128,7 +128,7 @@ def build_chat(files: list[File], out_dir, tokenizer: str, context: int, shard_t
         raise UserError(
             f"{files[0].path} must hold two conversations or more, one to learn from and one, of "
             f"the lines 1, 11, 21 ..., for validation; left out: {no_answer:,} without an answer, "
-            f"{too_long:,} longer than --context {context}"
+            f"{too_long:,} longer than {context} tokens (--context; in a run --seq_len)"
         )
     begin(out_dir, manifest)
     for part in (val, train):
@@ -144,7 +144,10 @@ def build_chat(files: list[File], out_dir, tokenizer: str, context: int, shard_t
 def build_chats(path, tokenizer, context):
     """build_chat of one .jsonl file for trainers, of which several may ask at once. Returns the
     folder, under data/; another text has another folder."""
-    path = path if Path(path).exists() else ROOT / path  # the project's own, from any folder
+    own = ROOT / path  # the project's, from any folder
+    path = own if own.exists() and not Path(path).exists() else path
+    if not Path(path).exists():
+        raise UserError(f"there is no file {path}; name another with --data")
     name = f"{Path(path).stem}_{tokenizer}_{context}_{sha256_of(path)[:8]}"
     folder = Path("data", name)
     with only_writer(folder, "", wait=True):

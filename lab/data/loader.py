@@ -194,7 +194,8 @@ def grad_accum_steps(cfg, batch_size, world_size):
     not fit."""
     n = batch_size * cfg.seq_len * world_size
     if cfg.total_batch_size % n:
-        another = ", or pass another --batch_size" if batch_size > 1 else ""
+        fits = batch_size > 1 and cfg.total_batch_size % (cfg.seq_len * world_size) == 0
+        another = ", or pass another --batch_size" if fits else ""
         raise UserError(
             f"total_batch_size={cfg.total_batch_size} must be a multiple of batch_size * seq_len * "
             f"world_size = {batch_size} * {cfg.seq_len} * {world_size} = {n}; the next one up is "

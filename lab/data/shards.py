@@ -17,7 +17,7 @@ from lab.files import check_keys, read_json, reading
 # what manifest.json says
 MANIFEST = dict.fromkeys(("vocab_size", "eot", "shard_tokens", "val_tokens"), int)
 MANIFEST |= dict(complete=bool, data=str, tokenizer=str, source=dict, shards=list)
-AGAIN = "put the right one back, or delete its folder and make the data again"
+AGAIN = "put the right one back, or delete the folder with the shards and make them again"
 
 
 @dataclass
@@ -123,6 +123,9 @@ class TokenShards:
         noted = files_of(self.manifest, split)  # by fineweb.py, when they were whole
         if verify and not noted:
             raise UserError(f"{folder} has no manifest.json to verify by; leave out --verify_data")
+        strange = {path.name for path in self.paths} - {entry["name"] for entry in noted}
+        if verify and strange:
+            raise UserError(f"{min(strange)} in {folder} is not in its manifest.json: move it away")
         for entry in progress(noted, "verifying") if verify else noted:
             check_file(folder / entry["name"], entry, content=verify)
         self.shards = [open_shard(path) for path in self.paths]

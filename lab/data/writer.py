@@ -96,7 +96,14 @@ def verify(out_dir) -> list[str]:
         raise UserError(f"{out_dir} has no manifest.json to compare with; name another --out")
     if not manifest["complete"]:
         problems.append(f"{out_dir} is not finished: run the command that began it again")
-    for file in progress(files_of(manifest, "val", "train"), "verifying"):
+    files = files_of(manifest, "val", "train")
+    names = {file["name"] for file in files}
+    for path in sorted(Path(out_dir).glob("*_*_*")):
+        if path.suffix in (".npy", ".bin") and path.name not in names:
+            problems.append(
+                f"{path} is not in manifest.json, and training would read it: move it away"
+            )
+    for file in progress(files, "verifying"):
         try:
             check_file(Path(out_dir, file["name"]), file, content=True)
         except UserError as error:

@@ -63,7 +63,7 @@ def link_best(run_dir, step):
 class Writer:
     """A thread that writes the checkpoints of a run, one after the other. In the background it
     writes a copy of the state, and training waits for the copy alone. What went wrong is raised at
-    the next save or at finish()."""
+    the next check(), save() or finish()."""
 
     def __init__(self, run_dir, keep_last, background, device):
         self.run_dir, self.keep_last = run_dir, keep_last
@@ -80,6 +80,12 @@ class Writer:
     def link_best(self, step):
         """Link the checkpoint of this step as the best, once it is on disk."""
         self.jobs.append(self.thread.submit(link_best, self.run_dir, step))
+
+    def check(self):
+        """Raise what went wrong, if something has by now."""
+        for job in self.jobs:
+            if job.done():
+                job.result()
 
     def finish(self):
         """Wait until all is on disk. Returns what the log notes of a new checkpoint, or None."""
@@ -151,7 +157,7 @@ def read_newest(run_dir):
                 raise
             if os.environ.get("RANK", "0") == "0":
                 what = first_line(error.__cause__)
-                say(f"checkpoint {path} is damaged ({what}): {files[-1].name} is used")
+                say(f"checkpoint {path} is damaged ({what}): {files[-1].name} is tried")
 
 
 def restore(run, state):

@@ -36,6 +36,7 @@ class Vitals:
         a spike where cfg.on_spike says so; where the newest was looked at, for weights that are not
         finite. Raises Stopped where a process was asked to stop, unless heed is False.
         """
+        self.run.writer.check()
         found = [self.pending.popleft() for _ in range(len(self.pending) - (not newest))]
         steps = [(step, a.arrive(), b.arrive(), read) for step, a, b, read in found]
         told = [(losses.sum().item(), self.spikes.is_spike(n)) for _, losses, n, _ in steps]
@@ -54,28 +55,34 @@ class Vitals:
         """Report a spike; raise RunError where the run is not to go on after this step."""
         policy, norm = self.run.cfg.on_spike, numbers[0].item()
         if spike:
-            values = self.spikes.report(step, numbers, micro_losses, read)
-            self.log.event("spike", step, values)
+            with self.log.attempt(f"spike_{step:06d}.json"):
+                values = self.spikes.report(step, numbers, micro_losses, read)
+                self.log.event("spike", step, values)
         if spike and policy == "skip":
             return
         if not math.isfinite(loss):
             self.fail(step, f"the loss is {loss}", micro_losses, read)
         if spike and (policy == "stop" or not math.isfinite(norm)):
-            self.fail(step, f"the gradient norm is {norm:.4g}", micro_losses, read)
+            self.fail(step, f"the gradient norm is {norm:.4g}", micro_losses, read, spike)
 
-    def fail(self, step, what, micro_losses, read):
+    def fail(self, step, what, micro_losses, read, spike=False):
         """Raise RunError, naming the sequences of the micro-steps whose loss is not finite."""
-        loader, folder = self.run.loader, self.run.folder
+        loader = self.run.loader
         bad = [i for i, value in enumerate(micro_losses.tolist()) if not math.isfinite(value)]
         mine = [name for i in bad for name in loader.step_positions(read.start, i)]
         names = [name for part in self.world.gather(mine) for name in part]
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-        kept = ", ".join(sorted(path.name for path in folder.glob("model_*.pt")))
-        again = f"{folder} has no checkpoint yet; {LOWER}, or more --warmup_steps"
-        if kept:
-            again = f"{folder} keeps {kept}; {LOWER}, or --resume to see whether it comes back"
         on = f", on the sequences at {', '.join(names[:8])}{more}" if names else ""
-        raise RunError(f"{what} at step {step}{on}; the run stops and {again}")
+        raise RunError(f"{what} at step {step}{on}; the run stops and {self.way_out(spike)}")
+
+    def way_out(self, spike=False):
+        """What the folder keeps, and what to try."""
+        folder = self.run.folder
+        kept = ", ".join(sorted(path.name for path in folder.glob("model_*.pt")))
+        if not kept:
+            return f"{folder} has no checkpoint yet; {LOWER}, or more --warmup_steps"
+        skip = " (with --on_spike skip it is left out then)" if spike else ""
+        return f"{folder} keeps {kept}; {LOWER}, or --resume to see whether it comes back{skip}"
 
     def check_weights(self):
         """Raise RunError where a finite loss has led to weights that are not: not worth keeping."""
@@ -84,5 +91,5 @@ class Vitals:
         if not self.world.all(norms.isfinite().all().item()):
             raise RunError(
                 f"the weights are not finite after step {self.run.step}; they are not saved, "
-                f"{self.run.folder} keeps the checkpoints before; {LOWER}"
+                f"{self.way_out()}"
             )

@@ -251,6 +251,8 @@ def setting(model_config, cfg, gpu, gpus):
         cfg = replace(cfg, precision=precision.name, compile=compiled)
     elif cfg.precision == "auto":
         cfg = replace(cfg, precision="fp16" if gpu.name in WITHOUT_BF16 else "bf16")
+    if cfg.parallel != "ddp" and cfg.precision == "fp16":
+        raise UserError(f"parallel={cfg.parallel} does not go with precision=fp16; leave one out")
     if cfg.fp8 != "off" and gpu.name in WITHOUT_FP8:
         needed = "an RTX 40, H100 or newer"
         raise UserError(f"fp8={cfg.fp8} needs {needed}, not {gpu.name}; leave it out")

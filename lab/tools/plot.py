@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median_high
 
-from lab.cli import parse, say
+from lab.cli import UserError, parse, say
 from lab.files import writing
 from lab.tools import records
 from lab.tools.records import by_tokens, column, hellaswag, read_log, short, tokens_at
@@ -180,6 +180,8 @@ def loss_curve(run_dirs, out_path):
     """As draw. A picture is not worth a run: what goes wrong is said, never raised."""
     try:
         draw(run_dirs, out_path)
+    except UserError:  # nothing is measured yet
+        pass
     except Exception as error:  # also matplotlib's own: not installed, no fonts, a full disk
         say(f"no loss curve: {type(error).__name__}: {error}")
 
