@@ -284,6 +284,30 @@ def test_the_boundary_of_a_command(monkeypatch, capsys, raised, status, said):
     assert sys.modules["it"] is sys.modules["__main__"]
 
 
+COUNT = """import gc, os, runpy, sys
+sys.argv = sys.argv[1:]
+sys.path[0] = os.path.dirname(sys.argv[0])
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+except SystemExit as end:
+    assert not end.code, end.code
+print(*(c.__name__ for c in gc.get_objects() if type(c) is type and c.__name__ in ("GPT", "Run")))
+"""
+
+
+def test_a_process_has_one_class_of_a_name(place):
+    """The program that runs is the module that its checkpoints name, also where it reads another."""
+    more = "--data data --max_steps 1 --log_dir classes --init_from log/there"
+    for words in (
+        [*TINY_RUN, *more.split()],
+        ["ab", "--model", "log/there", "--max_new_tokens", "1"],
+    ):
+        program = ROOT / ("train_gpt2.py" if "--data" in words else "sample.py")
+        done = run_python("-c", COUNT, program, *words, cwd=place)
+        assert done.returncode == 0, done.stderr
+        assert sorted(done.stdout.split("\n")[-2].split()) == ["GPT", "Run"], done.stdout
+
+
 def parsed(*argv):
     return train_gpt2.settings.parse_flags(list(argv), PRESETS, train_gpt2.__doc__)
 
