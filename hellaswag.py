@@ -245,23 +245,32 @@ class HellaSwag(Every):
         super().__init__("hella", every)
         self.examples, self.world, self.precision, self.stop = examples, world, precision, stop
         self.data = None  # the Examples, from the first time on
+        if every:  # now, as hours later there may be nobody to mend it
+            self.attempt(lambda: world.on_main(lambda: str(locate())))
 
     def due(self, step, last):
         return step > 0 and super().due(step, last)
 
     def __call__(self, run):
-        """The summary as a dict; None where the file cannot be had or an ending does not fit into
-        the model's context: the run goes on, and does not ask again."""
+        """The summary as a dict; None where an ending does not fit into the model's context: the run
+        goes on, and does not ask again."""
         if self.data is None:
-            try:
-                self.data = prepare(run.raw_model, self.world, limit=self.examples)
-            except UserError as error:
-                self.world.say(f"step {run.step:5d}: no HellaSwag in this run: {error}")
-                self.every = 0
-                return None
+            self.data = self.attempt(
+                lambda: prepare(run.raw_model, self.world, limit=self.examples)
+            )
+        if self.data is None:
+            return None
         with self.precision.autocast():
             result, _ = measure(run.raw_model, self.data, self.world, self.stop.check)
         return result
+
+    def attempt(self, function):
+        """What function() returns; None where it raises UserError, which is said."""
+        try:
+            return function()
+        except UserError as error:
+            self.world.say(f"no HellaSwag in this run: {error}")
+            self.every = 0
 
 
 # ---------------------------------------------------------------------------------- 6. command line
