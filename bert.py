@@ -300,7 +300,7 @@ class Masking:
             if not left:
                 break
         hidden = chosen[word]
-        if left:  # no word fits: the first one is cut, and last of all a [SEP]
+        if left:  # no word fits: the first one is cut, and last of all [CLS] or [SEP] go
             hidden[np.argsort(2 * hidden + self.special[row], kind="stable")[:left]] = True
         fate = rng.random(len(sizes))[word]  # one for all pieces of a word: none betrays it
         return hidden, fate
@@ -333,7 +333,7 @@ class MaskedValidation(evals.Validation):
         sums = evals.evaluate(run.raw_model, *self.where(run), Bert.sums, self.masking)
         alone = evals.evaluate(run.raw_model, *self.where(run), Bert.sums, self.alone)
         means = {name: value / max(1, sums["targets"]) for name, value in sums.items()}
-        means["pseudo_perplexity"] = math.exp(alone["loss"] / max(1, alone["targets"]))
+        means["pseudo_perplexity"] = math.exp(min(700, alone["loss"] / max(1, alone["targets"])))
         return means | {"unigram_accuracy": self.most_frequent}
 
 

@@ -70,7 +70,7 @@ def parse_count(flag: str, text: str) -> int:
     """500M, 10B, 1.3T or a plain number as int; 0 for no text."""
     if not text:
         return 0
-    found = re.fullmatch(r"(\d[\d_]*(?:\.\d+)?)([kmbt]?)", text.lower())
+    found = re.fullmatch(r"(\d+(?:_\d+)*(?:\.\d+)?)([kmbt]?)", text.lower())
     scale = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
     count = round(float(found[1]) * scale[found[2]]) if found else 0
     if count < 1:
@@ -137,7 +137,11 @@ def build(cfg: Config) -> dict:
     with only_writer(cfg.out, refusal):
         texts = texts_of(files, cfg.text_column)
         tokenizer = prepare(cfg.out, cfg.tokenizer, texts, cfg.vocab_size)
-        if is_chat(files[0], cfg.text_column):
+        if is_chat(files, cfg.text_column):
+            if cfg.tokens or cfg.val_tokens:
+                raise UserError(
+                    "conversations are always whole: leave out --tokens and --val_tokens"
+                )
             return build_chat(files, cfg.out, tokenizer, cfg.context, cfg.shard_tokens)
         cfg = dataclasses.replace(cfg, tokenizer=tokenizer)
         return build_corpus(cfg, source, files, data_name(cfg))

@@ -195,7 +195,8 @@ def ending_losses(model, data, world, check=lambda: None):
 def interval(p, n, z=1.96):
     """95 % confidence interval of a share p of n (Wilson 1927): right for small n too."""
     middle, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return [(middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)]
+    low, high = (middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)
+    return [max(0.0, low), min(1.0, high)]
 
 
 def summarise(sums, end_len, label):

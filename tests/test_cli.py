@@ -193,6 +193,8 @@ BAD = {
     "lab plan --gpu 1.2.3GB": "gpu=1.2.3GB is not one of",
     "lab plan --gpu H100 --gpus 2 --parallel fsdp2 --precision fp16": "fsdp2 does not go with precision=fp16",
     "fineweb.py --source builtin --tokens 9k": "--source builtin is always whole",
+    "fineweb.py --source file --tokens 10_": "--tokens 10_: wanted is a number of tokens",
+    "fineweb.py --source chats --tokens 9k --tokenizer bytes": "conversations are always whole",
     "lab plan --gpu A100 --fp8 head": "fp8=head needs an RTX 40, H100 or newer, not A100",
     "lab plan --preset speedrun": "preset=speedrun is not one of gpt2,",
     "lab plan --gpus 0": "gpus=0 must be 1 or more",
@@ -213,6 +215,9 @@ def place(tmp_path_factory):
     (write_shards(folder / "broken") / "manifest.json").write_text("{")
     (folder / "file").write_text("not a folder")
     (folder / "dir.html").mkdir()
+    (folder / "chats").mkdir()
+    (folder / "chats" / "a.jsonl").write_text("")  # which is not the one that decides
+    (folder / "chats" / "b.jsonl").write_text('{"messages": []}\n')
     write_log(folder / "log" / "young", [start()])
     (folder / "noise.jsonl").write_bytes(os.urandom(300))
     (folder / "label.jsonl").write_text(json.dumps(GOOD | {"label": 9}))

@@ -119,6 +119,8 @@ def test_small_parts_by_hand():
     assert (result["acc"], result["acc_norm"]) == (0.0, 1.0)  # sum and mean choose differently
     # 30 of 100: (0.3 + 0.019208 -+ 1.96 * sqrt(0.0021 + 0.00009604)) / 1.038416
     assert hellaswag.interval(0.3, 100) == pytest.approx([0.21894, 0.39585], abs=1e-4)
+    assert all(hellaswag.interval(0.0, n)[0] >= 0 for n in range(1, 200))
+    assert all(hellaswag.interval(1.0, n)[1] <= 1 for n in range(1, 200))
     assert hellaswag.interval(0.0, 5) == pytest.approx([0, 0.4345], abs=1e-3)  # no proof of never
     sums = np.array([[1.0, 4, 4, 4], [2, 1, 4, 4], [9, 1, 4, 4], [4, 4, 4, 1]])
     data = tokenised([[[0]] * 5] * 4, labels=[0, 0, 0, 3])

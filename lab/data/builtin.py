@@ -49,7 +49,9 @@ def build_builtin(out_dir, tokenizer: str = "bytes", vocab_size: int = 4096) -> 
     """
     with only_writer(out_dir, "", wait=True):
         if manifest := begun(out_dir):
-            check_same(out_dir, manifest, data="builtin", tokenizer=name_in(out_dir, tokenizer))
+            check_same(
+                out_dir, manifest, data="builtin", tokenizer=Path(name_in(out_dir, tokenizer)).name
+            )
             if manifest["complete"]:
                 return manifest
         documents = builtin_documents()

@@ -90,11 +90,11 @@ def lines_of(files):
     return (line for unit in all_units(files, "messages") for line in records_of(unit))
 
 
-def is_chat(file: File, column: str) -> bool:
-    """Whether the first line of a JSONL file here is a conversation and not a text."""
-    if file.kind != "jsonl" or file.path.startswith(HUB):
+def is_chat(files: list[File], column: str) -> bool:
+    """Whether the first line of JSONL files here is a conversation and not a text."""
+    if files[0].kind != "jsonl" or files[0].path.startswith(HUB):
         return False
-    _, first = next(lines_of([file]), ("", {}))
+    _, first = next(lines_of(files), ("", {}))
     return isinstance(first.get("messages"), list) and not isinstance(first.get(column), str)
 
 

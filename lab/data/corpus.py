@@ -5,6 +5,7 @@ stops the work costs one shard at most, and the result is the same bytes.
 """
 
 import contextlib
+import itertools
 import os
 import re
 import sys
@@ -17,6 +18,7 @@ from lab.cli import UserError, progress
 from lab.data import sources, writer
 from lab.data.engines import ENGINES
 from lab.data.shards import check_file
+from lab.data.sources import text_of
 from lab.data.tokenizers import get_tokenizer
 from lab.files import writing
 
@@ -40,11 +42,17 @@ def find_source(cfg) -> tuple[dict, list[sources.File]]:
 
 def guess_tokens(files: list[sources.File], tokenizer: str, column: str) -> int:
     """How many tokens the files hold, roughly: for the bar and the validation shard."""
-    size = sum(f.size * (UNPACKED if f.packing else 1) for f in files)
-    if files[0].kind == "parquet" and files[0].size:
-        meta = sources.open_parquet(files[0], column).metadata
-        unpacked = sum(meta.row_group(i).total_byte_size for i in range(meta.num_row_groups))
-        size *= unpacked / files[0].size
+    size, first = sum(f.size * (UNPACKED if f.packing else 1) for f in files), files[0]
+    if first.kind == "parquet" and first.size:
+        parquet = sources.open_parquet(first, column)
+        groups = map(parquet.metadata.row_group, range(parquet.num_row_groups))
+        chunks = (group.column(i) for group in groups for i in range(group.num_columns))
+        texts = sum(c.total_uncompressed_size for c in chunks if c.path_in_schema == column)
+        size *= texts / first.size
+    elif first.kind == "jsonl":  # other keys are no text
+        for unit in itertools.islice(sources.all_units(files, column), 1):
+            found = (text_of(r, column, where) for where, r in sources.records_of(unit))
+            size *= sum(len(text.encode("utf-8", "replace")) for text in found) / len(unit.block)
     return max(int(size / (1.0 if tokenizer == "bytes" else 4.4)), 1)  # bytes a token, in English
 
 
@@ -61,7 +69,7 @@ def build_corpus(cfg, source: dict, files: list[sources.File], data: str) -> dic
     out_dir, limit, manifest = Path(cfg.out), cfg.tokens or sys.maxsize, writer.begun(cfg.out)
     if manifest:
         # format 1 did not note where in the source a shard ends
-        about = dict(format=2, data=data, tokenizer=cfg.tokenizer, **source)
+        about = dict(format=2, data=data, tokenizer=Path(cfg.tokenizer).name, **source)
         writer.check_same(out_dir, manifest | manifest["source"], **about)
         for entry in manifest["shards"]:
             check_file(out_dir / entry["name"], entry)
@@ -71,12 +79,21 @@ def build_corpus(cfg, source: dict, files: list[sources.File], data: str) -> dic
     if not manifest:
         # Validation is the first shard, or a tenth of a corpus too small to give it a whole one
         val_tokens = cfg.val_tokens or min(cfg.shard_tokens, max(expected // 10, 1))
+        if val_tokens >= limit:
+            raise UserError(
+                f"--val_tokens {val_tokens} leaves none of {limit} --tokens to train on; pass fewer"
+            )
         more = dict(shard_tokens=cfg.shard_tokens, val_tokens=val_tokens, exhausted=False)
         manifest = writer.new_manifest(data, get_tokenizer(cfg.tokenizer), source=source, **more)
     val_tokens = cfg.val_tokens or manifest["val_tokens"]
     writer.check_same(out_dir, manifest, shard_tokens=cfg.shard_tokens, val_tokens=val_tokens)
     if not manifest.get("exhausted") and manifest["tokens"] < limit:
         go_on(cfg, manifest, files, limit, expected)
+    if len(manifest["shards"]) < 2:
+        raise UserError(
+            f"all {manifest['tokens']:,} tokens of the source are validation, and none is left to "
+            f"train on: delete {out_dir} and pass a smaller --val_tokens"
+        )
     return writer.write_manifest(out_dir, manifest, complete=True)
 
 
@@ -144,6 +161,7 @@ def download_shards(cfg, manifest, source: dict, files: list[sources.File], data
         raise UserError(f"--dataset {cfg.dataset} has no <data>_<train|val>_<number>.bin")
     sizes = dict(shard_tokens=0, val_tokens=0)
     manifest = manifest or writer.new_manifest(data, get_tokenizer("gpt2"), source=source, **sizes)
+    manifest["complete"] = False
     writer.begin(out_dir, manifest)
     with sources.asking_hub(cfg.dataset), writing(out_dir):
         where = dict(repo_type="dataset", revision=source["revision"], local_dir=out_dir)

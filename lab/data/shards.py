@@ -73,6 +73,7 @@ def read_manifest(folder):
     with reading(path, "file", AGAIN):
         if not 0 < manifest["vocab_size"] <= 2**16:
             raise ValueError(f"vocab_size is {manifest['vocab_size']}")
+        manifest["tokenizer"] = Path(manifest["tokenizer"]).name  # older ones have its folder too
         for entry in manifest["shards"]:
             check_keys(entry, split=str, tokens=int, documents=int)
             for file in (entry, entry["mask"]) if "mask" in entry else (entry,):

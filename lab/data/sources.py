@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lab.cli import UserError
+from lab.cli import UserError, say
 from lab.data.tokenizers import as_arrow
 from lab.files import first_line, reading
 
@@ -50,8 +50,9 @@ def local_files(source: str) -> list[File]:
     paths, base = [root], root.parent
     if root.is_dir():  # shards made of these texts, and their manifest, may lie beside them
         ours = ("manifest.json", "tokenizer.json")
-        paths, base = [p for p in root.rglob("[!.]*") if p.name not in ours], root
-    files = [p for p in paths if p.is_file()]
+        paths, base = [p for p in root.rglob("*") if p.name not in ours], root
+    shown = (p for p in paths if not any(n[0] == "." for n in p.relative_to(base).parts))
+    files = [p for p in shown if p.is_file()]
     about = [File(p.relative_to(base).as_posix(), str(p), p.stat().st_size) for p in files]
     return one_kind(about, source)
 
@@ -106,11 +107,18 @@ def hub_files(dataset: str, name: str, split: str, revision: str) -> tuple[str, 
         if (name := name or [*first, *configs][0]) not in configs:
             names = ", ".join(configs)
             raise UserError(f"{dataset} has no configuration {name!r}; --name is one of {names}")
-        patterns = split_patterns(configs[name].get("data_files") or "*", split)
+        folder = configs[name].get("data_dir")
+        whole = f"{folder}/*" if folder else "*"
+        patterns = split_patterns(configs[name].get("data_files") or whole, split)
     chosen = [s for s in found if any(fnmatch.fnmatch(s.rfilename, p) for p in patterns)]
     files = [File(s.rfilename, root + s.rfilename, s.size or 0) for s in chosen]
     place = f"{dataset} (--name {name or 'not given'}, --split {split})"
-    return info.sha, one_kind(files, place, ("parquet", "jsonl", "text", "bin"))
+    files = one_kind(files, place, ("parquet", "jsonl", "text", "bin"))
+    if not configs and files[0].kind != "bin":
+        say(
+            f"{dataset} names no splits: all its {len(files)} files are read, whatever --split says"
+        )
+    return info.sha, files
 
 
 def split_patterns(data_files: Any, split: str) -> list[str]:
@@ -183,7 +191,7 @@ def blocks_of(file: File):
             cut = rest.rfind(b"\n") + 1
             if not cut and file.kind == "text" and len(rest) >= BLOCK:
                 cut = rest.rfind(b" ")
-            if cut > 0:
+            if cut > 0 and rest[:cut].strip():  # else a text's end-of-text would go with the blanks
                 yield rest[:cut]
                 rest = rest[cut:]
     if rest:
@@ -193,6 +201,7 @@ def blocks_of(file: File):
 @functools.lru_cache(maxsize=1)  # a file's index is not fetched again for each row group
 def open_parquet(file: File, column: str):
     """The pyarrow ParquetFile, which has a column of text with that name."""
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
     with reading_source(file):
@@ -202,6 +211,10 @@ def open_parquet(file: File, column: str):
     if column not in parquet.schema_arrow.names:
         names = ", ".join(parquet.schema_arrow.names)
         raise UserError(f"{file.path} has no column {column!r}; --text_column is one of {names}")
+    if pa.types.is_primitive(kind := parquet.schema_arrow.field(column).type):
+        raise UserError(
+            f"{file.path}: column {column!r} holds {kind}; name one of text, --text_column"
+        )
     return parquet
 
 
@@ -213,7 +226,8 @@ def documents_of(unit: Unit, column: str):
         yield as_arrow([text_of(record, column, where) for where, record in records_of(unit)])
     elif unit.file.kind == "text":
         with reading_source(unit.file, f", from line {unit.first_line} on"):
-            yield as_arrow([unit.block.decode()])
+            text = unit.block.decode()
+            yield as_arrow([text if unit.index else text.removeprefix("\ufeff")])  # byte order mark
     else:
         with reading_source(unit.file, f", row group {unit.index}"):
             which = dict(row_groups=[unit.index], columns=[column], use_threads=False)

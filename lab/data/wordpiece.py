@@ -4,7 +4,7 @@ in tokenizer.json, the format of Hugging Face's tokenizers, beside the shards th
 from collections import Counter
 from pathlib import Path
 
-from lab.cli import UserError, progress
+from lab.cli import UserError, progress, say
 from lab.data.tokenizers import SPECIAL, WORD_PIECE_FILE
 from lab.files import first_line, write_whole
 
@@ -25,7 +25,9 @@ def prepare(folder, wanted, texts, vocab_size):
     as occur twice.
     """
     name = name_in(folder, wanted)
-    if name != wanted and not Path(name).exists():
+    if name != wanted and Path(name).exists():
+        say(f"{name} is there, and is used as it is")
+    elif name != wanted:
         made = download() if wanted == PUBLISHED else learn(texts, vocab_size)
         write_whole(name, made.to_str(pretty=True).encode())
     return name

@@ -22,7 +22,8 @@ from lab.files import write_whole
 
 def new_manifest(data, tokenizer, **more) -> dict:
     """Of no shards yet. more: source, shard_tokens, val_tokens and context."""
-    manifest = dict(format=2, complete=False, data=data, tokenizer=tokenizer.name)
+    name = Path(tokenizer.name).name  # a WordPiece is a file beside the manifest
+    manifest = dict(format=2, complete=False, data=data, tokenizer=name)
     manifest |= dict(vocab_size=tokenizer.vocab_size, eot=tokenizer.eot, context=None) | more
     return manifest | dict(documents=0, tokens=0, shards=[])
 
@@ -85,6 +86,12 @@ def begin(out_dir, manifest):
         raise UserError(
             f"{out_dir} holds {found[0]} but no manifest.json, so it is not known who made it; "
             "nothing was changed: choose another --out, or move all shards away"
+        )
+    others = [n for n in found if not n.startswith(f"{manifest['data']}_")]
+    if others:
+        raise UserError(
+            f"{out_dir} holds {others[0]}, which is no shard of {manifest['data']}; nothing was "
+            "changed: choose another --out, or move it away"
         )
     write_manifest(out_dir, manifest)
 
