@@ -337,7 +337,7 @@ def make_optimizer(model, cfg, world):
 
 def in_steps(length, cfg):
     """A length in steps; below 1 it is a share of max_steps."""
-    return length if length >= 1 else round(length * cfg.max_steps)
+    return round(length if length >= 1 else length * cfg.max_steps)
 
 
 def get_lr(step, cfg):

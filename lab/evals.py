@@ -1,5 +1,6 @@
 """What a run is measured by: validation loss and samples. Nothing here touches training."""
 
+import contextlib
 import math
 
 import numpy as np
@@ -35,9 +36,16 @@ class Validation(Every):
         cfg, vocab_size = run.cfg, run.raw_model.config.vocab_size
         super().__init__("val", cfg.val_every)
         self.stop = stop
+        again = run.world.on_main(lambda: was_measured(run.folder / "log.jsonl", run.step))
+        self.again = run.step if again else 0
         self.shards = TokenShards(cfg.data, "val", vocab_size, cfg.verify_data)
         self.unigram = self.bytes = None
         self.prepare(run)
+
+    def due(self, step, last):
+        """Also where a run goes on after a step that was measured: the checkpoint came before, so
+        its best_val is of the one before."""
+        return super().due(step, last or step == self.again > 0)
 
     def prepare(self, run):
         """What is the same at each step."""
@@ -69,6 +77,12 @@ class Validation(Every):
                 run.writer.link_best(run.step)
         bits = {"bits_per_byte": loss / math.log(2) / self.bytes} if self.bytes else {}
         return {name: mean for name, mean in means.items() if name != "targets"} | bits
+
+
+def was_measured(log, step):
+    """Whether a run's log has a validation of this step."""
+    with contextlib.suppress(OSError):  # there is none: a run that begins
+        return f'"kind": "val", "step": {step},' in log.read_text(errors="replace")
 
 
 def summed_loss(model, x, y):

@@ -140,8 +140,9 @@ def read_ahead(pairs):
 def sample_token(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
     """One token (B,) from logits (B, V).
 
-    temperature 0 takes the likeliest. top_k keeps the k likeliest (0: all), top_p the fewest whose
-    probabilities add up to it (Holtzman et al. 2020).
+    temperature 0 takes the likeliest. top_k keeps the k likeliest (0: all), and those that are as
+    likely as the last of them; top_p the fewest whose probabilities add up to it (Holtzman et al.
+    2020).
     """
     if temperature < 1e-30:  # 0, or so small that the division would overflow
         return logits.argmax(dim=-1)

@@ -81,6 +81,17 @@ def test_the_flag_of_the_document_mask_does_something(tmp_path, shards):
         models.shape_of(str(tmp_path / "True"), program="speedrun")
 
 
+def test_a_run_that_goes_on_knows_the_best_of_what_it_ended_with(tmp_path, shards):
+    """Its last checkpoint came before its last measurement."""
+    how = dict(ckpt_every=7, val_every=7, total_batch_size=64)
+    first = train_here(tmp_path, shards, "r", max_steps=5, **how)
+    on = dict(max_steps=7, resume=True, lr=1.0, warmup_steps=0, schedule="constant")
+    rest = train_here(tmp_path, shards, "r", **how | on)
+    assert rest.val[7] > first.val[5], "a high rate has made it worse"
+    assert read_checkpoint(rest.dir / "model_best.pt")["step"] == 5
+    assert rest.checkpoints[7]["best_val"] == first.val[5]
+
+
 def test_a_checkpoint_that_failed_ends_the_run_before_the_next_is_due(
     tmp_path, shards, monkeypatch
 ):

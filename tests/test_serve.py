@@ -25,7 +25,7 @@ from lab.generate import KVCache, compiled, generate
 from lab.kernels.int8 import Int8Linear, use_int8
 from lab.stream import fast_step, pieces, scored
 from lab.tools import serve
-from lab.tools.serve_app import in_chat
+from lab.tools.serve_app import Chat, in_chat
 from train_gpt2 import PRESETS
 
 BYTES = get_tokenizer("bytes")
@@ -142,9 +142,21 @@ def test_completions_through_openais_client(server, client):
 
 
 def test_a_chat_answer_begins_without_the_blank_after_the_role():
-    ask, parts = SimpleNamespace(stream=True, logprobs=False), [{"text": " It"}, {"text": " is"}]
-    found = [in_chat([part], ask, start, BYTES) for start, part in zip((0, 3), parts)]
-    assert [each["delta"]["content"] for each in found] == ["It", " is"]
+    """Whether its blanks come in one piece or in several."""
+    ask, parts = SimpleNamespace(stream=True, logprobs=False), [" ", "\n", " It", " is"]
+    before = ["".join(parts[:i]) for i in range(4)]
+    found = [in_chat([{"text": p}], ask, b, BYTES) for b, p in zip(before, parts)]
+    assert [each["delta"]["content"] for each in found] == ["", "", "It", " is"]
+
+
+def test_null_is_what_is_not_given_and_the_newer_name_wins():
+    nulls = dict.fromkeys(("temperature", "top_p", "max_tokens", "stream", "n", "seed"))
+    ask = Chat(messages=[{"role": "user", "content": "a"}], **nulls)
+    assert (ask.temperature, ask.max_tokens, ask.stream) == (1.0, 200, False)
+    more = dict(max_tokens=5, max_completion_tokens=7)
+    assert Chat(messages=[{"role": "user", "content": "a"}], **more).max_tokens == 7
+    with pytest.raises(UserError, match="n is not known here"):
+        Chat(messages=[{"role": "user", "content": "a"}], n=0)
 
 
 def test_chat_through_openais_client(server, client):

@@ -126,6 +126,13 @@ def test_bad_data_is_found_noted_and_made_again(
     assert float(worst[0]) == round(max(each), 4) and worst[1] == places[np.argmax(each)]
 
 
+def test_leaving_out_everything_ends_the_run(tmp_path, shards):
+    """Weights that give no finite loss any more are not what skip is for."""
+    how = dict(on_spike="skip", lr=1e12, min_lr=0.0, warmup_steps=0, max_steps=60)
+    with pytest.raises(RunError, match="the loss is nan at step 12"):
+        train_here(tmp_path, shards, "r", **how)
+
+
 def test_a_spike_that_cannot_be_noted_ends_nothing(tmp_path, bad_shards, monkeypatch, capsys):
     def full(path, data):
         raise UserError(f"{path} cannot be written: the disk is full; make room")

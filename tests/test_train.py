@@ -59,6 +59,8 @@ def test_schedules_meet_their_corners_exactly(schedule):
     asked = dataclasses.replace(shares, warmup_steps=38, decay_steps=200)
     assert [get_lr(s, shares) for s in range(1001)] == [get_lr(s, asked) for s in range(1001)]
     assert get_lr(0, TrainConfig(warmup_steps=0, **fixed)) == 6e-4, "without warm-up"
+    odd = TrainConfig(warmup_steps=1.5, **fixed)
+    assert max(get_lr(step, odd) for step in range(5)) <= odd.lr
 
 
 def test_presets_are_runs_that_can_be_done():
@@ -323,7 +325,7 @@ def test_weights_and_biases_gets_the_same_numbers(tmp_path, shards, monkeypatch)
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **how: board))
     run = train_here(tmp_path, shards, "r", max_steps=2, wandb=True)
     for call in board.log.call_args_list:
-        logged |= {(call.kwargs["step"], name): value for name, value in call.args[0].items()}
+        logged |= {(call.args[0]["step"], name): value for name, value in call.args[0].items()}
     assert [logged[step, "train/loss"] for step in (1, 2)] == run.losses and board.finish.called
 
 

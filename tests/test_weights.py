@@ -404,6 +404,10 @@ def test_export_replaces_exports_alone(tmp_path, monkeypatch):
     (tmp_path / "mine").mkdir()
     for _ in range(2):
         export(source, "mine")
+    (tmp_path / "link").symlink_to("mine")
+    export(source, "link")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "mine/config.json").exists()
+    (tmp_path / "link").unlink()
     (tmp_path / "mine/notes.txt").write_text("mine")
     tiny_transformers().save_pretrained(tmp_path / "theirs")
     before = sorted(tmp_path.rglob("*"))

@@ -47,6 +47,7 @@ class Log:
 
             settings = dict(name=self.folder.name, config=vars(self.cfg), resume="allow")
             self.wandb = wandb.init(project="gpt2", **settings)
+            self.wandb.define_metric("*", step_metric="step")  # a spike is told a step late
         return self
 
     def __exit__(self, *_):
@@ -88,7 +89,7 @@ class Log:
             for name, value in numbers.items():
                 self.tensorboard.add_scalar(name, value, step)
         if self.wandb:
-            self.wandb.log(numbers, step=step)
+            self.wandb.log(numbers | {"step": step})
         line = getattr(self, f"say_{kind}", None)
         if line:
             line(step, values)

@@ -8,7 +8,7 @@ import torch
 
 from lab.cli import RunError
 from lab.device import Underway
-from lab.run.spikes import Spikes
+from lab.run.spikes import SERIES, Spikes
 from lab.run.stop import Stopped
 
 LOWER = "try a lower --lr (Muon: and --muon_lr)"
@@ -21,6 +21,7 @@ class Vitals:
     def __init__(self, run, stop, log):
         self.run, self.world, self.stop, self.log = run, run.world, stop, log
         self.spikes = Spikes(run)
+        self.left_out = 0  # how many updates in a row were not finite
         self.pending = deque()  # (step, losses and norms underway, its sequences)
 
     def watch(self, losses):
@@ -58,7 +59,9 @@ class Vitals:
             with self.log.attempt(f"spike_{step:06d}.json"):
                 values = self.spikes.report(step, numbers, micro_losses, read)
                 self.log.event("spike", step, values)
-        if spike and policy == "skip":
+        good = math.isfinite(loss) and math.isfinite(norm)
+        self.left_out = 0 if good else self.left_out + 1
+        if spike and policy == "skip" and self.left_out <= SERIES:
             return
         if not math.isfinite(loss):
             self.fail(step, f"the loss is {loss}", micro_losses, read)
@@ -81,7 +84,8 @@ class Vitals:
         kept = ", ".join(sorted(path.name for path in folder.glob("model_*.pt")))
         if not kept:
             return f"{folder} has no checkpoint yet; {LOWER}, or more --warmup_steps"
-        skip = " (with --on_spike skip it is left out then)" if spike else ""
+        can_skip = self.run.cfg.optimizer == "adamw" and not self.run.precision.scaler.is_enabled()
+        skip = " (with --on_spike skip it is left out then)" if spike and can_skip else ""
         return f"{folder} keeps {kept}; {LOWER}, or --resume to see whether it comes back{skip}"
 
     def check_weights(self):

@@ -37,6 +37,7 @@ def export(
     """
     out = Path(out)
     check_replaceable(out)
+    out = out.resolve() if out.is_symlink() else out  # what it points to is replaced
     source = models.find(source, log_dir)  # a later checkpoint may come meanwhile
     model = models.load(source)
     if not hasattr(model, "from_pretrained"):

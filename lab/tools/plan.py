@@ -88,6 +88,8 @@ def what_fits(s, gpu):
         if s.cfg.parallel == "fsdp2":
             return f"Pass the largest --batch_size that fits: {largest_sizes}"
         return f"Left alone, training takes batch_size={largest_sizes}"
+    if s.cfg.precision == "fp16" or s.cfg.optimizer != "adamw":  # FSDP2 knows neither
+        return "None fits: take a larger GPU or a smaller --preset."
     least = replace(both[1], cfg=replace(s.cfg, batch_size=1, parallel="fsdp2"))
     for n in (2, 4, 8, 16, 32, 64):
         if room(replace(least, world_size=n), gpu) >= 0:

@@ -13,7 +13,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.trustedhost import TrustedHostMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
-from pydantic import AliasChoices, BaseModel, Field, field_validator
+from pydantic import AliasChoices, BaseModel, Field, field_validator, model_validator
 from starlette.exceptions import HTTPException
 
 from lab.cli import UserError
@@ -57,6 +57,14 @@ class OpenAI(Ask, extra="allow"):
     stream: bool = False
     stream_options: dict[str, bool] | None = None  # include_usage
 
+    @model_validator(mode="before")
+    def without_nulls(cls, request):
+        """null is what is not given; the newer name of max_tokens goes before the older one."""
+        request = {k: v for k, v in request.items() if v is not None}
+        if "max_completion_tokens" in request:
+            request.pop("max_tokens", None)
+        return request
+
     @field_validator("stop", mode="before")
     def several(cls, stop):
         return [stop] if isinstance(stop, str) else stop or []
@@ -64,12 +72,11 @@ class OpenAI(Ask, extra="allow"):
     def model_post_init(self, context):
         super().model_post_init(context)
         passed_over = ("model", "user", "store", "metadata")
-        without_effect = None, False, 0, "", [], {}, {"type": "text"}
+        without_effect = False, 0, "", [], {}, {"type": "text"}
         alone = "n", "best_of", "repetition_penalty"  # what they are where nobody sets them is 1
         for name, value in self.model_extra.items():
-            if not (
-                name in passed_over or value in without_effect or (name in alone and value == 1)
-            ):
+            usual = value == 1 if name in alone else value in without_effect
+            if not usual and name not in passed_over:
                 raise UserError(f"{name} is not known here; leave it out")
 
 
@@ -123,8 +130,8 @@ def log(p):
     return math.log(max(p, 1e-38))  # JSON knows no infinity
 
 
-def in_completions(pieces, ask, start, tokenizer):
-    """Pieces as a choice of /v1/completions; start: the place of the first in the text."""
+def in_completions(pieces, ask, before, tokenizer):
+    """Pieces as a choice of /v1/completions; before: the text so far."""
     texts, logprobs = [piece["text"] for piece in pieces], None
     if ask.logprobs is not None:
         tops = [piece["likeliest"][: ask.logprobs] for piece in pieces]
@@ -132,12 +139,12 @@ def in_completions(pieces, ask, start, tokenizer):
             tokens=[json.loads(piece["name"]) for piece in pieces],
             token_logprobs=[log(piece["p"]) for piece in pieces],
             top_logprobs=[{json.loads(name): log(p) for _, name, p in top} for top in tops],
-            text_offset=[start + len("".join(texts[:i])) for i in range(len(texts))],
+            text_offset=[len(before) + len("".join(texts[:i])) for i in range(len(texts))],
         )
     return dict(text="".join(texts), logprobs=logprobs)
 
 
-def in_chat(pieces, ask, start, tokenizer):
+def in_chat(pieces, ask, before, tokenizer):
     """Pieces as a choice of /v1/chat/completions."""
 
     def said(id, name, p):
@@ -149,7 +156,9 @@ def in_chat(pieces, ask, start, tokenizer):
         owns = [said(piece["id"], piece["name"], piece["p"]) for piece in pieces]
         logprobs = {"content": [own | {"top_logprobs": top} for own, top in zip(owns, tops)]}
     content = "".join(piece["text"] for piece in pieces)
-    content = content if start else content.lstrip()  # of "Assistant: ", the blank is the model's
+    content = (
+        content if before.strip() else content.lstrip()
+    )  # of "Assistant: ", the blank is the model's
     said_by = {"role": "assistant", "content": content}
     return {"delta" if ask.stream else "message": said_by, "logprobs": logprobs}
 
@@ -218,21 +227,21 @@ def application(engine, name, hosts):
         head = dict(id=uuid.uuid4().hex, object=kind, created=int(time.time()), model=name)
         head |= {"dropped_messages": dropped} if dropped else {}  # not OpenAI's: clients pass it on
 
-        def choice(new, start=0):
+        def choice(new, before=""):
             end = "length" if new[-1]["end"] == "window" else new[-1]["end"]
             own = dict(index=0, finish_reason=end)
-            return head | {"choices": [own | form(new, ask, start, engine.tokenizer)]}
+            return head | {"choices": [own | form(new, ask, before, engine.tokenizer)]}
 
         def usage(count):
             total = len(ids) + count
             return dict(prompt_tokens=len(ids), completion_tokens=count, total_tokens=total)
 
         async def parts():
-            start = count = 0
+            before, count = "", 0
             async with engine.place() as cache:
                 async for new in engine.write(ask, ids, cache):
-                    yield f"data: {json.dumps(choice(new, start))}\n\n"
-                    start += sum(len(piece["text"]) for piece in new)
+                    yield f"data: {json.dumps(choice(new, before))}\n\n"
+                    before += "".join(piece["text"] for piece in new)
                     count += len(new)
             if (ask.stream_options or {}).get("include_usage"):
                 last = head | dict(choices=[], usage=usage(count))
