@@ -546,7 +546,7 @@ def main(argv, presets=PRESETS, description=__doc__, set_up=set_up, program=Run.
     with folder.opened(run), stop, Log(run) as log:
         log.start(reason, run, events)
         stopped = train(run, events, cfg, world, log, stop)
-    folder.farewell(run, stopped)
+        folder.farewell(run, stopped)  # still heeding signals: torchrun sends them once more
     return 75 if stopped else 0  # 75 tells job scripts: try again
 
 
