@@ -31,9 +31,9 @@ def find(source, log_dir="log"):
     if not path.exists() and source not in weights.PUBLISHED:  # gpt2 is OpenAI's
         path = Path(log_dir) / path
     if (path / "log.jsonl").exists() and not checkpoint_files(path):
-        raise UserError(
-            f"{path} is a run that has no checkpoint yet; train it further, or name another"
-        )
+        best = path / "model_best.pt"
+        way = f"its best is {best}" if best.exists() else "train it further, or name another"
+        raise UserError(f"{path} is a run that has no checkpoint to go on from; {way}")
     return str(read_newest(path)[0] if checkpoint_files(path) else source)
 
 

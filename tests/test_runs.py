@@ -193,7 +193,7 @@ def test_a_stop_before_the_first_update_leaves_nothing(tmp_path, shards, monkeyp
     monkeypatch.undo()
     with pytest.raises(UserError, match="begin it again without --resume"):
         run_to_resume(tmp_path, "r")
-    with pytest.raises(UserError, match="r is a run that has no checkpoint yet"):
+    with pytest.raises(UserError, match="r is a run that has no checkpoint to go on from"):
         models.find("r", tmp_path)
     again = train_here(tmp_path, shards, "r", **settings)
     assert again.losses == whole.losses and len(of_kind(again, "start")) == 1

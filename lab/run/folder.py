@@ -172,7 +172,10 @@ def say_farewell(run, stopped):
         say(f"{stopped}: nothing to save yet; the same command begins again")
         return
     if stopped:
-        say(f"{stopped}: saved after step {run.step} in {folder}; `{again}` goes on from there")
+        under = ", under torchrun as before" if run.world.distributed else ""
+        say(
+            f"{stopped}: saved after step {run.step} in {folder}; `{again}`{under} goes on from there"
+        )
     if not checkpoint_files(folder):
         return
     from lab.tools import plot
