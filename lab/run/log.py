@@ -128,7 +128,7 @@ class Log:
         for path in damaged:
             self.say(f"note: {path} was damaged: this goes on after step {run.step}")
         kinds = dict(too_long="too long", no_answer="without an answer")
-        chats = [f"{shards.manifest[k]:,} {kinds[k]}" for k in kinds if shards.manifest.get(k)]
+        chats = [f"{shards.manifest[k]} {kinds[k]}" for k in kinds if shards.manifest.get(k)]
         if chats:
             self.say(f"note: conversations left out: {', '.join(chats)} (docs/DATA.md)")
         if shards.left_out:
