@@ -27,7 +27,7 @@ import torch.nn.functional as F
 import train_gpt2
 from lab.cli import UserError
 from lab.device import in_bf16
-from lab.optim import POLAR_EXPRESS, Muon, Together
+from lab.optim import Muon, Together
 from lab.run import settings
 from train_gpt2 import HeadLoss, in_steps
 
@@ -49,7 +49,6 @@ class GPTConfig:
     rotary: bool = True  # queries and keys turn with their position; off: positions are embedded
     qk_norm: bool = True  # queries and keys are normalised before they meet
     mlp: Literal["relu2", "gelu"] = "relu2"  # gelu: GPT-2's MLP, with its biases and 8-bit kernels
-    zero_init: bool = True  # what is added to the residual stream begins as 0
     tied: bool = False  # one matrix for embedding and head, as in GPT-2
     value_tables: int = 1  # embeddings of the token itself that are added to attention's values
     smear: bool = True  # each embedding has a share of the one before it
@@ -91,8 +90,6 @@ class TrainConfig(train_gpt2.TrainConfig):
     grad_clip: float = 0.0  # an orthogonal step is as long for any gradient
     momentum: float = 0.95  # Muon's
     momentum_warmup: float = 0.33  # steps, or their share, in which it rises from 0.85
-    polar_express: bool = True  # off: Newton-Schulz
-    cautious: bool = True  # weight decay only where the step agrees
     small_steps: float = 0.0  # steps, or their share, of half the tokens: early gradients agree
 
 
@@ -261,14 +258,12 @@ class GPT(nn.Module):
         """Matrices keep half the size of what they read. Those that write to the residual stream
         begin as 0, so blocks come in as they learn; so does a head of its own: the first guess is
         uniform."""
+        zero = ("c_proj.weight", "lm_head.weight", "gate.weight", "bigrams.weight", "bias")
         for name, p in self.named_parameters():
-            if name.endswith(("gate.weight", "bigrams.weight", "bias")):
+            if name.endswith(zero):
                 nn.init.zeros_(p)
             elif name.startswith("transformer.w") or ".vte." in name:
                 nn.init.normal_(p, std=0.02 if self.config.tied and ".vte." not in name else 1.0)
-            elif name.endswith("c_proj.weight") or name == "lm_head.weight":
-                std = 0.0 if self.config.zero_init else 0.02
-                nn.init.normal_(p, std=std * (2 * self.config.n_layer) ** -0.5)
             elif p.dim() >= 2:
                 nn.init.normal_(p, std=0.5 * p.size(-1) ** -0.5)
         with torch.no_grad():  # the pad rows: their gradient is 0, so they stay 0
@@ -336,9 +331,8 @@ def make_optimizer(model, cfg, world):
         groups.insert(0, {"params": blocks, "lr": cfg.muon_lr, "weight_decay": cfg.weight_decay})
         optimizer = torch.optim.AdamW(groups, **adamw)
     else:
-        how = dict(coefficients=POLAR_EXPRESS) if cfg.polar_express else {}
-        how |= dict(row_beta=0.95 if cfg.optimizer == "normuon" else 0.0, cautious=cfg.cautious)
-        muon = Muon(blocks, cfg.muon_lr, cfg.momentum, cfg.weight_decay, **how, world=world)
+        row_beta = 0.95 if cfg.optimizer == "normuon" else 0.0
+        muon = Muon(blocks, cfg.muon_lr, cfg.momentum, cfg.weight_decay, row_beta, world)
         optimizer = Together(muon, torch.optim.AdamW(groups, **adamw))
     for group in optimizer.param_groups:
         group["scale"] = group["lr"] / cfg.lr if cfg.lr else 1.0

@@ -24,24 +24,23 @@ from records import ROOT, append_record, origin, print_rows, read_records, run_p
 from lab.cli import UserError, command, parse
 from lab.files import check_writable
 
-READABLE = """--no_smear --value_tables 0 --optimizer muon --no_polar_express --momentum_warmup 0
-    --weight_decay 0.01 --no_cautious --small_steps 0"""
+READABLE = """--no_smear --value_tables 0 --optimizer muon --momentum_warmup 0
+    --weight_decay 0.01 --small_steps 0"""
 RATES = "--muon_lr 0.02 --lr 0.003125 --embed_lr 0.3 --scalar_lr 0.01"  # the field's, at this size
 MARK = "--total_batch_size 131072 --val_tokens 1048576"
 GPU, LAPTOP = f"--preset speedrun {MARK}", "--preset laptop"
 OFF = {
     "rotary": "--no_rotary", "qk_norm": "--no_qk_norm", "relu2": "--mlp gelu",
-    "zero_init": "--no_zero_init", "untied": "--tied --embed_lr 0.003",
+    "untied": "--tied --embed_lr 0.003",
     "values": "--value_tables 0", "smear": "--no_smear",
-    "normuon": "--optimizer muon", "polar_express": "--no_polar_express",
-    "momentum": "--momentum_warmup 0",
+    "normuon": "--optimizer muon", "momentum": "--momentum_warmup 0",
 }  # fmt: skip
 MORE = {  # what a GPU alone can decide
     "fp8_head": "--fp8 head", "fp8_all": "--mlp gelu --fp8 all",
     "bigrams": "--bigram_rows 250000", "values": "--value_tables 3",
 }  # fmt: skip
 LESS = {  # a laptop's has them not, or in other sizes
-    "small_start": "--small_steps 0", "decay": "--weight_decay 0", "cautious": "--no_cautious",
+    "small_start": "--small_steps 0", "decay": "--weight_decay 0",
     "rates": "--embed_lr 0.003 --scalar_lr 0.003",
 }  # fmt: skip
 SMALL = {"values": "--value_tables 1", "smear": "--smear"}
@@ -67,7 +66,6 @@ RECIPES = {
         "no_bigrams": f"speedrun.py {LAPTOP} --bigram_rows 0",
         "no_rates": f"speedrun.py {LAPTOP} --embed_lr 0.01 --scalar_lr 0.01",
         "+decay": f"speedrun.py {LAPTOP} --weight_decay 0.1",
-        "+plain_decay": f"speedrun.py {LAPTOP} --weight_decay 0.1 --no_cautious",
     },
 }
 

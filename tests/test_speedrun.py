@@ -75,18 +75,18 @@ def test_agrees_with_torchs_muon():
 def plain_step(p, grad, momentum, rows, lr=0.1, beta=0.9, decay=0.2):
     """NorMuon of one matrix by its formula, one row at a time."""
     momentum.mul_(beta).add_(grad, alpha=1 - beta)
-    o = orthogonalize(grad * (1 - beta) + momentum * beta, coefficients=POLAR_EXPRESS)
+    o = orthogonalize(grad * (1 - beta) + momentum * beta)
     new = torch.empty_like(o)
     for i in range(len(o)):
         rows[i] = 0.95 * rows[i] + 0.05 * o[i].square().mean()
         new[i] = o[i] / rows[i].sqrt()
     new *= o.norm() / new.norm()
-    p -= lr * decay * p * (p * new > 0)
+    p -= lr * decay * p
     p -= lr * max(1, p.size(0) / p.size(1)) ** 0.5 * new
 
 
 SHAPES = [(3, 8, 8), (8, 8), (24, 8), (8, 8), (8, 24)]
-HOW = dict(lr=0.1, momentum=0.9, weight_decay=0.2, coefficients=POLAR_EXPRESS, row_beta=0.95)
+HOW = dict(lr=0.1, momentum=0.9, weight_decay=0.2, row_beta=0.95)
 
 
 def stacked(params):
@@ -95,7 +95,7 @@ def stacked(params):
 
 def test_batched_step_is_the_plain_one():
     params = [torch.nn.Parameter(torch.randn(shape)) for shape in SHAPES]
-    muon, plain = Muon(params, cautious=True, **HOW), stacked(params)
+    muon, plain = Muon(params, **HOW), stacked(params)
     momenta, rows = [torch.zeros_like(m) for m in plain], [torch.zeros(len(m)) for m in plain]
     for _ in range(3):
         for p in params:
@@ -109,14 +109,14 @@ def test_batched_step_is_the_plain_one():
 TWO = f"""import sys
 sys.path.insert(0, {str(ROOT)!r})
 import torch, torch.distributed as dist
-from lab.optim import POLAR_EXPRESS, Muon
+from lab.optim import Muon
 from lab.world import World
 world = World("cpu")
 if world.distributed:
     dist.init_process_group("gloo")
 torch.manual_seed(0)
 params = [torch.nn.Parameter(torch.randn(shape)) for shape in {SHAPES + [(8, 8)]}]
-muon = Muon(params, world=world, lr=0.1, coefficients=POLAR_EXPRESS, row_beta=0.95)
+muon = Muon(params, world=world, lr=0.1, row_beta=0.95)
 for _ in range(3):
     for p in params:
         p.grad = torch.randn_like(p)
@@ -255,7 +255,7 @@ def test_optimizers_are_made_as_the_settings_say():
     for name, row_beta in dict(normuon=0.95, muon=0.0).items():
         cfg.optimizer = name
         muon, adamw = speedrun.make_optimizer(tiny_model(), cfg, world).parts
-        assert (muon.row_beta, muon.cautious, muon.world) == (row_beta, True, world)
+        assert (muon.row_beta, muon.world) == (row_beta, world)
         assert {g["momentum"] for g in muon.param_groups} == {0.6}
         assert {(g["betas"], g["eps"]) for g in adamw.param_groups} == {((0.7, 0.9), 1e-9)}
     theirs = train_gpt2.make_optimizer(tiny_model(), cfg, world)  # the trainer's and bert.py's
@@ -396,11 +396,10 @@ def test_each_difference_can_be_taken_back(tmp_path, shards):
     for name, value in changes.items():
         assert losses({name: value}) != usual, name
     for settings in (
-        dict(optimizer="muon"), dict(optimizer="adamw", muon_lr=3e-3), dict(polar_express=False),
-        dict(momentum_warmup=100), dict(small_steps=2), dict(weight_decay=1.0),
+        dict(optimizer="muon"), dict(optimizer="adamw", muon_lr=3e-3), dict(momentum_warmup=100),
+        dict(small_steps=2), dict(weight_decay=1.0),
     ):  # fmt: skip
         assert losses(**settings) != usual, settings
-    assert losses(weight_decay=1.0) != losses(weight_decay=1.0, cautious=False)
 
 
 def test_compiling_agrees_with_eager_and_compiles_nothing_after_warm_up(

@@ -61,23 +61,17 @@ class Muon(torch.optim.Optimizer):
     """Nesterov momentum and orthogonal steps. Matrices of one shape are stacked, so that a model
     needs few launches; a parameter (..., m, n) is a stack itself.
 
-    coefficients: see orthogonalize. row_beta: of NorMuon (Li et al. 2025, arXiv 2510.05491; 0 is
-    off), the memory of a running mean of each row's size. A row, a neuron's, of the orthogonal step
-    is divided by it, as Adam does with numbers, and the whole then has the size it had: rows that
-    were moved much move less.
-    cautious: weight decay only where the step, too, makes the weight smaller (Chen et al. 2025,
-    arXiv 2510.12402). world: processes that have the same gradients each make some matrices
-    orthogonal and exchange them, as the work is in the products. The state is small work, and the
-    same on all of them, so a run goes on with any number.
+    row_beta: of NorMuon (Li et al. 2025, arXiv 2510.05491; 0 is off), the memory of a running mean
+    of each row's size. A row, a neuron's, of the orthogonal step is divided by it, as Adam does with
+    numbers, and the whole then has the size it had: rows that were moved much move less.
+    world: processes that have the same gradients each make some matrices orthogonal and exchange
+    them, as the work is in the products. The state is small work, and the same on all of them, so a
+    run goes on with any number.
     """
 
-    def __init__(
-        self, params, lr, momentum=0.95, weight_decay=0.0, coefficients=(NEWTON_SCHULZ,),
-        row_beta=0.0, cautious=False, world=None,
-    ):  # fmt: skip
+    def __init__(self, params, lr, momentum=0.95, weight_decay=0.0, row_beta=0.0, world=None):
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
-        self.coefficients, self.row_beta, self.cautious = coefficients, row_beta, cautious
-        self.world = world if world and world.distributed else None
+        self.row_beta, self.world = row_beta, world if world and world.distributed else None
 
     @torch.no_grad()
     def step(self):
@@ -112,26 +106,21 @@ class Muon(torch.optim.Optimizer):
             update = update.view(len(params), *params[0].shape).to(params[0].dtype)
             if self.row_beta:
                 update = self.normalized(update, params)
-            steps = list(update.unbind())
-            shrink = group["lr"] * group["weight_decay"]
-            if self.cautious and shrink:
-                for p, step in zip(params, steps):
-                    p.addcmul_(p, (p * step > 0).to(p.dtype), value=-shrink)
-            elif shrink:
-                torch._foreach_mul_(params, 1 - shrink)
-            torch._foreach_add_(params, steps, alpha=-group["lr"] * max(1.0, m / n) ** 0.5)
+            torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+            scale = max(1.0, m / n) ** 0.5
+            torch._foreach_add_(params, list(update.unbind()), alpha=-group["lr"] * scale)
 
     def orthogonal(self, stack):
         """(orthogonal matrices of a stack (k, m, n), or those that are still on their way; what to
         wait for, or None)."""
         if not self.world:
-            return orthogonalize(stack, coefficients=self.coefficients), None
+            return orthogonalize(stack), None
         rank, processes = self.world.rank, self.world.world_size
         each = -(-len(stack) // processes)  # matrices of a process, the last ones' of 0
         mine = stack[rank * each : (rank + 1) * each]
         share = stack.new_zeros(each, *stack.shape[1:])
         share[: len(mine)] = mine
-        share = orthogonalize(share, coefficients=self.coefficients).contiguous()
+        share = orthogonalize(share).contiguous()
         every = share.new_empty(processes * each, *stack.shape[1:])
         return every, self.world.all_gather(every, share, async_op=True)
 
