@@ -5,7 +5,7 @@ from drawing import blank, cell, cells_of, made_by, records, shorten, where_and_
 
 from lab.tools.plot import draw
 from lab.tools.records import column, read_log
-from lab.tools.style import PAPER, color_of, reference
+from lab.tools.style import color_of, reference
 
 
 @made_by("python train_gpt2.py --preset laptop")
@@ -36,7 +36,7 @@ def six_minutes(runs, out_path, dark):
         ax.plot(seconds, losses, "o-", color=color, markersize=3)
         write(ax, f"{names[name][0]} {losses[-1]:.2f}", seconds[-1], losses[-1], dx=6, color=color)
     seconds, losses = curves["speedrun_124m"]
-    met = np.interp(-high, -np.array(losses), seconds)  # np.interp wants what rises
+    met = np.interp(-high, -np.array(losses), seconds)
     ax.plot([met, slow], [high, high], ":", color="0.5", linewidth=1)
     text = f"{met:.0f} s: {slow / met:.1f} times sooner"
     write(ax, text, met, high, dy=5, va="bottom", color="0.5")
@@ -51,33 +51,25 @@ def six_minutes(runs, out_path, dark):
 def speedrun(runs, out_path, dark):
     """Validation loss against seconds of training: speedrun.py's blue, what it is compared with
     orange, each named at its end. Of several seeds, the one with the median loss."""
-    recipes, rows = ("gpt2", "muon", "readable", "speedrun", "+decay"), {}
-    for recipe in recipes:  # +decay, with more flags, is what the preset has become
-        seeds = records(runs, "speedrun_h200", "curve", recipe=recipe)
-        seeds = [r for r in seeds if recipe == "+decay" or not r["more"]]
+    steps, rows = dict(gpt2=270, muon=290, readable=240, speedrun=390), {}
+    for recipe, run_steps in steps.items():
+        seeds = records(runs, "speedrun_h200", "curve", recipe=recipe, run_steps=run_steps)
         rows[recipe] = sorted(seeds, key=lambda r: r["curve"][-1][2])[len(seeds) // 2]
-    ends = {recipe: row["curve"][-1] for recipe, row in rows.items()}
-    title = f"In a minute on one H200: GPT-2's recipe {ends['gpt2'][2]:.2f}, "
-    title += f"speedrun.py {ends['+decay'][2]:.2f} nats a token"
-    note = "124M shape's trunk: 12 layers, 768 channels; books and textbooks; "
-    figure, ax = blank(5.4, title, note + where_and_when(rows.values()))
+    seconds, _, losses = zip(*rows["speedrun"]["curve"])
+    goal = np.interp(-3.6, -np.array(losses), seconds)  # np.interp wants what rises
+    title = f"On one H200 speedrun.py is at 3.60 nats a token after {goal:.0f} s"
+    note = "124M shape's trunk; books and textbooks; " + where_and_when(rows.values())
+    figure, ax = blank(5.4, title, note)
     names = {"gpt2": "GPT-2's recipe", "muon": "train_gpt2.py, Muon", "readable": "readable recipe"}
-    names |= {"speedrun": "speedrun.py, earlier", "+decay": "speedrun.py --fp8 head"}
-    box = dict(facecolor=PAPER[dark]["paper"], edgecolor="none", pad=1)  # no line behind a text
-    last = max(seconds for seconds, *_ in ends.values())
-    place = 0  # of the label below, in nats
-    for recipe in reversed(recipes):
-        seconds, _, losses = zip(*rows[recipe]["curve"][1:])  # the first is before training
-        color = color_of("blue" if recipe in ("speedrun", "+decay") else "orange", dark)
-        look = "o--" if recipe == "speedrun" else "o-"
-        ax.plot(seconds, losses, look, color=color, markersize=3)
-        loss = ends[recipe][2]
-        place = max(place + 0.15, loss)  # no label on another
-        ax.plot([seconds[-1], last + 1], [loss, place], ":", color=color, linewidth=0.8)
-        write(ax, f"{names[recipe]} {loss:.2f}", last + 1, place, dx=2, color=color, bbox=box)
+    names["speedrun"] = "speedrun.py --fp8 head"
+    for recipe, row in rows.items():
+        seconds, _, losses = zip(*row["curve"][1:])  # the first is before training
+        color = color_of("blue" if recipe == "speedrun" else "orange", dark)
+        ax.plot(seconds, losses, "o-", color=color, markersize=3)
+        write(ax, f"{names[recipe]} {losses[-1]:.2f}", seconds[-1], losses[-1], dx=6, color=color)
     ax.set(xlabel="seconds of training (blue: speedrun.py, orange: what it is compared with)")
-    ax.set(ylabel="validation loss (nats per token)", ylim=(3.4, 7.1), xlim=(0, 1.35 * last))
-    ax.set(xticks=range(0, round(last) + 1, 10))
+    ax.set(ylabel="validation loss (nats per token)", ylim=(3.4, 7.1), xlim=(0, 112))
+    ax.set(xticks=range(0, 90, 10))
     figure.savefig(out_path)
 
 
