@@ -13,8 +13,8 @@ attention hides nothing, only the hidden tokens teach, and what comes out reads 
 none. Everything else is one training: the loop, the update, the optimizers, the schedule, what is
 kept and how a run goes on are those of train_gpt2.py, called from here.
 
-Packing. Text is one stream of tokens with [SEP], the end of a text, between documents, cut into
-sequences without gaps or padding (RoBERTa's FULL-SENTENCES: Liu et al. 2019, 4.2). [CLS], which
+Packing. Text is one stream of tokens with [SEP], the end of a text, between documents. It is cut into
+sequences without gaps or padding, as in RoBERTa (Liu et al. 2019, 4.2), but anywhere. [CLS], which
 begins a sequence, and [SEP] take the place of its first and last token, as whoever uses the model
 puts them there. That costs two tokens of 512. There is no second text in a sequence (segment) and
 no guess at the next sentence, which did not help (there, 4.2); segment embeddings are kept, as
@@ -26,6 +26,7 @@ are those of train_gpt2.py, and K hidden tokens of a sequence.
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar, Literal
 
 from lab import cli
@@ -56,8 +57,8 @@ class BertConfig(gpt2.GPTConfig):
     block_size: int = 512  # longest text, in tokens
     vocab_size: int = 30522  # of bert-base-uncased; on the command line 0 lets the data decide
     segments: int = 2  # rows of the segment embedding; training uses the first alone
-    mask_share: float = 0.15  # of the tokens are hidden, and the head computes no others
-    document_mask: ClassVar = False  # no setting here: it would hide what comes later
+    mask_share: float = 0.15  # share of the tokens that is hidden; the head computes no others
+    document_mask: ClassVar = False  # no setting here: GPT's is causal
 
     def hidden_tokens(self, seq_len):
         """K: how many tokens of a sequence are hidden, always the same number."""
@@ -66,9 +67,9 @@ class BertConfig(gpt2.GPTConfig):
 
 @dataclass
 class BertTrainConfig(gpt2.TrainConfig):
-    """One run. At 128 tokens a sequence bert-base learns no hidden word in its first 2,400 steps,
-    with AdamW in 7,600 (docs/LOG.md). Devlin et al. took a million, of 131,072 tokens, AdamW at
-    1e-4, 10,000 of them to warm up, on 3.3B words (A.2)."""
+    """One run. At 128 tokens a sequence bert-base guesses by frequency alone for 2,400 steps, with
+    AdamW for 7,600 (docs/LOG.md). Devlin et al. took a million of 256 sequences, nine tenths of them
+    128 long, AdamW at 1e-4, 10,000 steps to warm up, on 3.3B words (A.2)."""
 
     preset: str = "bert-base"  # where the other defaults come from: bert-base or laptop
     data: str = "data/wikitext103"  # folder of token shards (fineweb.py --tokenizer wordpiece)
@@ -77,14 +78,14 @@ class BertTrainConfig(gpt2.TrainConfig):
     whole_words: bool = False  # hide all pieces of a word or none (Devlin's "whole word masking")
     max_steps: int = 10000
     optimizer: Literal["adamw", "muon"] = "muon"  # of the matrices in the blocks
-    lr: float = 1e-3  # of all else; adamw alone: 2e-4
-    muon_lr: float = 0.005  # of Muon; at 0.02 twelve post-norm layers unlearn
+    lr: float = 1e-3  # of all else; --optimizer adamw wants 2e-4 (laptop: 2e-3)
+    muon_lr: float = 0.005  # of Muon; bert-base unlearns at 0.02
     min_lr: float = 0.0
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "wsd"  # as train_gpt2.py's
     warmup_steps: float = 0.05  # as train_gpt2.py's
     decay_steps: float = 0.7  # as train_gpt2.py's
-    fp8: Literal["off", "head", "all"] = "off"  # all means head: its MLP kernel has tanh's GELU
-    beta2: float = 0.98  # 0.999 remembers too long where the rate is high (Liu et al. 2019, 3.1)
+    fp8: Literal["off", "head", "all"] = "off"  # all is head: 8-bit MLPs have tanh's GELU
+    beta2: float = 0.98  # steadier than 0.999 in large batches (Liu et al. 2019, 3.1)
     eps: float = 1e-6
     val_tokens: int = 2**18
     sample_every: int = 1000  # words filled in; 0 is never
@@ -230,10 +231,11 @@ class Bert(nn.Module):
         x, targets_there, places = self.at_targets(x, targets)
         # lab.kernels' fast losses know no bias, so it becomes the weight of a channel that is always
         # 1; 15 of zeros beside it keep the width a multiple of 16, which GPUs multiply fast.
-        x = F.pad(F.pad(x, (0, 1), value=1.0), (0, 15))
-        weight = F.pad(torch.cat([self.lm_head.weight, self.lm_head.bias[:, None]], 1), (0, 15))
+        x = torch.cat([x, x.new_ones(len(x), 1), x.new_zeros(len(x), 15)], 1)
+        w, bias = self.lm_head.weight, self.lm_head.bias[:, None]
+        w = torch.cat([w, bias, w.new_zeros(len(w), 15)], 1)
         how = "none" if reduction == "none" else "sum"
-        loss = self.head_loss(x, weight, targets_there.flatten(), how)
+        loss = self.head_loss(x, w, targets_there.flatten(), how)
         if reduction == "none":
             return None, loss.new_zeros(targets.shape).scatter(1, places, loss.view_as(places))
         loss = loss.where((count <= places.size(1)).all(), math.nan)
@@ -333,7 +335,9 @@ class MaskedValidation(evals.Validation):
         sums = evals.evaluate(run.raw_model, *self.where(run), Bert.sums, self.masking)
         alone = evals.evaluate(run.raw_model, *self.where(run), Bert.sums, self.alone)
         means = {name: value / max(1, sums["targets"]) for name, value in sums.items()}
-        means["pseudo_perplexity"] = math.exp(min(700, alone["loss"] / max(1, alone["targets"])))
+        means["pseudo_perplexity"] = math.exp(
+            min(700, alone["loss"] / max(1, alone["targets"]))
+        )  # 710 overflows
         return means | {"unigram_accuracy": self.most_frequent}
 
 
@@ -361,18 +365,38 @@ class Run(gpt2.Run):
         return super().save()
 
     def events(self, stop):
-        masking = self.loader.transform
+        masking, rows = self.loader.transform, self.raw_model.config.vocab_size
+        if rows != masking.tokenizer.vocab_size:
+            there = f"the {masking.tokenizer.vocab_size} of {masking.tokenizer.name}"
+            raise UserError(f"vocab_size={rows} is not {there}; leave it out")
         validation = MaskedValidation(self, stop, masking.tokenizer, masking)
         texts = texts_to_fill_in(self, masking.tokenizer, validation.shards)
         save = evals.Every("checkpoint", self.cfg.ckpt_every, lambda run: run.save())
         return [save, validation, evals.FillIn(self, masking.tokenizer, texts)]
 
 
+def check(cfg, tokenizer, state):
+    """Raise UserError where settings and tokenizer do not fit."""
+    if cfg.seq_len < 3:
+        raise UserError(f"seq_len={cfg.seq_len} leaves none beside [CLS] and [SEP]; pass 3 or more")
+    if cfg.sample_every and "[MASK]" not in cfg.sample_prompt:
+        raise UserError(f"sample_prompt={cfg.sample_prompt!r} has no [MASK] to be filled in")
+    if cfg.init_from and not state:
+        path = Path(models.find(cfg.init_from, cfg.log_dir))
+        theirs = (path.parent if path.suffix == ".pt" else path) / WORD_PIECE_FILE
+        if theirs.exists() and WordPiece(theirs).pieces != tokenizer.pieces:
+            raise UserError(
+                f"{cfg.init_from} has another vocabulary; copy {theirs} into an empty folder and pass "
+                "it to `fineweb.py --tokenizer wordpiece --out`, which then uses it"
+            )
+
+
 def set_up(model_config, cfg, world, state=None):
     """As train_gpt2.py's, of a Run whose loader hides words."""
-    masking = Masking(WordPiece(f"{cfg.data}/{WORD_PIECE_FILE}"), model_config, cfg.whole_words)
+    tokenizer = WordPiece(f"{cfg.data}/{WORD_PIECE_FILE}")
+    check(cfg, tokenizer, state)
     run = gpt2.set_up(model_config, cfg, world, state, Run)
-    run.loader.transform = masking
+    run.loader.transform = Masking(tokenizer, model_config, cfg.whole_words)
     return run
 
 

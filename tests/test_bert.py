@@ -2,6 +2,7 @@
 
 import functools
 import json
+import shutil
 
 import conftest
 import numpy as np
@@ -363,6 +364,29 @@ def test_a_tokenizer_with_a_gap_in_its_ids_or_no_unknown_piece_is_refused(tmp_pa
     refused("Missing .UNK. token")
     data["model"]["vocab"]["the"] += 100_000
     refused("some have no piece")
+
+
+@pytest.mark.parametrize(
+    "flags, sentence",
+    [
+        (
+            "--vocab_size 3000",
+            "vocab_size=3000 is not the 90 of {data}/tokenizer.json; leave it out",
+        ),
+        ("--seq_len 2", "seq_len=2 leaves none beside [CLS] and [SEP]"),
+        ("--sample_every 1 --sample_prompt Paris", "sample_prompt='Paris' has no [MASK]"),
+        ("--init_from {run}", "has another vocabulary; copy {run}/tokenizer.json into"),
+    ],
+)
+def test_settings_that_do_not_fit_the_words_are_refused(tmp_path, texts, learnt, flags, sentence):
+    data, run = shutil.copytree(texts / "words", tmp_path / "data"), learnt[1].dir
+    made = json.loads((data / "tokenizer.json").read_text())
+    vocab = made["model"]["vocab"]
+    vocab["the"], vocab["a"] = vocab["a"], vocab["the"]  # as many pieces, in another order
+    (data / "tokenizer.json").write_text(json.dumps(made))
+    flags = [*TINY_RUN, "--data", str(data), *flags.format(run=run).split()]
+    done = run_python(ROOT / "bert.py", *flags, cwd=tmp_path)
+    assert done.returncode == 2 and sentence.format(data=data, run=run) in done.stderr
 
 
 def test_validation_by_hand(learnt, texts, tokenizer):
