@@ -1,13 +1,13 @@
 """The task of train_gpt2.py as it would be done today: the same loss in a fraction of the time.
 
     python speedrun.py                                         # two minutes on a laptop's CPU
-    python speedrun.py --preset speedrun --fp8 head            # 124M on one GPU (H200), a minute
-    torchrun --standalone --nproc_per_node=8 speedrun.py       # the same run on eight GPUs
+    python speedrun.py --preset speedrun --fp8 head    # GPT-2 124M's size on one GPU (H200), a minute
+    torchrun --standalone --nproc_per_node=8 speedrun.py --preset speedrun --fp8 head    # on eight
 
 One step in words is train_gpt2.py's, and so are loader, update, loop, log and checkpoints. What is
 here is what seven years have changed since: the model, the optimizers, the schedule and the size of
 a step. Most differences have a flag that takes them back, to be measured alone (bench/speedrun.py;
-results: docs/LOG.md#speedrun-parts, #speedrun-laptop); all have a comment that says why. Sections are
+results: docs/LOG.md#speedrun-parts, #speedrun-laptop), and a comment that says why. Sections are
 those of train_gpt2.py, which is to be read first; the shape letters too.
 """
 
@@ -60,7 +60,7 @@ class GPTConfig:
 
     def value_table(self, layer):
         """Which of the value_tables a block reads, or None: the first blocks have one each, and the
-        last ones the same once more."""
+        last ones, which choose the next token, the same once more (as modded-nanogpt has it)."""
         n = min(self.value_tables, self.n_layer)
         table = layer if layer < n else layer - (self.n_layer - n)
         return table if 0 <= table < n else None
@@ -82,12 +82,12 @@ class TrainConfig(train_gpt2.TrainConfig):
     muon_lr: float = 0.03  # of Muon; AdamW in its place needs a tenth
     min_lr: float = 0.0
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "wsd"
-    warmup_steps: float = 0.0  # as train_gpt2.py's; projections and a head of zeros need none
-    decay_steps: float = 0.65  # as train_gpt2.py's
+    warmup_steps: float = 0.0  # steps, or their share; projections and a head of zeros need none
+    decay_steps: float = 0.65  # steps, or their share, in which the rates fall at the end
     weight_decay: float = 0.0  # of the matrices in the blocks
     beta1: float = 0.8  # AdamW: short memories, as a run is short
     eps: float = 1e-10
-    grad_clip: float = 0.0  # an orthogonal step is as long for any gradient
+    grad_clip: float = 0.0  # off: an orthogonal step is as long for any gradient
     momentum: float = 0.95  # Muon's
     momentum_warmup: float = 0.33  # steps, or their share, in which it rises from 0.85
     small_steps: float = 0.0  # steps, or their share, of half the tokens: early gradients agree
@@ -262,13 +262,13 @@ class GPT(nn.Module):
         for name, p in self.named_parameters():
             if name.endswith(zero):
                 nn.init.zeros_(p)
-            elif name.startswith("transformer.w") or ".vte." in name:
-                nn.init.normal_(p, std=0.02 if self.config.tied and ".vte." not in name else 1.0)
+            elif ".vte." in name or ".wte." in name or ".wpe." in name:  # embeddings
+                head = self.config.tied and ".vte." not in name  # of GPT-2's small size
+                nn.init.normal_(p, std=0.02 if head else 1.0)
             elif p.dim() >= 2:
                 nn.init.normal_(p, std=0.5 * p.size(-1) ** -0.5)
         with torch.no_grad():  # the pad rows: their gradient is 0, so they stay 0
-            for p in (self.transformer.wte.weight, self.lm_head.weight):
-                p[self.config.vocab_size :] = 0
+            self.transformer.wte.weight[self.config.vocab_size :] = 0
 
     def num_params(self):
         return sum(p.numel() for p in self.parameters())
@@ -373,14 +373,22 @@ class Run(train_gpt2.Run):
 
 
 def set_up(model_config, cfg, world, state=None):
-    """As train_gpt2.py's."""
+    """As train_gpt2.py's. The micro-batch is cut to fit the smallest step."""
     if model_config.rotary and model_config.n_embd // model_config.n_head % 2:
         raise UserError(
             f"n_embd={model_config.n_embd} of n_head={model_config.n_head} gives heads of an odd size, "
             "and rotary turns pairs; change one, or pass --no_rotary"
         )
-    # the micro-batch divides the smallest step
-    first = dataclasses.replace(cfg, total_batch_size=step_tokens(0, cfg))
+    if cfg.momentum >= 1:
+        raise UserError(f"momentum={cfg.momentum} must be less than 1")
+    small, micro_step = step_tokens(0, cfg), cfg.batch_size * cfg.seq_len * world.world_size
+    if small < cfg.total_batch_size and micro_step and small % micro_step:
+        raise UserError(
+            f"the first steps have {small} tokens, half of total_batch_size, and must be a multiple of "
+            f"batch_size * seq_len * world_size = {micro_step}; pass a smaller --batch_size, or "
+            "--small_steps 0"
+        )
+    first = dataclasses.replace(cfg, total_batch_size=small)
     run = train_gpt2.set_up(model_config, first, world, state, Run)
     run.cfg = cfg
     return run

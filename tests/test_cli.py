@@ -126,7 +126,7 @@ def test_the_data_decides_the_vocabulary_if_no_flag_does(tmp_path, shards, run_t
 
 # what the sentence must hold; flags alone stand after those of a tiny run
 BAD = {
-    "--fp8 head": "fp8=head: 8 bits need an NVIDIA GPU .*; leave --fp8 out",
+    "--fp8 head": "fp8=head: 8 bits need an NVIDIA GPU .*; pass --fp8 off",
     "--precision fp16": "fp16 needs a GPU",
     "--device cpu:foo": "device=cpu:foo is not one of auto, cuda, cuda:N, mps and cpu",
     "--data nowhere": "no train shards in nowhere.*python .*fineweb.py --source FOLDER",
@@ -160,7 +160,8 @@ BAD = {
     "--resume --log_dir empty": "no run with a checkpoint in empty",
     "--on_spike skip --optimizer muon": "on_spike=skip leaves AdamW's updates out alone",
     "speedrun.py --resume": "there is a run of train_gpt2.py",
-    "speedrun.py --data data --small_steps 2 --total_batch_size 256 --batch_size 2": "=128 must be .* = 256;",
+    "speedrun.py --data data --small_steps 2 --total_batch_size 256 --batch_size 2": "have 128 tokens, half",
+    "speedrun.py --data data --momentum 1.5": "momentum=1.5 must be less than 1",
     "bert.py --preset laptop --data data": "there is no tokenizer .*tokenizer.json; `.*fineweb.py",
     "bert.py --segments 0": "segments=0 must be a whole number, 1 or more",
     "bert.py --preset laptop --init_from there": "a model of train_gpt2.py; .*train_gpt2.py --init_from",

@@ -328,7 +328,11 @@ def test_six_steps_are_three_and_resume_and_three_and_tools_read_them(tmp_path, 
     assert [e["tokens"] for e in of_kind(whole, "train")] == [64, 128, 192, 256, 384, 512]
     timed = [e for e in of_kind(whole, "train") if "dt_ms" in e]  # not the first
     assert [round(e["tok_per_s"] * e["dt_ms"] / 1000) for e in timed] == [64, 64, 64, 128, 128]
-    assert "64 tokens = " in said and f"uses {512 / 2498:.2f} epochs" in said
+    assert (
+        "128 tokens = " in said
+        and "half of them in the first 4 steps" in said
+        and f"uses {512 / 2498:.2f} epochs" in said
+    )
     assert whole.losses[0] == pytest.approx(math.log(VOCAB), abs=1e-4)
     assert whole.losses[-1] < whole.losses[0] - 0.2 and "speedrun.py --resume" in said
     (folder / "model_000006.pt").unlink()

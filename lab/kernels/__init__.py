@@ -41,7 +41,7 @@ def check_fp8(model, precision, fp8):
         rows = f"{c.padded_vocab_size} rows of the embedding"
         reason = f"need multiples of 16, not n_embd={c.n_embd} and {rows}"
     if reason:
-        raise UserError(f"fp8={fp8}: 8 bits {reason}; leave --fp8 out")
+        raise UserError(f"fp8={fp8}: 8 bits {reason}; pass --fp8 off")
 
 
 def why_no_fp8(device):

@@ -143,9 +143,12 @@ class Log:
                 f"note: without a GPU a step of this model takes {minutes:,.0f} minutes or so; "
                 "--preset laptop takes two minutes in all"
             )
+        micro_step = loader.batch_size * cfg.seq_len * world.world_size  # its tokens
+        small = sum(step_tokens(step) < cfg.total_batch_size for step in range(cfg.max_steps))
+        half = f"; half of them in the first {small} steps" if small else ""
         self.say(
-            f"step   {loader.total_batch_size:,} tokens = {loader.batch_size} sequences x {cfg.seq_len} x "
-            f"{world.world_size} processes x {loader.grad_accum_steps} micro-steps"
+            f"step   {cfg.total_batch_size:,} tokens = {loader.batch_size} sequences x {cfg.seq_len} x "
+            f"{world.world_size} processes x {cfg.total_batch_size // micro_step} micro-steps{half}"
         )
         self.say(f"device {device}{threads}, {run.precision.name}")
         if unigram:

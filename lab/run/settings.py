@@ -37,7 +37,7 @@ class RunConfig:
     """What every program that trains has: data, what is measured and kept, and how often. A program's
     own TrainConfig adds what decides the result."""
 
-    preset: str = "gpt2"  # where the other defaults come from: gpt2 ... gpt2-xl, laptop, or sft
+    preset: str = "gpt2"  # where the other defaults come from: gpt2 ... gpt2-2.7b, laptop, or sft
     # data
     data: str = "edu_fineweb10B"  # folder of token shards (made by fineweb.py), or chats.jsonl
     shuffle: bool = True  # seeded order of sequences; off is the order on disk
@@ -202,7 +202,7 @@ def check(model_config, cfg):
         (cfg.min_lr > cfg.lr and cfg.schedule != "constant",
          f"min_lr={cfg.min_lr} must not be above lr={cfg.lr}; pass a smaller --min_lr"),
         (cfg.kernels == "plain" and cfg.fp8 != "off",
-         f"fp8={cfg.fp8} is no plain kernel; leave out --fp8 or --kernels plain"),
+         f"fp8={cfg.fp8} is no plain kernel; pass --fp8 off, or --kernels fused"),
         (cfg.parallel != "ddp" and cfg.optimizer != "adamw",
          f"parallel={cfg.parallel} shares out AdamW's state, and optimizer={cfg.optimizer} has another; "
          "pass --optimizer adamw, or leave --parallel out"),
