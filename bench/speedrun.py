@@ -31,13 +31,12 @@ MARK = "--total_batch_size 131072 --val_tokens 1048576"
 GPU, LAPTOP = f"--preset speedrun {MARK}", "--preset laptop"
 OFF = {
     "rotary": "--no_rotary", "qk_norm": "--no_qk_norm", "relu2": "--mlp gelu",
-    "untied": "--tied --embed_lr 0.003",
+    "untied": "--tied",
     "values": "--value_tables 0", "smear": "--no_smear",
     "normuon": "--optimizer muon", "momentum": "--momentum_warmup 0",
 }  # fmt: skip
 MORE = {  # what a GPU alone can decide
-    "fp8_head": "--fp8 head", "fp8_all": "--mlp gelu --fp8 all",
-    "bigrams": "--bigram_rows 250000", "values": "--value_tables 3",
+    "fp8_head": "--fp8 head", "bigrams": "--bigram_rows 250000",
 }  # fmt: skip
 LESS = {  # a laptop's has them not, or in other sizes
     "small_start": "--small_steps 0", "decay": "--weight_decay 0",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lab.cli import UserError, program, progress
+from lab.cli import UserError, program, progress, quoted
 from lab.files import check_keys, read_json, reading
 
 # what manifest.json says
@@ -114,11 +114,11 @@ class TokenShards:
         files = sorted(p for p in folder.glob("*_*_*") if p.suffix in (".npy", ".bin"))
         self.paths = [p for p in files if p.name.split("_")[-2] == split]
         if not self.paths:
-            fineweb = program("fineweb.py")
+            fineweb, own = program("fineweb.py"), quoted(folder) if folder.is_dir() else "FOLDER"
             raise UserError(
                 f"no {split} shards in {folder}: `{fineweb}` makes some of FineWeb-Edu in "
-                f"edu_fineweb10B, `{fineweb} --source FOLDER --out data/mine` of your own text; "
-                "--preset laptop needs none"
+                f"edu_fineweb10B, `{fineweb} --source {own} --out data/mine` of your own text (without "
+                "a GPU add --tokenizer bytes); the preset laptop without --data has a text"
             )
         self.manifest = read_manifest(folder) or {"shards": []}
         noted = files_of(self.manifest, split)  # by fineweb.py, when they were whole

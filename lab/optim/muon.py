@@ -1,12 +1,12 @@
 """Muon: momentum, made orthogonal, for the matrices inside the blocks; AdamW for everything else.
 
 **What it does to the singular values.** A matrix's momentum is U S V^T, its SVD. A few of its
-singular values S are large, because a few directions dominate every batch, and the rest are small; a step
-along it moves a few directions and leaves the others. Muon (Jordan et al. 2024,
+singular values S are large, because a few directions dominate every batch, and the rest are small.
+A step along it moves a few directions and leaves the others. Muon (Jordan et al. 2024,
 kellerjordan.github.io/posts/muon) steps along U V^T: all singular values become 1, so each
 direction moves by the same amount. That is the steepest descent where a step's length is its
-largest singular value, by how much it can change what the matrix writes (Bernstein and Newhouse
-2024). SVD is slow on a GPU, so U V^T comes from products alone: an odd polynomial of a matrix,
+largest singular value: the most by which it can change an output (Bernstein and Newhouse 2024).
+SVD is slow on a GPU, so U V^T comes from products alone: an odd polynomial of a matrix,
 a X + b (X X^T) X + c (X X^T)^2 X, is the same polynomial of its singular values and leaves U and V
 as they are. Some rounds of it drive all values that are not tiny towards 1.
 
@@ -27,7 +27,8 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 # Polar Express (Amsel et al. 2025, arXiv 2505.16932, algorithm 1): each round has the polynomial that
 # is best for the values that the rounds before leave. The numbers are modded-nanogpt's, made for
 # values between 0.001 and 1, which end between 0.84 and 1.15; the first takes values up to 1.02, as
-# rounding may exceed 1.
+# rounding may exceed 1. No loss here is lower with it (docs/LOG.md#speedrun-parts), so the notebook
+# alone uses it.
 POLAR_EXPRESS = (
     (8.156554524902461 / 1.02, -22.48329292557795 / 1.02**3, 15.878769915207462 / 1.02**5),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
