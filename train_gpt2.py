@@ -87,7 +87,9 @@ class TrainConfig(settings.RunConfig):
     muon_lr: float = 0.02  # peak learning rate of Muon; follows the same schedule
     min_lr: float = 6e-5  # rate at the end of the schedule
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"  # wsd: warm up, stay, decay
-    warmup_steps: float = 0.0375  # linear warm-up; below 1: a share of max_steps (375M tokens)
+    warmup_steps: float = (
+        0.0375  # linear warm-up; below 1: a share of max_steps (gpt2: 375M tokens)
+    )
     decay_steps: float = 0.2  # wsd alone: length of the decay at the end, or its share likewise
     weight_decay: float = 0.1  # on matrices and embeddings (muon: its matrices alone)
     beta1: float = 0.9  # AdamW: memory of the mean gradient
@@ -341,8 +343,8 @@ def in_steps(length, cfg):
 
 
 def get_lr(step, cfg):
-    """Rate for the update after `step` finished ones: linear up, then the schedule to min_lr at
-    max_steps (constant: never), then flat."""
+    """Rate for the update after `step` finished ones: a linear rise, then cosine or linear down to
+    min_lr at max_steps. wsd stays at its peak before it falls; constant never falls."""
     warmup, decay = in_steps(cfg.warmup_steps, cfg), in_steps(cfg.decay_steps, cfg)
     if step < warmup:
         return cfg.lr * (step + 1) / warmup  # never 0: a first update with rate 0 is a wasted one
@@ -374,7 +376,8 @@ class Run:
     def __init__(self, raw_model, model, optimizer, loader, precision, world, cfg):
         self.raw_model, self.model, self.optimizer = raw_model, model, optimizer
         self.loader, self.precision, self.world, self.cfg = loader, precision, world, cfg
-        self.step, self.saved, self.best_val = 0, 0, math.inf
+        self.step, self.best_val = 0, math.inf
+        self.saved = 0  # step of the newest checkpoint
         self.folder = Path(cfg.log_dir) / cfg.run_name
         self.writer = checkpoints.Writer(self.folder, cfg.keep_last, cfg.async_save, world.device)
 
@@ -397,7 +400,7 @@ class Run:
                 # backward() adds up to the gradient of the mean. DDP averages over the processes,
                 # but their sum is wanted: hence world_size.
                 loss = loss * (self.world.world_size / num_targets)
-                # fp16 alone: below 6e-8 it is 0, so the loss is scaled up, and gradients back down
+                # fp16 alone: gradients below 6e-8 would be 0, so the loss is scaled up, and they back down
                 precision.scaler.scale(loss).backward()
             losses.append(loss.detach())
         # ZeRO-1 and FSDP2 clip what they have shared out; ZeRO-1 exchanges gradients here
@@ -443,7 +446,7 @@ class Run:
 
     def save(self):
         """Begin a checkpoint, which a thread writes, whole or not at all; none of step 0, and none
-        twice. Returns what the log notes of one that is on disk by now."""
+        twice. Returns the log's note of a finished one: where a thread writes, of the one before."""
         if self.step == self.saved:
             return None
         self.saved, state = self.step, self.state_dict()
@@ -465,7 +468,8 @@ def set_up(model_config, cfg, world, state=None, run_class=Run):
     torch.manual_seed(cfg.seed)
     precision = device.Precision(cfg.precision, world.device)  # bf16 where the GPU has it
     if world.device.type == "cuda" and precision.name != "fp32":
-        torch.set_float32_matmul_precision("high")  # TF32: products keep 10 bits of mantissa
+        # TF32, for products that autocast leaves in 32 bits: 10 bits of mantissa enter, not 23
+        torch.set_float32_matmul_precision("high")
     shards = data.TokenShards(cfg.data, "train", model_config.vocab_size, cfg.verify_data)
     raw_model = run_class.model_class(model_config)
     if cfg.init_from and not state:
@@ -476,7 +480,7 @@ def set_up(model_config, cfg, world, state=None, run_class=Run):
     if cfg.kernels == "fused":  # a HeadLoss without all logits in memory, on a GPU faster MLPs
         kernels.use(raw_model, mlp=MLP, precision=precision, fp8=cfg.fp8)
     batch_size = cfg.batch_size or device.fit_batch_size(raw_model, cfg, world, precision, state)
-    loader = data.TokenLoader(shards, cfg, world, batch_size)  # same tokens for any world_size
+    loader = data.TokenLoader(shards, cfg, world, batch_size)  # its one cursor knows no processes
     optimizer = run_class.make_optimizer(raw_model, cfg, world)
     model = raw_model
     if world.distributed and cfg.parallel != "ddp":  # ZeRO-1 or FSDP2
@@ -509,7 +513,8 @@ def train(run, events, cfg, world, log, stop):
         while True:
             last = run.step == cfg.max_steps
             due = [event for event in events if event.due(run.step, last)]
-            # raises, on all processes: RunError for a loss that is not finite, Stopped by a signal
+            # raises, on all processes: Stopped by a signal, RunError where a loss, a norm or a weight
+            # is not finite (that update has been made, but will not be saved)
             vitals.read(newest=bool(due) or last)
             with meter.paused(due):
                 for event in due:
