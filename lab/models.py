@@ -92,7 +92,9 @@ def load_exactly(model, state, source):
         model.load_state_dict(state)
     except (RuntimeError, TypeError, AttributeError) as error:  # of odd shapes, values, names
         what = " ".join(str(error).split())[:200]
-        raise UserError(f"{source} does not fit the model of its program: {what}") from error
+        raise UserError(
+            f"{source} does not fit the model of its program, as this version has it: {what}"
+        ) from error
     for name, p in model.named_parameters():
         weights.check_finite(p, name, source)
 

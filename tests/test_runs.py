@@ -460,7 +460,7 @@ def test_checkpoints_of_wrong_structure_are_refused(tmp_path, shards):
         (tmp_path / "x").mkdir(exist_ok=True)
         shutil.copy(run.dir / "config.json", tmp_path / "x")
         torch.save(changed, tmp_path / "x" / "model_000001.pt")
-        said = "start from its weights with --init_from|another shape"
+        said = "weights with --init_from|another shape"
         with pytest.raises(UserError, match=said):
             train_here(tmp_path, shards, "x", resume=True, max_steps=2)
 

@@ -162,7 +162,8 @@ def read_newest(run_dir):
 
 def restore(run, state):
     """Have `run` go on from `state`, which read_newest gave. Raises UserError if it does not fit."""
-    with reading(run.folder, "checkpoint in", "start from its weights with --init_from"):
+    way_out = "an older version's goes on with that version, another's weights with --init_from"
+    with reading(run.folder, "checkpoint in", way_out):
         check_state(run, state)
     run.load_state_dict(state)
 
