@@ -26,7 +26,6 @@ are those of train_gpt2.py, and K hidden tokens of a sequence.
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar, Literal
 
 from lab import cli
@@ -46,6 +45,7 @@ from lab.cli import UserError
 from lab.data.tokenizers import WORD_PIECE_FILE, WordPiece
 from lab.device import in_bf16
 from lab.files import write_whole
+from lab.run.settings import check_words
 
 # --------------------------------------------------------------------------------- 1. configuration
 
@@ -335,9 +335,8 @@ class MaskedValidation(evals.Validation):
         sums = evals.evaluate(run.raw_model, *self.where(run), Bert.sums, self.masking)
         alone = evals.evaluate(run.raw_model, *self.where(run), Bert.sums, self.alone)
         means = {name: value / max(1, sums["targets"]) for name, value in sums.items()}
-        means["pseudo_perplexity"] = math.exp(
-            min(700, alone["loss"] / max(1, alone["targets"]))
-        )  # 710 overflows
+        mean = alone["loss"] / max(1, alone["targets"])
+        means["pseudo_perplexity"] = math.exp(min(700, mean))  # exp(710) overflows
         return means | {"unigram_accuracy": self.most_frequent}
 
 
@@ -365,36 +364,17 @@ class Run(gpt2.Run):
         return super().save()
 
     def events(self, stop):
-        masking, rows = self.loader.transform, self.raw_model.config.vocab_size
-        if rows != masking.tokenizer.vocab_size:
-            there = f"the {masking.tokenizer.vocab_size} of {masking.tokenizer.name}"
-            raise UserError(f"vocab_size={rows} is not {there}; leave it out")
+        masking = self.loader.transform
+        check_words(self, masking.tokenizer)
         validation = MaskedValidation(self, stop, masking.tokenizer, masking)
         texts = texts_to_fill_in(self, masking.tokenizer, validation.shards)
         save = evals.Every("checkpoint", self.cfg.ckpt_every, lambda run: run.save())
         return [save, validation, evals.FillIn(self, masking.tokenizer, texts)]
 
 
-def check(cfg, tokenizer, state):
-    """Raise UserError where settings and tokenizer do not fit."""
-    if cfg.seq_len < 3:
-        raise UserError(f"seq_len={cfg.seq_len} leaves none beside [CLS] and [SEP]; pass 3 or more")
-    if cfg.sample_every and "[MASK]" not in cfg.sample_prompt:
-        raise UserError(f"sample_prompt={cfg.sample_prompt!r} has no [MASK] to be filled in")
-    if cfg.init_from and not state:
-        path = Path(models.find(cfg.init_from, cfg.log_dir))
-        theirs = (path.parent if path.suffix == ".pt" else path) / WORD_PIECE_FILE
-        if theirs.exists() and WordPiece(theirs).pieces != tokenizer.pieces:
-            raise UserError(
-                f"{cfg.init_from} has another vocabulary; copy {theirs} into an empty folder and pass "
-                "it to `fineweb.py --tokenizer wordpiece --out`, which then uses it"
-            )
-
-
 def set_up(model_config, cfg, world, state=None):
     """As train_gpt2.py's, of a Run whose loader hides words."""
     tokenizer = WordPiece(f"{cfg.data}/{WORD_PIECE_FILE}")
-    check(cfg, tokenizer, state)
     run = gpt2.set_up(model_config, cfg, world, state, Run)
     run.loader.transform = Masking(tokenizer, model_config, cfg.whole_words)
     return run

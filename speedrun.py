@@ -379,14 +379,11 @@ def set_up(model_config, cfg, world, state=None):
             f"n_embd={model_config.n_embd} of n_head={model_config.n_head} gives heads of an odd size, "
             "and rotary turns pairs; change one, or pass --no_rotary"
         )
-    if cfg.momentum >= 1:
-        raise UserError(f"momentum={cfg.momentum} must be less than 1")
     small, micro_step = step_tokens(0, cfg), cfg.batch_size * cfg.seq_len * world.world_size
     if small < cfg.total_batch_size and micro_step and small % micro_step:
         raise UserError(
-            f"the first steps have {small} tokens, half of total_batch_size, and must be a multiple of "
-            f"batch_size * seq_len * world_size = {micro_step}; pass a smaller --batch_size, or "
-            "--small_steps 0"
+            f"the first steps have {small} tokens, half of total_batch_size: no multiple of a micro-step "
+            f"of {micro_step}; pass a smaller --batch_size, or --small_steps 0"
         )
     first = dataclasses.replace(cfg, total_batch_size=small)
     run = train_gpt2.set_up(model_config, first, world, state, Run)

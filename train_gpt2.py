@@ -87,9 +87,7 @@ class TrainConfig(settings.RunConfig):
     muon_lr: float = 0.02  # peak learning rate of Muon; follows the same schedule
     min_lr: float = 6e-5  # rate at the end of the schedule
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"  # wsd: warm up, stay, decay
-    warmup_steps: float = (
-        0.0375  # linear warm-up; below 1: a share of max_steps (gpt2: 375M tokens)
-    )
+    warmup_steps: float = 0.0375  # linear rise; below 1: a share of max_steps (gpt2: 375M tokens)
     decay_steps: float = 0.2  # wsd alone: length of the decay at the end, or its share likewise
     weight_decay: float = 0.1  # on matrices and embeddings (muon: its matrices alone)
     beta1: float = 0.9  # AdamW: memory of the mean gradient
@@ -400,7 +398,7 @@ class Run:
                 # backward() adds up to the gradient of the mean. DDP averages over the processes,
                 # but their sum is wanted: hence world_size.
                 loss = loss * (self.world.world_size / num_targets)
-                # fp16 alone: gradients below 6e-8 would be 0, so the loss is scaled up, and they back down
+                # fp16: gradients below 6e-8 would be 0, so the loss is scaled up, and they back down
                 precision.scaler.scale(loss).backward()
             losses.append(loss.detach())
         # ZeRO-1 and FSDP2 clip what they have shared out; ZeRO-1 exchanges gradients here

@@ -161,7 +161,7 @@ BAD = {
     "--on_spike skip --optimizer muon": "on_spike=skip leaves AdamW's updates out alone",
     "speedrun.py --resume": "there is a run of train_gpt2.py",
     "speedrun.py --data data --small_steps 2 --total_batch_size 256 --batch_size 2": "have 128 tokens, half",
-    "speedrun.py --data data --momentum 1.5": "momentum=1.5 must be less than 1",
+    "speedrun.py --data data --momentum 1.5": "momentum must be less than 1",
     "bert.py --preset laptop --data data": "there is no tokenizer .*tokenizer.json; `.*fineweb.py",
     "bert.py --segments 0": "segments=0 must be a whole number, 1 or more",
     "bert.py --preset laptop --init_from there": "a model of train_gpt2.py; .*train_gpt2.py --init_from",

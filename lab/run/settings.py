@@ -17,8 +17,9 @@ from lab.cli import program as command_of
 from lab.data import build_builtin, name_of_size
 from lab.data.chat import ROLES, build_chats
 from lab.data.shards import read_manifest
+from lab.data.tokenizers import WORD_PIECE_FILE, WordPiece
 from lab.files import check_keys, read_json, reading
-from lab.models import PROGRAMS, same_shape, shape_of
+from lab.models import PROGRAMS, find, same_shape, shape_of
 from lab.run.checkpoints import read_newest
 from lab.run.folder import is_finished, largest, read_config, run_to_resume, smallest
 
@@ -192,6 +193,7 @@ def check(model_config, cfg):
     m, more = model_config, -(-model_config.n_embd // model_config.n_head) * model_config.n_head
     rules = (  # (what is wrong, in one sentence: the value, the rule and the way out)
         (cfg.beta1 >= 1, f"beta1={cfg.beta1} must be less than 1"),
+        (getattr(cfg, "momentum", 0) >= 1, "momentum must be less than 1"),
         (cfg.beta2 >= 1, f"beta2={cfg.beta2} must be less than 1"),
         (m.n_embd % m.n_head,
          f"n_embd={m.n_embd} must be divisible by n_head={m.n_head}; n_embd={more} would be"),
@@ -281,3 +283,22 @@ def check_fits(path, state, model_config, cfg):
             f"optimizer={cfg.optimizer} cannot go on from {path}, which {made_by} made; "
             f"leave --optimizer out, or begin a new run with --init_from {path}"
         )
+
+
+def check_words(run, tokenizer):
+    """Raise UserError where the settings of a run of bert.py do not fit its tokenizer."""
+    cfg, rows, pieces = run.cfg, run.raw_model.config.vocab_size, tokenizer.vocab_size
+    if rows != pieces:
+        raise UserError(f"vocab_size={rows} is not the {pieces} of {tokenizer.name}; leave it out")
+    if cfg.seq_len < 3:
+        raise UserError(f"seq_len={cfg.seq_len} leaves none beside [CLS] and [SEP]; pass 3 or more")
+    if cfg.sample_every and "[MASK]" not in cfg.sample_prompt:
+        raise UserError(f"sample_prompt={cfg.sample_prompt!r} has no [MASK] to be filled in")
+    if cfg.init_from and not run.step:
+        path = Path(find(cfg.init_from, cfg.log_dir))
+        theirs = (path.parent if path.suffix == ".pt" else path) / WORD_PIECE_FILE
+        if theirs.exists() and WordPiece(theirs).pieces != tokenizer.pieces:
+            raise UserError(
+                f"{cfg.init_from} has another vocabulary; copy {theirs} into an empty folder and pass "
+                f"it to `{command_of('fineweb.py')} --tokenizer wordpiece --out`, which then uses it"
+            )
