@@ -25,7 +25,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import train_gpt2
-from lab.cli import UserError
 from lab.device import in_bf16
 from lab.optim import Muon, Together
 from lab.run import settings
@@ -374,18 +373,7 @@ class Run(train_gpt2.Run):
 
 def set_up(model_config, cfg, world, state=None):
     """As train_gpt2.py's. The micro-batch is cut to fit the smallest step."""
-    if model_config.rotary and model_config.n_embd // model_config.n_head % 2:
-        raise UserError(
-            f"n_embd={model_config.n_embd} of n_head={model_config.n_head} gives heads of an odd size, "
-            "and rotary turns pairs; change one, or pass --no_rotary"
-        )
-    small, micro_step = step_tokens(0, cfg), cfg.batch_size * cfg.seq_len * world.world_size
-    if small < cfg.total_batch_size and micro_step and small % micro_step:
-        raise UserError(
-            f"the first steps have {small} tokens, half of total_batch_size: no multiple of a micro-step "
-            f"of {micro_step}; pass a smaller --batch_size, or --small_steps 0"
-        )
-    first = dataclasses.replace(cfg, total_batch_size=small)
+    first = dataclasses.replace(cfg, total_batch_size=step_tokens(0, cfg))
     run = train_gpt2.set_up(model_config, first, world, state, Run)
     run.cfg = cfg
     return run

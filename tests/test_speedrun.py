@@ -298,9 +298,7 @@ def test_a_spike_names_its_own_sequences_when_the_next_step_is_larger(tmp_path, 
     assert [s["at"] for s in named] == run.loader.step_positions(4, 0)
 
 
-def test_heads_of_an_odd_size_are_refused_and_narrow_models_learn(tmp_path, shards):
-    with pytest.raises(UserError, match="n_embd=33 of n_head=3 gives heads of an odd size"):
-        in_process(tmp_path, shards, dict(n_embd=33, n_head=3))
+def test_a_model_narrower_than_the_gate_reads_learns(tmp_path, shards):
     in_process(tmp_path, shards, dict(n_embd=8, n_head=2, smear=True)).update()
 
 
@@ -328,11 +326,12 @@ def test_six_steps_are_three_and_resume_and_three_and_tools_read_them(tmp_path, 
     assert [e["tokens"] for e in of_kind(whole, "train")] == [64, 128, 192, 256, 384, 512]
     timed = [e for e in of_kind(whole, "train") if "dt_ms" in e]  # not the first
     assert [round(e["tok_per_s"] * e["dt_ms"] / 1000) for e in timed] == [64, 64, 64, 128, 128]
-    assert (
-        "128 tokens = " in said
-        and "half of them in the first 4 steps" in said
-        and f"uses {512 / 2498:.2f} epochs" in said
-    )
+    for words in (
+        "128 tokens = ",
+        "half of them in the first 4 steps",
+        f"uses {512 / 2498:.2f} epochs",
+    ):
+        assert words in said
     assert whole.losses[0] == pytest.approx(math.log(VOCAB), abs=1e-4)
     assert whole.losses[-1] < whole.losses[0] - 0.2 and "speedrun.py --resume" in said
     (folder / "model_000006.pt").unlink()

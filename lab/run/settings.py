@@ -197,6 +197,12 @@ def check(model_config, cfg):
         (cfg.beta2 >= 1, f"beta2={cfg.beta2} must be less than 1"),
         (m.n_embd % m.n_head,
          f"n_embd={m.n_embd} must be divisible by n_head={m.n_head}; n_embd={more} would be"),
+        (getattr(m, "rotary", False) and m.n_embd // m.n_head % 2,
+         f"n_embd={m.n_embd} of n_head={m.n_head} gives heads of an odd size, and rotary turns pairs; "
+         "change one, or pass --no_rotary"),
+        (getattr(cfg, "small_steps", 0) and 2 * cfg.batch_size * cfg.seq_len > cfg.total_batch_size,
+         f"batch_size={cfg.batch_size} is too large for the first steps, which have half of "
+         "total_batch_size; pass a smaller one, or --small_steps 0"),
         (cfg.seq_len > m.block_size,
          f"seq_len={cfg.seq_len} must be between 1 and block_size={m.block_size}; shorten it or pass "
          f"--block_size {cfg.seq_len}"),
