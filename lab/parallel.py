@@ -122,9 +122,26 @@ class Shares:
         return [view.cpu() for view in self.views(flat)] if self.world.is_main else []
 
 
-class Zero1AdamW:
-    """Makes the updates of `adamw`, an AdamW that has made none, in shares. It brings an exchange
-    of its own: the model is not wrapped by DDP. All processes call each method together."""
+class InShares:
+    """Makes the updates of `of_wholes`, an AdamW that has made none, by `of_shares`, one of this
+    process's shares. It brings an exchange of its own: the model is not wrapped by DDP. All
+    processes call each method together."""
+
+    @property
+    def param_groups(self):
+        """Rates and the like, of whole parameters; step reads them here."""
+        return self.of_wholes.param_groups
+
+    def step(self):
+        """Update the shares by the gradients that clip_grad_norm has taken."""
+        for ours, group in zip(self.of_shares.param_groups, self.param_groups):
+            ours.update({k: v for k, v in group.items() if k != "params"})
+        self.of_shares.found_inf = getattr(self, "found_inf", None)  # 1: the update is left out
+        self.of_shares.step()
+
+
+class Zero1AdamW(InShares):
+    """AdamW's state in shares; every process has all weights."""
 
     def __init__(self, adamw, model, loader, precision, world):
         refuse_fp16("zero1", precision)
@@ -140,11 +157,6 @@ class Zero1AdamW:
             self.shares += shares
         self.of_shares = torch.optim.AdamW(groups_of_shares)
 
-    @property
-    def param_groups(self):
-        """Rates and the like, of whole parameters; step reads them here."""
-        return self.of_wholes.param_groups
-
     def clip_grad_norm(self, max_norm):
         """Take the mean of all processes' gradients, each of its share, and scale it so that the
         norm of all is at most max_norm (0: as it is). Returns the norm before."""
@@ -157,11 +169,7 @@ class Zero1AdamW:
         return norm
 
     def step(self):
-        """Update all weights by the gradients that clip_grad_norm has taken."""
-        for ours, group in zip(self.of_shares.param_groups, self.param_groups):
-            ours.update({k: v for k, v in group.items() if k != "params"})
-        self.of_shares.found_inf = getattr(self, "found_inf", None)  # 1: the update is left out
-        self.of_shares.step()
+        super().step()
         for s in self.shares:
             s.hand_out(s.wire)
 
@@ -202,82 +210,112 @@ class Zero1AdamW:
                 self.of_shares.state[s.mine] = state
 
 
-class Fsdp2AdamW:
-    """Shares out the model's weights, and makes `adamw`, an AdamW that has made no update, one of
-    these shares. The model is not wrapped by DDP; saved states are those of whole tensors. All
-    processes call each method, and the model, together and equally often."""
+class Fsdp2AdamW(InShares):
+    """Shares out the model's weights, too. Saved states are those of whole tensors."""
 
     def __init__(self, adamw, model, loader, precision, world):
         refuse_fp16("fsdp2", precision)
-        self.adamw, self.world = adamw, world
+        self.of_wholes, self.world = adamw, world
         names = {p: name for name, p in model.named_parameters()}
         shard(model, precision, world)
         shares = dict(model.named_parameters())
         for group in adamw.param_groups:
             group["params"] = [shares[names[p]] for p in group["params"]]
-
-    @property
-    def param_groups(self):
-        return self.adamw.param_groups
+        self.params = [p for group in adamw.param_groups for p in group["params"]]
+        self.norms = [p for p in self.params if not is_share(p)]  # whole on every process
+        groups = [g | {"params": [local(p.data) for p in g["params"]]} for g in adamw.param_groups]
+        self.mine = [p for group in groups for p in group["params"]]
+        self.of_shares = torch.optim.AdamW(groups)
 
     def clip_grad_norm(self, max_norm):
-        """As Zero1AdamW's; backward() has made the exchange."""
-        grads = [p.grad.to_local() for group in self.param_groups for p in group["params"]]
-        norm = exact_norm(grads, self.world.all_reduce)
+        """As Zero1AdamW's; backward() has made the exchange, but for the gains and biases of norms."""
+        whole = [p.grad for p in self.norms]
+        mean = (
+            self.world.all_reduce(torch.cat([g.flatten() for g in whole])) / self.world.world_size
+        )
+        for grad, part in zip(whole, mean.split([g.numel() for g in whole])):
+            grad.copy_(part.view_as(grad))
+        grads = [local(p.grad) for p in self.params]
+        for mine, grad in zip(self.mine, grads):
+            mine.grad = grad
+        once = [g for g, p in zip(grads, self.params) if is_share(p) or self.world.is_main]
+        norm = exact_norm(once, self.world.all_reduce)
         if max_norm:
             torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
-    def step(self):
-        self.adamw.found_inf = getattr(self, "found_inf", None)  # 1: the update is left out
-        self.adamw.step()
-
     def zero_grad(self, set_to_none=True):
-        self.adamw.zero_grad(set_to_none)
+        for p in (*self.params, *self.mine):
+            p.grad = None
 
     def state_dict(self):
         """On rank 0 what AdamW would have without shares, on the CPU; elsewhere it has no state."""
-        state = self.adamw.state_dict()
-        moments = {i: gathered(each, self.world) for i, each in state["state"].items()}
-        return state | {"state": moments if self.world.is_main else {}}
+        moments = {}
+        for i, (mine, p) in enumerate(zip(self.mine, self.params)):
+            if state := self.of_shares.state[mine]:
+                shares = {name: share_of(tensor, p) for name, tensor in state.items()}
+                moments[i] = gathered(shares, self.world)
+        return self.of_wholes.state_dict() | {"state": moments if self.world.is_main else {}}
 
     def load_state_dict(self, data):
-        params = [p for group in self.param_groups for p in group["params"]]
-        moments = {
-            i: cut(each, dict.fromkeys(each, params[i])) for i, each in data["state"].items()
-        }
-        self.adamw.load_state_dict(data | {"state": moments})
+        self.of_wholes.load_state_dict(data | {"state": {}})
+        moments = {}
+        for i, state in data["state"].items():
+            shares = cut(state, dict.fromkeys(state, self.params[i]))
+            moments[i] = {name: local(share) for name, share in shares.items()}
+        self.of_shares.load_state_dict(self.of_shares.state_dict() | {"state": moments})
 
 
 def shard(model, precision, world):
     """Every parameter becomes this process's share of it, a DTensor; those of a block are put
-    together when it computes, in 16 bits where it would round them anyway."""
+    together when it computes, in 16 bits where it would round them anyway. The norms in blocks stay
+    whole: autocast reads all bits of their gains, and to put these together by themselves would cut
+    the compiled block in pieces."""
     from torch.distributed import fsdp  # not above: every command would wait a second for them
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh(world.device.type, (world.world_size,))
     dtype = torch.bfloat16 if precision.name == "bf16" else None
+    modules = [m for block in model.blocks for m in block.modules()]
+    norms = {p for m in modules if isinstance(m, torch.nn.LayerNorm) for p in m.parameters()}
     for block in model.blocks:
         rounds = dtype and not any(reads_all_bits(m, dtype) for m in block.modules())
         policy = fsdp.MixedPrecisionPolicy(dtype if rounds else None, torch.float32, None, False)
-        if norms := [m for m in block.modules() if isinstance(m, torch.nn.LayerNorm)]:
-            fsdp.fully_shard(norms, mesh=mesh)  # which under autocast read all bits of their gains
-        fsdp.fully_shard(block, mesh=mesh, mp_policy=policy)
-    fsdp.fully_shard(model, mesh=mesh, reshard_after_forward=False)  # the rest: embeddings and head
+        fsdp.fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=norms)
+    # the rest: embeddings and head
+    fsdp.fully_shard(model, mesh=mesh, reshard_after_forward=False, ignored_params=norms)
     fsdp.register_fsdp_forward_method(model, "hidden")
     model.register_state_dict_post_hook(lambda _, state, *__: state.update(gathered(state, world)))
     shares = dict(model.named_parameters(remove_duplicate=False))
     model.register_load_state_dict_pre_hook(lambda _, state, *__: state.update(cut(state, shares)))
 
 
+def is_share(tensor):
+    return hasattr(tensor, "to_local")
+
+
+def local(tensor):
+    """What this process has of it."""
+    return tensor.to_local() if is_share(tensor) else tensor
+
+
+def share_of(tensor, p):
+    """What this process has of a tensor like p, as its share."""
+    from torch.distributed.tensor import DTensor
+
+    if not (is_share(p) and tensor.dim()):
+        return tensor
+    like = dict(shape=p.shape, stride=p.stride(), run_check=False)
+    return DTensor.from_local(tensor, p.device_mesh, p.placements, **like)
+
+
 def gathered(tensors, world):
     """{name: tensor} with whole ones instead of shares, on rank 0's CPU."""
     whole = {}
     for name, tensor in tensors.items():
-        if hasattr(tensor, "full_tensor"):  # a share
+        if is_share(tensor):
             tensor = tensor.full_tensor()
-            tensor = tensor.cpu() if world.is_main else None
-        whole[name] = tensor
+        whole[name] = tensor.cpu() if world.is_main else None
     return whole
 
 
@@ -288,7 +326,7 @@ def cut(tensors, like):
     shares = {}
     for name, tensor in tensors.items():
         p = like[name]
-        if tensor.shape == p.shape:
+        if is_share(p) and tensor.shape == p.shape:
             tensor = distribute_tensor(tensor.to(p.device), p.device_mesh, p.placements)
         shares[name] = tensor
     return shares
