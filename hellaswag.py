@@ -6,7 +6,7 @@
 The completion style of the published GPT-2 numbers: the loss of each ending's tokens given the
 context, the ending tokenised with a leading space. acc takes the ending with the smallest sum,
 acc_norm the one with the smallest mean. lab/data/hellaswag.py downloads and reads the file, and
-lab/tools/answers.py shows the results.
+lab/tools/hellaswag_report.py shows the results.
 
 Shape letters: N examples, B rows of a batch (one example each), T tokens of a row, C channels, M
 tokens of endings.
@@ -27,7 +27,7 @@ from lab.data.hellaswag import locate, read_examples
 from lab.data.tokenizers import get_tokenizer, name_of_size
 from lab.device import Precision
 from lab.evals import Every
-from lab.tools import answers
+from lab.tools import hellaswag_report
 from lab.world import World
 
 # ---------------------------------------------------------------------------------------- 1. tokens
@@ -302,7 +302,7 @@ def main(argv):
         if getattr(cfg, name) < 0:
             raise UserError(f"{name}={getattr(cfg, name)} must be 0 or more")
     if cfg.picture:
-        answers.check_picture(cfg.picture)
+        hellaswag_report.check_picture(cfg.picture)
     world = World(cfg.device)
     if world.distributed:
         dist.init_process_group(world.backend)
@@ -318,7 +318,7 @@ def main(argv):
     with precision.autocast():
         result, sums = measure(model, data, world)
     if world.is_main:
-        answers.report(cfg, path, precision.name, result, data, sums, summarise)
+        hellaswag_report.report(cfg, path, precision.name, result, data, sums, summarise)
     world.barrier()  # nobody leaves while another may still talk to it
 
 

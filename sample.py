@@ -26,7 +26,7 @@ from lab.data.tokenizers import printable
 from lab.files import check_writable, template, write_whole
 from lab.generate import KVCache, generate, read_ahead
 from lab.shading import shade
-from lab.stream import Text, fast_step, pieces, ready
+from lab.text_stream import Text, fast_step, pieces, ready
 from lab.world import World
 
 

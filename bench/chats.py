@@ -23,7 +23,7 @@ from lab import models
 from lab.cli import command, parse
 from lab.data.chat import STOPS, lines_of, render_chat
 from lab.data.sources import local_files
-from lab.stream import pieces, ready
+from lab.text_stream import pieces, ready
 from lab.world import World
 
 

@@ -4,7 +4,7 @@ import numpy as np
 from drawing import blank, cell, cells_of, made_by, records, shorten, where_and_when, write
 
 from lab.tools.plot import draw
-from lab.tools.records import column, read_log
+from lab.tools.run_logs import column, read_log
 from lab.tools.style import color_of, reference
 
 

@@ -8,7 +8,7 @@ from records import grouped, read_records
 from rungs import VARIANTS, key_of
 
 from lab.cli import UserError
-from lab.tools.records import short
+from lab.tools.run_logs import short
 
 SMALL = 9  # points, which are 11 pixels where a figure is shown at 720: no text is smaller
 DASHED = dict(color="0.5", linewidth=1, linestyle=(0, (5, 3)))

@@ -43,7 +43,7 @@ from tyro.conf import Positional
 
 from lab.cli import UserError, command, parse
 from lab.files import check_writable
-from lab.tools.records import short
+from lab.tools.run_logs import short
 from lab.tools.style import PAPER, color_of, style
 
 # tokens/s of the same work by others' published programs on an H200, measured outside this

@@ -24,8 +24,8 @@ from lab import models
 from lab.cli import UserError, command, parse, say
 from lab.device import Precision, find_device
 from lab.generate import KVCache, generate, read_ahead
-from lab.kernels.int8 import use_int8
-from lab.stream import fast_step
+from lab.kernels.int8_linear import use_int8
+from lab.text_stream import fast_step
 from lab.tools.export import in_transformers
 from train_gpt2 import GPT, PRESETS
 

@@ -11,7 +11,7 @@ from lab.data import TokenShards, get_tokenizer, name_of_size
 from lab.data.tokenizers import printable
 from lab.generate import generate
 from lab.shading import shade
-from lab.stream import Text
+from lab.text_stream import Text
 
 
 class Every:

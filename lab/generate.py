@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lab.cli import UserError
-from lab.data.documents import document_mask
+from lab.data.document_mask import document_mask
 from lab.device import Underway
 
 # Not cuDNN's, which plans anew for each length of the cache (docs/LOG.md).
@@ -23,7 +23,7 @@ class KVCache:
     What keeps something of each token calls append, and nothing else: a cache that keeps it in
     another way fits too.
     A cache may serve one text after another, of as many rows: generate clears it. With a `step`
-    (see lab.stream.fast_step) single tokens go through that.
+    (see lab.text_stream.fast_step) single tokens go through that.
     """
 
     def __init__(self, length, step=None):

@@ -12,7 +12,7 @@ import torch
 from lab import weights
 from lab.cli import UserError
 from lab.cli import program as command_of
-from lab.data.documents import hide_other_documents
+from lab.data.document_mask import hide_other_documents
 from lab.run.checkpoints import checkpoint_files, newest_run, read_checkpoint, read_newest
 from lab.run.folder import known_settings
 

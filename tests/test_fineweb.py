@@ -24,8 +24,8 @@ from conftest import ROOT, run_python
 import fineweb
 from lab.cli import UserError
 from lab.data import get_tokenizer, sources
-from lab.data.engines import in_order
 from lab.data.shards import TokenShards, read_manifest
+from lab.data.workers import in_order
 from lab.data.writer import verify
 
 OLD = Path(__file__).parent / "fixtures" / "data_a3954dc"

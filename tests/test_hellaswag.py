@@ -27,7 +27,7 @@ from lab.cli import RunError, UserError
 from lab.data import hellaswag as data_file
 from lab.data.tokenizers import get_tokenizer
 from lab.device import Precision
-from lab.tools import answers
+from lab.tools import hellaswag_report
 from lab.tools.export import export
 from lab.world import World
 
@@ -124,10 +124,10 @@ def test_small_parts_by_hand():
     assert hellaswag.interval(0.0, 5) == pytest.approx([0, 0.4345], abs=1e-3)  # no proof of never
     sums = np.array([[1.0, 4, 4, 4], [2, 1, 4, 4], [9, 1, 4, 4], [4, 4, 4, 1]])
     data = tokenised([[[0]] * 5] * 4, labels=[0, 0, 0, 3])
-    groups = answers.by_group(np.array(["a", "b", "b", "b"]), sums, data, summarise)
+    groups = hellaswag_report.by_group(np.array(["a", "b", "b", "b"]), sums, data, summarise)
     found = [(name, g["count"], round(g["acc"], 3)) for name, g in groups.items()]
     assert found == [("b", 3, 0.333), ("a", 1, 1.0)]
-    wrong = answers.most_sure_and_wrong(sums, data, 10)
+    wrong = hellaswag_report.most_sure_and_wrong(sums, data, 10)
     found = [(e["margin"], e["mean_losses"]) for e in wrong]
     assert found == [(8, [9, 1, 4, 4]), (1, [2, 1, 4, 4])]
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import add_noise
 
-from lab.data.documents import hide_other_documents
+from lab.data.document_mask import hide_other_documents
 from lab.tools.inside import attention_page, lens, mass, watch, without_head
 from train_gpt2 import GPT
 

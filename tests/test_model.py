@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from conftest import VOCAB, add_noise
 
-from lab.data.documents import hide_other_documents
+from lab.data.document_mask import hide_other_documents
 from train_gpt2 import GPT, MLP, PRESETS, GPTConfig, param_groups
 
 

@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT, run_python
 
 from lab.cli import UserError
-from lab.tools import plot, records
+from lab.tools import plot, run_logs
 from lab.tools.style import COLORS, MEANS, PAPER, SERIES, color_of
 
 LAB = ROOT / "lab" / "__main__.py"
@@ -52,22 +52,22 @@ def test_a_resumed_run_drops_what_it_went_back_behind(tmp_path):
     before = [start(), *[train(s, 100 + s) for s in (5, 10, 15, 20, 25, 30)]]
     before += [val(20, 2.0), val(30, 9)]
     after = [start(20), val(20, 2.5), *[train(s, s) for s in (24, 28)], val(28, 1.0)]
-    log = records.read_log(write_log(tmp_path, before + after))
+    log = run_logs.read_log(write_log(tmp_path, before + after))
     steps = [5, 10, 15, 20, 24, 28]
-    assert records.column(log, "train", "loss") == (steps, [105, 110, 115, 120, 24, 28])
-    assert records.column(log, "val", "loss") == ([20, 28], [2.5, 1.0])
+    assert run_logs.column(log, "train", "loss") == (steps, [105, 110, 115, 120, 24, 28])
+    assert run_logs.column(log, "val", "loss") == ([20, 28], [2.5, 1.0])
 
 
 def test_lines_cut_by_a_kill(tmp_path):
     """At the end of the file, and in its middle, where the next record stands on the same line."""
     folder = write_log(tmp_path, [start(), val(10, 3.0)], tail='{"kind": "val", "ste')
-    assert records.column(records.read_log(folder), "val", "loss") == ([10], [3.0])
+    assert run_logs.column(run_logs.read_log(folder), "val", "loss") == ([10], [3.0])
     with (folder / "log.jsonl").open("a") as file:
         file.write(json.dumps(start(10, unigram=1.5)) + "\n" + json.dumps(val(20, 2.0)) + "\n")
         file.write("\x00\x00[1]\n" + "[" * 10**5 + '\n{"kind": "val", "step": Infinity}\n')
     log = plot.read_log(folder)
-    assert records.column(log, "val", "loss") == ([10, 20], [3.0, 2.0])
-    assert records.column(log, "start", "unigram") == ([0, 10], [3.348, 1.5])
+    assert run_logs.column(log, "val", "loss") == ([10, 20], [3.0, 2.0])
+    assert run_logs.column(log, "start", "unigram") == ([0, 10], [3.348, 1.5])
 
 
 def test_fields_that_no_run_writes_are_left_out(tmp_path):
@@ -76,10 +76,10 @@ def test_fields_that_no_run_writes_are_left_out(tmp_path):
     odd = [val(10, 3.0) | fields for fields in wrong]
     odd = [start() | dict(device=5, num_params="x", log_v=1000), *odd]
     odd += [val(20, 2.0), val(30, 1.0) | dict(time=10**300), val(40, 1.0) | dict(shaded=[1, 2])]
-    log = records.read_log(folder := write_log(tmp_path, odd))
-    assert records.column(log, "val", "loss") == ([10, 20], [3.0, 2.0])
+    log = run_logs.read_log(folder := write_log(tmp_path, odd))
+    assert run_logs.column(log, "val", "loss") == ([10, 20], [3.0, 2.0])
     assert "device" not in log["start"][0]
-    assert records.comparable([log, log])
+    assert run_logs.comparable([log, log])
     # nor more than matplotlib can scale, nor an error bar below 0
     huge, below = train(50, 2.0) | dict(lr=1e308), hella(50, 0.3) | dict(acc_norm_stderr=-0.01)
     write_log(tmp_path, [*odd, train(45, 3.0), huge, below])
@@ -92,25 +92,25 @@ def test_a_name_is_no_formula(tmp_path):
 
 
 def test_smoothing():
-    assert records.smooth([5.0, 1.0, 3.0]) == [5.0, 1.0, 3.0]  # too few to smooth
+    assert run_logs.smooth([5.0, 1.0, 3.0]) == [5.0, 1.0, 3.0]  # too few to smooth
     line = [0.5 * i for i in range(400)]
-    assert records.smooth(line) == pytest.approx(line)  # no lag, no bend at the ends
+    assert run_logs.smooth(line) == pytest.approx(line)  # no lag, no bend at the ends
     saw = [float(i % 2) for i in range(400)]
-    assert all(abs(v - 0.5) < 0.1 for v in records.smooth(saw)[5:-5])
+    assert all(abs(v - 0.5) < 0.1 for v in run_logs.smooth(saw)[5:-5])
 
 
 def test_which_runs_are_meant(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="there is no run in log/ yet"):
-        records.find_runs([])
+        run_logs.find_runs([])
     for i, name in enumerate(("new", "old")):
         log = write_log(tmp_path / "log" / name, RUN) / "log.jsonl"
         os.utime(log, (time.time(), time.time() - 100 * i))
-    assert list(map(str, records.find_runs([]))) == ["log/new"]
-    assert list(map(str, records.find_runs(["old"]))) == ["log/old"]
+    assert list(map(str, run_logs.find_runs([]))) == ["log/new"]
+    assert list(map(str, run_logs.find_runs(["old"]))) == ["log/old"]
     paths = ["log/old", "log/new/log.jsonl", "kept.jsonl"]
-    assert records.run_names(paths) == ["old", "new", "kept"]
-    assert records.run_names(["log/old", "x/old"]) == ["log/old", "x/old"]
+    assert run_logs.run_names(paths) == ["old", "new", "kept"]
+    assert run_logs.run_names(["log/old", "x/old"]) == ["log/old", "x/old"]
 
 
 SEEN_BY = {  # what linear RGB becomes to those who lack one of three cones (Machado et al. 2009)

@@ -39,7 +39,7 @@ class Page(HTMLParser):
     def __init__(self, *folders):
         super().__init__()
         self.tags, self.seen, self.code, self.inside = [], [], [], []
-        names = report.records.run_names(folders)
+        names = report.run_logs.run_names(folders)
         self.text = report.page(list(map(report.read_run, folders, names)))
         self.feed(self.text)
         assert not self.inside, "elements left open"

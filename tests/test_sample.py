@@ -12,14 +12,14 @@ from conftest import ROOT, VOCAB, Process, run_python
 from test_weights import saved, tiny_gpt
 
 import sample
-from lab import stream
+from lab import text_stream
 from lab.cli import UserError
-from lab.data.documents import hide_other_documents
+from lab.data.document_mask import hide_other_documents
 from lab.data.tokenizers import get_tokenizer, printable
 from lab.evals import draw_samples
 from lab.generate import KVCache, generate, read_ahead, sample_token
-from lab.kernels.one_token import OneTokenStep, knows
-from lab.stream import Text
+from lab.kernels.decode_step import OneTokenStep, knows
+from lab.text_stream import Text
 from sample import Config, complete
 
 
@@ -71,7 +71,7 @@ def test_cached_and_uncached_give_the_same_tokens(changes, how):
 def test_one_token_at_a_time_is_the_models_own():
     """Also in a window that is full, and of two texts by turns; another model is left to others."""
     model = noisy_gpt(block_size=40, n_embd=48, n_head=3).cuda()
-    step = stream.fast_step(model)
+    step = text_stream.fast_step(model)
     assert isinstance(step, OneTokenStep)
     idx = torch.randint(257, (2, 1, 7), device="cuda")
     plain = [list(generate(model, ids, 60, temperature=0)) for ids in idx]
@@ -108,10 +108,10 @@ def test_a_large_model_has_16_bits_where_the_cpu_multiplies_them(
     tmp_path, monkeypatch, large, knows_bf16
 ):
     path = saved(noisy_gpt(), tmp_path / "m.pt")
-    monkeypatch.setattr(stream, "LARGE", 1 if large else 10**9)
+    monkeypatch.setattr(text_stream, "LARGE", 1 if large else 10**9)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: knows_bf16)
     for weights in ("auto", "fp32"):
-        model, _ = stream.ready(str(path), torch.device("cpu"), weights)
+        model, _ = text_stream.ready(str(path), torch.device("cpu"), weights)
         in_16 = large and knows_bf16 and weights == "auto"
         assert next(model.parameters()).dtype == (torch.bfloat16 if in_16 else torch.float32)
 
@@ -156,7 +156,7 @@ def test_characters_come_whole(name, gpt2_files):
     assert "".join(pieces) == text.text == written
     assert not any("\ufffd" in piece for piece in pieces)
     assert "" in pieces  # some tokens end within a character, in both vocabularies
-    first = next(stream.pieces(always(0xA9), get_tokenizer("bytes"), [256, 0xC3], 1))
+    first = next(text_stream.pieces(always(0xA9), get_tokenizer("bytes"), [256, 0xC3], 1))
     assert first["text"] == "é", "a prompt may end within one"
 
 

@@ -22,8 +22,8 @@ from lab.cli import UserError
 from lab.data.chat import fit_chat
 from lab.data.tokenizers import get_tokenizer
 from lab.generate import KVCache, compiled, generate
-from lab.kernels.int8 import Int8Linear, use_int8
-from lab.stream import fast_step, pieces, scored
+from lab.kernels.int8_linear import Int8Linear, use_int8
+from lab.text_stream import fast_step, pieces, scored
 from lab.tools import serve
 from lab.tools.serve_app import Chat, in_chat
 from train_gpt2 import PRESETS
@@ -353,7 +353,7 @@ def test_a_stop_is_cut_off_wherever_it_lies_in_tokens(monkeypatch, text, stops, 
         for token in [*text.encode(), 256][:n]:
             yield torch.tensor([token]), torch.eye(257)[[token]]
 
-    monkeypatch.setattr("lab.stream.generate", says)
+    monkeypatch.setattr("lab.text_stream.generate", says)
     *before, last = pieces(always(0), BYTES, [256], n, stop=stops)
     assert not any(piece["end"] for piece in before) and last["end"] == end
     assert "".join(piece["text"] for piece in [*before, last]) == shown

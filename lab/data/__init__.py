@@ -4,7 +4,7 @@ Nothing here imports torch: a process that tokenises has no use for it.
 """
 
 from lab.data.builtin import build_builtin
-from lab.data.documents import hide_other_documents
+from lab.data.document_mask import hide_other_documents
 from lab.data.loader import TokenLoader
 from lab.data.shards import TokenShards
 from lab.data.tokenizers import get_tokenizer, name_of_size

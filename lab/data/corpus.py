@@ -16,10 +16,10 @@ from tqdm import tqdm
 
 from lab.cli import UserError, progress
 from lab.data import sources, writer
-from lab.data.engines import ENGINES
 from lab.data.shards import check_file
 from lab.data.sources import text_of
 from lab.data.tokenizers import get_tokenizer
+from lab.data.workers import ENGINES
 from lab.files import writing
 
 FINEWEB_EDU = "HuggingFaceFW/fineweb-edu"

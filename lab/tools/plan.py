@@ -29,7 +29,7 @@ from lab.device import GPUS, Precision, memory_of, micro_batches, why_no_compile
 from lab.kernels.fused_mlp import epilogues_work
 from lab.run.settings import parse_flags, vocab_size
 from lab.tools.memory import GIB, MOMENTS, PROGRAM, Setting, ledger, peak, replaced, totals
-from lab.tools.records import short
+from lab.tools.run_logs import short
 from lab.world import World
 
 FRAGMENTS = 0.05  # share of the memory that cannot be handed out; fit_batch_size leaves as much

@@ -11,8 +11,8 @@ from statistics import median_high
 
 from lab.cli import UserError, parse, say
 from lab.files import writing
-from lab.tools import records
-from lab.tools.records import by_tokens, column, hellaswag, read_log, short, tokens_at
+from lab.tools import run_logs
+from lab.tools.run_logs import by_tokens, column, hellaswag, read_log, short, tokens_at
 from lab.tools.style import SERIES, color_of, reference, style
 
 # acc_norm of the published models on HellaSwag's 10042 validation examples
@@ -38,10 +38,10 @@ def finding(logs):
 
 def comparison(names, runs):
     """How the losses of several runs lie, at the last place that all have."""
-    if not records.comparable(runs):
+    if not run_logs.comparable(runs):
         return "different tokenizers: nats per token do not compare"
     for kind, name in (("validation", "val"), ("training", "train")):
-        found = records.places(runs, name, "loss")
+        found = run_logs.places(runs, name, "loss")
         place = max(set.intersection(*map(set, found)), default=0)
         if not place:  # before training all are alike
             continue
@@ -101,7 +101,7 @@ def draw_loss(ax, logs, dark, x):
         steps, losses = column(log, "train", "loss")
         if len(losses) >= 80:
             ax.plot(x(log, steps), losses, color=color, linewidth=0.7, alpha=0.35)
-            losses = records.smooth(losses)
+            losses = run_logs.smooth(losses)
         look = dict(color=color, linewidth=1, alpha=0.9, marker="." if len(steps) == 1 else None)
         ax.plot(x(log, steps), losses, **look, label="training (thin)" if alone else None)
         steps, losses = column(log, "val", "loss")
@@ -110,7 +110,7 @@ def draw_loss(ax, logs, dark, x):
         if alone and steps:
             how = dict(xytext=(0, 8), textcoords="offset points", ha="right", fontweight="bold")
             ax.annotate(f"{losses[-1]:.2f}", (x(log, steps)[-1], losses[-1]), color=color, **how)
-    if window := records.loss_window(logs.values()):
+    if window := run_logs.loss_window(logs.values()):
         ax.set_ylim(*window)
     for text, level in loss_levels(logs.values()).items():
         if ax.get_ylim()[0] < level < ax.get_ylim()[1]:
@@ -147,7 +147,7 @@ def draw(runs, out_path, dark=False):
     import matplotlib
     from matplotlib.figure import Figure  # pyplot would choose a backend for the whole process
 
-    names = [name.replace("$", r"\$") for name in records.run_names(runs)]  # else a formula
+    names = [name.replace("$", r"\$") for name in run_logs.run_names(runs)]  # else a formula
     logs = dict(zip(names, map(read_log, runs)))
     found = list(logs.values())
     in_tokens = by_tokens(found)
@@ -198,8 +198,8 @@ def main(argv):
         dark: bool = False  # in dark colours
 
     cfg = parse(Config, argv)
-    runs = records.find_runs(cfg.runs)
-    out = records.output(runs, cfg.out, "loss.png", ".png", ".svg", ".pdf")
+    runs = run_logs.find_runs(cfg.runs)
+    out = run_logs.output(runs, cfg.out, "loss.png", ".png", ".svg", ".pdf")
     with writing(out, "name another place with --out"):
         draw(runs, out, cfg.dark)
     print(f"wrote {out}")

@@ -19,9 +19,9 @@ from typing import NamedTuple
 from lab.cli import UserError, parse
 from lab.data.tokenizers import printable
 from lab.files import read_json, template, write_whole, writing
-from lab.tools import records
+from lab.tools import run_logs
 from lab.tools.plot import caption, finding, hellaswag_levels, loss_levels
-from lab.tools.records import by_tokens, column, comparable
+from lab.tools.run_logs import by_tokens, column, comparable
 from lab.tools.style import COLORS, PAPER, place_of
 
 RENEW = 10  # seconds between two looks at a run that is watched
@@ -37,7 +37,7 @@ class Run:
         self.name, self.log, self.config = name, log, config
         self.all = [record for kind in log.values() for record in kind]
         self.start, self.train = log.get("start", [{}])[-1], config.get("train", {})
-        self.tokens = records.tokens_at(log)  # of training until a step; None if unknown
+        self.tokens = run_logs.tokens_at(log)  # of training until a step; None if unknown
         self.last = max(record["step"] for record in self.all)
         self.minutes = clock(self.all)
         self.axes = {  # a record's place on each
@@ -61,7 +61,7 @@ def clock(records):
 
 def read_run(path, name):
     """Raises UserError where there is no log, nothing in it yet, or a config.json that is damaged."""
-    log, config = records.read_log(path), {}
+    log, config = run_logs.read_log(path), {}
     beside = (path if path.is_dir() else path.parent) / "config.json"
     if beside.exists() and (path.is_dir() or path.name == "log.jsonl"):  # else the log was copied
         way_out = "delete it, and the page leaves the configuration out"
@@ -79,7 +79,7 @@ def cautions(runs):
     if len({"accuracy" in row for log in logs for row in log.get("val", [])}) == 2:
         found.append("One guesses hidden words, the other the next token: losses do not compare.")
     elif not comparable(logs):
-        ids = " and ".join(f"{size:,}" for size in records.vocabularies(logs))
+        ids = " and ".join(f"{size:,}" for size in run_logs.vocabularies(logs))
         why = f"These runs have different tokenizers ({ids} ids): their losses in nats per token"
         found.append(f"{why} do not compare. Bits per byte do, on the same text.")
     elif any(a != b for a, b in zip(*data) if a and b):
@@ -104,7 +104,9 @@ def figures_of(runs):
     highest = max((v for curve in norms for v in curve["y"]), default=0)
     clips = [run.train.get("grad_clip") for run in runs]
     clips = [c for c in clips if isinstance(c, (int, float)) and 0 < c < 2 * highest]
-    found = {"loss": dict(curves=losses, levels=loss_levels(logs), range=records.loss_window(logs))}
+    found = {
+        "loss": dict(curves=losses, levels=loss_levels(logs), range=run_logs.loss_window(logs))
+    }
     if not fair:
         found["bits"] = dict(curves=each(runs, "val", "bits_per_byte", "loss", width=3))
     elif not alone:
@@ -125,7 +127,7 @@ def each(runs, kind, field, what, words="", **look):
         if len(runs) == 1:
             name, color = words or what, place_of(what)
         if kind == "hella":
-            look["errors"] = [round(error, 5) for error in records.hellaswag(run.log)[2]]
+            look["errors"] = [round(error, 5) for error in run_logs.hellaswag(run.log)[2]]
         curves += curve(run, kind, *column(run.log, kind, field), name, color, **look)
     return curves
 
@@ -144,7 +146,7 @@ def curve(run, kind, steps, values, name, color, width=2, smooth=False, **more):
         "showlegend": False,
     } | more
     if smooth and len(values) >= 80:
-        mean = [float(f"{v:.6g}") for v in records.smooth(values)]
+        mean = [float(f"{v:.6g}") for v in run_logs.smooth(values)]
         faint = {"width": 1, "faint": True, "showlegend": False}
         return [whole | faint, whole | {"y": mean}]
     return [whole] if steps else []
@@ -154,7 +156,7 @@ def difference(first, second):
     """The figure of the second run's losses minus the first's."""
     curves, logs = [], [first.log, second.log]
     for kind, words, width in (("train", "training", 1.3), ("val", "validation", 3)):
-        a, b = records.places(logs, kind, "loss")
+        a, b = run_logs.places(logs, kind, "loss")
         both = [(step, b[place][1] - value) for place, (step, value) in a.items() if place in b]
         data = list(zip(*both)) or [(), ()]
         look = dict(width=width, smooth=True, showlegend=True)
@@ -237,7 +239,7 @@ def facts(run):
     began = time.gmtime(min(run.minutes))
     parts = [caption(run.log), time.strftime("%Y-%m-%d %H:%M UTC", began)]
     parts += [f"resumed at step {r['step']:,}" for r in run.log.get("start", []) if r["step"]]
-    reason = records.ended(run.log)
+    reason = run_logs.ended(run.log)
     going = f"at step {run.last:,}, still running or killed"
     parts += [{None: going, "done": "finished"}.get(reason, f"stopped by {reason}")]
     return ", ".join(filter(None, parts))
@@ -302,8 +304,8 @@ def page(runs, live=False):
 
 def write_page(paths, out, watch=False):
     """Returns whether a run still goes on, so that the page has to be made again."""
-    runs = list(map(read_run, paths, records.run_names(paths)))
-    live = watch and any(records.ended(run.log) is None for run in runs)
+    runs = list(map(read_run, paths, run_logs.run_names(paths)))
+    live = watch and any(run_logs.ended(run.log) is None for run in runs)
     with writing(out, "name another place with --out"):
         out.parent.mkdir(parents=True, exist_ok=True)
         text = page(runs, live)
@@ -323,10 +325,10 @@ def main(argv):
         watch: bool = False  # renew it until the run ends; in the browser it loads itself anew
 
     cfg = parse(Config, argv)
-    paths = records.find_runs(cfg.runs)
+    paths = run_logs.find_runs(cfg.runs)
     if len(paths) > 2:
         raise UserError(f"a page shows two runs at most, not {len(paths)}; `lab plot` draws more")
-    out = records.output(paths, cfg.out, "report.html", ".html")
+    out = run_logs.output(paths, cfg.out, "report.html", ".html")
     live = write_page(paths, out, cfg.watch)
     renewed = "; it is renewed until the run ends, and Ctrl-C ends that" * live
     print(f"wrote {out}{renewed}", flush=True)

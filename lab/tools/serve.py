@@ -25,7 +25,7 @@ from lab.cli import UserError, parse
 from lab.data.chat import fit_chat
 from lab.device import find_device
 from lab.generate import KVCache, generate
-from lab.stream import Busy, fast_step, pieces, ready
+from lab.text_stream import Busy, fast_step, pieces, ready
 
 TURN = 0.03  # seconds of computing, then the next one's turn
 AT_ONCE, WAITING = 4, 96  # texts: each of the first has a cache, the others wait for one
@@ -108,7 +108,7 @@ class Engine:
             self.texts -= 1
 
     async def write(self, ask, ids, cache):
-        """Yield lists of pieces (see lab.stream), one of each turn."""
+        """Yield lists of pieces (see lab.text_stream), one of each turn."""
         generator = torch.Generator(self.device).manual_seed(ask.seed)
         how = dict(temperature=ask.temperature, top_k=ask.top_k, top_p=ask.top_p)
         how |= dict(generator=generator, cache=cache, likeliest=ask.likeliest, stop=ask.stop)

@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from lab.cli import UserError
 from lab.data.chat import STOPS
 from lab.files import template
-from lab.stream import Busy, scored
+from lab.text_stream import Busy, scored
 from lab.tools.style import PAPER
 
 LONGEST = 4096  # new tokens

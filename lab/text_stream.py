@@ -9,8 +9,8 @@ from lab.cli import UserError, program
 from lab.data.tokenizers import END_OF_TEXT, get_tokenizer, name_of_size
 from lab.device import Precision, why_no_compile
 from lab.generate import compiled, generate, read_ahead
-from lab.kernels import one_token
-from lab.kernels.int8 import use_int8
+from lab.kernels import decode_step
+from lab.kernels.int8_linear import use_int8
 
 LARGE = 20_000_000  # weights: fewer lie in a CPU's caches, and 16 bits would gain nothing
 
@@ -48,8 +48,8 @@ def fast_step(model, rows=1, wanted=True):
     device = next(model.parameters()).device
     if not wanted or device.type != "cuda":
         return None
-    if rows == 1 and one_token.knows(model):
-        return one_token.OneTokenStep(model)
+    if rows == 1 and decode_step.knows(model):
+        return decode_step.OneTokenStep(model)
     of_one_type = Precision("fp32", device)  # weights and residual stream alike: no autocast
     return None if why_no_compile(device, model.config, of_one_type) else compiled(model)
 
