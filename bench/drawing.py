@@ -31,13 +31,9 @@ def made_by(program, name="", **how):
 # ---------------------------------------------------------------------------------------- records
 
 
-class NoData(UserError):
-    """The records of a figure are not there: what is missing."""
-
-
 def records(runs, name, *fields, **where):
-    """The records of runs/name.jsonl that have all the fields and the values in `where`, or
-    NoData."""
+    """The records of runs/name.jsonl that have all the fields and the values in `where`. Raises
+    UserError if there is none."""
     found = [
         r
         for r in read_records(runs / f"{name}.jsonl")
@@ -45,14 +41,14 @@ def records(runs, name, *fields, **where):
     ]
     if not found:
         wanted = ", ".join([*(f"{k} {v}" for k, v in where.items()), *fields])
-        raise NoData(f"{name}.jsonl has no record with {wanted}")
+        raise UserError(f"{name}.jsonl has no record with {wanted}")
     return found
 
 
 def measured(runs, group, *fields):
     """{shape: {variant: its records}} of one group of the ladder, gpt2 first, variants in the
     ladder's order. Of measurements made twice the later one counts; of two GPUs or versions of
-    torch the one that has more variants. Raises NoData."""
+    torch the one that has more variants. Raises UserError."""
     rows = records(runs, "ladder", "shape", "variant", *fields, group=group)
     order, last = list(VARIANTS[group]), {key_of(row): row for row in rows}
     shapes, state = {}, ("gpu", "torch", "tokens_per_step", "max_steps")

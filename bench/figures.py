@@ -4,14 +4,12 @@ alone.
     python bench/figures.py                      # all of them
     python bench/figures.py ladder shapes        # some
 
-A figure whose records are missing or incomplete is left out, with one sentence that names the
-command which makes them. Look and colours are those of lab.tools.style, where a colour has one
-meaning.
+Where records are missing, one sentence names the command which makes them. Look and colours are
+those of lab.tools.style, where a colour has one meaning.
 """
 
 import math
 import statistics
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -21,7 +19,6 @@ import matplotlib
 from drawing import (
     DASHED,
     FIGURES,
-    NoData,
     bars,
     blank,
     cell,
@@ -93,7 +90,7 @@ def shapes(runs, out_path, dark):
     """tokens/s of each rung and shape but the first: the bluer, the more it brought; grey: cost."""
     _, *others = measured(runs, "rungs", "tok_per_s").items()
     if not others:
-        raise NoData("ladder.jsonl has rungs of one shape alone")
+        raise UserError("ladder.jsonl has rungs of one shape alone")
     rungs = list(max((by_rung for _, by_rung in others), key=len))
     rows = [row for _, by_rung in others for same in by_rung.values() for row in same]
     everything = records(runs, "ladder", "tok_per_s", group="rungs")
@@ -237,22 +234,17 @@ class Config:
 def main(argv):
     cfg = parse(Config, argv, description=__doc__)
     runs, out = Path(cfg.runs), Path(cfg.out)
-    if not runs.is_dir():
-        raise UserError(f"there is no folder {runs}; --runs names one with records")
     check_writable(out / "ladder.png", "out")
-    left_out = 0
     for name in cfg.names or FIGURES:
         picture, program = FIGURES[name]
-        try:
-            for dark in (False, True):
-                path = out / f"{name}{'_dark' if dark else ''}.png"
+        for dark in (False, True):
+            path = out / f"{name}{'_dark' if dark else ''}.png"
+            try:
                 with matplotlib.rc_context(style(dark)):
                     picture(runs, path, dark)
-                print(path)
-        except UserError as missing:
-            print(f"{name}: left out, {missing} in {runs}; `{program}` makes it", file=sys.stderr)
-            left_out += 1
-    return 2 if left_out == len(cfg.names or FIGURES) else 0
+            except UserError as missing:
+                raise UserError(f"{name}: {missing}; `{program}` makes it") from missing
+            print(path)
 
 
 if __name__ == "__main__":

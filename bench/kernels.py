@@ -1,7 +1,5 @@
 """Where a step's time goes: its kernels by class, from a trace of the profiler.
 
-    python bench/kernels.py readme.assets/runs/zero1_16bit.kernels.json     # a step that parallel.py traced
-
 kernel_ms is kernel time by class, divided by the step's micro-steps (optimizer too, so that classes
 times micro-steps add up to a step). What is launched after the last backward pass is "optimizer";
 the rest goes by the kernel's name. Products of math attention count as matmul, its softmax as
@@ -12,14 +10,12 @@ import contextlib
 import json
 import re
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from records import ROOT  # noqa: F401 - it puts the project on the path
-from tyro.conf import Positional
 
-from lab.cli import UserError, command, parse
+from lab.cli import UserError
 from lab.files import read_json
 
 # The first pattern that is found in a kernel's name decides; what none fits is elementwise or norm.
@@ -143,30 +139,3 @@ def covered(intervals):
         length += max(0, end - max(start, reached))
         reached = max(reached, end)
     return length
-
-
-def table(extract):
-    """The kernels of an extract as text, the longest first; a last number in a name is left out."""
-    spent = {}
-    for kind, name, _, _, us in extract["kernels"]:
-        spent.setdefault((kind, re.sub(r"_\d+$", "", name)), []).append(us)
-    heading = "{mode}, {world_size} x {device}, torch {torch}".format(**extract)
-    lines = [f"{heading}: {len(extract['kernels']):,} kernels"]
-    lines += [f"{'ms':>8} {'calls':>6} {'us each':>9}  {'class':14}kernel"]
-    for (kind, name), us in sorted(spent.items(), key=lambda item: -sum(item[1])):
-        each = sum(us) / len(us)
-        lines.append(f"{sum(us) / 1000:8.3f} {len(us):6} {each:9.1f}  {kind:14}{name}")
-    return "\n".join(lines)
-
-
-@dataclass
-class Config:
-    extract: Positional[str]  # a MODE.kernels.json that bench/parallel.py --trace wrote
-
-
-def main(argv):
-    print(table(read_extract(parse(Config, argv, description=__doc__).extract)))
-
-
-if __name__ == "__main__":
-    command(main)

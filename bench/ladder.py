@@ -52,6 +52,7 @@ from records import (
 )
 from rungs import SHAPES, TRAINED, UNCOMPILED, VARIANTS, cases, key_of, put_in, raced
 from timing import forget, peak_gib, time_updates
+from torch._inductor.utils import fresh_cache
 
 import bert
 import train_gpt2
@@ -84,13 +85,6 @@ class Config:
 
 
 # ------------------------------------------------------------------------------- one measurement
-
-
-def fresh_compiler():
-    """Context whose compilations find no files of earlier ones."""
-    from torch._inductor.utils import fresh_cache
-
-    return fresh_cache()
 
 
 class AtOnce:
@@ -169,10 +163,7 @@ def time_steps(run, args):
     )
     numbers |= state | dict(kernel_ms=None, profiled_ms=None)
     if device.type == "cuda":
-        try:
-            numbers["kernel_ms"], numbers["profiled_ms"] = profile(run)
-        except Exception as error:  # the times are there, with or without a profile
-            numbers["profile_error"] = one_sentence(error)
+        numbers["kernel_ms"], numbers["profiled_ms"] = profile(run)
     return numbers
 
 
@@ -235,7 +226,7 @@ def measure_all(todo, args, world):
     """Measure, write, go on. A failure is one line in the file. Returns how many failed."""
     gpu, failures, number = gpu_name(world.device), 0, 0
     for _, seeds in groupby(todo, key=lambda case: (case.group, case.shape, case.variant)):
-        with fresh_compiler():
+        with fresh_cache():  # its compilations find no files of earlier ones
             for earlier, case in enumerate(seeds):
                 record = {"bench": "ladder"} | case.about(args, gpu) | origin()
                 record |= dict(data=args.data_name, error=None, cold_cache=not earlier)

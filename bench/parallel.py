@@ -3,7 +3,6 @@ update after 64 x 1024 tokens of each GPU unless --grad_accum_steps says otherwi
 
     torchrun --standalone --nproc_per_node=4 bench/parallel.py --round 1
     torchrun --standalone --nproc_per_node=2 bench/parallel.py --modes alone_one zero1_16bit --eight_bits
-    torchrun --standalone --nproc_per_node=2 bench/parallel.py --modes ddp --steps 250 --save /the/disk
     python bench/parallel.py --table                      # what the file holds; needs no GPU
 
 {modes}
@@ -22,7 +21,6 @@ import json
 import os
 import statistics
 import tempfile
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -41,7 +39,7 @@ from records import (
     random_shards,
     recorded,
 )
-from timing import forget, milliseconds, peak_gib, time_updates
+from timing import forget, peak_gib, time_updates
 
 from lab.cli import UserError, command, parse
 from lab.run.settings import check
@@ -74,7 +72,6 @@ class Config:
     eight_bits: bool = False  # the products of the head and the MLP in 8 bits
     device: str = "auto"  # cuda or cpu
     data: str = ""  # folder of token shards; random tokens if empty
-    save: str = ""  # folder for two checkpoints after these updates, each with as many after it
     trace: str = ""  # folder for MODE.kernels.json, the kernels of one step of the first GPU
     table: bool = False  # print the table of --out and end
     out: str = str(RUNS / "parallel.jsonl")  # file of measurements
@@ -105,9 +102,6 @@ def build(mode, args, world, data):
         parallel={"zero1_16bit": "zero1"}.get(mode, "fsdp2" if "fsdp2" in mode else "ddp"),
         compile=args.compile == "model",
         fp8="all" if args.eight_bits else "off",
-        log_dir=args.save or cfg.log_dir,
-        run_name="bench_parallel",
-        keep_last=1,
     )
     check(model_config, cfg)
     run = set_up(model_config, cfg, world)
@@ -129,43 +123,10 @@ def measure(mode, args, world, data):
         ms, more, state = time_updates(run, args.steps)
         mine = dict(ms=[round(t, 3) for t in ms], losses=losses + more, gpu=state)
         mine["peak_gib"] = peak_gib(world.device)
-        if args.save:
-            mine["saves"] = [save(run, args.steps) for _ in range(2)]
         if args.trace and world.device.type == "cuda" and mode != "alone_one":
             write_extract(run, mode, world, Path(args.trace))
     world.barrier()  # over the CPU: those that idle must not wait in a kernel
     return summary([r for r in world.gather(mine) if r], args)
-
-
-def save(run, steps):
-    """Milliseconds that a checkpoint holds training, those of the updates after it, and for how
-    long the writer is not done even then."""
-    run.folder.mkdir(parents=True, exist_ok=True)
-    run.world.synchronize()
-    moments = [time.perf_counter()]
-    run.save()
-    run.world.synchronize()
-    moments.append(time.perf_counter())
-    after, _, _ = time_updates(run, steps)
-    moments.append(time.perf_counter())
-    run.writer.finish()
-    held, _, rest = milliseconds([*moments, time.perf_counter()], torch.device("cpu"))
-    return dict(
-        held_ms=round(held, 1), after_ms=[round(t, 3) for t in after], rest_ms=round(rest, 1)
-    )
-
-
-def cost_of_saves(record):
-    """In words, of rank 0: the first checkpoint also allocates the host memory that both take."""
-    before, told = statistics.median(record["rank_step_ms"][0]), []
-    for each in record["saves"]:
-        usual = before * len(each["after_ms"])
-        slower = sum(each["after_ms"]) - usual
-        share = (each["held_ms"] + slower) / usual
-        told.append(
-            f"{each['held_ms']:,.0f} ms, and {slower:,.0f} ms in the updates after it ({share:.2%})"
-        )
-    return f"checkpoints hold training for {'; then '.join(told)}"
 
 
 def summary(ranks, args):
@@ -184,7 +145,6 @@ def summary(ranks, args):
         peak_gib=max(r["peak_gib"] or 0 for r in ranks) or None,
         gpus=[r["gpu"] for r in ranks],
         rank_step_ms=[r["ms"] for r in ranks],
-        saves=ranks[0].get("saves"),
     )
 
 
@@ -284,8 +244,6 @@ def main(argv):
             if world.is_main:
                 append_record(args.out, setting(mode, args, world) | record | origin())
             world.say(f"{mode}: {record['tok_per_s']:,.0f} tokens/s, loss {record['loss']:.4f}")
-            if args.save:
-                world.say(cost_of_saves(record))
         world.barrier()  # nobody leaves while others read the shards
 
 

@@ -1,6 +1,5 @@
 """How the programs of this folder time a device, and forget what they have measured."""
 
-import contextlib
 import gc
 import time
 
@@ -33,22 +32,14 @@ def time_updates(run, count):
     for _ in range(count):
         losses.append(run.update()[0])
         moments.append(moment(device))
-    state = gpu_state(device)  # while it works at what was launched
     run.world.synchronize()
-    return milliseconds(moments, device), [loss.sum().item() for loss in losses], state
+    return milliseconds(moments, device), [loss.sum().item() for loss in losses], gpu_state(device)
 
 
 def gpu_state(device):
-    """Power, clock and temperature of a GPU that is at work, where nvidia-ml-py is there to ask;
-    and which one it is, as those of one name differ."""
-    if device.type != "cuda":
-        return {}
-    values = {"uuid": str(torch.cuda.get_device_properties(device).uuid)}
-    with contextlib.suppress(ModuleNotFoundError, RuntimeError):
-        values["power_w"] = torch.cuda.power_draw(device) / 1000
-        values["sm_mhz"] = torch.cuda.clock_rate(device)
-        values["temperature_c"] = torch.cuda.temperature(device)
-    return values
+    """Which GPU it is, as those of one name differ."""
+    cuda = device.type == "cuda"
+    return {"uuid": str(torch.cuda.get_device_properties(device).uuid)} if cuda else {}
 
 
 def peak_gib(device):

@@ -34,7 +34,7 @@ def build(tmp_path, **settings):
 
 def test_a_record_holds_what_was_measured(tmp_path, monkeypatch):
     padded = rungs.VARIANTS["rungs"]["vocab_50304"] | rungs.EAGER  # to compile takes half a minute
-    monkeypatch.setattr(ladder, "fresh_compiler", contextlib.nullcontext)
+    monkeypatch.setattr(ladder, "fresh_cache", contextlib.nullcontext)
     two = {"fp32": rungs.START, "vocab_50304": padded}
     monkeypatch.setitem(rungs.VARIANTS, "rungs", two)
     flags = "--shapes tiny --device cpu --steps 6 --variants fp32 vocab_50304 --out".split()
@@ -87,8 +87,8 @@ def test_every_variant_of_every_shape_is_a_valid_run(tmp_path):
 def test_group_speed_trains_as_the_programs_do_with_those_flags(tmp_path, monkeypatch):
     """On both objectives; what makes a step faster changes no loss. What compiling takes is apart,
     and a variant finds nothing of the others'."""
-    first, caches, late = ladder.first_step, mock.Mock(side_effect=ladder.fresh_compiler), []
-    monkeypatch.setattr(ladder, "fresh_compiler", caches)
+    first, caches, late = ladder.first_step, mock.Mock(side_effect=ladder.fresh_cache), []
+    monkeypatch.setattr(ladder, "fresh_cache", caches)
     clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + 1000 * len(late))
     monkeypatch.setattr(ladder, "time", clock)
     monkeypatch.setattr(ladder, "first_step", lambda run: late.append(run) or first(run))

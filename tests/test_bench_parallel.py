@@ -19,16 +19,12 @@ def test_two_processes_have_the_same_losses_in_every_mode(tmp_path):
     words = "-m torch.distributed.run --standalone --nproc_per_node=2".split()
     words += [str(ROOT / "bench/parallel.py"), "--out", str(out)]
     words += "--preset laptop --device cpu --batch_size 4 --steps 4 --warmup 2".split()
-    words += f"--compile off --precision fp32 --save {tmp_path}".split()
+    words += "--compile off --precision fp32".split()
     how = dict(env=clean_env(), capture_output=True, text=True)
     done = subprocess.run([sys.executable, *words], **how)
     assert not done.returncode, done.stderr
     records = list(map(json.loads, out.read_text().splitlines()))
     losses = {r["mode"]: r["losses"] for r in records}
-    assert all(len(save["after_ms"]) == 4 for r in records for save in r["saves"])
-    assert done.stdout.count("checkpoints hold training for") == len(records)
-    # the second checkpoint: after the first update, warm-up, and twice those that are timed
-    assert [path.name for path in tmp_path.glob("*/*.pt")] == ["model_000011.pt"]
     assert list(losses) == list(parallel.MODES)
     for mode in ("zero1_16bit", "fsdp2", "fsdp2_kept"):
         assert losses[mode] == pytest.approx(losses["ddp"], abs=1e-4)
