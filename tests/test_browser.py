@@ -1,18 +1,20 @@
-"""report.html as a person meets it, in a real browser.
+"""report.html and the page of lab serve as a person meets it, in a real browser.
 
 apt-get install chromium            # or Chrome, or Chromium from elsewhere: it must be on the PATH
 python -m pip install -r requirements-browser.txt
-python -m pytest -m slow tests/test_browser.py        # GPT2_SCREENSHOTS=shots before it keeps pictures
+python -m pytest -m slow tests/test_browser.py
 """
 
 import json
 import os
 import shutil
-from pathlib import Path
 
 import pytest
-from test_plot import RUN, val
+from test_plot import RUN
 from test_report import EVIL, sample, write_run
+from test_sample import noisy_gpt
+from test_serve import EVIL as HOSTILE
+from test_serve import Server, endless
 
 from lab.tools import report
 
@@ -31,14 +33,6 @@ def chromium():
         browser = p.chromium.launch(executable_path=path, args=["--no-sandbox"] if root else [])
         yield browser
         browser.close()
-
-
-@pytest.fixture
-def shots(tmp_path):
-    """The folder for pictures."""
-    folder = Path(os.environ.get("GPT2_SCREENSHOTS") or tmp_path / "shots")
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 class Tab:
@@ -73,20 +67,8 @@ class Report(Tab):
     def choose(self, value):
         self.page.locator(f"nav label:has(input[value={value}])").click()
 
-    def place(self, id, share):
-        """A point of the screen, as a share of a plot's width."""
-        box = self.page.locator(f"#{id} .nsewdrag").bounding_box()
-        return box["x"] + share * box["width"], box["y"] + box["height"] / 2
 
-
-def made(folder, *more):
-    """The page of a made-up run."""
-    write_run(folder, [*RUN, *more])
-    report.write_page([folder], folder / "report.html")
-    return folder / "report.html"
-
-
-def test_report_of_real_runs(tmp_path, run_train, chromium, shots):
+def test_report_of_real_runs(tmp_path, run_train, chromium):
     flags = ("--max_steps", 12, "--val_every", 4, "--sample_every", 6, "--sample_tokens", 40)
     for more in (("--timing",), ("--run_name", "other", "--lr", "3e-3")):
         done = run_train(*flags, *more)
@@ -116,7 +98,6 @@ def test_report_of_real_runs(tmp_path, run_train, chromium, shots):
     assert tokens.count() == 40 and not tab.page.locator("#shaded .box:visible").count()
     tokens.nth(5).hover()
     assert tab.page.locator("#shaded .box:visible").inner_text().count("%") == 6
-    tab.page.screenshot(path=shots / "report.png", full_page=True)
 
     report.write_page(runs, tmp_path / "both.html")
     both = Report(chromium, tmp_path / "both.html", color_scheme="dark")
@@ -124,47 +105,13 @@ def test_report_of_real_runs(tmp_path, run_train, chromium, shots):
     assert all(both.drawn(id) for id in both.figures)
     row = both.page.locator("tr", has_text="lr").first.inner_text()
     assert row.split() == ["lr", "0.001", "0.003"]
-    both.page.screenshot(path=shots / "report_two.png", full_page=True)
     assert tab.wrong == both.wrong == []
 
 
-def test_report_zooms_all_plots_at_once_and_says_the_step(tmp_path, chromium):
-    tab = Report(chromium, made(tmp_path / "r"), viewport={"width": 1280, "height": 900})
-    before = tab.plot("lr", "layout.xaxis.range")
-    tab.page.mouse.move(*tab.place("loss", 0.5))
-    tab.page.wait_for_selector("#loss .hoverlayer .legend")
-    assert "step 200" in tab.page.locator("#loss .hoverlayer").text_content()
-    count = "zooms = 0; document.getElementById('lr').on('plotly_relayout', () => { zooms++; })"
-    tab.page.evaluate(count)
-    tab.page.mouse.move(*tab.place("loss", 0.25))
-    tab.page.mouse.down()
-    tab.page.mouse.move(*tab.place("loss", 0.5), steps=5)
-    tab.page.mouse.up()
-    tab.page.wait_for_function("() => document.getElementById('lr').layout.xaxis.range[0] > 50")
-    low, high = tab.plot("lr", "layout.xaxis.range")
-    assert low == pytest.approx(100, abs=10) and high == pytest.approx(200, abs=10)
-    assert tab.plot("loss", "layout.xaxis.range") == [low, high]
-    tab.page.wait_for_timeout(300)
-    assert tab.page.evaluate("zooms") == 1, "a zoom that follows one begins none"
-    tab.page.mouse.dblclick(*tab.place("loss", 0.25))
-    tab.page.wait_for_function("() => document.getElementById('lr').layout.xaxis.range[0] < 50")
-    assert tab.plot("lr", "layout.xaxis.range") == tab.plot("loss", "layout.xaxis.range") == before
-    assert tab.wrong == []
-
-
-def test_report_on_a_phone(tmp_path, chromium, shots):
-    how = dict(viewport={"width": 360, "height": 740}, has_touch=True, is_mobile=True)
-    path = made(tmp_path / ("r" * 60), sample(400, "word " * 50 + "w" * 200))
-    tab = Report(chromium, path, color_scheme="dark", **how)
-    assert tab.page.evaluate("document.documentElement.scrollWidth") == 360
-    assert tab.plot("loss", "_fullLayout.paper_bgcolor") == "#0d1117"
-    assert tab.plot("loss", "_fullLayout.dragmode") is False, "a finger scrolls the page"
-    tab.page.screenshot(path=shots / "report_phone.png", full_page=True)
-    assert tab.wrong == []
-
-
 def test_report_runs_no_text_from_a_log(tmp_path, chromium):
-    tab = Report(chromium, made(tmp_path / "r", sample(400, EVIL)))
+    write_run(tmp_path / "r", [*RUN, sample(400, EVIL)])
+    report.write_page([tmp_path / "r"], tmp_path / "r.html")
+    tab = Report(chromium, tmp_path / "r.html")
     assert tab.page.locator("pre").text_content() == EVIL and tab.page.title() == "r"
     evil = "document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=\"document.title = 1\">')"
     tab.page.evaluate(evil)
@@ -172,13 +119,110 @@ def test_report_runs_no_text_from_a_log(tmp_path, chromium):
     assert tab.page.title() == "r" and any("Content Security Policy" in text for text in tab.wrong)
 
 
-def test_a_watched_report_loads_itself_anew(tmp_path, chromium, monkeypatch):
-    monkeypatch.setattr(report, "RENEW", 1)
-    run = write_run(tmp_path / "r", RUN)
-    assert report.write_page([run], tmp_path / "r.html", watch=True)
-    tab = Report(chromium, tmp_path / "r.html")
-    tab.choose("tokens")
-    write_run(run, [*RUN, val(600, 1.5)])
-    report.write_page([run], tmp_path / "r.html", watch=True)
-    tab.page.wait_for_selector("h1:has-text('1.50 at step 600')")
-    assert tab.page.locator("#lr .xtitle").text_content() == "tokens" and tab.wrong == []
+# ------------------------------------------------------------------------------ lab serve
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    pytest.importorskip("uvicorn", reason="needs requirements-serve.txt")
+    server = Server(tmp_path_factory.mktemp("serve"), endless(noisy_gpt(block_size=256)))
+    yield server
+    server.process.kill()
+
+
+class Page(Tab):
+    """The page in a tab of its own, with all that went wrong in it."""
+
+    def __init__(self, browser, server, **how):
+        super().__init__(browser, server.url, may_ask=server.url, **how)
+
+    def set(self, **numbers):
+        for id, value in numbers.items():
+            self.page.evaluate(f"document.getElementById('{id}').value = '{value}'")
+
+    def write(self, prompt):
+        self.page.fill("#prompt", prompt)
+        self.page.click("#go")
+
+    def texts(self, where="#out > .t > span:first-child"):
+        return self.page.locator(where).all_text_contents()
+
+    def done(self):
+        self.page.wait_for_selector("#halt", state="hidden")
+        return self.texts()
+
+    def count(self):
+        return self.page.locator("#out > .t").count()
+
+    def grows(self, n):
+        """Until it has more than n tokens."""
+        self.page.wait_for_function(f"() => document.querySelectorAll('#out > .t').length > {n}")
+
+
+@pytest.fixture
+def tab(chromium, server):
+    tab = Page(chromium, server, viewport={"width": 1000, "height": 800})
+    yield tab
+    assert tab.wrong == []
+    tab.page.context.close()
+
+
+def test_typing_streaming_and_stop(tab):
+    assert tab.page.title() == tab.page.inner_text("h1") == "r/model_000010"
+    tab.set(max_tokens=4000, seed=1)
+    tab.page.locator("#prompt").press_sequentially("abc")
+    tab.page.locator("#prompt").press("Control+Enter")
+    tab.grows(20)
+    tab.grows(tab.count())
+    tab.page.click("#halt")
+    stopped = tab.count()
+    tab.page.wait_for_timeout(500)
+    assert 20 < stopped == tab.count() < 4000
+    assert tab.texts("#out > b .t > span:first-child") == ["a", "b", "c"]  # scored too
+    foot = tab.page.inner_text("#foot")
+    assert "tok/s" in foot and "seed 1" in foot
+    tab.set(max_tokens=30)
+    tab.page.click("#on")
+    tab.done()
+    assert tab.count() == stopped + 30
+
+
+def test_a_runner_up_is_taken_and_gone_on_from(tab):
+    tab.set(max_tokens=30, seed=2)
+    tab.write("abc")
+    before = tab.done()
+    tab.page.locator("#out > .t").nth(9).click()
+    card = tab.page.locator("#card button")
+    assert card.count() == 5 and "%" in tab.page.inner_text("#card p")
+    other = tab.page.locator("#card button:not(:disabled)").nth(1)
+    name = other.locator("span").first.text_content()
+    other.click()
+    tab.page.wait_for_selector("#out > .t.taken")
+    after = tab.done()
+    assert after[:9] == before[:9] and len(after) == 10 + 30
+    assert tab.page.locator("#out > .t").nth(9).get_attribute("class") == "t taken"
+    tab.page.locator("#out > .t").nth(9).click()
+    assert tab.page.inner_text("#card p").startswith(name + ":")
+    tab.page.keyboard.press("Escape")
+    tab.page.click("#view button[data-value=under]")  # the same under each token
+    under = tab.page.locator("#out > .t").nth(3).locator(".alts")
+    assert under.is_visible() and "%" in under.locator("strong").inner_text()
+    under.locator("button").first.click()
+    tab.page.wait_for_function("() => document.querySelectorAll('#out > .t.taken').length == 1")
+    assert len(tab.done()) == 4 + 30 and tab.texts()[:3] == before[:3]
+
+
+def test_a_hostile_prompt_is_text(tab):
+    tab.set(max_tokens=3)
+    tab.write(HOSTILE)
+    tab.done()
+    shown = "".join(tab.texts("#out > b .t > span:first-child"))
+    assert shown.startswith('<img src=x onerror=alert(1)></script><script>alert("')
+    assert "␛[2J␀␇" in shown and "\x1b" not in shown
+    assert tab.page.locator("#out img, #out script").count() == 0
+    tab.page.click("#mode button[data-value=chat]")
+    assert tab.page.is_hidden("#on"), "there is no answer to go on from"
+    tab.write(HOSTILE)
+    tab.done()
+    assert "<img src=x" in tab.page.locator(".turn.user").inner_text()
+    assert tab.page.locator("#chat img, #chat script").count() == 0

@@ -4,7 +4,7 @@ import json
 import re
 
 import numpy as np
-from test_fineweb import BYTES, call, hashes, make
+from test_fineweb import BYTES, call, hashes
 
 from lab.data import get_tokenizer
 from lab.data.chat import render_chat
@@ -79,12 +79,3 @@ def test_chat_shards(tmp_path):
     got = call(*args, "--shard_tokens", 9000)  # would leave shards of both
     assert got.returncode == 2 and "shard_tokens = 5000, now it is 9000" in got.stderr
     assert call(*args).returncode == 0 and hashes(out) == before
-
-
-def test_the_text_column_says_which_of_both_is_meant(tmp_path):
-    file, out = tmp_path / "c.jsonl", tmp_path / "o"
-    pair = json.dumps({"text": "x", "messages": say("a", "b")}) + "\n"
-    file.write_text(2 * pair)
-    make("--source", file, "--context", 64, "--out", out, "--text_column", "messages")
-    assert [e["split"] for e in read_manifest(out)["shards"]] == ["val", "train"]
-    assert read_manifest(out)["documents"] == 2 and verify(out) == []

@@ -7,7 +7,6 @@ import shutil
 import signal
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,10 +21,9 @@ from test_train import raw_gradients
 
 import train_gpt2
 from lab import models
-from lab.cli import UserError
-from lab.device import Precision, fit_batch_size
+from lab.device import Precision
 from lab.optim import exact_norm
-from lab.parallel import EXCHANGES, Fsdp2AdamW, Zero1AdamW
+from lab.parallel import Fsdp2AdamW, Zero1AdamW
 from lab.tools.export import export
 from lab.world import World
 from train_gpt2 import GPTConfig, TrainConfig
@@ -111,47 +109,15 @@ def test_long_gradients_are_clipped_and_short_ones_stay(run_in_a_group, parallel
         assert exact_norm([p.grad for p in clipped]).item() == pytest.approx(left, rel=1e-5)
 
 
-def test_on_gpus_fsdp2_needs_a_batch_size():
-    """To seek one, the whole model would have to fit."""
-    cfg = TrainConfig(total_batch_size=256, seq_len=16, parallel="fsdp2")
-    gpus = SimpleNamespace(world_size=2, device=torch.device("cuda"))
-    with pytest.raises(UserError, match="pass --batch_size"):
-        fit_batch_size(None, cfg, gpus, None)
-
-
-@pytest.mark.parametrize("exchange", EXCHANGES.values())
-def test_scaled_gradients_are_refused(exchange):
-    with pytest.raises(UserError, match="precision=fp16 scales them; leave it out, or pass"):
-        exchange(None, None, None, SimpleNamespace(name="fp16"), None)
-
-
-def test_fsdp2_sums_in_32_bits_and_rounds_what_is_read_in_16(run_in_a_group):
-    """But for a block with a module that reads all bits, such as an MLP in 8, and what is in none."""
-    run, seen, summed = run_in_a_group, {}, []
+def test_fsdp2_rounds_nothing_of_a_block_that_reads_all_bits(run_in_a_group):
+    run, seen = run_in_a_group, {}
     run.precision = Precision("bf16", torch.device("cpu"))
-    run.raw_model.blocks[0].mlp.reads = torch.float32
+    run.raw_model.blocks[0].mlp.reads = torch.float32  # as an MLP in 8 bits
     run.optimizer = Fsdp2AdamW(run.optimizer, run.raw_model, None, run.precision, run.world)
-
-    class Sums:
-        def allocate(self, size, dtype, device):
-            summed.append(dtype)
-            return torch.empty(size, dtype=dtype, device=device)
-
-    for module in (run.raw_model, *run.raw_model.blocks):
-        module.set_custom_reduce_scatter(Sums())
-
-    def note(module, _):
-        seen[names[module]] = module.weight.dtype
-
-    parts = "wte h.0.attn.c_attn h.0.mlp.c_fc h.1.ln_1 h.1.attn.c_attn h.1.mlp.c_fc ln_f".split()
-    names = {run.raw_model.get_submodule(f"transformer.{name}"): name for name in parts}
-    for module in names:
-        module.register_forward_pre_hook(note)
+    for i, block in enumerate(run.raw_model.blocks):
+        block.mlp.c_fc.register_forward_pre_hook(lambda m, _, i=i: seen.update({i: m.weight.dtype}))
     run.update()
-    rounded = {name for name, dtype in seen.items() if dtype == torch.bfloat16}
-    assert len(seen) == 7 and rounded == {"h.1.attn.c_attn", "h.1.mlp.c_fc"}
-    assert len(summed) >= 3 and set(summed) == {torch.float32}
-    assert {p.dtype for p in run.raw_model.parameters()} == {torch.float32}
+    assert seen == {0: torch.float32, 1: torch.bfloat16}
 
 
 def test_in_bf16_fsdp2_has_the_losses_of_ddp(tmp_path, start_two):
@@ -239,14 +205,6 @@ def test_an_error_of_one_process_ends_all(tmp_path, start_two):
     assert two[1].wait(60) == 2 and two[0].wait(60) != 0
     assert "error: [rank 1] token id 999" in two[1].stderr and "x_train_000001.npy" in two[1].stderr
     assert 6 <= len(read_run(tmp_path / "log" / "r").losses) <= 8
-
-
-def test_what_one_process_finds_wrong_for_all_is_said_by_all(tmp_path, start_two):
-    data = write_shards(tmp_path / "more")
-    (data / "manifest.json").write_text("{")
-    two = start_two("--max_steps", 1, data=data)
-    assert [process.wait(60) for process in two] == [2, 2]
-    assert all("manifest.json is damaged" in process.stderr for process in two)
 
 
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])

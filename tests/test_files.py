@@ -6,7 +6,7 @@ import os
 import pytest
 
 from lab.cli import UserError
-from lab.files import first_line, read_json, reading, write_whole, writing
+from lab.files import read_json, reading, write_whole, writing
 
 
 def test_json_that_is_wrong_is_named(tmp_path):
@@ -52,9 +52,3 @@ def test_a_file_is_written_whole_or_left_as_it_was(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="config.json cannot be written: the disk is full"):
         write_whole(path, b"two")
     assert path.read_bytes() == b"one" and list(tmp_path.iterdir()) == [path]
-
-
-def test_of_what_a_parser_says_the_first_sentence_is_told():
-    said = "no directory found. This is an internal error\nat 5"
-    assert first_line(ValueError(said)) == "no directory found"
-    assert first_line(KeyError()) == "KeyError"

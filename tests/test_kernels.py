@@ -18,7 +18,6 @@ from lab.device import Precision
 from lab.kernels import cross_entropy, fp8_mlp, fused_mlp, use
 from lab.kernels.cross_entropy import FusedHeadLoss
 from lab.kernels.fused_mlp import FusedMLP
-from lab.parallel import read_in_16_bits
 from lab.world import World
 from train_gpt2 import GPT, MLP, GPTConfig, HeadLoss, TrainConfig
 
@@ -104,20 +103,6 @@ def test_without_gradients_the_plain_model_computes(tiny_config, fused_mlp_every
             assert torch.equal(each, theirs) and max(rows) == cross_entropy.CHUNK // 4
             sums = [m(x, y, reduction="sum")[1].item() for m in (fused, plain)]
             assert sums[0] == pytest.approx(sums[1], rel=1e-6)
-
-
-@pytest.mark.parametrize("reads", [torch.bfloat16, torch.float32])
-def test_what_a_module_reads_decides_what_travels_in_16_bits(
-    tiny_config, fused_mlp_everywhere, monkeypatch, reads
-):
-    """An 8-bit MLP reads its weights in 32 bits, and makes their gradients so."""
-    model = put_in(GPT(tiny_config), "bf16")
-    monkeypatch.setattr(FusedMLP, "reads", reads)
-    chosen = {id(p) for p in read_in_16_bits(model, torch.bfloat16)}
-    names = {n.split(".", 3)[3] for n, p in model.named_parameters() if id(p) in chosen}
-    mlp = {"mlp.c_fc.weight", "mlp.c_proj.weight"} if reads == torch.bfloat16 else set()
-    assert names == {"attn.c_attn.weight", "attn.c_proj.weight"} | mlp
-    assert fp8_mlp.Fp8MLP.reads == torch.float32 and not read_in_16_bits(model, None)
 
 
 # ----------------------------------------------------------------------------- the loss of the head
@@ -383,14 +368,3 @@ def test_a_bias_far_below_the_rounding_counts_for_what_it_is():
             return add(stream).double().mean().item()
 
     assert (mean(3e-6) - mean(-3e-6)) / 6e-6 == pytest.approx(1, abs=0.5)
-
-
-@on_gpu()
-def test_a_loss_arrives_before_what_was_launched_after_it():
-    from lab.device import Underway
-
-    losses = Underway(torch.full((3,), 2.0, device="cuda"))
-    torch.cuda._sleep(10**9)  # about half a second
-    after = torch.cuda.Event()
-    after.record()
-    assert losses.arrive().tolist() == [2, 2, 2] and not after.query()

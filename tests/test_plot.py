@@ -8,11 +8,11 @@ import time
 
 import numpy as np
 import pytest
-from conftest import ROOT, run_python
+from conftest import ROOT
 
 from lab.cli import UserError
 from lab.tools import plot, run_logs
-from lab.tools.style import COLORS, MEANS, PAPER, SERIES, color_of
+from lab.tools.style import COLORS, MEANS
 
 LAB = ROOT / "lab" / "__main__.py"
 
@@ -86,19 +86,6 @@ def test_fields_that_no_run_writes_are_left_out(tmp_path):
     plot.draw([folder], tmp_path / "it.png")
 
 
-def test_a_name_is_no_formula(tmp_path):
-    runs = [write_log(tmp_path / name, [start(), val(10, 3.0)]) for name in ("a", "$\\frac{$")]
-    plot.draw(runs, tmp_path / "it.png")
-
-
-def test_smoothing():
-    assert run_logs.smooth([5.0, 1.0, 3.0]) == [5.0, 1.0, 3.0]  # too few to smooth
-    line = [0.5 * i for i in range(400)]
-    assert run_logs.smooth(line) == pytest.approx(line)  # no lag, no bend at the ends
-    saw = [float(i % 2) for i in range(400)]
-    assert all(abs(v - 0.5) < 0.1 for v in run_logs.smooth(saw)[5:-5])
-
-
 def test_which_runs_are_meant(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="there is no run in log/ yet"):
@@ -148,15 +135,6 @@ def test_all_colours_stay_apart_to_the_colour_blind(who, dark):
         assert distance > 15, f"{a} and {b} to {who}: {distance}"
 
 
-def test_lines_can_be_seen_and_colours_mean_one_thing():
-    for dark, series in SERIES.items():
-        light = [linear(c) @ matrix(TO_XYZ)[1] + 0.05 for c in (PAPER[dark]["paper"], *series)]
-        assert all(max(light[0] / v, v / light[0]) > 2.9 for v in light[1:])  # WCAG: 3 of graphics
-    meanings = [meaning for meanings in MEANS.values() for meaning in meanings]
-    assert len(set(meanings)) == len(meanings)
-    assert color_of("loss") == color_of("green") != color_of("matmul") != color_of("elementwise")
-
-
 def curves(axes):
     """[(x, y)] of the curves in a panel, without lines of reference."""
     found = [(list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines]
@@ -172,26 +150,17 @@ def test_what_is_drawn(tmp_path, monkeypatch):
     run = write_log(tmp_path / "r", [*RUN, hella(200, 0.26), hella(400, 0.301)])
     plot.loss_curve([run], tmp_path / "pictures" / "loss.png")
     losses, scores, _ = drawn[0].axes
-    faint, mean, validation = curves(losses)
-    assert validation == ([0, 200, 400], [5.6, 2.1, 1.7149])
-    assert faint[0] == mean[0] == list(range(1, 401)) and losses.get_ylim()[1] < 5
+    assert curves(losses)[-1] == ([0, 200, 400], [5.6, 2.1, 1.7149])
     segment = scores.containers[0].lines[2][0].get_segments()[1][:, 1]
     assert segment == pytest.approx([0.301 - 1.96 * 0.0045, 0.301 + 1.96 * 0.0045])
-    assert drawn[0].get_suptitle().startswith("Validation loss 1.71 at step 400: 1.63 nats under")
     larger = [train(s, 3.0, 16384) for s in range(1, 101)]
     other = write_log(tmp_path / "s", [start(), *larger, val(100, 2.0)])
-    plot.draw([run, other], tmp_path / "both.png", dark=True)
+    plot.draw([run, other], tmp_path / "both.png")
     assert curves(drawn[1].axes[0])[-1] == ([100 * 16384], [2.0])
-    title = "s has validation loss 2.00 at 1.64M tokens, 0.10 nats under r"
-    assert drawn[1].get_suptitle() == title
-    assert sum(drawn[1].get_facecolor()[:3]) < 0.5 < sum(drawn[0].get_facecolor()[:3]) == 3
 
 
 SCANT = {
-    "one validation": [start(), val(0, 5.6)],
     "no start": [train(1, 3.0), train(2, 2.0), val(2, 2.0)],
-    "start without numbers": [dict(kind="start", step=0, time=0.0), val(1, 3.0)],
-    "only HellaSwag, without error": [start(), dict(kind="hella", step=1, time=0.0, acc_norm=0.3)],
     "all not finite": [start(unigram=None), val(0, math.nan), train(1, math.inf), hella(1, 0.25)],
     "without tokens": [start(), *(dict(kind="train", step=s, time=0.0, loss=2.0) for s in (1, 2))],
 }
@@ -203,9 +172,3 @@ def test_a_picture_never_ends_a_run(tmp_path, capfd):
         plot.loss_curve([folder], tmp_path / out)
         said = "no loss curve: " in capfd.readouterr().err  # not that nothing is measured yet
         assert said == (folder == run) and not (tmp_path / out).exists()
-
-
-def test_command(tmp_path):
-    write_log(tmp_path / "log/r", RUN)
-    done = run_python(LAB, "plot", "--dark", cwd=tmp_path)
-    assert done.stdout == "wrote log/r/loss.png\n", done.stderr

@@ -79,18 +79,9 @@ def test_what_stands_on_the_page(tmp_path):
         "after 200 steps The tac after 400 steps The cat sat",
     )  # fmt: skip
     assert page.curve("loss", "validation") == ([0, 200, 400], [5.6, 2.1, 1.7149])
-    assert page.curve("loss", "training")[0] == list(range(1, 401))
-    losses, scores = page.figures["loss"], page.figures["hellaswag"]
-    assert losses["curves"][0]["y"][0] == 5.35  # the single values, faint
+    losses = page.figures["loss"]
     places = dict(step=[0, 200, 400], tokens=[0, 200 * 8192, 400 * 8192], time=[0, 6.6667, 13.3333])
     assert losses["curves"][-1]["places"] == places
-    assert {*losses["levels"]} == {"uniform guess 5.55", "unigram baseline 3.35"}
-    assert losses["range"][1] < 5, "step 0 does not own the axis"
-    page.says("A line that comes in from above leads from one of the first steps")
-    assert scores["curves"][0]["errors"] == [round(1.96 * 0.0045, 5)]
-    assert {*scores["levels"]} == {"chance 0.25", "GPT-2 124M 0.2955"}
-    drawn = [a["id"] for _, a in page.tags if a.get("class") == "plot"]
-    assert {*drawn} == {*page.figures} and drawn == ["loss", "hellaswag", "lr", "tok_per_s"]
     end = dict(kind="end", step=500, time=9e9, reason="done")
     done = Page(write_run(tmp_path / "r", [*RUN, val(500, 1.8), end]))
     done.says(", finished", "best validation loss 1.7149 step 400")
@@ -110,9 +101,6 @@ def test_the_newest_text_is_shaded_by_how_likely_its_tokens_were(tmp_path):
     page = Page(one)
     assert [a["style"] for _, a in page.tags if a.get("class") == "t"] == ["--p:0.500"] * 3
     page.says(EVIL, 'The c "c" 50.00 % 50.0 % "c" 25.0 % "d" at')
-    both = Page(one, write_run(tmp_path / "b", [*RUN, shaded(400, "dog")]))
-    both.says("a, after 400 steps The c", "b, after 400 steps The dog")
-    assert "shaded" not in str(Page(write_run(tmp_path / "c", RUN)).tags), "an older log has none"
 
 
 def test_the_night_between_a_stop_and_resume_is_not_counted(tmp_path):
@@ -123,13 +111,6 @@ def test_the_night_between_a_stop_and_resume_is_not_counted(tmp_path):
     places = page.figures["loss"]["curves"][0]["places"]
     assert places["step"] == [10, 20, 30, 40] and places["time"] == [0.3333, 0.6667, 1.0, 1.3333]
     page.says("resumed at step 20")
-    # ten steps of 100 tokens, then ten of 300, logged at every fourth
-    at = {s: 100 * s if s <= 10 else 300 * s - 2000 for s in range(21)}
-    logged = [train(s, 3.0) | {"tokens": at[s]} for s in range(4, 21, 4)]
-    resumed = start(10, tokens=1000, train_tokens=2000)
-    page = Page(write_run(tmp_path / "a", [start(), resumed, *logged, val(10, 2.5), val(20, 2.0)]))
-    page.says("tokens 4,000 2.00 epochs")
-    assert page.figures["loss"]["curves"][-1]["places"]["tokens"] == [1000, 4000]
 
 
 def test_a_log_alone_and_a_damaged_configuration(tmp_path):
@@ -178,56 +159,21 @@ def test_text_from_a_log_is_never_code(tmp_path):
         assert page.seen.count(EVIL) >= 5 and "onerror" not in str(page.tags)
         assert f"{EVIL}, ms a step, median" in page.seen
         assert sum(tag == "script" for tag, _ in page.tags) == 3 and "<b>&amp;'" in page.seen
-    # plotly reads names as HTML of its own
-    assert page.figures["lr"]["curves"][0]["name"] == "&lt;b&gt;&amp;amp;'"
-    # what a young model writes: control characters, and half of a character that takes two
-    run = write_run(
-        tmp_path / "r", [*RUN, sample(400, "The \x00\x1b[1m\r\n\ttab\x7f\x9b", "\ud83d")]
-    )
-    report.write_page([run], tmp_path / "page.html")
-    assert "<pre>The ␀␛[1m␍\n\ttab␡\ufffd</pre><pre>?</pre>" in (tmp_path / "page.html").read_text()
 
 
 def test_two_runs(tmp_path):
     lines = [start(device="cuda"), val(0, 5.6), val(200, 2.5), val(400, 1.5)]
-    speeds = [{"tok_per_s": 18000.0 + 1000 * (s > 300), "peak_gib": s / 400} for s in range(401)]
-    lines += [train(s, 3.0 + 2 / s) | speeds[s] for s in range(2, 401, 2)]
+    lines += [train(s, 3.0 + 2 / s) for s in range(2, 401, 2)]
     a = write_run(tmp_path / "a", [*RUN, sample(400, "The one")])
     page = Page(a, write_run(tmp_path / "b", [*lines, sample(200, "two")], lr=2e-3))
     assert page.curve("loss", "b, validation") == ([0, 200, 400], [5.6, 2.5, 1.5])
     steps, gaps = page.curve("difference", "validation")
     assert steps == [0, 200, 400] and gaps == pytest.approx([0, 0.4, -0.2149])
-    steps, gaps = page.curve("difference", "training")  # where both were logged
-    assert steps == list(range(2, 401, 2)) and gaps == pytest.approx([-0.35] * 200)
-    assert "b minus a, at equal tokens" in page.figures["difference"]["note"]
     page.says(
         "b has validation loss 1.50 at 3.28M tokens, 0.21 nats under a", "one run each",
         "validation loss 1.7149 step 400 1.5000 step 400 -0.2149",
-        "median 18k tokens/s", "tokens/s, median 9,000 18,000 +9,000 (+100.0%)",
-        "peak memory, GiB - 1.00",
         "after 200 steps a none at this step b two after 400 steps a The one b none",
     )  # fmt: skip
-    first, everything = page.seen.split("What was set differently")[1].split(" everything ")
-    assert "lr 0.001 0.002" in first and "device cpu cuda" in first and "n_layer" not in first
-    assert "n_layer 2 2" in everything and "lr 0.001 0.002" in everything
-
-
-def test_samples_open_at_the_last_step_that_both_runs_have(tmp_path):
-    long = write_run(tmp_path / "a", [*RUN, *(sample(s, "x") for s in (100, 200, 300))])
-    short = write_run(tmp_path / "b", [*RUN, *(sample(s, "x") for s in (100, 200))])
-    for folders, place in (([long], "2"), ([long, short], "1")):
-        (slider,) = [a for _, a in Page(*folders).tags if a.get("id") == "step"]
-        assert slider["value"] == place and slider["max"] == "2"
-
-
-def test_steps_of_different_size_compare_at_equal_tokens(tmp_path):
-    larger = [train(s, 3.0, 16384) for s in range(1, 201)]
-    b = write_run(tmp_path / "b", [start(), *larger, val(0, 5.5), val(100, 2.0)])
-    page = Page(write_run(tmp_path / "a", RUN), b)
-    assert page.curve("difference", "validation") == ([0, 200], [-0.1, -0.1])
-    tokens = {"type": "radio", "name": "axis", "value": "tokens", "checked": None}
-    assert ("input", tokens) in page.tags
-    page.says("validation loss 1.7149 step 400 2.0000 step 100 training loss")
 
 
 def test_different_tokenizers_and_data_are_said(tmp_path):
@@ -237,18 +183,6 @@ def test_different_tokenizers_and_data_are_said(tmp_path):
     page = Page(write_run(tmp_path / "a", [*RUN, val(401, 1.7) | {"bits_per_byte": 2.5}]), b)
     page.says("different tokenizers (257 and 50,257 ids)")
     assert "nats under" not in page.seen and "difference" not in page.figures
-    assert page.curve("bits", "b") == ([0, 400], [2.0, 2.0])
-    a, b = write_run(tmp_path / "a", RUN, data="x"), write_run(tmp_path / "b", RUN, data="y")
-    Page(a, b).says("validated on different tokens or data")
-
-
-def test_command(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    for name in "ab":
-        write_run(tmp_path / "log" / name, RUN)
-    report.main(["log/a", "b"])
-    page = tmp_path / "log/a/report_with_b.html"
-    assert capsys.readouterr().out == "wrote log/a/report_with_b.html\n" and page.exists()
 
 
 def test_watch_renews_the_page_until_the_run_ends(tmp_path, monkeypatch, capsys):

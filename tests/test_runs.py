@@ -1,6 +1,5 @@
 """A run's folder: what goes into it and is read back; resuming to the bit; what is measured when."""
 
-import gc
 import json
 import os
 import shutil
@@ -8,16 +7,14 @@ import signal
 import sys
 import threading
 import time
-import weakref
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
 from conftest import (  # isort: skip
-    ROOT, TINY_MODEL, differing_parts, driver, equal_bits, of_kind, read_run, run_python,
+    ROOT, TINY_MODEL, differing_parts, equal_bits, of_kind, read_run, run_python,
     train_here, wait_for_steps,
 )  # fmt: skip
 
@@ -26,7 +23,7 @@ from lab import models
 from lab.cli import UserError
 from lab.run import checkpoints
 from lab.run.checkpoints import checkpoint_files, newest_run, read_checkpoint, read_newest
-from lab.run.folder import is_finished, read_config, run_to_resume
+from lab.run.folder import read_config, run_to_resume
 from lab.run.stop import StopSignal
 from lab.run.vitals import Vitals
 from lab.world import World
@@ -49,6 +46,7 @@ def test_twenty_steps_are_ten_and_resume_and_ten(run_train, tmp_path):
     assert [e["step"] for e in of_kind(b, "train")] == list(range(1, 21)), "appended, nothing twice"
     assert not differing_parts(a.checkpoints[20], b.checkpoints[20])
     assert not equal_bits(a.checkpoints[10]["model"], a.checkpoints[20]["model"])
+    torch.load(a.dir / "model_000020.pt", weights_only=True)  # it holds plain values alone
     assert a.events[0]["kind"] == "start" and a.events[-1]["reason"] == "done"
     assert (a.dir / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert {p.name for p in tmp_path.iterdir()} == {"data", "log"}, "all it writes is in its folder"
@@ -70,17 +68,6 @@ def test_resuming_changes_nothing_of_a_hard_case(tmp_path, shards, monkeypatch, 
     assert not differing_parts(whole.checkpoints[20], rest.checkpoints[20])
 
 
-def test_the_flag_of_the_document_mask_does_something(tmp_path, shards):
-    """In a wide step, in which documents begin."""
-    losses = [train_here(tmp_path, shards, str(mask), max_steps=1, model=dict(document_mask=mask)).losses
-              for mask in (True, False)]  # fmt: skip
-    assert losses[0] != losses[1]
-    shape = models.shape_of(str(tmp_path / "True"), program="gpt2")  # as --init_from asks for it
-    assert shape["document_mask"]
-    with pytest.raises(UserError, match="a model of train_gpt2.py; "):
-        models.shape_of(str(tmp_path / "True"), program="speedrun")
-
-
 def test_a_run_that_goes_on_knows_the_best_of_what_it_ended_with(tmp_path, shards):
     """Its last checkpoint came before its last measurement."""
     how = dict(ckpt_every=7, val_every=7, total_batch_size=64)
@@ -92,16 +79,21 @@ def test_a_run_that_goes_on_knows_the_best_of_what_it_ended_with(tmp_path, shard
     assert rest.checkpoints[7]["best_val"] == first.val[5]
 
 
-def test_a_checkpoint_that_failed_ends_the_run_before_the_next_is_due(
-    tmp_path, shards, monkeypatch
-):
+@pytest.mark.parametrize("max_steps", [400, 100])  # soon, or where it was the last one
+def test_a_checkpoint_that_failed_ends_the_run(tmp_path, shards, monkeypatch, max_steps):
     def full(*_):
         raise UserError("the disk is full")
 
     monkeypatch.setattr(checkpoints, "save", full)
     with pytest.raises(UserError, match="the disk is full"):
-        train_here(tmp_path, shards, "r", max_steps=400, ckpt_every=100, total_batch_size=64)
+        train_here(tmp_path, shards, "r", max_steps=max_steps, ckpt_every=100, total_batch_size=64)
     assert 100 <= of_kind(read_run(tmp_path / "r"), "train")[-1]["step"] < 200
+
+
+def test_the_flag_of_the_document_mask_does_something(tmp_path, shards):
+    losses = [train_here(tmp_path, shards, str(mask), max_steps=1, model=dict(document_mask=mask)).losses
+              for mask in (True, False)]  # fmt: skip
+    assert losses[0] != losses[1]
 
 
 def test_a_run_made_by_commit_a3954dc_goes_on(tmp_path):
@@ -200,14 +192,6 @@ def test_a_stop_before_the_first_update_leaves_nothing(tmp_path, shards, monkeyp
     assert len(list(again.dir.glob("events.out.tfevents.*"))) == 1, "what was begun before has gone"
     with pytest.raises(UserError, match="r is another run's already; pass --resume to continue it"):
         train_here(tmp_path, shards, "r", **settings)
-    (again.dir / "model_000003.pt").unlink()
-    with pytest.raises(UserError, match="--init_from .*r/model_best.pt begins with its best"):
-        run_to_resume(tmp_path, "r")
-    with pytest.raises(UserError, match="no checkpoint to resume from; --init_from .*_best.pt"):
-        train_here(tmp_path, shards, "r", **settings)
-    (again.dir / "model_best.pt").unlink()
-    with pytest.raises(UserError, match="wait for one if it is going on; else delete the folder"):
-        run_to_resume(tmp_path, "r")
 
 
 @pytest.mark.parametrize("name", ["", "SIGTERM"])
@@ -244,17 +228,6 @@ def test_a_run_that_goes_on_is_not_resumed_by_another_process(tmp_path, start_tr
     assert run_train("--resume", "--max_steps", step + 1).returncode == 0
 
 
-def test_a_checkpoint_holds_plain_values_and_both_configurations(tmp_path, shards):
-    run = train_here(tmp_path, shards, "r", max_steps=1)
-    loaded = torch.load(run.dir / "model_000001.pt", weights_only=True)
-    assert loaded["model_config"] == vars(GPTConfig(**TINY_MODEL))
-    assert loaded["program"] == "gpt2" and loaded["loader"]["position"] == 256
-    config = json.loads((run.dir / "config.json").read_text())
-    assert config["model"] == loaded["model_config"] and config["train"] == loaded["train_config"]
-    assert config["train"].keys() == vars(TrainConfig()).keys()
-    assert read_config(run.dir, GPTConfig, TrainConfig)[2] == []
-
-
 def test_a_setting_that_is_missing_has_its_default_and_values_that_are_none_are_named(tmp_path):
     file = tmp_path / "config.json"
     file.write_text(json.dumps({"model": {"n_layer": 9, "depth": 1}, "train": {"lr": 1}}))
@@ -263,20 +236,12 @@ def test_a_setting_that_is_missing_has_its_default_and_values_that_are_none_are_
     assert type(train.lr) is float
     for text, said in (
         ('{"model": {"n_layer": "two"}, "train": {}}', 'n_layer="two", which must be of type int; mend it'),
-        ('{"model": {"n_embd": 9000000000000000}, "train": {}}', "n_embd=9.*, which must be from 1 to 2"),
-        ('{"model": {"n_head": 0}, "train": {}}', "n_head=0, which must be from 1"),
         ('{"model": {}, "train": {"lr": null}}', "lr=null, .* float"),
         ('{"model": {}, "train": {"schedule": "sine"}}', "one of cosine, linear, constant, wsd"),
     ):  # fmt: skip
         file.write_text(text)
         with pytest.raises(UserError, match=f"config.json.*{said}"):
             read_config(tmp_path, GPTConfig, TrainConfig)
-
-
-@pytest.mark.parametrize("last", ["[" * 100_000, "[]", "{", '{"kind": "end"}', ""])
-def test_a_log_whose_last_line_is_none_of_ours_is_of_no_finished_run(tmp_path, last):
-    (tmp_path / "log.jsonl").write_text(last)
-    assert not is_finished(tmp_path)
 
 
 def test_the_run_that_goes_on_is_the_named_one_or_the_one_that_saved_last(tmp_path):
@@ -347,70 +312,6 @@ def test_what_a_thread_writes_is_the_state_when_it_was_asked_to(tmp_path, shards
     assert by_thread.stat().st_size == pytest.approx(at_once.stat().st_size, abs=2000)
 
 
-def test_what_was_gathered_from_shares_is_not_copied_again(tmp_path):
-    """A run on GPUs has it on the CPU, where no update writes; AdamW's counters are there, too."""
-    state = {"weights": torch.ones(3), "step": torch.tensor(1.0)}
-    for device, again in (("cuda", {"step"}), ("cpu", {"step", "weights"})):
-        copied, _ = checkpoints.Writer(tmp_path, 1, True, torch.device(device)).copied(state)
-        assert equal_bits(copied, state)
-        assert {name for name in state if copied[name] is not state[name]} == again
-
-
-def test_a_checkpoint_on_disk_leaves_no_copy_in_memory(tmp_path, monkeypatch):
-    """Not even until the next garbage collection: on a GPU, new memory for a copy takes a second."""
-    writer = checkpoints.Writer(tmp_path, 1, True, torch.device("cpu"))
-    real, copies = checkpoints.save, []
-    noted = lambda *a: copies.append(weakref.ref(a[2]["x"])) or real(*a)  # noqa: E731
-    monkeypatch.setattr(checkpoints, "save", noted)
-    gc.disable()
-    try:
-        writer.save(1, {"x": torch.ones(3)})
-        writer.finish()
-        writer.thread.shutdown()
-        assert [copy() for copy in copies] == [None]
-    finally:
-        gc.enable()
-
-
-@pytest.mark.parametrize("async_save", [True, False])
-def test_each_checkpoint_is_noted_when_it_is_there_and_the_best_is_linked(
-    tmp_path, shards, monkeypatch, async_save
-):
-    real = checkpoints.save
-    monkeypatch.setattr(checkpoints, "save", lambda *args: time.sleep(0.1) or real(*args))
-    each = dict(max_steps=5, ckpt_every=1, val_every=1, async_save=async_save)
-    run = train_here(tmp_path, shards, "r", **each)
-    notes = [(e["step"], e["path"]) for e in of_kind(run, "checkpoint")]
-    assert notes == [(step, f"model_{step:06d}.pt") for step in range(1, 6)]
-    assert run.val[5] == min(run.val.values())
-    assert read_checkpoint(run.dir / "model_best.pt")["step"] == 5
-    assert [run.checkpoints[step]["best_val"] for step in (2, 5)] == [run.val[1], run.val[4]]
-
-
-FULL = """import resource
-from lab.run import checkpoints
-real = checkpoints.save
-def save(*args):
-    path = real(*args)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))  # from now on, as a full disk
-    return path
-
-checkpoints.save = save"""
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="sets a limit of Linux and macOS")
-@pytest.mark.parametrize("how, n, done", [("async", 9, 9), ("async", 6, 6), ("no_async", 9, 6)])
-def test_a_disk_that_is_full_for_the_thread_ends_the_run(tmp_path, start_training, how, n, done):
-    """Soon, or at once where no thread writes. The older one stays."""
-    flags = [f"--{how}_save", "--max_steps", n, "--ckpt_every", 3]
-    process = start_training(*flags, program=driver(tmp_path, FULL))
-    assert process.wait() == 2 and "Traceback" not in process.stderr, process.stderr
-    assert "model_000006.pt cannot be written" in process.stderr
-    run = read_run(tmp_path / "log" / "r")
-    assert 6 <= len(run.losses) <= done and not of_kind(run, "end")
-    assert [p.name for p in run.dir.glob("model_*")] == ["model_000003.pt"], "and no half of one"
-
-
 @pytest.mark.parametrize("cut", [0, 100])
 def test_resuming_passes_over_a_damaged_checkpoint_and_says_so(tmp_path, shards, capsys, cut):
     """One with another byte, which torch.load reads without a word, or one that is cut short. With
@@ -434,9 +335,6 @@ def test_resuming_passes_over_a_damaged_checkpoint_and_says_so(tmp_path, shards,
     assert "model_000006.damaged was damaged: this goes on after step 4" in said.out
     assert of_kind(rest, "start")[-1]["passed_over"] == ["model_000006.damaged"]
     assert rest.losses[6:] == whole.losses[4:5] and list(rest.checkpoints) == [5]
-    (rest.dir / "model_000005.pt").write_bytes(bytes(9))
-    with pytest.raises(UserError, match="model_000005.pt is damaged"):
-        read_newest(rest.dir)
 
 
 def test_checkpoints_of_wrong_structure_are_refused(tmp_path, shards):
@@ -447,9 +345,7 @@ def test_checkpoints_of_wrong_structure_are_refused(tmp_path, shards):
         (("step",), "1"), (("model",), [1]), (("rng",), None), (("train_config",), 3),
         (("model_config", "n_head"), torch.zeros(3)),
         (("model", "transformer.wte.weight"), 5), (("loader", "position"), {}),
-        (("loader", "position"), 2**63), (("loader", "tokens"), 0),
         (("optimizer", "state"), "x"), (("optimizer", "state", 0), small),
-        (("optimizer", "state", 0), {}), (("optimizer", "param_groups", 0), 3), (("rng", "cpu"), "x"),
         (("optimizer", "param_groups", 0, "params"), [0]), (("optimizer", "param_groups", -1, "norms"), "x"),
         (("model", "transformer.ln_f.bias"), torch.zeros(32, device="meta")),
     ):  # fmt: skip
@@ -463,15 +359,6 @@ def test_checkpoints_of_wrong_structure_are_refused(tmp_path, shards):
         said = "weights with --init_from|another shape"
         with pytest.raises(UserError, match=said):
             train_here(tmp_path, shards, "x", resume=True, max_steps=2)
-
-
-def test_a_bug_in_going_on_keeps_its_traceback(tmp_path, shards, monkeypatch):
-    """It is no fault of the checkpoint."""
-    train_here(tmp_path, shards, "r", max_steps=1)
-    planted = mock.Mock(side_effect=ValueError("planted"))
-    monkeypatch.setattr(train_gpt2.Run, "load_state_dict", planted)
-    with pytest.raises(ValueError, match="planted"):
-        train_here(tmp_path, shards, "r", resume=True, max_steps=2)
 
 
 def test_what_does_not_fit_a_run_is_refused(tmp_path, shards):

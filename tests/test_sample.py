@@ -15,7 +15,7 @@ import sample
 from lab import text_stream
 from lab.cli import UserError
 from lab.data.document_mask import hide_other_documents
-from lab.data.tokenizers import get_tokenizer, printable
+from lab.data.tokenizers import get_tokenizer
 from lab.evals import draw_samples
 from lab.generate import KVCache, generate, read_ahead, sample_token
 from lab.kernels.decode_step import OneTokenStep, knows
@@ -103,19 +103,6 @@ def test_greedy_tokens_are_the_likeliest(mask):
         next(generate(model, text, 1))
 
 
-@pytest.mark.parametrize("large, knows_bf16", [(True, True), (True, False), (False, True)])
-def test_a_large_model_has_16_bits_where_the_cpu_multiplies_them(
-    tmp_path, monkeypatch, large, knows_bf16
-):
-    path = saved(noisy_gpt(), tmp_path / "m.pt")
-    monkeypatch.setattr(text_stream, "LARGE", 1 if large else 10**9)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: knows_bf16)
-    for weights in ("auto", "fp32"):
-        model, _ = text_stream.ready(str(path), torch.device("cpu"), weights)
-        in_16 = large and knows_bf16 and weights == "auto"
-        assert next(model.parameters()).dtype == (torch.bfloat16 if in_16 else torch.float32)
-
-
 def test_with_a_cache_attention_is_asked_for_one_new_position():
     model, sizes = always(120), []
     model.register_forward_pre_hook(lambda module, args: sizes.append(args[0].shape[1]))
@@ -198,20 +185,6 @@ def test_page(tmp_path, monkeypatch):
         assert found == sorted(found, reverse=True) and len(found) == 5 and found[0] + 0.1 >= share
 
 
-def test_a_runs_first_sample_notes_how_likely_its_tokens_were():
-    """What the report shades: all characters of the text, each token's probability."""
-    model = noisy_gpt(block_size=64)
-    texts, shades = draw_samples(model, get_tokenizer("bytes"), "ab", 40, seed=5)
-    assert ("ab" + "".join(t["text"] for t in shades)).rstrip("\n-\ufffd") in printable(texts[0])
-    idx = torch.tensor([[256, *b"ab"]] * 2)
-    drawn = draw(model, idx, 40, temperature=0.8, top_k=50)[:1]  # (1, 40)
-    probs = model(torch.cat([idx[:1], drawn], dim=1))[0][0, 2:-1].softmax(-1)  # (40, 257)
-    expected = probs.gather(1, drawn.T)[:, 0].tolist()
-    assert [t["p"] for t in shades] == pytest.approx(expected, abs=1e-5)
-    likeliest = [[p for *_, p in t["likeliest"]] for t in shades]
-    assert torch.tensor(likeliest).allclose(probs.topk(5).values, atol=1e-4)
-
-
 def test_a_runs_samples_have_its_seed_and_a_line_between_two_texts():
     how = get_tokenizer("bytes"), "ab", 41  # the first then ends within a character
     a, b, c = (draw_samples(often_ending(), *how, seed=seed)[0] for seed in (5, 5, 6))
@@ -257,14 +230,6 @@ def test_samples_prompts_and_seeds(runs, monkeypatch, capfd):
     first, err = call(capfd, "ab")
     seed = err.split("seed ")[1].split("]")[0]  # shown, though it was drawn
     assert call(capfd, "ab", "--seed", seed)[0] == first != call(capfd, "ab")[0]
-
-
-def test_asks_on_a_terminal(runs, ask_sample):
-    process = ask_sample("--model", "log/old", "--max_new_tokens", 3)
-    process.type("one\n" + "a" * 16 + "\ntwo\n\n")
-    assert process.wait() == 0 and process.stdout == "onezzz\ntwozzz\n", process.stderr
-    assert process.stderr.count("prompt (empty line ends): ") == 4
-    assert "a prompt of 17 tokens is longer" in process.stderr  # and the next one is asked for
 
 
 def test_a_reader_that_leaves(tmp_path, runs):

@@ -77,43 +77,6 @@ def test_the_shape_is_that_of_the_model_it_starts_from(tuned):
     assert read_run(folder / "log/few").checkpoints[3]["step"] == 3
 
 
-def test_a_speedrun_is_tuned_too(tuned):
-    folder, pairs, _ = tuned
-    both = "--device cpu --sample_every 0"
-    base = f"--preset laptop {both} --n_layer 1 --n_embd 32 --block_size 64 --seq_len 64"
-    succeed(
-        "speedrun.py", *f"{base} --max_steps 2 --val_every 0 --run_name quick".split(), cwd=folder
-    )
-    more = f"--preset sft {both} --max_steps 2 --init_from quick --total_batch_size 64"
-    succeed("speedrun.py", *f"{more} --data chats.jsonl --run_name brief".split(), cwd=folder)
-    saved = json.loads((folder / "log/brief/config.json").read_text())["model"]
-    assert saved["bigram_rows"] == 4096 and not saved["smear"], "as the laptop's preset has it"
-    base, brief = models.load(str(folder / "log/quick")), read_run(folder / "log/brief")
-    assert brief.val[0] == pytest.approx(loss_by_hand(base, pairs[::10]), abs=1e-4)
-    assert brief.val[2] < brief.val[0]
-
-
-def test_the_measure_is_the_trainers_on_the_held_out_tenth(tuned):
-    folder, pairs, _ = tuned
-    flags = ("base", "many", "--data", "chats.jsonl", "--device", "cpu", "--out", "out.jsonl")
-    said = succeed("bench/chats.py", *flags, "--show", 2, cwd=folder)
-    records = [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
-    losses = read_run(folder / "log/many").val
-    assert [r["loss"] for r in records] == pytest.approx([losses[0], losses[2]], abs=1e-4)
-    assert records[0]["answers"] == 2 and records[0]["left_out"] == 0
-    assert all(f"{q}\n" in said and f"wanted: {a}" in said for q, a in pairs[::10])
-
-
-def test_scores_by_hand():
-    assert chats.holds("It has 50257 tokens.", "50,257") and chats.holds("It's 24%", "24 %")
-    assert chats.holds("Twelve blocks.", "12 layers|twelve") and chats.holds("$15 in all", "$15")
-    for wrong, fact in (("124M", "12"), ("12.5", "12"), ("0.12", "12"), ("a latest", "test")):
-        assert not chats.holds(wrong, fact)
-    talk = dict(messages=[{"role": r, "content": r[0]} for r in ("user", "assistant") * 2])
-    found = chats.turns(talk | {"facts": ["x", "y"]})
-    assert [(len(before), *rest) for before, *rest in found] == [(1, "a", "x"), (3, "a", "y")]
-
-
 def test_the_shipped_set_teaches_what_its_held_out_tenth_asks():
     """By another question: nothing that is held out stands in the other nine tenths."""
     turns = [chats.turns(chat) for chat in SHIPPED]

@@ -190,13 +190,6 @@ def test_cached_and_uncached_give_the_same_tokens(changes):
     assert max((a - b).abs().max() for (_, a), (_, b) in zip(cached, uncached)) < 1e-4
 
 
-def test_a_mask_that_broadcasts_hides_what_being_causal_hides():
-    model, idx = tiny_model(**EVERYTHING), torch.randint(VOCAB, (2, 9))
-    past = torch.ones(9, 9, dtype=torch.bool).tril()
-    for mask in (past, past[None], past[None, None]):
-        assert torch.allclose(model(idx, mask=mask)[0], model(idx)[0], atol=1e-5)
-
-
 def test_hellaswags_packed_rows_are_the_separate_ones():
     """An ending's first token stands after the context, not after the ending packed before it."""
     model = tiny_model(**EVERYTHING)
@@ -242,11 +235,6 @@ def test_relu_is_squared_and_values_are_mixed_as_much_as_was_learnt():
     attn.mix_values[:] = torch.tensor([1.0, 1.0])
     assert torch.allclose(half - plain, 0.5 * (attn(x, turn, value) - plain), atol=1e-5)
     assert not torch.allclose(half, plain, atol=1e-2)
-    tables = [[GPTConfig(value_tables=n).value_table(layer) for layer in range(12)] for n in (1, 2)]
-    assert tables == [[0, *10 * [None], 0], [0, 1, *8 * [None], 0, 1]]
-
-
-# --------------------------------------------------------------------------------------- schedule
 
 
 def test_optimizers_are_made_as_the_settings_say():
@@ -260,6 +248,9 @@ def test_optimizers_are_made_as_the_settings_say():
         assert {(g["betas"], g["eps"]) for g in adamw.param_groups} == {((0.7, 0.9), 1e-9)}
     theirs = train_gpt2.make_optimizer(tiny_model(), cfg, world)  # the trainer's and bert.py's
     assert theirs.parts[0].world is world
+
+
+# --------------------------------------------------------------------------------------- schedule
 
 
 def test_rates_momentum_and_sizes_of_steps_meet_their_corners(tmp_path, shards):
@@ -296,10 +287,6 @@ def test_a_spike_names_its_own_sequences_when_the_next_step_is_larger(tmp_path, 
     run.loader.shuffle = False
     named = vitals.spikes.sequences(vitals.pending[1][-1])
     assert [s["at"] for s in named] == run.loader.step_positions(4, 0)
-
-
-def test_a_model_narrower_than_the_gate_reads_learns(tmp_path, shards):
-    in_process(tmp_path, shards, dict(n_embd=8, n_head=2, smear=True)).update()
 
 
 # -------------------------------------------------------------------------------------- real runs
@@ -421,9 +408,6 @@ def test_compiling_agrees_with_eager_and_compiles_nothing_after_warm_up(
         assert a == pytest.approx(b, abs=1e-4)
         graphs.add(counters["stats"]["unique_graphs"])
     assert len(graphs) == 1 and 0 not in graphs, "compiled later"
-
-
-# -------------------------------------------------------------------------------------- benchmark
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from lab.device import Precision
+
 from conftest import (  # isort: skip
     ROOT, TINY_RUN, differing_parts, driver, equal_bits, finished, of_kind, read_run, run_python,
     succeed, train_here, write_shards,
@@ -19,7 +21,6 @@ from test_speedrun import FLAGS as SPEEDRUN
 import train_gpt2
 from lab.cli import RunError, UserError
 from lab.data import get_tokenizer
-from lab.device import Precision
 from lab.run.folder import read_config
 from lab.run.spikes import LEAST, score
 from lab.tools import replay
@@ -133,17 +134,6 @@ def test_leaving_out_everything_ends_the_run(tmp_path, shards):
         train_here(tmp_path, shards, "r", **how)
 
 
-def test_a_spike_that_cannot_be_noted_ends_nothing(tmp_path, bad_shards, monkeypatch, capsys):
-    def full(path, data):
-        raise UserError(f"{path} cannot be written: the disk is full; make room")
-
-    monkeypatch.setattr("lab.run.spikes.write_whole", full)
-    run = train_here(tmp_path, bad_shards, "r", **CALM)
-    assert run.events[-1]["reason"] == "done" and not list(run.dir.glob("spike_*"))
-    assert "spike_000041.json cannot be written" in (said := capsys.readouterr().err)
-    assert said.endswith("The run goes on without it\n")
-
-
 @pytest.mark.parametrize("factor, step", [(1000.0, STEP), (math.inf, STEP), (math.nan, 1)])
 def test_a_spike_is_left_out_to_the_bit(tmp_path, shards, monkeypatch, factor, step):
     """As if the optimizer had not been called: weights, moments, counts. The data is passed over."""
@@ -218,10 +208,6 @@ def test_a_series_leaves_the_files_of_its_first(tmp_path, shards, monkeypatch, c
     assert left == [first, last, "spike_000060.pt"]
     replay.main([str(run.dir / "spike_000060.pt"), "--device", "cpu"])
     assert "the spike does not come back: usual is " in capsys.readouterr().out
-    bug = mock.Mock(side_effect=ValueError("planted"))
-    monkeypatch.setattr(train_gpt2.Run, "load_state_dict", bug)
-    with pytest.raises(ValueError, match="planted"):  # it is no fault of the recording
-        replay.main([str(run.dir / "spike_000060.pt"), "--device", "cpu"])
 
 
 def test_a_calm_run_has_no_spike(tmp_path):
@@ -237,10 +223,7 @@ def test_a_calm_run_has_no_spike(tmp_path):
     "wrong, sentence",
     [
         ("{", "is damaged"), ("[]", "is damaged"), (dict(step="1"), "is damaged"),
-        (dict(losses=["a"]), "is damaged"), (dict(norms={"w": None}), "is damaged"),
-        (dict(sequences=[{}]), "is damaged"), (dict(sequences=[{"at": "x", "text": 1}]), "is damaged"),
         (dict(program="none"), "unknown program"), (dict(step=10**9), "the run has 19073"),
-        (dict(model={"n_head": 5}), "must be divisible by n_head=5"),
         (dict(model={"n_layer": 10**6}), "must be from 1 to 4096"),
     ],
 )  # fmt: skip

@@ -171,13 +171,6 @@ def test_a_run_by_each_of_its_names(tmp_path, monkeypatch):
     x[0, 6] = 256  # end-of-text: what stands before it is not seen after it
     other = torch.cat([(x[:, :6] + 1) % 256, x[:, 6:]], dim=1)
     assert torch.allclose(loaded(x)[0][:, 6:], loaded(other)[0][:, 6:], atol=1e-6)
-    with pytest.raises(UserError, match="is of a program called 'other'; known are gpt2"):
-        models.load(saved(model, tmp_path / "b.pt", program="other"))
-    for state in (None, {1: 2}):
-        file = {"program": "speedrun", "model_config": {"n_embd": 12}, "model": state}
-        torch.save(file, tmp_path / "c.pt")
-        with pytest.raises(UserError, match="c.pt does not fit the model of its program"):
-            models.load(str(tmp_path / "c.pt"))
 
 
 def test_files_of_an_earlier_version():
@@ -267,26 +260,16 @@ def test_malicious_pickles_do_nothing(tmp_path, monkeypatch, how):
 
 FOLDERS = {  # what is said of a folder that transformers has saved: what was done to it
     "activation_function=gelu": dict(activation_function="gelu"),
-    "model_type=llama": dict(model_type="llama"),
     "n_head=7 does not divide": dict(n_head=7),
-    "n_head=[1] and vocab_size=": dict(n_head=[1]),
-    "config.json is damaged": dict(n_embd={}),
     "model.safetensors is damaged": lambda f: os.truncate(f / "model.safetensors", 5000),
-    "weights of folder is damaged": lambda f: [
-        (f / "model.safetensors").unlink(), torch.save(["a list"], f / "pytorch_model.bin")],
     "has no model.safetensors": lambda f: (f / "model.safetensors").unlink(),
-    "neither a run with a checkpoint nor": lambda f: (f / "config.json").unlink(),
 }  # fmt: skip
 H = "transformer.h.1."
 FILES = {  # what is said of a state dict in a file: what became of it
-    "not a GPT-2": lambda state: state.pop("transformer.wpe.weight"),
     f"has no {H}mlp.c_fc": lambda state: state.pop(f"{H}mlp.c_fc.weight"),
-    "c_fc.weight has shape": lambda state: state[f"{H}mlp.c_fc.weight"].t_(),
     "c_fc.bias holds numbers that": lambda state: state[f"{H}mlp.c_fc.bias"].fill_(torch.nan),
-    "a head of its own": lambda state: state.update({"lm_head.weight": torch.ones(104, 32)}),
     "lm_head.weight is sparse or": lambda s: s.update({"lm_head.weight": torch.eye(1).to_sparse()}),
     "checkpoint broken.pt is damaged": lambda state: state.update({3: torch.ones(4)}),
-    "rotary, which this model has not": lambda state: state.update({f"{H}rotary": torch.ones(4)}),
 }
 NOWHERE = {"'./x' is no file or folder": "./x", "there is no checkpoint x.pt": "x.pt"}
 NOWHERE |= {"checkpoint text.pt is": "text.pt", "no run with a checkpoint in log": ""}
@@ -388,14 +371,6 @@ def test_what_a_killed_export_left_goes_with_the_next(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["earlier.pt", "model.pt", "out"]
 
 
-def test_an_export_that_fails_leaves_nothing(tmp_path, monkeypatch):
-    source = saved(tiny_gpt(50257, 128, n_embd=16, n_head=2), tmp_path / "model.pt")
-    monkeypatch.setattr("tiktoken.get_encoding", lambda name: 1 / 0)
-    with pytest.raises(UserError, match="tokenizer files could not be downloaded"):
-        export(source, tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["model.pt"]
-
-
 def test_export_replaces_exports_alone(tmp_path, monkeypatch):
     """An empty folder or an earlier export; never another model, a run, another folder, a file."""
     monkeypatch.chdir(tmp_path)
@@ -404,25 +379,10 @@ def test_export_replaces_exports_alone(tmp_path, monkeypatch):
     (tmp_path / "mine").mkdir()
     for _ in range(2):
         export(source, "mine")
-    (tmp_path / "link").symlink_to("mine")
-    export(source, "link")
-    assert (tmp_path / "link").is_symlink() and (tmp_path / "mine/config.json").exists()
-    (tmp_path / "link").unlink()
     (tmp_path / "mine/notes.txt").write_text("mine")
     tiny_transformers().save_pretrained(tmp_path / "theirs")
     before = sorted(tmp_path.rglob("*"))
     for out in ("theirs", "mine", "log/a", "log", source):
         with pytest.raises(UserError, match="is not a new folder, nor an earlier export"):
             export(source, out)
-    for out in (f"{source}/x", "x" * 256):
-        with pytest.raises(UserError, match=f"{out} cannot be written"):
-            export(source, out)
-    resource = pytest.importorskip("resource", reason="Windows has no such limit")
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limit[1]))  # bytes of a file
-    try:
-        with pytest.raises(UserError, match="new cannot be written: File too large"):
-            export(source, "new")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert sorted(tmp_path.rglob("*")) == before

@@ -1,0 +1,91 @@
+"""bench/: what stands behind the numbers and pictures that it makes."""
+
+import dataclasses
+
+import compiled
+import figures
+import ladder
+import pytest
+import rungs
+import torch
+from conftest import ROOT
+from records import random_shards
+
+from lab.world import World
+from train_gpt2 import HeadLoss, set_up
+
+
+def tiny_args(tmp_path, **more):
+    data = random_shards(tmp_path / "data", 257, 20_000, 2_000)
+    return ladder.Config(device="cpu", data=data, **more)
+
+
+def build(tmp_path, **settings):
+    case = rungs.Case("rungs", "tiny", "x", settings, 1337)
+    return ladder.build(case, 4, tiny_args(tmp_path), World("cpu"))
+
+
+def test_the_timed_steps_are_updates_of_the_trainer(tmp_path):
+    def losses(run):
+        return [run.update()[0].sum().item() for _ in range(3)]
+
+    torch.set_float32_matmul_precision("high")  # as a case before this one may have left it
+    run = build(tmp_path, compile_mode="none", precision="fp32")
+    assert torch.get_float32_matmul_precision() == "highest"
+    config, cfg = run.raw_model.config, dataclasses.replace(run.cfg, kernels="fused")
+    found = losses(run)
+    assert found == losses(set_up(config, cfg, World("cpu")))
+    # the first rung's arithmetic is another
+    first = build(tmp_path, **rungs.START | dict(vocab_multiple=128))
+    assert losses(first) == pytest.approx(found, abs=1e-4)
+    plain = [type(r.raw_model.head_loss) is HeadLoss for r in (first, run)]
+    assert plain == [True, False]
+
+
+def test_every_variant_of_every_shape_is_a_valid_run(tmp_path):
+    args = tiny_args(tmp_path, shapes=tuple(rungs.SHAPES), groups=tuple(rungs.VARIANTS))
+    keys = [rungs.key_of(case.about(args, "H9")) for case in rungs.cases(args)]
+    assert len(set(keys)) == len(keys) > 300
+    best = dict(precision="bf16", attention="sdpa", compile_mode="default", adamw="fused")
+    best |= dict(vocab_multiple=128, bf16_residual=True, head="fp8", mlp="fp8")
+    assert rungs.VARIANTS["rungs"]["fp8_mlp"] == best
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.1])
+def test_a_rung_that_is_compiled_wrongly_is_a_failure(tmp_path, monkeypatch, factor):
+    def compile_wrongly(model, **_):
+        def forward(*args, **kwargs):
+            logits, loss = model(*args, **kwargs)
+            return logits, loss * factor
+
+        return forward
+
+    monkeypatch.setattr(torch, "compile", compile_wrongly)
+    run = build(tmp_path, precision="fp32")
+    assert bool(compiled.differs(run)) == (factor != 1)
+    if factor == 1:
+        assert ladder.first_step(run)[0] == pytest.approx(5.55, abs=0.3)
+    else:
+        with pytest.raises(FloatingPointError, match="wrong results"):
+            ladder.first_step(run)
+
+
+def test_the_table_of_the_ladder_is_that_of_the_records(capsys):
+    ladder.main(["--table"])
+    table = ROOT / "readme.assets" / "ladder.txt"
+    assert capsys.readouterr().out.strip() == table.read_text().strip()
+
+
+def test_a_star_marks_what_was_compiled_with_a_race():
+    settings = dict(precision="bf16", compile_mode="default", bf16_residual=False)
+    record = dict(shape="gpt2-xl", torch="2.11.0+cu130", settings=settings | dict(mlp="plain"))
+    assert rungs.raced(record)
+    for harmless in (dict(shape="gpt2"), dict(torch="2.14.1"), dict(settings=settings)):
+        assert not rungs.raced(record | harmless)
+
+
+def test_every_figure_is_made_from_the_records(tmp_path, capsys):
+    assert not figures.main(["--out", str(tmp_path)]) and not capsys.readouterr().err
+    there = {path.name for path in (ROOT / "readme.assets").glob("*.png")}
+    drawn = {path.name for path in tmp_path.iterdir()}
+    assert {name for name in there if not name.startswith("serve")} == drawn  # a page's pictures
