@@ -230,9 +230,8 @@ class Fsdp2AdamW(InShares):
     def clip_grad_norm(self, max_norm):
         """As Zero1AdamW's; backward() has made the exchange, but for the gains and biases of norms."""
         whole = [p.grad for p in self.norms]
-        mean = (
-            self.world.all_reduce(torch.cat([g.flatten() for g in whole])) / self.world.world_size
-        )
+        mean = self.world.all_reduce(torch.cat([g.flatten() for g in whole]))
+        mean /= self.world.world_size
         for grad, part in zip(whole, mean.split([g.numel() for g in whole])):
             grad.copy_(part.view_as(grad))
         grads = [local(p.grad) for p in self.params]
@@ -252,7 +251,7 @@ class Fsdp2AdamW(InShares):
         """On rank 0 what AdamW would have without shares, on the CPU; elsewhere it has no state."""
         moments = {}
         for i, (mine, p) in enumerate(zip(self.mine, self.params)):
-            if state := self.of_shares.state[mine]:
+            if state := self.of_shares.state.get(mine):
                 shares = {name: share_of(tensor, p) for name, tensor in state.items()}
                 moments[i] = gathered(shares, self.world)
         return self.of_wholes.state_dict() | {"state": moments if self.world.is_main else {}}

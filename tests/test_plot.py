@@ -8,13 +8,10 @@ import time
 
 import numpy as np
 import pytest
-from conftest import ROOT
 
 from lab.cli import UserError
 from lab.tools import plot, run_logs
 from lab.tools.style import COLORS, MEANS
-
-LAB = ROOT / "lab" / "__main__.py"
 
 
 def write_log(folder, lines, tail=""):
