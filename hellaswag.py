@@ -51,37 +51,29 @@ class Examples:
         return len(self.rows)
 
 
-def tokenise(examples, tokenizer):
-    """Examples from the dicts of read_examples. A context without tokens becomes end-of-text:
-    something has to come before an ending's first token for that to have a loss."""
-    tokens = [
-        [tokenizer.encode(e["ctx"]) or [tokenizer.eot]]
-        + [tokenizer.encode(" " + text) for text in e["endings"]]
-        for e in examples
-    ]
-    return Examples(list(examples), tokens)
-
-
-def choose(data, block_size, limit=0, skip_long=False):
-    """The Examples to score.
+def choose(examples, tokenizer, block_size, limit=0, skip_long=False):
+    """The Examples to score, of the dicts of read_examples.
 
     `limit` examples (0: all) are spread evenly over the file, whose first third is all ActivityNet.
-    The last token of an ending is never an input, so context and ending may have block_size + 1
-    together. A context is cut from the left until the longest of the four endings fits: all four
-    see the same. Raises UserError for an ending that leaves no context, unless skip_long."""
-    n = min(limit or len(data), len(data))
+    A context without tokens becomes end-of-text: something has to come before an ending's first
+    token for that to have a loss. The last token of an ending is never an input, so context and
+    ending may have block_size + 1 together. A context is cut from the left until the longest of the
+    four endings fits: all four see the same. Raises UserError for an ending that leaves no context,
+    unless skip_long."""
+    n = min(limit or len(examples), len(examples))
     rows, tokens, cut = [], [], 0
-    for i in np.arange(n) * len(data) // n:
-        longest = int(data.end_len[i].max())
+    for row in (examples[i] for i in np.arange(n) * len(examples) // n):
+        context = tokenizer.encode(row["ctx"]) or [tokenizer.eot]
+        endings = [tokenizer.encode(" " + text) for text in row["endings"]]
+        longest = max(map(len, endings))
         if longest <= block_size:
-            context, *endings = data.tokens[i]
             keep = block_size + 1 - longest
             cut += len(context) > keep
-            rows.append(data.rows[i])
+            rows.append(row)
             tokens.append([context[-keep:], *endings])
         elif not skip_long:
             raise UserError(
-                f"line {data.rows[i]['line']} has an ending of {longest} tokens, the model's "
+                f"line {row['line']} has an ending of {longest} tokens, the model's "
                 f"context holds block_size={block_size}; hellaswag.py --skip_long leaves it out"
             )
     if not rows:
@@ -148,11 +140,6 @@ def hidden(model, idx, position, part):
     return model.hidden(idx, position, mask).flatten(0, 1)  # mask (B, 1, T, T)
 
 
-def predictions(sums, end_len):
-    """The endings (N,) that acc and acc_norm choose."""
-    return sums.argmin(1), (sums / end_len).argmin(1)
-
-
 @torch.no_grad()
 def ending_losses(model, data, world, check=lambda: None):
     """Sum of the losses of each ending (N, 4) in float64, on every process; each does its share.
@@ -202,8 +189,8 @@ def interval(p, n, z=1.96):
 def summarise(sums, end_len, label):
     """acc, acc_norm, standard errors (of a mean, as in lm-evaluation-harness), intervals, count."""
     out, n = {}, len(label)
-    for name, guess in zip(("acc", "acc_norm"), predictions(sums, end_len)):
-        p = float((guess == label).mean())
+    for name, losses in (("acc", sums), ("acc_norm", sums / end_len)):
+        p = float((losses.argmin(1) == label).mean())
         stderr = math.sqrt(p * (1 - p) / max(1, n - 1))
         low, high = interval(p, n)
         out |= {name: p, f"{name}_stderr": stderr, f"{name}_low": low, f"{name}_high": high}
@@ -230,8 +217,8 @@ def prepare(model, world, path=None, limit=0, skip_long=False):
 
     def chosen():
         tokenizer = get_tokenizer(name_of_size(model.config.vocab_size))
-        data = tokenise(read_examples(path or locate()), tokenizer)
-        return choose(data, model.config.block_size, limit, skip_long)
+        examples = read_examples(path or locate())
+        return choose(examples, tokenizer, model.config.block_size, limit, skip_long)
 
     return world.on_main(chosen)
 

@@ -290,7 +290,7 @@ def write_parquet():
 
 
 def read_hellaswag():
-    hellaswag.choose(hellaswag.tokenise(read_examples("in/h.jsonl"), get_tokenizer("bytes")), 64)
+    hellaswag.choose(read_examples("in/h.jsonl"), get_tokenizer("bytes"), 64)
 
 
 @dataclass

@@ -43,8 +43,8 @@ def load(source):
     Raises UserError where there is nothing to read, or where it fits no model of this project.
     """
     path = find(source)
-    if not path.endswith(".pt"):
-        shape, state = weights.read(path)
+    if not Path(path).is_file() and not path.endswith(".pt"):
+        shape, state = weights.read_hugging_face(path)
         return build("bert" if "segments" in shape else "gpt2", {}, shape, state, path)
     checkpoint = read_checkpoint(path)
     found = checkpoint if isinstance(checkpoint, dict) else {}
@@ -103,8 +103,8 @@ def shape_of(source, log_dir="log", program=""):
     """{name of SHAPE: size} of what `source` names (see find), and what else a checkpoint's model
     config says. Raises UserError for a checkpoint of another program than this."""
     path = find(source, log_dir)
-    if not path.endswith(".pt"):
-        return weights.read(path)[0]
+    if not Path(path).is_file() and not path.endswith(".pt"):
+        return weights.read_hugging_face(path)[0]
     model = load(path)
     ours = importlib.import_module(PROGRAMS[program]).Run.model_class if program else object
     if not isinstance(model, ours):
@@ -132,11 +132,10 @@ def same_shape(source, theirs, model_config, *also):
 def start_from(source, model, log_dir="log"):
     """Give a new model the weights that `source` names (see find), which must be of its shape."""
     path = find(source, log_dir)
-    if hasattr(model, "from_pretrained"):  # GPT-2's weights come from many places
-        shape, state = weights.read(path)
-        same_shape(path, shape, model.config)
-        weights.copy_into(model, state, path)
-        return
     other = load(path)
-    same_shape(path, dataclasses.asdict(other.config), model.config, "vocab_multiple")
-    load_exactly(model, other.state_dict(), path)
+    if hasattr(model, "from_pretrained"):  # GPT-2's weights come from many places
+        same_shape(path, dataclasses.asdict(other.config), model.config)
+        weights.copy_into(model, other.state_dict(), path)  # with more or fewer pad rows
+    else:
+        same_shape(path, dataclasses.asdict(other.config), model.config, "vocab_multiple")
+        load_exactly(model, other.state_dict(), path)

@@ -31,19 +31,10 @@ SUMS = "model.sha256"  # in an export: safetensors have no checksum of their own
 WSE = "transformer.wse.weight"  # of segments, which BERT has and GPT-2 has not
 
 
-def read(source):
-    """(shape, state) of a .pt file, a Hugging Face folder, or a model's name on the hub.
-
-    shape has n_layer, n_head, n_embd, block_size and vocab_size. Raises UserError where there is
-    nothing to read, or where it is neither."""
-    if Path(source).is_file() or str(source).endswith(".pt"):
-        return unpack(read_checkpoint(source), source)
-    return read_hugging_face(str(source))
-
-
 def unpack(checkpoint, source):
-    """read, of what a .pt file holds: a checkpoint of this project, of nanoGPT or build-nanogpt, or
-    a bare state dict."""
+    """(shape, state) of what a .pt file holds: a checkpoint of this project, of nanoGPT or
+    build-nanogpt, or a bare state dict. shape has n_layer, n_head, n_embd, block_size and
+    vocab_size."""
     names = ("model_config", "model_args", "config")  # ours, nanoGPT's, build-nanogpt's (an object)
     with reading(source, "checkpoint", "name another"):
         config = next((checkpoint[name] for name in names if checkpoint.get(name) is not None), {})
@@ -52,7 +43,7 @@ def unpack(checkpoint, source):
 
 
 def read_hugging_face(source):
-    """read, of a folder or of a model on the hub."""
+    """unpack, of a Hugging Face folder or of a model on the hub."""
     folder = Path(source) if Path(source).is_dir() else download(source)
     if not (folder / "config.json").exists():
         raise UserError(

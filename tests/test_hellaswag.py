@@ -107,7 +107,7 @@ def test_scores_worked_out_by_hand(monkeypatch):
     assert sums == pytest.approx(-np.log([first, second]), rel=1e-6)
     # first: sums 1.39, 2.77, 2.65, 0.69 choose 3; means 1.39, 1.39, 0.88, 0.69 choose 3 too. Wrong.
     # second: sums 4.16, 0.69, 1.39, 3.47 and means 2.08, 0.69, 1.39, 1.16 choose 1. Right.
-    assert [p.tolist() for p in hellaswag.predictions(sums, data.end_len)] == [[3, 1], [3, 1]]
+    assert [s.argmin(1).tolist() for s in (sums, sums / data.end_len)] == [[3, 1], [3, 1]]
     result = summarise(sums, data.end_len, data.label)
     assert (result["acc"], result["acc_norm"], result["count"]) == (0.5, 0.5, 2)
     assert result["acc_stderr"] == pytest.approx(0.5)  # of [0, 1]: deviation 0.707 / sqrt(2)
@@ -201,13 +201,13 @@ def test_which_examples(tmp_path):
     examples[3]["endings"][1] = "x" * 32  # 33 tokens with the leading blank
     examples[4]["ctx"] = ""
     lines = [e | {"line": i + 1} for i, e in enumerate(examples)]
-    data = hellaswag.tokenise(lines, get_tokenizer("bytes"))
-    assert [row["line"] for row in choose(data, 128, limit=3).rows] == [1, 11, 21]
-    assert len(choose(data, 128, limit=99)) == len(choose(data, 128)) == 30
-    assert choose(data, 33).ctx_len[3] == 1  # one token of context is enough
+    data = lines, get_tokenizer("bytes")
+    assert [row["line"] for row in choose(*data, 128, limit=3).rows] == [1, 11, 21]
+    assert len(choose(*data, 128, limit=99)) == len(choose(*data, 128)) == 30
+    assert choose(*data, 33).ctx_len[3] == 1  # one token of context is enough
     with pytest.raises(UserError, match="line 4 .* 33 tokens, .*block_size=32; .*--skip_long"):
-        choose(data, 32)
-    chosen = choose(data, 32, skip_long=True)
+        choose(*data, 32)
+    chosen = choose(*data, 32, skip_long=True)
     assert (len(chosen), chosen.skipped) == (29, 1)
     assert 4 not in [row["line"] for row in chosen.rows]
     model = noisy_gpt()  # a context without tokens becomes end-of-text
