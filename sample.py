@@ -25,8 +25,8 @@ from lab.data.chat import STOPS, fit_chat
 from lab.data.tokenizers import printable
 from lab.files import check_writable, template, write_whole
 from lab.generate import KVCache, generate, read_ahead
-from lab.shading import shade
 from lab.text_stream import Text, fast_step, pieces, ready
+from lab.token_colors import shade
 from lab.world import World
 
 

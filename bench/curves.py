@@ -4,8 +4,8 @@ import numpy as np
 from drawing import blank, cell, cells_of, made_by, records, shorten, where_and_when, write
 
 from lab.tools.plot import draw
+from lab.tools.plot_style import color_of, reference
 from lab.tools.run_logs import column, read_log
-from lab.tools.style import color_of, reference
 
 
 @made_by("python train_gpt2.py --preset laptop")

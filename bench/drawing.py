@@ -1,4 +1,4 @@
-"""What the figures share: finding their records, and parts of drawings, as lab.tools.style looks."""
+"""What the figures share: finding their records, and parts of drawings, as lab.tools.plot_style looks."""
 
 from functools import partial
 

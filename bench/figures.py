@@ -5,7 +5,7 @@ alone.
     python bench/figures.py ladder shapes        # some
 
 Where records are missing, one sentence names the command which makes them. Look and colours are
-those of lab.tools.style, where a colour has one meaning.
+those of lab.tools.plot_style, where a colour has one meaning.
 """
 
 import math
@@ -40,8 +40,8 @@ from tyro.conf import Positional
 
 from lab.cli import UserError, command, parse
 from lab.files import check_writable
+from lab.tools.plot_style import PAPER, color_of, style
 from lab.tools.run_logs import short
-from lab.tools.style import PAPER, color_of, style
 
 # tokens/s of the same work by others' published programs on an H200, measured outside this
 # repository

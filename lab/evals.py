@@ -10,8 +10,8 @@ from lab.cli import UserError, progress
 from lab.data import TokenShards, get_tokenizer, name_of_size
 from lab.data.tokenizers import printable
 from lab.generate import generate
-from lab.shading import shade
 from lab.text_stream import Text
+from lab.token_colors import shade
 
 
 class Every:
@@ -209,7 +209,7 @@ class Samples(Every):
 
 
 def draw_samples(model, tokenizer, prompt, tokens, seed):
-    """Two texts that begin with the prompt, and what shading.shade says of the first one's tokens.
+    """Two texts that begin with the prompt, and what token_colors.shade says of the first one's tokens.
     Where the model ends a text and begins another, a line stands between them."""
     device, eot = model.lm_head.weight.device, model.config.vocab_size - 1
     ids = [eot] + tokenizer.encode(prompt)  # end-of-text: a document begins here

@@ -4,7 +4,7 @@ import codecs
 
 import torch
 
-from lab import models, shading
+from lab import models, token_colors
 from lab.cli import UserError, program
 from lab.data.tokenizers import END_OF_TEXT, get_tokenizer, name_of_size
 from lab.device import Precision, why_no_compile
@@ -82,7 +82,7 @@ class Text:
 
 def pieces(model, tokenizer, ids, max_new_tokens, likeliest=0, stop=(), one_window=False, **how):
     """Yield each token that follows `ids` as {"id", "text", "end"}, with `likeliest` also what
-    shading.shade says of it. how: settings of generate.
+    token_colors.shade says of it. how: settings of generate.
 
     "end" is None but in the last: "stop" where the model ended its text or wrote one of `stop`,
     which is cut off, "window" where with `one_window` the context was full (without, it slides),
@@ -97,7 +97,9 @@ def pieces(model, tokenizer, ids, max_new_tokens, likeliest=0, stop=(), one_wind
         token = token.item()
         piece = {"id": token, "text": text.add(token), "end": None}
         if likeliest:
-            piece = shading.shade(token, logits[0], piece["text"], tokenizer, likeliest) | piece
+            piece = (
+                token_colors.shade(token, logits[0], piece["text"], tokenizer, likeliest) | piece
+            )
         if text.ended:
             piece["end"] = "stop"
         elif text.count == most:
@@ -123,7 +125,7 @@ def pieces(model, tokenizer, ids, max_new_tokens, likeliest=0, stop=(), one_wind
 
 @torch.no_grad()
 def scored(model, tokenizer, ids):
-    """What shading.shade says of each of `ids`: how likely it was after those before. The first,
+    """What token_colors.shade says of each of `ids`: how likely it was after those before. The first,
     an end-of-text that nothing foretells, is left out."""
     idx = torch.tensor([ids[:-1]], device=next(model.parameters()).device)
     if not idx.numel():
@@ -132,5 +134,5 @@ def scored(model, tokenizer, ids):
     shades = []
     for token, row in zip(ids[1:], logits):
         piece = text.add(token) or (END_OF_TEXT if token == tokenizer.eot else "")
-        shades.append(shading.shade(token, row, piece, tokenizer))
+        shades.append(token_colors.shade(token, row, piece, tokenizer))
     return shades

@@ -11,7 +11,7 @@ import pytest
 
 from lab.cli import UserError
 from lab.tools import plot, run_logs
-from lab.tools.style import COLORS, MEANS
+from lab.tools.plot_style import COLORS, MEANS
 
 
 def write_log(folder, lines, tail=""):

@@ -7,7 +7,7 @@ import numpy as np
 from lab.cli import UserError
 from lab.data.hellaswag import is_published, source_of
 from lab.files import check_writable, writing
-from lab.tools.style import color_of, style
+from lab.tools.plot_style import color_of, style
 
 
 def check_picture(path):

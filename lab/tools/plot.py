@@ -12,8 +12,8 @@ from statistics import median_high
 from lab.cli import UserError, parse, say
 from lab.files import writing
 from lab.tools import run_logs
+from lab.tools.plot_style import SERIES, color_of, reference, style
 from lab.tools.run_logs import by_tokens, column, hellaswag, read_log, short, tokens_at
-from lab.tools.style import SERIES, color_of, reference, style
 
 # acc_norm of the published models on HellaSwag's 10042 validation examples
 PUBLISHED_HELLASWAG = {"GPT-2 124M": 0.2955, "GPT-2 1558M": 0.4893}

@@ -21,8 +21,8 @@ from lab.data.tokenizers import printable
 from lab.files import read_json, template, write_whole, writing
 from lab.tools import run_logs
 from lab.tools.plot import caption, finding, hellaswag_levels, loss_levels
+from lab.tools.plot_style import COLORS, PAPER, place_of
 from lab.tools.run_logs import by_tokens, column, comparable
-from lab.tools.style import COLORS, PAPER, place_of
 
 RENEW = 10  # seconds between two looks at a run that is watched
 

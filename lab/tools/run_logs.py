@@ -79,7 +79,7 @@ def read_log(run):
 
 def checked(record):
     """A record without the fields that lab.run.log would not have written. Raises one of Python's
-    errors where step or time are none, or where shaded is not what shading.shade gives."""
+    errors where step or time are none, or where shaded is not what token_colors.shade gives."""
     right = {k: v for k, v in record.items() if isinstance(v, TYPES.get(k, (int, float)))}
     step, time = right["step"], right["time"]
     if type(step) is not int or not (0 <= step < 2**53 and 0 <= time < 2**35):

@@ -20,7 +20,7 @@ from lab.cli import UserError
 from lab.data.chat import STOPS
 from lab.files import template
 from lab.text_stream import Busy, scored
-from lab.tools.style import PAPER
+from lab.tools.plot_style import PAPER
 
 LONGEST = 4096  # new tokens
 LARGEST = 2**16  # bytes of a request
