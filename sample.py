@@ -200,7 +200,7 @@ def main(argv):
         seed += 1
         if cfg.html:
             shown += [(printable(prompt), text.shades) for text in texts]
-            page = template("shading.html.j2").render(title=f"{source} writes", texts=shown)
+            page = template("token_colors.html.j2").render(title=f"{source} writes", texts=shown)
             write_whole(cfg.html, page.encode())
     if shown:
         say(f"wrote {cfg.html}")

@@ -209,8 +209,8 @@ class Samples(Every):
 
 
 def draw_samples(model, tokenizer, prompt, tokens, seed):
-    """Two texts that begin with the prompt, and what token_colors.shade says of the first one's tokens.
-    Where the model ends a text and begins another, a line stands between them."""
+    """Two texts that begin with the prompt, and what token_colors.shade says of the first one's
+    tokens. Where the model ends a text and begins another, a line stands between them."""
     device, eot = model.lm_head.weight.device, model.config.vocab_size - 1
     ids = [eot] + tokenizer.encode(prompt)  # end-of-text: a document begins here
     idx = torch.tensor([ids[: model.config.block_size]] * 2, device=device)
