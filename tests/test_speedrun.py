@@ -16,10 +16,12 @@ import train_gpt2
 from lab import models
 from lab.cli import UserError
 from lab.data import hide_other_documents
-from lab.generate import generate
+from lab.generate import KVCache, generate
+from lab.kernels.decode_step import knows
 from lab.optim import POLAR_EXPRESS, Muon, orthogonalize
 from lab.optim.muon import NEWTON_SCHULZ
 from lab.run.vitals import Vitals
+from lab.text_stream import fast_step
 from lab.world import World
 from speedrun import GPT, GPTConfig, TrainConfig, step_tokens
 
@@ -188,6 +190,17 @@ def test_cached_and_uncached_give_the_same_tokens(changes):
     )
     assert [t.tolist() for t, _ in cached] == [t.tolist() for t, _ in uncached]
     assert max((a - b).abs().max() for (_, a), (_, b) in zip(cached, uncached)) < 1e-4
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_its_next_token_is_not_taken_for_gpt2s(device):
+    """On a GPU the step is compiled."""
+    model = tiny_model(**EVERYTHING).to(device)
+    assert not knows(model)
+    cache = KVCache(32, fast_step(model))
+    for idx in torch.randint(VOCAB, (2, 1, 5), device=device):
+        plain, fast = (list(generate(model, idx, 40, 0, cache=c)) for c in (None, cache))
+        assert [token.item() for token, _ in fast] == [token.item() for token, _ in plain]
 
 
 def test_hellaswags_packed_rows_are_the_separate_ones():

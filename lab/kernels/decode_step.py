@@ -70,11 +70,11 @@ def knows(model):
     """Whether OneTokenStep computes what `model` does. The parts must have GPT-2's names, and for four
     tokens the outcome must be the model's own: a learner may have changed the forward of a block."""
     weight, config = next(model.parameters()), model.config
-    if not weight.is_cuda or config.document_mask or importlib.util.find_spec("triton") is None:
-        return False
-    block, head_size = model.blocks[0], config.n_embd // config.n_head
+    block, head_size = model.transformer.h[0], config.n_embd // config.n_head
     with_parameters = {n for n, m in block.named_modules() if list(m.parameters(recurse=False))}
     if with_parameters != PARTS or head_size & (head_size - 1):  # Triton wants powers of 2
+        return False
+    if not weight.is_cuda or config.document_mask or importlib.util.find_spec("triton") is None:
         return False
     cache, idx = KVCache(4), torch.arange(4, device=weight.device)[None]
     model(idx[:, :3], cache=cache)
