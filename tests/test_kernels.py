@@ -156,7 +156,8 @@ def test_fused_loss_and_gradients_are_the_plain_ones(dtype, padded, device):
         ours = with_gradients(lambda *a: fused(*a, reduction), x, weight, targets, dtype=dtype)  # noqa: B023
         theirs = with_gradients(lambda *a: expected(*a, reduction), x, weight, targets)  # noqa: B023
         assert agree(ours, theirs, bound) and {t.dtype for t in ours} == {torch.float32}
-        assert agree(ours, theirs, 1e-5) == (dtype == torch.float32), "it is computed in this type"
+        if device == "cpu":  # a GPU's 32 bits may be TF32, as coarse as 16
+            assert agree(ours, theirs, 1e-5) == (dtype == torch.float32), "computed in this type"
         assert not ours[1][targets == -1].any() and not ours[2][V:].any()
 
 
