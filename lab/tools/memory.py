@@ -81,7 +81,7 @@ def state(s):
     V_C = s.model.padded_vocab_size * s.model.n_embd
     # whole gradients: to be added to, or in DDP's buckets
     stay = s.parallel != "fsdp2" and (accumulates or s.parallel == "ddp")
-    if s.parallel == "fsdp2":  # computed; of an earlier form of it see docs/SPEED.md
+    if s.parallel == "fsdp2":
         block = M / s.model.n_layer
         yield "weights, gradients, moments", 16 * P / n, ALWAYS
         yield "two blocks, and the rest", 2 * s.bytes * block + 4 * (P - M), ALWAYS

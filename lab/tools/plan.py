@@ -35,8 +35,8 @@ from lab.world import World
 FRAGMENTS = 0.05  # share of the memory that cannot be handed out; fit_batch_size leaves as much
 MFU = 0.4  # assumed of a GPU that is not here, if a micro-step takes a millisecond a layer or more
 # several GPUs against as many times one (docs/SPEED.md): DDP without accumulation; what sends less;
-# FSDP2 (of an earlier form), which sends in each micro-step, so that accumulating gains nothing
-SCALING = {"ddp": 0.95, "less": 0.97, "fsdp2": 0.93}
+# FSDP2, which sends in each micro-step, so that accumulating gains nothing
+SCALING = {"ddp": 0.95, "less": 0.97, "fsdp2": 0.92}
 WITHOUT_BF16 = ("V100", "T4")
 # the chips before Ada and Hopper, whose products have 16 bits at least
 WITHOUT_FP8 = (*WITHOUT_BF16, "A100", "A800", "A40", "A30", "A10G", "A10", "RTX A6000", "RTX 3090")
