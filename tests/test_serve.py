@@ -266,7 +266,8 @@ def test_no_request_is_large_and_no_path_reads_a_file(server):
     assert status == 200 and "http" not in page.replace("http-equiv", ""), "it fetches nothing"
     for host in ("evil.example", "127.0.0.1.evil.example"):  # a name that leads here
         assert server.send("/v1/models", Host=host)[0] == 400
-    assert server.send("/generate", b'{"prompt": "a"}', **{"Content-Type": "text/plain"})[0] == 400
+    for path in ("/generate", "/v1/completions"):
+        assert server.send(path, b'{"prompt": "a"}', **{"Content-Type": "text/plain"})[0] == 400
 
 
 # ------------------------------------------------------------------------------------ many at once

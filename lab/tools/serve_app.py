@@ -60,6 +60,8 @@ class OpenAI(Ask, extra="allow"):
     @model_validator(mode="before")
     def without_nulls(cls, request):
         """null is what is not given; the newer name of max_tokens goes before the older one."""
+        if not isinstance(request, dict):
+            return request  # pydantic says what it must be
         request = {k: v for k, v in request.items() if v is not None}
         if "max_completion_tokens" in request:
             request.pop("max_tokens", None)
