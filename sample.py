@@ -16,11 +16,15 @@ import time
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from lab.cli import UserError, command, parse, say, set_threads
+
+if __name__ == "__main__":
+    set_threads()  # before torch starts them: a training run may be busy beside this
+
 import torch
 from tyro.conf import Positional, arg
 
 from lab import models
-from lab.cli import UserError, command, parse, say
 from lab.data.chat import STOPS, fit_chat
 from lab.data.tokenizers import printable
 from lab.files import check_writable, template, write_whole
