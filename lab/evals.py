@@ -43,9 +43,9 @@ class Validation(Every):
         self.prepare(run)
 
     def due(self, step, last):
-        """Also where a run goes on after a step that was measured: the checkpoint came before, so
-        its best_val is of the one before."""
-        return super().due(step, last or step == self.again > 0)
+        """Also, even with --val_every 0, where a run goes on after a step that was measured: the
+        checkpoint came before, so its best_val is of the one before."""
+        return step == self.again > 0 or super().due(step, last)
 
     def prepare(self, run):
         """What is the same at each step."""

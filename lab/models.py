@@ -19,7 +19,8 @@ from lab.run.folder import known_settings
 # what a checkpoint calls its program: the file, whose Run says its model, and PRESETS its settings
 PROGRAMS = {"gpt2": "train_gpt2", "bert": "bert", "speedrun": "speedrun"}
 WITH_PUBLISHED_WEIGHTS = ("gpt2", "bert")  # which tell their shape
-SHAPE = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
+# settings of a model that may change while it is trained; the others say which function it is
+FREE = ("attention", "bf16_residual", "activation_checkpointing", "document_mask", "mask_share")
 
 
 def find(source, log_dir="log"):
@@ -100,8 +101,8 @@ def load_exactly(model, state, source):
 
 
 def shape_of(source, log_dir="log", program=""):
-    """{name of SHAPE: size} of what `source` names (see find), and what else a checkpoint's model
-    config says. Raises UserError for a checkpoint of another program than this."""
+    """{name: value} of the model config of what `source` names (see find), as far as it is known.
+    Raises UserError for a checkpoint of another program than this."""
     path = find(source, log_dir)
     if not Path(path).is_file() and not path.endswith(".pt"):
         return weights.read_hugging_face(path)[0]
@@ -115,27 +116,31 @@ def shape_of(source, log_dir="log", program=""):
     return dataclasses.asdict(model.config)
 
 
-def same_shape(source, theirs, model_config, *also):
-    """Raise UserError where the shape of a model (a dict) differs from that of a config."""
-    names = (*SHAPE, *also)
-    ours = {name: getattr(model_config, name) for name in names}
-    different = [k for k in names if type(theirs.get(k)) is not int or theirs[k] != ours[k]]
-    if different:
-        pairs = ", ".join(f"{k}={theirs.get(k)} (here {ours[k]})" for k in different)
-        ways = [" ".join(f"--{k} {theirs.get(k)}" for k in different if k != "vocab_size")]
-        ways += ["--data with shards of its tokenizer"] * ("vocab_size" in different)  # other words
-        raise UserError(
-            f"{source} has another shape: {pairs}; pass {' and '.join(filter(None, ways))}"
-        )
+def check_same(source, theirs, model_config, *free):
+    """Raise UserError where a model's settings (a dict) are of another function than a config's."""
+    ours = {k: v for k, v in vars(model_config).items() if k not in FREE + free}
+    theirs = vars(type(model_config)()) | theirs  # an old one may lack a setting
+    pairs, ways = [], []
+    for name, value in ours.items():
+        if type(theirs[name]) is not type(value) or theirs[name] != value:
+            pairs.append(f"{name}={theirs[name]} (here {value})")
+            if name == "vocab_size":  # other words
+                ways.append("--data with shards of its tokenizer")
+            elif type(value) is bool:
+                ways.append(f"--{name}" if theirs[name] is True else f"--no_{name}")
+            else:
+                ways.append(f"--{name} {theirs[name]}")
+    if pairs:
+        raise UserError(f"{source} is another model: {', '.join(pairs)}; pass {' and '.join(ways)}")
 
 
 def start_from(source, model, log_dir="log"):
-    """Give a new model the weights that `source` names (see find), which must be of its shape."""
+    """Give a new model the weights that `source` names (see find), which must be another such one."""
     path = find(source, log_dir)
     other = load(path)
     if hasattr(model, "from_pretrained"):  # GPT-2's weights come from many places
-        same_shape(path, dataclasses.asdict(other.config), model.config)
+        check_same(path, vars(other.config), model.config, "vocab_multiple")
         weights.copy_into(model, other.state_dict(), path)  # with more or fewer pad rows
     else:
-        same_shape(path, dataclasses.asdict(other.config), model.config, "vocab_multiple")
+        check_same(path, vars(other.config), model.config)
         load_exactly(model, other.state_dict(), path)

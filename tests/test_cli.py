@@ -133,7 +133,7 @@ BAD = {
     "--n_layer 5000": "n_layer=5000 must be at most 4096",
     "--run_name ../x": "run_name=../x must be a plain name",
     "--preset gpt5": "preset=gpt5 is not one of gpt2, .* laptop",
-    "--init_from log/there --n_embd 64": r"another shape: n_embd=32 \(here 64\); pass --n_embd 32",
+    "--init_from log/there --n_embd 64": r"is another model: n_embd=32 \(here 64\); pass --n_embd 32",
     "--log_dir file": "file.* cannot be written",
     "--run_name there": "there is another run's already; pass --resume .*, or another --run_name",
     "--resume --run_name there --preset laptop": "preset=laptop is for a new run; .*there goes on as",

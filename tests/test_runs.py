@@ -68,15 +68,17 @@ def test_resuming_changes_nothing_of_a_hard_case(tmp_path, shards, monkeypatch, 
     assert not differing_parts(whole.checkpoints[20], rest.checkpoints[20])
 
 
-def test_a_run_that_goes_on_knows_the_best_of_what_it_ended_with(tmp_path, shards):
+@pytest.mark.parametrize("every", [7, 0])
+def test_a_run_that_goes_on_knows_the_best_of_what_it_ended_with(tmp_path, shards, every):
     """Its last checkpoint came before its last measurement."""
     how = dict(ckpt_every=7, val_every=7, total_batch_size=64)
     first = train_here(tmp_path, shards, "r", max_steps=5, **how)
-    on = dict(max_steps=7, resume=True, lr=1.0, warmup_steps=0, schedule="constant")
-    rest = train_here(tmp_path, shards, "r", **how | on)
-    assert rest.val[7] > first.val[5], "a high rate has made it worse"
+    on = dict(resume=True, lr=1.0, warmup_steps=0, schedule="constant")
+    train_here(tmp_path, shards, "r", max_steps=7, **how | on | dict(val_every=every))
+    rest = train_here(tmp_path, shards, "r", max_steps=8, **how | on)
+    assert rest.val[8] > first.val[5], "a high rate has made it worse"
     assert read_checkpoint(rest.dir / "model_best.pt")["step"] == 5
-    assert rest.checkpoints[7]["best_val"] == first.val[5]
+    assert rest.checkpoints[8]["best_val"] == first.val[5]
 
 
 @pytest.mark.parametrize("max_steps", [400, 100])  # soon, or where it was the last one
@@ -356,7 +358,7 @@ def test_checkpoints_of_wrong_structure_are_refused(tmp_path, shards):
         (tmp_path / "x").mkdir(exist_ok=True)
         shutil.copy(run.dir / "config.json", tmp_path / "x")
         torch.save(changed, tmp_path / "x" / "model_000001.pt")
-        said = "weights with --init_from|another shape"
+        said = "weights with --init_from|another model"
         with pytest.raises(UserError, match=said):
             train_here(tmp_path, shards, "x", resume=True, max_steps=2)
 
@@ -364,7 +366,7 @@ def test_checkpoints_of_wrong_structure_are_refused(tmp_path, shards):
 def test_what_does_not_fit_a_run_is_refused(tmp_path, shards):
     train_here(tmp_path, shards, "r", max_steps=1)
     for changed, said in (
-        (dict(model=dict(n_layer=1)), r"another shape: n_layer=2 \(here 1\); pass --n_layer 2"),
+        (dict(model=dict(n_layer=1)), r"is another model: n_layer=2 \(here 1\); pass --n_layer 2"),
         (dict(model=dict(vocab_size=300)), "pass --data with shards of its tokenizer"),
         (dict(model=dict(vocab_multiple=512)), "vocab_multiple=128 .here 512"),
         (dict(optimizer="muon"), "optimizer=muon cannot go on from .*model_000001.pt, which adamw made"),

@@ -356,7 +356,10 @@ def test_six_steps_are_three_and_resume_and_three_and_tools_read_them(tmp_path, 
     begin = ("--max_steps", 1, "--log_dir", "other", "--init_from", folder)
     run_speedrun(*begin)  # with its differences to GPT-2, as well as its shape
     assert read_run(tmp_path / "other/r").losses[0] < whole.losses[0] - 0.2
-    assert "does not fit" in run_speedrun(*begin, "--bigram_rows", 50, "--run_name", "w", status=2)
+    other = run_speedrun(*begin, "--bigram_rows", 50, "--run_name", "w", status=2)
+    assert "is another model: bigram_rows=100 (here 50); pass --bigram_rows 100" in other
+    other = run_speedrun("--resume", "--max_steps", 7, "--no_qk_norm", "--tied", status=2)
+    assert "qk_norm=True (here False), tied=False (here True); pass --qk_norm and --no_tied" in other
 
 
 def test_two_processes_are_one(tmp_path, shards, run_speedrun):

@@ -19,7 +19,7 @@ from lab.data.chat import ROLES, build_chats
 from lab.data.shards import read_manifest
 from lab.data.tokenizers import WORD_PIECE_FILE, WordPiece
 from lab.files import check_keys, read_json, reading
-from lab.models import PROGRAMS, find, same_shape, shape_of
+from lab.models import PROGRAMS, check_same, find, shape_of
 from lab.run.checkpoints import read_newest
 from lab.run.folder import is_finished, largest, read_config, run_to_resume, smallest
 
@@ -282,7 +282,7 @@ def check_fits(path, state, model_config, cfg):
     wanted = dict.fromkeys(parts, dict) | dict(step=int, batch_size=int, best_val=(int, float))
     with reading(path, "checkpoint", f"start from its weights with --init_from {path}"):
         check_keys(state, **wanted)
-    same_shape(path, state["model_config"], model_config, "vocab_multiple")
+    check_same(path, state["model_config"], model_config)
     made_by = state["train_config"].get("optimizer")
     if made_by != cfg.optimizer:
         raise UserError(
