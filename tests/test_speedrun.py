@@ -359,7 +359,9 @@ def test_six_steps_are_three_and_resume_and_three_and_tools_read_them(tmp_path, 
     other = run_speedrun(*begin, "--bigram_rows", 50, "--run_name", "w", status=2)
     assert "is another model: bigram_rows=100 (here 50); pass --bigram_rows 100" in other
     other = run_speedrun("--resume", "--max_steps", 7, "--no_qk_norm", "--tied", status=2)
-    assert "qk_norm=True (here False), tied=False (here True); pass --qk_norm and --no_tied" in other
+    assert (
+        "qk_norm=True (here False), tied=False (here True); pass --qk_norm and --no_tied" in other
+    )
 
 
 def test_two_processes_are_one(tmp_path, shards, run_speedrun):
