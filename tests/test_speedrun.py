@@ -356,6 +356,13 @@ def test_six_steps_are_three_and_resume_and_three_and_tools_read_them(tmp_path, 
     begin = ("--max_steps", 1, "--log_dir", "other", "--init_from", folder)
     run_speedrun(*begin)  # with its differences to GPT-2, as well as its shape
     assert read_run(tmp_path / "other/r").losses[0] < whole.losses[0] - 0.2
+    uneven = run_speedrun(
+        "--total_batch_size", 192, "--small_steps", 2, "--run_name", "u", status=2
+    )
+    assert (
+        "total_batch_size=192 must be a multiple" in uneven
+        and "up is 256, or pass --small" in uneven
+    )
     other = run_speedrun(*begin, "--bigram_rows", 50, "--run_name", "w", status=2)
     assert "is another model: bigram_rows=100 (here 50); pass --bigram_rows 100" in other
     other = run_speedrun("--resume", "--max_steps", 7, "--no_qk_norm", "--tied", status=2)

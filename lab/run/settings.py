@@ -191,6 +191,7 @@ def check(model_config, cfg):
         if type(value) is int and value > largest(name):
             raise UserError(f"{name}={value} must be at most {largest(name)}")
     m, more = model_config, -(-model_config.n_embd // model_config.n_head) * model_config.n_head
+    halves = 2 * max(1, cfg.batch_size) * cfg.seq_len * int(os.environ.get("WORLD_SIZE", 1))
     rules = (  # (what is wrong, in one sentence: the value, the rule and the way out)
         (cfg.beta1 >= 1, f"beta1={cfg.beta1} must be less than 1"),
         (getattr(cfg, "momentum", 0) >= 1, "momentum must be less than 1"),
@@ -200,9 +201,10 @@ def check(model_config, cfg):
         (getattr(m, "rotary", False) and m.n_embd // m.n_head % 2,
          f"n_embd={m.n_embd} of n_head={m.n_head} gives heads of an odd size, and rotary turns pairs; "
          "change one, or pass --no_rotary"),
-        (getattr(cfg, "small_steps", 0) and 2 * cfg.batch_size * cfg.seq_len > cfg.total_batch_size,
-         f"batch_size={cfg.batch_size} is too large for the first steps, which have half of "
-         "total_batch_size; pass a smaller one, or --small_steps 0"),
+        (getattr(cfg, "small_steps", 0) and cfg.total_batch_size % halves,
+         f"total_batch_size={cfg.total_batch_size} must be a multiple of 2 * batch_size * seq_len * "
+         f"processes = {halves}, as the first steps have half of it; the next one up is "
+         f"{-(-cfg.total_batch_size // halves) * halves}, or pass --small_steps 0"),
         (cfg.seq_len > m.block_size,
          f"seq_len={cfg.seq_len} must be between 1 and block_size={m.block_size}; shorten it or pass "
          f"--block_size {cfg.seq_len}"),
