@@ -78,7 +78,7 @@ class TrainConfig(train_gpt2.TrainConfig):
     lr: float = 3e-3  # peak learning rate of the head (AdamW)
     embed_lr: float = 0.3  # of embeddings: those of tokens are normalised before use
     scalar_lr: float = 0.015  # of learnt scalars, gates and biases
-    muon_lr: float = 0.03  # of Muon; AdamW in its place needs a tenth
+    muon_lr: float = 0.03  # of Muon; AdamW in its place gets the rate whose step is as long
     min_lr: float = 0.0
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "wsd"
     warmup_steps: float = 0.0  # steps, or their share; projections and a head of zeros need none
@@ -327,7 +327,8 @@ def make_optimizer(model, cfg, world):
     adamw = dict(betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, fused=fused, weight_decay=0.0)
     groups = [group for group in groups if group["params"]]
     if cfg.optimizer == "adamw":
-        groups.insert(0, {"params": blocks, "lr": cfg.muon_lr, "weight_decay": cfg.weight_decay})
+        lr = cfg.muon_lr * model.config.n_embd**-0.5  # the size of an orthogonal matrix's entries
+        groups.insert(0, {"params": blocks, "lr": lr, "weight_decay": cfg.weight_decay})
         optimizer = torch.optim.AdamW(groups, **adamw)
     else:
         row_beta = 0.95 if cfg.optimizer == "normuon" else 0.0

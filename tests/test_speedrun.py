@@ -259,6 +259,10 @@ def test_optimizers_are_made_as_the_settings_say():
         assert (muon.row_beta, muon.world) == (row_beta, world)
         assert {g["momentum"] for g in muon.param_groups} == {0.6}
         assert {(g["betas"], g["eps"]) for g in adamw.param_groups} == {((0.7, 0.9), 1e-9)}
+    cfg.optimizer = "adamw"
+    blocks = speedrun.make_optimizer(tiny_model(), cfg, world).param_groups[0]
+    assert blocks["lr"] == pytest.approx(0.03 / 32**0.5)  # entries of an orthogonal 32 x 32
+    cfg.optimizer = "muon"
     theirs = train_gpt2.make_optimizer(tiny_model(), cfg, world)  # the trainer's and bert.py's
     assert theirs.parts[0].world is world
 
@@ -411,7 +415,7 @@ def test_each_difference_can_be_taken_back(tmp_path, shards):
     for name, value in changes.items():
         assert losses({name: value}) != usual, name
     for settings in (
-        dict(optimizer="muon"), dict(optimizer="adamw", muon_lr=3e-3), dict(momentum_warmup=100),
+        dict(optimizer="muon"), dict(optimizer="adamw"), dict(momentum_warmup=100),
         dict(small_steps=2), dict(weight_decay=1.0),
     ):  # fmt: skip
         assert losses(**settings) != usual, settings
