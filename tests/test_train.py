@@ -310,8 +310,8 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, shards, run_train):
     assert result.stderr.count("\n") == 1
     # update 5 throws the weights away, so step 6 is the first that shows it: tokens 640 to 767
     assert "at step 6" in result.stderr and "keeps model_000004.pt" in result.stderr
-    for position in range(5 * 128, 6 * 128, 16):
-        assert f"x_train_000000.npy:{position}" in result.stderr
+    names = ", ".join(f"x_train_000000.npy:{position}" for position in (640, 656, 672))
+    assert f"{names} and 5 more" in result.stderr
     (kept,) = (tmp_path / "log" / "r").glob("model_0*.pt")
     assert kept.read_bytes() == before
 

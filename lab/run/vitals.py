@@ -11,7 +11,7 @@ from lab.device import Underway
 from lab.run.spikes import SERIES, Spikes
 from lab.run.stop import Stopped
 
-LOWER = "try a lower --lr (Muon: and --muon_lr)"
+LOWER = "try a lower --lr (and --muon_lr, --embed_lr, where there are such)"
 
 
 class Vitals:
@@ -74,8 +74,8 @@ class Vitals:
         bad = [i for i, value in enumerate(micro_losses.tolist()) if not math.isfinite(value)]
         mine = [name for i in bad for name in loader.step_positions(read.start, i)]
         names = [name for part in self.world.gather(mine) for name in part]
-        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-        on = f", on the sequences at {', '.join(names[:8])}{more}" if names else ""
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        on = f", on the sequences at {', '.join(names[:3])}{more}" if names else ""
         raise RunError(f"{what} at step {step}{on}; the run stops and {self.way_out(spike)}")
 
     def way_out(self, spike=False):
