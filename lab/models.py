@@ -105,6 +105,10 @@ def shape_of(source, log_dir="log", program=""):
     Raises UserError for a checkpoint of another program than this."""
     path = find(source, log_dir)
     if not Path(path).is_file() and not path.endswith(".pt"):
+        if program not in ("", *WITH_PUBLISHED_WEIGHTS):
+            raise UserError(
+                f"{path} is no run of {PROGRAMS[program]}.py, with which alone its --init_from begins"
+            )
         return weights.read_hugging_face(path)[0]
     model = load(path)
     ours = importlib.import_module(PROGRAMS[program]).Run.model_class if program else object

@@ -360,6 +360,7 @@ def test_six_steps_are_three_and_resume_and_three_and_tools_read_them(tmp_path, 
     begin = ("--max_steps", 1, "--log_dir", "other", "--init_from", folder)
     run_speedrun(*begin)  # with its differences to GPT-2, as well as its shape
     assert read_run(tmp_path / "other/r").losses[0] < whole.losses[0] - 0.2
+    assert "gpt2 is no run of speedrun.py" in run_speedrun("--init_from", "gpt2", status=2)
     uneven = run_speedrun(
         "--total_batch_size", 192, "--small_steps", 2, "--run_name", "u", status=2
     )

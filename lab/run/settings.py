@@ -223,7 +223,7 @@ def check(model_config, cfg):
         (Path(cfg.run_name).name != cfg.run_name or cfg.run_name == "..",
          f"run_name={cfg.run_name} must be a plain name, without folders; --log_dir says where runs lie"),
         (cfg.preset == "sft" and not cfg.init_from,
-         "preset=sft tunes a model that there is; pass --init_from with a run, or gpt2"),
+         "preset=sft tunes a model that there is; pass --init_from with a run (train_gpt2.py: or gpt2)"),
         (cfg.wandb and importlib.util.find_spec("wandb") is None,
          "--wandb needs `pip install wandb`; log.jsonl and TensorBoard are written without it"),
     )  # fmt: skip
