@@ -1,7 +1,7 @@
 """The task of train_gpt2.py as it would be done today: the same loss in a fraction of the time.
 
     python speedrun.py                                         # two minutes on a laptop's CPU
-    python speedrun.py --preset speedrun --fp8 head    # GPT-2 124M's size on one GPU (H200), a minute
+    python speedrun.py --preset speedrun --fp8 head    # GPT-2 124M's blocks, one GPU, a minute (H200)
     torchrun --standalone --nproc_per_node=8 speedrun.py --preset speedrun --fp8 head    # on eight
 
 One step in words is train_gpt2.py's, and so are loader, update, loop, log and checkpoints. What is
@@ -11,8 +11,7 @@ results: docs/LOG.md#speedrun-parts, #speedrun-laptop), and a comment that says 
 those of train_gpt2.py, which is to be read first; the shape letters too.
 """
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from lab import cli
@@ -25,6 +24,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import train_gpt2
+from lab.data.document_mask import before_in_mask
 from lab.device import in_bf16
 from lab.optim import Muon, Together
 from lab.run import settings
@@ -73,10 +73,10 @@ class TrainConfig(train_gpt2.TrainConfig):
     preset: str = "speedrun"
     total_batch_size: int = 131072  # tokens per update over all processes
     max_steps: int = 290
-    parallel: ClassVar = "ddp"  # ZeRO-1 and FSDP2 know AdamW alone
+    parallel: ClassVar = "ddp"  # no flag: ZeRO-1 and FSDP2 know AdamW alone
     optimizer: Literal["adamw", "muon", "normuon"] = "normuon"  # of the matrices in the blocks
     lr: float = 3e-3  # peak learning rate of the head (AdamW)
-    embed_lr: float = 0.3  # of embeddings: those of tokens are normalised before use
+    embed_lr: float = 0.3  # of embeddings: their weights begin at about 1, a head at 0
     scalar_lr: float = 0.015  # of learnt scalars, gates and biases
     muon_lr: float = 0.03  # of Muon; AdamW in its place gets the rate whose step is as long
     min_lr: float = 0.0
@@ -100,7 +100,8 @@ PRESETS = {
             sample_every=0,
         ),
     ),
-    "laptop": (  # two minutes on two laptop cores, on the text inside Python, read as bytes
+    "laptop": (  # two minutes on two laptop cores, on the text inside Python, read as bytes; what
+        # does not pay there (docs/LOG.md#speedrun-laptop) is left out
         GPTConfig(n_layer=2, n_head=2, n_embd=128, block_size=128, vocab_size=257, vocab_multiple=1,
                   value_tables=0, smear=False, bigram_rows=4096),
         TrainConfig(
@@ -128,30 +129,21 @@ def norm(x):
 
 
 def one_back(x, position, mask, cache, name):
-    """The x (B, T, C) of the token before each one: 0 where there is none that may be seen.
-
-    Where a mask, which broadcasts to (B, 1, T, S), says who sees whom, the one before is the
-    visible one whose position is less by 1, wherever in the row it stands (HellaSwag's endings
-    share a context)."""
-    B, T, C = x.shape
-    if cache is not None:
+    """The x (B, T, C) of the token before each one: 0 where there is none that may be seen."""
+    T = x.size(1)
+    if cache is not None:  # which keeps pairs, as of keys and values
         x = cache.append(name, x[:, None], x[:, None])[0][:, 0]  # (B, S, C)
-    S = x.size(1)
-    if mask is None:
-        return F.pad(x, (0, 0, 1, 0))[:, S - T : S]
-    at = position if S == T else torch.arange(S, device=x.device)  # of the keys
-    seen = mask.expand(B, 1, T, S)[:, 0]
-    before = seen & (at[..., None, :] == position[..., :, None] - 1)  # (B, T, S)
-    where = before.byte().argmax(-1, keepdim=True).expand(B, T, C)
-    return x.gather(1, where) * before.any(-1, keepdim=True)
+    if mask is not None:
+        return before_in_mask(x, position, mask)
+    return F.pad(x, (0, 0, 1, 0))[:, x.size(1) - T : x.size(1)]
 
 
 def rotation(position, D):
     """(cos, sin) by which rotary embedding (Su et al. 2021) turns pairs of channels: (T, D / 2), or
     (B, 1, T, D / 2). Half of the pairs do not turn: they can tell what, whatever the distance."""
-    slowness = 1024 ** -torch.linspace(0, 1, D // 4, device=position.device)
-    slowness = torch.cat([slowness, torch.zeros(D // 2 - D // 4, device=position.device)])
-    angle = position[..., None].float() * slowness
+    speed = 1024 ** -torch.linspace(0, 1, D // 4, device=position.device)  # radians a token
+    speed = torch.cat([speed, torch.zeros(D // 2 - D // 4, device=position.device)])
+    angle = position[..., None].float() * speed
     angle = angle if position.dim() == 1 else angle[:, None]
     return angle.cos(), angle.sin()
 
@@ -262,8 +254,8 @@ class GPT(nn.Module):
             if name.endswith(zero):
                 nn.init.zeros_(p)
             elif ".vte." in name or ".wte." in name or ".wpe." in name:  # embeddings
-                head = self.config.tied and ".vte." not in name  # of GPT-2's small size
-                nn.init.normal_(p, std=0.02 if head else 1.0)
+                small = self.config.tied and ".vte." not in name  # GPT-2's size
+                nn.init.normal_(p, std=0.02 if small else 1.0)
             elif p.dim() >= 2:
                 nn.init.normal_(p, std=0.5 * p.size(-1) ** -0.5)
         with torch.no_grad():  # the pad rows: their gradient is 0, so they stay 0
@@ -313,7 +305,7 @@ class GPT(nn.Module):
 
 def make_optimizer(model, cfg, world):
     """Muon for the matrices in the blocks, AdamW for the rest in groups with a rate each. A group's
-    "scale" is its peak rate over cfg.lr."""
+    "scale" is its peak rate over cfg.lr; the log shows that of the last one, the head."""
     blocks, head = model.block_matrices(), [model.lm_head.weight]
     embeddings = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
     taken = {id(p) for p in (*blocks, *head, *embeddings)}
@@ -331,7 +323,7 @@ def make_optimizer(model, cfg, world):
         groups.insert(0, {"params": blocks, "lr": lr, "weight_decay": cfg.weight_decay})
         optimizer = torch.optim.AdamW(groups, **adamw)
     else:
-        row_beta = 0.95 if cfg.optimizer == "normuon" else 0.0
+        row_beta = 0.95 if cfg.optimizer == "normuon" else 0.0  # memory of its rows' sizes
         muon = Muon(blocks, cfg.muon_lr, cfg.momentum, cfg.weight_decay, row_beta, world)
         optimizer = Together(muon, torch.optim.AdamW(groups, **adamw))
     for group in optimizer.param_groups:
@@ -374,7 +366,7 @@ class Run(train_gpt2.Run):
 
 def set_up(model_config, cfg, world, state=None):
     """As train_gpt2.py's. The micro-batch is cut to fit the smallest step."""
-    first = dataclasses.replace(cfg, total_batch_size=step_tokens(0, cfg))
+    first = replace(cfg, total_batch_size=step_tokens(0, cfg))
     run = train_gpt2.set_up(model_config, first, world, state, Run)
     run.cfg = cfg
     return run

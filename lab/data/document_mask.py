@@ -4,6 +4,8 @@ Rows of training data are packed with documents, each led by end-of-text. Plain 
 also looks at the documents before; with this mask it does not.
 """
 
+import torch
+
 
 def document_mask(idx, eot, past=0):
     """Which keys each query may look at: those of its own document that are not later.
@@ -14,6 +16,21 @@ def document_mask(idx, eot, past=0):
     document = (idx == eot).cumsum(1)  # (B, S): each end-of-text leads one, so this numbers them
     same = document[:, past:, None] == document[:, None, :]  # (B, S - past, S)
     return same.tril(past)[:, None]  # query i stands at past + i
+
+
+def before_in_mask(x, position, mask):
+    """The x of the token before each query, of all tokens' x (B, S, C): (B, T, C), 0 where there is none.
+
+    It is the one that the mask, which broadcasts to (B, 1, T, S), shows and whose position is less
+    by 1, wherever in the row it stands: HellaSwag's endings share a context. position (T,), or
+    (B, T), is of the queries.
+    """
+    (B, S, C), T = x.shape, position.size(-1)
+    at = position if S == T else torch.arange(S, device=x.device)  # of the keys
+    seen = mask.expand(B, 1, T, S)[:, 0]
+    before = seen & (at[..., None, :] == position[..., :, None] - 1)  # (B, T, S)
+    where = before.byte().argmax(-1, keepdim=True).expand(B, T, C)
+    return x.gather(1, where) * before.any(-1, keepdim=True)
 
 
 def hide_other_documents(model):
