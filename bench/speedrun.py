@@ -21,7 +21,7 @@ from typing import Literal
 
 from records import ROOT, append_record, origin, print_rows, read_records, run_program
 
-from lab.cli import UserError, command, parse
+from lab.cli import RunError, UserError, command, parse
 from lab.files import check_writable
 
 READABLE = """--no_smear --value_tables 0 --optimizer muon --momentum_warmup 0
@@ -160,7 +160,7 @@ def table(found, target):
             f"{middle(r['first_step_seconds'] for r in runs.values()):.0f}",
         ])  # fmt: skip
     head = "recipe,seeds,steps,seconds,median loss,spread,to speedrun's (95 %)".split(",")
-    print_rows([*head, f"s to {target}", "first step, s"], rows)
+    print_rows([*head, f"s to {target}" if target else "", "first step, s"], rows)
 
 
 def main(argv):
@@ -190,6 +190,8 @@ def main(argv):
                 continue
             append_record(cfg.out, record)
             found.setdefault(recipe, {})[seed] = record
+    if not found:
+        raise RunError("no run has ended well: see above")
     table(found, cfg.target)
 
 
