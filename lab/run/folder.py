@@ -177,6 +177,7 @@ def say_farewell(run, stopped):
             f"{stopped}: saved after step {run.step} in {folder}; `{again}`{under} goes on from there"
         )
     if not checkpoint_files(folder):
+        say(f"{folder}/ holds log.jsonl and no checkpoint (ckpt_every={run.cfg.ckpt_every})")
         return
     from lab.tools import plot
 
