@@ -4,8 +4,6 @@ Rows of training data are packed with documents, each led by end-of-text. Plain 
 also looks at the documents before; with this mask it does not.
 """
 
-import torch
-
 
 def document_mask(idx, eot, past=0):
     """Which keys each query may look at: those of its own document that are not later.
@@ -26,7 +24,7 @@ def before_in_mask(x, position, mask):
     (B, T), is of the queries.
     """
     (B, S, C), T = x.shape, position.size(-1)
-    at = position if S == T else torch.arange(S, device=x.device)  # of the keys
+    at = position if S == T else position.new_ones(S).cumsum(0) - 1  # of the keys
     seen = mask.expand(B, 1, T, S)[:, 0]
     before = seen & (at[..., None, :] == position[..., :, None] - 1)  # (B, T, S)
     where = before.byte().argmax(-1, keepdim=True).expand(B, T, C)
