@@ -51,7 +51,6 @@ MODES = {
     "ddp": "the trainer's way: DistributedDataParallel, compiled with a cut at each 250 MB of gradients",
     "zero1_16bit": "the trainer's --parallel zero1: what 16 bits hold travels in 16 bits",
     "fsdp2": "the trainer's --parallel fsdp2: a block's weights are sent for each pass (ZeRO-3)",
-    "fsdp2_kept": "the same, but weights stay between forward and backward pass (ZeRO-2)",
 }
 __doc__ = __doc__.format(modes="\n".join(f"{name:<12}  {text}" for name, text in MODES.items()))
 # records that agree in these may be held against each other
@@ -99,16 +98,12 @@ def build(mode, args, world, data):
         precision=args.precision,
         device=args.device,
         warmup_steps=10,  # the last loss is to say whether the modes agree, so it has to move
-        parallel={"zero1_16bit": "zero1"}.get(mode, "fsdp2" if "fsdp2" in mode else "ddp"),
+        parallel={"zero1_16bit": "zero1"}.get(mode, mode if mode == "fsdp2" else "ddp"),
         compile=args.compile == "model",
         fp8="all" if args.eight_bits else "off",
     )
     check(model_config, cfg)
-    run = set_up(model_config, cfg, world)
-    if mode == "fsdp2_kept":
-        for block in run.raw_model.blocks:
-            block.set_reshard_after_forward(False)
-    return run
+    return set_up(model_config, cfg, world)
 
 
 def measure(mode, args, world, data):
