@@ -109,7 +109,7 @@ PRESETS = {
             decay_steps=0.7, momentum_warmup=0.1, beta2=0.99, compile=False,
         ),
     ),
-    "sft": (  # to answer, as train_gpt2.py's: a tenth of the rates that a model is pretrained with
+    "sft": (  # to answer, as train_gpt2.py's: a tenth of the preset speedrun's rates
         GPTConfig(),
         TrainConfig(
             **settings.SFT, total_batch_size=4096, max_steps=200, lr=3e-4, embed_lr=0.03,

@@ -107,7 +107,7 @@ def shape_of(source, log_dir="log", program=""):
     if not Path(path).is_file() and not path.endswith(".pt"):
         if program not in ("", *WITH_PUBLISHED_WEIGHTS):
             raise UserError(
-                f"{path} is no run of {PROGRAMS[program]}.py, with which alone its --init_from begins"
+                f"{path} is no run of {PROGRAMS[program]}.py, whose --init_from begins with nothing else"
             )
         return weights.read_hugging_face(path)[0]
     model = load(path)
@@ -129,7 +129,7 @@ def check_same(source, theirs, model_config, *free):
         if type(theirs[name]) is not type(value) or theirs[name] != value:
             pairs.append(f"{name}={theirs[name]} (here {value})")
             if name == "vocab_size":  # other words
-                ways.append("--data with shards of its tokenizer")
+                ways.append("--data with shards of its tokenizer, without --vocab_size")
             elif type(value) is bool:
                 ways.append(f"--{name}" if theirs[name] is True else f"--no_{name}")
             else:

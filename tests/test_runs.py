@@ -75,6 +75,7 @@ def test_a_run_that_goes_on_knows_the_best_of_what_it_ended_with(tmp_path, shard
     first = train_here(tmp_path, shards, "r", max_steps=5, **how)
     on = dict(resume=True, lr=1.0, warmup_steps=0, schedule="constant")
     train_here(tmp_path, shards, "r", max_steps=7, **how | on | dict(val_every=every))
+    assert not list(first.dir.glob("*.part")), "the best was measured again"
     rest = train_here(tmp_path, shards, "r", max_steps=8, **how | on)
     assert rest.val[8] > first.val[5], "a high rate has made it worse"
     assert read_checkpoint(rest.dir / "model_best.pt")["step"] == 5

@@ -361,19 +361,14 @@ def test_six_steps_are_three_and_resume_and_three_and_tools_read_them(tmp_path, 
     run_speedrun(*begin)  # with its differences to GPT-2, as well as its shape
     assert read_run(tmp_path / "other/r").losses[0] < whole.losses[0] - 0.2
     assert "gpt2 is no run of speedrun.py" in run_speedrun("--init_from", "gpt2", status=2)
-    uneven = run_speedrun(
-        "--total_batch_size", 192, "--small_steps", 2, "--run_name", "u", status=2
-    )
-    assert (
-        "total_batch_size=192 must be a multiple" in uneven
-        and "up is 256, or pass --small" in uneven
-    )
+    uneven = run_speedrun("--total_batch_size", 192, "--small_steps", 2, status=2)
+    assert "total_batch_size=192 must be" in uneven and "up is 256, or pass --small" in uneven
     other = run_speedrun(*begin, "--bigram_rows", 50, "--run_name", "w", status=2)
     assert "is another model: bigram_rows=100 (here 50); pass --bigram_rows 100" in other
+    said = run_speedrun("--resume", "--max_steps", 7, "--ckpt_every", 0)
+    assert "ckpt_every=0, so nothing is saved of the steps after 6\n" in said
     other = run_speedrun("--resume", "--max_steps", 7, "--no_qk_norm", "--tied", status=2)
-    assert (
-        "qk_norm=True (here False), tied=False (here True); pass --qk_norm and --no_tied" in other
-    )
+    assert "qk_norm=True (here False), tied=False (here True); pass --qk_norm and --no" in other
 
 
 def test_two_processes_are_one(tmp_path, shards, run_speedrun):

@@ -58,6 +58,7 @@ def link_best(run_dir, step):
         except OSError:  # a file system without links
             shutil.copyfile(path, part)
         os.replace(part, path.with_name("model_best.pt"))
+        part.unlink(missing_ok=True)  # it stays where both were names of one file already
 
 
 class Writer:

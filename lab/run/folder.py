@@ -176,8 +176,9 @@ def say_farewell(run, stopped):
         say(
             f"{stopped}: saved after step {run.step} in {folder}; `{again}`{under} goes on from there"
         )
+    if run.saved < run.step:
+        say(f"{folder}: ckpt_every=0, so nothing is saved of the steps after {run.saved}")
     if not checkpoint_files(folder):
-        say(f"{folder}/ holds log.jsonl and no checkpoint (ckpt_every={run.cfg.ckpt_every})")
         return
     from lab.tools import plot
 
