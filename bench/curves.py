@@ -47,13 +47,37 @@ def six_minutes(runs, out_path, dark):
     figure.savefig(out_path)
 
 
+@made_by("python speedrun.py --preset speedrun --fp8 head --max_steps 3858")
+def passes(runs, out_path, dark):
+    """Validation loss against passes over the text, of three recipes."""
+    names = {"_gpt2": "GPT-2's recipe", "_readable": "readable recipe", "": "speedrun.py"}
+    note = "124M, 111M tokens of books and textbooks, H100s and H200s, 2026-11-26"
+    curves = {}
+    for name in names:
+        records(runs, f"both_4_passes{name}", "kind")
+        log = read_log(runs / f"both_4_passes{name}.jsonl")
+        steps, losses = column(log, "val", "loss")
+        read = np.interp(steps, *column(log, "train", "tokens")) / log["start"][0]["train_tokens"]
+        curves[name] = read[1:], losses[1:]  # after the first 250 steps
+    low, high = (curves[name][1][-1] for name in ("", "_gpt2"))
+    title = f"Four passes: {low:.2f} nats a token with speedrun.py, "
+    figure, ax = blank(4.6, f"{title}{high:.2f} with GPT-2's recipe", note)
+    for (name, (read, losses)), dy in zip(curves.items(), (0, 7, -5)):
+        color = color_of("orange" if name else "blue", dark)
+        ax.plot(read, losses, "o-", color=color, markersize=3)
+        write(ax, f"{names[name]} {losses[-1]:.2f}", read[-1], losses[-1], 6, dy, color=color)
+    ax.set(xlabel="passes over the text", ylabel="validation loss (nats per token)")
+    ax.set(xlim=(0, 5.1), xticks=range(5), ylim=(3.2, 4.5))
+    figure.savefig(out_path)
+
+
 @made_by("python bench/speedrun.py --data DATA --steps 390 --more='--fp8 head'")
 def speedrun(runs, out_path, dark):
     """Validation loss against seconds of training: speedrun.py's blue, what it is compared with
     orange, each named at its end. Of several seeds, the one with the median loss."""
     steps, rows = dict(gpt2=270, muon=290, readable=240, speedrun=390), {}
     for recipe, run_steps in steps.items():
-        seeds = records(runs, "speedrun_h200", "curve", recipe=recipe, run_steps=run_steps)
+        seeds = records(runs, "speedrun_h200", "curve", recipe=recipe, run_steps=run_steps, gpus=1)
         rows[recipe] = sorted(seeds, key=lambda r: r["curve"][-1][2])[len(seeds) // 2]
     seconds, _, losses = zip(*rows["speedrun"]["curve"])
     goal = np.interp(-3.6, -np.array(losses), seconds)  # np.interp wants what rises
