@@ -81,7 +81,7 @@ class TrainConfig(train_gpt2.TrainConfig):
     muon_lr: float = 0.03  # of Muon; AdamW in its place gets the rate whose step is as long
     min_lr: float = 0.0
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "wsd"
-    warmup_steps: float = 0.0  # steps, or their share; projections and a head of zeros need none
+    warmup_steps: float = 0.0  # steps, or below 1 their share; matrices that begin as 0 need none
     decay_steps: float = 0.65  # steps, or their share, in which the rates fall at the end
     weight_decay: float = 0.0  # of the matrices in the blocks
     beta1: float = 0.8  # AdamW: short memories, as a run is short
@@ -327,7 +327,7 @@ def make_optimizer(model, cfg, world):
         muon = Muon(blocks, cfg.muon_lr, cfg.momentum, cfg.weight_decay, row_beta, world)
         optimizer = Together(muon, torch.optim.AdamW(groups, **adamw))
     for group in optimizer.param_groups:
-        group["scale"] = group["lr"] / cfg.lr if cfg.lr else 1.0
+        group["scale"] = group["lr"] / cfg.lr
     return optimizer
 
 

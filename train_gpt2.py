@@ -331,7 +331,7 @@ def make_optimizer(model, cfg, world):
     else:
         optimizer = torch.optim.AdamW(param_groups(model, cfg.weight_decay), **adamw)
     for group in optimizer.param_groups:
-        group["scale"] = group["lr"] / cfg.lr if cfg.lr else 1.0
+        group["scale"] = group["lr"] / cfg.lr
     return optimizer
 
 

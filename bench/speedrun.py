@@ -179,7 +179,8 @@ def main(argv):
             found.setdefault(r["recipe"], {})[r["seed"]] = r
     for seed in cfg.seeds:  # seed by seed: what drifts with time hits all recipes
         for recipe in cfg.recipes or known:
-            if seed in found.get(recipe, {}):
+            if old := found.get(recipe, {}).get(seed):
+                print(f"{recipe}, seed {seed}: {old['commit']}'s, in {cfg.out}", file=sys.stderr)
                 continue
             print(f"{recipe}, seed {seed} ...", file=sys.stderr, flush=True)
             record = same | dict(recipe=recipe, seed=seed, flags=known[recipe])

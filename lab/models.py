@@ -109,7 +109,13 @@ def shape_of(source, log_dir="log", program=""):
             raise UserError(
                 f"{path} is no run of {PROGRAMS[program]}.py, whose --init_from begins with nothing else"
             )
-        return weights.read_hugging_face(path)[0]
+        shape = weights.read_hugging_face(path)[0]
+        file = "bert.py" if "segments" in shape else "train_gpt2.py"
+        if program and file != f"{PROGRAMS[program]}.py":
+            raise UserError(
+                f"{path} is a model of {file}; `{command_of(file)} --init_from` begins with it"
+            )
+        return shape
     model = load(path)
     ours = importlib.import_module(PROGRAMS[program]).Run.model_class if program else object
     if not isinstance(model, ours):

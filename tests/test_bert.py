@@ -105,6 +105,10 @@ def test_same_as_transformers(tmp_path, shape):
     assert not difference(back, theirs.state_dict())
     found = deviations(ours, theirs)
     assert len(found) == 2 + 12 * shape[0] + 10 and max(found.values()) < TOLERANCE, found
+    with pytest.raises(
+        UserError, match="a model of bert.py; .*bert.py --init_from` begins with it"
+    ):
+        models.shape_of(str(tmp_path), program="gpt2")
 
 
 def tanh_gelu(block):

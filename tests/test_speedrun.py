@@ -495,7 +495,8 @@ def test_a_race_is_made_once_and_compared_by_seed(bench, tmp_path, monkeypatch, 
     argv += " --recipes readable speedrun muon"
     for more in ([], ["--seeds", "1", "2", "3"]):
         bench.main([*argv.split(), *more])
-        rows = capsys.readouterr().out.splitlines()
+        rows, said = (text.splitlines() for text in capsys.readouterr())
+    assert sum(line.endswith(f"'s, in {tmp_path}/o.jsonl") for line in said) == 4, "old ones say so"
     runs = [(r, s, *how) for s in (1, 2, 3) for r in ("speedrun", "muon")
             for how in ((30, False), (80, True))]  # fmt: skip
     assert made == runs, "20 s of 250 ms are 80 steps, and seeds 1 and 2 were there the second time"

@@ -121,6 +121,7 @@ def choose_defaults(argv, presets, program):
         configs = [
             dataclasses.replace(c, **{k: new[k] for k in new if hasattr(c, k)}) for c in configs
         ]
+        reason += f", speed={given.speed}"
     return reason, *configs
 
 
@@ -198,9 +199,9 @@ def check(model_config, cfg):
         (cfg.beta2 >= 1, f"beta2={cfg.beta2} must be less than 1"),
         (m.n_embd % m.n_head,
          f"n_embd={m.n_embd} must be divisible by n_head={m.n_head}; n_embd={more} would be"),
-        (getattr(m, "rotary", False) and m.n_embd // m.n_head % 2,
-         f"n_embd={m.n_embd} of n_head={m.n_head} gives heads of an odd size, and rotary turns pairs; "
-         "change one, or pass --no_rotary"),
+        (getattr(m, "rotary", False) and (m.n_embd // m.n_head % 2 or m.n_embd // m.n_head < 4),
+         f"n_embd={m.n_embd} of n_head={m.n_head} gives heads of {m.n_embd // m.n_head} channels, and "
+         "rotary turns every second pair; take an even number from 4 on, or pass --no_rotary"),
         (getattr(cfg, "small_steps", 0) and cfg.total_batch_size % halves,
          f"total_batch_size={cfg.total_batch_size} must be a multiple of 2 * batch_size * seq_len * "
          f"processes = {halves}, as the first steps have half of it; the next one up is "
@@ -209,6 +210,7 @@ def check(model_config, cfg):
          f"seq_len={cfg.seq_len} must be between 1 and block_size={m.block_size}; shorten it or pass "
          f"--block_size {cfg.seq_len}"),
         (not cfg.eps, "eps=0 divides 0 by 0 where a gradient is 0; the usual value is 1e-8"),
+        (not cfg.lr, f"lr={cfg.lr} learns nothing: other rates are shares of it; pass a small one, as 1e-9"),
         (cfg.min_lr > cfg.lr and cfg.schedule != "constant",
          f"min_lr={cfg.min_lr} must not be above lr={cfg.lr}; pass a smaller --min_lr"),
         (cfg.kernels == "plain" and cfg.fp8 != "off",
@@ -265,11 +267,11 @@ def settle(model_config, cfg, presets, program):
 
 
 def vocab_size(model_config, cfg, presets):
-    """As asked for; else that of the data, of init_from, or of the preset."""
+    """That of the data; without a manifest as asked for, else that of init_from, or of the preset."""
     asked, manifest = model_config.vocab_size, read_manifest(cfg.data)
-    if asked and not cfg.resume and manifest and asked < manifest["vocab_size"]:
+    if manifest and asked not in (0, manifest["vocab_size"]) and not cfg.resume:
         raise UserError(
-            f"vocab_size={asked} is less than the {manifest['vocab_size']} of {cfg.data}; leave it out"
+            f"vocab_size={asked} is not the {manifest['vocab_size']} of {cfg.data}; leave it out"
         )
     if asked or manifest:
         return asked or manifest["vocab_size"]
