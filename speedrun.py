@@ -60,7 +60,7 @@ class GPTConfig:
     def value_table(self, layer):
         """Which of the value_tables a block reads, or None: the first blocks have one each, and the
         last ones, which choose the next token, the same once more (as modded-nanogpt has it)."""
-        n = min(self.value_tables, self.n_layer)
+        n = self.value_tables
         table = layer if layer < n else layer - (self.n_layer - n)
         return table if 0 <= table < n else None
 
@@ -82,14 +82,14 @@ class TrainConfig(train_gpt2.TrainConfig):
     min_lr: float = 0.0
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "wsd"
     warmup_steps: float = 0.0  # steps, or below 1 their share; matrices that begin as 0 need none
-    decay_steps: float = 0.65  # steps, or their share, in which the rates fall at the end
+    decay_steps: float = 0.65  # steps, or below 1 their share, in which the rates fall at the end
     weight_decay: float = 0.0  # of the matrices in the blocks
     beta1: float = 0.8  # AdamW: short memories, as a run is short
     eps: float = 1e-10
     grad_clip: float = 0.0  # off: an orthogonal step is as long for any gradient
     momentum: float = 0.95  # Muon's
-    momentum_warmup: float = 0.33  # steps, or their share, in which it rises from 0.85
-    small_steps: float = 0.0  # steps, or their share, of half the tokens: early gradients agree
+    momentum_warmup: float = 0.33  # steps, or below 1 their share, in which it rises from 0.85
+    small_steps: float = 0.0  # steps, below 1 a share, of half the tokens: early gradients agree
 
 
 PRESETS = {
@@ -229,10 +229,10 @@ class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config, rows = config, config.padded_vocab_size
-        tables = min(config.value_tables, config.n_layer)
         parts = self.transformer = nn.ModuleDict()
         parts.wte = nn.Embedding(rows, config.n_embd)
-        parts.vte = nn.ModuleList(nn.Embedding(rows, config.n_embd) for _ in range(tables))
+        tables = range(config.value_tables)
+        parts.vte = nn.ModuleList(nn.Embedding(rows, config.n_embd) for _ in tables)
         parts.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         if not config.rotary:
             parts.wpe = nn.Embedding(config.block_size, config.n_embd)

@@ -168,8 +168,8 @@ def main(argv):
     known = RECIPES[cfg.scale]
     if unknown := set(cfg.recipes) - set(known):
         raise UserError(f"recipes={unknown.pop()} is not one of {', '.join(known)}")
-    if (cfg.seconds > 0) == (cfg.steps > 0):
-        raise UserError("a run has --seconds or --steps; pass one of them")
+    if (cfg.seconds > 0) == (cfg.steps > 0) or not cfg.seeds:
+        raise UserError("a run has --seconds or --steps, and a seed; pass one of each")
     cfg.data = cfg.data and str(Path(cfg.data).resolve())
     check_writable(cfg.out, "out")
     same = {k: getattr(cfg, k) for k in "scale data gpus more seconds steps".split()}
@@ -180,7 +180,10 @@ def main(argv):
     for seed in cfg.seeds:  # seed by seed: what drifts with time hits all recipes
         for recipe in cfg.recipes or known:
             if old := found.get(recipe, {}).get(seed):
-                print(f"{recipe}, seed {seed}: {old['commit']}'s, in {cfg.out}", file=sys.stderr)
+                print(
+                    f"{recipe}, seed {seed}: as {old['commit']} had it; --out FILE measures anew",
+                    file=sys.stderr,
+                )
                 continue
             print(f"{recipe}, seed {seed} ...", file=sys.stderr, flush=True)
             record = same | dict(recipe=recipe, seed=seed, flags=known[recipe])

@@ -107,7 +107,8 @@ def shape_of(source, log_dir="log", program=""):
     if not Path(path).is_file() and not path.endswith(".pt"):
         if program not in ("", *WITH_PUBLISHED_WEIGHTS):
             raise UserError(
-                f"{path} is no run of {PROGRAMS[program]}.py, whose --init_from begins with nothing else"
+                f"{path} is no run of {PROGRAMS[program]}.py, whose --init_from begins with nothing "
+                "else; `ls log` shows the runs"
             )
         shape = weights.read_hugging_face(path)[0]
         file = "bert.py" if "segments" in shape else "train_gpt2.py"

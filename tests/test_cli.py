@@ -141,6 +141,8 @@ BAD = {
     "--on_spike skip --optimizer muon": "on_spike=skip leaves AdamW's updates out alone",
     "speedrun.py --resume": "there is a run of train_gpt2.py",
     "speedrun.py --preset laptop --max_steps 1 --n_head 64": "heads of 2 channels, .* even number from 4",
+    "speedrun.py --max_steps 1 --preset laptop --value_tables 3": "3 must be at most n_layer=2",
+    "speedrun.py --preset laptop --init_from log/nope": "log/nope is no run of .*`ls log` shows",
     "bert.py --preset laptop --data data": "there is no tokenizer .*tokenizer.json; `.*fineweb.py",
     "speedrun.py --preset laptop --init_from there": "a model of train_gpt2.py; .*train_gpt2.py --init_from",
     "sample.py ab --top_p 1.5": "top_p=1.5 must be above 0",

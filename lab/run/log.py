@@ -114,7 +114,8 @@ class Log:
             record["passed_over"] = [path.name for path in damaged]
         self.event("start", run.step, record)
         step_tokens = getattr(run, "step_tokens", lambda step: cfg.total_batch_size)
-        tokens = loader.position + sum(map(step_tokens, range(run.step, cfg.max_steps)))
+        left = range(run.step, cfg.max_steps)
+        tokens = loader.position + sum(map(step_tokens, left))
         threads = "" if cuda else f", {torch.get_num_threads()} threads"
         self.say(f"after step {run.step} of {reason}" if run.step else reason)
         self.say(
@@ -144,8 +145,9 @@ class Log:
                 "--preset laptop takes two minutes in all"
             )
         micro_step = loader.batch_size * cfg.seq_len * world.world_size  # its tokens
-        small = sum(step_tokens(step) < cfg.total_batch_size for step in range(cfg.max_steps))
-        half = f"; half of them in the first {small} steps" if small else ""
+        small = sum(step_tokens(step) < cfg.total_batch_size for step in left)
+        when = "next" if run.step else "first"
+        half = f"; half of them in the {when} {small} steps" if small else ""
         self.say(
             f"step   {cfg.total_batch_size:,} tokens = {loader.batch_size} sequences x {cfg.seq_len} x "
             f"{world.world_size} processes x {cfg.total_batch_size // micro_step} micro-steps{half}"
