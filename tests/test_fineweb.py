@@ -28,7 +28,6 @@ from lab.data.shards import TokenShards, read_manifest
 from lab.data.workers import in_order
 from lab.data.writer import verify
 
-OLD = Path(__file__).parent / "fixtures" / "data_a3954dc"
 BYTES = ["--tokenizer", "bytes"]
 posix = pytest.mark.skipif(os.name != "posix", reason="sends signals")
 
@@ -200,19 +199,6 @@ def test_shards_of_others_stay(tmp_path):
     with pytest.raises(UserError, match="edu_train_000001.npy but no manifest.* another --out"):
         make("--source", tmp_path / "edu.txt", "--out", tmp_path)
     assert theirs.read_bytes() == b"somebody's"
-
-
-def test_data_of_the_first_version(tmp_path):
-    """Made by commit a3954dc: it is whole, but not gone on with."""
-    shutil.copytree(OLD, tmp_path / "old")
-    for name in ("texts", "chats", "begun"):
-        assert verify(tmp_path / "old" / name) == []
-    assert TokenShards(tmp_path / "old" / "chats", "train", 257).masks
-    args = ["--source", tmp_path / "old" / "texts.jsonl", "--shard_tokens", 200, "--val_tokens", 90]
-    make(*args, "--out", tmp_path / "new")
-    assert np.array_equal(stream_of(tmp_path / "new"), stream_of(tmp_path / "old" / "texts"))
-    with pytest.raises(UserError, match="format = 1, now it is 2: choose another --out"):
-        make(*args, "--out", tmp_path / "old" / "begun")
 
 
 def test_builtin(tmp_path):
