@@ -193,16 +193,6 @@ def test_bad_input_is_one_sentence_and_changes_nothing(place, monkeypatch, comma
 
 
 @pytest.mark.parametrize(
-    "flags", ["--n_layers 3", "--max_step 3", "--n_layer three", "--schedule sine", "three"]
-)
-def test_flags_that_there_are_not_are_refused(flags, capsys):
-    with pytest.raises(SystemExit) as ended:
-        train_gpt2.main([*TINY_RUN, *flags.split()])
-    said = "".join(capsys.readouterr())
-    assert ended.value.code == 2 and flags.split()[-1].lstrip("-") in said
-
-
-@pytest.mark.parametrize(
     "raised, status, said",
     [
         (UserError("mend it"), 2, "it.py: error: mend it"), (RunError("bad"), 1, "it.py: error: bad"),
