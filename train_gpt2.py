@@ -468,7 +468,7 @@ def set_up(model_config, cfg, world, state=None, run_class=Run):
     if world.device.type == "cuda" and precision.name != "fp32":
         # TF32, for products that autocast leaves in 32 bits: 10 bits of mantissa enter, not 23
         torch.set_float32_matmul_precision("high")
-    shards = data.TokenShards(cfg.data, "train", model_config.vocab_size, cfg.verify_data)
+    shards = data.TokenShards(cfg.data, "train", model_config.vocab_size)
     raw_model = run_class.model_class(model_config)
     if cfg.init_from and not state:
         models.start_from(cfg.init_from, raw_model, cfg.log_dir)

@@ -270,8 +270,7 @@ def read_pieces():
 
 def read_manifest():
     fineweb.main(["--verify", "--out", "data"])
-    for verify in (False, True):
-        TokenShards("data", "train", 257, verify)
+    TokenShards("data", "train", 257)
     settings.vocab_size(train_gpt2.GPTConfig(vocab_size=0), PRESETS["laptop"][1], PRESETS)
     prepare()
 

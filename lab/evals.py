@@ -38,7 +38,7 @@ class Validation(Every):
         self.stop = stop
         again = run.world.on_main(lambda: was_measured(run.folder / "log.jsonl", run.step))
         self.again = run.step if again else 0
-        self.shards = TokenShards(cfg.data, "val", vocab_size, cfg.verify_data)
+        self.shards = TokenShards(cfg.data, "val", vocab_size)
         self.unigram = self.bytes = None
         self.prepare(run)
 

@@ -70,7 +70,7 @@ def test_chat_shards(tmp_path):
     assert sorted(found) == sorted(wanted)
     used = sum(len(render_chat(say(*pair), tok)[0]) for pair in wanted)
     assert used > 0.8 * manifest["tokens"], "rows are filled"
-    assert TokenShards(out, "train", 257, verify=True).masks
+    assert TokenShards(out, "train", 257).masks
     before = hashes(out)
     (out / manifest["shards"][1]["mask"]["name"]).write_bytes(b"")
     assert call("--verify", "--out", out).returncode == 1

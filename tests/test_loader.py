@@ -339,14 +339,9 @@ def test_a_token_beyond_the_vocabulary_names_its_shard(tmp_path):
 
 @pytest.mark.parametrize("kind", ["npy", "mask"])
 def test_the_manifest_knows_size_and_hash(tmp_path, kind):
-    with pytest.raises(UserError, match="has no manifest.json to verify by"):
-        TokenShards(write_shards(tmp_path), "train", VOCAB, verify=True)
     folder = made(tmp_path / "made")
-    assert TokenShards(folder, "train", VOCAB, verify=True).masks
     stray = folder / "x_train_000099.npy"
     shutil.copy(folder / "x_train_000001.npy", stray)
-    with pytest.raises(UserError, match="x_train_000099.npy in .* is not in its manifest.json"):
-        TokenShards(folder, "train", VOCAB, verify=True)
     assert verify(folder)[1:] == [
         f"{stray} is not in manifest.json, and training would read it: move it away"
     ]
@@ -355,8 +350,6 @@ def test_the_manifest_knows_size_and_hash(tmp_path, kind):
     data = path.read_bytes()
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     TokenShards(folder, "train", VOCAB)  # one bit, same size: seen by the hash alone
-    with pytest.raises(UserError, match=said):
-        TokenShards(folder, "train", VOCAB, verify=True)
     assert said in verify(folder)[1]
     path.write_bytes(data[:-2])
     with pytest.raises(UserError, match=said):

@@ -107,8 +107,8 @@ def sha256_of(path):
 class TokenShards:
     """All shards of a split as one endless stream: position p is token p modulo their number."""
 
-    def __init__(self, folder, split, vocab_size, verify=False):
-        """vocab_size: ids are below it. verify: compare all bytes with the manifest's SHA-256."""
+    def __init__(self, folder, split, vocab_size):
+        """vocab_size: ids are below it."""
         self.folder = folder = Path(folder)
         self.vocab_size = vocab_size
         files = sorted(p for p in folder.glob("*_*_*") if p.suffix in (".npy", ".bin"))
@@ -121,14 +121,8 @@ class TokenShards:
                 "a GPU add --tokenizer bytes); the preset laptop without --data has a text"
             )
         self.manifest = read_manifest(folder) or {"shards": []}
-        noted = files_of(self.manifest, split)  # by fineweb.py, when they were whole
-        if verify and not noted:
-            raise UserError(f"{folder} has no manifest.json to verify by; leave out --verify_data")
-        strange = {path.name for path in self.paths} - {entry["name"] for entry in noted}
-        if verify and strange:
-            raise UserError(f"{min(strange)} in {folder} is not in its manifest.json: move it away")
-        for entry in progress(noted, "verifying") if verify else noted:
-            check_file(folder / entry["name"], entry, content=verify)
+        for entry in files_of(self.manifest, split):  # by fineweb.py, when they were whole
+            check_file(folder / entry["name"], entry)
         self.shards = [open_shard(path) for path in self.paths]
         self.starts = np.cumsum([0] + [row.length for row in self.shards])
         masks = [path.with_suffix(".mask") for path in self.paths]
@@ -165,7 +159,7 @@ class TokenShards:
             raise UserError(
                 f"token id {ids.max()} near {self.where(position)} is outside the vocabulary of "
                 f"{self.vocab_size}: these shards are of another tokenizer, or broken, which "
-                "--verify_data would show"
+                "`fineweb.py --verify --out FOLDER` would show"
             )
 
     def read(self, position, length, rows=None):

@@ -43,7 +43,6 @@ class RunConfig:
     data: str = "edu_fineweb10B"  # folder of token shards (made by fineweb.py), or chats.jsonl
     shuffle: bool = True  # seeded order of sequences; off is the order on disk
     align_documents: bool = False  # sequences start at an end-of-text; what is between is dropped
-    verify_data: bool = False  # hash every shard again before training
     # place and speed
     device: str = "auto"  # cuda, mps or cpu
     timeout: int = 600  # seconds until another process that does not answer is taken for lost

@@ -111,7 +111,7 @@ def probe(model_config, cfg, seconds=3.0):
     with tempfile.TemporaryDirectory() as folder:
         text = np.random.default_rng(0).integers(model_config.vocab_size, size=2 * tokens)
         np.save(Path(folder) / "random_train_000000.npy", text.astype(np.uint16))
-        plain = dict(align_documents=False, verify_data=False, init_from="", data=folder)
+        plain = dict(align_documents=False, init_from="", data=folder)
         run = PROGRAM.set_up(model_config, replace(cfg, **plain), world)
         if cuda:
             torch.cuda.reset_peak_memory_stats(world.device)
