@@ -312,13 +312,11 @@ class Masking:
 
 
 class MaskedValidation(evals.Validation):
-    """Loss, accuracy and pseudo-perplexity on the first cfg.val_tokens of the validation split, with
-    the same masks each time, and what a guess without context would reach on them."""
+    """Loss and accuracy on the first cfg.val_tokens of the validation split, with the same masks each
+    time, and what a guess without context would reach on them."""
 
     def __init__(self, run, stop, tokenizer, masking):
         self.tokenizer, self.masking = tokenizer, masking
-        one_each = BertConfig(mask_share=1e-9)  # so small a share that K is 1
-        self.alone = Masking(tokenizer, one_each, always=True)
         super().__init__(run, stop)
 
     def prepare(self, run):
@@ -330,13 +328,8 @@ class MaskedValidation(evals.Validation):
         self.most_frequent = float((y == seen.argmax()).mean())
 
     def means(self, run):
-        """Pseudo-perplexity (Salazar et al. 2020, 2.3) is exp(mean loss) of tokens that are hidden
-        alone: here one of each sequence."""
         sums = evals.evaluate(run.raw_model, *self.where(run), Bert.sums, self.masking)
-        alone = evals.evaluate(run.raw_model, *self.where(run), Bert.sums, self.alone)
         means = {name: value / max(1, sums["targets"]) for name, value in sums.items()}
-        mean = alone["loss"] / max(1, alone["targets"])
-        means["pseudo_perplexity"] = math.exp(min(700, mean))  # exp(710) overflows
         return means | {"unigram_accuracy": self.most_frequent}
 
 

@@ -322,7 +322,6 @@ def test_a_run_learns_and_says_what_it_hides(learnt, tokenizer):
     assert abs(first["loss"] - np.log(tokenizer.vocab_size)) < 0.3 and first["accuracy"] < 0.1
     assert last["loss"] < unigram - 0.5, "better than a guess without context"
     assert last["accuracy"] > 1.5 * last["unigram_accuracy"] > 0
-    assert 1 < last["pseudo_perplexity"] < np.exp(unigram)
     assert "of hidden tokens right" in said and "bert.py --resume" in said
     before, after = of_kind(run, "sample")
     assert (before["step"], after["step"]) == (0, 150) and before["words"] != after["words"]
@@ -386,8 +385,6 @@ def test_validation_by_hand(learnt, texts, tokenizer):
 
     found = by_hand(Masking(tokenizer, model.config))
     assert (value["loss"], value["accuracy"]) == pytest.approx(found, abs=1e-5)
-    loss, _ = by_hand(Masking(tokenizer, BertConfig(mask_share=1e-9), always=True))
-    assert np.log(value["pseudo_perplexity"]) == pytest.approx(loss, abs=1e-5)
 
 
 def test_two_processes_that_stop_and_resume_are_one(tmp_path, texts):
@@ -402,7 +399,6 @@ def test_two_processes_that_stop_and_resume_are_one(tmp_path, texts):
     assert one.val == pytest.approx(two.val, abs=1e-5)
     a, b = (of_kind(run, "val")[-1] for run in (one, two))
     assert a["accuracy"] == b["accuracy"]
-    assert a["pseudo_perplexity"] == pytest.approx(b["pseudo_perplexity"], abs=1e-2)
 
 
 def test_export_loads_in_transformers(learnt, tmp_path):
