@@ -78,23 +78,20 @@ def compiled(model):
 
 @torch.no_grad()
 def generate(
-    model, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, generator=None, use_cache=True,
-    cache=None,
-):  # fmt: skip
+    model, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, generator=None, cache=None
+):
     """Yield the next token (B,) of each row of idx (B, T) and the logits (B, V) that it was drawn
     from, max_new_tokens times. The logits are the model's own, before temperature, top_k and top_p.
 
-    With and without a cache the same tokens come out; `cache` is one to use again. Raises UserError
-    for a prompt that is longer than the model's context."""
+    `cache` is one to use again. Raises UserError for a prompt that is longer than the model's context."""
     block_size = model.config.block_size
     if idx.size(1) > block_size:
         raise UserError(
             f"a prompt of {idx.size(1)} tokens is longer than the model's context, "
             f"block_size={block_size}; shorten it"
         )
-    cache = (cache or KVCache(block_size)) if use_cache else None
-    if cache:
-        cache.clear()
+    cache = cache or KVCache(block_size)
+    cache.clear()
     within = model.config.document_mask  # attention does not cross end-of-text, the last id
     new = idx  # tokens that are not in the cache
     for _ in range(max_new_tokens):
@@ -102,12 +99,11 @@ def generate(
             # A full window drops its older half: positions are absolute, so what is left gets new
             # ones, and its keys and values have to be computed again.
             new = idx = idx[:, -max(1, block_size // 2) :]
-            if cache:
-                cache.clear()
+            cache.clear()
         start = idx.size(1) - new.size(1)
         position = torch.arange(start, idx.size(1), device=idx.device)
         mask = document_mask(idx, model.config.vocab_size - 1, start) if within else None
-        if start and cache and cache.step:
+        if start and cache.step:
             if within:
                 mask = F.pad(mask, (0, cache.length - idx.size(1)))  # False: not yet written
             logits = cache.step(new, position, mask, cache.layers)
@@ -118,7 +114,7 @@ def generate(
         token = sample_token(logits, temperature, top_k, top_p, generator)
         yield token, logits
         idx = torch.cat([idx, token[:, None]], dim=1)
-        new = token[:, None] if use_cache else idx
+        new = token[:, None]
 
 
 def read_ahead(pairs):
