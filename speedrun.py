@@ -2,7 +2,7 @@
 
     python speedrun.py                                         # two minutes on a laptop's CPU
     python speedrun.py --preset speedrun --fp8 head    # GPT-2 124M's blocks, one GPU, a minute (H200)
-    torchrun --standalone --nproc_per_node=8 speedrun.py --preset speedrun --fp8 head    # on eight
+    torchrun --standalone --nproc_per_node=4 speedrun.py --preset speedrun --fp8 head    # on four
 
 One step in words is train_gpt2.py's, and so are loader, update, loop, log and checkpoints. What is
 here is what seven years have changed since: the model, the optimizers, the schedule and the size of
@@ -124,7 +124,7 @@ PRESETS = {
 
 def norm(x):
     """RMSNorm (Zhang and Sennrich 2019) without a gain: what reads x has a matrix, which learns it.
-    LayerNorm's mean is not missed."""
+    Unlike LayerNorm it leaves the mean in."""
     return F.rms_norm(x, (x.size(-1),))
 
 
