@@ -280,7 +280,6 @@ class Config:
     by_source: bool = False  # a table of ActivityNet and WikiHow
     by_activity: bool = False  # a table of all activities
     picture: str = ""  # write both tables as a picture to this file: sources, largest activities
-    log_dir: str = "log"  # where the newest run is looked for
 
 
 def main(argv):
@@ -296,7 +295,7 @@ def main(argv):
     precision = Precision(cfg.precision, world.device)
     precision.prepare()
     # one process looks for files: the newest run may be another one a moment later
-    cfg.model = world.on_main(lambda: models.find(cfg.model, cfg.log_dir))
+    cfg.model = world.on_main(lambda: models.find(cfg.model))
     model = models.load(cfg.model).to(world.device).eval()
     if not hasattr(model, "generate"):
         raise UserError(f"{cfg.model} fills in hidden words: it cannot score how a text goes on")

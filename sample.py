@@ -57,7 +57,6 @@ class Config:
     weights: Literal["auto", "fp32", "bf16", "fp16", "int8"] = "auto"
     # on a GPU, but for a single prompt: seconds before the first token, one launch for each other
     compile: bool = True
-    log_dir: str = "log"  # where the newest run is looked for
 
 
 def check(cfg):
@@ -176,7 +175,7 @@ def main(argv):
     cfg = parse(Config, argv)
     check(cfg)
     device = World(cfg.device).device
-    source = models.find(cfg.model, cfg.log_dir)
+    source = models.find(cfg.model)
     model, tokenizer = ready(source, device, cfg.weights)
     seed = cfg.seed if cfg.seed is not None else torch.seed() % 2**31
     rows = 1 if cfg.chat else cfg.num_samples

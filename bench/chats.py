@@ -36,7 +36,6 @@ class Config:
     show: int = 0  # so many questions and answers
     out: str = ""  # file of measurements, which are added to it
     device: str = "auto"  # cuda, mps or cpu
-    log_dir: str = "log"  # where runs are looked for by name
 
 
 def plain(text):
@@ -101,7 +100,7 @@ def main(argv):
     table = [("an answer drawn from the rest", "", f"{chance:.1%}", "", len(facts), "")]
     device = World(cfg.device).device
     for name in cfg.model:
-        model, tokenizer = ready(models.find(name, cfg.log_dir), device, "fp32")
+        model, tokenizer = ready(models.find(name), device, "fp32")
         found, rows = measure(model, tokenizer, asked, cfg)
         shares = (f"{found[key]:.1%}" for key in ("right", "ended"))
         table.append((name, f"{found['loss']:.3f}", *shares, found["answers"], found["left_out"]))

@@ -21,9 +21,7 @@ TOKENIZER = {"vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.jso
 OURS = {"config.json", "generation_config.json"} | TOKENIZER
 
 
-def export(
-    source: Annotated[str, Positional, arg(metavar="SOURCE")], out: Path, log_dir: str = "log"
-):
+def export(source: Annotated[str, Positional, arg(metavar="SOURCE")], out: Path):
     """Write a model as a folder that transformers and lm-evaluation-harness load as it is.
 
     sample.py puts end-of-text before a prompt, as every document has it in training; transformers'
@@ -33,12 +31,11 @@ def export(
     Args:
         source: run, checkpoint, .pt file of nanoGPT or build-nanogpt, hub name; "" is the newest run
         out: folder to write; an earlier export there is replaced
-        log_dir: where the newest run is looked for
     """
     out = Path(out)
     check_replaceable(out)
     out = out.resolve() if out.is_symlink() else out  # what it points to is replaced
-    source = models.find(source, log_dir)  # a later checkpoint may come meanwhile
+    source = models.find(source)  # a later checkpoint may come meanwhile
     model = models.load(source)
     if not hasattr(model, "from_pretrained"):
         raise UserError(f"{source} is no GPT-2: transformers has no model that computes this one")

@@ -42,7 +42,6 @@ class Config:
     device: str = "auto"  # cuda, mps or cpu
     weights: Literal["auto", "fp32", "bf16", "fp16", "int8"] = "auto"  # int8: on a CPU
     compile: bool = True  # on a GPU: seconds of warm-up, then a token is one launch
-    log_dir: str = "log"  # where the newest run is looked for
 
 
 class Engine:
@@ -140,7 +139,7 @@ def main(argv):
     from lab.tools.serve_app import application
 
     device = find_device(cfg.device, 0)
-    source = models.find(cfg.model, cfg.log_dir)
+    source = models.find(cfg.model)
     try:
         door = socket.create_server((cfg.host, cfg.port))
     except (OSError, OverflowError) as error:
