@@ -51,7 +51,7 @@ def six_minutes(runs, out_path, dark):
 def passes(runs, out_path, dark):
     """Validation loss against passes over the text, of three recipes."""
     names = {"_gpt2": "GPT-2's recipe", "_readable": "readable recipe", "": "speedrun.py"}
-    note = "124M, 111M tokens of books and textbooks, H100s and H200s, 2026-11-26"
+    note = "124M, 111M tokens of books and textbooks, H100s and H200s, 2026-11-25 and 26"
     curves = {}
     for name in names:
         records(runs, f"both_4_passes{name}", "kind")

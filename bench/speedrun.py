@@ -168,8 +168,8 @@ def main(argv):
     known = RECIPES[cfg.scale]
     if unknown := set(cfg.recipes) - set(known):
         raise UserError(f"recipes={unknown.pop()} is not one of {', '.join(known)}")
-    if (cfg.seconds > 0) == (cfg.steps > 0) or not cfg.seeds:
-        raise UserError("a run has --seconds or --steps, and a seed; pass one of each")
+    if (cfg.seconds > 0) == (cfg.steps > 0):
+        raise UserError("a run has --seconds or --steps; pass one of them")
     cfg.data = cfg.data and str(Path(cfg.data).resolve())
     check_writable(cfg.out, "out")
     same = {k: getattr(cfg, k) for k in "scale data gpus more seconds steps".split()}

@@ -111,20 +111,17 @@ def shape_of(source, log_dir="log", program=""):
                 "else; `ls log` shows the runs"
             )
         shape = weights.read_hugging_face(path)[0]
-        file = "bert.py" if "segments" in shape else "train_gpt2.py"
-        if program and file != f"{PROGRAMS[program]}.py":
-            raise UserError(
-                f"{path} is a model of {file}; `{command_of(file)} --init_from` begins with it"
-            )
-        return shape
-    model = load(path)
-    ours = importlib.import_module(PROGRAMS[program]).Run.model_class if program else object
-    if not isinstance(model, ours):
+        made_by = "bert" if "segments" in shape else "gpt2"
+        if program in ("", made_by):
+            return shape
+        file = f"{PROGRAMS[made_by]}.py"
+    else:
+        model = load(path)
+        ours = importlib.import_module(PROGRAMS[program]).Run.model_class if program else object
+        if isinstance(model, ours):
+            return dataclasses.asdict(model.config)
         file = f"{type(model).__module__}.py"
-        raise UserError(
-            f"{path} is a model of {file}; `{command_of(file)} --init_from` begins with it"
-        )
-    return dataclasses.asdict(model.config)
+    raise UserError(f"{path} is a model of {file}; `{command_of(file)} --init_from` begins with it")
 
 
 def check_same(source, theirs, model_config, *free):

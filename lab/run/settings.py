@@ -200,7 +200,7 @@ def check(model_config, cfg):
          f"n_embd={m.n_embd} must be divisible by n_head={m.n_head}; n_embd={more} would be"),
         (getattr(m, "rotary", False) and (m.n_embd // m.n_head % 2 or m.n_embd // m.n_head < 4),
          f"n_embd={m.n_embd} of n_head={m.n_head} gives heads of {m.n_embd // m.n_head} channels, and "
-         "rotary turns every second pair; take an even number from 4 on, or pass --no_rotary"),
+         "rotary turns half of their pairs; take an even number from 4 on, or pass --no_rotary"),
         (getattr(m, "value_tables", 0) > m.n_layer,
          f"value_tables={getattr(m, 'value_tables', 0)} must be at most n_layer={m.n_layer}"),
         (getattr(cfg, "small_steps", 0) and cfg.total_batch_size % halves,
