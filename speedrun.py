@@ -49,7 +49,7 @@ class GPTConfig:
     qk_norm: bool = True  # queries and keys are normalised before they meet
     mlp: Literal["relu2", "gelu"] = "relu2"  # gelu: GPT-2's MLP, with its biases and 8-bit kernels
     tied: bool = False  # one matrix for embedding and head, as in GPT-2
-    value_tables: int = 1  # token embeddings for attention's values; beyond 3 epochs 0 is better
+    value_tables: int = 1  # token embeddings for attention's values; from 4 epochs on 0 is better
     smear: bool = True  # each embedding has a share of the one before it
     bigram_rows: int = 0  # rows of an embedding of pairs of tokens; 0 is off
 
