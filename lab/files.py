@@ -10,7 +10,7 @@ from pathlib import Path
 from lab.cli import ROOT, UserError
 
 SYSTEM = {  # what the system says is no sign of damage
-    errno.ENOENT: "its folder has gone; put it back",
+    errno.ENOENT: "its folder is not there; put it back, or choose another",
     errno.ENOSPC: "the disk is full; make room",
     errno.EDQUOT: "your share of the disk is used up; make room",
     errno.EACCES: "you have no permission; change it",

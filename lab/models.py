@@ -13,11 +13,10 @@ from lab import weights
 from lab.cli import UserError
 from lab.cli import program as command_of
 from lab.data.document_mask import hide_other_documents
-from lab.run.checkpoints import checkpoint_files, newest_run, read_checkpoint, read_newest
-from lab.run.folder import known_settings
+from lab.run.checkpoints import checkpoint_files, read_checkpoint, read_newest
+from lab.run.folder import PROGRAMS, known_settings, newest_run
 
-# what a checkpoint calls its program: the file, whose Run says its model, and PRESETS its settings
-PROGRAMS = {"gpt2": "train_gpt2", "bert": "bert", "speedrun": "speedrun"}
+WRITE_TEXT = ("gpt2", "speedrun")
 WITH_PUBLISHED_WEIGHTS = ("gpt2", "bert")  # which tell their shape
 # settings of a model that may change while it is trained; the others say which function it is
 FREE = ("attention", "bf16_residual", "activation_checkpointing", "document_mask", "mask_share")
@@ -26,9 +25,9 @@ FREE = ("attention", "bf16_residual", "activation_checkpointing", "document_mask
 def find(source, log_dir="log"):
     """What load reads for `source`: a .pt file, a Hugging Face folder, or a hub name as it is.
 
-    "" is the newest run in log_dir. A run's folder, or its name in log_dir, is its newest
-    checkpoint that is whole."""
-    path = Path(source) if source else newest_run(log_dir)
+    "" is the newest run in log_dir that writes text. A run's folder, or its name in log_dir, is its
+    newest checkpoint that is whole."""
+    path = Path(source) if source else newest_run(log_dir, *WRITE_TEXT)
     if not path.exists() and source not in weights.PUBLISHED:  # gpt2 is OpenAI's
         path = Path(log_dir) / path
     if (path / "log.jsonl").exists() and not checkpoint_files(path):

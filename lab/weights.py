@@ -108,6 +108,8 @@ def download(name):
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
+    if (folder := Path(name).parent).name and folder.is_dir():  # no hub's name
+        raise UserError(f"there is no {name}; `ls {folder}` shows what there is")
     patterns = ["config.json", "model*.safetensors", SUMS]
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))

@@ -122,7 +122,7 @@ def test_the_data_decides_the_vocabulary_if_no_flag_does(tmp_path, shards, run_t
 
 # what the sentence must hold; flags alone stand after those of a tiny run
 BAD = {
-    "--data nowhere": "no train shards in nowhere.*python .*fineweb.py --source FOLDER",
+    "--data nowhere": "no train shards in nowhere, which is no folder: .*python .*fineweb.py --source FOLDER",
     "--data short": "10 training tokens, a sequence takes 17.*--seq_len smaller than 16",
     "--batch_size 7": "total_batch_size=128 must be a multiple .* is 224, or pass another --batch_size",
     "--n_embd 50 --n_head 4": "n_embd=50 must be divisible by n_head=4; n_embd=52 would be",
@@ -137,9 +137,11 @@ BAD = {
     "--log_dir file": "file.* cannot be written",
     "--run_name there": "there is another run's already; pass --resume .*, or another --run_name",
     "--resume --run_name there --preset laptop": "preset=laptop is for a new run; .*there goes on as",
-    "--resume --log_dir empty": "no run with a checkpoint in empty",
+    "--resume --log_dir empty": "no run of train_gpt2.py with a checkpoint in empty",
     "--on_spike skip --optimizer muon": "on_spike=skip leaves AdamW's updates out alone",
-    "speedrun.py --resume": "there is a run of train_gpt2.py",
+    "speedrun.py --resume": "no run of speedrun.py with a checkpoint in log/; .*speedrun.py",
+    "speedrun.py --resume --run_name there": "there is a run of train_gpt2.py",
+    "sample.py ab --model log/nope": "there is no log/nope; `ls log` shows what there is",
     "speedrun.py --preset laptop --max_steps 1 --n_head 64": "heads of 2 channels, .* even number from 4",
     "speedrun.py --max_steps 1 --preset laptop --value_tables 3": "3 must be at most n_layer=2",
     "speedrun.py --preset laptop --init_from log/nope": "log/nope is no run of .*`ls log` shows",

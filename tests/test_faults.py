@@ -75,7 +75,7 @@ def test_a_folder_that_goes_while_a_run_writes_it(tmp_path, start_training):
     wait_for_steps(process, tmp_path / "log" / "r")
     (tmp_path / "log" / "r").rename(tmp_path / "log" / "s")
     assert process.wait() == 2 and "Traceback" not in process.stderr, process.stderr
-    assert "its folder has gone; put it back" in process.stderr.splitlines()[-1]
+    assert "its folder is not there; put it back" in process.stderr.splitlines()[-1]
     assert read_run(tmp_path / "log" / "s").losses, "and what was there is where it was taken to"
 
 

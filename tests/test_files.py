@@ -27,7 +27,7 @@ def test_json_that_is_wrong_is_named(tmp_path):
 def test_the_system_refusing_is_told_apart_from_damage():
     for number, said in {
         errno.EACCES: "no permission", errno.ENOSPC: "the disk is full", errno.EROFS: "read-only",
-        errno.EMFILE: "too many files are open", errno.ENOENT: "there is no file|its folder has gone",
+        errno.EMFILE: "too many files are open", errno.ENOENT: "there is no file|its folder is not there",
     }.items():  # fmt: skip
         said = rf"it.npy.*({said})|({said}).*it.npy"
         for manager in (reading("it.npy", "file", "way out"), writing("it.npy", "way out")):

@@ -4,8 +4,9 @@ import pytest
 import torch
 from conftest import add_noise
 
+from lab.cli import UserError
 from lab.data.document_mask import hide_other_documents
-from lab.tools.inside import lens, watch, without_head
+from lab.tools.inside import laptop_run, lens, watch, without_head
 from train_gpt2 import GPT
 
 
@@ -51,3 +52,16 @@ def test_a_head_is_switched_off_by_the_rows_that_hold_it(model, idx):
     assert (got - model(idx)[0]).abs().max() > 0.01
     model.transformer.h[1].attn.c_proj.weight[:, :16] = 0  # head 0 of two, in 32 channels
     assert torch.allclose(got, model(idx)[0], atol=1e-6)
+
+
+def test_a_run_of_the_notebook_that_was_interrupted_is_made_again(tmp_path):
+    begun = tmp_path / "notebook_1"
+    (begun / "deeper").mkdir(parents=True)
+    (begun / "model_000000.pt").write_text("another checkpoint")
+    path = laptop_run(tmp_path, steps=1)
+    assert path.exists() and [p.name for p in begun.glob("model_*")] == [path.name]
+    changed = path.stat().st_mtime_ns
+    assert laptop_run(tmp_path, steps=1).stat().st_mtime_ns == changed
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="file.* cannot be written"):
+        laptop_run(tmp_path / "file", steps=1)

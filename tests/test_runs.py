@@ -22,8 +22,8 @@ import train_gpt2
 from lab import models
 from lab.cli import UserError
 from lab.run import checkpoints
-from lab.run.checkpoints import checkpoint_files, newest_run, read_checkpoint, read_newest
-from lab.run.folder import read_config, run_to_resume
+from lab.run.checkpoints import checkpoint_files, read_checkpoint, read_newest
+from lab.run.folder import newest_run, read_config, run_to_resume
 from lab.run.stop import StopSignal
 from lab.run.vitals import Vitals
 from lab.world import World
@@ -247,17 +247,28 @@ def test_a_setting_that_is_missing_has_its_default_and_values_that_are_none_are_
             read_config(tmp_path, GPTConfig, TrainConfig)
 
 
-def test_the_run_that_goes_on_is_the_named_one_or_the_one_that_saved_last(tmp_path):
-    for age, name in enumerate(("newest", "older", "oldest")):
+def test_the_run_that_goes_on_is_the_named_one_or_the_programs_that_saved_last(tmp_path):
+    for age, name in enumerate(("of_bert", "newest", "older", "oldest")):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text("{}")
+        config = tmp_path / name / "config.json"
+        config.write_text('{"program": "bert"}' if age == 0 else "{}")
+        os.utime(config, (900, 900))
         os.utime(checkpoints.save(tmp_path / name, 5 + age, {}, keep_last=1), (1000 - age,) * 2)
-    assert run_to_resume(tmp_path) == newest_run(tmp_path) == tmp_path / "newest"
+    assert (
+        run_to_resume(tmp_path) == newest_run(tmp_path, "speedrun", "gpt2") == tmp_path / "newest"
+    )
+    assert run_to_resume(tmp_path, "", "bert") == tmp_path / "of_bert"
     assert run_to_resume(tmp_path, "oldest") == tmp_path / "oldest"
     with pytest.raises(UserError, match="run_name=log/x is a path; .* --run_name x$"):
         run_to_resume(tmp_path, "log/x")
     with pytest.raises(UserError, match="x holds no config.json to resume with"):
         run_to_resume(tmp_path, "x")
+    os.utime(tmp_path / "newest" / "config.json")  # newer than its checkpoint, which it has
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="begun is newer and has no checkpoint.*--run_name newest$"):
+        run_to_resume(tmp_path)
+    assert run_to_resume(tmp_path, "older") == tmp_path / "older"
 
 
 # -------------------------------------------------------------------------------------- checkpoints

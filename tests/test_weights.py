@@ -272,7 +272,10 @@ FILES = {  # what is said of a state dict in a file: what became of it
     "checkpoint broken.pt is damaged": lambda state: state.update({3: torch.ones(4)}),
 }
 NOWHERE = {"'./x' is no file or folder": "./x", "there is no checkpoint x.pt": "x.pt"}
-NOWHERE |= {"checkpoint text.pt is": "text.pt", "no run with a checkpoint in log": ""}
+NOWHERE |= {
+    "checkpoint text.pt is": "text.pt",
+    "no run of train_gpt2.py with a checkpoint in log": "",
+}
 
 
 @pytest.mark.parametrize("said", [*FOLDERS, *FILES, *NOWHERE])

@@ -140,7 +140,7 @@ def fill_shards(out_dir: Path, manifest: dict, results, skip: int, limit: int, b
         writer.save_shard(out_dir, manifest, np.concatenate(parts), end=None)
     if not manifest["shards"]:
         raise UserError(
-            f"the source of {manifest['data']} holds no text; name another with --source"
+            f"there is no text in the source of {manifest['data']}; name another with --source"
         )
     return True
 

@@ -69,8 +69,8 @@ class TokenLoader:
         if context and seq_len != context:
             raise UserError(
                 f"seq_len={seq_len} must be {context}, the length these conversations were packed "
-                f"to: pass --seq_len {context}, or make them again with `fineweb.py --context "
-                f"{seq_len}` and another --out"
+                f"to: pass --seq_len {context} where --block_size allows it, or give --data the .jsonl "
+                "itself, which is packed to fit"
             )
         self.aligned = shards.document_starts(seq_len) if cfg.align_documents else None
         self.total_batch_size = 0
@@ -173,8 +173,8 @@ class TokenLoader:
         tokens = state["tokens"]
         if tokens > len(self.shards) or state["begin"] != self.fingerprint(tokens):
             raise UserError(
-                f"{self.shards.folder} has fewer or begins with other tokens than this run was "
-                f"begun with ({len(self.shards):,} now, {tokens:,} then): put those back (a "
+                f"{self.shards.folder} does not begin with the {tokens:,} tokens that this run was begun "
+                f"with (it has {len(self.shards):,}, or others): leave --data out, put those back (a "
                 "fineweb.py that is not finished does so when it goes on), or begin a new run with "
                 "--init_from"
             )

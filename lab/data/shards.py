@@ -115,8 +115,9 @@ class TokenShards:
         self.paths = [p for p in files if p.name.split("_")[-2] == split]
         if not self.paths:
             fineweb, own = program("fineweb.py"), quoted(folder) if folder.is_dir() else "FOLDER"
+            gone = "" if folder.is_dir() else ", which is no folder"
             raise UserError(
-                f"no {split} shards in {folder}: `{fineweb}` makes some of FineWeb-Edu in "
+                f"no {split} shards in {folder}{gone}: `{fineweb}` makes some of FineWeb-Edu in "
                 f"edu_fineweb10B, `{fineweb} --source {own} --out data/mine` of your own text (without "
                 "a GPU add --tokenizer bytes); the preset laptop without --data has a text"
             )

@@ -123,7 +123,8 @@ def check_same(out_dir, manifest, **wanted):
     for key, now in wanted.items():
         if manifest.get(key) != now:
             before, now = reprlib.repr(manifest.get(key)), reprlib.repr(now)
+            name = "source" if key == "data" else key  # whose name the shards begin with
             raise UserError(
-                f"{out_dir} was made with {key} = {before}, now it is {now}: choose another --out, "
+                f"{out_dir} was made with {name} = {before}, now it is {now}: choose another --out, "
                 f"or delete {out_dir}"
             )

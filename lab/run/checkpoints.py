@@ -13,7 +13,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from lab import optim
-from lab.cli import UserError, program, progress, say
+from lab.cli import progress, say
 from lab.device import Underway
 from lab.files import Damaged, check_keys, first_line, reading, whole_file, writing
 
@@ -186,13 +186,3 @@ def check_state(run, state):
     torch.Generator().set_state(state["rng"]["cpu"])
     if state["rng"]["cuda"] is not None and run.world.device.type == "cuda":
         torch.Generator("cuda").set_state(state["rng"]["cuda"])
-
-
-def newest_run(log_dir):
-    """The run folder whose checkpoint was written last."""
-    files = [path for run_dir in Path(log_dir).glob("*/") for path in checkpoint_files(run_dir)]
-    if not files:
-        raise UserError(
-            f"no run with a checkpoint in {log_dir}/; `{program('train_gpt2.py')}` makes one"
-        )
-    return max(files, key=lambda path: path.stat().st_mtime).parent

@@ -13,7 +13,11 @@ from typing import get_args
 
 from lab.cli import UserError, program, quoted
 from lab.files import only_writer, read_json, write_whole
-from lab.run.checkpoints import checkpoint_files, newest_run, step_of
+from lab.run.checkpoints import checkpoint_files, step_of
+
+# what a run and a checkpoint call their program: the file, whose Run says its model, and PRESETS its
+# settings
+PROGRAMS = {"gpt2": "train_gpt2", "bert": "bert", "speedrun": "speedrun"}
 
 AT_LEAST_1 = (
     "n_layer", "n_head", "n_embd", "block_size", "segments", "vocab_multiple", "total_batch_size",
@@ -124,12 +128,41 @@ def check_value(path, field, value):
     )
 
 
-def run_to_resume(log_dir, run_name=""):
-    """The folder of the run of this name, or of the one that saved last. Raises UserError where there
-    is nothing to resume."""
+def program_of(run_dir):
+    """What the config.json of a run calls its program; the oldest and other people's are GPT-2's."""
+    with contextlib.suppress(UserError):
+        return str(read_json(run_dir / "config.json").get("program", "gpt2"))
+    return "gpt2"
+
+
+def newest_run(log_dir, *programs):
+    """The folder of that run of these programs whose checkpoint was written last."""
+    runs = [run_dir for run_dir in Path(log_dir).glob("*/") if program_of(run_dir) in programs]
+    files = [path for run_dir in runs for path in checkpoint_files(run_dir)]
+    if not files:
+        file = f"{PROGRAMS[programs[0]]}.py"
+        raise UserError(
+            f"no run of {file} with a checkpoint in {log_dir}/; `{program(file)}` makes one"
+        )
+    newest = max(files, key=lambda path: path.stat().st_mtime)
+    return newest.parent
+
+
+def run_to_resume(log_dir, run_name="", made_by="gpt2"):
+    """The folder of the run of this name, or of the program's that saved last. Raises UserError where
+    there is nothing to resume."""
     if (name := Path(run_name).name) != run_name:
         raise UserError(f"run_name={run_name} is a path; pass --log_dir FOLDER --run_name {name}")
-    run_dir = Path(log_dir) / run_name if run_name else newest_run(log_dir)
+    run_dir = Path(log_dir) / run_name if run_name else newest_run(log_dir, made_by)
+    if not run_name:
+        saved = checkpoint_files(run_dir)[-1].stat().st_mtime
+        for path in Path(log_dir).glob("*/config.json"):
+            begun, there = path.stat().st_mtime > saved, path.parent
+            if begun and program_of(there) == made_by and not checkpoint_files(there):
+                raise UserError(
+                    f"{there} is newer and has no checkpoint yet: begin it again without --resume, "
+                    f"or go on with an older one by --run_name {quoted(run_dir.name)}"
+                )
     if not (run_dir / "config.json").exists():
         raise UserError(
             f"{run_dir} holds no config.json to resume with; `ls {log_dir}` shows the runs there are"

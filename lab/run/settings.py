@@ -18,10 +18,18 @@ from lab.data import build_builtin, name_of_size
 from lab.data.chat import ROLES, build_chats
 from lab.data.shards import read_manifest
 from lab.data.tokenizers import WORD_PIECE_FILE, WordPiece
-from lab.files import check_keys, read_json, reading
-from lab.models import PROGRAMS, check_same, find, shape_of
+from lab.files import check_keys, reading
+from lab.models import check_same, find, shape_of
 from lab.run.checkpoints import read_newest
-from lab.run.folder import is_finished, largest, read_config, run_to_resume, smallest
+from lab.run.folder import (
+    PROGRAMS,
+    is_finished,
+    largest,
+    program_of,
+    read_config,
+    run_to_resume,
+    smallest,
+)
 
 PLAIN = dict(attention="math", bf16_residual=False, compile=False, kernels="plain")
 SPEEDS = {  # --speed: what is set before the flags that are typed; sizes and results stay
@@ -97,7 +105,8 @@ def parse_flags(argv, presets, description, program="gpt2"):
     text = f"{description.split('One step in words')[0]}The defaults shown are those of {reason}."
     model_config, cfg = parse(flags, argv, description=text)
     before, now = (vars(a) | vars(b) for a, b in (defaults, (model_config, cfg)))
-    changed = [f"{k}={v}" for k, v in now.items() if before[k] != v]
+    was = " (was {})" if cfg.resume else ""
+    changed = [f"{k}={v}{was.format(before[k])}" for k, v in now.items() if before[k] != v]
     check(model_config, cfg)
     return reason + (f"; set by hand: {', '.join(changed)}" if changed else ""), model_config, cfg
 
@@ -131,8 +140,8 @@ def defaults_of_run(given, program, model_class, train_class):
             f"init_from={given.init_from} is for a new run; a resumed one goes on with its own "
             "weights: leave one out"
         )
-    run_dir = run_to_resume(given.log_dir, given.run_name)
-    made_by = str(read_json(run_dir / "config.json").get("program", "gpt2"))
+    run_dir = run_to_resume(given.log_dir, given.run_name, program)
+    made_by = program_of(run_dir)
     if made_by != program:
         file = f"{PROGRAMS.get(made_by, made_by)}.py"
         raise UserError(

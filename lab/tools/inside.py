@@ -8,13 +8,14 @@ import contextlib
 import hashlib
 import html
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import torch
 
-from lab.cli import ROOT
+from lab.cli import ROOT, UserError
 from lab.files import template
 
 
@@ -24,10 +25,13 @@ def laptop_run(log_dir="log", steps=300):
     run = f"notebook_{steps}"
     path = Path(log_dir, run, f"model_{steps:06d}.pt")
     if not path.exists():
+        shutil.rmtree(path.parent, ignore_errors=True)  # of a kernel that was interrupted
         flags = f"--preset laptop --max_steps {steps} --ckpt_every {steps} --val_every 0"
         flags += f" --sample_every 0 --run_name {run} --log_dir"
         command = [sys.executable, "train_gpt2.py", *flags.split(), Path(log_dir).absolute()]
-        subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+        if done.returncode:
+            raise UserError(done.stderr)
     return path
 
 

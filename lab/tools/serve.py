@@ -144,7 +144,7 @@ def main(argv):
         door = socket.create_server((cfg.host, cfg.port))
     except (OSError, OverflowError) as error:
         raise UserError(
-            f"host={cfg.host} port={cfg.port} cannot be opened ({error}); choose another --port"
+            f"host={cfg.host} port={cfg.port} cannot be opened ({error}); choose another --host or --port"
         ) from error
     model, tokenizer = ready(source, device, cfg.weights)
     t0, step = time.perf_counter(), fast_step(model, wanted=cfg.compile)
