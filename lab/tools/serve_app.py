@@ -173,8 +173,10 @@ def refusal(status, sentence):
 def first_wrong(error):
     """A sentence of what pydantic found first."""
     first = error.errors()[0]
+    if first["type"] == "json_invalid" or isinstance(first["input"], bytes):
+        return "the request must be JSON, sent with Content-Type: application/json"
     place = ".".join(str(part) for part in first["loc"][1:]) or "request"
-    shown = "" if first["type"] in ("missing", "json_invalid") else f"={first['input']!r:.80}"
+    shown = "" if first["type"] == "missing" else f"={first['input']!r:.80}"
     return f"{place}{shown}: {first['msg']}"
 
 
