@@ -62,7 +62,7 @@ class Validation(Every):
     def means(self, run):
         """What evaluate sums, for each target."""
         sums = evaluate(run.model, *self.where(run))
-        return {name: value / max(1, sums["targets"]) for name, value in sums.items()}
+        return {name: value / sums["targets"] for name, value in sums.items()}
 
     def where(self, run):
         """evaluate's arguments but for the model and what is measured."""
@@ -123,7 +123,12 @@ def evaluate(
             sums = measure(model, x, y) | {"targets": (y >= 0).sum()}
         for name, value in sums.items():
             totals[name] = totals.get(name, 0) + value.to(place).double()
-    return dict(zip(totals, world.all_reduce(torch.stack(list(totals.values()))).tolist()))
+    sums = dict(zip(totals, world.all_reduce(torch.stack(list(totals.values()))).tolist()))
+    if not sums["targets"]:
+        raise UserError(
+            f"val_tokens={cfg.val_tokens} of {cfg.data} have nothing to guess; pass more, or 0: all"
+        )
+    return sums
 
 
 def num_targets(shards, tokens):

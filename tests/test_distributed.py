@@ -1,6 +1,7 @@
 """Several processes over gloo against one: as torchrun starts them, and with torchrun itself."""
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -193,6 +194,28 @@ def test_what_travels_in_16_bits_loses_nothing(tmp_path, start_two, reads_all, b
     runs = [read_run(tmp_path / "log" / name) for name in ("r", "wide")]
     assert runs[0].losses == runs[1].losses and runs[0].norms == runs[1].norms
     assert not differing_parts(*(run.checkpoints[5] for run in runs), ("model", "optimizer"))
+
+
+# the folder's listing on the machine of process 1 is an old one
+OLD_LISTING = """
+import lab.models, lab.run.checkpoints
+def older(folder, real=lab.run.checkpoints.checkpoint_files):
+    return real(folder)[:-1] or real(folder)
+if os.environ["RANK"] == "1":
+    lab.models.checkpoint_files = lab.run.checkpoints.checkpoint_files = older"""
+
+
+def test_all_begin_with_the_checkpoint_that_process_0_finds(tmp_path, start_two):
+    finished(start_two("--max_steps", 6, "--ckpt_every", 2, "--keep_last", 9))
+    folder, old = tmp_path / "log" / "r", driver(tmp_path, OLD_LISTING)
+    whole = read_run(folder)
+    (folder / "model_000006.pt").unlink()
+    finished(start_two("--resume", program=old))
+    assert read_run(folder).losses[-2:] == whole.losses[-2:]
+    more = ("--run_name", "s", "--max_steps", 1, "--init_from", folder)
+    finished(start_two(*more, program=old))
+    begun = json.loads((tmp_path / "log" / "s" / "config.json").read_text())
+    assert begun["train"]["init_from"] == str(folder / "model_000006.pt")
 
 
 def test_an_error_of_one_process_ends_all(tmp_path, start_two):

@@ -6,7 +6,7 @@ import chats
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, difference, read_run, succeed, train_here, write_shards
+from conftest import ROOT, difference, read_run, run_python, succeed, train_here, write_shards
 
 from lab import models
 from lab.data import get_tokenizer
@@ -32,7 +32,7 @@ def tuned(tmp_path_factory):
     """(folder, questions and answers, what log/few said): the run `few` in three micro-steps a
     step, `many` in one, of a model whose shape is no preset's."""
     folder = tmp_path_factory.mktemp("sft")
-    shape = dict(n_layer=1, n_head=4, block_size=64)
+    shape = dict(n_layer=1, n_head=4, block_size=64, document_mask=True)
     train_here(folder / "log", write_shards(folder / "data"), "base", shape, max_steps=3)
     # one conversation a row, and answers of other lengths in each micro-step
     pairs = [(f"What is {i:02}?", f"It is {'so ' * (i % 7)}{i}.") for i in range(20)]
@@ -66,6 +66,7 @@ def test_the_shape_is_that_of_the_model_it_starts_from(tuned):
     folder, _, said = tuned
     saved = json.loads((folder / "log/few/config.json").read_text())
     shape = dict(n_layer=1, n_head=4, n_embd=32, block_size=64, vocab_size=257)
+    assert not saved["model"]["document_mask"], "earlier turns are other documents"
     assert saved["model"] | shape == saved["model"] and saved["train"]["seq_len"] == 64
     assert "with the shape of base" in said
     flags = "--preset sft --init_from base --log_dir".split() + [str(folder / "log")]
@@ -73,6 +74,11 @@ def test_the_shape_is_that_of_the_model_it_starts_from(tuned):
     assert (model_config.n_head, model_config.n_embd) == (2, 32), "what is typed stands"
     assert cfg.val_every % cfg.ckpt_every == 0, "whichever is best is on disk"
     assert cfg.lr == pytest.approx(2e-4 * (768 / 32) * 12**0.5, rel=1e-3), "its width and depth"
+    few = (
+        "--preset sft --init_from base --data chats.jsonl --max_steps 1 --run_name x --val_tokens 3"
+    )
+    done = run_python(ROOT / "train_gpt2.py", *few.split(), cwd=folder)
+    assert done.returncode == 2 and "val_tokens=3 of" in done.stderr, "no answer is among them"
     succeed("train_gpt2.py", *"--resume --run_name few --max_steps 3".split(), cwd=folder)
     assert read_run(folder / "log/few").checkpoints[3]["step"] == 3
 

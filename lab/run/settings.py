@@ -20,7 +20,7 @@ from lab.data.shards import read_manifest
 from lab.data.tokenizers import WORD_PIECE_FILE, WordPiece
 from lab.files import check_keys, reading
 from lab.models import check_same, find, shape_of
-from lab.run.checkpoints import read_newest
+from lab.run.checkpoints import read_checkpoint, read_newest
 from lab.run.folder import (
     PROGRAMS,
     is_finished,
@@ -173,6 +173,8 @@ def defaults_of_preset(given, program, presets, main):
         wider, deeper = (shape[k] / getattr(model_config, k) for k in ("n_embd", "n_layer"))
         lr = round(cfg.lr / wider / deeper**0.5, 6)
         same = {name: value for name, value in shape.items() if hasattr(model_config, name)}
+        if preset == "sft":  # each turn ends in end-of-text, and is to see the earlier ones
+            same.pop("document_mask", None)
         model_config = dataclasses.replace(model_config, **same)
         cfg = dataclasses.replace(cfg, lr=lr, seq_len=min(cfg.seq_len, shape["block_size"]))
         why += f", with the shape of {given.init_from} and lr={lr} for its size"
@@ -252,7 +254,8 @@ def resolve(model_config, cfg, world, presets, program="gpt2"):
     if not cfg.resume:
         return model_config, cfg, None
     run_dir = Path(cfg.log_dir) / cfg.run_name
-    path, state = read_newest(run_dir)
+    path = world.on_main(lambda: read_newest(run_dir)[0])
+    state = read_checkpoint(path)
     check_fits(path, state, model_config, cfg)
     if state["step"] > cfg.max_steps or (state["step"] == cfg.max_steps and is_finished(run_dir)):
         raise UserError(
@@ -263,7 +266,9 @@ def resolve(model_config, cfg, world, presets, program="gpt2"):
 
 
 def settle(model_config, cfg, presets, program):
-    """What one process decides for all."""
+    """What one process decides for all: others may see an older folder, or a newer one."""
+    if cfg.init_from and not cfg.resume:
+        cfg = dataclasses.replace(cfg, init_from=find(cfg.init_from, cfg.log_dir))
     builtin = {"data/builtin": "bytes", "data/builtin_wordpiece": "wordpiece"}
     if tokenizer := builtin.get(Path(cfg.data).as_posix()):  # these need nothing but Python
         build_builtin(cfg.data, tokenizer)
