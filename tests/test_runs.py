@@ -21,7 +21,7 @@ from conftest import (  # isort: skip
 import train_gpt2
 from lab import models
 from lab.cli import UserError
-from lab.run import checkpoints
+from lab.run import checkpoints, settings
 from lab.run.checkpoints import checkpoint_files, read_checkpoint, read_newest
 from lab.run.folder import newest_run, read_config, run_to_resume
 from lab.run.stop import StopSignal
@@ -349,6 +349,17 @@ def test_resuming_passes_over_a_damaged_checkpoint_and_says_so(tmp_path, shards,
     assert "model_000006.damaged was damaged: this goes on after step 4" in said.out
     assert of_kind(rest, "start")[-1]["passed_over"] == ["model_000006.damaged"]
     assert rest.losses[6:] == whole.losses[4:5] and list(rest.checkpoints) == [5]
+
+
+def test_what_another_process_has_saved_since_is_not_taken_for_damaged(
+    tmp_path, shards, monkeypatch
+):
+    run = train_here(tmp_path, shards, "r", max_steps=4, ckpt_every=2)
+    older = run.dir / "model_000002.pt"
+    monkeypatch.setattr(settings, "read_newest", lambda _: (older, None))
+    with pytest.raises(UserError, match="r has gone on meanwhile"):
+        train_here(tmp_path, shards, "r", resume=True, max_steps=6)
+    assert sorted(read_run(run.dir).checkpoints) == [2, 4]
 
 
 def test_checkpoints_of_wrong_structure_are_refused(tmp_path, shards):

@@ -13,7 +13,7 @@ from typing import get_args
 
 from lab.cli import UserError, program, quoted
 from lab.files import only_writer, read_json, write_whole
-from lab.run.checkpoints import checkpoint_files, step_of
+from lab.run.checkpoints import checkpoint_files, read_newest, step_of
 
 # what a run and a checkpoint call their program: the file, whose Run says its model, and PRESETS its
 # settings
@@ -39,9 +39,11 @@ def opened(run):
         note_settings(run)
         for path in run.folder.glob("*.part"):  # a kill while it was written
             path.unlink()
-        for path in checkpoint_files(run.folder):
-            if step_of(path) > run.step:  # damaged: it would count among the newest, which are kept
-                path.rename(path.with_suffix(".damaged"))
+        newer = [path for path in checkpoint_files(run.folder) if step_of(path) > run.step]
+        if newer and step_of(read_newest(run.folder)[0]) > run.step:
+            raise UserError(f"{run.folder} has gone on meanwhile; type the same command again")
+        for path in newer:  # damaged: they would count among the newest, which are kept
+            path.rename(path.with_suffix(".damaged"))
         at_end.callback(run.writer.finish)  # also where an error ends the run
 
     with contextlib.ExitStack() as at_end:
