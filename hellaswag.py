@@ -229,12 +229,12 @@ def prepare(model, world, path=None, limit=0, skip_long=False):
 class HellaSwag(Every):
     """The score as an event of a training run, never of the untrained model."""
 
-    def __init__(self, every, examples, world, precision, stop):
-        super().__init__("hella", every)
-        self.examples, self.world, self.precision, self.stop = examples, world, precision, stop
+    def __init__(self, run, stop):
+        super().__init__("hella", run.cfg.hella_every)
+        self.world, self.stop = run.world, stop
         self.data = None  # the Examples, from the first time on
-        if every:  # now, as hours later there may be nobody to mend it
-            self.attempt(lambda: world.on_main(lambda: str(locate())))
+        if self.every:  # now, as hours later there may be nobody to mend it
+            self.attempt(lambda: self.world.on_main(lambda: str(locate())))
 
     def due(self, step, last):
         return step > 0 and super().due(step, last)
@@ -243,12 +243,11 @@ class HellaSwag(Every):
         """The summary as a dict; None where an ending does not fit into the model's context: the run
         goes on, and does not ask again."""
         if self.data is None:
-            self.data = self.attempt(
-                lambda: prepare(run.raw_model, self.world, limit=self.examples)
-            )
+            limit = run.cfg.hella_examples
+            self.data = self.attempt(lambda: prepare(run.raw_model, self.world, limit=limit))
         if self.data is None:
             return None
-        with self.precision.autocast():
+        with run.precision.autocast():
             result, _ = measure(run.raw_model, self.data, self.world, self.stop.check)
         return result
 

@@ -53,9 +53,7 @@ class GPTConfig:
     smear: bool = True  # each embedding has a share of the one before it
     bigram_rows: int = 0  # rows of an embedding of pairs of tokens; 0 is off
 
-    @property
-    def padded_vocab_size(self):
-        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+    padded_vocab_size = train_gpt2.GPTConfig.padded_vocab_size
 
     def value_table(self, layer):
         """Which of the value_tables a block reads, or None: the first blocks have one each, and the

@@ -452,10 +452,10 @@ class Run:
 
     def events(self, stop):
         """What happens beside updates, in the order in which a step makes it."""
-        cfg, validation = self.cfg, evals.Validation(self, stop)
-        save = evals.Every("checkpoint", cfg.ckpt_every, lambda run: run.save())
-        hella = HellaSwag(cfg.hella_every, cfg.hella_examples, self.world, self.precision, stop)
-        return [save, validation, hella, evals.Samples(self, validation.tokenizer)]
+        validation = evals.Validation(self, stop)
+        save = evals.Every("checkpoint", self.cfg.ckpt_every, lambda run: run.save())
+        samples = evals.Samples(self, validation.tokenizer)
+        return [save, validation, HellaSwag(self, stop), samples]
 
 
 # -------------------------------------------------------------------------------------- 5. the run

@@ -40,7 +40,7 @@ def reading(path, what, way_out):
         raise
     except FileNotFoundError as error:
         raise UserError(f"there is no {what} {path}; {way_out}") from error
-    except (Exception, RecursionError) as error:  # each parser has exceptions of its own
+    except Exception as error:  # each parser has exceptions of its own
         if isinstance(error, OSError) and error.errno in SYSTEM:
             raise UserError(f"{what} {path} cannot be read: {SYSTEM[error.errno]}") from error
         if isinstance(error, (MemoryError, NameError, ImportError)):  # not of the file

@@ -267,9 +267,16 @@ def test_download(tmp_path, monkeypatch):
     assert data_file.locate() == HERE
 
 
+def a_run(every=2, **more):
+    cfg, precision = (
+        SimpleNamespace(hella_every=every, hella_examples=20),
+        Precision("fp32", ALONE.device),
+    )
+    return SimpleNamespace(cfg=cfg, world=ALONE, precision=precision, **more)
+
+
 def event(every=2):
-    stop = SimpleNamespace(check=lambda: None)
-    return HellaSwag(every, 20, ALONE, Precision("fp32", ALONE.device), stop)
+    return HellaSwag(a_run(every), SimpleNamespace(check=lambda: None))
 
 
 def test_event(tmp_path, monkeypatch):
@@ -278,7 +285,7 @@ def test_event(tmp_path, monkeypatch):
     due = [(0, False), (1, False), (2, False), (3, True)]
     assert [event().due(*when) for when in due] == [False, False, True, True]
     assert not event(every=0).due(2, True)
-    hella, run = event(), SimpleNamespace(raw_model=noisy_gpt(), step=4)
+    hella, run = event(), a_run(raw_model=noisy_gpt(), step=4)
     expected = score(run.raw_model, HERE, limit=20)[0] | {"seconds": 0}
     for _ in range(2):
         found = json.loads(json.dumps(hella(run) | {"seconds": 0}))
@@ -296,7 +303,7 @@ def test_event_that_cannot_be_says_so_once(tmp_path, monkeypatch, capsys):
     said = "no HellaSwag in this run: {}.*\n"
     assert re.fullmatch(said.format("cannot download https"), capsys.readouterr().out)
     write(HERE, made_up())
-    hella, run = event(), SimpleNamespace(raw_model=noisy_gpt(block_size=8), step=4)
+    hella, run = event(), a_run(raw_model=noisy_gpt(block_size=8), step=4)
     assert hella(run) is None and not hella.due(6, True)
     assert re.fullmatch(said.format(".*block_size=8"), capsys.readouterr().out)
 

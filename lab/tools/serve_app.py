@@ -158,9 +158,8 @@ def in_chat(pieces, ask, before, tokenizer):
         owns = [said(piece["id"], piece["name"], piece["p"]) for piece in pieces]
         logprobs = {"content": [own | {"top_logprobs": top} for own, top in zip(owns, tops)]}
     content = "".join(piece["text"] for piece in pieces)
-    content = (
-        content if before.strip() else content.lstrip()
-    )  # of "Assistant: ", the blank is the model's
+    if not before.strip():
+        content = content.lstrip()  # of "Assistant: ", the blank is the model's
     said_by = {"role": "assistant", "content": content}
     return {"delta" if ask.stream else "message": said_by, "logprobs": logprobs}
 
