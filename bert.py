@@ -40,7 +40,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import train_gpt2 as gpt2
-from lab import evals, models
+from lab import evals
 from lab.cli import UserError
 from lab.data.tokenizers import WORD_PIECE_FILE, WordPiece
 from lab.device import in_bf16
@@ -166,23 +166,14 @@ class Bert(nn.Module):
         with torch.no_grad():  # the pad rows: their gradient is 0, so they stay 0
             self.transformer.wte.weight[config.vocab_size :] = 0
 
-    @classmethod
-    def from_pretrained(cls, source):
-        """Bert with the weights of bert-base-uncased, another hub name, a folder or a run."""
-        return models.load(source)
-
     def num_params(self):
         """Numbers in the published model of this shape: the tied matrix once, no pad rows."""
         pad = (self.config.padded_vocab_size - self.config.vocab_size) * (self.config.n_embd + 1)
         return sum(p.numel() for p in self.parameters()) - pad
 
-    @property
-    def blocks(self):
-        return self.transformer.h
-
-    def block_matrices(self):
-        """As GPT's."""
-        return [p for p in self.blocks.parameters() if p.dim() == 2]
+    # as GPT's; from_pretrained("bert-base-uncased") works too
+    from_pretrained, blocks = gpt2.GPT.from_pretrained, gpt2.GPT.blocks
+    block_matrices = gpt2.GPT.block_matrices
 
     def flops_per_token(self, seq_len):
         """As GPT's; the head multiplies hidden tokens alone."""
@@ -329,14 +320,14 @@ class MaskedValidation(evals.Validation):
 
     def means(self, run):
         sums = evals.evaluate(run.raw_model, *self.where(run), Bert.sums, self.masking)
-        means = {name: value / max(1, sums["targets"]) for name, value in sums.items()}
+        means = {name: value / sums["targets"] for name, value in sums.items()}
         return means | {"unigram_accuracy": self.most_frequent}
 
 
 def texts_to_fill_in(run, tokenizer, shards):
     """(ids, what is hidden in them) of cfg.sample_prompt, and of two texts of validation."""
     always = Masking(tokenizer, run.raw_model.config, whole_words=True, always=True)
-    T = min(run.cfg.sample_tokens, run.cfg.seq_len)
+    T = max(3, min(run.cfg.sample_tokens, run.cfg.seq_len))  # one beside [CLS] and [SEP]
     texts = list(zip(*always(*shards.batch(np.arange(2) * T, T), 0, np.arange(2))))
     parts = (tokenizer.encode(part) for part in run.cfg.sample_prompt.split("[MASK]"))
     prompt = [always.cls, *next(parts)] + [i for part in parts for i in (always.mask, *part)]

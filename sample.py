@@ -27,7 +27,7 @@ from tyro.conf import Positional, arg
 from lab import models
 from lab.data.chat import STOPS, fit_chat
 from lab.data.tokenizers import printable
-from lab.files import check_writable, template, write_whole
+from lab.files import check_writable, reading, template, write_whole
 from lab.generate import KVCache, generate, read_ahead
 from lab.text_stream import Text, fast_step, pieces, ready
 from lab.token_colors import shade
@@ -125,7 +125,8 @@ def prompts(cfg):
     while True:
         if asks:
             note("prompt (empty line ends): ")
-        line = sys.stdin.readline()
+        with reading("from stdin", "prompt", "pipe text in UTF-8"):
+            line = sys.stdin.readline()
         if not line or (asks and not line.strip()):
             return
         if line.strip():  # a pipe may hold empty lines between its prompts

@@ -150,7 +150,7 @@ def with_shape(state, config, source):
         "n_embd": n_embd,
         "block_size": wpe.size(0),
         # who says 50304 means GPT-2's vocabulary with the pad rows in it
-        "vocab_size": 50257 if rows == 50304 else min(rows, vocab_size),
+        "vocab_size": 50257 if rows == vocab_size == 50304 else min(rows, vocab_size),
     }
     if WSE in tensors:
         shape["segments"] = tensors[WSE].size(0)

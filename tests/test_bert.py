@@ -389,6 +389,7 @@ def test_validation_by_hand(learnt, texts, tokenizer):
 
 def test_two_processes_that_stop_and_resume_are_one(tmp_path, texts):
     flags = "--val_every 4 --ckpt_every 4 --grad_clip 0 --precision fp32 --whole_words".split()
+    flags += "--sample_every 8 --sample_tokens 0".split()  # the fewest there can be
     flags = [*TINY_RUN, "--data", texts / "words", *flags, "--max_steps"]
     succeed("bert.py", *flags, 8, "--run_name", "one", cwd=tmp_path)
     run_two(ROOT / "bert.py", *flags, 4, "--run_name", "two", "--batch_size", 2, cwd=tmp_path)
@@ -407,6 +408,8 @@ def test_export_loads_in_transformers(learnt, tmp_path):
     run, out = str(learnt[1].dir), str(tmp_path / "out")
     for _ in range(2):  # an earlier export is replaced
         succeed("lab", "export", run, "--out", out, cwd=tmp_path)
+    succeed("lab", "export", out, "--out", "again", cwd=tmp_path)
+    assert (tmp_path / "again" / "tokenizer.json").exists()
     theirs, ours = AutoModelForMaskedLM.from_pretrained(out), models.load(run)
     x = torch.randint(90, (2, 16))
     assert (theirs(x).logits - ours(x)[0]).abs().max() < TOLERANCE

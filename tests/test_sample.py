@@ -13,6 +13,7 @@ from test_weights import saved, tiny_gpt
 
 import sample
 from lab import text_stream
+from lab.cli import UserError
 from lab.data.document_mask import hide_other_documents
 from lab.data.tokenizers import get_tokenizer
 from lab.evals import draw_samples
@@ -222,6 +223,9 @@ def test_samples_prompts_and_seeds(runs, monkeypatch, capfd):
     out, err = call(capfd, "--model", "log/old", "--max_new_tokens", 3)
     assert out == "onezzz\ntwozzz\n" and err.count("tok/s") == 2
     assert call(capfd, "", "--model", "old", "--max_new_tokens", 3)[0] == "zzz\n"  # no prompt
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), "utf-8"))
+    with pytest.raises(UserError, match="prompt from stdin is damaged .*pipe text in UTF-8"):
+        sample.main(["--model", "old"])
     first, err = call(capfd, "ab")
     seed = err.split("seed ")[1].split("]")[0]  # shown, though it was drawn
     assert call(capfd, "ab", "--seed", seed)[0] == first != call(capfd, "ab")[0]

@@ -246,7 +246,8 @@ def test_a_chat_answer_ends_where_the_context_is_full(server):
         (dict(messages=[dict(role="user", content="a" * 128)]), "the newest message takes"),
         (dict(messages=[dict(role="user", content="hi")], answer=[97] * 107),
          "the answer fills the model's context of 128 tokens"),
-        (b"[" * 60000, "parsing the body"), (b"{}x", "must be JSON, sent with"), (b"\xff", "parsing the body"),
+        (b"[" * 60000, "parsing the body"), (b"\xff", "parsing the body"),
+        (b"{}x", "must be JSON, sent with"),
     ],
 )  # fmt: skip
 def test_bad_numbers_and_long_prompts_are_refused_with_a_sentence(server, body, sentence):

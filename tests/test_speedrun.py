@@ -343,6 +343,8 @@ def test_six_steps_are_three_and_resume_and_three_and_tools_read_them(tmp_path, 
     assert "half of them in the next 1 steps" in run_speedrun("--resume")
     again = read_run(folder)
     assert again.losses[-3:] == whole.losses[3:]
+    for start in of_kind(again, "start"):  # of a whole step
+        assert start["grad_accum_steps"] * start["batch_size"] * 16 == 128
     assert not differing_parts(whole.checkpoints[6], again.checkpoints[6])
 
     model, state = models.load(str(folder)), whole.checkpoints[6]["model"]

@@ -102,9 +102,10 @@ class Log:
         cuda = world.device.type == "cuda"
         device = torch.cuda.get_device_name(world.device) if cuda else world.device.type
         self.unigram, self.worst = unigram, math.log(c.vocab_size)
+        micro_step = loader.batch_size * cfg.seq_len * world.world_size  # its tokens
         record = dict(
             device=device, world_size=world.world_size, precision=run.precision.name,
-            batch_size=loader.batch_size, grad_accum_steps=loader.grad_accum_steps,
+            batch_size=loader.batch_size, grad_accum_steps=cfg.total_batch_size // micro_step,
             num_params=run.raw_model.num_params(), tokens=loader.position,
             train_tokens=len(shards), val_tokens=len(val_shards), log_v=self.worst, unigram=unigram,
             torch=torch.__version__,
@@ -144,7 +145,6 @@ class Log:
                 f"note: without a GPU a step of this model takes {minutes:,.0f} minutes or so; "
                 "--preset laptop takes two minutes in all"
             )
-        micro_step = loader.batch_size * cfg.seq_len * world.world_size  # its tokens
         small = sum(step_tokens(step) < cfg.total_batch_size for step in left)
         when = "next" if run.step else "first"
         half = f"; half of them in the {when} {small} steps" if small else ""

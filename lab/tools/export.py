@@ -116,8 +116,9 @@ def add_tokenizer(folder, config, source):
     """The files of the model's tokenizer, as far as there are any. Returns what to know of them."""
     from transformers import PreTrainedTokenizerFast
 
-    word_piece = Path(source).parent / "tokenizer.json"  # a run of bert.py has one
-    if word_piece.exists():
+    folder_of = Path(source) if Path(source).is_dir() else Path(source).parent
+    word_piece = folder_of / "tokenizer.json"  # a run of bert.py has one
+    if hasattr(config, "segments") and word_piece.exists():
         names = ("pad", "unk", "cls", "sep", "mask")
         special = {f"{name}_token": f"[{name.upper()}]" for name in names}
         how = dict(tokenizer_file=str(word_piece), model_max_length=config.block_size)
