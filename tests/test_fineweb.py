@@ -201,7 +201,23 @@ def test_shards_of_others_stay(tmp_path):
     assert theirs.read_bytes() == b"somebody's"
 
 
+def test_a_refusal_leaves_no_tokenizer_and_a_linked_folder_is_named(tmp_path, capsys):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("y " * 3000)
+    (tmp_path / "in" / "linked").symlink_to(tmp_path)
+    args = ["--source", str(tmp_path / "in"), "--out", str(tmp_path / "o"), "--val_tokens", "5"]
+    fineweb.main([*args, "--tokenizer", "bytes"])
+    assert "linked is a link to a folder" in capsys.readouterr().err
+    with pytest.raises(UserError, match="was made with tokenizer = 'bytes'"):
+        fineweb.main([*args, "--tokenizer", "wordpiece"])
+    assert not (tmp_path / "o" / "tokenizer.json").exists()
+
+
 def test_builtin(tmp_path):
+    (theirs := tmp_path / "t" / "mine_train_000001.npy").parent.mkdir()
+    theirs.write_bytes(b"somebody's")
+    with pytest.raises(UserError, match="mine_train_000001"):
+        fineweb.build_builtin(theirs.parent)
     out = tmp_path / "b"
     manifest = fineweb.build_builtin(out)
     val, train = (np.load(out / f"builtin_{name}.npy") for name in ("val_000000", "train_000001"))

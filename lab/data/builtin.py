@@ -11,7 +11,7 @@ from pathlib import Path
 from lab.cli import progress
 from lab.data.tokenizers import get_tokenizer
 from lab.data.wordpiece import name_in, prepare
-from lab.data.writer import begun, check_same, new_manifest, save_shard, write_manifest
+from lab.data.writer import begin, begun, check_same, new_manifest, save_shard, write_manifest
 from lab.files import only_writer
 
 SKIPPED = {"test", "tests", "idlelib", "idle_test", "site-packages", "dist-packages", "_bundled"}
@@ -61,6 +61,7 @@ def build_builtin(out_dir, tokenizer: str = "bytes", vocab_size: int = 4096) -> 
         source = {"kind": "builtin", "revision": f"Python {sys.version.split()[0]}"}
         sizes = dict(shard_tokens=len(train), val_tokens=len(val))
         manifest = new_manifest("builtin", tok, source=source, **sizes)
+        begin(out_dir, manifest)
         save_shard(out_dir, manifest, val)
         save_shard(out_dir, manifest, train)
         return write_manifest(out_dir, manifest, complete=True)

@@ -51,6 +51,9 @@ def local_files(source: str) -> list[File]:
     if root.is_dir():  # shards made of these texts, and their manifest, may lie beside them
         ours = ("manifest.json", "tokenizer.json")
         paths, base = [p for p in root.rglob("*") if p.name not in ours], root
+        for path in paths:
+            if path.is_symlink() and path.is_dir():
+                say(f"{path} is a link to a folder, which is not followed: name that folder itself")
     shown = (p for p in paths if not any(n[0] == "." for n in p.relative_to(base).parts))
     files = [p for p in shown if p.is_file()]
     about = [File(p.relative_to(base).as_posix(), str(p), p.stat().st_size) for p in files]
