@@ -149,5 +149,6 @@ def sample_token(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
     if top_p < 1:
         probs, order = logits.softmax(dim=-1).sort(descending=True)
         drop = probs.cumsum(dim=-1) - probs >= top_p  # keep a token if those above it miss top_p
+        drop[:, 0] = False  # also where top_p is 0 in 32 bits
         logits = logits.masked_fill(drop.scatter(1, order, drop), float("-inf"))
     return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)[:, 0]

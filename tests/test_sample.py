@@ -115,6 +115,7 @@ def test_sample_token_by_hand():
         (dict(top_p=0.69), [4 / 7, 0, 3 / 7, 0]),  # 0.4 does not reach 0.69, 0.4 + 0.3 does
         (dict(top_p=0.71), [0.4 / 0.95, 0, 0.3 / 0.95, 0.25 / 0.95]),
         (dict(top_p=1e-6), [1, 0, 0, 0]),
+        (dict(top_p=1e-50), [1, 0, 0, 0]),  # 0 in 32 bits
         (dict(temperature=0), [1, 0, 0, 0]),
         # squares, normalised
         (dict(temperature=0.5), [0.16 / 0.315, 0.0025 / 0.315, 0.09 / 0.315, 0.0625 / 0.315]),
