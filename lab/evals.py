@@ -39,6 +39,12 @@ class Validation(Every):
         again = run.world.on_main(lambda: was_measured(run.folder / "log.jsonl", run.step))
         self.again = run.step if again else 0
         self.shards = TokenShards(cfg.data, "val", vocab_size)
+        seen = run.world.gather([run.loader.state_dict(), len(self.shards)])
+        if any(others != seen[0] for others in seen):  # an old listing, a copy that is not whole
+            raise UserError(
+                f"{cfg.data} has not the same tokens for all processes: wait until all machines see "
+                "the same files, and start again"
+            )
         self.unigram = self.bytes = None
         self.prepare(run)
 
@@ -51,10 +57,12 @@ class Validation(Every):
         """What is the same at each step."""
         val_tokens = run.cfg.val_tokens
         try:
-            self.tokenizer = get_tokenizer(name_of_size(self.shards.vocab_size))
+            self.tokenizer, missing = get_tokenizer(name_of_size(self.shards.vocab_size)), None
         except UserError as error:
+            missing = str(error)
+        if missing := next(filter(None, run.world.gather(missing)), None):  # all draw, or none
             self.tokenizer = None
-            run.world.say(f"no samples and no bits per byte: {error}")
+            run.world.say(f"no samples and no bits per byte: {missing}")
         if run.world.is_main:
             self.unigram = unigram_entropy(run.loader.shards, self.shards, val_tokens)
             self.bytes = self.tokenizer and bytes_per_token(self.tokenizer, self.shards, val_tokens)

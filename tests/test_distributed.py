@@ -218,6 +218,30 @@ def test_all_begin_with_the_checkpoint_that_process_0_finds(tmp_path, start_two)
     assert begun["train"]["init_from"] == str(folder / "model_000006.pt")
 
 
+NO_TOKENIZER = """
+import lab.evals
+from lab.cli import UserError
+def refuse(name):
+    raise UserError("no network here")
+if os.environ["RANK"] == "1":
+    lab.evals.get_tokenizer = refuse"""
+OTHER_DATA = """
+from lab.data.shards import TokenShards
+init = TokenShards.__init__
+if os.environ["RANK"] == "1":
+    TokenShards.__init__ = lambda self, folder, *more: init(self, "more", *more)"""
+
+
+def test_all_draw_samples_or_none_and_read_the_same_tokens(tmp_path, start_two):
+    flags = ("--max_steps", 4, "--sample_every", 3, "--val_every", 2)
+    said = finished(start_two(*flags, program=driver(tmp_path, NO_TOKENIZER)))
+    assert "no samples and no bits per byte: no network here" in said
+    write_shards(tmp_path / "more", sizes=(700, 900))
+    two = start_two("--run_name", "s", program=driver(tmp_path, OTHER_DATA))
+    assert {process.wait() for process in two} == {2}
+    assert "has not the same tokens for all processes" in two[0].stderr
+
+
 def test_an_error_of_one_process_ends_all(tmp_path, start_two):
     data = write_shards(tmp_path / "more", sizes=(700, 801, 997))
     path = data / "x_train_000001.npy"  # neither the first nor the last, which are looked at before
