@@ -36,12 +36,12 @@ def opened(run):
         busy = f"{run.folder} is the folder of a run that is going on; stop that one first "
         busy += "(its processes may outlive a torchrun that was killed)"
         at_end.enter_context(only_writer(run.folder, busy))
+        newer = [path for path in checkpoint_files(run.folder) if step_of(path) > run.step]
+        if newer and run.cfg.resume and step_of(read_newest(run.folder)[0]) > run.step:
+            raise UserError(f"{run.folder} has gone on meanwhile; type the same command again")
         note_settings(run)
         for path in run.folder.glob("*.part"):  # a kill while it was written
             path.unlink()
-        newer = [path for path in checkpoint_files(run.folder) if step_of(path) > run.step]
-        if newer and step_of(read_newest(run.folder)[0]) > run.step:
-            raise UserError(f"{run.folder} has gone on meanwhile; type the same command again")
         for path in newer:  # damaged: they would count among the newest, which are kept
             path.rename(path.with_suffix(".damaged"))
         at_end.callback(run.writer.finish)  # also where an error ends the run
@@ -53,11 +53,11 @@ def opened(run):
 
 def note_settings(run):
     path = run.folder / "config.json"
+    if checkpoint_files(run.folder) and not run.cfg.resume:
+        raise UserError(
+            f"{run.folder} is another run's already; pass --resume to continue it, or another --run_name"
+        )
     if path.exists() and not run.cfg.resume:
-        if checkpoint_files(run.folder):
-            raise UserError(
-                f"{run.folder} is another run's already; pass --resume to continue it, or another --run_name"
-            )
         if has_trained(run.folder):
             run_to_resume(run.folder.parent, run.folder.name)  # raises, with what can be done
         for begun in (run.folder / "log.jsonl", *run.folder.glob("events.out.tfevents.*")):
@@ -146,8 +146,15 @@ def newest_run(log_dir, *programs):
         raise UserError(
             f"no run of {file} with a checkpoint in {log_dir}/; `{program(file)}` makes one"
         )
-    newest = max(files, key=lambda path: path.stat().st_mtime)
-    return newest.parent
+    return max(files, key=changed).parent
+
+
+def changed(path):
+    """When a file was last written; 0 of one that has gone since, as a run that goes on deletes old
+    checkpoints."""
+    with contextlib.suppress(OSError):
+        return path.stat().st_mtime
+    return 0.0
 
 
 def run_to_resume(log_dir, run_name="", made_by="gpt2"):
@@ -157,9 +164,9 @@ def run_to_resume(log_dir, run_name="", made_by="gpt2"):
         raise UserError(f"run_name={run_name} is a path; pass --log_dir FOLDER --run_name {name}")
     run_dir = Path(log_dir) / run_name if run_name else newest_run(log_dir, made_by)
     if not run_name:
-        saved = checkpoint_files(run_dir)[-1].stat().st_mtime
+        saved = max(map(changed, checkpoint_files(run_dir)), default=0.0)
         for path in Path(log_dir).glob("*/config.json"):
-            begun, there = path.stat().st_mtime > saved, path.parent
+            begun, there = changed(path) > saved, path.parent
             if begun and program_of(there) == made_by and not checkpoint_files(there):
                 raise UserError(
                     f"{there} is newer and has no checkpoint yet: begin it again without --resume, "

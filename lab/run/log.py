@@ -110,7 +110,8 @@ class Log:
             train_tokens=len(shards), val_tokens=len(val_shards), log_v=self.worst, unigram=unigram,
             torch=torch.__version__,
         )  # fmt: skip
-        damaged = [path for path in self.folder.glob("model_*.damaged") if step_of(path) > run.step]
+        damaged = [p for p in self.folder.glob("model_*.damaged") if p.stem[6:].isdecimal()]
+        damaged = [path for path in damaged if step_of(path) > run.step]
         if damaged:
             record["passed_over"] = [path.name for path in damaged]
         self.event("start", run.step, record)
