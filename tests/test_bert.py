@@ -13,7 +13,7 @@ from conftest import ROOT, add_noise, difference, of_kind, read_run, run_python,
 
 import train_gpt2
 from bert import Bert, BertConfig, Masking
-from lab import bert_weights, kernels, models
+from lab import bert_weights, evals, kernels, models
 from lab.cli import UserError
 from lab.data import TokenShards, get_tokenizer, wordpiece
 from lab.device import Precision
@@ -372,7 +372,7 @@ def test_validation_by_hand(learnt, texts, tokenizer):
 
     def by_hand(masking):
         """(mean loss, share of right guesses)"""
-        losses, right = [], []
+        losses, right, hidden = [], [], []
         for position in range(0, targets, 16):
             at = np.array([position])
             x, y = map(torch.from_numpy, masking(*shards.batch(at, 16), 0, at))
@@ -381,10 +381,15 @@ def test_validation_by_hand(learnt, texts, tokenizer):
                 logits, y = model(x)[0][y >= 0], y[y >= 0]
             losses += F.cross_entropy(logits, y, reduction="none").tolist()
             right += (logits.argmax(-1) == y).tolist()
-        return np.mean(losses), np.mean(right)
+            hidden += y.tolist()
+        return np.mean(losses), np.mean(right), np.mean(np.array(hidden) == most_frequent)
 
-    found = by_hand(Masking(tokenizer, model.config))
-    assert (value["loss"], value["accuracy"]) == pytest.approx(found, abs=1e-5)
+    masking = Masking(tokenizer, model.config)
+    counts = evals.target_counts(TokenShards(texts / "words", "train", tokenizer.vocab_size), 10**6)
+    most_frequent = (counts * ~masking.special).argmax()
+    found = by_hand(masking)
+    names = "loss", "accuracy", "unigram_accuracy"
+    assert [value[name] for name in names] == pytest.approx(found, abs=1e-5)
 
 
 def test_two_processes_that_stop_and_resume_are_one(tmp_path, texts):
