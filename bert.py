@@ -312,11 +312,9 @@ class MaskedValidation(evals.Validation):
 
     def prepare(self, run):
         starts, T = evals.starts(self.shards, run.cfg), run.cfg.seq_len
-        val_tokens = run.cfg.val_tokens
         y = self.masking(*self.shards.batch(starts, T), 0, starts)[1]
-        y = y[
-            (y >= 0) & (starts[:, None] + np.arange(T) < evals.num_targets(self.shards, val_tokens))
-        ]
+        end = evals.num_targets(self.shards, run.cfg.val_tokens)
+        y = y[(y >= 0) & (starts[:, None] + np.arange(T) < end)]
         seen = evals.target_counts(run.loader.shards, 20_000_000) * ~self.masking.special + 1
         self.unigram = float(-np.log(seen[y] / seen.sum()).mean())
         self.most_frequent = float((y == seen.argmax()).mean())

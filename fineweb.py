@@ -23,8 +23,8 @@ from lab.cli import UserError, command, parse
 from lab.data.builtin import build_builtin
 from lab.data.chat import build_chat, is_chat
 from lab.data.corpus import FINEWEB_EDU, build_corpus, find_source, texts_of
-from lab.data.wordpiece import name_in, prepare
-from lab.data.writer import begun, check_same, verify
+from lab.data.wordpiece import prepare
+from lab.data.writer import verify
 from lab.files import only_writer
 
 
@@ -135,8 +135,6 @@ def build(cfg: Config) -> dict:
         "it has ended, or choose another --out"
     )
     with only_writer(cfg.out, refusal):
-        if manifest := begun(cfg.out):  # before a tokenizer is put beside another one's shards
-            check_same(cfg.out, manifest, tokenizer=Path(name_in(cfg.out, cfg.tokenizer)).name)
         texts = texts_of(files, cfg.text_column)
         tokenizer = prepare(cfg.out, cfg.tokenizer, texts, cfg.vocab_size)
         if is_chat(files, cfg.text_column):

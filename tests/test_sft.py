@@ -74,10 +74,8 @@ def test_the_shape_is_that_of_the_model_it_starts_from(tuned):
     assert (model_config.n_head, model_config.n_embd) == (2, 32), "what is typed stands"
     assert cfg.val_every % cfg.ckpt_every == 0, "whichever is best is on disk"
     assert cfg.lr == pytest.approx(2e-4 * (768 / 32) * 12**0.5, rel=1e-3), "its width and depth"
-    few = (
-        "--preset sft --init_from base --data chats.jsonl --max_steps 1 --run_name x --val_tokens 3"
-    )
-    done = run_python(ROOT / "train_gpt2.py", *few.split(), cwd=folder)
+    few = "--preset sft --init_from base --data chats.jsonl --run_name x --val_tokens 3".split()
+    done = run_python(ROOT / "train_gpt2.py", *few, cwd=folder)
     assert done.returncode == 2 and "val_tokens=3 of" in done.stderr, "no answer is among them"
     succeed("train_gpt2.py", *"--resume --run_name few --max_steps 3".split(), cwd=folder)
     assert read_run(folder / "log/few").checkpoints[3]["step"] == 3

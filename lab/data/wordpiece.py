@@ -6,6 +6,7 @@ from pathlib import Path
 
 from lab.cli import UserError, progress, say
 from lab.data.tokenizers import SPECIAL, WORD_PIECE_FILE
+from lab.data.writer import begun, check_same
 from lab.files import first_line, write_whole
 
 PUBLISHED = "bert-base-uncased"
@@ -22,9 +23,11 @@ def prepare(folder, wanted, texts, vocab_size):
     """name_in, of a file that is made unless it is there.
 
     texts: an iterable of str, of which a vocabulary of `vocab_size` pieces is learnt, or of as many
-    as occur twice.
+    as occur twice. Raises UserError where the folder has shards of another tokenizer.
     """
     name = name_in(folder, wanted)
+    if manifest := begun(folder):  # whose shards would get another one's tokenizer
+        check_same(folder, manifest, tokenizer=Path(name).name)
     if name != wanted and Path(name).exists():
         say(f"{name} is there, and is used as it is")
     elif name != wanted:

@@ -13,7 +13,7 @@ from typing import get_args
 
 from lab.cli import UserError, program, quoted
 from lab.files import only_writer, read_json, write_whole
-from lab.run.checkpoints import checkpoint_files, read_newest, step_of
+from lab.run.checkpoints import checkpoint_files, step_of
 
 # what a run and a checkpoint call their program: the file, whose Run says its model, and PRESETS its
 # settings
@@ -36,14 +36,12 @@ def opened(run):
         busy = f"{run.folder} is the folder of a run that is going on; stop that one first "
         busy += "(its processes may outlive a torchrun that was killed)"
         at_end.enter_context(only_writer(run.folder, busy))
-        newer = [path for path in checkpoint_files(run.folder) if step_of(path) > run.step]
-        if newer and run.cfg.resume and step_of(read_newest(run.folder)[0]) > run.step:
-            raise UserError(f"{run.folder} has gone on meanwhile; type the same command again")
         note_settings(run)
         for path in run.folder.glob("*.part"):  # a kill while it was written
             path.unlink()
-        for path in newer:  # damaged: they would count among the newest, which are kept
-            path.rename(path.with_suffix(".damaged"))
+        for path in checkpoint_files(run.folder):
+            if step_of(path) > run.step:  # damaged: it would count among the newest, which are kept
+                path.rename(path.with_suffix(".damaged"))
         at_end.callback(run.writer.finish)  # also where an error ends the run
 
     with contextlib.ExitStack() as at_end:
@@ -146,15 +144,7 @@ def newest_run(log_dir, *programs):
         raise UserError(
             f"no run of {file} with a checkpoint in {log_dir}/; `{program(file)}` makes one"
         )
-    return max(files, key=changed).parent
-
-
-def changed(path):
-    """When a file was last written; 0 of one that has gone since, as a run that goes on deletes old
-    checkpoints."""
-    with contextlib.suppress(OSError):
-        return path.stat().st_mtime
-    return 0.0
+    return max(files, key=lambda path: path.stat().st_mtime).parent
 
 
 def run_to_resume(log_dir, run_name="", made_by="gpt2"):
@@ -164,9 +154,9 @@ def run_to_resume(log_dir, run_name="", made_by="gpt2"):
         raise UserError(f"run_name={run_name} is a path; pass --log_dir FOLDER --run_name {name}")
     run_dir = Path(log_dir) / run_name if run_name else newest_run(log_dir, made_by)
     if not run_name:
-        saved = max(map(changed, checkpoint_files(run_dir)), default=0.0)
+        saved = checkpoint_files(run_dir)[-1].stat().st_mtime
         for path in Path(log_dir).glob("*/config.json"):
-            begun, there = changed(path) > saved, path.parent
+            begun, there = path.stat().st_mtime > saved, path.parent
             if begun and program_of(there) == made_by and not checkpoint_files(there):
                 raise UserError(
                     f"{there} is newer and has no checkpoint yet: begin it again without --resume, "

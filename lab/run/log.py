@@ -110,7 +110,7 @@ class Log:
             train_tokens=len(shards), val_tokens=len(val_shards), log_v=self.worst, unigram=unigram,
             torch=torch.__version__,
         )  # fmt: skip
-        damaged = [p for p in self.folder.glob("model_*.damaged") if p.stem[6:].isdecimal()]
+        damaged = self.folder.glob("model_*[0-9].damaged")
         damaged = [path for path in damaged if step_of(path) > run.step]
         if damaged:
             record["passed_over"] = [path.name for path in damaged]

@@ -20,7 +20,7 @@ from lab.data.shards import read_manifest
 from lab.data.tokenizers import WORD_PIECE_FILE, WordPiece
 from lab.files import check_keys, reading
 from lab.models import check_same, find, shape_of
-from lab.run.checkpoints import read_checkpoint, read_newest, step_of
+from lab.run.checkpoints import read_checkpoint, read_newest
 from lab.run.folder import (
     PROGRAMS,
     is_finished,
@@ -257,10 +257,6 @@ def resolve(model_config, cfg, world, presets, program="gpt2"):
     path = world.on_main(lambda: read_newest(run_dir)[0])
     state = read_checkpoint(path)
     check_fits(path, state, model_config, cfg)
-    if state["step"] != step_of(path):
-        raise UserError(
-            f"{path} is of step {state['step']}; rename it model_{state['step']:06d}.pt, and go on"
-        )
     if state["step"] > cfg.max_steps or (state["step"] == cfg.max_steps and is_finished(run_dir)):
         raise UserError(
             f"{run_dir} has done {state['step']} steps, max_steps={cfg.max_steps}; "
