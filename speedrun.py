@@ -22,7 +22,6 @@ if __name__ == "__main__":
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import train_gpt2
 from lab.data.document_mask import before_in_mask
@@ -53,7 +52,6 @@ class GPTConfig:
     value_tables: int = 1  # token embeddings for attention's values; from 4 epochs on 0 is better
     smear: bool = True  # each embedding has a share of the one before it
     bigram_rows: int = 0  # rows of an embedding of pairs of tokens; 0 is off
-    growing_window: bool = False  # attention sees 256 tokens back, then 512, then all
 
     padded_vocab_size = train_gpt2.GPTConfig.padded_vocab_size
 
@@ -160,7 +158,7 @@ class CausalSelfAttention(nn.Module):
 
     def __init__(self, config, layer):
         super().__init__()
-        self.config, self.layer, self.window = config, layer, None
+        self.config, self.layer = config, layer
         # three matrices: Muon makes each orthogonal by itself
         self.qkv = nn.Parameter(torch.empty(3, config.n_embd, config.n_embd))
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
@@ -178,10 +176,6 @@ class CausalSelfAttention(nn.Module):
             q, k = norm(q), norm(k)
         if self.config.rotary:
             q, k = rotate(q, turn), rotate(k, turn)
-        if self.window is not None and mask is None and cache is None:
-            q, k = q.to(v.dtype), k.to(v.dtype)
-            y = flex_attention(q, k, v, block_mask=self.window)
-            return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
         causal = mask is None and T > 1
         if cache is not None:
             k, v = cache.append(self.layer, k, v)  # (B, H, S, D), turned already
@@ -357,37 +351,7 @@ class Run(train_gpt2.Run):
     def step_tokens(self, step):  # Log sums them up
         return step_tokens(step, self.cfg)
 
-    def set_window(self, share):
-        """256 tokens in the first third of the steps, 512 in the second, then all."""
-        window = self.windows[min(2, int(3 * share))]
-        for block in self.raw_model.transformer.h:
-            block.attn.window = window
-
-    def compile_windows(self):
-        T = self.cfg.seq_len
-        masks = []
-        for size in (256, 512):
-            size = min(size, T)
-
-            def near(b, h, q, k, size=size):
-                return (q >= k) & (q - k < size)
-
-            masks.append(create_block_mask(near, None, None, T, T, device=self.world.device))
-        self.windows = [*masks, None]
-        idx = torch.zeros(self.loader.batch_size, T, dtype=torch.long, device=self.world.device)
-        for share in (0, 0.4, 0.9):
-            self.set_window(share)
-            precision = self.precision
-            with torch.autocast(idx.device.type, precision.dtype, enabled=precision.is_16_bit):
-                _, loss = self.model(idx, idx, reduction="sum")
-            loss.backward()
-            self.optimizer.zero_grad(set_to_none=True)
-
     def update(self):
-        if self.raw_model.config.growing_window:
-            if not hasattr(self, "windows"):
-                self.compile_windows()
-            self.set_window(self.step / self.cfg.max_steps)
         self.loader.set_total_batch_size(self.step_tokens(self.step))
         for group in self.optimizer.param_groups:
             if "momentum" in group:

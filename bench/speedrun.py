@@ -37,7 +37,6 @@ OFF = {
 }  # fmt: skip
 MORE = {  # what a GPU alone can decide
     "fp8_head": "--fp8 head", "bigrams": "--bigram_rows 250000",
-    "window": "--growing_window", "documents": "--document_mask",
 }  # fmt: skip
 LESS = {  # a laptop's has them not, or in other sizes
     "small_start": "--small_steps 0", "decay": "--weight_decay 0",
