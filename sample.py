@@ -16,10 +16,10 @@ import time
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from lab.cli import UserError, command, parse, say, set_threads
+from lab.cli import UserError, before_torch, command, parse, say
 
 if __name__ == "__main__":
-    set_threads()  # before torch starts them: a training run may be busy beside this
+    before_torch()  # how Ctrl-C ends the import, and how a CPU's threads wait
 
 import torch
 from tyro.conf import Positional, arg

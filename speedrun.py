@@ -17,7 +17,7 @@ from typing import ClassVar, Literal
 from lab import cli
 
 if __name__ == "__main__":
-    cli.set_threads()  # how a CPU's threads wait: to be settled before torch starts them
+    cli.before_torch()  # how Ctrl-C ends the import, and how a CPU's threads wait
 
 import torch
 import torch.nn as nn

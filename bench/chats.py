@@ -109,7 +109,7 @@ def main(argv):
         about = dict(bench="chats", data=cfg.data, tenth=cfg.tenth, model=name, device=str(device))
         if cfg.out:
             append_record(cfg.out, about | found | dict(chance=chance) | origin())
-    print_rows(("model", "nats", "right", "ended", "answers", "left out"), table)
+    print_rows(("model", "nats", "right", "ended", "answers", "chats left out"), table)
 
 
 if __name__ == "__main__":

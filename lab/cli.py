@@ -8,6 +8,7 @@ import errno
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -35,6 +36,8 @@ def command(main, name=None):
     user's to mend. Statuses: 0 done, 1 went wrong, 2 bad input, 75 stopped and saved, 130 Ctrl-C.
     """
     name = name or Path(sys.argv[0]).name
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # as it was before_torch
     # who imports this file by its name gets the module that runs, not a second one
     sys.modules.setdefault(Path(sys.argv[0]).stem, sys.modules["__main__"])
     for stream in ("stdin", "stdout", "stderr"):
@@ -147,6 +150,17 @@ def program(name):
     elif Path.cwd() in Path(python).parents:
         python = os.path.relpath(python)
     return f"{python} {path} {tool}".rstrip()
+
+
+def before_torch():
+    """What a program does before it imports torch, which takes a second or more.
+
+    A Ctrl-C within the import ends the process at once: Python's exception would be a traceback of
+    numpy's or torch's files, or be lost there.
+    """
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # not under nohup
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    set_threads()
 
 
 def set_threads():

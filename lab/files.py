@@ -65,7 +65,8 @@ def writing(path, way_out="choose another place"):
 def first_line(error):
     """The first sentence of what an exception says, or its name where it says nothing."""
     said = str(error).strip() or type(error).__name__
-    return said.splitlines()[0].split(". ")[0][:120]
+    line = said.splitlines()[0].split(". ")[0]
+    return line if len(line) <= 120 else f"{line[:117]}..."
 
 
 def loads(text):

@@ -92,6 +92,7 @@ def test_which_runs_are_meant(tmp_path, monkeypatch):
         os.utime(log, (time.time(), time.time() - 100 * i))
     assert list(map(str, run_logs.find_runs([]))) == ["log/new"]
     assert list(map(str, run_logs.find_runs(["old"]))) == ["log/old"]
+    assert list(map(str, run_logs.find_runs(["log/old/model_000005.pt"]))) == ["log/old"]
     paths = ["log/old", "log/new/log.jsonl", "kept.jsonl"]
     assert run_logs.run_names(paths) == ["old", "new", "kept"]
     assert run_logs.run_names(["log/old", "x/old"]) == ["log/old", "x/old"]

@@ -4,11 +4,12 @@ import contextlib
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 
 import pytest
-from conftest import driver, of_kind, read_run, wait_for, wait_for_steps
+from conftest import ROOT, clean_env, driver, of_kind, read_run, wait_for, wait_for_steps
 
 from lab.run.stop import Stopped, StopSignal
 from lab.world import World
@@ -47,6 +48,20 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path, start_training):
     process.signal(signal.SIGINT)
     assert process.wait(20) == 130 and process.stderr.endswith("train_gpt2.py: stopped\n")
     assert not list((tmp_path / "log" / "r").glob("*.pt"))
+
+
+@pytest.mark.parametrize("program", ["train_gpt2.py", "speedrun.py", "bert.py", "sample.py"])
+def test_ctrl_c_ends_a_program_that_imports_torch(tmp_path, program):
+    """Here an import that loses Python's exception, as torch's and numpy's may."""
+    lost = "try:\n    print('now', flush=True); time.sleep(60)\nexcept KeyboardInterrupt:\n    pass"
+    (tmp_path / "torch.py").write_text(f"import time\n{lost}")
+    command = [sys.executable, ROOT / program]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with subprocess.Popen(command, env=clean_env(PYTHONPATH=str(tmp_path)), **pipes) as process:
+        assert process.stdout.readline() == "now\n"
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=20) == ("", "")
+    assert process.returncode == -signal.SIGINT
 
 
 def test_which_signals_are_heard_and_given_back():

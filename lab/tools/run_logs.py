@@ -25,6 +25,8 @@ def find_runs(paths):
         if not logs:
             raise UserError("there is no run in log/ yet; name a run folder")
         return [logs[-1].parent]
+    # a checkpoint stands for its run
+    paths = [Path(path).parent if Path(path).suffix == ".pt" else path for path in paths]
     places = [(Path(path), Path("log", path)) for path in paths]
     return [there if there.exists() and not path.exists() else path for path, there in places]
 
