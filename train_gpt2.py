@@ -487,6 +487,7 @@ def set_up(model_config, cfg, world, state=None, run_class=Run):
         # backward() sends gradients in pieces while it still computes those of earlier layers. The
         # compiler cuts its graph at each piece, and DDP's own 25 MB would cut it at every block.
         model = DistributedDataParallel(raw_model, gradient_as_bucket_view=True, bucket_cap_mb=250)
+        parallel.settle_buckets(model, precision)  # a resumed run then sums in the same order
     if cfg.compile and device.can_compile(world, model_config, precision):
         model = torch.compile(model, dynamic=False)  # fuses what lies between products
     run = run_class(raw_model, model, optimizer, loader, precision, world, cfg)

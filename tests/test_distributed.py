@@ -205,6 +205,16 @@ if os.environ["RANK"] == "1":
     lab.models.checkpoint_files = lab.run.checkpoints.checkpoint_files = older"""
 
 
+def test_three_processes_resume_to_the_bit(tmp_path, start_two):
+    """The order of a sum over three depends on where DDP has put a gradient."""
+    flags = "--total_batch_size 192 --max_steps 4 --ckpt_every 2"
+    finished(start_two(*flags.split(), count=3))
+    whole = read_run(tmp_path / "log" / "r").checkpoints[4]
+    (tmp_path / "log" / "r" / "model_000004.pt").unlink()
+    finished(start_two("--resume", count=3))
+    assert equal_bits(whole["model"], read_run(tmp_path / "log" / "r").checkpoints[4]["model"])
+
+
 def test_all_begin_with_the_checkpoint_that_process_0_finds(tmp_path, start_two):
     finished(start_two("--max_steps", 6, "--ckpt_every", 2, "--keep_last", 9))
     folder, old = tmp_path / "log" / "r", driver(tmp_path, OLD_LISTING)
