@@ -9,9 +9,13 @@ speedrun's, and speedrun's without each of its differences. Loss at equal second
 Each run is the real program in a process of its own. With --seconds a short run first tells how
 many steps fit, so that every schedule ends in time. Seconds are those of training: measuring and the
 first update, which compiles, are left out. Every finished run is a line in --out, and is not made
-again. RECIPES says what each recipe is; no_X is speedrun without the difference X, +X with one more.
+again; the table is of all that is there for these settings. If this program is killed, the run that
+it times goes on: end that one before you begin again.
+
+RECIPES says what each recipe is; no_X is speedrun without the difference X, +X with one more.
 """
 
+import math
 import statistics
 import sys
 import tempfile
@@ -87,9 +91,9 @@ def train(recipe, seed, steps, cfg, folder, measured=True):
     """The log of one run of the real program, as a list of dicts. Raises UserError."""
     program, *flags = RECIPES[cfg.scale][recipe].split()
     every = max(1, steps // 10)
-    flags += f"--max_steps {steps} --seed {seed} --log_every {every} --val_every {every}".split()
-    flags += "--sample_every 0 --hella_every 0 --ckpt_every 0 --run_name run --log_dir".split()
-    flags += [folder, *(["--data", cfg.data] if cfg.data else []), *cfg.more.split()]
+    flags += f"--log_every {every} --val_every {every} --sample_every 0 --hella_every 0".split()
+    flags += [*cfg.more.split(), *f"--max_steps {steps} --seed {seed} --ckpt_every 0".split()]
+    flags += ["--run_name", "run", "--log_dir", folder, *(["--data", cfg.data] if cfg.data else [])]
     flags += [] if measured else ["--val_every", "0"]
     run_program([ROOT / program, *flags], ROOT, cfg.gpus)
     return read_records(Path(folder, "run", "log.jsonl"))
@@ -125,6 +129,8 @@ def measure(recipe, seed, cfg):
 
 def seconds_to(curve, target):
     """When a curve comes to a loss, on a line between two measurements; None if never."""
+    if curve[0][2] <= target:
+        return curve[0][0]
     for (t0, _, a), (t1, _, b) in zip(curve, curve[1:]):
         if b <= target:
             return t0 + (t1 - t0) * (a - target) / (a - b)
@@ -159,6 +165,9 @@ def table(found, target):
             f"{middle(to):.1f}" if len(to) == len(runs) else "",
             f"{middle(r['first_step_seconds'] for r in runs.values()):.0f}",
         ])  # fmt: skip
+    devices = {r["device"] for runs in found.values() for r in runs.values()}
+    if len(devices) > 1:
+        print(f"seconds are of {' and of '.join(sorted(devices))}: do not compare", file=sys.stderr)
     head = "recipe,seeds,steps,seconds,median loss,spread,to speedrun's (95 %)".split(",")
     print_rows([*head, f"s to {target}" if target else "", "first step, s"], rows)
 
@@ -168,8 +177,10 @@ def main(argv):
     known = RECIPES[cfg.scale]
     if unknown := set(cfg.recipes) - set(known):
         raise UserError(f"recipes={unknown.pop()} is not one of {', '.join(known)}")
-    if (cfg.seconds > 0) == (cfg.steps > 0):
-        raise UserError("a run has --seconds or --steps; pass one of them")
+    if cfg.gpus < 1:
+        raise UserError(f"gpus={cfg.gpus} must be 1 or more")
+    if not (0 < cfg.seconds < math.inf and not cfg.steps or 0 < cfg.steps and not cfg.seconds):
+        raise UserError("a run has --seconds or --steps, a positive number; pass one of them")
     cfg.data = cfg.data and str(Path(cfg.data).resolve())
     check_writable(cfg.out, "out")
     same = {k: getattr(cfg, k) for k in "scale data gpus more seconds steps".split()}

@@ -466,8 +466,14 @@ def test_times_targets_and_intervals_are_those_worked_out_by_hand(bench):
         log.append(dict(kind="val", step=step, loss=loss))
     curve = bench.timed(log)
     assert curve == [(0.0, 0, 5.0), (1.0, 10, 4.0), (3.0, 20, 3.0)]
-    assert bench.seconds_to(curve, 3.5) == 2.0 and bench.seconds_to(curve, 2.9) is None
+    assert [bench.seconds_to(curve, loss) for loss in (6, 3.5, 2.9)] == [0.0, 2.0, None]
     assert bench.interval([0.1, 0.2, 0.3]) == "+0.2000 +- 0.2483"  # 4.30 * 0.1 / sqrt(3)
+
+
+@pytest.mark.parametrize("flags", ["--steps -3", "--seconds inf", "--steps 2 --gpus 0", ""])
+def test_a_race_of_no_length_is_refused_before_it_begins(bench, flags):
+    with pytest.raises(UserError, match="must be 1 or more|a positive number"):
+        bench.main(["--scale", "laptop", *flags.split()])
 
 
 def test_a_race_is_made_once_and_compared_by_seed(bench, tmp_path, monkeypatch, capsys):

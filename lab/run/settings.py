@@ -205,7 +205,7 @@ def check(model_config, cfg):
     halves = 2 * max(1, cfg.batch_size) * cfg.seq_len * int(os.environ.get("WORLD_SIZE", 1))
     rules = (  # (what is wrong, in one sentence: the value, the rule and the way out)
         (cfg.beta1 >= 1, f"beta1={cfg.beta1} must be less than 1"),
-        (getattr(cfg, "momentum", 0) >= 1, "momentum must be less than 1"),
+        (getattr(cfg, "momentum", 0) >= 1, f"momentum={getattr(cfg, 'momentum', 0)} must be less than 1"),
         (cfg.beta2 >= 1, f"beta2={cfg.beta2} must be less than 1"),
         (m.n_embd % m.n_head,
          f"n_embd={m.n_embd} must be divisible by n_head={m.n_head}; n_embd={more} would be"),
