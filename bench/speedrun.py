@@ -91,8 +91,8 @@ def train(recipe, seed, steps, cfg, folder, measured=True):
     """The log of one run of the real program, as a list of dicts. Raises UserError."""
     program, *flags = RECIPES[cfg.scale][recipe].split()
     every = max(1, steps // 10)
-    flags += f"--log_every {every} --val_every {every} --sample_every 0 --hella_every 0".split()
-    flags += [*cfg.more.split(), *f"--max_steps {steps} --seed {seed} --ckpt_every 0".split()]
+    flags += f"--val_every {every} --sample_every 0 --hella_every 0".split() + cfg.more.split()
+    flags += f"--max_steps {steps} --seed {seed} --log_every {every} --ckpt_every 0".split()
     flags += ["--run_name", "run", "--log_dir", folder, *(["--data", cfg.data] if cfg.data else [])]
     flags += [] if measured else ["--val_every", "0"]
     run_program([ROOT / program, *flags], ROOT, cfg.gpus)
@@ -120,7 +120,10 @@ def measure(recipe, seed, cfg):
             times = [e["dt_ms"] for e in probe if e["kind"] == "train" and "dt_ms" in e]
             steps = max(10, round(1000 * cfg.seconds / statistics.fmean(times)))
         log = train(recipe, seed, steps, cfg, str(Path(folder, "whole")))
-    start, first, last = ({e["kind"]: e for e in log}[k] for k in ("start", "first_step", "train"))
+    newest = {e["kind"]: e for e in log}
+    if not {"train", "val"} <= newest.keys():
+        raise UserError(f"{recipe} measured nothing; take out what of more={cfg.more} forbids it")
+    start, first, last = (newest[kind] for kind in ("start", "first_step", "train"))
     return dict(
         curve=timed(log), run_steps=steps, tokens=last["tokens"], device=start["device"],
         num_params=start["num_params"], first_step_seconds=first["seconds"],
