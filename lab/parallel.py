@@ -305,8 +305,7 @@ def settle_buckets(model, precision):
     three processes or more a sum's order depends on the place in the bucket, so a resumed run's first
     update would round in another way than that of a run which was left alone.
     """
-    # 16 rows, as products in 8 bits want
-    idx = torch.zeros(16, 1, dtype=torch.long, device=next(model.parameters()).device)
+    idx = torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device)
     with precision.autocast():
         _, loss = model(idx, idx)
     loss.backward()
