@@ -1,5 +1,6 @@
-"""What the programs of this folder share: files of JSON lines that a kill does not spoil, where a
-record comes from, the name of the GPU, and tokens for who has no text."""
+"""Shared by the programs of bench/: JSON Lines files of measurements that survive a kill, the
+origin of a record, the GPU's name, and random token shards.
+"""
 
 import json
 import os
@@ -20,12 +21,12 @@ from lab.cli import UserError  # noqa: E402
 from lab.files import check_writable  # noqa: E402
 
 PIPED = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-RUNS = ROOT / "readme.assets" / "runs"  # the records that README, the log and the figures show
+RUNS = ROOT / "readme.assets" / "runs"  # the records behind README, docs/LOG.md and the figures
 
 
 def read_records(path):
-    """The JSON lines of a file of measurements, oldest first; none if there is no file. A line that
-    a kill has cut short is passed over. Raises UserError where no line is a record."""
+    """The records of a file of measurements, oldest first; [] without a file. Lines cut short by a
+    kill are skipped. Raises UserError if no line is a record."""
     records, lines = [], Path(path).read_bytes().splitlines() if Path(path).exists() else []
     for line in lines:
         try:
@@ -33,12 +34,14 @@ def read_records(path):
         except ValueError:
             continue
     if lines and not any(isinstance(record, dict) for record in records):
-        raise UserError(f"{path} is no file of measurements; name one, or a new one, with --out")
+        raise UserError(
+            f"{path} is not a file of measurements; name one, or a new file, with --out"
+        )
     return [record for record in records if isinstance(record, dict)]
 
 
 def append_record(path, record):
-    """Add one line, in one write, after whatever a kill has left."""
+    """Append a line in a single write, after any partial line that a kill has left."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab+", buffering=0) as file:
@@ -49,10 +52,10 @@ def append_record(path, record):
 
 
 def recorded(path, bench):
-    """The records of one program in its file. Raises UserError where there is none."""
+    """The records of one program in a file. Raises UserError if there are none."""
     found = [r for r in read_records(path) if r.get("bench") == bench]
     if not found:
-        raise UserError(f"no measurements of {bench}.py in {path}; without --table they are made")
+        raise UserError(f"{path} has no measurements of {bench}.py; make some without --table")
     return found
 
 
@@ -66,48 +69,56 @@ def grouped(records, *keys):
 
 
 def check_out(out, cpu):
-    """Raise UserError where `out` cannot be written, or a CPU's times would go among the records
-    that README shows."""
+    """Raise UserError if `out` cannot be written, or if times of a CPU would be added to the
+    records behind README."""
     if cpu and Path(out).resolve().parent == RUNS:
-        raise UserError(f"{Path(out).name} holds README's numbers, of GPUs; add --out try.jsonl")
+        raise UserError(
+            f"out={Path(out).name} has the GPU measurements behind README; pass --out try.jsonl on a CPU"
+        )
     check_writable(out, "out")
 
 
-def run_program(words, folder, gpus=1):
-    """Run a Python program with its flags in `folder`, on several GPUs by torchrun. Raises
-    UserError with its last words if it fails."""
+def run_program(words, folder, gpus=1, timeout=None, env=None):
+    """Run a Python program with its flags in `folder`, with torchrun if gpus > 1, and return its
+    output. Raises UserError with the end of that output if it fails or takes longer than `timeout`
+    seconds."""
     torchrun = f"-m torch.distributed.run --standalone --nproc_per_node={gpus}".split()
     words = [sys.executable, *(torchrun if gpus > 1 else []), *map(str, words)]
-    # NVLink's multicast is off unless the environment says otherwise: its failure would be all users'
-    env = {"NCCL_NVLS_ENABLE": "0"} | os.environ
-    done = subprocess.run(words, cwd=folder, env=env, **PIPED)
+    # without NVLink multicast unless the environment asks for it: a failure would affect all users
+    env = {"NCCL_NVLS_ENABLE": "0"} | os.environ | (env or {})
+    try:
+        done = subprocess.run(words, cwd=folder, env=env, timeout=timeout, **PIPED)
+    except subprocess.TimeoutExpired as error:
+        raise UserError(
+            f"{' '.join(words)} took longer than timeout={timeout} seconds; pass a longer one"
+        ) from error
     if done.returncode:
         raise UserError(f"{' '.join(words)} failed:\n{done.stdout[-1000:]}")
+    return done.stdout
 
 
 def one_sentence(error):
-    """An exception as one short line; torch.compile's first one only says that something has
-    failed."""
+    """An exception as one short line; two lines of torch.compile's, because the first has no detail."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
     text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
     return f"{type(error).__name__}: {text[:200]}"
 
 
 def origin():
-    """Where a record comes from: date, commit (git's, "-dirty" where files have changed since; of
-    the environment's COMMIT where git is not at hand), torch, command."""
+    """Origin of a record: date, commit ("-dirty" with uncommitted changes; the environment variable
+    COMMIT comes first), torch version, command."""
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
-    said = subprocess.run(shlex.join(git), shell=True, capture_output=True, text=True).stdout
+    described = subprocess.run(shlex.join(git), shell=True, capture_output=True, text=True).stdout
     return {
         "date": time.strftime("%Y-%m-%d"),
-        "commit": os.environ.get("COMMIT") or said.strip() or "unknown",
+        "commit": os.environ.get("COMMIT") or described.strip() or "unknown",
         "torch": torch.__version__,
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
 
 
 def gpu_name(device="auto"):
-    """Name of the GPU, or of the processor where a run uses none; device as World takes it."""
+    """Name of the GPU, or of the processor if the device is a CPU. device: as World takes it."""
     cuda = str(device).startswith("cuda") or (str(device) == "auto" and torch.cuda.is_available())
     if cuda:
         return torch.cuda.get_device_name(None if str(device) == "auto" else device)
@@ -118,8 +129,8 @@ def gpu_name(device="auto"):
 
 
 def random_shards(folder, vocab_size, train_tokens=4_000_000, val_tokens=100_000):
-    """Token shards in `folder`, whose name is returned, where id i is as frequent as 1 / (10 + i):
-    uneven like words, which embeddings notice, but without an order."""
+    """Write token shards to `folder` and return it. Tokens are independent; id i has a frequency of
+    1 / (10 + i), uneven like that of words, which affects the speed of embeddings."""
     rng = np.random.default_rng(0)
     edges = np.cumsum(1 / (10 + np.arange(vocab_size)))
     Path(folder).mkdir(parents=True, exist_ok=True)
@@ -131,7 +142,7 @@ def random_shards(folder, vocab_size, train_tokens=4_000_000, val_tokens=100_000
 
 
 def print_rows(head, rows):
-    """Columns as wide as their widest cell, the first to the left, numbers to the right."""
+    """Print a table: the first column left-aligned, the others right-aligned."""
     rows = [[str(cell) for cell in row] for row in [head, *rows]]
     widths = [max(map(len, column)) for column in zip(*rows)]
     for name, *cells in rows:
