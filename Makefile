@@ -1,7 +1,7 @@
-# make train   a trained model in some minutes, from nothing but Python and a package index
-# make test    style and tests, in two processes: three minutes on two idle cores
-# make lint    style alone
-# make format  bring files into the style
+# make train   train a model in a few minutes; needs Python and a package index, no GPU
+# make test    style, types and tests, in two processes: about three minutes on two idle cores
+# make lint    style and types only
+# make format  reformat all files
 PYTHON ?= python3
 RUN = .venv/bin/python
 
@@ -16,18 +16,26 @@ test: lint
 lint: .venv/.test-tools
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
+	$(RUN) -m basedpyright --pythonpath $(RUN)
 
 format: .venv/.test-tools
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
 
+# Without an NVIDIA driver, PyTorch's CPU build saves gigabytes of CUDA libraries. If its index cannot
+# be reached, the default build is installed. macOS and Windows have one build.
+PIP = $(RUN) -m pip install --quiet --disable-pip-version-check
+CPU_TORCH = $(shell grep ^torch== requirements.txt) --index-url https://download.pytorch.org/whl/cpu
+
 .venv/.installed: requirements.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}: make PYTHON=python3.12 ...")'
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"needs Python 3.11 or newer, this is {sys.version.split()[0]}: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv .venv
-	@echo "installing requirements.txt: PyTorch is large, which can take some minutes"
-	$(RUN) -m pip install --quiet --disable-pip-version-check --requirement requirements.txt
+	@echo "installing requirements.txt; PyTorch is large, so this may take a few minutes"
+	@if [ "$$(uname)" = Linux ] && ! command -v nvidia-smi > /dev/null; then \
+		$(PIP) --retries 0 --timeout 15 $(CPU_TORCH) || echo "no CPU build found; installing the default one"; fi
+	$(PIP) --requirement requirements.txt
 	touch $@
 
 .venv/.test-tools: .venv/.installed requirements-test.txt
-	$(RUN) -m pip install --quiet --disable-pip-version-check --requirement requirements-test.txt
+	$(PIP) --requirement requirements-test.txt
 	touch $@

@@ -1,14 +1,14 @@
-"""Text corpora as shards of token ids: FineWeb-Edu from the hub, your own files, Python's own text.
+"""Turn texts into shards of token ids: FineWeb-Edu, your own files, Python's documentation.
 
     python fineweb.py                                       # FineWeb-Edu, 10B tokens
     python fineweb.py --source builtin                      # no network: Python's documentation
     python fineweb.py --source my_texts/ --out data/mine    # parquet, JSONL, text, .gz, .zst
-    python fineweb.py --verify --out edu_fineweb10B         # read it all, name what is broken
+    python fineweb.py --verify --out edu_fineweb10B         # read all shards, list the damaged ones
 
-A shard is a row of uint16 tokens in a .npy file, named <data>_<split>_<number>.npy; number 0 is the
-validation split. Documents stand one after the other, each led by end-of-text. manifest.json
-beside the shards says where they came from: whatever stops the work, even kill -9, the same command
-goes on with the shard that was in hand, and ends with the same bytes.
+A shard is an array of uint16 tokens in a .npy file named <data>_<split>_<number>.npy. Number 0 is
+the validation split. Documents follow each other, each preceded by end-of-text. manifest.json
+beside the shards describes their source. If the build is interrupted, even by kill -9, the same
+command continues with the unfinished shard, and the result has the same bytes.
 """
 
 import dataclasses
@@ -19,75 +19,91 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from lab.cli import UserError, command, parse
-from lab.data.builtin import build_builtin
+from lab.cli import UserError, parse_args, run_main
+from lab.data.build import FINEWEB_EDU, CorpusConfig, build_corpus, find_source, texts_of
 from lab.data.chat import build_chat, is_chat
-from lab.data.corpus import FINEWEB_EDU, build_corpus, find_source, texts_of
-from lab.data.wordpiece import prepare
-from lab.data.writer import verify
-from lab.files import only_writer
+from lab.data.manifest import Manifest, check_manifest_matches, load_partial_manifest, verify_shards
+from lab.data.python_docs import build_python_docs
+from lab.data.tokenizers import get_or_train, tokenizer_path
+from lab.files import dir_lock
 
 
 @dataclass
 class Config:
-    """Turns text into shards of token ids. Stopped at any moment, the same command goes on."""
+    """Turn texts into shards of token ids. An interrupted build continues with the same command."""
 
     # hub, builtin (Python's documentation), or a file or folder: parquet, JSONL, text, .gz, .zst
     source: str = "hub"
     out: str = ""  # folder; empty: edu_fineweb10B for FineWeb-Edu, else data/<name of the source>
-    # stop after so many, validation included: 500M, 10B, 1.3T; a larger number later goes on
+    # stop after this many, validation included: 500M, 10B, 1.3T; a larger number later continues
     tokens: str = ""
-    # auto: gpt2, but bytes for the built-in text. gpt2: 50257 tokens, two files are downloaded
-    # once. bytes: 256 and end-of-text, needs nothing; the choice for training without a GPU, where
-    # a second goes through thousands of bytes and hundreds of gpt2's. For bert.py: wordpiece,
-    # learnt from this text, or the published bert-base-uncased; both lie in tokenizer.json
+    # auto: gpt2, but bytes for the built-in text. gpt2: 50257 tokens; downloads two files once.
+    # bytes: 256 and end-of-text; needs no files. Best without a GPU, where a small model trains on
+    # thousands of bytes per second, but only hundreds of gpt2's tokens. For bert.py: wordpiece,
+    # learned from this text, or the published bert-base-uncased; both are saved as tokenizer.json
     tokenizer: Literal["auto", "gpt2", "bytes", "wordpiece", "bert-base-uncased"] = "auto"
-    vocab_size: int = 30000  # pieces of a wordpiece, at most
-    # data set on the hub; one of ready-made shards (kjj0/finewebedu10B-gpt2) is downloaded as it is
+    vocab_size: int = 30000  # maximum number of pieces of a wordpiece
+    # data set on the hub; ready-made shards (kjj0/finewebedu10B-gpt2) are downloaded unchanged
     dataset: str = FINEWEB_EDU
     # its configuration; for FineWeb-Edu sample-10BT, sample-100BT, sample-350BT, default (1.3T)
     name: str = ""
     split: str = "train"  # its split
-    # its branch, tag or commit; a corpus that was begun stays with the commit, see its manifest
+    # its branch, tag or commit; a continued build keeps the commit in its manifest
     revision: str = "main"
-    # column (parquet) or key (JSONL) that holds the text; where a JSONL file's first line has no
-    # text but "messages" with roles, its lines are conversations: rows and masks for fine-tuning
+    # column (parquet) or key (JSONL) of the text. If the first line of a JSONL file has "messages"
+    # instead, its lines are conversations, which become rows and masks for fine-tuning
     text_column: str = "text"
-    # tokens in a row of chat data; longer conversations are dropped and counted
+    # tokens per row of chat data; longer conversations are skipped and counted
     context: int = 1024
-    shard_tokens: str = "100M"  # tokens in a shard, which is held in memory until it is whole
-    # tokens in the validation shard, the first; empty: as in a shard, at most a tenth of all
+    shard_tokens: str = "100M"  # tokens per shard, which is held in memory until it is complete
+    # tokens in the validation shard; empty: as many as in a shard, at most a tenth of all
     val_tokens: str = ""
-    # processes that tokenise; -1: one for each core, 0: the main one; the shards stay the same
+    # processes that tokenize; -1: one per core, 0: only the main process; the shards are the same
     workers: int = -1
-    # ray: on the Ray cluster that RAY_ADDRESS names, or on this machine; needs pip install ray
+    # ray: on the Ray cluster at RAY_ADDRESS, or on this machine; needs pip install ray
     engine: Literal["processes", "ray"] = "processes"
-    # compare all shards in --out with their manifest, name what is broken (exit status 1)
+    # compare all shards in --out with their manifest, list the damaged ones (exit status 1)
     verify: bool = False
 
 
 def parse_count(flag: str, text: str) -> int:
-    """500M, 10B, 1.3T or a plain number as int; 0 for no text."""
+    """500M, 10B, 1.3T or a plain number as int; 0 for an empty text."""
     if not text:
         return 0
     found = re.fullmatch(r"(\d+(?:_\d+)*(?:\.\d+)?)([kmbt]?)", text.lower())
     scale = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
     count = round(float(found[1]) * scale[found[2]]) if found else 0
     if count < 1:
-        raise UserError(f"--{flag} {text}: wanted is a number of tokens, such as 500M or 10B")
+        raise UserError(f"{flag}={text} must be a number of tokens; write it like 500M or 10B")
     return count
 
 
-def completed(cfg: Config) -> Config:
-    """The settings with counts as numbers and defaults filled in."""
-    counts = {f: parse_count(f, getattr(cfg, f)) for f in ("tokens", "shard_tokens", "val_tokens")}
+def completed(cfg: Config) -> CorpusConfig:
+    """The flags with counts as numbers and defaults filled in."""
     tokenizer = cfg.tokenizer
     if tokenizer == "auto":
         tokenizer = "bytes" if cfg.source == "builtin" else "gpt2"
     out = f"data/{data_name(cfg)}"
     if out == "data/edufineweb":
         out = "edu_fineweb" + (cfg.name or "sample-10BT").removeprefix("sample-").removesuffix("T")
-    return dataclasses.replace(cfg, tokenizer=tokenizer, out=cfg.out or out, **counts)
+    return CorpusConfig(
+        source=cfg.source,
+        data=data_name(cfg),
+        out=Path(cfg.out or out),
+        tokens=parse_count("tokens", cfg.tokens),
+        tokenizer=tokenizer,
+        vocab_size=cfg.vocab_size,
+        dataset=cfg.dataset,
+        name=cfg.name,
+        split=cfg.split,
+        revision=cfg.revision,
+        text_column=cfg.text_column,
+        context=cfg.context,
+        shard_tokens=parse_count("shard_tokens", cfg.shard_tokens),
+        val_tokens=parse_count("val_tokens", cfg.val_tokens),
+        workers=cfg.workers,
+        engine=cfg.engine,
+    )
 
 
 def data_name(cfg: Config) -> str:
@@ -98,54 +114,62 @@ def data_name(cfg: Config) -> str:
     return re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-") or "text"
 
 
-def summary(m: dict, out: str, seconds: float) -> str:
-    kind, more = "documents", ""
-    if m["context"]:
+def summary(manifest: Manifest, out: Path, seconds: float) -> str:
+    kind, skipped = "documents", ""
+    if manifest["context"]:
+        too_long, no_answer = manifest.get("too_long", 0), manifest.get("no_answer", 0)
         kind = "conversations"
-        more = f"; left out: {m['too_long']:,} too long, {m['no_answer']:,} without an answer"
+        skipped = f"; skipped: {too_long:,} too long, {no_answer:,} without an answer"
     return (
-        f"{out}: {m['documents']:,} {kind}, {m['tokens']:,} tokens in {len(m['shards'])} shards, "
-        f"the first of them for validation, {seconds:,.0f} s{more}"
+        f"{out}: {manifest['documents']:,} {kind}, {manifest['tokens']:,} tokens in "
+        f"{len(manifest['shards'])} shards, the first for validation, {seconds:,.0f} s{skipped}"
     )
 
 
-def main(argv=None) -> int:
-    cfg = completed(parse(Config, argv))
-    if cfg.verify:
-        problems = verify(cfg.out)
-        print("\n".join(problems) or f"{cfg.out}: all shards are whole")
+def main(argv: list[str]) -> int:
+    flags = parse_args(Config, argv)
+    cfg = completed(flags)
+    if flags.verify:
+        problems = verify_shards(cfg.out)
+        print("\n".join(problems) or f"{cfg.out}: all shards are intact")
         return 1 if problems else 0
     t0 = time.monotonic()
     manifest = build(cfg)
     print(summary(manifest, cfg.out, time.monotonic() - t0))
     if cfg.tokenizer == "gpt2" and not shutil.which("nvidia-smi"):
-        print("there seems to be no GPU here: a small model learns sooner with --tokenizer bytes")
+        print("no GPU found: a small model learns faster with --tokenizer bytes")
     return 0
 
 
-def build(cfg: Config) -> dict:
-    """Shards of texts or of conversations, from the hub or from here. Returns the manifest."""
+def build(cfg: CorpusConfig) -> Manifest:
+    """Build shards from texts or conversations, or continue to. Return the manifest."""
     if cfg.source == "builtin":
         if cfg.tokens:
-            raise UserError("--source builtin is always whole, 2M tokens or so: leave out --tokens")
-        return build_builtin(cfg.out, cfg.tokenizer, cfg.vocab_size)
+            raise UserError(
+                f"tokens={cfg.tokens} is not possible, because --source builtin is always whole, "
+                "about 2M tokens; leave out --tokens"
+            )
+        return build_python_docs(cfg.out, cfg.tokenizer, cfg.vocab_size)
     source, files = find_source(cfg)
     refusal = (
-        f"another fineweb.py is writing {cfg.out}, and only one may at a time: run this again when "
-        "it has ended, or choose another --out"
+        f"another fineweb.py is writing {cfg.out}, and only one may at a time: wait until it ends, "
+        "or choose another --out"
     )
-    with only_writer(cfg.out, refusal):
+    with dir_lock(cfg.out, refusal):
+        if manifest := load_partial_manifest(cfg.out):  # before a tokenizer is written beside it
+            name = Path(tokenizer_path(cfg.out, cfg.tokenizer)).name
+            check_manifest_matches(cfg.out, manifest, tokenizer=name)
         texts = texts_of(files, cfg.text_column)
-        tokenizer = prepare(cfg.out, cfg.tokenizer, texts, cfg.vocab_size)
+        tokenizer = get_or_train(cfg.out, cfg.tokenizer, texts, cfg.vocab_size)
         if is_chat(files, cfg.text_column):
             if cfg.tokens or cfg.val_tokens:
                 raise UserError(
-                    "conversations are always whole: leave out --tokens and --val_tokens"
+                    "conversations are always whole, so they have no limit; leave out --tokens and "
+                    "--val_tokens"
                 )
             return build_chat(files, cfg.out, tokenizer, cfg.context, cfg.shard_tokens)
-        cfg = dataclasses.replace(cfg, tokenizer=tokenizer)
-        return build_corpus(cfg, source, files, data_name(cfg))
+        return build_corpus(dataclasses.replace(cfg, tokenizer=tokenizer), source, files)
 
 
 if __name__ == "__main__":
-    command(main)
+    run_main(main)

@@ -1,266 +1,318 @@
-"""HellaSwag (Zellers et al. 2019): which of four endings is likeliest to a model after a context?
+"""HellaSwag (Zellers et al. 2019): which of four endings of a text does a model find most likely?
 
     python hellaswag.py --model gpt2            # hub name, Hugging Face folder, checkpoint or run
     torchrun --standalone --nproc_per_node=8 hellaswag.py --model gpt2-xl
 
-The completion style of the published GPT-2 numbers: the loss of each ending's tokens given the
-context, the ending tokenised with a leading space. acc takes the ending with the smallest sum,
-acc_norm the one with the smallest mean. lab/data/hellaswag.py downloads and reads the file, and
-lab/tools/hellaswag_report.py shows the results.
+Scores as published for GPT-2: the loss of each ending's tokens given the context, with the ending
+tokenized after a leading space. acc chooses the ending with the smallest summed loss, acc_norm the
+one with the smallest mean loss per token. train_gpt2.py runs the class HellaSwag as a callback.
 
-Shape letters: N examples, B rows of a batch (one example each), T tokens of a row, C channels, M
-tokens of endings.
+Shape letters: N examples; the 4 are the endings of an example.
 """
 
+import json
 import math
+import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
-from lab import models
-from lab.cli import RunError, UserError, command, parse, progress
-from lab.data.hellaswag import locate, read_examples
-from lab.data.tokenizers import get_tokenizer, name_of_size
-from lab.device import Precision
-from lab.evals import Every
-from lab.tools import hellaswag_report
-from lab.world import World
+from lab.cli import RunError, UserError, parse_args, require, run_main
+from lab.data.manifest import sha256_of
+from lab.data.tokenizers import get_tokenizer
+from lab.distributed import World
+from lab.eval.multiple_choice import continuation_losses
+from lab.files import first_line, read_errors
+from lab.hardware import oom_hint
+from lab.precision import Precision
+from lab.registry import load_model, resolve_source, tokenizer_name
+from lab.trainer.callbacks import PeriodicCallback
 
-# ---------------------------------------------------------------------------------------- 1. tokens
+# ------------------------------------------------------------------------------------------ 1. file
+
+DATA_DIR = Path("data/hellaswag")  # where files are downloaded to
+BASE_URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/"
+SHA256 = {  # of the published files; the test split has no labels
+    "hellaswag_val.jsonl": "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588",
+    "hellaswag_train.jsonl": "dae5e69249868cb9fe4e23ff925c60b66169564cfb7072d793cd7356a2b69f8d",
+}
+
+
+def locate(data: str = "", split: str = "val") -> Path:
+    """Path of a split: `data` (a file, or a folder that contains it), or DATA_DIR's, which is
+    downloaded if it is missing. Raises UserError if the download fails."""
+    name = f"hellaswag_{split}.jsonl"
+    path = Path(data or DATA_DIR)
+    if path.is_dir() or not data:
+        path = path / name
+    if not data and not path.exists():
+        import pooch  # only needed to download; it checks the hash before the file gets its name
+
+        files = pooch.create(DATA_DIR, base_url=BASE_URL, registry=SHA256, retry_if_failed=2)
+        try:
+            files.fetch(name, progressbar=sys.stderr.isatty())
+        except (OSError, ValueError) as error:  # ValueError: wrong hash
+            raise UserError(
+                f"cannot download {BASE_URL}{name} ({first_line(error)}); download it by hand to "
+                f"{path}, or pass a copy to hellaswag.py with --data FILE"
+            ) from error
+    return path
+
+
+def read_examples(path: str | Path) -> list[dict[str, Any]]:
+    """The examples of a HellaSwag file, each with its line number as "line". Raises UserError that
+    names the first invalid line."""
+    hint = "name one with --data, or leave --data out to download it"
+    with read_errors(path, "HellaSwag file", hint):
+        lines = Path(path).read_bytes().split(b"\n")
+    examples = []
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            with read_errors(
+                f"{path} line {number}", "HellaSwag example", "fix or delete the line"
+            ):
+                examples.append(check_example(json.loads(line)) | {"line": number})
+    require(examples, f"{path} contains no examples, but needs one per line; pass another --data")
+    return examples
+
+
+def check_example(example: Any) -> dict[str, Any]:
+    """The example, with its label as an integer. Raises TypeError if it is invalid."""
+    ctx, endings, label = (dict(example).get(key) for key in ("ctx", "endings", "label"))
+    texts = [ctx, *endings] if isinstance(endings, list) else []
+    valid = len(texts) == 5 and all(isinstance(text, str) for text in texts)
+    valid = valid and all(text.strip() for text in texts[1:])
+    # a label is a string in the Hugging Face hub's copy of the file
+    if not valid or str(label) not in ("0", "1", "2", "3"):
+        raise TypeError("expected a ctx, 4 endings that are not empty, and a label from 0 to 3")
+    return example | {"label": int(str(label))}
+
+
+def source_of(example: dict[str, Any]) -> str:
+    """Where an example is from: "activitynet" or "wikihow". In copies of the file without a
+    source_id, a ctx_b marks ActivityNet, whose contexts end in the middle of a sentence."""
+    guess = "activitynet" if example.get("ctx_b") else "wikihow"
+    return str(example.get("source_id") or guess).split("~")[0]  # as in "wikihow~123"
+
+
+# ---------------------------------------------------------------------------------------- 2. tokens
 
 
 @dataclass
 class Examples:
-    """Tokenised examples."""
+    """Tokenized examples."""
 
-    rows: list  # the dicts of read_examples
-    tokens: list  # of each, [context, ending, ending, ending, ending]: lists of ids
-    cut: int = 0  # how many contexts were cut to fit
-    skipped: int = 0  # how many examples were left out
+    rows: list[dict[str, Any]]  # from read_examples
+    tokens: list[list[list[int]]]  # for each example [context, ending, ending, ending, ending]
+    num_cut: int = 0  # contexts that were shortened to fit
+    num_skipped: int = 0  # examples with an ending that does not fit
 
     def __post_init__(self):
-        self.ctx_len = np.array([len(pieces[0]) for pieces in self.tokens])  # (N,)
-        self.end_len = np.array([list(map(len, pieces[1:])) for pieces in self.tokens])  # (N, 4)
+        self.end_len = np.array([[len(ids) for ids in item[1:]] for item in self.tokens])  # (N, 4)
         self.label = np.array([row["label"] for row in self.rows])  # (N,)
 
     def __len__(self):
         return len(self.rows)
 
 
-def choose(examples, tokenizer, block_size, limit=0, skip_long=False):
-    """The Examples to score, of the dicts of read_examples.
+def tokenize_examples(
+    examples: list[dict[str, Any]],
+    tokenizer: Any,
+    block_size: int,
+    limit: int = 0,
+    skip_long: bool = False,
+) -> Examples:
+    """Tokenize `limit` examples (0: all), spread evenly over the file, because its first third is
+    all ActivityNet.
 
-    `limit` examples (0: all) are spread evenly over the file, whose first third is all ActivityNet.
-    A context without tokens becomes end-of-text: something has to come before an ending's first
-    token for that to have a loss. The last token of an ending is never an input, so context and
-    ending may have block_size + 1 together. A context is cut from the left until the longest of the
-    four endings fits: all four see the same. Raises UserError for an ending that leaves no context,
-    unless skip_long."""
+    An empty context becomes end-of-text, because something has to predict an ending's first token.
+    The last token of an ending is never an input, so context and ending may have block_size + 1
+    tokens together. A context is cut from the left until the longest of the four endings fits, so
+    that all four are given the same context. Raises UserError for an ending that leaves no room for
+    a context, unless skip_long."""
     n = min(limit or len(examples), len(examples))
-    rows, tokens, cut = [], [], 0
+    rows, tokens, num_cut = [], [], 0
     for row in (examples[i] for i in np.arange(n) * len(examples) // n):
         context = tokenizer.encode(row["ctx"]) or [tokenizer.eot]
         endings = [tokenizer.encode(" " + text) for text in row["endings"]]
         longest = max(map(len, endings))
         if longest <= block_size:
             keep = block_size + 1 - longest
-            cut += len(context) > keep
+            num_cut += len(context) > keep
             rows.append(row)
             tokens.append([context[-keep:], *endings])
         elif not skip_long:
             raise UserError(
-                f"line {row['line']} has an ending of {longest} tokens, the model's "
-                f"context holds block_size={block_size}; hellaswag.py --skip_long leaves it out"
+                f"line {row['line']} has an ending of {longest} tokens, but the model's context "
+                f"has block_size={block_size}; skip such examples with hellaswag.py --skip_long"
             )
-    if not rows:
-        raise UserError(
-            f"all {n} examples have an ending of more than block_size={block_size} tokens; "
-            "take a larger model"
-        )
-    return Examples(rows, tokens, cut, n - len(rows))
+    require(
+        rows,
+        f"all {n} examples have an ending of more than block_size={block_size} tokens; choose a "
+        "model with a longer context",
+    )
+    return Examples(rows, tokens, num_cut, n - len(rows))
 
 
-# --------------------------------------------------------------------------------------- 2. batches
+def load_examples(
+    model: Any,
+    world: World,
+    source: str,
+    path: str | None = None,
+    limit: int = 0,
+    skip_long: bool = False,
+) -> Examples:
+    """Read and tokenize the examples of `path` (None: the validation split) for a model, on every
+    rank; only rank 0 uses the disk and the network. source: where a tokenizer file would be, the
+    model's path or the run's data folder."""
 
-STEP = 32  # rows are padded to a multiple of this: 10 % of HellaSwag is then padding
-BATCH_TOKENS = 16384  # tokens of a batch, padding included
+    def load():
+        tokenizer = get_tokenizer(tokenizer_name(model.config, source))
+        examples = read_examples(path or locate())
+        return tokenize_examples(examples, tokenizer, model.config.block_size, limit, skip_long)
 
-
-def plan(lengths):
-    """Cut rows of these lengths into batches: a list of (row indices, T), longest first.
-
-    Rows of one padded length T make batches of nearly equal size. The plan does not depend on the
-    number of processes, hence neither does any score."""
-    padded = -(-lengths // STEP) * STEP
-    batches = []
-    for T in np.unique(padded)[::-1].tolist():
-        rows = np.flatnonzero(padded == T)
-        count = -(-len(rows) // max(1, BATCH_TOKENS // T))
-        batches += [(part, T) for part in np.array_split(rows, count)]
-    return batches
-
-
-def pack(data, rows, T):
-    """One row for each example: context, then the inputs of its four endings, so that the context
-    is computed once.
-
-    Returns idx, position and part (B, T): part is 0 for the context, 1 to 4 for an ending; position
-    goes on from the context in each ending, as if it stood alone. Padding is at the end, where no
-    token looks. And where (M,), the places in the flat (B * T) rows whose outputs predict the
-    endings' tokens, and targets (M,), those tokens: example after example, ending after ending."""
-    idx, position, part = np.zeros((3, len(rows), T), np.int64)
-    where, targets = [], []
-    for row, i in enumerate(rows):
-        context, *endings = data.tokens[i]
-        at = c = len(context)
-        idx[row, :c], position[row, :c] = context, np.arange(c)
-        for j, ending in enumerate(endings, start=1):
-            n = len(ending) - 1  # the last token is predicted, and predicts nothing
-            here = slice(at, at + n)
-            idx[row, here], position[row, here], part[row, here] = ending[:-1], c + np.arange(n), j
-            where += [row * T + c - 1, *range(row * T + at, row * T + at + n)]
-            targets += ending
-            at += n
-    return idx, position, part, np.array(where), np.array(targets)
+    return world.run_on_rank0(load)
 
 
-# ---------------------------------------------------------------------------------------- 3. losses
+# ---------------------------------------------------------------------------------------- 3. scores
 
 
-def hidden(model, idx, position, part):
-    """The model's last hidden states (B * T, C) of packed rows: a token sees the context and its
-    own ending, up to itself."""
-    T = idx.size(1)
-    same = (part[:, None, :] == 0) | (part[:, None, :] == part[:, :, None])
-    mask = (same & torch.ones(T, T, dtype=torch.bool, device=idx.device).tril())[:, None]
-    return model.hidden(idx, position, mask).flatten(0, 1)  # mask (B, 1, T, T)
+def ending_losses(
+    model: Any, data: Examples, world: World, check: Callable[[], None] = lambda: None
+) -> np.ndarray:
+    """Summed loss in nats of each ending (N, 4), on every rank. check: called between batches."""
+    return continuation_losses(model, data.tokens, world, "HellaSwag", check)
 
 
-@torch.no_grad()
-def ending_losses(model, data, world, check=lambda: None):
-    """Sum of the losses of each ending (N, 4) in float64, on every process; each does its share.
-
-    check() is called between two batches, on all processes equally often. Only the endings'
-    positions go through the head, so many at a time that their logits stay under 1 GiB, or 32 MiB
-    on CPU, where larger blocks go back to the system after each use and getting them again costs
-    more than the products."""
-    memory = 2 ** (30 if world.device.type == "cuda" else 25)  # bytes
-    head_rows = memory // (4 * model.lm_head.weight.size(0))
-    batches = plan(data.ctx_len + (data.end_len - 1).sum(1))
-    rounds, found = range(0, len(batches), world.world_size), []
-    sums = np.zeros((len(data), 4))
-
-    bar = progress(rounds, "HellaSwag", "batch")
-    bar.refresh()  # shows it at once: a CPU may take half a minute for the first batch
-    for i in bar:
-        check()
-        mine = i + world.rank  # the last round may have none for this process, which computes along
-        rows, T = batches[min(mine, len(batches) - 1)]
-        packed = (torch.from_numpy(a) for a in pack(data, rows, T))
-        *inputs, where, targets = (t.to(world.device, non_blocking=True) for t in packed)
-        x = hidden(model, *inputs)[where]  # (M, C)
-        losses = [
-            model.head_loss(x_, model.lm_head.weight, t, "none")
-            for x_, t in zip(x.split(head_rows), targets.split(head_rows))
-        ]
-        if mine < len(batches):
-            found.append((rows, torch.cat(losses)))
-    for rows, losses in found:  # all at the end: until here nobody has waited for the device
-        lengths = data.end_len[rows].ravel()
-        starts = np.cumsum(lengths) - lengths
-        sums[rows] = np.add.reduceat(losses.cpu().double().numpy(), starts).reshape(-1, 4)
-    return world.all_reduce(torch.from_numpy(sums)).numpy()
+def wilson_interval(p: float, n: int, z: float = 1.96) -> tuple[float, float]:
+    """95 % confidence interval of a proportion p of n (Wilson 1927), valid for small n too."""
+    center, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    low, high = (center - half) / (1 + z * z / n), (center + half) / (1 + z * z / n)
+    return max(0.0, low), min(1.0, high)
 
 
-# ---------------------------------------------------------------------------------------- 4. scores
-
-
-def interval(p, n, z=1.96):
-    """95 % confidence interval of a share p of n (Wilson 1927): right for small n too."""
-    middle, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    low, high = (middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)
-    return [max(0.0, low), min(1.0, high)]
-
-
-def summarise(sums, end_len, label):
-    """acc, acc_norm, standard errors (of a mean, as in lm-evaluation-harness), intervals, count."""
+def summarize(sums: np.ndarray, end_len: np.ndarray, label: np.ndarray) -> dict[str, Any]:
+    """acc and acc_norm with standard errors (of a mean, as in lm-evaluation-harness) and 95 %
+    intervals, and the count. sums, end_len (N, 4): loss and tokens of each ending; label (N,)."""
     out, n = {}, len(label)
     for name, losses in (("acc", sums), ("acc_norm", sums / end_len)):
         p = float((losses.argmin(1) == label).mean())
         stderr = math.sqrt(p * (1 - p) / max(1, n - 1))
-        low, high = interval(p, n)
+        low, high = wilson_interval(p, n)
         out |= {name: p, f"{name}_stderr": stderr, f"{name}_low": low, f"{name}_high": high}
     return out | {"count": n}
 
 
-def measure(model, data, world, check=lambda: None):
-    """(summary, a dict of plain numbers; sums (N, 4)) of these Examples, the same on every process.
-    Draws no random number. Raises RunError for losses that are not finite."""
+def measure(
+    model: Any, data: Examples, world: World, check: Callable[[], None] = lambda: None
+) -> tuple[dict[str, Any], np.ndarray]:
+    """(summary, summed losses (N, 4)), the same on every rank. Draws no random number. Raises
+    RunError if a loss is not finite."""
     t0 = time.perf_counter()
     sums = ending_losses(model, data, world, check)
     if not np.isfinite(sums).all():
         line = data.rows[(~np.isfinite(sums)).any(1).argmax()]["line"]
         raise RunError(
-            f"the loss of line {line} is not finite: the model's weights or its precision fail"
+            f"the loss of line {line} is not finite; try --precision fp32, or another checkpoint"
         )
-    about = {"seconds": time.perf_counter() - t0, "cut": data.cut, "skipped": data.skipped}
-    return summarise(sums, data.end_len, data.label) | about, sums
+    seconds = time.perf_counter() - t0
+    counts = {"seconds": seconds, "cut": data.num_cut, "skipped": data.num_skipped}
+    return summarize(sums, data.end_len, data.label) | counts, sums
 
 
-def prepare(model, world, path=None, limit=0, skip_long=False):
-    """The Examples of this file that choose gives for this model. One process touches disk and
-    network, on any number of machines."""
-
-    def chosen():
-        tokenizer = get_tokenizer(name_of_size(model.config.vocab_size))
-        examples = read_examples(path or locate())
-        return choose(examples, tokenizer, model.config.block_size, limit, skip_long)
-
-    return world.on_main(chosen)
+# --------------------------------------------------------------------------------- 4. training runs
 
 
-# ----------------------------------------------------------------------------- 5. in a training run
+class HellaSwag(PeriodicCallback):
+    """HellaSwag as a callback of a training run. It skips the untrained model of step 0."""
 
+    def __init__(self, trainer, stop):
+        super().__init__("hella", trainer.cfg.hellaswag_every)
+        self.world, self.stop = trainer.world, stop
+        self.data: Examples | None = None  # loaded when first needed
+        if self.interval:  # download now, while someone is there to see it fail
+            self.attempt(lambda: self.world.run_on_rank0(lambda: str(locate())))
 
-class HellaSwag(Every):
-    """The score as an event of a training run, never of the untrained model."""
+    def should_run(self, step: int, last: bool) -> bool:
+        return step > 0 and super().should_run(step, last)
 
-    def __init__(self, run, stop):
-        super().__init__("hella", run.cfg.hella_every)
-        self.world, self.stop = run.world, stop
-        self.data = None  # the Examples, from the first time on
-        if self.every:  # now, as hours later there may be nobody to mend it
-            self.attempt(lambda: self.world.on_main(lambda: str(locate())))
-
-    def due(self, step, last):
-        return step > 0 and super().due(step, last)
-
-    def __call__(self, run):
-        """The summary as a dict; None where an ending does not fit into the model's context: the run
-        goes on, and does not ask again."""
+    def __call__(self, trainer) -> dict[str, Any] | None:
+        """The summary. None, and off for the rest of the run, if an ending exceeds the context."""
+        cfg, model = trainer.cfg, trainer.raw_model
         if self.data is None:
-            limit = run.cfg.hella_examples
-            self.data = self.attempt(lambda: prepare(run.raw_model, self.world, limit=limit))
+            limit = cfg.hellaswag_examples
+            self.data = self.attempt(
+                lambda: load_examples(model, self.world, cfg.data, limit=limit)
+            )
         if self.data is None:
             return None
-        with run.precision.autocast():
-            result, _ = measure(run.raw_model, self.data, self.world, self.stop.check)
-        return result
+        with trainer.precision.autocast():
+            return measure(model, self.data, self.world, self.stop.check)[0]
 
-    def attempt(self, function):
-        """What function() returns; None where it raises UserError, which is said."""
+    def attempt(self, function: Callable[[], Any]) -> Any:
+        """function(); if it raises UserError, print it, turn this callback off and return None."""
         try:
             return function()
         except UserError as error:
-            self.world.say(f"no HellaSwag in this run: {error}")
-            self.every = 0
+            self.world.print0(f"no HellaSwag in this run: {error}")
+            self.interval = 0
+
+
+# ---------------------------------------------------------------------------------------- 5. report
+
+
+def summarize_groups(names: list[str], sums: np.ndarray, data: Examples) -> dict[str, dict]:
+    """{name: summary} of the examples with that name, largest group first. names: of each."""
+    groups, index, counts = np.unique(names, return_inverse=True, return_counts=True)
+    found = {}
+    for i in np.argsort(-counts, kind="stable"):
+        members = index == i
+        found[str(groups[i])] = summarize(sums[members], data.end_len[members], data.label[members])
+    return found
+
+
+def most_confident_errors(sums: np.ndarray, data: Examples, count: int) -> list[dict[str, Any]]:
+    """The wrongly answered examples with the largest margin: the mean loss per token of the right
+    ending minus that of the chosen one. Adds "margin" and "mean_losses" to each, in nats."""
+    means = sums / data.end_len
+    margin = means[np.arange(len(data)), data.label] - means.min(1)
+    worst = [i for i in np.argsort(-margin, kind="stable")[:count] if margin[i] > 0]
+    return [
+        data.rows[i] | {"margin": float(margin[i]), "mean_losses": means[i].tolist()} for i in worst
+    ]
+
+
+def format_groups(groups: dict[str, dict]) -> str:
+    width = max(map(len, groups))
+    lines = [f"{'':{width}}  count     acc  acc_norm  95 % interval"]
+    for name, g in groups.items():
+        low, high = g["acc_norm_low"], g["acc_norm_high"]
+        scores = f"{g['count']:5d}  {g['acc']:.4f}    {g['acc_norm']:.4f}  {low:.3f} to {high:.3f}"
+        lines.append(f"{name:{width}}  {scores}")
+    return "\n".join(lines)
+
+
+def format_error(example: dict[str, Any]) -> str:
+    """A wrong answer as text, with mean losses; = marks the right ending, > the chosen one."""
+    losses = example["mean_losses"]
+    lines = [
+        f"line {example['line']}, {example.get('activity_label')}: the wrong ending's loss is "
+        f"{example['margin']:.2f} nats per token lower\n    {example['ctx']}"
+    ]
+    for i, text in enumerate(example["endings"]):
+        mark = "=" if i == example["label"] else ">" if losses[i] == min(losses) else " "
+        lines.append(f"  {mark} {losses[i]:5.2f}  {text}")
+    return "\n".join(lines)
 
 
 # ---------------------------------------------------------------------------------- 6. command line
+
+OOM_FIX = "choose a smaller --model, or pass --device cpu"
 
 
 @dataclass
@@ -268,44 +320,77 @@ class Config:
     """Measure a model on HellaSwag: acc and acc_norm with standard errors and 95 % intervals."""
 
     model: str = ""  # run, checkpoint, Hugging Face folder, gpt2 ... gpt2-xl; empty: the newest run
-    data: str = ""  # a HellaSwag file, or a folder with one; downloaded to data/hellaswag if empty
-    split: Literal["val", "train"] = "val"  # val is the one that is published (test has no labels)
-    limit: int = 0  # how many examples, spread evenly over the file; 0 is all
-    skip_long: bool = False  # leave out endings longer than the model's context (small byte models)
+    data: str = ""  # HellaSwag file, or a folder with one; empty: downloaded to data/hellaswag
+    split: Literal["val", "train"] = "val"  # published scores are on val; test has no labels
+    limit: int = 0  # number of examples, spread evenly over the file; 0 is all
+    skip_long: bool = False  # skip examples whose endings exceed the model's context
     device: str = "auto"  # cuda, mps or cpu
-    precision: Literal["auto", "bf16", "fp16", "tf32", "fp32"] = "auto"  # auto: the device's best
-    json: bool = False  # one JSON line instead of text
-    worst: int = 0  # show so many examples where the model was most sure and wrong
-    by_source: bool = False  # a table of ActivityNet and WikiHow
-    by_activity: bool = False  # a table of all activities
-    picture: str = ""  # write both tables as a picture to this file: sources, largest activities
+    precision: Literal["auto", "bf16", "fp16", "tf32", "fp32"] = "auto"  # auto: best of the device
+    json: bool = False  # print one line of JSON instead of text
+    worst: int = 0  # show this many wrong answers, the most confident first
+    by_source: bool = False  # print a table by source: ActivityNet, WikiHow
+    by_activity: bool = False  # print a table by activity
 
 
-def main(argv):
-    cfg = parse(Config, argv)
-    for name in ("limit", "worst"):
-        if getattr(cfg, name) < 0:
-            raise UserError(f"{name}={getattr(cfg, name)} must be 0 or more")
-    if cfg.picture:
-        hellaswag_report.check_picture(cfg.picture)
+def report(
+    cfg: Config, path: str, precision: str, result: dict, data: Examples, sums: np.ndarray
+) -> None:
+    """Print the summary and what the flags ask for."""
+    published = sha256_of(path) in SHA256.values()
+    tables = {}
+    if cfg.by_source:
+        tables["by_source"] = summarize_groups([source_of(row) for row in data.rows], sums, data)
+    if cfg.by_activity:
+        activities = [str(row.get("activity_label")) for row in data.rows]
+        tables["by_activity"] = summarize_groups(activities, sums, data)
+    errors = most_confident_errors(sums, data, cfg.worst)
+    if cfg.json:
+        about = {"model": cfg.model, "split": cfg.split, "published_file": published}
+        record = about | {"precision": precision} | result | tables
+        print(json.dumps(record | ({"worst": errors} if cfg.worst else {})), flush=True)
+        return
+    for name in ("acc", "acc_norm"):
+        value, stderr, low, high = (result[name + end] for end in ("", "_stderr", "_low", "_high"))
+        print(f"{name:8}  {value:.4f} +- {stderr:.4f}  (95 %: {low:.4f} to {high:.4f})")
+    line = f"{result['count']} examples of {path} in {result['seconds']:.1f} s, {precision}"
+    line += f"; {result['cut']} contexts cut from the left to fit" if result["cut"] else ""
+    line += f"; {result['skipped']} examples skipped, too long" if result["skipped"] else ""
+    print(line + ("" if published else "; not the published file, so the scores do not compare"))
+    for text in [*map(format_groups, tables.values()), *map(format_error, errors)]:
+        print("\n" + text)
+
+
+def run(cfg: Config) -> None:
     world = World(cfg.device)
     if world.distributed:
         dist.init_process_group(world.backend)
     precision = Precision(cfg.precision, world.device)
-    precision.prepare()
-    # one process looks for files: the newest run may be another one a moment later
-    cfg.model = world.on_main(lambda: models.find(cfg.model))
-    model = models.load(cfg.model).to(world.device).eval()
-    if not hasattr(model, "generate"):
-        raise UserError(f"{cfg.model} fills in hidden words: it cannot score how a text goes on")
-    path = world.on_main(lambda: str(locate(cfg.data, cfg.split)))
-    data = prepare(model, world, path, limit=cfg.limit, skip_long=cfg.skip_long)
+    precision.set_matmul_precision()
+    # rank 0 chooses the files for all ranks: a moment later another run may be the newest
+    cfg.model = world.run_on_rank0(lambda: resolve_source(cfg.model))
+    model = load_model(cfg.model).to(world.device).eval()
+    require(
+        hasattr(model, "generate"),
+        f"model={cfg.model} is a masked language model, but HellaSwag needs one that predicts the "
+        "next token; choose a GPT",
+    )
+    path = world.run_on_rank0(lambda: str(locate(cfg.data, cfg.split)))
+    data = load_examples(model, world, cfg.model, path, cfg.limit, cfg.skip_long)
     with precision.autocast():
         result, sums = measure(model, data, world)
     if world.is_main:
-        hellaswag_report.report(cfg, path, precision.name, result, data, sums, summarise)
-    world.barrier()  # nobody leaves while another may still talk to it
+        report(cfg, path, precision.name, result, data, sums)
+    world.barrier()  # no rank exits while another may still communicate with it
+
+
+def main(argv: list[str]) -> None:
+    cfg = parse_args(Config, argv)
+    for name in ("limit", "worst"):
+        value = getattr(cfg, name)
+        require(value >= 0, f"{name}={value} must be 0 or more; leave --{name} out for the default")
+    with oom_hint(OOM_FIX):
+        run(cfg)
 
 
 if __name__ == "__main__":
-    command(main)
+    run_main(main)

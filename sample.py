@@ -1,214 +1,246 @@
-"""Let a model write: one completion, several, or a prompt after prompt, word by word as it goes.
+"""Generate text with a trained model: one completion, several, or an interactive session.
 
     python sample.py "Hello, I'm a language model,"            # the newest run
     python sample.py --model gpt2-xl --num_samples 3 "Once upon a time"
     python sample.py --model log/RUN                           # asks for prompts
     python sample.py --chat                                    # a conversation; Ctrl-C ends an answer
-    python sample.py --html page.html "The "                   # how sure was it of each token?
-    echo "The import statement" | python sample.py             # one prompt a line
+    python sample.py --html page.html "The "                   # how probable was each token?
+    echo "The import statement" | python sample.py             # one prompt per line
 
-The text goes to stdout, everything else to stderr.
+The text goes to stdout and is printed as it is generated; everything else goes to stderr.
 """
 
 import math
 import sys
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from lab.cli import UserError, before_torch, command, parse, say
+from lab.cli import UserError, eprint, parse_args, pre_import_setup, require, run_main
 
 if __name__ == "__main__":
-    before_torch()  # how Ctrl-C ends the import, and how a CPU's threads wait
+    pre_import_setup()  # SIGINT handling and OpenMP wait policy: must run before `import torch`
 
 import torch
 from tyro.conf import Positional, arg
 
-from lab import models
-from lab.data.chat import STOPS, fit_chat
-from lab.data.tokenizers import printable
-from lab.files import check_writable, reading, template, write_whole
-from lab.generate import KVCache, generate, read_ahead
-from lab.text_stream import Text, fast_step, pieces, ready
-from lab.token_colors import shade
-from lab.world import World
+from lab.data.chat import STOP_STRINGS, truncate_chat
+from lab.data.tokenizers import END_OF_TEXT, Tokenizer, printable
+from lab.distributed import World
+from lab.files import atomic_write, check_writable, read_errors
+from lab.hardware import oom_hint
+from lab.inference.generate import KVCache, generate, prefetch_tokens
+from lab.inference.streaming import (
+    IncrementalDetokenizer,
+    load_for_inference,
+    make_decode_step,
+    stream_generate,
+)
+from lab.inference.token_logprobs import token_logprobs
+from lab.registry import resolve_source
+from lab.templates import load_template
+
+OOM_FIX = "pass a smaller --num_samples or another --model, or --device cpu"
 
 
 @dataclass
 class Config:
-    """Let a model write: sample.py PROMPT. Without a prompt it asks for them, or reads one a line
-    from a pipe. Before each it puts end-of-text, as every document has it in training."""
+    """Generate text: sample.py PROMPT. Without a prompt it asks for prompts, or reads one per line
+    from a pipe. An end-of-text token is put before each prompt, as before each document in training."""
 
-    prompt: Annotated[tuple[str, ...], Positional, arg(metavar="[PROMPT]")] = ()  # "" is none
-    # run, checkpoint, Hugging Face folder, gpt2 ... gpt2-xl; the newest run if empty
+    # text to continue; "": start from nothing
+    prompt: Annotated[tuple[str, ...], Positional, arg(metavar="[PROMPT]")] = ()
+    # run, checkpoint, Hugging Face folder, or gpt2 ... gpt2-xl; empty: the newest run
     model: str = ""
-    max_new_tokens: int = 200  # length, unless the model ends the text before
-    num_samples: int = 1  # texts, all computed at once
-    temperature: float = 0.8  # below 1 plays safe, above 1 takes risks, 0 is the likeliest token
-    top_k: int = 50  # choose among the k likeliest tokens; 0 is all
-    top_p: float = 1.0  # choose among the fewest tokens whose probabilities add up to this
-    # same seed, prompt and settings: same text; drawn, and shown, if not given
-    seed: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: drawn)")] = None
-    chat: bool = False  # a conversation: for a model that was tuned on some
-    html: str = ""  # write a page to this file: each token shaded by its probability
-    device: str = "auto"  # cuda, mps or cpu
-    # auto: 16 bits on a GPU, and of a large model on a CPU that multiplies them, else fp32; int8 is
-    # for a CPU, faster and a little less exact
+    max_new_tokens: int = 200  # maximum length; the model may end the text earlier
+    num_samples: int = 1  # texts per prompt, generated as one batch
+    temperature: float = 0.8  # 1: the model's own probabilities; lower: more predictable; 0: greedy
+    top_k: int = 50  # sample from the k most probable tokens; 0: from all
+    top_p: float = 1.0  # sample from the fewest tokens whose probabilities add up to this
+    # the same seed, prompt and flags give the same text; the seed in use is printed
+    seed: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: random)")] = None
+    chat: bool = False  # a conversation, for models fine-tuned on conversations
+    html: str = ""  # write a page to this file in which each token is shaded by its probability
+    device: str = "auto"  # cuda, cuda:N, mps or cpu
+    # auto: 16 bits on a GPU, bf16 for a large model on a CPU that supports it, else fp32. int8: CPU
+    # only, faster and slightly less exact
     weights: Literal["auto", "fp32", "bf16", "fp16", "int8"] = "auto"
-    # on a GPU, but for a single prompt: seconds before the first token, one launch for each other
+    # compile the decode step on a GPU: takes seconds, then each token is one launch. Not used for a
+    # PROMPT on the command line
     compile: bool = True
 
 
-def check(cfg):
-    """Raise UserError for settings that no model can follow."""
+def check(cfg: Config) -> None:
+    """Raise UserError for values that cannot work with any model."""
     rules = {
-        "temperature": (0 <= cfg.temperature < math.inf, "a number, 0 (likeliest token) or more"),
+        "temperature": (0 <= cfg.temperature < math.inf, "0 (greedy) or a positive number"),
         "top_p": (0 < cfg.top_p <= 1, "above 0 and at most 1 (all tokens)"),
         "top_k": (cfg.top_k >= 0, "0 (all tokens) or more"),
-        "seed": (0 <= (cfg.seed or 0) < 2**32, f"0 or more and less than {2**32}"),
-        "num_samples": (0 < cfg.num_samples <= 4096, "from 1 to 4096, as all are computed at once"),
+        "seed": (0 <= (cfg.seed or 0) < 2**32, f"at least 0 and less than {2**32}"),
+        "num_samples": (0 < cfg.num_samples <= 4096, "from 1 to 4096, because they are one batch"),
         "max_new_tokens": (cfg.max_new_tokens > 0, "at least 1"),
     }
-    for name, (right, rule) in rules.items():
-        if not right:
-            raise UserError(f"{name}={getattr(cfg, name)} must be {rule}")
-    if cfg.chat and (cfg.prompt or cfg.html):
-        raise UserError(
-            "--chat takes what is typed, and makes no page: leave out prompt and --html"
-        )
+    for name, (valid, rule) in rules.items():
+        require(valid, f"{name}={getattr(cfg, name)} must be {rule}")
+    require(
+        not cfg.chat or not (cfg.prompt or cfg.html),
+        "--chat reads messages from stdin and writes no page; leave out the prompt and --html",
+    )
     if cfg.html:
-        if not cfg.html.endswith(".html"):  # lest a checkpoint be overwritten
-            raise UserError(f"html={cfg.html} must end in .html")
+        # the suffix is required so that a mistyped path does not overwrite a checkpoint
+        require(cfg.html.endswith(".html"), f"html={cfg.html} must end in .html")
         check_writable(cfg.html, "html")
 
 
-def drawing(model, cfg, seed, cache):
-    """How generate is to draw."""
+def sampling_kwargs(model: Any, cfg: Config, seed: int, cache: KVCache | None) -> dict[str, Any]:
+    """Arguments of generate."""
     generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
-    how = dict(temperature=cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p)
-    return how | dict(generator=generator, cache=cache)
+    sampling = dict(temperature=cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p)
+    return sampling | dict(generator=generator, cache=cache)
 
 
-def complete(model, tokenizer, prompt, cfg, seed, write, cache=None):
-    """The prompt's cfg.num_samples Texts. write(text) gets the prompt and the pieces of the first
-    text as they come. Raises UserError, before it writes, for a prompt that does not fit."""
-    how, texts = drawing(model, cfg, seed, cache), [Text(tokenizer) for _ in range(cfg.num_samples)]
-    ids = [tokenizer.eot] + tokenizer.encode(prompt)  # it leads every document in training
-    idx = torch.tensor([ids] * cfg.num_samples, device=how["generator"].device)
-    written = read_ahead(generate(model, idx, cfg.max_new_tokens, **how))
-    for i, (tokens, logits) in enumerate(written):
-        if i == 0:  # it fits
-            write(prompt)
-        for text, token, row in zip(texts, tokens.tolist(), logits):
-            if text.ended:
+def complete(
+    model: Any, tokenizer: Tokenizer, prompt: str, cfg: Config, seed: int,
+    emit: Callable[[str], None], cache: KVCache | None = None,
+) -> tuple[list[IncrementalDetokenizer], list[list[dict]]]:  # fmt: skip
+    """Generate cfg.num_samples completions. Returns their detokenizers, and with --html the
+    token_logprobs of each one's tokens.
+
+    emit(text) receives the prompt, then the first completion piece by piece. Raises UserError, before
+    anything is emitted, for a prompt longer than the model's context.
+    """
+    detokenizers = [IncrementalDetokenizer(tokenizer) for _ in range(cfg.num_samples)]
+    records: list[list[dict]] = [[] for _ in detokenizers]
+    gen_kwargs = sampling_kwargs(model, cfg, seed, cache)
+    ids = [tokenizer.eot, *tokenizer.encode(prompt)]  # documents in training start with end-of-text
+    idx = torch.tensor([ids] * cfg.num_samples, device=gen_kwargs["generator"].device)
+    pairs = prefetch_tokens(generate(model, idx, cfg.max_new_tokens, **gen_kwargs))
+    for step, (tokens, logits) in enumerate(pairs):
+        if step == 0:  # generate raises for a prompt that is too long
+            emit(prompt)
+        for i, token in enumerate(tokens.tolist()):
+            if detokenizers[i].ended:
                 continue
-            piece = text.add(token)
-            if text is texts[0]:
-                write(piece)
+            new = detokenizers[i].add(token)
+            if i == 0:
+                emit(new)
             if cfg.html:
-                shown = piece + "<|endoftext|>" * text.ended
-                text.shades.append(shade(token, row, printable(shown), tokenizer))
-        if all(text.ended for text in texts):
-            return texts
-    rests = [text.end() for text in texts]
-    write(rests[0])
-    return texts
+                shown = printable(new + END_OF_TEXT * detokenizers[i].ended)
+                records[i].append(token_logprobs(token, logits[i], shown, tokenizer))
+        if all(text.ended for text in detokenizers):
+            return detokenizers, records
+    rests = [text.end() for text in detokenizers]
+    emit(rests[0])
+    return detokenizers, records
 
 
-def prompts(cfg):
-    """The prompt of the command line, or those that are typed or piped in, up to the end of input
-    (or an empty line typed)."""
+def read_prompts(cfg: Config) -> Iterator[str]:
+    """The prompt of the command line; otherwise the lines of stdin until it ends, or until an empty
+    line is typed."""
     if cfg.prompt:
         yield " ".join(cfg.prompt)
         return
-    asks = sys.stdin.isatty()
+    interactive = sys.stdin.isatty()
     while True:
-        if asks:
-            note("prompt (empty line ends): ")
-        with reading("from stdin", "prompt", "pipe text in UTF-8"):
+        if interactive:
+            print_status("prompt (empty line to quit): ")
+        with read_errors("from stdin", "prompt", "pipe text in UTF-8"):
             line = sys.stdin.readline()
-        if not line or (asks and not line.strip()):
+        if not line or (interactive and not line.strip()):
             return
-        if line.strip():  # a pipe may hold empty lines between its prompts
+        if line.strip():  # a pipe may have empty lines between prompts
             yield line.rstrip("\r\n")
 
 
-def talk(model, tokenizer, cfg, seed, cache):
-    """A conversation, up to the end of input or an empty line. Ctrl-C ends an answer."""
-    messages, how = [], drawing(model, cfg, seed, cache)
-    size, most = model.config.block_size, cfg.max_new_tokens
+def chat_loop(model: Any, tokenizer: Tokenizer, cfg: Config, seed: int, cache: KVCache) -> None:
+    """A conversation, until stdin ends or an empty line is typed. Ctrl-C ends an answer."""
+    messages: list[dict[str, str]] = []
+    gen_kwargs = sampling_kwargs(model, cfg, seed, cache)
+    block_size = model.config.block_size
     if sys.stdin.isatty():
-        say("[models that --preset sft has tuned answer, others go on writing]")
-    for line in prompts(cfg):
+        eprint("[models fine-tuned with --preset sft answer; other models continue the text]")
+    for line in read_prompts(cfg):
         messages.append({"role": "user", "content": line})
         try:
-            ids, dropped = fit_chat(messages, tokenizer, size, most)
+            ids, dropped = truncate_chat(messages, tokenizer, block_size, cfg.max_new_tokens)
         except UserError as error:
-            say(error)
+            eprint(str(error))
             messages.pop()
             continue
         if dropped:
-            say(f"[the oldest {dropped} messages no longer fit and are left out]")
+            eprint(f"[the oldest {dropped} messages no longer fit and are left out]")
             messages = messages[dropped:]
+        pieces = stream_generate(
+            model, tokenizer, ids, cfg.max_new_tokens,
+            stop=STOP_STRINGS, no_sliding_window=True, **gen_kwargs,
+        )  # fmt: skip
         answer = ""
         try:
-            for piece in pieces(model, tokenizer, ids, most, stop=STOPS, one_window=True, **how):
+            for piece in pieces:
                 text = piece["text"] if answer else piece["text"].lstrip()
                 answer += text
-                write(text)
+                print_text(text)
                 if piece["end"] == "window":
-                    note(f" [cut: the model's context of {size} tokens is full]")
+                    print_status(f" [cut: the model's context of {block_size} tokens is full]")
         except KeyboardInterrupt:
-            note(" [stopped]")
-        write("\n")
+            print_status(" [stopped]")
+        print_text("\n")
         messages.append({"role": "assistant", "content": answer})
 
 
-def note(text):
+def print_status(text: str) -> None:
     print(text, end="", file=sys.stderr, flush=True)
 
 
-def write(text):
+def print_text(text: str) -> None:
     print(printable(text), end="", flush=True)
 
 
-def main(argv):
-    cfg = parse(Config, argv)
-    check(cfg)
+def run(cfg: Config) -> None:
+    """Load the model and answer the prompts, or hold the conversation."""
     device = World(cfg.device).device
-    source = models.find(cfg.model)
-    model, tokenizer = ready(source, device, cfg.weights)
+    source = resolve_source(cfg.model)
+    model, tokenizer = load_for_inference(source, device, cfg.weights)
     seed = cfg.seed if cfg.seed is not None else torch.seed() % 2**31
     rows = 1 if cfg.chat else cfg.num_samples
-    step = fast_step(model, rows, cfg.compile and not cfg.prompt)
+    step = make_decode_step(model, rows, enabled=cfg.compile and not cfg.prompt)
     if step:
-        say("[the first answer waits for a compiler, for seconds; --no_compile does not]")
+        eprint("[the first answer takes seconds longer, for compilation; --no_compile avoids that]")
     cache = KVCache(model.config.block_size, step)
     if cfg.chat:
-        return talk(model, tokenizer, cfg, seed, cache)
-    shown = []  # of the page
-    for prompt in prompts(cfg):
+        return chat_loop(model, tokenizer, cfg, seed, cache)
+    page_texts = []
+    for prompt in read_prompts(cfg):
         t0 = time.perf_counter()
         try:
-            texts = complete(model, tokenizer, prompt, cfg, seed, write, cache)
+            texts, records = complete(model, tokenizer, prompt, cfg, seed, print_text, cache)
         except UserError as error:
             if cfg.prompt or not sys.stdin.isatty():
                 raise
-            say(error)  # who types may type again
+            eprint(str(error))  # ask for another prompt
             continue
-        write("\n" + "".join(f"---\n{prompt}{text.text}\n" for text in texts[1:]))
+        print_text("\n" + "".join(f"---\n{prompt}{text.text}\n" for text in texts[1:]))
         seconds, count = time.perf_counter() - t0, sum(text.count for text in texts)
         speed = f"{count} tokens in {seconds:.1f} s, {count / seconds:.0f} tok/s on {device}"
-        drawn = f", seed {seed}" if cfg.temperature else ""
-        say(f"[{source}: {speed}{drawn}]")
+        shown_seed = f", seed {seed}" if cfg.temperature else ""
+        eprint(f"[{source}: {speed}{shown_seed}]")
         seed += 1
         if cfg.html:
-            shown += [(printable(prompt), text.shades) for text in texts]
-            page = template("token_colors.html.j2").render(title=f"{source} writes", texts=shown)
-            write_whole(cfg.html, page.encode())
-    if shown:
-        say(f"wrote {cfg.html}")
+            page_texts += [(printable(prompt), tokens) for tokens in records]
+            page = load_template("token_logprobs.html.j2")
+            html = page.render(title=f"Samples of {source}", texts=page_texts)
+            atomic_write(cfg.html, html.encode())
+    if page_texts:
+        eprint(f"wrote {cfg.html}")
+
+
+def main(argv: list[str]) -> None:
+    cfg = parse_args(Config, argv)
+    check(cfg)
+    with oom_hint(OOM_FIX):
+        run(cfg)
 
 
 if __name__ == "__main__":
-    command(main)
+    run_main(main)

@@ -1,23 +1,24 @@
 """GPT-2, the model and its training, in one file that reads from top to bottom.
 
-    python train_gpt2.py                                       # the best this machine can do
+    python train_gpt2.py                                       # picks a preset for this machine
     python train_gpt2.py --preset gpt2 --data edu_fineweb10B   # GPT-2 124M on one GPU
     torchrun --standalone --nproc_per_node=8 train_gpt2.py     # the same run on eight GPUs
 
-One step in words. The loader hands out token ids x, and y, the same tokens one place later.
-Forward: the model turns x into a guess at each token of y. Loss: the mean of -ln(probability of the
-right token). Backward: autograd finds the gradient, by how much the loss changes with each weight.
-A step has more tokens than fit into memory, so they come in micro-steps, whose gradients add up.
-Exchange: each process has its own share of the tokens, so gradients are averaged over the
-processes. Clip: a gradient that is too long is shortened. Update: the optimizer moves each weight
-against its gradient.
+One training step in words. The data loader returns token ids x, and y, the same tokens shifted by
+one. Forward: the model turns x into a prediction for each token of y. Loss: the mean of
+-ln(probability given to the right token). Backward: autograd computes the gradient, which says how
+the loss changes with each weight. A step has more tokens than fit in memory, so they are processed
+in micro-steps whose gradients add up (gradient accumulation). All-reduce: each process works on its
+own part of the tokens, and the gradients are averaged over the processes. Clip: gradients whose norm
+exceeds a limit are scaled down. Update: the optimizer moves each weight against its gradient.
 
-Sections: 1 configuration, 2 model, 3 optimizer and schedule, 4 one update, 5 the run, 6 the loop, 7
-command line. Each uses only those above it. What makes the same things exact, fast and safe stands
-in lab/, behind the names imported here; a first reading needs none of it.
+Sections: 1 configuration, 2 model, 3 optimizer and schedule, 4 one training step, 5 building the
+trainer, 6 the loop, 7 command line. Each uses only the ones above it. Change anything in this file:
+what you wrote is what trains, validates, samples and exports. Exactness, speed and safety live in
+lab/, behind the names imported here; you don't need to open it on a first reading.
 
-Shape letters: B batch, T time (tokens of a sequence), C channels (n_embd), H heads, D head size
-(C = H * D), S keys that a query looks at (T, and those in a cache), V vocabulary (padded), L
+Shape letters: B batch, T time (tokens in a sequence), C channels (n_embd), H heads, D head size
+(C = H * D), S keys that a query can see (T, plus those in a cache), V vocabulary (padded), L
 layers, N = B * T positions.
 """
 
@@ -27,23 +28,44 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from lab import cli
+from lab.cli import pre_import_setup, require, run_main
 
 if __name__ == "__main__":
-    cli.before_torch()  # how Ctrl-C ends the import, and how a CPU's threads wait
+    pre_import_setup()  # SIGINT handling and OpenMP wait policy: must run before `import torch`
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 from hellaswag import HellaSwag
-from lab import data, device, evals, kernels, models, optim, parallel
-from lab.generate import generate
-from lab.run import Log, Meter, Stopped, StopSignal, Vitals, checkpoints, folder, settings
-from lab.world import World
+from lab import config, kernels, registry
+from lab.batch_size import find_max_batch_size
+from lab.data.document_mask import document_mask
+from lab.data.loader import TokenLoader
+from lab.data.shards import TokenShards
+from lab.distributed import World, warmup_ddp_buckets
+from lab.eval.samples import TextSamples
+from lab.eval.validation import Validation
+from lab.hardware import can_compile, get_rng_state, oom_hint, set_rng_state
+from lab.inference.generate import generate
+from lab.optim.fsdp2 import Fsdp2AdamW
+from lab.optim.grad_norm import global_grad_norm
+from lab.optim.muon import MuonAdamW
+from lab.optim.state import load_optimizer_state
+from lab.optim.zero1 import Zero1AdamW
+from lab.precision import Precision, is_bf16_autocast
+from lab.program import describe_program
+from lab.trainer.callbacks import PeriodicCallback
+from lab.trainer.checkpoint import AsyncCheckpointer, restore_checkpoint
+from lab.trainer.console import print_summary
+from lab.trainer.health import HealthMonitor
+from lab.trainer.loggers import RunLogger
+from lab.trainer.run_dir import lock_run_dir
+from lab.trainer.signals import GracefulStop, SignalHandler
+from lab.trainer.throughput import StepTimer, Throughput
 
 # --------------------------------------------------------------------------------- 1. configuration
 
@@ -55,75 +77,129 @@ class GPTConfig:
     n_layer: int = 12  # transformer blocks
     n_head: int = 12  # attention heads per block; must divide n_embd
     n_embd: int = 768  # channels of the residual stream
-    block_size: int = 1024  # longest context the position embeddings reach, in tokens
-    vocab_size: int = 50257  # token ids in use; on the command line 0 lets the data decide
-    vocab_multiple: int = 128  # rows are padded to a multiple of this: 50257 -> 50304; 1 is off
-    attention: Literal["sdpa", "math"] = "sdpa"  # fused kernel, or softmax(QK^T)V spelled out
-    bf16_residual: bool = True  # under bf16 autocast the residual stream is bf16 too
-    activation_checkpointing: bool = False  # compute blocks again in backward, to save memory
-    document_mask: bool = False  # attention does not cross end-of-text (id vocab_size - 1)
+    block_size: int = 1024  # longest context in tokens: rows of the position embedding
+    vocab_size: int = 50257  # token ids in use; 0 on the command line: taken from the data
+    vocab_multiple: int = 128  # pad the vocabulary to a multiple of this: 50257 -> 50304; 1 is off
+    tokenizer: str = ""  # gpt2, bytes or tokenizer.json; empty: taken from the data
+    eot_id: int = -1  # id of the end-of-text token; -1: the last id of the vocabulary
+    attention: Literal["sdpa", "math"] = "sdpa"  # fused kernel, or softmax(QK^T)V written out
+    bf16_residual: bool = True  # under bf16 autocast, keep the residual stream in bf16 as well
+    activation_checkpointing: bool = False  # recompute blocks in backward to save memory
+    document_mask: bool = False  # attention does not cross end-of-text
 
     @property
     def padded_vocab_size(self):
-        """Rows of the embedding. GPUs multiply matrices of round sizes much faster (play.ipynb, 7).
-        Ids from vocab_size on are never targets, predicted, sampled or exported."""
+        """Rows of the token embedding. GPUs multiply matrices of round sizes much faster (play.ipynb,
+        chapter 7). Ids from vocab_size on are never targets, predicted, sampled or exported."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    @property
+    def end_of_text(self):
+        return self.eot_id if self.eot_id >= 0 else self.vocab_size - 1
+
+    def validate(self):
+        """Raise UserError for a shape that cannot work."""
+        config.check_range(self, 1, 4096, "n_layer", "n_head", "vocab_multiple")
+        config.check_range(self, 1, None, "n_embd", "block_size")
+        multiple = -(-self.n_embd // self.n_head) * self.n_head
+        require(
+            self.n_embd % self.n_head == 0,
+            f"n_embd={self.n_embd} must be divisible by n_head={self.n_head}; try {multiple}",
+        )
 
 
 @dataclass
-class TrainConfig(settings.RunConfig):
-    """One run: what decides its result and its speed. RunConfig adds what every program here has:
-    the data, what is measured and kept, and how often. The preset gpt2 is GPT-2 124M for one epoch
-    of 10B tokens, with the schedule of GPT-3 (Brown et al. 2020, appendix B)."""
+class TrainConfig(config.RunConfig):
+    """Settings of one run that decide its result and its speed. RunConfig adds those that every
+    program here has: data, evaluation, logging, checkpoints. The preset gpt2 is GPT-2 124M for one
+    epoch of 10B tokens, with GPT-3's AdamW and schedule (Brown et al. 2020, appendix B) at twice
+    its learning rate. There is no dropout."""
 
     # batch
     total_batch_size: int = 524288  # tokens per update over all processes (2**19: GPT-3's 0.5M)
-    batch_size: int = 0  # sequences per process and micro-step; 0 finds what fits
+    batch_size: int = 0  # sequences per process and micro-step; 0: the largest that fits in memory
     seq_len: int = 1024  # tokens per sequence
     # optimizer
     max_steps: int = 19073  # updates (gpt2: 10e9 tokens / 524288)
-    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the matrices in the blocks alone
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: only for the matrices in the blocks
     lr: float = 6e-4  # peak learning rate of AdamW
     muon_lr: float = 0.02  # peak learning rate of Muon; follows the same schedule
-    min_lr: float = 6e-5  # rate at the end of the schedule
-    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"  # wsd: warm up, stay, decay
-    warmup_steps: float = 0.0375  # linear rise; below 1: a share of max_steps (gpt2: 375M tokens)
-    decay_steps: float = 0.2  # wsd alone: length of the decay at the end, or its share likewise
-    weight_decay: float = 0.1  # on matrices and embeddings (muon: its matrices alone)
-    beta1: float = 0.9  # AdamW: memory of the mean gradient
-    beta2: float = 0.95  # AdamW: memory of the squared gradient
-    eps: float = 1e-8  # AdamW: added to the root of the squared gradient
+    min_lr: float = 6e-5  # learning rate at the end of the schedule
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"  # wsd: warmup-stable-decay
+    # lengths: an integer is a number of steps, a float below 1 a fraction of max_steps
+    warmup_steps: int | float = 0.0375  # linear warmup (gpt2: 375M tokens)
+    decay_steps: int | float = 0.2  # length of the decay at the end (wsd only)
+    weight_decay: float = 0.1  # on matrices and embeddings (muon: only on its matrices)
+    beta1: float = 0.9  # AdamW: decay rate of the mean gradient
+    beta2: float = 0.95  # AdamW: decay rate of the mean squared gradient
+    eps: float = 1e-8  # AdamW: added to the root of the mean squared gradient
     grad_clip: float = 1.0  # largest norm of the whole gradient; 0 is off
     # speed
     precision: Literal["auto", "bf16", "fp16", "tf32", "fp32"] = "auto"  # auto: the device's best
-    parallel: Literal["ddp", "zero1", "fsdp2"] = "ddp"  # zero1 shares out AdamW's state, fsdp2 all
+    parallel: Literal["ddp", "zero1", "fsdp2"] = (
+        "ddp"  # zero1 shards AdamW's state, fsdp2 everything
+    )
     compile: bool = True  # torch.compile, where it works
-    kernels: Literal["fused", "plain"] = "fused"  # plain: the model as it stands here, to debug it
-    fp8: Literal["off", "head", "all"] = "off"  # products in 8 bits: of the head; of the MLPs too
+    kernels: Literal["fused", "plain"] = "fused"  # plain: run the modules below as they are written
+    fp8: Literal["off", "head", "all"] = "off"  # 8-bit matmuls in the head; all: in the MLPs too
+
+    def validate(self, model_config):
+        """Raise UserError for settings that cannot work, whatever the data and the machine."""
+        super().validate(model_config)
+        config.check_range(self, 1, 2**28, "total_batch_size", "seq_len", "max_steps")
+        for name in ("beta1", "beta2"):
+            require(getattr(self, name) < 1, f"{name}={getattr(self, name)} must be less than 1")
+        for name in ("warmup_steps", "decay_steps"):
+            config.check_length(self, name)
+        require(
+            self.seq_len <= model_config.block_size,
+            f"seq_len={self.seq_len} must be at most block_size={model_config.block_size}; shorten it "
+            f"or pass --block_size {self.seq_len}",
+        )
+        require(self.eps > 0, "eps=0 divides 0 by 0 where a gradient is 0; the usual value is 1e-8")
+        require(
+            self.lr > 0,
+            f"lr={self.lr} must be above 0, because the other learning rates scale with it; "
+            "to freeze the weights, pass a tiny one such as 1e-9",
+        )
+        require(
+            self.min_lr <= self.lr or self.schedule == "constant",
+            f"min_lr={self.min_lr} must not be above lr={self.lr}; pass a smaller --min_lr",
+        )
+        require(
+            self.kernels == "fused" or self.fp8 == "off",
+            f"fp8={self.fp8} needs the fused kernels; pass --fp8 off or --kernels fused",
+        )
+        require(
+            self.parallel == "ddp" or self.optimizer == "adamw",
+            f"parallel={self.parallel} shards AdamW's state and does not work with "
+            f"optimizer={self.optimizer}; pass --optimizer adamw, or leave --parallel out",
+        )
 
 
 PRESETS = {
     # sizes: Radford et al. 2019, table 2 (its parameter counts are wrong; these are the released
-    # models). rates: Brown et al. 2020, table 2.1, for the model of the same size.
+    # models). learning rates: Brown et al. 2020, table 2.1, for the model closest in size; theirs of
+    # 1.3B, which gpt2-xl takes, has another shape and another batch size.
     "gpt2": (GPTConfig(), TrainConfig()),
     "gpt2-medium": (GPTConfig(24, 16, 1024), TrainConfig("gpt2-medium", lr=3e-4, min_lr=3e-5)),
     "gpt2-large": (GPTConfig(36, 20, 1280), TrainConfig("gpt2-large", lr=2.5e-4, min_lr=2.5e-5)),
     "gpt2-xl": (GPTConfig(48, 25, 1600), TrainConfig("gpt2-xl", lr=2e-4, min_lr=2e-5)),
-    "gpt2-2.7b": (  # never released: GPT-3's 2.7B, whose weights, gradients and moments take 42 GB
+    "gpt2-2.7b": (  # GPT-3's 2.7B, never released; weights, gradients and moments take 42 GB
         GPTConfig(32, 32, 2560), TrainConfig("gpt2-2.7b", lr=1.6e-4, min_lr=1.6e-5, parallel="fsdp2")
     ),
     "laptop": (  # two minutes on two laptop cores, on the text inside Python, read as bytes
         GPTConfig(n_layer=2, n_head=2, n_embd=128, block_size=128, vocab_size=257, vocab_multiple=1),
         TrainConfig(
-            **settings.LAPTOP, total_batch_size=4096, seq_len=128, max_steps=1000, optimizer="muon",
+            **config.LAPTOP, total_batch_size=4096, seq_len=128, max_steps=1000, optimizer="muon",
             lr=6e-3, min_lr=0.0, schedule="wsd", warmup_steps=0.03, decay_steps=0.7, weight_decay=0.0,
             beta2=0.99, compile=False,
         ),
     ),
-    "sft": (  # to answer: --init_from says which model is tuned, and so the shape
+    "sft": (  # supervised fine-tuning on conversations; the shape is that of --init_from's model
         GPTConfig(),
         TrainConfig(
-            **settings.SFT, total_batch_size=4096, max_steps=200, lr=2e-4, min_lr=0.0,
+            **config.SFT, total_batch_size=4096, max_steps=200, lr=2e-4, min_lr=0.0,
             schedule="linear", warmup_steps=0.05, weight_decay=0.0, compile=False,
         ),
     ),
@@ -133,22 +209,20 @@ PRESETS = {
 # ----------------------------------------------------------------------------------------- 2. model
 
 
-def spelled_out_attention(q, k, v, mask, causal):
-    """F.scaled_dot_product_attention by its definition (Vaswani et al. 2017, 3.2.1)."""
-    T, D = q.size(2), q.size(3)
-    scores = q @ k.transpose(-2, -1) * D**-0.5  # (B, H, T, S), of size 1 or so for any D
-    if causal:
-        mask = torch.ones(T, T, dtype=torch.bool, device=q.device).tril()
+def manual_attention(q, k, v, mask):
+    """softmax(QK^T / sqrt(D)) V, what F.scaled_dot_product_attention computes (Vaswani et al. 2017,
+    3.2.1). mask: True where a query may look; None is everywhere."""
+    scores = q @ k.transpose(-2, -1) * q.size(-1) ** -0.5  # (B, H, T, S); of size 1 for any D
     if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf"))  # -inf: a weight of 0 after the softmax
-    return F.softmax(scores, dim=-1).to(v.dtype) @ v  # autocast's softmax is in 32 bits
+        scores = scores.masked_fill(~mask, float("-inf"))  # exp(-inf) = 0: no weight
+    return F.softmax(scores, dim=-1).to(v.dtype) @ v  # autocast computes the softmax in 32 bits
 
 
 class CausalSelfAttention(nn.Module):
     def __init__(self, config, layer, causal=True):
         super().__init__()
         self.n_head, self.layer, self.attention = config.n_head, layer, config.attention
-        self.causal = causal  # no token sees a later one; bert.py's see all
+        self.causal = causal  # a token does not see later ones; in bert.py it sees all
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)  # q, k, v of all heads at once
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
 
@@ -158,13 +232,16 @@ class CausalSelfAttention(nn.Module):
             t.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, H, T, D)
             for t in self.c_attn(x).split(C, dim=2)
         )
-        # a mask says all that is hidden; with a cache, a single new token may look at all before it
-        causal = self.causal and mask is None and T > 1
         if cache is not None:
-            k, v = cache.append(self.layer, k, v)  # (B, H, S, D): earlier tokens come first
+            k, v = cache.update(self.layer, k, v)  # (B, H, S, D): earlier tokens come first
+        S = k.size(2)
+        causal = self.causal and mask is None and T > 1  # a single new token may see all before it
+        if causal and (S > T or self.attention == "math"):  # query i is at position S - T + i
+            mask = torch.ones(T, S, dtype=torch.bool, device=x.device).tril(S - T)
+            causal = False
         if self.attention == "math":
-            y = spelled_out_attention(q, k, v, mask, causal)
-        else:  # flash attention where it can: never all (T, S) scores in memory (Dao et al. 2022)
+            y = manual_attention(q, k, v, mask)
+        else:  # FlashAttention where possible: the (T, S) scores are never in memory (Dao et al. 2022)
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
 
@@ -193,16 +270,16 @@ class Block(nn.Module):
 
 
 class HeadLoss(nn.Module):
-    """Cross-entropy of the head's logits. It has no parameters: it is a module so that a faster one
-    can take its place (lab.kernels)."""
+    """Cross-entropy of the head's logits. A module, so that lab.kernels can replace it by one that
+    computes the same without holding all logits in memory."""
 
     def __init__(self, vocab_size):
         super().__init__()
         self.vocab_size = vocab_size
 
     def forward(self, x, weight, targets, reduction):
-        """x (N, C), weight (V, C), targets (N,), of which -1 are left out -> the sum of the losses,
-        or with reduction "none" each (N,)."""
+        """x (N, C), weight (V, C), targets (N,), where -1 is ignored -> the summed loss, or with
+        reduction "none" each position's loss (N,)."""
         logits = F.linear(x, weight)[:, : self.vocab_size]
         # 16 bits are too few for a softmax
         losses = F.cross_entropy(logits.float(), targets, ignore_index=-1, reduction="none")
@@ -212,25 +289,28 @@ class HeadLoss(nn.Module):
 class GPT(nn.Module):
     """GPT-2 (Radford et al. 2019): pre-norm transformer, learned positions, tied head."""
 
-    vocab_rows = ("transformer.wte.weight", "lm_head.weight")  # a row for each id, and pad rows
+    vocab_rows = ("transformer.wte.weight", "lm_head.weight")  # one row per token id, then padding
 
     def __init__(self, config):
         super().__init__()
         self.config = config
-        parts = self.transformer = nn.ModuleDict()
-        parts.wte = nn.Embedding(config.padded_vocab_size, config.n_embd)  # what a token is
-        parts.wpe = nn.Embedding(config.block_size, config.n_embd)  # where it stands
-        parts.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
-        parts.ln_f = nn.LayerNorm(config.n_embd)
+        self.transformer = nn.ModuleDict(
+            dict(
+                wte=nn.Embedding(config.padded_vocab_size, config.n_embd),  # token embedding
+                wpe=nn.Embedding(config.block_size, config.n_embd),  # position embedding
+                h=nn.ModuleList(Block(config, layer) for layer in range(config.n_layer)),
+                ln_f=nn.LayerNorm(config.n_embd),
+            )
+        )
         self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
-        self.lm_head.weight = self.transformer.wte.weight  # one matrix, read in both directions
+        self.lm_head.weight = self.transformer.wte.weight  # tied: one matrix for both
         self.head_loss = HeadLoss(config.vocab_size)
         self.init_weights()
 
     def init_weights(self):
-        """Biases 0, the rest normal with std 0.02 (Radford et al. 2018). What is added to the
-        residual stream is scaled by (2 n_layer)^-0.5, so that the stream does not grow with depth
-        (Radford et al. 2019, 2.3; two additions a block)."""
+        """Biases 0, the rest normal with std 0.02 (Radford et al. 2018; OpenAI's code gives wpe
+        0.01). Matrices that write to the residual stream are scaled by (2 n_layer)^-0.5, so that the
+        stream does not grow with depth (Radford et al. 2019, 2.3; two additions per block)."""
         for name, p in self.named_parameters():
             if p.dim() >= 2:
                 residual = name.endswith("c_proj.weight")
@@ -238,49 +318,51 @@ class GPT(nn.Module):
                 nn.init.normal_(p, std=0.02 * scale)
             elif name.endswith("bias"):
                 nn.init.zeros_(p)
-        with torch.no_grad():  # the pad rows: their gradient is 0, so they stay 0
+        with torch.no_grad():  # padding rows: their gradient is 0, so they stay 0
             self.transformer.wte.weight[self.config.vocab_size :] = 0
 
     @classmethod
     def from_pretrained(cls, source):
-        """GPT with the weights of gpt2 ... gpt2-xl, another hub name, a folder or a run."""
-        return models.load(source)
+        """A model of this class with the weights of gpt2 ... gpt2-xl, another hub name, a Hugging Face
+        folder, a checkpoint or a run."""
+        return registry.load_model(source, cls)
 
     def num_params(self):
-        """Numbers in the published model of this shape: the tied matrix once, no pad rows."""
-        pad = (self.config.padded_vocab_size - self.config.vocab_size) * self.config.n_embd
-        return sum(p.numel() for p in self.parameters()) - pad
+        """Parameters of the published model of this shape: the tied matrix once, no padding rows."""
+        padding = (self.config.padded_vocab_size - self.config.vocab_size) * self.config.n_embd
+        return sum(p.numel() for p in self.parameters()) - padding
 
     @property
     def blocks(self):
         return self.transformer.h
 
     def block_matrices(self):
-        """The matrices inside the blocks. Muon updates these; nothing but products reads them."""
+        """The matrices inside the blocks. Muon updates these; they are only used in matmuls."""
         return [p for p in self.blocks.parameters() if p.dim() == 2]
 
     def flops_per_token(self, seq_len):
-        """6 FLOPs for each weight that multiplies (2 forward, 4 backward; positions are only
-        added), and 12 L C T for attention, counted as if not causal, as is the custom (Chowdhery et
-        al. 2022, appendix B)."""
+        """6 FLOPs per weight that multiplies (2 forward, 4 backward; positions are only added), plus
+        12 L C T for attention, counted as if not causal, as is customary (Chowdhery et al. 2022,
+        appendix B)."""
         multiply = sum(p.numel() for p in self.parameters()) - self.transformer.wpe.weight.numel()
         return 6 * multiply + 12 * self.config.n_layer * self.config.n_embd * seq_len
 
     def hidden(self, idx, position=None, mask=None, cache=None):
-        """idx (B, T) -> what the head sees of it (B, T, C).
+        """Token ids idx (B, T) -> final hidden states (B, T, C), the input of the head.
 
-        position (T,) or (B, T): 0, 1, 2 ... if left out. mask, which broadcasts to (B, H, T, S), is
-        True where a token may look; left out, it may look at itself and all before it (but of
-        several new tokens beside a cache that holds some, a mask must say so).
+        position (T,) or (B, T): defaults to 0, 1, 2, ... mask, broadcastable to (B, H, T, S), is True
+        where a token may look; by default each token sees itself and all before it.
         """
         if position is None:
             position = torch.arange(idx.size(1), device=idx.device)
+        if self.config.document_mask and mask is None and cache is None:  # with one, pass the mask
+            mask = document_mask(idx, self.config.end_of_text)
         x = self.transformer.wte(idx) + self.transformer.wpe(position)  # (B, T, C)
-        if self.config.bf16_residual and device.in_bf16(x):
+        if self.config.bf16_residual and is_bf16_autocast(x):
             x = x.bfloat16()  # half the memory traffic of every addition and LayerNorm
         for block in self.transformer.h:
             if self.config.activation_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block, x, mask, use_reentrant=False)
+                x = torch.utils.checkpoint.checkpoint(block, x, mask, use_reentrant=False)
             else:
                 x = block(x, mask, cache)
         return self.transformer.ln_f(x)
@@ -288,12 +370,12 @@ class GPT(nn.Module):
     def forward(self, idx, targets=None, reduction="mean", position=None, mask=None, cache=None):
         """idx (B, T) -> (logits, None); with targets (B, T) -> (None, loss).
 
-        logits: (B, T, vocab_size), or with a cache those of the last position (B, 1, vocab_size).
-        Targets of -1 are left out. reduction: "mean" over the targets there are (0 if none), "sum",
-        or "none" for each position's loss (B, T). Logits do not come beside a loss: a compiled step
-        would have to keep all of them, 6.6 GB at 64 x 1024 positions of GPT-2.
+        logits: (B, T, vocab_size), or with a cache only those of the last position (B, 1, vocab_size).
+        Targets of -1 are ignored. reduction: "mean" over the other targets (0 if there are none),
+        "sum", or "none" for each position's loss (B, T). Logits are not returned beside a loss,
+        because a compiled step would have to keep them: 6.6 GB at 64 x 1024 positions of GPT-2.
         """
-        x = self.hidden(idx, position, mask, cache)
+        x = self.hidden(idx, position, mask, cache)  # (B, T, C)
         if targets is None:
             logits = self.lm_head(x if cache is None else x[:, -1:])
             return logits[..., : self.config.vocab_size], None
@@ -302,9 +384,9 @@ class GPT(nn.Module):
             return None, loss.view_as(targets)
         return None, loss if reduction == "sum" else loss / (targets >= 0).sum().clamp(min=1)
 
-    def generate(self, idx, max_new_tokens, **how):
-        """Yield the next token (B,) of each row of idx (B, T); see lab.generate for how."""
-        for token, _ in generate(self, idx, max_new_tokens, **how):
+    def generate(self, idx, max_new_tokens, **gen_kwargs):
+        """Yield the next token (B,) for each row of idx (B, T); gen_kwargs: see lab.inference."""
+        for token, _ in generate(self, idx, max_new_tokens, **gen_kwargs):
             yield token
 
 
@@ -312,8 +394,8 @@ class GPT(nn.Module):
 
 
 def param_groups(model, weight_decay):
-    """Two groups. Decay shrinks matrices and embeddings a little at each update, so that only
-    useful ones stay large. Biases and LayerNorm gains are few and set scales: they are left out."""
+    """Two groups. Weight decay shrinks matrices and embeddings a little at each update, so that only
+    useful ones stay large. Biases and LayerNorm gains are few and set scales: they don't decay."""
     params = [p for p in model.parameters() if p.requires_grad]
     return [
         {"params": [p for p in params if p.dim() >= 2], "weight_decay": weight_decay},
@@ -322,52 +404,54 @@ def param_groups(model, weight_decay):
 
 
 def make_optimizer(model, cfg, world):
-    """The optimizer of cfg. A group's "scale" is its peak rate over cfg.lr, as one schedule drives
-    AdamW and Muon, whose peaks differ."""
+    """The optimizer that cfg asks for. Each group's "lr_scale" is its peak learning rate divided by
+    cfg.lr, because one schedule drives AdamW and Muon, whose peaks differ."""
     fused = world.device.type in ("cuda", "cpu")  # one kernel for all tensors, not several for each
     adamw = dict(lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, fused=fused)
     if cfg.optimizer == "muon":
-        optimizer = optim.MuonAdamW(model, cfg.muon_lr, cfg.weight_decay, world, **adamw)
+        optimizer = MuonAdamW(model, cfg.muon_lr, cfg.weight_decay, world, **adamw)
     else:
         optimizer = torch.optim.AdamW(param_groups(model, cfg.weight_decay), **adamw)
     for group in optimizer.param_groups:
-        group["scale"] = group["lr"] / cfg.lr
+        group["lr_scale"] = group["lr"] / cfg.lr
     return optimizer
 
 
-def in_steps(length, cfg):
-    """A length in steps; below 1 it is a share of max_steps."""
-    return round(length if length >= 1 else length * cfg.max_steps)
+def num_steps(length, cfg):
+    """A length as steps: an integer is a number of steps, a float a fraction of max_steps."""
+    return length if isinstance(length, int) else round(length * cfg.max_steps)
 
 
 def get_lr(step, cfg):
-    """Rate for the update after `step` finished ones: a linear rise, then cosine or linear down to
-    min_lr at max_steps. wsd stays at its peak before it falls; constant never falls."""
-    warmup, decay = in_steps(cfg.warmup_steps, cfg), in_steps(cfg.decay_steps, cfg)
+    """Learning rate of the update after `step` finished ones: linear warmup, then cosine or linear
+    decay to min_lr at max_steps. wsd stays at the peak before it decays; constant never decays.
+
+    Example: with 100 warmup steps the first update has lr / 100. It is never 0, because an update
+    with learning rate 0 is wasted."""
+    warmup, decay = num_steps(cfg.warmup_steps, cfg), num_steps(cfg.decay_steps, cfg)
     if step < warmup:
-        return cfg.lr * (step + 1) / warmup  # never 0: a first update with rate 0 is a wasted one
+        return cfg.lr * (step + 1) / warmup
     if cfg.schedule == "constant":
         return cfg.lr
     start = warmup
-    if cfg.schedule == "wsd":  # warm-up, stable, decay (Hu et al. 2024, MiniCPM)
+    if cfg.schedule == "wsd":  # warmup-stable-decay (Hu et al. 2024, MiniCPM)
         start = max(start, cfg.max_steps - decay)
-    done = min(1.0, max(0.0, (step - start) / max(1, cfg.max_steps - start)))
-    left = 0.5 * (1 + math.cos(math.pi * done)) if cfg.schedule == "cosine" else 1 - done
-    return cfg.min_lr + (cfg.lr - cfg.min_lr) * left
+    decay_ratio = min(1.0, max(0.0, (step - start) / max(1, cfg.max_steps - start)))
+    cosine = 0.5 * (1 + math.cos(math.pi * decay_ratio))
+    coeff = cosine if cfg.schedule == "cosine" else 1 - decay_ratio
+    return cfg.min_lr + (cfg.lr - cfg.min_lr) * coeff
 
 
-# ----------------------------------------------------------------------------------- 4. one update
+# ---------------------------------------------------------------------------- 4. one training step
 
 
-class Run:
-    """Everything that a checkpoint holds, and the update that moves it on by a step. In speedrun.py
-    and bert.py it says what they do in another way.
+class Trainer:
+    """The training step, and everything that a checkpoint holds. speedrun.py and bert.py subclass it.
 
-    raw_model is the bare model, which is saved, sampled and inspected; model is the same one as
-    training calls it, wrapped by DDP and compiled. step counts finished updates.
+    raw_model is the bare model, which is saved, sampled and inspected; model is the same one wrapped
+    by DDP and torch.compile, which training calls. step counts finished updates.
     """
 
-    program = "gpt2"  # what checkpoints call this file: lab.models finds it, and Run in it
     model_class = GPT
     make_optimizer = staticmethod(make_optimizer)
 
@@ -375,184 +459,206 @@ class Run:
         self.raw_model, self.model, self.optimizer = raw_model, model, optimizer
         self.loader, self.precision, self.world, self.cfg = loader, precision, world, cfg
         self.step, self.best_val = 0, math.inf
-        self.saved = 0  # step of the newest checkpoint
-        self.folder = Path(cfg.log_dir) / cfg.run_name
-        self.writer = checkpoints.Writer(self.folder, cfg.keep_last, cfg.async_save, world.device)
+        self.saved_step = 0  # step of the newest checkpoint
+        self.run_dir = Path(cfg.log_dir) / cfg.run_name
+        self.checkpointer = AsyncCheckpointer(
+            self.run_dir, cfg.keep_last, cfg.async_save, world.device
+        )
+        self.timer = StepTimer(world.device, enabled=cfg.timing)  # --timing: milliseconds per phase
+        self.health = HealthMonitor(self)  # non-finite values, gradient spikes
 
-    def update(self):
-        """One step. Returns tensors: a loss for each micro-step (summed, then averaged over the
-        processes, they are the step's loss), and the gradient's norm before clipping."""
-        precision, losses = self.precision, []
+    def train_step(self):
+        """One update. Returns tensors: the loss of each micro-step (summed, then averaged over the
+        processes, they are the step's loss), and the gradient norm before clipping."""
+        precision, timer, losses = self.precision, self.timer, []
+        timer.mark("start")
         for micro_step in range(self.loader.grad_accum_steps):
-            x, y, num_targets = self.loader.next_batch()  # num_targets: of the whole step
+            x, y, num_targets = (
+                self.loader.next_batch()
+            )  # (B, T) each; num_targets: of the whole step
+            timer.mark("data")
+            # DDP averages gradients over the processes while backward() computes them. We only need
+            # that once per update, so no_sync() postpones it to the last micro-step. DDP decides in
+            # the forward pass, so forward and backward both belong inside.
             last = micro_step == self.loader.grad_accum_steps - 1
-            # Exchange: DDP averages gradients over the processes while backward() computes them.
-            # Only their sum over the micro-steps is needed, so no_sync() holds it back until the
-            # last one. DDP decides in the forward pass: forward and backward both stand inside.
-            waits = hasattr(self.model, "no_sync") and not last  # DDP alone has no_sync
-            with self.model.no_sync() if waits else contextlib.nullcontext():
-                # products in 16 bits; weights, their gradients and the loss stay in 32
+            skip_sync = hasattr(self.model, "no_sync") and not last  # only DDP has no_sync
+            with self.model.no_sync() if skip_sync else contextlib.nullcontext():
+                # matmuls in 16 bits; weights, their gradients and the loss stay in 32
                 with torch.autocast(x.device.type, precision.dtype, enabled=precision.is_16_bit):
                     _, loss = self.model(x, y, reduction="sum")
-                # The sum over this micro-step's targets, divided by those of the whole step: then
-                # backward() adds up to the gradient of the mean. DDP averages over the processes,
-                # but their sum is wanted: hence world_size.
+                # Scale the sum over this micro-step to a part of the step's mean. Example: a step of
+                # 524,288 targets on 2 processes x 4 micro-steps has 65,536 targets in each. Their
+                # summed loss is divided by 524,288, not by 65,536 (that would give 4 times the
+                # gradient after 4 micro-steps), and multiplied by 2, because DDP divides the sum of
+                # both processes' gradients by 2.
                 loss = loss * (self.world.world_size / num_targets)
-                # fp16: gradients below 6e-8 would be 0, so the loss is scaled up, and they back down
+                timer.mark("forward")
+                # fp16 rounds gradients below 3e-8 to 0, so the scaler scales the loss up
                 precision.scaler.scale(loss).backward()
+                timer.mark("backward")
             losses.append(loss.detach())
-        # ZeRO-1 and FSDP2 clip what they have shared out; ZeRO-1 exchanges gradients here
+        self.health.record_gradients()  # norm of each parameter's gradient, for spike reports
+        # ZeRO-1 and FSDP2 shard the gradients, so their optimizers clip (ZeRO-1 also reduces here)
         clip = getattr(self.optimizer, "clip_grad_norm", self.clip_grad_norm)
         grad_norm = clip(self.cfg.grad_clip)
+        self.health.observe(grad_norm)  # is it a spike? --on_spike skip drops such an update
         for group in self.optimizer.param_groups:
-            group["lr"] = get_lr(self.step, self.cfg) * group["scale"]
+            group["lr"] = get_lr(self.step, self.cfg) * group["lr_scale"]
         precision.scaler.step(self.optimizer)
         precision.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
+        timer.mark("optimizer")
         self.step += 1
         return torch.stack(losses), grad_norm
 
     def clip_grad_norm(self, max_norm):
-        """Shorten the whole gradient to max_norm (0: never); returns the norm that it had."""
-        self.precision.scaler.unscale_(self.optimizer)  # fp16 alone: first back to their true size
+        """Scale the gradient down to norm max_norm if it is larger (0: never); returns its norm."""
+        self.precision.scaler.unscale_(self.optimizer)  # fp16 only: undo the loss scaling first
         params = [p for p in self.raw_model.parameters() if p.grad is not None]
-        norm = optim.exact_norm([p.grad for p in params])
+        norm = global_grad_norm([p.grad for p in params])
         if max_norm:
             nn.utils.clip_grads_with_norm_(params, max_norm, norm)
         return norm
 
     def state_dict(self):
-        """Tensors and plain values, enough to go on to the bit. All processes call it together."""
+        """Tensors and plain values from which the run resumes exactly. All processes call it."""
         return {
-            "program": self.program, "step": self.step, "best_val": self.best_val,
+            "program": describe_program(self), "step": self.step, "best_val": self.best_val,
             "model": self.raw_model.state_dict(), "optimizer": self.optimizer.state_dict(),
             "loader": self.loader.state_dict(), "batch_size": self.loader.batch_size,
-            "scaler": self.precision.scaler.state_dict(),
-            "rng": device.random_state(self.world.device),
+            "scaler": self.precision.scaler.state_dict(), "health": self.health.state_dict(),
+            "rng": get_rng_state(self.world.device),
             "model_config": asdict(self.raw_model.config), "train_config": asdict(self.cfg),
         }  # fmt: skip
 
     def load_state_dict(self, state):
         self.raw_model.load_state_dict(state["model"])
-        optim.load_optimizer(self.optimizer, state["optimizer"])
+        load_optimizer_state(self.optimizer, state["optimizer"])
         self.loader.load_state_dict(state["loader"])
-        if state["scaler"]:  # of fp16
+        if state["scaler"]:  # fp16 only
             self.precision.scaler.load_state_dict(state["scaler"])
-        device.set_random_state(state["rng"], self.world.device)
-        self.step = self.saved = state["step"]
+        self.health.load_state_dict(state["health"])
+        set_rng_state(state["rng"], self.world.device)
+        self.step = self.saved_step = state["step"]
         self.best_val = state["best_val"]
 
     def save(self):
-        """Begin a checkpoint, which a thread writes, whole or not at all; none of step 0, and none
-        twice. Returns the log's note of a finished one: where a thread writes, of the one before."""
-        if self.step == self.saved:
+        """Start a checkpoint, which a thread writes completely or not at all. Each step is saved at
+        most once, and step 0 never. Returns a log record of a finished one: with a background thread,
+        that of the previous checkpoint."""
+        if self.step == self.saved_step:
             return None
-        self.saved, state = self.step, self.state_dict()
-        return self.writer.save(self.step, state) if self.world.is_main else None
+        self.saved_step, state = self.step, self.state_dict()
+        return self.checkpointer.save(self.step, state) if self.world.is_main else None
 
-    def events(self, stop):
-        """What happens beside updates, in the order in which a step makes it."""
-        validation = evals.Validation(self, stop)
-        save = evals.Every("checkpoint", self.cfg.ckpt_every, lambda run: run.save())
-        samples = evals.Samples(self, validation.tokenizer)
+    def callbacks(self, stop):
+        """What happens between updates, in this order within a step."""
+        validation = Validation(self, stop)
+        save = PeriodicCallback(
+            "checkpoint", self.cfg.checkpoint_every, lambda trainer: trainer.save()
+        )
+        samples = TextSamples(self, validation.tokenizer)
         return [save, validation, HellaSwag(self, stop), samples]
 
 
-# -------------------------------------------------------------------------------------- 5. the run
+# ------------------------------------------------------------------------- 5. building the trainer
 
 
-def set_up(model_config, cfg, world, state=None, run_class=Run):
-    """The Run of these settings: at its beginning, or where `state`, a checkpoint's, left it."""
+def build_trainer(model_config, cfg, world, state=None, trainer_class=Trainer):
+    """The Trainer for these settings, at step 0 or restored from the checkpoint `state`."""
     torch.manual_seed(cfg.seed)
-    precision = device.Precision(cfg.precision, world.device)  # bf16 where the GPU has it
-    if world.device.type == "cuda" and precision.name != "fp32":
-        # TF32, for products that autocast leaves in 32 bits: 10 bits of mantissa enter, not 23
-        torch.set_float32_matmul_precision("high")
-    shards = data.TokenShards(cfg.data, "train", model_config.vocab_size)
-    raw_model = run_class.model_class(model_config)
+    precision = Precision(cfg.precision, world.device)  # auto: bf16 if the GPU supports it
+    precision.set_matmul_precision()  # TF32 for matmuls that autocast leaves in 32 bits
+    shards = TokenShards(cfg.data, "train", model_config.vocab_size)
+    raw_model = trainer_class.model_class(model_config)
     if cfg.init_from and not state:
-        models.start_from(cfg.init_from, raw_model, cfg.log_dir)
+        registry.init_from(cfg.init_from, raw_model, cfg.log_dir)
     raw_model.to(world.device)
-    if model_config.document_mask:
-        data.hide_other_documents(raw_model)
-    if cfg.kernels == "fused":  # a HeadLoss without all logits in memory, on a GPU faster MLPs
-        kernels.use(raw_model, mlp=MLP, precision=precision, fp8=cfg.fp8)
-    batch_size = cfg.batch_size or device.fit_batch_size(raw_model, cfg, world, precision, state)
-    loader = data.TokenLoader(shards, cfg, world, batch_size)  # its one cursor knows no processes
-    optimizer = run_class.make_optimizer(raw_model, cfg, world)
+    if cfg.kernels == "fused":  # replace HeadLoss and MLP by faster kernels that compute the same
+        kernels.replace_modules(raw_model, MLP, precision, cfg.fp8, world.print0)
+    batch_size = cfg.batch_size or find_max_batch_size(raw_model, cfg, world, precision, state)
+    loader = TokenLoader(shards, cfg, world, batch_size)  # the same tokens for any world size
+    optimizer = trainer_class.make_optimizer(raw_model, cfg, world)
     model = raw_model
-    if world.distributed and cfg.parallel != "ddp":  # ZeRO-1 or FSDP2
-        optimizer = parallel.EXCHANGES[cfg.parallel](optimizer, raw_model, loader, precision, world)
+    if world.distributed and cfg.parallel != "ddp":
+        sharded_adamw = {"zero1": Zero1AdamW, "fsdp2": Fsdp2AdamW}[cfg.parallel]
+        optimizer = sharded_adamw(optimizer, raw_model, loader, precision, world)
     elif world.distributed:
-        # backward() sends gradients in pieces while it still computes those of earlier layers. The
-        # compiler cuts its graph at each piece, and DDP's own 25 MB would cut it at every block.
+        # backward() all-reduces gradients in buckets while it still computes those of earlier layers.
+        # torch.compile splits its graph at each bucket; DDP's default of 25 MB would split every block.
         model = DistributedDataParallel(raw_model, gradient_as_bucket_view=True, bucket_cap_mb=250)
-        parallel.settle_buckets(model, precision)  # a resumed run then sums in the same order
-    if cfg.compile and device.can_compile(world, model_config, precision):
-        model = torch.compile(model, dynamic=False)  # fuses what lies between products
-    run = run_class(raw_model, model, optimizer, loader, precision, world, cfg)
+        warmup_ddp_buckets(model, precision)  # so that a resumed run sums in the same order
+    if cfg.compile and can_compile(world, model_config, precision):
+        model = torch.compile(model, dynamic=False)  # fuses the operations between matmuls
+    trainer = trainer_class(raw_model, model, optimizer, loader, precision, world, cfg)
     if state:
-        checkpoints.restore(run, state)
-    return run
+        restore_checkpoint(trainer, state)
+    return trainer
 
 
 # ------------------------------------------------------------------------------------- 6. the loop
 
 
-def train(run, events, cfg, world, log, stop):
-    """Run the updates up to cfg.max_steps. Returns the name of the signal that stopped it, or "".
+def train(trainer, callbacks, log, stop):
+    """Train until cfg.max_steps. Returns the name of the signal that stopped the run, or "".
 
-    Each pass makes the events that are due, then one update. After max_steps updates only the
-    events are left, so that the last weights are measured and saved too. A checkpoint comes before
-    the measurements of its step: if a signal interrupts these, a resumed run makes them again.
+    Each pass runs the callbacks that are due, then one update. After the last update only the
+    callbacks run, so that the final weights are measured and saved too. The checkpoint of a step comes
+    before its measurements: if a signal interrupts those, a resumed run makes them again.
     """
-    # vitals checks losses, and the norms that clipping finds (--on_spike)
-    vitals, meter, stopped = Vitals(run, stop, log), Meter(run, log), ""
+    cfg, world, health = trainer.cfg, trainer.world, trainer.health
+    throughput, stopped = Throughput(trainer, log), ""
     try:
         while True:
-            last = run.step == cfg.max_steps
-            due = [event for event in events if event.due(run.step, last)]
-            # raises, on all processes: Stopped by a signal, RunError where a loss, a norm or a weight
-            # is not finite (that update has been made, but will not be saved)
-            vitals.read(newest=bool(due) or last)
-            with meter.paused(due):
-                for event in due:
-                    log.event(event.name, run.step, event(run))  # long ones may raise Stopped too
+            last = trainer.step == cfg.max_steps
+            due = [callback for callback in callbacks if callback.should_run(trainer.step, last)]
+            # Raises on all processes: GracefulStop after a signal, RunError if a loss, a gradient or
+            # a weight is not finite (that update has been made, but is never saved).
+            health.check(stop, log, include_latest=bool(due) or last)
+            with throughput.paused(due):
+                for callback in due:
+                    log.event(
+                        callback.name, trainer.step, callback(trainer)
+                    )  # may raise GracefulStop
             if last:
                 break
-            losses, grad_norm = run.update()
-            vitals.watch(losses)  # looked at a step later, so that nobody waits for the device
-            meter.tick()
-            if run.step % cfg.log_every == 0 or run.step == cfg.max_steps:
+            losses, grad_norm = trainer.train_step()
+            health.record(losses)  # checked one step later, so that no one waits for the GPU
+            throughput.tick()
+            if trainer.step % cfg.log_every == 0 or trainer.step == cfg.max_steps:
                 loss = world.mean(losses.sum().item())
-                lr = run.optimizer.param_groups[-1]["lr"]  # AdamW's, whose scale is 1
-                log.train(run.step, loss, lr, grad_norm.item(), **meter.read())
-    except Stopped as signal:  # Ctrl-C, or SIGTERM
+                lr = trainer.optimizer.param_groups[-1]["lr"]  # AdamW's, whose lr_scale is 1
+                log.train_step(trainer.step, loss, lr, grad_norm.item(), **throughput.read())
+    except GracefulStop as signal:  # Ctrl-C or SIGTERM: save and stop
         stopped = str(signal)
-        vitals.read(newest=True, heed=False)  # RunError if the last update must not be saved
-        log.event("checkpoint", run.step, run.save())
-    log.event("checkpoint", run.step, run.writer.finish())
-    log.event("end", run.step, {"reason": stopped or "done"})
+        health.check(stop, log, include_latest=True, raise_on_stop=False)
+        log.event("checkpoint", trainer.step, trainer.save())
+    log.event("checkpoint", trainer.step, trainer.checkpointer.finish())
+    log.event("end", trainer.step, {"reason": stopped or "done"})
     return stopped
 
 
-# ------------------------------------------------------------------------------- 7. command line
+# --------------------------------------------------------------------------------- 7. command line
 
 
-def main(argv, presets=PRESETS, description=__doc__, set_up=set_up, program=Run.program):
-    reason, model_config, cfg = settings.parse_flags(argv, presets, description, program)
+def main(argv, presets=PRESETS, description=__doc__, build=build_trainer, trainer_class=Trainer):
+    reason, model_config, cfg = config.parse_flags(argv, presets, description, trainer_class)
     world = World(cfg.device, cfg.timeout)
-    if world.distributed:  # torchrun has started several processes; NCCL carries what is on GPUs
+    if world.distributed:  # torchrun started several processes; NCCL communicates between GPUs
         dist.init_process_group(world.backend, timeout=world.timeout, device_id=world.device_id)
-    model_config, cfg, state = settings.resolve(model_config, cfg, world, presets, program)
-    run, stop = set_up(model_config, cfg, world, state), StopSignal(world)
-    events = run.events(stop)
-    with folder.opened(run), stop, Log(run) as log:
-        log.start(reason, run, events)
-        stopped = train(run, events, cfg, world, log, stop)
-        folder.farewell(run, stopped)  # still heeding signals: torchrun sends them once more
-    return 75 if stopped else 0  # 75 tells job scripts: try again
+    model_config, cfg, state = config.resolve_config(
+        model_config, cfg, world, presets, trainer_class
+    )
+    trainer, stop = build(model_config, cfg, world, state), SignalHandler(world)
+    callbacks = trainer.callbacks(stop)
+    with lock_run_dir(trainer), stop, RunLogger(trainer) as log, oom_hint():
+        log.start(reason, trainer, callbacks)
+        stopped = train(trainer, callbacks, log, stop)
+        print_summary(
+            trainer, stopped
+        )  # inside `stop`, because torchrun signals its children again
+    return 75 if stopped else 0  # 75 (EX_TEMPFAIL) tells job scripts to try again
 
 
 if __name__ == "__main__":
-    cli.command(main)
+    run_main(main)

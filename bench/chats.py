@@ -19,18 +19,18 @@ import torch
 from records import append_record, origin, print_rows
 from tyro.conf import Positional, arg
 
-from lab import models
-from lab.cli import command, parse
-from lab.data.chat import STOPS, lines_of, render_chat
+from lab.cli import parse_args, run_main
+from lab.data.chat import STOP_STRINGS, lines_of, render_chat
 from lab.data.sources import local_files
-from lab.text_stream import pieces, ready
-from lab.world import World
+from lab.distributed import World
+from lab.inference.streaming import load_for_inference, stream_generate
+from lab.registry import resolve_source
 
 
 @dataclass
 class Config:
     model: Annotated[tuple[str, ...], Positional, arg(metavar="[RUN ...]")] = ()
-    data: str = "lab/data/chats.jsonl"  # conversations with facts
+    data: str = "examples/chats.jsonl"  # conversations with facts
     tenth: int = 0  # 0 is held out, 1 to 9 are trained on
     max_new_tokens: int = 64  # longest answer
     show: int = 0  # so many questions and answers
@@ -70,8 +70,12 @@ def loss_of(model, tokenizer, chat):
 
 def answer(model, tokenizer, messages, most):
     """(the model's likeliest answer, whether it ended by itself)."""
-    ids = render_chat(messages, tokenizer, answer=True)[0].tolist()
-    said = list(pieces(model, tokenizer, ids, most, stop=STOPS, one_window=True, temperature=0))
+    ids = render_chat(messages, tokenizer, add_generation_prompt=True)[0].tolist()
+    said = list(
+        stream_generate(
+            model, tokenizer, ids, most, stop=STOP_STRINGS, no_sliding_window=True, temperature=0
+        )
+    )
     return "".join(piece["text"] for piece in said).strip(), said[-1]["end"] == "stop"
 
 
@@ -91,7 +95,7 @@ def measure(model, tokenizer, asked, cfg):
 
 
 def main(argv):
-    cfg = parse(Config, argv, description=__doc__)
+    cfg = parse_args(Config, argv, description=__doc__)
     chats = [chat for _, chat in lines_of(local_files(cfg.data))]
     asked, rest = chats[cfg.tenth :: 10], [c for i, c in enumerate(chats) if i % 10 != cfg.tenth]
     others = [said for chat in rest for _, said, _ in turns(chat)]
@@ -100,7 +104,7 @@ def main(argv):
     table = [("an answer drawn from the rest", "", f"{chance:.1%}", "", len(facts), "")]
     device = World(cfg.device).device
     for name in cfg.model:
-        model, tokenizer = ready(models.find(name), device, "fp32")
+        model, tokenizer = load_for_inference(resolve_source(name), device, "fp32")
         found, rows = measure(model, tokenizer, asked, cfg)
         shares = (f"{found[key]:.1%}" for key in ("right", "ended"))
         table.append((name, f"{found['loss']:.3f}", *shares, found["answers"], found["left_out"]))
@@ -113,4 +117,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    command(main)
+    run_main(main)

@@ -1,15 +1,16 @@
-"""Two versions of this repository by turns on one machine: speed, memory and losses of one run.
+"""Compare two versions of this repository on one machine: speed, memory and losses of the same run.
 
     git worktree add /tmp/before COMMIT
     python bench/compare.py --before /tmp/before                       # bf16 and 8 bits, one GPU
     python bench/compare.py --before /tmp/before --nproc 2 --settings bf16 zero1     # bf16 is DDP
-    python bench/compare.py --table                                    # what --out holds
+    python bench/compare.py --table                                    # print what --out contains
 
-GPUs of one kind differ by some percent, and one GPU by a percent from minute to minute. So both
-versions take turns, before, after, before, after, and what counts is the median of the pairs'
-ratios. A turn is a run of train_gpt2.py itself: GPT-2 124M, 524,288 tokens a step in micro-steps of
-64 x 1024, on random tokens unless --data names shards. tokens/s is the median of what log.jsonl
-says every two steps, without the first step, which compiles. The losses are compared step by step.
+GPUs of one kind differ by some percent, and one GPU varies by a percent from minute to minute. So
+the versions alternate, before, after, before, after, and the result is the median of the pairs'
+ratios. A turn is a run of train_gpt2.py itself: GPT-2 124M, 524,288 tokens per step in micro-steps
+of 64 x 1024, on random tokens unless --data names shards. tokens/s is the median of the values
+logged every two steps, without the first step, which compiles. The losses are compared step by
+step.
 """
 
 import math
@@ -26,9 +27,9 @@ from records import (  # isort: skip
     recorded, run_program,
 )  # fmt: skip
 
-from lab.cli import UserError, command, parse
+from lab.cli import UserError, parse_args, run_main
 
-SETTINGS = {  # name: flags of the trainer
+SETTINGS = {  # name: flags of train_gpt2.py
     "bf16": "",
     "fp8_head": "--fp8 head",
     "fp8_all": "--fp8 all",
@@ -36,25 +37,25 @@ SETTINGS = {  # name: flags of the trainer
     "zero1_fp8_all": "--parallel zero1 --fp8 all",
 }
 SIDES = ("before", "after")
-RUN = """--preset gpt2 --batch_size 64 --total_batch_size 524288 --val_every 0 --hella_every 0
-    --sample_every 0 --ckpt_every 0 --log_dir log --run_name run --log_every 2"""
+RUN = """--preset gpt2 --batch_size 64 --total_batch_size 524288 --val_every 0 --hellaswag_every 0
+    --sample_every 0 --checkpoint_every 0 --log_dir log --run_name run --log_every 2"""
 
 
 @dataclass
 class Config:
     before: str = ""  # checkout of the version to compare with
     settings: tuple[Literal[tuple(SETTINGS)], ...] = ("bf16", "fp8_head", "fp8_all")
-    pairs: int = 5  # turns of each version in each setting
-    steps: int = 16  # updates of a turn
-    nproc: int = 1  # GPUs, each with a process of its own
+    pairs: int = 5  # turns of each version per setting
+    steps: int = 16  # updates per turn
+    nproc: int = 1  # number of GPUs, one process each
     data: str = ""  # folder of token shards; random tokens if empty
-    also: str = ""  # more flags of both, in quotes: --also="--seed 7 --no_compile"
+    also: str = ""  # more flags for both versions: --also="--seed 7 --no_compile"
     out: str = str(RUNS / "compare.jsonl")  # file of measurements
-    table: bool = False  # print what the file holds, measure nothing
+    table: bool = False  # print the table of --out and exit
 
 
 def take_turn(side, setting, cfg, data):
-    """A record's numbers from a whole run of one version."""
+    """Run one version and return the numbers for its record."""
     checkout = Path(cfg.before if side == "before" else ROOT).resolve()
     words = [checkout / "train_gpt2.py", *RUN.split(), "--data", data, "--max_steps", cfg.steps]
     words += [*SETTINGS[setting].split(), *shlex.split(cfg.also)]
@@ -64,7 +65,7 @@ def take_turn(side, setting, cfg, data):
 
 
 def numbers(events):
-    """What a record holds of the events of a log."""
+    """The numbers of a record, from the records of a run's log."""
     timed = [e for e in events if "tok_per_s" in e]
     return {
         "tok_per_s": round(statistics.median(e["tok_per_s"] for e in timed)),
@@ -74,7 +75,7 @@ def numbers(events):
 
 
 def measure(cfg, data):
-    """All turns, each a line of --out."""
+    """Take all turns, each a line of --out."""
     for setting in cfg.settings:
         for side in SIDES * cfg.pairs:
             record = dict(bench="compare", setting=setting, nproc=cfg.nproc, side=side, gpu=gpu())
@@ -84,7 +85,7 @@ def measure(cfg, data):
 
 
 def gpu():
-    """Name and number of the first GPU, as those of one name differ; this process opens none."""
+    """Name and UUID of the first GPU, without opening it: GPUs of the same name differ in speed."""
     words = ["nvidia-smi", "--query-gpu=name,uuid", "--format=csv,noheader"]
     try:
         return subprocess.run(words, capture_output=True, text=True).stdout.split("\n")[0]
@@ -93,7 +94,7 @@ def gpu():
 
 
 def pairs_of(records):
-    """{(setting, nproc, GPU, also): [(before, after), ...]} of neighbours in time."""
+    """{(setting, nproc, GPU, also): [(before, after), ...]}, pairs of consecutive turns."""
     found, waiting = {}, {}
     for r in records:
         key = r["setting"], r["nproc"], r["gpu"], r["also"]
@@ -105,33 +106,35 @@ def pairs_of(records):
 
 
 def ratio(pairs, field):
-    """Median of after / before over the pairs, or None where nothing was measured."""
+    """Median of after / before over the pairs, or None if it was not measured."""
     pairs = [(a[field], b[field]) for a, b in pairs if a[field] and b[field]]
     return statistics.median(b / a for a, b in pairs) if pairs else None
 
 
 def print_table(records):
-    """A row for each setting and GPU: medians of its pairs' ratios, and how far losses are apart."""
+    """Print a row per setting and GPU: median ratios, and the largest difference of the losses."""
     rows = []
     for (setting, nproc, gpu_name, also), pairs in pairs_of(records).items():
         both = [(a["losses"], b["losses"]) for a, b in pairs]
-        apart = [abs(a[k] - b[k]) for a, b in both for k in a.keys() & b.keys()]
+        differences = [abs(a[k] - b[k]) for a, b in both for k in a.keys() & b.keys()]
         rates = [f"{statistics.median(r['tok_per_s'] for r in side):,.0f}" for side in zip(*pairs)]
         ratios = [ratio(pairs, field) for field in ("tok_per_s", "peak_gib")]
         rows.append(
             [f"{setting} {also}".strip(), f"{nproc} x {gpu_name or 'CPU'}", len(pairs), *rates]
         )
         rows[-1] += [f"{value:.4f}" if value else "" for value in ratios]
-        rows[-1] += [f"{max(apart, default=math.nan):.1e}"]
-    head = "setting,where,pairs,before tok/s,after,ratio,of GiB,losses apart at most"
+        rows[-1] += [f"{max(differences, default=math.nan):.1e}"]
+    head = "setting,where,pairs,before tok/s,after,ratio,GiB ratio,max loss difference"
     print_rows(head.split(","), rows)
 
 
 def main(argv):
-    cfg = parse(Config, argv, description=__doc__)
+    cfg = parse_args(Config, argv, description=__doc__)
     if not cfg.table:
         if not cfg.before or not Path(cfg.before, "train_gpt2.py").is_file():
-            raise UserError("name a checkout of this repository to compare with: --before FOLDER")
+            raise UserError(
+                f"before={cfg.before} is not a checkout of this repository; pass one with --before"
+            )
         check_out(cfg.out, cpu=False)
         with tempfile.TemporaryDirectory() as folder:
             data = cfg.data and str(Path(cfg.data).resolve())
@@ -140,4 +143,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    command(main)
+    run_main(main)

@@ -1,29 +1,31 @@
-"""The figures of whole training runs: bench/figures.py draws them."""
+"""The figures of whole training runs. bench/figures.py draws them."""
 
 import numpy as np
 from drawing import blank, cell, cells_of, made_by, records, shorten, where_and_when, write
 
 from lab.tools.plot import draw
 from lab.tools.plot_style import color_of, reference
-from lab.tools.run_logs import column, read_log
+from lab.tools.read_log import column, read_log
 
 
 @made_by("python train_gpt2.py --preset laptop")
 def laptop(runs, out_path, dark):
-    """The figure of one training run, as train_gpt2.py itself draws it."""
+    """The figure of a training run, as train_gpt2.py itself draws it."""
     records(runs, "laptop_builtin", "kind")
     draw([runs / "laptop_builtin.jsonl"], out_path, dark)
 
 
 @made_by("python speedrun.py --fp8 head --max_steps 1688")
 def six_minutes(runs, out_path, dark):
-    """Validation loss against seconds of training, of today's recipe and of GPT-2's."""
+    """Validation loss against seconds of training: speedrun.py's recipe and GPT-2's."""
     names = {"speedrun_124m": ("speedrun.py", "blue"), "gpt2_124m": ("GPT-2's recipe", "orange")}
     curves = {}
     for name in names:
         records(runs, name, "kind")
         log = read_log(runs / f"{name}.jsonl")
-        steps, times = column(log, "train", "dt_ms")  # the first update, which compiles, has none
+        steps, times = column(
+            log, "train", "dt_ms"
+        )  # the first update, which compiles, has no time
         seconds = np.cumsum(np.diff([0, *steps]) * times) / 1000
         at, losses = column(log, "val", "loss")
         curves[name] = np.interp(at[1:], steps, seconds), losses[1:]  # after the first 100 steps
@@ -49,7 +51,7 @@ def six_minutes(runs, out_path, dark):
 
 @made_by("python speedrun.py --preset speedrun --data both --fp8 head --max_steps 3858")
 def passes(runs, out_path, dark):
-    """Validation loss against passes over the text, of three recipes, and of one without a table."""
+    """Validation loss against passes over the text: three recipes, and one without a value table."""
     names = {"_gpt2": "GPT-2's recipe", "_readable": "readable recipe", "": "speedrun.py"}
     names["_no_table"] = "no value table (dashed)"
     note = "124M, 111M tokens of books and textbooks, H100s and H200s, 2026-11-25 and 26"
@@ -74,14 +76,14 @@ def passes(runs, out_path, dark):
 
 @made_by("python bench/speedrun.py --data DATA --steps 390 --more='--fp8 head'")
 def speedrun(runs, out_path, dark):
-    """Validation loss against seconds of training: speedrun.py's blue, what it is compared with
-    orange, each named at its end. Of several seeds, the one with the median loss."""
+    """Validation loss against seconds of training, speedrun.py's in blue, the others' in orange. Of
+    several seeds, the one with the median loss."""
     steps, rows = dict(gpt2=270, muon=290, readable=240, speedrun=390), {}
     for recipe, run_steps in steps.items():
         seeds = records(runs, "speedrun_h200", "curve", recipe=recipe, run_steps=run_steps, gpus=1)
         rows[recipe] = sorted(seeds, key=lambda r: r["curve"][-1][2])[len(seeds) // 2]
     seconds, _, losses = zip(*rows["speedrun"]["curve"])
-    goal = np.interp(-3.6, -np.array(losses), seconds)  # np.interp wants what rises
+    goal = np.interp(-3.6, -np.array(losses), seconds)  # np.interp needs increasing values
     title = f"On one H200 speedrun.py is at 3.60 nats a token after {goal:.0f} s"
     note = "124M, speedrun.py 201M; books and textbooks; " + where_and_when(rows.values())
     figure, ax = blank(5.4, title, note)
@@ -101,11 +103,13 @@ def speedrun(runs, out_path, dark):
 BASE = "python bert.py --preset bert-base --seq_len 128 --max_steps 7000"
 
 
-@made_by(f"{BASE} --whole_words", "bert_base_words", log="bert_h200_whole_7000", what="BERT-base")
+@made_by(
+    f"{BASE} --whole_word_masking", "bert_base_words", log="bert_h200_whole_7000", what="BERT-base"
+)
 @made_by("python bert.py", "bert_words", log="bert_laptop_whole", what="the preset laptop")
 def bert_words(runs, out_path, dark, log, what):
-    """What a run of bert.py puts in the place of hidden words, at four of the steps that it was asked
-    at: its first guess, where that is right the more orange the surer it is."""
+    """Predictions of a bert.py run for masked words at four steps. Right ones are orange, and more
+    so the more probable they are."""
     asked = records(runs, log, "words", kind="sample")
     four = np.unique(np.linspace(0, len(asked) - 1, 4).round().astype(int))
     asked = [asked[i] for i in four]
@@ -120,7 +124,7 @@ def bert_words(runs, out_path, dark, log, what):
     for x, firsts in enumerate(guesses.values()):
         for y, ((guess, p), was) in enumerate(zip(firsts, hidden)):
             color, strength = color_of("accuracy", dark), p if guess == was else 0
-            ink = {"color": "black"} if strength > 0.6 else {}  # white on orange cannot be read
+            ink = {"color": "black"} if strength > 0.6 else {}  # white on orange is hard to read
             cell(ax, x, y, f"{guess}  {p:.0%}", color, strength, **ink)
     cells_of(ax, list(guesses), hidden)
     ax.set(ylabel="what was hidden")
@@ -129,7 +133,7 @@ def bert_words(runs, out_path, dark, log, what):
 
 @made_by(BASE)
 def bert_break(runs, out_path, dark):
-    """Validation loss of BERT-base by updates: where it stops copying and begins to guess."""
+    """Validation loss of BERT-base by updates, which drops when it starts to predict masked words."""
     names = {"AdamW": "adamw_7666", "Muon": "muon_7000", "Muon, whole words": "whole_7000"}
     curves = {}
     for name, which in names.items():

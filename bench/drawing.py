@@ -1,4 +1,4 @@
-"""What the figures share: finding their records, and parts of drawings, as lab.tools.plot_style looks."""
+"""Shared by the figures of bench/: finding records, and parts of drawings in lab.tools.plot_style."""
 
 from functools import partial
 
@@ -8,47 +8,49 @@ from records import grouped, read_records
 from rungs import VARIANTS, key_of
 
 from lab.cli import UserError
-from lab.tools.run_logs import short
+from lab.tools.read_log import short
 
-SMALL = 9  # points, which are 11 pixels where a figure is shown at 720: no text is smaller
+SMALL = 9  # smallest font, in points: 11 pixels in a figure shown 720 pixels wide
 DASHED = dict(color="0.5", linewidth=1, linestyle=(0, (5, 3)))
 shorten = FuncFormatter(lambda value, _: short(value))
 
-FIGURES = {}  # name: (how it is drawn, the command that makes its records)
+FIGURES = {}  # name: (drawing function, command that makes its records)
 
 
-def made_by(program, name="", **how):
-    """Enter the function below as what draws a figure from records that this command makes. The
-    figure has the function's name, or another if its arguments `how` are given."""
+def made_by(program, name="", **options):
+    """Decorator: register a drawing function in FIGURES, under its own name or `name`.
 
-    def enter(picture):
-        FIGURES[name or picture.__name__] = partial(picture, **how), program
-        return picture
+    program: the command that makes its records. options: arguments for the function.
+    """
 
-    return enter
+    def register(function):
+        FIGURES[name or function.__name__] = partial(function, **options), program
+        return function
+
+    return register
 
 
 # ---------------------------------------------------------------------------------------- records
 
 
 def records(runs, name, *fields, **where):
-    """The records of runs/name.jsonl that have all the fields and the values in `where`. Raises
-    UserError if there is none."""
+    """The records of runs/name.jsonl that have all these fields and the values in `where`. Raises
+    UserError if there are none."""
     found = [
         r
         for r in read_records(runs / f"{name}.jsonl")
         if all(r.get(field) is not None for field in fields) and where.items() <= r.items()
     ]
     if not found:
-        wanted = ", ".join([*(f"{k} {v}" for k, v in where.items()), *fields])
-        raise UserError(f"{name}.jsonl has no record with {wanted}")
+        expected = ", ".join([*(f"{k} {v}" for k, v in where.items()), *fields])
+        raise UserError(f"{name}.jsonl has no record with {expected}")
     return found
 
 
 def measured(runs, group, *fields):
-    """{shape: {variant: its records}} of one group of the ladder, gpt2 first, variants in the
-    ladder's order. Of measurements made twice the later one counts; of two GPUs or versions of
-    torch the one that has more variants. Raises UserError."""
+    """{shape: {variant: [records]}} of a group of the ladder, gpt2 first, variants in the ladder's
+    order. Later records replace earlier ones of the same measurement; of several GPUs or torch
+    versions, the one with the most variants counts. Raises UserError if there are none."""
     rows = records(runs, "ladder", "shape", "variant", *fields, group=group)
     order, last = list(VARIANTS[group]), {key_of(row): row for row in rows}
     shapes, state = {}, ("gpu", "torch", "tokens_per_step", "max_steps")
@@ -60,13 +62,13 @@ def measured(runs, group, *fields):
 
 
 def newest(runs, group, *fields):
-    """(first shape, {variant: its newest record}) of a group of the ladder."""
+    """(first shape, {variant: newest record}) of a group of the ladder."""
     shape, found = next(iter(measured(runs, group, *fields).items()))
     return shape, {variant: rows[-1] for variant, rows in found.items()}
 
 
 def where_and_when(rows):
-    """GPU, torch and date of measurements: the line under a figure."""
+    """GPUs, torch versions and dates of records, as the note below a figure."""
     rows = [dict(row, gpu=row.get("gpu") or row.get("device")) for row in rows]
     parts = []
     for field in ("gpu", "torch", "date"):
@@ -83,8 +85,8 @@ def words(variant):
 
 
 def blank(height, title, note="", panels="A", **ratios):
-    """A figure 8 inches wide and its axes, laid out as in Figure.subplot_mosaic: "AB" are side by
-    side. The title states the finding, the note below where it was measured."""
+    """(a figure 8 inches wide, *its axes), laid out by Figure.subplot_mosaic: "AB" is side by side.
+    title: the finding. note: where and when it was measured."""
     figure = Figure(figsize=(8, height))
     figure.suptitle(title, x=0.01, ha="left")
     if note:
@@ -92,22 +94,22 @@ def blank(height, title, note="", panels="A", **ratios):
     return figure, *figure.subplot_mosaic(panels, **ratios).values()
 
 
-def write(ax, text, x, y, dx=4, dy=0, **how):
-    """A text so many points beside the place (x, y) of the data."""
-    how = dict(va="center", fontsize=SMALL) | how
-    ax.annotate(text, (x, y), xytext=(dx, dy), textcoords="offset points", **how)
+def write(ax, text, x, y, dx=4, dy=0, **style):
+    """Write text at (x, y) in data coordinates, offset by (dx, dy) points."""
+    style = dict(va="center", fontsize=SMALL) | style
+    ax.annotate(text, (x, y), xytext=(dx, dy), textcoords="offset points", **style)
 
 
 def rows_of(ax, names, room=0.5):
-    """Make the y axis one of rows with these names, the first on top."""
+    """Label the y axis with these row names, the first at the top."""
     ax.set_yticks(range(len(names)), list(map(words, names)))
     ax.set_ylim(len(names) - 0.5, -room)
     ax.grid(axis="y", visible=False)
 
 
-def bars(ax, parts, looks, texts, room=1.1, height=1, **how):
-    """A bar for each of {name: {part: value}}, its parts in turn, each drawn with looks[part], and
-    a text at its end. The longest bar leaves room for its text."""
+def bars(ax, parts, looks, texts, room=1.1, height=1, **style):
+    """Draw a stacked bar for each of {name: {part: value}}, with style looks[part] and a text at
+    its end. room: x limit as a multiple of the longest bar, to fit the texts."""
     ends = [0.0] * len(parts)
     for part, look in looks.items():
         values = [row.get(part, 0) for row in parts.values()]
@@ -115,19 +117,19 @@ def bars(ax, parts, looks, texts, room=1.1, height=1, **how):
             ax.barh(range(len(parts)), values, left=ends, height=height, **look)
         ends = [end + value for end, value in zip(ends, values)]
     for y, (end, text) in enumerate(zip(ends, texts)):
-        write(ax, text, end, y, **how)
+        write(ax, text, end, y, **style)
     rows_of(ax, list(parts))
     ax.set_xlim(0, room * max(ends))
 
 
 def cells_of(ax, columns, rows):
-    """Make the axes a table of such columns and rows."""
+    """Turn the axes into a table with these column and row names."""
     rows_of(ax, rows)
     ax.set_xticks(range(len(columns)), columns)
     ax.set_xlim(-0.5, len(columns) - 0.5)
     ax.grid(False)
 
 
-def cell(ax, x, y, text, fill, strength, **how):
+def cell(ax, x, y, text, fill, strength, **style):
     ax.barh(y, 1, left=x - 0.5, height=1, color=fill, alpha=strength)
-    write(ax, text, x, y, dx=0, ha="center", **how)
+    write(ax, text, x, y, dx=0, ha="center", **style)

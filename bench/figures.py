@@ -1,11 +1,10 @@
-"""Draw every figure of readme.assets/, light and dark, from the records in readme.assets/runs/
-alone.
+"""Draw the figures of readme.assets/, light and dark, from the records in readme.assets/runs/ only.
 
     python bench/figures.py                      # all of them
     python bench/figures.py ladder shapes        # some
 
-Where records are missing, one sentence names the command which makes them. Look and colours are
-those of lab.tools.plot_style, where a colour has one meaning.
+If records are missing, the error names the command that makes them. Style and the meaning of colors
+are those of lab.tools.plot_style.
 """
 
 import math
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import curves  # noqa: F401 (its figures enter FIGURES)
+import curves  # noqa: F401 (registers its figures)
 import matplotlib
 from drawing import (
     DASHED,
@@ -38,12 +37,12 @@ from records import ROOT, RUNS
 from rungs import raced
 from tyro.conf import Positional
 
-from lab.cli import UserError, command, parse
+from lab.cli import UserError, parse_args, run_main
 from lab.files import check_writable
 from lab.tools.plot_style import PAPER, color_of, style
-from lab.tools.run_logs import short
+from lab.tools.read_log import short
 
-# tokens/s of the same work by others' published programs on an H200, measured outside this
+# tokens/s of other published programs doing the same work on an H200, measured outside this
 # repository
 PEERS = {"build-nanogpt": 519_244, "nanoGPT": 527_360, "llm.c": 538_485}
 
@@ -53,8 +52,8 @@ PEERS = {"build-nanogpt": 519_244, "nanoGPT": 527_360, "llm.c": 538_485}
 
 @made_by("python bench/ladder.py")
 def ladder(runs, out_path, dark):
-    """tokens/s of each rung of the first shape, the part that this rung added paler, and others'
-    programs."""
+    """tokens/s of each rung of the first shape, with the part it adds in a paler color, and of
+    other programs."""
     shape, rungs = newest(runs, "rungs", "tok_per_s")
     speeds = {rung: row["tok_per_s"] for rung, row in rungs.items()}
     first, *_, last = speeds.values()
@@ -68,11 +67,13 @@ def ladder(runs, out_path, dark):
         before = now
     blue = color_of("speed", dark)
     looks = {"kept": dict(color=blue), "added": dict(color=blue, alpha=0.5)}
-    # no line runs through a text
+    # so that no line runs through a text
     box = dict(facecolor=PAPER[dark]["paper"], edgecolor="none", pad=1)
     bars(ax, parts, looks, texts, room=1.2, bbox=box)
     peers = sorted(PEERS.items(), key=lambda peer: -peer[1]) if shape == "gpt2" else ()
-    for top, (name, rate) in enumerate(peers):  # from its name down, but not behind a rung's text
+    for top, (name, rate) in enumerate(
+        peers
+    ):  # dashed line from its name down, interrupted behind a rung's text
         ys = []
         for y, now in list(enumerate(speeds.values()))[top:]:
             hidden = now < rate < now + 0.14 * max(speeds.values())
@@ -87,7 +88,7 @@ def ladder(runs, out_path, dark):
 
 @made_by("python bench/ladder.py --shapes 4x256 12x768 gpt2-medium")
 def shapes(runs, out_path, dark):
-    """tokens/s of each rung and shape but the first: the bluer, the more it brought; grey: cost."""
+    """tokens/s of each rung of all shapes but the first; bluer cells gained more, gray ones lost."""
     _, *others = measured(runs, "rungs", "tok_per_s").items()
     if not others:
         raise UserError("ladder.jsonl has rungs of one shape alone")
@@ -129,8 +130,8 @@ def shapes(runs, out_path, dark):
 
 @made_by("python bench/ladder.py")
 def kernels(runs, out_path, dark):
-    """Kernel time of a micro-step, kind by kind: all rungs, and the fast ones again at their own
-    scale. Rungs that need a smaller micro-batch are scaled up to the same tokens."""
+    """Kernel time of a micro-step by class: all rungs, then the fast ones at their own scale. Rungs
+    with a smaller micro-batch are scaled to the same number of tokens."""
     shape, rows = newest(runs, "rungs", "kernel_ms", "micro_steps", "tokens_per_step")
     tokens = {v: row["tokens_per_step"] / row["micro_steps"] for v, row in rows.items()}
     size = max(tokens.values())
@@ -157,8 +158,8 @@ def kernels(runs, out_path, dark):
 
 @made_by("python bench/ladder.py --groups loss --data edu_fineweb10B")
 def ladder_loss(runs, out_path, dark):
-    """What the rungs do to the loss: each seed's validation loss after equal tokens, training loss
-    against seconds. Of runs of several lengths, the one that has the most rungs."""
+    """Effect of the rungs on the loss: each seed's validation loss after equal tokens, and training
+    loss against seconds. Of runs of several lengths, those with the most rungs."""
     shape, found = next(iter(measured(runs, "loss", "val_loss", "curve").items()))
     rows = [row for seeds in found.values() for row in seeds]
     val = {v: [r["val_loss"] for r in seeds] for v, seeds in found.items()}
@@ -175,11 +176,11 @@ def ladder_loss(runs, out_path, dark):
         left.plot([mean, mean], [y - 0.3, y + 0.3], color=PAPER[dark]["ink"], linewidth=1.2)
     rows_of(left, list(found))
     left.set_xlabel("validation loss after equal tokens\n(a dot: a seed; a line: their mean)")
-    # all of them would be a bundle
+    # more would overlap
     chosen = [v for v in found if v in ("fp32", "bf16", "compile", "fp8_mlp", "muon")]
     sides = {"fp8_mlp": (-4, 0, "right"), "muon": (-4, 0, "right"), "compile": (0, 7, "left")}
     for variant in chosen:
-        points = zip(*(r["curve"] for r in found[variant]))  # of all seeds, at one step
+        points = zip(*(r["curve"] for r in found[variant]))  # all seeds at one step
         middle = [[statistics.median(point[i] for point in p) for i in (1, 2)] for p in points]
         color = color_of("orange" if variant == "muon" else "blue", dark)
         right.plot(*zip(*middle), color=color, linewidth=1.4)
@@ -201,7 +202,7 @@ TRACE = (
 @made_by(f"{TRACE} zero1_16bit", "overlap_zero1", mode="zero1_16bit")
 @made_by("a3954dc's parallel.py --modes in_graph --trace", "overlap_in_graph", mode="in_graph")
 def overlap(runs, out_path, dark, mode):
-    """What computes, by class, and what communicates over the time of one step of one GPU."""
+    """Computation by class and communication over time, in one step of one GPU."""
     extract = read_extract(runs / f"{mode}.kernels.json")
     times, lanes = communication(extract["kernels"]), {}
     for kind, _, _, start, us in extract["kernels"]:
@@ -227,12 +228,12 @@ def overlap(runs, out_path, dark, mode):
 @dataclass
 class Config:
     names: Positional[tuple[Literal[tuple(FIGURES)], ...]] = ()  # figures to draw; all if empty
-    runs: str = str(RUNS)  # folder of the records
-    out: str = str(ROOT / "readme.assets")  # folder of the figures
+    runs: str = str(RUNS)  # folder with the records
+    out: str = str(ROOT / "readme.assets")  # folder for the figures
 
 
 def main(argv):
-    cfg = parse(Config, argv, description=__doc__)
+    cfg = parse_args(Config, argv, description=__doc__)
     runs, out = Path(cfg.runs), Path(cfg.out)
     check_writable(out / "ladder.png", "out")
     for name in cfg.names or FIGURES:
@@ -243,9 +244,9 @@ def main(argv):
                 with matplotlib.rc_context(style(dark)):
                     picture(runs, path, dark)
             except UserError as missing:
-                raise UserError(f"{name}: {missing}; `{program}` makes it") from missing
+                raise UserError(f"{name}: {missing}; make it with `{program}`") from missing
             print(path)
 
 
 if __name__ == "__main__":
-    command(main)
+    run_main(main)

@@ -1,46 +1,47 @@
-"""What the floor of a step is made of: products, attention, and elementwise traffic at copy speed.
+"""The lower bound of a step's time: matmuls, attention, and elementwise memory traffic at copy
+speed.
 
-play.ipynb adds it up from the parts' times in readme.assets/runs/floor.jsonl (appendix B); commit
-f21a7f5 has the program that measured them. Not in it, as they could be hidden or avoided: casts of
-the weights, bias gradients, sums of gradients over micro-steps, gaps between kernels.
+play.ipynb (appendix B) adds it up from the times of the parts in readme.assets/runs/floor.jsonl,
+which were measured by a program in commit f21a7f5. Casts of the weights, bias gradients, gradient
+accumulation and gaps between kernels are not included, because they could be hidden or avoided.
 """
 
-WAYS = ("forward", "dgrad", "wgrad")  # of a product: output, gradient of the input, of the weight
-BACKENDS = ("cudnn", "flash", "efficient", "math")  # attention's kernels
+WAYS = ("forward", "dgrad", "wgrad")  # of a matmul: output, gradients of input and weight
+BACKENDS = ("cudnn", "flash", "efficient", "math")  # kernels of attention
 
-# Elementwise traffic of a layer, in passes over one (N, C) tensor of 2 bytes a number. Twice a layer
-# residual and norm: forward x and what is added to it are read, the new x and its norm are written;
-# backward the norm's gradient, x and the stream's gradient are read, its new one is written.
+# Elementwise traffic of a layer, in passes over one (N, C) tensor with 2 bytes per number. Residual
+# addition and norm, twice per layer: the forward pass reads x and what is added to it, and writes
+# the new x and its norm; the backward pass reads the norm's gradient, x and the residual stream's
+# gradient, and writes the new one.
 NORMS = 2 * (4 + 4)
-GELU = {  # 4 C wide
-    # its input is written for the backward pass, and read there
+GELU = {  # width 4 C
+    # its input is written in the forward pass and read in the backward pass
     "inside the products": 2 * 4,
-    # in the kernels that cast for 8-bit products, each of which reads 16 bits and writes 8 twice: of
-    # x, GELU, the output's gradient, and the hidden gradient, with GELU's input
+    # in the kernels that cast for 8-bit matmuls, each of which reads 16 bits and writes 8 bits
+    # twice: for x, GELU, the output's gradient, and the hidden gradient with GELU's input
     "in the casts to 8 bits": (1 + 1) + (4 + 4) + (1 + 1) + (2 * 4 + 4),
 }
 IN_8_BITS = ("fc", "fc2", "head")
-ONCE = 7  # a micro-step: embedding out, its gradient in; last norm in and out, back two in, one out
+ONCE = 7  # per micro-step: embedding out, its gradient in; last norm in and out, backward two in, one out
 
 
-def products(config):
-    """{name: (inputs, outputs, how many of them in a model)} of its linear layers."""
+def matmuls(config):
+    """{name: (inputs, outputs, count)} of a model's linear layers."""
     C, L, V = config.n_embd, config.n_layer, config.padded_vocab_size
     blocks = {"qkv": (C, 3 * C, L), "proj": (C, C, L), "fc": (C, 4 * C, L), "fc2": (4 * C, C, L)}
     return blocks | {"head": (C, V, 1)}
 
 
 def traffic(config, positions, gelu):
-    """(bytes of elementwise work, bytes of the loss on its logits) of a micro-step; gelu: one of
-    GELU."""
+    """(bytes of elementwise work, bytes of logits in the loss) of a micro-step. gelu: a key of GELU."""
     passes = config.n_layer * (NORMS + GELU[gelu]) + ONCE
     return passes * positions * config.n_embd * 2, 2 * positions * config.padded_vocab_size * 2
 
 
 def isolated_ms(ms, config, in_8_bits=()):
-    """(products and attention of a micro-step from their own times {op: ms}, the fastest
-    attention); in_8_bits names products."""
-    sizes = {f"fp8 {p}" if p in in_8_bits else p: n for p, (_, _, n) in products(config).items()}
+    """(ms of matmuls and attention in a micro-step, fastest attention backend), from the times
+    {op: ms} of single operations. in_8_bits: names of the matmuls in 8 bits."""
+    sizes = {f"fp8 {p}" if p in in_8_bits else p: n for p, (_, _, n) in matmuls(config).items()}
     total = sum(n * ms[f"{name} {way}"] for name, n in sizes.items() for way in WAYS)
     sums = {b: ms[f"attention {b} forward"] + ms[f"attention {b} backward"] for b in BACKENDS}
     best = min(sums, key=sums.get)

@@ -1,11 +1,12 @@
-"""Damaged and hostile files of every kind that is read here: nothing but our own errors comes out.
+"""Fuzz the readers of every kind of file: damaged and hostile files must raise our own errors only.
 
-    python bench/fuzz.py --count 10000                      # so many files of each kind
-    python bench/fuzz.py --kind npy --seed 1234 --count 1   # one file again, with what its reader raised
+    python bench/fuzz.py --count 10000                      # number of files of each kind
+    python bench/fuzz.py --kind npy --seed 1234 --count 1   # repeat one file and show its traceback
 
-A good file is changed as its seed says and read as the commands read it, by a child process that may
-take 2 GiB more memory, 20 seconds, no other program and no network. It may be read, or be refused by a
-UserError. Whatever else happens is a finding: it is printed, and the exit status is 1.
+A valid file is mutated at random, by seed, and read as the commands read it, in a child process
+limited to 2 GiB of additional memory and 20 seconds, without starting programs or using the
+network. It may be read, or refused with a UserError. Anything else is printed, and the exit status
+is 1.
 """
 
 import contextlib
@@ -24,6 +25,7 @@ import sys
 import tempfile
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -38,17 +40,17 @@ import bert
 import fineweb
 import hellaswag
 import train_gpt2
-from lab import models
-from lab.cli import UserError, command, in_words, parse
-from lab.data import TokenShards, get_tokenizer
-from lab.data.hellaswag import read_examples
-from lab.run import folder, settings
-from lab.run.spikes import Spikes
+from lab.cli import UserError, format_error, is_oom, parse_args, run_main
+from lab.config import choose_defaults, resolve_config, resolve_vocabulary
+from lab.data.shards import TokenShards
+from lab.data.tokenizers import get_tokenizer
+from lab.distributed import World
+from lab.hf.export import export
+from lab.registry import load_model
 from lab.tools import plot, replay, report
-from lab.tools.export import export
-from lab.world import World
+from lab.trainer.run_dir import is_finished, write_config
 
-SECONDS, MEMORY, BATCH = 20, 2 * 2**30, 100  # of a file; of a child, which reads so many files
+SECONDS, MEMORY, BATCH = 20, 2 * 2**30, 100  # per file; bytes and files per child process
 FORBIDDEN = "os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "socket.connect"
 PRESETS = train_gpt2.PRESETS
 TEXTS = [f"Text {i} says naïve things. " * (i % 5) for i in range(40)]
@@ -58,30 +60,30 @@ CHATS = [{"messages": [{"role": "user", "content": text}, YES]} for text in TEXT
 SHADES = [{"text": "a", "name": "'a'", "p": 0.5, "id": 97, "likeliest": [[98, "'b'", 0.1]]}]
 ENDINGS = {"ctx": "A man", "endings": ["runs.", "is", "eats a shoe", "flew"], "label": 2, "ind": 1}
 
-# --------------------------------------------------------------------------------- 1. changed files
+# ------------------------------------------------------------------------------------- 1. mutations
 
 ODD = [None, True, -1, 0, 1, 2**31, 2**63, -(2**70), 10**400, 0.5, 1e308, float("nan"), float("inf"), "", "x",
        "x" * 100_000, "\ud800", "../../etc/passwd", [], {}, [[]], ["a", 1], {"a": {}}, "DEEP"]  # fmt: skip
 DEEP = "[" * 100_000
 
 
-def nodes(tree, path=()):
-    """The places of all values in nested dicts and lists."""
+def paths(tree, path=()):
+    """Yield the path (keys and indices) of every value in nested dicts and lists."""
     keys = tree if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else ()
     for key in keys:
         yield (*path, key)
-        yield from nodes(tree[key], (*path, key))
+        yield from paths(tree[key], (*path, key))
 
 
-def change_tree(tree, rng, odd=ODD):
-    """One value of nested dicts and lists is another, has gone, or has company; or all is another."""
-    places = list(nodes(tree))
-    if not places or rng.random() < 0.05:
+def mutate_tree(tree, rng, odd=ODD):
+    """Replace, delete or add one value in nested dicts and lists, or replace the whole tree."""
+    found = list(paths(tree))
+    if not found or rng.random() < 0.05:
         return rng.choice(odd)
-    *way, key = rng.choice(places)
+    *parents, key = rng.choice(found)
     at = tree
-    for step in way:
-        at = at[step]
+    for parent in parents:
+        at = at[parent]
     if rng.random() < 0.2:
         del at[key]
     elif isinstance(at, dict) and rng.random() < 0.1:
@@ -91,44 +93,44 @@ def change_tree(tree, rng, odd=ODD):
     return tree
 
 
-def change_json(data, rng):
-    """A JSON file, or one line of a file of them, as text that json.dumps may not write."""
+def mutate_json(data, rng):
+    """Change a value of a JSON file, or of one line of a JSON Lines file."""
     try:
         json.loads(data)
         lines = [data]
     except ValueError:
         lines = data.strip().split(b"\n")
     i = rng.randrange(len(lines))
-    tree = change_tree(json.loads(lines[i]), rng)
+    tree = mutate_tree(json.loads(lines[i]), rng)
     lines[i] = json.dumps(tree).replace('"DEEP"', DEEP).encode()
     return b"\n".join(lines)
 
 
-def change_safetensors(data, rng):
+def mutate_safetensors(data, rng):
     size = int.from_bytes(data[:8], "little")
-    header = change_json(data[8 : 8 + size], rng)
+    header = mutate_json(data[8 : 8 + size], rng)
     return len(header).to_bytes(8, "little") + header + data[8 + size :]
 
 
-def change_checkpoint(data, rng):
-    """What torch.save makes of a changed tree: its checksums are right."""
+def mutate_checkpoint(data, rng):
+    """Change a value and save it with torch.save, so that the checksums are right."""
     nan = torch.full((32, 32), float("nan"))
     tensors = torch.zeros(0), torch.zeros(3), nan, nan.bool(), torch.zeros(1).to_sparse()
     tree = torch.load(io.BytesIO(data), weights_only=True)
-    tree = change_tree(tree, rng, [*ODD, *tensors])
+    tree = mutate_tree(tree, rng, [*ODD, *tensors])
     torch.save(tree, out := io.BytesIO())
     return out.getvalue()
 
 
 def zstd(*flags):
-    """With checksums, as the zstd command makes them and pyarrow does not."""
+    """A function that runs the zstd command, which writes checksums, unlike pyarrow."""
     return lambda data: (
         subprocess.run(["zstd", "-qc", *flags], input=data, stdout=-1, check=True).stdout
     )
 
 
-def change_bytes(data, rng):
-    """Bits, bytes or blocks of it; the first and last bytes, where headers are, more often."""
+def mutate_bytes(data, rng):
+    """Change bits, bytes or blocks; the first and last bytes, where headers are, more often."""
     data = bytearray(data)
     for _ in range(rng.choice([1, 1, 1, 2, 8])):
         size, n = len(data), rng.choice([1, 2, 8, 64, 1000])
@@ -153,66 +155,69 @@ def change_bytes(data, rng):
     return bytes(data)
 
 
-# --------------------------------------------------------------------------- 2. good files, readers
+# ------------------------------------------------------------------------ 2. valid files and readers
 
 
-def small_run(batch_size=2, **settings):
+def small_trainer(batch_size=2, **settings):
     random_shards("data", 257, 2000, 500)
-    model = train_gpt2.GPTConfig(1, 2, 16, 16, 257, vocab_multiple=1)
-    sizes = dict(total_batch_size=32 * batch_size, batch_size=batch_size, seq_len=16)
-    what = dict(data="data", run_name="r", optimizer="adamw", device="cpu")
-    cfg = dataclasses.replace(PRESETS["laptop"][1], **sizes, **what, **settings)
-    run = train_gpt2.set_up(model, cfg, World("cpu"))
-    run.folder.mkdir(parents=True)
-    return run
+    model_config = train_gpt2.GPTConfig(1, 2, 16, 16, 257, vocab_multiple=1)
+    cfg = dataclasses.replace(
+        PRESETS["laptop"][1], total_batch_size=32 * batch_size, batch_size=batch_size, seq_len=16,
+        data="data", run_name="r", optimizer="adamw", device="cpu", **settings,
+    )  # fmt: skip
+    trainer = train_gpt2.build_trainer(model_config, cfg, World("cpu"))
+    trainer.run_dir.mkdir(parents=True)
+    return trainer
 
 
 def make_run():
-    """A run's folder log/r with a checkpoint, a config.json and a log.jsonl, and its data."""
-    run = small_run()
-    folder.note_settings(run)
-    run.update()
-    run.save()
-    run.writer.finish()
-    about = dict(log_v=5.5, unigram=3.5, tokens=0, train_tokens=2000)
-    said = [{"kind": "start", "step": 0} | about]
+    """A run directory log/r with a checkpoint, a config.json and a log.jsonl, and its data."""
+    trainer = small_trainer()
+    write_config(trainer)
+    trainer.train_step()
+    trainer.save()
+    trainer.checkpointer.finish()
+    records = [{"kind": "start", "step": 0, "log_v": 5.5, "unigram": 3.5, "tokens": 0,
+                "train_tokens": 2000}]  # fmt: skip
     for step in range(1, 5):
-        said += [{"kind": "train", "step": step, "loss": 5.0, "lr": 1e-3, "grad_norm": 1.0,
-                  "tokens": 64 * step, "dt_ms": 3.0, "tok_per_s": 100.0, "forward_ms": 1.0}]  # fmt: skip
-    said += [{"kind": "val", "step": 4, "loss": 5.0, "bits_per_byte": 2.0}]
-    said += [{"kind": "hella", "step": 4, "acc_norm": 0.3, "acc_norm_stderr": 0.01}]
-    said += [{"kind": "sample", "step": 4, "texts": ["a"], "shaded": ["T", SHADES]}]
-    said += [{"kind": "end", "step": 4, "reason": "done"}]
-    lines = [json.dumps(record | {"time": 100.0 + i}) for i, record in enumerate(said)]
+        records += [{"kind": "train", "step": step, "loss": 5.0, "lr": 1e-3, "grad_norm": 1.0,
+                     "tokens": 64 * step, "dt_ms": 3.0, "tok_per_s": 100.0, "forward_ms": 1.0}]  # fmt: skip
+    records += [{"kind": "val", "step": 4, "loss": 5.0, "bits_per_byte": 2.0}]
+    records += [{"kind": "hella", "step": 4, "acc_norm": 0.3, "acc_norm_stderr": 0.01}]
+    records += [{"kind": "sample", "step": 4, "texts": ["a"], "shaded": ["T", SHADES]}]
+    records += [{"kind": "end", "step": 4, "reason": "done"}]
+    lines = [json.dumps(record | {"time": 100.0 + i}) for i, record in enumerate(records)]
     Path("log/r/log.jsonl").write_text("\n".join(lines) + "\n")
 
 
 def read_run(updates=1):
-    """The model, the report's settings, and --resume as far as the first update."""
-    models.load("log/r")
+    """Load the model, write a report, and resume up to and including the first update."""
+    load_model("log/r")
     report.write_page([Path("log/r")], Path("report.html"))
-    reason, model, cfg = settings.choose_defaults(["--resume", "--run_name", "r"], PRESETS, "gpt2")
-    settings.check(model, cfg)
+    args = ["--resume", "--run_name", "r"]
+    _, model_config, cfg = choose_defaults(args, PRESETS, train_gpt2.Trainer)
+    cfg.validate(model_config)
     world = World("cpu")
-    model, cfg, state = settings.resolve(model, cfg, world, PRESETS)
-    run = train_gpt2.set_up(model, cfg, world, state)
+    model_config, cfg, state = resolve_config(model_config, cfg, world, PRESETS, train_gpt2.Trainer)
+    trainer = train_gpt2.build_trainer(model_config, cfg, world, state)
     if updates:
-        run.update()
+        trainer.train_step()
 
 
 def read_log():
-    folder.is_finished(Path("log/r"))
+    is_finished(Path("log/r"))
     report.write_page([Path("log/r")], Path("report.html"))
     plot.draw([Path("log/r")], "loss.png")
 
 
 def make_spike():
-    """A run with spike_000001.json and .pt, as if its first update had been one."""
-    run = small_run(64, on_spike="record")  # where a size is lost, its default is soon made too
-    guard, losses = Spikes(run), torch.zeros(2)
-    guard.recorder.begin()
-    run.update()
-    guard.report(1, guard.numbers, losses, range(run.loader.step_sequences))
+    """A run with spike_000001.json and .pt, as if its first update had been a spike."""
+    # a large batch, so that a mutated file without a size does not get a much larger default
+    trainer = small_trainer(64, on_spike="record")
+    health = trainer.health
+    health.snapshotter.capture()
+    losses, _ = trainer.train_step()
+    health.report_spike(1, health.stats, losses, range(trainer.loader.step_sequences))
 
 
 def read_spike():
@@ -245,34 +250,36 @@ def read_shards():
         shards.batch(np.arange(0, 4 * len(shards), max(1, len(shards) // 4))[:16], 16)
 
 
-def prepare(**more):
-    """fineweb.py of the texts in `in`, or on from where its manifest is."""
-    how = dict(source="in", out="data", tokenizer="bytes", shard_tokens="2000", workers=0)
-    fineweb.build(fineweb.completed(fineweb.Config(**how | more)))
+def build_data(**changes):
+    """Run fineweb.py on the texts in `in`, or resume from its manifest."""
+    flags = dict(source="in", out="data", tokenizer="bytes", shard_tokens="2000", workers=0)
+    fineweb.build(fineweb.completed(fineweb.Config(**flags | changes)))
 
 
 def make_manifest():
     write_lines("t.jsonl", ROWS)
-    prepare(tokens="3000")
+    build_data(tokens="3000")
 
 
-def make_pieces():
+def make_wordpiece():
     write_lines("t.jsonl", ROWS)
-    prepare(tokenizer="wordpiece", vocab_size=300)
+    build_data(tokenizer="wordpiece", vocab_size=300)
 
 
-def read_pieces():
-    """As bert.py does."""
+def read_wordpiece():
+    """Use the tokenizer as bert.py does."""
     tokenizer = get_tokenizer("data/tokenizer.json")
-    bert.Masking(tokenizer, bert.BertConfig(vocab_size=tokenizer.vocab_size), whole_words=True)
+    bert.Masking(
+        tokenizer, bert.BertConfig(vocab_size=tokenizer.vocab_size), whole_word_masking=True
+    )
     tokenizer.decode(tokenizer.encode(TEXTS[4]))
 
 
 def read_manifest():
     fineweb.main(["--verify", "--out", "data"])
     TokenShards("data", "train", 257)
-    settings.vocab_size(train_gpt2.GPTConfig(vocab_size=0), PRESETS["laptop"][1], PRESETS)
-    prepare()
+    resolve_vocabulary(train_gpt2.GPTConfig(vocab_size=0), PRESETS["laptop"][1], PRESETS)
+    build_data()
 
 
 def write_lines(name, rows, pack=bytes):
@@ -289,59 +296,59 @@ def write_parquet():
 
 
 def read_hellaswag():
-    hellaswag.choose(read_examples("in/h.jsonl"), get_tokenizer("bytes"), 64)
+    hellaswag.tokenize_examples(hellaswag.read_examples("in/h.jsonl"), get_tokenizer("bytes"), 64)
 
 
 @dataclass
 class Kind:
-    make: object  # writes good files into the folder that we are in
-    files: str  # those that are changed
-    read: object  # as the commands do
-    change: object = change_bytes  # what knows the format; plain bytes are changed too
+    make: Callable  # writes valid files into the working directory
+    files: str  # glob pattern of those that are mutated
+    read: Callable  # reads them as the commands do
+    mutate: Callable = mutate_bytes  # one that knows the format; half of all mutations are of bytes
 
 
 def compressed(suffix, unpack, pack):
-    def change(data, rng):
-        return pack(change_json(unpack(data), rng))
+    def mutate(data, rng):
+        return pack(mutate_json(unpack(data), rng))
 
-    return Kind(lambda: write_lines(f"t.jsonl.{suffix}", ROWS, pack), "in/*", prepare, change)
+    return Kind(lambda: write_lines(f"t.jsonl.{suffix}", ROWS, pack), "in/*", build_data, mutate)
 
 
 KINDS = {
-    "checkpoint": Kind(make_run, "log/r/model_*.pt", read_run, change_checkpoint),
-    "config": Kind(make_run, "log/r/config.json", lambda: read_run(0), change_json),
-    "log": Kind(make_run, "log/r/log.jsonl", read_log, change_json),
-    "spike": Kind(make_spike, "log/r/spike_*.json", read_spike, change_json),
-    "recording": Kind(make_spike, "log/r/spike_*.pt", read_spike, change_checkpoint),
+    "checkpoint": Kind(make_run, "log/r/model_*.pt", read_run, mutate_checkpoint),
+    "config": Kind(make_run, "log/r/config.json", lambda: read_run(0), mutate_json),
+    "log": Kind(make_run, "log/r/log.jsonl", read_log, mutate_json),
+    "spike": Kind(make_spike, "log/r/spike_*.json", read_spike, mutate_json),
+    "recording": Kind(make_spike, "log/r/spike_*.pt", read_spike, mutate_checkpoint),
     "npy": Kind(lambda: make_shards("npy"), "data/*.npy", read_shards),
     "bin": Kind(lambda: make_shards("bin"), "data/*.bin", read_shards),
-    "tokenizer": Kind(make_pieces, "data/tokenizer.json", read_pieces, change_json),
-    "manifest": Kind(make_manifest, "data/manifest.json", read_manifest, change_json),
-    "hf_config": Kind(make_hugging_face, "model/config.json", lambda: models.load("model"), change_json),
-    "safetensors": Kind(make_hugging_face, "model/model.safetensors", lambda: models.load("model"),
-                        change_safetensors),
-    "export": Kind(make_export, "model/*", lambda: models.load("model")),
-    "hellaswag": Kind(lambda: write_lines("h.jsonl", [ENDINGS] * 9), "in/*", read_hellaswag, change_json),
-    "parquet": Kind(write_parquet, "in/*", prepare),
-    "jsonl": Kind(lambda: write_lines("t.jsonl", ROWS), "in/*", prepare, change_json),
+    "tokenizer": Kind(make_wordpiece, "data/tokenizer.json", read_wordpiece, mutate_json),
+    "manifest": Kind(make_manifest, "data/manifest.json", read_manifest, mutate_json),
+    "hf_config": Kind(make_hugging_face, "model/config.json", lambda: load_model("model"), mutate_json),
+    "safetensors": Kind(make_hugging_face, "model/model.safetensors", lambda: load_model("model"),
+                        mutate_safetensors),
+    "export": Kind(make_export, "model/*", lambda: load_model("model")),
+    "hellaswag": Kind(lambda: write_lines("h.jsonl", [ENDINGS] * 9), "in/*", read_hellaswag, mutate_json),
+    "parquet": Kind(write_parquet, "in/*", build_data),
+    "jsonl": Kind(lambda: write_lines("t.jsonl", ROWS), "in/*", build_data, mutate_json),
     "gz": compressed("gz", gzip.decompress, gzip.compress),
     "zst": compressed("zst", zstd("-d"), zstd()),
-    "chat": Kind(lambda: write_lines("c.jsonl", CHATS), "in/*", prepare, change_json),
+    "chat": Kind(lambda: write_lines("c.jsonl", CHATS), "in/*", build_data, mutate_json),
 }  # fmt: skip
 
-# ------------------------------------------------------------------------------------- 3. the child
+# --------------------------------------------------------------------------------- 3. child process
 
 
-def try_one(kind, good, seed):
-    """What the reader of a kind makes of the file of this seed, in a folder of its own: "fine",
-    "refused", or the traceback of what it should not have raised."""
+def try_one(kind, valid, seed):
+    """Read the mutated file of this seed in a copy of the folder `valid`. Returns "fine",
+    "refused", or the traceback of an exception that it should not have raised."""
     rng = random.Random(f"{kind}{seed}")
     with tempfile.TemporaryDirectory(prefix="fuzz") as case:
-        shutil.copytree(good, case, dirs_exist_ok=True)
+        shutil.copytree(valid, case, dirs_exist_ok=True)
         os.chdir(case)
         path = rng.choice(sorted(Path().glob(KINDS[kind].files)))
-        change = rng.choice([change_bytes, KINDS[kind].change])
-        path.write_bytes(change(path.read_bytes(), rng))
+        mutate = rng.choice([mutate_bytes, KINDS[kind].mutate])
+        path.write_bytes(mutate(path.read_bytes(), rng))
         signal.alarm(SECONDS)
         forbid.active = True
         try:
@@ -350,17 +357,19 @@ def try_one(kind, good, seed):
         except UserError:
             return "refused"
         except BaseException as error:
-            # what every command says in a sentence: too long a path, more memory than there is at once
-            said = isinstance(error, (OSError, RuntimeError)) and in_words(error)[0]
-            return "refused" if said else traceback.format_exc()
+            # errors that every command prints as a sentence, and an allocation beyond the limit
+            refused = isinstance(error, (OSError, RuntimeError)) and (
+                is_oom(error) or format_error(error)[0]
+            )
+            return "refused" if refused else traceback.format_exc()
         finally:
             forbid.active = False
             signal.alarm(0)
-            os.chdir(good)
+            os.chdir(valid)
 
 
 def forbid(event, args):
-    """An audit hook: a file must not start a program, nor reach a network."""
+    """Audit hook: raise if reading a file starts a program or opens a connection."""
     if forbid.active and event in FORBIDDEN:
         raise AssertionError(f"{event} {args}")
 
@@ -368,8 +377,8 @@ def forbid(event, args):
 forbid.active = False
 
 
-def limit():
-    """What a child may do."""
+def limit_child():
+    """Set the limits of a child process and silence it."""
     sys.addaudithook(forbid)
     torch.set_num_threads(1)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
@@ -380,18 +389,18 @@ def limit():
         os.dup2(quiet, number)
 
 
-def outcomes(kind, good, seeds):
-    """Yield (seed, what try_one says, or that it ended the child) of each."""
+def outcomes(kind, valid, seeds):
+    """Yield (seed, try_one's result) for each seed; a child process that dies is a result too."""
     seeds, fork = list(seeds), multiprocessing.get_context("fork")
     while seeds:
-        with ProcessPoolExecutor(1, fork, limit) as pool:
+        with ProcessPoolExecutor(1, fork, limit_child) as pool:
             for seed in seeds[:BATCH]:
                 try:
-                    found = pool.submit(try_one, kind, good, seeds.pop(0)).result()
+                    found = pool.submit(try_one, kind, valid, seeds.pop(0)).result()
                 except BrokenProcessPool:
-                    found = "the child has ended: it hung, or was aborted"
+                    found = "the child process died: it hung or was aborted"
                 yield seed, found
-                if found.startswith("the child"):
+                if found.startswith("the child process"):
                     break
 
 
@@ -400,27 +409,29 @@ def outcomes(kind, good, seeds):
 
 @dataclass
 class Config:
-    kind: Literal[("", *KINDS)] = ""  # one kind of file; all if empty
-    count: int = 200  # files of each kind
-    seed: int = 0  # of the first file; the next has the next
+    kind: Literal[("", *KINDS)] = ""  # kind of file; all if empty
+    count: int = 200  # number of files of each kind
+    seed: int = 0  # of the first file; each further file adds 1
 
 
 def main(argv):
-    cfg, found = parse(Config, argv, description=__doc__), {}
+    cfg, found = parse_args(Config, argv, description=__doc__), {}
     for kind in [cfg.kind] if cfg.kind else KINDS:
-        with tempfile.TemporaryDirectory(prefix="fuzz") as good, contextlib.chdir(good):
+        with tempfile.TemporaryDirectory(prefix="fuzz") as valid, contextlib.chdir(valid):
             with contextlib.redirect_stdout(io.StringIO()), tempfile.TemporaryDirectory() as copy:
                 KINDS[kind].make()
-                shutil.copytree(good, copy, dirs_exist_ok=True)
+                shutil.copytree(valid, copy, dirs_exist_ok=True)
                 with contextlib.chdir(copy):
-                    KINDS[kind].read()  # good files are; and what it imports, no child has to
+                    KINDS[
+                        kind
+                    ].read()  # valid files must pass; the imports are then done for all children
             counts = Counter()
-            for seed, outcome in outcomes(kind, good, range(cfg.seed, cfg.seed + cfg.count)):
-                ours = outcome in ("fine", "refused")
-                counts[outcome if ours else "FOUND"] += 1
+            for seed, outcome in outcomes(kind, valid, range(cfg.seed, cfg.seed + cfg.count)):
+                passed = outcome in ("fine", "refused")
+                counts[outcome if passed else "FOUND"] += 1
                 where = [line for line in outcome.splitlines() if line.startswith("  File")][-1:]
                 key = kind, outcome.splitlines()[-1][:60], *where
-                if not ours and key not in found:
+                if not passed and key not in found:
                     found[key] = seed
                     print(f"--kind {kind} --seed {seed} --count 1: {outcome}", flush=True)
             print(kind, dict(counts), flush=True)
@@ -428,4 +439,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    command(main)
+    run_main(main)

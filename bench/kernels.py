@@ -1,30 +1,30 @@
-"""Where a step's time goes: its kernels by class, from a trace of the profiler.
+"""Kernel time of a training step by class, from a profiler trace. Used by ladder.py and
+parallel.py.
 
-kernel_ms is kernel time by class, divided by the step's micro-steps (optimizer too, so that classes
-times micro-steps add up to a step). What is launched after the last backward pass is "optimizer";
-the rest goes by the kernel's name. Products of math attention count as matmul, its softmax as
-attention. idle is time in which no kernel runs, and the profiler adds to it.
+kernel_ms is kernel time by class divided by the step's micro-steps, the optimizer's too, so that
+the classes times the micro-steps add up to a step. Kernels launched after the last backward pass
+are "optimizer"; all others are classified by name. The matmuls of math attention count as matmul,
+its softmax as attention. idle is time in which no kernel runs; profiling increases it.
 """
 
-import contextlib
 import json
 import re
 import tempfile
 from pathlib import Path
 
 import torch
-from records import ROOT  # noqa: F401 - it puts the project on the path
+from records import ROOT  # noqa: F401 - puts the project on the path
 
 from lab.cli import UserError
 from lab.files import read_json
 
-# The first pattern that is found in a kernel's name decides; what none fits is elementwise or norm.
+# The first pattern found in a kernel's name decides; without a match it is elementwise or a norm.
 KINDS = [
     ("communication", r"nccl"),
     ("loss", r"^(loss|row|tile)$|log_?softmax|nll_loss|cross_entropy|loss_kernel"),
-    # Inductor names a kernel after the operations it fuses and sometimes after their neighbours:
-    # one that begins with triton_ and holds attention's is a copy beside it, but for the softmax of
-    # math attention. dot_do_o and convert_dq are cuDNN's, before and after its backward kernel
+    # Inductor names a kernel after the operations it fuses and sometimes after neighbors: a triton_
+    # kernel with attention in its name is a copy next to it, except the softmax of math attention.
+    # dot_do_o and convert_dq are cuDNN's, before and after its backward kernel
     ("attention", r"^(?!triton_).*(sdpa|flash|fmha|attention|attn|dot_do_o|convert_dq)|softmax"),
     (
         "matmul",
@@ -35,7 +35,7 @@ KINDS = [
     ("copy", r"memcpy|memset|copy"),
 ]
 CLASSES = "matmul attention loss elementwise optimizer communication copy idle".split()
-MARKER = "spin_kernel"  # what torch.cuda._sleep launches
+MARKER = "spin_kernel"  # the kernel of torch.cuda._sleep
 
 
 def kind_of(name):
@@ -44,36 +44,26 @@ def kind_of(name):
     return next(matches, "elementwise")
 
 
-@contextlib.contextmanager
-def marked(run):
-    """Within, each update drops a kernel of its own into the stream before the gradient is clipped
-    and after the optimizer's step, so that a profile shows which kernels are the optimizer's."""
-    clip, zero_grad = run.clip_grad_norm, run.optimizer.zero_grad
+class KernelMarker:
+    """In place of a trainer's StepTimer: marks phases in a profile with a kernel of their own.
 
-    def marked_clip(max_norm):
-        torch.cuda._sleep(1)
-        return clip(max_norm)
+    The last two marks of a step are the end of its last backward pass and of the optimizer's step,
+    so the kernels between them are the optimizer's."""
 
-    def marked_zero_grad(**how):
-        torch.cuda._sleep(1)
-        zero_grad(**how)
-
-    run.clip_grad_norm, run.optimizer.zero_grad = marked_clip, marked_zero_grad
-    try:
-        yield
-    finally:
-        run.clip_grad_norm, run.optimizer.zero_grad = clip, zero_grad
+    def mark(self, phase):
+        if phase in ("backward", "optimizer"):
+            torch.cuda._sleep(1)
 
 
 def device_events(events):
-    """Those of a Chrome trace's events that ran on the GPU, in the order of their beginning."""
+    """The events of a Chrome trace that ran on the GPU, by start time."""
     found = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     return sorted(found, key=lambda e: e["ts"])
 
 
 def kernel_times(events, micro_steps):
-    """(kernel_ms by class for a micro-step, ms of the whole window) of a step's Chrome trace
-    events. ts and dur are in microseconds."""
+    """(kernel_ms by class per micro-step, ms from the first kernel to the last) of a step's Chrome
+    trace events. ts and dur are in microseconds."""
     kernels = device_events(events)
     marks = [e["ts"] for e in kernels if MARKER in e["name"]]
     kernels = [e for e in kernels if MARKER not in e["name"]]
@@ -86,16 +76,19 @@ def kernel_times(events, micro_steps):
         spent[kind] += e["dur"]
     spans = [(e["ts"], e["ts"] + e["dur"]) for e in kernels]
     window = max(end for _, end in spans) - spans[0][0]
-    spent["idle"] = window - covered(spans)  # kernels that overlap count once
+    spent["idle"] = window - covered(spans)  # overlapping kernels count once
     kernel_ms = {kind: round(us / 1000 / micro_steps, 3) for kind, us in spent.items()}
     return kernel_ms, round(window / 1000, 2)
 
 
-def profile(run):
-    """kernel_times of one more update of a Run."""
-    with marked(run):
-        events = trace(run.update)
-    return kernel_times(events, run.loader.grad_accum_steps)
+def profile(trainer):
+    """kernel_times of one more update."""
+    timer, trainer.timer = trainer.timer, KernelMarker()
+    try:
+        events = trace(trainer.train_step)
+    finally:
+        trainer.timer = timer
+    return kernel_times(events, trainer.loader.grad_accum_steps)
 
 
 def trace(step):
@@ -110,19 +103,20 @@ def trace(step):
 
 
 def read_extract(path):
-    """An extract of a trace: {mode, world_size, device, torch, kernels: [class, name, stream,
-    start_us, dur_us]}. Raises UserError."""
-    way_out = "bench/parallel.py --trace FOLDER writes one"
+    """Read an extract of a trace: {mode, world_size, device, torch, kernels: [class, name, stream,
+    start_us, dur_us]}. Raises UserError if it is damaged or has no kernels."""
+    hint = "bench/parallel.py --trace FOLDER writes one"
     fields = dict(mode=str, world_size=int, device=str, torch=str, kernels=list)
-    extract = read_json(path, way_out, **fields)
+    extract = read_json(path, hint, **fields)
     if not extract["kernels"]:
-        raise UserError(f"{path} has no kernel; {way_out}, on a GPU")
+        raise UserError(f"{path} has no kernels; {hint}, on a GPU")
     return extract
 
 
 def communication(kernels):
-    """Microseconds of a step, of it with communication, and of that hidden under computation, from
-    the kernels of an extract. NCCL's that wait for a slower GPU are no different here."""
+    """Microseconds of a step, of its communication, and of communication that overlaps computation,
+    from the kernels of an extract. NCCL kernels that wait for a slower GPU count as
+    communication."""
     spans = [(start, start + dur) for _, _, _, start, dur in kernels]
     sends = [span for span, kernel in zip(spans, kernels) if kernel[0] == "communication"]
     computes = [span for span, kernel in zip(spans, kernels) if kernel[0] != "communication"]
@@ -133,7 +127,7 @@ def communication(kernels):
 
 
 def covered(intervals):
-    """Length of the points that lie in at least one of the intervals (start, end)."""
+    """Total length of the union of intervals (start, end)."""
     length, reached = 0, float("-inf")
     for start, end in sorted(intervals):
         length += max(0, end - max(start, reached))

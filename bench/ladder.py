@@ -1,25 +1,26 @@
-"""The ladder of speed-ups, rung by rung, and what else decides the speed of a step.
+"""Measure each optimization of a training step on top of the ones before it: the speed ladder.
 
     python bench/ladder.py                                     # GPT-2 124M, from plain float32 to 8 bits
-    python bench/ladder.py --groups loss --data edu_fineweb10B # what the rungs do to the loss, three seeds
-    python bench/ladder.py --groups speed --shapes 4x256 12x768 --data edu_fineweb10B  # --speed, measured
+    python bench/ladder.py --groups loss --data edu_fineweb10B # effect of the rungs on the loss, 3 seeds
+    python bench/ladder.py --groups speed --shapes 4x256 12x768 --data edu_fineweb10B
     python bench/ladder.py --groups speed --shapes masked-4x256 bert-base --data data/wikitext103
     python bench/ladder.py --shapes gpt2-large gpt2-xl --batch_size 16 --tokens_per_step 16384
-    python bench/ladder.py --table                             # what the file holds; needs no GPU
-    python bench/ladder.py --shapes tiny --device cpu --out try.jsonl      # a try; its times mean nothing
+    python bench/ladder.py --table                             # print the recorded tables; needs no GPU
+    python bench/ladder.py --shapes tiny --device cpu --out try.jsonl      # dry run on a CPU
 
-Each measurement is one JSON line, written when it is done. Started again, the same command goes on
-where it stopped, and tries again what failed. A variant that does not fit in memory gets half the
-micro-batch, with the same tokens per step; the line says which it got. Of one that compiles, the
-first loss is compared with the uncompiled model's (compiled.py): a time of wrong results is none.
+Each measurement is one JSON line, written when it is done. Repeat an interrupted command to
+continue where it stopped and to retry failures. A variant that does not fit in memory runs with
+half the micro-batch and the same tokens per step; its record has the size used. The first loss of a
+compiled variant is compared with the uncompiled model's (compiled.py), because a time of wrong
+results is worthless.
 
-A timing is of the trainer's whole steps: data, forward and backward of all micro-steps, clipping,
-optimizer. Of 5 + --steps steps the first 5 are dropped. What the first one, with that comparison,
-takes more than the median is compile_s: a variant's first seed finds nothing of earlier
-compilations, and the later ones its own. One more step runs under the profiler: kernel_ms is its
-kernel time by class (kernels.py). A loss run trains from scratch with warm-up (a tenth of the steps)
-and cosine. Its seconds leave out the first step, where compilation is, and count an average one for
-it.
+A timing covers the trainer's whole steps: data, forward and backward passes of all micro-steps,
+clipping, optimizer. Of 5 + --steps steps the first 5 are dropped. compile_s is how much longer the
+first step takes than the median step, including that comparison. A variant's first seed starts with
+an empty compiler cache; later seeds use what it has left. One more step runs under the profiler:
+kernel_ms is its kernel time by class (kernels.py). A loss run trains from scratch with warmup (a
+tenth of the steps) and cosine decay. Its seconds count the first step, which compiles, as an
+average one.
 """
 
 import dataclasses
@@ -35,7 +36,7 @@ from typing import Literal
 
 import numpy as np
 import torch
-from compiled import differs
+from compiled import compile_error
 from kernels import CLASSES, profile
 from records import (
     RUNS,
@@ -50,109 +51,111 @@ from records import (
     read_records,
     recorded,
 )
-from rungs import SHAPES, TRAINED, UNCOMPILED, VARIANTS, cases, key_of, put_in, raced
-from timing import forget, peak_gib, time_updates
+from rungs import SHAPES, TRAINED, UNCOMPILED, VARIANTS, cases, key_of, raced, replace_head_and_mlp
+from timing import peak_gib, reset_state, time_updates
 from torch._inductor.utils import fresh_cache
 
 import bert
 import train_gpt2
-from lab.cli import UserError, command, out_of_memory, parse
-from lab.data import TokenShards
-from lab.device import peak_flops
-from lab.evals import evaluate
-from lab.world import World
+from lab.cli import UserError, is_oom, parse_args, run_main
+from lab.data.shards import TokenShards
+from lab.distributed import World
+from lab.eval.validation import evaluate
+from lab.hardware import peak_flops
 
-WARM_UP = 5  # steps dropped before the timed ones, the compiling one included
+WARMUP_STEPS = 5  # steps dropped before the timed ones, including the one that compiles
 
 
 @dataclass
 class Config:
-    shapes: tuple[Literal[tuple(SHAPES)], ...] = ("gpt2",)  # models; tiny is for tries
-    groups: tuple[Literal[tuple(VARIANTS)], ...] = ("rungs",)  # what is compared
-    variants: tuple[str, ...] = ()  # of the groups; all if empty
+    shapes: tuple[Literal[tuple(SHAPES)], ...] = ("gpt2",)  # models; tiny is for dry runs
+    groups: tuple[Literal[tuple(VARIANTS)], ...] = ("rungs",)  # comparisons, see bench/rungs.py
+    variants: tuple[str, ...] = ()  # which variants of the groups; all if empty
     steps: int = 20  # timed steps
-    tokens_per_step: int = 0  # not of group loss; 0 is the shape's, in group speed one micro-step
-    batch_size: int = 0  # micro-batch to begin with; 0 is the shape's (gpt2: 64)
+    tokens_per_step: int = 0  # 0: the shape's; in group speed one micro-step; not for group loss
+    batch_size: int = 0  # first micro-batch to try; 0 is the shape's (gpt2: 64)
     data: str = ""  # folder of token shards; random tokens for timings if empty
     seed: int = 1337  # first seed
-    seeds: int = 3  # groups loss and speed: how many
+    seeds: int = 3  # groups loss and speed: number of seeds
     loss_steps: int = 300  # groups loss and speed: steps
     loss_tokens: int = 65536  # group loss: tokens per step
     val_tokens: int = 1048576  # groups loss and speed: tokens of the final validation
     device: str = "auto"  # cuda, cuda:N or cpu
-    table: bool = False  # print the tables of --out, and stop
+    table: bool = False  # print the tables of --out and exit
     out: str = str(RUNS / "ladder.jsonl")  # file of measurements
 
 
 # ------------------------------------------------------------------------------- one measurement
 
 
-class AtOnce:
-    """In place of a loader's thread: a batch is read when it is asked for, and none before."""
+class NoPrefetch:
+    """In place of a loader's thread: reads a batch when it is needed instead of in advance."""
 
     def submit(self, function, *args):
         return SimpleNamespace(result=partial(function, *args))
 
 
 def build(case, batch_size, args, world):
-    """The trainer's Run of a case, with what the trainer has no switch for put in from outside."""
+    """The trainer of a case, with the settings applied for which the programs have no flag."""
     model_config, cfg, own = case.configs(args)
     cfg = dataclasses.replace(cfg, batch_size=batch_size)
     program = bert if isinstance(model_config, bert.BertConfig) else train_gpt2
-    torch.set_float32_matmul_precision("highest")  # the case before may have left TF32 on
+    torch.set_float32_matmul_precision("highest")  # the previous case may have enabled TF32
     if case.group == "speed":
-        run = program.set_up(model_config, cfg, world)
-        run.loader.worker = run.loader.worker if own.read_ahead else AtOnce()
-        return run
+        trainer = program.build_trainer(model_config, cfg, world)
+        trainer.loader.worker = trainer.loader.worker if own.read_ahead else NoPrefetch()
+        return trainer
     cfg = dataclasses.replace(cfg, kernels="plain", compile=False)
-    run = program.set_up(model_config, cfg, world)
-    put_in(run.raw_model, own, run.precision)
-    if own.adamw == "loop":  # AdamW reads its way of computing from its groups in each step
-        for group in run.optimizer.param_groups:
+    trainer = program.build_trainer(model_config, cfg, world)
+    replace_head_and_mlp(trainer.raw_model, own, trainer.precision)
+    if own.adamw == "loop":  # AdamW reads these from its groups in each step
+        for group in trainer.optimizer.param_groups:
             group["fused"] = group["foreach"] = False
     if own.compile_mode != "none":
-        run.model = torch.compile(run.raw_model, dynamic=False)
-    return run
+        trainer.model = torch.compile(trainer.raw_model, dynamic=False)
+    return trainer
 
 
-def first_step(run):
-    """Seconds of the step that compiles, with the comparison before it, and its loss. The
-    comparison is about the weights that training starts from: after an update, biases below the
-    rounding of a 16-bit residual stream made 0.015 nats of difference at 1558M, in a compiler that
-    did not err (docs/LOG.md).
+def first_step(trainer):
+    """(loss, seconds) of the step that compiles, including the comparison with the uncompiled
+    model.
+
+    The comparison uses the initial weights. After an update, biases below the rounding of a 16-bit
+    residual stream made a difference of 0.015 nats at 1558M although the compiled model was correct
+    (docs/LOG.md).
     """
-    run.world.synchronize()
+    trainer.world.synchronize()
     t0 = time.perf_counter()
-    if wrong := differs(run):
-        raise FloatingPointError(f"a time of wrong results is none; {wrong}")
-    losses, _ = run.update()
+    if wrong := compile_error(trainer):
+        raise FloatingPointError(f"wrong results, so the time is worthless: {wrong}")
+    losses, _ = trainer.train_step()
     return losses.sum().item(), time.perf_counter() - t0
 
 
-def facts(run):
-    peak, loader = peak_gib(run.world.device), run.loader
+def describe(trainer):
+    peak, loader = peak_gib(trainer.world.device), trainer.loader
     return dict(
         batch_size=loader.batch_size,
         seq_len=loader.seq_len,
         micro_steps=loader.grad_accum_steps,
-        precision=run.precision.name,
+        precision=trainer.precision.name,
         peak_gib=round(peak, 2) if peak else None,
     )
 
 
-def time_steps(run, args):
-    """The timing groups' numbers."""
-    device = run.world.device
-    first_loss, first = first_step(run)
-    for _ in range(WARM_UP - 1):
-        run.update()
-    ms, losses, state = time_updates(run, args.steps)
+def time_steps(trainer, args):
+    """The numbers of a timing."""
+    device = trainer.world.device
+    first_loss, first = first_step(trainer)
+    for _ in range(WARMUP_STEPS - 1):
+        trainer.train_step()
+    ms, losses, state = time_updates(trainer, args.steps)
     if not np.isfinite(losses[-1]):
-        raise FloatingPointError(f"the loss is {losses[-1]}: a time of wrong results is none")
+        raise FloatingPointError(f"the loss is {losses[-1]}, so the time is worthless")
     low, middle, high = np.percentile(ms, [25, 50, 75])
-    flops, peak = run.raw_model.flops_per_token(run.cfg.seq_len), peak_flops(device)
-    rate = 1000 * run.cfg.total_batch_size / middle
-    numbers = facts(run) | dict(
+    flops, peak = trainer.raw_model.flops_per_token(trainer.cfg.seq_len), peak_flops(device)
+    rate = 1000 * trainer.cfg.total_batch_size / middle
+    numbers = describe(trainer) | dict(
         step_ms=[round(t, 2) for t in ms],
         median_ms=round(float(middle), 2),
         iqr_ms=round(float(high - low), 2),
@@ -163,33 +166,38 @@ def time_steps(run, args):
     )
     numbers |= state | dict(kernel_ms=None, profiled_ms=None)
     if device.type == "cuda":
-        numbers["kernel_ms"], numbers["profiled_ms"] = profile(run)
+        numbers["kernel_ms"], numbers["profiled_ms"] = profile(trainer)
     return numbers
 
 
-def train_from_scratch(run, args):
-    """The numbers of the groups that train. The curve's entries are [finished steps, seconds, mean training
-    loss since the entry before]: every 10 steps, in a short run more often."""
-    steps, curve = run.cfg.max_steps, []
+def train_from_scratch(trainer, args):
+    """The numbers of a training run. An entry of its curve is [step, seconds, mean training loss
+    since the previous entry], every 10 steps or, in a short run, more often."""
+    steps, curve = trainer.cfg.max_steps, []
     every = min(10, max(1, steps // 20))
-    first_loss, first = first_step(run)
-    t0, losses = time.perf_counter(), [torch.tensor(first_loss, device=run.world.device)]
-    while run.step < steps:
-        losses.append(run.update()[0].sum())
-        if run.step % every == 0 or run.step == steps:
+    first_loss, first = first_step(trainer)
+    t0, losses = time.perf_counter(), [torch.tensor(first_loss, device=trainer.world.device)]
+    while trainer.step < steps:
+        losses.append(trainer.train_step()[0].sum())
+        if trainer.step % every == 0 or trainer.step == steps:
             values = torch.stack(losses).tolist()  # waits for the device, as the trainer's log does
             if not np.isfinite(values).all():
-                raise FloatingPointError(f"the loss is not finite before step {run.step}")
+                raise FloatingPointError(f"the loss is not finite before step {trainer.step}")
             # the first step counts as an average one
-            seconds = (time.perf_counter() - t0) * run.step / max(1, run.step - 1)
-            curve.append([run.step, round(seconds, 3), round(float(np.mean(values)), 4)])
+            seconds = (time.perf_counter() - t0) * trainer.step / max(1, trainer.step - 1)
+            curve.append([trainer.step, round(seconds, 3), round(float(np.mean(values)), 4)])
             losses = []
-    shards = TokenShards(run.cfg.data, "val", run.raw_model.config.vocab_size)
-    cfg, hide = dataclasses.replace(run.cfg, val_tokens=args.val_tokens), run.loader.transform
-    how = dict(measure=bert.Bert.sums, transform=hide) if hide else {}
-    batch_size = run.loader.batch_size
-    sums = evaluate(run.raw_model, shards, cfg, batch_size, run.world, run.precision, **how)
-    return facts(run) | dict(
+    shards = TokenShards(trainer.cfg.data, "val", trainer.raw_model.config.vocab_size)
+    cfg, mask = (
+        dataclasses.replace(trainer.cfg, val_tokens=args.val_tokens),
+        trainer.loader.transform,
+    )
+    options = dict(measure=bert.Bert.sums, transform=mask) if mask else {}
+    batch_size = trainer.loader.batch_size
+    sums = evaluate(
+        trainer.raw_model, shards, cfg, batch_size, trainer.world, trainer.precision, **options
+    )
+    return describe(trainer) | dict(
         curve=curve,
         seconds=seconds,
         compile_s=round(max(0.0, first - seconds / steps), 2),
@@ -200,21 +208,21 @@ def train_from_scratch(run, args):
 
 
 def measure(case, args, world):
-    """One measurement, with half the micro-batch as often as it takes to fit."""
+    """One measurement; halves the micro-batch until it fits in memory."""
     batch_size = case.configs(args)[1].batch_size
     function = train_from_scratch if case.group in TRAINED else time_steps
     while True:
-        forget(world.device)
+        reset_state(world.device)
         try:
-            # the run has no name here, so that one that did not fit is let go of
+            # unnamed, so that a trainer that did not fit is freed
             return function(build(case, batch_size, args, world), args)
         except (RuntimeError, MemoryError) as error:
-            if not out_of_memory(error) or batch_size == 1:
+            if not is_oom(error) or batch_size == 1:
                 raise
         batch_size //= 2
 
 
-def in_short(record):
+def one_line(record):
     if record["error"]:
         return record["error"]
     if record["group"] in TRAINED:
@@ -223,22 +231,22 @@ def in_short(record):
 
 
 def measure_all(todo, args, world):
-    """Measure, write, go on. A failure is one line in the file. Returns how many failed."""
+    """Measure and record all cases; an error is recorded too. Returns the number of failures."""
     gpu, failures, number = gpu_name(world.device), 0, 0
     for _, seeds in groupby(todo, key=lambda case: (case.group, case.shape, case.variant)):
-        with fresh_cache():  # its compilations find no files of earlier ones
+        with fresh_cache():  # an empty compiler cache for each variant
             for earlier, case in enumerate(seeds):
                 record = {"bench": "ladder"} | case.about(args, gpu) | origin()
                 record |= dict(data=args.data_name, error=None, cold_cache=not earlier)
                 number += 1
-                what = f"{case.group} {case.shape} {case.variant} seed {case.seed}"
-                print(f"[{number}/{len(todo)}] {what}: ", end="", flush=True)
+                name = f"{case.group} {case.shape} {case.variant} seed {case.seed}"
+                print(f"[{number}/{len(todo)}] {name}: ", end="", flush=True)
                 try:
                     record |= measure(case, args, world)
-                except Exception as error:  # whatever a variant throws is its result
+                except Exception as error:  # of any type: it is the variant's result
                     record["error"] = one_sentence(error)
                     failures += 1
-                print(in_short(record), flush=True)
+                print(one_line(record), flush=True)
                 append_record(args.out, record)
     return failures
 
@@ -247,7 +255,7 @@ def measure_all(todo, args, world):
 
 
 def timing_table(records):
-    """Steps of each variant, with the kernel time by class."""
+    """Print step times of each variant, with the kernel time by class."""
     kinds = [k for k in CLASSES if any((r["kernel_ms"] or {}).get(k) for r in records)]
     rows, first = [], records[:1]
     for r, before in zip(records, [*first, *records]):
@@ -269,7 +277,7 @@ def timing_table(records):
 
 
 def loss_table(records):
-    """Losses of each variant, over the seeds."""
+    """Print the losses of each variant over its seeds."""
     rows = []
     for name, runs in grouped(records, "variant").items():
         val, last = [r["val_loss"] for r in runs], [r["curve"][-1][2] for r in runs]
@@ -282,16 +290,16 @@ def loss_table(records):
 
 
 def speed_table(records):
-    """Speed, memory and both losses of each variant, over the seeds."""
+    """Print speed, memory and both losses of each variant over its seeds."""
     runs, rows = grouped(records, "variant"), []
     seconds = {name: float(np.mean([r["seconds"] for r in of])) for name, of in runs.items()}
     fastest = min(seconds.values(), default=0.0)
     for name, of in runs.items():
         tokens = of[0]["tokens_per_step"] * of[0]["max_steps"]
         rates = sorted(tokens / r["seconds"] for r in of)
-        # no curve says what it was before its first entry
+        # nan before a curve's first entry
         then = [np.interp(fastest, *list(zip(*r["curve"]))[1:], left=math.nan) for r in of]
-        # of the first seed: the later ones find its files
+        # compile_s of the first seed, because later ones use its cache
         val, compile_s = [r["val_loss"] for r in of], of[0]["compile_s"]
         plain = seconds.get(UNCOMPILED.get(name), 0)
         saved = (plain - seconds[name]) / of[0]["max_steps"]
@@ -307,13 +315,13 @@ def speed_table(records):
 
 
 def print_tables(records):
-    """One table for each group, shape, GPU and tokens per step, its rows in the order of the group;
-    of measurements made twice the later one counts."""
+    """Print a table per group, shape, GPU and tokens per step, rows in the group's order. If
+    something was measured twice, the later record counts."""
     keys = ("group", "shape", "gpu", "max_steps", "torch", "tokens_per_step")
     tables = grouped({key_of(r): r for r in records}.values(), *keys)
     for (group, shape, gpu, steps, version, tokens), members in tables.items():
         order = {v: i for i, v in enumerate(VARIANTS.get(group, ()))}
-        # records outlive their variants: those go from the slowest to the fastest
+        # variants that no longer exist come last, from the slowest to the fastest
         members.sort(key=lambda r: (order.get(r["variant"], 99), r.get("tok_per_s") or 0))
         dates = sorted({r["date"] for r in members})
         print(
@@ -331,21 +339,22 @@ def print_tables(records):
 
 
 def main(argv):
-    args = parse(Config, argv, description=__doc__)
+    args = parse_args(Config, argv, description=__doc__)
     if args.table:
         return print_tables(recorded(args.out, "ladder"))
-    args.data_name = Path(args.data).name or "random"  # what the records say
-    if not args.data and (learns := set(args.groups) & set(TRAINED)):
-        name = min(learns)
-        raise UserError(f"group {name} learns from text: name a folder of token shards with --data")
+    args.data_name = Path(args.data).name or "random"  # for the records
+    if not args.data and (trained := set(args.groups) & set(TRAINED)):
+        raise UserError(
+            f"groups={min(trained)} trains on text; name a folder of token shards with --data"
+        )
     asked, world = cases(args), World(args.device)
     gpu, cpu = gpu_name(world.device), world.device.type == "cpu"
     done = {key_of(r) for r in read_records(args.out) if not r.get("error")}
     todo = [case for case in asked if key_of(case.about(args, gpu)) not in done]
-    print(f"{len(todo)} of {len(asked)} to do on {gpu}, into {args.out}")
+    print(f"{len(todo)} of {len(asked)} to measure on {gpu}, recorded in {args.out}")
     if cpu and not set(args.shapes) <= {"tiny", "masked-tiny"}:
         raise UserError(
-            "the ladder needs a CUDA GPU; a try: --shapes tiny --device cpu --out try.jsonl"
+            "the ladder needs a CUDA GPU; for a dry run pass --shapes tiny --device cpu --out try.jsonl"
         )
     check_out(args.out, cpu)
     with tempfile.TemporaryDirectory() as folder:
@@ -356,4 +365,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    command(main)
+    run_main(main)

@@ -1,17 +1,17 @@
-"""Seconds of a laptop until a character-level model of Tiny Shakespeare has a validation loss of
-1.88 nats.
+"""Measure the seconds until a character-level model of Tiny Shakespeare has a validation loss of
+1.88.
 
     python bench/laptop.py tinyshakespeare.txt                       # ours alone
     python bench/laptop.py tinyshakespeare.txt --nanogpt nanoGPT     # against a checkout of nanoGPT
 
-nanoGPT's side is its own train.py with the flags that its README gives for a CPU, in a temporary
-copy of the checkout: 4 layers, 128 channels, context 64, batch 12, 2000 steps, AdamW, eager. Ours
-is train_gpt2.py with the flags below. Both get the same characters, of which the first 90 % train
-and the rest validates, and both are timed from the start of their process, imports and set-up
-included, to the first validation loss at or under 1.88 nats a character. nanoGPT's losses are its
-own prints: means of 20 random batches, every 250 steps. Ours are of the whole last tenth. Where
-nanoGPT ends above 1.88, its time is that of its last print. The machine should have nothing else to
-do: the load is printed, and recorded.
+nanoGPT's side is its own train.py in a temporary copy of the checkout, with the flags that its
+README gives for a CPU: 4 layers, 128 channels, context 64, batch 12, 2000 steps, AdamW, eager. Ours
+is train_gpt2.py with the flags below. Both read the same characters, of which the first 90 % are
+for training and the rest for validation. Both are timed from the start of the process, including
+imports and set-up, to the first validation loss of at most 1.88 nats per character. nanoGPT's
+losses are those it prints: means of 20 random batches, every 250 steps. Ours are of the whole last
+tenth. If nanoGPT ends above 1.88, its time is that of its last print. The machine should be idle
+otherwise: its load is printed and recorded.
 """
 
 import json
@@ -30,41 +30,44 @@ import numpy as np
 from records import PIPED, ROOT, append_record, check_out, gpu_name, origin, print_rows
 from tyro.conf import Positional
 
-from lab.cli import UserError, command, parse
-from lab.files import reading
+from lab.cli import UserError, parse_args, run_main
+from lab.files import read_errors
 
 TARGET = 1.88
-NANOGPT = """config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=20 --log_interval=1
+NANOGPT = """config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=20
+--log_interval=1
     --block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000
     --lr_decay_iters=2000 --dropout=0.0""".split()
-OURS = """--preset laptop --device cpu --n_layer 1 --n_head 4 --n_embd 128 --block_size 32 --seq_len 32
+OURS = """--preset laptop --device cpu --n_layer 1 --n_head 4 --n_embd 128 --block_size 32 --seq_len
+32
     --total_batch_size 1024 --batch_size 32 --optimizer muon --muon_lr 0.02 --lr 2e-2 --min_lr 0 --beta1 0.8
     --beta2 0.99 --weight_decay 0 --schedule wsd --warmup_steps 10 --decay_steps 282 --max_steps 470
-    --val_every 470 --val_tokens 0 --sample_every 0 --ckpt_every 0 --log_every 50""".split()
+    --val_every 470 --val_tokens 0 --sample_every 0 --checkpoint_every 0 --log_every 50""".split()
 
 
 @dataclass
 class Config:
-    text: Positional[str]  # a text file, meant to be Tiny Shakespeare
-    nanogpt: str = ""  # checkout of github.com/karpathy/nanoGPT to race against
+    text: Positional[str]  # text file, such as tinyshakespeare.txt
+    nanogpt: str = ""  # checkout of github.com/karpathy/nanoGPT to compare with
     out: str = ""  # append the numbers to this file, as a JSON line
 
 
 def encode(path):
-    """(characters of a text, its ids as characters number 0, 1, ...), as nanoGPT's prepare.py has
-    them."""
-    with reading(path, "text file", "name one, such as tinyshakespeare.txt"):
+    """(sorted characters of a text, the text as indices into them), as in nanoGPT's prepare.py."""
+    with read_errors(path, "text file", "name one, such as tinyshakespeare.txt"):
         text = Path(path).read_text(encoding="utf-8")
     if len(text) < 10_000:
-        raise UserError(f"{path} has {len(text):,} characters, too few to hold out a tenth")
+        raise UserError(
+            f"{path} has {len(text):,} characters, but needs 10,000; pass a longer text"
+        )
     characters = sorted(set(text))
     number = {c: i for i, c in enumerate(characters)}
     return characters, np.array([number[c] for c in text], dtype=np.uint16)
 
 
 def timed_lines(words, folder):
-    """(seconds since the start of the process, line) of all that a command prints. Raises
-    UserError."""
+    """[(seconds since the start of the process, line)] of a command's output. Raises UserError if
+    it fails."""
     t0, lines = time.monotonic(), []
     words = [sys.executable, "-u", *map(str, words)]
     with subprocess.Popen(words, cwd=folder, **PIPED) as process:
@@ -75,10 +78,10 @@ def timed_lines(words, folder):
     return lines
 
 
-def race_nanogpt(checkout, characters, ids, folder):
+def run_nanogpt(checkout, characters, ids, folder):
     """[(seconds, validation loss)] as nanoGPT's train.py prints them."""
     if not (Path(checkout) / "config" / "train_shakespeare_char.py").is_file():
-        raise UserError(f"{checkout} is no checkout of nanoGPT; name one with --nanogpt")
+        raise UserError(f"nanogpt={checkout} is not a checkout of nanoGPT; name one with --nanogpt")
     copy = folder / "nanoGPT"
     shutil.copytree(checkout, copy, ignore=shutil.ignore_patterns(".git", "assets", "out*"))
     data, cut = copy / "data" / "shakespeare_char", int(0.9 * len(ids))
@@ -94,8 +97,8 @@ def race_nanogpt(checkout, characters, ids, folder):
     return found
 
 
-def race_ours(characters, ids, folder):
-    """The same of train_gpt2.py, from its log."""
+def run_ours(characters, ids, folder):
+    """[(seconds, validation loss)] of train_gpt2.py, from its log."""
     cut = int(0.9 * len(ids))
     np.save(folder / "text_train_000001.npy", ids[:cut])
     np.save(folder / "text_val_000000.npy", ids[cut:])
@@ -106,25 +109,25 @@ def race_ours(characters, ids, folder):
     return [(e["time"] - t0, e["loss"]) for e in events if e["kind"] == "val"]
 
 
-def reached(curve):
-    """(seconds, loss) of the first validation at or under TARGET, else of the last."""
+def first_at_target(curve):
+    """(seconds, loss) of the first validation of at most TARGET, or of the last one."""
     return next((point for point in curve if point[1] <= TARGET), curve[-1])
 
 
 def main(argv):
-    cfg = parse(Config, argv, description=__doc__)
+    cfg = parse_args(Config, argv, description=__doc__)
     characters, ids = encode(cfg.text)
     if cfg.out:
         check_out(cfg.out, cpu=False)
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
-        curves = {"ours": race_ours(characters, ids, Path(folder))}
+        curves = {"ours": run_ours(characters, ids, Path(folder))}
         if cfg.nanogpt:
-            curves["nanoGPT"] = race_nanogpt(cfg.nanogpt, characters, ids, Path(folder))
-    ends = {whose: reached(curve) for whose, curve in curves.items()}
+            curves["nanoGPT"] = run_nanogpt(cfg.nanogpt, characters, ids, Path(folder))
+    ends = {name: first_at_target(curve) for name, curve in curves.items()}
     machine = f"{gpu_name('cpu')}, {os.cpu_count()} cores"
     print(f"{machine}, load before {load:.1f}, {time.strftime('%F')}")
-    rows = [[whose, f"{t:.1f}", f"{v:.4f}", str(v <= TARGET)] for whose, (t, v) in ends.items()]
+    rows = [[name, f"{t:.1f}", f"{v:.4f}", str(v <= TARGET)] for name, (t, v) in ends.items()]
     print_rows(["program", "seconds", "validation loss", f"reached {TARGET}"], rows)
     if cfg.nanogpt:
         print(f"ours takes {ends['ours'][0] / ends['nanoGPT'][0]:.2f} of nanoGPT's time")
@@ -136,4 +139,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    command(main)
+    run_main(main)

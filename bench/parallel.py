@@ -1,19 +1,19 @@
-"""Ways to train one GPT-2 on several GPUs, side by side: same model, optimizer, tokens and loss, an
-update after 64 x 1024 tokens of each GPU unless --grad_accum_steps says otherwise.
+"""Compare ways to train one GPT-2 on several GPUs: same model, optimizer, tokens and loss, with an
+update after 64 x 1024 tokens per GPU unless --grad_accum_steps is given.
 
     torchrun --standalone --nproc_per_node=4 bench/parallel.py --round 1
     torchrun --standalone --nproc_per_node=2 bench/parallel.py --modes alone_one zero1_16bit --eight_bits
-    python bench/parallel.py --table                      # what the file holds; needs no GPU
+    python bench/parallel.py --table                      # print the table of --out; needs no GPU
 
 {modes}
 
-All modes start from the same weights and read the same tokens, so the losses of those that exchange
-gradients must agree while few updates are done (the table shows the fifth); updates at a high rate
-carry the last bits of a sum far. A mode is held against one GPU alone: of the same commit and
---round where that was measured, as GPUs of one name differ. A peak of memory may count what the
-mode before had left behind; for one that does not, name one mode a command. Ways that are decided
-(every GPU alone at once, ZeRO-1 in 32 bits, blocks compiled one by one) are in the log; commit
-5d3f79a has their code.
+All modes start from the same weights and read the same tokens, so the losses of the modes that
+reduce gradients must agree for the first few updates (the table shows the fifth). At a high
+learning rate, rounding differences grow with further updates. Modes are compared with a single GPU,
+measured at the same commit and --round if possible, because GPUs of the same name differ. The peak
+of memory may include leftovers of the previous mode; for an exact one, pass one mode per command.
+Variants that lost (every GPU alone at once, ZeRO-1 in 32 bits, blocks compiled one by one) are in
+the log; commit 5d3f79a has their code.
 """
 
 import copy
@@ -39,44 +39,43 @@ from records import (
     random_shards,
     recorded,
 )
-from timing import forget, peak_gib, time_updates
+from timing import peak_gib, reset_state, time_updates
 
-from lab.cli import UserError, command, parse
-from lab.run.settings import check
-from lab.world import World
-from train_gpt2 import PRESETS, set_up
+from lab.cli import UserError, parse_args, run_main
+from lab.distributed import World
+from train_gpt2 import PRESETS, build_trainer
 
 MODES = {
-    "alone_one": "the first GPU trains by itself, the others idle: the rate of one GPU",
-    "ddp": "the trainer's way: DistributedDataParallel, compiled with a cut at each 250 MB of gradients",
-    "zero1_16bit": "the trainer's --parallel zero1: what 16 bits hold travels in 16 bits",
-    "fsdp2": "the trainer's --parallel fsdp2: a block's weights are sent for each pass (ZeRO-3)",
+    "alone_one": "the first GPU trains alone while the others idle",
+    "ddp": "train_gpt2.py's default: DistributedDataParallel with gradient buckets of 250 MB",
+    "zero1_16bit": "--parallel zero1: sharded optimizer state, communication in 16 bits",
+    "fsdp2": "--parallel fsdp2: sharded weights, gathered block by block in each pass (ZeRO-3)",
 }
-__doc__ = __doc__.format(modes="\n".join(f"{name:<12}  {text}" for name, text in MODES.items()))
-# records that agree in these may be held against each other
+__doc__ = __doc__.format(modes="\n".join(f"    {name:<12}  {text}" for name, text in MODES.items()))
+# fields in which comparable records agree
 SAME = "preset world_size batch_size grad_accum_steps compile precision eight_bits data device torch".split()
 
 
 @dataclass
 class Config:
-    modes: tuple[Literal[tuple(MODES)], ...] = ()  # all if empty (of one process alone_one)
+    modes: tuple[Literal[tuple(MODES)], ...] = ()  # all if empty; with one process, alone_one
     preset: Literal[tuple(PRESETS)] = "gpt2"  # the model
     batch_size: int = 64  # sequences per process and micro-step
-    grad_accum_steps: int = 1  # micro-steps of an update
-    steps: int = 40  # updates that are timed
-    warmup: int = 10  # updates before those, after the first
-    round: int | None = None  # a number for what is measured on the same GPUs
-    compile: Literal["model", "off"] = "model"  # as the trainer does, or not at all
-    precision: Literal["bf16", "tf32", "fp32"] = "bf16"
-    eight_bits: bool = False  # the products of the head and the MLP in 8 bits
+    grad_accum_steps: int = 1  # micro-steps per update
+    steps: int = 40  # timed updates
+    warmup: int = 10  # untimed updates after the first
+    round: int | None = None  # a number shared by measurements on the same GPUs
+    compile: Literal["model", "off"] = "model"  # compile the whole model, or nothing
+    precision: Literal["bf16", "tf32", "fp32"] = "bf16"  # as in train_gpt2.py
+    eight_bits: bool = False  # 8-bit matmuls in head and MLPs
     device: str = "auto"  # cuda or cpu
     data: str = ""  # folder of token shards; random tokens if empty
-    trace: str = ""  # folder for MODE.kernels.json, the kernels of one step of the first GPU
-    table: bool = False  # print the table of --out and end
+    trace: str = ""  # write rank 0's kernels of one step to this folder as MODE.kernels.json
+    table: bool = False  # print the table of --out and exit
     out: str = str(RUNS / "parallel.jsonl")  # file of measurements
 
     def tokens(self):
-        """Tokens of an update, on one GPU."""
+        """Tokens per update and GPU."""
         return self.batch_size * PRESETS[self.preset][1].seq_len * self.grad_accum_steps
 
 
@@ -84,7 +83,7 @@ class Config:
 
 
 def build(mode, args, world, data):
-    """The trainer's Run in a mode's way."""
+    """The trainer of a mode."""
     model_config, cfg = PRESETS[args.preset]
     if mode == "alone_one":
         world = copy.copy(world)
@@ -97,38 +96,37 @@ def build(mode, args, world, data):
         total_batch_size=args.tokens() * world.world_size,
         precision=args.precision,
         device=args.device,
-        warmup_steps=10,  # the last loss is to say whether the modes agree, so it has to move
+        warmup_steps=10,  # short, so that the losses change enough to be compared
         parallel={"zero1_16bit": "zero1"}.get(mode, mode if mode == "fsdp2" else "ddp"),
         compile=args.compile == "model",
         fp8="all" if args.eight_bits else "off",
     )
-    check(model_config, cfg)
-    return set_up(model_config, cfg, world)
+    cfg.validate(model_config)
+    return build_trainer(model_config, cfg, world)
 
 
 def measure(mode, args, world, data):
-    """What a record says of a mode, measured by all processes together; the same on each of
-    them."""
+    """Measure a mode on all ranks together. Returns the numbers of its record, on every rank."""
     mine = None
     if world.is_main or mode != "alone_one":
-        run = build(mode, args, world, data)
-        _, losses, _ = time_updates(run, 1 + args.warmup)
+        trainer = build(mode, args, world, data)
+        _, losses, _ = time_updates(trainer, 1 + args.warmup)
         if mode != "alone_one":
             world.barrier()  # start together
-        ms, more, state = time_updates(run, args.steps)
+        ms, more, state = time_updates(trainer, args.steps)
         mine = dict(ms=[round(t, 3) for t in ms], losses=losses + more, gpu=state)
         mine["peak_gib"] = peak_gib(world.device)
         if args.trace and world.device.type == "cuda" and mode != "alone_one":
-            write_extract(run, mode, world, Path(args.trace))
-    world.barrier()  # over the CPU: those that idle must not wait in a kernel
+            write_extract(trainer, mode, world, Path(args.trace))
+    world.barrier()  # on the CPU, so that no idle rank waits in a kernel
     return summary([r for r in world.gather(mine) if r], args)
 
 
 def summary(ranks, args):
-    """The record of what each process that worked has measured."""
-    slowest = [max(ms) for ms in zip(*(r["ms"] for r in ranks))]  # of the GPUs, step by step
+    """Combine the measurements of the ranks that trained."""
+    slowest = [max(ms) for ms in zip(*(r["ms"] for r in ranks))]  # rank in each step
     step_ms = statistics.median(slowest)
-    # each process has its part of a step's loss
+    # each rank has its part of the loss
     losses = [round(statistics.mean(parts), 6) for parts in zip(*(r["losses"] for r in ranks))]
     return dict(
         step_ms=step_ms,
@@ -143,12 +141,12 @@ def summary(ranks, args):
     )
 
 
-def write_extract(run, mode, world, folder):
-    """The kernels of one more update on rank 0, as folder/MODE.kernels.json."""
+def write_extract(trainer, mode, world, folder):
+    """Write the kernels of one more update on rank 0 to folder/MODE.kernels.json."""
     if not world.is_main:
-        run.update()
+        trainer.train_step()
         return
-    events = device_events(trace(run.update))
+    events = device_events(trace(trainer.train_step))
     rows = []
     for e in events:
         start = round(e["ts"] - events[0]["ts"], 2)
@@ -163,11 +161,11 @@ def write_extract(run, mode, world, folder):
 
 
 def reference(record, records):
-    """world_size times the tokens/s of one GPU alone, which a mode is held against: of the same
-    commit and round where that was measured, else the last one before it. None if there is none."""
+    """world_size times the tokens/s of a single GPU, for comparison with a mode: measured at the
+    same commit and round if possible, otherwise the last one before it. None if there is none."""
     here = records.index(record) if record in records else len(records)
 
-    def nearness(i):  # of what is likeliest to have been measured on the same GPUs, it is largest
+    def nearness(i):  # larger if more likely measured on the same GPUs
         same_round = records[i].get("round") == record.get("round") is not None
         return records[i].get("commit") == record.get("commit"), same_round, i < here, i
 
@@ -178,8 +176,8 @@ def reference(record, records):
 
 
 def print_table(records):
-    """A block for each setting, a row for each mode; of a mode measured twice in a round the later
-    one counts."""
+    """Print a block per setting and a row per mode. If a mode was measured twice in a round, the
+    later record counts."""
     keys = (*SAME, "mode", "round", "env")
     newest = list({tuple(str(r.get(k)) for k in keys): r for r in records}.values())
     for block in grouped(newest, *SAME).values():
@@ -198,15 +196,15 @@ def print_table(records):
             rows[-1] += [f"{r['tok_per_s'] / one:.1%}" if one and r["mode"] != "alone_one" else ""]
             rows[-1] += [f"{r['peak_gib']:.1f}" if r["peak_gib"] else ""]
             rows[-1] += [f"{fifth[0]:.4f}" if fifth else "", f"{r['loss']:.4f}"]
-        head = "mode,round,step ms,min to max,tokens/s,of n x one,GiB,fifth loss,last"
+        head = "mode,round,step ms,min to max,tokens/s,of n x one GPU,GiB,fifth loss,last"
         print_rows(head.split(","), rows)
 
 
 # ------------------------------------------------------------------------------------ command line
 
 
-def setting(mode, args, world):
-    """What a record says of how it was made."""
+def describe(mode, args, world):
+    """The fields of a record that describe how it was measured."""
     names = (
         "preset batch_size grad_accum_steps compile precision eight_bits warmup steps round data"
     )
@@ -216,14 +214,16 @@ def setting(mode, args, world):
 
 
 def main(argv):
-    args = parse(Config, argv, description=__doc__)
+    args = parse_args(Config, argv, description=__doc__)
     if args.table:
         return print_table(recorded(args.out, "parallel"))
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast: its failure would be all users'
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # no multicast: a failure would affect all users
     world = World(args.device)
     args.modes = args.modes or (tuple(MODES) if world.distributed else ("alone_one",))
     if not world.distributed and set(args.modes) - {"alone_one"}:
-        raise UserError("modes that exchange need several processes: torchrun --nproc_per_node=2")
+        raise UserError(
+            "modes other than alone_one need several processes; start it with torchrun --nproc_per_node=2"
+        )
     check_out(args.out, world.device.type == "cpu")
     if world.distributed:
         dist.init_process_group(world.backend)
@@ -234,13 +234,13 @@ def main(argv):
             random_shards(folder, model_config.vocab_size, tokens, 2 * cfg.seq_len)
         data = world.broadcast(args.data or folder)
         for mode in args.modes:
-            forget(world.device)
+            reset_state(world.device)
             record = measure(mode, args, world, data)
             if world.is_main:
-                append_record(args.out, setting(mode, args, world) | record | origin())
-            world.say(f"{mode}: {record['tok_per_s']:,.0f} tokens/s, loss {record['loss']:.4f}")
-        world.barrier()  # nobody leaves while others read the shards
+                append_record(args.out, describe(mode, args, world) | record | origin())
+            world.print0(f"{mode}: {record['tok_per_s']:,.0f} tokens/s, loss {record['loss']:.4f}")
+        world.barrier()  # no rank deletes the shards while others read them
 
 
 if __name__ == "__main__":
-    command(main)
+    run_main(main)

@@ -1,10 +1,10 @@
-"""Run play.ipynb from top to bottom in a fresh kernel, and save it with its outputs.
+"""Run play.ipynb from top to bottom in a fresh kernel and save it with its outputs.
 
     python bench/run_notebook.py    # four minutes on two idle cores; needs requirements-notebook.txt
 
-The seconds of each chapter go into the table of contents. Pictures are saved with 128 colours, in
-which lines and text look the same at a third of the bytes. A cell that fails leaves the file as it
-was. Two cells of chapter 2 are about GPT-2's tokenizer, whose files TIKTOKEN_CACHE_DIR may name.
+Each chapter's seconds are written to the table of contents. Pictures are saved with 128 colors,
+which look the same for lines and text at a third of the size. If a cell fails, the file is left
+unchanged. Two cells of chapter 2 use GPT-2's tokenizer, whose files TIKTOKEN_CACHE_DIR may name.
 """
 
 import base64
@@ -20,23 +20,24 @@ from nbclient.exceptions import CellExecutionError
 from PIL import Image
 from records import ROOT
 
-from lab.cli import RunError, command, parse
+from lab.cli import RunError, parse_args, run_main
 
 NOTEBOOK = ROOT / "play.ipynb"
 
 
 def executed():
-    """The notebook with the outputs of a fresh kernel. Raises CellExecutionError where a cell
-    fails."""
+    """The notebook with the outputs of a fresh kernel. Raises CellExecutionError if a cell fails."""
     notebook = nbformat.read(NOTEBOOK, 4)
-    how = dict(timeout=1800, kernel_name="python3", record_timing=True)  # seconds for a cell
-    where = {"metadata": {"path": str(ROOT)}}
-    NotebookClient(notebook, resources=where, **how).execute()
+    options = dict(
+        timeout=1800, kernel_name="python3", record_timing=True
+    )  # timeout: seconds per cell
+    resources = {"metadata": {"path": str(ROOT)}}
+    NotebookClient(notebook, resources=resources, **options).execute()
     return notebook
 
 
-def note_seconds(notebook):
-    """Write each chapter's seconds into the last column of the contents, which cell 0 has."""
+def write_seconds(notebook):
+    """Write each chapter's seconds to the last column of the table of contents in cell 0."""
     chapters = []
     for cell in notebook.cells:
         chapters += [0.0] * cell.source.startswith("## ")
@@ -56,7 +57,7 @@ def note_seconds(notebook):
 
 
 def shrink(png):
-    """A picture (base64 of a PNG) with 128 colours."""
+    """Reduce a picture (a PNG in base64) to 128 colors."""
     file = io.BytesIO()
     picture = Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB")
     picture.quantize(128, dither=Image.Dither.NONE).save(file, "PNG", optimize=True)
@@ -68,10 +69,10 @@ def run():
     try:
         notebook = executed()
     except CellExecutionError as error:
-        raise RunError(f"{NOTEBOOK} stays as it was, as a cell failed:\n{error}") from error
-    note_seconds(notebook)
+        raise RunError(f"{NOTEBOOK} was not changed because a cell failed:\n{error}") from error
+    write_seconds(notebook)
     for cell in notebook.cells:
-        if "outputs" in cell:  # without progress bars, which write over themselves
+        if "outputs" in cell:  # without progress bars
             cell.outputs = [o for o in cell.outputs if "\r" not in o.get("text", "")]
         for output in cell.get("outputs", []):
             if "image/png" in output.get("data", {}):
@@ -84,4 +85,4 @@ def run():
 
 
 if __name__ == "__main__":
-    command(lambda argv: parse(run, argv, description=__doc__))
+    run_main(lambda argv: parse_args(run, argv, description=__doc__))

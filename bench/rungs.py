@@ -1,5 +1,4 @@
-"""What bench/ladder.py measures: shapes, rungs, the groups beside them, and one measurement as a
-Case."""
+"""The shapes, rungs and other variants that bench/ladder.py measures. A Case is one measurement."""
 
 import operator
 from dataclasses import dataclass, replace
@@ -7,19 +6,19 @@ from itertools import accumulate
 from types import SimpleNamespace
 
 import torch
-from records import ROOT  # noqa: F401 - it puts the project on the path
+from records import ROOT  # noqa: F401 - puts the project on the path
 from torch.torch_version import TorchVersion
 
 from bert import BertConfig, BertTrainConfig
-from lab import kernels
 from lab.cli import UserError
-from lab.run.settings import SPEEDS, check
+from lab.config import OPTIMIZATIONS
+from lab.kernels import replace_modules
 from train_gpt2 import MLP, PRESETS, GPTConfig, TrainConfig
 
 TINY = dict(batch_size=4, seq_len=16, total_batch_size=128)
-ONE = dict(total_batch_size=0)  # a step has as many tokens as one micro-step holds
+ONE = dict(total_batch_size=0)  # a step is a single micro-step
 PLAIN = dict(optimizer="adamw", lr=4e-4, schedule="linear")
-SHAPES = {  # name: model, and a run with the micro-batch to begin with
+SHAPES = {  # name: (model config, run config with the first micro-batch to try)
     "tiny": (GPTConfig(2, 2, 32, 32, vocab_size=257), TrainConfig("laptop", **TINY)),
     "4x256": (GPTConfig(4, 4, 256, 512), TrainConfig(batch_size=4, seq_len=512, **ONE)),
     "12x768": (GPTConfig(12, 12, 768, 512), TrainConfig(batch_size=8, seq_len=512, **ONE)),
@@ -31,14 +30,14 @@ SHAPES = {  # name: model, and a run with the micro-batch to begin with
     for name, batch_size in {"gpt2": 64, "gpt2-medium": 64, "gpt2-large": 64, "gpt2-xl": 32}.items()
 }
 
-# What a variant can set besides the fields of GPTConfig and TrainConfig, with the trainer's choice.
-# The trainer has no switch for these.
+# Settings of a variant besides the fields of GPTConfig and TrainConfig, with the trainer's choice;
+# the trainer has no flags for these.
 BENCH = {
     "head": "fused",  # the head and its loss: plain, fused or fp8
     "mlp": "fused",  # plain, fused or fp8
     "compile_mode": "default",  # none or default
     "adamw": "fused",  # fused, or loop (several kernels for each tensor)
-    "read_ahead": True,  # the loader reads the next batch while the GPU computes
+    "read_ahead": True,  # the loader reads a micro-batch in advance
 }
 
 START = dict(
@@ -51,7 +50,7 @@ START = dict(
     mlp="plain",
     bf16_residual=False,
 )
-RUNGS = {  # each on top of all before it
+RUNGS = {  # each added to all before it
     "fp32": START,
     "tf32": dict(precision="tf32"),
     "bf16": dict(precision="bf16"),
@@ -66,7 +65,7 @@ RUNGS = {  # each on top of all before it
     "fp8_mlp": dict(mlp="fp8"),
 }
 SUMS = dict(zip(RUNGS, accumulate(RUNGS.values(), operator.or_)))
-EAGER, ODD, BASE = dict(compile_mode="none"), dict(vocab_multiple=1), SPEEDS["baseline"]
+EAGER, ODD, BASE = dict(compile_mode="none"), dict(vocab_multiple=1), OPTIMIZATIONS["baseline"]
 VARIANTS = {  # group: {variant: settings that differ from the trainer's defaults}
     "rungs": SUMS,
     "vocabulary": {
@@ -76,33 +75,37 @@ VARIANTS = {  # group: {variant: settings that differ from the trainer's default
         "50304_compiled": {},
     },
     "loss": SUMS | {"muon": dict(optimizer="muon")},
-    "speed": {  # the trainer's own --speed, and one thing at a time on top, by the trainer's flags
+    "speed": {  # --optimizations, and single flags added to them
         "baseline": BASE,
-        "bf16": SPEEDS["bf16"],
+        "bf16": OPTIMIZATIONS["bf16"],
         "compile": BASE | dict(compile=True),
         "flash": BASE | dict(attention="sdpa"),
         "checkpointing": BASE | dict(activation_checkpointing=True),
         "muon": BASE | dict(optimizer="muon"),
         "recommended_eager": dict(compile=False),
-        "recommended": SPEEDS["recommended"],
+        "recommended": OPTIMIZATIONS["recommended"],
         "recommended_no_read_ahead": dict(read_ahead=False),
         "recommended_muon": dict(optimizer="muon"),
         "recommended_fp8_head": dict(fp8="head"),
-        "full": SPEEDS["full"],
+        "full": OPTIMIZATIONS["full"],
     },
 }
 UNCOMPILED = {"compile": "baseline", "recommended": "recommended_eager"}
 TRAINED = ("loss", "speed")  # groups that train, from several seeds, on text
-# What makes a measurement this one.
+# fields that identify a measurement
 KEY = "group shape variant seed gpu torch max_steps tokens_per_step".split()
 
 
-def put_in(model, own, precision):
-    """Put a variant's head and MLP into a plain model."""
-    mlp = None if own.mlp == "plain" else MLP  # a class that no module is of: none is replaced
+class NoModule:
+    """No module is an instance of this class, so replace_modules keeps every MLP."""
+
+
+def replace_head_and_mlp(model, own, precision):
+    """Replace the head and MLPs of a plain model by a variant's."""
+    mlp_class = NoModule if own.mlp == "plain" else MLP
     plain = model.head_loss
     fp8 = "all" if own.mlp == "fp8" else "head" if own.head == "fp8" else "off"
-    kernels.use(model, mlp, precision, fp8)
+    replace_modules(model, mlp_class, precision, fp8)
     if own.head == "plain":
         model.head_loss = plain
 
@@ -118,8 +121,7 @@ class Case:
     seed: int
 
     def configs(self, args):
-        """(GPTConfig, TrainConfig, the bench's own settings). Raises UserError if they cannot
-        work."""
+        """(model config, run config, settings of BENCH). Raises UserError if they are invalid."""
 
         def changed(names):
             return {k: v for k, v in self.settings.items() if k in names}
@@ -136,11 +138,11 @@ class Case:
         cfg = replace(cfg, **changed(vars(cfg)))
         cfg.total_batch_size = cfg.total_batch_size or cfg.batch_size * cfg.seq_len
         cfg.batch_size = min(cfg.batch_size, cfg.total_batch_size // cfg.seq_len)
-        check(model, cfg)
+        cfg.validate(model)
         return model, cfg, SimpleNamespace(**BENCH | changed(BENCH))
 
     def about(self, args, gpu):
-        """What makes this measurement this one."""
+        """The fields of a record that identify this measurement."""
         _, cfg, _ = self.configs(args)
         found = vars(self) | dict(gpu=gpu, torch=str(torch.__version__))
         found |= dict(max_steps=cfg.max_steps if self.group in TRAINED else None)
@@ -152,21 +154,20 @@ def key_of(record):
 
 
 def raced(record):
-    """True for a rung whose results are wrong: torch before 2.14 compiles models wider than 1,024
-    with a race where products have 16 bits and the residual stream 32 (pytorch/pytorch#190517,
-    docs/LOG.md; not seen with the fused MLP). Newer records of such a rung are failures, as the
-    ladder compares first."""
-    on = dict(bf16_residual=True, mlp="fused", precision="bf16", compile_mode="default")
-    on |= record.get("settings", {})
+    """Whether a record's results are wrong because of a race. torch before 2.14 compiles one into
+    models wider than 1,024 if matmuls have 16 bits and the residual stream 32
+    (pytorch/pytorch#190517, docs/LOG.md; not seen with the fused MLP). The ladder now compares
+    losses first and records a failure."""
+    settings = dict(bf16_residual=True, mlp="fused", precision="bf16", compile_mode="default")
+    settings |= record.get("settings", {})
     wide = record["shape"] in SHAPES and SHAPES[record["shape"]][0].n_embd > 1024
-    exposed = on["precision"] in ("bf16", "fp16") and on["compile_mode"] != "none"
+    exposed = settings["precision"] in ("bf16", "fp16") and settings["compile_mode"] != "none"
     old = TorchVersion(record["torch"]) < (2, 14)
-    return wide and exposed and not on["bf16_residual"] and on["mlp"] == "plain" and old
+    return wide and exposed and not settings["bf16_residual"] and settings["mlp"] == "plain" and old
 
 
 def cases(args):
-    """All measurements that the command line asks for, in order. Raises UserError for unknown
-    names."""
+    """All measurements that the flags ask for, in order. Raises UserError for unknown variants."""
     found = []
     for group in args.groups:
         seeds = range(args.seed, args.seed + (args.seeds if group in TRAINED else 1))
@@ -176,5 +177,5 @@ def cases(args):
                     found += [Case(group, shape, name, settings, seed) for seed in seeds]
     if missing := set(args.variants) - {case.variant for case in found}:
         there = ", ".join(sorted({v for g in args.groups for v in VARIANTS[g]}))
-        raise UserError(f"variants={' '.join(sorted(missing))} is none; there is {there}")
+        raise UserError(f"variants={' '.join(sorted(missing))} must be among {there}")
     return found

@@ -1,15 +1,14 @@
-"""Tokens per second of sampling, ours beside transformers' generate: the same weights, in one run,
-by turns, greedy.
+"""Compare the tokens per second of greedy generation, ours and transformers', with equal weights.
 
     python bench/sampling.py                              # GPT-2 124M's shape on this machine
     python bench/sampling.py --model log/RUN              # a trained model: do the tokens agree?
     python bench/sampling.py --size gpt2-xl --batch 16    # on a GPU
 
-Each side first writes all tokens once: its warm-up, whose seconds are printed. Then each does so in
-turn, as often as --rounds says, and the best round of each counts: what else runs on the machine
-only ever takes time. "first" is the time to the first new token, "same" how many tokens agree with
-those of the first side, the base, before the first that does not. Without --model the weights are
-random, and the likeliest tokens so close to each other that fewer bits soon lead to other ones.
+Each side generates all tokens once as a warm-up, whose seconds are printed. Then the sides take
+turns for --rounds rounds, and the best round of each counts, because other load can only slow it
+down. "first" is the time to the first new token, "same" the number of tokens that agree with those
+of the first side (the base) before the first difference. Without --model the weights are random:
+then the most probable tokens are so close to each other that fewer bits soon change the choice.
 """
 
 import time
@@ -20,62 +19,65 @@ from typing import Literal
 import torch
 from records import append_record, gpu_name, origin, print_rows
 
-from lab import models
-from lab.cli import UserError, command, parse, say
-from lab.device import Precision, find_device
-from lab.generate import KVCache, generate, read_ahead
-from lab.kernels.int8_linear import use_int8
-from lab.text_stream import fast_step
-from lab.tools.export import in_transformers
+from lab.cli import UserError, eprint, parse_args, run_main
+from lab.hardware import resolve_device
+from lab.hf.export import to_transformers
+from lab.inference.generate import KVCache, generate, prefetch_tokens
+from lab.inference.int8 import quantize_linears_
+from lab.inference.streaming import make_decode_step
+from lab.precision import Precision
+from lab.registry import load_model
 from train_gpt2 import GPT, PRESETS
 
 
 @dataclass
 class Config:
-    size: Literal[tuple(PRESETS)] = "gpt2"  # random weights of this shape
-    model: str = ""  # a run, checkpoint, folder or hub name instead
-    prompt: int = 32  # tokens
-    tokens: int = 256  # new ones
-    batch: int = 1  # sequences at once
-    rounds: int = 3
-    device: str = "auto"
-    compile: bool = False  # ours and transformers' compiled with a static cache, too
-    sides: tuple[str, ...] = ()  # of the table, as "ours bf16"; all if empty. The first is the base
+    size: Literal[tuple(PRESETS)] = "gpt2"  # shape of a model with random weights
+    model: str = ""  # run, checkpoint, Hugging Face folder or hub name to use instead
+    prompt: int = 32  # tokens of the prompt
+    tokens: int = 256  # new tokens
+    batch: int = 1  # sequences generated together
+    rounds: int = 3  # measurements of each side
+    device: str = "auto"  # cuda, mps or cpu
+    compile: bool = False  # also measure both compiled, with a static cache
+    sides: tuple[
+        str, ...
+    ] = ()  # sides to measure, such as "ours bf16"; all if empty; the first is the base
     out: str = ""  # append the numbers to this file, as JSON lines
 
 
 def sides_of(cfg, device):
-    """{name: a function that makes one of (ids, new tokens), which yields tokens (B,)};
-    transformers' yields them all at its end. Each has weights of its own."""
+    """{name: function that returns write(ids, n)}. write yields n new tokens (B,) one by one, or
+    with transformers all at its end. Each side has its own copy of the weights."""
 
     def model():
         if cfg.model:
-            return models.load(cfg.model)
+            return load_model(cfg.model)
         torch.manual_seed(0)
         return GPT(PRESETS[cfg.size][0])
 
     def ours(precision, compile=False):
         if precision == "int8":
-            mine = use_int8(model()).eval()
+            our_model = quantize_linears_(model()).eval()
         else:
-            mine = model().to(device, Precision(precision, device).dtype).eval()
-        step = fast_step(mine, cfg.batch, compile)
-        cache = KVCache(mine.config.block_size, step) if step else None
+            our_model = model().to(device, Precision(precision, device).dtype).eval()
+        step = make_decode_step(our_model, cfg.batch, compile)
+        cache = KVCache(our_model.config.block_size, step) if step else None
 
         def write(ids, n):
-            pairs = generate(mine, ids, n, temperature=0, cache=cache)
-            return (token for token, _ in read_ahead(pairs))
+            pairs = generate(our_model, ids, n, temperature=0, cache=cache)
+            return (token for token, _ in prefetch_tokens(pairs))
 
         return write
 
     def theirs(precision, compile=False):
-        other = in_transformers(model()).to(device, Precision(precision, device).dtype).eval()
-        how = dict(cache_implementation="static") if compile else {}
+        their_model = to_transformers(model()).to(device, Precision(precision, device).dtype).eval()
+        options = dict(cache_implementation="static") if compile else {}
 
         def write(ids, n):
             length = dict(max_new_tokens=n, min_new_tokens=n, do_sample=False)
             mask = torch.ones_like(ids)
-            yield from other.generate(ids, attention_mask=mask, **length, **how)[:, -n:].T
+            yield from their_model.generate(ids, attention_mask=mask, **length, **options)[:, -n:].T
 
         return write
 
@@ -89,25 +91,25 @@ def sides_of(cfg, device):
 
 
 def timed(name, side, ids, n):
-    """(tokens (B, n) as lists, seconds to the first of them, seconds in all), the last also said."""
+    """(tokens (n, B) as lists, seconds to the first of them, total seconds); prints the last."""
     t0, first, tokens = time.perf_counter(), None, []
     for token in side(ids, n):
         tokens.append(token.tolist())  # waits for the device
         first = first or time.perf_counter() - t0
     seconds = time.perf_counter() - t0
-    say(f"{name}: {seconds:.2f} s")
+    eprint(f"{name}: {seconds:.2f} s")
     return tokens, first, seconds
 
 
 def main(argv):
-    cfg = parse(Config, argv, description=__doc__)
-    device = find_device(cfg.device, 0)
-    Precision("auto", device).prepare()
+    cfg = parse_args(Config, argv, description=__doc__)
+    device = resolve_device(cfg.device, 0)
+    Precision("auto", device).set_matmul_precision()
     makers = sides_of(cfg, device)
     if unknown := [name for name in cfg.sides if name not in makers]:
         raise UserError(f"sides={unknown[0]} is not one of {', '.join(makers)}")
     sides = {name: makers[name]() for name in cfg.sides or makers}
-    shape = models.load(cfg.model).config if cfg.model else PRESETS[cfg.size][0]
+    shape = load_model(cfg.model).config if cfg.model else PRESETS[cfg.size][0]
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(shape.vocab_size - 1, (cfg.batch, cfg.prompt), generator=generator)
     ids = ids.to(device)
@@ -136,4 +138,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    command(main)
+    run_main(main)

@@ -1,18 +1,18 @@
-"""Recipes against each other: GPT-2's, the trainer's with Muon, a readable one of the field,
-speedrun's, and speedrun's without each of its differences. Loss at equal seconds, seconds to a loss.
+"""Compare training recipes: loss after equal seconds or steps, and seconds to a target loss.
 
-    python bench/speedrun.py --seconds 60 --target 3.6        # on a GPU, FineWeb-Edu's tokens
+    python bench/speedrun.py --seconds 60 --target 3.6        # on a GPU, on FineWeb-Edu's tokens
     python bench/speedrun.py --data data/mine --seconds 60 --gpus 4 --recipes muon speedrun
     python bench/speedrun.py --scale laptop --seconds 110     # two cores, the built-in text
-    python bench/speedrun.py --scale laptop --steps 100       # equal tokens: on a busy machine too
+    python bench/speedrun.py --scale laptop --steps 100       # equal tokens; works on a busy machine
 
-Each run is the real program in a process of its own. With --seconds a short run first tells how
-many steps fit, so that every schedule ends in time. Seconds are those of training: measuring and the
-first update, which compiles, are left out. Every finished run is a line in --out, and is not made
-again; the table is of all that is there for these settings. If this program is killed, the run that
-it times goes on: end that one before you begin again.
+The recipes (RECIPES) are GPT-2's, train_gpt2.py's with Muon, a readable recipe of common
+techniques, speedrun.py's, no_X (speedrun.py without the difference X) and +X (with one more).
 
-RECIPES says what each recipe is; no_X is speedrun without the difference X, +X with one more.
+Each run is the real program in a process of its own. With --seconds, a short run first measures how
+many steps fit, so that every schedule ends in time. Seconds count training only, without evaluation
+and the first update, which compiles. Every finished run is a line in --out and is not repeated; the
+table shows all runs there with these settings. If this program is killed, the current run
+continues: stop it before starting again.
 """
 
 import math
@@ -25,12 +25,12 @@ from typing import Literal
 
 from records import ROOT, append_record, origin, print_rows, read_records, run_program
 
-from lab.cli import RunError, UserError, command, parse
+from lab.cli import RunError, UserError, parse_args, run_main
 from lab.files import check_writable
 
 READABLE = """--no_smear --value_tables 0 --optimizer muon --momentum_warmup 0
-    --weight_decay 0.01 --small_steps 0"""
-RATES = "--muon_lr 0.02 --lr 0.003125 --embed_lr 0.3 --scalar_lr 0.01"  # the field's, at this size
+    --weight_decay 0.01 --batch_warmup_steps 0"""
+RATES = "--muon_lr 0.02 --lr 0.003125 --embed_lr 0.3 --scalar_lr 0.01"  # common for this size
 MARK = "--total_batch_size 131072 --val_tokens 1048576"
 GPU, LAPTOP = f"--preset speedrun {MARK}", "--preset laptop"
 OFF = {
@@ -39,11 +39,11 @@ OFF = {
     "values": "--value_tables 0", "smear": "--no_smear",
     "normuon": "--optimizer muon", "momentum": "--momentum_warmup 0",
 }  # fmt: skip
-MORE = {  # what a GPU alone can decide
+MORE = {  # additions, measured on a GPU only
     "fp8_head": "--fp8 head", "bigrams": "--bigram_rows 250000",
 }  # fmt: skip
-LESS = {  # a laptop's has them not, or in other sizes
-    "small_start": "--small_steps 0", "decay": "--weight_decay 0",
+LESS = {  # differences that the laptop recipe lacks or has in another size
+    "small_start": "--batch_warmup_steps 0", "decay": "--weight_decay 0",
     "rates": "--embed_lr 0.003 --scalar_lr 0.003",
 }  # fmt: skip
 SMALL = {"values": "--value_tables 1", "smear": "--smear"}
@@ -75,24 +75,24 @@ RECIPES = {
 
 @dataclass
 class Config:
-    scale: Literal["gpu", "laptop"] = "gpu"  # which model, and which recipes
-    data: str = ""  # folder of token shards; the program's own if empty
-    recipes: tuple[str, ...] = ()  # all of the scale if empty
-    seeds: tuple[int, ...] = (1, 2, 3)
-    seconds: float = 0  # of training, for each run; or
-    steps: int = 0  # updates, for each run
-    target: float = 0  # loss whose time the table shows
-    more: str = ""  # flags for every run: --more="--no_compile"
-    gpus: int = 1  # processes of a run
-    out: str = "speedrun.jsonl"  # a line for each finished run
+    scale: Literal["gpu", "laptop"] = "gpu"  # model and recipes
+    data: str = ""  # folder of token shards; the program's default if empty
+    recipes: tuple[str, ...] = ()  # all recipes of the scale if empty
+    seeds: tuple[int, ...] = (1, 2, 3)  # one run of each recipe per seed
+    seconds: float = 0  # training time per run; pass this or --steps
+    steps: int = 0  # updates per run
+    target: float = 0  # loss for the column with seconds to it; 0: no column
+    more: str = ""  # more flags for every run: --more="--no_compile"
+    gpus: int = 1  # GPUs per run, one process each
+    out: str = "speedrun.jsonl"  # file of measurements, a line per finished run
 
 
 def train(recipe, seed, steps, cfg, folder, measured=True):
-    """The log of one run of the real program, as a list of dicts. Raises UserError."""
+    """Run the program and return the records of its log. Raises UserError if it fails."""
     program, *flags = RECIPES[cfg.scale][recipe].split()
     every = max(1, steps // 10)
-    flags += f"--val_every {every} --sample_every 0 --hella_every 0".split() + cfg.more.split()
-    flags += f"--max_steps {steps} --seed {seed} --log_every {every} --ckpt_every 0".split()
+    flags += f"--val_every {every} --sample_every 0 --hellaswag_every 0".split() + cfg.more.split()
+    flags += f"--max_steps {steps} --seed {seed} --log_every {every} --checkpoint_every 0".split()
     flags += ["--run_name", "run", "--log_dir", folder, *(["--data", cfg.data] if cfg.data else [])]
     flags += [] if measured else ["--val_every", "0"]
     run_program([ROOT / program, *flags], ROOT, cfg.gpus)
@@ -100,7 +100,7 @@ def train(recipe, seed, steps, cfg, folder, measured=True):
 
 
 def timed(log):
-    """[(seconds of training, step, validation loss)]; the first update counts as the next ones."""
+    """[(seconds of training, step, validation loss)]. The first update counts as an average one."""
     seconds, before, curve = 0.0, 0, []
     for e in log:
         if e["kind"] == "train" and "dt_ms" in e:
@@ -111,18 +111,20 @@ def timed(log):
 
 
 def measure(recipe, seed, cfg):
-    """The record of one run."""
+    """Make one run and return its record."""
     with tempfile.TemporaryDirectory() as folder:
         steps = cfg.steps
         if not steps:
             probe = train(recipe, seed, 30, cfg, str(Path(folder, "probe")), measured=False)
-            # all but the first update, as a recipe may have smaller steps at its beginning
+            # without the first update; a mean, because a recipe may start with smaller steps
             times = [e["dt_ms"] for e in probe if e["kind"] == "train" and "dt_ms" in e]
             steps = max(10, round(1000 * cfg.seconds / statistics.fmean(times)))
         log = train(recipe, seed, steps, cfg, str(Path(folder, "whole")))
     newest = {e["kind"]: e for e in log}
     if not {"train", "val"} <= newest.keys():
-        raise UserError(f"{recipe} measured nothing; take out what of more={cfg.more} forbids it")
+        raise UserError(
+            f"more={cfg.more} leaves {recipe} without training or validation records; change --more"
+        )
     start, first, last = (newest[kind] for kind in ("start", "first_step", "train"))
     return dict(
         curve=timed(log), run_steps=steps, tokens=last["tokens"], device=start["device"],
@@ -131,7 +133,7 @@ def measure(recipe, seed, cfg):
 
 
 def seconds_to(curve, target):
-    """When a curve comes to a loss, on a line between two measurements; None if never."""
+    """Seconds at which a curve reaches a loss, interpolated linearly; None if it never does."""
     if curve[0][2] <= target:
         return curve[0][0]
     for (t0, _, a), (t1, _, b) in zip(curve, curve[1:]):
@@ -140,15 +142,15 @@ def seconds_to(curve, target):
     return None
 
 
-STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}  # 97.5 % of Student's t, by the number of runs
+STUDENT_T = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}  # 97.5 % quantile, by the number of runs
 
 
 def interval(differences):
-    """Mean and 95 % interval of differences between runs of the same seeds."""
+    """Mean and 95 % confidence interval of differences between runs with the same seeds, as text."""
     n, mean = len(differences), statistics.mean(differences)
     if n < 2:
         return f"{mean:+.4f}"
-    error = STUDENT.get(n, 2.57) * statistics.stdev(differences) / n**0.5
+    error = STUDENT_T.get(n, 2.57) * statistics.stdev(differences) / n**0.5
     return f"{mean:+.4f} +- {error:.4f}"
 
 
@@ -170,20 +172,22 @@ def table(found, target):
         ])  # fmt: skip
     devices = {r["device"] for runs in found.values() for r in runs.values()}
     if len(devices) > 1:
-        print(f"seconds are of {' and of '.join(sorted(devices))}: do not compare", file=sys.stderr)
-    head = "recipe,seeds,steps,seconds,median loss,spread,to speedrun's (95 %)".split(",")
+        print(f"seconds of {' and '.join(sorted(devices))} cannot be compared", file=sys.stderr)
+    head = "recipe,seeds,steps,seconds,median loss,spread,minus speedrun's (95 %)".split(",")
     print_rows([*head, f"s to {target}" if target else "", "first step, s"], rows)
 
 
 def main(argv):
-    cfg = parse(Config, argv, description=__doc__)
+    cfg = parse_args(Config, argv, description=__doc__)
     known = RECIPES[cfg.scale]
     if unknown := set(cfg.recipes) - set(known):
         raise UserError(f"recipes={unknown.pop()} is not one of {', '.join(known)}")
     if cfg.gpus < 1:
         raise UserError(f"gpus={cfg.gpus} must be 1 or more")
     if not (0 < cfg.seconds < math.inf and not cfg.steps or 0 < cfg.steps and not cfg.seconds):
-        raise UserError("a run has --seconds or --steps, a positive number; pass one of them")
+        raise UserError(
+            f"seconds={cfg.seconds} and steps={cfg.steps}: exactly one must be above 0; pass one of them"
+        )
     cfg.data = cfg.data and str(Path(cfg.data).resolve())
     check_writable(cfg.out, "out")
     same = {k: getattr(cfg, k) for k in "scale data gpus more seconds steps".split()}
@@ -191,11 +195,11 @@ def main(argv):
     for r in read_records(cfg.out):
         if same.items() <= r.items() and r["flags"] == known.get(r["recipe"]):
             found.setdefault(r["recipe"], {})[r["seed"]] = r
-    for seed in cfg.seeds:  # seed by seed: what drifts with time hits all recipes
+    for seed in cfg.seeds:  # seed by seed, so that drift of the machine affects all recipes alike
         for recipe in cfg.recipes or known:
             if old := found.get(recipe, {}).get(seed):
                 print(
-                    f"{recipe}, seed {seed}: as {old['commit']} had it; --out FILE measures anew",
+                    f"{recipe}, seed {seed}: from commit {old['commit']}; to repeat it, pass another --out",
                     file=sys.stderr,
                 )
                 continue
@@ -203,15 +207,15 @@ def main(argv):
             record = same | dict(recipe=recipe, seed=seed, flags=known[recipe])
             try:
                 record |= measure(recipe, seed, cfg) | origin()
-            except UserError as error:  # the others go on
+            except UserError as error:  # continue with the other runs
                 print(error, file=sys.stderr)
                 continue
             append_record(cfg.out, record)
             found.setdefault(recipe, {})[seed] = record
     if not found:
-        raise RunError("no run has ended well: see above")
+        raise RunError("no run has finished; see the errors above")
     table(found, cfg.target)
 
 
 if __name__ == "__main__":
-    command(main)
+    run_main(main)

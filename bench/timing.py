@@ -1,4 +1,4 @@
-"""How the programs of this folder time a device, and forget what they have measured."""
+"""Timing and memory of a device, for the other programs of bench/."""
 
 import gc
 import time
@@ -6,8 +6,8 @@ import time
 import torch
 
 
-def moment(device):
-    """A moment in the device's work, without waiting for it."""
+def timestamp(device):
+    """A timestamp in the device's work queue; does not wait for it."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -15,42 +15,45 @@ def moment(device):
     return event
 
 
-def milliseconds(moments, device):
-    """Between each moment and the next; the device must be idle."""
-    pairs = zip(moments, moments[1:])
+def milliseconds(timestamps, device):
+    """Milliseconds between consecutive timestamps; the device must be idle."""
+    pairs = zip(timestamps, timestamps[1:])
     if device.type != "cuda":
         return [1000 * (b - a) for a, b in pairs]
     return [a.elapsed_time(b) for a, b in pairs]
 
 
-def time_updates(run, count):
-    """(milliseconds of each of so many updates, losses of this process's part of them, gpu_state)
-    of a Run."""
-    device, losses = run.world.device, []
-    run.world.synchronize()
-    moments = [moment(device)]
+def time_updates(trainer, count):
+    """Time `count` updates. Returns (milliseconds of each, each one's loss of this rank, gpu_state)."""
+    device, losses = trainer.world.device, []
+    trainer.world.synchronize()
+    timestamps = [timestamp(device)]
     for _ in range(count):
-        losses.append(run.update()[0])
-        moments.append(moment(device))
-    run.world.synchronize()
-    return milliseconds(moments, device), [loss.sum().item() for loss in losses], gpu_state(device)
+        losses.append(trainer.train_step()[0])
+        timestamps.append(timestamp(device))
+    trainer.world.synchronize()
+    return (
+        milliseconds(timestamps, device),
+        [loss.sum().item() for loss in losses],
+        gpu_state(device),
+    )
 
 
 def gpu_state(device):
-    """Which GPU it is, as those of one name differ."""
+    """The GPU's identity, because GPUs with the same name differ in speed."""
     cuda = device.type == "cuda"
     return {"uuid": str(torch.cuda.get_device_properties(device).uuid)} if cuda else {}
 
 
 def peak_gib(device):
-    """Most memory that torch has held since the last forget(), in GiB; None without CUDA."""
+    """Peak of the memory allocated by torch since the last reset_state(), in GiB; None without CUDA."""
     return torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
 
 
-def forget(device):
-    """Let go of what the last measurement has compiled and allocated."""
+def reset_state(device):
+    """Free what the previous measurement compiled and allocated, and reset the memory peak."""
     torch.compiler.reset()
-    gc.collect()  # DDP and compiled models hold themselves
+    gc.collect()  # DDP and compiled models are reference cycles
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)

@@ -1,4 +1,4 @@
-"""One door to the tools: python -m lab report log/RUN; elsewhere python /path/to/lab report log/RUN."""
+"""The tools' command line: python -m lab report log/RUN, or from elsewhere python /path/to/lab ..."""
 
 import importlib
 import os
@@ -7,23 +7,25 @@ import sys
 if __name__ == "__main__":
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
-from lab.cli import command, set_threads
+from lab.cli import run_main, set_omp_wait_policy
 
 TOOLS = {
     "export": "write a model as a folder that transformers loads",
-    "plan": "would a run fit, how long would it take, what would it cost?",
-    "plot": "the curves of one or several runs in one picture",
-    "replay": "the step of a spike again, with the loss of each sequence",
-    "report": "a page of one run, or of two beside each other",
-    "serve": "a page to talk to a model, and OpenAI's interface to it",
+    "plan": "estimate a run's memory, time and cost",
+    "plot": "draw the curves of one or several runs",
+    "replay": "run the step of a gradient spike again, with the loss of each sequence",
+    "report": "make an HTML page of one run, or of two side by side",
+    "serve": "serve a model: a page to try it, and an API like OpenAI's",
 }
 
 
-def main(argv):
+def main(argv: list[str]) -> int | None:
+    """Run the tool that argv names, or print the list of tools."""
     name = argv[0] if argv else "--help"
     if name in TOOLS:
-        set_threads()  # as the trainer has them
-        return importlib.import_module(f"lab.tools.{name}").main(argv[1:])
+        set_omp_wait_policy()  # must run before torch is imported
+        module = "lab.hf.export" if name == "export" else f"lab.tools.{name}"
+        return importlib.import_module(module).main(argv[1:])
     wrong = name not in ("-h", "--help")
     lines = "\n".join(f"  {tool:8} {text}" for tool, text in TOOLS.items())
     print(
@@ -35,4 +37,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    command(main, name=f"lab {sys.argv[1]}" if sys.argv[1:] else "lab")
+    run_main(main, name=f"lab {sys.argv[1]}" if sys.argv[1:] else "lab")

@@ -1,10 +1,11 @@
-"""What all commands share: errors that a person can mend, one boundary that says them, flags.
+"""Shared command-line plumbing: user-facing errors, the top-level exception handler, flag parsing.
 
-Imports nothing slow: a command that is typed wrong should say so at once.
+Imports nothing slow, so that a mistyped command fails at once.
 """
 
 import contextlib
 import errno
+import io
 import os
 import shlex
 import shutil
@@ -12,138 +13,147 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any, TextIO
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 class UserError(Exception):
-    """Something that a person can mend, in one sentence: the value, the rule and the way out."""
+    """An error that the user can fix. Its message is one sentence: the value, the rule, the fix."""
 
     status = 2
 
 
 class RunError(UserError):
-    """The run went wrong, as by a loss that is not finite: one sentence, with a status of its own."""
+    """The run itself failed, for example because the loss is not finite; its own exit status."""
 
     status = 1
 
 
-def command(main, name=None):
-    """Run main(argv) as a program, and end the process with its exit status (None: 0).
+def require(condition: Any, message: str) -> None:
+    """Raise UserError(message) unless condition is true."""
+    if not condition:
+        raise UserError(message)
 
-    A UserError becomes one sentence. Whatever else is raised keeps its traceback, as it is not the
-    user's to mend. Statuses: 0 done, 1 went wrong, 2 bad input, 75 stopped and saved, 130 Ctrl-C.
+
+def run_main(main: Callable, name: str | None = None) -> None:
+    """Run main(argv) as a program and exit with its status (None: 0).
+
+    A UserError is printed as one sentence. Any other exception is a bug and keeps its traceback.
+    Exit statuses: 0 done, 1 failed, 2 bad input, 75 stopped and saved, 130 Ctrl-C.
     """
     name = name or Path(sys.argv[0]).name
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # as it was before_torch
-    # who imports this file by its name gets the module that runs, not a second one
-    sys.modules.setdefault(Path(sys.argv[0]).stem, sys.modules["__main__"])
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # undo pre_import_setup
     for stream in ("stdin", "stdout", "stderr"):
-        if getattr(sys, stream) is None:  # closed by who started it, as by >&-
+        if getattr(sys, stream) is None:  # closed by the parent process, as with >&-
             setattr(sys, stream, open(os.devnull, "r" if stream == "stdin" else "w"))
-    sys.stdout.reconfigure(errors="replace")  # ? where a terminal lacks a character
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # "?" for characters that the terminal cannot show
     rank = os.environ.get("RANK", "0")
     try:
         status = main(sys.argv[1:]) or 0
     except KeyboardInterrupt:
         status = 130
-        say(f"{name}: stopped")
-    except BrokenPipeError:  # the reader of our output has left, as in --help | head
+        eprint(f"{name}: stopped")
+    except BrokenPipeError:  # the reader of our output has exited, as in --help | head
         status = 1
     except Exception as error:
-        status, sentence = in_words(error)
+        status, sentence = format_error(error)
         if not status:
             raise
         if isinstance(error, UserError) and rank != "0":
-            time.sleep(2)  # all processes meet the same bad input, which rank 0 says first
-        where = f"[rank {rank}] " if rank != "0" or lost_another(error) else ""
-        say(f"{name}: error: {where}{sentence}")
+            time.sleep(2)  # every rank fails on the same input; let rank 0 print first
+        where = f"[rank {rank}] " if rank != "0" or is_peer_failure(error) else ""
+        eprint(f"{name}: error: {where}{sentence}")
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except OSError:  # nobody reads it; Python would complain at its end once more
+        except OSError:  # the reader is gone; otherwise Python would print an error at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         os._exit(status)  # gloo's threads may outlive the interpreter (pytorch/pytorch#179291)
     sys.exit(status)
 
 
-def in_words(error):
-    """(exit status, sentence) of what a person can mend; (0, "") of a bug."""
+def format_error(error: BaseException) -> tuple[int, str]:
+    """(exit status, sentence) for an error that the user can fix; (0, "") for a bug."""
     if isinstance(error, UserError):
         return error.status, str(error)
-    if out_of_memory(error):
-        return 2, "the memory is full; ask for less at a time, such as a smaller --batch_size"
-    if lost_another(error):
-        said = str(error)
-        found = (said.partition("] ")[2] or said).partition(". ")[0]
+    if is_peer_failure(error):
+        text = str(error)
+        detail = (text.partition("] ")[2] or text).partition(". ")[0]
         return 1, (
-            f"another process has ended, or its machine does not answer ({found}); it may say why "
-            "itself; start all again, with --resume if there is a checkpoint"
+            f"lost the connection to another rank ({detail}); see that rank's output, then start all "
+            "ranks again, with --resume if there is a checkpoint"
         )
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         path = str(error.filename)[:40]
-        return 2, f"{path}... is too long for the name of a file; name another"
+        return 2, f"{path}... is too long for a file name; choose a shorter one"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return 2, "the disk is full under what is printed or written; make room"
+        return 2, "the disk that the output is written to is full; free some space"
     if isinstance(error, PermissionError) and error.filename:
-        return 2, f"you have no permission to use {error.filename}; change that, or name another"
+        return 2, f"no permission to use {error.filename}; change its permissions or choose another"
     return 0, ""
 
 
-def out_of_memory(error):
-    """Whether CUDA, Python, the system or torch's CPU allocator says that memory is full."""
+def is_oom(error: BaseException) -> bool:
+    """Whether this is an out-of-memory error of CUDA, Python, the system or torch's CPU allocator."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    if isinstance(error, RuntimeError):  # torch's own class is not imported here
+    if isinstance(error, RuntimeError):  # by name, because torch is not imported here
         return type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
     return isinstance(error, MemoryError)
 
 
-def lost_another(error):
-    """Whether this is what gloo and torch raise where another process has gone, or does not answer."""
+def is_peer_failure(error: BaseException) -> bool:
+    """Whether gloo or torch raised this because another process has exited or does not answer."""
     at_start = type(error).__name__ in ("DistNetworkError", "DistStoreError")
     return at_start or "gloo/transport" in str(error)
 
 
-def say(text, file=None):
-    """Print a line (to stderr); that its reader or the terminal has gone ends nothing."""
+def eprint(text: str, file: TextIO | None = None) -> None:
+    """Print a line to stderr, ignoring a closed pipe or terminal."""
     with contextlib.suppress(OSError):
         print(text, file=file or sys.stderr, flush=True)
 
 
-def parse(settings, argv, description=None):
-    """tyro.cli, with flags --like_this and without prefixes; --no_compile beside --compile."""
+def parse_args(config: Any, argv: list[str], description: str | None = None) -> Any:
+    """tyro.cli with flags --like_this, without prefixes, and --no_compile beside --compile."""
     import tyro
 
     file = Path(sys.argv[0]).name
     prog = " ".join(["python -m lab", *sys.argv[1:2]]) if file == "__main__.py" else file
-    how = dict(use_underscores=True, config=(tyro.conf.OmitArgPrefixes,))
-    return tyro.cli(settings, args=argv, prog=prog, description=description, **how)
+    return tyro.cli(
+        config, args=argv, prog=prog, description=description, use_underscores=True,
+        config=(tyro.conf.OmitArgPrefixes,),
+    )  # fmt: skip
 
 
-def progress(items, what, unit="shard"):
-    """`items`, with a bar on rank 0's terminal if going through them takes more than two seconds."""
+def progress(items: Iterable, description: str, unit: str = "shard") -> Any:
+    """Iterate over items, with a progress bar on rank 0's terminal if it takes over two seconds."""
     from tqdm import tqdm
 
-    off = True if os.environ.get("RANK", "0") != "0" else None  # None: where stderr is no terminal
-    return tqdm(items, desc=what, unit=unit, delay=2, leave=False, disable=off)
+    off = (
+        True if os.environ.get("RANK", "0") != "0" else None
+    )  # None: off unless stderr is a terminal
+    return tqdm(items, desc=description, unit=unit, delay=2, leave=False, disable=off)
 
 
-def quoted(text):
-    """A word of a command that is printed for people to type, as this system's shell reads it."""
-    return subprocess.list2cmdline([text]) if os.name == "nt" else shlex.quote(str(text))
+def shell_quote(text: str | Path) -> str:
+    """Quote one word of a printed command for this system's shell."""
+    return subprocess.list2cmdline([str(text)]) if os.name == "nt" else shlex.quote(str(text))
 
 
-def program(name):
-    """What to type here for a file of this project, or for "lab" and a tool of it."""
+def command_for(name: str) -> str:
+    """The command to type for a program of this project ("sample.py") or a tool ("lab report")."""
     file, _, tool = name.partition(" ")
     path = "-m lab" if file == "lab" else file
     if Path.cwd() != ROOT:
-        path = quoted(str(ROOT / file))
-    # the interpreter that runs this: python, where that is the same one, else its path
+        path = shell_quote(str(ROOT / file))
+    # "python", if that is the interpreter that is running, otherwise its path
     found, python = shutil.which("python"), sys.executable
     if found and os.path.dirname(os.path.abspath(found)) == os.path.dirname(python):
         python = "python"
@@ -152,30 +162,29 @@ def program(name):
     return f"{python} {path} {tool}".rstrip()
 
 
-def before_torch():
-    """What a program does before it imports torch, which takes a second or more.
+def pre_import_setup() -> None:
+    """Set up SIGINT handling and the OpenMP wait policy; call it before importing torch.
 
-    A Ctrl-C within the import ends the process at once: Python's exception would be a traceback of
-    numpy's or torch's files, or be lost there.
+    Importing torch takes a second or more. Ctrl-C during the import ends the process at once, because
+    Python's KeyboardInterrupt would print a traceback of numpy's or torch's files, or get lost there.
     """
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # not under nohup
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    set_threads()
+    set_omp_wait_policy()
 
 
-def set_threads():
-    """Say how OpenMP's threads wait on a CPU, before torch starts them.
+def set_omp_wait_policy() -> None:
+    """Choose how OpenMP threads wait on a CPU, before torch starts them.
 
-    Threads that spin while they wait are up to twice as fast where nothing else runs; where
-    something does, they take the time of those that work. So the load of a tenth of a second
-    decides, where the system tells it.
+    Spinning threads are up to twice as fast on an idle machine. On a busy one they take time from the
+    threads that work. So the CPU load over a tenth of a second decides, where it can be read.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ["OMP_WAIT_POLICY"] = "ACTIVE" if idle_share() > 0.9 else "PASSIVE"
+        os.environ["OMP_WAIT_POLICY"] = "ACTIVE" if idle_cpu_fraction() > 0.9 else "PASSIVE"
 
 
-def idle_share():
-    """Share of the time for which the CPUs had nothing to do; 0 where the system does not tell."""
+def idle_cpu_fraction() -> float:
+    """Fraction of CPU time that was idle over a tenth of a second; 0 if the system doesn't tell."""
 
     def times():
         return [int(t) for t in Path("/proc/stat").read_text().split()[1:9]]

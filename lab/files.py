@@ -1,105 +1,119 @@
-"""Reading and writing files: one reader for each kind, which names a wrong file and a way out."""
+"""Reading and writing files: errors that name the file and the fix, atomic writes, locks."""
 
 import contextlib
 import errno
-import functools
 import json
+import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import IO, Any
 
-from lab.cli import ROOT, UserError
+from lab.cli import UserError
 
-SYSTEM = {  # what the system says is no sign of damage
-    errno.ENOENT: "its folder is not there; put it back, or choose another",
-    errno.ENOSPC: "the disk is full; make room",
-    errno.EDQUOT: "your share of the disk is used up; make room",
-    errno.EACCES: "you have no permission; change it",
-    errno.EPERM: "you have no permission; change it",
+ERRNO_HINTS = {  # the system's errors, which do not mean that the file is damaged
+    errno.ENOENT: "its folder does not exist; create it, or choose another",
+    errno.ENOSPC: "the disk is full; free some space",
+    errno.EDQUOT: "your disk quota is used up; free some space",
+    errno.EACCES: "permission denied; change the permissions",
+    errno.EPERM: "permission denied; change the permissions",
     errno.EROFS: "the disk is read-only; choose another place",
-    errno.EMFILE: "too many files are open at once; raise the limit with `ulimit -n`",
+    errno.EMFILE: "too many open files; raise the limit with `ulimit -n`",
     errno.EISDIR: "it is a folder; name a file",
-    errno.ENOTDIR: "a part of its path is a file, not a folder; name another",
+    errno.ENOTDIR: "part of its path is a file, not a folder; choose another",
     errno.EIO: "the disk reports an error; try a copy on another one",
 }
 
 
-class Damaged(UserError):
-    """A file that is there and may be read, and is not what it should be."""
+class CorruptFileError(UserError):
+    """The file exists and can be read, but its contents are not what they should be."""
 
 
 @contextlib.contextmanager
-def reading(path, what, way_out):
-    """Whatever a parser raises in the body becomes a UserError that names the file.
+def read_errors(path: str | Path, kind: str, hint: str) -> Iterator[None]:
+    """Convert exceptions raised while the body parses `path` into a UserError.
 
-    what: the kind of file; way_out: what to do about a damaged one, for which Damaged is raised.
-    That the file is missing, may not be read or the like is told apart from it.
+    kind: what the file is, such as "checkpoint". hint: what to do if it is damaged, which raises
+    CorruptFileError; a missing or unreadable file is told apart from that.
     """
     try:
         yield
     except UserError:
         raise
     except FileNotFoundError as error:
-        raise UserError(f"there is no {what} {path}; {way_out}") from error
-    except Exception as error:  # each parser has exceptions of its own
-        if isinstance(error, OSError) and error.errno in SYSTEM:
-            raise UserError(f"{what} {path} cannot be read: {SYSTEM[error.errno]}") from error
-        if isinstance(error, (MemoryError, NameError, ImportError)):  # not of the file
+        raise UserError(f"there is no {kind} {path}; {hint}") from error
+    except Exception as error:  # each parser has its own exceptions
+        if isinstance(error, OSError) and error.errno in ERRNO_HINTS:
+            raise UserError(f"{kind} {path} cannot be read: {ERRNO_HINTS[error.errno]}") from error
+        if isinstance(error, (MemoryError, NameError, ImportError)):  # not the file's fault
             raise
-        raise Damaged(
-            f"{what} {path} is damaged or of another kind ({first_line(error)}); {way_out}"
+        raise CorruptFileError(
+            f"{kind} {path} is damaged or of another format ({first_line(error)}); {hint}"
         ) from error
 
 
 @contextlib.contextmanager
-def writing(path, way_out="choose another place"):
-    """The system's refusal to write, in the body, becomes a UserError with the file and why."""
+def write_errors(path: str | Path, hint: str = "choose another place") -> Iterator[None]:
+    """Convert an OSError raised while the body writes `path` into a UserError."""
     try:
         yield
     except OSError as error:
         if error.errno is None:
             raise
-        reason = SYSTEM.get(error.errno, f"{error.strerror}; {way_out}")
+        reason = ERRNO_HINTS.get(error.errno, f"{error.strerror}; {hint}")
         raise UserError(f"{path} cannot be written: {reason}") from error
 
 
-def first_line(error):
-    """The first sentence of what an exception says, or its name where it says nothing."""
-    said = str(error).strip() or type(error).__name__
-    line = said.splitlines()[0].split(". ")[0]
+def first_line(error: BaseException | None) -> str:
+    """The first sentence of an exception's message, or its class name if it has none."""
+    text = str(error).strip() or type(error).__name__
+    line = text.splitlines()[0].split(". ")[0]
     return line if len(line) <= 120 else f"{line[:117]}..."
 
 
-def loads(text):
-    """json.loads, but that whole numbers of more than 18 digits, which no file of ours has, are
-    floats: they fit no other type."""
+def parse_json(text: str) -> Any:
+    """json.loads, except that integers of more than 18 digits become floats: no file of ours has any,
+    and they fit no other type."""
     return json.loads(text, parse_int=lambda digits: (int if len(digits) < 19 else float)(digits))
 
 
-def read_json(path, way_out="mend it, or make anew what it is about", **types):
-    """The dict in a JSON file, which has these keys with values of these types (a type or a tuple
-    of them)."""
-    with reading(path, "file", way_out):
-        found = loads(Path(path).read_text(encoding="utf-8"))
+def finite_json(value: Any) -> Any:
+    """The same value with None for nan and infinities, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: finite_json(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite_json(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read_json(
+    path: str | Path,
+    hint: str = "repair it, or make what it describes again",
+    **types: type | tuple,
+) -> dict[str, Any]:
+    """The dict in a JSON file. types: keys that it must have, and the types of their values."""
+    with read_errors(path, "file", hint):
+        found = parse_json(Path(path).read_text(encoding="utf-8"))
         check_keys(found, **types)
     return found
 
 
-def check_keys(found, **types):
-    """Raise TypeError where `found`, from a JSON file, is no dict with values of these types."""
+def check_keys(found: Any, **types: type | tuple) -> None:
+    """Raise TypeError unless `found`, from a JSON file, is a dict with values of these types."""
     if not isinstance(found, dict):
-        raise TypeError(f"it holds a {type(found).__name__}, wanted is an object")
+        raise TypeError(f"it holds a {type(found).__name__}, not an object")
     for key, kind in types.items():
         if not isinstance(found.get(key), kind):
-            raise TypeError(f"{key} is {json.dumps(found.get(key))[:40]}")
+            raise TypeError(f"{key} is {json.dumps(found.get(key), default=repr)[:40]}")
 
 
 @contextlib.contextmanager
-def whole_file(path):
-    """A binary file for the body to write. Then `path` holds all of it or, if something is raised,
-    what it held before: it is written beside it, and renamed when it is on disk."""
+def atomic_open(path: str | Path) -> Iterator[IO[bytes]]:
+    """Open a binary file for the body to write; `path` then holds all of it or, if the body raises,
+    what it held before. It is written beside `path`, flushed to disk, then renamed."""
     path = Path(path)
     part = path.with_name(path.name + ".part")
-    with writing(path):
+    with write_errors(path):
         try:
             with part.open("wb") as file:
                 yield file
@@ -109,17 +123,17 @@ def whole_file(path):
         except Exception:
             part.unlink(missing_ok=True)
             raise
-        sync_folder(path.parent)
+        fsync_dir(path.parent)
 
 
-def write_whole(path, data):
-    """`path` holds all of these bytes or is left as it was."""
-    with whole_file(path) as file:
+def atomic_write(path: str | Path, data: bytes | memoryview) -> None:
+    """Write these bytes to `path` completely, or leave it as it was."""
+    with atomic_open(path) as file:
         file.write(data)
 
 
-def sync_folder(folder):
-    """Make renames in `folder` last through a power cut; Windows needs no such call."""
+def fsync_dir(folder: Path) -> None:
+    """Make renames in `folder` survive a power cut. Windows needs no such call."""
     if os.name == "posix":
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -128,27 +142,17 @@ def sync_folder(folder):
             os.close(handle)
 
 
-@functools.cache
-def template(name):
-    """One of lab's templates, read once; all that its `render` puts in is escaped."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    folders = FileSystemLoader([ROOT / "lab", ROOT / "lab" / "tools"])
-    how = dict(autoescape=True, undefined=StrictUndefined, trim_blocks=True, auto_reload=False)
-    return Environment(loader=folders, **how).get_template(name)
-
-
 @contextlib.contextmanager
-def only_writer(folder, refusal, wait=False):
-    """While this lasts, no other process is an only_writer of `folder`, which is made if missing.
+def dir_lock(folder: str | Path, refusal: str, wait: bool = False) -> Iterator[None]:
+    """Hold an exclusive lock on `folder`, which is created if missing.
 
-    Raises UserError(refusal) where there is one already, or with `wait` waits for its end. The
-    system drops the lock with the process that holds it, however that ends.
+    Raises UserError(refusal) if another process holds it, or with `wait` blocks until it is released.
+    The system releases the lock when the process ends, however that happens.
     """
-    import filelock
+    import filelock  # optional: sampling and evaluation do without
 
     folder = Path(folder)
-    with writing(folder):
+    with write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         lock = filelock.FileLock(folder / ".lock", timeout=-1 if wait else 0)
         try:
@@ -159,12 +163,12 @@ def only_writer(folder, refusal, wait=False):
         yield
 
 
-def check_writable(path, flag):
-    """Raise UserError, before the work for it is done, where --flag's file cannot be written."""
+def check_writable(path: str | Path, flag: str) -> None:
+    """Raise UserError if the file for --flag cannot be written, before the work for it is done."""
     path = Path(path)
-    with writing(path, f"name another place with --{flag}"):
+    with write_errors(path, f"choose another place with --{flag}"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        there = path.exists()
+        existed = path.exists()
         path.open("ab").close()
-        if not there:
+        if not existed:
             path.unlink(missing_ok=True)

@@ -31,7 +31,7 @@ TINY_RUN = (
     "--preset laptop --device cpu --n_layer 2 --n_head 2 --n_embd 32 --block_size 32 --seq_len 16 "
     "--batch_size 4 --vocab_multiple 128 --total_batch_size 128 --optimizer adamw --weight_decay 0.1 "
     "--warmup_steps 2 --schedule constant --lr 1e-3 --val_tokens 256 --val_every 0 --sample_every 0 "
-    "--ckpt_every 1000 --log_every 1 --run_name r"
+    "--checkpoint_every 1000 --log_every 1 --run_name r"
 ).split()
 # AdamW divides by the root of the squared gradient, so where the true gradient is 0 (the bias of
 # the keys: a softmax does not see it) rounding noise alone would move a weight by the full rate.
@@ -70,22 +70,22 @@ def train_here(folder, data, name, model=(), **settings):
     base = dict(
         data=str(data), log_dir=str(folder), run_name=name, device="cpu", total_batch_size=256,
         batch_size=4, seq_len=16, lr=3e-3, max_steps=20, warmup_steps=2, schedule="constant", eps=EPS,
-        log_every=1, val_every=0, val_tokens=300, ckpt_every=1000, sample_every=0, hella_every=0,
+        log_every=1, val_every=0, val_tokens=300, checkpoint_every=1000, sample_every=0, hellaswag_every=0,
         compile=False, keep_last=100,
     )  # fmt: skip
     cfg = train_gpt2.TrainConfig(**base | settings)
     model_config = train_gpt2.GPTConfig(**TINY_MODEL | dict(model))
     typed = dict(parse_flags=lambda *_: ("a test", model_config, cfg))
     with (
-        mock.patch.multiple(train_gpt2.settings, **typed),
-        mock.patch.object(train_gpt2.folder, "farewell"),
+        mock.patch.multiple(train_gpt2.config, **typed),
+        mock.patch.object(train_gpt2, "print_summary"),
     ):
         status = train_gpt2.main([])
     return read_run(folder / name, status)
 
 
 def read_run(run_dir, status=None):
-    from lab.run.checkpoints import read_checkpoint
+    from lab.trainer.checkpoint import read_checkpoint
 
     events = [json.loads(line) for line in (run_dir / "log.jsonl").read_text().splitlines()]
     return SimpleNamespace(
@@ -154,7 +154,7 @@ def clean_env(**more):
 # of __main__.)
 FORKS = """
 import gc, io, json, os, runpy, signal, sys
-import matplotlib.figure, numpy, torch, torch._dynamo, torch.distributed, torch.utils.tensorboard, tqdm, tyro
+import matplotlib.figure, numpy, torch, torch._dynamo, torch.distributed, tqdm, tyro
 def flags(number: int = 1):
     pass
 
@@ -276,6 +276,13 @@ def succeed(program, *args, cwd):
     return done.stdout
 
 
+def fail(program, *args, cwd):
+    """The sentence with which a program of this project refuses bad input."""
+    done = run_python(ROOT / program, *args, cwd=cwd)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    return done.stderr
+
+
 def two_ranks(count=2):
     """What torchrun tells each of two (or more) processes, by its environment."""
     with socket.socket() as any_free:
@@ -302,7 +309,7 @@ def driver(folder, patch, program="train_gpt2"):
     path = folder / f"{program}.py"
     path.write_text(
         f"import os, signal, sys, time\nsys.path.insert(0, {str(ROOT)!r})\nimport torch, {program}\n"
-        f"from lab.cli import command\n{patch}\ncommand({program}.main)\n"
+        f"from lab.cli import run_main\n{patch}\nrun_main({program}.main)\n"
     )
     return path
 

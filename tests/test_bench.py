@@ -1,6 +1,7 @@
-"""bench/: what stands behind the numbers and pictures that it makes."""
+"""bench/: timed steps, variants, wrong compilations, tables and figures."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import compiled
 import figures
@@ -11,8 +12,10 @@ import torch
 from conftest import ROOT
 from records import random_shards
 
-from lab.world import World
-from train_gpt2 import HeadLoss, set_up
+from lab import kernels
+from lab.distributed import World
+from lab.precision import Precision
+from train_gpt2 import GPT, MLP, GPTConfig, HeadLoss, build_trainer
 
 
 def tiny_args(tmp_path, **more):
@@ -25,24 +28,24 @@ def build(tmp_path, **settings):
     return ladder.build(case, 4, tiny_args(tmp_path), World("cpu"))
 
 
-def test_the_timed_steps_are_updates_of_the_trainer(tmp_path):
+def test_timed_steps_are_the_trainers_updates(tmp_path):
     def losses(run):
-        return [run.update()[0].sum().item() for _ in range(3)]
+        return [run.train_step()[0].sum().item() for _ in range(3)]
 
-    torch.set_float32_matmul_precision("high")  # as a case before this one may have left it
+    torch.set_float32_matmul_precision("high")  # as a previous case may have left it
     run = build(tmp_path, compile_mode="none", precision="fp32")
     assert torch.get_float32_matmul_precision() == "highest"
     config, cfg = run.raw_model.config, dataclasses.replace(run.cfg, kernels="fused")
     found = losses(run)
-    assert found == losses(set_up(config, cfg, World("cpu")))
-    # the first rung's arithmetic is another
+    assert found == losses(build_trainer(config, cfg, World("cpu")))
+    # the first rung computes the same in another way
     first = build(tmp_path, **rungs.START | dict(vocab_multiple=128))
     assert losses(first) == pytest.approx(found, abs=1e-4)
     plain = [type(r.raw_model.head_loss) is HeadLoss for r in (first, run)]
     assert plain == [True, False]
 
 
-def test_every_variant_of_every_shape_is_a_valid_run(tmp_path):
+def test_every_variant_of_every_shape_is_valid(tmp_path):
     args = tiny_args(tmp_path, shapes=tuple(rungs.SHAPES), groups=tuple(rungs.VARIANTS))
     keys = [rungs.key_of(case.about(args, "H9")) for case in rungs.cases(args)]
     assert len(set(keys)) == len(keys) > 300
@@ -52,7 +55,7 @@ def test_every_variant_of_every_shape_is_a_valid_run(tmp_path):
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.1])
-def test_a_rung_that_is_compiled_wrongly_is_a_failure(tmp_path, monkeypatch, factor):
+def test_a_wrongly_compiled_rung_is_a_failure(tmp_path, monkeypatch, factor):
     def compile_wrongly(model, **_):
         def forward(*args, **kwargs):
             logits, loss = model(*args, **kwargs)
@@ -62,7 +65,7 @@ def test_a_rung_that_is_compiled_wrongly_is_a_failure(tmp_path, monkeypatch, fac
 
     monkeypatch.setattr(torch, "compile", compile_wrongly)
     run = build(tmp_path, precision="fp32")
-    assert bool(compiled.differs(run)) == (factor != 1)
+    assert bool(compiled.compile_error(run)) == (factor != 1)
     if factor == 1:
         assert ladder.first_step(run)[0] == pytest.approx(5.55, abs=0.3)
     else:
@@ -70,13 +73,13 @@ def test_a_rung_that_is_compiled_wrongly_is_a_failure(tmp_path, monkeypatch, fac
             ladder.first_step(run)
 
 
-def test_the_table_of_the_ladder_is_that_of_the_records(capsys):
+def test_the_ladders_table_matches_its_records(capsys):
     ladder.main(["--table"])
     table = ROOT / "readme.assets" / "ladder.txt"
     assert capsys.readouterr().out.strip() == table.read_text().strip()
 
 
-def test_a_star_marks_what_was_compiled_with_a_race():
+def test_records_compiled_with_a_race_are_marked():
     settings = dict(precision="bf16", compile_mode="default", bf16_residual=False)
     record = dict(shape="gpt2-xl", torch="2.11.0+cu130", settings=settings | dict(mlp="plain"))
     assert rungs.raced(record)
@@ -84,8 +87,19 @@ def test_a_star_marks_what_was_compiled_with_a_race():
         assert not rungs.raced(record | harmless)
 
 
-def test_every_figure_is_made_from_the_records(tmp_path, capsys):
+def test_figures_can_be_made_from_the_records(tmp_path, capsys):
     assert not figures.main(["--out", str(tmp_path)]) and not capsys.readouterr().err
     there = {path.name for path in (ROOT / "readme.assets").glob("*.png")}
     drawn = {path.name for path in tmp_path.iterdir()}
-    assert {name for name in there if not name.startswith("serve")} == drawn  # a page's pictures
+    assert {
+        name for name in there if not name.startswith("serve")
+    } == drawn  # pictures of the lab serve page
+
+
+def test_a_plain_mlp_stays_plain_where_mlps_are_replaced(monkeypatch):
+    monkeypatch.setattr(kernels, "is_supported", lambda device: True)  # as on a GPU
+    model, precision = GPT(GPTConfig(1, 2, 32, 16, 257)), Precision("bf16", torch.device("cpu"))
+    own = SimpleNamespace(mlp="plain", head="fused")
+    rungs.replace_head_and_mlp(model, own, precision)
+    assert type(model.transformer.h[0].mlp) is MLP
+    assert type(model.head_loss) is not HeadLoss

@@ -13,10 +13,16 @@ from conftest import ROOT, add_noise, difference, of_kind, read_run, run_python,
 
 import train_gpt2
 from bert import Bert, BertConfig, Masking
-from lab import bert_weights, evals, kernels, models
+from lab import kernels
 from lab.cli import UserError
-from lab.data import TokenShards, get_tokenizer, wordpiece
-from lab.device import Precision
+from lab.data import tokenizers
+from lab.data.shards import TokenShards
+from lab.data.tokenizers import get_tokenizer
+from lab.eval.validation import target_counts
+from lab.hf.bert import from_transformers, to_transformers
+from lab.kernels import replace_modules
+from lab.precision import Precision
+from lab.registry import config_of, load_model
 
 TOLERANCE = 1e-4
 TINY = dict(n_layer=2, n_head=2, n_embd=32, block_size=32)
@@ -24,11 +30,11 @@ HOW = "--vocab_multiple 64 --lr 3e-3 --eps 1e-3 --val_tokens 700 --keep_last 100
 TINY_RUN = [*conftest.TINY_RUN, *HOW.split()]
 
 
-# ------------------------------------------------------------------------------------- a tiny world
+# --------------------------------------------------------------------------------------- tiny data
 
 
 def sentences(count, seed=0):
-    """Lines of text: of each noun its own verb follows, so hidden words can be told."""
+    """Lines of text in which each noun has its own verb, so that masked words can be predicted."""
     rng = np.random.default_rng(seed)
     nouns = "cat dog bird horse mouse farmer teacher painter".split()
     verbs = "sleeping barking singing galloping hiding ploughing explaining drawing".split()
@@ -39,7 +45,7 @@ def sentences(count, seed=0):
 
 @pytest.fixture(scope="session")
 def texts(tmp_path_factory):
-    """A folder with the text, and its shards in 90 pieces, so that rare words fall into several."""
+    """A folder with the text and its shards. The vocabulary has 90 pieces, so rare words have several."""
     folder = tmp_path_factory.mktemp("texts")
     lines = [json.dumps({"text": " ".join(sentences(4, seed))}) for seed in range(150)]
     (folder / "text.jsonl").write_text("\n".join(lines))
@@ -63,7 +69,7 @@ def tiny_bert(vocab_size=101, **changes):
 
 
 def pair(folder, n_layer=2, n_head=4, n_embd=32):
-    """transformers' model with noise, and ours, read from the folder that it saved."""
+    """transformers' model with noise, and ours, loaded from the folder that it saved."""
     import transformers
 
     config = transformers.BertConfig(
@@ -79,7 +85,7 @@ def pair(folder, n_layer=2, n_head=4, n_embd=32):
 def deviations(ours, theirs):
     """Largest absolute differences in logits, loss and gradients, on 2 of 16 tokens with targets."""
     rng = torch.Generator().manual_seed(5)
-    # theirs gives [PAD], id 0, no gradient where it is read; no text has one
+    # transformers gives the embedding of [PAD], id 0, no gradient; texts do not contain it
     x, segment = (torch.randint(*n, (3, 16), generator=rng) for n in ((1, 101), (0, 2)))
     y = torch.full_like(x, -1)
     places = torch.rand(3, 16, generator=rng).topk(2).indices
@@ -89,26 +95,26 @@ def deviations(ours, theirs):
     loss.backward(), out.loss.backward()
     found = {"logits": (ours(x, segment=segment)[0] - out.logits).abs().max().item()}
     found["loss"] = abs(loss.item() - out.loss.item())
-    grads = bert_weights.from_transformers({n: p.grad for n, p in theirs.named_parameters()})
+    grads = from_transformers({n: p.grad for n, p in theirs.named_parameters()})
     for name, p in ours.named_parameters():
         found[name] = (p.grad[: len(grads[name])] - grads[name]).abs().max().item()
     return found
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 32), (3, 2, 48)])
-def test_same_as_transformers(tmp_path, shape):
-    """Logits, loss and gradients; and an export has the same weights, bit by bit."""
+def test_equals_transformers(tmp_path, shape):
+    """Logits, loss and gradients agree, and an export has bit-equal weights."""
     theirs, ours = pair(tmp_path, *shape)
     assert type(ours) is Bert
     assert (ours.config.n_layer, ours.config.n_head, ours.config.n_embd) == shape
-    back = bert_weights.in_transformers(ours).state_dict()
+    back = to_transformers(ours).state_dict()
     assert not difference(back, theirs.state_dict())
     found = deviations(ours, theirs)
     assert len(found) == 2 + 12 * shape[0] + 10 and max(found.values()) < TOLERANCE, found
     with pytest.raises(
-        UserError, match="a model of bert.py; .*bert.py --init_from` begins with it"
+        UserError, match="a model of bert.py; start from it with `.*bert.py --init_from`"
     ):
-        models.shape_of(str(tmp_path), program="gpt2")
+        config_of(str(tmp_path), trainer_class=train_gpt2.Trainer)
 
 
 def tanh_gelu(block):
@@ -138,14 +144,14 @@ LOST = ["lm_head.bias", "transformer.wse.weight", "transformer.ln_e.bias", "head
 
 
 @pytest.mark.parametrize("wrong", BLOCKS + LOST)
-def test_wrong_models_are_caught(tmp_path, wrong):
+def test_comparison_detects_wrong_models(tmp_path, wrong):
     theirs, ours = pair(tmp_path)
     if wrong in LOST:
         ours.get_parameter(wrong).data.zero_()
     else:
         list(map(wrong, ours.blocks))
     found = deviations(ours, theirs)
-    assert max(found.values()) > 5 * TOLERANCE, f"{wrong} was not noticed: {found}"
+    assert max(found.values()) > 5 * TOLERANCE, f"{wrong} was not detected: {found}"
 
 
 def test_bert_base_has_the_published_parameter_count():
@@ -159,12 +165,12 @@ def test_bert_base_has_the_published_parameter_count():
 
 
 def batch_with_targets(config, B=5, T=20, vocab_size=101):
-    x, K = torch.randint(vocab_size, (B, T)), config.hidden_tokens(T)
+    x, K = torch.randint(vocab_size, (B, T)), config.num_masked(T)
     y = torch.full_like(x, -1)
     return x, y.scatter_(1, torch.rand(B, T).topk(K).indices, torch.randint(vocab_size, (B, K)))
 
 
-def test_loss_is_that_of_the_hidden_tokens_alone():
+def test_loss_covers_only_the_masked_tokens():
     model = tiny_bert()
     x, y = batch_with_targets(model.config)
     y[0] = -1  # as evaluation fills up its last batch
@@ -182,10 +188,14 @@ def test_loss_is_that_of_the_hidden_tokens_alone():
     assert model(x, y)[1].isnan(), "more targets than the head has room for"
 
 
-def test_fused_and_compiled_give_the_plain_loss(monkeypatch):
-    monkeypatch.setattr(kernels.cross_entropy, "SMALL", 0)  # or so little is left to the plain one
+def test_fused_and_compiled_models_have_the_plain_loss(monkeypatch):
+    monkeypatch.setattr(
+        kernels.cross_entropy, "SMALL", 0
+    )  # otherwise the plain head computes so few positions
     plain, fast = tiny_bert(), tiny_bert()
-    kernels.use(fast, mlp=train_gpt2.MLP, precision=Precision("fp32", torch.device("cpu")))
+    replace_modules(
+        fast, mlp_class=train_gpt2.MLP, precision=Precision("fp32", torch.device("cpu"))
+    )
     assert fast.head_loss is not plain.head_loss
     x, y = batch_with_targets(plain.config)
     compiled = torch.compile(fast, dynamic=False, fullgraph=True, backend="aot_eager")
@@ -194,7 +204,7 @@ def test_fused_and_compiled_give_the_plain_loss(monkeypatch):
     losses[0].backward(), losses[1].backward()
     for a, b in zip(plain.parameters(), fast.parameters()):
         torch.testing.assert_close(a.grad, b.grad, atol=1e-5, rtol=0)
-    assert not plain.lm_head.bias.grad[101:].any(), "pad rows never move"
+    assert not plain.lm_head.bias.grad[101:].any(), "pad rows have no gradient"
 
 
 def test_every_output_sees_every_token():
@@ -218,12 +228,13 @@ def rows_of(tokenizer, B=400, T=40):
 
 
 def masked(masking, x, y, seed=1, first=0):
-    """What `masking` makes of them, as sequences from number `first` on."""
+    """(x, y) after masking, as sequences number `first`, `first` + 1, ..."""
     return masking(x.copy(), y.copy(), seed, np.arange(len(x)) + first)
 
 
 def words_of(tokenizer, rows):
-    """(B, T): the number of each token's word, by the pieces' spelling; a special is one by itself."""
+    """(B, T): the index of each token's word, from the spelling of the pieces; a special token is a word
+    of its own."""
     first = np.array([piece[0] for piece in tokenizer.pieces])[rows]
     begins = first != "#"
     begins[:, 1:] |= (first == "[")[:, :-1]
@@ -231,7 +242,7 @@ def words_of(tokenizer, rows):
     return begins.cumsum().reshape(rows.shape) - 1
 
 
-def test_masks_have_their_shares(tokenizer):
+def test_masks_have_the_published_proportions(tokenizer):
     x0, y0 = rows_of(tokenizer)
     masking = Masking(tokenizer, BertConfig())
     x, y = masked(masking, x0, y0)
@@ -248,35 +259,38 @@ def test_masks_have_their_shares(tokenizer):
     assert abs(len(swapped) / n - 0.1) < error and not masking.special[swapped].any()
     assert len(np.unique(swapped)) > 0.8 * len(masking.ordinary), "any ordinary token"
     share = hidden[:, 1:-1].mean(0) / hidden[:, 1:-1].mean()
-    assert abs(share - 1).max() < 0.6, "no place is preferred"
+    assert abs(share - 1).max() < 0.6, "no position is preferred"
 
 
 def in_part(words, tokens):
-    """How many words have some of these tokens, (B, T), and not all of theirs."""
+    """Number of words of which some tokens, but not all, are marked in `tokens` (B, T)."""
     share = np.bincount(words.ravel(), tokens.ravel()) / np.bincount(words.ravel())
     return ((share > 0) & (share < 1)).sum()
 
 
-def test_a_word_is_hidden_whole_or_not_at_all(tokenizer):
+def test_whole_word_masking_masks_words_completely(tokenizer):
     x0, y0 = rows_of(tokenizer)
     x0[:, 0], x0[:, -1] = tokenizer.id_of("[CLS]"), tokenizer.id_of("[SEP]")
     words = words_of(tokenizer, x0)
     assert (np.bincount(words.ravel()) > 3).sum() > 100, "there are words of several pieces"
-    x, y = masked(Masking(tokenizer, BertConfig(), whole_words=True), x0, y0)
-    assert ((y >= 0).sum(1) == 6).all() and not in_part(words, y >= 0), "one decision a word"
-    assert not in_part(words, x == tokenizer.id_of("[MASK]")), "and one fate"
+    x, y = masked(Masking(tokenizer, BertConfig(), whole_word_masking=True), x0, y0)
+    assert ((y >= 0).sum(1) == 6).all() and not in_part(words, y >= 0), "one decision per word"
+    assert not in_part(words, x == tokenizer.id_of("[MASK]")), "and one corruption_draw per word"
     x, y = masked(Masking(tokenizer, BertConfig()), x0, y0)
     assert in_part(words, y >= 0) > 100 and in_part(words, x == tokenizer.id_of("[MASK]")) > 100
     part = next(i for i, piece in enumerate(tokenizer.pieces) if piece.startswith("##"))
     for token in (part, tokenizer.eot):  # one long word, and nothing but separators
         row = np.full((1, 40), token, np.int64)
-        _, y = masked(Masking(tokenizer, BertConfig(), whole_words=True), row, row)
+        _, y = masked(Masking(tokenizer, BertConfig(), whole_word_masking=True), row, row)
         assert (y >= 0).sum() == 6, "the number hidden is kept"
 
 
-def test_masks_are_new_in_each_pass_and_depend_on_the_sequence_alone(tokenizer):
-    """So they are the same on any number of processes (test_loader.py)."""
-    masking, rows = Masking(tokenizer, BertConfig(), whole_words=True), rows_of(tokenizer, B=4)
+def test_masks_depend_only_on_seed_and_sequence_number(tokenizer):
+    """So they are the same for any number of processes (test_loader.py), and new in each epoch."""
+    masking, rows = (
+        Masking(tokenizer, BertConfig(), whole_word_masking=True),
+        rows_of(tokenizer, B=4),
+    )
     x, y = masked(masking, *rows)
     for a, b in zip((x, y), masked(masking, *(part[2:] for part in rows), first=2)):
         assert (a[2:] == b).all()
@@ -291,15 +305,15 @@ def test_tokenizer(tokenizer, texts, monkeypatch):
     assert tokenizer.pieces[:5] == ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     manifest = json.loads((texts / "words/manifest.json").read_text())
     assert tokenizer.vocab_size == manifest["vocab_size"] == 90
-    assert len(tokenizer.fast.get_added_tokens_decoder()) == 5, "letters are none"
+    assert len(tokenizer.fast.get_added_tokens_decoder()) == 5, "letters are not special tokens"
     text = "the cat is hiding in the garden."
     ids = tokenizer.encode(text.title())
     assert tokenizer.decode(ids) == text and not tokenizer.is_special()[ids].any()
     assert list(tokenizer.encode_documents([text, text])) == 2 * [3, *ids]
     assert 4 not in tokenizer.encode("[MASK] [SEP]") and tokenizer.encode("\ud800") is not None
-    assert tokenizer.goes_on().sum() == sum(p.startswith("##") for p in tokenizer.pieces)
-    monkeypatch.setattr(wordpiece, "ENOUGH", 3)  # characters
-    letters = wordpiece.learn(["ab", "cd", "xx"], 99).get_vocab()
+    assert tokenizer.is_continuation().sum() == sum(p.startswith("##") for p in tokenizer.pieces)
+    monkeypatch.setattr(tokenizers, "MAX_TRAIN_CHARS", 3)  # characters
+    letters = tokenizers.train_wordpiece(["ab", "cd", "xx"], 99).get_vocab()
     assert "d" in letters and "x" not in letters
 
 
@@ -308,21 +322,21 @@ def test_tokenizer(tokenizer, texts, monkeypatch):
 
 @pytest.fixture(scope="module")
 def learnt(tmp_path_factory, texts):
-    """(what was said, the run) of 150 steps."""
+    """(output, run) of a training run of 150 steps."""
     flags = "--max_steps 150 --val_every 75 --sample_every 150 --optimizer muon --lr 1e-2 --seed 5"
-    flags += " --warmup_steps 10 --total_batch_size 1024 --batch_size 64 --ckpt_every 150"
+    flags += " --warmup_steps 10 --total_batch_size 1024 --batch_size 64 --checkpoint_every 150"
     folder = tmp_path_factory.mktemp("learnt")
     said = succeed("bert.py", *TINY_RUN, "--data", texts / "words", *flags.split(), cwd=folder)
     return said, read_run(folder / "log/r")
 
 
-def test_a_run_learns_and_says_what_it_hides(learnt, tokenizer):
+def test_run_learns_and_logs_masked_samples(learnt, tokenizer):
     said, run = learnt
     (first, _, last), unigram = of_kind(run, "val"), run.events[0]["unigram"]
     assert abs(first["loss"] - np.log(tokenizer.vocab_size)) < 0.3 and first["accuracy"] < 0.1
     assert last["loss"] < unigram - 0.5, "better than a guess without context"
     assert last["accuracy"] > 1.5 * last["unigram_accuracy"] > 0
-    assert "of hidden tokens right" in said and "bert.py --resume" in said
+    assert "of masked tokens right" in said and "bert.py --resume" in said
     before, after = of_kind(run, "sample")
     assert (before["step"], after["step"]) == (0, 150) and before["words"] != after["words"]
     assert len(before["texts"]) == 3 and "[MASK]" in before["texts"][0]
@@ -330,7 +344,7 @@ def test_a_run_learns_and_says_what_it_hides(learnt, tokenizer):
         assert len(word["guesses"]) == 3 and 0 < word["guesses"][0][1] <= 1
 
 
-def test_a_tokenizer_with_a_gap_in_its_ids_or_no_unknown_piece_is_refused(tmp_path, texts):
+def test_damaged_tokenizer_is_refused(tmp_path, texts):
     def refused(match):
         (tmp_path / "tokenizer.json").write_text(json.dumps(data))
         with pytest.raises(UserError, match=f"tokenizer.json is damaged .*{match}"):
@@ -340,18 +354,18 @@ def test_a_tokenizer_with_a_gap_in_its_ids_or_no_unknown_piece_is_refused(tmp_pa
     data["model"]["unk_token"] = "[XXX]"
     refused("Missing .UNK. token")
     data["model"]["vocab"]["the"] += 100_000
-    refused("some have no piece")
+    refused("have no piece")
 
 
 @pytest.mark.parametrize(
     "flags, sentence",
     [
-        ("--seq_len 2", "seq_len=2 leaves none beside [CLS] and [SEP]"),
-        ("--sample_every 1 --sample_prompt Paris", "sample_prompt='Paris' has no [MASK]"),
+        ("--seq_len 2", "seq_len=2 must be 3 or more, for [CLS] and [SEP]"),
+        ("--sample_every 1 --sample_prompt Paris", "sample_prompt='Paris' must contain [MASK]"),
         ("--init_from {run}", "has another vocabulary; copy {run}/tokenizer.json into"),
     ],
 )
-def test_settings_that_do_not_fit_the_words_are_refused(tmp_path, texts, learnt, flags, sentence):
+def test_settings_that_do_not_fit_the_data_are_refused(tmp_path, texts, learnt, flags, sentence):
     data, run = shutil.copytree(texts / "words", tmp_path / "data"), learnt[1].dir
     made = json.loads((data / "tokenizer.json").read_text())
     vocab = made["model"]["vocab"]
@@ -362,16 +376,16 @@ def test_settings_that_do_not_fit_the_words_are_refused(tmp_path, texts, learnt,
     assert done.returncode == 2 and sentence.format(data=data, run=run) in done.stderr
 
 
-def test_validation_by_hand(learnt, texts, tokenizer):
-    """Its means are those of the same masks, worked out one sequence at a time."""
+def test_validation_equals_a_calculation_by_hand(learnt, texts, tokenizer):
+    """The logged means equal those of the same masks, computed one sequence at a time."""
     _, run = learnt
-    model, value = models.load(str(run.dir)).eval(), of_kind(run, "val")[-1]
+    model, value = load_model(str(run.dir)).eval(), of_kind(run, "val")[-1]
     shards = TokenShards(texts / "words", "val", tokenizer.vocab_size)
     targets = min(700, len(shards) - 1)
     assert targets % 16, "the last sequence is cut"
 
     def by_hand(masking):
-        """(mean loss, share of right guesses)"""
+        """(mean loss, accuracy, accuracy of always guessing the most frequent token)"""
         losses, right, hidden = [], [], []
         for position in range(0, targets, 16):
             at = np.array([position])
@@ -385,16 +399,16 @@ def test_validation_by_hand(learnt, texts, tokenizer):
         return np.mean(losses), np.mean(right), np.mean(np.array(hidden) == most_frequent)
 
     masking = Masking(tokenizer, model.config)
-    counts = evals.target_counts(TokenShards(texts / "words", "train", tokenizer.vocab_size), 10**6)
+    counts = target_counts(TokenShards(texts / "words", "train", tokenizer.vocab_size), 10**6)
     most_frequent = (counts * ~masking.special).argmax()
     found = by_hand(masking)
     names = "loss", "accuracy", "unigram_accuracy"
     assert [value[name] for name in names] == pytest.approx(found, abs=1e-5)
 
 
-def test_two_processes_that_stop_and_resume_are_one(tmp_path, texts):
-    flags = "--val_every 4 --ckpt_every 4 --grad_clip 0 --precision fp32 --whole_words".split()
-    flags += "--sample_every 8 --sample_tokens 0".split()  # the fewest there can be
+def test_two_resumed_processes_equal_one(tmp_path, texts):
+    flags = "--val_every 4 --checkpoint_every 4 --grad_clip 0 --precision fp32 --whole_word_masking".split()
+    flags += "--sample_every 8 --sample_tokens 0".split()  # the minimum
     flags = [*TINY_RUN, "--data", texts / "words", *flags, "--max_steps"]
     succeed("bert.py", *flags, 8, "--run_name", "one", cwd=tmp_path)
     run_two(ROOT / "bert.py", *flags, 4, "--run_name", "two", "--batch_size", 2, cwd=tmp_path)
@@ -415,7 +429,7 @@ def test_export_loads_in_transformers(learnt, tmp_path):
         succeed("lab", "export", run, "--out", out, cwd=tmp_path)
     succeed("lab", "export", out, "--out", "again", cwd=tmp_path)
     assert (tmp_path / "again" / "tokenizer.json").exists()
-    theirs, ours = AutoModelForMaskedLM.from_pretrained(out), models.load(run)
+    theirs, ours = AutoModelForMaskedLM.from_pretrained(out), load_model(run)
     x = torch.randint(90, (2, 16))
     assert (theirs(x).logits - ours(x)[0]).abs().max() < TOLERANCE
     fill, tokenizer = pipeline("fill-mask", out), get_tokenizer(f"{run}/tokenizer.json")

@@ -1,6 +1,6 @@
-"""report.html and the page of lab serve as a person meets it, in a real browser.
+"""report.html and the page of lab serve in a real browser.
 
-apt-get install chromium            # or Chrome, or Chromium from elsewhere: it must be on the PATH
+apt-get install chromium            # or any Chrome or Chromium that is on the PATH
 python -m pip install -r requirements-browser.txt
 python -m pytest -m slow tests/test_browser.py
 """
@@ -28,7 +28,7 @@ def chromium():
     path = next(filter(None, map(shutil.which, CHROMES)), None)
     if path is None:
         pytest.skip(f"needs a browser: none of {', '.join(CHROMES)} is on the PATH")
-    root = hasattr(os, "geteuid") and os.geteuid() == 0  # whom Chromium's sandbox refuses
+    root = hasattr(os, "geteuid") and os.geteuid() == 0  # the sandbox refuses to run as root
     with playwright.sync_playwright() as p:
         browser = p.chromium.launch(executable_path=path, args=["--no-sandbox"] if root else [])
         yield browser
@@ -36,7 +36,7 @@ def chromium():
 
 
 class Tab:
-    """A page in a browser, with all that went wrong in it."""
+    """A page in a browser; `wrong` collects its errors, dialogs and requests to other servers."""
 
     def __init__(self, browser, address, may_ask="no server", **how):
         self.page = browser.new_context(**how).new_page()
@@ -50,14 +50,14 @@ class Tab:
 
 
 class Report(Tab):
-    """The page of a run, in a file."""
+    """A report.html file."""
 
     def __init__(self, browser, path, **how):
         super().__init__(browser, path.as_uri(), **how)
         self.figures = self.page.locator(".plot").evaluate_all("all => all.map(one => one.id)")
 
     def drawn(self, id):
-        """How many curves and areas can be seen in a plot."""
+        """Number of curves and areas drawn in a plot."""
         self.page.wait_for_selector(f"#{id} svg .trace path")
         return self.page.locator(f"#{id} svg .trace path[d]").count()
 
@@ -89,7 +89,7 @@ def test_report_of_real_runs(tmp_path, run_train, chromium):
     times = [(r["time"] - records[0]["time"]) / 60 for r in records if r["kind"] == "train"]
     assert tab.plot("lr", "data[0].x") == pytest.approx(times, abs=1e-4)
 
-    shown = tab.page.locator("article:visible h3")  # the newest first, the others by the slider
+    shown = tab.page.locator("article:visible h3")  # the newest; the slider shows the others
     steps = tab.page.locator("article").count()
     assert shown.all_text_contents() == ["after 12 steps"] and steps > 1
     tab.page.locator("#step").press("ArrowLeft")
@@ -108,14 +108,14 @@ def test_report_of_real_runs(tmp_path, run_train, chromium):
     assert tab.wrong == both.wrong == []
 
 
-def test_report_runs_no_text_from_a_log(tmp_path, chromium):
+def test_report_does_not_run_scripts_from_a_log(tmp_path, chromium):
     write_run(tmp_path / "r", [*RUN, sample(400, EVIL)])
     report.write_page([tmp_path / "r"], tmp_path / "r.html")
     tab = Report(chromium, tmp_path / "r.html")
     assert tab.page.locator("pre").text_content() == EVIL and tab.page.title() == "r"
     evil = "document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=\"document.title = 1\">')"
     tab.page.evaluate(evil)
-    tab.page.wait_for_timeout(200)  # had it got in, the page's own rules would not have let it run
+    tab.page.wait_for_timeout(200)  # the policy stops even injected scripts
     assert tab.page.title() == "r" and any("Content Security Policy" in text for text in tab.wrong)
 
 
@@ -131,7 +131,7 @@ def server(tmp_path_factory):
 
 
 class Page(Tab):
-    """The page in a tab of its own, with all that went wrong in it."""
+    """The page of lab serve, in its own tab."""
 
     def __init__(self, browser, server, **how):
         super().__init__(browser, server.url, may_ask=server.url, **how)
@@ -155,7 +155,7 @@ class Page(Tab):
         return self.page.locator("#out > .t").count()
 
     def grows(self, n):
-        """Until it has more than n tokens."""
+        """Wait until more than n tokens are shown."""
         self.page.wait_for_function(f"() => document.querySelectorAll('#out > .t').length > {n}")
 
 
@@ -167,7 +167,7 @@ def tab(chromium, server):
     tab.page.context.close()
 
 
-def test_typing_streaming_and_stop(tab):
+def test_typing_streaming_stop_and_continue(tab):
     assert tab.page.title() == tab.page.inner_text("h1") == "r/model_000010"
     tab.set(max_tokens=4000, seed=1)
     tab.page.locator("#prompt").press_sequentially("abc")
@@ -178,7 +178,11 @@ def test_typing_streaming_and_stop(tab):
     stopped = tab.count()
     tab.page.wait_for_timeout(500)
     assert 20 < stopped == tab.count() < 4000
-    assert tab.texts("#out > b .t > span:first-child") == ["a", "b", "c"]  # scored too
+    assert tab.texts("#out > b .t > span:first-child") == [
+        "a",
+        "b",
+        "c",
+    ]  # the prompt is scored too
     foot = tab.page.inner_text("#foot")
     assert "tok/s" in foot and "seed 1" in foot
     tab.set(max_tokens=30)
@@ -187,7 +191,7 @@ def test_typing_streaming_and_stop(tab):
     assert tab.count() == stopped + 30
 
 
-def test_a_runner_up_is_taken_and_gone_on_from(tab):
+def test_clicking_an_alternative_token_continues_from_it(tab):
     tab.set(max_tokens=30, seed=2)
     tab.write("abc")
     before = tab.done()
@@ -204,7 +208,7 @@ def test_a_runner_up_is_taken_and_gone_on_from(tab):
     tab.page.locator("#out > .t").nth(9).click()
     assert tab.page.inner_text("#card p").startswith(name + ":")
     tab.page.keyboard.press("Escape")
-    tab.page.click("#view button[data-value=under]")  # the same under each token
+    tab.page.click("#view button[data-value=under]")  # the same, listed below each token
     under = tab.page.locator("#out > .t").nth(3).locator(".alts")
     assert under.is_visible() and "%" in under.locator("strong").inner_text()
     under.locator("button").first.click()
@@ -212,7 +216,7 @@ def test_a_runner_up_is_taken_and_gone_on_from(tab):
     assert len(tab.done()) == 4 + 30 and tab.texts()[:3] == before[:3]
 
 
-def test_a_hostile_prompt_is_text(tab):
+def test_hostile_prompt_is_shown_as_text(tab):
     tab.set(max_tokens=3)
     tab.write(HOSTILE)
     tab.done()
@@ -221,7 +225,7 @@ def test_a_hostile_prompt_is_text(tab):
     assert "␛[2J␀␇" in shown and "\x1b" not in shown
     assert tab.page.locator("#out img, #out script").count() == 0
     tab.page.click("#mode button[data-value=chat]")
-    assert tab.page.is_hidden("#on"), "there is no answer to go on from"
+    assert tab.page.is_hidden("#on"), "there is no answer to continue"
     tab.write(HOSTILE)
     tab.done()
     assert "<img src=x" in tab.page.locator(".turn.user").inner_text()

@@ -1,16 +1,19 @@
-"""chat.py: how conversations are written, packed into rows, and what of them is learnt."""
+"""chat.py: how conversations are written, masked and packed into rows."""
 
 import json
 import re
 
 import numpy as np
+import pytest
 from test_fineweb import BYTES, call, hashes
 
-from lab.data import get_tokenizer
+import fineweb
+from lab.cli import UserError
+from lab.config import SFT
 from lab.data.chat import render_chat
-from lab.data.shards import TokenShards, read_manifest
-from lab.data.writer import verify
-from lab.run.settings import SFT
+from lab.data.manifest import read_manifest, verify_shards
+from lab.data.shards import TokenShards
+from lab.data.tokenizers import get_tokenizer
 
 END = "<|endoftext|>"
 
@@ -31,8 +34,56 @@ def test_render_chat():
         f"User: Twice that?\n\nAssistant: Eight.{END}"
     )
     assert tok.decode(ids[mask == 1]) == f" Four.{END} Eight.{END}" and mask[0] == 0
-    ids, mask = render_chat(say("What is a token?"), tok, answer=True)
+    ids, mask = render_chat(say("What is a token?"), tok, add_generation_prompt=True)
     assert tok.decode(ids) == END + SFT["sample_prompt"] and not mask.any()
+
+
+def test_a_turn_of_weight_0_is_read_but_not_learned():
+    """As in OpenAI's fine-tuning format."""
+    tok, talk = get_tokenizer("bytes"), say("Two?", "Too.", "Two and two?", "Four.")
+    ids, _ = render_chat(talk, tok)
+    talk[1]["weight"], talk[3]["weight"] = 0, 1
+    weighted, mask = render_chat(talk, tok)
+    assert weighted.tolist() == ids.tolist() and tok.decode(ids[mask == 1]) == f" Four.{END}"
+    for weight in (0.5, "0", 2):
+        talk[1]["weight"] = weight
+        with pytest.raises(UserError, match=f"here: weight {weight!r} .* must be 0 .* or 1"):
+            render_chat(talk, tok, where="here")
+
+
+@pytest.mark.parametrize("call", [{"tool_calls": [{"id": "1"}]}, {"function_call": {"name": "f"}}])
+@pytest.mark.parametrize("content", [None, "", "Let me look."])
+def test_tool_calls_are_refused_with_their_line(tmp_path, call, content):
+    talks = [say("question", "answer") for _ in range(20)]
+    talks[6] += [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": content, **call},
+    ]
+    lines = "".join(json.dumps({"messages": talk}) + "\n" for talk in talks)
+    (tmp_path / "chat.jsonl").write_text(lines)
+    args = ["--source", str(tmp_path / "chat.jsonl"), *BYTES, "--out", str(tmp_path / "o")]
+    with pytest.raises(UserError, match=r"chat.jsonl, line 7: .* tool call, .*; remove"):
+        fineweb.main(args)
+    assert not list(tmp_path.glob("o/*.npy"))
+
+
+def test_conversations_with_blank_answers_are_skipped_and_counted(tmp_path):
+    """One blank answer is enough, unless its weight is 0. So is having no answer to learn."""
+    talks = [say(f"question {i}", f"answer {i}") for i in range(20)]
+    talks[3][1]["content"] = ""
+    talks[4] += say("and", " \n ")
+    talks[5] += say("but", "")
+    talks[5][3]["weight"] = 0
+    talks[6][1]["weight"] = 0
+    lines = "".join(json.dumps({"messages": talk}) + "\n" for talk in talks)
+    (tmp_path / "chat.jsonl").write_text(lines)
+    args = ["--source", str(tmp_path / "chat.jsonl"), *BYTES, "--out", str(tmp_path / "o")]
+    assert fineweb.main(args) == 0
+    manifest = read_manifest(tmp_path / "o")
+    assert (manifest["documents"], manifest["no_answer"], manifest["too_long"]) == (17, 3, 0)
+    ids = np.concatenate([np.load(tmp_path / "o" / e["name"]) for e in manifest["shards"]])
+    found = re.findall(r"question (\d+)", get_tokenizer("bytes").decode(ids))
+    assert sorted(map(int, found)) == [i for i in range(20) if i not in (3, 4, 6)]
 
 
 def test_chat_shards(tmp_path):
@@ -48,7 +99,7 @@ def test_chat_shards(tmp_path):
     assert got.returncode == 0, got.stderr
     assert "297 conversations" in got.stdout and "2 too long, 1 without an answer" in got.stdout
     manifest, tok, found = read_manifest(out), get_tokenizer("bytes"), []
-    assert (manifest["context"], manifest["documents"]) == (200, 297) and verify(out) == []
+    assert (manifest["context"], manifest["documents"]) == (200, 297) and verify_shards(out) == []
     names = [e["name"] for e in manifest["shards"]]
     assert names[:2] == ["chat_val_000000.npy", "chat_train_000001.npy"] and len(names) > 3
     for name in names:
@@ -56,26 +107,29 @@ def test_chat_shards(tmp_path):
         with open((out / name).with_suffix(".mask"), "rb") as file:
             mask = np.load(file)
         assert mask.dtype == np.uint8 and (len(ids) <= 5000 or "val" in name)
-        for row, learnt in zip(ids.reshape(-1, 200), mask.reshape(-1, 200), strict=True):
+        for row, learned in zip(ids.reshape(-1, 200), mask.reshape(-1, 200), strict=True):
             text = tok.decode(row)
             answers = re.findall(r"Assistant:(.*?<\|endoftext\|>)", text)
-            assert tok.decode(row[learnt == 1]) == "".join(answers)
+            assert tok.decode(row[learned == 1]) == "".join(answers)
             here = re.findall(r"User: (.*?)\n\nAssistant: (.*?)<\|endoftext\|>", text)
-            assert row[0] == row[-1] == 256, "filled up with end-of-text"
-            assert len(here) == text.count("User:"), "none goes over an edge"
+            assert row[0] == row[-1] == 256, "padded with end-of-text"
+            assert len(here) == text.count("User:"), "no conversation is split"
             held_out = [int(question.split("?")[0].split()[1]) % 10 == 0 for question, _ in here]
-            assert held_out == ["val" in name] * len(here), "whatever else is left out"
+            assert held_out == ["val" in name] * len(here), "no matter which lines are skipped"
             found += here
     wanted = [(t[0]["content"], t[1]["content"]) for i, t in enumerate(talks) if i not in (6, 7, 8)]
     assert sorted(found) == sorted(wanted)
     used = sum(len(render_chat(say(*pair), tok)[0]) for pair in wanted)
-    assert used > 0.8 * manifest["tokens"], "rows are filled"
+    assert used > 0.8 * manifest["tokens"], "rows are mostly full"
     assert TokenShards(out, "train", 257).masks
     before = hashes(out)
     (out / manifest["shards"][1]["mask"]["name"]).write_bytes(b"")
     assert call("--verify", "--out", out).returncode == 1
-    cut = manifest | {"complete": False, "shards": manifest["shards"][:2]}  # killed on its way
+    cut = manifest | {
+        "complete": False,
+        "shards": manifest["shards"][:2],
+    }  # as if it had been killed
     (out / "manifest.json").write_text(json.dumps(cut))
-    got = call(*args, "--shard_tokens", 9000)  # would leave shards of both
+    got = call(*args, "--shard_tokens", 9000)  # would mix shards of both
     assert got.returncode == 2 and "shard_tokens = 5000, now it is 9000" in got.stderr
     assert call(*args).returncode == 0 and hashes(out) == before

@@ -1,4 +1,4 @@
-"""Several processes over gloo against one: as torchrun starts them, and with torchrun itself."""
+"""Several processes over gloo compared with one, started as torchrun does and by torchrun itself."""
 
 import contextlib
 import json
@@ -21,35 +21,39 @@ from conftest import (  # isort: skip
 from test_train import raw_gradients
 
 import train_gpt2
-from lab import models
-from lab.device import Precision
-from lab.optim import exact_norm
-from lab.parallel import Fsdp2AdamW, Zero1AdamW
-from lab.tools.export import export
-from lab.world import World
+from lab.cli import UserError
+from lab.distributed import World
+from lab.hf.export import export
+from lab.optim.fsdp2 import Fsdp2AdamW
+from lab.optim.grad_norm import global_grad_norm
+from lab.optim.zero1 import Zero1AdamW
+from lab.precision import Precision
+from lab.registry import load_model
 from train_gpt2 import GPTConfig, TrainConfig
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals of Linux and macOS")
 
 
-COMPILED = """import functools
+COMPILED = """import functools, lab.hardware
 torch.compile = functools.partial(torch.compile, backend="aot_eager")
-train_gpt2.device.why_no_compile = lambda *_: ''"""
+lab.hardware.compile_unsupported_reason = lambda *_: ''"""
 
 WAYS = ["ddp", "zero1", "fsdp2", "ddp --compile", "fsdp2 --compile"]
 
 
 @pytest.mark.parametrize("how", [*WAYS, "fsdp2 --activation_checkpointing"])
-def test_two_processes_are_one(tmp_path, shards, start_two, how):
-    """Losses, weights, gradients, validation; with accumulation, and masks that leave ranks uneven."""
+def test_two_processes_equal_one(tmp_path, shards, start_two, how):
+    """Losses, weights, gradients and validation are equal, with gradient accumulation and with loss
+    masks that leave the ranks unequal numbers of targets."""
     mask_shards(shards)
-    flags = f"--parallel {how} --max_steps 8 --val_every 4 --val_tokens 250 --grad_clip 0 --ckpt_every 1"
+    flags = f"--parallel {how} --max_steps 8 --val_every 4 --val_tokens 250 --grad_clip 0"
+    flags += " --checkpoint_every 1"
     program = driver(tmp_path, COMPILED)
     said = finished(start_two(*flags.split(), "--keep_last", 100, program=program))
     two = read_run(tmp_path / "log" / "r")
     one = train_here(
         tmp_path, shards, "one", total_batch_size=128, batch_size=8, max_steps=8, lr=1e-3, beta2=0.99,
-        grad_clip=0.0, val_every=4, val_tokens=250, ckpt_every=1,
+        grad_clip=0.0, val_every=4, val_tokens=250, checkpoint_every=1,
     )  # fmt: skip
     starts = [of_kind(run, "start")[0] for run in (two, one)]
     assert [(s["world_size"], s["grad_accum_steps"]) for s in starts] == [(2, 2), (1, 1)]
@@ -67,16 +71,16 @@ def test_two_processes_are_one(tmp_path, shards, start_two, how):
 
 @pytest.fixture
 def run_in_a_group(shards):
-    """A Run in a process group of one, so that parts of an exchange can be called by themselves."""
+    """A Trainer in a process group of one, so that single collectives can be called."""
     sizes = dict(total_batch_size=256, batch_size=4, seq_len=16)
     cfg = TrainConfig(data=str(shards), compile=False, **sizes)
-    run = train_gpt2.set_up(GPTConfig(**TINY_MODEL), cfg, World("cpu"))
+    run = train_gpt2.build_trainer(GPTConfig(**TINY_MODEL), cfg, World("cpu"))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield run
     dist.destroy_process_group()
 
 
-def test_gradients_are_exchanged_once_a_step(run_in_a_group):
+def test_ddp_all_reduces_once_per_step(run_in_a_group):
     run, sent = run_in_a_group, []
     run.model = torch.nn.parallel.DistributedDataParallel(run.raw_model)
 
@@ -87,17 +91,17 @@ def test_gradients_are_exchanged_once_a_step(run_in_a_group):
         return done
 
     run.model.register_comm_hook(None, exchange)
-    run.update()
-    assert run.loader.grad_accum_steps == 4 and sent == [0], "in the last micro-step alone"
+    run.train_step()
+    assert run.loader.grad_accum_steps == 4 and sent == [0], "only in the last micro-step"
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "zero1", "fsdp2"])
-def test_long_gradients_are_clipped_and_short_ones_stay(run_in_a_group, parallel):
+def test_gradients_are_clipped_only_above_the_limit(run_in_a_group, parallel):
     run, params = run_in_a_group, list(run_in_a_group.raw_model.parameters())
     clip, clipped = run.clip_grad_norm, params
     if parallel == "zero1":
         zero1 = Zero1AdamW(run.optimizer, run.raw_model, run.loader, run.precision, run.world)
-        clip, clipped = zero1.clip_grad_norm, [share.mine for share in zero1.shares]
+        clip, clipped = zero1.clip_grad_norm, [shards.local_shard for shards in zero1.shards]
     if parallel == "fsdp2":
         fsdp2 = Fsdp2AdamW(run.optimizer, run.raw_model, None, run.precision, run.world)
         clip, params = fsdp2.clip_grad_norm, list(run.raw_model.parameters())
@@ -105,24 +109,35 @@ def test_long_gradients_are_clipped_and_short_ones_stay(run_in_a_group, parallel
     count = sum(p.numel() for p in params)
     for max_norm, left in ((0, 1), (1.5, 1), (0.5, 0.5)):
         for p in params:
-            p.grad = torch.full_like(p, count**-0.5)  # all together of norm 1
+            p.grad = torch.full_like(p, count**-0.5)  # their joint norm is 1
         assert clip(max_norm).item() == pytest.approx(1, rel=1e-5)
-        assert exact_norm([p.grad for p in clipped]).item() == pytest.approx(left, rel=1e-5)
+        assert global_grad_norm([p.grad for p in clipped]).item() == pytest.approx(left, rel=1e-5)
 
 
-def test_fsdp2_rounds_nothing_of_a_block_that_reads_all_bits(run_in_a_group):
+@pytest.mark.parametrize("name, kind", [("zero1", Zero1AdamW), ("fsdp2", Fsdp2AdamW)])
+def test_sharded_optimizers_refuse_fp16(run_in_a_group, name, kind):
+    run = run_in_a_group
+    run.precision.name = "fp16"  # which needs a GPU
+    sentence = (
+        f"parallel={name} does not support precision=fp16, .*--parallel ddp or --precision fp32"
+    )
+    with pytest.raises(UserError, match=sentence):
+        kind(run.optimizer, run.raw_model, run.loader, run.precision, run.world)
+
+
+def test_fsdp2_keeps_float32_in_blocks_that_need_it(run_in_a_group):
     run, seen = run_in_a_group, {}
     run.precision = Precision("bf16", torch.device("cpu"))
-    run.raw_model.blocks[0].mlp.reads = torch.float32  # as an MLP in 8 bits
+    run.raw_model.blocks[0].mlp.param_dtype = torch.float32  # as an MLP in 8 bits
     run.optimizer = Fsdp2AdamW(run.optimizer, run.raw_model, None, run.precision, run.world)
     for i, block in enumerate(run.raw_model.blocks):
         block.mlp.c_fc.register_forward_pre_hook(lambda m, _, i=i: seen.update({i: m.weight.dtype}))
-    run.update()
+    run.train_step()
     assert seen == {0: torch.float32, 1: torch.bfloat16}
 
 
-def test_in_bf16_fsdp2_has_the_losses_of_ddp(tmp_path, start_two):
-    """A gain of 1.003 is none of 1: of the layers that autocast leaves in 32 bits, all bits are sent."""
+def test_fsdp2_has_the_losses_of_ddp_in_bf16(tmp_path, start_two):
+    """Layers that autocast leaves in float32 are sent in float32: a gain of 1.003 must not become 1."""
     for parallel in ("ddp", "fsdp2"):
         flags = f"--precision bf16 --parallel {parallel} --run_name {parallel} --max_steps 6"
         finished(start_two(*flags.split()))
@@ -130,9 +145,10 @@ def test_in_bf16_fsdp2_has_the_losses_of_ddp(tmp_path, start_two):
     assert ddp == pytest.approx(fsdp2, abs=5e-6) and len(ddp) == 6
 
 
-def test_a_run_goes_on_with_other_processes_with_and_without_shares(tmp_path, start_two, run_train):
-    """In bf16, where what travels is rounded and what is kept is not; with clipping."""
-    flags = "--parallel zero1 --precision bf16 --batch_size 4 --max_steps 6 --ckpt_every 3 --keep_last 9"
+def test_run_resumes_with_other_world_sizes_and_sharding(tmp_path, start_two, run_train):
+    """In bf16, where communication is rounded and checkpoints are not, and with gradient clipping."""
+    flags = "--parallel zero1 --precision bf16 --batch_size 4 --max_steps 6"
+    flags += " --checkpoint_every 3 --keep_last 9"
     finished(start_two(*flags.split(), "--grad_clip", 0.1))
     whole = read_run(tmp_path / "log" / "r")
     (whole.dir / "model_000006.pt").unlink()
@@ -142,7 +158,7 @@ def test_a_run_goes_on_with_other_processes_with_and_without_shares(tmp_path, st
     again, parts = read_run(whole.dir).checkpoints[6], ("step", "model", "optimizer", "loader")
     assert not differing_parts(whole.checkpoints[6], again, parts)
     for p in again["model"].values():
-        assert p.dim() < 2 or not torch.equal(p, p.bfloat16().float()), "saved as it travels"
+        assert p.dim() < 2 or not torch.equal(p, p.bfloat16().float()), "saved in bf16"
 
     for max_steps, parallel in enumerate(("ddp", "fsdp2", "zero1"), start=4):
         flags = f"--resume --run_name ddp --parallel {parallel} --max_steps {max_steps}"
@@ -150,7 +166,7 @@ def test_a_run_goes_on_with_other_processes_with_and_without_shares(tmp_path, st
     shutil.copytree(tmp_path / "log" / "ddp", alone := tmp_path / "log" / "alone")
     (alone / "model_000006.pt").unlink()
     export(str(alone / "model_000005.pt"), tmp_path / "export")  # FSDP2 made it
-    exported, saved = models.load(str(tmp_path / "export")), read_run(alone).checkpoints[5]
+    exported, saved = load_model(str(tmp_path / "export")), read_run(alone).checkpoints[5]
     assert equal_bits(exported.state_dict(), saved["model"])
     for name in ("one", "alone"):
         done = run_train("--resume", "--run_name", name)
@@ -166,48 +182,50 @@ def test_a_run_goes_on_with_other_processes_with_and_without_shares(tmp_path, st
             for name in ("exp_avg", "exp_avg_sq"):
                 far = (ours[name] - theirs[name]).abs().max()
                 assert far < 0.1 * theirs[name].abs().max()
-        both = {"lr": 0, "norms": 0}  # norms: of the gradients before, see lab.run.spikes
+        both = {"lr": 0}
         groups = [[g | both for g in c["optimizer"]["param_groups"]] for c in (other, again)]
         assert groups[0] == groups[1]
 
 
-IN_32_BITS = """from lab.parallel import Shares
-begin = Shares.__init__
-Shares.__init__ = lambda self, params, world, wire: begin(self, params, world, torch.float32)"""
-# stands for the 8-bit MLP on a CPU: it reads all bits of its weights, and says so
+IN_32_BITS = """from lab.optim.zero1 import FlatParamShards
+begin = FlatParamShards.__init__
+FlatParamShards.__init__ = lambda self, params, world, _: begin(self, params, world, torch.float32)"""
+# stands for the 8-bit MLP on a CPU: it uses its weights in float32, and declares that
 READS_ALL = """import lab.kernels
 from lab.kernels.fused_mlp import FusedMLP
 def forward(self, x):
     with torch.autocast("cpu", enabled=False):
-        return self.plain_forward(self, x.float())
-lab.kernels.epilogues_work = lambda _: True
-FusedMLP.forward, FusedMLP.reads = forward, torch.float32"""
+        return self.plain(x.float())
+lab.kernels.is_supported = lambda _: True
+lab.kernels.kernel_error = lambda *_: 0.0
+FusedMLP.forward, FusedMLP.param_dtype = forward, torch.float32"""
 
 
 @pytest.mark.parametrize("reads_all, batch_size", [(0, 4), (0, 2), (1, 4)])
-def test_what_travels_in_16_bits_loses_nothing(tmp_path, start_two, reads_all, batch_size):
-    """To the bit as in 32, with accumulation and without, and with whole weights saved each step."""
+def test_zero1_communication_in_bf16_changes_no_bit(tmp_path, start_two, reads_all, batch_size):
+    """Bit-equal to float32 communication, with and without gradient accumulation, and with float32
+    weights saved in each step."""
     flags = f"--parallel zero1 --precision bf16 --max_steps 5 --batch_size {batch_size}".split()
     finished(start_two(*flags, program=driver(tmp_path, READS_ALL * reads_all)))
     wide = driver(tmp_path, f"{READS_ALL * reads_all}\n{IN_32_BITS}")
-    finished(start_two(*flags, "--run_name", "wide", "--ckpt_every", 1, program=wide))
+    finished(start_two(*flags, "--run_name", "wide", "--checkpoint_every", 1, program=wide))
     runs = [read_run(tmp_path / "log" / name) for name in ("r", "wide")]
     assert runs[0].losses == runs[1].losses and runs[0].norms == runs[1].norms
     assert not differing_parts(*(run.checkpoints[5] for run in runs), ("model", "optimizer"))
 
 
-# the folder's listing on the machine of process 1 is an old one
+# rank 1's machine sees an old listing of the run directory
 OLD_LISTING = """
-import lab.models, lab.run.checkpoints
-def older(folder, real=lab.run.checkpoints.checkpoint_files):
+import lab.registry, lab.trainer.checkpoint
+def older(folder, real=lab.trainer.checkpoint.checkpoint_files):
     return real(folder)[:-1] or real(folder)
 if os.environ["RANK"] == "1":
-    lab.models.checkpoint_files = lab.run.checkpoints.checkpoint_files = older"""
+    lab.registry.checkpoint_files = lab.trainer.checkpoint.checkpoint_files = older"""
 
 
-def test_three_processes_resume_to_the_bit(tmp_path, start_two):
-    """The order of a sum over three depends on where DDP has put a gradient."""
-    flags = "--total_batch_size 192 --max_steps 4 --ckpt_every 2"
+def test_three_processes_resume_bit_equal(tmp_path, start_two):
+    """The order of a sum over three ranks depends on DDP's bucket of the gradient."""
+    flags = "--total_batch_size 192 --max_steps 4 --checkpoint_every 2"
     finished(start_two(*flags.split(), count=3))
     whole = read_run(tmp_path / "log" / "r").checkpoints[4]
     (tmp_path / "log" / "r" / "model_000004.pt").unlink()
@@ -215,8 +233,8 @@ def test_three_processes_resume_to_the_bit(tmp_path, start_two):
     assert equal_bits(whole["model"], read_run(tmp_path / "log" / "r").checkpoints[4]["model"])
 
 
-def test_all_begin_with_the_checkpoint_that_process_0_finds(tmp_path, start_two):
-    finished(start_two("--max_steps", 6, "--ckpt_every", 2, "--keep_last", 9))
+def test_all_ranks_load_the_checkpoint_that_rank_0_finds(tmp_path, start_two):
+    finished(start_two("--max_steps", 6, "--checkpoint_every", 2, "--keep_last", 9))
     folder, old = tmp_path / "log" / "r", driver(tmp_path, OLD_LISTING)
     whole = read_run(folder)
     (folder / "model_000006.pt").unlink()
@@ -229,12 +247,12 @@ def test_all_begin_with_the_checkpoint_that_process_0_finds(tmp_path, start_two)
 
 
 NO_TOKENIZER = """
-import lab.evals
+import lab.eval.validation
 from lab.cli import UserError
 def refuse(name):
     raise UserError("no network here")
 if os.environ["RANK"] == "1":
-    lab.evals.get_tokenizer = refuse"""
+    lab.eval.validation.get_tokenizer = refuse"""
 OTHER_DATA = """
 from lab.data.shards import TokenShards
 init = TokenShards.__init__
@@ -242,17 +260,17 @@ if os.environ["RANK"] == "1":
     TokenShards.__init__ = lambda self, folder, *more: init(self, "more", *more)"""
 
 
-def test_all_draw_samples_or_none_and_read_the_same_tokens(tmp_path, start_two):
+def test_ranks_agree_on_sampling_and_on_the_data(tmp_path, start_two):
     flags = ("--max_steps", 4, "--sample_every", 3, "--val_every", 2)
     said = finished(start_two(*flags, program=driver(tmp_path, NO_TOKENIZER)))
     assert "no samples and no bits per byte: no network here" in said
     write_shards(tmp_path / "more", sizes=(700, 900))
     two = start_two("--run_name", "s", program=driver(tmp_path, OTHER_DATA))
     assert {process.wait() for process in two} == {2}
-    assert "has not the same tokens for all processes" in two[0].stderr
+    assert "differs between processes" in two[0].stderr
 
 
-def test_an_error_of_one_process_ends_all(tmp_path, start_two):
+def test_error_on_one_rank_ends_all(tmp_path, start_two):
     data = write_shards(tmp_path / "more", sizes=(700, 801, 997))
     path = data / "x_train_000001.npy"  # neither the first nor the last, which are looked at before
     tokens = np.load(path)
@@ -265,22 +283,20 @@ def test_an_error_of_one_process_ends_all(tmp_path, start_two):
 
 
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
-def test_a_process_that_is_gone_or_silent_ends_the_others_with_a_sentence(
-    tmp_path, start_two, run_train, how
-):
-    """It holds gloo's reason: a closed connection, or none that answers in time."""
-    two = start_two("--max_steps", 100000, "--ckpt_every", 3, "--timeout", 4)
+def test_killed_or_frozen_rank_ends_the_others_with_a_message(tmp_path, start_two, run_train, how):
+    """The message contains gloo's reason: a closed connection, or a timeout."""
+    two = start_two("--max_steps", 100000, "--checkpoint_every", 3, "--timeout", 4)
     wait_for_steps(two[0], tmp_path / "log" / "r", 7)
     two[1].signal(getattr(signal, how))
     assert two[0].wait(60) == 1 and "Traceback" not in two[0].stderr, two[0].stderr
-    said = r"\[rank 0\] another process has ended, .*(by peer|waiting 4000ms).*if there is a checkpoint\n"
+    said = r"\[rank 0\] lost the connection .*(by peer|waiting 4000ms).*if there is a checkpoint\n"
     assert re.search(f"error: {said}", two[0].stderr)
     two[1].kill()
     step = max(read_run(tmp_path / "log" / "r").checkpoints)
     assert step % 3 == 0 and run_train("--resume", "--max_steps", step + 1).returncode == 0
 
 
-def test_a_signal_to_one_process_ends_the_validation_of_all(tmp_path, start_two):
+def test_signal_to_one_rank_ends_validation_on_all(tmp_path, start_two):
     data = write_shards(tmp_path / "more", val=4_000_000)  # a minute
     two = start_two("--val_every", 5, "--val_tokens", 0, "--max_steps", 100, data=data)
     wait_for(lambda: "guess" in two[0].stdout, two[0])
@@ -288,11 +304,11 @@ def test_a_signal_to_one_process_ends_the_validation_of_all(tmp_path, start_two)
     assert [process.wait(90) for process in two] == [75, 75], two[0].stderr
     events = read_run(tmp_path / "log" / "r").events
     assert [(e["kind"], e.get("reason")) for e in events[1:]] == [("end", "signal on another rank")]
-    assert "the same command begins" in two[0].stdout
+    assert "run the same command to start again" in two[0].stdout
 
 
 def left_over(tmp_path):
-    """Ids of processes that were started with this test's folder on the command line."""
+    """Ids of running processes whose command line contains this test's folder."""
     found = []
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):  # it ended meanwhile
@@ -303,8 +319,8 @@ def left_over(tmp_path):
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks into /proc")
 @pytest.mark.parametrize("to", ["all", "rank 1"])
-def test_a_signal_to_torchrun_or_one_of_its_processes_saves(tmp_path, shards, start, to):
-    """Also where a process has had the SIGTERM already that torchrun passes on to it."""
+def test_signal_to_torchrun_or_one_rank_saves_a_checkpoint(tmp_path, shards, start, to):
+    """Also if a process has already received the SIGTERM that torchrun passes on to it."""
     torchrun = "-m torch.distributed.run --standalone --nproc_per_node=2".split()
     flags = [*TINY_RUN, "--data", shards, "--max_steps", 100000]
     process = start(*torchrun, ROOT / "train_gpt2.py", *flags)
@@ -318,4 +334,6 @@ def test_a_signal_to_torchrun_or_one_of_its_processes_saves(tmp_path, shards, st
     step, said = of_kind(run, "train")[-1]["step"], process.stdout
     assert list(run.checkpoints) == [step] and run.events[-1]["kind"] == "end", process.stderr
     assert said.count(f"saved after step {step} in log/r") == 1 and not left_over(tmp_path)
-    assert (run.dir / "loss.png").exists() and "finish it" in said, "all waited for the farewell"
+    assert (run.dir / "loss.png").exists() and "finish it" in said, (
+        "all ranks waited for the closing summary"
+    )

@@ -24,7 +24,9 @@ def small_disk(tmp_path):
 
 
 def test_a_full_disk_ends_a_run_at_a_checkpoint_in_one_sentence(small_disk, run_train):
-    done = run_train("--log_dir", small_disk, "--ckpt_every", 2, "--max_steps", 9, "--keep_last", 9)
+    done = run_train(
+        "--log_dir", small_disk, "--checkpoint_every", 2, "--max_steps", 9, "--keep_last", 9
+    )
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     said = r"train_gpt2.py: error:.*model_000004.pt cannot be written.*disk.*"
     assert re.fullmatch(said, done.stderr.splitlines()[-1])
@@ -38,7 +40,7 @@ def test_a_full_disk_ends_a_preparation_which_goes_on_when_there_is_room(small_d
     flags += ["--workers", 0, "--out"]
     out, whole = small_disk / "o", tmp_path / "whole"
     full = run_python(ROOT / "fineweb.py", *flags, out, cwd=tmp_path)
-    said = r"t_train_000003.npy cannot be written: the disk is full; make room\n"
+    said = r"t_train_000003.npy cannot be written: the disk is full; free some space\n"
     assert full.returncode == 2 and re.fullmatch(rf"fineweb.py: error: .*{said}", full.stderr)
     left = {path.name: path.read_bytes() for path in out.glob("*.npy*")}
     subprocess.run(["mount", "-o", "remount,size=2m", out.parent], check=True)
@@ -59,23 +61,23 @@ def test_a_log_that_cannot_be_written_ends_nothing(small_disk, shards):
     """Neither log.jsonl, nor TensorBoard's events, whose thread would print a traceback."""
     full, folder = small_disk / "full", small_disk.parent
     full.write_bytes(bytes(590_000))
-    patch = "import lab.run.checkpoints as c\nreal = c.save\n"  # there is room when the run ends
-    patch += f"c.save = lambda *a: (os.remove({str(full)!r}), real(*a))[1]"
+    patch = "import lab.trainer.checkpoint as c\nreal = c.save_checkpoint\n"
+    patch += f"c.save_checkpoint = lambda *a: (os.remove({str(full)!r}), real(*a))[1]"
     args = [*TINY_RUN, "--data", folder / "data", "--log_dir", small_disk, "--max_steps", 100]
     done = run_python(driver(folder, patch), *args, cwd=folder)
     assert done.returncode == 0, done.stderr
     for name in ("log.jsonl", "events.out.tfevents"):
-        said = f"{name} cannot be written: the disk is full; make room. The run goes on without it"
+        said = f"{name} cannot be written: the disk is full; free some space. Training continues without it"
         assert done.stderr.count(said) == 1, done.stderr
     assert "Traceback" not in done.stderr and (small_disk / "r" / "model_000100.pt").exists()
 
 
 def test_a_folder_that_goes_while_a_run_writes_it(tmp_path, start_training):
-    process = start_training("--ckpt_every", 50)
+    process = start_training("--checkpoint_every", 50)
     wait_for_steps(process, tmp_path / "log" / "r")
     (tmp_path / "log" / "r").rename(tmp_path / "log" / "s")
     assert process.wait() == 2 and "Traceback" not in process.stderr, process.stderr
-    assert "its folder is not there; put it back" in process.stderr.splitlines()[-1]
+    assert "its folder does not exist; create it" in process.stderr.splitlines()[-1]
     assert read_run(tmp_path / "log" / "s").losses, "and what was there is where it was taken to"
 
 
@@ -89,7 +91,7 @@ Log.event = lambda self, kind, *more: kill() if kind == 'end' else event(self, k
     ids=["before the first line of the log", "after the last checkpoint"],
 )
 def test_killed_at_an_awkward_moment(tmp_path, shards, run_train, patch, again):
-    kill = "from lab.run import Log\nkill = lambda *_: os.kill(os.getpid(), 9)\n"
+    kill = "from lab.trainer.loggers import RunLogger as Log\nkill = lambda *_: os.kill(os.getpid(), 9)\n"
     args = [*TINY_RUN, "--data", shards, "--max_steps", 4]
     killed = run_python(driver(tmp_path, kill + patch), *args, cwd=tmp_path)
     assert killed.returncode == -9 and (tmp_path / "log" / "r" / "config.json").exists()
@@ -99,7 +101,7 @@ def test_killed_at_an_awkward_moment(tmp_path, shards, run_train, patch, again):
     run = read_run(tmp_path / "log" / "r")
     assert not list(run.dir.glob("*.part"))
     assert of_kind(run, "end")[-1]["reason"] == "done" and list(run.checkpoints) == [4]
-    assert "has done 4 steps" in run_train("--resume").stderr, "it is known to have finished"
+    assert "already done 4 steps" in run_train("--resume").stderr, "it is known to have finished"
 
 
 def test_closed_streams_are_no_traceback(tmp_path, shards):

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from lab.cli import UserError
-from lab.files import read_json, reading, write_whole, writing
+from lab.files import atomic_write, read_errors, read_json, write_errors
 
 
 def test_json_that_is_wrong_is_named(tmp_path):
@@ -14,41 +14,44 @@ def test_json_that_is_wrong_is_named(tmp_path):
     path.write_text('{"number": 3}')
     assert read_json(path, number=int) == {"number": 3}
     for text, said in {
-        b'{"a": ': "is damaged or of another kind", b"[1]": "holds a list, wanted is an object",
+        b'{"a": ': "is damaged or of another format", b"[1]": "holds a list, not an object",
         b"{}": "number is null", b'{"number": "three"}': 'number is "three"',
         b'{"number": 1' + b"0" * 400 + b"}": "number is Infinity",
         b"[" * 100_000: "is damaged", b"\xff": "is damaged",
     }.items():  # fmt: skip
         path.write_bytes(text)
         with pytest.raises(UserError, match=f"notes.json .*{said}.*; delete the notes"):
-            read_json(path, way_out="delete the notes", number=int)
+            read_json(path, hint="delete the notes", number=int)
 
 
 def test_the_system_refusing_is_told_apart_from_damage():
     for number, said in {
-        errno.EACCES: "no permission", errno.ENOSPC: "the disk is full", errno.EROFS: "read-only",
-        errno.EMFILE: "too many files are open", errno.ENOENT: "there is no file|its folder is not there",
+        errno.EACCES: "permission denied", errno.ENOSPC: "the disk is full", errno.EROFS: "read-only",
+        errno.EMFILE: "too many open files", errno.ENOENT: "there is no file|its folder does not exist",
     }.items():  # fmt: skip
         said = rf"it.npy.*({said})|({said}).*it.npy"
-        for manager in (reading("it.npy", "file", "way out"), writing("it.npy", "way out")):
+        for manager in (
+            read_errors("it.npy", "file", "way out"),
+            write_errors("it.npy", "way out"),
+        ):
             with pytest.raises(UserError, match=said) as raised, manager:
                 raise OSError(number, os.strerror(number), "it.npy")
             assert "damaged" not in str(raised.value)
-    with pytest.raises(ValueError), writing("x"):  # and a bug from both
+    with pytest.raises(ValueError), write_errors("x"):  # and a bug from both
         raise ValueError("a bug")
     for error in (MemoryError, NameError):
-        with pytest.raises(error), reading("x", "file", ""):
+        with pytest.raises(error), read_errors("x", "file", ""):
             raise error
 
 
 def test_a_file_is_written_whole_or_left_as_it_was(tmp_path, monkeypatch):
     path = tmp_path / "config.json"
-    write_whole(path, b"one")
+    atomic_write(path, b"one")
 
     def full(handle):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(UserError, match="config.json cannot be written: the disk is full"):
-        write_whole(path, b"two")
+        atomic_write(path, b"two")
     assert path.read_bytes() == b"one" and list(tmp_path.iterdir()) == [path]

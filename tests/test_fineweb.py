@@ -1,5 +1,6 @@
-"""fineweb.py: what is in the shards, that nothing stops it for good, that it says what is wrong.
-Downloads are in test_hub.py, conversations in test_chat.py."""
+"""fineweb.py: the contents of shards, interrupted builds, and errors for bad input.
+
+Downloads are tested in test_hub.py, conversations in test_chat.py."""
 
 import base64
 import contextlib
@@ -24,16 +25,16 @@ from conftest import ROOT, run_python
 import fineweb
 from lab.cli import UserError
 from lab.data import sources
-from lab.data.shards import TokenShards, read_manifest
-from lab.data.workers import in_order
-from lab.data.writer import verify
+from lab.data.manifest import read_manifest, verify_shards
+from lab.data.shards import TokenShards
+from lab.data.workers import ordered_map
 
 BYTES = ["--tokenizer", "bytes"]
 posix = pytest.mark.skipif(os.name != "posix", reason="sends signals")
 
 
 def documents(count, seed=0, longest=400):
-    """Texts of different lengths with letters of one to four bytes."""
+    """Texts of different lengths with characters of one to four bytes."""
     rng = np.random.default_rng(seed)
     words = ["the ", "model ", "reads ", "naïve ", "日本 ", "😀 ", "\n\n", "a ", "token, ", "3.14 "]
     return [f"#{i} " + "".join(rng.choice(words, rng.integers(1, longest))) for i in range(count)]
@@ -48,7 +49,7 @@ def write_parquet(path, texts, rows=50):
 
 
 def plain_stream(texts):
-    """The tokens that must come out, by the shortest code that can say it."""
+    """The expected tokens, computed by the shortest possible code."""
     full = [t for t in texts if t and t.strip()]
     return np.array([i for t in full for i in [256, *t.encode()]], dtype=np.uint16)
 
@@ -67,18 +68,18 @@ def command(*args):
 
 
 def call(*args, **env):
-    """The real command in a process of its own."""
+    """Run the real command in its own process."""
     return run_python(ROOT / "fineweb.py", *args, cwd=ROOT, timeout=120, **env)
 
 
 def make(*args):
-    """The same command in this process."""
+    """Run the same command in this process, with the byte tokenizer."""
     assert fineweb.main([str(a) for a in [*args, *BYTES, "--workers", 0]]) == 0
 
 
 @pytest.fixture(scope="session")
 def long(tmp_path_factory):
-    """What to type for texts that take a while, and the tokens that must come out."""
+    """(flags for a corpus that takes a while to build, expected tokens)."""
     path, texts = tmp_path_factory.mktemp("long") / "in.parquet", documents(2500, seed=1)
     write_parquet(path, texts, rows=10)
     return ["--source", path, "--shard_tokens", "100k"], plain_stream(texts)
@@ -86,7 +87,7 @@ def long(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """Two parquet files, some of their documents empty, and the shards of an undisturbed run."""
+    """(folder with two parquet files in in/ and their shards in out/, texts, flags)."""
     folder = tmp_path_factory.mktemp("corpus")
     texts = documents(700)
     texts[3], texts[60], texts[450] = "", None, " \n "
@@ -110,7 +111,7 @@ def test_tokens_are_all_documents_in_order(corpus):
     assert [e["tokens"] for e in manifest["shards"]] == [70_000] + [100_000] * whole + [rest]
     about = dict(complete=True, documents=697, tokens=len(stream), vocab_size=257, eot=256)
     assert {key: manifest[key] for key in about} == about
-    assert verify(folder / "out") == []
+    assert verify_shards(folder / "out") == []
 
 
 def test_every_format_gives_the_same_tokens(corpus, tmp_path):
@@ -126,10 +127,10 @@ def test_every_format_gives_the_same_tokens(corpus, tmp_path):
         assert np.array_equal(stream_of(tmp_path / path.name[0]), plain_stream(texts)), path.name
         val, train = read_manifest(tmp_path / path.name[0])["shards"]
         share = val["tokens"] / (val["tokens"] + train["tokens"])
-        assert 0.03 < share < 0.12, f"of a small corpus a tenth at most is for validation: {path}"
+        assert 0.03 < share < 0.12, f"at most a tenth of a small corpus is for validation: {path}"
 
 
-def test_what_is_no_text_does_not_make_validation_larger(tmp_path):
+def test_other_columns_do_not_enlarge_the_validation_split(tmp_path):
     texts = ["a text of some words, like all of them"] * 300
     rows = [{"text": t, "meta": "x" * 900} for t in texts]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -141,15 +142,15 @@ def test_what_is_no_text_does_not_make_validation_larger(tmp_path):
         assert 0 < val["tokens"] < 0.12 * train["tokens"], name
 
 
-def test_shards_of_another_preparation_are_not_mixed_in(tmp_path):
-    """Also where the manifest lists none, as after a kill while the first one was made longer."""
+def test_shards_of_another_corpus_are_refused(tmp_path):
+    """Even if the manifest lists none, as after a kill while the first shard was being extended."""
     out = tmp_path / "o"
     (tmp_path / "a.txt").write_text("word " * 100)
     (tmp_path / "b.txt").write_text("other " * 100)
     make("--source", tmp_path / "a.txt", "--out", out)
     manifest = json.loads((out / "manifest.json").read_text()) | {"shards": [], "complete": False}
     (out / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(UserError, match="o holds a_train_000001.npy, which is no shard of b;"):
+    with pytest.raises(UserError, match="o has a_train_000001.npy, which is not a shard of b;"):
         make("--source", tmp_path / "b.txt", "--out", out)
     make("--source", tmp_path / "a.txt", "--out", out)
 
@@ -165,35 +166,34 @@ def test_a_text_file_is_one_document_however_long(tmp_path, monkeypatch):
     assert read_manifest(tmp_path / "o")["documents"] == 2
 
 
-def test_tokens_stops_early_and_goes_on_later(corpus, tmp_path):
+def test_tokens_limit_can_be_raised_later(corpus, tmp_path):
     folder, _, args = corpus
     before = None
     for limit in ("130k", "130000", "250k", "270k", "100T"):
         make(*args, "--out", tmp_path, "--tokens", limit)
         wanted = min(fineweb.parse_count("tokens", limit), read_manifest(folder / "out")["tokens"])
         assert read_manifest(tmp_path)["tokens"] == len(stream_of(tmp_path)) == wanted
-        assert verify(tmp_path) == [], "complete, too"
-        if before is None:  # a trainer reads what grows
+        assert verify_shards(tmp_path) == [], "complete, too"
+        if before is None:  # a trainer reads these shards while more are added
             before = TokenShards(tmp_path, "train", 257)
             first = before.read(0, len(before))
         assert np.array_equal(before.read(0, len(before)), first)
     assert hashes(tmp_path) == hashes(folder / "out")
 
 
-def test_texts_in_the_data_folder_stay(tmp_path, monkeypatch):
-    """The folder that a command without --out chooses may be that of the texts."""
+def test_texts_in_the_output_folder_are_kept(tmp_path, monkeypatch):
+    """Without --out, the output folder may be the folder of the texts."""
     monkeypatch.chdir(tmp_path)
     text = Path("data/mine/mine_train_000001.jsonl")
     text.parent.mkdir(parents=True)
     text.write_text((json.dumps({"text": "Once upon a time. " * 20}) + "\n") * 40)
-    for _ in range(2):  # the second time it is there already
+    for _ in range(2):  # the second time the shards exist
         make("--source", "data/mine")
-    assert text.exists() and verify("data/mine") == []
-    assert fineweb.completed(fineweb.Config()).out == "edu_fineweb10B"
+    assert text.exists() and verify_shards("data/mine") == []
+    assert fineweb.completed(fineweb.Config()).out == Path("edu_fineweb10B")
 
 
-def test_shards_of_others_stay(tmp_path):
-    """No manifest says that they are ours."""
+def test_shards_without_a_manifest_are_not_overwritten(tmp_path):
     (tmp_path / "edu.txt").write_text("Once.")
     (theirs := tmp_path / "edu_train_000001.npy").write_bytes(b"somebody's")
     with pytest.raises(UserError, match="edu_train_000001.npy but no manifest.* another --out"):
@@ -201,7 +201,29 @@ def test_shards_of_others_stay(tmp_path):
     assert theirs.read_bytes() == b"somebody's"
 
 
-def test_a_refusal_leaves_no_tokenizer_and_a_linked_folder_is_named(tmp_path, capsys):
+def test_files_of_a_folder_that_are_not_read_are_listed(tmp_path, capsys):
+    names = ["a.txt", "b.txt.bz2", "c.csv", "d.log", "sub/e.docx"]
+    (tmp_path / "in" / "sub").mkdir(parents=True)
+    for name in names:
+        (tmp_path / "in" / name).write_text("words " * 100)
+    make("--source", tmp_path / "in", "--out", tmp_path / "in")  # the shards lie beside the texts
+    listed = (
+        "in: reading 1 text file(s), skipping 4 other(s): b.txt.bz2, c.csv, d.log, sub/e.docx\n"
+    )
+    assert listed in capsys.readouterr().err
+    assert np.array_equal(stream_of(tmp_path / "in"), plain_stream(["words " * 100]))
+    for name in ("f.jsonl", "g.log", "h.log"):
+        (tmp_path / "in" / name).write_text('{"text": "words"}\n' * 9)
+    make("--source", tmp_path / "in", "--out", tmp_path / "o")
+    listed = (
+        "1 jsonl file(s), skipping 7 other(s): a.txt, b.txt.bz2, c.csv, d.log, g.log and 2 more\n"
+    )
+    assert listed in capsys.readouterr().err
+    make("--source", tmp_path / "in" / "a.txt", "--out", tmp_path / "a")
+    assert "skipping" not in capsys.readouterr().err
+
+
+def test_a_refused_tokenizer_is_not_written_and_linked_folders_are_reported(tmp_path, capsys):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.txt").write_text("y " * 3000)
     (tmp_path / "in" / "linked").symlink_to(tmp_path)
@@ -213,17 +235,17 @@ def test_a_refusal_leaves_no_tokenizer_and_a_linked_folder_is_named(tmp_path, ca
     assert not (tmp_path / "o" / "tokenizer.json").exists()
 
 
-def test_builtin(tmp_path):
+def test_builtin_text_is_the_same_in_every_process(tmp_path):
     (theirs := tmp_path / "t" / "mine_train_000001.npy").parent.mkdir()
     theirs.write_bytes(b"somebody's")
     with pytest.raises(UserError, match="mine_train_000001"):
-        fineweb.build_builtin(theirs.parent)
+        fineweb.build_python_docs(theirs.parent)
     out = tmp_path / "b"
-    manifest = fineweb.build_builtin(out)
+    manifest = fineweb.build_python_docs(out)
     val, train = (np.load(out / f"builtin_{name}.npy") for name in ("val_000000", "train_000001"))
-    assert val[0] == train[0] == 256 and verify(out) == []
+    assert val[0] == train[0] == 256 and verify_shards(out) == []
     assert len(val) + len(train) == manifest["tokens"] > 500_000
-    # Two processes with other hash seeds: one makes it, the other waits
+    # two processes with different hash seeds: one builds, the other waits
     words = command("--source", "builtin", "--out", tmp_path / "c")
     env = [os.environ | {"PYTHONHASHSEED": seed} for seed in "78"]
     both = [subprocess.Popen(words, env=e, stdout=subprocess.PIPE, text=True) for e in env]
@@ -232,17 +254,17 @@ def test_builtin(tmp_path):
     assert hashes(tmp_path / "c") == hashes(out)
 
 
-# ---- what stops it -------------------------------------------------------------------------------
+# ---- interruptions -------------------------------------------------------------------------------
 
 
 def works(pid, word="spawn_main", file="cmdline"):
-    """Whether this worker is still there. (A zombie has no command line.)"""
-    with contextlib.suppress(OSError):  # it ended meanwhile
+    """Whether this worker is still running. (A zombie has no command line.)"""
+    with contextlib.suppress(OSError):  # it has exited meanwhile
         return word in Path(f"/proc/{pid}/{file}").read_text()
 
 
 def begin(*args, shards=1):
-    """fineweb.py in a process of its own, once that many shards are there."""
+    """Start fineweb.py in its own process; return it when this many shards exist."""
     out = Path(args[-1])
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process = subprocess.Popen(command(*args, *BYTES), start_new_session=True, **pipes)
@@ -260,7 +282,7 @@ in_proc = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="looks
 
 @in_proc
 def test_kill_9_at_any_moment(tmp_path, long):
-    """Again and again, it ends with the bytes of an undisturbed run, and leaves no orphan."""
+    """Killed again and again, a build ends with the same bytes and leaves no orphan processes."""
     args = long[0]
     make(*args, "--out", tmp_path / "whole")
     out, orphans, kills = tmp_path / "killed", [], 0
@@ -272,7 +294,7 @@ def test_kill_9_at_any_moment(tmp_path, long):
             process.kill()
             kills += 1
         process.wait()
-        for path in out.glob("*.npy"):  # under its name a shard is whole
+        for path in out.glob("*.npy"):  # a shard that has its final name is complete
             assert len(np.load(path)) in (100_000, len(np.load(tmp_path / "whole" / path.name)))
     assert kills == 3 and process.returncode == 0
     assert hashes(out) == hashes(tmp_path / "whole") and len(orphans) > 3
@@ -283,25 +305,25 @@ def test_kill_9_at_any_moment(tmp_path, long):
 
 
 @posix
-def test_of_two_runs_into_one_folder_the_second_is_refused(tmp_path, long):
-    """As long as the first lives, even if it is held up; after kill -9 of it the next goes on."""
+def test_a_second_build_in_the_same_folder_is_refused(tmp_path, long):
+    """Even if the first one is stopped; after it has been killed, the next one continues."""
     args = [*long[0], "--workers", 1, "--out", tmp_path / "o"]
     first = begin(*args, shards=3)
     first.send_signal(signal.SIGSTOP)
-    os.waitpid(first.pid, os.WUNTRACED)  # until it stands still
+    os.waitpid(first.pid, os.WUNTRACED)  # wait until it has stopped
     before, got, after = hashes(tmp_path / "o"), call(*args, *BYTES), hashes(tmp_path / "o")
     first.kill()
     first.communicate()
     said = rf"fineweb.py: error: another fineweb.py is writing {tmp_path / 'o'},.*--out\n"
     assert (got.returncode, got.stdout) == (2, "") and re.fullmatch(said, got.stderr)
-    assert before == after and "is not finished" in verify(tmp_path / "o")[0]
+    assert before == after and "is not finished" in verify_shards(tmp_path / "o")[0]
     make(*args)
     assert np.array_equal(stream_of(tmp_path / "o"), long[1])
 
 
 @in_proc
-def test_ctrl_c_is_no_traceback(tmp_path, long, capsys):
-    """It reaches the workers as well, also one that has only begun to import."""
+def test_ctrl_c_prints_no_traceback(tmp_path, long, capsys):
+    """The signal reaches the workers too, even one that is still importing."""
     args = [*long[0], "--workers", 2, "--out", tmp_path / "o"]
     for shards in (0, 2):
         process = begin(*args, shards=shards)
@@ -313,7 +335,7 @@ def test_ctrl_c_is_no_traceback(tmp_path, long, capsys):
         _, err = process.communicate(timeout=60)
         assert (process.returncode, err) == (130, "fineweb.py: stopped\n")
     make(*args)
-    assert "going on after" in capsys.readouterr().out
+    assert "continuing after" in capsys.readouterr().out
     assert np.array_equal(stream_of(tmp_path / "o"), long[1])
 
 
@@ -321,13 +343,13 @@ def test_ctrl_c_is_no_traceback(tmp_path, long, capsys):
 
 LINES = b'{"text": "good"}\n' * 500
 GZIP = gzip.compress(os.urandom(50_000).hex().encode())
-ZSTD = base64.b64decode(  # two lines, in one block that is not packed, and the checksum that `zstd` adds
+ZSTD = base64.b64decode(  # two lines in one raw block, and the checksum that `zstd` adds
     "KLUv/QRYwQIAeyJ0ZXh0IjogIms5WnE3WHcyTG00VnQ4UmIxWWM2TnAzSGQ1SnMwR2YifQp7InRleHQiOiAiYUIzZEU1Z0g3aks5"
     "bU4xcFE0c1Q2dlc4eVoweEMydSJ9CjfYaT8="
 )
 ASKED = b'{"messages": [{"role": "user", "content": "x"}]}\n'
 TALK = ASKED.replace(b"}]", b'}, {"role": "assistant", "content": "y"}]')
-BAD = {  # the file, its content, more arguments, what the sentence must hold
+BAD = {  # file name, content, more arguments, pattern of the error message
     "no such file": ("", b"", "--source nowhere", "nowhere does not exist"),
     "broken parquet": ("a.parquet", b"PAR1 and then", "", r"parquet file a\.parquet is damaged"),
     "a number": ("a.jsonl", LINES + b'{"text": 5}\n', "", r"line 501: no text"),
@@ -335,9 +357,18 @@ BAD = {  # the file, its content, more arguments, what the sentence must hold
     "cut gzip": ("a.jsonl.gz", GZIP[: len(GZIP) // 2], "", r"a\.jsonl\.gz is damaged"),
     "another bit in zst": ("a.jsonl.zst", ZSTD.replace(b"k9Zq", b"k9Zp"), "", r"zst is damaged"),
     "unknown ending": ("a.docx", b"x", "", r"nothing to read.*\*\.jsonl"),
-    "empty file": ("a.jsonl", b'{"text": " "}\n', "", "there is no text in the source of"),
-    "role": ("a.jsonl", ASKED.replace(b"user", b"bot"), "", r"a\.jsonl, line 1: no .* role 'bot'"),
-    "alone": ("a.jsonl", TALK, "", r"a\.jsonl must hold two conversations or more"),
+    "UTF-16": ("a.txt", "text\n".encode("utf-16-le"), "", r"a\.txt .* NUL.*-f UTF-16 -t UTF-8"),
+    "UTF-16 and its mark": ("a.md", "text".encode("utf-16"), "", r"a\.md .* NUL.* must be UTF-8"),
+    "UTF-16 lines": ("a.jsonl", LINES.decode().encode("utf-16-le"), "", r"a\.jsonl .* NUL bytes"),
+    "Latin-1": ("a.txt", b"one\nna\xefve\n", "", r"a\.txt, line 2: byte 0xef is not UTF-8.*iconv"),
+    "empty file": ("a.jsonl", b'{"text": " "}\n', "", "contains no text"),
+    "role": (
+        "a.jsonl",
+        ASKED.replace(b"user", b"bot"),
+        "",
+        r"a\.jsonl, line 1: role 'bot' in a message",
+    ),
+    "alone": ("a.jsonl", TALK, "", r"a\.jsonl must have a usable conv.* another one"),
 }
 
 
@@ -352,18 +383,18 @@ def test_bad_input_is_one_sentence(case, tmp_path, monkeypatch):
         fineweb.main([*BYTES, "--out", "o", "--workers", "0", *more.split()])
     assert "\n" not in str(error.value)
     assert not list(tmp_path.glob("o/*.npy"))
-    if name and Path("o").exists():  # what failed binds nobody
+    if name and Path("o").exists():  # a failed build does not restrict the next one
         Path("b.jsonl").write_bytes(LINES)
         make("--source", "b.jsonl", "--out", "o")
 
 
-WRONG = [  # what was done to a manifest
+WRONG = [  # changes to a manifest
     lambda m: m.update(vocab_size=0), lambda m: m.pop("val_tokens"), lambda m: m["shards"].append(1),
     lambda m: m["shards"][0].update(name={}), lambda m: m["shards"][1].update(end=[0, "1", 2]),
 ]  # fmt: skip
 
 
-def test_a_manifest_of_wrong_structure_is_named(corpus, tmp_path):
+def test_a_malformed_manifest_is_refused(corpus, tmp_path):
     folder, _, args = corpus
     shutil.copytree(folder / "out", tmp_path / "out")
     for wrong in WRONG:
@@ -374,9 +405,9 @@ def test_a_manifest_of_wrong_structure_is_named(corpus, tmp_path):
             make(*args, "--out", tmp_path / "out")
 
 
-def test_bad_parquet(tmp_path):
+def test_a_damaged_parquet_page_is_detected(tmp_path):
     path = write_parquet(tmp_path / "a.parquet", documents(200))
-    # one bit in a page that would decode all the same: the writer's checksum shows it
+    # one flipped bit in a page that can still be decoded: only the checksum shows it
     plain = dict(compression="none", use_dictionary=False, write_statistics=False)
     table = pa.table({"text": documents(200)})
     pq.write_table(table, path, write_page_checksum=True, **plain)
@@ -385,7 +416,7 @@ def test_bad_parquet(tmp_path):
         make("--source", path, "--out", tmp_path / "o")
 
 
-def test_other_settings_are_refused_and_nothing_is_lost(corpus, tmp_path):
+def test_changed_settings_are_refused_and_shards_stay(corpus, tmp_path):
     folder, _, args = corpus
     before = hashes(folder / "out")
     for more, said in {
@@ -404,8 +435,8 @@ def test_other_settings_are_refused_and_nothing_is_lost(corpus, tmp_path):
 
 
 @pytest.mark.slow
-def test_ray_with_a_killed_worker(tmp_path):
-    """A real cluster of two workers, one of which goes away with its node: the same bytes."""
+def test_ray_replaces_a_killed_worker(tmp_path):
+    """On a real cluster of two nodes, one of which is removed: the same bytes."""
     pytest.importorskip("ray", reason="Ray is optional: pip install ray")
     texts = documents(8000, seed=2, longest=2000)
     write_parquet(tmp_path / "in.parquet", texts, rows=10)
@@ -435,10 +466,10 @@ def test_ray_with_a_killed_worker(tmp_path):
     assert hashes(tmp_path / "ray") == hashes(tmp_path / "whole")
 
 
-def test_no_more_is_read_ahead_than_there_is_work_for():
-    """So the memory does not grow with the source."""
+def test_ordered_map_bounds_the_pending_jobs():
+    """So memory does not grow with the source."""
     read = []
     units = (read.append(i) or i for i in range(100))
-    for done, (unit, result) in enumerate(in_order(units, str, int, depth=4)):
+    for done, (unit, result) in enumerate(ordered_map(units, str, int, depth=4)):
         assert unit == result == done and len(read) <= done + 5
     assert done == 99

@@ -1,4 +1,4 @@
-"""HellaSwag: scores by hand and against transformers one at a time, file, event, command."""
+"""HellaSwag: scores worked out by hand and compared with transformers, file, callback, command."""
 
 import copy
 import functools
@@ -22,21 +22,30 @@ from conftest import ROOT, VOCAB, equal_bits, run_python, run_two, succeed
 from test_weights import saved, tiny_gpt
 
 import hellaswag
-from hellaswag import Examples, HellaSwag, choose, ending_losses, measure, plan, prepare, summarise
+from hellaswag import (
+    Examples,
+    HellaSwag,
+    ending_losses,
+    load_examples,
+    measure,
+    read_examples,
+    summarize,
+    tokenize_examples,
+)
 from lab.cli import RunError, UserError
-from lab.data import hellaswag as data_file
 from lab.data.tokenizers import get_tokenizer
-from lab.device import Precision
-from lab.tools import hellaswag_report
-from lab.tools.export import export
-from lab.world import World
+from lab.distributed import World
+from lab.eval import multiple_choice
+from lab.eval.multiple_choice import continuation_losses, make_batches, row_length
+from lab.hf.export import export
+from lab.precision import Precision
 
-ALONE = World("cpu")
-HERE = Path("data/hellaswag/hellaswag_val.jsonl")  # where a run looks for it
+WORLD = World("cpu")
+DEFAULT_FILE = Path("data/hellaswag/hellaswag_val.jsonl")  # where a run looks for it
 WORDS = "a man is on the roof he starts to pull tiles with both hands and ski down water é".split()
 
 
-def made_up(count=30, longest=7):
+def random_examples(count=30, longest=7):
     """Examples like HellaSwag's, of random words."""
     rng = random.Random(0)
 
@@ -61,15 +70,14 @@ def noisy_gpt(vocab_size=VOCAB, block_size=128, n_embd=32):
     return tiny_gpt(vocab_size, 128, block_size=block_size, n_embd=n_embd, n_head=2)
 
 
-def score(model, path, **how):
-    """(result, sums) of a file."""
-    data = prepare(model, ALONE, path, **how)
-    return measure(model, data, ALONE)
+def score(model, path, limit=0):
+    """(summary, sums) of a file."""
+    return measure(model, load_examples(model, WORLD, "", path, limit), WORLD)
 
 
 @pytest.fixture
 def file(tmp_path):
-    return write(tmp_path / "h.jsonl", made_up())
+    return write(tmp_path / "h.jsonl", random_examples())
 
 
 @pytest.fixture(scope="module")
@@ -77,60 +85,64 @@ def checkpoint(tmp_path_factory):
     return saved(noisy_gpt(), tmp_path_factory.mktemp("model") / "model_000001.pt")
 
 
-def tokenised(tokens, labels):
+def examples_of(tokens, labels):
     """Examples from rows of [context, ending, ending, ending, ending], lists of ids."""
     return Examples([{"label": label} for label in labels], tokens)
 
 
 def test_scores_worked_out_by_hand(monkeypatch):
-    """A model of pairs of tokens, whose next token depends on the last one alone:
+    """A model whose next token depends on the last one only:
 
     after   0    1    2    3
-    0      1/2  1/8  1/4  1/8        (row: what stands before)
+    0      1/2  1/8  1/4  1/8        (row: the token before)
     1      1/8  1/8  1/4  1/2
     2      1/4  1/4  1/4  1/4
     3      1/16 1/16 1/8  3/4
     """
     pairs = torch.tensor([[8, 2, 4, 2], [2, 2, 4, 8], [4, 4, 4, 4], [1, 1, 2, 12]]) / 16
-    logits = pairs.log()  # what its head sees; the head's rows are one-hot
-    monkeypatch.setattr(hellaswag, "hidden", lambda model, idx, *_: logits[idx].flatten(0, 1))
+    logits = pairs.log()  # input of the head, whose rows are one-hot
+
+    def hidden_states(model, idx, position, segment):
+        return logits[idx].flatten(0, 1)
+
+    monkeypatch.setattr(multiple_choice, "hidden_states", hidden_states)
 
     def head_loss(x, weight, targets, reduction):
         return F.cross_entropy(x @ weight.T, targets, reduction=reduction)
 
     model = SimpleNamespace(lm_head=SimpleNamespace(weight=torch.eye(4)), head_loss=head_loss)
     rows = [[[2, 0], [2], [1, 3], [3, 3, 3], [0]], [[1], [1, 1], [3], [2], [0, 0, 0]]]
-    data = tokenised(rows, labels=[2, 1])
-    sums = ending_losses(model, data, ALONE)
+    data = examples_of(rows, labels=[2, 1])
+    sums = ending_losses(model, data, WORLD)
     first = [1 / 4, 1 / 8 * 1 / 2, 1 / 8 * 3 / 4 * 3 / 4, 1 / 2]
     second = [1 / 8 * 1 / 8, 1 / 2, 1 / 4, 1 / 8 * 1 / 2 * 1 / 2]
     assert sums == pytest.approx(-np.log([first, second]), rel=1e-6)
     # first: sums 1.39, 2.77, 2.65, 0.69 choose 3; means 1.39, 1.39, 0.88, 0.69 choose 3 too. Wrong.
     # second: sums 4.16, 0.69, 1.39, 3.47 and means 2.08, 0.69, 1.39, 1.16 choose 1. Right.
     assert [s.argmin(1).tolist() for s in (sums, sums / data.end_len)] == [[3, 1], [3, 1]]
-    result = summarise(sums, data.end_len, data.label)
+    result = summarize(sums, data.end_len, data.label)
     assert (result["acc"], result["acc_norm"], result["count"]) == (0.5, 0.5, 2)
     assert result["acc_stderr"] == pytest.approx(0.5)  # of [0, 1]: deviation 0.707 / sqrt(2)
 
 
-def test_small_parts_by_hand():
+def test_summary_interval_and_errors_worked_out_by_hand():
     sums, lengths = np.array([[2.0, 3.0, 4.0, 9.0]]), np.array([[1, 2, 4, 3]])  # means 2, 1.5, 1, 3
-    result = summarise(sums, lengths, np.array([2]))
+    result = summarize(sums, lengths, np.array([2]))
     assert (result["acc"], result["acc_norm"]) == (0.0, 1.0)  # sum and mean choose differently
     # 30 of 100: (0.3 + 0.019208 -+ 1.96 * sqrt(0.0021 + 0.00009604)) / 1.038416
-    assert hellaswag.interval(0.3, 100) == pytest.approx([0.21894, 0.39585], abs=1e-4)
-    assert hellaswag.interval(0.0, 5) == pytest.approx([0, 0.4345], abs=1e-3)  # no proof of never
+    assert hellaswag.wilson_interval(0.3, 100) == pytest.approx([0.21894, 0.39585], abs=1e-4)
+    assert hellaswag.wilson_interval(0.0, 5) == pytest.approx([0, 0.4345], abs=1e-3)
     sums = np.array([[1.0, 4, 4, 4], [2, 1, 4, 4], [9, 1, 4, 4], [4, 4, 4, 1]])
-    data = tokenised([[[0]] * 5] * 4, labels=[0, 0, 0, 3])
-    wrong = hellaswag_report.most_sure_and_wrong(sums, data, 10)
+    data = examples_of([[[0]] * 5] * 4, labels=[0, 0, 0, 3])
+    wrong = hellaswag.most_confident_errors(sums, data, 10)
     found = [(e["margin"], e["mean_losses"]) for e in wrong]
     assert found == [(8, [9, 1, 4, 4]), (1, [2, 1, 4, 4])]
 
 
 @torch.no_grad()
-def one_at_a_time(theirs, ctx, endings):
-    """Sums of the four endings' losses, the plain way: one forward pass an ending."""
-    # the longest ending's last token is no input
+def losses_one_by_one(theirs, ctx, endings):
+    """Summed losses of the four endings, with one forward pass per ending."""
+    # the longest ending's last token is not an input
     room = theirs.config.n_positions - max(map(len, endings)) + 1
     sums = []
     for ending in endings:
@@ -144,12 +156,12 @@ def one_at_a_time(theirs, ctx, endings):
     "vocab_size, block_size, n_embd", [(257, 128, 32), (257, 48, 32), (50257, 1024, 16)],
     ids=["bytes", "some contexts are cut", "the real file"],
 )  # fmt: skip
-def test_equals_one_at_a_time_in_transformers(
+def test_losses_equal_transformers_one_ending_at_a_time(
     tmp_path, monkeypatch, request, vocab_size, block_size, n_embd
 ):
     from transformers import GPT2LMHeadModel
 
-    examples, tokenizer = made_up(), get_tokenizer("bytes")
+    examples, tokenizer = random_examples(), get_tokenizer("bytes")
     if vocab_size == 50257:
         request.getfixturevalue("gpt2_files")
         source = request.getfixturevalue("test_data") / "hellaswag" / "hellaswag_val.jsonl"
@@ -160,7 +172,7 @@ def test_equals_one_at_a_time_in_transformers(
     theirs = GPT2LMHeadModel.from_pretrained(tmp_path / "export").eval()
     contexts = [tokenizer.encode(e["ctx"]) for e in examples]
     endings = [[tokenizer.encode(" " + text) for text in e["endings"]] for e in examples]
-    expected = np.array([one_at_a_time(theirs, *row) for row in zip(contexts, endings)])
+    expected = np.array([losses_one_by_one(theirs, *row) for row in zip(contexts, endings)])
     path = write(tmp_path / "h.jsonl", examples)
     result, sums = score(model, path)
     assert sums == pytest.approx(expected, rel=1e-5)
@@ -170,17 +182,17 @@ def test_equals_one_at_a_time_in_transformers(
     assert result["acc_norm"] == ((expected / lengths).argmin(1) == labels).mean()
     long = [len(ctx) + n.max() > block_size + 1 for ctx, n in zip(contexts, lengths)]
     assert result["cut"] == sum(long) and any(long) == (block_size == 48)
-    right = hellaswag.hidden
-    for wrong in (  # endings see those before them, or do not start again after the context
-        lambda model, idx, position, part: right(model, idx, position, 0 * part),
-        lambda model, idx, position, part: right(model, idx, position.cummax(1).values, part),
+    right = multiple_choice.hidden_states
+    for wrong in (  # endings see the endings before them; positions don't restart after the context
+        lambda model, idx, position, segment: right(model, idx, position, 0 * segment),
+        lambda model, idx, position, segment: right(model, idx, position.cummax(1).values, segment),
     ):
-        monkeypatch.setattr(hellaswag, "hidden", wrong)
+        monkeypatch.setattr(multiple_choice, "hidden_states", wrong)
         assert np.abs(score(model, path)[1] - sums).max() > 0.1
 
 
-def test_measuring_changes_nothing(file):
-    """No random number is drawn, the model is as before; autocast changes little."""
+def test_measuring_leaves_rng_and_model_unchanged(file):
+    """It draws no random number and keeps weights and training mode; autocast changes little."""
     model = noisy_gpt()
     before, state = torch.get_rng_state(), copy.deepcopy(model.state_dict())
     _, plain = score(model, file)
@@ -195,21 +207,22 @@ def test_measuring_changes_nothing(file):
         score(model, file)
 
 
-def test_which_examples(tmp_path):
-    """A limit spreads over the file. Context and ending fit together, or it is refused or left out."""
-    examples = made_up(longest=2)
-    examples[3]["endings"][1] = "x" * 32  # 33 tokens with the leading blank
+def test_limit_and_length_decide_which_examples_are_used(tmp_path):
+    """A limit is spread over the file. Endings that don't fit are refused, or skipped if asked."""
+    examples = random_examples(longest=2)
+    examples[3]["endings"][1] = "x" * 32  # 33 tokens with the leading space
     examples[4]["ctx"] = ""
     lines = [e | {"line": i + 1} for i, e in enumerate(examples)]
     data = lines, get_tokenizer("bytes")
-    assert [row["line"] for row in choose(*data, 128, limit=3).rows] == [1, 11, 21]
-    assert len(choose(*data, 128, limit=99)) == len(choose(*data, 128)) == 30
-    assert choose(*data, 33).ctx_len[3] == 1  # one token of context is enough
+    assert [row["line"] for row in tokenize_examples(*data, 128, limit=3).rows] == [1, 11, 21]
+    assert len(tokenize_examples(*data, 128, limit=99)) == len(tokenize_examples(*data, 128)) == 30
+    # one token of context is enough
+    assert tokenize_examples(*data, 33).tokens[3][0] == [ord(examples[3]["ctx"][-1])]
     with pytest.raises(UserError, match="line 4 .* 33 tokens, .*block_size=32; .*--skip_long"):
-        choose(*data, 32)
-    chosen = choose(*data, 32, skip_long=True)
-    assert (len(chosen), chosen.skipped) == (29, 1)
-    assert 4 not in [row["line"] for row in chosen.rows]
+        tokenize_examples(*data, 32)
+    kept = tokenize_examples(*data, 32, skip_long=True)
+    assert (len(kept), kept.num_skipped) == (29, 1)
+    assert 4 not in [row["line"] for row in kept.rows]
     model = noisy_gpt()  # a context without tokens becomes end-of-text
     _, sums = score(model, write(tmp_path / "h.jsonl", examples[4:5]))
     ids = torch.tensor([[VOCAB - 1, *f" {examples[4]['endings'][2]}".encode()]])
@@ -217,11 +230,11 @@ def test_which_examples(tmp_path):
     assert sums[0, 2] == pytest.approx(alone, rel=1e-5)
 
 
-GOOD = made_up(1)[0]
-BAD = {  # a line, and what is said of it
+GOOD = random_examples(1)[0]
+BAD = {  # a line, and part of the error
     "label": (GOOD | {"label": 4}, "a label from 0 to 3"),
     "empty": (GOOD | {"endings": ["a", "b", "c", " "]}, "4 endings that are not empty"),
-    "keys": ({"messages": []}, "wanted are a ctx, 4 endings"),
+    "keys": ({"messages": []}, "expected a ctx, 4 endings"),
     "json": (b'{"ctx": "a", ', "property name"),
 }
 
@@ -232,19 +245,19 @@ def test_bad_line_is_named(tmp_path, name):
     bad = bad if isinstance(bad, bytes) else json.dumps(bad).encode()
     (tmp_path / "h.jsonl").write_bytes(json.dumps(GOOD).encode() + b"\n" + bad + b"\n")
     with pytest.raises(UserError, match="h.jsonl line 2 is damaged") as error:
-        data_file.read_examples(tmp_path / "h.jsonl")
+        read_examples(tmp_path / "h.jsonl")
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-def test_blank_lines_and_labels_as_text(tmp_path):
+def test_blank_lines_and_labels_as_strings(tmp_path):
     path = tmp_path / "h.jsonl"
     path.write_text("\n" + json.dumps(GOOD | {"label": "3"}) + "\r\n\n" + json.dumps(GOOD))
-    found = [(e["line"], e["label"]) for e in data_file.read_examples(path)]
+    found = [(e["line"], e["label"]) for e in read_examples(path)]
     assert found == [(2, 3), (4, GOOD["label"])]
 
 
 def test_download(tmp_path, monkeypatch):
-    """What is not the published file never gets its name; the published one is fetched once."""
+    """A file with another hash never gets the published name; the right one is downloaded once."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     content = json.dumps(GOOD).encode()
@@ -253,89 +266,139 @@ def test_download(tmp_path, monkeypatch):
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=served)
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-    sums = {"hellaswag_val.jsonl": hashlib.sha256(content).hexdigest()}
-    monkeypatch.setattr(data_file, "BASE", f"http://127.0.0.1:{server.server_port}/")
-    monkeypatch.setattr(data_file, "PUBLISHED", sums)
+    hashes = {"hellaswag_val.jsonl": hashlib.sha256(content).hexdigest()}
+    monkeypatch.setattr(hellaswag, "BASE_URL", f"http://127.0.0.1:{server.server_port}/")
+    monkeypatch.setattr(hellaswag, "SHA256", hashes)
     monkeypatch.setattr("time.sleep", lambda seconds: None)
-    with pytest.raises(UserError, match=f"cannot download .*hash.*by hand to {HERE}"):
-        data_file.locate()
-    assert list(HERE.parent.iterdir()) == []
+    with pytest.raises(UserError, match=f"cannot download .*hash.*by hand to {DEFAULT_FILE}"):
+        hellaswag.locate()
+    assert list(DEFAULT_FILE.parent.iterdir()) == []
     (served / "hellaswag_val.jsonl").write_bytes(content)
-    assert data_file.locate() == HERE and HERE.read_bytes() == content
+    assert hellaswag.locate() == DEFAULT_FILE and DEFAULT_FILE.read_bytes() == content
     server.shutdown()
     server.server_close()
-    assert data_file.locate() == HERE
+    assert hellaswag.locate() == DEFAULT_FILE
 
 
-def a_run(every=2, **more):
-    cfg, precision = (
-        SimpleNamespace(hella_every=every, hella_examples=20),
-        Precision("fp32", ALONE.device),
-    )
-    return SimpleNamespace(cfg=cfg, world=ALONE, precision=precision, **more)
+def trainer_of(every=2, **more):
+    cfg = SimpleNamespace(hellaswag_every=every, hellaswag_examples=20, data="no_folder")
+    precision = Precision("fp32", WORLD.device)
+    return SimpleNamespace(cfg=cfg, world=WORLD, precision=precision, **more)
 
 
-def event(every=2):
-    return HellaSwag(a_run(every), SimpleNamespace(check=lambda: None))
+def callback(every=2):
+    return HellaSwag(trainer_of(every), SimpleNamespace(check=lambda: None))
 
 
-def test_event(tmp_path, monkeypatch):
+def test_callback(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    write(HERE, made_up())
-    due = [(0, False), (1, False), (2, False), (3, True)]
-    assert [event().due(*when) for when in due] == [False, False, True, True]
-    assert not event(every=0).due(2, True)
-    hella, run = event(), a_run(raw_model=noisy_gpt(), step=4)
-    expected = score(run.raw_model, HERE, limit=20)[0] | {"seconds": 0}
+    write(DEFAULT_FILE, random_examples())
+    steps = [(0, False), (1, False), (2, False), (3, True)]
+    assert [callback().should_run(*step) for step in steps] == [False, False, True, True]
+    assert not callback(every=0).should_run(2, True)
+    hella, trainer = callback(), trainer_of(raw_model=noisy_gpt(), step=4)
+    expected = score(trainer.raw_model, DEFAULT_FILE, limit=20)[0] | {"seconds": 0}
     for _ in range(2):
-        found = json.loads(json.dumps(hella(run) | {"seconds": 0}))
+        found = json.loads(json.dumps(hella(trainer) | {"seconds": 0}))
         assert found == expected and found["count"] == 20
-        HERE.unlink(missing_ok=True)  # the examples are kept
+        DEFAULT_FILE.unlink(missing_ok=True)  # the examples are kept in memory
 
 
-def test_event_that_cannot_be_says_so_once(tmp_path, monkeypatch, capsys):
-    """Without a network when the run begins; what does not fit when it is measured."""
+def test_callback_reads_the_tokenizer_of_the_runs_data(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(DEFAULT_FILE, random_examples())
+    hella, trainer = callback(), trainer_of(raw_model=noisy_gpt())
+    names = []
+    monkeypatch.setattr(
+        hellaswag, "get_tokenizer", lambda name: names.append(name) or get_tokenizer("bytes")
+    )
+    trainer.cfg.data = str(tmp_path)
+    trainer.raw_model.config.tokenizer = "tokenizer.json"
+    assert hella(trainer)["count"] == 20
+    assert names == [str(tmp_path / "tokenizer.json")]
+
+
+def test_callback_that_cannot_run_prints_why_and_turns_itself_off(tmp_path, monkeypatch, capsys):
+    """Without a network that is when the run starts; if an ending does not fit, when it is scored."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
     monkeypatch.setattr("time.sleep", lambda seconds: None)
-    assert event(every=0).every == 0 and not capsys.readouterr().out
-    assert not event().due(4, True)
-    said = "no HellaSwag in this run: {}.*\n"
-    assert re.fullmatch(said.format("cannot download https"), capsys.readouterr().out)
-    write(HERE, made_up())
-    hella, run = event(), a_run(raw_model=noisy_gpt(block_size=8), step=4)
-    assert hella(run) is None and not hella.due(6, True)
-    assert re.fullmatch(said.format(".*block_size=8"), capsys.readouterr().out)
+    assert callback(every=0).interval == 0 and not capsys.readouterr().out
+    assert not callback().should_run(4, True)
+    line = "no HellaSwag in this run: {}.*\n"
+    assert re.fullmatch(line.format("cannot download https"), capsys.readouterr().out)
+    write(DEFAULT_FILE, random_examples())
+    hella, trainer = callback(), trainer_of(raw_model=noisy_gpt(block_size=8), step=4)
+    assert hella(trainer) is None and not hella.should_run(6, True)
+    assert re.fullmatch(line.format(".*block_size=8"), capsys.readouterr().out)
 
 
-def test_ranks_look_for_a_stop_equally_often_though_one_has_a_batch_more(file, monkeypatch):
-    monkeypatch.setattr(hellaswag, "BATCH_TOKENS", 700)
+def test_ranks_check_for_signals_equally_often_with_unequal_batches(file, monkeypatch):
+    monkeypatch.setattr(multiple_choice, "BATCH_TOKENS", 700)
     model = noisy_gpt()
-    data = prepare(model, ALONE, file)
-    batches, sums = len(plan(data.ctx_len + (data.end_len - 1).sum(1))), []
+    data = load_examples(model, WORLD, "", file)
+    num_batches = len(make_batches(np.array([row_length(item) for item in data.tokens])))
+    sums = []
     for rank in range(2):
         own = dict(rank=rank, world_size=2, is_main=not rank, all_reduce=lambda tensor: tensor)
-        world, asked = SimpleNamespace(**vars(ALONE) | own), []
-        sums.append(ending_losses(model, data, world, lambda asked=asked: asked.append(0)))
-        assert batches % 2 and len(asked) == (batches + 1) // 2
-    assert (sums[0] + sums[1] == ending_losses(model, data, ALONE)).all()
+        world, calls = SimpleNamespace(**vars(WORLD) | own), []
+        sums.append(ending_losses(model, data, world, lambda calls=calls: calls.append(0)))
+        assert num_batches % 2 and len(calls) == (num_batches + 1) // 2
+    assert (sums[0] + sums[1] == ending_losses(model, data, WORLD)).all()
 
 
-def test_two_processes_equal_one(tmp_path, checkpoint):
-    path = write(tmp_path / "h.jsonl", made_up(300))
+@pytest.mark.parametrize("num_continuations", [2, 3, 7])
+def test_any_number_of_continuations(num_continuations):
+    """As for pairs of sentences without a context, where end-of-text comes first."""
+    model, rng = noisy_gpt(), np.random.default_rng(0)
+    items = [
+        [[VOCAB - 1], *(rng.integers(0, 256, n).tolist() for n in rng.integers(1, 9, num_continuations))]
+        for _ in range(5)
+    ]  # fmt: skip
+    sums = continuation_losses(model, items, WORLD)
+    assert sums.shape == (5, num_continuations) and sums.dtype == np.float64
+    for (context, *continuations), row in zip(items, sums):
+        for ids, found in zip(continuations, row):
+            x = torch.tensor([context + ids])
+            expected = model(x[:, :-1], x[:, 1:], reduction="sum")[1].item()
+            assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_out_of_memory_is_one_sentence(file, checkpoint, monkeypatch):
+    def allocate(*args):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes")
+
+    monkeypatch.setattr(hellaswag, "continuation_losses", allocate)
+    flags = ["--model", str(checkpoint), "--data", str(file), "--device", "cpu"]
+    with pytest.raises(UserError, match="out of memory .* choose a smaller --model"):
+        hellaswag.main(flags)
+
+
+def test_report_as_text(file, checkpoint, capsys):
+    flags = ["--model", str(checkpoint), "--data", str(file), "--device", "cpu"]
+    hellaswag.main([*flags, "--by_activity", "--worst", "1"])
+    out = capsys.readouterr().out
+    assert re.search(r"^acc       0\.\d{4} \+- 0\.\d{4}  \(95 %: ", out)
+    assert "30 examples of" in out and "not the published file" in out
+    assert re.search(r"^Roofing +\d+  0", out, re.M) and re.search(r"^Skiing +\d+  0", out, re.M)
+    assert "nats per token lower" in out and re.search(r"^  = ", out, re.M)
+
+
+def test_two_processes_give_the_result_of_one(tmp_path, checkpoint):
+    path = write(tmp_path / "h.jsonl", random_examples(300))
     words = [ROOT / "hellaswag.py", "--model", checkpoint, "--data", path, "--device", "cpu"]
     words += ["--json", "--worst", 300, "--by_source"]
-    alone, two = succeed(*words, cwd=tmp_path), run_two(*words, cwd=tmp_path)
-    found = [json.loads(said) | {"seconds": 0} for said in (alone, two)]
+    outputs = succeed(*words, cwd=tmp_path), run_two(*words, cwd=tmp_path)
+    found = [json.loads(output) | {"seconds": 0} for output in outputs]
     assert found[0] == found[1]
     assert found[0]["by_source"]["activitynet"]["count"] == found[0]["count"] == 300
     assert len(found[0]["worst"]) == 300 - round(300 * found[0]["acc_norm"])
 
 
 @pytest.mark.slow
-def test_export_in_lm_evaluation_harness(test_data, gpt2_files, tmp_path, monkeypatch):
-    """Of the same texts the harness has our losses, acc and standard error, and our acc_norm once
-    characters are counted, by which it divides. (Its own HellaSwag words the texts otherwise.)"""
+def test_lm_evaluation_harness_gives_the_same_scores(test_data, gpt2_files, tmp_path, monkeypatch):
+    """For the same texts the harness gives the same losses, acc and standard error, and the same acc_norm
+    once losses are divided by characters, as it does. (Its HellaSwag task preprocesses the texts.)"""
     python = os.environ.get("LM_EVAL_PYTHON", sys.executable)
     if subprocess.run([python, "-c", "import lm_eval"], capture_output=True).returncode:
         pytest.skip("pip install lm_eval[hf]; LM_EVAL_PYTHON names the python that has it")

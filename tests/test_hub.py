@@ -1,4 +1,4 @@
-"""fineweb.py against the hub: a real web server that speaks its protocol, breaks and goes away."""
+"""fineweb.py and the hub: a local web server with its protocol, which can fail in several ways."""
 
 import hashlib
 import http.server
@@ -16,16 +16,19 @@ from test_fineweb import BYTES, call, command, documents, plain_stream, stream_o
 from test_loader import write_shard
 
 import bert
-from lab.data import wordpiece
-from lab.data.shards import TokenShards, read_manifest
-from lab.data.writer import verify
+from lab.data.manifest import read_manifest, verify_shards
+from lab.data.shards import TokenShards
+from lab.data.tokenizers import train_wordpiece
 
 REVISION = "c0ffee" + "0" * 34
 
 
 class Hub(http.server.ThreadingHTTPServer):
-    """What is in a data set, and its files by ranges. Of files with `gone` in their name it has
-    nothing; `fails` answers are 503; of `breaks` it sends half and closes the connection."""
+    """Serves the list of a data set's files, and the files by ranges.
+
+    Requests with `gone` in their path get status 503, and so do the next `fails` requests. Of the
+    next `breaks` answers it sends half and closes the connection.
+    """
 
     daemon_threads = True
 
@@ -122,7 +125,7 @@ ARGS = ["--dataset", "me/texts", *BYTES, "--shard_tokens", "20k", "--val_tokens"
 
 
 def test_broken_connections_make_no_difference(hub, tmp_path):
-    """Answers that are cut in the middle and ones that are refused: the same tokens."""
+    """Truncated and refused answers do not change the tokens."""
     hub.breaks = hub.fails = 1
     args = [*ARGS, "--out", tmp_path / "o", "--name", "small"]
     got = call(*args, "--workers", 1, **hub.env)
@@ -130,11 +133,11 @@ def test_broken_connections_make_no_difference(hub, tmp_path):
     assert np.array_equal(stream_of(tmp_path / "o"), plain_stream(TEXTS))
     about = dict(dataset="me/texts", name="small", revision=REVISION)
     assert about.items() <= read_manifest(tmp_path / "o")["source"].items()
-    assert not list(tmp_path.glob("o/*.parquet")), "nothing is kept but tokens"
+    assert not list(tmp_path.glob("o/*.parquet")), "only tokens are kept"
 
 
-def test_a_hub_that_goes_away_and_comes_back(hub, tmp_path):
-    """The library waits half a minute; then there is a sentence, and later the rest."""
+def test_a_build_continues_after_the_hub_was_unreachable(hub, tmp_path):
+    """huggingface_hub retries for half a minute (here less); then there is one error message."""
     hub.gone = "001.parquet"
     args = [*ARGS, "--name", "small", "--out", tmp_path / "o", "--workers", 0]
     wait = "import time; time.sleep = lambda seconds, sleep=time.sleep: sleep(seconds / 100)"
@@ -142,31 +145,31 @@ def test_a_hub_that_goes_away_and_comes_back(hub, tmp_path):
     env = os.environ | hub.env | {"PYTHONPATH": str(tmp_path)}
     got = subprocess.run(command(*args), env=env, capture_output=True, text=True)
     assert got.returncode == 2 and "Traceback" not in got.stderr, got.stderr
-    said = "the hub did not give me/texts.* goes on where it was; .*--source FOLDER"
+    said = "the hub did not send me/texts.* continues later.*--source FOLDER"
     assert re.search(said, got.stderr), got.stderr
     noted = sum(e["tokens"] for e in read_manifest(tmp_path / "o")["shards"])
     assert 0 < noted <= len(plain_stream(TEXTS[:150]))
     hub.gone, asked = "nothing", len(hub.asked)
-    got = call(*args, "--revision", "v2", **hub.env)  # it stays with the commit that it began with
-    assert got.returncode == 0 and f"going on after {noted:,} tokens" in got.stdout, got.stderr
+    got = call(*args, "--revision", "v2", **hub.env)  # ignored: the build keeps its commit
+    assert got.returncode == 0 and f"continuing after {noted:,} tokens" in got.stdout, got.stderr
     assert np.array_equal(stream_of(tmp_path / "o"), plain_stream(TEXTS))
     first = next(path for path in hub.asked[asked:] if "/revision/" in path)
     assert first.endswith(f"/revision/{REVISION}")
 
 
-def test_what_cannot_be_had_is_one_sentence(hub, tmp_path):
+def test_unavailable_data_is_reported_in_one_sentence(hub, tmp_path):
     for more, said in {
         "--name huge": "one of default, small",
-        "--dataset me/nothing": "did not give me/nothing (RepositoryNotFoundError",
+        "--dataset me/nothing": "did not send me/nothing (RepositoryNotFoundError",
         "": "--source builtin needs no network",
     }.items():
         env = hub.env if more else hub.env | {"HF_ENDPOINT": "http://hub.invalid"}
         got = call(*ARGS, "--out", tmp_path / "o", *more.split(), **env)
         assert got.returncode == 2 and said in got.stderr and "Traceback" not in got.stderr
-    assert not (tmp_path / "o").exists(), "what could not begin leaves no folder"
+    assert not (tmp_path / "o").exists(), "a build that could not begin leaves no folder"
 
 
-def test_only_the_text_column_of_the_default_configuration_travels(hub, tmp_path):
+def test_only_the_text_column_of_the_default_configuration_is_transferred(hub, tmp_path):
     noise = [os.urandom(100_000).hex() for _ in range(20)]
     path = write_parquet(hub.root / "data/other.parquet", [])
     pq.write_table(pa.table({"noise": noise, "text": ["short"] * 20}), path, row_group_size=5)
@@ -178,7 +181,7 @@ def test_only_the_text_column_of_the_default_configuration_travels(hub, tmp_path
 
 
 def test_ready_made_shards(serve, tmp_path, gpt2_files):
-    """Downloaded as they are; --tokens takes as many as are needed, later ones are added."""
+    """Downloaded unchanged, as many as --tokens needs; a later command adds the others."""
     (tmp_path / "hub").mkdir()
     for i, split in enumerate(("val", "train", "train")):
         tokens = np.concatenate([[50256], np.arange(4999) + i]).astype(np.uint16)
@@ -201,13 +204,13 @@ def test_ready_made_shards(serve, tmp_path, gpt2_files):
     fetched = {path for path in hub.asked[asked:] if path.endswith(".bin")}
     assert fetched == {f"/datasets/me/texts/resolve/{REVISION}/web_train_000002.bin"}
     assert all(p.read_bytes() == (hub.root / p.name).read_bytes() for p in out.glob("*.bin"))
-    assert verify(out) == [] and read_manifest(out)["documents"] == 3
+    assert verify_shards(out) == [] and read_manifest(out)["documents"] == 3
     assert len(TokenShards(out, "train", 50257)) == 10_000
 
 
-def test_berts_own_vocabulary_comes_from_the_hub(serve, tmp_path):
-    """It is kept beside the shards, where bert.py finds it."""
-    vocabulary = wordpiece.learn(["the cat sat on the mat " * 9], 99)
+def test_bert_base_uncased_is_downloaded_from_the_hub(serve, tmp_path):
+    """It is saved with the shards, where bert.py finds it."""
+    vocabulary = train_wordpiece(["the cat sat on the mat " * 9], 99)
     (tmp_path / "hub").mkdir()
     vocabulary.save(str(tmp_path / "hub/tokenizer.json"))
     (tmp_path / "text.txt").write_text("the cat\nsat")

@@ -1,5 +1,5 @@
-"""Kernels that are put into a model from outside: what they replace is computed the same, and
-nothing else changes. Those of GPUs run with -m gpu; on a CPU the fused head and loss do."""
+"""lab.kernels: which modules are replaced, and that the replacements compute the same losses and
+gradients. GPU kernels need -m gpu; the fused cross-entropy also runs on a CPU."""
 
 import copy
 import itertools
@@ -14,11 +14,11 @@ from test_model import noisy, tokens
 import lab.kernels
 import train_gpt2
 from lab.cli import UserError
-from lab.device import Precision
-from lab.kernels import cross_entropy, fp8_mlp, fused_mlp, use
+from lab.distributed import World
+from lab.kernels import cross_entropy, fp8_mlp, fused_mlp, replace_modules
 from lab.kernels.cross_entropy import FusedHeadLoss
 from lab.kernels.fused_mlp import FusedMLP
-from lab.world import World
+from lab.precision import Precision
 from train_gpt2 import GPT, MLP, GPTConfig, HeadLoss, TrainConfig
 
 CPU = torch.device("cpu")
@@ -44,57 +44,297 @@ def small(monkeypatch):
 def put_in(model, precision="fp32", fp8="off"):
     """A copy of a model with kernels in it."""
     model = copy.deepcopy(model)
-    use(model, mlp=MLP, precision=Precision(precision, next(model.parameters()).device), fp8=fp8)
+    replace_modules(
+        model,
+        mlp_class=MLP,
+        precision=Precision(precision, next(model.parameters()).device),
+        fp8=fp8,
+    )
     return model
+
+
+def gelu_kernel(x, w_fc, b_fc, w_proj, b_proj):
+    """What mlp_products computes on a GPU."""
+    before = F.linear(x, w_fc, b_fc)
+    after = F.gelu(before, approximate="tanh")
+    return F.linear(after, w_proj, b_proj), after, before
 
 
 @pytest.fixture
 def fused_mlp_everywhere(monkeypatch):
-    """FusedMLP comes in on a CPU too."""
-    monkeypatch.setattr(lab.kernels, "epilogues_work", lambda _: True)
+    """replace_modules uses FusedMLP on a CPU too, with a stand-in for its kernel."""
+    monkeypatch.setattr(lab.kernels, "is_supported", lambda _: True)
+    monkeypatch.setattr(fused_mlp, "mlp_products", gelu_kernel)
 
 
-# --------------------------------------------------------------------------------- what use() keeps
+# ----------------------------------------------------------------------- which modules are replaced
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_parameters_and_random_state_are_those_before(tiny_config, fused_mlp_everywhere, precision):
-    """AdamW's state goes by the order of the parameters, a checkpoint by their names."""
-    model, rng = GPT(tiny_config), torch.get_rng_state()
+def test_replacing_keeps_parameters_and_random_state(tiny_config, fused_mlp_everywhere, precision):
+    """AdamW's state depends on the order of the parameters, a checkpoint on their names."""
+    model, rng, reports = GPT(tiny_config), torch.get_rng_state(), []
 
     def names():
         return list(model.state_dict()), [(n, id(p)) for n, p in model.named_parameters()]
 
-    before = names()
-    use(model, mlp=MLP, precision=Precision(precision, CPU))
-    assert torch.equal(rng, torch.get_rng_state()) and names() == before
+    before, values = names(), [p.clone() for p in model.parameters()]
+    replace_modules(model, MLP, Precision(precision, CPU), report=reports.append)
+    assert torch.equal(rng, torch.get_rng_state()) and names() == before and not reports
+    assert all(map(torch.equal, model.parameters(), values))
     assert type(model.head_loss) is FusedHeadLoss
     assert {type(b.mlp) for b in model.transformer.h} == {FusedMLP if precision == "bf16" else MLP}
 
 
-def test_they_are_in_before_the_micro_batch_is_sought(shards, monkeypatch):
-    """With plain logits a smaller one would fit: those of 64 x 1024 positions are 13 GB."""
+class SoftCap(HeadLoss):
+    def forward(self, x, weight, targets, reduction):
+        logits = F.linear(x, weight)[:, : self.vocab_size].float()
+        logits = 30 * torch.tanh(logits / 30)
+        losses = F.cross_entropy(logits, targets, ignore_index=-1, reduction="none")
+        return losses if reduction == "none" else losses.sum()
+
+
+class LabelSmoothing(HeadLoss):
+    def forward(self, x, weight, targets, reduction):
+        logits = F.linear(x, weight)[:, : self.vocab_size].float()
+        return F.cross_entropy(
+            logits, targets, ignore_index=-1, reduction=reduction, label_smoothing=0.01
+        )
+
+
+class Temperature(HeadLoss):
+    def forward(self, x, weight, targets, reduction):
+        return super().forward(x / 1.001, weight, targets, reduction)
+
+
+class LearnedScale(HeadLoss):
+    def __init__(self, vocab_size):
+        super().__init__(vocab_size)
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, x, weight, targets, reduction):
+        return super().forward(self.scale * x, weight, targets, reduction)
+
+
+class NoEndOfText(HeadLoss):
+    def forward(self, x, weight, targets, reduction):
+        targets = targets.masked_fill(targets == self.vocab_size - 1, -1)
+        return super().forward(x, weight, targets, reduction)
+
+
+class IgnoredCounts(HeadLoss):
+    def forward(self, x, weight, targets, reduction):
+        return super().forward(x, weight, targets.clamp(min=0), reduction)
+
+
+class SkipEasy(HeadLoss):
+    def forward(self, x, weight, targets, reduction):
+        losses = super().forward(x, weight, targets, "none")
+        losses = losses * (losses > 0.05)
+        return losses if reduction == "none" else losses.sum()
+
+
+class TrainingOnly(HeadLoss):
+    def forward(self, x, weight, targets, reduction):
+        return (1 + 0.01 * self.training) * super().forward(x, weight, targets, reduction)
+
+
+class RoundedEvaluation(HeadLoss):
+    def forward(self, x, weight, targets, reduction):
+        losses = super().forward(x, weight, targets, reduction)
+        return losses.round() if reduction == "none" else losses
+
+
+class OtherInterface(HeadLoss):
+    def forward(self, x, weight, targets, reduction):
+        loss = super().forward(x, weight, targets, "sum")
+        return loss if reduction == "sum" else (loss, loss)
+
+
+@pytest.mark.parametrize(
+    "edited",
+    [
+        SoftCap, LabelSmoothing, Temperature, LearnedScale, NoEndOfText, IgnoredCounts, SkipEasy,
+        TrainingOnly, RoundedEvaluation, OtherInterface,
+    ],
+)  # fmt: skip
+def test_edited_head_loss_is_kept(tiny_config, edited):
+    model, reports = GPT(tiny_config), []
+    model.head_loss = mine = edited(tiny_config.vocab_size)
+    model.eval()  # the comparison is of what training computes
+    rng = torch.get_rng_state()
+    replace_modules(model, MLP, Precision("fp32", CPU), report=reports.append)
+    sentence = f"{edited.__name__} differs from the fused cross-entropy: using your version"
+    assert model.head_loss is mine and reports == [sentence]
+    assert torch.equal(rng, torch.get_rng_state())
+
+
+def test_unedited_subclass_of_head_loss_is_replaced(tiny_config):
+    model, reports = GPT(tiny_config), []
+    model.head_loss = type("Copy", (HeadLoss,), {})(tiny_config.vocab_size)
+    replace_modules(model, MLP, Precision("fp32", CPU), report=reports.append)
+    assert type(model.head_loss) is FusedHeadLoss and not reports
+
+
+class ReluSquared(MLP):
+    def forward(self, x):
+        return self.c_proj(F.relu(self.c_fc(x)).square())
+
+
+class ExactGELU(MLP):
+    def forward(self, x):
+        return self.c_proj(F.gelu(self.c_fc(x)))
+
+
+class Dropout(MLP):
+    def forward(self, x):
+        return F.dropout(super().forward(x), 0.1, self.training)
+
+
+class Clamped(MLP):
+    def forward(self, x):
+        h = F.gelu(self.c_fc(x), approximate="tanh")
+        return self.c_proj(h.clamp(max=15))
+
+
+class TokenShift(MLP):
+    def forward(self, x):
+        return super().forward(torch.cat([x[:, :1], x[:, :-1]], dim=1))
+
+
+class NoProjectionBias(MLP):
+    def forward(self, x):
+        return super().forward(x) - self.c_proj.bias
+
+
+class DoubledBias(MLP):
+    def forward(self, x):
+        return super().forward(x) + self.c_proj.bias.detach()
+
+
+class DetachedInput(MLP):
+    def forward(self, x):
+        return super().forward(x + (0.01 * x).detach() - 0.01 * x)
+
+
+class WithGain(MLP):
+    def __init__(self, config):
+        super().__init__(config)
+        self.register_buffer("gain", torch.ones(()))
+
+    def forward(self, x):
+        return self.gain * super().forward(x)
+
+
+EDITED_MLPS = [
+    ReluSquared, ExactGELU, Dropout, Clamped, TokenShift, NoProjectionBias, DoubledBias, DetachedInput,
+    WithGain,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("edited", EDITED_MLPS)
+def test_edited_mlp_is_kept(tiny_config, fused_mlp_everywhere, edited):
+    """Only in the block that has it; its biases are 0, as they are at the start of training."""
+    model, reports = GPT(tiny_config), []
+    model.transformer.h[1].mlp = mine = edited(tiny_config)
+    model.eval()
+    torch.nn.init.zeros_(mine.c_proj.bias)
+    rng = torch.get_rng_state()
+    replace_modules(model, MLP, Precision("bf16", CPU), report=reports.append)
+    sentence = f"{edited.__name__} differs from the fused kernel's GELU MLP: using your version"
+    assert model.transformer.h[1].mlp is mine and reports == [sentence]
+    assert type(model.transformer.h[0].mlp) is FusedMLP
+    assert torch.equal(rng, torch.get_rng_state()) and not mine.training
+
+
+class Rewritten(MLP):
+    """The same function, with a submodule and a method of its own."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.act = torch.nn.GELU("tanh")
+
+    def hidden(self, x):
+        return self.act(self.c_fc(x))
+
+    def forward(self, x):
+        return self.c_proj(self.hidden(x))
+
+
+def test_rewritten_mlp_that_computes_the_same_is_replaced(tiny_config, fused_mlp_everywhere):
+    """FusedMLP calls it for small micro-batches, also in a copy and in a compiled model."""
+    model, reports, x = GPT(tiny_config), [], torch.randn(2, 5, tiny_config.n_embd)
+    for block in model.transformer.h:
+        block.mlp = Rewritten(tiny_config)
+    plain, keys = copy.deepcopy(model.transformer.h[0].mlp), list(model.state_dict())
+    replace_modules(model, MLP, Precision("bf16", CPU), report=reports.append)
+    assert {type(b.mlp) for b in model.transformer.h} == {FusedMLP} and not reports
+    assert list(model.state_dict()) == keys
+    fused = model.transformer.h[0].mlp
+    assert torch.equal(fused(x), plain(x))
+    copied = copy.deepcopy(fused)
+    with torch.no_grad():
+        copied.c_fc.weight.zero_()
+    assert torch.equal(fused(x), plain(x)) and not torch.equal(copied(x), plain(x))
+    torch._dynamo.reset()
+    compiled = torch.compile(fused, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), plain(x))
+    compiled(x).sum().backward()
+    assert fused.c_fc.weight.grad.norm() > 0
+
+
+def test_inaccurate_mlp_kernel_is_not_used(tiny_config, fused_mlp_everywhere, monkeypatch):
+    def reported():
+        model, reports = GPT(tiny_config), []
+        replace_modules(model, MLP, Precision("bf16", CPU), report=reports.append)
+        kinds = {type(block.mlp) for block in model.transformer.h}
+        assert kinds == ({MLP} if reports else {FusedMLP})
+        return reports
+
+    def use_kernel(factor):
+        kernel = lambda *inputs: [y * factor for y in gelu_kernel(*inputs)]  # noqa: E731
+        monkeypatch.setattr(fused_mlp, "mlp_products", kernel)
+
+    error = lab.kernels.kernel_error(FusedMLP, MLP(tiny_config))
+    assert 1e-3 < error < 0.01, "rounding to bf16"
+    use_kernel(1.005)
+    assert not reported()
+    use_kernel(2)
+    assert "error on this GPU is 1, and at most 0.02 is accepted" in reported()[0]
+    use_kernel(float("nan"))
+    assert "error on this GPU is nan" in reported()[0]
+
+    def no_algorithm(*_):
+        raise RuntimeError("no algorithm")
+
+    monkeypatch.setattr(fused_mlp, "mlp_products", no_algorithm)
+    assert reported() == ["FusedMLP fails on this GPU (no algorithm): using the plain MLP"]
+
+
+def test_modules_are_replaced_before_the_micro_batch_is_chosen(shards, monkeypatch):
+    """Plain logits of 64 x 1024 positions take 13 GB, so only a smaller micro-batch would fit."""
     found = []
 
     def fit(model, *_):
         found.append(type(model.head_loss))
         return 2
 
-    monkeypatch.setattr(train_gpt2.device, "fit_batch_size", fit)
+    monkeypatch.setattr(train_gpt2, "find_max_batch_size", fit)
     how = dict(data=str(shards), total_batch_size=64, seq_len=16, max_steps=1, device="cpu")
     cfg = TrainConfig("laptop", **how, compile=False)
-    train_gpt2.set_up(GPTConfig(**TINY_MODEL), cfg, World("cpu"))
+    train_gpt2.build_trainer(GPTConfig(**TINY_MODEL), cfg, World("cpu"))
     assert found == [FusedHeadLoss]
 
 
-def test_without_gradients_the_plain_model_computes(tiny_config, fused_mlp_everywhere, monkeypatch):
-    """Validation and samples have its bits, but for the order of a sum, and stay in chunks."""
-    monkeypatch.setattr(cross_entropy, "CHUNK", 64)  # products of very few rows round otherwise
+def test_evaluation_uses_the_plain_modules(tiny_config, fused_mlp_everywhere, monkeypatch):
+    """Validation and samples are bit-equal to the plain model, except for the order of a sum, and the
+    logits are computed in chunks."""
+    monkeypatch.setattr(cross_entropy, "CHUNK", 64)  # matmuls of very few rows round differently
     plain, (x, y) = noisy(tiny_config), tokens()
     y[0, :5] = -1
     for precision, fp8 in itertools.product(("fp32", "bf16"), (False, True)):
         fused, rows = put_in(plain, precision), []
-        fused.head_loss.fp8 = fp8  # use() would refuse it here
+        fused.head_loss.fp8 = fp8  # replace_modules would refuse it here
         watched = fused.head_loss.plain
         watched.register_forward_pre_hook(lambda _, args, rows=rows: rows.append(len(args[0])))
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, precision == "bf16"):
@@ -109,7 +349,7 @@ def test_without_gradients_the_plain_model_computes(tiny_config, fused_mlp_every
 
 
 def problem(dtype=torch.float32, padded=PADDED, device="cpu"):
-    """x, weight with pad rows that would matter if they were not cut, and targets with gaps."""
+    """x, weight with pad rows that would matter if they were not cut off, and targets with gaps."""
     g = torch.Generator().manual_seed(3)
     x = torch.randn(N, C, generator=g).to(dtype).float()
     weight = (torch.randn(padded, C, generator=g) * 0.5).to(dtype).float()
@@ -149,7 +389,7 @@ ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not has_gpu, reason="needs a GPU")
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
 @pytest.mark.parametrize("padded", [PADDED, V])
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
-def test_fused_loss_and_gradients_are_the_plain_ones(dtype, padded, device):
+def test_fused_loss_and_gradients_equal_the_plain_ones(dtype, padded, device):
     bound = BOUNDS[dtype][device == "cuda"]
     x, weight, targets = problem(dtype, padded, device)
     for reduction in ("sum", "none"):
@@ -162,7 +402,8 @@ def test_fused_loss_and_gradients_are_the_plain_ones(dtype, padded, device):
 
 
 def test_fp16_keeps_gradients_below_its_smallest_number():
-    """6e-8; most of a softmax over 50,000 ids is near it. Rounded there, this is off by 7 %."""
+    """That number is 6e-8, and most of a softmax over 50,000 ids is near it. Without the loss scale,
+    rounding changes this result by 7 %."""
     x, weight, targets = torch.zeros(8, C), torch.zeros(60_000, C), torch.zeros(8).long()
     x[:, 1], weight[0, 1] = 1.0, 16.0
     head = FusedHeadLoss(HeadLoss(60_000))
@@ -171,7 +412,7 @@ def test_fp16_keeps_gradients_below_its_smallest_number():
     assert ours[2][1:, 1].mean().item() == pytest.approx(right, rel=0.01)
 
 
-def test_wrong_losses_are_caught():
+def test_comparison_detects_wrong_losses():
     """Pad rows that are not cut, targets of -1 that count, a lost last chunk."""
     x, weight, targets = problem()
     wrong = (
@@ -184,7 +425,7 @@ def test_wrong_losses_are_caught():
         assert not agree(with_gradients(way, x, weight, targets), right, 1e-3)
 
 
-def test_the_operator_keeps_torchs_rules_and_the_graph_whole():
+def test_fused_loss_is_a_valid_operator_and_compiles_to_one_graph():
     x, weight, targets = problem()
     inputs = (x.clone().requires_grad_(), weight.clone().requires_grad_(), targets, V)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
@@ -199,9 +440,9 @@ def test_the_operator_keeps_torchs_rules_and_the_graph_whole():
 
 
 def test_scaling_to_8_bits_and_back_has_no_bias():
-    """A factor that is rounded on the way there and not on the way back is an error common to all
-    numbers, here up to 0.0033 of them. (Rounding to nearest leaves up to 0.002 by itself: of a
-    bell, more lies below than above what it is rounded to.)"""
+    """If the scale were rounded in only one direction, all numbers would share an error of up to 0.0033
+    of their size. (Rounding to nearest alone gives up to 0.002, because in a normal distribution more
+    numbers lie below the value that they are rounded to than above it.)"""
     for seed in range(20):
         x = torch.randn(2**18, generator=torch.Generator().manual_seed(seed)).bfloat16()
         q, scale = cross_entropy.to_e4m3(x)
@@ -213,17 +454,17 @@ def test_scaling_to_8_bits_and_back_has_no_bias():
 
 
 @pytest.mark.parametrize("fp8", ["head", "all"])
-def test_8_bits_are_refused_where_they_cannot_be_had(tiny_config, monkeypatch, fp8):
+def test_unavailable_fp8_is_refused(tiny_config, monkeypatch, fp8):
     model = GPT(tiny_config)
 
     def refused(match, precision="bf16"):
         with pytest.raises(UserError, match=match):
-            use(model, mlp=MLP, precision=Precision(precision, CPU), fp8=fp8)
+            replace_modules(model, mlp_class=MLP, precision=Precision(precision, CPU), fp8=fp8)
         assert type(model.head_loss) is HeadLoss, "nothing is changed"
 
     refused("RTX 40, H100 and newer")
-    monkeypatch.setattr(lab.kernels, "why_no_fp8", lambda _: "")
-    refused("precision=bf16, not with fp32", "fp32")
+    monkeypatch.setattr(lab.kernels, "fp8_unsupported_reason", lambda _: "")
+    refused("needs precision=bf16, not fp32", "fp32")
 
 
 def error(found, exact):
@@ -232,7 +473,7 @@ def error(found, exact):
 
 @on_gpu(eight_bits=True)
 @pytest.mark.parametrize("n", [16, 16 * 75])  # one chunk; several, with tiles over both edges
-def test_8_bit_losses_are_off_by_a_few_percent_at_random_and_no_more(n, monkeypatch):
+def test_fp8_head_gradients_have_a_few_percent_of_random_error(n, monkeypatch):
     monkeypatch.setattr(cross_entropy, "CHUNK", 512)
     # Triton 3.7 wrote some transposed 8-bit numbers in wrong places
     logits = torch.arange(128 * 192, device="cuda").sin().view(128, 192).bfloat16()
@@ -259,13 +500,13 @@ def test_8_bit_losses_are_off_by_a_few_percent_at_random_and_no_more(n, monkeypa
 @pytest.mark.parametrize("mode", ["plain", "gelu", "dgelu"])
 @pytest.mark.parametrize("shape", [(96, 48), (768, 3072), (4096, 1600)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_cast_rounds_saturates_and_transposes(mode, shape, dtype):
+def test_quantize_rounds_saturates_and_transposes(mode, shape, dtype):
     x = (3 * torch.randn(shape, device="cuda")).to(dtype)
     x[0, :2] = torch.tensor([1e4, -1e4])
     before = torch.randn(shape, device="cuda").to(dtype)
     scale = torch.tensor(0.25, device="cuda")
     for form in (fp8_mlp.E4M3, fp8_mlp.E5M2):
-        q, q_t, sums = fp8_mlp.cast(x, scale, form, mode, before)
+        q, q_t, sums = fp8_mlp.quantize(x, scale, form, mode, before)
         z = before.double().requires_grad_()
         exact = {"plain": x.double(), "gelu": F.gelu(x.double(), approximate="tanh")}.get(mode)
         if mode == "dgelu":
@@ -280,7 +521,7 @@ def test_a_cast_rounds_saturates_and_transposes(mode, shape, dtype):
 
 @on_gpu(eight_bits=True)
 @pytest.mark.parametrize("size", [1e-9, 1.0])  # the scale of gradients follows them
-def test_gradients_of_8_bit_products_are_off_by_the_rounding_alone(size):
+def test_fp8_mlp_gradients_have_only_rounding_error(size):
     shapes = (384, 96), (384,), (96, 384), (96,)
     x = torch.randn(512, 96, device="cuda").bfloat16()
     weights = [0.1 * torch.randn(shape, device="cuda") for shape in shapes]
@@ -301,7 +542,7 @@ def test_gradients_of_8_bit_products_are_off_by_the_rounding_alone(size):
 
 
 def on_the_gpu():
-    """A model whose every number matters, and tokens: 96 positions, no power of two."""
+    """A model without zero weights, and tokens: 96 positions, not a power of two."""
     model = noisy(GPTConfig(**TINY_MODEL | dict(n_head=4, n_embd=64))).cuda()
     return model, torch.randint(VOCAB, (3, 32), device="cuda")
 
@@ -310,10 +551,13 @@ def on_the_gpu():
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("fp8", ["off", "all"])
-def test_fused_gradients_are_those_of_the_plain_model(compiled, checkpointing, fp8, monkeypatch):
-    """Errors against float32 are those of bf16; in 8 bits, which the MLP's are, they are larger."""
+def test_fused_model_has_the_gradients_of_the_plain_model(
+    compiled, checkpointing, fp8, monkeypatch
+):
+    """In bf16 the errors against float32 are those of the plain model; with an 8-bit MLP they are
+    larger."""
     if fp8 == "all" and not has_fp8:
-        pytest.skip("needs a GPU with 8-bit products")
+        pytest.skip("needs a GPU with 8-bit matmuls")
     monkeypatch.setattr(cross_entropy, "CHUNK", 64)  # 96 positions: a whole chunk and a part
     exact, idx = on_the_gpu()
     models = dict(exact=exact, plain=copy.deepcopy(exact), fused=put_in(exact, "bf16", fp8))
@@ -335,7 +579,7 @@ def test_fused_gradients_are_those_of_the_plain_model(compiled, checkpointing, f
 
 
 @on_gpu()
-def test_nothing_is_fused_in_another_precision_too_few_positions_or_without_gradients(monkeypatch):
+def test_mlp_kernel_needs_bf16_gradients_and_enough_positions(monkeypatch):
     model, idx = on_the_gpu()
     mlp, x = FusedMLP(model.transformer.h[0].mlp), torch.randn(2, 16, 64, device="cuda")
     monkeypatch.setattr(FusedMLP, "products", lambda *_: pytest.fail("fused"))
@@ -352,8 +596,8 @@ def test_nothing_is_fused_in_another_precision_too_few_positions_or_without_grad
 
 
 @on_gpu()
-def test_a_bias_far_below_the_rounding_counts_for_what_it_is():
-    """Added to a rounded product it would vanish, or decide ties in the sum with the stream."""
+def test_bias_far_below_the_rounding_has_its_exact_effect():
+    """Added to a rounded result, it would vanish, or decide ties in the sum with the residual stream."""
     mlp = MLP(GPTConfig(1, 2, 128, 16, vocab_size=50)).cuda()
     with torch.no_grad():
         mlp.c_fc.weight.normal_(std=0.1)

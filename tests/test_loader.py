@@ -1,4 +1,4 @@
-"""The training stream: which tokens, in which order, for whom; sentences for wrong shards."""
+"""The training stream: which process reads which tokens in which order; errors for bad shards."""
 
 import json
 import math
@@ -12,12 +12,12 @@ import torch
 from conftest import ROOT, VOCAB, equal_bits, run_python, write_shards
 
 from lab.cli import UserError
-from lab.data import get_tokenizer
-from lab.data.loader import TokenLoader, permute
-from lab.data.shards import TokenShards
-from lab.data.writer import new_manifest, save_shard, verify
+from lab.data.loader import TokenLoader, feistel_permutation
+from lab.data.manifest import new_manifest, verify_shards
+from lab.data.shards import TokenShards, save_shard
+from lab.data.tokenizers import get_tokenizer
 
-BIG = 65536  # a vocabulary in which every token is another one, which tells its position
+BIG = 65536  # a vocabulary so large that each token of the stream can have its own id
 
 
 def numbered_shards(folder, sizes, suffix=".npy"):
@@ -46,7 +46,7 @@ def make_loader(shards, batch_size=2, rank=0, world_size=1, transform=None, **se
 
 
 def one_step(loaders):
-    """x, y and num_targets of a step, the sequences of all processes in their global order."""
+    """x, y and the set of num_targets of a step; sequences of all processes in global order."""
     parts = [it.next_batch() for _ in range(loaders[0].grad_accum_steps) for it in loaders]
     x, y, num_targets = zip(*parts)
     return torch.cat(x), torch.cat(y), set(num_targets)
@@ -59,7 +59,7 @@ def steps(shards, n, batch_size=2, world_size=1, **settings):
 
 
 def state_after(loader, n):
-    """What a checkpoint holds of a loader after n steps: plain values."""
+    """The loader's part of a checkpoint after n steps, as plain values."""
     for _ in range(n):
         one_step([loader])
     return json.loads(json.dumps(loader.state_dict()))
@@ -67,7 +67,7 @@ def state_after(loader, n):
 
 def resumed(shards, state, batch_size=2, **settings):
     loader = make_loader(shards, batch_size, **settings)
-    loader.next_batch()  # also a loader that has begun can be put back
+    loader.next_batch()  # loading a state works in a used loader as well
     loader.load_state_dict(state)
     return loader
 
@@ -75,15 +75,15 @@ def resumed(shards, state, batch_size=2, **settings):
 ORDERS = pytest.mark.parametrize(
     "settings", [{"shuffle": False}, {"shuffle": True}, {"shuffle": True, "align_documents": True}]
 )
-SIZES = (301, 77, 1, 222)  # 601, a prime: no shard edge and no end of data meets a sequence's
+SIZES = (301, 77, 1, 222)  # the sum, 601, is prime: no sequence ends where a shard or the data does
 
 
 @pytest.mark.parametrize("suffix", [".npy", ".bin"])
-def test_y_is_x_one_token_later_and_unshuffled_the_order_is_that_on_disk(tmp_path, suffix):
+def test_y_is_x_shifted_by_one_and_unshuffled_order_is_the_order_on_disk(tmp_path, suffix):
     shards = numbered_shards(tmp_path, SIZES, suffix)
     assert shards.where(601 + 301) == f"x_train_000001{suffix}:0"
     for shuffle in (True, False):
-        done = steps(shards, 12, shuffle=shuffle)  # 2.5 times round, over every edge
+        done = steps(shards, 12, shuffle=shuffle)  # 2.5 epochs, across every shard
         for x, y, num_targets in done:
             assert x.shape == y.shape == (8, 16) and x.dtype == y.dtype == torch.int64
             assert torch.equal(x[:, 1:], y[:, :-1]) and torch.equal(y, (x + 1) % 601)
@@ -94,7 +94,7 @@ def test_y_is_x_one_token_later_and_unshuffled_the_order_is_that_on_disk(tmp_pat
 
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("sizes", [SIZES, (512, 256), (17,)])
-def test_all_processes_together_use_each_token_once_an_epoch(tmp_path, sizes, shuffle):
+def test_all_processes_together_use_each_token_once_per_epoch(tmp_path, sizes, shuffle):
     shards = numbered_shards(tmp_path, sizes)
     N = len(shards)
     epochs = math.lcm(N, 128) // N
@@ -103,20 +103,20 @@ def test_all_processes_together_use_each_token_once_an_epoch(tmp_path, sizes, sh
     for s, (x, _, _) in enumerate(done):
         counts += torch.bincount(x.flatten(), minlength=N)
         finished = (s + 1) * 128 // N  # epochs
-        if not shuffle:  # a shuffled one may still lack what its last sequences hold
+        if not shuffle:  # a shuffled epoch may lack tokens until its last sequences are read
             assert counts.min() >= finished and counts.max() <= finished + 1
     assert (counts == epochs).all()
 
 
 def test_each_shuffled_epoch_holds_the_sequences_that_begin_in_it(tmp_path):
-    """In an order of its own; so has each seed."""
+    """Each epoch and each seed has its own order."""
     shards = numbered_shards(tmp_path, SIZES)
     edges = [math.ceil(e * 601 / 16) for e in range(5)]
     orders = []
     for seed in (1, 2):
         loader = make_loader(shards, seed=seed)
         for begin, end in zip(edges, edges[1:]):
-            positions = loader.positions(np.arange(begin, end))
+            positions = loader.sequence_offsets(np.arange(begin, end))
             assert sorted(positions) == [16 * j for j in range(begin, end)]
             orders.append(tuple(p // 16 - begin for p in positions))
     assert len({order[:30] for order in orders}) == 8
@@ -125,7 +125,7 @@ def test_each_shuffled_epoch_holds_the_sequences_that_begin_in_it(tmp_path):
 
 @ORDERS
 @pytest.mark.parametrize("batch_size, world_size", [(1, 1), (8, 1), (4, 2), (1, 2), (2, 4), (1, 8)])
-def test_a_step_has_the_same_tokens_for_any_number_of_processes_and_micro_batches(
+def test_a_step_has_the_same_tokens_for_any_world_size_and_micro_batch(
     tmp_path, settings, batch_size, world_size
 ):
     shards = TokenShards(write_shards(tmp_path), "train", VOCAB)
@@ -133,25 +133,25 @@ def test_a_step_has_the_same_tokens_for_any_number_of_processes_and_micro_batche
     assert equal_bits(one, steps(shards, 25, batch_size, world_size, **settings))
 
 
-def test_no_order_is_left_over_in_data_of_any_size():
+def test_feistel_permutation_is_a_permutation_for_any_size():
     for n in range(1, 201):
-        assert sorted(permute(np.arange(n), n, key=n)) == list(range(n)), n
-    for n in (1_000_003, 10**13):  # far beyond what could be stored: the tokens of any corpus
-        out = permute(np.arange(n - 1_000_000, n), n, key=7)
+        assert sorted(feistel_permutation(np.arange(n), n, key=n)) == list(range(n)), n
+    for n in (1_000_003, 10**13):  # far more than could be stored
+        out = feistel_permutation(np.arange(n - 1_000_000, n), n, key=7)
         assert len(np.unique(out)) == 1_000_000 and out.min() >= 0 and out.max() < n
-        # neighbours are far apart, and half of all pairs of neighbours go down
+        # neighbors end up far apart, and half of all neighboring pairs end up in reverse order
         assert np.abs(np.diff(out)).mean() == pytest.approx(n / 3, rel=0.01)
         assert (np.diff(out) < 0).mean() == pytest.approx(0.5, abs=0.005)
 
 
 @ORDERS
-def test_data_that_has_grown_goes_on_in_the_order_that_it_had(tmp_path, settings):
-    """As by fineweb.py: the last shard becomes longer, more follow. What was read ahead is nothing."""
+def test_resuming_on_grown_data_keeps_the_order(tmp_path, settings):
+    """As fineweb.py adds data: the last shard grows, others follow."""
     folder = write_shards(tmp_path)
     before = TokenShards(folder, "train", VOCAB)
     whole, state = steps(before, 30, **settings), state_after(make_loader(before, **settings), 13)
     second = resumed(before, state, batch_size=4, **settings)
-    assert equal_bits(whole[13:], [one_step([second]) for _ in range(17)]), "as it was"
+    assert equal_bits(whole[13:], [one_step([second]) for _ in range(17)]), "unchanged data"
     last, more = folder / "x_train_000001.npy", np.full(900, VOCAB - 1, np.uint16)
     longer = np.concatenate([np.load(last), more[:500]])
     np.save(last, longer)
@@ -159,16 +159,16 @@ def test_data_that_has_grown_goes_on_in_the_order_that_it_had(tmp_path, settings
     grown = TokenShards(folder, "train", VOCAB)
     second = resumed(grown, state, **settings)
     assert equal_bits(whole[13:], [one_step([second]) for _ in range(17)])
-    assert grown.left_out == 1400
+    assert grown.ignored_tokens == 1400
     (folder / "x_train_000002.npy").unlink()
     np.save(last, longer[:700])
-    said = "not begin with the 2,498 tokens .*it has 2,201.* put those back .* or begin a new run"
+    said = "not begin with the 2,498 tokens .*it has 2,201.* restore those .* or begin a new run"
     with pytest.raises(UserError, match=said):
         resumed(TokenShards(folder, "train", VOCAB), state, **settings)
 
 
 def guess_a_fifth(x, y, seed, sequence_ids):
-    """A transform as masked language models have: what stands at 3 places of 16 is to be guessed."""
+    """A transform like that of a masked language model: 3 of 16 tokens must be predicted."""
     x, targets = x.copy(), np.full_like(y, -1)
     for row, number in enumerate(sequence_ids):
         places = np.random.default_rng([seed, number]).permutation(x.shape[1])[: x.shape[1] // 5]
@@ -177,7 +177,7 @@ def guess_a_fifth(x, y, seed, sequence_ids):
 
 
 @ORDERS
-def test_a_transform_gives_the_same_to_any_number_of_processes(tmp_path, settings):
+def test_a_transform_gives_the_same_result_for_any_world_size(tmp_path, settings):
     shards = TokenShards(write_shards(tmp_path), "train", VOCAB)
     plain, settings = steps(shards, 60, **settings), settings | {"transform": guess_a_fifth}
     one = steps(shards, 60, **settings)
@@ -189,18 +189,18 @@ def test_a_transform_gives_the_same_to_any_number_of_processes(tmp_path, setting
     assert equal_bits(one[40:], [one_step([second]) for _ in range(20)])
 
 
-def test_a_transform_draws_anew_in_each_epoch(tmp_path):
+def test_a_transform_differs_from_epoch_to_epoch(tmp_path):
     shards = numbered_shards(tmp_path, (512, 256))  # 6 steps
     done = steps(shards, 12, shuffle=False, transform=guess_a_fifth)
     for (_, first, _), (_, second, _) in zip(done, done[6:]):
         assert ((first >= 0) != (second >= 0)).any(dim=1).sum() > 6  # of 8 sequences
 
 
-SIZES_OF_STEPS = {0: 8 * 16, 5: 12 * 16, 11: 4 * 16}  # from which step: tokens
+SIZES_OF_STEPS = {0: 8 * 16, 5: 12 * 16, 11: 4 * 16}  # {first step: tokens per step}
 
 
 def sized_steps(loaders, first, last):
-    """The steps of a program that derives their size from the step."""
+    """Steps first to last - 1 with SIZES_OF_STEPS."""
     out = []
     for step in range(first, last):
         for loader in loaders:
@@ -210,7 +210,7 @@ def sized_steps(loaders, first, last):
 
 
 @ORDERS
-def test_steps_of_several_sizes_and_resuming_among_them(tmp_path, settings):
+def test_resuming_among_steps_of_several_sizes(tmp_path, settings):
     shards = TokenShards(write_shards(tmp_path), "train", VOCAB)
     whole = sized_steps([make_loader(shards, 4, **settings)], 0, 20)
     assert [len(x) for x, _, _ in (whole[4], whole[5], whole[19])] == [8, 12, 4]
@@ -234,9 +234,50 @@ def test_masks_become_targets_of_minus_one(tmp_path):
     for x, y, num_targets in results:
         wanted = (x + 1) % 601
         assert torch.equal(y, torch.where(learn[wanted] == 1, wanted, -1))
-        assert num_targets == {int((y >= 0).sum())}, "each micro-step knows the whole step's"
+        assert num_targets == {int((y >= 0).sum())}, "the number of the whole step"
     assert len({n for _, _, (n,) in results}) > 3
     assert equal_bits(results, steps(shards, 12, batch_size=8))
+
+
+class CountingFile:
+    """A shard file that counts its reads."""
+
+    def __init__(self, file):
+        self.file, self.reads = file, 0
+
+    def read(self, start, count):
+        self.reads += 1
+        return self.file.read(start, count)
+
+
+def test_a_step_reads_the_loss_mask_twice_however_many_micro_steps_it_has(tmp_path):
+    """Of each of its 8 sequences: once for the targets of the step, once for the micro-batch."""
+    numbered_shards(tmp_path, (600,))
+    write_shard(tmp_path / "x_train_000000.mask", (np.arange(600) % 3 == 0).astype(np.uint8))
+    for batch_size in (8, 2, 1):
+        shards = TokenShards(tmp_path, "train", BIG)
+        mask = CountingFile(shards.masks[0])
+        shards.masks = [mask]
+        loader = make_loader(shards, batch_size, shuffle=False)
+        for step in (1, 2, 3):
+            first = 8 * (step - 1)
+            parts = [loader.micro_batch(first, i) for i in range(loader.grad_accum_steps)]
+            wanted = sum(int((y >= 0).sum()) for _, y, _ in parts)
+            assert {num_targets for _, _, num_targets in parts} == {wanted}
+            assert mask.reads == step * (8 + 8), batch_size
+
+
+def test_targets_of_a_step_are_counted_again_after_resuming_with_fewer_tokens(tmp_path):
+    """The shuffle, and so the sequences of step 0, depend on the number of tokens."""
+    for n, folder in ((600, tmp_path / "small"), (900, tmp_path / "grown")):
+        numbered_shards(folder, (n,))
+        mask = (np.random.default_rng(0).random(900) < 0.3).astype(np.uint8)[:n]
+        write_shard(folder / "x_train_000000.mask", mask)
+    small = make_loader(TokenShards(tmp_path / "small", "train", BIG))
+    grown = make_loader(TokenShards(tmp_path / "grown", "train", BIG))
+    assert grown.micro_batch(0, 0)[2] != small.micro_batch(0, 0)[2]
+    grown.load_state_dict(small.state_dict())
+    assert equal_bits(grown.micro_batch(0, 0), small.micro_batch(0, 0))
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -244,13 +285,13 @@ def test_aligned_sequences_begin_at_end_of_text(tmp_path, shuffle):
     shards = TokenShards(write_shards(tmp_path), "train", VOCAB)  # at every 61st token
     loader = make_loader(shards, align_documents=True, shuffle=shuffle)
     count = sum(len(range(0, n, 61)) for n in (1501, 997))
-    first, second = np.split(loader.positions(np.arange(2 * count)), 2)
+    first, second = np.split(loader.sequence_offsets(np.arange(2 * count)), 2)
     assert len(loader.aligned) == count
     assert sorted(first) == sorted(second) == sorted(loader.aligned), "each document once an epoch"
     assert (list(first) == sorted(first)) == (list(first) == list(second)) == (not shuffle)
     for x, y, _ in steps(shards, 10, align_documents=True, shuffle=shuffle):
         assert (x[:, 0] == VOCAB - 1).all() and torch.equal(x[:, 1:], y[:, :-1])
-    # sequences longer than a document begin at the next end-of-text after the one before
+    # a sequence longer than a document is followed by one that begins at the next end-of-text
     starts = shards.document_starts(100)
     assert (np.diff(starts) >= 100).all(), "none overlap"
     assert all(shards.read(int(p), 1)[0] == VOCAB - 1 for p in starts)
@@ -263,7 +304,7 @@ def as_bin(path, change):
     path.with_suffix(".bin").write_bytes(change(path.with_suffix(".bin").read_bytes()))
 
 
-FAULTS = {  # what is done to a shard, and what the sentence must hold
+FAULTS = {  # (damage to a shard, pattern of the error message)
     "cut short": (lambda p: p.write_bytes(p.read_bytes()[:-100]), "damaged"),
     "other type": (lambda p: np.save(p, np.load(p).astype(np.int32)), "int32.*uint16"),
     "cut .bin": (lambda p: as_bin(p, lambda data: data[:-100]), "truncated"),
@@ -272,7 +313,7 @@ FAULTS = {  # what is done to a shard, and what the sentence must hold
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_broken_shard_is_named(tmp_path, fault):
+def test_a_damaged_shard_is_refused_by_name(tmp_path, fault):
     folder, (do, said) = write_shards(tmp_path), FAULTS[fault]
     do(folder / "x_train_000000.npy")
     with pytest.raises(UserError, match=f"x_train_000000.*{said}"):
@@ -280,7 +321,7 @@ def test_a_broken_shard_is_named(tmp_path, fault):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no such limit")
-def test_three_hundred_shards_need_no_three_hundred_descriptors(tmp_path):
+def test_many_shards_do_not_exhaust_file_descriptors(tmp_path):
     for i in range(300):
         write_shard(tmp_path / f"x_train_{i:06d}.npy", np.full(7, i, np.uint16))
         write_shard(tmp_path / f"x_train_{i:06d}.mask", np.ones(7, np.uint8))
@@ -296,7 +337,7 @@ def test_three_hundred_shards_need_no_three_hundred_descriptors(tmp_path):
     assert got.returncode == 0, got.stderr
 
 
-def test_a_shard_cut_short_while_it_is_read_is_an_error_and_no_crash(tmp_path):
+def test_a_shard_truncated_while_in_use_raises_an_error(tmp_path):
     shards = TokenShards(write_shards(tmp_path), "train", VOCAB)
     shards.paths[0].write_bytes(shards.paths[0].read_bytes()[:200])
     with pytest.raises(UserError, match="x_train_000000.npy .*cut short"):
@@ -304,7 +345,7 @@ def test_a_shard_cut_short_while_it_is_read_is_an_error_and_no_crash(tmp_path):
 
 
 def made(folder):
-    """Shards with masks of ones, and a manifest, as fineweb.py writes them."""
+    """Write shards with masks of ones, and a manifest, as fineweb.py does."""
     folder.mkdir()
     manifest = new_manifest("x", get_tokenizer("bytes"), source={}, shard_tokens=0, val_tokens=0)
     for size in (700, 1501, 997):
@@ -312,13 +353,13 @@ def made(folder):
     return folder
 
 
-def test_masks_are_there_for_all_shards_or_for_none(tmp_path):
+def test_every_shard_must_have_a_valid_mask_if_one_has(tmp_path):
     folder = made(tmp_path / "made")
     (folder / "manifest.json").unlink()
     mask = folder / "x_train_000001.mask"
     for length, value, said in (
         (1500, 1, "a mask in .* is not as long as its shard"),
-        (1501, 255, "x_train_000001.* holds the byte 255, wanted is 1"),
+        (1501, 255, "x_train_000001.* contains the byte 255, but must be 1"),
     ):
         write_shard(mask, np.full(length, value, np.uint8))
         with pytest.raises(UserError, match=said):
@@ -328,8 +369,10 @@ def test_masks_are_there_for_all_shards_or_for_none(tmp_path):
         TokenShards(folder, "train", VOCAB)
 
 
-def test_a_token_beyond_the_vocabulary_names_its_shard(tmp_path):
-    folder = write_shards(tmp_path, sizes=(1501, 997, 500))  # the middle one is not looked at
+def test_a_token_outside_the_vocabulary_is_reported_with_its_shard(tmp_path):
+    folder = write_shards(
+        tmp_path, sizes=(1501, 997, 500)
+    )  # only the first one is checked when opened
     tokens = np.load(folder / "x_train_000001.npy")
     tokens[500] = VOCAB
     np.save(folder / "x_train_000001.npy", tokens)
@@ -338,25 +381,25 @@ def test_a_token_beyond_the_vocabulary_names_its_shard(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["npy", "mask"])
-def test_the_manifest_knows_size_and_hash(tmp_path, kind):
+def test_changed_shards_are_detected_by_size_and_hash(tmp_path, kind):
     folder = made(tmp_path / "made")
     stray = folder / "x_train_000099.npy"
     shutil.copy(folder / "x_train_000001.npy", stray)
-    assert verify(folder)[1:] == [
-        f"{stray} is not in manifest.json, and training would read it: move it away"
+    assert verify_shards(folder)[1:] == [
+        f"{stray} is not in manifest.json, but training would read it: move it away"
     ]
     stray.unlink()
     path, said = folder / f"x_train_000001.{kind}", f"x_train_000001.{kind} has changed since"
     data = path.read_bytes()
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    TokenShards(folder, "train", VOCAB)  # one bit, same size: seen by the hash alone
-    assert said in verify(folder)[1]
+    TokenShards(folder, "train", VOCAB)  # one flipped bit, same size: only the hash detects it
+    assert said in verify_shards(folder)[1]
     path.write_bytes(data[:-2])
     with pytest.raises(UserError, match=said):
         TokenShards(folder, "train", VOCAB)
 
 
-def test_conversations_are_read_in_rows_of_their_own_length(tmp_path):
+def test_chat_data_requires_its_own_seq_len(tmp_path):
     shards = numbered_shards(tmp_path, SIZES)
     shards.manifest = {"context": 32}
     with pytest.raises(UserError, match=r"seq_len=16 must be 32, .* pass --seq_len 32"):

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from conftest import VOCAB, add_noise
 
-from lab.data.document_mask import hide_other_documents
 from train_gpt2 import GPT, PRESETS, GPTConfig, param_groups
 
 
@@ -22,7 +21,7 @@ def variant(model, **changes):
     """The same weights in a model that computes another way."""
     other = GPT(dataclasses.replace(model.config, **changes))
     other.load_state_dict(model.state_dict())
-    return hide_other_documents(other) if other.config.document_mask else other
+    return other
 
 
 def gradients(model, x, y, **kwargs):
@@ -127,7 +126,7 @@ def test_no_output_sees_a_later_token_or_another_document(tiny_config, attention
 
 
 def test_a_copy_and_a_compiled_model_keep_to_the_mask(tiny_config):
-    model = hide_other_documents(noisy(tiny_config).eval())
+    model = noisy(dataclasses.replace(tiny_config, document_mask=True)).eval()
     x, _ = tokens(2, 20)
     x[:, 9] = VOCAB - 1
     wanted, causal = model(x)[0], torch.ones(1, 1, 20, 20, dtype=torch.bool).tril()

@@ -1,5 +1,5 @@
-"""Several machines: two network namespaces of this one, each with a name, an address and torchrun,
-as docs/RUNS.md says to start them."""
+"""Training on two machines, started as docs/RUNS.md describes. The machines are two network namespaces
+of this one, each with a host name, an address and its own torchrun."""
 
 import os
 import re
@@ -23,19 +23,19 @@ def ip(*words):
 
 
 def in_namespace(name):
-    """Ids of the processes there."""
+    """Ids of the processes in a namespace."""
     return list(map(int, ip("netns", "pids", name).split()))
 
 
 @pytest.fixture
 def machines():
-    """Two namespaces called NAMES, with a link between them."""
+    """Two network namespaces with the names NAMES and a link between them."""
     if not shutil.which("ip"):
         pytest.skip("no `ip` here: apt-get install iproute2")
     try:
         ip("netns", "add", NAMES[0])
     except subprocess.CalledProcessError as error:
-        pytest.skip(f"no network namespaces here, which only root may make: {error.stderr}")
+        pytest.skip(f"cannot create network namespaces (needs root): {error.stderr}")
     folders = [Path("/etc/netns", name) for name in NAMES]  # ip netns exec puts them over /etc
     try:
         ip("netns", "add", NAMES[1])
@@ -59,12 +59,12 @@ def machines():
 
 
 def lines_of_the_page(flags):
-    """What docs/RUNS.md says to type on each machine, for our run."""
+    """The commands of docs/RUNS.md for each machine, with the flags of this test's run."""
     page = (ROOT / "docs" / "RUNS.md").read_text()
     lines = re.search(r"```sh\n(WHAT=.*?)```", page, re.DOTALL)[1]
     for old, new in (
         ("train_gpt2.py --preset gpt2-xl", " ".join([str(ROOT / "train_gpt2.py"), *flags])),
-        ("--nproc_per_node=8", "--nproc_per_node=1"), ("FIRST", NAMES[0]), (" --ckpt_every 250", ""),
+        ("--nproc_per_node=8", "--nproc_per_node=1"), ("FIRST", NAMES[0]), (" --checkpoint_every 250", ""),
     ):  # fmt: skip
         assert lines.count(old) == 1, old
         lines = lines.replace(old, new)
@@ -72,10 +72,10 @@ def lines_of_the_page(flags):
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "zero1", "fsdp2"])
-def test_a_killed_process_and_a_cut_link_change_nothing(machines, tmp_path, shards, parallel):
-    """Nobody lends a hand but to mend the link."""
+def test_run_recovers_from_a_killed_process_and_a_cut_link(machines, tmp_path, shards, parallel):
+    """The losses equal those of an undisturbed run. The only manual step is to repair the link."""
     flags = [*TINY_RUN, "--data", shards, "--parallel", parallel, "--max_steps", 800]
-    flags = [str(flag) for flag in [*flags, "--ckpt_every", 50, "--timeout", 15]]
+    flags = [str(flag) for flag in [*flags, "--checkpoint_every", 50, "--timeout", 15]]
     torchrun = "-m torch.distributed.run --standalone --nproc_per_node=2".split()
     undisturbed = run_python(*torchrun, ROOT / "train_gpt2.py", *flags, cwd=tmp_path)
     assert undisturbed.returncode == 0, undisturbed.stderr
@@ -101,7 +101,7 @@ def test_a_killed_process_and_a_cut_link_change_nothing(machines, tmp_path, shar
             time.sleep(0.1)
 
     def steps(text, part):
-        """Steps that were logged since the run was started for the last time, its part-th."""
+        """Number of steps logged since the last start of the run, if that was start number `part`."""
         *before, last = text.split('"kind": "start"')
         return len(before) == part and last.count('"kind": "train"')
 

@@ -1,4 +1,4 @@
-"""python -m lab plan: the ledger against bytes counted and peaks measured, and the command."""
+"""lab plan: the memory breakdown against counted bytes and measured peaks, and the command."""
 
 import collections
 import json
@@ -10,9 +10,11 @@ from conftest import ROOT
 
 from lab import kernels
 from lab.cli import UserError
-from lab.device import GPUS, Precision, peak_flops
+from lab.hardware import GPUS, peak_flops
+from lab.kernels import replace_modules
+from lab.precision import Precision
 from lab.tools import memory, plan
-from lab.tools.memory import GIB, Setting, peak, replaced
+from lab.tools.memory import GIB, MemorySpec, peak, select_kernels
 from train_gpt2 import GPT, MLP, PRESETS, GPTConfig, TrainConfig
 
 SMALL = dict(n_layer=3, n_head=4, n_embd=64, block_size=64, vocab_size=1000)
@@ -21,34 +23,36 @@ SHAPES = {"4x256": GPTConfig(4, 4, 256), "12x768": GPTConfig()}
 SHAPES |= {f"gpt2{size}": PRESETS[f"gpt2{size}"][0] for size in ("", "-medium", "-large", "-xl")}
 
 
-def setting_of(model_config, batch_size, seq_len, changes, world_size=1, device_type="cuda"):
-    """The Setting of changes, which are fields of GPTConfig and TrainConfig, and grad_accum_steps
-    (2), or the ladder's own head and mlp."""
+def make_spec(model_config, batch_size, seq_len, changes, world_size=1, device_type="cuda"):
+    """The MemorySpec with these changes: fields of GPTConfig and TrainConfig, grad_accum_steps (2), or
+    the kernels "head" and "mlp" as bench/ladder.py records them."""
 
     def changed(config):
         return replace(config, **{k: v for k, v in changes.items() if k in vars(config)})
 
-    head, mlp = replaced(changes.get("kernels", "fused"), changes.get("fp8", "off"))
-    fast = changes.get("head", head), changes.get("mlp", mlp)
+    head, mlp = select_kernels(changes.get("kernels", "fused"), changes.get("fp8", "off"))
+    used = changes.get("head", head), changes.get("mlp", mlp)
     tokens = batch_size * seq_len * world_size * changes.get("grad_accum_steps", 2)
     sizes = dict(batch_size=batch_size, seq_len=seq_len, total_batch_size=tokens)
     cfg = TrainConfig(**sizes, precision="bf16")
-    return Setting(changed(model_config), changed(cfg), world_size, device_type, fast)
+    return MemorySpec(changed(model_config), changed(cfg), world_size, device_type, used)
 
 
-def setting(changes, monkeypatch, **place):
-    """(a Setting, its model on the CPU, tokens for it); no micro-step is too small for kernels."""
+def spec_and_model(changes, monkeypatch, **where):
+    """(a MemorySpec, its model on the CPU, tokens for it); kernels are used for small steps too."""
     monkeypatch.setattr(memory, "SMALL", 0)
     monkeypatch.setattr(kernels.cross_entropy, "SMALL", 0)
     config = GPTConfig(**SMALL | {k: v for k, v in changes.items() if hasattr(GPTConfig, k)})
-    s, model = setting_of(config, 6, config.block_size, changes, **place), GPT(config)
+    s, model = make_spec(config, 6, config.block_size, changes, **where), GPT(config)
     if s.head == "fused":
-        kernels.use(model, mlp=MLP, precision=Precision(s.cfg.precision, torch.device("cpu")))
+        replace_modules(
+            model, mlp_class=MLP, precision=Precision(s.cfg.precision, torch.device("cpu"))
+        )
     return s, model, torch.randint(config.vocab_size - 1, (6, config.block_size))
 
 
 def stored(tensors, model):
-    """Bytes of tensors, shared memory once; weights and tokens are not counted."""
+    """Bytes of tensors, counting shared memory once, without weights and tokens."""
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept = [t for t in tensors if t.is_floating_point() or t.dtype == torch.bool]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
@@ -56,10 +60,10 @@ def stored(tensors, model):
 
 
 def kept_predicted(s):
-    """The same from the ledger: before the backward pass begins."""
+    """The same, computed: the memory in use before the backward pass starts."""
     rows = [*memory.activations(s), *memory.head(s)]
     kept = {label: size for label, size, when in rows if "head" in when and "scaled" not in label}
-    if "logits" in kept and not s.cfg.compile:  # log-softmax without the two gradients
+    if "logits" in kept and not s.cfg.compile:  # log-softmax only; the two gradients come later
         kept["logits"] /= 3
     return sum(kept.values())
 
@@ -68,9 +72,9 @@ CHANGES = [{}, AGAIN, dict(kernels="plain"), dict(attention="math"), dict(n_laye
 
 
 @pytest.mark.parametrize("changes", CHANGES, ids=str)
-def test_ledger_is_what_autograd_keeps(changes, monkeypatch):
+def test_breakdown_is_what_autograd_keeps(changes, monkeypatch):
     eager = changes | dict(precision="fp32", compile=False)
-    s, model, x = setting(eager, monkeypatch, device_type="cpu")
+    s, model, x = spec_and_model(eager, monkeypatch, device_type="cpu")
     found = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: found.append(t) or t, lambda t: t):
         _, loss = model(x, x, reduction="sum")
@@ -83,13 +87,15 @@ def records(name):
 
 
 def measured():
-    """{"what was measured on which shape": [(Setting, GiB)]}"""
+    """{"group of measurements-shape": [(MemorySpec, measured GiB)]}"""
     found = collections.defaultdict(list)
-    for r in records("memory.jsonl"):  # what python -m lab plan measures, one setting after another
+    for r in records("memory.jsonl"):  # measured with lab plan, one setting after another
         model, changes = SHAPES[r["shape"]], r["changed"] | dict(compile=r["compile"])
-        s = setting_of(model, r["batch_size"], r["seq_len"], changes)
+        s = make_spec(model, r["batch_size"], r["seq_len"], changes)
         found[f"settings-{r['shape']}"].append((s, r["measured_gib"]))
-    for r in records("ladder.jsonl"):  # bench/ladder.py: every rung, and what the trainer has too
+    for r in records(
+        "ladder.jsonl"
+    ):  # bench/ladder.py: the rungs, and variants that the trainer has too
         groups = ("rungs", "micro_batch", "cross_entropy", "checkpointing")
         library = r["settings"].get("head") in ("torch", "liger")
         if r["group"] in groups and r.get("peak_gib") and not library:
@@ -97,23 +103,23 @@ def measured():
             changes = {k: v for k, v in r["settings"].items() if k != "batch_size"}
             changes |= dict(grad_accum_steps=r["micro_steps"], precision=r["precision"])
             changes["compile"] = r["settings"].get("compile_mode") != "none"
-            s = setting_of(model, r["batch_size"], r["seq_len"], changes)
+            s = make_spec(model, r["batch_size"], r["seq_len"], changes)
             found[f"ladder-{r['shape']}"].append((s, r["peak_gib"]))
-    for r in records("parallel.jsonl"):  # bench/parallel.py, where nothing is left of another mode
+    for r in records("parallel.jsonl"):  # bench/parallel.py
         which = r["mode"], r["preset"], r["world_size"], r["round"]
         if which in SEVERAL:
             changes = dict(fp8="all" if r["eight_bits"] else "off")
             changes["grad_accum_steps"] = r["grad_accum_steps"]
             changes["parallel"] = r["mode"].split("_")[0]
-            s = setting_of(PRESETS[which[1]][0], r["batch_size"], 1024, changes, which[2])
+            s = make_spec(PRESETS[which[1]][0], r["batch_size"], 1024, changes, which[2])
             found["several GPUs"].append((s, r["peak_gib"]))
     peak_gib = max(r.get("peak_gib", 0) for r in records("corpus_124m_h200.jsonl"))
-    s = setting_of(PRESETS["gpt2"][0], 64, 1024, dict(grad_accum_steps=8, mlp="plain"))
+    s = make_spec(PRESETS["gpt2"][0], 64, 1024, dict(grad_accum_steps=8, mlp="plain"))
     found["run that README shows"] = [(s, peak_gib)]
     return found
 
 
-SEVERAL = [  # (mode, preset, GPUs, round): what docs/SPEED.md has
+SEVERAL = [  # (mode, preset, GPUs, round): those in docs/SPEED.md
     ("ddp", "gpt2-xl", 4, 2), ("zero1_16bit", "gpt2-xl", 4, 2), ("zero1_16bit", "gpt2-xl", 4, 20),
     ("zero1_16bit", "gpt2-xl", 2, 11), ("zero1_16bit", "gpt2", 4, 20), ("zero1_16bit", "gpt2", 2, 31),
     ("ddp", "gpt2", 2, 31), ("ddp", "gpt2", 2, 32), ("ddp_320mb", "gpt2", 2, 32),
@@ -121,8 +127,9 @@ SEVERAL = [  # (mode, preset, GPUs, round): what docs/SPEED.md has
 
 
 def bounds(what, s):
-    """docs/SPEED.md: 3 % below to 0.6 % above; the smallest shape, of 0.6 to 1.6 GiB, from 8 %
-    below, and the rungs before the padded vocabulary and the fused attention from 21 %."""
+    """(lowest, highest) ratio of predicted to measured, as docs/SPEED.md states them: 3 % below to
+    0.6 % above; from 8 % below for the smallest shape (0.6 to 1.6 GiB), and from 21 % below for the
+    rungs without padded vocabulary or fused attention."""
     if s.model.attention == "math" or s.model.vocab_multiple == 1:
         return 0.79, 1.006
     eager_again = s.model.activation_checkpointing and not s.cfg.compile
@@ -141,15 +148,20 @@ def planned(capsys, *flags):
 
 
 def test_named_gpus(monkeypatch):
-    """Typed, or found here; no peak for a chip that only shares a name."""
+    """Names typed by the user, and reported by CUDA; a variant that is not listed has no peak."""
     for text, gpu, gib in (
         ("h100 pcie", "H100 PCIe", 80), ("A100 80GB", "A100", 80), ("RTX 4090", "RTX 4090", 24),
     ):  # fmt: skip
         found = plan.named_gpu(text)
         assert (found.gib, found.tflops) == (gib, gpu and GPUS[gpu][0])
-    for wrong in ("", "foo 24GB", "RTX 4090 Laptop 16GB", "H200 NVL"):
-        with pytest.raises(UserError, match="gpu=.* is not one of B200"):
-            plan.named_gpu(wrong)
+    found = plan.named_gpu(" 24 GB ")
+    assert (found.name, found.gib, found.tflops) == ("a GPU", 24, None)
+    wrong = ["", " ", "24", "foo", "H100 H200", "H100, H200", "foo 24GB", "RTX 4090 Laptop 16GB"]
+    wrong += ["H200 NVL", "RTX\n4090", "0GB", "-5GB", "1e9GB", "\u0663GB", "9" * 400 + "GB"]
+    for text in wrong:
+        with pytest.raises(UserError, match="gpu=.* is not one of B200") as error:
+            plan.named_gpu(text)
+        assert "\n" not in str(error.value)
     others = ("H200 NVL", "H100 80GB HBM3 MIG 1g.10gb", "GeForce RTX 4090 Laptop GPU")
     for name, tflops in (("H200", 989), ("H100 PCIe", 756), *((other, None) for other in others)):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: f"NVIDIA {name}")
@@ -157,11 +169,14 @@ def test_named_gpus(monkeypatch):
 
 
 def test_verdict(capsys):
-    """A GPU on which 8 sequences of GPT-2 XL just fit: 16 do not; with checkpointing more do."""
-    need = peak(setting_of(PRESETS["gpt2-xl"][0], 8, 1024, {}))[0] / GIB + memory.CONTEXT_GIB
-    xl = f"--preset gpt2-xl --gpu {need / (1 - plan.FRAGMENTS) + 0.01:.2f}GB"
+    """On a GPU where 8 sequences of GPT-2 XL just fit, 16 do not; with checkpointing more do."""
+    need = peak(make_spec(PRESETS["gpt2-xl"][0], 8, 1024, {}))[0] / GIB + memory.CONTEXT_GIB
+    xl = f"--preset gpt2-xl --gpu {need / (1 - plan.FRAGMENTATION) + 0.01:.2f}GB"
     text = planned(capsys, xl)
-    assert "batch_size=8 fits, with 0.0 GiB left" in text and "takes batch_size=8, with" in text
+    assert (
+        "batch_size=8 fits, with 0.0 GiB left" in text
+        and "training takes batch_size=8, with" in text
+    )
     again = int(text.split("with --activation_checkpointing ")[1].split(".")[0])
     text = planned(capsys, xl, "--batch_size 16")
     assert "batch_size=16 does not fit" in text and "speed" not in text
@@ -176,29 +191,29 @@ def test_time_and_money(capsys):
     hours = 1000 * 524288 / tok_per_s / 3600
     assert "preset gpt2" in one and f"{tok_per_s / 1000:,.0f}," in one
     assert f"{60 * hours:.1f} minutes" in one and f"${2 * hours:.2f}" in one
-    # checkpointed, each block's forward pass is made twice
+    # with checkpointing, each block's forward pass runs twice
     again = planned(capsys, flags, "--activation_checkpointing")
     flops = 855.37e6 + 2 * 12 * 12 * 768**2 + 4 * 12 * 768 * 1024
     assert f"{0.5 * 989e12 / flops / 1000:,.0f}," in again
     assert "no forecast" in planned(capsys, "--gpu 80GB")
 
 
-def test_a_model_too_small_for_the_gpu_gets_no_time(capsys):
-    """An H200 reached 28 and 33 % of its peak at 12 x 768 with 4,096 tokens, 42 % with 8,192."""
+def test_no_forecast_for_a_model_too_small_for_the_gpu(capsys):
+    """At 12 x 768 an H200 reached 28 and 33 % MFU with 4,096 tokens, and 42 % with 8,192."""
     small = "--preset laptop", "--batch_size 4"
     large = "--batch_size 8", "--preset laptop --mfu 0.02"
     for flags in small + large:
         text = planned(capsys, "--gpu H200", flags)
         assert ("tokens/s, assuming" in text) == ("$" in text) == (flags in large)
-        assert ("less than 1 ms a layer does not fill a GPU" in text) == (flags in small)
+        assert ("less than 1 ms per layer does not keep a GPU busy" in text) == (flags in small)
 
 
 def test_measured_here(capsys, tmp_path, monkeypatch):
-    """A tiny model on this CPU: real steps. No file is left."""
+    """Real steps of a tiny model on this CPU; no file is left behind."""
     monkeypatch.chdir(tmp_path)
     flags = "--preset laptop --device cpu --n_layer 2 --n_embd 32 --seq_len 32 --batch_size 4"
     text = planned(capsys, flags, "--total_batch_size 256")
     assert "fits" in text and "measured now" in text and "minutes for 1,000 steps" in text
     assert "$" not in text and not list(tmp_path.iterdir())
-    # what would take minutes is not tried
+    # steps that would take minutes are not run
     assert "no forecast" in planned(capsys, "--preset gpt2 --device cpu --data", tmp_path)

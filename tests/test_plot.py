@@ -1,17 +1,21 @@
-"""Logs as they are read back, the palette, and the picture of a run, which never ends a run."""
+"""Reading logs, finding runs, the palette, and lab plot."""
 
 import itertools
 import json
 import math
 import os
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from lab.cli import UserError
-from lab.tools import plot, run_logs
-from lab.tools.plot_style import COLORS, MEANS
+from lab.registry import resolve_source
+from lab.tools import plot, read_log
+from lab.tools.plot_style import COLORS, MEANINGS
+from lab.trainer import run_dir
+from lab.trainer.checkpoint import checkpoint_files, save_checkpoint
 
 
 def write_log(folder, lines, tail=""):
@@ -44,61 +48,117 @@ CURVE = [train(s, 3.35 + 2 / s) for s in range(1, 401)]
 RUN = [start(), val(0, 5.6), *CURVE, val(200, 2.1), val(400, 1.7149)]
 
 
-def test_a_resumed_run_drops_what_it_went_back_behind(tmp_path):
+def test_resuming_drops_records_of_later_steps(tmp_path):
     """Stopped after step 30, resumed from step 20 with another log_every; 20 is measured again."""
     before = [start(), *[train(s, 100 + s) for s in (5, 10, 15, 20, 25, 30)]]
     before += [val(20, 2.0), val(30, 9)]
     after = [start(20), val(20, 2.5), *[train(s, s) for s in (24, 28)], val(28, 1.0)]
-    log = run_logs.read_log(write_log(tmp_path, before + after))
+    log = read_log.read_log(write_log(tmp_path, before + after))
     steps = [5, 10, 15, 20, 24, 28]
-    assert run_logs.column(log, "train", "loss") == (steps, [105, 110, 115, 120, 24, 28])
-    assert run_logs.column(log, "val", "loss") == ([20, 28], [2.5, 1.0])
+    assert read_log.column(log, "train", "loss") == (steps, [105, 110, 115, 120, 24, 28])
+    assert read_log.column(log, "val", "loss") == ([20, 28], [2.5, 1.0])
 
 
 def test_lines_cut_by_a_kill(tmp_path):
-    """At the end of the file, and in its middle, where the next record stands on the same line."""
+    """At the end of the file, and in its middle, where the next record is on the same line."""
     folder = write_log(tmp_path, [start(), val(10, 3.0)], tail='{"kind": "val", "ste')
-    assert run_logs.column(run_logs.read_log(folder), "val", "loss") == ([10], [3.0])
+    assert read_log.column(read_log.read_log(folder), "val", "loss") == ([10], [3.0])
     with (folder / "log.jsonl").open("a") as file:
         file.write(json.dumps(start(10, unigram=1.5)) + "\n" + json.dumps(val(20, 2.0)) + "\n")
         file.write("\x00\x00[1]\n" + "[" * 10**5 + '\n{"kind": "val", "step": Infinity}\n')
-    log = plot.read_log(folder)
-    assert run_logs.column(log, "val", "loss") == ([10, 20], [3.0, 2.0])
-    assert run_logs.column(log, "start", "unigram") == ([0, 10], [3.348, 1.5])
+    log = read_log.read_log(folder)
+    assert read_log.column(log, "val", "loss") == ([10, 20], [3.0, 2.0])
+    assert read_log.column(log, "start", "unigram") == ([0, 10], [3.348, 1.5])
 
 
-def test_fields_that_no_run_writes_are_left_out(tmp_path):
+def test_missing_numbers_are_null_today_and_nan_in_older_logs(tmp_path):
+    lines = [start(unigram=None), val(0, None), val(1, math.nan), val(2, 2.0)]
+    lines += [train(1, math.inf), train(2, -math.inf), train(3, 3.0) | dict(grad_norm=None)]
+    folder = write_log(tmp_path, lines)
+    text = (folder / "log.jsonl").read_text()
+    assert "null" in text and "NaN" in text and "-Infinity" in text
+    log = read_log.read_log(folder)
+    assert read_log.column(log, "val", "loss") == ([2], [2.0])
+    assert read_log.column(log, "train", "loss") == ([3], [3.0])
+    assert read_log.column(log, "train", "tokens") == ([1, 2, 3], [8192, 2 * 8192, 3 * 8192])
+    assert "unigram" not in log["start"][0] and "grad_norm" not in log["train"][2]
+    assert (
+        plot.headline({"r": log}) == "Validation loss 2.00 at step 2, training loss 3.00 at step 3"
+    )
+
+
+def test_fields_that_no_run_writes_are_ignored(tmp_path):
     wrong = [dict(loss="x"), dict(loss=10**400), dict(time=10**300), dict(time="x"), dict(kind=3)]
     wrong += [dict(step="5"), dict(step=-1), dict(step=2**60), dict(lr=[1]), dict(tokens={})]
     odd = [val(10, 3.0) | fields for fields in wrong]
     odd = [start() | dict(device=5, num_params="x", log_v=1000), *odd]
+    shaded = ["", [dict(text="", name="", p=None, likeliest=[])]]  # of a model whose logits are nan
     odd += [val(20, 2.0), val(30, 1.0) | dict(time=10**300), val(40, 1.0) | dict(shaded=[1, 2])]
-    log = run_logs.read_log(folder := write_log(tmp_path, odd))
-    assert run_logs.column(log, "val", "loss") == ([10, 20], [3.0, 2.0])
+    odd += [val(41, 1.5) | dict(shaded=shaded)]
+    log = read_log.read_log(folder := write_log(tmp_path, odd))
+    assert read_log.column(log, "val", "loss") == ([10, 20, 40, 41], [3.0, 2.0, 1.0, 1.5])
+    assert not any("shaded" in record for record in log["val"])
     assert "device" not in log["start"][0]
-    assert run_logs.comparable([log, log])
-    # nor more than matplotlib can scale, nor an error bar below 0
+    assert read_log.comparable([log, log])
+    # a value that matplotlib cannot scale, and a negative error bar
     huge, below = train(50, 2.0) | dict(lr=1e308), hella(50, 0.3) | dict(acc_norm_stderr=-0.01)
     write_log(tmp_path, [*odd, train(45, 3.0), huge, below])
     plot.draw([folder], tmp_path / "it.png")
 
 
-def test_which_runs_are_meant(tmp_path, monkeypatch):
+def test_find_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="there is no run in log/ yet"):
-        run_logs.find_runs([])
+    with pytest.raises(UserError, match="there is no run with a log in log/"):
+        read_log.find_runs([])
     for i, name in enumerate(("new", "old")):
         log = write_log(tmp_path / "log" / name, RUN) / "log.jsonl"
         os.utime(log, (time.time(), time.time() - 100 * i))
-    assert list(map(str, run_logs.find_runs([]))) == ["log/new"]
-    assert list(map(str, run_logs.find_runs(["old"]))) == ["log/old"]
-    assert list(map(str, run_logs.find_runs(["log/old/model_000005.pt"]))) == ["log/old"]
+    assert list(map(str, read_log.find_runs([]))) == ["log/new"]
+    assert list(map(str, read_log.find_runs(["old"]))) == ["log/old"]
+    assert list(map(str, read_log.find_runs(["log/old/model_000005.pt"]))) == ["log/old"]
     paths = ["log/old", "log/new/log.jsonl", "kept.jsonl"]
-    assert run_logs.run_names(paths) == ["old", "new", "kept"]
-    assert run_logs.run_names(["log/old", "x/old"]) == ["log/old", "x/old"]
+    assert read_log.run_names(paths) == ["old", "new", "kept"]
+    assert read_log.run_names(["log/old", "x/old"]) == ["log/old", "x/old"]
 
 
-SEEN_BY = {  # what linear RGB becomes to those who lack one of three cones (Machado et al. 2009)
+def test_sample_and_report_choose_the_same_newest_run(tmp_path, monkeypatch):
+    """The run that was last written to: its log or a checkpoint, whichever is later."""
+    monkeypatch.chdir(tmp_path)
+    times = {"a": (400, 100), "b": (200, 500), "c": (300, 300)}  # of the log, of the checkpoint
+    for name, (log, saved) in times.items():
+        folder = tmp_path / "log" / name
+        folder.mkdir(parents=True)
+        (folder / "log.jsonl").write_text("")
+        os.utime(folder / "log.jsonl", (log, log))
+        os.utime(save_checkpoint(folder, 5, {}, keep_last=1), (saved, saved))
+    for newest in "bac":
+        assert resolve_source("") == f"log/{newest}/model_000005.pt"
+        assert read_log.find_runs([]) == [Path("log", newest)]
+        (tmp_path / "log" / newest).rename(tmp_path / newest)
+
+
+def test_runs_that_vanish_while_they_are_listed_are_ignored(tmp_path, monkeypatch):
+    """Dangling links, and a run that is removed between the listing and the look at its files."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("kept", "links", "removed"):
+        (tmp_path / "log" / name).mkdir(parents=True)
+    (tmp_path / "log/dangling").symlink_to("nowhere")
+    (tmp_path / "log/links/log.jsonl").symlink_to("nowhere")
+    (tmp_path / "log/links/model_000005.pt").symlink_to("nowhere")
+    (tmp_path / "log/kept/log.jsonl").write_text("")
+    save_checkpoint(tmp_path / "log/kept", 5, {}, keep_last=1)
+
+    def files(path):
+        if Path(path).name == "removed":
+            raise FileNotFoundError(path)
+        return checkpoint_files(path)
+
+    monkeypatch.setattr(run_dir, "checkpoint_files", files)
+    assert run_dir.newest_run("log", lambda run: True) == Path("log/kept")
+    assert read_log.find_runs([]) == [Path("log/kept")]
+
+
+SEEN_BY = {  # linear RGB as people with all cones, or without one kind, see it (Machado et al. 2009)
     "all": "1 0 0 0 1 0 0 0 1",
     "protanopes": ".152286 1.052583 -.204868 .114503 .786281 .099216 -.003882 -.048116 1.051998",
     "deuteranopes": ".367322 .860646 -.227968 .280085 .672501 .047413 -.01182 .04294 .968881",
@@ -116,8 +176,8 @@ def linear(color):
     return np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
 
 
-def lab(color, who):
-    """CIELAB of a colour as it is seen by them."""
+def cielab(color, who):
+    """CIELAB coordinates of a color as these people see it."""
     xyz = matrix(TO_XYZ)
     t = xyz @ np.clip(matrix(SEEN_BY[who]) @ linear(color), 0, 1) / xyz.sum(1)
     x, y, z = np.where(t > (6 / 29) ** 3, np.cbrt(t), t / (3 * (6 / 29) ** 2) + 4 / 29)
@@ -126,21 +186,21 @@ def lab(color, who):
 
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("who", SEEN_BY)
-def test_all_colours_stay_apart_to_the_colour_blind(who, dark):
-    """In CIELAB 2.3 is the least that people see side by side; small marks far apart need more."""
-    for (a, one), (b, other) in itertools.combinations(zip(MEANS, COLORS[dark]), 2):
-        distance = np.linalg.norm(lab(one, who) - lab(other, who))
+def test_colors_are_distinct_to_color_blind_readers(who, dark):
+    """The least visible CIELAB distance of two areas side by side is 2.3; thin lines need more."""
+    for (a, one), (b, other) in itertools.combinations(zip(MEANINGS, COLORS[dark]), 2):
+        distance = np.linalg.norm(cielab(one, who) - cielab(other, who))
         assert distance > 15, f"{a} and {b} to {who}: {distance}"
 
 
 def curves(axes):
-    """[(x, y)] of the curves in a panel, without lines of reference."""
+    """[(x, y)] of the curves in a panel, without reference lines."""
     found = [(list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines]
     return [(x, y) for x, y in found if len(x) and not (len(y) == 2 and y[0] == y[1])]
 
 
 def test_what_is_drawn(tmp_path, monkeypatch):
-    """Of one run its losses and scores; of two their losses, against tokens where steps differ."""
+    """Losses and scores of one run; losses of two, against tokens because their steps differ."""
     from matplotlib.figure import Figure
 
     drawn, save = [], Figure.savefig
@@ -157,16 +217,17 @@ def test_what_is_drawn(tmp_path, monkeypatch):
     assert curves(drawn[1].axes[0])[-1] == ([100 * 16384], [2.0])
 
 
-SCANT = {
+SPARSE_LOGS = {
     "no start": [train(1, 3.0), train(2, 2.0), val(2, 2.0)],
     "all not finite": [start(unigram=None), val(0, math.nan), train(1, math.inf), hella(1, 0.25)],
     "without tokens": [start(), *(dict(kind="train", step=s, time=0.0, loss=2.0) for s in (1, 2))],
 }
 
 
-def test_a_picture_never_ends_a_run(tmp_path, capfd):
+def test_a_failing_loss_curve_does_not_end_a_run(tmp_path, capfd):
     run = write_log(tmp_path / "r", RUN)
     for folder, out in ((tmp_path / "none", "x.png"), (run, "x.odd"), (run, "r/log.jsonl/x.png")):
         plot.loss_curve([folder], tmp_path / out)
-        said = "no loss curve: " in capfd.readouterr().err  # not that nothing is measured yet
-        assert said == (folder == run) and not (tmp_path / out).exists()
+        # an error is printed, but not that a run has no measurements
+        reported = "no loss curve: " in capfd.readouterr().err
+        assert reported == (folder == run) and not (tmp_path / out).exists()

@@ -1,4 +1,4 @@
-"""The page of a run: numbers, curves, two runs compared, nothing fetched, no text as code."""
+"""lab report: numbers, curves, two runs compared; the page fetches nothing and runs no logged text."""
 
 import json
 import math
@@ -6,7 +6,7 @@ import re
 from html.parser import HTMLParser
 
 import pytest
-from test_plot import RUN, SCANT, hella, start, train, val, write_log
+from test_plot import RUN, SPARSE_LOGS, hella, start, train, val, write_log
 
 from lab.cli import UserError
 from lab.tools import plot, report
@@ -18,7 +18,7 @@ VOID = ("meta", "input", "br")
 
 
 def write_run(folder, lines, **changed):
-    """A run folder with a log and a configuration."""
+    """Make a run directory with a log and a config.json."""
     write_log(folder, lines)
     (folder / "config.json").write_text(json.dumps({"model": MODEL, "train": TRAIN | changed}))
     return folder
@@ -29,17 +29,17 @@ def sample(step, *texts):
 
 
 def timed(lines, t0=1000.0, per_step=2.0):
-    """The records with times, `per_step` seconds to a step."""
+    """The records with times, `per_step` seconds per step."""
     return [r | {"time": t0 + per_step * r["step"]} for r in lines]
 
 
 class Page(HTMLParser):
-    """A page as a browser would take it apart: elements, the text that is seen, figures."""
+    """A page as a browser parses it: elements, visible text, figures."""
 
     def __init__(self, *folders):
         super().__init__()
         self.tags, self.seen, self.code, self.inside = [], [], [], []
-        names = report.run_logs.run_names(folders)
+        names = report.read_log.run_names(folders)
         self.text = report.page(list(map(report.read_run, folders, names)))
         self.feed(self.text)
         assert not self.inside, "elements left open"
@@ -60,75 +60,78 @@ class Page(HTMLParser):
         (self.code if inside in ("script", "style") else self.seen).append(data)
 
     def curve(self, id, name):
-        """(steps, values) of a curve; of the smoothed one where there are both."""
+        """(steps, values) of a curve; of the smoothed one if there are both."""
         found = [curve for curve in self.figures[id]["curves"] if curve["name"] == name]
-        return found[-1]["places"]["step"], found[-1]["y"]
+        return found[-1]["positions"]["step"], found[-1]["y"]
 
-    def says(self, *texts):
+    def shows(self, *texts):
         assert [text for text in texts if text not in self.seen] == [], self.seen
 
 
-def test_what_stands_on_the_page(tmp_path):
+def test_contents_of_the_page(tmp_path):
     lines = timed([*RUN, hella(400, 0.301), sample(200, "The tac"), sample(400, "The cat sat")])
     page = Page(write_run(tmp_path / "r", lines))
-    page.says(
-        "Validation loss 1.71 at step 400: 1.63 nats under the unigram baseline",
+    page.shows(
+        "Validation loss 1.71 at step 400: 1.63 nats below the unigram baseline",
         "at step 400, still running or killed", "validation loss 1.7149 step 400",
         "HellaSwag acc_norm 0.3010 ± 0.0088, step 400", "tokens 3,276,800", "n_layer 2",
-        "minutes in all 13.33 with evaluation and saving", "tokens/s, median 9,000",
+        "total minutes 13.33 with evaluation and saving", "tokens/s, median 9,000",
         "after 200 steps The tac after 400 steps The cat sat",
     )  # fmt: skip
     assert page.curve("loss", "validation") == ([0, 200, 400], [5.6, 2.1, 1.7149])
     losses = page.figures["loss"]
-    places = dict(step=[0, 200, 400], tokens=[0, 200 * 8192, 400 * 8192], time=[0, 6.6667, 13.3333])
-    assert losses["curves"][-1]["places"] == places
+    positions = dict(
+        step=[0, 200, 400], tokens=[0, 200 * 8192, 400 * 8192], time=[0, 6.6667, 13.3333]
+    )
+    assert losses["curves"][-1]["positions"] == positions
     end = dict(kind="end", step=500, time=9e9, reason="done")
     done = Page(write_run(tmp_path / "r", [*RUN, val(500, 1.8), end]))
-    done.says(", finished", "best validation loss 1.7149 step 400")
+    done.shows(", finished", "best validation loss 1.7149 step 400")
     again = write_run(tmp_path / "r", [*RUN, val(500, 1.8), end, start(500, time=9.1e9)])
-    Page(again).says("still running or killed")
+    Page(again).shows("still running or killed")
 
 
 def shaded(step, *texts):
-    """A samples record whose first text was shaded."""
+    """A samples record with the probabilities of the first text's tokens."""
     likeliest = [[1, '"c"', 0.5], [2, '"d"', 0.25]]
     tokens = [dict(text=t, name=f'"{t}"', p=0.5, likeliest=likeliest) for t in texts]
     return sample(step, "The " + "".join(texts)) | {"shaded": ["The ", tokens]}
 
 
-def test_the_newest_text_is_shaded_by_how_likely_its_tokens_were(tmp_path):
+def test_tokens_of_the_last_sample_are_shaded_by_probability(tmp_path):
     one = write_run(tmp_path / "a", [*RUN, shaded(200, "x"), shaded(400, "c", "at", EVIL)])
     page = Page(one)
     assert [a["style"] for _, a in page.tags if a.get("class") == "t"] == ["--p:0.500"] * 3
-    page.says(EVIL, 'The c "c" 50.00 % 50.0 % "c" 25.0 % "d" at')
+    page.shows(EVIL, 'The c "c" 50.00 % 50.0 % "c" 25.0 % "d" at')
 
 
-def test_the_night_between_a_stop_and_resume_is_not_counted(tmp_path):
+def test_time_between_a_stop_and_resume_is_not_counted(tmp_path):
     """Killed after step 30, resumed a day later from the checkpoint of step 20."""
     before = timed([start(), *[train(s, 3.0) for s in (10, 20, 30)], val(20, 2.0)])
     after = timed([start(20), *[train(s, 2.0) for s in (30, 40)], val(40, 1.0)], t0=1e6)
     page = Page(write_run(tmp_path, before + after))
-    places = page.figures["loss"]["curves"][0]["places"]
-    assert places["step"] == [10, 20, 30, 40] and places["time"] == [0.3333, 0.6667, 1.0, 1.3333]
-    page.says("resumed at step 20")
+    positions = page.figures["loss"]["curves"][0]["positions"]
+    assert positions["step"] == [10, 20, 30, 40]
+    assert positions["time"] == [0.3333, 0.6667, 1.0, 1.3333]
+    page.shows("resumed at step 20")
 
 
 def test_a_log_alone_and_a_damaged_configuration(tmp_path):
-    """A log that was copied, as those in readme.assets/runs, is told by its own name."""
+    """A copied log, like those in readme.assets/runs, is shown under its file's name."""
     log = write_log(tmp_path, [*RUN, sample(400, "alone")]) / "log.jsonl"
     page = Page(log.rename(tmp_path / "kept.jsonl"))
-    page.says("no config.json beside the log of kept", "alone")
+    page.shows("no config.json beside the log of kept", "alone")
     run = write_run(tmp_path / "r", RUN)
-    # a log in its folder is the run's
+    # the config.json beside a log.jsonl belongs to it
     assert report.read_run(run / "log.jsonl", "r").train == TRAIN
     (run / "config.json").write_text("{")
     with pytest.raises(UserError, match="config.json is damaged"):
         report.read_run(run, "r")
 
 
-@pytest.mark.parametrize("name", SCANT)
-def test_scant_logs_make_a_page_and_a_picture(tmp_path, name, capfd):
-    a, b = write_log(tmp_path / "a", SCANT[name]), write_log(tmp_path / "b", SCANT[name])
+@pytest.mark.parametrize("name", SPARSE_LOGS)
+def test_sparse_logs_make_a_page_and_a_figure(tmp_path, name, capfd):
+    a, b = (write_log(tmp_path / run, SPARSE_LOGS[name]) for run in "ab")
     for folders in ([a], [a, b]):
         curves = [c for figure in Page(*folders).figures.values() for c in figure["curves"]]
         assert curves and all(math.isfinite(v) for curve in curves for v in curve["y"])
@@ -146,7 +149,7 @@ def test_the_page_fetches_nothing(tmp_path):
     assert rules.startswith("default-src 'none';") and "http" not in rules
     nonces = [a["nonce"] for tag, a in page.tags if tag == "script" and "type" not in a]
     assert len(nonces) == 2 and nonces[0] == nonces[1] and f"'nonce-{nonces[0]}'" in rules
-    assert nonces[0] not in Page(write_run(tmp_path, RUN)).text, "nobody can know it before"
+    assert nonces[0] not in Page(write_run(tmp_path, RUN)).text, "it is new for each page"
 
 
 def test_text_from_a_log_is_never_code(tmp_path):
@@ -157,7 +160,7 @@ def test_text_from_a_log_is_never_code(tmp_path):
     other = write_run(tmp_path / "other", RUN)
     for page in (Page(folder), Page(folder, other)):
         assert page.seen.count(EVIL) >= 5 and "onerror" not in str(page.tags)
-        assert f"{EVIL}, ms a step, median" in page.seen
+        assert f"{EVIL}, ms per step, median" in page.seen
         assert sum(tag == "script" for tag, _ in page.tags) == 3 and "<b>&amp;'" in page.seen
 
 
@@ -169,23 +172,23 @@ def test_two_runs(tmp_path):
     assert page.curve("loss", "b, validation") == ([0, 200, 400], [5.6, 2.5, 1.5])
     steps, gaps = page.curve("difference", "validation")
     assert steps == [0, 200, 400] and gaps == pytest.approx([0, 0.4, -0.2149])
-    page.says(
-        "b has validation loss 1.50 at 3.28M tokens, 0.21 nats under a", "one run each",
+    page.shows(
+        "b has validation loss 1.50 at 3.28M tokens, 0.21 nats below a", "one run of each kind",
         "validation loss 1.7149 step 400 1.5000 step 400 -0.2149",
-        "after 200 steps a none at this step b two after 400 steps a The one b none",
+        "after 200 steps a no sample at this step b two after 400 steps a The one b no sample",
     )  # fmt: skip
 
 
-def test_different_tokenizers_and_data_are_said(tmp_path):
-    """Losses are then not subtracted, and bits per byte drawn where there are any."""
+def test_losses_of_different_tokenizers_are_not_compared(tmp_path):
+    """The page warns, subtracts no losses, and draws bits per byte if they were logged."""
     words = [val(s, 6.0) | {"bits_per_byte": 2.0} for s in (0, 400)]
     b = write_log(tmp_path / "b", [start(log_v=math.log(50257)), *words, train(400, 6.0)])
     page = Page(write_run(tmp_path / "a", [*RUN, val(401, 1.7) | {"bits_per_byte": 2.5}]), b)
-    page.says("different tokenizers (257 and 50,257 ids)")
-    assert "nats under" not in page.seen and "difference" not in page.figures
+    page.shows("different tokenizers (257 and 50,257 ids)")
+    assert "nats below" not in page.seen and "difference" not in page.figures
 
 
-def test_watch_renews_the_page_until_the_run_ends(tmp_path, monkeypatch, capsys):
+def test_watch_updates_the_page_until_the_run_ends(tmp_path, monkeypatch, capsys):
     run, seen = write_run(tmp_path / "r", RUN), []
 
     def sleep(seconds):
@@ -200,4 +203,15 @@ def test_watch_renews_the_page_until_the_run_ends(tmp_path, monkeypatch, capsys)
     losses = [re.search(r"<h1>(.*?)[:,]", page)[1] for page in pages]
     assert losses == ["Validation loss 1.71 at step 400", *["Validation loss 1.50 at step 600"] * 2]
     assert ['"renew": 10' in page for page in pages] == [True, True, False]
-    assert "renewed until the run ends" in capsys.readouterr().out
+    assert "updated until the run ends" in capsys.readouterr().out
+
+
+def test_missing_values_are_a_dash(tmp_path):
+    """Values that one of two runs lacks, null, and NaN in an older log."""
+    a = [start(unigram=None), *RUN[1:], hella(400, 0.301)]
+    a = write_run(tmp_path / "a", a, seed=None)
+    older = [start(unigram=math.nan), val(400, 1.5), val(401, math.nan), train(400, 2.0)]
+    page = Page(a, write_run(tmp_path / "b", older, seed=5))
+    page.shows("seed - 5", "validation loss 1.7149 step 400 1.5000 step 400 -0.2149")
+    page.shows("HellaSwag acc_norm 0.3010 ± 0.0088, step 400 -")
+    assert "null" not in page.seen and "NaN" not in page.seen and "unigram" not in page.seen

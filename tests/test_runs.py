@@ -19,26 +19,28 @@ from conftest import (  # isort: skip
 )  # fmt: skip
 
 import train_gpt2
-from lab import models
 from lab.cli import UserError
-from lab.run import checkpoints
-from lab.run.checkpoints import checkpoint_files, read_checkpoint, read_newest
-from lab.run.folder import newest_run, read_config, run_to_resume
-from lab.run.stop import StopSignal
-from lab.run.vitals import Vitals
-from lab.world import World
+from lab.config_file import read_config
+from lab.distributed import World
+from lab.registry import load_model, resolve_source
+from lab.trainer import checkpoint
+from lab.trainer.checkpoint import checkpoint_files, read_checkpoint, read_newest
+from lab.trainer.health import HealthMonitor
+from lab.trainer.run_dir import find_run_to_resume, newest_run
+from lab.trainer.signals import SignalHandler
 from train_gpt2 import GPTConfig, TrainConfig
 
 # made by that commit's trainer, export and shards
 OLD = Path(__file__).parent / "fixtures" / "a3954dc"
+GPT2 = "train_gpt2.py:Trainer"
 
 # ------------------------------------------------------------------------------ going on to the bit
 
 
 def test_twenty_steps_are_ten_and_resume_and_ten(run_train, tmp_path):
     """The real command three times, and what a run leaves behind."""
-    whole = run_train("--max_steps", 20, "--ckpt_every", 10, "--run_name", "whole")
-    first = run_train("--max_steps", 10, "--ckpt_every", 10)
+    whole = run_train("--max_steps", 20, "--checkpoint_every", 10, "--run_name", "whole")
+    first = run_train("--max_steps", 10, "--checkpoint_every", 10)
     second = run_train("--resume", "--max_steps", 20)
     assert [r.returncode for r in (whole, first, second)] == [0, 0, 0], whole.stderr + second.stderr
     a, b = (read_run(tmp_path / "log" / name) for name in ("whole", "r"))
@@ -59,7 +61,7 @@ def test_resuming_changes_nothing_of_a_hard_case(tmp_path, shards, monkeypatch, 
     real = train_gpt2.MLP.forward
     monkeypatch.setattr(train_gpt2.MLP, "forward", lambda *a: torch.dropout(real(*a), 0.5, True))
     settings = dict(align_documents=True, total_batch_size=192, schedule="wsd", decay_steps=9,
-                    optimizer=optimizer, ckpt_every=7, model=dict(document_mask=True))  # fmt: skip
+                    optimizer=optimizer, checkpoint_every=7, model=dict(document_mask=True))  # fmt: skip
     whole = train_here(tmp_path, shards, "r", **settings)
     for step in (14, 20):
         (whole.dir / f"model_{step:06d}.pt").unlink()
@@ -71,7 +73,7 @@ def test_resuming_changes_nothing_of_a_hard_case(tmp_path, shards, monkeypatch, 
 @pytest.mark.parametrize("every", [7, 0])
 def test_a_run_that_goes_on_knows_the_best_of_what_it_ended_with(tmp_path, shards, every):
     """Its last checkpoint came before its last measurement."""
-    how = dict(ckpt_every=7, val_every=7, total_batch_size=64)
+    how = dict(checkpoint_every=7, val_every=7, total_batch_size=64)
     first = train_here(tmp_path, shards, "r", max_steps=5, **how)
     on = dict(resume=True, lr=1.0, warmup_steps=0, schedule="constant")
     train_here(tmp_path, shards, "r", max_steps=7, **how | on | dict(val_every=every))
@@ -87,9 +89,11 @@ def test_a_checkpoint_that_failed_ends_the_run(tmp_path, shards, monkeypatch, ma
     def full(*_):
         raise UserError("the disk is full")
 
-    monkeypatch.setattr(checkpoints, "save", full)
+    monkeypatch.setattr(checkpoint, "save_checkpoint", full)
     with pytest.raises(UserError, match="the disk is full"):
-        train_here(tmp_path, shards, "r", max_steps=max_steps, ckpt_every=100, total_batch_size=64)
+        train_here(
+            tmp_path, shards, "r", max_steps=max_steps, checkpoint_every=100, total_batch_size=64
+        )
     assert 100 <= of_kind(read_run(tmp_path / "r"), "train")[-1]["step"] < 200
 
 
@@ -104,14 +108,14 @@ def test_a_run_made_by_commit_a3954dc_goes_on(tmp_path):
     shutil.copytree(OLD, tmp_path, dirs_exist_ok=True)
     done = run_python(ROOT / "train_gpt2.py", "--resume", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "(passed over, as this version has no such settings: cross_entropy, fused" in done.stdout
+    assert "(ignored, as this version has no such settings: cross_entropy, fused" in done.stdout
     run = read_run(tmp_path / "log" / "old")
     losses = 5.331153869628906, 5.341618537902832, 5.313250541687012, 5.304826736450195
     norms = 0.7903231978416443, 0.8260146379470825, 0.91800457239151, 0.8725777268409729
     assert run.losses[-4:] == pytest.approx(losses, abs=1e-6)
     assert run.norms[-4:] == pytest.approx(norms, rel=1e-6)
     assert run.val[14] == pytest.approx(5.298589706420898, abs=1e-6)
-    assert run.checkpoints[14]["program"] == "gpt2"
+    assert run.checkpoints[14]["program"]["trainer"] == GPT2
 
 
 # ---------------------------------------------------------------------------- what is measured when
@@ -122,7 +126,7 @@ def test_a_checkpoint_is_the_state_before_its_step_is_measured(tmp_path, shards)
     val = np.load(shards / "x_val_000000.npy")
     unseen = np.where(val < 100, val + 100, val)  # training never shows these: the loss only rises
     np.save(shards / "x_val_000000.npy", unseen.astype(np.uint16))
-    settings = dict(val_every=2, sample_every=4, sample_tokens=3, ckpt_every=4, keep_last=2)
+    settings = dict(val_every=2, sample_every=4, sample_tokens=3, checkpoint_every=4, keep_last=2)
     run = train_here(tmp_path, shards, "r", max_steps=10, **settings)
     beside = {}
     for event in run.events:
@@ -143,7 +147,7 @@ def test_a_checkpoint_is_the_state_before_its_step_is_measured(tmp_path, shards)
 
 def stopping(monkeypatch, at):
     """SIGTERM at the `at`-th look between two batches of a measurement."""
-    real, calls = StopSignal.check, []
+    real, calls = SignalHandler.check, []
 
     def check(self):
         calls.append(0)
@@ -151,7 +155,7 @@ def stopping(monkeypatch, at):
             os.kill(os.getpid(), signal.SIGTERM)
         return real(self)
 
-    monkeypatch.setattr(StopSignal, "check", check)
+    monkeypatch.setattr(SignalHandler, "check", check)
 
 
 @pytest.mark.parametrize("every", [3, 1000])
@@ -159,7 +163,9 @@ def stopping(monkeypatch, at):
 def test_a_stop_in_mid_validation_saves_and_is_measured_again(
     tmp_path, shards, monkeypatch, every, step, at
 ):
-    settings = dict(max_steps=6, val_every=3, sample_every=3, sample_tokens=3, ckpt_every=every)
+    settings = dict(
+        max_steps=6, val_every=3, sample_every=3, sample_tokens=3, checkpoint_every=every
+    )
     whole = train_here(tmp_path, shards, "whole", **settings)
     stopping(monkeypatch, at)
     stopped = train_here(tmp_path, shards, "r", **settings)
@@ -186,31 +192,33 @@ def test_a_stop_before_the_first_update_leaves_nothing(tmp_path, shards, monkeyp
     stopped = train_here(tmp_path, shards, "r", **settings)
     assert stopped.status == 75 and not stopped.losses and not stopped.checkpoints
     monkeypatch.undo()
-    with pytest.raises(UserError, match="begin it again without --resume"):
-        run_to_resume(tmp_path, "r")
-    with pytest.raises(UserError, match="r is a run that has no checkpoint to go on from"):
-        models.find("r", tmp_path)
+    with pytest.raises(UserError, match="start it again without --resume"):
+        find_run_to_resume(tmp_path, "r", GPT2)
+    with pytest.raises(UserError, match="r is a run without a checkpoint"):
+        resolve_source("r", tmp_path)
     again = train_here(tmp_path, shards, "r", **settings)
     assert again.losses == whole.losses and len(of_kind(again, "start")) == 1
     assert len(list(again.dir.glob("events.out.tfevents.*"))) == 1, "what was begun before has gone"
-    with pytest.raises(UserError, match="r is another run's already; pass --resume to continue it"):
+    with pytest.raises(UserError, match="r belongs to another run; pass --resume to continue it"):
         train_here(tmp_path, shards, "r", **settings)
 
 
 @pytest.mark.parametrize("name", ["", "SIGTERM"])
 def test_a_bad_step_is_not_saved_but_what_was_begun_before(tmp_path, shards, monkeypatch, name):
     """Also where a signal asks for a checkpoint of it."""
-    save, watch = checkpoints.save, Vitals.watch
+    save, watch = checkpoint.save_checkpoint, HealthMonitor.record
 
     def bad(self, losses):
-        if self.run.step == 3:
-            losses, self.stop.name = losses * np.nan, name
+        if self.trainer.step == 3:
+            losses = losses * np.nan
+            if name:
+                os.kill(os.getpid(), getattr(signal, name))
         watch(self, losses)
 
-    monkeypatch.setattr(Vitals, "watch", bad)
-    monkeypatch.setattr(checkpoints, "save", lambda *args: time.sleep(0.5) or save(*args))
+    monkeypatch.setattr(HealthMonitor, "record", bad)
+    monkeypatch.setattr(checkpoint, "save_checkpoint", lambda *args: time.sleep(0.5) or save(*args))
     with pytest.raises(UserError, match="the loss is nan at step 3"):
-        train_here(tmp_path, shards, "r", max_steps=9, ckpt_every=2)
+        train_here(tmp_path, shards, "r", max_steps=9, checkpoint_every=2)
     assert list(read_run(tmp_path / "r").checkpoints) == [2]
 
 
@@ -219,26 +227,26 @@ def test_a_bad_step_is_not_saved_but_what_was_begun_before(tmp_path, shards, mon
 
 def test_a_run_that_goes_on_is_not_resumed_by_another_process(tmp_path, start_training, run_train):
     """Killed, it holds nothing."""
-    process = start_training("--ckpt_every", 20, "--keep_last", 1000)
+    process = start_training("--checkpoint_every", 20, "--keep_last", 1000)
     config = tmp_path / "log" / "r" / "config.json"
     wait_for_steps(process, config.parent, 41)
     before, again = config.read_text(), run_train("--resume", "--max_steps", 1000001)
     assert again.returncode == 2 and process.poll() is None and config.read_text() == before
-    assert "r is the folder of a run that is going on; stop that" in again.stderr
+    assert "r is in use by a run that is still going; stop that" in again.stderr
     process.kill()
     process.wait()
     step = max(read_run(config.parent).checkpoints)
     assert run_train("--resume", "--max_steps", step + 1).returncode == 0
 
 
-def test_a_setting_that_is_missing_has_its_default_and_values_that_are_none_are_named(tmp_path):
+def test_missing_fields_get_defaults_and_wrong_types_are_named(tmp_path):
     file = tmp_path / "config.json"
     file.write_text(json.dumps({"model": {"n_layer": 9, "depth": 1}, "train": {"lr": 1}}))
     model, train, unknown = read_config(tmp_path, GPTConfig, TrainConfig)
     assert (model, train, unknown) == (GPTConfig(n_layer=9), TrainConfig(lr=1), ["depth"])
     assert type(train.lr) is float
     for text, said in (
-        ('{"model": {"n_layer": "two"}, "train": {}}', 'n_layer="two", which must be of type int; mend it'),
+        ('{"model": {"n_layer": "two"}, "train": {}}', 'n_layer="two", which must be of type int; repair'),
         ('{"model": {}, "train": {"lr": null}}', "lr=null, .* float"),
         ('{"model": {}, "train": {"schedule": "sine"}}', "one of cosine, linear, constant, wsd"),
     ):  # fmt: skip
@@ -253,22 +261,26 @@ def test_the_run_that_goes_on_is_the_named_one_or_the_programs_that_saved_last(t
         config = tmp_path / name / "config.json"
         config.write_text('{"program": "bert"}' if age == 0 else "{}")
         os.utime(config, (900, 900))
-        os.utime(checkpoints.save(tmp_path / name, 5 + age, {}, keep_last=1), (1000 - age,) * 2)
+        os.utime(
+            checkpoint.save_checkpoint(tmp_path / name, 5 + age, {}, keep_last=1), (1000 - age,) * 2
+        )
     assert (
-        run_to_resume(tmp_path) == newest_run(tmp_path, "speedrun", "gpt2") == tmp_path / "newest"
+        find_run_to_resume(tmp_path, "", GPT2)
+        == newest_run(tmp_path, lambda run: run["generates_text"])
+        == tmp_path / "newest"
     )
-    assert run_to_resume(tmp_path, "", "bert") == tmp_path / "of_bert"
-    assert run_to_resume(tmp_path, "oldest") == tmp_path / "oldest"
+    assert find_run_to_resume(tmp_path, "", "bert.py:Trainer") == tmp_path / "of_bert"
+    assert find_run_to_resume(tmp_path, "oldest", GPT2) == tmp_path / "oldest"
     with pytest.raises(UserError, match="run_name=log/x is a path; .* --run_name x$"):
-        run_to_resume(tmp_path, "log/x")
-    with pytest.raises(UserError, match="x holds no config.json to resume with"):
-        run_to_resume(tmp_path, "x")
+        find_run_to_resume(tmp_path, "log/x", GPT2)
+    with pytest.raises(UserError, match="x has no config.json to resume from"):
+        find_run_to_resume(tmp_path, "x", GPT2)
     os.utime(tmp_path / "newest" / "config.json")  # newer than its checkpoint, which it has
     (tmp_path / "begun").mkdir()
     (tmp_path / "begun" / "config.json").write_text("{}")
     with pytest.raises(UserError, match="begun is newer and has no checkpoint.*--run_name newest$"):
-        run_to_resume(tmp_path)
-    assert run_to_resume(tmp_path, "older") == tmp_path / "older"
+        find_run_to_resume(tmp_path, "", GPT2)
+    assert find_run_to_resume(tmp_path, "older", GPT2) == tmp_path / "older"
 
 
 # -------------------------------------------------------------------------------------- checkpoints
@@ -278,7 +290,7 @@ def test_a_checkpoint_is_whole_or_not_there_and_copies_stay(tmp_path):
     """Those that stay are the newest by their numbers, whatever the order of their names."""
     (tmp_path / "model_000005_keep.pt").write_text("")
     for step in (999_998, 999_999, 1_000_000):
-        checkpoints.save(tmp_path, step, {"step": step}, keep_last=2)
+        checkpoint.save_checkpoint(tmp_path, step, {"step": step}, keep_last=2)
     assert checkpoint_files(tmp_path)[-1].name == "model_1000000.pt"
     names = {"model_000005_keep.pt", "model_999999.pt", "model_1000000.pt"}
     assert {p.name for p in tmp_path.iterdir()} == names
@@ -292,16 +304,16 @@ def test_a_kill_leaves_the_older_checkpoint_and_the_older_best(tmp_path, monkeyp
             patch.setattr(os, call, lambda *_: sys.exit())
             what(tmp_path, *args)
 
-    checkpoints.save(tmp_path, 1, {"step": 1}, keep_last=1)
-    checkpoints.link_best(tmp_path, 1)
+    checkpoint.save_checkpoint(tmp_path, 1, {"step": 1}, keep_last=1)
+    checkpoint.link_best(tmp_path, 1)
     for call in ("fsync", "replace"):
-        killed_at(call, checkpoints.save, 2, {"step": 2}, 1)
+        killed_at(call, checkpoint.save_checkpoint, 2, {"step": 2}, 1)
         assert read_newest(tmp_path)[1] == {"step": 1}
-    checkpoints.save(tmp_path, 2, {"step": 2}, keep_last=1)
+    checkpoint.save_checkpoint(tmp_path, 2, {"step": 2}, keep_last=1)
     for call in ("link", "replace"):
-        killed_at(call, checkpoints.link_best, 2)
+        killed_at(call, checkpoint.link_best, 2)
         assert read_checkpoint(tmp_path / "model_best.pt") == {"step": 1}
-    checkpoints.link_best(tmp_path, 2)
+    checkpoint.link_best(tmp_path, 2)
     assert read_checkpoint(tmp_path / "model_best.pt") == {"step": 2}
 
 
@@ -310,15 +322,17 @@ def test_what_a_thread_writes_is_the_state_when_it_was_asked_to(tmp_path, shards
     """Though updates change the weights before it is written. The tied head is written once."""
     sizes = dict(total_batch_size=128, batch_size=4, seq_len=16, compile=False)
     cfg = TrainConfig(data=str(shards), log_dir=str(tmp_path), optimizer=how, **sizes)
-    run = train_gpt2.set_up(GPTConfig(**TINY_MODEL), cfg, World("cpu"))
-    run.update()
-    at_once = checkpoints.save(tmp_path, 9, run.state_dict(), keep_last=9)
-    real, updated = checkpoints.save, threading.Event()
-    monkeypatch.setattr(checkpoints, "save", lambda *args: updated.wait(60) and real(*args))
+    run = train_gpt2.build_trainer(GPTConfig(**TINY_MODEL), cfg, World("cpu"))
+    run.train_step()
+    at_once = checkpoint.save_checkpoint(tmp_path, 9, run.state_dict(), keep_last=9)
+    real, updated = checkpoint.save_checkpoint, threading.Event()
+    monkeypatch.setattr(
+        checkpoint, "save_checkpoint", lambda *args: updated.wait(60) and real(*args)
+    )
     assert run.save() is None, "nothing is on disk yet"
-    run.update()
+    run.train_step()
     updated.set()
-    assert run.writer.finish() == {"step": 1, "path": "model_000001.pt"}
+    assert run.checkpointer.finish() == {"step": 1, "path": "model_000001.pt"}
     by_thread = tmp_path / "model_000001.pt"
     wanted, found = read_checkpoint(at_once), read_checkpoint(by_thread)
     assert not equal_bits(run.state_dict()["model"], wanted["model"])
@@ -330,23 +344,23 @@ def test_what_a_thread_writes_is_the_state_when_it_was_asked_to(tmp_path, shards
 def test_resuming_passes_over_a_damaged_checkpoint_and_says_so(tmp_path, shards, capsys, cut):
     """One with another byte, which torch.load reads without a word, or one that is cut short. With
     --keep_last 1 its name alone would otherwise make it the one that is kept."""
-    whole = train_here(tmp_path, shards, "r", max_steps=6, ckpt_every=2)
+    whole = train_here(tmp_path, shards, "r", max_steps=6, checkpoint_every=2)
     newest = whole.dir / "model_000006.pt"
     data = bytearray(newest.read_bytes())
     data[len(data) // 2] ^= 1
     newest.write_bytes(data[: len(data) - cut])
     capsys.readouterr()
     # as sample.py, export, hellaswag.py and --init_from find it
-    model, said = models.load(str(whole.dir)), capsys.readouterr()
+    model, said = load_model(str(whole.dir)), capsys.readouterr()
     assert equal_bits(model.state_dict(), whole.checkpoints[4]["model"])
-    assert "model_000004.pt is tried\n" in said.err
+    assert "trying model_000004.pt\n" in said.err
     with pytest.raises(UserError, match="model_000006.pt is damaged"):
-        models.load(str(newest))  # by its name
+        load_model(str(newest))  # by its name
     rest = train_here(tmp_path, shards, "r", resume=True, max_steps=5, keep_last=1)
     said = capsys.readouterr()
-    assert "model_000006.pt is damaged (" in said.err and "model_000004.pt is tried\n" in said.err
-    assert said.out.startswith("after step 4 of ")
-    assert "model_000006.damaged was damaged: this goes on after step 4" in said.out
+    assert "model_000006.pt is damaged (" in said.err and "trying model_000004.pt\n" in said.err
+    assert said.out.startswith("resuming after step 4 of ")
+    assert "model_000006.damaged is damaged; resuming from step 4" in said.out
     assert of_kind(rest, "start")[-1]["passed_over"] == ["model_000006.damaged"]
     assert rest.losses[6:] == whole.losses[4:5] and list(rest.checkpoints) == [5]
 
@@ -354,7 +368,7 @@ def test_resuming_passes_over_a_damaged_checkpoint_and_says_so(tmp_path, shards,
 def test_checkpoints_without_settings_are_somebody_elses(tmp_path, shards):
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / "model_000020.pt").write_bytes(b"theirs")
-    with pytest.raises(UserError, match="r is another run's already"):
+    with pytest.raises(UserError, match="r belongs to another run"):
         train_here(tmp_path, shards, "r", max_steps=1)
     assert [path.name for path in tmp_path.glob("r/[!.]*")] == ["model_000020.pt"]
 
@@ -389,8 +403,8 @@ def test_what_does_not_fit_a_run_is_refused(tmp_path, shards):
         (dict(model=dict(n_layer=1)), r"is another model: n_layer=2 \(here 1\); pass --n_layer 2"),
         (dict(model=dict(vocab_size=300)), "pass --data with shards of its tokenizer"),
         (dict(model=dict(vocab_multiple=512)), "vocab_multiple=128 .here 512"),
-        (dict(optimizer="muon"), "optimizer=muon cannot go on from .*model_000001.pt, which adamw made"),
-        (dict(max_steps=1), "has done 1 steps, max_steps=1; a larger --max_steps goes on"),
+        (dict(optimizer="muon"), "optimizer=muon cannot resume from .*000001.pt, whose optimizer is adamw"),
+        (dict(max_steps=1), "already done 1 steps, and max_steps=1; pass a larger --max_steps"),
     ):  # fmt: skip
         with pytest.raises(UserError, match=said):
             train_here(tmp_path, shards, "r", resume=True, **dict(max_steps=3) | changed)

@@ -1,27 +1,31 @@
-"""Generating text: the cache changes nothing, characters come whole, and the command."""
+"""sample.py and lab/inference: the cache changes no token, characters are not split, the command."""
 
 import html
 import io
 import os
 import re
 import sys
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT, VOCAB, Process, run_python
+import torch.nn.functional as F
+from conftest import ROOT, VOCAB, Process, add_noise, run_python
 from test_weights import saved, tiny_gpt
 
 import sample
-from lab import text_stream
+import speedrun
+import train_gpt2
 from lab.cli import UserError
-from lab.data.document_mask import hide_other_documents
-from lab.data.tokenizers import get_tokenizer
-from lab.evals import draw_samples
-from lab.generate import KVCache, generate, read_ahead, sample_token
-from lab.kernels.decode_step import OneTokenStep, knows
-from lab.text_stream import Text
+from lab.data.tokenizers import SPECIAL_TOKENS, get_tokenizer
+from lab.eval.samples import generate_samples
+from lab.inference.decode_step import CUDAGraphDecoder, computes_gpt2, supports
+from lab.inference.generate import KVCache, generate, prefetch_tokens, sample_token
+from lab.inference.streaming import IncrementalDetokenizer, make_decode_step, stream_generate
+from lab.registry import resolve_source
 from sample import Config, complete
-from train_gpt2 import GPT
+from train_gpt2 import GPT, GPTConfig
 
 
 def noisy_gpt(**changes):
@@ -29,7 +33,7 @@ def noisy_gpt(**changes):
 
 
 def often_ending():
-    """A model that draws end-of-text again and again."""
+    """A model that often samples end-of-text."""
     model = noisy_gpt()
     with torch.no_grad():
         model.transformer.ln_f.bias.copy_(3 * model.transformer.wte.weight[256])
@@ -37,7 +41,7 @@ def often_ending():
 
 
 def always(token, **changes):
-    """A model that finds one token by far the likeliest, whatever came before."""
+    """A model that gives one token almost all the probability, whatever the context."""
     model = noisy_gpt(**changes)
     with torch.no_grad():
         wte = model.transformer.wte.weight
@@ -46,70 +50,198 @@ def always(token, **changes):
     return model
 
 
-def draw(model, idx, n, generate=GPT.generate, **how):
-    tokens = generate(model, idx, n, generator=torch.Generator().manual_seed(5), **how)
+def draw(model, idx, n, generate=GPT.generate, **gen_kwargs):
+    """Tokens (B, n)."""
+    tokens = generate(model, idx, n, generator=torch.Generator().manual_seed(5), **gen_kwargs)
     return torch.stack(list(tokens), dim=1)
 
 
-def by_definition(model, idx, n, **how):
-    """Token after token from the whole text so far; a full window keeps its newer half."""
-    most = model.config.block_size
+def by_definition(model, idx, n, **gen_kwargs):
+    """generate without a cache; a full window keeps its newer half."""
+    block_size = model.config.block_size
     for _ in range(n):
-        idx = idx if idx.size(1) <= most else idx[:, -most // 2 :]
-        token = sample_token(model(idx)[0][:, -1], **how)
+        idx = idx if idx.size(1) <= block_size else idx[:, -block_size // 2 :]
+        token = sample_token(model(idx)[0][:, -1], **gen_kwargs)
         yield token
         idx = torch.cat([idx, token[:, None]], dim=1)
 
 
-HOW = [dict(temperature=0), {}, dict(temperature=0.8, top_k=20), dict(temperature=1.3, top_p=0.7)]
+SAMPLING = [
+    dict(temperature=0), {}, dict(temperature=0.8, top_k=20), dict(temperature=1.3, top_p=0.7)
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("changes", [{}, {"attention": "math"}, {"document_mask": True}], ids=str)
-@pytest.mark.parametrize("how", HOW, ids=str)
-def test_cached_and_uncached_give_the_same_tokens(changes, how):
-    """For several rows, and over 60 tokens: the window of 16 is full many times."""
+@pytest.mark.parametrize("gen_kwargs", SAMPLING, ids=str)
+def test_cached_and_uncached_give_the_same_tokens(changes, gen_kwargs):
+    """For several rows and 60 tokens, so that the window of 16 slides many times."""
     model = noisy_gpt(**changes)
-    whole = hide_other_documents(noisy_gpt(**changes)) if "document_mask" in changes else model
     for prompt in (1, 5, 16):
         idx = torch.randint(VOCAB, (3, prompt))
         idx[:, prompt // 2] = 256
-        cached, plain = draw(model, idx, 60, **how), draw(whole, idx, 60, by_definition, **how)
+        cached = draw(model, idx, 60, **gen_kwargs)
+        plain = draw(model, idx, 60, by_definition, **gen_kwargs)
         assert cached.shape == (3, 60) and torch.equal(cached, plain)
-        if how != dict(temperature=0):
-            assert len(cached.unique()) > 10  # not a model that repeats itself whatever it sees
+        if gen_kwargs != dict(temperature=0):
+            assert len(cached.unique()) > 10  # the model does not just repeat itself
+
+
+def noisy_speedrun_gpt():
+    shape = dict(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=VOCAB)
+    return add_noise(speedrun.GPT(speedrun.GPTConfig(**shape, bigram_rows=64)))
+
+
+@pytest.mark.parametrize(
+    "make", [noisy_gpt, lambda: noisy_gpt(attention="math"), noisy_speedrun_gpt],
+    ids=["sdpa", "math", "speedrun"],
+)  # fmt: skip
+@torch.no_grad()
+def test_several_new_tokens_after_a_filled_cache_match_the_uncached_logits(make):
+    """Prefill 5 tokens, then pass 3 at once, without a mask."""
+    model = make()
+    idx, cache = torch.randint(256, (2, 8)), KVCache(16)
+    model.hidden(idx[:, :5], cache=cache)
+    x = model.hidden(idx[:, 5:], position=torch.arange(5, 8), cache=cache)
+    logits = model.lm_head(x)[..., :VOCAB]
+    assert (logits - model(idx)[0][:, 5:]).abs().max() < 1e-5
+
+
+class ExactGELU(train_gpt2.MLP):
+    def forward(self, x):
+        return self.c_proj(F.gelu(self.c_fc(x)))
+
+
+class SquaredReLU(train_gpt2.MLP):
+    def forward(self, x):
+        return self.c_proj(F.relu(self.c_fc(x)).square())
+
+
+class ScaledAttention(train_gpt2.CausalSelfAttention):
+    def forward(self, x, mask=None, cache=None):
+        return 1.001 * super().forward(x, mask, cache)
+
+
+class LocalAttention(train_gpt2.CausalSelfAttention):
+    """A token sees itself and the 9 before it, of a context of 16."""
+
+    def forward(self, x, mask=None, cache=None):
+        T = x.size(1)
+        mask = torch.ones(T, T, dtype=torch.bool).tril().triu(-9)
+        return super().forward(x, mask, cache)
+
+
+class SoftCap(GPT):
+    def forward(self, *args, **kwargs):
+        logits, loss = super().forward(*args, **kwargs)
+        return 30 * torch.tanh(logits / 30), loss
+
+
+class ScaledEmbedding(GPT):
+    def hidden(self, idx, position=None, mask=None, cache=None):
+        x = self.transformer.wte(idx) * 1.01 + self.transformer.wpe(position)
+        for block in self.transformer.h:
+            x = block(x, mask, cache)
+        return self.transformer.ln_f(x)
+
+
+class SkipConnection(GPT):
+    """Adds the embeddings to the input of the last block."""
+
+    def hidden(self, idx, position=None, mask=None, cache=None):
+        x = x0 = self.transformer.wte(idx) + self.transformer.wpe(position)
+        for i, block in enumerate(self.transformer.h):
+            x = block(x + 0.01 * x0 * (i == 1), mask, cache)
+        return self.transformer.ln_f(x)
+
+
+class LocalMask(GPT):
+    """A token sees itself and the 9 before it, by the mask that hidden gives to the blocks."""
+
+    def hidden(self, idx, position=None, mask=None, cache=None):
+        T = idx.size(1)
+        return super().hidden(idx, position, torch.ones(T, T).bool().tril().triu(-9), cache)
+
+
+class ExtraParameter(GPT):
+    def __init__(self, config):
+        super().__init__(config)
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+
+def with_class(name, cls):
+    """A fresh GPT whose modules of one class are replaced by a subclass."""
+    with mock.patch.object(train_gpt2, name, cls):
+        return fresh_gpt()
+
+
+def fresh_gpt(cls=GPT, **changes):
+    shape = dict(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=VOCAB)
+    return cls(GPTConfig(**shape | changes)).eval()
+
+
+@pytest.mark.parametrize("make", [fresh_gpt, noisy_gpt, lambda: fresh_gpt(attention="math")])
+def test_plain_gpt_is_recognized_as_gpt2(make):
+    model, state = make(), torch.get_rng_state()
+    assert computes_gpt2(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert computes_gpt2(model.bfloat16())
+
+
+CHANGED_MODELS = {
+    "exact GELU": lambda: with_class("MLP", ExactGELU),
+    "ReLU^2": lambda: with_class("MLP", SquaredReLU),
+    "scaled attention": lambda: with_class("CausalSelfAttention", ScaledAttention),
+    "local attention": lambda: with_class("CausalSelfAttention", LocalAttention),
+    "soft-capped head": lambda: fresh_gpt(SoftCap),
+    "scaled embedding": lambda: fresh_gpt(ScaledEmbedding),
+    "local mask": lambda: fresh_gpt(LocalMask),
+    "skip connection": lambda: fresh_gpt(SkipConnection),
+    "extra parameter": lambda: fresh_gpt(ExtraParameter),
+    "document mask": lambda: fresh_gpt(document_mask=True),
+    "speedrun": noisy_speedrun_gpt,
+}
+
+
+@pytest.mark.parametrize("name", CHANGED_MODELS)
+def test_changed_model_is_not_taken_for_gpt2(name):
+    """CUDAGraphDecoder would ignore the change. The weights are fresh, which hides small changes."""
+    assert not computes_gpt2(CHANGED_MODELS[name]())
 
 
 @pytest.mark.gpu
-def test_one_token_at_a_time_is_the_models_own():
-    """Also in a window that is full, and of two texts by turns; another model is left to others."""
+def test_cuda_graph_decoder_gives_the_models_tokens_and_logits():
+    """Also when the window slides, and for two texts in turn. Other models are not supported."""
     model = noisy_gpt(block_size=40, n_embd=48, n_head=3).cuda()
-    step = text_stream.fast_step(model)
-    assert isinstance(step, OneTokenStep)
+    step = make_decode_step(model)
+    assert isinstance(step, CUDAGraphDecoder)
     idx = torch.randint(257, (2, 1, 7), device="cuda")
     plain = [list(generate(model, ids, 60, temperature=0)) for ids in idx]
     caches = KVCache(40, step), KVCache(40, step)
-    pairs = zip(*(read_ahead(generate(model, ids, 60, 0, cache=c)) for ids, c in zip(idx, caches)))
+    pairs = zip(
+        *(prefetch_tokens(generate(model, ids, 60, 0, cache=c)) for ids, c in zip(idx, caches))
+    )
     for i, pair in enumerate(pairs):
         for (token, logits), text in zip(pair, plain):
             assert token.item() == text[i][0].item()
             torch.testing.assert_close(logits, text[i][1], rtol=1e-4, atol=1e-4)
-    assert not knows(noisy_gpt(document_mask=True).cuda())
-    assert not knows(noisy_gpt(n_embd=48).cuda())  # heads of 24
+    assert supports(noisy_gpt(block_size=40, n_embd=64).cuda().bfloat16())
+    assert not supports(noisy_gpt(document_mask=True).cuda())
+    assert not supports(noisy_gpt(n_embd=48).cuda())  # heads of 24
     model.blocks[0].mlp.forward = lambda x: model.blocks[0].mlp.c_proj(model.blocks[0].mlp.c_fc(x))
-    assert not knows(model)
+    assert not supports(model)
 
 
-def test_with_a_cache_attention_is_asked_for_one_new_position():
+def test_with_a_cache_each_step_computes_one_position():
     model, sizes = always(120), []
     model.register_forward_pre_hook(lambda module, args: sizes.append(args[0].shape[1]))
-    written(model, "abcd", max_new_tokens=4)
+    completions(model, "abcd", max_new_tokens=4)
     assert sizes == [5, 1, 1, 1]
 
 
 def test_sample_token_by_hand():
     many = torch.tensor([[0.4, 0.05, 0.3, 0.25]]).log().expand(20_000, 4)
     generator = torch.Generator().manual_seed(0)
-    for how, expected in [
+    for gen_kwargs, expected in [
         (dict(), [0.4, 0.05, 0.3, 0.25]),
         (dict(top_k=2), [4 / 7, 0, 3 / 7, 0]),
         (dict(top_p=0.69), [4 / 7, 0, 3 / 7, 0]),  # 0.4 does not reach 0.69, 0.4 + 0.3 does
@@ -117,39 +249,41 @@ def test_sample_token_by_hand():
         (dict(top_p=1e-6), [1, 0, 0, 0]),
         (dict(top_p=1e-50), [1, 0, 0, 0]),  # 0 in 32 bits
         (dict(temperature=0), [1, 0, 0, 0]),
-        # squares, normalised
+        # squares, normalized
         (dict(temperature=0.5), [0.16 / 0.315, 0.0025 / 0.315, 0.09 / 0.315, 0.0625 / 0.315]),
     ]:
-        got = sample_token(many, generator=generator, **how).bincount(minlength=4) / len(many)
-        expected = torch.tensor(expected).float()
-        assert torch.allclose(got, expected, atol=0.015) and not got[expected == 0].any(), how
+        tokens = sample_token(many, generator=generator, **gen_kwargs)
+        got, expected = tokens.bincount(minlength=4) / len(many), torch.tensor(expected).float()
+        assert torch.allclose(got, expected, atol=0.015) and not got[expected == 0].any(), (
+            gen_kwargs
+        )
 
 
-def written(model, prompt, seed=1, **how):
-    """(Texts, the pieces that were written) of a byte model."""
-    pieces, cfg = [], Config(**how)
-    texts = complete(model, get_tokenizer("bytes"), prompt, cfg, seed, pieces.append)
+def completions(model, prompt, seed=1, **settings):
+    """(detokenizers, emitted pieces) of sample.complete, for a byte model."""
+    pieces, cfg = [], Config(**settings)
+    texts, _ = complete(model, get_tokenizer("bytes"), prompt, cfg, seed, pieces.append)
     return texts, pieces
 
 
 @pytest.mark.parametrize("name", ["bytes", "gpt2"])
-def test_characters_come_whole(name, gpt2_files):
+def test_characters_are_not_split(name, gpt2_files):
     tokenizer, written = get_tokenizer(name), "naïve café — 日本語 🙂👩‍🚀 end"
-    text, ids = Text(tokenizer), tokenizer.encode(written)
+    text, ids = IncrementalDetokenizer(tokenizer), tokenizer.encode(written)
     pieces = [text.add(token) for token in ids]
     assert "".join(pieces) == text.text == written
     assert not any("\ufffd" in piece for piece in pieces)
     assert "" in pieces  # some tokens end within a character, in both vocabularies
-    first = next(text_stream.pieces(always(0xA9), get_tokenizer("bytes"), [256, 0xC3], 1))
-    assert first["text"] == "é", "a prompt may end within one"
+    first = next(stream_generate(always(0xA9), get_tokenizer("bytes"), [256, 0xC3], 1))
+    assert first["text"] == "é", "a prompt may end within a character"
 
 
-def test_each_sample_ends_for_itself():
-    """A row that has ended is not added to while the others go on; the first is what was
-    streamed; half a character at the end becomes U+FFFD."""
+def test_each_sample_ends_at_its_own_end_of_text():
+    """The other rows continue. The first one is emitted as it is generated; an incomplete character
+    at the end becomes U+FFFD."""
     model = often_ending()
-    how = dict(max_new_tokens=40, num_samples=6, top_k=0, temperature=1.0)
-    texts, pieces = written(model, "abc", seed=5, **how)
+    settings = dict(max_new_tokens=40, num_samples=6, top_k=0, temperature=1.0)
+    texts, pieces = completions(model, "abc", seed=5, **settings)
     rows = draw(model, torch.tensor([[256, 97, 98, 99]] * 6), 40, temperature=1.0).tolist()
     ends = [row.index(256) if 256 in row else 40 for row in rows]
     assert len(set(ends)) > 2 and max(ends) == 40
@@ -158,12 +292,12 @@ def test_each_sample_ends_for_itself():
     assert "".join(pieces) == "abc" + texts[0].text
     assert [t.count for t in texts] == [min(40, end + 1) for end in ends]
     for n in range(1, 17):  # cut within a character of the first, or of another
-        texts, pieces = written(model, "abc", seed=5, **how | dict(max_new_tokens=n))
+        texts, pieces = completions(model, "abc", seed=5, **settings | dict(max_new_tokens=n))
         assert "".join(pieces) == "abc" + texts[0].text
 
 
-def test_page(tmp_path, monkeypatch):
-    """Each token with its probability and the five likeliest; markup in texts stays text."""
+def test_html_page_shows_probabilities_and_escapes_markup(tmp_path, monkeypatch):
+    """Each token has its probability and the five most probable ones; markup in texts stays text."""
     monkeypatch.chdir(tmp_path)
     model = noisy_gpt(block_size=64)
     saved(model, tmp_path / "<model>.pt")
@@ -171,32 +305,32 @@ def test_page(tmp_path, monkeypatch):
     sample.main(["<b>", *flags])
     page = (tmp_path / "p.html").read_text()
     assert "<b>&lt;b&gt;</b>" in page and "<model>" not in page and "http" not in page
-    how = dict(temperature=0.8, top_k=50, generator=torch.Generator().manual_seed(3))
-    drawn = generate(model, torch.tensor([[256, *b"<b>"]]), 20, **how)
-    shares = [100 * logits[0].softmax(-1)[token].item() for token, logits in drawn]
+    gen_kwargs = dict(temperature=0.8, top_k=50, generator=torch.Generator().manual_seed(3))
+    pairs = generate(model, torch.tensor([[256, *b"<b>"]]), 20, **gen_kwargs)
+    percents = [100 * logits[0].softmax(-1)[token].item() for token, logits in pairs]
     boxes = re.findall(r'<span class="box">(.*?)</span>', page, re.DOTALL)
-    for box, share in zip(boxes, shares, strict=True):
+    for box, percent in zip(boxes, percents, strict=True):
         own, _, *likeliest = html.unescape(box).split("\n")
-        assert own.endswith(f"{share:.2f} %")
-        found = [float(line.split("%")[0]) for line in likeliest]
-        assert found == sorted(found, reverse=True) and len(found) == 5 and found[0] + 0.1 >= share
+        assert own.endswith(f"{percent:.2f} %")
+        top = [float(line.split("%")[0]) for line in likeliest]
+        assert top == sorted(top, reverse=True) and len(top) == 5 and top[0] + 0.1 >= percent
 
 
-def test_a_runs_samples_have_its_seed_and_a_line_between_two_texts():
-    how = get_tokenizer("bytes"), "ab", 41  # the first then ends within a character
-    a, b, c = (draw_samples(often_ending(), *how, seed=seed)[0] for seed in (5, 5, 6))
+def test_samples_of_a_run_use_its_seed_and_mark_end_of_text():
+    args = get_tokenizer("bytes"), "ab", 41  # with 41 tokens the first ends within a character
+    a, b, c = (generate_samples(often_ending(), *args, seed=seed)[0] for seed in (5, 5, 6))
     assert a == b != c
     rows = draw(often_ending(), torch.tensor([[256, *b"ab"]] * 2), 41, temperature=0.8, top_k=50)
     lines = [[b"\n---\n" if i == 256 else bytes([i]) for i in row] for row in rows.tolist()]
-    written = [b"".join(line).decode("utf-8", "replace") for line in lines]
-    assert a == ["ab" + text.rstrip("\n-") for text in written]
+    texts = [b"".join(line).decode("utf-8", "replace") for line in lines]
+    assert a == ["ab" + text.rstrip("\n-") for text in texts]
     assert "\n---\n" in a[0] and a[0][-1] == "\ufffd"
-    assert draw_samples(always(256), *how, seed=5)[0] == ["ab", "ab"]
+    assert generate_samples(always(256), *args, seed=5)[0] == ["ab", "ab"]
 
 
 @pytest.fixture
 def runs(tmp_path, monkeypatch):
-    """The newest run and an older one, which always writes z."""
+    """log/new, the newest run, and log/old, an older one whose model always generates z."""
     monkeypatch.chdir(tmp_path)
     saved(noisy_gpt(block_size=64), tmp_path / "log/new/model_000010.pt")
     os.utime(saved(always(ord("z")), tmp_path / "log/old/model_000010.pt"), (1, 1))
@@ -208,7 +342,7 @@ def call(capfd, *args):
     return capfd.readouterr()
 
 
-def test_command_continues_with_the_newest_run(tmp_path, runs):
+def test_command_uses_the_newest_run(tmp_path, runs):
     command = [ROOT / "sample.py", "Hello", "world", "--max_new_tokens", 90, "--device", "cpu"]
     done = run_python(*command, "--seed", 3, cwd=tmp_path)
     assert done.stdout.startswith("Hello world") and len(done.stdout.encode()) > 60, done.stderr
@@ -220,7 +354,7 @@ def test_samples_prompts_and_seeds(runs, monkeypatch, capfd):
     out, err = call(capfd, "ab", "--model", "old", "--num_samples", 3, "--max_new_tokens", 5)
     assert out == "abzzzzz\n---\nabzzzzz\n---\nabzzzzz\n"
     assert err.startswith("[log/old/model_000010.pt: 15 tokens")
-    monkeypatch.setattr(sys, "stdin", io.StringIO("one\n\ntwo"))  # an empty line is passed over
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\n\ntwo"))  # the empty line is skipped
     out, err = call(capfd, "--model", "log/old", "--max_new_tokens", 3)
     assert out == "onezzz\ntwozzz\n" and err.count("tok/s") == 2
     assert call(capfd, "", "--model", "old", "--max_new_tokens", 3)[0] == "zzz\n"  # no prompt
@@ -228,15 +362,57 @@ def test_samples_prompts_and_seeds(runs, monkeypatch, capfd):
     with pytest.raises(UserError, match="prompt from stdin is damaged .*pipe text in UTF-8"):
         sample.main(["--model", "old"])
     first, err = call(capfd, "ab")
-    seed = err.split("seed ")[1].split("]")[0]  # shown, though it was drawn
+    seed = err.split("seed ")[1].split("]")[0]  # printed, although it is random
     assert call(capfd, "ab", "--seed", seed)[0] == first != call(capfd, "ab")[0]
 
 
-def test_a_reader_that_leaves(tmp_path, runs):
-    """`sample.py ... | head` ends without a traceback."""
+def test_closed_stdout_ends_without_a_traceback(tmp_path, runs):
+    """As in `sample.py ... | head`."""
     os.mkfifo(pipe := tmp_path / "pipe")
     flags = "hello --model old --max_new_tokens 99999".split()
     process = Process(ROOT / "sample.py", *flags, cwd=tmp_path, out=pipe)
     with open(pipe) as reader:
         assert reader.read(5) == "hello"
     assert process.wait() == 1 and process.stderr == ""
+
+
+def test_out_of_memory_is_one_sentence_and_other_errors_keep_their_traceback(runs, monkeypatch):
+    def fail_with(error):
+        def generate(*args, **kwargs):
+            raise error
+            yield
+
+        monkeypatch.setattr(sample, "generate", generate)
+
+    fail_with(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB"))
+    with pytest.raises(UserError, match="out of memory .*; pass a smaller --num_samples or"):
+        sample.main(["ab", "--model", "old"])
+    fail_with(RuntimeError("a bug"))
+    with pytest.raises(RuntimeError, match="a bug"):
+        sample.main(["ab", "--model", "old"])
+
+
+def test_wordpiece_model_is_refused(runs, tmp_path):
+    """Its tokens are not bytes of text, so they cannot be streamed."""
+    tokenizers = pytest.importorskip("tokenizers")
+    vocab = {piece: i for i, piece in enumerate((*SPECIAL_TOKENS, "a", "##b"))}
+    wordpiece = tokenizers.models.WordPiece(vocab, unk_token="[UNK]")
+    model = noisy_gpt(vocab_size=len(vocab), tokenizer="tokenizer.json", eot_id=3)
+    path = saved(model, tmp_path / "log/wordpiece/model_000010.pt")
+    tokenizers.Tokenizer(wordpiece).save(str(tmp_path / "log/wordpiece/tokenizer.json"))
+    with pytest.raises(UserError, match="WordPiece"):
+        sample.main(["a", "--model", path])
+
+
+def test_run_removed_while_runs_are_listed_is_no_traceback(runs, tmp_path, monkeypatch):
+    """Its directory or its checkpoint is gone when it is looked at."""
+    real = Path.glob
+
+    def glob(self, pattern):
+        found = list(real(self, pattern))
+        if self.name == "new":
+            raise FileNotFoundError(self)
+        return iter(found)
+
+    monkeypatch.setattr(Path, "glob", glob)
+    assert resolve_source("") == "log/old/model_000010.pt"

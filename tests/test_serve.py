@@ -1,11 +1,11 @@
-"""lab serve over real HTTP, with OpenAI's own client; and a conversation in a terminal."""
+"""lab serve over real HTTP, also with OpenAI's client; and sample.py --chat in a terminal."""
 
+import asyncio
 import concurrent.futures
 import functools
 import http.client
 import itertools
 import json
-import os
 import signal
 import time
 from pathlib import Path
@@ -16,15 +16,15 @@ from conftest import ROOT, Process, wait_for
 from test_sample import always, noisy_gpt
 from test_weights import saved
 
-from lab import generate as generating
 from lab.cli import UserError
-from lab.data.chat import fit_chat
+from lab.data.chat import truncate_chat
 from lab.data.tokenizers import get_tokenizer
-from lab.generate import KVCache, compiled, generate
-from lab.kernels.int8_linear import Int8Linear, use_int8
-from lab.text_stream import fast_step, pieces, scored
+from lab.inference import generate as generating
+from lab.inference.generate import KVCache, compile_decode_step, generate
+from lab.inference.int8 import Int8Linear, quantize_linears_
+from lab.inference.streaming import make_decode_step, score_tokens, stream_generate
 from lab.tools import serve
-from lab.tools.serve_app import Chat
+from lab.tools.serve_app import ChatRequest
 from train_gpt2 import PRESETS
 
 BYTES = get_tokenizer("bytes")
@@ -33,7 +33,7 @@ EVIL = '<img src=x onerror=alert(1)></script><script>alert("é")</script>\x1b[2J
 
 
 class Server:
-    """`python -m lab serve` of a model, running."""
+    """A running `python -m lab serve` of a model."""
 
     def __init__(self, folder, model, *flags):
         self.model = model
@@ -44,7 +44,7 @@ class Server:
         self.url = f"http://127.0.0.1:{self.port}"
 
     def begin(self, path, body=None, **headers):
-        """The answer, to be read. body: what becomes JSON, or bytes as they are."""
+        """The response, not read yet. body: bytes, or a value that is sent as JSON."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
         body = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"} | headers
@@ -52,22 +52,22 @@ class Server:
         return connection.getresponse()
 
     def send(self, path, body=None, **headers):
-        """(status, text) of the answer."""
+        """(status, text) of the response."""
         with self.begin(path, body, **headers) as answer:
             return answer.status, answer.read().decode()
 
-    def lines(self, **ask):
-        status, text = self.send("/generate", ask)
+    def lines(self, **body):
+        status, text = self.send("/generate", body)
         assert status == 200, text
         return list(map(json.loads, text.splitlines()))
 
-    def write(self, **ask):
+    def generate(self, **body):
         """(scored, pieces) of /generate."""
-        first, *rest = self.lines(**ask)
+        first, *rest = self.lines(**body)
         return first["scored"], [piece for line in rest for piece in line["pieces"]]
 
-    def leave(self, answer):
-        """Hang up before the answer's end."""
+    def disconnect(self, answer):
+        """Close the connection before the end of the response."""
         answer.fp.raw._sock.close()
         answer.close()
 
@@ -75,14 +75,9 @@ class Server:
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(status.split("VmRSS:")[1].split()[0]) / 1024  # MiB
 
-    def worked(self):
-        """Seconds that its threads have computed."""
-        after_name = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return sum(map(int, after_name[11:13])) / os.sysconf("SC_CLK_TCK")
-
 
 def endless(model):
-    """The model, which now hardly ever ends a text."""
+    """The same model, changed so that it hardly ever samples end-of-text."""
     with torch.no_grad():
         model.transformer.ln_f.bias.copy_(-20 * model.transformer.wte.weight[256])
     return model
@@ -105,10 +100,10 @@ def client(server):
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
-def by_hand(model, ids, n, **how):
-    """(tokens, their log-probabilities, all of them) by generate."""
+def by_hand(model, ids, n, **gen_kwargs):
+    """(tokens, their log-probabilities, log-probabilities of all tokens at each step), by generate."""
     tokens, own, rows = [], [], []
-    for token, logits in generate(model, torch.tensor([ids]), n, **how):
+    for token, logits in generate(model, torch.tensor([ids]), n, **gen_kwargs):
         rows.append(logits[0].log_softmax(-1))
         tokens.append(token.item())
         own.append(rows[-1][token].item())
@@ -118,9 +113,9 @@ def by_hand(model, ids, n, **how):
 # ------------------------------------------------------------------------------- OpenAI's interface
 
 
-def test_completions_through_openais_client(server, client):
+def test_completions_with_openais_client(server, client):
     name = client.models.list().data[0].id
-    assert name == "r/model_000010"  # and not where it lies
+    assert name == "r/model_000010"  # not the whole path
     ask = dict(model=name, prompt="abc", max_tokens=12, temperature=0, logprobs=3)
     whole = client.completions.create(**ask)
     tokens, own, rows = by_hand(server.model, [256, *b"abc"], 12, temperature=0)
@@ -140,22 +135,22 @@ def test_completions_through_openais_client(server, client):
     assert a == b != c
 
 
-def test_null_is_what_is_not_given_and_the_newer_name_wins():
+def test_null_means_absent_and_max_completion_tokens_comes_first():
     nulls = dict.fromkeys(("temperature", "top_p", "max_tokens", "stream", "n", "seed"))
-    ask = Chat(messages=[{"role": "user", "content": "a"}], **nulls)
+    ask = ChatRequest(messages=[{"role": "user", "content": "a"}], **nulls)
     assert (ask.temperature, ask.max_tokens, ask.stream) == (1.0, 200, False)
     more = dict(max_tokens=5, max_completion_tokens=7)
-    assert Chat(messages=[{"role": "user", "content": "a"}], **more).max_tokens == 7
-    with pytest.raises(UserError, match="n is not known here"):
-        Chat(messages=[{"role": "user", "content": "a"}], n=0)
+    assert ChatRequest(messages=[{"role": "user", "content": "a"}], **more).max_tokens == 7
+    with pytest.raises(UserError, match="n is not supported"):
+        ChatRequest(messages=[{"role": "user", "content": "a"}], n=0)
 
 
-def test_chat_through_openais_client(server, client):
+def test_chat_with_openais_client(server, client):
     messages = [{"role": "system", "content": "Brief."}, {"role": "user", "content": "Hi"}]
     ask = dict(model="any", messages=messages, max_completion_tokens=9, temperature=0)
     whole = client.chat.completions.create(**ask, logprobs=True, top_logprobs=2)
     whole, used = whole.choices[0], whole.usage
-    ids, _ = fit_chat(messages, BYTES, 128, 9)
+    ids, _ = truncate_chat(messages, BYTES, 128, 9)
     tokens, own, _ = by_hand(server.model, ids, 9, temperature=0)
     long = client.chat.completions.create(model="any", messages=messages, max_tokens=400)
     assert long.choices[0].finish_reason == "length" and long.usage.total_tokens == 128
@@ -170,8 +165,8 @@ def test_chat_through_openais_client(server, client):
     assert last.choices == [] and last.usage == used and used.completion_tokens == 9
 
 
-def test_messages_in_other_words(server):
-    """developer is system, parts of text are a text; what is refused is named."""
+def test_message_variants_are_normalized_or_refused(server):
+    """Role developer is system, text parts are joined; an error names what is refused."""
     plain = [dict(role="system", content="S"), dict(role="user", content="a\nb")]
     parts = [dict(type="text", text=text) for text in "ab"]
     other = [dict(role="developer", content="S"), dict(role="user", content=parts)]
@@ -184,29 +179,31 @@ def test_messages_in_other_words(server):
     image = dict(type="image_url", text="a")
     for content, wrong in (([*parts, image], "image_url"), (["a"], "'a'"), (None, "content None")):
         message = answer([dict(role="user", content=content)])["error"]["message"]
-        assert wrong in message and "role" not in message.split(": wanted")[0]
+        assert wrong in message and "role 'user'" not in message
 
 
-# ----------------------------------------------------------------------------------- the page's path
+# ---------------------------------------------------------------------------- the page's /generate
 
 
-def test_a_prompt_is_scored_and_a_runner_up_is_gone_on_from(server):
+def test_prompt_is_scored_and_an_alternative_token_can_be_continued(server):
     ask = dict(prompt="abc", temperature=0, max_tokens=10)
-    prompt, first = server.write(**ask)
+    prompt, first = server.generate(**ask)
     assert [piece["text"] for piece in prompt] == ["a", "b", "c"]
     rows = server.model(torch.tensor([[256, *b"ab"]]))[0][0].softmax(-1)
     wanted = [row[token].item() for row, token in zip(rows, b"abc")]
     assert [piece["p"] for piece in prompt] == pytest.approx(wanted, rel=1e-3)
     runner_up = first[4]["likeliest"][1]
-    taken, rest = server.write(**ask, answer=[piece["id"] for piece in first[:4]] + [runner_up[0]])
+    taken, rest = server.generate(
+        **ask, answer=[piece["id"] for piece in first[:4]] + [runner_up[0]]
+    )
     assert [taken[0]["id"], taken[0]["p"]] == pytest.approx([runner_up[0], runner_up[2]], rel=1e-3)
     ids = [256, *b"abc", *(piece["id"] for piece in first[:4]), runner_up[0]]
     assert [piece["id"] for piece in rest] == by_hand(server.model, ids, 10, temperature=0)[0]
-    longer = server.write(**ask, answer=[97] * 200)[1]  # beyond the context, whose newer half stays
+    longer = server.generate(**ask, answer=[97] * 200)[1]  # the window slides: its newer half stays
     assert [p["id"] for p in longer] == by_hand(server.model, [97] * 64, 10, temperature=0)[0]
 
 
-def test_the_oldest_messages_are_dropped_and_that_is_said(server, client):
+def test_oldest_messages_are_dropped_and_their_number_is_reported(server, client):
     turns = [dict(role=role, content="word " * 9) for role in ("user", "assistant") * 4]
     last = dict(role="user", content="last")
     first, *_ = server.lines(messages=[*turns, last], max_tokens=2)
@@ -219,20 +216,20 @@ def test_the_oldest_messages_are_dropped_and_that_is_said(server, client):
     whole = client.chat.completions.create(**ask | dict(messages=[last]))
     assert "dropped_messages" not in whole.model_extra
     system = dict(role="system", content="S")
-    ids, dropped = fit_chat([system, *turns, last], BYTES, 160, 0)
+    ids, dropped = truncate_chat([system, *turns, last], BYTES, 160, 0)
     assert BYTES.decode(ids[1:]).startswith("System: S\n\nUser: word word ") and dropped == 6
 
 
-def test_a_chat_answer_ends_where_the_context_is_full(server):
-    """And does not push out its question; a text goes on, and its window slides."""
+def test_chat_answer_ends_when_the_context_is_full(server):
+    """So that its question stays in the context. For a text, the window slides instead."""
     hi, how = [dict(role="user", content="hi")], dict(temperature=0, max_tokens=300)
-    ids, _ = fit_chat(hi, BYTES, 128, 300)
-    said = server.write(messages=hi, **how)[1]
+    ids, _ = truncate_chat(hi, BYTES, 128, 300)
+    answer = server.generate(messages=hi, **how)[1]
     fits = by_hand(server.model, ids, 128 - len(ids), temperature=0)[0]
-    assert [piece["id"] for piece in said] == fits and said[-1]["end"] == "window"
-    more = server.write(messages=hi, answer=fits[:9], **how)[1]
+    assert [piece["id"] for piece in answer] == fits and answer[-1]["end"] == "window"
+    more = server.generate(messages=hi, answer=fits[:9], **how)[1]
     assert [piece["id"] for piece in more] == fits[9:]
-    text = server.write(prompt="hi", **how)[1]
+    text = server.generate(prompt="hi", **how)[1]
     assert len(text) == 300 and text[-1]["end"] == "length"
 
 
@@ -242,7 +239,7 @@ def test_a_chat_answer_ends_where_the_context_is_full(server):
         (dict(prompt="a" * 128), "a prompt of 129 tokens is longer than the model's context of 128"),
         (b'{"prompt": "a", "temperature": NaN}', "temperature=nan: Input should be a finite number"),
         (dict(prompt="a", max_tokens=10**9), "max_tokens=1000000000: Input should be less than"),
-        (dict(prompt=[300]), "token 300 is not one of this model's, 0 to 256"),
+        (dict(prompt=[300]), "token 300 must be an id of this model, 0 to 256"),
         (dict(messages=[dict(role="user", content="a" * 128)]), "the newest message takes"),
         (dict(messages=[dict(role="user", content="hi")], answer=[97] * 107),
          "the answer fills the model's context of 128 tokens"),
@@ -250,22 +247,22 @@ def test_a_chat_answer_ends_where_the_context_is_full(server):
         (b"{}x", "must be JSON, sent with"),
     ],
 )  # fmt: skip
-def test_bad_numbers_and_long_prompts_are_refused_with_a_sentence(server, body, sentence):
+def test_invalid_requests_are_refused_with_one_sentence(server, body, sentence):
     status, text = server.send("/generate", body)
     message = json.loads(text)["error"]["message"]
     assert status == 400 and sentence in message and "\n" not in message and len(message) < 400
 
 
-def test_no_request_is_large_and_no_path_reads_a_file(server):
+def test_large_requests_and_file_paths_are_refused(server):
     assert server.send("/generate", dict(prompt="a" * 70_000))[0] == 413
     files = ("etc/passwd", "lab/tools/serve.py", "log/r/model_000010.pt", "docs", "openapi.json")
-    ways = ("/", "//", "/" + "../" * 9, "/%2e%2e/" * 5, "/generate/../../", "/v1/models/")
-    for path in map("".join, itertools.product(ways, files)):
+    prefixes = ("/", "//", "/" + "../" * 9, "/%2e%2e/" * 5, "/generate/../../", "/v1/models/")
+    for path in map("".join, itertools.product(prefixes, files)):
         assert server.send(path)[0] in (400, 404, 405), path
     assert server.send("file:///etc/passwd")[0] in (400, 404)
     status, page = server.send("/")
-    assert status == 200 and "http" not in page.replace("http-equiv", ""), "it fetches nothing"
-    for host in ("evil.example", "127.0.0.1.evil.example"):  # a name that leads here
+    assert status == 200 and "http" not in page.replace("http-equiv", ""), "loads from elsewhere"
+    for host in ("evil.example", "127.0.0.1.evil.example"):  # DNS rebinding
         assert server.send("/v1/models", Host=host)[0] == 400
     for path in ("/generate", "/v1/completions"):
         status, text = server.send(path, b'{"prompt": "a"}', **{"Content-Type": "text/plain"})
@@ -275,16 +272,16 @@ def test_no_request_is_large_and_no_path_reads_a_file(server):
 # ------------------------------------------------------------------------------------ many at once
 
 
-def test_fifty_at_once(server):
+def test_fifty_concurrent_requests(server):
     ask = dict(prompt="abc", max_tokens=20, seed=1, temperature=1.0)
-    alone = server.write(**ask)[1]
+    alone = server.generate(**ask)[1]
 
     def one(i):
         if i % 10 == 9:
             return server.send("/v1/completions", dict(prompt="a" * 128))[0] == 400
         if i % 10 == 8:
-            return server.leave(server.begin("/generate", ask | {"max_tokens": 4000})) is None
-        return server.write(**ask)[1] == alone
+            return server.disconnect(server.begin("/generate", ask | {"max_tokens": 4000})) is None
+        return server.generate(**ask)[1] == alone
 
     with concurrent.futures.ThreadPoolExecutor(50) as threads:
         assert all(threads.map(one, range(50)))
@@ -293,28 +290,28 @@ def test_fifty_at_once(server):
     assert server.memory() < before + 5, "MiB"
 
 
-def test_turns_are_fair_and_who_leaves_is_not_computed_for(server):
+def test_turns_are_fair_and_disconnected_clients_are_cancelled(server):
     t0 = time.perf_counter()
-    server.write(prompt="a", max_tokens=300)
+    server.generate(prompt="a", max_tokens=300)
     each = (time.perf_counter() - t0) / 300
     answer = server.begin("/generate", dict(prompt="a", max_tokens=2000))
-    answer.readline()  # it has its turn
+    answer.readline()  # it is active
     with concurrent.futures.ThreadPoolExecutor(50) as threads:
         long = threads.submit(answer.read)
-        server.write(prompt="b", max_tokens=20)
+        server.generate(prompt="b", max_tokens=20)
         assert not long.done(), "the short one waited for the long one"
         long.result()
         ask = dict(prompt="a", max_tokens=4000)
         all = list(threads.map(lambda _: server.begin("/generate", ask), range(100)))
     status, text = server.send("/generate", ask)
-    assert status == 503 and "100 texts are being written or wait" in text
-    list(map(server.leave, all))
+    assert status == 503 and "100 texts are active or waiting" in text
+    list(map(server.disconnect, all))
     t0 = time.perf_counter()
-    server.write(prompt="b", max_tokens=20)
-    assert time.perf_counter() - t0 < 4000 * each, "it waited for texts that nobody reads"
+    server.generate(prompt="b", max_tokens=20)
+    assert time.perf_counter() - t0 < 4000 * each, "it waited for the texts of disconnected clients"
 
 
-# ------------------------------------------------------------------------------------ parts by hand
+# ---------------------------------------------------------------------------------------- parts
 
 
 @pytest.mark.parametrize(
@@ -326,37 +323,37 @@ def test_turns_are_fair_and_who_leaves_is_not_computed_for(server):
         ("aé", (), 2, "a\ufffd", "length"),
     ],
 )
-def test_a_stop_is_cut_off_wherever_it_lies_in_tokens(monkeypatch, text, stops, n, shown, end):
-    def says(model, idx, n, **how):
+def test_stop_string_is_cut_off_wherever_tokens_split_it(monkeypatch, text, stops, n, shown, end):
+    def fake_generate(model, idx, n, **gen_kwargs):
         for token in [*text.encode(), 256][:n]:
             yield torch.tensor([token]), torch.eye(257)[[token]]
 
-    monkeypatch.setattr("lab.text_stream.generate", says)
-    *before, last = pieces(always(0), BYTES, [256], n, stop=stops)
+    monkeypatch.setattr("lab.inference.streaming.generate", fake_generate)
+    *before, last = stream_generate(always(0), BYTES, [256], n, stop=stops)
     assert not any(piece["end"] for piece in before) and last["end"] == end
     assert "".join(piece["text"] for piece in [*before, last]) == shown
 
 
 @pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_fast_step_and_a_used_cache_change_no_token(monkeypatch, real):
-    """The step itself; slow: compiled."""
+def test_decode_step_and_reused_cache_change_no_token(monkeypatch, real):
+    """Without torch.compile; the slow variant compiles."""
     if not real:
-        monkeypatch.setattr(generating.torch, "compile", lambda step, **how: step)
+        monkeypatch.setattr(generating.torch, "compile", lambda step, **options: step)
     for changes in [{}] if real else [{}, {"document_mask": True}, {"attention": "math"}]:
         model = noisy_gpt(**changes)
-        cache = KVCache(16, compiled(model))
+        cache = KVCache(16, compile_decode_step(model))
         for prompt in (5, 5) if real else (1, 5, 16):
             idx = torch.randint(257, (1 if real else 3, prompt))
             plain = [token.tolist() for token, _ in generate(model, idx, 24, temperature=0)]
-            how = dict(temperature=0, cache=cache)
-            assert [token.tolist() for token, _ in generate(model, idx, 24, **how)] == plain
+            cached = generate(model, idx, 24, temperature=0, cache=cache)
+            assert [token.tolist() for token, _ in cached] == plain
 
 
 @pytest.mark.gpu
-def test_the_page_is_compiled_in_its_own_thread():
-    """One graph for each cache; texts in turns do not mix."""
+def test_engine_decodes_interleaved_texts_on_a_gpu():
+    """Each cache has its own CUDA graph, so texts in turn do not mix."""
     model = noisy_gpt().cuda()
-    engine = serve.Engine(model, BYTES, fast_step(model))
+    engine = serve.Engine(model, BYTES, make_decode_step(model))
     prompts = [torch.randint(257, (1, n), device="cuda") for n in (3, 5, 8, 11)]
     plain = [[t.item() for t, _ in generate(model, idx, 40, temperature=0)] for idx in prompts]
     cache = engine.caches.get_nowait
@@ -368,27 +365,75 @@ def test_the_page_is_compiled_in_its_own_thread():
     assert written == plain
 
 
-def test_int8_is_off_by_rounding_alone():
+def test_out_of_memory_is_one_sentence_in_the_response():
+    """In each kind of response, and other errors stay what they are."""
+    pytest.importorskip("fastapi", reason="needs requirements-serve.txt")
+    from lab.tools.serve_app import create_app
+
+    model = noisy_gpt()
+    app = create_app(serve.Engine(model, BYTES), "m", ["*"])
+
+    def post(path, **body):
+        """The response's text: the app is called as uvicorn calls it."""
+        body, sent = json.dumps(body).encode(), []
+        requests = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive():
+            return requests.pop() if requests else await asyncio.sleep(60)
+
+        async def send(message):
+            sent.append(message)
+
+        headers = [(b"content-type", b"application/json"), (b"host", b"x")]
+        scope = dict(
+            type="http", method="POST", path=path, headers=headers, query_string=b"",
+            asgi={"version": "3.0", "spec_version": "2.4"},
+        )  # fmt: skip
+        asyncio.run(app(scope, receive, send))
+        return b"".join(message.get("body", b"") for message in sent).decode()
+
+    def fail_with(error):
+        def forward(*args, **kwargs):
+            raise error
+
+        model.forward = forward
+
+    fail_with(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB"))
+    for path, more in (
+        ("/generate", {}),
+        ("/v1/completions", {}),
+        ("/v1/completions", {"stream": True}),
+    ):
+        error = json.loads(post(path, prompt="a", **more).removeprefix("data: "))["error"]
+        assert error["message"].startswith("out of memory (CUDA out of memory); serve a smaller"), (
+            path
+        )
+    fail_with(RuntimeError("a bug"))
+    with pytest.raises(RuntimeError, match="a bug"):
+        post("/v1/completions", prompt="a")
+
+
+def test_int8_differs_by_rounding_only():
     model, idx = noisy_gpt(n_embd=64, vocab_multiple=8), torch.randint(257, (2, 16))
     plain = model(idx)[0]
-    assert isinstance(use_int8(model).lm_head, Int8Linear)
+    assert isinstance(quantize_linears_(model).lm_head, Int8Linear)
     error = (model(idx)[0] - plain).std() / plain.std()
     assert 0 < error < 0.05
-    shades = scored(model, BYTES, [256, *b"abc"])
-    assert [shade["text"] for shade in shades] == list("abc")
+    records = score_tokens(model, BYTES, [256, *b"abc"])
+    assert [record["text"] for record in records] == list("abc")
 
 
 # ------------------------------------------------------------------------------------ in a terminal
 
 
 def test_chat_in_the_terminal(tmp_path, ask_sample):
-    """An answer as it comes; Ctrl-C ends it and not the program."""
+    """The answer is streamed; Ctrl-C ends the answer, not the program."""
     saved(always(ord("z"), block_size=30_000), tmp_path / "log/r/model_000010.pt")
     process = ask_sample("--chat", "--max_new_tokens", 100000)
 
     def answer_begins(turn):
-        said = process.stdout
-        return said.count("\n") == turn and said.endswith("zzzzz")
+        out = process.stdout
+        return out.count("\n") == turn and out.endswith("zzzzz")
 
     for turn in (0, 1):
         process.type("hi\n")
@@ -399,7 +444,7 @@ def test_chat_in_the_terminal(tmp_path, ask_sample):
     assert process.stderr.count("[stopped]") == 2
 
 
-def test_chat_says_what_does_not_fit(tmp_path, ask_sample):
+def test_chat_reports_what_does_not_fit(tmp_path, ask_sample):
     saved(always(ord("z"), block_size=64), tmp_path / "log/r/model_000010.pt")
     process = ask_sample("--chat")
     process.type("hi\nhi\n" + "a" * 80 + "\n\n")

@@ -1,4 +1,4 @@
-"""Tuning on conversations: the preset sft, the set that ships with the project, and its measure."""
+"""Fine-tuning on conversations: the preset sft, and the chats that ship with the project."""
 
 import json
 
@@ -8,16 +8,16 @@ import torch
 import torch.nn.functional as F
 from conftest import ROOT, difference, read_run, run_python, succeed, train_here, write_shards
 
-from lab import models
-from lab.data import get_tokenizer
-from lab.run import settings
-from train_gpt2 import PRESETS
+from lab.config import parse_flags
+from lab.data.tokenizers import get_tokenizer
+from lab.registry import load_model
+from train_gpt2 import PRESETS, Trainer
 
-SHIPPED = [json.loads(line) for line in open(ROOT / "lab/data/chats.jsonl", encoding="utf-8")]
+SHIPPED = [json.loads(line) for line in open(ROOT / "examples/chats.jsonl", encoding="utf-8")]
 
 
 def loss_by_hand(model, pairs):
-    """Mean loss of the answers, each after its own question alone, by the definition."""
+    """Mean loss of the answers, each after its own question alone, from the definition."""
     encode, eot, losses = get_tokenizer("bytes").encode, 256, []
     for q, a in pairs:
         read = [eot, *encode(f"User: {q}\n\nAssistant:")]
@@ -29,12 +29,15 @@ def loss_by_hand(model, pairs):
 
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory):
-    """(folder, questions and answers, what log/few said): the run `few` in three micro-steps a
-    step, `many` in one, of a model whose shape is no preset's."""
+    """(folder, questions and answers, output of the second run).
+
+    The run `few` has 17 micro-steps of one sequence, `many` one micro-step of 17. The shape of the
+    model is not that of a preset.
+    """
     folder = tmp_path_factory.mktemp("sft")
     shape = dict(n_layer=1, n_head=4, block_size=64, document_mask=True)
     train_here(folder / "log", write_shards(folder / "data"), "base", shape, max_steps=3)
-    # one conversation a row, and answers of other lengths in each micro-step
+    # one conversation per row, and answers of different lengths in each micro-step
     pairs = [(f"What is {i:02}?", f"It is {'so ' * (i % 7)}{i}.") for i in range(20)]
     pairs[13] = "Too long?", "y" * 70
     with open(folder / "chats.jsonl", "w") as file:
@@ -49,10 +52,10 @@ def tuned(tmp_path_factory):
     return folder, pairs, said
 
 
-def test_only_answers_teach_averaged_over_the_step(tuned):
-    """In one micro-step and in seventeen, of other answers; no held-out line among them."""
+def test_only_answers_contribute_to_the_loss_averaged_over_the_step(tuned):
+    """With one micro-step and with seventeen; validation lines do not contribute."""
     folder, pairs, _ = tuned
-    base = models.load(str(folder / "log/base"))
+    base = load_model(str(folder / "log/base"))
     few, many = (read_run(folder / "log" / name) for name in ("few", "many"))
     held_out = pairs[::10]
     taught = [pair for i, pair in enumerate(pairs) if i % 10 and i != 13]
@@ -62,32 +65,38 @@ def test_only_answers_teach_averaged_over_the_step(tuned):
     assert difference(few.checkpoints[2]["model"], many.checkpoints[2]["model"]) < 1e-5
 
 
-def test_the_shape_is_that_of_the_model_it_starts_from(tuned):
+def test_shape_and_settings_follow_the_init_from_model(tuned):
     folder, _, said = tuned
     saved = json.loads((folder / "log/few/config.json").read_text())
     shape = dict(n_layer=1, n_head=4, n_embd=32, block_size=64, vocab_size=257)
-    assert not saved["model"]["document_mask"], "earlier turns are other documents"
+    assert not saved["model"]["document_mask"], (
+        "with it, earlier turns would be hidden as other documents"
+    )
     assert saved["model"] | shape == saved["model"] and saved["train"]["seq_len"] == 64
     assert "with the shape of base" in said
     flags = "--preset sft --init_from base --log_dir".split() + [str(folder / "log")]
-    _, model_config, cfg = settings.parse_flags([*flags, "--n_head", "2"], PRESETS, "")
-    assert (model_config.n_head, model_config.n_embd) == (2, 32), "what is typed stands"
-    assert cfg.val_every % cfg.ckpt_every == 0, "whichever is best is on disk"
-    assert cfg.lr == pytest.approx(2e-4 * (768 / 32) * 12**0.5, rel=1e-3), "its width and depth"
+    _, model_config, cfg = parse_flags([*flags, "--n_head", "2"], PRESETS, "", Trainer)
+    assert (model_config.n_head, model_config.n_embd) == (2, 32), (
+        "a flag overrides the init_from model"
+    )
+    assert cfg.val_every % cfg.checkpoint_every == 0, "the best step must have a checkpoint"
+    assert cfg.lr == pytest.approx(2e-4 * (768 / 32) * 12**0.5, rel=1e-3), (
+        "scaled to width and depth"
+    )
     few = "--preset sft --init_from base --data chats.jsonl --run_name x --val_tokens 3".split()
     done = run_python(ROOT / "train_gpt2.py", *few, cwd=folder)
-    assert done.returncode == 2 and "val_tokens=3 of" in done.stderr, "no answer is among them"
+    assert done.returncode == 2 and "val_tokens=3 of" in done.stderr, "they contain no answer"
     succeed("train_gpt2.py", *"--resume --run_name few --max_steps 3".split(), cwd=folder)
     assert read_run(folder / "log/few").checkpoints[3]["step"] == 3
 
 
-def test_the_shipped_set_teaches_what_its_held_out_tenth_asks():
-    """By another question: nothing that is held out stands in the other nine tenths."""
+def test_facts_of_the_held_out_chats_occur_in_the_training_chats():
+    """Asked with a different question: no held-out question is in the training chats."""
     turns = [chats.turns(chat) for chat in SHIPPED]
     assert len(SHIPPED) >= 320 and sum(len(t) > 1 for t in turns) >= 30
     assert all(chats.holds(said, fact) for t in turns for _, said, fact in t)
     asked = [json.dumps(t[-1][0]) for t in turns]
-    assert len(set(asked)) == len(asked), "a question comes twice"
+    assert len(set(asked)) == len(asked), "a question occurs twice"
     rest = [turn for i, t in enumerate(turns) if i % 10 for turn in t]
     for _, _, fact in (turn for t in turns[::10] for turn in t):
         assert any(chats.holds(said, fact) for _, said, _ in rest), fact

@@ -11,8 +11,8 @@ import time
 import pytest
 from conftest import ROOT, clean_env, driver, of_kind, read_run, wait_for, wait_for_steps
 
-from lab.run.stop import Stopped, StopSignal
-from lab.world import World
+from lab.distributed import World
+from lab.trainer.signals import GracefulStop, SignalHandler
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals of Linux and macOS")
 
@@ -34,17 +34,17 @@ def test_a_signal_ends_the_run_after_its_step_saved(tmp_path, start_training, na
     for _ in range(times):
         process.signal(getattr(signal, name))
     assert_saved_and_stopped(process, tmp_path, name)
-    assert "ends after what is in hand; Ctrl-C stops at once" in process.stderr
-    said = rf"{name}: saved after step \d+ in log/r; `.*--resume --run_name r` goes on from there"
+    assert "finishing the current step; press Ctrl-C again to quit immediately" in process.stderr
+    said = rf"{name}: saved after step \d+ in log/r; `.*--resume --run_name r` continues it"
     assert re.search(said, process.stdout)
 
 
 def test_a_second_ctrl_c_stops_at_once(tmp_path, start_training):
-    patch = "train_gpt2.Run.update = lambda run: (print('now', flush=True), time.sleep(60))"
+    patch = "train_gpt2.Trainer.train_step = lambda run: (print('now', flush=True), time.sleep(60))"
     process = start_training(program=driver(tmp_path, patch))
     wait_for(lambda: "now" in process.stdout, process)
     process.signal(signal.SIGINT)
-    wait_for(lambda: "ends after what is in hand" in process.stderr, process)
+    wait_for(lambda: "finishing the current step" in process.stderr, process)
     process.signal(signal.SIGINT)
     assert process.wait(20) == 130 and process.stderr.endswith("train_gpt2.py: stopped\n")
     assert not list((tmp_path / "log" / "r").glob("*.pt"))
@@ -67,12 +67,12 @@ def test_ctrl_c_ends_a_program_that_imports_torch(tmp_path, program):
 def test_which_signals_are_heard_and_given_back():
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
-    with StopSignal(World()) as stop:
+    with SignalHandler(World()) as stop:
         os.kill(os.getpid(), signal.SIGHUP)
         stop.check()  # nobody asked
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGTERM)
-        with pytest.raises(Stopped, match="SIGTERM"):
+        with pytest.raises(GracefulStop, match="SIGTERM"):
             stop.check()
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
@@ -92,7 +92,7 @@ os.replace = replace"""
 def test_a_killed_run_leaves_whole_checkpoints_and_resumes(tmp_path, start_training, run_train):
     """Killed while one is written, as training goes on until the next one, which waits. What is made
     again is the same to the bit."""
-    process = start_training("--ckpt_every", 4, program=driver(tmp_path, HANGS))
+    process = start_training("--checkpoint_every", 4, program=driver(tmp_path, HANGS))
     wait_for_steps(process, tmp_path / "log" / "r", 12)
     time.sleep(0.5)
     process.kill()

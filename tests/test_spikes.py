@@ -1,4 +1,4 @@
-"""Spikes of the gradient: found at their step alone, noted, left out to the bit, made again."""
+"""Gradient spikes: detected at their step only, reported, skipped exactly, replayed."""
 
 import json
 import math
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lab.device import Precision
+from lab.precision import Precision
 
 from conftest import (  # isort: skip
     ROOT, TINY_RUN, differing_parts, driver, equal_bits, finished, of_kind, read_run, run_python,
@@ -20,20 +20,20 @@ from test_speedrun import FLAGS as SPEEDRUN
 
 import train_gpt2
 from lab.cli import RunError, UserError
-from lab.data import get_tokenizer
-from lab.run.folder import read_config
-from lab.run.spikes import LEAST, score
+from lab.config_file import read_config
+from lab.data.tokenizers import get_tokenizer
+from lab.distributed import World
 from lab.tools import replay
-from lab.world import World
+from lab.trainer.health import MIN_HISTORY, robust_zscore
 
-STEP = 41  # whose data, or gradient, is bad
+STEP = 41  # the step with bad data or a bad gradient
 # 8 sequences of 16 tokens a step, in the order on disk
-CALM = dict(max_steps=50, total_batch_size=128, shuffle=False, lr=1e-2, ckpt_every=30)
+CALM = dict(max_steps=50, total_batch_size=128, shuffle=False, lr=1e-2, checkpoint_every=30)
 
 
 @pytest.fixture
 def bad_shards(tmp_path):
-    """Counting, but for 80 tokens of the step STEP, which are any."""
+    """Shards that count up, except for 80 random tokens in step STEP."""
     folder = write_shards(tmp_path / "bad", sizes=(9000,))
     path = folder / "x_train_000000.npy"
     tokens, start = np.load(path), (STEP - 1) * 128 + 20
@@ -53,19 +53,19 @@ def spike_steps(run, *fields):
 
 
 def plant(monkeypatch, factor, *steps):
-    """The gradients of these steps (STEP) are so many times as long."""
-    real = train_gpt2.Run.clip_grad_norm
+    """Multiply the gradients of these steps (default: STEP) by factor."""
+    real = train_gpt2.Trainer.clip_grad_norm
 
     def planted(run, max_norm):
         if run.step + 1 in (steps or (STEP,)):
             torch._foreach_mul_([p.grad for p in run.raw_model.parameters()], factor)
         return real(run, max_norm)
 
-    monkeypatch.setattr(train_gpt2.Run, "clip_grad_norm", planted)
+    monkeypatch.setattr(train_gpt2.Trainer, "clip_grad_norm", planted)
 
 
 def leave_out(monkeypatch, step=STEP):
-    """The optimizer is not called at one step."""
+    """Do not call the optimizer at one step."""
     calls, real = [], torch.optim.AdamW.step
 
     def some(optimizer, closure=None):
@@ -75,32 +75,34 @@ def leave_out(monkeypatch, step=STEP):
     monkeypatch.setattr(torch.optim.AdamW, "step", some)
 
 
-def test_score_is_the_distance_from_the_median_in_deviations():
+def test_zscore_counts_deviations_from_the_median():
     logs = torch.from_numpy(np.random.default_rng(0).normal(1.0, 0.3, 99))
-    logs[:5] = 50.0  # outliers move neither
-    z, usual = score(torch.tensor(4.0).double().exp(), logs)
+    logs[:5] = 50.0  # outliers move neither median nor deviation
+    z, usual = robust_zscore(torch.tensor(4.0).double().exp(), logs)
     assert usual.log() == pytest.approx(1.0, abs=0.1)
     assert z == pytest.approx((4.0 - 1.0) / 0.3, rel=0.2)
     # all the same: the smallest deviation counts, or rounding would be a spike
-    assert score(torch.tensor(2.0), torch.zeros(LEAST))[0] == pytest.approx(math.log(2) / 0.1)
-    assert score(torch.tensor(1e9), torch.zeros(LEAST - 1))[0] == 0
+    assert robust_zscore(torch.tensor(2.0), torch.zeros(MIN_HISTORY))[0] == pytest.approx(
+        math.log(2) / 0.1
+    )
+    assert robust_zscore(torch.tensor(1e9), torch.zeros(MIN_HISTORY - 1))[0] == 0
     for bad in (math.inf, math.nan):
-        assert score(torch.tensor(bad), torch.zeros(0))[0] == math.inf
+        assert robust_zscore(torch.tensor(bad), torch.zeros(0))[0] == math.inf
 
 
 @pytest.mark.parametrize("on_spike", ["record", "continue"])
-def test_bad_data_is_found_noted_and_made_again(
+def test_bad_data_is_detected_reported_and_replayed(
     tmp_path, bad_shards, monkeypatch, capsys, on_spike
 ):
-    """At its step alone, also where a calm part of the run is made again; to the bit."""
-    grads, real = {}, train_gpt2.Run.clip_grad_norm
+    """The replay starts from a snapshot or a checkpoint, and repeats the step exactly."""
+    grads, real = {}, train_gpt2.Trainer.clip_grad_norm
 
     def noting(run, max_norm):
         if run.step + 1 == STEP and not grads:
             grads.update({n: p.grad.norm().item() for n, p in run.raw_model.named_parameters()})
         return real(run, max_norm)
 
-    monkeypatch.setattr(train_gpt2.Run, "clip_grad_norm", noting)
+    monkeypatch.setattr(train_gpt2.Trainer, "clip_grad_norm", noting)
     run = train_here(tmp_path, bad_shards, "r", on_spike=on_spike, **CALM)
     (event,), spike = of_kind(run, "spike"), spike_file(run.dir)
     assert (event["step"], event["norm"]) == (STEP, run.norms[STEP - 1])
@@ -111,7 +113,7 @@ def test_bad_data_is_found_noted_and_made_again(
     assert [s["at"] for s in spike["sequences"]] == places
     tokens = np.load(bad_shards / "x_train_000000.npy")[STEP * 128 - 16 : STEP * 128]
     assert spike["sequences"][-1]["text"] == get_tokenizer("bytes").decode(tokens.tolist())
-    assert "usually" in capsys.readouterr().out
+    assert "gradient norm" in capsys.readouterr().out
 
     show = mock.Mock(side_effect=replay.show)
     monkeypatch.setattr(replay, "show", show)
@@ -122,21 +124,21 @@ def test_bad_data_is_found_noted_and_made_again(
     assert {*np.argsort(each)[-5:]} == {1, 2, 3, 4, 5}, "those with the bad tokens"
     said = capsys.readouterr().out
     begun = "spike_000041.pt" if on_spike == "record" else "model_000030.pt"
-    assert f"from {begun}; on cpu, fp32" in said and "the spike comes back" in said
+    assert f"from {begun}; on cpu, fp32" in said and "the spike was reproduced" in said
     worst = said.partition("largest first\n")[2].split()
     assert float(worst[0]) == round(max(each), 4) and worst[1] == places[np.argmax(each)]
 
 
-def test_leaving_out_everything_ends_the_run(tmp_path, shards):
-    """Weights that give no finite loss any more are not what skip is for."""
+def test_skipping_every_update_ends_the_run(tmp_path, shards):
+    """If no update gives a finite loss any more, skipping stops."""
     how = dict(on_spike="skip", lr=1e12, min_lr=0.0, warmup_steps=0, max_steps=60)
     with pytest.raises(RunError, match="the loss is nan at step 12"):
         train_here(tmp_path, shards, "r", **how)
 
 
 @pytest.mark.parametrize("factor, step", [(1000.0, STEP), (math.inf, STEP), (math.nan, 1)])
-def test_a_spike_is_left_out_to_the_bit(tmp_path, shards, monkeypatch, factor, step):
-    """As if the optimizer had not been called: weights, moments, counts. The data is passed over."""
+def test_a_skipped_update_changes_nothing(tmp_path, shards, monkeypatch, factor, step):
+    """As if the optimizer had not been called: weights, moments, step counts. The data is consumed."""
     with monkeypatch.context() as patched:
         plant(patched, factor, step)
         skipped = train_here(tmp_path, shards, "skip", on_spike="skip", **CALM)
@@ -152,15 +154,17 @@ def test_a_spike_is_left_out_to_the_bit(tmp_path, shards, monkeypatch, factor, s
 
 def test_a_norm_that_is_not_finite_stops_the_run(tmp_path, shards, monkeypatch):
     plant(monkeypatch, math.inf)
-    with pytest.raises(RunError, match="gradient norm is (inf|nan) at step 41; the run stops"):
-        train_here(tmp_path, shards, "r", **CALM | dict(ckpt_every=1, keep_last=1))
+    with pytest.raises(
+        RunError, match="gradient norm is (inf|nan) at step 41; .* keeps .*model_000040.pt"
+    ):
+        train_here(tmp_path, shards, "r", **CALM | dict(checkpoint_every=1, keep_last=1))
     assert [p.name for p in (tmp_path / "r").glob("model_*.pt")] == ["model_000040.pt"]
-    assert not math.isfinite(spike_file(tmp_path / "r")["norm"])
+    assert spike_file(tmp_path / "r")["norm"] is None, "JSON has no inf"
 
 
 def test_stop_ends_with_status_1_and_the_run_goes_on(tmp_path, bad_shards):
     """Also a resumed run, which has seen few norms itself, meets the spike."""
-    flags = "--max_steps 50 --no_shuffle --lr 1e-2 --ckpt_every 15 --on_spike stop".split()
+    flags = "--max_steps 50 --no_shuffle --lr 1e-2 --checkpoint_every 15 --on_spike stop".split()
 
     def train(status, *flags):
         done = run_python(ROOT / "train_gpt2.py", *flags, cwd=tmp_path)
@@ -172,12 +176,12 @@ def test_stop_ends_with_status_1_and_the_run_goes_on(tmp_path, bad_shards):
     assert "keeps model_000015.pt, model_000030.pt" in said
     assert "at step 41" in train(1, "--resume").stderr
     done = train(0, "--resume", "--on_spike", "skip")
-    assert "its update is left out; `" in done.stdout, done.stderr
+    assert "update skipped; repeat it with `" in done.stdout, done.stderr
     run = read_run(tmp_path / "log" / "r")
     assert run.checkpoints[50]["optimizer"]["state"][0]["step"] == 49
 
 
-def test_a_norm_that_fp16s_scaler_makes_infinite_is_no_spike(tmp_path, shards, monkeypatch):
+def test_an_overflow_of_the_fp16_scaler_is_no_spike(tmp_path, shards, monkeypatch):
     """It seeks its scale from above; and norms of parameters are without the scale."""
 
     class Scaled(Precision):
@@ -185,19 +189,19 @@ def test_a_norm_that_fp16s_scaler_makes_infinite_is_no_spike(tmp_path, shards, m
             super().__init__(*args)
             self.scaler = torch.amp.GradScaler("cpu", init_scale=3e38, backoff_factor=1e-30)
 
-    monkeypatch.setattr(train_gpt2.device, "Precision", Scaled)
+    monkeypatch.setattr(train_gpt2, "Precision", Scaled)
     plant(monkeypatch, 1000.0)
     run = train_here(tmp_path, shards, "r", **CALM)
-    assert not math.isfinite(run.norms[0]) and math.isfinite(run.norms[9])
+    assert run.norms[0] is None and math.isfinite(run.norms[9])
     assert spike_steps(run) == [(STEP,)]
     parts = math.hypot(*spike_file(run.dir)["norms"].values())  # taken before the plant
     assert 1000 * parts == pytest.approx(run.norms[STEP - 1], rel=1e-4)
-    with pytest.raises(UserError, match="on_spike=skip does not go with precision=fp16"):
+    with pytest.raises(UserError, match="on_spike=skip does not work with precision=fp16"):
         train_here(tmp_path, shards, "s", on_spike="skip", **CALM)
 
 
-def test_a_series_leaves_the_files_of_its_first(tmp_path, shards, monkeypatch, capsys):
-    """And what neither data nor weights made does not come back."""
+def test_a_series_of_spikes_writes_files_for_the_first_only(tmp_path, shards, monkeypatch, capsys):
+    """A spike caused by neither data nor weights is not reproduced."""
     with monkeypatch.context() as patched:
         plant(patched, 1000.0, STEP, STEP + 1, STEP + 5, 60)
         how = CALM | dict(max_steps=61, keep_last=1, on_spike="record")
@@ -207,7 +211,7 @@ def test_a_series_leaves_the_files_of_its_first(tmp_path, shards, monkeypatch, c
     left = sorted(p.name for p in run.dir.glob("spike_*"))
     assert left == [first, last, "spike_000060.pt"]
     replay.main([str(run.dir / "spike_000060.pt"), "--device", "cpu"])
-    assert "the spike does not come back: usual is " in capsys.readouterr().out
+    assert "the spike was not reproduced" in capsys.readouterr().out
 
 
 def test_a_calm_run_has_no_spike(tmp_path):
@@ -223,8 +227,8 @@ def test_a_calm_run_has_no_spike(tmp_path):
     "wrong, sentence",
     [
         ("{", "is damaged"), ("[]", "is damaged"), (dict(step="1"), "is damaged"),
-        (dict(program="none"), "unknown program"), (dict(step=10**9), "the run has 19073"),
-        (dict(model={"n_layer": 10**6}), "must be from 1 to 4096"),
+        (dict(program="none"), "unknown program"), (dict(step=10**9), "the run has 19073 steps"),
+        (dict(model={"n_layer": 10**6}), "n_layer=1000000 must be a whole number, from 1 to 4096"),
     ],
 )  # fmt: skip
 def test_a_spike_file_of_wrong_values_is_one_sentence(tmp_path, wrong, sentence):
@@ -247,7 +251,7 @@ torch.amp.GradScaler.scale = scale
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "zero1", "fsdp2"])
-def test_processes_leave_out_the_same_update(tmp_path, shards, start_two, monkeypatch, parallel):
+def test_all_ranks_skip_the_same_update(tmp_path, shards, start_two, monkeypatch, parallel):
     flags = f"--max_steps 50 --no_shuffle --parallel {parallel} --on_spike skip".split()
     finished(start_two(*flags, program=driver(tmp_path, PLANTED)))
     two = read_run(tmp_path / "log" / "r")
@@ -257,26 +261,36 @@ def test_processes_leave_out_the_same_update(tmp_path, shards, start_two, monkey
     assert (len(spike["norms"]), (two.dir / "spike_000041.pt").exists()) == {
         "ddp": (28, True), "zero1": (0, True), "fsdp2": (0, False)}[parallel]  # fmt: skip
     leave_out(monkeypatch)
-    same = CALM | dict(lr=1e-3, beta2=0.99, batch_size=8, ckpt_every=0)
+    same = CALM | dict(lr=1e-3, beta2=0.99, batch_size=8, checkpoint_every=0)
     one = train_here(tmp_path, shards, "one", **same)
     assert one.losses == pytest.approx(two.losses, abs=1e-5)
-    losses, *_ = replay.step_again(*made_before(two.dir))
+    losses, *_ = replay.repeat_step(trainer_before(two.dir))
     assert losses == pytest.approx(spike["losses"], abs=1e-5)
 
 
-def made_before(run_dir, device="cpu"):
-    """The Run as it was before its spike, and its Spikes."""
+def trainer_before(run_dir, device="cpu"):
+    """The trainer as it was before its spike."""
     settings = read_config(run_dir, train_gpt2.GPTConfig, train_gpt2.TrainConfig)[:2]
     file = run_dir / "spike_000041.json"
-    return replay.before(file, spike_file(run_dir), train_gpt2, *settings, World(device))[:2]
+    return replay.trainer_before(file, replay.read_spike(file), *settings, World(device))[0]
 
 
 @pytest.mark.parametrize("name", ["bert", "speedrun"])
-def test_other_programs_steps_are_made_again(tmp_path, shards, texts, name):  # noqa: F811
+def test_spikes_of_other_programs_are_replayed(tmp_path, shards, texts, name):  # noqa: F811
     """With masks that are drawn, and with other optimizers; from the weights and from the start."""
     base, data = (BERT_RUN, texts / "words") if name == "bert" else (SPEEDRUN, shards)
     program = driver(tmp_path, PLANTED, name)
-    flags = [*base, "--data", data, "--max_steps", 43, "--ckpt_every", 0, "--on_spike", "record"]
+    flags = [
+        *base,
+        "--data",
+        data,
+        "--max_steps",
+        43,
+        "--checkpoint_every",
+        0,
+        "--on_spike",
+        "record",
+    ]
     succeed(program, *flags, cwd=tmp_path)
     run_dir = tmp_path / "log" / "r"
     loss = f"{sum(spike_file(run_dir)['losses']):10.6g}"
@@ -284,7 +298,7 @@ def test_other_programs_steps_are_made_again(tmp_path, shards, texts, name):  # 
         file = run_dir / "spike_000041.json"
         said = succeed("lab", "replay", file, "--device", "cpu", cwd=tmp_path)
         assert f"loss{'':40} {loss} {loss}" in said, said
-        assert ("40 updates from the beginning" in said) != recorded
+        assert ("40 updates from the start of the run" in said) != recorded
         file.with_suffix(".pt").unlink(missing_ok=True)
 
 
@@ -292,8 +306,7 @@ def test_other_programs_steps_are_made_again(tmp_path, shards, texts, name):  # 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_copies_the_weights_before_they_change(tmp_path, bad_shards):
     run = train_here(tmp_path, bad_shards, "r", on_spike="record", device="cuda", **CALM)
-    again, guard = made_before(run.dir, "cuda")
     spike = spike_file(run.dir)
-    losses, norm, *_ = replay.step_again(again, guard)
+    losses, norm, *_ = replay.repeat_step(trainer_before(run.dir, "cuda"))
     assert losses == pytest.approx(spike["losses"], rel=1e-4)
     assert norm == pytest.approx(spike["norm"], rel=1e-3)

@@ -8,7 +8,7 @@ import pytest
 from conftest import ROOT, run_python
 
 from lab.cli import UserError
-from lab.data.tokenizers import MARK, get_tokenizer, name_of_size
+from lab.data.tokenizers import MARK, get_tokenizer, tokenizer_for_vocab_size
 
 
 @pytest.fixture(params=["bytes", "gpt2"])
@@ -20,9 +20,9 @@ def tok(request):
 
 def test_contract(tok):
     assert tok.vocab_size == tok.eot + 1 == {"gpt2": 50257, "bytes": 257}[tok.name]
-    assert name_of_size(tok.vocab_size) == tok.name
+    assert tokenizer_for_vocab_size(tok.vocab_size) == tok.name
     with pytest.raises(UserError, match="no tokenizer has 300 ids"):
-        name_of_size(300)
+        tokenizer_for_vocab_size(300)
     text = "Hello, I'm a language model, naïve\n\n  and 日本語 <|endoftext|> too"
     ids = tok.encode(text)
     assert tok.eot not in ids and tok.decode(ids) == text

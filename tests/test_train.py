@@ -17,14 +17,16 @@ from conftest import (  # isort: skip
 )  # fmt: skip
 from test_model import noisy
 
+import lab.hardware
 import train_gpt2
 from lab.cli import RunError, UserError
 from lab.data.loader import TokenLoader
 from lab.data.shards import TokenShards
-from lab.device import Precision, why_no_compile
-from lab.evals import Validation, evaluate
+from lab.distributed import World
+from lab.eval.validation import Validation, evaluate
+from lab.hardware import compile_unsupported_reason
 from lab.kernels import cross_entropy
-from lab.world import World
+from lab.precision import Precision
 from train_gpt2 import PRESETS, GPTConfig, TrainConfig, get_lr
 
 CPU = torch.device("cpu")
@@ -96,7 +98,7 @@ def test_accumulation_changes_nothing(tmp_path, shards, masked):
 
 def test_what_happens_beside_updates_changes_no_bit(tmp_path, shards):
     quiet = train_here(tmp_path, shards, "quiet", max_steps=8)
-    beside = dict(val_every=3, sample_every=2, sample_tokens=5, ckpt_every=2, timing=True)
+    beside = dict(val_every=3, sample_every=2, sample_tokens=5, checkpoint_every=2, timing=True)
     beside |= dict(on_spike="record")
     watched = train_here(tmp_path, shards, "watched", max_steps=8, **beside)
     assert list(watched.val) == [0, 3, 6, 8] and len(watched.checkpoints) > 1
@@ -110,7 +112,7 @@ def test_what_happens_beside_updates_changes_no_bit(tmp_path, shards):
 def test_plain_and_fused_are_one_run(tmp_path, shards, monkeypatch):
     monkeypatch.setattr(cross_entropy, "SMALL", 0)
     monkeypatch.setattr(cross_entropy, "CHUNK", 24)
-    how = dict(max_steps=6, ckpt_every=3, val_every=3)
+    how = dict(max_steps=6, checkpoint_every=3, val_every=3)
     plain, fused = (train_here(tmp_path, shards, k, kernels=k, **how) for k in ("plain", "fused"))
     assert plain.losses != fused.losses == pytest.approx(plain.losses, abs=1e-5)
     assert plain.val == pytest.approx(fused.val, abs=1e-5)
@@ -128,20 +130,20 @@ def test_compiling_agrees_with_eager_and_compiles_nothing_after_warm_up(
     from torch._dynamo.utils import counters
 
     real = backend == "inductor"
-    if real and (reason := why_no_compile(CPU, GPTConfig(), Precision("fp32", CPU))):
+    if real and (reason := compile_unsupported_reason(CPU, GPTConfig(), Precision("fp32", CPU))):
         pytest.skip(f"torch.compile does not work here: {reason}")
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
-    monkeypatch.setattr(train_gpt2.device, "why_no_compile", lambda *_: "")
+    monkeypatch.setattr(lab.hardware, "compile_unsupported_reason", lambda *_: "")
     monkeypatch.setattr(cross_entropy, "SMALL", 2**26 if real else 0)
     torch._dynamo.reset()
     counters.clear()
-    graphs, update = [], train_gpt2.Run.update
+    graphs, update = [], train_gpt2.Trainer.train_step
 
     def counted(run):
         graphs.append(counters["stats"]["unique_graphs"])
         return update(run)
 
-    monkeypatch.setattr(train_gpt2.Run, "update", counted)
+    monkeypatch.setattr(train_gpt2.Trainer, "train_step", counted)
     every = 0 if real else 2  # samples have other lengths than training
     eager, compiled = (
         train_here(
@@ -169,7 +171,7 @@ def test_clipping_bounds_the_update_and_logs_the_norm_before_it(tmp_path, shards
 
 
 def test_models_that_old_torch_compiles_with_a_race_are_not_compiled(monkeypatch):
-    monkeypatch.setattr(train_gpt2.device.importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(lab.hardware.importlib.util, "find_spec", lambda name: True)
     monkeypatch.setattr(torch, "compile", lambda function: torch.ones_like)
     gpu = SimpleNamespace(type="cuda")
     monkeypatch.setattr(torch, "ones", lambda *_, device: torch.zeros(1))
@@ -177,7 +179,9 @@ def test_models_that_old_torch_compiles_with_a_race_are_not_compiled(monkeypatch
     def refused(wide, name, bf16_residual=True):
         config = GPTConfig(n_embd=wide, bf16_residual=bf16_residual)
         precision = SimpleNamespace(name=name, is_16_bit=name in ("bf16", "fp16"))
-        return "compiles so wide a model wrongly" in why_no_compile(gpu, config, precision)
+        return "miscompiles models with n_embd > 1024" in compile_unsupported_reason(
+            gpu, config, precision
+        )
 
     monkeypatch.setattr(torch, "__version__", "2.13.0")
     assert refused(1280, "fp16") and refused(1152, "bf16", bf16_residual=False)
@@ -189,7 +193,7 @@ def test_models_that_old_torch_compiles_with_a_race_are_not_compiled(monkeypatch
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_scaled_loss_makes_the_same_updates(tmp_path, shards, monkeypatch, optimizer):
     """As in fp16, by a power of two: what is clipped and added is without the factor, to the bit."""
-    settings = dict(max_steps=4, grad_clip=0.1, ckpt_every=2, optimizer=optimizer)
+    settings = dict(max_steps=4, grad_clip=0.1, checkpoint_every=2, optimizer=optimizer)
     free = train_here(tmp_path, shards, "free", **settings)
 
     class Scaled(Precision):
@@ -197,7 +201,7 @@ def test_a_scaled_loss_makes_the_same_updates(tmp_path, shards, monkeypatch, opt
             super().__init__(*args)
             self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
 
-    monkeypatch.setattr(train_gpt2.device, "Precision", Scaled)
+    monkeypatch.setattr(train_gpt2, "Precision", Scaled)
     run = train_here(tmp_path, shards, "scaled", **settings)
     assert run.losses == free.losses and run.norms == free.norms
     assert equal_bits(run.checkpoints[4]["model"], free.checkpoints[4]["model"])
@@ -222,7 +226,9 @@ def test_flags_of_the_optimizer_are_those_of_this_run(tmp_path, shards, optimize
 
 def test_a_bug_keeps_its_traceback(tmp_path, start_training):
     """A ValueError inside an update is none of the user's, and is not dressed as one."""
-    patch = "def update(run):\n    raise ValueError('a bug')\ntrain_gpt2.Run.update = update"
+    patch = (
+        "def update(run):\n    raise ValueError('a bug')\ntrain_gpt2.Trainer.train_step = update"
+    )
     process = start_training(program=driver(tmp_path, patch))
     assert process.wait() == 1 and "Traceback" in process.stderr and "error:" not in process.stderr
     assert process.stderr.rstrip().endswith("ValueError: a bug") and "in update" in process.stderr
@@ -318,14 +324,14 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, shards, run_train):
 
 def test_a_bad_last_step_is_seen(tmp_path, shards):
     """With no checkpoint to come; weights of 1e30 are still finite, what they give is not."""
-    with pytest.raises(RunError, match="the loss is nan at step 2, .*try a lower --lr"):
-        train_here(tmp_path, shards, "r", max_steps=2, lr=1e30, warmup_steps=0, ckpt_every=0)
+    with pytest.raises(RunError, match="the loss is nan at step 2 .*try a lower --lr"):
+        train_here(tmp_path, shards, "r", max_steps=2, lr=1e30, warmup_steps=0, checkpoint_every=0)
 
 
 def test_weights_that_are_not_finite_are_never_kept(tmp_path, shards):
     """A rate beyond float32 makes all weights infinite in an update whose own loss is finite."""
-    with pytest.raises(RunError, match="weights are not finite after step 1; they are not saved"):
-        train_here(tmp_path, shards, "r", max_steps=2, lr=1e39, warmup_steps=0, ckpt_every=1)
+    with pytest.raises(RunError, match="weights are not finite after step 1 and are not saved"):
+        train_here(tmp_path, shards, "r", max_steps=2, lr=1e39, warmup_steps=0, checkpoint_every=1)
     assert not list((tmp_path / "r").glob("*.pt"))
 
 

@@ -1,8 +1,9 @@
-"""Weights in and out, and that our model computes what transformers' GPT-2 does."""
+"""Loading and exporting weights, and parity with transformers' GPT-2."""
 
 import json
 import os
 import pickle
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,15 +11,17 @@ import torch
 import torch.nn.functional as F
 from conftest import ROOT, add_noise, equal_bits, run_python
 
-from lab import models, weights
 from lab.cli import UserError
-from lab.tools import export as tool
-from lab.tools.export import export
-from lab.weights import TRANSPOSED
+from lab.hf import export as hf_export
+from lab.hf.export import export
+from lab.hf.gpt2 import TRANSPOSED
+from lab.hf.load import parse_checkpoint
+from lab.program import LEGACY_PROGRAMS
+from lab.registry import init_from, load_model, resolve_source
 from train_gpt2 import GPT, GPTConfig
 
 TOLERANCE = 1e-4
-# n_layer, n_head, n_embd: heads and proportions of the published models, small
+# (n_layer, n_head, n_embd): the published models' numbers of heads and proportions, scaled down
 SHAPES = {"gpt2": (2, 12, 48), "gpt2-xl": (5, 25, 100)}
 
 
@@ -30,13 +33,14 @@ def tiny_gpt(vocab_size=101, vocab_multiple=8, **changes):
 
 
 def saved(model, path, **more):
-    """The path of a checkpoint with this model."""
+    """Save a checkpoint of this model; returns its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save({"model": model.state_dict(), "model_config": vars(model.config)} | more, path)
     return str(path)
 
 
 def tiny_transformers(shape="gpt2", vocab_size=101):
+    """A transformers GPT-2 with noise in its weights."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     n_layer, n_head, n_embd = SHAPES[shape]
@@ -48,7 +52,7 @@ def tiny_transformers(shape="gpt2", vocab_size=101):
 
 
 def equal_models(a, b):
-    """Bit by bit, pad rows aside."""
+    """Whether two models have the same bits, except in pad rows."""
     cut = {k: a.config.vocab_size for k in GPT.vocab_rows}
     a, b = a.state_dict(), b.state_dict()
     same = (torch.equal(a[k][: cut.get(k)], b[k][: cut.get(k)]) for k in a)
@@ -56,21 +60,21 @@ def equal_models(a, b):
 
 
 def pair(folder, shape="gpt2"):
-    """transformers' model with noise, and ours, read from the folder that it saved."""
+    """transformers' model, and ours loaded from the folder that it saved."""
     theirs = tiny_transformers(shape)
     theirs.save_pretrained(folder)
     return theirs, GPT.from_pretrained(str(folder))
 
 
-# ------------------------------------------------------------------ the same model as transformers'
+# ---------------------------------------------------------------------- parity with transformers
 
 
 def deviations(ours, theirs):
-    """Largest absolute differences in logits, loss and gradients."""
+    """Largest absolute differences in logits, loss and gradients: {name: difference}."""
     V = theirs.config.vocab_size
     rows = torch.randint(V, (3, 25), generator=torch.Generator().manual_seed(5))
     x, y = rows[:, :-1], rows[:, 1:]
-    their_logits = theirs(x).logits  # theirs shifts the labels itself, so its loss is of these
+    their_logits = theirs(x).logits  # its own loss would shift the labels once more
     their_loss = F.cross_entropy(their_logits.reshape(-1, V), y.reshape(-1))
     loss = ours(x, y)[1]
     loss.backward(), their_loss.backward()
@@ -107,14 +111,14 @@ def untied_head(model):
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
 
 
-WRONG = {  # a change of the model, of a parameter, or of attention
+WRONG = {  # name: what changes the model, (a parameter, its change), or arguments of attention
     "exact GELU": exact_gelu,
     "ln_1 and ln_2 swapped": swapped_norms,
     "untied head": untied_head,
     "no query bias": ("h.0.attn.c_attn.bias", lambda p: p * (torch.arange(144) >= 48)),
     "no MLP bias": ("h.0.mlp.c_fc.bias", torch.zeros_like),
     "positions shifted": ("wpe.weight", lambda p: p.roll(1, 0)),
-    "not turned": ("h.0.attn.c_proj.weight", torch.t),
+    "not transposed": ("h.0.attn.c_proj.weight", torch.t),
     "unscaled attention": dict(scale=1.0),
     "not causal": dict(is_causal=False),
 }
@@ -136,61 +140,111 @@ def test_wrong_models_are_caught(tmp_path, name, monkeypatch):
     assert max(found.values()) > 5 * TOLERANCE, f"{name} was not noticed: {found}"
 
 
-# ----------------------------------------------------------------------------------------------- in
+# ----------------------------------------------------------------------------------- loading
 
 
-def test_other_files_of_transformers(tmp_path):
-    """Several files with an index, the older pickle format, names as of the bare transformer."""
+def as_pickles(folder):
+    """Turn a folder's safetensors files, with their index if there is one, into pytorch_model.bin."""
+    from safetensors.torch import load_file
+
+    for file in folder.glob("model*.safetensors"):
+        new = file.name.replace("model", "pytorch_model").replace(".safetensors", ".bin")
+        torch.save(load_file(file), folder / new)
+        file.unlink()
+    if (index := folder / "model.safetensors.index.json").exists():
+        text = index.read_text().replace("model-", "pytorch_model-").replace(".safetensors", ".bin")
+        (folder / "pytorch_model.bin.index.json").write_text(text)
+        index.unlink()
+
+
+LAYOUTS = {  # {a file that holds the weights: files beside it that transformers ignores}
+    "model.safetensors": (
+        "model.fp16.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json",
+        "pytorch_model.bin",
+    ),
+    "model.safetensors.index.json": (
+        "model.fp16.safetensors", "model-00001-of-00099.safetensors", "pytorch_model.bin",
+    ),
+    "pytorch_model.bin": ("pytorch_model.fp16.bin", "pytorch_model.bin.index.json"),
+    "pytorch_model.bin.index.json": ("pytorch_model-00001-of-00099.bin",),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_files_read_are_those_that_transformers_reads(tmp_path, layout):
+    """The logits equal transformers' for each layout, with other weights files in the folder."""
+    from transformers import GPT2LMHeadModel
+
+    right, wrong = tmp_path / "right", tmp_path / "wrong"
+    several = layout.endswith(".index.json")
+    sizes = {"max_shard_size": "60KB"} if several else {}
+    tiny_transformers().save_pretrained(right, **sizes)
+    add_noise(tiny_transformers()).save_pretrained(wrong)
+    if layout.startswith("pytorch_model"):
+        as_pickles(right), as_pickles(wrong)
+    other = next(wrong.glob("*model.*"))
+    assert (right / layout).exists() and any(right.glob("*model-*")) == several
+    for name in LAYOUTS[layout]:
+        if name.endswith(".index.json"):
+            shard = f"other{other.suffix}"
+            shutil.copyfile(other, right / shard)
+            index = {"metadata": {}, "weight_map": {"transformer.wte.weight": shard}}
+            (right / name).write_text(json.dumps(index))
+        else:
+            shutil.copyfile(other, right / name)
+    theirs, ours = GPT2LMHeadModel.from_pretrained(right).eval(), load_model(str(right))
+    x = torch.randint(101, (2, 24))
+    assert (ours(x)[0] - theirs(x).logits).abs().max() < TOLERANCE
+    assert (ours(x)[0] - load_model(str(wrong))(x)[0]).abs().max() > 100 * TOLERANCE
+
+
+def test_weights_of_the_bare_transformer(tmp_path):
+    """The published files have no lm_head, and names without "transformer."."""
     theirs = tiny_transformers()
-    theirs.save_pretrained(tmp_path / "one")
-    theirs.save_pretrained(tmp_path / "several", max_shard_size="60KB")
+    theirs.save_pretrained(tmp_path / "whole")
     theirs.transformer.save_pretrained(tmp_path / "bare")
-    (tmp_path / "old").mkdir()
-    (tmp_path / "old/config.json").write_text((tmp_path / "one/config.json").read_text())
-    torch.save(theirs.state_dict(), tmp_path / "old/pytorch_model.bin")
-    assert len(list((tmp_path / "several").glob("*.safetensors"))) > 1
-    one = models.load(str(tmp_path / "one"))
-    for name in ("several", "bare", "old"):
-        assert equal_models(one, models.load(str(tmp_path / name))), name
+    whole, bare = (load_model(str(tmp_path / name)) for name in ("whole", "bare"))
+    assert equal_models(whole, bare)
 
 
-def test_a_run_by_each_of_its_names(tmp_path, monkeypatch):
-    """Folder, checkpoint, name, nothing for the newest; "gpt2" is OpenAI's, also beside such a run."""
+def test_a_run_is_found_by_each_of_its_names(tmp_path, monkeypatch):
+    """Folder, checkpoint, name in log/, "" for the newest; "gpt2" stays OpenAI's beside such a run."""
     monkeypatch.chdir(tmp_path)
     for seconds, name in enumerate(("gpt2", "old", "new")):
         model = tiny_gpt(n_embd=32 + 8 * seconds, vocab_size=257, document_mask=name == "new")
-        path = saved(model, tmp_path / "log" / name / "model_000010.pt", program="gpt2")
+        checkpoint = tmp_path / "log" / name / "model_000010.pt"
+        path = saved(model, checkpoint, program=LEGACY_PROGRAMS["gpt2"])
         os.utime(path, (seconds, seconds))
-    (tmp_path / "log/new/config.json").write_text("")  # broken settings do not hide the weights
+    (tmp_path / "log/new/config.json").write_text("")  # a damaged config.json does not matter
     for source in ("log/new", "log/new/model_000010.pt", "new", ""):
-        assert models.find(source) == "log/new/model_000010.pt"
-        loaded = models.load(source)
-        assert equal_bits(loaded.state_dict(), model.state_dict()), "pad rows and all"
-    assert models.find("gpt2") == "gpt2" and models.find("old") == "log/old/model_000010.pt"
+        assert resolve_source(source) == "log/new/model_000010.pt"
+        loaded = load_model(source)
+        assert equal_bits(loaded.state_dict(), model.state_dict()), "pad rows too"
+    assert resolve_source("gpt2") == "gpt2" and resolve_source("old") == "log/old/model_000010.pt"
     x = torch.randint(256, (1, 12))
-    x[0, 6] = 256  # end-of-text: what stands before it is not seen after it
+    x[0, 6] = 256  # end-of-text: later tokens must not attend to earlier ones
     other = torch.cat([(x[:, :6] + 1) % 256, x[:, 6:]], dim=1)
     assert torch.allclose(loaded(x)[0][:, 6:], loaded(other)[0][:, 6:], atol=1e-6)
 
 
 def test_files_of_an_earlier_version():
-    """Made at a3954dc; the export there is of the checkpoint."""
+    """A checkpoint made at commit a3954dc, and its export."""
     folder = ROOT / "tests/fixtures/a3954dc"
-    checkpoint, exported = models.load(str(folder / "log/old")), models.load(str(folder / "export"))
+    checkpoint, exported = load_model(str(folder / "log/old")), load_model(str(folder / "export"))
     assert equal_models(checkpoint, exported) and checkpoint.config.vocab_size == 257
 
 
-def test_start_from(tmp_path):
+def test_init_from(tmp_path):
     model = GPT(GPTConfig(2, 4, 32, 16, vocab_size=101, vocab_multiple=128))
-    models.start_from(saved(start := tiny_gpt(), tmp_path / "model.pt"), model)
+    init_from(saved(start := tiny_gpt(), tmp_path / "model.pt"), model)
     assert equal_models(start, model) and not model.lm_head.weight[101:].any()
-    said = r"n_layer=2 \(here 3\), vocab_size=101 \(here 257\); pass --n_layer 2 and --data"
-    with pytest.raises(UserError, match=said):
-        models.start_from(tmp_path / "model.pt", GPT(GPTConfig(3, 4, 32, 16, vocab_size=257)))
+    message = r"n_layer=2 \(here 3\), vocab_size=101 \(here 257\); pass --n_layer 2 and --data"
+    with pytest.raises(UserError, match=message):
+        init_from(tmp_path / "model.pt", GPT(GPTConfig(3, 4, 32, 16, vocab_size=257)))
 
 
 def test_nanogpt_file(tmp_path):
-    """model_args, names as torch.compile and DDP leave them, no biases, causal masks, pad rows."""
+    """model_args, prefixes of torch.compile and DDP, no biases, causal masks, pad rows."""
     ours = tiny_gpt(vocab_size=104, vocab_multiple=8)
     for name, p in ours.named_parameters():
         p.data *= not name.endswith("bias")
@@ -203,7 +257,7 @@ def test_nanogpt_file(tmp_path):
     for prefix in ("", "_orig_mod.module."):
         named = {prefix + k: v for k, v in state.items()}
         torch.save(file | {"model": named}, tmp_path / "ckpt.pt")
-        model = models.load(str(tmp_path / "ckpt.pt"))
+        model = load_model(str(tmp_path / "ckpt.pt"))
         assert shape.items() <= vars(model.config).items(), prefix
         assert not model.transformer.wte.weight[101:].any()
         x = torch.randint(101, (2, 16))
@@ -211,30 +265,30 @@ def test_nanogpt_file(tmp_path):
 
 
 def test_plain_state_dicts(tmp_path):
-    """64 channels a head; 50304 rows are GPT-2's vocabulary."""
+    """Without a config: 64 channels per head; 50304 rows are GPT-2's padded vocabulary."""
     ours = tiny_gpt(n_embd=128, n_head=2)
     torch.save(ours.state_dict(), tmp_path / "model.pt")
-    model = models.load(str(tmp_path / "model.pt"))
-    assert model.config.n_head == 2 and model.config.vocab_size == 104, "no file tells pad rows"
+    model = load_model(str(tmp_path / "model.pt"))
+    assert model.config.n_head == 2 and model.config.vocab_size == 104, "pad rows are unknown"
     assert equal_models(model, ours)
     state = tiny_gpt(50304, 128, n_embd=16, n_head=2).state_dict()
     config = {"n_head": 2, "vocab_size": 50304}
-    for said, ids in ((50304, 50257), (50300, 50300)):
-        config["vocab_size"] = said
-        shape, _ = weights.unpack({"model": state, "config": config}, "file")
+    for saved_size, ids in ((50304, 50257), (50300, 50300)):
+        config["vocab_size"] = saved_size
+        shape, _ = parse_checkpoint({"model": state, "config": config}, "file")
         assert shape["vocab_size"] == ids
 
 
 class Foreign:
-    """As the object that build-nanogpt pickles for its config."""
+    """Stands for the object that build-nanogpt pickles as its config."""
 
 
 def test_build_nanogpt_file_with_a_pickled_object(tmp_path):
-    """Only the object tells the heads: 64 channels a head would make it one."""
+    """n_head is in the object only; 64 channels per head would make it 1."""
     ours, config = tiny_gpt(n_head=8, vocab_multiple=1), Foreign()
     vars(config).update(n_head=8, vocab_size=101)
     torch.save({"model": ours.state_dict(), "config": config, "step": 9}, tmp_path / "model.pt")
-    model = models.load(str(tmp_path / "model.pt"))
+    model = load_model(str(tmp_path / "model.pt"))
     assert model.config.n_head == 8 and equal_models(model, ours)
 
 
@@ -253,25 +307,49 @@ def test_malicious_pickles_do_nothing(tmp_path, monkeypatch, how):
     if how == "checkpoint":
         torch.save({"model": tiny_gpt().state_dict(), "config": evil}, file)
     elif how == "pytorch_model.bin":
-        (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_head": 4, "n_embd": 32}')
+        config = dict(model_type="gpt2", n_head=4, n_embd=32, n_layer=2, n_positions=16)
+        (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 104}))
         torch.save(tiny_gpt().state_dict() | {"x": evil}, tmp_path / "pytorch_model.bin")
         file = tmp_path
     with pytest.raises(UserError):
-        models.load(str(file))
+        load_model(str(file))
     assert not Path("touched").exists()
 
 
-FOLDERS = {  # what is said of a folder that transformers has saved: what was done to it
-    "activation_function=gelu": dict(activation_function="gelu"),
-    "n_head=7 does not divide": dict(n_head=7),
+def listing(*names):
+    """Writes an index that lists these weights files."""
+    weight_map = {str(i): name for i, name in enumerate(names)}
+
+    def change(folder):
+        (folder / "model.safetensors").unlink()
+        index = json.dumps({"weight_map": weight_map})
+        (folder / "model.safetensors.index.json").write_text(index)
+
+    return change
+
+
+FOLDERS = {  # message: what is changed in config.json, or in a folder that transformers has saved
+    "activation_function=gelu in": dict(activation_function="gelu"),
+    "n_head=7 of folder does not divide": dict(n_head=7),
+    "n_layer=3 in folder/config.json must be 2": dict(n_layer=3),
+    "n_embd=96 in folder/config.json must be 48": dict(n_embd=96),
+    "n_positions=16 in folder/config.json must be 24": dict(n_positions=16),
+    "vocab_size=100 in folder/config.json must be 101": dict(vocab_size=100),
+    "vocab_size=None in folder/config.json must be 101": dict(vocab_size=None),
+    "transformers_weights=x in": dict(transformers_weights="x"),
     "model.safetensors is damaged": lambda f: os.truncate(f / "model.safetensors", 5000),
     "has no model.safetensors": lambda f: (f / "model.safetensors").unlink(),
-}  # fmt: skip
+    "there is no weights file folder/a.safetensors": listing("a.safetensors"),
+    "../a is not in its folder": listing("../a"),
+    "index.json is damaged": listing(3),
+}
 H = "transformer.h.1."
-FILES = {  # what is said of a state dict in a file: what became of it
+FILES = {  # message: what is changed in a state dict
     f"has no {H}mlp.c_fc": lambda state: state.pop(f"{H}mlp.c_fc.weight"),
-    "c_fc.bias holds numbers that": lambda state: state[f"{H}mlp.c_fc.bias"].fill_(torch.nan),
-    "lm_head.weight is sparse or": lambda s: s.update({"lm_head.weight": torch.eye(1).to_sparse()}),
+    "c_fc.bias of broken.pt holds nan": lambda state: state[f"{H}mlp.c_fc.bias"].fill_(torch.nan),
+    "lm_head.weight of broken.pt must be a dense": lambda s: s.update(
+        {"lm_head.weight": torch.eye(1).to_sparse()}
+    ),
     "checkpoint broken.pt is damaged": lambda state: state.update({3: torch.ones(4)}),
 }
 NOWHERE = {"'./x' is no file or folder": "./x", "there is no checkpoint x.pt": "x.pt"}
@@ -281,40 +359,40 @@ NOWHERE |= {
 }
 
 
-@pytest.mark.parametrize("said", [*FOLDERS, *FILES, *NOWHERE])
-def test_broken_sources_are_one_sentence(tmp_path, monkeypatch, said):
+@pytest.mark.parametrize("message", [*FOLDERS, *FILES, *NOWHERE])
+def test_broken_sources_are_one_sentence(tmp_path, monkeypatch, message):
     monkeypatch.chdir(tmp_path)
     Path("text.pt").write_text("no checkpoint")
-    source = NOWHERE.get(said, "broken.pt")
-    if said in FOLDERS:
+    source = NOWHERE.get(message, "broken.pt")
+    if message in FOLDERS:
         tiny_transformers().save_pretrained(source := "folder")
-        config, change = Path(source, "config.json"), FOLDERS[said]
+        config, change = Path(source, "config.json"), FOLDERS[message]
         if isinstance(change, dict):
             config.write_text(json.dumps(json.loads(config.read_text()) | change))
         else:
             change(Path(source))
-    elif said in FILES:
-        FILES[said](state := tiny_gpt().state_dict())
+    elif message in FILES:
+        FILES[message](state := tiny_gpt().state_dict())
         torch.save(state, source)
     with pytest.raises(UserError) as error:
-        models.load(source)
-    assert said in str(error.value) and "\n" not in str(error.value)
+        load_model(source)
+    assert message in str(error.value) and "\n" not in str(error.value)
 
 
-# ---------------------------------------------------------------------------------------------- out
+# --------------------------------------------------------------------------------- exporting
 
 
 def test_round_trip_is_bit_equal(tmp_path, capsys):
-    """Ours -> folder -> transformers -> folder -> ours; pad rows stay at home."""
+    """Ours -> folder -> transformers -> folder -> ours; pad rows are not exported."""
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
     ours = tiny_gpt(257, 128)
     export(saved(ours, tmp_path / "model.pt"), tmp_path / "sub" / "out")
     (tmp_path / "sub" / "out").rename(tmp_path / "out")
-    assert "257 ids are not GPT-2's vocabulary; they are bytes" in capsys.readouterr().out
+    assert "ids are bytes, and 256 is end-of-text" in capsys.readouterr().out
     wanted = {"config.json", "generation_config.json", "model.safetensors", "model.sha256"}
-    assert {path.name for path in (tmp_path / "out").iterdir()} == wanted, "and no tokenizer"
+    assert {path.name for path in (tmp_path / "out").iterdir()} == wanted, "no tokenizer"
     assert all(path.stat().st_mode & 0o444 == 0o444 for path in (tmp_path / "out").iterdir())
     tensors = load_file(tmp_path / "out/model.safetensors")
     assert tensors["transformer.wte.weight"].shape == (257, 32) and "lm_head.weight" not in tensors
@@ -324,7 +402,7 @@ def test_round_trip_is_bit_equal(tmp_path, capsys):
     assert (ours(x)[0] - theirs(x).logits).abs().max() < TOLERANCE
     theirs.save_pretrained(tmp_path / "theirs")
     for folder in ("out", "theirs"):
-        assert equal_models(ours, models.load(str(tmp_path / folder))), folder
+        assert equal_models(ours, load_model(str(tmp_path / folder))), folder
     export(tmp_path / "theirs", tmp_path / "again")
     one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("again", "out"))
     assert one == two
@@ -338,8 +416,11 @@ def test_exported_tokenizer_and_pipeline(tmp_path, gpt2_files):
 
     out, text = tmp_path / "out", "Hello,  I'm\n\n\tnaïve 日本語 🙂 x = [22]\r\n"
     export(saved(tiny_gpt(50257, 128, n_embd=16, n_head=2), tmp_path / "model.pt"), out)
-    weights_and_sum = {"model.safetensors", "model.sha256"}
-    assert {path.name for path in out.iterdir()} == tool.OURS | weights_and_sum
+    names = {"vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json"}
+    names |= {"config.json", "generation_config.json", "model.safetensors", "model.sha256"}
+    assert {path.name for path in out.iterdir()} == names
+    listed = (out / "model.sha256").read_text().splitlines()
+    assert {line[66:] for line in listed} == names - {"model.sha256"}
     write = pipeline("text-generation", model=str(out))
     made = write("Hello", max_new_tokens=3, do_sample=False)[0]["generated_text"]
     assert made.startswith("Hello") and len(made) > 5
@@ -351,33 +432,46 @@ def test_exported_tokenizer_and_pipeline(tmp_path, gpt2_files):
         (out / "tokenizer.json").unlink(missing_ok=True)
 
 
-def test_an_export_with_another_bit_is_refused(tmp_path):
-    """safetensors has no checksum."""
+def test_a_model_with_a_wordpiece_is_not_taken_for_bytes(tmp_path, capsys):
+    """The tokenizer is the recorded one, whatever the size of the vocabulary."""
+    model = tiny_gpt(257, tokenizer="tokenizer.json", eot_id=3)
+    export(saved(model, tmp_path / "model.pt"), tmp_path / "out")
+    assert f"copy {tmp_path}/tokenizer.json, whose [SEP] is end-of-text" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out/config.json").read_text())["eos_token_id"] == 3
+
+
+def test_a_weights_file_with_a_wrong_checksum_is_refused(tmp_path):
+    """safetensors files have no checksum of their own."""
     export(saved(tiny_gpt(), tmp_path / "model.pt"), tmp_path / "out")
     path = tmp_path / "out/model.safetensors"
     data = path.read_bytes()
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 4]))
-    with pytest.raises(UserError, match="model.safetensors is another than model.sha256 beside it"):
-        models.load(str(tmp_path / "out"))
+    with pytest.raises(
+        UserError, match="model.safetensors differs from its checksum in model.sha256"
+    ):
+        load_model(str(tmp_path / "out"))
     (tmp_path / "out/model.sha256").unlink()
-    models.load(str(tmp_path / "out"))
+    load_model(str(tmp_path / "out"))
 
 
-def test_what_a_killed_export_left_goes_with_the_next(tmp_path):
-    """The earlier one stays until then."""
+def test_a_killed_export_keeps_the_earlier_one_and_is_cleaned_up_by_the_next(tmp_path):
     export(saved(earlier := tiny_gpt(), tmp_path / "earlier.pt"), tmp_path / "out")
     source = saved(model := tiny_gpt(n_embd=64), tmp_path / "model.pt")
     code = f"import os, sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom pathlib import Path\n"
-    code += "from lab.tools.export import export\nPath.chmod = lambda *_: os.kill(os.getpid(), 9)\n"
+    code += "from lab.hf.export import export\nPath.chmod = lambda *_: os.kill(os.getpid(), 9)\n"
     killed = run_python("-c", f"{code}export({source!r}, Path('out'))", cwd=tmp_path)
     assert killed.returncode == -9 and (tmp_path / ".out.part/model.safetensors").exists()
-    assert equal_models(models.load(str(tmp_path / "out")), earlier)
+    assert equal_models(load_model(str(tmp_path / "out")), earlier)
     export(source, tmp_path / "out")
-    assert equal_models(models.load(str(tmp_path / "out")), model)
+    assert equal_models(load_model(str(tmp_path / "out")), model)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["earlier.pt", "model.pt", "out"]
 
 
-def test_export_replaces_exports_alone(tmp_path, monkeypatch):
+def contents(folder):
+    return {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")}
+
+
+def test_export_replaces_only_earlier_exports(tmp_path, monkeypatch):
     """An empty folder or an earlier export; never another model, a run, another folder, a file."""
     monkeypatch.chdir(tmp_path)
     source = saved(tiny_gpt(), tmp_path / "log/a/model_000005.pt")
@@ -385,10 +479,45 @@ def test_export_replaces_exports_alone(tmp_path, monkeypatch):
     (tmp_path / "mine").mkdir()
     for _ in range(2):
         export(source, "mine")
-    (tmp_path / "mine/notes.txt").write_text("mine")
     tiny_transformers().save_pretrained(tmp_path / "theirs")
-    before = sorted(tmp_path.rglob("*"))
-    for out in ("theirs", "mine", "log/a", "log", source):
-        with pytest.raises(UserError, match="is not a new folder, nor an earlier export"):
+    before = contents(tmp_path)
+    for out in ("theirs", "log/a", "log", source):
+        with pytest.raises(UserError, match="must be a new or empty folder, or an earlier export"):
             export(source, out)
-    assert sorted(tmp_path.rglob("*")) == before
+    assert contents(tmp_path) == before
+
+
+def test_export_never_deletes_a_file_of_the_user(tmp_path, capsys):
+    """Files that no export wrote, whatever their names, and exported ones that were changed since."""
+    source, out = saved(tiny_gpt(), tmp_path / "model.pt"), tmp_path / "out"
+    for name in ("model_card.md", "models/notes.txt", "merges.txt", "vocab.json", "README.md"):
+        export(source, out)
+        (out / name).parent.mkdir(exist_ok=True)
+        (out / name).write_text("mine")
+        before = contents(out)
+        first = out / Path(name).parts[0]
+        with pytest.raises(
+            UserError, match=f"{first} would be deleted, but is not among the exported"
+        ):
+            export(source, out)
+        assert contents(out) == before and len(list(tmp_path.iterdir())) == 2, "no part is left"
+        shutil.rmtree(out)
+    export(source, out)
+    (out / "generation_config.json").write_text("{}")
+    with pytest.raises(UserError, match="generation_config.json would be deleted, but was changed"):
+        export(source, out)
+    (out / "model.sha256").unlink()  # without it nothing is known to be exported
+    with pytest.raises(UserError, match="config.json would be deleted, but is not among"):
+        export(source, out)
+
+
+def test_a_model_that_computes_something_else_is_not_exported(tmp_path, monkeypatch):
+    """For example one with GELU by erf, whose relative difference is 1e-4 or less."""
+    source = saved(tiny_gpt(n_layer=6), tmp_path / "model.pt")
+    load = hf_export.load_model
+    monkeypatch.setattr(
+        hf_export, "load_model", lambda path: exact_gelu(model := load(path)) or model
+    )
+    with pytest.raises(UserError, match="computes something else than GPT-2 .its logits differ by"):
+        export(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -1,5 +1,4 @@
-"""Conversations as tokens, for fine-tuning and for sampling: a plain-text form that GPT-2's
-vocabulary can write.
+"""Conversations as tokens, for fine-tuning and sampling, written as plain text:
 
     <|endoftext|>System: You are brief.
 
@@ -11,68 +10,116 @@ vocabulary can write.
 
     Assistant: Eight.<|endoftext|>
 
-A model learns what stands after "Assistant:", up to and with the end-of-text that ends each answer,
-so a sampler stops there as it does after a document. No token is added to the vocabulary. Because
-answers end in end-of-text, a model that is fine-tuned on several turns must not hide what lies
-before one (leave the trainer's document mask off).
+A model learns the text after "Assistant:" including the end-of-text that ends each answer, so
+sampling stops there as it does after a document. No token is added to the vocabulary. Because
+answers end in end-of-text, a model that is fine-tuned on several turns must be trained without the
+document mask, which would hide the earlier turns.
+
+A source is a JSONL file in OpenAI's fine-tuning format, one conversation per line under "messages":
+
+- An assistant turn with `"weight": 0` is context: it is read, but does not contribute to the loss.
+- An assistant turn with "tool_calls" or "function_call" (its "content" may be null or empty) is an
+  answer that this plain text cannot express. The line is refused with an error that has its number,
+  and so is a line with the role "tool" or "function".
+- Any other blank answer would teach the model to say nothing. The whole conversation is skipped and
+  counted in the manifest as `no_answer`, and so is one in which no turn contributes to the loss.
 """
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from lab.cli import ROOT, UserError, progress
-from lab.data.shards import sha256_of
+from lab.data.manifest import (
+    Manifest,
+    check_manifest_matches,
+    init_output_dir,
+    load_partial_manifest,
+    new_manifest,
+    sha256_of,
+    write_manifest,
+)
+from lab.data.shards import save_shard
 from lab.data.sources import HUB, File, all_units, local_files, records_of
-from lab.data.tokenizers import get_tokenizer
-from lab.data.writer import begin, begun, check_same, new_manifest, save_shard, write_manifest
-from lab.files import only_writer
+from lab.data.tokenizers import Tokenizer, get_tokenizer
+from lab.files import dir_lock
 
 ROLES = {"system": "System:", "user": "User:", "assistant": "Assistant:"}
 
 
-def render_chat(messages, tokenizer, answer=False, where="messages"):
-    """Ids (uint16) of a conversation and its mask (uint8; 1: this token is to be learnt).
+def render_chat(
+    messages: Any,
+    tokenizer: Tokenizer,
+    add_generation_prompt: bool = False,
+    where: str = "messages",
+) -> tuple[np.ndarray, np.ndarray]:
+    """Ids (uint16) of a conversation and its loss mask (uint8; 1: contributes to the loss).
 
-    `messages` is a list of {"role": "system" | "user" | "assistant", "content": text}. With
-    `answer` the ids end in "Assistant:", ready for the model to go on. Raises UserError for
-    anything else, which begins with `where` the conversation comes from.
+    messages: list of {"role": "system" | "user" | "assistant", "content": text}; an assistant turn
+    may have "weight" 0 or 1. add_generation_prompt: end in "Assistant:", ready for the model to
+    answer. Raises UserError, beginning with `where`, for anything else.
     """
-    parts, gap = [([tokenizer.eot], 0)], ""  # (ids, 1 if they are to be learnt)
-    for message in messages if messages and isinstance(messages, list) else [messages]:
-        message = message if isinstance(message, dict) else {}
-        role, content = message.get("role"), message.get("content")
-        if role not in list(ROLES) or not isinstance(content, str):
-            wrong = f"content {content!r:.60}" if role in list(ROLES) else f"role {role!r:.60}"
-            raise UserError(
-                f"{where}: no conversation, with {wrong}: wanted is a list of objects, "
-                f'"role" one of {", ".join(ROLES)} and "content" a text'
-            )
-        text = " " + content.strip()
+    parts, gap = [([tokenizer.eot], 0)], ""  # (ids, mask)
+    for message in messages if messages and isinstance(messages, list) else [None]:
+        role, text, weight = check_message(message, where)
+        text = " " + text.strip()
         if role == "assistant":
             parts.append((tokenizer.encode(gap + ROLES[role]), 0))
-            parts.append(([*tokenizer.encode(text), tokenizer.eot], 1))
+            parts.append(([*tokenizer.encode(text), tokenizer.eot], weight))
         else:
             parts.append((tokenizer.encode(gap + ROLES[role] + text), 0))
         gap = "\n\n"
-    if answer:
+    if add_generation_prompt:
         parts.append((tokenizer.encode(gap + ROLES["assistant"]), 0))
     ids = np.concatenate([np.array(new, np.uint16) for new, _ in parts])
-    return ids, np.concatenate([np.full(len(new), learn, np.uint8) for new, learn in parts])
+    return ids, np.concatenate([np.full(len(new), mask, np.uint8) for new, mask in parts])
 
 
-OPEN = 32  # rows that are looked at for room
+def check_message(message: Any, where: str) -> tuple[str, str, int]:
+    """(role, content, weight) of a message. Raises UserError if one of them is not usable."""
+    message = message if isinstance(message, dict) else {}
+    role, content, weight = message.get("role"), message.get("content"), message.get("weight")
+    if message.get("tool_calls") or message.get("function_call"):
+        raise UserError(
+            f"{where}: a message has a tool call, which this plain-text form cannot express; "
+            "remove the conversation, or write the call as text in content"
+        )
+    if role not in list(ROLES) or not isinstance(content, str):
+        value = f"content {content!r:.60}" if role in list(ROLES) else f"role {role!r:.60}"
+        raise UserError(
+            f'{where}: {value} in a message, but a conversation must be a list of objects, "role" '
+            f'one of {", ".join(ROLES)} and "content" a text; correct or remove it'
+        )
+    if weight not in (None, 0, 1):
+        raise UserError(
+            f"{where}: weight {weight!r:.60} of a message must be 0 (context only) or 1 (learned); "
+            "correct or remove it"
+        )
+    return role, content, 1 if weight is None else int(weight)
 
 
-def pack_rows(chats, context: int, eot: int):
-    """Conversations (ids, mask) as rows: each goes into the fullest of the last rows with room.
+def has_blank_answer(messages: list[dict]) -> bool:
+    """Whether an assistant turn that would contribute to the loss is blank."""
+    answers = (m for m in messages if m["role"] == "assistant" and m.get("weight") != 0)
+    return any(not m["content"].strip() for m in answers)
 
-    Returns ids and mask of all rows (rows, context), filled up with end-of-text that is not
-    learnt, and the number of conversations in each. None of them may be longer than a row.
+
+PACK_WINDOW = 32  # number of rows that are searched for space
+
+
+def pack_rows(
+    chats: Iterable[tuple[np.ndarray, np.ndarray]], context: int, eot: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Pack conversations (ids, mask) into rows: each goes into the fullest recent row with space.
+
+    Returns ids and mask of all rows (rows, context), padded with end-of-text of mask 0, and the
+    number of conversations in each row. No conversation may be longer than a row.
     """
     rows = []  # [ids, mask, conversations] of each
     for ids, mask in chats:
-        fitting = [row for row in rows[-OPEN:] if len(row[0]) + len(ids) <= context]
+        fitting = [row for row in rows[-PACK_WINDOW:] if len(row[0]) + len(ids) <= context]
         if fitting:
             row = max(fitting, key=lambda row: len(row[0]))
             row[:] = np.append(row[0], ids), np.append(row[1], mask), row[2] + 1
@@ -85,100 +132,119 @@ def pack_rows(chats, context: int, eot: int):
     return all_ids, all_masks, np.array([row[2] for row in rows])
 
 
-def lines_of(files):
-    """(where it is, the dict) of every line of JSONL files."""
+def lines_of(files: list[File]) -> Iterator[tuple[str, dict]]:
+    """("<file>, line <number>", the object) of every line of JSONL files."""
     return (line for unit in all_units(files, "messages") for line in records_of(unit))
 
 
 def is_chat(files: list[File], column: str) -> bool:
-    """Whether the first line of JSONL files here is a conversation and not a text."""
+    """Whether these are local JSONL files whose first line is a conversation and not a text."""
     if files[0].kind != "jsonl" or files[0].path.startswith(HUB):
         return False
     _, first = next(lines_of(files), ("", {}))
     return isinstance(first.get("messages"), list) and not isinstance(first.get(column), str)
 
 
-def build_chat(files: list[File], out_dir, tokenizer: str, context: int, shard_tokens: int) -> dict:
-    """Conversations as rows of `context` tokens: shards, each with a mask of what is to be learnt.
+def build_chat(
+    files: list[File], out_dir: str | Path, tokenizer: str, context: int, shard_tokens: int
+) -> Manifest:
+    """Write conversations, packed into rows of `context` tokens, as shards with masks.
 
-    What is left of a row is end-of-text with mask 0. Lines 1, 11, 21 ... are validation, whatever
-    is left out elsewhere. Chat data is small: it is held in memory, and what was stopped is made
-    again. Returns the manifest.
+    Lines 1, 11, 21 ... are for validation, no matter which lines are skipped. Chat data is small,
+    so it is held in memory, and an interrupted build starts again. Returns the manifest; if it is
+    already complete, nothing is written. Raises UserError for a line that is not a conversation,
+    with its number, or if one of the splits would be empty.
     """
     if not 8 <= context <= shard_tokens:
         raise UserError(
-            f"--context {context} must be at least 8 and at most --shard_tokens {shard_tokens}"
+            f"context={context} must be at least 8 and at most shard_tokens={shard_tokens}; pass "
+            "another --context"
         )
     rows_per_shard = shard_tokens // context
     source = {"kind": "chat", "files": [[f.name, f.size, sha256_of(f.path)] for f in files]}
-    settings = dict(source=source, context=context, shard_tokens=rows_per_shard * context)
-    manifest, tok = begun(out_dir), get_tokenizer(tokenizer)
+    manifest, tok = load_partial_manifest(out_dir), get_tokenizer(tokenizer)
     if manifest:
-        check_same(out_dir, manifest, data="chat", tokenizer=tokenizer, **settings)
+        check_manifest_matches(
+            out_dir, manifest, data="chat", tokenizer=Path(tokenizer).name, source=source,
+            context=context, shard_tokens=rows_per_shard * context,
+        )  # fmt: skip
         if manifest["complete"]:
             return manifest
-    manifest = new_manifest("chat", tok, val_tokens=0, **settings)
-    lines = progress(lines_of(files), "reading", "line")
-    found = [render_chat(line.get("messages"), tok, where=where) for where, line in lines]
-    answered = [(i, ids, mask) for i, (ids, mask) in enumerate(found) if mask.any()]
-    chats = [chat for chat in answered if len(chat[1]) <= context]
-    no_answer, too_long = len(found) - len(answered), len(answered) - len(chats)
-    val, train = ([(ids, mask) for i, ids, mask in chats if bool(i % 10) == t] for t in (0, 1))
-    if not val or not train:
+    manifest = new_manifest(
+        "chat", tok, source=source, context=context, shard_tokens=rows_per_shard * context,
+        val_tokens=0,
+    )  # fmt: skip
+    splits: dict[str, list] = {"val": [], "train": []}
+    too_long = no_answer = 0
+    for i, (where, line) in enumerate(progress(lines_of(files), "reading", "line")):
+        messages = line.get("messages")
+        ids, mask = render_chat(messages, tok, where=where)
+        if not mask.any() or has_blank_answer(messages):
+            no_answer += 1
+        elif len(ids) > context:
+            too_long += 1
+        else:
+            splits["train" if i % 10 else "val"].append((ids, mask))
+    if not splits["val"] or not splits["train"]:
         raise UserError(
-            f"{files[0].path} must hold two conversations or more, one to learn from and one, of "
-            f"the lines 1, 11, 21 ..., for validation; left out: {no_answer:,} without an answer, "
-            f"{too_long:,} longer than {context} tokens (--context; in a run --seq_len)"
+            f"{files[0].path} must have a usable conversation in line 1, 11, 21 ... for validation "
+            f"and another one to train on; skipped: {no_answer:,} without an answer, {too_long:,} "
+            f"longer than {context} tokens (--context; in a run --seq_len); add conversations"
         )
-    begin(out_dir, manifest)
-    for part in (val, train):
-        ids, mask, counts = pack_rows(part, context, tok.eot)
-        size = rows_per_shard if part is train else len(ids)
+    init_output_dir(out_dir, manifest)
+    for split, chats in splits.items():
+        ids, mask, counts = pack_rows(chats, context, tok.eot)
+        size = rows_per_shard if split == "train" else len(ids)
         for i in range(0, len(ids), size):
-            here = slice(i, i + size)
-            count = int(counts[here].sum())
-            save_shard(out_dir, manifest, ids[here].ravel(), mask[here].ravel(), documents=count)
-    return write_manifest(out_dir, manifest, complete=True, too_long=too_long, no_answer=no_answer)
+            rows = slice(i, i + size)
+            count = int(counts[rows].sum())
+            save_shard(out_dir, manifest, ids[rows].ravel(), mask[rows].ravel(), documents=count)
+    manifest["too_long"], manifest["no_answer"] = too_long, no_answer
+    return write_manifest(out_dir, manifest, complete=True)
 
 
-def build_chats(path, tokenizer, context):
-    """build_chat of one .jsonl file for trainers, of which several may ask at once. Returns the
-    folder, under data/; another text has another folder."""
-    own = ROOT / path  # the project's, from any folder
-    path = own if own.exists() and not Path(path).exists() else path
-    if not Path(path).exists():
-        raise UserError(f"there is no file {path}; name another with --data")
-    name = f"{Path(path).stem}_{tokenizer}_{context}_{sha256_of(path)[:8]}"
+def build_chats(path: str, tokenizer: str, context: int) -> str:
+    """build_chat of one .jsonl file for trainers, several of which may call it at the same time.
+
+    Returns the folder, in data/; its name depends on the content of the file.
+    """
+    shipped = ROOT / path  # the project's file can be named from any folder
+    file = shipped if shipped.exists() and not Path(path).exists() else Path(path)
+    if not file.exists():
+        raise UserError(f"there is no file {file}; choose another with --data")
+    name = f"{file.stem}_{tokenizer}_{context}_{sha256_of(file)[:8]}"
     folder = Path("data", name)
-    with only_writer(folder, "", wait=True):
-        build_chat(local_files(str(path)), folder, tokenizer, context, 100_000_000)
+    with dir_lock(folder, "", wait=True):
+        build_chat(local_files(str(file)), folder, tokenizer, context, 100_000_000)
     return str(folder)
 
 
-# A model that does not end its answer goes on in another's name: there the answer ends too.
-STOPS = tuple(f"\n\n{role}" for role in ROLES.values())
+# a model that does not end its answer continues with the next speaker; the answer ends there, too
+STOP_STRINGS = tuple(f"\n\n{role}" for role in ROLES.values())
 
 
-def fit_chat(messages, tokenizer, block_size, max_new_tokens):
-    """Ids of a conversation that waits for its answer, and how many of its oldest messages had to
-    go so that the answer has room: max_new_tokens, or a quarter of the context if that is less. A
-    system message at its beginning stays.
+def truncate_chat(
+    messages: list[dict], tokenizer: Tokenizer, block_size: int, max_new_tokens: int
+) -> tuple[list[int], int]:
+    """Drop a conversation's oldest messages so that the answer fits in the context.
 
-    Raises UserError where the newest message alone is too long, or what render_chat does.
+    The answer gets space for max_new_tokens, at most a quarter of block_size. A system message at
+    the beginning stays. Returns (ids up to "Assistant:", number of dropped messages). Raises
+    UserError if the newest message alone is too long, or as render_chat does.
     """
-    room = block_size - min(max_new_tokens, block_size // 4)
-    render_chat(messages[-1:], tokenizer)  # is there one?
+    space = block_size - min(max_new_tokens, block_size // 4)
+    render_chat(messages[-1:], tokenizer)  # raises if there is no valid message
     first = messages[0].get("role") == "system" and len(messages) > 1
-    system, turns, fits = messages[:first], messages[first:], None
+    system, turns, fits, ids = messages[:first], messages[first:], None, []
     for start in reversed(range(len(turns))):
-        ids, _ = render_chat(system + turns[start:], tokenizer, answer=True)
-        if len(ids) > room:
+        ids, _ = render_chat(system + turns[start:], tokenizer, add_generation_prompt=True)
+        if len(ids) > space:
             break
         if start == 0 or turns[start]["role"] == "user":
             fits = ids.tolist(), start
     if fits is None:
         raise UserError(
-            f"the newest message takes {len(ids)} tokens with its roles, and there is room for "
-            f"{room} beside the answer; shorten it"
+            f"the newest message takes {len(ids)} tokens with its roles, but must fit in {space} "
+            "to leave space for the answer; shorten it"
         )
     return fits

@@ -1,52 +1,32 @@
-"""Attention that stays within a document, added to a model from outside.
+"""Attention masks for rows that contain several documents, used by train_gpt2.py and speedrun.py.
 
-Rows of training data are packed with documents, each led by end-of-text. Plain causal attention
-also looks at the documents before; with this mask it does not.
+Each document in a row begins with an end-of-text token. Plain causal attention lets a token see the
+documents before its own; with this mask it does not.
 """
 
+from torch import Tensor
 
-def document_mask(idx, eot, past=0):
-    """Which keys each query may look at: those of its own document that are not later.
 
-    idx (B, S) are all tokens, of which the first `past` are in a cache; the queries are the rest.
-    Returns a boolean mask (B, 1, S - past, S) for scaled_dot_product_attention.
+def document_mask(idx: Tensor, eot: int, past: int = 0) -> Tensor:
+    """Mask (B, 1, S - past, S), True where a query may see a key: same document, not a later token.
+
+    idx (B, S): all tokens. The first `past` of them are in a KV cache; the others are the queries.
     """
-    document = (idx == eot).cumsum(1)  # (B, S): each end-of-text leads one, so this numbers them
+    document = (idx == eot).cumsum(1)  # (B, S): index of each token's document
     same = document[:, past:, None] == document[:, None, :]  # (B, S - past, S)
-    return same.tril(past)[:, None]  # query i stands at past + i
+    return same.tril(past)[:, None]  # query i is at position past + i
 
 
-def before_in_mask(x, position, mask):
-    """The x of the token before each query, of all tokens' x (B, S, C): (B, T, C), 0 where there is none.
+def gather_previous_token(x: Tensor, position: Tensor, mask: Tensor) -> Tensor:
+    """x of the token before each query (B, T, C), from all tokens' x (B, S, C); 0 if there is none.
 
-    It is the one that the mask, which broadcasts to (B, 1, T, S), shows and whose position is less
-    by 1, wherever in the row it stands: HellaSwag's endings share a context. position (T,), or
-    (B, T), is of the queries.
+    The token before is the visible one whose position is one less. It may be anywhere in the row,
+    because HellaSwag's endings share a context. mask: broadcastable to (B, 1, T, S). position: of
+    the queries, (T,) or (B, T).
     """
     (B, S, C), T = x.shape, position.size(-1)
-    at = position if S == T else position.new_ones(S).cumsum(0) - 1  # of the keys
-    seen = mask.expand(B, 1, T, S)[:, 0]
-    before = seen & (at[..., None, :] == position[..., :, None] - 1)  # (B, T, S)
-    where = before.byte().argmax(-1, keepdim=True).expand(B, T, C)
-    return x.gather(1, where) * before.any(-1, keepdim=True)
-
-
-def hide_other_documents(model):
-    """Have `model` use document_mask wherever it is called without a mask and without a cache.
-
-    model: has the method `hidden`, which its forward calls, and a config whose vocab_size - 1 is
-    end-of-text. Who generates with a cache passes the mask herself: the tokens in it are not known
-    here. A subclass copies, compiles and loads like the class before: a hook does not hear of
-    hidden(), and a deep copy would go on calling a wrapped method of the original.
-    """
-
-    class Masked(type(model)):
-        __module__ = type(model).__module__  # for messages that name the program
-
-        def hidden(self, idx, position=None, mask=None, cache=None):
-            if mask is None and cache is None:
-                mask = document_mask(idx, self.config.vocab_size - 1)
-            return super().hidden(idx, position=position, mask=mask, cache=cache)
-
-    model.__class__ = Masked
-    return model
+    key_position = position if S == T else position.new_ones(S).cumsum(0) - 1
+    visible = mask.expand(B, 1, T, S)[:, 0]
+    previous = visible & (key_position[..., None, :] == position[..., :, None] - 1)  # (B, T, S)
+    index = previous.byte().argmax(-1, keepdim=True).expand(B, T, C)
+    return x.gather(1, index) * previous.any(-1, keepdim=True)

@@ -1,22 +1,44 @@
-"""The order in which training reads its tokens, from the endless stream that shards.py makes."""
+"""The data loader of train_gpt2.py, speedrun.py and bert.py: the order in which tokens are read.
+
+It reads from the endless stream of shards.py.
+"""
 
 import zlib
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from lab.cli import UserError
+from lab.data.shards import TokenShards
+from lab.distributed import World
+
+Transform = Callable[[np.ndarray, np.ndarray, int, np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
-def permute(i, n, key):
-    """Where a seeded shuffle of range(n) puts the indices i (uint64), without storing the shuffle.
+class LoaderConfig(Protocol):
+    """The settings that TokenLoader uses, see lab.config."""
 
-    Cut the bits of an index into halves and replace (left, right) by (right, left xor f(right)).
-    Whoever knows the result can undo that, whatever f is, so no two indices meet: it shuffles all
-    numbers of so many bits (a Feistel network). Four rounds mix well. What lands at n or above is
-    put in again; the shuffle's cycles come back to where they began, so one below n must follow
-    (cycle walking: Black and Rogaway 2002, method 2). The shuffle of 10 billion tokens takes no
-    memory and its state is one integer. f is splitmix64's (Steele et al. 2014).
+    seq_len: int
+    total_batch_size: int
+    shuffle: bool
+    seed: int
+    align_documents: bool
+
+
+def feistel_permutation(i: np.ndarray, n: int, key: int) -> np.ndarray:
+    """Where a seeded shuffle of range(n) puts the indices i, without storing the shuffle.
+
+    The bits of an index are cut into halves, and (left, right) becomes (right, left xor f(right)).
+    This can be undone whatever f is, so no two indices get the same result: a Feistel network,
+    which permutes all numbers of this many bits. Four rounds mix well. A result of n or more is
+    permuted again until it is below n. This must end, because repeating a permutation leads back to
+    the start, which is below n (cycle walking: Black and Rogaway 2002, method 2). So a shuffle of
+    10 billion tokens takes no memory, and its state is one integer. f is splitmix64's (Steele et
+    al. 2014).
     """
     half = np.uint64(max(1, (int(n - 1).bit_length() + 1) // 2))
     low = np.uint64((1 << int(half)) - 1)
@@ -37,168 +59,201 @@ def permute(i, n, key):
 class TokenLoader:
     """Micro-batches of the training stream.
 
-    There is one global cursor, which counts tokens: the sequences of step s are the same for any
-    number of processes and any micro-batch; those only decide who reads which. The stream is cut
-    into sequences without gaps, over shard edges and over the end of the data, where the next epoch
-    begins in mid-sequence: no token is dropped. Shuffling permutes the sequences that begin in the
-    same epoch; the one that runs over the end of the data into its beginning is among them.
+    One global cursor counts tokens, so the sequences of a step are the same for any number of
+    processes and any micro-batch size; these decide only which process reads which sequence. The
+    stream is cut into sequences without gaps, across shards and past the end of the data, where the
+    next epoch begins in mid-sequence: no token is dropped. Shuffling permutes the sequences that
+    begin in the same epoch, which include the one that runs past the end of the data.
     """
 
-    def __init__(self, shards, cfg, world, batch_size, transform=None):
-        """cfg: seq_len, total_batch_size, shuffle, seed, align_documents. batch_size: sequences.
+    def __init__(
+        self, shards: TokenShards, cfg: LoaderConfig, world: World, batch_size: int,
+        transform: Transform | None = None,
+    ):  # fmt: skip
+        """batch_size: sequences per process and micro-batch.
 
-        transform(x, y, seed, sequence_ids) -> (x, y) changes each micro-batch, as by hiding words
-        that are to be guessed. x, y: int64 arrays (B, T); sequence_ids (B,): where on the cursor
-        each sequence begins, so no two of a run are alike, also in the next epoch. It depends on
-        its arguments alone and leaves as many targets >= 0 in one sequence as in any other.
+        transform(x, y, seed, sequence_ids) -> (x, y) changes each micro-batch, for example to mask
+        words. x and y are int64 arrays (B, T); sequence_ids (B,) differ for all sequences of a run,
+        also from one epoch to the next. The result must depend on the arguments alone, and all
+        sequences must have the same number of targets >= 0.
+
+        Raises UserError if the data is too short or was packed to another seq_len, or if
+        total_batch_size cannot be divided.
         """
         self.shards, self.transform = shards, transform
         self.rank, self.world_size, self.device = world.rank, world.world_size, world.device
         self.shuffle, self.seed = cfg.shuffle, cfg.seed
-        self.position = 0  # global cursor: tokens handed out, by all processes, in whole steps
+        self.position = 0  # global cursor: tokens that all processes have read, in complete steps
         self.micro_step = 0
         self.worker = ThreadPoolExecutor(1)  # reads one micro-batch ahead while the device computes
-        self.prefetched = None  # the next micro-batch's future
+        self.prefetched: Future[tuple[Tensor, Tensor, int]] | None = None
+        self.counted: tuple[tuple | None, int] = None, 0  # (key, result) of masked_targets
         self.batch_size, self.seq_len = batch_size, seq_len = batch_size, cfg.seq_len
         context = shards.manifest.get("context")
         if len(shards) <= seq_len:
             raise UserError(
-                f"{shards.folder} has {len(shards)} training tokens, a sequence takes "
+                f"{shards.folder} has {len(shards)} training tokens, but a sequence takes "
                 f"{seq_len + 1}: add data, or pass a --seq_len smaller than {seq_len}"
             )
         if context and seq_len != context:
             raise UserError(
                 f"seq_len={seq_len} must be {context}, the length these conversations were packed "
-                f"to: pass --seq_len {context} where --block_size allows it, or give --data the .jsonl "
-                "itself, which is packed to fit"
+                f"to: pass --seq_len {context} if --block_size allows it, or pass the .jsonl file "
+                "itself as --data, which is then packed to fit"
             )
         self.aligned = shards.document_starts(seq_len) if cfg.align_documents else None
         self.total_batch_size = 0
         self.set_total_batch_size(cfg.total_batch_size)
 
-    def set_total_batch_size(self, tokens):
-        """Tokens of the steps from here on. The cursor and the size of a micro-batch stay."""
+    def set_total_batch_size(self, tokens: int) -> None:
+        """Set the tokens per step from the next step on; the cursor and micro-batch size stay."""
         if tokens == self.total_batch_size:
             return
-        assert self.micro_step == 0, "a step of another size begins between two steps"
-        self.prefetched = None  # it has the targets of a step of the other size
+        assert self.micro_step == 0, "the size of a step can change only between two steps"
+        self.prefetched = None  # it belongs to a step of the previous size
         self.total_batch_size, self.step_sequences = tokens, tokens // self.seq_len
         self.grad_accum_steps = grad_accum_steps(self, self.batch_size, self.world_size)
 
     @property
-    def sequence(self):
-        """The cursor in sequences: the number of the one with which the next step begins."""
-        return -(-self.position // self.seq_len)  # rounded up: seq_len may be another run's
+    def next_sequence(self) -> int:
+        """The cursor in sequences: the id of the first sequence of the current step.
 
-    def positions(self, numbers):
-        """Stream positions of the sequences with these numbers (int64 array) in the run."""
-        j, T, N = numbers, self.seq_len, len(self.shards)
+        Rounded up, because a resumed run may have another seq_len.
+        """
+        return -(-self.position // self.seq_len)
+
+    def sequence_offsets(self, sequence_ids: np.ndarray) -> np.ndarray:
+        """Positions in the stream (int64) at which these sequences of the run begin."""
+        j, T, N = sequence_ids, self.seq_len, len(self.shards)
         if self.aligned is not None:  # a stream of documents instead of tokens
             T, N = 1, len(self.aligned)
         epoch = j * T // N
         if self.shuffle:
             j = j.copy()
             for e in np.unique(epoch):
-                # Epoch e has the sequences that begin at tokens e N to (e + 1) N of the endless
-                # stream; -(-a // b) is a / b rounded up.
+                # Epoch e contains the sequences that begin at tokens e N to (e + 1) N of the
+                # endless stream; -(-a // b) is a / b rounded up.
                 begin, end = -(-e * N // T), -(-(e + 1) * N // T)
                 members = epoch == e
                 key = self.seed * 1_000_003 + int(e)
-                j[members] = begin + permute(j[members] - begin, end - begin, key)
+                j[members] = begin + feistel_permutation(j[members] - begin, end - begin, key)
         return j * T if self.aligned is None else self.aligned[j % N]
 
-    def numbers(self, sequence, micro_step):
-        """This process's sequences in a micro-step of the step that begins with `sequence`."""
-        first = sequence + (micro_step * self.world_size + self.rank) * self.batch_size
+    def sequence_ids(self, first_sequence: int, micro_step: int) -> np.ndarray:
+        """Ids (batch_size,) of the sequences that this process reads in a micro-step.
+
+        first_sequence: id of the first sequence of the step.
+        """
+        first = first_sequence + (micro_step * self.world_size + self.rank) * self.batch_size
         return np.arange(first, first + self.batch_size)
 
-    def micro_batch(self, sequence, micro_step):
-        """(x, y, num_targets): this process's part of a micro-step, on the CPU, and the targets of
-        the whole step, by which its loss is divided."""
-        import torch  # not above: fineweb.py does without
-
-        numbers = self.numbers(sequence, micro_step)
-        x, y = self.shards.batch(self.positions(numbers), self.seq_len)
+    def micro_batch(self, first_sequence: int, micro_step: int) -> tuple[Tensor, Tensor, int]:
+        """(x, y, num_targets) as from next_batch, but on the CPU. Arguments: see sequence_ids."""
+        ids = self.sequence_ids(first_sequence, micro_step)
+        x, y = self.shards.batch(self.sequence_offsets(ids), self.seq_len)
         num_targets = self.step_sequences * self.seq_len
         if self.transform:
-            x, y = self.transform(x, y, self.seed, numbers * self.seq_len)
+            x, y = self.transform(x, y, self.seed, ids * self.seq_len)
             targets = (y >= 0).sum(1)
-            assert (targets == targets[0]).all(), "each sequence must have as many targets"
+            assert (targets == targets[0]).all(), (
+                "all sequences must have the same number of targets"
+            )
             num_targets = self.step_sequences * int(targets[0])
         elif self.shards.masks:
-            whole = self.positions(np.arange(sequence, sequence + self.step_sequences))
-            learnt = (self.shards.learnt(int(p) + 1, self.seq_len).sum() for p in whole)
-            num_targets = max(1, int(sum(learnt)))
+            num_targets = self.masked_targets(first_sequence)
         x, y = torch.from_numpy(x), torch.from_numpy(y)
         if self.device.type == "cuda":
             x, y = x.pin_memory(), y.pin_memory()
         return x, y, num_targets
 
-    def next_batch(self):
-        """The next micro-batch on the device: x, y (batch_size, seq_len), targets of the step."""
-        if self.prefetched is None:
-            self.prefetch()
-        x, y, num_targets = self.prefetched.result()
+    def masked_targets(self, first_sequence: int) -> int:
+        """Number of targets of a step over all processes, at least 1, for data with a loss mask.
+
+        The last result is kept, so the masks are read once per step and not once per micro-step.
+        """
+        key = first_sequence, self.step_sequences, len(self.shards)
+        if self.counted[0] != key:
+            ids = np.arange(first_sequence, first_sequence + self.step_sequences)
+            masks = (
+                self.shards.loss_mask(int(offset) + 1, self.seq_len)
+                for offset in self.sequence_offsets(ids)
+            )
+            self.counted = key, max(1, sum(int(mask.sum()) for mask in masks))
+        return self.counted[1]
+
+    def next_batch(self) -> tuple[Tensor, Tensor, int]:
+        """The next micro-batch: x, y (batch_size, seq_len) on the device, and num_targets.
+
+        num_targets is the number of targets of the whole step, over all micro-steps and processes;
+        the sum of a micro-batch's losses is divided by it. Targets of -1 do not count.
+        """
+        x, y, num_targets = (self.prefetched or self.prefetch()).result()
         self.micro_step += 1
         if self.micro_step == self.grad_accum_steps:
-            self.position = (self.sequence + self.step_sequences) * self.seq_len
+            self.position = (self.next_sequence + self.step_sequences) * self.seq_len
             self.micro_step = 0
         self.prefetch()
-        to = dict(device=self.device, non_blocking=True)
-        return x.to(**to), y.to(**to), num_targets
+        x, y = x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
+        return x, y, num_targets
 
-    def prefetch(self):
-        self.prefetched = self.worker.submit(self.micro_batch, self.sequence, self.micro_step)
+    def prefetch(self) -> Future[tuple[Tensor, Tensor, int]]:
+        """Start reading the micro-batch at the cursor in the background."""
+        first = self.next_sequence
+        self.prefetched = self.worker.submit(self.micro_batch, first, self.micro_step)
+        return self.prefetched
 
-    def step_positions(self, sequence, micro_step):
-        """Names of what this process reads in a micro-step of the step that begins with `sequence`."""
-        return [
-            self.shards.where(int(p)) for p in self.positions(self.numbers(sequence, micro_step))
-        ]
+    def sequence_names(self, first_sequence: int, micro_step: int) -> list[str]:
+        """Where these sequences begin, as "<file name>:<index>", for messages. See sequence_ids."""
+        offsets = self.sequence_offsets(self.sequence_ids(first_sequence, micro_step))
+        return [self.shards.where(int(offset)) for offset in offsets]
 
-    def fingerprint(self, tokens):
-        """A checksum of the first of so many tokens."""
+    def fingerprint(self, tokens: int) -> int:
+        """CRC-32 of the first min(tokens, 2^20) tokens of the stream."""
         return zlib.crc32(self.shards.read(0, min(2**20, tokens)).tobytes())
 
-    def state_dict(self):
+    def state_dict(self) -> dict[str, Any]:
         tokens = len(self.shards)
         return {"position": self.position, "tokens": tokens, "begin": self.fingerprint(tokens)}
 
-    def load_state_dict(self, state):
-        """Go on from the step where `state` was saved, with the tokens that there were then.
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from the step at which `state` was saved, with the tokens that there were then.
 
-        Of data that has grown, another number of sequences would be shuffled: some would come
-        twice, some never. Raises UserError for fewer tokens, and for others.
+        Tokens that were added since are ignored: with another number of sequences the shuffle would
+        repeat some and omit others. Raises UserError if tokens are missing or have changed.
         """
         tokens = state["tokens"]
         if tokens > len(self.shards) or state["begin"] != self.fingerprint(tokens):
             raise UserError(
-                f"{self.shards.folder} does not begin with the {tokens:,} tokens that this run was begun "
-                f"with (it has {len(self.shards):,}, or others): leave --data out, put those back (a "
-                "fineweb.py that is not finished does so when it goes on), or begin a new run with "
-                "--init_from"
+                f"{self.shards.folder} does not begin with the {tokens:,} tokens that this run was "
+                f"begun with (it has {len(self.shards):,}, and some may differ): leave out --data, "
+                "restore those tokens (an interrupted fineweb.py does so when it continues), or "
+                "begin a new run with --init_from"
             )
         if tokens < len(self.shards):
-            self.shards.shorten(tokens)
+            self.shards.truncate(tokens)
             if self.aligned is not None:
                 self.aligned = self.shards.document_starts(self.seq_len)
         self.position, self.micro_step, self.prefetched = state["position"], 0, None
 
-    def epoch_tokens(self):
-        """Tokens that one pass over the data reads."""
+    def epoch_tokens(self) -> int:
+        """Tokens read in one epoch."""
         return len(self.shards) if self.aligned is None else len(self.aligned) * self.seq_len
 
 
-def grad_accum_steps(cfg, batch_size, world_size):
-    """Micro-steps per update. cfg: has total_batch_size and seq_len. Raises UserError where they do
-    not fit."""
+class StepSize(Protocol):
+    total_batch_size: int
+    seq_len: int
+
+
+def grad_accum_steps(cfg: StepSize, batch_size: int, world_size: int) -> int:
+    """Micro-steps per update. Raises UserError unless they add up to total_batch_size."""
     n = batch_size * cfg.seq_len * world_size
     if cfg.total_batch_size % n:
-        fits = batch_size > 1 and cfg.total_batch_size % (cfg.seq_len * world_size) == 0
-        another = ", or pass another --batch_size" if fits else ""
+        divisible = cfg.total_batch_size % (cfg.seq_len * world_size) == 0
+        hint = ", or pass another --batch_size" if batch_size > 1 and divisible else ""
         raise UserError(
             f"total_batch_size={cfg.total_batch_size} must be a multiple of batch_size * seq_len * "
             f"world_size = {batch_size} * {cfg.seq_len} * {world_size} = {n}; the next one up is "
-            f"{-(-cfg.total_batch_size // n) * n}{another}"
+            f"{-(-cfg.total_batch_size // n) * n}{hint}"
         )
     return cfg.total_batch_size // n

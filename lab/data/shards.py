@@ -1,31 +1,39 @@
-"""Token shards on disk: opening them, checking them, reading them as one endless stream.
+"""Token shards on disk: writing them, and reading all shards of a split as one endless stream.
 
-A shard is a row of uint16 token ids, as .npy (fineweb.py, build-nanogpt) or .bin (llm.c,
-modded-nanogpt), named <data>_<split>_<number>. Beside it may lie a .mask of the same name, one byte
-a token: 1 where the token is to be learnt, else 0. manifest.json says what was made.
+A shard is a one-dimensional array of uint16 token ids, as .npy (fineweb.py, build-nanogpt) or .bin
+(llm.c, modded-nanogpt), named <data>_<split>_<number>. A .mask of the same name may lie beside it,
+one byte per token: 1 if the token contributes to the loss, else 0. The builders of data write
+shards; train_gpt2.py, bert.py and lab.eval read them.
 """
 
-import hashlib
+import io
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from lab.cli import UserError, program, progress, quoted
-from lab.files import check_keys, read_json, reading
-
-# what manifest.json says
-MANIFEST = dict.fromkeys(("vocab_size", "eot", "shard_tokens", "val_tokens"), int)
-MANIFEST |= dict(complete=bool, data=str, tokenizer=str, source=dict, shards=list)
-AGAIN = "put the right one back, or delete the folder with the shards and make them again"
+from lab.cli import UserError, command_for, progress, shell_quote
+from lab.data.manifest import (
+    REBUILD_HINT,
+    Manifest,
+    ShardEntry,
+    check_file,
+    file_entry,
+    manifest_files,
+    read_manifest,
+    write_manifest,
+)
+from lab.files import atomic_write, read_errors
 
 
 @dataclass
-class Row:
-    """A file that holds one row of numbers: `length` of `dtype` from byte `offset` on.
+class ShardFile:
+    """An array in a file: `length` numbers of `dtype`, starting at byte `offset`.
 
-    It is opened for each read: memory maps of thousands of shards would exhaust the file
-    descriptors, and in a map of a file that is cut short a read ends the process.
+    The file is opened for each read: memory maps of thousands of shards would exhaust the file
+    descriptors, and reading from the map of a file that has been truncated kills the process.
     """
 
     path: Path
@@ -33,8 +41,8 @@ class Row:
     offset: int
     length: int
 
-    def read(self, start, count):
-        with reading(self.path, "shard", AGAIN):
+    def read(self, start: int, count: int) -> np.ndarray:
+        with read_errors(self.path, "shard", REBUILD_HINT):
             offset = self.offset + start * np.dtype(self.dtype).itemsize
             found = np.fromfile(self.path, self.dtype, count, offset=offset)
             if len(found) < count:
@@ -42,166 +50,187 @@ class Row:
         return found
 
 
-def open_shard(path, dtype="<u2"):
-    """The Row of a shard (or, u1, a mask): .npy, or llm.c's .bin. Raises UserError if it is
-    broken."""
-    with reading(path, "shard", AGAIN):
+def open_shard(path: Path, dtype: str = "<u2") -> ShardFile:
+    """Check the header of a shard (.npy or .bin) or of a mask (dtype "u1"), and return its array.
+
+    Raises UserError if the file is damaged.
+    """
+    with read_errors(path, "shard", REBUILD_HINT):
         if path.suffix == ".bin":  # 256 int32: magic, version, tokens, zeros; then the tokens
             header = np.fromfile(path, "<i4", 256)
             if len(header) < 256 or header[0] != 20240520 or header[1] != 1:
-                raise ValueError("a .bin of llm.c begins with 20240520, 1")
-            row, size = Row(path, "<u2", 1024, int(header[2])), path.stat().st_size
-            if size != 1024 + 2 * row.length:
-                raise EOFError(f"truncated: {row.length:,} tokens in {size:,} bytes")
+                raise ValueError("llm.c's .bin files begin with 20240520, 1")
+            file, size = ShardFile(path, "<u2", 1024, int(header[2])), path.stat().st_size
+            if size != 1024 + 2 * file.length:
+                raise EOFError(f"truncated: {file.length:,} tokens in {size:,} bytes")
         else:
             array = np.load(path, mmap_mode="r", allow_pickle=False)
             if array.dtype != dtype or array.ndim != 1:
-                wanted = f"wanted is one row of {np.dtype(dtype)}"
-                raise TypeError(f"it holds {array.dtype} of shape {array.shape}, {wanted}")
-            row = Row(path, dtype, array.offset, len(array))
-        if not row.length:
+                raise TypeError(
+                    f"it contains {array.dtype} of shape {array.shape}, "
+                    f"but must be one-dimensional {np.dtype(dtype)}"
+                )
+            file = ShardFile(path, dtype, array.offset, len(array))
+        if not file.length:
             raise ValueError("it is empty")
-    return row
-
-
-def read_manifest(folder):
-    """What manifest.json in `folder` says, or None where there is none."""
-    path = Path(folder) / "manifest.json"
-    if not path.exists():
-        return None
-    manifest = read_json(path, AGAIN, **MANIFEST)
-    with reading(path, "file", AGAIN):
-        if not 0 < manifest["vocab_size"] <= 2**16:
-            raise ValueError(f"vocab_size is {manifest['vocab_size']}")
-        manifest["tokenizer"] = Path(manifest["tokenizer"]).name  # older ones have its folder too
-        for entry in manifest["shards"]:
-            check_keys(entry, split=str, tokens=int, documents=int)
-            for file in (entry, entry["mask"]) if "mask" in entry else (entry,):
-                check_keys(file, name=str, bytes=int, sha256=str)
-            end = entry.get("end") or [0, 0, 0]
-            if len(end) != 3 or not all(type(n) is int and n >= 0 for n in end):
-                raise TypeError(f"end is {end}")
-    return manifest
-
-
-def files_of(manifest, *splits):
-    """The manifest's entries of the shards of these splits, and of their masks."""
-    shards = [entry for entry in manifest["shards"] if entry["split"] in splits]
-    return [file for entry in shards for file in (entry, entry.get("mask")) if file]
-
-
-def check_file(path, entry, content=False):
-    """UserError where a file has not the size that its entry in the manifest says or, with
-    `content`, not its SHA-256, which takes as long as reading it."""
-    with reading(path, "shard", AGAIN):
-        same = path.stat().st_size == entry["bytes"]
-    if not same or (content and sha256_of(path) != entry["sha256"]):
-        raise UserError(f"shard {path} has changed since manifest.json was written; {AGAIN}")
-
-
-def sha256_of(path):
-    with reading(path, "file", AGAIN), open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return file
 
 
 class TokenShards:
-    """All shards of a split as one endless stream: position p is token p modulo their number."""
+    """All shards of a split as one endless stream: position p is token p modulo their length."""
 
-    def __init__(self, folder, split, vocab_size):
-        """vocab_size: ids are below it."""
+    def __init__(self, folder: str | Path, split: str, vocab_size: int):
+        """split: "train" or "val". vocab_size: batch raises UserError for larger ids.
+
+        Raises UserError if there are no shards, or if files differ from the manifest.
+        """
         self.folder = folder = Path(folder)
         self.vocab_size = vocab_size
         files = sorted(p for p in folder.glob("*_*_*") if p.suffix in (".npy", ".bin"))
         self.paths = [p for p in files if p.name.split("_")[-2] == split]
         if not self.paths:
-            fineweb, own = program("fineweb.py"), quoted(folder) if folder.is_dir() else "FOLDER"
-            gone = "" if folder.is_dir() else ", which is no folder"
+            fineweb = command_for("fineweb.py")
+            source = shell_quote(folder) if folder.is_dir() else "FOLDER"
+            missing = "" if folder.is_dir() else ", which is not a folder"
             raise UserError(
-                f"no {split} shards in {folder}{gone}: `{fineweb}` makes some of FineWeb-Edu in "
-                f"edu_fineweb10B, `{fineweb} --source {own} --out data/mine` of your own text (without "
-                "a GPU add --tokenizer bytes); the preset laptop without --data has a text"
+                f"no {split} shards in {folder}{missing}: `{fineweb}` makes some from FineWeb-Edu "
+                f"in edu_fineweb10B, `{fineweb} --source {source} --out data/mine` from your own "
+                "text (without a GPU add --tokenizer bytes); --preset laptop without --data needs "
+                "none"
             )
-        self.manifest = read_manifest(folder) or {"shards": []}
-        for entry in files_of(self.manifest, split):  # by fineweb.py, when they were whole
+        manifest = read_manifest(folder)
+        for entry in manifest_files(manifest, split) if manifest else []:
             check_file(folder / entry["name"], entry)
+        self.manifest: Mapping[str, Any] = manifest or {}  # empty if there is no manifest.json
         self.shards = [open_shard(path) for path in self.paths]
-        self.starts = np.cumsum([0] + [row.length for row in self.shards])
+        self.starts = np.cumsum([0] + [shard.length for shard in self.shards])
         masks = [path.with_suffix(".mask") for path in self.paths]
-        self.masks = None  # of data for fine-tuning: which tokens are to be learnt
+        # of chat data: which tokens contribute to the loss
+        self.masks: list[ShardFile] | None = None
         if any(mask.exists() for mask in masks):
             self.masks = [open_shard(mask, "u1") for mask in masks]
-            if [mask.length for mask in self.masks] != [row.length for row in self.shards]:
-                raise UserError(f"a mask in {folder} is not as long as its shard; {AGAIN}")
-        self.left_out = 0  # tokens, see shorten
-        # a sample now, before a run is opened; every batch is checked when it is read
+            if [mask.length for mask in self.masks] != [shard.length for shard in self.shards]:
+                raise UserError(f"a mask in {folder} is not as long as its shard; {REBUILD_HINT}")
+        self.ignored_tokens = 0  # see truncate
+        # check a sample now, before the run directory is created
         self.check_ids(self.read(0, min(self.shards[0].length, 1_000_000)), 0)
 
-    def __len__(self):
+    def __len__(self) -> int:
         return int(self.starts[-1])
 
-    def shorten(self, tokens):
-        """Be the first `tokens` tokens alone, as before more were added."""
-        self.left_out, self.starts = len(self) - tokens, np.minimum(self.starts, tokens)
+    def truncate(self, tokens: int) -> None:
+        """Use only the first `tokens` tokens, as before more were added."""
+        self.ignored_tokens, self.starts = len(self) - tokens, np.minimum(self.starts, tokens)
 
-    def locate(self, position):
-        """The number of the shard that holds a position of the stream, and the place in it."""
+    def locate(self, position: int) -> tuple[int, int]:
+        """(index of the shard, index within it) of a position in the stream."""
         position %= len(self)
         shard = int(np.searchsorted(self.starts, position, side="right")) - 1
         return shard, int(position - self.starts[shard])
 
-    def where(self, position):
-        """Shard name and place in it of a position of the stream, for messages."""
-        shard, place = self.locate(position)
-        return f"{self.paths[shard].name}:{place}"
+    def where(self, position: int) -> str:
+        """A position in the stream as "<file name>:<index>", for messages."""
+        shard, index = self.locate(position)
+        return f"{self.paths[shard].name}:{index}"
 
-    def check_ids(self, ids, position):
-        """Raise UserError where one of these ids, read from a position on, is no token's."""
+    def check_ids(self, ids: np.ndarray, position: int) -> None:
+        """Raise UserError if one of these ids, read at `position`, is outside the vocabulary."""
         if ids.max() >= self.vocab_size:
             raise UserError(
                 f"token id {ids.max()} near {self.where(position)} is outside the vocabulary of "
-                f"{self.vocab_size}: these shards are of another tokenizer, or broken, which "
+                f"{self.vocab_size}: the shards belong to another tokenizer or are damaged, which "
                 "`fineweb.py --verify --out FOLDER` would show"
             )
 
-    def read(self, position, length, rows=None):
-        """`length` tokens from a position on, over shard edges and the end of the data."""
+    def read(
+        self, position: int, length: int, files: Sequence[ShardFile] | None = None
+    ) -> np.ndarray:
+        """`length` tokens from `position` on, wrapping around at the end of the data.
+
+        files: read from these instead of the shards, as loss_mask does.
+        """
         parts = []
         while length > 0:
-            shard, place = self.locate(position)
-            count = min(length, int(self.starts[shard + 1] - self.starts[shard]) - place)
-            parts.append((rows or self.shards)[shard].read(place, count))
+            shard, index = self.locate(position)
+            count = min(length, int(self.starts[shard + 1] - self.starts[shard]) - index)
+            parts.append((files or self.shards)[shard].read(index, count))
             position, length = position + count, length - count
         return np.concatenate(parts)
 
-    def learnt(self, position, length):
-        """Which of so many tokens are to be learnt."""
+    def loss_mask(self, position: int, length: int) -> np.ndarray:
+        """(length,) bool: which tokens contribute to the loss. Only for data that has masks."""
         mask = self.read(position, length, self.masks)
         if mask.max() > 1:
             raise UserError(
-                f"the mask of {self.where(position)} or after it holds the byte {mask.max()}, "
-                f"wanted is 1 for a token to be learnt, else 0; {AGAIN}"
+                f"the mask at or after {self.where(position)} contains the byte {mask.max()}, but "
+                f"must be 1 for a token that contributes to the loss, else 0; {REBUILD_HINT}"
             )
         return mask == 1
 
-    def batch(self, positions, seq_len):
-        """x and y (len(positions), seq_len), int64: y is x one token later, -1 where masked."""
-        rows = np.stack([self.read(p, seq_len + 1) for p in positions]).astype(np.int64)
-        self.check_ids(rows, positions[int(rows.max(axis=1).argmax())])
+    def batch(self, offsets: Sequence[int] | np.ndarray, seq_len: int):
+        """x and y (len(offsets), seq_len), int64 arrays, of the sequences that begin at `offsets`.
+
+        y is x shifted by one token, with -1 where the loss mask is 0.
+        """
+        rows = np.stack([self.read(p, seq_len + 1) for p in offsets]).astype(np.int64)
+        self.check_ids(rows, offsets[int(rows.max(axis=1).argmax())])
         x, y = rows[:, :-1], rows[:, 1:].copy()
         if self.masks:
-            y[~np.stack([self.learnt(p + 1, seq_len) for p in positions])] = -1
+            y[~np.stack([self.loss_mask(p + 1, seq_len) for p in offsets])] = -1
         return x, y
 
-    def document_starts(self, seq_len):
-        """Positions of sequences that begin at an end-of-text, as many as do not overlap."""
-        eot, found = self.manifest.get("eot", self.vocab_size - 1), []
+    def document_starts(self, seq_len: int) -> np.ndarray:
+        """Positions of end-of-text at which sequences of seq_len tokens can begin without overlap.
+
+        Raises UserError if there are none.
+        """
+        eot, found, starts, i = self.manifest.get("eot", self.vocab_size - 1), [], [], 0
         shards = progress(self.shards, "looking for documents")
-        for row, start, end in zip(shards, self.starts, self.starts[1:]):
-            found.append(start + np.flatnonzero(row.read(0, int(end - start)) == eot))
-        found, starts, i = np.concatenate(found), [], 0
+        for shard, start, end in zip(shards, self.starts, self.starts[1:]):
+            found.append(start + np.flatnonzero(shard.read(0, int(end - start)) == eot))
+        found = np.concatenate(found)
         while i < len(found) and found[i] + seq_len <= len(self):
             starts.append(int(found[i]))
             i = int(np.searchsorted(found, found[i] + seq_len))
         if not starts:
-            raise UserError(f"align_documents finds no end-of-text in {self.folder}; leave it out")
+            raise UserError(
+                f"{self.folder} has no end-of-text, which --align_documents needs; leave it out"
+            )
         return np.array(starts)
+
+
+def shard_entry(path: Path, eot: int) -> ShardEntry:
+    """The manifest's entry of a complete shard."""
+    shard, split = open_shard(path), path.name.split("_")[-2]
+    documents = int((shard.read(0, shard.length) == eot).sum())
+    return {**file_entry(path), "split": split, "tokens": shard.length, "documents": documents}
+
+
+def save_shard(
+    out_dir: str | Path, manifest: Manifest, ids: np.ndarray, mask: np.ndarray | None = None,
+    documents: int | None = None, end: list[int] | None = None,
+) -> None:  # fmt: skip
+    """Write token ids (uint16) as the next shard, then the manifest that lists it.
+
+    The first shard is the validation split. mask: uint8, one per id. documents: if given, instead
+    of the number of end-of-text tokens. end: see ShardEntry.
+    """
+    number = len(manifest["shards"])
+    split = "train" if number else "val"
+    path = Path(out_dir, f"{manifest['data']}_{split}_{number:06d}.npy")
+    write_npy(path, ids)
+    entry = shard_entry(path, manifest["eot"])
+    if documents is not None:
+        entry["documents"] = documents
+    entry["end"] = end
+    if mask is not None:
+        write_npy(path.with_suffix(".mask"), mask)
+        entry["mask"] = file_entry(path.with_suffix(".mask"))
+    manifest["shards"].append(entry)
+    write_manifest(out_dir, manifest)
+
+
+def write_npy(path: Path, array: np.ndarray) -> None:
+    buffer = io.BytesIO()  # if np.save wrote to the file itself, it would not report a full disk
+    np.save(buffer, array)
+    atomic_write(path, buffer.getbuffer())

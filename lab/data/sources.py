@@ -1,8 +1,8 @@
-"""Where text comes from: files on this machine or on the Hugging Face hub, cut into units that can
-be tokenised alone: a row group of parquet, a block of lines of the rest, always in the same order.
+"""Files of text, on this machine or on the Hugging Face hub, which build.py and chat.py read.
 
-Files on the hub are read where they are, by huggingface_hub: nothing is stored, and of a parquet
-file only the text column travels.
+Files are cut into units that can be tokenized independently: row groups of parquet, blocks of lines
+of everything else, always in the same order. Files on the hub are streamed: nothing is stored, and
+of a parquet file only the text column is transferred.
 """
 
 import contextlib
@@ -10,122 +10,141 @@ import fnmatch
 import functools
 import itertools
 import json
-import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lab.cli import UserError, say
-from lab.data.tokenizers import as_arrow
-from lab.files import first_line, reading
+from lab.cli import UserError, eprint
+from lab.data.manifest import SHARD_NAME
+from lab.data.tokenizers import TOKENIZER_FILE, to_arrow
+from lab.files import first_line, read_errors
 
 KINDS = {".parquet": "parquet", ".jsonl": "jsonl", ".json": "jsonl", ".txt": "text", ".md": "text"}
-KINDS |= {".bin": "bin"}  # ready-made shards, on the hub alone
-PACKED = {".gz": "gzip", ".zst": "zstd"}
+KINDS |= {".bin": "bin"}  # ready-made shards, only on the hub
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 HUB = "hf://"
 BLOCK = 4 * 2**20  # bytes of text in a unit of lines
 
 
 @dataclass(frozen=True)
 class File:
-    name: str  # as people and the manifest call it
+    name: str  # relative to the source, as the manifest and messages have it
     path: str  # local, or hf://datasets/NAME@COMMIT/...
     size: int  # bytes
 
     @property
-    def packing(self) -> str | None:
-        return PACKED.get(Path(self.name).suffix.lower())
+    def compression(self) -> str | None:
+        return COMPRESSIONS.get(Path(self.name).suffix.lower())
 
     @property
     def kind(self) -> str | None:
-        """parquet, jsonl, text, bin, or None for what cannot be read."""
-        name = Path(self.name).stem if self.packing else self.name
+        """parquet, jsonl, text, bin, or None if it cannot be read."""
+        name = Path(self.name).stem if self.compression else self.name
         return KINDS.get(Path(name).suffix.lower())
 
 
 def local_files(source: str) -> list[File]:
+    """The files to read of a file or folder. Hidden files and our own output are ignored."""
     root = Path(source)
     if not root.exists():
         raise UserError(f"--source {source} does not exist: give a file, a folder, hub or builtin")
     paths, base = [root], root.parent
-    if root.is_dir():  # shards made of these texts, and their manifest, may lie beside them
-        ours = ("manifest.json", "tokenizer.json")
-        paths, base = [p for p in root.rglob("*") if p.name not in ours], root
+    if root.is_dir():  # shards made from these texts may lie beside them
+        ours = ("manifest.json", TOKENIZER_FILE)
+        found = (p for p in root.rglob("*") if p.name not in ours)
+        paths, base = [p for p in found if not SHARD_NAME.fullmatch(p.name)], root
         for path in paths:
             if path.is_symlink() and path.is_dir():
-                say(f"{path} is a link to a folder, which is not followed: name that folder itself")
-    shown = (p for p in paths if not any(n[0] == "." for n in p.relative_to(base).parts))
-    files = [p for p in shown if p.is_file()]
-    about = [File(p.relative_to(base).as_posix(), str(p), p.stat().st_size) for p in files]
-    return one_kind(about, source)
+                eprint(
+                    f"{path} is a link to a folder, which is not followed: pass that folder itself"
+                )
+    visible = (p for p in paths if not any(n[0] == "." for n in p.relative_to(base).parts))
+    files = [p for p in visible if p.is_file()]
+    files = [File(p.relative_to(base).as_posix(), str(p), p.stat().st_size) for p in files]
+    return one_kind(files, source)
 
 
-def one_kind(files: list[File], place: str, kinds=("parquet", "jsonl", "text")) -> list[File]:
-    """The files to read, by name: of several kinds the first."""
-    files = sorted((f for f in files if f.kind in kinds), key=lambda f: f.name)
-    kind = min((f.kind for f in files), key=kinds.index, default=None)
-    chosen = [f for f in files if f.kind == kind]
-    if not chosen:
+def one_kind(
+    files: list[File], place: str, kinds: Sequence[str] = ("parquet", "jsonl", "text")
+) -> list[File]:
+    """The files of the first of `kinds` that occurs, sorted by name. Lists the others on stderr.
+
+    Raises UserError if there are none to read.
+    """
+    kind = min((f.kind for f in files if f.kind in kinds), key=kinds.index, default=None)
+    chosen = sorted((f for f in files if f.kind == kind), key=lambda f: f.name)
+    if not kind:
         raise UserError(
-            f"{place} holds nothing to read: wanted are files named *.parquet, *.jsonl, *.json, "
-            "*.txt or *.md, the last four also with .gz or .zst"
+            f"{place} contains nothing to read: give files named *.parquet, *.jsonl, *.json, *.txt "
+            "or *.md, the last four also with .gz or .zst"
         )
-    if len(chosen) < len(files):
-        print(f"{place}: only its {len(chosen)} {kind} files are read", file=sys.stderr)
+    skipped = sorted(f.name for f in files if f.kind != kind)
+    if skipped:
+        more = f" and {len(skipped) - 5} more" if len(skipped) > 5 else ""
+        eprint(
+            f"{place}: reading {len(chosen)} {kind} file(s), skipping {len(skipped)} other(s): "
+            f"{', '.join(skipped[:5])}{more}"
+        )
     return chosen
 
 
 @contextlib.contextmanager
-def asking_hub(dataset):
-    """The hub's trouble in the body becomes a UserError. Its library has tried five times then."""
-    from huggingface_hub import errors
+def hub_errors(dataset: str) -> Iterator[None]:
+    """Convert the hub's errors, after huggingface_hub has retried five times, to UserError."""
+    from huggingface_hub import errors  # slow: only for the hub
 
+    # the HTTP library's class, which huggingface_hub imports but does not list as its own
+    http_error = errors.HTTPError  # pyright: ignore[reportPrivateImportUsage]
     try:
         yield
-    except (errors.HTTPError, errors.HFValidationError, ConnectionError) as error:
+    except (http_error, errors.HFValidationError, ConnectionError) as error:
         raise UserError(
-            f"the hub did not give {dataset} ({type(error).__name__}: {first_line(error)}): check "
-            "--dataset and --revision, for a private one log in with `hf auth login`; when the hub "
-            "answers, the same command goes on where it was; a copy of the files is read with "
-            "--source FOLDER, and --source builtin needs no network"
+            f"the hub did not send {dataset} ({type(error).__name__}: {first_line(error)}): check "
+            "--dataset and --revision; for a private data set, log in with `hf auth login`; if the "
+            "hub does not answer, the same command continues later. --source FOLDER reads a copy "
+            "of the files, and --source builtin needs no network"
         ) from error
 
 
 def hub_files(dataset: str, name: str, split: str, revision: str) -> tuple[str, list[File]]:
     """The commit that `revision` is now, and the files of one configuration of a data set.
 
-    Token shards (.bin) count where there is nothing else. A data set without configurations in
-    its card is taken as folders: `name` is one of them, or empty for all.
+    Token shards (.bin) are used only if there is nothing else. In a data set whose card lists no
+    configurations, `name` is a folder, or empty for all files.
     """
-    from huggingface_hub import HfApi
+    from huggingface_hub import HfApi  # slow: only for the hub
 
-    with asking_hub(dataset):
+    with hub_errors(dataset):
         info = HfApi().dataset_info(dataset, revision=revision, files_metadata=True, timeout=30)
     root = f"{HUB}datasets/{dataset}@{info.sha}/"
-    found = [s for s in info.siblings if s.rfilename != "README.md"]
+    found = [s for s in info.siblings or [] if s.rfilename != "README.md"]
     configs = {c["config_name"]: c for c in (info.card_data or {}).get("configs") or []}
     patterns = [f"{name}/*" if name else "*"]
     if configs:
         first = [n for n, c in configs.items() if c.get("default") or n == "default"]
         if (name := name or [*first, *configs][0]) not in configs:
             names = ", ".join(configs)
-            raise UserError(f"{dataset} has no configuration {name!r}; --name is one of {names}")
+            raise UserError(
+                f"{dataset} has no configuration {name!r}; --name must be one of {names}"
+            )
         folder = configs[name].get("data_dir")
-        whole = f"{folder}/*" if folder else "*"
-        patterns = split_patterns(configs[name].get("data_files") or whole, split)
+        everything = f"{folder}/*" if folder else "*"
+        patterns = split_patterns(configs[name].get("data_files") or everything, split)
     chosen = [s for s in found if any(fnmatch.fnmatch(s.rfilename, p) for p in patterns)]
-    files = [File(s.rfilename, root + s.rfilename, s.size or 0) for s in chosen]
+    visible = [s for s in chosen if not s.rfilename.startswith(".")]  # .gitattributes
+    files = [File(s.rfilename, root + s.rfilename, s.size or 0) for s in visible]
     place = f"{dataset} (--name {name or 'not given'}, --split {split})"
     files = one_kind(files, place, ("parquet", "jsonl", "text", "bin"))
     if not configs and files[0].kind != "bin":
-        say(
-            f"{dataset} names no splits: all its {len(files)} files are read, whatever --split says"
+        eprint(
+            f"{dataset} lists no splits: reading all its {len(files)} files, whatever --split is"
         )
-    return info.sha, files
+    return str(info.sha), files
 
 
 def split_patterns(data_files: Any, split: str) -> list[str]:
-    """File name patterns of one split, from the ways in which a data set's card may write them."""
+    """File name patterns of one split, from any of the forms that a data set's card may have."""
     patterns = []
     for item in [data_files] if isinstance(data_files, str) else data_files:
         item = {"split": split, "path": item} if isinstance(item, str) else item
@@ -135,12 +154,12 @@ def split_patterns(data_files: Any, split: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def reading_source(file: File, place=""):
-    """Trouble in the body with the hub, or with what is in the file, becomes a UserError."""
-    hub, way_out = contextlib.nullcontext(), "download it again, mend it or leave it out"
+def source_errors(file: File, place: str = "") -> Iterator[None]:
+    """Convert exceptions raised by the hub, or while parsing the file, to UserError."""
+    hub, hint = contextlib.nullcontext(), "download it again, repair it or remove it"
     if file.path.startswith(HUB):
-        hub = asking_hub(file.path.removeprefix(f"{HUB}datasets/").split("@")[0])
-    with reading(f"{file.path}{place}", f"{file.kind} file", way_out), hub:
+        hub = hub_errors(file.path.removeprefix(f"{HUB}datasets/").split("@")[0])
+    with read_errors(f"{file.path}{place}", f"{file.kind} file", hint), hub:
         yield
 
 
@@ -148,117 +167,141 @@ def open_file(file: File) -> Any:
     """A readable, seekable binary file."""
     if not file.path.startswith(HUB):
         return open(file.path, "rb")
-    from huggingface_hub import HfFileSystem
+    from huggingface_hub import HfFileSystem  # slow: only for the hub
 
-    # Of parquet exactly what is asked for travels; the rest is read from its beginning to its end.
+    # of parquet only the requested ranges are transferred; other files are read from start to end
     cache = "none" if file.kind == "parquet" else "readahead"
     return HfFileSystem().open(file.path, block_size=BLOCK, cache_type=cache, size=file.size)
 
 
 @dataclass(frozen=True)
 class Unit:
+    """A part of a file that can be tokenized independently."""
+
     file: File
     file_index: int
     index: int  # within the file
-    block: bytes | None = None  # the lines; None: row group `index` of the parquet file
+    block: bytes = b""  # its lines; empty for parquet, where the unit is row group `index`
     first_line: int = 1
 
 
-def units_of(file: File, file_index: int, column: str):
-    """The units of a file in order, which depend on the file alone."""
+def units_of(file: File, file_index: int, column: str) -> Iterator[Unit]:
+    """The units of a file in order; the same file always gives the same units."""
     if file.kind == "parquet":
         count = open_parquet(file, column).num_row_groups
         yield from (Unit(file, file_index, i) for i in range(count))
         return
     line = 1
     for index, block in enumerate(blocks_of(file)):
+        if index == 0 and b"\0" in block:
+            raise UserError(
+                f"{file.path} contains NUL bytes, as UTF-16 does, but text must be UTF-8; convert "
+                "it with `iconv -f UTF-16 -t UTF-8`"
+            )
         yield Unit(file, file_index, index, block, line)
         line += block.count(b"\n")
 
 
-def all_units(files: list[File], column: str, file: int = 0, unit: int = 0):
-    """The units of files in order, from that unit of that file on."""
+def all_units(files: list[File], column: str, file: int = 0, unit: int = 0) -> Iterator[Unit]:
+    """The units of all files in order, starting at unit `unit` of files[file]."""
     for i in range(file, len(files)):
         yield from itertools.islice(units_of(files[i], i, column), unit if i == file else 0, None)
 
 
-def blocks_of(file: File):
-    """A JSONL or text file in blocks that end where a line ends (text without lines: a word)."""
-    import pyarrow as pa
+def blocks_of(file: File) -> Iterator[bytes]:
+    """Blocks of whole lines of a JSONL or text file; of whole words in a text without lines."""
+    import pyarrow as pa  # slow: training does without
 
     rest = b""
-    with reading_source(file), open_file(file) as raw:
-        data = pa.input_stream(raw, compression=file.packing)
+    with source_errors(file), open_file(file) as raw:
+        data = pa.input_stream(raw, compression=file.compression)
         while more := data.read(BLOCK):
             rest += more
             cut = rest.rfind(b"\n") + 1
             if not cut and file.kind == "text" and len(rest) >= BLOCK:
                 cut = rest.rfind(b" ")
-            if cut > 0 and rest[:cut].strip():  # else a text's end-of-text would go with the blanks
+            # tokenize drops blank units, and a text file's first unit must not be one of them,
+            # because the file's end-of-text comes with it
+            if cut > 0 and rest[:cut].strip():
                 yield rest[:cut]
                 rest = rest[cut:]
     if rest:
         yield rest
 
 
-@functools.lru_cache(maxsize=1)  # a file's index is not fetched again for each row group
-def open_parquet(file: File, column: str):
-    """The pyarrow ParquetFile, which has a column of text with that name."""
-    import pyarrow as pa
+@functools.lru_cache(maxsize=1)  # keeps the file's index, which each row group needs
+def open_parquet(file: File, column: str) -> Any:
+    """The ParquetFile of pyarrow. Raises UserError unless it has a text column of this name."""
+    import pyarrow as pa  # slow: training does without
     import pyarrow.parquet as pq
 
-    with reading_source(file):
-        # pre_buffer joins what lies together into one request; damage is seen where the writer
-        # has left checksums
+    with source_errors(file):
+        # pre_buffer joins neighboring requests; page checksums, if a file has them, show damage
         parquet = pq.ParquetFile(open_file(file), pre_buffer=True, page_checksum_verification=True)
     if column not in parquet.schema_arrow.names:
         names = ", ".join(parquet.schema_arrow.names)
-        raise UserError(f"{file.path} has no column {column!r}; --text_column is one of {names}")
+        raise UserError(
+            f"{file.path} has no column {column!r}; --text_column must be one of {names}"
+        )
     if pa.types.is_primitive(kind := parquet.schema_arrow.field(column).type):
         raise UserError(
-            f"{file.path}: column {column!r} holds {kind}; name one of text, --text_column"
+            f"{file.path}: column {column!r} has type {kind}; pass one that contains text as "
+            "--text_column"
         )
     return parquet
 
 
-def documents_of(unit: Unit, column: str):
-    """Arrow arrays of the texts of a unit, empty ones included as empty."""
-    import pyarrow as pa
+def documents_of(unit: Unit, column: str) -> Iterator[Any]:
+    """The texts of a unit as pyarrow arrays; a missing text is an empty string."""
+    import pyarrow as pa  # slow: training does without
 
     if unit.file.kind == "jsonl":
-        yield as_arrow([text_of(record, column, where) for where, record in records_of(unit)])
+        yield to_arrow([text_of(record, column, where) for where, record in records_of(unit)])
     elif unit.file.kind == "text":
-        with reading_source(unit.file, f", from line {unit.first_line} on"):
+        try:
             text = unit.block.decode()
-            yield as_arrow([text if unit.index else text.removeprefix("\ufeff")])  # byte order mark
+        except UnicodeDecodeError as error:
+            line = unit.first_line + unit.block.count(b"\n", 0, error.start)
+            raise UserError(
+                f"{unit.file.path}, line {line}: byte {unit.block[error.start]:#04x} is not UTF-8, "
+                "which text must be; convert it, for example with `iconv -f WINDOWS-1252 -t UTF-8`"
+            ) from error
+        yield to_arrow([text if unit.index else text.removeprefix("\ufeff")])  # byte order mark
     else:
-        with reading_source(unit.file, f", row group {unit.index}"):
-            which = dict(row_groups=[unit.index], columns=[column], use_threads=False)
-            for batch in open_parquet(unit.file, column).iter_batches(1024, **which):
+        with source_errors(unit.file, f", row group {unit.index}"):
+            batches = open_parquet(unit.file, column).iter_batches(
+                1024, row_groups=[unit.index], columns=[column], use_threads=False
+            )
+            for batch in batches:
                 texts = batch.column(0).cast(pa.large_string())
-                texts.validate(full=True)  # that it is UTF-8
+                texts.validate(full=True)  # checks that it is UTF-8
                 yield texts.fill_null("")
 
 
-def records_of(unit: Unit):
-    """(where it is, for messages, and the dict) for every line of JSONL that is not blank."""
+def records_of(unit: Unit) -> Iterator[tuple[str, dict]]:
+    """("<file>, line <number>", the object) of each line of JSONL that is not blank."""
     for number, line in enumerate(unit.block.split(b"\n"), unit.first_line):
         where = f"{unit.file.path}, line {number}"
         if not line.strip():
             continue
         try:
             record = json.loads(line)
-        except (ValueError, RecursionError) as error:  # also what is not UTF-8
-            raise UserError(f"{where}: not JSON ({error}); wanted is one object a line") from error
+        except (ValueError, RecursionError) as error:  # also if it is not UTF-8
+            raise UserError(
+                f"{where}: not JSON ({error}); each line must be one object, in UTF-8"
+            ) from error
         if not isinstance(record, dict):
-            raise UserError(f"{where}: a JSON {type(record).__name__}, wanted is one object a line")
+            raise UserError(
+                f"{where}: a JSON {type(record).__name__}, but each line must be an object"
+            )
         yield where, record
 
 
 def text_of(record: dict, column: str, where: str) -> str:
+    """The text of a JSONL record; null is an empty text."""
     if column not in record or not isinstance(record[column], str | None):
         raise UserError(
-            f"{where}: no text under {column!r}; --text_column is one of its keys, "
-            f"{', '.join(record)}; a conversation is under messages"
+            f"{where}: no text under {column!r}; --text_column must be one of its keys, "
+            f"{', '.join(record)} (conversations are under messages)"
         )
     return record[column] or ""

@@ -1,47 +1,66 @@
 """Text to token ids and back: GPT-2's byte pair encoding, plain bytes, or BERT's WordPiece.
 
-from lab.data import get_tokenizer
-tok = get_tokenizer("gpt2")                 # or "bytes": no file and no network needed
-tok.decode(tok.encode("Hello, I'm a language model,"))
+fineweb.py encodes documents with it, everything that shows text decodes with it:
+
+    tokenizer = get_tokenizer("gpt2")  # or "bytes", which needs no file and no network
+    tokenizer.decode(tokenizer.encode("Hello, I'm a language model,"))
 """
 
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lab.cli import UserError, program
-from lab.files import reading
+from lab.cli import UserError, command_for, eprint, progress
+from lab.files import atomic_write, first_line, read_errors
+
+if TYPE_CHECKING:  # both packages are slow to import, and training needs neither
+    import pyarrow as pa
+    from tokenizers import BertWordPieceTokenizer
+    from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 END_OF_TEXT = "<|endoftext|>"
-SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]  # of a WordPiece
-WORD_PIECE_FILE = "tokenizer.json"
 
 
 class Tokenizer:
-    """What GPT-2's and bytes share: the byte string of each id, of which the last is end-of-text.
+    """Base class. strings: the bytes that each id stands for; a WordPiece has none.
 
-    encode(text)               ids of `text` as ordinary text: "<|endoftext|>" in it is letters
-    encode_documents(texts)    all documents (a list of str, or a pyarrow array) in a row, uint16,
-                               each led by end-of-text
+    name: what get_tokenizer is called with. vocab_size: ids are below it, and it is at most 2^16,
+    so that ids fit in uint16. eot: id of end-of-text, which precedes each document; the last id
+    except in a WordPiece.
     """
+
+    name: str
+    vocab_size: int
+    eot: int
 
     def __init__(self, name: str, strings: list[bytes]):
         self.name, self._bytes = name, strings
         self.vocab_size, self.eot = len(strings), len(strings) - 1
 
-    def decode(self, ids) -> str:
-        """Text of `ids`, which lie below vocab_size. Bytes that are not UTF-8 become U+FFFD."""
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`, all of which is ordinary text: "<|endoftext|>" in it becomes letters."""
+        raise NotImplementedError
+
+    def encode_documents(self, texts: "list[str] | pa.Array | pa.ChunkedArray") -> np.ndarray:
+        """Ids (uint16) of all documents, concatenated, each preceded by end-of-text."""
+        raise NotImplementedError
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of `ids`, which must be below vocab_size. Bytes that are not UTF-8 become U+FFFD."""
         ids = [int(i) for i in ids]
         wrong = [i for i in ids if not 0 <= i < self.vocab_size]
         assert not wrong, f"no {self.name} tokens: {wrong[:3]}; cut logits to vocab_size to sample"
         return b"".join(self._bytes[i] for i in ids).decode("utf-8", errors="replace")
 
     def bytes_of(self, token: int) -> bytes:
-        """The bytes of one id; a character may be spread over several."""
+        """The bytes of one id. A character may span several ids."""
         return self._bytes[token]
 
     def token_bytes(self) -> np.ndarray:
-        """Bytes of text that each id stands for, 0 for end-of-text: from nats to bits per byte."""
+        """Bytes of text per id (V,), 0 for end-of-text: converts nats to bits per byte."""
         sizes = np.array([len(b) for b in self._bytes], dtype=np.int64)
         sizes[self.eot] = 0
         return sizes
@@ -57,92 +76,109 @@ class ByteTokenizer(Tokenizer):
         return list(text.encode("utf-8", "replace"))
 
     def encode_documents(self, texts):
-        # UTF-8 has no byte 255: it marks where documents begin
-        raw = b"".join(b"\xff" + text.encode() for text in as_arrow(texts).to_pylist())
+        # UTF-8 never contains the byte 255, so it can mark where documents begin
+        raw = b"".join(b"\xff" + text.encode() for text in to_arrow(texts).to_pylist())
         tokens = np.frombuffer(raw, dtype=np.uint8).astype(np.uint16)
         tokens[tokens == 255] = self.eot
         return tokens
 
 
-# GPT-2 splits text into words before it merges bytes. Its pattern ends in `\s+(?!\S)`: of several
-# blanks before a word, the last one stays with the word. That look-ahead keeps the regex engine
-# from using its fast automaton. The same split comes out of a pattern without it when each place
-# "blank | blank, word" is marked beforehand, because no run of blanks is then followed by a word
-# inside a piece. The mark is a special token of the fast encoder and is dropped afterwards.
+# GPT-2 splits text into words before it merges bytes. Its pattern ends in `\s+(?!\S)`: if several
+# blanks precede a word, the last one belongs to the word. This look-ahead keeps the regex engine
+# from using its fast automaton. FAST_PATTERN has no look-ahead and gives the same split if a mark
+# is first inserted at each place "blank | blank, word": then no run of blanks touches a word. The
+# mark is a special token of the fast encoder and is removed afterwards.
 FAST_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+"
 # Unicode's White_Space
 BLANK = r"\t-\r \x{85}\x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}"
-MARK = "\x1d\x1e\x1f\x1e\x1d"  # control characters; a text that does hold them goes the plain way
+MARK = (
+    "\x1d\x1e\x1f\x1e\x1d"  # control characters; a text that contains them is encoded the plain way
+)
 
 
 class GPT2Tokenizer(Tokenizer):
     """GPT-2's 50257 tokens through tiktoken, which downloads two files once (1.5 MB)."""
 
     def __init__(self):
-        import tiktoken
+        import tiktoken  # slow: training does without
 
         try:
             self._plain = plain = tiktoken.get_encoding("gpt2")
-        except Exception as error:  # whatever the HTTP library beneath raises
+        except Exception as error:  # of the HTTP library, whichever tiktoken uses
             raise UserError(
                 f"GPT-2's tokenizer files could not be downloaded ({type(error).__name__}): go "
-                "online once, point TIKTOKEN_CACHE_DIR at a folder that holds them, or add "
+                "online once, point TIKTOKEN_CACHE_DIR at a folder that contains them, or add "
                 "--tokenizer bytes to the fineweb.py command, which needs none"
             ) from error
         super().__init__("gpt2", [plain.decode_single_token_bytes(i) for i in range(plain.n_vocab)])
-        fast = dict(pat_str=FAST_PATTERN, special_tokens={MARK: plain.n_vocab})
-        fast["mergeable_ranks"] = plain._mergeable_ranks
-        self._fast = tiktoken.Encoding("gpt2_fast", **fast)
+        self._fast = tiktoken.Encoding(
+            "gpt2_fast", pat_str=FAST_PATTERN, mergeable_ranks=plain._mergeable_ranks,
+            special_tokens={MARK: plain.n_vocab},
+        )  # fmt: skip
 
     def encode(self, text):
         return self._plain.encode_ordinary(text)
 
     def encode_documents(self, texts):
-        import pyarrow.compute as pc
+        import pyarrow.compute as pc  # slow: training does without
 
-        texts = as_arrow(texts)
+        compute: Any = pc  # its functions are generated on import, so type checkers cannot see them
+        texts = to_arrow(texts)
         blanks = f"([{BLANK}])([{BLANK}][^{BLANK}])"
-        marked = pc.replace_substring_regex(texts, blanks, rf"\1{MARK}\2").to_pylist()
-        has_mark = pc.match_substring(texts, MARK).to_pylist()
-        special = dict(allowed_special={MARK}, disallowed_special=())
+        marked = compute.replace_substring_regex(texts, blanks, rf"\1{MARK}\2").to_pylist()
+        has_mark = compute.match_substring(texts, MARK).to_pylist()
         arrays = [np.zeros(0)]
         for i, text in enumerate(marked):
             if has_mark[i]:
                 ids = np.array(self.encode(texts[i].as_py()))
             else:
-                ids = self._fast.encode_to_numpy(text, **special)
+                ids = self._fast.encode_to_numpy(
+                    text, allowed_special={MARK}, disallowed_special=()
+                )
                 if MARK in text:
                     ids = ids[ids != self.vocab_size]
-            arrays += [[self.eot], ids]
+            arrays += [np.array([self.eot]), ids]
         return np.concatenate(arrays, dtype=np.uint16, casting="unsafe")
 
 
-class WordPiece(Tokenizer):
-    """BERT's, from a tokenizer.json: words are cut into the longest pieces that the vocabulary has,
-    and each piece but a word's first begins with ## (Schuster and Nakajima 2012; Devlin et al.
-    2019). [SEP] leads each document."""
+# -------------------------------------------------------------------------------- BERT's WordPiece
 
-    def __init__(self, path):
-        from tokenizers import Tokenizer as HuggingFace
+SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+TOKENIZER_FILE = "tokenizer.json"  # Hugging Face's format; lies beside the shards, or in a run
+BERT_BASE = "bert-base-uncased"
+MAX_TRAIN_CHARS = 2**28  # a vocabulary is learned from this much text; more changes little
+
+
+class WordPiece(Tokenizer):
+    """BERT's tokenizer, read from a tokenizer.json.
+
+    Each word is cut into the longest pieces in the vocabulary; pieces that continue a word begin
+    with ## (Schuster and Nakajima 2012; Devlin et al. 2019). [SEP] serves as end-of-text.
+    """
+
+    def __init__(self, path: str | Path):
+        from tokenizers import Tokenizer as HuggingFaceTokenizer  # slow: only bert.py needs it
 
         self.name = str(path)
-        made_by = f"{program('fineweb.py')} --tokenizer wordpiece --out FOLDER"
-        way_out = f"`{made_by}` makes data that has one"
-        with reading(Path(path), "tokenizer", way_out):
-            self.fast = HuggingFace.from_str(Path(path).read_text(encoding="utf-8"))
+        command = f"{command_for('fineweb.py')} --tokenizer wordpiece --out FOLDER"
+        with read_errors(path, "tokenizer", f"`{command}` makes data with one"):
+            self.fast = HuggingFaceTokenizer.from_str(Path(path).read_text(encoding="utf-8"))
             self.vocab_size = self.fast.get_vocab_size()
-            self.pieces = [self.fast.id_to_token(i) for i in range(self.vocab_size)]
-            if not all(self.pieces):
-                raise ValueError(f"of its {self.vocab_size} ids some have no piece")
-            self.fast.encode("\u2603" * 200)  # raises where [UNK], for so odd a word, is none
+            pieces = [self.fast.id_to_token(i) for i in range(self.vocab_size)]
+            self.pieces = [piece for piece in pieces if piece]
+            if len(self.pieces) < self.vocab_size:
+                raise ValueError(f"of its {self.vocab_size} ids, some have no piece")
+            self.fast.encode("\u2603" * 200)  # an unknown word: raises if there is no [UNK]
         self.fast.no_truncation()
         self.fast.encode_special_tokens = True  # "[MASK]" in a text is letters in brackets
-        missing = [name for name in SPECIAL if name not in self.pieces]
+        missing = [name for name in SPECIAL_TOKENS if name not in self.pieces]
         if missing:
-            raise UserError(f"{path} has no {', '.join(missing)}; it is no tokenizer of BERT's")
+            raise UserError(
+                f"{path} has no {', '.join(missing)}, but BERT's tokenizer must; use another file"
+            )
         self.eot = self.id_of("[SEP]")
 
-    def id_of(self, piece):
+    def id_of(self, piece: str) -> int:
         return self.pieces.index(piece)
 
     def encode(self, text):
@@ -150,60 +186,148 @@ class WordPiece(Tokenizer):
         return self.fast.encode(text, add_special_tokens=False).ids
 
     def encode_documents(self, texts):
-        texts, arrays = as_arrow(texts).to_pylist(), [np.zeros(0, np.uint16)]
-        for found in self.fast.encode_batch_fast(texts, add_special_tokens=False):
-            arrays.append(np.array([self.eot, *found.ids], dtype=np.uint16))
+        texts, arrays = to_arrow(texts).to_pylist(), [np.zeros(0, np.uint16)]
+        for encoding in self.fast.encode_batch_fast(texts, add_special_tokens=False):
+            arrays.append(np.array([self.eot, *encoding.ids], dtype=np.uint16))
         return np.concatenate(arrays)
 
     def decode(self, ids):
         return self.fast.decode([int(i) for i in ids], skip_special_tokens=False)
 
-    def is_special(self):
-        """(vocab_size,) bool: ids that stand for no text, such as [CLS] and [unused7]."""
+    def token_bytes(self):
+        raise UserError(
+            f"{Path(self.name).name} is a WordPiece, whose tokens do not map to bytes; text is "
+            "generated only with the gpt2 and bytes tokenizers"
+        )
+
+    def is_special(self) -> np.ndarray:
+        """(V,) bool: ids that stand for no text, such as [CLS] and [unused7]."""
         return np.array([p[0] + p[-1] == "[]" and len(p) > 2 for p in self.pieces])
 
-    def goes_on(self):
-        """(vocab_size,) bool: pieces that go on with the word of the piece before."""
+    def is_continuation(self) -> np.ndarray:
+        """(V,) bool: pieces that continue the word of the piece before."""
         return np.array([p.startswith("##") and len(p) > 2 for p in self.pieces])
 
 
-def as_arrow(texts):
-    """A list of str, or a pyarrow array of strings, as a pyarrow array of strings."""
-    import pyarrow as pa
+def tokenizer_path(folder: str | Path, wanted: str) -> str:
+    """The name to pass to get_tokenizer; a WordPiece is a file in the folder of its data."""
+    return str(Path(folder) / TOKENIZER_FILE) if wanted in ("wordpiece", BERT_BASE) else wanted
+
+
+def get_or_train(folder: str | Path, wanted: str, texts: Iterable[str], vocab_size: int) -> str:
+    """Like tokenizer_path, but download or train a WordPiece if its file is missing.
+
+    texts: what a vocabulary of at most vocab_size pieces is learned from; read only if needed.
+    """
+    path = tokenizer_path(folder, wanted)
+    if path != wanted and Path(path).exists():
+        eprint(f"using {path}, which is already there")
+    elif path != wanted:
+        new = download_wordpiece() if wanted == BERT_BASE else train_wordpiece(texts, vocab_size)
+        atomic_write(path, new.to_str(pretty=True).encode())
+    return path
+
+
+def download_wordpiece() -> "HuggingFaceTokenizer":
+    """Download the tokenizer of bert-base-uncased from the hub."""
+    from tokenizers import Tokenizer as HuggingFaceTokenizer  # slow: only bert.py needs it
+
+    try:
+        return HuggingFaceTokenizer.from_pretrained(BERT_BASE)
+    except Exception as error:  # the library has no class of its own for it
+        raise UserError(
+            f"{BERT_BASE}'s vocabulary could not be downloaded ({first_line(error)}); go online "
+            "once, or pass --tokenizer wordpiece, which learns one from the text"
+        ) from error
+
+
+def train_wordpiece(texts: Iterable[str], vocab_size: int) -> "BertWordPieceTokenizer":
+    """A WordPiece with a vocabulary of at most vocab_size pieces, learned from `texts`.
+
+    A piece must occur at least twice. Texts are split as in bert-base-uncased: lower case, no
+    accents, at blanks and around each punctuation mark. The same texts give the same vocabulary.
+    Raises UserError for a vocab_size out of range.
+    """
+    from tokenizers import BertWordPieceTokenizer  # slow: only bert.py needs it
+
+    if not len(SPECIAL_TOKENS) < vocab_size <= 2**16:
+        raise UserError(
+            f"vocab_size={vocab_size} must be above {len(SPECIAL_TOKENS)} and at most 65536; "
+            "pass another --vocab_size"
+        )
+    trainer = BertWordPieceTokenizer()
+    # The trainer numbers the letters inside words in a hash table's order, which changes from
+    # process to process, and merges the pair with lower numbers first if two are equally frequent.
+    # Passing the letters in sorted order, as special tokens, makes the result reproducible.
+    used, counts, remaining = [], Counter(), MAX_TRAIN_CHARS
+    for text in progress(texts, "learning a vocabulary", "text"):
+        used.append(text.encode("utf-8", "replace").decode())
+        counts.update(trainer.normalize(used[-1]))
+        remaining -= len(text)
+        if remaining < 0:
+            break
+    letters = sorted(sorted(counts), key=lambda letter: counts[letter])[-1000:]
+    split = trainer.pre_tokenizer.pre_tokenize_str
+    inside = sorted(f"##{c}" for c in letters if len(split(f"a{c}")) == 1 and c > " ")
+    trainer.train_from_iterator(
+        used, vocab_size=vocab_size, initial_alphabet=sorted(letters), limit_alphabet=len(letters),
+        special_tokens=[*SPECIAL_TOKENS, *inside], show_progress=False,
+    )  # fmt: skip
+    # a new tokenizer with this vocabulary, in which the letters are not special tokens
+    return BertWordPieceTokenizer(trainer.get_vocab())
+
+
+# ------------------------------------------------------------------------------------ all of them
+
+
+def to_arrow(texts: "list[str] | pa.Array | pa.ChunkedArray") -> Any:
+    """`texts` as a pyarrow array of strings."""
+    import pyarrow as pa  # slow: training does without
 
     if isinstance(texts, (pa.Array, pa.ChunkedArray)):
         return texts
-    # lone surrogates, which JSON can hold, become question marks
-    texts = [text.encode("utf-8", "replace") for text in texts]
-    return pa.array(texts, pa.large_binary()).cast(pa.large_string())
+    # lone surrogates, which JSON can contain, become question marks
+    encoded = [text.encode("utf-8", "replace") for text in texts]
+    return pa.array(encoded, pa.large_binary()).cast(pa.large_string())
 
 
-# Control characters but newline and tab, as pictures: a terminal would ring, or clear its screen
-SHOWN = {i: 0x2400 + i for i in range(32) if chr(i) not in "\n\t"}
-SHOWN |= {127: 0x2421} | dict.fromkeys(range(128, 160), 0xFFFD)
+# printable() replaces control characters, which a terminal would obey, except newline and tab
+CONTROL_PICTURES = {i: 0x2400 + i for i in range(32) if chr(i) not in "\n\t"}
+CONTROL_PICTURES |= {127: 0x2421} | dict.fromkeys(range(128, 160), 0xFFFD)
 
 
 def printable(text: str) -> str:
-    """Text of a model as a terminal may show it."""
-    return text.translate(SHOWN)
+    """Generated text made safe to print on a terminal."""
+    return text.translate(CONTROL_PICTURES)
 
 
 TOKENIZERS = {"gpt2": GPT2Tokenizer, "bytes": ByteTokenizer}
 
 
 def get_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer called "gpt2" or "bytes", or that of a tokenizer.json. Raises UserError for
-    another name."""
-    if name.endswith(WORD_PIECE_FILE):
+    """The tokenizer named "gpt2" or "bytes", or the WordPiece in a tokenizer.json.
+
+    Raises UserError for any other name, or if a file of the tokenizer is missing.
+    """
+    if name.endswith(TOKENIZER_FILE):
         return WordPiece(name)
     if name not in TOKENIZERS:
-        raise UserError(f"unknown tokenizer {name!r}: it is 'gpt2', 'bytes' or a tokenizer.json")
+        raise UserError(
+            f"tokenizer={name!r} must be 'gpt2', 'bytes' or the path of a {TOKENIZER_FILE}; "
+            "pass one of these"
+        )
     return TOKENIZERS[name]()
 
 
-def name_of_size(vocab_size: int) -> str:
-    """The name of the tokenizer that has this many ids. Raises UserError where none has."""
+def tokenizer_for_vocab_size(vocab_size: int) -> str:
+    """Name of the tokenizer with this vocabulary size, for data without a manifest.
+
+    Raises UserError if there is none.
+    """
     names = {50257: "gpt2", 257: "bytes"}
     if vocab_size not in names:
-        raise UserError(f"no tokenizer has {vocab_size} ids: 50257 is GPT-2's, 257 is bytes'")
+        raise UserError(
+            f"no tokenizer has {vocab_size} ids (gpt2 has 50257, bytes has 257); data of another "
+            "tokenizer needs its manifest.json"
+        )
     return names[vocab_size]

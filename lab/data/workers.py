@@ -1,4 +1,4 @@
-"""Tokenising units in worker processes, or on a Ray cluster: the same tokens in the same order."""
+"""Tokenize units in worker processes or on a Ray cluster, for build.py; the tokens are the same."""
 
 import functools
 import itertools
@@ -7,9 +7,11 @@ import os
 import signal
 import threading
 from collections import deque
-from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -17,102 +19,118 @@ from lab.cli import UserError
 from lab.data.sources import Unit, documents_of
 from lab.data.tokenizers import BLANK, get_tokenizer
 
-tokenizer_of = functools.cache(get_tokenizer)  # made once in every process
+cached_tokenizer = functools.cache(get_tokenizer)  # loaded once per process
 
 
-def tokenise(unit: Unit, tokenizer: str, column: str) -> np.ndarray:
-    """The documents of a unit that are more than blanks (uint16), each led by end-of-text."""
-    import pyarrow.compute as pc
+def tokenize(unit: Unit, tokenizer: str, column: str) -> np.ndarray:
+    """Ids (uint16) of the documents of a unit that are not blank, each preceded by end-of-text."""
+    import pyarrow.compute as pc  # slow: training does without
 
+    compute: Any = pc  # its functions are generated on import, so type checkers cannot see them
     parts = [np.zeros(0, np.uint16)]
     for texts in documents_of(unit, column):
-        # looks no further than the first letter
-        full = texts.filter(pc.match_substring_regex(texts, f"[^{BLANK}]"))
-        parts.append(tokenizer_of(tokenizer).encode_documents(full))
+        # this search ends at the first character that is not blank
+        not_blank = texts.filter(compute.match_substring_regex(texts, f"[^{BLANK}]"))
+        parts.append(cached_tokenizer(tokenizer).encode_documents(not_blank))
     ids = np.concatenate(parts)
-    # a text file is one document: its later blocks go on with it
+    # a text file is one document: its later units continue it
     return ids[1:] if unit.file.kind == "text" and unit.index else ids
 
 
-def in_order(units, submit, result, depth: int):
-    """(unit, result(submit(unit))) in order, at most `depth` under way, which bounds the memory."""
+def ordered_map(
+    units: Iterable, submit: Callable[[Any], Any], result: Callable[[Any], Any], depth: int
+) -> Iterator[tuple[Any, Any]]:
+    """Yield (unit, result(submit(unit))) in order.
+
+    At most `depth` jobs are pending, so memory does not grow with the source.
+    """
     jobs = ((unit, submit(unit)) for unit in units)
-    waiting = deque(itertools.islice(jobs, depth))
-    while waiting:
-        unit, job = waiting.popleft()
+    pending = deque(itertools.islice(jobs, depth))
+    while pending:
+        unit, job = pending.popleft()
         yield unit, result(job)
-        waiting.extend(itertools.islice(jobs, 1))
+        pending.extend(itertools.islice(jobs, 1))
 
 
-def submit_deaf(pool, *args, **kwargs):
-    """pool.submit; a worker that it starts leaves Ctrl-C to this process, also while it imports."""
-    if os.name == "nt":  # there it is start_worker's
+def submit_sigint_masked(pool: ProcessPoolExecutor, *args: Any, **kwargs: Any) -> Future:
+    """pool.submit with SIGINT blocked, so that new workers never receive Ctrl-C."""
+    if os.name == "nt":  # signals cannot be blocked there; init_worker ignores them later
         return pool.submit(*args, **kwargs)
-    heard = []  # by another thread: raised here, it would leave a worker that is half started
-    usual = signal.signal(signal.SIGINT, lambda *_: heard.append(True))
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which a new process inherits
+    # another thread may still receive SIGINT, and raising at once would leave a half-started worker
+    interrupted = []
+    handler = signal.signal(signal.SIGINT, lambda *_: interrupted.append(True))
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # new processes inherit this
     try:
         job = pool.submit(*args, **kwargs)
     finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # one that waited is heard now
-        signal.signal(signal.SIGINT, usual)
-    if heard:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # delivers a pending SIGINT
+        signal.signal(signal.SIGINT, handler)
+    if interrupted:
         raise KeyboardInterrupt
     return job
 
 
-def start_worker():
-    """A worker ends with the main process, even if that was killed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Windows it can be interrupted until here
+def init_worker() -> None:
+    """Ignore Ctrl-C, and exit with the main process even if that is killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # for Windows, see submit_sigint_masked
     parent = multiprocessing.parent_process()
+    assert parent, "runs in worker processes only"
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
-def tokenise_in_processes(units, tokenizer: str, column: str, workers: int):
-    """On this machine; 0 workers: in this process. Spawning is the one way safe on every system."""
+def tokenize_in_processes(
+    units: Iterable[Unit], tokenizer: str, column: str, workers: int
+) -> Generator[tuple[Unit, np.ndarray], None, None]:
+    """(unit, ids) of each unit, on this machine; with 0 workers, in this process."""
     if workers == 0:
         for unit in units:
-            yield unit, tokenise(unit, tokenizer, column)
+            yield unit, tokenize(unit, tokenizer, column)
         return
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, context, initializer=start_worker)
-    submit = functools.partial(submit_deaf, pool, tokenise, tokenizer=tokenizer, column=column)
+    context = multiprocessing.get_context("spawn")  # the only method that is safe on every system
+    pool = ProcessPoolExecutor(workers, context, initializer=init_worker)
+    submit = functools.partial(
+        submit_sigint_masked, pool, tokenize, tokenizer=tokenizer, column=column
+    )
     try:
-        yield from in_order(units, submit, lambda job: job.result(), depth=2 * workers)
+        yield from ordered_map(units, submit, lambda job: job.result(), depth=2 * workers)
     except BrokenExecutor as error:
         raise UserError(
-            "a worker process was killed, most likely for want of memory: run the same command "
-            "with fewer --workers, it goes on where it was"
+            "a worker process was killed, probably because memory ran out: run the same command "
+            "with fewer --workers; it continues with the unfinished shard"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def tokenise_on_ray(units, tokenizer: str, column: str, workers: int):
-    """On the Ray cluster that RAY_ADDRESS names, or on `workers` cores here.
+def tokenize_on_ray(
+    units: Iterable[Unit], tokenizer: str, column: str, workers: int
+) -> Generator[tuple[Unit, np.ndarray], None, None]:
+    """(unit, ids) of each unit, on the Ray cluster at RAY_ADDRESS or on `workers` cores here.
 
-    A task whose worker dies is run again. The code travels with the tasks; local files must lie
-    under the same path on every machine.
+    A task whose worker dies is run again. The code is sent with the tasks; local files must have
+    the same path on every machine.
     """
     if find_spec("ray") is None:
-        raise UserError("--engine ray needs Ray: pip install ray, or leave it out")
-    import ray
+        raise UserError("--engine ray needs Ray: pip install ray, or leave out --engine")
+    import ray  # pyright: ignore[reportMissingImports]  # optional
 
     names = ("TIKTOKEN_CACHE_DIR", "HF_ENDPOINT", "HF_TOKEN")
-    env = {"env_vars": {n: os.environ[n] for n in names if n in os.environ}}
-    env["py_modules"] = [str(Path(__file__).parents[1])]
-    here = {"num_cpus": max(workers, 1), "include_dashboard": False}
-    where = {} if os.environ.get("RAY_ADDRESS") else here
-    ray.init(log_to_driver=False, logging_level="error", runtime_env=env, **where)
+    env = {
+        "env_vars": {name: os.environ[name] for name in names if name in os.environ},
+        "py_modules": [str(Path(__file__).parents[1])],
+    }
+    local = {"num_cpus": max(workers, 1), "include_dashboard": False}
+    options = {} if os.environ.get("RAY_ADDRESS") else local
+    ray.init(log_to_driver=False, logging_level="error", runtime_env=env, **options)
     try:
-        task = ray.remote(num_cpus=1, max_retries=10)(tokenise)
+        task = ray.remote(num_cpus=1, max_retries=10)(tokenize)
         depth = 2 * int(ray.cluster_resources()["CPU"])
         submit = functools.partial(task.remote, tokenizer=tokenizer, column=column)
-        yield from in_order(units, submit, ray.get, depth)
+        yield from ordered_map(units, submit, ray.get, depth)
     except ray.exceptions.RayTaskError as error:
         raise error.cause from None
     finally:
         ray.shutdown()
 
 
-ENGINES = {"processes": tokenise_in_processes, "ray": tokenise_on_ray}
+ENGINES = {"processes": tokenize_in_processes, "ray": tokenize_on_ray}

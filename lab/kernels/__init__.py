@@ -1,53 +1,219 @@
-"""Faster ways to compute what a model computes, put into it from outside.
+"""Faster modules that compute what a model's own modules compute. Called by build_trainer.
 
-use() replaces modules and leaves everything else as it was: names, order and identity of the
-parameters, and the random state. Where nothing needs gradients the plain modules compute.
+A module is replaced only if a comparison at set-up, of outputs and gradients on a small random batch,
+shows that the replacement computes the same function. Whoever edits HeadLoss or MLP in train_gpt2.py
+therefore trains with the edited version. A module's forward hooks do not run while its replacement
+computes.
 """
 
+import contextlib
+import copy
 import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from lab.cli import UserError
-from lab.kernels.cross_entropy import FusedHeadLoss
+from lab.kernels.cross_entropy import FusedHeadLoss, fused_loss
 from lab.kernels.fp8_mlp import Fp8MLP
-from lab.kernels.fused_mlp import FusedMLP, epilogues_work
+from lab.kernels.fused_mlp import FusedMLP, is_supported
+from lab.precision import Precision
+
+# relative error in float32; replacing tanh's GELU by the exact one gives more than 1e-4
+TOLERANCE = 3e-5
+# relative errors of the MLP kernels against float32: what rounding to bf16 and to 8 bits explains
+MAX_KERNEL_ERROR = {FusedMLP: 0.02, Fp8MLP: 0.15}
+Model = Any  # a GPT, with config, head_loss and lm_head; nn.Module does not type its attributes
+MLP_PARAMS = ("c_fc.weight", "c_fc.bias", "c_proj.weight", "c_proj.bias")
 
 
-def use(model, mlp, precision, fp8="off"):
-    """Replace model.head_loss, and on a GPU in bf16 every module of the class `mlp`.
+def replace_modules(
+    model: Model, mlp_class: type[nn.Module], precision: Precision, fp8: str = "off",
+    report: Callable[[str], None] = lambda text: None,
+) -> None:  # fmt: skip
+    """Replace model.head_loss, and on a GPU in bf16 every module of `mlp_class` (or a subclass), by
+    faster ones. Names, order and identity of the parameters stay, and so does the random state.
 
-    To be called before anything holds on to the modules: DDP, torch.compile. fp8: "off"; "head"
-    computes the head's products in 8 bits; "all" the MLPs' too.
+    Call it before DDP and torch.compile wrap the model. fp8: "off"; "head" computes the head's matmuls
+    in 8 bits; "all" the MLPs' too. report is called with a sentence for each class that is kept.
+    Raises UserError if fp8 is not available.
     """
     if fp8 != "off":
         check_fp8(model, precision, fp8)
-    model.head_loss = FusedHeadLoss(model.head_loss, fp8=fp8 != "off")
-    if precision.name != "bf16" or not epilogues_work(precision.device):
+    if head_is_replaceable(model):
+        model.head_loss = FusedHeadLoss(model.head_loss, fp8=fp8 != "off")
+    else:
+        name = type(model.head_loss).__name__
+        report(f"{name} differs from the fused cross-entropy: using your version")
+    if precision.name == "bf16" and is_supported(precision.device):
+        replace_mlps(model, mlp_class, Fp8MLP if fp8 == "all" else FusedMLP, report)
+
+
+def replace_mlps(
+    model: nn.Module, mlp_class: type[nn.Module], fused: type[FusedMLP],
+    report: Callable[[str], None],
+) -> None:  # fmt: skip
+    """Replace every module of mlp_class that computes c_proj(GELU(c_fc(x))) by one of class `fused`,
+    if the kernel is accurate on this GPU; report the others."""
+    found = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, mlp_class)
+    ]
+    same = [place for place in found if mlp_is_replaceable(place[2])]
+    for name in sorted({type(place[2]).__name__ for place in found if place not in same}):
+        report(f"{name} differs from the fused kernel's GELU MLP: using your version")
+    if not same:
         return
-    fast = Fp8MLP if fp8 == "all" else FusedMLP
-    for parent in list(model.modules()):
-        for name, child in parent.named_children():
-            if type(child) is mlp:
-                setattr(parent, name, fast(child))
+    try:
+        error, limit = kernel_error(fused, same[0][2]), MAX_KERNEL_ERROR[fused]
+    except RuntimeError as exception:  # such as a width for which cuBLASLt has no algorithm
+        report(f"{fused.__name__} fails on this GPU ({exception}): using the plain MLP")
+        return
+    if not error <= limit:  # NaN, too
+        report(
+            f"{fused.__name__}'s relative error on this GPU is {error:.2g}, and at most {limit} is "
+            "accepted: using the plain MLP"
+        )
+        return
+    for parent, name, child in same:
+        setattr(parent, name, fused(child))
 
 
-def check_fp8(model, precision, fp8):
-    """Raise UserError, saying what is missing, where products in 8 bits cannot be had."""
-    c, reason = model.config, why_no_fp8(precision.device)
+# ------------------------------------------------------------------------------------- comparisons
+
+
+def head_is_replaceable(model: Model) -> bool:
+    """Whether model.head_loss computes the plain cross-entropy of the head's logits."""
+    plain = copy.deepcopy(model.head_loss).train()
+    if [*plain.parameters(), *plain.buffers()]:  # the fused version would not use them
+        return False
+    vocab_size, (V, C, N) = model.config.vocab_size, (model.config.padded_vocab_size, 32, 24)
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, C, generator=generator) for n in (N, V))
+    x *= torch.linspace(0.1, 1, N)[:, None]  # logits of many sizes
+    targets = torch.randint(vocab_size, (N,), generator=generator)
+    targets[::2] = (x @ weight[:vocab_size].T).argmax(1)[::2]  # small losses and large ones
+    targets[1], targets[::5] = vocab_size - 1, -1  # the last token, often end of text; ignored ones
+    x, weight, targets = (t.to(model.lm_head.weight.device) for t in (x, 2 * weight, targets))
+    x.requires_grad_(), weight.requires_grad_()
+    with exact_matmuls():
+        try:
+            loss = plain(x, weight, targets, "sum")
+            grads = torch.autograd.grad(loss, (x, weight))
+            each = plain(x, weight, targets, "none").sum()
+            ours = fused_loss(x.detach(), weight.detach(), targets, plain.vocab_size)
+            return all(map(close, (loss, each, *grads), (ours[0], *ours)))
+        except Exception:  # another interface
+            return False
+
+
+def mlp_is_replaceable(module: nn.Module) -> bool:
+    """Whether a module computes c_proj(GELU(c_fc(x))), with tanh's GELU, for any weights."""
+    if tuple(name for name, _ in module.named_parameters()) != MLP_PARAMS or list(module.buffers()):
+        return False
+    module, x, dy = random_mlp(module)
+    # activations of ordinary size tell the forms of GELU apart, large ones show a limit
+    return all(same_mlp(module, size * x, dy) for size in (1, 10))
+
+
+def same_mlp(module: nn.Module, x: Tensor, dy: Tensor) -> bool:
+    """Whether an MLP and gelu_mlp have the same output and gradients for x, given dy."""
+    x.requires_grad_()
+    with exact_matmuls():
+        try:
+            theirs, ours = module(x), gelu_mlp(x, *module.parameters())
+            inputs = (x, *module.parameters())
+            gradients = [torch.autograd.grad(y, inputs, dy) for y in (theirs, ours)]
+            return close(theirs, ours) and all(map(close, *gradients))
+        except Exception:  # another interface
+            return False
+
+
+def kernel_error(fused: type[FusedMLP], plain: nn.Module) -> float:
+    """Largest relative error of a fused MLP's output and gradients against float32."""
+    plain, x, dy = random_mlp(plain)
+    inputs = [t.detach().requires_grad_() for t in (x.bfloat16(), *plain.parameters())]
+    exact = [t.detach().float().requires_grad_() for t in inputs]
+    with exact_matmuls():
+        y, wanted = fused(plain).products(inputs[0].flatten(0, -2), *inputs[1:]), gelu_mlp(*exact)
+        pairs = [
+            (y.view_as(wanted), wanted),
+            *zip(
+                torch.autograd.grad(y, inputs, dy.to(y.dtype).view_as(y)),
+                torch.autograd.grad(wanted, exact, dy.to(y.dtype).float()),
+            ),
+        ]
+    errors = [(found.float() - right).norm() / right.norm() for found, right in pairs]
+    return torch.stack(errors).max().item()  # unlike Python's max(), it returns NaN if there is one
+
+
+def random_mlp(module: nn.Module) -> tuple[nn.Module, Tensor, Tensor]:
+    """Return a float32 copy of an MLP, in training mode and with random weights (at the start of
+    training the biases are 0, which would hide some differences), and for it an input and a gradient of
+    the output, both (2, 64, C)."""
+    module = copy.deepcopy(module).float().train().requires_grad_()
+    w_fc, _, w_proj, _ = module.parameters()
+    generator = torch.Generator(w_fc.device).manual_seed(0)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=w_fc.device)
+
+    for p in module.parameters():
+        p.data = randn(*p.shape) * p.size(-1) ** -0.5
+    x, dy = randn(2, 64, w_fc.size(1)), randn(2, 64, w_proj.size(0))
+    return module, x, dy
+
+
+def gelu_mlp(x: Tensor, w_fc: Tensor, b_fc: Tensor, w_proj: Tensor, b_proj: Tensor) -> Tensor:
+    """The function that the MLP kernels compute."""
+    return F.linear(F.gelu(F.linear(x, w_fc, b_fc), approximate="tanh"), w_proj, b_proj)
+
+
+def close(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors agree in shape, and in value as far as float32's rounding allows."""
+    return a.shape == b.shape and bool((a - b).norm() <= TOLERANCE * b.norm())
+
+
+@contextlib.contextmanager
+def exact_matmuls() -> Iterator[None]:
+    """Inside: matmuls in full float32, without TF32 and autocast. The random state is restored."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+        with torch.random.fork_rng(devices), torch.autocast("cpu", enabled=False):
+            with torch.autocast("cuda", enabled=False):
+                yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+# -------------------------------------------------------------------------------------------- 8 bits
+
+
+def check_fp8(model: Model, precision: Precision, fp8: str) -> None:
+    """Raise UserError, saying what is missing, if 8-bit matmuls are not available."""
+    c, reason = model.config, fp8_unsupported_reason(precision.device)
     if not reason and precision.name != "bf16":
-        reason = f"go with precision=bf16, not with {precision.name}"
+        reason = f"needs precision=bf16, not {precision.name}"
     if not reason and (c.n_embd % 16 or c.padded_vocab_size % 16):
-        rows = f"{c.padded_vocab_size} rows of the embedding"
-        reason = f"need multiples of 16, not n_embd={c.n_embd} and {rows}"
+        reason = (
+            f"needs multiples of 16, not n_embd={c.n_embd} and {c.padded_vocab_size} rows of the "
+            "token embedding"
+        )
     if reason:
-        raise UserError(f"fp8={fp8}: 8 bits {reason}; pass --fp8 off")
+        raise UserError(f"fp8={fp8} {reason}; pass --fp8 off")
 
 
-def why_no_fp8(device):
-    """Empty if this device multiplies in 8 bits, else what it needs, in a few words."""
+def fp8_unsupported_reason(device: torch.device) -> str:
+    """Say what this device lacks for 8-bit matmuls; "" if it lacks nothing."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
-        return "need an NVIDIA GPU that multiplies them (RTX 40, H100 and newer)"
+        return "needs an NVIDIA GPU with 8-bit matmuls (RTX 40, H100 and newer)"
     if importlib.util.find_spec("triton") is None:
-        return "need Triton, which is not installed"
+        return "needs Triton, which is not installed"
     return ""

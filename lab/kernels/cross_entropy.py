@@ -1,40 +1,46 @@
-"""Cross-entropy of a linear head without its logits in memory.
+"""Cross-entropy of a linear head that never holds all logits in memory. Used by replace_modules.
 
-FusedHeadLoss takes the place of a model's plain head and loss; the rest is how it computes them.
-
-At 64 x 1024 positions the logits of GPT-2 are 6.6 GB in bf16, and their gradient as much again. But
+At 64 x 1024 positions the logits of GPT-2 take 6.6 GB in bf16, and their gradient as much again. But
 the gradient of the loss with respect to the logits, softmax minus one-hot, needs nothing from the
-backward pass. So the fused way makes a chunk of logits, turns it into its own gradient in place,
-multiplies that into dx and dweight, and drops it, all in the forward pass. What the backward pass
-brings later is one number, the gradient of whatever was made of the loss, and both are multiplied
-by it. (The idea is Liger-Kernel's: Hsu et al. 2024, section 3.2.)
+backward pass. So the forward pass computes a chunk of logits, turns it into its own gradient in place,
+multiplies that into dx and dweight, and reuses its memory for the next chunk. The backward pass only
+multiplies dx and dweight by the gradient of the loss, a scalar. (The idea is Liger-Kernel's: Hsu et
+al. 2024, section 3.2.)
 
-Shape letters: N positions, n of a chunk, C channels, V rows of the head (padded vocabulary).
+Shape letters: N positions, n positions of a chunk, C channels, V rows of the head (padded vocabulary).
 """
+
+# torch._scaled_mm has no public name
+# pyright: reportPrivateImportUsage=false
 
 import functools
 import importlib.util
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-# positions; 1.6 GB of bf16 logits at V = 50304, and products still large enough to run at full rate
+# positions; 1.6 GB of bf16 logits at V = 50304, and matmuls still large enough to run at full rate
 CHUNK = 16384
-SMALL = 2**26  # bytes of float32 logits: with fewer there is nothing to save
-# for fp8: dlogits lie in [-1, 1]; times this they use e5m2's range, 2^-16 to 57344
+SMALL = 2**26  # bytes of float32 logits; below this the plain head is used
+# for fp8: dlogits lie in [-1, 1]; multiplied by this, they use e5m2's range, 2^-16 to 57344
 GRAD_SCALE = 2.0**15
 
 
 class FusedHeadLoss(nn.Module):
-    """In the place of a model's plain head_loss: the same loss and gradients, but for fp8, products
-    in 8 bits, whose gradients are rounded by some percent (RTX 40, H100 and newer)."""
+    """Replaces a model's head_loss: the same loss and gradients, in less memory.
 
-    def __init__(self, plain, fp8=False):
+    plain: the module that it replaces, used for few positions and without gradients. fp8: compute the
+    matmuls in 8 bits, which changes the gradients by a few percent (RTX 40, H100 and newer).
+    """
+
+    def __init__(self, plain: Any, fp8: bool = False):
         super().__init__()
         self.plain, self.fp8 = plain, fp8
 
-    def forward(self, x, weight, targets, reduction):
-        """As the plain one: x (N, C), weight (V, C), targets (N,) -> the sum, or each loss (N,)."""
+    def forward(self, x: Tensor, weight: Tensor, targets: Tensor, reduction: str) -> Tensor:
+        """x (N, C), weight (V, C), targets (N,), where -1 is ignored -> the summed loss, or with
+        reduction "none" each position's loss (N,)."""
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         if x.size(0) * weight.size(0) * 4 <= SMALL:
@@ -43,30 +49,31 @@ class FusedHeadLoss(nn.Module):
             chunks = zip(x.split(CHUNK // 4), targets.split(CHUNK // 4))
             losses = torch.cat([self.plain(rows, weight, t, "none") for rows, t in chunks])
             return losses if reduction == "none" else losses.sum()
-        # the hardware multiplies 8-bit rows of whole 16 bytes alone
+        # 8-bit matmuls need rows of a multiple of 16 bytes
         loss = fused_loss_fp8 if self.fp8 and x.size(0) % 16 == 0 else fused_loss
         return loss(x, weight, targets, self.plain.vocab_size)[0]
 
 
-# one opaque node, so that torch.compile keeps one graph
+# a custom op, so that torch.compile keeps one graph
 @torch.library.custom_op("gpt2::fused_loss", mutates_args=())
 def fused_loss(
     x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sum of the losses, and its gradients dx (N, C) in x's type and dweight (V, C) in weight's."""
-    # dlogits lie in [-1, 1], most of them far below fp16's smallest normal number, 6e-5
+    """Return the sum of the losses and its gradients: dx (N, C) in x's type, dweight (V, C) in
+    weight's."""
+    # dlogits lie in [-1, 1], and most of them are far below fp16's smallest normal number, 6e-5
     scale = 1024.0 if x.dtype == torch.float16 else 1.0
     w = weight.to(x.dtype)
     losses = torch.empty(x.size(0), dtype=torch.float32, device=x.device)
     dx, dweight = torch.empty_like(x), torch.zeros_like(weight)
-    # (n, V), used over and over
+    # (n, V), reused by every chunk
     logits = torch.empty(min(CHUNK, x.size(0)), w.size(0), dtype=x.dtype, device=x.device)
     for i in range(0, x.size(0), CHUNK):
         rows = x[i : i + CHUNK]
         chunk = torch.mm(rows, w.t(), out=logits[: rows.size(0)])
         losses[i : i + CHUNK] = loss_and_grad_(chunk, targets[i : i + CHUNK], vocab_size, scale)
         torch.mm(chunk, w, out=dx[i : i + CHUNK])
-        if x.is_cuda and x.dtype != weight.dtype:  # a 16-bit product, added to the 32-bit sum
+        if x.is_cuda and x.dtype != weight.dtype:  # a 16-bit matmul, added to a float32 sum
             torch.addmm(dweight, chunk.t(), rows, out_dtype=weight.dtype, out=dweight)
         else:
             dweight += chunk.t() @ rows
@@ -81,7 +88,7 @@ def empty_results(x, weight, targets, vocab_size):
 
 
 def save_gradients(ctx, inputs, output):
-    # dx and dweight are results too; nobody wants zeros of their size as their gradients
+    # dx and dweight are results too; without this, autograd makes zero gradients of their size
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(output[1], output[2])
 
@@ -94,10 +101,11 @@ def multiply_gradients(ctx, grad_loss, *_):
 fused_loss.register_autograd(multiply_gradients, setup_context=save_gradients)
 
 
-def loss_and_grad_(logits, targets, vocab_size, scale):
-    """Losses (n,) of a chunk of logits (n, V), which become scale * dloss/dlogits in place."""
+def loss_and_grad_(logits: Tensor, targets: Tensor, vocab_size: int, scale: float) -> Tensor:
+    """Return the losses (n,) of a chunk of logits (n, V), and replace the logits by
+    scale * dloss/dlogits."""
     if logits.is_cuda and importlib.util.find_spec("triton"):
-        # in one kernel a row is read twice, the second time mostly from L2 cache, and written once
+        # one kernel reads each row twice, the second time mostly from L2 cache, and writes it once
         losses = torch.empty(logits.size(0), dtype=torch.float32, device=logits.device)
         sizes = logits.stride(0), logits.size(1), vocab_size
         launch = kernels()["loss"][(logits.size(0),)]
@@ -119,14 +127,15 @@ def loss_and_grad_(logits, targets, vocab_size, scale):
 def fused_loss_fp8(
     x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """fused_loss with its three products in 8 bits, twice the rate of 16 (H100 and newer). Its
-    results are rounded: dx and dweight differ from those of fused_loss by some percent, at random.
+    """fused_loss with its three matmuls in 8 bits, at twice the rate of 16 bits (H100 and newer). By
+    rounding, dx and dweight differ from those of fused_loss by a few percent, at random.
 
-    e4m3 (3 bits of mantissa) for x and weight, each scaled so that its largest value is the
-    format's, 448; e5m2 (2 bits, more range) for the gradient of the logits (Micikevicius et al.
-    2022, FP8 formats, section 3). The hardware wants both factors of an 8-bit product contiguous
-    along the axis that is summed over, so three of them are kept twice. Its fast accumulation stays
-    off: sums with 14 bits make dweight 5 times as wrong, for 0.3 % of a step.
+    x and weight are in e4m3 (3 bits of mantissa), each scaled so that its largest value becomes the
+    format's, 448; the gradient of the logits is in e5m2 (2 bits, more range; Micikevicius et al. 2022,
+    FP8 formats, section 3). Both factors of an 8-bit matmul must be contiguous along the axis that is
+    summed over, so three of them are stored twice. Fast accumulation stays off: with it, all sums
+    have about 14 bits, which makes the error of dweight 5 times as large and saves 0.3 % of a step.
+    Without it, partial sums are added in float32 at intervals.
     """
     x8, x_scale = to_e4m3(x)
     w8, w_scale = to_e4m3(weight)
@@ -152,16 +161,19 @@ fused_loss_fp8.register_fake(empty_results)
 fused_loss_fp8.register_autograd(multiply_gradients, setup_context=save_gradients)
 
 
-def to_e4m3(tensor):
-    """(tensor / scale in e4m3, scale), the largest value at 448."""
+def to_e4m3(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (tensor / scale in e4m3, scale), scaled so that the largest value is 448."""
     largest = torch.linalg.vector_norm(tensor, ord=float("inf"), dtype=torch.float32)
     scale = (largest / 448).clamp(min=1e-12)
-    inverse = (1 / scale).to(tensor.dtype)  # rounded in 16 bits, and so must be what undoes it
+    inverse = (1 / scale).to(tensor.dtype)  # rounded; the scale returned must undo just this
     return (tensor * inverse).to(torch.float8_e4m3fn), 1 / inverse.float()
 
 
-def triton_loss_and_grad_e5m2(logits, targets, vocab_size):
-    """Losses (n,) and GRAD_SCALE * dloss/dlogits, as (n, V) and as (V, n), each contiguous."""
+def triton_loss_and_grad_e5m2(
+    logits: Tensor, targets: Tensor, vocab_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the losses (n,), and GRAD_SCALE * dloss/dlogits as (n, V) and transposed as (V, n), both
+    contiguous."""
     n, padded = logits.shape
     losses, log2_z = (torch.empty(n, dtype=torch.float32, device=logits.device) for _ in range(2))
     grad = torch.empty(n, padded, dtype=torch.float8_e5m2, device=logits.device)
@@ -179,14 +191,15 @@ def triton_loss_and_grad_e5m2(logits, targets, vocab_size):
 
 
 @functools.cache
-def kernels():
-    """{"loss", "row", "tile"}, compiled on first use: importing this file needs no Triton."""
-    import triton
-    import triton.language as tl
+def kernels() -> dict[str, Any]:
+    """The Triton kernels by name: "loss", "row", "tile". Made on first use, so that importing this
+    file needs no Triton."""
+    import triton  # pyright: ignore[reportMissingImports]  # CUDA builds of torch bring it
+    import triton.language as tl  # pyright: ignore[reportMissingImports]
 
     @triton.jit
     def load_log2(logits, column, padded, vocab_size):
-        """Logits in base 2, whose exponential the hardware has; -inf outside the vocabulary."""
+        """Logits in base 2, because the hardware has exp2; -inf outside the vocabulary."""
         z = tl.load(logits + column, mask=column < padded, other=0.0).to(tl.float32)
         z *= 1.4426950408889634  # log2(e)
         return tl.where(column < vocab_size, z, float("-inf"))
@@ -194,8 +207,8 @@ def kernels():
     @triton.jit
     def log2_sum_exp(logits, padded, vocab_size, BLOCK: tl.constexpr):
         """log2 of the softmax's denominator of one row, by online softmax (Milakov and Gimelshein
-        2018): one running maximum and sum for each lane of the block. Four blocks at a time, as
-        exponentials are what limits it."""
+        2018), with a running maximum and sum for each lane of the block. It takes four blocks at a
+        time, because exponentials limit its speed."""
         lane = tl.arange(0, BLOCK)
         top = tl.full([BLOCK], -1e30, tl.float32)
         total = tl.zeros([BLOCK], tl.float32)
@@ -215,7 +228,7 @@ def kernels():
 
     @triton.jit
     def loss(logits, targets, losses, stride, padded, vocab_size, scale, BLOCK: tl.constexpr):
-        """A row's loss; the row becomes its own gradient."""
+        """Compute a row's loss, and replace the row by its gradient."""
         row = tl.program_id(0).to(tl.int64)
         logits += row * stride
         target = tl.load(targets + row)
@@ -231,19 +244,19 @@ def kernels():
             z = load_log2(logits, column, padded, vocab_size)
             tl.store(logits + column, tl.exp2(z - log2_z) * factor, mask=column < padded)
         tl.debug_barrier()
-        if has_target:  # softmax minus one-hot: the one
+        if has_target:  # subtract the one-hot vector
             tl.store(logits + target, (tl.exp2(hit - log2_z) - 1.0) * factor)
 
     @triton.jit
     def row(logits, targets, losses, log2_zs, padded, vocab_size, BLOCK: tl.constexpr):
-        """A row's loss and softmax denominator."""
+        """Compute a row's loss and its softmax denominator."""
         row = tl.program_id(0).to(tl.int64)
         logits += row * padded
         target = tl.load(targets + row)
         log2_z = log2_sum_exp(logits, padded, vocab_size, BLOCK)
         hit = load_log2(logits, tl.maximum(target, 0), padded, vocab_size)
         tl.store(losses + row, tl.where(target >= 0, (log2_z - hit) * 0.6931471805599453, 0.0))
-        # no target: a softmax of zeros
+        # without a target, the gradient must be 0
         tl.store(log2_zs + row, tl.where(target >= 0, log2_z, float("inf")))
 
     @triton.jit
@@ -252,8 +265,8 @@ def kernels():
 
     @triton.jit
     def tile(logits, targets, log2_zs, grad, grad_t, n, padded, scale, TILE: tl.constexpr):
-        """A square of the gradient, written as it is and transposed. What is transposed are the
-        logits, in 16 bits, and the rest is computed twice: 8-bit numbers Triton 3.7 would write in
+        """Write a square of the gradient as it is and transposed. The 16-bit logits are transposed,
+        and the gradient is computed twice, because Triton 3.7 would write transposed 8-bit numbers to
         wrong places. That takes 1 % longer (docs/LOG.md#torch-213)."""
         row = (tl.program_id(1) * TILE + tl.arange(0, TILE)).to(tl.int64)
         column = (tl.program_id(0) * TILE + tl.arange(0, TILE)).to(tl.int64)
@@ -269,7 +282,7 @@ def kernels():
         here = (target // TILE == tl.program_id(0)) & (target >= 0)
         tl.debug_barrier()
         hit = tl.load(logits + row * padded + target, mask=here, other=0.0).to(tl.float32)
-        # the one of one-hot
+        # subtract the one-hot vector
         g = ((tl.exp2(hit * 1.4426950408889634 - log2_z) - 1.0) * scale).to(tl.float8e5)
         tl.store(grad + row * padded + target, g, mask=here)
         tl.store(grad_t + target * n + row, g, mask=here)

@@ -1,20 +1,29 @@
-"""The MLP's six products in 8 bits: about twice the rate of 16 on an H100 and newer, for numbers
-rounded to 3 bits.
+"""MLP with 8-bit matmuls, which run at about twice the rate of bf16 on an H100. Used by `--fp8 all`.
 
-Forward GELU(x @ w_fc.T + b_fc) @ w_proj.T, backward four more products; everything between them is
-one kernel, cast_tile, which reads a tensor once, applies GELU or its derivative on the way, and
-writes it in 8 bits twice: as it is and transposed, as the hardware wants both factors of an 8-bit
-product contiguous along the axis that is summed over.
+The forward pass has two matmuls, GELU(x @ w_fc.T + b_fc) @ w_proj.T, and the backward pass four. One
+kernel, cast_tile, does everything between them: it reads a tensor once, applies GELU or its
+derivative, and writes the result in 8 bits twice, as it is and transposed, because both factors of an
+8-bit matmul must be contiguous along the axis that is summed over.
 
-The formats are those of Micikevicius et al. 2022 (FP8 formats for deep learning, section 3): e4m3
-(3 bits of mantissa, normal numbers from 2^-6 to 448) for weights and activations, e5m2 (2 bits,
-from 2^-14 to 57344) for gradients. Sums are kept in 32 bits. Weights and optimizer stay in float32,
-and the gradients of the weights come out in it.
+The formats are those of Micikevicius et al. 2022 (FP8 formats for deep learning, section 3): e4m3 (3
+bits of mantissa, normal numbers from 2^-6 to 448) for weights and activations, e5m2 (2 bits, from
+2^-14 to 57344) for gradients. Weights, their gradients and the optimizer's state stay in float32.
+
+Hopper's tensor cores accumulate 8-bit products with about 14 bits. With use_fast_accum=False, the
+default of torch._scaled_mm, partial sums are added to a float32 sum at intervals.
+
+Limits: the scale of activations is fixed, and values beyond +-112 saturate. LayerNorm's output cannot
+exceed sqrt(C), which is 28 at C = 768, so it fits for gains up to 4 there. GELU's output has no such
+bound: whatever is above 112 becomes 112, without a warning.
 
 Shape letters: N positions, C channels, F hidden width (4 C).
 """
 
+# torch._scaled_mm has no public name
+# pyright: reportPrivateImportUsage=false
+
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,38 +31,40 @@ from torch import Tensor
 from lab.kernels.fused_mlp import FusedMLP
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-# What a 1 in 8 bits is worth. Formats with 4 or 5 bits of exponent forgive a rough scale, so weights
-# and activations have fixed ones, which cost no pass over the tensor to find its largest value.
-# Weights reach 448 / 32 = 14 and lose bits below 2^-6 / 32 = 0.0005 (fresh ones have a std of 0.02);
-# activations are cut off at 448 / 4 = 112 (LayerNorm's output is at most C^0.5 = 28 before its gain).
+# Scales: the value that 1.0 in 8 bits stands for. A format with 4 or 5 bits of exponent tolerates a
+# rough scale, so weights and activations have fixed ones, which saves a pass over the tensor to find
+# its largest value. Weights reach 448 / 32 = 14 and lose bits below 2^-6 / 32 = 0.0005 (their initial
+# std is 0.02). Activations reach 448 / 4 = 112; larger ones saturate.
 WEIGHT, ACTIVATION = 1 / 32, 1 / 4
-# Gradients have no size of their own: the largest |dy| of each call becomes 57344. A gradient
-# before GELU is a sum of C of those times weights: 64 times more room, of the 2^30 that e5m2 has
-HEADROOM = 64.0
+# The size of gradients varies, so the largest |dy| of each call is scaled to 57344. The gradient
+# before GELU is a sum of C such values times weights and may be larger: its scale leaves 64 times more
+# room, out of e5m2's range of 2^30.
+AMAX_MARGIN = 64.0
 
 
 @functools.cache
-def constant(value, device):
+def scalar_tensor(value: float, device: torch.device) -> Tensor:
     return torch.tensor(value, device=device)
 
 
-def cast(x, scale, dtype, mode="plain", before=None):
-    """(x / scale in dtype (R, K), its transpose (K, R), float32 sums over blocks of rows (blocks,
-    K) or None).
+def quantize(
+    x: Tensor, scale: Tensor, dtype: torch.dtype, mode: str = "plain", before: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Cast x (R, K) to 8 bits. Returns (x / scale in dtype (R, K), its transpose (K, R), sums).
 
-    mode "gelu" casts GELU(x) instead; "dgelu" x * GELU'(before), and it alone sums.
+    mode: "plain"; "gelu" casts GELU(x) instead; "dgelu" casts x * GELU'(before) and also returns its
+    float32 sums over blocks of rows (blocks, K). In the other modes sums is not filled.
     """
-    import triton
+    import triton  # pyright: ignore[reportMissingImports]  # CUDA builds of torch bring it
 
     rows, columns = x.shape
     q = torch.empty(rows, columns, dtype=dtype, device=x.device)
     q_t = torch.empty(columns, rows, dtype=dtype, device=x.device)
     tile_rows, tile_columns, warps = TILES[mode]
     grid = (triton.cdiv(columns, tile_columns), triton.cdiv(rows, tile_rows))
-    sums = None
-    if mode == "dgelu":
-        sums = torch.empty(grid[1], columns, dtype=torch.float32, device=x.device)
-    tensors = x, x if before is None else before, scale, q, q_t, q if sums is None else sums
+    blocks = grid[1] if mode == "dgelu" else 1  # then unused
+    sums = torch.empty(blocks, columns, dtype=torch.float32, device=x.device)
+    tensors = x, x if before is None else before, scale, q, q_t, sums
     tile = dict(ROWS=tile_rows, COLUMNS=tile_columns, num_warps=warps)
     kernel()[grid](*tensors, rows, columns, MODE=mode, **tile)
     return q, q_t, sums
@@ -63,14 +74,14 @@ TILES = {"plain": (128, 64, 4), "gelu": (32, 128, 4), "dgelu": (64, 64, 2)}  # r
 
 
 @functools.cache
-def kernel():
-    """cast_tile, compiled on first use, so that importing this file needs no Triton."""
-    import triton
-    import triton.language as tl
+def kernel() -> Any:
+    """The Triton kernel cast_tile. Made on first use, so that importing this file needs no Triton."""
+    import triton  # pyright: ignore[reportMissingImports]  # CUDA builds of torch bring it
+    import triton.language as tl  # pyright: ignore[reportMissingImports]
 
     @triton.jit
     def sigmoid_of_gelu(x):
-        """GELU in the tanh form is x * sigmoid(2 (2/pi)^0.5 (x + 0.044715 x^3)): that sigmoid."""
+        """The sigmoid in tanh's GELU, which is x * sigmoid(2 (2/pi)^0.5 (x + 0.044715 x^3))."""
         # 2 (2/pi)^0.5 log2(e), and 0.044715 times that
         y = x * (2.302208198 + 0.1029432397 * x * x)
         return 1.0 / (1.0 + tl.exp2(-y))
@@ -106,10 +117,10 @@ def kernel():
                 tl.sum(value, 0),
                 mask=column < columns,
             )
-        # the hardware's cast ends at the format's largest number
+        # the hardware's cast saturates at the format's largest number
         tl.store(q + here, (value * (1.0 / tl.load(scale))).to(q.dtype.element_ty), mask=inside)
-        # the product is written twice, or the compiler would transpose the 8-bit result, which
-        # Triton 3.6 and 3.7 do wrongly
+        # the multiplication is repeated because the compiler would otherwise transpose the 8-bit
+        # result, which Triton 3.6 and 3.7 do wrongly
         value_t = tl.trans(value * (1.0 / tl.load(scale)))
         tl.store(
             q_t + column[:, None] * rows + row[None, :],
@@ -120,22 +131,22 @@ def kernel():
     return cast_tile
 
 
-# opaque to torch.compile, which keeps one graph around it
+# a custom op, because torch.compile would break the graph at the Triton launch
 @torch.library.custom_op("gpt2::mlp_products_fp8", mutates_args=())
 def mlp_products_fp8(
     x: Tensor, w_fc: Tensor, b_fc: Tensor, w_proj: Tensor, b_proj: Tensor
 ) -> list[Tensor]:
-    """[GELU(x @ w_fc.T + b_fc) @ w_proj.T + b_proj (N, C)], then for the backward pass GELU's input
-    (N, F) and, in 8 bits and transposed, GELU's output (F, N), x (C, N), w_fc (C, F) and w_proj (F,
-    C). x (N, C) is bf16, the weights are float32."""
-    weight, activation = constant(WEIGHT, x.device), constant(ACTIVATION, x.device)
-    x8, x8_t, _ = cast(x, activation, E4M3)
-    w8, w8_t, _ = cast(w_fc, weight, E4M3)
-    p8, p8_t, _ = cast(w_proj, weight, E4M3)
+    """Compute GELU(x @ w_fc.T + b_fc) @ w_proj.T + b_proj (N, C), for x (N, C) in bf16 and weights in
+    float32. Also returns, for the backward pass, GELU's input (N, F) and, in 8 bits and transposed,
+    GELU's output (F, N), x (C, N), w_fc (C, F) and w_proj (F, C)."""
+    weight, activation = scalar_tensor(WEIGHT, x.device), scalar_tensor(ACTIVATION, x.device)
+    x8, x8_t, _ = quantize(x, activation, E4M3)
+    w8, w8_t, _ = quantize(w_fc, weight, E4M3)
+    p8, p8_t, _ = quantize(w_proj, weight, E4M3)
     before = torch._scaled_mm(
         x8, w8.t(), activation, weight, bias=b_fc.to(x.dtype), out_dtype=x.dtype
     )
-    after8, after8_t, _ = cast(before, activation, E4M3, "gelu")
+    after8, after8_t, _ = quantize(before, activation, E4M3, "gelu")
     y = torch._scaled_mm(
         after8, p8.t(), activation, weight, bias=b_proj.to(x.dtype), out_dtype=x.dtype
     )
@@ -159,13 +170,14 @@ def mlp_gradients_fp8(
     w8_t: Tensor,
     p8_t: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dx (N, C) bf16, dw_fc (F, C), db_fc (F,), dw_proj (C, F) float32. largest: of all |dy|."""
-    weight, activation = constant(WEIGHT, dy.device), constant(ACTIVATION, dy.device)
+    """Return dx (N, C) in bf16, and dw_fc (F, C), db_fc (F,), dw_proj (C, F) in float32. largest: the
+    largest |dy|; the others are results of mlp_products_fp8."""
+    weight, activation = scalar_tensor(WEIGHT, dy.device), scalar_tensor(ACTIVATION, dy.device)
     scale = (largest.float() / 57344).clamp(min=1e-30)
-    dy8, dy8_t, _ = cast(dy, scale, E5M2)
+    dy8, dy8_t, _ = quantize(dy, scale, E5M2)
     dafter = torch._scaled_mm(dy8, p8_t.t(), scale, weight, out_dtype=dy.dtype)
-    wide = scale * HEADROOM
-    d8, d8_t, sums = cast(dafter, wide, E5M2, "dgelu", before)
+    wide = scale * AMAX_MARGIN
+    d8, d8_t, sums = quantize(dafter, wide, E5M2, "dgelu", before)
     dx = torch._scaled_mm(d8, w8_t.t(), wide, weight, out_dtype=dy.dtype)
     dw_fc = torch._scaled_mm(d8_t, x8_t.t(), wide, activation, out_dtype=torch.float32)
     dw_proj = torch._scaled_mm(dy8_t, after8_t.t(), scale, activation, out_dtype=torch.float32)
@@ -180,29 +192,29 @@ def _(dy, largest, before, after8_t, x8_t, w8_t, p8_t):
     )
 
 
-def keep(ctx, inputs, output):
-    # no gradients of zeros for the results that are for the backward pass alone
+def setup_context(ctx, inputs, output):
+    # without this, autograd makes zero gradients for the results that only the backward pass needs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output[1:])
 
 
 def backward(ctx, grads):
     dy = grads[0].contiguous()
-    # the sum and amax out here, where torch.compile can fuse them
+    # the sum and the maximum are computed here because torch.compile can fuse them
     return *mlp_gradients_fp8(dy, dy.abs().amax(), *ctx.saved_tensors), dy.sum(
         0, dtype=torch.float32
     )
 
 
-mlp_products_fp8.register_autograd(backward, setup_context=keep)
+mlp_products_fp8.register_autograd(backward, setup_context=setup_context)
 
 
 class Fp8MLP(FusedMLP):
-    """The same in 8 bits, rounded from the 32-bit weights themselves."""
+    """FusedMLP with 8-bit matmuls. It rounds the float32 weights directly, not their bf16 copies."""
 
-    reads = torch.float32
+    param_dtype = torch.float32
 
-    def products(self, x, *weights):
-        if x.size(0) % 16:  # the hardware multiplies 8-bit rows of whole 16 bytes alone
+    def products(self, x: Tensor, *weights: Tensor) -> Tensor:
+        if x.size(0) % 16:  # 8-bit matmuls need rows of a multiple of 16 bytes
             return super().products(x, *weights)
         return mlp_products_fp8(x, *weights)[0]

@@ -1,37 +1,37 @@
-"""The MLP's two products with GELU inside them: what a kernel of its own would read and write again
-stays in registers.
+"""MLP whose matmul kernels also apply GELU and its derivative. Used by replace_modules.
 
-PyTorch computes c_fc, then GELU, then c_proj, and GELU's kernel carries the widest tensor of the
-model (4 C numbers a position) through memory again: once in and out on the way forward, twice in
-and once out on the way back. NVIDIA's library of products, cuBLASLt, can apply GELU or its
-derivative to a tile of the result before it is first written (an "epilogue"). PyTorch has no call
-for that in training, so this file calls the library that came with it. bf16 on NVIDIA GPUs alone;
-everywhere else the plain MLP says the same in one line.
+PyTorch computes c_fc, then GELU, then c_proj, and GELU's kernel moves the widest tensor of the model
+(4 C numbers per position) through memory again: one read and one write in the forward pass, two reads
+and one write in the backward pass. NVIDIA's matmul library, cuBLASLt, can apply GELU or its derivative
+to a tile of the result before it is first written (an "epilogue"). PyTorch has no function for that in
+training, so this file calls the library that comes with PyTorch. It works in bf16 on NVIDIA GPUs only.
 
 Shape letters: N positions, C channels, F hidden width (4 C).
 """
 
 import ctypes
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-# numbers of cublasLt.h, the same from CUDA 11.8 to 13
-# cudaDataType_t, cublasComputeType_t: products in 16 bits, sums in 32
+# constants of cublasLt.h, the same from CUDA 11.8 to 13
+# cudaDataType_t, cublasComputeType_t: bf16 factors, float32 sums
 BF16, FP32, COMPUTE_32F = (14, 0, 68)
 # cublasLtMatmulDescAttributes_t
 TRANSA, EPILOGUE, BIAS_POINTER, AUX_POINTER, AUX_LD = (3, 7, 8, 11, 12)
-# cublasLtEpilogue_t; "aux" is GELU's input, written forward and read backward
+# cublasLtEpilogue_t; "aux" is GELU's input, written in the forward and read in the backward pass
 GELU_AUX_BIAS, DGELU = (164, 192)
 MAX_WORKSPACE_BYTES = 1  # cublasLtMatmulPreferenceAttributes_t
-WORKSPACE = 32 * 2**20  # bytes; NVIDIA's advice for Hopper
-# with fewer, the GPU waits for the Python that calls the library (bench/ladder.py, shape 12x768)
+WORKSPACE = 32 * 2**20  # bytes; NVIDIA's recommendation for Hopper
+# with fewer, the GPU waits for the Python code that calls the library (bench/ladder.py, shape 12x768)
 MIN_POSITIONS = 16384
 
 
 class Heuristic(ctypes.Structure):
-    """cublasLtMatmulHeuristicResult_t: an algorithm that the library recommends for a product."""
+    """cublasLtMatmulHeuristicResult_t: an algorithm that the library recommends for a matmul."""
 
     _fields_ = [
         ("algo", ctypes.c_uint64 * 8),
@@ -43,11 +43,12 @@ class Heuristic(ctypes.Structure):
 
 
 @functools.cache
-def library():
-    """A function that calls cuBLASLt by name. Raises OSError where torch has none."""
-    lib = ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.split('.')[0]}")
+def library() -> Callable[..., None]:
+    """A function that calls a cuBLASLt function by name. Raises OSError if torch comes without it."""
+    major = (torch.version.cuda or "").split(".")[0]
+    lib = ctypes.CDLL(f"libcublasLt.so.{major}")
 
-    def call(name, *args):
+    def call(name: str, *args: Any) -> None:
         if status := getattr(lib, f"cublasLt{name}")(*args):
             raise RuntimeError(f"cublasLt{name} failed with status {status}")
 
@@ -55,31 +56,33 @@ def library():
 
 
 @functools.cache
-def handle_and_workspace(device):
+def handle_and_workspace(device: torch.device) -> tuple[ctypes.c_void_p, Tensor]:
     handle = ctypes.c_void_p()
     library()("Create", ctypes.byref(handle))
     return handle, torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
 
 
-def describe(desc, attribute, value):
+def set_desc_attribute(desc: ctypes.c_void_p, attribute: int, value: Any) -> None:
     library()("MatmulDescSetAttribute", desc, attribute, ctypes.byref(value), ctypes.sizeof(value))
 
 
 @functools.cache
-def plan(device, rows, inner, columns, b_transposed, epilogue):
-    """(description, layouts of a, b and out, algorithm) for out (rows, columns) = a (rows, inner) @
-    b, all bf16.
+def matmul_plan(
+    device: torch.device, rows: int, inner: int, columns: int, b_transposed: bool, epilogue: int
+) -> tuple[ctypes.c_void_p, list[ctypes.c_void_p], Any]:
+    """(description, layouts of b, a and out, algorithm) for out (rows, columns) = a (rows, inner) @ b,
+    all in bf16.
 
-    The library thinks in columns: its out.T = b.T @ a.T is our out = a @ b, so b comes first and is
-    transposed for it where it is not for us.
+    The library stores matrices by columns: its out.T = b.T @ a.T is our out = a @ b. So b comes first,
+    and it is transposed for the library if it is not transposed for us.
     """
     call, (handle, _) = library(), handle_and_workspace(device)
     desc, preference = ctypes.c_void_p(), ctypes.c_void_p()
     call("MatmulDescCreate", ctypes.byref(desc), COMPUTE_32F, FP32)
-    describe(desc, TRANSA, ctypes.c_int32(b_transposed))
-    describe(desc, EPILOGUE, ctypes.c_int32(epilogue))
-    describe(desc, AUX_LD, ctypes.c_int64(columns))
-    describe(desc, AUX_POINTER, ctypes.c_void_p(256))  # only its alignment matters here
+    set_desc_attribute(desc, TRANSA, ctypes.c_int32(b_transposed))
+    set_desc_attribute(desc, EPILOGUE, ctypes.c_int32(epilogue))
+    set_desc_attribute(desc, AUX_LD, ctypes.c_int64(columns))
+    set_desc_attribute(desc, AUX_POINTER, ctypes.c_void_p(256))  # only its alignment matters here
     layouts = []
     of_b = (inner, columns) if b_transposed else (columns, inner)
     for high, wide in (of_b, (inner, rows), (columns, rows)):
@@ -95,22 +98,25 @@ def plan(device, rows, inner, columns, b_transposed, epilogue):
     wanted = preference, 1, ctypes.byref(best), ctypes.byref(found)
     call("MatmulAlgoGetHeuristic", handle, desc, *operands, *wanted)
     if not found.value:
-        raise RuntimeError("cuBLASLt has no algorithm for this product")
+        raise RuntimeError("cuBLASLt has no algorithm for this matmul")
     return desc, layouts, best.algo
 
 
-def product(a, b, epilogue, aux, bias=None, b_transposed=False):
-    """epilogue(a @ b), or of a @ b.T if b_transposed. aux (rows, columns) is written by
-    GELU_AUX_BIAS, read by DGELU."""
+def cublaslt_matmul(
+    a: Tensor, b: Tensor, epilogue: int, aux: Tensor, bias: Tensor | None = None,
+    b_transposed: bool = False,
+) -> Tensor:  # fmt: skip
+    """Return epilogue(a @ b), or epilogue(a @ b.T) if b_transposed. aux (rows, columns) is written by
+    GELU_AUX_BIAS and read by DGELU. All tensors are contiguous and in bf16."""
     rows, columns = aux.shape
     out = torch.empty_like(aux)
     handle, workspace = handle_and_workspace(a.device)
-    desc, (layout_b, layout_a, layout_out), algo = plan(
+    desc, (layout_b, layout_a, layout_out), algo = matmul_plan(
         a.device, rows, a.size(1), columns, b_transposed, epilogue
     )
-    describe(desc, AUX_POINTER, ctypes.c_void_p(aux.data_ptr()))
+    set_desc_attribute(desc, AUX_POINTER, ctypes.c_void_p(aux.data_ptr()))
     if bias is not None:
-        describe(desc, BIAS_POINTER, ctypes.c_void_p(bias.data_ptr()))
+        set_desc_attribute(desc, BIAS_POINTER, ctypes.c_void_p(bias.data_ptr()))
     one, zero, pointer = ctypes.c_float(1), ctypes.c_float(0), ctypes.c_void_p
     factors = pointer(b.data_ptr()), layout_b, pointer(a.data_ptr()), layout_a
     result = pointer(out.data_ptr()), layout_out
@@ -121,20 +127,20 @@ def product(a, b, epilogue, aux, bias=None, b_transposed=False):
     return out
 
 
-# opaque to torch.compile, which keeps one graph around it
+# a custom op, because torch.compile cannot trace calls of a C library
 @torch.library.custom_op("gpt2::mlp_products", mutates_args=())
 def mlp_products(
     x: Tensor, w_fc: Tensor, b_fc: Tensor, w_proj: Tensor, b_proj: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """GELU(x @ w_fc.T + b_fc) @ w_proj.T + b_proj (N, C), and for the backward pass GELU's output
-    and input (N, F).
+    """Return GELU(x @ w_fc.T + b_fc) @ w_proj.T + b_proj (N, C), and for the backward pass GELU's
+    output and input (N, F).
 
-    b_proj is added before the product is rounded: to a rounded one, in the compiler's addition to a
-    16-bit residual stream, a bias far below the rounding would decide ties, and count for hundreds
-    of times its size (docs/LOG.md).
+    b_proj is added before the matmul's result is rounded. torch.compile would fuse a later addition
+    with the one to the 16-bit residual stream, where a bias far below the rounding decides ties and
+    then counts for hundreds of times its size (docs/LOG.md).
     """
     before = x.new_empty(x.size(0), w_fc.size(0))
-    after = product(x, w_fc, GELU_AUX_BIAS, aux=before, bias=b_fc, b_transposed=True)
+    after = cublaslt_matmul(x, w_fc, GELU_AUX_BIAS, aux=before, bias=b_fc, b_transposed=True)
     return torch.addmm(b_proj, after, w_proj.t()), after, before
 
 
@@ -147,7 +153,7 @@ def _(x, w_fc, b_fc, w_proj, b_proj):
 @torch.library.custom_op("gpt2::product_dgelu", mutates_args=())
 def product_dgelu(dy: Tensor, w_proj: Tensor, before: Tensor) -> Tensor:
     """(dy @ w_proj) * GELU'(before), (N, F)."""
-    return product(dy, w_proj, DGELU, aux=before)
+    return cublaslt_matmul(dy, w_proj, DGELU, aux=before)
 
 
 @product_dgelu.register_fake
@@ -155,8 +161,8 @@ def _(dy, w_proj, before):
     return torch.empty_like(before)
 
 
-def keep(ctx, inputs, output):
-    # no gradients of zeros for the two results that are for the backward pass alone
+def setup_context(ctx, inputs, output):
+    # without this, autograd makes zero gradients for the two results that only backward() needs
     ctx.set_materialize_grads(False)
     x, w_fc, _, w_proj, _ = inputs
     ctx.save_for_backward(x, w_fc, w_proj, *output[1:])
@@ -169,41 +175,49 @@ def backward(ctx, dy, *_):
     return dbefore @ w_fc, dbefore.t() @ x, dbefore.sum(0), dy.t() @ after, dy.sum(0)
 
 
-mlp_products.register_autograd(backward, setup_context=keep)
+mlp_products.register_autograd(backward, setup_context=setup_context)
 
 
 class FusedMLP(nn.Module):
-    """In the place of an MLP with c_fc, GELU (tanh) and c_proj, whose parameters it takes over."""
+    """Replaces an MLP that computes c_proj(GELU(c_fc(x))), with tanh's GELU, and shares its layers.
 
-    reads = torch.bfloat16  # all that it reads of its matrices, under bf16 autocast
+    plain: that MLP. It computes evaluation, and micro-batches too small to gain from the kernel.
+    """
 
-    def __init__(self, plain):
+    # what it rounds its matrices to under bf16 autocast; ZeRO-1 and FSDP2 send them in this type
+    param_dtype = torch.bfloat16
+
+    plain: nn.Module
+
+    def __init__(self, plain: Any):
         super().__init__()
         self.c_fc, self.c_proj = plain.c_fc, plain.c_proj
-        # for micro-steps too small to gain, and for evaluation
-        self.plain_forward = type(plain).forward
+        # not registered as a submodule, because each parameter would get a second name in checkpoints
+        self.__dict__["plain"] = plain
 
-    def forward(self, x):
-        if not pays(x):
-            return self.plain_forward(self, x)
+    def forward(self, x: Tensor) -> Tensor:
+        if not should_fuse(x):
+            return self.plain(x)
         weights = self.c_fc.weight, self.c_fc.bias, self.c_proj.weight, self.c_proj.bias
         return self.products(x.bfloat16().flatten(0, -2), *weights).view_as(x)
 
-    def products(self, x, *weights):
+    def products(self, x: Tensor, *weights: Tensor) -> Tensor:
+        """The MLP of x (N, C) in bf16, by the kernel."""
         return mlp_products(x, *(w.bfloat16() for w in weights))[0]
 
 
-def pays(x):
-    """Whether x (..., C) is to be fused: enough of it, in training, on a GPU in bf16 autocast."""
+def should_fuse(x: Tensor) -> bool:
+    """Whether to use the kernel for x (..., C): enough positions, in training, on a GPU under bf16
+    autocast."""
     bf16 = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") == torch.bfloat16
     enough = x.numel() >= MIN_POSITIONS * x.size(-1)
     return x.is_cuda and bf16 and torch.is_grad_enabled() and enough
 
 
 @functools.cache
-def epilogues_work(device):
-    """True where bf16 and this library's GELU epilogues are to be had. Tried, as no table of GPUs
-    and versions would last."""
+def is_supported(device: torch.device) -> bool:
+    """Whether cuBLASLt's GELU epilogues work on a device. It tries them, because a table of GPUs and
+    versions would soon be out of date."""
     if device.type != "cuda" or torch.version.cuda is None:
         return False
     try:

@@ -1,34 +1,49 @@
-"""Muon: momentum, made orthogonal, for the matrices inside the blocks; AdamW for everything else.
+"""Muon: orthogonalized momentum for the matrices inside the blocks, AdamW for everything else.
 
 **What it does to the singular values.** A matrix's momentum is U S V^T, its SVD. A few of its
 singular values S are large, because a few directions dominate every batch, and the rest are small.
-A step along it moves a few directions and leaves the others. Muon (Jordan et al. 2024,
-kellerjordan.github.io/posts/muon) steps along U V^T: all singular values become 1, so each
-direction moves by the same amount. That is the steepest descent where a step's length is its
-largest singular value: the most by which it can change an output (Bernstein and Newhouse 2024).
-SVD is slow on a GPU, so U V^T comes from products alone: an odd polynomial of a matrix,
-a X + b (X X^T) X + c (X X^T)^2 X, is the same polynomial of its singular values and leaves U and V
-as they are. Some rounds of it drive all values that are not tiny towards 1.
+A step along the momentum itself moves those few directions and hardly changes the others. Muon
+(Jordan et al. 2024, kellerjordan.github.io/posts/muon) steps along U V^T: all singular values become
+1, so each direction moves by the same amount. That is the steepest descent if the length of a step
+is measured by its largest singular value, the most by which it can change an output (Bernstein and
+Newhouse 2024). SVD is slow on a GPU, so U V^T is computed from matmuls alone: an odd polynomial of a
+matrix, a X + b (X X^T) X + c (X X^T)^2 X, applies the same polynomial to its singular values and
+leaves U and V unchanged. Repeating it a few times moves all values that are not tiny towards 1.
 
-**Why hidden matrices only.** The argument needs a map between two spaces of directions. An
-embedding is a list of vectors, of which a batch sees some; the head's rows are met as unevenly as
-words are; gains and biases have no second side. AdamW, which treats each number alone, fits those.
+**Why hidden matrices only.** The argument needs a map between two spaces of directions. An embedding
+is a list of vectors of which a batch sees only some; the rows of the head are as unevenly used as
+words are; gains and biases have only one dimension. AdamW, which treats each number separately,
+suits those.
 
-**Why the scale factor.** An orthogonal step of shape (m, n) turns an input of size 1 for each of
-its n numbers into an output of size sqrt(n / m) for each of its m numbers, if m > n. The factor
-sqrt(max(1, m / n)) makes up for that: one rate then suits all shapes.
+**Why the scale factor.** An orthogonal step of shape (m, n) with m > n turns an input whose n numbers
+are of size 1 into an output whose m numbers are of size sqrt(n / m). The factor sqrt(max(1, m / n))
+compensates for that, so that one learning rate suits all shapes.
+
+**What it adds to torch.optim.Muon**, which makes the same step: Newton-Schulz on all matrices of one
+shape at once, parameters that are stacks of matrices (3-D), work divided over ranks, and NorMuon. On
+a CPU it computes Newton-Schulz in float32, and torch's in bf16.
 """
 
-import torch
+# torch's _foreach functions have no public names
+# pyright: reportPrivateImportUsage=false
 
-# quintic a x + b x^3 + c x^5, each round the same (Jordan 2024), as steep at 0 as can be rather than
-# exact: after five rounds values that began above 0.0015 lie between 0.65 and 1.21
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lab.distributed import World
+
+Coefficients = tuple[float, float, float]
+# a x + b x^3 + c x^5, the same in each step (Jordan 2024); chosen to be steep at 0 rather than exact:
+# after five steps, values that began above 0.0015 lie between 0.65 and 1.21
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
-# Polar Express (Amsel et al. 2025, arXiv 2505.16932, algorithm 1): each round has the polynomial that
-# is best for the values that the rounds before leave. The numbers are modded-nanogpt's, made for
-# values between 0.001 and 1, which end between 0.84 and 1.15; the first takes values up to 1.02, as
-# rounding may exceed 1. No loss here is lower with it (docs/LOG.md#speedrun-parts), so the notebook
-# alone uses it.
+# Polar Express (Amsel et al. 2025, arXiv 2505.16932, algorithm 1): each step has the polynomial that
+# is best for the values that the steps before it leave. These are modded-nanogpt's numbers, made for
+# values between 0.001 and 1, which end between 0.84 and 1.15. The first one accepts values up to
+# 1.02, because rounding may exceed 1. It lowered no loss here (docs/LOG.md#speedrun-parts), so only
+# the notebook uses it.
 POLAR_EXPRESS = (
     (8.156554524902461 / 1.02, -22.48329292557795 / 1.02**3, 15.878769915207462 / 1.02**5),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -38,49 +53,57 @@ POLAR_EXPRESS = (
 )
 
 
-def orthogonalize(g, rounds=5, coefficients=(NEWTON_SCHULZ,)):
-    """U V^T of each matrix U S V^T in g (..., m, n), approximately. Each round has (a, b, c) of its
-    own; the last ones given repeat.
+def newton_schulz(
+    g: Tensor, steps: int = 5, coeffs: Sequence[Coefficients] = (NEWTON_SCHULZ,)
+) -> Tensor:
+    """Approximate U V^T of each matrix U S V^T in g (..., m, n). coeffs: (a, b, c) of each step; the
+    last ones are repeated.
 
-    In bf16 where the device multiplies it fast, and returned so: the result is rough by design, and
-    its error is far below the step.
+    On a GPU it computes and returns bf16, because the result is approximate by design and the error
+    of bf16 is far below the size of the step.
     """
     x = (g.bfloat16() if g.is_cuda else g).reshape(-1, *g.shape[-2:])
     wide = x.size(-2) <= x.size(-1)
-    x = x if wide else x.mT  # the smaller Gram matrix
-    # Frobenius norm 1: no singular value above 1
+    x = x if wide else x.mT  # so that the Gram matrix is the smaller one
+    # a Frobenius norm of 1 allows no singular value above 1
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    for i in range(rounds):
-        a, b, c = coefficients[min(i, len(coefficients) - 1)]
+    for i in range(steps):
+        a, b, c = coeffs[min(i, len(coeffs) - 1)]
         gram = x @ x.mT
-        # a x + (b gram + c gram gram) x, each sum made where its product is
+        # a x + (b gram + c gram gram) x, each sum computed in its matmul's kernel
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x if wide else x.mT).view_as(g)
 
 
 class Muon(torch.optim.Optimizer):
-    """Nesterov momentum and orthogonal steps. Matrices of one shape are stacked, so that a model
-    needs few launches; a parameter (..., m, n) is a stack itself.
+    """Nesterov momentum with orthogonalized steps.
 
-    row_beta: of NorMuon (Li et al. 2025, arXiv 2510.05491; 0 is off), the memory of a running mean
-    of each row's size. A row, a neuron's, of the orthogonal step is divided by it, as Adam does with
-    numbers, and the whole then has the size it had: rows that were moved much move less.
-    world: processes that have the same gradients each make some matrices orthogonal and exchange
-    them, as the work is in the products. The state is small work, and the same on all of them, so a
-    run goes on with any number.
+    Matrices of one shape are stacked, so that a model needs few kernel launches. A parameter
+    (..., m, n) is a stack of matrices itself.
+
+    beta2: NorMuon's decay rate of the mean square of each row (Li et al. 2025, arXiv 2510.05491; 0
+    turns NorMuon off). Each row of the orthogonal step, which belongs to one neuron, is divided by the
+    root of this mean, as Adam does with single numbers: rows that have moved much then move less.
+    Afterwards each matrix gets back the Frobenius norm that it had before; the paper instead scales it
+    to a fixed RMS.
+    world: ranks that have the same gradients each orthogonalize some of the matrices and all-gather
+    the results. All ranks keep the whole state, so a run can resume with another number of ranks.
     """
 
-    def __init__(self, params, lr, momentum=0.95, weight_decay=0.0, row_beta=0.0, world=None):
+    def __init__(
+        self, params: Iterable[nn.Parameter], lr: float, momentum: float = 0.95,
+        weight_decay: float = 0.0, beta2: float = 0.0, world: World | None = None,
+    ):  # fmt: skip
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
-        self.row_beta, self.world = row_beta, world if world and world.distributed else None
+        self.beta2, self.world = beta2, world if world and world.distributed else None
 
     @torch.no_grad()
-    def step(self):
-        self.finish(self.begin())
+    def step(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]  # no closure
+        self.finish_step(self.start_step())
 
     @torch.no_grad()
-    def begin(self):
-        """Launch all products, and what has to be sent. Returns what finish needs."""
+    def start_step(self) -> list[tuple]:
+        """Launch the matmuls and the communication of a step. Returns what finish_step needs."""
         work = []
         for group in self.param_groups:
             shapes = {}
@@ -89,95 +112,102 @@ class Muon(torch.optim.Optimizer):
                     shapes.setdefault(p.shape, []).append(p)
             for params in shapes.values():
                 grads = [p.grad for p in params]
-                momenta = [self.kept(p, "momentum", torch.zeros_like) for p in params]
+                momenta = [self.get_state(p, "momentum", torch.zeros_like) for p in params]
                 torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
                 ahead = torch.stack(torch._foreach_lerp(grads, momenta, group["momentum"]))
-                work.append((group, params, *self.orthogonal(ahead.flatten(0, -3))))
+                work.append((group, params, *self.orthogonalize(ahead.flatten(0, -3))))
         return work
 
     @torch.no_grad()
-    def finish(self, work):
-        """Wait for each shape's steps, and make them."""
-        for group, params, update, underway in work:
-            if underway:
-                underway.wait()
+    def finish_step(self, work: list[tuple]) -> None:
+        """Wait for the orthogonalized steps of each shape, and update the parameters."""
+        for group, params, update, gathering in work:
+            if gathering:
+                gathering.wait()
             m, n = params[0].shape[-2:]
-            # (len(params), ..., m, n); what follows is padding
+            # without the padding that orthogonalize adds, (len(params), ..., m, n)
             update = update.flatten()[: len(params) * params[0].numel()]
             update = update.view(len(params), *params[0].shape).to(params[0].dtype)
-            if self.row_beta:
-                update = self.normalized(update, params)
+            if self.beta2:
+                update = self.apply_row_norm(update, params)
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
             scale = max(1.0, m / n) ** 0.5
             torch._foreach_add_(params, list(update.unbind()), alpha=-group["lr"] * scale)
 
-    def orthogonal(self, stack):
-        """(orthogonal matrices of a stack (k, m, n), or those that are still on their way; what to
-        wait for, or None)."""
+    def orthogonalize(self, stack: Tensor) -> tuple[Tensor, Any]:
+        """Orthogonalize each matrix of a stack (k, m, n). Returns (the results, followed by padding;
+        a handle to wait for before they are read, or None)."""
         if not self.world:
-            return orthogonalize(stack), None
-        rank, processes = self.world.rank, self.world.world_size
-        each = -(-len(stack) // processes)  # matrices of a process, the last ones' of 0
+            return newton_schulz(stack), None
+        rank, ranks = self.world.rank, self.world.world_size
+        each = -(-len(stack) // ranks)  # matrices per rank; the last rank's are padded with 0
+        shard = stack.new_zeros(each, *stack.shape[1:])
         mine = stack[rank * each : (rank + 1) * each]
-        share = stack.new_zeros(each, *stack.shape[1:])
-        share[: len(mine)] = mine
-        share = orthogonalize(share).contiguous()
-        every = share.new_empty(processes * each, *stack.shape[1:])
-        return every, self.world.all_gather(every, share, async_op=True)
+        shard[: len(mine)] = mine
+        shard = newton_schulz(shard).contiguous()
+        gathered = shard.new_empty(ranks * each, *stack.shape[1:])
+        return gathered, self.world.all_gather_into(gathered, shard, async_op=True)
 
-    def normalized(self, update, params):
-        """NorMuon: rows of `update` (k, ..., m, n) divided by the root of their mean square."""
+    def apply_row_norm(self, update: Tensor, params: list[Tensor]) -> Tensor:
+        """NorMuon: divide each row of `update` (k, ..., m, n) by the root of its mean square over
+        time, then restore each matrix's Frobenius norm."""
         means = [
-            self.kept(p, "rows", lambda p: torch.zeros_like(p[..., :1])) for p in params
+            self.get_state(p, "rows", lambda p: torch.zeros_like(p[..., :1])) for p in params
         ]  # (..., m, 1)
-        torch._foreach_lerp_(
-            means, list(update.square().mean(-1, keepdim=True).unbind()), 1 - self.row_beta
-        )
+        squares = update.square().mean(-1, keepdim=True)
+        torch._foreach_lerp_(means, list(squares.unbind()), 1 - self.beta2)
         rows = update / (torch.stack(means).sqrt() + 1e-10)
         size, new_size = (t.norm(dim=(-2, -1), keepdim=True) for t in (update, rows))
         return rows * (size / (new_size + 1e-10))
 
-    def kept(self, p, name, begin):
-        """Part of a parameter's state."""
+    def get_state(self, p: Tensor, name: str, init: Callable[[Tensor], Tensor]) -> Tensor:
+        """The state `name` of a parameter, which init(p) makes on first use."""
         if name not in self.state[p]:
-            self.state[p][name] = begin(p)
+            self.state[p][name] = init(p)
         return self.state[p][name]
 
 
-class Together:
-    """Several optimizers behind the interface of one; the first is a Muon, whose steps are on
-    their way while the others make theirs."""
+class CombinedOptimizer:
+    """Several optimizers with the interface of one. The first must be a Muon; the others step while
+    its matmuls and communication are in progress."""
 
-    def __init__(self, *parts):
+    def __init__(self, *parts: torch.optim.Optimizer):
         self.parts = parts
 
     @property
-    def param_groups(self):
+    def param_groups(self) -> list[dict[str, Any]]:
         return [group for part in self.parts for group in part.param_groups]
 
-    def step(self):
+    def step(self) -> None:
         first, *others = self.parts
-        work = first.begin()
+        assert isinstance(first, Muon)
+        work = first.start_step()
         for part in others:
             part.step()
-        first.finish(work)
+        first.finish_step(work)
 
-    def zero_grad(self, set_to_none=True):
+    def zero_grad(self, set_to_none: bool = True) -> None:
         for part in self.parts:
             part.zero_grad(set_to_none)
 
-    def state_dict(self):
+    def state_dict(self) -> dict[str, Any]:
         return {"parts": [part.state_dict() for part in self.parts]}
 
-    def load_state_dict(self, state):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         for part, saved in zip(self.parts, state["parts"], strict=True):
             part.load_state_dict(saved)
 
 
-class MuonAdamW(Together):
-    """Muon for the matrices in the blocks of a model, AdamW for its other parameters."""
+class MuonAdamW(CombinedOptimizer):
+    """Muon for the matrices in the blocks of a GPT, AdamW for its other parameters.
 
-    def __init__(self, model, muon_lr, weight_decay=0.0, world=None, **adamw):
+    adamw: keyword arguments of torch.optim.AdamW; weight decay is applied to Muon's matrices only.
+    """
+
+    def __init__(
+        self, model: Any, muon_lr: float, weight_decay: float = 0.0, world: World | None = None,
+        **adamw: Any,
+    ):  # fmt: skip
         blocks = model.block_matrices()
         inside = {id(p) for p in blocks}
         others = [p for p in model.parameters() if id(p) not in inside]

@@ -1,0 +1,1 @@
+"""The tools behind `python -m lab TOOL`."""

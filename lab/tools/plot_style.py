@@ -1,15 +1,20 @@
-"""The look of all figures: one palette, light and dark, in which a colour has one meaning.
+"""The style of all figures: one palette, light and dark, in which each color has one meaning.
 
-All pairs of colours stay apart to people who see no red, no green or no blue: tests/test_plot.py
-computes it. Of several runs, colours tell the runs apart, in the order of SERIES.
+Used by lab plot, lab report, lab serve, bench and the notebook. All colors are distinct to color-blind
+readers too (computed in tests/test_plot.py). In a figure of several runs each run has one color, in
+the order of SERIES.
 """
 
-COLORS = {
+from typing import Any
+
+COLORS = {  # {dark: the colors, in the order of MEANINGS}
     False: "#006cae #de5e00 #1aa26b #cc79a7 #8c1c28 #dcb80c #757575 #dddddd".split(),
     True: "#4899d9 #ed9e4e #51d6a3 #fbcbe4 #d7505a #fff479 #959595 #4d4d4d".split(),
 }
-SERIES = {dark: colors[:5] for dark, colors in COLORS.items()}  # strong enough for lines
-MEANS = {
+SERIES = {
+    dark: colors[:5] for dark, colors in COLORS.items()
+}  # those with enough contrast for lines
+MEANINGS = {
     "blue": ("speed", "matmul", "forward"),
     "orange": ("accuracy", "attention", "backward"),
     "green": ("loss",),
@@ -19,27 +24,30 @@ MEANS = {
     "grey": ("copy", "memory", "data"),
     "pale": ("idle",),
 }
-PAPER = {  # what is around the curves
+PAPER = {  # {dark: colors of the page around the curves}
     False: dict(paper="#ffffff", card="#f6f8fa", ink="#1f2328", soft="#59636e", faint="#d8dee4"),
     True: dict(paper="#0d1117", card="#161b22", ink="#e6edf3", soft="#9198a1", faint="#30363d"),
 }
 
 
-def place_of(what):
-    """The place in COLORS of a meaning ("loss", "matmul"), or of a colour's name ("green")."""
-    return next(i for i, (name, meanings) in enumerate(MEANS.items()) if what in (name, *meanings))
+def color_index(what: str) -> int:
+    """The index in COLORS of a meaning ("loss", "matmul") or of a color's name ("green")."""
+    return next(
+        i for i, (name, meanings) in enumerate(MEANINGS.items()) if what in (name, *meanings)
+    )
 
 
-def color_of(what, dark=False):
-    return COLORS[dark][place_of(what)]
+def color_of(what: str, dark: bool = False) -> str:
+    """The color of a meaning ("loss", "matmul"), or by its name ("green")."""
+    return COLORS[dark][color_index(what)]
 
 
-def style(dark=False):
-    """matplotlib's settings of a figure: `with matplotlib.rc_context(style()): ...`.
+def style(dark: bool = False) -> dict[Any, Any]:
+    """matplotlib's settings for a figure: `with matplotlib.rc_context(style()): ...`.
 
-    The figures are 8 inches wide: where one is shown at 720 pixels, text of 9 points has 11.
+    Figures are 8 inches wide. Shown 720 pixels wide, a 9-point text is 11 pixels high.
     """
-    from cycler import cycler
+    from cycler import cycler  # comes with matplotlib, which not every tool needs
 
     paper, ink = PAPER[dark]["paper"], PAPER[dark]["ink"]
     papered = ("figure.facecolor", "savefig.facecolor", "axes.facecolor")
@@ -60,7 +68,7 @@ def style(dark=False):
         "axes.titlelocation": "left",
         "grid.color": PAPER[dark]["faint"],
         "grid.linewidth": 0.8,
-        # 0.001: an exponent over a 10 is too small. (1e-06 wants set_major_formatter("{x:g}"))
+        # 0.001 instead of 10^-3, whose exponent is too small to read
         "axes.formatter.min_exponent": 99,
         "font.size": 10,
         "legend.fontsize": 9,
@@ -69,8 +77,8 @@ def style(dark=False):
     }
 
 
-def reference(ax, y, text, left=False):
-    """A dashed line over the whole width, with its label on it at the right or left."""
+def reference(ax: Any, y: float, text: str, left: bool = False) -> None:
+    """Draw a dashed line across the axes `ax` at height y, with a label above its right or left end."""
     ax.axhline(y, color="0.55", linewidth=1, linestyle=(0, (5, 3)), zorder=1)
     x, ha = (0.01, "left") if left else (1, "right")
     look = dict(color="0.5", fontsize=9, ha=ha, va="bottom")

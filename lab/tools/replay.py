@@ -1,50 +1,49 @@
-"""Make the step of a spike again: python -m lab replay log/RUN/spike_000123.json."""
+"""Repeat the step of a gradient spike: python -m lab replay log/RUN/spike_000123.json."""
 
 import dataclasses
-import importlib
 import json
 import math
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from tyro.conf import Positional, arg
 
-from lab.cli import UserError, parse
+from lab.cli import UserError, parse_args
+from lab.config_file import read_config
 from lab.data.tokenizers import printable
-from lab.files import read_json, reading
-from lab.models import PROGRAMS, config_classes
-from lab.run import settings
-from lab.run.checkpoints import check_state, checkpoint_files, read_checkpoint, step_of
-from lab.run.folder import read_config
-from lab.run.spikes import Spikes
-from lab.world import World
+from lab.distributed import World
+from lab.files import read_errors, read_json
+from lab.program import LEGACY_PROGRAMS, find_class
+from lab.trainer.checkpoint import check_checkpoint, checkpoint_files, read_checkpoint, step_of
 
-WAY_OUT = "name a spike_<step>.json in the folder of a run"
-SHOWN = 12  # of the parameters, and of the sequences
+REPLAY_HINT = "name a spike_<step>.json in a run directory"
+MAX_ROWS = 12  # of parameters, and of sequences
 
 
 def replay(
     file: Annotated[Path, Positional, arg(metavar="FILE")], device: str = "auto",
     precision: str = "", compile: bool = False,
-):  # fmt: skip
-    """Make the step of a spike again, forward and backward, and compare its numbers with those that
-    the run noted. On the same CPU, in one process, they are the same.
+) -> None:  # fmt: skip
+    """Repeat the step of a spike, forward and backward, and compare its numbers with the recorded ones.
+    On the same CPU, in one process, they are equal.
 
     Args:
-        file: spike_<step>.json, which a run has left in its folder
-        device: cuda, mps or cpu; auto is the best there is
+        file: spike_<step>.json, which a run wrote in its directory
+        device: cuda, mps or cpu; auto is the best one available
         precision: another than the run's: bf16, fp16, tf32 or fp32
-        compile: with torch.compile, as the run may have been
+        compile: use torch.compile, as the run may have done
     """
     file = file.with_suffix(".json") if file.suffix == ".pt" else file
     spike = read_spike(file)
-    program = importlib.import_module(PROGRAMS[spike["program"]])
-    model_config, cfg, _ = read_config(file.parent, *config_classes(program), name=file.name)
-    settings.check(model_config, cfg)
+    program = spike["program"]
+    classes = find_class(program["config"], file), find_class(program["train_config"], file)
+    model_config, cfg, _ = read_config(file.parent, *classes, name=file.name)
+    cfg.validate(model_config)
     if not 1 <= spike["step"] <= cfg.max_steps:
         raise UserError(
-            f"{file} is of step {spike['step']}, and the run has {cfg.max_steps}; {WAY_OUT}"
+            f"{file} has step={spike['step']}, but the run has {cfg.max_steps} steps; {REPLAY_HINT}"
         )
     world = World(device)
     fp8 = cfg.fp8 if world.device.type == "cuda" else "off"
@@ -52,98 +51,117 @@ def replay(
         cfg, fp8=fp8, device=device, precision=precision or cfg.precision, compile=compile, timing=False,
         batch_size=spike["batch_size"],
     )  # fmt: skip
-    run, guard, came_from = before(file, spike, program, model_config, cfg, world)
-    where = f"{run.world.device.type}, {run.precision.name}"
-    print(f"{file.parent} before step {spike['step']}, from {came_from}; on {where}", flush=True)
-    show(spike, *step_again(run, guard))
+    trainer, start = trainer_before(file, spike, model_config, cfg, world)
+    where = f"{world.device.type}, {trainer.precision.name}"
+    print(f"{file.parent} before step {spike['step']}, from {start}; on {where}", flush=True)
+    show(spike, *repeat_step(trainer))
 
 
-def read_spike(file):
-    """The dict that Spikes.report has written, as far as it is used here."""
-    types = dict(
-        step=int, norm=float, usual=float, losses=list, norms=dict, sequences=list, skipped=bool
-    )
-    spike = read_json(file, WAY_OUT, program=str, batch_size=int, **types)
-    with reading(file, "file", WAY_OUT):
+def read_spike(file: Path) -> dict[str, Any]:
+    """The dict that HealthMonitor.report_spike wrote; null stands for a number that is not finite."""
+    number = (float, int, type(None))
+    types = dict(step=int, norm=number, usual=number, losses=list, norms=dict, sequences=list)
+    spike = read_json(file, REPLAY_HINT, batch_size=int, skipped=bool, program=(str, dict), **types)
+    with read_errors(file, "file", REPLAY_HINT):
         sequences = [{"at": str(s["at"]), "text": s.get("text", "")} for s in spike["sequences"]]
         spike["sequences"] = [s | {"text": printable(s["text"][:60])} for s in sequences]
-        spike["losses"] = list(map(float, spike["losses"]))
-        spike["norms"] = {name: float(norm) for name, norm in spike["norms"].items()}
-    if spike["program"] not in PROGRAMS:
-        raise UserError(f"{file} is of an unknown program, {spike['program']}; {WAY_OUT}")
+        spike["losses"] = list(map(to_float, spike["losses"]))
+        spike["norms"] = {name: to_float(norm) for name, norm in spike["norms"].items()}
+        spike |= {name: to_float(spike[name]) for name in ("norm", "usual")}
+    if isinstance(spike["program"], str):
+        if spike["program"] not in LEGACY_PROGRAMS:
+            raise UserError(f"{file} has an unknown program, {spike['program']}; {REPLAY_HINT}")
+        spike["program"] = LEGACY_PROGRAMS[spike["program"]]
+    names = ("trainer", "config", "train_config")
+    if not all(isinstance(spike["program"].get(name), str) for name in names):
+        raise UserError(f"{file} does not record the classes of its program; {REPLAY_HINT}")
     return spike
 
 
-def before(file, spike, program, model_config, cfg, world):
-    """(the Run as it was before the step of a spike, its Spikes, in words where it comes from)"""
-    recorded, last = file.with_suffix(".pt"), spike["step"] - 1
-    if spike.get("weights") and recorded.exists():
+def to_float(value: Any) -> float:
+    return math.nan if value is None else float(value)
+
+
+def trainer_before(
+    file: Path, spike: dict, model_config: Any, cfg: Any, world: World
+) -> tuple[Any, str]:
+    """(the trainer as it was before the step of a spike, where its state comes from)."""
+    trainer_class = find_class(spike["program"]["trainer"], file)
+    build = sys.modules[trainer_class.__module__].build_trainer
+    # a program that only subclasses Trainer uses train_gpt2.py's build_trainer
+    own = build.__module__ == trainer_class.__module__
+    kwargs = {} if own else {"trainer_class": trainer_class}
+    snapshot, last = file.with_suffix(".pt"), spike["step"] - 1
+    if spike.get("weights") and snapshot.exists():
         cfg = dataclasses.replace(cfg, on_spike="continue", init_from="")
-        run = program.set_up(model_config, cfg, world)
-        new = run.state_dict()
-        with reading(recorded, "recording", "move it away; a checkpoint is used then"):
-            state = read_checkpoint(recorded)
-            model = new["model"] | state["model"]  # which has a tied matrix once
+        trainer = build(model_config, cfg, world, **kwargs)
+        new = trainer.state_dict()
+        with read_errors(snapshot, "snapshot", "move it away to start from a checkpoint instead"):
+            state = read_checkpoint(snapshot)
+            model = new["model"] | state["model"]  # the snapshot has a tied matrix once
             state = new | state | {"model": model, "step": last}
-            check_state(run, state)
-        run.load_state_dict(state)
-        return run, Spikes(run), recorded.name
+            check_checkpoint(trainer, state)
+        trainer.load_state_dict(state)
+        return trainer, snapshot.name
     files = [path for path in checkpoint_files(file.parent) if step_of(path) <= last]
-    # updates that the run has left out before are left out again
+    # updates that the run skipped are skipped again
     cfg = dataclasses.replace(cfg, on_spike="skip" if spike["skipped"] else "continue")
     state = read_checkpoint(files[-1]) if files else None
-    run = program.set_up(model_config, cfg, world, state)
-    guard, start = Spikes(run), files[-1].name if files else "the beginning"
-    if run.step < last:
-        print(f"{last - run.step} updates from {start}", flush=True)
-    while run.step < last:
-        run.update()
-    return run, guard, start
+    trainer = build(model_config, cfg, world, state, **kwargs)
+    start = files[-1].name if files else "the start of the run"
+    if trainer.step < last:
+        print(f"repeating {last - trainer.step} updates from {start}", flush=True)
+    while trainer.step < last:
+        trainer.train_step()
+    return trainer, start
 
 
-def step_again(run, guard):
-    """Make the next update of a run. Returns (loss, gradient norm, {parameter: its norm}, the mean
-    loss of each sequence)."""
-    each, next_batch = [], run.loader.next_batch
-
-    @torch.no_grad()
-    def noting():
-        x, y, num_targets = next_batch()
-        with run.precision.autocast():
-            each.extend(run.raw_model(*row[:, None])[1].item() for row in torch.stack([x, y], 1))
-        return x, y, num_targets
-
-    run.loader.next_batch = noting
-    losses, norm = run.update()
-    return losses.tolist(), norm.item(), dict(zip(guard.names, guard.numbers[3:].tolist())), each
+def repeat_step(trainer: Any) -> tuple[list[float], float, dict[str, float], list[float]]:
+    """Make the next update. Returns (losses of the micro-steps, gradient norm, norm of each
+    parameter's gradient, mean loss of each sequence)."""
+    loader, each = trainer.loader, []
+    with torch.no_grad(), trainer.precision.autocast():
+        for micro_step in range(loader.grad_accum_steps):
+            x, y, _ = loader.micro_batch(loader.next_sequence, micro_step)
+            for row in torch.stack([x, y], 1).to(trainer.world.device):  # (2, T)
+                each.append(trainer.raw_model(*row[:, None])[1].item())
+    losses, norm = trainer.train_step()
+    param_norms = trainer.health.stats[3:].tolist()
+    return losses.tolist(), norm.item(), dict(zip(trainer.health.param_names, param_norms)), each
 
 
-def largest_first(value):
-    """A key to sort by; what is not finite comes before all."""
+def largest_first(value: float) -> float:
+    """A sort key; numbers that are not finite come before all others."""
     return -value if math.isfinite(value) else -math.inf
 
 
-def show(spike, losses, norm, norms, each):
+def show(spike: dict, losses: list, norm: float, norms: dict, each: list) -> None:
+    """Print the recorded numbers beside the repeated ones."""
     print(f"\n{'':44}   recorded   replayed")
     print(f"{'loss':44} {sum(spike['losses']):10.6g} {sum(losses):10.6g}")
     print(f"{'gradient norm':44} {spike['norm']:10.6g} {norm:10.6g}")
     largest = sorted(norms, key=lambda name: largest_first((spike["norms"] or norms).get(name, 0)))
-    for name in largest[:SHOWN]:
+    for name in largest[:MAX_ROWS]:
         recorded = f"{spike['norms'][name]:10.6g}" if name in spike["norms"] else f"{'-':>10}"
         print(f"  {name:42} {recorded} {norms[name]:10.6g}")
-    if len(largest) > SHOWN:
-        print(f"  and {len(largest) - SHOWN} more in the file")
-    print("\nloss of each sequence, the largest first")
+    if len(largest) > MAX_ROWS:
+        print(f"  and {len(largest) - MAX_ROWS} more in the file")
+    print("\nloss of each sequence, largest first")
     worst = sorted(zip(each, spike["sequences"]), key=lambda pair: largest_first(pair[0]))
-    for loss, sequence in worst[:SHOWN]:
+    for loss, sequence in worst[:MAX_ROWS]:
         text = json.dumps(sequence["text"], ensure_ascii=False)
         print(f"{loss:10.4f}  {sequence['at']:32} {text}")
-    again = norm * norm > spike["norm"] * spike["usual"]  # nearer to the spike than to calm
-    if not math.isfinite(spike["norm"]):
-        again = not math.isfinite(norm)
-    says = f"the spike {'comes' if again else 'does not come'} back: usual is {spike['usual']:.4g}"
-    print(f"\n{says}" + ("" if again else "; data and weights alone do not make it"))
+    if math.isfinite(spike["norm"]):
+        reproduced = (
+            norm * norm > spike["norm"] * spike["usual"]
+        )  # closer to the spike than to calm
+    else:
+        reproduced = not math.isfinite(norm)
+    result = (
+        "reproduced" if reproduced else "not reproduced, so data and weights alone don't cause it"
+    )
+    print(f"\nthe spike was {result}; the median gradient norm is {spike['usual']:.4g}")
 
 
-def main(argv):
-    parse(replay, argv)
+def main(argv: list[str]) -> None:
+    parse_args(replay, argv)

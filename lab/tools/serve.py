@@ -1,10 +1,10 @@
-"""Talk to a model in a browser, or through OpenAI's interface: python -m lab serve log/RUN.
+"""Serve a model: a web page, and an API like OpenAI's. python -m lab serve log/RUN
 
     curl http://127.0.0.1:8000/v1/completions -H "Content-Type: application/json" \\
         -d '{"prompt": "The ", "max_tokens": 50}'
 
-serve_app.py has the paths. Everybody's text is computed by one thread, a few tokens at a time in
-turn; for who leaves, nothing more is computed.
+serve_app.py defines the paths. One thread computes all texts, a few tokens of each in turn. The
+generation of a client that disconnects is cancelled.
 """
 
 import asyncio
@@ -13,149 +13,183 @@ import contextlib
 import importlib.util
 import socket
 import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 from tyro.conf import Positional, arg
 
-from lab import models
-from lab.cli import UserError, parse
-from lab.data.chat import fit_chat
-from lab.device import find_device
-from lab.generate import KVCache, generate
-from lab.text_stream import Busy, fast_step, pieces, ready
+from lab.cli import UserError, parse_args
+from lab.data.chat import truncate_chat
+from lab.data.tokenizers import Tokenizer
+from lab.hardware import oom_hint, resolve_device
+from lab.inference.generate import KVCache, generate
+from lab.inference.streaming import (
+    QueueFullError,
+    load_for_inference,
+    make_decode_step,
+    stream_generate,
+)
+from lab.registry import resolve_source
 
-TURN = 0.03  # seconds of computing, then the next one's turn
-AT_ONCE, WAITING = 4, 96  # texts: each of the first has a cache, the others wait for one
+T = TypeVar("T")
+
+TURN_SECONDS = 0.03  # computing time before the next text's turn
+MAX_ACTIVE, MAX_WAITING = 4, 96  # texts that have a cache each, and texts that wait for one
+OOM_FIX = "serve a smaller model, close other programs on this device, or pass --device cpu"
 
 
 @dataclass
 class Config:
-    """A page to talk to a model, and OpenAI's interface to it."""
+    """Serve a web page for a model, and an API like OpenAI's."""
 
-    # run, checkpoint, Hugging Face folder, gpt2 ... gpt2-xl; the newest run if empty
+    # run, checkpoint, Hugging Face folder, or gpt2 ... gpt2-xl; empty: the newest run
     model: Annotated[str, Positional, arg(metavar="[RUN]")] = ""
-    host: str = "127.0.0.1"  # 0.0.0.0 lets other machines in: there is no password
-    port: int = 8000  # 0 takes any that is free
-    device: str = "auto"  # cuda, mps or cpu
-    weights: Literal["auto", "fp32", "bf16", "fp16", "int8"] = "auto"  # int8: on a CPU
-    compile: bool = True  # on a GPU: seconds of warm-up, then a token is one launch
+    host: str = "127.0.0.1"  # 0.0.0.0 accepts connections from other machines, without a password
+    port: int = 8000  # 0: any free port
+    device: str = "auto"  # cuda, cuda:N, mps or cpu
+    weights: Literal["auto", "fp32", "bf16", "fp16", "int8"] = "auto"  # int8: CPU only
+    compile: bool = True  # on a GPU: seconds of warm-up, then one launch per token
 
 
 class Engine:
-    """A model, and the one thread that computes with it: its queue is the order of turns."""
+    """A model and the one thread that computes with it. Work is done in the order of its queue."""
 
-    def __init__(self, model, tokenizer, step=None):
-        """step: of its caches, see lab.generate."""
+    def __init__(self, model: Any, tokenizer: Tokenizer, step: Callable | None = None):
+        """step: the `step` of its KVCaches, from make_decode_step."""
         self.model, self.tokenizer = model, tokenizer
         self.block_size, self.device = model.config.block_size, next(model.parameters()).device
         self.thread = concurrent.futures.ThreadPoolExecutor(1)
-        self.caches = asyncio.Queue()
+        self.caches: asyncio.Queue[KVCache] = asyncio.Queue()
         idx = torch.zeros(1, 1, dtype=torch.long, device=self.device)
-        for _ in range(AT_ONCE):
+        for _ in range(MAX_ACTIVE):
             cache = KVCache(self.block_size, step)
-            if step:  # three tokens, for which it is compiled, and recorded for each cache
+            if step:  # the second and third token compile the step and record the cache's graph
                 self.thread.submit(list, generate(model, idx, 3, cache=cache)).result()
             self.caches.put_nowait(cache)
-        self.texts = 0  # being written, or waiting
+        self.num_texts = 0  # active and waiting ones
 
-    async def compute(self, function, *args):
-        return await asyncio.get_running_loop().run_in_executor(self.thread, function, *args)
+    async def compute(self, function: Callable[..., T], *args: Any) -> T:
+        """Await function(*args) in the engine's thread. Raises UserError if memory runs out."""
 
-    async def begin(self, ask):
-        """What ids_of says. Raises Busy where too many wait."""
-        if self.texts >= AT_ONCE + WAITING:
-            raise Busy(f"{self.texts} texts are being written or wait; try again in a minute")
-        return await self.compute(self.ids_of, ask)
+        def work() -> T:
+            with oom_hint(OOM_FIX):
+                return function(*args)
 
-    def ids_of(self, ask):
-        """(ids to go on from, how many messages were dropped for them). Raises UserError for what
-        does not fit."""
+        return await asyncio.get_running_loop().run_in_executor(self.thread, work)
+
+    async def prepare(self, request: Any) -> tuple[list[int], int]:
+        """What prompt_ids returns. Raises QueueFullError if too many texts wait already."""
+        if self.num_texts >= MAX_ACTIVE + MAX_WAITING:
+            raise QueueFullError(
+                f"{self.num_texts} texts are active or waiting, the most that are accepted; try again "
+                "in a minute"
+            )
+        return await self.compute(self.prompt_ids, request)
+
+    def prompt_ids(self, request: Any) -> tuple[list[int], int]:
+        """(ids to continue from, number of the oldest messages that were dropped to make them fit).
+        Raises UserError for a request that does not fit."""
         eot, dropped = self.tokenizer.eot, 0
-        if ask.messages is not None:
-            ids, dropped = fit_chat(ask.messages, self.tokenizer, self.block_size, ask.max_tokens)
+        if request.messages is not None:
+            ids, dropped = truncate_chat(
+                request.messages, self.tokenizer, self.block_size, request.max_tokens
+            )
+        elif isinstance(request.prompt, str):
+            ids = [eot, *self.tokenizer.encode(request.prompt)]  # as documents in training start
         else:
-            text = isinstance(ask.prompt, str)
-            ids = self.tokenizer.encode(ask.prompt) if text else ask.prompt
-            ids = ids if not text and ids[:1] == [eot] else [eot, *ids]  # it leads every document
+            ids = request.prompt if request.prompt[:1] == [eot] else [eot, *request.prompt]
         if len(ids) > self.block_size:
             raise UserError(
                 f"a prompt of {len(ids)} tokens is longer than the model's context of "
                 f"{self.block_size}; shorten it"
             )
-        ids = [*ids, *ask.answer]
-        if wrong := [i for i in ids if not 0 <= i <= eot]:
-            raise UserError(f"token {wrong[0]} is not one of this model's, 0 to {eot}")
-        if ask.messages is not None and len(ids) >= self.block_size:
-            raise UserError(f"the answer fills the model's context of {self.block_size} tokens")
-        # a full window keeps its newer half, as in lab.generate
+        ids, last = [*ids, *request.answer], self.tokenizer.vocab_size - 1
+        if wrong := [i for i in ids if not 0 <= i <= last]:
+            raise UserError(f"token {wrong[0]} must be an id of this model, 0 to {last}")
+        if request.messages is not None and len(ids) >= self.block_size:
+            raise UserError(
+                f"the answer fills the model's context of {self.block_size} tokens; start a new chat"
+            )
+        # a full window keeps its newer half, as in lab.inference.generate
         return ids if len(ids) <= self.block_size else ids[-(self.block_size // 2) :], dropped
 
     @contextlib.asynccontextmanager
-    async def place(self):
-        """A cache, as soon as one is free."""
-        self.texts += 1
+    async def cache(self) -> AsyncIterator[KVCache]:
+        """Wait for a free cache and hold it in the body."""
+        self.num_texts += 1
         try:
             cache = await self.caches.get()
             try:
                 yield cache
-            finally:  # a turn that still computes ends before the next one's begins: one thread
+            finally:  # a cancelled turn may still run, but ends before the cache's next turn begins
                 self.caches.put_nowait(cache)
         finally:
-            self.texts -= 1
+            self.num_texts -= 1
 
-    async def write(self, ask, ids, cache):
-        """Yield lists of pieces (see lab.text_stream), one of each turn."""
-        generator = torch.Generator(self.device).manual_seed(ask.seed)
-        how = dict(temperature=ask.temperature, top_k=ask.top_k, top_p=ask.top_p)
-        how |= dict(generator=generator, cache=cache, likeliest=ask.likeliest, stop=ask.stop)
-        how["one_window"] = ask.messages is not None
-        steps = pieces(self.model, self.tokenizer, ids, ask.max_tokens, **how)
-        while new := await self.compute(one_turn, steps):
+    async def stream(
+        self, request: Any, ids: list[int], cache: KVCache
+    ) -> AsyncIterator[list[dict]]:
+        """Yield the pieces (see lab.inference.streaming) of each turn as a list."""
+        generator = torch.Generator(self.device).manual_seed(request.seed)
+        pieces = stream_generate(
+            self.model, self.tokenizer, ids, request.max_tokens, request.likeliest, request.stop,
+            no_sliding_window=request.messages is not None, temperature=request.temperature,
+            top_k=request.top_k, top_p=request.top_p, generator=generator, cache=cache,
+        )  # fmt: skip
+        while new := await self.compute(take_turn, pieces):
             yield new
 
 
-def one_turn(steps):
-    """What comes of an iterator in TURN seconds; nothing at its end."""
-    new, until = [], time.perf_counter() + TURN
-    for step in steps:
-        new.append(step)
-        if time.perf_counter() > until:
+def take_turn(pieces: Iterator[dict]) -> list[dict]:
+    """The items that an iterator yields within TURN_SECONDS, at least one; [] at its end."""
+    new, deadline = [], time.perf_counter() + TURN_SECONDS
+    for piece in pieces:
+        new.append(piece)
+        if time.perf_counter() > deadline:
             break
     return new
 
 
-def main(argv):
-    cfg = parse(Config, argv)
+def main(argv: list[str]) -> None:
+    cfg = parse_args(Config, argv)
     missing = [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(
-            f"{' and '.join(missing)} must be installed to serve: pip install -r requirements-serve.txt"
+            f"{' and '.join(missing)} must be installed; run: pip install -r requirements-serve.txt"
         )
-    import uvicorn
+    with oom_hint(OOM_FIX):
+        serve(cfg)
 
-    from lab.tools.serve_app import application
 
-    device = find_device(cfg.device, 0)
-    source = models.find(cfg.model)
+def serve(cfg: Config) -> None:
+    """Load the model and serve it until Ctrl-C."""
+    import uvicorn  # optional dependencies: requirements-serve.txt
+
+    from lab.tools.serve_app import create_app
+
+    device = resolve_device(cfg.device, 0)
+    source = resolve_source(cfg.model)
     try:
-        door = socket.create_server((cfg.host, cfg.port))
+        server_socket = socket.create_server((cfg.host, cfg.port))
     except (OSError, OverflowError) as error:
         raise UserError(
             f"host={cfg.host} port={cfg.port} cannot be opened ({error}); choose another --host or --port"
         ) from error
-    model, tokenizer = ready(source, device, cfg.weights)
-    t0, step = time.perf_counter(), fast_step(model, wanted=cfg.compile)
+    model, tokenizer = load_for_inference(source, device, cfg.weights)
+    t0, step = time.perf_counter(), make_decode_step(model, enabled=cfg.compile)
     engine = Engine(model, tokenizer, step)
     if step:
         print(f"compiled in {time.perf_counter() - t0:.0f} s", flush=True)
-    host, port = door.getsockname()
-    # a page of another site may not ask us under a name of its own (DNS rebinding)
+    host, port = server_socket.getsockname()
+    # refuse other host names, so that another site's page cannot reach a local server (DNS rebinding)
     hosts = ["127.0.0.1", "localhost"] if host.startswith("127.") else ["*"]
-    name = "/".join(Path(source).parts[-2:]).removesuffix(".pt")  # not where it lies
-    app = application(engine, name, hosts)
-    print(f"{source} on {device}: http://{host}:{port}   (Ctrl-C ends it)", flush=True)
-    options = dict(log_level="warning", limit_concurrency=1000, timeout_graceful_shutdown=2)
-    uvicorn.Server(uvicorn.Config(app, **options)).run(sockets=[door])
+    name = "/".join(Path(source).parts[-2:]).removesuffix(".pt")  # do not reveal the whole path
+    app = create_app(engine, name, hosts)
+    print(f"{source} on {device}: http://{host}:{port}   (press Ctrl-C to quit)", flush=True)
+    config = uvicorn.Config(
+        app, log_level="warning", limit_concurrency=1000, timeout_graceful_shutdown=2
+    )
+    uvicorn.Server(config).run(sockets=[server_socket])

@@ -1,4 +1,8 @@
-"""The paths of serve.py, and what may be asked. None of them opens a file: the page is read once."""
+"""The web application of lab serve: paths, and validation of requests.
+
+A file of its own, because it needs FastAPI, which is optional. No path opens a file; the page's
+template is read once.
+"""
 
 import asyncio
 import json
@@ -6,7 +10,8 @@ import math
 import secrets
 import time
 import uuid
-from typing import Annotated
+from collections.abc import AsyncIterator, Callable
+from typing import Annotated, Any
 
 import torch
 from fastapi import FastAPI, Request, Response
@@ -17,285 +22,343 @@ from pydantic import AliasChoices, BaseModel, Field, field_validator, model_vali
 from starlette.exceptions import HTTPException
 
 from lab.cli import UserError
-from lab.data.chat import STOPS
-from lab.files import template
-from lab.text_stream import Busy, scored
+from lab.data.chat import STOP_STRINGS
+from lab.data.tokenizers import Tokenizer
+from lab.inference.streaming import QueueFullError, score_tokens
+from lab.templates import load_template
 from lab.tools.plot_style import PAPER
 
-LONGEST = 4096  # new tokens
-LARGEST = 2**16  # bytes of a request
-PATIENCE = 60  # seconds for a client to send its request, or to take a part of the answer
-POLICY = (  # the page may ask this server, and nothing else
+MAX_NEW_TOKENS = 4096
+MAX_REQUEST_BYTES = 2**16
+CLIENT_TIMEOUT = 60  # seconds for a client to send its request, or to take a part of the answer
+SECURITY_POLICY = (  # the page may send requests to this server and nowhere else
     "default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; "
     "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 )
 
 
-class Ask(BaseModel, allow_inf_nan=False):
-    """What the page may ask. prompt: a text, or ids; answer: ids after it, to go on from."""
+# ------------------------------------------------------------------------------------------ requests
+
+
+class GenerateRequest(BaseModel, allow_inf_nan=False):
+    """The page's request. prompt: text or ids; answer: ids after the prompt, to continue from;
+    likeliest: number of most probable tokens returned with each token."""
 
     prompt: str | list[int] = ""
     messages: list[dict] | None = Field(None, min_length=1, max_length=200)
     answer: list[int] = []
-    max_tokens: int = Field(200, ge=1, le=LONGEST)
+    max_tokens: int = Field(200, ge=1, le=MAX_NEW_TOKENS)
     temperature: float = Field(1.0, ge=0, le=100)
     top_k: int = Field(0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
-    seed: int | None = Field(None, ge=0, lt=2**32)
+    seed: int = Field(default_factory=lambda: torch.seed() % 2**31, ge=0, lt=2**32)
     stop: list[Annotated[str, Field(min_length=1, max_length=100)]] = Field([], max_length=4)
     likeliest: int = Field(5, ge=0, le=20)
 
-    def model_post_init(self, _):
-        self.seed = torch.seed() % 2**31 if self.seed is None else self.seed
+    def model_post_init(self, _: Any) -> None:
         if self.messages is not None:
-            self.stop = [*self.stop, *STOPS]
+            self.stop = [*self.stop, *STOP_STRINGS]
 
 
-class OpenAI(Ask, extra="allow"):
-    """What both of OpenAI's paths know. What would change the text and is not here is refused."""
+class OpenAIRequest(GenerateRequest, extra="allow"):
+    """Fields of both OpenAI paths. Unknown fields that would change the text are refused."""
 
     stream: bool = False
     stream_options: dict[str, bool] | None = None  # include_usage
 
     @model_validator(mode="before")
-    def without_nulls(cls, request):
-        """null is what is not given; the newer name of max_tokens goes before the older one."""
+    @classmethod
+    def drop_nulls(cls, request: Any) -> Any:
+        """Treat null as absent, and prefer max_completion_tokens, the newer name, to max_tokens."""
         if not isinstance(request, dict):
-            return request  # pydantic says what it must be
+            return request  # pydantic raises the error
         request = {k: v for k, v in request.items() if v is not None}
         if "max_completion_tokens" in request:
             request.pop("max_tokens", None)
         return request
 
     @field_validator("stop", mode="before")
-    def several(cls, stop):
+    @classmethod
+    def stop_as_list(cls, stop: Any) -> Any:
         return [stop] if isinstance(stop, str) else stop or []
 
-    def model_post_init(self, context):
+    def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
-        passed_over = ("model", "user", "store", "metadata")
-        without_effect = False, 0, "", [], {}, {"type": "text"}
-        alone = "n", "best_of", "repetition_penalty"  # what they are where nobody sets them is 1
-        for name, value in self.model_extra.items():
-            usual = value == 1 if name in alone else value in without_effect
-            if not usual and name not in passed_over:
-                raise UserError(f"{name} is not known here; leave it out")
+        ignored = ("model", "user", "store", "metadata")
+        defaults = False, 0, "", [], {}, {"type": "text"}
+        default_is_1 = ("n", "best_of", "repetition_penalty")
+        for name, value in (self.model_extra or {}).items():
+            is_default = value == 1 if name in default_is_1 else value in defaults
+            if not is_default and name not in ignored:
+                raise UserError(f"{name} is not supported; leave it out")
 
 
-class Completion(OpenAI):
-    prompt: str | list[int]
-    max_tokens: int = Field(16, ge=1, le=LONGEST)
+class CompletionRequest(OpenAIRequest):
+    """POST /v1/completions."""
+
+    prompt: str | list[int] = Field(...)
+    max_tokens: int = Field(16, ge=1, le=MAX_NEW_TOKENS)
     messages: None = None
     logprobs: int | None = Field(None, ge=0, le=20)
 
     @field_validator("prompt", mode="before")
-    def alone(cls, prompt):
+    @classmethod
+    def single_prompt(cls, prompt: Any) -> Any:
+        """Unwrap a list that holds one prompt."""
         one = isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int)
         return prompt[0] if one else prompt
 
-    def model_post_init(self, context):
+    def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
         self.likeliest = 0 if self.logprobs is None else max(1, self.logprobs)
 
 
-class Chat(OpenAI):
+class ChatRequest(OpenAIRequest):
+    """POST /v1/chat/completions."""
+
     messages: list[dict] = Field(min_length=1, max_length=200)
     max_tokens: int = Field(
-        200, ge=1, le=LONGEST, validation_alias=AliasChoices("max_completion_tokens", "max_tokens")
-    )
+        200, ge=1, le=MAX_NEW_TOKENS,
+        validation_alias=AliasChoices("max_completion_tokens", "max_tokens"),
+    )  # fmt: skip
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
 
     @field_validator("messages")
-    def ours(cls, messages):
-        """A developer is the system by a newer name, and parts of text are one text."""
+    @classmethod
+    def normalize_messages(cls, messages: list[dict]) -> list[dict]:
+        """Convert role "developer", the newer name of "system", and content given as text parts."""
         for message in messages:
             if message.get("role") == "developer":
                 message["role"] = "system"
             if isinstance(parts := message.get("content"), list):
-                message["content"] = "\n".join(map(text_of, parts))
+                message["content"] = "\n".join(map(text_of_part, parts))
         return messages
 
-    def model_post_init(self, context):
+    def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
         self.likeliest = max(1, self.top_logprobs or 0) if self.logprobs else 0
 
 
-def text_of(part):
+def text_of_part(part: Any) -> str:
     match part:
         case {"type": "text", "text": str(text)}:
             return text
-    raise UserError(f"a message's part {part!r:.60} is not of type text, which alone is read here")
+    raise UserError(f"message part {part!r:.60} must be of type text; leave other parts out")
 
 
-def log(p):
-    return math.log(max(p, 1e-38))  # JSON knows no infinity
+# ----------------------------------------------------------------------------------------- responses
 
 
-def in_completions(pieces, ask, before, tokenizer):
-    """Pieces as a choice of /v1/completions; before: the text so far."""
+def logprob(p: float) -> float:
+    return math.log(max(p, 1e-38))  # JSON has no infinity
+
+
+def to_completion_choice(
+    pieces: list[dict], request: Any, text_before: str, tokenizer: Tokenizer
+) -> dict:
+    """Pieces as a choice of /v1/completions. text_before: the text of the pieces before them."""
     texts, logprobs = [piece["text"] for piece in pieces], None
-    if ask.logprobs is not None:
-        tops = [piece["likeliest"][: ask.logprobs] for piece in pieces]
+    if request.logprobs is not None:
+        tops = [piece["likeliest"][: request.logprobs] for piece in pieces]
         logprobs = dict(
             tokens=[json.loads(piece["name"]) for piece in pieces],
-            token_logprobs=[log(piece["p"]) for piece in pieces],
-            top_logprobs=[{json.loads(name): log(p) for _, name, p in top} for top in tops],
-            text_offset=[len(before) + len("".join(texts[:i])) for i in range(len(texts))],
+            token_logprobs=[logprob(piece["p"]) for piece in pieces],
+            top_logprobs=[{json.loads(name): logprob(p) for _, name, p in top} for top in tops],
+            text_offset=[len(text_before) + len("".join(texts[:i])) for i in range(len(texts))],
         )
     return dict(text="".join(texts), logprobs=logprobs)
 
 
-def in_chat(pieces, ask, before, tokenizer):
+def to_chat_choice(
+    pieces: list[dict], request: Any, text_before: str, tokenizer: Tokenizer
+) -> dict:
     """Pieces as a choice of /v1/chat/completions."""
 
-    def said(id, name, p):
-        return dict(token=json.loads(name), logprob=log(p), bytes=list(tokenizer.bytes_of(id)))
+    def token_logprob(token: int, name: str, p: float) -> dict:
+        raw = list(tokenizer.bytes_of(token))
+        return dict(token=json.loads(name), logprob=logprob(p), bytes=raw)
 
     logprobs = None
-    if ask.logprobs:
-        tops = [[said(*one) for one in x["likeliest"][: ask.top_logprobs or 0]] for x in pieces]
-        owns = [said(piece["id"], piece["name"], piece["p"]) for piece in pieces]
-        logprobs = {"content": [own | {"top_logprobs": top} for own, top in zip(owns, tops)]}
-    content = "".join(piece["text"] for piece in pieces)
-    if not before.strip():
-        content = content.lstrip()  # of "Assistant: ", the blank is the model's
-    said_by = {"role": "assistant", "content": content}
-    return {"delta" if ask.stream else "message": said_by, "logprobs": logprobs}
+    if request.logprobs:
+        content = []
+        for piece in pieces:
+            top = piece["likeliest"][: request.top_logprobs or 0]
+            own = token_logprob(piece["id"], piece["name"], piece["p"])
+            content.append(own | {"top_logprobs": [token_logprob(*one) for one in top]})
+        logprobs = {"content": content}
+    text = "".join(piece["text"] for piece in pieces)
+    if not text_before.strip():
+        text = text.lstrip()  # the model generates the space after "Assistant:"
+    message = {"role": "assistant", "content": text}
+    return {"delta" if request.stream else "message": message, "logprobs": logprobs}
 
 
-def refusal(status, sentence):
+def error_body(status: int, message: str) -> dict:
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return JSONResponse({"error": dict(message=sentence, type=kind, param=None, code=None)}, status)
+    return {"error": dict(message=message, type=kind, param=None, code=None)}
 
 
-def first_wrong(error):
-    """A sentence of what pydantic found first."""
+def first_validation_error(error: RequestValidationError) -> str:
+    """One sentence about the first error that pydantic found."""
     first = error.errors()[0]
     if first["type"] == "json_invalid" or isinstance(first["input"], bytes):
         return "the request must be JSON, sent with Content-Type: application/json"
-    place = ".".join(str(part) for part in first["loc"][1:]) or "request"
-    shown = "" if first["type"] == "missing" else f"={first['input']!r:.80}"
-    return f"{place}{shown}: {first['msg']}"
+    field = ".".join(str(part) for part in first["loc"][1:]) or "request"
+    value = "" if first["type"] == "missing" else f"={first['input']!r:.80}"
+    return f"{field}{value}: {first['msg']}"
 
 
-REFUSALS = {
-    UserError: lambda request, error: refusal(400, str(error)),
-    Busy: lambda request, error: refusal(503, str(error)),
-    RequestValidationError: lambda request, error: refusal(400, first_wrong(error)),
-    HTTPException: lambda request, error: refusal(error.status_code, str(error.detail)),
-}
+def handle_error(request: Request, error: Any) -> JSONResponse:
+    """The response for an error of one of the types in HANDLED_ERRORS."""
+    status, message = 400, str(error)
+    if isinstance(error, RequestValidationError):
+        message = first_validation_error(error)
+    elif isinstance(error, QueueFullError):
+        status = 503
+    elif isinstance(error, HTTPException):
+        status, message = error.status_code, str(error.detail)
+    return JSONResponse(error_body(status, message), status)
 
 
-def application(engine, name, hosts):
-    """The FastAPI application. hosts: names under which it may be asked, ["*"] for any."""
-    no_docs = dict(docs_url=None, redoc_url=None, openapi_url=None)
-    app = FastAPI(**no_docs, exception_handlers=REFUSALS)
+HANDLED_ERRORS = UserError, QueueFullError, RequestValidationError, HTTPException
+
+
+# ------------------------------------------------------------------------------------------- the app
+
+
+def create_app(engine: Any, name: str, hosts: list[str]) -> FastAPI:
+    """The FastAPI application. name: the model's, for clients; hosts: Host headers that are accepted,
+    ["*"] for any."""
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    for error_type in HANDLED_ERRORS:
+        app.add_exception_handler(error_type, handle_error)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts)
-    app.add_middleware(Limits)
-    page = template("serve.html.j2")
-    about = dict(model=name, context=engine.block_size, longest=LONGEST, paper=PAPER)
+    app.add_middleware(RequestLimits)
+    page = load_template("serve.html.j2")
+    about = dict(model=name, context=engine.block_size, longest=MAX_NEW_TOKENS, paper=PAPER)
     model = dict(id=name, object="model", created=int(time.time()), owned_by="you")
 
     @app.get("/")
-    async def index():
-        nonce = secrets.token_urlsafe(16)  # of the page's own script, which alone may run
-        headers = {"Content-Security-Policy": f"script-src 'nonce-{nonce}'; {POLICY}"}
-        return HTMLResponse(page.render(about, nonce=nonce), headers=headers)
+    async def index() -> HTMLResponse:
+        nonce = secrets.token_urlsafe(16)  # only the page's own script may run
+        policy = f"script-src 'nonce-{nonce}'; {SECURITY_POLICY}"
+        html = page.render(about, nonce=nonce)
+        return HTMLResponse(html, headers={"Content-Security-Policy": policy})
 
     @app.get("/v1/models")
-    async def models():
+    async def models() -> dict:
         return dict(object="list", data=[model])
 
     @app.post("/generate")
-    async def generate(ask: Ask):
-        """Lines: {"scored", "dropped", "seed"}, then {"pieces", "seconds"} ...; scored is the prompt,
-        or the last token of the answer to go on from."""
-        ids, dropped = await engine.begin(ask)
+    async def generate(body: GenerateRequest) -> Response:
+        """JSON lines: {"scored", "dropped", "seed"}, then {"pieces", "seconds"} for each turn. scored:
+        token_logprobs of the prompt, or of the last token of `answer`. An error ends them: {"error"}.
+        """
+        ids, dropped = await engine.prepare(body)
 
-        async def lines():
-            async with engine.place() as cache:
-                shades = await engine.compute(scored, engine.model, engine.tokenizer, ids)
-                shades = shades[-1:] if ask.answer else shades
-                yield dict(scored=shades, dropped=dropped, seed=ask.seed)
+        async def lines() -> AsyncIterator[dict]:
+            async with engine.cache() as cache:
+                scored = await engine.compute(score_tokens, engine.model, engine.tokenizer, ids)
+                scored = scored[-1:] if body.answer else scored
+                yield dict(scored=scored, dropped=dropped, seed=body.seed)
                 t0 = time.perf_counter()
-                async for new in engine.write(ask, ids, cache):
+                async for new in engine.stream(body, ids, cache):
                     yield dict(pieces=new, seconds=time.perf_counter() - t0)
 
-        said = (json.dumps(line) + "\n" async for line in lines())
-        return StreamingResponse(said, media_type="application/x-ndjson")
+        async def encoded() -> AsyncIterator[str]:
+            try:
+                async for line in lines():
+                    yield json.dumps(line) + "\n"
+            except UserError as error:  # out of memory; the status has been sent
+                yield json.dumps(error_body(500, str(error))) + "\n"
 
-    async def answer(request, ask, kind, form):
-        ids, dropped = await engine.begin(ask)
-        head = dict(id=uuid.uuid4().hex, object=kind, created=int(time.time()), model=name)
-        head |= {"dropped_messages": dropped} if dropped else {}  # not OpenAI's: clients pass it on
+        return StreamingResponse(encoded(), media_type="application/x-ndjson")
 
-        def choice(new, before=""):
+    async def complete(
+        request: Request, body: OpenAIRequest, kind: str, to_choice: Callable
+    ) -> Any:
+        """Answer an OpenAI request, streamed or whole."""
+        ids, dropped = await engine.prepare(body)
+        head: dict = dict(id=uuid.uuid4().hex, object=kind, created=int(time.time()), model=name)
+        if dropped:
+            head["dropped_messages"] = dropped  # not in OpenAI's API; its client passes it on
+
+        def chunk(new: list[dict], text_before: str = "") -> dict:
             end = "length" if new[-1]["end"] == "window" else new[-1]["end"]
-            own = dict(index=0, finish_reason=end)
-            return head | {"choices": [own | form(new, ask, before, engine.tokenizer)]}
+            choice = to_choice(new, body, text_before, engine.tokenizer)
+            return head | {"choices": [dict(index=0, finish_reason=end) | choice]}
 
-        def usage(count):
+        def usage(count: int) -> dict:
             total = len(ids) + count
             return dict(prompt_tokens=len(ids), completion_tokens=count, total_tokens=total)
 
-        async def parts():
-            before, count = "", 0
-            async with engine.place() as cache:
-                async for new in engine.write(ask, ids, cache):
-                    yield f"data: {json.dumps(choice(new, before))}\n\n"
-                    before += "".join(piece["text"] for piece in new)
+        async def chunks() -> AsyncIterator[dict]:
+            text, count = "", 0
+            async with engine.cache() as cache:
+                async for new in engine.stream(body, ids, cache):
+                    yield chunk(new, text)
+                    text += "".join(piece["text"] for piece in new)
                     count += len(new)
-            if (ask.stream_options or {}).get("include_usage"):
-                last = head | dict(choices=[], usage=usage(count))
-                yield f"data: {json.dumps(last)}\n\n"
-            yield "data: [DONE]\n\n"
+            if (body.stream_options or {}).get("include_usage"):
+                yield head | dict(choices=[], usage=usage(count))
 
-        if ask.stream:
-            return StreamingResponse(parts(), media_type="text/event-stream")
-        all = []
-        async with engine.place() as cache:
-            async for new in engine.write(ask, ids, cache):
-                all += new
+        async def events() -> AsyncIterator[str]:
+            try:
+                async for data in chunks():
+                    yield f"data: {json.dumps(data)}\n\n"
+                yield "data: [DONE]\n\n"
+            except UserError as error:  # out of memory; the status has been sent
+                yield f"data: {json.dumps(error_body(500, str(error)))}\n\n"
+
+        if body.stream:
+            return StreamingResponse(events(), media_type="text/event-stream")
+        pieces: list[dict] = []
+        async with engine.cache() as cache:
+            async for new in engine.stream(body, ids, cache):
+                pieces += new
                 if await request.is_disconnected():
-                    return Response(status_code=499)  # nobody reads it
-        return choice(all) | {"usage": usage(len(all))}
+                    return Response(status_code=499)  # "client closed request"
+        return chunk(pieces) | {"usage": usage(len(pieces))}
 
     @app.post("/v1/completions")
-    async def completions(request: Request, ask: Completion):
-        return await answer(request, ask, "text_completion", in_completions)
+    async def completions(request: Request, body: CompletionRequest) -> Any:
+        return await complete(request, body, "text_completion", to_completion_choice)
 
     @app.post("/v1/chat/completions")
-    async def chat_completions(request: Request, ask: Chat):
-        kind = "chat.completion.chunk" if ask.stream else "chat.completion"
-        return await answer(request, ask, kind, in_chat)
+    async def chat_completions(request: Request, body: ChatRequest) -> Any:
+        kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        return await complete(request, body, kind, to_chat_choice)
 
     return app
 
 
-class Limits:
-    """No request is larger than LARGEST, and no client keeps us waiting for longer than PATIENCE."""
+class RequestLimits:
+    """ASGI middleware: requests of at most MAX_REQUEST_BYTES, and clients that respond within
+    CLIENT_TIMEOUT."""
 
-    def __init__(self, app):
+    def __init__(self, app: Callable):
         self.app = app
 
-    async def __call__(self, scope, receive, send):
+    async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         size, more = 0, True
 
-        async def limited():
+        async def limited_receive() -> dict:
             nonlocal size, more
-            if not more:  # it was read; what may come is that the client leaves
+            if not more:  # the request is complete; the next message is a disconnect, at any time
                 return await receive()
-            message = await asyncio.wait_for(receive(), PATIENCE)
+            message = await asyncio.wait_for(receive(), CLIENT_TIMEOUT)
             size, more = size + len(message.get("body", b"")), message.get("more_body")
-            if size > LARGEST:
-                sentence = f"a request may have {LARGEST} bytes at most; send a shorter one"
-                raise HTTPException(413, sentence)
+            if size > MAX_REQUEST_BYTES:
+                raise HTTPException(
+                    413,
+                    f"a request must have at most {MAX_REQUEST_BYTES} bytes; send a shorter one",
+                )
             return message
 
-        async def patient(message):
-            await asyncio.wait_for(send(message), PATIENCE)
+        async def limited_send(message: dict) -> None:
+            await asyncio.wait_for(send(message), CLIENT_TIMEOUT)
 
-        await self.app(scope, limited, patient)
+        await self.app(scope, limited_receive, limited_send)

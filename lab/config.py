@@ -1,0 +1,364 @@
+"""Run configuration: a preset or a resumed run, then the flags typed, then what the data decides.
+
+The path of a value: a preset's default (or the resumed run's config.json, or the shape of --init_from)
+-> --optimizations -> the flag on the command line -> resolve_config, which fills in the vocabulary and
+names. validate() of the config dataclasses then checks the result.
+"""
+
+import argparse
+import dataclasses
+import importlib.util
+import math
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from lab.cli import UserError, parse_args, require
+from lab.config_file import MAX_INT, RENAMED_FIELDS, read_config
+from lab.data.chat import ROLES, build_chats
+from lab.data.manifest import read_manifest
+from lab.data.python_docs import build_python_docs
+from lab.data.tokenizers import tokenizer_for_vocab_size
+from lab.files import check_keys, read_errors
+from lab.program import class_path
+from lab.registry import check_program, check_same_model, config_of, resolve_source
+from lab.trainer.checkpoint import read_checkpoint, read_newest
+from lab.trainer.run_dir import find_run_to_resume, is_finished
+
+PLAIN_SETTINGS = dict(attention="math", bf16_residual=False, compile=False, kernels="plain")
+OPTIMIZATIONS = {  # --optimizations: settings made before the flags; sizes and results stay
+    "baseline": PLAIN_SETTINGS | dict(precision="fp32"),
+    "bf16": PLAIN_SETTINGS | dict(precision="bf16"),
+    "recommended": {},  # as in the preset: everything that pays off and gives the same results
+    "full": dict(fp8="all"),  # needs a GPU with 8-bit matmuls
+}
+
+
+@dataclass
+class RunConfig:
+    """Settings of every program that trains: data, evaluation, logging and checkpoints. A program's
+    own TrainConfig adds those that decide the result."""
+
+    preset: str = "gpt2"  # source of the other defaults: gpt2 ... gpt2-2.7b, laptop, or sft
+    # data
+    data: str = "edu_fineweb10B"  # folder of token shards (made by fineweb.py), or chats.jsonl
+    shuffle: bool = True  # seeded order of sequences; off: the order on disk
+    align_documents: bool = (
+        False  # sequences start at an end-of-text; tokens in between are dropped
+    )
+    # hardware
+    device: str = "auto"  # cuda, mps or cpu
+    timeout: int = 600  # seconds after which a process that does not answer is considered lost
+    seed: int = 1337  # of weights, shuffling and samples
+    optimizations: Literal["baseline", "bf16", "recommended", "full"] = (
+        "recommended"  # see OPTIMIZATIONS
+    )
+    # evaluation and logging; intervals are in steps
+    log_every: int = 10  # a line in log.jsonl
+    val_every: int = 250  # validation loss; 0 is never
+    val_tokens: int = 10485760  # tokens of the validation split to use; 0 is all
+    hellaswag_every: int = 1000  # HellaSwag accuracy; 0 is never
+    hellaswag_examples: int = 10042  # how many of its 10042 examples
+    sample_every: int = 1000  # text samples; 0 is never
+    sample_tokens: int = 64  # tokens per sample
+    sample_prompt: str = "Hello, I'm a language model,"  # what samples begin with
+    timing: bool = False  # log milliseconds of data, forward, backward, optimizer
+    wandb: bool = False  # Weights & Biases, besides log.jsonl and TensorBoard
+    on_spike: Literal["continue", "record", "skip", "stop"] = (
+        "continue"  # if the gradient norm jumps
+    )
+    # checkpoints
+    log_dir: str = "log"  # runs are kept in log_dir/run_name
+    run_name: str = ""  # name of the run; made from preset and time if empty
+    checkpoint_every: int = 1000  # a checkpoint; 0: only if a signal stops the run
+    async_save: bool = (
+        True  # write checkpoints in a thread, from a copy: 12 bytes a weight (GPU: to 20)
+    )
+    keep_last: int = 2  # how many checkpoints to keep, besides the best
+    resume: bool = False  # continue the newest run (or --run_name NAME) with its settings
+    init_from: str = ""  # start with the weights and shape of a run, a file, gpt2 ... gpt2-xl
+
+    def validate(self, model_config: Any) -> None:
+        """Raise UserError for settings that cannot work, whatever the data and the machine."""
+        for config in (model_config, self):
+            check_numbers(config)
+        model_config.validate()
+        check_range(self, 1, None, "log_every", "keep_last")
+        check_range(self, 1, 2**31, "timeout")
+        check_range(self, 0, 2**32 - 1, "seed")
+        optimizer = getattr(self, "optimizer", "adamw")
+        require(
+            self.on_spike != "skip" or optimizer == "adamw",
+            f"on_spike=skip works with AdamW only, not with optimizer={optimizer}; pass --on_spike stop",
+        )
+        require(
+            not self.resume or self.run_name,
+            "run_name is empty; without --run_name the newest run is resumed",
+        )
+        require(
+            Path(self.run_name).name == self.run_name and self.run_name != "..",
+            f"run_name={self.run_name} must be a plain name without folders; --log_dir names the folder",
+        )
+        require(
+            self.preset != "sft" or self.init_from,
+            "preset=sft fine-tunes an existing model; pass --init_from with a run (train_gpt2.py: or gpt2)",
+        )
+        require(
+            not self.wandb or importlib.util.find_spec("wandb"),
+            "--wandb needs `pip install wandb`; log.jsonl and TensorBoard are written without it",
+        )
+
+
+# what presets of these names have in common in all programs: the data, and how a small run is watched
+LAPTOP: dict[str, Any] = dict(
+    preset="laptop", data="data/builtin", log_every=20, val_every=200, val_tokens=131072,
+    hellaswag_every=0, sample_every=200, sample_tokens=200, sample_prompt="The ", checkpoint_every=500,
+)  # fmt: skip
+SFT: dict[str, Any] = dict(
+    preset="sft", data="examples/chats.jsonl", val_every=20, val_tokens=0, hellaswag_every=0,
+    sample_every=50, sample_prompt="{user} What is a token?\n\n{assistant}".format(**ROLES),
+    checkpoint_every=20,
+)  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------- validation
+
+
+def check_numbers(config: Any) -> None:
+    """Raise UserError for a number that is negative, not finite, or too large for torch."""
+    for name, value in vars(config).items():
+        if type(value) is int and not (0 <= value <= MAX_INT or (name, value) == ("eot_id", -1)):
+            raise UserError(f"{name}={value} must be a whole number from 0 to {MAX_INT}")
+        if isinstance(value, float) and not 0 <= value < math.inf:
+            raise UserError(f"{name}={value} must be a finite number, 0 or more")
+
+
+def check_range(config: Any, least: int, most: int | None, *names: str) -> None:
+    """Raise UserError unless these fields of a config are from `least` to `most` (None: any)."""
+    for name in names:
+        value = getattr(config, name)
+        if value < least or (most is not None and value > most):
+            rule = f"{least} or more" if most is None else f"from {least} to {most}"
+            raise UserError(f"{name}={value} must be a whole number, {rule}")
+
+
+def check_length(config: Any, name: str) -> None:
+    """Raise UserError for a length that could be read as steps or as a fraction."""
+    value = getattr(config, name)
+    require(
+        isinstance(value, int) or value < 1,
+        f"{name}={value} must be a whole number of steps, or a fraction of max_steps below 1; for "
+        f"{value:g} steps pass --{name} {round(value)}",
+    )
+
+
+# ------------------------------------------------------------------------------------ command line
+
+
+def parse_flags(
+    argv: list[str], presets: dict, description: str, trainer_class: Any
+) -> tuple[str, Any, Any]:
+    """(where the defaults come from and what was changed, model config, run config).
+
+    presets: {name: (model config, run config)}, the main one first. There is one flag for each field
+    of the two dataclasses. --preset or the machine chooses the defaults, or the run to --resume.
+    """
+    argv = rename_flags(argv)
+    reason, *defaults = choose_defaults(argv, presets, trainer_class)
+    model_class, train_class = map(type, defaults)
+
+    def flags(model: model_class = defaults[0], train: train_class = defaults[1]):  # type: ignore
+        return model, train
+
+    text = f"{description.split('One training step in words')[0]}The defaults shown are those of {reason}."
+    model_config, cfg = parse_args(flags, argv, description=text)
+    before, now = (vars(a) | vars(b) for a, b in (defaults, (model_config, cfg)))
+    was = " (was {})" if cfg.resume else ""
+    changed = [f"{k}={v}{was.format(before[k])}" for k, v in now.items() if before[k] != v]
+    cfg.validate(model_config)
+    return (
+        reason + (f"; changed by flags: {', '.join(changed)}" if changed else ""),
+        model_config,
+        cfg,
+    )
+
+
+def rename_flags(argv: list[str]) -> list[str]:
+    """argv with today's names of flags that used to be spelled differently."""
+    renamed = []
+    for word in argv:
+        flag, sign, value = word.partition("=")
+        name = flag.removeprefix("--").replace("-", "_")
+        off = "no_" * name.startswith("no_")
+        new = RENAMED_FIELDS.get(name.removeprefix("no_"))
+        renamed.append(f"--{off}{new}{sign}{value}" if flag.startswith("--") and new else word)
+    return renamed
+
+
+def choose_defaults(argv: list[str], presets: dict, trainer_class: Any) -> tuple[str, Any, Any]:
+    """(why, model config, run config): the defaults that the flags in argv then change."""
+    main = next(iter(presets))
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early.add_argument("--resume", action="store_true")
+    for name in ("preset", "optimizations", "data", "run_name", "log_dir", "init_from"):
+        default = getattr(presets[main][1], name) if name in ("data", "log_dir") else ""
+        early.add_argument(f"--{name}", f"--{name.replace('_', '-')}", default=default)
+    given, _ = early.parse_known_args(argv)
+    if given.resume:
+        reason, model, train = defaults_from_run(given, trainer_class, *map(type, presets[main]))
+    else:
+        reason, model, train = defaults_from_preset(given, trainer_class, presets, main)
+    if given.optimizations in OPTIMIZATIONS:  # any other word is refused with the other flags
+        new = OPTIMIZATIONS[given.optimizations] | {"optimizations": given.optimizations}
+        model, train = (
+            dataclasses.replace(c, **{k: v for k, v in new.items() if hasattr(c, k)})
+            for c in (model, train)
+        )
+        reason += f", optimizations={given.optimizations}"
+    return reason, model, train
+
+
+def defaults_from_run(
+    given: Any, trainer_class: Any, model_class: type, train_class: type
+) -> tuple[str, Any, Any]:
+    """The settings of the run to --resume."""
+    if given.init_from:
+        raise UserError(
+            f"init_from={given.init_from} is for a new run; a resumed one continues with its own "
+            "weights: leave one of the two flags out"
+        )
+    run_dir = find_run_to_resume(given.log_dir, given.run_name, class_path(trainer_class))
+    check_program(run_dir, trainer_class)
+    model_config, cfg, unknown = read_config(run_dir, model_class, train_class)
+    if given.preset not in ("", cfg.preset):
+        raise UserError(
+            f"preset={given.preset} is for a new run; {run_dir} has preset {cfg.preset}: leave it out"
+        )
+    ignored = (
+        f" (ignored, as this version has no such settings: {', '.join(unknown)})" if unknown else ""
+    )
+    cfg = dataclasses.replace(cfg, resume=True, run_name=run_dir.name, log_dir=given.log_dir)
+    return f"{run_dir}{ignored}", model_config, cfg
+
+
+def defaults_from_preset(
+    given: Any, trainer_class: Any, presets: dict, main: str
+) -> tuple[str, Any, Any]:
+    """The settings of --preset, or of the preset for this machine. With --init_from they get the
+    shape of that model, a learning rate for its size, and a sequence length that fits."""
+    preset, why = given.preset, "from --preset"
+    if not preset:
+        preset, why = auto_preset(main, Path(given.data))
+    if preset not in presets:
+        raise UserError(f"preset={preset} must be one of {', '.join(presets)}")
+    model_config, cfg = presets[preset]
+    if given.init_from:
+        shape = config_of(given.init_from, given.log_dir, trainer_class)
+        # Adam's best learning rate falls with the width and with the root of the depth (Yang et al.
+        # 2022 and 2023, Tensor Programs V and VI)
+        wider, deeper = (shape[k] / getattr(model_config, k) for k in ("n_embd", "n_layer"))
+        lr = round(cfg.lr / wider / deeper**0.5, 6)
+        same = {name: value for name, value in shape.items() if hasattr(model_config, name)}
+        if preset == "sft":  # each turn ends in end-of-text, and must see the earlier ones
+            same.pop("document_mask", None)
+        model_config = dataclasses.replace(model_config, **same)
+        cfg = dataclasses.replace(cfg, lr=lr, seq_len=min(cfg.seq_len, shape["block_size"]))
+        why += f", with the shape of {given.init_from} and lr={lr} for its size"
+    from_data = dict(vocab_size=0, tokenizer="", eot_id=-1)  # decided by the data
+    model_config = dataclasses.replace(model_config, **from_data)
+    return f"preset {preset} ({why})", model_config, cfg
+
+
+def auto_preset(main: str, data: Path) -> tuple[str, str]:
+    """(preset, reason) for this machine and the data on it."""
+    shards, gpu = any(data.glob("*_train_*")), torch.cuda.is_available()
+    if gpu and "WORLD_SIZE" in os.environ:
+        return main, "the default under torchrun on GPUs"
+    if shards and gpu:
+        return main, f"there is a GPU, and {data} has shards"
+    missing = ["there is no GPU"] * (not gpu) + [f"{data} has no shards"] * (not shards)
+    return "laptop", " and ".join(missing)
+
+
+# -------------------------------------------------------------------------- what the data decides
+
+
+def resolve_config(
+    model_config: Any, cfg: Any, world: Any, presets: dict, trainer_class: Any
+) -> tuple[Any, Any, dict | None]:
+    """(model config, run config, checkpoint or None), the same on all ranks: names and vocabulary
+    filled in, built-in data made, the checkpoint of a resumed run read and validated."""
+    model_config, cfg = world.run_on_rank0(
+        lambda: resolve_on_rank0(model_config, cfg, presets, trainer_class)
+    )
+    if not cfg.resume:
+        return model_config, cfg, None
+    run_dir = Path(cfg.log_dir) / cfg.run_name
+    path = world.run_on_rank0(lambda: read_newest(run_dir)[0])
+    state = read_checkpoint(path)
+    validate_checkpoint(path, state, model_config, cfg)
+    if state["step"] > cfg.max_steps or (state["step"] == cfg.max_steps and is_finished(run_dir)):
+        raise UserError(
+            f"{run_dir} has already done {state['step']} steps, and max_steps={cfg.max_steps}; "
+            "pass a larger --max_steps to continue"
+        )
+    return model_config, cfg, state
+
+
+def resolve_on_rank0(
+    model_config: Any, cfg: Any, presets: dict, trainer_class: Any
+) -> tuple[Any, Any]:
+    """The decisions that one rank makes for all, because others may see an older or newer folder."""
+    if cfg.init_from and not cfg.resume:
+        cfg = dataclasses.replace(cfg, init_from=resolve_source(cfg.init_from, cfg.log_dir))
+    builtin = {"data/builtin": "bytes", "data/builtin_wordpiece": "wordpiece"}
+    if tokenizer := builtin.get(Path(cfg.data).as_posix()):  # these need nothing but Python
+        build_python_docs(cfg.data, tokenizer)
+    model_config = resolve_vocabulary(model_config, cfg, presets)
+    if cfg.data.endswith(".jsonl"):  # conversations, packed into rows of one sequence each
+        name = model_config.tokenizer or tokenizer_for_vocab_size(model_config.vocab_size)
+        cfg = dataclasses.replace(cfg, data=build_chats(cfg.data, name, cfg.seq_len))
+    file = Path(class_path(trainer_class).rpartition(":")[0]).stem
+    prefix = "" if file == "train_gpt2" else f"{file}_"
+    name = cfg.run_name or f"{prefix}{cfg.preset}_{time.strftime('%Y%m%d-%H%M%S')}"
+    return model_config, dataclasses.replace(cfg, run_name=name)
+
+
+def resolve_vocabulary(model_config: Any, cfg: Any, presets: dict) -> Any:
+    """model_config with the data's vocabulary size, tokenizer and end-of-text; without a manifest the
+    vocabulary size is that of the flag, of --init_from, or of the preset."""
+    asked, manifest = model_config.vocab_size, read_manifest(cfg.data)
+    if manifest and asked not in (0, manifest["vocab_size"]) and not cfg.resume:
+        raise UserError(
+            f"vocab_size={asked} is not the {manifest['vocab_size']} of {cfg.data}; leave it out"
+        )
+    found = dict(vocab_size=asked or presets[cfg.preset][0].vocab_size)
+    if manifest:
+        found = dict(
+            vocab_size=asked or manifest["vocab_size"], eot_id=manifest["eot"],
+            tokenizer=manifest["tokenizer"],
+        )  # fmt: skip
+    elif cfg.init_from and not asked:
+        theirs = config_of(cfg.init_from, cfg.log_dir)
+        names = ("vocab_size", "tokenizer", "eot_id")
+        found = {name: theirs[name] for name in names if name in theirs}
+    return dataclasses.replace(model_config, **found)
+
+
+def validate_checkpoint(path: Path, state: Any, model_config: Any, cfg: Any) -> None:
+    """Raise UserError if a checkpoint does not belong to this run."""
+    parts = "model", "optimizer", "loader", "scaler", "rng", "model_config", "train_config"
+    wanted = dict.fromkeys(parts, dict) | dict(step=int, batch_size=int, best_val=(int, float))
+    with read_errors(path, "checkpoint", f"start from its weights with --init_from {path}"):
+        check_keys(state, **wanted)
+    check_same_model(path, state["model_config"], model_config)
+    made_by = state["train_config"].get("optimizer")
+    if made_by != cfg.optimizer:
+        raise UserError(
+            f"optimizer={cfg.optimizer} cannot resume from {path}, whose optimizer is {made_by}; "
+            f"leave --optimizer out, or start a new run with --init_from {path}"
+        )

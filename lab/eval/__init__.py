@@ -1,0 +1,1 @@
+"""Evaluation: validation loss, samples and multiple-choice scoring."""

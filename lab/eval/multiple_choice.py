@@ -1,0 +1,139 @@
+"""Multiple-choice scoring: the loss of each continuation of a context. Used by hellaswag.py.
+
+An item is a list [context, continuation, continuation, ...] of lists of token ids. The context has
+at least one token, because something has to predict the first token of a continuation: use
+[tokenizer.eot] where there is no text. All items have the same number of continuations.
+
+Shape letters: N items, K continuations of an item, B rows of a batch (one item each), T tokens of a
+row, C channels, M continuation tokens of a batch.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from lab.cli import progress
+from lab.distributed import World
+
+PAD_MULTIPLE = 32  # rows are padded to a multiple of this; 10 % of HellaSwag is then padding
+BATCH_TOKENS = 16384  # tokens of a batch, padding included
+
+
+class Model(Protocol):
+    """What scoring needs of a language model; train_gpt2.GPT describes the arguments."""
+
+    lm_head: torch.nn.Linear
+
+    def hidden(
+        self, idx: torch.Tensor, position: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor: ...
+
+    def head_loss(
+        self, x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, reduction: str
+    ) -> torch.Tensor: ...
+
+
+def row_length(item: list[list[int]]) -> int:
+    """Inputs of an item's row; the last token of each continuation is a target only."""
+    context, *continuations = item
+    return len(context) + sum(len(ids) - 1 for ids in continuations)
+
+
+def make_batches(lengths: np.ndarray) -> list[tuple[np.ndarray, int]]:
+    """Divide rows of these lengths (N,) into batches: pairs (row indices, T), longest first.
+
+    Rows of equal padded length T are split into batches of nearly equal size. The batches do not
+    depend on the number of processes, and therefore the scores do not either."""
+    padded = -(-lengths // PAD_MULTIPLE) * PAD_MULTIPLE
+    batches = []
+    for T in np.unique(padded)[::-1].tolist():
+        rows = np.flatnonzero(padded == T)
+        num_batches = -(-len(rows) // max(1, BATCH_TOKENS // T))
+        batches += [(part, T) for part in np.array_split(rows, num_batches)]
+    return batches
+
+
+def collate(items: list[list[list[int]]], T: int) -> tuple[np.ndarray, ...]:
+    """Pack each item into one row of T tokens, so that its context is computed only once: the
+    context, then the inputs of its continuations.
+
+    Returns (idx, position, segment, gather_idx, targets). idx, position, segment (B, T): segment is
+    0 for the context and padding, k for the k-th continuation. Positions of each continuation start
+    after the context, as if it were the only one. gather_idx (M,): indices of the flattened
+    outputs (B * T) that predict the continuations' tokens; targets (M,): those tokens, ordered by
+    item, then by continuation. Padding is at the end of a row, where causal attention hides it."""
+    idx, position, segment = np.zeros((3, len(items), T), np.int64)
+    gather_idx, targets = [], []
+    for row, (context, *continuations) in enumerate(items):
+        start = c = len(context)
+        idx[row, :c], position[row, :c] = context, np.arange(c)
+        for k, ids in enumerate(continuations, start=1):
+            n = len(ids) - 1  # inputs: the last token predicts nothing
+            span = slice(start, start + n)
+            idx[row, span], position[row, span], segment[row, span] = ids[:-1], c + np.arange(n), k
+            first = row * T + start
+            gather_idx += [row * T + c - 1, *range(first, first + n)]
+            targets += ids
+            start += n
+    return idx, position, segment, np.array(gather_idx), np.array(targets)
+
+
+def hidden_states(
+    model: Model, idx: torch.Tensor, position: torch.Tensor, segment: torch.Tensor
+) -> torch.Tensor:
+    """Final hidden states (B * T, C) of packed rows. A token sees itself, and what is before it in
+    the context and in its own continuation."""
+    T = idx.size(1)
+    same = (segment[:, None, :] == 0) | (segment[:, None, :] == segment[:, :, None])
+    causal = torch.ones(T, T, dtype=torch.bool, device=idx.device).tril()
+    mask = (same & causal)[:, None]  # (B, 1, T, T)
+    return model.hidden(idx, position, mask).flatten(0, 1)
+
+
+@torch.no_grad()
+def continuation_losses(
+    model: Model,
+    items: list[list[list[int]]],
+    world: World,
+    description: str = "scoring",
+    check: Callable[[], None] = lambda: None,
+) -> np.ndarray:
+    """Summed loss in nats of each continuation given its context: (N, K) in float64, on every rank.
+
+    Each rank computes every world_size-th batch. check() is called between batches, equally often
+    on all ranks. description: text of the progress bar. For each continuation,
+    len(context) + len(continuation) - 1 must not exceed block_size; its last token is not an input."""
+    # Only continuation tokens go through the head, in chunks whose float32 logits take at most
+    # 1 GiB. On a CPU the limit is 32 MiB, because larger blocks are returned to the system after each
+    # use, and allocating them again takes longer than the matmul.
+    logits_bytes = 2 ** (30 if world.device.type == "cuda" else 25)
+    chunk = max(1, logits_bytes // (4 * model.lm_head.weight.size(0)))
+    batches = make_batches(np.array([row_length(item) for item in items]))
+    computed = []
+    bar = progress(range(0, len(batches), world.world_size), description, "batch")
+    bar.refresh()  # show it at once: on a CPU the first batch may take half a minute
+    for i in bar:
+        check()
+        # a rank without a batch in the last round repeats the last one: FSDP2's all-gathers need it
+        mine = i + world.rank
+        rows, T = batches[min(mine, len(batches) - 1)]
+        arrays = collate([items[row] for row in rows], T)
+        *inputs, gather_idx, targets = (
+            torch.from_numpy(a).to(world.device, non_blocking=True) for a in arrays
+        )
+        x = hidden_states(model, *inputs)[gather_idx]  # (M, C)
+        losses = [
+            model.head_loss(x_, model.lm_head.weight, y, "none")
+            for x_, y in zip(x.split(chunk), targets.split(chunk))
+        ]
+        if mine < len(batches):
+            computed.append((rows, torch.cat(losses)))
+    sums = np.zeros((len(items), len(items[0]) - 1))
+    for rows, losses in computed:  # after the loop, so that the CPU does not wait for each batch
+        lengths = np.array([len(ids) for row in rows for ids in items[row][1:]])
+        starts = np.cumsum(lengths) - lengths
+        row_sums = np.add.reduceat(losses.cpu().double().numpy(), starts)
+        sums[rows] = row_sums.reshape(len(rows), -1)
+    return world.all_reduce(torch.from_numpy(sums)).numpy()

@@ -1,0 +1,187 @@
+"""Validation loss: a callback of trainers, and its evaluation loop, which bench/ uses too."""
+
+import contextlib
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from lab.cli import UserError, progress
+from lab.data.shards import TokenShards
+from lab.data.tokenizers import Tokenizer, get_tokenizer
+from lab.registry import tokenizer_name
+from lab.trainer.callbacks import PeriodicCallback
+
+
+class Validation(PeriodicCallback):
+    """Loss on the first cfg.val_tokens tokens of the validation split. Updates trainer.best_val and
+    links the checkpoint with the lowest loss as model_best.pt.
+
+    unigram: loss of a model without context, in nats per token; on rank 0 only, like
+    bytes_per_token. tokenizer: None if it can't be loaded on every rank."""
+
+    unigram: float | None = None
+    bytes_per_token: float | None = None
+    tokenizer: Tokenizer | None = None
+
+    def __init__(self, trainer, stop):
+        cfg = trainer.cfg
+        super().__init__("val", cfg.val_every)
+        self.stop = stop
+        log = trainer.run_dir / "log.jsonl"
+        logged = trainer.world.run_on_rank0(lambda: has_val_record(log, trainer.step))
+        self.revalidate_step = trainer.step if logged else 0
+        self.shards = TokenShards(cfg.data, "val", trainer.raw_model.config.vocab_size)
+        seen = trainer.world.gather([trainer.loader.state_dict(), len(self.shards)])
+        if any(other != seen[0] for other in seen):  # an outdated listing, an incomplete copy
+            raise UserError(
+                f"{cfg.data} differs between processes: wait until all machines see the same files, "
+                "then start again"
+            )
+        self.prepare(trainer)
+
+    def should_run(self, step: int, last: bool) -> bool:
+        """Also true, even with --val_every 0, at the first step of a resumed run if that step was
+        measured before: its checkpoint was written first, so best_val does not include the
+        measurement."""
+        return step == self.revalidate_step > 0 or super().should_run(step, last)
+
+    def prepare(self, trainer) -> None:
+        """Load the tokenizer and compute the baselines, once per run."""
+        val_tokens = trainer.cfg.val_tokens
+        missing = None
+        try:
+            name = tokenizer_name(trainer.raw_model.config, trainer.cfg.data)
+            self.tokenizer = get_tokenizer(name)
+            self.tokenizer.token_bytes()
+        except UserError as error:
+            missing = str(error)
+        if missing := next(filter(None, trainer.world.gather(missing)), None):  # all ranks, or none
+            self.tokenizer = None
+            trainer.world.print0(f"no samples and no bits per byte: {missing}")
+        if trainer.world.is_main:
+            self.unigram = unigram_entropy(trainer.loader.shards, self.shards, val_tokens)
+            if self.tokenizer:
+                self.bytes_per_token = bytes_per_token(self.tokenizer, self.shards, val_tokens)
+
+    def evaluate_means(self, trainer) -> dict[str, float]:
+        """The sums of evaluate(), divided by the number of targets."""
+        sums = evaluate(trainer.model, *self.eval_args(trainer))
+        return {name: value / sums["targets"] for name, value in sums.items()}
+
+    def eval_args(self, trainer) -> tuple:
+        """Arguments of evaluate() after the model."""
+        world, precision = trainer.world, trainer.precision
+        return self.shards, trainer.cfg, trainer.loader.batch_size, world, precision, self.stop
+
+    def __call__(self, trainer) -> dict[str, float]:
+        means = self.evaluate_means(trainer)
+        loss = means["loss"]
+        on_disk = trainer.step and trainer.step == trainer.saved_step
+        if on_disk and loss < trainer.best_val:
+            trainer.best_val = loss
+            if trainer.world.is_main:
+                trainer.checkpointer.link_best(trainer.step)
+        bits = {}
+        if self.bytes_per_token:
+            bits = {"bits_per_byte": loss / math.log(2) / self.bytes_per_token}
+        return {name: mean for name, mean in means.items() if name != "targets"} | bits
+
+
+def has_val_record(log: Path, step: int) -> bool:
+    """Whether a run's log has a validation of this step."""
+    with contextlib.suppress(OSError):  # a new run has no log
+        return f'"kind": "val", "step": {step},' in log.read_text(errors="replace")
+    return False
+
+
+def summed_loss(model: Any, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+    """{"loss": sum over the targets, in nats}, the default measure of evaluate()."""
+    return {"loss": model(x, y, reduction="sum")[1]}
+
+
+@torch.no_grad()
+def evaluate(
+    model: Any, shards: TokenShards, cfg: Any, batch_size: int, world: Any, precision: Any,
+    stop: Any = None, measure: Callable = summed_loss, transform: Callable | None = None,
+) -> dict[str, float]:  # fmt: skip
+    """Sums over the first cfg.val_tokens targets of a split (0: all): {"loss": nats, "targets":
+    count}.
+
+    Each rank evaluates its part. measure(model, x, y) returns sums by name. transform: as in
+    TokenLoader, called with seed 0, so that it does the same at each step and in all runs. Raises
+    GracefulStop between two batches if `stop` has received a signal, UserError if there is no
+    target.
+
+    The tokens and their order depend only on the data, and no random number is drawn. The last
+    batch is padded with targets of -1, so that a compiled model sees a single shape."""
+    targets, T = num_targets(shards, cfg.val_tokens), cfg.seq_len
+    positions, totals = sequence_starts(shards, cfg), {}
+    # sequences per rank: a multiple of batch_size
+    per_rank = -(-len(positions) // (batch_size * world.world_size)) * batch_size
+    sum_device = "cpu" if world.device.type == "mps" else world.device  # MPS has no 64-bit floats
+    mine = range(world.rank * per_rank, (world.rank + 1) * per_rank, batch_size)
+    for i in progress(mine, "validation", "batch"):
+        if stop:
+            stop.check()
+        used = positions[i : i + batch_size]
+        x = np.zeros((batch_size, T), dtype=np.int64)
+        y = np.full((batch_size, T), -1, dtype=np.int64)
+        if len(used):
+            rows = shards.batch(used, T)
+            x[: len(used)], y[: len(used)] = transform(*rows, 0, used) if transform else rows
+            y[: len(used)][used[:, None] + np.arange(T) >= targets] = -1
+        x, y = torch.from_numpy(x).to(world.device), torch.from_numpy(y).to(world.device)
+        with precision.autocast():
+            sums = measure(model, x, y) | {"targets": (y >= 0).sum()}
+        for name, value in sums.items():
+            totals[name] = totals.get(name, 0) + value.to(sum_device).double()
+    sums = dict(zip(totals, world.all_reduce(torch.stack(list(totals.values()))).tolist()))
+    if not sums["targets"]:
+        raise UserError(
+            f"val_tokens={cfg.val_tokens} of {cfg.data} contain no target; pass a larger "
+            "--val_tokens, or 0 for all"
+        )
+    return sums
+
+
+def num_targets(shards: TokenShards, tokens: int) -> int:
+    """How many of the first `tokens` positions of a split (0: all) have a next token."""
+    return min(tokens or len(shards), len(shards) - 1)
+
+
+def sequence_starts(shards: TokenShards, cfg: Any) -> np.ndarray:
+    """Positions at which the sequences of an evaluation start."""
+    if len(shards) < 2:
+        raise UserError(
+            f"the validation split in {cfg.data} has {len(shards)} token(s), but needs at "
+            "least two; make it again, or pass another --data"
+        )
+    return np.arange(0, num_targets(shards, cfg.val_tokens), cfg.seq_len)
+
+
+def target_counts(shards: TokenShards, tokens: int) -> np.ndarray:
+    """How often each token (V,) is a target of the first `tokens` positions of a split (0: all)."""
+    end, counts = 1 + num_targets(shards, tokens), np.zeros(shards.vocab_size, np.int64)
+    for start in range(1, end, 2**24):
+        ids = shards.read(start, min(2**24, end - start))
+        ids = ids[shards.loss_mask(start, len(ids))] if shards.masks else ids
+        counts += np.bincount(ids, minlength=len(counts))[: len(counts)]
+    return counts
+
+
+def unigram_entropy(train_shards: TokenShards, val_shards: TokenShards, val_tokens: int) -> float:
+    """Loss in nats per token of a model that knows only how often each token occurs, in the first
+    20M tokens of the training data."""
+    train, val = target_counts(train_shards, 20_000_000) + 1, target_counts(val_shards, val_tokens)
+    return float(-(val / val.sum() * np.log(train / train.sum())).sum())
+
+
+def bytes_per_token(tokenizer: Tokenizer, shards: TokenShards, val_tokens: int) -> float | None:
+    """Mean number of text bytes per target, which converts nats per token to bits per byte."""
+    counts = target_counts(shards, val_tokens)
+    total_bytes = float(counts @ tokenizer.token_bytes()[: len(counts)])
+    return total_bytes / counts.sum() if counts.any() else None

@@ -1,0 +1,127 @@
+"""Hardware: devices, peak rates, memory, random state, and whether torch.compile works."""
+
+import contextlib
+import importlib.util
+import os
+from collections.abc import Iterator
+
+import torch
+
+from lab.cli import UserError, is_oom
+from lab.files import first_line
+
+# name: (dense 16-bit peak in TFLOP/s with 32-bit accumulation, from the vendors' datasheets; GiB as
+# shown by nvidia-smi, the smallest variant). The first match wins. GDDR with error correction shows
+# 15/16 of its size (T4, L4, A10, L40S: modal-labs/modal-client, pull 2797)
+GPUS = {
+    "B200": (2250, 180), "GH200": (989, 96), "H200": (989, 141), "H100 PCIe": (756, 80),
+    "H100 NVL": (835, 94), "H100": (989, 80), "H800": (989, 80), "A100": (312, 40), "A800": (312, 40),
+    "L40S": (362, 45), "L40": (181, 45), "L4": (121, 22.5), "A40": (150, 45), "A30": (165, 24),
+    "A10G": (70, 22.5), "A10": (125, 22.5), "RTX A6000": (155, 48), "RTX 6000 Ada": (364, 48),
+    "RTX 5090": (210, 32), "RTX 4090": (165, 24), "RTX 4080": (97, 16), "RTX 3090": (71, 24),
+    "V100": (125, 16), "T4": (65, 15),
+}  # fmt: skip
+# words in the names of variants whose numbers are not in the table
+UNLISTED_VARIANTS = ("Laptop", "Ti", "SUPER", "D", "MIG", "H200 NVL", "H800 PCIe")
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """The GPU's dense 16-bit peak in FLOP/s, or None if it is not in the table."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    words = set(name.replace("-", " ").split())
+    if any(set(chip.split()) <= words for chip in UNLISTED_VARIANTS):
+        return None
+    found = [peak * 1e12 for gpu, (peak, _) in GPUS.items() if set(gpu.split()) <= words]
+    return found[0] if found else None
+
+
+def resolve_device(name: str, local_rank: int) -> torch.device:
+    """The device of this process. name: auto, cuda (one GPU per local rank), cuda:N, mps or cpu.
+    Raises UserError if there is no such device."""
+    available = dict(
+        cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available(), cpu=True
+    )
+    if name == "auto":
+        name = next(kind for kind, there in available.items() if there)
+    kind, _, index = name.partition(":")
+    if kind not in available or (index and not (kind == "cuda" and index.isdecimal())):
+        raise UserError(f"device={name} must be one of auto, cuda, cuda:N, mps and cpu")
+    if not available[kind]:
+        raise UserError(f"device={name} is not available in this torch; pass --device cpu")
+    if kind != "cuda":
+        return torch.device(kind)
+    number, count = int(index or local_rank), torch.cuda.device_count()
+    if number >= count:
+        raise UserError(
+            f"device=cuda:{number} does not exist: this machine has {count} GPUs, counted from "
+            "cuda:0; pass another --device, or a smaller --nproc_per_node to torchrun"
+        )
+    return torch.device(kind, number)
+
+
+def get_rng_state(device: torch.device) -> dict:
+    """States of torch's random generators: {"cpu": tensor, "cuda": tensor or None}."""
+    cuda = torch.cuda.get_rng_state() if device.type == "cuda" else None
+    return {"cpu": torch.get_rng_state(), "cuda": cuda}
+
+
+def set_rng_state(state: dict, device: torch.device) -> None:
+    """Restore what get_rng_state returned; a GPU's state is ignored on other devices."""
+    torch.set_rng_state(state["cpu"])
+    if state["cuda"] is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def compile_unsupported_reason(device: torch.device, model_config, precision) -> str:
+    """Why torch.compile should not be used for this model on this device; "" if it should."""
+    if device.type == "mps":
+        return "not supported well on MPS"
+    if device.type == "cuda":
+        if importlib.util.find_spec("triton") is None:
+            return "Triton is not installed"
+        # triton-lang/triton#10924, a race that gives wrong losses without an error (docs/LOG.md), if
+        # matmuls are in 16 bits and the residual stream is in 32
+        residual_in_32 = precision.is_16_bit and not (
+            model_config.bf16_residual and precision.name == "bf16"
+        )
+        if model_config.n_embd > 1024 and residual_in_32 and torch.__version__ < "2.14":
+            return (
+                f"torch {torch.__version__} miscompiles models with n_embd > 1024 in this precision; "
+                "upgrade to 2.14"
+            )
+    try:
+        torch.compile(lambda x: x * 2 + 1)(torch.ones(8, device=device))
+    except Exception as error:  # of any type: no compiler, an old GPU, missing headers
+        return f"{type(error).__name__}: {first_line(error)}"
+    return ""
+
+
+def can_compile(world, model_config, precision) -> bool:
+    """Whether torch.compile should be used; rank 0 prints the reason if not."""
+    reason = compile_unsupported_reason(world.device, model_config, precision)
+    if reason:
+        world.print0(f"torch.compile is off: {reason}")
+    return not reason
+
+
+def total_memory(device: torch.device) -> float:
+    """Total memory of the device in bytes; infinite if the system does not report it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return float("inf")
+
+
+@contextlib.contextmanager
+def oom_hint(
+    fix: str = "pass a smaller --batch_size, a shorter --seq_len or a smaller model",
+) -> Iterator[None]:
+    """Convert an out-of-memory error raised in the body, training, evaluation or generation, into a
+    UserError that ends with `fix`."""
+    try:
+        yield
+    except (RuntimeError, MemoryError, OSError) as error:
+        if not is_oom(error):
+            raise
+        raise UserError(f"out of memory ({first_line(error)}); {fix}") from error

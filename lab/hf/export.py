@@ -1,0 +1,194 @@
+"""Write a model as a folder that transformers loads: python -m lab export log/RUN --out my-gpt2."""
+
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from safetensors import SafetensorError
+from tyro.conf import Positional, arg
+
+from lab.cli import UserError, eprint, parse_args
+from lab.data.manifest import sha256_of
+from lab.data.tokenizers import SPECIAL_TOKENS, TOKENIZER_FILE, get_tokenizer
+from lab.files import read_json, write_errors
+from lab.hf import bert, gpt2
+from lab.hf.load import CHECKSUM_FILE, read_checksums
+from lab.registry import load_model, resolve_source, tokenizer_name
+
+
+def export(source: Annotated[str, Positional, arg(metavar="SOURCE")], out: Path) -> None:
+    """Write a model as a folder that transformers and lm-evaluation-harness load as it is.
+
+    Training documents begin with end-of-text. sample.py adds it to a prompt; transformers' pipeline
+    does not, so pass "<|endoftext|>" + prompt there. For the harness: pip install "lm_eval[hf]", then
+    lm_eval --model hf --model_args pretrained=OUT --tasks hellaswag
+
+    Args:
+        source: run, checkpoint, .pt file of nanoGPT or build-nanogpt, hub name; "" is the newest run
+        out: folder to write; an earlier export there is replaced
+    """
+    out = Path(out)
+    check_replaceable(out)
+    out = out.resolve() if out.is_symlink() else out  # replace the link's target, not the link
+    source = resolve_source(source)  # now, because a run may save a later checkpoint meanwhile
+    model = load_model(source)
+    if not hasattr(model, "from_pretrained"):
+        raise UserError(
+            f"{source} is no GPT-2 or BERT, and transformers has no model that computes it; export a "
+            "run of train_gpt2.py or bert.py"
+        )
+    exported = to_transformers(model)
+    check_same_logits(model, exported, source)
+    eprint(f"writing {source} to {out}")
+    # The earlier export stays until the new one is complete. A killed export leaves this folder, which
+    # the next export to the same place removes.
+    part = out.absolute().with_name(f".{out.absolute().name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    with write_errors(out):
+        part.mkdir(parents=True)
+        try:
+            write_model(part, exported)
+            note = add_tokenizer(part, model.config, source)
+            files = sorted(part.iterdir())
+            lines = [f"{sha256_of(file)}  {file.name}\n" for file in files]
+            (part / CHECKSUM_FILE).write_text("".join(lines))
+            for file in part.iterdir():
+                file.chmod(0o644)  # safetensors files are created readable by their owner only
+            check_replaceable(out)  # again, because writing takes a while
+            if out.exists():
+                shutil.rmtree(out)
+            part.rename(out)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+    print(f"{out}: {', '.join(sorted(p.name for p in out.iterdir()))}, from {source}")
+    print(note.replace("{out}", str(out)))
+
+
+def check_replaceable(out: Path) -> None:
+    """Raise UserError unless `out` is missing, empty, or holds nothing but the unchanged files of an
+    earlier export, as its checksum file lists them."""
+    hint = "move it away or choose another --out"
+    with write_errors(out):
+        if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+            return
+        config = out / "config.json"
+        if not (config.is_file() and "exported_by" in read_json(config, hint)):
+            raise UserError(
+                f"out={out} must be a new or empty folder, or an earlier export; choose another --out"
+            )
+        checksums = read_checksums(out)
+        for file in sorted(out.iterdir()):
+            if file.name == CHECKSUM_FILE:
+                continue
+            if file.name not in checksums or not file.is_file():
+                raise UserError(
+                    f"{file} would be deleted, but is not among the exported files that "
+                    f"{CHECKSUM_FILE} lists; {hint}"
+                )
+            if sha256_of(file) != checksums[file.name]:
+                raise UserError(
+                    f"{file} would be deleted, but was changed since its export; {hint}"
+                )
+
+
+def to_transformers(model: Any) -> Any:
+    """The GPT2LMHeadModel or BertForMaskedLM that computes what `model` does."""
+    exported = (bert if hasattr(model.config, "segments") else gpt2).to_transformers(model)
+    exported.config.exported_by = "python -m lab export"  # check_replaceable looks for it
+    return exported
+
+
+@torch.no_grad()
+def check_same_logits(model: Any, exported: Any, source: str) -> None:
+    """Raise UserError unless both models have the same logits on random tokens, because a user's copy
+    of train_gpt2.py may compute anything.
+
+    Rounding gives relative differences below 1e-6, measured with up to 48 layers; GELU by erf instead
+    of tanh gives 1e-4 with 12 layers.
+    """
+    c, generator = model.config, torch.Generator().manual_seed(0)
+    idx = torch.randint(c.vocab_size, (2, min(16, c.block_size)), generator=generator)
+    # without end-of-text, because transformers' models have no document mask
+    eot = getattr(c, "end_of_text", -1)
+    idx[idx == eot] = (eot + 1) % c.vocab_size
+    ours, theirs = model.eval()(idx)[0], exported.eval()(idx).logits
+    difference = ((ours - theirs).norm() / theirs.norm()).item()
+    if not difference < 2e-5:
+        name = "BERT" if hasattr(c, "segments") else "GPT-2"
+        raise UserError(
+            f"{source} computes something else than {name} (its logits differ by {difference:.1g} of "
+            "their size), and transformers has no model for it; use it with sample.py"
+        )
+
+
+def write_model(folder: Path, exported: Any) -> None:
+    """Save a model of transformers. Raises OSError if the system refuses."""
+    from transformers.utils import logging  # slow to import
+
+    logging.disable_progress_bar()  # it would count files
+    try:
+        exported.save_pretrained(folder, max_shard_size="1GB")
+    except SafetensorError as error:  # it has the system's error number in its text only
+        found = re.search(r"\(os error (\d+)\)", str(error))
+        if not found:
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1]))) from error
+
+
+def add_tokenizer(folder: Path, config: Any, source: str) -> str:
+    """Write the files of the model's tokenizer, if it has any. Returns a sentence on how to use it, in
+    which {out} stands for the exported folder."""
+    if hasattr(config, "segments"):
+        path = Path(source)
+        word_piece = (path if path.is_dir() else path.parent) / TOKENIZER_FILE
+        if not (path.exists() and word_piece.exists()):  # a model of the hub, or a lone checkpoint
+            return "no tokenizer files: add those of the model's WordPiece"
+        write_word_piece(folder, word_piece, config.block_size)
+        return 'in transformers: pipeline("fill-mask", "{out}")("the [MASK] of a list")'
+    try:
+        name = tokenizer_name(config, source)
+    except UserError:  # neither recorded nor known from the vocabulary's size
+        name = ""
+    if name == "gpt2":
+        write_gpt2_tokenizer(folder, config.block_size)
+        return "in transformers put <|endoftext|> before a prompt; sample.py does so by itself"
+    if name == "bytes":
+        return f"no tokenizer files: ids are bytes, and {config.end_of_text} is end-of-text"
+    if name:
+        return f"no tokenizer files: copy {name}, whose [SEP] is end-of-text"
+    return f"no tokenizer files: {config.vocab_size} ids are not GPT-2's vocabulary; add your own"
+
+
+def write_word_piece(folder: Path, tokenizer_file: Path, block_size: int) -> None:
+    """Write a BERT tokenizer's files."""
+    from transformers import PreTrainedTokenizerFast  # slow to import
+
+    special = {f"{token.strip('[]').lower()}_token": token for token in SPECIAL_TOKENS}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=str(tokenizer_file), model_max_length=block_size, **special
+    )
+    tokenizer.save_pretrained(folder)
+
+
+def write_gpt2_tokenizer(folder: Path, block_size: int) -> None:
+    """Write GPT-2's vocab.json and merges.txt, byte for byte as published, and tokenizer.json, which
+    combines them."""
+    from tiktoken.load import read_file_cached
+    from transformers import GPT2Tokenizer  # slow to import
+
+    base = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
+    vocab = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"  # sha256
+    merges = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
+    get_tokenizer("gpt2")  # downloads both files once, or raises UserError
+    (folder / "vocab.json").write_bytes(read_file_cached(f"{base}encoder.json", vocab))
+    (folder / "merges.txt").write_bytes(read_file_cached(f"{base}vocab.bpe", merges))
+    files = str(folder / "vocab.json"), str(folder / "merges.txt")
+    GPT2Tokenizer(*files, model_max_length=block_size).save_pretrained(folder)
+
+
+def main(argv: list[str]) -> None:
+    """Run `python -m lab export` with these arguments."""
+    parse_args(export, argv)

@@ -1,0 +1,1 @@
+"""Text generation: sampling, the key-value cache, streaming and faster decoding."""

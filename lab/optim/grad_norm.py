@@ -1,0 +1,18 @@
+"""Norm of all gradients together. Used by the trainer and by the sharded optimizers."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+
+def global_grad_norm(
+    grads: Sequence[Tensor], all_reduce: Callable[[Tensor], Tensor] = lambda squares: squares
+) -> Tensor:
+    """The L2 norm of all tensors together, a scalar. all_reduce: sums the squares over ranks that
+    hold other tensors.
+
+    On a CPU, torch's own norm adds millions of numbers one after another, which leaves about three
+    correct digits; sum() adds pairwise.
+    """
+    return all_reduce(torch.stack([g.square().sum() for g in grads]).sum()).sqrt()

@@ -1,0 +1,65 @@
+"""Base class of the sharded optimizers (zero1.py, fsdp2.py), and which parameters are sent in bf16."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from lab.cli import UserError
+from lab.precision import Precision
+
+
+def bf16_params(model: Any, dtype: torch.dtype | None) -> list[nn.Parameter]:
+    """The parameters of a GPT that lose nothing when they and their gradients are sent in bf16.
+
+    These are the matrices in the blocks: under autocast, a matmul rounds its matrix to bf16 and computes
+    the matrix's gradient in bf16. All others need float32: embeddings, because their rows are added to
+    other vectors and a tied embedding's gradient is a sum of two; biases; gains; and the matrices of
+    modules whose `param_dtype` is float32. dtype: autocast's; the list is empty if it is not bf16.
+    """
+    if dtype != torch.bfloat16:
+        return []
+    wide = {
+        p for m in model.modules() if needs_fp32_params(m, torch.bfloat16) for p in m.parameters()
+    }
+    return [p for p in model.block_matrices() if p not in wide]
+
+
+def needs_fp32_params(module: nn.Module, dtype: torch.dtype) -> bool:
+    """Whether a module reads more bits of its parameters than dtype holds, as Fp8MLP does."""
+    return getattr(module, "param_dtype", dtype) != dtype
+
+
+def refuse_fp16(name: str, precision: Precision) -> None:
+    """Raise UserError for fp16, whose loss scaler would have to unscale sharded gradients."""
+    if precision.name == "fp16":
+        raise UserError(
+            f"parallel={name} does not support precision=fp16, which scales gradients; pass "
+            "--parallel ddp or --precision fp32"
+        )
+
+
+class ShardedOptimizer:
+    """Wraps a new AdamW so that each rank updates only its own shard of the parameters.
+
+    full_optimizer: the AdamW of all parameters, which never steps; the trainer sets the learning rates
+    in its groups. shard_optimizer: an AdamW of this rank's shards, with the same groups. A subclass
+    communicates gradients and parameters itself, so the model must not be wrapped by DDP, and all ranks
+    must call each method together.
+    """
+
+    full_optimizer: torch.optim.AdamW
+    shard_optimizer: torch.optim.AdamW
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Parameter groups of the whole parameters; step() takes learning rates from here."""
+        return self.full_optimizer.param_groups
+
+    def step(self) -> None:
+        """Update this rank's shards by the gradients that clip_grad_norm has averaged."""
+        for ours, group in zip(self.shard_optimizer.param_groups, self.param_groups):
+            ours.update({k: v for k, v in group.items() if k != "params"})
+        # lab.trainer.health sets found_inf to 1 to skip an update, as torch's GradScaler does
+        self.shard_optimizer.found_inf = getattr(self, "found_inf", None)  # pyright: ignore
+        self.shard_optimizer.step()

@@ -1,0 +1,201 @@
+"""Find and load models: by the name of a run, a checkpoint, a Hugging Face folder or a hub model.
+
+lab imports no program by itself: the class of a model is the one that its checkpoint records
+(lab/program.py), and published weights go into train_gpt2.py's GPT or bert.py's Bert.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lab.cli import UserError, command_for, require
+from lab.config_file import build_config
+from lab.data.tokenizers import tokenizer_for_vocab_size
+from lab.files import read_errors
+from lab.hf.gpt2 import PUBLISHED
+from lab.hf.load import check_finite, copy_into, parse_checkpoint, read_hugging_face
+from lab.program import class_path, find_class
+from lab.trainer.checkpoint import checkpoint_files, read_checkpoint, read_newest
+from lab.trainer.run_dir import newest_run, program_of
+
+# config fields that do not change the function computed and may differ when weights are reused
+IGNORED_FIELDS = (
+    "attention", "bf16_residual", "activation_checkpointing", "document_mask", "mlm_probability",
+    "tokenizer", "eot_id",
+)  # fmt: skip
+
+
+# ----------------------------------------------------------------------------------------- loading
+
+
+def resolve_source(source: str, log_dir: str | Path = "log") -> str:
+    """What load_model reads for `source`: a .pt file, a Hugging Face folder, or a hub name as it is.
+
+    "" is the newest run in log_dir that generates text. A run's folder, or its name in log_dir,
+    becomes its newest undamaged checkpoint. Raises UserError for a run without a checkpoint.
+    """
+    path = Path(source) if source else newest_run(log_dir, lambda run: run["generates_text"])
+    if not path.exists() and source not in PUBLISHED:  # a bare "gpt2" means OpenAI's weights
+        path = Path(log_dir) / path
+    if (path / "log.jsonl").exists() and not checkpoint_files(path):
+        best = path / "model_best.pt"
+        hint = (
+            f"its best weights are {best}" if best.exists() else "train it further, or name another"
+        )
+        raise UserError(f"{path} is a run without a checkpoint; {hint}")
+    return str(read_newest(path)[0]) if checkpoint_files(path) else source or str(path)
+
+
+def is_checkpoint(path: str) -> bool:
+    return Path(path).is_file() or str(path).endswith(".pt")
+
+
+def load_model(source: str, model_class: type | None = None) -> Any:
+    """The model that `source` names (see resolve_source), on the CPU.
+
+    model_class: build this class instead of the one that made the weights. Raises UserError if there
+    is nothing to read or the weights don't fit.
+    """
+    path, saved, program = resolve_source(source), {}, {}
+    if is_checkpoint(path):
+        checkpoint = read_checkpoint(path)
+        if isinstance(checkpoint, dict):
+            saved, program = checkpoint.get("model_config"), checkpoint.get("program") or {}
+        if program:  # a checkpoint of this project: the model is that of its config
+            with read_errors(path, "checkpoint", "name another: `ls log` lists the runs"):
+                model_path, config_path = str(program["model"]), str(program["config"])
+            config = build_config(find_class(config_path, path), saved, path)
+            model = (model_class or find_class(model_path, path))(config)
+            load_state_strict(model, checkpoint.get("model"), path)
+            return model
+        shape, state = parse_checkpoint(checkpoint, path)
+    else:
+        shape, state = read_hugging_face(path)
+    # published weights, or another project's file: the tensors tell the shape
+    model_path = "bert.py:Bert" if "segments" in shape else "train_gpt2.py:GPT"
+    published = find_class(model_path, path)
+    cls = model_class or published
+    if hasattr(cls, "generate") != hasattr(published, "generate"):
+        raise UserError(f"{path} holds weights of {model_path}, which {cls.__name__} cannot take")
+    config_class = find_class(f"{model_path}Config", path)
+    config = config_class(**vars(build_config(config_class, saved, path)) | shape)
+    with torch.device("meta"):  # without drawing random weights first
+        model = cls(config)
+    copy_into(model, state, path)
+    return model
+
+
+def load_state_strict(model: torch.nn.Module, state: Any, source: Any) -> None:
+    """Load a state dict with exactly the model's names. Raises UserError if it does not fit or holds
+    numbers that are not finite."""
+    try:
+        model.load_state_dict(state)
+    except (RuntimeError, TypeError, AttributeError) as error:  # wrong shapes, values, names
+        detail = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"{source} does not fit the model class as it is defined now: {detail}"
+        ) from error
+    for name, p in model.named_parameters():
+        check_finite(p, name, source)
+
+
+def tokenizer_name(model_config, source: str | Path = "") -> str:
+    """The name for get_tokenizer of a model's tokenizer. A file is looked up beside the checkpoint.
+
+    Raises UserError if neither the config nor the vocabulary's size names one."""
+    name = getattr(model_config, "tokenizer", "") or tokenizer_for_vocab_size(
+        model_config.vocab_size
+    )
+    if not name.endswith(".json"):
+        return name
+    path = Path(source)
+    return str((path if path.is_dir() else path.parent) / name)
+
+
+# --------------------------------------------------------------- starting from another run's weights
+
+
+def config_of(source: str, log_dir: str | Path = "log", trainer_class: Any = None) -> dict:
+    """{field: value} of the model config of `source` (see resolve_source), as far as it is known.
+
+    trainer_class: raise UserError unless its model can take those weights.
+    """
+    path = resolve_source(source, log_dir)
+    ours = trainer_class.model_class if trainer_class else None
+    if is_checkpoint(path):
+        model = load_model(path)
+        shape, cls = dataclasses.asdict(model.config), type(model)
+        fits = ours is None or class_path(cls) == class_path(ours) or same_parameters(model, ours)
+    else:
+        if ours and not hasattr(ours, "from_pretrained"):
+            program = Path(class_path(ours).rpartition(":")[0]).name
+            raise UserError(
+                f"{path} is not a run, and --init_from of {program} takes only runs of the same program; "
+                "`ls log` lists the runs"
+            )
+        shape = read_hugging_face(path)[0]
+        is_bert = "segments" in shape
+        fits = ours is None or is_bert != hasattr(ours, "generate")
+        cls = find_class("bert.py:Bert" if is_bert else "train_gpt2.py:GPT", path)
+    if not fits:
+        file = class_path(cls).rpartition(":")[0]
+        raise UserError(
+            f"{path} is a model of {file}; start from it with `{command_for(file)} --init_from`"
+        )
+    return shape
+
+
+def same_parameters(model: Any, model_class: type) -> bool:
+    """Whether another class, given the model's config fields, has parameters of the same names."""
+    try:
+        with torch.device("meta"):
+            other = model_class(model.config)
+    except Exception:  # a class that needs other config fields
+        return False
+    return other.state_dict().keys() == model.state_dict().keys()
+
+
+def check_same_model(source: Any, theirs: dict, model_config: Any, *ignored: str) -> None:
+    """Raise UserError if a saved model config (a dict) describes another function than model_config."""
+    ours = {k: v for k, v in vars(model_config).items() if k not in IGNORED_FIELDS + ignored}
+    theirs = vars(type(model_config)()) | theirs  # an old one may lack a field
+    pairs, fixes = [], []
+    for name, value in ours.items():
+        if type(theirs[name]) is not type(value) or theirs[name] != value:
+            pairs.append(f"{name}={theirs[name]} (here {value})")
+            if name == "vocab_size":
+                fixes.append("--data with shards of its tokenizer, without --vocab_size")
+            elif type(value) is bool:
+                fixes.append(f"--{name}" if theirs[name] is True else f"--no_{name}")
+            else:
+                fixes.append(f"--{name} {theirs[name]}")
+    if pairs:
+        raise UserError(
+            f"{source} is another model: {', '.join(pairs)}; pass {' and '.join(fixes)}"
+        )
+
+
+def init_from(source: str, model: Any, log_dir: str | Path = "log") -> None:
+    """Give a new model the weights that `source` names. Raises UserError if they don't fit."""
+    path = resolve_source(source, log_dir)
+    other = load_model(path)
+    if hasattr(model, "from_pretrained"):  # weights from many places, with any padding
+        check_same_model(path, vars(other.config), model.config, "vocab_multiple")
+        copy_into(model, other.state_dict(), path)
+    else:
+        check_same_model(path, vars(other.config), model.config)
+        load_state_strict(model, other.state_dict(), path)
+
+
+def check_program(run_dir: Path, trainer_class: type) -> None:
+    """Raise UserError if a run was made by another program than this trainer's."""
+    made_by = program_of(run_dir)["trainer"]
+    file, _, name = made_by.rpartition(":")
+    our_file, _, our_name = class_path(trainer_class).rpartition(":")
+    # by file name, because a user's file may have moved
+    require(
+        (Path(file).name, name) == (Path(our_file).name, our_name),
+        f"{run_dir} is a run of {file}; resume it with `{command_for(file)} --resume` and the same flags",
+    )

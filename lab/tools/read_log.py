@@ -1,0 +1,236 @@
+"""Read a run's log.jsonl: its records, its curves, and the points at which two runs can be compared.
+
+lab report, lab plot, bench and the notebook read logs through this file. It imports nothing slow.
+"""
+
+import bisect
+import math
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from lab.cli import UserError
+from lab.files import parse_json, read_errors
+
+Record = dict[str, Any]  # one line of a log
+RunLog = dict[str, list[Record]]  # {kind: records in the order of their steps}
+# types of the fields that are not numbers
+FIELD_TYPES: dict[str, Any] = dict.fromkeys("texts words passed_over shaded".split(), list)
+FIELD_TYPES |= dict.fromkeys("kind device precision torch reason path file".split(), str)
+
+
+def find_runs(paths: Sequence[str | Path]) -> list[Path]:
+    """The runs named by path or by name in log/; without names the newest run there that has a log.
+
+    Raises UserError if there is none.
+    """
+    if not paths:
+        from lab.trainer.run_dir import newest_first  # imports torch, which is slow
+
+        for run_dir in newest_first("log"):
+            if (run_dir / "log.jsonl").is_file():
+                return [run_dir]
+        raise UserError("there is no run with a log in log/; pass a run directory")
+    # the path of a checkpoint names its run
+    named = [Path(path).parent if Path(path).suffix == ".pt" else Path(path) for path in paths]
+    found = []
+    for path in named:
+        in_log = Path("log", path)
+        found.append(in_log if in_log.exists() and not path.exists() else path)
+    return found
+
+
+def run_names(paths: Sequence[str | Path]) -> list[str]:
+    """A name for each run: that of its directory or of the copied log; the whole path where two names
+    are equal."""
+    whole = [Path(path).resolve() for path in paths]
+    names = [(p.parent if p.name == "log.jsonl" else p).name.removesuffix(".jsonl") for p in whole]
+    return [str(path) if names.count(name) > 1 else name for path, name in zip(paths, names)]
+
+
+def output_path(paths: Sequence[Path], out: str | Path, name: str, *suffixes: str) -> Path:
+    """The file to write about these runs: `out`, or if that is empty `name` in the first run's
+    directory, with the other runs' names added. Raises UserError for a suffix not among `suffixes`,
+    also so that no log is overwritten."""
+    first = paths[0] if paths[0].is_dir() else paths[0].parent
+    others = "".join(f"_with_{path.resolve().stem}" for path in paths[1:])
+    path = Path(out) if out else (first / name).with_stem(Path(name).stem + others)
+    if path.suffix not in suffixes:
+        raise UserError(f"out={path} must end in {' or '.join(suffixes)}")
+    return path
+
+
+def read_log(run: str | Path) -> RunLog:
+    """The records of a run directory, or of a log file.
+
+    A resumed run starts again from its checkpoint, so the records of later steps that were written
+    before are dropped. Of two records for the same kind and step, the later one counts. Lines that
+    are not records, such as one cut off by a kill, are skipped. Raises UserError if there is no log
+    or it has no measurement.
+    """
+    path = Path(run) / "log.jsonl" if Path(run).is_dir() else Path(run)
+    with read_errors(path, "log", "name a run directory: `ls log` lists them"):
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    found: dict[tuple[str, int], Record] = {}  # by kind and step
+    for line in lines:
+        try:  # after a cut record, the next one is on the same line
+            record = clean_record(parse_json(line[max(0, line.rfind('{"kind"')) :]))
+            kind, step = record["kind"], record["step"]
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            continue
+        if kind == "start":
+            found = {key: r for key, r in found.items() if key[1] <= step}
+        found[kind, step] = record
+    log: RunLog = {}
+    for (kind, _), record in sorted(found.items(), key=lambda item: item[0][1]):
+        log.setdefault(kind, []).append(record)
+    if not {"train", "val", "hella"} & log.keys():
+        raise UserError(
+            f"{path} has no measurement; wait for the run's first one, or name another log"
+        )
+    return log
+
+
+def clean_record(record: Record) -> Record:
+    """A record without missing values (null, and in older logs NaN and Infinity) and without fields
+    of a type that no run writes.
+
+    Raises ValueError, KeyError, TypeError or AttributeError for what is no record of a step.
+    """
+    clean = {}
+    for name, value in record.items():
+        if isinstance(value, FIELD_TYPES.get(name, (int, float))):
+            if not isinstance(value, float) or math.isfinite(value):
+                clean[name] = value
+    step, time = clean["step"], clean["time"]
+    if type(step) is not int or not (0 <= step < 2**53 and 0 <= time < 2**35):
+        raise ValueError(f"step={step} or time={time} is out of range")
+    if "shaded" in clean:
+        try:
+            prompt, tokens = clean["shaded"]
+            clean["shaded"] = [str(prompt), list(map(clean_token, tokens))]
+        except (ValueError, KeyError, TypeError):
+            del clean["shaded"]
+    return clean
+
+
+def clean_token(token: Record) -> Record:
+    """A token as lab.inference.token_logprobs describes it. Raises ValueError, KeyError or TypeError
+    for anything else."""
+    likeliest = [(i, str(name), float(p)) for i, name, p in token["likeliest"]]
+    return {
+        "text": str(token["text"]), "name": str(token["name"]), "p": float(token["p"]),
+        "likeliest": likeliest,
+    }  # fmt: skip
+
+
+def end_reason(log: RunLog) -> str | None:
+    """Why the run ended, "done" or a signal's name; None if it is still running or was killed."""
+    end, start = log.get("end", [{}])[-1], log.get("start", [{}])[-1]
+    return end.get("reason") if end.get("time", 0) >= start.get("time", 0) else None
+
+
+# ---------------------------------------------------------------------------------------- curves
+
+
+def short(number: float) -> str:
+    """Format 1.5e9 as 1.5B."""
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:.3g}"
+
+
+def column(log: RunLog, kind: str, name: str) -> tuple[list[int], list[float]]:
+    """(steps, values) of the field `name` in the records of a kind that have it. Values above 1e300
+    are left out, because matplotlib cannot scale them."""
+    rows = [(r["step"], r.get(name)) for r in log.get(kind, [])]
+    rows = [(step, v) for step, v in rows if isinstance(v, (int, float)) and abs(v) < 1e300]
+    return [step for step, _ in rows], [value for _, value in rows]
+
+
+def smooth(values: Sequence[float]) -> list[float]:
+    """Mean over a centered window of about a fortieth of the points.
+
+    The window narrows at both ends, so the curve neither lags like a running average nor bends there.
+    """
+    n = len(values)
+    reach = [min(n // 80, i, n - 1 - i) for i in range(n)]
+    return [sum(values[i - h : i + h + 1]) / (2 * h + 1) for i, h in enumerate(reach)]
+
+
+def loss_window(logs: Collection[RunLog]) -> tuple[float, float] | None:
+    """(low, high) for a loss axis that the steep fall of the first steps does not dominate.
+
+    It holds all losses after the first twentieth of each run, and the unigram baseline if that is
+    near. None if no loss was logged.
+    """
+    late: list[float] = []
+    levels: list[float] = []
+    for log in logs:
+        rows = [row for kind in ("train", "val") for row in zip(*column(log, kind, "loss"))]
+        edge = 0.05 * max((step for step, _ in rows), default=0)
+        late += [loss for step, loss in rows if step > edge or not edge]
+        levels += column(log, "start", "unigram")[1][-1:]
+    if not late:
+        return None
+    low, high = min(late), max(late)
+    high = max([high, *(level for level in levels if level < low + 2 * (high - low))])
+    margin = 0.06 * (high - low) or 0.5
+    return low - margin, high + 1.5 * margin  # room for a label above the highest line
+
+
+def hellaswag(log: RunLog) -> tuple[list[int], list[float], list[float]]:
+    """(steps, acc_norm, half widths of the 95 % intervals)."""
+    steps, values = column(log, "hella", "acc_norm")
+    errors = dict(zip(*column(log, "hella", "acc_norm_stderr")))
+    return steps, values, [1.96 * abs(errors.get(step, 0)) for step in steps]
+
+
+# --------------------------------------------------------------------------------- comparing runs
+
+
+def tokens_at(log: RunLog) -> Callable[[int], int] | None:
+    """A function from a step to the training tokens up to it; None if no tokens were logged.
+
+    It interpolates between two records, and extrapolates after the last one.
+    """
+    known: dict[int, float] = {0: 0}
+    for kind in ("start", "train"):
+        known.update(zip(*column(log, kind, "tokens")))
+    steps = sorted(known)
+
+    def tokens(step: int) -> int:
+        i = min(max(1, bisect.bisect_left(steps, step)), len(steps) - 1)
+        a, b = steps[i - 1], steps[i]
+        return round(known[a] + (step - a) * (known[b] - known[a]) / (b - a))
+
+    return tokens if len(steps) > 1 else None
+
+
+def by_tokens(logs: Sequence[RunLog]) -> bool:
+    """Whether runs are compared at equal tokens, because their steps may differ in size."""
+    return len(logs) > 1 and all(map(tokens_at, logs))
+
+
+def values_by_position(
+    logs: Sequence[RunLog], kind: str, name: str
+) -> list[dict[int, tuple[int, float]]]:
+    """For each log {position: (step, value)}. Runs are compared at equal positions, which are tokens
+    or steps (see by_tokens)."""
+    in_tokens, found = by_tokens(logs), []
+    for log in logs:
+        position = (in_tokens and tokens_at(log)) or int
+        found.append({position(s): (s, v) for s, v in zip(*column(log, kind, name))})
+    return found
+
+
+def vocab_sizes(logs: Sequence[RunLog]) -> list[int]:
+    """The vocabulary size of each run that logged one; it identifies the tokenizer."""
+    found = [v for log in logs for v in column(log, "start", "log_v")[1][-1:]]
+    return [round(math.exp(v)) for v in found if v < 99]  # a damaged log may have any number
+
+
+def comparable(logs: Sequence[RunLog]) -> bool:
+    """Whether losses in nats per token can be compared, because all runs have the same tokenizer."""
+    return len(set(vocab_sizes(logs))) < 2

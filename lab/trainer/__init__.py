@@ -1,0 +1,1 @@
+"""Everything around the training loop: run directory, checkpoints, logs, health checks, timing."""

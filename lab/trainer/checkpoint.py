@@ -1,0 +1,230 @@
+"""Checkpoint files: written completely or not at all, and read without running any code in them."""
+
+import contextlib
+import functools
+import os
+import pickle
+import re
+import shutil
+import zipfile
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from lab.cli import eprint, progress, require
+from lab.distributed import AsyncCopy
+from lab.files import (
+    CorruptFileError,
+    atomic_open,
+    check_keys,
+    first_line,
+    read_errors,
+    write_errors,
+)
+from lab.optim.state import check_optimizer_state, check_tensors
+from lab.program import LEGACY_PROGRAMS
+
+
+def checkpoint_files(run_dir: str | Path) -> list[Path]:
+    """The model_<step>.pt of a run, earliest first. Copies with other names are not among them."""
+    files: list[Path] = []
+    with contextlib.suppress(FileNotFoundError):  # the directory was removed while it was listed
+        files += Path(run_dir).glob("model_*.pt")
+    return sorted((p for p in files if re.fullmatch(r"model_[0-9]+", p.stem)), key=step_of)
+
+
+def step_of(path: Path) -> int:
+    """The number that ends a file's name: 250 for model_000250.pt."""
+    return int(path.stem.rpartition("_")[2])
+
+
+def save_checkpoint(run_dir: Path, step: int, state: dict, keep_last: int) -> Path:
+    """Write run_dir/model_<step>.pt and delete all but the newest keep_last checkpoints."""
+    path = Path(run_dir) / f"model_{step:06d}.pt"
+    write_checkpoint(path, state)
+    for old in checkpoint_files(run_dir)[:-keep_last]:
+        old.unlink(missing_ok=True)
+    return path
+
+
+def write_checkpoint(path: Path, state: dict) -> None:
+    """torch.save, completely or not at all. Raises UserError if the system refuses."""
+    with atomic_open(path) as file:
+        try:
+            torch.save(state, file)
+        except RuntimeError as error:  # torch's writer hides the system's error
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
+
+
+def link_best(run_dir: Path, step: int) -> None:
+    """Give the checkpoint of this step a second name, model_best.pt."""
+    path, part = Path(run_dir) / f"model_{step:06d}.pt", Path(run_dir) / "model_best.part"
+    with write_errors(part):
+        part.unlink(missing_ok=True)
+        try:
+            os.link(path, part)
+        except OSError:  # a file system without hard links
+            shutil.copyfile(path, part)
+        os.replace(part, path.with_name("model_best.pt"))
+        part.unlink(missing_ok=True)  # os.replace does nothing if both are links to one file
+
+
+class AsyncCheckpointer:
+    """Writes a run's checkpoints, one at a time, in a thread.
+
+    With background=True it writes a copy of the state, so that training waits only for the copy. An
+    error in the thread is raised by the next check(), save() or finish().
+    """
+
+    def __init__(self, run_dir: Path, keep_last: int, background: bool, device: torch.device):
+        self.run_dir, self.keep_last = run_dir, keep_last
+        self.background, self.device = background, device
+        self.thread = ThreadPoolExecutor(1)
+        self.jobs: list[Future] = []
+
+    def save(self, step: int, state: dict) -> dict | None:
+        """Start this checkpoint once the previous one is on disk. Returns what finish() returns."""
+        last_result = self.finish()
+        state, copies = self.snapshot(state) if self.background else (state, [])
+        self.jobs.append(self.thread.submit(self.write, step, state, copies))
+        return last_result if self.background else self.finish()
+
+    def link_best(self, step: int) -> None:
+        """Link the checkpoint of this step as the best one, once it is on disk."""
+        self.jobs.append(self.thread.submit(link_best, self.run_dir, step))
+
+    def check(self) -> None:
+        """Raise the error of a job that has failed by now."""
+        for job in self.jobs:
+            if job.done():
+                job.result()
+
+    def finish(self) -> dict | None:
+        """Wait until everything is on disk. Returns the log record of a new checkpoint, or None."""
+        wait(self.jobs)
+        done, self.jobs = self.jobs, []
+        return next(filter(None, [job.result() for job in done]), None)
+
+    def write(self, step: int, state: dict, copies: list[AsyncCopy]) -> dict:
+        for copy in copies:
+            copy.wait()
+        return {
+            "step": step,
+            "path": save_checkpoint(self.run_dir, step, state, self.keep_last).name,
+        }
+
+    def snapshot(self, state: dict) -> tuple[dict, list[AsyncCopy]]:
+        """(the state in host memory that updates don't write to, the copies in progress). Tensors that
+        share memory, such as the tied head, are copied once."""
+        copies: dict[Any, AsyncCopy] = {}
+
+        def clone(tensor: torch.Tensor) -> torch.Tensor:
+            if self.device.type == "cuda" and not tensor.is_cuda and tensor.dim():
+                return tensor  # gathered from all ranks for this checkpoint: nobody else has it
+            memory = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+            key = memory if tensor.numel() else id(tensor)  # empty tensors have no address
+            copies[key] = copies.get(key) or AsyncCopy(tensor)
+            return copies[key].copy
+
+        return tree_map_only(torch.Tensor, clone, state), list(copies.values())
+
+
+class OpaqueStub:
+    """Placeholder for an object of an unknown class in a .pt file; holds its saved attributes."""
+
+
+def read_checkpoint(path: str | Path) -> Any:
+    """Read a torch.save file: tensors and plain values, with other objects as OpaqueStubs. No code in
+    the file is run. Raises UserError, or CorruptFileError for a damaged file."""
+    with read_errors(path, "checkpoint", "name another: `ls log` lists the runs"):
+        verify_checksums(path, os.stat(path).st_mtime_ns)
+        try:
+            names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+            with torch.serialization.safe_globals([(OpaqueStub, name) for name in names]):
+                state = torch.load(path, "cpu", weights_only=True, mmap=os.name == "posix")
+        except pickle.UnpicklingError as error:
+            raise CorruptFileError(
+                f"checkpoint {path} is refused: it holds more than tensors and plain values, or is "
+                "older than torch 1.6; nothing in it was executed; save its state dict alone"
+            ) from error
+        return upgrade(state)
+
+
+def upgrade(state: Any) -> Any:
+    """Convert a checkpoint of an older version of this project to today's layout, in place."""
+    if not (isinstance(state, dict) and "train_config" in state):
+        return state
+    if isinstance(state.get("program"), str):
+        state["program"] = LEGACY_PROGRAMS.get(state["program"], state["program"])
+    if "health" not in state:  # gradient norms used to be kept in the optimizer's last group
+        optimizer = state.get("optimizer") or {}
+        groups = [
+            g for part in optimizer.get("parts", [optimizer]) for g in part.get("param_groups", ())
+        ]
+        norms = [group.pop("norms") for group in groups if "norms" in group]
+        state["health"] = {"grad_norm_history": norms[0]} if norms else {}
+    return state
+
+
+@functools.lru_cache
+def verify_checksums(path: str | Path, mtime: int) -> None:
+    """Raise ValueError if a checksum in the file is wrong; torch.save writes them, and torch.load
+    ignores them. Cached by modification time, because a 1558M checkpoint takes a while."""
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            archive.filelist = list(progress(archive.filelist, f"checking {path}", "tensor"))
+            if damaged := archive.testzip():
+                raise ValueError(f"wrong checksum of {damaged}")
+
+
+def read_newest(run_dir: str | Path) -> tuple[Path, Any]:
+    """(path, contents) of the newest undamaged checkpoint of a run that has checkpoints; rank 0 prints
+    which ones are skipped. Raises CorruptFileError if all are damaged."""
+    files = checkpoint_files(run_dir)
+    require(files, f"{run_dir} has no checkpoint any more; name another: `ls log` lists the runs")
+    while True:
+        path = files.pop()
+        try:
+            return path, read_checkpoint(path)
+        except CorruptFileError as error:
+            if not files:
+                raise
+            if os.environ.get("RANK", "0") == "0":
+                detail = first_line(error.__cause__)
+                eprint(f"checkpoint {path} is damaged ({detail}); trying {files[-1].name}")
+
+
+def restore_checkpoint(trainer, state: dict) -> None:
+    """Continue from `state`, as returned by read_newest. Raises UserError if it does not fit."""
+    hint = "resume it with the version that made it, or start from its weights with --init_from"
+    with read_errors(trainer.run_dir, "checkpoint in", hint):
+        check_checkpoint(trainer, state)
+    trainer.load_state_dict(state)
+
+
+def check_checkpoint(trainer, state: dict) -> None:
+    """Raise unless `state`, from a file, has the names, types and shapes that load_state_dict expects,
+    so that any exception there is a bug of ours."""
+    check_keys(state, step=int, best_val=(int, float), health=dict)
+    params = dict(trainer.raw_model.named_parameters(remove_duplicate=False))
+    buffers = dict(trainer.raw_model.named_buffers())
+    saved = {name: value for name, value in state["model"].items() if name not in buffers}
+    check_tensors(saved, {name: p.shape for name, p in params.items()})
+    check_optimizer_state(trainer.optimizer, state["optimizer"])
+    for name, least in dict(position=0, tokens=1, begin=0).items():
+        n = state["loader"][name]
+        if type(n) is not int or not least <= n < 2**48:  # positions are int64
+            raise TypeError(f"{name} of the loader is {str(n)[:40]}")
+    if state["scaler"]:  # fp16 only
+        names = trainer.precision.scaler.state_dict()
+        check_keys(state["scaler"], **dict.fromkeys(names, (int, float)))
+    history = state["health"].get("grad_norm_history", torch.zeros(0))
+    check_tensors({"gradient norms": history}, {"gradient norms": (history.numel(),)})
+    torch.Generator().set_state(state["rng"]["cpu"])
+    if state["rng"]["cuda"] is not None and trainer.world.device.type == "cuda":
+        torch.Generator("cuda").set_state(state["rng"]["cuda"])

@@ -1,0 +1,124 @@
+"""Where a run logs to: log.jsonl, TensorBoard events, Weights & Biases; console.py prints lines."""
+
+import contextlib
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lab.cli import UserError, eprint
+from lab.files import finite_json, write_errors
+from lab.trainer.console import Console
+
+
+class RunLogger:
+    """Logs each event of a run as one JSON line in log.jsonl, to TensorBoard and to the console. Only
+    rank 0 writes; the other ranks call the same methods.
+
+    A file that cannot be written is reported once, and training continues: whether the disk can take
+    the next checkpoint is decided when that is written.
+    """
+
+    def __init__(self, trainer):
+        self.trainer, self.run_dir, self.is_main = trainer, trainer.run_dir, trainer.world.is_main
+        self.console = Console(trainer)
+        self.wandb: Any = None
+        self.failed: set[str] = set()  # files that could not be written
+
+    def __enter__(self) -> "RunLogger":
+        if not self.is_main:
+            return self
+        with write_errors(self.run_dir):
+            self.file = (self.run_dir / "log.jsonl").open("a", buffering=1)  # append when resuming
+            self.tensorboard = TensorBoardWriter(self.run_dir, self.trainer.step)
+        if self.trainer.cfg.wandb:
+            import wandb  # pyright: ignore[reportMissingImports]  # optional
+
+            settings = dict(name=self.run_dir.name, config=vars(self.trainer.cfg), resume="allow")
+            self.wandb = wandb.init(project="gpt2", **settings)
+            self.wandb.define_metric("*", step_metric="step")  # spikes are logged one step late
+        return self
+
+    def __exit__(self, *_) -> None:
+        if not self.is_main:
+            return
+        for file in (self.tensorboard, self.file):
+            with contextlib.suppress(OSError):  # reported before
+                file.close()
+        if self.wandb:
+            self.wandb.finish()
+
+    @contextlib.contextmanager
+    def best_effort(self, name: str) -> Iterator[None]:
+        """The body writes the run directory's file `name`; a failure is reported once."""
+        try:
+            with write_errors(self.run_dir / name):
+                yield
+        except UserError as error:
+            if name not in self.failed:
+                eprint(f"{error}. Training continues without it")
+            self.failed.add(name)
+
+    def event(self, kind: str, step: int, values: dict | None) -> None:
+        """Write a record and print its line. values: JSON-serializable; None: nothing to log."""
+        if not self.is_main or values is None:
+            return
+        record = {"kind": kind, "step": step, "time": round(time.time(), 3)} | values
+        with self.best_effort("log.jsonl"):
+            self.file.write(json.dumps(finite_json(record)) + "\n")
+        plain = [(k, v) for k, v in values.items() if type(v) in (int, float) and k != "step"]
+        numbers = {f"{kind}/{k}": v for k, v in plain}
+        with self.best_effort("events.out.tfevents"):
+            self.tensorboard.add_scalars(numbers, step)
+        if self.wandb:
+            self.wandb.log(numbers | {"step": step})
+        self.console.event(kind, step, values)
+
+    def start(self, reason: str, trainer, callbacks: list) -> None:
+        """Log and print the settings with which a run starts."""
+        record = self.console.start_record(callbacks)
+        self.event("start", trainer.step, record)
+        self.console.print_settings(reason, record)
+
+    def train_step(
+        self, step: int, loss: float, lr: float, grad_norm: float,
+        seconds_left: float | None = None, **speed: float,
+    ) -> None:  # fmt: skip
+        """Log and print a training step. loss in nats per token; speed: what Throughput.read returns."""
+        record = dict(loss=loss, lr=lr, grad_norm=grad_norm, tokens=self.trainer.loader.position)
+        self.event("train", step, record | speed)
+        self.console.print_train_step(step, loss, lr, grad_norm, seconds_left, speed)
+
+
+class TensorBoardWriter:
+    """Writes scalars to a TensorBoard event file in the calling thread, so that an error is raised
+    where it can be handled; torch's SummaryWriter writes in a thread of its own."""
+
+    def __init__(self, run_dir: Path, step: int):
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self.event_pb2, self.summary_pb2 = event_pb2, summary_pb2
+        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}.{step}"
+        self.file = open(run_dir / name, "wb")
+        self.records = RecordWriter(self.file)
+        self.write(file_version="brain.Event:2")
+        if step:  # a resumed run: steps after this one are logged again
+            self.write(step=step + 1, session_log={"status": "START"})
+
+    def write(self, **fields: Any) -> None:
+        event = self.event_pb2.Event(wall_time=time.time(), **fields)
+        self.records.write(event.SerializeToString())
+        self.file.flush()
+
+    def add_scalars(self, values: dict[str, float], step: int) -> None:
+        if values:
+            make = self.summary_pb2.Summary.Value
+            scalars = [make(tag=tag, simple_value=value) for tag, value in values.items()]
+            self.write(step=step, summary=self.summary_pb2.Summary(value=scalars))
+
+    def close(self) -> None:
+        self.file.close()

@@ -1,0 +1,50 @@
+"""Ctrl-C, SIGTERM and SIGHUP (the terminal was closed) stop a run after saving it."""
+
+import contextlib
+import os
+import signal
+
+
+class GracefulStop(Exception):
+    """A signal, named in the message, asked the run to stop. Raised on all ranks at the same place."""
+
+
+class SignalHandler:
+    """While entered, the first signal requests a graceful stop and a second Ctrl-C quits immediately.
+
+    Other signals may repeat: terminals send SIGHUP twice, and torchrun forwards a SIGTERM that its
+    processes have already received.
+    """
+
+    def __init__(self, world):
+        self.world, self.name = world, ""  # name of the signal received, if any
+
+    def __enter__(self) -> "SignalHandler":
+        wanted = ("SIGINT", "SIGTERM", "SIGHUP")
+        numbers = [getattr(signal, name) for name in wanted if hasattr(signal, name)]  # Windows
+        active = [n for n in numbers if signal.getsignal(n) != signal.SIG_IGN]  # as under nohup
+        self.previous = {number: signal.signal(number, self.receive) for number in active}
+        self.terminals = [fd for fd in (1, 2) if os.isatty(fd)]
+        return self
+
+    def __exit__(self, *_) -> None:
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+
+    def receive(self, number: int, frame) -> None:
+        if self.name and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        if signal.Signals(number).name == "SIGHUP":  # the terminal is gone: discard our output
+            for fd in self.terminals:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
+        elif not self.name and self.world.is_main:
+            with contextlib.suppress(OSError):
+                os.write(
+                    2, b"\nfinishing the current step; press Ctrl-C again to quit immediately\n"
+                )
+        self.name = signal.Signals(number).name
+
+    def check(self) -> None:
+        """Raise GracefulStop on all ranks if one of them received a signal. All call it together."""
+        if not self.world.all_true(not self.name):
+            raise GracefulStop(self.name or "signal on another rank")

@@ -1,0 +1,22 @@
+"""Each module can be imported first, in a fresh process: no order of imports hides a cycle."""
+
+import pytest
+from conftest import ROOT, run_python
+
+MODULES = (
+    "lab.config lab.registry lab.trainer.checkpoint lab.eval.validation lab.data.loader "
+    "lab.data.manifest lab.data.shards lab.data.sources lab.data.tokenizers lab.data.chat"
+).split()
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_can_be_imported_alone(module):
+    got = run_python("-c", f"import {module}", cwd=ROOT)
+    assert (got.returncode, got.stdout, got.stderr) == (0, "", "")
+
+
+def test_tokenizing_does_not_import_torch():
+    """lab/data/__init__.py promises it: each worker process would import it, too."""
+    code = "import sys, lab.data.workers, lab.data.build; assert 'torch' not in sys.modules"
+    got = run_python("-c", code, cwd=ROOT)
+    assert got.returncode == 0, got.stderr

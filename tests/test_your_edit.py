@@ -1,0 +1,157 @@
+"""What a user writes in train_gpt2.py, or in a copy of it, is what trains, validates, samples, exports."""
+
+import json
+
+import pytest
+import torch
+
+from conftest import (  # isort: skip
+    ROOT, TINY_RUN, equal_bits, fail, read_run, run_python, succeed,
+)  # fmt: skip
+
+from lab.cli import UserError
+from lab.program import class_path, find_class
+from lab.registry import load_model
+from lab.trainer.checkpoint import read_checkpoint
+from train_gpt2 import GPT
+
+TINY = "--max_steps 3 --checkpoint_every 3 --val_every 3 --lr 3e-3".split()
+
+
+def edited_copy(folder, name, *edits):
+    """A copy of train_gpt2.py in a folder of a user, with some lines changed."""
+    source = (ROOT / "train_gpt2.py").read_text()
+    source = source.replace(
+        "import contextlib\n",
+        f"import sys\n\nsys.path.insert(0, {str(ROOT)!r})\nimport contextlib\n",
+        1,
+    )
+    for old, new in edits:
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    path = folder / name
+    path.write_text(source)
+    return path
+
+
+SOFT_CAP = (
+    "        logits = F.linear(x, weight)[:, : self.vocab_size]\n",
+    "        logits = F.linear(x, weight)[:, : self.vocab_size]\n"
+    "        logits = 0.05 * torch.tanh(logits / 0.05)\n",
+)
+RELU2 = (
+    'return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))',
+    "return self.c_proj(F.relu(self.c_fc(x)).square())",
+)
+
+
+def test_a_soft_cap_in_head_loss_trains_and_validates_with_it(tmp_path, shards):
+    """The fused cross-entropy used to replace HeadLoss whatever its forward computed."""
+    program = edited_copy(tmp_path, "my_gpt.py", SOFT_CAP)
+    done = succeed(program, *TINY_RUN, "--data", shards, *TINY, cwd=tmp_path)
+    assert "HeadLoss differs from the fused cross-entropy: using your version" in done
+    run = read_run(tmp_path / "log" / "r")
+    # logits within +-0.05 can't move the loss more than 0.1 from ln(257) = 5.549
+    assert all(abs(loss - 5.549) < 0.1 for loss in (*run.losses, *run.val.values()))
+    plain = succeed(
+        ROOT / "train_gpt2.py", *TINY_RUN, "--data", shards, *TINY, "--run_name", "p", cwd=tmp_path
+    )
+    assert "using your version" not in plain
+    assert read_run(tmp_path / "log" / "p").losses[-1] < 5.4
+
+
+def test_a_copy_is_sampled_resumed_exported_with_its_own_model(tmp_path, shards):
+    """From training to export. All tools used to load train_gpt2.GPT for a copy's checkpoints."""
+    program = edited_copy(tmp_path, "my_gpt.py", RELU2)
+    succeed(program, *TINY_RUN, "--data", shards, *TINY, cwd=tmp_path)
+    run_dir = tmp_path / "log" / "r"
+    record = json.loads((run_dir / "config.json").read_text())["program"]
+    assert record["model"] == f"{program.as_posix()}:GPT"
+
+    code = f"""
+import sys; sys.path.insert(0, {str(ROOT)!r})
+import torch, train_gpt2
+from lab.registry import load_model
+model, idx = load_model("r"), torch.arange(20)[None]
+assert type(model) is not train_gpt2.GPT and type(model).__name__ == "GPT"
+plain = train_gpt2.GPT(train_gpt2.GPTConfig(**vars(model.config)))
+plain.load_state_dict(model.state_dict())
+print(model(idx)[0].sub(plain(idx)[0]).abs().max().item() > 1e-3)
+x = torch.randn(1, 4, model.config.n_embd)
+mlp = model.transformer.h[0].mlp
+print(torch.allclose(mlp(x), mlp.c_proj(mlp.c_fc(x).relu().square())))
+"""
+    assert run_python("-c", code, cwd=tmp_path).stdout.split() == ["True", "True"]
+    text = succeed(ROOT / "sample.py", "ab", "--model", "r", "--max_new_tokens", 5, cwd=tmp_path)
+    assert "ab" in text
+    resumed = succeed(program, "--resume", "--max_steps", 5, cwd=tmp_path)
+    assert "resuming after step 3" in resumed and len(read_run(run_dir).losses) == 5
+    wrong = fail(ROOT / "train_gpt2.py", "--resume", "--run_name", "r", cwd=tmp_path)
+    assert "is a run of " in wrong and "my_gpt.py --resume`" in wrong
+    # transformers' GPT-2 has another MLP: the export says so instead of writing other logits
+    assert "computes something else than GPT-2" in fail(
+        "lab", "export", "log/r", "--out", "out", cwd=tmp_path
+    )
+    program.unlink()
+    missing = fail(ROOT / "sample.py", "ab", "--model", "r", cwd=tmp_path)
+    assert "is defined in" in missing and "put a copy of that file there" in missing
+
+
+def test_an_unchanged_copy_exports_to_transformers(tmp_path, shards):
+    program = edited_copy(tmp_path, "my_gpt.py")
+    succeed(program, *TINY_RUN, "--data", shards, *TINY, cwd=tmp_path)
+    succeed("lab", "export", "log/r", "--out", "out", cwd=tmp_path)
+    ours = read_checkpoint(tmp_path / "log" / "r" / "model_000003.pt")["model"]
+    assert equal_bits(load_model(str(tmp_path / "out")).state_dict(), ours)
+
+
+def test_from_pretrained_builds_the_class_it_is_called_on(tmp_path, tiny_config):
+    class MyGPT(GPT):
+        pass
+
+    model = GPT(tiny_config)
+    torch.save({"model": model.state_dict(), "model_config": vars(tiny_config)}, tmp_path / "m.pt")
+    assert type(MyGPT.from_pretrained(str(tmp_path / "m.pt"))) is MyGPT
+    assert type(GPT.from_pretrained(str(tmp_path / "m.pt"))) is GPT
+
+
+def test_classes_are_recorded_by_file_and_name(tmp_path, monkeypatch):
+    assert class_path(GPT) == "train_gpt2.py:GPT" and find_class("train_gpt2.py:GPT", "x") is GPT
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("class Model:\n    class Inner:\n        pass\n")
+    inner = find_class(f"{tmp_path}/mine.py:Model.Inner", "x")
+    assert (
+        inner.__qualname__ == "Model.Inner"
+        and class_path(inner) == f"{tmp_path}/mine.py:Model.Inner"
+    )
+    with pytest.raises(
+        UserError, match="x was made by class Gone of .*mine.py, which does not define it"
+    ):
+        find_class(f"{tmp_path}/mine.py:Gone", "x")
+    with pytest.raises(UserError, match="in a notebook or an interactive session"):
+        find_class(":Model", "x")
+
+
+def test_a_checkpoint_cannot_name_a_file_elsewhere(tmp_path, monkeypatch):
+    """A checkpoint may come from somebody else: only the user's own files are imported."""
+    (tmp_path / "here").mkdir()
+    evil = tmp_path / "evil.py"
+    evil.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass GPT:\n    pass\n")
+    monkeypatch.chdir(tmp_path / "here")
+    for file in (evil, "../evil.py", "here/../../evil.py"):
+        with pytest.raises(UserError, match="which is not a file in"):
+            find_class(f"{file}:GPT", "x")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "program", ["nobody", 7, {}, {"model": 7, "config": None}, {"model": "x"}, ["a"]]
+)
+def test_odd_records_of_a_program_are_refused(tmp_path, tiny_config, program):
+    state = {"model": GPT(tiny_config).state_dict(), "model_config": vars(tiny_config)}
+    torch.save(state | {"program": program, "train_config": {}}, tmp_path / "m.pt")
+    if not program:  # none: a file of another project, whose tensors tell the shape
+        assert isinstance(load_model(str(tmp_path / "m.pt")), GPT)
+        return
+    with pytest.raises(UserError, match="m.pt"):
+        load_model(str(tmp_path / "m.pt"))
