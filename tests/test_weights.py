@@ -408,6 +408,18 @@ def test_round_trip_is_bit_equal(tmp_path, capsys):
     assert one == two
 
 
+def test_an_export_in_16_bits_is_half_the_size_and_rounds(tmp_path):
+    ours = tiny_gpt(257, 128)
+    source = saved(ours, tmp_path / "model.pt")
+    export(source, tmp_path / "out")
+    export(source, tmp_path / "half", dtype="float16")
+    sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("out", "half")]
+    assert 0.5 < sizes[1] / sizes[0] < 0.6
+    loaded = load_model(str(tmp_path / "half"))
+    for p, q in zip(loaded.parameters(), ours.half().parameters(), strict=True):
+        assert p.dtype == torch.float32 and torch.equal(p[: len(q)], q[: len(p)].float())
+
+
 def test_exported_tokenizer_and_pipeline(tmp_path, gpt2_files):
     """AutoTokenizer gives GPT-2's ids, from tokenizer.json and from vocab.json with merges.txt."""
     from transformers import AutoTokenizer, pipeline

@@ -4,7 +4,7 @@ import os
 import re
 import shutil
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -19,7 +19,11 @@ from lab.hf.load import CHECKSUM_FILE, read_checksums
 from lab.registry import load_model, resolve_source, tokenizer_name
 
 
-def export(source: Annotated[str, Positional, arg(metavar="SOURCE")], out: Path) -> None:
+def export(
+    source: Annotated[str, Positional, arg(metavar="SOURCE")],
+    out: Path,
+    dtype: Literal["float32", "float16"] = "float32",
+) -> None:
     """Write a model as a folder that transformers and lm-evaluation-harness load as it is.
 
     Training documents begin with end-of-text. sample.py adds it to a prompt; transformers' pipeline
@@ -29,6 +33,7 @@ def export(source: Annotated[str, Positional, arg(metavar="SOURCE")], out: Path)
     Args:
         source: run, checkpoint, .pt file of nanoGPT or build-nanogpt, hub name; "" is the newest run
         out: folder to write; an earlier export there is replaced
+        dtype: float16 halves the file and rounds the weights to 11 bits
     """
     out = Path(out)
     check_replaceable(out)
@@ -42,6 +47,7 @@ def export(source: Annotated[str, Positional, arg(metavar="SOURCE")], out: Path)
         )
     exported = to_transformers(model)
     check_same_logits(model, exported, source)
+    exported.to(getattr(torch, dtype))
     eprint(f"writing {source} to {out}")
     # The earlier export stays until the new one is complete. A killed export leaves this folder, which
     # the next export to the same place removes.
