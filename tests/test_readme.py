@@ -10,6 +10,8 @@ from urllib.parse import unquote, urlsplit
 import pytest
 from conftest import ROOT
 
+from lab.config_file import RENAMED_FIELDS
+
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXT = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in PAGES}
 README = TEXT["README.md"]
@@ -81,9 +83,19 @@ ENTRIES = re.split(r'^<a id="([\w-]+)"></a>$', LOG, flags=re.MULTILINE)[1:]
 ENTRIES = dict(zip(ENTRIES[::2], ENTRIES[1::2]))
 
 
-def test_every_entry_of_the_log_is_in_its_contents():
-    contents = re.findall(r"^- .*?\(#([\w-]+)\)", LOG.partition("\n## Entries\n")[0], re.MULTILINE)
-    assert ENTRIES.keys() <= set(contents)
+def test_contents_of_the_log_have_the_heading_and_date_of_each_entry():
+    lines = re.findall(
+        r"^- \[(.+)\]\(#([\w-]+)\) ([\d-]+): \S", LOG.partition("\n## Entries\n")[0], re.M
+    )
+    heading = re.compile(r"\s+### (.+)\n\n(\d{4}-\d\d-\d\d)")
+    there = [(name, *heading.match(text).groups()) for name, text in ENTRIES.items()]
+    assert sorted((name, title, date) for title, name, date in lines) == sorted(there)
+
+
+def test_the_log_has_todays_name_of_every_renamed_flag():
+    rows = [row for row in LOG.splitlines() if row.startswith("| `--")]
+    for old, new in RENAMED_FIELDS.items():
+        assert any(f"`--{old}`" in row and f"`--{new}`" in row for row in rows), old
 
 
 @pytest.mark.parametrize("name", ENTRIES)
@@ -98,7 +110,7 @@ def test_entries_of_the_log_are_short(name):
 
 
 def test_readme_is_short():
-    assert len(README.encode()) <= 20480
+    assert len(README.encode()) <= 14336  # about five screens of 1440 x 900
     code = re.findall(r"^```\w+\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
     assert max(len(line) for block in code for line in block.splitlines()) <= 97  # 830 pixels wide
 
