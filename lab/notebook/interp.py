@@ -4,9 +4,7 @@ They work on train_gpt2.GPT itself, through forward hooks that are removed after
 """
 
 import contextlib
-import hashlib
 import html
-import json
 import shutil
 import subprocess
 import sys
@@ -19,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lab.cli import ROOT, UserError
-from lab.templates import load_template
+from lab.notebook.views import attention_view
 
 
 def laptop_run(log_dir: str | Path = "log", steps: int = 300) -> Path:
@@ -106,27 +104,13 @@ def ablate_head(model: Any, layer: int, head: int) -> AbstractContextManager:
 def attention_page(
     pieces: Sequence[str], weights: Sequence[Tensor], title: str = "", head: str = "0.0"
 ) -> str:
-    """Interactive HTML for IPython.display.HTML: hover over a token to see what a head attends to there.
+    """attention_view of capture_activations' weights, as HTML: the first sequence is shown.
 
-    pieces: the T tokens as text. weights: from capture_activations; the first sequence is shown. head:
-    the one shown first, as "<block>.<head>". A viewer that removes scripts still shows the text, and
-    each token's tooltip names the position that each head attends to most.
+    head: the one shown first, as "<block>.<head>".
     """
-    assert len(pieces) == weights[0].size(-1), "one piece of text for each token"
-    heads = {f"{n}.{h}": w for n, block in enumerate(weights) for h, w in enumerate(block[0])}
-    percent, tokens = {}, []
-    for name, w in heads.items():
-        percent[name] = [(100 * row[: t + 1]).round().int().tolist() for t, row in enumerate(w)]
-    for t, piece in enumerate(pieces):
-        top = ((name, int(w[t].argmax()), w[t].max().item()) for name, w in heads.items())
-        tip = "; ".join(f"head {name}: {pieces[s]!r} {t - s} back, {p:.2f}" for name, s, p in top)
-        tokens.append((tip, piece.replace("\n", "↵\n")))
-    # from the contents, so that a notebook that is run again does not change
-    id = "attention-" + hashlib.sha256(repr((pieces, percent)).encode()).hexdigest()[:12]
-    return load_template("attention.html.j2").render(
-        id=id, title=title, head=head, tokens=tokens,
-        percent=json.dumps(percent, separators=(",", ":")),
-    )  # fmt: skip
+    layer, number = map(int, head.split("."))
+    view = attention_view(pieces, [block[0] for block in weights], layer, number, title)
+    return view._repr_html_()
 
 
 class Table:
