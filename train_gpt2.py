@@ -224,6 +224,7 @@ class CausalSelfAttention(nn.Module):
         self.n_head, self.layer, self.attention = config.n_head, layer, config.attention
         self.causal = causal  # a token does not see later ones; in bert.py it sees all
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)  # q, k, v of all heads at once
+        self.c_attn.weight.num_matrices = 3  # Muon orthogonalizes each of them by itself
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
 
     def forward(self, x, mask=None, cache=None):

@@ -113,6 +113,23 @@ def test_batched_muon_step_equals_one_matrix_at_a_time():
     assert max((a - b).abs().max() for a, b in zip(plain, stacked(params))) < 1e-5
 
 
+def test_a_parameter_of_three_matrices_moves_as_three_parameters():
+    fused = torch.nn.Parameter(torch.randn(24, 8))
+    fused.num_matrices = 3
+    apart = [torch.nn.Parameter(part.clone()) for part in fused.detach().chunk(3)]
+    one, three = Muon([fused], lr=0.1, weight_decay=0.1), Muon(apart, lr=0.1, weight_decay=0.1)
+    for _ in range(3):
+        fused.grad = torch.randn_like(fused)
+        for p, grad in zip(apart, fused.grad.chunk(3)):
+            p.grad = grad
+        one.step()
+        three.step()
+    assert (fused - torch.cat(apart)).abs().max() < 1e-6
+    block = train_gpt2.Block(train_gpt2.GPTConfig(1, 2, 8, 8, vocab_size=257), layer=0)
+    counts = [getattr(p, "num_matrices", 1) for p in block.parameters() if p.dim() == 2]
+    assert counts == [3, 1, 1, 1], "c_attn holds q, k and v"
+
+
 TWO = f"""import sys
 sys.path.insert(0, {str(ROOT)!r})
 import torch, torch.distributed as dist

@@ -79,7 +79,9 @@ class Muon(torch.optim.Optimizer):
     """Nesterov momentum with orthogonalized steps.
 
     Matrices of one shape are stacked, so that a model needs few kernel launches. A parameter
-    (..., m, n) is a stack of matrices itself.
+    (..., m, n) is a stack of matrices itself. One with an attribute num_matrices holds that many
+    matrices one below another, such as the queries, keys and values of c_attn: each of them is
+    orthogonalized by itself (docs/LOG.md#qkv).
 
     beta2: NorMuon's decay rate of the mean square of each row (Li et al. 2025, arXiv 2510.05491; 0
     turns NorMuon off). Each row of the orthogonal step, which belongs to one neuron, is divided by the
@@ -109,13 +111,15 @@ class Muon(torch.optim.Optimizer):
             shapes = {}
             for p in group["params"]:
                 if p.grad is not None:
-                    shapes.setdefault(p.shape, []).append(p)
-            for params in shapes.values():
+                    key = p.shape, getattr(p, "num_matrices", 1)
+                    shapes.setdefault(key, []).append(p)
+            for (_, num_matrices), params in shapes.items():
                 grads = [p.grad for p in params]
                 momenta = [self.get_state(p, "momentum", torch.zeros_like) for p in params]
                 torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
                 ahead = torch.stack(torch._foreach_lerp(grads, momenta, group["momentum"]))
-                work.append((group, params, *self.orthogonalize(ahead.flatten(0, -3))))
+                ahead = ahead.unflatten(-2, (num_matrices, -1)).flatten(0, -3)  # (k, m, n)
+                work.append((group, params, *self.orthogonalize(ahead)))
         return work
 
     @torch.no_grad()
@@ -125,6 +129,7 @@ class Muon(torch.optim.Optimizer):
             if gathering:
                 gathering.wait()
             m, n = params[0].shape[-2:]
+            m //= getattr(params[0], "num_matrices", 1)
             # without the padding that orthogonalize adds, (len(params), ..., m, n)
             update = update.flatten()[: len(params) * params[0].numel()]
             update = update.view(len(params), *params[0].shape).to(params[0].dtype)
