@@ -1,8 +1,9 @@
-"""GPT-2 in plain Python, with its gradients and its training. `python tiny_gpt.py` makes up names.
+"""GPT-2 in plain Python, with gradients and training: `python tiny_gpt.py` learns to make up names.
 
 The model is train_gpt2.py's: equal weights give equal logits and gradients. Each operation returns
 its output y and a function `back`: given the gradient of the loss with respect to y, it adds to the
-gradients of the weights and returns the gradient with respect to x, a list of T rows, one per token."""
+gradients of the weights and returns the gradient with respect to x. Matrices are lists of rows; x
+has one row of C numbers for each of T tokens."""
 
 import math
 import random
@@ -23,8 +24,8 @@ def add(A, B):
 
 
 def softmax(row):
-    exps = [math.exp(v - max(row)) for v in row]
-    return [e / sum(exps) for e in exps]
+    total = sum(exps := [math.exp(v) for v in row])
+    return [e / total for e in exps]
 
 
 class TinyGPT:
@@ -60,13 +61,8 @@ class TinyGPT:
 
         def back(d):
             self.g[name] = add(self.g[name], [map(dot, zip(*d), zip(*x)), map(sum, zip(*d))])
-            d = [[v * g for v, g in zip(row, gain)] for row in d]
-            rows = zip(
-                d, x, scales
-            )  # adding to a row or scaling it changes nothing: no gradient there
-            return [
-                [s * (u - (sum(a) + v * dot(a, b)) / C) for u, v in zip(a, b)] for a, b, s in rows
-            ]
+            d = [[v * g * s for v, g in zip(row, gain)] for row, s in zip(d, scales)]
+            return [[u - (sum(a) + v * dot(a, b)) / C for u, v in zip(a, b)] for a, b in zip(d, x)]
 
         return [[v * g + b for v, g, b in zip(row, gain, bias)] for row in x], back
 

@@ -95,6 +95,8 @@ def test_views_are_small_and_no_text_is_code(logits, weights, masks):
         next_token_bars(TOKENS, logits, title=EVIL), attention_view(TEXT, weights, title=EVIL),
         mask_view(TEXT, masks, title=EVIL), model_diagram(SmallGPT(), seq_len=4, title=EVIL),
         next_token_bars([" token"] * 50257, big), attention_view("x" * 90, torch.zeros(2, 4, 90, 90)),
+        attention_view("x" * 22, torch.ones(12, 12, 22, 22).tril()),
+        mask_view("x" * 61, dict.fromkeys("abcd", torch.ones(61, 61))),
     ]  # fmt: skip
     for view in views:
         html = view._repr_html_()
@@ -133,6 +135,8 @@ def test_bad_input_is_a_sentence(logits, weights, masks):
         attention_view("x" * 64, torch.zeros(12, 12, 64, 64))
     with pytest.raises(UserError, match=r"mask 'causal' must have the shape \(5, 5\)"):
         mask_view(TEXT[:-1], masks)
+    with pytest.raises(UserError, match="2 masks of 101 tokens have 20,402 pairs"):
+        mask_view("x" * 101, dict.fromkeys("ab", torch.ones(101, 101)))
     with pytest.raises(UserError, match=r"shape \(1, 6\).*pass another batch, seq_len or inputs"):
         model_diagram(SmallGPT(), seq_len=6)
 

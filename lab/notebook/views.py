@@ -9,6 +9,7 @@ from lab.notebook.widget import Widget, readable, visible
 
 MAX_LOGITS = 2000  # sent one by one; the others in intervals of equal width
 TEMPERATURES = (0.1, 3.0)
+MAX_PAIRS = 15_000  # pairs of positions over all masks of a page, for the same reason
 MAX_DIGITS = 42_000  # base-64 digits of all attention weights of a page, which stays below 60 KB
 ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
 
@@ -133,6 +134,11 @@ def mask_view(
     """
     T = len(tokens)
     require(masks and T, "masks and tokens must not be empty")
+    require(
+        T * T * len(masks) <= MAX_PAIRS,
+        f"{len(masks)} masks of {T} tokens have {T * T * len(masks):,} pairs, and a page has room for "
+        f"{MAX_PAIRS:,}; pass fewer tokens or masks",
+    )
     packed, lines = {}, []
     for name, mask in masks.items():
         rows = _to_list(mask)
@@ -143,7 +149,7 @@ def mask_view(
         packed[str(name)] = "".join("1" if seen else "0" for one in rows for seen in one)
         lines += [
             str(name),
-            *("  " + "".join(" ■" if seen else " ·" for seen in one) for one in rows),
+            *("  " + "".join(" #" if seen else " ." for seen in one) for one in rows),
         ]
     data = dict(
         texts=list(map(readable, tokens)), names=list(map(visible, tokens)), masks=packed,
