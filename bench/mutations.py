@@ -5,9 +5,9 @@
     python bench/mutations.py --only 3 --all_tests   # any test may catch it
 
 Each fault replaces one piece of text in a temporary copy of this folder, and pytest runs the test files
-named beside it until one fails. That test must pass without the fault. The table names it. The exit
-status is 1 if a fault is not caught. After a change of a line that a fault replaces, change the fault,
-too.
+or tests named beside it until one fails. The table names that one. In the end, all of these must pass
+without a fault. The exit status is 1 if a fault is not caught. After a change of a line that a fault
+replaces, change the fault, too.
 """
 
 import re
@@ -41,7 +41,8 @@ class Fault(NamedTuple):
         return [f"tests/test_{file}.py{colons}{test}" for file, colons, test in parts]
 
 
-ONCE = "distributed::test_ddp_all_reduces_once_per_step"  # the whole file takes minutes
+ONCE = "distributed::test_ddp_all_reduces_once_per_step"
+RESUMING = "runs::test_resuming_changes_nothing_of_a_hard_case"
 TRAIN, LOADER, SHARDS = "train_gpt2.py", "lab/data/loader.py", "lab/data/shards.py"
 GENERATE, CHECKPOINT, FILES = (
     "lab/inference/generate.py",
@@ -58,7 +59,8 @@ FAULTS = [
     Fault("loss: divided by the micro-batch's targets", TRAIN,
           "self.world.world_size / num_targets", "self.world.world_size / (y >= 0).sum()", "train"),
     Fault("loss: not multiplied by world_size under DDP", TRAIN,
-          "self.world.world_size / num_targets", "1 / num_targets", "distributed"),
+          "self.world.world_size / num_targets", "1 / num_targets",
+          "distributed::test_two_processes_equal_one[ddp]"),
     Fault("DDP: gradients reduced in every micro-step", TRAIN,
           'hasattr(self.model, "no_sync") and not last', "False", ONCE),
     Fault("DDP: forward pass outside no_sync", TRAIN,
@@ -70,9 +72,11 @@ FAULTS = [
           ONCE),
     Fault("clipping: by the largest norm of a parameter's gradient", TRAIN,
           "norm = global_grad_norm([p.grad for p in params])",
-          "norm = torch.stack([p.grad.norm() for p in params]).max()", "train"),
+          "norm = torch.stack([p.grad.norm() for p in params]).max()",
+          "train::test_clipping_bounds_the_update_and_logs_the_norm_before_it"),
     Fault("clipping: gradients still scaled for fp16", TRAIN,
-          "self.precision.scaler.unscale_(self.optimizer)", "pass", "train"),
+          "self.precision.scaler.unscale_(self.optimizer)", "pass",
+          "train::test_a_scaled_loss_makes_the_same_updates"),
     Fault("gradients: not set to zero after an update", TRAIN,
           "self.optimizer.zero_grad(set_to_none=True)", "pass", "train"),
     # learning rate and weight decay
@@ -95,7 +99,8 @@ FAULTS = [
           'trainer.optimizer.param_groups[-1]["lr"]', 'trainer.optimizer.param_groups[0]["lr"]',
           "train"),
     Fault("AdamW: beta1 and beta2 exchanged", TRAIN,
-          "betas=(cfg.beta1, cfg.beta2)", "betas=(cfg.beta2, cfg.beta1)", "train"),
+          "betas=(cfg.beta1, cfg.beta2)", "betas=(cfg.beta2, cfg.beta1)",
+          "train::test_flags_of_the_optimizer_are_those_of_this_run"),
     Fault("weight decay: on biases and gains, too", TRAIN,
           'if p.dim() < 2], "weight_decay": 0.0', 'if p.dim() < 2], "weight_decay": weight_decay',
           "model"),
@@ -121,14 +126,15 @@ FAULTS = [
           "return logits[..., : self.config.vocab_size], None", "return logits, None", "model"),
     Fault("padding rows: exported", "lab/hf/gpt2.py",
           "p.detach()[: c.vocab_size] if name in model.vocab_rows else p.detach()", "p.detach()",
-          "weights"),
+          "weights::test_round_trip_is_bit_equal"),
     Fault("initial values: residual scale on c_fc, not c_proj", TRAIN,
           'residual = name.endswith("c_proj.weight")', 'residual = name.endswith("c_fc.weight")',
           "model"),
     Fault("kernels: an edited MLP is replaced without comparison", KERNELS,
-          "[place for place in found if mlp_is_replaceable(place[2])]", "found", "kernels"),
+          "[place for place in found if mlp_is_replaceable(place[2])]", "found",
+          "kernels::test_edited_mlp_is_kept"),
     Fault("kernels: an edited HeadLoss is replaced without comparison", KERNELS,
-          "if head_is_replaceable(model):", "if True:", "kernels your_edit"),
+          "if head_is_replaceable(model):", "if True:", "kernels::test_edited_head_loss_is_kept"),
     # data
     Fault("loader: ranks read overlapping sequences", LOADER,
           "(micro_step * self.world_size + self.rank)", "(micro_step + self.rank)", "loader"),
@@ -147,35 +153,40 @@ FAULTS = [
     # checkpoints and signals
     Fault("checkpoint: after its step is measured", TRAIN,
           "[save, validation, HellaSwag(self, stop), samples]",
-          "[validation, HellaSwag(self, stop), samples, save]", "runs"),
+          "[validation, HellaSwag(self, stop), samples, save]",
+          "runs::test_a_checkpoint_is_the_state_before_its_step_is_measured"),
     Fault("checkpoint: weights of the step before", TRAIN,
           '"step": self.step, "best_val"', '"step": self.step + 1, "best_val"', "runs"),
     Fault("checkpoint: not a copy, so the next update changes it", CHECKPOINT,
-          "self.snapshot(state) if self.background else (state, [])", "(state, [])", "runs"),
+          "self.snapshot(state) if self.background else (state, [])", "(state, [])",
+          "runs::test_what_a_thread_writes_is_the_state_when_it_was_asked_to"),
     Fault("checkpoint: written in place, without a rename", FILES,
           'path.with_name(path.name + ".part")', "path", "files"),
     Fault("resuming: optimizer state not restored", TRAIN,
-          'load_optimizer_state(self.optimizer, state["optimizer"])', "pass", "runs"),
+          'load_optimizer_state(self.optimizer, state["optimizer"])', "pass", RESUMING),
     Fault("resuming: position in the data not restored", TRAIN,
-          'self.loader.load_state_dict(state["loader"])', "pass", "runs"),
+          'self.loader.load_state_dict(state["loader"])', "pass", RESUMING),
     Fault("resuming: random state not restored", TRAIN,
-          'set_rng_state(state["rng"], self.world.device)', "pass", "runs"),
+          'set_rng_state(state["rng"], self.world.device)', "pass", RESUMING),
     Fault("signals: a second Ctrl-C is ignored", "lab/trainer/signals.py",
-          "if self.name and number == signal.SIGINT:", "if False:", "signals"),
+          "if self.name and number == signal.SIGINT:", "if False:",
+          "signals::test_which_signals_are_heard_and_given_back signals::test_a_second_ctrl_c_stops_at_once"),
     # evaluation and sampling
     Fault("validation: mean over batches, not tokens", "lab/eval/validation.py",
-          'model(x, y, reduction="sum")[1]', "model(x, y)[1] * y.numel()", "train"),
+          'model(x, y, reduction="sum")[1]', "model(x, y)[1] * y.numel()",
+          "train::test_validation_loss_is_the_mean_over_the_tokens_asked_for"),
     Fault("HellaSwag: mean over one token too many", "hellaswag.py",
           '("acc_norm", sums / end_len)', '("acc_norm", sums / (end_len + 1))', "hellaswag"),
     Fault("KV cache: positions begin at 0 again", GENERATE,
           "torch.arange(start, idx.size(1), device=idx.device)",
           "torch.arange(new.size(1), device=idx.device)", "sample"),
     Fault("sampling: top_k keeps one token too many", GENERATE,
-          "logits.topk(top_k)", "logits.topk(top_k + 1)", "sample"),
+          "logits.topk(top_k)", "logits.topk(top_k + 1)", "sample::test_sample_token_by_hand"),
     Fault("sampling: top_p drops the token that reaches it", GENERATE,
-          "probs.cumsum(dim=-1) - probs >= top_p", "probs.cumsum(dim=-1) >= top_p", "sample"),
+          "probs.cumsum(dim=-1) - probs >= top_p", "probs.cumsum(dim=-1) >= top_p",
+          "sample::test_sample_token_by_hand"),
     Fault("sampling: the same seed for each prompt", "sample.py",
-          "seed += 1", "seed += 0", "sample"),
+          "seed += 1", "seed += 0", "sample::test_samples_prompts_and_seeds"),
 ]
 # fmt: on
 
@@ -211,7 +222,7 @@ def first_failure(tree: Path, tests: list[str]) -> str:
         done = subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired:
         raise RunError(f"{' '.join(tests)} did not end in {SECONDS} s; run them alone") from None
-    failed = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", done.stdout, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (tests/.*?)(?: - .*)?$", done.stdout, re.MULTILINE)
     if done.returncode == 0 or (done.returncode == 1 and failed):
         return failed[1] if failed else ""
     detail = (done.stdout + done.stderr).strip().rpartition("\n")[2]
@@ -220,7 +231,7 @@ def first_failure(tree: Path, tests: list[str]) -> str:
 
 def run_faults(faults: dict[int, Fault], root: Path, all_tests: bool) -> int:
     """Print a row for each fault {number: fault}. Returns how many are not caught."""
-    missed, sound, width = 0, {""}, max(len(fault.what) for fault in faults.values())
+    found, width = [], max(len(fault.what) for fault in faults.values())
     for fault in faults.values():
         planted(fault, root)  # refuse before anything runs
     with tempfile.TemporaryDirectory(prefix="mutations") as folder:
@@ -233,14 +244,15 @@ def run_faults(faults: dict[int, Fault], root: Path, all_tests: bool) -> int:
             path.write_text(planted(fault, tree), encoding="utf-8")
             caught = first_failure(tree, files)
             path.write_text(text, encoding="utf-8")
-            if caught not in sound and first_failure(tree, [caught]):
-                raise RunError(f"{caught} fails without a fault, too; repair that first")
-            sound.add(caught)
-            missed, seconds = missed + (not caught), time.perf_counter() - start
-            row = f"{number:2}  {fault.what:{width}}  {seconds:4.0f}  {caught or 'NOT CAUGHT'}"
-            print(row, flush=True)
-    print(f"{len(faults) - missed} of {len(faults)} faults caught")
-    return missed
+            found.append(caught)
+            row = f"{number:2}  {fault.what:{width}}  {time.perf_counter() - start:4.0f}"
+            print(f"{row}  {caught or 'NOT CAUGHT'}", flush=True)
+        tests = sorted({*found} - {""})
+        if tests and (failed := first_failure(tree, tests)):
+            raise RunError(f"{failed} fails without a fault, too; repair that first")
+    caught = f"{len(faults) - found.count('')} of {len(faults)} faults caught"
+    print(f"{caught}; the tests that caught them pass without a fault")
+    return found.count("")
 
 
 @dataclass
