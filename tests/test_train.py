@@ -183,6 +183,12 @@ def test_clipping_bounds_the_update_and_logs_the_norm_before_it(tmp_path, shards
     assert lengths[0] > 0.2 and lengths[1] == pytest.approx(0.1, rel=1e-4)
 
 
+def test_gradients_of_one_update_are_not_added_to_those_of_the_next(tmp_path, shards):
+    """Weights that hardly move have gradients of about the same norm at each step."""
+    norms = train_here(tmp_path, shards, "r", max_steps=4, lr=1e-9, min_lr=0.0).norms
+    assert len(norms) == 4 and max(norms) < 1.2 * min(norms)
+
+
 def test_models_that_old_torch_compiles_with_a_race_are_not_compiled(monkeypatch):
     monkeypatch.setattr(lab.hardware.importlib.util, "find_spec", lambda name: True)
     monkeypatch.setattr(torch, "compile", lambda function: torch.ones_like)
