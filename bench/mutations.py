@@ -251,8 +251,8 @@ def run_faults(faults: dict[int, Fault], root: Path, all_tests: bool) -> int:
         tests = sorted({*found} - {""})
         if tests and (failed := first_failure(tree, tests)):
             raise RunError(f"{failed} fails without a fault, too; repair that first")
-    caught = f"{len(faults) - found.count('')} of {len(faults)} faults caught"
-    print(f"{caught}; the tests that caught them pass without a fault")
+    counts = f"{len(faults) - found.count('')} of {len(faults)} faults caught"
+    print(counts + "; the tests that caught them pass without a fault" * bool(tests))
     return found.count("")
 
 
