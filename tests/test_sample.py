@@ -364,6 +364,12 @@ def test_samples_prompts_and_seeds(runs, monkeypatch, capfd):
     first, err = call(capfd, "ab")
     seed = err.split("seed ")[1].split("]")[0]  # printed, although it is random
     assert call(capfd, "ab", "--seed", seed)[0] == first != call(capfd, "ab")[0]
+    flags = "--max_new_tokens", 20, "--seed"
+    monkeypatch.setattr(sys, "stdin", io.StringIO("ab\nab\n"))  # each prompt has its own seed
+    out, err = call(capfd, *flags, 3)
+    third, fourth = (call(capfd, "ab", *flags, seed)[0] for seed in (3, 4))
+    assert out == third + fourth and third != fourth
+    assert re.findall(r"seed (\d+)", err) == ["3", "4"]
 
 
 def test_closed_stdout_ends_without_a_traceback(tmp_path, runs):

@@ -62,6 +62,19 @@ def test_schedules_meet_their_corners_exactly(schedule):
     assert max(get_lr(step, odd) for step in range(5)) <= odd.lr
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_the_first_update_has_the_first_learning_rate_and_the_log_shows_adamws(
+    tmp_path, shards, optimizer
+):
+    """With 4 warmup steps, lr / 4. AdamW's first update moves each number by the learning rate."""
+    settings = dict(lr=3e-3, muon_lr=0.02, warmup_steps=4, eps=1e-12, checkpoint_every=1)
+    run = train_here(tmp_path, shards, "r", max_steps=5, optimizer=optimizer, **settings)
+    moved = run.checkpoints[1]["model"]["transformer.ln_f.bias"].abs()  # it starts at 0
+    assert moved.tolist() == pytest.approx([3e-3 / 4] * len(moved), rel=1e-4)
+    rates = [event["lr"] for event in of_kind(run, "train")]
+    assert rates == pytest.approx([3e-3 * n / 4 for n in (1, 2, 3, 4, 4)])
+
+
 def test_presets_are_runs_that_can_be_done():
     """Each headline preset is 10B tokens in whole sequences, warmed up over 375M of them."""
     assert PRESETS["gpt2"] == (GPTConfig(), TrainConfig())
@@ -168,6 +181,12 @@ def test_clipping_bounds_the_update_and_logs_the_norm_before_it(tmp_path, shards
     lengths = [math.sqrt(sum(g.double().square().sum().item() for g in gs)) for gs in grads]
     assert runs[0].norms == runs[1].norms == [pytest.approx(lengths[0], rel=1e-5)]
     assert lengths[0] > 0.2 and lengths[1] == pytest.approx(0.1, rel=1e-4)
+
+
+def test_gradients_of_one_update_are_not_added_to_those_of_the_next(tmp_path, shards):
+    """Weights that hardly move have gradients of about the same norm at each step."""
+    norms = train_here(tmp_path, shards, "r", max_steps=4, lr=1e-9, min_lr=0.0).norms
+    assert len(norms) == 4 and max(norms) < 1.2 * min(norms)
 
 
 def test_models_that_old_torch_compiles_with_a_race_are_not_compiled(monkeypatch):
