@@ -107,6 +107,7 @@ class Pairs:
     paradigms: list[str]  # (G,) their names
     phenomena: list[str]  # (G,) the phenomenon of each paradigm
     num_cut: int = 0  # pairs whose shared beginning was shortened to fit
+    num_skipped: int = 0  # pairs that do not fit
 
     def __len__(self):
         return len(self.tokens)
@@ -139,25 +140,28 @@ def tokenize_pairs(
     """Tokenize pairs. leading_space: put a space before each sentence.
 
     The last token is never an input, so a sentence may have block_size tokens besides end-of-text. Of
-    a longer one, the shared beginning is cut from the left. Raises UserError if that is not enough."""
-    space, tokens, num_cut = " " * leading_space, [], 0
+    a longer one, the shared beginning is cut from the left; if that is not enough, the pair is skipped
+    (with bytes and block_size=128: 2 of 67,000 pairs). Raises UserError if no pair is left."""
+    space, kept, tokens, num_cut = " " * leading_space, [], [], 0
     for pair in pairs:
         good, bad = (tokenizer.encode(space + pair[f"sentence_{k}"]) for k in ("good", "bad"))
         shared, *rests = split_pair(good, bad, tokenizer.eot)
         longest = max(map(len, rests))
-        require(
-            longest <= block_size,
-            f"a pair of {pair['UID']} (line {pair['line']}) has {longest} tokens that differ, but the "
-            f"model's context has block_size={block_size}; choose a model with a longer context",
-        )
         keep = block_size + 1 - longest
-        num_cut += len(shared) > keep
-        tokens.append([shared[-keep:], *rests])
-    terms = {pair["UID"]: pair["linguistics_term"] for pair in pairs}
+        if keep > 0:
+            kept.append(pair)
+            tokens.append([shared[-keep:], *rests])
+            num_cut += len(shared) > keep
+    require(
+        kept,
+        f"all {len(pairs)} pairs differ in more than block_size={block_size} tokens; choose a model with "
+        "a longer context",
+    )
+    terms = {pair["UID"]: pair["linguistics_term"] for pair in kept}
     index = {name: i for i, name in enumerate(terms)}
-    group = np.array([index[pair["UID"]] for pair in pairs])
+    group = np.array([index[pair["UID"]] for pair in kept])
     phenomena = [PHENOMENA.get(term, term) for term in terms.values()]
-    return Pairs(tokens, group, list(terms), phenomena, num_cut)
+    return Pairs(tokens, group, list(terms), phenomena, num_cut, len(pairs) - len(kept))
 
 
 def load_pairs(
@@ -228,7 +232,8 @@ def measure(
     t0 = time.perf_counter()
     scores = pair_scores(model, data, world, check)
     seconds = time.perf_counter() - t0
-    return summarize(scores, data.group) | {"seconds": seconds, "cut": data.num_cut}, scores
+    counts = {"seconds": seconds, "cut": data.num_cut, "skipped": data.num_skipped}
+    return summarize(scores, data.group) | counts, scores
 
 
 # --------------------------------------------------------------------------------- 4. training runs
@@ -290,7 +295,7 @@ def draw(
         ax.axvline(50, color="0.55", linewidth=1, linestyle=(0, (5, 3)), zorder=1, label="guessing")
         for i, (model, marker, color) in enumerate(looks):
             known = [(100 * row[i], y) for row, y in zip(theirs, heights) if row]
-            look = dict(marker=marker, markersize=5, linewidth=0.8, alpha=0.8)
+            look = dict(marker=marker, markersize=5, linestyle="none", zorder=2)
             ax.plot(*zip(*known), color=color_of(color, dark), label=model, **look)
         acc = [100 * group["acc"] for group in rows.values()]
         errors = [196 * group["acc_stderr"] for group in rows.values()]
@@ -334,6 +339,7 @@ def report(cfg: Config, path: Path, precision: str, result: dict, data: Pairs, s
     line = f"{result['count']} pairs of {path} in {result['seconds']:.1f} s, {precision}"
     line += "; fresh random weights" * cfg.untrained
     line += f"; {result['cut']} pairs cut from the left to fit" if result["cut"] else ""
+    line += f"; {result['skipped']} pairs skipped, too long" if result["skipped"] else ""
     print(line + ("" if published else f"; not the published {NAME}, so the scores do not compare"))
     if cfg.json:
         about = {"model": cfg.model, "untrained": cfg.untrained, "leading_space": cfg.leading_space}
