@@ -228,13 +228,14 @@ def draw(runs: Sequence[str | Path], out_path: str | Path, dark: bool = False) -
     names = [name.replace("$", r"\$") for name in run_names(runs)]
     logs = dict(zip(names, map(read_log, runs)))
     found = list(logs.values())
-    in_tokens = by_tokens(found)
+    learnt = len(found) == 1 and phenomena(found[0])
+    in_tokens = by_tokens(found) or bool(learnt and tokens_at(found[0]))
     panels: dict[Callable, float] = {draw_loss: 3.6}  # heights in inches
     if any(column(log, "hella", "acc_norm")[0] for log in found):
         panels[draw_hellaswag] = 1.7
     if any(column(log, "blimp", "acc")[0] for log in found):
         panels[draw_blimp] = 1.7
-    if len(found) == 1 and phenomena(found[0]):
+    if learnt:
         panels[draw_phenomena] = 2.4
     if any(len(column(log, "train", "lr")[0]) > 1 for log in found):
         panels[draw_lr] = 0.8
