@@ -325,7 +325,7 @@ def test_callback_that_cannot_run_prints_why_and_turns_itself_off(tmp_path, monk
 
 
 def test_ranks_check_for_signals_equally_often_with_unequal_batches(file, monkeypatch):
-    monkeypatch.setattr(multiple_choice, "BATCH_TOKENS", 700)
+    monkeypatch.setattr(multiple_choice, "BATCH_TOKENS", 800)
     model = noisy_gpt()
     data = load_examples(model, WORLD, "", file)
     num_batches = len(make_batches(np.array([row_length(item) for item in data.tokens])))
