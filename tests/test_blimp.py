@@ -12,7 +12,18 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, Process, fail, finished, run_python, run_two, succeed, two_ranks
+from conftest import (
+    ROOT,
+    VOCAB,
+    Process,
+    add_noise,
+    fail,
+    finished,
+    run_python,
+    run_two,
+    succeed,
+    two_ranks,
+)
 from test_hellaswag import noisy_gpt
 from test_weights import saved
 
@@ -77,6 +88,15 @@ def check_margins(model, tokenizer, pairs, block_size, monkeypatch):
 
 def test_margins_equal_those_of_one_sentence_at_a_time(monkeypatch):
     check_margins(noisy_gpt(), get_tokenizer("bytes"), blimp.read_pairs(FOLDER), 128, monkeypatch)
+
+
+def test_margins_of_a_speedrun_model(monkeypatch):
+    """Its token shift and rotary positions must not cross from one sentence of a row to the other."""
+    import speedrun
+
+    shape = dict(n_layer=2, n_head=2, n_embd=32, block_size=128, vocab_size=VOCAB, value_tables=1)
+    model = add_noise(speedrun.GPT(speedrun.GPTConfig(**shape)))
+    check_margins(model, get_tokenizer("bytes"), blimp.read_pairs(FOLDER), 128, monkeypatch)
 
 
 def test_margins_on_every_pair_of_five_paradigms(test_data, gpt2_files, monkeypatch):
