@@ -130,6 +130,9 @@ def test_pairs_share_their_beginning():
     assert split([1, 2], [1, 2], eot) == [[eot, 1], [2], [2]]  # a token is left to predict
     assert split([1, 2], [1, 2, 3], eot) == [[eot, 1], [2], [2, 3]]
     assert split([7], [8, 9], eot) == [[eot], [7], [8, 9]]
+    for space, text in ((True, " The farmer walk"), (False, "The farmer walk")):
+        data = blimp.tokenize_pairs(blimp.read_pairs(FOLDER), get_tokenizer("bytes"), 128, space)
+        assert data.tokens[0][0] == [eot, *text.encode()]
 
 
 def test_scores_ties_and_errors_worked_out_by_hand():
