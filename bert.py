@@ -107,6 +107,7 @@ class BertTrainConfig(gpt2.TrainConfig):
     sample_prompt: str = "Paris is the [MASK] of France."  # shown beside two texts of validation
     hellaswag_every: ClassVar = 0  # HellaSwag needs a model that predicts the next token
     hellaswag_examples: ClassVar = 0
+    blimp_every: ClassVar = 0
 
 
 PRESETS = {

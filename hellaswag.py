@@ -12,7 +12,6 @@ Shape letters: N examples; the 4 are the endings of an example.
 
 import json
 import math
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,18 +19,22 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import torch.distributed as dist
 
 from lab.cli import RunError, UserError, parse_args, require, run_main
 from lab.data.manifest import sha256_of
 from lab.data.tokenizers import get_tokenizer
 from lab.distributed import World
-from lab.eval.multiple_choice import continuation_losses
-from lab.files import first_line, read_errors
+from lab.eval.multiple_choice import (
+    Benchmark,
+    ModelConfig,
+    continuation_losses,
+    download,
+    open_model,
+    parse_lines,
+)
+from lab.files import read_errors
 from lab.hardware import oom_hint
-from lab.precision import Precision
-from lab.registry import load_model, resolve_source, tokenizer_name
-from lab.trainer.callbacks import PeriodicCallback
+from lab.registry import tokenizer_name
 
 # ------------------------------------------------------------------------------------------ 1. file
 
@@ -47,21 +50,9 @@ def locate(data: str = "", split: str = "val") -> Path:
     """Path of a split: `data` (a file, or a folder that contains it), or DATA_DIR's, which is
     downloaded if it is missing. Raises UserError if the download fails."""
     name = f"hellaswag_{split}.jsonl"
-    path = Path(data or DATA_DIR)
-    if path.is_dir() or not data:
-        path = path / name
-    if not data and not path.exists():
-        import pooch  # only needed to download; it checks the hash before the file gets its name
-
-        files = pooch.create(DATA_DIR, base_url=BASE_URL, registry=SHA256, retry_if_failed=2)
-        try:
-            files.fetch(name, progressbar=sys.stderr.isatty())
-        except (OSError, ValueError) as error:  # ValueError: wrong hash
-            raise UserError(
-                f"cannot download {BASE_URL}{name} ({first_line(error)}); download it by hand to "
-                f"{path}, or pass a copy to hellaswag.py with --data FILE"
-            ) from error
-    return path
+    if not data:
+        return download(DATA_DIR / name, BASE_URL, SHA256[name], "hellaswag.py")
+    return Path(data) / name if Path(data).is_dir() else Path(data)
 
 
 def read_examples(path: str | Path) -> list[dict[str, Any]]:
@@ -69,14 +60,8 @@ def read_examples(path: str | Path) -> list[dict[str, Any]]:
     names the first invalid line."""
     hint = "name one with --data, or leave --data out to download it"
     with read_errors(path, "HellaSwag file", hint):
-        lines = Path(path).read_bytes().split(b"\n")
-    examples = []
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            with read_errors(
-                f"{path} line {number}", "HellaSwag example", "fix or delete the line"
-            ):
-                examples.append(check_example(json.loads(line)) | {"line": number})
+        raw = Path(path).read_bytes()
+    examples = parse_lines(raw, path, "HellaSwag example", check_example)
     require(examples, f"{path} contains no examples, but needs one per line; pass another --data")
     return examples
 
@@ -228,39 +213,23 @@ def measure(
 # --------------------------------------------------------------------------------- 4. training runs
 
 
-class HellaSwag(PeriodicCallback):
+class HellaSwag(Benchmark):
     """HellaSwag as a callback of a training run. It skips the untrained model of step 0."""
 
+    title, locate = "HellaSwag", staticmethod(locate)
+
     def __init__(self, trainer, stop):
-        super().__init__("hella", trainer.cfg.hellaswag_every)
-        self.world, self.stop = trainer.world, stop
-        self.data: Examples | None = None  # loaded when first needed
-        if self.interval:  # download now, while someone is there to see it fail
-            self.attempt(lambda: self.world.run_on_rank0(lambda: str(locate())))
+        super().__init__("hella", trainer.cfg.hellaswag_every, trainer, stop)
 
     def should_run(self, step: int, last: bool) -> bool:
         return step > 0 and super().should_run(step, last)
 
-    def __call__(self, trainer) -> dict[str, Any] | None:
-        """The summary. None, and off for the rest of the run, if an ending exceeds the context."""
-        cfg, model = trainer.cfg, trainer.raw_model
-        if self.data is None:
-            limit = cfg.hellaswag_examples
-            self.data = self.attempt(
-                lambda: load_examples(model, self.world, cfg.data, limit=limit)
-            )
-        if self.data is None:
-            return None
-        with trainer.precision.autocast():
-            return measure(model, self.data, self.world, self.stop.check)[0]
+    def load(self, trainer) -> Examples:
+        cfg = trainer.cfg
+        return load_examples(trainer.raw_model, self.world, cfg.data, limit=cfg.hellaswag_examples)
 
-    def attempt(self, function: Callable[[], Any]) -> Any:
-        """function(); if it raises UserError, print it, turn this callback off and return None."""
-        try:
-            return function()
-        except UserError as error:
-            self.world.print0(f"no HellaSwag in this run: {error}")
-            self.interval = 0
+    def measure(self, trainer) -> dict[str, Any]:
+        return measure(trainer.raw_model, self.data, self.world, self.check)[0]
 
 
 # ---------------------------------------------------------------------------------------- 5. report
@@ -316,16 +285,13 @@ OOM_FIX = "choose a smaller --model, or pass --device cpu"
 
 
 @dataclass
-class Config:
+class Config(ModelConfig):
     """Measure a model on HellaSwag: acc and acc_norm with standard errors and 95 % intervals."""
 
-    model: str = ""  # run, checkpoint, Hugging Face folder, gpt2 ... gpt2-xl; empty: the newest run
     data: str = ""  # HellaSwag file, or a folder with one; empty: downloaded to data/hellaswag
     split: Literal["val", "train"] = "val"  # published scores are on val; test has no labels
     limit: int = 0  # number of examples, spread evenly over the file; 0 is all
     skip_long: bool = False  # skip examples whose endings exceed the model's context
-    device: str = "auto"  # cuda, mps or cpu
-    precision: Literal["auto", "bf16", "fp16", "tf32", "fp32"] = "auto"  # auto: best of the device
     json: bool = False  # print one line of JSON instead of text
     worst: int = 0  # show this many wrong answers, the most confident first
     by_source: bool = False  # print a table by source: ActivityNet, WikiHow
@@ -361,19 +327,7 @@ def report(
 
 
 def run(cfg: Config) -> None:
-    world = World(cfg.device)
-    if world.distributed:
-        dist.init_process_group(world.backend)
-    precision = Precision(cfg.precision, world.device)
-    precision.set_matmul_precision()
-    # rank 0 chooses the files for all ranks: a moment later another run may be the newest
-    cfg.model = world.run_on_rank0(lambda: resolve_source(cfg.model))
-    model = load_model(cfg.model).to(world.device).eval()
-    require(
-        hasattr(model, "generate"),
-        f"model={cfg.model} is a masked language model, but HellaSwag needs one that predicts the "
-        "next token; choose a GPT",
-    )
+    world, precision, model = open_model(cfg, "HellaSwag")
     path = world.run_on_rank0(lambda: str(locate(cfg.data, cfg.split)))
     data = load_examples(model, world, cfg.model, path, cfg.limit, cfg.skip_long)
     with precision.autocast():

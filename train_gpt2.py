@@ -40,6 +40,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch.nn.parallel import DistributedDataParallel
 
+from blimp import Blimp
 from hellaswag import HellaSwag
 from lab import config, kernels, registry
 from lab.batch_size import find_max_batch_size
@@ -559,7 +560,7 @@ class Trainer:
             "checkpoint", self.cfg.checkpoint_every, lambda trainer: trainer.save()
         )
         samples = TextSamples(self, validation.tokenizer)
-        return [save, validation, HellaSwag(self, stop), samples]
+        return [save, validation, HellaSwag(self, stop), Blimp(self, stop), samples]
 
 
 # ------------------------------------------------------------------------- 5. building the trainer

@@ -63,6 +63,7 @@ class RunConfig:
     val_tokens: int = 10485760  # tokens of the validation split to use; 0 is all
     hellaswag_every: int = 1000  # HellaSwag accuracy; 0 is never
     hellaswag_examples: int = 10042  # how many of its 10042 examples
+    blimp_every: int = 0  # BLiMP accuracy by phenomenon, on 20 pairs of each paradigm; 0 is never
     sample_every: int = 1000  # text samples; 0 is never
     sample_tokens: int = 64  # tokens per sample
     sample_prompt: str = "Hello, I'm a language model,"  # what samples begin with

@@ -1,6 +1,7 @@
 """What the tests share: tiny shards, a tiny model, runs in this process, real commands in others."""
 
 import functools
+import http.server
 import json
 import os
 import signal
@@ -8,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -423,6 +425,27 @@ def gpt2_files(request, monkeypatch):
     if "TIKTOKEN_CACHE_DIR" not in os.environ:
         folder = request.getfixturevalue("test_data") / "tiktoken"
         monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(folder))
+
+
+@pytest.fixture
+def serve(monkeypatch):
+    """serve(folder): the URL of a web server that has its files, as a benchmark's download expects."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # between retries
+    servers = []
+
+    def serve(folder):
+        folder.mkdir()
+        handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=folder)
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        servers.append(server)
+        return f"http://127.0.0.1:{server.server_port}/"
+
+    yield serve
+    for server in servers:
+        server.shutdown()
+        server.server_close()
 
 
 @pytest.fixture(autouse=True)

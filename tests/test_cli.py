@@ -26,7 +26,7 @@ from lab.data.manifest import new_manifest
 from lab.hardware import oom_hint
 from train_gpt2 import PRESETS
 
-PROGRAMS = {"train_gpt2", "fineweb", "hellaswag", "sample"}
+PROGRAMS = {"train_gpt2", "fineweb", "hellaswag", "blimp", "sample"}
 
 
 def imports():
@@ -48,13 +48,13 @@ def imports():
 
 
 def test_imports_go_one_way():
-    """lab imports no program; programs import lab and hellaswag; there are no cycles."""
+    """lab imports no program; programs import lab and the two benchmarks; there are no cycles."""
     found = imports()
     assert {"lab.cli", "lab.trainer.loggers"} <= found.keys() and "lab.cli" in found["train_gpt2"]
     for name, used in found.items():
         roots = {module.split(".")[0] for module in used}
         assert not name.startswith("lab") or roots <= {"lab"}, name
-        assert name not in PROGRAMS or roots & PROGRAMS <= {"hellaswag"}, name
+        assert name not in PROGRAMS or roots & PROGRAMS <= {"hellaswag", "blimp"}, name
     graphlib.TopologicalSorter(found).prepare()  # raises CycleError
 
 
@@ -73,7 +73,7 @@ before, modules = state(), set(sys.modules)
 sys.path.insert(0, sys.argv[1])
 import lab.cli, lab.files
 assert not {"lab.hardware", "tyro"} & set(sys.modules), "a command that is typed wrong says so at once"
-import train_gpt2, hellaswag, bert
+import train_gpt2, hellaswag, blimp, bert
 assert state() == before, [pair for pair in zip(before, state()) if pair[0] != pair[1]]
 heavy = {"tyro", "tqdm", "transformers", "tiktoken", "tensorboard", "wandb", "matplotlib", "datasets",
          "pyarrow", "plotly", "jinja2", "huggingface_hub"}

@@ -180,10 +180,13 @@ def loss_window(logs: Collection[RunLog]) -> tuple[float, float] | None:
     return low - margin, high + 1.5 * margin  # room for a label above the highest line
 
 
-def hellaswag(log: RunLog) -> tuple[list[int], list[float], list[float]]:
-    """(steps, acc_norm, half widths of the 95 % intervals)."""
-    steps, values = column(log, "hella", "acc_norm")
-    errors = dict(zip(*column(log, "hella", "acc_norm_stderr")))
+ACCURACY = {"hella": "acc_norm", "blimp": "acc"}  # {kind of a benchmark's records: its main score}
+
+
+def accuracy(log: RunLog, kind: str) -> tuple[list[int], list[float], list[float]]:
+    """(steps, main scores, half widths of the 95 % intervals) of a benchmark."""
+    steps, values = column(log, kind, ACCURACY[kind])
+    errors = dict(zip(*column(log, kind, f"{ACCURACY[kind]}_stderr")))
     return steps, values, [1.96 * abs(errors.get(step, 0)) for step in steps]
 
 

@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 
 from lab.cli import UserError, parse_args
 from lab.data.tokenizers import printable
+from lab.eval import blimp_published
 from lab.files import atomic_write, read_json, write_errors
 from lab.templates import load_template
 from lab.tools import read_log
-from lab.tools.plot import caption, headline, hellaswag_levels, loss_levels
+from lab.tools.plot import blimp_levels, caption, headline, hellaswag_levels, loss_levels, phenomena
 from lab.tools.plot_style import COLORS, PAPER, color_index
 from lab.tools.read_log import Record, RunLog, by_tokens, column, comparable
 
@@ -126,6 +127,9 @@ def figures_of(runs: Sequence[RunReport]) -> dict[str, dict]:
         found["difference"] = difference(*runs)
     scores = trace_per_run(runs, "hella", "acc_norm", "accuracy", width=3)
     found["hellaswag"] = dict(curves=scores, levels=hellaswag_levels(logs))
+    scores = trace_per_run(runs, "blimp", "acc", "accuracy", width=3)
+    found["blimp"] = dict(curves=scores, levels=blimp_levels(logs))
+    found["phenomena"] = dict(curves=phenomenon_curves(runs[0]) if alone else [], levels={"": 0.5})
     found["lr"] = dict(curves=trace_per_run(runs, "train", "lr", "learning rate"))
     found["grad_norm"] = dict(curves=norms, levels={f"clipped at {c:g}": c for c in clips})
     found["tok_per_s"] = dict(curves=trace_per_run(runs, "train", "tok_per_s", "speed"))
@@ -142,8 +146,8 @@ def trace_per_run(
         name, color = ", ".join(filter(None, [run.name, label])), i
         if len(runs) == 1:
             name, color = label or what, color_index(what)
-        if kind == "hella":
-            style["errors"] = [round(error, 5) for error in read_log.hellaswag(run.log)[2]]
+        if kind in read_log.ACCURACY:
+            style["errors"] = [round(e, 5) for e in read_log.accuracy(run.log, kind)[2]]
         steps, values = column(run.log, kind, field)
         curves += curve(run, kind, steps, values, name, color, **style)
     return curves
@@ -172,6 +176,15 @@ def curve(
         faint = {"width": 1, "faint": True, "showlegend": False}
         return [whole | faint, whole | {"y": mean}]
     return [whole] if steps else []
+
+
+def phenomenon_curves(run: RunReport) -> list[dict]:
+    """The accuracy of each BLiMP phenomenon. A color and a dash together tell them apart."""
+    curves = []
+    for i, (name, (steps, values)) in enumerate(phenomena(run.log).items()):
+        name, dash = blimp_published.label(name), ("solid", "dash", "dot")[i // 4]
+        curves += curve(run, "blimp", steps, values, name, i % 4, dash=dash, showlegend=True)
+    return curves
 
 
 def difference(first: RunReport, second: RunReport) -> dict[str, Any]:
@@ -221,6 +234,7 @@ def numbers(run: RunReport) -> dict[str, Number]:
     found, at = {}, run.tokens or int
     rows = [("val", "loss", "validation loss"), ("val", "bits_per_byte", "bits per byte")]
     rows += [("train", "loss", "training loss"), ("hella", "acc_norm", "HellaSwag acc_norm")]
+    rows += [("blimp", "acc", "BLiMP accuracy")]
     for kind, name, what in rows:
         steps, values = column(run.log, kind, name)
         note = [f"± {1.96 * v:.4f}" for v in column(run.log, kind, f"{name}_stderr")[1][-1:]]

@@ -123,6 +123,10 @@ class Console:
         error = 1.96 * values["acc_norm_stderr"]
         self.print(f"step {step:5d}: HellaSwag {values['acc_norm']:.4f} +- {error:.4f}")
 
+    def print_blimp(self, step: int, values: dict) -> None:
+        error = 1.96 * values["acc_stderr"]
+        self.print(f"step {step:5d}: BLiMP {values['acc']:.4f} +- {error:.4f}")
+
     def print_spike(self, step: int, values: dict) -> None:
         if "file" not in values:  # one of a series: log.jsonl has it
             return
