@@ -360,7 +360,7 @@ def test_damaged_tokenizer_is_refused(tmp_path, texts):
 @pytest.mark.parametrize(
     "flags, sentence",
     [
-        ("--seq_len 2", "seq_len=2 must be 3 or more, for [CLS] and [SEP]"),
+        ("--seq_len 2", "seq_len=2 must be at least 3: [CLS], a token and [SEP]"),
         ("--sample_every 1 --sample_prompt Paris", "sample_prompt='Paris' must contain [MASK]"),
         ("--init_from {run}", "has another vocabulary; copy {run}/tokenizer.json into"),
     ],

@@ -374,7 +374,7 @@ def test_resumed_run_equals_uninterrupted_one_and_tools_read_it(tmp_path, run_sp
         and "try 256, or pass --batch_warmup_steps 0" in uneven
     )
     other = run_speedrun(*begin, "--bigram_rows", 50, "--run_name", "w", status=2)
-    assert "is another model: bigram_rows=100 (here 50); pass --bigram_rows 100" in other
+    assert "is a different model: bigram_rows=100 (here 50); pass --bigram_rows 100" in other
     said = run_speedrun("--resume", "--max_steps", 7, "--checkpoint_every", 0)
     assert "checkpoint_every=0, so the steps after 6 are not saved\n" in said
     other = run_speedrun("--resume", "--max_steps", 7, "--no_qk_norm", "--tied", status=2)
