@@ -118,7 +118,7 @@ def test_the_data_decides_the_vocabulary_if_no_flag_does(tmp_path, shards, run_t
     assert run_train("--resume", "--max_steps", 2).returncode == 0
     for other in (299, 301):
         result = run_train("--run_name", "other", "--vocab_size", other)
-        assert result.returncode == 2 and f"vocab_size={other} is not the 300 of" in result.stderr
+        assert result.returncode == 2 and f"vocab_size={other} must be 300, as in" in result.stderr
 
 
 # what the sentence must hold; flags alone stand after those of a tiny run
@@ -136,16 +136,16 @@ BAD = {
     "--n_layer 5000": "n_layer=5000 must be a whole number, from 1 to 4096",
     "--run_name ../x": "run_name=../x must be a plain name",
     "--preset gpt5": "preset=gpt5 must be one of gpt2, .* laptop",
-    "--init_from log/there --n_embd 64": r"is another model: n_embd=32 \(here 64\); pass --n_embd 32",
+    "--init_from log/there --n_embd 64": r"is a different model: n_embd=32 \(here 64\); pass --n_embd 32",
     "--log_dir file": "file.* cannot be written",
     "--run_name there": "there belongs to another run; pass --resume .*, or another --run_name",
-    "--resume --run_name there --preset laptop": "preset=laptop is for a new run; .*there has preset gpt2",
+    "--resume --run_name there --preset laptop": "preset=laptop must be that of the resumed .*there, gpt2",
     "--resume --log_dir empty": "no run of train_gpt2.py with a checkpoint in empty",
     "--on_spike skip --optimizer muon": "on_spike=skip works with AdamW only, not with optimizer=muon",
     "speedrun.py --resume": "no run of speedrun.py with a checkpoint in log/; .*speedrun.py",
     "speedrun.py --resume --run_name there": "there is a run of train_gpt2.py",
     "sample.py ab --model log/nope": "there is no log/nope; `ls log` shows what there is",
-    "speedrun.py --preset laptop --max_steps 1 --n_head 64": "heads of 2 channels, .* even number from 4",
+    "speedrun.py --preset laptop --max_steps 1 --n_head 64": "heads of 2 channels, .* even number of at least 4",
     "speedrun.py --max_steps 1 --preset laptop --value_tables 3": "3 must be at most n_layer=2",
     "speedrun.py --preset laptop --init_from log/nope": "log/nope is not a run, and .*`ls log` lists",
     "bert.py --preset laptop --data data": "there is no tokenizer .*tokenizer.json; `.*fineweb.py",

@@ -67,7 +67,7 @@ def test_a_log_that_cannot_be_written_ends_nothing(small_disk, shards):
     done = run_python(driver(folder, patch), *args, cwd=folder)
     assert done.returncode == 0, done.stderr
     for name in ("log.jsonl", "events.out.tfevents"):
-        said = f"{name} cannot be written: the disk is full; free some space. Training continues without it"
+        said = f"{name} cannot be written: the disk is full; free some space; training continues without it"
         assert done.stderr.count(said) == 1, done.stderr
     assert "Traceback" not in done.stderr and (small_disk / "r" / "model_000100.pt").exists()
 

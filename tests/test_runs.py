@@ -108,7 +108,7 @@ def test_a_run_made_by_commit_a3954dc_goes_on(tmp_path):
     shutil.copytree(OLD, tmp_path, dirs_exist_ok=True)
     done = run_python(ROOT / "train_gpt2.py", "--resume", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "(ignored, as this version has no such settings: cross_entropy, fused" in done.stdout
+    assert "(ignored, unknown to this version: cross_entropy, fused" in done.stdout
     run = read_run(tmp_path / "log" / "old")
     losses = 5.331153869628906, 5.341618537902832, 5.313250541687012, 5.304826736450195
     norms = 0.7903231978416443, 0.8260146379470825, 0.91800457239151, 0.8725777268409729
@@ -232,7 +232,7 @@ def test_a_run_that_goes_on_is_not_resumed_by_another_process(tmp_path, start_tr
     wait_for_steps(process, config.parent, 41)
     before, again = config.read_text(), run_train("--resume", "--max_steps", 1000001)
     assert again.returncode == 2 and process.poll() is None and config.read_text() == before
-    assert "r is in use by a run that is still going; stop that" in again.stderr
+    assert "r is in use by a run that is still running; stop that" in again.stderr
     process.kill()
     process.wait()
     step = max(read_run(config.parent).checkpoints)
@@ -392,7 +392,7 @@ def test_checkpoints_of_wrong_structure_are_refused(tmp_path, shards):
         (tmp_path / "x").mkdir(exist_ok=True)
         shutil.copy(run.dir / "config.json", tmp_path / "x")
         torch.save(changed, tmp_path / "x" / "model_000001.pt")
-        said = "weights with --init_from|another model"
+        said = "weights with --init_from|different model"
         with pytest.raises(UserError, match=said):
             train_here(tmp_path, shards, "x", resume=True, max_steps=2)
 
@@ -400,7 +400,7 @@ def test_checkpoints_of_wrong_structure_are_refused(tmp_path, shards):
 def test_what_does_not_fit_a_run_is_refused(tmp_path, shards):
     train_here(tmp_path, shards, "r", max_steps=1)
     for changed, said in (
-        (dict(model=dict(n_layer=1)), r"is another model: n_layer=2 \(here 1\); pass --n_layer 2"),
+        (dict(model=dict(n_layer=1)), r"is a different model: n_layer=2 \(here 1\); pass --n_layer 2"),
         (dict(model=dict(vocab_size=300)), "pass --data with shards of its tokenizer"),
         (dict(model=dict(vocab_multiple=512)), "vocab_multiple=128 .here 512"),
         (dict(optimizer="muon"), "optimizer=muon cannot resume from .*000001.pt, whose optimizer is adamw"),
