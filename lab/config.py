@@ -281,7 +281,7 @@ def auto_preset(main: str, data: Path) -> tuple[str, str]:
     return "laptop", " and ".join(missing)
 
 
-# -------------------------------------------------------------------------- what the data decides
+# ----------------------------------------------------------------------------- values from the data
 
 
 def resolve_config(

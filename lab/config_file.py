@@ -20,7 +20,7 @@ MAX_INT = 2**48  # torch fails at 2**63
 def read_config(
     run_dir: str | Path, model_class: type, train_class: type, name: str = "config.json"
 ) -> tuple[Any, Any, list[str]]:
-    """(model config, run config, ignored names) from the file that write_config made.
+    """Read a config.json. Returns (model config, run config, ignored names).
 
     A missing field gets its default, and an unknown one is ignored. Raises UserError for a damaged file
     or a value of the wrong type.
@@ -33,7 +33,7 @@ def read_config(
 
 
 def build_config(config_class: type, saved: Any, source: Any) -> Any:
-    """A config dataclass from a saved dict; anything else than a dict counts as empty."""
+    """A config dataclass from a saved dict; if it is not a dict, all fields have defaults."""
     return config_class(
         **known_fields(source, saved if isinstance(saved, dict) else {}, config_class)[0]
     )

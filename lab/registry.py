@@ -192,7 +192,7 @@ def init_from(source: str, model: Any, log_dir: str | Path = "log") -> None:
 
 
 def check_program(run_dir: Path, trainer_class: type) -> None:
-    """Raise UserError if a run was made by another program than this trainer's."""
+    """Raise UserError if a run was made by a program other than this trainer's."""
     made_by = program_of(run_dir)["trainer"]
     file, _, name = made_by.rpartition(":")
     our_file, _, our_name = class_path(trainer_class).rpartition(":")

@@ -106,7 +106,7 @@ def has_blank_answer(messages: list[dict]) -> bool:
     return any(not m["content"].strip() for m in answers)
 
 
-PACK_WINDOW = 32  # number of recent rows in which space is searched
+PACK_WINDOW = 32  # number of recent rows that are searched for space
 
 
 def pack_rows(

@@ -49,7 +49,7 @@ class Manifest(TypedDict):
     vocab_size: int
     eot: int  # id of end-of-text
     context: int | None  # tokens per row of chat data
-    source: dict[str, Any]  # what the shards were made from
+    source: dict[str, Any]  # description of the texts
     shard_tokens: int
     val_tokens: int
     documents: int
@@ -135,7 +135,7 @@ def init_output_dir(out_dir: str | Path, manifest: Manifest) -> None:
 
 
 def check_manifest_matches(out_dir: str | Path, manifest: Mapping[str, Any], **wanted: Any) -> None:
-    """Raise UserError if the manifest in out_dir was made with settings other than those wanted."""
+    """Raise UserError if the manifest in out_dir has other values than `wanted`."""
     for key, value in wanted.items():
         if manifest.get(key) != value:
             before, now = reprlib.repr(manifest.get(key)), reprlib.repr(value)

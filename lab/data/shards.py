@@ -93,7 +93,7 @@ class TokenShards:
             source = shell_quote(folder) if folder.is_dir() else "FOLDER"
             missing = "" if folder.is_dir() else ", which is not a folder"
             raise UserError(
-                f"no {split} shards in {folder}{missing}: `{fineweb}` makes some from FineWeb-Edu "
+                f"no {split} shards in {folder}{missing}: `{fineweb}` builds some from FineWeb-Edu "
                 f"in edu_fineweb10B, `{fineweb} --source {source} --out data/mine` from your own "
                 "text (without a GPU add --tokenizer bytes); --preset laptop without --data needs "
                 "none"

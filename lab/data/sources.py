@@ -50,7 +50,7 @@ def local_files(source: str) -> list[File]:
     if not root.exists():
         raise UserError(f"--source {source} does not exist; pass a file, a folder, hub or builtin")
     paths, base = [root], root.parent
-    if root.is_dir():  # shards made from these texts may lie beside them
+    if root.is_dir():  # the folder may also contain shards of these texts
         ours = ("manifest.json", TOKENIZER_FILE)
         found = (p for p in root.rglob("*") if p.name not in ours)
         paths, base = [p for p in found if not SHARD_NAME.fullmatch(p.name)], root

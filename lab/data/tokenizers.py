@@ -217,7 +217,7 @@ def tokenizer_path(folder: str | Path, wanted: str) -> str:
 def get_or_train(folder: str | Path, wanted: str, texts: Iterable[str], vocab_size: int) -> str:
     """Like tokenizer_path, but download or train a WordPiece if its file is missing.
 
-    texts: what a vocabulary of at most vocab_size pieces is learned from; read only if needed.
+    texts: for learning a vocabulary of at most vocab_size pieces; read only if needed.
     """
     path = tokenizer_path(folder, wanted)
     if path != wanted and Path(path).exists():

@@ -155,7 +155,7 @@ def add_tokenizer(folder: Path, config: Any, source: str) -> str:
         name = ""
     if name == "gpt2":
         write_gpt2_tokenizer(folder, config.block_size)
-        return "in transformers put <|endoftext|> before a prompt; sample.py does so by itself"
+        return "in transformers put <|endoftext|> before a prompt; sample.py does so automatically"
     if name == "bytes":
         return f"no tokenizer files: ids are bytes, and {config.end_of_text} is end-of-text"
     if name:

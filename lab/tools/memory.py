@@ -19,7 +19,7 @@ PROGRAM = import_file("train_gpt2.py", "lab plan")
 GIB = 2**30
 # assumptions for what PyTorch's allocator does not count: CUDA's context and kernels; NCCL's buffers
 CONTEXT_GIB, NCCL_GIB = 0.7, 0.5
-PHASES = {  # in which the memory peak of a step may occur
+PHASES = {  # phases of a step in which memory may peak
     "loss": "while the loss is computed",
     "head": "at the start of the backward pass",
     "block": "in the last block's backward pass",

@@ -136,7 +136,7 @@ def largest_first(value: float) -> float:
 
 
 def show(spike: dict, losses: list, norm: float, norms: dict, each: list) -> None:
-    """Print the recorded numbers beside the repeated ones."""
+    """Print the recorded numbers next to the repeated ones."""
     print(f"\n{'':44}   recorded   replayed")
     print(f"{'loss':44} {sum(spike['losses']):10.6g} {sum(losses):10.6g}")
     print(f"{'gradient norm':44} {spike['norm']:10.6g} {norm:10.6g}")

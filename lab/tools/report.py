@@ -210,7 +210,7 @@ class Number(NamedTuple):
 
     value: float
     form: str = "{:,.4f}"  # its format
-    note: str = ""  # text beside it
+    note: str = ""  # text after it
     at: int = 0  # tokens (or step) at which it was measured; 0: a value of the whole run
 
     def text(self) -> str:

@@ -135,7 +135,7 @@ class AsyncCheckpointer:
 
 
 class OpaqueStub:
-    """Placeholder for an object of an unknown class in a .pt file; holds its saved attributes."""
+    """Placeholder for an object of an unknown class in a .pt file, with its saved attributes."""
 
 
 def read_checkpoint(path: str | Path) -> Any:

@@ -186,7 +186,7 @@ def summary(trainer, stopped: str) -> None:
         use = f"use it in transformers  {command_for('lab export')} {name} --out FOLDER"
     report = command_for("lab report")
     say(
-        f"\n{run_dir}/ holds log.jsonl (all numbers),{curve} TensorBoard events and checkpoints{best}. "
+        f"\n{run_dir}/ contains log.jsonl (all numbers),{curve} TensorBoard events and checkpoints{best}. "
         f"Next:\n  {use}\n  see a report page       {report} {name}\n"
         f"  compare with another    {report} {name} {shell_quote(run_dir.parent / 'OTHER')}\n"
         f"  {continue_:22}  {resume}{more}"

@@ -30,7 +30,7 @@ MIN_HISTORY = 20  # number of norms before the first z-score
 MIN_SIGMA = 0.1  # lower bound of the deviation, so that twice the median of a calm run is no spike
 Z_THRESHOLD = 10.0  # a norm with a higher z-score is a spike; calm runs stay below 7 (docs/RUNS.md)
 PREVIEW_TOKENS = 64  # tokens of each sequence that are written to spike_<step>.json
-COOLDOWN_STEPS = 10  # a spike this soon after another one writes no files of its own
+COOLDOWN_STEPS = 10  # a spike within this many steps of another one writes no files
 LOWER_LR_HINT = "try a lower --lr (and --muon_lr or --embed_lr, if the program has them)"
 
 
@@ -71,7 +71,7 @@ class HealthMonitor:
             raise UserError(
                 "on_spike=skip does not work with precision=fp16; change one of the two"
             )
-        sharded = hasattr(optimizer, "clip_grad_norm")  # ZeRO-1, FSDP2: no rank has whole gradients
+        sharded = hasattr(optimizer, "clip_grad_norm")  # ZeRO-1, FSDP2: ranks have only shards
         self.named_params = [] if sharded else list(trainer.raw_model.named_parameters())
         fsdp2 = any(hasattr(p, "to_local") for p in trainer.raw_model.parameters())
         snapshots = self.policy != "continue" and self.world.is_main and not fsdp2

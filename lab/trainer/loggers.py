@@ -87,7 +87,7 @@ class RunLogger:
         self, step: int, loss: float, lr: float, grad_norm: float,
         seconds_left: float | None = None, **speed: float,
     ) -> None:  # fmt: skip
-        """Log and print a training step. loss in nats per token; speed: what Throughput.read returns."""
+        """Log and print a training step. loss in nats per token; speed: the result of Throughput.read."""
         record = dict(loss=loss, lr=lr, grad_norm=grad_norm, tokens=self.trainer.loader.position)
         self.event("train", step, record | speed)
         self.console.print_train_step(step, loss, lr, grad_norm, seconds_left, speed)

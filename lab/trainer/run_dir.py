@@ -1,6 +1,6 @@
 """A run's directory, LOG_DIR/RUN_NAME: its lock, its config.json, and finding runs.
 
-It holds config.json (here), model_<step>.pt (checkpoint.py), log.jsonl and TensorBoard events
+It contains config.json (this file), model_<step>.pt (checkpoint.py), log.jsonl and TensorBoard events
 (loggers.py), spike_<step>.json (health.py) and loss.png (lab.tools.plot).
 """
 
@@ -120,13 +120,13 @@ def newest_first(log_dir: str | Path) -> list[Path]:
 
 def newest_run(log_dir: str | Path, accept: Callable[[dict], bool], program: str = "") -> Path:
     """The newest run that has a checkpoint and for which accept(program_of(run)) is true. Raises
-    UserError if there is none; program: the file that makes such runs."""
+    UserError if there is none; program: the file that creates such runs."""
     program = program or "train_gpt2.py"
     for run_dir in newest_first(log_dir):
         if existing_checkpoints(run_dir) and accept(program_of(run_dir)):
             return run_dir
     raise UserError(
-        f"no run of {program} with a checkpoint in {log_dir}/; `{command_for(program)}` makes one"
+        f"no run of {program} with a checkpoint in {log_dir}/; `{command_for(program)}` creates one"
     )
 
 
@@ -176,5 +176,5 @@ def is_finished(run_dir: Path) -> bool:
     try:
         record = json.loads((run_dir / "log.jsonl").read_text(errors="replace").splitlines()[-1])
         return record["kind"] == "end" and record["reason"] == "done"
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):  # no log, or not ours
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):  # no valid log
         return False
