@@ -315,10 +315,10 @@ class GPT(nn.Module):
         self.init_weights()
 
     def init_weights(self):
-        """Biases are 0, all other weights are normal with std 0.02 (Radford et al. 2018). For wpe that is
-        nanoGPT's choice; OpenAI's GPT-2 code has 0.01. Matrices that write to the residual stream are
-        scaled by (2 n_layer)^-0.5 (two additions per block), so that the variance of the stream does not
-        grow with depth (Radford et al. 2019, 2.3)."""
+        """Biases are 0, LayerNorm's gains 1, all other weights normal with std 0.02 (Radford et al. 2018).
+        For wpe that is nanoGPT's choice; OpenAI's GPT-2 code has 0.01. Matrices that write to the residual
+        stream are scaled by (2 n_layer)^-0.5 (two additions per block), so that the variance of the stream
+        does not grow with depth (Radford et al. 2019, 2.3)."""
         for name, p in self.named_parameters():
             if p.dim() >= 2:
                 residual = name.endswith("c_proj.weight")
@@ -394,8 +394,8 @@ class GPT(nn.Module):
         return None, loss if reduction == "sum" else loss / (targets >= 0).sum().clamp(min=1)
 
     def generate(self, idx, max_new_tokens, **gen_kwargs):
-        """Continue each row of idx (B, T): yield max_new_tokens times the next tokens (B,). gen_kwargs:
-        see lab.inference.generate."""
+        """Yield the next token (B,) of each row of idx (B, T), max_new_tokens times. gen_kwargs: see
+        lab.inference.generate."""
         for token, _ in generate(self, idx, max_new_tokens, **gen_kwargs):
             yield token
 
@@ -488,8 +488,8 @@ class Trainer:
             x, y, num_targets = self.loader.next_batch()
             timer.mark("data")
             # DDP averages the gradients over the processes during backward(). Once per update is enough,
-            # so no_sync() turns that off in all micro-steps but the last. DDP decides it in the forward
-            # pass, so both forward and backward must be inside the context.
+            # so no_sync() turns it off in all micro-steps but the last. DDP decides this in the forward pass,
+            # so both forward and backward must be inside the context.
             last = micro_step == self.loader.grad_accum_steps - 1
             skip_sync = hasattr(self.model, "no_sync") and not last  # only DDP has no_sync
             with self.model.no_sync() if skip_sync else contextlib.nullcontext():
@@ -533,7 +533,7 @@ class Trainer:
         return norm
 
     def state_dict(self):
-        """What a run needs to resume exactly: tensors and plain values. All ranks must call it."""
+        """All that is needed to resume exactly, as tensors and plain values. All ranks must call it."""
         return {
             "program": describe_program(self), "step": self.step, "best_val": self.best_val,
             "model": self.raw_model.state_dict(), "optimizer": self.optimizer.state_dict(),

@@ -91,8 +91,8 @@ def generate(
     model: Any, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, top_k: int = 0,
     top_p: float = 1.0, generator: torch.Generator | None = None, cache: KVCache | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
-    """Continue each row of idx (B, T): yield max_new_tokens times the next tokens (B,) and the logits
-    (B, V) they were sampled from, before temperature, top_k and top_p.
+    """Yield the next token (B,) of each row of idx (B, T), and the logits (B, V) it was sampled from (before
+    temperature, top_k and top_p), max_new_tokens times.
 
     It does not stop at end-of-text, because rows end at different times. cache: a KVCache to reuse. Raises
     UserError for a prompt longer than the model's context.
