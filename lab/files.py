@@ -86,7 +86,7 @@ def finite_json(value: Any) -> Any:
 
 
 def read_json(
-    path: str | Path, hint: str = "repair it, or create its folder again", **types: type | tuple
+    path: str | Path, hint: str = "repair or regenerate it", **types: type | tuple
 ) -> dict[str, Any]:
     """The dict in a JSON file. types: required keys and the types of their values."""
     with read_errors(path, "file", hint):

@@ -21,8 +21,8 @@ def gather_previous_token(x: Tensor, position: Tensor, mask: Tensor) -> Tensor:
     """x of the token before each query (B, T, C), from all tokens' x (B, S, C); 0 if there is none.
 
     The previous token is the visible one at the previous position. It may be anywhere in the row, because
-    HellaSwag's endings share a context. mask: broadcastable to
-    (B, 1, T, S). position: of the queries, (T,) or (B, T).
+    HellaSwag's endings share a context. mask: broadcastable to (B, 1, T, S). position: of the queries,
+    (T,) or (B, T).
     """
     (B, S, C), T = x.shape, position.size(-1)
     key_position = position if S == T else position.new_ones(S).cumsum(0) - 1

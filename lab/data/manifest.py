@@ -1,8 +1,7 @@
 """manifest.json, which lists the shards in a folder and describes their source.
 
 build.py, chat.py and python_docs.py write it after each shard, so that an interrupted build can
-continue. Training, evaluation and `fineweb.py --verify` check the shards
-against it.
+continue. Training, evaluation and `fineweb.py --verify` check the shards against it.
 """
 
 import hashlib

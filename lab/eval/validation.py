@@ -141,7 +141,7 @@ def evaluate(
     sums = dict(zip(totals, world.all_reduce(torch.stack(list(totals.values()))).tolist()))
     if not sums["targets"]:
         raise UserError(
-            f"the first val_tokens={cfg.val_tokens} of {cfg.data} contain no target; pass a larger "
+            f"val_tokens={cfg.val_tokens} of {cfg.data} contain no target; pass a larger "
             "--val_tokens, or 0 for all"
         )
     return sums

@@ -21,7 +21,7 @@ from lab.trainer.checkpoint import checkpoint_files, step_of
 
 @contextlib.contextmanager
 def lock_run_dir(trainer) -> Iterator[None]:
-    """Hold the lock of the run directory, after writing the config there.
+    """Context manager: lock the run directory, and write the config there.
 
     Raises UserError if another process uses the directory or it cannot be written.
     """
