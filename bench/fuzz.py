@@ -304,7 +304,7 @@ class Kind:
     make: Callable  # writes valid files into the working directory
     files: str  # glob pattern of those that are mutated
     read: Callable  # reads them as the commands do
-    mutate: Callable = mutate_bytes  # a mutation of this format, used half of the time
+    mutate: Callable = mutate_bytes  # for this format; mutate_bytes is used half of the time
 
 
 def compressed(suffix, unpack, pack):
