@@ -74,7 +74,7 @@ def find_class(record: str, source: Any) -> Any:
         found = getattr(found, part, None)
     if not isinstance(found, type):
         raise UserError(
-            f"{source} was made by class {name} of {file}, which no longer exists there; restore the "
-            "class, or load the weights into another one with from_pretrained"
+            f"{source} was made by class {name}, which {file} no longer defines; restore the class, or "
+            "load the weights into another one with from_pretrained"
         )
     return found

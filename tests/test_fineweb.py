@@ -316,7 +316,7 @@ def test_a_second_build_in_the_same_folder_is_refused(tmp_path, long):
     first.communicate()
     said = rf"fineweb.py: error: another fineweb.py is writing {tmp_path / 'o'};.*--out\n"
     assert (got.returncode, got.stdout) == (2, "") and re.fullmatch(said, got.stderr)
-    assert before == after and "is not finished" in verify_shards(tmp_path / "o")[0]
+    assert before == after and "is not complete" in verify_shards(tmp_path / "o")[0]
     make(*args)
     assert np.array_equal(stream_of(tmp_path / "o"), long[1])
 

@@ -123,7 +123,7 @@ def test_classes_are_recorded_by_file_and_name(tmp_path, monkeypatch):
         and class_path(inner) == f"{tmp_path}/mine.py:Model.Inner"
     )
     with pytest.raises(
-        UserError, match="x was made by class Gone of .*mine.py, which does not define it"
+        UserError, match="x was made by class Gone, which .*mine.py no longer defines"
     ):
         find_class(f"{tmp_path}/mine.py:Gone", "x")
     with pytest.raises(UserError, match="in a notebook or an interactive session"):
