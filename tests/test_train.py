@@ -344,7 +344,7 @@ def test_resumed_run_ignores_added_data_and_refuses_changed_data(tmp_path, shard
     (shards / "x_train_000000.npy").unlink()  # the run keeps what it has opened
     np.save(shards / "x_train_000000.npy", other)
     with pytest.raises(
-        UserError, match="does not begin with the .* tokens that this run was begun with"
+        UserError, match="does not begin with the .* tokens that this run started with"
     ):
         train_here(tmp_path, shards, "r", max_steps=20, resume=True)
 
