@@ -173,7 +173,7 @@ def test_memory_that_fits(capsys):
     text = planned(capsys, xl)
     assert (
         "batch_size=8 fits, with 0.0 GiB left" in text
-        and "training takes batch_size=8, with" in text
+        and "training uses batch_size=8, with" in text
     )
     again = int(text.split("with --activation_checkpointing ")[1].split(".")[0])
     text = planned(capsys, xl, "--batch_size 16")

@@ -120,7 +120,7 @@ def test_a_log_alone_and_a_damaged_configuration(tmp_path):
     """A copied log, like those in readme.assets/runs, is shown under its file's name."""
     log = write_log(tmp_path, [*RUN, sample(400, "alone")]) / "log.jsonl"
     page = Page(log.rename(tmp_path / "kept.jsonl"))
-    page.shows("no config.json beside the log of kept", "alone")
+    page.shows("no config.json for the log of kept", "alone")
     run = write_run(tmp_path / "r", RUN)
     # the config.json beside a log.jsonl belongs to it
     assert report.read_run(run / "log.jsonl", "r").train == TRAIN
