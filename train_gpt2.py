@@ -142,7 +142,7 @@ class TrainConfig(config.RunConfig):
     precision: Literal["auto", "bf16", "fp16", "tf32", "fp32"] = "auto"  # auto: the device's best
     parallel: Literal["ddp", "zero1", "fsdp2"] = "ddp"  # zero1 shards AdamW's state, fsdp2 all
     compile: bool = True  # use torch.compile where it works
-    kernels: Literal["fused", "plain"] = "fused"  # plain: run the modules below as they are written
+    kernels: Literal["fused", "plain"] = "fused"  # plain: use the modules of the program as written
     fp8: Literal["off", "head", "all"] = "off"  # 8-bit matmuls in the head; all: in the MLPs too
 
     def validate(self, model_config):
