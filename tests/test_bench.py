@@ -35,13 +35,13 @@ def test_timed_steps_are_the_trainers_updates(tmp_path):
     def losses(run):
         return [run.train_step()[0].sum().item() for _ in range(3)]
 
-    torch.set_float32_matmul_precision("high")  # as a previous case may have left it
+    torch.set_float32_matmul_precision("high")  # as after a previous case
     run = build(tmp_path, compile_mode="none", precision="fp32")
     assert torch.get_float32_matmul_precision() == "highest"
     config, cfg = run.raw_model.config, dataclasses.replace(run.cfg, kernels="fused")
     found = losses(run)
     assert found == losses(build_trainer(config, cfg, World("cpu")))
-    # the first rung computes the same in another way
+    # the first rung computes the same with other operations
     first = build(tmp_path, **rungs.START | dict(vocab_multiple=128))
     assert losses(first) == pytest.approx(found, abs=1e-4)
     plain = [type(r.raw_model.head_loss) is HeadLoss for r in (first, run)]
@@ -99,7 +99,7 @@ def test_figures_can_be_made_from_the_records(tmp_path, capsys):
     } == drawn  # pictures of the lab serve page
 
 
-def test_a_plain_mlp_stays_plain_where_mlps_are_replaced(monkeypatch):
+def test_plain_mlp_is_kept_when_the_head_is_replaced(monkeypatch):
     monkeypatch.setattr(kernels, "is_supported", lambda device: True)  # as on a GPU
     model, precision = GPT(GPTConfig(1, 2, 32, 16, 257)), Precision("bf16", torch.device("cpu"))
     own = SimpleNamespace(mlp="plain", head="fused")

@@ -1,4 +1,4 @@
-"""HellaSwag: scores worked out by hand and compared with transformers, file, callback, command."""
+"""HellaSwag: scores against hand calculations and transformers; the file, the callback, the command."""
 
 import copy
 import hashlib
@@ -190,7 +190,7 @@ def test_losses_equal_transformers_one_ending_at_a_time(
 
 
 def test_measuring_leaves_rng_and_model_unchanged(file):
-    """It draws no random number and keeps weights and training mode; autocast changes little."""
+    """It uses no random numbers and keeps weights and training mode; autocast changes little."""
     model = noisy_gpt()
     before, state = torch.get_rng_state(), copy.deepcopy(model.state_dict())
     _, plain = score(model, file)
@@ -206,7 +206,7 @@ def test_measuring_leaves_rng_and_model_unchanged(file):
 
 
 def test_limit_and_length_decide_which_examples_are_used(tmp_path):
-    """A limit is spread over the file. Endings that don't fit are refused, or skipped if asked."""
+    """A limit is spread over the file. Endings that don't fit are errors, or are skipped with skip_long."""
     examples = random_examples(longest=2)
     examples[3]["endings"][1] = "x" * 32  # 33 tokens with the leading space
     examples[4]["ctx"] = ""
@@ -311,7 +311,7 @@ def test_callback_reads_the_tokenizer_of_the_runs_data(tmp_path, monkeypatch):
 
 
 def test_callback_that_cannot_run_prints_why_and_turns_itself_off(tmp_path, monkeypatch, capsys):
-    """Without a network that is when the run starts; if an ending does not fit, when it is scored."""
+    """At the start of the run without a network; at the first evaluation if an ending does not fit."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
     monkeypatch.setattr("time.sleep", lambda seconds: None)
@@ -341,7 +341,7 @@ def test_ranks_check_for_signals_equally_often_with_unequal_batches(file, monkey
 
 @pytest.mark.parametrize("num_continuations", [2, 3, 7])
 def test_any_number_of_continuations(num_continuations):
-    """As for pairs of sentences without a context, where end-of-text comes first."""
+    """For example pairs of sentences without a context, after end-of-text."""
     model, rng = noisy_gpt(), np.random.default_rng(0)
     items = [
         [[VOCAB - 1], *(rng.integers(0, 256, n).tolist() for n in rng.integers(1, 9, num_continuations))]

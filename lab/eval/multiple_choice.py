@@ -1,9 +1,9 @@
 """Multiple-choice benchmarks: files, models, and the loss of each continuation of a context. Used by
 hellaswag.py and blimp.py.
 
-An item is a list [context, continuation, continuation, ...] of lists of token ids. The context has
-at least one token, because something has to predict the first token of a continuation: use
-[tokenizer.eot] where there is no text. All items have the same number of continuations.
+An item is a list [context, continuation, continuation, ...] of lists of token ids. The context needs
+at least one token, from which the first token of a continuation is predicted: use [tokenizer.eot] if
+there is no text. All items have the same number of continuations.
 
 Shape letters: N items, K continuations of an item, B rows of a batch (one item each), T tokens of a
 row, C channels, M continuation tokens of a batch.
@@ -144,7 +144,7 @@ class Benchmark(PeriodicCallback):
 
 
 class Model(Protocol):
-    """What scoring needs of a language model; train_gpt2.GPT describes the arguments."""
+    """The interface of a language model that scoring uses; see train_gpt2.GPT."""
 
     lm_head: torch.nn.Linear
 
@@ -158,7 +158,7 @@ class Model(Protocol):
 
 
 def row_length(item: list[list[int]]) -> int:
-    """Inputs of an item's row; the last token of each continuation is a target only."""
+    """Number of input tokens of an item; the last token of each continuation is only a target."""
     context, *continuations = item
     return len(context) + sum(len(ids) - 1 for ids in continuations)
 
@@ -166,8 +166,8 @@ def row_length(item: list[list[int]]) -> int:
 def make_batches(lengths: np.ndarray) -> list[tuple[np.ndarray, int]]:
     """Divide rows of these lengths (N,) into batches: pairs (row indices, T), longest first.
 
-    Rows of equal padded length T are split into batches of nearly equal size. The batches do not
-    depend on the number of processes, and therefore the scores do not either."""
+    Rows of equal padded length T are split into batches of nearly equal size. The batches, and therefore
+    the scores, do not depend on the number of processes."""
     padded = -(-lengths // PAD_MULTIPLE) * PAD_MULTIPLE
     batches = []
     for T in np.unique(padded)[::-1].tolist():
@@ -178,12 +178,12 @@ def make_batches(lengths: np.ndarray) -> list[tuple[np.ndarray, int]]:
 
 
 def collate(items: list[list[list[int]]], T: int) -> tuple[np.ndarray, ...]:
-    """Pack each item into one row of T tokens, so that its context is computed only once: the
+    """Pack each item into one row of T tokens, so that its context is computed only once: first the
     context, then the inputs of its continuations.
 
     Returns (idx, position, segment, gather_idx, targets). idx, position, segment (B, T): segment is
-    0 for the context and padding, k for the k-th continuation. Positions of each continuation start
-    after the context, as if it were the only one. gather_idx (M,): indices of the flattened
+    0 for the context and padding, k for the k-th continuation. The positions of each continuation
+    start after the context, as if it were the only one. gather_idx (M,): indices of the flattened
     outputs (B * T) that predict the continuations' tokens; targets (M,): those tokens, ordered by
     item, then by continuation. Padding is at the end of a row, where causal attention hides it."""
     idx, position, segment = np.zeros((3, len(items), T), np.int64)
@@ -205,8 +205,8 @@ def collate(items: list[list[list[int]]], T: int) -> tuple[np.ndarray, ...]:
 def hidden_states(
     model: Model, idx: torch.Tensor, position: torch.Tensor, segment: torch.Tensor
 ) -> torch.Tensor:
-    """Final hidden states (B * T, C) of packed rows. A token sees itself, and what is before it in
-    the context and in its own continuation."""
+    """Final hidden states (B * T, C) of packed rows. A token attends to itself and to earlier tokens of
+    the context and of its own continuation."""
     T = idx.size(1)
     same = (segment[:, None, :] == 0) | (segment[:, None, :] == segment[:, :, None])
     causal = torch.ones(T, T, dtype=torch.bool, device=idx.device).tril()
@@ -235,10 +235,10 @@ def continuation_losses(
     batches = make_batches(np.array([row_length(item) for item in items]))
     computed = []
     bar = progress(range(0, len(batches), world.world_size), description, "batch")
-    bar.refresh()  # show it at once: on a CPU the first batch may take half a minute
+    bar.refresh()  # show it now, because on a CPU the first batch may take half a minute
     for i in bar:
         check()
-        # a rank without a batch in the last round repeats the last one: FSDP2's all-gathers need it
+        # a rank without a batch in the last round repeats the last batch, for FSDP2's all-gathers
         mine = i + world.rank
         rows, T = batches[min(mine, len(batches) - 1)]
         arrays = collate([items[row] for row in rows], T)

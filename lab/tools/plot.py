@@ -1,8 +1,8 @@
 """Draw the curves of training runs from their log.jsonl: loss, HellaSwag, BLiMP, learning rate.
 
-python -m lab plot log/RUN log/OTHER --out both.png     # the newest run if none is named
+python -m lab plot log/RUN log/OTHER --out both.png     # default: the newest run
 
-The trainer draws loss.png with loss_curve at the end of a run; lab report shares the sentences.
+The trainer draws loss.png with loss_curve at the end of a run. lab report uses the same sentences.
 """
 
 import itertools
@@ -57,7 +57,7 @@ def headline(logs: dict[str, RunLog]) -> str:
 
 
 def compare_losses(names: Sequence[str], logs: Sequence[RunLog]) -> str:
-    """A sentence with the lowest loss and its lead, at the last position measured in all runs."""
+    """A sentence about the run with the lowest loss, at the last position measured in all runs."""
     if not comparable(logs):
         return "different tokenizers: losses in nats per token cannot be compared"
     for kind, name in (("validation", "val"), ("training", "train")):
@@ -89,8 +89,8 @@ def caption(log: RunLog) -> str:
 
 
 def loss_levels(logs: Collection[RunLog]) -> dict[str, float]:
-    """{label: nats per token} of the uniform guess and the unigram baseline. Levels of several runs
-    that are so close that their labels would overlap get one line."""
+    """{label: nats per token} of the uniform guess and the unigram baseline. If the levels of several
+    runs are so close that labels would overlap, there is only one."""
     found = {}
     for name, text in (("log_v", "uniform guess"), ("unigram", "unigram baseline")):
         values = sorted(v for log in logs for v in column(log, "start", name)[1][-1:])
@@ -101,8 +101,8 @@ def loss_levels(logs: Collection[RunLog]) -> dict[str, float]:
 
 
 def hellaswag_levels(logs: Collection[RunLog]) -> dict[str, float]:
-    """{label: acc_norm} of chance and of the published models. The large model is left out if its
-    level would flatten the curves."""
+    """{label: acc_norm} of chance and of the published models, without the large one if its level would
+    flatten the curves."""
     best = max((v for log in logs for v in accuracy(log, "hella")[1]), default=0)
     found = {f"{k} {v:.4f}": v for k, v in PUBLISHED_HELLASWAG.items() if v < 0.3 or best > 0.36}
     return {"chance 0.25": 0.25} | found
@@ -124,8 +124,7 @@ def phenomena(log: RunLog) -> dict[str, tuple[list[int], list[float]]]:
 
 
 def run_colors(logs: dict[str, RunLog], what: str, dark: bool) -> Iterator[tuple[str, RunLog, str]]:
-    """(name, log, color) of each run: the color of the quantity `what` for a single run, else one
-    color per run."""
+    """(name, log, color) of each run. A single run has the color of the quantity `what`."""
     series = [color_of(what, dark)] if len(logs) == 1 else SERIES[dark]
     return zip(logs, logs.values(), itertools.cycle(series))
 
@@ -261,7 +260,7 @@ def draw(runs: Sequence[str | Path], out_path: str | Path, dark: bool = False) -
 
 
 def loss_curve(run_dirs: Sequence[str | Path], out_path: str | Path) -> None:
-    """Like draw, for a run that is ending: errors are printed instead of raised."""
+    """Like draw, but errors are printed instead of raised; used at the end of a run."""
     try:
         draw(run_dirs, out_path)
     except UserError:  # nothing was measured
@@ -278,8 +277,8 @@ def main(argv: list[str]) -> None:
     class Config:
         """Draw the curves of one or several runs."""
 
-        runs: Positional[tuple[Path, ...]] = ()  # run directories; the newest run if none is named
-        out: str = ""  # .png, .svg or .pdf; loss.png in the first run's directory if empty
+        runs: Positional[tuple[Path, ...]] = ()  # run directories; default: the newest run
+        out: str = ""  # .png, .svg or .pdf file; default: loss.png in the first run's directory
         dark: bool = False  # light lines on a dark background
 
     cfg = parse_args(Config, argv)
