@@ -493,16 +493,16 @@ class Trainer:
             # so no_sync() turns it off in all micro-steps but the last. DDP decides this in the forward pass,
             # so both forward and backward must be inside the context.
             last = micro_step == self.loader.grad_accum_steps - 1
-            skip_sync = hasattr(self.model, "no_sync") and not last  # only DDP has no_sync
-            with self.model.no_sync() if skip_sync else contextlib.nullcontext():
+            sync = last or not hasattr(self.model, "no_sync")  # only DDP has no_sync
+            with contextlib.nullcontext() if sync else self.model.no_sync():
                 # matmuls in 16 bits; weights, their gradients and the loss stay in float32
                 with torch.autocast(x.device.type, precision.dtype, enabled=precision.is_16_bit):
                     _, loss = self.model(x, y, reduction="sum")
-                # Turn the sum over this micro-step into its part of the mean over the whole step.
-                # Example: 524,288 targets on 2 processes x 4 micro-steps are 65,536 targets in each. The
-                # summed loss is divided by 524,288. (Dividing by 65,536 would make the accumulated
-                # gradient 4 times too large.) It is multiplied by 2, because DDP averages the gradients
-                # of the 2 processes, and we need their sum.
+                # The loss of a step is the mean over all its targets, so divide the sum over this
+                # micro-step by the targets of the step. Example: 524,288 targets on 2 processes x 4
+                # micro-steps. Each micro-step sums over 65,536 targets and divides by 524,288. The
+                # gradients of the 4 micro-steps add up in backward(), but those of the 2 processes are
+                # averaged by DDP: the factor 2 turns its mean into the sum.
                 loss = loss * (self.world.world_size / num_targets)
                 timer.mark("forward")
                 # fp16 rounds gradients below 3e-8 to 0, so the scaler scales the loss up
@@ -514,7 +514,7 @@ class Trainer:
         # (in ZeRO-1 after the reduce-scatter, which also happens here)
         clip = getattr(self.optimizer, "clip_grad_norm", self.clip_grad_norm)
         grad_norm = clip(self.cfg.grad_clip)
-        self.health.observe(grad_norm)  # with --on_spike skip, a spike's update is skipped
+        self.health.observe(grad_norm)  # --on_spike skip: the optimizer then ignores this gradient
         for group in self.optimizer.param_groups:
             group["lr"] = get_lr(self.step, self.cfg) * group["lr_scale"]
         precision.scaler.step(self.optimizer)
@@ -635,7 +635,9 @@ def train(trainer, callbacks, log, stop):
             if last:
                 break
             losses, grad_norm = trainer.train_step()
-            health.record(losses)  # checked a step later, so that the CPU need not wait for the GPU
+            health.record(
+                losses
+            )  # check() reads them a step later: the CPU never waits for the GPU
             throughput.tick()
             if trainer.step % cfg.log_every == 0 or trainer.step == cfg.max_steps:
                 loss = world.mean(losses.sum().item())
