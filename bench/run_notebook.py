@@ -2,9 +2,9 @@
 
     python bench/run_notebook.py    # four minutes on two idle cores; needs requirements-notebook.txt
 
-Each chapter's seconds are written to the table of contents. Pictures are saved with 128 colors,
-which look the same for lines and text at a third of the size. If a cell fails, the file is left
-unchanged. Two cells of chapter 2 use GPT-2's tokenizer, whose files TIKTOKEN_CACHE_DIR may name.
+The seconds of each chapter are written to the table of contents. Pictures are saved with 128 colors,
+which is enough for lines and text, at a third of the size. If a cell fails, the file is not changed. Two
+cells of chapter 2 need GPT-2's tokenizer, whose files may be in the folder TIKTOKEN_CACHE_DIR.
 """
 
 import base64
@@ -26,18 +26,17 @@ NOTEBOOK = ROOT / "play.ipynb"
 
 
 def executed():
-    """The notebook with the outputs of a fresh kernel. Raises CellExecutionError if a cell fails."""
+    """Run the notebook in a fresh kernel and return it. Raises CellExecutionError if a cell fails."""
     notebook = nbformat.read(NOTEBOOK, 4)
-    options = dict(
-        timeout=1800, kernel_name="python3", record_timing=True
-    )  # timeout: seconds per cell
+    # timeout: seconds per cell
+    options = dict(timeout=1800, kernel_name="python3", record_timing=True)
     resources = {"metadata": {"path": str(ROOT)}}
     NotebookClient(notebook, resources=resources, **options).execute()
     return notebook
 
 
 def write_seconds(notebook):
-    """Write each chapter's seconds to the last column of the table of contents in cell 0."""
+    """Write the seconds of each chapter to the last column of the table of contents in cell 0."""
     chapters = []
     for cell in notebook.cells:
         chapters += [0.0] * cell.source.startswith("## ")

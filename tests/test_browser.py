@@ -1,6 +1,6 @@
 """report.html and the page of lab serve in a real browser.
 
-apt-get install chromium            # or any Chrome or Chromium that is on the PATH
+apt-get install chromium            # or any Chrome or Chromium on the PATH
 python -m pip install -r requirements-browser.txt
 python -m pytest -m slow tests/test_browser.py
 """
@@ -149,11 +149,7 @@ def test_typing_streaming_stop_and_continue(tab):
     stopped = tab.count()
     tab.page.wait_for_timeout(500)
     assert 20 < stopped == tab.count() < 4000
-    assert tab.texts("#out > b .t > span:first-child") == [
-        "a",
-        "b",
-        "c",
-    ]  # the prompt is scored too
+    assert tab.texts("#out > b .t > span:first-child") == list("abc"), "the prompt is also scored"
     foot = tab.page.inner_text("#foot")
     assert "tok/s" in foot and "seed 1" in foot
     tab.set(max_tokens=30)
@@ -179,7 +175,7 @@ def test_clicking_an_alternative_token_continues_from_it(tab):
     tab.page.locator("#out > .t").nth(9).click()
     assert tab.page.inner_text("#card p").startswith(name + ":")
     tab.page.keyboard.press("Escape")
-    tab.page.click("#view button[data-value=under]")  # the same, listed below each token
+    tab.page.click("#view button[data-value=under]")  # the same list below each token
     under = tab.page.locator("#out > .t").nth(3).locator(".alts")
     assert under.is_visible() and "%" in under.locator("strong").inner_text()
     under.locator("button").first.click()

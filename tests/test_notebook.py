@@ -1,4 +1,4 @@
-"""play.ipynb as it is saved, and (slow) run from top to bottom in a fresh kernel."""
+"""play.ipynb as saved, and (slow) run from top to bottom in a fresh kernel."""
 
 import ast
 import importlib.util
@@ -11,7 +11,8 @@ from conftest import ROOT, clean_env
 
 NOTEBOOK = ROOT / "play.ipynb"
 CELLS = json.loads(NOTEBOOK.read_text())["cells"]
-THEIRS = ("IPython", "matplotlib_inline")  # of requirements-notebook.txt, which tests do without
+# from requirements-notebook.txt, which is not needed for the tests
+THEIRS = ("IPython", "matplotlib_inline")
 
 
 def cells(kind):
@@ -32,24 +33,24 @@ def test_saved_with_outputs_in_order_and_without_errors():
     code = cells("code")
     assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
     shown = [cell["source"] for cell in code if not cell["metadata"].get("jupyter")]
-    assert max(map(len, shown)) <= 30, "lines of a cell; what only draws is collapsed"
+    assert max(map(len, shown)) <= 30, "lines of a cell, except collapsed ones"
     outputs = [output for cell in code for output in cell["outputs"]]
     assert "error" not in [output["output_type"] for output in outputs]
     pictures = sum("image/png" in output.get("data", {}) for output in outputs)
-    assert pictures >= len(chapters()), "each chapter draws what it found"
-    assert all("assert " in text for text in chapters().values()), "and checks it"
+    assert pictures >= len(chapters()), "each chapter has a figure"
+    assert all("assert " in text for text in chapters().values()), "and a check"
     assert NOTEBOOK.stat().st_size < 2.5e6, "bench/run_notebook.py saves smaller pictures"
-    assert "/work/" not in NOTEBOOK.read_text(), "a path of the machine it was run on"
+    assert "/work/" not in NOTEBOOK.read_text(), "a path of the machine on which it was run"
 
 
-def test_the_tests_that_it_names_are_there():
+def test_mentioned_tests_exist():
     there = "".join(path.read_text() for path in (ROOT / "tests").glob("*.py"))
     named = set(re.findall(r"`(test_\w+)`", text_of(cells("markdown"))))
     assert named and not named - set(re.findall(r"def (test_\w+)", there))
 
 
-def test_what_it_takes_from_the_project_is_there():
-    """A name that is renamed in a module breaks a cell, which only the slow test would see."""
+def test_imported_names_exist():
+    """Renaming something in a module breaks a cell, which otherwise only the slow test would detect."""
     nodes = list(ast.walk(ast.parse(text_of(cells("code")))))
     files = [*ROOT.glob("*.py"), *ROOT.glob("bench/*.py")]
     ours, found, taken = {"lab", *(path.stem for path in files)}, {}, 0
@@ -57,7 +58,9 @@ def test_what_it_takes_from_the_project_is_there():
         names = [node.module] if isinstance(node, ast.ImportFrom) else []
         names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         root = names[0].split(".")[0] if names else ""
-        assert not root or root in THEIRS or importlib.util.find_spec(root), f"{root} is not there"
+        assert not root or root in THEIRS or importlib.util.find_spec(root), (
+            f"{root} is not installed"
+        )
         if root in ours:
             exec(ast.unparse(node), found)
             taken += len(node.names)

@@ -1,6 +1,6 @@
-"""Interpretability tools for play.ipynb: attention weights, the logit lens, head ablation; and tables.
+"""Interpretability tools for play.ipynb: attention weights, logit lens and head ablation; also tables.
 
-They work on train_gpt2.GPT itself, through forward hooks that are removed afterwards.
+They use forward hooks on train_gpt2.GPT, which are removed afterwards.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from lab.notebook.views import attention_view
 
 
 def laptop_run(log_dir: str | Path = "log", steps: int = 300) -> Path:
-    """Path of the checkpoint of run LOG_DIR/notebook_<steps>: the preset laptop after `steps` updates.
+    """Path of a checkpoint of the preset laptop after `steps` updates, from run LOG_DIR/notebook_<steps>.
 
     Trains the run if it does not exist yet (300 steps: less than a minute on two cores). Raises
     UserError, with the trainer's output, if that fails.
@@ -29,7 +29,7 @@ def laptop_run(log_dir: str | Path = "log", steps: int = 300) -> Path:
     run = f"notebook_{steps}"
     path = Path(log_dir, run, f"model_{steps:06d}.pt")
     if not path.exists():
-        shutil.rmtree(path.parent, ignore_errors=True)  # left by an interrupted kernel
+        shutil.rmtree(path.parent, ignore_errors=True)  # left by an interrupted run
         flags = f"--preset laptop --max_steps {steps} --checkpoint_every {steps} --val_every 0"
         flags += f" --sample_every 0 --run_name {run} --log_dir"
         command = [sys.executable, "train_gpt2.py", *flags.split(), Path(log_dir).absolute()]
@@ -90,7 +90,7 @@ def attention_mass(weights: Tensor, where: Tensor) -> Tensor:
 
 
 def ablate_head(model: Any, layer: int, head: int) -> AbstractContextManager:
-    """A context manager; in its body the output of one head is set to 0, before c_proj."""
+    """Context manager that sets the output of one head to 0, before c_proj."""
     D = model.config.n_embd // model.config.n_head
 
     def zero_head(c_proj: Any, args: tuple) -> tuple[Tensor]:
@@ -114,7 +114,7 @@ def attention_page(
 
 
 class Table:
-    """A table for notebooks: HTML in a browser, text elsewhere. Columns of numbers are right-aligned."""
+    """A table, shown as HTML in notebooks and as text elsewhere. Columns of numbers are right-aligned."""
 
     def __init__(self, columns: Iterable[Any], rows: Iterable[Iterable[Any]]):
         self.lines = [list(map(str, row)) for row in (columns, *rows)]
