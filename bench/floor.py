@@ -1,8 +1,8 @@
 """The lower bound of a step's time: matmuls, attention, and elementwise memory traffic at copy
 speed.
 
-play.ipynb (appendix B) adds it up from the times of the parts in readme.assets/runs/floor.jsonl,
-which were measured by a program in commit f21a7f5. Casts of the weights, bias gradients, gradient
+It is added up from the times of the parts in readme.assets/runs/floor.jsonl, which were measured by a
+program in commit f21a7f5; docs/LOG.md#floor has the results. Casts of the weights, bias gradients, gradient
 accumulation and gaps between kernels are not included, because they could be hidden or avoided.
 """
 
