@@ -90,7 +90,7 @@ class GPTConfig:
     @property
     def padded_vocab_size(self):
         """Rows of the token embedding. GPUs multiply matrices of round sizes much faster (play.ipynb,
-        chapter 7). Ids from vocab_size on are never targets, predicted, sampled or exported."""
+        chapter 16). Ids from vocab_size on are never targets, predicted, sampled or exported."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
     @property

@@ -40,7 +40,8 @@ def train(world: World, late: bool) -> dict:
             loss.backward()
             total += loss.item()
         if step == 0:
-            gradients = list(world.gather(flat(p.grad for p in model.parameters())))
+            whole = flat(p.grad for p in model.parameters() if p.grad is not None)
+            gradients = list(world.gather(whole))
         optimizer.step()
         optimizer.zero_grad()
         a, b = world.gather(flat(model.parameters()).detach())

@@ -7,6 +7,8 @@ RATE, KNOWN (predictions, drawn dashed) and BASE (baseline or earlier state). He
 import logging
 import os
 import sys
+import warnings
+from typing import Any
 
 # Idle OpenMP threads sleep instead of spinning, because several processes share the cores. Must be
 # set before torch starts its threads.
@@ -21,10 +23,13 @@ KNOWN, BASE = "0.1", "0.65"
 
 def set_style() -> None:
     """plot_setup, and: a line without a color is OURS, heat maps are blue."""
-    import matplotlib.pyplot as plt
+    import matplotlib
+    from cycler import cycler
 
     plot_setup()
-    plt.rcParams.update({"axes.prop_cycle": plt.cycler(color=[OURS]), "image.cmap": "Blues"})
+    settings: dict[Any, Any] = {"axes.prop_cycle": cycler(color=[OURS]), "image.cmap": "Blues"}
+    matplotlib.rcParams.update(settings)
+    warnings.filterwarnings("ignore", message="IProgress")  # tqdm's, without ipywidgets
     logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)  # missing fonts
 
 
