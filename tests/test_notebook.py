@@ -54,7 +54,7 @@ def own_chapters():
     """{title: its cells} from chapter 9 on: parts II and III, whose chapters can be read alone."""
     found, title = {}, None
     for cell in CELLS:
-        source = "".join(cell["source"])
+        source = "".join(cell["source"]) if cell["cell_type"] == "markdown" else ""
         if source.startswith("# ") or "### Solutions" in source:
             title = None  # the heading of a part
         if heading := re.search(r"^## (\d+)\. .+$", source, re.MULTILINE):
