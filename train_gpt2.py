@@ -91,7 +91,7 @@ class GPTConfig:
     @property
     def padded_vocab_size(self):
         """vocab_size rounded up: the number of rows of the token embedding. GPUs multiply matrices
-        much faster if their sizes are multiples of a power of two (play.ipynb, chapter 7). The padding
+        much faster if their sizes are multiples of a power of two (play.ipynb, chapter 16). The padding
         ids (vocab_size and above) are never targets and never predicted, sampled or exported."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 

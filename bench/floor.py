@@ -1,8 +1,8 @@
 """A lower bound of the time of a step: matmuls, attention, and elementwise memory traffic at copy speed.
 
-play.ipynb (appendix B) computes it from the times of the parts in readme.assets/runs/floor.jsonl,
-measured by a program in commit f21a7f5. Casts of weights, bias gradients, gradient accumulation and gaps
-between kernels are not included, because they can be overlapped or avoided.
+It is added up from the times of the parts in readme.assets/runs/floor.jsonl, which were measured by a
+program in commit f21a7f5; docs/LOG.md#floor has the results. Casts of the weights, bias gradients, gradient
+accumulation and gaps between kernels are not included, because they could be hidden or avoided.
 """
 
 WAYS = ("forward", "dgrad", "wgrad")  # of a matmul: output, gradient of input, gradient of weight

@@ -134,7 +134,8 @@ class Table:
         def row(line: list[str], tag: str) -> str:
             cells = ""
             for cell, align in zip(line, self.align):
-                cells += f'<{tag} style="text-align: {css[align]}">{html.escape(cell)}</{tag}>'
+                style = f"text-align: {css[align]}; white-space: pre"  # keeps leading blanks
+                cells += f'<{tag} style="{style}">{html.escape(cell)}</{tag}>'
             return f"<tr>{cells}</tr>"
 
         head, *body = self.lines
