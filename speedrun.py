@@ -186,6 +186,9 @@ def shift_right(x, position, mask, cache, name):
     return F.pad(x, (0, 0, 1, 0))[:, x.size(1) - T : x.size(1)]
 
 
+YARN_TURNS = 1, 32  # alpha and beta of Peng et al. 2023, found for LLaMA's 2,048 tokens and more
+
+
 def rope_frequencies(config, device=None):
     """Frequencies (D / 4,) of rotary embedding, in radians per token, and a factor on rotated queries
     and keys. Attention's scores grow with the factor's square."""
@@ -203,8 +206,9 @@ def rope_frequencies(config, device=None):
         inv_freq = inv_freq * scale**-exponent  # stays, the slowest is divided by scale
     else:  # YaRN (Peng et al. 2023, 3.2 to 3.4): frequencies with 32 turns or more within the trained
         # length stay, those below one turn are divided by scale, and the scores are sharpened
+        low, high = YARN_TURNS
         turns = config.trained_length * inv_freq / (2 * math.pi)
-        keep = ((turns - 1) / (32 - 1)).clamp(0, 1)
+        keep = ((turns - low) / (high - low)).clamp(0, 1)
         inv_freq = inv_freq * (keep + (1 - keep) / scale)
         factor = 0.1 * math.log(scale) + 1
     return inv_freq, factor

@@ -243,6 +243,8 @@ def test_yarn_multiplies_attention_scores_by_the_square_of_its_factor():
         scores[scaling] = speedrun.rotate(q, turn) @ speedrun.rotate(k, turn).mT
     temperature = 1 / (0.1 * math.log(32 / 8) + 1) ** 2  # eq. 22: sqrt(1 / t) = 0.1 ln(s) + 1
     assert torch.allclose(scores["yarn"], scores["none"] / temperature, atol=1e-5)
+    turned = speedrun.rotate(q, speedrun.rotation(torch.arange(9) + 20, config))
+    assert torch.allclose(turned.norm(dim=-1) * temperature**0.5, q.norm(dim=-1), atol=1e-5)
 
 
 @pytest.mark.parametrize("changes", [{}, LONGER, EVERYTHING | dict(document_mask=True)])
