@@ -27,7 +27,7 @@ from lab.eval.validation import evaluate
 from lab.files import check_writable
 
 BUDGETS, BUDGET_SIZES = (6e10, 2.4e11), (24, 40, 64, 96, 144)  # FLOPs per run; channels
-LADDER_SIZES, TOKENS_PER_WEIGHT = (24, 32, 40, 48, 64, 80), 8
+LADDER_SIZES, TOKENS_PER_WEIGHT = (20, 24, 32, 40, 48, 64), 8
 SHAPE = dict(n_layer=2, n_head=2, block_size=64, vocab_size=257, vocab_multiple=1)
 SHAPE |= dict(value_tables=0, smear=False)
 BATCH = 512  # tokens per update
