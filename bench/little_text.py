@@ -27,7 +27,7 @@ from records import append_record, gpu_name, grouped, origin, print_rows, read_r
 import speedrun
 from lab.cli import UserError, parse_args, run_main
 from lab.data.python_docs import build_python_docs
-from lab.data.shards import TokenShards
+from lab.data.shards import TokenShards, write_npy
 from lab.distributed import World
 from lab.files import check_writable
 
@@ -61,7 +61,7 @@ def write_text():
     build_python_docs("data/builtin")
     ids = TokenShards("data/builtin", "train", 257).read(0, TEXT)
     Path("data/little").mkdir(parents=True, exist_ok=True)
-    np.save("data/little/little_train_000001.npy", ids)
+    write_npy(Path("data/little/little_train_000001.npy"), ids)  # atomic: other runs may read it
 
 
 def soft_targets(teachers):
