@@ -51,6 +51,31 @@ def test_saved_with_outputs_in_order_and_without_errors():
     assert "/work/" not in NOTEBOOK.read_text(), "a path of the machine it was run on"
 
 
+def part_one():
+    """The cells of part I."""
+    starts = [i for i, cell in enumerate(CELLS) if "".join(cell["source"]).startswith("# Part ")]
+    return CELLS[starts[0] : starts[1]]
+
+
+def test_part_one_builds_the_model_in_short_visible_cells():
+    code = [cell for cell in part_one() if cell["cell_type"] == "code"]
+    assert not [cell["source"] for cell in code if cell["metadata"].get("jupyter")], "hidden"
+    assert sum(len(cell["source"]) <= 15 for cell in code) > 0.9 * len(code)
+    for name in ("Attention", "MLP", "Block", "MyGPT"):
+        assert f"class {name}(nn.Module)" in text_of(code)
+    views = [str(cell["outputs"]) for cell in code if "attachShadow" in str(cell["outputs"])]
+    assert len(views) >= 4, "views that react to the mouse"
+
+
+def test_new_words_of_part_one_are_in_its_glossary():
+    text = text_of([cell for cell in part_one() if cell["cell_type"] == "markdown"])
+    text, glossary = text.split("### Glossary")
+    words = re.findall(r"\*\*([^*.:?]+)\*\*", text)  # a bold sentence is no word
+    words = {word.replace("\n", " ").lower().removesuffix("s") for word in words} - {"not"}
+    assert len(words) > 30
+    assert not [word for word in words if word not in glossary.lower()]
+
+
 def own_chapters():
     """{title: its cells} from chapter 9 on: parts II and III, whose chapters can be read alone."""
     found, title = {}, None

@@ -410,6 +410,15 @@ def test_round_trip_is_bit_equal(tmp_path, capsys):
     assert one == two
 
 
+def test_the_example_model_predicts_english():
+    model = load_model(str(ROOT / "examples/laptop_model"))
+    idx = torch.tensor(
+        [list(b"Return True if the object is an instance of the class, False otherwise.")]
+    )
+    with torch.no_grad():
+        assert model(idx[:, :-1], idx[:, 1:])[1] < 1.5  # untrained: 5.5
+
+
 def test_an_export_in_16_bits_is_half_the_size_and_rounds(tmp_path):
     ours = tiny_gpt(257, 128)
     source = saved(ours, tmp_path / "model.pt")

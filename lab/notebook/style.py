@@ -7,7 +7,6 @@ RATE, KNOWN (predictions, drawn dashed) and BASE (baseline or earlier state). He
 import logging
 import os
 import sys
-import warnings
 from typing import Any
 
 # Idle OpenMP threads sleep instead of spinning, because several processes share the cores. Must be
@@ -29,7 +28,6 @@ def set_style() -> None:
     plot_setup()
     settings: dict[Any, Any] = {"axes.prop_cycle": cycler(color=[OURS]), "image.cmap": "Blues"}
     matplotlib.rcParams.update(settings)
-    warnings.filterwarnings("ignore", message="IProgress")  # tqdm's, without ipywidgets
     logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)  # missing fonts
 
 

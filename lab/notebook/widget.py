@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import warnings
 from typing import Any
 
 from lab.templates import load_template
@@ -55,7 +56,8 @@ def _named(dark: bool) -> dict[str, str]:
 
 
 def plot_setup(dark: bool = False) -> None:
-    """Set matplotlib's defaults to the style of the project's figures, as wide as a notebook page.
+    """Set matplotlib's defaults to the style of the project's figures, as wide as a notebook page, and
+    hide a warning that tqdm gives without ipywidgets.
 
     The figure has its own background, so that a light one is also readable on a dark page.
     """
@@ -64,3 +66,4 @@ def plot_setup(dark: bool = False) -> None:
     size = {"figure.figsize": (9.5, 3.6), "figure.dpi": 110, "savefig.dpi": "figure"}
     settings: dict[Any, Any] = style(dark) | size
     matplotlib.rcParams.update(settings)
+    warnings.filterwarnings("ignore", message="IProgress")
