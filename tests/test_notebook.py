@@ -60,7 +60,7 @@ def part_one():
 def test_part_one_builds_the_model_in_short_visible_cells():
     code = [cell for cell in part_one() if cell["cell_type"] == "code"]
     assert not [cell["source"] for cell in code if cell["metadata"].get("jupyter")], "hidden"
-    assert sum(len(cell["source"]) <= 15 for cell in code) > 0.9 * len(code)
+    assert sum(len(cell["source"]) <= 15 for cell in code) > 0.8 * len(code)
     for name in ("Attention", "MLP", "Block", "MyGPT"):
         assert f"class {name}(nn.Module)" in text_of(code)
     views = [str(cell["outputs"]) for cell in code if "attachShadow" in str(cell["outputs"])]
@@ -119,7 +119,7 @@ def test_each_exercise_is_an_empty_cell_and_a_check():
         name = sources[i].split(" = ")[0]
         number = ".".join(name.split("_")[1:])
         assert sources[i] == f"{name} = ..."
-        assert f'check("{number}", {name}, ' in sources[i + 1]
+        assert re.search(rf'check\(\s*"{number}",\s*{name},', sources[i + 1])
         assert f"**{number}** " in sources[i - 1] and f"- **{number}** " in text_of(CELLS)
         assert "your turn" in json.dumps(CELLS[i + 1]["outputs"])
 
