@@ -473,7 +473,7 @@ def test_trained_run_is_extended_and_resumed(tmp_path, run_speedrun):
     again = read_run(tmp_path / "log/longer")
     assert not differing_parts(whole.checkpoints[4], again.checkpoints[4])
     other = "--resume --run_name longer --max_steps 9 --rope_scaling ntk".split()
-    assert "is another model: rope_scaling=yarn (here ntk)" in run_speedrun(*other, status=2)
+    assert "is a different model: rope_scaling=yarn (here ntk)" in run_speedrun(*other, status=2)
 
     model = load_model(str(tmp_path / "log/longer"))
     assert model.config.rope_scaling == "yarn" and model.config.block_size == 64

@@ -5,6 +5,7 @@ torchrun --nproc_per_node=2 lab/notebook/late_flag.py found.pt
 
 import os
 import sys
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -16,7 +17,9 @@ from lab.distributed import World
 from train_gpt2 import GPT, GPTConfig, TrainConfig, make_optimizer
 
 config = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=32, vocab_size=257, vocab_multiple=1)
-plain = dict(schedule="constant", warmup_steps=0, weight_decay=0.0, grad_clip=0.0, lr=3e-3)
+plain: dict[str, Any] = dict(
+    schedule="constant", warmup_steps=0, weight_decay=0.0, grad_clip=0.0, lr=3e-3
+)
 cfg = TrainConfig("laptop", data="data/builtin", total_batch_size=16 * 32, seq_len=32, **plain)
 
 
