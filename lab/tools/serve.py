@@ -37,7 +37,7 @@ from lab.registry import resolve_source
 T = TypeVar("T")
 
 TURN_SECONDS = 0.03  # computing time before the next text's turn
-MAX_ACTIVE, MAX_WAITING = 4, 96  # texts that have a cache each, and texts that wait for one
+MAX_ACTIVE, MAX_WAITING = 4, 96  # requests that have a cache each, and requests that wait for one
 OOM_FIX = "serve a smaller model, close other programs on this device, or pass --device cpu"
 
 
@@ -69,7 +69,7 @@ class Engine:
             if step:  # the second and third token compile the step and record the cache's graph
                 self.thread.submit(list, generate(model, idx, 3, cache=cache)).result()
             self.caches.put_nowait(cache)
-        self.num_texts = 0  # active and waiting ones
+        self.num_requests = 0  # active and waiting ones
 
     async def compute(self, function: Callable[..., T], *args: Any) -> T:
         """Await function(*args) in the engine's thread. Raises UserError if memory runs out."""
@@ -80,14 +80,19 @@ class Engine:
 
         return await asyncio.get_running_loop().run_in_executor(self.thread, work)
 
-    async def prepare(self, request: Any) -> tuple[list[int], int]:
-        """What prompt_ids returns. Raises QueueFullError if too many texts wait already."""
-        if self.num_texts >= MAX_ACTIVE + MAX_WAITING:
+    @contextlib.contextmanager
+    def place(self) -> Iterator[None]:
+        """Hold one of the places for requests in the body. Raises QueueFullError if all are taken."""
+        if self.num_requests >= MAX_ACTIVE + MAX_WAITING:
             raise QueueFullError(
-                f"{self.num_texts} texts are active or waiting, the most that are accepted; try again "
-                "in a minute"
+                f"{self.num_requests} requests are active or waiting, the most that are accepted; try "
+                "again in a minute"
             )
-        return await self.compute(self.prompt_ids, request)
+        self.num_requests += 1
+        try:
+            yield
+        finally:
+            self.num_requests -= 1
 
     def prompt_ids(self, request: Any) -> tuple[list[int], int]:
         """(ids to continue from, number of the oldest messages that were dropped to make them fit).
@@ -119,15 +124,11 @@ class Engine:
     @contextlib.asynccontextmanager
     async def cache(self) -> AsyncIterator[KVCache]:
         """Wait for a free cache and hold it in the body."""
-        self.num_texts += 1
+        cache = await self.caches.get()
         try:
-            cache = await self.caches.get()
-            try:
-                yield cache
-            finally:  # a cancelled turn may still run, but ends before the cache's next turn begins
-                self.caches.put_nowait(cache)
-        finally:
-            self.num_texts -= 1
+            yield cache
+        finally:  # a cancelled turn may still run, but ends before the cache's next turn begins
+            self.caches.put_nowait(cache)
 
     async def stream(
         self, request: Any, ids: list[int], cache: KVCache

@@ -5,6 +5,7 @@ template is read once.
 """
 
 import asyncio
+import contextlib
 import json
 import math
 import secrets
@@ -20,6 +21,8 @@ from fastapi.middleware.trustedhost import TrustedHostMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from pydantic import AliasChoices, BaseModel, Field, field_validator, model_validator
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lab.cli import UserError
 from lab.data.chat import STOP_STRINGS
@@ -31,6 +34,7 @@ from lab.tools.plot_style import PAPER
 MAX_NEW_TOKENS = 4096
 MAX_REQUEST_BYTES = 2**16
 CLIENT_TIMEOUT = 60  # seconds for a client to send its request, or to take a part of the answer
+RETRY_AFTER = 10  # seconds after which a refused client may ask again
 SECURITY_POLICY = (  # the page may send requests to this server and nowhere else
     "default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; "
     "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
@@ -209,19 +213,19 @@ def first_validation_error(error: RequestValidationError) -> str:
     return f"{field}{value}: {first['msg']}"
 
 
-def handle_error(request: Request, error: Any) -> JSONResponse:
-    """The response for an error of one of the types in HANDLED_ERRORS."""
-    status, message = 400, str(error)
+def handle_error(error: Any) -> JSONResponse:
+    """The response for an error of one of the types in HANDLED_ERRORS, or QueueFullError."""
+    status, message, headers = 400, str(error), {}
     if isinstance(error, RequestValidationError):
         message = first_validation_error(error)
     elif isinstance(error, QueueFullError):
-        status = 503
+        status, headers = 503, {"Retry-After": str(RETRY_AFTER)}
     elif isinstance(error, HTTPException):
         status, message = error.status_code, str(error.detail)
-    return JSONResponse(error_body(status, message), status)
+    return JSONResponse(error_body(status, message), status, headers)
 
 
-HANDLED_ERRORS = UserError, QueueFullError, RequestValidationError, HTTPException
+HANDLED_ERRORS = UserError, RequestValidationError, HTTPException
 
 
 # ------------------------------------------------------------------------------------------- the app
@@ -232,9 +236,9 @@ def create_app(engine: Any, name: str, hosts: list[str]) -> FastAPI:
     ["*"] for any."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     for error_type in HANDLED_ERRORS:
-        app.add_exception_handler(error_type, handle_error)
+        app.add_exception_handler(error_type, lambda _, error: handle_error(error))
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts)
-    app.add_middleware(RequestLimits)
+    app.add_middleware(RequestLimits, engine=engine)
     page = load_template("serve.html.j2")
     about = dict(model=name, context=engine.block_size, longest=MAX_NEW_TOKENS, paper=PAPER)
     model = dict(id=name, object="model", created=int(time.time()), owned_by="you")
@@ -255,7 +259,7 @@ def create_app(engine: Any, name: str, hosts: list[str]) -> FastAPI:
         """JSON lines: {"scored", "dropped", "seed"}, then {"pieces", "seconds"} for each turn. scored:
         token_logprobs of the prompt, or of the last token of `answer`. An error ends them: {"error"}.
         """
-        ids, dropped = await engine.prepare(body)
+        ids, dropped = await engine.compute(engine.prompt_ids, body)
 
         async def lines() -> AsyncIterator[dict]:
             async with engine.cache() as cache:
@@ -279,7 +283,7 @@ def create_app(engine: Any, name: str, hosts: list[str]) -> FastAPI:
         request: Request, body: OpenAIRequest, kind: str, to_choice: Callable
     ) -> Any:
         """Answer an OpenAI request, streamed or whole."""
-        ids, dropped = await engine.prepare(body)
+        ids, dropped = await engine.compute(engine.prompt_ids, body)
         head: dict = dict(id=uuid.uuid4().hex, object=kind, created=int(time.time()), model=name)
         if dropped:
             head["dropped_messages"] = dropped  # not in OpenAI's API; its client passes it on
@@ -334,31 +338,48 @@ def create_app(engine: Any, name: str, hosts: list[str]) -> FastAPI:
 
 
 class RequestLimits:
-    """ASGI middleware: requests of at most MAX_REQUEST_BYTES, and clients that respond within
-    CLIENT_TIMEOUT."""
+    """ASGI middleware: reads a request of at most MAX_REQUEST_BYTES within CLIENT_TIMEOUT, then holds
+    one of the engine's places until it is answered."""
 
-    def __init__(self, app: Callable):
-        self.app = app
+    def __init__(self, app: ASGIApp, engine: Any):
+        self.app, self.engine = app, engine
 
-    async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        size, more = 0, True
 
-        async def limited_receive() -> dict:
-            nonlocal size, more
-            if not more:  # the request is complete; the next message is a disconnect, at any time
-                return await receive()
-            message = await asyncio.wait_for(receive(), CLIENT_TIMEOUT)
-            size, more = size + len(message.get("body", b"")), message.get("more_body")
-            if size > MAX_REQUEST_BYTES:
-                raise HTTPException(
-                    413,
-                    f"a request must have at most {MAX_REQUEST_BYTES} bytes; send a shorter one",
-                )
-            return message
-
-        async def limited_send(message: dict) -> None:
+        async def limited_send(message: Message) -> None:
             await asyncio.wait_for(send(message), CLIENT_TIMEOUT)
 
-        await self.app(scope, limited_receive, limited_send)
+        try:
+            async with asyncio.timeout(CLIENT_TIMEOUT):
+                body = await read_body(receive)
+        except HTTPException as error:
+            return await handle_error(error)(scope, receive, limited_send)
+        except (TimeoutError, ClientDisconnect):
+            return  # the server closes the connection
+        unread: list[Message] = [{"type": "http.request", "body": body}]
+
+        async def receive_body() -> Message:  # then waits for the client to disconnect
+            return unread.pop() if unread else await receive()
+
+        try:
+            with self.engine.place() if scope["method"] == "POST" else contextlib.nullcontext():
+                await self.app(scope, receive_body, limited_send)
+        except QueueFullError as error:
+            await handle_error(error)(scope, receive, limited_send)
+
+
+async def read_body(receive: Receive) -> bytes:
+    """The body of an ASGI request. Raises HTTPException if it is too long, ClientDisconnect if it ends
+    early."""
+    body, more = b"", True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        body, more = body + message.get("body", b""), message.get("more_body")
+        if len(body) > MAX_REQUEST_BYTES:
+            text = f"a request must have at most {MAX_REQUEST_BYTES} bytes; send a shorter one"
+            raise HTTPException(413, text)
+    return body
