@@ -135,6 +135,65 @@ def test_completions_with_openais_client(server, client):
     assert a == b != c
 
 
+def test_a_list_of_prompts_gives_a_choice_for_each(server, client):
+    """With the texts, log-probabilities and usage that each prompt has alone."""
+    ask = dict(model="any", max_tokens=9, temperature=0, logprobs=1)
+    prompts = ["abc", "z", "abcd"]
+    alone = [client.completions.create(**ask, prompt=prompt) for prompt in prompts]
+    whole = client.completions.create(**ask, prompt=prompts)
+    as_ids = client.completions.create(**ask, prompt=[[*prompt.encode()] for prompt in prompts])
+    assert [c.index for c in whole.choices] == [0, 1, 2] and as_ids.choices == whole.choices
+    for one, choice in zip(alone, whole.choices, strict=True):
+        assert choice.model_copy(update={"index": 0}) == one.choices[0]
+    assert whole.usage.total_tokens == sum(one.usage.total_tokens for one in alone)
+    parts = [
+        part.choices[0] for part in client.completions.create(**ask, prompt=prompts, stream=True)
+    ]
+    for choice in whole.choices:
+        mine = [part for part in parts if part.index == choice.index]
+        assert "".join(part.text for part in mine) == choice.text
+        assert mine[-1].finish_reason == "length"
+        offsets = [offset for part in mine for offset in part.logprobs.text_offset]
+        assert offsets == choice.logprobs.text_offset
+    drawn = client.completions.create(model="any", prompt=["a", "a"], seed=1, max_tokens=20)
+    assert drawn.choices[0].text != drawn.choices[1].text
+    for wrong in (["a"] * 21, ["a", 1], [1, "a"], [[1, "a"]], [None], {"a": 1}, 3, [1.5], [True]):
+        status, text = server.send("/v1/completions", dict(prompt=wrong))
+        assert (
+            status == 400 and "must be a text, a list of token ids, or a list of at most 20" in text
+        )
+
+
+def test_a_model_can_be_asked_for_by_name(client, server):
+    listed = client.models.list().data[0]
+    assert client.models.retrieve(listed.id) == listed
+    status, text = server.send("/v1/models/gpt-4")
+    assert status == 404 and "there is no model gpt-4; this server has r/model_000010" in text
+
+
+@pytest.mark.parametrize(
+    "path, more",
+    [
+        ("/v1/completions", dict(prompt="a")),
+        ("/v1/chat/completions", dict(messages=[dict(role="user", content="a")])),
+    ],
+)
+def test_fields_that_change_no_text_are_passed_over_and_others_are_refused(server, path, more):
+    harmless = dict(
+        safety_identifier="u", prompt_cache_key="k", service_tier="auto", modalities=["text"],
+        parallel_tool_calls=True, user="u", store=True, metadata={"a": "b"}, tools=[], n=1,
+        frequency_penalty=0.0, response_format={"type": "text"}, tool_choice="none", echo=False,
+    )  # fmt: skip
+    status, text = server.send(path, more | harmless | dict(max_tokens=1))
+    assert status == 200, text
+    for name, value in dict(
+        n=2, best_of=2, echo=True, suffix="x", tools=[{"type": "function"}], tool_choice="auto",
+        logit_bias={"5": 1}, frequency_penalty=0.5, modalities=["audio"], response_format={"type": "json"},
+    ).items():  # fmt: skip
+        status, text = server.send(path, more | {name: value})
+        assert status == 400 and f"{name} is not supported; leave it out" in text, text
+
+
 def test_null_means_absent_and_max_completion_tokens_comes_first():
     nulls = dict.fromkeys(("temperature", "top_p", "max_tokens", "stream", "n", "seed"))
     ask = ChatRequest(messages=[{"role": "user", "content": "a"}], **nulls)

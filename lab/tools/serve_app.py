@@ -11,7 +11,7 @@ import math
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Annotated, Any
 
 import torch
@@ -33,6 +33,7 @@ from lab.tools.plot_style import PAPER
 
 MAX_NEW_TOKENS = 4096
 MAX_REQUEST_BYTES = 2**16
+MAX_PROMPTS = 20  # in one request
 CLIENT_TIMEOUT = 60  # seconds for a client to send its request, or to take a part of the answer
 RETRY_AFTER = 10  # seconds after which a refused client may ask again
 SECURITY_POLICY = (  # the page may send requests to this server and nowhere else
@@ -64,6 +65,15 @@ class GenerateRequest(BaseModel, allow_inf_nan=False):
             self.stop = [*self.stop, *STOP_STRINGS]
 
 
+IGNORED_FIELDS = (  # of OpenAI's API, which change no text here
+    "model", "user", "store", "metadata", "safety_identifier", "service_tier", "prompt_cache_key",
+    "prompt_cache_retention", "prediction", "parallel_tool_calls",
+)  # fmt: skip
+# values that mean the same as leaving the field out; of any other field false, 0 and empty ones do
+DEFAULTS = dict(n=1, best_of=1, repetition_penalty=1, response_format={"type": "text"},
+                modalities=["text"], tool_choice="none")  # fmt: skip
+
+
 class OpenAIRequest(GenerateRequest, extra="allow"):
     """Fields of both OpenAI paths. Unknown fields that would change the text are refused."""
 
@@ -88,33 +98,47 @@ class OpenAIRequest(GenerateRequest, extra="allow"):
 
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
-        ignored = ("model", "user", "store", "metadata")
-        defaults = False, 0, "", [], {}, {"type": "text"}
-        default_is_1 = ("n", "best_of", "repetition_penalty")
+        defaults = False, 0, "", [], {}
         for name, value in (self.model_extra or {}).items():
-            is_default = value == 1 if name in default_is_1 else value in defaults
-            if not is_default and name not in ignored:
+            is_default = value == DEFAULTS[name] if name in DEFAULTS else value in defaults
+            if not is_default and name not in IGNORED_FIELDS:
                 raise UserError(f"{name} is not supported; leave it out")
 
 
 class CompletionRequest(OpenAIRequest):
     """POST /v1/completions."""
 
-    prompt: str | list[int] = Field(...)
+    prompt: Any = Field(...)
     max_tokens: int = Field(16, ge=1, le=MAX_NEW_TOKENS)
     messages: None = None
     logprobs: int | None = Field(None, ge=0, le=20)
 
-    @field_validator("prompt", mode="before")
+    @field_validator("prompt")
     @classmethod
-    def single_prompt(cls, prompt: Any) -> Any:
-        """Unwrap a list that holds one prompt."""
-        one = isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int)
-        return prompt[0] if one else prompt
+    def check_prompt(cls, prompt: Any) -> Any:
+        """Accept one prompt or a list of them."""
+        prompts = prompts_of(prompt)
+        if len(prompts) > MAX_PROMPTS or not all(map(is_prompt, prompts)):
+            raise UserError(
+                f"prompt={prompt!r:.80} must be a text, a list of token ids, or a list of at most "
+                f"{MAX_PROMPTS} of either"
+            )
+        return prompt
 
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
         self.likeliest = 0 if self.logprobs is None else max(1, self.logprobs)
+
+
+def is_prompt(prompt: Any) -> bool:
+    ids = prompt if isinstance(prompt, list) else [None]
+    return isinstance(prompt, str) or all(type(i) is int for i in ids)
+
+
+def prompts_of(prompt: Any) -> list:
+    """One prompt, or a list of them, as a list."""
+    several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
+    return prompt if several else [prompt]
 
 
 class ChatRequest(OpenAIRequest):
@@ -254,6 +278,12 @@ def create_app(engine: Any, name: str, hosts: list[str]) -> FastAPI:
     async def models() -> dict:
         return dict(object="list", data=[model])
 
+    @app.get("/v1/models/{id:path}")
+    async def retrieve_model(id: str) -> dict:
+        if id != name:
+            raise HTTPException(404, f"there is no model {id:.80}; this server has {name}")
+        return model
+
     @app.post("/generate")
     async def generate(body: GenerateRequest) -> Response:
         """JSON lines: {"scored", "dropped", "seed"}, then {"pieces", "seconds"} for each turn. scored:
@@ -282,28 +312,39 @@ def create_app(engine: Any, name: str, hosts: list[str]) -> FastAPI:
     async def complete(
         request: Request, body: OpenAIRequest, kind: str, to_choice: Callable
     ) -> Any:
-        """Answer an OpenAI request, streamed or whole."""
-        ids, dropped = await engine.compute(engine.prompt_ids, body)
+        """Answer an OpenAI request, streamed or whole. Several prompts are answered one by one."""
+        bodies = [
+            body.model_copy(update=dict(prompt=prompt, seed=body.seed + i))
+            for i, prompt in enumerate(prompts_of(body.prompt))
+        ]
+        prepared = [await engine.compute(engine.prompt_ids, each) for each in bodies]
+        prompt_tokens, dropped = sum(len(ids) for ids, _ in prepared), prepared[0][1]
         head: dict = dict(id=uuid.uuid4().hex, object=kind, created=int(time.time()), model=name)
         if dropped:
             head["dropped_messages"] = dropped  # not in OpenAI's API; its client passes it on
 
-        def chunk(new: list[dict], text_before: str = "") -> dict:
+        def choice(index: int, new: list[dict], text_before: str = "") -> dict:
             end = "length" if new[-1]["end"] == "window" else new[-1]["end"]
-            choice = to_choice(new, body, text_before, engine.tokenizer)
-            return head | {"choices": [dict(index=0, finish_reason=end) | choice]}
+            made = to_choice(new, body, text_before, engine.tokenizer)
+            return dict(index=index, finish_reason=end) | made
 
         def usage(count: int) -> dict:
-            total = len(ids) + count
-            return dict(prompt_tokens=len(ids), completion_tokens=count, total_tokens=total)
+            total = prompt_tokens + count
+            return dict(prompt_tokens=prompt_tokens, completion_tokens=count, total_tokens=total)
+
+        async def turns() -> AsyncGenerator[tuple[int, list[dict]]]:
+            """Yield (index of the prompt, its new pieces)."""
+            async with engine.cache() as cache:
+                for index, (each, (ids, _)) in enumerate(zip(bodies, prepared)):
+                    async for new in engine.stream(each, ids, cache):
+                        yield index, new
 
         async def chunks() -> AsyncIterator[dict]:
-            text, count = "", 0
-            async with engine.cache() as cache:
-                async for new in engine.stream(body, ids, cache):
-                    yield chunk(new, text)
-                    text += "".join(piece["text"] for piece in new)
-                    count += len(new)
+            texts, count = [""] * len(bodies), 0
+            async for index, new in turns():
+                yield head | {"choices": [choice(index, new, texts[index])]}
+                texts[index] += "".join(piece["text"] for piece in new)
+                count += len(new)
             if (body.stream_options or {}).get("include_usage"):
                 yield head | dict(choices=[], usage=usage(count))
 
@@ -317,13 +358,14 @@ def create_app(engine: Any, name: str, hosts: list[str]) -> FastAPI:
 
         if body.stream:
             return StreamingResponse(events(), media_type="text/event-stream")
-        pieces: list[dict] = []
-        async with engine.cache() as cache:
-            async for new in engine.stream(body, ids, cache):
-                pieces += new
+        pieces: list[list[dict]] = [[] for _ in bodies]
+        async with contextlib.aclosing(turns()) as stream:
+            async for index, new in stream:
+                pieces[index] += new
                 if await request.is_disconnected():
                     return Response(status_code=499)  # "client closed request"
-        return chunk(pieces) | {"usage": usage(len(pieces))}
+        choices = [choice(index, new) for index, new in enumerate(pieces)]
+        return head | dict(choices=choices, usage=usage(sum(map(len, pieces))))
 
     @app.post("/v1/completions")
     async def completions(request: Request, body: CompletionRequest) -> Any:
