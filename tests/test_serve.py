@@ -7,6 +7,7 @@ import http.client
 import itertools
 import json
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from lab.inference.generate import KVCache, compile_decode_step, generate
 from lab.inference.int8 import Int8Linear, quantize_linears_
 from lab.inference.streaming import make_decode_step, score_tokens, stream_generate
 from lab.tools import serve
-from lab.tools.serve_app import ChatRequest
+from lab.tools.serve_app import ChatRequest, GenerateRequest
 from train_gpt2 import PRESETS
 
 BYTES = get_tokenizer("bytes")
@@ -474,6 +475,31 @@ def test_out_of_memory_is_one_sentence_in_the_response():
     fail_with(RuntimeError("a bug"))
     with pytest.raises(RuntimeError, match="a bug"):
         post("/v1/completions", prompt="a")
+
+
+def test_each_token_is_sent_before_the_next_ones_are_computed(monkeypatch):
+    """Not at the end of a turn, which is as long as many tokens of a small model."""
+    monkeypatch.setattr(serve, "TURN_SECONDS", 1e9)
+    model, calls, sent = always(97), itertools.count(), threading.Event()
+    forward = model.forward
+
+    def blocked(*args, **kwargs):
+        assert next(calls) < 4 or sent.wait(20), "no token was sent during the turn"
+        return forward(*args, **kwargs)
+
+    model.forward = blocked
+    engine = serve.Engine(model, BYTES)
+
+    async def stream():
+        counts = []
+        async with engine.cache() as cache:
+            async for new in engine.stream(GenerateRequest(max_tokens=9), [256], cache):
+                counts.append(len(new))
+                sent.set()
+        return counts
+
+    counts = asyncio.run(stream())
+    assert len(counts) > 1 and sum(counts) == 9
 
 
 def test_int8_differs_by_rounding_only():

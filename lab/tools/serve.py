@@ -8,6 +8,7 @@ generation of a client that disconnects is cancelled.
 """
 
 import asyncio
+import collections
 import concurrent.futures
 import contextlib
 import importlib.util
@@ -133,25 +134,41 @@ class Engine:
     async def stream(
         self, request: Any, ids: list[int], cache: KVCache
     ) -> AsyncIterator[list[dict]]:
-        """Yield the pieces (see lab.inference.streaming) of each turn as a list."""
+        """Yield pieces (see lab.inference.streaming) as soon as they are computed: those that are new
+        since the last ones, as a list."""
         generator = torch.Generator(self.device).manual_seed(request.seed)
         pieces = stream_generate(
             self.model, self.tokenizer, ids, request.max_tokens, request.likeliest, request.stop,
             no_sliding_window=request.messages is not None, temperature=request.temperature,
             top_k=request.top_k, top_p=request.top_p, generator=generator, cache=cache,
         )  # fmt: skip
-        while new := await self.compute(take_turn, pieces):
-            yield new
+        new: collections.deque[dict] = collections.deque()
+        arrived, loop, more = asyncio.Event(), asyncio.get_running_loop(), True
+
+        def add(piece: dict) -> None:  # in the engine's thread
+            new.append(piece)
+            loop.call_soon_threadsafe(arrived.set)
+
+        while more:
+            turn = asyncio.ensure_future(self.compute(take_turn, pieces, add))
+            turn.add_done_callback(lambda _: arrived.set())
+            while new or not turn.done():
+                await arrived.wait()
+                arrived.clear()
+                if ready := [new.popleft() for _ in range(len(new))]:
+                    yield ready
+            more = turn.result()
 
 
-def take_turn(pieces: Iterator[dict]) -> list[dict]:
-    """The items that an iterator yields within TURN_SECONDS, at least one; [] at its end."""
-    new, deadline = [], time.perf_counter() + TURN_SECONDS
+def take_turn(pieces: Iterator[dict], add: Callable[[dict], None]) -> bool:
+    """Call add(item) for the items that an iterator yields within TURN_SECONDS, at least one. Returns
+    whether there may be more."""
+    deadline = time.perf_counter() + TURN_SECONDS
     for piece in pieces:
-        new.append(piece)
+        add(piece)
         if time.perf_counter() > deadline:
-            break
-    return new
+            return True
+    return False
 
 
 def main(argv: list[str]) -> None:
