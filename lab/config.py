@@ -276,7 +276,7 @@ def defaults_from_preset(
 def auto_preset(main: str, data: Path) -> tuple[str, str]:
     """(preset, reason) for this machine and the data on it."""
     shards, gpu = any(data.glob("*_train_*")), torch.cuda.is_available()
-    if gpu and "WORLD_SIZE" in os.environ:
+    if gpu and os.environ.get("WORLD_SIZE"):
         return main, "the default under torchrun on GPUs"
     if shards and gpu:
         return main, f"there is a GPU, and {data} has shards"
