@@ -50,8 +50,8 @@ class Config:
     split: str = "train"  # its split
     # its branch, tag or commit; a continued build keeps the commit in its manifest
     revision: str = "main"
-    # column (parquet) or key (JSONL) of the text. If the first line of a JSONL file has "messages"
-    # instead, its lines are conversations, which become rows and masks for fine-tuning
+    # column (parquet) or key (JSONL) of the text. If the first record is a conversation instead
+    # (lab/data/chat.py lists the forms), all are, and become rows and masks for fine-tuning
     text_column: str = "text"
     # tokens per row of chat data; longer conversations are skipped and counted
     context: int = 1024
