@@ -2,11 +2,13 @@
 
 import asyncio
 import concurrent.futures
+import contextlib
 import functools
 import http.client
 import itertools
 import json
 import signal
+import socket
 import threading
 import time
 from pathlib import Path
@@ -327,6 +329,130 @@ def test_large_requests_and_file_paths_are_refused(server):
     for path in ("/generate", "/v1/completions"):
         status, text = server.send(path, b'{"prompt": "a"}', **{"Content-Type": "text/plain"})
         assert status == 400 and "sent with Content-Type" in text
+
+
+# --------------------------------------------------------------------------------- hostile clients
+
+NUMBERS = (
+    "-1 0 1 2147483648 9223372036854775808 18446744073709551616 -1e308 1e308 1e309 1e-320 0.5 NaN "
+    'Infinity -Infinity "1" true [] {} [1] "\\ud800"'
+).split() + ["1" + "0" * 400]  # fmt: skip
+FIELDS = (
+    "max_tokens max_completion_tokens temperature top_k top_p seed stop likeliest answer logprobs "
+    "top_logprobs n stream stream_options prompt messages frequency_penalty logit_bias"
+).split()
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/chat/completions"])
+def test_extremes_of_every_number_are_answered_or_refused(server, path):
+    """In one sentence with status 400; never with 500, and never with a number that is not finite."""
+    valid = {"prompt": '"a"', "max_tokens": "1"}
+    if "chat" in path:
+        valid = {"messages": '[{"role": "user", "content": "a"}]', "max_tokens": "1"}
+    for field, number in itertools.product(FIELDS, NUMBERS):
+        body = ", ".join(f'"{k}": {v}' for k, v in (valid | {field: number}).items())
+        status, text = server.send(path, f"{{{body}}}".encode())
+        assert status in (200, 400), (field, number, text)
+        assert "NaN" not in text and "Infinity" not in text, (field, number)
+        if status == 400:
+            message = json.loads(text)["error"]["message"]
+            assert "\n" not in message and len(message) < 400, (field, number)
+
+
+def raw(server, *parts, limit=12):
+    """What the server answers to these bytes, up to `limit` of it or its end."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        with contextlib.suppress(ConnectionError):  # it need not read what it has refused
+            for part in parts:
+                connection.sendall(part)
+        answer = b""
+        with contextlib.suppress(ConnectionError):
+            while len(answer) < limit and (more := connection.recv(limit)):
+                answer += more
+        return answer
+
+
+def test_long_bodies_end_in_a_sentence_and_take_no_memory(server):
+    head = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    before = server.memory()
+    block = b"a" * 2**20
+    sized = raw(server, head + b"Content-Length: 104857600\r\n\r\n", *[block] * 100)
+    chunks = raw(
+        server,
+        head + b"Transfer-Encoding: chunked\r\n\r\n",
+        *[b"100000\r\n" + block + b"\r\n"] * 100,
+    )
+    for answer in (sized, chunks):
+        assert answer in (b"", b"HTTP/1.1 413"), answer
+    stop = dict(prompt="a", stop=["x" * 10**6])
+    assert server.send("/generate", stop)[0] == 413
+    status, text = server.send("/generate", dict(prompt="a", stop=["x" * 101]))
+    assert status == 400 and "stop.0" in text
+    assert server.memory() < before + 20, "MiB"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\0" * 10_000, b"GET / HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 10**6 + b"\r\n\r\n",
+        b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"GET /\xff%00%2e%2e/etc/passwd HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    ],
+)  # fmt: skip
+def test_what_is_not_http_is_refused(server, sent):
+    assert raw(server, sent)[9:12] in (b"400", b"404", b"431", b""), sent[:80]
+    assert server.send("/v1/models")[0] == 200
+
+
+def test_pages_of_other_sites_can_send_nothing(server):
+    """They may send requests without a preflight, but not as JSON, and may not read the answers."""
+    for path in ("/generate", "/v1/completions", "/v1/models", "/"):
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        ask = {"Origin": "http://evil.example", "Access-Control-Request-Method": "POST"}
+        connection.request("OPTIONS", path, headers=ask)
+        answer = connection.getresponse()
+        assert answer.status == 405
+        assert not any("access-control" in name.lower() for name in answer.headers)
+    head = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nOrigin: http://evil.example\r\n"
+    body = b'{"prompt": "a", "max_tokens": 1}'
+    for kind in (
+        b"",
+        b"Content-Type: text/plain\r\n",
+        b"Content-Type: application/x-www-form-urlencoded\r\n",
+    ):
+        answer = raw(server, head + kind + b"Content-Length: 32\r\n\r\n" + body, limit=9999)
+        assert answer.startswith(b"HTTP/1.1 400") and b"access-control" not in answer.lower(), (
+            answer
+        )
+    kind = b"Content-Type: application/json\r\nContent-Length: 32\r\n\r\n"
+    assert raw(server, head + kind + body) == b"HTTP/1.1 200", "only the type was refused"
+
+
+def test_a_client_that_sends_slowly_is_given_up_and_holds_no_place(monkeypatch):
+    from lab.tools import serve_app
+
+    monkeypatch.setattr(serve_app, "CLIENT_TIMEOUT", 0.2)
+    engine = serve.Engine(always(97), BYTES)
+    app = serve_app.create_app(engine, "m", ["*"])
+    sent, places = [], []
+
+    async def receive():  # a byte at a time, each of which would be in time
+        await asyncio.sleep(0.05)
+        places.append(engine.num_requests)
+        return {"type": "http.request", "body": b"a", "more_body": True}
+
+    async def send(message):
+        sent.append(message)
+
+    headers = [(b"content-type", b"application/json"), (b"host", b"x")]
+    scope = dict(
+        type="http", method="POST", path="/generate", headers=headers, query_string=b"",
+        asgi={"version": "3.0", "spec_version": "2.4"},
+    )  # fmt: skip
+    asyncio.run(asyncio.wait_for(app(scope, receive, send), 20))
+    assert sent == [] and {*places} == {0}
 
 
 # ------------------------------------------------------------------------------------ many at once
