@@ -68,7 +68,8 @@ def one_round(seed, seconds):
                 process.kill()
                 return f"{program} {number.name}", "hang"
         status, saved = process.returncode, checkpoint_files(Path(folder, "log/r"))
-        text = f"{program} {number.name}{' twice' * again} {wait:.1f} s after the {'set-up' if late else 'start'}: status {status}"
+        when = f"{wait:.1f} s after the {'set-up' if late else 'start'}"
+        text = f"{program} {number.name}{' twice' * again} {when}: status {status}"
         # no program can catch a Ctrl-C before its first line
         early = status == -signal.SIGINT and "line 0, in <module>\nKeyboardInterrupt" in said
         if status not in EXPECTED or ("Traceback" in said and not early):
