@@ -31,7 +31,7 @@ EXPECTED = {0, 75, 130, *(-number for number in SIGNALS)}
 TINY = (
     "--preset laptop --device cpu --data data --run_name r --n_layer 1 --n_head 2 --n_embd 32 "
     "--block_size 32 --seq_len 16 --batch_size 4 --total_batch_size 128 --val_every 2 --val_tokens 256 "
-    "--sample_every 3 --sample_tokens 8 --checkpoint_every 2 --hellaswag_every 0 --no_compile"
+    "--sample_every 3 --sample_tokens 8 --checkpoint_every 2 --no_compile"
 ).split()
 
 
