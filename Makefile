@@ -1,6 +1,6 @@
-# make train   train a model in a few minutes; needs Python and a package index, no GPU
-# make test    style, types and tests, in two processes: about three minutes on two idle cores
-# make lint    style and types only
+# make train   train a model in a few minutes; needs Python and a package index, but no GPU
+# make test    check style and types, and run the tests: about three minutes on two idle cores
+# make lint    check style and types only
 # make format  reformat all files
 PYTHON ?= python3
 RUN = .venv/bin/python
@@ -22,8 +22,8 @@ format: .venv/.test-tools
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
 
-# Without an NVIDIA driver, PyTorch's CPU build saves gigabytes of CUDA libraries. If its index cannot
-# be reached, the default build is installed. macOS and Windows have one build.
+# On Linux without an NVIDIA driver, PyTorch's CPU build saves gigabytes of CUDA libraries. If its index
+# cannot be reached, the default build is installed. macOS and Windows have only one build.
 PIP = $(RUN) -m pip install --quiet --disable-pip-version-check
 CPU_TORCH = $(shell grep ^torch== requirements.txt) --index-url https://download.pytorch.org/whl/cpu
 

@@ -1,30 +1,29 @@
-"""BERT (Devlin et al. 2019): the blocks of train_gpt2.py with another objective, predicting masked words.
+"""BERT (Devlin et al. 2019): train_gpt2.py with another objective, predicting masked words.
 
     python bert.py                                      # picks a preset for this machine
     python fineweb.py --dataset Salesforce/wikitext --name wikitext-103-raw-v1 \\
         --tokenizer wordpiece --out data/wikitext103    # data for a GPU
     python bert.py --preset bert-base                   # BERT-base on one GPU, on that data
-    torchrun --standalone --nproc_per_node=8 bert.py    # the same run on eight
+    torchrun --standalone --nproc_per_node=8 bert.py    # the same run on eight GPUs
 
-One training step in words. GPT-2 predicts each token from those before it, so attention must hide
-what comes after, and every position has a loss. BERT masks 15 % of the tokens and predicts them from
-both sides: attention hides nothing, only masked tokens have a loss, and the model can read text but
-not generate it. Everything else is the same training: the loop, the step, the optimizers, the
-schedule, checkpoints and resuming are those of train_gpt2.py, called from here.
+One training step in words. GPT-2 predicts each token from the ones before it, so attention must not
+look ahead, and every position has a loss. BERT masks 15 % of the tokens and predicts them from the
+tokens on both sides: attention sees the whole sequence, only masked tokens have a loss, and the model
+can encode text but not generate it. The rest is the same: the loop, the training step, optimizers,
+schedule, checkpoints and resuming are imported from train_gpt2.py.
 
-Packing. Text is one stream of tokens with [SEP], the end of a text, between documents. It is cut into
-sequences without gaps or padding, as in RoBERTa (Liu et al. 2019, 4.2), but at any token. [CLS] and
-[SEP] replace the first and last token of a sequence, because that is where users of the model put
-them; this costs two tokens of 512. There is no second text in a sequence (segment) and no
-next-sentence prediction, which did not help (same paper, 4.2); segment embeddings are kept because
-published weights have them.
+Packing. All documents form one stream of tokens, separated by [SEP]. It is cut into sequences without
+gaps or padding; unlike in RoBERTa (Liu et al. 2019, 4.2), a cut may be inside a sentence. [CLS] and
+[SEP] replace the first and last token of each sequence, because the model will be used on texts that
+begin and end with them. There are no sentence pairs and no next-sentence prediction, which did not
+help RoBERTa; the segment embedding exists only because published weights have one.
 
-Differences from Devlin et al.: no dropout; weight decay 0.1 instead of 0.01; initial weights from a
-plain instead of a truncated normal distribution; masks drawn anew in each epoch (as in RoBERTa);
-random replacements are never special tokens; Muon by default.
+Differences from Devlin et al.: no dropout; weight decay 0.1 instead of 0.01; normal instead of
+truncated normal initialization; new masks in each epoch (as in RoBERTa); random replacements are
+never special tokens; no next-sentence prediction; Muon by default.
 
 Sections: 1 configuration, 2 model, 3 masking, 4 validation, 5 command line. Shape letters are those of
-train_gpt2.py, and K masked tokens in a sequence.
+train_gpt2.py; K is the number of masked tokens in a sequence.
 """
 
 import math
@@ -59,9 +58,9 @@ class BertConfig(gpt2.GPTConfig):
     """Shape of the model."""
 
     block_size: int = 512  # longest text, in tokens
-    vocab_size: int = 30522  # of bert-base-uncased; 0 on the command line: taken from the data
+    vocab_size: int = 30522  # bert-base-uncased's; 0 on the command line: taken from the data
     segments: int = 2  # rows of the segment embedding; training uses only the first
-    mlm_probability: float = 0.15  # fraction of the tokens that is masked; only they reach the head
+    mlm_probability: float = 0.15  # fraction of the tokens that are masked
     document_mask: ClassVar = False  # not a flag here: GPT's mask is causal
 
     def validate(self):
@@ -74,44 +73,46 @@ class BertConfig(gpt2.GPTConfig):
         )
 
     def num_masked(self, seq_len):
-        """K: how many tokens of a sequence are masked, always the same number."""
+        """K, the number of masked tokens, which is the same in every sequence."""
         return max(1, int(self.mlm_probability * seq_len))
 
 
 @dataclass
 class BertTrainConfig(gpt2.TrainConfig):
-    """Settings of one run. At 128 tokens per sequence, bert-base's loss stays near that of guessing by
-    frequency for the first 2,400 steps with Muon (docs/LOG.md#bert-h200). Devlin et al. trained for a
-    million steps of 256 sequences, nine tenths of them 128 tokens long, with AdamW at 1e-4 and 10,000
-    warmup steps, on 3.3B words (A.2)."""
+    """Settings of training. Devlin et al. trained for a million steps of 256 sequences, 90 % of them
+    with 128 tokens per sequence, with AdamW at 1e-4 and 10,000 warmup steps, on 3.3B words (A.2). Here,
+    with 128 tokens per sequence and Muon, bert-base's loss stays near the unigram baseline for the
+    first 2,400 steps (docs/LOG.md#bert-h200)."""
 
     preset: str = "bert-base"  # source of the other defaults: bert-base or laptop
     data: str = "data/wikitext103"  # folder of token shards (fineweb.py --tokenizer wordpiece)
-    total_batch_size: int = 16384  # tokens per update over all processes: 32 sequences
-    seq_len: int = 512
-    whole_word_masking: bool = False  # mask all pieces of a word or none (Devlin's later models)
-    max_steps: int = 10000
-    optimizer: Literal["adamw", "muon"] = "muon"  # for the matrices in the blocks
-    lr: float = 1e-3  # of all other parameters; with --optimizer adamw use 2e-4 (laptop: 2e-3)
-    muon_lr: float = 0.005  # of Muon; bert-base diverges at 0.02
-    min_lr: float = 0.0
-    schedule: Literal["cosine", "linear", "constant", "wsd"] = "wsd"
-    warmup_steps: int | float = 0.05  # these two: steps, or a fraction of max_steps below 1
-    decay_steps: int | float = 0.7
-    fp8: Literal["off", "head", "all"] = "off"  # all is head here: the 8-bit MLP has tanh's GELU
-    beta2: float = 0.98  # more stable than 0.999 in large batches (Liu et al. 2019, 3.1)
-    eps: float = 1e-6
-    val_tokens: int = 2**18
-    sample_every: int = 1000  # predictions for masked words; 0 is never
+    total_batch_size: int = 16384  # tokens per update, over all processes (32 sequences)
+    seq_len: int = 512  # tokens per sequence
+    whole_word_masking: bool = False  # mask all pieces of a word or none, as in later BERT models
+    max_steps: int = 10000  # number of updates
+    optimizer: Literal["adamw", "muon"] = "muon"  # for matrices in blocks; the rest use adamw
+    lr: float = 1e-3  # peak learning rate of AdamW; for --optimizer adamw use 2e-4 (laptop: 2e-3)
+    muon_lr: float = 0.005  # peak learning rate of Muon; bert-base diverges at 0.02
+    min_lr: float = 0.0  # learning rate at the end of the schedule
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "wsd"  # wsd: warmup-stable-decay
+    # an integer is a number of steps, a float below 1 is a fraction of max_steps
+    warmup_steps: int | float = 0.05  # length of the linear warmup
+    decay_steps: int | float = 0.7  # length of the decay at the end (wsd only)
+    fp8: Literal["off", "head", "all"] = "off"  # all: same as head, as the MLP has an exact GELU
+    beta2: float = 0.98  # AdamW: more stable than 0.999 in large batches (Liu et al. 2019, 3.1)
+    eps: float = 1e-6  # AdamW: added to the denominator of the update
+    val_tokens: int = 2**18  # tokens of the validation split to use; 0: all
+    sample_every: int = 1000  # predictions for masked words; 0: never
     sample_tokens: int = 48  # tokens per text
-    sample_prompt: str = "Paris is the [MASK] of France."  # shown beside two texts of validation
+    sample_prompt: str = "Paris is the [MASK] of France."  # shown with two validation texts
     hellaswag_every: ClassVar = 0  # HellaSwag needs a model that predicts the next token
     hellaswag_examples: ClassVar = 0
+    blimp_every: ClassVar = 0
 
 
 PRESETS = {
     "bert-base": (BertConfig(), BertTrainConfig()),
-    # minutes on two laptop cores, on the text that ships inside Python
+    # minutes on two laptop cores, on Python's own documentation
     "laptop": (
         BertConfig(n_layer=2, n_head=2, n_embd=128, block_size=128, vocab_size=4096, vocab_multiple=1),
         BertTrainConfig(
@@ -132,12 +133,12 @@ EPS = 1e-12  # of BERT's LayerNorms
 
 class ExactMLP(gpt2.MLP):
     def forward(self, x):
-        return self.c_proj(F.gelu(self.c_fc(x)))  # exact GELU, not GPT-2's tanh approximation
+        return self.c_proj(F.gelu(self.c_fc(x)))  # without GPT-2's tanh approximation
 
 
 class PostNormBlock(nn.Module):
-    """Post-norm: LayerNorm after each residual addition, where GPT-2 has it before attention and MLP
-    (Xiong et al. 2020). So no norm is needed after the last block."""
+    """Post-norm (Xiong et al. 2020): LayerNorm after each residual addition, whereas GPT-2 applies it
+    before attention and before the MLP. Therefore no norm follows the last block."""
 
     def __init__(self, config, layer):
         super().__init__()
@@ -147,16 +148,15 @@ class PostNormBlock(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd, EPS)
 
     def forward(self, x, mask=None):
-        x = self.ln_1(x + self.attn(x, mask)).to(
-            x.dtype
-        )  # under CUDA autocast, LayerNorm returns float32
+        # .to(x.dtype), because LayerNorm returns float32 under CUDA autocast
+        x = self.ln_1(x + self.attn(x, mask)).to(x.dtype)
         return self.ln_2(x + self.mlp(x)).to(x.dtype)
 
 
 class Bert(nn.Module):
     """BERT with its masked-language-model head, without pooler and next-sentence head."""
 
-    # one row per token id, then padding
+    # parameters with one row per token id, followed by the padding rows
     vocab_rows = ("transformer.wte.weight", "lm_head.weight", "lm_head.bias")
 
     def __init__(self, config):
@@ -181,7 +181,7 @@ class Bert(nn.Module):
             self.transformer.wte.weight[config.vocab_size :] = 0
 
     def num_params(self):
-        """Parameters of the published model of this shape: the tied matrix once, no padding rows."""
+        """Number of parameters, without padding rows and counting the tied matrix once."""
         padding = (self.config.padded_vocab_size - self.config.vocab_size) * (
             self.config.n_embd + 1
         )
@@ -189,13 +189,13 @@ class Bert(nn.Module):
 
     @classmethod
     def from_pretrained(cls, source):
-        """See GPT.from_pretrained; also takes "bert-base-uncased"."""
+        """See GPT.from_pretrained; also accepts "bert-base-uncased"."""
         return registry.load_model(source, cls)
 
     blocks, block_matrices = gpt2.GPT.blocks, gpt2.GPT.block_matrices
 
     def flops_per_token(self, seq_len):
-        """See GPT; the head multiplies masked tokens only."""
+        """See train_gpt2.GPT. The head computes only the masked tokens."""
         c = self.config
         head = (c.padded_vocab_size + c.n_embd) * c.n_embd * c.num_masked(seq_len) / seq_len
         blocks = sum(p.numel() for p in self.block_matrices())
@@ -203,7 +203,7 @@ class Bert(nn.Module):
 
     def hidden(self, idx, position=None, mask=None, segment=None):
         """Token ids idx (B, T) -> final hidden states (B, T, C). segment (B, T): defaults to 0. mask,
-        broadcastable to (B, H, T, T), is True where a token may look; by default it sees all."""
+        broadcastable to (B, H, T, T): True where a token may attend; by default everywhere."""
         if position is None:
             position = torch.arange(idx.size(1), device=idx.device)
         parts = self.transformer
@@ -219,13 +219,13 @@ class Bert(nn.Module):
         return x
 
     def head_transform(self, x):
-        """The head's layer before the decoder, on (..., C)."""
+        """The first layer of the head: (..., C) -> (..., C)."""
         return self.head.ln(F.gelu(self.head.dense(x)))
 
     def gather_targets(self, x, targets):
-        """The K positions of each row that have a target: their hidden states after the head's first
-        layer (B * K, C), their targets and their places in the row, both (B, K). Rows with fewer
-        targets are filled up with other positions."""
+        """Select the K positions of each row that have a target. Returns the output of the head's first
+        layer there (B * K, C), the targets (B, K) and the positions (B, K). Rows with fewer than K
+        targets are filled with other positions, whose target is -1."""
         places = (targets >= 0).float().topk(self.config.num_masked(x.size(1))).indices
         x = x.gather(1, places[..., None].expand(-1, -1, x.size(2)))
         return self.head_transform(x.flatten(0, 1)), targets.gather(1, places), places
@@ -233,15 +233,16 @@ class Bert(nn.Module):
     def forward(self, idx, targets=None, reduction="mean", position=None, mask=None, segment=None):
         """As GPT.forward: idx (B, T) -> (logits (B, T, vocab_size), None); with targets -> (None, loss).
 
-        The head computes only the K positions of a row that have targets; all of them would cost as
-        much as three of BERT-base's blocks. With more than K targets in a row, the loss is nan."""
+        With targets, the head computes only the K positions of each row that have one; at all positions
+        it would cost as much as three of BERT-base's blocks. More than K targets in a row give a nan
+        loss."""
         x = self.hidden(idx, position, mask, segment)
         if targets is None:
             return self.lm_head(self.head_transform(x))[..., : self.config.vocab_size], None
         count = (targets >= 0).sum(1)  # (B,)
         x, targets_there, places = self.gather_targets(x, targets)
         # The fused loss has no bias, so the bias becomes the weight of an extra channel that is always
-        # 1. 15 zero channels keep the width a multiple of 16, which GPUs multiply fast.
+        # 1. With 15 more channels of 0 the width stays a multiple of 16, which is faster on GPUs.
         x = torch.cat([x, x.new_ones(len(x), 1), x.new_zeros(len(x), 15)], 1)
         w, bias = self.lm_head.weight, self.lm_head.bias[:, None]
         w = torch.cat([w, bias, w.new_zeros(len(w), 15)], 1)
@@ -253,7 +254,7 @@ class Bert(nn.Module):
         return None, loss if reduction == "sum" else loss / count.sum().clamp(min=1)
 
     def sums(self, idx, targets):
-        """Summed loss, and how many targets were the most probable token; a measure for evaluate()."""
+        """Summed loss and number of correct predictions: a `measure` for evaluate()."""
         x, targets, _ = self.gather_targets(self.hidden(idx), targets)
         logits, targets = self.lm_head(x)[:, : self.config.vocab_size].float(), targets.flatten()
         loss = F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
@@ -266,28 +267,27 @@ class Bert(nn.Module):
 class Masking:
     """Masks K tokens of each sequence; the transform of a TokenLoader.
 
-    Of the chosen tokens, 80 % become [MASK], 10 % a random other token, and 10 % stay as they are.
-    Users of the model give it text without [MASK], so it must learn not to rely on the mark. All
-    randomness comes from (seed, number of the sequence): masks are drawn anew in each epoch, and are
-    the same for any number of processes.
+    Of these tokens, 80 % become [MASK], 10 % become a random token, and 10 % stay as they are, because
+    the model will be used on text without [MASK]. The masks depend only on (seed, sequence id): they
+    are new in each epoch and the same for any number of processes.
     """
 
     def __init__(self, tokenizer, config, whole_word_masking=False, always=False):
-        """always: replace all chosen tokens by [MASK], for validation."""
+        """always: replace all masked tokens with [MASK], as in samples."""
         self.tokenizer, self.always = tokenizer, always
         self.num_masked = config.num_masked
         self.cls, self.sep, self.mask = map(tokenizer.id_of, ("[CLS]", "[SEP]", "[MASK]"))
         self.special = tokenizer.is_special()  # (V,): never masked, never a replacement
         self.ordinary = np.flatnonzero(~self.special)
-        # (V,): pieces that are masked together with the piece before
+        # (V,): pieces that are masked together with the previous one
         none = np.zeros_like(self.special)
         self.is_continuation = tokenizer.is_continuation() if whole_word_masking else none
 
     def __call__(self, x, y, seed, sequence_ids):
-        """Change x, y (B, T) in place: x with masked tokens, y with the originals, -1 elsewhere.
+        """Mask tokens of x (B, T) in place, and set y (B, T) to the original tokens there, -1 elsewhere.
 
-        Each row has config.num_masked(T) targets, also with whole words: a word longer than what is
-        left to mask is skipped, and one is cut only if no other fits."""
+        Each row gets exactly num_masked(T) targets, even with whole-word masking: a word with more
+        pieces than are left to mask is skipped, and only if no word fits, part of one is masked."""
         x[:, 0], x[:, -1], y[:] = self.cls, self.sep, -1
         for row, targets, sequence in zip(x, y, sequence_ids):
             rng = np.random.default_rng([seed, int(sequence)])
@@ -299,10 +299,11 @@ class Masking:
         return x, y
 
     def choose(self, row, rng):
-        """(which tokens are masked, a number from 0 to 1 that decides what replaces each), (T,) both."""
+        """Two arrays (T,): whether each token is masked, and a random number from 0 to 1 that decides
+        its replacement."""
         begins = ~self.is_continuation[row]
         begins[1:] |= self.special[row[:-1]]  # a word does not continue after [SEP]
-        word = begins.cumsum() - 1  # (T,): the number of each token's word; [CLS] is word 0
+        word = begins.cumsum() - 1  # (T,): index of the word that a token belongs to; 0 for [CLS]
         left = self.num_masked(len(row))
         sizes = np.bincount(word)
         sizes[word[self.special[row]]] = left + 1  # too large to be chosen
@@ -314,7 +315,7 @@ class Masking:
             if not left:
                 break
         masked = chosen[word]
-        if left:  # no word fits: cut the first one; [CLS] and [SEP] come last
+        if left:  # no word fits: mask the first tokens instead, [CLS] and [SEP] last
             masked[np.argsort(2 * masked + self.special[row], kind="stable")[:left]] = True
         draw = rng.random(len(sizes))[word]  # the same for all pieces of a word
         return masked, draw
@@ -324,8 +325,8 @@ class Masking:
 
 
 class MaskedValidation(Validation):
-    """Loss and accuracy on the first cfg.val_tokens of the validation split, with the same masks each
-    time, and those of a guess without context."""
+    """Loss and accuracy on the first cfg.val_tokens tokens of the validation split, with the same masks
+    each time; also those of the unigram baseline."""
 
     def __init__(self, trainer, stop, tokenizer, masking):
         self.masking = masking
@@ -348,9 +349,9 @@ class MaskedValidation(Validation):
 
 
 def sample_texts(trainer, tokenizer, shards):
-    """(ids, masked tokens) of cfg.sample_prompt and of two texts of the validation split."""
+    """Pairs (ids, masked tokens): cfg.sample_prompt, and two texts of the validation split."""
     masking = Masking(tokenizer, trainer.raw_model.config, whole_word_masking=True, always=True)
-    # at least one token beside [CLS] and [SEP]
+    # at least one token besides [CLS] and [SEP]
     T = max(3, min(trainer.cfg.sample_tokens, trainer.cfg.seq_len))
     texts = list(zip(*masking(*shards.batch(np.arange(2) * T, T), 0, np.arange(2))))
     parts = (tokenizer.encode(part) for part in trainer.cfg.sample_prompt.split("[MASK]"))
@@ -380,12 +381,9 @@ def validate_tokenizer(trainer, tokenizer):
     cfg, vocab_size = trainer.cfg, trainer.raw_model.config.vocab_size
     require(
         vocab_size == tokenizer.vocab_size,
-        f"vocab_size={vocab_size} is not the {tokenizer.vocab_size} of {tokenizer.name}; leave it out",
+        f"vocab_size={vocab_size} must be {tokenizer.vocab_size}, as in {tokenizer.name}; leave it out",
     )
-    require(
-        cfg.seq_len >= 3,
-        f"seq_len={cfg.seq_len} must be 3 or more, for [CLS] and [SEP] and a token",
-    )
+    require(cfg.seq_len >= 3, f"seq_len={cfg.seq_len} must be at least 3: [CLS], a token and [SEP]")
     require(
         not cfg.sample_every or "[MASK]" in cfg.sample_prompt,
         f"sample_prompt={cfg.sample_prompt!r} must contain [MASK], the word to predict",
@@ -401,7 +399,7 @@ def validate_tokenizer(trainer, tokenizer):
 
 
 def build_trainer(model_config, cfg, world, state=None):
-    """See train_gpt2.py; here the loader masks tokens."""
+    """See train_gpt2.py; here the loader also masks tokens."""
     tokenizer = WordPiece(f"{cfg.data}/{TOKENIZER_FILE}")
     trainer = gpt2.build_trainer(model_config, cfg, world, state, Trainer)
     validate_tokenizer(trainer, tokenizer)

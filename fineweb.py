@@ -1,14 +1,14 @@
-"""Turn texts into shards of token ids: FineWeb-Edu, your own files, Python's documentation.
+"""Convert texts to shards of token ids: FineWeb-Edu, your own files, Python's documentation.
 
     python fineweb.py                                       # FineWeb-Edu, 10B tokens
     python fineweb.py --source builtin                      # no network: Python's documentation
     python fineweb.py --source my_texts/ --out data/mine    # parquet, JSONL, text, .gz, .zst
     python fineweb.py --verify --out edu_fineweb10B         # read all shards, list the damaged ones
 
-A shard is an array of uint16 tokens in a .npy file named <data>_<split>_<number>.npy. Number 0 is
-the validation split. Documents follow each other, each preceded by end-of-text. manifest.json
-beside the shards describes their source. If the build is interrupted, even by kill -9, the same
-command continues with the unfinished shard, and the result has the same bytes.
+A shard is an array of uint16 tokens in a file named <data>_<split>_<number>.npy. Number 0 is the
+validation split. Documents are concatenated, each preceded by end-of-text. manifest.json in the same
+folder describes the source. If a build is interrupted, even by kill -9, the same command continues
+with the unfinished shard, and the result has the same bytes.
 """
 
 import dataclasses
@@ -30,39 +30,40 @@ from lab.files import dir_lock
 
 @dataclass
 class Config:
-    """Turn texts into shards of token ids. An interrupted build continues with the same command."""
+    """Convert texts to shards of token ids. The same command continues an interrupted build."""
 
-    # hub, builtin (Python's documentation), or a file or folder: parquet, JSONL, text, .gz, .zst
+    # hub, builtin (Python's documentation), or a file or folder of parquet, JSONL, text, .gz, .zst
     source: str = "hub"
     out: str = ""  # folder; empty: edu_fineweb10B for FineWeb-Edu, else data/<name of the source>
-    # stop after this many, validation included: 500M, 10B, 1.3T; a larger number later continues
+    # number of tokens, including validation: 500M, 10B, 1.3T; empty: all. A larger number later
+    # continues the build
     tokens: str = ""
-    # auto: gpt2, but bytes for the built-in text. gpt2: 50257 tokens; downloads two files once.
-    # bytes: 256 and end-of-text; needs no files. Best without a GPU, where a small model trains on
-    # thousands of bytes per second, but only hundreds of gpt2's tokens. For bert.py: wordpiece,
-    # learned from this text, or the published bert-base-uncased; both are saved as tokenizer.json
+    # auto: bytes for the built-in text, else gpt2. gpt2: 50257 tokens; downloads two files once. bytes:
+    # 256 bytes and end-of-text; needs no files, and is best without a GPU, because a small model trains
+    # on thousands of bytes per second, but only on hundreds of gpt2's tokens. For bert.py: wordpiece,
+    # learned from the texts, or the published bert-base-uncased; both are saved as tokenizer.json
     tokenizer: Literal["auto", "gpt2", "bytes", "wordpiece", "bert-base-uncased"] = "auto"
-    vocab_size: int = 30000  # maximum number of pieces of a wordpiece
+    vocab_size: int = 30000  # maximum vocabulary size of --tokenizer wordpiece
     # data set on the hub; ready-made shards (kjj0/finewebedu10B-gpt2) are downloaded unchanged
     dataset: str = FINEWEB_EDU
-    # its configuration; for FineWeb-Edu sample-10BT, sample-100BT, sample-350BT, default (1.3T)
+    # configuration of the data set; for FineWeb-Edu sample-10BT, sample-100BT, sample-350BT, default (1.3T)
     name: str = ""
-    split: str = "train"  # its split
-    # its branch, tag or commit; a continued build keeps the commit in its manifest
+    split: str = "train"  # split of the data set
+    # branch, tag or commit of the data set; a continued build keeps its commit
     revision: str = "main"
     # column (parquet) or key (JSONL) of the text. If the first record is a conversation instead
-    # (lab/data/chat.py lists the forms), all are, and become rows and masks for fine-tuning
+    # (docs/DATA.md lists the forms), the records are packed into rows with masks for fine-tuning
     text_column: str = "text"
     # tokens per row of chat data; longer conversations are skipped and counted
     context: int = 1024
-    shard_tokens: str = "100M"  # tokens per shard, which is held in memory until it is complete
-    # tokens in the validation shard; empty: as many as in a shard, at most a tenth of all
+    shard_tokens: str = "100M"  # tokens per shard, which is kept in memory until it is complete
+    # tokens in the validation shard; empty: as in other shards, but at most a tenth of all
     val_tokens: str = ""
-    # processes that tokenize; -1: one per core, 0: only the main process; the shards are the same
+    # number of worker processes; -1: one per core, 0: none; the shards are the same
     workers: int = -1
-    # ray: on the Ray cluster at RAY_ADDRESS, or on this machine; needs pip install ray
+    # ray: use the Ray cluster at RAY_ADDRESS, or this machine; needs pip install ray
     engine: Literal["processes", "ray"] = "processes"
-    # compare all shards in --out with their manifest, list the damaged ones (exit status 1)
+    # only check all shards in --out against their manifest, and list damaged ones (exit status 1)
     verify: bool = False
 
 
@@ -74,12 +75,12 @@ def parse_count(flag: str, text: str) -> int:
     scale = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
     count = round(float(found[1]) * scale[found[2]]) if found else 0
     if count < 1:
-        raise UserError(f"{flag}={text} must be a number of tokens; write it like 500M or 10B")
+        raise UserError(f"{flag}={text} must be a number of tokens, such as 500M or 10B")
     return count
 
 
 def completed(cfg: Config) -> CorpusConfig:
-    """The flags with counts as numbers and defaults filled in."""
+    """The flags, with counts as numbers and defaults filled in."""
     tokenizer = cfg.tokenizer
     if tokenizer == "auto":
         tokenizer = "bytes" if cfg.source == "builtin" else "gpt2"
@@ -137,26 +138,25 @@ def main(argv: list[str]) -> int:
     manifest = build(cfg)
     print(summary(manifest, cfg.out, time.monotonic() - t0))
     if cfg.tokenizer == "gpt2" and not shutil.which("nvidia-smi"):
-        print("no GPU found: a small model learns faster with --tokenizer bytes")
+        print("there is no GPU: a small model trains faster on data with --tokenizer bytes")
     return 0
 
 
 def build(cfg: CorpusConfig) -> Manifest:
-    """Build shards from texts or conversations, or continue to. Return the manifest."""
+    """Build shards from texts or conversations, or continue a build. Returns the manifest."""
     if cfg.source == "builtin":
         if cfg.tokens:
             raise UserError(
-                f"tokens={cfg.tokens} is not possible, because --source builtin is always whole, "
-                "about 2M tokens; leave out --tokens"
+                f"tokens={cfg.tokens} is not possible, because --source builtin always has all of its "
+                "2M tokens; leave out --tokens"
             )
         return build_python_docs(cfg.out, cfg.tokenizer, cfg.vocab_size)
     source, files = find_source(cfg)
     refusal = (
-        f"another fineweb.py is writing {cfg.out}, and only one may at a time: wait until it ends, "
-        "or choose another --out"
+        f"another fineweb.py is writing {cfg.out}; wait until it ends, or choose another --out"
     )
     with dir_lock(cfg.out, refusal):
-        if manifest := load_partial_manifest(cfg.out):  # before a tokenizer is written beside it
+        if manifest := load_partial_manifest(cfg.out):  # before a tokenizer file is written there
             name = Path(tokenizer_path(cfg.out, cfg.tokenizer)).name
             check_manifest_matches(cfg.out, manifest, tokenizer=name)
         texts = texts_of(files, cfg.text_column)
@@ -164,8 +164,8 @@ def build(cfg: CorpusConfig) -> Manifest:
         if is_chat(files, cfg.text_column):
             if cfg.tokens or cfg.val_tokens:
                 raise UserError(
-                    "conversations are always whole, so they have no limit; leave out --tokens and "
-                    "--val_tokens"
+                    "--tokens and --val_tokens do not work with conversations, which are all used; leave "
+                    "them out"
                 )
             return build_chat(files, cfg.out, tokenizer, cfg.context, cfg.shard_tokens)
         return build_corpus(dataclasses.replace(cfg, tokenizer=tokenizer), source, files)

@@ -1,18 +1,18 @@
-"""HellaSwag (Zellers et al. 2019): which of four endings of a text does a model find most likely?
+"""HellaSwag (Zellers et al. 2019): which of four endings of a text is the most likely to a model?
 
     python hellaswag.py --model gpt2            # hub name, Hugging Face folder, checkpoint or run
     torchrun --standalone --nproc_per_node=8 hellaswag.py --model gpt2-xl
 
-Scores as published for GPT-2: the loss of each ending's tokens given the context, with the ending
-tokenized after a leading space. acc chooses the ending with the smallest summed loss, acc_norm the
-one with the smallest mean loss per token. train_gpt2.py runs the class HellaSwag as a callback.
+The scores are computed as those published for GPT-2, from the loss of each ending's tokens given the
+context; endings are tokenized with a leading space. acc chooses the ending with the smallest summed
+loss, acc_norm the one with the smallest mean loss per token. train_gpt2.py uses the class HellaSwag as
+a callback.
 
-Shape letters: N examples; the 4 are the endings of an example.
+Shape letters: N examples; 4 is the number of endings.
 """
 
 import json
 import math
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,82 +20,68 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import torch.distributed as dist
 
 from lab.cli import RunError, UserError, parse_args, require, run_main
 from lab.data.manifest import sha256_of
 from lab.data.tokenizers import get_tokenizer
 from lab.distributed import World
-from lab.eval.multiple_choice import continuation_losses
-from lab.files import first_line, read_errors
+from lab.eval.multiple_choice import (
+    Benchmark,
+    ModelConfig,
+    continuation_losses,
+    download,
+    open_model,
+    parse_lines,
+)
+from lab.files import read_errors
 from lab.hardware import oom_hint
-from lab.precision import Precision
-from lab.registry import load_model, resolve_source, tokenizer_name
-from lab.trainer.callbacks import PeriodicCallback
+from lab.registry import tokenizer_name
 
 # ------------------------------------------------------------------------------------------ 1. file
 
 DATA_DIR = Path("data/hellaswag")  # where files are downloaded to
 BASE_URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/"
-SHA256 = {  # of the published files; the test split has no labels
+SHA256 = {  # of the published files with labels
     "hellaswag_val.jsonl": "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588",
     "hellaswag_train.jsonl": "dae5e69249868cb9fe4e23ff925c60b66169564cfb7072d793cd7356a2b69f8d",
 }
 
 
 def locate(data: str = "", split: str = "val") -> Path:
-    """Path of a split: `data` (a file, or a folder that contains it), or DATA_DIR's, which is
-    downloaded if it is missing. Raises UserError if the download fails."""
+    """Path of the file of a split: `data` (the file or its folder), or by default the file in DATA_DIR,
+    which is downloaded if it is missing. Raises UserError if the download fails."""
     name = f"hellaswag_{split}.jsonl"
-    path = Path(data or DATA_DIR)
-    if path.is_dir() or not data:
-        path = path / name
-    if not data and not path.exists():
-        import pooch  # only needed to download; it checks the hash before the file gets its name
-
-        files = pooch.create(DATA_DIR, base_url=BASE_URL, registry=SHA256, retry_if_failed=2)
-        try:
-            files.fetch(name, progressbar=sys.stderr.isatty())
-        except (OSError, ValueError) as error:  # ValueError: wrong hash
-            raise UserError(
-                f"cannot download {BASE_URL}{name} ({first_line(error)}); download it by hand to "
-                f"{path}, or pass a copy to hellaswag.py with --data FILE"
-            ) from error
-    return path
+    if not data:
+        return download(DATA_DIR / name, BASE_URL, SHA256[name], "hellaswag.py")
+    return Path(data) / name if Path(data).is_dir() else Path(data)
 
 
 def read_examples(path: str | Path) -> list[dict[str, Any]]:
-    """The examples of a HellaSwag file, each with its line number as "line". Raises UserError that
-    names the first invalid line."""
-    hint = "name one with --data, or leave --data out to download it"
+    """The examples of a HellaSwag file, each with its line number as "line". Raises UserError, with the
+    line number, for the first invalid line."""
+    hint = "pass one with --data, or leave --data out to download it"
     with read_errors(path, "HellaSwag file", hint):
-        lines = Path(path).read_bytes().split(b"\n")
-    examples = []
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            with read_errors(
-                f"{path} line {number}", "HellaSwag example", "fix or delete the line"
-            ):
-                examples.append(check_example(json.loads(line)) | {"line": number})
+        raw = Path(path).read_bytes()
+    examples = parse_lines(raw, path, "HellaSwag example", check_example)
     require(examples, f"{path} contains no examples, but needs one per line; pass another --data")
     return examples
 
 
 def check_example(example: Any) -> dict[str, Any]:
-    """The example, with its label as an integer. Raises TypeError if it is invalid."""
+    """Check an example, and convert its label to an integer. Raises TypeError if it is invalid."""
     ctx, endings, label = (dict(example).get(key) for key in ("ctx", "endings", "label"))
     texts = [ctx, *endings] if isinstance(endings, list) else []
     valid = len(texts) == 5 and all(isinstance(text, str) for text in texts)
     valid = valid and all(text.strip() for text in texts[1:])
-    # a label is a string in the Hugging Face hub's copy of the file
+    # labels are strings in the copy on the Hugging Face hub
     if not valid or str(label) not in ("0", "1", "2", "3"):
         raise TypeError("expected a ctx, 4 endings that are not empty, and a label from 0 to 3")
     return example | {"label": int(str(label))}
 
 
 def source_of(example: dict[str, Any]) -> str:
-    """Where an example is from: "activitynet" or "wikihow". In copies of the file without a
-    source_id, a ctx_b marks ActivityNet, whose contexts end in the middle of a sentence."""
+    """Source of an example: "activitynet" or "wikihow". In copies of the file without a source_id, a
+    ctx_b indicates ActivityNet, whose contexts end in the middle of a sentence."""
     guess = "activitynet" if example.get("ctx_b") else "wikihow"
     return str(example.get("source_id") or guess).split("~")[0]  # as in "wikihow~123"
 
@@ -127,14 +113,13 @@ def tokenize_examples(
     limit: int = 0,
     skip_long: bool = False,
 ) -> Examples:
-    """Tokenize `limit` examples (0: all), spread evenly over the file, because its first third is
-    all ActivityNet.
+    """Tokenize `limit` examples (0: all), spread evenly over the file, because its first third is only
+    ActivityNet.
 
-    An empty context becomes end-of-text, because something has to predict an ending's first token.
-    The last token of an ending is never an input, so context and ending may have block_size + 1
-    tokens together. A context is cut from the left until the longest of the four endings fits, so
-    that all four are given the same context. Raises UserError for an ending that leaves no room for
-    a context, unless skip_long."""
+    An empty context becomes end-of-text, from which the first token of an ending is predicted. The last
+    token of an ending is never an input, so context and ending together may have block_size + 1 tokens.
+    A context is cut from the left until the longest of the four endings fits, so that all four get the
+    same context. Raises UserError for an ending that leaves no space for a context, unless skip_long."""
     n = min(limit or len(examples), len(examples))
     rows, tokens, num_cut = [], [], 0
     for row in (examples[i] for i in np.arange(n) * len(examples) // n):
@@ -167,9 +152,9 @@ def load_examples(
     limit: int = 0,
     skip_long: bool = False,
 ) -> Examples:
-    """Read and tokenize the examples of `path` (None: the validation split) for a model, on every
-    rank; only rank 0 uses the disk and the network. source: where a tokenizer file would be, the
-    model's path or the run's data folder."""
+    """Read and tokenize the examples of `path` (None: the validation split) for a model. Every rank gets
+    them, but only rank 0 uses the disk and the network. source: the path of the model or of the data, next
+    to which there may be a tokenizer file."""
 
     def load():
         tokenizer = get_tokenizer(tokenizer_name(model.config, source))
@@ -190,15 +175,15 @@ def ending_losses(
 
 
 def wilson_interval(p: float, n: int, z: float = 1.96) -> tuple[float, float]:
-    """95 % confidence interval of a proportion p of n (Wilson 1927), valid for small n too."""
+    """95 % confidence interval of a proportion p of n (Wilson 1927), also valid for small n."""
     center, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
     low, high = (center - half) / (1 + z * z / n), (center + half) / (1 + z * z / n)
     return max(0.0, low), min(1.0, high)
 
 
 def summarize(sums: np.ndarray, end_len: np.ndarray, label: np.ndarray) -> dict[str, Any]:
-    """acc and acc_norm with standard errors (of a mean, as in lm-evaluation-harness) and 95 %
-    intervals, and the count. sums, end_len (N, 4): loss and tokens of each ending; label (N,)."""
+    """acc and acc_norm with standard errors of the mean (as in lm-evaluation-harness) and 95 % intervals,
+    and the count. sums, end_len (N, 4): summed loss and number of tokens of each ending; label (N,)."""
     out, n = {}, len(label)
     for name, losses in (("acc", sums), ("acc_norm", sums / end_len)):
         p = float((losses.argmin(1) == label).mean())
@@ -211,8 +196,8 @@ def summarize(sums: np.ndarray, end_len: np.ndarray, label: np.ndarray) -> dict[
 def measure(
     model: Any, data: Examples, world: World, check: Callable[[], None] = lambda: None
 ) -> tuple[dict[str, Any], np.ndarray]:
-    """(summary, summed losses (N, 4)), the same on every rank. Draws no random number. Raises
-    RunError if a loss is not finite."""
+    """(summary, summed losses (N, 4)), the same on every rank. Uses no random numbers. Raises RunError if
+    a loss is not finite."""
     t0 = time.perf_counter()
     sums = ending_losses(model, data, world, check)
     if not np.isfinite(sums).all():
@@ -228,46 +213,30 @@ def measure(
 # --------------------------------------------------------------------------------- 4. training runs
 
 
-class HellaSwag(PeriodicCallback):
+class HellaSwag(Benchmark):
     """HellaSwag as a callback of a training run. It skips the untrained model of step 0."""
 
+    title, locate = "HellaSwag", staticmethod(locate)
+
     def __init__(self, trainer, stop):
-        super().__init__("hella", trainer.cfg.hellaswag_every)
-        self.world, self.stop = trainer.world, stop
-        self.data: Examples | None = None  # loaded when first needed
-        if self.interval:  # download now, while someone is there to see it fail
-            self.attempt(lambda: self.world.run_on_rank0(lambda: str(locate())))
+        super().__init__("hella", trainer.cfg.hellaswag_every, trainer, stop)
 
     def should_run(self, step: int, last: bool) -> bool:
         return step > 0 and super().should_run(step, last)
 
-    def __call__(self, trainer) -> dict[str, Any] | None:
-        """The summary. None, and off for the rest of the run, if an ending exceeds the context."""
-        cfg, model = trainer.cfg, trainer.raw_model
-        if self.data is None:
-            limit = cfg.hellaswag_examples
-            self.data = self.attempt(
-                lambda: load_examples(model, self.world, cfg.data, limit=limit)
-            )
-        if self.data is None:
-            return None
-        with trainer.precision.autocast():
-            return measure(model, self.data, self.world, self.stop.check)[0]
+    def load(self, trainer) -> Examples:
+        cfg = trainer.cfg
+        return load_examples(trainer.raw_model, self.world, cfg.data, limit=cfg.hellaswag_examples)
 
-    def attempt(self, function: Callable[[], Any]) -> Any:
-        """function(); if it raises UserError, print it, turn this callback off and return None."""
-        try:
-            return function()
-        except UserError as error:
-            self.world.print0(f"no HellaSwag in this run: {error}")
-            self.interval = 0
+    def measure(self, trainer) -> dict[str, Any]:
+        return measure(trainer.raw_model, self.data, self.world, self.check)[0]
 
 
 # ---------------------------------------------------------------------------------------- 5. report
 
 
 def summarize_groups(names: list[str], sums: np.ndarray, data: Examples) -> dict[str, dict]:
-    """{name: summary} of the examples with that name, largest group first. names: of each."""
+    """{name: summary} of each group of examples, largest first. names: the group of each example."""
     groups, index, counts = np.unique(names, return_inverse=True, return_counts=True)
     found = {}
     for i in np.argsort(-counts, kind="stable"):
@@ -277,8 +246,8 @@ def summarize_groups(names: list[str], sums: np.ndarray, data: Examples) -> dict
 
 
 def most_confident_errors(sums: np.ndarray, data: Examples, count: int) -> list[dict[str, Any]]:
-    """The wrongly answered examples with the largest margin: the mean loss per token of the right
-    ending minus that of the chosen one. Adds "margin" and "mean_losses" to each, in nats."""
+    """The wrong answers with the largest margin, which is the mean loss per token of the right ending
+    minus that of the chosen one. Adds "margin" and "mean_losses" to each example, in nats."""
     means = sums / data.end_len
     margin = means[np.arange(len(data)), data.label] - means.min(1)
     worst = [i for i in np.argsort(-margin, kind="stable")[:count] if margin[i] > 0]
@@ -298,7 +267,7 @@ def format_groups(groups: dict[str, dict]) -> str:
 
 
 def format_error(example: dict[str, Any]) -> str:
-    """A wrong answer as text, with mean losses; = marks the right ending, > the chosen one."""
+    """A wrong answer as text, with mean losses. = marks the right ending, > the chosen one."""
     losses = example["mean_losses"]
     lines = [
         f"line {example['line']}, {example.get('activity_label')}: the wrong ending's loss is "
@@ -316,16 +285,13 @@ OOM_FIX = "choose a smaller --model, or pass --device cpu"
 
 
 @dataclass
-class Config:
+class Config(ModelConfig):
     """Measure a model on HellaSwag: acc and acc_norm with standard errors and 95 % intervals."""
 
-    model: str = ""  # run, checkpoint, Hugging Face folder, gpt2 ... gpt2-xl; empty: the newest run
     data: str = ""  # HellaSwag file, or a folder with one; empty: downloaded to data/hellaswag
     split: Literal["val", "train"] = "val"  # published scores are on val; test has no labels
-    limit: int = 0  # number of examples, spread evenly over the file; 0 is all
+    limit: int = 0  # number of examples, spread evenly over the file; 0: all
     skip_long: bool = False  # skip examples whose endings exceed the model's context
-    device: str = "auto"  # cuda, mps or cpu
-    precision: Literal["auto", "bf16", "fp16", "tf32", "fp32"] = "auto"  # auto: best of the device
     json: bool = False  # print one line of JSON instead of text
     worst: int = 0  # show this many wrong answers, the most confident first
     by_source: bool = False  # print a table by source: ActivityNet, WikiHow
@@ -335,7 +301,7 @@ class Config:
 def report(
     cfg: Config, path: str, precision: str, result: dict, data: Examples, sums: np.ndarray
 ) -> None:
-    """Print the summary and what the flags ask for."""
+    """Print the summary, and the details that flags ask for."""
     published = sha256_of(path) in SHA256.values()
     tables = {}
     if cfg.by_source:
@@ -354,33 +320,25 @@ def report(
         print(f"{name:8}  {value:.4f} +- {stderr:.4f}  (95 %: {low:.4f} to {high:.4f})")
     line = f"{result['count']} examples of {path} in {result['seconds']:.1f} s, {precision}"
     line += f"; {result['cut']} contexts cut from the left to fit" if result["cut"] else ""
-    line += f"; {result['skipped']} examples skipped, too long" if result["skipped"] else ""
-    print(line + ("" if published else "; not the published file, so the scores do not compare"))
+    line += (
+        f"; {result['skipped']} examples skipped because they are too long"
+        if result["skipped"]
+        else ""
+    )
+    print(line + ("" if published else "; not the published file, so scores are not comparable"))
     for text in [*map(format_groups, tables.values()), *map(format_error, errors)]:
         print("\n" + text)
 
 
 def run(cfg: Config) -> None:
-    world = World(cfg.device)
-    if world.distributed:
-        dist.init_process_group(world.backend)
-    precision = Precision(cfg.precision, world.device)
-    precision.set_matmul_precision()
-    # rank 0 chooses the files for all ranks: a moment later another run may be the newest
-    cfg.model = world.run_on_rank0(lambda: resolve_source(cfg.model))
-    model = load_model(cfg.model).to(world.device).eval()
-    require(
-        hasattr(model, "generate"),
-        f"model={cfg.model} is a masked language model, but HellaSwag needs one that predicts the "
-        "next token; choose a GPT",
-    )
+    world, precision, model = open_model(cfg, "HellaSwag")
     path = world.run_on_rank0(lambda: str(locate(cfg.data, cfg.split)))
     data = load_examples(model, world, cfg.model, path, cfg.limit, cfg.skip_long)
     with precision.autocast():
         result, sums = measure(model, data, world)
     if world.is_main:
         report(cfg, path, precision.name, result, data, sums)
-    world.barrier()  # no rank exits while another may still communicate with it
+    world.barrier()  # no rank may exit while another one still communicates with it
 
 
 def main(argv: list[str]) -> None:

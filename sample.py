@@ -1,10 +1,10 @@
-"""Generate text with a trained model: one completion, several, or an interactive session.
+"""Generate text with a trained model: completions of a prompt, or an interactive session.
 
     python sample.py "Hello, I'm a language model,"            # the newest run
     python sample.py --model gpt2-xl --num_samples 3 "Once upon a time"
     python sample.py --model log/RUN                           # asks for prompts
-    python sample.py --chat                                    # a conversation; Ctrl-C ends an answer
-    python sample.py --html page.html "The "                   # how probable was each token?
+    python sample.py --chat                                    # a conversation; Ctrl-C stops an answer
+    python sample.py --html page.html "The "                   # a page with the probability of each token
     echo "The import statement" | python sample.py             # one prompt per line
 
 The text goes to stdout and is printed as it is generated; everything else goes to stderr.
@@ -46,14 +46,14 @@ OOM_FIX = "pass a smaller --num_samples or another --model, or --device cpu"
 
 @dataclass
 class Config:
-    """Generate text: sample.py PROMPT. Without a prompt it asks for prompts, or reads one per line
-    from a pipe. An end-of-text token is put before each prompt, as before each document in training."""
+    """Generate text: sample.py PROMPT. Without a prompt it asks for prompts, or reads one per line from a
+    pipe. Each prompt is preceded by an end-of-text token, like each document in training."""
 
-    # text to continue; "": start from nothing
+    # text to continue; "": begin a new text
     prompt: Annotated[tuple[str, ...], Positional, arg(metavar="[PROMPT]")] = ()
     # run, checkpoint, Hugging Face folder, or gpt2 ... gpt2-xl; empty: the newest run
     model: str = ""
-    max_new_tokens: int = 200  # maximum length; the model may end the text earlier
+    max_new_tokens: int = 200  # maximum length; the model may end the text before
     num_samples: int = 1  # texts per prompt, generated as one batch
     temperature: float = 0.8  # 1: the model's own probabilities; lower: more predictable; 0: greedy
     top_k: int = 50  # sample from the k most probable tokens; 0: from all
@@ -63,11 +63,11 @@ class Config:
     chat: bool = False  # a conversation, for models fine-tuned on conversations
     html: str = ""  # write a page to this file in which each token is shaded by its probability
     device: str = "auto"  # cuda, cuda:N, mps or cpu
-    # auto: 16 bits on a GPU, bf16 for a large model on a CPU that supports it, else fp32. int8: CPU
-    # only, faster and slightly less exact
+    # auto: 16 bits on a GPU, bf16 for a large model on a CPU that supports it, else fp32; int8: CPU
+    # only, faster but less exact
     weights: Literal["auto", "fp32", "bf16", "fp16", "int8"] = "auto"
-    # compile the decode step on a GPU: takes seconds, then each token is one launch. Not used for a
-    # PROMPT on the command line
+    # compile the decode step on a GPU, which takes seconds; then each token is one launch. Not used
+    # with a PROMPT on the command line
     compile: bool = True
 
 
@@ -78,7 +78,10 @@ def check(cfg: Config) -> None:
         "top_p": (0 < cfg.top_p <= 1, "above 0 and at most 1 (all tokens)"),
         "top_k": (cfg.top_k >= 0, "0 (all tokens) or more"),
         "seed": (0 <= (cfg.seed or 0) < 2**32, f"at least 0 and less than {2**32}"),
-        "num_samples": (0 < cfg.num_samples <= 4096, "from 1 to 4096, because they are one batch"),
+        "num_samples": (
+            0 < cfg.num_samples <= 4096,
+            "from 1 to 4096, because it is the batch size",
+        ),
         "max_new_tokens": (cfg.max_new_tokens > 0, "at least 1"),
     }
     for name, (valid, rule) in rules.items():
@@ -88,13 +91,13 @@ def check(cfg: Config) -> None:
         "--chat reads messages from stdin and writes no page; leave out the prompt and --html",
     )
     if cfg.html:
-        # the suffix is required so that a mistyped path does not overwrite a checkpoint
+        # the suffix is required, so that a mistyped path does not overwrite a checkpoint
         require(cfg.html.endswith(".html"), f"html={cfg.html} must end in .html")
         check_writable(cfg.html, "html")
 
 
 def sampling_kwargs(model: Any, cfg: Config, seed: int, cache: KVCache | None) -> dict[str, Any]:
-    """Arguments of generate."""
+    """The keyword arguments of generate."""
     generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
     sampling = dict(temperature=cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p)
     return sampling | dict(generator=generator, cache=cache)
@@ -104,20 +107,20 @@ def complete(
     model: Any, tokenizer: Tokenizer, prompt: str, cfg: Config, seed: int,
     emit: Callable[[str], None], cache: KVCache | None = None,
 ) -> tuple[list[IncrementalDetokenizer], list[list[dict]]]:  # fmt: skip
-    """Generate cfg.num_samples completions. Returns their detokenizers, and with --html the
-    token_logprobs of each one's tokens.
+    """Generate cfg.num_samples completions. Returns their detokenizers and, with --html, the
+    token_logprobs of their tokens.
 
-    emit(text) receives the prompt, then the first completion piece by piece. Raises UserError, before
-    anything is emitted, for a prompt longer than the model's context.
+    emit(text) is called with the prompt, then with each piece of the first completion. Raises UserError,
+    before the first call, for a prompt longer than the model's context.
     """
     detokenizers = [IncrementalDetokenizer(tokenizer) for _ in range(cfg.num_samples)]
     records: list[list[dict]] = [[] for _ in detokenizers]
     gen_kwargs = sampling_kwargs(model, cfg, seed, cache)
-    ids = [tokenizer.eot, *tokenizer.encode(prompt)]  # documents in training start with end-of-text
+    ids = [tokenizer.eot, *tokenizer.encode(prompt)]  # as documents start in training
     idx = torch.tensor([ids] * cfg.num_samples, device=gen_kwargs["generator"].device)
     pairs = prefetch_tokens(generate(model, idx, cfg.max_new_tokens, **gen_kwargs))
     for step, (tokens, logits) in enumerate(pairs):
-        if step == 0:  # generate raises for a prompt that is too long
+        if step == 0:  # not before, because generate raises if the prompt is too long
             emit(prompt)
         for i, token in enumerate(tokens.tolist()):
             if detokenizers[i].ended:
@@ -136,8 +139,7 @@ def complete(
 
 
 def read_prompts(cfg: Config) -> Iterator[str]:
-    """The prompt of the command line; otherwise the lines of stdin until it ends, or until an empty
-    line is typed."""
+    """The prompt on the command line, or the lines of stdin until it ends or an empty line is typed."""
     if cfg.prompt:
         yield " ".join(cfg.prompt)
         return
@@ -154,12 +156,12 @@ def read_prompts(cfg: Config) -> Iterator[str]:
 
 
 def chat_loop(model: Any, tokenizer: Tokenizer, cfg: Config, seed: int, cache: KVCache) -> None:
-    """A conversation, until stdin ends or an empty line is typed. Ctrl-C ends an answer."""
+    """A conversation, until stdin ends or an empty line is typed. Ctrl-C stops an answer."""
     messages: list[dict[str, str]] = []
     gen_kwargs = sampling_kwargs(model, cfg, seed, cache)
     block_size = model.config.block_size
     if sys.stdin.isatty():
-        eprint("[models fine-tuned with --preset sft answer; other models continue the text]")
+        eprint("[only models fine-tuned with --preset sft answer; others just continue the text]")
     for line in read_prompts(cfg):
         messages.append({"role": "user", "content": line})
         try:
@@ -169,7 +171,7 @@ def chat_loop(model: Any, tokenizer: Tokenizer, cfg: Config, seed: int, cache: K
             messages.pop()
             continue
         if dropped:
-            eprint(f"[the oldest {dropped} messages no longer fit and are left out]")
+            eprint(f"[the oldest {dropped} messages no longer fit and are dropped]")
             messages = messages[dropped:]
         pieces = stream_generate(
             model, tokenizer, ids, cfg.max_new_tokens,
@@ -198,7 +200,7 @@ def print_text(text: str) -> None:
 
 
 def run(cfg: Config) -> None:
-    """Load the model and answer the prompts, or hold the conversation."""
+    """Load the model, then complete the prompts or start a conversation."""
     device = World(cfg.device).device
     source = resolve_source(cfg.model)
     model, tokenizer = load_for_inference(source, device, cfg.weights)
@@ -206,7 +208,9 @@ def run(cfg: Config) -> None:
     rows = 1 if cfg.chat else cfg.num_samples
     step = make_decode_step(model, rows, enabled=cfg.compile and not cfg.prompt)
     if step:
-        eprint("[the first answer takes seconds longer, for compilation; --no_compile avoids that]")
+        eprint(
+            "[the first answer takes seconds longer because of compilation; --no_compile avoids it]"
+        )
     cache = KVCache(model.config.block_size, step)
     if cfg.chat:
         return chat_loop(model, tokenizer, cfg, seed, cache)

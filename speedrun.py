@@ -1,14 +1,15 @@
-"""The task of train_gpt2.py as it would be done today: the same loss in a fraction of the time.
+"""Train a GPT with today's methods: the loss of train_gpt2.py in a fraction of the time.
 
-    python speedrun.py                                         # two minutes on a laptop's CPU
-    python speedrun.py --preset speedrun --fp8 head    # GPT-2 124M's blocks, one GPU, a minute (H200)
-    torchrun --standalone --nproc_per_node=4 speedrun.py --preset speedrun --fp8 head    # on four
+    python speedrun.py                                 # two minutes on a laptop's CPU
+    python speedrun.py --preset speedrun --fp8 head    # as deep and wide as GPT-2 124M; a minute on an H200
+    torchrun --standalone --nproc_per_node=4 speedrun.py --preset speedrun --fp8 head  # on four GPUs
 
-One training step in words is train_gpt2.py's, and so are loader, train_step, loop, logs and
-checkpoints. This file has what has changed in seven years: the model, the optimizers, the schedule and
-the batch size. Most differences have a flag that turns them off, so that each can be measured alone
-(bench/speedrun.py; results: docs/LOG.md#speedrun-parts, #speedrun-laptop), and a comment that says
-why. Read train_gpt2.py first; sections and shape letters are the same.
+One training step in words: see train_gpt2.py, whose data loader, train_step, loop, logs and
+checkpoints are used here. This file defines what has changed in the seven years since GPT-2: the
+model, the optimizers, the schedule and the batch size. Each difference has a comment that says why,
+and most have a flag that turns them off, so that they can be measured one by one (bench/speedrun.py;
+results: docs/LOG.md#speedrun-parts, #speedrun-laptop). Read train_gpt2.py first; sections and shape
+letters are the same.
 """
 
 from dataclasses import dataclass, replace
@@ -35,14 +36,14 @@ from train_gpt2 import HeadLoss, num_steps
 
 @dataclass
 class GPTConfig:
-    """Shape of the model, then its differences from GPT-2, most of which can be switched off."""
+    """Shape of the model, and its differences from GPT-2, most of which can be turned off."""
 
     n_layer: int = 12  # transformer blocks
     n_head: int = 6  # attention heads per block; fewer, wider heads are faster on a GPU
     n_embd: int = 768  # channels of the residual stream
     block_size: int = 1024  # longest context
-    vocab_size: int = 50257  # token ids in use; 0 on the command line: taken from the data
-    vocab_multiple: int = 128  # pad the vocabulary to a multiple of this: 50257 -> 50304; 1 is off
+    vocab_size: int = 50257  # number of token ids; 0 on the command line: taken from the data
+    vocab_multiple: int = 128  # pad vocab_size to a multiple: 50257 -> 50304; 1: no padding
     tokenizer: str = ""  # gpt2, bytes or tokenizer.json; empty: taken from the data
     eot_id: int = -1  # id of the end-of-text token; -1: the last id of the vocabulary
     bf16_residual: bool = True  # under bf16 autocast, keep the residual stream in bf16 as well
@@ -51,9 +52,9 @@ class GPTConfig:
     qk_norm: bool = True  # RMSNorm of queries and keys
     mlp: Literal["relu2", "gelu"] = "relu2"  # gelu: GPT-2's MLP, with its biases and 8-bit kernels
     tied: bool = False  # one matrix for embedding and head, as in GPT-2
-    value_tables: int = 1  # value embeddings, one table per block; 0 is better from 4 epochs on
+    value_tables: int = 1  # number of value embeddings; 0 is better for 4 epochs or more
     smear: bool = True  # add a gated part of the previous token's embedding to each embedding
-    bigram_rows: int = 0  # rows of an embedding of token pairs; 0 is off
+    bigram_rows: int = 0  # rows of a hashed embedding of token pairs; 0: none
 
     padded_vocab_size = train_gpt2.GPTConfig.padded_vocab_size
     end_of_text = train_gpt2.GPTConfig.end_of_text
@@ -64,8 +65,8 @@ class GPTConfig:
         head_size = self.n_embd // self.n_head
         require(
             not self.rotary or (head_size % 2 == 0 and head_size >= 4),
-            f"n_embd={self.n_embd} / n_head={self.n_head} gives heads of {head_size} channels, and "
-            "rotary needs an even number from 4 on; change n_head, or pass --no_rotary",
+            f"n_embd={self.n_embd} / n_head={self.n_head} gives heads of {head_size} channels, but "
+            "rotary needs an even number of at least 4; change n_head, or pass --no_rotary",
         )
         require(
             self.value_tables <= self.n_layer,
@@ -73,8 +74,8 @@ class GPTConfig:
         )
 
     def value_table(self, layer):
-        """Index of the value table that a block reads, or None. The first blocks have one each, and
-        the last ones reuse them (as in modded-nanogpt)."""
+        """Index of the value embedding that a block uses, or None. The first blocks have one each, and
+        the last blocks use them again (as in modded-nanogpt)."""
         n = self.value_tables
         table = layer if layer < n else layer - (self.n_layer - n)
         return table if 0 <= table < n else None
@@ -82,32 +83,30 @@ class GPTConfig:
 
 @dataclass
 class TrainConfig(train_gpt2.TrainConfig):
-    """train_gpt2.py's with other defaults, and a learning rate for each kind of parameter. lr is that
-    of the head; the others follow the same schedule."""
+    """train_gpt2.TrainConfig with other defaults and a peak learning rate for each kind of parameter;
+    all follow the same schedule."""
 
-    preset: str = "speedrun"
-    total_batch_size: int = 131072  # tokens per update over all processes
-    max_steps: int = 290
-    parallel: ClassVar = "ddp"  # not a flag: ZeRO-1 and FSDP2 shard AdamW only
-    optimizer: Literal["adamw", "muon", "normuon"] = "normuon"  # for the matrices in the blocks
+    preset: str = "speedrun"  # source of the other defaults: speedrun, laptop or sft
+    total_batch_size: int = 131072  # tokens per update, over all processes
+    max_steps: int = 290  # number of updates
+    parallel: ClassVar = "ddp"  # not a flag, because ZeRO-1 and FSDP2 shard AdamW only
+    optimizer: Literal["adamw", "muon", "normuon"] = "normuon"  # for matrices in blocks
     lr: float = 3e-3  # peak learning rate of the head (AdamW)
-    embed_lr: float = 0.3  # of embeddings, whose weights start at about 1 (the head's start at 0)
-    scalar_lr: float = 0.015  # of learned scalars, gates and biases
-    muon_lr: float = 0.03  # of Muon; --optimizer adamw gets a rate with the same step size
-    min_lr: float = 0.0
-    schedule: Literal["cosine", "linear", "constant", "wsd"] = "wsd"
-    # lengths: an integer is a number of steps, a float below 1 a fraction of max_steps
-    warmup_steps: int | float = (
-        0  # residual outputs and the head start at 0, so the first steps are safe
-    )
-    decay_steps: int | float = 0.65  # length of the decay at the end
+    embed_lr: float = 0.3  # peak learning rate of embeddings, whose initial std is 1
+    scalar_lr: float = 0.015  # peak learning rate of scalars, gates and biases
+    muon_lr: float = 0.03  # peak learning rate of Muon; scaled for --optimizer adamw
+    min_lr: float = 0.0  # learning rate at the end of the schedule
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "wsd"  # wsd: warmup-stable-decay
+    # an integer is a number of steps, a float below 1 is a fraction of max_steps
+    warmup_steps: int | float = 0  # none needed: residual outputs and the head start at 0
+    decay_steps: int | float = 0.65  # length of the decay at the end (wsd only)
     weight_decay: float = 0.0  # of the matrices in the blocks
     beta1: float = 0.8  # AdamW: short averages, because the run is short
-    eps: float = 1e-10
-    grad_clip: float = 0.0  # off: Muon's step does not depend on the gradient's norm
-    momentum: float = 0.95  # Muon's
-    momentum_warmup: int | float = 0.33  # momentum rises from 0.85 during these steps
-    batch_warmup_steps: int | float = 0  # first steps with half the tokens: early gradients agree
+    eps: float = 1e-10  # AdamW: added to the denominator of the update
+    grad_clip: float = 0.0  # 0: no clipping; Muon's step does not depend on the gradient norm
+    momentum: float = 0.95  # of Muon
+    momentum_warmup: int | float = 0.33  # length of the rise of Muon's momentum from 0.85
+    batch_warmup_steps: int | float = 0  # length of the first phase, with half the batch
 
     def validate(self, model_config):
         """Raise UserError for settings that cannot work."""
@@ -134,8 +133,9 @@ PRESETS = {
             sample_every=0,
         ),
     ),
-    "laptop": (  # two minutes on two laptop cores, on the text inside Python, read as bytes; parts
-        # that do not help there are off (docs/LOG.md#speedrun-laptop)
+    # two minutes on two laptop cores, on the bytes of Python's own documentation; without the parts
+    # that do not help there (docs/LOG.md#speedrun-laptop)
+    "laptop": (
         GPTConfig(n_layer=2, n_head=2, n_embd=128, block_size=128, vocab_size=257, vocab_multiple=1,
                   value_tables=0, smear=False, bigram_rows=4096),
         TrainConfig(
@@ -143,7 +143,7 @@ PRESETS = {
             decay_steps=0.7, momentum_warmup=0.1, beta2=0.99, compile=False,
         ),
     ),
-    "sft": (  # supervised fine-tuning, as in train_gpt2.py: a tenth of the preset speedrun's rates
+    "sft": (  # supervised fine-tuning, as in train_gpt2.py: a tenth of speedrun's learning rates
         GPTConfig(),
         TrainConfig(
             **config.SFT, total_batch_size=4096, max_steps=200, lr=3e-4, embed_lr=0.03,
@@ -157,15 +157,16 @@ PRESETS = {
 
 
 def norm(x):
-    """RMSNorm (Zhang and Sennrich 2019) without a gain, which the matrix that follows can learn. Unlike
+    """RMSNorm (Zhang and Sennrich 2019) without a gain, because the following matrix can learn it. Unlike
     LayerNorm it does not subtract the mean."""
     return F.rms_norm(x, (x.size(-1),))
 
 
 def shift_right(x, position, mask, cache, name):
-    """x (B, T, C) of the token before each one; 0 if there is none or it is hidden by the mask."""
+    """Shift x (B, T, C) by one token: each token gets the x of the previous one, or 0 if there is none
+    or the mask hides it."""
     T = x.size(1)
-    if cache is not None:  # a cache stores pairs, such as keys and values
+    if cache is not None:  # the cache stores pairs (keys and values), so pass x twice
         x = cache.update(name, x[:, None], x[:, None])[0][:, 0]  # (B, S, C)
     if mask is not None:
         return gather_previous_token(x, position, mask)
@@ -175,7 +176,7 @@ def shift_right(x, position, mask, cache, name):
 def rotation(position, D):
     """(cos, sin) of the angles by which rotary embedding (Su et al. 2021) rotates pairs of channels:
     (T, D / 2), or (B, 1, T, D / 2). Half of the pairs don't rotate, so that they can compare content
-    whatever the distance (as in modded-nanogpt)."""
+    independently of distance (as in modded-nanogpt)."""
     inv_freq = 1024 ** -torch.linspace(0, 1, D // 4, device=position.device)  # radians per token
     inv_freq = torch.cat([inv_freq, torch.zeros(D // 2 - D // 4, device=position.device)])
     angle = position[..., None].float() * inv_freq
@@ -196,21 +197,22 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         self.config, self.layer = config, layer
-        # three matrices, because Muon orthogonalizes each by itself
+        # three matrices for q, k and v, because Muon orthogonalizes each separately
         self.qkv = nn.Parameter(torch.empty(3, config.n_embd, config.n_embd))
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
         if config.value_table(layer) is not None:
             self.mix_values = nn.Parameter(torch.tensor([0.5, 0.5]))
 
     def forward(self, x, cos_sin, value, mask=None, cache=None):
-        """value (B, T, C): the token's own value embedding, or None."""
+        """value (B, T, C): value embeddings of the tokens, or None."""
         B, T, C = x.size()
         q, k, v = F.linear(x, self.qkv.flatten(0, 1)).split(C, dim=2)
         if value is not None:  # value embeddings (Zhou et al. 2024; modded-nanogpt)
             v = self.mix_values[0] * v + self.mix_values[1] * value.to(v.dtype)
         q, k, v = (t.view(B, T, self.config.n_head, -1).transpose(1, 2) for t in (q, k, v))
-        if self.config.qk_norm:  # after Henry et al. 2020, without their gain: scores stay within
-            # +-sqrt(D), so learning rates can be high
+        # QK-norm (Henry et al. 2020), here without a learned gain: scores stay within +-sqrt(D), so
+        # learning rates can be higher
+        if self.config.qk_norm:
             q, k = norm(q), norm(k)
         if self.config.rotary:
             q, k = rotate(q, cos_sin), rotate(k, cos_sin)
@@ -263,7 +265,7 @@ class Smear(nn.Module):
 
 
 class GPT(nn.Module):
-    """The interface of train_gpt2.GPT, with the blocks above."""
+    """A GPT with the blocks above and the interface of train_gpt2.GPT."""
 
     def __init__(self, config):
         super().__init__()
@@ -286,13 +288,14 @@ class GPT(nn.Module):
 
     def init_weights(self):
         """Matrices have std 0.5 / sqrt(inputs). Those that write to the residual stream start at 0, so
-        that blocks come in as they learn; an untied head starts at 0, so the first guess is uniform."""
+        that each block begins as the identity; an untied head starts at 0, so that the first prediction
+        is uniform. Embeddings have std 1."""
         zero = ("c_proj.weight", "lm_head.weight", "gate.weight", "bigrams.weight", "bias")
         for name, p in self.named_parameters():
             if name.endswith(zero):
                 nn.init.zeros_(p)
             elif ".vte." in name or ".wte." in name or ".wpe." in name:  # embeddings
-                small = self.config.tied and ".vte." not in name  # GPT-2's size
+                small = self.config.tied and ".vte." not in name  # 0.02, as in GPT-2
                 nn.init.normal_(p, std=0.02 if small else 1.0)
             elif p.dim() >= 2:
                 nn.init.normal_(p, std=0.5 * p.size(-1) ** -0.5)
@@ -303,11 +306,11 @@ class GPT(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     def block_matrices(self):
-        """The matrices inside the blocks, or stacks of them, which Muon updates."""
+        """The matrices inside the blocks and stacks of such matrices, which Muon updates."""
         return [p for p in self.transformer.h.parameters() if p.dim() >= 2]
 
     def flops_per_token(self, seq_len):
-        """See train_gpt2.GPT; embeddings are looked up, not multiplied."""
+        """See train_gpt2.GPT. Embeddings are only looked up, so they don't count."""
         multiply = sum(p.numel() for p in self.block_matrices()) + self.lm_head.weight.numel()
         return 6 * multiply + 12 * self.config.n_layer * self.config.n_embd * seq_len
 
@@ -321,7 +324,7 @@ class GPT(nn.Module):
         x = t.wte(idx)
         if not c.rotary:
             x = x + t.wpe(position)
-        if c.bigram_rows:  # hash each pair to a row; frequent pairs rarely collide
+        if c.bigram_rows:  # each token pair is hashed to a row; frequent pairs rarely collide
             before = shift_right(idx[..., None], position, mask, cache, "idx")[..., 0]
             x = x + t.bigrams((before * 36313 + idx * 27191) % c.bigram_rows)
         x = norm(x)
@@ -344,8 +347,9 @@ class GPT(nn.Module):
 
 
 def make_optimizer(model, cfg, world):
-    """Muon for the matrices in the blocks; AdamW for the rest, in groups with a learning rate each. A
-    group's "lr_scale" is its peak divided by cfg.lr; the log shows that of the last one, the head."""
+    """Muon for the matrices in the blocks, AdamW for the rest, with one group per learning rate. A
+    group's "lr_scale" is its peak learning rate divided by cfg.lr. The head is the last group, whose
+    learning rate is logged."""
     blocks, head = model.block_matrices(), [model.lm_head.weight]
     embeddings = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
     grouped = {id(p) for p in (*blocks, *head, *embeddings)}
@@ -359,11 +363,11 @@ def make_optimizer(model, cfg, world):
     adamw = dict(betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, fused=fused, weight_decay=0.0)
     groups = [group for group in groups if group["params"]]
     if cfg.optimizer == "adamw":
-        lr = cfg.muon_lr * model.config.n_embd**-0.5  # size of an orthogonal matrix's entries
+        lr = cfg.muon_lr * model.config.n_embd**-0.5  # 1 / sqrt(C) is an orthogonal matrix's RMS
         groups.insert(0, {"params": blocks, "lr": lr, "weight_decay": cfg.weight_decay})
         optimizer = torch.optim.AdamW(groups, **adamw)
     else:
-        beta2 = 0.95 if cfg.optimizer == "normuon" else 0.0  # of NorMuon's mean squared rows
+        beta2 = 0.95 if cfg.optimizer == "normuon" else 0.0  # 0: no row normalization
         muon = Muon(blocks, cfg.muon_lr, cfg.momentum, cfg.weight_decay, beta2, world)
         optimizer = CombinedOptimizer(muon, torch.optim.AdamW(groups, **adamw))
     for group in optimizer.param_groups:
@@ -372,15 +376,16 @@ def make_optimizer(model, cfg, world):
 
 
 def momentum(step, cfg):
-    """Muon's momentum for the update after `step` finished ones. It starts at 0.85 and rises, because
-    early gradients are soon outdated."""
+    """Muon's momentum in update number `step` (from 0). It rises from 0.85, because gradients change
+    quickly early in training."""
     warmup = num_steps(cfg.momentum_warmup, cfg)
     progress = min(1.0, step / warmup) if warmup else 1.0
     return cfg.momentum - (1 - progress) * max(0.0, cfg.momentum - 0.85)
 
 
 def step_tokens(step, cfg):
-    """Tokens of the update after `step` finished ones."""
+    """Number of tokens in update number `step` (from 0). Half of them are enough at first, because early
+    gradients are less noisy."""
     return cfg.total_batch_size // (2 if step < num_steps(cfg.batch_warmup_steps, cfg) else 1)
 
 
@@ -391,7 +396,8 @@ class Trainer(train_gpt2.Trainer):
     model_class = GPT
     make_optimizer = staticmethod(make_optimizer)
 
-    def step_tokens(self, step):  # the console adds them up
+    def step_tokens(self, step):
+        """For the console, which prints the number of epochs."""
         return step_tokens(step, self.cfg)
 
     def train_step(self):
@@ -406,7 +412,7 @@ class Trainer(train_gpt2.Trainer):
 
 
 def build_trainer(model_config, cfg, world, state=None):
-    """See train_gpt2.py. The micro-batch must divide the smallest step."""
+    """See train_gpt2.py. The micro-batch must divide the first step, which is the smallest."""
     first = replace(cfg, total_batch_size=step_tokens(0, cfg))
     trainer = train_gpt2.build_trainer(model_config, first, world, state, Trainer)
     trainer.cfg = cfg

@@ -13,9 +13,9 @@ own part of the tokens, and the gradients are averaged over the processes. Clip:
 exceeds a limit are scaled down. Update: the optimizer moves each weight against its gradient.
 
 Sections: 1 configuration, 2 model, 3 optimizer and schedule, 4 one training step, 5 building the
-trainer, 6 the loop, 7 command line. Each uses only the ones above it. Change anything in this file:
-what you wrote is what trains, validates, samples and exports. Exactness, speed and safety live in
-lab/, behind the names imported here; you don't need to open it on a first reading.
+trainer, 6 the loop, 7 command line. Each uses only the ones above it. You can change anything in
+this file: training, validation, sampling and export all use your version. Data loading,
+checkpoints, logging and faster kernels are in lab/; you don't need to read those at first.
 
 Shape letters: B batch, T time (tokens in a sequence), C channels (n_embd), H heads, D head size
 (C = H * D), S keys that a query can see (T, plus those in a cache), V vocabulary (padded), L
@@ -40,6 +40,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch.nn.parallel import DistributedDataParallel
 
+from blimp import Blimp
 from hellaswag import HellaSwag
 from lab import config, kernels, registry
 from lab.batch_size import find_max_batch_size
@@ -77,9 +78,9 @@ class GPTConfig:
     n_layer: int = 12  # transformer blocks
     n_head: int = 12  # attention heads per block; must divide n_embd
     n_embd: int = 768  # channels of the residual stream
-    block_size: int = 1024  # longest context in tokens: rows of the position embedding
-    vocab_size: int = 50257  # token ids in use; 0 on the command line: taken from the data
-    vocab_multiple: int = 128  # pad the vocabulary to a multiple of this: 50257 -> 50304; 1 is off
+    block_size: int = 1024  # longest context in tokens (rows of the position embedding)
+    vocab_size: int = 50257  # number of token ids; 0 on the command line: taken from the data
+    vocab_multiple: int = 128  # pad vocab_size to a multiple: 50257 -> 50304; 1: no padding
     tokenizer: str = ""  # gpt2, bytes or tokenizer.json; empty: taken from the data
     eot_id: int = -1  # id of the end-of-text token; -1: the last id of the vocabulary
     attention: Literal["sdpa", "math"] = "sdpa"  # fused kernel, or softmax(QK^T)V written out
@@ -89,12 +90,14 @@ class GPTConfig:
 
     @property
     def padded_vocab_size(self):
-        """Rows of the token embedding. GPUs multiply matrices of round sizes much faster (play.ipynb,
-        chapter 7). Ids from vocab_size on are never targets, predicted, sampled or exported."""
+        """vocab_size rounded up: the number of rows of the token embedding. GPUs multiply matrices
+        much faster if their sizes are multiples of a power of two (play.ipynb, chapter 16). The padding
+        ids (vocab_size and above) are never targets and never predicted, sampled or exported."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
     @property
     def end_of_text(self):
+        """Id of the end-of-text token."""
         return self.eot_id if self.eot_id >= 0 else self.vocab_size - 1
 
     def validate(self):
@@ -110,41 +113,41 @@ class GPTConfig:
 
 @dataclass
 class TrainConfig(config.RunConfig):
-    """Settings of one run that decide its result and its speed. RunConfig adds those that every
-    program here has: data, evaluation, logging, checkpoints. The preset gpt2 is GPT-2 124M for one
-    epoch of 10B tokens, with GPT-3's AdamW and schedule (Brown et al. 2020, appendix B) at twice
-    its learning rate. There is no dropout."""
+    """Settings of training. RunConfig adds the ones that all programs share: data, evaluation,
+    logging and checkpoints.
+
+    The defaults are the preset gpt2: GPT-2 124M for one epoch of 10B tokens, with the AdamW settings,
+    learning rate, schedule shape and batch size (0.5M tokens) of GPT-3 Small (Brown et al. 2020,
+    table 2.1 and appendix B). There is no dropout; OpenAI's GPT-2 had 0.1."""
 
     # batch
-    total_batch_size: int = 524288  # tokens per update over all processes (2**19: GPT-3's 0.5M)
+    total_batch_size: int = 524288  # tokens per update, over all processes (2**19)
     batch_size: int = 0  # sequences per process and micro-step; 0: the largest that fits in memory
     seq_len: int = 1024  # tokens per sequence
     # optimizer
-    max_steps: int = 19073  # updates (gpt2: 10e9 tokens / 524288)
-    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: only for the matrices in the blocks
+    max_steps: int = 19073  # number of updates (gpt2: 10e9 tokens / 524288)
+    optimizer: Literal["adamw", "muon"] = "adamw"  # for matrices in blocks; the rest use adamw
     lr: float = 6e-4  # peak learning rate of AdamW
-    muon_lr: float = 0.02  # peak learning rate of Muon; follows the same schedule
+    muon_lr: float = 0.02  # peak learning rate of Muon, which follows the same schedule
     min_lr: float = 6e-5  # learning rate at the end of the schedule
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"  # wsd: warmup-stable-decay
-    # lengths: an integer is a number of steps, a float below 1 a fraction of max_steps
-    warmup_steps: int | float = 0.0375  # linear warmup (gpt2: 375M tokens)
+    # an integer is a number of steps, a float below 1 is a fraction of max_steps
+    warmup_steps: int | float = 0.0375  # length of the linear warmup (gpt2: 375M tokens)
     decay_steps: int | float = 0.2  # length of the decay at the end (wsd only)
-    weight_decay: float = 0.1  # on matrices and embeddings (muon: only on its matrices)
-    beta1: float = 0.9  # AdamW: decay rate of the mean gradient
-    beta2: float = 0.95  # AdamW: decay rate of the mean squared gradient
-    eps: float = 1e-8  # AdamW: added to the root of the mean squared gradient
-    grad_clip: float = 1.0  # largest norm of the whole gradient; 0 is off
+    weight_decay: float = 0.1  # of matrices and embeddings (muon: only of the matrices in blocks)
+    beta1: float = 0.9  # AdamW: decay rate of the running mean of gradients
+    beta2: float = 0.95  # AdamW: decay rate of the running mean of squared gradients
+    eps: float = 1e-8  # AdamW: added to the denominator of the update
+    grad_clip: float = 1.0  # clip the gradient to this norm; 0: no clipping
     # speed
     precision: Literal["auto", "bf16", "fp16", "tf32", "fp32"] = "auto"  # auto: the device's best
-    parallel: Literal["ddp", "zero1", "fsdp2"] = (
-        "ddp"  # zero1 shards AdamW's state, fsdp2 everything
-    )
-    compile: bool = True  # torch.compile, where it works
-    kernels: Literal["fused", "plain"] = "fused"  # plain: run the modules below as they are written
+    parallel: Literal["ddp", "zero1", "fsdp2"] = "ddp"  # zero1 shards AdamW's state, fsdp2 all
+    compile: bool = True  # use torch.compile where it works
+    kernels: Literal["fused", "plain"] = "fused"  # plain: use the modules of the program as written
     fp8: Literal["off", "head", "all"] = "off"  # 8-bit matmuls in the head; all: in the MLPs too
 
     def validate(self, model_config):
-        """Raise UserError for settings that cannot work, whatever the data and the machine."""
+        """Raise UserError for settings that cannot work with any data or on any machine."""
         super().validate(model_config)
         config.check_range(self, 1, 2**28, "total_batch_size", "seq_len", "max_steps")
         for name in ("beta1", "beta2"):
@@ -156,7 +159,10 @@ class TrainConfig(config.RunConfig):
             f"seq_len={self.seq_len} must be at most block_size={model_config.block_size}; shorten it "
             f"or pass --block_size {self.seq_len}",
         )
-        require(self.eps > 0, "eps=0 divides 0 by 0 where a gradient is 0; the usual value is 1e-8")
+        require(
+            self.eps > 0,
+            "eps=0 must be above 0, because a gradient of 0 would give 0 / 0; the usual value is 1e-8",
+        )
         require(
             self.lr > 0,
             f"lr={self.lr} must be above 0, because the other learning rates scale with it; "
@@ -178,17 +184,17 @@ class TrainConfig(config.RunConfig):
 
 
 PRESETS = {
-    # sizes: Radford et al. 2019, table 2 (its parameter counts are wrong; these are the released
-    # models). learning rates: Brown et al. 2020, table 2.1, for the model closest in size; theirs of
-    # 1.3B, which gpt2-xl takes, has another shape and another batch size.
+    # Sizes: Radford et al. 2019, table 2 (the parameter counts printed there are wrong; the shapes are
+    # those of the released models). Learning rates: Brown et al. 2020, table 2.1, for the model closest
+    # in size; for gpt2-xl that is GPT-3 XL, which has a different shape and batch size.
     "gpt2": (GPTConfig(), TrainConfig()),
     "gpt2-medium": (GPTConfig(24, 16, 1024), TrainConfig("gpt2-medium", lr=3e-4, min_lr=3e-5)),
     "gpt2-large": (GPTConfig(36, 20, 1280), TrainConfig("gpt2-large", lr=2.5e-4, min_lr=2.5e-5)),
     "gpt2-xl": (GPTConfig(48, 25, 1600), TrainConfig("gpt2-xl", lr=2e-4, min_lr=2e-5)),
-    "gpt2-2.7b": (  # GPT-3's 2.7B, never released; weights, gradients and moments take 42 GB
+    "gpt2-2.7b": (  # shape of GPT-3 2.7B; weights, gradients and AdamW's moments take 42 GB
         GPTConfig(32, 32, 2560), TrainConfig("gpt2-2.7b", lr=1.6e-4, min_lr=1.6e-5, parallel="fsdp2")
     ),
-    "laptop": (  # two minutes on two laptop cores, on the text inside Python, read as bytes
+    "laptop": (  # two minutes on two laptop cores, on the bytes of Python's own documentation
         GPTConfig(n_layer=2, n_head=2, n_embd=128, block_size=128, vocab_size=257, vocab_multiple=1),
         TrainConfig(
             **config.LAPTOP, total_batch_size=4096, seq_len=128, max_steps=1000, optimizer="muon",
@@ -196,7 +202,7 @@ PRESETS = {
             beta2=0.99, compile=False,
         ),
     ),
-    "sft": (  # supervised fine-tuning on conversations; the shape is that of --init_from's model
+    "sft": (  # supervised fine-tuning on conversations; the model's shape comes from --init_from
         GPTConfig(),
         TrainConfig(
             **config.SFT, total_batch_size=4096, max_steps=200, lr=2e-4, min_lr=0.0,
@@ -210,20 +216,22 @@ PRESETS = {
 
 
 def manual_attention(q, k, v, mask):
-    """softmax(QK^T / sqrt(D)) V, what F.scaled_dot_product_attention computes (Vaswani et al. 2017,
-    3.2.1). mask: True where a query may look; None is everywhere."""
-    scores = q @ k.transpose(-2, -1) * q.size(-1) ** -0.5  # (B, H, T, S); of size 1 for any D
+    """softmax(QK^T / sqrt(D)) V (Vaswani et al. 2017, 3.2.1): what F.scaled_dot_product_attention
+    computes. mask: True where a query may attend; None: everywhere."""
+    # (B, H, T, S); dividing by sqrt(D) keeps their variance independent of D
+    scores = q @ k.transpose(-2, -1) * q.size(-1) ** -0.5
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))  # exp(-inf) = 0: no weight
-    return F.softmax(scores, dim=-1).to(v.dtype) @ v  # autocast computes the softmax in 32 bits
+    return F.softmax(scores, dim=-1).to(v.dtype) @ v  # autocast computes the softmax in float32
 
 
 class CausalSelfAttention(nn.Module):
     def __init__(self, config, layer, causal=True):
         super().__init__()
         self.n_head, self.layer, self.attention = config.n_head, layer, config.attention
-        self.causal = causal  # a token does not see later ones; in bert.py it sees all
+        self.causal = causal  # True: no attention to later tokens; bert.py passes False
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)  # q, k, v of all heads at once
+        self.c_attn.weight.num_matrices = 3  # Muon orthogonalizes each of them by itself
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
 
     def forward(self, x, mask=None, cache=None):
@@ -235,13 +243,13 @@ class CausalSelfAttention(nn.Module):
         if cache is not None:
             k, v = cache.update(self.layer, k, v)  # (B, H, S, D): earlier tokens come first
         S = k.size(2)
-        causal = self.causal and mask is None and T > 1  # a single new token may see all before it
+        causal = self.causal and mask is None and T > 1  # T = 1: a new token attends to all others
         if causal and (S > T or self.attention == "math"):  # query i is at position S - T + i
             mask = torch.ones(T, S, dtype=torch.bool, device=x.device).tril(S - T)
             causal = False
         if self.attention == "math":
             y = manual_attention(q, k, v, mask)
-        else:  # FlashAttention where possible: the (T, S) scores are never in memory (Dao et al. 2022)
+        else:  # FlashAttention if possible, which never stores the (T, S) scores (Dao et al. 2022)
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
 
@@ -253,7 +261,7 @@ class MLP(nn.Module):
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
 
     def forward(self, x):
-        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))  # GPT-2 was trained with tanh
+        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))  # tanh, as in OpenAI's code
 
 
 class Block(nn.Module):
@@ -270,18 +278,18 @@ class Block(nn.Module):
 
 
 class HeadLoss(nn.Module):
-    """Cross-entropy of the head's logits. A module, so that lab.kernels can replace it by one that
-    computes the same without holding all logits in memory."""
+    """Cross-entropy of the head's logits. It is a module so that lab.kernels can replace it with one
+    that computes the same loss without holding all logits in memory."""
 
     def __init__(self, vocab_size):
         super().__init__()
         self.vocab_size = vocab_size
 
     def forward(self, x, weight, targets, reduction):
-        """x (N, C), weight (V, C), targets (N,), where -1 is ignored -> the summed loss, or with
-        reduction "none" each position's loss (N,)."""
+        """x (N, C), weight (V, C), targets (N,) -> the summed loss, or with reduction "none" the loss
+        of each position (N,). Targets of -1 are ignored."""
         logits = F.linear(x, weight)[:, : self.vocab_size]
-        # 16 bits are too few for a softmax
+        # in float32, because 16 bits are not precise enough for a softmax
         losses = F.cross_entropy(logits.float(), targets, ignore_index=-1, reduction="none")
         return losses if reduction == "none" else losses.sum()
 
@@ -289,7 +297,8 @@ class HeadLoss(nn.Module):
 class GPT(nn.Module):
     """GPT-2 (Radford et al. 2019): pre-norm transformer, learned positions, tied head."""
 
-    vocab_rows = ("transformer.wte.weight", "lm_head.weight")  # one row per token id, then padding
+    # parameters with one row per token id, followed by the padding rows
+    vocab_rows = ("transformer.wte.weight", "lm_head.weight")
 
     def __init__(self, config):
         super().__init__()
@@ -308,9 +317,10 @@ class GPT(nn.Module):
         self.init_weights()
 
     def init_weights(self):
-        """Biases 0, the rest normal with std 0.02 (Radford et al. 2018; OpenAI's code gives wpe
-        0.01). Matrices that write to the residual stream are scaled by (2 n_layer)^-0.5, so that the
-        stream does not grow with depth (Radford et al. 2019, 2.3; two additions per block)."""
+        """Biases are 0, LayerNorm's gains 1, all other weights normal with std 0.02 (Radford et al. 2018).
+        For wpe that is nanoGPT's choice; OpenAI's GPT-2 code has 0.01. Matrices that write to the residual
+        stream are scaled by (2 n_layer)^-0.5 (two additions per block), so that the variance of the stream
+        does not grow with depth (Radford et al. 2019, 2.3)."""
         for name, p in self.named_parameters():
             if p.dim() >= 2:
                 residual = name.endswith("c_proj.weight")
@@ -323,12 +333,12 @@ class GPT(nn.Module):
 
     @classmethod
     def from_pretrained(cls, source):
-        """A model of this class with the weights of gpt2 ... gpt2-xl, another hub name, a Hugging Face
-        folder, a checkpoint or a run."""
+        """Load a model of this class. source: gpt2 ... gpt2-xl, another name on the Hugging Face hub, a
+        Hugging Face folder, a checkpoint or a run."""
         return registry.load_model(source, cls)
 
     def num_params(self):
-        """Parameters of the published model of this shape: the tied matrix once, no padding rows."""
+        """Number of parameters, without padding rows and counting the tied matrix once."""
         padding = (self.config.padded_vocab_size - self.config.vocab_size) * self.config.n_embd
         return sum(p.numel() for p in self.parameters()) - padding
 
@@ -337,25 +347,26 @@ class GPT(nn.Module):
         return self.transformer.h
 
     def block_matrices(self):
-        """The matrices inside the blocks. Muon updates these; they are only used in matmuls."""
+        """The matrices inside the blocks, which Muon updates. They are used only in matmuls."""
         return [p for p in self.blocks.parameters() if p.dim() == 2]
 
     def flops_per_token(self, seq_len):
-        """6 FLOPs per weight that multiplies (2 forward, 4 backward; positions are only added), plus
-        12 L C T for attention, counted as if not causal, as is customary (Chowdhery et al. 2022,
-        appendix B)."""
+        """FLOPs of training per token: 6 for each weight used in a matmul (2 forward, 4 backward; wpe is
+        only added), and 12 L C T for attention, counted as if it were not causal, by convention
+        (Chowdhery et al. 2022, appendix B)."""
         multiply = sum(p.numel() for p in self.parameters()) - self.transformer.wpe.weight.numel()
         return 6 * multiply + 12 * self.config.n_layer * self.config.n_embd * seq_len
 
     def hidden(self, idx, position=None, mask=None, cache=None):
         """Token ids idx (B, T) -> final hidden states (B, T, C), the input of the head.
 
-        position (T,) or (B, T): defaults to 0, 1, 2, ... mask, broadcastable to (B, H, T, S), is True
-        where a token may look; by default each token sees itself and all before it.
+        position (T,) or (B, T): defaults to 0, 1, 2, ... mask, broadcastable to (B, H, T, S): True
+        where a token may attend; by default each token attends to itself and all earlier ones.
         """
         if position is None:
             position = torch.arange(idx.size(1), device=idx.device)
-        if self.config.document_mask and mask is None and cache is None:  # with one, pass the mask
+        # with a cache, generate() passes the mask
+        if self.config.document_mask and mask is None and cache is None:
             mask = document_mask(idx, self.config.end_of_text)
         x = self.transformer.wte(idx) + self.transformer.wpe(position)  # (B, T, C)
         if self.config.bf16_residual and is_bf16_autocast(x):
@@ -372,8 +383,8 @@ class GPT(nn.Module):
 
         logits: (B, T, vocab_size), or with a cache only those of the last position (B, 1, vocab_size).
         Targets of -1 are ignored. reduction: "mean" over the other targets (0 if there are none),
-        "sum", or "none" for each position's loss (B, T). Logits are not returned beside a loss,
-        because a compiled step would have to keep them: 6.6 GB at 64 x 1024 positions of GPT-2.
+        "sum", or "none" for the loss of each position (B, T). Logits are not returned together with a
+        loss, because a compiled step would have to store them: 6.6 GB for 64 x 1024 positions.
         """
         x = self.hidden(idx, position, mask, cache)  # (B, T, C)
         if targets is None:
@@ -385,7 +396,8 @@ class GPT(nn.Module):
         return None, loss if reduction == "sum" else loss / (targets >= 0).sum().clamp(min=1)
 
     def generate(self, idx, max_new_tokens, **gen_kwargs):
-        """Yield the next token (B,) for each row of idx (B, T); gen_kwargs: see lab.inference."""
+        """Yield the next token (B,) of each row of idx (B, T), max_new_tokens times. gen_kwargs: see
+        lab.inference.generate."""
         for token, _ in generate(self, idx, max_new_tokens, **gen_kwargs):
             yield token
 
@@ -394,8 +406,9 @@ class GPT(nn.Module):
 
 
 def param_groups(model, weight_decay):
-    """Two groups. Weight decay shrinks matrices and embeddings a little at each update, so that only
-    useful ones stay large. Biases and LayerNorm gains are few and set scales: they don't decay."""
+    """Two parameter groups: with and without weight decay. Weight decay shrinks matrices and embeddings
+    a little at each update, so that only the weights that reduce the loss stay large. Biases and
+    LayerNorm gains, which set offsets and scales, are not decayed."""
     params = [p for p in model.parameters() if p.requires_grad]
     return [
         {"params": [p for p in params if p.dim() >= 2], "weight_decay": weight_decay},
@@ -404,9 +417,9 @@ def param_groups(model, weight_decay):
 
 
 def make_optimizer(model, cfg, world):
-    """The optimizer that cfg asks for. Each group's "lr_scale" is its peak learning rate divided by
-    cfg.lr, because one schedule drives AdamW and Muon, whose peaks differ."""
-    fused = world.device.type in ("cuda", "cpu")  # one kernel for all tensors, not several for each
+    """Build the optimizer. Each group's "lr_scale" is its peak learning rate divided by cfg.lr, because
+    AdamW and Muon follow the same schedule with different peaks."""
+    fused = world.device.type in ("cuda", "cpu")  # updates all tensors in a few kernels
     adamw = dict(lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, fused=fused)
     if cfg.optimizer == "muon":
         optimizer = MuonAdamW(model, cfg.muon_lr, cfg.weight_decay, world, **adamw)
@@ -418,16 +431,16 @@ def make_optimizer(model, cfg, world):
 
 
 def num_steps(length, cfg):
-    """A length as steps: an integer is a number of steps, a float a fraction of max_steps."""
+    """Convert a length to steps: an integer is a number of steps, a float a fraction of max_steps."""
     return length if isinstance(length, int) else round(length * cfg.max_steps)
 
 
 def get_lr(step, cfg):
-    """Learning rate of the update after `step` finished ones: linear warmup, then cosine or linear
-    decay to min_lr at max_steps. wsd stays at the peak before it decays; constant never decays.
+    """Learning rate of update number `step` (from 0): linear warmup, then cosine or linear decay to
+    min_lr at max_steps. wsd stays at the peak before it decays; constant never decays.
 
-    Example: with 100 warmup steps the first update has lr / 100. It is never 0, because an update
-    with learning rate 0 is wasted."""
+    Example: with 100 warmup steps the first update has learning rate lr / 100, not 0, because an
+    update with learning rate 0 would be wasted."""
     warmup, decay = num_steps(cfg.warmup_steps, cfg), num_steps(cfg.decay_steps, cfg)
     if step < warmup:
         return cfg.lr * (step + 1) / warmup
@@ -446,10 +459,10 @@ def get_lr(step, cfg):
 
 
 class Trainer:
-    """The training step, and everything that a checkpoint holds. speedrun.py and bert.py subclass it.
+    """The training step and all state that a checkpoint holds. speedrun.py and bert.py subclass it.
 
-    raw_model is the bare model, which is saved, sampled and inspected; model is the same one wrapped
-    by DDP and torch.compile, which training calls. step counts finished updates.
+    raw_model is the bare model, used for saving and sampling; model is the same one wrapped by DDP and
+    torch.compile, used for training. step is the number of completed updates.
     """
 
     model_class = GPT
@@ -468,29 +481,28 @@ class Trainer:
         self.health = HealthMonitor(self)  # non-finite values, gradient spikes
 
     def train_step(self):
-        """One update. Returns tensors: the loss of each micro-step (summed, then averaged over the
-        processes, they are the step's loss), and the gradient norm before clipping."""
+        """Do one update. Returns two tensors: the losses of the micro-steps, whose sum, averaged over
+        the processes, is the loss of the step; and the gradient norm before clipping."""
         precision, timer, losses = self.precision, self.timer, []
         timer.mark("start")
         for micro_step in range(self.loader.grad_accum_steps):
-            x, y, num_targets = (
-                self.loader.next_batch()
-            )  # (B, T) each; num_targets: of the whole step
+            # x, y: (B, T); num_targets: number of targets of the whole step
+            x, y, num_targets = self.loader.next_batch()
             timer.mark("data")
-            # DDP averages gradients over the processes while backward() computes them. We only need
-            # that once per update, so no_sync() postpones it to the last micro-step. DDP decides in
-            # the forward pass, so forward and backward both belong inside.
+            # DDP averages the gradients over the processes during backward(). Once per update is enough,
+            # so no_sync() turns it off in all micro-steps but the last. DDP decides this in the forward pass,
+            # so both forward and backward must be inside the context.
             last = micro_step == self.loader.grad_accum_steps - 1
-            skip_sync = hasattr(self.model, "no_sync") and not last  # only DDP has no_sync
-            with self.model.no_sync() if skip_sync else contextlib.nullcontext():
-                # matmuls in 16 bits; weights, their gradients and the loss stay in 32
+            sync = last or not hasattr(self.model, "no_sync")  # only DDP has no_sync
+            with contextlib.nullcontext() if sync else self.model.no_sync():
+                # matmuls in 16 bits; weights, their gradients and the loss stay in float32
                 with torch.autocast(x.device.type, precision.dtype, enabled=precision.is_16_bit):
                     _, loss = self.model(x, y, reduction="sum")
-                # Scale the sum over this micro-step to a part of the step's mean. Example: a step of
-                # 524,288 targets on 2 processes x 4 micro-steps has 65,536 targets in each. Their
-                # summed loss is divided by 524,288, not by 65,536 (that would give 4 times the
-                # gradient after 4 micro-steps), and multiplied by 2, because DDP divides the sum of
-                # both processes' gradients by 2.
+                # The loss of a step is the mean over all its targets, so divide the sum over this
+                # micro-step by the targets of the step. Example: 524,288 targets on 2 processes x 4
+                # micro-steps. Each micro-step sums over 65,536 targets and divides by 524,288. The
+                # gradients of the 4 micro-steps add up in backward(), but those of the 2 processes are
+                # averaged by DDP: the factor 2 turns its mean into the sum.
                 loss = loss * (self.world.world_size / num_targets)
                 timer.mark("forward")
                 # fp16 rounds gradients below 3e-8 to 0, so the scaler scales the loss up
@@ -498,10 +510,11 @@ class Trainer:
                 timer.mark("backward")
             losses.append(loss.detach())
         self.health.record_gradients()  # norm of each parameter's gradient, for spike reports
-        # ZeRO-1 and FSDP2 shard the gradients, so their optimizers clip (ZeRO-1 also reduces here)
+        # with ZeRO-1 and FSDP2 each rank has a shard of the gradients, and the optimizer clips them
+        # (in ZeRO-1 after the reduce-scatter, which also happens here)
         clip = getattr(self.optimizer, "clip_grad_norm", self.clip_grad_norm)
         grad_norm = clip(self.cfg.grad_clip)
-        self.health.observe(grad_norm)  # is it a spike? --on_spike skip drops such an update
+        self.health.observe(grad_norm)  # --on_spike skip: the optimizer then ignores this gradient
         for group in self.optimizer.param_groups:
             group["lr"] = get_lr(self.step, self.cfg) * group["lr_scale"]
         precision.scaler.step(self.optimizer)
@@ -512,7 +525,8 @@ class Trainer:
         return torch.stack(losses), grad_norm
 
     def clip_grad_norm(self, max_norm):
-        """Scale the gradient down to norm max_norm if it is larger (0: never); returns its norm."""
+        """Scale the gradient to norm max_norm if its norm is larger (0: never). Returns the norm before
+        clipping."""
         self.precision.scaler.unscale_(self.optimizer)  # fp16 only: undo the loss scaling first
         params = [p for p in self.raw_model.parameters() if p.grad is not None]
         norm = global_grad_norm([p.grad for p in params])
@@ -521,7 +535,7 @@ class Trainer:
         return norm
 
     def state_dict(self):
-        """Tensors and plain values from which the run resumes exactly. All processes call it."""
+        """All that is needed to resume exactly, as tensors and plain values. All ranks must call it."""
         return {
             "program": describe_program(self), "step": self.step, "best_val": self.best_val,
             "model": self.raw_model.state_dict(), "optimizer": self.optimizer.state_dict(),
@@ -543,22 +557,22 @@ class Trainer:
         self.best_val = state["best_val"]
 
     def save(self):
-        """Start a checkpoint, which a thread writes completely or not at all. Each step is saved at
-        most once, and step 0 never. Returns a log record of a finished one: with a background thread,
-        that of the previous checkpoint."""
+        """Start writing a checkpoint in a thread. Each step is saved at most once, and step 0 never.
+        Returns the log record of a finished checkpoint, or None; with async_save that is the previous
+        checkpoint, because this one is still being written."""
         if self.step == self.saved_step:
             return None
         self.saved_step, state = self.step, self.state_dict()
         return self.checkpointer.save(self.step, state) if self.world.is_main else None
 
     def callbacks(self, stop):
-        """What happens between updates, in this order within a step."""
+        """The callbacks that run between updates, in this order."""
         validation = Validation(self, stop)
         save = PeriodicCallback(
             "checkpoint", self.cfg.checkpoint_every, lambda trainer: trainer.save()
         )
         samples = TextSamples(self, validation.tokenizer)
-        return [save, validation, HellaSwag(self, stop), samples]
+        return [save, validation, HellaSwag(self, stop), Blimp(self, stop), samples]
 
 
 # ------------------------------------------------------------------------- 5. building the trainer
@@ -568,13 +582,13 @@ def build_trainer(model_config, cfg, world, state=None, trainer_class=Trainer):
     """The Trainer for these settings, at step 0 or restored from the checkpoint `state`."""
     torch.manual_seed(cfg.seed)
     precision = Precision(cfg.precision, world.device)  # auto: bf16 if the GPU supports it
-    precision.set_matmul_precision()  # TF32 for matmuls that autocast leaves in 32 bits
+    precision.set_matmul_precision()  # TF32 for matmuls that autocast leaves in float32
     shards = TokenShards(cfg.data, "train", model_config.vocab_size)
     raw_model = trainer_class.model_class(model_config)
     if cfg.init_from and not state:
         registry.init_from(cfg.init_from, raw_model, cfg.log_dir)
     raw_model.to(world.device)
-    if cfg.kernels == "fused":  # replace HeadLoss and MLP by faster kernels that compute the same
+    if cfg.kernels == "fused":  # replace HeadLoss and MLP with faster ones that compute the same
         kernels.replace_modules(raw_model, MLP, precision, cfg.fp8, world.print0)
     batch_size = cfg.batch_size or find_max_batch_size(raw_model, cfg, world, precision, state)
     loader = TokenLoader(shards, cfg, world, batch_size)  # the same tokens for any world size
@@ -584,10 +598,10 @@ def build_trainer(model_config, cfg, world, state=None, trainer_class=Trainer):
         sharded_adamw = {"zero1": Zero1AdamW, "fsdp2": Fsdp2AdamW}[cfg.parallel]
         optimizer = sharded_adamw(optimizer, raw_model, loader, precision, world)
     elif world.distributed:
-        # backward() all-reduces gradients in buckets while it still computes those of earlier layers.
+        # DDP all-reduces gradients in buckets while backward() still computes those of earlier layers.
         # torch.compile splits its graph at each bucket; DDP's default of 25 MB would split every block.
         model = DistributedDataParallel(raw_model, gradient_as_bucket_view=True, bucket_cap_mb=250)
-        warmup_ddp_buckets(model, precision)  # so that a resumed run sums in the same order
+        warmup_ddp_buckets(model, precision)  # so that a resumed run adds in the same order
     if cfg.compile and can_compile(world, model_config, precision):
         model = torch.compile(model, dynamic=False)  # fuses the operations between matmuls
     trainer = trainer_class(raw_model, model, optimizer, loader, precision, world, cfg)
@@ -602,9 +616,9 @@ def build_trainer(model_config, cfg, world, state=None, trainer_class=Trainer):
 def train(trainer, callbacks, log, stop):
     """Train until cfg.max_steps. Returns the name of the signal that stopped the run, or "".
 
-    Each pass runs the callbacks that are due, then one update. After the last update only the
-    callbacks run, so that the final weights are measured and saved too. The checkpoint of a step comes
-    before its measurements: if a signal interrupts those, a resumed run makes them again.
+    Each iteration runs the callbacks that are due, then one update. After the last update the callbacks
+    run once more, to save and evaluate the final weights. A step is saved before it is evaluated: if a
+    signal interrupts the evaluation, a resumed run repeats it.
     """
     cfg, world, health = trainer.cfg, trainer.world, trainer.health
     throughput, stopped = Throughput(trainer, log), ""
@@ -612,18 +626,18 @@ def train(trainer, callbacks, log, stop):
         while True:
             last = trainer.step == cfg.max_steps
             due = [callback for callback in callbacks if callback.should_run(trainer.step, last)]
-            # Raises on all processes: GracefulStop after a signal, RunError if a loss, a gradient or
-            # a weight is not finite (that update has been made, but is never saved).
+            # Raises an exception on all processes: GracefulStop after a signal; RunError if a loss, a
+            # gradient or a weight is not finite (weights after such an update are never saved).
             health.check(stop, log, include_latest=bool(due) or last)
             with throughput.paused(due):
-                for callback in due:
-                    log.event(
-                        callback.name, trainer.step, callback(trainer)
-                    )  # may raise GracefulStop
+                for callback in due:  # evaluation may raise GracefulStop
+                    log.event(callback.name, trainer.step, callback(trainer))
             if last:
                 break
             losses, grad_norm = trainer.train_step()
-            health.record(losses)  # checked one step later, so that no one waits for the GPU
+            health.record(
+                losses
+            )  # check() reads them a step later: the CPU never waits for the GPU
             throughput.tick()
             if trainer.step % cfg.log_every == 0 or trainer.step == cfg.max_steps:
                 loss = world.mean(losses.sum().item())
@@ -654,9 +668,7 @@ def main(argv, presets=PRESETS, description=__doc__, build=build_trainer, traine
     with lock_run_dir(trainer), stop, RunLogger(trainer) as log, oom_hint():
         log.start(reason, trainer, callbacks)
         stopped = train(trainer, callbacks, log, stop)
-        print_summary(
-            trainer, stopped
-        )  # inside `stop`, because torchrun signals its children again
+        print_summary(trainer, stopped)  # inside `stop`, because torchrun may repeat the signal
     return 75 if stopped else 0  # 75 (EX_TEMPFAIL) tells job scripts to try again
 
 

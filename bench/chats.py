@@ -1,14 +1,14 @@
-"""What tuning on conversations taught: loss and answers on the tenth that no model is tuned on.
+"""Evaluate fine-tuning on conversations: loss and correct answers on held-out conversations.
 
     python bench/chats.py log/RUN log/TUNED              # before and after, on lines 1, 11, 21 ...
-    python bench/chats.py --tenth 1 log/TUNED            # on a tenth that it was tuned on
+    python bench/chats.py --tenth 1 log/TUNED            # on a tenth of the training conversations
     python bench/chats.py --out chats.jsonl --show 5 log/TUNED
 
-A line of the set has, under "facts", what each answer must hold: words apart by |, of which one is
-enough. An answer is greedy, to the question and the true turns before it. It is right if it holds
-the fact, and ended if the model closes it by itself. Beside the models stands an answer drawn from
-the rest of the set: the share of those that happen to hold the fact. A conversation that a model's
-context cannot hold is left out, and counted.
+In the data, "facts" lists for each answer the alternatives, separated by |, one of which the answer must
+contain. Answers are generated greedily, given the question and the reference turns before it. An answer
+is right if it contains the fact, and ended if the model writes end-of-text or the next role. The
+baseline is a random reference answer from the other conversations: the fraction of those that contain
+the fact. Conversations longer than a model's context are skipped and counted.
 """
 
 import re
@@ -31,26 +31,26 @@ from lab.registry import resolve_source
 class Config:
     model: Annotated[tuple[str, ...], Positional, arg(metavar="[RUN ...]")] = ()
     data: str = "examples/chats.jsonl"  # conversations with facts
-    tenth: int = 0  # 0 is held out, 1 to 9 are trained on
-    max_new_tokens: int = 64  # longest answer
-    show: int = 0  # so many questions and answers
-    out: str = ""  # file of measurements, which are added to it
+    tenth: int = 0  # 0: the held-out tenth; 1 to 9: those used for training
+    max_new_tokens: int = 64  # maximum length of an answer
+    show: int = 0  # number of questions and answers to print
+    out: str = ""  # append the measurements to this file
     device: str = "auto"  # cuda, mps or cpu
 
 
 def plain(text):
-    """Without what a number may be written with or without: 50,257 and 24 %."""
+    """Normalize a text: lower case, 50257 for 50,257, 24% for 24 %."""
     return re.sub(r"(?<=\d),(?=\d{3})", "", text.casefold()).replace(" %", "%")
 
 
 def holds(answer, fact):
-    """Whether an answer has one of the fact's words as a word: 12 is not in 124M, nor in 12.5."""
+    """Whether an answer contains one of the alternatives as a whole word: 124M and 12.5 don't contain 12."""
     words = (re.escape(plain(word)) for word in fact.split("|"))
     return re.search(rf"(?<![\w.])({'|'.join(words)})(?!\w|\.\d)", plain(answer)) is not None
 
 
 def turns(chat):
-    """(the messages before, the answer, its fact) of each answer of a conversation."""
+    """(previous messages, answer, fact) for each answer of a conversation."""
     places = [i for i, m in enumerate(chat["messages"]) if m["role"] == "assistant"]
     return [
         (chat["messages"][:i], chat["messages"][i]["content"], fact)
@@ -60,7 +60,7 @@ def turns(chat):
 
 @torch.no_grad()
 def loss_of(model, tokenizer, chat):
-    """(sum of nats, number) of the assistant's tokens in a conversation that stands alone."""
+    """(summed loss in nats, number) of the assistant's tokens in a conversation."""
     ids, mask = render_chat(chat["messages"], tokenizer)
     idx = torch.tensor(ids.tolist(), device=next(model.parameters()).device)
     targets = idx.masked_fill(torch.tensor(mask, device=idx.device) == 0, -1)[1:]
@@ -69,7 +69,7 @@ def loss_of(model, tokenizer, chat):
 
 
 def answer(model, tokenizer, messages, most):
-    """(the model's likeliest answer, whether it ended by itself)."""
+    """(the model's greedy answer, whether it ended before `most` tokens)."""
     ids = render_chat(messages, tokenizer, add_generation_prompt=True)[0].tolist()
     said = list(
         stream_generate(
@@ -80,7 +80,7 @@ def answer(model, tokenizer, messages, most):
 
 
 def measure(model, tokenizer, asked, cfg):
-    """The record of a model, and (question, answer, wanted) of every turn."""
+    """(the record of a model, [(question, answer, reference answer) of each turn])."""
     room = model.config.block_size
     fits = [c for c in asked if len(render_chat(c["messages"], tokenizer)[0]) <= room]
     nats, tokens = map(sum, zip(*(loss_of(model, tokenizer, chat) for chat in fits)))
@@ -101,7 +101,7 @@ def main(argv):
     others = [said for chat in rest for _, said, _ in turns(chat)]
     facts = [fact for chat in asked for *_, fact in turns(chat)]
     chance = sum(holds(said, fact) for fact in facts for said in others) / len(facts) / len(others)
-    table = [("an answer drawn from the rest", "", f"{chance:.1%}", "", len(facts), "")]
+    table = [("random reference answer", "", f"{chance:.1%}", "", len(facts), "")]
     device = World(cfg.device).device
     for name in cfg.model:
         model, tokenizer = load_for_inference(resolve_source(name), device, "fp32")
@@ -109,11 +109,11 @@ def main(argv):
         shares = (f"{found[key]:.1%}" for key in ("right", "ended"))
         table.append((name, f"{found['loss']:.3f}", *shares, found["answers"], found["left_out"]))
         for question, said, wanted in rows[: cfg.show]:
-            print(f"{question}\n    {said!r}\n    wanted: {wanted}")
+            print(f"{question}\n    {said!r}\n    reference: {wanted}")
         about = dict(bench="chats", data=cfg.data, tenth=cfg.tenth, model=name, device=str(device))
         if cfg.out:
             append_record(cfg.out, about | found | dict(chance=chance) | origin())
-    print_rows(("model", "nats", "right", "ended", "answers", "chats left out"), table)
+    print_rows(("model", "nats", "right", "ended", "answers", "chats skipped"), table)
 
 
 if __name__ == "__main__":

@@ -2,15 +2,15 @@
 
     git worktree add /tmp/before COMMIT
     python bench/compare.py --before /tmp/before                       # bf16 and 8 bits, one GPU
-    python bench/compare.py --before /tmp/before --nproc 2 --settings bf16 zero1     # bf16 is DDP
+    python bench/compare.py --before /tmp/before --nproc 2 --settings bf16 zero1     # DDP and ZeRO-1
     python bench/compare.py --table                                    # print what --out contains
 
-GPUs of one kind differ by some percent, and one GPU varies by a percent from minute to minute. So
-the versions alternate, before, after, before, after, and the result is the median of the pairs'
-ratios. A turn is a run of train_gpt2.py itself: GPT-2 124M, 524,288 tokens per step in micro-steps
-of 64 x 1024, on random tokens unless --data names shards. tokens/s is the median of the values
-logged every two steps, without the first step, which compiles. The losses are compared step by
-step.
+GPUs of the same type differ by a few percent, and the speed of one GPU varies by a percent within
+minutes. Therefore the versions alternate (before, after, before, after, ...), and the result is the
+median of the ratios of consecutive runs. Each run is train_gpt2.py itself: GPT-2 124M with 524,288
+tokens per step in micro-steps of 64 x 1024, on random tokens unless --data is given. tokens/s is the
+median of the values logged every two steps, without the first step, which compiles. Losses are compared
+step by step.
 """
 
 import math
@@ -45,8 +45,8 @@ RUN = """--preset gpt2 --batch_size 64 --total_batch_size 524288 --val_every 0 -
 class Config:
     before: str = ""  # checkout of the version to compare with
     settings: tuple[Literal[tuple(SETTINGS)], ...] = ("bf16", "fp8_head", "fp8_all")
-    pairs: int = 5  # turns of each version per setting
-    steps: int = 16  # updates per turn
+    pairs: int = 5  # runs of each version per setting
+    steps: int = 16  # updates per run
     nproc: int = 1  # number of GPUs, one process each
     data: str = ""  # folder of token shards; random tokens if empty
     also: str = ""  # more flags for both versions: --also="--seed 7 --no_compile"
@@ -55,7 +55,7 @@ class Config:
 
 
 def take_turn(side, setting, cfg, data):
-    """Run one version and return the numbers for its record."""
+    """Run one version. Returns the numbers of its record."""
     checkout = Path(cfg.before if side == "before" else ROOT).resolve()
     words = [checkout / "train_gpt2.py", *RUN.split(), "--data", data, "--max_steps", cfg.steps]
     words += [*SETTINGS[setting].split(), *shlex.split(cfg.also)]
@@ -65,7 +65,7 @@ def take_turn(side, setting, cfg, data):
 
 
 def numbers(events):
-    """The numbers of a record, from the records of a run's log."""
+    """The numbers of a record, from the log of a run."""
     timed = [e for e in events if "tok_per_s" in e]
     return {
         "tok_per_s": round(statistics.median(e["tok_per_s"] for e in timed)),
@@ -75,7 +75,7 @@ def numbers(events):
 
 
 def measure(cfg, data):
-    """Take all turns, each a line of --out."""
+    """Do all runs; each becomes a line of --out."""
     for setting in cfg.settings:
         for side in SIDES * cfg.pairs:
             record = dict(bench="compare", setting=setting, nproc=cfg.nproc, side=side, gpu=gpu())
@@ -85,7 +85,7 @@ def measure(cfg, data):
 
 
 def gpu():
-    """Name and UUID of the first GPU, without opening it: GPUs of the same name differ in speed."""
+    """Name and UUID of the first GPU (GPUs of the same name differ in speed), without a CUDA context."""
     words = ["nvidia-smi", "--query-gpu=name,uuid", "--format=csv,noheader"]
     try:
         return subprocess.run(words, capture_output=True, text=True).stdout.split("\n")[0]
@@ -94,7 +94,7 @@ def gpu():
 
 
 def pairs_of(records):
-    """{(setting, nproc, GPU, also): [(before, after), ...]}, pairs of consecutive turns."""
+    """{(setting, nproc, GPU, also): [(before, after), ...]}, pairs of consecutive runs."""
     found, waiting = {}, {}
     for r in records:
         key = r["setting"], r["nproc"], r["gpu"], r["also"]
@@ -112,7 +112,7 @@ def ratio(pairs, field):
 
 
 def print_table(records):
-    """Print a row per setting and GPU: median ratios, and the largest difference of the losses."""
+    """Print a row per setting and GPU: median ratios, and the largest difference of losses."""
     rows = []
     for (setting, nproc, gpu_name, also), pairs in pairs_of(records).items():
         both = [(a["losses"], b["losses"]) for a, b in pairs]

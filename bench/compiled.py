@@ -1,18 +1,17 @@
-"""Check that torch.compile does not change a model's losses and gradients; run before measuring
-one.
+"""Check that torch.compile does not change the losses and gradients of a model.
 
-    python bench/compiled.py --preset gpt2-large --n_layer 12     # the trainer's defaults but for the depth
+    python bench/compiled.py --preset gpt2-large --n_layer 12     # defaults except for the depth
     python bench/compiled.py --preset gpt2-large --n_layer 12 --no_bf16_residual --kernels plain
     python bench/compiled.py --preset laptop --device cpu         # dry run without a GPU, one minute
 
-torch before 2.14 compiles a race into wide models with a 32-bit residual stream, which the second
-command shows (triton-lang/triton#10924): GPT-2 774M's first loss over 16,384 targets was 0.03 too
-small, and training was useless, without any error. This program compares the losses and gradients
-of a micro-batch of random tokens, compiled, uncompiled and in 32 bits. Losses are those of the
-initial weights and after one update. Gradients are those after the update; their distance is the
-norm of the difference from the 32-bit gradient divided by its norm. Uncompiled and 32-bit results
-are computed row by row to save memory. The exit status is 1 if compiling changes the first loss by
-more than rounding.
+Before version 2.14, torch.compile creates a race condition in wide models with a float32 residual stream
+(triton-lang/triton#10924), as the second command shows: the first loss of GPT-2 774M over 16,384
+targets was 0.03 too small, and training failed, without any error message. This program compares losses
+and gradients of a micro-batch of random tokens: compiled, uncompiled, and in float32. Losses are
+computed for the initial weights and after one update, gradients after the update. The distance of two
+gradients is the norm of their difference divided by the norm of the second one. Uncompiled and float32
+results are computed row by row to save memory. The exit status is 1 if compilation changes the first
+loss by more than rounding.
 """
 
 import contextlib
@@ -31,13 +30,13 @@ from lab.hardware import compile_unsupported_reason
 from lab.precision import Precision
 from train_gpt2 import PRESETS, GPTConfig, build_trainer, get_lr
 
-KINDS = ("compiled", "uncompiled", "32 bits")
+KINDS = ("compiled", "uncompiled", "float32")
 
 
 @dataclass
 class Config:
     preset: Literal[tuple(PRESETS)] = "gpt2"  # shape and learning rate
-    n_layer: int = 0  # number of blocks; 0 is the preset's
+    n_layer: int = 0  # number of blocks; 0: the preset's
     batch_size: int = 16  # sequences per micro-step; a step is one micro-step
     bf16_residual: bool = True  # residual stream in 16 bits
     kernels: Literal["fused", "plain"] = "fused"  # as in train_gpt2.py
@@ -45,38 +44,38 @@ class Config:
 
 
 def parts(trainer, kind):
-    """Yield parts whose sum is the next micro-batch's mean loss: one if compiled, else one per row."""
+    """Yield parts of the mean loss of the next micro-batch: one if compiled, otherwise one per row."""
     x, y, _ = trainer.loader.micro_batch(trainer.loader.next_sequence, trainer.loader.micro_step)
     x, y = x.to(trainer.world.device), y.to(trainer.world.device)
     rows = [(x, y)] if kind == "compiled" else list(zip(x.split(1), y.split(1)))
     model = trainer.model if kind == "compiled" else trainer.raw_model
     for x_part, y_part in rows:
-        with contextlib.nullcontext() if kind == "32 bits" else trainer.precision.autocast():
+        with contextlib.nullcontext() if kind == "float32" else trainer.precision.autocast():
             part = model(x_part, y_part, reduction="sum")[1]
         yield part / max(1, (y >= 0).sum().item())
 
 
 def loss(trainer, kind):
-    # without gradients torch would compile again, and fused modules would run their plain versions
+    # without gradients torch would recompile, and fused modules would use their plain versions
     with torch.set_grad_enabled(kind == "compiled"):
         return sum(part.item() for part in parts(trainer, kind))
 
 
 def compile_error(trainer):
-    """ "" if compiling changes the next micro-batch's loss by rounding only, otherwise a sentence
-    with both losses. Rounding to 16 and 8 bits may change it by 0.01 nats, and by more if few
-    targets average it out."""
+    """Compare the loss of the next micro-batch, compiled and uncompiled. Returns "" if the difference can be
+    due to rounding, otherwise a sentence with both losses. Rounding to 16 and 8 bits may change the loss
+    by 0.01 nats, and by more if there are few targets."""
     if trainer.model is trainer.raw_model:
         return ""
     compiled, plain = loss(trainer, "compiled"), loss(trainer, "uncompiled")
     targets = trainer.loader.batch_size * trainer.loader.seq_len
     if not math.isfinite(plain) or abs(compiled - plain) <= 0.01 + 0.5 / math.sqrt(targets):
         return ""
-    return f"the compiled model has a loss of {compiled:.4f}, the same uncompiled {plain:.4f}"
+    return f"the loss is {compiled:.4f} compiled, but {plain:.4f} uncompiled"
 
 
 def gradient(trainer, kind):
-    """Gradient of that loss, as one vector over all parameters."""
+    """Gradient of the loss, as one vector of all parameters."""
     trainer.raw_model.zero_grad()
     for part in parts(trainer, kind):
         part.backward()
@@ -98,13 +97,14 @@ def compare(trainer):
     compiled, plain, exact = (gradient(trainer, kind) for kind in KINDS)
     pairs = (compiled, exact), (plain, exact), (compiled, plain)
     found = [((a - b).norm() / b.norm()).item() for a, b in pairs]
-    line = "gradients: compiled {:.4f} and uncompiled {:.4f} from 32 bits, {:.4f} from each other"
+    line = "distances of gradients: compiled to float32 {:.4f}, uncompiled to float32 {:.4f}, compiled to "
+    line += "uncompiled {:.4f}"
     print(line.format(*found))
     return rows, found
 
 
 def build(cfg, world, folder):
-    """The trainer of these settings, compiled even where the trainer itself would not."""
+    """The trainer of these settings, compiled even where can_compile would say no."""
     model, train = PRESETS[cfg.preset]
     shape = dict(n_layer=cfg.n_layer or model.n_layer, bf16_residual=cfg.bf16_residual)
     model = replace(model, **shape)
@@ -133,7 +133,7 @@ def main(argv):
         raise UserError(f"device={cfg.device} cannot compile: {reason}; pass another --device")
     with tempfile.TemporaryDirectory() as folder:
         trainer = build(cfg, world, folder)
-        torch.set_float32_matmul_precision("highest")  # no TF32 in the 32-bit results
+        torch.set_float32_matmul_precision("highest")  # no TF32 in the float32 results
         blocks = trainer.raw_model.config.n_layer
         tokens = f"{cfg.batch_size} x {trainer.cfg.seq_len} tokens"
         where = f"{gpu_name(world.device)}, torch {torch.__version__}"

@@ -23,9 +23,8 @@ def six_minutes(runs, out_path, dark):
     for name in names:
         records(runs, name, "kind")
         log = read_log(runs / f"{name}.jsonl")
-        steps, times = column(
-            log, "train", "dt_ms"
-        )  # the first update, which compiles, has no time
+        # the first update, which compiles, has no dt_ms
+        steps, times = column(log, "train", "dt_ms")
         seconds = np.cumsum(np.diff([0, *steps]) * times) / 1000
         at, losses = column(log, "val", "loss")
         curves[name] = np.interp(at[1:], steps, seconds), losses[1:]  # after the first 100 steps
@@ -51,7 +50,7 @@ def six_minutes(runs, out_path, dark):
 
 @made_by("python speedrun.py --preset speedrun --data both --fp8 head --max_steps 3858")
 def passes(runs, out_path, dark):
-    """Validation loss against passes over the text: three recipes, and one without a value table."""
+    """Validation loss against epochs: three recipes, and speedrun.py without a value table."""
     names = {"_gpt2": "GPT-2's recipe", "_readable": "readable recipe", "": "speedrun.py"}
     names["_no_table"] = "no value table (dashed)"
     note = "124M, 111M tokens of books and textbooks, H100s and H200s, 2026-11-25 and 26"
@@ -76,8 +75,8 @@ def passes(runs, out_path, dark):
 
 @made_by("python bench/speedrun.py --data DATA --steps 390 --more='--fp8 head'")
 def speedrun(runs, out_path, dark):
-    """Validation loss against seconds of training, speedrun.py's in blue, the others' in orange. Of
-    several seeds, the one with the median loss."""
+    """Validation loss against seconds of training; speedrun.py is blue, others are orange. Of several
+    seeds, the one with the median loss is drawn."""
     steps, rows = dict(gpt2=270, muon=290, readable=240, speedrun=390), {}
     for recipe, run_steps in steps.items():
         seeds = records(runs, "speedrun_h200", "curve", recipe=recipe, run_steps=run_steps, gpus=1)
@@ -108,8 +107,8 @@ BASE = "python bert.py --preset bert-base --seq_len 128 --max_steps 7000"
 )
 @made_by("python bert.py", "bert_words", log="bert_laptop_whole", what="the preset laptop")
 def bert_words(runs, out_path, dark, log, what):
-    """Predictions of a bert.py run for masked words at four steps. Right ones are orange, and more
-    so the more probable they are."""
+    """Predictions of a bert.py run for masked words at four steps. Right predictions are orange; the color
+    is stronger for higher probabilities."""
     asked = records(runs, log, "words", kind="sample")
     four = np.unique(np.linspace(0, len(asked) - 1, 4).round().astype(int))
     asked = [asked[i] for i in four]
@@ -133,7 +132,7 @@ def bert_words(runs, out_path, dark, log, what):
 
 @made_by(BASE)
 def bert_break(runs, out_path, dark):
-    """Validation loss of BERT-base by updates, which drops when it starts to predict masked words."""
+    """Validation loss of BERT-base against steps; it drops when the model starts to predict masked words."""
     names = {"AdamW": "adamw_7666", "Muon": "muon_7000", "Muon, whole words": "whole_7000"}
     curves = {}
     for name, which in names.items():

@@ -1,4 +1,4 @@
-"""Shared by the figures of bench/: finding records, and parts of drawings in lab.tools.plot_style."""
+"""Shared by the figures of bench/: selecting records, and drawing in the style of lab.tools.plot_style."""
 
 from functools import partial
 
@@ -14,13 +14,13 @@ SMALL = 9  # smallest font, in points: 11 pixels in a figure shown 720 pixels wi
 DASHED = dict(color="0.5", linewidth=1, linestyle=(0, (5, 3)))
 shorten = FuncFormatter(lambda value, _: short(value))
 
-FIGURES = {}  # name: (drawing function, command that makes its records)
+FIGURES = {}  # name: (drawing function, command that creates its records)
 
 
 def made_by(program, name="", **options):
     """Decorator: register a drawing function in FIGURES, under its own name or `name`.
 
-    program: the command that makes its records. options: arguments for the function.
+    program: the command that creates its records. options: arguments for the function.
     """
 
     def register(function):
@@ -48,9 +48,9 @@ def records(runs, name, *fields, **where):
 
 
 def measured(runs, group, *fields):
-    """{shape: {variant: [records]}} of a group of the ladder, gpt2 first, variants in the ladder's
-    order. Later records replace earlier ones of the same measurement; of several GPUs or torch
-    versions, the one with the most variants counts. Raises UserError if there are none."""
+    """{shape: {variant: [records]}} of a group of the ladder: gpt2 first, variants in the ladder's order.
+    Later records replace earlier ones of the same measurement; of several GPUs or torch versions, the one
+    with the most variants is used. Raises UserError if there are no records."""
     rows = records(runs, "ladder", "shape", "variant", *fields, group=group)
     order, last = list(VARIANTS[group]), {key_of(row): row for row in rows}
     shapes, state = {}, ("gpu", "torch", "tokens_per_step", "max_steps")
@@ -85,8 +85,8 @@ def words(variant):
 
 
 def blank(height, title, note="", panels="A", **ratios):
-    """(a figure 8 inches wide, *its axes), laid out by Figure.subplot_mosaic: "AB" is side by side.
-    title: the finding. note: where and when it was measured."""
+    """(a figure 8 inches wide, *its axes). panels: the layout for Figure.subplot_mosaic; "AB" is side by
+    side. title: the finding. note: where and when it was measured."""
     figure = Figure(figsize=(8, height))
     figure.suptitle(title, x=0.01, ha="left")
     if note:
@@ -108,8 +108,8 @@ def rows_of(ax, names, room=0.5):
 
 
 def bars(ax, parts, looks, texts, room=1.1, height=1, **style):
-    """Draw a stacked bar for each of {name: {part: value}}, with style looks[part] and a text at
-    its end. room: x limit as a multiple of the longest bar, to fit the texts."""
+    """Draw a stacked bar for each of {name: {part: value}}, with style looks[part] and a text at its end.
+    room: x limit as a multiple of the longest bar, so that the texts fit."""
     ends = [0.0] * len(parts)
     for part, look in looks.items():
         values = [row.get(part, 0) for row in parts.values()]

@@ -1,10 +1,10 @@
-"""Draw the figures of readme.assets/, light and dark, from the records in readme.assets/runs/ only.
+"""Draw the figures of readme.assets/, light and dark, from the records in readme.assets/runs/.
 
-    python bench/figures.py                      # all of them
-    python bench/figures.py ladder shapes        # some
+    python bench/figures.py                      # all figures
+    python bench/figures.py ladder shapes        # some of them
 
-If records are missing, the error names the command that makes them. Style and the meaning of colors
-are those of lab.tools.plot_style.
+If records are missing, the error names the command that creates them. Style and colors are those of
+lab.tools.plot_style.
 """
 
 import math
@@ -42,8 +42,7 @@ from lab.files import check_writable
 from lab.tools.plot_style import PAPER, color_of, style
 from lab.tools.read_log import short
 
-# tokens/s of other published programs doing the same work on an H200, measured outside this
-# repository
+# tokens/s of other published programs for the same work on an H200, measured outside this repository
 PEERS = {"build-nanogpt": 519_244, "nanoGPT": 527_360, "llm.c": 538_485}
 
 
@@ -52,8 +51,8 @@ PEERS = {"build-nanogpt": 519_244, "nanoGPT": 527_360, "llm.c": 538_485}
 
 @made_by("python bench/ladder.py")
 def ladder(runs, out_path, dark):
-    """tokens/s of each rung of the first shape, with the part it adds in a paler color, and of
-    other programs."""
+    """tokens/s of each rung of the first shape, with the part that it adds in a paler color, and of other
+    programs."""
     shape, rungs = newest(runs, "rungs", "tok_per_s")
     speeds = {rung: row["tok_per_s"] for rung, row in rungs.items()}
     first, *_, last = speeds.values()
@@ -71,9 +70,8 @@ def ladder(runs, out_path, dark):
     box = dict(facecolor=PAPER[dark]["paper"], edgecolor="none", pad=1)
     bars(ax, parts, looks, texts, room=1.2, bbox=box)
     peers = sorted(PEERS.items(), key=lambda peer: -peer[1]) if shape == "gpt2" else ()
-    for top, (name, rate) in enumerate(
-        peers
-    ):  # dashed line from its name down, interrupted behind a rung's text
+    # a dashed line from the program's name downwards, interrupted behind the texts of rungs
+    for top, (name, rate) in enumerate(peers):
         ys = []
         for y, now in list(enumerate(speeds.values()))[top:]:
             hidden = now < rate < now + 0.14 * max(speeds.values())
@@ -88,10 +86,10 @@ def ladder(runs, out_path, dark):
 
 @made_by("python bench/ladder.py --shapes 4x256 12x768 gpt2-medium")
 def shapes(runs, out_path, dark):
-    """tokens/s of each rung of all shapes but the first; bluer cells gained more, gray ones lost."""
+    """tokens/s of each rung for all shapes except the first; blue: faster than the last, gray: slower."""
     _, *others = measured(runs, "rungs", "tok_per_s").items()
     if not others:
-        raise UserError("ladder.jsonl has rungs of one shape alone")
+        raise UserError("ladder.jsonl has rungs of only one shape")
     rungs = list(max((by_rung for _, by_rung in others), key=len))
     rows = [row for _, by_rung in others for same in by_rung.values() for row in same]
     everything = records(runs, "ladder", "tok_per_s", group="rungs")
@@ -130,7 +128,7 @@ def shapes(runs, out_path, dark):
 
 @made_by("python bench/ladder.py")
 def kernels(runs, out_path, dark):
-    """Kernel time of a micro-step by class: all rungs, then the fast ones at their own scale. Rungs
+    """Kernel time of a micro-step by class: all rungs, then the fast ones on a larger scale. Times of rungs
     with a smaller micro-batch are scaled to the same number of tokens."""
     shape, rows = newest(runs, "rungs", "kernel_ms", "micro_steps", "tokens_per_step")
     tokens = {v: row["tokens_per_step"] / row["micro_steps"] for v, row in rows.items()}
@@ -158,8 +156,8 @@ def kernels(runs, out_path, dark):
 
 @made_by("python bench/ladder.py --groups loss --data edu_fineweb10B")
 def ladder_loss(runs, out_path, dark):
-    """Effect of the rungs on the loss: each seed's validation loss after equal tokens, and training
-    loss against seconds. Of runs of several lengths, those with the most rungs."""
+    """Effect of the rungs on the loss: validation loss of each seed after equal tokens, and training loss
+    against seconds. If there are runs of several lengths, those with the most rungs are used."""
     shape, found = next(iter(measured(runs, "loss", "val_loss", "curve").items()))
     rows = [row for seeds in found.values() for row in seeds]
     val = {v: [r["val_loss"] for r in seeds] for v, seeds in found.items()}
@@ -176,7 +174,7 @@ def ladder_loss(runs, out_path, dark):
         left.plot([mean, mean], [y - 0.3, y + 0.3], color=PAPER[dark]["ink"], linewidth=1.2)
     rows_of(left, list(found))
     left.set_xlabel("validation loss after equal tokens\n(a dot: a seed; a line: their mean)")
-    # more would overlap
+    # more curves would overlap
     chosen = [v for v in found if v in ("fp32", "bf16", "compile", "fp8_mlp", "muon")]
     sides = {"fp8_mlp": (-4, 0, "right"), "muon": (-4, 0, "right"), "compile": (0, 7, "left")}
     for variant in chosen:
@@ -227,7 +225,7 @@ def overlap(runs, out_path, dark, mode):
 
 @dataclass
 class Config:
-    names: Positional[tuple[Literal[tuple(FIGURES)], ...]] = ()  # figures to draw; all if empty
+    names: Positional[tuple[Literal[tuple(FIGURES)], ...]] = ()  # figures to draw; default: all
     runs: str = str(RUNS)  # folder with the records
     out: str = str(ROOT / "readme.assets")  # folder for the figures
 
@@ -244,7 +242,7 @@ def main(argv):
                 with matplotlib.rc_context(style(dark)):
                     picture(runs, path, dark)
             except UserError as missing:
-                raise UserError(f"{name}: {missing}; make it with `{program}`") from missing
+                raise UserError(f"{name}: {missing}; create it with `{program}`") from missing
             print(path)
 
 

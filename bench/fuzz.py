@@ -1,21 +1,21 @@
-"""Fuzz the readers of every kind of file: damaged and hostile files must raise our own errors only.
+"""Fuzz the readers of all kinds of files: damaged and malicious files must only raise UserError.
 
     python bench/fuzz.py --count 10000                      # number of files of each kind
     python bench/fuzz.py --kind npy --seed 1234 --count 1   # repeat one file and show its traceback
 
-A valid file is mutated at random, by seed, and read as the commands read it, in a child process
-limited to 2 GiB of additional memory and 20 seconds of CPU time, without starting programs or using the
-network. Outcomes are counted:
+A valid file is randomly mutated (reproducible by seed) and read as by the commands, in a child process
+that is limited to 2 GiB of additional memory and 20 seconds of CPU time, and that may not start
+programs or use the network. The outcomes are counted:
 
-    refused    with a UserError, one sentence
+    refused    with a UserError of one sentence
     same       accepted, with the contents of the valid file
     changed    accepted, with other contents
-    wrong      the same, although the format has a checksum of what was changed
+    wrong      accepted, although the format has a checksum of the changed bytes
     traceback  any other exception
-    hang       no answer within 20 seconds of CPU time or 200 of any
+    hang       no result after 20 seconds of CPU time or 200 seconds in total
     crash      the process died
 
-The first example of each kind of the last four is printed, and the exit status is then 1.
+The first example of each of the last four is printed, and the exit status is then 1.
 """
 
 import contextlib
@@ -205,7 +205,7 @@ def zstd(*flags):
 
 
 def mutate_bytes(data, rng):
-    """Change bits, bytes or blocks; the first and last bytes, where headers are, more often."""
+    """Change bits, bytes or blocks, more often near the beginning and end, where headers are."""
     data = bytearray(data)
     for _ in range(rng.choice([1, 1, 1, 2, 8])):
         size, n = len(data), rng.choice([1, 2, 8, 64, 1000])
@@ -301,8 +301,8 @@ def read_log():
 
 
 def make_spike():
-    """A run with spike_000001.json and .pt, as if its first update had been a spike."""
-    # a large batch, so that a mutated file without a size does not get a much larger default
+    """A run with spike_000001.json and .pt, as if the first update had been a spike."""
+    # a large batch, so that the default for a missing batch_size is not much larger
     trainer = small_trainer(64, on_spike="record")
     health = trainer.health
     health.snapshotter.capture()
@@ -412,8 +412,8 @@ class Kind:
     make: Callable  # writes valid files into the working directory
     files: str  # glob pattern of those that are mutated
     read: Callable  # reads them as the commands do
-    mutate: Callable = mutate_bytes  # one that knows the format; half of all mutations are of bytes
-    checksum: bool = False  # the format has one, so no changed byte may change what is read
+    mutate: Callable = mutate_bytes  # for this format; mutate_bytes is used half of the time
+    checksum: bool = False  # the format has one, so a changed byte must not change what is read
 
 
 def compressed(suffix, unpack, pack):
@@ -476,7 +476,7 @@ def try_one(kind, valid, seed, expected):
         except UserError:
             return "refused", ""
         except BaseException as error:
-            # errors that every command prints as a sentence, and an allocation beyond the limit
+            # errors that all commands print as a sentence, and allocations beyond the limit
             refused = isinstance(error, (OSError, RuntimeError)) and (
                 is_oom(error) or format_error(error)[0]
             )
@@ -498,7 +498,7 @@ forbid.active = False
 
 
 def limit_child():
-    """Set the limits of a child process and silence it."""
+    """Set the limits of a child process and discard its output."""
     sys.addaudithook(forbid)
     torch.set_num_threads(1)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
@@ -510,7 +510,7 @@ def limit_child():
 
 
 def outcomes(kind, valid, seeds, expected):
-    """Yield (seed, *try_one's result) for each seed; a child process that dies is a result too."""
+    """Yield (seed, *result of try_one) for each seed; the death of a child process is a result too."""
     seeds, fork = list(seeds), multiprocessing.get_context("fork")
     while seeds:
         with ProcessPoolExecutor(1, fork, limit_child) as pool:
@@ -521,11 +521,8 @@ def outcomes(kind, valid, seeds, expected):
                     yield seed, *result.result()
                 except BrokenProcessPool:
                     child.join()
-                    yield (
-                        seed,
-                        "hang" if -child.exitcode in (signal.SIGALRM, signal.SIGPROF) else "crash",
-                        "",
-                    )
+                    timed_out = -child.exitcode in (signal.SIGALRM, signal.SIGPROF)
+                    yield seed, "hang" if timed_out else "crash", ""
                     break
 
 
@@ -546,7 +543,8 @@ def main(argv):
             with contextlib.redirect_stdout(io.StringIO()), tempfile.TemporaryDirectory() as copy:
                 KINDS[kind].make()
                 shutil.copytree(valid, copy, dirs_exist_ok=True)
-                with contextlib.chdir(copy):  # the imports are then done for all children
+                with contextlib.chdir(copy):
+                    # valid files must be readable; this also imports modules once for all children
                     expected = KINDS[kind].read()
             counts, seeds = Counter(), range(cfg.seed, cfg.seed + cfg.count)
             for seed, outcome, text in outcomes(kind, valid, seeds, expected):

@@ -1,10 +1,9 @@
-"""Kernel time of a training step by class, from a profiler trace. Used by ladder.py and
-parallel.py.
+"""Kernel time of a training step by class, from a profiler trace. Used by ladder.py and parallel.py.
 
-kernel_ms is kernel time by class divided by the step's micro-steps, the optimizer's too, so that
-the classes times the micro-steps add up to a step. Kernels launched after the last backward pass
-are "optimizer"; all others are classified by name. The matmuls of math attention count as matmul,
-its softmax as attention. idle is time in which no kernel runs; profiling increases it.
+kernel_ms is the kernel time of each class, also of the optimizer, divided by the number of micro-steps;
+so the sum over the classes times the micro-steps is the time of a step. Kernels launched after the last
+backward pass are "optimizer"; all others are classified by name. Matmuls of math attention count as
+matmul, its softmax as attention. idle is time in which no kernel runs; profiling increases it.
 """
 
 import json
@@ -18,13 +17,13 @@ from records import ROOT  # noqa: F401 - puts the project on the path
 from lab.cli import UserError
 from lab.files import read_json
 
-# The first pattern found in a kernel's name decides; without a match it is elementwise or a norm.
+# The first pattern that matches the kernel's name decides. Other kernels are elementwise or norms.
 KINDS = [
     ("communication", r"nccl"),
     ("loss", r"^(loss|row|tile)$|log_?softmax|nll_loss|cross_entropy|loss_kernel"),
-    # Inductor names a kernel after the operations it fuses and sometimes after neighbors: a triton_
-    # kernel with attention in its name is a copy next to it, except the softmax of math attention.
-    # dot_do_o and convert_dq are cuDNN's, before and after its backward kernel
+    # Inductor names a kernel after the operations it fuses, and sometimes after neighboring ones: a
+    # triton_ kernel with attention in its name is a copy next to it, except the softmax of math
+    # attention. dot_do_o and convert_dq run before and after cuDNN's backward kernel.
     ("attention", r"^(?!triton_).*(sdpa|flash|fmha|attention|attn|dot_do_o|convert_dq)|softmax"),
     (
         "matmul",
@@ -45,10 +44,10 @@ def kind_of(name):
 
 
 class KernelMarker:
-    """In place of a trainer's StepTimer: marks phases in a profile with a kernel of their own.
+    """Replaces a trainer's StepTimer: marks the end of phases in a profile with a special kernel.
 
-    The last two marks of a step are the end of its last backward pass and of the optimizer's step,
-    so the kernels between them are the optimizer's."""
+    The last two marks of a step are the ends of the last backward pass and of the optimizer step, so the
+    kernels between them belong to the optimizer."""
 
     def mark(self, phase):
         if phase in ("backward", "optimizer"):
@@ -56,7 +55,7 @@ class KernelMarker:
 
 
 def device_events(events):
-    """The events of a Chrome trace that ran on the GPU, by start time."""
+    """The events of a Chrome trace that ran on the GPU, sorted by start time."""
     found = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     return sorted(found, key=lambda e: e["ts"])
 
@@ -82,7 +81,7 @@ def kernel_times(events, micro_steps):
 
 
 def profile(trainer):
-    """kernel_times of one more update."""
+    """Do one more update and return its kernel_times."""
     timer, trainer.timer = trainer.timer, KernelMarker()
     try:
         events = trace(trainer.train_step)
@@ -114,8 +113,8 @@ def read_extract(path):
 
 
 def communication(kernels):
-    """Microseconds of a step, of its communication, and of communication that overlaps computation,
-    from the kernels of an extract. NCCL kernels that wait for a slower GPU count as
+    """Microseconds of a step, of its communication, and of the communication that overlaps with
+    computation, from the kernels of an extract. NCCL kernels that wait for a slower GPU count as
     communication."""
     spans = [(start, start + dur) for _, _, _, start, dur in kernels]
     sends = [span for span, kernel in zip(spans, kernels) if kernel[0] == "communication"]

@@ -1,26 +1,24 @@
-"""Measure each optimization of a training step on top of the ones before it: the speed ladder.
+"""The speed ladder: measure optimizations of a training step, each added to the ones before it.
 
-    python bench/ladder.py                                     # GPT-2 124M, from plain float32 to 8 bits
+    python bench/ladder.py                                     # GPT-2 124M, from float32 to 8 bits
     python bench/ladder.py --groups loss --data edu_fineweb10B # effect of the rungs on the loss, 3 seeds
     python bench/ladder.py --groups speed --shapes 4x256 12x768 --data edu_fineweb10B
     python bench/ladder.py --groups speed --shapes masked-4x256 bert-base --data data/wikitext103
     python bench/ladder.py --shapes gpt2-large gpt2-xl --batch_size 16 --tokens_per_step 16384
-    python bench/ladder.py --table                             # print the recorded tables; needs no GPU
+    python bench/ladder.py --table                             # print the results in --out; needs no GPU
     python bench/ladder.py --shapes tiny --device cpu --out try.jsonl      # dry run on a CPU
 
-Each measurement is one JSON line, written when it is done. Repeat an interrupted command to
-continue where it stopped and to retry failures. A variant that does not fit in memory runs with
-half the micro-batch and the same tokens per step; its record has the size used. The first loss of a
-compiled variant is compared with the uncompiled model's (compiled.py), because a time of wrong
-results is worthless.
+Each measurement is one JSON line. Repeat an interrupted command to continue where it stopped and to
+retry failures. A variant that does not fit in memory runs with half the micro-batch and the same tokens
+per step; its record has the size used. The first loss of a compiled variant is compared with that of the
+uncompiled model (compiled.py), because the time of a wrong computation is worthless.
 
-A timing covers the trainer's whole steps: data, forward and backward passes of all micro-steps,
-clipping, optimizer. Of 5 + --steps steps the first 5 are dropped. compile_s is how much longer the
-first step takes than the median step, including that comparison. A variant's first seed starts with
-an empty compiler cache; later seeds use what it has left. One more step runs under the profiler:
-kernel_ms is its kernel time by class (kernels.py). A loss run trains from scratch with warmup (a
-tenth of the steps) and cosine decay. Its seconds count the first step, which compiles, as an
-average one.
+Timings include everything in a step: data, forward and backward passes of all micro-steps, clipping and
+optimizer. Of 5 + --steps steps the first 5 are dropped. compile_s is the difference between the first
+and the median step, including the comparison of losses. The first seed of a variant starts with an empty
+compiler cache; later seeds use its cache. One more step runs under the profiler: kernel_ms is its kernel
+time by class (kernels.py). A loss run trains from scratch with warmup (a tenth of the steps) and cosine
+decay. In its seconds, the first step, which compiles, counts as an average one.
 """
 
 import dataclasses
@@ -70,14 +68,14 @@ WARMUP_STEPS = 5  # steps dropped before the timed ones, including the one that 
 class Config:
     shapes: tuple[Literal[tuple(SHAPES)], ...] = ("gpt2",)  # models; tiny is for dry runs
     groups: tuple[Literal[tuple(VARIANTS)], ...] = ("rungs",)  # comparisons, see bench/rungs.py
-    variants: tuple[str, ...] = ()  # which variants of the groups; all if empty
+    variants: tuple[str, ...] = ()  # variants of the groups; default: all
     steps: int = 20  # timed steps
-    tokens_per_step: int = 0  # 0: the shape's; in group speed one micro-step; not for group loss
-    batch_size: int = 0  # first micro-batch to try; 0 is the shape's (gpt2: 64)
+    tokens_per_step: int = 0  # 0: the shape's (group speed: one micro-step); not for group loss
+    batch_size: int = 0  # first micro-batch to try; 0: the shape's (gpt2: 64)
     data: str = ""  # folder of token shards; random tokens for timings if empty
     seed: int = 1337  # first seed
     seeds: int = 3  # groups loss and speed: number of seeds
-    loss_steps: int = 300  # groups loss and speed: steps
+    loss_steps: int = 300  # groups loss and speed: number of steps
     loss_tokens: int = 65536  # group loss: tokens per step
     val_tokens: int = 1048576  # groups loss and speed: tokens of the final validation
     device: str = "auto"  # cuda, cuda:N or cpu
@@ -89,14 +87,14 @@ class Config:
 
 
 class NoPrefetch:
-    """In place of a loader's thread: reads a batch when it is needed instead of in advance."""
+    """Replaces a loader's thread: reads a batch when it is needed, not in advance."""
 
     def submit(self, function, *args):
         return SimpleNamespace(result=partial(function, *args))
 
 
 def build(case, batch_size, args, world):
-    """The trainer of a case, with the settings applied for which the programs have no flag."""
+    """The trainer of a case, including settings for which the programs have no flag."""
     model_config, cfg, own = case.configs(args)
     cfg = dataclasses.replace(cfg, batch_size=batch_size)
     program = bert if isinstance(model_config, bert.BertConfig) else train_gpt2
@@ -117,17 +115,17 @@ def build(case, batch_size, args, world):
 
 
 def first_step(trainer):
-    """(loss, seconds) of the step that compiles, including the comparison with the uncompiled
+    """(loss, seconds) of the first step, which compiles, including the comparison with the uncompiled
     model.
 
-    The comparison uses the initial weights. After an update, biases below the rounding of a 16-bit
-    residual stream made a difference of 0.015 nats at 1558M although the compiled model was correct
-    (docs/LOG.md).
+    The comparison uses the initial weights. After an update of the 1558M model, the losses differed by
+    0.015 nats although the compiled model was correct, because of biases smaller than the rounding error
+    of the 16-bit residual stream (docs/LOG.md).
     """
     trainer.world.synchronize()
     t0 = time.perf_counter()
     if wrong := compile_error(trainer):
-        raise FloatingPointError(f"wrong results, so the time is worthless: {wrong}")
+        raise FloatingPointError(f"wrong results, so the time is meaningless: {wrong}")
     losses, _ = trainer.train_step()
     return losses.sum().item(), time.perf_counter() - t0
 
@@ -151,7 +149,7 @@ def time_steps(trainer, args):
         trainer.train_step()
     ms, losses, state = time_updates(trainer, args.steps)
     if not np.isfinite(losses[-1]):
-        raise FloatingPointError(f"the loss is {losses[-1]}, so the time is worthless")
+        raise FloatingPointError(f"the loss is {losses[-1]}, so the time is meaningless")
     low, middle, high = np.percentile(ms, [25, 50, 75])
     flops, peak = trainer.raw_model.flops_per_token(trainer.cfg.seq_len), peak_flops(device)
     rate = 1000 * trainer.cfg.total_batch_size / middle
@@ -171,8 +169,8 @@ def time_steps(trainer, args):
 
 
 def train_from_scratch(trainer, args):
-    """The numbers of a training run. An entry of its curve is [step, seconds, mean training loss
-    since the previous entry], every 10 steps or, in a short run, more often."""
+    """The numbers of a training run. Its curve has entries [step, seconds, mean training loss since the
+    previous entry], every 10 steps or more often in a short run."""
     steps, curve = trainer.cfg.max_steps, []
     every = min(10, max(1, steps // 20))
     first_loss, first = first_step(trainer)
@@ -208,13 +206,13 @@ def train_from_scratch(trainer, args):
 
 
 def measure(case, args, world):
-    """One measurement; halves the micro-batch until it fits in memory."""
+    """Do one measurement; halve the micro-batch until it fits in memory."""
     batch_size = case.configs(args)[1].batch_size
     function = train_from_scratch if case.group in TRAINED else time_steps
     while True:
         reset_state(world.device)
         try:
-            # unnamed, so that a trainer that did not fit is freed
+            # no variable for the trainer, so that its memory is freed if it did not fit
             return function(build(case, batch_size, args, world), args)
         except (RuntimeError, MemoryError) as error:
             if not is_oom(error) or batch_size == 1:
@@ -243,7 +241,7 @@ def measure_all(todo, args, world):
                 print(f"[{number}/{len(todo)}] {name}: ", end="", flush=True)
                 try:
                     record |= measure(case, args, world)
-                except Exception as error:  # of any type: it is the variant's result
+                except Exception as error:  # of any type: it is recorded as the result
                     record["error"] = one_sentence(error)
                     failures += 1
                 print(one_line(record), flush=True)
@@ -269,11 +267,11 @@ def timing_table(records):
     print_rows([*head.split(","), *kinds], rows)
     compiled = [r for r in records if r["settings"].get("compile_mode") != "none"]
     if not all(r.get("cold_cache") for r in compiled):
-        print("compile s: with whatever earlier measurements had left in the compiler's cache")
+        print("compile s: with the compiler cache of earlier measurements")
     slow = [r for r in records if (r.get("profiled_ms") or 0) > 1.1 * r["median_ms"]]
     if slow:
         names = ", ".join(f"{r['variant']} {r['profiled_ms']:.1f}" for r in slow)
-        print(f"kernel times are of one step, which took longer than the median: {names} ms")
+        print(f"kernel times are those of one step, which was slower than the median: {names} ms")
 
 
 def loss_table(records):
@@ -299,7 +297,7 @@ def speed_table(records):
         rates = sorted(tokens / r["seconds"] for r in of)
         # nan before a curve's first entry
         then = [np.interp(fastest, *list(zip(*r["curve"]))[1:], left=math.nan) for r in of]
-        # compile_s of the first seed, because later ones use its cache
+        # compile_s of the first seed, because the others use its cache
         val, compile_s = [r["val_loss"] for r in of], of[0]["compile_s"]
         plain = seconds.get(UNCOMPILED.get(name), 0)
         saved = (plain - seconds[name]) / of[0]["max_steps"]
@@ -315,8 +313,8 @@ def speed_table(records):
 
 
 def print_tables(records):
-    """Print a table per group, shape, GPU and tokens per step, rows in the group's order. If
-    something was measured twice, the later record counts."""
+    """Print a table for each group, shape, GPU and number of tokens per step. If something was measured
+    twice, the later record counts."""
     keys = ("group", "shape", "gpu", "max_steps", "torch", "tokens_per_step")
     tables = grouped({key_of(r): r for r in records}.values(), *keys)
     for (group, shape, gpu, steps, version, tokens), members in tables.items():
@@ -345,7 +343,7 @@ def main(argv):
     args.data_name = Path(args.data).name or "random"  # for the records
     if not args.data and (trained := set(args.groups) & set(TRAINED)):
         raise UserError(
-            f"groups={min(trained)} trains on text; name a folder of token shards with --data"
+            f"groups={min(trained)} trains on text; pass a folder of token shards with --data"
         )
     asked, world = cases(args), World(args.device)
     gpu, cpu = gpu_name(world.device), world.device.type == "cpu"

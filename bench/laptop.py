@@ -1,17 +1,16 @@
-"""Measure the seconds until a character-level model of Tiny Shakespeare has a validation loss of
-1.88.
+"""Measure the seconds until a character-level model of Tiny Shakespeare has a validation loss of 1.88.
 
-    python bench/laptop.py tinyshakespeare.txt                       # ours alone
-    python bench/laptop.py tinyshakespeare.txt --nanogpt nanoGPT     # against a checkout of nanoGPT
+    python bench/laptop.py tinyshakespeare.txt                       # only train_gpt2.py
+    python bench/laptop.py tinyshakespeare.txt --nanogpt nanoGPT     # and a checkout of nanoGPT
 
-nanoGPT's side is its own train.py in a temporary copy of the checkout, with the flags that its
-README gives for a CPU: 4 layers, 128 channels, context 64, batch 12, 2000 steps, AdamW, eager. Ours
-is train_gpt2.py with the flags below. Both read the same characters, of which the first 90 % are
-for training and the rest for validation. Both are timed from the start of the process, including
-imports and set-up, to the first validation loss of at most 1.88 nats per character. nanoGPT's
-losses are those it prints: means of 20 random batches, every 250 steps. Ours are of the whole last
-tenth. If nanoGPT ends above 1.88, its time is that of its last print. The machine should be idle
-otherwise: its load is printed and recorded.
+nanoGPT runs its own train.py in a temporary copy of the checkout, with the flags that its README
+recommends for a CPU: 4 layers, 128 channels, context 64, batch 12, 2000 steps, AdamW, eager.
+train_gpt2.py runs with the flags below. Both read the same characters; the first 90 % are for training
+and the rest for validation. Both are timed from the start of the process, including imports and set-up,
+to the first validation loss of at most 1.88 nats per character. nanoGPT's losses are those that it
+prints: means of 20 random batches, every 250 steps. train_gpt2.py's are of the whole last tenth. If
+nanoGPT does not reach 1.88, the time is that of its last loss. The machine should be idle; its load is
+printed and recorded.
 """
 
 import json
@@ -53,8 +52,8 @@ class Config:
 
 
 def encode(path):
-    """(sorted characters of a text, the text as indices into them), as in nanoGPT's prepare.py."""
-    with read_errors(path, "text file", "name one, such as tinyshakespeare.txt"):
+    """(sorted characters of a text, the text as indices of them), as in nanoGPT's prepare.py."""
+    with read_errors(path, "text file", "pass one, such as tinyshakespeare.txt"):
         text = Path(path).read_text(encoding="utf-8")
     if len(text) < 10_000:
         raise UserError(
@@ -81,7 +80,7 @@ def timed_lines(words, folder):
 def run_nanogpt(checkout, characters, ids, folder):
     """[(seconds, validation loss)] as nanoGPT's train.py prints them."""
     if not (Path(checkout) / "config" / "train_shakespeare_char.py").is_file():
-        raise UserError(f"nanogpt={checkout} is not a checkout of nanoGPT; name one with --nanogpt")
+        raise UserError(f"nanogpt={checkout} is not a checkout of nanoGPT; pass one with --nanogpt")
     copy = folder / "nanoGPT"
     shutil.copytree(checkout, copy, ignore=shutil.ignore_patterns(".git", "assets", "out*"))
     data, cut = copy / "data" / "shakespeare_char", int(0.9 * len(ids))
@@ -130,7 +129,7 @@ def main(argv):
     rows = [[name, f"{t:.1f}", f"{v:.4f}", str(v <= TARGET)] for name, (t, v) in ends.items()]
     print_rows(["program", "seconds", "validation loss", f"reached {TARGET}"], rows)
     if cfg.nanogpt:
-        print(f"ours takes {ends['ours'][0] / ends['nanoGPT'][0]:.2f} of nanoGPT's time")
+        print(f"ours takes {ends['ours'][0] / ends['nanoGPT'][0]:.2f} times as long as nanoGPT")
     if cfg.out:
         record = dict(bench="laptop", cpu=gpu_name("cpu"), cores=os.cpu_count(), load=load)
         record |= dict(curves=curves, flags=dict(ours=" ".join(OURS), nanoGPT=" ".join(NANOGPT)))

@@ -1,5 +1,5 @@
-"""Compare ways to train one GPT-2 on several GPUs: same model, optimizer, tokens and loss, with an
-update after 64 x 1024 tokens per GPU unless --grad_accum_steps is given.
+"""Compare ways to train a GPT-2 on several GPUs, with the same model, optimizer, tokens and loss. An update
+has 64 x 1024 tokens per GPU unless --grad_accum_steps is given.
 
     torchrun --standalone --nproc_per_node=4 bench/parallel.py --round 1
     torchrun --standalone --nproc_per_node=2 bench/parallel.py --modes alone_one zero1_16bit --eight_bits
@@ -7,13 +7,13 @@ update after 64 x 1024 tokens per GPU unless --grad_accum_steps is given.
 
 {modes}
 
-All modes start from the same weights and read the same tokens, so the losses of the modes that
-reduce gradients must agree for the first few updates (the table shows the fifth). At a high
-learning rate, rounding differences grow with further updates. Modes are compared with a single GPU,
-measured at the same commit and --round if possible, because GPUs of the same name differ. The peak
-of memory may include leftovers of the previous mode; for an exact one, pass one mode per command.
-Variants that lost (every GPU alone at once, ZeRO-1 in 32 bits, blocks compiled one by one) are in
-the log; commit 5d3f79a has their code.
+All modes start from the same weights and read the same tokens, so the losses of modes with several GPUs
+must agree for the first few updates (the table shows the fifth). At a high learning rate, rounding
+differences grow with further updates. Modes are compared with a single GPU, measured at the same commit
+and in the same --round if possible, because GPUs of the same name differ in speed. The memory peak may
+include memory of the previous mode; for an exact one, pass one mode per command. Discarded variants
+(all GPUs alone at the same time, ZeRO-1 in float32, blocks compiled separately) are described in
+docs/LOG.md; their code is in commit 5d3f79a.
 """
 
 import copy
@@ -58,14 +58,14 @@ SAME = "preset world_size batch_size grad_accum_steps compile precision eight_bi
 
 @dataclass
 class Config:
-    modes: tuple[Literal[tuple(MODES)], ...] = ()  # all if empty; with one process, alone_one
+    modes: tuple[Literal[tuple(MODES)], ...] = ()  # default: all, or alone_one with one process
     preset: Literal[tuple(PRESETS)] = "gpt2"  # the model
     batch_size: int = 64  # sequences per process and micro-step
     grad_accum_steps: int = 1  # micro-steps per update
     steps: int = 40  # timed updates
     warmup: int = 10  # untimed updates after the first
-    round: int | None = None  # a number shared by measurements on the same GPUs
-    compile: Literal["model", "off"] = "model"  # compile the whole model, or nothing
+    round: int | None = None  # a number, the same for measurements on the same GPUs
+    compile: Literal["model", "off"] = "model"  # whether to compile the model
     precision: Literal["bf16", "tf32", "fp32"] = "bf16"  # as in train_gpt2.py
     eight_bits: bool = False  # 8-bit matmuls in head and MLPs
     device: str = "auto"  # cuda or cpu
@@ -118,13 +118,13 @@ def measure(mode, args, world, data):
         mine["peak_gib"] = peak_gib(world.device)
         if args.trace and world.device.type == "cuda" and mode != "alone_one":
             write_extract(trainer, mode, world, Path(args.trace))
-    world.barrier()  # on the CPU, so that no idle rank waits in a kernel
+    world.barrier()  # on the CPU, so that idle ranks do not wait in a kernel
     return summary([r for r in world.gather(mine) if r], args)
 
 
 def summary(ranks, args):
     """Combine the measurements of the ranks that trained."""
-    slowest = [max(ms) for ms in zip(*(r["ms"] for r in ranks))]  # rank in each step
+    slowest = [max(ms) for ms in zip(*(r["ms"] for r in ranks))]  # of all ranks, in each step
     step_ms = statistics.median(slowest)
     # each rank has its part of the loss
     losses = [round(statistics.mean(parts), 6) for parts in zip(*(r["losses"] for r in ranks))]
@@ -161,11 +161,11 @@ def write_extract(trainer, mode, world, folder):
 
 
 def reference(record, records):
-    """world_size times the tokens/s of a single GPU, for comparison with a mode: measured at the
-    same commit and round if possible, otherwise the last one before it. None if there is none."""
+    """world_size times the tokens/s of a single GPU, measured at the same commit and in the same round if
+    possible, otherwise the last one before. None if there is none."""
     here = records.index(record) if record in records else len(records)
 
-    def nearness(i):  # larger if more likely measured on the same GPUs
+    def nearness(i):  # larger if it was more likely measured on the same GPUs
         same_round = records[i].get("round") == record.get("round") is not None
         return records[i].get("commit") == record.get("commit"), same_round, i < here, i
 
@@ -176,7 +176,7 @@ def reference(record, records):
 
 
 def print_table(records):
-    """Print a block per setting and a row per mode. If a mode was measured twice in a round, the
+    """Print a table for each setting, with a row per mode. If a mode was measured twice in a round, the
     later record counts."""
     keys = (*SAME, "mode", "round", "env")
     newest = list({tuple(str(r.get(k)) for k in keys): r for r in records}.values())
@@ -217,7 +217,7 @@ def main(argv):
     args = parse_args(Config, argv, description=__doc__)
     if args.table:
         return print_table(recorded(args.out, "parallel"))
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # no multicast: a failure would affect all users
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # no multicast: its failures affect all users
     world = World(args.device)
     args.modes = args.modes or (tuple(MODES) if world.distributed else ("alone_one",))
     if not world.distributed and set(args.modes) - {"alone_one"}:
@@ -239,7 +239,7 @@ def main(argv):
             if world.is_main:
                 append_record(args.out, describe(mode, args, world) | record | origin())
             world.print0(f"{mode}: {record['tok_per_s']:,.0f} tokens/s, loss {record['loss']:.4f}")
-        world.barrier()  # no rank deletes the shards while others read them
+        world.barrier()  # so that no rank deletes the shards while others read them
 
 
 if __name__ == "__main__":

@@ -1,31 +1,31 @@
-"""Training throughput of train_gpt2.py and of other GPT-2 trainers, by turns on one GPU.
+"""Compare the training throughput of train_gpt2.py and other GPT-2 trainers on one GPU.
 
     python bench/peers.py --nanogpt ../nanoGPT --build_nanogpt ../build-nanogpt
-    python bench/peers.py --nanogpt ../nanoGPT --variants    # nanoGPT with biases as well
+    python bench/peers.py --nanogpt ../nanoGPT --variants    # also nanoGPT with biases
     python bench/peers.py --table                            # print the recorded results; needs no GPU
     python bench/peers.py --nanogpt ../nanoGPT --tiny --out try.jsonl    # a small model on the CPU
 
-Each program trains GPT-2 124M in its own process: bf16 autocast, torch.compile, 524,288 tokens a step
+Each program trains GPT-2 124M in its own process: bf16 autocast, torch.compile, 524,288 tokens per step
 in micro-steps of 64 x 1024, gradient clipping, fused AdamW, a linear warmup of 715 steps and an
-embedding of 50,304 rows. All read the same tokens, random ones unless --data names a folder of
-shards. GPUs of one kind differ by some percent and one GPU drifts within minutes, so the programs take
-turns (A B C A B C ...) and the result is the ratio of tokens/s within each round.
+embedding of 50,304 rows. All read the same tokens, which are random unless --data is given. GPUs of the
+same type differ by a few percent, and the speed of one GPU drifts within minutes. Therefore the programs
+alternate (A B C A B C ...), and the result is the ratio of tokens/s within each round.
 
-The programs differ in these ways, which the ratios include:
+The programs differ as follows; the ratios include these differences:
 
     train_gpt2                 residual stream in bf16
     train_gpt2_fp32_residual   residual stream in fp32, as in the peers (--no_bf16_residual)
     nanogpt                    no biases in linear layers and LayerNorm (its default), exact GELU
     nanogpt_bias               biases, as in GPT-2 and in the other programs (--variants)
-    build_nanogpt              use_compile = True, which the published file leaves off
+    build_nanogpt              use_compile = True (the published file has False)
 
-A step time is the one that the program itself logs: wall-clock time with one device synchronization
-a step. Logging is part of it in train_gpt2.py and nanoGPT, but not in build-nanogpt. tokens/s is that of
-the median step after the first --skip steps, where compilation is. Every finished run is one line in
---out, with all of its step times. A program that fails is reported and takes no further turns.
+Step times are those that each program logs: wall-clock time with one device synchronization per step. They
+include logging in train_gpt2.py and nanoGPT, but not in build-nanogpt. tokens/s is that of the median
+step after the first --skip steps, which include compilation. Each finished run is one line in --out, with
+all step times. A program that fails is reported and not run again.
 
-The peers' files are never changed: EDITS is applied to a temporary copy of each checkout. It was made
-for nanoGPT 3adf61e and build-nanogpt 6104ab1.
+The checkouts are never changed: EDITS is applied to a temporary copy. It was written for nanoGPT 3adf61e
+and build-nanogpt 6104ab1.
 """
 
 import math
@@ -52,8 +52,8 @@ from lab.cli import RunError, UserError, parse_args, run_main
 PEAK = 'print("peak_gib", torch.cuda.max_memory_allocated() / 2**30)'  # 0 without CUDA
 END = "if ddp:\n    destroy_process_group()"  # the last lines of both programs
 
-# {checkout: {file: [(old, new), ...]}}, with the reason above each pair. Each `old` must occur exactly
-# once. In `new`, {name} is a field of Sizes.
+# {checkout: {file: [(old, new), ...]}}, with a reason above each pair. Each `old` must occur exactly once.
+# In `new`, {name} is a field of Sizes.
 EDITS = {
     "nanogpt": {
         "train.py": [
@@ -66,10 +66,10 @@ EDITS = {
             # importing hellaswag.py loads a tokenizer from the network; HellaSwag is not evaluated
             # when the model is compiled
             ("from hellaswag import render_example, iterate_examples\n", ""),
-            # the tokenizer is a download too; only samples need it, which are also off when compiled
+            # the tokenizer is also downloaded; only sampling needs it, which is also off when compiled
             ("import tiktoken\n", ""),
             ('enc = tiktoken.get_encoding("gpt2")\n', ""),
-            # sizes are constants in the file; these are its own values unless --tiny is given
+            # sizes are constants in the file; the values are the same unless --tiny is given
             ("total_batch_size = 524288 ", "total_batch_size = {total_batch_size} "),
             ("B = 64 ", "B = {batch_size} "),
             ("T = 1024 ", "T = {seq_len} "),
@@ -82,9 +82,9 @@ EDITS = {
             ("use_compile = False", "use_compile = True"),
             # --tiny does not compile
             ("model = torch.compile(model)", "model = torch.compile(model, disable=not {compile})"),
-            # validation at step 0 would be part of the first step's time
+            # validation at step 0 would be included in the time of the first step
             ("if step % 250 == 0 or last_step:", "if False:"),
-            # stop early, on the published learning rate schedule
+            # stop early, with the published learning rate schedule
             ("for step in range(max_steps):", "for step in range({max_steps}):"),
             # print the peak memory, which the program does not
             (END, f"{PEAK}\n{END}"),
@@ -95,7 +95,7 @@ EDITS = {
 OURS = """train_gpt2.py --preset gpt2 --data data --n_layer {n_layer} --n_head {n_head} --n_embd {n_embd}
     --block_size {seq_len} --seq_len {seq_len} --batch_size {batch_size}
     --total_batch_size {total_batch_size} --max_steps {max_steps} --warmup_steps 715 --log_every 1
-    --val_every 0 --hella_every 0 --sample_every 0 --ckpt_every 0 --log_dir log --run_name run"""
+    --val_every 0 --hellaswag_every 0 --sample_every 0 --checkpoint_every 0 --log_dir log --run_name run"""
 # eval_iters=0: the evaluation at iteration 0, which no flag turns off, then has no batches
 NANOGPT = """train.py --n_layer={n_layer} --n_head={n_head} --n_embd={n_embd} --block_size={seq_len}
     --batch_size={batch_size} --gradient_accumulation_steps={grad_accum_steps}
@@ -104,12 +104,12 @@ NANOGPT = """train.py --n_layer={n_layer} --n_head={n_head} --n_embd={n_embd} --
 
 @dataclass
 class Program:
-    """A program of the race."""
+    """A program to measure."""
 
-    checkout: str  # the flag that names its checkout; "" is this repository
+    checkout: str  # the flag for its checkout; "" is this repository
     command: str  # script and flags; {name} is a field of Sizes
     step: str = ""  # regular expression of a step's line in its output, with groups loss and ms
-    on_cpu: str = ""  # flags that --tiny adds
+    on_cpu: str = ""  # flags added by --tiny
 
 
 ITER = r"^iter \d+: loss (?P<loss>\S+), time (?P<ms>[\d.]+)ms"
@@ -157,50 +157,49 @@ class Config:
     nanogpt: str = ""  # checkout of github.com/karpathy/nanoGPT
     build_nanogpt: str = ""  # checkout of github.com/karpathy/build-nanogpt
     variants: bool = False  # also nanoGPT with --bias=True
-    rounds: int = 3  # turns of each program
+    rounds: int = 3  # runs of each program
     steps: int = 12  # timed steps of a run
     skip: int = 5  # steps before them; the first one compiles
-    timeout: int = 120  # seconds after which a run is ended
+    timeout: int = 120  # seconds after which a run is killed
     data: str = ""  # folder of token shards (.npy); random tokens if empty
     tiny: bool = False  # 2 layers on the CPU, not compiled; the times mean nothing
     out: str = str(RUNS / "peers.jsonl")  # file of measurements
-    table: bool = False  # print what the file holds, measure nothing
+    table: bool = False  # print the results in --out and exit
 
 
 # ------------------------------------------------------------------------------------- preparation
 
 
 def commit_of(checkout):
-    """The commit of a checkout: the content of its file COMMIT, or git's answer."""
+    """The commit of a checkout, from its file COMMIT or from git."""
     note = Path(checkout, "COMMIT")
     if note.is_file():
         return note.read_text().strip()
-    if not Path(checkout, ".git").exists():  # git would answer with that of a repository around it
+    if not Path(checkout, ".git").exists():  # git would report that of an enclosing repository
         return "unknown"
     words = ["git", "-C", str(checkout), "rev-parse", "HEAD"]
     return subprocess.run(words, capture_output=True, text=True).stdout.strip() or "unknown"
 
 
 def apply_edits(folder, edits, sizes):
-    """Edit the files of a copy of a checkout. Raises UserError where `old` is not found exactly
-    once."""
+    """Edit the files of a copy of a checkout. Raises UserError unless each `old` occurs exactly once."""
     for name, pairs in edits.items():
         path = Path(folder, name)
         if not path.is_file():
-            raise UserError(f"{name} is not in the checkout; name the root of its repository")
+            raise UserError(f"{name} is not in the checkout; pass the root of the repository")
         text = path.read_text()
         for old, new in pairs:
             if (count := text.count(old)) != 1:
                 raise UserError(
-                    f"{name}: {old!r} occurs {count} times, must occur once; check out the "
-                    "commit that bench/peers.py names, or adapt its EDITS"
+                    f"{name}: {old!r} occurs {count} times, but must occur once; check out the "
+                    "commit given in bench/peers.py, or adapt its EDITS"
                 )
             text = text.replace(old, sizes.fill(new))
         path.write_text(text)
 
 
 def prepare(name, cfg, sizes, shards, parent):
-    """Make the folder in which a program runs, with its tokens in the format that it reads."""
+    """Create the folder in which a program runs, with tokens in its format."""
     folder, checkout = Path(parent, name), PROGRAMS[name].checkout
     if not checkout:
         folder.mkdir()
@@ -233,7 +232,7 @@ def read_log(path):
 
 
 def read_output(text, step):
-    """The same of a peer's output."""
+    """The same from the output of another program."""
     found = list(re.finditer(step, text, re.MULTILINE))
     losses, ms = ([float(match[group]) for match in found] for group in ("loss", "ms"))
     peak = re.search(r"^peak_gib ([\d.]+)", text, re.MULTILINE)
@@ -241,15 +240,15 @@ def read_output(text, step):
 
 
 def run_once(name, folder, cfg, sizes):
-    """Run a program to its end and return the numbers of its record. Raises UserError if it fails,
-    logs fewer steps than it was asked for, or has a loss that is not finite."""
+    """Run a program and return the numbers of its record. Raises UserError if it fails, if it does not log
+    all steps, or if a loss is not finite."""
     program = PROGRAMS[name]
     words = sizes.fill(program.command + program.on_cpu * cfg.tiny).split()
     script = folder / words[0] if program.checkout else ROOT / words[0]
-    # a compile cache for each program: the first round compiles, the later ones load
+    # one compile cache per program: the first round compiles, later ones load
     env = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled")}
     env |= {"CUDA_VISIBLE_DEVICES": ""} if cfg.tiny else {}
-    shutil.rmtree(folder / "log", ignore_errors=True)  # of the round before
+    shutil.rmtree(folder / "log", ignore_errors=True)  # of the previous round
     t0 = time.perf_counter()
     output = run_program([script, *words[1:]], folder, timeout=cfg.timeout, env=env)
     seconds = time.perf_counter() - t0
@@ -259,7 +258,7 @@ def run_once(name, folder, cfg, sizes):
         losses, ms, peak = read_log(folder / "log" / "run" / "log.jsonl")
     if not len(ms) == len(losses) == sizes.max_steps:
         raise UserError(
-            f"{name} logged {len(ms)} steps, must log {sizes.max_steps}:\n{output[-1000:]}"
+            f"{name} logged {len(ms)} steps instead of {sizes.max_steps}:\n{output[-1000:]}"
         )
     if not all(map(math.isfinite, losses)):
         raise UserError(f"{name}: a loss is not finite: {losses}; its times are not recorded")
@@ -273,8 +272,8 @@ def run_once(name, folder, cfg, sizes):
 
 
 def race(names, cfg, sizes, shards, parent):
-    """Run all programs by turns and record each run. Returns the records, and the names of the
-    programs that failed."""
+    """Run all programs alternately and record each run. Returns the records, and the names of the programs
+    that failed."""
     folders = {name: prepare(name, cfg, sizes, shards, parent) for name in names}
     device = gpu_name("cpu") if cfg.tiny else gpu()
     shared = dict(bench="peers", race=time.strftime("%Y-%m-%dT%H:%M:%S"), device=device)
@@ -288,7 +287,7 @@ def race(names, cfg, sizes, shards, parent):
             peer = dict(peer_commit=commit_of(getattr(cfg, checkout)) if checkout else None)
             try:
                 numbers = run_once(name, folders[name], cfg, sizes)
-            except UserError as error:  # the other programs go on
+            except UserError as error:  # continue with the other programs
                 print(f"{name}: {error}", file=sys.stderr, flush=True)
                 failed.add(name)
                 continue
@@ -305,7 +304,7 @@ def race(names, cfg, sizes, shards, parent):
 
 
 def print_tables(records):
-    """For each race: tokens/s of each program and round, and the ratios ours / peer."""
+    """For each start of this program: tokens/s of each program and round, and ratios ours / other."""
     for (started, device), runs in grouped(records, "race", "device").items():
         sizes, rounds = runs[0]["sizes"], sorted({r["round"] for r in runs})
         steps = sizes["max_steps"] - runs[0]["skip"]
@@ -331,7 +330,7 @@ def print_tables(records):
 
 
 def ratio_row(ours, peer, rates, rounds):
-    """Ratios of the rounds that both programs finished, their median and their spread."""
+    """Ratios in the rounds that both programs finished, with their median and range."""
     both = rates[ours].keys() & rates[peer].keys()
     ratios = {n: rates[ours][n] / rates[peer][n] for n in rounds if n in both}
     row = [f"{ours} / {peer}", *(f"{ratios[n]:.4f}" if n in ratios else "" for n in rounds)]
@@ -342,11 +341,11 @@ def ratio_row(ours, peer, rates, rounds):
 
 
 def select_programs(cfg):
-    """Names of the programs to run. Raises UserError where nothing would be compared."""
+    """Names of the programs to run. Raises UserError if there is nothing to compare."""
     given = [flag for flag in EDITS if getattr(cfg, flag)]
     if not given:
         raise UserError(
-            "nothing to compare with; name a checkout: --nanogpt or --build_nanogpt PATH"
+            "there is nothing to compare with; pass a checkout: --nanogpt PATH or --build_nanogpt PATH"
         )
     for flag in given:
         if not Path(getattr(cfg, flag)).is_dir():
@@ -370,19 +369,19 @@ def main(argv):
     names = select_programs(cfg)
     if not cfg.tiny and not gpu():
         raise UserError(
-            "nvidia-smi finds no GPU; --tiny --out try.jsonl runs the programs on a CPU"
+            "nvidia-smi finds no GPU; to run the programs on a CPU, pass --tiny --out try.jsonl"
         )
     check_out(cfg.out, cpu=cfg.tiny)
     max_steps = cfg.skip + cfg.steps
     sizes = Sizes(max_steps, **TINY, compile=False) if cfg.tiny else Sizes(max_steps)
     with tempfile.TemporaryDirectory() as parent:
         shards = Path(cfg.data).resolve()
-        if not cfg.data:  # one step more than needed, so that no program starts the file again
+        if not cfg.data:  # one step more than needed, so that no program reads tokens twice
             tokens = (max_steps + 1) * sizes.total_batch_size
             shards = Path(random_shards(f"{parent}/shards", 50257, max(tokens, 100_000)))
         records, failed = race(names, cfg, sizes, shards, parent)
     if not records:
-        raise RunError("no run has finished; the errors are above")
+        raise RunError("no run has finished; see the errors above")
     print_tables(records)
     return 1 if failed else 0
 

@@ -1,5 +1,5 @@
-"""Shared by the programs of bench/: JSON Lines files of measurements that survive a kill, the
-origin of a record, the GPU's name, and random token shards.
+"""Shared by the programs of bench/: JSON Lines files of measurements, the origin of a record, names of
+GPUs, and random token shards.
 """
 
 import json
@@ -21,12 +21,12 @@ from lab.cli import UserError  # noqa: E402
 from lab.files import check_writable  # noqa: E402
 
 PIPED = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-RUNS = ROOT / "readme.assets" / "runs"  # the records behind README, docs/LOG.md and the figures
+RUNS = ROOT / "readme.assets" / "runs"  # records for README, docs/LOG.md and the figures
 
 
 def read_records(path):
-    """The records of a file of measurements, oldest first; [] without a file. Lines cut short by a
-    kill are skipped. Raises UserError if no line is a record."""
+    """The records of a file of measurements, oldest first; [] if there is no file. Incomplete lines of
+    killed processes are skipped. Raises UserError if no line is a record."""
     records, lines = [], Path(path).read_bytes().splitlines() if Path(path).exists() else []
     for line in lines:
         try:
@@ -35,13 +35,13 @@ def read_records(path):
             continue
     if lines and not any(isinstance(record, dict) for record in records):
         raise UserError(
-            f"{path} is not a file of measurements; name one, or a new file, with --out"
+            f"{path} is not a file of measurements; pass one, or a new file, with --out"
         )
     return [record for record in records if isinstance(record, dict)]
 
 
 def append_record(path, record):
-    """Append a line in a single write, after any partial line that a kill has left."""
+    """Append a line in a single write; if the last line is incomplete, start a new one."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab+", buffering=0) as file:
@@ -55,7 +55,7 @@ def recorded(path, bench):
     """The records of one program in a file. Raises UserError if there are none."""
     found = [r for r in read_records(path) if r.get("bench") == bench]
     if not found:
-        raise UserError(f"{path} has no measurements of {bench}.py; make some without --table")
+        raise UserError(f"{path} has no measurements of {bench}.py; run it without --table first")
     return found
 
 
@@ -69,22 +69,21 @@ def grouped(records, *keys):
 
 
 def check_out(out, cpu):
-    """Raise UserError if `out` cannot be written, or if times of a CPU would be added to the
-    records behind README."""
+    """Raise UserError if `out` cannot be written, or if CPU times would be added to the GPU records on
+    which README is based."""
     if cpu and Path(out).resolve().parent == RUNS:
         raise UserError(
-            f"out={Path(out).name} has the GPU measurements behind README; pass --out try.jsonl on a CPU"
+            f"out={Path(out).name} has the GPU measurements for README; on a CPU pass --out try.jsonl"
         )
     check_writable(out, "out")
 
 
 def run_program(words, folder, gpus=1, timeout=None, env=None):
-    """Run a Python program with its flags in `folder`, with torchrun if gpus > 1, and return its
-    output. Raises UserError with the end of that output if it fails or takes longer than `timeout`
-    seconds."""
+    """Run a Python program with its flags in `folder`, with torchrun if gpus > 1, and return its output.
+    Raises UserError if it fails (with the end of its output) or takes longer than `timeout` seconds."""
     torchrun = f"-m torch.distributed.run --standalone --nproc_per_node={gpus}".split()
     words = [sys.executable, *(torchrun if gpus > 1 else []), *map(str, words)]
-    # without NVLink multicast unless the environment asks for it: a failure would affect all users
+    # no NVLink multicast by default, because its failures affect all users of a machine
     env = {"NCCL_NVLS_ENABLE": "0"} | os.environ | (env or {})
     try:
         done = subprocess.run(words, cwd=folder, env=env, timeout=timeout, **PIPED)
@@ -98,15 +97,15 @@ def run_program(words, folder, gpus=1, timeout=None, env=None):
 
 
 def one_sentence(error):
-    """An exception as one short line; two lines of torch.compile's, because the first has no detail."""
+    """An exception as one short line. If its first line ends with a colon, the second one is included."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
     text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
     return f"{type(error).__name__}: {text[:200]}"
 
 
 def origin():
-    """Origin of a record: date, commit ("-dirty" with uncommitted changes; the environment variable
-    COMMIT comes first), torch version, command."""
+    """Origin of a record: date, commit (from the environment variable COMMIT or from git, with "-dirty" if
+    there are uncommitted changes), torch version, command."""
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
     described = subprocess.run(shlex.join(git), shell=True, capture_output=True, text=True).stdout
     return {
@@ -118,7 +117,7 @@ def origin():
 
 
 def gpu_name(device="auto"):
-    """Name of the GPU, or of the processor if the device is a CPU. device: as World takes it."""
+    """Name of the GPU, or of the processor if the device is a CPU. device: as for World."""
     cuda = str(device).startswith("cuda") or (str(device) == "auto" and torch.cuda.is_available())
     if cuda:
         return torch.cuda.get_device_name(None if str(device) == "auto" else device)
@@ -129,8 +128,8 @@ def gpu_name(device="auto"):
 
 
 def random_shards(folder, vocab_size, train_tokens=4_000_000, val_tokens=100_000):
-    """Write token shards to `folder` and return it. Tokens are independent; id i has a frequency of
-    1 / (10 + i), uneven like that of words, which affects the speed of embeddings."""
+    """Write random token shards to `folder` and return it. The frequency of id i is proportional to
+    1 / (10 + i), as uneven as that of words, because this affects the speed of embeddings."""
     rng = np.random.default_rng(0)
     edges = np.cumsum(1 / (10 + np.arange(vocab_size)))
     Path(folder).mkdir(parents=True, exist_ok=True)

@@ -1,10 +1,10 @@
 """Run play.ipynb from top to bottom in a fresh kernel and save it with its outputs.
 
-    python bench/run_notebook.py    # four minutes on two idle cores; needs requirements-notebook.txt
+    python bench/run_notebook.py    # minutes on two idle cores; needs requirements-notebook.txt
 
 Each chapter's seconds are written to the table of contents. Pictures are saved with 128 colors,
 which look the same for lines and text at a third of the size. If a cell fails, the file is left
-unchanged. Two cells of chapter 2 use GPT-2's tokenizer, whose files TIKTOKEN_CACHE_DIR may name.
+unchanged. A few cells use GPT-2's tokenizer, whose files TIKTOKEN_CACHE_DIR may name.
 """
 
 import base64
@@ -26,34 +26,36 @@ NOTEBOOK = ROOT / "play.ipynb"
 
 
 def executed():
-    """The notebook with the outputs of a fresh kernel. Raises CellExecutionError if a cell fails."""
+    """Run the notebook in a fresh kernel and return it. Raises CellExecutionError if a cell fails."""
     notebook = nbformat.read(NOTEBOOK, 4)
-    options = dict(
-        timeout=1800, kernel_name="python3", record_timing=True
-    )  # timeout: seconds per cell
+    # timeout: seconds per cell
+    options = dict(timeout=1800, kernel_name="python3", record_timing=True)
     resources = {"metadata": {"path": str(ROOT)}}
     NotebookClient(notebook, resources=resources, **options).execute()
     return notebook
 
 
 def write_seconds(notebook):
-    """Write each chapter's seconds to the last column of the table of contents in cell 0."""
-    chapters = []
+    """Write each chapter's seconds to the last column of its row in the contents (cell 0)."""
+    seconds, chapter = {}, None
     for cell in notebook.cells:
-        chapters += [0.0] * cell.source.startswith("## ")
+        heading = re.search(r"^## (.+)$", cell.source, re.MULTILINE)
+        if cell.cell_type == "markdown" and heading:
+            chapter = heading[1]
+            seconds[chapter] = 0.0
         times = cell.metadata.pop("execution", {})
-        if chapters and "iopub.status.idle" in times:
+        if chapter and "iopub.status.idle" in times:
             begin, end = (
                 datetime.fromisoformat(times[f"iopub.status.{name}"]) for name in ("busy", "idle")
             )
-            chapters[-1] += (end - begin).total_seconds()
-    rows = iter(chapters)
+            seconds[chapter] += (end - begin).total_seconds()
+
+    def row(found):
+        return f"{found[1]}{max(1, round(seconds[found[2]]))} |"
+
     contents = notebook.cells[0]
-    contents.source = re.sub(
-        r"(?m)^(\| \[.*\| )\d+ \|$",
-        lambda row: f"{row[1]}{max(1, round(next(rows)))} |",
-        contents.source,
-    )
+    pattern = r"(?m)^(\| \[(.+)\]\(#.*\| )\d* ?\|$"
+    contents.source = re.sub(pattern, row, contents.source)
 
 
 def shrink(png):

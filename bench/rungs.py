@@ -1,4 +1,4 @@
-"""The shapes, rungs and other variants that bench/ladder.py measures. A Case is one measurement."""
+"""Shapes, rungs and other variants for bench/ladder.py. A Case is one measurement."""
 
 import operator
 from dataclasses import dataclass, replace
@@ -30,13 +30,12 @@ SHAPES = {  # name: (model config, run config with the first micro-batch to try)
     for name, batch_size in {"gpt2": 64, "gpt2-medium": 64, "gpt2-large": 64, "gpt2-xl": 32}.items()
 }
 
-# Settings of a variant besides the fields of GPTConfig and TrainConfig, with the trainer's choice;
-# the trainer has no flags for these.
+# Settings of a variant for which the trainer has no flags, with the values that the trainer uses.
 BENCH = {
     "head": "fused",  # the head and its loss: plain, fused or fp8
     "mlp": "fused",  # plain, fused or fp8
     "compile_mode": "default",  # none or default
-    "adamw": "fused",  # fused, or loop (several kernels for each tensor)
+    "adamw": "fused",  # fused, or loop (several kernels per tensor)
     "read_ahead": True,  # the loader reads a micro-batch in advance
 }
 
@@ -50,7 +49,7 @@ START = dict(
     mlp="plain",
     bf16_residual=False,
 )
-RUNGS = {  # each added to all before it
+RUNGS = {  # each is added to all previous ones
     "fp32": START,
     "tf32": dict(precision="tf32"),
     "bf16": dict(precision="bf16"),
@@ -97,11 +96,11 @@ KEY = "group shape variant seed gpu torch max_steps tokens_per_step".split()
 
 
 class NoModule:
-    """No module is an instance of this class, so replace_modules keeps every MLP."""
+    """A class without instances, with which replace_modules replaces no MLP."""
 
 
 def replace_head_and_mlp(model, own, precision):
-    """Replace the head and MLPs of a plain model by a variant's."""
+    """Replace the head and the MLPs of a plain model with those of a variant."""
     mlp_class = NoModule if own.mlp == "plain" else MLP
     plain = model.head_loss
     fp8 = "all" if own.mlp == "fp8" else "head" if own.head == "fp8" else "off"
@@ -154,10 +153,10 @@ def key_of(record):
 
 
 def raced(record):
-    """Whether a record's results are wrong because of a race. torch before 2.14 compiles one into
-    models wider than 1,024 if matmuls have 16 bits and the residual stream 32
-    (pytorch/pytorch#190517, docs/LOG.md; not seen with the fused MLP). The ladder now compares
-    losses first and records a failure."""
+    """Whether a record's results are wrong because of a race condition. torch.compile before 2.14 creates it
+    in models wider than 1,024 channels if matmuls are in 16 bits and the residual stream is in float32
+    (pytorch/pytorch#190517, docs/LOG.md; not seen with the fused MLP). The ladder now compares losses
+    first and records a failure."""
     settings = dict(bf16_residual=True, mlp="fused", precision="bf16", compile_mode="default")
     settings |= record.get("settings", {})
     wide = record["shape"] in SHAPES and SHAPES[record["shape"]][0].n_embd > 1024
@@ -167,7 +166,7 @@ def raced(record):
 
 
 def cases(args):
-    """All measurements that the flags ask for, in order. Raises UserError for unknown variants."""
+    """All measurements selected by the flags, in order. Raises UserError for unknown variants."""
     found = []
     for group in args.groups:
         seeds = range(args.seed, args.seed + (args.seeds if group in TRAINED else 1))
@@ -177,5 +176,5 @@ def cases(args):
                     found += [Case(group, shape, name, settings, seed) for seed in seeds]
     if missing := set(args.variants) - {case.variant for case in found}:
         there = ", ".join(sorted({v for g in args.groups for v in VARIANTS[g]}))
-        raise UserError(f"variants={' '.join(sorted(missing))} must be among {there}")
+        raise UserError(f"variants={' '.join(sorted(missing))} must be one of {there}")
     return found

@@ -1,14 +1,14 @@
-"""Compare the tokens per second of greedy generation, ours and transformers', with equal weights.
+"""Compare the speed of greedy generation with transformers, in tokens per second.
 
     python bench/sampling.py                              # GPT-2 124M's shape on this machine
-    python bench/sampling.py --model log/RUN              # a trained model: do the tokens agree?
+    python bench/sampling.py --model log/RUN              # a trained model, to compare tokens
     python bench/sampling.py --size gpt2-xl --batch 16    # on a GPU
 
-Each side generates all tokens once as a warm-up, whose seconds are printed. Then the sides take
-turns for --rounds rounds, and the best round of each counts, because other load can only slow it
-down. "first" is the time to the first new token, "same" the number of tokens that agree with those
-of the first side (the base) before the first difference. Without --model the weights are random:
-then the most probable tokens are so close to each other that fewer bits soon change the choice.
+All sides have the same weights. Each generates all tokens once as a warm-up, whose seconds are printed.
+Then the sides alternate for --rounds rounds, and the best round of each counts, because other load can
+only slow it down. "first" is the time to the first new token, "same" the number of tokens before the
+first difference from those of the first side (the base). Without --model the weights are random; the
+probabilities of the best tokens are then so similar that lower precision soon changes the choice.
 """
 
 import time
@@ -39,16 +39,15 @@ class Config:
     batch: int = 1  # sequences generated together
     rounds: int = 3  # measurements of each side
     device: str = "auto"  # cuda, mps or cpu
-    compile: bool = False  # also measure both compiled, with a static cache
-    sides: tuple[
-        str, ...
-    ] = ()  # sides to measure, such as "ours bf16"; all if empty; the first is the base
+    compile: bool = False  # also measure compiled versions, with a static cache
+    # sides to measure, such as "ours bf16"; default: all; the first is the base
+    sides: tuple[str, ...] = ()
     out: str = ""  # append the numbers to this file, as JSON lines
 
 
 def sides_of(cfg, device):
-    """{name: function that returns write(ids, n)}. write yields n new tokens (B,) one by one, or
-    with transformers all at its end. Each side has its own copy of the weights."""
+    """{name: function that returns write(ids, n)}. write yields n new tokens (B,), one by one or, with
+    transformers, all at the end. Each side has its own copy of the weights."""
 
     def model():
         if cfg.model:
@@ -91,7 +90,7 @@ def sides_of(cfg, device):
 
 
 def timed(name, side, ids, n):
-    """(tokens (n, B) as lists, seconds to the first of them, total seconds); prints the last."""
+    """(tokens (n, B) as lists, seconds to the first one, total seconds), and print the total."""
     t0, first, tokens = time.perf_counter(), None, []
     for token in side(ids, n):
         tokens.append(token.tolist())  # waits for the device

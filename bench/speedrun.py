@@ -5,14 +5,14 @@
     python bench/speedrun.py --scale laptop --seconds 110     # two cores, the built-in text
     python bench/speedrun.py --scale laptop --steps 100       # equal tokens; works on a busy machine
 
-The recipes (RECIPES) are GPT-2's, train_gpt2.py's with Muon, a readable recipe of common
-techniques, speedrun.py's, no_X (speedrun.py without the difference X) and +X (with one more).
+The recipes (RECIPES): gpt2 (GPT-2's), muon (train_gpt2.py with Muon), readable (only common techniques),
+speedrun (speedrun.py), no_X (speedrun.py without the difference X) and +X (with the addition X).
 
-Each run is the real program in a process of its own. With --seconds, a short run first measures how
-many steps fit, so that every schedule ends in time. Seconds count training only, without evaluation
-and the first update, which compiles. Every finished run is a line in --out and is not repeated; the
-table shows all runs there with these settings. If this program is killed, the current run
-continues: stop it before starting again.
+Each run is the real program in its own process. With --seconds, a short run first measures how many steps
+fit, so that the schedule of every run ends in time. Seconds are those of training, without evaluation and
+the first update, which compiles. Each finished run is a line in --out and is not repeated; the table
+shows all runs in --out with these settings. If this program is killed, the current run continues; stop it
+before starting again.
 """
 
 import math
@@ -30,7 +30,7 @@ from lab.files import check_writable
 
 READABLE = """--no_smear --value_tables 0 --optimizer muon --momentum_warmup 0
     --weight_decay 0.01 --batch_warmup_steps 0"""
-RATES = "--muon_lr 0.02 --lr 0.003125 --embed_lr 0.3 --scalar_lr 0.01"  # common for this size
+RATES = "--muon_lr 0.02 --lr 0.003125 --embed_lr 0.3 --scalar_lr 0.01"  # usual for this size
 MARK = "--total_batch_size 131072 --val_tokens 1048576"
 GPU, LAPTOP = f"--preset speedrun {MARK}", "--preset laptop"
 OFF = {
@@ -39,10 +39,10 @@ OFF = {
     "values": "--value_tables 0", "smear": "--no_smear",
     "normuon": "--optimizer muon", "momentum": "--momentum_warmup 0",
 }  # fmt: skip
-MORE = {  # additions, measured on a GPU only
+MORE = {  # additions, only measured on a GPU
     "fp8_head": "--fp8 head", "bigrams": "--bigram_rows 250000",
 }  # fmt: skip
-LESS = {  # differences that the laptop recipe lacks or has in another size
+LESS = {  # differences that the laptop recipe does not have, or has with other values
     "small_start": "--batch_warmup_steps 0", "decay": "--weight_decay 0",
     "rates": "--embed_lr 0.003 --scalar_lr 0.003",
 }  # fmt: skip
@@ -76,15 +76,15 @@ RECIPES = {
 @dataclass
 class Config:
     scale: Literal["gpu", "laptop"] = "gpu"  # model and recipes
-    data: str = ""  # folder of token shards; the program's default if empty
-    recipes: tuple[str, ...] = ()  # all recipes of the scale if empty
+    data: str = ""  # folder of token shards; default: the program's
+    recipes: tuple[str, ...] = ()  # default: all recipes of the scale
     seeds: tuple[int, ...] = (1, 2, 3)  # one run of each recipe per seed
     seconds: float = 0  # training time per run; pass this or --steps
     steps: int = 0  # updates per run
-    target: float = 0  # loss for the column with seconds to it; 0: no column
+    target: float = 0  # print the seconds to this loss; 0: don't
     more: str = ""  # more flags for every run: --more="--no_compile"
     gpus: int = 1  # GPUs per run, one process each
-    out: str = "speedrun.jsonl"  # file of measurements, a line per finished run
+    out: str = "speedrun.jsonl"  # file of measurements, one line per finished run
 
 
 def train(recipe, seed, steps, cfg, folder, measured=True):
@@ -100,7 +100,7 @@ def train(recipe, seed, steps, cfg, folder, measured=True):
 
 
 def timed(log):
-    """[(seconds of training, step, validation loss)]. The first update counts as an average one."""
+    """[(seconds of training, step, validation loss)]. The time of the first update counts as the average."""
     seconds, before, curve = 0.0, 0, []
     for e in log:
         if e["kind"] == "train" and "dt_ms" in e:
@@ -116,7 +116,7 @@ def measure(recipe, seed, cfg):
         steps = cfg.steps
         if not steps:
             probe = train(recipe, seed, 30, cfg, str(Path(folder, "probe")), measured=False)
-            # without the first update; a mean, because a recipe may start with smaller steps
+            # without the first update; the mean, because a recipe may start with smaller steps
             times = [e["dt_ms"] for e in probe if e["kind"] == "train" and "dt_ms" in e]
             steps = max(10, round(1000 * cfg.seconds / statistics.fmean(times)))
         log = train(recipe, seed, steps, cfg, str(Path(folder, "whole")))
@@ -133,7 +133,7 @@ def measure(recipe, seed, cfg):
 
 
 def seconds_to(curve, target):
-    """Seconds at which a curve reaches a loss, interpolated linearly; None if it never does."""
+    """Seconds at which a curve reaches a loss, with linear interpolation; None if it does not."""
     if curve[0][2] <= target:
         return curve[0][0]
     for (t0, _, a), (t1, _, b) in zip(curve, curve[1:]):
@@ -142,7 +142,7 @@ def seconds_to(curve, target):
     return None
 
 
-STUDENT_T = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}  # 97.5 % quantile, by the number of runs
+STUDENT_T = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}  # {number of runs: 97.5 % quantile}
 
 
 def interval(differences):
@@ -155,7 +155,7 @@ def interval(differences):
 
 
 def table(found, target):
-    """Print {recipe: {seed: record}}."""
+    """Print the table of {recipe: {seed: record}}."""
     rows, base, middle = [], found.get("speedrun", {}), statistics.median
     for recipe, runs in found.items():
         losses = {seed: r["curve"][-1][2] for seed, r in runs.items()}
@@ -186,7 +186,7 @@ def main(argv):
         raise UserError(f"gpus={cfg.gpus} must be 1 or more")
     if not (0 < cfg.seconds < math.inf and not cfg.steps or 0 < cfg.steps and not cfg.seconds):
         raise UserError(
-            f"seconds={cfg.seconds} and steps={cfg.steps}: exactly one must be above 0; pass one of them"
+            f"exactly one of seconds={cfg.seconds} and steps={cfg.steps} must be above 0; pass one of them"
         )
     cfg.data = cfg.data and str(Path(cfg.data).resolve())
     check_writable(cfg.out, "out")
@@ -195,7 +195,7 @@ def main(argv):
     for r in read_records(cfg.out):
         if same.items() <= r.items() and r["flags"] == known.get(r["recipe"]):
             found.setdefault(r["recipe"], {})[r["seed"]] = r
-    for seed in cfg.seeds:  # seed by seed, so that drift of the machine affects all recipes alike
+    for seed in cfg.seeds:  # the outer loop, so that a drift of the machine affects all recipes
         for recipe in cfg.recipes or known:
             if old := found.get(recipe, {}).get(seed):
                 print(

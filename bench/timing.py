@@ -1,4 +1,4 @@
-"""Timing and memory of a device, for the other programs of bench/."""
+"""Time and memory of a device. Used by other programs of bench/."""
 
 import gc
 import time
@@ -7,7 +7,7 @@ import torch
 
 
 def timestamp(device):
-    """A timestamp in the device's work queue; does not wait for it."""
+    """Record a timestamp in the device's queue, without waiting for it."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -24,7 +24,7 @@ def milliseconds(timestamps, device):
 
 
 def time_updates(trainer, count):
-    """Time `count` updates. Returns (milliseconds of each, each one's loss of this rank, gpu_state)."""
+    """Time `count` updates. Returns (milliseconds of each, this rank's loss of each, gpu_state)."""
     device, losses = trainer.world.device, []
     trainer.world.synchronize()
     timestamps = [timestamp(device)]
@@ -40,13 +40,13 @@ def time_updates(trainer, count):
 
 
 def gpu_state(device):
-    """The GPU's identity, because GPUs with the same name differ in speed."""
+    """The UUID of the GPU, because GPUs with the same name differ in speed."""
     cuda = device.type == "cuda"
     return {"uuid": str(torch.cuda.get_device_properties(device).uuid)} if cuda else {}
 
 
 def peak_gib(device):
-    """Peak of the memory allocated by torch since the last reset_state(), in GiB; None without CUDA."""
+    """Peak memory allocated by torch since the last reset_state(), in GiB; None without CUDA."""
     return torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
 
 

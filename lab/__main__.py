@@ -1,4 +1,4 @@
-"""The tools' command line: python -m lab report log/RUN, or from elsewhere python /path/to/lab ..."""
+"""Command line of the tools: python -m lab report log/RUN (from other folders: python /path/to/lab ...)."""
 
 import importlib
 import os
@@ -10,12 +10,12 @@ if __name__ == "__main__":
 from lab.cli import run_main, set_omp_wait_policy
 
 TOOLS = {
-    "export": "write a model as a folder that transformers loads",
+    "export": "write a model as a folder that transformers can load",
     "plan": "estimate a run's memory, time and cost",
     "plot": "draw the curves of one or several runs",
-    "replay": "run the step of a gradient spike again, with the loss of each sequence",
+    "replay": "repeat the step of a gradient spike, with the loss of each sequence",
     "report": "make an HTML page of one run, or of two side by side",
-    "serve": "serve a model: a page to try it, and an API like OpenAI's",
+    "serve": "serve a model: a web page, and an API like OpenAI's",
 }
 
 
@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int | None:
     lines = "\n".join(f"  {tool:8} {text}" for tool, text in TOOLS.items())
     print(
         f"error: there is no tool {name}\n" * wrong + "usage: python -m lab TOOL ...\n\n"
-        f"{lines}\n\npython -m lab TOOL --help lists the flags of one",
+        f"{lines}\n\npython -m lab TOOL --help lists the flags of a tool",
         file=sys.stderr if wrong else sys.stdout,
     )
     return 2 if wrong else 0

@@ -1,4 +1,4 @@
-"""The micro-batch that fits in memory, found by trying (--batch_size 0)."""
+"""Find the largest micro-batch that fits in memory, by trying (--batch_size 0)."""
 
 from typing import Any
 
@@ -11,12 +11,13 @@ from lab.data.loader import grad_accum_steps
 def find_max_batch_size(
     model: Any, cfg: Any, world: Any, precision: Any, state: dict | None = None
 ) -> int:
-    """Largest micro-batch (at most 64 sequences) that divides the step evenly and fits in memory. With
-    the `state` of a checkpoint it is at most that run's, because another one would round differently.
+    """Largest micro-batch (at most 64 sequences) that divides the step evenly and fits in memory. When
+    resuming from `state`, at most the checkpoint's batch_size, because another one rounds differently.
 
-    On a GPU each candidate is tried, largest first, with the eager model, which needs a little more
-    memory than the compiled one. On a CPU nothing is tried; the limit is 16384 tokens. Raises
-    UserError if total_batch_size cannot be divided, if not even one sequence fits, or for FSDP2.
+    On a GPU, candidates are tried, largest first, with the eager model, which needs a little more
+    memory than the compiled one. On a CPU, the largest one of at most 16384 tokens is taken without
+    trying. Raises UserError if total_batch_size cannot be divided, if not even one sequence fits, or
+    for FSDP2.
     """
     most = state["batch_size"] if state else 64
     sizes = candidate_batch_sizes(cfg, world.world_size, world.device.type, most)
@@ -25,21 +26,21 @@ def find_max_batch_size(
     if cfg.parallel == "fsdp2":
         raise UserError(
             "batch_size=0 does not work with parallel=fsdp2, because the unsharded model may not fit; "
-            f"pass --batch_size; `{command_for('lab plan')}` with the same flags computes it"
+            f"pass the --batch_size that `{command_for('lab plan')}` with the same flags suggests"
         )
     for size in sizes:
         if world.all_true(probe_batch_size(model, size, cfg, world, precision)):
             return size
     raise UserError(
         f"not even one sequence of seq_len={cfg.seq_len} fits on {torch.cuda.get_device_name(world.device)}; "
-        "pass a shorter --seq_len, a smaller --preset, or --activation_checkpointing if there is one"
+        "pass a shorter --seq_len, a smaller --preset, or --activation_checkpointing (not in speedrun.py)"
     )
 
 
 def candidate_batch_sizes(cfg: Any, world_size: int, device_type: str, most: int = 64) -> list[int]:
-    """Micro-batches (sequences) that divide the step evenly, at most `most`, largest first. Raises
-    UserError if there are none."""
-    each = grad_accum_steps(cfg, 1, world_size)  # sequences of a process per step
+    """Micro-batches (numbers of sequences) of at most `most` that divide the step evenly, largest first.
+    Raises UserError if there are none."""
+    each = grad_accum_steps(cfg, 1, world_size)  # sequences per process and step
     if device_type != "cuda":
         most = min(most, max(1, 16384 // cfg.seq_len))
     return [b for b in range(min(most, each), 0, -1) if each % b == 0]
@@ -67,7 +68,7 @@ def probe_batch_size(model: Any, size: int, cfg: Any, world: Any, precision: Any
             raise
         return False
     finally:
-        idx = loss = None  # free them before the next candidate is tried
+        idx = loss = None  # free memory before the next candidate is tried
         model.zero_grad(set_to_none=True)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(world.device)

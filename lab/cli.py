@@ -1,6 +1,6 @@
-"""Shared command-line plumbing: user-facing errors, the top-level exception handler, flag parsing.
+"""Command-line helpers: user-facing errors, the top-level exception handler, flag parsing.
 
-Imports nothing slow, so that a mistyped command fails at once.
+Imports nothing slow, so that a mistyped command fails immediately.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ class UserError(Exception):
 
 
 class RunError(UserError):
-    """The run itself failed, for example because the loss is not finite; its own exit status."""
+    """The run itself failed, for example because the loss is not finite. Exits with status 1."""
 
     status = 1
 
@@ -110,7 +110,7 @@ def is_oom(error: BaseException) -> bool:
 
 
 def is_peer_failure(error: BaseException) -> bool:
-    """Whether gloo or torch raised this because another process has exited or does not answer."""
+    """Whether gloo or torch raised this because another process exited or does not answer."""
     at_start = type(error).__name__ in ("DistNetworkError", "DistStoreError")
     return at_start or "gloo/transport" in str(error)
 
@@ -142,7 +142,7 @@ def eprint(text: str, file: TextIO | None = None) -> None:
 
 
 def parse_args(config: Any, argv: list[str], description: str | None = None) -> Any:
-    """tyro.cli with flags --like_this, without prefixes, and --no_compile beside --compile."""
+    """Parse flags with tyro: --like_this, without prefixes, and --no_compile besides --compile."""
     import tyro
 
     file = Path(sys.argv[0]).name
@@ -157,9 +157,8 @@ def progress(items: Iterable, description: str, unit: str = "shard") -> Any:
     """Iterate over items, with a progress bar on rank 0's terminal if it takes over two seconds."""
     from tqdm import tqdm
 
-    off = (
-        True if (os.environ.get("RANK") or "0") != "0" else None
-    )  # None: off unless stderr is a terminal
+    # None: off unless stderr is a terminal
+    off = True if (os.environ.get("RANK") or "0") != "0" else None
     return tqdm(items, desc=description, unit=unit, delay=2, leave=False, disable=off)
 
 
@@ -174,7 +173,7 @@ def command_for(name: str) -> str:
     path = "-m lab" if file == "lab" else file
     if Path.cwd() != ROOT:
         path = shell_quote(str(ROOT / file))
-    # "python", if that is the interpreter that is running, otherwise its path
+    # "python" if that starts the interpreter that is running, otherwise its path
     found, python = shutil.which("python"), sys.executable
     if found and os.path.dirname(os.path.abspath(found)) == os.path.dirname(python):
         python = "python"
@@ -186,8 +185,8 @@ def command_for(name: str) -> str:
 def pre_import_setup() -> None:
     """Set up SIGINT handling and the OpenMP wait policy; call it before importing torch.
 
-    Importing torch takes a second or more. Ctrl-C during the import ends the process at once, because
-    Python's KeyboardInterrupt would print a traceback of numpy's or torch's files, or get lost there.
+    Importing torch takes a second or more. Ctrl-C during the import then ends the process immediately; a
+    KeyboardInterrupt would print a traceback through numpy and torch, or be ignored there.
     """
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # not under nohup
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -195,17 +194,17 @@ def pre_import_setup() -> None:
 
 
 def set_omp_wait_policy() -> None:
-    """Choose how OpenMP threads wait on a CPU, before torch starts them.
+    """Choose whether idle OpenMP threads spin or sleep, before torch starts them.
 
-    Spinning threads are up to twice as fast on an idle machine. On a busy one they take time from the
-    threads that work. So the CPU load over a tenth of a second decides, where it can be read.
+    Spinning is up to twice as fast on an idle machine, but on a busy one it takes CPU time from threads
+    that have work. So threads spin only if the CPUs were idle during a tenth of a second.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ["OMP_WAIT_POLICY"] = "ACTIVE" if idle_cpu_fraction() > 0.9 else "PASSIVE"
 
 
 def idle_cpu_fraction() -> float:
-    """Fraction of CPU time that was idle over a tenth of a second; 0 if the system doesn't tell."""
+    """Fraction of CPU time that was idle during a tenth of a second; 0 if unknown."""
 
     def times():
         return [int(t) for t in Path("/proc/stat").read_text().split()[1:9]]
@@ -214,6 +213,6 @@ def idle_cpu_fraction() -> float:
         before = times()
         time.sleep(0.1)
         spent = [b - a for a, b in zip(before, times())]
-        return sum(spent[3:5]) / max(1, sum(spent))  # idle, and waiting for a disk
+        return sum(spent[3:5]) / max(1, sum(spent))  # idle and iowait
     except (OSError, ValueError, IndexError):
         return 0.0

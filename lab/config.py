@@ -1,8 +1,8 @@
-"""Run configuration: a preset or a resumed run, then the flags typed, then what the data decides.
+"""Run configuration: defaults from a preset or a resumed run, then flags, then values from the data.
 
-The path of a value: a preset's default (or the resumed run's config.json, or the shape of --init_from)
--> --optimizations -> the flag on the command line -> resolve_config, which fills in the vocabulary and
-names. validate() of the config dataclasses then checks the result.
+Each step overrides the one before: the preset's default (or the resumed run's config.json, or the
+shape of --init_from's model), --optimizations, the flag on the command line. validate() of the config
+dataclasses checks the result, and resolve_config fills in the vocabulary and the names.
 """
 
 import argparse
@@ -31,60 +31,59 @@ from lab.trainer.checkpoint import read_checkpoint, read_newest
 from lab.trainer.run_dir import find_run_to_resume, is_finished
 
 PLAIN_SETTINGS = dict(attention="math", bf16_residual=False, compile=False, kernels="plain")
-OPTIMIZATIONS = {  # --optimizations: settings made before the flags; sizes and results stay
+OPTIMIZATIONS = {  # --optimizations: groups of defaults, which flags override
     "baseline": PLAIN_SETTINGS | dict(precision="fp32"),
     "bf16": PLAIN_SETTINGS | dict(precision="bf16"),
-    "recommended": {},  # as in the preset: everything that pays off and gives the same results
+    "recommended": {},  # as in the preset: whatever is faster and gives the same results
     "full": dict(fp8="all"),  # needs a GPU with 8-bit matmuls
 }
 
 
 @dataclass
 class RunConfig:
-    """Settings of every program that trains: data, evaluation, logging and checkpoints. A program's
-    own TrainConfig adds those that decide the result."""
+    """Settings that all training programs share: data, evaluation, logging and checkpoints. Each
+    program's TrainConfig adds batch, optimizer, schedule and speed."""
 
     preset: str = "gpt2"  # source of the other defaults: gpt2 ... gpt2-2.7b, laptop, or sft
     # data
     data: str = "edu_fineweb10B"  # folder of token shards (made by fineweb.py), or file of chats
-    shuffle: bool = True  # seeded order of sequences; off: the order on disk
-    align_documents: bool = (
-        False  # sequences start at an end-of-text; tokens in between are dropped
-    )
+    shuffle: bool = True  # read sequences in a random order; off: in the order on disk
+    align_documents: bool = False  # start sequences at end-of-text, dropping tokens in between
     # hardware
     device: str = "auto"  # cuda, mps or cpu
     timeout: int = 600  # seconds after which a process that does not answer is considered lost
-    seed: int = 1337  # of weights, shuffling and samples
-    optimizations: Literal["baseline", "bf16", "recommended", "full"] = (
-        "recommended"  # see OPTIMIZATIONS
-    )
+    seed: int = 1337  # random seed of weights, shuffling and samples
+    # baseline: fp32, eager, plain kernels; bf16: baseline in bf16; recommended: as in the preset;
+    # full: with 8-bit matmuls
+    optimizations: Literal["baseline", "bf16", "recommended", "full"] = "recommended"
     # evaluation and logging; intervals are in steps
-    log_every: int = 10  # a line in log.jsonl
-    val_every: int = 250  # validation loss; 0 is never
-    val_tokens: int = 10485760  # tokens of the validation split to use; 0 is all
-    hellaswag_every: int = 1000  # HellaSwag accuracy; 0 is never
-    hellaswag_examples: int = 10042  # how many of its 10042 examples
-    sample_every: int = 1000  # text samples; 0 is never
+    log_every: int = 10  # log loss and speed
+    val_every: int = 250  # validation loss; 0: never
+    val_tokens: int = 10485760  # tokens of the validation split to use; 0: all
+    hellaswag_every: int = 1000  # HellaSwag accuracy; 0: never
+    hellaswag_examples: int = 10042  # number of its 10042 examples to use
+    blimp_every: int = 0  # BLiMP accuracy by phenomenon, on 20 pairs of each paradigm; 0: never
+    sample_every: int = 1000  # text samples; 0: never
     sample_tokens: int = 64  # tokens per sample
-    sample_prompt: str = "Hello, I'm a language model,"  # what samples begin with
-    timing: bool = False  # log milliseconds of data, forward, backward, optimizer
-    wandb: bool = False  # Weights & Biases, besides log.jsonl and TensorBoard
-    on_spike: Literal["continue", "record", "skip", "stop"] = (
-        "continue"  # if the gradient norm jumps
-    )
+    sample_prompt: str = "Hello, I'm a language model,"  # beginning of each sample
+    timing: bool = False  # log the time of data, forward, backward and optimizer
+    wandb: bool = False  # log to Weights & Biases, besides log.jsonl and TensorBoard
+    # if the gradient norm jumps. record: save the weights before that step; skip: skip the update
+    # too; stop: stop the run
+    on_spike: Literal["continue", "record", "skip", "stop"] = "continue"
     # checkpoints
-    log_dir: str = "log"  # runs are kept in log_dir/run_name
-    run_name: str = ""  # name of the run; made from preset and time if empty
-    checkpoint_every: int = 1000  # a checkpoint; 0: only if a signal stops the run
-    async_save: bool = (
-        True  # write checkpoints in a thread, from a copy: 12 bytes a weight (GPU: to 20)
-    )
-    keep_last: int = 2  # how many checkpoints to keep, besides the best
+    log_dir: str = "log"  # the run directory is log_dir/run_name
+    run_name: str = ""  # name of the run; empty: preset and time
+    checkpoint_every: int = 1000  # save a checkpoint; 0: only if a signal stops the run
+    # write checkpoints in a background thread, from a copy in CPU memory of 12 bytes per weight (with a
+    # GPU up to 20)
+    async_save: bool = True
+    keep_last: int = 2  # number of checkpoints to keep, besides the best
     resume: bool = False  # continue the newest run (or --run_name NAME) with its settings
-    init_from: str = ""  # start with the weights and shape of a run, a file, gpt2 ... gpt2-xl
+    init_from: str = ""  # start from the weights and shape of a run, a file, gpt2 ... gpt2-xl
 
     def validate(self, model_config: Any) -> None:
-        """Raise UserError for settings that cannot work, whatever the data and the machine."""
+        """Raise UserError for settings that cannot work with any data or on any machine."""
         for config in (model_config, self):
             check_numbers(config)
         model_config.validate()
@@ -102,7 +101,7 @@ class RunConfig:
         )
         require(
             Path(self.run_name).name == self.run_name and self.run_name != "..",
-            f"run_name={self.run_name} must be a plain name without folders; --log_dir names the folder",
+            f"run_name={self.run_name} must be a plain name; pass its folder as --log_dir",
         )
         require(
             self.preset != "sft" or self.init_from,
@@ -114,7 +113,7 @@ class RunConfig:
         )
 
 
-# what presets of these names have in common in all programs: the data, and how a small run is watched
+# settings that the presets "laptop" and "sft" of all programs share
 LAPTOP: dict[str, Any] = dict(
     preset="laptop", data="data/builtin", log_every=20, val_every=200, val_tokens=131072,
     hellaswag_every=0, sample_every=200, sample_tokens=200, sample_prompt="The ", checkpoint_every=500,
@@ -130,7 +129,7 @@ SFT: dict[str, Any] = dict(
 
 
 def check_numbers(config: Any) -> None:
-    """Raise UserError for a number that is negative, not finite, or too large for torch."""
+    """Raise UserError for a number that is negative, not finite or too large for torch."""
     for name, value in vars(config).items():
         if type(value) is int and not (0 <= value <= MAX_INT or (name, value) == ("eot_id", -1)):
             raise UserError(f"{name}={value} must be a whole number from 0 to {MAX_INT}")
@@ -139,7 +138,7 @@ def check_numbers(config: Any) -> None:
 
 
 def check_range(config: Any, least: int, most: int | None, *names: str) -> None:
-    """Raise UserError unless these fields of a config are from `least` to `most` (None: any)."""
+    """Raise UserError unless these fields of a config are from `least` to `most` (None: no limit)."""
     for name in names:
         value = getattr(config, name)
         if value < least or (most is not None and value > most):
@@ -148,7 +147,7 @@ def check_range(config: Any, least: int, most: int | None, *names: str) -> None:
 
 
 def check_length(config: Any, name: str) -> None:
-    """Raise UserError for a length that could be read as steps or as a fraction."""
+    """Raise UserError for a length that is neither a number of steps nor a fraction below 1."""
     value = getattr(config, name)
     require(
         isinstance(value, int) or value < 1,
@@ -163,10 +162,11 @@ def check_length(config: Any, name: str) -> None:
 def parse_flags(
     argv: list[str], presets: dict, description: str, trainer_class: Any
 ) -> tuple[str, Any, Any]:
-    """(where the defaults come from and what was changed, model config, run config).
+    """Parse the flags of a training program: one for each field of the two config dataclasses. Returns
+    (where the defaults come from and which flags changed them, model config, run config).
 
-    presets: {name: (model config, run config)}, the main one first. There is one flag for each field
-    of the two dataclasses. --preset or the machine chooses the defaults, or the run to --resume.
+    presets: {name: (model config, run config)}, the main one first. The defaults are those of --preset,
+    of the preset for this machine, or of the run to --resume.
     """
     argv = rename_flags(argv)
     reason, *defaults = choose_defaults(argv, presets, trainer_class)
@@ -189,7 +189,7 @@ def parse_flags(
 
 
 def rename_flags(argv: list[str]) -> list[str]:
-    """argv with today's names of flags that used to be spelled differently."""
+    """Replace old names of flags in argv by today's names."""
     renamed = []
     for word in argv:
         flag, sign, value = word.partition("=")
@@ -201,7 +201,7 @@ def rename_flags(argv: list[str]) -> list[str]:
 
 
 def choose_defaults(argv: list[str], presets: dict, trainer_class: Any) -> tuple[str, Any, Any]:
-    """(why, model config, run config): the defaults that the flags in argv then change."""
+    """(reason, model config, run config): the defaults, before the other flags in argv are applied."""
     main = next(iter(presets))
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--resume", action="store_true")
@@ -213,7 +213,7 @@ def choose_defaults(argv: list[str], presets: dict, trainer_class: Any) -> tuple
         reason, model, train = defaults_from_run(given, trainer_class, *map(type, presets[main]))
     else:
         reason, model, train = defaults_from_preset(given, trainer_class, presets, main)
-    if given.optimizations in OPTIMIZATIONS:  # any other word is refused with the other flags
+    if given.optimizations in OPTIMIZATIONS:  # parse_args reports an unknown word
         new = OPTIMIZATIONS[given.optimizations] | {"optimizations": given.optimizations}
         model, train = (
             dataclasses.replace(c, **{k: v for k, v in new.items() if hasattr(c, k)})
@@ -226,22 +226,20 @@ def choose_defaults(argv: list[str], presets: dict, trainer_class: Any) -> tuple
 def defaults_from_run(
     given: Any, trainer_class: Any, model_class: type, train_class: type
 ) -> tuple[str, Any, Any]:
-    """The settings of the run to --resume."""
+    """The settings of the run that --resume continues."""
     if given.init_from:
         raise UserError(
-            f"init_from={given.init_from} is for a new run; a resumed one continues with its own "
-            "weights: leave one of the two flags out"
+            f"init_from={given.init_from} is for a new run, but --resume continues a run with its own "
+            "weights; leave out one of the two flags"
         )
     run_dir = find_run_to_resume(given.log_dir, given.run_name, class_path(trainer_class))
     check_program(run_dir, trainer_class)
     model_config, cfg, unknown = read_config(run_dir, model_class, train_class)
     if given.preset not in ("", cfg.preset):
         raise UserError(
-            f"preset={given.preset} is for a new run; {run_dir} has preset {cfg.preset}: leave it out"
+            f"preset={given.preset} must be that of the resumed {run_dir}, {cfg.preset}; leave it out"
         )
-    ignored = (
-        f" (ignored, as this version has no such settings: {', '.join(unknown)})" if unknown else ""
-    )
+    ignored = f" (ignored, unknown to this version: {', '.join(unknown)})" if unknown else ""
     cfg = dataclasses.replace(cfg, resume=True, run_name=run_dir.name, log_dir=given.log_dir)
     return f"{run_dir}{ignored}", model_config, cfg
 
@@ -249,8 +247,8 @@ def defaults_from_run(
 def defaults_from_preset(
     given: Any, trainer_class: Any, presets: dict, main: str
 ) -> tuple[str, Any, Any]:
-    """The settings of --preset, or of the preset for this machine. With --init_from they get the
-    shape of that model, a learning rate for its size, and a sequence length that fits."""
+    """The settings of --preset, or of the preset for this machine. --init_from changes the shape to that
+    of its model, and adapts the learning rate and the sequence length to it."""
     preset, why = given.preset, "from --preset"
     if not preset:
         preset, why = auto_preset(main, Path(given.data))
@@ -259,17 +257,17 @@ def defaults_from_preset(
     model_config, cfg = presets[preset]
     if given.init_from:
         shape = config_of(given.init_from, given.log_dir, trainer_class)
-        # Adam's best learning rate falls with the width and with the root of the depth (Yang et al.
+        # the best learning rate of Adam is proportional to 1 / width and 1 / sqrt(depth) (Yang et al.
         # 2022 and 2023, Tensor Programs V and VI)
         wider, deeper = (shape[k] / getattr(model_config, k) for k in ("n_embd", "n_layer"))
         lr = round(cfg.lr / wider / deeper**0.5, 6)
         same = {name: value for name, value in shape.items() if hasattr(model_config, name)}
-        if preset == "sft":  # each turn ends in end-of-text, and must see the earlier ones
+        if preset == "sft":  # each turn ends with end-of-text, and must see the earlier ones
             same.pop("document_mask", None)
         model_config = dataclasses.replace(model_config, **same)
         cfg = dataclasses.replace(cfg, lr=lr, seq_len=min(cfg.seq_len, shape["block_size"]))
         why += f", with the shape of {given.init_from} and lr={lr} for its size"
-    from_data = dict(vocab_size=0, tokenizer="", eot_id=-1)  # decided by the data
+    from_data = dict(vocab_size=0, tokenizer="", eot_id=-1)  # set by resolve_config
     model_config = dataclasses.replace(model_config, **from_data)
     return f"preset {preset} ({why})", model_config, cfg
 
@@ -285,14 +283,14 @@ def auto_preset(main: str, data: Path) -> tuple[str, str]:
     return "laptop", " and ".join(missing)
 
 
-# -------------------------------------------------------------------------- what the data decides
+# ----------------------------------------------------------------------------- values from the data
 
 
 def resolve_config(
     model_config: Any, cfg: Any, world: Any, presets: dict, trainer_class: Any
 ) -> tuple[Any, Any, dict | None]:
-    """(model config, run config, checkpoint or None), the same on all ranks: names and vocabulary
-    filled in, built-in data made, the checkpoint of a resumed run read and validated."""
+    """Fill in names and vocabulary, create built-in data, and read the checkpoint of a resumed run.
+    Returns (model config, run config, checkpoint or None), the same on all ranks."""
     model_config, cfg = world.run_on_rank0(
         lambda: resolve_on_rank0(model_config, cfg, presets, trainer_class)
     )
@@ -313,11 +311,11 @@ def resolve_config(
 def resolve_on_rank0(
     model_config: Any, cfg: Any, presets: dict, trainer_class: Any
 ) -> tuple[Any, Any]:
-    """The decisions that one rank makes for all, because others may see an older or newer folder."""
+    """What rank 0 decides for all ranks, because they may see different states of a shared folder."""
     if cfg.init_from and not cfg.resume:
         cfg = dataclasses.replace(cfg, init_from=resolve_source(cfg.init_from, cfg.log_dir))
     builtin = {"data/builtin": "bytes", "data/builtin_wordpiece": "wordpiece"}
-    if tokenizer := builtin.get(Path(cfg.data).as_posix()):  # these need nothing but Python
+    if tokenizer := builtin.get(Path(cfg.data).as_posix()):  # data made from Python itself
         build_python_docs(cfg.data, tokenizer)
     model_config = resolve_vocabulary(model_config, cfg, presets)
     if File(cfg.data, cfg.data, 0).kind and not Path(cfg.data).is_dir():
@@ -331,12 +329,12 @@ def resolve_on_rank0(
 
 
 def resolve_vocabulary(model_config: Any, cfg: Any, presets: dict) -> Any:
-    """model_config with the data's vocabulary size, tokenizer and end-of-text; without a manifest the
-    vocabulary size is that of the flag, of --init_from, or of the preset."""
+    """Set the vocabulary size, tokenizer and end-of-text of model_config to the data's. Data without a
+    manifest: the vocabulary size of the flag, of --init_from or of the preset."""
     asked, manifest = model_config.vocab_size, read_manifest(cfg.data)
     if manifest and asked not in (0, manifest["vocab_size"]) and not cfg.resume:
         raise UserError(
-            f"vocab_size={asked} is not the {manifest['vocab_size']} of {cfg.data}; leave it out"
+            f"vocab_size={asked} must be {manifest['vocab_size']}, as in {cfg.data}; leave it out"
         )
     found = dict(vocab_size=asked or presets[cfg.preset][0].vocab_size)
     if manifest:

@@ -1,4 +1,4 @@
-"""Saved configs: dataclasses from the dicts in config.json and checkpoints, also of older versions."""
+"""Read the configs saved in config.json and checkpoints, including those of older versions."""
 
 import dataclasses
 import json
@@ -20,10 +20,10 @@ MAX_INT = 2**48  # torch fails at 2**63
 def read_config(
     run_dir: str | Path, model_class: type, train_class: type, name: str = "config.json"
 ) -> tuple[Any, Any, list[str]]:
-    """(model config, run config, ignored names) from the file that write_config made.
+    """Read a config.json. Returns (model config, run config, ignored names).
 
-    A missing field has its default, and one that this version does not know is ignored. Raises
-    UserError for a broken file or a value of the wrong type.
+    A missing field gets its default, and an unknown one is ignored. Raises UserError for a damaged file
+    or a value of the wrong type.
     """
     path = Path(run_dir) / name
     saved = read_json(path, "repair it, or pass another --run_name", model=dict, train=dict)
@@ -33,7 +33,7 @@ def read_config(
 
 
 def build_config(config_class: type, saved: Any, source: Any) -> Any:
-    """A config dataclass from a saved dict; anything but a dict counts as empty."""
+    """A config dataclass from a saved dict; if it is not a dict, all fields have defaults."""
     return config_class(
         **known_fields(source, saved if isinstance(saved, dict) else {}, config_class)[0]
     )
@@ -46,7 +46,7 @@ def known_fields(source: Any, saved: dict, config_class: Any) -> tuple[dict, lis
     known = {name: value for name, value in saved.items() if name in fields}
     for name, value in known.items():
         kinds = get_args(fields[name].type)
-        if kinds == (int, float):  # a length in steps: before, 200.0 meant 200 steps
+        if kinds == (int, float):  # a length in steps; older versions saved 200 as 200.0
             known[name] = int(value) if type(value) is float and value >= 1 else value
         elif type(fields[name].default) is float and type(value) is int:
             known[name] = float(value)  # torch does not accept 1 for 1.0 everywhere
@@ -71,5 +71,5 @@ def check_value(source: Any, field: dataclasses.Field, value: Any) -> None:
         return
     text = json.dumps(value, default=repr)[:80]
     raise UserError(
-        f"{source} has {field.name}={text}, which must be {rule}; repair the file, or name another run"
+        f"{source} has {field.name}={text}, which must be {rule}; repair the file, or choose another run"
     )

@@ -13,9 +13,9 @@ from lab.hardware import resolve_device
 
 
 class World:
-    """Rank, world size and device of this process. Collectives do nothing if world_size is 1.
+    """Rank, world size and device of this process. Its collectives do nothing if world_size is 1.
 
-    It does not start the process group: each program does that itself, in one line.
+    It does not initialize the process group; each program calls dist.init_process_group itself.
     """
 
     def __init__(self, device: str = "auto", timeout: int = 600):
@@ -25,9 +25,8 @@ class World:
         self.is_main, self.distributed = self.rank == 0, self.world_size > 1
         self.device = resolve_device(device, self.local_rank)
         if self.device.type == "cuda":
-            torch.cuda.set_device(
-                self.device
-            )  # before NCCL, or every rank opens a context on GPU 0
+            # before NCCL starts, because otherwise every rank opens a context on GPU 0
+            torch.cuda.set_device(self.device)
         # gloo for tensors on the CPU, NCCL for those on GPUs
         self.backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         self.device_id = self.device if self.device.type == "cuda" else None
@@ -48,14 +47,14 @@ class World:
         return self.all_reduce(torch.tensor(number, dtype=torch.float64)).item() / self.world_size
 
     def all_true(self, condition: bool) -> bool:
-        """Whether the condition holds on every rank; exchanged on the CPU, so that no GPU waits."""
+        """Whether the condition holds on every rank; reduced on the CPU, so that no GPU waits."""
         return self.all_reduce(torch.tensor(int(not condition))).item() == 0
 
     def all_gather_into(
         self, output: torch.Tensor, input: torch.Tensor, async_op: bool = False
     ) -> Any:
         """Gather `input` (n, ...) of all ranks into `output` (world_size * n, ...)."""
-        # torch 2.13 renamed it
+        # renamed in torch 2.13
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         return gather(output, input, async_op=async_op)
 
@@ -101,8 +100,8 @@ class World:
 class AsyncCopy:
     """Asynchronous copy of a tensor from the device to the CPU.
 
-    wait() blocks only until this copy is complete. item() would wait for everything launched since,
-    and the GPU would idle while the CPU launches the next step.
+    wait() blocks only until this copy is complete. item() would also wait for all work launched since,
+    and the GPU would then idle while the CPU launches the next step.
     """
 
     def __init__(self, tensor: torch.Tensor):
@@ -120,11 +119,11 @@ class AsyncCopy:
 
 
 def warmup_ddp_buckets(model: torch.nn.Module, precision) -> None:
-    """Run one throw-away backward pass, so that DDP rebuilds its buckets before the first update.
+    """Run one backward pass and discard it, so that DDP rebuilds its buckets before the first update.
 
-    DDP orders its buckets by the first backward pass and uses that order from the second one on. With
-    three ranks or more the order changes how sums round, so without this the first update of a
-    resumed run would differ from the same update of an uninterrupted one.
+    DDP sorts its buckets after the first backward pass. With three ranks or more the order affects how
+    sums are rounded, so without this the first update of a resumed run would differ from the same
+    update of an uninterrupted run.
     """
     idx = torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device)
     with precision.autocast():

@@ -27,7 +27,7 @@ ERRNO_HINTS = {  # the system's errors, which do not mean that the file is damag
 
 
 class CorruptFileError(UserError):
-    """The file exists and can be read, but its contents are not what they should be."""
+    """The file exists and can be read, but its contents are invalid."""
 
 
 def check_regular(path: str | Path) -> None:
@@ -42,8 +42,8 @@ def check_regular(path: str | Path) -> None:
 def read_errors(path: str | Path, kind: str, hint: str) -> Iterator[None]:
     """Convert exceptions raised while the body parses `path` into a UserError.
 
-    kind: what the file is, such as "checkpoint". hint: what to do if it is damaged, which raises
-    CorruptFileError; a missing, unreadable or special file is told apart from that.
+    kind: what the file is, such as "checkpoint". hint: what to do if it is missing or damaged. A damaged
+    file raises CorruptFileError; a missing, unreadable or special one (FIFO, device) a plain UserError.
     """
     check_regular(path)
     try:
@@ -82,13 +82,12 @@ def first_line(error: BaseException | None) -> str:
 
 
 def parse_json(text: str) -> Any:
-    """json.loads, except that integers of more than 18 digits become floats: no file of ours has any,
-    and they fit no other type."""
+    """json.loads, but integers of more than 18 digits, which would overflow int64, become floats."""
     return json.loads(text, parse_int=lambda digits: (int if len(digits) < 19 else float)(digits))
 
 
 def finite_json(value: Any) -> Any:
-    """The same value with None for nan and infinities, which JSON does not have."""
+    """Replace nan and infinities, which JSON does not have, with None."""
     if isinstance(value, dict):
         return {key: finite_json(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -97,11 +96,9 @@ def finite_json(value: Any) -> Any:
 
 
 def read_json(
-    path: str | Path,
-    hint: str = "repair it, or make what it describes again",
-    **types: type | tuple,
+    path: str | Path, hint: str = "repair or regenerate it", **types: type | tuple
 ) -> dict[str, Any]:
-    """The dict in a JSON file. types: keys that it must have, and the types of their values."""
+    """The dict in a JSON file. types: required keys and the types of their values."""
     with read_errors(path, "file", hint):
         found = parse_json(Path(path).read_text(encoding="utf-8"))
         check_keys(found, **types)
@@ -119,7 +116,7 @@ def read_lenient(path: Path) -> str:
 def check_keys(found: Any, **types: type | tuple) -> None:
     """Raise TypeError unless `found`, from a JSON file, is a dict with values of these types."""
     if not isinstance(found, dict):
-        raise TypeError(f"it holds a {type(found).__name__}, not an object")
+        raise TypeError(f"it contains a {type(found).__name__}, not an object")
     for key, kind in types.items():
         if not isinstance(found.get(key), kind):
             raise TypeError(f"{key} is {json.dumps(found.get(key), default=repr)[:40]}")
@@ -127,8 +124,8 @@ def check_keys(found: Any, **types: type | tuple) -> None:
 
 @contextlib.contextmanager
 def atomic_open(path: str | Path) -> Iterator[IO[bytes]]:
-    """Open a binary file for the body to write; `path` then holds all of it or, if the body raises,
-    what it held before. It is written beside `path`, flushed to disk, then renamed."""
+    """Open a binary file for writing. If the body raises, `path` keeps its old contents: the data goes
+    to a file beside it, which is flushed to disk and then renamed."""
     path = Path(path)
     part = path.with_name(path.name + ".part")
     with write_errors(path):
@@ -146,13 +143,13 @@ def atomic_open(path: str | Path) -> Iterator[IO[bytes]]:
 
 
 def atomic_write(path: str | Path, data: bytes | memoryview) -> None:
-    """Write these bytes to `path` completely, or leave it as it was."""
+    """Write these bytes to `path` completely, or leave the file as it was."""
     with atomic_open(path) as file:
         file.write(data)
 
 
 def fsync_dir(folder: Path) -> None:
-    """Make renames in `folder` survive a power cut. Windows needs no such call."""
+    """Make renames in `folder` durable (survive a power failure). Windows needs no such call."""
     if os.name == "posix":
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -166,9 +163,9 @@ def dir_lock(folder: str | Path, refusal: str, wait: bool = False) -> Iterator[N
     """Hold an exclusive lock on `folder`, which is created if missing.
 
     Raises UserError(refusal) if another process holds it, or with `wait` blocks until it is released.
-    The system releases the lock when the process ends, however that happens.
+    The system releases the lock when the process ends, even if it is killed.
     """
-    import filelock  # optional: sampling and evaluation do without
+    import filelock  # optional: sampling and evaluation do not need it
 
     folder = Path(folder)
     with write_errors(folder):
@@ -183,7 +180,7 @@ def dir_lock(folder: str | Path, refusal: str, wait: bool = False) -> Iterator[N
 
 
 def check_writable(path: str | Path, flag: str) -> None:
-    """Raise UserError if the file for --flag cannot be written, before the work for it is done."""
+    """Raise UserError if the file given as --flag cannot be written; call it before the work starts."""
     path = Path(path)
     with write_errors(path, f"choose another place with --{flag}"):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -10,9 +10,9 @@ import torch
 from lab.cli import UserError, is_oom
 from lab.files import first_line
 
-# name: (dense 16-bit peak in TFLOP/s with 32-bit accumulation, from the vendors' datasheets; GiB as
-# shown by nvidia-smi, the smallest variant). The first match wins. GDDR with error correction shows
-# 15/16 of its size (T4, L4, A10, L40S: modal-labs/modal-client, pull 2797)
+# name: (dense 16-bit peak in TFLOP/s with 32-bit accumulation, from the vendors' datasheets; memory of
+# the smallest variant in GiB, as shown by nvidia-smi). The first match wins. GDDR memory with error
+# correction shows 15/16 of its size (T4, L4, A10, L40S: modal-labs/modal-client, pull 2797).
 GPUS = {
     "B200": (2250, 180), "GH200": (989, 96), "H200": (989, 141), "H100 PCIe": (756, 80),
     "H100 NVL": (835, 94), "H100": (989, 80), "H800": (989, 80), "A100": (312, 40), "A800": (312, 40),
@@ -21,7 +21,7 @@ GPUS = {
     "RTX 5090": (210, 32), "RTX 4090": (165, 24), "RTX 4080": (97, 16), "RTX 3090": (71, 24),
     "V100": (125, 16), "T4": (65, 15),
 }  # fmt: skip
-# words in the names of variants whose numbers are not in the table
+# words in the names of variants that are not in the table
 UNLISTED_VARIANTS = ("Laptop", "Ti", "SUPER", "D", "MIG", "H200 NVL", "H800 PCIe")
 
 
@@ -47,13 +47,15 @@ def resolve_device(name: str, local_rank: int) -> torch.device:
     if kind not in available or (index and not (kind == "cuda" and index.isdecimal())):
         raise UserError(f"device={name} must be one of auto, cuda, cuda:N, mps and cpu")
     if not available[kind]:
-        raise UserError(f"device={name} is not available in this torch; pass --device cpu")
+        raise UserError(
+            f"device={name} is not available to PyTorch on this machine; pass --device cpu"
+        )
     if kind != "cuda":
         return torch.device(kind)
     number, count = int(index or local_rank), torch.cuda.device_count()
     if number >= count:
         raise UserError(
-            f"device=cuda:{number} does not exist: this machine has {count} GPUs, counted from "
+            f"device=cuda:{number} does not exist: this machine has {count} GPUs, starting at "
             "cuda:0; pass another --device, or a smaller --nproc_per_node to torchrun"
         )
     return torch.device(kind, number)
@@ -75,12 +77,12 @@ def set_rng_state(state: dict, device: torch.device) -> None:
 def compile_unsupported_reason(device: torch.device, model_config, precision) -> str:
     """Why torch.compile should not be used for this model on this device; "" if it should."""
     if device.type == "mps":
-        return "not supported well on MPS"
+        return "not well supported on MPS"
     if device.type == "cuda":
         if importlib.util.find_spec("triton") is None:
             return "Triton is not installed"
-        # triton-lang/triton#10924, a race that gives wrong losses without an error (docs/LOG.md), if
-        # matmuls are in 16 bits and the residual stream is in 32
+        # triton-lang/triton#10924: a race that gives wrong losses without an error (docs/LOG.md) if
+        # matmuls are in 16 bits and the residual stream is in float32
         residual_in_32 = precision.is_16_bit and not (
             model_config.bf16_residual and precision.name == "bf16"
         )
@@ -117,8 +119,7 @@ def total_memory(device: torch.device) -> float:
 def oom_hint(
     fix: str = "pass a smaller --batch_size, a shorter --seq_len or a smaller model",
 ) -> Iterator[None]:
-    """Convert an out-of-memory error raised in the body, training, evaluation or generation, into a
-    UserError that ends with `fix`."""
+    """Convert an out-of-memory error raised in the body into a UserError that ends with `fix`."""
     try:
         yield
     except (RuntimeError, MemoryError, OSError) as error:

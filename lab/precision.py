@@ -8,8 +8,8 @@ from lab.cli import UserError
 class Precision:
     """The precision of a run, probed on its device.
 
-    name: "bf16", "fp16", "tf32" or "fp32" as it is actually used; "auto" becomes the best that the
-    device supports. dtype: what autocast computes matmuls in, None for 32 bits. scaler: torch's loss
+    name: the precision in use, "bf16", "fp16", "tf32" or "fp32"; "auto" becomes the best that the
+    device supports. dtype: the dtype of matmuls under autocast, None for float32. scaler: torch's loss
     scaler, enabled for fp16 only. Raises UserError for fp16 on a CPU.
     """
 
@@ -21,23 +21,23 @@ class Precision:
             fp16 = torch.cuda.get_device_capability(device) >= (7, 0)
             name = "bf16" if bf16 else "fp16" if fp16 else "fp32"
         elif name == "auto" or (name == "tf32" and not cuda):
-            name = "fp32"  # on CPU and MPS, 16 bits have to be asked for; TF32 exists on GPUs only
+            name = "fp32"  # on CPU and MPS, 16 bits are used only on request; TF32 exists only on NVIDIA GPUs
         if name == "fp16" and device.type == "cpu":
             raise UserError("precision=fp16 needs a GPU; on CPU use fp32 or bf16")
         self.name = name
         self.dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
         self.is_16_bit = self.dtype is not None
-        # fp16 rounds numbers below 3e-8 to 0: the scaler multiplies the loss up so that small
-        # gradients survive (Micikevicius et al. 2018, 3.2)
+        # fp16 rounds numbers below 3e-8 to 0, so the scaler multiplies the loss by a large factor
+        # (Micikevicius et al. 2018, 3.2)
         self.scaler = torch.amp.GradScaler(device.type, enabled=name == "fp16")
 
     def autocast(self) -> torch.autocast:
-        """Matmuls in 16 bits, if that is the precision; weights, gradients and the loss stay in 32."""
+        """Matmuls in 16 bits, if that is the precision; weights, gradients and loss stay in float32."""
         return torch.autocast(self.device.type, self.dtype, enabled=self.is_16_bit)
 
     def set_matmul_precision(self) -> None:
-        """On a GPU, let matmuls that stay in float32 round their inputs to TF32 (10 mantissa bits),
-        except in fp32. A process-wide setting of torch, so each run sets it again."""
+        """On a GPU, let matmuls in float32 round their inputs to TF32 (10 mantissa bits), except if the
+        precision is fp32. This is a global setting of torch, so each run sets it again."""
         if self.device.type == "cuda":
             torch.set_float32_matmul_precision("highest" if self.name == "fp32" else "high")
 

@@ -1,5 +1,5 @@
-"""Which file and class a model comes from. Checkpoints and config.json record it as "FILE:CLASS", so
-that a user's own copy of train_gpt2.py is sampled, evaluated and exported with its own model."""
+"""The file and class that define a model. Checkpoints and config.json record them as "FILE:CLASS", so
+that a run of a user's own copy of train_gpt2.py is sampled, evaluated and exported with its own model."""
 
 import importlib.util
 import sys
@@ -8,7 +8,7 @@ from typing import Any
 
 from lab.cli import ROOT, UserError
 
-# programs as runs recorded them before they recorded their classes
+# older runs recorded only these names of programs
 LEGACY_PROGRAMS = {
     name: dict(
         trainer=f"{file}:Trainer", model=f"{file}:{model}", config=f"{file}:{model}Config",
@@ -23,8 +23,8 @@ LEGACY_PROGRAMS = {
 
 
 def class_path(cls: type) -> str:
-    """\"FILE:CLASS\" of a class. FILE is relative to the project folder if it lies inside; it is empty
-    for a class defined in a notebook or an interactive session."""
+    """\"FILE:CLASS\" of a class. FILE is relative to the project folder if it is inside, and empty for a
+    class defined in a notebook or an interactive session."""
     file = getattr(sys.modules.get(cls.__module__), "__file__", None)
     if file is None:
         return f":{cls.__qualname__}"
@@ -35,17 +35,17 @@ def class_path(cls: type) -> str:
 
 def describe_program(trainer: Any) -> dict[str, str]:
     """The class_paths of a trainer, its model and the two configs."""
-    model = trainer.model_class  # not type(raw_model), because FSDP2 derives a class of its own
+    model = trainer.model_class  # not type(raw_model), which FSDP2 replaces with a subclass
     config, train_config = type(trainer.raw_model.config), type(trainer.cfg)
     classes = dict(trainer=type(trainer), model=model, config=config, train_config=train_config)
     return {name: class_path(cls) for name, cls in classes.items()}
 
 
 def import_file(file: str, source: Any) -> Any:
-    """The module of a Python file: the running program, or one that is imported once.
+    """Import a Python file, unless it is already imported or the running program. Returns the module.
 
-    Only files in the project folder or under the current directory are imported, because a checkpoint
-    may come from somebody else. Raises UserError if the file is missing or lies elsewhere.
+    Only files in the project folder or in the current directory are imported, because a checkpoint from
+    somebody else may name any file. Raises UserError if the file is missing or is elsewhere.
     """
     found = [path.resolve() for path in (ROOT / file, Path(Path(file).name)) if path.is_file()]
     folders = {ROOT, Path.cwd().resolve()}
@@ -74,7 +74,7 @@ def find_class(record: str, source: Any) -> Any:
         found = getattr(found, part, None)
     if not isinstance(found, type):
         raise UserError(
-            f"{source} was made by class {name} of {file}, which does not define it any more; "
-            "restore the class, or load the weights into another with from_pretrained"
+            f"{source} was made by class {name}, which {file} no longer defines; restore the class, or "
+            "load the weights into another one with from_pretrained"
         )
     return found

@@ -1,7 +1,7 @@
-"""Find and load models: by the name of a run, a checkpoint, a Hugging Face folder or a hub model.
+"""Find and load models: runs, checkpoints, Hugging Face folders and models on the hub.
 
-lab imports no program by itself: the class of a model is the one that its checkpoint records
-(lab/program.py), and published weights go into train_gpt2.py's GPT or bert.py's Bert.
+The class of a model is the one recorded in its checkpoint (lab/program.py); published weights are
+loaded into train_gpt2.py's GPT or bert.py's Bert.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from lab.program import class_path, find_class
 from lab.trainer.checkpoint import checkpoint_files, read_checkpoint, read_newest
 from lab.trainer.run_dir import newest_run, program_of
 
-# config fields that do not change the function computed and may differ when weights are reused
+# config fields that may differ when weights are reused, because no weight depends on them
 IGNORED_FIELDS = (
     "attention", "bf16_residual", "activation_checkpointing", "document_mask", "mlm_probability",
     "tokenizer", "eot_id",
@@ -31,7 +31,7 @@ IGNORED_FIELDS = (
 
 
 def resolve_source(source: str, log_dir: str | Path = "log") -> str:
-    """What load_model reads for `source`: a .pt file, a Hugging Face folder, or a hub name as it is.
+    """Resolve `source` to what load_model reads: a .pt file, a Hugging Face folder or a hub name.
 
     "" is the newest run in log_dir that generates text. A run's folder, or its name in log_dir,
     becomes its newest undamaged checkpoint. Raises UserError for a run without a checkpoint.
@@ -42,7 +42,9 @@ def resolve_source(source: str, log_dir: str | Path = "log") -> str:
     if (path / "log.jsonl").exists() and not checkpoint_files(path):
         best = path / "model_best.pt"
         hint = (
-            f"its best weights are {best}" if best.exists() else "train it further, or name another"
+            f"its best weights are {best}"
+            if best.exists()
+            else "train it further, or choose another"
         )
         raise UserError(f"{path} is a run without a checkpoint; {hint}")
     return str(read_newest(path)[0]) if checkpoint_files(path) else source or str(path)
@@ -53,10 +55,10 @@ def is_checkpoint(path: str) -> bool:
 
 
 def load_model(source: str, model_class: type | None = None) -> Any:
-    """The model that `source` names (see resolve_source), on the CPU.
+    """Load the model that `source` names (see resolve_source), on the CPU.
 
-    model_class: build this class instead of the one that made the weights. Raises UserError if there
-    is nothing to read or the weights don't fit.
+    model_class: load the weights into this class instead of the recorded one. Raises UserError if there
+    is nothing to load or the weights don't fit.
     """
     path, saved, program = resolve_source(source), {}, {}
     if is_checkpoint(path):
@@ -64,7 +66,7 @@ def load_model(source: str, model_class: type | None = None) -> Any:
         if isinstance(checkpoint, dict):
             saved, program = checkpoint.get("model_config"), checkpoint.get("program") or {}
         if program:  # a checkpoint of this project: the model is that of its config
-            with read_errors(path, "checkpoint", "name another: `ls log` lists the runs"):
+            with read_errors(path, "checkpoint", "choose another: `ls log` lists the runs"):
                 model_path, config_path = str(program["model"]), str(program["config"])
             config = build_config(find_class(config_path, path), saved, path)
             model = (model_class or find_class(model_path, path))(config)
@@ -73,23 +75,23 @@ def load_model(source: str, model_class: type | None = None) -> Any:
         shape, state = parse_checkpoint(checkpoint, path)
     else:
         shape, state = read_hugging_face(path)
-    # published weights, or another project's file: the tensors tell the shape
+    # published weights or another project's file: infer the shape from the tensors
     model_path = "bert.py:Bert" if "segments" in shape else "train_gpt2.py:GPT"
     published = find_class(model_path, path)
     cls = model_class or published
     if hasattr(cls, "generate") != hasattr(published, "generate"):
-        raise UserError(f"{path} holds weights of {model_path}, which {cls.__name__} cannot take")
+        raise UserError(f"{path} contains weights of {model_path}, which do not fit {cls.__name__}")
     config_class = find_class(f"{model_path}Config", path)
     config = config_class(**vars(build_config(config_class, saved, path)) | shape)
-    with torch.device("meta"):  # without drawing random weights first
+    with torch.device("meta"):  # skips the random initialization
         model = cls(config)
     copy_into(model, state, path)
     return model
 
 
 def load_state_strict(model: torch.nn.Module, state: Any, source: Any) -> None:
-    """Load a state dict with exactly the model's names. Raises UserError if it does not fit or holds
-    numbers that are not finite."""
+    """Load a state dict that has exactly the model's names. Raises UserError if it does not fit or
+    contains numbers that are not finite."""
     try:
         model.load_state_dict(state)
     except (RuntimeError, TypeError, AttributeError) as error:  # wrong shapes, values, names
@@ -102,7 +104,7 @@ def load_state_strict(model: torch.nn.Module, state: Any, source: Any) -> None:
 
 
 def tokenizer_name(model_config, source: str | Path = "") -> str:
-    """The name for get_tokenizer of a model's tokenizer. A file is looked up beside the checkpoint.
+    """The name of a model's tokenizer for get_tokenizer. A tokenizer file is next to the checkpoint.
 
     Raises UserError if neither the config nor the vocabulary's size names one."""
     name = getattr(model_config, "tokenizer", "") or tokenizer_for_vocab_size(
@@ -118,9 +120,9 @@ def tokenizer_name(model_config, source: str | Path = "") -> str:
 
 
 def config_of(source: str, log_dir: str | Path = "log", trainer_class: Any = None) -> dict:
-    """{field: value} of the model config of `source` (see resolve_source), as far as it is known.
+    """{field: value} of the model config of `source` (see resolve_source), as far as known.
 
-    trainer_class: raise UserError unless its model can take those weights.
+    trainer_class: raise UserError unless the weights fit its model.
     """
     path = resolve_source(source, log_dir)
     ours = trainer_class.model_class if trainer_class else None
@@ -148,7 +150,7 @@ def config_of(source: str, log_dir: str | Path = "log", trainer_class: Any = Non
 
 
 def same_parameters(model: Any, model_class: type) -> bool:
-    """Whether another class, given the model's config fields, has parameters of the same names."""
+    """Whether another class, built from the model's config, has parameters with the same names."""
     try:
         with torch.device("meta"):
             other = model_class(model.config)
@@ -158,7 +160,7 @@ def same_parameters(model: Any, model_class: type) -> bool:
 
 
 def check_same_model(source: Any, theirs: dict, model_config: Any, *ignored: str) -> None:
-    """Raise UserError if a saved model config (a dict) describes another function than model_config."""
+    """Raise UserError if a saved model config (a dict) describes a different model than model_config."""
     ours = {k: v for k, v in vars(model_config).items() if k not in IGNORED_FIELDS + ignored}
     theirs = vars(type(model_config)()) | theirs  # an old one may lack a field
     pairs, fixes = [], []
@@ -173,15 +175,15 @@ def check_same_model(source: Any, theirs: dict, model_config: Any, *ignored: str
                 fixes.append(f"--{name} {theirs[name]}")
     if pairs:
         raise UserError(
-            f"{source} is another model: {', '.join(pairs)}; pass {' and '.join(fixes)}"
+            f"{source} is a different model: {', '.join(pairs)}; pass {' and '.join(fixes)}"
         )
 
 
 def init_from(source: str, model: Any, log_dir: str | Path = "log") -> None:
-    """Give a new model the weights that `source` names. Raises UserError if they don't fit."""
+    """Initialize a new model with the weights of `source`. Raises UserError if they don't fit."""
     path = resolve_source(source, log_dir)
     other = load_model(path)
-    if hasattr(model, "from_pretrained"):  # weights from many places, with any padding
+    if hasattr(model, "from_pretrained"):  # also accepts published weights, with any padding
         check_same_model(path, vars(other.config), model.config, "vocab_multiple")
         copy_into(model, other.state_dict(), path)
     else:
@@ -190,7 +192,7 @@ def init_from(source: str, model: Any, log_dir: str | Path = "log") -> None:
 
 
 def check_program(run_dir: Path, trainer_class: type) -> None:
-    """Raise UserError if a run was made by another program than this trainer's."""
+    """Raise UserError if a run was made by a program other than this trainer's."""
     made_by = program_of(run_dir)["trainer"]
     file, _, name = made_by.rpartition(":")
     our_file, _, our_name = class_path(trainer_class).rpartition(":")

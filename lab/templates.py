@@ -1,4 +1,4 @@
-"""Load lab's HTML templates (*.html.j2), which lie beside the code that renders them."""
+"""Load the HTML templates (*.html.j2), which are next to the code that renders them."""
 
 import functools
 

@@ -1,13 +1,16 @@
-"""What the tests share: tiny shards, a tiny model, runs in this process, real commands in others."""
+"""Shared by the tests: tiny shards, a tiny model, runs in this process, real commands in others."""
 
 import functools
+import http.server
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,13 +22,13 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-sys.path.append(str(ROOT / "bench"))  # after the programs: it has a speedrun.py too
-torch.set_num_threads(1)  # tiny models are fastest on one, and sums come out the same everywhere
-VOCAB = 257  # bytes and end-of-text, which has the last id
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as under nohup: nobody would hear a Ctrl-C
+sys.path.append(str(ROOT / "bench"))  # after ROOT, because bench/ also has a speedrun.py
+torch.set_num_threads(1)  # fastest for tiny models, and sums are the same everywhere
+VOCAB = 257  # bytes, and end-of-text as the last id
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as under nohup, where Ctrl-C is ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# a model and a step so small that a run takes a fraction of a second, two micro-steps to an update
+# so small that a run takes a fraction of a second; an update has two micro-steps
 TINY_MODEL = dict(n_layer=2, n_head=2, n_embd=32, block_size=32, vocab_size=VOCAB)
 TINY_RUN = (
     "--preset laptop --device cpu --n_layer 2 --n_head 2 --n_embd 32 --block_size 32 --seq_len 16 "
@@ -33,15 +36,14 @@ TINY_RUN = (
     "--warmup_steps 2 --schedule constant --lr 1e-3 --val_tokens 256 --val_every 0 --sample_every 0 "
     "--checkpoint_every 1000 --log_every 1 --run_name r"
 ).split()
-# AdamW divides by the root of the squared gradient, so where the true gradient is 0 (the bias of
-# the keys: a softmax does not see it) rounding noise alone would move a weight by the full rate.
-# This eps keeps such weights where they are, and leaves the update sensitive to the gradient's
-# scale.
+# AdamW divides by the root of the squared gradient. If the true gradient is 0 (as for the bias of the
+# keys, which does not affect a softmax), rounding errors would move a weight by the full learning rate.
+# This eps prevents it, and makes updates sensitive to the scale of gradients.
 EPS = 1e-3
 
 
 def write_shards(folder, sizes=(1501, 997), val=700, vocab_size=VOCAB, seed=0):
-    """x_train_000000.npy ... and x_val_000000.npy of noisy counting, which is learnt soon."""
+    """Write x_train_000000.npy ... and x_val_000000.npy: noisy counting, which is learned quickly."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
     splits = [(f"train_{i:06d}", n) for i, n in enumerate(sizes)]
@@ -53,7 +55,7 @@ def write_shards(folder, sizes=(1501, 997), val=700, vocab_size=VOCAB, seed=0):
 
 
 def mask_shards(folder):
-    """Beside each training shard a mask: stretches of 50 tokens, most sequences all or nothing."""
+    """Write a mask for each training shard: alternating ranges of 50 tokens."""
     for path in folder.glob("*_train_*.npy"):
         mask = (np.arange(len(np.load(path))) // 50 % 3 == 0).astype(np.uint8)
         with path.with_suffix(".mask").open("wb") as file:
@@ -64,7 +66,7 @@ def mask_shards(folder):
 
 
 def train_here(folder, data, name, model=(), **settings):
-    """The trainer's main with these settings; gives what read_run does."""
+    """Run train_gpt2.main with these settings in this process. Returns read_run of the run."""
     import train_gpt2
 
     base = dict(
@@ -104,7 +106,7 @@ def of_kind(run, kind):
 
 
 def add_noise(model, std=0.1):
-    """Fresh weights hide a lost bias, swapped layer norms and more: both are 0 or 1 throughout."""
+    """Add noise to all weights: initial biases of 0 and gains of 1 hide missing biases or swapped norms."""
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -115,13 +117,13 @@ def add_noise(model, std=0.1):
 
 
 def difference(a, b):
-    """Largest difference of two state dicts with the same names."""
+    """Largest absolute difference of two state dicts with the same names."""
     assert a.keys() == b.keys()
     return max((a[k] - b[k]).abs().max().item() for k in a)
 
 
 def equal_bits(a, b):
-    """Nested dicts, lists, tensors and plain values."""
+    """Whether two nested structures of dicts, lists, tensors and plain values are bit-equal."""
     if torch.is_tensor(a):
         return torch.is_tensor(b) and a.dtype == b.dtype and torch.equal(a, b)
     if isinstance(a, dict):
@@ -132,7 +134,7 @@ def equal_bits(a, b):
 
 
 def differing_parts(a, b, parts=("step", "model", "optimizer", "loader", "rng", "best_val")):
-    """The parts of two checkpoints that are not equal to the bit."""
+    """The parts of two checkpoints that are not bit-equal."""
     return [part for part in parts if not equal_bits(a[part], b[part])]
 
 
@@ -140,7 +142,7 @@ def differing_parts(a, b, parts=("step", "model", "optimizer", "loader", "rng", 
 
 
 def clean_env(**more):
-    """The environment without what would change a run; one thread: runs agree to the bit."""
+    """The environment without variables that would change a run; one thread, so that runs are bit-equal."""
     drop = "RANK WORLD_SIZE LOCAL_RANK MASTER_ PYTHON TORCH OMP_ GPT2_ COLUMNS"
     env = {k: v for k, v in os.environ.items() if not k.startswith(tuple(drop.split()))}
     fixed = dict(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", MPLBACKEND="Agg")
@@ -149,18 +151,17 @@ def clean_env(**more):
 
 
 # Most of the four seconds of a tiny run are imports of torch and matplotlib. So one process imports
-# them once, and each script runs in a fork of it, in a session of its own: the real file from its
-# first line, with its folder, environment, arguments and streams. (runpy puts the script in place
-# of __main__.)
+# them once, and each script runs in a fork of it, in its own session: the real file from its first line,
+# with its own folder, environment, arguments and streams. (runpy runs the script as __main__.)
 FORKS = """
 import gc, io, json, os, runpy, signal, sys
 import matplotlib.figure, numpy, torch, torch._dynamo, torch.distributed, tqdm, tyro
 def flags(number: int = 1):
     pass
 
-tyro.cli(flags, args=[])  # what first calls prepare
+tyro.cli(flags, args=[])  # first calls are slow
 matplotlib.figure.Figure().savefig(io.BytesIO())
-gc.freeze()  # what is imported is never looked through again: forks share its memory and end sooner
+gc.freeze()  # garbage collection ignores the imported objects: forks share their memory and end sooner
 
 def next_job():
     for line in iter(sys.stdin.readline, ""):
@@ -191,7 +192,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @functools.cache
 def forks():
-    """The process that FORKS is; it ends with this one."""
+    """The process that runs FORKS; it ends with this process."""
     return subprocess.Popen(
         [sys.executable, "-c", FORKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         env=clean_env(), start_new_session=True,
@@ -204,10 +205,10 @@ def ask_forks(job):
 
 
 class Process:
-    """`python args...`, running. A script, or a folder with a __main__.py, is spared its imports.
+    """A running `python args...`. A script, or a folder with a __main__.py, starts with imported modules.
 
-    out, err: files to write to (a FIFO, a terminal) instead of files that .stdout and .stderr read;
-    inp: the file that stdin reads.
+    out, err: files to write to (a FIFO, a terminal) instead of those that .stdout and .stderr read. inp:
+    the file for stdin.
     """
 
     def __init__(self, *args, cwd, inp="/dev/null", out=None, err=None, **env):
@@ -218,7 +219,7 @@ class Process:
         args, script = list(map(str, args)), Path(cwd, args[0]).resolve()
         env = clean_env(**{k: str(v) for k, v in env.items()})
         self.popen = self.returncode = None
-        if script.exists() and sys.platform == "linux":  # elsewhere forks are missing, or not safe
+        if script.exists() and sys.platform == "linux":  # elsewhere fork is missing or not safe
             self.args = [str(script), *args[1:]]
             files = [inp, str(self.out), str(self.err)]
             self.pid = ask_forks(dict(args=self.args, cwd=str(cwd), env=env, files=files))
@@ -231,7 +232,7 @@ class Process:
             self.pid = self.popen.pid
 
     def poll(self):
-        """The exit status, or None while it runs."""
+        """The exit status, or None while the process runs."""
         if self.returncode is None:
             self.returncode = self.popen.poll() if self.popen else ask_forks({"wait": self.pid})
         return self.returncode
@@ -246,7 +247,7 @@ class Process:
         return self.returncode
 
     def kill(self):
-        """SIGKILL for it and what it has started."""
+        """Send SIGKILL to the process and its children."""
         if self.poll() is None:
             os.killpg(self.pid, signal.SIGKILL)
 
@@ -263,28 +264,28 @@ class Process:
 
 
 def run_python(*args, cwd, timeout=300, **env):
-    """`python args...` in a process of its own, to its end: .returncode, .stdout, .stderr."""
+    """Run `python args...` in its own process and wait for it. Returns the Process."""
     process = Process(*args, cwd=cwd, **env)
     process.wait(timeout)
     return process
 
 
 def succeed(program, *args, cwd):
-    """What a program of this project writes to stdout, on its way to status 0."""
+    """Run a program of this project, which must exit with status 0. Returns its stdout."""
     done = run_python(ROOT / program, *args, cwd=cwd)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def fail(program, *args, cwd):
-    """The sentence with which a program of this project refuses bad input."""
+    """Run a program of this project, which must exit with status 2. Returns its error message."""
     done = run_python(ROOT / program, *args, cwd=cwd)
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     return done.stderr
 
 
 def two_ranks(count=2):
-    """What torchrun tells each of two (or more) processes, by its environment."""
+    """The environment variables that torchrun would set for each of `count` processes."""
     with socket.socket() as any_free:
         any_free.bind(("127.0.0.1", 0))
         port = any_free.getsockname()[1]
@@ -293,19 +294,19 @@ def two_ranks(count=2):
 
 
 def finished(two):
-    """What rank 0 says of two processes that come to a good end."""
+    """Wait for processes that must succeed. Returns the stdout of rank 0."""
     assert not any([process.wait() for process in two]), two[0].stderr + two[1].stderr
-    assert not two[1].stdout, "rank 0 alone speaks"
+    assert not two[1].stdout, "only rank 0 prints"
     return two[0].stdout
 
 
 def run_two(*args, cwd):
-    """`python args...` in two processes, to their end; what rank 0 said."""
+    """Run `python args...` in two processes. Returns the stdout of rank 0."""
     return finished([Process(*args, cwd=cwd, **rank) for rank in two_ranks()])
 
 
 def driver(folder, patch, program="train_gpt2"):
-    """A train_gpt2.py (bert.py ...) that changes the real one as `patch` says, and runs it."""
+    """Write a train_gpt2.py (bert.py ...) that applies `patch` to the real one and runs it."""
     path = folder / f"{program}.py"
     path.write_text(
         f"import os, signal, sys, time\nsys.path.insert(0, {str(ROOT)!r})\nimport torch, {program}\n"
@@ -315,17 +316,17 @@ def driver(folder, patch, program="train_gpt2"):
 
 
 def wait_for(condition, process, seconds=60):
-    """Until condition() holds; if the process ends before, or it takes too long, the test fails."""
+    """Wait until condition() is true. Fails if the process ends before, or if it takes too long."""
     deadline = time.monotonic() + seconds
     while not condition():
         if process.poll() is not None or time.monotonic() > deadline:
             process.kill()
-            pytest.fail(f"it did not come to that: {process.stdout}{process.stderr}")
+            pytest.fail(f"the condition was not reached: {process.stdout}{process.stderr}")
         time.sleep(0.01)
 
 
 def wait_for_steps(process, run_dir, steps=3):
-    """Until the run in `process` has logged so many."""
+    """Wait until the run in `process` has logged this many steps."""
     log = run_dir / "log.jsonl"
     wait_for(lambda: log.exists() and log.read_text().count('"train"') >= steps, process)
 
@@ -351,7 +352,7 @@ def start(tmp_path):
 
 @pytest.fixture
 def start_training(start, shards):
-    """start_training("--run_name", "x", ...): the real command, a Process."""
+    """start_training("--run_name", "x", ...): the real command as a Process."""
     base = [*TINY_RUN, "--data", shards, "--max_steps", 1000000]
 
     def start_training(*flags, program=ROOT / "train_gpt2.py", **how):
@@ -386,7 +387,7 @@ def run_train(tmp_path, shards):
 
 @pytest.fixture
 def ask_sample(start):
-    """ask_sample("--chat", ...): sample.py at a terminal of its own, a Process with .type(text)."""
+    """ask_sample("--chat", ...): sample.py in its own terminal, as a Process with .type(text)."""
     pty = pytest.importorskip("pty", reason="needs a pseudo-terminal")
     keyboard, theirs = pty.openpty()
 
@@ -408,28 +409,77 @@ def tiny_config():
 
 @pytest.fixture(scope="session")
 def test_data():
-    """The folder that GPT2_TEST_DATA names: tinyshakespeare.txt, wikitext-2/, hellaswag/ ..."""
+    """The folder GPT2_TEST_DATA: tinyshakespeare.txt, wikitext-2/, hellaswag/ ..."""
     folder = os.environ.get("GPT2_TEST_DATA")
     if not folder or not Path(folder).is_dir():
-        pytest.skip(
-            "no test data: point GPT2_TEST_DATA at a folder with tinyshakespeare.txt and the like"
-        )
+        pytest.skip("no test data: set GPT2_TEST_DATA to a folder with tinyshakespeare.txt etc.")
     return Path(folder)
 
 
 @pytest.fixture
 def gpt2_files(request, monkeypatch):
-    """GPT-2's tokenizer can be had: TIKTOKEN_CACHE_DIR names its files, or the test data has them."""
+    """The files of GPT-2's tokenizer are in TIKTOKEN_CACHE_DIR or in the test data."""
     if "TIKTOKEN_CACHE_DIR" not in os.environ:
         folder = request.getfixturevalue("test_data") / "tiktoken"
         monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(folder))
 
 
+@pytest.fixture
+def serve(monkeypatch):
+    """serve(folder): the URL of a web server that has its files, as a benchmark's download expects."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # between retries
+    servers = []
+
+    def serve(folder):
+        folder.mkdir()
+        handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=folder)
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        servers.append(server)
+        return f"http://127.0.0.1:{server.server_port}/"
+
+    yield serve
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
 @pytest.fixture(autouse=True)
 def no_noise_between_tests():
-    """Each test starts from the same random numbers and leaves the signal handlers as they were."""
+    """Seed each test, and restore the signal handlers after it."""
     before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     torch.manual_seed(0)
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+CHROMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs requirements-browser.txt")
+    path = next(filter(None, map(shutil.which, CHROMES)), None)
+    if path is None:
+        pytest.skip(f"needs a browser: none of {', '.join(CHROMES)} is on the PATH")
+    root = hasattr(os, "geteuid") and os.geteuid() == 0  # the sandbox refuses to run as root
+    with playwright.sync_playwright() as p:
+        browser = p.chromium.launch(executable_path=path, args=["--no-sandbox"] if root else [])
+        yield browser
+        browser.close()
+
+
+class Tab:
+    """A page in a browser; `wrong` collects its errors, dialogs and requests to other servers."""
+
+    def __init__(self, browser, address, may_ask="no server", **how):
+        self.page = browser.new_context(**how).new_page()
+        self.wrong = wrong = []
+        self.page.on("console", lambda m: m.type in ("error", "warning") and wrong.append(m.text))
+        self.page.on("pageerror", lambda error: wrong.append(str(error)))
+        self.page.on("dialog", lambda d: (wrong.append(d.message), d.dismiss()))
+        known = (may_ask, "file:", "data:", "blob:")
+        self.page.on("request", lambda r: r.url.startswith(known) or wrong.append(r.url))
+        self.page.goto(address)

@@ -1,11 +1,13 @@
-"""bench/: timed steps, variants, wrong compilations, tables and figures."""
+"""bench/: timed steps, variants, wrong compilations, tables and figures, planted faults."""
 
 import dataclasses
+import subprocess
 from types import SimpleNamespace
 
 import compiled
 import figures
 import ladder
+import mutations
 import pytest
 import rungs
 import torch
@@ -13,6 +15,7 @@ from conftest import ROOT
 from records import random_shards
 
 from lab import kernels
+from lab.cli import UserError
 from lab.distributed import World
 from lab.precision import Precision
 from train_gpt2 import GPT, MLP, GPTConfig, HeadLoss, build_trainer
@@ -32,13 +35,13 @@ def test_timed_steps_are_the_trainers_updates(tmp_path):
     def losses(run):
         return [run.train_step()[0].sum().item() for _ in range(3)]
 
-    torch.set_float32_matmul_precision("high")  # as a previous case may have left it
+    torch.set_float32_matmul_precision("high")  # as after a previous case
     run = build(tmp_path, compile_mode="none", precision="fp32")
     assert torch.get_float32_matmul_precision() == "highest"
     config, cfg = run.raw_model.config, dataclasses.replace(run.cfg, kernels="fused")
     found = losses(run)
     assert found == losses(build_trainer(config, cfg, World("cpu")))
-    # the first rung computes the same in another way
+    # the first rung computes the same with other operations
     first = build(tmp_path, **rungs.START | dict(vocab_multiple=128))
     assert losses(first) == pytest.approx(found, abs=1e-4)
     plain = [type(r.raw_model.head_loss) is HeadLoss for r in (first, run)]
@@ -96,10 +99,38 @@ def test_figures_can_be_made_from_the_records(tmp_path, capsys):
     } == drawn  # pictures of the lab serve page
 
 
-def test_a_plain_mlp_stays_plain_where_mlps_are_replaced(monkeypatch):
+def test_plain_mlp_is_kept_when_the_head_is_replaced(monkeypatch):
     monkeypatch.setattr(kernels, "is_supported", lambda device: True)  # as on a GPU
     model, precision = GPT(GPTConfig(1, 2, 32, 16, 257)), Precision("bf16", torch.device("cpu"))
     own = SimpleNamespace(mlp="plain", head="fused")
     rungs.replace_head_and_mlp(model, own, precision)
     assert type(model.transformer.h[0].mlp) is MLP
     assert type(model.head_loss) is not HeadLoss
+
+
+def test_planted_faults_are_caught_missed_or_refused(tmp_path, capsys):
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "double.py").write_text("def double(x):\n    return 2 * x\n")
+    test = "from double import double\n\n\ndef test_two():\n    assert double(2) == 4\n"
+    (tmp_path / "tests/test_double.py").write_text(test)
+    subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
+    news = ["3 * x", "x * x"]  # 2 * 2 is 2 squared, which this test does not tell apart
+    faults = [mutations.Fault(new, "double.py", "2 * x", new, "double") for new in news]
+    assert mutations.run_faults(dict(enumerate(faults)), tmp_path, all_tests=False) == 1
+    _, caught, missed, total = capsys.readouterr().out.splitlines()
+    assert caught.endswith(" tests/test_double.py::test_two") and missed.endswith(" NOT CAUGHT")
+    assert total == "1 of 2 faults caught; the tests that caught them pass without a fault"
+    assert "2 * x" in (tmp_path / "double.py").read_text()
+    (tmp_path / "double.py").write_text("def double(x):\n    return x + x\n")
+    with pytest.raises(UserError, match="is in double.py 0 times, but must be there once"):
+        mutations.run_faults({1: faults[0]}, tmp_path, all_tests=True)
+
+
+def test_every_fault_fits_todays_code():
+    for fault in mutations.FAULTS:
+        assert mutations.planted(fault, ROOT) != (ROOT / fault.file).read_text(encoding="utf-8")
+        for path in fault.paths():
+            file, _, name = path.partition("::")
+            assert f"\ndef {name.partition('[')[0]}" in (ROOT / file).read_text(encoding="utf-8"), (
+                path
+            )

@@ -1,4 +1,4 @@
-"""bench/peers.py: the race against other trainers, with small scripts in place of the peers."""
+"""bench/peers.py: the comparison with other trainers, which are replaced by small scripts."""
 
 import json
 import math
@@ -9,7 +9,7 @@ from conftest import ROOT, run_python
 
 from lab.cli import UserError
 
-# The torch of these scripts has allocated 3 GiB. The first step is slow, as one that compiles is.
+# torch in these scripts reports 3 GiB. The first step is slow, like one that compiles.
 TORCH = """
 import os, sys, numpy
 class torch:
@@ -57,7 +57,7 @@ for step in range(max_steps):
 
 @pytest.fixture
 def checkouts(tmp_path):
-    """Flags that name two folders with the scripts above."""
+    """Flags for two folders with the scripts above."""
     for folder, file, text in (
         ("nano", "train.py", NANOGPT),
         ("build", "train_gpt2.py", BUILD_NANOGPT),
@@ -115,13 +115,13 @@ def test_edits_that_are_not_found_stop_the_program(checkouts, tmp_path):
 @pytest.mark.parametrize(
     "old, new, message",
     [
-        ("+ 1), (9000", "), (9000", "logged 3 steps, must log 4"),
+        ("+ 1), (9000", "), (9000", "logged 3 steps instead of 4"),
         ("10.{n}000", "nan", "not finite"),
         ("ddp = False", "sys.exit('no CUDA')", "(?s)failed:.*no CUDA"),
         ("ddp = False", "import time; time.sleep(60)", "timeout=1 seconds"),
     ],
 )
-def test_a_run_that_went_wrong_is_no_measurement(tmp_path, checkouts, old, new, message):
+def test_failed_run_is_not_recorded(tmp_path, checkouts, old, new, message):
     assert old in NANOGPT
     (tmp_path / "nano" / "train.py").write_text(NANOGPT.replace(old, new))
     timeout = 1 if "sleep" in new else 60
@@ -133,7 +133,9 @@ def test_a_run_that_went_wrong_is_no_measurement(tmp_path, checkouts, old, new, 
         peers.run_once("nanogpt", folder, cfg, sizes)
 
 
-def test_programs_take_turns_and_one_that_fails_drops_out(checkouts, tmp_path, monkeypatch, capsys):
+def test_programs_alternate_and_failed_ones_are_not_run_again(
+    checkouts, tmp_path, monkeypatch, capsys
+):
     def run_once(name, folder, cfg, sizes):
         turns.append(name)
         if name == "nanogpt":
@@ -150,7 +152,7 @@ def test_programs_take_turns_and_one_that_fails_drops_out(checkouts, tmp_path, m
     assert len(records_of(tmp_path)) == 12
     captured = capsys.readouterr()
     assert "nanogpt: no CUDA" in captured.err
-    # turns 1, 6 and 10 are train_gpt2's
+    # runs 1, 6 and 10 are train_gpt2's
     assert "train_gpt2 / build_nanogpt 1.2000 1.7000 2.1000 1.7000 0.9000" in " ".join(
         captured.out.split()
     )

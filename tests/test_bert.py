@@ -45,7 +45,7 @@ def sentences(count, seed=0):
 
 @pytest.fixture(scope="session")
 def texts(tmp_path_factory):
-    """A folder with the text and its shards. The vocabulary has 90 pieces, so rare words have several."""
+    """A folder with a text and its shards. The vocabulary has only 90 pieces, so rare words have several."""
     folder = tmp_path_factory.mktemp("texts")
     lines = [json.dumps({"text": " ".join(sentences(4, seed))}) for seed in range(150)]
     (folder / "text.jsonl").write_text("\n".join(lines))
@@ -173,7 +173,7 @@ def batch_with_targets(config, B=5, T=20, vocab_size=101):
 def test_loss_covers_only_the_masked_tokens():
     model = tiny_bert()
     x, y = batch_with_targets(model.config)
-    y[0] = -1  # as evaluation fills up its last batch
+    y[0] = -1  # as in the padding of the last batch in evaluation
     logits = model(x)[0]
     flat = logits.flatten(0, 1), y.flatten()
     each = F.cross_entropy(*flat, ignore_index=-1, reduction="none").view_as(y)
@@ -185,13 +185,11 @@ def test_loss_covers_only_the_masked_tokens():
     close(sums["loss"], each.sum())
     assert sums["accuracy"] == ((logits.argmax(-1) == y) & (y >= 0)).sum()
     y[1] = 0
-    assert model(x, y)[1].isnan(), "more targets than the head has room for"
+    assert model(x, y)[1].isnan(), "more than K targets in a row"
 
 
 def test_fused_and_compiled_models_have_the_plain_loss(monkeypatch):
-    monkeypatch.setattr(
-        kernels.cross_entropy, "SMALL", 0
-    )  # otherwise the plain head computes so few positions
+    monkeypatch.setattr(kernels.cross_entropy, "SMALL", 0)  # otherwise the plain head is used
     plain, fast = tiny_bert(), tiny_bert()
     replace_modules(
         fast, mlp_class=train_gpt2.MLP, precision=Precision("fp32", torch.device("cpu"))
@@ -221,20 +219,20 @@ def test_every_output_sees_every_token():
 
 
 def rows_of(tokenizer, B=400, T=40):
-    """x and y as from the loader: sequences of sentences with a [SEP] here and there."""
+    """x and y as from the loader: sequences of sentences that contain [SEP] in places."""
     ids = tokenizer.encode_documents(["\n".join(sentences(3, i)) for i in range(2 * B)])
     rows = ids[: B * T].reshape(B, T).astype(np.int64)
     return rows, np.roll(rows, -1, 1)
 
 
 def masked(masking, x, y, seed=1, first=0):
-    """(x, y) after masking, as sequences number `first`, `first` + 1, ..."""
+    """(x, y) after masking, with sequence ids `first`, `first` + 1, ..."""
     return masking(x.copy(), y.copy(), seed, np.arange(len(x)) + first)
 
 
 def words_of(tokenizer, rows):
-    """(B, T): the index of each token's word, from the spelling of the pieces; a special token is a word
-    of its own."""
+    """(B, T): the index of each token's word, from the spelling of the pieces; each special token is a
+    word."""
     first = np.array([piece[0] for piece in tokenizer.pieces])[rows]
     begins = first != "#"
     begins[:, 1:] |= (first == "[")[:, :-1]
@@ -275,14 +273,16 @@ def test_whole_word_masking_masks_words_completely(tokenizer):
     assert (np.bincount(words.ravel()) > 3).sum() > 100, "there are words of several pieces"
     x, y = masked(Masking(tokenizer, BertConfig(), whole_word_masking=True), x0, y0)
     assert ((y >= 0).sum(1) == 6).all() and not in_part(words, y >= 0), "one decision per word"
-    assert not in_part(words, x == tokenizer.id_of("[MASK]")), "and one corruption_draw per word"
+    assert not in_part(words, x == tokenizer.id_of("[MASK]")), (
+        "and one kind of replacement per word"
+    )
     x, y = masked(Masking(tokenizer, BertConfig()), x0, y0)
     assert in_part(words, y >= 0) > 100 and in_part(words, x == tokenizer.id_of("[MASK]")) > 100
     part = next(i for i, piece in enumerate(tokenizer.pieces) if piece.startswith("##"))
-    for token in (part, tokenizer.eot):  # one long word, and nothing but separators
+    for token in (part, tokenizer.eot):  # one long word; only separators
         row = np.full((1, 40), token, np.int64)
         _, y = masked(Masking(tokenizer, BertConfig(), whole_word_masking=True), row, row)
-        assert (y >= 0).sum() == 6, "the number hidden is kept"
+        assert (y >= 0).sum() == 6, "the number of masked tokens is fixed"
 
 
 def test_masks_depend_only_on_seed_and_sequence_number(tokenizer):
@@ -334,7 +334,7 @@ def test_run_learns_and_logs_masked_samples(learnt, tokenizer):
     said, run = learnt
     (first, _, last), unigram = of_kind(run, "val"), run.events[0]["unigram"]
     assert abs(first["loss"] - np.log(tokenizer.vocab_size)) < 0.3 and first["accuracy"] < 0.1
-    assert last["loss"] < unigram - 0.5, "better than a guess without context"
+    assert last["loss"] < unigram - 0.5, "better than the unigram baseline"
     assert last["accuracy"] > 1.5 * last["unigram_accuracy"] > 0
     assert "of masked tokens right" in said and "bert.py --resume" in said
     before, after = of_kind(run, "sample")
@@ -360,7 +360,7 @@ def test_damaged_tokenizer_is_refused(tmp_path, texts):
 @pytest.mark.parametrize(
     "flags, sentence",
     [
-        ("--seq_len 2", "seq_len=2 must be 3 or more, for [CLS] and [SEP]"),
+        ("--seq_len 2", "seq_len=2 must be at least 3: [CLS], a token and [SEP]"),
         ("--sample_every 1 --sample_prompt Paris", "sample_prompt='Paris' must contain [MASK]"),
         ("--init_from {run}", "has another vocabulary; copy {run}/tokenizer.json into"),
     ],
@@ -369,7 +369,7 @@ def test_settings_that_do_not_fit_the_data_are_refused(tmp_path, texts, learnt, 
     data, run = shutil.copytree(texts / "words", tmp_path / "data"), learnt[1].dir
     made = json.loads((data / "tokenizer.json").read_text())
     vocab = made["model"]["vocab"]
-    vocab["the"], vocab["a"] = vocab["a"], vocab["the"]  # as many pieces, in another order
+    vocab["the"], vocab["a"] = vocab["a"], vocab["the"]  # the same pieces in another order
     (data / "tokenizer.json").write_text(json.dumps(made))
     flags = [*TINY_RUN, "--data", str(data), *flags.format(run=run).split()]
     done = run_python(ROOT / "bert.py", *flags, cwd=tmp_path)
@@ -425,7 +425,7 @@ def test_export_loads_in_transformers(learnt, tmp_path):
     from transformers import AutoModelForMaskedLM, pipeline
 
     run, out = str(learnt[1].dir), str(tmp_path / "out")
-    for _ in range(2):  # an earlier export is replaced
+    for _ in range(2):  # the second one replaces the first
         succeed("lab", "export", run, "--out", out, cwd=tmp_path)
     succeed("lab", "export", out, "--out", "again", cwd=tmp_path)
     assert (tmp_path / "again" / "tokenizer.json").exists()
@@ -440,4 +440,4 @@ def test_export_loads_in_transformers(learnt, tmp_path):
     best = ours(ids)[0][0, 1 + len(a)].topk(5)
     assert [guess["token"] for guess in fill(text)] == best.indices.tolist()
     asked = run_python(ROOT / "sample.py", "--model", run, "Hello", cwd=tmp_path)
-    assert asked.returncode == 2 and "writes no text" in asked.stderr
+    assert asked.returncode == 2 and "cannot generate text" in asked.stderr

@@ -1,15 +1,14 @@
 """report.html and the page of lab serve in a real browser.
 
-apt-get install chromium            # or any Chrome or Chromium that is on the PATH
+apt-get install chromium            # or any Chrome or Chromium on the PATH
 python -m pip install -r requirements-browser.txt
 python -m pytest -m slow tests/test_browser.py
 """
 
 import json
-import os
-import shutil
 
 import pytest
+from conftest import Tab
 from test_plot import RUN
 from test_report import EVIL, sample, write_run
 from test_sample import noisy_gpt
@@ -19,34 +18,6 @@ from test_serve import Server, endless
 from lab.tools import report
 
 pytestmark = pytest.mark.slow
-CHROMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-
-
-@pytest.fixture(scope="module")
-def chromium():
-    playwright = pytest.importorskip("playwright.sync_api", reason="needs requirements-browser.txt")
-    path = next(filter(None, map(shutil.which, CHROMES)), None)
-    if path is None:
-        pytest.skip(f"needs a browser: none of {', '.join(CHROMES)} is on the PATH")
-    root = hasattr(os, "geteuid") and os.geteuid() == 0  # the sandbox refuses to run as root
-    with playwright.sync_playwright() as p:
-        browser = p.chromium.launch(executable_path=path, args=["--no-sandbox"] if root else [])
-        yield browser
-        browser.close()
-
-
-class Tab:
-    """A page in a browser; `wrong` collects its errors, dialogs and requests to other servers."""
-
-    def __init__(self, browser, address, may_ask="no server", **how):
-        self.page = browser.new_context(**how).new_page()
-        self.wrong = wrong = []
-        self.page.on("console", lambda m: m.type in ("error", "warning") and wrong.append(m.text))
-        self.page.on("pageerror", lambda error: wrong.append(str(error)))
-        self.page.on("dialog", lambda d: (wrong.append(d.message), d.dismiss()))
-        known = (may_ask, "file:", "data:", "blob:")
-        self.page.on("request", lambda r: r.url.startswith(known) or wrong.append(r.url))
-        self.page.goto(address)
 
 
 class Report(Tab):
@@ -178,11 +149,7 @@ def test_typing_streaming_stop_and_continue(tab):
     stopped = tab.count()
     tab.page.wait_for_timeout(500)
     assert 20 < stopped == tab.count() < 4000
-    assert tab.texts("#out > b .t > span:first-child") == [
-        "a",
-        "b",
-        "c",
-    ]  # the prompt is scored too
+    assert tab.texts("#out > b .t > span:first-child") == list("abc"), "the prompt is also scored"
     foot = tab.page.inner_text("#foot")
     assert "tok/s" in foot and "seed 1" in foot
     tab.set(max_tokens=30)
@@ -208,7 +175,7 @@ def test_clicking_an_alternative_token_continues_from_it(tab):
     tab.page.locator("#out > .t").nth(9).click()
     assert tab.page.inner_text("#card p").startswith(name + ":")
     tab.page.keyboard.press("Escape")
-    tab.page.click("#view button[data-value=under]")  # the same, listed below each token
+    tab.page.click("#view button[data-value=under]")  # the same list below each token
     under = tab.page.locator("#out > .t").nth(3).locator(".alts")
     assert under.is_visible() and "%" in under.locator("strong").inner_text()
     under.locator("button").first.click()

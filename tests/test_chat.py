@@ -1,4 +1,4 @@
-"""chat.py: how conversations are written, masked and packed into rows."""
+"""lab/data/chat.py: conversations as text, loss masks, and packing into rows."""
 
 import gzip
 import json
@@ -71,7 +71,7 @@ def test_tool_calls_are_refused_with_their_line(tmp_path, call, content):
 
 
 def test_conversations_with_blank_answers_are_skipped_and_counted(tmp_path):
-    """One blank answer is enough, unless its weight is 0. So is having no answer to learn."""
+    """A conversation with one blank answer, unless its weight is 0, or without any answer to learn."""
     talks = [say(f"question {i}", f"answer {i}") for i in range(20)]
     talks[3][1]["content"] = ""
     talks[4] += say("and", " \n ")
@@ -227,11 +227,8 @@ def test_chat_shards(tmp_path):
     before = hashes(out)
     (out / manifest["shards"][1]["mask"]["name"]).write_bytes(b"")
     assert call("--verify", "--out", out).returncode == 1
-    cut = manifest | {
-        "complete": False,
-        "shards": manifest["shards"][:2],
-    }  # as if it had been killed
+    cut = manifest | dict(complete=False, shards=manifest["shards"][:2])  # as after a kill
     (out / "manifest.json").write_text(json.dumps(cut))
     got = call(*args, "--shard_tokens", 9000)  # would mix shards of both
-    assert got.returncode == 2 and "shard_tokens = 5000, now it is 9000" in got.stderr
+    assert got.returncode == 2 and "shard_tokens = 5000, but now it is 9000" in got.stderr
     assert call(*args).returncode == 0 and hashes(out) == before

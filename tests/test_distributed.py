@@ -1,4 +1,4 @@
-"""Several processes over gloo compared with one, started as torchrun does and by torchrun itself."""
+"""Several processes with gloo give the same results as one, started as by torchrun and by torchrun."""
 
 import contextlib
 import json
@@ -117,7 +117,7 @@ def test_gradients_are_clipped_only_above_the_limit(run_in_a_group, parallel):
 @pytest.mark.parametrize("name, kind", [("zero1", Zero1AdamW), ("fsdp2", Fsdp2AdamW)])
 def test_sharded_optimizers_refuse_fp16(run_in_a_group, name, kind):
     run = run_in_a_group
-    run.precision.name = "fp16"  # which needs a GPU
+    run.precision.name = "fp16"  # set here, because real fp16 needs a GPU
     sentence = (
         f"parallel={name} does not support precision=fp16, .*--parallel ddp or --precision fp32"
     )
@@ -128,7 +128,7 @@ def test_sharded_optimizers_refuse_fp16(run_in_a_group, name, kind):
 def test_fsdp2_keeps_float32_in_blocks_that_need_it(run_in_a_group):
     run, seen = run_in_a_group, {}
     run.precision = Precision("bf16", torch.device("cpu"))
-    run.raw_model.blocks[0].mlp.param_dtype = torch.float32  # as an MLP in 8 bits
+    run.raw_model.blocks[0].mlp.param_dtype = torch.float32  # like an MLP in 8 bits
     run.optimizer = Fsdp2AdamW(run.optimizer, run.raw_model, None, run.precision, run.world)
     for i, block in enumerate(run.raw_model.blocks):
         block.mlp.c_fc.register_forward_pre_hook(lambda m, _, i=i: seen.update({i: m.weight.dtype}))
@@ -146,7 +146,7 @@ def test_fsdp2_has_the_losses_of_ddp_in_bf16(tmp_path, start_two):
 
 
 def test_run_resumes_with_other_world_sizes_and_sharding(tmp_path, start_two, run_train):
-    """In bf16, where communication is rounded and checkpoints are not, and with gradient clipping."""
+    """In bf16, where communication is rounded but checkpoints are not, and with gradient clipping."""
     flags = "--parallel zero1 --precision bf16 --batch_size 4 --max_steps 6"
     flags += " --checkpoint_every 3 --keep_last 9"
     finished(start_two(*flags.split(), "--grad_clip", 0.1))
@@ -165,7 +165,7 @@ def test_run_resumes_with_other_world_sizes_and_sharding(tmp_path, start_two, ru
         finished(start_two(*flags.split()))
     shutil.copytree(tmp_path / "log" / "ddp", alone := tmp_path / "log" / "alone")
     (alone / "model_000006.pt").unlink()
-    export(str(alone / "model_000005.pt"), tmp_path / "export")  # FSDP2 made it
+    export(str(alone / "model_000005.pt"), tmp_path / "export")  # a checkpoint of FSDP2
     exported, saved = load_model(str(tmp_path / "export")), read_run(alone).checkpoints[5]
     assert equal_bits(exported.state_dict(), saved["model"])
     for name in ("one", "alone"):
@@ -190,7 +190,7 @@ def test_run_resumes_with_other_world_sizes_and_sharding(tmp_path, start_two, ru
 IN_32_BITS = """from lab.optim.zero1 import FlatParamShards
 begin = FlatParamShards.__init__
 FlatParamShards.__init__ = lambda self, params, world, _: begin(self, params, world, torch.float32)"""
-# stands for the 8-bit MLP on a CPU: it uses its weights in float32, and declares that
+# replaces the 8-bit MLP on a CPU: it uses float32 weights, and declares it by param_dtype
 READS_ALL = """import lab.kernels
 from lab.kernels.fused_mlp import FusedMLP
 def forward(self, x):
@@ -224,7 +224,7 @@ if os.environ["RANK"] == "1":
 
 
 def test_three_processes_resume_bit_equal(tmp_path, start_two):
-    """The order of a sum over three ranks depends on DDP's bucket of the gradient."""
+    """The order in which three ranks are summed depends on the gradient's bucket in DDP."""
     flags = "--total_batch_size 192 --max_steps 4 --checkpoint_every 2"
     finished(start_two(*flags.split(), count=3))
     whole = read_run(tmp_path / "log" / "r").checkpoints[4]
@@ -272,7 +272,7 @@ def test_ranks_agree_on_sampling_and_on_the_data(tmp_path, start_two):
 
 def test_error_on_one_rank_ends_all(tmp_path, start_two):
     data = write_shards(tmp_path / "more", sizes=(700, 801, 997))
-    path = data / "x_train_000001.npy"  # neither the first nor the last, which are looked at before
+    path = data / "x_train_000001.npy"  # the first and the last shard are checked at the start
     tokens = np.load(path)
     tokens[8 * 128 + 100 - 700] = 999  # in the second half of the ninth step, which rank 1 reads
     np.save(path, tokens)
@@ -311,7 +311,7 @@ def left_over(tmp_path):
     """Ids of running processes whose command line contains this test's folder."""
     found = []
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):  # it ended meanwhile
+        with contextlib.suppress(OSError):  # it has exited
             if str(tmp_path).encode() in entry.read_bytes():
                 found.append(int(entry.parent.name))
     return found

@@ -1,5 +1,5 @@
-"""Faults from outside while something runs: a full disk, a folder that goes, kill -9 at awkward moments,
-streams that are closed; and the program that makes damaged files (docs/FAULTS.md has them all)."""
+"""Faults of the environment: a full disk, a moved folder, kill -9 at critical moments, closed streams, and
+damaged files from bench/fuzz.py. docs/FAULTS.md lists all."""
 
 import re
 import subprocess
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="faults of Linux
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 600 kB, of which a checkpoint of the tiny run takes 500, a shard 200."""
+    """A file system of 600 kB; a checkpoint of the tiny run takes 500 kB, a shard 200 kB."""
     place = tmp_path / "disk"
     place.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=600k", "none", str(place)]
@@ -23,7 +23,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
-def test_a_full_disk_ends_a_run_at_a_checkpoint_in_one_sentence(small_disk, run_train):
+def test_full_disk_ends_a_run_with_one_sentence(small_disk, run_train):
     done = run_train(
         "--log_dir", small_disk, "--checkpoint_every", 2, "--max_steps", 9, "--keep_last", 9
     )
@@ -33,8 +33,8 @@ def test_a_full_disk_ends_a_run_at_a_checkpoint_in_one_sentence(small_disk, run_
     assert [p.name for p in (small_disk / "r").glob("model_*")] == ["model_000002.pt"]
 
 
-def test_a_full_disk_ends_a_preparation_which_goes_on_when_there_is_room(small_disk, tmp_path):
-    """In one sentence, with whole shards alone, and then with the bytes of an undisturbed one."""
+def test_full_disk_ends_a_build_that_continues_when_there_is_space(small_disk, tmp_path):
+    """The error is one sentence, all shards are complete, and the final bytes equal an undisturbed build."""
     (tmp_path / "t.txt").write_text("a line of text like those before it\n" * 12_000)  # 864 kB
     flags = ["--source", tmp_path / "t.txt", "--tokenizer", "bytes", "--shard_tokens", "100k"]
     flags += ["--workers", 0, "--out"]
@@ -50,15 +50,15 @@ def test_a_full_disk_ends_a_preparation_which_goes_on_when_there_is_room(small_d
     assert again == undisturbed and len(left) == 3 and left.items() <= again.items()
 
 
-def test_a_read_only_disk_refuses_a_run_in_one_sentence(small_disk, run_train):
+def test_read_only_disk_gives_one_sentence(small_disk, run_train):
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     done = run_train("--log_dir", small_disk, "--max_steps", 1)
     said = f"train_gpt2.py: error: {small_disk / 'r'} cannot be written: the disk is read-only; "
     assert done.returncode == 2 and done.stderr == f"{said}choose another place\n"
 
 
-def test_a_log_that_cannot_be_written_ends_nothing(small_disk, shards):
-    """Neither log.jsonl, nor TensorBoard's events, whose thread would print a traceback."""
+def test_training_continues_if_the_log_cannot_be_written(small_disk, shards):
+    """Neither errors of log.jsonl nor those of TensorBoard stop the run or print a traceback."""
     full, folder = small_disk / "full", small_disk.parent
     full.write_bytes(bytes(590_000))
     patch = "import lab.trainer.checkpoint as c\nreal = c.save_checkpoint\n"
@@ -67,18 +67,18 @@ def test_a_log_that_cannot_be_written_ends_nothing(small_disk, shards):
     done = run_python(driver(folder, patch), *args, cwd=folder)
     assert done.returncode == 0, done.stderr
     for name in ("log.jsonl", "events.out.tfevents"):
-        said = f"{name} cannot be written: the disk is full; free some space. Training continues without it"
+        said = f"{name} cannot be written: the disk is full; free some space; training continues without it"
         assert done.stderr.count(said) == 1, done.stderr
     assert "Traceback" not in done.stderr and (small_disk / "r" / "model_000100.pt").exists()
 
 
-def test_a_folder_that_goes_while_a_run_writes_it(tmp_path, start_training):
+def test_run_directory_moved_during_training(tmp_path, start_training):
     process = start_training("--checkpoint_every", 50)
     wait_for_steps(process, tmp_path / "log" / "r")
     (tmp_path / "log" / "r").rename(tmp_path / "log" / "s")
     assert process.wait() == 2 and "Traceback" not in process.stderr, process.stderr
     assert "its folder does not exist; create it" in process.stderr.splitlines()[-1]
-    assert read_run(tmp_path / "log" / "s").losses, "and what was there is where it was taken to"
+    assert read_run(tmp_path / "log" / "s").losses, "the files are in the new place"
 
 
 AT_THE_END = """event = Log.event
@@ -90,7 +90,7 @@ Log.event = lambda self, kind, *more: kill() if kind == 'end' else event(self, k
     [("Log.start = kill", ["--max_steps", 4]), (AT_THE_END, ["--resume"])],
     ids=["before the first line of the log", "after the last checkpoint"],
 )
-def test_killed_at_an_awkward_moment(tmp_path, shards, run_train, patch, again):
+def test_run_continues_after_a_kill_at_a_critical_moment(tmp_path, shards, run_train, patch, again):
     kill = "from lab.trainer.loggers import RunLogger as Log\nkill = lambda *_: os.kill(os.getpid(), 9)\n"
     args = [*TINY_RUN, "--data", shards, "--max_steps", 4]
     killed = run_python(driver(tmp_path, kill + patch), *args, cwd=tmp_path)
@@ -101,10 +101,12 @@ def test_killed_at_an_awkward_moment(tmp_path, shards, run_train, patch, again):
     run = read_run(tmp_path / "log" / "r")
     assert not list(run.dir.glob("*.part"))
     assert of_kind(run, "end")[-1]["reason"] == "done" and list(run.checkpoints) == [4]
-    assert "already done 4 steps" in run_train("--resume").stderr, "it is known to have finished"
+    assert "already done 4 steps" in run_train("--resume").stderr, (
+        "the run is recognized as finished"
+    )
 
 
-def test_closed_streams_are_no_traceback(tmp_path, shards):
+def test_closed_streams_cause_no_traceback(tmp_path, shards):
     words = [sys.executable, ROOT / "train_gpt2.py", *TINY_RUN, "--data", shards, "--max_steps", 2]
     closed = " ".join(map(str, words)) + " <&- >&- 2>&-"
     assert subprocess.run(closed, shell=True, cwd=tmp_path).returncode == 0
@@ -113,5 +115,5 @@ def test_closed_streams_are_no_traceback(tmp_path, shards):
 
 @pytest.mark.slow
 def test_fuzzing_finds_nothing(capsys):
-    fuzz = pytest.importorskip("fuzz")  # Linux alone has the limits that it needs
+    fuzz = pytest.importorskip("fuzz")  # needs resource limits of Linux
     assert fuzz.main(["--count", "100"]) == 0, capsys.readouterr().out

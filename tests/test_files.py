@@ -1,4 +1,4 @@
-"""One reader for each kind of file: what is wrong is one sentence that names it and the way out."""
+"""lab/files.py: errors are one sentence with the file and the fix; writes are atomic."""
 
 import errno
 import os
@@ -10,12 +10,12 @@ from lab.cli import UserError
 from lab.files import atomic_write, read_errors, read_json, write_errors
 
 
-def test_json_that_is_wrong_is_named(tmp_path):
+def test_invalid_json_is_reported_with_its_path(tmp_path):
     path = tmp_path / "notes.json"
     path.write_text('{"number": 3}')
     assert read_json(path, number=int) == {"number": 3}
     for text, said in {
-        b'{"a": ': "is damaged or of another format", b"[1]": "holds a list, not an object",
+        b'{"a": ': "is damaged or of another format", b"[1]": "contains a list, not an object",
         b"{}": "number is null", b'{"number": "three"}': 'number is "three"',
         b'{"number": 1' + b"0" * 400 + b"}": "number is Infinity",
         b"[" * 100_000: "is damaged", b"\xff": "is damaged",
@@ -25,7 +25,7 @@ def test_json_that_is_wrong_is_named(tmp_path):
             read_json(path, hint="delete the notes", number=int)
 
 
-def test_the_system_refusing_is_told_apart_from_damage():
+def test_system_errors_are_distinguished_from_damage():
     for number, said in {
         errno.EACCES: "permission denied", errno.ENOSPC: "the disk is full", errno.EROFS: "read-only",
         errno.EMFILE: "too many open files", errno.ENOENT: "there is no file|its folder does not exist",
@@ -38,14 +38,14 @@ def test_the_system_refusing_is_told_apart_from_damage():
             with pytest.raises(UserError, match=said) as raised, manager:
                 raise OSError(number, os.strerror(number), "it.npy")
             assert "damaged" not in str(raised.value)
-    with pytest.raises(ValueError), write_errors("x"):  # and a bug from both
+    with pytest.raises(ValueError), write_errors("x"):  # a bug is neither
         raise ValueError("a bug")
     for error in (MemoryError, NameError):
         with pytest.raises(error), read_errors("x", "file", ""):
             raise error
 
 
-def test_a_file_is_written_whole_or_left_as_it_was(tmp_path, monkeypatch):
+def test_writes_are_atomic(tmp_path, monkeypatch):
     path = tmp_path / "config.json"
     atomic_write(path, b"one")
 

@@ -127,7 +127,7 @@ def test_every_format_gives_the_same_tokens(corpus, tmp_path):
         assert np.array_equal(stream_of(tmp_path / path.name[0]), plain_stream(texts)), path.name
         val, train = read_manifest(tmp_path / path.name[0])["shards"]
         share = val["tokens"] / (val["tokens"] + train["tokens"])
-        assert 0.03 < share < 0.12, f"at most a tenth of a small corpus is for validation: {path}"
+        assert 0.03 < share < 0.12, f"about a tenth of a small corpus is for validation: {path}"
 
 
 def test_other_columns_do_not_enlarge_the_validation_split(tmp_path):
@@ -206,7 +206,7 @@ def test_files_of_a_folder_that_are_not_read_are_listed(tmp_path, capsys):
     (tmp_path / "in" / "sub").mkdir(parents=True)
     for name in names:
         (tmp_path / "in" / name).write_text("words " * 100)
-    make("--source", tmp_path / "in", "--out", tmp_path / "in")  # the shards lie beside the texts
+    make("--source", tmp_path / "in", "--out", tmp_path / "in")  # shards and texts in one folder
     listed = (
         "in: reading 1 text file(s), skipping 4 other(s): b.txt.bz2, c.csv, d.log, sub/e.docx\n"
     )
@@ -230,7 +230,7 @@ def test_a_refused_tokenizer_is_not_written_and_linked_folders_are_reported(tmp_
     args = ["--source", str(tmp_path / "in"), "--out", str(tmp_path / "o"), "--val_tokens", "5"]
     fineweb.main([*args, "--tokenizer", "bytes"])
     assert "linked is a link to a folder" in capsys.readouterr().err
-    with pytest.raises(UserError, match="was made with tokenizer = 'bytes'"):
+    with pytest.raises(UserError, match="was built with tokenizer = 'bytes'"):
         fineweb.main([*args, "--tokenizer", "wordpiece"])
     assert not (tmp_path / "o" / "tokenizer.json").exists()
 
@@ -259,7 +259,7 @@ def test_builtin_text_is_the_same_in_every_process(tmp_path):
 
 def works(pid, word="spawn_main", file="cmdline"):
     """Whether this worker is still running. (A zombie has no command line.)"""
-    with contextlib.suppress(OSError):  # it has exited meanwhile
+    with contextlib.suppress(OSError):  # it has exited
         return word in Path(f"/proc/{pid}/{file}").read_text()
 
 
@@ -314,9 +314,9 @@ def test_a_second_build_in_the_same_folder_is_refused(tmp_path, long):
     before, got, after = hashes(tmp_path / "o"), call(*args, *BYTES), hashes(tmp_path / "o")
     first.kill()
     first.communicate()
-    said = rf"fineweb.py: error: another fineweb.py is writing {tmp_path / 'o'},.*--out\n"
+    said = rf"fineweb.py: error: another fineweb.py is writing {tmp_path / 'o'};.*--out\n"
     assert (got.returncode, got.stdout) == (2, "") and re.fullmatch(said, got.stderr)
-    assert before == after and "is not finished" in verify_shards(tmp_path / "o")[0]
+    assert before == after and "is not complete" in verify_shards(tmp_path / "o")[0]
     make(*args)
     assert np.array_equal(stream_of(tmp_path / "o"), long[1])
 
@@ -383,7 +383,7 @@ def test_bad_input_is_one_sentence(case, tmp_path, monkeypatch):
         fineweb.main([*BYTES, "--out", "o", "--workers", "0", *more.split()])
     assert "\n" not in str(error.value)
     assert not list(tmp_path.glob("o/*.npy"))
-    if name and Path("o").exists():  # a failed build does not restrict the next one
+    if name and Path("o").exists():  # a failed build does not affect the next one
         Path("b.jsonl").write_bytes(LINES)
         make("--source", "b.jsonl", "--out", "o")
 
@@ -420,9 +420,9 @@ def test_changed_settings_are_refused_and_shards_stay(corpus, tmp_path):
     folder, _, args = corpus
     before = hashes(folder / "out")
     for more, said in {
-        "--shard_tokens 5k": "shard_tokens = 100000, now it is 5000",
+        "--shard_tokens 5k": "shard_tokens = 100000, but now it is 5000",
         "--val_tokens 5k": "val_tokens",
-        f"--source {folder / 'in' / '000.parquet'}": "source = 'in', now it is '000'",
+        f"--source {folder / 'in' / '000.parquet'}": "source = 'in', but now it is '000'",
     }.items():
         with pytest.raises(UserError, match=said):
             make(*args, "--out", folder / "out", *more.split())
@@ -430,7 +430,9 @@ def test_changed_settings_are_refused_and_shards_stay(corpus, tmp_path):
     (tmp_path / "t.txt").write_text("one")
     make("--source", tmp_path / "t.txt", "--out", tmp_path / "t")
     (tmp_path / "t.txt").write_text("more")
-    with pytest.raises(UserError, match=r"files = \[\['t.txt', 3\]\], now it is .* another --out"):
+    with pytest.raises(
+        UserError, match=r"files = \[\['t.txt', 3\]\], but now it is .* another --out"
+    ):
         make("--source", tmp_path / "t.txt", "--out", tmp_path / "t")
 
 

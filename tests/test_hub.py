@@ -1,4 +1,4 @@
-"""fineweb.py and the hub: a local web server with its protocol, which can fail in several ways."""
+"""fineweb.py and the hub, replaced by a local web server that can fail in several ways."""
 
 import hashlib
 import http.server
@@ -26,8 +26,8 @@ REVISION = "c0ffee" + "0" * 34
 class Hub(http.server.ThreadingHTTPServer):
     """Serves the list of a data set's files, and the files by ranges.
 
-    Requests with `gone` in their path get status 503, and so do the next `fails` requests. Of the
-    next `breaks` answers it sends half and closes the connection.
+    Requests with `gone` in their path get status 503, as do the next `fails` requests. Of the next
+    `breaks` answers it sends only half, then closes the connection.
     """
 
     daemon_threads = True
@@ -166,7 +166,7 @@ def test_unavailable_data_is_reported_in_one_sentence(hub, tmp_path):
         env = hub.env if more else hub.env | {"HF_ENDPOINT": "http://hub.invalid"}
         got = call(*ARGS, "--out", tmp_path / "o", *more.split(), **env)
         assert got.returncode == 2 and said in got.stderr and "Traceback" not in got.stderr
-    assert not (tmp_path / "o").exists(), "a build that could not begin leaves no folder"
+    assert not (tmp_path / "o").exists(), "a build that could not start leaves no folder"
 
 
 def test_only_the_text_column_of_the_default_configuration_is_transferred(hub, tmp_path):

@@ -1,4 +1,4 @@
-"""Each module can be imported first, in a fresh process: no order of imports hides a cycle."""
+"""Each module can be imported first in a new process, so there are no import cycles."""
 
 import pytest
 from conftest import ROOT, run_python
@@ -16,7 +16,7 @@ def test_a_module_can_be_imported_alone(module):
 
 
 def test_tokenizing_does_not_import_torch():
-    """lab/data/__init__.py promises it: each worker process would import it, too."""
+    """Otherwise each worker process would import it."""
     code = "import sys, lab.data.workers, lab.data.build; assert 'torch' not in sys.modules"
     got = run_python("-c", code, cwd=ROOT)
     assert got.returncode == 0, got.stderr

@@ -1,5 +1,5 @@
-"""lab.kernels: which modules are replaced, and that the replacements compute the same losses and
-gradients. GPU kernels need -m gpu; the fused cross-entropy also runs on a CPU."""
+"""lab.kernels: which modules are replaced, and whether the replacements give the same losses and gradients.
+GPU kernels need -m gpu; the fused cross-entropy also runs on a CPU."""
 
 import copy
 import itertools
@@ -35,7 +35,7 @@ def on_gpu(eight_bits=False):
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """Sizes of a test are large enough for every kernel, and several chunks."""
+    """Lower the limits, so that small tests use all kernels and several chunks."""
     monkeypatch.setattr(cross_entropy, "CHUNK", 8)
     monkeypatch.setattr(cross_entropy, "SMALL", 0)
     monkeypatch.setattr(fused_mlp, "MIN_POSITIONS", 1)
@@ -72,7 +72,7 @@ def fused_mlp_everywhere(monkeypatch):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_replacing_keeps_parameters_and_random_state(tiny_config, fused_mlp_everywhere, precision):
-    """AdamW's state depends on the order of the parameters, a checkpoint on their names."""
+    """The state of AdamW depends on the order of parameters, checkpoints on their names."""
     model, rng, reports = GPT(tiny_config), torch.get_rng_state(), []
 
     def names():
@@ -161,7 +161,7 @@ class OtherInterface(HeadLoss):
 def test_edited_head_loss_is_kept(tiny_config, edited):
     model, reports = GPT(tiny_config), []
     model.head_loss = mine = edited(tiny_config.vocab_size)
-    model.eval()  # the comparison is of what training computes
+    model.eval()  # the comparison uses training mode
     rng = torch.get_rng_state()
     replace_modules(model, MLP, Precision("fp32", CPU), report=reports.append)
     sentence = f"{edited.__name__} differs from the fused cross-entropy: using your version"
@@ -234,7 +234,7 @@ EDITED_MLPS = [
 
 @pytest.mark.parametrize("edited", EDITED_MLPS)
 def test_edited_mlp_is_kept(tiny_config, fused_mlp_everywhere, edited):
-    """Only in the block that has it; its biases are 0, as they are at the start of training."""
+    """Only in the edited block, whose biases are 0 as at the start of training."""
     model, reports = GPT(tiny_config), []
     model.transformer.h[1].mlp = mine = edited(tiny_config)
     model.eval()
@@ -349,7 +349,7 @@ def test_evaluation_uses_the_plain_modules(tiny_config, fused_mlp_everywhere, mo
 
 
 def problem(dtype=torch.float32, padded=PADDED, device="cpu"):
-    """x, weight with pad rows that would matter if they were not cut off, and targets with gaps."""
+    """x, weight with padding rows that would change the result, and targets of which some are ignored."""
     g = torch.Generator().manual_seed(3)
     x = torch.randn(N, C, generator=g).to(dtype).float()
     weight = (torch.randn(padded, C, generator=g) * 0.5).to(dtype).float()
@@ -396,8 +396,8 @@ def test_fused_loss_and_gradients_equal_the_plain_ones(dtype, padded, device):
         ours = with_gradients(lambda *a: fused(*a, reduction), x, weight, targets, dtype=dtype)  # noqa: B023
         theirs = with_gradients(lambda *a: expected(*a, reduction), x, weight, targets)  # noqa: B023
         assert agree(ours, theirs, bound) and {t.dtype for t in ours} == {torch.float32}
-        if device == "cpu":  # a GPU's 32 bits may be TF32, as coarse as 16
-            assert agree(ours, theirs, 1e-5) == (dtype == torch.float32), "computed in this type"
+        if device == "cpu":  # on a GPU, float32 may be TF32, as imprecise as 16 bits
+            assert agree(ours, theirs, 1e-5) == (dtype == torch.float32), "computed in this dtype"
         assert not ours[1][targets == -1].any() and not ours[2][V:].any()
 
 
@@ -413,7 +413,7 @@ def test_fp16_keeps_gradients_below_its_smallest_number():
 
 
 def test_comparison_detects_wrong_losses():
-    """Pad rows that are not cut, targets of -1 that count, a lost last chunk."""
+    """Padding rows included, targets of -1 counted, the last chunk missing."""
     x, weight, targets = problem()
     wrong = (
         lambda x, w, t: F.cross_entropy(x @ w.T, t, ignore_index=-1, reduction="sum"),
@@ -450,7 +450,7 @@ def test_scaling_to_8_bits_and_back_has_no_bias():
         assert abs(slope - 1) < 0.0025
         top = x.abs().argmax()
         largest = pytest.approx(x[top].float().item(), rel=0.01)
-        assert q[top].float() * scale == largest, "not cut off"
+        assert q[top].float() * scale == largest, "not saturated"
 
 
 @pytest.mark.parametrize("fp8", ["head", "all"])
@@ -460,7 +460,7 @@ def test_unavailable_fp8_is_refused(tiny_config, monkeypatch, fp8):
     def refused(match, precision="bf16"):
         with pytest.raises(UserError, match=match):
             replace_modules(model, mlp_class=MLP, precision=Precision(precision, CPU), fp8=fp8)
-        assert type(model.head_loss) is HeadLoss, "nothing is changed"
+        assert type(model.head_loss) is HeadLoss, "no module was replaced"
 
     refused("RTX 40, H100 and newer")
     monkeypatch.setattr(lab.kernels, "fp8_unsupported_reason", lambda _: "")
@@ -492,7 +492,7 @@ def test_fp8_head_gradients_have_a_few_percent_of_random_error(n, monkeypatch):
         a, b = a.float(), b.float()
         assert 1e-3 < error(a, b) < 0.06
         length = ((a * b).sum() / (b * b).sum()).item()
-        assert length == pytest.approx(1, abs=0.01), "it must not shrink"
+        assert length == pytest.approx(1, abs=0.01), "no bias"
     assert not ours[1][data[2] == -1].any() and not ours[2][390:].any()
 
 
@@ -533,7 +533,7 @@ def test_fp8_mlp_gradients_have_only_rounding_error(size):
     inputs = [t.clone().requires_grad_() for t in (x, *weights)]
     y = fp8_mlp.mlp_products_fp8(*inputs)[0]
     *found, db_proj = [y, *torch.autograd.grad(y, inputs, dy)]
-    assert error(db_proj, db_wanted) < 1e-3  # a sum of what came in
+    assert error(db_proj, db_wanted) < 1e-3  # a sum of the unrounded dy
     for a, b in zip(found, wanted):
         assert 0.01 < error(a, b) < 0.12  # 16 bits would be below 0.01
 
@@ -597,7 +597,7 @@ def test_mlp_kernel_needs_bf16_gradients_and_enough_positions(monkeypatch):
 
 @on_gpu()
 def test_bias_far_below_the_rounding_has_its_exact_effect():
-    """Added to a rounded result, it would vanish, or decide ties in the sum with the residual stream."""
+    """Added after rounding, it would vanish, or decide ties in the addition to the residual stream."""
     mlp = MLP(GPTConfig(1, 2, 128, 16, vocab_size=50)).cuda()
     with torch.no_grad():
         mlp.c_fc.weight.normal_(std=0.1)

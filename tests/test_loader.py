@@ -1,4 +1,4 @@
-"""The training stream: which process reads which tokens in which order; errors for bad shards."""
+"""The data loader: which process reads which tokens, in which order; errors for bad shards."""
 
 import json
 import math
@@ -46,7 +46,7 @@ def make_loader(shards, batch_size=2, rank=0, world_size=1, transform=None, **se
 
 
 def one_step(loaders):
-    """x, y and the set of num_targets of a step; sequences of all processes in global order."""
+    """x, y and the set of num_targets of a step, with the sequences of all processes in global order."""
     parts = [it.next_batch() for _ in range(loaders[0].grad_accum_steps) for it in loaders]
     x, y, num_targets = zip(*parts)
     return torch.cat(x), torch.cat(y), set(num_targets)
@@ -67,7 +67,7 @@ def state_after(loader, n):
 
 def resumed(shards, state, batch_size=2, **settings):
     loader = make_loader(shards, batch_size, **settings)
-    loader.next_batch()  # loading a state works in a used loader as well
+    loader.next_batch()  # a state can also be loaded by a used loader
     loader.load_state_dict(state)
     return loader
 
@@ -75,7 +75,8 @@ def resumed(shards, state, batch_size=2, **settings):
 ORDERS = pytest.mark.parametrize(
     "settings", [{"shuffle": False}, {"shuffle": True}, {"shuffle": True, "align_documents": True}]
 )
-SIZES = (301, 77, 1, 222)  # the sum, 601, is prime: no sequence ends where a shard or the data does
+# the sum, 601, is prime, so no sequence ends at the end of a shard or of the data
+SIZES = (301, 77, 1, 222)
 
 
 @pytest.mark.parametrize("suffix", [".npy", ".bin"])
@@ -146,7 +147,7 @@ def test_feistel_permutation_is_a_permutation_for_any_size():
 
 @ORDERS
 def test_resuming_on_grown_data_keeps_the_order(tmp_path, settings):
-    """As fineweb.py adds data: the last shard grows, others follow."""
+    """As when fineweb.py adds data: the last shard grows, and others are added."""
     folder = write_shards(tmp_path)
     before = TokenShards(folder, "train", VOCAB)
     whole, state = steps(before, 30, **settings), state_after(make_loader(before, **settings), 13)
@@ -162,13 +163,15 @@ def test_resuming_on_grown_data_keeps_the_order(tmp_path, settings):
     assert grown.ignored_tokens == 1400
     (folder / "x_train_000002.npy").unlink()
     np.save(last, longer[:700])
-    said = "not begin with the 2,498 tokens .*it has 2,201.* restore those .* or begin a new run"
+    said = (
+        "not begin with the 2,498 tokens .*it has 2,201.* restore the tokens .* or start a new run"
+    )
     with pytest.raises(UserError, match=said):
         resumed(TokenShards(folder, "train", VOCAB), state, **settings)
 
 
 def guess_a_fifth(x, y, seed, sequence_ids):
-    """A transform like that of a masked language model: 3 of 16 tokens must be predicted."""
+    """A transform like that of bert.py: 3 of 16 tokens must be predicted."""
     x, targets = x.copy(), np.full_like(y, -1)
     for row, number in enumerate(sequence_ids):
         places = np.random.default_rng([seed, number]).permutation(x.shape[1])[: x.shape[1] // 5]
@@ -210,7 +213,7 @@ def sized_steps(loaders, first, last):
 
 
 @ORDERS
-def test_resuming_among_steps_of_several_sizes(tmp_path, settings):
+def test_resuming_between_steps_of_different_sizes(tmp_path, settings):
     shards = TokenShards(write_shards(tmp_path), "train", VOCAB)
     whole = sized_steps([make_loader(shards, 4, **settings)], 0, 20)
     assert [len(x) for x, _, _ in (whole[4], whole[5], whole[19])] == [8, 12, 4]
@@ -358,7 +361,7 @@ def test_every_shard_must_have_a_valid_mask_if_one_has(tmp_path):
     (folder / "manifest.json").unlink()
     mask = folder / "x_train_000001.mask"
     for length, value, said in (
-        (1500, 1, "a mask in .* is not as long as its shard"),
+        (1500, 1, "a mask in .* has a different length than its shard"),
         (1501, 255, "x_train_000001.* contains the byte 255, but must be 1"),
     ):
         write_shard(mask, np.full(length, value, np.uint8))
@@ -370,9 +373,7 @@ def test_every_shard_must_have_a_valid_mask_if_one_has(tmp_path):
 
 
 def test_a_token_outside_the_vocabulary_is_reported_with_its_shard(tmp_path):
-    folder = write_shards(
-        tmp_path, sizes=(1501, 997, 500)
-    )  # only the first one is checked when opened
+    folder = write_shards(tmp_path, sizes=(1501, 997, 500))  # only the first is checked on opening
     tokens = np.load(folder / "x_train_000001.npy")
     tokens[500] = VOCAB
     np.save(folder / "x_train_000001.npy", tokens)
@@ -386,7 +387,7 @@ def test_changed_shards_are_detected_by_size_and_hash(tmp_path, kind):
     stray = folder / "x_train_000099.npy"
     shutil.copy(folder / "x_train_000001.npy", stray)
     assert verify_shards(folder)[1:] == [
-        f"{stray} is not in manifest.json, but training would read it: move it away"
+        f"{stray} is not in manifest.json, but training would read it; move it away"
     ]
     stray.unlink()
     path, said = folder / f"x_train_000001.{kind}", f"x_train_000001.{kind} has changed since"

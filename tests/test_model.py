@@ -1,4 +1,4 @@
-"""The model alone: size, initial values, what each output may depend on."""
+"""The model: size, initial values, and which inputs each output may depend on."""
 
 import copy
 import dataclasses
@@ -18,7 +18,7 @@ def noisy(config, seed=0):
 
 
 def variant(model, **changes):
-    """The same weights in a model that computes another way."""
+    """A model with the same weights and other config fields."""
     other = GPT(dataclasses.replace(model.config, **changes))
     other.load_state_dict(model.state_dict())
     return other
@@ -48,7 +48,7 @@ def test_the_four_sizes_have_the_published_parameter_counts(preset, count):
     assert len(model.lm_head.weight) == 50304
 
 
-def test_each_parameter_is_in_one_group_and_matrices_alone_decay():
+def test_each_parameter_is_in_one_group_and_only_matrices_decay():
     with torch.device("meta"):
         model = GPT(GPTConfig())
     decay, plain = param_groups(model, 0.1)
@@ -73,7 +73,7 @@ def test_initial_values():
             assert abs(rows.mean().item()) < 5 * std / math.sqrt(rows.numel()), name
 
 
-def test_it_begins_as_a_uniform_guess_and_overfits_one_batch_in_200_steps(tiny_config):
+def test_initial_loss_is_uniform_and_200_steps_overfit_one_batch(tiny_config):
     model = GPT(tiny_config)
     x, y = tokens(4, 16)
     assert model(x, y)[1].item() == pytest.approx(math.log(VOCAB), abs=0.3)
@@ -87,7 +87,7 @@ def test_it_begins_as_a_uniform_guess_and_overfits_one_batch_in_200_steps(tiny_c
 
 
 @pytest.mark.parametrize("mask", [False, True])
-def test_attention_spelled_out_equals_the_fused_kernel(tiny_config, mask):
+def test_manual_attention_equals_the_fused_kernel(tiny_config, mask):
     fused = noisy(tiny_config)
     math_ = variant(fused, attention="math", document_mask=mask)
     fused = variant(fused, document_mask=mask)
@@ -114,7 +114,7 @@ def test_no_output_sees_a_later_token_or_another_document(tiny_config, attention
     before = model(x)[0]
 
     def moved(positions):
-        """How far the outputs (T,) move when the tokens at `positions` are others."""
+        """How much the outputs (T,) change if the tokens at `positions` change."""
         changed = x.clone()
         changed[:, positions] = (changed[:, positions] + 1) % 200
         return (before - model(changed)[0]).abs().amax(dim=(0, 2))
@@ -125,12 +125,12 @@ def test_no_output_sees_a_later_token_or_another_document(tiny_config, attention
     assert early[8:].max() < 1e-6 if mask else early[8:].min() > 1e-3
 
 
-def test_a_copy_and_a_compiled_model_keep_to_the_mask(tiny_config):
+def test_mask_works_in_copied_and_compiled_models(tiny_config):
     model = noisy(dataclasses.replace(tiny_config, document_mask=True)).eval()
     x, _ = tokens(2, 20)
     x[:, 9] = VOCAB - 1
     wanted, causal = model(x)[0], torch.ones(1, 1, 20, 20, dtype=torch.bool).tril()
-    assert (model(x, mask=causal)[0] - wanted).abs().max() > 1e-3, "who passes one gets that one"
+    assert (model(x, mask=causal)[0] - wanted).abs().max() > 1e-3, "a mask that is passed is used"
     twin = copy.deepcopy(model)
     compiled = torch.compile(copy.deepcopy(model), backend="aot_eager", fullgraph=True)
     for p in model.parameters():
@@ -140,13 +140,13 @@ def test_a_copy_and_a_compiled_model_keep_to_the_mask(tiny_config):
     assert isinstance(twin, GPT) and list(twin.state_dict()) == list(model.state_dict())
 
 
-def test_pad_rows_are_never_seen_and_never_move(tiny_config):
+def test_padding_rows_are_never_used_and_never_change(tiny_config):
     model = GPT(tiny_config)
     weight = model.transformer.wte.weight
     assert model.config.padded_vocab_size == len(weight) == 384 and (weight[VOCAB:] == 0).all()
     x, y = tokens()
     assert model(x)[0].shape == (3, 20, VOCAB)
-    # with weights of 0, each of the VOCAB ids, not of the rows, is as likely
+    # with weights of 0, the VOCAB ids (without padding rows) are equally probable
     flat = copy.deepcopy(model)
     torch.nn.init.zeros_(flat.transformer.wte.weight)
     assert flat(x, y)[1].item() == pytest.approx(math.log(VOCAB), abs=1e-5)
@@ -160,7 +160,7 @@ def test_pad_rows_are_never_seen_and_never_move(tiny_config):
     assert sampled.max() < VOCAB
 
 
-def test_reductions_agree_and_targets_of_minus_one_are_left_out(tiny_config):
+def test_reductions_agree_and_targets_of_minus_one_are_ignored(tiny_config):
     model = noisy(tiny_config)
     x, y = tokens()
     y[0, :5], y[2, 11] = -1, -1
@@ -171,7 +171,7 @@ def test_reductions_agree_and_targets_of_minus_one_are_left_out(tiny_config):
     assert model(x, y, reduction="sum")[1].item() == pytest.approx(expected.sum().item(), rel=1e-6)
     assert model(x, y)[1].item() == pytest.approx(expected.sum().item() / (3 * 20 - 6), rel=1e-6)
     loss, grads = gradients(model, x, torch.full_like(y, -1))
-    assert loss == 0 and not any(g.any() for g in grads.values()), "nothing is learnt"
+    assert loss == 0 and not any(g.any() for g in grads.values()), "no gradient"
 
 
 def test_bf16_residual_stream_stays_close_to_float32(tiny_config):

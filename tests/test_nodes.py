@@ -1,5 +1,5 @@
 """Training on two machines, started as docs/RUNS.md describes. The machines are two network namespaces
-of this one, each with a host name, an address and its own torchrun."""
+of this machine, each with a host name, an address and its own torchrun."""
 
 import os
 import re

@@ -1,17 +1,26 @@
-"""play.ipynb as it is saved, and (slow) run from top to bottom in a fresh kernel."""
+"""play.ipynb as saved, and (slow) run from top to bottom in a fresh kernel."""
 
 import ast
 import importlib.util
 import json
 import re
-from types import ModuleType
+import subprocess
+import sys
+import time
+from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 from conftest import ROOT, clean_env
+
+from lab.notebook.interp import Table
+from lab.notebook.training import make_trainer, run_in_parallel
+from train_gpt2 import GPT, GPTConfig, TrainConfig
 
 NOTEBOOK = ROOT / "play.ipynb"
 CELLS = json.loads(NOTEBOOK.read_text())["cells"]
-THEIRS = ("IPython", "matplotlib_inline")  # of requirements-notebook.txt, which tests do without
+# from requirements-notebook.txt, which is not needed for the tests
+THEIRS = ("IPython", "matplotlib_inline")
 
 
 def cells(kind):
@@ -32,14 +41,85 @@ def test_saved_with_outputs_in_order_and_without_errors():
     code = cells("code")
     assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
     shown = [cell["source"] for cell in code if not cell["metadata"].get("jupyter")]
-    assert max(map(len, shown)) <= 30, "lines of a cell; what only draws is collapsed"
+    assert max(map(len, shown)) <= 30, "lines of a cell, except collapsed ones"
     outputs = [output for cell in code for output in cell["outputs"]]
     assert "error" not in [output["output_type"] for output in outputs]
     pictures = sum("image/png" in output.get("data", {}) for output in outputs)
     assert pictures >= len(chapters()), "each chapter draws what it found"
     assert all("assert " in text for text in chapters().values()), "and checks it"
-    assert NOTEBOOK.stat().st_size < 2.5e6, "bench/run_notebook.py saves smaller pictures"
+    assert NOTEBOOK.stat().st_size < 3.5e6, "bench/run_notebook.py saves smaller pictures"
     assert "/work/" not in NOTEBOOK.read_text(), "a path of the machine it was run on"
+
+
+def own_chapters():
+    """{title: its cells} from chapter 9 on: parts II and III, whose chapters can be read alone."""
+    found, title = {}, None
+    for cell in CELLS:
+        source = "".join(cell["source"]) if cell["cell_type"] == "markdown" else ""
+        if source.startswith("# ") or "### Solutions" in source:
+            title = None  # the heading of a part
+        if heading := re.search(r"^## (\d+)\. .+$", source, re.MULTILINE):
+            title = heading[0][3:] if int(heading[1]) >= 9 else None
+        if title:
+            found.setdefault(title, []).append(cell)
+    return found
+
+
+def test_chapters_have_their_parts():
+    parts = [
+        "**You need:**",
+        "**You will know:**",
+        "### Question",
+        "### Prediction",
+        "### Experiment",
+    ]
+    parts += ["### Check", "### What we learned", "### Where it lives", "### Try it"]
+    assert len(own_chapters()) >= 14
+    for title, found in own_chapters().items():
+        text = text_of(found)
+        places = [text.find(part) for part in parts]
+        assert -1 not in places and places == sorted(places), (title, places)
+        pictures = [
+            o for c in found for o in c.get("outputs", []) if "image/png" in o.get("data", {})
+        ]
+        assert pictures and "assert " in text, title
+
+
+def test_each_exercise_is_an_empty_cell_and_a_check():
+    """The reader replaces the dots; a saved answer would give the solution away."""
+    sources = ["".join(cell["source"]) for cell in CELLS]
+    answers = [i for i, source in enumerate(sources) if re.match(r"answer_\d+_\d+ = ", source)]
+    assert len(answers) >= 28
+    for i in answers:
+        name = sources[i].split(" = ")[0]
+        number = ".".join(name.split("_")[1:])
+        assert sources[i] == f"{name} = ..."
+        assert f'check("{number}", {name}, ' in sources[i + 1]
+        assert f"**{number}** " in sources[i - 1] and f"- **{number}** " in text_of(CELLS)
+        assert "your turn" in json.dumps(CELLS[i + 1]["outputs"])
+
+
+def test_chapters_can_be_run_alone():
+    """Each name that a chapter uses is imported or assigned in it."""
+    for title, found in own_chapters().items():
+        code = text_of([cell for cell in found if cell["cell_type"] == "code"])
+        command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821", "-"]
+        checked = subprocess.run(command, input=code, capture_output=True, text=True)
+        assert not checked.returncode, (title, checked.stdout)
+
+
+def test_contents_lists_the_chapters():
+    titles = re.findall(r"^## (.+)$", text_of(cells("markdown")), flags=re.MULTILINE)
+    rows = re.findall(r"^\| \[(.+?)\]\(#(.+?)\) \|.* \d+ \|$", text_of(CELLS[:1]), re.MULTILINE)
+    assert [title for title, _ in rows] == titles
+    assert all(anchor == title.replace(" ", "-") for title, anchor in rows)
+
+
+def test_jupyterlab_saves_it_unchanged():
+    kernel = json.loads(NOTEBOOK.read_text())["metadata"]["kernelspec"]
+    assert kernel["display_name"] == "Python 3 (ipykernel)"
+    text = "".join(str(cell["outputs"]) for cell in cells("code"))
+    assert "\\t" not in text, "tabs are not aligned"
 
 
 def test_the_tests_that_it_names_are_there():
@@ -48,8 +128,8 @@ def test_the_tests_that_it_names_are_there():
     assert named and not named - set(re.findall(r"def (test_\w+)", there))
 
 
-def test_what_it_takes_from_the_project_is_there():
-    """A name that is renamed in a module breaks a cell, which only the slow test would see."""
+def test_imported_names_exist():
+    """Renaming something in a module breaks a cell, which otherwise only the slow test would detect."""
     nodes = list(ast.walk(ast.parse(text_of(cells("code")))))
     files = [*ROOT.glob("*.py"), *ROOT.glob("bench/*.py")]
     ours, found, taken = {"lab", *(path.stem for path in files)}, {}, 0
@@ -57,7 +137,9 @@ def test_what_it_takes_from_the_project_is_there():
         names = [node.module] if isinstance(node, ast.ImportFrom) else []
         names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         root = names[0].split(".")[0] if names else ""
-        assert not root or root in THEIRS or importlib.util.find_spec(root), f"{root} is not there"
+        assert not root or root in THEIRS or importlib.util.find_spec(root), (
+            f"{root} is not installed"
+        )
         if root in ours:
             exec(ast.unparse(node), found)
             taken += len(node.names)
@@ -75,3 +157,33 @@ def test_runs_in_a_fresh_kernel(monkeypatch):
     for name, value in clean_env().items():
         monkeypatch.setenv(name, value)
     executed()  # raises where a cell fails
+
+
+def test_tables_keep_leading_blanks_and_escape():
+    table = Table(("text", "n"), [("    return", "1"), ("<b>", "22")])
+    assert "white-space: pre" in table._repr_html_() and ">    return<" in table._repr_html_()
+    assert "&lt;b&gt;" in table._repr_html_()
+    assert repr(table).splitlines()[1:] == ["    return   1", "<b>         22"]
+
+
+def test_a_trainer_from_parts_makes_the_trainers_steps():
+    torch.manual_seed(0)
+    model, x = GPT(GPTConfig(1, 2, 16, 8, vocab_size=32)), torch.arange(16).view(2, 8)
+    loader = SimpleNamespace(grad_accum_steps=1, next_batch=lambda: (x, x, 16))
+    trainer = make_trainer(model, loader, TrainConfig(lr=1e-2, warmup_steps=0, max_steps=9))
+    losses = [trainer.train_step()[0].item() for _ in range(9)]
+    assert trainer.step == 9 and losses[-1] < losses[0] - 0.1
+
+
+def test_parallel_runs_have_one_core_each_and_stay_in_order():
+    def threads_and_double(n):
+        time.sleep(0.01 * (4 - n))  # the first ends last
+        return torch.get_num_threads(), 2 * n
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        found = run_in_parallel(threads_and_double, range(4))
+    finally:
+        torch.set_num_threads(before)
+    assert found == [(1, 2 * n) for n in range(4)]

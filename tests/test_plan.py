@@ -60,7 +60,7 @@ def stored(tensors, model):
 
 
 def kept_predicted(s):
-    """The same, computed: the memory in use before the backward pass starts."""
+    """The computed value of `stored`: the memory in use before the backward pass."""
     rows = [*memory.activations(s), *memory.head(s)]
     kept = {label: size for label, size, when in rows if "head" in when and "scaled" not in label}
     if "logits" in kept and not s.cfg.compile:  # log-softmax only; the two gradients come later
@@ -93,9 +93,7 @@ def measured():
         model, changes = SHAPES[r["shape"]], r["changed"] | dict(compile=r["compile"])
         s = make_spec(model, r["batch_size"], r["seq_len"], changes)
         found[f"settings-{r['shape']}"].append((s, r["measured_gib"]))
-    for r in records(
-        "ladder.jsonl"
-    ):  # bench/ladder.py: the rungs, and variants that the trainer has too
+    for r in records("ladder.jsonl"):  # rungs of bench/ladder.py, and variants with trainer flags
         groups = ("rungs", "micro_batch", "cross_entropy", "checkpointing")
         library = r["settings"].get("head") in ("torch", "liger")
         if r["group"] in groups and r.get("peak_gib") and not library:
@@ -168,14 +166,14 @@ def test_named_gpus(monkeypatch):
         assert peak_flops(torch.device("cuda")) == (tflops and tflops * 1e12), name
 
 
-def test_verdict(capsys):
+def test_memory_that_fits(capsys):
     """On a GPU where 8 sequences of GPT-2 XL just fit, 16 do not; with checkpointing more do."""
     need = peak(make_spec(PRESETS["gpt2-xl"][0], 8, 1024, {}))[0] / GIB + memory.CONTEXT_GIB
     xl = f"--preset gpt2-xl --gpu {need / (1 - plan.FRAGMENTATION) + 0.01:.2f}GB"
     text = planned(capsys, xl)
     assert (
         "batch_size=8 fits, with 0.0 GiB left" in text
-        and "training takes batch_size=8, with" in text
+        and "training uses batch_size=8, with" in text
     )
     again = int(text.split("with --activation_checkpointing ")[1].split(".")[0])
     text = planned(capsys, xl, "--batch_size 16")

@@ -59,8 +59,8 @@ def test_resuming_drops_records_of_later_steps(tmp_path):
     assert read_log.column(log, "val", "loss") == ([20, 28], [2.5, 1.0])
 
 
-def test_lines_cut_by_a_kill(tmp_path):
-    """At the end of the file, and in its middle, where the next record is on the same line."""
+def test_incomplete_lines_are_skipped(tmp_path):
+    """Lines cut by a kill: at the end of the file, and in the middle, followed by the next record."""
     folder = write_log(tmp_path, [start(), val(10, 3.0)], tail='{"kind": "val", "ste')
     assert read_log.column(read_log.read_log(folder), "val", "loss") == ([10], [3.0])
     with (folder / "log.jsonl").open("a") as file:
@@ -122,7 +122,7 @@ def test_find_runs(tmp_path, monkeypatch):
 
 
 def test_sample_and_report_choose_the_same_newest_run(tmp_path, monkeypatch):
-    """The run that was last written to: its log or a checkpoint, whichever is later."""
+    """The most recently written run: its log or a checkpoint, whichever is newer."""
     monkeypatch.chdir(tmp_path)
     times = {"a": (400, 100), "b": (200, 500), "c": (300, 300)}  # of the log, of the checkpoint
     for name, (log, saved) in times.items():
@@ -138,7 +138,7 @@ def test_sample_and_report_choose_the_same_newest_run(tmp_path, monkeypatch):
 
 
 def test_runs_that_vanish_while_they_are_listed_are_ignored(tmp_path, monkeypatch):
-    """Dangling links, and a run that is removed between the listing and the look at its files."""
+    """Dangling links, and a run that is removed after the listing."""
     monkeypatch.chdir(tmp_path)
     for name in ("kept", "links", "removed"):
         (tmp_path / "log" / name).mkdir(parents=True)
@@ -158,7 +158,7 @@ def test_runs_that_vanish_while_they_are_listed_are_ignored(tmp_path, monkeypatc
     assert read_log.find_runs([]) == [Path("log/kept")]
 
 
-SEEN_BY = {  # linear RGB as people with all cones, or without one kind, see it (Machado et al. 2009)
+SEEN_BY = {  # linear RGB as seen with all types of cones, or without one type (Machado et al. 2009)
     "all": "1 0 0 0 1 0 0 0 1",
     "protanopes": ".152286 1.052583 -.204868 .114503 .786281 .099216 -.003882 -.048116 1.051998",
     "deuteranopes": ".367322 .860646 -.227968 .280085 .672501 .047413 -.01182 .04294 .968881",
@@ -177,7 +177,7 @@ def linear(color):
 
 
 def cielab(color, who):
-    """CIELAB coordinates of a color as these people see it."""
+    """CIELAB coordinates of a color as seen with this color vision."""
     xyz = matrix(TO_XYZ)
     t = xyz @ np.clip(matrix(SEEN_BY[who]) @ linear(color), 0, 1) / xyz.sum(1)
     x, y, z = np.where(t > (6 / 29) ** 3, np.cbrt(t), t / (3 * (6 / 29) ** 2) + 4 / 29)
@@ -187,7 +187,7 @@ def cielab(color, who):
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("who", SEEN_BY)
 def test_colors_are_distinct_to_color_blind_readers(who, dark):
-    """The least visible CIELAB distance of two areas side by side is 2.3; thin lines need more."""
+    """The smallest visible CIELAB distance of adjacent areas is 2.3; thin lines need more."""
     for (a, one), (b, other) in itertools.combinations(zip(MEANINGS, COLORS[dark]), 2):
         distance = np.linalg.norm(cielab(one, who) - cielab(other, who))
         assert distance > 15, f"{a} and {b} to {who}: {distance}"
@@ -199,7 +199,7 @@ def curves(axes):
     return [(x, y) for x, y in found if len(x) and not (len(y) == 2 and y[0] == y[1])]
 
 
-def test_what_is_drawn(tmp_path, monkeypatch):
+def test_drawn_curves(tmp_path, monkeypatch):
     """Losses and scores of one run; losses of two, against tokens because their steps differ."""
     from matplotlib.figure import Figure
 

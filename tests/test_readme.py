@@ -1,4 +1,4 @@
-"""README.md, CONTRIBUTING.md and docs/: links, anchors, pictures, flags, tests they name are there."""
+"""README.md, CONTRIBUTING.md and docs/: links, anchors, pictures, flags and mentioned tests exist."""
 
 import importlib
 import json
@@ -9,6 +9,8 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 from conftest import ROOT
+
+from lab.config_file import RENAMED_FIELDS
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXT = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in PAGES}
@@ -24,7 +26,7 @@ def tags(text):
 
 
 def prose(text):
-    """Without fenced code and `code`, in which a bracket is no link."""
+    """The text without fenced code and `code`, where brackets are not links."""
     text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     return re.sub(r"`[^`\n]*`", lambda code: re.sub(r"\W", "", code[0]), text)
 
@@ -63,13 +65,13 @@ def broken_links(text, page):
 
 
 @pytest.mark.parametrize("name", TEXT)
-def test_links_lead_somewhere(name):
+def test_links_work(name):
     assert broken_links(TEXT[name], ROOT / name) == []
 
 
 @pytest.mark.parametrize("name", TEXT)
 def test_pictures_have_a_description_and_a_dark_variant(name):
-    assert "![" not in prose(TEXT[name]), "this form knows no dark variant"
+    assert "![" not in prose(TEXT[name]), "this form has no dark variant"
     pictures = [a for tag, a in tags(prose(TEXT[name])) if tag in ("source", "img")]
     for dark, light in zip(pictures[::2], pictures[1::2], strict=True):
         assert dark["media"] == "(prefers-color-scheme: dark)" and len(light["alt"]) >= 20
@@ -81,14 +83,24 @@ ENTRIES = re.split(r'^<a id="([\w-]+)"></a>$', LOG, flags=re.MULTILINE)[1:]
 ENTRIES = dict(zip(ENTRIES[::2], ENTRIES[1::2]))
 
 
-def test_every_entry_of_the_log_is_in_its_contents():
-    contents = re.findall(r"^- .*?\(#([\w-]+)\)", LOG.partition("\n## Entries\n")[0], re.MULTILINE)
-    assert ENTRIES.keys() <= set(contents)
+def test_contents_of_the_log_have_the_heading_and_date_of_each_entry():
+    lines = re.findall(
+        r"^- \[(.+)\]\(#([\w-]+)\) ([\d-]+): \S", LOG.partition("\n## Entries\n")[0], re.M
+    )
+    heading = re.compile(r"\s+### (.+)\n\n(\d{4}-\d\d-\d\d)")
+    there = [(name, *heading.match(text).groups()) for name, text in ENTRIES.items()]
+    assert sorted((name, title, date) for title, name, date in lines) == sorted(there)
+
+
+def test_the_log_has_todays_name_of_every_renamed_flag():
+    rows = [row for row in LOG.splitlines() if row.startswith("| `--")]
+    for old, new in RENAMED_FIELDS.items():
+        assert any(f"`--{old}`" in row and f"`--{new}`" in row for row in rows), old
 
 
 @pytest.mark.parametrize("name", ENTRIES)
 def test_entries_of_the_log_are_short(name):
-    """At most 200 words and one table or figure, besides what is folded."""
+    """At most 200 words and one table or figure, without folded parts."""
     text = re.sub(r"<details>.*?</details>", "", ENTRIES[name], flags=re.DOTALL)
     tables = len(re.findall(r"^\|[-| :]+\|$", text, re.MULTILINE))
     figures = text.count("<img ")
@@ -98,28 +110,28 @@ def test_entries_of_the_log_are_short(name):
 
 
 def test_readme_is_short():
-    assert len(README.encode()) <= 20480
+    assert len(README.encode()) <= 14336  # about five screens of 1440 x 900
     code = re.findall(r"^```\w+\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
     assert max(len(line) for block in code for line in block.splitlines()) <= 97  # 830 pixels wide
 
 
 def commands(text):
-    """The commands of the fenced sh blocks, in order, as words."""
+    """The commands in fenced sh blocks, in order, as lists of words."""
     blocks = re.findall(r"^```sh\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
     lines = [re.sub(r"(^|\s)#.*", "", line) for block in blocks for line in block.splitlines()]
     return [shlex.split(line.replace("$'", "'")) for line in lines if line.strip()]
 
 
 def flags_of(module, argv, capsys):
-    """The flags that --help of a program names."""
+    """The flags in the --help of a program."""
     with pytest.raises(SystemExit) as end:
         importlib.import_module(module).main([*argv, "--help"])
     said = capsys.readouterr().out
-    assert not end.value.code and "None" not in said, "which nobody can type"
+    assert not end.value.code and "None" not in said, "a default that cannot be typed"
     return set(re.findall(r"--\w+", said))
 
 
-def test_flags_and_files_are_there(capsys, monkeypatch):
+def test_flags_and_files_exist(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     train, used = flags_of("train_gpt2", [], capsys), {}
     for words in [c for text in TEXT.values() for c in commands(text)]:
@@ -133,7 +145,7 @@ def test_flags_and_files_are_there(capsys, monkeypatch):
             used[program] = used.get(program, set()) | flags
     there = {program: flags_of(program[0], program[1:], capsys) for program in used}
     for program, flags in used.items():
-        more = train if program[-1] == "plan" else set()  # it understands those of a run too
+        more = train if program[-1] == "plan" else set()  # it also accepts the flags of training
         assert flags <= more | there[program], program
     known = {"--help", "--index"}.union(train, *there.values())  # pip's --index-url
     for name in ("README.md", "docs/RUNS.md", "docs/DATA.md"):
@@ -142,7 +154,7 @@ def test_flags_and_files_are_there(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/FAULTS.md"])
-def test_the_tests_that_a_page_names_are_there(page):
+def test_mentioned_tests_exist(page):
     file, missing = "", []
     for path, name in re.findall(r"`(tests/\w+\.py)?::(\w+)`", TEXT[page]):
         file = path or file
@@ -151,7 +163,7 @@ def test_the_tests_that_a_page_names_are_there(page):
     assert file and not missing
 
 
-def test_nobody_is_sent_to_a_file_that_is_not_there():
+def test_mentioned_files_exist():
     for name, text in TEXT.items():
         for path in re.findall(r"`((?:lab|bench|tests|docs|readme\.assets)/[\w./]+)`", text):
             old = name == "docs/LOG.md"  # an entry's commands are those of its commit

@@ -1,4 +1,4 @@
-"""lab report: numbers, curves, two runs compared; the page fetches nothing and runs no logged text."""
+"""lab report: numbers, curves, comparison of two runs; the page loads nothing and runs no logged text."""
 
 import json
 import math
@@ -18,7 +18,7 @@ VOID = ("meta", "input", "br")
 
 
 def write_run(folder, lines, **changed):
-    """Make a run directory with a log and a config.json."""
+    """Create a run directory with a log and a config.json."""
     write_log(folder, lines)
     (folder / "config.json").write_text(json.dumps({"model": MODEL, "train": TRAIN | changed}))
     return folder
@@ -53,7 +53,7 @@ class Page(HTMLParser):
             self.inside.append(tag)
 
     def handle_endtag(self, tag):
-        assert self.inside.pop() == tag, f"</{tag}> closes something else"
+        assert self.inside.pop() == tag, f"</{tag}> closes another element"
 
     def handle_data(self, data):
         inside = self.inside[-1] if self.inside else ""
@@ -91,6 +91,41 @@ def test_contents_of_the_page(tmp_path):
     Page(again).shows("still running or killed")
 
 
+def blimp(step, acc, **phenomena):
+    return dict(kind="blimp", step=step, time=0.0, acc=acc, acc_stderr=0.01) | phenomena
+
+
+def test_blimp_by_phenomenon(tmp_path, monkeypatch):
+    """In the page and in the plot, against tokens; with two runs only the total."""
+    from matplotlib.figure import Figure
+
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, out: drawn.append(self))
+    lines = [blimp(0, 0.5, binding=0.45, npi_licensing=0.2), blimp(400, 0.6, binding=0.7)]
+    run = write_run(tmp_path / "r", timed([*RUN, *lines]))
+    page = Page(run)
+    page.shows("BLiMP accuracy 0.6000 ± 0.0196, step 400")
+    assert page.curve("blimp", "accuracy") == ([0, 400], [0.5, 0.6])
+    assert page.figures["blimp"]["levels"] == {
+        "guessing 0.5": 0.5,
+        "n-gram 0.612": 0.6124,
+        "LSTM 0.698": 0.6981,
+    }
+    curves = {curve["name"]: curve for curve in page.figures["phenomena"]["curves"]}
+    assert curves.keys() == {"binding", "NPI licensing"}
+    assert curves["binding"]["y"] == [0.45, 0.7]
+    assert curves["binding"]["positions"]["tokens"] == [0, 400 * 8192]
+    plot.draw([run], "x.png")
+    *_, cells, _ = drawn[0].axes
+    assert [text.get_text() for text in cells.get_yticklabels()] == ["binding", "NPI licensing"]
+    assert cells.collections[0].get_array().filled(-1).tolist() == [[0.45, 0.7], [0.2, -1]]
+    assert drawn[0].axes[-1].get_xlabel() == "tokens"
+    both = Page(run, write_run(tmp_path / "s", timed([*RUN, *lines])))
+    assert "blimp" in both.figures and "phenomena" not in both.figures
+    plot.draw([run, tmp_path / "s"], "x.png")
+    assert len(drawn[1].axes) == len(drawn[0].axes) - 1
+
+
 def shaded(step, *texts):
     """A samples record with the probabilities of the first text's tokens."""
     likeliest = [[1, '"c"', 0.5], [2, '"d"', 0.25]]
@@ -120,7 +155,7 @@ def test_a_log_alone_and_a_damaged_configuration(tmp_path):
     """A copied log, like those in readme.assets/runs, is shown under its file's name."""
     log = write_log(tmp_path, [*RUN, sample(400, "alone")]) / "log.jsonl"
     page = Page(log.rename(tmp_path / "kept.jsonl"))
-    page.shows("no config.json beside the log of kept", "alone")
+    page.shows("no config.json for the log of kept", "alone")
     run = write_run(tmp_path / "r", RUN)
     # the config.json beside a log.jsonl belongs to it
     assert report.read_run(run / "log.jsonl", "r").train == TRAIN
@@ -149,7 +184,7 @@ def test_the_page_fetches_nothing(tmp_path):
     assert rules.startswith("default-src 'none';") and "http" not in rules
     nonces = [a["nonce"] for tag, a in page.tags if tag == "script" and "type" not in a]
     assert len(nonces) == 2 and nonces[0] == nonces[1] and f"'nonce-{nonces[0]}'" in rules
-    assert nonces[0] not in Page(write_run(tmp_path, RUN)).text, "it is new for each page"
+    assert nonces[0] not in Page(write_run(tmp_path, RUN)).text, "each page has a new one"
 
 
 def test_text_from_a_log_is_never_code(tmp_path):
@@ -207,7 +242,7 @@ def test_watch_updates_the_page_until_the_run_ends(tmp_path, monkeypatch, capsys
 
 
 def test_missing_values_are_a_dash(tmp_path):
-    """Values that one of two runs lacks, null, and NaN in an older log."""
+    """Values missing in one of two runs, null, and NaN in an older log."""
     a = [start(unigram=None), *RUN[1:], hella(400, 0.301)]
     a = write_run(tmp_path / "a", a, seed=None)
     older = [start(unigram=math.nan), val(400, 1.5), val(401, math.nan), train(400, 2.0)]

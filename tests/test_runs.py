@@ -1,4 +1,4 @@
-"""A run's folder: what goes into it and is read back; resuming to the bit; what is measured when."""
+"""The run directory: its contents; bit-equal resuming; when a run is saved and evaluated."""
 
 import json
 import os
@@ -30,34 +30,36 @@ from lab.trainer.run_dir import find_run_to_resume, newest_run
 from lab.trainer.signals import SignalHandler
 from train_gpt2 import GPTConfig, TrainConfig
 
-# made by that commit's trainer, export and shards
+# made by the trainer and the export of that commit
 OLD = Path(__file__).parent / "fixtures" / "a3954dc"
 GPT2 = "train_gpt2.py:Trainer"
 
-# ------------------------------------------------------------------------------ going on to the bit
+# --------------------------------------------------------------------------------- bit-equal resuming
 
 
-def test_twenty_steps_are_ten_and_resume_and_ten(run_train, tmp_path):
-    """The real command three times, and what a run leaves behind."""
+def test_resumed_run_equals_an_uninterrupted_one(run_train, tmp_path):
+    """With the real command; also checks the files of a run."""
     whole = run_train("--max_steps", 20, "--checkpoint_every", 10, "--run_name", "whole")
     first = run_train("--max_steps", 10, "--checkpoint_every", 10)
     second = run_train("--resume", "--max_steps", 20)
     assert [r.returncode for r in (whole, first, second)] == [0, 0, 0], whole.stderr + second.stderr
     a, b = (read_run(tmp_path / "log" / name) for name in ("whole", "r"))
     assert a.losses == b.losses and len(a.losses) == 20
-    assert [e["step"] for e in of_kind(b, "train")] == list(range(1, 21)), "appended, nothing twice"
+    assert [e["step"] for e in of_kind(b, "train")] == list(range(1, 21)), (
+        "appended, without duplicates"
+    )
     assert not differing_parts(a.checkpoints[20], b.checkpoints[20])
     assert not equal_bits(a.checkpoints[10]["model"], a.checkpoints[20]["model"])
-    torch.load(a.dir / "model_000020.pt", weights_only=True)  # it holds plain values alone
+    torch.load(a.dir / "model_000020.pt", weights_only=True)  # it contains only plain values
     assert a.events[0]["kind"] == "start" and a.events[-1]["reason"] == "done"
     assert (a.dir / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert {p.name for p in tmp_path.iterdir()} == {"data", "log"}, "all it writes is in its folder"
+    assert {p.name for p in tmp_path.iterdir()} == {"data", "log"}, "it writes only to its folder"
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_resuming_changes_nothing_of_a_hard_case(tmp_path, shards, monkeypatch, optimizer):
-    """Documents aligned and masked, a shuffled stream that wraps in mid-step, a checkpoint off the
-    end of an epoch, and a model that draws in training, as with dropout."""
+def test_resuming_a_complex_run_is_bit_equal(tmp_path, shards, monkeypatch, optimizer):
+    """Aligned and masked documents, a shuffled stream that wraps within a step, a checkpoint that is not at
+    the end of an epoch, and dropout."""
     real = train_gpt2.MLP.forward
     monkeypatch.setattr(train_gpt2.MLP, "forward", lambda *a: torch.dropout(real(*a), 0.5, True))
     settings = dict(align_documents=True, total_batch_size=192, schedule="wsd", decay_steps=9,
@@ -71,21 +73,21 @@ def test_resuming_changes_nothing_of_a_hard_case(tmp_path, shards, monkeypatch, 
 
 
 @pytest.mark.parametrize("every", [7, 0])
-def test_a_run_that_goes_on_knows_the_best_of_what_it_ended_with(tmp_path, shards, every):
-    """Its last checkpoint came before its last measurement."""
+def test_resumed_run_validates_its_last_step_again(tmp_path, shards, every):
+    """The last checkpoint was saved before the last validation, so its best_val does not include it."""
     how = dict(checkpoint_every=7, val_every=7, total_batch_size=64)
     first = train_here(tmp_path, shards, "r", max_steps=5, **how)
     on = dict(resume=True, lr=1.0, warmup_steps=0, schedule="constant")
     train_here(tmp_path, shards, "r", max_steps=7, **how | on | dict(val_every=every))
-    assert not list(first.dir.glob("*.part")), "the best was measured again"
+    assert not list(first.dir.glob("*.part")), "model_best.pt was linked again"
     rest = train_here(tmp_path, shards, "r", max_steps=8, **how | on)
-    assert rest.val[8] > first.val[5], "a high rate has made it worse"
+    assert rest.val[8] > first.val[5], "the high learning rate increased the loss"
     assert read_checkpoint(rest.dir / "model_best.pt")["step"] == 5
     assert rest.checkpoints[8]["best_val"] == first.val[5]
 
 
-@pytest.mark.parametrize("max_steps", [400, 100])  # soon, or where it was the last one
-def test_a_checkpoint_that_failed_ends_the_run(tmp_path, shards, monkeypatch, max_steps):
+@pytest.mark.parametrize("max_steps", [400, 100])  # with and without a later checkpoint
+def test_failed_checkpoint_ends_the_run(tmp_path, shards, monkeypatch, max_steps):
     def full(*_):
         raise UserError("the disk is full")
 
@@ -97,18 +99,29 @@ def test_a_checkpoint_that_failed_ends_the_run(tmp_path, shards, monkeypatch, ma
     assert 100 <= of_kind(read_run(tmp_path / "r"), "train")[-1]["step"] < 200
 
 
-def test_the_flag_of_the_document_mask_does_something(tmp_path, shards):
+def test_document_mask_flag_has_an_effect(tmp_path, shards):
     losses = [train_here(tmp_path, shards, str(mask), max_steps=1, model=dict(document_mask=mask)).losses
               for mask in (True, False)]  # fmt: skip
     assert losses[0] != losses[1]
 
 
-def test_a_run_made_by_commit_a3954dc_goes_on(tmp_path):
-    """With fields that there are no more, as far as the order of sums allows."""
+ONE_MATRIX = """import sys, train_gpt2
+class OneMatrix(train_gpt2.CausalSelfAttention):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.c_attn.weight.num_matrices = 1
+train_gpt2.CausalSelfAttention = OneMatrix
+train_gpt2.run_main(train_gpt2.main)
+"""
+
+
+def test_run_of_commit_a3954dc_can_be_resumed(tmp_path):
+    """Its config has fields that no longer exist. Losses agree as far as the order of sums allows, if
+    Muon treats c_attn as one matrix, as it did then."""
     shutil.copytree(OLD, tmp_path, dirs_exist_ok=True)
-    done = run_python(ROOT / "train_gpt2.py", "--resume", cwd=tmp_path)
+    done = run_python("-c", ONE_MATRIX, "--resume", cwd=tmp_path, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr
-    assert "(ignored, as this version has no such settings: cross_entropy, fused" in done.stdout
+    assert "(ignored, unknown to this version: cross_entropy, fused" in done.stdout
     run = read_run(tmp_path / "log" / "old")
     losses = 5.331153869628906, 5.341618537902832, 5.313250541687012, 5.304826736450195
     norms = 0.7903231978416443, 0.8260146379470825, 0.91800457239151, 0.8725777268409729
@@ -118,13 +131,13 @@ def test_a_run_made_by_commit_a3954dc_goes_on(tmp_path):
     assert run.checkpoints[14]["program"]["trainer"] == GPT2
 
 
-# ---------------------------------------------------------------------------- what is measured when
+# --------------------------------------------------------------------------- saving and evaluation
 
 
-def test_a_checkpoint_is_the_state_before_its_step_is_measured(tmp_path, shards):
-    """Step 0 is measured and never saved; the best is a validation at a step that is on disk."""
+def test_checkpoint_is_saved_before_its_step_is_evaluated(tmp_path, shards):
+    """Step 0 is evaluated but never saved; the best validation is one of a saved step."""
     val = np.load(shards / "x_val_000000.npy")
-    unseen = np.where(val < 100, val + 100, val)  # training never shows these: the loss only rises
+    unseen = np.where(val < 100, val + 100, val)  # never seen in training, so the loss only rises
     np.save(shards / "x_val_000000.npy", unseen.astype(np.uint16))
     settings = dict(val_every=2, sample_every=4, sample_tokens=3, checkpoint_every=4, keep_last=2)
     run = train_here(tmp_path, shards, "r", max_steps=10, **settings)
@@ -137,7 +150,9 @@ def test_a_checkpoint_is_the_state_before_its_step_is_measured(tmp_path, shards)
         8: ["train", "val", "sample", "checkpoint"],
         10: ["train", "val", "sample", "checkpoint", "end"],
     }  # fmt: skip
-    assert run.val[0] < run.val[2] < run.val[4] < run.val[10], "without the rule another is best"
+    assert run.val[0] < run.val[2] < run.val[4] < run.val[10], (
+        "step 0 has the lowest loss, but is not saved"
+    )
     names = sorted(p.name for p in run.dir.glob("model_*"))
     assert names == ["model_000008.pt", "model_000010.pt", "model_best.pt"]
     again = train_here(tmp_path, shards, "r", max_steps=12, resume=True, **settings)
@@ -146,7 +161,7 @@ def test_a_checkpoint_is_the_state_before_its_step_is_measured(tmp_path, shards)
 
 
 def stopping(monkeypatch, at):
-    """SIGTERM at the `at`-th look between two batches of a measurement."""
+    """Send SIGTERM at the `at`-th check between batches of an evaluation."""
     real, calls = SignalHandler.check, []
 
     def check(self):
@@ -160,7 +175,7 @@ def stopping(monkeypatch, at):
 
 @pytest.mark.parametrize("every", [3, 1000])
 @pytest.mark.parametrize("step, at", [(3, 8), (6, 13)])  # five batches at each of the steps 0, 3, 6
-def test_a_stop_in_mid_validation_saves_and_is_measured_again(
+def test_stop_during_validation_saves_and_resuming_validates_again(
     tmp_path, shards, monkeypatch, every, step, at
 ):
     settings = dict(
@@ -171,7 +186,7 @@ def test_a_stop_in_mid_validation_saves_and_is_measured_again(
     stopped = train_here(tmp_path, shards, "r", **settings)
     monkeypatch.undo()
     assert stopped.status == 75 and stopped.events[-1]["reason"] == "SIGTERM"
-    assert list(stopped.val) == list(range(0, step, 3)), "nothing half-measured is logged"
+    assert list(stopped.val) == list(range(0, step, 3)), "incomplete evaluations are not logged"
     assert stopped.checkpoints[step]["step"] == step == max(stopped.checkpoints)
     run = train_here(tmp_path, shards, "r", resume=True, **settings)
     assert run.status == 0 and run.val == whole.val and run.losses == whole.losses
@@ -184,8 +199,8 @@ def test_a_stop_in_mid_validation_saves_and_is_measured_again(
         assert run.checkpoints[6]["best_val"] == run.val[3]
 
 
-def test_a_stop_before_the_first_update_leaves_nothing(tmp_path, shards, monkeypatch):
-    """The same command begins again."""
+def test_stop_before_the_first_update_saves_nothing(tmp_path, shards, monkeypatch):
+    """The same command starts again."""
     settings = dict(max_steps=3, val_every=3)
     whole = train_here(tmp_path, shards, "whole", **settings)
     stopping(monkeypatch, at=2)
@@ -198,14 +213,18 @@ def test_a_stop_before_the_first_update_leaves_nothing(tmp_path, shards, monkeyp
         resolve_source("r", tmp_path)
     again = train_here(tmp_path, shards, "r", **settings)
     assert again.losses == whole.losses and len(of_kind(again, "start")) == 1
-    assert len(list(again.dir.glob("events.out.tfevents.*"))) == 1, "what was begun before has gone"
+    assert len(list(again.dir.glob("events.out.tfevents.*"))) == 1, (
+        "files of the first start are deleted"
+    )
     with pytest.raises(UserError, match="r belongs to another run; pass --resume to continue it"):
         train_here(tmp_path, shards, "r", **settings)
 
 
 @pytest.mark.parametrize("name", ["", "SIGTERM"])
-def test_a_bad_step_is_not_saved_but_what_was_begun_before(tmp_path, shards, monkeypatch, name):
-    """Also where a signal asks for a checkpoint of it."""
+def test_nonfinite_step_is_not_saved_but_an_earlier_checkpoint_is_completed(
+    tmp_path, shards, monkeypatch, name
+):
+    """Even if a signal asks for a checkpoint of that step."""
     save, watch = checkpoint.save_checkpoint, HealthMonitor.record
 
     def bad(self, losses):
@@ -222,17 +241,17 @@ def test_a_bad_step_is_not_saved_but_what_was_begun_before(tmp_path, shards, mon
     assert list(read_run(tmp_path / "r").checkpoints) == [2]
 
 
-# --------------------------------------------------------------------------------------- the folder
+# ------------------------------------------------------------------------------------ run directory
 
 
-def test_a_run_that_goes_on_is_not_resumed_by_another_process(tmp_path, start_training, run_train):
-    """Killed, it holds nothing."""
+def test_active_run_is_not_resumed_by_another_process(tmp_path, start_training, run_train):
+    """After a kill, the lock is free."""
     process = start_training("--checkpoint_every", 20, "--keep_last", 1000)
     config = tmp_path / "log" / "r" / "config.json"
     wait_for_steps(process, config.parent, 41)
     before, again = config.read_text(), run_train("--resume", "--max_steps", 1000001)
     assert again.returncode == 2 and process.poll() is None and config.read_text() == before
-    assert "r is in use by a run that is still going; stop that" in again.stderr
+    assert "r is in use by a run that is still running; stop that" in again.stderr
     process.kill()
     process.wait()
     step = max(read_run(config.parent).checkpoints)
@@ -255,7 +274,7 @@ def test_missing_fields_get_defaults_and_wrong_types_are_named(tmp_path):
             read_config(tmp_path, GPTConfig, TrainConfig)
 
 
-def test_the_run_that_goes_on_is_the_named_one_or_the_programs_that_saved_last(tmp_path):
+def test_resume_selects_the_named_run_or_the_programs_newest(tmp_path):
     for age, name in enumerate(("of_bert", "newest", "older", "oldest")):
         (tmp_path / name).mkdir()
         config = tmp_path / name / "config.json"
@@ -275,7 +294,7 @@ def test_the_run_that_goes_on_is_the_named_one_or_the_programs_that_saved_last(t
         find_run_to_resume(tmp_path, "log/x", GPT2)
     with pytest.raises(UserError, match="x has no config.json to resume from"):
         find_run_to_resume(tmp_path, "x", GPT2)
-    os.utime(tmp_path / "newest" / "config.json")  # newer than its checkpoint, which it has
+    os.utime(tmp_path / "newest" / "config.json")  # newer than its own checkpoint
     (tmp_path / "begun").mkdir()
     (tmp_path / "begun" / "config.json").write_text("{}")
     with pytest.raises(UserError, match="begun is newer and has no checkpoint.*--run_name newest$"):
@@ -286,8 +305,8 @@ def test_the_run_that_goes_on_is_the_named_one_or_the_programs_that_saved_last(t
 # -------------------------------------------------------------------------------------- checkpoints
 
 
-def test_a_checkpoint_is_whole_or_not_there_and_copies_stay(tmp_path):
-    """Those that stay are the newest by their numbers, whatever the order of their names."""
+def test_checkpoints_are_atomic_and_copies_are_kept(tmp_path):
+    """Those that are kept are the newest by step, not by name."""
     (tmp_path / "model_000005_keep.pt").write_text("")
     for step in (999_998, 999_999, 1_000_000):
         checkpoint.save_checkpoint(tmp_path, step, {"step": step}, keep_last=2)
@@ -296,8 +315,8 @@ def test_a_checkpoint_is_whole_or_not_there_and_copies_stay(tmp_path):
     assert {p.name for p in tmp_path.iterdir()} == names
 
 
-def test_a_kill_leaves_the_older_checkpoint_and_the_older_best(tmp_path, monkeypatch):
-    """Nothing is taken away, and nothing has its name, before what takes its place is whole."""
+def test_kill_during_a_save_keeps_the_previous_checkpoint_and_best(tmp_path, monkeypatch):
+    """Old files are deleted, and new ones get their names, only when the new ones are complete."""
 
     def killed_at(call, what, *args):
         with monkeypatch.context() as patch, pytest.raises(SystemExit):
@@ -318,8 +337,8 @@ def test_a_kill_leaves_the_older_checkpoint_and_the_older_best(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("how", ["adamw", "muon"])
-def test_what_a_thread_writes_is_the_state_when_it_was_asked_to(tmp_path, shards, monkeypatch, how):
-    """Though updates change the weights before it is written. The tied head is written once."""
+def test_async_checkpoint_has_the_state_at_the_time_of_save(tmp_path, shards, monkeypatch, how):
+    """Although updates change the weights before it is written. The tied head is saved once."""
     sizes = dict(total_batch_size=128, batch_size=4, seq_len=16, compile=False)
     cfg = TrainConfig(data=str(shards), log_dir=str(tmp_path), optimizer=how, **sizes)
     run = train_gpt2.build_trainer(GPTConfig(**TINY_MODEL), cfg, World("cpu"))
@@ -341,7 +360,7 @@ def test_what_a_thread_writes_is_the_state_when_it_was_asked_to(tmp_path, shards
 
 
 @pytest.mark.parametrize("cut", [0, 100])
-def test_resuming_passes_over_a_damaged_checkpoint_and_says_so(tmp_path, shards, capsys, cut):
+def test_resuming_skips_a_damaged_checkpoint_with_a_message(tmp_path, shards, capsys, cut):
     """One with another byte, which torch.load reads without a word, or one that is cut short. With
     --keep_last 1 its name alone would otherwise make it the one that is kept."""
     whole = train_here(tmp_path, shards, "r", max_steps=6, checkpoint_every=2)
@@ -355,7 +374,7 @@ def test_resuming_passes_over_a_damaged_checkpoint_and_says_so(tmp_path, shards,
     assert equal_bits(model.state_dict(), whole.checkpoints[4]["model"])
     assert "trying model_000004.pt\n" in said.err
     with pytest.raises(UserError, match="model_000006.pt is damaged"):
-        load_model(str(newest))  # by its name
+        load_model(str(newest))  # by the name of the run
     rest = train_here(tmp_path, shards, "r", resume=True, max_steps=5, keep_last=1)
     said = capsys.readouterr()
     assert "model_000006.pt is damaged (" in said.err and "trying model_000004.pt\n" in said.err
@@ -374,7 +393,7 @@ def test_checkpoints_without_settings_are_somebody_elses(tmp_path, shards):
 
 
 def test_checkpoints_of_wrong_structure_are_refused(tmp_path, shards):
-    """Their checksums are right. A fused kernel would read beyond the end of a small moment."""
+    """Their checksums are right. A fused kernel would read beyond the end of a moment that is too small."""
     run = train_here(tmp_path, shards, "r", max_steps=1)
     small = {"step": torch.tensor(1.0), "exp_avg": torch.zeros(1), "exp_avg_sq": torch.zeros(1)}
     for place, value in (
@@ -392,15 +411,15 @@ def test_checkpoints_of_wrong_structure_are_refused(tmp_path, shards):
         (tmp_path / "x").mkdir(exist_ok=True)
         shutil.copy(run.dir / "config.json", tmp_path / "x")
         torch.save(changed, tmp_path / "x" / "model_000001.pt")
-        said = "weights with --init_from|another model"
+        said = "weights with --init_from|different model"
         with pytest.raises(UserError, match=said):
             train_here(tmp_path, shards, "x", resume=True, max_steps=2)
 
 
-def test_what_does_not_fit_a_run_is_refused(tmp_path, shards):
+def test_checkpoints_that_do_not_fit_the_run_are_refused(tmp_path, shards):
     train_here(tmp_path, shards, "r", max_steps=1)
     for changed, said in (
-        (dict(model=dict(n_layer=1)), r"is another model: n_layer=2 \(here 1\); pass --n_layer 2"),
+        (dict(model=dict(n_layer=1)), r"is a different model: n_layer=2 \(here 1\); pass --n_layer 2"),
         (dict(model=dict(vocab_size=300)), "pass --data with shards of its tokenizer"),
         (dict(model=dict(vocab_multiple=512)), "vocab_multiple=128 .here 512"),
         (dict(optimizer="muon"), "optimizer=muon cannot resume from .*000001.pt, whose optimizer is adamw"),

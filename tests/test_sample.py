@@ -1,4 +1,4 @@
-"""sample.py and lab/inference: the cache changes no token, characters are not split, the command."""
+"""sample.py and lab/inference: tokens with and without cache, incomplete characters, the command."""
 
 import html
 import io
@@ -41,7 +41,7 @@ def often_ending():
 
 
 def always(token, **changes):
-    """A model that gives one token almost all the probability, whatever the context."""
+    """A model that gives one token almost all the probability, for any context."""
     model = noisy_gpt(**changes)
     with torch.no_grad():
         wte = model.transformer.wte.weight
@@ -169,7 +169,7 @@ class ExtraParameter(GPT):
 
 
 def with_class(name, cls):
-    """A fresh GPT whose modules of one class are replaced by a subclass."""
+    """A new GPT in which the modules of one class are replaced by a subclass."""
     with mock.patch.object(train_gpt2, name, cls):
         return fresh_gpt()
 
@@ -203,8 +203,8 @@ CHANGED_MODELS = {
 
 
 @pytest.mark.parametrize("name", CHANGED_MODELS)
-def test_changed_model_is_not_taken_for_gpt2(name):
-    """CUDAGraphDecoder would ignore the change. The weights are fresh, which hides small changes."""
+def test_changed_model_is_not_recognized_as_gpt2(name):
+    """CUDAGraphDecoder would ignore the change. Initial weights hide small changes."""
     assert not computes_gpt2(CHANGED_MODELS[name]())
 
 
@@ -247,7 +247,7 @@ def test_sample_token_by_hand():
         (dict(top_p=0.69), [4 / 7, 0, 3 / 7, 0]),  # 0.4 does not reach 0.69, 0.4 + 0.3 does
         (dict(top_p=0.71), [0.4 / 0.95, 0, 0.3 / 0.95, 0.25 / 0.95]),
         (dict(top_p=1e-6), [1, 0, 0, 0]),
-        (dict(top_p=1e-50), [1, 0, 0, 0]),  # 0 in 32 bits
+        (dict(top_p=1e-50), [1, 0, 0, 0]),  # 0 in float32
         (dict(temperature=0), [1, 0, 0, 0]),
         # squares, normalized
         (dict(temperature=0.5), [0.16 / 0.315, 0.0025 / 0.315, 0.09 / 0.315, 0.0625 / 0.315]),
@@ -364,6 +364,12 @@ def test_samples_prompts_and_seeds(runs, monkeypatch, capfd):
     first, err = call(capfd, "ab")
     seed = err.split("seed ")[1].split("]")[0]  # printed, although it is random
     assert call(capfd, "ab", "--seed", seed)[0] == first != call(capfd, "ab")[0]
+    flags = "--max_new_tokens", 20, "--seed"
+    monkeypatch.setattr(sys, "stdin", io.StringIO("ab\nab\n"))  # each prompt has its own seed
+    out, err = call(capfd, *flags, 3)
+    third, fourth = (call(capfd, "ab", *flags, seed)[0] for seed in (3, 4))
+    assert out == third + fourth and third != fourth
+    assert re.findall(r"seed (\d+)", err) == ["3", "4"]
 
 
 def test_closed_stdout_ends_without_a_traceback(tmp_path, runs):
@@ -405,7 +411,7 @@ def test_wordpiece_model_is_refused(runs, tmp_path):
 
 
 def test_run_removed_while_runs_are_listed_is_no_traceback(runs, tmp_path, monkeypatch):
-    """Its directory or its checkpoint is gone when it is looked at."""
+    """Its directory or its checkpoint is missing when it is read."""
     real = Path.glob
 
     def glob(self, pattern):

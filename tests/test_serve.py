@@ -228,7 +228,7 @@ def test_chat_with_openais_client(server, client):
 
 
 def test_message_variants_are_normalized_or_refused(server):
-    """Role developer is system, text parts are joined; an error names what is refused."""
+    """Role developer becomes system, text parts are joined; other parts give an error."""
     plain = [dict(role="system", content="S"), dict(role="user", content="a\nb")]
     parts = [dict(type="text", text=text) for text in "ab"]
     other = [dict(role="developer", content="S"), dict(role="user", content=parts)]
@@ -261,7 +261,7 @@ def test_prompt_is_scored_and_an_alternative_token_can_be_continued(server):
     assert [taken[0]["id"], taken[0]["p"]] == pytest.approx([runner_up[0], runner_up[2]], rel=1e-3)
     ids = [256, *b"abc", *(piece["id"] for piece in first[:4]), runner_up[0]]
     assert [piece["id"] for piece in rest] == by_hand(server.model, ids, 10, temperature=0)[0]
-    longer = server.generate(**ask, answer=[97] * 200)[1]  # the window slides: its newer half stays
+    longer = server.generate(**ask, answer=[97] * 200)[1]  # the window keeps its newer half
     assert [p["id"] for p in longer] == by_hand(server.model, [97] * 64, 10, temperature=0)[0]
 
 
@@ -283,7 +283,7 @@ def test_oldest_messages_are_dropped_and_their_number_is_reported(server, client
 
 
 def test_chat_answer_ends_when_the_context_is_full(server):
-    """So that its question stays in the context. For a text, the window slides instead."""
+    """So that the question stays in the context. Without chat, the window slides instead."""
     hi, how = [dict(role="user", content="hi")], dict(temperature=0, max_tokens=300)
     ids, _ = truncate_chat(hi, BYTES, 128, 300)
     answer = server.generate(messages=hi, **how)[1]
@@ -485,7 +485,7 @@ def test_turns_are_fair_and_disconnected_clients_are_cancelled(server):
     with concurrent.futures.ThreadPoolExecutor(50) as threads:
         long = threads.submit(answer.read)
         server.generate(prompt="b", max_tokens=20)
-        assert not long.done(), "the short one waited for the long one"
+        assert not long.done(), "the short text waited for the long one"
         long.result()
         ask = dict(prompt="a", max_tokens=4000)
         # all at once: none may pass a check that another has passed but not acted on yet
@@ -541,7 +541,7 @@ def test_decode_step_and_reused_cache_change_no_token(monkeypatch, real):
 
 @pytest.mark.gpu
 def test_engine_decodes_interleaved_texts_on_a_gpu():
-    """Each cache has its own CUDA graph, so texts in turn do not mix."""
+    """Each cache has its own CUDA graph, so that texts do not mix."""
     model = noisy_gpt().cuda()
     engine = serve.Engine(model, BYTES, make_decode_step(model))
     prompts = [torch.randint(257, (1, n), device="cuda") for n in (3, 5, 8, 11)]
@@ -555,8 +555,8 @@ def test_engine_decodes_interleaved_texts_on_a_gpu():
     assert written == plain
 
 
-def test_out_of_memory_is_one_sentence_in_the_response():
-    """In each kind of response, and other errors stay what they are."""
+def test_out_of_memory_gives_one_sentence_in_the_response():
+    """In all kinds of responses; other errors are not changed."""
     pytest.importorskip("fastapi", reason="needs requirements-serve.txt")
     from lab.tools.serve_app import create_app
 
@@ -667,4 +667,4 @@ def test_chat_reports_what_does_not_fit(tmp_path, ask_sample):
     assert process.stdout == 2 * ("z" * (64 - len("_User: hi\n\nAssistant:")) + "\n")
     assert process.stderr.count("[cut: the model's context of 64 tokens is full]") == 2
     assert "the newest message takes 99 tokens" in process.stderr
-    assert process.stderr.count("[the oldest 2 messages no longer fit and are left out]") == 1
+    assert process.stderr.count("[the oldest 2 messages no longer fit and are dropped]") == 1

@@ -1,4 +1,4 @@
-"""Fine-tuning on conversations: the preset sft, and the chats that ship with the project."""
+"""Fine-tuning on conversations: the preset sft and examples/chats.jsonl."""
 
 import json
 

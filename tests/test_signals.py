@@ -1,4 +1,4 @@
-"""What ends a run early: Ctrl-C, SIGTERM, a closed terminal, kill -9, a reader that goes."""
+"""Signals: Ctrl-C, SIGTERM, a closed terminal, kill -9, a reader of the output that exits."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals of Linu
 
 
 def assert_saved_and_stopped(process, tmp_path, reason):
-    """The run ended for this reason, with its last step on disk."""
+    """Assert that the run ended for this reason, with its last step saved."""
     assert process.wait() == 75 and "Traceback" not in process.stderr, process.stderr
     run = read_run(tmp_path / "log" / "r")
     step = of_kind(run, "train")[-1]["step"]
@@ -27,8 +27,8 @@ def assert_saved_and_stopped(process, tmp_path, reason):
 
 
 @pytest.mark.parametrize("name, times", [("SIGTERM", 2), ("SIGINT", 1)])
-def test_a_signal_ends_the_run_after_its_step_saved(tmp_path, start_training, name, times):
-    """Also where SIGTERM comes twice: torchrun passes on one that its processes have had."""
+def test_signal_saves_and_stops_the_run_after_its_step(tmp_path, start_training, name, times):
+    """Even if SIGTERM arrives twice, because torchrun forwards one that its processes already got."""
     process = start_training()
     wait_for_steps(process, tmp_path / "log" / "r")
     for _ in range(times):
@@ -39,7 +39,7 @@ def test_a_signal_ends_the_run_after_its_step_saved(tmp_path, start_training, na
     assert re.search(said, process.stdout)
 
 
-def test_a_second_ctrl_c_stops_at_once(tmp_path, start_training):
+def test_second_ctrl_c_quits_immediately(tmp_path, start_training):
     patch = "train_gpt2.Trainer.train_step = lambda run: (print('now', flush=True), time.sleep(60))"
     process = start_training(program=driver(tmp_path, patch))
     wait_for(lambda: "now" in process.stdout, process)
@@ -52,7 +52,7 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path, start_training):
 
 @pytest.mark.parametrize("program", ["train_gpt2.py", "speedrun.py", "bert.py", "sample.py"])
 def test_ctrl_c_ends_a_program_that_imports_torch(tmp_path, program):
-    """Here an import that loses Python's exception, as torch's and numpy's may."""
+    """Here an import that swallows KeyboardInterrupt, as imports of torch and numpy may."""
     lost = "try:\n    print('now', flush=True); time.sleep(60)\nexcept KeyboardInterrupt:\n    pass"
     (tmp_path / "torch.py").write_text(f"import time\n{lost}")
     command = [sys.executable, ROOT / program]
@@ -64,12 +64,12 @@ def test_ctrl_c_ends_a_program_that_imports_torch(tmp_path, program):
     assert process.returncode == -signal.SIGINT
 
 
-def test_which_signals_are_heard_and_given_back():
+def test_signal_handlers_are_installed_and_restored():
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
     with SignalHandler(World()) as stop:
         os.kill(os.getpid(), signal.SIGHUP)
-        stop.check()  # nobody asked
+        stop.check()  # no signal yet
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(GracefulStop, match="SIGTERM"):
@@ -89,7 +89,7 @@ def replace(part, path):
 os.replace = replace"""
 
 
-def test_a_killed_run_leaves_whole_checkpoints_and_resumes(tmp_path, start_training, run_train):
+def test_killed_run_has_complete_checkpoints_and_resumes(tmp_path, start_training, run_train):
     """Killed while one is written, as training goes on until the next one, which waits. What is made
     again is the same to the bit."""
     process = start_training("--checkpoint_every", 4, program=driver(tmp_path, HANGS))
@@ -104,14 +104,14 @@ def test_a_killed_run_leaves_whole_checkpoints_and_resumes(tmp_path, start_train
     assert run_train("--resume", "--max_steps", 12).returncode == 0
     again = read_run(run.dir)
     assert sorted(again.checkpoints) == [8, 12] and again.losses[12:] == run.losses[4:]
-    assert again.events[: len(run.events)] == run.events, "nothing of the first part is lost"
+    assert again.events[: len(run.events)] == run.events, "the first part of the log is kept"
     assert [e["step"] for e in of_kind(again, "start")] == [0, 4]
     assert not list(run.dir.glob("*.part"))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="takes a terminal away as Linux does")
-def test_a_closed_terminal_ends_a_run_saved(tmp_path, start_training):
-    """As when ssh breaks off. SIGHUP comes from the terminal, and again from the shell."""
+def test_closed_terminal_saves_and_stops_the_run(tmp_path, start_training):
+    """As when an ssh connection breaks. SIGHUP is sent by the terminal and again by the shell."""
     import termios
 
     terminal, end = os.openpty()
@@ -127,7 +127,7 @@ def test_a_closed_terminal_ends_a_run_saved(tmp_path, start_training):
     assert_saved_and_stopped(process, tmp_path, "SIGHUP")
 
 
-def test_a_reader_that_goes_does_not_end_a_run(tmp_path, start_training):
+def test_run_continues_if_the_reader_of_its_output_exits(tmp_path, start_training):
     """As with `| head -1`."""
     os.mkfifo(pipe := tmp_path / "pipe")
     process = start_training("--max_steps", 20, "--val_every", 5, out=pipe)
@@ -138,7 +138,7 @@ def test_a_reader_that_goes_does_not_end_a_run(tmp_path, start_training):
     assert list(run.checkpoints) == [20] and run.events[-1]["reason"] == "done"
 
 
-def test_ctrl_c_that_ends_the_reader_too_saves_the_run(tmp_path, start_training):
+def test_ctrl_c_that_also_ends_the_reader_saves_the_run(tmp_path, start_training):
     """As with `2>&1 | tee`, where Ctrl-C goes to the whole group."""
     os.mkfifo(pipe := tmp_path / "pipe")
     process = start_training(out=pipe, err=pipe)

@@ -46,7 +46,7 @@ EVERYTHING = dict(bigram_rows=100, value_tables=2)
     "coefficients, low, high", [((NEWTON_SCHULZ,), 0.65, 1.21), (POLAR_EXPRESS, 0.84, 1.15)]
 )
 def test_newton_schulz_moves_singular_values_near_1(coefficients, low, high):
-    """Of the singular values above 0.0015 of the norm; the singular vectors stay."""
+    """Singular values above 0.0015 of the norm become about 1; singular vectors do not change."""
     u, v = (torch.linalg.qr(torch.randn(n, 40, dtype=torch.float64))[0] for n in (60, 40))
     s = torch.logspace(math.log10(0.0031), 0, 40, dtype=torch.float64)
     s /= s.norm()
@@ -80,7 +80,7 @@ def test_muon_step_equals_torchs(monkeypatch, shape, dtype):
 
 
 def plain_step(p, grad, momentum, rows, lr=0.1, beta=0.9, decay=0.2):
-    """NorMuon of one matrix by its formula, one row at a time."""
+    """NorMuon for one matrix by its formula, row by row."""
     momentum.mul_(beta).add_(grad, alpha=1 - beta)
     o = newton_schulz(grad * (1 - beta) + momentum * beta)
     new = torch.empty_like(o)
@@ -111,6 +111,23 @@ def test_batched_muon_step_equals_one_matrix_at_a_time():
             plain_step(*args)
         muon.step()
     assert max((a - b).abs().max() for a, b in zip(plain, stacked(params))) < 1e-5
+
+
+def test_a_parameter_of_three_matrices_moves_as_three_parameters():
+    fused = torch.nn.Parameter(torch.randn(24, 8))
+    fused.num_matrices = 3
+    apart = [torch.nn.Parameter(part.clone()) for part in fused.detach().chunk(3)]
+    one, three = Muon([fused], lr=0.1, weight_decay=0.1), Muon(apart, lr=0.1, weight_decay=0.1)
+    for _ in range(3):
+        fused.grad = torch.randn_like(fused)
+        for p, grad in zip(apart, fused.grad.chunk(3)):
+            p.grad = grad
+        one.step()
+        three.step()
+    assert (fused - torch.cat(apart)).abs().max() < 1e-6
+    block = train_gpt2.Block(train_gpt2.GPTConfig(1, 2, 8, 8, vocab_size=257), layer=0)
+    counts = [getattr(p, "num_matrices", 1) for p in block.parameters() if p.dim() == 2]
+    assert counts == [3, 1, 1, 1], "c_attn holds q, k and v"
 
 
 TWO = f"""import sys
@@ -176,7 +193,7 @@ def test_attention_scores_depend_only_on_distance_and_direction():
     one, two = (speedrun.rotation(torch.tensor([place]), 16) for place in (1, 2))
     twice = speedrun.rotate(speedrun.rotate(q, one), one)  # (two reflections would cancel out)
     assert torch.allclose(twice, speedrun.rotate(q, two), atol=1e-5)
-    still = torch.tensor(4 * [False] + 4 * [True])  # of the pairs of channels, half do not turn
+    still = torch.tensor(4 * [False] + 4 * [True])  # half of the pairs of channels do not rotate
     assert ((turns[1][0] == 1).all(0) == still).all() and ((turns[1][1] == 0).all(0) == still).all()
     for normed in (True, False):
         model, idx = tiny_model(qk_norm=normed), torch.randint(VOCAB, (1, 12))
@@ -228,7 +245,7 @@ def test_initial_loss_is_uniform_and_pad_rows_stay_zero():
     params = [p for group in optimizer.param_groups for p in group["params"]]
     assert len(params) == len(set(params)) and set(params) == set(model.parameters())
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    for _ in range(6):  # weights behind others that start at 0 learn a step later
+    for _ in range(6):  # weights before matrices that start at 0 learn one step later
         model(x, x)[1].backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -266,7 +283,7 @@ def test_optimizers_follow_the_settings():
         assert {(g["betas"], g["eps"]) for g in adamw.param_groups} == {((0.7, 0.9), 1e-9)}
     cfg.optimizer = "adamw"
     blocks = speedrun.make_optimizer(tiny_model(), cfg, world).param_groups[0]
-    assert blocks["lr"] == pytest.approx(0.03 / 32**0.5)  # entries of an orthogonal 32 x 32
+    assert blocks["lr"] == pytest.approx(0.03 / 32**0.5)  # RMS of an orthogonal 32 x 32 matrix
     cfg.optimizer = "muon"
     theirs = train_gpt2.make_optimizer(tiny_model(), cfg, world)  # the trainer's and bert.py's
     assert theirs.parts[0].world is world
@@ -359,7 +376,7 @@ def test_resumed_run_equals_uninterrupted_one_and_tools_read_it(tmp_path, run_sp
     for command, status, words in (
         ("sample.py ab --max_new_tokens 5 --model log/r", 0, "ab"),
         ("hellaswag.py --data h.jsonl --device cpu --json --model log/r", 0, '"count": 1'),
-        ("lab export --out o log/r", 2, "is no GPT-2"),
+        ("lab export --out o log/r", 2, "is not a GPT-2 or BERT"),
     ):
         program, *flags = command.split()
         done = run_python(ROOT / program, *flags, cwd=tmp_path)
@@ -374,7 +391,7 @@ def test_resumed_run_equals_uninterrupted_one_and_tools_read_it(tmp_path, run_sp
         and "try 256, or pass --batch_warmup_steps 0" in uneven
     )
     other = run_speedrun(*begin, "--bigram_rows", 50, "--run_name", "w", status=2)
-    assert "is another model: bigram_rows=100 (here 50); pass --bigram_rows 100" in other
+    assert "is a different model: bigram_rows=100 (here 50); pass --bigram_rows 100" in other
     said = run_speedrun("--resume", "--max_steps", 7, "--checkpoint_every", 0)
     assert "checkpoint_every=0, so the steps after 6 are not saved\n" in said
     other = run_speedrun("--resume", "--max_steps", 7, "--no_qk_norm", "--tied", status=2)
@@ -407,7 +424,7 @@ def in_process(tmp_path, shards, model=(), **settings):
     return speedrun.build_trainer(model_config, TrainConfig(**base | settings), World("cpu"))
 
 
-def test_each_difference_can_be_switched_off(tmp_path, shards):
+def test_each_difference_can_be_turned_off(tmp_path, shards):
     """The model trains with each flag on and off, and each flag changes the losses."""
 
     def losses(model=(), **settings):
@@ -476,12 +493,12 @@ def test_times_targets_and_intervals_match_a_hand_calculation(bench):
 
 
 @pytest.mark.parametrize("flags", ["--steps -3", "--seconds inf", "--steps 2 --gpus 0", ""])
-def test_race_without_a_length_is_refused(bench, flags):
-    with pytest.raises(UserError, match="must be 1 or more|exactly one must be above 0"):
+def test_comparison_without_a_length_is_refused(bench, flags):
+    with pytest.raises(UserError, match="must be 1 or more|exactly one of .* must be above 0"):
         bench.main(["--scale", "laptop", *flags.split()])
 
 
-def test_finished_races_are_reused_and_compared_by_seed(bench, tmp_path, monkeypatch, capsys):
+def test_finished_runs_are_reused_and_compared_by_seed(bench, tmp_path, monkeypatch, capsys):
     """A short run converts seconds to steps. A finished run is not repeated, unless it used other flags
     under the same recipe name. A run that fails does not end the others. A recipe whose loss is higher
     than speedrun.py's for the same seeds has a positive difference."""
@@ -515,7 +532,7 @@ def test_finished_races_are_reused_and_compared_by_seed(bench, tmp_path, monkeyp
     )
     runs = [(r, s, *how) for s in (1, 2, 3) for r in ("speedrun", "muon")
             for how in ((30, False), (80, True))]  # fmt: skip
-    assert made == runs, "20 s of 250 ms are 80 steps, and seeds 1 and 2 were there the second time"
+    assert made == runs, "20 s of 250 ms are 80 steps; seeds 1 and 2 were not repeated"
     assert [row.split()[:4] for row in rows[1:]] == [
         [r, "3", "80", "20.0"] for r in ("speedrun", "muon")
     ]

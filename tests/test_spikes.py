@@ -77,11 +77,11 @@ def leave_out(monkeypatch, step=STEP):
 
 def test_zscore_counts_deviations_from_the_median():
     logs = torch.from_numpy(np.random.default_rng(0).normal(1.0, 0.3, 99))
-    logs[:5] = 50.0  # outliers move neither median nor deviation
+    logs[:5] = 50.0  # outliers change neither median nor deviation
     z, usual = robust_zscore(torch.tensor(4.0).double().exp(), logs)
     assert usual.log() == pytest.approx(1.0, abs=0.1)
     assert z == pytest.approx((4.0 - 1.0) / 0.3, rel=0.2)
-    # all the same: the smallest deviation counts, or rounding would be a spike
+    # equal norms: MIN_SIGMA is used, otherwise rounding errors would be spikes
     assert robust_zscore(torch.tensor(2.0), torch.zeros(MIN_HISTORY))[0] == pytest.approx(
         math.log(2) / 0.1
     )
@@ -130,7 +130,7 @@ def test_bad_data_is_detected_reported_and_replayed(
 
 
 def test_skipping_every_update_ends_the_run(tmp_path, shards):
-    """If no update gives a finite loss any more, skipping stops."""
+    """Skipping ends if no step has a finite loss any more."""
     how = dict(on_spike="skip", lr=1e12, min_lr=0.0, warmup_steps=0, max_steps=60)
     with pytest.raises(RunError, match="the loss is nan at step 12"):
         train_here(tmp_path, shards, "r", **how)
@@ -162,8 +162,8 @@ def test_a_norm_that_is_not_finite_stops_the_run(tmp_path, shards, monkeypatch):
     assert spike_file(tmp_path / "r")["norm"] is None, "JSON has no inf"
 
 
-def test_stop_ends_with_status_1_and_the_run_goes_on(tmp_path, bad_shards):
-    """Also a resumed run, which has seen few norms itself, meets the spike."""
+def test_stop_exits_with_status_1_and_the_run_can_be_resumed(tmp_path, bad_shards):
+    """A resumed run, which has a short history of its own, also detects the spike."""
     flags = "--max_steps 50 --no_shuffle --lr 1e-2 --checkpoint_every 15 --on_spike stop".split()
 
     def train(status, *flags):
@@ -182,7 +182,7 @@ def test_stop_ends_with_status_1_and_the_run_goes_on(tmp_path, bad_shards):
 
 
 def test_an_overflow_of_the_fp16_scaler_is_no_spike(tmp_path, shards, monkeypatch):
-    """It seeks its scale from above; and norms of parameters are without the scale."""
+    """The scaler starts with a scale that is too large; logged parameter norms are unscaled."""
 
     class Scaled(Precision):
         def __init__(self, *args):
@@ -194,7 +194,8 @@ def test_an_overflow_of_the_fp16_scaler_is_no_spike(tmp_path, shards, monkeypatc
     run = train_here(tmp_path, shards, "r", **CALM)
     assert run.norms[0] is None and math.isfinite(run.norms[9])
     assert spike_steps(run) == [(STEP,)]
-    parts = math.hypot(*spike_file(run.dir)["norms"].values())  # taken before the plant
+    # recorded before `plant` changes the gradients
+    parts = math.hypot(*spike_file(run.dir)["norms"].values())
     assert 1000 * parts == pytest.approx(run.norms[STEP - 1], rel=1e-4)
     with pytest.raises(UserError, match="on_spike=skip does not work with precision=fp16"):
         train_here(tmp_path, shards, "s", on_spike="skip", **CALM)
@@ -215,7 +216,7 @@ def test_a_series_of_spikes_writes_files_for_the_first_only(tmp_path, shards, mo
 
 
 def test_a_calm_run_has_no_spike(tmp_path):
-    """100 steps of the preset laptop, smaller and with more noise, by AdamW, which has most."""
+    """100 steps of the preset laptop, smaller and noisier, with AdamW, whose norms vary the most."""
     flags = "--preset laptop --device cpu --max_steps 100 --total_batch_size 1024 --n_embd 64 "
     flags += "--val_every 0 --sample_every 0 --run_name r --log_every 1 --optimizer adamw --lr 3e-3"
     succeed("train_gpt2.py", *flags.split(), cwd=tmp_path)
@@ -231,7 +232,7 @@ def test_a_calm_run_has_no_spike(tmp_path):
         (dict(model={"n_layer": 10**6}), "n_layer=1000000 must be a whole number, from 1 to 4096"),
     ],
 )  # fmt: skip
-def test_a_spike_file_of_wrong_values_is_one_sentence(tmp_path, wrong, sentence):
+def test_invalid_spike_file_gives_one_sentence(tmp_path, wrong, sentence):
     good = dict(program="gpt2", step=1, batch_size=1, norm=1.0, usual=1.0, skipped=False,
                 losses=[1.0], norms={}, sequences=[], model={}, train={})  # fmt: skip
     file = tmp_path / "spike_000001.json"
@@ -269,7 +270,7 @@ def test_all_ranks_skip_the_same_update(tmp_path, shards, start_two, monkeypatch
 
 
 def trainer_before(run_dir, device="cpu"):
-    """The trainer as it was before its spike."""
+    """The trainer in its state before the spike."""
     settings = read_config(run_dir, train_gpt2.GPTConfig, train_gpt2.TrainConfig)[:2]
     file = run_dir / "spike_000041.json"
     return replay.trainer_before(file, replay.read_spike(file), *settings, World(device))[0]
@@ -277,7 +278,7 @@ def trainer_before(run_dir, device="cpu"):
 
 @pytest.mark.parametrize("name", ["bert", "speedrun"])
 def test_spikes_of_other_programs_are_replayed(tmp_path, shards, texts, name):  # noqa: F811
-    """With masks that are drawn, and with other optimizers; from the weights and from the start."""
+    """With random masks and other optimizers, from a snapshot and from the start of the run."""
     base, data = (BERT_RUN, texts / "words") if name == "bert" else (SPEEDRUN, shards)
     program = driver(tmp_path, PLANTED, name)
     flags = [

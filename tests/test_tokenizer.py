@@ -1,4 +1,4 @@
-"""Tokenizers: the contract, GPT-2's own ids, and the fast way against the plain one."""
+"""Tokenizers: the interface, known ids of GPT-2, and fast against plain encoding."""
 
 import random
 
@@ -41,7 +41,7 @@ def test_known_ids(tok):
     assert tok.encode(text) == {"gpt2": gpt2, "bytes": list(text.encode())}[tok.name]
 
 
-def test_documents_are_led_by_end_of_text(tok):
+def test_documents_begin_with_end_of_text(tok):
     texts = ["one", "", "two words", "a?b"]
     tokens = tok.encode_documents([*texts[:3], "a\ud800b"])  # a lone surrogate, as JSON can hold
     assert tokens.dtype == np.uint16
@@ -49,8 +49,8 @@ def test_documents_are_led_by_end_of_text(tok):
     assert len(tok.encode_documents([])) == 0
 
 
-def test_fast_way_equals_plain_way(tok):
-    """Blanks of every kind in every place, letters, digits, signs, control characters, the mark."""
+def test_fast_encoding_equals_plain_encoding(tok):
+    """On random texts of all kinds of blanks, letters, digits, symbols, control characters and the mark."""
     rng = random.Random(0)
     alphabet = list(
         " \n\t\r\x0b\x0c\x1c\x1d\x1e\x1f\x85\xa0\u1680\u2003\u2028\u202f\u205f\u3000\u200b\ufeff"
@@ -62,11 +62,11 @@ def test_fast_way_equals_plain_way(tok):
     assert tok.encode_documents(pa.chunked_array([texts[:7], texts[7:]])).tolist() == plain
 
 
-def test_no_files_is_one_sentence(tmp_path):
-    """GPT-2's files cannot be had: what to do is said. (The proxy refuses every connection.)"""
+def test_missing_files_give_one_sentence(tmp_path):
+    """The error says what to do. (The proxy refuses all connections.)"""
     (tmp_path / "a.txt").write_text("a text")
     words = "fineweb.py --source a.txt --workers 0 --tokenizer gpt2 --out o".split()
     env = dict(TIKTOKEN_CACHE_DIR=tmp_path, HTTPS_PROXY="http://127.0.0.1:9", NO_PROXY="")
     got = run_python(ROOT / words[0], *words[1:], cwd=tmp_path, **env)
     assert got.returncode == 2 and "Traceback" not in got.stderr
-    assert "TIKTOKEN_CACHE_DIR" in got.stderr and "add --tokenizer bytes to the" in got.stderr
+    assert "TIKTOKEN_CACHE_DIR" in got.stderr and "--tokenizer bytes to fineweb.py" in got.stderr

@@ -1,4 +1,4 @@
-"""Training: the schedule, one update, what must not change a run, what is measured, what is not finite."""
+"""Training: schedule, updates, settings that must not change a run, evaluation, non-finite values."""
 
 import dataclasses
 import functools
@@ -41,7 +41,7 @@ def raw_gradients(checkpoint, beta1=0.9):
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
-def test_schedules_meet_their_corners_exactly(schedule):
+def test_schedules_are_exact_at_their_corners(schedule):
     fixed = dict(max_steps=1000, lr=6e-4, min_lr=6e-5, schedule=schedule)
     cfg = TrainConfig(warmup_steps=100, decay_steps=200, **fixed)
     rates = [get_lr(step, cfg) for step in range(1001)]
@@ -53,7 +53,9 @@ def test_schedules_meet_their_corners_exactly(schedule):
     step, left = middle[schedule]
     assert rates[step] == pytest.approx(6e-5 + 5.4e-4 * left, rel=1e-12)
     if schedule == "wsd":
-        assert set(rates[99:801]) == {6e-4} and rates[801] < 6e-4, "flat until 200 before the end"
+        assert set(rates[99:801]) == {6e-4} and rates[801] < 6e-4, (
+            "constant until 200 steps before the end"
+        )
     shares = TrainConfig(warmup_steps=0.038, decay_steps=0.2, **fixed)  # of max_steps
     asked = dataclasses.replace(shares, warmup_steps=38, decay_steps=200)
     assert [get_lr(s, shares) for s in range(1001)] == [get_lr(s, asked) for s in range(1001)]
@@ -62,8 +64,21 @@ def test_schedules_meet_their_corners_exactly(schedule):
     assert max(get_lr(step, odd) for step in range(5)) <= odd.lr
 
 
-def test_presets_are_runs_that_can_be_done():
-    """Each headline preset is 10B tokens in whole sequences, warmed up over 375M of them."""
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_the_first_update_has_the_first_learning_rate_and_the_log_shows_adamws(
+    tmp_path, shards, optimizer
+):
+    """With 4 warmup steps, lr / 4. AdamW's first update moves each number by the learning rate."""
+    settings = dict(lr=3e-3, muon_lr=0.02, warmup_steps=4, eps=1e-12, checkpoint_every=1)
+    run = train_here(tmp_path, shards, "r", max_steps=5, optimizer=optimizer, **settings)
+    moved = run.checkpoints[1]["model"]["transformer.ln_f.bias"].abs()  # it starts at 0
+    assert moved.tolist() == pytest.approx([3e-3 / 4] * len(moved), rel=1e-4)
+    rates = [event["lr"] for event in of_kind(run, "train")]
+    assert rates == pytest.approx([3e-3 * n / 4 for n in (1, 2, 3, 4, 4)])
+
+
+def test_presets_are_valid_runs_of_10b_tokens():
+    """The GPT-2 presets read 10B tokens in whole sequences, with a warmup of 375M tokens."""
     assert PRESETS["gpt2"] == (GPTConfig(), TrainConfig())
     for name, (model_config, cfg) in PRESETS.items():
         assert cfg.preset == name and cfg.seq_len <= model_config.block_size
@@ -75,12 +90,12 @@ def test_presets_are_runs_that_can_be_done():
             assert warm * cfg.total_batch_size == pytest.approx(375e6, rel=2e-3)
 
 
-# ----------------------------------------------------------------------- what must not change a run
+# -------------------------------------------------------------- settings that must not change a run
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_accumulation_changes_nothing(tmp_path, shards, masked):
-    """Losses, weights, gradients; with masks some micro-steps have no target, others all of theirs."""
+def test_gradient_accumulation_changes_nothing(tmp_path, shards, masked):
+    """Losses, weights and gradients; with masks, micro-steps have different numbers of targets."""
     if masked:
         mask_shards(shards)
     runs = [train_here(tmp_path, shards, f"b{size}", batch_size=size) for size in (16, 4)]
@@ -96,7 +111,7 @@ def test_accumulation_changes_nothing(tmp_path, shards, masked):
     assert max(difference(first, other) for other in others) < 1e-5
 
 
-def test_what_happens_beside_updates_changes_no_bit(tmp_path, shards):
+def test_callbacks_change_no_bit_of_training(tmp_path, shards):
     quiet = train_here(tmp_path, shards, "quiet", max_steps=8)
     beside = dict(val_every=3, sample_every=2, sample_tokens=5, checkpoint_every=2, timing=True)
     beside |= dict(on_spike="record")
@@ -109,7 +124,7 @@ def test_what_happens_beside_updates_changes_no_bit(tmp_path, shards):
     assert train_here(tmp_path, shards, "other", max_steps=1, seed=7).losses[0] != quiet.losses[0]
 
 
-def test_plain_and_fused_are_one_run(tmp_path, shards, monkeypatch):
+def test_plain_and_fused_kernels_give_the_same_run(tmp_path, shards, monkeypatch):
     monkeypatch.setattr(cross_entropy, "SMALL", 0)
     monkeypatch.setattr(cross_entropy, "CHUNK", 24)
     how = dict(max_steps=6, checkpoint_every=3, val_every=3)
@@ -123,10 +138,10 @@ def test_plain_and_fused_are_one_run(tmp_path, shards, monkeypatch):
 
 
 @pytest.mark.parametrize("backend, checkpointing", [("inductor", False), ("aot_eager", True)])
-def test_compiling_agrees_with_eager_and_compiles_nothing_after_warm_up(
+def test_compiled_equals_eager_without_recompiling_after_warmup(
     tmp_path, shards, monkeypatch, backend, checkpointing
 ):
-    """With all events and the fused loss; the real compiler, which takes long, with fewer of them."""
+    """With all callbacks and the fused loss; the slow variant uses the real compiler and fewer callbacks."""
     from torch._dynamo.utils import counters
 
     real = backend == "inductor"
@@ -161,7 +176,7 @@ def test_compiling_agrees_with_eager_and_compiles_nothing_after_warm_up(
 # --------------------------------------------------------------------------------------- one update
 
 
-def test_clipping_bounds_the_update_and_logs_the_norm_before_it(tmp_path, shards):
+def test_clipping_limits_the_update_and_logs_the_norm_before_it(tmp_path, shards):
     once = dict(max_steps=1, warmup_steps=0, beta1=0.0)
     runs = [train_here(tmp_path, shards, f"c{c}", grad_clip=c, **once) for c in (0.0, 0.1)]
     grads = [raw_gradients(r.checkpoints[1], beta1=0.0).values() for r in runs]
@@ -170,7 +185,13 @@ def test_clipping_bounds_the_update_and_logs_the_norm_before_it(tmp_path, shards
     assert lengths[0] > 0.2 and lengths[1] == pytest.approx(0.1, rel=1e-4)
 
 
-def test_models_that_old_torch_compiles_with_a_race_are_not_compiled(monkeypatch):
+def test_gradients_of_one_update_are_not_added_to_those_of_the_next(tmp_path, shards):
+    """Weights that hardly move have gradients of about the same norm at each step."""
+    norms = train_here(tmp_path, shards, "r", max_steps=4, lr=1e-9, min_lr=0.0).norms
+    assert len(norms) == 4 and max(norms) < 1.2 * min(norms)
+
+
+def test_models_that_old_torch_miscompiles_are_not_compiled(monkeypatch):
     monkeypatch.setattr(lab.hardware.importlib.util, "find_spec", lambda name: True)
     monkeypatch.setattr(torch, "compile", lambda function: torch.ones_like)
     gpu = SimpleNamespace(type="cuda")
@@ -191,8 +212,8 @@ def test_models_that_old_torch_compiles_with_a_race_are_not_compiled(monkeypatch
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_scaled_loss_makes_the_same_updates(tmp_path, shards, monkeypatch, optimizer):
-    """As in fp16, by a power of two: what is clipped and added is without the factor, to the bit."""
+def test_loss_scaling_changes_no_update(tmp_path, shards, monkeypatch, optimizer):
+    """As in fp16, by a power of two: clipping and updates use exactly unscaled gradients."""
     settings = dict(max_steps=4, grad_clip=0.1, checkpoint_every=2, optimizer=optimizer)
     free = train_here(tmp_path, shards, "free", **settings)
 
@@ -205,7 +226,7 @@ def test_a_scaled_loss_makes_the_same_updates(tmp_path, shards, monkeypatch, opt
     run = train_here(tmp_path, shards, "scaled", **settings)
     assert run.losses == free.losses and run.norms == free.norms
     assert equal_bits(run.checkpoints[4]["model"], free.checkpoints[4]["model"])
-    assert run.checkpoints[4]["scaler"]["scale"] == 4096, "it grows after two good steps"
+    assert run.checkpoints[4]["scaler"]["scale"] == 4096, "it doubles after two finite steps"
     (run.dir / "model_000004.pt").unlink()
     again = train_here(tmp_path, shards, "scaled", resume=True, **settings)
     assert again.checkpoints[4]["scaler"] == run.checkpoints[4]["scaler"]
@@ -214,7 +235,7 @@ def test_a_scaled_loss_makes_the_same_updates(tmp_path, shards, monkeypatch, opt
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_flags_of_the_optimizer_are_those_of_this_run(tmp_path, shards, optimizer):
+def test_resuming_uses_the_optimizer_flags_of_the_new_command(tmp_path, shards, optimizer):
     train_here(tmp_path, shards, "r", max_steps=2, optimizer=optimizer)
     changed = dict(weight_decay=0.9, beta1=0.5, lr=2e-3, muon_lr=0.005, optimizer=optimizer)
     run = train_here(tmp_path, shards, "r", max_steps=4, resume=True, **changed)
@@ -225,7 +246,7 @@ def test_flags_of_the_optimizer_are_those_of_this_run(tmp_path, shards, optimize
 
 
 def test_a_bug_keeps_its_traceback(tmp_path, start_training):
-    """A ValueError inside an update is none of the user's, and is not dressed as one."""
+    """A ValueError inside an update is a bug, not a user error."""
     patch = (
         "def update(run):\n    raise ValueError('a bug')\ntrain_gpt2.Trainer.train_step = update"
     )
@@ -234,7 +255,7 @@ def test_a_bug_keeps_its_traceback(tmp_path, start_training):
     assert process.stderr.rstrip().endswith("ValueError: a bug") and "in update" in process.stderr
 
 
-# ---------------------------------------------------------------------------------- what is measured
+# --------------------------------------------------------------------------------------- evaluation
 
 
 def test_a_run_learns(tmp_path, shards):
@@ -242,19 +263,19 @@ def test_a_run_learns(tmp_path, shards):
     (first, last), start = of_kind(run, "val"), of_kind(run, "start")[0]
     assert start["log_v"] == math.log(VOCAB) == pytest.approx(first["loss"], abs=0.3)
     assert last["loss"] < start["unigram"] - 1.0
-    # 40 ids evenly and end-of-text at every 61st place; ids that never occur count once each
+    # 40 equally frequent ids, end-of-text at every 61st position; ids that never occur count as one
     assert start["unigram"] == pytest.approx(math.log(41), abs=0.15)
-    tokens = np.load(shards / "x_val_000000.npy")[1:301]  # those that are predicted
+    tokens = np.load(shards / "x_val_000000.npy")[1:301]  # the targets
     bytes_a_token = (tokens != VOCAB - 1).mean()  # end-of-text has none
     assert last["bits_per_byte"] == pytest.approx(last["loss"] / math.log(2) / bytes_a_token)
 
 
-def test_validation_loss_is_the_mean_over_the_tokens_asked_for(shards, tiny_config):
+def test_validation_loss_is_the_mean_over_val_tokens(shards, tiny_config):
     model, split = noisy(tiny_config), TokenShards(shards, "val", VOCAB)
     where = World("cpu"), Precision("fp32", CPU)
     with torch.no_grad():
         stream = torch.from_numpy(split.read(0, 700).astype(np.int64))
-        each = []  # of every token after the first, with the context it has in sequences of 16
+        each = []  # of each token after the first, with its context in sequences of 16
         for i in range(0, 699, 16):
             x, y = stream[i : i + 16][: 699 - i], stream[i + 1 : i + 17]
             each += F.cross_entropy(model(x[None])[0][0], y, reduction="none").tolist()
@@ -266,8 +287,8 @@ def test_validation_loss_is_the_mean_over_the_tokens_asked_for(shards, tiny_conf
             assert sums["loss"] / count == pytest.approx(np.mean(each[:count]), rel=1e-5)
 
 
-def test_speed_leaves_out_the_first_step_and_what_is_not_training(tmp_path, shards, monkeypatch):
-    """By a clock that goes on by 1,000 s in the first step, and in each validation."""
+def test_throughput_excludes_the_first_step_and_evaluation(tmp_path, shards, monkeypatch):
+    """With a clock that advances by 1,000 s in the first step and in each validation."""
     real, clock, late = TokenLoader.next_batch, time.perf_counter, [0]
     monkeypatch.setattr(time, "perf_counter", lambda: clock() + late[0])
     first_batch = [1000]
@@ -293,7 +314,7 @@ def test_speed_leaves_out_the_first_step_and_what_is_not_training(tmp_path, shar
         assert "mfu" not in event, "a CPU has no known peak"
 
 
-def test_tensorboard_shows_what_the_log_holds_after_resuming_too(tmp_path, shards):
+def test_tensorboard_equals_the_log_even_after_resuming(tmp_path, shards):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     train_here(tmp_path, shards, "r", max_steps=4, val_every=2)
@@ -305,7 +326,7 @@ def test_tensorboard_shows_what_the_log_holds_after_resuming_too(tmp_path, shard
         assert shown == pytest.approx(logged) and len(shown) > 4
 
 
-# -------------------------------------------------------------------------- what is not finite, data
+# ------------------------------------------------------------------------ non-finite values, data
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, shards, run_train):
@@ -314,7 +335,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, shards, run_train):
     result = run_train("--resume", "--max_steps", 30, "--lr", "1e30", "--grad_clip", 0)
     assert result.returncode == 1 and result.stderr.startswith("train_gpt2.py: error: the loss is ")
     assert result.stderr.count("\n") == 1
-    # update 5 throws the weights away, so step 6 is the first that shows it: tokens 640 to 767
+    # update 5 makes the weights useless, so step 6 is the first bad one: tokens 640 to 767
     assert "at step 6" in result.stderr and "keeps model_000004.pt" in result.stderr
     names = ", ".join(f"x_train_000000.npy:{position}" for position in (640, 656, 672))
     assert f"{names} and 5 more" in result.stderr
@@ -322,32 +343,32 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, shards, run_train):
     assert kept.read_bytes() == before
 
 
-def test_a_bad_last_step_is_seen(tmp_path, shards):
-    """With no checkpoint to come; weights of 1e30 are still finite, what they give is not."""
+def test_nonfinite_last_step_is_detected(tmp_path, shards):
+    """Even without a checkpoint after it. Weights of 1e30 are finite, but their outputs are not."""
     with pytest.raises(RunError, match="the loss is nan at step 2 .*try a lower --lr"):
         train_here(tmp_path, shards, "r", max_steps=2, lr=1e30, warmup_steps=0, checkpoint_every=0)
 
 
-def test_weights_that_are_not_finite_are_never_kept(tmp_path, shards):
-    """A rate beyond float32 makes all weights infinite in an update whose own loss is finite."""
+def test_nonfinite_weights_are_never_saved(tmp_path, shards):
+    """A huge learning rate makes all weights infinite in an update whose loss is finite."""
     with pytest.raises(RunError, match="weights are not finite after step 1 and are not saved"):
         train_here(tmp_path, shards, "r", max_steps=2, lr=1e39, warmup_steps=0, checkpoint_every=1)
     assert not list((tmp_path / "r").glob("*.pt"))
 
 
-def test_a_run_keeps_to_its_data(tmp_path, shards):
-    """What is added is left alone (test_loader.py); another first shard is refused."""
+def test_resumed_run_ignores_added_data_and_refuses_changed_data(tmp_path, shards):
+    """Added shards are ignored (test_loader.py); a changed first shard is refused."""
     train_here(tmp_path, shards, "r", max_steps=6)
     other = np.load(shards / "x_train_000000.npy")[::-1]
-    (shards / "x_train_000000.npy").unlink()  # what is mapped stays as it was
+    (shards / "x_train_000000.npy").unlink()  # the run keeps what it has opened
     np.save(shards / "x_train_000000.npy", other)
     with pytest.raises(
-        UserError, match="does not begin with the .* tokens that this run was begun with"
+        UserError, match="does not begin with the .* tokens that this run started with"
     ):
         train_here(tmp_path, shards, "r", max_steps=20, resume=True)
 
 
-def test_a_resumed_run_keeps_the_micro_batch_that_it_began_with(tmp_path, shards):
+def test_resumed_run_keeps_its_micro_batch(tmp_path, shards):
     train_here(tmp_path, shards, "r", max_steps=1, batch_size=4)
     for max_steps, asked, size in ((2, 0, 4), (3, 8, 8), (4, 0, 8)):  # 0 alone would be 16 here
         run = train_here(tmp_path, shards, "r", resume=True, batch_size=asked, max_steps=max_steps)
@@ -358,8 +379,8 @@ def test_a_resumed_run_keeps_the_micro_batch_that_it_began_with(tmp_path, shards
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("bf16_residual", [True, False])
-def test_a_wide_model_trains_compiled_as_it_does_uncompiled(tmp_path, bf16_residual, capsys):
-    """With a residual stream in 32 bits, torch before 2.14 compiles a race into the last LayerNorm."""
+def test_compiled_wide_model_trains_like_the_uncompiled_one(tmp_path, bf16_residual, capsys):
+    """With a float32 residual stream, torch before 2.14 compiles a race condition into the last LayerNorm."""
     (tmp_path / "wide").mkdir()
     for split, size in (("train", 200_000), ("val", 5000)):
         tokens = np.random.default_rng(size).integers(0, 50257, size, dtype=np.uint16)

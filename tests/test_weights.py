@@ -52,7 +52,7 @@ def tiny_transformers(shape="gpt2", vocab_size=101):
 
 
 def equal_models(a, b):
-    """Whether two models have the same bits, except in pad rows."""
+    """Whether two models have the same bits, except in padding rows."""
     cut = {k: a.config.vocab_size for k in GPT.vocab_rows}
     a, b = a.state_dict(), b.state_dict()
     same = (torch.equal(a[k][: cut.get(k)], b[k][: cut.get(k)]) for k in a)
@@ -89,7 +89,7 @@ def deviations(ours, theirs):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_same_as_transformers(tmp_path, shape):
+def test_equals_transformers(tmp_path, shape):
     theirs, ours = pair(tmp_path, shape)
     c = ours.config
     assert (c.n_layer, c.n_head, c.n_embd, c.block_size, c.vocab_size) == (*SHAPES[shape], 24, 101)
@@ -125,7 +125,7 @@ WRONG = {  # name: what changes the model, (a parameter, its change), or argumen
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_models_are_caught(tmp_path, name, monkeypatch):
+def test_comparison_detects_wrong_models(tmp_path, name, monkeypatch):
     theirs, ours = pair(tmp_path)
     right, wrong = F.scaled_dot_product_attention, WRONG[name]
     if isinstance(wrong, dict):
@@ -137,7 +137,7 @@ def test_wrong_models_are_caught(tmp_path, name, monkeypatch):
     else:
         wrong(ours)
     found = deviations(ours, theirs)
-    assert max(found.values()) > 5 * TOLERANCE, f"{name} was not noticed: {found}"
+    assert max(found.values()) > 5 * TOLERANCE, f"{name} was not detected: {found}"
 
 
 # ----------------------------------------------------------------------------------- loading
@@ -171,7 +171,7 @@ LAYOUTS = {  # {a file that holds the weights: files beside it that transformers
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_files_read_are_those_that_transformers_reads(tmp_path, layout):
+def test_reads_the_same_files_as_transformers(tmp_path, layout):
     """The logits equal transformers' for each layout, with other weights files in the folder."""
     from transformers import GPT2LMHeadModel
 
@@ -208,7 +208,7 @@ def test_weights_of_the_bare_transformer(tmp_path):
 
 
 def test_a_run_is_found_by_each_of_its_names(tmp_path, monkeypatch):
-    """Folder, checkpoint, name in log/, "" for the newest; "gpt2" stays OpenAI's beside such a run."""
+    """Folder, checkpoint, name in log/, "" for the newest; "gpt2" is OpenAI's even if a run has that name."""
     monkeypatch.chdir(tmp_path)
     for seconds, name in enumerate(("gpt2", "old", "new")):
         model = tiny_gpt(n_embd=32 + 8 * seconds, vocab_size=257, document_mask=name == "new")
@@ -280,11 +280,11 @@ def test_plain_state_dicts(tmp_path):
 
 
 class Foreign:
-    """Stands for the object that build-nanogpt pickles as its config."""
+    """Like the object that build-nanogpt pickles as its config."""
 
 
 def test_build_nanogpt_file_with_a_pickled_object(tmp_path):
-    """n_head is in the object only; 64 channels per head would make it 1."""
+    """n_head is only in the object; 64 channels per head would give 1."""
     ours, config = tiny_gpt(n_head=8, vocab_multiple=1), Foreign()
     vars(config).update(n_head=8, vocab_size=101)
     torch.save({"model": ours.state_dict(), "config": config, "step": 9}, tmp_path / "model.pt")
@@ -346,13 +346,15 @@ FOLDERS = {  # message: what is changed in config.json, or in a folder that tran
 H = "transformer.h.1."
 FILES = {  # message: what is changed in a state dict
     f"has no {H}mlp.c_fc": lambda state: state.pop(f"{H}mlp.c_fc.weight"),
-    "c_fc.bias of broken.pt holds nan": lambda state: state[f"{H}mlp.c_fc.bias"].fill_(torch.nan),
+    "c_fc.bias of broken.pt contains nan": lambda state: state[f"{H}mlp.c_fc.bias"].fill_(
+        torch.nan
+    ),
     "lm_head.weight of broken.pt must be a dense": lambda s: s.update(
         {"lm_head.weight": torch.eye(1).to_sparse()}
     ),
     "checkpoint broken.pt is damaged": lambda state: state.update({3: torch.ones(4)}),
 }
-NOWHERE = {"'./x' is no file or folder": "./x", "there is no checkpoint x.pt": "x.pt"}
+NOWHERE = {"'./x' is not a file or folder": "./x", "there is no checkpoint x.pt": "x.pt"}
 NOWHERE |= {
     "checkpoint text.pt is": "text.pt",
     "no run of train_gpt2.py with a checkpoint in log": "",
@@ -360,7 +362,7 @@ NOWHERE |= {
 
 
 @pytest.mark.parametrize("message", [*FOLDERS, *FILES, *NOWHERE])
-def test_broken_sources_are_one_sentence(tmp_path, monkeypatch, message):
+def test_broken_sources_give_one_sentence(tmp_path, monkeypatch, message):
     monkeypatch.chdir(tmp_path)
     Path("text.pt").write_text("no checkpoint")
     source = NOWHERE.get(message, "broken.pt")
@@ -408,6 +410,18 @@ def test_round_trip_is_bit_equal(tmp_path, capsys):
     assert one == two
 
 
+def test_an_export_in_16_bits_is_half_the_size_and_rounds(tmp_path):
+    ours = tiny_gpt(257, 128)
+    source = saved(ours, tmp_path / "model.pt")
+    export(source, tmp_path / "out")
+    export(source, tmp_path / "half", dtype="float16")
+    sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("out", "half")]
+    assert 0.5 < sizes[1] / sizes[0] < 0.6
+    loaded = load_model(str(tmp_path / "half"))
+    for p, q in zip(loaded.parameters(), ours.half().parameters(), strict=True):
+        assert p.dtype == torch.float32 and torch.equal(p[: len(q)], q[: len(p)].float())
+
+
 def test_exported_tokenizer_and_pipeline(tmp_path, gpt2_files):
     """AutoTokenizer gives GPT-2's ids, from tokenizer.json and from vocab.json with merges.txt."""
     from transformers import AutoTokenizer, pipeline
@@ -432,8 +446,8 @@ def test_exported_tokenizer_and_pipeline(tmp_path, gpt2_files):
         (out / "tokenizer.json").unlink(missing_ok=True)
 
 
-def test_a_model_with_a_wordpiece_is_not_taken_for_bytes(tmp_path, capsys):
-    """The tokenizer is the recorded one, whatever the size of the vocabulary."""
+def test_model_with_a_wordpiece_is_not_treated_as_bytes(tmp_path, capsys):
+    """The recorded tokenizer is used, not one with the same vocabulary size."""
     model = tiny_gpt(257, tokenizer="tokenizer.json", eot_id=3)
     export(saved(model, tmp_path / "model.pt"), tmp_path / "out")
     assert f"copy {tmp_path}/tokenizer.json, whose [SEP] is end-of-text" in capsys.readouterr().out
@@ -472,7 +486,7 @@ def contents(folder):
 
 
 def test_export_replaces_only_earlier_exports(tmp_path, monkeypatch):
-    """An empty folder or an earlier export; never another model, a run, another folder, a file."""
+    """An empty folder or an earlier export, never another model, a run, another folder or a file."""
     monkeypatch.chdir(tmp_path)
     source = saved(tiny_gpt(), tmp_path / "log/a/model_000005.pt")
     (tmp_path / "log/a/config.json").write_text('{"model": {}, "train": {}}')
@@ -488,7 +502,7 @@ def test_export_replaces_only_earlier_exports(tmp_path, monkeypatch):
 
 
 def test_export_never_deletes_a_file_of_the_user(tmp_path, capsys):
-    """Files that no export wrote, whatever their names, and exported ones that were changed since."""
+    """Files that were not written by an export, and exported files that were changed later."""
     source, out = saved(tiny_gpt(), tmp_path / "model.pt"), tmp_path / "out"
     for name in ("model_card.md", "models/notes.txt", "merges.txt", "vocab.json", "README.md"):
         export(source, out)
@@ -500,24 +514,28 @@ def test_export_never_deletes_a_file_of_the_user(tmp_path, capsys):
             UserError, match=f"{first} would be deleted, but is not among the exported"
         ):
             export(source, out)
-        assert contents(out) == before and len(list(tmp_path.iterdir())) == 2, "no part is left"
+        assert contents(out) == before and len(list(tmp_path.iterdir())) == 2, (
+            "no temporary folder is left"
+        )
         shutil.rmtree(out)
     export(source, out)
     (out / "generation_config.json").write_text("{}")
     with pytest.raises(UserError, match="generation_config.json would be deleted, but was changed"):
         export(source, out)
-    (out / "model.sha256").unlink()  # without it nothing is known to be exported
+    (out / "model.sha256").unlink()  # without it no file is known to be exported
     with pytest.raises(UserError, match="config.json would be deleted, but is not among"):
         export(source, out)
 
 
 def test_a_model_that_computes_something_else_is_not_exported(tmp_path, monkeypatch):
-    """For example one with GELU by erf, whose relative difference is 1e-4 or less."""
+    """For example one with exact GELU, whose relative difference is 1e-4 or less."""
     source = saved(tiny_gpt(n_layer=6), tmp_path / "model.pt")
     load = hf_export.load_model
     monkeypatch.setattr(
         hf_export, "load_model", lambda path: exact_gelu(model := load(path)) or model
     )
-    with pytest.raises(UserError, match="computes something else than GPT-2 .its logits differ by"):
+    with pytest.raises(
+        UserError, match="does not compute GPT-2 .the relative difference of logits is"
+    ):
         export(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()

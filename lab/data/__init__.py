@@ -1,4 +1,4 @@
-"""Data: text becomes token shards, and token shards become micro-batches.
+"""Data: text to token shards, and token shards to micro-batches.
 
-Only loader.py and document_mask.py use torch: a process that only tokenizes does not import it.
+Only loader.py and document_mask.py import torch, so processes that only tokenize don't need it.
 """

@@ -1,6 +1,6 @@
-"""Builds a folder of shards from texts, or downloads ready-made shards, for fineweb.py.
+"""Build a folder of shards from texts, or download ready-made shards. Used by fineweb.py.
 
-The build proceeds shard by shard. The manifest records where in the source each shard ends, so an
+Shards are written one by one. The manifest records where in the source each shard ends, so an
 interrupted build loses at most one shard, and continuing it gives the same bytes.
 """
 
@@ -34,12 +34,12 @@ from lab.data.workers import ENGINES
 from lab.files import write_errors
 
 FINEWEB_EDU = "HuggingFaceFW/fineweb-edu"
-COMPRESSION_RATIO = 3.5  # roughly, of text with .gz or .zst
+COMPRESSION_RATIO = 3.5  # of .gz and .zst text, roughly
 
 
 @dataclass(frozen=True)
 class CorpusConfig:
-    """What to build: fineweb.py's flags, documented there, with counts as numbers (0: none)."""
+    """What to build: the flags of fineweb.py, documented there, with counts as numbers (0: not given)."""
 
     source: str
     data: str  # the first part of the shards' names
@@ -62,7 +62,7 @@ class CorpusConfig:
 def find_source(cfg: CorpusConfig) -> tuple[dict, list[sources.File]]:
     """The manifest's description of the source, and its files.
 
-    A build that is continued keeps the commit of the data set with which it began.
+    A continued build uses the commit of the data set that it began with.
     """
     if cfg.source != "hub":
         files = sources.local_files(cfg.source)
@@ -78,7 +78,7 @@ def find_source(cfg: CorpusConfig) -> tuple[dict, list[sources.File]]:
 
 
 def estimate_tokens(files: list[sources.File], tokenizer: str, column: str) -> int:
-    """Roughly the number of tokens in the files, for the progress bar and the validation split."""
+    """Estimate the number of tokens in the files, for the progress bar and the validation split."""
     size, first = sum(f.size * (COMPRESSION_RATIO if f.compression else 1) for f in files), files[0]
     if first.kind == "parquet" and first.size:
         parquet = sources.open_parquet(first, column)
@@ -118,12 +118,12 @@ def build_corpus(cfg: CorpusConfig, source: dict, files: list[sources.File]) -> 
     limit = cfg.tokens or sys.maxsize
     expected = min(limit, estimate_tokens(files, cfg.tokenizer, cfg.text_column))
     if not manifest:
-        # the first shard is for validation; of a small corpus it is only a tenth
+        # the first shard is for validation; in a small corpus it has a tenth of the tokens
         val_tokens = cfg.val_tokens or min(cfg.shard_tokens, max(expected // 10, 1))
         if val_tokens >= limit:
             raise UserError(
-                f"val_tokens={val_tokens} must be smaller than tokens={limit}, because the rest is "
-                "for training; pass a smaller --val_tokens"
+                f"val_tokens={val_tokens} must be smaller than tokens={limit}, because training uses the "
+                "rest; pass a smaller --val_tokens"
             )
         manifest = new_manifest(
             cfg.data, get_tokenizer(cfg.tokenizer), source=source, shard_tokens=cfg.shard_tokens,
@@ -151,10 +151,10 @@ def resume_build(
     shards = manifest["shards"]
     full_size = manifest["shard_tokens" if len(shards) > 1 else "val_tokens"]
     if shards and shards[-1]["tokens"] < full_size:
-        shards.pop()  # written again, longer
+        shards.pop()  # it is written again, longer
     init_output_dir(cfg.out, manifest)
     start = shards[-1].get("end") if shards else [0, 0, 0]
-    assert start, "only a source's last shard has no end, and that one was dropped above"
+    assert start, "only the last shard of a source has no end, and it was dropped above"
     file, unit, skip = start
     if shards:
         print(f"continuing after {manifest['tokens']:,} tokens")
@@ -175,8 +175,8 @@ def fill_shards(
 ) -> bool:  # fmt: skip
     """Cut the tokens of units into shards, up to `limit` tokens in total.
 
-    skip: tokens of the first unit that are already in shards. Returns whether the source is
-    exhausted.
+    skip: number of tokens of the first unit that are already in shards. Returns whether the source
+    is exhausted.
     """
     parts, held = [], 0
     for unit, ids in results:
@@ -205,14 +205,14 @@ def fill_shards(
 def download_shards(
     cfg: CorpusConfig, manifest: Manifest | None, source: dict, files: list[sources.File]
 ) -> Manifest:
-    """Download llm.c shards from the hub: validation, and enough others for cfg.tokens."""
+    """Download llm.c shards from the hub: the validation shard, and enough others for cfg.tokens."""
     from huggingface_hub import snapshot_download  # slow: only for the hub
 
     limit = cfg.tokens or sys.maxsize
     if cfg.tokenizer != "gpt2":
         raise UserError(
-            f"tokenizer={cfg.tokenizer} must be gpt2, because --dataset {cfg.dataset} has shards "
-            "of GPT-2's tokens; leave out --tokenizer"
+            f"tokenizer={cfg.tokenizer} must be gpt2, because --dataset {cfg.dataset} consists of "
+            "shards of GPT-2's tokens; leave out --tokenizer"
         )
     chosen, tokens = [], 0
     for file in sorted(files, key=lambda f: "_val_" not in f.name):
@@ -229,7 +229,7 @@ def download_shards(
     )
     init_output_dir(cfg.out, manifest)
     with sources.hub_errors(cfg.dataset), write_errors(cfg.out):
-        snapshot_download(  # keeps the files that are there already
+        snapshot_download(  # skips files that exist already
             cfg.dataset, repo_type="dataset", revision=source["revision"], local_dir=cfg.out,
             allow_patterns=chosen,
         )  # fmt: skip

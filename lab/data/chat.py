@@ -1,4 +1,4 @@
-"""Conversations as tokens, for fine-tuning and sampling, written as plain text:
+"""Conversations as tokens, for fine-tuning and sampling. A conversation becomes this plain text:
 
     <|endoftext|>System: You are brief.
 
@@ -10,27 +10,27 @@
 
     Assistant: Eight.<|endoftext|>
 
-A model learns the text after "Assistant:" including the end-of-text that ends each answer, so
-sampling stops there as it does after a document. No token is added to the vocabulary. Because
-answers end in end-of-text, a model that is fine-tuned on several turns must be trained without the
-document mask, which would hide the earlier turns.
+Only the text after "Assistant:" contributes to the loss, including the end-of-text after each answer,
+so that sampling stops there. No token is added to the vocabulary. Because each answer ends with
+end-of-text, fine-tuning on several turns must not use the document mask, which would hide the earlier
+turns.
 
-A source is JSONL, JSON (one array) or parquet, also compressed. Each record is a conversation in one
-of these forms; find_messages converts the others to the first:
+A source is a JSONL, JSON (one array) or parquet file; the first two may be compressed. Each record is a
+conversation in one of these forms, of which find_messages converts the last three to the first:
 
 - OpenAI: {"messages": [{"role": "user", "content": "..."}, ...]}
 - ShareGPT: {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", ...}]}
 - Alpaca: {"instruction": "...", "input": "...", "output": "..."}; "history" has earlier pairs
-- {"prompt": ..., "completion": ...}, both texts or lists of messages; only the completion is learned
+- {"prompt": ..., "completion": ...}, both texts or lists of messages; only the completion contributes
+  to the loss
 
-Each of the last three may have a text "system". In all of them:
+The last three may also have a text under "system". In all of them:
 
-- An assistant turn with `"weight": 0` is context: it is read, but does not contribute to the loss.
-- An assistant turn with "tool_calls" or "function_call" (its "content" may be null or empty) is an
-  answer that this plain text cannot express. The line is refused with an error that has its number,
-  and so is a line with the role "tool" or "function".
-- Any other blank answer would teach the model to say nothing. The whole conversation is skipped and
-  counted in the manifest as `no_answer`, and so is one in which no turn contributes to the loss.
+- An assistant turn with `"weight": 0` is context and does not contribute to the loss.
+- An assistant turn with "tool_calls" or "function_call" (whose "content" may be null or empty) cannot
+  be expressed in this format. It is an error, as is the role "tool" or "function".
+- Any other blank answer would teach the model to say nothing. Such a conversation is skipped and
+  counted in the manifest as `no_answer`, as is one in which no turn contributes to the loss.
 """
 
 from collections.abc import Iterable, Iterator
@@ -66,8 +66,8 @@ def render_chat(
     """Ids (uint16) of a conversation and its loss mask (uint8; 1: contributes to the loss).
 
     messages: list of {"role": "system" | "user" | "assistant", "content": text}; an assistant turn
-    may have "weight" 0 or 1. add_generation_prompt: end in "Assistant:", ready for the model to
-    answer. Raises UserError, beginning with `where`, for anything else.
+    may have "weight" 0 or 1. add_generation_prompt: end with "Assistant:", so that the model
+    answers. Raises UserError, beginning with `where`, for anything else.
     """
     parts, gap = [([tokenizer.eot], 0)], ""  # (ids, mask)
     for message in messages if messages and isinstance(messages, list) else [None]:
@@ -124,12 +124,12 @@ def from_sharegpt(turn: Any) -> Any:
 
 
 def check_message(message: Any, where: str) -> tuple[str, str, int]:
-    """(role, content, weight) of a message. Raises UserError if one of them is not usable."""
+    """(role, content, weight) of a message. Raises UserError if one of them is invalid."""
     message = message if isinstance(message, dict) else {}
     role, content, weight = message.get("role"), message.get("content"), message.get("weight")
     if message.get("tool_calls") or message.get("function_call"):
         raise UserError(
-            f"{where}: a message has a tool call, which this plain-text form cannot express; "
+            f"{where}: a message has a tool call, which the plain-text format cannot express; "
             "remove the conversation, or write the call as text in content"
         )
     if role not in list(ROLES) or not isinstance(content, str):
@@ -147,21 +147,21 @@ def check_message(message: Any, where: str) -> tuple[str, str, int]:
 
 
 def has_blank_answer(messages: list[dict]) -> bool:
-    """Whether an assistant turn that would contribute to the loss is blank."""
+    """Whether an assistant turn that should contribute to the loss is blank."""
     answers = (m for m in messages if m["role"] == "assistant" and m.get("weight") != 0)
     return any(not m["content"].strip() for m in answers)
 
 
-PACK_WINDOW = 32  # number of rows that are searched for space
+PACK_WINDOW = 32  # number of recent rows that are searched for space
 
 
 def pack_rows(
     chats: Iterable[tuple[np.ndarray, np.ndarray]], context: int, eot: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Pack conversations (ids, mask) into rows: each goes into the fullest recent row with space.
+    """Pack conversations (ids, mask) into rows; each goes into the fullest recent row with enough space.
 
-    Returns ids and mask of all rows (rows, context), padded with end-of-text of mask 0, and the
-    number of conversations in each row. No conversation may be longer than a row.
+    Returns ids and mask (rows, context), padded with end-of-text and mask 0, and the number of
+    conversations in each row. No conversation may be longer than a row.
     """
     rows = []  # [ids, mask, conversations] of each
     for ids, mask in chats:
@@ -184,7 +184,7 @@ def records_in(files: list[File]) -> Iterator[tuple[str, dict]]:
 
 
 def is_chat(files: list[File], column: str) -> bool:
-    """Whether these are local files whose first record is a conversation and not a text."""
+    """Whether these are local files whose first record is a conversation, not a text."""
     if files[0].kind not in ("jsonl", "parquet") or files[0].path.startswith(HUB):
         return False
     _, first = next(records_in(files), ("", {}))
@@ -196,10 +196,10 @@ def build_chat(
 ) -> Manifest:
     """Write conversations, packed into rows of `context` tokens, as shards with masks.
 
-    Records 1, 11, 21 ... are for validation, no matter which are skipped. Chat data is small,
-    so it is held in memory, and an interrupted build starts again. Returns the manifest; if it is
-    already complete, nothing is written. Raises UserError for a record that is not a
-    conversation, with its number, or if one of the splits would be empty.
+    Records 1, 11, 21 ... are for validation, whichever records are skipped. Chat data is small, so it
+    is held in memory, and an interrupted build starts again. Returns the manifest; if it is already
+    complete, nothing is written. Raises UserError for a record that is not a conversation, or if one
+    of the splits would be empty.
     """
     if not 8 <= context <= shard_tokens:
         raise UserError(
@@ -256,11 +256,11 @@ def build_chat(
 
 
 def build_chats(path: str, tokenizer: str, context: int) -> str:
-    """build_chat of one file for trainers, several of which may call it at the same time.
+    """build_chat for one file. Trainers call it, possibly several at the same time.
 
     Returns the folder, in data/; its name depends on the content of the file.
     """
-    shipped = ROOT / path  # the project's file can be named from any folder
+    shipped = ROOT / path  # files of the project can be given from any folder
     file = shipped if shipped.exists() and not Path(path).exists() else Path(path)
     if not file.exists():
         raise UserError(f"there is no file {file}; choose another with --data")
@@ -271,7 +271,7 @@ def build_chats(path: str, tokenizer: str, context: int) -> str:
     return str(folder)
 
 
-# a model that does not end its answer continues with the next speaker; the answer ends there, too
+# a model that does not end its answer writes the next speaker's turn; the answer ends before it
 STOP_STRINGS = tuple(f"\n\n{role}" for role in ROLES.values())
 
 
@@ -280,8 +280,8 @@ def truncate_chat(
 ) -> tuple[list[int], int]:
     """Drop a conversation's oldest messages so that the answer fits in the context.
 
-    The answer gets space for max_new_tokens, at most a quarter of block_size. A system message at
-    the beginning stays. Returns (ids up to "Assistant:", number of dropped messages). Raises
+    Space is reserved for max_new_tokens, but at most a quarter of block_size. A system message at the
+    beginning is kept. Returns (ids up to "Assistant:", number of dropped messages). Raises
     UserError if the newest message alone is too long, or as render_chat does.
     """
     space = block_size - min(max_new_tokens, block_size // 4)

@@ -1,14 +1,14 @@
-"""Attention masks for rows that contain several documents, used by train_gpt2.py and speedrun.py.
+"""Attention masks for rows that contain several documents. Used by train_gpt2.py and speedrun.py.
 
-Each document in a row begins with an end-of-text token. Plain causal attention lets a token see the
-documents before its own; with this mask it does not.
+Each document in a row begins with an end-of-text token. With plain causal attention a token can attend
+to earlier documents; this mask prevents it.
 """
 
 from torch import Tensor
 
 
 def document_mask(idx: Tensor, eot: int, past: int = 0) -> Tensor:
-    """Mask (B, 1, S - past, S), True where a query may see a key: same document, not a later token.
+    """Mask (B, 1, S - past, S), True where a query may attend: same document, and not a later token.
 
     idx (B, S): all tokens. The first `past` of them are in a KV cache; the others are the queries.
     """
@@ -20,9 +20,9 @@ def document_mask(idx: Tensor, eot: int, past: int = 0) -> Tensor:
 def gather_previous_token(x: Tensor, position: Tensor, mask: Tensor) -> Tensor:
     """x of the token before each query (B, T, C), from all tokens' x (B, S, C); 0 if there is none.
 
-    The token before is the visible one whose position is one less. It may be anywhere in the row,
-    because HellaSwag's endings share a context. mask: broadcastable to (B, 1, T, S). position: of
-    the queries, (T,) or (B, T).
+    The previous token is the visible one at the previous position. It may be anywhere in the row, because
+    HellaSwag's endings share a context. mask: broadcastable to (B, 1, T, S). position: of the queries,
+    (T,) or (B, T).
     """
     (B, S, C), T = x.shape, position.size(-1)
     key_position = position if S == T else position.new_ones(S).cumsum(0) - 1

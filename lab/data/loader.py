@@ -1,6 +1,6 @@
-"""The data loader of train_gpt2.py, speedrun.py and bert.py: the order in which tokens are read.
+"""The data loader of train_gpt2.py, speedrun.py and bert.py, which decides the order of tokens.
 
-It reads from the endless stream of shards.py.
+It reads from the endless stream defined in shards.py.
 """
 
 import zlib
@@ -20,7 +20,7 @@ Transform = Callable[[np.ndarray, np.ndarray, int, np.ndarray], tuple[np.ndarray
 
 
 class LoaderConfig(Protocol):
-    """The settings that TokenLoader uses, see lab.config."""
+    """The settings that TokenLoader uses; see lab.config."""
 
     seq_len: int
     total_batch_size: int
@@ -30,15 +30,14 @@ class LoaderConfig(Protocol):
 
 
 def feistel_permutation(i: np.ndarray, n: int, key: int) -> np.ndarray:
-    """Where a seeded shuffle of range(n) puts the indices i, without storing the shuffle.
+    """The positions of the indices i in a seeded shuffle of range(n), which is never stored.
 
-    The bits of an index are cut into halves, and (left, right) becomes (right, left xor f(right)).
-    This can be undone whatever f is, so no two indices get the same result: a Feistel network,
-    which permutes all numbers of this many bits. Four rounds mix well. A result of n or more is
-    permuted again until it is below n. This must end, because repeating a permutation leads back to
-    the start, which is below n (cycle walking: Black and Rogaway 2002, method 2). So a shuffle of
-    10 billion tokens takes no memory, and its state is one integer. f is splitmix64's (Steele et
-    al. 2014).
+    It is a Feistel network: the bits of an index are split into halves, and (left, right) becomes
+    (right, left xor f(right)). This is invertible for any f, so it permutes the numbers with this many
+    bits. Four rounds mix well. A result of n or more is permuted again until it is below n, which must
+    happen, because the cycle of a permutation leads back to its start (cycle walking: Black and Rogaway
+    2002, method 2). So shuffling 10 billion tokens needs no memory, and the state is one integer. f is
+    the mixing function of splitmix64 (Steele et al. 2014).
     """
     half = np.uint64(max(1, (int(n - 1).bit_length() + 1) // 2))
     low = np.uint64((1 << int(half)) - 1)
@@ -62,8 +61,8 @@ class TokenLoader:
     One global cursor counts tokens, so the sequences of a step are the same for any number of
     processes and any micro-batch size; these decide only which process reads which sequence. The
     stream is cut into sequences without gaps, across shards and past the end of the data, where the
-    next epoch begins in mid-sequence: no token is dropped. Shuffling permutes the sequences that
-    begin in the same epoch, which include the one that runs past the end of the data.
+    next epoch begins in the middle of a sequence, so no token is dropped. Shuffling permutes the
+    sequences that begin in the same epoch, including the one that crosses the end of the data.
     """
 
     def __init__(
@@ -73,9 +72,9 @@ class TokenLoader:
         """batch_size: sequences per process and micro-batch.
 
         transform(x, y, seed, sequence_ids) -> (x, y) changes each micro-batch, for example to mask
-        words. x and y are int64 arrays (B, T); sequence_ids (B,) differ for all sequences of a run,
-        also from one epoch to the next. The result must depend on the arguments alone, and all
-        sequences must have the same number of targets >= 0.
+        words. x and y are int64 arrays (B, T); sequence_ids (B,) are unique in a run, even across
+        epochs. The result must depend only on the arguments, and all sequences must have the same
+        number of targets >= 0.
 
         Raises UserError if the data is too short or was packed to another seq_len, or if
         total_batch_size cannot be divided.
@@ -106,10 +105,10 @@ class TokenLoader:
         self.set_total_batch_size(cfg.total_batch_size)
 
     def set_total_batch_size(self, tokens: int) -> None:
-        """Set the tokens per step from the next step on; the cursor and micro-batch size stay."""
+        """Set the tokens per step, from the next step on; cursor and micro-batch size are unchanged."""
         if tokens == self.total_batch_size:
             return
-        assert self.micro_step == 0, "the size of a step can change only between two steps"
+        assert self.micro_step == 0, "the size of a step can change only between steps"
         self.prefetched = None  # it belongs to a step of the previous size
         self.total_batch_size, self.step_sequences = tokens, tokens // self.seq_len
         self.grad_accum_steps = grad_accum_steps(self, self.batch_size, self.world_size)
@@ -123,7 +122,7 @@ class TokenLoader:
         return -(-self.position // self.seq_len)
 
     def sequence_offsets(self, sequence_ids: np.ndarray) -> np.ndarray:
-        """Positions in the stream (int64) at which these sequences of the run begin."""
+        """Positions in the stream (int64) at which these sequences begin."""
         j, T, N = sequence_ids, self.seq_len, len(self.shards)
         if self.aligned is not None:  # a stream of documents instead of tokens
             T, N = 1, len(self.aligned)
@@ -169,7 +168,7 @@ class TokenLoader:
     def masked_targets(self, first_sequence: int) -> int:
         """Number of targets of a step over all processes, at least 1, for data with a loss mask.
 
-        The last result is kept, so the masks are read once per step and not once per micro-step.
+        The last result is cached, so the masks are read once per step, not once per micro-step.
         """
         key = first_sequence, self.step_sequences, len(self.shards)
         if self.counted[0] != key:
@@ -184,8 +183,8 @@ class TokenLoader:
     def next_batch(self) -> tuple[Tensor, Tensor, int]:
         """The next micro-batch: x, y (batch_size, seq_len) on the device, and num_targets.
 
-        num_targets is the number of targets of the whole step, over all micro-steps and processes;
-        the sum of a micro-batch's losses is divided by it. Targets of -1 do not count.
+        num_targets is the number of targets (without those of -1) in the whole step, over all
+        micro-steps and processes; the sum of a micro-batch's losses is divided by it.
         """
         x, y, num_targets = (self.prefetched or self.prefetch()).result()
         self.micro_step += 1
@@ -203,7 +202,7 @@ class TokenLoader:
         return self.prefetched
 
     def sequence_names(self, first_sequence: int, micro_step: int) -> list[str]:
-        """Where these sequences begin, as "<file name>:<index>", for messages. See sequence_ids."""
+        """The places where these sequences begin, as "<file name>:<index>", for messages."""
         offsets = self.sequence_offsets(self.sequence_ids(first_sequence, micro_step))
         return [self.shards.where(int(offset)) for offset in offsets]
 
@@ -216,18 +215,18 @@ class TokenLoader:
         return {"position": self.position, "tokens": tokens, "begin": self.fingerprint(tokens)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from the step at which `state` was saved, with the tokens that there were then.
+        """Continue from the step at which `state` was saved, with the tokens that existed then.
 
-        Tokens that were added since are ignored: with another number of sequences the shuffle would
-        repeat some and omit others. Raises UserError if tokens are missing or have changed.
+        Tokens added since are ignored, because with another number of sequences the shuffle would repeat
+        some and omit others. Raises UserError if tokens are missing or have changed.
         """
         tokens = state["tokens"]
         if tokens > len(self.shards) or state["begin"] != self.fingerprint(tokens):
             raise UserError(
-                f"{self.shards.folder} does not begin with the {tokens:,} tokens that this run was "
-                f"begun with (it has {len(self.shards):,}, and some may differ): leave out --data, "
-                "restore those tokens (an interrupted fineweb.py does so when it continues), or "
-                "begin a new run with --init_from"
+                f"{self.shards.folder} does not begin with the {tokens:,} tokens that this run "
+                f"started with (it has {len(self.shards):,}, and some may differ); leave out --data, "
+                "restore the tokens (run an interrupted fineweb.py again), or start a new run with "
+                "--init_from"
             )
         if tokens < len(self.shards):
             self.shards.truncate(tokens)

@@ -1,8 +1,7 @@
-"""manifest.json, which lists the shards in a folder and says what they were made from.
+"""manifest.json, which lists the shards in a folder and describes their source.
 
-The builders of data (build.py, chat.py, python_docs.py) write it after each shard, so that an
-interrupted build can continue. Training, evaluation and `fineweb.py --verify` check the shards
-against it.
+build.py, chat.py and python_docs.py write it after each shard, so that an interrupted build can
+continue. Training, evaluation and `fineweb.py --verify` check the shards against it.
 """
 
 import hashlib
@@ -17,7 +16,7 @@ from lab.cli import UserError, progress
 from lab.data.tokenizers import Tokenizer
 from lab.files import atomic_write, check_keys, read_errors, read_json
 
-REBUILD_HINT = "restore it, or delete the folder of the shards and make them again"
+REBUILD_HINT = "restore it, or delete the folder and build the shards again"
 SHARD_NAME = re.compile(r".+_(train|val)_\d{6}\.(npy|bin|mask)")
 
 
@@ -49,7 +48,7 @@ class Manifest(TypedDict):
     vocab_size: int
     eot: int  # id of end-of-text
     context: int | None  # tokens per row of chat data
-    source: dict[str, Any]  # what the shards were made from
+    source: dict[str, Any]  # description of the texts
     shard_tokens: int
     val_tokens: int
     documents: int
@@ -114,7 +113,7 @@ def write_manifest(out_dir: str | Path, manifest: Manifest, complete: bool = Fal
 
 
 def init_output_dir(out_dir: str | Path, manifest: Manifest) -> None:
-    """Write the manifest before the first shard. From then on the build may overwrite shards.
+    """Write the manifest before the first shard, so that the build may overwrite shards later.
 
     Raises UserError if out_dir has shards without a manifest, or of other data.
     """
@@ -122,7 +121,7 @@ def init_output_dir(out_dir: str | Path, manifest: Manifest) -> None:
     if found and read_manifest(out_dir) is None:
         raise UserError(
             f"{out_dir} has {found[0]} but no manifest.json, so another program may have written "
-            "it; nothing was changed: choose another --out, or move all shards away"
+            "it; nothing was changed; choose another --out, or move all shards away"
         )
     known = {file["name"] for file in manifest_files(manifest, "val", "train")}  # as downloaded
     others = [n for n in found if not n.startswith(f"{manifest['data']}_") and n not in known]
@@ -135,13 +134,13 @@ def init_output_dir(out_dir: str | Path, manifest: Manifest) -> None:
 
 
 def check_manifest_matches(out_dir: str | Path, manifest: Mapping[str, Any], **wanted: Any) -> None:
-    """Raise UserError if the manifest in out_dir was made with settings other than those wanted."""
+    """Raise UserError if the manifest in out_dir has other values than `wanted`."""
     for key, value in wanted.items():
         if manifest.get(key) != value:
             before, now = reprlib.repr(manifest.get(key)), reprlib.repr(value)
             name = "source" if key == "data" else key  # the shards are named after the source
             raise UserError(
-                f"{out_dir} was made with {name} = {before}, now it is {now}: choose another "
+                f"{out_dir} was built with {name} = {before}, but now it is {now}; choose another "
                 f"--out, or delete {out_dir}"
             )
 
@@ -168,7 +167,7 @@ def sha256_of(path: str | Path) -> str:
 
 
 def check_file(path: Path, entry: FileEntry, content: bool = False) -> None:
-    """Raise UserError if the size of a file is not that of its entry in the manifest.
+    """Raise UserError if the size of a file differs from its entry in the manifest.
 
     content: compare the SHA-256 as well, which reads the whole file.
     """
@@ -184,13 +183,13 @@ def verify_shards(out_dir: str | Path) -> list[str]:
     if manifest is None:
         raise UserError(f"{out_dir} has no manifest.json to compare with; choose another --out")
     if not manifest["complete"]:
-        problems.append(f"{out_dir} is not finished: run the command that made it again")
+        problems.append(f"{out_dir} is not complete; run the command that built it again")
     files = manifest_files(manifest, "val", "train")
     names = {file["name"] for file in files}
     for path in sorted(Path(out_dir).glob("*_*_*")):
         if path.suffix in (".npy", ".bin") and path.name not in names:
             problems.append(
-                f"{path} is not in manifest.json, but training would read it: move it away"
+                f"{path} is not in manifest.json, but training would read it; move it away"
             )
     for file in progress(files, "verifying"):
         try:

@@ -1,6 +1,6 @@
-"""The built-in text, which needs no network: Python's language reference and its docstrings.
+"""The built-in text, which needs no network: Python's language reference and docstrings.
 
-For `fineweb.py --source builtin`, and for training with --data data/builtin.
+Used by `fineweb.py --source builtin`, and by training with --data data/builtin.
 """
 
 import ast
@@ -28,9 +28,9 @@ SKIP_DIRS = {"test", "tests", "idlelib", "idle_test", "site-packages", "dist-pac
 
 
 def python_documents() -> list[str]:
-    """The language reference and the docstrings of the standard library, read without importing it.
+    """The language reference, and the docstrings of the standard library, which is not imported.
 
-    They are sorted by hash, so that the last tenth, which is for validation, resembles the rest.
+    They are sorted by hash, so that the last tenth, which is used for validation, resembles the rest.
     """
     try:
         from pydoc_data.topics import topics  # optional: some distributions omit it
@@ -60,8 +60,8 @@ def build_python_docs(
 ) -> Manifest:
     """Write builtin_val_000000.npy and builtin_train_000001.npy, unless out_dir has them.
 
-    Trainers that start at the same time all call it: one of them builds, the others wait.
-    vocab_size: of a WordPiece. Returns the manifest. Raises UserError if out_dir has other data.
+    If several trainers call it at the same time, one of them builds and the others wait. vocab_size: of
+    a WordPiece. Returns the manifest. Raises UserError if out_dir has other data.
     """
     with dir_lock(out_dir, "", wait=True):
         if manifest := load_partial_manifest(out_dir):
@@ -70,7 +70,7 @@ def build_python_docs(
             if manifest["complete"]:
                 return manifest
         documents = python_documents()
-        first = len(documents) - len(documents) // 10  # of validation
+        first = len(documents) - len(documents) // 10  # index of the first validation document
         tok = get_tokenizer(get_or_train(out_dir, tokenizer, documents[:first], vocab_size))
         val = tok.encode_documents(documents[first:])
         train = tok.encode_documents(documents[:first])

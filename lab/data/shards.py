@@ -1,9 +1,9 @@
-"""Token shards on disk: writing them, and reading all shards of a split as one endless stream.
+"""Token shards on disk: write them, and read all shards of a split as one endless stream.
 
 A shard is a one-dimensional array of uint16 token ids, as .npy (fineweb.py, build-nanogpt) or .bin
-(llm.c, modded-nanogpt), named <data>_<split>_<number>. A .mask of the same name may lie beside it,
-one byte per token: 1 if the token contributes to the loss, else 0. The builders of data write
-shards; train_gpt2.py, bert.py and lab.eval read them.
+(llm.c, modded-nanogpt), named <data>_<split>_<number>. It may have a .mask file of the same name with
+one byte per token: 1 if the token contributes to the loss, else 0. fineweb.py writes shards;
+train_gpt2.py, speedrun.py, bert.py and lab.eval read them.
 """
 
 import io
@@ -32,8 +32,8 @@ from lab.files import atomic_write, read_errors
 class ShardFile:
     """An array in a file: `length` numbers of `dtype`, starting at byte `offset`.
 
-    The file is opened for each read: memory maps of thousands of shards would exhaust the file
-    descriptors, and reading from the map of a file that has been truncated kills the process.
+    The file is opened for each read, because memory maps of thousands of shards would exhaust the file
+    descriptors, and reading from the map of a truncated file kills the process.
     """
 
     path: Path
@@ -93,7 +93,7 @@ class TokenShards:
             source = shell_quote(folder) if folder.is_dir() else "FOLDER"
             missing = "" if folder.is_dir() else ", which is not a folder"
             raise UserError(
-                f"no {split} shards in {folder}{missing}: `{fineweb}` makes some from FineWeb-Edu "
+                f"no {split} shards in {folder}{missing}: `{fineweb}` builds some from FineWeb-Edu "
                 f"in edu_fineweb10B, `{fineweb} --source {source} --out data/mine` from your own "
                 "text (without a GPU add --tokenizer bytes); --preset laptop without --data needs "
                 "none"
@@ -110,7 +110,9 @@ class TokenShards:
         if any(mask.exists() for mask in masks):
             self.masks = [open_shard(mask, "u1") for mask in masks]
             if [mask.length for mask in self.masks] != [shard.length for shard in self.shards]:
-                raise UserError(f"a mask in {folder} is not as long as its shard; {REBUILD_HINT}")
+                raise UserError(
+                    f"a mask in {folder} has a different length than its shard; {REBUILD_HINT}"
+                )
         self.ignored_tokens = 0  # see truncate
         # check a sample now, before the run directory is created
         self.check_ids(self.read(0, min(self.shards[0].length, 1_000_000)), 0)
@@ -119,7 +121,7 @@ class TokenShards:
         return int(self.starts[-1])
 
     def truncate(self, tokens: int) -> None:
-        """Use only the first `tokens` tokens, as before more were added."""
+        """Use only the first `tokens` tokens, and ignore those added later."""
         self.ignored_tokens, self.starts = len(self) - tokens, np.minimum(self.starts, tokens)
 
     def locate(self, position: int) -> tuple[int, int]:
@@ -138,8 +140,8 @@ class TokenShards:
         if ids.max() >= self.vocab_size:
             raise UserError(
                 f"token id {ids.max()} near {self.where(position)} is outside the vocabulary of "
-                f"{self.vocab_size}: the shards belong to another tokenizer or are damaged, which "
-                "`fineweb.py --verify --out FOLDER` would show"
+                f"{self.vocab_size}: the shards belong to another tokenizer or are damaged; check "
+                "them with `fineweb.py --verify --out FOLDER`"
             )
 
     def read(
@@ -147,7 +149,7 @@ class TokenShards:
     ) -> np.ndarray:
         """`length` tokens from `position` on, wrapping around at the end of the data.
 
-        files: read from these instead of the shards, as loss_mask does.
+        files: read these instead of the shards (used by loss_mask).
         """
         parts = []
         while length > 0:
@@ -200,7 +202,7 @@ class TokenShards:
 
 
 def shard_entry(path: Path, eot: int) -> ShardEntry:
-    """The manifest's entry of a complete shard."""
+    """The manifest's entry for a complete shard."""
     shard, split = open_shard(path), path.name.split("_")[-2]
     documents = int((shard.read(0, shard.length) == eot).sum())
     return {**file_entry(path), "split": split, "tokens": shard.length, "documents": documents}
@@ -231,6 +233,6 @@ def save_shard(
 
 
 def write_npy(path: Path, array: np.ndarray) -> None:
-    buffer = io.BytesIO()  # if np.save wrote to the file itself, it would not report a full disk
+    buffer = io.BytesIO()  # np.save to a file would not report a full disk
     np.save(buffer, array)
     atomic_write(path, buffer.getbuffer())

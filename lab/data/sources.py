@@ -1,8 +1,8 @@
-"""Files of text, on this machine or on the Hugging Face hub, which build.py and chat.py read.
+"""Read text files, on this machine or on the Hugging Face hub. Used by build.py and chat.py.
 
-Files are cut into units that can be tokenized independently: row groups of parquet, blocks of lines
-of everything else, always in the same order. Files on the hub are streamed: nothing is stored, and
-of a parquet file only the text column is transferred.
+Files are cut into units that can be tokenized independently: row groups of parquet files, blocks of
+lines of others, always in the same order. Files on the hub are streamed, not stored, and only the text
+column of a parquet file is transferred.
 """
 
 import codecs
@@ -26,12 +26,12 @@ KINDS = {".parquet": "parquet", ".jsonl": "jsonl", ".json": "jsonl", ".txt": "te
 KINDS |= {".bin": "bin"}  # ready-made shards, only on the hub
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 HUB = "hf://"
-BLOCK = 4 * 2**20  # bytes of text in a unit of lines
+BLOCK = 4 * 2**20  # bytes of text in a block of lines
 
 
 @dataclass(frozen=True)
 class File:
-    name: str  # relative to the source, as the manifest and messages have it
+    name: str  # relative to the source, as in the manifest and in messages
     path: str  # local, or hf://datasets/NAME@COMMIT/...
     size: int  # bytes
 
@@ -47,20 +47,18 @@ class File:
 
 
 def local_files(source: str) -> list[File]:
-    """The files to read of a file or folder. Hidden files and our own output are ignored."""
+    """The files to read for a file or folder. Hidden files and our own output are ignored."""
     root = Path(source)
     if not root.exists():
-        raise UserError(f"--source {source} does not exist: give a file, a folder, hub or builtin")
+        raise UserError(f"--source {source} does not exist; pass a file, a folder, hub or builtin")
     paths, base = [root], root.parent
-    if root.is_dir():  # shards made from these texts may lie beside them
+    if root.is_dir():  # the folder may also contain shards of these texts
         ours = ("manifest.json", TOKENIZER_FILE)
         found = (p for p in root.rglob("*") if p.name not in ours)
         paths, base = [p for p in found if not SHARD_NAME.fullmatch(p.name)], root
         for path in paths:
             if path.is_symlink() and path.is_dir():
-                eprint(
-                    f"{path} is a link to a folder, which is not followed: pass that folder itself"
-                )
+                eprint(f"{path} is a link to a folder and is not followed; pass that folder itself")
     visible = (p for p in paths if not any(n[0] == "." for n in p.relative_to(base).parts))
     files = [p for p in visible if p.is_file()]
     files = [File(p.relative_to(base).as_posix(), str(p), p.stat().st_size) for p in files]
@@ -70,7 +68,7 @@ def local_files(source: str) -> list[File]:
 def one_kind(
     files: list[File], place: str, kinds: Sequence[str] = ("parquet", "jsonl", "text")
 ) -> list[File]:
-    """The files of the first of `kinds` that occurs, sorted by name. Lists the others on stderr.
+    """The files of the first of `kinds` that occurs, sorted by name. Prints the others on stderr.
 
     Raises UserError if there are none to read.
     """
@@ -78,8 +76,8 @@ def one_kind(
     chosen = sorted((f for f in files if f.kind == kind), key=lambda f: f.name)
     if not kind:
         raise UserError(
-            f"{place} contains nothing to read: give files named *.parquet, *.jsonl, *.json, *.txt "
-            "or *.md, the last four also with .gz or .zst"
+            f"{place} contains nothing to read; supported are *.parquet, *.jsonl, *.json, *.txt and "
+            "*.md, the last four also with .gz or .zst"
         )
     skipped = sorted(f.name for f in files if f.kind != kind)
     if skipped:
@@ -93,10 +91,10 @@ def one_kind(
 
 @contextlib.contextmanager
 def hub_errors(dataset: str) -> Iterator[None]:
-    """Convert the hub's errors, after huggingface_hub has retried five times, to UserError."""
+    """Convert errors of the hub to UserError, after the five retries of huggingface_hub."""
     from huggingface_hub import errors  # slow: only for the hub
 
-    # the HTTP library's class, which huggingface_hub imports but does not list as its own
+    # the HTTP library's class, which huggingface_hub imports but does not export
     http_error = errors.HTTPError  # pyright: ignore[reportPrivateImportUsage]
     try:
         yield
@@ -110,9 +108,9 @@ def hub_errors(dataset: str) -> Iterator[None]:
 
 
 def hub_files(dataset: str, name: str, split: str, revision: str) -> tuple[str, list[File]]:
-    """The commit that `revision` is now, and the files of one configuration of a data set.
+    """The commit of `revision`, and the files of one configuration of a data set.
 
-    Token shards (.bin) are used only if there is nothing else. In a data set whose card lists no
+    Token shards (.bin) are used only if there are no texts. If the data set's card lists no
     configurations, `name` is a folder, or empty for all files.
     """
     from huggingface_hub import HfApi  # slow: only for the hub
@@ -139,14 +137,12 @@ def hub_files(dataset: str, name: str, split: str, revision: str) -> tuple[str, 
     place = f"{dataset} (--name {name or 'not given'}, --split {split})"
     files = one_kind(files, place, ("parquet", "jsonl", "text", "bin"))
     if not configs and files[0].kind != "bin":
-        eprint(
-            f"{dataset} lists no splits: reading all its {len(files)} files, whatever --split is"
-        )
+        eprint(f"{dataset} lists no splits: reading all {len(files)} files, regardless of --split")
     return str(info.sha), files
 
 
 def split_patterns(data_files: Any, split: str) -> list[str]:
-    """File name patterns of one split, from any of the forms that a data set's card may have."""
+    """File name patterns of one split, from any form that a data set's card may use."""
     patterns = []
     for item in [data_files] if isinstance(data_files, str) else data_files:
         item = {"split": split, "path": item} if isinstance(item, str) else item
@@ -171,7 +167,7 @@ def open_file(file: File) -> Any:
         return open(file.path, "rb")
     from huggingface_hub import HfFileSystem  # slow: only for the hub
 
-    # of parquet only the requested ranges are transferred; other files are read from start to end
+    # of parquet files only the requested ranges are transferred; others are read from start to end
     cache = "none" if file.kind == "parquet" else "readahead"
     return HfFileSystem().open(file.path, block_size=BLOCK, cache_type=cache, size=file.size)
 
@@ -188,8 +184,8 @@ class Unit:
 
 
 def units_of(file: File, file_index: int, column: str) -> Iterator[Unit]:
-    """The units of a file in order; the same file always gives the same units. column: that of the
-    text, or "" for whole records."""
+    """The units of a file, in order. The same file always gives the same units. column: name of the
+    text column, or "" for whole records."""
     if file.kind == "parquet":
         count = open_parquet(file, column).num_row_groups
         yield from (Unit(file, file_index, i) for i in range(count))
@@ -212,9 +208,9 @@ def all_units(files: list[File], column: str, file: int = 0, unit: int = 0) -> I
 
 
 def blocks_of(file: File) -> Iterator[bytes]:
-    """Blocks of whole lines of a JSONL or text file; of whole words in a text without lines. The items
-    of a JSON file that is one array count as lines."""
-    import pyarrow as pa  # slow: training does without
+    """Blocks of whole lines of a JSONL or text file, or of whole words if a text has no lines. The
+    items of a JSON array count as lines."""
+    import pyarrow as pa  # slow, and not needed for training
 
     rest = b""
     with source_errors(file), open_file(file) as raw:
@@ -228,8 +224,8 @@ def blocks_of(file: File) -> Iterator[bytes]:
             cut = rest.rfind(b"\n") + 1
             if not cut and file.kind == "text" and len(rest) >= BLOCK:
                 cut = rest.rfind(b" ")
-            # tokenize drops blank units, and a text file's first unit must not be one of them,
-            # because the file's end-of-text comes with it
+            # tokenize drops blank units; the first unit of a text file must not be blank, because it
+            # starts with the file's end-of-text
             if cut > 0 and rest[:cut].strip():
                 yield rest[:cut]
                 rest = rest[cut:]
@@ -237,15 +233,15 @@ def blocks_of(file: File) -> Iterator[bytes]:
         yield rest
 
 
-@functools.lru_cache(maxsize=1)  # keeps the file's index, which each row group needs
+@functools.lru_cache(maxsize=1)  # keeps the file's index, which all row groups use
 def open_parquet(file: File, column: str) -> Any:
-    """The ParquetFile of pyarrow. Raises UserError unless it has a text column of this name; column
-    "" is not looked for."""
-    import pyarrow as pa  # slow: training does without
+    """The ParquetFile of pyarrow. Raises UserError unless it has a text column of this name; "" skips
+    this check."""
+    import pyarrow as pa  # slow, and not needed for training
     import pyarrow.parquet as pq
 
     with source_errors(file):
-        # pre_buffer joins neighboring requests; page checksums, if a file has them, show damage
+        # pre_buffer joins neighboring requests; page checksums, if there are any, reveal damage
         parquet = pq.ParquetFile(open_file(file), pre_buffer=True, page_checksum_verification=True)
     if not column:
         return parquet
@@ -274,7 +270,7 @@ def row_batches(unit: Unit, column: str = "") -> Iterator[Any]:
 
 def documents_of(unit: Unit, column: str) -> Iterator[Any]:
     """The texts of a unit as pyarrow arrays; a missing text is an empty string."""
-    import pyarrow as pa  # slow: training does without
+    import pyarrow as pa  # slow, and not needed for training
 
     if unit.file.kind == "jsonl":
         yield to_arrow([text_of(record, column, where) for where, record in records_of(unit)])
@@ -297,7 +293,7 @@ def documents_of(unit: Unit, column: str) -> Iterator[Any]:
 
 
 def records_of(unit: Unit) -> Iterator[tuple[str, dict]]:
-    """("<file>, line <number>", the object) of each line of JSONL that is not blank, or of each row of
+    """("<file>, line <number>", object) for each line of JSONL that is not blank, or for each row of
     parquet."""
     if unit.file.kind == "parquet":
         place, row = f"{unit.file.path}, row group {unit.index}", itertools.count(1)

@@ -1,6 +1,6 @@
-"""Text to token ids and back: GPT-2's byte pair encoding, plain bytes, or BERT's WordPiece.
+"""Tokenizers: GPT-2's byte pair encoding, plain bytes, and BERT's WordPiece.
 
-fineweb.py encodes documents with it, everything that shows text decodes with it:
+fineweb.py encodes documents with them; everything that prints text decodes with them:
 
     tokenizer = get_tokenizer("gpt2")  # or "bytes", which needs no file and no network
     tokenizer.decode(tokenizer.encode("Hello, I'm a language model,"))
@@ -25,11 +25,10 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 class Tokenizer:
-    """Base class. strings: the bytes that each id stands for; a WordPiece has none.
+    """Base class. strings: the bytes of each id; a WordPiece has none.
 
-    name: what get_tokenizer is called with. vocab_size: ids are below it, and it is at most 2^16,
-    so that ids fit in uint16. eot: id of end-of-text, which precedes each document; the last id
-    except in a WordPiece.
+    name: the argument of get_tokenizer. vocab_size: number of ids, at most 2^16, so that ids fit in
+    uint16. eot: id of end-of-text, which precedes each document; the last id except in a WordPiece.
     """
 
     name: str
@@ -41,7 +40,7 @@ class Tokenizer:
         self.vocab_size, self.eot = len(strings), len(strings) - 1
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`, all of which is ordinary text: "<|endoftext|>" in it becomes letters."""
+        """Ids of `text`. Special tokens are not parsed: "<|endoftext|>" is encoded as characters."""
         raise NotImplementedError
 
     def encode_documents(self, texts: "list[str] | pa.Array | pa.ChunkedArray") -> np.ndarray:
@@ -52,7 +51,9 @@ class Tokenizer:
         """Text of `ids`, which must be below vocab_size. Bytes that are not UTF-8 become U+FFFD."""
         ids = [int(i) for i in ids]
         wrong = [i for i in ids if not 0 <= i < self.vocab_size]
-        assert not wrong, f"no {self.name} tokens: {wrong[:3]}; cut logits to vocab_size to sample"
+        assert not wrong, (
+            f"not ids of {self.name}: {wrong[:3]}; sample from logits[..., :vocab_size]"
+        )
         return b"".join(self._bytes[i] for i in ids).decode("utf-8", errors="replace")
 
     def bytes_of(self, token: int) -> bytes:
@@ -60,7 +61,7 @@ class Tokenizer:
         return self._bytes[token]
 
     def token_bytes(self) -> np.ndarray:
-        """Bytes of text per id (V,), 0 for end-of-text: converts nats to bits per byte."""
+        """Number of text bytes of each id (V,), 0 for end-of-text; for bits per byte."""
         sizes = np.array([len(b) for b in self._bytes], dtype=np.int64)
         sizes[self.eot] = 0
         return sizes
@@ -76,39 +77,38 @@ class ByteTokenizer(Tokenizer):
         return list(text.encode("utf-8", "replace"))
 
     def encode_documents(self, texts):
-        # UTF-8 never contains the byte 255, so it can mark where documents begin
+        # UTF-8 never contains the byte 255, so it can mark the beginning of documents
         raw = b"".join(b"\xff" + text.encode() for text in to_arrow(texts).to_pylist())
         tokens = np.frombuffer(raw, dtype=np.uint8).astype(np.uint16)
         tokens[tokens == 255] = self.eot
         return tokens
 
 
-# GPT-2 splits text into words before it merges bytes. Its pattern ends in `\s+(?!\S)`: if several
-# blanks precede a word, the last one belongs to the word. This look-ahead keeps the regex engine
-# from using its fast automaton. FAST_PATTERN has no look-ahead and gives the same split if a mark
-# is first inserted at each place "blank | blank, word": then no run of blanks touches a word. The
-# mark is a special token of the fast encoder and is removed afterwards.
+# GPT-2 splits text into words before it merges bytes. Its pattern contains `\s+(?!\S)`: if several
+# blanks precede a word, the last one belongs to the word. This look-ahead prevents the regex engine
+# from using its fast automaton. FAST_PATTERN has no look-ahead. It gives the same split if a mark is
+# inserted before the last of several blanks that precede a word. The mark is a special token of the
+# fast encoder, and is removed afterwards.
 FAST_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+"
 # Unicode's White_Space
 BLANK = r"\t-\r \x{85}\x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}"
-MARK = (
-    "\x1d\x1e\x1f\x1e\x1d"  # control characters; a text that contains them is encoded the plain way
-)
+# control characters; a text that contains them is encoded without FAST_PATTERN
+MARK = "\x1d\x1e\x1f\x1e\x1d"
 
 
 class GPT2Tokenizer(Tokenizer):
-    """GPT-2's 50257 tokens through tiktoken, which downloads two files once (1.5 MB)."""
+    """GPT-2's 50257 tokens. Uses tiktoken, which downloads two files once (1.5 MB)."""
 
     def __init__(self):
-        import tiktoken  # slow: training does without
+        import tiktoken  # slow, and not needed for training
 
         try:
             self._plain = plain = tiktoken.get_encoding("gpt2")
-        except Exception as error:  # of the HTTP library, whichever tiktoken uses
+        except Exception as error:  # of any HTTP library
             raise UserError(
-                f"GPT-2's tokenizer files could not be downloaded ({type(error).__name__}): go "
-                "online once, point TIKTOKEN_CACHE_DIR at a folder that contains them, or add "
-                "--tokenizer bytes to the fineweb.py command, which needs none"
+                f"GPT-2's tokenizer files could not be downloaded ({type(error).__name__}); connect to "
+                "the internet once, set TIKTOKEN_CACHE_DIR to a folder that contains them, or pass "
+                "--tokenizer bytes to fineweb.py, which needs no files"
             ) from error
         super().__init__("gpt2", [plain.decode_single_token_bytes(i) for i in range(plain.n_vocab)])
         self._fast = tiktoken.Encoding(
@@ -120,7 +120,7 @@ class GPT2Tokenizer(Tokenizer):
         return self._plain.encode_ordinary(text)
 
     def encode_documents(self, texts):
-        import pyarrow.compute as pc  # slow: training does without
+        import pyarrow.compute as pc  # slow, and not needed for training
 
         compute: Any = pc  # its functions are generated on import, so type checkers cannot see them
         texts = to_arrow(texts)
@@ -144,9 +144,9 @@ class GPT2Tokenizer(Tokenizer):
 # -------------------------------------------------------------------------------- BERT's WordPiece
 
 SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-TOKENIZER_FILE = "tokenizer.json"  # Hugging Face's format; lies beside the shards, or in a run
+TOKENIZER_FILE = "tokenizer.json"  # Hugging Face's format; in the folder of shards or of a run
 BERT_BASE = "bert-base-uncased"
-MAX_TRAIN_CHARS = 2**28  # a vocabulary is learned from this much text; more changes little
+MAX_TRAIN_CHARS = 2**28  # text for learning a vocabulary; more changes little
 
 
 class WordPiece(Tokenizer):
@@ -161,20 +161,20 @@ class WordPiece(Tokenizer):
 
         self.name = str(path)
         command = f"{command_for('fineweb.py')} --tokenizer wordpiece --out FOLDER"
-        with read_errors(path, "tokenizer", f"`{command}` makes data with one"):
+        with read_errors(path, "tokenizer", f"`{command}` builds data with one"):
             self.fast = HuggingFaceTokenizer.from_str(Path(path).read_text(encoding="utf-8"))
             self.vocab_size = self.fast.get_vocab_size()
             pieces = [self.fast.id_to_token(i) for i in range(self.vocab_size)]
             self.pieces = [piece for piece in pieces if piece]
             if len(self.pieces) < self.vocab_size:
-                raise ValueError(f"of its {self.vocab_size} ids, some have no piece")
+                raise ValueError(f"some of its {self.vocab_size} ids have no piece")
             self.fast.encode("\u2603" * 200)  # an unknown word: raises if there is no [UNK]
         self.fast.no_truncation()
-        self.fast.encode_special_tokens = True  # "[MASK]" in a text is letters in brackets
+        self.fast.encode_special_tokens = True  # "[MASK]" in a text is not a special token
         missing = [name for name in SPECIAL_TOKENS if name not in self.pieces]
         if missing:
             raise UserError(
-                f"{path} has no {', '.join(missing)}, but BERT's tokenizer must; use another file"
+                f"{path} has no {', '.join(missing)}, which BERT needs; use another file"
             )
         self.eot = self.id_of("[SEP]")
 
@@ -201,11 +201,11 @@ class WordPiece(Tokenizer):
         )
 
     def is_special(self) -> np.ndarray:
-        """(V,) bool: ids that stand for no text, such as [CLS] and [unused7]."""
+        """(V,) bool: special tokens, such as [CLS] and [unused7]."""
         return np.array([p[0] + p[-1] == "[]" and len(p) > 2 for p in self.pieces])
 
     def is_continuation(self) -> np.ndarray:
-        """(V,) bool: pieces that continue the word of the piece before."""
+        """(V,) bool: pieces that continue the word of the previous piece."""
         return np.array([p.startswith("##") and len(p) > 2 for p in self.pieces])
 
 
@@ -217,7 +217,7 @@ def tokenizer_path(folder: str | Path, wanted: str) -> str:
 def get_or_train(folder: str | Path, wanted: str, texts: Iterable[str], vocab_size: int) -> str:
     """Like tokenizer_path, but download or train a WordPiece if its file is missing.
 
-    texts: what a vocabulary of at most vocab_size pieces is learned from; read only if needed.
+    texts: for learning a vocabulary of at most vocab_size pieces; read only if needed.
     """
     path = tokenizer_path(folder, wanted)
     if path != wanted and Path(path).exists():
@@ -234,15 +234,15 @@ def download_wordpiece() -> "HuggingFaceTokenizer":
 
     try:
         return HuggingFaceTokenizer.from_pretrained(BERT_BASE)
-    except Exception as error:  # the library has no class of its own for it
+    except Exception as error:  # the library has no exception class for it
         raise UserError(
-            f"{BERT_BASE}'s vocabulary could not be downloaded ({first_line(error)}); go online "
-            "once, or pass --tokenizer wordpiece, which learns one from the text"
+            f"{BERT_BASE}'s vocabulary could not be downloaded ({first_line(error)}); connect to "
+            "the internet once, or pass --tokenizer wordpiece, which learns one from the text"
         ) from error
 
 
 def train_wordpiece(texts: Iterable[str], vocab_size: int) -> "BertWordPieceTokenizer":
-    """A WordPiece with a vocabulary of at most vocab_size pieces, learned from `texts`.
+    """Learn a WordPiece vocabulary of at most vocab_size pieces from `texts`.
 
     A piece must occur at least twice. Texts are split as in bert-base-uncased: lower case, no
     accents, at blanks and around each punctuation mark. The same texts give the same vocabulary.
@@ -256,9 +256,9 @@ def train_wordpiece(texts: Iterable[str], vocab_size: int) -> "BertWordPieceToke
             "pass another --vocab_size"
         )
     trainer = BertWordPieceTokenizer()
-    # The trainer numbers the letters inside words in a hash table's order, which changes from
-    # process to process, and merges the pair with lower numbers first if two are equally frequent.
-    # Passing the letters in sorted order, as special tokens, makes the result reproducible.
+    # The trainer numbers the letters inside words in the order of a hash table, which differs between
+    # processes, and if two pairs are equally frequent it merges the one with lower numbers first.
+    # Passing the letters as special tokens, in sorted order, makes the result reproducible.
     used, counts, remaining = [], Counter(), MAX_TRAIN_CHARS
     for text in progress(texts, "learning a vocabulary", "text"):
         used.append(text.encode("utf-8", "replace").decode())
@@ -282,7 +282,7 @@ def train_wordpiece(texts: Iterable[str], vocab_size: int) -> "BertWordPieceToke
 
 def to_arrow(texts: "list[str] | pa.Array | pa.ChunkedArray") -> Any:
     """`texts` as a pyarrow array of strings."""
-    import pyarrow as pa  # slow: training does without
+    import pyarrow as pa  # slow, and not needed for training
 
     if isinstance(texts, (pa.Array, pa.ChunkedArray)):
         return texts
@@ -291,13 +291,13 @@ def to_arrow(texts: "list[str] | pa.Array | pa.ChunkedArray") -> Any:
     return pa.array(encoded, pa.large_binary()).cast(pa.large_string())
 
 
-# printable() replaces control characters, which a terminal would obey, except newline and tab
+# printable() replaces control characters, which terminals interpret, except newline and tab
 CONTROL_PICTURES = {i: 0x2400 + i for i in range(32) if chr(i) not in "\n\t"}
 CONTROL_PICTURES |= {127: 0x2421} | dict.fromkeys(range(128, 160), 0xFFFD)
 
 
 def printable(text: str) -> str:
-    """Generated text made safe to print on a terminal."""
+    """Replace control characters, so that generated text is safe to print on a terminal."""
     return text.translate(CONTROL_PICTURES)
 
 
@@ -327,7 +327,7 @@ def tokenizer_for_vocab_size(vocab_size: int) -> str:
     names = {50257: "gpt2", 257: "bytes"}
     if vocab_size not in names:
         raise UserError(
-            f"no tokenizer has {vocab_size} ids (gpt2 has 50257, bytes has 257); data of another "
-            "tokenizer needs its manifest.json"
+            f"no tokenizer has {vocab_size} ids (gpt2 has 50257, bytes has 257); for another "
+            "tokenizer, add the manifest.json of the data"
         )
     return names[vocab_size]

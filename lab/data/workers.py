@@ -1,4 +1,4 @@
-"""Tokenize units in worker processes or on a Ray cluster, for build.py; the tokens are the same."""
+"""Tokenize units in worker processes or on a Ray cluster. Used by build.py."""
 
 import functools
 import itertools
@@ -23,17 +23,17 @@ cached_tokenizer = functools.cache(get_tokenizer)  # loaded once per process
 
 
 def tokenize(unit: Unit, tokenizer: str, column: str) -> np.ndarray:
-    """Ids (uint16) of the documents of a unit that are not blank, each preceded by end-of-text."""
-    import pyarrow.compute as pc  # slow: training does without
+    """Ids (uint16) of a unit's documents, each preceded by end-of-text; blank documents are dropped."""
+    import pyarrow.compute as pc  # slow, and not needed for training
 
     compute: Any = pc  # its functions are generated on import, so type checkers cannot see them
     parts = [np.zeros(0, np.uint16)]
     for texts in documents_of(unit, column):
-        # this search ends at the first character that is not blank
+        # the search stops at the first character that is not blank
         not_blank = texts.filter(compute.match_substring_regex(texts, f"[^{BLANK}]"))
         parts.append(cached_tokenizer(tokenizer).encode_documents(not_blank))
     ids = np.concatenate(parts)
-    # a text file is one document: its later units continue it
+    # a text file is one document, so its later units don't begin with end-of-text
     return ids[1:] if unit.file.kind == "text" and unit.index else ids
 
 
@@ -56,7 +56,7 @@ def submit_sigint_masked(pool: ProcessPoolExecutor, *args: Any, **kwargs: Any) -
     """pool.submit with SIGINT blocked, so that new workers never receive Ctrl-C."""
     if os.name == "nt":  # signals cannot be blocked there; init_worker ignores them later
         return pool.submit(*args, **kwargs)
-    # another thread may still receive SIGINT, and raising at once would leave a half-started worker
+    # another thread may still get SIGINT, and raising immediately would leave a half-started worker
     interrupted = []
     handler = signal.signal(signal.SIGINT, lambda *_: interrupted.append(True))
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # new processes inherit this
@@ -71,7 +71,7 @@ def submit_sigint_masked(pool: ProcessPoolExecutor, *args: Any, **kwargs: Any) -
 
 
 def init_worker() -> None:
-    """Ignore Ctrl-C, and exit with the main process even if that is killed."""
+    """Ignore Ctrl-C, and exit when the main process ends, even if it is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # for Windows, see submit_sigint_masked
     parent = multiprocessing.parent_process()
     assert parent, "runs in worker processes only"
@@ -86,7 +86,7 @@ def tokenize_in_processes(
         for unit in units:
             yield unit, tokenize(unit, tokenizer, column)
         return
-    context = multiprocessing.get_context("spawn")  # the only method that is safe on every system
+    context = multiprocessing.get_context("spawn")  # the only safe method on all systems
     pool = ProcessPoolExecutor(workers, context, initializer=init_worker)
     submit = functools.partial(
         submit_sigint_masked, pool, tokenize, tokenizer=tokenizer, column=column
@@ -95,8 +95,8 @@ def tokenize_in_processes(
         yield from ordered_map(units, submit, lambda job: job.result(), depth=2 * workers)
     except BrokenExecutor as error:
         raise UserError(
-            "a worker process was killed, probably because memory ran out: run the same command "
-            "with fewer --workers; it continues with the unfinished shard"
+            "a worker process was killed, probably because memory ran out; run the same command "
+            "with fewer --workers, and it continues with the unfinished shard"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
@@ -107,11 +107,11 @@ def tokenize_on_ray(
 ) -> Generator[tuple[Unit, np.ndarray], None, None]:
     """(unit, ids) of each unit, on the Ray cluster at RAY_ADDRESS or on `workers` cores here.
 
-    A task whose worker dies is run again. The code is sent with the tasks; local files must have
-    the same path on every machine.
+    Tasks of a worker that dies are repeated. The code is sent with the tasks; local files must have the
+    same path on every machine.
     """
     if find_spec("ray") is None:
-        raise UserError("--engine ray needs Ray: pip install ray, or leave out --engine")
+        raise UserError("--engine ray needs Ray; run `pip install ray`, or leave out --engine")
     import ray  # pyright: ignore[reportMissingImports]  # optional
 
     names = ("TIKTOKEN_CACHE_DIR", "HF_ENDPOINT", "HF_TOKEN")

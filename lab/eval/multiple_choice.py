@@ -1,28 +1,150 @@
-"""Multiple-choice scoring: the loss of each continuation of a context. Used by hellaswag.py.
+"""Multiple-choice benchmarks: files, models, and the loss of each continuation of a context. Used by
+hellaswag.py and blimp.py.
 
-An item is a list [context, continuation, continuation, ...] of lists of token ids. The context has
-at least one token, because something has to predict the first token of a continuation: use
-[tokenizer.eot] where there is no text. All items have the same number of continuations.
+An item is a list [context, continuation, continuation, ...] of lists of token ids. The context needs
+at least one token, from which the first token of a continuation is predicted: use [tokenizer.eot] if
+there is no text. All items have the same number of continuations.
 
 Shape letters: N items, K continuations of an item, B rows of a batch (one item each), T tokens of a
 row, C channels, M continuation tokens of a batch.
 """
 
+import json
+import sys
 from collections.abc import Callable
-from typing import Protocol
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
-from lab.cli import progress
+from lab.cli import UserError, progress, require
 from lab.distributed import World
+from lab.files import first_line, read_errors
+from lab.precision import Precision
+from lab.registry import load_model, resolve_source
+from lab.trainer.callbacks import PeriodicCallback
 
-PAD_MULTIPLE = 32  # rows are padded to a multiple of this; 10 % of HellaSwag is then padding
+# rows are padded to a multiple of this; 2 % of HellaSwag and 20 % of BLiMP is then padding, in GPT-2's
+# tokens (with 32: 9 % and 56 %)
+PAD_MULTIPLE = 8
 BATCH_TOKENS = 16384  # tokens of a batch, padding included
 
 
+# ------------------------------------------------------------------------------------------- files
+
+
+def download(path: Path, base_url: str, sha256: str, program: str) -> Path:
+    """The published file at `path`; if it is missing, base_url + its name is downloaded and verified.
+    Raises UserError if that fails. program: the command that takes a copy with --data."""
+    if not path.exists():
+        import pooch  # only needed to download; it checks the hash before the file gets its name
+
+        registry = {path.name: sha256}
+        files = pooch.create(path.parent, base_url, registry=registry, retry_if_failed=2)
+        try:
+            files.fetch(path.name, progressbar=sys.stderr.isatty())
+        except (OSError, ValueError) as error:  # ValueError: wrong hash
+            raise UserError(
+                f"cannot download {base_url}{path.name} ({first_line(error)}); download it by hand to "
+                f"{path}, or pass a copy to {program} with --data FILE"
+            ) from error
+    return path
+
+
+def parse_lines(
+    raw: bytes, path: str | Path, kind: str, check: Callable[[Any], dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """The records of a JSON Lines file, each passed through check and with its line number as "line".
+    Raises UserError that names the first invalid line. kind: what a record is, for that sentence."""
+    records = []
+    for number, line in enumerate(raw.split(b"\n"), start=1):
+        if line.strip():
+            with read_errors(f"{path} line {number}", kind, "fix or delete the line"):
+                records.append(check(json.loads(line)) | {"line": number})
+    return records
+
+
+# ------------------------------------------------------------------------------------------ models
+
+
+@dataclass
+class ModelConfig:
+    """Flags of every program that scores a model."""
+
+    model: str = ""  # run, checkpoint, Hugging Face folder, gpt2 ... gpt2-xl; empty: the newest run
+    device: str = "auto"  # cuda, mps or cpu
+    precision: Literal["auto", "bf16", "fp16", "tf32", "fp32"] = "auto"  # auto: best of the device
+
+
+def open_model(cfg: ModelConfig, benchmark: str) -> tuple[World, Precision, Any]:
+    """(world, precision, model on the device) for a command. It resolves cfg.model and, under torchrun,
+    starts the process group. Raises UserError for a model that does not predict the next token."""
+    world = World(cfg.device)
+    if world.distributed:
+        dist.init_process_group(world.backend)
+    precision = Precision(cfg.precision, world.device)
+    precision.set_matmul_precision()
+    # rank 0 chooses the files for all ranks: a moment later another run may be the newest
+    cfg.model = world.run_on_rank0(lambda: resolve_source(cfg.model))
+    model = load_model(cfg.model).to(world.device).eval()
+    require(
+        hasattr(model, "generate"),
+        f"model={cfg.model} is a masked language model, but {benchmark} needs one that predicts the "
+        "next token; choose a GPT",
+    )
+    return world, precision, model
+
+
+class Benchmark(PeriodicCallback):
+    """A benchmark as a callback of a training run, in which all ranks share the work.
+
+    Subclasses define title, locate (find or download the file), load and measure. A UserError, such as
+    that of a failed download, is printed and turns the benchmark off instead of ending the run.
+    """
+
+    title: str
+    locate: Callable[[], Path]
+
+    def __init__(self, name: str, interval: int, trainer, stop):
+        super().__init__(name, interval)
+        self.world, self.check, self.data = trainer.world, stop.check, None
+        if self.interval:  # download now, while someone is there to see it fail
+            self.attempt(lambda: self.world.run_on_rank0(lambda: str(self.locate())))
+
+    def load(self, trainer) -> Any:
+        """The tokenized items, on every rank."""
+        raise NotImplementedError
+
+    def measure(self, trainer) -> dict[str, Any]:
+        """Values for the log. self.data holds the items."""
+        raise NotImplementedError
+
+    def __call__(self, trainer) -> dict[str, Any] | None:
+        """The values of the log record; None, and off for the rest of the run, if load fails."""
+        if self.data is None:
+            self.data = self.attempt(lambda: self.load(trainer))
+        if self.data is None:
+            return None
+        with trainer.precision.autocast():
+            return self.measure(trainer)
+
+    def attempt(self, function: Callable[[], Any]) -> Any:
+        """function(); if it raises UserError, print it, turn this callback off and return None."""
+        try:
+            return function()
+        except UserError as error:
+            self.world.print0(f"no {self.title} in this run: {error}")
+            self.interval = 0
+
+
+# ------------------------------------------------------------------------------------------ scores
+
+
 class Model(Protocol):
-    """What scoring needs of a language model; train_gpt2.GPT describes the arguments."""
+    """The interface of a language model that scoring uses; see train_gpt2.GPT."""
 
     lm_head: torch.nn.Linear
 
@@ -36,7 +158,7 @@ class Model(Protocol):
 
 
 def row_length(item: list[list[int]]) -> int:
-    """Inputs of an item's row; the last token of each continuation is a target only."""
+    """Number of input tokens of an item; the last token of each continuation is only a target."""
     context, *continuations = item
     return len(context) + sum(len(ids) - 1 for ids in continuations)
 
@@ -44,8 +166,8 @@ def row_length(item: list[list[int]]) -> int:
 def make_batches(lengths: np.ndarray) -> list[tuple[np.ndarray, int]]:
     """Divide rows of these lengths (N,) into batches: pairs (row indices, T), longest first.
 
-    Rows of equal padded length T are split into batches of nearly equal size. The batches do not
-    depend on the number of processes, and therefore the scores do not either."""
+    Rows of equal padded length T are split into batches of nearly equal size. The batches, and therefore
+    the scores, do not depend on the number of processes."""
     padded = -(-lengths // PAD_MULTIPLE) * PAD_MULTIPLE
     batches = []
     for T in np.unique(padded)[::-1].tolist():
@@ -56,12 +178,12 @@ def make_batches(lengths: np.ndarray) -> list[tuple[np.ndarray, int]]:
 
 
 def collate(items: list[list[list[int]]], T: int) -> tuple[np.ndarray, ...]:
-    """Pack each item into one row of T tokens, so that its context is computed only once: the
+    """Pack each item into one row of T tokens, so that its context is computed only once: first the
     context, then the inputs of its continuations.
 
     Returns (idx, position, segment, gather_idx, targets). idx, position, segment (B, T): segment is
-    0 for the context and padding, k for the k-th continuation. Positions of each continuation start
-    after the context, as if it were the only one. gather_idx (M,): indices of the flattened
+    0 for the context and padding, k for the k-th continuation. The positions of each continuation
+    start after the context, as if it were the only one. gather_idx (M,): indices of the flattened
     outputs (B * T) that predict the continuations' tokens; targets (M,): those tokens, ordered by
     item, then by continuation. Padding is at the end of a row, where causal attention hides it."""
     idx, position, segment = np.zeros((3, len(items), T), np.int64)
@@ -83,8 +205,8 @@ def collate(items: list[list[list[int]]], T: int) -> tuple[np.ndarray, ...]:
 def hidden_states(
     model: Model, idx: torch.Tensor, position: torch.Tensor, segment: torch.Tensor
 ) -> torch.Tensor:
-    """Final hidden states (B * T, C) of packed rows. A token sees itself, and what is before it in
-    the context and in its own continuation."""
+    """Final hidden states (B * T, C) of packed rows. A token attends to itself and to earlier tokens of
+    the context and of its own continuation."""
     T = idx.size(1)
     same = (segment[:, None, :] == 0) | (segment[:, None, :] == segment[:, :, None])
     causal = torch.ones(T, T, dtype=torch.bool, device=idx.device).tril()
@@ -113,10 +235,10 @@ def continuation_losses(
     batches = make_batches(np.array([row_length(item) for item in items]))
     computed = []
     bar = progress(range(0, len(batches), world.world_size), description, "batch")
-    bar.refresh()  # show it at once: on a CPU the first batch may take half a minute
+    bar.refresh()  # show it now, because on a CPU the first batch may take half a minute
     for i in bar:
         check()
-        # a rank without a batch in the last round repeats the last one: FSDP2's all-gathers need it
+        # a rank without a batch in the last round repeats the last batch, for FSDP2's all-gathers
         mine = i + world.rank
         rows, T = batches[min(mine, len(batches) - 1)]
         arrays = collate([items[row] for row in rows], T)

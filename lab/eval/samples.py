@@ -1,4 +1,4 @@
-"""Callbacks that log samples during training: texts, or BERT's predictions for [MASK]."""
+"""Callbacks that log samples during training: generated texts, or BERT's predictions for [MASK]."""
 
 import re
 from typing import Any
@@ -12,11 +12,11 @@ from lab.inference.streaming import IncrementalDetokenizer
 from lab.inference.token_logprobs import token_logprobs
 from lab.trainer.callbacks import PeriodicCallback
 
-SEPARATOR = "\n---\n"  # shown in place of end-of-text
+SEPARATOR = "\n---\n"  # printed instead of end-of-text
 
 
 class MaskedLMSamples(PeriodicCallback):
-    """The tokens that a masked language model predicts in place of [MASK].
+    """Logs the most probable tokens for each [MASK].
 
     texts: pairs of arrays (T,), the token ids and the masked tokens (-1: not masked).
     """
@@ -45,7 +45,7 @@ class MaskedLMSamples(PeriodicCallback):
 
 
 class TextSamples(PeriodicCallback):
-    """Two short texts. They have a random generator of their own, so training is unaffected."""
+    """Logs two short texts. They have their own random generator, so training is unaffected."""
 
     def __init__(self, trainer, tokenizer: Tokenizer | None):
         super().__init__("sample", trainer.cfg.sample_every if tokenizer else 0)
@@ -53,8 +53,7 @@ class TextSamples(PeriodicCallback):
 
     def __call__(self, trainer) -> dict[str, list]:
         """{"texts": ..., "shaded": prompt and token_logprobs of the first, for lab.tools.report}.
-        All ranks generate the same, because with FSDP2 each of them holds only a shard of the
-        weights."""
+        All ranks generate the same texts, because with FSDP2 each has only a shard of the weights."""
         cfg = trainer.cfg
         with trainer.precision.autocast():
             texts, tokens = generate_samples(

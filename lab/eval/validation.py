@@ -1,4 +1,4 @@
-"""Validation loss: a callback of trainers, and its evaluation loop, which bench/ uses too."""
+"""Validation loss: a callback, and the evaluation loop, which bench/ uses too."""
 
 import math
 from collections.abc import Callable
@@ -20,8 +20,8 @@ class Validation(PeriodicCallback):
     """Loss on the first cfg.val_tokens tokens of the validation split. Updates trainer.best_val and
     links the checkpoint with the lowest loss as model_best.pt.
 
-    unigram: loss of a model without context, in nats per token; on rank 0 only, like
-    bytes_per_token. tokenizer: None if it can't be loaded on every rank."""
+    unigram: the loss of the unigram model, which ignores context, in nats per token; set on rank 0 only,
+    like bytes_per_token. tokenizer: None unless all ranks can load it."""
 
     unigram: float | None = None
     bytes_per_token: float | None = None
@@ -36,17 +36,16 @@ class Validation(PeriodicCallback):
         self.revalidate_step = trainer.step if logged else 0
         self.shards = TokenShards(cfg.data, "val", trainer.raw_model.config.vocab_size)
         seen = trainer.world.gather([trainer.loader.state_dict(), len(self.shards)])
-        if any(other != seen[0] for other in seen):  # an outdated listing, an incomplete copy
+        if any(other != seen[0] for other in seen):  # files are still being copied or synchronized
             raise UserError(
-                f"{cfg.data} differs between processes: wait until all machines see the same files, "
+                f"{cfg.data} differs between processes; wait until all machines see the same files, "
                 "then start again"
             )
         self.prepare(trainer)
 
     def should_run(self, step: int, last: bool) -> bool:
-        """Also true, even with --val_every 0, at the first step of a resumed run if that step was
-        measured before: its checkpoint was written first, so best_val does not include the
-        measurement."""
+        """Also true at the first step of a resumed run if that step was validated before: its checkpoint
+        was written before the validation, so the checkpoint's best_val does not include it."""
         return step == self.revalidate_step > 0 or super().should_run(step, last)
 
     def prepare(self, trainer) -> None:
@@ -68,12 +67,12 @@ class Validation(PeriodicCallback):
                 self.bytes_per_token = bytes_per_token(self.tokenizer, self.shards, val_tokens)
 
     def evaluate_means(self, trainer) -> dict[str, float]:
-        """The sums of evaluate(), divided by the number of targets."""
+        """The results of evaluate(), divided by the number of targets."""
         sums = evaluate(trainer.model, *self.eval_args(trainer))
         return {name: value / sums["targets"] for name, value in sums.items()}
 
     def eval_args(self, trainer) -> tuple:
-        """Arguments of evaluate() after the model."""
+        """The arguments of evaluate() after the model."""
         world, precision = trainer.world, trainer.precision
         return self.shards, trainer.cfg, trainer.loader.batch_size, world, precision, self.stop
 
@@ -92,7 +91,7 @@ class Validation(PeriodicCallback):
 
 
 def has_val_record(log: Path, step: int) -> bool:
-    """Whether a run's log has a validation of this step."""
+    """Whether a run's log contains a validation of this step."""
     return f'"kind": "val", "step": {step},' in read_lenient(log)
 
 
@@ -110,12 +109,12 @@ def evaluate(
     count}.
 
     Each rank evaluates its part. measure(model, x, y) returns sums by name. transform: as in
-    TokenLoader, called with seed 0, so that it does the same at each step and in all runs. Raises
-    GracefulStop between two batches if `stop` has received a signal, UserError if there is no
+    TokenLoader, called with seed 0, so that its result is the same at each step and in all runs. Raises
+    GracefulStop between two batches if `stop` has received a signal, and UserError if there is no
     target.
 
-    The tokens and their order depend only on the data, and no random number is drawn. The last
-    batch is padded with targets of -1, so that a compiled model sees a single shape."""
+    Tokens and their order depend only on the data; no random number is drawn. The last batch is padded
+    with targets of -1, so that a compiled model sees only one shape."""
     targets, T = num_targets(shards, cfg.val_tokens), cfg.seq_len
     positions, totals = sequence_starts(shards, cfg), {}
     # sequences per rank: a multiple of batch_size
@@ -155,8 +154,8 @@ def sequence_starts(shards: TokenShards, cfg: Any) -> np.ndarray:
     """Positions at which the sequences of an evaluation start."""
     if len(shards) < 2:
         raise UserError(
-            f"the validation split in {cfg.data} has {len(shards)} token(s), but needs at "
-            "least two; make it again, or pass another --data"
+            f"the validation split in {cfg.data} has {len(shards)} token(s), but needs at least two; "
+            "build it again, or pass another --data"
         )
     return np.arange(0, num_targets(shards, cfg.val_tokens), cfg.seq_len)
 
@@ -172,8 +171,8 @@ def target_counts(shards: TokenShards, tokens: int) -> np.ndarray:
 
 
 def unigram_entropy(train_shards: TokenShards, val_shards: TokenShards, val_tokens: int) -> float:
-    """Loss in nats per token of a model that knows only how often each token occurs, in the first
-    20M tokens of the training data."""
+    """Loss in nats per token of a model that knows only how often each token occurs in the first 20M
+    tokens of the training data."""
     train, val = target_counts(train_shards, 20_000_000) + 1, target_counts(val_shards, val_tokens)
     return float(-(val / val.sum() * np.log(train / train.sum())).sum())
 

@@ -1,2 +1,2 @@
-"""Hugging Face formats: reading weights (load.py) and writing them (export.py); gpt2.py and bert.py
-hold the names, layout and config of each model."""
+"""Hugging Face formats: load.py reads weights and export.py writes them; gpt2.py and bert.py describe
+the names, layout and config of each model."""

@@ -32,9 +32,9 @@ LEGACY_KEYS = [  # (name in an older file, today's name)
     ("LayerNorm.gamma", "LayerNorm.weight"),  # TensorFlow's names
     ("LayerNorm.beta", "LayerNorm.bias"),
 ]
-# heads that bert.py does not have, and a buffer of older files
+# heads that bert.py does not have, and a buffer in older files
 IGNORED_KEYS = ("bert.pooler.", "cls.seq_relationship.", "bert.embeddings.position_ids")
-REQUIRED_CONFIG = {  # values of config.json that our model computes; the first is the default
+REQUIRED_CONFIG = {  # values in config.json that our model supports; the first is the default
     "hidden_act": ["gelu"],
     "layer_norm_eps": [1e-12],
     "position_embedding_type": ["absolute", None],
@@ -54,7 +54,7 @@ SEGMENT_EMBEDDING = "transformer.wse.weight"  # in our state dict; GPT-2 has non
 
 
 def rename_key(name: str, pairs: Iterable[tuple[str, str]]) -> str:
-    """Replace each `old` of (old, new) pairs that occurs in a dotted name as whole components."""
+    """Replace `old` by `new` in a dotted name, for each pair; only whole components match."""
     for old, new in pairs:
         name = re.sub(rf"(^|\.){re.escape(old)}(?=\.|$)", rf"\g<1>{new}", name)
     return name
@@ -65,9 +65,7 @@ def from_transformers(state: dict[str, Tensor]) -> dict[str, Tensor]:
     state = {
         rename_key(k, LEGACY_KEYS): v for k, v in state.items() if not k.startswith(IGNORED_KEYS)
     }
-    for name in [
-        name for name in state if ".query." in name
-    ]:  # c_attn stacks the rows of all three
+    for name in [name for name in state if ".query." in name]:  # c_attn has the rows of all three
         parts = [name.replace("query", part) for part in ("query", "key", "value")]
         rows = [state.pop(part) for part in parts if part in state]
         state[name.replace("query", "query_key_value")] = torch.cat(rows)
@@ -75,7 +73,7 @@ def from_transformers(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def to_transformers(model: Any) -> Any:
-    """A BertForMaskedLM with the weights of `model`, a bert.py Bert, without its pad rows."""
+    """A BertForMaskedLM with the weights of `model`, a bert.py Bert, without padding rows."""
     from transformers import BertConfig, BertForMaskedLM  # slow to import
 
     c = model.config

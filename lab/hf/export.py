@@ -1,10 +1,10 @@
-"""Write a model as a folder that transformers loads: python -m lab export log/RUN --out my-gpt2."""
+"""Write a model as a folder for transformers: python -m lab export log/RUN --out my-gpt2."""
 
 import os
 import re
 import shutil
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -19,32 +19,38 @@ from lab.hf.load import CHECKSUM_FILE, read_checksums
 from lab.registry import load_model, resolve_source, tokenizer_name
 
 
-def export(source: Annotated[str, Positional, arg(metavar="SOURCE")], out: Path) -> None:
-    """Write a model as a folder that transformers and lm-evaluation-harness load as it is.
+def export(
+    source: Annotated[str, Positional, arg(metavar="SOURCE")],
+    out: Path,
+    dtype: Literal["float32", "float16"] = "float32",
+) -> None:
+    """Write a model as a folder that transformers and lm-evaluation-harness can load.
 
-    Training documents begin with end-of-text. sample.py adds it to a prompt; transformers' pipeline
-    does not, so pass "<|endoftext|>" + prompt there. For the harness: pip install "lm_eval[hf]", then
-    lm_eval --model hf --model_args pretrained=OUT --tasks hellaswag
+    In training, documents begin with end-of-text. sample.py puts it before a prompt; transformers'
+    pipeline does not, so pass "<|endoftext|>" + prompt there. For the harness: pip install
+    "lm_eval[hf]", then lm_eval --model hf --model_args pretrained=OUT --tasks hellaswag
 
     Args:
         source: run, checkpoint, .pt file of nanoGPT or build-nanogpt, hub name; "" is the newest run
         out: folder to write; an earlier export there is replaced
+        dtype: float16 halves the file and rounds the weights to 11 bits
     """
     out = Path(out)
     check_replaceable(out)
     out = out.resolve() if out.is_symlink() else out  # replace the link's target, not the link
-    source = resolve_source(source)  # now, because a run may save a later checkpoint meanwhile
+    source = resolve_source(source)  # once, because a run may save another checkpoint meanwhile
     model = load_model(source)
     if not hasattr(model, "from_pretrained"):
         raise UserError(
-            f"{source} is no GPT-2 or BERT, and transformers has no model that computes it; export a "
-            "run of train_gpt2.py or bert.py"
+            f"{source} is not a GPT-2 or BERT, so transformers has no model for it; export a run of "
+            "train_gpt2.py or bert.py"
         )
     exported = to_transformers(model)
     check_same_logits(model, exported, source)
+    exported.to(getattr(torch, dtype))
     eprint(f"writing {source} to {out}")
-    # The earlier export stays until the new one is complete. A killed export leaves this folder, which
-    # the next export to the same place removes.
+    # An earlier export is replaced only when the new one is complete. A killed export leaves this
+    # folder, which the next export to the same place removes.
     part = out.absolute().with_name(f".{out.absolute().name}.part")
     shutil.rmtree(part, ignore_errors=True)
     with write_errors(out):
@@ -68,8 +74,8 @@ def export(source: Annotated[str, Positional, arg(metavar="SOURCE")], out: Path)
 
 
 def check_replaceable(out: Path) -> None:
-    """Raise UserError unless `out` is missing, empty, or holds nothing but the unchanged files of an
-    earlier export, as its checksum file lists them."""
+    """Raise UserError unless `out` is missing, empty, or contains only unchanged files of an earlier
+    export, according to its checksum file."""
     hint = "move it away or choose another --out"
     with write_errors(out):
         if not out.exists() or (out.is_dir() and not any(out.iterdir())):
@@ -95,7 +101,7 @@ def check_replaceable(out: Path) -> None:
 
 
 def to_transformers(model: Any) -> Any:
-    """The GPT2LMHeadModel or BertForMaskedLM that computes what `model` does."""
+    """The GPT2LMHeadModel or BertForMaskedLM that is equivalent to `model`."""
     exported = (bert if hasattr(model.config, "segments") else gpt2).to_transformers(model)
     exported.config.exported_by = "python -m lab export"  # check_replaceable looks for it
     return exported
@@ -103,11 +109,11 @@ def to_transformers(model: Any) -> Any:
 
 @torch.no_grad()
 def check_same_logits(model: Any, exported: Any, source: str) -> None:
-    """Raise UserError unless both models have the same logits on random tokens, because a user's copy
-    of train_gpt2.py may compute anything.
+    """Raise UserError unless both models have the same logits on random tokens, because an edited
+    train_gpt2.py may compute something else.
 
-    Rounding gives relative differences below 1e-6, measured with up to 48 layers; GELU by erf instead
-    of tanh gives 1e-4 with 12 layers.
+    Relative differences due to rounding are below 1e-6, measured with up to 48 layers; an exact GELU
+    instead of the tanh approximation gives 1e-4 with 12 layers.
     """
     c, generator = model.config, torch.Generator().manual_seed(0)
     idx = torch.randint(c.vocab_size, (2, min(16, c.block_size)), generator=generator)
@@ -119,19 +125,19 @@ def check_same_logits(model: Any, exported: Any, source: str) -> None:
     if not difference < 2e-5:
         name = "BERT" if hasattr(c, "segments") else "GPT-2"
         raise UserError(
-            f"{source} computes something else than {name} (its logits differ by {difference:.1g} of "
-            "their size), and transformers has no model for it; use it with sample.py"
+            f"{source} does not compute {name} (the relative difference of logits is {difference:.1g}), "
+            "so transformers has no model for it; use it with sample.py"
         )
 
 
 def write_model(folder: Path, exported: Any) -> None:
-    """Save a model of transformers. Raises OSError if the system refuses."""
+    """Save a model of transformers. Raises OSError if a file cannot be written."""
     from transformers.utils import logging  # slow to import
 
-    logging.disable_progress_bar()  # it would count files
+    logging.disable_progress_bar()  # a bar that counts files
     try:
         exported.save_pretrained(folder, max_shard_size="1GB")
-    except SafetensorError as error:  # it has the system's error number in its text only
+    except SafetensorError as error:  # only its text contains the error number
         found = re.search(r"\(os error (\d+)\)", str(error))
         if not found:
             raise
@@ -139,12 +145,13 @@ def write_model(folder: Path, exported: Any) -> None:
 
 
 def add_tokenizer(folder: Path, config: Any, source: str) -> str:
-    """Write the files of the model's tokenizer, if it has any. Returns a sentence on how to use it, in
-    which {out} stands for the exported folder."""
+    """Write the files of the model's tokenizer, if there are any. Returns a sentence that explains how to
+    use it, in which {out} stands for the exported folder."""
     if hasattr(config, "segments"):
         path = Path(source)
         word_piece = (path if path.is_dir() else path.parent) / TOKENIZER_FILE
-        if not (path.exists() and word_piece.exists()):  # a model of the hub, or a lone checkpoint
+        # missing for a model from the hub, and for a checkpoint outside of its run
+        if not (path.exists() and word_piece.exists()):
             return "no tokenizer files: add those of the model's WordPiece"
         write_word_piece(folder, word_piece, config.block_size)
         return 'in transformers: pipeline("fill-mask", "{out}")("the [MASK] of a list")'
@@ -154,7 +161,7 @@ def add_tokenizer(folder: Path, config: Any, source: str) -> str:
         name = ""
     if name == "gpt2":
         write_gpt2_tokenizer(folder, config.block_size)
-        return "in transformers put <|endoftext|> before a prompt; sample.py does so by itself"
+        return "in transformers put <|endoftext|> before a prompt; sample.py does so automatically"
     if name == "bytes":
         return f"no tokenizer files: ids are bytes, and {config.end_of_text} is end-of-text"
     if name:

@@ -8,15 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-PUBLISHED = (
-    "gpt2",
-    "gpt2-medium",
-    "gpt2-large",
-    "gpt2-xl",
-)  # OpenAI's weights, as the hub names them
-# GPT-2 was published with a layer that stores its matrix as (in, out); nn.Linear stores (out, in)
+PUBLISHED = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # names of OpenAI's weights on the hub
+# OpenAI's layer stores its matrix as (in, out), nn.Linear as (out, in)
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-REQUIRED_CONFIG = {  # values of config.json that our model computes; the first is the default
+REQUIRED_CONFIG = {  # values in config.json that our model supports; the first is the default
     "activation_function": ["gelu_new", "gelu_pytorch_tanh"],
     "layer_norm_epsilon": [1e-5],
     "scale_attn_weights": [True],
@@ -30,20 +25,20 @@ SIZES = {  # our name of a size: (its name in config.json, transformers' default
     "block_size": ("n_positions", 1024),
     "vocab_size": ("vocab_size", 50257),
 }
-N_HEAD, MLP_WIDTH = ("n_head", 12), "n_inner"  # two more names, which the weights cannot confirm
+N_HEAD, MLP_WIDTH = ("n_head", 12), "n_inner"  # names in config.json; the weights don't have n_head
 # names in our state dict
 WTE, WPE, HEAD = "transformer.wte.weight", "transformer.wpe.weight", "lm_head.weight"
 
 
 def from_transformers(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Convert a state dict of GPT2LMHeadModel, or of GPT2Model as the published ones are, to ours."""
+    """Convert a state dict of GPT2LMHeadModel, or of GPT2Model (the published ones), to ours."""
     prefixes = ("transformer.", "lm_head.")
     state = {k if k.startswith(prefixes) else f"transformer.{k}": v for k, v in state.items()}
     return {k: v.t() if k.endswith(TRANSPOSED) else v for k, v in state.items()}
 
 
 def to_transformers(model: Any) -> Any:
-    """A GPT2LMHeadModel with the weights of `model`, a train_gpt2.py GPT, without its pad rows."""
+    """A GPT2LMHeadModel with the weights of `model`, a train_gpt2.py GPT, without padding rows."""
     from transformers import GPT2Config, GPT2LMHeadModel  # slow to import
 
     c = model.config

@@ -1,7 +1,7 @@
-"""Read GPT-2 and BERT weights that other programs saved, as (shape, state dict with our names).
+"""Read GPT-2 and BERT weights saved by other programs, as (shape, state dict with our names).
 
-Sources are Hugging Face folders and hub names, and files of nanoGPT, build-nanogpt or this project.
-lab.registry makes models of them; nothing here imports a model class or runs code from a file.
+Sources are Hugging Face folders, names on the hub, and files of nanoGPT, build-nanogpt and this project.
+lab.registry builds the models; nothing here imports a model class or executes code from a file.
 """
 
 import re
@@ -19,7 +19,7 @@ from lab.hf.bert import SEGMENT_EMBEDDING
 from lab.hf.gpt2 import HEAD, WPE, WTE
 from lab.trainer.checkpoint import read_checkpoint
 
-CHECKSUM_FILE = "model.sha256"  # in an export: safetensors files have no checksum of their own
+CHECKSUM_FILE = "model.sha256"  # of an export, because safetensors files have no checksum
 REPAIR_HINT = "download or export it again"
 # the files that transformers reads, in this order; .index.json lists the shards of a large model
 SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
@@ -38,7 +38,7 @@ def read_hugging_face(source: str) -> tuple[dict[str, int], dict[str, Tensor]]:
     folder = Path(source) if Path(source).is_dir() else download(source)
     if not (folder / "config.json").exists():
         raise UserError(
-            f"{source} is neither a run with a checkpoint nor a Hugging Face model's folder; "
+            f"{source} is neither a run with a checkpoint nor a folder of a Hugging Face model; "
             "`ls log` lists the runs"
         )
     config = read_json(folder / "config.json", REPAIR_HINT)
@@ -51,22 +51,22 @@ def read_hugging_face(source: str) -> tuple[dict[str, int], dict[str, Tensor]]:
         found = state[WTE].size(0) if field == "vocab_size" else shape.get(field)
         if config.get(name, default) != found:
             raise UserError(
-                f"{name}={config.get(name, default)} in {source}/config.json must be {found}, the size "
-                f"in the weights beside it; {REPAIR_HINT}"
+                f"{name}={config.get(name, default)} in {source}/config.json must be {found}, as in the "
+                f"weights; {REPAIR_HINT}"
             )
     return shape, state
 
 
 def find_family(source: str, config: dict[str, Any]) -> Any:
-    """The module, gpt2 or bert, for the model that a config.json describes. Raises UserError for one
-    that computes something else than our models do."""
+    """The module (gpt2 or bert) for the model described by a config.json. Raises UserError for a model that
+    is not equivalent to ours."""
     kind = config.get("model_type")
     family = bert if kind == "bert" else gpt2
     with read_errors(f"{source}/config.json", "file", REPAIR_HINT):
         mlp_widths = [None, 4 * config.get(*family.SIZES["n_embd"])]
     wanted = {
         "model_type": ["gpt2", "bert"], family.MLP_WIDTH: mlp_widths,
-        "transformers_weights": [None],  # it would name another weights file
+        "transformers_weights": [None],  # would name another file of weights
         **family.REQUIRED_CONFIG,
     }  # fmt: skip
     for key, allowed in wanted.items():
@@ -74,7 +74,7 @@ def find_family(source: str, config: dict[str, Any]) -> Any:
         if value not in allowed:
             raise UserError(
                 f"{key}={value} in {source}/config.json must be {allowed[0]}, because our GPT-2 and "
-                "BERT compute nothing else; choose another model"
+                "BERT support nothing else; choose another model"
             )
     return family
 
@@ -131,7 +131,7 @@ def download(name: str) -> Path:
     from huggingface_hub.errors import HFValidationError
 
     if (folder := Path(name).parent).name and folder.is_dir():  # a path, not a name on the hub
-        raise UserError(f"there is no {name}; `ls {folder}` shows what there is")
+        raise UserError(f"there is no {name}; `ls {folder}` lists that folder")
     patterns = ["config.json", CHECKSUM_FILE, *SAFETENSORS, "model-*-of-*.safetensors"]
     try:
         folder = Path(snapshot_download(name, allow_patterns=patterns))
@@ -141,9 +141,9 @@ def download(name: str) -> Path:
         return folder
     except (HFValidationError, OSError) as error:
         raise UserError(
-            f"{name!r} is no file or folder here, and cannot be downloaded from the hub "
-            f"({first_line(error)}); check the name and the network, or choose a run: `ls log` lists "
-            "them"
+            f"{name!r} is not a file or folder, and cannot be downloaded from the hub "
+            f"({first_line(error)}); check the name and the network, or choose a run (`ls log` lists "
+            "them)"
         ) from error
 
 
@@ -154,7 +154,7 @@ def parse_checkpoint(checkpoint: Any, source: str) -> tuple[dict[str, int], dict
     """(shape, state dict) of a .pt file's contents; see infer_shape. It may be a checkpoint of this
     project, of nanoGPT or of build-nanogpt, or a bare state dict."""
     names = ("model_config", "model_args", "config")  # ours, nanoGPT's, build-nanogpt's (an object)
-    with read_errors(source, "checkpoint", "name another"):
+    with read_errors(source, "checkpoint", "choose another"):
         config = next((checkpoint[name] for name in names if checkpoint.get(name) is not None), {})
         config = config if isinstance(config, dict) else getattr(config, "__dict__", {})
         state = strip_names(checkpoint.get("model", checkpoint))
@@ -162,8 +162,8 @@ def parse_checkpoint(checkpoint: Any, source: str) -> tuple[dict[str, int], dict
 
 
 def strip_names(state: dict[str, Any]) -> dict[str, Tensor]:
-    """A state dict without the prefixes of torch.compile and DDP, and without the attention masks
-    that older files hold."""
+    """A state dict without the prefixes of torch.compile and DDP, and without the attention masks in
+    older files."""
     return {
         re.sub(r"^((_orig_mod|module)\.)+", "", name): value
         for name, value in state.items()
@@ -175,14 +175,14 @@ def infer_shape(state: dict[str, Tensor], config: dict[str, Any], source: str) -
     """{"n_layer", "n_head", "n_embd", "block_size", "vocab_size", and for BERT "segments"} of a state
     dict with our names.
 
-    config: may hold n_head, which the tensors do not show (without it: 64 channels per head, as in
-    every GPT-2), and vocab_size, which tells pad rows apart.
+    config: may contain n_head, which the tensors do not reveal (default: 64 channels per head, as in all
+    GPT-2 sizes), and vocab_size, because the tensors may have padding rows.
     """
     wte, wpe = state.get(WTE), state.get(WPE)
     if wte is None or wpe is None or wte.dim() != 2 or wpe.dim() != 2:
         raise UserError(
-            f"{source} must hold {WTE} and {WPE}, two matrices; it is not a GPT-2, so open it with the "
-            "program that made it"
+            f"{source} must contain the matrices {WTE} and {WPE}; it is not a GPT-2, so use the program "
+            "that made it"
         )
     rows, n_embd = wte.shape
     n_head = config.get("n_head", max(1, n_embd // 64))
@@ -211,10 +211,10 @@ def infer_shape(state: dict[str, Tensor], config: dict[str, Any], source: str) -
 
 @torch.no_grad()
 def copy_into(model: Any, state: dict[str, Tensor], source: str) -> None:
-    """Copy a state dict with our names into a model, which may lie on torch's meta device.
+    """Copy a state dict with our names into a model, which may be on torch's meta device.
 
-    The model's pad rows become 0, and so do biases that are missing (nanoGPT's bias=False). Raises
-    UserError, naming `source`, for tensors that do not fit or are not finite.
+    Padding rows of the model become 0, as do missing biases (nanoGPT's bias=False). Raises UserError,
+    which names `source`, for tensors that do not fit or are not finite.
     """
     rows = model.config.vocab_size
     for name, value in state.items():
@@ -231,7 +231,7 @@ def copy_into(model: Any, state: dict[str, Tensor], source: str) -> None:
     params = dict(model.named_parameters())  # the tied matrix once
     for name in sorted(state.keys() - params.keys() - {HEAD}):
         raise UserError(
-            f"{source} has {name}, which this model does not have; choose another model"
+            f"{source} has {name}, but this model has no such parameter; choose another model"
         )
     for name, p in params.items():
         value = state.get(name)
@@ -253,6 +253,6 @@ def copy_into(model: Any, state: dict[str, Tensor], source: str) -> None:
 
 
 def check_finite(value: Tensor, name: str, source: Any) -> None:
-    """Raise UserError if a tensor holds nan or infinity."""
+    """Raise UserError if a tensor contains nan or infinity."""
     if not value.isfinite().all():
-        raise UserError(f"{name} of {source} holds nan or infinity; choose another checkpoint")
+        raise UserError(f"{name} of {source} contains nan or infinity; choose another checkpoint")

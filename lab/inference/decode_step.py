@@ -1,15 +1,15 @@
-"""Decode one token of GPT-2 with one CUDA graph launch. make_decode_step uses it for single texts on a GPU.
+"""Decode one token of GPT-2 with one CUDA graph launch. Used by make_decode_step for single texts on a GPU.
 
-A decode step reads every weight once and multiplies it once, so its time is the time to read the
-weights, plus the gaps between kernels. A block compiled by torch.compile runs about fifteen kernels;
-here it runs five. Each matrix-vector kernel also computes the LayerNorm before it and the GELU or the
-residual addition after it. The attention kernel writes its own key and value to the cache, and reads
-only the part of the cache that is filled. On Hopper and newer GPUs a kernel loads its weights while
-the kernel before it finishes ("programmatic dependent launch" in CUDA's programming guide). A CUDA
-graph records all kernels, so that one launch starts them all.
+A decode step uses each weight once, so its time is the time to read the weights from memory, plus the
+gaps between kernels. A block compiled by torch.compile runs about fifteen kernels; here it runs five.
+Each matrix-vector kernel includes the LayerNorm before it and the GELU or residual addition after it.
+The attention kernel writes the new key and value to the cache, and reads only the filled part of the
+cache. On Hopper and newer GPUs, a kernel loads its weights while the previous kernel finishes
+("programmatic dependent launch" in CUDA's programming guide). A CUDA graph records all kernels, so that
+one launch starts them all.
 
-The kernels read GPT-2's weights and do not call the model's forward methods. Therefore supports()
-accepts a model only if its own code computes GPT-2's function.
+The kernels read the weights and do not call the model's forward methods. Therefore supports() accepts a
+model only if its own code computes what GPT-2 computes.
 
 Shape letters: C channels, H heads, D head size, L capacity of the cache in tokens, R rows, T tokens,
 V vocabulary.
@@ -46,7 +46,7 @@ class CUDAGraphDecoder:
         address = layers[0][0].data_ptr()
         if address not in self.graphs:
             token, position = token.clone(), position.clone()
-            self.logits(token, position, layers)  # compile the kernels, which no graph may record
+            self.logits(token, position, layers)  # compile the kernels before the graph is recorded
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 logits = self.logits(token, position, layers)
@@ -82,7 +82,7 @@ class CUDAGraphDecoder:
 
 @torch.no_grad()
 def supports(model: Any) -> bool:
-    """Whether CUDAGraphDecoder can decode this model here and computes the model's own function.
+    """Whether CUDAGraphDecoder works for this model on its device and gives the model's own results.
 
     Needs a CUDA device, Triton and a head size that is a power of 2 (Triton's block sizes are).
     """
@@ -98,23 +98,22 @@ def supports(model: Any) -> bool:
     model(idx[:, :3], cache=cache)  # prefill
     x = CUDAGraphDecoder(model).residual_stream(idx[:, 3:], idx[0, 3:], cache.layers)
     expected = model.hidden(idx[:, 3:], position=idx[0, 3:], cache=cache)[0, 0]
-    return (
-        relative_error(model.transformer.ln_f(x), expected) < 0.1
-    )  # 16-bit rounding, sums in another order
+    # the difference is due to 16-bit rounding and to sums in another order
+    return relative_error(model.transformer.ln_f(x), expected) < 0.1
 
 
 @torch.no_grad()
 def computes_gpt2(model: Any) -> bool:
     """Whether a model's own code computes GPT-2, on any device.
 
-    The parameters must have exactly GPT-2's names. For random weights, each block, and the embeddings
-    with the head, must equal plain PyTorch code; the model's own weights can hide a difference, as
-    small logits hide a soft cap. For its own weights, the model must equal its parts in GPT-2's order.
+    The parameters must have exactly GPT-2's names. With random weights, each block, and embeddings plus
+    head, must equal plain PyTorch code; with the model's own weights, differences such as a soft cap on
+    logits may not show. With its own weights, the model must equal its parts composed in GPT-2's order.
     """
     try:
         c = model.config
         names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        with exact_matmuls():  # it restores the random state, too
+        with exact_matmuls():  # also restores the random state
             torch.manual_seed(0)
             return (
                 names == gpt2_parameter_names(c.n_layer)
@@ -135,7 +134,7 @@ def gpt2_parameter_names(n_layer: int) -> set[str]:
 
 def block_is_gpt2(block: Any, n_head: int, context: int) -> bool:
     """Whether block(x) equals plain_block for random weights and `context` tokens. Only a few positions
-    are compared, to keep the scores small; under local attention the last one would differ."""
+    are compared, to save memory; local attention would make a difference at the last one."""
     block = randomized(block)
     weight = block.attn.c_proj.weight
     x = 0.1 * torch.randn(1, context, weight.size(0), device=weight.device)
@@ -176,8 +175,8 @@ def embeddings_and_head_are_gpt2(model: Any) -> bool:
 
 
 def composes_as_gpt2(model: Any) -> bool:
-    """Whether the model is its parts in GPT-2's order, for its own weights. hidden() is compared for a
-    full context; forward() only for a few tokens, because logits of many need much memory."""
+    """Whether the model, with its own weights, equals its parts composed in GPT-2's order. hidden() is
+    compared for a full context, forward() only for a few tokens, because logits need much memory."""
     parts = model.transformer
 
     def composed(idx: Tensor, position: Tensor) -> Tensor:
@@ -186,7 +185,7 @@ def composes_as_gpt2(model: Any) -> bool:
             x = block(x)
         return parts.ln_f(x)
 
-    def same(a: Tensor, b: Tensor) -> bool:  # the same operations, so 16 bits round in the same way
+    def same(a: Tensor, b: Tensor) -> bool:  # the same operations, so 16-bit rounding is equal
         return relative_error(a, b) <= max(TOLERANCE, torch.finfo(a.dtype).eps)
 
     idx, position = random_tokens(model, model.config.block_size)
@@ -199,7 +198,7 @@ def composes_as_gpt2(model: Any) -> bool:
 
 def randomized(module: nn.Module, gain: float = 1, memo: dict | None = None) -> Any:
     """A float32 copy with random parameters: vectors of std 1, matrices of std gain / sqrt(inputs).
-    memo: what copy.deepcopy replaces in the copy, by id."""
+    memo: replacements for copy.deepcopy, by id."""
     module = copy.deepcopy(module, memo or {}).float()
     for p in module.parameters():
         p.data = torch.randn_like(p) * (gain * p.size(-1) ** -0.5 if p.dim() > 1 else 1)
@@ -227,10 +226,10 @@ def matvec(
 ) -> Tensor:
     """linear(x) (N,) of one token's x, any shape with C elements. norm: a LayerNorm applied to x
     first; gelu: apply GELU to the result; add (N,): added to the result. Sums are in float32 and
-    rounded once."""
+    rounded at the end."""
     N, C = linear.weight.shape
     y = x.new_empty(N)
-    rows = 8 if N > 2 * C else 4 if N >= C else 1  # of the weight per program: fastest on an H200
+    rows = 8 if N > 2 * C else 4 if N >= C else 1  # of the weight, per program; fastest on an H200
     norm_args = (norm.weight, norm.bias, norm.eps) if norm else (None, None, 0.0)
     flags = norm is not None, linear.bias is not None, gelu, add is not None
     sizes = rows, 1 << (C - 1).bit_length()
@@ -263,7 +262,7 @@ def kernels() -> dict[str, Any]:
 
     @triton.jit
     def wait(PDL: tl.constexpr):
-        """Wait until the previous kernel's output is complete; let the next kernel start already."""
+        """Let the next kernel start, then wait until the output of the previous kernel is complete."""
         if PDL:
             tl.extra.cuda.gdc_launch_dependents()
             tl.extra.cuda.gdc_wait()
@@ -286,7 +285,7 @@ def kernels() -> dict[str, Any]:
             s = tl.load(shift + column, mask=column_ok, other=0.0).to(tl.float32)
         if BIAS:
             b = tl.load(bias + row, mask=row_ok, other=0.0).to(tl.float32)
-        wait(PDL)  # parameters are loaded before this line, outputs of other kernels after it
+        wait(PDL)  # above: parameters are loaded; below: outputs of the previous kernel
         v = tl.load(x + column, mask=column_ok, other=0.0).to(tl.float32)
         if ADD:
             a = tl.load(add + row, mask=row_ok, other=0.0).to(tl.float32)

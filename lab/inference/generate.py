@@ -1,6 +1,6 @@
 """Generate text token by token: the key-value cache, the decode loop, and sampling from logits.
 
-The model's interface is model(idx, position=, mask=, cache=) -> (logits, _), and a config with
+A model must support model(idx, position=, mask=, cache=) -> (logits, _) and have a config with
 block_size, vocab_size, document_mask and end_of_text. Shape letters: B rows, T new tokens, S all
 tokens so far, H heads, D head size, V vocabulary.
 """
@@ -26,9 +26,9 @@ CacheLayers = dict[Any, tuple[Tensor, Tensor]]  # layer: keys, values (B, H, len
 class KVCache:
     """Keys and values of the tokens so far, so that a new token needs a forward pass of one position.
 
-    Attention layers call `update` and nothing else, so a cache with other storage can take its place.
-    One cache serves several texts in turn, all with the same number of rows: generate clears it.
-    length: capacity in tokens. step: computes single tokens if given (see make_decode_step).
+    Attention layers only call `update`, so a cache with other storage can be used instead. A cache can be
+    used for one text after another, all with the same number of rows; generate clears it. length:
+    capacity in tokens. step: computes single tokens if given (see make_decode_step).
     """
 
     def __init__(self, length: int, step: Callable | None = None):
@@ -43,7 +43,7 @@ class KVCache:
         """Store k and v (B, H, T, D) of new tokens; return those of all tokens so far (B, H, S, D)."""
         if layer not in self.layers:
             shape = (*k.shape[:2], self.length, k.size(3))
-            # zeros, because masked entries are multiplied by 0, and 0 * NaN is NaN
+            # zeros instead of empty, because masked values are multiplied by 0, and 0 * NaN is NaN
             self.layers[layer] = k.new_zeros(shape), v.new_zeros(shape)
             if self.step:  # a CUDA graph then reads it in place instead of copying it
                 for buffer in self.layers[layer]:
@@ -58,7 +58,7 @@ class KVCache:
 class StaticKVCache:
     """A cache with fixed shapes for a compiled step: one new token at `position` (1,).
 
-    It uses a KVCache's memory. update returns all of it; the caller's mask hides the unfilled part.
+    It uses the memory of a KVCache. update returns all of it; the caller masks the unfilled part.
     """
 
     def __init__(self, layers: CacheLayers, position: Tensor):
@@ -70,10 +70,10 @@ class StaticKVCache:
 
 
 def compile_decode_step(model: Any) -> Callable:
-    """A KVCache's `step`: model for one new token, compiled into a CUDA graph on a GPU.
+    """Return a `step` for KVCache: the model for one new token, compiled into a CUDA graph on a GPU.
 
-    The CPU then launches one graph per token instead of some hundred kernels. The first two tokens of
-    each cache take seconds, for compiling and recording.
+    The CPU then launches one graph per token instead of hundreds of kernels. The first two tokens of each
+    cache take seconds, because the graph is compiled and recorded.
     """
 
     def step(token, position, mask, layers):
@@ -91,10 +91,10 @@ def generate(
     model: Any, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, top_k: int = 0,
     top_p: float = 1.0, generator: torch.Generator | None = None, cache: KVCache | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
-    """Yield, max_new_tokens times, the next token (B,) of each row of idx (B, T) and the logits (B, V)
-    it was sampled from. The logits are those before temperature, top_k and top_p.
+    """Yield the next token (B,) of each row of idx (B, T), and the logits (B, V) it was sampled from (before
+    temperature, top_k and top_p), max_new_tokens times.
 
-    It does not stop at end-of-text, because rows end at different times. cache: one to reuse. Raises
+    It does not stop at end-of-text, because rows end at different times. cache: a KVCache to reuse. Raises
     UserError for a prompt longer than the model's context.
     """
     block_size = model.config.block_size
@@ -108,8 +108,8 @@ def generate(
     mask, new = None, idx  # new: tokens that are not in the cache yet
     for _ in range(max_new_tokens):
         if idx.size(1) > block_size:
-            # Slide the window: drop the older half of the tokens. Positions are absolute, so the rest
-            # get new positions, and their keys and values are computed again.
+            # Slide the window: drop the older half of the tokens. Positions are absolute, so the other
+            # tokens get new positions, and their keys and values are computed again.
             new = idx = idx[:, -max(1, block_size // 2) :]
             cache.clear()
         start = idx.size(1) - new.size(1)
@@ -117,13 +117,13 @@ def generate(
         if model.config.document_mask:
             mask = document_mask(idx, model.config.end_of_text, start)  # (B, 1, T, S)
         if start and cache.step:
-            if mask is not None:  # the step sees the whole cache; False: not filled yet
+            if mask is not None:  # step uses the whole cache; False: not filled yet
                 mask = F.pad(mask, (0, cache.length - idx.size(1)))
             logits = cache.step(new, position, mask, cache.layers)
         else:
             with sdpa_kernel(SDPA_BACKENDS):
                 logits, _ = model(new, position=position, mask=mask, cache=cache)
-        logits = logits[:, -1].to(torch.float32, copy=True)  # (B, V); a step reuses its memory
+        logits = logits[:, -1].to(torch.float32, copy=True)  # (B, V); step reuses its memory
         token = sample_token(logits, temperature, top_k, top_p, generator)
         yield token, logits
         idx = torch.cat([idx, token[:, None]], dim=1)
@@ -131,9 +131,9 @@ def generate(
 
 
 def prefetch_tokens(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the pairs of generate, with tokens copied from a GPU to the CPU while it computes the next.
+    """Yield the pairs of generate, with tokens copied to the CPU while the GPU computes the next token.
 
-    Each copy is awaited after the next step is launched. Otherwise the GPU would idle while the CPU
+    We wait for a copy only after launching the next step. Otherwise the GPU would idle while the CPU
     reads a token and launches the next step.
     """
     pending = []
@@ -167,7 +167,7 @@ def sample_token(
         logits = logits.masked_fill(logits < kth, float("-inf"))
     if top_p < 1:
         probs, order = logits.softmax(dim=-1).sort(descending=True)
-        drop = probs.cumsum(dim=-1) - probs >= top_p  # the tokens above it reach top_p without it
-        drop[:, 0] = False  # the first one stays, also where top_p rounds to 0 in float32
+        drop = probs.cumsum(dim=-1) - probs >= top_p  # more probable tokens already add up to top_p
+        drop[:, 0] = False  # keep the first one, even if top_p rounds to 0 in float32
         logits = logits.masked_fill(drop.scatter(1, order, drop), float("-inf"))
     return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)[:, 0]

@@ -1,8 +1,8 @@
 """Linear layers with 8-bit weights, for sampling on a CPU (sample.py --weights int8).
 
-Each new token reads every weight once, so memory bandwidth sets the speed, and an int8 weight has a
-quarter of the bytes of a float32. Each row of a matrix and each token has a scale of its own, as in
-LLM.int8() (Dettmers et al. 2022, 2.1), but without its separate path for outliers.
+Each new token reads every weight once, so memory bandwidth limits the speed, and an int8 weight has a
+quarter of the bytes of a float32. Each row of a matrix and each token has its own scale, as in
+LLM.int8() (Dettmers et al. 2022, 2.1), but outliers are not treated separately.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 def quantize_rowwise(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x (N, C) -> (int8 (N, C), scale (N,)), so that x is about int8 * scale[:, None]."""
+    """x (N, C) -> (int8 (N, C), scale (N,)), where x is approximately int8 * scale[:, None]."""
     scale = x.abs().amax(1).clamp(min=1e-8) / 127
     return (x / scale[:, None]).round().to(torch.int8), scale
 

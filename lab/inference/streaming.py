@@ -16,12 +16,12 @@ from lab.inference.token_logprobs import token_logprobs
 from lab.precision import Precision
 from lab.registry import load_model, tokenizer_name
 
-# parameters; on a CPU, smaller models fit in its caches and bf16 would gain nothing
+# parameters; on a CPU, smaller models fit in the caches and bf16 would not be faster
 LARGE_MODEL = 20_000_000
 
 
 class QueueFullError(Exception):
-    """The server has as many texts as it accepts. Answered with status 503."""
+    """The server cannot accept more texts. The response has status 503."""
 
 
 def load_for_inference(
@@ -29,16 +29,16 @@ def load_for_inference(
 ) -> tuple[Any, Tokenizer]:
     """(model in eval mode on the device, its tokenizer). source: as resolve_source returns it.
 
-    weights: auto, fp32, bf16, fp16 or int8. Each new token reads every weight once, so their size sets
-    the speed. auto: 16 bits on a GPU, bf16 for a large model on a CPU with native support, else fp32.
-    Raises UserError for a model that generates no text, and for int8 on a GPU.
+    weights: auto, fp32, bf16, fp16 or int8. Each new token reads every weight once, so the size of
+    weights limits the speed. auto: 16 bits on a GPU, bf16 for a large model on a CPU that supports it,
+    else fp32. Raises UserError for a model that generates no text, and for int8 on a GPU.
     """
     if weights == "int8" and device.type != "cpu":
         raise UserError(f"weights=int8 needs a CPU, not {device}; leave the flag out")
     model = load_model(source)
     if not hasattr(model, "generate"):
         raise UserError(
-            f"{source} is a masked language model, which writes no text; name another model, or "
+            f"{source} is a masked language model, which cannot generate text; choose another, or "
             f'export this one with `{command_for("lab export")}` for transformers\' pipeline("fill-mask")'
         )
     tokenizer = get_tokenizer(tokenizer_name(model.config, source))
@@ -54,8 +54,8 @@ def load_for_inference(
 
 
 def make_decode_step(model: Any, rows: int = 1, enabled: bool = True) -> Callable | None:
-    """The `step` for a KVCache of `rows` texts: one CUDA graph launch per token. None if not enabled,
-    not on a GPU, or torch.compile does not work there."""
+    """The `step` for a KVCache of `rows` texts: one CUDA graph launch per token. None if it is not enabled,
+    if there is no GPU, or if torch.compile does not work on it."""
     device = next(model.parameters()).device
     if not enabled or device.type != "cuda":
         return None
@@ -68,14 +68,14 @@ def make_decode_step(model: Any, rows: int = 1, enabled: bool = True) -> Callabl
 
 
 class IncrementalDetokenizer:
-    """Turns token ids into text one by one. A character's bytes can be spread over several tokens; it
-    is returned whole, with the token that completes it.
+    """Converts token ids to text, one by one. A character may span several tokens; it is returned with
+    the token that completes it.
 
-    Attributes: text so far; count of tokens added; ended, whether end-of-text or end() was reached.
+    Attributes: text (so far), count (of tokens added), ended (after end-of-text or end()).
     """
 
     def __init__(self, tokenizer: Tokenizer, context: Iterable[int] = ()):
-        """context: ids before the first one added. They may end within a character."""
+        """context: ids before the first one added, which may end inside a character."""
         self.tokenizer = tokenizer
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.decoder.decode(b"".join(map(tokenizer.bytes_of, context)))
@@ -104,9 +104,9 @@ def stream_generate(
     """Yield a piece for each token after `ids`: {"id", "text", "end"}, and with top_logprobs also the
     other fields of token_logprobs. gen_kwargs: arguments of generate.
 
-    "end" is None except in the last piece: "stop" at end-of-text or after one of the strings `stop`,
-    which is cut off; "window" if no_sliding_window and the context is full; else "length". Text that
-    may be the start of a stop string is held back until that is decided.
+    "end" is None except in the last piece. There it is "stop" after end-of-text or one of the strings
+    `stop`, which is removed; "window" if no_sliding_window and the context is full; otherwise "length".
+    Text that may be the beginning of a stop string is held back until this is known.
     """
     idx = torch.tensor([ids], device=next(model.parameters()).device)
     room = model.config.block_size - len(ids) if no_sliding_window else max_new_tokens
@@ -134,9 +134,7 @@ def stream_generate(
                 if left <= 0:
                     return
         prefixes = [n for s in stop for n in range(1, len(s)) if joined.endswith(s[:n])]
-        wait = (
-            0 if end else max(prefixes, default=0)
-        )  # last characters, perhaps a stop string's start
+        wait = 0 if end else max(prefixes, default=0)  # characters that may begin a stop string
         while held and len(joined) - len(held[0]["text"]) >= wait:
             joined = joined[len(held[0]["text"]) :]
             yield held.pop(0)
@@ -146,7 +144,7 @@ def stream_generate(
 
 @torch.no_grad()
 def score_tokens(model: Any, tokenizer: Tokenizer, ids: list[int]) -> list[dict]:
-    """token_logprobs of each of `ids` but the first, given the ids before it."""
+    """token_logprobs of all `ids` except the first, each given the ids before it."""
     idx = torch.tensor([ids[:-1]], device=next(model.parameters()).device)
     if not idx.numel():
         return []

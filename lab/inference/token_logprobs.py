@@ -1,4 +1,4 @@
-"""Records of token probabilities, for pages that shade text by probability.
+"""Token probabilities, for pages that shade text by probability.
 
 Used by sample.py --html, lab serve, and the samples that a run logs for lab report.
 """
@@ -16,8 +16,8 @@ def token_logprobs(
 ) -> dict:
     """Record of one token: {"id", "text", "name", "p", "likeliest": [(id, name, p), ...]}.
 
-    logits (V,): what it was sampled from. text: the characters that it completes. name: see
-    token_label. p: probability, to five digits. likeliest: the top_logprobs most probable tokens.
+    logits (V,): those it was sampled from. text: the characters that it completes. name: see
+    token_label. p: probability, with five digits. likeliest: the top_logprobs most probable tokens.
     """
 
     def rounded(p: float) -> float:
@@ -35,6 +35,6 @@ def token_logprobs(
 
 
 def token_label(token: int, tokenizer: Tokenizer) -> str:
-    """A token as a JSON string, so that spaces, line ends and incomplete UTF-8 bytes are visible."""
+    """A token as a JSON string, which shows spaces, line ends and incomplete UTF-8 bytes."""
     text = tokenizer.bytes_of(token).decode("utf-8", errors="backslashreplace")
     return json.dumps(text, ensure_ascii=False)

@@ -1,9 +1,8 @@
-"""Faster modules that compute what a model's own modules compute. Called by build_trainer.
+"""Replace a model's modules with faster ones that compute the same. Called by build_trainer.
 
-A module is replaced only if a comparison at set-up, of outputs and gradients on a small random batch,
-shows that the replacement computes the same function. Whoever edits HeadLoss or MLP in train_gpt2.py
-therefore trains with the edited version. A module's forward hooks do not run while its replacement
-computes.
+A module is replaced only if its outputs and gradients on a small random batch equal those of the
+replacement. So if you edit HeadLoss or MLP in train_gpt2.py, training uses your version. Forward hooks
+of a replaced module do not run.
 """
 
 import contextlib
@@ -22,9 +21,9 @@ from lab.kernels.fp8_mlp import Fp8MLP
 from lab.kernels.fused_mlp import FusedMLP, is_supported
 from lab.precision import Precision
 
-# relative error in float32; replacing tanh's GELU by the exact one gives more than 1e-4
+# largest relative error in float32; exact GELU instead of the tanh approximation gives over 1e-4
 TOLERANCE = 3e-5
-# relative errors of the MLP kernels against float32: what rounding to bf16 and to 8 bits explains
+# largest relative errors of the MLP kernels against float32, due to rounding to bf16 and to 8 bits
 MAX_KERNEL_ERROR = {FusedMLP: 0.02, Fp8MLP: 0.15}
 Model = Any  # a GPT, with config, head_loss and lm_head; nn.Module does not type its attributes
 MLP_PARAMS = ("c_fc.weight", "c_fc.bias", "c_proj.weight", "c_proj.bias")
@@ -34,12 +33,12 @@ def replace_modules(
     model: Model, mlp_class: type[nn.Module], precision: Precision, fp8: str = "off",
     report: Callable[[str], None] = lambda text: None,
 ) -> None:  # fmt: skip
-    """Replace model.head_loss, and on a GPU in bf16 every module of `mlp_class` (or a subclass), by
-    faster ones. Names, order and identity of the parameters stay, and so does the random state.
+    """Replace model.head_loss and, on a GPU in bf16, every module of `mlp_class` (or a subclass). The
+    parameters, their names and their order stay the same, and so does the random state.
 
     Call it before DDP and torch.compile wrap the model. fp8: "off"; "head" computes the head's matmuls
-    in 8 bits; "all" the MLPs' too. report is called with a sentence for each class that is kept.
-    Raises UserError if fp8 is not available.
+    in 8 bits; "all" also those of the MLPs. report is called with a sentence for each class that is not
+    replaced. Raises UserError if fp8 is not available.
     """
     if fp8 != "off":
         check_fp8(model, precision, fp8)
@@ -56,8 +55,8 @@ def replace_mlps(
     model: nn.Module, mlp_class: type[nn.Module], fused: type[FusedMLP],
     report: Callable[[str], None],
 ) -> None:  # fmt: skip
-    """Replace every module of mlp_class that computes c_proj(GELU(c_fc(x))) by one of class `fused`,
-    if the kernel is accurate on this GPU; report the others."""
+    """Replace every module of mlp_class that computes c_proj(GELU(c_fc(x))) with one of class `fused`, if
+    the kernel is accurate on this GPU; report the other modules."""
     found = [
         (parent, name, child)
         for parent in model.modules()
@@ -95,12 +94,13 @@ def head_is_replaceable(model: Model) -> bool:
     vocab_size, (V, C, N) = model.config.vocab_size, (model.config.padded_vocab_size, 32, 24)
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(n, C, generator=generator) for n in (N, V))
-    x *= torch.linspace(0.1, 1, N)[:, None]  # logits of many sizes
+    x *= torch.linspace(0.1, 1, N)[:, None]  # small and large logits
     targets = torch.randint(vocab_size, (N,), generator=generator)
-    targets[::2] = (x @ weight[:vocab_size].T).argmax(1)[::2]  # small losses and large ones
-    targets[1], targets[::5] = vocab_size - 1, -1  # the last token, often end of text; ignored ones
+    targets[::2] = (x @ weight[:vocab_size].T).argmax(1)[::2]  # small and large losses
+    targets[1], targets[::5] = vocab_size - 1, -1  # the last id, often end-of-text; ignored targets
     x, weight, targets = (t.to(model.lm_head.weight.device) for t in (x, 2 * weight, targets))
-    x.requires_grad_(), weight.requires_grad_()
+    for tensor in (x, weight):
+        tensor.requires_grad_()
     with exact_matmuls():
         try:
             loss = plain(x, weight, targets, "sum")
@@ -113,11 +113,11 @@ def head_is_replaceable(model: Model) -> bool:
 
 
 def mlp_is_replaceable(module: nn.Module) -> bool:
-    """Whether a module computes c_proj(GELU(c_fc(x))), with tanh's GELU, for any weights."""
+    """Whether a module computes c_proj(GELU(c_fc(x))), with the tanh GELU, for random weights."""
     if tuple(name for name, _ in module.named_parameters()) != MLP_PARAMS or list(module.buffers()):
         return False
     module, x, dy = random_mlp(module)
-    # activations of ordinary size tell the forms of GELU apart, large ones show a limit
+    # ordinary activations distinguish the forms of GELU, and large ones reveal clipping
     return all(same_mlp(module, size * x, dy) for size in (1, 10))
 
 
@@ -149,13 +149,12 @@ def kernel_error(fused: type[FusedMLP], plain: nn.Module) -> float:
             ),
         ]
     errors = [(found.float() - right).norm() / right.norm() for found, right in pairs]
-    return torch.stack(errors).max().item()  # unlike Python's max(), it returns NaN if there is one
+    return torch.stack(errors).max().item()  # NaN if any is NaN, unlike Python's max()
 
 
 def random_mlp(module: nn.Module) -> tuple[nn.Module, Tensor, Tensor]:
-    """Return a float32 copy of an MLP, in training mode and with random weights (at the start of
-    training the biases are 0, which would hide some differences), and for it an input and a gradient of
-    the output, both (2, 64, C)."""
+    """Return a float32 copy of an MLP in training mode, with an input and a gradient of the output, both
+    (2, 64, C). The copy has random weights, because initial biases of 0 would hide some differences."""
     module = copy.deepcopy(module).float().train().requires_grad_()
     w_fc, _, w_proj, _ = module.parameters()
     generator = torch.Generator(w_fc.device).manual_seed(0)
@@ -175,13 +174,13 @@ def gelu_mlp(x: Tensor, w_fc: Tensor, b_fc: Tensor, w_proj: Tensor, b_proj: Tens
 
 
 def close(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors agree in shape, and in value as far as float32's rounding allows."""
+    """Whether two tensors have the same shape, and equal values up to float32 rounding."""
     return a.shape == b.shape and bool((a - b).norm() <= TOLERANCE * b.norm())
 
 
 @contextlib.contextmanager
 def exact_matmuls() -> Iterator[None]:
-    """Inside: matmuls in full float32, without TF32 and autocast. The random state is restored."""
+    """Context manager: matmuls in full float32, without TF32 and autocast; restores the random state."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -197,7 +196,7 @@ def exact_matmuls() -> Iterator[None]:
 
 
 def check_fp8(model: Model, precision: Precision, fp8: str) -> None:
-    """Raise UserError, saying what is missing, if 8-bit matmuls are not available."""
+    """Raise UserError, which says what is missing, if 8-bit matmuls are not available."""
     c, reason = model.config, fp8_unsupported_reason(precision.device)
     if not reason and precision.name != "bf16":
         reason = f"needs precision=bf16, not {precision.name}"
@@ -211,7 +210,7 @@ def check_fp8(model: Model, precision: Precision, fp8: str) -> None:
 
 
 def fp8_unsupported_reason(device: torch.device) -> str:
-    """Say what this device lacks for 8-bit matmuls; "" if it lacks nothing."""
+    """Why this device has no 8-bit matmuls; "" if it has them."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
         return "needs an NVIDIA GPU with 8-bit matmuls (RTX 40, H100 and newer)"
     if importlib.util.find_spec("triton") is None:

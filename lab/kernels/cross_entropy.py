@@ -1,11 +1,11 @@
-"""Cross-entropy of a linear head that never holds all logits in memory. Used by replace_modules.
+"""Cross-entropy of a linear head without holding all logits in memory. Used by replace_modules.
 
 At 64 x 1024 positions the logits of GPT-2 take 6.6 GB in bf16, and their gradient as much again. But
-the gradient of the loss with respect to the logits, softmax minus one-hot, needs nothing from the
-backward pass. So the forward pass computes a chunk of logits, turns it into its own gradient in place,
-multiplies that into dx and dweight, and reuses its memory for the next chunk. The backward pass only
-multiplies dx and dweight by the gradient of the loss, a scalar. (The idea is Liger-Kernel's: Hsu et
-al. 2024, section 3.2.)
+the gradient of the loss with respect to the logits, softmax minus one-hot, is known in the forward
+pass. So the forward pass computes one chunk of logits at a time, replaces it by its gradient in place,
+adds the chunk's part of dx and dweight, and reuses the memory for the next chunk. The backward pass
+only multiplies dx and dweight by the gradient of the loss, a scalar. (The idea is from Liger-Kernel:
+Hsu et al. 2024, section 3.2.)
 
 Shape letters: N positions, n positions of a chunk, C channels, V rows of the head (padded vocabulary).
 """
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# positions; 1.6 GB of bf16 logits at V = 50304, and matmuls still large enough to run at full rate
+# positions: 1.6 GB of bf16 logits at V = 50304, and matmuls large enough to run at full speed
 CHUNK = 16384
 SMALL = 2**26  # bytes of float32 logits; below this the plain head is used
 # for fp8: dlogits lie in [-1, 1]; multiplied by this, they use e5m2's range, 2^-16 to 57344
@@ -30,8 +30,8 @@ GRAD_SCALE = 2.0**15
 class FusedHeadLoss(nn.Module):
     """Replaces a model's head_loss: the same loss and gradients, in less memory.
 
-    plain: the module that it replaces, used for few positions and without gradients. fp8: compute the
-    matmuls in 8 bits, which changes the gradients by a few percent (RTX 40, H100 and newer).
+    plain: the module that it replaces, still used for few positions and without gradients. fp8: compute
+    the matmuls in 8 bits, which changes the gradients by a few percent (RTX 40, H100 and newer).
     """
 
     def __init__(self, plain: Any, fp8: bool = False):
@@ -39,8 +39,8 @@ class FusedHeadLoss(nn.Module):
         self.plain, self.fp8 = plain, fp8
 
     def forward(self, x: Tensor, weight: Tensor, targets: Tensor, reduction: str) -> Tensor:
-        """x (N, C), weight (V, C), targets (N,), where -1 is ignored -> the summed loss, or with
-        reduction "none" each position's loss (N,)."""
+        """x (N, C), weight (V, C), targets (N,) -> the summed loss, or with reduction "none" the loss of
+        each position (N,). Targets of -1 are ignored."""
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         if x.size(0) * weight.size(0) * 4 <= SMALL:
@@ -49,12 +49,12 @@ class FusedHeadLoss(nn.Module):
             chunks = zip(x.split(CHUNK // 4), targets.split(CHUNK // 4))
             losses = torch.cat([self.plain(rows, weight, t, "none") for rows, t in chunks])
             return losses if reduction == "none" else losses.sum()
-        # 8-bit matmuls need rows of a multiple of 16 bytes
+        # 8-bit matmuls need rows whose size is a multiple of 16 bytes
         loss = fused_loss_fp8 if self.fp8 and x.size(0) % 16 == 0 else fused_loss
         return loss(x, weight, targets, self.plain.vocab_size)[0]
 
 
-# a custom op, so that torch.compile keeps one graph
+# a custom op, so that torch.compile does not break the graph here
 @torch.library.custom_op("gpt2::fused_loss", mutates_args=())
 def fused_loss(
     x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int
@@ -88,7 +88,7 @@ def empty_results(x, weight, targets, vocab_size):
 
 
 def save_gradients(ctx, inputs, output):
-    # dx and dweight are results too; without this, autograd makes zero gradients of their size
+    # dx and dweight are outputs too; without this, autograd allocates zero gradients for them
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(output[1], output[2])
 
@@ -127,15 +127,15 @@ def loss_and_grad_(logits: Tensor, targets: Tensor, vocab_size: int, scale: floa
 def fused_loss_fp8(
     x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """fused_loss with its three matmuls in 8 bits, at twice the rate of 16 bits (H100 and newer). By
-    rounding, dx and dweight differ from those of fused_loss by a few percent, at random.
+    """fused_loss with its three matmuls in 8 bits, at twice the rate of 16 bits (H100 and newer). Because
+    of rounding, dx and dweight differ from those of fused_loss by a random error of a few percent.
 
-    x and weight are in e4m3 (3 bits of mantissa), each scaled so that its largest value becomes the
-    format's, 448; the gradient of the logits is in e5m2 (2 bits, more range; Micikevicius et al. 2022,
-    FP8 formats, section 3). Both factors of an 8-bit matmul must be contiguous along the axis that is
-    summed over, so three of them are stored twice. Fast accumulation stays off: with it, all sums
-    have about 14 bits, which makes the error of dweight 5 times as large and saves 0.3 % of a step.
-    Without it, partial sums are added in float32 at intervals.
+    x and weight are in e4m3 (3 mantissa bits), each scaled so that its largest value becomes 448, the
+    largest of the format; the gradient of the logits is in e5m2 (2 mantissa bits and a larger range;
+    Micikevicius et al. 2022, FP8 formats, section 3). Both factors of an 8-bit matmul must be contiguous
+    along the axis that is summed over, so three of them are stored twice. Hopper accumulates 8-bit
+    products with about 14 bits. Without fast accumulation, as here, these partial sums are added in
+    float32 at intervals; with it, the error of dweight is 5 times as large, and a step is 0.3 % faster.
     """
     x8, x_scale = to_e4m3(x)
     w8, w_scale = to_e4m3(weight)
@@ -162,10 +162,10 @@ fused_loss_fp8.register_autograd(multiply_gradients, setup_context=save_gradient
 
 
 def to_e4m3(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (tensor / scale in e4m3, scale), scaled so that the largest value is 448."""
+    """Return (tensor / scale in e4m3, scale), where scale maps the largest value to 448."""
     largest = torch.linalg.vector_norm(tensor, ord=float("inf"), dtype=torch.float32)
     scale = (largest / 448).clamp(min=1e-12)
-    inverse = (1 / scale).to(tensor.dtype)  # rounded; the scale returned must undo just this
+    inverse = (1 / scale).to(tensor.dtype)  # rounded; the returned scale is computed from it
     return (tensor * inverse).to(torch.float8_e4m3fn), 1 / inverse.float()
 
 
@@ -192,9 +192,9 @@ def triton_loss_and_grad_e5m2(
 
 @functools.cache
 def kernels() -> dict[str, Any]:
-    """The Triton kernels by name: "loss", "row", "tile". Made on first use, so that importing this
-    file needs no Triton."""
-    import triton  # pyright: ignore[reportMissingImports]  # CUDA builds of torch bring it
+    """The Triton kernels: "loss", "row" and "tile". Defined on first use, so that importing this file does
+    not need Triton."""
+    import triton  # pyright: ignore[reportMissingImports]  # comes with CUDA builds of torch
     import triton.language as tl  # pyright: ignore[reportMissingImports]
 
     @triton.jit
@@ -206,9 +206,9 @@ def kernels() -> dict[str, Any]:
 
     @triton.jit
     def log2_sum_exp(logits, padded, vocab_size, BLOCK: tl.constexpr):
-        """log2 of the softmax's denominator of one row, by online softmax (Milakov and Gimelshein
-        2018), with a running maximum and sum for each lane of the block. It takes four blocks at a
-        time, because exponentials limit its speed."""
+        """log2 of the softmax denominator of one row, by online softmax (Milakov and Gimelshein 2018), with
+        a running maximum and sum in each lane. Four blocks are processed at a time, which saves
+        exponentials."""
         lane = tl.arange(0, BLOCK)
         top = tl.full([BLOCK], -1e30, tl.float32)
         total = tl.zeros([BLOCK], tl.float32)
@@ -228,7 +228,7 @@ def kernels() -> dict[str, Any]:
 
     @triton.jit
     def loss(logits, targets, losses, stride, padded, vocab_size, scale, BLOCK: tl.constexpr):
-        """Compute a row's loss, and replace the row by its gradient."""
+        """Compute the loss of a row, and replace the row by its gradient."""
         row = tl.program_id(0).to(tl.int64)
         logits += row * stride
         target = tl.load(targets + row)
@@ -249,7 +249,7 @@ def kernels() -> dict[str, Any]:
 
     @triton.jit
     def row(logits, targets, losses, log2_zs, padded, vocab_size, BLOCK: tl.constexpr):
-        """Compute a row's loss and its softmax denominator."""
+        """Compute the loss of a row and its softmax denominator."""
         row = tl.program_id(0).to(tl.int64)
         logits += row * padded
         target = tl.load(targets + row)
@@ -265,9 +265,9 @@ def kernels() -> dict[str, Any]:
 
     @triton.jit
     def tile(logits, targets, log2_zs, grad, grad_t, n, padded, scale, TILE: tl.constexpr):
-        """Write a square of the gradient as it is and transposed. The 16-bit logits are transposed,
-        and the gradient is computed twice, because Triton 3.7 would write transposed 8-bit numbers to
-        wrong places. That takes 1 % longer (docs/LOG.md#torch-213)."""
+        """Write a tile of the gradient, and the same tile transposed. The gradient is computed twice, from
+        the 16-bit logits and from their transpose, because Triton 3.7 writes transposed 8-bit numbers to
+        wrong places. This takes 1 % longer (docs/LOG.md#torch-213)."""
         row = (tl.program_id(1) * TILE + tl.arange(0, TILE)).to(tl.int64)
         column = (tl.program_id(0) * TILE + tl.arange(0, TILE)).to(tl.int64)
         inside = (row < n)[:, None] & (column < padded)[None, :]

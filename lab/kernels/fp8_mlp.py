@@ -2,19 +2,19 @@
 
 The forward pass has two matmuls, GELU(x @ w_fc.T + b_fc) @ w_proj.T, and the backward pass four. One
 kernel, cast_tile, does everything between them: it reads a tensor once, applies GELU or its
-derivative, and writes the result in 8 bits twice, as it is and transposed, because both factors of an
+derivative, and writes the result in 8 bits together with its transpose, because both factors of an
 8-bit matmul must be contiguous along the axis that is summed over.
 
 The formats are those of Micikevicius et al. 2022 (FP8 formats for deep learning, section 3): e4m3 (3
-bits of mantissa, normal numbers from 2^-6 to 448) for weights and activations, e5m2 (2 bits, from
+mantissa bits, normal numbers from 2^-6 to 448) for weights and activations, e5m2 (2 mantissa bits, from
 2^-14 to 57344) for gradients. Weights, their gradients and the optimizer's state stay in float32.
 
 Hopper's tensor cores accumulate 8-bit products with about 14 bits. With use_fast_accum=False, the
-default of torch._scaled_mm, partial sums are added to a float32 sum at intervals.
+default of torch._scaled_mm, these partial sums are added in float32 at intervals.
 
 Limits: the scale of activations is fixed, and values beyond +-112 saturate. LayerNorm's output cannot
-exceed sqrt(C), which is 28 at C = 768, so it fits for gains up to 4 there. GELU's output has no such
-bound: whatever is above 112 becomes 112, without a warning.
+exceed sqrt(C) times its gain, which is 28 at C = 768, so gains up to 4 are safe. GELU's output has no
+such bound: values above 112 become 112, without a warning.
 
 Shape letters: N positions, C channels, F hidden width (4 C).
 """
@@ -31,14 +31,14 @@ from torch import Tensor
 from lab.kernels.fused_mlp import FusedMLP
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-# Scales: the value that 1.0 in 8 bits stands for. A format with 4 or 5 bits of exponent tolerates a
-# rough scale, so weights and activations have fixed ones, which saves a pass over the tensor to find
-# its largest value. Weights reach 448 / 32 = 14 and lose bits below 2^-6 / 32 = 0.0005 (their initial
-# std is 0.02). Activations reach 448 / 4 = 112; larger ones saturate.
+# Scales: the value that 1.0 in 8 bits stands for. With 4 or 5 exponent bits the scale need not be
+# precise, so weights and activations have fixed ones, which saves a pass over the tensor to find its
+# largest value. Weights may be up to 448 / 32 = 14, and lose precision below 2^-6 / 32 = 0.0005 (their
+# initial std is 0.02). Activations may be up to 448 / 4 = 112; larger ones saturate.
 WEIGHT, ACTIVATION = 1 / 32, 1 / 4
-# The size of gradients varies, so the largest |dy| of each call is scaled to 57344. The gradient
-# before GELU is a sum of C such values times weights and may be larger: its scale leaves 64 times more
-# room, out of e5m2's range of 2^30.
+# The size of gradients varies, so in each call the largest |dy| is scaled to 57344. The gradient before
+# GELU, a sum of C such values times weights, may be larger, so its scale has a margin of 64, out of
+# e5m2's range of 2^30.
 AMAX_MARGIN = 64.0
 
 
@@ -53,7 +53,7 @@ def quantize(
     """Cast x (R, K) to 8 bits. Returns (x / scale in dtype (R, K), its transpose (K, R), sums).
 
     mode: "plain"; "gelu" casts GELU(x) instead; "dgelu" casts x * GELU'(before) and also returns its
-    float32 sums over blocks of rows (blocks, K). In the other modes sums is not filled.
+    float32 sums over blocks of rows (blocks, K). In the other modes, sums is uninitialized.
     """
     import triton  # pyright: ignore[reportMissingImports]  # CUDA builds of torch bring it
 
@@ -62,7 +62,7 @@ def quantize(
     q_t = torch.empty(columns, rows, dtype=dtype, device=x.device)
     tile_rows, tile_columns, warps = TILES[mode]
     grid = (triton.cdiv(columns, tile_columns), triton.cdiv(rows, tile_rows))
-    blocks = grid[1] if mode == "dgelu" else 1  # then unused
+    blocks = grid[1] if mode == "dgelu" else 1  # unused in the other modes
     sums = torch.empty(blocks, columns, dtype=torch.float32, device=x.device)
     tensors = x, x if before is None else before, scale, q, q_t, sums
     tile = dict(ROWS=tile_rows, COLUMNS=tile_columns, num_warps=warps)
@@ -75,13 +75,13 @@ TILES = {"plain": (128, 64, 4), "gelu": (32, 128, 4), "dgelu": (64, 64, 2)}  # r
 
 @functools.cache
 def kernel() -> Any:
-    """The Triton kernel cast_tile. Made on first use, so that importing this file needs no Triton."""
+    """The Triton kernel cast_tile, defined on first use, so that importing this file needs no Triton."""
     import triton  # pyright: ignore[reportMissingImports]  # CUDA builds of torch bring it
     import triton.language as tl  # pyright: ignore[reportMissingImports]
 
     @triton.jit
     def sigmoid_of_gelu(x):
-        """The sigmoid in tanh's GELU, which is x * sigmoid(2 (2/pi)^0.5 (x + 0.044715 x^3))."""
+        """The sigmoid in the tanh GELU, x * sigmoid(2 (2/pi)^0.5 (x + 0.044715 x^3))."""
         # 2 (2/pi)^0.5 log2(e), and 0.044715 times that
         y = x * (2.302208198 + 0.1029432397 * x * x)
         return 1.0 / (1.0 + tl.exp2(-y))
@@ -119,8 +119,8 @@ def kernel() -> Any:
             )
         # the hardware's cast saturates at the format's largest number
         tl.store(q + here, (value * (1.0 / tl.load(scale))).to(q.dtype.element_ty), mask=inside)
-        # the multiplication is repeated because the compiler would otherwise transpose the 8-bit
-        # result, which Triton 3.6 and 3.7 do wrongly
+        # the multiplication is repeated, because the compiler would otherwise transpose the 8-bit result,
+        # which is wrong in Triton 3.6 and 3.7
         value_t = tl.trans(value * (1.0 / tl.load(scale)))
         tl.store(
             q_t + column[:, None] * rows + row[None, :],
@@ -171,7 +171,7 @@ def mlp_gradients_fp8(
     p8_t: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return dx (N, C) in bf16, and dw_fc (F, C), db_fc (F,), dw_proj (C, F) in float32. largest: the
-    largest |dy|; the others are results of mlp_products_fp8."""
+    largest |dy|; the other arguments are outputs of mlp_products_fp8."""
     weight, activation = scalar_tensor(WEIGHT, dy.device), scalar_tensor(ACTIVATION, dy.device)
     scale = (largest.float() / 57344).clamp(min=1e-30)
     dy8, dy8_t, _ = quantize(dy, scale, E5M2)
@@ -193,14 +193,14 @@ def _(dy, largest, before, after8_t, x8_t, w8_t, p8_t):
 
 
 def setup_context(ctx, inputs, output):
-    # without this, autograd makes zero gradients for the results that only the backward pass needs
+    # without this, autograd allocates zero gradients for the outputs that only backward() needs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output[1:])
 
 
 def backward(ctx, grads):
     dy = grads[0].contiguous()
-    # the sum and the maximum are computed here because torch.compile can fuse them
+    # the sum and the maximum are computed here, where torch.compile can fuse them
     return *mlp_gradients_fp8(dy, dy.abs().amax(), *ctx.saved_tensors), dy.sum(
         0, dtype=torch.float32
     )
@@ -210,11 +210,11 @@ mlp_products_fp8.register_autograd(backward, setup_context=setup_context)
 
 
 class Fp8MLP(FusedMLP):
-    """FusedMLP with 8-bit matmuls. It rounds the float32 weights directly, not their bf16 copies."""
+    """FusedMLP with 8-bit matmuls. It rounds the float32 weights directly, not copies in bf16."""
 
     param_dtype = torch.float32
 
     def products(self, x: Tensor, *weights: Tensor) -> Tensor:
-        if x.size(0) % 16:  # 8-bit matmuls need rows of a multiple of 16 bytes
+        if x.size(0) % 16:  # 8-bit matmuls need rows whose size is a multiple of 16
             return super().products(x, *weights)
         return mlp_products_fp8(x, *weights)[0]

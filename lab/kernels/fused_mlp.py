@@ -1,10 +1,10 @@
 """MLP whose matmul kernels also apply GELU and its derivative. Used by replace_modules.
 
-PyTorch computes c_fc, then GELU, then c_proj, and GELU's kernel moves the widest tensor of the model
-(4 C numbers per position) through memory again: one read and one write in the forward pass, two reads
-and one write in the backward pass. NVIDIA's matmul library, cuBLASLt, can apply GELU or its derivative
-to a tile of the result before it is first written (an "epilogue"). PyTorch has no function for that in
-training, so this file calls the library that comes with PyTorch. It works in bf16 on NVIDIA GPUs only.
+PyTorch computes c_fc, GELU and c_proj in separate kernels. GELU's kernels read and write the widest
+tensor of the model (4 C numbers per position) again: one read and one write in the forward pass, two
+reads and one write in the backward pass. NVIDIA's matmul library, cuBLASLt, can apply GELU or its
+derivative to each tile of a result before writing it (an "epilogue"). PyTorch has no function for that
+in training, so this file calls the library that comes with PyTorch, in bf16 and on NVIDIA GPUs only.
 
 Shape letters: N positions, C channels, F hidden width (4 C).
 """
@@ -26,7 +26,7 @@ TRANSA, EPILOGUE, BIAS_POINTER, AUX_POINTER, AUX_LD = (3, 7, 8, 11, 12)
 GELU_AUX_BIAS, DGELU = (164, 192)
 MAX_WORKSPACE_BYTES = 1  # cublasLtMatmulPreferenceAttributes_t
 WORKSPACE = 32 * 2**20  # bytes; NVIDIA's recommendation for Hopper
-# with fewer, the GPU waits for the Python code that calls the library (bench/ladder.py, shape 12x768)
+# with fewer, the GPU waits for the Python code that launches kernels (bench/ladder.py, shape 12x768)
 MIN_POSITIONS = 16384
 
 
@@ -44,7 +44,7 @@ class Heuristic(ctypes.Structure):
 
 @functools.cache
 def library() -> Callable[..., None]:
-    """A function that calls a cuBLASLt function by name. Raises OSError if torch comes without it."""
+    """A function that calls a cuBLASLt function by name. Raises OSError if the library is missing."""
     major = (torch.version.cuda or "").split(".")[0]
     lib = ctypes.CDLL(f"libcublasLt.so.{major}")
 
@@ -70,11 +70,11 @@ def set_desc_attribute(desc: ctypes.c_void_p, attribute: int, value: Any) -> Non
 def matmul_plan(
     device: torch.device, rows: int, inner: int, columns: int, b_transposed: bool, epilogue: int
 ) -> tuple[ctypes.c_void_p, list[ctypes.c_void_p], Any]:
-    """(description, layouts of b, a and out, algorithm) for out (rows, columns) = a (rows, inner) @ b,
-    all in bf16.
+    """(matmul descriptor, layouts of b, a and out, algorithm) for out (rows, columns) = a (rows, inner) @
+    b, all in bf16.
 
-    The library stores matrices by columns: its out.T = b.T @ a.T is our out = a @ b. So b comes first,
-    and it is transposed for the library if it is not transposed for us.
+    The library's matrices are column-major, so our out = a @ b is its out.T = b.T @ a.T. Therefore b
+    comes first, and TRANSA is set if our b is transposed.
     """
     call, (handle, _) = library(), handle_and_workspace(device)
     desc, preference = ctypes.c_void_p(), ctypes.c_void_p()
@@ -94,7 +94,7 @@ def matmul_plan(
     limit, found, best = ctypes.c_size_t(WORKSPACE), ctypes.c_int(), Heuristic()
     most = MAX_WORKSPACE_BYTES, ctypes.byref(limit), ctypes.sizeof(limit)
     call("MatmulPreferenceSetAttribute", preference, *most)
-    operands = *layouts, layouts[-1]  # b, a, what is added (nothing), out
+    operands = *layouts, layouts[-1]  # b, a, the addend (unused), out
     wanted = preference, 1, ctypes.byref(best), ctypes.byref(found)
     call("MatmulAlgoGetHeuristic", handle, desc, *operands, *wanted)
     if not found.value:
@@ -127,7 +127,7 @@ def cublaslt_matmul(
     return out
 
 
-# a custom op, because torch.compile cannot trace calls of a C library
+# a custom op, because torch.compile cannot trace calls to a C library
 @torch.library.custom_op("gpt2::mlp_products", mutates_args=())
 def mlp_products(
     x: Tensor, w_fc: Tensor, b_fc: Tensor, w_proj: Tensor, b_proj: Tensor
@@ -135,9 +135,9 @@ def mlp_products(
     """Return GELU(x @ w_fc.T + b_fc) @ w_proj.T + b_proj (N, C), and for the backward pass GELU's
     output and input (N, F).
 
-    b_proj is added before the matmul's result is rounded. torch.compile would fuse a later addition
-    with the one to the 16-bit residual stream, where a bias far below the rounding decides ties and
-    then counts for hundreds of times its size (docs/LOG.md).
+    addmm adds b_proj before the result is rounded. torch.compile would fuse a separate addition with the
+    one to the 16-bit residual stream. A bias far smaller than the rounding error would then decide how
+    ties are rounded, with hundreds of times its proper effect (docs/LOG.md).
     """
     before = x.new_empty(x.size(0), w_fc.size(0))
     after = cublaslt_matmul(x, w_fc, GELU_AUX_BIAS, aux=before, bias=b_fc, b_transposed=True)
@@ -162,7 +162,7 @@ def _(dy, w_proj, before):
 
 
 def setup_context(ctx, inputs, output):
-    # without this, autograd makes zero gradients for the two results that only backward() needs
+    # without this, autograd allocates zero gradients for the two outputs that only backward() needs
     ctx.set_materialize_grads(False)
     x, w_fc, _, w_proj, _ = inputs
     ctx.save_for_backward(x, w_fc, w_proj, *output[1:])
@@ -179,12 +179,12 @@ mlp_products.register_autograd(backward, setup_context=setup_context)
 
 
 class FusedMLP(nn.Module):
-    """Replaces an MLP that computes c_proj(GELU(c_fc(x))), with tanh's GELU, and shares its layers.
+    """Replaces an MLP that computes c_proj(GELU(c_fc(x))), with the tanh GELU, and shares its layers.
 
-    plain: that MLP. It computes evaluation, and micro-batches too small to gain from the kernel.
+    plain: that MLP, used in evaluation and for micro-batches too small to gain from the kernel.
     """
 
-    # what it rounds its matrices to under bf16 autocast; ZeRO-1 and FSDP2 send them in this type
+    # dtype of the matrices in its matmuls under bf16 autocast; ZeRO-1 and FSDP2 send them in it
     param_dtype = torch.bfloat16
 
     plain: nn.Module
@@ -192,7 +192,7 @@ class FusedMLP(nn.Module):
     def __init__(self, plain: Any):
         super().__init__()
         self.c_fc, self.c_proj = plain.c_fc, plain.c_proj
-        # not registered as a submodule, because each parameter would get a second name in checkpoints
+        # not a registered submodule, which would give each parameter a second name in checkpoints
         self.__dict__["plain"] = plain
 
     def forward(self, x: Tensor) -> Tensor:
@@ -202,7 +202,7 @@ class FusedMLP(nn.Module):
         return self.products(x.bfloat16().flatten(0, -2), *weights).view_as(x)
 
     def products(self, x: Tensor, *weights: Tensor) -> Tensor:
-        """The MLP of x (N, C) in bf16, by the kernel."""
+        """Apply the MLP to x (N, C) in bf16, with the kernel."""
         return mlp_products(x, *(w.bfloat16() for w in weights))[0]
 
 
@@ -216,8 +216,8 @@ def should_fuse(x: Tensor) -> bool:
 
 @functools.cache
 def is_supported(device: torch.device) -> bool:
-    """Whether cuBLASLt's GELU epilogues work on a device. It tries them, because a table of GPUs and
-    versions would soon be out of date."""
+    """Whether cuBLASLt's GELU epilogues work on a device, found by trying, because a table of GPUs and
+    versions would soon be outdated."""
     if device.type != "cuda" or torch.version.cuda is None:
         return False
     try:

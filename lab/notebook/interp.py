@@ -1,12 +1,10 @@
-"""Interpretability tools for play.ipynb: attention weights, the logit lens, head ablation; and tables.
+"""Interpretability tools for play.ipynb: attention weights, logit lens and head ablation; also tables.
 
-They work on train_gpt2.GPT itself, through forward hooks that are removed afterwards.
+They use forward hooks on train_gpt2.GPT, which are removed afterwards.
 """
 
 import contextlib
-import hashlib
 import html
-import json
 import shutil
 import subprocess
 import sys
@@ -19,11 +17,11 @@ import torch
 from torch import Tensor
 
 from lab.cli import ROOT, UserError
-from lab.templates import load_template
+from lab.notebook.views import attention_view
 
 
 def laptop_run(log_dir: str | Path = "log", steps: int = 300) -> Path:
-    """Path of the checkpoint of run LOG_DIR/notebook_<steps>: the preset laptop after `steps` updates.
+    """Path of a checkpoint of the preset laptop after `steps` updates, from run LOG_DIR/notebook_<steps>.
 
     Trains the run if it does not exist yet (300 steps: less than a minute on two cores). Raises
     UserError, with the trainer's output, if that fails.
@@ -31,7 +29,7 @@ def laptop_run(log_dir: str | Path = "log", steps: int = 300) -> Path:
     run = f"notebook_{steps}"
     path = Path(log_dir, run, f"model_{steps:06d}.pt")
     if not path.exists():
-        shutil.rmtree(path.parent, ignore_errors=True)  # left by an interrupted kernel
+        shutil.rmtree(path.parent, ignore_errors=True)  # left by an interrupted run
         flags = f"--preset laptop --max_steps {steps} --checkpoint_every {steps} --val_every 0"
         flags += f" --sample_every 0 --run_name {run} --log_dir"
         command = [sys.executable, "train_gpt2.py", *flags.split(), Path(log_dir).absolute()]
@@ -92,7 +90,7 @@ def attention_mass(weights: Tensor, where: Tensor) -> Tensor:
 
 
 def ablate_head(model: Any, layer: int, head: int) -> AbstractContextManager:
-    """A context manager; in its body the output of one head is set to 0, before c_proj."""
+    """Context manager that sets the output of one head to 0, before c_proj."""
     D = model.config.n_embd // model.config.n_head
 
     def zero_head(c_proj: Any, args: tuple) -> tuple[Tensor]:
@@ -106,31 +104,17 @@ def ablate_head(model: Any, layer: int, head: int) -> AbstractContextManager:
 def attention_page(
     pieces: Sequence[str], weights: Sequence[Tensor], title: str = "", head: str = "0.0"
 ) -> str:
-    """Interactive HTML for IPython.display.HTML: hover over a token to see what a head attends to there.
+    """attention_view of capture_activations' weights, as HTML: the first sequence is shown.
 
-    pieces: the T tokens as text. weights: from capture_activations; the first sequence is shown. head:
-    the one shown first, as "<block>.<head>". A viewer that removes scripts still shows the text, and
-    each token's tooltip names the position that each head attends to most.
+    head: the one shown first, as "<block>.<head>".
     """
-    assert len(pieces) == weights[0].size(-1), "one piece of text for each token"
-    heads = {f"{n}.{h}": w for n, block in enumerate(weights) for h, w in enumerate(block[0])}
-    percent, tokens = {}, []
-    for name, w in heads.items():
-        percent[name] = [(100 * row[: t + 1]).round().int().tolist() for t, row in enumerate(w)]
-    for t, piece in enumerate(pieces):
-        top = ((name, int(w[t].argmax()), w[t].max().item()) for name, w in heads.items())
-        tip = "; ".join(f"head {name}: {pieces[s]!r} {t - s} back, {p:.2f}" for name, s, p in top)
-        tokens.append((tip, piece.replace("\n", "↵\n")))
-    # from the contents, so that a notebook that is run again does not change
-    id = "attention-" + hashlib.sha256(repr((pieces, percent)).encode()).hexdigest()[:12]
-    return load_template("attention.html.j2").render(
-        id=id, title=title, head=head, tokens=tokens,
-        percent=json.dumps(percent, separators=(",", ":")),
-    )  # fmt: skip
+    layer, number = map(int, head.split("."))
+    view = attention_view(pieces, [block[0] for block in weights], layer, number, title)
+    return view._repr_html_()
 
 
 class Table:
-    """A table for notebooks: HTML in a browser, text elsewhere. Columns of numbers are right-aligned."""
+    """A table, shown as HTML in notebooks and as text elsewhere. Columns of numbers are right-aligned."""
 
     def __init__(self, columns: Iterable[Any], rows: Iterable[Iterable[Any]]):
         self.lines = [list(map(str, row)) for row in (columns, *rows)]
@@ -150,7 +134,8 @@ class Table:
         def row(line: list[str], tag: str) -> str:
             cells = ""
             for cell, align in zip(line, self.align):
-                cells += f'<{tag} style="text-align: {css[align]}">{html.escape(cell)}</{tag}>'
+                style = f"text-align: {css[align]}; white-space: pre"  # keeps leading blanks
+                cells += f'<{tag} style="{style}">{html.escape(cell)}</{tag}>'
             return f"<tr>{cells}</tr>"
 
         head, *body = self.lines

@@ -1,9 +1,9 @@
 """FSDP2: weights, gradients and AdamW's state are all sharded. Used by `--parallel fsdp2`.
 
-PyTorch's fully_shard (Zhao et al. 2023) gathers the weights of a block when it computes and frees
-them afterwards, and it reduce-scatters gradients in every micro-step. Weights, gradients and moments
-take 16 / n bytes per weight on each of n ranks. The traffic of one micro-step is that of DDP in a
-whole step, so prefer ZeRO-1 (zero1.py) if the weights fit on each GPU.
+PyTorch's fully_shard (Zhao et al. 2023) all-gathers the weights of a block before the block computes
+and frees them afterwards, and it reduce-scatters gradients in every micro-step. Weights, gradients and
+moments take 16 / n bytes per weight on each of n ranks. Each micro-step communicates as much as DDP
+does in a whole step, so prefer ZeRO-1 (zero1.py) if the weights fit on each GPU.
 """
 
 from collections.abc import Mapping
@@ -22,10 +22,10 @@ if TYPE_CHECKING:  # importing it takes about a second, and only --parallel fsdp
 
 
 class Fsdp2AdamW(ShardedOptimizer):
-    """AdamW with sharded state, for a model that it shards with FSDP2.
+    """Shards a model with FSDP2, and AdamW's state with it.
 
-    adamw: a new AdamW of the model's parameters. loader: unused; Zero1AdamW needs it in its place.
-    State dicts hold whole tensors. Raises UserError in fp16.
+    adamw: a new AdamW of the model's parameters. loader: unused, but Zero1AdamW has the same arguments.
+    State dicts contain whole tensors. Raises UserError in fp16.
     """
 
     def __init__(
@@ -47,9 +47,9 @@ class Fsdp2AdamW(ShardedOptimizer):
         self.shard_optimizer = torch.optim.AdamW(groups)
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """Scale the gradients so that their norm over all ranks is at most max_norm (0: no limit), and
-        return the norm before. backward() has averaged them over the ranks, except those of the norms'
-        gains and biases, which are averaged here."""
+        """Scale the gradients so that their norm over all ranks is at most max_norm (0: no limit). Returns
+        the norm before. backward() has averaged the gradients over the ranks, except those of LayerNorms,
+        which are averaged here."""
         whole = [p.grad for p in self.norm_params]
         mean = self.world.all_reduce(torch.cat([g.flatten() for g in whole]))
         mean /= self.world.world_size
@@ -58,7 +58,7 @@ class Fsdp2AdamW(ShardedOptimizer):
         grads = [to_local(p.grad) for p in self.params]
         for shard, grad in zip(self.local_shards, grads):
             shard.grad = grad
-        # count the gradients that every rank has on rank 0 only
+        # gradients that are whole on every rank count only once, on rank 0
         once = [g for g, p in zip(grads, self.params) if is_dtensor(p) or self.world.is_main]
         norm = global_grad_norm(once, self.world.all_reduce)
         if max_norm:
@@ -71,7 +71,7 @@ class Fsdp2AdamW(ShardedOptimizer):
             p.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """On rank 0 the state that a plain AdamW would have, on the CPU; on other ranks no state."""
+        """On rank 0 the state of a plain AdamW, on the CPU; on other ranks no state."""
         moments = {}
         for i, (shard, p) in enumerate(zip(self.local_shards, self.params)):
             if state := self.shard_optimizer.state.get(shard):
@@ -90,12 +90,12 @@ class Fsdp2AdamW(ShardedOptimizer):
 
 
 def apply_fsdp(model: Any, precision: Precision, world: World) -> None:
-    """Shard a GPT's parameters, in place: each becomes a DTensor, except those of the blocks' norms.
+    """Shard a GPT's parameters in place: each becomes a DTensor, except those of the blocks' LayerNorms.
 
-    A block's parameters are gathered when it computes, in bf16 if autocast rounds them to it anyway. The
-    norms' gains and biases stay whole on every rank, because autocast uses them in float32, and
-    gathering them separately would split the compiled block into several graphs. The model's state dict
-    holds whole tensors, on rank 0's CPU.
+    A block's parameters are gathered when it computes, in bf16 if autocast rounds them to it anyway.
+    LayerNorm's parameters stay whole on every rank, because autocast uses them in float32, and gathering
+    them separately would split the compiled block into several graphs. The model's state dict has whole
+    tensors, on rank 0's CPU.
     """
     from torch.distributed import fsdp  # here, because importing it takes about a second
     from torch.distributed.device_mesh import init_device_mesh
@@ -121,18 +121,18 @@ def apply_fsdp(model: Any, precision: Precision, world: World) -> None:
 
 
 def is_dtensor(tensor: Tensor) -> "TypeGuard[DTensor]":
-    """Whether a tensor is sharded; without importing DTensor."""
+    """Whether a tensor is a DTensor, without importing DTensor."""
     return hasattr(tensor, "to_local")
 
 
 def to_local(tensor: Tensor) -> Tensor:
-    """This rank's shard of a DTensor; another tensor as it is."""
+    """This rank's shard of a DTensor; any other tensor unchanged."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def to_dtensor(tensor: Tensor, p: Tensor) -> Tensor:
-    """The DTensor, laid out like the parameter p, whose shard on this rank is `tensor`. Returns tensor
-    itself if p is not sharded or tensor is a scalar (AdamW's step)."""
+    """Make a DTensor with the layout of the parameter p from this rank's shard. Returns `tensor` itself if
+    p is not sharded or if it is a scalar (AdamW's step)."""
     from torch.distributed.tensor import DTensor  # here, because importing it takes about a second
 
     if not (is_dtensor(p) and tensor.dim()):
@@ -155,8 +155,8 @@ def full_state_dict(tensors: Mapping[str, Tensor], world: World) -> dict[str, Te
 def shard_state_dict(
     tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """{name: DTensor} laid out like the parameter of the same name in `like`. Tensors of another shape
-    than the parameter, and those of parameters that are not sharded, stay as they are."""
+    """Shard each tensor like the parameter of the same name in `like`. Tensors of another shape, and those
+    of parameters that are not sharded, are returned unchanged."""
     from torch.distributed.tensor import distribute_tensor  # as above
 
     sharded = {}

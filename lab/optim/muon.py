@@ -1,27 +1,26 @@
 """Muon: orthogonalized momentum for the matrices inside the blocks, AdamW for everything else.
 
-**What it does to the singular values.** A matrix's momentum is U S V^T, its SVD. A few of its
-singular values S are large, because a few directions dominate every batch, and the rest are small.
-A step along the momentum itself moves those few directions and hardly changes the others. Muon
-(Jordan et al. 2024, kellerjordan.github.io/posts/muon) steps along U V^T: all singular values become
-1, so each direction moves by the same amount. That is the steepest descent if the length of a step
-is measured by its largest singular value, the most by which it can change an output (Bernstein and
-Newhouse 2024). SVD is slow on a GPU, so U V^T is computed from matmuls alone: an odd polynomial of a
-matrix, a X + b (X X^T) X + c (X X^T)^2 X, applies the same polynomial to its singular values and
-leaves U and V unchanged. Repeating it a few times moves all values that are not tiny towards 1.
+**Singular values.** Let U S V^T be the SVD of a matrix's momentum. A few singular values in S are
+large, because a few directions dominate every batch, and the rest are small. A step along the momentum
+itself moves the weights in these few directions and hardly at all in the others. Muon (Jordan et al.
+2024, kellerjordan.github.io/posts/muon) steps along U V^T instead: all singular values are 1, so the
+weights move by the same amount in each direction. This is steepest descent if the size of a step is
+measured by its spectral norm, the most by which it can change an output (Bernstein and Newhouse 2024).
+An SVD is slow on a GPU, so U V^T is computed by matmuls alone: an odd polynomial of a matrix,
+a X + b (X X^T) X + c (X X^T)^2 X, applies the same polynomial to its singular values and leaves U and
+V unchanged. A few iterations bring all singular values that are not tiny close to 1.
 
-**Why hidden matrices only.** The argument needs a map between two spaces of directions. An embedding
-is a list of vectors of which a batch sees only some; the rows of the head are as unevenly used as
-words are; gains and biases have only one dimension. AdamW, which treats each number separately,
-suits those.
+**Why hidden matrices only.** The argument holds for matrices that map one activation vector to another.
+An embedding is a table of which a batch uses only some rows; the rows of the head are used as unevenly
+as words occur; gains and biases are vectors. AdamW, which scales each number separately, suits those.
 
-**Why the scale factor.** An orthogonal step of shape (m, n) with m > n turns an input whose n numbers
-are of size 1 into an output whose m numbers are of size sqrt(n / m). The factor sqrt(max(1, m / n))
-compensates for that, so that one learning rate suits all shapes.
+**Scale factor.** An orthogonal matrix of shape (m, n) with m > n maps an input with RMS 1 to an output
+with RMS sqrt(n / m). The factor sqrt(max(1, m / n)) compensates for that, so that one learning rate
+suits all shapes.
 
-**What it adds to torch.optim.Muon**, which makes the same step: Newton-Schulz on all matrices of one
-shape at once, parameters that are stacks of matrices (3-D), work divided over ranks, and NorMuon. On
-a CPU it computes Newton-Schulz in float32, and torch's in bf16.
+**Differences from torch.optim.Muon**, which computes the same step: Newton-Schulz runs on all matrices
+of one shape at once; parameters may be stacks of matrices (3-D); the work is divided over ranks;
+NorMuon; and on a CPU Newton-Schulz runs in float32 instead of bf16.
 """
 
 # torch's _foreach functions have no public names
@@ -36,14 +35,13 @@ from torch import Tensor, nn
 from lab.distributed import World
 
 Coefficients = tuple[float, float, float]
-# a x + b x^3 + c x^5, the same in each step (Jordan 2024); chosen to be steep at 0 rather than exact:
-# after five steps, values that began above 0.0015 lie between 0.65 and 1.21
+# a x + b x^3 + c x^5, the same in each iteration (Jordan et al. 2024). It is steep at 0 rather than exact
+# at 1: after five iterations, values above 0.0015 are between 0.65 and 1.21.
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
-# Polar Express (Amsel et al. 2025, arXiv 2505.16932, algorithm 1): each step has the polynomial that
-# is best for the values that the steps before it leave. These are modded-nanogpt's numbers, made for
-# values between 0.001 and 1, which end between 0.84 and 1.15. The first one accepts values up to
-# 1.02, because rounding may exceed 1. It lowered no loss here (docs/LOG.md#speedrun-parts), so only
-# the notebook uses it.
+# Polar Express (Amsel et al. 2025, arXiv 2505.16932, algorithm 1): each iteration has the best polynomial
+# for the range of values that remains after the previous one. These are modded-nanogpt's coefficients:
+# values between 0.001 and 1 end between 0.84 and 1.15. The first polynomial allows values up to 1.02,
+# because of rounding. It lowered no loss here (docs/LOG.md#speedrun-parts), so only the notebook uses it.
 POLAR_EXPRESS = (
     (8.156554524902461 / 1.02, -22.48329292557795 / 1.02**3, 15.878769915207462 / 1.02**5),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -56,21 +54,21 @@ POLAR_EXPRESS = (
 def newton_schulz(
     g: Tensor, steps: int = 5, coeffs: Sequence[Coefficients] = (NEWTON_SCHULZ,)
 ) -> Tensor:
-    """Approximate U V^T of each matrix U S V^T in g (..., m, n). coeffs: (a, b, c) of each step; the
+    """Approximate U V^T for each matrix U S V^T in g (..., m, n). coeffs: (a, b, c) of each iteration; the
     last ones are repeated.
 
-    On a GPU it computes and returns bf16, because the result is approximate by design and the error
-    of bf16 is far below the size of the step.
+    On a GPU it computes and returns bf16: the result is approximate by design, and rounding errors of
+    bf16 are far smaller than the step.
     """
     x = (g.bfloat16() if g.is_cuda else g).reshape(-1, *g.shape[-2:])
     wide = x.size(-2) <= x.size(-1)
-    x = x if wide else x.mT  # so that the Gram matrix is the smaller one
-    # a Frobenius norm of 1 allows no singular value above 1
+    x = x if wide else x.mT  # the Gram matrix of the shorter side is smaller
+    # with a Frobenius norm of 1, no singular value is above 1
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for i in range(steps):
         a, b, c = coeffs[min(i, len(coeffs) - 1)]
         gram = x @ x.mT
-        # a x + (b gram + c gram gram) x, each sum computed in its matmul's kernel
+        # a x + (b gram + c gram gram) x, with each addition done by the matmul kernel
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x if wide else x.mT).view_as(g)
 
@@ -78,16 +76,19 @@ def newton_schulz(
 class Muon(torch.optim.Optimizer):
     """Nesterov momentum with orthogonalized steps.
 
-    Matrices of one shape are stacked, so that a model needs few kernel launches. A parameter
-    (..., m, n) is a stack of matrices itself.
+    Matrices of one shape are stacked, so that few kernels are launched. A parameter (..., m, n) is
+    itself a stack of matrices. One with an attribute num_matrices holds that many matrices one below
+    another, such as the queries, keys and values of c_attn, which are orthogonalized separately
+    (docs/LOG.md#qkv).
 
-    beta2: NorMuon's decay rate of the mean square of each row (Li et al. 2025, arXiv 2510.05491; 0
-    turns NorMuon off). Each row of the orthogonal step, which belongs to one neuron, is divided by the
-    root of this mean, as Adam does with single numbers: rows that have moved much then move less.
-    Afterwards each matrix gets back the Frobenius norm that it had before; the paper instead scales it
-    to a fixed RMS.
-    world: ranks that have the same gradients each orthogonalize some of the matrices and all-gather
-    the results. All ranks keep the whole state, so a run can resume with another number of ranks.
+    beta2: decay rate of NorMuon's mean square of each row (Li et al. 2025, arXiv 2510.05491); 0 turns
+    NorMuon off. Each row of the orthogonal step, which belongs to one neuron, is divided by the root of
+    its mean square over time, as Adam does for single numbers, so that all neurons move at a similar
+    rate. Then each matrix is scaled back to its Frobenius norm before the division; the paper scales it
+    to a fixed RMS instead.
+    world: each rank orthogonalizes some of the matrices, and the results are all-gathered; all ranks must
+    have the same gradients. All ranks keep the whole state, so a run can resume with another number of
+    ranks.
     """
 
     def __init__(
@@ -103,19 +104,21 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def start_step(self) -> list[tuple]:
-        """Launch the matmuls and the communication of a step. Returns what finish_step needs."""
+        """Launch the matmuls and the communication of a step. Returns the argument of finish_step."""
         work = []
         for group in self.param_groups:
             shapes = {}
             for p in group["params"]:
                 if p.grad is not None:
-                    shapes.setdefault(p.shape, []).append(p)
-            for params in shapes.values():
+                    key = p.shape, getattr(p, "num_matrices", 1)
+                    shapes.setdefault(key, []).append(p)
+            for (_, num_matrices), params in shapes.items():
                 grads = [p.grad for p in params]
                 momenta = [self.get_state(p, "momentum", torch.zeros_like) for p in params]
                 torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
                 ahead = torch.stack(torch._foreach_lerp(grads, momenta, group["momentum"]))
-                work.append((group, params, *self.orthogonalize(ahead.flatten(0, -3))))
+                ahead = ahead.unflatten(-2, (num_matrices, -1)).flatten(0, -3)  # (k, m, n)
+                work.append((group, params, *self.orthogonalize(ahead)))
         return work
 
     @torch.no_grad()
@@ -125,7 +128,8 @@ class Muon(torch.optim.Optimizer):
             if gathering:
                 gathering.wait()
             m, n = params[0].shape[-2:]
-            # without the padding that orthogonalize adds, (len(params), ..., m, n)
+            m //= getattr(params[0], "num_matrices", 1)
+            # remove the padding that orthogonalize adds: (len(params), ..., m, n)
             update = update.flatten()[: len(params) * params[0].numel()]
             update = update.view(len(params), *params[0].shape).to(params[0].dtype)
             if self.beta2:
@@ -135,8 +139,8 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_add_(params, list(update.unbind()), alpha=-group["lr"] * scale)
 
     def orthogonalize(self, stack: Tensor) -> tuple[Tensor, Any]:
-        """Orthogonalize each matrix of a stack (k, m, n). Returns (the results, followed by padding;
-        a handle to wait for before they are read, or None)."""
+        """Orthogonalize each matrix of a stack (k, m, n). Returns (the results, followed by padding; a
+        handle whose wait() must be called before they are read, or None)."""
         if not self.world:
             return newton_schulz(stack), None
         rank, ranks = self.world.rank, self.world.world_size
@@ -151,9 +155,8 @@ class Muon(torch.optim.Optimizer):
     def apply_row_norm(self, update: Tensor, params: list[Tensor]) -> Tensor:
         """NorMuon: divide each row of `update` (k, ..., m, n) by the root of its mean square over
         time, then restore each matrix's Frobenius norm."""
-        means = [
-            self.get_state(p, "rows", lambda p: torch.zeros_like(p[..., :1])) for p in params
-        ]  # (..., m, 1)
+        # (..., m, 1) each
+        means = [self.get_state(p, "rows", lambda p: torch.zeros_like(p[..., :1])) for p in params]
         squares = update.square().mean(-1, keepdim=True)
         torch._foreach_lerp_(means, list(squares.unbind()), 1 - self.beta2)
         rows = update / (torch.stack(means).sqrt() + 1e-10)
@@ -161,15 +164,15 @@ class Muon(torch.optim.Optimizer):
         return rows * (size / (new_size + 1e-10))
 
     def get_state(self, p: Tensor, name: str, init: Callable[[Tensor], Tensor]) -> Tensor:
-        """The state `name` of a parameter, which init(p) makes on first use."""
+        """The state `name` of a parameter; init(p) creates it on first use."""
         if name not in self.state[p]:
             self.state[p][name] = init(p)
         return self.state[p][name]
 
 
 class CombinedOptimizer:
-    """Several optimizers with the interface of one. The first must be a Muon; the others step while
-    its matmuls and communication are in progress."""
+    """Several optimizers with the interface of one. The first must be a Muon; the others step while its
+    matmuls and communication are running."""
 
     def __init__(self, *parts: torch.optim.Optimizer):
         self.parts = parts

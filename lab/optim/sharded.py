@@ -1,4 +1,4 @@
-"""Base class of the sharded optimizers (zero1.py, fsdp2.py), and which parameters are sent in bf16."""
+"""Base class of the sharded optimizers (zero1.py, fsdp2.py), and what they communicate in bf16."""
 
 from typing import Any
 
@@ -10,12 +10,12 @@ from lab.precision import Precision
 
 
 def bf16_params(model: Any, dtype: torch.dtype | None) -> list[nn.Parameter]:
-    """The parameters of a GPT that lose nothing when they and their gradients are sent in bf16.
+    """The parameters of a GPT that can be communicated in bf16 without loss, as can their gradients.
 
     These are the matrices in the blocks: under autocast, a matmul rounds its matrix to bf16 and computes
     the matrix's gradient in bf16. All others need float32: embeddings, because their rows are added to
-    other vectors and a tied embedding's gradient is a sum of two; biases; gains; and the matrices of
-    modules whose `param_dtype` is float32. dtype: autocast's; the list is empty if it is not bf16.
+    other vectors, and a tied embedding's gradient is the sum of two; biases; gains; and the matrices of
+    modules whose `param_dtype` is float32. dtype: autocast's; the list is empty unless it is bf16.
     """
     if dtype != torch.bfloat16:
         return []
@@ -26,12 +26,12 @@ def bf16_params(model: Any, dtype: torch.dtype | None) -> list[nn.Parameter]:
 
 
 def needs_fp32_params(module: nn.Module, dtype: torch.dtype) -> bool:
-    """Whether a module reads more bits of its parameters than dtype holds, as Fp8MLP does."""
+    """Whether a module needs its parameters in higher precision than dtype, as Fp8MLP does."""
     return getattr(module, "param_dtype", dtype) != dtype
 
 
 def refuse_fp16(name: str, precision: Precision) -> None:
-    """Raise UserError for fp16, whose loss scaler would have to unscale sharded gradients."""
+    """Raise UserError for fp16, because the loss scaler cannot unscale sharded gradients."""
     if precision.name == "fp16":
         raise UserError(
             f"parallel={name} does not support precision=fp16, which scales gradients; pass "
@@ -42,10 +42,10 @@ def refuse_fp16(name: str, precision: Precision) -> None:
 class ShardedOptimizer:
     """Wraps a new AdamW so that each rank updates only its own shard of the parameters.
 
-    full_optimizer: the AdamW of all parameters, which never steps; the trainer sets the learning rates
-    in its groups. shard_optimizer: an AdamW of this rank's shards, with the same groups. A subclass
-    communicates gradients and parameters itself, so the model must not be wrapped by DDP, and all ranks
-    must call each method together.
+    full_optimizer: the AdamW of all parameters. It is never stepped; the trainer sets learning rates in
+    its groups. shard_optimizer: an AdamW of this rank's shards, with the same groups. Subclasses
+    communicate gradients and parameters themselves, so the model must not be wrapped by DDP, and all
+    ranks must call each method together.
     """
 
     full_optimizer: torch.optim.AdamW
@@ -53,11 +53,11 @@ class ShardedOptimizer:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Parameter groups of the whole parameters; step() takes learning rates from here."""
+        """The groups of full_optimizer; step() copies their learning rates."""
         return self.full_optimizer.param_groups
 
     def step(self) -> None:
-        """Update this rank's shards by the gradients that clip_grad_norm has averaged."""
+        """Update this rank's shards with the gradients averaged by clip_grad_norm."""
         for ours, group in zip(self.shard_optimizer.param_groups, self.param_groups):
             ours.update({k: v for k, v in group.items() if k != "params"})
         # lab.trainer.health sets found_inf to 1 to skip an update, as torch's GradScaler does

@@ -12,8 +12,8 @@ Optimizer = Any  # torch's, a ShardedOptimizer or a CombinedOptimizer
 
 
 def load_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Load a state that may have been saved with other flags or on another device. The learning rate,
-    the weight decay and the other options of each group stay those of `optimizer`."""
+    """Load a state that may have been saved with other flags or on another device. Learning rate, weight
+    decay and the other options of each group are not loaded."""
     saved = [group for part in state.get("parts", [state]) for group in part["param_groups"]]
     for group, ours in zip(saved, optimizer.param_groups, strict=True):
         group |= {k: v for k, v in ours.items() if k != "params"}
@@ -44,8 +44,8 @@ def check_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
 
 
 def check_tensors(found: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]) -> None:
-    """Raise ValueError if tensors from a file have other names, shapes or kinds than expected. A fused
-    kernel would read beyond the end of a tensor that is too small."""
+    """Raise ValueError if tensors from a file have unexpected names, shapes or types; a fused kernel
+    would read beyond the end of a tensor that is too small."""
     if other := found.keys() ^ shapes.keys():
         raise ValueError(f"tensor {min(map(str, other))} is missing or unexpected")
     for name, tensor in found.items():

@@ -1,15 +1,15 @@
 """ZeRO-1: each rank keeps AdamW's state for its shard of the weights. Used by `--parallel zero1`.
 
-Under DistributedDataParallel every rank receives the sum of all gradients, and each makes the same
-update of all weights with its own copy of AdamW's two moments. In ZeRO-1 (Rajbhandari et al. 2020,
-section 5.1) each of n ranks is responsible for 1 / n of the weights: it receives their gradients
-(reduce-scatter), updates them, and sends the new weights to all ranks (all-gather). The moments take
-8 / n instead of 8 bytes per weight, and the update 1 / n of the time.
+With DistributedDataParallel, every rank gets the average of all gradients and updates all weights, with
+its own copy of AdamW's two moments. With ZeRO-1 (Rajbhandari et al. 2020, section 5.1), each of n ranks
+updates only 1 / n of the weights: it receives the gradients of these (reduce-scatter), updates them, and
+sends them to all ranks (all-gather). The moments take 8 / n instead of 8 bytes per weight, and the
+update 1 / n of the time.
 
-Matrices that autocast rounds to bf16 anyway, and their gradients, are also sent in bf16, which halves
-their traffic and loses nothing (see bf16_params). Sums and moments stay in float32, and so does each
-rank's shard of the weights (4 / n bytes per weight more, because the model holds rounded weights).
-Gradients that were accumulated over micro-steps are sent in float32.
+Matrices that autocast rounds to bf16 anyway are sent in bf16, as are their gradients. This halves the
+communication and loses nothing (see bf16_params). Sums over ranks and moments are in float32, and so is
+each rank's shard of the weights (4 / n more bytes per weight, because the model then has rounded ones).
+Gradients accumulated over micro-steps are sent in float32.
 """
 
 import math
@@ -28,18 +28,18 @@ from lab.precision import Precision
 
 
 class FlatParamShards:
-    """Parameters moved into one flat buffer, which is cut into one equal shard per rank.
+    """Parameters moved into one flat buffer, which is divided into equal shards, one per rank.
 
-    comm_dtype: the type in which parameters and gradients are sent. It must lose nothing: every reader
-    of the parameters rounds them to this type, and their gradients are computed in it.
+    comm_dtype: the dtype in which parameters and gradients are sent. It must not lose precision: all
+    users of the parameters round them to this dtype, and their gradients are computed in it.
     weights: the buffer of all parameters, on every rank. local_shard: this rank's part of it, in
-    float32. shard_slice: where that part lies in the buffer.
+    float32. shard_slice: the position of that part in the buffer.
     """
 
     def __init__(self, params: list[nn.Parameter], world: World, comm_dtype: torch.dtype):
         self.params, self.comm_dtype, self.world = params, comm_dtype, world
         self.starts = [0]
-        for p in params:  # aligned to 256 bytes, which kernels prefer
+        for p in params:  # aligned to 256 bytes, which is faster
             self.starts.append(self.starts[-1] + -(-p.numel() // 64) * 64)
         size = -(-self.starts[-1] // (64 * world.world_size)) * 64
         self.shard_slice = slice(world.rank * size, (world.rank + 1) * size)
@@ -53,12 +53,12 @@ class FlatParamShards:
         self.broadcast_from_rank0()
 
     def broadcast_from_rank0(self) -> None:
-        """Give every rank the weights of rank 0."""
+        """Copy the weights of rank 0 to every rank."""
         dist.broadcast(self.weights, src=0)
         self.local_shard.copy_(self.weights[self.shard_slice])
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """The parts of a flat buffer that belong to the parameters, in their shapes."""
+        """Views of a flat buffer with the shapes of the parameters."""
         return [
             flat[start : start + p.numel()].view_as(p) for p, start in zip(self.params, self.starts)
         ]
@@ -66,28 +66,28 @@ class FlatParamShards:
     def flatten(
         self, tensors: Sequence[Tensor | None], dtype: torch.dtype, device: torch.device | str
     ) -> Tensor:
-        """A flat buffer with one tensor per parameter in that parameter's place, and 0 between."""
+        """Copy one tensor per parameter into a new flat buffer; the gaps between them are 0."""
         flat = torch.zeros(len(self.weights), dtype=dtype, device=device)
         torch._foreach_copy_(self.views(flat), tensors)  # pyright: ignore  # no public name
         return flat
 
     def reduce_scatter_grads(self, dtype: torch.dtype) -> Tensor:
-        """This shard's gradients (float32), averaged over the ranks and sent as dtype. Sets the
-        parameters' own gradients to None."""
+        """This shard's gradients in float32, averaged over the ranks; they are sent as dtype. Sets the
+        gradients of the parameters to None."""
         flat = self.flatten([p.grad for p in self.params], dtype, self.weights.device)
         for p in self.params:
             p.grad = None
         if dtype == torch.float32:
-            # torch 2.13 renamed it
+            # renamed in torch 2.13
             scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
             scatter(shard := torch.empty_like(self.local_shard), flat)
-        else:  # a reduce-scatter in bf16 would round the sum at every rank
+        else:  # all-to-all, because a reduce-scatter in bf16 would round partial sums
             dist.all_to_all_single(parts := torch.empty_like(flat), flat)
             shard = parts.view(self.world.world_size, -1).sum(0, dtype=torch.float32)
         return shard.div_(self.world.world_size)
 
     def all_gather_params(self, dtype: torch.dtype) -> None:
-        """Update the buffer on every rank from all ranks' local shards, sent as dtype."""
+        """Update the whole buffer on every rank from all local shards, sent as dtype."""
         if dtype == torch.float32:
             self.world.all_gather_into(self.weights, self.local_shard)
         else:
@@ -96,16 +96,16 @@ class FlatParamShards:
             self.weights.copy_(parts)
 
     def gather(self, shard: Tensor) -> list[Tensor]:
-        """Join every rank's `shard` into tensors shaped like the parameters, on rank 0's CPU; []
-        on other ranks."""
+        """Concatenate the ranks' shards and return tensors with the parameters' shapes, on rank 0's CPU;
+        [] on other ranks."""
         self.world.all_gather_into(flat := torch.empty_like(self.weights), shard)
         return [view.cpu() for view in self.views(flat)] if self.world.is_main else []
 
 
 class Zero1AdamW(ShardedOptimizer):
-    """AdamW whose state is sharded; every rank has all weights.
+    """AdamW with sharded state; every rank has all weights.
 
-    adamw: a new AdamW of the model's parameters. loader: its grad_accum_steps decides in which type
+    adamw: a new AdamW of the model's parameters. loader: its grad_accum_steps decides in which dtype
     gradients are sent. Raises UserError in fp16.
     """
 
@@ -132,9 +132,9 @@ class Zero1AdamW(ShardedOptimizer):
         self.shard_optimizer = torch.optim.AdamW(groups)
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """Average the gradients over the ranks, each rank those of its shard, and scale them so that
-        the norm over all shards is at most max_norm (0: no limit). Returns the norm before."""
-        accumulated = self.loader.grad_accum_steps > 1  # a sum over micro-steps needs 32 bits
+        """Average the gradients of each rank's shard over the ranks, and scale them so that the norm over
+        all shards is at most max_norm (0: no limit). Returns the norm before."""
+        accumulated = self.loader.grad_accum_steps > 1  # a sum over micro-steps needs float32
         grads, tensors = [], [s.local_shard for s in self.shards]
         for s in self.shards:
             grads.append(s.reduce_scatter_grads(torch.float32 if accumulated else s.comm_dtype))
@@ -153,9 +153,9 @@ class Zero1AdamW(ShardedOptimizer):
         self.shard_optimizer.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """On rank 0 the state that a plain AdamW would have, on the CPU, so that a run can resume with
-        another number of ranks or without sharding; on other ranks no state. Until the next step the
-        model holds its weights in float32, so that they can be saved too."""
+        """On rank 0 the state of a plain AdamW, on the CPU, so that a run can resume with another number of
+        ranks or without sharding; on other ranks no state. Until the next step the model has unrounded
+        float32 weights, so that these are saved."""
         states = {}
         for s in self.shards:
             if s.comm_dtype != torch.float32:
@@ -171,7 +171,7 @@ class Zero1AdamW(ShardedOptimizer):
         return self.full_optimizer.state_dict() | {"state": numbered}
 
     def load_state_dict(self, data: dict[str, Any]) -> None:
-        """Load a plain AdamW's state. Load the model's weights first: they are copied from rank 0."""
+        """Load a plain AdamW's state. The model's weights must be loaded before; rank 0's are used."""
         self.full_optimizer.load_state_dict(data | {"state": {}})
         params = [p for group in self.param_groups for p in group["params"]]
         states = {p: data["state"][i] for i, p in enumerate(params) if i in data["state"]}

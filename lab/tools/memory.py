@@ -1,7 +1,7 @@
-"""GPU memory of a training step of train_gpt2.py, line by line, for lab plan.
+"""Estimate the GPU memory of a training step of train_gpt2.py, item by item. Used by lab plan.
 
-The sizes are computed from the shapes of what autograd keeps. tests/test_plan.py compares them with
-what autograd keeps of small models, and with measured peaks. In the functions, s is a MemorySpec.
+Sizes are computed from the shapes of the tensors that autograd saves. tests/test_plan.py compares them
+with what autograd saves for small models, and with measured peaks. In all functions, s is a MemorySpec.
 """
 
 import functools
@@ -17,9 +17,9 @@ from lab.program import import_file
 
 PROGRAM = import_file("train_gpt2.py", "lab plan")
 GIB = 2**30
-# assumed, because PyTorch's allocator does not count them: CUDA's context and kernels; NCCL's buffers
+# assumptions for what PyTorch's allocator does not count: CUDA's context and kernels; NCCL's buffers
 CONTEXT_GIB, NCCL_GIB = 0.7, 0.5
-PHASES = {  # when the peak of a step may occur
+PHASES = {  # phases of a step in which memory may peak
     "loss": "while the loss is computed",
     "head": "at the start of the backward pass",
     "block": "in the last block's backward pass",
@@ -27,7 +27,7 @@ PHASES = {  # when the peak of a step may occur
     "update": "in the optimizer's step",
 }
 ALL_PHASES = " ".join(PHASES)
-KEPT = "loss head block"  # the phases in which the activations that the forward pass keeps exist
+KEPT = "loss head block"  # phases in which the saved activations of the forward pass exist
 
 Line = tuple[str, float, str]  # (label, bytes, the phases in which the memory is in use)
 
@@ -41,7 +41,7 @@ def meta_model(*fields: Any) -> Any:
 
 @dataclass
 class MemorySpec:
-    """The settings that the memory of a step depends on."""
+    """The settings that determine the memory of a step."""
 
     model: Any  # a GPTConfig
     cfg: Any  # a TrainConfig whose batch_size is not 0 and whose precision is not auto
@@ -60,7 +60,7 @@ class MemorySpec:
         # bytes per element of a matmul's output, and of the residual stream
         self.bytes = 2 if bf16 or cfg.precision == "fp16" else 4
         self.stream = 2 if bf16 and c.bf16_residual else 4
-        # lab.kernels uses the plain modules for small micro-steps
+        # for small micro-steps, lab.kernels uses the plain modules
         small, (head, mlp) = self.positions * c.padded_vocab_size * 4 <= SMALL, self.kernels
         self.head = "plain" if small else head
         self.mlp = mlp if self.positions >= MIN_POSITIONS and bf16 and cuda else "plain"
@@ -86,32 +86,32 @@ def state(s: MemorySpec) -> Iterator[Line]:
     """Memory that does not depend on the micro-batch: parameters, gradients, optimizer state."""
     P, M, n, accumulates = s.num_params, s.in_matrices, s.world_size, s.grad_accum_steps > 1
     V_C = s.model.padded_vocab_size * s.model.n_embd
-    # gradients that stay between steps, to be accumulated or in DDP's buckets
+    # whether gradients exist between steps, for accumulation or in DDP's buckets
     stay = s.parallel != "fsdp2" and (accumulates or s.parallel == "ddp")
     if s.parallel == "fsdp2":
         block = M / s.model.n_layer
         yield "shards of training state", 16 * P / n, ALL_PHASES  # weights, gradients, moments
-        # all-gathered: two blocks at a time, and what is not in blocks
+        # all-gathered: two blocks at a time, and all parameters outside of blocks
         yield "unsharded parameters", 2 * s.bytes * block + 4 * (P - M), ALL_PHASES
         yield "unsharded block gradients", 4 * block, "block"
     else:
         yield "parameters", 4 * P, ALL_PHASES
         yield "gradients", 4 * P, ALL_PHASES if stay else "end update"
-        if accumulates and s.parallel == "ddp":  # the last micro-step moves the gradients there
+        if accumulates and s.parallel == "ddp":  # the last micro-step moves the gradients into them
             yield "DDP buckets", 4 * P, "loss head block end"
-        elif accumulates and s.cfg.compile:  # compiled, all gradients appear at once
+        elif accumulates and s.cfg.compile:  # with torch.compile, all gradients exist at once
             yield "gradients of a micro-step", 4 * P, "end"
-    # the tied embedding gets two gradients, one as head and one as token embedding; with gradients
-    # that stay, their sum is a third buffer
+    # the tied matrix gets two gradients, as head and as token embedding; if gradients exist between
+    # steps, their sum is a third buffer
     yield "head's weight gradient", 4 * V_C, "block end"
     yield "token embedding's gradient", (8 if stay else 4) * V_C, "end"
     if s.cfg.optimizer == "muon":
         yield "Muon and AdamW moments", 4 * M + 8 * (P - M), ALL_PHASES
-        # matrices of one shape are stacked: the update and, in Newton-Schulz, four times its size
+        # matrices of one shape are stacked: the update and, for Newton-Schulz, four times its size
         yield "Newton-Schulz iteration", 64 * s.model.n_layer * s.model.n_embd**2, "update"
     elif s.parallel == "zero1":
         yield "shard of AdamW's moments", 8 * P / n, ALL_PHASES
-        if s.bytes == 2:  # of the matrices that are gathered in 16 bits; with fp8 MLPs a third
+        if s.bytes == 2:  # of matrices gathered in 16 bits, only a third of them with fp8 MLPs
             read = M / 3 if s.kernels[1] == "fp8" else M
             yield "shard of fp32 matrices", 4 * read / n, ALL_PHASES
         # sent in 16 bits, unless accumulated over micro-steps
@@ -119,20 +119,21 @@ def state(s: MemorySpec) -> Iterator[Line]:
         yield "reduce-scatter input", sent, "update"
     elif s.parallel != "fsdp2":
         yield "AdamW's moments", 8 * P, ALL_PHASES
-        yield "squared gradient", 4 * V_C, "update"  # for the norm; the embedding's is the largest
+        # for the gradient norm; the embedding's is the largest
+        yield "squared gradient", 4 * V_C, "update"
     if s.device_type == "cuda":  # 32 MiB each for forward, backward, and the fused MLP
         yield "cuBLAS workspaces", (3 if s.mlp == "fused" else 2) * 2**25, ALL_PHASES
 
 
 def activations(s: MemorySpec) -> Iterator[Line]:
-    """Activations of the blocks: what the forward pass keeps for the backward pass or, with
-    checkpointing, what is recomputed there; and their gradients."""
+    """Activations of the blocks that are saved for the backward pass (or recomputed there, with
+    activation checkpointing), and their gradients."""
     c, cfg, N, e, again = s.model, s.cfg, s.positions, s.bytes, s.model.activation_checkpointing
     L, N_C, N_H = c.n_layer, N * c.n_embd, N * c.n_head
     norm = s.stream if cfg.compile else 4  # eager autocast casts LayerNorm's input to fp32
     in_mlp = 1 if s.mlp == "fp8" else e
-    # autocast's 16-bit copies (8-bit in fp8 MLPs, which have two thirds of the numbers); FSDP2 has none,
-    # because it gathers in 16 bits
+    # autocast's 16-bit copies (8-bit in fp8 MLPs, which have two thirds of the weights); none with FSDP2,
+    # which gathers in 16 bits
     copies = s.in_matrices * (4 / 3 if s.mlp == "fp8" else 2)
     copies *= e == 2 and s.parallel != "fsdp2"
     each_block = {
@@ -149,10 +150,10 @@ def activations(s: MemorySpec) -> Iterator[Line]:
         yield (label, size, "block") if again else (label, L * size, KEPT)
     if again:
         yield "block inputs", L * s.stream * N_C, KEPT
-        # eager autocast keeps all of them until the loss is computed
+        # eager autocast keeps all copies until the loss is computed
         yield "low-precision matrix copies", 0 if cfg.compile else copies, "loss"
     # gradients of the residual stream (with a 16-bit copy for the MLP) and of GELU's input and output;
-    # the fused MLP still holds GELU's output
+    # the fused MLP also keeps GELU's output
     residual = s.stream + e * (s.stream != e)
     gelu = {"plain": 4 * e, "fused": 5 * e, "fp8": 5 * e + 10}[s.mlp]
     yield "activation gradients", (residual + gelu) * N_C, "block"
@@ -162,14 +163,14 @@ def activations(s: MemorySpec) -> Iterator[Line]:
 
 
 def head(s: MemorySpec) -> Iterator[Line]:
-    """Logits and gradients of the head, as lab.kernels.cross_entropy holds them."""
+    """Logits and gradients of the head, as in lab.kernels.cross_entropy."""
     N, V, e = s.positions, s.model.padded_vocab_size, s.bytes
     n, N_C, V_C = min(CHUNK, N), N * s.model.n_embd, V * s.model.n_embd
     # with a 16-bit copy of the weight, or two 8-bit ones
     inputs = e * N_C + 2 * V_C * (e == 2)
     if s.head == "plain":
         yield "head's inputs", inputs, "loss head"
-        # compiled, their gradient overwrites them; eager, there are log-softmax and two gradients
+        # with torch.compile the gradient overwrites them; eager mode has log-softmax and two gradients
         yield "logits", (e if s.cfg.compile else 12) * N * V, "loss head"
         return
     yield "head's inputs", inputs, "loss"
@@ -177,7 +178,7 @@ def head(s: MemorySpec) -> Iterator[Line]:
     yield "head's gradients, scaled", e * N_C + 4 * V_C, "head"
     if s.head == "fused":
         yield "logits of a chunk", e * n * V, "loss"
-    else:  # and two gradients; those of one chunk stay while the next chunk's are computed
+    else:  # with two gradients; those of one chunk exist until the next chunk's are computed
         yield "logits of a chunk", (6 if N > n else 4) * n * V, "loss"
         yield "head's 8-bit input", N_C, "loss"
     if s.head == "fp8" or s.cfg.precision != "bf16":  # in bf16 the matmul accumulates in place

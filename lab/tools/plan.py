@@ -1,13 +1,13 @@
-"""Estimate a run's memory, time and cost beforehand, on any machine.
+"""Estimate the memory, time and cost of a run before starting it, on any machine.
 
     python -m lab plan                                      # this machine and its default preset
-    python -m lab plan --preset gpt2-xl --gpu "RTX 4090"    # another GPU; needs no data
+    python -m lab plan --preset gpt2-xl --gpu "RTX 4090"    # another GPU; no data needed
     python -m lab plan --preset gpt2-xl --gpu 24GB --batch_size 4 --activation_checkpointing
     python -m lab plan --preset gpt2 --gpu H100 --gpus 8 --price 2.5
 
-Memory is computed from the shapes of what autograd keeps (lab/tools/memory.py). Speed is measured with
-a few real steps on this machine; for another GPU it follows from an assumed MFU. All flags of
-`python train_gpt2.py --help` work here too.
+Memory is computed from the shapes of the tensors that autograd saves (lab/tools/memory.py). Speed is
+measured in a few real steps on this machine; for another GPU it is computed from an assumed MFU. All
+flags of `python train_gpt2.py --help` work here too.
 """
 
 import argparse
@@ -43,11 +43,11 @@ from lab.tools.memory import (
 )
 from lab.tools.read_log import short
 
-FRAGMENTATION = 0.05  # fraction of the memory lost to gaps; find_max_batch_size reserves the same
+FRAGMENTATION = 0.05  # fraction of memory lost, the same as in find_max_batch_size
 MFU = 0.4  # assumed for another GPU, if a micro-step takes at least a millisecond per layer
 # scaling efficiency, throughput of n GPUs / (n x throughput of one), from docs/SPEED.md: DDP without
-# accumulation; modes that send less (ZeRO-1, or DDP with accumulation); FSDP2, which communicates in
-# each micro-step, so that accumulation does not help
+# accumulation; modes that communicate less (ZeRO-1, or DDP with accumulation); FSDP2, which communicates
+# in each micro-step even with accumulation
 SCALING = {"ddp": 0.95, "less": 0.97, "fsdp2": 0.92}
 WITHOUT_BF16 = ("V100", "T4")
 # GPUs before Ada and Hopper, which have no 8-bit matmuls
@@ -88,12 +88,12 @@ def this_gpu(wanted: str) -> GPU:
 
 
 def free_gib(s: MemorySpec, gpu: GPU) -> float:
-    """GiB left at the peak; negative if it does not fit."""
+    """GiB left at the memory peak; negative if it does not fit."""
     return (1 - FRAGMENTATION) * gpu.gib - peak(s)[0] / GIB - s.outside
 
 
 def largest(s: MemorySpec, gpu: GPU) -> MemorySpec | None:
-    """The spec with the largest micro-batch that training would try and that fits, or None."""
+    """The spec with the largest micro-batch that fits, among those that training tries; or None."""
     for size in candidate_batch_sizes(s.cfg, s.world_size, s.device_type):
         candidate = replace(s, cfg=replace(s.cfg, batch_size=size))
         if free_gib(candidate, gpu) >= 0:
@@ -102,7 +102,7 @@ def largest(s: MemorySpec, gpu: GPU) -> MemorySpec | None:
 
 
 def what_fits(s: MemorySpec, gpu: GPU) -> str:
-    """A sentence with the largest micro-batches or, if none fits, with how many GPUs are enough."""
+    """A sentence with the largest micro-batches that fit or, if there are none, how many GPUs it takes."""
     both = [replace(s, model=replace(s.model, activation_checkpointing=x)) for x in (False, True)]
     sizes = [found.cfg.batch_size if (found := largest(x, gpu)) else "none" for x in both]
     if sizes != ["none", "none"]:
@@ -110,7 +110,7 @@ def what_fits(s: MemorySpec, gpu: GPU) -> str:
         sentence = f"{usual}, with --activation_checkpointing {checkpointed}."
         if s.cfg.parallel == "fsdp2":
             return f"The largest --batch_size that fits is {sentence}"
-        return f"By default, training takes batch_size={sentence}"
+        return f"By default, training uses batch_size={sentence}"
     if s.cfg.precision == "fp16" or s.cfg.optimizer != "adamw":  # FSDP2 supports neither
         return "No micro-batch fits: choose a larger GPU or a smaller --preset."
     sharded = replace(both[1], cfg=replace(s.cfg, batch_size=1, parallel="fsdp2"))
@@ -129,8 +129,8 @@ def what_fits(s: MemorySpec, gpu: GPU) -> str:
 
 
 def probe(model_config: Any, cfg: Any, seconds: float = 3.0) -> tuple[float, int | None]:
-    """(tokens/s, peak memory in bytes or None without CUDA) of about this many seconds of training on
-    random tokens, after a first step that is not timed. cfg.batch_size must not be 0."""
+    """Train on random tokens for about this many seconds, after a first step that is not timed. Returns
+    (tokens/s, peak memory in bytes or None without CUDA). cfg.batch_size must not be 0."""
     world, tokens, steps = World(cfg.device), cfg.total_batch_size, 0
     cuda = world.device.type == "cuda"
     with tempfile.TemporaryDirectory() as folder:
@@ -153,7 +153,7 @@ def probe(model_config: Any, cfg: Any, seconds: float = 3.0) -> tuple[float, int
 
 def measured_throughput(s: MemorySpec, device: torch.device) -> tuple[float, str]:
     """(measured tokens/s of one process, or 0; how it was measured, or why there is no forecast)."""
-    tokens = min(8, s.grad_accum_steps) * s.positions  # more micro-steps would only take longer
+    tokens = min(8, s.grad_accum_steps) * s.positions  # more micro-steps would not change tokens/s
     limit = {"cpu": 1e12, "mps": 1e13}.get(device.type, math.inf)  # FLOP: 10 seconds of a laptop
     if tokens * s.shapes.flops_per_token(s.cfg.seq_len) > limit:
         return 0, "no forecast: a step would take too long here; name a GPU with --gpu"
@@ -177,8 +177,8 @@ def estimated_throughput(s: MemorySpec, gpu: GPU, asked_mfu: float | None) -> tu
     micro_ms = 1000 * s.positions / tok_per_s
     if not asked_mfu and micro_ms < L:
         return 0, (
-            f"no forecast: at {MFU:.0%} MFU a micro-step would take {micro_ms:.2g} ms, and one of less "
-            "than 1 ms per layer does not keep a GPU busy; --mfu assumes another fraction"
+            f"no forecast: at {MFU:.0%} MFU a micro-step would take {micro_ms:.2g} ms, but less than "
+            "1 ms per layer does not keep a GPU busy; pass the MFU to assume with --mfu"
         )
     why = (
         f"assuming {mfu:.0%} (--mfu) of {gpu.tflops} TFLOP/s at {flops / 1e6:,.0f} MFLOP per token"
@@ -190,12 +190,12 @@ def estimated_throughput(s: MemorySpec, gpu: GPU, asked_mfu: float | None) -> tu
 
 
 def print_row(name: str, text: str) -> None:
-    """Print a paragraph with its name in the margin."""
+    """Print a paragraph, with its name in the left margin."""
     print(textwrap.fill(text, 100, initial_indent=f"{name:8}", subsequent_indent=" " * 8))
 
 
 def print_breakdown(s: MemorySpec) -> None:
-    """Print the memory line by line, with a column for each phase."""
+    """Print the table of memory, with a column for each phase."""
     unit, name = (GIB, "GiB") if peak(s)[0] >= GIB else (2**20, "MiB")
     print(f"\n{name:28}" + "".join(f"{phase:>7}" for phase in PHASES))
     for label, size, when in memory_breakdown(s):
@@ -207,7 +207,7 @@ def print_breakdown(s: MemorySpec) -> None:
 
 
 def report(s: MemorySpec, gpu: GPU, reason: str, args: argparse.Namespace) -> None:
-    """Print the memory, whether it fits, and how long the run takes and costs."""
+    """Print how much memory the run needs, whether it fits, and its time and cost."""
     cfg, gpus, left, (peak_bytes, phase) = s.cfg, s.world_size, free_gib(s, gpu), peak(s)
     mode = f"{cfg.precision}, {'compiled' if cfg.compile else 'eager'}, {cfg.optimizer}"
     print_row("plan", f"{reason}; {mode}, on {gpu.name}, {gpu.gib:.4g} GiB")
@@ -228,7 +228,7 @@ def report(s: MemorySpec, gpu: GPU, reason: str, args: argparse.Namespace) -> No
 
 
 def print_forecast(s: MemorySpec, gpu: GPU, args: argparse.Namespace) -> None:
-    """Print tokens/s, hours and dollars, or why there is no forecast."""
+    """Print tokens/s, time and cost, or why there is no forecast."""
     tok_per_s, why = (
         measured_throughput(s, gpu.device) if gpu.device else estimated_throughput(s, gpu, args.mfu)
     )
@@ -279,7 +279,7 @@ def overrides(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
             f"mfu={args.mfu:g} must be a fraction, above 0 and up to 1; --mfu 0.4 is 40 %"
         )
     if args.gpu and not args.preset and "--resume" not in rest:
-        args.preset = next(iter(PROGRAM.PRESETS))  # not the default preset of this machine
+        args.preset = next(iter(PROGRAM.PRESETS))  # instead of the default preset for this machine
     return args, ["--preset", args.preset, *rest] if args.preset else rest
 
 
@@ -302,12 +302,12 @@ def make_spec(model_config: Any, cfg: Any, gpu: GPU, gpus: int) -> MemorySpec:
         )
     if cfg.fp8 != "off" and gpu.name in WITHOUT_FP8:
         raise UserError(
-            f"fp8={cfg.fp8} needs a GPU with 8-bit matmuls, and {gpu.name} has none; leave it out, or "
+            f"fp8={cfg.fp8} needs a GPU with 8-bit matmuls, which {gpu.name} lacks; leave it out, or "
             "choose an RTX 40, H100 or newer"
         )
     if device_type != "cuda" and gpus > 1:
         raise UserError(
-            f"gpus={gpus} needs a GPU in this machine or a --gpu; leave it out, or name one"
+            f"gpus={gpus} needs a GPU in this machine or the flag --gpu; leave it out, or pass --gpu"
         )
     b = cfg.batch_size or 1
     grad_accum_steps(cfg, b, gpus)  # raises UserError if total_batch_size is not a multiple

@@ -1,11 +1,12 @@
-"""Draw the curves of training runs from their log.jsonl: loss, HellaSwag, learning rate.
+"""Draw the curves of training runs from their log.jsonl: loss, HellaSwag, BLiMP, learning rate.
 
-python -m lab plot log/RUN log/OTHER --out both.png     # the newest run if none is named
+python -m lab plot log/RUN log/OTHER --out both.png     # default: the newest run
 
-The trainer draws loss.png with loss_curve at the end of a run; lab report shares the sentences.
+The trainer draws loss.png with loss_curve at the end of a run. lab report uses the same sentences.
 """
 
 import itertools
+import math
 import textwrap
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,15 +15,16 @@ from statistics import median_high
 from typing import Any
 
 from lab.cli import UserError, eprint, parse_args
+from lab.eval import blimp_published
 from lab.files import write_errors
-from lab.tools.plot_style import SERIES, color_of, reference, style
+from lab.tools.plot_style import PAPER, SERIES, color_of, reference, style
 from lab.tools.read_log import (
     RunLog,
+    accuracy,
     by_tokens,
     column,
     comparable,
     find_runs,
-    hellaswag,
     loss_window,
     output_path,
     read_log,
@@ -55,7 +57,7 @@ def headline(logs: dict[str, RunLog]) -> str:
 
 
 def compare_losses(names: Sequence[str], logs: Sequence[RunLog]) -> str:
-    """A sentence with the lowest loss and its lead, at the last position measured in all runs."""
+    """A sentence about the run with the lowest loss, at the last position measured in all runs."""
     if not comparable(logs):
         return "different tokenizers: losses in nats per token cannot be compared"
     for kind, name in (("validation", "val"), ("training", "train")):
@@ -87,8 +89,8 @@ def caption(log: RunLog) -> str:
 
 
 def loss_levels(logs: Collection[RunLog]) -> dict[str, float]:
-    """{label: nats per token} of the uniform guess and the unigram baseline. Levels of several runs
-    that are so close that their labels would overlap get one line."""
+    """{label: nats per token} of the uniform guess and the unigram baseline. If the levels of several
+    runs are so close that labels would overlap, there is only one."""
     found = {}
     for name, text in (("log_v", "uniform guess"), ("unigram", "unigram baseline")):
         values = sorted(v for log in logs for v in column(log, "start", name)[1][-1:])
@@ -99,16 +101,30 @@ def loss_levels(logs: Collection[RunLog]) -> dict[str, float]:
 
 
 def hellaswag_levels(logs: Collection[RunLog]) -> dict[str, float]:
-    """{label: acc_norm} of chance and of the published models. The large model is left out if its
-    level would flatten the curves."""
-    best = max((v for log in logs for v in hellaswag(log)[1]), default=0)
+    """{label: acc_norm} of chance and of the published models, without the large one if its level would
+    flatten the curves."""
+    best = max((v for log in logs for v in accuracy(log, "hella")[1]), default=0)
     found = {f"{k} {v:.4f}": v for k, v in PUBLISHED_HELLASWAG.items() if v < 0.3 or best > 0.36}
     return {"chance 0.25": 0.25} | found
 
 
+def blimp_levels(logs: Collection[RunLog]) -> dict[str, float]:
+    """{label: accuracy} of guessing and of the published models. Those far above the runs are left out,
+    and Transformer-XL, whose level is the LSTM's."""
+    best = max((v for log in logs for v in accuracy(log, "blimp")[1]), default=0)
+    found = dict(zip(blimp_published.MODELS, blimp_published.TOTAL))
+    del found["Transformer-XL"]
+    return {"guessing 0.5": 0.5} | {f"{k} {v:.3f}": v for k, v in found.items() if v < best + 0.1}
+
+
+def phenomena(log: RunLog) -> dict[str, tuple[list[int], list[float]]]:
+    """{phenomenon: (steps, accuracies)} of the BLiMP phenomena that a run logged."""
+    found = {name: column(log, "blimp", name) for name in blimp_published.PUBLISHED}
+    return {name: curve for name, curve in found.items() if curve[0]}
+
+
 def run_colors(logs: dict[str, RunLog], what: str, dark: bool) -> Iterator[tuple[str, RunLog, str]]:
-    """(name, log, color) of each run: the color of the quantity `what` for a single run, else one
-    color per run."""
+    """(name, log, color) of each run. A single run has the color of the quantity `what`."""
     series = [color_of(what, dark)] if len(logs) == 1 else SERIES[dark]
     return zip(logs, logs.values(), itertools.cycle(series))
 
@@ -142,17 +158,54 @@ def draw_loss(ax: Any, logs: dict[str, RunLog], dark: bool, x: Callable) -> None
     ax.legend(title=kinds, title_fontsize=9)
 
 
-def draw_hellaswag(ax: Any, logs: dict[str, RunLog], dark: bool, x: Callable) -> None:
-    """Draw acc_norm with 95 % intervals, and the levels of chance and the published models."""
+def draw_accuracy(
+    ax: Any, logs: dict[str, RunLog], dark: bool, x: Callable, kind: str, levels: dict[str, float]
+) -> None:
+    """Draw a benchmark's main score with 95 % intervals, and the levels of other models."""
     for _, log, color in run_colors(logs, "accuracy", dark):
-        steps, values, errors = hellaswag(log)
+        steps, values, errors = accuracy(log, kind)
         look = dict(color=color, marker="o", markersize=4, capsize=2, elinewidth=1)
         ax.errorbar(x(log, steps), values, yerr=errors, **look)
-    for text, value in hellaswag_levels(logs.values()).items():
-        reference(ax, value, text, left=value != 0.25)
-    ax.set_ylabel("HellaSwag\nacc_norm")
+    chance = min(levels.values())
+    for text, value in levels.items():
+        reference(ax, value, text, left=value != chance)
     low, high = ax.get_ylim()
     ax.set_ylim(low, high + 0.12 * (high - low))
+
+
+def draw_hellaswag(ax: Any, logs: dict[str, RunLog], dark: bool, x: Callable) -> None:
+    draw_accuracy(ax, logs, dark, x, "hella", hellaswag_levels(logs.values()))
+    ax.set_ylabel("HellaSwag\nacc_norm")
+
+
+def draw_blimp(ax: Any, logs: dict[str, RunLog], dark: bool, x: Callable) -> None:
+    draw_accuracy(ax, logs, dark, x, "blimp", blimp_levels(logs.values()))
+    ax.set_ylabel("BLiMP\naccuracy")
+
+
+def draw_phenomena(ax: Any, logs: dict[str, RunLog], dark: bool, x: Callable) -> None:
+    """Draw the accuracy of each BLiMP phenomenon as a row of colored cells, for a single run."""
+    from matplotlib.colors import LinearSegmentedColormap  # slow to import
+
+    (log,) = logs.values()
+    rows = phenomena(log)
+    steps = sorted({step for curve in rows.values() for step in curve[0]})
+    values = [[dict(zip(*curve)).get(step, math.nan) for step in steps] for curve in rows.values()]
+    at = x(log, steps)
+    middles = [(a + b) / 2 for a, b in itertools.pairwise(at)]
+    first, last = (middles[0], middles[-1]) if middles else (at[0] - 0.5, at[0] + 0.5)
+    edges = [2 * at[0] - first, *middles, 2 * at[-1] - last]
+    shades = [color_of("grey", dark), PAPER[dark]["paper"], color_of("accuracy", dark)]
+    colors = LinearSegmentedColormap.from_list("accuracy", shades)
+    cells = dict(cmap=colors, vmin=0, vmax=1, edgecolors=PAPER[dark]["paper"], linewidth=0.5)
+    ax.pcolormesh(edges, range(len(rows) + 1), values, **cells)
+    ax.set_yticks([i + 0.5 for i in range(len(rows))], map(blimp_published.label, rows), fontsize=8)
+    for i, row in enumerate(values):
+        place = dict(xycoords=ax.get_yaxis_transform(), xytext=(3, 0), textcoords="offset points")
+        ax.annotate(f"{row[-1]:.2f}", (1, i + 0.5), va="center", fontsize=8, **place)
+    ax.invert_yaxis()
+    ax.grid(False)
+    ax.set_title("orange: right, white: guessing, grey: wrong", fontsize=9, fontweight="normal")
 
 
 def draw_lr(ax: Any, logs: dict[str, RunLog], dark: bool, x: Callable) -> None:
@@ -174,10 +227,15 @@ def draw(runs: Sequence[str | Path], out_path: str | Path, dark: bool = False) -
     names = [name.replace("$", r"\$") for name in run_names(runs)]
     logs = dict(zip(names, map(read_log, runs)))
     found = list(logs.values())
-    in_tokens = by_tokens(found)
+    learnt = len(found) == 1 and phenomena(found[0])
+    in_tokens = by_tokens(found) or bool(learnt and tokens_at(found[0]))
     panels: dict[Callable, float] = {draw_loss: 3.6}  # heights in inches
     if any(column(log, "hella", "acc_norm")[0] for log in found):
         panels[draw_hellaswag] = 1.7
+    if any(column(log, "blimp", "acc")[0] for log in found):
+        panels[draw_blimp] = 1.7
+    if learnt:
+        panels[draw_phenomena] = 2.4
     if any(len(column(log, "train", "lr")[0]) > 1 for log in found):
         panels[draw_lr] = 0.8
 
@@ -202,7 +260,7 @@ def draw(runs: Sequence[str | Path], out_path: str | Path, dark: bool = False) -
 
 
 def loss_curve(run_dirs: Sequence[str | Path], out_path: str | Path) -> None:
-    """Like draw, for a run that is ending: errors are printed instead of raised."""
+    """Like draw, but errors are printed instead of raised; used at the end of a run."""
     try:
         draw(run_dirs, out_path)
     except UserError:  # nothing was measured
@@ -219,8 +277,8 @@ def main(argv: list[str]) -> None:
     class Config:
         """Draw the curves of one or several runs."""
 
-        runs: Positional[tuple[Path, ...]] = ()  # run directories; the newest run if none is named
-        out: str = ""  # .png, .svg or .pdf; loss.png in the first run's directory if empty
+        runs: Positional[tuple[Path, ...]] = ()  # run directories; default: the newest run
+        out: str = ""  # .png, .svg or .pdf file; default: loss.png in the first run's directory
         dark: bool = False  # light lines on a dark background
 
     cfg = parse_args(Config, argv)

@@ -1,8 +1,8 @@
-"""The style of all figures: one palette, light and dark, in which each color has one meaning.
+"""The style of all figures: a light and a dark palette, in which each color has one meaning.
 
-Used by lab plot, lab report, lab serve, bench and the notebook. All colors are distinct to color-blind
-readers too (computed in tests/test_plot.py). In a figure of several runs each run has one color, in
-the order of SERIES.
+Used by lab plot, lab report, lab serve, bench and the notebook. Color-blind readers can distinguish all
+colors (computed in tests/test_plot.py). In a figure of several runs, each run has one color, in the
+order of SERIES.
 """
 
 from typing import Any
@@ -11,9 +11,7 @@ COLORS = {  # {dark: the colors, in the order of MEANINGS}
     False: "#006cae #de5e00 #1aa26b #cc79a7 #8c1c28 #dcb80c #757575 #dddddd".split(),
     True: "#4899d9 #ed9e4e #51d6a3 #fbcbe4 #d7505a #fff479 #959595 #4d4d4d".split(),
 }
-SERIES = {
-    dark: colors[:5] for dark, colors in COLORS.items()
-}  # those with enough contrast for lines
+SERIES = {dark: colors[:5] for dark, colors in COLORS.items()}  # with enough contrast for lines
 MEANINGS = {
     "blue": ("speed", "matmul", "forward"),
     "orange": ("accuracy", "attention", "backward"),
@@ -31,14 +29,14 @@ PAPER = {  # {dark: colors of the page around the curves}
 
 
 def color_index(what: str) -> int:
-    """The index in COLORS of a meaning ("loss", "matmul") or of a color's name ("green")."""
+    """The index in COLORS of a meaning ("loss", "matmul") or of a color name ("green")."""
     return next(
         i for i, (name, meanings) in enumerate(MEANINGS.items()) if what in (name, *meanings)
     )
 
 
 def color_of(what: str, dark: bool = False) -> str:
-    """The color of a meaning ("loss", "matmul"), or by its name ("green")."""
+    """The color of a meaning ("loss", "matmul") or of a color name ("green")."""
     return COLORS[dark][color_index(what)]
 
 
@@ -47,7 +45,7 @@ def style(dark: bool = False) -> dict[Any, Any]:
 
     Figures are 8 inches wide. Shown 720 pixels wide, a 9-point text is 11 pixels high.
     """
-    from cycler import cycler  # comes with matplotlib, which not every tool needs
+    from cycler import cycler  # part of matplotlib, which not every tool needs
 
     paper, ink = PAPER[dark]["paper"], PAPER[dark]["ink"]
     papered = ("figure.facecolor", "savefig.facecolor", "axes.facecolor")

@@ -1,6 +1,6 @@
-"""Read a run's log.jsonl: its records, its curves, and the points at which two runs can be compared.
+"""Read a run's log.jsonl: its records, its curves, and the positions at which runs can be compared.
 
-lab report, lab plot, bench and the notebook read logs through this file. It imports nothing slow.
+Used by lab report, lab plot, bench and the notebook. It imports nothing slow.
 """
 
 import bisect
@@ -13,14 +13,14 @@ from lab.cli import UserError
 from lab.files import parse_json, read_errors
 
 Record = dict[str, Any]  # one line of a log
-RunLog = dict[str, list[Record]]  # {kind: records in the order of their steps}
+RunLog = dict[str, list[Record]]  # {kind: records, sorted by step}
 # types of the fields that are not numbers
 FIELD_TYPES: dict[str, Any] = dict.fromkeys("texts words passed_over shaded".split(), list)
 FIELD_TYPES |= dict.fromkeys("kind device precision torch reason path file".split(), str)
 
 
 def find_runs(paths: Sequence[str | Path]) -> list[Path]:
-    """The runs named by path or by name in log/; without names the newest run there that has a log.
+    """The runs given by path or by name in log/; by default the newest run there that has a log.
 
     Raises UserError if there is none.
     """
@@ -41,17 +41,17 @@ def find_runs(paths: Sequence[str | Path]) -> list[Path]:
 
 
 def run_names(paths: Sequence[str | Path]) -> list[str]:
-    """A name for each run: that of its directory or of the copied log; the whole path where two names
-    are equal."""
+    """A name for each run: that of its directory or of its copied log, or the whole path if two names are
+    equal."""
     whole = [Path(path).resolve() for path in paths]
     names = [(p.parent if p.name == "log.jsonl" else p).name.removesuffix(".jsonl") for p in whole]
     return [str(path) if names.count(name) > 1 else name for path, name in zip(paths, names)]
 
 
 def output_path(paths: Sequence[Path], out: str | Path, name: str, *suffixes: str) -> Path:
-    """The file to write about these runs: `out`, or if that is empty `name` in the first run's
-    directory, with the other runs' names added. Raises UserError for a suffix not among `suffixes`,
-    also so that no log is overwritten."""
+    """The output file for these runs: `out`, or if that is empty `name` in the first run's directory, with
+    the names of the other runs added. Raises UserError for other suffixes than `suffixes`, which also
+    prevents overwriting a log."""
     first = paths[0] if paths[0].is_dir() else paths[0].parent
     others = "".join(f"_with_{path.resolve().stem}" for path in paths[1:])
     path = Path(out) if out else (first / name).with_stem(Path(name).stem + others)
@@ -63,17 +63,17 @@ def output_path(paths: Sequence[Path], out: str | Path, name: str, *suffixes: st
 def read_log(run: str | Path) -> RunLog:
     """The records of a run directory, or of a log file.
 
-    A resumed run starts again from its checkpoint, so the records of later steps that were written
-    before are dropped. Of two records for the same kind and step, the later one counts. Lines that
-    are not records, such as one cut off by a kill, are skipped. Raises UserError if there is no log
+    A resumed run starts again from its checkpoint, so older records of later steps are dropped. Of two
+    records of the same kind and step, the later one counts. Lines that are not records, such as one cut
+    off when the process was killed, are skipped. Raises UserError if there is no log
     or it has no measurement.
     """
     path = Path(run) / "log.jsonl" if Path(run).is_dir() else Path(run)
-    with read_errors(path, "log", "name a run directory: `ls log` lists them"):
+    with read_errors(path, "log", "pass a run directory: `ls log` lists them"):
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     found: dict[tuple[str, int], Record] = {}  # by kind and step
     for line in lines:
-        try:  # after a cut record, the next one is on the same line
+        try:  # after a cut-off record, the next one is on the same line
             record = clean_record(parse_json(line[max(0, line.rfind('{"kind"')) :]))
             kind, step = record["kind"], record["step"]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -85,17 +85,15 @@ def read_log(run: str | Path) -> RunLog:
     for (kind, _), record in sorted(found.items(), key=lambda item: item[0][1]):
         log.setdefault(kind, []).append(record)
     if not {"train", "val", "hella"} & log.keys():
-        raise UserError(
-            f"{path} has no measurement; wait for the run's first one, or name another log"
-        )
+        raise UserError(f"{path} has no measurement; wait for the first one, or choose another run")
     return log
 
 
 def clean_record(record: Record) -> Record:
-    """A record without missing values (null, and in older logs NaN and Infinity) and without fields
-    of a type that no run writes.
+    """A record without missing values (null, and in older logs NaN and Infinity) and without fields of
+    unexpected types.
 
-    Raises ValueError, KeyError, TypeError or AttributeError for what is no record of a step.
+    Raises ValueError, KeyError, TypeError or AttributeError if it is not a record of a step.
     """
     clean = {}
     for name, value in record.items():
@@ -152,7 +150,7 @@ def column(log: RunLog, kind: str, name: str) -> tuple[list[int], list[float]]:
 def smooth(values: Sequence[float]) -> list[float]:
     """Mean over a centered window of about a fortieth of the points.
 
-    The window narrows at both ends, so the curve neither lags like a running average nor bends there.
+    The window is narrower at both ends, so the curve neither lags nor bends there.
     """
     n = len(values)
     reach = [min(n // 80, i, n - 1 - i) for i in range(n)]
@@ -160,10 +158,10 @@ def smooth(values: Sequence[float]) -> list[float]:
 
 
 def loss_window(logs: Collection[RunLog]) -> tuple[float, float] | None:
-    """(low, high) for a loss axis that the steep fall of the first steps does not dominate.
+    """(low, high) of a loss axis, such that the steep fall of the first steps does not dominate it.
 
-    It holds all losses after the first twentieth of each run, and the unigram baseline if that is
-    near. None if no loss was logged.
+    It includes all losses after the first 5 % of each run, and the unigram baseline if that is near.
+    None if no loss was logged.
     """
     late: list[float] = []
     levels: list[float] = []
@@ -177,13 +175,16 @@ def loss_window(logs: Collection[RunLog]) -> tuple[float, float] | None:
     low, high = min(late), max(late)
     high = max([high, *(level for level in levels if level < low + 2 * (high - low))])
     margin = 0.06 * (high - low) or 0.5
-    return low - margin, high + 1.5 * margin  # room for a label above the highest line
+    return low - margin, high + 1.5 * margin  # space for a label above the highest line
 
 
-def hellaswag(log: RunLog) -> tuple[list[int], list[float], list[float]]:
-    """(steps, acc_norm, half widths of the 95 % intervals)."""
-    steps, values = column(log, "hella", "acc_norm")
-    errors = dict(zip(*column(log, "hella", "acc_norm_stderr")))
+ACCURACY = {"hella": "acc_norm", "blimp": "acc"}  # {kind of a benchmark's records: its main score}
+
+
+def accuracy(log: RunLog, kind: str) -> tuple[list[int], list[float], list[float]]:
+    """(steps, main scores, half widths of the 95 % intervals) of a benchmark."""
+    steps, values = column(log, kind, ACCURACY[kind])
+    errors = dict(zip(*column(log, kind, f"{ACCURACY[kind]}_stderr")))
     return steps, values, [1.96 * abs(errors.get(step, 0)) for step in steps]
 
 
@@ -228,9 +229,9 @@ def values_by_position(
 def vocab_sizes(logs: Sequence[RunLog]) -> list[int]:
     """The vocabulary size of each run that logged one; it identifies the tokenizer."""
     found = [v for log in logs for v in column(log, "start", "log_v")[1][-1:]]
-    return [round(math.exp(v)) for v in found if v < 99]  # a damaged log may have any number
+    return [round(math.exp(v)) for v in found if v < 99]  # a damaged log may contain any number
 
 
 def comparable(logs: Sequence[RunLog]) -> bool:
-    """Whether losses in nats per token can be compared, because all runs have the same tokenizer."""
+    """Whether losses in nats per token can be compared: whether all runs have the same tokenizer."""
     return len(set(vocab_sizes(logs))) < 2

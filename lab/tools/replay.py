@@ -18,7 +18,7 @@ from lab.files import read_errors, read_json
 from lab.program import LEGACY_PROGRAMS, find_class
 from lab.trainer.checkpoint import check_checkpoint, checkpoint_files, read_checkpoint, step_of
 
-REPLAY_HINT = "name a spike_<step>.json in a run directory"
+REPLAY_HINT = "pass a spike_<step>.json of a run directory"
 MAX_ROWS = 12  # of parameters, and of sequences
 
 
@@ -26,14 +26,14 @@ def replay(
     file: Annotated[Path, Positional, arg(metavar="FILE")], device: str = "auto",
     precision: str = "", compile: bool = False,
 ) -> None:  # fmt: skip
-    """Repeat the step of a spike, forward and backward, and compare its numbers with the recorded ones.
-    On the same CPU, in one process, they are equal.
+    """Repeat the step of a gradient spike, and compare the numbers with the recorded ones. On the same
+    CPU and in one process they are equal.
 
     Args:
         file: spike_<step>.json, which a run wrote in its directory
         device: cuda, mps or cpu; auto is the best one available
-        precision: another than the run's: bf16, fp16, tf32 or fp32
-        compile: use torch.compile, as the run may have done
+        precision: bf16, fp16, tf32 or fp32; default: that of the run
+        compile: use torch.compile
     """
     file = file.with_suffix(".json") if file.suffix == ".pt" else file
     spike = read_spike(file)
@@ -58,7 +58,7 @@ def replay(
 
 
 def read_spike(file: Path) -> dict[str, Any]:
-    """The dict that HealthMonitor.report_spike wrote; null stands for a number that is not finite."""
+    """The dict written by HealthMonitor.report_spike; null stands for a number that is not finite."""
     number = (float, int, type(None))
     types = dict(step=int, norm=number, usual=number, losses=list, norms=dict, sequences=list)
     spike = read_json(file, REPLAY_HINT, batch_size=int, skipped=bool, program=(str, dict), **types)
@@ -85,10 +85,10 @@ def to_float(value: Any) -> float:
 def trainer_before(
     file: Path, spike: dict, model_config: Any, cfg: Any, world: World
 ) -> tuple[Any, str]:
-    """(the trainer as it was before the step of a spike, where its state comes from)."""
+    """(the trainer in its state before the step of a spike, the source of that state)."""
     trainer_class = find_class(spike["program"]["trainer"], file)
     build = sys.modules[trainer_class.__module__].build_trainer
-    # a program that only subclasses Trainer uses train_gpt2.py's build_trainer
+    # a program that only subclasses Trainer uses build_trainer of train_gpt2.py
     own = build.__module__ == trainer_class.__module__
     kwargs = {} if own else {"trainer_class": trainer_class}
     snapshot, last = file.with_suffix(".pt"), spike["step"] - 1
@@ -98,13 +98,13 @@ def trainer_before(
         new = trainer.state_dict()
         with read_errors(snapshot, "snapshot", "move it away to start from a checkpoint instead"):
             state = read_checkpoint(snapshot)
-            model = new["model"] | state["model"]  # the snapshot has a tied matrix once
+            model = new["model"] | state["model"]  # a snapshot contains the tied matrix only once
             state = new | state | {"model": model, "step": last}
             check_checkpoint(trainer, state)
         trainer.load_state_dict(state)
         return trainer, snapshot.name
     files = [path for path in checkpoint_files(file.parent) if step_of(path) <= last]
-    # updates that the run skipped are skipped again
+    # skip the updates that the run skipped
     cfg = dataclasses.replace(cfg, on_spike="skip" if spike["skipped"] else "continue")
     state = read_checkpoint(files[-1]) if files else None
     trainer = build(model_config, cfg, world, state, **kwargs)
@@ -117,7 +117,7 @@ def trainer_before(
 
 
 def repeat_step(trainer: Any) -> tuple[list[float], float, dict[str, float], list[float]]:
-    """Make the next update. Returns (losses of the micro-steps, gradient norm, norm of each
+    """Do the next update. Returns (losses of the micro-steps, gradient norm, norm of each
     parameter's gradient, mean loss of each sequence)."""
     loader, each = trainer.loader, []
     with torch.no_grad(), trainer.precision.autocast():
@@ -131,12 +131,12 @@ def repeat_step(trainer: Any) -> tuple[list[float], float, dict[str, float], lis
 
 
 def largest_first(value: float) -> float:
-    """A sort key; numbers that are not finite come before all others."""
+    """A sort key for descending order, with numbers that are not finite first."""
     return -value if math.isfinite(value) else -math.inf
 
 
 def show(spike: dict, losses: list, norm: float, norms: dict, each: list) -> None:
-    """Print the recorded numbers beside the repeated ones."""
+    """Print the recorded numbers next to the repeated ones."""
     print(f"\n{'':44}   recorded   replayed")
     print(f"{'loss':44} {sum(spike['losses']):10.6g} {sum(losses):10.6g}")
     print(f"{'gradient norm':44} {spike['norm']:10.6g} {norm:10.6g}")
@@ -152,9 +152,8 @@ def show(spike: dict, losses: list, norm: float, norms: dict, each: list) -> Non
         text = json.dumps(sequence["text"], ensure_ascii=False)
         print(f"{loss:10.4f}  {sequence['at']:32} {text}")
     if math.isfinite(spike["norm"]):
-        reproduced = (
-            norm * norm > spike["norm"] * spike["usual"]
-        )  # closer to the spike than to calm
+        # on a log scale, closer to the spike than to the median
+        reproduced = norm * norm > spike["norm"] * spike["usual"]
     else:
         reproduced = not math.isfinite(norm)
     result = (

@@ -1,10 +1,10 @@
 """Make one HTML page of a training run, or of two side by side, from log.jsonl and config.json.
 
-python -m lab report log/RUN log/OTHER      # the newest run if none is named
+python -m lab report log/RUN log/OTHER      # default: the newest run
 
-The curves are plotly's; the page is report.html.j2 beside this file. The page is self-contained:
-plotly's JavaScript is inside it, and its Content-Security-Policy forbids the browser to fetch or run
-anything else. Text from a log, such as a sample, is escaped by jinja2.
+plotly draws the curves; the page's template is report.html.j2. The page is self-contained: it includes
+plotly's JavaScript, and its Content-Security-Policy forbids the browser to fetch or run anything else.
+Text from a log, such as a sample, is escaped by jinja2.
 """
 
 import html
@@ -19,21 +19,22 @@ from typing import Any, NamedTuple
 
 from lab.cli import UserError, parse_args
 from lab.data.tokenizers import printable
+from lab.eval import blimp_published
 from lab.files import atomic_write, read_json, write_errors
 from lab.templates import load_template
 from lab.tools import read_log
-from lab.tools.plot import caption, headline, hellaswag_levels, loss_levels
+from lab.tools.plot import blimp_levels, caption, headline, hellaswag_levels, loss_levels, phenomena
 from lab.tools.plot_style import COLORS, PAPER, color_index
 from lab.tools.read_log import Record, RunLog, by_tokens, column, comparable
 
-RENEW_SECONDS = 10  # how often --watch makes the page again
-MISSING = "-"  # shown for a value that was not logged
+RENEW_SECONDS = 10  # interval at which --watch updates the page
+MISSING = "-"  # printed for a value that was not logged
 
 # ------------------------------------------------------------------------------------------ 1. runs
 
 
 class RunReport:
-    """What the page shows of a run.
+    """The data of a run for the page.
 
     config: {"model": {field: value}, "train": {field: value}}, or empty without a config.json.
     """
@@ -69,16 +70,16 @@ def read_run(path: Path, name: str) -> RunReport:
     measurement yet, or if config.json is damaged."""
     log, config = read_log.read_log(path), {}
     beside = (path if path.is_dir() else path.parent) / "config.json"
-    if beside.exists() and (path.is_dir() or path.name == "log.jsonl"):  # not a copied log
-        hint = "delete it to make the page without the configuration"
+    if beside.exists() and (path.is_dir() or path.name == "log.jsonl"):  # not for a copied log
+        hint = "delete it to get a page without the configuration"
         config = read_json(beside, hint, model=dict, train=dict)
     return RunReport(name, log, {part: config[part] for part in ("model", "train") if config})
 
 
 def warnings(runs: Sequence[RunReport]) -> list[str]:
-    """Sentences about comparisons that the page does not support."""
+    """Warnings about comparisons that are not valid."""
     logs = [run.log for run in runs]
-    found = [f"There is no config.json beside the log of {r.name}." for r in runs if not r.config]
+    found = [f"There is no config.json for the log of {r.name}." for r in runs if not r.config]
     if len(runs) == 1:
         return found
     data = [(run.start.get("val_tokens"), run.train.get("data")) for run in runs]
@@ -97,7 +98,9 @@ def warnings(runs: Sequence[RunReport]) -> list[str]:
             "These runs were validated on different tokens or data (see below), so their losses may not "
             "be comparable."
         )
-    found.append("There is one run of each kind, so differences may be due to the seed alone.")
+    found.append(
+        "There is only one run of each kind, so differences may be due to the random seed."
+    )
     return found
 
 
@@ -126,6 +129,9 @@ def figures_of(runs: Sequence[RunReport]) -> dict[str, dict]:
         found["difference"] = difference(*runs)
     scores = trace_per_run(runs, "hella", "acc_norm", "accuracy", width=3)
     found["hellaswag"] = dict(curves=scores, levels=hellaswag_levels(logs))
+    scores = trace_per_run(runs, "blimp", "acc", "accuracy", width=3)
+    found["blimp"] = dict(curves=scores, levels=blimp_levels(logs))
+    found["phenomena"] = dict(curves=phenomenon_curves(runs[0]) if alone else [], levels={"": 0.5})
     found["lr"] = dict(curves=trace_per_run(runs, "train", "lr", "learning rate"))
     found["grad_norm"] = dict(curves=norms, levels={f"clipped at {c:g}": c for c in clips})
     found["tok_per_s"] = dict(curves=trace_per_run(runs, "train", "tok_per_s", "speed"))
@@ -135,15 +141,15 @@ def figures_of(runs: Sequence[RunReport]) -> dict[str, dict]:
 def trace_per_run(
     runs: Sequence[RunReport], kind: str, field: str, what: str, label: str = "", **style: Any
 ) -> list[dict]:
-    """The curves of a field in each run's records of a kind. They have the run's name and color, or
-    for a single run those of the quantity `what`. label: added to the name. style: see curve."""
+    """The curves of a field in the records of a kind, one per run, with the run's name and color; a single
+    run has those of the quantity `what`. label: added to the name. style: see curve."""
     curves = []
     for i, run in enumerate(runs):
         name, color = ", ".join(filter(None, [run.name, label])), i
         if len(runs) == 1:
             name, color = label or what, color_index(what)
-        if kind == "hella":
-            style["errors"] = [round(error, 5) for error in read_log.hellaswag(run.log)[2]]
+        if kind in read_log.ACCURACY:
+            style["errors"] = [round(e, 5) for e in read_log.accuracy(run.log, kind)[2]]
         steps, values = column(run.log, kind, field)
         curves += curve(run, kind, steps, values, name, color, **style)
     return curves
@@ -153,8 +159,8 @@ def curve(
     run: RunReport, kind: str, steps: Sequence[int], values: Sequence[float], name: str, color: int,
     width: float = 2, smooth: bool = False, **more: Any,
 ) -> list[dict]:  # fmt: skip
-    """[the curve] as report.html.j2 draws it, with dots if it has few points; [] without points.
-    smooth: draw many points faintly, with their moving average as a second curve."""
+    """[a curve for report.html.j2, with dots if it has few points], or [] without points. smooth: draw many
+    points faintly, and their moving average as a second curve."""
     at = {record["step"]: record for record in run.log.get(kind, [])}
     whole: dict[str, Any] = {
         "name": html.escape(name, quote=False),  # plotly interprets <b> and <a> in it
@@ -172,6 +178,15 @@ def curve(
         faint = {"width": 1, "faint": True, "showlegend": False}
         return [whole | faint, whole | {"y": mean}]
     return [whole] if steps else []
+
+
+def phenomenon_curves(run: RunReport) -> list[dict]:
+    """The accuracy of each BLiMP phenomenon. A color and a dash together tell them apart."""
+    curves = []
+    for i, (name, (steps, values)) in enumerate(phenomena(run.log).items()):
+        name, dash = blimp_published.label(name), ("solid", "dash", "dot")[i // 4]
+        curves += curve(run, "blimp", steps, values, name, i % 4, dash=dash, showlegend=True)
+    return curves
 
 
 def difference(first: RunReport, second: RunReport) -> dict[str, Any]:
@@ -208,8 +223,8 @@ class Number(NamedTuple):
 
     value: float
     form: str = "{:,.4f}"  # its format
-    note: str = ""  # text beside it
-    at: int = 0  # the tokens, or else the step, at which it was measured; 0: of the whole run
+    note: str = ""  # text after it
+    at: int = 0  # tokens (or step) at which it was measured; 0: a value of the whole run
 
     def text(self) -> str:
         """The formatted value."""
@@ -217,10 +232,11 @@ class Number(NamedTuple):
 
 
 def numbers(run: RunReport) -> dict[str, Number]:
-    """{label: Number} that sum up a run."""
+    """{label: Number} that summarize a run."""
     found, at = {}, run.tokens or int
     rows = [("val", "loss", "validation loss"), ("val", "bits_per_byte", "bits per byte")]
     rows += [("train", "loss", "training loss"), ("hella", "acc_norm", "HellaSwag acc_norm")]
+    rows += [("blimp", "acc", "BLiMP accuracy")]
     for kind, name, what in rows:
         steps, values = column(run.log, kind, name)
         note = [f"± {1.96 * v:.4f}" for v in column(run.log, kind, f"{name}_stderr")[1][-1:]]
@@ -273,7 +289,7 @@ def format_delta(a: Number | None, b: Number | None) -> str:
 
 
 def facts(run: RunReport) -> str:
-    """One line: what ran where, when it started, and how it ended."""
+    """One line: model, device, time of the start, and how the run ended."""
     started = time.gmtime(min(run.minutes))
     parts = [caption(run.log), time.strftime("%Y-%m-%d %H:%M UTC", started)]
     parts += [f"resumed at step {r['step']:,}" for r in run.log.get("start", []) if r["step"]]
@@ -308,8 +324,8 @@ def setting_text(value: Any) -> str:
 
 
 def samples(runs: Sequence[RunReport]) -> list[tuple[int, list[list[str]]]]:
-    """[(step, [the texts of each run])], earliest first, without the control characters that an
-    untrained model may write and HTML does not allow."""
+    """[(step, [the texts of each run])], earliest first, without control characters, which untrained
+    models may generate and HTML does not allow."""
     found = {}
     for i, run in enumerate(runs):
         for record in run.log.get("sample", []):
@@ -322,13 +338,13 @@ def samples(runs: Sequence[RunReport]) -> list[tuple[int, list[list[str]]]]:
 
 
 def page(runs: Sequence[RunReport], live: bool = False) -> str:
-    """The HTML of the page for one or two runs. live: it reloads itself every RENEW_SECONDS."""
+    """The HTML of the page for one or two runs. live: the page reloads itself every RENEW_SECONDS."""
     from plotly.offline import get_plotlyjs  # slow to import
 
     logs, written = {run.name: run.log for run in runs}, samples(runs)
     shared = [axis for axis in ("step", "tokens", "time") if all(axis in run.axes for run in runs)]
     common = [i for i, (_, sides) in enumerate(written) if all(sides)]
-    opens = common[-1] if common else len(written) - 1  # the slider starts at a step that all have
+    opens = common[-1] if common else len(written) - 1  # the first position of the slider
     return load_template("report.html.j2").render(
         runs=[(run.name, facts(run)) for run in runs],
         headline=headline(logs),
@@ -343,20 +359,20 @@ def page(runs: Sequence[RunReport], live: bool = False) -> str:
         settings=settings(runs),
         colors=[PAPER[d] | {f"c{i}": c for i, c in enumerate(COLORS[d])} for d in (False, True)],
         plotly=get_plotlyjs(),
-        nonce=secrets.token_urlsafe(16),  # scripts without it, such as one from a log, do not run
+        nonce=secrets.token_urlsafe(16),  # scripts without it, such as one from a log, don't run
         missing=MISSING,
         renew=RENEW_SECONDS if live else 0,
     )
 
 
 def write_page(paths: Sequence[Path], out: Path, watch: bool = False) -> bool:
-    """Write the page. Returns whether to make it again: with `watch`, while a run is not finished."""
+    """Write the page. Returns whether to update it: with `watch`, until all runs are finished."""
     runs = list(map(read_run, paths, read_log.run_names(paths)))
     live = watch and any(read_log.end_reason(run.log) is None for run in runs)
     with write_errors(out, "choose another place with --out"):
         out.parent.mkdir(parents=True, exist_ok=True)
         text = page(runs, live)
-        atomic_write(out, text.encode(errors="replace"))  # a sample may hold a lone surrogate
+        atomic_write(out, text.encode(errors="replace"))  # a sample may contain a lone surrogate
     return live
 
 
@@ -368,14 +384,16 @@ def main(argv: list[str]) -> None:
     class Config:
         """Make one HTML page of a run, or of two side by side."""
 
-        runs: Positional[tuple[Path, ...]] = ()  # at most two run directories; else the newest run
-        out: str = ""  # the page; report.html in the first run's directory if empty
-        watch: bool = False  # update the page until the run ends; in the browser it reloads itself
+        runs: Positional[
+            tuple[Path, ...]
+        ] = ()  # one or two run directories; default: the newest run
+        out: str = ""  # .html file; default: report.html in the first run's directory
+        watch: bool = False  # update the page until the run ends; the browser reloads it
 
     cfg = parse_args(Config, argv)
     paths = read_log.find_runs(cfg.runs)
     if len(paths) > 2:
-        raise UserError(f"{len(paths)} runs do not fit on a page of at most 2; use `lab plot`")
+        raise UserError(f"{len(paths)} runs are too many, as a page has at most 2; use `lab plot`")
     out = read_log.output_path(paths, cfg.out, "report.html", ".html")
     live = write_page(paths, out, cfg.watch)
     updating = "; it is updated until the run ends; press Ctrl-C to stop" * live

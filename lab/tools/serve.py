@@ -3,8 +3,8 @@
     curl http://127.0.0.1:8000/v1/completions -H "Content-Type: application/json" \\
         -d '{"prompt": "The ", "max_tokens": 50}'
 
-serve_app.py defines the paths. One thread computes all texts, a few tokens of each in turn. The
-generation of a client that disconnects is cancelled.
+serve_app.py defines the routes. One thread computes all texts, a few tokens of each in turn. If a
+client disconnects, its generation is cancelled.
 """
 
 import asyncio
@@ -37,8 +37,8 @@ from lab.registry import resolve_source
 
 T = TypeVar("T")
 
-TURN_SECONDS = 0.03  # computing time before the next text's turn
-MAX_ACTIVE, MAX_WAITING = 4, 96  # requests that have a cache each, and requests that wait for one
+TURN_SECONDS = 0.03  # computing time of one text before the next one's turn
+MAX_ACTIVE, MAX_WAITING = 4, 96  # requests with a cache, and requests that wait for one
 OOM_FIX = "serve a smaller model, close other programs on this device, or pass --device cpu"
 
 
@@ -52,11 +52,11 @@ class Config:
     port: int = 8000  # 0: any free port
     device: str = "auto"  # cuda, cuda:N, mps or cpu
     weights: Literal["auto", "fp32", "bf16", "fp16", "int8"] = "auto"  # int8: CPU only
-    compile: bool = True  # on a GPU: seconds of warm-up, then one launch per token
+    compile: bool = True  # on a GPU: takes seconds at the start, then one launch per token
 
 
 class Engine:
-    """A model and the one thread that computes with it. Work is done in the order of its queue."""
+    """A model and the single thread that runs it, in the order of its queue."""
 
     def __init__(self, model: Any, tokenizer: Tokenizer, step: Callable | None = None):
         """step: the `step` of its KVCaches, from make_decode_step."""
@@ -67,10 +67,10 @@ class Engine:
         idx = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         for _ in range(MAX_ACTIVE):
             cache = KVCache(self.block_size, step)
-            if step:  # the second and third token compile the step and record the cache's graph
+            if step:  # the second and third token compile the step and record the CUDA graph
                 self.thread.submit(list, generate(model, idx, 3, cache=cache)).result()
             self.caches.put_nowait(cache)
-        self.num_requests = 0  # active and waiting ones
+        self.num_requests = 0  # number of active and waiting requests
 
     async def compute(self, function: Callable[..., T], *args: Any) -> T:
         """Await function(*args) in the engine's thread. Raises UserError if memory runs out."""
@@ -83,11 +83,11 @@ class Engine:
 
     @contextlib.contextmanager
     def place(self) -> Iterator[None]:
-        """Hold one of the places for requests in the body. Raises QueueFullError if all are taken."""
+        """Context manager: count a request as active or waiting. Raises QueueFullError at the limit."""
         if self.num_requests >= MAX_ACTIVE + MAX_WAITING:
             raise QueueFullError(
-                f"{self.num_requests} requests are active or waiting, the most that are accepted; try "
-                "again in a minute"
+                f"{self.num_requests} requests are active or waiting, which is the maximum; try again "
+                "in a minute"
             )
         self.num_requests += 1
         try:
@@ -96,7 +96,7 @@ class Engine:
             self.num_requests -= 1
 
     def prompt_ids(self, request: Any) -> tuple[list[int], int]:
-        """(ids to continue from, number of the oldest messages that were dropped to make them fit).
+        """(ids to continue from, number of the oldest messages that were dropped because of the context).
         Raises UserError for a request that does not fit."""
         eot, dropped = self.tokenizer.eot, 0
         if request.messages is not None:
@@ -119,16 +119,16 @@ class Engine:
             raise UserError(
                 f"the answer fills the model's context of {self.block_size} tokens; start a new chat"
             )
-        # a full window keeps its newer half, as in lab.inference.generate
+        # if the window is full, keep its newer half, as in lab.inference.generate
         return ids if len(ids) <= self.block_size else ids[-(self.block_size // 2) :], dropped
 
     @contextlib.asynccontextmanager
     async def cache(self) -> AsyncIterator[KVCache]:
-        """Wait for a free cache and hold it in the body."""
+        """Context manager: wait for a free cache, and return it afterwards."""
         cache = await self.caches.get()
         try:
             yield cache
-        finally:  # a cancelled turn may still run, but ends before the cache's next turn begins
+        finally:  # a cancelled turn may still be running, but ends before the cache is used again
             self.caches.put_nowait(cache)
 
     async def stream(
@@ -161,8 +161,8 @@ class Engine:
 
 
 def take_turn(pieces: Iterator[dict], add: Callable[[dict], None]) -> bool:
-    """Call add(item) for the items that an iterator yields within TURN_SECONDS, at least one. Returns
-    whether there may be more."""
+    """Call add(item) for each item that an iterator yields within TURN_SECONDS, but for at least one.
+    Returns whether there may be more."""
     deadline = time.perf_counter() + TURN_SECONDS
     for piece in pieces:
         add(piece)
@@ -202,7 +202,7 @@ def serve(cfg: Config) -> None:
     if step:
         print(f"compiled in {time.perf_counter() - t0:.0f} s", flush=True)
     host, port = server_socket.getsockname()
-    # refuse other host names, so that another site's page cannot reach a local server (DNS rebinding)
+    # refuse other host names, so that pages of other sites cannot use a local server (DNS rebinding)
     hosts = ["127.0.0.1", "localhost"] if host.startswith("127.") else ["*"]
     name = "/".join(Path(source).parts[-2:]).removesuffix(".pt")  # do not reveal the whole path
     app = create_app(engine, name, hosts)

@@ -1,7 +1,7 @@
-"""The web application of lab serve: paths, and validation of requests.
+"""The web application of lab serve: routes, and validation of requests.
 
-A file of its own, because it needs FastAPI, which is optional. No path opens a file; the page's
-template is read once.
+It is a separate file because it imports FastAPI, which is optional. No route opens a file; the template
+of the page is read once.
 """
 
 import asyncio
@@ -75,7 +75,7 @@ DEFAULTS = dict(n=1, best_of=1, repetition_penalty=1, response_format={"type": "
 
 
 class OpenAIRequest(GenerateRequest, extra="allow"):
-    """Fields of both OpenAI paths. Unknown fields that would change the text are refused."""
+    """Fields of both OpenAI routes. Unknown fields that would change the text are refused."""
 
     stream: bool = False
     stream_options: dict[str, bool] | None = None  # include_usage
@@ -172,7 +172,7 @@ def text_of_part(part: Any) -> str:
     match part:
         case {"type": "text", "text": str(text)}:
             return text
-    raise UserError(f"message part {part!r:.60} must be of type text; leave other parts out")
+    raise UserError(f"message part {part!r:.60} must be of type text; leave out other parts")
 
 
 # ----------------------------------------------------------------------------------------- responses
@@ -185,7 +185,7 @@ def logprob(p: float) -> float:
 def to_completion_choice(
     pieces: list[dict], request: Any, text_before: str, tokenizer: Tokenizer
 ) -> dict:
-    """Pieces as a choice of /v1/completions. text_before: the text of the pieces before them."""
+    """Convert pieces to a choice of /v1/completions. text_before: the text of earlier pieces."""
     texts, logprobs = [piece["text"] for piece in pieces], None
     if request.logprobs is not None:
         tops = [piece["likeliest"][: request.logprobs] for piece in pieces]
@@ -201,7 +201,7 @@ def to_completion_choice(
 def to_chat_choice(
     pieces: list[dict], request: Any, text_before: str, tokenizer: Tokenizer
 ) -> dict:
-    """Pieces as a choice of /v1/chat/completions."""
+    """Convert pieces to a choice of /v1/chat/completions."""
 
     def token_logprob(token: int, name: str, p: float) -> dict:
         raw = list(tokenizer.bytes_of(token))
@@ -287,7 +287,8 @@ def create_app(engine: Any, name: str, hosts: list[str]) -> FastAPI:
     @app.post("/generate")
     async def generate(body: GenerateRequest) -> Response:
         """JSON lines: {"scored", "dropped", "seed"}, then {"pieces", "seconds"} for each turn. scored:
-        token_logprobs of the prompt, or of the last token of `answer`. An error ends them: {"error"}.
+        token_logprobs of the prompt, or of the last token of `answer`. After an error, the last line is
+        {"error"}.
         """
         ids, dropped = await engine.compute(engine.prompt_ids, body)
 
@@ -304,7 +305,7 @@ def create_app(engine: Any, name: str, hosts: list[str]) -> FastAPI:
             try:
                 async for line in lines():
                     yield json.dumps(line) + "\n"
-            except UserError as error:  # out of memory; the status has been sent
+            except UserError as error:  # out of memory, when the status has already been sent
                 yield json.dumps(error_body(500, str(error))) + "\n"
 
         return StreamingResponse(encoded(), media_type="application/x-ndjson")
@@ -321,7 +322,7 @@ def create_app(engine: Any, name: str, hosts: list[str]) -> FastAPI:
         prompt_tokens, dropped = sum(len(ids) for ids, _ in prepared), prepared[0][1]
         head: dict = dict(id=uuid.uuid4().hex, object=kind, created=int(time.time()), model=name)
         if dropped:
-            head["dropped_messages"] = dropped  # not in OpenAI's API; its client passes it on
+            head["dropped_messages"] = dropped  # not in OpenAI's API, but its client passes it on
 
         def choice(index: int, new: list[dict], text_before: str = "") -> dict:
             end = "length" if new[-1]["end"] == "window" else new[-1]["end"]
@@ -353,7 +354,7 @@ def create_app(engine: Any, name: str, hosts: list[str]) -> FastAPI:
                 async for data in chunks():
                     yield f"data: {json.dumps(data)}\n\n"
                 yield "data: [DONE]\n\n"
-            except UserError as error:  # out of memory; the status has been sent
+            except UserError as error:  # out of memory, when the status has already been sent
                 yield f"data: {json.dumps(error_body(500, str(error)))}\n\n"
 
         if body.stream:
@@ -380,8 +381,8 @@ def create_app(engine: Any, name: str, hosts: list[str]) -> FastAPI:
 
 
 class RequestLimits:
-    """ASGI middleware: reads a request of at most MAX_REQUEST_BYTES within CLIENT_TIMEOUT, then holds
-    one of the engine's places until it is answered."""
+    """ASGI middleware that reads a request of at most MAX_REQUEST_BYTES within CLIENT_TIMEOUT and counts
+    it as active or waiting until it is answered."""
 
     def __init__(self, app: ASGIApp, engine: Any):
         self.app, self.engine = app, engine

@@ -1,4 +1,4 @@
-"""Callbacks: what a trainer runs between updates, such as validation and checkpoints."""
+"""Callbacks, which a trainer runs between updates: validation, checkpoints, samples."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ from typing import Any
 class PeriodicCallback:
     """A callback that is due every `interval` steps (0: never) and after the last step.
 
-    name: the kind of its log record. __call__(trainer) returns the values of that record, or None.
+    name: the kind of the log record. __call__(trainer) returns the record's values, or None.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Checkpoint files: written completely or not at all, and read without running any code in them."""
+"""Checkpoint files: atomic writes, and reading without executing any code in the file."""
 
 import contextlib
 import functools
@@ -29,7 +29,7 @@ from lab.program import LEGACY_PROGRAMS
 
 
 def checkpoint_files(run_dir: str | Path) -> list[Path]:
-    """The model_<step>.pt of a run, earliest first. Copies with other names are not among them."""
+    """The model_<step>.pt files of a run, earliest first; copies with other names are ignored."""
     files: list[Path] = []
     with contextlib.suppress(FileNotFoundError):  # the directory was removed while it was listed
         files += Path(run_dir).glob("model_*.pt")
@@ -51,7 +51,7 @@ def save_checkpoint(run_dir: Path, step: int, state: dict, keep_last: int) -> Pa
 
 
 def write_checkpoint(path: Path, state: dict) -> None:
-    """torch.save, completely or not at all. Raises UserError if the system refuses."""
+    """torch.save to a file, atomically. Raises UserError if the file cannot be written."""
     with atomic_open(path) as file:
         try:
             torch.save(state, file)
@@ -62,7 +62,7 @@ def write_checkpoint(path: Path, state: dict) -> None:
 
 
 def link_best(run_dir: Path, step: int) -> None:
-    """Give the checkpoint of this step a second name, model_best.pt."""
+    """Make model_best.pt a hard link to the checkpoint of this step (or a copy)."""
     path, part = Path(run_dir) / f"model_{step:06d}.pt", Path(run_dir) / "model_best.part"
     with write_errors(part):
         part.unlink(missing_ok=True)
@@ -77,8 +77,8 @@ def link_best(run_dir: Path, step: int) -> None:
 class AsyncCheckpointer:
     """Writes a run's checkpoints, one at a time, in a thread.
 
-    With background=True it writes a copy of the state, so that training waits only for the copy. An
-    error in the thread is raised by the next check(), save() or finish().
+    With background=True, save() returns as soon as the state is copied. An error in the thread is
+    raised by the next check(), save() or finish().
     """
 
     def __init__(self, run_dir: Path, keep_last: int, background: bool, device: torch.device):
@@ -88,7 +88,7 @@ class AsyncCheckpointer:
         self.jobs: list[Future] = []
 
     def save(self, step: int, state: dict) -> dict | None:
-        """Start this checkpoint once the previous one is on disk. Returns what finish() returns."""
+        """Wait for the previous checkpoint, then start this one. Returns what finish() returns."""
         last_result = self.finish()
         state, copies = self.snapshot(state) if self.background else (state, [])
         self.jobs.append(self.thread.submit(self.write, step, state, copies))
@@ -99,7 +99,7 @@ class AsyncCheckpointer:
         self.jobs.append(self.thread.submit(link_best, self.run_dir, step))
 
     def check(self) -> None:
-        """Raise the error of a job that has failed by now."""
+        """Raise the error of a job that has failed."""
         for job in self.jobs:
             if job.done():
                 job.result()
@@ -119,13 +119,13 @@ class AsyncCheckpointer:
         }
 
     def snapshot(self, state: dict) -> tuple[dict, list[AsyncCopy]]:
-        """(the state in host memory that updates don't write to, the copies in progress). Tensors that
-        share memory, such as the tied head, are copied once."""
+        """(a copy of the state in CPU memory, which updates don't change; the copies in progress).
+        Tensors that share memory, such as the tied head, are copied once."""
         copies: dict[Any, AsyncCopy] = {}
 
         def clone(tensor: torch.Tensor) -> torch.Tensor:
             if self.device.type == "cuda" and not tensor.is_cuda and tensor.dim():
-                return tensor  # gathered from all ranks for this checkpoint: nobody else has it
+                return tensor  # gathered for this checkpoint, so nothing else changes it
             memory = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
             key = memory if tensor.numel() else id(tensor)  # empty tensors have no address
             copies[key] = copies.get(key) or AsyncCopy(tensor)
@@ -135,13 +135,13 @@ class AsyncCheckpointer:
 
 
 class OpaqueStub:
-    """Placeholder for an object of an unknown class in a .pt file; holds its saved attributes."""
+    """Placeholder for an object of an unknown class in a .pt file, with its saved attributes."""
 
 
 def read_checkpoint(path: str | Path) -> Any:
-    """Read a torch.save file: tensors and plain values, with other objects as OpaqueStubs. No code in
-    the file is run. Raises UserError, or CorruptFileError for a damaged file."""
-    with read_errors(path, "checkpoint", "name another: `ls log` lists the runs"):
+    """Read a torch.save file. Objects other than tensors and plain values become OpaqueStubs, and no
+    code in the file is executed. Raises UserError, or CorruptFileError for a damaged file."""
+    with read_errors(path, "checkpoint", "choose another: `ls log` lists the runs"):
         verify_checksums(path, os.stat(path).st_mtime_ns)
         try:
             names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
@@ -149,8 +149,8 @@ def read_checkpoint(path: str | Path) -> Any:
                 state = torch.load(path, "cpu", weights_only=True, mmap=os.name == "posix")
         except pickle.UnpicklingError as error:
             raise CorruptFileError(
-                f"checkpoint {path} is refused: it holds more than tensors and plain values, or is "
-                "older than torch 1.6; nothing in it was executed; save its state dict alone"
+                f"checkpoint {path} is refused: it contains more than tensors and plain values, or is "
+                "older than torch 1.6; no code in it was executed; save only its state dict"
             ) from error
         return upgrade(state)
 
@@ -183,10 +183,10 @@ def verify_checksums(path: str | Path, mtime: int) -> None:
 
 
 def read_newest(run_dir: str | Path) -> tuple[Path, Any]:
-    """(path, contents) of the newest undamaged checkpoint of a run that has checkpoints; rank 0 prints
-    which ones are skipped. Raises CorruptFileError if all are damaged."""
+    """(path, contents) of a run's newest checkpoint that is not damaged; rank 0 prints which ones are
+    skipped. Raises CorruptFileError if all are damaged."""
     files = checkpoint_files(run_dir)
-    require(files, f"{run_dir} has no checkpoint any more; name another: `ls log` lists the runs")
+    require(files, f"{run_dir} has no checkpoint any more; choose another: `ls log` lists the runs")
     while True:
         path = files.pop()
         try:
@@ -208,8 +208,8 @@ def restore_checkpoint(trainer, state: dict) -> None:
 
 
 def check_checkpoint(trainer, state: dict) -> None:
-    """Raise unless `state`, from a file, has the names, types and shapes that load_state_dict expects,
-    so that any exception there is a bug of ours."""
+    """Raise an exception unless `state`, from a file, has the names, types and shapes that
+    load_state_dict expects, so that any later exception is a bug."""
     check_keys(state, step=int, best_val=(int, float), health=dict)
     params = dict(trainer.raw_model.named_parameters(remove_duplicate=False))
     buffers = dict(trainer.raw_model.named_buffers())

@@ -1,4 +1,4 @@
-"""Lines that a run prints for people: the settings at the start, each log record, the summary."""
+"""Console output of a run: the settings at the start, a line per log record, the summary."""
 
 import inspect
 import math
@@ -12,7 +12,7 @@ from lab.data.tokenizers import printable
 from lab.trainer.checkpoint import checkpoint_files, step_of
 from lab.trainer.health import LOWER_LR_HINT
 
-CPU_FLOPS = 1e11  # FLOP/s of a process on a few cores, to warn about a model too large for a CPU
+CPU_FLOPS = 1e11  # roughly, per process on a few cores; to warn about models too large for a CPU
 
 
 class Console:
@@ -20,11 +20,11 @@ class Console:
 
     def __init__(self, trainer):
         self.trainer, self.cfg, self.print = trainer, trainer.cfg, trainer.world.print0
-        # nats per token: of the unigram baseline, and of a uniform guess
+        # loss in nats per token of the unigram baseline and of a uniform guess
         self.unigram, self.uniform = math.inf, math.inf
 
     def start_record(self, callbacks: list) -> dict:
-        """The log record with which a run starts. Validation, if there is one, brings the baseline."""
+        """The first log record of a run. The unigram baseline is the validation callback's."""
         trainer, world, loader = self.trainer, self.trainer.world, self.trainer.loader
         validation = next((c for c in callbacks if c.name == "val"), None)
         cuda = world.device.type == "cuda"
@@ -75,8 +75,8 @@ class Console:
         if shards.ignored_tokens:
             self.print(
                 f"note: {shards.folder} has {shards.ignored_tokens:,} more tokens than when this run "
-                "started; they are ignored, because they would change the order. A new run with "
-                "--init_from uses all"
+                "started; they are ignored, because they would change the order of the data; a new "
+                "run with --init_from uses all of them"
             )
         flops = trainer.raw_model.flops_per_token(cfg.seq_len) * cfg.total_batch_size
         minutes = flops / CPU_FLOPS / world.world_size / 60
@@ -98,11 +98,11 @@ class Console:
         if self.unigram:
             self.print(
                 f"loss   starts near ln({c.vocab_size}) = {self.uniform:.3f} nats per token (a uniform "
-                f"guess); the best guess without context has {self.unigram:.3f} (unigram)"
+                f"guess); the best loss without any context is {self.unigram:.3f} (unigram)"
             )
 
     def event(self, kind: str, step: int, values: dict) -> None:
-        """Print the line of a record, for the kinds that have one."""
+        """Print a line for a record, for the kinds that have a print_ method below."""
         if line := getattr(self, f"print_{kind}", None):
             line(step, values)
 
@@ -123,8 +123,12 @@ class Console:
         error = 1.96 * values["acc_norm_stderr"]
         self.print(f"step {step:5d}: HellaSwag {values['acc_norm']:.4f} +- {error:.4f}")
 
+    def print_blimp(self, step: int, values: dict) -> None:
+        error = 1.96 * values["acc_stderr"]
+        self.print(f"step {step:5d}: BLiMP {values['acc']:.4f} +- {error:.4f}")
+
     def print_spike(self, step: int, values: dict) -> None:
-        if "file" not in values:  # one of a series: log.jsonl has it
+        if "file" not in values:  # soon after another spike: only in log.jsonl
             return
         norms = f"gradient norm {values['norm']:.4g}, median {values['usual']:.4g}"
         skipped = ", update skipped" * values["skipped"]
@@ -132,7 +136,7 @@ class Console:
         self.print(f"step {step:5d}: spike: {norms}{skipped}; repeat it with `{replay}`")
 
     def print_sample(self, step: int, values: dict) -> None:
-        """Print the texts, each line with a bar on its left."""
+        """Print the texts, indented, with a bar before each line."""
         for text in values["texts"]:
             lines = textwrap.indent(printable(text), "    | ", lambda line: True)
             self.print(f"    sample after {step} steps:\n{lines}")
@@ -150,8 +154,8 @@ class Console:
 
 
 def print_summary(trainer, stopped: str) -> None:
-    """Draw the loss curve, and print where everything is and what to do next. All ranks wait for it,
-    because torchrun kills them as soon as one exits with a status other than 0, such as 75."""
+    """Draw the loss curve, and print which files there are and what to do next. All ranks wait for it,
+    because torchrun kills them as soon as one exits with a nonzero status, such as 75."""
     if trainer.world.is_main:
         summary(trainer, stopped)
     trainer.world.barrier()
@@ -186,7 +190,7 @@ def summary(trainer, stopped: str) -> None:
         use = f"use it in transformers  {command_for('lab export')} {name} --out FOLDER"
     report = command_for("lab report")
     say(
-        f"\n{run_dir}/ holds log.jsonl (all numbers),{curve} TensorBoard events and checkpoints{best}. "
+        f"\n{run_dir}/ contains log.jsonl (all numbers),{curve} TensorBoard events and checkpoints{best}. "
         f"Next:\n  {use}\n  see a report page       {report} {name}\n"
         f"  compare with another    {report} {name} {shell_quote(run_dir.parent / 'OTHER')}\n"
         f"  {continue_:22}  {resume}{more}"

@@ -1,6 +1,6 @@
 """Health checks of a run: non-finite losses, gradients and weights, gradient spikes, stop signals.
 
-Nothing here makes the GPU wait: numbers are copied to the CPU while the next step runs, and checked
+The GPU never waits for a check: numbers are copied to the CPU while the next step runs, and are checked
 one step later. A spike is a gradient norm far above the ones before it. It leaves spike_<step>.json in
 the run directory and, with --on_spike record, skip or stop, spike_<step>.pt with the weights before
 that step, from which `python -m lab replay` repeats the step.
@@ -25,23 +25,21 @@ from lab.trainer.checkpoint import step_of, write_checkpoint
 from lab.trainer.run_dir import config_dict
 from lab.trainer.signals import GracefulStop
 
-WINDOW = (
-    50  # norms of which the median is taken; 100 would include too many of the noisy first steps
-)
-MIN_HISTORY = 20  # no z-score before this many norms
-MIN_SIGMA = 0.1  # smallest deviation of ln(norm): in a calm run, twice the median is no spike
+WINDOW = 50  # number of norms in the median; 100 would include too many of the noisy first steps
+MIN_HISTORY = 20  # number of norms before the first z-score
+MIN_SIGMA = 0.1  # lower bound of the deviation, so that twice the median of a calm run is no spike
 Z_THRESHOLD = 10.0  # a norm with a higher z-score is a spike; calm runs stay below 7 (docs/RUNS.md)
 PREVIEW_TOKENS = 64  # tokens of each sequence that are written to spike_<step>.json
-COOLDOWN_STEPS = 10  # a spike this soon after another one writes no files of its own
+COOLDOWN_STEPS = 10  # a spike within this many steps of another one writes no files
 LOWER_LR_HINT = "try a lower --lr (and --muon_lr or --embed_lr, if the program has them)"
 
 
 def robust_zscore(norm: torch.Tensor, history: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(z, median norm) of a gradient norm, as tensors on its device.
 
-    history (k,): logarithms of the norms before. z is how far ln(norm) lies above their median, in
-    units of their standard deviation, estimated as 1.4826 times the median absolute deviation, which
-    outliers don't move (Iglewicz and Hoaglin 1993). z is 0 if k < MIN_HISTORY, and infinite for a
+    history (k,): logarithms of the previous norms. z is the distance of ln(norm) above their median, in
+    units of their standard deviation, estimated as 1.4826 times the median absolute deviation, which is
+    robust to outliers (Iglewicz and Hoaglin 1993). z is 0 if k < MIN_HISTORY, and infinite for a
     norm that is not finite.
     """
     z = torch.zeros_like(norm)
@@ -53,7 +51,7 @@ def robust_zscore(norm: torch.Tensor, history: torch.Tensor) -> tuple[torch.Tens
 
 
 def foreach_norm(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The norm of each tensor, in few kernels."""
+    """The norm of each tensor, computed in few kernels."""
     return list(torch._foreach_norm(tensors)) if tensors else []  # pyright: ignore  # no public name
 
 
@@ -67,13 +65,13 @@ class HealthMonitor:
         self.scaler, optimizer = trainer.precision.scaler, trainer.optimizer
         if self.policy == "skip" and not all(g.get("fused") for g in optimizer.param_groups):
             raise UserError(
-                "on_spike=skip needs a fused AdamW, which this device does not have; use stop instead"
+                "on_spike=skip needs a fused AdamW, which this device does not have; pass --on_spike stop"
             )
         if self.policy == "skip" and self.scaler.is_enabled():
             raise UserError(
-                "on_spike=skip does not work with precision=fp16; pass another of the two"
+                "on_spike=skip does not work with precision=fp16; change one of the two"
             )
-        sharded = hasattr(optimizer, "clip_grad_norm")  # ZeRO-1, FSDP2: no rank has whole gradients
+        sharded = hasattr(optimizer, "clip_grad_norm")  # ZeRO-1, FSDP2: ranks have only shards
         self.named_params = [] if sharded else list(trainer.raw_model.named_parameters())
         fsdp2 = any(hasattr(p, "to_local") for p in trainer.raw_model.parameters())
         snapshots = self.policy != "continue" and self.world.is_main and not fsdp2
@@ -101,7 +99,7 @@ class HealthMonitor:
 
     @torch.no_grad()
     def record_gradients(self) -> None:
-        """Take the norm of each parameter's gradient, before clipping changes it."""
+        """Compute the norm of each parameter's gradient before clipping."""
         grads = {name: p.grad for name, p in self.named_params if p.grad is not None}
         self.param_names = list(grads)
         self.param_norms = foreach_norm(list(grads.values()))
@@ -111,11 +109,11 @@ class HealthMonitor:
 
     @torch.no_grad()
     def observe(self, norm: torch.Tensor) -> None:
-        """Compute the z-score of this step's gradient norm; with --on_spike skip, drop its update."""
+        """Compute the z-score of the gradient norm; with --on_spike skip, skip the update of a spike."""
         z, median = robust_zscore(norm, self.history)
         log_norm = torch.where(norm.log().isfinite(), norm, median).log()
         self.history = torch.cat([self.history, log_norm[None]])[-WINDOW:]
-        if self.scaler.is_enabled():  # fp16: infinite while the scaler is looking for its scale
+        if self.scaler.is_enabled():  # fp16: infinite norms are normal until the scale is found
             z = torch.where(norm.isfinite(), z, 0.0)
         if self.policy == "skip":
             # as torch's GradScaler does: a fused AdamW skips its update if found_inf is 1
@@ -142,7 +140,7 @@ class HealthMonitor:
         self.trainer.checkpointer.check()
         ready = [self.pending.popleft() for _ in range(len(self.pending) - (not include_latest))]
         steps = [(step, a.wait(), b.wait(), sequences) for step, a, b, sequences in ready]
-        # one small all-reduce on the CPU carries all losses, and whether a signal arrived
+        # one small all-reduce on the CPU for the losses, and for whether a signal arrived
         flags = [(losses.sum().item(), self.is_spike(stats)) for _, losses, stats, _ in steps]
         flags = torch.tensor([*flags, (bool(stop.name), 0)], dtype=torch.float64)
         *flags, (stops, _) = self.world.all_reduce(flags).tolist()
@@ -159,7 +157,7 @@ class HealthMonitor:
         return stats[1].item() > Z_THRESHOLD
 
     def check_step(self, log, step, losses, stats, sequences, loss, spike) -> None:
-        """Report a spike; raise RunError if the run should not continue after this step."""
+        """Report a spike; raise RunError if the run must stop after this step."""
         norm = stats[0].item()
         if spike:
             with log.best_effort(f"spike_{step:06d}.json"):
@@ -184,20 +182,19 @@ class HealthMonitor:
         raise RunError(f"{problem} at step {step}{where}; {self.recovery_hint(spike)}")
 
     def recovery_hint(self, spike: bool = False) -> str:
-        """Which checkpoints there are, and what to try."""
+        """The end of an error message: which checkpoints exist, and what to try."""
         run_dir, cfg = self.trainer.run_dir, self.trainer.cfg
         kept = ", ".join(sorted(path.name for path in run_dir.glob("model_*.pt")))
         if not kept:
             return f"{run_dir} has no checkpoint yet; {LOWER_LR_HINT}, or more --warmup_steps"
         can_skip = cfg.optimizer == "adamw" and not self.scaler.is_enabled()
-        skip = " (--on_spike skip drops such an update)" if spike and can_skip else ""
-        return f"{run_dir} keeps {kept}; {LOWER_LR_HINT}, or resume to check whether it reproduces{skip}"
+        skip = " (--on_spike skip skips such an update)" if spike and can_skip else ""
+        return f"{run_dir} keeps {kept}; {LOWER_LR_HINT}, or resume to see whether it happens again{skip}"
 
     def check_weights(self) -> None:
-        """Raise RunError if a finite loss has led to weights that are not finite."""
-        params = [
-            getattr(p, "_local_tensor", p) for p in self.trainer.raw_model.parameters()
-        ]  # FSDP2
+        """Raise RunError if weights are not finite, which can happen after a finite loss."""
+        parameters = self.trainer.raw_model.parameters()
+        params = [getattr(p, "_local_tensor", p) for p in parameters]  # FSDP2: the local shard
         norms = torch.stack(foreach_norm(params))
         if not self.world.all_true(bool(norms.isfinite().all().item())):
             raise RunError(
@@ -231,7 +228,7 @@ class HealthMonitor:
         return values | {"file": path.name}
 
     def describe_sequences(self, numbers: range) -> list[dict[str, str]]:
-        """Where each sequence of a step is in the shards, and the text it begins with."""
+        """For each sequence of a step, its place in the shards and its first tokens as text."""
         trainer, loader = self.trainer, self.trainer.loader
         try:
             tokenizer = get_tokenizer(tokenizer_name(trainer.raw_model.config, trainer.run_dir))
@@ -247,8 +244,8 @@ class HealthMonitor:
 
 
 class StepSnapshotter:
-    """Host-memory snapshots of the weights before each of the last two steps; two, because a norm is
-    checked while the next step is running. On a GPU the copy overlaps with forward and backward."""
+    """Copies in CPU memory of the weights before each of the last two steps; two, because a norm is
+    checked while the next step runs. On a GPU, copying overlaps with forward and backward."""
 
     def __init__(self, trainer):
         self.trainer, cuda = trainer, trainer.world.device.type == "cuda"
@@ -272,12 +269,12 @@ class StepSnapshotter:
                 snapshot["model"][name].copy_(p, non_blocking=True)
 
     def wait(self) -> None:
-        """Make work launched from now on (the update) wait for the copy; the CPU does not wait."""
+        """Make the GPU work launched from now on (the update) wait for the copy; the CPU does not."""
         if self.stream:
             torch.cuda.current_stream().wait_stream(self.stream)
 
     def save(self, step: int, path: Path) -> None:
-        """Write the state before a step. Its norm has arrived on the CPU, so its copy is complete."""
+        """Write the state before `step`. The norm of that step is on the CPU, so the copy is complete."""
         snapshot = self.snapshots[(step - 1) % 2]
         snapshot["loader"] = self.trainer.loader.state_dict() | snapshot["loader"]
         write_checkpoint(path, snapshot)

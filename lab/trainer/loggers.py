@@ -1,4 +1,4 @@
-"""Where a run logs to: log.jsonl, TensorBoard events, Weights & Biases; console.py prints lines."""
+"""Loggers of a run: log.jsonl, TensorBoard, Weights & Biases, and the console (console.py)."""
 
 import contextlib
 import json
@@ -18,8 +18,8 @@ class RunLogger:
     """Logs each event of a run as one JSON line in log.jsonl, to TensorBoard and to the console. Only
     rank 0 writes; the other ranks call the same methods.
 
-    A file that cannot be written is reported once, and training continues: whether the disk can take
-    the next checkpoint is decided when that is written.
+    A file that cannot be written is reported once, and training continues. Only a checkpoint that
+    cannot be written stops the run.
     """
 
     def __init__(self, trainer):
@@ -60,11 +60,11 @@ class RunLogger:
                 yield
         except UserError as error:
             if name not in self.failed:
-                eprint(f"{error}. Training continues without it")
+                eprint(f"{error}; training continues without it")
             self.failed.add(name)
 
     def event(self, kind: str, step: int, values: dict | None) -> None:
-        """Write a record and print its line. values: JSON-serializable; None: nothing to log."""
+        """Write a record and print a line. values: JSON-serializable; None: there is nothing to log."""
         if not self.is_main or values is None:
             return
         record = {"kind": kind, "step": step, "time": round(time.time(), 3)} | values
@@ -79,7 +79,7 @@ class RunLogger:
         self.console.event(kind, step, values)
 
     def start(self, reason: str, trainer, callbacks: list) -> None:
-        """Log and print the settings with which a run starts."""
+        """Log and print the settings at the start of a run."""
         record = self.console.start_record(callbacks)
         self.event("start", trainer.step, record)
         self.console.print_settings(reason, record)
@@ -88,15 +88,15 @@ class RunLogger:
         self, step: int, loss: float, lr: float, grad_norm: float,
         seconds_left: float | None = None, **speed: float,
     ) -> None:  # fmt: skip
-        """Log and print a training step. loss in nats per token; speed: what Throughput.read returns."""
+        """Log and print a training step. loss in nats per token; speed: the result of Throughput.read."""
         record = dict(loss=loss, lr=lr, grad_norm=grad_norm, tokens=self.trainer.loader.position)
         self.event("train", step, record | speed)
         self.console.print_train_step(step, loss, lr, grad_norm, seconds_left, speed)
 
 
 class TensorBoardWriter:
-    """Writes scalars to a TensorBoard event file in the calling thread, so that an error is raised
-    where it can be handled; torch's SummaryWriter writes in a thread of its own."""
+    """Writes scalars to a TensorBoard event file in the calling thread, where errors can be handled;
+    torch's SummaryWriter uses a thread of its own."""
 
     def __init__(self, run_dir: Path, step: int):
         from tensorboard.compat.proto import event_pb2, summary_pb2

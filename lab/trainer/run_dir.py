@@ -1,6 +1,6 @@
 """A run's directory, LOG_DIR/RUN_NAME: its lock, its config.json, and finding runs.
 
-It holds config.json (here), model_<step>.pt (checkpoint.py), log.jsonl and TensorBoard events
+It contains config.json (this file), model_<step>.pt (checkpoint.py), log.jsonl and TensorBoard events
 (loggers.py), spike_<step>.json (health.py) and loss.png (lab.tools.plot).
 """
 
@@ -21,22 +21,22 @@ from lab.trainer.checkpoint import checkpoint_files, step_of
 
 @contextlib.contextmanager
 def lock_run_dir(trainer) -> Iterator[None]:
-    """Hold the run directory's lock, with the run's config written in it.
+    """Context manager: lock the run directory, and write the config there.
 
     Raises UserError if another process uses the directory or it cannot be written.
     """
 
     def enter():
-        in_use = f"{trainer.run_dir} is in use by a run that is still going; stop that one first "
+        in_use = f"{trainer.run_dir} is in use by a run that is still running; stop that one first "
         in_use += "(its processes may outlive a torchrun that was killed)"
         stack.enter_context(dir_lock(trainer.run_dir, in_use))
         write_config(trainer)
-        for path in trainer.run_dir.glob("*.part"):  # left behind by a kill during a write
+        for path in trainer.run_dir.glob("*.part"):  # left by a process that was killed
             path.unlink()
         for path in checkpoint_files(trainer.run_dir):
-            if step_of(path) > trainer.step:  # damaged: it would count among those that are kept
+            if step_of(path) > trainer.step:  # damaged: it would count towards keep_last
                 path.rename(path.with_suffix(".damaged"))
-        stack.callback(trainer.checkpointer.finish)  # also if an error ends the run
+        stack.callback(trainer.checkpointer.finish)  # even if an error ends the run
 
     with contextlib.ExitStack() as stack:
         trainer.world.run_on_rank0(enter)
@@ -57,12 +57,12 @@ def write_config(trainer) -> None:
             file.unlink(missing_ok=True)  # that run ended before its first step
     atomic_write(path, json.dumps(config_dict(trainer), indent=1).encode() + b"\n")
     tokenizer = Path(trainer.cfg.data, TOKENIZER_FILE)
-    if tokenizer.exists():  # the weights are useless without it
+    if tokenizer.exists():  # the model cannot be used without it
         shutil.copyfile(tokenizer, run_dir / TOKENIZER_FILE)
 
 
 def config_dict(trainer) -> dict:
-    """What read_config reads, and which program made the run."""
+    """The contents of config.json: both configs, and the program that made the run."""
     model, train = dataclasses.asdict(trainer.raw_model.config), dataclasses.asdict(trainer.cfg)
     return {
         "program": describe_program(trainer),
@@ -72,7 +72,7 @@ def config_dict(trainer) -> dict:
 
 
 def program_of(run_dir: str | Path) -> dict:
-    """What config.json records of a run's program: {"trainer", "model", "config", "generates_text"}.
+    """The program recorded in config.json: {"trainer", "model", "config", "generates_text"}.
 
     Runs of unknown origin count as train_gpt2.py's.
     """
@@ -89,7 +89,7 @@ def program_of(run_dir: str | Path) -> dict:
 
 
 def has_steps(run_dir: Path) -> bool:
-    """Whether the log of a run contains an update."""
+    """Whether the run's log contains at least one update."""
     return '"kind": "first_step"' in read_lenient(run_dir / "log.jsonl")
 
 
@@ -101,8 +101,8 @@ def existing_checkpoints(run_dir: Path) -> list[Path]:
 
 
 def last_written(run_dir: Path) -> float:
-    """Time of the last write to a run's log or checkpoints, in seconds since the epoch; 0 without
-    either."""
+    """Time of the last write to a run's log or checkpoints, in seconds since the epoch; 0 if there are
+    none."""
     times = [0.0]
     for path in (run_dir / "log.jsonl", *existing_checkpoints(run_dir)):
         with contextlib.suppress(OSError):
@@ -111,26 +111,26 @@ def last_written(run_dir: Path) -> float:
 
 
 def newest_first(log_dir: str | Path) -> list[Path]:
-    """The run directories in log_dir, the one with the latest last_written first. sample.py and lab
-    report take the first with a checkpoint and the first with a log."""
+    """The run directories in log_dir, the most recently written first. sample.py uses the first one with
+    a checkpoint, lab report the first one with a log."""
     return sorted(Path(log_dir).glob("*/"), key=last_written, reverse=True)
 
 
 def newest_run(log_dir: str | Path, accept: Callable[[dict], bool], program: str = "") -> Path:
-    """The first run of newest_first that has a checkpoint and whose program_of is accepted. Raises
-    UserError if there is none; program: the file that makes such runs."""
+    """The newest run that has a checkpoint and for which accept(program_of(run)) is true. Raises
+    UserError if there is none; program: the file that creates such runs."""
     program = program or "train_gpt2.py"
     for run_dir in newest_first(log_dir):
         if existing_checkpoints(run_dir) and accept(program_of(run_dir)):
             return run_dir
     raise UserError(
-        f"no run of {program} with a checkpoint in {log_dir}/; `{command_for(program)}` makes one"
+        f"no run of {program} with a checkpoint in {log_dir}/; `{command_for(program)}` creates one"
     )
 
 
 def find_run_to_resume(log_dir: str | Path, run_name: str, trainer: str) -> Path:
-    """The directory of the named run, or else of the newest run that was made by `trainer`, a
-    class_path. Raises UserError if there is nothing to resume."""
+    """The directory of the named run or, without a name, of the newest run made by `trainer` (a
+    class_path). Raises UserError if there is nothing to resume."""
     if (name := Path(run_name).name) != run_name:
         raise UserError(f"run_name={run_name} is a path; pass --log_dir FOLDER --run_name {name}")
     ours = lambda program: program["trainer"] == trainer  # noqa: E731
@@ -152,7 +152,7 @@ def find_run_to_resume(log_dir: str | Path, run_name: str, trainer: str) -> Path
 
 
 def require_resumable(run_dir: Path) -> None:
-    """Raise UserError, with what can be done instead, if a run has nothing to resume from."""
+    """Raise UserError, which says what to do instead, if a run has nothing to resume from."""
     if not (run_dir / "config.json").exists():
         raise UserError(
             f"{run_dir} has no config.json to resume from; `ls {run_dir.parent}` lists the runs"
@@ -164,15 +164,15 @@ def require_resumable(run_dir: Path) -> None:
         hint = f"--init_from {best} starts from its best weights"
     elif has_steps(run_dir):
         hint = (
-            "wait for one if it is still going; else delete the folder or pass another --run_name"
+            "wait for one if it is still running; else delete the folder or pass another --run_name"
         )
     raise UserError(f"{run_dir} has no checkpoint to resume from; {hint}")
 
 
 def is_finished(run_dir: Path) -> bool:
-    """Whether the log of a run ends with its last measurement."""
+    """Whether the run completed its last step and evaluation, according to its log."""
     try:
         record = json.loads(read_lenient(run_dir / "log.jsonl").splitlines()[-1])
         return record["kind"] == "end" and record["reason"] == "done"
-    except (ValueError, LookupError, TypeError, RecursionError):  # no log, or not ours
+    except (ValueError, LookupError, TypeError, RecursionError):  # no valid log
         return False

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP (the terminal was closed) stop a run after saving it."""
+"""Signals: Ctrl-C, SIGTERM and SIGHUP (terminal closed) save the run and stop it."""
 
 import contextlib
 import os
@@ -6,11 +6,11 @@ import signal
 
 
 class GracefulStop(Exception):
-    """A signal, named in the message, asked the run to stop. Raised on all ranks at the same place."""
+    """The run should stop because of a signal, named in the message. Raised on all ranks together."""
 
 
 class SignalHandler:
-    """While entered, the first signal requests a graceful stop and a second Ctrl-C quits immediately.
+    """Context manager: the first signal requests a graceful stop, a second Ctrl-C quits immediately.
 
     Other signals may repeat: terminals send SIGHUP twice, and torchrun forwards a SIGTERM that its
     processes have already received.

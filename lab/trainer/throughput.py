@@ -10,8 +10,8 @@ from lab.hardware import peak_flops
 
 
 class Throughput:
-    """Speed of training alone: evaluation, saving and the first update, which compiles and allocates,
-    are not counted. The device is synchronized only where a line is logged or a callback is due."""
+    """Speed of training, without evaluation, saving and the first update, which compiles and allocates.
+    The device is synchronized only when a line is logged or a callback is due."""
 
     def __init__(self, trainer, log):
         self.trainer, self.world, self.log = trainer, trainer.world, log
@@ -22,25 +22,25 @@ class Throughput:
 
     @contextlib.contextmanager
     def paused(self, due: list) -> Iterator[None]:
-        """Don't count the time of the body; does nothing if no callback is due."""
+        """Exclude the time of the body; does nothing if no callback is due."""
         if not due:
             yield
             return
-        self.world.synchronize()  # otherwise pending kernels would be billed to evaluation
+        self.world.synchronize()  # otherwise pending kernels would count as evaluation
         t0 = time.perf_counter()
         yield
         self.world.synchronize()
         self.t0 += time.perf_counter() - t0
 
     def tick(self) -> None:
-        """Call after each update was launched; the first one is logged by itself."""
+        """Call after launching each update; the first one is logged separately."""
         if self.first:
             self.log.event("first_step", self.trainer.step, {"seconds": self.restart()})
             self.first = False
             self.trainer.timer.read()
 
     def restart(self) -> float:
-        """Start counting from here; returns the seconds counted so far."""
+        """Reset the counters. Returns the seconds counted so far."""
         self.world.synchronize()
         now = time.perf_counter()
         seconds, self.t0 = now - self.t0, now
@@ -48,13 +48,12 @@ class Throughput:
         return seconds
 
     def read(self) -> dict[str, float]:
-        """Speed since the last read, for the log; {} if there was no update but the first."""
+        """Speed since the last read, for the log; {} if only the first update was made."""
         steps = self.trainer.step - self.start_step
         if not steps:
             return {}
-        tokens = (
-            self.trainer.loader.position - self.start_tokens
-        )  # speedrun.py has steps of two sizes
+        # counted, because steps may differ in size (speedrun.py)
+        tokens = self.trainer.loader.position - self.start_tokens
         seconds = self.restart()
         tok_per_s = tokens / seconds
         values = {"dt_ms": 1000 * seconds / steps, "tok_per_s": tok_per_s}
