@@ -12,6 +12,7 @@ results: docs/LOG.md#speedrun-parts, #speedrun-laptop). Read train_gpt2.py first
 letters are the same.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -49,6 +50,9 @@ class GPTConfig:
     bf16_residual: bool = True  # under bf16 autocast, keep the residual stream in bf16 as well
     document_mask: bool = False  # attention does not cross end-of-text
     rotary: bool = True  # rotary position embedding; off: learned positions, as in GPT-2
+    # contexts longer than trained: frequencies for block_size, from those learned for trained_length
+    rope_scaling: Literal["none", "linear", "ntk", "yarn"] = "none"
+    trained_length: int = 0  # block_size before --rope_scaling
     qk_norm: bool = True  # RMSNorm of queries and keys
     mlp: Literal["relu2", "gelu"] = "relu2"  # gelu: GPT-2's MLP, with its biases and 8-bit kernels
     tied: bool = False  # one matrix for embedding and head, as in GPT-2
@@ -67,6 +71,15 @@ class GPTConfig:
             not self.rotary or (head_size % 2 == 0 and head_size >= 4),
             f"n_embd={self.n_embd} / n_head={self.n_head} gives heads of {head_size} channels, but "
             "rotary needs an even number of at least 4; change n_head, or pass --no_rotary",
+        )
+        require(
+            self.rope_scaling == "none" or self.rotary,
+            f"rope_scaling={self.rope_scaling} needs rotary; leave out --no_rotary or --rope_scaling",
+        )
+        require(
+            self.rope_scaling == "none" or 0 < self.trained_length <= self.block_size,
+            f"trained_length={self.trained_length} must be from 1 to block_size={self.block_size}; "
+            "pass the block_size with which the model was trained before --rope_scaling",
         )
         require(
             self.value_tables <= self.n_layer,
@@ -173,15 +186,46 @@ def shift_right(x, position, mask, cache, name):
     return F.pad(x, (0, 0, 1, 0))[:, x.size(1) - T : x.size(1)]
 
 
-def rotation(position, D):
+YARN_TURNS = 1, 32  # alpha and beta of Peng et al. 2023, found for LLaMA's 2,048 tokens and more
+
+
+def rope_frequencies(config, device=None):
+    """Frequencies (D / 4,) of rotary embedding, in radians per token, and a factor on rotated queries
+    and keys. Attention's scores grow with the factor's square."""
+    D, factor = config.n_embd // config.n_head, 1.0
+    exponent = torch.linspace(0, 1, D // 4, device=device)
+    inv_freq = 1024**-exponent
+    if config.rope_scaling == "none":
+        return inv_freq, factor
+    scale = config.block_size / config.trained_length
+    if config.rope_scaling == "linear":
+        # position interpolation (Chen et al. 2023): all angles occurred in training, but neighbors are
+        # closer together
+        inv_freq = inv_freq / scale
+    elif config.rope_scaling == "ntk":
+        # NTK-aware (Peng et al. 2023, 3.1): the highest frequency stays, the lowest is divided by scale
+        inv_freq = inv_freq * scale**-exponent
+    else:
+        # YaRN (Peng et al. 2023, 3.2 to 3.4): frequencies with at least 32 turns within the trained length
+        # stay, those with less than one turn are divided by scale, and the scores are sharpened
+        low, high = YARN_TURNS
+        turns = config.trained_length * inv_freq / (2 * math.pi)
+        keep = ((turns - low) / (high - low)).clamp(0, 1)
+        inv_freq = inv_freq * (keep + (1 - keep) / scale)
+        factor = 0.1 * math.log(scale) + 1
+    return inv_freq, factor
+
+
+def rotation(position, config):
     """(cos, sin) of the angles by which rotary embedding (Su et al. 2021) rotates pairs of channels:
     (T, D / 2), or (B, 1, T, D / 2). Half of the pairs don't rotate, so that they can compare content
     independently of distance (as in modded-nanogpt)."""
-    inv_freq = 1024 ** -torch.linspace(0, 1, D // 4, device=position.device)  # radians per token
-    inv_freq = torch.cat([inv_freq, torch.zeros(D // 2 - D // 4, device=position.device)])
+    D = config.n_embd // config.n_head
+    inv_freq, factor = rope_frequencies(config, position.device)
+    inv_freq = F.pad(inv_freq, (0, D // 2 - D // 4))
     angle = position[..., None].float() * inv_freq
     angle = angle if position.dim() == 1 else angle[:, None]
-    return angle.cos(), angle.sin()
+    return angle.cos() * factor, angle.sin() * factor
 
 
 def rotate(x, cos_sin):
@@ -305,6 +349,11 @@ class GPT(nn.Module):
     def num_params(self):
         return sum(p.numel() for p in self.parameters())
 
+    @property
+    def changeable_fields(self):
+        """Config fields that --init_from may change: no weight depends on them."""
+        return ("block_size", "rope_scaling", "trained_length") if self.config.rotary else ()
+
     def block_matrices(self):
         """The matrices inside the blocks and stacks of such matrices, which Muon updates."""
         return [p for p in self.transformer.h.parameters() if p.dim() >= 2]
@@ -332,7 +381,7 @@ class GPT(nn.Module):
             x = x.bfloat16()
         if self.smear is not None:
             x = self.smear(x, shift_right(x, position, mask, cache, "smear"))
-        cos_sin = rotation(position, c.n_embd // c.n_head) if c.rotary else None
+        cos_sin = rotation(position, c) if c.rotary else None
         for i, block in enumerate(t.h):
             table = c.value_table(i)
             value = None if table is None else t.vte[table](idx)

@@ -187,7 +187,9 @@ def init_from(source: str, model: Any, log_dir: str | Path = "log") -> None:
         check_same_model(path, vars(other.config), model.config, "vocab_multiple")
         copy_into(model, other.state_dict(), path)
     else:
-        check_same_model(path, vars(other.config), model.config)
+        check_same_model(
+            path, vars(other.config), model.config, *getattr(model, "changeable_fields", ())
+        )
         load_state_strict(model, other.state_dict(), path)
 
 

@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import json
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +22,7 @@ from lab.inference.decode_step import supports
 from lab.inference.generate import KVCache, generate
 from lab.inference.streaming import make_decode_step
 from lab.optim.muon import NEWTON_SCHULZ, POLAR_EXPRESS, Muon, newton_schulz
-from lab.registry import load_model
+from lab.registry import init_from, load_model
 from speedrun import GPT, GPTConfig, TrainConfig, step_tokens
 
 TINY = dict(n_layer=3, n_head=2, n_embd=32, block_size=32, vocab_size=VOCAB)
@@ -37,6 +38,8 @@ def tiny_model(**changes):
 
 
 EVERYTHING = dict(bigram_rows=100, value_tables=2)
+CONFIG = GPTConfig(**TINY)  # its heads have 16 channels
+LONGER = dict(rope_scaling="yarn", trained_length=8)
 
 
 # ------------------------------------------------------------------------------------------- Muon
@@ -185,12 +188,12 @@ def test_attention_scores_depend_only_on_distance_and_direction():
     """Rotary: adding 7 to all positions changes no score, no vector changes its length, and two
     rotations equal one by twice the angle. QK-norm: longer keys have the same scores."""
     q, k = torch.randn(2, 1, 2, 9, 16)
-    turns = [speedrun.rotation(torch.arange(9) + start, 16) for start in (0, 7)]
+    turns = [speedrun.rotation(torch.arange(9) + start, CONFIG) for start in (0, 7)]
     turned = [(speedrun.rotate(q, turn), speedrun.rotate(k, turn)) for turn in turns]
     here, later = (a @ b.mT for a, b in turned)
     assert torch.allclose(here, later, atol=1e-5) and not torch.allclose(here, q @ k.mT, atol=0.1)
     assert torch.allclose(turned[1][0].norm(dim=-1), q.norm(dim=-1), atol=1e-5)
-    one, two = (speedrun.rotation(torch.tensor([place]), 16) for place in (1, 2))
+    one, two = (speedrun.rotation(torch.tensor([place]), CONFIG) for place in (1, 2))
     twice = speedrun.rotate(speedrun.rotate(q, one), one)  # (two reflections would cancel out)
     assert torch.allclose(twice, speedrun.rotate(q, two), atol=1e-5)
     still = torch.tensor(4 * [False] + 4 * [True])  # half of the pairs of channels do not rotate
@@ -203,7 +206,65 @@ def test_attention_scores_depend_only_on_distance_and_direction():
         assert torch.allclose(model(idx)[0], before, atol=1e-4) == normed
 
 
-@pytest.mark.parametrize("changes", [{}, EVERYTHING | dict(document_mask=True)])
+def yarn_by_the_paper(frequencies, length, scale):
+    """Peng et al. 2023: r (eq. 17) is the trained length in wavelengths; gamma is eq. 18, with alpha = 1
+    and beta = 32; the new frequency is eq. 19."""
+    found = []
+    for theta in frequencies:
+        r = length / (2 * math.pi / theta)
+        gamma = 0 if r < 1 else 1 if r > 32 else (r - 1) / (32 - 1)
+        found.append((1 - gamma) * theta / scale + gamma * theta)
+    return found
+
+
+@pytest.mark.parametrize("scale", [1, 1.5, 4, 32])
+def test_scaled_rope_frequencies_are_those_of_transformers_and_of_the_papers(scale):
+    """Heads of 128 channels with 32 frequencies: transformers' heads of 64 whose base gives the same
+    slowest one. Its YaRN has another ramp between the frequencies that stay and those divided by scale,
+    so only those, and the factor on queries and keys, are compared with it."""
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    shape = dict(
+        n_layer=1, n_head=1, n_embd=128, block_size=round(1024 * scale), trained_length=1024
+    )
+    base = 1024 ** (32 / 31)
+    plain = [base ** (-2 * i / 64) for i in range(32)]
+    assert speedrun.rope_frequencies(GPTConfig(**shape))[0].tolist() == pytest.approx(plain)
+    for ours, theirs in dict(linear="linear", ntk="dynamic", yarn="yarn").items():
+        more = dict(rope_type=theirs, rope_theta=base, factor=1.0 if ours == "ntk" else scale)
+        more |= dict(original_max_position_embeddings=1024) if ours == "yarn" else {}
+        other = LlamaConfig(
+            hidden_size=64, num_attention_heads=1, max_position_embeddings=1024, rope_parameters=more
+        )  # fmt: skip
+        expected, factor = ROPE_INIT_FUNCTIONS[theirs](other, "cpu", round(1024 * scale))
+        config = GPTConfig(**shape, rope_scaling=ours)
+        found, our_factor = speedrun.rope_frequencies(config)
+        assert our_factor == pytest.approx(factor)
+        if ours != "yarn":
+            assert found.tolist() == pytest.approx(expected.tolist(), rel=1e-5)
+            continue
+        paper = yarn_by_the_paper(plain, 1024, scale)
+        assert found.tolist() == pytest.approx(paper, rel=1e-5)
+        assert found[[0, -1]].tolist() == pytest.approx(expected[[0, -1]].tolist(), rel=1e-5)
+        assert our_factor == pytest.approx(1 if scale == 1 else 0.1 * math.log(scale) + 1)
+
+
+def test_yarn_multiplies_attention_scores_by_the_square_of_its_factor():
+    """Of channels that rotate and of those that don't."""
+    q, k = torch.randn(2, 1, 2, 9, 16)
+    scores = {}
+    for scaling in ("none", "yarn"):
+        config = GPTConfig(**TINY | LONGER | dict(rope_scaling=scaling))
+        turn = speedrun.rotation(torch.zeros(9), config)  # position 0: no rotation, only the factor
+        scores[scaling] = speedrun.rotate(q, turn) @ speedrun.rotate(k, turn).mT
+    temperature = 1 / (0.1 * math.log(32 / 8) + 1) ** 2  # eq. 22: sqrt(1 / t) = 0.1 ln(s) + 1
+    assert torch.allclose(scores["yarn"], scores["none"] / temperature, atol=1e-5)
+    turned = speedrun.rotate(q, speedrun.rotation(torch.arange(9) + 20, config))
+    assert torch.allclose(turned.norm(dim=-1) * temperature**0.5, q.norm(dim=-1), atol=1e-5)
+
+
+@pytest.mark.parametrize("changes", [{}, LONGER, EVERYTHING | dict(document_mask=True)])
 def test_cached_and_uncached_generation_give_the_same_tokens(changes):
     """Also beyond the context length, where the older half of the window is dropped."""
     torch.manual_seed(0)
@@ -261,7 +322,7 @@ def test_squared_relu_and_learned_value_mixing():
     neurons = (x @ mlp.c_fc.weight.mT).clamp(min=0)
     assert torch.allclose(mlp(x), neurons**2 @ mlp.c_proj.weight.mT, atol=1e-6)
 
-    turn, value = speedrun.rotation(torch.arange(7), 16), torch.randn(2, 7, 32)
+    turn, value = speedrun.rotation(torch.arange(7), CONFIG), torch.randn(2, 7, 32)
     attn.mix_values[:] = torch.tensor([1.0, 0.0])
     plain = attn(x, turn, None)
     assert torch.allclose(attn(x, turn, value), plain, atol=1e-6)
@@ -396,6 +457,52 @@ def test_resumed_run_equals_uninterrupted_one_and_tools_read_it(tmp_path, run_sp
     assert "checkpoint_every=0, so the steps after 6 are not saved\n" in said
     other = run_speedrun("--resume", "--max_steps", 7, "--no_qk_norm", "--tied", status=2)
     assert "qk_norm=True (here False), tied=False (here True); pass --qk_norm and --no" in other
+
+
+def test_trained_run_is_extended_and_resumed(tmp_path, run_speedrun):
+    """--init_from with a longer context and --rope_scaling, which no weight depends on."""
+    run_speedrun("--max_steps", 2)
+    longer = (
+        "--init_from log/r --run_name longer --block_size 64 --seq_len 64 --batch_size 2".split()
+    )
+    how = "--rope_scaling yarn --trained_length 32 --max_steps 4 --checkpoint_every 2".split()
+    run_speedrun(*longer, *how)
+    whole = read_run(tmp_path / "log/longer")
+    (tmp_path / "log/longer/model_000004.pt").unlink()
+    run_speedrun("--resume", "--run_name", "longer")
+    again = read_run(tmp_path / "log/longer")
+    assert not differing_parts(whole.checkpoints[4], again.checkpoints[4])
+    other = "--resume --run_name longer --max_steps 9 --rope_scaling ntk".split()
+    assert "is another model: rope_scaling=yarn (here ntk)" in run_speedrun(*other, status=2)
+
+    model = load_model(str(tmp_path / "log/longer"))
+    assert model.config.rope_scaling == "yarn" and model.config.block_size == 64
+    names = ("none", "linear", "ntk", "yarn")
+    shapes = [replace(model.config, rope_scaling=name) for name in names]
+    x, losses = torch.randint(VOCAB, (2, 64)), set()
+    for shape in shapes:
+        other = GPT(shape)
+        init_from(str(tmp_path / "log/r"), other)
+        losses.add(other(x, x)[1].item())
+    assert len(losses) == 4, "the same weights, with other rotations"
+    with pytest.raises(UserError, match=r"another model: n_head=2 \(here 4\); pass --n_head 2"):
+        init_from(str(tmp_path / "log/r"), GPT(replace(model.config, n_head=4)))
+    with pytest.raises(UserError, match=r"another model: block_size=32 \(here 64\)"):
+        rows = GPT(replace(model.config, rotary=False))  # learned positions: a row for each
+        init_from(str(tmp_path / "log/r"), rows)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(trained_length=0), "trained_length=0 must be from 1 to block_size=32"),
+        (dict(trained_length=33), "trained_length=33 must be from 1 to block_size=32"),
+        (dict(trained_length=8, rotary=False), "rope_scaling=ntk needs rotary"),
+    ],
+)
+def test_rope_scaling_that_cannot_work_is_refused(changes, message):
+    with pytest.raises(UserError, match=message):
+        GPTConfig(**TINY | dict(rope_scaling="ntk") | changes).validate()
 
 
 def test_two_processes_equal_one(tmp_path, shards, run_speedrun):

@@ -1,0 +1,118 @@
+"""bench/: scaling.py, little_text.py and longer.py, the records of the notebook's last chapters."""
+
+import json
+import math
+import random
+
+import little_text
+import longer
+import pytest
+import scaling
+import torch
+from conftest import ROOT, run_python
+
+import speedrun
+from lab.cli import UserError
+from lab.data.shards import TokenShards
+from lab.data.tokenizers import get_tokenizer
+
+
+def test_scaling_runs_have_the_flops_and_tokens_they_claim():
+    runs = scaling.planned(scaling.Config())
+    budget, ladder = ([r for r in runs if r["group"] == g] for g in ("budget", "ladder"))
+    assert [r["n_embd"] for r in budget] == 2 * [24, 40, 64, 96, 144]
+    for r in budget:  # 512 tokens per step
+        assert r["steps"] * 512 * r["flops_per_token"] == pytest.approx(r["budget"], rel=0.02)
+    for r in ladder:
+        assert r["weights"] == 2 * 12 * r["n_embd"] ** 2
+        assert r["steps"] * 512 == pytest.approx(8 * r["weights"], rel=0.01)
+        head = 257 * r["n_embd"]
+        assert r["flops_per_token"] == 6 * (r["weights"] + head) + 12 * 2 * r["n_embd"] * 64
+    only = scaling.planned(scaling.Config(groups=("ladder",), sizes=(24,)))
+    assert [r["n_embd"] for r in only] == [24]
+    with pytest.raises(UserError, match="groups=x is not one of budget, ladder"):
+        scaling.main(["--groups", "x"])
+
+
+def tiny_models(n, seed=0):
+    torch.manual_seed(seed)
+    models = [speedrun.GPT(speedrun.GPTConfig(**little_text.SHAPE)) for _ in range(n)]
+    for p in (p for model in models for p in model.parameters()):
+        p.data += 0.1 * torch.randn_like(p)
+    return models
+
+
+def test_ensemble_averages_probabilities_and_students_learn_them():
+    a, b = models = tiny_models(2)
+    x = torch.randint(257, (2, 9))
+    mean = (a(x)[0].softmax(-1) + b(x)[0].softmax(-1)) / 2  # (B, T, V)
+    assert torch.allclose(little_text.mean_log_probs(models, x).exp(), mean, atol=1e-6)
+    (student,) = tiny_models(1, seed=1)
+    _, loss = little_text.soft_targets(models)(student)(x, x, reduction="sum")
+    expected = -(mean * student(x)[0].log_softmax(-1)).sum()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    between = little_text.mean_weights(models).state_dict()
+    for (name, p), q in zip(a.state_dict().items(), b.state_dict().values()):
+        assert torch.allclose(between[name], (p + q) / 2)
+
+
+def test_little_text_trains_with_dropout_and_measures_both_texts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    little_text.write_text()
+    text = TokenShards("data/little", "train", 257)
+    assert len(text) == 16_384
+    builtin = TokenShards("data/builtin", "train", 257).read(0, 16_384)
+    assert (text.read(0, 16_384) == builtin).all()
+    model, average, seconds = little_text.train(1, passes=1, dropout=0.5)
+    assert any(isinstance(m, torch.nn.Dropout) for m in model.modules()) and seconds > 0
+    x = torch.randint(257, (1, 9))
+    assert torch.equal(model(x)[0], model(x)[0]), "dropout is off"
+    assert not torch.equal(model(x)[0], average(x)[0])
+    losses = {split: little_text.loss([model], split) for split in ("val", "train")}
+    assert all(2 < loss < math.log(257) for loss in losses.values()) and len(losses) == 2
+
+
+def test_planted_fact_is_where_it_should_be():
+    tokenizer, rng = get_tokenizer("bytes"), random.Random(0)
+    words, last = longer.choices(tokenizer)
+    assert words == longer.LETTERS and last == [ord(c) for c in words]
+
+    class Text:  # a stream of full stops
+        def __len__(self):
+            return 10_000
+
+        def read(self, start, length):
+            return torch.full((length,), ord("."))
+
+    for distance in (0, 100, 400):
+        ids, right = longer.planted(Text(), tokenizer, 512, distance, rng)
+        said = tokenizer.decode(ids)
+        question = said.index(" The", said.index(" The") + 1)  # the second one
+        assert len(ids) == 512 and said.endswith(" is ")
+        assert question - said.index(" The") == max(distance, len(said[question:]) + 2)
+        assert (
+            said[question:] + words[right] + "." == said[said.index(" The") :][: 512 - question + 2]
+        )
+    ids, _ = longer.planted(Text(), tokenizer, 512, None, rng)
+    assert tokenizer.decode(ids).count(" The") == 1
+
+
+def test_longer_extends_a_run_and_measures_it(tmp_path):
+    flags = """--preset laptop --device cpu --n_layer 1 --n_head 2 --n_embd 32 --block_size 32 --seq_len
+        32 --batch_size 4 --total_batch_size 128 --val_every 0 --sample_every 0 --checkpoint_every 2
+        --max_steps 2 --run_name short"""
+    done = run_python(ROOT / "speedrun.py", *flags.split(), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    flags = """--model log/short --data data/builtin --device cpu --windows 8 --facts 4 --updates 0 1
+        --tokens_per_update 512 --scaling none yarn"""
+    done = run_python(ROOT / "bench" / "longer.py", *flags.split(), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in (tmp_path / "longer.jsonl").read_text().splitlines()]
+    how = [(r["scaling"], r["updates"], r["trained_length"], r["length"]) for r in found]
+    assert how == [(s, u, 32, 128) for u in (0, 1) for s in ("none", "yarn")]
+    none, yarn, after, _ = (r["losses"] for r in found)
+    assert none[:2] != yarn[:2] and none != after and all(len(r["losses"]) == 8 for r in found)
+    assert all(len(r["retrieval"]) == 7 and "none" in r["retrieval"] for r in found)
+    assert "facts found by distance" in done.stdout
+    done = run_python(ROOT / "bench" / "longer.py", *flags.split(), "--length", 20, cwd=tmp_path)
+    assert done.returncode == 2 and "length=20 must be a multiple of 8" in done.stderr
