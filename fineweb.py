@@ -51,8 +51,8 @@ class Config:
     split: str = "train"  # split of the data set
     # branch, tag or commit of the data set; a continued build keeps its commit
     revision: str = "main"
-    # column (parquet) or key (JSONL) of the text. If the first line of a JSONL file has "messages"
-    # instead, its lines are conversations, which are packed into rows with masks for fine-tuning
+    # column (parquet) or key (JSONL) of the text. If the first record is a conversation instead
+    # (docs/DATA.md lists the forms), the records are packed into rows with masks for fine-tuning
     text_column: str = "text"
     # tokens per row of chat data; longer conversations are skipped and counted
     context: int = 1024

@@ -13,11 +13,10 @@ letters are the same.
 """
 
 import math
-import os
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from lab.cli import pre_import_setup, require, run_main
+from lab.cli import pre_import_setup, require, run_main, torchrun_env
 
 if __name__ == "__main__":
     pre_import_setup()  # SIGINT handling and OpenMP wait policy: must run before `import torch`
@@ -128,7 +127,7 @@ class TrainConfig(train_gpt2.TrainConfig):
         require(self.momentum < 1, f"momentum={self.momentum} must be less than 1")
         for name in ("momentum_warmup", "batch_warmup_steps"):
             config.check_length(self, name)
-        world_size = int(os.environ.get("WORLD_SIZE", 1))
+        _, _, world_size = torchrun_env()
         multiple = 2 * max(1, self.batch_size) * self.seq_len * world_size
         more = -(-self.total_batch_size // multiple) * multiple
         require(

@@ -20,7 +20,7 @@ from records import append_record, origin, print_rows
 from tyro.conf import Positional, arg
 
 from lab.cli import parse_args, run_main
-from lab.data.chat import STOP_STRINGS, lines_of, render_chat
+from lab.data.chat import STOP_STRINGS, records_in, render_chat
 from lab.data.sources import local_files
 from lab.distributed import World
 from lab.inference.streaming import load_for_inference, stream_generate
@@ -96,7 +96,7 @@ def measure(model, tokenizer, asked, cfg):
 
 def main(argv):
     cfg = parse_args(Config, argv, description=__doc__)
-    chats = [chat for _, chat in lines_of(local_files(cfg.data))]
+    chats = [chat for _, chat in records_in(local_files(cfg.data))]
     asked, rest = chats[cfg.tenth :: 10], [c for i, c in enumerate(chats) if i % 10 != cfg.tenth]
     others = [said for chat in rest for _, said, _ in turns(chat)]
     facts = [fact for chat in asked for *_, fact in turns(chat)]

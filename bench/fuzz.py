@@ -4,14 +4,24 @@
     python bench/fuzz.py --kind npy --seed 1234 --count 1   # repeat one file and show its traceback
 
 A valid file is randomly mutated (reproducible by seed) and read as by the commands, in a child process
-that is limited to 2 GiB of additional memory and 20 seconds, and that may not start programs or use the
-network. The file may be read, or refused with a UserError. Anything else is printed, and the exit
-status is 1.
+that is limited to 2 GiB of additional memory and 20 seconds of CPU time, and that may not start
+programs or use the network. The outcomes are counted:
+
+    refused    with a UserError of one sentence
+    same       accepted, with the contents of the valid file
+    changed    accepted, with other contents
+    wrong      accepted, although the format has a checksum of the changed bytes
+    traceback  any other exception
+    hang       no result after 20 seconds of CPU time or 200 seconds in total
+    crash      the process died
+
+The first example of each of the last four is printed, and the exit status is then 1.
 """
 
 import contextlib
 import dataclasses
 import gzip
+import hashlib
 import io
 import json
 import multiprocessing
@@ -33,6 +43,8 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 from records import random_shards
 
@@ -42,6 +54,7 @@ import hellaswag
 import train_gpt2
 from lab.cli import UserError, format_error, is_oom, parse_args, run_main
 from lab.config import choose_defaults, resolve_config, resolve_vocabulary
+from lab.data.manifest import verify_shards
 from lab.data.shards import TokenShards
 from lab.data.tokenizers import get_tokenizer
 from lab.distributed import World
@@ -51,6 +64,7 @@ from lab.tools import plot, replay, report
 from lab.trainer.run_dir import is_finished, write_config
 
 SECONDS, MEMORY, BATCH = 20, 2 * 2**30, 100  # per file; bytes and files per child process
+FAULTS = "wrong", "traceback", "hang", "crash"
 FORBIDDEN = "os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "socket.connect"
 PRESETS = train_gpt2.PRESETS
 TEXTS = [f"Text {i} says naïve things. " * (i % 5) for i in range(40)]
@@ -58,6 +72,14 @@ ROWS = [{"text": text, "id": i} for i, text in enumerate(TEXTS)]
 YES = {"role": "assistant", "content": "Yes."}
 CHATS = [{"messages": [{"role": "user", "content": text}, YES]} for text in TEXTS]
 SHADES = [{"text": "a", "name": "'a'", "p": 0.5, "id": 97, "likeliest": [[98, "'b'", 0.1]]}]
+PAIRS = [("human", "gpt")[i % 2] for i in range(4)]
+SHAREGPT = [
+    {"conversations": [{"from": who, "value": text or "x"} for who in PAIRS]} for text in TEXTS
+]
+ALPACA = [
+    {"instruction": text, "input": "", "output": "Yes.", "history": [["a", "b"]]} for text in TEXTS
+]
+PROMPTS = [{"prompt": [{"role": "user", "content": text}], "completion": [YES]} for text in TEXTS]
 ENDINGS = {"ctx": "A man", "endings": ["runs.", "is", "eats a shoe", "flew"], "label": 2, "ind": 1}
 
 # ------------------------------------------------------------------------------------- 1. mutations
@@ -110,6 +132,59 @@ def mutate_safetensors(data, rng):
     size = int.from_bytes(data[:8], "little")
     header = mutate_json(data[8 : 8 + size], rng)
     return len(header).to_bytes(8, "little") + header + data[8 + size :]
+
+
+def mutate_npy(data, rng):
+    """Change the header of a .npy file, and sometimes its version."""
+    size = int.from_bytes(data[8:10], "little")
+    dtype = rng.choice(["<u2", ">u2", "<i2", "<u4", "|O", "<f8", "|V0", "<U9", "|S0", "x", ""])
+    shape = rng.choice([(), (0,), (-1,), (2**40,), (2**70,), (10, 10), (1,) * 99, ("a",), 3, None])
+    header = {"descr": "<u2", "fortran_order": False, "shape": (2000,)}
+    header[rng.choice([*header, "x"])] = rng.choice([dtype, shape, True, None, 0.5, b"x"])
+    text = rng.choice([repr(header), repr(header), "(" * 50_000, "__import__('os').system('id')"])
+    version = bytes(rng.choice([(1, 0), (2, 0), (3, 0), (9, 9)]))
+    length = len(text).to_bytes(2 if version == b"\1\0" else 4, "little")[-4:]
+    return data[:6] + version + length + text.encode() + data[10 + size :]
+
+
+def mutate_bin(data, rng):
+    """Change a number in the header of one of llm.c's .bin files."""
+    header = np.frombuffer(data[:1024], "<i4").copy()
+    header[rng.choice([0, 1, 2, 3, 255])] = rng.choice(
+        [0, 1, -1, 2, 1999, 2001, 2**31 - 1, -(2**31)]
+    )
+    return header.tobytes() + data[1024:]
+
+
+def mutate_parquet(data, rng):
+    """Change a value, which may change a column's type, or a column, and write a valid file."""
+    rows = pq.read_table(io.BytesIO(data)).to_pylist()
+    if rng.random() < 0.5:  # in all rows, because a column has one type
+        name, value = rng.choice([*rows[0]]), rng.choice(ODD)
+        for row in rows:
+            row[name] = value
+    else:
+        rows = mutate_tree(rows, rng)
+    try:
+        table = pa.Table.from_pylist(rows)
+        out = io.BytesIO()
+        pq.write_table(table, out, row_group_size=rng.choice([1, 15, 1000]))
+    except (pa.ArrowException, TypeError, ValueError, OverflowError, AttributeError, KeyError):
+        return mutate_bytes(data, rng)  # values of several types fit in no column
+    return out.getvalue()
+
+
+def mutate_text(data, rng):
+    """Change encoding, line ends or length, or insert what is not text."""
+    text, at = data.decode(), rng.randrange(len(data))
+    return rng.choice(
+        [
+            *(text.encode(name) for name in ("utf-16", "utf-16-le", "utf-32", "utf-8-sig", "utf-7")),
+            text.replace("\n", rng.choice(["\r\n", "\r", "", "\0", "\u2028"])).encode(),
+            data[:at] + rng.choice([b"\0", b"\xff", b"\xed\xa0\x80", b"<|endoftext|>"]) + data[at:],
+            data.replace(b" ", b""), data * 9, b"", b" \n" * 1000, b"a" * 10**4,
+        ]
+    )  # fmt: skip
 
 
 def mutate_checkpoint(data, rng):
@@ -190,9 +265,23 @@ def make_run():
     Path("log/r/log.jsonl").write_text("\n".join(lines) + "\n")
 
 
+def digest(arrays):
+    """A checksum of the contents of arrays or tensors."""
+    total = hashlib.sha256()
+    for array in arrays:
+        total.update(
+            repr((array.dtype, array.shape)).encode() + np.ascontiguousarray(array).tobytes()
+        )
+    return total.hexdigest()
+
+
+def read_weights(source):
+    return digest(load_model(source).state_dict().values())
+
+
 def read_run(updates=1):
     """Load the model, write a report, and resume up to and including the first update."""
-    load_model("log/r")
+    weights = read_weights("log/r")
     report.write_page([Path("log/r")], Path("report.html"))
     args = ["--resume", "--run_name", "r"]
     _, model_config, cfg = choose_defaults(args, PRESETS, train_gpt2.Trainer)
@@ -202,6 +291,7 @@ def read_run(updates=1):
     trainer = train_gpt2.build_trainer(model_config, cfg, world, state)
     if updates:
         trainer.train_step()
+    return weights + digest(trainer.raw_model.state_dict().values())
 
 
 def read_log():
@@ -245,15 +335,19 @@ def make_shards(suffix):
 
 
 def read_shards():
+    found = []
     for split in ("train", "val"):
         shards = TokenShards("data", split, 257)
-        shards.batch(np.arange(0, 4 * len(shards), max(1, len(shards) // 4))[:16], 16)
+        starts = np.arange(0, 4 * len(shards), max(1, len(shards) // 4))[:16]
+        found.append(shards.batch(starts, 16)[0])
+    return digest(found)
 
 
 def build_data(**changes):
     """Run fineweb.py on the texts in `in`, or resume from its manifest."""
     flags = dict(source="in", out="data", tokenizer="bytes", shard_tokens="2000", workers=0)
-    fineweb.build(fineweb.completed(fineweb.Config(**flags | changes)))
+    manifest = fineweb.build(fineweb.completed(fineweb.Config(**flags | changes)))
+    return digest(np.load(f"data/{entry['name']}") for entry in manifest["shards"])
 
 
 def make_manifest():
@@ -275,6 +369,13 @@ def read_wordpiece():
     tokenizer.decode(tokenizer.encode(TEXTS[4]))
 
 
+def read_verified():
+    """Refuse what fineweb.py --verify finds."""
+    if problems := verify_shards("data"):
+        raise UserError(problems[0])
+    return build_data(tokens="3000")
+
+
 def read_manifest():
     fineweb.main(["--verify", "--out", "data"])
     TokenShards("data", "train", 257)
@@ -287,12 +388,19 @@ def write_lines(name, rows, pack=bytes):
     Path("in", name).write_bytes(pack("\n".join(map(json.dumps, rows)).encode()))
 
 
-def write_parquet():
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
+def write_array(rows):
     Path("in").mkdir()
-    pq.write_table(pa.Table.from_pylist(ROWS), "in/t.parquet", row_group_size=15)
+    Path("in/c.json").write_text(json.dumps(rows, indent=1))
+
+
+def write_text():
+    Path("in").mkdir()
+    Path("in/t.txt").write_text("\n".join(TEXTS))
+
+
+def write_parquet(rows):
+    Path("in").mkdir()
+    pq.write_table(pa.Table.from_pylist(rows), "in/t.parquet", row_group_size=15)
 
 
 def read_hellaswag():
@@ -305,66 +413,78 @@ class Kind:
     files: str  # glob pattern of those that are mutated
     read: Callable  # reads them as the commands do
     mutate: Callable = mutate_bytes  # for this format; mutate_bytes is used half of the time
+    checksum: bool = False  # the format has one, so a changed byte must not change what is read
 
 
 def compressed(suffix, unpack, pack):
     def mutate(data, rng):
         return pack(mutate_json(unpack(data), rng))
 
-    return Kind(lambda: write_lines(f"t.jsonl.{suffix}", ROWS, pack), "in/*", build_data, mutate)
+    return Kind(
+        lambda: write_lines(f"t.jsonl.{suffix}", ROWS, pack), "in/*", build_data, mutate, True
+    )
 
 
 KINDS = {
-    "checkpoint": Kind(make_run, "log/r/model_*.pt", read_run, mutate_checkpoint),
+    "checkpoint": Kind(make_run, "log/r/model_*.pt", read_run, mutate_checkpoint, True),
     "config": Kind(make_run, "log/r/config.json", lambda: read_run(0), mutate_json),
     "log": Kind(make_run, "log/r/log.jsonl", read_log, mutate_json),
     "spike": Kind(make_spike, "log/r/spike_*.json", read_spike, mutate_json),
     "recording": Kind(make_spike, "log/r/spike_*.pt", read_spike, mutate_checkpoint),
-    "npy": Kind(lambda: make_shards("npy"), "data/*.npy", read_shards),
-    "bin": Kind(lambda: make_shards("bin"), "data/*.bin", read_shards),
+    "npy": Kind(lambda: make_shards("npy"), "data/*.npy", read_shards, mutate_npy),
+    "bin": Kind(lambda: make_shards("bin"), "data/*.bin", read_shards, mutate_bin),
+    "verified": Kind(make_manifest, "data/*.npy", read_verified, mutate_npy, True),
     "tokenizer": Kind(make_wordpiece, "data/tokenizer.json", read_wordpiece, mutate_json),
     "manifest": Kind(make_manifest, "data/manifest.json", read_manifest, mutate_json),
-    "hf_config": Kind(make_hugging_face, "model/config.json", lambda: load_model("model"), mutate_json),
-    "safetensors": Kind(make_hugging_face, "model/model.safetensors", lambda: load_model("model"),
+    "hf_config": Kind(make_hugging_face, "model/config.json", lambda: read_weights("model"), mutate_json),
+    "safetensors": Kind(make_hugging_face, "model/model.safetensors", lambda: read_weights("model"),
                         mutate_safetensors),
-    "export": Kind(make_export, "model/*", lambda: load_model("model")),
+    "export": Kind(make_export, "model/model.safetensors", lambda: read_weights("model"),
+                   mutate_safetensors, True),
     "hellaswag": Kind(lambda: write_lines("h.jsonl", [ENDINGS] * 9), "in/*", read_hellaswag, mutate_json),
-    "parquet": Kind(write_parquet, "in/*", build_data),
+    "text": Kind(write_text, "in/*", build_data, mutate_text),
+    "parquet": Kind(lambda: write_parquet(ROWS), "in/*", build_data, mutate_parquet),
     "jsonl": Kind(lambda: write_lines("t.jsonl", ROWS), "in/*", build_data, mutate_json),
     "gz": compressed("gz", gzip.decompress, gzip.compress),
     "zst": compressed("zst", zstd("-d"), zstd()),
     "chat": Kind(lambda: write_lines("c.jsonl", CHATS), "in/*", build_data, mutate_json),
+    "sharegpt": Kind(lambda: write_lines("c.jsonl", SHAREGPT), "in/*", build_data, mutate_json),
+    "alpaca": Kind(lambda: write_array(ALPACA), "in/*", build_data, mutate_json),
+    "chat_parquet": Kind(lambda: write_parquet(PROMPTS), "in/*", build_data, mutate_parquet),
 }  # fmt: skip
 
 # --------------------------------------------------------------------------------- 3. child process
 
 
-def try_one(kind, valid, seed):
-    """Read the mutated file of this seed in a copy of the folder `valid`. Returns "fine",
-    "refused", or the traceback of an exception that it should not have raised."""
-    rng = random.Random(f"{kind}{seed}")
+def try_one(kind, valid, seed, expected):
+    """Read the mutated file of this seed in a copy of the folder `valid`. expected: what reading the
+    valid file returns. Returns an outcome and, of a traceback, its text."""
+    rng, this = random.Random(f"{kind}{seed}"), KINDS[kind]
     with tempfile.TemporaryDirectory(prefix="fuzz") as case:
         shutil.copytree(valid, case, dirs_exist_ok=True)
         os.chdir(case)
-        path = rng.choice(sorted(Path().glob(KINDS[kind].files)))
-        mutate = rng.choice([mutate_bytes, KINDS[kind].mutate])
+        path = rng.choice(sorted(Path().glob(this.files)))
+        mutate = rng.choice([mutate_bytes, this.mutate])
         path.write_bytes(mutate(path.read_bytes(), rng))
-        signal.alarm(SECONDS)
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)  # CPU time, because the machine may be busy
+        signal.alarm(10 * SECONDS)
         forbid.active = True
         try:
-            KINDS[kind].read()
-            return "fine"
+            if this.read() == expected:
+                return "same", ""
+            return "wrong" if this.checksum and mutate is mutate_bytes else "changed", ""
         except UserError:
-            return "refused"
+            return "refused", ""
         except BaseException as error:
             # errors that all commands print as a sentence, and allocations beyond the limit
             refused = isinstance(error, (OSError, RuntimeError)) and (
                 is_oom(error) or format_error(error)[0]
             )
-            return "refused" if refused else traceback.format_exc()
+            return ("refused", "") if refused else ("traceback", traceback.format_exc())
         finally:
             forbid.active = False
             signal.alarm(0)
+            signal.setitimer(signal.ITIMER_PROF, 0)
             os.chdir(valid)
 
 
@@ -389,18 +509,20 @@ def limit_child():
         os.dup2(quiet, number)
 
 
-def outcomes(kind, valid, seeds):
-    """Yield (seed, result of try_one) for each seed; the death of a child process is a result too."""
+def outcomes(kind, valid, seeds, expected):
+    """Yield (seed, *result of try_one) for each seed; the death of a child process is a result too."""
     seeds, fork = list(seeds), multiprocessing.get_context("fork")
     while seeds:
         with ProcessPoolExecutor(1, fork, limit_child) as pool:
             for seed in seeds[:BATCH]:
+                result = pool.submit(try_one, kind, valid, seeds.pop(0), expected)
+                [child] = pool._processes.values()
                 try:
-                    found = pool.submit(try_one, kind, valid, seeds.pop(0)).result()
+                    yield seed, *result.result()
                 except BrokenProcessPool:
-                    found = "the child process died: it timed out or was aborted"
-                yield seed, found
-                if found.startswith("the child process"):
+                    child.join()
+                    timed_out = -child.exitcode in (signal.SIGALRM, signal.SIGPROF)
+                    yield seed, "hang" if timed_out else "crash", ""
                     break
 
 
@@ -415,7 +537,7 @@ class Config:
 
 
 def main(argv):
-    cfg, found = parse_args(Config, argv, description=__doc__), {}
+    cfg, found, total = parse_args(Config, argv, description=__doc__), set(), Counter()
     for kind in [cfg.kind] if cfg.kind else KINDS:
         with tempfile.TemporaryDirectory(prefix="fuzz") as valid, contextlib.chdir(valid):
             with contextlib.redirect_stdout(io.StringIO()), tempfile.TemporaryDirectory() as copy:
@@ -423,17 +545,18 @@ def main(argv):
                 shutil.copytree(valid, copy, dirs_exist_ok=True)
                 with contextlib.chdir(copy):
                     # valid files must be readable; this also imports modules once for all children
-                    KINDS[kind].read()
-            counts = Counter()
-            for seed, outcome in outcomes(kind, valid, range(cfg.seed, cfg.seed + cfg.count)):
-                passed = outcome in ("fine", "refused")
-                counts[outcome if passed else "FOUND"] += 1
-                where = [line for line in outcome.splitlines() if line.startswith("  File")][-1:]
-                key = kind, outcome.splitlines()[-1][:60], *where
-                if not passed and key not in found:
-                    found[key] = seed
-                    print(f"--kind {kind} --seed {seed} --count 1: {outcome}", flush=True)
+                    expected = KINDS[kind].read()
+            counts, seeds = Counter(), range(cfg.seed, cfg.seed + cfg.count)
+            for seed, outcome, text in outcomes(kind, valid, seeds, expected):
+                counts[outcome] += 1
+                where = [line for line in text.splitlines() if line.startswith("  File")][-1:]
+                key = kind, outcome, *text.splitlines()[-1:], *where
+                if outcome in FAULTS and key not in found:
+                    found.add(key)
+                    print(f"--kind {kind} --seed {seed} --count 1: {outcome}\n{text}", flush=True)
+            total.update(counts)
             print(kind, dict(counts), flush=True)
+    print("all", dict(total), flush=True)
     return 1 if found else 0
 
 

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import io
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -52,7 +53,7 @@ def run_main(main: Callable, name: str | None = None) -> None:
             setattr(sys, stream, open(os.devnull, "r" if stream == "stdin" else "w"))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # "?" for characters that the terminal cannot show
-    rank = os.environ.get("RANK", "0")
+    rank = os.environ.get("RANK") or "0"
     try:
         status = main(sys.argv[1:]) or 0
     except KeyboardInterrupt:
@@ -73,7 +74,7 @@ def run_main(main: Callable, name: str | None = None) -> None:
             stream.flush()
         except OSError:  # the reader is gone; otherwise Python would print an error at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if (os.environ.get("WORLD_SIZE") or "1") != "1":
         os._exit(status)  # gloo's threads may outlive the interpreter (pytorch/pytorch#179291)
     sys.exit(status)
 
@@ -114,6 +115,26 @@ def is_peer_failure(error: BaseException) -> bool:
     return at_start or "gloo/transport" in str(error)
 
 
+def torchrun_env() -> tuple[int, int, int]:
+    """(rank, local rank, world size) from torchrun's environment variables; (0, 0, 1) without them.
+
+    An empty variable counts as absent. Raises UserError unless they are complete and consistent.
+    """
+    names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
+    found = {name: os.environ[name] for name in names if os.environ.get(name)}
+    numbers = [found.get(name, default) for name, default in zip(names, ("0", "0", "1"))]
+    if all(re.fullmatch(r"[0-9]{1,9}", number) for number in numbers):
+        rank, local_rank, world_size = map(int, numbers)
+        complete = world_size == 1 or len(found) == len(names)
+        if rank < world_size and local_rank < world_size and complete:
+            return rank, local_rank, world_size
+    values = ", ".join(f"{name}={found.get(name, '')}" for name in names)
+    raise UserError(
+        f"{values} in the environment must all be set, with RANK and LOCAL_RANK less than WORLD_SIZE; "
+        f"start several processes with torchrun, or one after `unset {' '.join(names)}`"
+    )
+
+
 def eprint(text: str, file: TextIO | None = None) -> None:
     """Print a line to stderr, ignoring a closed pipe or terminal."""
     with contextlib.suppress(OSError):
@@ -137,7 +158,7 @@ def progress(items: Iterable, description: str, unit: str = "shard") -> Any:
     from tqdm import tqdm
 
     # None: off unless stderr is a terminal
-    off = True if os.environ.get("RANK", "0") != "0" else None
+    off = True if (os.environ.get("RANK") or "0") != "0" else None
     return tqdm(items, desc=description, unit=unit, delay=2, leave=False, disable=off)
 
 

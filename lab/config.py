@@ -22,6 +22,7 @@ from lab.config_file import MAX_INT, RENAMED_FIELDS, read_config
 from lab.data.chat import ROLES, build_chats
 from lab.data.manifest import read_manifest
 from lab.data.python_docs import build_python_docs
+from lab.data.sources import File
 from lab.data.tokenizers import tokenizer_for_vocab_size
 from lab.files import check_keys, read_errors
 from lab.program import class_path
@@ -45,7 +46,7 @@ class RunConfig:
 
     preset: str = "gpt2"  # source of the other defaults: gpt2 ... gpt2-2.7b, laptop, or sft
     # data
-    data: str = "edu_fineweb10B"  # folder of token shards (made by fineweb.py), or chats.jsonl
+    data: str = "edu_fineweb10B"  # folder of token shards (made by fineweb.py), or file of chats
     shuffle: bool = True  # read sequences in a random order; off: in the order on disk
     align_documents: bool = False  # start sequences at end-of-text, dropping tokens in between
     # hardware
@@ -274,7 +275,7 @@ def defaults_from_preset(
 def auto_preset(main: str, data: Path) -> tuple[str, str]:
     """(preset, reason) for this machine and the data on it."""
     shards, gpu = any(data.glob("*_train_*")), torch.cuda.is_available()
-    if gpu and "WORLD_SIZE" in os.environ:
+    if gpu and os.environ.get("WORLD_SIZE"):
         return main, "the default under torchrun on GPUs"
     if shards and gpu:
         return main, f"there is a GPU, and {data} has shards"
@@ -317,7 +318,8 @@ def resolve_on_rank0(
     if tokenizer := builtin.get(Path(cfg.data).as_posix()):  # data made from Python itself
         build_python_docs(cfg.data, tokenizer)
     model_config = resolve_vocabulary(model_config, cfg, presets)
-    if cfg.data.endswith(".jsonl"):  # conversations, packed into rows of one sequence each
+    if File(cfg.data, cfg.data, 0).kind and not Path(cfg.data).is_dir():
+        # a file of conversations, packed into rows of one sequence each
         name = model_config.tokenizer or tokenizer_for_vocab_size(model_config.vocab_size)
         cfg = dataclasses.replace(cfg, data=build_chats(cfg.data, name, cfg.seq_len))
     file = Path(class_path(trainer_class).rpartition(":")[0]).stem

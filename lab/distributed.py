@@ -1,7 +1,6 @@
 """Processes of a run: rank, device and collectives. Used by every program that trains or evaluates."""
 
 import datetime
-import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lab.cli import UserError, eprint
+from lab.cli import UserError, eprint, torchrun_env
 from lab.hardware import resolve_device
 
 
@@ -22,9 +21,7 @@ class World:
     def __init__(self, device: str = "auto", timeout: int = 600):
         """timeout: seconds after which a process that does not answer is considered lost."""
         self.timeout = datetime.timedelta(seconds=timeout)
-        self.rank = int(os.environ.get("RANK", 0))
-        self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
-        self.world_size = int(os.environ.get("WORLD_SIZE", 1))
+        self.rank, self.local_rank, self.world_size = torchrun_env()
         self.is_main, self.distributed = self.rank == 0, self.world_size > 1
         self.device = resolve_device(device, self.local_rank)
         if self.device.type == "cuda":

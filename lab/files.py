@@ -5,6 +5,7 @@ import errno
 import json
 import math
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -29,13 +30,22 @@ class CorruptFileError(UserError):
     """The file exists and can be read, but its contents are invalid."""
 
 
+def check_regular(path: str | Path) -> None:
+    """Raise UserError for a FIFO, socket or device: opening or reading one may block forever."""
+    with contextlib.suppress(OSError, ValueError):  # missing: opening it raises the right error
+        mode = os.stat(path).st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+            raise UserError(f"{path} is a FIFO, socket or device, not a file; remove or rename it")
+
+
 @contextlib.contextmanager
 def read_errors(path: str | Path, kind: str, hint: str) -> Iterator[None]:
     """Convert exceptions raised while the body parses `path` into a UserError.
 
     kind: what the file is, such as "checkpoint". hint: what to do if it is missing or damaged. A damaged
-    file raises CorruptFileError; a missing or unreadable one raises a plain UserError.
+    file raises CorruptFileError; a missing, unreadable or special one (FIFO, device) a plain UserError.
     """
+    check_regular(path)
     try:
         yield
     except UserError:
@@ -95,6 +105,14 @@ def read_json(
     return found
 
 
+def read_lenient(path: Path) -> str:
+    """The text of a UTF-8 file, with U+FFFD for invalid bytes; "" if it cannot be read."""
+    check_regular(path)
+    with contextlib.suppress(OSError):
+        return path.read_text(encoding="utf-8", errors="replace")
+    return ""
+
+
 def check_keys(found: Any, **types: type | tuple) -> None:
     """Raise TypeError unless `found`, from a JSON file, is a dict with values of these types."""
     if not isinstance(found, dict):
@@ -112,7 +130,8 @@ def atomic_open(path: str | Path) -> Iterator[IO[bytes]]:
     part = path.with_name(path.name + ".part")
     with write_errors(path):
         try:
-            with part.open("wb") as file:
+            part.unlink(missing_ok=True)  # left by a kill; if it is a link, its target stays
+            with part.open("xb") as file:  # x: refuse a link or FIFO that appears meanwhile
                 yield file
                 file.flush()
                 os.fsync(file.fileno())

@@ -1,16 +1,19 @@
 """lab/data/chat.py: conversations as text, loss masks, and packing into rows."""
 
+import gzip
 import json
 import re
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from test_fineweb import BYTES, call, hashes
 
 import fineweb
 from lab.cli import UserError
 from lab.config import SFT
-from lab.data.chat import render_chat
+from lab.data.chat import find_messages, render_chat
 from lab.data.manifest import read_manifest, verify_shards
 from lab.data.shards import TokenShards
 from lab.data.tokenizers import get_tokenizer
@@ -84,6 +87,105 @@ def test_conversations_with_blank_answers_are_skipped_and_counted(tmp_path):
     ids = np.concatenate([np.load(tmp_path / "o" / e["name"]) for e in manifest["shards"]])
     found = re.findall(r"question (\d+)", get_tokenizer("bytes").decode(ids))
     assert sorted(map(int, found)) == [i for i in range(20) if i not in (3, 4, 6)]
+
+
+def sharegpt(system, first, last):
+    turns = [("human", first[0]), ("gpt", first[1]), ("human", last[0]), ("gpt", last[1])]
+    return {
+        "system": system,
+        "conversations": [{"from": who, "value": text} for who, text in turns],
+    }
+
+
+def alpaca(system, first, last):
+    question, _, more = last[0].partition("\n\n")
+    return {
+        "system": system,
+        "history": [list(first)],
+        "instruction": question,
+        "input": more,
+        "output": last[1],
+    }
+
+
+def openai(system, first, last):
+    return {"messages": [{"role": "system", "content": system}, *say(*first, *last)]}
+
+
+def write_records(path, records):
+    """As JSON Lines, one JSON array or parquet, compressed or not, as the name says."""
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(records), path, row_group_size=7)
+        return
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    text = json.dumps(records, indent=2) if ".json" in path.suffixes else lines
+    pack = {".gz": gzip.compress, ".zst": pa.compress}.get(path.suffix, bytes)
+    more = {"codec": "zstd", "asbytes": True} if path.suffix == ".zst" else {}
+    path.write_bytes(pack(text.encode(), **more))
+
+
+def chat_shards(path, out):
+    """(ids, masks) of the shards that fineweb.py makes of a file."""
+    assert fineweb.main(["--source", str(path), *BYTES, "--context", "200", "--out", str(out)]) == 0
+    names = [out / entry["name"] for entry in read_manifest(out)["shards"]]
+    masks = [np.frombuffer(name.with_suffix(".mask").read_bytes(), np.uint8) for name in names]
+    return [np.load(name).tolist() for name in names], [mask.tolist() for mask in masks]
+
+
+TALKS = [
+    (f"Be {i}.", (f"first {i}", f"one {i}"), (f"last {i}\n\nwith more", f"two {i}"))
+    for i in range(20)
+]
+
+
+@pytest.mark.parametrize("form", [openai, sharegpt, alpaca])
+@pytest.mark.parametrize("name", ["c.jsonl", "c.json", "c.jsonl.gz", "c.json.zst", "c.parquet"])
+def test_all_forms_and_files_of_conversations_give_the_same_rows(tmp_path, form, name):
+    write_records(tmp_path / "plain.jsonl", [openai(*talk) for talk in TALKS])
+    write_records(tmp_path / name, [form(*talk) for talk in TALKS])
+    wanted = chat_shards(tmp_path / "plain.jsonl", tmp_path / "o")
+    assert chat_shards(tmp_path / name, tmp_path / "p") == wanted
+
+
+@pytest.mark.parametrize("name", ["c.jsonl", "c.parquet"])
+def test_of_prompt_and_completion_only_the_completion_is_learned(tmp_path, name):
+    texts = [{"prompt": first[0], "completion": first[1]} for _, first, _ in TALKS]
+    talks = [{"prompt": say(*a, b[0]), "completion": say(*b)[1:]} for _, a, b in TALKS]
+    tok = get_tokenizer("bytes")
+    for number, (records, learned) in enumerate([(texts, " one 3"), (talks, " two 3")]):
+        write_records(tmp_path / name, records)
+        chat_shards(tmp_path / name, tmp_path / f"{number}")
+        ids, mask = render_chat(find_messages(records[3]), tok)
+        assert tok.decode(ids[mask == 1]) == learned + END
+
+
+@pytest.mark.parametrize(
+    "record, said",
+    [
+        ({"chosen": "a", "rejected": "b"}, "no conversation in a record with chosen, rejected"),
+        ({"instruction": "a", "output": "b", "input": 3}, "no conversation in a record with"),
+        ({"instruction": "a", "output": "b", "history": [["a"]]}, "no conversation in a record with"),
+        ({"conversations": [{"from": "observation", "value": "a"}]}, "role 'observation'"),
+        ({"conversations": ["a"]}, "role None"),
+        ({"prompt": ["a"], "completion": say("a")}, "role None"),
+        ({"messages": say("a", "b"), "system": 3}, "content 3"),
+    ],
+)  # fmt: skip
+def test_other_records_among_conversations_are_named(tmp_path, record, said):
+    write_records(tmp_path / "c.jsonl", [openai(*TALKS[0]), openai(*TALKS[1]), record])
+    with pytest.raises(UserError, match=f"c.jsonl, line 3: .*{said}"):
+        chat_shards(tmp_path / "c.jsonl", tmp_path / "o")
+
+
+def test_a_column_that_is_no_text_is_named_and_not_called_damaged(tmp_path):
+    write_records(tmp_path / "c.parquet", [{"turns": [{"a": "b"}]}] * 9)
+    for column, said in (
+        ("turns", "has type list<.* pass one that contains text"),
+        ("x", "no column"),
+    ):
+        args = ["--source", str(tmp_path / "c.parquet"), *BYTES, "--out", str(tmp_path / "o")]
+        with pytest.raises(UserError, match=said):
+            fineweb.main([*args, "--text_column", column])
 
 
 def test_chat_shards(tmp_path):

@@ -20,9 +20,10 @@ from test_plot import start, write_log
 import bert
 import speedrun
 import train_gpt2
-from lab.cli import RunError, UserError, run_main
+from lab.cli import RunError, UserError, run_main, torchrun_env
 from lab.config import rename_flags
 from lab.data.manifest import new_manifest
+from lab.distributed import World
 from lab.hardware import oom_hint
 from train_gpt2 import PRESETS
 
@@ -219,6 +220,40 @@ def test_exit_statuses_of_a_command(monkeypatch, capsys, raised, status, said):
     err = capsys.readouterr().err
     assert err.startswith(said) and err.count("\n") == bool(status)
     assert not status or ended.value.code == status
+
+
+INCOMPLETE_TORCHRUN = [
+    "RANK=1", "WORLD_SIZE=2", "RANK=0 WORLD_SIZE=2", "RANK=0 LOCAL_RANK=0 WORLD_SIZE=two", "RANK=-1",
+    "RANK=2 LOCAL_RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=1", "LOCAL_RANK=1",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("given", INCOMPLETE_TORCHRUN)
+def test_incomplete_torchrun_variables_are_refused(monkeypatch, given):
+    for word in given.split():
+        monkeypatch.setenv(*word.split("="))
+    with pytest.raises(UserError, match=f"{given.split()[0]}.* must all be set.* with torchrun"):
+        World("cpu")
+
+
+def test_a_command_with_incomplete_torchrun_variables_prints_no_traceback(tmp_path):
+    for env in (dict(RANK="1"), dict(WORLD_SIZE="2")):
+        done = run_python(ROOT / "train_gpt2.py", *TINY_RUN, cwd=tmp_path, **env)
+        assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+        assert "must all be set" in done.stderr.splitlines()[-1]
+
+
+def test_empty_torchrun_variables_count_as_unset(monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")
+    assert torchrun_env() == (0, 0, 1)
+    with pytest.raises(SystemExit) as ended:
+        run_main(lambda argv: 0)
+    assert ended.value.code == 0
+    whole = dict(RANK="3", LOCAL_RANK="1", WORLD_SIZE="4", MASTER_ADDR="host", MASTER_PORT="1")
+    for name, value in whole.items():
+        monkeypatch.setenv(name, value)
+    assert torchrun_env() == (3, 1, 4)
 
 
 def test_out_of_memory_in_training_gives_one_sentence(capsys):

@@ -4,6 +4,7 @@ import errno
 import os
 
 import pytest
+from conftest import ROOT, TINY_RUN, run_python, succeed, write_shards
 
 from lab.cli import UserError
 from lab.files import atomic_write, read_errors, read_json, write_errors
@@ -55,3 +56,47 @@ def test_writes_are_atomic(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="config.json cannot be written: the disk is full"):
         atomic_write(path, b"two")
     assert path.read_bytes() == b"one" and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="links and FIFOs")
+def test_a_part_that_is_a_link_or_a_fifo_is_replaced_and_not_followed(tmp_path):
+    path, part = tmp_path / "config.json", tmp_path / "config.json.part"
+    (mine := tmp_path / "mine").write_text("keep")
+    part.symlink_to(mine)
+    atomic_write(path, b"one")
+    os.mkfifo(part)
+    atomic_write(path, b"two")
+    assert path.read_bytes() == b"two" and mine.read_text() == "keep" and not part.exists()
+
+
+COMMANDS = {
+    "sample": ("sample.py", "--model", "log/r", "--max_new_tokens", 1),
+    "report": ("lab", "report", "log/r"),
+    "plot": ("lab", "plot", "log/r"),
+    "export": ("lab", "export", "log/r", "--out", "model"),
+    "resume": ("train_gpt2.py", "--resume", "--run_name", "r", "--max_steps", 3),
+    "again": ("train_gpt2.py", *TINY_RUN, "--data", "data"),
+    "verify": ("fineweb.py", "--verify", "--out", "data"),
+}
+
+
+@pytest.mark.skipif(os.name != "posix", reason="FIFOs")
+@pytest.mark.parametrize(
+    "file, commands",
+    [
+        ("log/r/config.json", "resume"), ("log/r/log.jsonl", "report plot resume again"),
+        ("log/r/model_000002.pt", "sample export resume"),
+        ("data/x_train_000000.npy", "resume again"), ("data/manifest.json", "resume again verify"),
+    ],
+)  # fmt: skip
+def test_a_fifo_in_place_of_a_file_is_a_sentence(tmp_path, file, commands):
+    write_shards(tmp_path / "data")
+    succeed("train_gpt2.py", *TINY_RUN, "--data", "data", "--max_steps", 2, cwd=tmp_path)
+    (tmp_path / file).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / file)
+    for program, *args in (COMMANDS[name] for name in commands.split()):
+        if args[-1] == "data":  # a new run in the folder of one that was killed early
+            (tmp_path / "log/r/model_000002.pt").unlink(missing_ok=True)
+        done = run_python(ROOT / program, *args, cwd=tmp_path, timeout=60)
+        assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+        assert f"{file} is a FIFO, socket or device, not a file" in done.stderr, done.stderr

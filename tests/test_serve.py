@@ -2,11 +2,14 @@
 
 import asyncio
 import concurrent.futures
+import contextlib
 import functools
 import http.client
 import itertools
 import json
 import signal
+import socket
+import threading
 import time
 from pathlib import Path
 
@@ -24,7 +27,7 @@ from lab.inference.generate import KVCache, compile_decode_step, generate
 from lab.inference.int8 import Int8Linear, quantize_linears_
 from lab.inference.streaming import make_decode_step, score_tokens, stream_generate
 from lab.tools import serve
-from lab.tools.serve_app import ChatRequest
+from lab.tools.serve_app import ChatRequest, GenerateRequest
 from train_gpt2 import PRESETS
 
 BYTES = get_tokenizer("bytes")
@@ -133,6 +136,65 @@ def test_completions_with_openais_client(server, client):
     drawn = dict(model=name, prompt=[256, 97], max_tokens=20, top_p=0.9)
     a, b, c = (client.completions.create(**drawn, seed=s).choices[0].text for s in (3, 3, 4))
     assert a == b != c
+
+
+def test_a_list_of_prompts_gives_a_choice_for_each(server, client):
+    """With the texts, log-probabilities and usage that each prompt has alone."""
+    ask = dict(model="any", max_tokens=9, temperature=0, logprobs=1)
+    prompts = ["abc", "z", "abcd"]
+    alone = [client.completions.create(**ask, prompt=prompt) for prompt in prompts]
+    whole = client.completions.create(**ask, prompt=prompts)
+    as_ids = client.completions.create(**ask, prompt=[[*prompt.encode()] for prompt in prompts])
+    assert [c.index for c in whole.choices] == [0, 1, 2] and as_ids.choices == whole.choices
+    for one, choice in zip(alone, whole.choices, strict=True):
+        assert choice.model_copy(update={"index": 0}) == one.choices[0]
+    assert whole.usage.total_tokens == sum(one.usage.total_tokens for one in alone)
+    parts = [
+        part.choices[0] for part in client.completions.create(**ask, prompt=prompts, stream=True)
+    ]
+    for choice in whole.choices:
+        mine = [part for part in parts if part.index == choice.index]
+        assert "".join(part.text for part in mine) == choice.text
+        assert mine[-1].finish_reason == "length"
+        offsets = [offset for part in mine for offset in part.logprobs.text_offset]
+        assert offsets == choice.logprobs.text_offset
+    drawn = client.completions.create(model="any", prompt=["a", "a"], seed=1, max_tokens=20)
+    assert drawn.choices[0].text != drawn.choices[1].text
+    for wrong in (["a"] * 21, ["a", 1], [1, "a"], [[1, "a"]], [None], {"a": 1}, 3, [1.5], [True]):
+        status, text = server.send("/v1/completions", dict(prompt=wrong))
+        assert (
+            status == 400 and "must be a text, a list of token ids, or a list of at most 20" in text
+        )
+
+
+def test_a_model_can_be_asked_for_by_name(client, server):
+    listed = client.models.list().data[0]
+    assert client.models.retrieve(listed.id) == listed
+    status, text = server.send("/v1/models/gpt-4")
+    assert status == 404 and "there is no model gpt-4; this server has r/model_000010" in text
+
+
+@pytest.mark.parametrize(
+    "path, more",
+    [
+        ("/v1/completions", dict(prompt="a")),
+        ("/v1/chat/completions", dict(messages=[dict(role="user", content="a")])),
+    ],
+)
+def test_fields_that_change_no_text_are_passed_over_and_others_are_refused(server, path, more):
+    harmless = dict(
+        safety_identifier="u", prompt_cache_key="k", service_tier="auto", modalities=["text"],
+        parallel_tool_calls=True, user="u", store=True, metadata={"a": "b"}, tools=[], n=1,
+        frequency_penalty=0.0, response_format={"type": "text"}, tool_choice="none", echo=False,
+    )  # fmt: skip
+    status, text = server.send(path, more | harmless | dict(max_tokens=1))
+    assert status == 200, text
+    for name, value in dict(
+        n=2, best_of=2, echo=True, suffix="x", tools=[{"type": "function"}], tool_choice="auto",
+        logit_bias={"5": 1}, frequency_penalty=0.5, modalities=["audio"], response_format={"type": "json"},
+    ).items():  # fmt: skip
+        status, text = server.send(path, more | {name: value})
+        assert status == 400 and f"{name} is not supported; leave it out" in text, text
 
 
 def test_null_means_absent_and_max_completion_tokens_comes_first():
@@ -269,6 +331,130 @@ def test_large_requests_and_file_paths_are_refused(server):
         assert status == 400 and "sent with Content-Type" in text
 
 
+# --------------------------------------------------------------------------------- hostile clients
+
+NUMBERS = (
+    "-1 0 1 2147483648 9223372036854775808 18446744073709551616 -1e308 1e308 1e309 1e-320 0.5 NaN "
+    'Infinity -Infinity "1" true [] {} [1] "\\ud800"'
+).split() + ["1" + "0" * 400]  # fmt: skip
+FIELDS = (
+    "max_tokens max_completion_tokens temperature top_k top_p seed stop likeliest answer logprobs "
+    "top_logprobs n stream stream_options prompt messages frequency_penalty logit_bias"
+).split()
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/chat/completions"])
+def test_extremes_of_every_number_are_answered_or_refused(server, path):
+    """In one sentence with status 400; never with 500, and never with a number that is not finite."""
+    valid = {"prompt": '"a"', "max_tokens": "1"}
+    if "chat" in path:
+        valid = {"messages": '[{"role": "user", "content": "a"}]', "max_tokens": "1"}
+    for field, number in itertools.product(FIELDS, NUMBERS):
+        body = ", ".join(f'"{k}": {v}' for k, v in (valid | {field: number}).items())
+        status, text = server.send(path, f"{{{body}}}".encode())
+        assert status in (200, 400), (field, number, text)
+        assert "NaN" not in text and "Infinity" not in text, (field, number)
+        if status == 400:
+            message = json.loads(text)["error"]["message"]
+            assert "\n" not in message and len(message) < 400, (field, number)
+
+
+def raw(server, *parts, limit=12):
+    """What the server answers to these bytes, up to `limit` of it or its end."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        with contextlib.suppress(ConnectionError):  # it need not read what it has refused
+            for part in parts:
+                connection.sendall(part)
+        answer = b""
+        with contextlib.suppress(ConnectionError):
+            while len(answer) < limit and (more := connection.recv(limit)):
+                answer += more
+        return answer
+
+
+def test_long_bodies_end_in_a_sentence_and_take_no_memory(server):
+    head = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    before = server.memory()
+    block = b"a" * 2**20
+    sized = raw(server, head + b"Content-Length: 104857600\r\n\r\n", *[block] * 100)
+    chunks = raw(
+        server,
+        head + b"Transfer-Encoding: chunked\r\n\r\n",
+        *[b"100000\r\n" + block + b"\r\n"] * 100,
+    )
+    for answer in (sized, chunks):
+        assert answer in (b"", b"HTTP/1.1 413"), answer
+    stop = dict(prompt="a", stop=["x" * 10**6])
+    assert server.send("/generate", stop)[0] == 413
+    status, text = server.send("/generate", dict(prompt="a", stop=["x" * 101]))
+    assert status == 400 and "stop.0" in text
+    assert server.memory() < before + 20, "MiB"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\0" * 10_000, b"GET / HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 10**6 + b"\r\n\r\n",
+        b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"GET /\xff%00%2e%2e/etc/passwd HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    ],
+)  # fmt: skip
+def test_what_is_not_http_is_refused(server, sent):
+    assert raw(server, sent)[9:12] in (b"400", b"404", b"431", b""), sent[:80]
+    assert server.send("/v1/models")[0] == 200
+
+
+def test_pages_of_other_sites_can_send_nothing(server):
+    """They may send requests without a preflight, but not as JSON, and may not read the answers."""
+    for path in ("/generate", "/v1/completions", "/v1/models", "/"):
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        ask = {"Origin": "http://evil.example", "Access-Control-Request-Method": "POST"}
+        connection.request("OPTIONS", path, headers=ask)
+        answer = connection.getresponse()
+        assert answer.status == 405
+        assert not any("access-control" in name.lower() for name in answer.headers)
+    head = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nOrigin: http://evil.example\r\n"
+    body = b'{"prompt": "a", "max_tokens": 1}'
+    for kind in (
+        b"",
+        b"Content-Type: text/plain\r\n",
+        b"Content-Type: application/x-www-form-urlencoded\r\n",
+    ):
+        answer = raw(server, head + kind + b"Content-Length: 32\r\n\r\n" + body, limit=9999)
+        assert answer.startswith(b"HTTP/1.1 400") and b"access-control" not in answer.lower(), (
+            answer
+        )
+    kind = b"Content-Type: application/json\r\nContent-Length: 32\r\n\r\n"
+    assert raw(server, head + kind + body) == b"HTTP/1.1 200", "only the type was refused"
+
+
+def test_a_client_that_sends_slowly_is_given_up_and_holds_no_place(monkeypatch):
+    from lab.tools import serve_app
+
+    monkeypatch.setattr(serve_app, "CLIENT_TIMEOUT", 0.2)
+    engine = serve.Engine(always(97), BYTES)
+    app = serve_app.create_app(engine, "m", ["*"])
+    sent, places = [], []
+
+    async def receive():  # a byte at a time, each of which would be in time
+        await asyncio.sleep(0.05)
+        places.append(engine.num_requests)
+        return {"type": "http.request", "body": b"a", "more_body": True}
+
+    async def send(message):
+        sent.append(message)
+
+    headers = [(b"content-type", b"application/json"), (b"host", b"x")]
+    scope = dict(
+        type="http", method="POST", path="/generate", headers=headers, query_string=b"",
+        asgi={"version": "3.0", "spec_version": "2.4"},
+    )  # fmt: skip
+    asyncio.run(asyncio.wait_for(app(scope, receive, send), 20))
+    assert sent == [] and {*places} == {0}
+
+
 # ------------------------------------------------------------------------------------ many at once
 
 
@@ -302,10 +488,14 @@ def test_turns_are_fair_and_disconnected_clients_are_cancelled(server):
         assert not long.done(), "the short text waited for the long one"
         long.result()
         ask = dict(prompt="a", max_tokens=4000)
-        all = list(threads.map(lambda _: server.begin("/generate", ask), range(100)))
-    status, text = server.send("/generate", ask)
-    assert status == 503 and "100 texts are active or waiting" in text
-    list(map(server.disconnect, all))
+        # all at once: none may pass a check that another has passed but not acted on yet
+    with concurrent.futures.ThreadPoolExecutor(200) as threads:
+        all = list(threads.map(lambda _: server.begin("/generate", ask), range(200)))
+    accepted, refused = ([a for a in all if a.status == status] for status in (200, 503))
+    assert (len(accepted), len(refused)) == (100, 100)
+    assert {answer.getheader("Retry-After") for answer in refused} == {"10"}
+    assert b"100 requests are active or waiting" in refused[0].read()
+    list(map(server.disconnect, accepted))
     t0 = time.perf_counter()
     server.generate(prompt="b", max_tokens=20)
     assert time.perf_counter() - t0 < 4000 * each, "it waited for the texts of disconnected clients"
@@ -411,6 +601,31 @@ def test_out_of_memory_gives_one_sentence_in_the_response():
     fail_with(RuntimeError("a bug"))
     with pytest.raises(RuntimeError, match="a bug"):
         post("/v1/completions", prompt="a")
+
+
+def test_each_token_is_sent_before_the_next_ones_are_computed(monkeypatch):
+    """Not at the end of a turn, which is as long as many tokens of a small model."""
+    monkeypatch.setattr(serve, "TURN_SECONDS", 1e9)
+    model, calls, sent = always(97), itertools.count(), threading.Event()
+    forward = model.forward
+
+    def blocked(*args, **kwargs):
+        assert next(calls) < 4 or sent.wait(20), "no token was sent during the turn"
+        return forward(*args, **kwargs)
+
+    model.forward = blocked
+    engine = serve.Engine(model, BYTES)
+
+    async def stream():
+        counts = []
+        async with engine.cache() as cache:
+            async for new in engine.stream(GenerateRequest(max_tokens=9), [256], cache):
+                counts.append(len(new))
+                sent.set()
+        return counts
+
+    counts = asyncio.run(stream())
+    assert len(counts) > 1 and sum(counts) == 9
 
 
 def test_int8_differs_by_rounding_only():

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT, difference, read_run, run_python, succeed, train_here, write_shards
+from test_chat import write_records
 
 from lab.config import parse_flags
 from lab.data.tokenizers import get_tokenizer
@@ -88,6 +89,23 @@ def test_shape_and_settings_follow_the_init_from_model(tuned):
     assert done.returncode == 2 and "val_tokens=3 of" in done.stderr, "they contain no answer"
     succeed("train_gpt2.py", *"--resume --run_name few --max_steps 3".split(), cwd=folder)
     assert read_run(folder / "log/few").checkpoints[3]["step"] == 3
+
+
+def test_data_may_be_a_file_of_any_kind_of_conversations(tuned):
+    """And a file of texts is not taken for one."""
+    folder, pairs, _ = tuned
+    records = [{"instruction": q, "output": a} for q, a in pairs]
+    flags = "--preset sft --init_from base --device cpu --total_batch_size 1088 --batch_size 17 "
+    flags += "--max_steps 2 --lr 1e-3 --eps 1e-3 --sample_every 0 --log_every 1"
+    for name in ("alpaca.json", "alpaca.parquet"):
+        write_records(folder / name, records)
+        more = ("--data", name, "--run_name", name)
+        succeed("train_gpt2.py", *flags.split(), *more, cwd=folder)
+        assert read_run(folder / "log" / name).losses == read_run(folder / "log/many").losses
+    write_records(folder / "texts.jsonl.gz", [{"text": "a"}] * 20)
+    more = ("--data", "texts.jsonl.gz", "--run_name", "x")
+    done = run_python(ROOT / "train_gpt2.py", *flags.split(), *more, cwd=folder)
+    assert done.returncode == 2 and "line 1: no conversation in a record with text" in done.stderr
 
 
 def test_facts_of_the_held_out_chats_occur_in_the_training_chats():

@@ -15,8 +15,16 @@ so that sampling stops there. No token is added to the vocabulary. Because each 
 end-of-text, fine-tuning on several turns must not use the document mask, which would hide the earlier
 turns.
 
-A source is a JSONL file in OpenAI's fine-tuning format, with one conversation per line under
-"messages":
+A source is a JSONL, JSON (one array) or parquet file; the first two may be compressed. Each record is a
+conversation in one of these forms, of which find_messages converts the last three to the first:
+
+- OpenAI: {"messages": [{"role": "user", "content": "..."}, ...]}
+- ShareGPT: {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", ...}]}
+- Alpaca: {"instruction": "...", "input": "...", "output": "..."}; "history" has earlier pairs
+- {"prompt": ..., "completion": ...}, both texts or lists of messages; only the completion contributes
+  to the loss
+
+The last three may also have a text under "system". In all of them:
 
 - An assistant turn with `"weight": 0` is context and does not contribute to the loss.
 - An assistant turn with "tool_calls" or "function_call" (whose "content" may be null or empty) cannot
@@ -77,6 +85,44 @@ def render_chat(
     return ids, np.concatenate([np.full(len(new), mask, np.uint8) for new, mask in parts])
 
 
+def find_messages(record: dict) -> list | None:
+    """The messages of a record in one of the forms above; None if it is in none of them."""
+
+    def pair(question: Any, answer: Any) -> list[dict]:
+        return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+    match record:
+        case {"messages": list(turns)} | {"conversations": list(turns)}:
+            messages = [from_sharegpt(turn) for turn in turns]
+        case {"instruction": str(question), "output": str(answer)}:
+            more, history = record.get("input") or "", record.get("history") or []
+            if not isinstance(more, str) or not isinstance(history, list):
+                return None
+            messages = []
+            for earlier in history:
+                if not isinstance(earlier, list) or len(earlier) != 2:
+                    return None
+                messages += pair(*earlier)
+            messages += pair(f"{question}\n\n{more}", answer)  # blanks at the end are cut off
+        case {"prompt": str(prompt), "completion": str(completion)}:
+            messages = pair(prompt, completion)
+        case {"prompt": list(prompt), "completion": list(completion)}:
+            context = [turn | {"weight": 0} if isinstance(turn, dict) else turn for turn in prompt]
+            messages = context + completion
+        case _:
+            return None
+    system = record.get("system")
+    return ([{"role": "system", "content": system}] if system else []) + messages
+
+
+def from_sharegpt(turn: Any) -> Any:
+    """A turn with "from" and "value" as one with "role" and "content"; any other as it is."""
+    if not isinstance(turn, dict) or "from" not in turn:
+        return turn
+    role = {"human": "user", "gpt": "assistant"}.get(turn["from"], turn["from"])
+    return {"role": role, "content": turn.get("value"), "weight": turn.get("weight")}
+
+
 def check_message(message: Any, where: str) -> tuple[str, str, int]:
     """(role, content, weight) of a message. Raises UserError if one of them is invalid."""
     message = message if isinstance(message, dict) else {}
@@ -132,17 +178,17 @@ def pack_rows(
     return all_ids, all_masks, np.array([row[2] for row in rows])
 
 
-def lines_of(files: list[File]) -> Iterator[tuple[str, dict]]:
-    """("<file>, line <number>", the object) of every line of JSONL files."""
-    return (line for unit in all_units(files, "messages") for line in records_of(unit))
+def records_in(files: list[File]) -> Iterator[tuple[str, dict]]:
+    """("<file>, line <number>", the object) of every record of JSONL or parquet files."""
+    return (record for unit in all_units(files, "") for record in records_of(unit))
 
 
 def is_chat(files: list[File], column: str) -> bool:
-    """Whether these are local JSONL files whose first line is a conversation, not a text."""
-    if files[0].kind != "jsonl" or files[0].path.startswith(HUB):
+    """Whether these are local files whose first record is a conversation, not a text."""
+    if files[0].kind not in ("jsonl", "parquet") or files[0].path.startswith(HUB):
         return False
-    _, first = next(lines_of(files), ("", {}))
-    return isinstance(first.get("messages"), list) and not isinstance(first.get(column), str)
+    _, first = next(records_in(files), ("", {}))
+    return find_messages(first) is not None and not isinstance(first.get(column), str)
 
 
 def build_chat(
@@ -150,10 +196,10 @@ def build_chat(
 ) -> Manifest:
     """Write conversations, packed into rows of `context` tokens, as shards with masks.
 
-    Lines 1, 11, 21 ... are for validation, whichever lines are skipped. Chat data is small, so it is
-    held in memory, and an interrupted build starts again. Returns the manifest; if it is already
-    complete, nothing is written. Raises UserError for a line that is not a conversation, or if one of
-    the splits would be empty.
+    Records 1, 11, 21 ... are for validation, whichever records are skipped. Chat data is small, so it
+    is held in memory, and an interrupted build starts again. Returns the manifest; if it is already
+    complete, nothing is written. Raises UserError for a record that is not a conversation, or if one
+    of the splits would be empty.
     """
     if not 8 <= context <= shard_tokens:
         raise UserError(
@@ -176,8 +222,14 @@ def build_chat(
     )  # fmt: skip
     splits: dict[str, list] = {"val": [], "train": []}
     too_long = no_answer = 0
-    for i, (where, line) in enumerate(progress(lines_of(files), "reading", "line")):
-        messages = line.get("messages")
+    for i, (where, record) in enumerate(progress(records_in(files), "reading", "line")):
+        messages = find_messages(record)
+        if messages is None:
+            raise UserError(
+                f"{where}: no conversation in a record with {', '.join(record)[:200] or 'no keys'}; it "
+                "must have messages, conversations, instruction and output, or prompt and completion "
+                "(texts instead become shards with fineweb.py --source, then --data FOLDER)"
+            )
         ids, mask = render_chat(messages, tok, where=where)
         if not mask.any() or has_blank_answer(messages):
             no_answer += 1
@@ -204,7 +256,7 @@ def build_chat(
 
 
 def build_chats(path: str, tokenizer: str, context: int) -> str:
-    """build_chat for one .jsonl file. Trainers call it, possibly several at the same time.
+    """build_chat for one file. Trainers call it, possibly several at the same time.
 
     Returns the folder, in data/; its name depends on the content of the file.
     """
@@ -212,7 +264,7 @@ def build_chats(path: str, tokenizer: str, context: int) -> str:
     file = shipped if shipped.exists() and not Path(path).exists() else Path(path)
     if not file.exists():
         raise UserError(f"there is no file {file}; choose another with --data")
-    name = f"{file.stem}_{tokenizer}_{context}_{sha256_of(file)[:8]}"
+    name = f"{file.name.split('.')[0]}_{tokenizer}_{context}_{sha256_of(file)[:8]}"
     folder = Path("data", name)
     with dir_lock(folder, "", wait=True):
         build_chat(local_files(str(file)), folder, tokenizer, context, 100_000_000)

@@ -5,9 +5,11 @@ lines of others, always in the same order. Files on the hub are streamed, not st
 column of a parquet file is transferred.
 """
 
+import codecs
 import contextlib
 import fnmatch
 import functools
+import io
 import itertools
 import json
 from collections.abc import Iterator, Sequence
@@ -182,7 +184,8 @@ class Unit:
 
 
 def units_of(file: File, file_index: int, column: str) -> Iterator[Unit]:
-    """The units of a file, in order. The same file always gives the same units."""
+    """The units of a file, in order. The same file always gives the same units. column: name of the
+    text column, or "" for whole records."""
     if file.kind == "parquet":
         count = open_parquet(file, column).num_row_groups
         yield from (Unit(file, file_index, i) for i in range(count))
@@ -205,13 +208,18 @@ def all_units(files: list[File], column: str, file: int = 0, unit: int = 0) -> I
 
 
 def blocks_of(file: File) -> Iterator[bytes]:
-    """Blocks of whole lines of a JSONL or text file, or of whole words if a text has no lines."""
+    """Blocks of whole lines of a JSONL or text file, or of whole words if a text has no lines. The
+    items of a JSON array count as lines."""
     import pyarrow as pa  # slow, and not needed for training
 
     rest = b""
     with source_errors(file), open_file(file) as raw:
         data = pa.input_stream(raw, compression=file.compression)
-        while more := data.read(BLOCK):
+        head = data.read(BLOCK)
+        if file.kind == "jsonl" and head.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
+            items = json.loads(head + data.read())
+            data, head = io.BytesIO("\n".join(map(json.dumps, items)).encode()), b""
+        for more in itertools.chain([head], iter(lambda: data.read(BLOCK), b"")):
             rest += more
             cut = rest.rfind(b"\n") + 1
             if not cut and file.kind == "text" and len(rest) >= BLOCK:
@@ -227,24 +235,37 @@ def blocks_of(file: File) -> Iterator[bytes]:
 
 @functools.lru_cache(maxsize=1)  # keeps the file's index, which all row groups use
 def open_parquet(file: File, column: str) -> Any:
-    """The ParquetFile of pyarrow. Raises UserError unless it has a text column of this name."""
+    """The ParquetFile of pyarrow. Raises UserError unless it has a text column of this name; "" skips
+    this check."""
     import pyarrow as pa  # slow, and not needed for training
     import pyarrow.parquet as pq
 
     with source_errors(file):
         # pre_buffer joins neighboring requests; page checksums, if there are any, reveal damage
         parquet = pq.ParquetFile(open_file(file), pre_buffer=True, page_checksum_verification=True)
+    if not column:
+        return parquet
     if column not in parquet.schema_arrow.names:
         names = ", ".join(parquet.schema_arrow.names)
         raise UserError(
             f"{file.path} has no column {column!r}; --text_column must be one of {names}"
         )
-    if pa.types.is_primitive(kind := parquet.schema_arrow.field(column).type):
+    kind = parquet.schema_arrow.field(column).type
+    if pa.types.is_primitive(kind) or pa.types.is_nested(kind):
         raise UserError(
-            f"{file.path}: column {column!r} has type {kind}; pass one that contains text as "
-            "--text_column"
+            f"{file.path}: column {column!r} has type {str(kind):.80}; pass one that contains text as "
+            "--text_column (conversations are read from local files, in the forms that docs/DATA.md "
+            "lists)"
         )
     return parquet
+
+
+def row_batches(unit: Unit, column: str = "") -> Iterator[Any]:
+    """The rows of a parquet unit as pyarrow record batches of this column, or of all."""
+    with source_errors(unit.file, f", row group {unit.index}"):
+        yield from open_parquet(unit.file, column).iter_batches(
+            1024, row_groups=[unit.index], columns=[column] if column else None, use_threads=False
+        )
 
 
 def documents_of(unit: Unit, column: str) -> Iterator[Any]:
@@ -265,17 +286,21 @@ def documents_of(unit: Unit, column: str) -> Iterator[Any]:
         yield to_arrow([text if unit.index else text.removeprefix("\ufeff")])  # byte order mark
     else:
         with source_errors(unit.file, f", row group {unit.index}"):
-            batches = open_parquet(unit.file, column).iter_batches(
-                1024, row_groups=[unit.index], columns=[column], use_threads=False
-            )
-            for batch in batches:
+            for batch in row_batches(unit, column):
                 texts = batch.column(0).cast(pa.large_string())
                 texts.validate(full=True)  # checks that it is UTF-8
                 yield texts.fill_null("")
 
 
 def records_of(unit: Unit) -> Iterator[tuple[str, dict]]:
-    """("<file>, line <number>", object) for each line of JSONL that is not blank."""
+    """("<file>, line <number>", object) for each line of JSONL that is not blank, or for each row of
+    parquet."""
+    if unit.file.kind == "parquet":
+        place, row = f"{unit.file.path}, row group {unit.index}", itertools.count(1)
+        with source_errors(unit.file, f", row group {unit.index}"):
+            for batch in row_batches(unit):
+                yield from ((f"{place}, row {next(row)}", record) for record in batch.to_pylist())
+        return
     for number, line in enumerate(unit.block.split(b"\n"), unit.first_line):
         where = f"{unit.file.path}, line {number}"
         if not line.strip():
@@ -298,6 +323,6 @@ def text_of(record: dict, column: str, where: str) -> str:
     if column not in record or not isinstance(record[column], str | None):
         raise UserError(
             f"{where}: no text under {column!r}; --text_column must be one of its keys, "
-            f"{', '.join(record)} (conversations are under messages)"
+            f"{', '.join(record)} (docs/DATA.md lists the forms of conversations)"
         )
     return record[column] or ""

@@ -1,6 +1,5 @@
 """Validation loss: a callback, and the evaluation loop, which bench/ uses too."""
 
-import contextlib
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from lab.cli import UserError, progress
 from lab.data.shards import TokenShards
 from lab.data.tokenizers import Tokenizer, get_tokenizer
+from lab.files import read_lenient
 from lab.registry import tokenizer_name
 from lab.trainer.callbacks import PeriodicCallback
 
@@ -92,9 +92,7 @@ class Validation(PeriodicCallback):
 
 def has_val_record(log: Path, step: int) -> bool:
     """Whether a run's log contains a validation of this step."""
-    with contextlib.suppress(OSError):  # a new run has no log
-        return f'"kind": "val", "step": {step},' in log.read_text(errors="replace")
-    return False
+    return f'"kind": "val", "step": {step},' in read_lenient(log)
 
 
 def summed_loss(model: Any, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:

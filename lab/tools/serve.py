@@ -8,6 +8,7 @@ client disconnects, its generation is cancelled.
 """
 
 import asyncio
+import collections
 import concurrent.futures
 import contextlib
 import importlib.util
@@ -37,7 +38,7 @@ from lab.registry import resolve_source
 T = TypeVar("T")
 
 TURN_SECONDS = 0.03  # computing time of one text before the next one's turn
-MAX_ACTIVE, MAX_WAITING = 4, 96  # texts with a cache, and texts that wait for one
+MAX_ACTIVE, MAX_WAITING = 4, 96  # requests with a cache, and requests that wait for one
 OOM_FIX = "serve a smaller model, close other programs on this device, or pass --device cpu"
 
 
@@ -69,7 +70,7 @@ class Engine:
             if step:  # the second and third token compile the step and record the CUDA graph
                 self.thread.submit(list, generate(model, idx, 3, cache=cache)).result()
             self.caches.put_nowait(cache)
-        self.num_texts = 0  # number of active and waiting texts
+        self.num_requests = 0  # number of active and waiting requests
 
     async def compute(self, function: Callable[..., T], *args: Any) -> T:
         """Await function(*args) in the engine's thread. Raises UserError if memory runs out."""
@@ -80,13 +81,19 @@ class Engine:
 
         return await asyncio.get_running_loop().run_in_executor(self.thread, work)
 
-    async def prepare(self, request: Any) -> tuple[list[int], int]:
-        """Return prompt_ids(request). Raises QueueFullError if too many texts are waiting already."""
-        if self.num_texts >= MAX_ACTIVE + MAX_WAITING:
+    @contextlib.contextmanager
+    def place(self) -> Iterator[None]:
+        """Context manager: count a request as active or waiting. Raises QueueFullError at the limit."""
+        if self.num_requests >= MAX_ACTIVE + MAX_WAITING:
             raise QueueFullError(
-                f"{self.num_texts} texts are active or waiting, which is the maximum; try again in a minute"
+                f"{self.num_requests} requests are active or waiting, which is the maximum; try again "
+                "in a minute"
             )
-        return await self.compute(self.prompt_ids, request)
+        self.num_requests += 1
+        try:
+            yield
+        finally:
+            self.num_requests -= 1
 
     def prompt_ids(self, request: Any) -> tuple[list[int], int]:
         """(ids to continue from, number of the oldest messages that were dropped because of the context).
@@ -118,38 +125,50 @@ class Engine:
     @contextlib.asynccontextmanager
     async def cache(self) -> AsyncIterator[KVCache]:
         """Context manager: wait for a free cache, and return it afterwards."""
-        self.num_texts += 1
+        cache = await self.caches.get()
         try:
-            cache = await self.caches.get()
-            try:
-                yield cache
-            finally:  # a cancelled turn may still be running, but ends before the cache is used again
-                self.caches.put_nowait(cache)
-        finally:
-            self.num_texts -= 1
+            yield cache
+        finally:  # a cancelled turn may still be running, but ends before the cache is used again
+            self.caches.put_nowait(cache)
 
     async def stream(
         self, request: Any, ids: list[int], cache: KVCache
     ) -> AsyncIterator[list[dict]]:
-        """Yield the pieces (see lab.inference.streaming) of each turn as a list."""
+        """Yield pieces (see lab.inference.streaming) as soon as they are computed: those that are new
+        since the last ones, as a list."""
         generator = torch.Generator(self.device).manual_seed(request.seed)
         pieces = stream_generate(
             self.model, self.tokenizer, ids, request.max_tokens, request.likeliest, request.stop,
             no_sliding_window=request.messages is not None, temperature=request.temperature,
             top_k=request.top_k, top_p=request.top_p, generator=generator, cache=cache,
         )  # fmt: skip
-        while new := await self.compute(take_turn, pieces):
-            yield new
+        new: collections.deque[dict] = collections.deque()
+        arrived, loop, more = asyncio.Event(), asyncio.get_running_loop(), True
+
+        def add(piece: dict) -> None:  # in the engine's thread
+            new.append(piece)
+            loop.call_soon_threadsafe(arrived.set)
+
+        while more:
+            turn = asyncio.ensure_future(self.compute(take_turn, pieces, add))
+            turn.add_done_callback(lambda _: arrived.set())
+            while new or not turn.done():
+                await arrived.wait()
+                arrived.clear()
+                if ready := [new.popleft() for _ in range(len(new))]:
+                    yield ready
+            more = turn.result()
 
 
-def take_turn(pieces: Iterator[dict]) -> list[dict]:
-    """The items that an iterator yields within TURN_SECONDS, but at least one; [] at its end."""
-    new, deadline = [], time.perf_counter() + TURN_SECONDS
+def take_turn(pieces: Iterator[dict], add: Callable[[dict], None]) -> bool:
+    """Call add(item) for each item that an iterator yields within TURN_SECONDS, but for at least one.
+    Returns whether there may be more."""
+    deadline = time.perf_counter() + TURN_SECONDS
     for piece in pieces:
-        new.append(piece)
+        add(piece)
         if time.perf_counter() > deadline:
-            break
-    return new
+            return True
+    return False
 
 
 def main(argv: list[str]) -> None:

@@ -5,12 +5,13 @@ of the page is read once.
 """
 
 import asyncio
+import contextlib
 import json
 import math
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Annotated, Any
 
 import torch
@@ -20,6 +21,8 @@ from fastapi.middleware.trustedhost import TrustedHostMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from pydantic import AliasChoices, BaseModel, Field, field_validator, model_validator
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lab.cli import UserError
 from lab.data.chat import STOP_STRINGS
@@ -30,7 +33,9 @@ from lab.tools.plot_style import PAPER
 
 MAX_NEW_TOKENS = 4096
 MAX_REQUEST_BYTES = 2**16
+MAX_PROMPTS = 20  # in one request
 CLIENT_TIMEOUT = 60  # seconds for a client to send its request, or to take a part of the answer
+RETRY_AFTER = 10  # seconds after which a refused client may ask again
 SECURITY_POLICY = (  # the page may send requests to this server and nowhere else
     "default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; "
     "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
@@ -60,6 +65,15 @@ class GenerateRequest(BaseModel, allow_inf_nan=False):
             self.stop = [*self.stop, *STOP_STRINGS]
 
 
+IGNORED_FIELDS = (  # of OpenAI's API, which change no text here
+    "model", "user", "store", "metadata", "safety_identifier", "service_tier", "prompt_cache_key",
+    "prompt_cache_retention", "prediction", "parallel_tool_calls",
+)  # fmt: skip
+# values that mean the same as leaving the field out; of any other field false, 0 and empty ones do
+DEFAULTS = dict(n=1, best_of=1, repetition_penalty=1, response_format={"type": "text"},
+                modalities=["text"], tool_choice="none")  # fmt: skip
+
+
 class OpenAIRequest(GenerateRequest, extra="allow"):
     """Fields of both OpenAI routes. Unknown fields that would change the text are refused."""
 
@@ -84,33 +98,47 @@ class OpenAIRequest(GenerateRequest, extra="allow"):
 
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
-        ignored = ("model", "user", "store", "metadata")
-        defaults = False, 0, "", [], {}, {"type": "text"}
-        default_is_1 = ("n", "best_of", "repetition_penalty")
+        defaults = False, 0, "", [], {}
         for name, value in (self.model_extra or {}).items():
-            is_default = value == 1 if name in default_is_1 else value in defaults
-            if not is_default and name not in ignored:
+            is_default = value == DEFAULTS[name] if name in DEFAULTS else value in defaults
+            if not is_default and name not in IGNORED_FIELDS:
                 raise UserError(f"{name} is not supported; leave it out")
 
 
 class CompletionRequest(OpenAIRequest):
     """POST /v1/completions."""
 
-    prompt: str | list[int] = Field(...)
+    prompt: Any = Field(...)
     max_tokens: int = Field(16, ge=1, le=MAX_NEW_TOKENS)
     messages: None = None
     logprobs: int | None = Field(None, ge=0, le=20)
 
-    @field_validator("prompt", mode="before")
+    @field_validator("prompt")
     @classmethod
-    def single_prompt(cls, prompt: Any) -> Any:
-        """Unwrap a list of one prompt."""
-        one = isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int)
-        return prompt[0] if one else prompt
+    def check_prompt(cls, prompt: Any) -> Any:
+        """Accept one prompt or a list of them."""
+        prompts = prompts_of(prompt)
+        if len(prompts) > MAX_PROMPTS or not all(map(is_prompt, prompts)):
+            raise UserError(
+                f"prompt={prompt!r:.80} must be a text, a list of token ids, or a list of at most "
+                f"{MAX_PROMPTS} of either"
+            )
+        return prompt
 
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
         self.likeliest = 0 if self.logprobs is None else max(1, self.logprobs)
+
+
+def is_prompt(prompt: Any) -> bool:
+    ids = prompt if isinstance(prompt, list) else [None]
+    return isinstance(prompt, str) or all(type(i) is int for i in ids)
+
+
+def prompts_of(prompt: Any) -> list:
+    """One prompt, or a list of them, as a list."""
+    several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
+    return prompt if several else [prompt]
 
 
 class ChatRequest(OpenAIRequest):
@@ -209,19 +237,19 @@ def first_validation_error(error: RequestValidationError) -> str:
     return f"{field}{value}: {first['msg']}"
 
 
-def handle_error(request: Request, error: Any) -> JSONResponse:
-    """The response for an error of one of the types in HANDLED_ERRORS."""
-    status, message = 400, str(error)
+def handle_error(error: Any) -> JSONResponse:
+    """The response for an error of one of the types in HANDLED_ERRORS, or QueueFullError."""
+    status, message, headers = 400, str(error), {}
     if isinstance(error, RequestValidationError):
         message = first_validation_error(error)
     elif isinstance(error, QueueFullError):
-        status = 503
+        status, headers = 503, {"Retry-After": str(RETRY_AFTER)}
     elif isinstance(error, HTTPException):
         status, message = error.status_code, str(error.detail)
-    return JSONResponse(error_body(status, message), status)
+    return JSONResponse(error_body(status, message), status, headers)
 
 
-HANDLED_ERRORS = UserError, QueueFullError, RequestValidationError, HTTPException
+HANDLED_ERRORS = UserError, RequestValidationError, HTTPException
 
 
 # ------------------------------------------------------------------------------------------- the app
@@ -232,9 +260,9 @@ def create_app(engine: Any, name: str, hosts: list[str]) -> FastAPI:
     ["*"] for any."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     for error_type in HANDLED_ERRORS:
-        app.add_exception_handler(error_type, handle_error)
+        app.add_exception_handler(error_type, lambda _, error: handle_error(error))
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts)
-    app.add_middleware(RequestLimits)
+    app.add_middleware(RequestLimits, engine=engine)
     page = load_template("serve.html.j2")
     about = dict(model=name, context=engine.block_size, longest=MAX_NEW_TOKENS, paper=PAPER)
     model = dict(id=name, object="model", created=int(time.time()), owned_by="you")
@@ -250,13 +278,19 @@ def create_app(engine: Any, name: str, hosts: list[str]) -> FastAPI:
     async def models() -> dict:
         return dict(object="list", data=[model])
 
+    @app.get("/v1/models/{id:path}")
+    async def retrieve_model(id: str) -> dict:
+        if id != name:
+            raise HTTPException(404, f"there is no model {id:.80}; this server has {name}")
+        return model
+
     @app.post("/generate")
     async def generate(body: GenerateRequest) -> Response:
         """JSON lines: {"scored", "dropped", "seed"}, then {"pieces", "seconds"} for each turn. scored:
         token_logprobs of the prompt, or of the last token of `answer`. After an error, the last line is
         {"error"}.
         """
-        ids, dropped = await engine.prepare(body)
+        ids, dropped = await engine.compute(engine.prompt_ids, body)
 
         async def lines() -> AsyncIterator[dict]:
             async with engine.cache() as cache:
@@ -279,28 +313,39 @@ def create_app(engine: Any, name: str, hosts: list[str]) -> FastAPI:
     async def complete(
         request: Request, body: OpenAIRequest, kind: str, to_choice: Callable
     ) -> Any:
-        """Answer an OpenAI request, streamed or whole."""
-        ids, dropped = await engine.prepare(body)
+        """Answer an OpenAI request, streamed or whole. Several prompts are answered one by one."""
+        bodies = [
+            body.model_copy(update=dict(prompt=prompt, seed=body.seed + i))
+            for i, prompt in enumerate(prompts_of(body.prompt))
+        ]
+        prepared = [await engine.compute(engine.prompt_ids, each) for each in bodies]
+        prompt_tokens, dropped = sum(len(ids) for ids, _ in prepared), prepared[0][1]
         head: dict = dict(id=uuid.uuid4().hex, object=kind, created=int(time.time()), model=name)
         if dropped:
             head["dropped_messages"] = dropped  # not in OpenAI's API, but its client passes it on
 
-        def chunk(new: list[dict], text_before: str = "") -> dict:
+        def choice(index: int, new: list[dict], text_before: str = "") -> dict:
             end = "length" if new[-1]["end"] == "window" else new[-1]["end"]
-            choice = to_choice(new, body, text_before, engine.tokenizer)
-            return head | {"choices": [dict(index=0, finish_reason=end) | choice]}
+            made = to_choice(new, body, text_before, engine.tokenizer)
+            return dict(index=index, finish_reason=end) | made
 
         def usage(count: int) -> dict:
-            total = len(ids) + count
-            return dict(prompt_tokens=len(ids), completion_tokens=count, total_tokens=total)
+            total = prompt_tokens + count
+            return dict(prompt_tokens=prompt_tokens, completion_tokens=count, total_tokens=total)
+
+        async def turns() -> AsyncGenerator[tuple[int, list[dict]]]:
+            """Yield (index of the prompt, its new pieces)."""
+            async with engine.cache() as cache:
+                for index, (each, (ids, _)) in enumerate(zip(bodies, prepared)):
+                    async for new in engine.stream(each, ids, cache):
+                        yield index, new
 
         async def chunks() -> AsyncIterator[dict]:
-            text, count = "", 0
-            async with engine.cache() as cache:
-                async for new in engine.stream(body, ids, cache):
-                    yield chunk(new, text)
-                    text += "".join(piece["text"] for piece in new)
-                    count += len(new)
+            texts, count = [""] * len(bodies), 0
+            async for index, new in turns():
+                yield head | {"choices": [choice(index, new, texts[index])]}
+                texts[index] += "".join(piece["text"] for piece in new)
+                count += len(new)
             if (body.stream_options or {}).get("include_usage"):
                 yield head | dict(choices=[], usage=usage(count))
 
@@ -314,13 +359,14 @@ def create_app(engine: Any, name: str, hosts: list[str]) -> FastAPI:
 
         if body.stream:
             return StreamingResponse(events(), media_type="text/event-stream")
-        pieces: list[dict] = []
-        async with engine.cache() as cache:
-            async for new in engine.stream(body, ids, cache):
-                pieces += new
+        pieces: list[list[dict]] = [[] for _ in bodies]
+        async with contextlib.aclosing(turns()) as stream:
+            async for index, new in stream:
+                pieces[index] += new
                 if await request.is_disconnected():
                     return Response(status_code=499)  # "client closed request"
-        return chunk(pieces) | {"usage": usage(len(pieces))}
+        choices = [choice(index, new) for index, new in enumerate(pieces)]
+        return head | dict(choices=choices, usage=usage(sum(map(len, pieces))))
 
     @app.post("/v1/completions")
     async def completions(request: Request, body: CompletionRequest) -> Any:
@@ -335,31 +381,48 @@ def create_app(engine: Any, name: str, hosts: list[str]) -> FastAPI:
 
 
 class RequestLimits:
-    """ASGI middleware that limits requests to MAX_REQUEST_BYTES, and disconnects clients that do not
-    respond within CLIENT_TIMEOUT."""
+    """ASGI middleware that reads a request of at most MAX_REQUEST_BYTES within CLIENT_TIMEOUT and counts
+    it as active or waiting until it is answered."""
 
-    def __init__(self, app: Callable):
-        self.app = app
+    def __init__(self, app: ASGIApp, engine: Any):
+        self.app, self.engine = app, engine
 
-    async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        size, more = 0, True
 
-        async def limited_receive() -> dict:
-            nonlocal size, more
-            if not more:  # the request is complete; only a disconnect can follow, at any time
-                return await receive()
-            message = await asyncio.wait_for(receive(), CLIENT_TIMEOUT)
-            size, more = size + len(message.get("body", b"")), message.get("more_body")
-            if size > MAX_REQUEST_BYTES:
-                raise HTTPException(
-                    413,
-                    f"a request must have at most {MAX_REQUEST_BYTES} bytes; send a shorter one",
-                )
-            return message
-
-        async def limited_send(message: dict) -> None:
+        async def limited_send(message: Message) -> None:
             await asyncio.wait_for(send(message), CLIENT_TIMEOUT)
 
-        await self.app(scope, limited_receive, limited_send)
+        try:
+            async with asyncio.timeout(CLIENT_TIMEOUT):
+                body = await read_body(receive)
+        except HTTPException as error:
+            return await handle_error(error)(scope, receive, limited_send)
+        except (TimeoutError, ClientDisconnect):
+            return  # the server closes the connection
+        unread: list[Message] = [{"type": "http.request", "body": body}]
+
+        async def receive_body() -> Message:  # then waits for the client to disconnect
+            return unread.pop() if unread else await receive()
+
+        try:
+            with self.engine.place() if scope["method"] == "POST" else contextlib.nullcontext():
+                await self.app(scope, receive_body, limited_send)
+        except QueueFullError as error:
+            await handle_error(error)(scope, receive, limited_send)
+
+
+async def read_body(receive: Receive) -> bytes:
+    """The body of an ASGI request. Raises HTTPException if it is too long, ClientDisconnect if it ends
+    early."""
+    body, more = b"", True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        body, more = body + message.get("body", b""), message.get("more_body")
+        if len(body) > MAX_REQUEST_BYTES:
+            text = f"a request must have at most {MAX_REQUEST_BYTES} bytes; send a shorter one"
+            raise HTTPException(413, text)
+    return body

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from lab.cli import eprint, progress, require
+from lab.cli import eprint, progress, require, torchrun_env
 from lab.distributed import AsyncCopy
 from lab.files import (
     CorruptFileError,
@@ -194,7 +194,7 @@ def read_newest(run_dir: str | Path) -> tuple[Path, Any]:
         except CorruptFileError as error:
             if not files:
                 raise
-            if os.environ.get("RANK", "0") == "0":
+            if torchrun_env()[0] == 0:
                 detail = first_line(error.__cause__)
                 eprint(f"checkpoint {path} is damaged ({detail}); trying {files[-1].name}")
 

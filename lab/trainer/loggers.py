@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.cli import UserError, eprint
-from lab.files import finite_json, write_errors
+from lab.files import check_regular, finite_json, write_errors
 from lab.trainer.console import Console
 
 
@@ -32,7 +32,8 @@ class RunLogger:
         if not self.is_main:
             return self
         with write_errors(self.run_dir):
-            self.file = (self.run_dir / "log.jsonl").open("a", buffering=1)  # append when resuming
+            check_regular(path := self.run_dir / "log.jsonl")
+            self.file = path.open("a", buffering=1)  # append when resuming
             self.tensorboard = TensorBoardWriter(self.run_dir, self.trainer.step)
         if self.trainer.cfg.wandb:
             import wandb  # pyright: ignore[reportMissingImports]  # optional

@@ -14,7 +14,7 @@ from typing import Any
 
 from lab.cli import UserError, command_for, shell_quote
 from lab.data.tokenizers import TOKENIZER_FILE
-from lab.files import atomic_write, dir_lock, read_json
+from lab.files import atomic_write, dir_lock, read_json, read_lenient
 from lab.program import LEGACY_PROGRAMS, describe_program
 from lab.trainer.checkpoint import checkpoint_files, step_of
 
@@ -90,9 +90,7 @@ def program_of(run_dir: str | Path) -> dict:
 
 def has_steps(run_dir: Path) -> bool:
     """Whether the run's log contains at least one update."""
-    with contextlib.suppress(OSError):
-        return '"kind": "first_step"' in (run_dir / "log.jsonl").read_text(errors="replace")
-    return False
+    return '"kind": "first_step"' in read_lenient(run_dir / "log.jsonl")
 
 
 def existing_checkpoints(run_dir: Path) -> list[Path]:
@@ -174,7 +172,7 @@ def require_resumable(run_dir: Path) -> None:
 def is_finished(run_dir: Path) -> bool:
     """Whether the run completed its last step and evaluation, according to its log."""
     try:
-        record = json.loads((run_dir / "log.jsonl").read_text(errors="replace").splitlines()[-1])
+        record = json.loads(read_lenient(run_dir / "log.jsonl").splitlines()[-1])
         return record["kind"] == "end" and record["reason"] == "done"
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):  # no valid log
+    except (ValueError, LookupError, TypeError, RecursionError):  # no valid log
         return False
