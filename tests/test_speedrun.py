@@ -487,7 +487,7 @@ def test_trained_run_is_extended_and_resumed(tmp_path, run_speedrun):
     assert len(losses) == 4, "the same weights, with other rotations"
     with pytest.raises(UserError, match=r"different model: n_head=2 \(here 4\); pass --n_head 2"):
         init_from(str(tmp_path / "log/r"), GPT(replace(model.config, n_head=4)))
-    with pytest.raises(UserError, match=r"another model: block_size=32 \(here 64\)"):
+    with pytest.raises(UserError, match=r"different model: block_size=32 \(here 64\)"):
         rows = GPT(replace(model.config, rotary=False))  # learned positions: a row for each
         init_from(str(tmp_path / "log/r"), rows)
 
