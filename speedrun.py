@@ -40,7 +40,7 @@ class GPTConfig:
     """Shape of the model, and its differences from GPT-2, most of which can be turned off."""
 
     n_layer: int = 12  # transformer blocks
-    n_head: int = 6  # attention heads per block; fewer, wider heads are faster on a GPU
+    n_head: int = 6  # attention heads per block; GPT-2 has 12, and the effect was not measured
     n_embd: int = 768  # channels of the residual stream
     block_size: int = 1024  # longest context
     vocab_size: int = 50257  # number of token ids; 0 on the command line: taken from the data
@@ -50,13 +50,13 @@ class GPTConfig:
     bf16_residual: bool = True  # under bf16 autocast, keep the residual stream in bf16 as well
     document_mask: bool = False  # attention does not cross end-of-text
     rotary: bool = True  # rotary position embedding; off: learned positions, as in GPT-2
-    # contexts longer than trained: frequencies for block_size, from those learned for trained_length
+    # how to change rotary's frequencies when block_size is longer than in training (trained_length)
     rope_scaling: Literal["none", "linear", "ntk", "yarn"] = "none"
     trained_length: int = 0  # block_size before --rope_scaling
     qk_norm: bool = True  # RMSNorm of queries and keys
     mlp: Literal["relu2", "gelu"] = "relu2"  # gelu: GPT-2's MLP, with its biases and 8-bit kernels
     tied: bool = False  # one matrix for embedding and head, as in GPT-2
-    value_tables: int = 1  # number of value embeddings; 0 is better for 4 epochs or more
+    value_tables: int = 1  # embeddings added to attention's values; 0 is better from 4 epochs on
     smear: bool = True  # add a gated part of the previous token's embedding to each embedding
     bigram_rows: int = 0  # rows of a hashed embedding of token pairs; 0: none
     value_projection: bool = False  # value embeddings computed from the token embeddings
@@ -118,7 +118,7 @@ class TrainConfig(train_gpt2.TrainConfig):
     min_lr: float = 0.0  # learning rate at the end of the schedule
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "wsd"  # wsd: warmup-stable-decay
     # an integer is a number of steps, a float below 1 is a fraction of max_steps
-    warmup_steps: int | float = 0  # none needed: residual outputs and the head start at 0
+    warmup_steps: int | float = 0  # 0: no warmup; other lengths were not compared
     decay_steps: int | float = 0.65  # length of the decay at the end (wsd only)
     weight_decay: float = 0.0  # of the matrices in the blocks
     decay_all: bool = False  # weight decay for embeddings and head, too
@@ -126,8 +126,8 @@ class TrainConfig(train_gpt2.TrainConfig):
     eps: float = 1e-10  # AdamW: added to the denominator of the update
     grad_clip: float = 0.0  # 0: no clipping; Muon's step does not depend on the gradient norm
     momentum: float = 0.95  # of Muon
-    momentum_warmup: int | float = 0.33  # length of the rise of Muon's momentum from 0.85
-    batch_warmup_steps: int | float = 0  # length of the first phase, with half the batch
+    momentum_warmup: int | float = 0.33  # length of the rise of Muon's momentum, from 0.85
+    batch_warmup_steps: int | float = 0  # length of the first part of the run, with half the batch
 
     def validate(self, model_config):
         """Raise UserError for settings that cannot work."""
@@ -175,8 +175,7 @@ PRESETS = {
     "sft": (  # supervised fine-tuning, as in train_gpt2.py: a tenth of speedrun's learning rates
         GPTConfig(),
         TrainConfig(
-            **config.SFT, total_batch_size=4096, max_steps=200, lr=3e-4, embed_lr=0.03,
-            scalar_lr=1.5e-3, muon_lr=3e-3, schedule="linear", compile=False,
+            **config.SFT, lr=3e-4, embed_lr=0.03, scalar_lr=1.5e-3, muon_lr=3e-3,
         ),
     ),
 }  # fmt: skip
@@ -488,7 +487,7 @@ class Trainer(train_gpt2.Trainer):
 
 
 def build_trainer(model_config, cfg, world, state=None):
-    """See train_gpt2.py. The micro-batch must divide the first step, which is the smallest."""
+    """See train_gpt2.py. The first step is the smallest, so the micro-batch is chosen to divide it."""
     first = replace(cfg, total_batch_size=step_tokens(0, cfg))
     trainer = train_gpt2.build_trainer(model_config, first, world, state, Trainer)
     trainer.cfg = cfg
