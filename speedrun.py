@@ -201,7 +201,7 @@ def shift_right(x, position, mask, cache, name):
     return F.pad(x, (0, 0, 1, 0))[:, x.size(1) - T : x.size(1)]
 
 
-YARN_TURNS = 1, 32  # alpha and beta of Peng et al. 2023, found for LLaMA's 2,048 tokens and more
+YARN_TURNS = 1, 32  # alpha and beta that Peng et al. 2023 recommend for LLaMA models
 
 
 def rope_frequencies(config, device=None):
@@ -438,7 +438,7 @@ def make_optimizer(model, cfg, world):
     adamw = dict(betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, fused=fused, weight_decay=0.0)
     groups = [group for group in groups if group["params"]]
     if cfg.optimizer == "adamw":
-        lr = cfg.muon_lr * model.config.n_embd**-0.5  # 1 / sqrt(C) is an orthogonal matrix's RMS
+        lr = cfg.muon_lr * model.config.n_embd**-0.5  # 1 / sqrt(C): RMS of an orthogonal matrix
         groups.insert(0, {"params": blocks, "lr": lr, "weight_decay": cfg.weight_decay})
         optimizer = torch.optim.AdamW(groups, **adamw)
     else:
