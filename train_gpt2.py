@@ -13,10 +13,10 @@ own part of the tokens, and the gradients are averaged over the processes. Clip:
 exceeds a limit are scaled down. Update: the optimizer moves each weight against its gradient.
 
 Sections: 1 configuration, 2 model, 3 optimizer and schedule, 4 one training step, 5 building the
-trainer, 6 the loop, 7 command line. Each uses only the ones above it. Skim section 1 at first, and
-look up a setting when you meet it as self.config or cfg. You can change anything in this file:
-training, validation, sampling and export all use your version. Data loading, checkpoints, logging
-and faster kernels are in lab/, which you need not read at first.
+trainer, 6 the loop, 7 command line. Each uses only the ones above it. Training is in 3, 4 and 6; skim
+1, 5 and 7 at first, and look up a setting when you meet it as self.config or cfg. You can change
+anything in this file: training, validation, sampling and export all use your version. Data loading,
+checkpoints, logging and faster kernels are in lab/, which you need not read at first.
 
 Shape letters: B batch, T time (tokens in a sequence), C channels (n_embd), H heads, D head size
 (C = H * D), V vocabulary (padded), L layers, N = B * T positions. S is the number of keys that a
@@ -137,17 +137,7 @@ class TrainConfig(config.RunConfig):
 
 
 PRESETS = {
-    # Sizes: Radford et al. 2019, table 2 (the parameter counts printed there are wrong; the shapes are
-    # those of the released models), and GPT-3 2.7B, whose weights, gradients and AdamW moments take
-    # 42 GB. Learning rates: Brown et al. 2020, table 2.1, for the model closest in size; for gpt2-xl that
-    # is GPT-3 XL, which has a different shape and batch size.
     "gpt2": (GPTConfig(), TrainConfig()),
-    "gpt2-medium": (GPTConfig(24, 16, 1024), TrainConfig("gpt2-medium", lr=3e-4, min_lr=3e-5)),
-    "gpt2-large": (GPTConfig(36, 20, 1280), TrainConfig("gpt2-large", lr=2.5e-4, min_lr=2.5e-5)),
-    "gpt2-xl": (GPTConfig(48, 25, 1600), TrainConfig("gpt2-xl", lr=2e-4, min_lr=2e-5)),
-    "gpt2-2.7b": (
-        GPTConfig(32, 32, 2560), TrainConfig("gpt2-2.7b", lr=1.6e-4, min_lr=1.6e-5, parallel="fsdp2")
-    ),
     "laptop": (  # two minutes on two laptop cores, on the bytes of Python's own documentation
         GPTConfig(n_layer=2, n_head=2, n_embd=128, block_size=128, vocab_size=257, vocab_multiple=1),
         TrainConfig(
@@ -156,8 +146,8 @@ PRESETS = {
             beta2=0.99, compile=False,
         ),
     ),
-    # supervised fine-tuning on conversations; --init_from gives the weights and the shape of the model
-    "sft": (GPTConfig(), TrainConfig(**config.SFT, lr=2e-4, min_lr=0.0, warmup_steps=0.05, weight_decay=0.0)),
+    # gpt2-medium, gpt2-large, gpt2-xl, gpt2-2.7b, and sft for fine-tuning on conversations
+    **config.more_presets(GPTConfig, TrainConfig),
 }  # fmt: skip
 
 
