@@ -174,9 +174,7 @@ PRESETS = {
     ),
     "sft": (  # supervised fine-tuning, as in train_gpt2.py: a tenth of speedrun's learning rates
         GPTConfig(),
-        TrainConfig(
-            **config.SFT, lr=3e-4, embed_lr=0.03, scalar_lr=1.5e-3, muon_lr=3e-3,
-        ),
+        TrainConfig(**config.SFT, lr=3e-4, embed_lr=0.03, scalar_lr=1.5e-3, muon_lr=3e-3),
     ),
 }  # fmt: skip
 

@@ -138,6 +138,8 @@ class TrainConfig(config.RunConfig):
 
 PRESETS = {
     "gpt2": (GPTConfig(), TrainConfig()),
+    # gpt2-medium, gpt2-large, gpt2-xl, gpt2-2.7b, and sft for fine-tuning on conversations
+    **config.more_presets(GPTConfig, TrainConfig),
     "laptop": (  # two minutes on two laptop cores, on the bytes of Python's own documentation
         GPTConfig(n_layer=2, n_head=2, n_embd=128, block_size=128, vocab_size=257, vocab_multiple=1),
         TrainConfig(
@@ -146,8 +148,6 @@ PRESETS = {
             beta2=0.99, compile=False,
         ),
     ),
-    # gpt2-medium, gpt2-large, gpt2-xl, gpt2-2.7b, and sft for fine-tuning on conversations
-    **config.more_presets(GPTConfig, TrainConfig),
 }  # fmt: skip
 
 
@@ -419,7 +419,7 @@ class Trainer:
         self.checkpointer = AsyncCheckpointer(
             self.run_dir, cfg.keep_last, cfg.async_save, world.device
         )
-        self.timer = StepTimer(world.device, enabled=cfg.timing)  # --timing: milliseconds per phase
+        self.timer = StepTimer(world.device, enabled=cfg.timing)
         self.health = HealthMonitor(self)  # non-finite values, gradient spikes
 
     def train_step(self):
@@ -429,7 +429,8 @@ class Trainer:
         precision, timer, losses = self.precision, self.timer, []
         timer.mark("start")  # --timing logs the milliseconds between these marks
         for micro_step in range(self.loader.grad_accum_steps):
-            x, y, num_targets = self.loader.next_batch()  # x, y: (B, T); targets of the whole step
+            # x, y: (B, T); num_targets: over all micro-steps and processes of this step
+            x, y, num_targets = self.loader.next_batch()
             timer.mark("data")
             # DDP averages the gradients over the processes during backward(). Once per update is enough,
             # so no_sync() turns it off in all micro-steps but the last. DDP decides this in the forward pass,
