@@ -3,6 +3,7 @@
     python speedrun.py                                 # two minutes on a laptop's CPU
     python speedrun.py --preset speedrun --fp8 head    # as deep and wide as GPT-2 124M; a minute on an H200
     torchrun --standalone --nproc_per_node=4 speedrun.py --preset speedrun --fp8 head  # on four GPUs
+    python speedrun.py --preset small-data --fp8 head --data data/mine    # 111M tokens, read seven times
 
 One training step in words: see train_gpt2.py, whose data loader, train_step, loop, logs and
 checkpoints are used here. This file defines what has changed in the seven years since GPT-2: the
@@ -106,7 +107,7 @@ class TrainConfig(train_gpt2.TrainConfig):
     """train_gpt2.TrainConfig with other defaults and a peak learning rate for each kind of parameter;
     all follow the same schedule."""
 
-    preset: str = "speedrun"  # source of the other defaults: speedrun, laptop or sft
+    preset: str = "speedrun"  # source of the other defaults: speedrun, small-data, laptop, sft
     total_batch_size: int = 131072  # tokens per update, over all processes
     max_steps: int = 290  # number of updates
     parallel: ClassVar = "ddp"  # not a flag, because ZeRO-1 and FSDP2 shard AdamW only
@@ -154,7 +155,7 @@ PRESETS = {
             sample_every=0,
         ),
     ),
-    # seven epochs of 110M tokens: 25 minutes on an H200 (docs/LOG.md#small-data)
+    # for seven epochs of 111M tokens: less than half an hour of one H100 (docs/LOG.md#small-data)
     "small-data": (
         GPTConfig(value_tables=0, value_projection=True),
         TrainConfig(
