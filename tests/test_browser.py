@@ -38,7 +38,16 @@ class Report(Tab):
         return self.page.evaluate(f"document.getElementById({id!r}).{what}")
 
     def choose(self, value):
-        self.page.locator(f"nav label:has(input[value={value}])").click()
+        self.page.locator(f"#axes label:has(input[value={value}])").click()
+
+
+def axe_findings(page):
+    """[(rule, element), ...] that axe-core finds in the page as it is now."""
+    module = pytest.importorskip(
+        "axe_playwright_python.sync_playwright", reason="needs requirements-browser.txt"
+    )
+    found = module.Axe().run(page).response["violations"]
+    return [(rule["id"], node["html"][:200]) for rule in found for node in rule["nodes"]]
 
 
 def test_report_of_real_runs(tmp_path, run_train, chromium):
@@ -72,12 +81,26 @@ def test_report_of_real_runs(tmp_path, run_train, chromium):
     tokens.nth(5).hover()
     assert tab.page.locator("#shaded .box:visible").inner_text().count("%") == 6
 
+    tokens.nth(0).focus()
+    tab.page.keyboard.press("ArrowRight")
+    assert tokens.nth(1).evaluate("t => t == document.activeElement")
+    assert tab.page.locator("#shaded [tabindex='0']").count() == 1, "one tab stop"
+    command = tab.page.inner_text(".command")
+    assert command.startswith("python train_gpt2.py") and "--max_steps 12" in command
+    tab.page.click("text=Gradient norm")
+    assert tab.page.evaluate("location.hash") == "#figure-grad_norm"
+
     report.write_page(runs, tmp_path / "both.html")
     both = Report(chromium, tmp_path / "both.html", color_scheme="dark")
     assert both.figures == ["loss", "difference", "lr", "grad_norm", "tok_per_s"]
     assert all(both.drawn(id) for id in both.figures)
     row = both.page.locator("tr", has_text="lr").first.inner_text()
     assert row.split() == ["lr", "0.001", "0.003"]
+    for one in (tab, both):
+        for scheme in ("light", "dark"):
+            one.page.emulate_media(color_scheme=scheme)
+            assert all(one.drawn(id) for id in one.figures)
+            assert axe_findings(one.page) == [], scheme
     assert tab.wrong == both.wrong == []
 
 
@@ -147,15 +170,6 @@ class Page(Tab):
             if self.focused(f"matches({selector!r})"):
                 return count
         raise AssertionError(f"Tab does not lead to {selector}")
-
-
-def axe_findings(page):
-    """[(rule, element), ...] that axe-core finds in the page as it is now."""
-    module = pytest.importorskip(
-        "axe_playwright_python.sync_playwright", reason="needs requirements-browser.txt"
-    )
-    found = module.Axe().run(page).response["violations"]
-    return [(rule["id"], node["html"][:200]) for rule in found for node in rule["nodes"]]
 
 
 @pytest.fixture
