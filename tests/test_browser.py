@@ -376,6 +376,62 @@ def test_everything_survives_a_reload(tab):
     tab.page.context.new_page().close()
 
 
+@pytest.mark.parametrize(
+    "damage",
+    ["{", '{"branches": 3}', '{"branches": {"text": [{"id": 1}], "chat": []}, "at": {"text": 1}}'],
+)
+def test_damaged_storage_gives_an_empty_page(tab, damage):
+    tab.page.context.add_init_script(
+        f"localStorage.setItem('lab serve r/model_000010 257', {damage!r})"
+    )
+    tab.page.reload()
+    assert tab.page.is_visible("#greeting") and tab.page.inner_text("#go") == "Write"
+    tab.set(max_tokens=3)
+    tab.write("abc")
+    assert len(tab.done()) == 3
+
+
+def test_full_storage_loses_the_oldest_branches_only(tab):
+    tab.page.evaluate("() => localStorage.setItem('lab serve other', 'x'.repeat(1e6))")
+    tab.set(max_tokens=2, seed=1)
+    tab.write("abc")
+    tab.done()
+    long = "[newTurn('text', { ask: { prompt: 'x'.repeat(1.5e6) } })]"
+    tab.page.evaluate(
+        f"() => {{ for (let i = 0; i < 5; i++) fork('long ' + i, {long}); store(); }}"
+    )
+    names = tab.page.evaluate(
+        "() => JSON.parse(localStorage.getItem(KEY)).branches.text.map(b => b.name)"
+    )
+    assert 0 < len(names) < 5 and names == [f"long {i}" for i in range(5)][-len(names) :]
+    assert tab.page.evaluate("() => localStorage.getItem('lab serve other')") is None
+    assert tab.page.locator("#branches button").count() == 6, "this page still has all"
+
+
+def test_taps_on_a_phone(chromium, server):
+    """In the view Attention, the first tap on a token shows where it looks, the second its card."""
+    phone = Page(chromium, server, viewport={"width": 390, "height": 844}, has_touch=True)
+    phone.set(max_tokens=30, seed=1)
+    phone.page.locator("#prompts button").first.tap()
+    phone.done()
+    phone.tokens().nth(7).tap()
+    assert phone.page.is_visible("#card")
+    box = phone.page.locator("#card").bounding_box()
+    assert box["x"] >= 0 and box["x"] + box["width"] <= 390
+    phone.page.locator("h1").tap()
+    assert phone.page.is_hidden("#card")
+    phone.page.locator("#view button[data-value=attention]").tap()
+    phone.tokens().nth(9).tap()
+    phone.page.wait_for_function("() => looked.textContent.startsWith('To predict')")
+    assert phone.page.is_hidden("#card")
+    phone.tokens().nth(9).tap()
+    assert phone.page.is_visible("#card")
+    assert phone.page.evaluate("document.documentElement.scrollWidth") <= 390, (
+        "no sideways scrolling"
+    )
+    assert axe_findings(phone.page) == [] and phone.wrong == []
+
+
 def test_copy_and_new_chat(tab, server):
     tab.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     tab.set(max_tokens=8, seed=1, temperature=1, top_k=0)
