@@ -99,6 +99,7 @@ def test_pages_work_from_disk(site, chromium, width):
         if path.name != "404.html":  # its links are those of a server's root
             tab.page.goto(path.as_uri())
             assert tab.page.evaluate("document.documentElement.scrollWidth") <= width, path.name
+            assert tab.page.locator("article > math[display=inline]").count() == 0, path.name
     assert tab.wrong == []
     tab.page.goto((site / "play/4-attention-by-hand.html").as_uri())
     tab.page.locator(".md-footer__link--next").click()

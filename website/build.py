@@ -113,7 +113,9 @@ def with_math(text):
         mathml = re.sub(
             r"(<mi>(?:ln|log|exp)</mi>)(?=<m[in])", r'\1<mspace width="0.17em"/>', mathml
         )
-        return mathml.replace("\n", " ").replace("|", "&#124;")  # | would end a table's cell
+        mathml = mathml.replace("\n", " ").replace("|", "&#124;")  # | would end a table's cell
+        # a line that begins with <math> would end its paragraph
+        return mathml if display else f"<span>{mathml}</span>"
 
     def outside(part):
         math = r"(?<![\\$])\$\$(.+?)\$\$|(?<![\\$\w])\$(?=\S)([^$]+?)(?<=\S)\$(?!\w)"
