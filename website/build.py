@@ -175,11 +175,15 @@ def adapt(text, page, folder, moved):
         relative = os.path.relpath(inside, Path(page).parent)
         return f"[{words}]({relative}{'#' * bool(anchor)}{anchor})" if path else found[0]
 
+    def convert(part):
+        part = re.sub(r"\\$", "<br>", part, flags=re.MULTILINE)  # a forced line break
+        return LINK.sub(link, part)
+
     parts, at = [], 0
     for code in re.finditer(r"^```.*?^```", text, re.MULTILINE | re.DOTALL):
-        parts += [LINK.sub(link, text[at : code.start()]), code[0]]
+        parts += [convert(text[at : code.start()]), code[0]]
         at = code.end()
-    text = "".join([*parts, LINK.sub(link, text[at:])])
+    text = "".join([*parts, convert(text[at:])])
     for picture in re.findall(r'(?:src|srcset)="([^":]+)"', text):
         if not page.startswith("play/"):
             copy(os.path.normpath(here / picture), folder)
