@@ -396,10 +396,10 @@ def validate_tokenizer(trainer, tokenizer):
         )
 
 
-def build_trainer(model_config, cfg, world, state=None):
+def build_trainer(model_config, cfg, world, state=None, trainer_class=Trainer):
     """See train_gpt2.py; here the loader also masks tokens."""
     tokenizer = WordPiece(f"{cfg.data}/{TOKENIZER_FILE}")
-    trainer = gpt2.build_trainer(model_config, cfg, world, state, Trainer)
+    trainer = gpt2.build_trainer(model_config, cfg, world, state, trainer_class)
     validate_tokenizer(trainer, tokenizer)
     trainer.loader.transform = Masking(tokenizer, model_config, cfg.whole_word_masking)
     return trainer

@@ -485,10 +485,10 @@ class Trainer(train_gpt2.Trainer):
 # ------------------------------------------------------------------------- 5. building the trainer
 
 
-def build_trainer(model_config, cfg, world, state=None):
+def build_trainer(model_config, cfg, world, state=None, trainer_class=Trainer):
     """See train_gpt2.py. The first step is the smallest, so the micro-batch is chosen to divide it."""
     first = replace(cfg, total_batch_size=step_tokens(0, cfg))
-    trainer = train_gpt2.build_trainer(model_config, first, world, state, Trainer)
+    trainer = train_gpt2.build_trainer(model_config, first, world, state, trainer_class)
     trainer.cfg = cfg
     return trainer
 

@@ -198,7 +198,9 @@ class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
+        self.c_proj = nn.Linear(
+            4 * config.n_embd, config.n_embd
+        )  # init_weights knows it by this name
 
     def forward(self, x):
         return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))  # tanh, as in OpenAI's code
@@ -297,8 +299,8 @@ class GPT(nn.Module):
 
         logits: (B, T, vocab_size), or with a cache only those of the last position (B, 1, vocab_size).
         loss: of the positions whose target is not -1, their mean (0 if there are none), their sum, or with
-        reduction "none" each of them (B, T). Logits are not returned together with a loss, because a
-        compiled step would have to store them: 6.6 GB for 64 x 1024 positions.
+        reduction "none" each of them (B, T). Logits are not returned together with a loss: all of
+        them take 6.6 GB for 64 x 1024 positions, and the fused head never stores them.
         """
         x = self.hidden(idx, position, mask, cache)  # (B, T, C)
         if targets is None:
@@ -307,7 +309,9 @@ class GPT(nn.Module):
         loss = self.head_loss(x.flatten(0, 1), self.lm_head.weight, targets.flatten(), reduction)
         if reduction == "none":
             return None, loss.view_as(targets)
-        return None, loss if reduction == "sum" else loss / (targets >= 0).sum().clamp(min=1)
+        if reduction == "mean":
+            loss = loss / (targets >= 0).sum().clamp(min=1)
+        return None, loss
 
     def generate(self, idx, max_new_tokens, **gen_kwargs):
         """Yield the next token (B,) of each row of idx (B, T), max_new_tokens times. gen_kwargs: see
@@ -428,13 +432,14 @@ class Trainer:
         norm of the gradient before clipping."""
         precision, timer, losses = self.precision, self.timer, []
         timer.mark("start")  # --timing logs the milliseconds between these marks
+        # grad_accum_steps = total_batch_size / (batch_size * seq_len * world_size)
         for micro_step in range(self.loader.grad_accum_steps):
             # x, y: (B, T); num_targets: over all micro-steps and processes of this step
             x, y, num_targets = self.loader.next_batch()
             timer.mark("data")
             # DDP averages the gradients over the processes during backward(). Once per update is enough,
-            # so no_sync() turns it off in all micro-steps but the last. DDP decides this in the forward pass,
-            # so both forward and backward must be inside the context.
+            # so no_sync() turns it off in all micro-steps but the last. DDP decides in the forward pass what
+            # the following backward() does, so both must be inside the context.
             last = micro_step == self.loader.grad_accum_steps - 1
             sync = last or not hasattr(self.model, "no_sync")  # only DDP has no_sync
             with contextlib.nullcontext() if sync else self.model.no_sync():
@@ -456,7 +461,7 @@ class Trainer:
             losses.append(loss.detach())
         self.health.record_gradients()  # norms of the parameters' gradients, to report spikes
         # With ZeRO-1 and FSDP2 each process keeps a part of the gradients, and the optimizer clips them
-        # (with ZeRO-1, it first sums them over the processes).
+        # (with ZeRO-1, it first averages them over the processes).
         clip = getattr(self.optimizer, "clip_grad_norm", self.clip_grad_norm)
         grad_norm = clip(self.cfg.grad_clip)
         self.health.observe(grad_norm)  # after a spike, --on_spike skip makes step() do nothing
@@ -532,7 +537,7 @@ def build_trainer(model_config, cfg, world, state=None, trainer_class=Trainer):
     if cfg.init_from and not state:
         registry.init_from(cfg.init_from, raw_model, cfg.log_dir)
     raw_model.to(world.device)
-    if cfg.kernels == "fused":  # replace HeadLoss and MLP with faster ones that compute the same
+    if cfg.kernels == "fused":  # replace HeadLoss and MLP, if unedited, with faster ones
         kernels.replace_modules(raw_model, MLP, precision, cfg.fp8, world.print0)
     batch_size = cfg.batch_size or find_max_batch_size(raw_model, cfg, world, precision, state)
     loader = TokenLoader(shards, cfg, world, batch_size)  # divides each step among the processes
@@ -543,7 +548,8 @@ def build_trainer(model_config, cfg, world, state=None, trainer_class=Trainer):
         optimizer = sharded_adamw(optimizer, raw_model, loader, precision, world)
     elif world.distributed:
         # DDP all-reduces gradients in buckets while backward() still computes those of earlier layers.
-        # torch.compile splits its graph at each bucket; DDP's default of 25 MB would split every block.
+        # torch.compile, which must come after DDP, splits its graph at each bucket, so that it can fuse less;
+        # DDP's default of 25 MB would split every block.
         model = DistributedDataParallel(raw_model, gradient_as_bucket_view=True, bucket_cap_mb=250)
         # DDP chooses its buckets anew after the first backward(). That happens here, so that a resumed
         # run adds gradients in the same order and ends with the same bits.
@@ -563,8 +569,8 @@ def train(trainer, callbacks, log, stop):
     """Train until cfg.max_steps. Returns the name of the signal that stopped the run, or "".
 
     Each iteration runs the callbacks that are due, then does one update. After the last update the
-    callbacks run once more, to save and evaluate the final weights. Saving is the first callback: if a
-    signal interrupts the evaluation, a resumed run repeats it.
+    callbacks run once more, to save and evaluate the final weights. Saving is the first callback, so that a
+    run that is killed during an evaluation loses no update.
 
     log writes log.jsonl and prints; an event whose values are None is not logged. stop remembers whether
     a signal (Ctrl-C or SIGTERM) arrived.
@@ -611,7 +617,7 @@ def main(argv, presets=PRESETS, description=__doc__, build=build_trainer, traine
     model_config, cfg, state = config.resolve_config(
         model_config, cfg, world, presets, trainer_class
     )
-    trainer, stop = build(model_config, cfg, world, state), SignalHandler(world)
+    trainer, stop = build(model_config, cfg, world, state, trainer_class), SignalHandler(world)
     callbacks = trainer.callbacks(stop)
     with lock_run_dir(trainer), stop, RunLogger(trainer) as log, oom_hint():
         log.start(reason, trainer, callbacks)
