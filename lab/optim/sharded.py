@@ -1,4 +1,4 @@
-"""Base class of the sharded optimizers (zero1.py, fsdp2.py), and what they communicate in bf16."""
+"""Base class of the sharded optimizers (zero1.py, fsdp2.py), and the choice of parameters sent in bf16."""
 
 from typing import Any
 

@@ -7,9 +7,9 @@ sends them to all ranks (all-gather). The moments take 8 / n instead of 8 bytes 
 update 1 / n of the time.
 
 Matrices that autocast rounds to bf16 anyway are sent in bf16, as are their gradients. This halves the
-communication and loses nothing (see bf16_params). Sums over ranks and moments are in float32, and so is
-each rank's shard of the weights (4 / n more bytes per weight, because the model then has rounded ones).
-Gradients accumulated over micro-steps are sent in float32.
+communication and loses nothing (see bf16_params). Moments and sums over ranks are in float32, and so is
+each rank's shard of the weights. The shard takes 4 / n more bytes per weight, because the model's weights
+are then the rounded ones. Gradients accumulated over micro-steps are sent in float32.
 """
 
 import math
@@ -133,7 +133,7 @@ class Zero1AdamW(ShardedOptimizer):
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Average the gradients of each rank's shard over the ranks, and scale them so that the norm over
-        all shards is at most max_norm (0: no limit). Returns the norm before."""
+        all shards is at most max_norm (0: no limit). Returns the norm before scaling."""
         accumulated = self.loader.grad_accum_steps > 1  # a sum over micro-steps needs float32
         grads, tensors = [], [s.local_shard for s in self.shards]
         for s in self.shards:
