@@ -4,7 +4,7 @@
     python bench/longer.py --model log/RUN --data FOLDER --length 8192 --updates 0 100
 
 For each --scaling (see speedrun.py --rope_scaling) and each number of --updates at the new length,
-two measurements. Loss by position: the mean loss of the tokens of each eighth of the context, over
+there are two measurements. Loss by position: the mean loss of the tokens of each eighth of the context, over
 windows of the validation split. Retrieval: a sentence that gives one of ten words to a name is
 planted in a text of the new length, a certain distance before its end, and asked for at the end. The
 likeliest of the ten words counts, so guessing gives 10 %. "none" as distance: nothing is planted.
@@ -43,15 +43,15 @@ class Config:
     model: str = ""  # speedrun.py run, trained with its block_size
     data: str = ""  # folder of token shards
     length: int = 0  # new context; 0: four times the model's
-    scaling: tuple[str, ...] = SCALINGS  # which methods
+    scaling: tuple[str, ...] = SCALINGS  # values of --rope_scaling to compare
     updates: tuple[int, ...] = (0, 50)  # updates at the new length before measuring
-    tokens_per_update: int = 131072  # of the updates
+    tokens_per_update: int = 131072  # tokens of one update
     windows: int = 128  # windows of the validation split, for loss by position
     facts: int = 200  # planted facts per distance
     batch_size: int = 4  # windows at a time, also in the updates
-    muon_lr: float = 0.003  # peak rate of the updates, a tenth of speedrun.py's, as are the others
+    muon_lr: float = 0.003  # peak learning rate; like the others, a tenth of speedrun.py's
     device: str = "auto"  # cuda or cpu
-    seed: int = 1  # of the planted facts and the updates
+    seed: int = 1  # random seed of the planted facts and the updates
     out: str = "longer.jsonl"  # file of measurements
 
 

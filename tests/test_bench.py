@@ -122,7 +122,7 @@ def test_planted_faults_are_caught_missed_or_refused(tmp_path, capsys):
     assert total == "1 of 2 faults caught; the tests that caught them pass without a fault"
     assert "2 * x" in (tmp_path / "double.py").read_text()
     (tmp_path / "double.py").write_text("def double(x):\n    return x + x\n")
-    with pytest.raises(UserError, match="is in double.py 0 times, but must be there once"):
+    with pytest.raises(UserError, match="is in double.py 0 times, but must occur once"):
         mutations.run_faults({1: faults[0]}, tmp_path, all_tests=True)
 
 
