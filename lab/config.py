@@ -106,7 +106,7 @@ class RunConfig:
         )
         require(
             self.preset != "sft" or self.init_from,
-            "preset=sft fine-tunes an existing model; pass --init_from with a run (in train_gpt2.py also gpt2)",
+            "preset=sft fine-tunes an existing model; pass --init_from with a run (train_gpt2.py: or gpt2)",
         )
         require(
             not self.wandb or importlib.util.find_spec("wandb"),

@@ -159,7 +159,7 @@ def test_other_versions_and_sizes_are_refused(checkout, data, tmp_path):
     program = checkout / "tiny" / "train.py"
     program.write_text(PROGRAM.replace("EVAL_TOKENS = 10_000_000", "EVAL_TOKENS = 5"))
     said = run(checkout, data, tmp_path, status=2)
-    assert "'EVAL_TOKENS = 10_000_000' occurs 0 times, but must occur once; check out commit" in said
+    assert "'EVAL_TOKENS = 10_000_000' occurs 0 times, but must occur once; check out" in said
     program.unlink()
     assert "must be a checkout of" in run(checkout, data, tmp_path, status=2)
     assert not (tmp_path / "o.jsonl").exists()
