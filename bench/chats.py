@@ -6,9 +6,9 @@
 
 In the data, "facts" has one text per answer: alternatives separated by |, one of which the answer must
 contain. Answers are generated greedily, given the question and the reference turns before it. An answer
-is right if it contains the fact, and ended if the model writes end-of-text or the next role. The
-baseline, for an answer taken at random from another conversation, is the fraction of those answers that
-contain the fact. Conversations longer than a model's context are skipped and counted.
+is right if it contains the fact, and counts as ended if the model writes end-of-text or the next role. The
+baseline is the chance that a reference answer taken at random from another conversation contains the
+fact. Conversations longer than a model's context are skipped and counted.
 """
 
 import re

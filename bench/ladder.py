@@ -18,7 +18,7 @@ optimizer. Of 5 + --steps steps the first 5 are dropped. compile_s is the differ
 and the median step, including the comparison of losses. The first seed of a variant starts with an empty
 compiler cache; later seeds use its cache. One more step runs under the profiler: kernel_ms is its kernel
 time by class (kernels.py). A loss run trains from scratch with warmup (a tenth of the steps) and cosine
-decay. In its seconds, the first step, which compiles, counts as an average one.
+decay. Its seconds count the first step, which compiles, as an average one.
 """
 
 import dataclasses

@@ -48,7 +48,8 @@ class RunConfig:
     # data
     data: str = "edu_fineweb10B"  # folder of token shards (made by fineweb.py), or file of chats
     shuffle: bool = True  # read sequences in a random order; off: in the order on disk
-    align_documents: bool = False  # start each sequence with a document; skip the rest
+    # start each sequence at the beginning of a document, and drop the tokens in between
+    align_documents: bool = False
     # hardware
     device: str = "auto"  # cuda, mps or cpu
     timeout: int = 600  # seconds after which a process that does not answer is considered lost

@@ -103,7 +103,8 @@ def find_messages(record: dict) -> list | None:
                 if not isinstance(earlier, list) or len(earlier) != 2:
                     return None
                 messages += pair(*earlier)
-            messages += pair(f"{question}\n\n{more}", answer)  # render_chat strips the end
+            # if `more` is empty, render_chat strips the blank line
+            messages += pair(f"{question}\n\n{more}", answer)
         case {"prompt": str(prompt), "completion": str(completion)}:
             messages = pair(prompt, completion)
         case {"prompt": list(prompt), "completion": list(completion)}:
@@ -227,8 +228,8 @@ def build_chat(
         messages = find_messages(record)
         if messages is None:
             raise UserError(
-                f"{where}: no conversation in a record with {', '.join(record)[:200] or 'no keys'}; it "
-                "must have messages, conversations, instruction and output, or prompt and completion "
+                f"{where}: no conversation in a record with {', '.join(record)[:200] or 'no keys'}; its "
+                "keys must include messages, conversations, instruction and output, or prompt and completion "
                 "(for plain texts, build shards with fineweb.py --source and pass their folder as --data)"
             )
         ids, mask = render_chat(messages, tok, where=where)
@@ -241,9 +242,9 @@ def build_chat(
     if not splits["val"] or not splits["train"]:
         raise UserError(
             f"{files[0].path} must have a usable conversation in line 1, 11, 21 ... for validation "
-            f"and another one to train on, but {no_answer:,} were skipped without an answer and "
-            f"{too_long:,} because they exceed {context} tokens; add conversations, or pass a larger "
-            "--context (to a training program: --seq_len)"
+            f"and another one to train on, but {no_answer:,} without an answer and {too_long:,} "
+            f"of more than {context} tokens were skipped; add conversations, or pass a larger --context "
+            "(to a training program: --seq_len)"
         )
     init_output_dir(out_dir, manifest)
     for split, chats in splits.items():

@@ -113,7 +113,7 @@ def write_manifest(out_dir: str | Path, manifest: Manifest, complete: bool = Fal
 
 
 def init_output_dir(out_dir: str | Path, manifest: Manifest) -> None:
-    """Write the manifest before the first shard, so that a repeated build may overwrite its own shards.
+    """Write the manifest before the first shard: it shows that the build may overwrite the shards here.
 
     Raises UserError if out_dir has shards without a manifest, or shards of other data.
     """

@@ -238,7 +238,8 @@ def continuation_losses(
     bar.refresh()  # show it now, because on a CPU the first batch may take half a minute
     for i in bar:
         check()
-        # a rank without a batch in the last round repeats the last batch, for FSDP2's all-gathers
+        # a rank without a batch in the last round repeats the last batch, because FSDP2's all-gathers
+        # need all ranks
         mine = i + world.rank
         rows, T = batches[min(mine, len(batches) - 1)]
         arrays = collate([items[row] for row in rows], T)

@@ -58,7 +58,7 @@ class Validation(PeriodicCallback):
             self.tokenizer.token_bytes()
         except UserError as error:
             missing = str(error)
-        if missing := next(filter(None, trainer.world.gather(missing)), None):  # on any rank
+        if missing := next(filter(None, trainer.world.gather(missing)), None):  # on some rank
             self.tokenizer = None
             trainer.world.print0(f"no samples and no bits per byte: {missing}")
         if trainer.world.is_main:

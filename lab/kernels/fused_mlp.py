@@ -184,7 +184,7 @@ class FusedMLP(nn.Module):
     plain: that MLP, used in evaluation and for micro-batches too small to gain from the kernel.
     """
 
-    # dtype of the matrices in its matmuls under bf16 autocast; ZeRO-1 and FSDP2 communicate them in it
+    # dtype of the matrices under bf16 autocast, in matmuls and when ZeRO-1 and FSDP2 communicate them
     param_dtype = torch.bfloat16
 
     plain: nn.Module
