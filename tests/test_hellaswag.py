@@ -125,7 +125,7 @@ def test_scores_worked_out_by_hand(monkeypatch):
 def test_summary_interval_and_errors_worked_out_by_hand():
     sums, lengths = np.array([[2.2, 4.0, 9.4, 9.0]]), np.array([[2, 4, 9, 3]])
     result = summarize(sums, lengths, np.array([1]))  # means 1.1, 1, 1.04, 3
-    # the sum chooses 0, and so would means over one token more; over one token less, they choose 2
+    # sums choose ending 0, as would sums / (length + 1); sums / (length - 1) would choose ending 2
     assert (result["acc"], result["acc_norm"]) == (0.0, 1.0)
     # 30 of 100: (0.3 + 0.019208 -+ 1.96 * sqrt(0.0021 + 0.00009604)) / 1.038416
     assert hellaswag.wilson_interval(0.3, 100) == pytest.approx([0.21894, 0.39585], abs=1e-4)
