@@ -1,8 +1,8 @@
 """Read text files, on this machine or on the Hugging Face hub. Used by build.py and chat.py.
 
 Files are cut into units that can be tokenized independently: row groups of parquet files, blocks of
-lines of others, always in the same order. Files on the hub are streamed, not stored, and only the text
-column of a parquet file is transferred.
+lines of other files, always in the same order. Files on the hub are streamed, not stored, and only the
+text column of a parquet file is transferred.
 """
 
 import codecs

@@ -2,14 +2,14 @@
 
 With DistributedDataParallel, every rank gets the average of all gradients and updates all weights, with
 its own copy of AdamW's two moments. With ZeRO-1 (Rajbhandari et al. 2020, section 5.1), each of n ranks
-updates only 1 / n of the weights: it receives the gradients of these (reduce-scatter), updates them, and
+updates only 1 / n of the weights: it receives their gradients (reduce-scatter), updates them, and
 sends them to all ranks (all-gather). The moments take 8 / n instead of 8 bytes per weight, and the
 update 1 / n of the time.
 
 Matrices that autocast rounds to bf16 anyway are sent in bf16, as are their gradients. This halves the
 communication and loses nothing (see bf16_params). Moments and sums over ranks are in float32, and so is
-each rank's shard of the weights. The shard takes 4 / n more bytes per weight, because the model's weights
-are then the rounded ones. Gradients accumulated over micro-steps are sent in float32.
+each rank's shard of the weights. The shard is a copy, because the model's own weights are rounded, and takes
+4 / n more bytes per weight. Gradients accumulated over micro-steps are sent in float32.
 """
 
 import math
