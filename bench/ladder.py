@@ -308,7 +308,7 @@ def speed_table(records):
         rows[-1] += [f"{rates[0]:,.0f} to {rates[-1]:,.0f}", f"{ratio:.2f}", peak]
         rows[-1] += [f"{compile_s:.1f}" if name in UNCOMPILED else "", paid]
         rows[-1] += [f"{np.mean(val):.4f}", f"{max(val) - min(val):.4f}", f"{np.mean(then):.3f}"]
-    head = "variant,B,seeds,tokens/s,of the seeds,x baseline,GiB,compile s,paid after step"
+    head = "variant,B,seeds,tokens/s,of the seeds,x baseline,GiB,compile s,break-even step"
     print_rows(f"{head},val loss,spread,train loss at {fastest:.1f} s".split(","), rows)
 
 

@@ -4,12 +4,12 @@
     python bench/longer.py --model log/RUN --data FOLDER --length 8192 --updates 0 100
 
 For each --scaling (see speedrun.py --rope_scaling) and each number of --updates at the new length,
-there are two measurements. Loss by position: the mean loss of the tokens of each eighth of the context, over
-windows of the validation split. Retrieval: a sentence that gives one of ten words to a name is
-planted in a text of the new length, a certain distance before its end, and asked for at the end. The
-likeliest of the ten words counts, so guessing gives 10 %. "none" as distance: nothing is planted.
-The updates are made by speedrun.py --init_from in a process of its own. Every measurement is a line
-in --out.
+there are two measurements. Loss by position: the mean loss of the tokens of each eighth of the
+context, over windows of the validation split. Retrieval: a sentence that tells the secret word of a
+name, one of ten, is planted in a text of the new length, some distance before its end, and the end
+asks for the word. The answer is the most probable of the ten words, so guessing gives 10 %. With the
+distance "none", nothing is planted. The updates are made by speedrun.py --init_from in a process of
+its own. Every measurement is a line in --out.
 """
 
 import random
@@ -119,7 +119,7 @@ def planted(shards, tokenizer, length, distance, rng):
 
 @torch.no_grad()
 def retrieval(model, shards, tokenizer, length, distance, cfg, precision):
-    """Share of planted facts whose word is the likeliest of the ten."""
+    """Fraction of planted facts whose word is the most probable of the ten."""
     rng, hits, device = random.Random(cfg.seed), 0, next(model.parameters()).device
     last = torch.tensor(choices(tokenizer)[1], device=device)
     rows = [planted(shards, tokenizer, length, distance, rng) for _ in range(cfg.facts)]

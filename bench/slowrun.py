@@ -12,10 +12,10 @@ phases keep their fractions of the run (see schedule). --total_batch_size is pas
 quarter of the text, a quarter of the batch keeps the number of updates per epoch.
 
 Validation is on the targets that train_gpt2.py and speedrun.py are validated on with the same
---val_tokens: tokens 1 to val_tokens of the validation split, each exactly once, weighted equally. Its
-sequences are cut every 2049 tokens, so that the first token of each would never be a target; the file
-that it reads therefore has the last token of each sequence twice. It sees up to 2,048 tokens of
-context, speedrun.py's presets up to 1,024, which favours Slowrun's program.
+--val_tokens: tokens 1 to val_tokens of the validation split, each exactly once, weighted equally. The
+program cuts the split into sequences of 2049 tokens, so the first token of each would never be a
+target. Therefore the file that it reads repeats the last token of each sequence. The program sees up
+to 2,048 tokens of context, speedrun.py's presets up to 1,024, which favours Slowrun's program.
 
 Seconds are those of training steps, without evaluation; the first step counts as an average one. The
 program reports the lowest of several losses as its result: after each epoch, of the moving average, of
