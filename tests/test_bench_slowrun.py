@@ -1,4 +1,4 @@
-"""bench/slowrun.py: Slowrun's program trains on our tokens and is validated on the same targets as ours."""
+"""bench/slowrun.py: Slowrun's program trains on our tokens and is validated on our programs' targets."""
 
 import json
 from types import SimpleNamespace

@@ -390,7 +390,7 @@ def test_two_processes_give_the_result_of_one(tmp_path, checkpoint):
 @pytest.mark.slow
 def test_lm_evaluation_harness_gives_the_same_scores(test_data, gpt2_files, tmp_path, monkeypatch):
     """For the same texts the harness gives the same losses, acc and standard error, and the same acc_norm
-    once losses are divided by characters, as it does. (Its HellaSwag task preprocesses the texts.)"""
+    if our losses are divided by characters, as it does. (Its HellaSwag task preprocesses the texts.)"""
     python = os.environ.get("LM_EVAL_PYTHON", sys.executable)
     if subprocess.run([python, "-c", "import lm_eval"], capture_output=True).returncode:
         pytest.skip("pip install lm_eval[hf]; LM_EVAL_PYTHON names the python that has it")
