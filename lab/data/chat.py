@@ -263,7 +263,7 @@ def build_chats(path: str, tokenizer: str, context: int) -> str:
 
     Returns the folder, in data/; its name depends on the content of the file.
     """
-    shipped = ROOT / path  # files of the project can be given from any folder
+    shipped = ROOT / path  # the project's own files are found from any folder
     file = shipped if shipped.exists() and not Path(path).exists() else Path(path)
     if not file.exists():
         raise UserError(f"there is no file {file}; choose another with --data")

@@ -76,8 +76,8 @@ class TokenLoader:
         epochs. The result must depend only on the arguments, and all sequences must have the same
         number of targets >= 0.
 
-        Raises UserError if the data is too short or was packed to another seq_len, or if
-        total_batch_size cannot be divided.
+        Raises UserError if the data is too short or was packed to another seq_len, or if a
+        step is not a whole number of micro-batches.
         """
         self.shards, self.transform = shards, transform
         self.rank, self.world_size, self.device = world.rank, world.world_size, world.device

@@ -111,7 +111,7 @@ class Benchmark(PeriodicCallback):
     def __init__(self, name: str, interval: int, trainer, stop):
         super().__init__(name, interval)
         self.world, self.check, self.data = trainer.world, stop.check, None
-        if self.interval:  # download now, while someone is there to see it fail
+        if self.interval:  # download now, so that a failure is noticed early
             self.attempt(lambda: self.world.run_on_rank0(lambda: str(self.locate())))
 
     def load(self, trainer) -> Any:

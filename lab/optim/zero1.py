@@ -30,8 +30,8 @@ from lab.precision import Precision
 class FlatParamShards:
     """Parameters moved into one flat buffer, which is divided into equal shards, one per rank.
 
-    comm_dtype: the dtype in which parameters and gradients are sent. It must not lose precision: all
-    users of the parameters round them to this dtype, and their gradients are computed in it.
+    comm_dtype: the dtype in which parameters and gradients are sent. It must not lose precision: bf16
+    only for parameters that autocast rounds to bf16 and whose gradients it computes in bf16.
     weights: the buffer of all parameters, on every rank. local_shard: this rank's part of it, in
     float32. shard_slice: the position of that part in the buffer.
     """
