@@ -83,7 +83,10 @@ def loss_by_position(model, shards, length, windows, batch_size, precision):
     """Mean loss (PARTS,) of each part of the context, on the first windows of the split."""
     sums, device = torch.zeros(PARTS, dtype=torch.float64), next(model.parameters()).device
     windows = min(windows, (len(shards) - 1) // length)
-    require(windows > 0, f"data={shards.folder} has fewer than length={length} validation tokens")
+    require(
+        windows > 0,
+        f"data={shards.folder} has fewer than length={length} validation tokens; pass another --data",
+    )
     for start in range(0, windows, batch_size):
         offsets = [i * length for i in range(start, min(windows, start + batch_size))]
         x, y = (torch.from_numpy(t).to(device) for t in shards.batch(offsets, length))
@@ -100,7 +103,9 @@ def choices(tokenizer):
         last = [row[-1] for row in ids]
         if len(set(map(tuple, (row[:-1] for row in ids)))) == 1 and len(set(last)) == len(words):
             return words, last
-    raise UserError("the tokenizer has no ten words or letters of one token each")
+    raise UserError(
+        "the tokenizer has no ten words or letters of one token each; pass another --model"
+    )
 
 
 def planted(shards, tokenizer, length, distance, rng):

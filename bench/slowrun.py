@@ -169,7 +169,7 @@ def read_output(text, total_batch_size):
     """The numbers of a record from the program's output. Raises UserError if it measured nothing."""
     steps = [(int(n), float(ms)) for n, ms in STEP.findall(text)]
     if len(steps) < 2:
-        raise UserError(f"it logged {len(steps)} steps, but must log two or more:\n{text[-1000:]}")
+        raise UserError(f"the program logged {len(steps)} steps, not two or more:\n{text[-1000:]}")
     times = [ms / 1000 for _, ms in steps]
     times[0] = statistics.fmean(times[1:])  # the first one compiles
     seconds = [0.0, *np.cumsum(times).tolist()]
