@@ -123,7 +123,7 @@ def train_and_count(cfg):
     T, rows = train.seq_len, cfg.tokens // train.seq_len
     if not 0 < rows <= (len(val) - 1) // T:
         raise UserError(
-            f"tokens={cfg.tokens} must be from seq_len={T} to the {len(val) - 1} of {cfg.data}"
+            f"tokens={cfg.tokens} must be from seq_len={T} to {len(val) - 1}, all of {cfg.data}"
         )
     if fp8 == "all" and cfg.tokens % MIN_POSITIONS:
         raise UserError(

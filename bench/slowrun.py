@@ -8,18 +8,18 @@ The program is tiny/train.py of github.com/qlabs-eng/slowrun at commit bcf188f, 
 CUDA kernels of its own: a 300M transformer for 100M tokens and 16 epochs. It runs with PyTorch's
 attention where FlashAttention 3 is not installed. Its files are never changed: EDITS is applied to a
 copy, and changes only what is downloaded, the number of validation tokens, and the schedule, whose
-parts keep their share of the run (schedule). --total_batch_size is its own flag: with a quarter of
-the text, a quarter of the batch keeps its number of updates per epoch.
+phases keep their fractions of the run (see schedule). --total_batch_size is passed on to it: with a
+quarter of the text, a quarter of the batch keeps the number of updates per epoch.
 
 Validation is on the targets that train_gpt2.py and speedrun.py are validated on with the same
---val_tokens: tokens 1 to val_tokens of the validation split, each exactly once, weighted equally. Its
-sequences are cut every 2049 tokens, so that the first token of each would never be a target; the file
-that it reads therefore has the last token of each sequence twice. It sees up to 2,048 tokens of
-context, speedrun.py's presets up to 1,024, which favours Slowrun's program.
+--val_tokens: tokens 1 to val_tokens of the validation split, each exactly once, weighted equally. The
+program cuts the split into sequences of 2049 tokens, so the first token of each would never be a
+target. Therefore the file that it reads repeats the last token of each sequence. The program sees up
+to 2,048 tokens of context, speedrun.py's presets up to 1,024, which favors Slowrun's program.
 
 Seconds are those of training steps, without evaluation; the first step counts as an average one. The
-program reports the lowest of several losses as its result: after each epoch, of the moving average, of
-the average of the last checkpoints. The record has them all.
+program reports the lowest of several losses as its result: those after each epoch, that of the moving
+average of the weights, and that of the average of the last checkpoints. The record has them all.
 """
 
 import re
@@ -47,14 +47,14 @@ VOCAB, EOT = 50257, 50256
 # (old, new) of tiny/train.py, with the reason above each pair; each `old` must occur exactly once. In
 # `new`, {name} is a field of Config.
 EDITS = [
-    # Weights & Biases wants an account
+    # Weights & Biases needs an account
     ("import wandb\n", ""),
     (
         "wandb_run = DummyWandb() if not master_process else wandb.init(**_wandb_kwargs)",
         "wandb_run = DummyWandb()",
     ),
     ('if master_process:\n    wandb_run.log_code(".")\n', ""),
-    # the tokenizer is a download; it counts bytes for bits per byte, which become bits per token
+    # the tokenizer would be downloaded; without its byte counts, bits per byte become bits per token
     ("import tiktoken\n", ""),
     ('encoder = tiktoken.get_encoding("gpt2")\n', ""),
     ("vocab_size = encoder.n_vocab  # 50257", f"vocab_size = {VOCAB}"),
@@ -64,7 +64,7 @@ EDITS = [
         "token_bytes_list.append(1)",
     ),
     ("EVAL_TOKENS = 10_000_000", "EVAL_TOKENS = {val_tokens}"),
-    # flags that take whole epochs only; 2 and 8 of 16 epochs, as published
+    # these flags accept only whole epochs; the fractions are the published ones, 2 and 8 of 16 epochs
     (
         "round(args.wd_phase1_epoch / args.num_epochs * num_iterations)",
         "round(2 / 16 * num_iterations)",
@@ -94,17 +94,17 @@ class Config:
     total_batch_size: int = 524288  # tokens per update; 524288 is published
     device_batch_size: int = 16  # sequences of 2,048 tokens per GPU and micro-step
     val_tokens: int = 1048576  # targets of the validation split
-    more: str = ""  # more flags of its own: --more="--n_layer 12 --n_embd 768 --n_head 6"
+    more: str = ""  # more flags of tiny/train.py: --more="--n_layer 12 --n_embd 768 --n_head 6"
     gpus: int = 1  # one process each
-    timeout: int = 7200  # seconds after which it is ended
-    log: str = ""  # copy its output to this file
+    timeout: int = 7200  # seconds after which the program is killed
+    log: str = ""  # copy the program's output to this file
     out: str = str(RUNS / "slowrun.jsonl")  # file of measurements
     table: bool = False  # print what the file holds, measure nothing
 
 
 def schedule(epochs):
-    """Its flags for another number of epochs. As published, of 16 epochs: cyclic learning rate in the
-    last 4, and a moving average that keeps 0.15 per epoch."""
+    """The schedule flags of tiny/train.py, scaled to another number of epochs. Published for 16 epochs:
+    a cyclic learning rate in the last 4, and a moving average that keeps 0.15 per epoch."""
     return [
         "--num-epochs", epochs, "--swa-last-epochs", max(1, round(epochs / 4)),
         "--ema-decay-per-epoch", 0.15 ** (16 / epochs),
@@ -116,7 +116,7 @@ def apply_edits(text, values):
     for old, new in EDITS:
         if (count := text.count(old)) != 1:
             raise UserError(
-                f"tiny/train.py: {old!r} occurs {count} times, must occur once; check out commit "
+                f"tiny/train.py: {old!r} occurs {count} times, but must occur once; check out commit "
                 "bcf188f, or adapt EDITS"
             )
         text = text.replace(old, new.format(**values))
@@ -148,7 +148,7 @@ def prepare(cfg, folder):
     source = Path(cfg.slowrun, "tiny", "train.py")
     if not cfg.slowrun or not source.is_file():
         raise UserError(
-            f"slowrun={cfg.slowrun} must be a checkout of github.com/qlabs-eng/slowrun, with tiny/train.py"
+            f"slowrun={cfg.slowrun} must be a checkout of github.com/qlabs-eng/slowrun that has tiny/train.py"
         )
     train, val = (TokenShards(cfg.data, split, VOCAB) for split in ("train", "val"))
     batch = cfg.device_batch_size * T * cfg.gpus
@@ -169,7 +169,7 @@ def read_output(text, total_batch_size):
     """The numbers of a record from the program's output. Raises UserError if it measured nothing."""
     steps = [(int(n), float(ms)) for n, ms in STEP.findall(text)]
     if len(steps) < 2:
-        raise UserError(f"it logged {len(steps)} steps, must log two or more:\n{text[-1000:]}")
+        raise UserError(f"the program logged {len(steps)} steps, not two or more:\n{text[-1000:]}")
     times = [ms / 1000 for _, ms in steps]
     times[0] = statistics.fmean(times[1:])  # the first one compiles
     seconds = [0.0, *np.cumsum(times).tolist()]

@@ -48,12 +48,13 @@ class RunConfig:
     # data
     data: str = "edu_fineweb10B"  # folder of token shards (made by fineweb.py), or file of chats
     shuffle: bool = True  # read sequences in a random order; off: in the order on disk
-    align_documents: bool = False  # start sequences at end-of-text, dropping tokens in between
+    # start each sequence at the beginning of a document, and drop the tokens in between
+    align_documents: bool = False
     # hardware
     device: str = "auto"  # cuda, mps or cpu
     timeout: int = 600  # seconds after which a process that does not answer is considered lost
     seed: int = 1337  # random seed of weights, shuffling and samples
-    deterministic: bool = False  # on GPUs, equal runs have equal bits; 8 % slower
+    deterministic: bool = False  # on GPUs, identical runs agree bit for bit; 8 % slower
     # baseline: fp32, eager, plain kernels; bf16: baseline in bf16; recommended: as in the preset;
     # full: with 8-bit matmuls
     optimizations: Literal["baseline", "bf16", "recommended", "full"] = "recommended"
@@ -386,7 +387,7 @@ def resolve_config(
 def resolve_on_rank0(
     model_config: Any, cfg: Any, presets: dict, trainer_class: Any
 ) -> tuple[Any, Any]:
-    """What rank 0 decides for all ranks, because they may see different states of a shared folder."""
+    """Settings that rank 0 chooses for all ranks, which may see different states of a shared folder."""
     if cfg.init_from and not cfg.resume:
         cfg = dataclasses.replace(cfg, init_from=resolve_source(cfg.init_from, cfg.log_dir))
     builtin = {"data/builtin": "bytes", "data/builtin_wordpiece": "wordpiece"}
@@ -404,8 +405,8 @@ def resolve_on_rank0(
 
 
 def resolve_vocabulary(model_config: Any, cfg: Any, presets: dict) -> Any:
-    """Set the vocabulary size, tokenizer and end-of-text of model_config to the data's. Data without a
-    manifest: the vocabulary size of the flag, of --init_from or of the preset."""
+    """Set the vocabulary size, tokenizer and end-of-text of model_config to the data's. For data
+    without a manifest, the vocabulary size is that of the flag, of --init_from or of the preset."""
     asked, manifest = model_config.vocab_size, read_manifest(cfg.data)
     if manifest and asked not in (0, manifest["vocab_size"]) and not cfg.resume:
         raise UserError(

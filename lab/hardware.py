@@ -69,7 +69,7 @@ def set_deterministic(enabled: bool) -> None:
     if enabled:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(enabled)
-    # would fill new tensors with NaN, which takes time
+    # True would fill new tensors with NaN, which takes time
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore
 
 

@@ -105,7 +105,8 @@ def load_state_strict(model: torch.nn.Module, state: Any, source: Any) -> None:
 
 
 def tokenizer_name(model_config, source: str | Path = "") -> str:
-    """The name of a model's tokenizer for get_tokenizer. A tokenizer file is next to the checkpoint.
+    """The name of a model's tokenizer for get_tokenizer. A tokenizer.json is expected in the folder
+    of `source`.
 
     Raises UserError if neither the config nor the vocabulary's size names one."""
     name = getattr(model_config, "tokenizer", "") or tokenizer_for_vocab_size(

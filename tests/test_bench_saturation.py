@@ -65,7 +65,7 @@ def test_program_counts_before_and_after_training(tmp_path):
     for wrong, message in (
         (
             ["x.jsonl", "--tokens", "4096"],
-            "tokens=4096 must be from seq_len=128 to the 1999 of data",
+            "tokens=4096 must be from seq_len=128 to 1999, all of data",
         ),
         (["x.jsonl", "--at", "-1"], "must be one or more steps"),
         ([str(saturation.RUNS / "saturation.jsonl")], "on a CPU pass --out try.jsonl"),

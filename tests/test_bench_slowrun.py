@@ -1,4 +1,4 @@
-"""bench/slowrun.py: Slowrun's program is run on the same tokens, and validated on the same targets."""
+"""bench/slowrun.py: Slowrun's program trains on our tokens and is validated on our programs' targets."""
 
 import json
 from types import SimpleNamespace
@@ -14,8 +14,8 @@ from lab.distributed import World
 from lab.eval.validation import evaluate
 from lab.precision import Precision
 
-# What bench/slowrun.py edits and reads, in a small program: its loader, and its evaluation, of a model
-# whose loss depends on a token and the next one only.
+# A small stand-in for Slowrun's program: the lines that bench/slowrun.py edits, the output that it reads,
+# the loader and the evaluation. The loss of its model depends only on a token and the next one.
 PROGRAM = """
 import argparse, os, sys
 import numpy as np, torch
@@ -93,7 +93,7 @@ def checkout(tmp_path):
 
 @pytest.fixture
 def data(tmp_path):
-    """A vocabulary of 50257; the training split begins in mid-document, the second shard as well."""
+    """Shards of GPT-2's 50257 ids; both training shards begin in the middle of a document."""
     folder = write_shards(tmp_path / "d", (1501, 997), 9000, slowrun.VOCAB)
     first = folder / "x_train_000000.npy"
     np.save(first, np.load(first)[5:])
@@ -136,7 +136,7 @@ def run_table(tmp_path):
     return done.stdout
 
 
-def test_it_trains_on_all_documents_with_its_own_schedule_stretched(checkout, data, tmp_path):
+def test_slowrun_trains_on_all_documents_and_its_schedule_is_scaled(checkout, data, tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(slowrun, "read_output", lambda output, _: output)
         cfg = slowrun.Config(str(checkout), str(data), 8, device_batch_size=2, val_tokens=4096)
@@ -159,7 +159,7 @@ def test_other_versions_and_sizes_are_refused(checkout, data, tmp_path):
     program = checkout / "tiny" / "train.py"
     program.write_text(PROGRAM.replace("EVAL_TOKENS = 10_000_000", "EVAL_TOKENS = 5"))
     said = run(checkout, data, tmp_path, status=2)
-    assert "'EVAL_TOKENS = 10_000_000' occurs 0 times, must occur once; check out commit" in said
+    assert "'EVAL_TOKENS = 10_000_000' occurs 0 times, but must occur once; check out" in said
     program.unlink()
     assert "must be a checkout of" in run(checkout, data, tmp_path, status=2)
     assert not (tmp_path / "o.jsonl").exists()

@@ -370,13 +370,13 @@ def test_resumed_run_ignores_added_data_and_refuses_changed_data(tmp_path, shard
 
 def test_resumed_run_keeps_its_micro_batch(tmp_path, shards):
     train_here(tmp_path, shards, "r", max_steps=1, batch_size=4)
-    for max_steps, asked, size in ((2, 0, 4), (3, 8, 8), (4, 0, 8)):  # 0 alone would be 16 here
+    for max_steps, asked, size in ((2, 0, 4), (3, 8, 8), (4, 0, 8)):  # a new run would choose 16
         run = train_here(tmp_path, shards, "r", resume=True, batch_size=asked, max_steps=max_steps)
         start = of_kind(run, "start")[-1]
         assert (start["batch_size"], start["grad_accum_steps"]) == (size, 16 // size)
 
 
-def test_deterministic_is_of_one_run_only(tmp_path, shards):
+def test_deterministic_applies_to_one_run_only(tmp_path, shards):
     a = train_here(tmp_path, shards, "a", deterministic=True, max_steps=2)
     assert torch.are_deterministic_algorithms_enabled()
     b = train_here(tmp_path, shards, "b", max_steps=2)
