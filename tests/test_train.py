@@ -402,11 +402,13 @@ def test_deterministic_run_on_gpus_repeats_and_resumes_exactly(tmp_path, program
     command = [*torchrun, ROOT / program, "--data", tmp_path, *flags.split()]
     command += ["--preset", {"train_gpt2.py": "gpt2", "speedrun.py": "speedrun"}[program]]
     for name in ("a", "b"):
-        run_python(*command, "--run_name", name, cwd=tmp_path)
+        done = run_python(*command, "--run_name", name, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
     one, two = (read_run(tmp_path / "log" / name) for name in ("a", "b"))
     assert one.losses == two.losses and one.val == two.val
     (tmp_path / "log/b/model_000012.pt").unlink()
-    run_python(*torchrun, ROOT / program, "--resume", "--run_name", "b", cwd=tmp_path)
+    done = run_python(*torchrun, ROOT / program, "--resume", "--run_name", "b", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     again = read_run(tmp_path / "log" / "b")
     assert again.losses[-6:] == one.losses[6:]
     assert not differing_parts(one.checkpoints[12], again.checkpoints[12], ("model", "optimizer"))
