@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -43,7 +44,8 @@ def run_main(main: Callable, name: str | None = None) -> None:
     """Run main(argv) as a program and exit with its status (None: 0).
 
     A UserError is printed as one sentence. Any other exception is a bug and keeps its traceback.
-    Exit statuses: 0 done, 1 failed, 2 bad input, 75 stopped and saved, 130 Ctrl-C.
+    Exit statuses: 0 done, 1 failed, 2 bad input, 3 does not fit (lab plan), 75 stopped and saved, 130
+    Ctrl-C.
     """
     name = name or Path(sys.argv[0]).name
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
@@ -141,25 +143,65 @@ def eprint(text: str, file: TextIO | None = None) -> None:
         print(text, file=file or sys.stderr, flush=True)
 
 
+def wrap(text: str, indent: str = "") -> str:
+    """Wrap lines to the width of the terminal; return them unchanged if stdout is not a terminal.
+
+    indent: beginning of continuation lines.
+    """
+    if not sys.stdout.isatty():
+        return text
+    return textwrap.fill(
+        text, shutil.get_terminal_size().columns, subsequent_indent=indent,
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
+
+
+def has_colors() -> bool:
+    """Whether stdout is a terminal that shows styles. See https://no-color.org."""
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return sys.stdout.isatty() and not plain
+
+
+def bold(text: str) -> str:
+    return f"\033[1m{text}\033[0m" if text and has_colors() else text
+
+
+def dim(text: str) -> str:
+    return f"\033[2m{text}\033[0m" if text and has_colors() else text
+
+
+def fill_paragraphs(text: str) -> str:
+    """Wrap the paragraphs of a help text to the terminal's width; indented ones, examples, stay."""
+    width = shutil.get_terminal_size().columns
+    paragraphs = text.strip("\n").split("\n\n")
+    return "\n\n".join(p if p.startswith(" ") else textwrap.fill(p, width) for p in paragraphs)
+
+
 def parse_args(config: Any, argv: list[str], description: str | None = None) -> Any:
     """Parse flags with tyro: --like_this, without prefixes, and --no_compile besides --compile."""
     import tyro
 
     file = Path(sys.argv[0]).name
     prog = " ".join(["python -m lab", *sys.argv[1:2]]) if file == "__main__.py" else file
+    if description and {"-h", "--help"} & {*argv}:  # tyro would join its lines
+        print(fill_paragraphs(description) + "\n")
+        description = " "
     return tyro.cli(
         config, args=argv, prog=prog, description=description, use_underscores=True,
         config=(tyro.conf.OmitArgPrefixes,),
     )  # fmt: skip
 
 
-def progress(items: Iterable, description: str, unit: str = "shard") -> Any:
-    """Iterate over items, with a progress bar on rank 0's terminal if it takes over two seconds."""
+def progress(
+    items: Iterable | None, description: str, unit: str = "shard", total: int | None = None
+) -> Any:
+    """Iterate over items, with a progress bar on rank 0's terminal if it takes over two seconds. Without
+    items, call update() after each of `total`."""
     from tqdm import tqdm
 
     # None: off unless stderr is a terminal
     off = True if (os.environ.get("RANK") or "0") != "0" else None
-    return tqdm(items, desc=description, unit=unit, delay=2, leave=False, disable=off)
+    return tqdm(items, description, total, unit=unit, delay=2, leave=False, disable=off)
 
 
 def shell_quote(text: str | Path) -> str:

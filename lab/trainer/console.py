@@ -2,15 +2,16 @@
 
 import inspect
 import math
-import textwrap
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from lab.cli import command_for, shell_quote
+from lab.cli import bold, command_for, dim, progress, shell_quote, wrap
 from lab.data.tokenizers import printable
+from lab.tools.read_log import read_log
 from lab.trainer.checkpoint import checkpoint_files, step_of
-from lab.trainer.health import LOWER_LR_HINT
+from lab.trainer.health import lower_lr_hint
 
 CPU_FLOPS = 1e11  # roughly, per process on a few cores; to warn about models too large for a CPU
 
@@ -19,9 +20,33 @@ class Console:
     """Prints a run's records on rank 0."""
 
     def __init__(self, trainer):
-        self.trainer, self.cfg, self.print = trainer, trainer.cfg, trainer.world.print0
+        self.trainer, self.cfg = trainer, trainer.cfg
+        self.bar: Any = None  # progress to the next log line
         # loss in nats per token of the unigram baseline and of a uniform guess
         self.unigram, self.uniform = math.inf, math.inf
+
+    def print(self, text: str, highlight: str = "", indent: str = " " * 7) -> None:
+        """Print a line, wrapped to the terminal's width. On a terminal `highlight`, a part of it, is bold
+        and the rest dim. indent: beginning of continuation lines."""
+        self.close_bar()
+        text = wrap(text, indent)
+        if highlight:
+            before, part, after = text.partition(highlight)
+            text = dim(before) + bold(part) + dim(after)
+        self.trainer.world.print0(text)
+
+    def advance_bar(self, step: int) -> None:
+        """Call after each step. The bar appears if the next log line is more than two seconds away."""
+        if self.bar is None:
+            every = self.cfg.log_every
+            end = min(-(-step // every) * every, self.cfg.max_steps)
+            self.bar = progress(None, f"until step {end}", "step", total=end - step + 1)
+        self.bar.update()
+
+    def close_bar(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+        self.bar = None
 
     def start_record(self, callbacks: list) -> dict:
         """The first log record of a run. The unigram baseline is the validation callback's."""
@@ -116,8 +141,10 @@ class Console:
         if self.unigram and loss < self.unigram:
             detail += f", {self.unigram - loss:.3f} below unigram"
         if step and loss > self.uniform + 0.1:
-            detail += f", worse than a uniform guess: {LOWER_LR_HINT}, or more --warmup_steps"
-        self.print(f"step {step:5d}: validation loss {loss:.4f}{detail}")
+            lower_lr = lower_lr_hint(self.cfg)
+            detail += f", worse than a uniform guess: {lower_lr}, or more --warmup_steps"
+        shown = f"loss {loss:.4f}"
+        self.print(f"step {step:5d}: validation {shown}{detail}", highlight=shown)
 
     def print_hella(self, step: int, values: dict) -> None:
         error = 1.96 * values["acc_norm_stderr"]
@@ -136,21 +163,30 @@ class Console:
         self.print(f"step {step:5d}: spike: {norms}{skipped}; repeat it with `{replay}`")
 
     def print_sample(self, step: int, values: dict) -> None:
-        """Print the texts, indented, with a bar before each line."""
-        for text in values["texts"]:
-            lines = textwrap.indent(printable(text), "    | ", lambda line: True)
-            self.print(f"    sample after {step} steps:\n{lines}")
+        """Print the texts, with a bar before each line."""
+        if step == 0 and not self.cfg.init_from:
+            return self.print("step     0: samples not shown, because the weights are random")
+        self.print(f"step {step:5d}: samples")
+        for i, text in enumerate(values["texts"], 1):
+            self.print(f"    sample {i} of {len(values['texts'])}")
+            for line in printable(text).split("\n"):
+                self.print(f"    | {line}", indent="    | ")
 
     def print_train_step(self, step, loss, lr, grad_norm, seconds_left, speed) -> None:
-        shown = f" | {speed['tok_per_s']:,.0f} tok/s" if speed else ""
-        shown += f" | MFU {speed['mfu']:.1%}" if speed.get("mfu") else ""
+        shown = f"loss {loss:.4f}"
+        optional = [f"lr {lr:.2e}", f"norm {grad_norm:.2f}"]
+        fields = [f"step {step:5d}/{self.cfg.max_steps}", shown, *optional]
+        fields += [f"{speed['tok_per_s']:,.0f} tok/s"] if speed else []
+        fields += [f"MFU {speed['mfu']:.1%}"] if speed.get("mfu") else []
         if seconds_left is not None:
-            shown += " | {}:{:02d} left".format(*divmod(int(seconds_left), 60))
+            fields.append("{}:{:02d} left".format(*divmod(int(seconds_left), 60)))
         for name, ms in speed.items():  # --timing
             if name.endswith("_ms") and name != "dt_ms":
-                shown += f" | {name[:-3]} {ms:.1f} ms"
-        line = f"step {step:5d}/{self.cfg.max_steps} | loss {loss:.4f} | lr {lr:.2e}"
-        self.print(f"{line} | norm {grad_norm:.2f}{shown}")
+                fields.append(f"{name[:-3]} {ms:.1f} ms")
+        for field in optional:  # too long for the terminal: log.jsonl has them
+            if "\n" in wrap(" | ".join(fields)):
+                fields.remove(field)
+        self.print(" | ".join(fields), highlight=shown)
 
 
 def print_summary(trainer, stopped: str) -> None:
@@ -159,6 +195,26 @@ def print_summary(trainer, stopped: str) -> None:
     if trainer.world.is_main:
         summary(trainer, stopped)
     trainer.world.barrier()
+
+
+def loss_verdict(trainer) -> str:
+    """A sentence on whether the last validation loss is good; "" without one, or without a unigram loss
+    to compare with."""
+    log = read_log(trainer.run_dir)
+    unigram = log["start"][-1].get("unigram")
+    if not log.get("val") or not unigram:
+        return ""
+    last, uniform = log["val"][-1], log["start"][-1]["log_v"]
+    shown = f"The validation loss after step {last['step']}, {last['loss']:.3f}, is"
+    if last["loss"] >= uniform:
+        hint = lower_lr_hint(trainer.cfg)
+        return f"{shown} bad: a uniform guess has {uniform:.3f}; {hint}."
+    if last["loss"] >= unigram:
+        return f"{shown} not good yet: a guess without any context has {unigram:.3f} (unigram)."
+    return (
+        f"{shown} good: {unigram - last['loss']:.3f} below {unigram:.3f}, the best possible without any "
+        "context (unigram)."
+    )
 
 
 def summary(trainer, stopped: str) -> None:
@@ -185,13 +241,29 @@ def summary(trainer, stopped: str) -> None:
     best = f"; model_best.pt has the lowest validation loss, {trainer.best_val:.4f}"
     best *= (run_dir / "model_best.pt").exists()
     continue_, more = ("finish it", "") if stopped else ("train it further", " --max_steps N")
-    use = f"generate text           {command_for('sample.py')} --model {name}"
+    report, chat = command_for("lab report"), " --chat" * (trainer.cfg.preset == "sft")
+    next_steps = {
+        "chat with it"
+        if chat
+        else "generate text": f"{command_for('sample.py')}{chat} --model {name}",
+        "use it in a browser": f"{command_for('lab serve')} {name}",
+    }
     if not hasattr(trainer.raw_model, "generate"):
-        use = f"use it in transformers  {command_for('lab export')} {name} --out FOLDER"
-    report = command_for("lab report")
+        export = f"{command_for('lab export')} {name} --out FOLDER"
+        next_steps = {"use it in transformers": export}
+    next_steps |= {
+        "see a report page": f"{report} {name}",
+        "compare with another": f"{report} {name} {shell_quote(run_dir.parent / 'OTHER')}",
+        continue_: f"{resume}{more}",
+    }
+    say("")
+    if verdict := loss_verdict(trainer):
+        say(wrap(verdict))
     say(
-        f"\n{run_dir}/ contains log.jsonl (all numbers),{curve} TensorBoard events and checkpoints{best}. "
-        f"Next:\n  {use}\n  see a report page       {report} {name}\n"
-        f"  compare with another    {report} {name} {shell_quote(run_dir.parent / 'OTHER')}\n"
-        f"  {continue_:22}  {resume}{more}"
+        wrap(
+            f"{run_dir}/ contains log.jsonl (all numbers),{curve} TensorBoard events and checkpoints{best}. "
+            "Next:"
+        )
     )
+    for purpose, command in next_steps.items():  # not wrapped, so that it can be copied
+        say(f"  {purpose:22}  {command}")
