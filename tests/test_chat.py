@@ -166,6 +166,7 @@ def test_of_prompt_and_completion_only_the_completion_is_learned(tmp_path, name)
         ({"instruction": "a", "output": "b", "input": 3}, "no conversation in a record with"),
         ({"instruction": "a", "output": "b", "history": [["a"]]}, "no conversation in a record with"),
         ({"conversations": [{"from": "observation", "value": "a"}]}, "role 'observation'"),
+        ({"conversations": [{"from": ["gpt"], "value": "a"}]}, r"role \['gpt'\]"),
         ({"conversations": ["a"]}, "role None"),
         ({"prompt": ["a"], "completion": say("a")}, "role None"),
         ({"messages": say("a", "b"), "system": 3}, "content 3"),

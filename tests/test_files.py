@@ -64,9 +64,27 @@ def test_a_part_that_is_a_link_or_a_fifo_is_replaced_and_not_followed(tmp_path):
     (mine := tmp_path / "mine").write_text("keep")
     part.symlink_to(mine)
     atomic_write(path, b"one")
+    assert path.read_bytes() == b"one" and mine.read_text() == "keep" and not path.is_symlink()
     os.mkfifo(part)
     atomic_write(path, b"two")
-    assert path.read_bytes() == b"two" and mine.read_text() == "keep" and not part.exists()
+    assert path.read_bytes() == b"two" and not part.exists()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="links and FIFOs")
+def test_the_copy_of_a_tokenizer_follows_no_link_and_reads_no_fifo(tmp_path):
+    write_shards(tmp_path / "data")
+    tokenizer, copy = tmp_path / "data" / "tokenizer.json", tmp_path / "log/r/tokenizer.json"
+    tokenizer.write_text("{}")
+    (mine := tmp_path / "mine").write_text("keep")
+    copy.parent.mkdir(parents=True)
+    copy.symlink_to(mine)
+    run = ROOT / "train_gpt2.py", *TINY_RUN, "--data", "data", "--max_steps", 1
+    assert run_python(*run, cwd=tmp_path).returncode == 0
+    assert mine.read_text() == "keep" and copy.read_text() == "{}" and not copy.is_symlink()
+    tokenizer.unlink()
+    os.mkfifo(tokenizer)
+    done = run_python(*run, "--run_name", "again", cwd=tmp_path, timeout=60)
+    assert done.returncode == 2 and "data/tokenizer.json is a FIFO" in done.stderr, done.stderr
 
 
 COMMANDS = {

@@ -4,6 +4,7 @@ Downloads are tested in test_hub.py, conversations in test_chat.py."""
 
 import base64
 import contextlib
+import ctypes
 import gzip
 import hashlib
 import json
@@ -221,6 +222,34 @@ def test_files_of_a_folder_that_are_not_read_are_listed(tmp_path, capsys):
     assert listed in capsys.readouterr().err
     make("--source", tmp_path / "in" / "a.txt", "--out", tmp_path / "a")
     assert "skipping" not in capsys.readouterr().err
+
+
+def drop_root_override():
+    """In a child of root: make permissions count, as they do for other users."""
+    for capability in (1, 2):  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
+        ctypes.CDLL(None).prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl")
+@pytest.mark.parametrize("name", ["sub", "sub/b.txt"])
+def test_unreadable_files_and_folders_are_refused_and_special_files_are_listed(tmp_path, name):
+    (tmp_path / "in" / "sub").mkdir(parents=True)
+    for text in ("a.txt", "sub/b.txt"):
+        (tmp_path / "in" / text).write_text("y " * 3000)
+    os.mkfifo(tmp_path / "in" / "c.txt")
+    (tmp_path / "in" / "d.txt").symlink_to("nothing")
+    command = [sys.executable, ROOT / "fineweb.py", "--source", "in", "--tokenizer", "bytes"]
+    how = dict(cwd=tmp_path, preexec_fn=drop_root_override, capture_output=True, text=True)
+    mode = (tmp_path / "in" / name).stat().st_mode
+    (tmp_path / "in" / name).chmod(0)
+    done = subprocess.run(command, **how)
+    (tmp_path / "in" / name).chmod(mode)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert f"in/{name} cannot be read: permission denied" in done.stderr, done.stderr
+    done = subprocess.run(command, **how)
+    assert done.returncode == 0 and "2 documents" in done.stdout, done.stderr
+    for special in ("c.txt", "d.txt"):
+        assert f"in/{special} is skipped: it is a dangling link, FIFO, socket" in done.stderr
 
 
 def test_a_refused_tokenizer_is_not_written_and_linked_folders_are_reported(tmp_path, capsys):

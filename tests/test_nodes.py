@@ -114,7 +114,7 @@ def test_run_recovers_from_a_killed_process_and_a_cut_link(machines, tmp_path, s
     os.kill(worker, signal.SIGKILL)
     wait_until(lambda text: steps(text, 2) > 70)
     ip("-n", NAMES[1], "link", "set", LINKS[1], "down")
-    wait_until(lambda _: "does not answer (Timed out" in said[0].read_text())
+    wait_until(lambda _: "to another rank (Timed out" in said[0].read_text())
     ip("-n", NAMES[1], "link", "set", LINKS[1], "up")
     wait_until(lambda text: '"done"' in text)
     assert [loop.wait(60) for loop in loops] == [0, 0]

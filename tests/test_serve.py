@@ -616,16 +616,18 @@ def test_each_token_is_sent_before_the_next_ones_are_computed(monkeypatch):
     model.forward = blocked
     engine = serve.Engine(model, BYTES)
 
-    async def stream():
+    async def stream(whole_turns):
         counts = []
         async with engine.cache() as cache:
-            async for new in engine.stream(GenerateRequest(max_tokens=9), [256], cache):
+            request = GenerateRequest(max_tokens=9)
+            async for new in engine.stream(request, [256], cache, whole_turns):
                 counts.append(len(new))
                 sent.set()
         return counts
 
-    counts = asyncio.run(stream())
+    counts = asyncio.run(stream(whole_turns=False))
     assert len(counts) > 1 and sum(counts) == 9
+    assert asyncio.run(stream(whole_turns=True)) == [9]  # for answers that are not streamed
 
 
 def test_int8_differs_by_rounding_only():

@@ -119,7 +119,8 @@ def from_sharegpt(turn: Any) -> Any:
     """A turn with "from" and "value" as one with "role" and "content"; any other as it is."""
     if not isinstance(turn, dict) or "from" not in turn:
         return turn
-    role = {"human": "user", "gpt": "assistant"}.get(turn["from"], turn["from"])
+    speaker = turn["from"]  # any JSON value, so perhaps not hashable
+    role = {"human": "user", "gpt": "assistant"}.get(str(speaker), speaker)
     return {"role": role, "content": turn.get("value"), "weight": turn.get("weight")}
 
 

@@ -12,6 +12,7 @@ import functools
 import io
 import itertools
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,10 +57,14 @@ def local_files(source: str) -> list[File]:
         ours = ("manifest.json", TOKENIZER_FILE)
         found = (p for p in root.rglob("*") if p.name not in ours)
         paths, base = [p for p in found if not SHARD_NAME.fullmatch(p.name)], root
-        for path in paths:
-            if path.is_symlink() and path.is_dir():
-                eprint(f"{path} is a link to a folder and is not followed; pass that folder itself")
-    visible = (p for p in paths if not any(n[0] == "." for n in p.relative_to(base).parts))
+    visible = [p for p in paths if not any(n[0] == "." for n in p.relative_to(base).parts)]
+    for path in dict.fromkeys([root, *visible]):
+        if path != root and path.is_symlink() and path.is_dir():
+            eprint(f"{path} is a link to a folder and is not followed; pass that folder itself")
+        elif path.is_dir() and not os.access(path, os.R_OK | os.X_OK):  # rglob skips its files
+            raise UserError(f"{path} cannot be read: permission denied; change the permissions")
+        elif not path.is_dir() and not path.is_file():
+            eprint(f"{path} is skipped: it is a dangling link, FIFO, socket or device")
     files = [p for p in visible if p.is_file()]
     files = [File(p.relative_to(base).as_posix(), str(p), p.stat().st_size) for p in files]
     return one_kind(files, source)

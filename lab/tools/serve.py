@@ -132,10 +132,10 @@ class Engine:
             self.caches.put_nowait(cache)
 
     async def stream(
-        self, request: Any, ids: list[int], cache: KVCache
+        self, request: Any, ids: list[int], cache: KVCache, whole_turns: bool = False
     ) -> AsyncIterator[list[dict]]:
-        """Yield pieces (see lab.inference.streaming) as soon as they are computed: those that are new
-        since the last ones, as a list."""
+        """Yield lists of new pieces (see lab.inference.streaming) as soon as they are computed or, if
+        whole_turns, after each turn, which takes less CPU time."""
         generator = torch.Generator(self.device).manual_seed(request.seed)
         pieces = stream_generate(
             self.model, self.tokenizer, ids, request.max_tokens, request.likeliest, request.stop,
@@ -147,7 +147,8 @@ class Engine:
 
         def add(piece: dict) -> None:  # in the engine's thread
             new.append(piece)
-            loop.call_soon_threadsafe(arrived.set)
+            if not whole_turns:
+                loop.call_soon_threadsafe(arrived.set)
 
         while more:
             turn = asyncio.ensure_future(self.compute(take_turn, pieces, add))

@@ -337,7 +337,7 @@ def create_app(engine: Any, name: str, hosts: list[str]) -> FastAPI:
             """Yield (index of the prompt, its new pieces)."""
             async with engine.cache() as cache:
                 for index, (each, (ids, _)) in enumerate(zip(bodies, prepared)):
-                    async for new in engine.stream(each, ids, cache):
+                    async for new in engine.stream(each, ids, cache, not body.stream):
                         yield index, new
 
         async def chunks() -> AsyncIterator[dict]:

@@ -7,14 +7,13 @@ It contains config.json (this file), model_<step>.pt (checkpoint.py), log.jsonl 
 import contextlib
 import dataclasses
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from lab.cli import UserError, command_for, shell_quote
 from lab.data.tokenizers import TOKENIZER_FILE
-from lab.files import atomic_write, dir_lock, read_json, read_lenient
+from lab.files import atomic_write, dir_lock, read_errors, read_json, read_lenient
 from lab.program import LEGACY_PROGRAMS, describe_program
 from lab.trainer.checkpoint import checkpoint_files, step_of
 
@@ -58,7 +57,8 @@ def write_config(trainer) -> None:
     atomic_write(path, json.dumps(config_dict(trainer), indent=1).encode() + b"\n")
     tokenizer = Path(trainer.cfg.data, TOKENIZER_FILE)
     if tokenizer.exists():  # the model cannot be used without it
-        shutil.copyfile(tokenizer, run_dir / TOKENIZER_FILE)
+        with read_errors(tokenizer, "tokenizer", "build the data again"):
+            atomic_write(run_dir / TOKENIZER_FILE, tokenizer.read_bytes())
 
 
 def config_dict(trainer) -> dict:
