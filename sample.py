@@ -4,7 +4,7 @@
     python sample.py --model gpt2-xl --num_samples 3 "Once upon a time"
     python sample.py --model log/RUN                   # asks for prompts
     python sample.py --chat                            # Ctrl-C stops an answer
-    python sample.py --html page.html "The "           # probability of each token
+    python sample.py --html page.html "The "           # shaded by probability
     echo "The import statement" | python sample.py     # one prompt per line
 
 Each prompt is preceded by an end-of-text token, like each document in training. The text goes to stdout

@@ -1,7 +1,7 @@
 """Estimate the memory, time and cost of a run before starting it, on any machine.
 
-    python -m lab plan                          # this machine and its default preset
-    python -m lab plan --preset gpt2-xl --gpu "RTX 4090"    # another GPU; no data needed
+    python -m lab plan                  # this machine and its default preset
+    python -m lab plan --preset gpt2-xl --gpu "RTX 4090"    # another GPU
     python -m lab plan --preset gpt2-xl --gpu 24GB --activation_checkpointing
     python -m lab plan --preset gpt2 --gpu H100 --gpus 8 --price 2.5
 
