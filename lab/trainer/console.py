@@ -205,7 +205,7 @@ def loss_verdict(trainer) -> str:
     if not log.get("val") or not unigram:
         return ""
     last, uniform = log["val"][-1], log["start"][-1]["log_v"]
-    shown = f"The validation loss after step {last['step']}, {last['loss']:.3f}, is"
+    shown = f"The validation loss after step {last['step']}, {last['loss']:.4f}, is"
     if last["loss"] >= uniform:
         hint = lower_lr_hint(trainer.cfg)
         return f"{shown} bad: a uniform guess has {uniform:.3f}; {hint}."
