@@ -1,4 +1,8 @@
-"""Write a model as a folder for transformers: python -m lab export log/RUN --out my-gpt2."""
+"""Write a model as a folder for transformers and lm-evaluation-harness.
+
+    python -m lab export log/RUN --out my-gpt2
+    python -m lab export log/RUN --out my-gpt2 --dtype float16
+"""
 
 import os
 import re
@@ -27,8 +31,10 @@ def export(
     """Write a model as a folder that transformers and lm-evaluation-harness can load.
 
     In training, documents begin with end-of-text. sample.py puts it before a prompt; transformers'
-    pipeline does not, so pass "<|endoftext|>" + prompt there. For the harness: pip install
-    "lm_eval[hf]", then lm_eval --model hf --model_args pretrained=OUT --tasks hellaswag
+    pipeline does not, so pass "<|endoftext|>" + prompt there. For the harness:
+
+        pip install "lm_eval[hf]"
+        lm_eval --model hf --model_args pretrained=OUT --tasks hellaswag
 
     Args:
         source: run, checkpoint, .pt file of nanoGPT or build-nanogpt, hub name; "" is the newest run

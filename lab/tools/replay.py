@@ -1,4 +1,7 @@
-"""Repeat the step of a gradient spike: python -m lab replay log/RUN/spike_000123.json."""
+"""Repeat the step of a gradient spike, to see whether data and weights alone cause it.
+
+    python -m lab replay log/RUN/spike_000123.json
+"""
 
 import dataclasses
 import json
