@@ -19,7 +19,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from lab.cli import UserError, bold, eprint, parse_args, pre_import_setup, require, run_main
+from lab.cli import (
+    UserError,
+    bold,
+    command_for,
+    eprint,
+    parse_args,
+    pre_import_setup,
+    require,
+    run_main,
+    shell_quote,
+)
 
 if __name__ == "__main__":
     pre_import_setup()  # SIGINT handling and OpenMP wait policy: must run before `import torch`
@@ -42,6 +52,7 @@ from lab.inference.streaming import (
 from lab.inference.token_logprobs import token_logprobs
 from lab.registry import PUBLISHED, resolve_source
 from lab.templates import load_template
+from lab.trainer.run_dir import program_of
 
 OOM_FIX = "pass a smaller --num_samples or another --model, or --device cpu"
 
@@ -150,7 +161,8 @@ def read_prompts(cfg: Config) -> Iterator[str]:
     interactive = sys.stdin.isatty()
     while True:
         if interactive:
-            print_status("You: " if cfg.chat else "prompt (empty line to quit): ")
+            prompt = bold("You: ", sys.stderr) if cfg.chat else "prompt (empty line to quit): "
+            print_status(prompt)
         with read_errors("from stdin", "prompt", "pipe text in UTF-8"):
             line = sys.stdin.readline()
         if not line or (interactive and not line.strip()):
@@ -159,15 +171,23 @@ def read_prompts(cfg: Config) -> Iterator[str]:
             yield line.rstrip("\r\n")
 
 
-def is_tuned(source: str) -> bool | None:
-    """Whether a model was fine-tuned on conversations, as the config.json of its run says. None: unknown.
-    source: as resolve_source returns it."""
-    if source in PUBLISHED:
-        return False
-    path = Path(source).parent / "config.json"
-    if not (source.endswith(".pt") and path.exists()):
-        return None
-    return read_json(path, "choose another run", train=dict)["train"].get("preset") == "sft"
+def chat_warning(source: str) -> str:
+    """A sentence for a model that was not fine-tuned on conversations, as the config.json of its run
+    says; "" for one that was. source: as resolve_source returns it."""
+    path, program = Path(source).parent / "config.json", ""
+    if source.endswith(".pt") and path.exists():
+        saved = read_json(path, "choose another run", train=dict)
+        if saved["train"].get("preset") == "sft":
+            return ""
+        source, program = str(path.parent), program_of(path.parent)["trainer"].partition(":")[0]
+    elif source not in PUBLISHED:
+        return f"{source} may not be tuned to answer; it then only continues the text"
+    command = (
+        f"{command_for(program or 'train_gpt2.py')} --preset sft --init_from {shell_quote(source)}"
+    )
+    return (
+        f"{source} was not tuned to answer, so it only continues the text; to tune it: `{command}`"
+    )
 
 
 def chat_loop(model: Any, tokenizer: Tokenizer, cfg: Config, seed: int, cache: KVCache) -> None:
@@ -195,7 +215,7 @@ def chat_loop(model: Any, tokenizer: Tokenizer, cfg: Config, seed: int, cache: K
         )  # fmt: skip
         answer = ""
         if interactive:
-            print_status("Model: ")
+            print_status(bold("Model: ", sys.stderr))
         try:
             for piece in pieces:
                 text = piece["text"] if answer else piece["text"].lstrip()
@@ -232,9 +252,8 @@ def run(cfg: Config) -> None:
         )
     cache = KVCache(model.config.block_size, step)
     if cfg.chat:
-        if not (tuned := is_tuned(source)):
-            why = "may not be tuned to answer" if tuned is None else "was not tuned to answer"
-            eprint(f"[{source} {why} and then just continues the text; tune it with --preset sft]")
+        if warning := chat_warning(source):
+            eprint(printable(f"[{warning}]"))
         return chat_loop(model, tokenizer, cfg, seed, cache)
     page_texts = []
     for prompt in read_prompts(cfg):

@@ -139,10 +139,9 @@ def torchrun_env() -> tuple[int, int, int]:
 
 
 def eprint(text: str, file: TextIO | None = None) -> None:
-    """Print a line to stderr, wrapped on a terminal, ignoring a closed pipe or terminal."""
+    """Print a line to `file`, ignoring a closed pipe or terminal. To stderr, the default, it is wrapped."""
     with contextlib.suppress(OSError):
-        file = file or sys.stderr
-        print(wrap(text, file=file), file=file, flush=True)
+        print(text if file else wrap(text, file=sys.stderr), file=file or sys.stderr, flush=True)
 
 
 def terminal_width(file: TextIO) -> int:
@@ -169,15 +168,15 @@ def wrap(text: str, indent: str = "", file: TextIO | None = None) -> str:
     return "\n".join(wrapped).replace(hidden, " ")
 
 
-def has_colors() -> bool:
-    """Whether stdout is a terminal that shows styles. See https://no-color.org."""
+def has_colors(file: TextIO | None = None) -> bool:
+    """Whether `file` (stdout) is a terminal that shows styles. See https://no-color.org."""
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-    return sys.stdout.isatty() and not plain
+    return (file or sys.stdout).isatty() and not plain
 
 
-def bold(text: str) -> str:
-    """The text in bold type, if stdout is a terminal that shows styles."""
-    return f"\033[1m{text}\033[0m" if text and has_colors() else text
+def bold(text: str, file: TextIO | None = None) -> str:
+    """The text in bold type, if `file` (stdout) is a terminal that shows styles."""
+    return f"\033[1m{text}\033[0m" if text and has_colors(file) else text
 
 
 def dim(text: str) -> str:
@@ -231,9 +230,7 @@ def progress(
 
     # None: off unless stderr is a terminal
     off = True if (os.environ.get("RANK") or "0") != "0" else None
-    return tqdm(
-        items, desc=description, unit=unit, delay=delay, leave=False, disable=off, **kwargs
-    )
+    return tqdm(items, desc=description, unit=unit, delay=delay, leave=False, disable=off, **kwargs)
 
 
 def shell_quote(text: str | Path) -> str:

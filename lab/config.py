@@ -44,7 +44,7 @@ COMMON_FLAGS = (  # the first group of --help
     "preset", "data", "init_from", "resume", "run_name", "max_steps", "lr", "batch_size",
     "total_batch_size", "seq_len", "val_every", "sample_prompt",
 )  # fmt: skip
-FOREIGN_FLAGS = {  # names in nanoGPT, transformers and llm.c: today's
+FOREIGN_FLAGS = {  # names of flags in nanoGPT, transformers and llm.c, and ours for them
     "learning_rate": "lr", "max_learning_rate": "lr", "max_lr": "lr", "max_iters": "max_steps",
     "num_iterations": "max_steps", "epochs": "max_steps", "num_train_epochs": "max_steps",
     "iterations": "max_steps", "warmup_iters": "warmup_steps", "lr_scheduler_type": "schedule",
@@ -209,8 +209,8 @@ def parse_flags(
 
 
 def group_flags(model_config: Any, cfg: Any) -> type:
-    """A dataclass with one field for each group of flags in --help: the common ones, the model's, the
-    program's, and the other ones of RunConfig. Their defaults are those of the two configs."""
+    """A dataclass with one field for each group of flags in --help: the common ones, those of the model
+    config, of the program's run config, and of RunConfig. The defaults are those of the two configs."""
     from tyro._docstrings import get_field_docstring  # no public name; tyro is slow to import
     from tyro.conf import arg
 
@@ -237,10 +237,10 @@ def check_foreign_flags(argv: list[str], *configs: Any) -> None:
         name = flag.removeprefix("--").removeprefix("no_").replace("-", "_")
         if not flag.startswith("--") or name in names:
             continue
-        if close := difflib.get_close_matches(name, FOREIGN_FLAGS, 1, cutoff=0.85):
-            raise UserError(
-                f"{flag} is not a flag of this program; pass --{FOREIGN_FLAGS[close[0]]} instead"
-            )
+        close = difflib.get_close_matches(name, FOREIGN_FLAGS, 1, cutoff=0.85)
+        ours = FOREIGN_FLAGS[close[0]] if close else ""
+        if ours in names:
+            raise UserError(f"{flag} is not a flag of this program; pass --{ours} instead")
 
 
 def rename_flags(argv: list[str]) -> list[str]:

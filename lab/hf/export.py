@@ -2,6 +2,8 @@
 
     python -m lab export log/RUN --out my-gpt2
     python -m lab export log/RUN --out my-gpt2 --dtype float16
+
+The folder gets model.safetensors, config.json and the tokenizer's files.
 """
 
 import os

@@ -109,10 +109,14 @@ def what_fits(s: MemorySpec, gpu: GPU) -> str:
     sizes = [found.cfg.batch_size if (found := largest(x, gpu)) else "none" for x in both]
     if sizes != ["none", "none"]:
         usual, checkpointed = sizes
-        sentence = f"{usual}, with --activation_checkpointing {checkpointed}."
+        start = "By default, training uses batch_size="
         if s.cfg.parallel == "fsdp2":
-            return f"The largest --batch_size that fits is {sentence}"
-        return f"By default, training uses batch_size={sentence}"
+            start = "The largest --batch_size that fits is "
+        if usual == "none":
+            return f"{start}{checkpointed} with --activation_checkpointing; without it, none fits."
+        if usual == checkpointed:
+            return f"{start}{usual}, also with --activation_checkpointing."
+        return f"{start}{usual}, with --activation_checkpointing {checkpointed}."
     if s.cfg.precision == "fp16" or s.cfg.optimizer != "adamw":  # FSDP2 supports neither
         return "No micro-batch fits: choose a larger GPU or a smaller --preset."
     sharded = replace(both[1], cfg=replace(s.cfg, batch_size=1, parallel="fsdp2"))

@@ -1,18 +1,22 @@
 """Console output of a run: the settings at the start, a line per log record, the summary."""
 
+import contextlib
 import inspect
 import math
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lab.cli import bold, command_for, dim, progress, shell_quote, wrap
+from lab.cli import UserError, bold, command_for, dim, progress, shell_quote, terminal_width, wrap
 from lab.data.tokenizers import printable
-from lab.tools.read_log import read_log
+from lab.tools.read_log import RunLog, read_log
 from lab.trainer.checkpoint import checkpoint_files, step_of
 from lab.trainer.health import lower_lr_hint
 
+GOOD = 2 / 3  # fraction of the unigram loss below which texts begin to have words and grammar
 CPU_FLOPS = 1e11  # roughly, per process on a few cores; to warn about models too large for a CPU
 
 
@@ -22,6 +26,7 @@ class Console:
     def __init__(self, trainer):
         self.trainer, self.cfg = trainer, trainer.cfg
         self.bar: Any = None  # progress to the next log line
+        self.last_line = time.monotonic()  # when it was printed
         # loss in nats per token of the unigram baseline and of a uniform guess
         self.unigram, self.uniform = math.inf, math.inf
 
@@ -36,17 +41,21 @@ class Console:
         self.trainer.world.print0(text)
 
     def advance_bar(self, step: int) -> None:
-        """Call after each step. The bar appears if the next log line is more than two seconds away."""
+        """Call after each step. The bar appears two seconds after the last line."""
         if self.bar is None:
             every = self.cfg.log_every
             end = min(-(-step // every) * every, self.cfg.max_steps)
-            self.bar = progress(None, f"until step {end}", "step", total=end - step + 1)
-        self.bar.update()
+            total, waited = end - step + 1, time.monotonic() - self.last_line
+            self.bar = progress(
+                None, f"until step {end}", "step", max(0, 2 - waited), total=total, initial=1
+            )
+        else:
+            self.bar.update()
 
     def close_bar(self) -> None:
         if self.bar is not None:
             self.bar.close()
-        self.bar = None
+        self.bar, self.last_line = None, time.monotonic()
 
     def start_record(self, callbacks: list) -> dict:
         """The first log record of a run. The unigram baseline is the validation callback's."""
@@ -197,24 +206,40 @@ def print_summary(trainer, stopped: str) -> None:
     trainer.world.barrier()
 
 
-def loss_verdict(trainer) -> str:
-    """A sentence on whether the last validation loss is good; "" without one, or without a unigram loss
-    to compare with."""
-    log = read_log(trainer.run_dir)
-    unigram = log["start"][-1].get("unigram")
-    if not log.get("val") or not unigram:
+def loss_verdict(log: RunLog, cfg: Any) -> str:
+    """A sentence on whether the last validation loss is good; "" without one, or without a loss to
+    compare it with."""
+    vals, start = log.get("val", []), log.get("start", [{}])[-1]
+    unigram, uniform = start.get("unigram"), start.get("log_v")
+    if not (vals and unigram and uniform):
         return ""
-    last, uniform = log["val"][-1], log["start"][-1]["log_v"]
-    shown = f"The validation loss after step {last['step']}, {last['loss']:.4f}, is"
-    if last["loss"] >= uniform:
-        hint = lower_lr_hint(trainer.cfg)
-        return f"{shown} bad: a uniform guess has {uniform:.3f}; {hint}."
-    if last["loss"] >= unigram:
-        return f"{shown} not good yet: a guess without any context has {unigram:.3f} (unigram)."
+    last, best = vals[-1], min(vals, key=lambda record: record["loss"])
+    loss = last["loss"]
+    shown = f"The validation loss after step {last['step']}, {loss:.4f}, is"
+    if loss >= uniform:
+        return f"{shown} bad: a uniform guess has {uniform:.3f}; {lower_lr_hint(cfg)}."
+    if loss > 1.01 * best["loss"]:
+        recent = [record["loss"] for record in log.get("train", [])[-5:]]
+        overfits = recent and sum(recent) / len(recent) < loss
+        hint = "train for fewer steps or on more data" if overfits else lower_lr_hint(cfg)
+        return f"{shown} past its best, {best['loss']:.4f} after step {best['step']}; {hint}."
+    if cfg.init_from and vals[0]["step"] == 0 and last["step"] > 0:
+        gain = vals[0]["loss"] - loss
+        if gain <= 0:
+            return f"{shown} not better than {vals[0]['loss']:.4f} at step 0; {lower_lr_hint(cfg)}."
+        return f"{shown} good: {gain:.3f} below {vals[0]['loss']:.4f}, that of {cfg.init_from}."
+    word = "good" if loss < GOOD * unigram else "a start" if loss < unigram else "not good yet"
     return (
-        f"{shown} good: {unigram - last['loss']:.3f} below {unigram:.3f}, the best possible without any "
-        "context (unigram)."
+        f"{shown} {word}: it equals choosing among {perplexity(loss)} equally likely tokens, where a "
+        f"model without context (unigram) chooses among {perplexity(unigram)} and a uniform guess among "
+        f"{perplexity(uniform)}."
     )
+
+
+def perplexity(loss: float) -> str:
+    """e^loss, the number of equally likely tokens with that loss."""
+    value = math.exp(loss)
+    return f"{value:.1f}" if value < 100 else f"{value:,.0f}"
 
 
 def summary(trainer, stopped: str) -> None:
@@ -238,16 +263,17 @@ def summary(trainer, stopped: str) -> None:
 
     plot.loss_curve([run_dir], run_dir / "loss.png")
     name, curve = shell_quote(run_dir), " loss.png (the curve)," * (run_dir / "loss.png").exists()
+    with contextlib.suppress(UserError):  # without a log
+        if verdict := loss_verdict(read_log(run_dir), trainer.cfg):
+            say(wrap(f"\n{verdict}"))
     best = f"; model_best.pt has the lowest validation loss, {trainer.best_val:.4f}"
     best *= (run_dir / "model_best.pt").exists()
     continue_, more = ("finish it", "") if stopped else ("train it further", " --max_steps N")
-    report, chat = command_for("lab report"), " --chat" * (trainer.cfg.preset == "sft")
-    next_steps = {
-        "chat with it"
-        if chat
-        else "generate text": f"{command_for('sample.py')}{chat} --model {name}",
-        "use it in a browser": f"{command_for('lab serve')} {name}",
-    }
+    report, sample = command_for("lab report"), command_for("sample.py")
+    next_steps = {"generate text": f"{sample} --model {name}"}
+    if trainer.cfg.preset == "sft":
+        next_steps = {"chat with it": f"{sample} --chat --model {name}"}
+    next_steps |= {"use it in a browser": f"{command_for('lab serve')} {name}"}
     if not hasattr(trainer.raw_model, "generate"):
         export = f"{command_for('lab export')} {name} --out FOLDER"
         next_steps = {"use it in transformers": export}
@@ -256,14 +282,12 @@ def summary(trainer, stopped: str) -> None:
         "compare with another": f"{report} {name} {shell_quote(run_dir.parent / 'OTHER')}",
         continue_: f"{resume}{more}",
     }
-    say("")
-    if verdict := loss_verdict(trainer):
-        say(wrap(verdict))
-    say(
-        wrap(
-            f"{run_dir}/ contains log.jsonl (all numbers),{curve} TensorBoard events and checkpoints{best}. "
-            "Next:"
-        )
-    )
-    for purpose, command in next_steps.items():  # not wrapped, so that it can be copied
-        say(f"  {purpose:22}  {command}")
+    contents = f"log.jsonl (all numbers),{curve} TensorBoard events and checkpoints{best}"
+    say(wrap(f"\n{run_dir}/ contains {contents}.\nNext:"))
+    lines = [f"  {purpose:22}  {command}" for purpose, command in next_steps.items()]
+    width = terminal_width(sys.stdout)
+    if (
+        width and max(map(len, lines)) > width
+    ):  # commands are not wrapped, so that they can be copied
+        lines = [f"  {purpose}\n    {command}" for purpose, command in next_steps.items()]
+    say("\n".join(lines))
