@@ -59,6 +59,7 @@ class GPTConfig:
     value_tables: int = 1  # number of value embeddings; 0 is better for 4 epochs or more
     smear: bool = True  # add a gated part of the previous token's embedding to each embedding
     bigram_rows: int = 0  # rows of a hashed embedding of token pairs; 0: none
+    value_projection: bool = False  # value embeddings computed from the token embeddings
 
     padded_vocab_size = train_gpt2.GPTConfig.padded_vocab_size
     end_of_text = train_gpt2.GPTConfig.end_of_text
@@ -93,6 +94,12 @@ class GPTConfig:
         table = layer if layer < n else layer - (self.n_layer - n)
         return table if 0 <= table < n else None
 
+    def projects_values(self, layer):
+        """Whether a block has a value projection: every second one, including the last, unless it has a
+        value table (as in NanoGPT Slowrun)."""
+        every_second = (self.n_layer - layer) % 2 == 1
+        return self.value_projection and every_second and self.value_table(layer) is None
+
 
 @dataclass
 class TrainConfig(train_gpt2.TrainConfig):
@@ -114,6 +121,7 @@ class TrainConfig(train_gpt2.TrainConfig):
     warmup_steps: int | float = 0  # none needed: residual outputs and the head start at 0
     decay_steps: int | float = 0.65  # length of the decay at the end (wsd only)
     weight_decay: float = 0.0  # of the matrices in the blocks
+    decay_all: bool = False  # weight decay for embeddings and head, too
     beta1: float = 0.8  # AdamW: short averages, because the run is short
     eps: float = 1e-10  # AdamW: added to the denominator of the update
     grad_clip: float = 0.0  # 0: no clipping; Muon's step does not depend on the gradient norm
@@ -144,6 +152,14 @@ PRESETS = {
         TrainConfig(
             weight_decay=0.1, batch_warmup_steps=0.25, val_every=50, val_tokens=1048576, hellaswag_every=0,
             sample_every=0,
+        ),
+    ),
+    # seven epochs of 110M tokens: 25 minutes on an H200 (docs/LOG.md#small-data)
+    "small-data": (
+        GPTConfig(value_tables=0, value_projection=True),
+        TrainConfig(
+            "small-data", weight_decay=0.1, decay_all=True, max_steps=6000, batch_warmup_steps=0.25,
+            val_every=250, val_tokens=1048576, hellaswag_every=0, sample_every=1000,
         ),
     ),
     # two minutes on two laptop cores, on the bytes of Python's own documentation; without the parts
@@ -244,7 +260,9 @@ class CausalSelfAttention(nn.Module):
         # three matrices for q, k and v, because Muon orthogonalizes each separately
         self.qkv = nn.Parameter(torch.empty(3, config.n_embd, config.n_embd))
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
-        if config.value_table(layer) is not None:
+        if config.projects_values(layer):
+            self.c_value = nn.Linear(config.n_embd, config.n_embd, bias=False)
+        if config.value_table(layer) is not None or config.projects_values(layer):
             self.mix_values = nn.Parameter(torch.tensor([0.5, 0.5]))
 
     def forward(self, x, cos_sin, value, mask=None, cache=None):
@@ -382,9 +400,13 @@ class GPT(nn.Module):
         if self.smear is not None:
             x = self.smear(x, shift_right(x, position, mask, cache, "smear"))
         cos_sin = rotation(position, c) if c.rotary else None
+        embedding = x
         for i, block in enumerate(t.h):
-            table = c.value_table(i)
-            value = None if table is None else t.vte[table](idx)
+            table, value = c.value_table(i), None
+            if table is not None:
+                value = t.vte[table](idx)
+            elif c.projects_values(i):
+                value = block.attn.c_value(embedding)
             x = block(x, cos_sin, value, mask, cache)
         return norm(x)
 
@@ -403,10 +425,15 @@ def make_optimizer(model, cfg, world):
     embeddings = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
     grouped = {id(p) for p in (*blocks, *head, *embeddings)}
     tied = model.config.tied
+    decay = cfg.weight_decay if cfg.decay_all else 0.0
     groups = [
         {"params": [p for p in model.parameters() if id(p) not in grouped], "lr": cfg.scalar_lr},
-        {"params": [p for p in embeddings if not tied or p is not head[0]], "lr": cfg.embed_lr},
-        {"params": head, "lr": cfg.lr},
+        {
+            "params": [p for p in embeddings if not tied or p is not head[0]],
+            "lr": cfg.embed_lr,
+            "weight_decay": decay,
+        },
+        {"params": head, "lr": cfg.lr, "weight_decay": decay},
     ]
     fused = world.device.type in ("cuda", "cpu")
     adamw = dict(betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, fused=fused, weight_decay=0.0)

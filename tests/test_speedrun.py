@@ -38,6 +38,7 @@ def tiny_model(**changes):
 
 
 EVERYTHING = dict(bigram_rows=100, value_tables=2)
+PROJECTED = dict(value_tables=0, value_projection=True)
 CONFIG = GPTConfig(**TINY)  # its heads have 16 channels
 LONGER = dict(rope_scaling="yarn", trained_length=8)
 
@@ -167,7 +168,9 @@ def test_muon_step_divided_over_two_ranks_equals_one(tmp_path):
 # ------------------------------------------------------------------------------------------ model
 
 
-@pytest.mark.parametrize("changes", [{}, EVERYTHING, dict(rotary=False, mlp="gelu", tied=True)])
+@pytest.mark.parametrize(
+    "changes", [{}, EVERYTHING, PROJECTED, dict(rotary=False, mlp="gelu", tied=True)]
+)
 def test_no_output_sees_a_later_token_or_another_document(changes):
     model = tiny_model(**changes)
     idx = torch.randint(VOCAB - 1, (1, 20))
@@ -264,7 +267,7 @@ def test_yarn_multiplies_attention_scores_by_the_square_of_its_factor():
     assert torch.allclose(turned.norm(dim=-1) * temperature**0.5, q.norm(dim=-1), atol=1e-5)
 
 
-@pytest.mark.parametrize("changes", [{}, LONGER, EVERYTHING | dict(document_mask=True)])
+@pytest.mark.parametrize("changes", [{}, LONGER, PROJECTED, EVERYTHING | dict(document_mask=True)])
 def test_cached_and_uncached_generation_give_the_same_tokens(changes):
     """Also beyond the context length, where the older half of the window is dropped."""
     torch.manual_seed(0)
@@ -541,14 +544,45 @@ def test_each_difference_can_be_turned_off(tmp_path, shards):
     assert losses() == (usual := losses())
     changes = {k: not v for k, v in vars(GPTConfig()).items() if isinstance(v, bool)}
     del changes["bf16_residual"]  # only changes runs in 16 bits
+    del changes["value_projection"]  # blocks that have a value table keep it
+    assert losses(PROJECTED) != losses(dict(value_tables=0))
     changes |= dict(mlp="gelu", value_tables=0, bigram_rows=99)
     for name, value in changes.items():
         assert losses({name: value}) != usual, name
     for settings in (
         dict(optimizer="muon"), dict(optimizer="adamw"), dict(momentum_warmup=100),
-        dict(batch_warmup_steps=2), dict(weight_decay=1.0),
+        dict(batch_warmup_steps=2), dict(weight_decay=1.0), dict(weight_decay=1.0, decay_all=True),
     ):  # fmt: skip
         assert losses(**settings) != usual, settings
+
+
+@torch.no_grad()
+def test_value_projection_is_the_formula_in_every_second_block():
+    model = tiny_model(**PROJECTED)
+    attns = [block.attn for block in model.transformer.h]
+    assert [hasattr(attn, "c_value") for attn in attns] == [True, False, True]
+    idx, seen = torch.randint(VOCAB, (2, 9)), []
+    attns[2].register_forward_pre_hook(lambda _, args: seen.append(args[2]))
+    model(idx)
+    x = speedrun.norm(model.transformer.wte(idx))
+    x = model.smear(x, torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1])
+    assert torch.allclose(seen[0], x @ attns[2].c_value.weight.mT, atol=1e-5)
+    assert any(p is attns[0].c_value.weight for p in model.block_matrices())
+
+
+def test_decay_all_decays_embeddings_and_head(tmp_path, shards):
+    run = in_process(tmp_path, shards, weight_decay=0.4, decay_all=True)
+    adamw = run.optimizer.parts[1]
+    run.train_step()
+    before = [[p.detach().clone() for p in group["params"]] for group in adamw.param_groups]
+    for p in run.raw_model.parameters():
+        p.grad = torch.zeros_like(p)
+    for state in adamw.state.values():
+        state["exp_avg"].zero_()
+    adamw.step()  # the gradient and its averages are 0, so only the decay changes weights
+    for group, old, decay in zip(adamw.param_groups, before, (0, 0.4, 0.4), strict=True):
+        for p, q in zip(group["params"], old):
+            assert torch.allclose(p, q * (1 - decay * group["lr"]), atol=1e-6)
 
 
 def test_compiled_equals_eager_without_recompiling_after_warmup(tmp_path, shards, monkeypatch):
