@@ -218,7 +218,7 @@ def loss_verdict(log: RunLog, cfg: Any) -> str:
     shown = f"The validation loss after step {last['step']}, {loss:.4f}, is"
     if loss >= uniform:
         return f"{shown} bad: a uniform guess has {uniform:.3f}; {lower_lr_hint(cfg)}."
-    if loss > 1.01 * best["loss"]:
+    if loss > 1.02 * best["loss"]:  # not noise
         recent = [record["loss"] for record in log.get("train", [])[-5:]]
         overfits = recent and sum(recent) / len(recent) < loss
         hint = "train for fewer steps or on more data" if overfits else lower_lr_hint(cfg)
@@ -230,7 +230,7 @@ def loss_verdict(log: RunLog, cfg: Any) -> str:
         return f"{shown} good: {gain:.3f} below {vals[0]['loss']:.4f}, that of {cfg.init_from}."
     word = "good" if loss < GOOD * unigram else "a start" if loss < unigram else "not good yet"
     return (
-        f"{shown} {word}: it equals choosing among {perplexity(loss)} equally likely tokens, where a "
+        f"{shown} {word}: as if choosing among {perplexity(loss)} equally likely tokens, where a "
         f"model without context (unigram) chooses among {perplexity(unigram)} and a uniform guess among "
         f"{perplexity(uniform)}."
     )
@@ -243,7 +243,7 @@ def perplexity(loss: float) -> str:
 
 
 def summary(trainer, stopped: str) -> None:
-    run_dir, say = trainer.run_dir, trainer.world.print0
+    run_dir, say = trainer.run_dir, lambda text: trainer.world.print0(wrap(text))
     file = Path(inspect.getfile(type(trainer))).name
     log_dir = "" if str(run_dir.parent) == "log" else f"--log_dir {shell_quote(run_dir.parent)} "
     resume = f"{command_for(file)} --resume {log_dir}--run_name {shell_quote(run_dir.name)}"
@@ -265,8 +265,8 @@ def summary(trainer, stopped: str) -> None:
     name, curve = shell_quote(run_dir), " loss.png (the curve)," * (run_dir / "loss.png").exists()
     with contextlib.suppress(UserError):  # without a log
         if verdict := loss_verdict(read_log(run_dir), trainer.cfg):
-            say(wrap(f"\n{verdict}"))
-    best = f"; model_best.pt has the lowest validation loss, {trainer.best_val:.4f}"
+            say(f"\n{verdict}")
+    best = f"; model_best.pt is the one with the lowest validation loss, {trainer.best_val:.4f}"
     best *= (run_dir / "model_best.pt").exists()
     continue_, more = ("finish it", "") if stopped else ("train it further", " --max_steps N")
     report, sample = command_for("lab report"), command_for("sample.py")
@@ -283,11 +283,11 @@ def summary(trainer, stopped: str) -> None:
         continue_: f"{resume}{more}",
     }
     contents = f"log.jsonl (all numbers),{curve} TensorBoard events and checkpoints{best}"
-    say(wrap(f"\n{run_dir}/ contains {contents}.\nNext:"))
+    say(f"\n{run_dir}/ contains {contents}.\nNext:")
     lines = [f"  {purpose:22}  {command}" for purpose, command in next_steps.items()]
     width = terminal_width(sys.stdout)
     if (
         width and max(map(len, lines)) > width
     ):  # commands are not wrapped, so that they can be copied
         lines = [f"  {purpose}\n    {command}" for purpose, command in next_steps.items()]
-    say("\n".join(lines))
+    trainer.world.print0("\n".join(lines))
