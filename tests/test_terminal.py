@@ -14,6 +14,7 @@ from conftest import ROOT, TINY_RUN, Process, driver, run_python, succeed, train
 
 from lab.trainer.console import loss_verdict
 
+FINISHING = "finishing the current step; press Ctrl-C again to quit immediately"
 ANSI = re.compile(r"\033\[[0-9;]*m")
 
 
@@ -90,16 +91,24 @@ def test_samples_have_one_header_per_step_and_none_of_random_weights(tiny, tmp_p
     ]  # fmt: skip
 
 
-def test_progress_bar_between_log_lines_of_slow_steps(on_terminal, tiny, tmp_path):
-    patch = (
-        "fast = train_gpt2.Trainer.train_step\n"
-        "train_gpt2.Trainer.train_step = lambda self: time.sleep(1.1) or fast(self)"
-    )
+@pytest.mark.parametrize("stop", [False, True])
+def test_progress_bar_between_log_lines_of_slow_steps(on_terminal, tiny, tmp_path, stop):
+    patch = f"""
+fast = train_gpt2.Trainer.train_step
+def slow(self):
+    time.sleep(1.1)
+    if {stop} and self.step == 2:
+        os.kill(os.getpid(), signal.SIGINT)
+    return fast(self)
+train_gpt2.Trainer.train_step = slow
+"""
     flags = [*tiny[1:], "--max_steps", 4, "--log_every", 4, "--sample_every", 0, "--val_every", 0]
     status, text = on_terminal(driver(tmp_path, patch), *flags)
-    assert status == 0 and re.search(r"until step 4: .*\| [23]/4 ", text), text
-    shown = [line.rpartition("\r")[2] for line in text.split("\n")]  # the bar is erased
-    assert not any("until step" in line for line in shown)
+    assert status == 75 * stop and re.search(r"until step 4: .*\| [23]/4 ", text), text
+    # the bar is erased before other lines, except by Ctrl-C's handler, which starts a new line
+    shown = [line.rpartition("\r")[2] for line in text.split("\n")]
+    pairs = zip(shown, shown[1:])
+    assert {after for bar, after in pairs if "until step" in bar} <= {FINISHING}, text
 
 
 def val_log(*losses, train=(1.0,)):

@@ -137,6 +137,8 @@ class Console:
 
     def event(self, kind: str, step: int, values: dict) -> None:
         """Print a line for a record, for the kinds that have a print_ method below."""
+        if kind == "end":  # the summary follows
+            self.close_bar()
         if line := getattr(self, f"print_{kind}", None):
             line(step, values)
 
@@ -285,9 +287,7 @@ def summary(trainer, stopped: str) -> None:
     contents = f"log.jsonl (all numbers),{curve} TensorBoard events and checkpoints{best}"
     say(f"\n{run_dir}/ contains {contents}.\nNext:")
     lines = [f"  {purpose:22}  {command}" for purpose, command in next_steps.items()]
-    width = terminal_width(sys.stdout)
-    if (
-        width and max(map(len, lines)) > width
-    ):  # commands are not wrapped, so that they can be copied
+    # on a narrow terminal, commands get their own lines, which are not wrapped, to be copied
+    if 0 < terminal_width(sys.stdout) < max(map(len, lines)):
         lines = [f"  {purpose}\n    {command}" for purpose, command in next_steps.items()]
     trainer.world.print0("\n".join(lines))
