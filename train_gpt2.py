@@ -50,7 +50,7 @@ from lab.data.shards import TokenShards
 from lab.distributed import World, warmup_ddp_buckets
 from lab.eval.samples import TextSamples
 from lab.eval.validation import Validation
-from lab.hardware import can_compile, get_rng_state, oom_hint, set_rng_state
+from lab.hardware import can_compile, get_rng_state, oom_hint, set_deterministic, set_rng_state
 from lab.inference.generate import generate
 from lab.optim.fsdp2 import Fsdp2AdamW
 from lab.optim.grad_norm import global_grad_norm
@@ -581,6 +581,7 @@ class Trainer:
 def build_trainer(model_config, cfg, world, state=None, trainer_class=Trainer):
     """The Trainer for these settings, at step 0 or restored from the checkpoint `state`."""
     torch.manual_seed(cfg.seed)
+    set_deterministic(cfg.deterministic)
     precision = Precision(cfg.precision, world.device)  # auto: bf16 if the GPU supports it
     precision.set_matmul_precision()  # TF32 for matmuls that autocast leaves in float32
     shards = TokenShards(cfg.data, "train", model_config.vocab_size)

@@ -71,6 +71,7 @@ class RunConfig:
     device: str = "auto"  # cuda, mps or cpu
     timeout: int = 600  # seconds after which a process that does not answer is considered lost
     seed: int = 1337  # random seed of weights, shuffling and samples
+    deterministic: bool = False  # on GPUs, equal runs have equal bits; 8 % slower
     # baseline: fp32, eager, plain kernels; bf16: baseline in bf16; recommended: as in the preset;
     # full: with 8-bit matmuls
     optimizations: Literal["baseline", "bf16", "recommended", "full"] = "recommended"
