@@ -70,7 +70,7 @@ def set_deterministic(enabled: bool) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(enabled)
     # would fill new tensors with NaN, which takes time
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore
 
 
 def get_rng_state(device: torch.device) -> dict:

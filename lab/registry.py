@@ -4,6 +4,7 @@ The class of a model is the one recorded in its checkpoint (lab/program.py); pub
 loaded into train_gpt2.py's GPT or bert.py's Bert.
 """
 
+import contextlib
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from lab.cli import UserError, command_for, require
 from lab.config_file import build_config
 from lab.data.tokenizers import tokenizer_for_vocab_size
-from lab.files import read_errors
+from lab.files import read_errors, read_json
 from lab.hf.gpt2 import PUBLISHED
 from lab.hf.load import check_finite, copy_into, parse_checkpoint, read_hugging_face
 from lab.program import class_path, find_class
@@ -114,6 +115,19 @@ def tokenizer_name(model_config, source: str | Path = "") -> str:
         return name
     path = Path(source)
     return str((path if path.is_dir() else path.parent) / name)
+
+
+def is_tuned(source: str) -> bool | None:
+    """Whether a model was fine-tuned on conversations, as the config.json of its run says. None: unknown.
+    source: as resolve_source returns it."""
+    if source in PUBLISHED:
+        return False
+    path = Path(source).parent / "config.json"
+    if not (is_checkpoint(source) and path.exists()):
+        return None
+    with contextlib.suppress(UserError):  # damaged, or of another program
+        return read_json(path, train=dict)["train"].get("preset") == "sft"
+    return None
 
 
 # --------------------------------------------------------------- starting from another run's weights

@@ -1,9 +1,9 @@
 """Write a model as a folder for transformers and lm-evaluation-harness.
 
     python -m lab export log/RUN --out my-gpt2
-    python -m lab export log/RUN --out my-gpt2 --dtype float16
+    python -m lab export log/RUN --html my-model.html    # a page that runs it
 
-The folder gets model.safetensors, config.json and the tokenizer's files.
+lab/tools/html_export.py writes that page.
 """
 
 import os
@@ -27,10 +27,12 @@ from lab.registry import load_model, resolve_source, tokenizer_name
 
 def export(
     source: Annotated[str, Positional, arg(metavar="SOURCE")],
-    out: Path,
+    out: Annotated[str | Path, arg(metavar="FOLDER")] = "",
+    html: Annotated[str | Path, arg(metavar="FILE")] = "",
     dtype: Literal["float32", "float16"] = "float32",
 ) -> None:
-    """Write a model as a folder that transformers and lm-evaluation-harness can load.
+    """Write a model as a folder that transformers and lm-evaluation-harness can load, or as one HTML page
+    that runs it in a browser.
 
     In training, documents begin with end-of-text. sample.py puts it before a prompt; transformers'
     pipeline does not, so pass "<|endoftext|>" + prompt there. For the harness:
@@ -41,11 +43,20 @@ def export(
     Args:
         source: run, checkpoint, .pt file of nanoGPT or build-nanogpt, hub name; "" is the newest run
         out: folder to write; an earlier export there is replaced
-        dtype: float16 halves the file and rounds the weights to 11 bits
+        html: .html file to write instead of a folder: the model with its weights in 16 bits, at most 30 MB
+        dtype: of the weights in the folder; float16 halves the file and rounds the weights to 11 bits
     """
-    out = Path(out)
-    check_replaceable(out)
-    out = out.resolve() if out.is_symlink() else out  # replace the link's target, not the link
+    if bool(out) == bool(html):
+        raise UserError(
+            f"out={str(out)!r} and html={str(html)!r}: one of them must be given; pass --out FOLDER for "
+            "transformers, or --html FILE for a page that runs the model"
+        )
+    if html and Path(html).suffix != ".html":
+        raise UserError(f"html={html} must end in .html; try --html {html}.html")
+    out = Path(out or html)
+    if not html:
+        check_replaceable(out)
+        out = out.resolve() if out.is_symlink() else out  # replace the link's target, not the link
     source = resolve_source(source)  # once, because a run may save another checkpoint meanwhile
     model = load_model(source)
     if not hasattr(model, "from_pretrained"):
@@ -53,8 +64,18 @@ def export(
             f"{source} is not a GPT-2 or BERT, so transformers has no model for it; export a run of "
             "train_gpt2.py or bert.py"
         )
+    if html and hasattr(model.config, "segments"):
+        raise UserError(f"{source} is a BERT, and a page runs only GPT-2; pass --out FOLDER")
     exported = to_transformers(model)
     check_same_logits(model, exported, source)
+    if html:
+        from lab.tools.html_export import write_html  # only this export needs it
+
+        write_html(model, source, out)
+        print(
+            f"wrote {out}, {out.stat().st_size / 1e6:.1f} MB, from {source}; open it in a browser"
+        )
+        return
     exported.to(getattr(torch, dtype))
     eprint(f"writing {source} to {out}")
     # An earlier export is replaced only when the new one is complete. A killed export leaves this

@@ -279,6 +279,9 @@ def summary(trainer, stopped: str) -> None:
     if not hasattr(trainer.raw_model, "generate"):
         export = f"{command_for('lab export')} {name} --out FOLDER"
         next_steps = {"use it in transformers": export}
+    elif hasattr(trainer.raw_model, "from_pretrained") and trainer.raw_model.num_params() <= 15e6:
+        export = f"{command_for('lab export')} {name} --html my-model.html"
+        next_steps |= {"make it a web page": export}
     next_steps |= {
         "see a report page": f"{report} {name}",
         "compare with another": f"{report} {name} {shell_quote(run_dir.parent / 'OTHER')}",
