@@ -152,7 +152,8 @@ def test_a_run_ends_with_a_verdict_and_commands_in_one_piece(on_terminal, tiny, 
     assert "is not good yet" in summary and "\nNext:\n" in summary
     commands = re.findall(r"^  (\w.*)\n    (\S.*)$", summary, re.M)  # wider than 60 columns
     purposes = (
-        "generate text|use it in a browser|see a report page|compare with another|train it further"
+        "generate text|use it in a browser|make it a web page|see a report page|compare with another|"
+        "train it further"
     )
     assert "|".join(purpose for purpose, _ in commands) == purposes
     done = run_python(ROOT / tiny[0], *tiny[1:], cwd=tmp_path / "data")
