@@ -1,10 +1,10 @@
 """BERT (Devlin et al. 2019): train_gpt2.py with another objective, predicting masked words.
 
-    python bert.py                                      # picks a preset for this machine
+    python bert.py                                # preset for this machine
     python fineweb.py --dataset Salesforce/wikitext --name wikitext-103-raw-v1 \\
-        --tokenizer wordpiece --out data/wikitext103    # data for a GPU
-    python bert.py --preset bert-base                   # BERT-base on one GPU, on that data
-    torchrun --standalone --nproc_per_node=8 bert.py    # the same run on eight GPUs
+        --tokenizer wordpiece --out data/wikitext103   # data for a GPU
+    python bert.py --preset bert-base             # BERT-base on one GPU
+    torchrun --standalone --nproc_per_node=8 bert.py    # on eight GPUs
 
 One training step in words. GPT-2 predicts each token from the ones before it, so attention must not
 look ahead, and every position has a loss. BERT masks 15 % of the tokens and predicts them from the

@@ -1,8 +1,8 @@
 """BLiMP (Warstadt et al. 2020): does a model find the grammatical one of two sentences more likely?
 
-    python blimp.py --model gpt2               # hub name, Hugging Face folder, checkpoint or run
+    python blimp.py --model gpt2                  # hub name, folder or run
     torchrun --standalone --nproc_per_node=8 blimp.py --model gpt2-xl
-    python blimp.py --model log/RUN --untrained   # control: the same model with fresh weights
+    python blimp.py --model log/RUN --untrained   # control: fresh weights
 
 1,000 pairs of sentences for each of 67 paradigms, which belong to 12 phenomena. A pair is right if
 the good sentence has the higher summed log-probability after end-of-text, without length

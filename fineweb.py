@@ -1,9 +1,9 @@
 """Convert texts to shards of token ids: FineWeb-Edu, your own files, Python's documentation.
 
-    python fineweb.py                                       # FineWeb-Edu, 10B tokens
-    python fineweb.py --source builtin                      # no network: Python's documentation
-    python fineweb.py --source my_texts/ --out data/mine    # parquet, JSONL, text, .gz, .zst
-    python fineweb.py --verify --out edu_fineweb10B         # read all shards, list the damaged ones
+    python fineweb.py                                     # FineWeb-Edu, 10B
+    python fineweb.py --source builtin                    # Python's docs
+    python fineweb.py --source my_texts/ --out data/mine  # text, JSONL ...
+    python fineweb.py --verify --out edu_fineweb10B       # finds damage
 
 A shard is an array of uint16 tokens in a file named <data>_<split>_<number>.npy. Number 0 is the
 validation split. Documents are concatenated, each preceded by end-of-text. manifest.json in the same

@@ -1,6 +1,6 @@
 """HellaSwag (Zellers et al. 2019): which of four endings of a text is the most likely to a model?
 
-    python hellaswag.py --model gpt2            # hub name, Hugging Face folder, checkpoint or run
+    python hellaswag.py --model gpt2            # hub name, folder or run
     torchrun --standalone --nproc_per_node=8 hellaswag.py --model gpt2-xl
 
 The scores are computed as those published for GPT-2, from the loss of each ending's tokens given the

@@ -1,13 +1,14 @@
 """Generate text with a trained model: completions of a prompt, or an interactive session.
 
-    python sample.py "Hello, I'm a language model,"            # the newest run
+    python sample.py "Hello, I'm a language model,"    # the newest run
     python sample.py --model gpt2-xl --num_samples 3 "Once upon a time"
-    python sample.py --model log/RUN                           # asks for prompts
-    python sample.py --chat                                    # a conversation; Ctrl-C stops an answer
-    python sample.py --html page.html "The "                   # a page with the probability of each token
-    echo "The import statement" | python sample.py             # one prompt per line
+    python sample.py --model log/RUN                   # asks for prompts
+    python sample.py --chat                            # Ctrl-C stops an answer
+    python sample.py --html page.html "The "           # shaded by probability
+    echo "The import statement" | python sample.py     # one prompt per line
 
-The text goes to stdout and is printed as it is generated; everything else goes to stderr.
+Each prompt is preceded by an end-of-text token, like each document in training. The text goes to stdout
+and is printed as it is generated, on a terminal with the prompt in bold; everything else goes to stderr.
 """
 
 import math
@@ -15,9 +16,20 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from lab.cli import UserError, eprint, parse_args, pre_import_setup, require, run_main
+from lab.cli import (
+    UserError,
+    bold,
+    command_for,
+    eprint,
+    parse_args,
+    pre_import_setup,
+    require,
+    run_main,
+    shell_quote,
+)
 
 if __name__ == "__main__":
     pre_import_setup()  # SIGINT handling and OpenMP wait policy: must run before `import torch`
@@ -28,7 +40,7 @@ from tyro.conf import Positional, arg
 from lab.data.chat import STOP_STRINGS, truncate_chat
 from lab.data.tokenizers import END_OF_TEXT, Tokenizer, printable
 from lab.distributed import World
-from lab.files import atomic_write, check_writable, read_errors
+from lab.files import atomic_write, check_writable, read_errors, read_json
 from lab.hardware import oom_hint
 from lab.inference.generate import KVCache, generate, prefetch_tokens
 from lab.inference.streaming import (
@@ -38,16 +50,16 @@ from lab.inference.streaming import (
     stream_generate,
 )
 from lab.inference.token_logprobs import token_logprobs
-from lab.registry import resolve_source
+from lab.registry import PUBLISHED, resolve_source
 from lab.templates import load_template
+from lab.trainer.run_dir import program_of
 
 OOM_FIX = "pass a smaller --num_samples or another --model, or --device cpu"
 
 
 @dataclass
 class Config:
-    """Generate text: sample.py PROMPT. Without a prompt it asks for prompts, or reads one per line from a
-    pipe. Each prompt is preceded by an end-of-text token, like each document in training."""
+    """The flags of sample.py."""
 
     # text to continue; "": begin a new text
     prompt: Annotated[tuple[str, ...], Positional, arg(metavar="[PROMPT]")] = ()
@@ -74,9 +86,12 @@ class Config:
 def check(cfg: Config) -> None:
     """Raise UserError for values that cannot work with any model."""
     rules = {
-        "temperature": (0 <= cfg.temperature < math.inf, "0 (greedy) or a positive number"),
+        "temperature": (
+            0 <= cfg.temperature < math.inf,
+            "at least 0 (greedy)" if cfg.temperature < 0 else "a finite number",
+        ),
         "top_p": (0 < cfg.top_p <= 1, "above 0 and at most 1 (all tokens)"),
-        "top_k": (cfg.top_k >= 0, "0 (all tokens) or more"),
+        "top_k": (cfg.top_k >= 0, "at least 0 (all tokens)"),
         "seed": (0 <= (cfg.seed or 0) < 2**32, f"at least 0 and less than {2**32}"),
         "num_samples": (
             0 < cfg.num_samples <= 4096,
@@ -105,13 +120,13 @@ def sampling_kwargs(model: Any, cfg: Config, seed: int, cache: KVCache | None) -
 
 def complete(
     model: Any, tokenizer: Tokenizer, prompt: str, cfg: Config, seed: int,
-    emit: Callable[[str], None], cache: KVCache | None = None,
+    emit: Callable[[str, bool], None], cache: KVCache | None = None,
 ) -> tuple[list[IncrementalDetokenizer], list[list[dict]]]:  # fmt: skip
     """Generate cfg.num_samples completions. Returns their detokenizers and, with --html, the
     token_logprobs of their tokens.
 
-    emit(text) is called with the prompt, then with each piece of the first completion. Raises UserError,
-    before the first call, for a prompt longer than the model's context.
+    emit(text, is_prompt) is called with the prompt, then with each piece of the first completion. Raises
+    UserError, before the first call, for a prompt longer than the model's context.
     """
     detokenizers = [IncrementalDetokenizer(tokenizer) for _ in range(cfg.num_samples)]
     records: list[list[dict]] = [[] for _ in detokenizers]
@@ -121,20 +136,20 @@ def complete(
     pairs = prefetch_tokens(generate(model, idx, cfg.max_new_tokens, **gen_kwargs))
     for step, (tokens, logits) in enumerate(pairs):
         if step == 0:  # not before, because generate raises if the prompt is too long
-            emit(prompt)
+            emit(prompt, True)
         for i, token in enumerate(tokens.tolist()):
             if detokenizers[i].ended:
                 continue
             new = detokenizers[i].add(token)
             if i == 0:
-                emit(new)
+                emit(new, False)
             if cfg.html:
                 shown = printable(new + END_OF_TEXT * detokenizers[i].ended)
                 records[i].append(token_logprobs(token, logits[i], shown, tokenizer))
         if all(text.ended for text in detokenizers):
             return detokenizers, records
     rests = [text.end() for text in detokenizers]
-    emit(rests[0])
+    emit(rests[0], False)
     return detokenizers, records
 
 
@@ -146,7 +161,8 @@ def read_prompts(cfg: Config) -> Iterator[str]:
     interactive = sys.stdin.isatty()
     while True:
         if interactive:
-            print_status("prompt (empty line to quit): ")
+            prompt = bold("You: ", sys.stderr) if cfg.chat else "prompt (empty line to quit): "
+            print_status(prompt)
         with read_errors("from stdin", "prompt", "pipe text in UTF-8"):
             line = sys.stdin.readline()
         if not line or (interactive and not line.strip()):
@@ -155,13 +171,33 @@ def read_prompts(cfg: Config) -> Iterator[str]:
             yield line.rstrip("\r\n")
 
 
+def chat_warning(source: str) -> str:
+    """A sentence for a model that was not fine-tuned on conversations, as the config.json of its run
+    says; "" for one that was. source: as resolve_source returns it."""
+    path, program = Path(source).parent / "config.json", ""
+    if source.endswith(".pt") and path.exists():
+        saved = read_json(path, "choose another run", train=dict)
+        if saved["train"].get("preset") == "sft":
+            return ""
+        source, program = str(path.parent), program_of(path.parent)["trainer"].partition(":")[0]
+    elif source not in PUBLISHED:
+        return f"{source} may not be tuned to answer; it then only continues the text"
+    command = (
+        f"{command_for(program or 'train_gpt2.py')} --preset sft --init_from {shell_quote(source)}"
+    )
+    return (
+        f"{source} was not tuned to answer, so it only continues the text; to tune it: `{command}`"
+    )
+
+
 def chat_loop(model: Any, tokenizer: Tokenizer, cfg: Config, seed: int, cache: KVCache) -> None:
     """A conversation, until stdin ends or an empty line is typed. Ctrl-C stops an answer."""
     messages: list[dict[str, str]] = []
     gen_kwargs = sampling_kwargs(model, cfg, seed, cache)
     block_size = model.config.block_size
-    if sys.stdin.isatty():
-        eprint("[only models fine-tuned with --preset sft answer; others just continue the text]")
+    interactive = sys.stdin.isatty()
+    if interactive:
+        eprint("[an empty line quits; Ctrl-C stops an answer]")
     for line in read_prompts(cfg):
         messages.append({"role": "user", "content": line})
         try:
@@ -178,6 +214,8 @@ def chat_loop(model: Any, tokenizer: Tokenizer, cfg: Config, seed: int, cache: K
             stop=STOP_STRINGS, no_sliding_window=True, **gen_kwargs,
         )  # fmt: skip
         answer = ""
+        if interactive:
+            print_status(bold("Model: ", sys.stderr))
         try:
             for piece in pieces:
                 text = piece["text"] if answer else piece["text"].lstrip()
@@ -195,8 +233,9 @@ def print_status(text: str) -> None:
     print(text, end="", file=sys.stderr, flush=True)
 
 
-def print_text(text: str) -> None:
-    print(printable(text), end="", flush=True)
+def print_text(text: str, is_prompt: bool = False) -> None:
+    text = printable(text)
+    print(bold(text) if is_prompt else text, end="", flush=True)
 
 
 def run(cfg: Config) -> None:
@@ -213,6 +252,8 @@ def run(cfg: Config) -> None:
         )
     cache = KVCache(model.config.block_size, step)
     if cfg.chat:
+        if warning := chat_warning(source):
+            eprint(printable(f"[{warning}]"))
         return chat_loop(model, tokenizer, cfg, seed, cache)
     page_texts = []
     for prompt in read_prompts(cfg):
@@ -224,7 +265,11 @@ def run(cfg: Config) -> None:
                 raise
             eprint(str(error))  # ask for another prompt
             continue
-        print_text("\n" + "".join(f"---\n{prompt}{text.text}\n" for text in texts[1:]))
+        print_text("\n")
+        for text in texts[1:]:
+            print_text("---\n")
+            print_text(prompt, is_prompt=True)
+            print_text(f"{text.text}\n")
         seconds, count = time.perf_counter() - t0, sum(text.count for text in texts)
         speed = f"{count} tokens in {seconds:.1f} s, {count / seconds:.0f} tok/s on {device}"
         shown_seed = f", seed {seed}" if cfg.temperature else ""
@@ -240,7 +285,7 @@ def run(cfg: Config) -> None:
 
 
 def main(argv: list[str]) -> None:
-    cfg = parse_args(Config, argv)
+    cfg = parse_args(Config, argv, __doc__)
     check(cfg)
     with oom_hint(OOM_FIX):
         run(cfg)

@@ -1,9 +1,9 @@
 """Train a GPT with today's methods: the loss of train_gpt2.py in a fraction of the time.
 
-    python speedrun.py                                 # two minutes on a laptop's CPU
-    python speedrun.py --preset speedrun --fp8 head    # as deep and wide as GPT-2 124M; a minute on an H200
-    torchrun --standalone --nproc_per_node=4 speedrun.py --preset speedrun --fp8 head  # on four GPUs
-    python speedrun.py --preset small-data --fp8 head --data data/mine    # 111M tokens, read seven times
+    python speedrun.py                                 # two minutes on a laptop
+    python speedrun.py --preset speedrun --fp8 head    # a minute on an H200
+    torchrun --standalone --nproc_per_node=4 speedrun.py --preset speedrun
+    python speedrun.py --preset small-data --fp8 head --data data/mine
 
 One training step in words: see train_gpt2.py, whose data loader, train_step, loop, logs and
 checkpoints are used here. This file defines what has changed in the seven years since GPT-2: the

@@ -1,8 +1,8 @@
 """GPT-2, the model and its training, in one file that reads from top to bottom.
 
-    python train_gpt2.py                                       # picks a preset for this machine
-    python train_gpt2.py --preset gpt2 --data edu_fineweb10B   # GPT-2 124M on one GPU
-    torchrun --standalone --nproc_per_node=8 train_gpt2.py     # the same run on eight GPUs
+    python train_gpt2.py                  # picks a preset for this machine
+    python train_gpt2.py --preset gpt2    # GPT-2 124M on one GPU
+    torchrun --standalone --nproc_per_node=8 train_gpt2.py    # on eight GPUs
 
 One training step in words. The data loader returns token ids x, and y, the same tokens shifted by
 one. Forward: the model turns x into a prediction for each token of y. Loss: the mean of

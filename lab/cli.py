@@ -5,6 +5,7 @@ Imports nothing slow, so that a mistyped command fails immediately.
 
 import contextlib
 import errno
+import inspect
 import io
 import os
 import re
@@ -13,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -43,7 +45,8 @@ def run_main(main: Callable, name: str | None = None) -> None:
     """Run main(argv) as a program and exit with its status (None: 0).
 
     A UserError is printed as one sentence. Any other exception is a bug and keeps its traceback.
-    Exit statuses: 0 done, 1 failed, 2 bad input, 75 stopped and saved, 130 Ctrl-C.
+    Exit statuses: 0 done, 1 failed, 2 bad input, 3 does not fit (lab plan), 75 stopped and saved, 130
+    Ctrl-C.
     """
     name = name or Path(sys.argv[0]).name
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
@@ -136,30 +139,98 @@ def torchrun_env() -> tuple[int, int, int]:
 
 
 def eprint(text: str, file: TextIO | None = None) -> None:
-    """Print a line to stderr, ignoring a closed pipe or terminal."""
+    """Print a line to `file`, ignoring a closed pipe or terminal. To stderr, the default, it is wrapped."""
     with contextlib.suppress(OSError):
-        print(text, file=file or sys.stderr, flush=True)
+        print(text if file else wrap(text, file=sys.stderr), file=file or sys.stderr, flush=True)
+
+
+def terminal_width(file: TextIO) -> int:
+    """Columns of the terminal that `file` is; 0 if it is not a terminal."""
+    return shutil.get_terminal_size().columns if file.isatty() else 0
+
+
+def wrap(text: str, indent: str = "", file: TextIO | None = None) -> str:
+    """Wrap lines to the terminal's width; return them unchanged if `file` (stdout) is not a terminal.
+
+    indent: beginning of continuation lines. Commands in backticks stay in one piece, so that they can
+    be copied.
+    """
+    if not (width := terminal_width(file or sys.stdout)):
+        return text
+    hidden = "\N{NO-BREAK SPACE}"  # textwrap does not break lines at these
+    text = re.sub("`.*?`", lambda command: command[0].replace(" ", hidden), text)
+    wrapped = (
+        textwrap.fill(
+            line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        )
+        for line in text.split("\n")
+    )
+    return "\n".join(wrapped).replace(hidden, " ")
+
+
+def has_colors(file: TextIO | None = None) -> bool:
+    """Whether `file` (stdout) is a terminal that shows styles. See https://no-color.org."""
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return (file or sys.stdout).isatty() and not plain
+
+
+def bold(text: str, file: TextIO | None = None) -> str:
+    """The text in bold type, if `file` (stdout) is a terminal that shows styles."""
+    return f"\033[1m{text}\033[0m" if text and has_colors(file) else text
+
+
+def dim(text: str) -> str:
+    """The text in faint type, if stdout is a terminal that shows styles."""
+    return f"\033[2m{text}\033[0m" if text and has_colors() else text
+
+
+def fill_paragraphs(text: str) -> str:
+    """Wrap the paragraphs of a help text to the terminal's width; indented ones, examples, stay."""
+    width = shutil.get_terminal_size().columns
+    paragraphs = text.strip("\n").split("\n\n")
+    return "\n\n".join(p if p.startswith(" ") else textwrap.fill(p, width) for p in paragraphs)
+
+
+def help_text(config: Any) -> str:
+    """The docstring of a program's config, with the examples of its module's docstring, which are
+    indented, after the first paragraph."""
+    first, *rest = (inspect.getdoc(config) or "").split("\n\n")
+    paragraphs = (sys.modules[config.__module__].__doc__ or "").split("\n\n")
+    examples = [text.rstrip() for text in paragraphs if text.startswith("    ")]
+    rest = [text for text in rest if not text.startswith("Args:")]  # tyro reads those
+    return "\n\n".join([first, *examples, *rest])
 
 
 def parse_args(config: Any, argv: list[str], description: str | None = None) -> Any:
-    """Parse flags with tyro: --like_this, without prefixes, and --no_compile besides --compile."""
+    """Parse flags with tyro: --like_this, without prefixes, and --no_compile besides --compile.
+
+    config: a dataclass, whose fields are the flags, or a function, which is called. description: the
+    text above the flags in --help; default: help_text(config).
+    """
     import tyro
 
     file = Path(sys.argv[0]).name
-    prog = " ".join(["python -m lab", *sys.argv[1:2]]) if file == "__main__.py" else file
+    is_tool = file in ("lab", "__main__.py")
+    prog = " ".join(["python -m lab", *sys.argv[1:2]]) if is_tool else file
+    tyro._experimental_options["ansi_codes"] &= has_colors()  # tyro does not read NO_COLOR
+    if {"-h", "--help"} & {*argv}:  # tyro would neither wrap it nor keep the lines of examples
+        print(fill_paragraphs(description or help_text(config)) + "\n")
     return tyro.cli(
-        config, args=argv, prog=prog, description=description, use_underscores=True,
+        config, args=argv, prog=prog, description=" ", use_underscores=True,
         config=(tyro.conf.OmitArgPrefixes,),
     )  # fmt: skip
 
 
-def progress(items: Iterable, description: str, unit: str = "shard") -> Any:
-    """Iterate over items, with a progress bar on rank 0's terminal if it takes over two seconds."""
+def progress(
+    items: Iterable | None, description: str, unit: str = "shard", delay: float = 2, **kwargs: Any
+) -> Any:
+    """Iterate over items, with a progress bar on rank 0's terminal if it takes over `delay` seconds.
+    kwargs: of tqdm, such as `total`; with items=None, call update() after each of them."""
     from tqdm import tqdm
 
     # None: off unless stderr is a terminal
     off = True if (os.environ.get("RANK") or "0") != "0" else None
-    return tqdm(items, desc=description, unit=unit, delay=2, leave=False, disable=off)
+    return tqdm(items, desc=description, unit=unit, delay=delay, leave=False, disable=off, **kwargs)
 
 
 def shell_quote(text: str | Path) -> str:

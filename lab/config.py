@@ -7,13 +7,14 @@ dataclasses checks the result, and resolve_config fills in the vocabulary and th
 
 import argparse
 import dataclasses
+import difflib
 import importlib.util
 import math
 import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 import torch
 
@@ -37,6 +38,23 @@ OPTIMIZATIONS = {  # --optimizations: groups of defaults, which flags override
     "recommended": {},  # as in the preset: whatever is faster and gives the same results
     "full": dict(fp8="all"),  # needs a GPU with 8-bit matmuls
 }
+
+
+COMMON_FLAGS = (  # the first group of --help
+    "preset", "data", "init_from", "resume", "run_name", "max_steps", "lr", "batch_size",
+    "total_batch_size", "seq_len", "val_every", "sample_prompt",
+)  # fmt: skip
+FOREIGN_FLAGS = {  # names of flags in nanoGPT, transformers and llm.c, and ours for them
+    "learning_rate": "lr", "max_learning_rate": "lr", "max_lr": "lr", "max_iters": "max_steps",
+    "num_iterations": "max_steps", "epochs": "max_steps", "num_train_epochs": "max_steps",
+    "iterations": "max_steps", "warmup_iters": "warmup_steps", "lr_scheduler_type": "schedule",
+    "eval_interval": "val_every", "eval_steps": "val_every", "log_interval": "log_every",
+    "logging_steps": "log_every", "save_steps": "checkpoint_every", "out_dir": "log_dir",
+    "output_dir": "log_dir", "dataset": "data", "dtype": "precision", "max_grad_norm": "grad_clip",
+    "micro_batch_size": "batch_size", "per_device_train_batch_size": "batch_size",
+    "gradient_accumulation_steps": "total_batch_size", "max_length": "seq_len",
+    "gradient_checkpointing": "activation_checkpointing",
+}  # fmt: skip
 
 
 @dataclass
@@ -161,8 +179,9 @@ def check_numbers(config: Any) -> None:
     for name, value in vars(config).items():
         if type(value) is int and not (0 <= value <= MAX_INT or (name, value) == ("eot_id", -1)):
             raise UserError(f"{name}={value} must be a whole number from 0 to {MAX_INT}")
-        if isinstance(value, float) and not 0 <= value < math.inf:
-            raise UserError(f"{name}={value} must be a finite number, 0 or more")
+        if isinstance(value, float):
+            require(math.isfinite(value), f"{name}={value} must be a finite number")
+            require(value >= 0, f"{name}={value} must be at least 0")
 
 
 def check_range(config: Any, least: int, most: int | None, *names: str) -> None:
@@ -170,8 +189,8 @@ def check_range(config: Any, least: int, most: int | None, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         if value < least or (most is not None and value > most):
-            rule = f"{least} or more" if most is None else f"from {least} to {most}"
-            raise UserError(f"{name}={value} must be a whole number, {rule}")
+            rule = f"at least {least}" if most is None else f"from {least} to {most}"
+            raise UserError(f"{name}={value} must be {rule}")
 
 
 def check_length(config: Any, name: str) -> None:
@@ -246,13 +265,14 @@ def parse_flags(
     """
     argv = rename_flags(argv)
     reason, *defaults = choose_defaults(argv, presets, trainer_class)
-    model_class, train_class = map(type, defaults)
-
-    def flags(model: model_class = defaults[0], train: train_class = defaults[1]):  # type: ignore
-        return model, train
-
+    check_foreign_flags(argv, *defaults)
     text = f"{description.split('One training step in words')[0]}The defaults shown are those of {reason}."
-    model_config, cfg = parse_args(flags, argv, description=text)
+    groups = vars(parse_args(group_flags(*defaults), argv, description=text)).values()
+    values = {name: value for group in groups for name, value in vars(group).items()}
+    model_config, cfg = (
+        dataclasses.replace(config, **{name: values[name] for name in vars(config)})
+        for config in defaults
+    )
     before, now = (vars(a) | vars(b) for a, b in (defaults, (model_config, cfg)))
     was = " (was {})" if cfg.resume else ""
     changed = [f"{k}={v}{was.format(before[k])}" for k, v in now.items() if before[k] != v]
@@ -262,6 +282,41 @@ def parse_flags(
         model_config,
         cfg,
     )
+
+
+def group_flags(model_config: Any, cfg: Any) -> type:
+    """A dataclass with one field for each group of flags in --help: the common ones, those of the model
+    config, of the program's run config, and of RunConfig. The defaults are those of the two configs."""
+    from tyro._docstrings import get_field_docstring  # no public name; tyro is slow to import
+    from tyro.conf import arg
+
+    groups: dict[str, list] = {"common": [], "model": [], "training": [], "run": []}
+    for config, own in ((model_config, "model"), (cfg, "training")):
+        hints = get_type_hints(type(config), include_extras=True)
+        for name, default in vars(config).items():
+            in_run = own == "training" and name in RunConfig.__dataclass_fields__
+            group = "common" if name in COMMON_FLAGS else "run" if in_run else own
+            help_text = arg(help=get_field_docstring(type(config), name, ()) or "")
+            groups[group].append((name, Annotated[hints[name], help_text], default))
+    groups["common"].sort(key=lambda flag: COMMON_FLAGS.index(flag[0]))
+    classes = [(g, dataclasses.make_dataclass(g, flags)) for g, flags in groups.items()]
+    return dataclasses.make_dataclass(
+        "flags", [(g, cls, dataclasses.field(default_factory=cls)) for g, cls in classes]
+    )
+
+
+def check_foreign_flags(argv: list[str], *configs: Any) -> None:
+    """Raise UserError for another project's name of one of our flags, even mistyped."""
+    names = {name for config in configs for name in vars(config)}
+    for word in argv:
+        flag = word.partition("=")[0]
+        name = flag.removeprefix("--").removeprefix("no_").replace("-", "_")
+        if not flag.startswith("--") or name in names:
+            continue
+        close = difflib.get_close_matches(name, FOREIGN_FLAGS, 1, cutoff=0.85)
+        ours = FOREIGN_FLAGS[close[0]] if close else ""
+        if ours in names:
+            raise UserError(f"{flag} is not a flag of this program; pass --{ours} instead")
 
 
 def rename_flags(argv: list[str]) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from lab.cli import UserError, is_oom
+from lab.cli import UserError, is_oom, wrap
 from lab.files import first_line
 
 # name: (dense 16-bit peak in TFLOP/s with 32-bit accumulation, from the vendors' datasheets; memory of
@@ -114,7 +114,7 @@ def can_compile(world, model_config, precision) -> bool:
     """Whether torch.compile should be used; rank 0 prints the reason if not."""
     reason = compile_unsupported_reason(world.device, model_config, precision)
     if reason:
-        world.print0(f"torch.compile is off: {reason}")
+        world.print0(wrap(f"torch.compile is off: {reason}"))
     return not reason
 
 

@@ -103,7 +103,8 @@ def test_the_commands_that_a_run_prints_work(tmp_path, run_train):
         assert done.stdout.count(setting) == 1, setting
     assert "128 tokens = 4 sequences x 16 tokens x 1 processes x 2 micro-steps" in done.stdout
     commands = re.findall(r"^  .*? \S*python\S* (\S+ .*)$", done.stdout, re.MULTILINE)
-    ask, html, page, both, resume = (command.replace("'", "") for command in commands)
+    ask, serve, html, page, both, resume = (command.replace("'", "") for command in commands)
+    assert serve == page.replace("lab report", "lab serve")
     assert both == f"{page} log/OTHER"
     for command in (f"{ask} --max_new_tokens 2 Hello", html, page, resume.replace(" N", " 3")):
         succeed(*command.split(), cwd=tmp_path)
@@ -132,13 +133,13 @@ BAD = {
     "--data short": "10 training tokens, but a sequence takes 17.*--seq_len smaller than 16",
     "--batch_size 7": "total_batch_size=128 must be a multiple .* is 224, or pass another --batch_size",
     "--n_embd 50 --n_head 4": "n_embd=50 must be divisible by n_head=4; try 52",
-    "--max_steps 0": "max_steps=0 must be a whole number, from 1 to",
+    "--max_steps 0": "max_steps=0 must be from 1 to",
     "--lr nan": "lr=nan must be a finite number",
-    "--lr -1": "lr=-1.0 must be a finite number, 0 or more",
+    "--lr -1": "lr=-1.0 must be at least 0$",
     "--warmup_steps 1.0": "a whole number of steps, or a fraction .* pass --warmup_steps 1$",
     "--lr 0 --min_lr 0": "lr=0.0 must be above 0, because",
     "--parallel zero1 --optimizer muon": "zero1 shards AdamW's state and does not work with optimizer=muon",
-    "--n_layer 5000": "n_layer=5000 must be a whole number, from 1 to 4096",
+    "--n_layer 5000": "n_layer=5000 must be from 1 to 4096",
     "--run_name ../x": "run_name=../x must be a plain name",
     "--preset gpt5": "preset=gpt5 must be one of gpt2, .* laptop",
     "--init_from log/there --n_embd 64": r"is a different model: n_embd=32 \(here 64\); pass --n_embd 32",
@@ -155,6 +156,11 @@ BAD = {
     "speedrun.py --preset laptop --init_from log/nope": "log/nope is not a run, and .*`ls log` lists",
     "bert.py --preset laptop --data data": "there is no tokenizer .*tokenizer.json; `.*fineweb.py",
     "speedrun.py --preset laptop --init_from there": "a model of train_gpt2.py; .*train_gpt2.py --init_from",
+    "--learning_rate 1e-3": "--learning_rate is not a flag of this program; pass --lr instead",
+    "--learnig-rate=1e-3": "--learnig-rate is not a flag of this program; pass --lr instead",
+    "speedrun.py --max_iters 9": "--max_iters is not a flag of this program; pass --max_steps instead",
+    "sample.py ab --temperature -1": r"temperature=-1.0 must be at least 0 \(greedy\)",
+    "sample.py ab --temperature nan": "temperature=nan must be a finite number",
     "sample.py ab --top_p 1.5": "top_p=1.5 must be above 0",
     "sample.py ab --html log/r/model.pt": r"html=log/r/model.pt must end in \.html",
     f"sample.py {'a' * 64}": "a prompt of 65 tokens is longer .* context, block_size=32",

@@ -262,7 +262,8 @@ def test_sample_token_by_hand():
 def completions(model, prompt, seed=1, **settings):
     """(detokenizers, emitted pieces) of sample.complete, for a byte model."""
     pieces, cfg = [], Config(**settings)
-    texts, _ = complete(model, get_tokenizer("bytes"), prompt, cfg, seed, pieces.append)
+    emit = lambda text, is_prompt: pieces.append(text)  # noqa: E731
+    texts, _ = complete(model, get_tokenizer("bytes"), prompt, cfg, seed, emit)
     return texts, pieces
 
 
@@ -321,10 +322,12 @@ def test_samples_of_a_run_use_its_seed_and_mark_end_of_text():
     a, b, c = (generate_samples(often_ending(), *args, seed=seed)[0] for seed in (5, 5, 6))
     assert a == b != c
     rows = draw(often_ending(), torch.tensor([[256, *b"ab"]] * 2), 41, temperature=0.8, top_k=50)
-    lines = [[b"\n---\n" if i == 256 else bytes([i]) for i in row] for row in rows.tolist()]
+    lines = [
+        [b"\n<|endoftext|>\n" if i == 256 else bytes([i]) for i in row] for row in rows.tolist()
+    ]
     texts = [b"".join(line).decode("utf-8", "replace") for line in lines]
-    assert a == ["ab" + text.rstrip("\n-") for text in texts]
-    assert "\n---\n" in a[0] and a[0][-1] == "\ufffd"
+    assert a == ["ab" + re.sub(r"(\n<\|endoftext\|>\n)+\Z", "", text) for text in texts]
+    assert "\n<|endoftext|>\n" in a[0] and a[0][-1] == "\ufffd"
     assert generate_samples(always(256), *args, seed=5)[0] == ["ab", "ab"]
 
 

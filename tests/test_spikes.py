@@ -229,7 +229,7 @@ def test_a_calm_run_has_no_spike(tmp_path):
     [
         ("{", "is damaged"), ("[]", "is damaged"), (dict(step="1"), "is damaged"),
         (dict(program="none"), "unknown program"), (dict(step=10**9), "the run has 19073 steps"),
-        (dict(model={"n_layer": 10**6}), "n_layer=1000000 must be a whole number, from 1 to 4096"),
+        (dict(model={"n_layer": 10**6}), "n_layer=1000000 must be from 1 to 4096"),
     ],
 )  # fmt: skip
 def test_invalid_spike_file_gives_one_sentence(tmp_path, wrong, sentence):

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from lab.cli import UserError, progress, require
+from lab.cli import UserError, progress, require, wrap
 from lab.distributed import World
 from lab.files import first_line, read_errors
 from lab.precision import Precision
@@ -136,7 +136,7 @@ class Benchmark(PeriodicCallback):
         try:
             return function()
         except UserError as error:
-            self.world.print0(f"no {self.title} in this run: {error}")
+            self.world.print0(wrap(f"no {self.title} in this run: {error}"))
             self.interval = 0
 
 

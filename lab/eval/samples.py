@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from lab.data.tokenizers import Tokenizer, printable
+from lab.data.tokenizers import END_OF_TEXT, Tokenizer, printable
 from lab.inference.generate import generate
 from lab.inference.streaming import IncrementalDetokenizer
 from lab.inference.token_logprobs import token_logprobs
 from lab.trainer.callbacks import PeriodicCallback
 
-SEPARATOR = "\n---\n"  # printed instead of end-of-text
+SEPARATOR = f"\n{END_OF_TEXT}\n"  # on its own line
 
 
 class MaskedLMSamples(PeriodicCallback):
@@ -80,4 +80,4 @@ def generate_samples(
             if i == 0:
                 tokens.append(token_logprobs(token, logits[0], printable(piece), tokenizer))
     texts = [text + detokenizer.end() for text, detokenizer in zip(texts, detokenizers)]
-    return [re.sub(f"({SEPARATOR})+\\Z", "", text) for text in texts], tokens
+    return [re.sub(f"({re.escape(SEPARATOR)})+\\Z", "", text) for text in texts], tokens

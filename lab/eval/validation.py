@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lab.cli import UserError, progress
+from lab.cli import UserError, progress, wrap
 from lab.data.shards import TokenShards
 from lab.data.tokenizers import Tokenizer, get_tokenizer
 from lab.files import read_lenient
@@ -60,7 +60,7 @@ class Validation(PeriodicCallback):
             missing = str(error)
         if missing := next(filter(None, trainer.world.gather(missing)), None):  # on some rank
             self.tokenizer = None
-            trainer.world.print0(f"no samples and no bits per byte: {missing}")
+            trainer.world.print0(wrap(f"no samples and no bits per byte: {missing}"))
         if trainer.world.is_main:
             self.unigram = unigram_entropy(trainer.loader.shards, self.shards, val_tokens)
             if self.tokenizer:

@@ -1,6 +1,9 @@
-"""Write a model as a folder for transformers: python -m lab export log/RUN --out my-gpt2.
+"""Write a model as a folder for transformers and lm-evaluation-harness.
 
-With --html my-model.html instead, write a page that runs it (lab/tools/html_export.py).
+    python -m lab export log/RUN --out my-gpt2
+    python -m lab export log/RUN --html my-model.html    # a page that runs it
+
+lab/tools/html_export.py writes that page.
 """
 
 import os
@@ -32,8 +35,10 @@ def export(
     that runs it in a browser.
 
     In training, documents begin with end-of-text. sample.py puts it before a prompt; transformers'
-    pipeline does not, so pass "<|endoftext|>" + prompt there. For the harness: pip install
-    "lm_eval[hf]", then lm_eval --model hf --model_args pretrained=OUT --tasks hellaswag
+    pipeline does not, so pass "<|endoftext|>" + prompt there. For the harness:
+
+        pip install "lm_eval[hf]"
+        lm_eval --model hf --model_args pretrained=OUT --tasks hellaswag
 
     Args:
         source: run, checkpoint, .pt file of nanoGPT or build-nanogpt, hub name; "" is the newest run

@@ -1,18 +1,20 @@
 """Estimate the memory, time and cost of a run before starting it, on any machine.
 
-    python -m lab plan                                      # this machine and its default preset
-    python -m lab plan --preset gpt2-xl --gpu "RTX 4090"    # another GPU; no data needed
-    python -m lab plan --preset gpt2-xl --gpu 24GB --batch_size 4 --activation_checkpointing
+    python -m lab plan                  # this machine and its default preset
+    python -m lab plan --preset gpt2-xl --gpu "RTX 4090"    # another GPU
+    python -m lab plan --preset gpt2-xl --gpu 24GB --activation_checkpointing
     python -m lab plan --preset gpt2 --gpu H100 --gpus 8 --price 2.5
 
 Memory is computed from the shapes of the tensors that autograd saves (lab/tools/memory.py). Speed is
 measured in a few real steps on this machine; for another GPU it is computed from an assumed MFU. All
-flags of `python train_gpt2.py --help` work here too.
+flags of `python train_gpt2.py --help` work here too. Exits with status 3 if the run does not fit.
 """
 
 import argparse
 import math
 import re
+import shutil
+import sys
 import tempfile
 import textwrap
 import time
@@ -24,7 +26,7 @@ import numpy as np
 import torch
 
 from lab.batch_size import candidate_batch_sizes
-from lab.cli import UserError
+from lab.cli import UserError, bold, fill_paragraphs
 from lab.config import parse_flags, resolve_vocabulary
 from lab.data.loader import grad_accum_steps
 from lab.distributed import World
@@ -107,10 +109,14 @@ def what_fits(s: MemorySpec, gpu: GPU) -> str:
     sizes = [found.cfg.batch_size if (found := largest(x, gpu)) else "none" for x in both]
     if sizes != ["none", "none"]:
         usual, checkpointed = sizes
-        sentence = f"{usual}, with --activation_checkpointing {checkpointed}."
+        start = "By default, training uses batch_size="
         if s.cfg.parallel == "fsdp2":
-            return f"The largest --batch_size that fits is {sentence}"
-        return f"By default, training uses batch_size={sentence}"
+            start = "The largest --batch_size that fits is "
+        if usual == "none":
+            return f"{start}{checkpointed} with --activation_checkpointing; without it, none fits."
+        if usual == checkpointed:
+            return f"{start}{usual}, also with --activation_checkpointing."
+        return f"{start}{usual}, with --activation_checkpointing {checkpointed}."
     if s.cfg.precision == "fp16" or s.cfg.optimizer != "adamw":  # FSDP2 supports neither
         return "No micro-batch fits: choose a larger GPU or a smaller --preset."
     sharded = replace(both[1], cfg=replace(s.cfg, batch_size=1, parallel="fsdp2"))
@@ -190,8 +196,10 @@ def estimated_throughput(s: MemorySpec, gpu: GPU, asked_mfu: float | None) -> tu
 
 
 def print_row(name: str, text: str) -> None:
-    """Print a paragraph, with its name in the left margin."""
-    print(textwrap.fill(text, 100, initial_indent=f"{name:8}", subsequent_indent=" " * 8))
+    """Print a paragraph of at most 100 columns, with its name in the left margin."""
+    width = min(100, shutil.get_terminal_size().columns) if sys.stdout.isatty() else 100
+    text = textwrap.fill(text, width, initial_indent=f"{name:8}", subsequent_indent=" " * 8)
+    print(text.replace(name, bold(name), 1))
 
 
 def print_breakdown(s: MemorySpec) -> None:
@@ -206,25 +214,28 @@ def print_breakdown(s: MemorySpec) -> None:
     print(f"{'total':28}{sums}\n")
 
 
-def report(s: MemorySpec, gpu: GPU, reason: str, args: argparse.Namespace) -> None:
-    """Print how much memory the run needs, whether it fits, and its time and cost."""
+def report(s: MemorySpec, gpu: GPU, reason: str, args: argparse.Namespace) -> bool:
+    """Print whether the run fits, how much memory it needs, and its time and cost. Returns whether it
+    fits."""
     cfg, gpus, left, (peak_bytes, phase) = s.cfg, s.world_size, free_gib(s, gpu), peak(s)
+    fits = f"fits, with {left:.1f} GiB left"
+    if left < 0:
+        fits = f"does not fit; it needs {-left:.1f} GiB more"
+    print_row("verdict", f"batch_size={cfg.batch_size} {fits}. {what_fits(s, gpu)}")
     mode = f"{cfg.precision}, {'compiled' if cfg.compile else 'eager'}, {cfg.optimizer}"
     print_row("plan", f"{reason}; {mode}, on {gpu.name}, {gpu.gib:.4g} GiB")
     micro = f"micro-steps {s.grad_accum_steps} x sequences {cfg.batch_size} x tokens {cfg.seq_len}"
     print_row("step", f"{cfg.total_batch_size:,} tokens = {micro}" + f" x GPUs {gpus}" * (gpus > 1))
     print_breakdown(s)
-    fits = f"fits, with {left:.1f} GiB left"
-    if left < 0:
-        fits = f"does not fit; it needs {-left:.1f} GiB more"
-    text = (
-        f"batch_size={cfg.batch_size} {fits}. The peak is {peak_bytes / GIB:.2f} GiB, "
-        f"{PHASES[phase]}; about {s.outside:.1f} GiB are used outside of PyTorch's allocator, and "
-        f"{FRAGMENTATION:.0%} of {gpu.gib:.1f} GiB are lost to fragmentation. "
+    print_row(
+        "memory",
+        f"The peak is {peak_bytes / GIB:.2f} GiB, {PHASES[phase]}; about {s.outside:.1f} GiB are used "
+        "outside of PyTorch's allocator, and "
+        f"{FRAGMENTATION:.0%} of {gpu.gib:.1f} GiB are lost to fragmentation.",
     )
-    print_row("memory", text + what_fits(s, gpu))
     if left >= 0:
         print_forecast(s, gpu, args)
+    return left >= 0
 
 
 def print_forecast(s: MemorySpec, gpu: GPU, args: argparse.Namespace) -> None:
@@ -261,7 +272,8 @@ def print_forecast(s: MemorySpec, gpu: GPU, args: argparse.Namespace) -> None:
 
 def overrides(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """(lab plan's own flags, the trainer's flags). Raises UserError for values out of range."""
-    parser = argparse.ArgumentParser("python -m lab plan", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser("python -m lab plan", allow_abbrev=False)
+    parser.description = fill_paragraphs(__doc__ or "")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     gpus = f"another GPU: {', '.join(GPUS)}; a memory size, 24GB; or both, A100 80GB"
     parser.add_argument("--gpu", help=gpus)
@@ -271,9 +283,9 @@ def overrides(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--preset", help=f"one of train_gpt2.py's: {', '.join(PROGRAM.PRESETS)}")
     args, rest = parser.parse_known_args(argv)
     if args.gpus < 1:
-        raise UserError(f"gpus={args.gpus} must be 1 or more")
+        raise UserError(f"gpus={args.gpus} must be at least 1")
     if not 0 <= args.price < math.inf:
-        raise UserError(f"price={args.price:g} must be a number of dollars, 0 or more")
+        raise UserError(f"price={args.price:g} must be a finite number of dollars, at least 0")
     if args.mfu is not None and not 0 < args.mfu <= 1:
         raise UserError(
             f"mfu={args.mfu:g} must be a fraction, above 0 and up to 1; --mfu 0.4 is 40 %"
@@ -316,10 +328,10 @@ def make_spec(model_config: Any, cfg: Any, gpu: GPU, gpus: int) -> MemorySpec:
     return s if cfg.batch_size else largest(s, gpu) or s
 
 
-def main(argv: list[str]) -> None:
-    """Run `python -m lab plan` with these arguments."""
+def main(argv: list[str]) -> int:
+    """Run `python -m lab plan` with these arguments. Returns 0 if the run fits and 3 if it does not."""
     args, argv = overrides(argv)
     gpu = None if args.gpu is None else named_gpu(args.gpu)
     reason, model_config, cfg = parse_flags(argv, PROGRAM.PRESETS, __doc__ or "", PROGRAM.Trainer)
     gpu = gpu or this_gpu(cfg.device)
-    report(make_spec(model_config, cfg, gpu, args.gpus), gpu, reason, args)
+    return 0 if report(make_spec(model_config, cfg, gpu, args.gpus), gpu, reason, args) else 3

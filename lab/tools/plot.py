@@ -1,6 +1,6 @@
 """Draw the curves of training runs from their log.jsonl: loss, HellaSwag, BLiMP, learning rate.
 
-python -m lab plot log/RUN log/OTHER --out both.png     # default: the newest run
+    python -m lab plot log/RUN log/OTHER --out both.png
 
 The trainer draws loss.png with loss_curve at the end of a run. lab report uses the same sentences.
 """

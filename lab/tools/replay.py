@@ -1,4 +1,9 @@
-"""Repeat the step of a gradient spike: python -m lab replay log/RUN/spike_000123.json."""
+"""Repeat the step of a gradient spike, to see whether data and weights alone cause it.
+
+    python -m lab replay log/RUN/spike_000123.json
+
+HealthMonitor (lab/trainer/health.py) writes that file when the gradient norm jumps.
+"""
 
 import dataclasses
 import json

@@ -1,6 +1,7 @@
 """Make one HTML page of a training run, or of two side by side, from log.jsonl and config.json.
 
-python -m lab report log/RUN log/OTHER      # default: the newest run
+    python -m lab report log/RUN                # default: the newest run
+    python -m lab report log/RUN log/OTHER      # side by side
 
 plotly draws the curves; the page's template is report.html.j2. The page is self-contained: it includes
 plotly's JavaScript, compressed, and its Content-Security-Policy forbids the browser to fetch or run

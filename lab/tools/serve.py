@@ -1,6 +1,8 @@
-"""Serve a model: a web page, and an API like OpenAI's. python -m lab serve log/RUN
+"""Serve a model: a web page, and an API like OpenAI's.
 
-    curl http://127.0.0.1:8000/v1/completions -H "Content-Type: application/json" \\
+    python -m lab serve log/RUN
+    curl http://127.0.0.1:8000/v1/completions \\
+        -H "Content-Type: application/json" \\
         -d '{"prompt": "The ", "max_tokens": 50}'
 
 serve_app.py defines the routes. One thread computes all texts, a few tokens of each in turn. If a

@@ -1,17 +1,22 @@
 """Console output of a run: the settings at the start, a line per log record, the summary."""
 
+import contextlib
 import inspect
 import math
-import textwrap
+import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from lab.cli import command_for, shell_quote
+from lab.cli import UserError, bold, command_for, dim, progress, shell_quote, terminal_width, wrap
 from lab.data.tokenizers import printable
+from lab.tools.read_log import RunLog, read_log
 from lab.trainer.checkpoint import checkpoint_files, step_of
-from lab.trainer.health import LOWER_LR_HINT
+from lab.trainer.health import lower_lr_hint
 
+GOOD = 2 / 3  # fraction of the unigram loss below which texts begin to have words and grammar
 CPU_FLOPS = 1e11  # roughly, per process on a few cores; to warn about models too large for a CPU
 
 
@@ -19,9 +24,38 @@ class Console:
     """Prints a run's records on rank 0."""
 
     def __init__(self, trainer):
-        self.trainer, self.cfg, self.print = trainer, trainer.cfg, trainer.world.print0
+        self.trainer, self.cfg = trainer, trainer.cfg
+        self.bar: Any = None  # progress to the next log line
+        self.last_line = time.monotonic()  # when it was printed
         # loss in nats per token of the unigram baseline and of a uniform guess
         self.unigram, self.uniform = math.inf, math.inf
+
+    def print(self, text: str, highlight: str = "", indent: str = " " * 7) -> None:
+        """Print a line, wrapped to the terminal's width. On a terminal `highlight`, a part of it, is bold
+        and the rest dim. indent: beginning of continuation lines."""
+        self.close_bar()
+        text = wrap(text, indent)
+        if highlight:
+            before, part, after = text.partition(highlight)
+            text = dim(before) + bold(part) + dim(after)
+        self.trainer.world.print0(text)
+
+    def advance_bar(self, step: int) -> None:
+        """Call after each step. The bar appears two seconds after the last line."""
+        if self.bar is None:
+            every = self.cfg.log_every
+            end = min(-(-step // every) * every, self.cfg.max_steps)
+            total, waited = end - step + 1, time.monotonic() - self.last_line
+            self.bar = progress(
+                None, f"until step {end}", "step", max(0, 2 - waited), total=total, initial=1
+            )
+        else:
+            self.bar.update()
+
+    def close_bar(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+        self.bar, self.last_line = None, time.monotonic()
 
     def start_record(self, callbacks: list) -> dict:
         """The first log record of a run. The unigram baseline is the validation callback's."""
@@ -103,6 +137,8 @@ class Console:
 
     def event(self, kind: str, step: int, values: dict) -> None:
         """Print a line for a record, for the kinds that have a print_ method below."""
+        if kind == "end":  # the summary follows
+            self.close_bar()
         if line := getattr(self, f"print_{kind}", None):
             line(step, values)
 
@@ -116,8 +152,10 @@ class Console:
         if self.unigram and loss < self.unigram:
             detail += f", {self.unigram - loss:.3f} below unigram"
         if step and loss > self.uniform + 0.1:
-            detail += f", worse than a uniform guess: {LOWER_LR_HINT}, or more --warmup_steps"
-        self.print(f"step {step:5d}: validation loss {loss:.4f}{detail}")
+            lower_lr = lower_lr_hint(self.cfg)
+            detail += f", worse than a uniform guess: {lower_lr}, or more --warmup_steps"
+        shown = f"loss {loss:.4f}"
+        self.print(f"step {step:5d}: validation {shown}{detail}", highlight=shown)
 
     def print_hella(self, step: int, values: dict) -> None:
         error = 1.96 * values["acc_norm_stderr"]
@@ -136,21 +174,30 @@ class Console:
         self.print(f"step {step:5d}: spike: {norms}{skipped}; repeat it with `{replay}`")
 
     def print_sample(self, step: int, values: dict) -> None:
-        """Print the texts, indented, with a bar before each line."""
-        for text in values["texts"]:
-            lines = textwrap.indent(printable(text), "    | ", lambda line: True)
-            self.print(f"    sample after {step} steps:\n{lines}")
+        """Print the texts, with a bar before each line."""
+        if step == 0 and not self.cfg.init_from:
+            return self.print("step     0: samples not shown, because the weights are random")
+        self.print(f"step {step:5d}: samples")
+        for i, text in enumerate(values["texts"], 1):
+            self.print(f"    sample {i} of {len(values['texts'])}")
+            for line in printable(text).split("\n"):
+                self.print(f"    | {line}", indent="    | ")
 
     def print_train_step(self, step, loss, lr, grad_norm, seconds_left, speed) -> None:
-        shown = f" | {speed['tok_per_s']:,.0f} tok/s" if speed else ""
-        shown += f" | MFU {speed['mfu']:.1%}" if speed.get("mfu") else ""
+        shown = f"loss {loss:.4f}"
+        optional = [f"lr {lr:.2e}", f"norm {grad_norm:.2f}"]
+        fields = [f"step {step:5d}/{self.cfg.max_steps}", shown, *optional]
+        fields += [f"{speed['tok_per_s']:,.0f} tok/s"] if speed else []
+        fields += [f"MFU {speed['mfu']:.1%}"] if speed.get("mfu") else []
         if seconds_left is not None:
-            shown += " | {}:{:02d} left".format(*divmod(int(seconds_left), 60))
+            fields.append("{}:{:02d} left".format(*divmod(int(seconds_left), 60)))
         for name, ms in speed.items():  # --timing
             if name.endswith("_ms") and name != "dt_ms":
-                shown += f" | {name[:-3]} {ms:.1f} ms"
-        line = f"step {step:5d}/{self.cfg.max_steps} | loss {loss:.4f} | lr {lr:.2e}"
-        self.print(f"{line} | norm {grad_norm:.2f}{shown}")
+                fields.append(f"{name[:-3]} {ms:.1f} ms")
+        for field in optional:  # too long for the terminal: log.jsonl has them
+            if "\n" in wrap(" | ".join(fields)):
+                fields.remove(field)
+        self.print(" | ".join(fields), highlight=shown)
 
 
 def print_summary(trainer, stopped: str) -> None:
@@ -161,8 +208,44 @@ def print_summary(trainer, stopped: str) -> None:
     trainer.world.barrier()
 
 
+def loss_verdict(log: RunLog, cfg: Any) -> str:
+    """A sentence on whether the last validation loss is good; "" without one, or without a loss to
+    compare it with."""
+    vals, start = log.get("val", []), log.get("start", [{}])[-1]
+    unigram, uniform = start.get("unigram"), start.get("log_v")
+    if not (vals and unigram and uniform):
+        return ""
+    last, best = vals[-1], min(vals, key=lambda record: record["loss"])
+    loss = last["loss"]
+    shown = f"The validation loss after step {last['step']}, {loss:.4f}, is"
+    if loss >= uniform:
+        return f"{shown} bad: a uniform guess has {uniform:.3f}; {lower_lr_hint(cfg)}."
+    if loss > 1.02 * best["loss"]:  # not noise
+        recent = [record["loss"] for record in log.get("train", [])[-5:]]
+        overfits = recent and sum(recent) / len(recent) < loss
+        hint = "train for fewer steps or on more data" if overfits else lower_lr_hint(cfg)
+        return f"{shown} past its best, {best['loss']:.4f} after step {best['step']}; {hint}."
+    if cfg.init_from and vals[0]["step"] == 0 and last["step"] > 0:
+        gain = vals[0]["loss"] - loss
+        if gain <= 0:
+            return f"{shown} not better than {vals[0]['loss']:.4f} at step 0; {lower_lr_hint(cfg)}."
+        return f"{shown} good: {gain:.3f} below {vals[0]['loss']:.4f}, that of {cfg.init_from}."
+    word = "good" if loss < GOOD * unigram else "a start" if loss < unigram else "not good yet"
+    return (
+        f"{shown} {word}: as if choosing among {perplexity(loss)} equally likely tokens, where a "
+        f"model without context (unigram) chooses among {perplexity(unigram)} and a uniform guess among "
+        f"{perplexity(uniform)}."
+    )
+
+
+def perplexity(loss: float) -> str:
+    """e^loss, the number of equally likely tokens with that loss."""
+    value = math.exp(loss)
+    return f"{value:.1f}" if value < 100 else f"{value:,.0f}"
+
+
 def summary(trainer, stopped: str) -> None:
-    run_dir, say = trainer.run_dir, trainer.world.print0
+    run_dir, say = trainer.run_dir, lambda text: trainer.world.print0(wrap(text))
     file = Path(inspect.getfile(type(trainer))).name
     log_dir = "" if str(run_dir.parent) == "log" else f"--log_dir {shell_quote(run_dir.parent)} "
     resume = f"{command_for(file)} --resume {log_dir}--run_name {shell_quote(run_dir.name)}"
@@ -182,20 +265,32 @@ def summary(trainer, stopped: str) -> None:
 
     plot.loss_curve([run_dir], run_dir / "loss.png")
     name, curve = shell_quote(run_dir), " loss.png (the curve)," * (run_dir / "loss.png").exists()
-    best = f"; model_best.pt has the lowest validation loss, {trainer.best_val:.4f}"
+    with contextlib.suppress(UserError):  # without a log
+        if verdict := loss_verdict(read_log(run_dir), trainer.cfg):
+            say(f"\n{verdict}")
+    best = f"; model_best.pt is the one with the lowest validation loss, {trainer.best_val:.4f}"
     best *= (run_dir / "model_best.pt").exists()
     continue_, more = ("finish it", "") if stopped else ("train it further", " --max_steps N")
-    use = f"generate text           {command_for('sample.py')} --model {name}"
+    report, sample = command_for("lab report"), command_for("sample.py")
+    next_steps = {"generate text": f"{sample} --model {name}"}
+    if trainer.cfg.preset == "sft":
+        next_steps = {"chat with it": f"{sample} --chat --model {name}"}
+    next_steps |= {"use it in a browser": f"{command_for('lab serve')} {name}"}
     if not hasattr(trainer.raw_model, "generate"):
-        use = f"use it in transformers  {command_for('lab export')} {name} --out FOLDER"
+        export = f"{command_for('lab export')} {name} --out FOLDER"
+        next_steps = {"use it in transformers": export}
     elif hasattr(trainer.raw_model, "from_pretrained") and trainer.raw_model.num_params() <= 15e6:
-        use += (
-            f"\n  make it a web page      {command_for('lab export')} {name} --html my-model.html"
-        )
-    report = command_for("lab report")
-    say(
-        f"\n{run_dir}/ contains log.jsonl (all numbers),{curve} TensorBoard events and checkpoints{best}. "
-        f"Next:\n  {use}\n  see a report page       {report} {name}\n"
-        f"  compare with another    {report} {name} {shell_quote(run_dir.parent / 'OTHER')}\n"
-        f"  {continue_:22}  {resume}{more}"
-    )
+        export = f"{command_for('lab export')} {name} --html my-model.html"
+        next_steps |= {"make it a web page": export}
+    next_steps |= {
+        "see a report page": f"{report} {name}",
+        "compare with another": f"{report} {name} {shell_quote(run_dir.parent / 'OTHER')}",
+        continue_: f"{resume}{more}",
+    }
+    contents = f"log.jsonl (all numbers),{curve} TensorBoard events and checkpoints{best}"
+    say(f"\n{run_dir}/ contains {contents}.\nNext:")
+    lines = [f"  {purpose:22}  {command}" for purpose, command in next_steps.items()]
+    # on a narrow terminal, commands get their own lines, which are not wrapped, to be copied
+    if 0 < terminal_width(sys.stdout) < max(map(len, lines)):
+        lines = [f"  {purpose}\n    {command}" for purpose, command in next_steps.items()]
+    trainer.world.print0("\n".join(lines))

@@ -31,7 +31,6 @@ MIN_SIGMA = 0.1  # lower bound of sigma: in a very calm run, twice the median is
 Z_THRESHOLD = 10.0  # a norm with a higher z-score is a spike; calm runs stay below 7 (docs/RUNS.md)
 PREVIEW_TOKENS = 64  # tokens of each sequence that are written to spike_<step>.json
 COOLDOWN_STEPS = 10  # a spike within this many steps of another one writes no files
-LOWER_LR_HINT = "try a lower --lr (and --muon_lr or --embed_lr, if the program has them)"
 
 
 def robust_zscore(norm: torch.Tensor, history: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,6 +47,12 @@ def robust_zscore(norm: torch.Tensor, history: torch.Tensor) -> tuple[torch.Tens
         sigma = 1.4826 * (history - median).abs().median()
         z = (norm.log() - median) / sigma.clamp(min=MIN_SIGMA)
     return torch.where(norm.isfinite(), z, math.inf), median.exp()
+
+
+def lower_lr_hint(cfg: Any) -> str:
+    """Advice that names the learning rates this program has."""
+    others = [f"--{name}" for name in ("muon_lr", "embed_lr") if hasattr(cfg, name)]
+    return "try a lower --lr" + f" (and {' and '.join(others)})" * bool(others)
 
 
 def foreach_norm(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -185,11 +190,14 @@ class HealthMonitor:
         """The end of an error message: which checkpoints exist, and what to try."""
         run_dir, cfg = self.trainer.run_dir, self.trainer.cfg
         kept = ", ".join(sorted(path.name for path in run_dir.glob("model_*.pt")))
+        lower_lr = lower_lr_hint(cfg)
         if not kept:
-            return f"{run_dir} has no checkpoint yet; {LOWER_LR_HINT}, or more --warmup_steps"
+            return f"{run_dir} has no checkpoint yet; {lower_lr}, or more --warmup_steps"
         can_skip = cfg.optimizer == "adamw" and not self.scaler.is_enabled()
         skip = " (--on_spike skip skips such an update)" if spike and can_skip else ""
-        return f"{run_dir} keeps {kept}; {LOWER_LR_HINT}, or resume to see whether it happens again{skip}"
+        return (
+            f"{run_dir} keeps {kept}; {lower_lr}, or resume to see whether it happens again{skip}"
+        )
 
     def check_weights(self) -> None:
         """Raise RunError if weights are not finite, which can happen after a finite loss."""

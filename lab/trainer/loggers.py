@@ -27,6 +27,7 @@ class RunLogger:
     def __init__(self, trainer):
         self.trainer, self.run_dir, self.is_main = trainer, trainer.run_dir, trainer.world.is_main
         self.console = Console(trainer)
+        self.advance_bar, self.close_bar = self.console.advance_bar, self.console.close_bar
         self.wandb: Any = None
         self.failed: set[str] = set()  # files that could not be written
 
@@ -46,6 +47,7 @@ class RunLogger:
         return self
 
     def __exit__(self, *_) -> None:
+        self.console.close_bar()
         if not self.is_main:
             return
         for file in (self.tensorboard, self.file):

@@ -26,6 +26,7 @@ class Throughput:
         if not due:
             yield
             return
+        self.log.close_bar()  # callbacks may have their own progress bar
         self.world.synchronize()  # otherwise pending kernels would count as evaluation
         t0 = time.perf_counter()
         yield
@@ -34,6 +35,7 @@ class Throughput:
 
     def tick(self) -> None:
         """Call after launching each update; the first one is logged separately."""
+        self.log.advance_bar(self.trainer.step)
         if self.first:
             self.log.event("first_step", self.trainer.step, {"seconds": self.restart()})
             self.first = False

@@ -1,0 +1,284 @@
+"""What a person sees on a terminal, tested on a pseudo-terminal: width, bold and dim, progress, verdicts."""
+
+import ast
+import dataclasses
+import json
+import math
+import os
+import re
+import struct
+import threading
+
+import pytest
+from conftest import ROOT, TINY_RUN, Process, driver, run_python, succeed, train_here, wait_for
+
+from lab.trainer.console import loss_verdict
+
+FINISHING = "finishing the current step; press Ctrl-C again to quit immediately"
+ANSI = re.compile(r"\033\[[0-9;]*m")
+
+
+@pytest.fixture
+def on_terminal(tmp_path):
+    """on_terminal(program, "--flag", ..., columns=80): (exit status, what a terminal of that width gets)."""
+    pty = pytest.importorskip("pty", reason="needs a pseudo-terminal")
+    import fcntl
+    import termios
+
+    def run(*args, columns=80, cwd=tmp_path, **env):
+        ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+        received = []
+
+        def receive():
+            try:
+                while data := os.read(ours, 4096):
+                    received.append(data)
+            except OSError:  # the terminal was closed
+                pass
+
+        reader = threading.Thread(target=receive)
+        reader.start()
+        name = os.ttyname(theirs)
+        process = Process(*args, cwd=cwd, out=name, err=name, **dict(TERM="xterm") | env)
+        status = process.wait()
+        os.close(theirs)
+        reader.join()
+        os.close(ours)
+        return status, b"".join(received).decode().replace("\r\n", "\n")
+
+    return run
+
+
+@pytest.fixture
+def tiny(shards):
+    flags = [*TINY_RUN, "--data", shards, "--max_steps", 2, "--sample_every", 2, "--val_every", 2]
+    return ["train_gpt2.py", *flags, "--tokenizer", "bytes", "--sample_tokens", 100]
+
+
+def is_command(line):
+    return re.match(r" {4}\S*python", line)
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_a_run_fits_the_terminal_with_the_loss_in_bold(on_terminal, tiny, columns):
+    status, text = on_terminal(ROOT / tiny[0], *tiny[1:], columns=columns)
+    lines = ANSI.sub("", text).split("\n")
+    assert status == 0 and len(lines) > 20
+    too_wide = [line for line in lines if len(line) > columns and not is_command(line)]
+    assert not too_wide
+    assert max(map(len, lines[:8])) > columns - 20  # not narrower than needed
+    bold = re.findall(r"\033\[1m(.*?)\033\[0m", text)
+    assert len(bold) == 4 and all(re.fullmatch(r"loss \d\.\d{4}", part) for part in bold)
+    assert len(re.findall(r"^\033\[2mstep .*\033\[1mloss .*\033\[2m.*\033\[0m$", text, re.M)) == 4
+
+
+def test_no_color_and_pipes_get_plain_text(on_terminal, tiny, tmp_path):
+    _, text = on_terminal(ROOT / tiny[0], *tiny[1:], NO_COLOR="1")
+    assert "\033[1m" not in text and "\033[2m" not in text and "loss" in text
+    done = run_python(ROOT / tiny[0], *tiny[1:], "--run_name", "piped", cwd=tmp_path)
+    assert done.returncode == 0 and "\033" not in done.stdout + done.stderr and not done.stderr
+    assert max(map(len, done.stdout.split("\n"))) > 120  # not wrapped
+    assert re.search(r"^step +2/2 \| loss \S+ \| lr \S+ \| norm ", done.stdout, re.M)
+
+
+def test_samples_have_one_header_per_step_and_none_of_random_weights(tiny, tmp_path):
+    done = run_python(ROOT / tiny[0], *tiny[1:], cwd=tmp_path)
+    headers = re.findall(r"^(?:step .*samples.*|    sample .*)$", done.stdout, re.M)
+    assert headers == [
+        "step     0: samples not shown, because the weights are random", "step     2: samples",
+        "    sample 1 of 2", "    sample 2 of 2",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("stop", [False, True])
+def test_progress_bar_between_log_lines_of_slow_steps(on_terminal, tiny, tmp_path, stop):
+    patch = f"""
+fast = train_gpt2.Trainer.train_step
+def slow(self):
+    time.sleep(1.1)
+    if {stop} and self.step == 2:
+        os.kill(os.getpid(), signal.SIGINT)
+    return fast(self)
+train_gpt2.Trainer.train_step = slow
+"""
+    flags = [*tiny[1:], "--max_steps", 4, "--log_every", 4, "--sample_every", 0, "--val_every", 0]
+    status, text = on_terminal(driver(tmp_path, patch), *flags)
+    assert status == 75 * stop and re.search(r"until step 4: .*\| [23]/4 ", text), text
+    # the bar is erased before other lines, except by Ctrl-C's handler, which starts a new line
+    shown = [line.rpartition("\r")[2] for line in text.split("\n")]
+    pairs = zip(shown, shown[1:])
+    assert {after for bar, after in pairs if "until step" in bar} <= {FINISHING}, text
+
+
+def val_log(*losses, train=(1.0,)):
+    """A log of validation losses every 10 steps; the vocabulary has 20 tokens, the unigram loss is 2."""
+    return {
+        "start": [{"log_v": math.log(20), "unigram": 2.0}],
+        "val": [{"step": 10 * i, "loss": loss} for i, loss in enumerate(losses)],
+        "train": [{"loss": loss} for loss in train],
+    }
+
+
+@pytest.mark.parametrize(
+    "log, init_from, verdict",
+    [
+        (val_log(3, 1.2), "", "1.2000, is good: as if choosing among 3.3 equally likely tokens, where a"
+         " model without context (unigram) chooses among 7.4 and a uniform guess among 20.0."),
+        (val_log(3, 1.5), "", "1.5000, is a start: as if choosing among 4.5 "),
+        (val_log(3, 2.5), "", "2.5000, is not good yet: as if choosing among 12.2 "),
+        (val_log(3, 3.5), "", "3.5000, is bad: a uniform guess has 2.996; try a lower --lr (and --muon_lr)."),
+        (val_log(3, 1.1, 1.2), "", "1.2000, is past its best, 1.1000 after step 10; train for fewer steps or"
+         " on more data."),
+        (val_log(3, 1.1, 1.2, train=(1.5, 1.5)), "", "1.1000 after step 10; try a lower --lr "),
+        (val_log(1.5, 1.2), "log/base", "is good: 0.300 below 1.5000, that of log/base."),
+        (val_log(1.2, 1.205), "log/base", "is not better than 1.2000 at step 0; try a lower --lr "),
+        ({}, "", ""),
+        (val_log(), "", ""),
+    ],
+)  # fmt: skip
+def test_verdict_on_the_loss(log, init_from, verdict):
+    import train_gpt2
+
+    cfg = dataclasses.replace(train_gpt2.PRESETS["laptop"][1], init_from=init_from)
+    text = loss_verdict(log, cfg)
+    assert verdict in text and bool(text) == bool(verdict)
+    assert text.count(". ") == 0  # one sentence
+
+
+def test_a_run_ends_with_a_verdict_and_commands_in_one_piece(on_terminal, tiny, tmp_path):
+    _, text = on_terminal(ROOT / tiny[0], *tiny[1:], columns=60)
+    summary = text[text.index("\nThe validation loss after step 2, ") :]
+    assert "is not good yet" in summary and "\nNext:\n" in summary
+    commands = re.findall(r"^  (\w.*)\n    (\S.*)$", summary, re.M)  # wider than 60 columns
+    purposes = (
+        "generate text|use it in a browser|make it a web page|see a report page|compare with another|"
+        "train it further"
+    )
+    assert "|".join(purpose for purpose, _ in commands) == purposes
+    done = run_python(ROOT / tiny[0], *tiny[1:], cwd=tmp_path / "data")
+    lines = dict(re.findall(r"^  (\w.*?) {2,}(\S.*)$", done.stdout, re.M))
+    assert list(lines.items()) == commands  # in a pipe, on one line each
+
+
+def test_errors_are_wrapped_but_not_the_commands_in_them(on_terminal, tmp_path):
+    status, text = on_terminal(ROOT / "train_gpt2.py", "--preset", "gpt2", "--data", "absent")
+    lines = text.rstrip("\n").split("\n")
+    commands = [line for line in lines if "`" in line]
+    assert status == 2 and len(commands) == 2, text
+    assert all(re.search("`.*fineweb.py.*`", line) for line in commands)
+    assert all(len(line) <= 80 for line in lines if line not in commands)
+    done = run_python(ROOT / "train_gpt2.py", "--preset", "gpt2", "--data", "absent", cwd=tmp_path)
+    assert done.stderr == " ".join(lines) + "\n"
+
+
+def test_plan_begins_with_the_verdict_and_exits_with_3_if_it_does_not_fit(tmp_path):
+    plan = [ROOT / "lab", "plan", "--preset", "gpt2-xl", "--gpu"]
+    for flags, status, verdict, table in (
+        ("H100", 0, "batch_size=16 fits, with ", "GiB "),
+        ("RTX_4090 --batch_size 64", 3, "batch_size=64 does not fit; it needs ", "GiB "),
+    ):
+        flags = [flag.replace("_4090", " 4090") for flag in flags.split()]
+        done = run_python(*plan, *flags, cwd=tmp_path)
+        assert done.returncode == status and done.stdout.startswith(f"verdict {verdict}")
+        assert done.stdout.index(f"\n{table}") > done.stdout.index("\nplan  ")
+
+
+def test_help_has_common_flags_first_and_fits_the_terminal(on_terminal, tmp_path):
+    for program in ("train_gpt2.py", "speedrun.py", "bert.py"):
+        status, text = on_terminal(ROOT / program, "--help", NO_COLOR="1")
+        assert "\033" not in text
+        assert status == 0 and max(map(len, text.split("\n"))) <= 80
+        groups = re.findall(r"^╭─ (\w+) options", text, re.M)
+        assert groups == ["common", "model", "training", "run"]
+        assert len(re.findall(r"^│ --lr ", text, re.M)) == 1
+        assert re.search(r"--lr FLOAT +peak learning rate", text)  # help texts survive
+
+
+@pytest.mark.parametrize(
+    "program", "sample.py fineweb.py hellaswag.py blimp.py lab/export lab/plan lab/plot lab/replay"
+    " lab/report lab/serve".split(),
+)  # fmt: skip
+def test_help_shows_examples_on_their_own_lines(on_terminal, program):
+    file, _, tool = program.partition("/")
+    status, text = on_terminal(ROOT / file, *[tool] * bool(tool), "--help", NO_COLOR="1")
+    description = text.partition("usage:")[0] if tool != "plan" else text.partition("options:")[0]
+    assert status == 0 and max(map(len, description.split("\n"))) <= 80
+    command = f"python -m lab {tool} " if tool else f"python {file} "
+    assert len(re.findall(rf"^    {command}", description, re.M)) >= 1
+    assert f"usage: {command if tool else f'{file} '}" in text
+
+
+def test_examples_are_narrower_than_a_terminal():
+    for path in (*ROOT.glob("*.py"), *ROOT.glob("lab/tools/*.py")):
+        lines = (ast.get_docstring(ast.parse(path.read_text()), clean=False) or "").split("\n")
+        assert [line for line in lines if line[:4] == "    " and len(line) > 80] == [], path.name
+
+
+def test_advice_names_the_flags_that_a_program_has():
+    import bert
+    import speedrun
+    import train_gpt2
+    from lab.trainer.health import lower_lr_hint
+
+    for program, flags in (
+        (train_gpt2, {"lr", "muon_lr"}),
+        (speedrun, {"lr", "muon_lr", "embed_lr"}),
+    ):
+        assert {*re.findall(r"--(\w+)", lower_lr_hint(program.PRESETS["laptop"][1]))} == flags
+    cfg = bert.PRESETS["laptop"][1]
+    assert all(hasattr(cfg, flag) for flag in re.findall(r"--(\w+)", lower_lr_hint(cfg)))
+
+
+@pytest.fixture
+def runs(tmp_path, shards):
+    """The runs base and tuned, which has the same weights but the preset of fine-tuning in its config."""
+    for name, preset in (("base", "laptop"), ("tuned", "sft")):
+        model = dict(tokenizer="bytes", block_size=64)
+        train_here(tmp_path / "log", shards, name, model, max_steps=1, preset=preset)
+
+
+def test_prompt_is_bold_on_a_terminal_only(on_terminal, runs, tmp_path):
+    ask = [ROOT / "sample.py", "The end", "--model", "log/base", "--max_new_tokens", 3, "--seed", 1]
+    _, text = on_terminal(*ask, "--num_samples", 2)
+    assert text.count("\033[1mThe end\033[0m") == 2
+    assert run_python(*ask, cwd=tmp_path).stdout.startswith("The end")
+
+
+def test_chat_labels_speakers_and_warns_of_models_not_tuned(
+    on_terminal, ask_sample, runs, tmp_path
+):
+    chat = ["--chat", "--max_new_tokens", 3, "--device", "cpu", "--model"]
+    process = ask_sample(*chat, "log/base")
+    wait_for(lambda: "You: " in process.stderr, process)
+    process.type("Hi\n")
+    wait_for(lambda: process.stderr.count("You: ") == 2, process)
+    process.type("\n")
+    process.wait()
+    warning, hint, talk, *_ = process.stderr.split("\n")
+    assert "an empty line quits" in hint and talk == "You: Model: You: "
+    assert warning.startswith(
+        "[log/base was not tuned to answer, so it only continues the text; to tune"
+    )
+    command = re.search("`(.*)`]", warning)[1]
+    assert command.endswith(f"{ROOT}/train_gpt2.py --preset sft --init_from log/base")
+    _, text = on_terminal(ROOT / "sample.py", *chat, "log/base")
+    assert f"\n`{command}`]\n" in text  # not wrapped
+    done = run_python(ROOT / "sample.py", *chat, "log/tuned", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_closing_list_names_the_chat_after_fine_tuning(tmp_path, shards):
+    model = dict(tokenizer="bytes", block_size=64)
+    train_here(tmp_path / "log", shards, "base", model, max_steps=1)
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]
+    (tmp_path / "c.jsonl").write_text(f"{json.dumps({'messages': turns})}\n" * 40)
+    flags = (
+        "--preset sft --init_from base --data c.jsonl --device cpu --total_batch_size 256 --max_steps 2 "
+        "--seq_len 64 --batch_size 4 --sample_every 0 --run_name chat"
+    )
+    text = succeed("train_gpt2.py", *flags.split(), cwd=tmp_path)
+    commands = dict(re.findall(r"^  (\w.*?) {2,}(\S.*)$", text, re.M))
+    assert commands["chat with it"].endswith("sample.py --chat --model log/chat")
+    assert "generate text" not in commands
+    assert commands["use it in a browser"].endswith("lab serve log/chat")
