@@ -44,6 +44,12 @@ class Config:
     seconds: float = 10  # latest time of a signal
 
 
+def receive_signals():
+    """In a new process: do not ignore a signal that this one ignores, because of nohup or `&`."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+
+
 def one_round(seed, seconds):
     """(description, problem or "") of one round."""
     rng = random.Random(seed)
@@ -52,7 +58,10 @@ def one_round(seed, seconds):
         command = [sys.executable, ROOT / program, *TINY, "--max_steps"]
         random_shards(Path(folder, "data"), 257, 2000, 500)
         env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-        how = dict(cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        how = dict(
+            cwd=folder, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+        how["preexec_fn"] = receive_signals
         with subprocess.Popen([*command, "1000000"], **how) as process:
             log, late = Path(folder, "log/r/log.jsonl"), rng.random() < 0.6
             while late and process.poll() is None and not log.exists():
