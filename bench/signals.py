@@ -48,8 +48,8 @@ PHASES = {
     "import": ({}, 4),
     "setup": ({}, 0.3),
     "training": (NOTHING_ELSE, 1),
-    "validation": (NOTHING_ELSE | dict(val_every=1, val_tokens=80_000), 1),
-    "sampling": (NOTHING_ELSE | dict(sample_every=1, sample_tokens=2000), 1),
+    "validation": (NOTHING_ELSE | dict(val_every=1, val_tokens=40_000), 1),
+    "sampling": (NOTHING_ELSE | dict(sample_every=1, sample_tokens=500), 1),
     "saving": (NOTHING_ELSE | dict(checkpoint_every=1, n_embd=512), 0.05),
     "resume": (dict(val_every=2, val_tokens=256, sample_every=3, checkpoint_every=2), 6),
 }
@@ -149,14 +149,18 @@ def one_round(phase, seed, data):
         log = Path(folder, "log/r/log.jsonl")
         before = len(log.read_bytes()) if log.exists() else 0
         process = Process(folder, program, *flags, "--max_steps", 10**6)
-        while not process.reached(phase) and process.popen.poll() is None:
-            time.sleep(0.002)
-        time.sleep(rng.uniform(0, PHASES[phase][1]))
-        updated = has_updated(log, before)
-        process.popen.send_signal(numbers[0])
-        for number in numbers[1:]:
-            time.sleep(rng.uniform(0, 0.5))
-            process.popen.send_signal(number)
+        try:
+            while not process.reached(phase) and process.popen.poll() is None:
+                time.sleep(0.005)
+            time.sleep(rng.uniform(0, PHASES[phase][1]))
+            updated = has_updated(log, before)
+            process.popen.send_signal(numbers[0])
+            for number in numbers[1:]:
+                time.sleep(rng.uniform(0, 0.5))
+                process.popen.send_signal(number)
+        except KeyboardInterrupt:  # of this program
+            process.popen.kill()
+            raise
         status = process.wait()
         names = " and ".join(number.name for number in numbers)
         text = f"{program} {names} during {phase}{' after an update' * updated}: status {status}"
