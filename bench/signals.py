@@ -18,6 +18,7 @@ import io
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -182,10 +183,19 @@ def find_problem(process, status, numbers, updated):
     allowed = {75} if updated else {75, 130, *(-number for number in numbers)}
     if signal.SIGINT in numbers[1:]:
         allowed |= {130, -signal.SIGINT}
-    in_site = "line 0, in <module>\nKeyboardInterrupt" in process.errors
-    if status not in allowed or ("Traceback" in process.errors and not in_site):
+    if status not in allowed or ("Traceback" in process.errors and not is_early(process.errors)):
         return process.errors or f"the status must be one of {sorted(allowed)}"
     return ""
+
+
+def is_early(errors):
+    """Whether a traceback is of a Ctrl-C while Python starts or imports modules of its own, before the
+    program calls pre_import_setup(). No program can handle that."""
+    found = re.search(rf'File ".*({"|".join(map(re.escape, PROGRAMS))})", line ([0-9]+)', errors)
+    if found is None:
+        return "line 0, in <module>\nKeyboardInterrupt" in errors
+    before = (ROOT / found[1]).read_text().partition("    pre_import_setup()")[0]
+    return int(found[2]) <= before.count("\n") and errors.endswith("KeyboardInterrupt\n")
 
 
 def check_run(folder, program, status):
