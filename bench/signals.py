@@ -38,7 +38,7 @@ from lab.trainer.checkpoint import checkpoint_files, read_checkpoint
 
 PROGRAMS = "train_gpt2.py", "speedrun.py", "bert.py"
 SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
-TIMEOUT = 300  # seconds, for a busy machine
+IDLE, BUSY = 120, 120  # seconds without CPU time, or of it, after which a process hangs
 TINY = (
     "--preset laptop --device cpu --run_name r --n_layer 1 --n_head 2 --n_embd 32 "
     "--block_size 32 --seq_len 16 --batch_size 4 --total_batch_size 128 --no_compile"
@@ -71,10 +71,10 @@ class Process:
     def __init__(self, folder, program, *flags):
         self.folder = Path(folder)
         command = [sys.executable, ROOT / program, *map(str, flags)]
-        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        env = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONFAULTHANDLER": "1"}
         with open(self.folder / "out", "wb") as out, open(self.folder / "err", "wb") as err:
             self.popen = subprocess.Popen(
-                command, cwd=folder, env=env | {"PYTHONUNBUFFERED": "1"}, stdout=out, stderr=err,
+                command, cwd=folder, env=os.environ | env | {"PYTHONUNBUFFERED": "1"}, stdout=out, stderr=err,
                 preexec_fn=receive_signals,
             )  # fmt: skip
 
@@ -91,14 +91,25 @@ class Process:
                 return updated and any(log.parent.glob("*.part"))
         return updated
 
+    def cpu_seconds(self):
+        fields = Path(f"/proc/{self.popen.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
     def wait(self):
-        """The exit status, or None after TIMEOUT."""
-        try:
-            return self.popen.wait(TIMEOUT)
-        except subprocess.TimeoutExpired:
-            self.popen.kill()
-            self.popen.wait()
-            return None
+        """The exit status, or None after IDLE seconds without CPU time, or BUSY seconds of it. A clock
+        alone would call a process hung that a busy machine lets wait."""
+        begin = last = self.cpu_seconds()
+        while True:
+            try:
+                return self.popen.wait(IDLE)
+            except subprocess.TimeoutExpired:
+                now = self.cpu_seconds()
+            if now == last or now - begin > BUSY:
+                break
+            last = now
+        self.popen.send_signal(signal.SIGABRT)  # PYTHONFAULTHANDLER: print where each thread is
+        self.popen.wait()
+        return None
 
     @property
     def errors(self):
@@ -177,7 +188,7 @@ def has_updated(log, before):
 def find_problem(process, status, numbers, updated):
     """What is wrong with the exit status and the messages, or ""."""
     if status is None:
-        return "hang"
+        return f"hang: {process.errors}"
     # Before the run handles signals, they end it: with 130 if Python handles a Ctrl-C, otherwise killed
     # by the signal. No program can catch a Ctrl-C before its first line.
     allowed = {75} if updated else {75, 130, *(-number for number in numbers)}
