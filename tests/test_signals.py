@@ -9,7 +9,16 @@ import sys
 import time
 
 import pytest
-from conftest import ROOT, clean_env, driver, of_kind, read_run, wait_for, wait_for_steps
+from conftest import (
+    ROOT,
+    clean_env,
+    driver,
+    of_kind,
+    read_run,
+    run_python,
+    wait_for,
+    wait_for_steps,
+)  # fmt: skip
 
 from lab.distributed import World
 from lab.trainer.signals import GracefulStop, SignalHandler
@@ -62,6 +71,12 @@ def test_ctrl_c_ends_a_program_that_imports_torch(tmp_path, program):
         process.send_signal(signal.SIGINT)
         assert process.communicate(timeout=20) == ("", "")
     assert process.returncode == -signal.SIGINT
+
+
+@pytest.mark.slow
+def test_signals_in_each_phase_of_a_run(tmp_path):
+    done = run_python(ROOT / "bench" / "signals.py", "--rounds", 7, cwd=tmp_path, timeout=3600)
+    assert done.returncode == 0 and "7 rounds, 0 problems" in done.stdout, done.stdout + done.stderr
 
 
 def test_signal_handlers_are_installed_and_restored():
