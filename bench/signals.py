@@ -98,18 +98,21 @@ class Process:
     def wait(self):
         """The exit status, or None after IDLE seconds without CPU time, or BUSY seconds of it. A clock
         alone would call a process hung that a busy machine lets wait."""
-        begin = last = self.cpu_seconds()
-        while True:
-            try:
+        limit, last = 0.0, -1.0
+        while self.popen.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 return self.popen.wait(IDLE)
-            except subprocess.TimeoutExpired:
-                now = self.cpu_seconds()
-            if now == last or now - begin > BUSY:
-                break
+            now = self.cpu_seconds()
+            limit = limit or now + BUSY
+            if now == last or now > limit:
+                return self.abort()
             last = now
-        self.popen.send_signal(signal.SIGABRT)  # PYTHONFAULTHANDLER: print where each thread is
+        return self.popen.returncode
+
+    def abort(self):
+        """End a process that hangs. PYTHONFAULTHANDLER makes it print where each thread is."""
+        self.popen.send_signal(signal.SIGABRT)
         self.popen.wait()
-        return None
 
     @property
     def errors(self):

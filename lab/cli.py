@@ -69,6 +69,12 @@ def run_main(main: Callable, name: str | None = None) -> None:
             time.sleep(2)  # every rank fails on the same input; let rank 0 print first
         where = f"[rank {rank}] " if rank != "0" or is_peer_failure(error) else ""
         eprint(f"{name}: error: {where}{sentence}")
+    if (
+        status == 75
+    ):  # saved: another signal during the interpreter's shutdown must not change the status
+        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+            if hasattr(signal, name):  # not on Windows
+                signal.signal(getattr(signal, name), signal.SIG_IGN)
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
