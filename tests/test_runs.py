@@ -345,6 +345,14 @@ def test_kill_during_a_save_keeps_the_previous_checkpoint_and_best(tmp_path, mon
     assert read_checkpoint(tmp_path / "model_best.pt") == {"step": 2}
 
 
+def test_saving_starts_no_thread(tmp_path, monkeypatch):
+    """A second Ctrl-C may come then. If it interrupts the start, the program never ends."""
+    checkpointer = checkpoint.AsyncCheckpointer(tmp_path, 1, True, torch.device("cpu"))
+    monkeypatch.setattr(threading.Thread, "start", lambda self: pytest.fail("a thread was started"))
+    checkpointer.save(1, {})
+    assert checkpointer.finish() == {"step": 1, "path": "model_000001.pt"}
+
+
 @pytest.mark.parametrize("how", ["adamw", "muon"])
 def test_async_checkpoint_has_the_state_at_the_time_of_save(tmp_path, shards, monkeypatch, how):
     """Although updates change the weights before it is written. The tied head is saved once."""
