@@ -47,12 +47,12 @@ NOTHING_ELSE = dict(val_every=0, sample_every=0, checkpoint_every=0)
 # flags that make the phase take most of the time, and the longest wait in it (seconds)
 PHASES = {
     "import": ({}, 4),
-    "setup": ({}, 0.3),
+    "setup": ({}, 4),
     "training": (NOTHING_ELSE, 1),
     "validation": (NOTHING_ELSE | dict(val_every=1, val_tokens=40_000), 1),
     "sampling": (NOTHING_ELSE | dict(sample_every=1, sample_tokens=500), 1),
     "saving": (NOTHING_ELSE | dict(checkpoint_every=1, n_embd=512), 0.05),
-    "resume": (dict(val_every=2, val_tokens=256, sample_every=3, checkpoint_every=2), 6),
+    "resume": (dict(val_every=2, val_tokens=256, sample_every=3, checkpoint_every=2), 1),
 }
 
 
@@ -78,18 +78,22 @@ class Process:
                 preexec_fn=receive_signals,
             )  # fmt: skip
 
-    def reached(self, phase):
-        """Whether the output and files show that this phase has begun, or that it is over."""
+    def reached(self, phase, before):
+        """Whether the files show that this phase has begun, or that it is over. before: the length of
+        the log when the process started."""
         log = self.folder / "log/r/log.jsonl"
-        updated = log.exists() and '"first_step"' in log.read_text()
         match phase:
-            case "import" | "resume":
+            case "import":
                 return True
-            case "setup":
-                return (self.folder / "out").stat().st_size > 0 or log.exists()
+            case "setup":  # torch's libraries are loaded
+                with contextlib.suppress(OSError):
+                    return "libtorch_python" in Path(f"/proc/{self.popen.pid}/maps").read_text()
+                return False
+            case "resume":
+                return log.stat().st_size > before
             case "saving":
-                return updated and any(log.parent.glob("*.part"))
-        return updated
+                return has_updated(log, before) and any(log.parent.glob("*.part"))
+        return has_updated(log, before)
 
     def cpu_seconds(self):
         fields = Path(f"/proc/{self.popen.pid}/stat").read_text().rpartition(")")[2].split()
@@ -165,7 +169,8 @@ def one_round(phase, seed, data):
         before = len(log.read_bytes()) if log.exists() else 0
         process = Process(folder, program, *flags, "--max_steps", 10**6)
         try:
-            while not process.reached(phase) and process.popen.poll() is None:
+            first = phase if phase != "resume" or rng.random() < 0.7 else "setup"
+            while not process.reached(first, before) and process.popen.poll() is None:
                 time.sleep(0.005)
             time.sleep(rng.uniform(0, PHASES[phase][1]))
             updated = has_updated(log, before)
