@@ -36,7 +36,14 @@ from lab.eval.multiple_choice import (
     open_model,
     parse_lines,
 )
-from lab.files import atomic_write, check_writable, finite_json, read_errors, write_errors
+from lab.files import (
+    atomic_write,
+    check_regular,
+    check_writable,
+    finite_json,
+    read_errors,
+    write_errors,
+)
 from lab.hardware import oom_hint
 from lab.registry import tokenizer_name
 from lab.tools.plot_style import color_of, style
@@ -63,7 +70,10 @@ def locate(data: str = "") -> Path:
 def read_members(path: Path) -> dict[str, bytes]:
     """{name: contents} of the .jsonl files of a zip or a folder, or of a single file."""
     if path.is_dir():
-        return {str(file): file.read_bytes() for file in sorted(path.glob("*.jsonl"))}
+        files = sorted(path.glob("*.jsonl"))
+        for file in files:
+            check_regular(file)
+        return {str(file): file.read_bytes() for file in files}
     if path.suffix != ".zip":
         return {str(path): path.read_bytes()}
     with zipfile.ZipFile(path) as archive:

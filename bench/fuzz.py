@@ -34,6 +34,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+import zipfile
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -47,8 +48,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from records import random_shards
+from safetensors.torch import load_file
 
 import bert
+import blimp
 import fineweb
 import hellaswag
 import train_gpt2
@@ -81,6 +84,12 @@ ALPACA = [
 ]
 PROMPTS = [{"prompt": [{"role": "user", "content": text}], "completion": [YES]} for text in TEXTS]
 ENDINGS = {"ctx": "A man", "endings": ["runs.", "is", "eats a shoe", "flew"], "label": 2, "ind": 1}
+
+PAIRS_OF_BLIMP = [
+    {"sentence_good": f"Cats {verb}.", "sentence_bad": f"Cats {verb}s.", "UID": "agreement",
+     "linguistics_term": "s-selection", "pairID": "1"}
+    for verb in ("run", "sleep", "eat") * 3
+]  # fmt: skip
 
 # ------------------------------------------------------------------------------------- 1. mutations
 
@@ -325,6 +334,21 @@ def make_hugging_face():
     Path("model/model.sha256").unlink()
 
 
+def make_sharded_pickles():
+    """A Hugging Face folder with two pytorch_model-*.bin and their index."""
+    make_hugging_face()
+    weights = Path("model/model.safetensors")
+    tensors = load_file(weights)
+    weights.unlink()
+    index = {}
+    for i, names in enumerate((list(tensors)[::2], list(tensors)[1::2]), start=1):
+        index |= dict.fromkeys(names, file := f"pytorch_model-{i:05d}-of-00002.bin")
+        torch.save({name: tensors[name] for name in names}, f"model/{file}")
+    Path("model/pytorch_model.bin.index.json").write_text(
+        json.dumps({"metadata": {"total_size": 1}, "weight_map": index})
+    )
+
+
 def make_shards(suffix):
     random_shards("data", 257, 2000, 500)
     for path in list(Path("data").glob("*.npy")) if suffix == "bin" else ():
@@ -388,6 +412,12 @@ def write_lines(name, rows, pack=bytes):
     Path("in", name).write_bytes(pack("\n".join(map(json.dumps, rows)).encode()))
 
 
+def write_zip(name, rows):
+    Path("in").mkdir()
+    with zipfile.ZipFile("in/BLiMP.zip", "w") as archive:
+        archive.writestr(f"data/{name}", "\n".join(map(json.dumps, rows)))
+
+
 def write_array(rows):
     Path("in").mkdir()
     Path("in/c.json").write_text(json.dumps(rows, indent=1))
@@ -405,6 +435,12 @@ def write_parquet(rows):
 
 def read_hellaswag():
     hellaswag.tokenize_examples(hellaswag.read_examples("in/h.jsonl"), get_tokenizer("bytes"), 64)
+
+
+def read_blimp():
+    [path] = Path("in").iterdir()
+    pairs = blimp.tokenize_pairs(blimp.read_pairs(path), get_tokenizer("bytes"), 64)
+    return repr((pairs.tokens, pairs.paradigms, pairs.phenomena))
 
 
 @dataclass
@@ -439,9 +475,14 @@ KINDS = {
     "hf_config": Kind(make_hugging_face, "model/config.json", lambda: read_weights("model"), mutate_json),
     "safetensors": Kind(make_hugging_face, "model/model.safetensors", lambda: read_weights("model"),
                         mutate_safetensors),
+    "index": Kind(make_sharded_pickles, "model/*.index.json", lambda: read_weights("model"), mutate_json),
+    "pickle": Kind(make_sharded_pickles, "model/*.bin", lambda: read_weights("model"), mutate_checkpoint,
+                   True),
     "export": Kind(make_export, "model/model.safetensors", lambda: read_weights("model"),
                    mutate_safetensors, True),
     "hellaswag": Kind(lambda: write_lines("h.jsonl", [ENDINGS] * 9), "in/*", read_hellaswag, mutate_json),
+    "blimp": Kind(lambda: write_lines("p.jsonl", PAIRS_OF_BLIMP), "in/*", read_blimp, mutate_json),
+    "blimp_zip": Kind(lambda: write_zip("p.jsonl", PAIRS_OF_BLIMP), "in/*", read_blimp, checksum=True),
     "text": Kind(write_text, "in/*", build_data, mutate_text),
     "parquet": Kind(lambda: write_parquet(ROWS), "in/*", build_data, mutate_parquet),
     "jsonl": Kind(lambda: write_lines("t.jsonl", ROWS), "in/*", build_data, mutate_json),

@@ -72,6 +72,12 @@ def run_main(main: Callable, name: str | None = None) -> None:
             time.sleep(2)  # every rank fails on the same input; let rank 0 print first
         where = f"[rank {rank}] " if rank != "0" or is_peer_failure(error) else ""
         eprint(f"{name}: error: {where}{sentence}")
+    if (
+        status == 75
+    ):  # saved: another signal during the interpreter's shutdown must not change the status
+        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+            if hasattr(signal, name):  # not on Windows
+                signal.signal(getattr(signal, name), signal.SIG_IGN)
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -126,15 +132,17 @@ def torchrun_env() -> tuple[int, int, int]:
     names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
     found = {name: os.environ[name] for name in names if os.environ.get(name)}
     numbers = [found.get(name, default) for name, default in zip(names, ("0", "0", "1"))]
-    if all(re.fullmatch(r"[0-9]{1,9}", number) for number in numbers):
+    port = found.get("MASTER_PORT", "0")
+    if all(re.fullmatch(r"[0-9]{1,9}", number) for number in [*numbers, port]):
         rank, local_rank, world_size = map(int, numbers)
-        complete = world_size == 1 or len(found) == len(names)
+        complete = world_size == 1 or (len(found) == len(names) and int(port) < 2**16)
         if rank < world_size and local_rank < world_size and complete:
             return rank, local_rank, world_size
     values = ", ".join(f"{name}={found.get(name, '')}" for name in names)
     raise UserError(
-        f"{values} in the environment must all be set, with RANK and LOCAL_RANK less than WORLD_SIZE; "
-        f"start several processes with torchrun, or one after `unset {' '.join(names)}`"
+        f"{values} in the environment must all be set, with RANK and LOCAL_RANK less than WORLD_SIZE "
+        "and a port below 65536; start several processes with torchrun, or one after "
+        f"`unset {' '.join(names)}`"
     )
 
 

@@ -47,8 +47,9 @@ def known_fields(source: Any, saved: dict, config_class: Any) -> tuple[dict, lis
     for name, value in known.items():
         kinds = get_args(fields[name].type)
         if kinds == (int, float):  # a length in steps; older versions saved 200 as 200.0
-            known[name] = int(value) if type(value) is float and value >= 1 else value
-        elif type(fields[name].default) is float and type(value) is int:
+            whole = type(value) is float and 1 <= value <= MAX_INT
+            known[name] = int(value) if whole else value
+        elif type(fields[name].default) is float and type(value) is int and abs(value) <= MAX_INT:
             known[name] = float(value)  # torch does not accept 1 for 1.0 everywhere
         check_value(source, fields[name], known[name])
     return known, [name for name in saved if name not in fields]

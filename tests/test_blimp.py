@@ -197,6 +197,14 @@ def test_a_loss_that_is_not_finite():
         blimp.measure(model, data, WORLD)
 
 
+@pytest.mark.skipif(os.name != "posix", reason="FIFOs")
+def test_a_fifo_in_the_folder_is_a_sentence(tmp_path, checkpoint):
+    os.mkfifo(tmp_path / "a.jsonl")
+    command = ROOT / "blimp.py", "--model", checkpoint, "--device", "cpu", "--data", tmp_path
+    done = run_python(*command, cwd=tmp_path, timeout=60)
+    assert done.returncode == 2 and "a.jsonl is a FIFO" in done.stderr, done.stderr
+
+
 def test_zip_folder_and_file_have_the_same_pairs(tmp_path):
     expected = blimp.read_pairs(FOLDER)
     path = zipped(tmp_path / "BLiMP.zip")

@@ -213,13 +213,13 @@ def test_files_of_a_folder_that_are_not_read_are_listed(tmp_path, capsys):
     )
     assert listed in capsys.readouterr().err
     assert np.array_equal(stream_of(tmp_path / "in"), plain_stream(["words " * 100]))
-    for name in ("f.jsonl", "g.log", "h.log"):
-        (tmp_path / "in" / name).write_text('{"text": "words"}\n' * 9)
+    (tmp_path / "in" / "f.jsonl").write_text('{"text": "words"}\n' * 9)
+    for i in range(18):
+        (tmp_path / "in" / f"e{i}.log").touch()
     make("--source", tmp_path / "in", "--out", tmp_path / "o")
-    listed = (
-        "1 jsonl file(s), skipping 7 other(s): a.txt, b.txt.bz2, c.csv, d.log, g.log and 2 more\n"
-    )
-    assert listed in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "1 jsonl file(s), skipping 23 other(s): a.txt, b.txt.bz2, c.csv, d.log, e0.log, " in err
+    assert "e7.log and 3 more\n" in err
     make("--source", tmp_path / "in" / "a.txt", "--out", tmp_path / "a")
     assert "skipping" not in capsys.readouterr().err
 
@@ -386,9 +386,9 @@ BAD = {  # file name, content, more arguments, pattern of the error message
     "cut gzip": ("a.jsonl.gz", GZIP[: len(GZIP) // 2], "", r"a\.jsonl\.gz is damaged"),
     "another bit in zst": ("a.jsonl.zst", ZSTD.replace(b"k9Zq", b"k9Zp"), "", r"zst is damaged"),
     "unknown ending": ("a.docx", b"x", "", r"nothing to read.*\*\.jsonl"),
-    "UTF-16": ("a.txt", "text\n".encode("utf-16-le"), "", r"a\.txt .* NUL.*-f UTF-16 -t UTF-8"),
-    "UTF-16 and its mark": ("a.md", "text".encode("utf-16"), "", r"a\.md .* NUL.* must be UTF-8"),
-    "UTF-16 lines": ("a.jsonl", LINES.decode().encode("utf-16-le"), "", r"a\.jsonl .* NUL bytes"),
+    "UTF-16": ("a.txt", "text\n".encode("utf-16-le"), "", r"a\.txt.* NUL.*-f UTF-16 -t UTF-8"),
+    "UTF-16 and its mark": ("a.md", "text".encode("utf-16"), "", r"a\.md.* NUL.* must be UTF-8"),
+    "UTF-16 lines": ("a.jsonl", LINES.decode().encode("utf-16-le"), "", r"a\.jsonl.* NUL bytes"),
     "Latin-1": ("a.txt", b"one\nna\xefve\n", "", r"a\.txt, line 2: byte 0xef is not UTF-8.*iconv"),
     "empty file": ("a.jsonl", b'{"text": " "}\n', "", "contains no text"),
     "role": (
@@ -415,6 +415,12 @@ def test_bad_input_is_one_sentence(case, tmp_path, monkeypatch):
     if name and Path("o").exists():  # a failed build does not affect the next one
         Path("b.jsonl").write_bytes(LINES)
         make("--source", "b.jsonl", "--out", "o")
+
+
+def test_a_nul_byte_after_the_first_block_is_named_with_its_line(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"text\n" * 10**6 + b"\0")
+    with pytest.raises(UserError, match=r"a\.txt, line 1000001: contains NUL bytes"):
+        make("--source", tmp_path / "a.txt", "--out", tmp_path / "o")
 
 
 WRONG = [  # changes to a manifest

@@ -1,6 +1,8 @@
 """The run directory: its contents; bit-equal resuming; when a run is saved and evaluated."""
 
+import itertools
 import json
+import math
 import os
 import shutil
 import signal
@@ -20,7 +22,7 @@ from conftest import (  # isort: skip
 
 import train_gpt2
 from lab.cli import UserError
-from lab.config_file import read_config
+from lab.config_file import build_config, read_config
 from lab.distributed import World
 from lab.registry import load_model, resolve_source
 from lab.trainer import checkpoint
@@ -274,6 +276,13 @@ def test_missing_fields_get_defaults_and_wrong_types_are_named(tmp_path):
             read_config(tmp_path, GPTConfig, TrainConfig)
 
 
+def test_numbers_too_large_for_their_type_are_refused():
+    """Infinity as a number of steps, and in a checkpoint, unlike JSON, an integer of any length."""
+    for name, value in itertools.product(("warmup_steps", "lr"), (10**400, math.inf)):
+        with pytest.raises(UserError, match=f"{name}="):
+            build_config(TrainConfig, {name: value, "run_name": "r"}, "r").validate(GPTConfig())
+
+
 def test_resume_selects_the_named_run_or_the_programs_newest(tmp_path):
     for age, name in enumerate(("of_bert", "newest", "older", "oldest")):
         (tmp_path / name).mkdir()
@@ -334,6 +343,14 @@ def test_kill_during_a_save_keeps_the_previous_checkpoint_and_best(tmp_path, mon
         assert read_checkpoint(tmp_path / "model_best.pt") == {"step": 1}
     checkpoint.link_best(tmp_path, 2)
     assert read_checkpoint(tmp_path / "model_best.pt") == {"step": 2}
+
+
+def test_saving_starts_no_thread(tmp_path, monkeypatch):
+    """A second Ctrl-C may come then. If it interrupts the start, the program never ends."""
+    checkpointer = checkpoint.AsyncCheckpointer(tmp_path, 1, True, torch.device("cpu"))
+    monkeypatch.setattr(threading.Thread, "start", lambda self: pytest.fail("a thread was started"))
+    checkpointer.save(1, {})
+    assert checkpointer.finish() == {"step": 1, "path": "model_000001.pt"}
 
 
 @pytest.mark.parametrize("how", ["adamw", "muon"])

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, Process, wait_for
+from conftest import ROOT, Process, run_python, wait_for
 from test_plot import start, val, write_log
 from test_sample import always, noisy_gpt
 from test_weights import saved
@@ -535,6 +535,13 @@ def test_a_client_that_sends_slowly_is_given_up_and_holds_no_place(monkeypatch):
     )  # fmt: skip
     asyncio.run(asyncio.wait_for(app(scope, receive, send), 20))
     assert sent == [] and {*places} == {0}
+
+
+@pytest.mark.slow
+def test_hostile_clients_change_neither_answers_nor_memory(tmp_path):
+    pytest.importorskip("uvicorn", reason="needs requirements-serve.txt")
+    done = run_python(ROOT / "bench" / "hostile.py", "--seconds", 20, cwd=tmp_path)
+    assert done.returncode == 0 and " 0 wrong answers" in done.stdout, done.stdout + done.stderr
 
 
 # ------------------------------------------------------------------------------------ many at once

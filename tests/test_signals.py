@@ -9,7 +9,16 @@ import sys
 import time
 
 import pytest
-from conftest import ROOT, clean_env, driver, of_kind, read_run, wait_for, wait_for_steps
+from conftest import (
+    ROOT,
+    clean_env,
+    driver,
+    of_kind,
+    read_run,
+    run_python,
+    wait_for,
+    wait_for_steps,
+)  # fmt: skip
 
 from lab.distributed import World
 from lab.trainer.signals import GracefulStop, SignalHandler
@@ -62,6 +71,23 @@ def test_ctrl_c_ends_a_program_that_imports_torch(tmp_path, program):
         process.send_signal(signal.SIGINT)
         assert process.communicate(timeout=20) == ("", "")
     assert process.returncode == -signal.SIGINT
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_signal_after_the_run_was_saved_does_not_change_the_status(tmp_path, name):
+    """Importing torch makes the interpreter's shutdown long enough for a second signal."""
+    code = f"import atexit, os, signal, sys\nsys.path.insert(0, {str(ROOT)!r})\n"
+    code += f"atexit.register(lambda: os.kill(os.getpid(), signal.{name}))\n"
+    done = run_python(
+        "-c", f"{code}from lab.cli import run_main\nrun_main(lambda argv: 75)", cwd=tmp_path
+    )
+    assert (done.returncode, done.stderr) == (75, "")
+
+
+@pytest.mark.slow
+def test_signals_in_each_phase_of_a_run(tmp_path):
+    done = run_python(ROOT / "bench" / "signals.py", "--rounds", 7, cwd=tmp_path, timeout=3600)
+    assert done.returncode == 0 and "7 rounds, 0 problems" in done.stdout, done.stdout + done.stderr
 
 
 def test_signal_handlers_are_installed_and_restored():

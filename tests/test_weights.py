@@ -490,6 +490,16 @@ def test_a_killed_export_keeps_the_earlier_one_and_is_cleaned_up_by_the_next(tmp
     assert sorted(p.name for p in tmp_path.iterdir()) == ["earlier.pt", "model.pt", "out"]
 
 
+@pytest.mark.skipif(os.name != "posix", reason="links")
+def test_a_link_in_place_of_the_temporary_folder_of_an_export_is_not_followed(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/notes.txt").write_text("keep")
+    (tmp_path / ".out.part").symlink_to(tmp_path / "mine")
+    export(saved(tiny_gpt(), tmp_path / "model.pt"), tmp_path / "out")
+    assert [p.name for p in (tmp_path / "mine").iterdir()] == ["notes.txt"]
+    assert not (tmp_path / "out").is_symlink() and not (tmp_path / ".out.part").is_symlink()
+
+
 def contents(folder):
     return {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")}
 

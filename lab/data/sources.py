@@ -86,10 +86,10 @@ def one_kind(
         )
     skipped = sorted(f.name for f in files if f.kind != kind)
     if skipped:
-        more = f" and {len(skipped) - 5} more" if len(skipped) > 5 else ""
+        more = f" and {len(skipped) - 20} more" if len(skipped) > 20 else ""
         eprint(
             f"{place}: reading {len(chosen)} {kind} file(s), skipping {len(skipped)} other(s): "
-            f"{', '.join(skipped[:5])}{more}"
+            f"{', '.join(skipped[:20])}{more}"
         )
     return chosen
 
@@ -197,10 +197,12 @@ def units_of(file: File, file_index: int, column: str) -> Iterator[Unit]:
         return
     line = 1
     for index, block in enumerate(blocks_of(file)):
-        if index == 0 and b"\0" in block:
+        if b"\0" in block:
+            number = line + block.count(b"\n", 0, block.index(b"\0"))
             raise UserError(
-                f"{file.path} contains NUL bytes, as UTF-16 does, but text must be UTF-8; convert "
-                "it with `iconv -f UTF-16 -t UTF-8`"
+                f"{file.path}, line {number}: contains NUL bytes, as UTF-16 does, but text must be "
+                "UTF-8; convert it with `iconv -f UTF-16 -t UTF-8`, or remove single ones with "
+                r"`tr -d '\0'`"
             )
         yield Unit(file, file_index, index, block, line)
         line += block.count(b"\n")

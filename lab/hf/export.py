@@ -81,7 +81,7 @@ def export(
     # An earlier export is replaced only when the new one is complete. A killed export leaves this
     # folder, which the next export to the same place removes.
     part = out.absolute().with_name(f".{out.absolute().name}.part")
-    shutil.rmtree(part, ignore_errors=True)
+    remove(part)
     with write_errors(out):
         part.mkdir(parents=True)
         try:
@@ -97,9 +97,16 @@ def export(
                 shutil.rmtree(out)
             part.rename(out)
         finally:
-            shutil.rmtree(part, ignore_errors=True)
+            remove(part)
     print(f"{out}: {', '.join(sorted(p.name for p in out.iterdir()))}, from {source}")
     print(note.replace("{out}", str(out)))
+
+
+def remove(part: Path) -> None:
+    """Remove a folder or, without following it, a link in its place; nothing if it is not there."""
+    if part.is_symlink():
+        part.unlink()
+    shutil.rmtree(part, ignore_errors=True)
 
 
 def check_replaceable(out: Path) -> None:

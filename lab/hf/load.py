@@ -84,7 +84,10 @@ def read_tensors(folder: Path, source: str) -> dict[str, Tensor]:
     files, such as the variant model.fp16.safetensors, are ignored."""
     name = next((name for name in SAFETENSORS + PICKLES if (folder / name).is_file()), None)
     if name is None:
-        raise UserError(f"{source} has no model.safetensors or pytorch_model.bin; {REPAIR_HINT}")
+        raise UserError(
+            f"{source} has no model.safetensors or pytorch_model.bin, nor the index of their shards; "
+            f"{REPAIR_HINT}"
+        )
     names = indexed_files(folder / name) if name.endswith(".index.json") else [name]
     checksums, state = read_checksums(folder), {}
     for file in map(folder.joinpath, names):

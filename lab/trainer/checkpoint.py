@@ -85,6 +85,9 @@ class AsyncCheckpointer:
         self.run_dir, self.keep_last = run_dir, keep_last
         self.background, self.device = background, device
         self.thread = ThreadPoolExecutor(1)
+        # Start the thread now: if a second Ctrl-C interrupts its start while the run is saved, the
+        # executor does not know the thread, and Python waits for it at exit, for ever.
+        self.thread.submit(int).result()
         self.jobs: list[Future] = []
 
     def save(self, step: int, state: dict) -> dict | None:
