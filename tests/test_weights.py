@@ -459,7 +459,7 @@ def test_model_with_a_wordpiece_is_not_treated_as_bytes(tmp_path, capsys):
     """The recorded tokenizer is used, not one with the same vocabulary size."""
     model = tiny_gpt(257, tokenizer="tokenizer.json", eot_id=3)
     export(saved(model, tmp_path / "model.pt"), tmp_path / "out")
-    assert f"copy {tmp_path}/tokenizer.json, whose [SEP] is end-of-text" in capsys.readouterr().out
+    assert f"copy {tmp_path}/tokenizer.json, which belongs to the model" in capsys.readouterr().out
     assert json.loads((tmp_path / "out/config.json").read_text())["eos_token_id"] == 3
 
 
