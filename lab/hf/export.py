@@ -24,6 +24,7 @@ from lab.data.tokenizers import (
 )
 from lab.files import read_json, write_errors
 from lab.hf import bert, gpt2
+from lab.hf.gguf_file import GgufType, check_gguf, write_gguf
 from lab.hf.load import CHECKSUM_FILE, read_checksums
 from lab.registry import load_model, resolve_source, tokenizer_name
 
@@ -32,6 +33,7 @@ def export(
     source: Annotated[str, Positional, arg(metavar="SOURCE")],
     out: Path,
     dtype: Literal["float32", "float16"] = "float32",
+    gguf: GgufType = "off",
 ) -> None:
     """Write a model as a folder that transformers and lm-evaluation-harness can load.
 
@@ -43,6 +45,7 @@ def export(
         source: run, checkpoint, .pt file of nanoGPT or build-nanogpt, hub name; "" is the newest run
         out: folder to write; an earlier export there is replaced
         dtype: float16 halves the file and rounds the weights to 11 bits
+        gguf: also write a file of this type for llama.cpp, and a Modelfile for Ollama (pip install gguf)
     """
     out = Path(out)
     check_replaceable(out)
@@ -54,6 +57,8 @@ def export(
             f"{source} is not a GPT-2 or BERT, so transformers has no model for it; export a run of "
             "train_gpt2.py or bert.py"
         )
+    if gguf != "off":
+        check_gguf(gguf, model.config)
     exported = to_transformers(model)
     check_same_logits(model, exported, source)
     exported.to(getattr(torch, dtype))
@@ -67,6 +72,10 @@ def export(
         try:
             write_model(part, exported)
             note = add_tokenizer(part, model.config, source)
+            if gguf != "off":
+                name = write_gguf(part, model, gguf, is_chat_model(source))
+                note += f"\nin llama.cpp: llama-cli -m {{out}}/{name}; in Ollama: "
+                note += "ollama create NAME -f {out}/Modelfile"
             files = sorted(part.iterdir())
             lines = [f"{sha256_of(file)}  {file.name}\n" for file in files]
             (part / CHECKSUM_FILE).write_text("".join(lines))
@@ -186,6 +195,15 @@ def add_tokenizer(folder: Path, config: Any, source: str) -> str:
             f"no tokenizer files: {config.vocab_size} ids are not GPT-2's vocabulary; add your own"
         )
     return "in transformers put <|endoftext|> before a prompt; sample.py does so automatically"
+
+
+def is_chat_model(source: str) -> bool:
+    """Whether the run of a checkpoint was fine-tuned on conversations (--preset sft)."""
+    config = Path(source).parent / "config.json"
+    if Path(source).is_dir() or not config.is_file():
+        return False
+    train = read_json(config).get("train")
+    return isinstance(train, dict) and train.get("preset") == "sft"
 
 
 def write_word_piece(folder: Path, tokenizer_file: Path, block_size: int) -> None:
