@@ -2,10 +2,11 @@
 # make test    check style and types, and run the tests: about three minutes on two idle cores
 # make lint    check style and types only
 # make format  reformat all files
+# make site    build the course as a site in site/: README, the notebook's chapters, docs/, a model to try
 PYTHON ?= python3
 RUN = .venv/bin/python
 
-.PHONY: train test lint format
+.PHONY: train test lint format site
 
 train: .venv/.installed
 	$(RUN) train_gpt2.py
@@ -21,6 +22,9 @@ lint: .venv/.test-tools
 format: .venv/.test-tools
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
+
+site: .venv/.site-tools
+	$(RUN) website/build.py
 
 # On Linux without an NVIDIA driver, PyTorch's CPU build saves gigabytes of CUDA libraries. If its index
 # cannot be reached, the default build is installed. macOS and Windows have only one build.
@@ -38,4 +42,8 @@ CPU_TORCH = $(shell grep ^torch== requirements.txt) --index-url https://download
 
 .venv/.test-tools: .venv/.installed requirements-test.txt
 	$(PIP) --requirement requirements-test.txt
+	touch $@
+
+.venv/.site-tools: .venv/.installed requirements-site.txt
+	$(PIP) --requirement requirements-site.txt
 	touch $@

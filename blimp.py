@@ -202,9 +202,9 @@ def summarize(scores: np.ndarray, group: np.ndarray) -> dict[str, Any]:
     """{"acc", "acc_stderr", "ties", "count"} of pairs. scores, group (N,): each pair's score and
     paradigm.
 
-    acc is the mean over the pairs. Its standard error takes the paradigms as given and the pairs as
-    drawn: sqrt(sum over paradigms of n s^2) / N, for n pairs with standard deviation s. For a single
-    paradigm that is lm-evaluation-harness's s / sqrt(n)."""
+    acc is the mean over the pairs. Its standard error treats the paradigms as fixed and the pairs
+    of each as a random sample: sqrt(sum over paradigms of n s^2) / N, for n pairs with standard
+    deviation s. For a single paradigm that is lm-evaluation-harness's s / sqrt(n)."""
     n = np.bincount(group)
     means = np.bincount(group, scores) / np.maximum(1, n)
     squares = np.bincount(group, (scores - means[group]) ** 2)  # sums of squared deviations
@@ -316,11 +316,11 @@ OOM_FIX = "choose a smaller --model, or pass --device cpu"
 
 @dataclass
 class Config(ModelConfig):
-    """Measure a model on BLiMP: the share of sentence pairs of which it prefers the right one."""
+    """Measure a model on BLiMP: the fraction of pairs in which it prefers the grammatical sentence."""
 
     data: str = ""  # BLiMP.zip, a .jsonl file, or a folder; empty: downloaded to data/blimp
     pairs: int = 0  # first pairs of each paradigm; 0 is all 1,000
-    leading_space: bool = True  # before each sentence, as lm-evaluation-harness has it
+    leading_space: bool = True  # put a space before each sentence, as lm-evaluation-harness does
     untrained: bool = False  # control: give the model fresh random weights
     paradigms: bool = False  # print the table of the 67 paradigms too
     json: str = ""  # write all numbers to this file
@@ -339,8 +339,8 @@ def report(cfg: Config, path: Path, precision: str, result: dict, data: Pairs, s
     line = f"{result['count']} pairs of {path} in {result['seconds']:.1f} s, {precision}"
     line += "; fresh random weights" * cfg.untrained
     line += f"; {result['cut']} pairs cut from the left to fit" if result["cut"] else ""
-    line += f"; {result['skipped']} pairs skipped, too long" if result["skipped"] else ""
-    print(line + ("" if published else f"; not the published {NAME}, so the scores do not compare"))
+    line += f"; {result['skipped']} pairs skipped as too long" if result["skipped"] else ""
+    print(line + ("" if published else f"; not the published {NAME}, so scores are not comparable"))
     if cfg.json:
         about = {"model": cfg.model, "untrained": cfg.untrained, "leading_space": cfg.leading_space}
         about |= {"pairs": cfg.pairs, "published_file": published, "precision": precision}

@@ -149,7 +149,7 @@ def build(cfg: CorpusConfig) -> Manifest:
     if cfg.source == "builtin":
         if cfg.tokens:
             raise UserError(
-                f"tokens={cfg.tokens} is not possible, because --source builtin always has all of its "
+                f"tokens={cfg.tokens} is not possible with --source builtin, which always builds all of its "
                 "2M tokens; leave out --tokens"
             )
         return build_python_docs(cfg.out, cfg.tokenizer, cfg.vocab_size)

@@ -3,6 +3,7 @@
     python speedrun.py                                 # two minutes on a laptop's CPU
     python speedrun.py --preset speedrun --fp8 head    # as deep and wide as GPT-2 124M; a minute on an H200
     torchrun --standalone --nproc_per_node=4 speedrun.py --preset speedrun --fp8 head  # on four GPUs
+    python speedrun.py --preset small-data --fp8 head --data data/mine    # 111M tokens, read seven times
 
 One training step in words: see train_gpt2.py, whose data loader, train_step, loop, logs and
 checkpoints are used here. This file defines what has changed in the seven years since GPT-2: the
@@ -40,7 +41,7 @@ class GPTConfig:
     """Shape of the model, and its differences from GPT-2, most of which can be turned off."""
 
     n_layer: int = 12  # transformer blocks
-    n_head: int = 6  # attention heads per block; fewer, wider heads are faster on a GPU
+    n_head: int = 6  # attention heads per block; GPT-2 has 12, and the effect was not measured
     n_embd: int = 768  # channels of the residual stream
     block_size: int = 1024  # longest context
     vocab_size: int = 50257  # number of token ids; 0 on the command line: taken from the data
@@ -50,13 +51,13 @@ class GPTConfig:
     bf16_residual: bool = True  # under bf16 autocast, keep the residual stream in bf16 as well
     document_mask: bool = False  # attention does not cross end-of-text
     rotary: bool = True  # rotary position embedding; off: learned positions, as in GPT-2
-    # contexts longer than trained: frequencies for block_size, from those learned for trained_length
+    # how to change rotary's frequencies when block_size is longer than in training (trained_length)
     rope_scaling: Literal["none", "linear", "ntk", "yarn"] = "none"
     trained_length: int = 0  # block_size before --rope_scaling
     qk_norm: bool = True  # RMSNorm of queries and keys
     mlp: Literal["relu2", "gelu"] = "relu2"  # gelu: GPT-2's MLP, with its biases and 8-bit kernels
     tied: bool = False  # one matrix for embedding and head, as in GPT-2
-    value_tables: int = 1  # number of value embeddings; 0 is better for 4 epochs or more
+    value_tables: int = 1  # embeddings added to attention's values; 0 is better from 4 epochs on
     smear: bool = True  # add a gated part of the previous token's embedding to each embedding
     bigram_rows: int = 0  # rows of a hashed embedding of token pairs; 0: none
     value_projection: bool = False  # value embeddings computed from the token embeddings
@@ -106,7 +107,7 @@ class TrainConfig(train_gpt2.TrainConfig):
     """train_gpt2.TrainConfig with other defaults and a peak learning rate for each kind of parameter;
     all follow the same schedule."""
 
-    preset: str = "speedrun"  # source of the other defaults: speedrun, laptop or sft
+    preset: str = "speedrun"  # source of the other defaults: speedrun, small-data, laptop, sft
     total_batch_size: int = 131072  # tokens per update, over all processes
     max_steps: int = 290  # number of updates
     parallel: ClassVar = "ddp"  # not a flag, because ZeRO-1 and FSDP2 shard AdamW only
@@ -118,7 +119,7 @@ class TrainConfig(train_gpt2.TrainConfig):
     min_lr: float = 0.0  # learning rate at the end of the schedule
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "wsd"  # wsd: warmup-stable-decay
     # an integer is a number of steps, a float below 1 is a fraction of max_steps
-    warmup_steps: int | float = 0  # none needed: residual outputs and the head start at 0
+    warmup_steps: int | float = 0  # 0: no warmup; other lengths were not compared
     decay_steps: int | float = 0.65  # length of the decay at the end (wsd only)
     weight_decay: float = 0.0  # of the matrices in the blocks
     decay_all: bool = False  # weight decay for embeddings and head, too
@@ -126,8 +127,8 @@ class TrainConfig(train_gpt2.TrainConfig):
     eps: float = 1e-10  # AdamW: added to the denominator of the update
     grad_clip: float = 0.0  # 0: no clipping; Muon's step does not depend on the gradient norm
     momentum: float = 0.95  # of Muon
-    momentum_warmup: int | float = 0.33  # length of the rise of Muon's momentum from 0.85
-    batch_warmup_steps: int | float = 0  # length of the first phase, with half the batch
+    momentum_warmup: int | float = 0.33  # length of the rise of Muon's momentum, from 0.85
+    batch_warmup_steps: int | float = 0  # length of the first part of the run, with half the batch
 
     def validate(self, model_config):
         """Raise UserError for settings that cannot work."""
@@ -154,7 +155,7 @@ PRESETS = {
             sample_every=0,
         ),
     ),
-    # seven epochs of 110M tokens: 25 minutes on an H200 (docs/LOG.md#small-data)
+    # for seven epochs of 111M tokens: less than half an hour of one H100 (docs/LOG.md#small-data)
     "small-data": (
         GPTConfig(value_tables=0, value_projection=True),
         TrainConfig(
@@ -174,10 +175,7 @@ PRESETS = {
     ),
     "sft": (  # supervised fine-tuning, as in train_gpt2.py: a tenth of speedrun's learning rates
         GPTConfig(),
-        TrainConfig(
-            **config.SFT, total_batch_size=4096, max_steps=200, lr=3e-4, embed_lr=0.03,
-            scalar_lr=1.5e-3, muon_lr=3e-3, schedule="linear", compile=False,
-        ),
+        TrainConfig(**config.SFT, lr=3e-4, embed_lr=0.03, scalar_lr=1.5e-3, muon_lr=3e-3),
     ),
 }  # fmt: skip
 
@@ -202,7 +200,7 @@ def shift_right(x, position, mask, cache, name):
     return F.pad(x, (0, 0, 1, 0))[:, x.size(1) - T : x.size(1)]
 
 
-YARN_TURNS = 1, 32  # alpha and beta of Peng et al. 2023, found for LLaMA's 2,048 tokens and more
+YARN_TURNS = 1, 32  # alpha and beta that Peng et al. 2023 recommend for LLaMA models
 
 
 def rope_frequencies(config, device=None):
@@ -439,7 +437,7 @@ def make_optimizer(model, cfg, world):
     adamw = dict(betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, fused=fused, weight_decay=0.0)
     groups = [group for group in groups if group["params"]]
     if cfg.optimizer == "adamw":
-        lr = cfg.muon_lr * model.config.n_embd**-0.5  # 1 / sqrt(C) is an orthogonal matrix's RMS
+        lr = cfg.muon_lr * model.config.n_embd**-0.5  # 1 / sqrt(C): RMS of an orthogonal matrix
         groups.insert(0, {"params": blocks, "lr": lr, "weight_decay": cfg.weight_decay})
         optimizer = torch.optim.AdamW(groups, **adamw)
     else:
@@ -487,10 +485,10 @@ class Trainer(train_gpt2.Trainer):
 # ------------------------------------------------------------------------- 5. building the trainer
 
 
-def build_trainer(model_config, cfg, world, state=None):
-    """See train_gpt2.py. The micro-batch must divide the first step, which is the smallest."""
+def build_trainer(model_config, cfg, world, state=None, trainer_class=Trainer):
+    """See train_gpt2.py. The first step is the smallest, so the micro-batch is chosen to divide it."""
     first = replace(cfg, total_batch_size=step_tokens(0, cfg))
-    trainer = train_gpt2.build_trainer(model_config, first, world, state, Trainer)
+    trainer = train_gpt2.build_trainer(model_config, first, world, state, trainer_class)
     trainer.cfg = cfg
     return trainer
 

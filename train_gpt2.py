@@ -13,13 +13,14 @@ own part of the tokens, and the gradients are averaged over the processes. Clip:
 exceeds a limit are scaled down. Update: the optimizer moves each weight against its gradient.
 
 Sections: 1 configuration, 2 model, 3 optimizer and schedule, 4 one training step, 5 building the
-trainer, 6 the loop, 7 command line. Each uses only the ones above it. You can change anything in
-this file: training, validation, sampling and export all use your version. Data loading,
-checkpoints, logging and faster kernels are in lab/; you don't need to read those at first.
+trainer, 6 the loop, 7 command line. Each uses only the ones above it. Training is in 3, 4 and 6; skim
+1, 5 and 7 at first, and look up a setting when you meet it as self.config or cfg. You can change
+anything in this file: training, validation, sampling and export all use your version. Data loading,
+checkpoints, logging and faster kernels are in lab/, which you need not read at first.
 
 Shape letters: B batch, T time (tokens in a sequence), C channels (n_embd), H heads, D head size
-(C = H * D), S keys that a query can see (T, plus those in a cache), V vocabulary (padded), L
-layers, N = B * T positions.
+(C = H * D), V vocabulary (padded), L layers, N = B * T positions. S is the number of keys that a
+query can see: T, or more when a cache holds the keys of earlier tokens (generation only).
 """
 
 import contextlib
@@ -28,7 +29,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from lab.cli import pre_import_setup, require, run_main
+from lab.cli import pre_import_setup, run_main
 
 if __name__ == "__main__":
     pre_import_setup()  # SIGINT handling and OpenMP wait policy: must run before `import torch`
@@ -50,7 +51,7 @@ from lab.data.shards import TokenShards
 from lab.distributed import World, warmup_ddp_buckets
 from lab.eval.samples import TextSamples
 from lab.eval.validation import Validation
-from lab.hardware import can_compile, get_rng_state, oom_hint, set_rng_state
+from lab.hardware import can_compile, get_rng_state, oom_hint, set_deterministic, set_rng_state
 from lab.inference.generate import generate
 from lab.optim.fsdp2 import Fsdp2AdamW
 from lab.optim.grad_norm import global_grad_norm
@@ -83,7 +84,7 @@ class GPTConfig:
     vocab_multiple: int = 128  # pad vocab_size to a multiple: 50257 -> 50304; 1: no padding
     tokenizer: str = ""  # gpt2, bytes or tokenizer.json; empty: taken from the data
     eot_id: int = -1  # id of the end-of-text token; -1: the last id of the vocabulary
-    attention: Literal["sdpa", "math"] = "sdpa"  # fused kernel, or softmax(QK^T)V written out
+    attention: Literal["sdpa", "math"] = "sdpa"  # PyTorch's fused kernel, or written out
     bf16_residual: bool = True  # under bf16 autocast, keep the residual stream in bf16 as well
     activation_checkpointing: bool = False  # recompute blocks in backward to save memory
     document_mask: bool = False  # attention does not cross end-of-text
@@ -102,19 +103,13 @@ class GPTConfig:
 
     def validate(self):
         """Raise UserError for a shape that cannot work."""
-        config.check_range(self, 1, 4096, "n_layer", "n_head", "vocab_multiple")
-        config.check_range(self, 1, None, "n_embd", "block_size")
-        multiple = -(-self.n_embd // self.n_head) * self.n_head
-        require(
-            self.n_embd % self.n_head == 0,
-            f"n_embd={self.n_embd} must be divisible by n_head={self.n_head}; try {multiple}",
-        )
+        config.check_shape(self)
 
 
 @dataclass
 class TrainConfig(config.RunConfig):
-    """Settings of training. RunConfig adds the ones that all programs share: data, evaluation,
-    logging and checkpoints.
+    """Settings of training. RunConfig (lab/config.py) adds those of data, speed, evaluation, logging and
+    checkpoints, and checks all of them.
 
     The defaults are the preset gpt2: GPT-2 124M for one epoch of 10B tokens, with the AdamW settings,
     learning rate, schedule shape and batch size (0.5M tokens) of GPT-3 Small (Brown et al. 2020,
@@ -139,74 +134,18 @@ class TrainConfig(config.RunConfig):
     beta2: float = 0.95  # AdamW: decay rate of the running mean of squared gradients
     eps: float = 1e-8  # AdamW: added to the denominator of the update
     grad_clip: float = 1.0  # clip the gradient to this norm; 0: no clipping
-    # speed
-    precision: Literal["auto", "bf16", "fp16", "tf32", "fp32"] = "auto"  # auto: the device's best
-    parallel: Literal["ddp", "zero1", "fsdp2"] = "ddp"  # zero1 shards AdamW's state, fsdp2 all
-    compile: bool = True  # use torch.compile where it works
-    kernels: Literal["fused", "plain"] = "fused"  # plain: use the modules of the program as written
-    fp8: Literal["off", "head", "all"] = "off"  # 8-bit matmuls in the head; all: in the MLPs too
-
-    def validate(self, model_config):
-        """Raise UserError for settings that cannot work with any data or on any machine."""
-        super().validate(model_config)
-        config.check_range(self, 1, 2**28, "total_batch_size", "seq_len", "max_steps")
-        for name in ("beta1", "beta2"):
-            require(getattr(self, name) < 1, f"{name}={getattr(self, name)} must be less than 1")
-        for name in ("warmup_steps", "decay_steps"):
-            config.check_length(self, name)
-        require(
-            self.seq_len <= model_config.block_size,
-            f"seq_len={self.seq_len} must be at most block_size={model_config.block_size}; shorten it "
-            f"or pass --block_size {self.seq_len}",
-        )
-        require(
-            self.eps > 0,
-            "eps=0 must be above 0, because a gradient of 0 would give 0 / 0; the usual value is 1e-8",
-        )
-        require(
-            self.lr > 0,
-            f"lr={self.lr} must be above 0, because the other learning rates scale with it; "
-            "to freeze the weights, pass a tiny one such as 1e-9",
-        )
-        require(
-            self.min_lr <= self.lr or self.schedule == "constant",
-            f"min_lr={self.min_lr} must not be above lr={self.lr}; pass a smaller --min_lr",
-        )
-        require(
-            self.kernels == "fused" or self.fp8 == "off",
-            f"fp8={self.fp8} needs the fused kernels; pass --fp8 off or --kernels fused",
-        )
-        require(
-            self.parallel == "ddp" or self.optimizer == "adamw",
-            f"parallel={self.parallel} shards AdamW's state and does not work with "
-            f"optimizer={self.optimizer}; pass --optimizer adamw, or leave --parallel out",
-        )
 
 
 PRESETS = {
-    # Sizes: Radford et al. 2019, table 2 (the parameter counts printed there are wrong; the shapes are
-    # those of the released models). Learning rates: Brown et al. 2020, table 2.1, for the model closest
-    # in size; for gpt2-xl that is GPT-3 XL, which has a different shape and batch size.
     "gpt2": (GPTConfig(), TrainConfig()),
-    "gpt2-medium": (GPTConfig(24, 16, 1024), TrainConfig("gpt2-medium", lr=3e-4, min_lr=3e-5)),
-    "gpt2-large": (GPTConfig(36, 20, 1280), TrainConfig("gpt2-large", lr=2.5e-4, min_lr=2.5e-5)),
-    "gpt2-xl": (GPTConfig(48, 25, 1600), TrainConfig("gpt2-xl", lr=2e-4, min_lr=2e-5)),
-    "gpt2-2.7b": (  # shape of GPT-3 2.7B; weights, gradients and AdamW's moments take 42 GB
-        GPTConfig(32, 32, 2560), TrainConfig("gpt2-2.7b", lr=1.6e-4, min_lr=1.6e-5, parallel="fsdp2")
-    ),
+    # gpt2-medium, gpt2-large, gpt2-xl, gpt2-2.7b, and sft for fine-tuning on conversations
+    **config.more_presets(GPTConfig, TrainConfig),
     "laptop": (  # two minutes on two laptop cores, on the bytes of Python's own documentation
         GPTConfig(n_layer=2, n_head=2, n_embd=128, block_size=128, vocab_size=257, vocab_multiple=1),
         TrainConfig(
             **config.LAPTOP, total_batch_size=4096, seq_len=128, max_steps=1000, optimizer="muon",
             lr=6e-3, min_lr=0.0, schedule="wsd", warmup_steps=0.03, decay_steps=0.7, weight_decay=0.0,
             beta2=0.99, compile=False,
-        ),
-    ),
-    "sft": (  # supervised fine-tuning on conversations; the model's shape comes from --init_from
-        GPTConfig(),
-        TrainConfig(
-            **config.SFT, total_batch_size=4096, max_steps=200, lr=2e-4, min_lr=0.0,
-            schedule="linear", warmup_steps=0.05, weight_decay=0.0, compile=False,
         ),
     ),
 }  # fmt: skip
@@ -218,8 +157,8 @@ PRESETS = {
 def manual_attention(q, k, v, mask):
     """softmax(QK^T / sqrt(D)) V (Vaswani et al. 2017, 3.2.1): what F.scaled_dot_product_attention
     computes. mask: True where a query may attend; None: everywhere."""
-    # (B, H, T, S); dividing by sqrt(D) keeps their variance independent of D
-    scores = q @ k.transpose(-2, -1) * q.size(-1) ** -0.5
+    # dividing by sqrt(D) makes the variance of the scores independent of D
+    scores = q @ k.transpose(-2, -1) * q.size(-1) ** -0.5  # (B, H, T, S)
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))  # exp(-inf) = 0: no weight
     return F.softmax(scores, dim=-1).to(v.dtype) @ v  # autocast computes the softmax in float32
@@ -243,14 +182,15 @@ class CausalSelfAttention(nn.Module):
         if cache is not None:
             k, v = cache.update(self.layer, k, v)  # (B, H, S, D): earlier tokens come first
         S = k.size(2)
-        causal = self.causal and mask is None and T > 1  # T = 1: a new token attends to all others
+        # a mask from the caller already hides later tokens, and a single new token may see all others
+        causal = self.causal and mask is None and T > 1
         if causal and (S > T or self.attention == "math"):  # query i is at position S - T + i
             mask = torch.ones(T, S, dtype=torch.bool, device=x.device).tril(S - T)
-            causal = False
         if self.attention == "math":
             y = manual_attention(q, k, v, mask)
         else:  # FlashAttention if possible, which never stores the (T, S) scores (Dao et al. 2022)
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
+            is_causal = causal and mask is None
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
 
 
@@ -258,7 +198,9 @@ class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
+        self.c_proj = nn.Linear(
+            4 * config.n_embd, config.n_embd
+        )  # init_weights knows it by this name
 
     def forward(self, x):
         return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))  # tanh, as in OpenAI's code
@@ -278,16 +220,16 @@ class Block(nn.Module):
 
 
 class HeadLoss(nn.Module):
-    """Cross-entropy of the head's logits. It is a module so that lab.kernels can replace it with one
-    that computes the same loss without holding all logits in memory."""
+    """Cross-entropy of the head's logits: a module, so that lab.kernels can replace it with one that
+    computes the same without holding all logits in memory."""
 
     def __init__(self, vocab_size):
         super().__init__()
         self.vocab_size = vocab_size
 
     def forward(self, x, weight, targets, reduction):
-        """x (N, C), weight (V, C), targets (N,) -> the summed loss, or with reduction "none" the loss
-        of each position (N,). Targets of -1 are ignored."""
+        """x (N, C), weight (V, C), targets (N,) -> the sum of the losses, or with reduction "none" the
+        loss of each position (N,). Positions with target -1 have loss 0."""
         logits = F.linear(x, weight)[:, : self.vocab_size]
         # in float32, because 16 bits are not precise enough for a softmax
         losses = F.cross_entropy(logits.float(), targets, ignore_index=-1, reduction="none")
@@ -331,6 +273,54 @@ class GPT(nn.Module):
         with torch.no_grad():  # padding rows: their gradient is 0, so they stay 0
             self.transformer.wte.weight[self.config.vocab_size :] = 0
 
+    def hidden(self, idx, position=None, mask=None, cache=None):
+        """Token ids idx (B, T) -> final hidden states (B, T, C), the input of the head.
+
+        position (T,) or (B, T): defaults to 0, 1, 2, ... mask, broadcastable to (B, H, T, S): True
+        where a token may attend; by default each token attends to itself and all earlier ones.
+        """
+        if position is None:
+            position = torch.arange(idx.size(1), device=idx.device)
+        if self.config.document_mask and mask is None and cache is None:
+            # hides later tokens and other documents; with a cache, generate() passes the mask
+            mask = document_mask(idx, self.config.end_of_text)
+        x = self.transformer.wte(idx) + self.transformer.wpe(position)  # (B, T, C)
+        if self.config.bf16_residual and is_bf16_autocast(x):
+            x = x.bfloat16()  # half the memory traffic of every addition and LayerNorm
+        for block in self.transformer.h:
+            if self.config.activation_checkpointing and torch.is_grad_enabled():
+                x = torch.utils.checkpoint.checkpoint(block, x, mask, use_reentrant=False)
+            else:
+                x = block(x, mask, cache)
+        return self.transformer.ln_f(x)
+
+    def forward(self, idx, targets=None, reduction="mean", position=None, mask=None, cache=None):
+        """idx (B, T) -> (logits, None); with targets (B, T) -> (None, loss).
+
+        logits: (B, T, vocab_size), or with a cache only those of the last position (B, 1, vocab_size).
+        loss: of the positions whose target is not -1, their mean (0 if there are none), their sum, or with
+        reduction "none" each of them (B, T). Logits are not returned together with a loss: all of
+        them take 6.6 GB for 64 x 1024 positions, and the fused head never stores them.
+        """
+        x = self.hidden(idx, position, mask, cache)  # (B, T, C)
+        if targets is None:
+            logits = self.lm_head(x if cache is None else x[:, -1:])
+            return logits[..., : self.config.vocab_size], None
+        loss = self.head_loss(x.flatten(0, 1), self.lm_head.weight, targets.flatten(), reduction)
+        if reduction == "none":
+            return None, loss.view_as(targets)
+        if reduction == "mean":
+            loss = loss / (targets >= 0).sum().clamp(min=1)
+        return None, loss
+
+    def generate(self, idx, max_new_tokens, **gen_kwargs):
+        """Yield the next token (B,) of each row of idx (B, T), max_new_tokens times. gen_kwargs: see
+        lab.inference.generate."""
+        for token, _ in generate(self, idx, max_new_tokens, **gen_kwargs):
+            yield token
+
+    # The rest is what lab/ and Muon ask of a model.
+
     @classmethod
     def from_pretrained(cls, source):
         """Load a model of this class. source: gpt2 ... gpt2-xl, another name on the Hugging Face hub, a
@@ -347,7 +337,7 @@ class GPT(nn.Module):
         return self.transformer.h
 
     def block_matrices(self):
-        """The matrices inside the blocks, which Muon updates. They are used only in matmuls."""
+        """The matrices inside the blocks, which Muon updates. Each is used only in a matmul."""
         return [p for p in self.blocks.parameters() if p.dim() == 2]
 
     def flops_per_token(self, seq_len):
@@ -356,50 +346,6 @@ class GPT(nn.Module):
         (Chowdhery et al. 2022, appendix B)."""
         multiply = sum(p.numel() for p in self.parameters()) - self.transformer.wpe.weight.numel()
         return 6 * multiply + 12 * self.config.n_layer * self.config.n_embd * seq_len
-
-    def hidden(self, idx, position=None, mask=None, cache=None):
-        """Token ids idx (B, T) -> final hidden states (B, T, C), the input of the head.
-
-        position (T,) or (B, T): defaults to 0, 1, 2, ... mask, broadcastable to (B, H, T, S): True
-        where a token may attend; by default each token attends to itself and all earlier ones.
-        """
-        if position is None:
-            position = torch.arange(idx.size(1), device=idx.device)
-        # with a cache, generate() passes the mask
-        if self.config.document_mask and mask is None and cache is None:
-            mask = document_mask(idx, self.config.end_of_text)
-        x = self.transformer.wte(idx) + self.transformer.wpe(position)  # (B, T, C)
-        if self.config.bf16_residual and is_bf16_autocast(x):
-            x = x.bfloat16()  # half the memory traffic of every addition and LayerNorm
-        for block in self.transformer.h:
-            if self.config.activation_checkpointing and torch.is_grad_enabled():
-                x = torch.utils.checkpoint.checkpoint(block, x, mask, use_reentrant=False)
-            else:
-                x = block(x, mask, cache)
-        return self.transformer.ln_f(x)
-
-    def forward(self, idx, targets=None, reduction="mean", position=None, mask=None, cache=None):
-        """idx (B, T) -> (logits, None); with targets (B, T) -> (None, loss).
-
-        logits: (B, T, vocab_size), or with a cache only those of the last position (B, 1, vocab_size).
-        Targets of -1 are ignored. reduction: "mean" over the other targets (0 if there are none),
-        "sum", or "none" for the loss of each position (B, T). Logits are not returned together with a
-        loss, because a compiled step would have to store them: 6.6 GB for 64 x 1024 positions.
-        """
-        x = self.hidden(idx, position, mask, cache)  # (B, T, C)
-        if targets is None:
-            logits = self.lm_head(x if cache is None else x[:, -1:])
-            return logits[..., : self.config.vocab_size], None
-        loss = self.head_loss(x.flatten(0, 1), self.lm_head.weight, targets.flatten(), reduction)
-        if reduction == "none":
-            return None, loss.view_as(targets)
-        return None, loss if reduction == "sum" else loss / (targets >= 0).sum().clamp(min=1)
-
-    def generate(self, idx, max_new_tokens, **gen_kwargs):
-        """Yield the next token (B,) of each row of idx (B, T), max_new_tokens times. gen_kwargs: see
-        lab.inference.generate."""
-        for token, _ in generate(self, idx, max_new_tokens, **gen_kwargs):
-            yield token
 
 
 # ----------------------------------------------------------------------- 3. optimizer and schedule
@@ -461,8 +407,8 @@ def get_lr(step, cfg):
 class Trainer:
     """The training step and all state that a checkpoint holds. speedrun.py and bert.py subclass it.
 
-    raw_model is the bare model, used for saving and sampling; model is the same one wrapped by DDP and
-    torch.compile, used for training. step is the number of completed updates.
+    raw_model is the bare model, used for saving and sampling. model is the same one, wrapped by DDP and
+    torch.compile, and used for training. step is the number of completed updates.
     """
 
     model_class = GPT
@@ -477,21 +423,23 @@ class Trainer:
         self.checkpointer = AsyncCheckpointer(
             self.run_dir, cfg.keep_last, cfg.async_save, world.device
         )
-        self.timer = StepTimer(world.device, enabled=cfg.timing)  # --timing: milliseconds per phase
+        self.timer = StepTimer(world.device, enabled=cfg.timing)
         self.health = HealthMonitor(self)  # non-finite values, gradient spikes
 
     def train_step(self):
-        """Do one update. Returns two tensors: the losses of the micro-steps, whose sum, averaged over
-        the processes, is the loss of the step; and the gradient norm before clipping."""
+        """Do one update. Returns (losses, grad_norm), both tensors. losses has one number per micro-step;
+        their sum, averaged over the processes, is the mean loss of the step's tokens. grad_norm is the
+        norm of the gradient before clipping."""
         precision, timer, losses = self.precision, self.timer, []
-        timer.mark("start")
+        timer.mark("start")  # --timing logs the milliseconds between these marks
+        # grad_accum_steps = total_batch_size / (batch_size * seq_len * world_size)
         for micro_step in range(self.loader.grad_accum_steps):
-            # x, y: (B, T); num_targets: number of targets of the whole step
+            # x, y: (B, T); num_targets: over all micro-steps and processes of this step
             x, y, num_targets = self.loader.next_batch()
             timer.mark("data")
             # DDP averages the gradients over the processes during backward(). Once per update is enough,
-            # so no_sync() turns it off in all micro-steps but the last. DDP decides this in the forward pass,
-            # so both forward and backward must be inside the context.
+            # so no_sync() turns it off in all micro-steps but the last. DDP decides in the forward pass what
+            # the following backward() does, so both must be inside the context.
             last = micro_step == self.loader.grad_accum_steps - 1
             sync = last or not hasattr(self.model, "no_sync")  # only DDP has no_sync
             with contextlib.nullcontext() if sync else self.model.no_sync():
@@ -505,16 +453,18 @@ class Trainer:
                 # averaged by DDP: the factor 2 turns its mean into the sum.
                 loss = loss * (self.world.world_size / num_targets)
                 timer.mark("forward")
-                # fp16 rounds gradients below 3e-8 to 0, so the scaler scales the loss up
+                # The scaler acts in fp16 only, which rounds gradients below 3e-8 to 0: it multiplies the
+                # loss by a large factor, and clip_grad_norm divides the gradients by it. In the other
+                # precisions scale(loss) is loss, and scaler.step(optimizer) is optimizer.step().
                 precision.scaler.scale(loss).backward()
                 timer.mark("backward")
             losses.append(loss.detach())
-        self.health.record_gradients()  # norm of each parameter's gradient, for spike reports
-        # with ZeRO-1 and FSDP2 each rank has a shard of the gradients, and the optimizer clips them
-        # (in ZeRO-1 after the reduce-scatter, which also happens here)
+        self.health.record_gradients()  # norms of the parameters' gradients, to report spikes
+        # With ZeRO-1 and FSDP2 each process keeps a part of the gradients, and the optimizer clips them
+        # (with ZeRO-1, it first averages them over the processes).
         clip = getattr(self.optimizer, "clip_grad_norm", self.clip_grad_norm)
         grad_norm = clip(self.cfg.grad_clip)
-        self.health.observe(grad_norm)  # --on_spike skip: the optimizer then ignores this gradient
+        self.health.observe(grad_norm)  # after a spike, --on_spike skip makes step() do nothing
         for group in self.optimizer.param_groups:
             group["lr"] = get_lr(self.step, self.cfg) * group["lr_scale"]
         precision.scaler.step(self.optimizer)
@@ -535,7 +485,7 @@ class Trainer:
         return norm
 
     def state_dict(self):
-        """All that is needed to resume exactly, as tensors and plain values. All ranks must call it."""
+        """All that is needed to resume exactly, as tensors and plain values. Every process must call it."""
         return {
             "program": describe_program(self), "step": self.step, "best_val": self.best_val,
             "model": self.raw_model.state_dict(), "optimizer": self.optimizer.state_dict(),
@@ -557,9 +507,9 @@ class Trainer:
         self.best_val = state["best_val"]
 
     def save(self):
-        """Start writing a checkpoint in a thread. Each step is saved at most once, and step 0 never.
-        Returns the log record of a finished checkpoint, or None; with async_save that is the previous
-        checkpoint, because this one is still being written."""
+        """Save a checkpoint, written by a background thread; does nothing at step 0 or if this step is
+        saved already. Returns what to log: the name of the previous checkpoint, whose writing has finished
+        (with --no_async_save of this one), or None."""
         if self.step == self.saved_step:
             return None
         self.saved_step, state = self.step, self.state_dict()
@@ -568,9 +518,7 @@ class Trainer:
     def callbacks(self, stop):
         """The callbacks that run between updates, in this order."""
         validation = Validation(self, stop)
-        save = PeriodicCallback(
-            "checkpoint", self.cfg.checkpoint_every, lambda trainer: trainer.save()
-        )
+        save = PeriodicCallback("checkpoint", self.cfg.checkpoint_every, lambda t: t.save())
         samples = TextSamples(self, validation.tokenizer)
         return [save, validation, HellaSwag(self, stop), Blimp(self, stop), samples]
 
@@ -581,6 +529,7 @@ class Trainer:
 def build_trainer(model_config, cfg, world, state=None, trainer_class=Trainer):
     """The Trainer for these settings, at step 0 or restored from the checkpoint `state`."""
     torch.manual_seed(cfg.seed)
+    set_deterministic(cfg.deterministic)
     precision = Precision(cfg.precision, world.device)  # auto: bf16 if the GPU supports it
     precision.set_matmul_precision()  # TF32 for matmuls that autocast leaves in float32
     shards = TokenShards(cfg.data, "train", model_config.vocab_size)
@@ -588,10 +537,10 @@ def build_trainer(model_config, cfg, world, state=None, trainer_class=Trainer):
     if cfg.init_from and not state:
         registry.init_from(cfg.init_from, raw_model, cfg.log_dir)
     raw_model.to(world.device)
-    if cfg.kernels == "fused":  # replace HeadLoss and MLP with faster ones that compute the same
+    if cfg.kernels == "fused":  # replace HeadLoss and MLP, if unedited, with faster ones
         kernels.replace_modules(raw_model, MLP, precision, cfg.fp8, world.print0)
     batch_size = cfg.batch_size or find_max_batch_size(raw_model, cfg, world, precision, state)
-    loader = TokenLoader(shards, cfg, world, batch_size)  # the same tokens for any world size
+    loader = TokenLoader(shards, cfg, world, batch_size)  # divides each step among the processes
     optimizer = trainer_class.make_optimizer(raw_model, cfg, world)
     model = raw_model
     if world.distributed and cfg.parallel != "ddp":
@@ -599,9 +548,12 @@ def build_trainer(model_config, cfg, world, state=None, trainer_class=Trainer):
         optimizer = sharded_adamw(optimizer, raw_model, loader, precision, world)
     elif world.distributed:
         # DDP all-reduces gradients in buckets while backward() still computes those of earlier layers.
-        # torch.compile splits its graph at each bucket; DDP's default of 25 MB would split every block.
+        # torch.compile, which must come after DDP, splits its graph at each bucket, so that it can fuse less;
+        # DDP's default of 25 MB would split every block.
         model = DistributedDataParallel(raw_model, gradient_as_bucket_view=True, bucket_cap_mb=250)
-        warmup_ddp_buckets(model, precision)  # so that a resumed run adds in the same order
+        # DDP chooses its buckets anew after the first backward(). That happens here, so that a resumed
+        # run adds gradients in the same order and ends with the same bits.
+        warmup_ddp_buckets(model, precision)
     if cfg.compile and can_compile(world, model_config, precision):
         model = torch.compile(model, dynamic=False)  # fuses the operations between matmuls
     trainer = trainer_class(raw_model, model, optimizer, loader, precision, world, cfg)
@@ -616,9 +568,12 @@ def build_trainer(model_config, cfg, world, state=None, trainer_class=Trainer):
 def train(trainer, callbacks, log, stop):
     """Train until cfg.max_steps. Returns the name of the signal that stopped the run, or "".
 
-    Each iteration runs the callbacks that are due, then one update. After the last update the callbacks
-    run once more, to save and evaluate the final weights. A step is saved before it is evaluated: if a
-    signal interrupts the evaluation, a resumed run repeats it.
+    Each iteration runs the callbacks that are due, then does one update. After the last update the
+    callbacks run once more, to save and evaluate the final weights. Saving is the first callback, so that a
+    run that is killed during an evaluation loses no update.
+
+    log writes log.jsonl and prints; an event whose values are None is not logged. stop remembers whether
+    a signal (Ctrl-C or SIGTERM) arrived.
     """
     cfg, world, health = trainer.cfg, trainer.world, trainer.health
     throughput, stopped = Throughput(trainer, log), ""
@@ -626,28 +581,27 @@ def train(trainer, callbacks, log, stop):
         while True:
             last = trainer.step == cfg.max_steps
             due = [callback for callback in callbacks if callback.should_run(trainer.step, last)]
-            # Raises an exception on all processes: GracefulStop after a signal; RunError if a loss, a
-            # gradient or a weight is not finite (weights after such an update are never saved).
+            # Raises RunError if a loss, a gradient or a weight is not finite, so that such weights are
+            # never saved; raises GracefulStop on all processes if one of them received a signal. The GPU
+            # may still be computing the latest update, whose loss is waited for only before callbacks.
             health.check(stop, log, include_latest=bool(due) or last)
-            with throughput.paused(due):
-                for callback in due:  # evaluation may raise GracefulStop
+            with throughput.paused(due):  # the time of callbacks does not count
+                for callback in due:
                     log.event(callback.name, trainer.step, callback(trainer))
             if last:
                 break
             losses, grad_norm = trainer.train_step()
-            health.record(
-                losses
-            )  # check() reads them a step later: the CPU never waits for the GPU
-            throughput.tick()
+            health.record(losses)  # starts copying them to the CPU, for the next check()
+            throughput.tick()  # excludes the first update, which compiles
             if trainer.step % cfg.log_every == 0 or trainer.step == cfg.max_steps:
-                loss = world.mean(losses.sum().item())
+                loss = world.mean(losses.sum().item())  # .item() waits for the GPU
                 lr = trainer.optimizer.param_groups[-1]["lr"]  # AdamW's, whose lr_scale is 1
                 log.train_step(trainer.step, loss, lr, grad_norm.item(), **throughput.read())
-    except GracefulStop as signal:  # Ctrl-C or SIGTERM: save and stop
+    except GracefulStop as signal:  # raised by check() or by a callback: save and stop
         stopped = str(signal)
         health.check(stop, log, include_latest=True, raise_on_stop=False)
         log.event("checkpoint", trainer.step, trainer.save())
-    log.event("checkpoint", trainer.step, trainer.checkpointer.finish())
+    log.event("checkpoint", trainer.step, trainer.checkpointer.finish())  # waits for the thread
     log.event("end", trainer.step, {"reason": stopped or "done"})
     return stopped
 
@@ -663,7 +617,7 @@ def main(argv, presets=PRESETS, description=__doc__, build=build_trainer, traine
     model_config, cfg, state = config.resolve_config(
         model_config, cfg, world, presets, trainer_class
     )
-    trainer, stop = build(model_config, cfg, world, state), SignalHandler(world)
+    trainer, stop = build(model_config, cfg, world, state, trainer_class), SignalHandler(world)
     callbacks = trainer.callbacks(stop)
     with lock_run_dir(trainer), stop, RunLogger(trainer) as log, oom_hint():
         log.start(reason, trainer, callbacks)

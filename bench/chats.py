@@ -4,11 +4,11 @@
     python bench/chats.py --tenth 1 log/TUNED            # on a tenth of the training conversations
     python bench/chats.py --out chats.jsonl --show 5 log/TUNED
 
-In the data, "facts" lists for each answer the alternatives, separated by |, one of which the answer must
+In the data, "facts" has one text per answer: alternatives separated by |, one of which the answer must
 contain. Answers are generated greedily, given the question and the reference turns before it. An answer
-is right if it contains the fact, and ended if the model writes end-of-text or the next role. The
-baseline is a random reference answer from the other conversations: the fraction of those that contain
-the fact. Conversations longer than a model's context are skipped and counted.
+is right if it contains the fact, and counts as ended if the model writes end-of-text or the next role. The
+baseline is the chance that a reference answer taken at random from another conversation contains the
+fact. Conversations longer than a model's context are skipped and counted.
 """
 
 import re
@@ -31,7 +31,7 @@ from lab.registry import resolve_source
 class Config:
     model: Annotated[tuple[str, ...], Positional, arg(metavar="[RUN ...]")] = ()
     data: str = "examples/chats.jsonl"  # conversations with facts
-    tenth: int = 0  # 0: the held-out tenth; 1 to 9: those used for training
+    tenth: int = 0  # 0: the held-out tenth; 1 to 9: a tenth used for training
     max_new_tokens: int = 64  # maximum length of an answer
     show: int = 0  # number of questions and answers to print
     out: str = ""  # append the measurements to this file

@@ -104,7 +104,7 @@ def compare(trainer):
 
 
 def build(cfg, world, folder):
-    """The trainer of these settings, compiled even where can_compile would say no."""
+    """The trainer of these settings, compiled even if can_compile returns False."""
     model, train = PRESETS[cfg.preset]
     shape = dict(n_layer=cfg.n_layer or model.n_layer, bf16_residual=cfg.bf16_residual)
     model = replace(model, **shape)

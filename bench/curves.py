@@ -73,26 +73,41 @@ def passes(runs, out_path, dark):
     figure.savefig(out_path)
 
 
+RECIPES = {  # {recipe: (steps of its runs, its name in figures)}
+    "gpt2": (270, "GPT-2's recipe"),
+    "muon": (290, "train_gpt2.py, Muon"),
+    "readable": (240, "readable recipe"),
+    "speedrun": (390, "speedrun.py --fp8 head"),
+}
+
+
+def recipes_on_one_gpu(runs):
+    """{recipe: the record of its run on one H200, whose "curve" has (seconds, step, validation loss)}. Of
+    several seeds, the one with the median loss."""
+    rows = {}
+    for recipe, (steps, _) in RECIPES.items():
+        seeds = records(runs, "speedrun_h200", "curve", recipe=recipe, run_steps=steps, gpus=1)
+        rows[recipe] = sorted(seeds, key=lambda r: r["curve"][-1][2])[len(seeds) // 2]
+    return rows
+
+
 @made_by("python bench/speedrun.py --data DATA --steps 390 --more='--fp8 head'")
 def speedrun(runs, out_path, dark):
     """Validation loss against seconds of training; speedrun.py is blue, others are orange. Of several
     seeds, the one with the median loss is drawn."""
-    steps, rows = dict(gpt2=270, muon=290, readable=240, speedrun=390), {}
-    for recipe, run_steps in steps.items():
-        seeds = records(runs, "speedrun_h200", "curve", recipe=recipe, run_steps=run_steps, gpus=1)
-        rows[recipe] = sorted(seeds, key=lambda r: r["curve"][-1][2])[len(seeds) // 2]
+    rows = recipes_on_one_gpu(runs)
     seconds, _, losses = zip(*rows["speedrun"]["curve"])
     goal = np.interp(-3.6, -np.array(losses), seconds)  # np.interp needs increasing values
     title = f"On one H200 speedrun.py is at 3.60 nats a token after {goal:.0f} s"
     note = "124M, speedrun.py 201M; books and textbooks; " + where_and_when(rows.values())
     figure, ax = blank(5.4, title, note)
-    names = {"gpt2": "GPT-2's recipe", "muon": "train_gpt2.py, Muon", "readable": "readable recipe"}
-    names["speedrun"] = "speedrun.py --fp8 head"
     for recipe, row in rows.items():
         seconds, _, losses = zip(*row["curve"][1:])  # the first is before training
         color = color_of("blue" if recipe == "speedrun" else "orange", dark)
         ax.plot(seconds, losses, "o-", color=color, markersize=3)
-        write(ax, f"{names[recipe]} {losses[-1]:.2f}", seconds[-1], losses[-1], dx=6, color=color)
+        write(
+            ax, f"{RECIPES[recipe][1]} {losses[-1]:.2f}", seconds[-1], losses[-1], dx=6, color=color
+        )
     ax.set(xlabel="seconds of training, compiling left out")
     ax.set(ylabel="validation loss (nats per token)", ylim=(3.4, 7.1), xlim=(0, 112))
     ax.set(xticks=range(0, 90, 10))

@@ -27,7 +27,7 @@ from train_gpt2 import GPT, PRESETS
 class Config:
     size: Literal[tuple(PRESETS)] = "gpt2"  # shape of a model with random weights
     model: str = ""  # run, checkpoint, Hugging Face folder or hub name to use instead
-    data: str = ""  # as blimp.py takes it
+    data: str = ""  # the same as --data of blimp.py
     pairs: int = 0  # first pairs of each paradigm; 0 is all 1,000
     rounds: int = 3  # measurements after the warm-up
     device: str = "auto"  # cuda, mps or cpu

@@ -1,9 +1,10 @@
 """Kernel time of a training step by class, from a profiler trace. Used by ladder.py and parallel.py.
 
-kernel_ms is the kernel time of each class, also of the optimizer, divided by the number of micro-steps;
-so the sum over the classes times the micro-steps is the time of a step. Kernels launched after the last
-backward pass are "optimizer"; all others are classified by name. Matmuls of math attention count as
-matmul, its softmax as attention. idle is time in which no kernel runs; profiling increases it.
+kernel_ms is the kernel time of each class in a step, including the optimizer's, divided by the number of
+micro-steps. Its sum over the classes, times the number of micro-steps, is the time of a step. Kernels
+launched after the last backward pass are "optimizer"; all others are classified by name. Matmuls of
+math attention count as matmul, its softmax as attention. idle is time in which no kernel runs;
+profiling increases it.
 """
 
 import json

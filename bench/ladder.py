@@ -18,7 +18,7 @@ optimizer. Of 5 + --steps steps the first 5 are dropped. compile_s is the differ
 and the median step, including the comparison of losses. The first seed of a variant starts with an empty
 compiler cache; later seeds use its cache. One more step runs under the profiler: kernel_ms is its kernel
 time by class (kernels.py). A loss run trains from scratch with warmup (a tenth of the steps) and cosine
-decay. In its seconds, the first step, which compiles, counts as an average one.
+decay. Its seconds count the first step, which compiles, as an average one.
 """
 
 import dataclasses
@@ -308,7 +308,7 @@ def speed_table(records):
         rows[-1] += [f"{rates[0]:,.0f} to {rates[-1]:,.0f}", f"{ratio:.2f}", peak]
         rows[-1] += [f"{compile_s:.1f}" if name in UNCOMPILED else "", paid]
         rows[-1] += [f"{np.mean(val):.4f}", f"{max(val) - min(val):.4f}", f"{np.mean(then):.3f}"]
-    head = "variant,B,seeds,tokens/s,of the seeds,x baseline,GiB,compile s,paid after step"
+    head = "variant,B,seeds,tokens/s,of the seeds,x baseline,GiB,compile s,break-even step"
     print_rows(f"{head},val loss,spread,train loss at {fastest:.1f} s".split(","), rows)
 
 

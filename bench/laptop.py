@@ -8,7 +8,7 @@ recommends for a CPU: 4 layers, 128 channels, context 64, batch 12, 2000 steps, 
 train_gpt2.py runs with the flags below. Both read the same characters; the first 90 % are for training
 and the rest for validation. Both are timed from the start of the process, including imports and set-up,
 to the first validation loss of at most 1.88 nats per character. nanoGPT's losses are those that it
-prints: means of 20 random batches, every 250 steps. train_gpt2.py's are of the whole last tenth. If
+prints: means of 20 random batches, every 250 steps. train_gpt2.py's are means over the whole last tenth. If
 nanoGPT does not reach 1.88, the time is that of its last loss. The machine should be idle; its load is
 printed and recorded.
 """

@@ -4,12 +4,12 @@
     python bench/longer.py --model log/RUN --data FOLDER --length 8192 --updates 0 100
 
 For each --scaling (see speedrun.py --rope_scaling) and each number of --updates at the new length,
-two measurements. Loss by position: the mean loss of the tokens of each eighth of the context, over
-windows of the validation split. Retrieval: a sentence that gives one of ten words to a name is
-planted in a text of the new length, a certain distance before its end, and asked for at the end. The
-likeliest of the ten words counts, so guessing gives 10 %. "none" as distance: nothing is planted.
-The updates are made by speedrun.py --init_from in a process of its own. Every measurement is a line
-in --out.
+there are two measurements. Loss by position: the mean loss of the tokens of each eighth of the
+context, over windows of the validation split. Retrieval: a sentence that tells the secret word of a
+name, one of ten, is planted in a text of the new length, some distance before its end, and the end
+asks for the word. The answer is the most probable of the ten words, so guessing gives 10 %. With the
+distance "none", nothing is planted. The updates are made by speedrun.py --init_from in a process of
+its own. Every measurement is a line in --out.
 """
 
 import random
@@ -43,15 +43,15 @@ class Config:
     model: str = ""  # speedrun.py run, trained with its block_size
     data: str = ""  # folder of token shards
     length: int = 0  # new context; 0: four times the model's
-    scaling: tuple[str, ...] = SCALINGS  # which methods
+    scaling: tuple[str, ...] = SCALINGS  # values of --rope_scaling to compare
     updates: tuple[int, ...] = (0, 50)  # updates at the new length before measuring
-    tokens_per_update: int = 131072  # of the updates
+    tokens_per_update: int = 131072  # tokens of one update
     windows: int = 128  # windows of the validation split, for loss by position
     facts: int = 200  # planted facts per distance
     batch_size: int = 4  # windows at a time, also in the updates
-    muon_lr: float = 0.003  # peak rate of the updates, a tenth of speedrun.py's, as are the others
+    muon_lr: float = 0.003  # peak learning rate; like the others, a tenth of speedrun.py's
     device: str = "auto"  # cuda or cpu
-    seed: int = 1  # of the planted facts and the updates
+    seed: int = 1  # random seed of the planted facts and the updates
     out: str = "longer.jsonl"  # file of measurements
 
 
@@ -83,7 +83,10 @@ def loss_by_position(model, shards, length, windows, batch_size, precision):
     """Mean loss (PARTS,) of each part of the context, on the first windows of the split."""
     sums, device = torch.zeros(PARTS, dtype=torch.float64), next(model.parameters()).device
     windows = min(windows, (len(shards) - 1) // length)
-    require(windows > 0, f"data={shards.folder} has fewer than length={length} validation tokens")
+    require(
+        windows > 0,
+        f"data={shards.folder} has fewer than length={length} validation tokens; pass another --data",
+    )
     for start in range(0, windows, batch_size):
         offsets = [i * length for i in range(start, min(windows, start + batch_size))]
         x, y = (torch.from_numpy(t).to(device) for t in shards.batch(offsets, length))
@@ -100,7 +103,9 @@ def choices(tokenizer):
         last = [row[-1] for row in ids]
         if len(set(map(tuple, (row[:-1] for row in ids)))) == 1 and len(set(last)) == len(words):
             return words, last
-    raise UserError("the tokenizer has no ten words or letters of one token each")
+    raise UserError(
+        "the tokenizer has no ten words or letters of one token each; pass another --model"
+    )
 
 
 def planted(shards, tokenizer, length, distance, rng):
@@ -119,7 +124,7 @@ def planted(shards, tokenizer, length, distance, rng):
 
 @torch.no_grad()
 def retrieval(model, shards, tokenizer, length, distance, cfg, precision):
-    """Share of planted facts whose word is the likeliest of the ten."""
+    """Fraction of planted facts whose word is the most probable of the ten."""
     rng, hits, device = random.Random(cfg.seed), 0, next(model.parameters()).device
     last = torch.tensor(choices(tokenizer)[1], device=device)
     rows = [planted(shards, tokenizer, length, distance, rng) for _ in range(cfg.facts)]

@@ -5,9 +5,9 @@
     python bench/mutations.py --only 3 --all_tests   # any test may catch it
 
 Each fault replaces one piece of text in a temporary copy of this folder, and pytest runs the test files
-or tests named beside it until one fails. The table names that one. In the end, all of these must pass
-without a fault. The exit status is 1 if a fault is not caught. After a change of a line that a fault
-replaces, change the fault, too.
+or tests named beside it until one fails. The table names that one. At the end, the tests that caught
+a fault must pass without it. The exit status is 1 if a fault is not caught. If you change a line that a
+fault replaces, update the fault.
 """
 
 import re
@@ -199,7 +199,7 @@ def planted(fault: Fault, root: Path) -> str:
     require(
         text.count(fault.old) == 1,
         f'fault "{fault.what}": its old text is in {fault.file} {text.count(fault.old)} times, but must '
-        "be there once; change the fault in bench/mutations.py",
+        "occur once; update the fault in bench/mutations.py",
     )
     return text.replace(fault.old, fault.new)
 

@@ -4,7 +4,7 @@
 
 Each chapter's seconds are written to the table of contents. Pictures are saved with 128 colors,
 which look the same for lines and text at a third of the size. If a cell fails, the file is left
-unchanged. A few cells use GPT-2's tokenizer, whose files TIKTOKEN_CACHE_DIR may name.
+unchanged. A few cells use GPT-2's tokenizer, whose files may be in the folder TIKTOKEN_CACHE_DIR.
 """
 
 import base64

@@ -3,11 +3,11 @@
     python bench/scaling.py                                       # all runs, to scaling.jsonl
     python bench/scaling.py --groups budget --seeds 1 2 --out more.jsonl
 
-Group budget: five sizes, each for as many tokens as the same number of FLOPs allows, for two numbers
-of FLOPs. Group ladder: six sizes, each for 8 tokens per weight in its blocks. The model and recipe
-are those of speedrun.py's preset laptop with sequences of 64 bytes, without the embedding of pairs,
-on the built-in text. Every finished run is a line in --out and is not repeated. Losses depend on the
-installed Python, whose documentation is the text.
+Group budget: five model sizes for each of two FLOP budgets, each trained on as many tokens as the
+budget allows. Group ladder: six sizes, each trained on 8 tokens per weight in its blocks. The model and
+the recipe are those of speedrun.py's preset laptop with sequences of 64 bytes, without the embedding
+of pairs, on the built-in text. Every finished run is a line in --out and is not repeated. Losses
+depend on the installed Python, whose documentation is the text.
 """
 
 import platform

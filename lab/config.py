@@ -47,21 +47,29 @@ OPTIMIZATIONS = {  # --optimizations: groups of defaults, which flags override
 
 @dataclass
 class RunConfig:
-    """Settings that all training programs share: data, evaluation, logging and checkpoints. Each
-    program's TrainConfig adds batch, optimizer, schedule and speed."""
+    """Settings that all training programs share: data, hardware, speed, evaluation, logging and
+    checkpoints. Each program's TrainConfig adds batch, optimizer and schedule."""
 
     preset: str = "gpt2"  # source of the other defaults: gpt2 ... gpt2-2.7b, laptop, or sft
     # data
     data: str = "edu_fineweb10B"  # folder of token shards (made by fineweb.py), or file of chats
     shuffle: bool = True  # read sequences in a random order; off: in the order on disk
-    align_documents: bool = False  # start sequences at end-of-text, dropping tokens in between
+    # start each sequence at the beginning of a document, and drop the tokens in between
+    align_documents: bool = False
     # hardware
     device: str = "auto"  # cuda, mps or cpu
     timeout: int = 600  # seconds after which a process that does not answer is considered lost
     seed: int = 1337  # random seed of weights, shuffling and samples
+    deterministic: bool = False  # on GPUs, identical runs agree bit for bit; 8 % slower
     # baseline: fp32, eager, plain kernels; bf16: baseline in bf16; recommended: as in the preset;
     # full: with 8-bit matmuls
     optimizations: Literal["baseline", "bf16", "recommended", "full"] = "recommended"
+    # speed
+    precision: Literal["auto", "bf16", "fp16", "tf32", "fp32"] = "auto"  # auto: the device's best
+    parallel: Literal["ddp", "zero1", "fsdp2"] = "ddp"  # zero1 shards AdamW's state, fsdp2 all
+    compile: bool = True  # use torch.compile where it works
+    kernels: Literal["fused", "plain"] = "fused"  # plain: use the modules of the program as written
+    fp8: Literal["off", "head", "all"] = "off"  # 8-bit matmuls in the head; all: in the MLPs too
     # evaluation and logging; intervals are in steps
     log_every: int = 10  # log loss and speed
     val_every: int = 250  # validation loss; 0: never
@@ -117,9 +125,10 @@ class RunConfig:
             not self.wandb or importlib.util.find_spec("wandb"),
             "--wandb needs `pip install wandb`; log.jsonl and TensorBoard are written without it",
         )
+        check_training(self, model_config)
 
 
-# settings that the presets "laptop" and "sft" of all programs share
+# settings that the presets "laptop" and "sft" of several programs share
 LAPTOP: dict[str, Any] = dict(
     preset="laptop", data="data/builtin", log_every=20, val_every=200, val_tokens=131072,
     hellaswag_every=0, sample_every=200, sample_tokens=200, sample_prompt="The ", checkpoint_every=500,
@@ -127,8 +136,27 @@ LAPTOP: dict[str, Any] = dict(
 SFT: dict[str, Any] = dict(
     preset="sft", data="examples/chats.jsonl", val_every=20, val_tokens=0, hellaswag_every=0,
     sample_every=50, sample_prompt="{user} What is a token?\n\n{assistant}".format(**ROLES),
-    checkpoint_every=20,
+    checkpoint_every=20, total_batch_size=4096, max_steps=200, schedule="linear", compile=False,
 )  # fmt: skip
+
+
+def more_presets(model: Any, train: Any) -> dict[str, tuple[Any, Any]]:
+    """The presets of train_gpt2.py besides gpt2 and laptop, as {name: (model config, run config)}.
+
+    model, train: its GPTConfig and TrainConfig. Sizes: Radford et al. 2019, table 2 (the parameter counts
+    printed there are wrong; the shapes are those of the released models), and GPT-3 2.7B, whose weights,
+    gradients and AdamW moments take 42 GB. Learning rates: Brown et al. 2020, table 2.1, for the model
+    closest in size; for gpt2-xl that is GPT-3 XL, which has a different shape and batch size. sft is
+    supervised fine-tuning on conversations; the model's shape comes from --init_from.
+    """
+    rates = dict(lr=1.6e-4, min_lr=1.6e-5)
+    return {
+        "gpt2-medium": (model(24, 16, 1024), train("gpt2-medium", lr=3e-4, min_lr=3e-5)),
+        "gpt2-large": (model(36, 20, 1280), train("gpt2-large", lr=2.5e-4, min_lr=2.5e-5)),
+        "gpt2-xl": (model(48, 25, 1600), train("gpt2-xl", lr=2e-4, min_lr=2e-5)),
+        "gpt2-2.7b": (model(32, 32, 2560), train("gpt2-2.7b", parallel="fsdp2", **rates)),
+        "sft": (model(), train(**SFT, lr=2e-4, min_lr=0.0, warmup_steps=0.05, weight_decay=0.0)),
+    }
 
 
 # --------------------------------------------------------------------------------------- validation
@@ -159,6 +187,54 @@ def check_length(config: Any, name: str) -> None:
         isinstance(value, int) or value < 1,
         f"{name}={value} must be a whole number of steps, or a fraction of max_steps below 1; for "
         f"{value:g} steps pass --{name} {round(value)}",
+    )
+
+
+def check_shape(config: Any) -> None:
+    """Raise UserError for a model shape (train_gpt2.GPTConfig) that cannot work."""
+    check_range(config, 1, 4096, "n_layer", "n_head", "vocab_multiple")
+    check_range(config, 1, None, "n_embd", "block_size")
+    multiple = -(-config.n_embd // config.n_head) * config.n_head
+    require(
+        config.n_embd % config.n_head == 0,
+        f"n_embd={config.n_embd} must be divisible by n_head={config.n_head}; try {multiple}",
+    )
+
+
+def check_training(cfg: Any, model_config: Any) -> None:
+    """Raise UserError for settings of train_gpt2.TrainConfig that cannot work with any data or on any
+    machine."""
+    check_range(cfg, 1, 2**28, "total_batch_size", "seq_len", "max_steps")
+    for name in ("beta1", "beta2"):
+        require(getattr(cfg, name) < 1, f"{name}={getattr(cfg, name)} must be less than 1")
+    for name in ("warmup_steps", "decay_steps"):
+        check_length(cfg, name)
+    require(
+        cfg.seq_len <= model_config.block_size,
+        f"seq_len={cfg.seq_len} must be at most block_size={model_config.block_size}; shorten it "
+        f"or pass --block_size {cfg.seq_len}",
+    )
+    require(
+        cfg.eps > 0,
+        "eps=0 must be above 0, because a gradient of 0 would give 0 / 0; the usual value is 1e-8",
+    )
+    require(
+        cfg.lr > 0,
+        f"lr={cfg.lr} must be above 0, because the other learning rates scale with it; "
+        "to freeze the weights, pass a tiny one such as 1e-9",
+    )
+    require(
+        cfg.min_lr <= cfg.lr or cfg.schedule == "constant",
+        f"min_lr={cfg.min_lr} must not be above lr={cfg.lr}; pass a smaller --min_lr",
+    )
+    require(
+        cfg.kernels == "fused" or cfg.fp8 == "off",
+        f"fp8={cfg.fp8} needs the fused kernels; pass --fp8 off or --kernels fused",
+    )
+    require(
+        cfg.parallel == "ddp" or cfg.optimizer == "adamw",
+        f"parallel={cfg.parallel} shards AdamW's state and does not work with "
+        f"optimizer={cfg.optimizer}; pass --optimizer adamw, or leave --parallel out",
     )
 
 
@@ -317,7 +393,7 @@ def resolve_config(
 def resolve_on_rank0(
     model_config: Any, cfg: Any, presets: dict, trainer_class: Any
 ) -> tuple[Any, Any]:
-    """What rank 0 decides for all ranks, because they may see different states of a shared folder."""
+    """Settings that rank 0 chooses for all ranks, which may see different states of a shared folder."""
     if cfg.init_from and not cfg.resume:
         cfg = dataclasses.replace(cfg, init_from=resolve_source(cfg.init_from, cfg.log_dir))
     builtin = {"data/builtin": "bytes", "data/builtin_wordpiece": "wordpiece"}
@@ -337,8 +413,8 @@ def resolve_on_rank0(
 
 
 def resolve_vocabulary(model_config: Any, cfg: Any, presets: dict) -> Any:
-    """Set the vocabulary size, tokenizer and end-of-text of model_config to the data's. Data without a
-    manifest: the vocabulary size of the flag, of --init_from or of the preset."""
+    """Set the vocabulary size, tokenizer and end-of-text of model_config to the data's. For data
+    without a manifest, the vocabulary size is that of the flag, of --init_from or of the preset."""
     asked, manifest = model_config.vocab_size, read_manifest(cfg.data)
     if manifest and asked not in (0, manifest["vocab_size"]) and not cfg.resume:
         raise UserError(

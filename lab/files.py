@@ -130,7 +130,7 @@ def atomic_open(path: str | Path) -> Iterator[IO[bytes]]:
     part = path.with_name(path.name + ".part")
     with write_errors(path):
         try:
-            part.unlink(missing_ok=True)  # left by a kill; if it is a link, its target stays
+            part.unlink(missing_ok=True)  # of a killed process; the target of a link stays
             with part.open("xb") as file:  # x: refuse a link or FIFO that appears meanwhile
                 yield file
                 file.flush()

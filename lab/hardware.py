@@ -61,6 +61,18 @@ def resolve_device(name: str, local_rank: int) -> torch.device:
     return torch.device(kind, number)
 
 
+def set_deterministic(enabled: bool) -> None:
+    """Let PyTorch use only algorithms that always add in the same order, so that the same run on the same
+    kind of GPU has the same bits (pytorch.org/docs/stable/notes/randomness.html). Results on a CPU do not
+    depend on it. Call it before the first matmul: cuBLAS reads the variable once. This is a global setting
+    of torch, so each run sets it again."""
+    if enabled:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(enabled)
+    # True would fill new tensors with NaN, which takes time
+    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore
+
+
 def get_rng_state(device: torch.device) -> dict:
     """States of torch's random generators: {"cpu": tensor, "cuda": tensor or None}."""
     cuda = torch.cuda.get_rng_state() if device.type == "cuda" else None

@@ -4,6 +4,7 @@ The class of a model is the one recorded in its checkpoint (lab/program.py); pub
 loaded into train_gpt2.py's GPT or bert.py's Bert.
 """
 
+import contextlib
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -104,8 +105,8 @@ def load_state_strict(model: torch.nn.Module, state: Any, source: Any) -> None:
 
 
 def tokenizer_name(model_config, source: str | Path = "") -> str:
-    """The name of a model's tokenizer for get_tokenizer. A tokenizer file is next to the checkpoint, or in
-    the folder of the data, the run or the export that `source` names.
+    """The name of a model's tokenizer for get_tokenizer. A tokenizer.json is expected in the folder
+    of `source`.
 
     Raises UserError if neither the config nor the vocabulary's size names one."""
     name = getattr(model_config, "tokenizer", "") or tokenizer_for_vocab_size(
@@ -117,6 +118,19 @@ def tokenizer_name(model_config, source: str | Path = "") -> str:
     if path.exists():
         return str((path if path.is_dir() else path.parent) / name)
     return str(download(str(source)) / name)  # a model on the hub
+
+
+def is_tuned(source: str) -> bool | None:
+    """Whether a model was fine-tuned on conversations, as the config.json of its run says. None: unknown.
+    source: as resolve_source returns it."""
+    if source in PUBLISHED:
+        return False
+    path = Path(source).parent / "config.json"
+    if not (is_checkpoint(source) and path.exists()):
+        return None
+    with contextlib.suppress(UserError):  # damaged, or of another program
+        return read_json(path, train=dict)["train"].get("preset") == "sft"
+    return None
 
 
 # --------------------------------------------------------------- starting from another run's weights

@@ -10,7 +10,8 @@ from lab.cli import ROOT
 @functools.cache
 def load_template(name: str) -> Template:
     """A template by file name, read once. Values that are rendered into it are escaped."""
-    folders = [ROOT / "lab" / part for part in ("inference", "tools", "notebook")]
+    parts = ("lab/inference", "lab/tools", "lab/notebook", "bench")
+    folders = [ROOT / part for part in parts]
     environment = Environment(
         loader=FileSystemLoader(folders), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, auto_reload=False,

@@ -205,10 +205,11 @@ def ask_forks(job):
 
 
 class Process:
-    """A running `python args...`. A script, or a folder with a __main__.py, starts with imported modules.
+    """Runs `python args...`. A script, or a folder with a __main__.py, is a fork of the process `forks`,
+    which has imported the slow modules already.
 
-    out, err: files to write to (a FIFO, a terminal) instead of those that .stdout and .stderr read. inp:
-    the file for stdin.
+    out, err: files for its output, such as a FIFO or a terminal; by default files that .stdout and
+    .stderr read. inp: the file for stdin.
     """
 
     def __init__(self, *args, cwd, inp="/dev/null", out=None, err=None, **env):
@@ -375,8 +376,8 @@ def start_two(start, shards):
 
 @pytest.fixture
 def run_train(tmp_path, shards):
-    """run_train("--max_steps", 5, ...): the real command on the tiny shards, as tmp_path/log/r; with
-    --resume it gets no other flags than those named."""
+    """run_train("--max_steps", 5, ...): the real command on the tiny shards, with the run directory
+    tmp_path/log/r. With --resume, the flags of the tiny run are not passed again."""
 
     def run(*flags):
         base = [] if "--resume" in flags else [*TINY_RUN, "--data", shards]
@@ -426,7 +427,7 @@ def gpt2_files(request, monkeypatch):
 
 @pytest.fixture
 def serve(monkeypatch):
-    """serve(folder): the URL of a web server that has its files, as a benchmark's download expects."""
+    """serve(folder): start a web server for the files of a folder, and return its URL."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # between retries
     servers = []

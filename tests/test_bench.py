@@ -114,7 +114,7 @@ def test_planted_faults_are_caught_missed_or_refused(tmp_path, capsys):
     test = "from double import double\n\n\ndef test_two():\n    assert double(2) == 4\n"
     (tmp_path / "tests/test_double.py").write_text(test)
     subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
-    news = ["3 * x", "x * x"]  # 2 * 2 is 2 squared, which this test does not tell apart
+    news = ["3 * x", "x * x"]  # 2 * 2 = 2 squared: the test misses this fault
     faults = [mutations.Fault(new, "double.py", "2 * x", new, "double") for new in news]
     assert mutations.run_faults(dict(enumerate(faults)), tmp_path, all_tests=False) == 1
     _, caught, missed, total = capsys.readouterr().out.splitlines()
@@ -122,7 +122,7 @@ def test_planted_faults_are_caught_missed_or_refused(tmp_path, capsys):
     assert total == "1 of 2 faults caught; the tests that caught them pass without a fault"
     assert "2 * x" in (tmp_path / "double.py").read_text()
     (tmp_path / "double.py").write_text("def double(x):\n    return x + x\n")
-    with pytest.raises(UserError, match="is in double.py 0 times, but must be there once"):
+    with pytest.raises(UserError, match="is in double.py 0 times, but must occur once"):
         mutations.run_faults({1: faults[0]}, tmp_path, all_tests=True)
 
 

@@ -77,7 +77,7 @@ def records_of(tmp_path):
     return [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
 
 
-def test_tiny_race(checkouts, tmp_path):
+def test_tiny_comparison(checkouts, tmp_path):
     done = run_python(ROOT / "bench" / "peers.py", *tiny(checkouts, tmp_path), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     records = {r["program"]: r for r in records_of(tmp_path)}

@@ -344,7 +344,7 @@ def test_a_run_without_the_file_goes_on(tmp_path, shards):
 @pytest.mark.slow
 def test_lm_evaluation_harness_gives_the_same_scores(test_data, gpt2_files, tmp_path, monkeypatch):
     """Three of its blimp_* tasks, with their own template, on a random GPT-2: the same margins, and the
-    same accuracy. It counts a tie as right."""
+    same accuracy. The harness counts a tie as right."""
     python = os.environ.get("LM_EVAL_PYTHON", sys.executable)
     where = "import lm_eval, pathlib; print(pathlib.Path(lm_eval.__file__).parent / 'tasks/blimp')"
     found = subprocess.run([python, "-c", where], capture_output=True, text=True)

@@ -8,6 +8,7 @@ python -m pytest -m slow tests/test_browser.py
 import json
 
 import pytest
+import torch
 from conftest import Tab
 from test_plot import RUN
 from test_report import EVIL, sample, write_run
@@ -15,6 +16,7 @@ from test_sample import noisy_gpt
 from test_serve import EVIL as HOSTILE
 from test_serve import Server, endless
 
+from lab.notebook.interp import capture_activations
 from lab.tools import report
 
 pytestmark = pytest.mark.slow
@@ -36,7 +38,16 @@ class Report(Tab):
         return self.page.evaluate(f"document.getElementById({id!r}).{what}")
 
     def choose(self, value):
-        self.page.locator(f"nav label:has(input[value={value}])").click()
+        self.page.locator(f"#axes label:has(input[value={value}])").click()
+
+
+def axe_findings(page):
+    """[(rule, element), ...] that axe-core finds in the page as it is now."""
+    module = pytest.importorskip(
+        "axe_playwright_python.sync_playwright", reason="needs requirements-browser.txt"
+    )
+    found = module.Axe().run(page).response["violations"]
+    return [(rule["id"], node["html"][:200]) for rule in found for node in rule["nodes"]]
 
 
 def test_report_of_real_runs(tmp_path, run_train, chromium):
@@ -70,12 +81,26 @@ def test_report_of_real_runs(tmp_path, run_train, chromium):
     tokens.nth(5).hover()
     assert tab.page.locator("#shaded .box:visible").inner_text().count("%") == 6
 
+    tokens.nth(0).focus()
+    tab.page.keyboard.press("ArrowRight")
+    assert tokens.nth(1).evaluate("t => t == document.activeElement")
+    assert tab.page.locator("#shaded [tabindex='0']").count() == 1, "one tab stop"
+    command = tab.page.inner_text(".command")
+    assert command.startswith("python train_gpt2.py") and "--max_steps 12" in command
+    tab.page.click("text=Gradient norm")
+    assert tab.page.evaluate("location.hash") == "#figure-grad_norm"
+
     report.write_page(runs, tmp_path / "both.html")
     both = Report(chromium, tmp_path / "both.html", color_scheme="dark")
     assert both.figures == ["loss", "difference", "lr", "grad_norm", "tok_per_s"]
     assert all(both.drawn(id) for id in both.figures)
     row = both.page.locator("tr", has_text="lr").first.inner_text()
     assert row.split() == ["lr", "0.001", "0.003"]
+    for one in (tab, both):
+        for scheme in ("light", "dark"):
+            one.page.emulate_media(color_scheme=scheme)
+            assert all(one.drawn(id) for id in one.figures)
+            assert axe_findings(one.page) == [], scheme
     assert tab.wrong == both.wrong == []
 
 
@@ -109,25 +134,42 @@ class Page(Tab):
 
     def set(self, **numbers):
         for id, value in numbers.items():
-            self.page.evaluate(f"document.getElementById('{id}').value = '{value}'")
+            change = "one.dispatchEvent(new Event('input', { bubbles: true }))"
+            one = self.page.locator(f"#{id}")
+            one.evaluate(f"(one, value) => {{ one.value = value; {change}; }}", str(value))
 
     def write(self, prompt):
         self.page.fill("#prompt", prompt)
         self.page.click("#go")
 
-    def texts(self, where="#out > .t > span:first-child"):
+    def tokens(self):
+        return self.page.locator("#out .tokens > .t:not(.next)")
+
+    def texts(self, where="#out .tokens > .t:not(.next) > span:first-child"):
         return self.page.locator(where).all_text_contents()
 
     def done(self):
-        self.page.wait_for_selector("#halt", state="hidden")
+        self.page.wait_for_selector("#go", state="visible")
         return self.texts()
-
-    def count(self):
-        return self.page.locator("#out > .t").count()
 
     def grows(self, n):
         """Wait until more than n tokens are shown."""
-        self.page.wait_for_function(f"() => document.querySelectorAll('#out > .t').length > {n}")
+        self.page.wait_for_function(f"() => document.querySelectorAll('#out .t').length > {n}")
+
+    def keys(self, *keys):
+        for key in keys:
+            self.page.keyboard.press(key)
+
+    def focused(self, what="className"):
+        return self.page.evaluate(f"document.activeElement.{what}")
+
+    def tab_to(self, selector):
+        """Press Tab until an element that matches has the focus. Returns how often."""
+        for count in range(1, 30):
+            self.keys("Tab")
+            if self.focused(f"matches({selector!r})"):
+                return count
+        raise AssertionError(f"Tab does not lead to {selector}")
 
 
 @pytest.fixture
@@ -142,57 +184,318 @@ def test_typing_streaming_stop_and_continue(tab):
     assert tab.page.title() == tab.page.inner_text("h1") == "r/model_000010"
     tab.set(max_tokens=4000, seed=1)
     tab.page.locator("#prompt").press_sequentially("abc")
-    tab.page.locator("#prompt").press("Control+Enter")
+    tab.keys("Shift+Enter")
+    assert tab.page.input_value("#prompt") == "abc\n", "Shift+Enter begins a new line"
+    tab.keys("Backspace", "Enter")
     tab.grows(20)
-    tab.grows(tab.count())
+    tab.grows(tab.tokens().count() + 3)
     tab.page.click("#halt")
-    stopped = tab.count()
+    stopped = tab.tokens().count()
     tab.page.wait_for_timeout(500)
-    assert 20 < stopped == tab.count() < 4000
-    assert tab.texts("#out > b .t > span:first-child") == list("abc"), "the prompt is also scored"
+    assert 20 < stopped == tab.tokens().count() < 4000
+    assert tab.texts("#out b .t > span:first-child") == list("abc"), "the prompt is also scored"
     foot = tab.page.inner_text("#foot")
     assert "tok/s" in foot and "seed 1" in foot
     tab.set(max_tokens=30)
     tab.page.click("#on")
     tab.done()
-    assert tab.count() == stopped + 30
+    assert tab.tokens().count() == stopped + 30
 
 
 def test_clicking_an_alternative_token_continues_from_it(tab):
     tab.set(max_tokens=30, seed=2)
     tab.write("abc")
     before = tab.done()
-    tab.page.locator("#out > .t").nth(9).click()
-    card = tab.page.locator("#card button")
-    assert card.count() == 5 and "%" in tab.page.inner_text("#card p")
-    other = tab.page.locator("#card button:not(:disabled)").nth(1)
+    tab.tokens().nth(9).click()
+    other = tab.page.locator("#bars button:not(:disabled)").nth(1)
+    assert "%" in tab.page.inner_text("#title")
     name = other.locator("span").first.text_content()
     other.click()
-    tab.page.wait_for_selector("#out > .t.taken")
+    tab.page.wait_for_selector("#out .t.taken")
     after = tab.done()
     assert after[:9] == before[:9] and len(after) == 10 + 30
-    assert tab.page.locator("#out > .t").nth(9).get_attribute("class") == "t taken"
-    tab.page.locator("#out > .t").nth(9).click()
-    assert tab.page.inner_text("#card p").startswith(name + ":")
-    tab.page.keyboard.press("Escape")
-    tab.page.click("#view button[data-value=under]")  # the same list below each token
-    under = tab.page.locator("#out > .t").nth(3).locator(".alts")
+    assert tab.tokens().nth(9).get_attribute("class") == "t taken"
+    tab.tokens().nth(9).click()
+    assert tab.page.inner_text("#title").startswith(f"“{name[1:-1]}”:")
+    tab.keys("Escape")
+    tab.page.click("#view button[data-value=numbers]")  # the same list below each token
+    under = tab.tokens().nth(3).locator(".under")
     assert under.is_visible() and "%" in under.locator("strong").inner_text()
-    under.locator("button").first.click()
-    tab.page.wait_for_function("() => document.querySelectorAll('#out > .t.taken').length == 1")
-    assert len(tab.done()) == 4 + 30 and tab.texts()[:3] == before[:3]
+    under.locator("[data-id]").first.click()
+    tab.page.wait_for_function("() => document.querySelectorAll('#out .t.taken').length == 1")
+    assert len(tab.done()) == 4 + 30 and tab.texts()[:3] == [
+        text.replace(" ", "␣").replace("\n", "↵") for text in before[:3]
+    ]
+
+
+def test_the_whole_page_by_keyboard(tab):
+    """Greeting, a text, a token, its card, another candidate, undo, chat and edit: no pointer."""
+    tab.set(max_tokens=20, seed=3)
+    tab.tab_to("#prompts button")
+    tab.keys("Enter")
+    before = tab.done()
+    assert len(before) == 20 and tab.page.is_hidden("#greeting")
+    assert tab.page.inner_text("#live").startswith("20 tokens: ")
+
+    tab.page.focus("#prompt")
+    assert tab.tab_to(".t") <= 2 and tab.focused("textContent") == "T", "the text is one tab stop"
+    tab.tab_to("#on")
+    tab.keys("Shift+Tab")
+    assert tab.focused("textContent") == "T", "also backwards"
+    tab.keys(*["ArrowRight"] * 8)
+    assert tab.focused("dataset.k") == "8" and tab.page.locator(".t[tabindex='0']").count() == 1
+    name = tab.focused("ariaLabel")
+    assert name.startswith("“") and name.endswith(" %") and tab.page.is_hidden("#card")
+
+    tab.keys("Enter")
+    dialog = tab.page.get_by_role("dialog")
+    assert dialog.is_visible() and tab.focused("closest('#bars') != null")
+    tab.page.wait_for_function("() => document.querySelectorAll('#bars button').length >= 8")
+    first = tab.page.locator("#card").bounding_box()
+    tab.keys("ArrowRight", "ArrowRight", "ArrowRight")  # the card follows
+    assert tab.page.locator(".t.open").get_attribute("data-k") == "11"
+    assert tab.page.locator("#card").bounding_box()["x"] > first["x"]
+    tab.keys("Escape")
+    assert dialog.is_hidden() and tab.focused("dataset.k") == "11"
+    tab.keys("Enter", "ArrowDown")
+    tab.page.wait_for_function("() => document.querySelectorAll('#bars button').length >= 8")
+    chosen = tab.focused("dataset.id")
+    tab.keys("Enter")
+    tab.page.wait_for_selector(".t.taken")
+    after = tab.done()
+    place = 11 - len("The ")
+    assert after[:place] == before[:place] and after[place] != before[place]
+    assert tab.focused("dataset.k") == "11" and tab.focused("className") == "t taken" and chosen
+
+    tab.keys("End")
+    assert tab.focused("className") == "t next", "the candidates for the next token"
+    tab.keys("Enter")
+    assert tab.page.inner_text("#title") == "The next token"
+    tab.keys("Escape")
+    tab.tab_to("#undo")
+    tab.keys("Enter")
+    assert tab.texts() == before
+    tab.tab_to("#history summary")
+    tab.keys("Enter", "Tab", "Tab", "Enter")
+    assert tab.texts() == after
+
+    tab.page.focus("#mode button")
+    tab.keys("Tab", "Enter")
+    tab.page.focus("#prompt")
+    tab.page.keyboard.type("first")
+    tab.keys("Enter")
+    tab.done()
+    tab.page.locator("body").evaluate("() => document.activeElement.blur()")
+    tab.tab_to(".turn.user button")
+    assert tab.focused("textContent") == "Edit"
+    tab.keys("Enter", "Control+a")
+    tab.page.keyboard.type("second")
+    tab.keys("Enter")
+    tab.done()
+    assert tab.page.locator(".turn.user .text").all_text_contents() == ["second"]
+    assert tab.page.locator("#branches button").count() == 2
+
+
+def test_temperature_slider_redraws_the_bars(tab, server):
+    tab.set(max_tokens=5, seed=2, temperature=1, top_k=0)
+    tab.write("abc")
+    tab.done()
+    logits = server.model(torch.tensor([[256, *b"abc"]]))[0][0, -1]
+    for temperature, top_k in ((1, 0), (0.5, 0), (1.5, 3), (0, 0)):
+        tab.page.locator(".t").nth(3).click()
+        tab.page.wait_for_function(
+            "() => document.querySelector('#sum').textContent.includes('can be drawn')"
+        )
+        tab.set(top_k=top_k)
+        tab.set(slider=temperature)
+        assert float(tab.page.input_value("#temperature")) == temperature
+        order = logits.argsort(descending=True)
+        wanted = (logits[order] / max(temperature, 1e-6)).softmax(-1)
+        ids = tab.page.locator("#bars button").evaluate_all(
+            "all => all.map(one => +one.dataset.id)"
+        )
+        assert ids[:8] == order[:8].tolist()
+        cut = wanted[: top_k or None]
+        drawn = tab.page.locator("#bars button").evaluate_all(
+            "all => all.map(one => +one.style.getPropertyValue('--now'))"
+        )
+        for i in range(8):
+            expected = (cut[i] / cut.sum()).item() if i < len(cut) else 0
+            assert drawn[i] == pytest.approx(expected, abs=2e-4), (temperature, top_k, i)
+
+
+def test_attention_of_the_pointed_token(tab, server):
+    tab.set(max_tokens=5, seed=2)
+    tab.page.click("#view button[data-value=attention]")
+    tab.write("abc")
+    tab.done()
+    tab.tokens().nth(2).hover()  # predicted from end-of-text, "abc" and two more
+    tab.page.wait_for_function("() => looked.textContent.startsWith('To predict')")
+    ids = [256, *b"abc"]
+    ids += tab.page.evaluate("() => turns()[0].pieces.slice(0, 2).map(piece => piece.id)")
+    _, weights = capture_activations(server.model, torch.tensor([ids]))
+    mean = torch.stack(weights)[:, 0, :, -1].mean((0, 1))  # over layers and heads
+
+    def shades():
+        tab.page.wait_for_timeout(300)
+        shown = "all => all.map(t => (+t.style.getPropertyValue('--a')) ** 2)"
+        return tab.page.locator("#out .t:not(.next)").evaluate_all(shown)
+
+    assert shades() == pytest.approx([*mean[1:].tolist(), 0, 0, 0], abs=2e-3)
+    tab.page.select_option("#head", "1.0")
+    assert shades()[:5] == pytest.approx(weights[1][0, 0, -1, 1:].tolist(), abs=2e-3)
+    assert "the start of the text" in tab.page.inner_text("#looked")
+
+
+def test_everything_survives_a_reload(tab):
+    tab.set(max_tokens=12, seed=4, temperature=0.3)
+    tab.write(HOSTILE)
+    text = tab.done()
+    tab.page.click("text=Regenerate")
+    tab.done()
+    tab.page.click("#view button[data-value=numbers]")
+    tab.page.click("#mode button[data-value=chat]")
+    tab.write("hello")
+    tab.page.wait_for_selector("#chat .turn.assistant .t:not(.next)")
+    tab.done()
+    tab.page.fill("#prompt", "half a mess")
+    tab.page.reload()
+    assert tab.page.input_value("#temperature") == "0.3" and tab.page.input_value("#seed") == "4"
+    assert tab.page.input_value("#prompt") == "half a mess"
+    assert tab.page.locator(".turn.user .text").all_text_contents() == ["hello"]
+    assert tab.page.locator("#chat .under strong").count() > 12
+    tab.page.click("#mode button[data-value=text]")
+    tab.page.click("#view button[data-value=colors]")
+    assert tab.texts() == text and tab.page.locator("#branches button").count() == 2
+    assert tab.page.input_value("#prompt").replace("\r", "") == HOSTILE.replace("\r", "")
+    assert tab.page.locator("main img, main script").count() == 0
+    tab.page.evaluate(
+        "() => { store(); localStorage.setItem(KEY, '{\"branches\": 3}'); onpagehide = null; }"
+    )
+    tab.page.evaluate("() => { window.store = () => {}; removeEventListener('pagehide', store); }")
+    tab.page.context.new_page().close()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["{", '{"branches": 3}', '{"branches": {"text": [{"id": 1}], "chat": []}, "at": {"text": 1}}'],
+)
+def test_damaged_storage_gives_an_empty_page(tab, damage):
+    tab.page.context.add_init_script(
+        f"localStorage.setItem('lab serve r/model_000010 257', {damage!r})"
+    )
+    tab.page.reload()
+    assert tab.page.is_visible("#greeting") and tab.page.inner_text("#go") == "Write"
+    tab.set(max_tokens=3)
+    tab.write("abc")
+    assert len(tab.done()) == 3
+
+
+def test_full_storage_loses_the_oldest_branches_only(tab):
+    tab.page.evaluate("() => localStorage.setItem('lab serve other', 'x'.repeat(1e6))")
+    tab.set(max_tokens=2, seed=1)
+    tab.write("abc")
+    tab.done()
+    long = "[newTurn('text', { ask: { prompt: 'x'.repeat(1.5e6) } })]"
+    tab.page.evaluate(
+        f"() => {{ for (let i = 0; i < 5; i++) fork('long ' + i, {long}); store(); }}"
+    )
+    names = tab.page.evaluate(
+        "() => JSON.parse(localStorage.getItem(KEY)).branches.text.map(b => b.name)"
+    )
+    assert 0 < len(names) < 5 and names == [f"long {i}" for i in range(5)][-len(names) :]
+    assert tab.page.evaluate("() => localStorage.getItem('lab serve other')") is None
+    assert tab.page.locator("#branches button").count() == 6, "this page still has all"
+
+
+def test_taps_on_a_phone(chromium, server):
+    """In the view Attention, the first tap on a token shows where it looks, the second its card."""
+    phone = Page(chromium, server, viewport={"width": 390, "height": 844}, has_touch=True)
+    phone.set(max_tokens=30, seed=1)
+    phone.page.locator("#prompts button").first.tap()
+    phone.done()
+    phone.tokens().nth(7).tap()
+    assert phone.page.is_visible("#card")
+    box = phone.page.locator("#card").bounding_box()
+    assert box["x"] >= 0 and box["x"] + box["width"] <= 390
+    phone.page.locator("h1").tap()
+    assert phone.page.is_hidden("#card")
+    phone.page.locator("#view button[data-value=attention]").tap()
+    phone.tokens().nth(9).tap()
+    phone.page.wait_for_function("() => looked.textContent.startsWith('To predict')")
+    assert phone.page.is_hidden("#card")
+    phone.tokens().nth(9).tap()
+    assert phone.page.is_visible("#card")
+    assert phone.page.evaluate("document.documentElement.scrollWidth") <= 390, (
+        "no sideways scrolling"
+    )
+    assert axe_findings(phone.page) == [] and phone.wrong == []
+
+
+def test_copy_and_new_chat(tab, server):
+    tab.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    tab.set(max_tokens=8, seed=1, temperature=1, top_k=0)
+    tab.write("abc")
+    tab.done()
+    pieces = server.generate(prompt="abc", max_tokens=8, seed=1)[1]
+    tab.page.click("text=Copy")
+    tab.page.wait_for_selector("text=Copied")
+    text = "abc" + "".join(piece["text"] for piece in pieces)
+    assert tab.page.evaluate("navigator.clipboard.readText()") == text
+    tab.page.click("#mode button[data-value=chat]")
+    untuned = tab.page.inner_text("#untuned")
+    assert untuned.startswith("This model may not be tuned to answer")
+    tab.write("one")
+    tab.page.wait_for_selector("#chat .turn.assistant .t:not(.next)")
+    tab.done()
+    tab.page.click("#fresh")
+    assert tab.page.locator(".turn").count() == 0 and tab.page.is_visible("#greeting")
+    tab.page.click("#history summary")
+    tab.page.click("#branches button")
+    assert tab.page.locator(".turn.user .text").all_text_contents() == ["one"]
+
+
+def test_axe_finds_nothing_on_the_chat_page(tab):
+    for scheme in ("light", "dark"):
+        tab.page.emulate_media(color_scheme=scheme)
+        assert axe_findings(tab.page) == [], scheme
+        tab.set(max_tokens=40, seed=1)
+        tab.write("The function")
+        tab.done()
+        for view in ("numbers", "attention", "colors"):
+            tab.page.click(f"#view button[data-value={view}]")
+            tab.tokens().nth(20).locator("span").first.click()
+            tab.page.wait_for_selector("#bars button >> nth=7")
+            assert axe_findings(tab.page) == [], (scheme, view)
+            tab.keys("Escape")
+        tab.page.click("#history summary")
+        tab.set(max_tokens=0)
+        tab.write("x")
+        tab.page.wait_for_selector("#error:not([hidden])")
+        assert axe_findings(tab.page) == [], scheme
+        assert "400 (Bad Request)" in tab.wrong.pop(), "the browser's own record of the error"
+        tab.set(max_tokens=300)
+        tab.page.click("#mode button[data-value=chat]")
+        tab.write("Hello")
+        tab.page.wait_for_selector("#chat .turn.assistant .t:not(.next)")
+        tab.done()
+        assert "context of 256 tokens is full" in tab.page.inner_text("#notice")
+        assert axe_findings(tab.page) == [], (scheme, "chat")
+        tab.page.click("#fresh")
+        tab.page.click("#mode button[data-value=text]")
 
 
 def test_hostile_prompt_is_shown_as_text(tab):
     tab.set(max_tokens=3)
     tab.write(HOSTILE)
     tab.done()
-    shown = "".join(tab.texts("#out > b .t > span:first-child"))
+    shown = "".join(tab.texts("#out b .t > span:first-child"))
     assert shown.startswith('<img src=x onerror=alert(1)></script><script>alert("')
     assert "␛[2J␀␇" in shown and "\x1b" not in shown
-    assert tab.page.locator("#out img, #out script").count() == 0
+    assert tab.page.locator("main img, main script").count() == 0
+    assert "<img" in tab.page.locator("#branches").text_content()
     tab.page.click("#mode button[data-value=chat]")
-    assert tab.page.is_hidden("#on"), "there is no answer to continue"
+    assert tab.page.locator("#on").count() == 0, "there is no answer to continue"
     tab.write(HOSTILE)
     tab.done()
     assert "<img src=x" in tab.page.locator(".turn.user").inner_text()

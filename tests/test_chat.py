@@ -113,7 +113,7 @@ def openai(system, first, last):
 
 
 def write_records(path, records):
-    """As JSON Lines, one JSON array or parquet, compressed or not, as the name says."""
+    """As JSON Lines, one JSON array or parquet, compressed or not, according to the file's name."""
     if path.suffix == ".parquet":
         pq.write_table(pa.Table.from_pylist(records), path, row_group_size=7)
         return

@@ -103,12 +103,13 @@ def test_the_commands_that_a_run_prints_work(tmp_path, run_train):
         assert done.stdout.count(setting) == 1, setting
     assert "128 tokens = 4 sequences x 16 tokens x 1 processes x 2 micro-steps" in done.stdout
     commands = re.findall(r"^  .*? \S*python\S* (\S+ .*)$", done.stdout, re.MULTILINE)
-    ask, page, both, resume = (command.replace("'", "") for command in commands)
+    ask, html, page, both, resume = (command.replace("'", "") for command in commands)
     assert both == f"{page} log/OTHER"
-    for command in (f"{ask} --max_new_tokens 2 Hello", page, resume.replace(" N", " 3")):
+    for command in (f"{ask} --max_new_tokens 2 Hello", html, page, resume.replace(" N", " 3")):
         succeed(*command.split(), cwd=tmp_path)
     run = tmp_path / "log" / "r"
-    assert list(run.glob("*.html")) and (run / "model_000003.pt").exists()
+    assert list(run.glob("*.html")) and (tmp_path / "my-model.html").exists()
+    assert (run / "model_000003.pt").exists()
 
 
 def test_vocabulary_comes_from_the_data_unless_a_flag_is_given(tmp_path, shards, run_train):

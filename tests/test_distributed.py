@@ -1,4 +1,4 @@
-"""Several processes with gloo give the same results as one, started as by torchrun and by torchrun."""
+"""Several processes with gloo give the same results as one; torchrun or its variables start them."""
 
 import contextlib
 import json
@@ -190,7 +190,7 @@ def test_run_resumes_with_other_world_sizes_and_sharding(tmp_path, start_two, ru
 IN_32_BITS = """from lab.optim.zero1 import FlatParamShards
 begin = FlatParamShards.__init__
 FlatParamShards.__init__ = lambda self, params, world, _: begin(self, params, world, torch.float32)"""
-# replaces the 8-bit MLP on a CPU: it uses float32 weights, and declares it by param_dtype
+# stands in for the 8-bit MLP on a CPU: it needs float32 weights, as param_dtype declares
 READS_ALL = """import lab.kernels
 from lab.kernels.fused_mlp import FusedMLP
 def forward(self, x):

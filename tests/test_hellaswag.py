@@ -125,7 +125,7 @@ def test_scores_worked_out_by_hand(monkeypatch):
 def test_summary_interval_and_errors_worked_out_by_hand():
     sums, lengths = np.array([[2.2, 4.0, 9.4, 9.0]]), np.array([[2, 4, 9, 3]])
     result = summarize(sums, lengths, np.array([1]))  # means 1.1, 1, 1.04, 3
-    # the sum chooses 0, and so would means over one token more; over one token less, they choose 2
+    # sums choose ending 0, as would sums / (length + 1); sums / (length - 1) would choose ending 2
     assert (result["acc"], result["acc_norm"]) == (0.0, 1.0)
     # 30 of 100: (0.3 + 0.019208 -+ 1.96 * sqrt(0.0021 + 0.00009604)) / 1.038416
     assert hellaswag.wilson_interval(0.3, 100) == pytest.approx([0.21894, 0.39585], abs=1e-4)
@@ -390,7 +390,7 @@ def test_two_processes_give_the_result_of_one(tmp_path, checkpoint):
 @pytest.mark.slow
 def test_lm_evaluation_harness_gives_the_same_scores(test_data, gpt2_files, tmp_path, monkeypatch):
     """For the same texts the harness gives the same losses, acc and standard error, and the same acc_norm
-    once losses are divided by characters, as it does. (Its HellaSwag task preprocesses the texts.)"""
+    if our losses are divided by characters, as it does. (Its HellaSwag task preprocesses the texts.)"""
     python = os.environ.get("LM_EVAL_PYTHON", sys.executable)
     if subprocess.run([python, "-c", "import lm_eval"], capture_output=True).returncode:
         pytest.skip("pip install lm_eval[hf]; LM_EVAL_PYTHON names the python that has it")

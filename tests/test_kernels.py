@@ -30,7 +30,7 @@ has_fp8 = has_gpu and torch.cuda.get_device_capability() >= (8, 9)
 
 
 def on_gpu(eight_bits=False):
-    """Marks for a test that needs a GPU, or one that multiplies in 8 bits."""
+    """Marks for a test that needs a GPU; eight_bits: one with 8-bit matmuls."""
     skip = pytest.mark.skipif(not (has_fp8 if eight_bits else has_gpu), reason="needs such a GPU")
     return lambda test: pytest.mark.gpu(skip(test))
 
@@ -514,7 +514,7 @@ def test_quantize_rounds_saturates_and_transposes(mode, shape, dtype):
         if mode == "dgelu":
             (exact,) = torch.autograd.grad(F.gelu(z, approximate="tanh"), z, x.double())
             assert error(sums.sum(0), exact.sum(0)) < 1e-3
-        numbers = torch.finfo(form)  # eps: from 1 to the next number; rounding is off by half of it
+        numbers = torch.finfo(form)  # eps: gap after 1; rounding errors are at most half of it
         limit = numbers.max * 0.25
         allowed = 0.505 * (exact.abs() * numbers.eps + 0.25 * numbers.smallest_normal * numbers.eps)
         assert ((q.double() * 0.25 - exact.clamp(-limit, limit)).abs() <= allowed).all()

@@ -195,7 +195,7 @@ def test_stop_during_validation_saves_and_resuming_validates_again(
     parts = ["model", "optimizer", "loader", "rng"] + ["best_val"] * (every == 3)
     assert not differing_parts(run.checkpoints[6], whole.checkpoints[6], parts)
     assert [read_checkpoint(r.dir / "model_best.pt")["step"] for r in (run, whole)] == [6, 6]
-    if step == 3:  # the stop has put it on disk: measured after resuming, it is the best so far
+    if step == 3:  # saved by the stop, then evaluated by the resumed run: the best so far
         assert run.checkpoints[6]["best_val"] == run.val[3]
 
 
@@ -361,8 +361,8 @@ def test_async_checkpoint_has_the_state_at_the_time_of_save(tmp_path, shards, mo
 
 @pytest.mark.parametrize("cut", [0, 100])
 def test_resuming_skips_a_damaged_checkpoint_with_a_message(tmp_path, shards, capsys, cut):
-    """One with another byte, which torch.load reads without a word, or one that is cut short. With
-    --keep_last 1 its name alone would otherwise make it the one that is kept."""
+    """A checkpoint with one changed byte, which torch.load reads without an error, or a truncated one. It
+    is renamed, because otherwise --keep_last 1 would keep it as the newest one."""
     whole = train_here(tmp_path, shards, "r", max_steps=6, checkpoint_every=2)
     newest = whole.dir / "model_000006.pt"
     data = bytearray(newest.read_bytes())
@@ -384,7 +384,7 @@ def test_resuming_skips_a_damaged_checkpoint_with_a_message(tmp_path, shards, ca
     assert rest.losses[6:] == whole.losses[4:5] and list(rest.checkpoints) == [5]
 
 
-def test_checkpoints_without_settings_are_somebody_elses(tmp_path, shards):
+def test_checkpoints_without_a_config_belong_to_another_run(tmp_path, shards):
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / "model_000020.pt").write_bytes(b"theirs")
     with pytest.raises(UserError, match="r belongs to another run"):

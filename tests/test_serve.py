@@ -16,16 +16,21 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, Process, wait_for
+from test_plot import start, val, write_log
 from test_sample import always, noisy_gpt
 from test_weights import saved
 
+import speedrun
 from lab.cli import UserError
 from lab.data.chat import truncate_chat
 from lab.data.tokenizers import get_tokenizer
 from lab.inference import generate as generating
 from lab.inference.generate import KVCache, compile_decode_step, generate
 from lab.inference.int8 import Int8Linear, quantize_linears_
+from lab.inference.prediction import group_logits, inspect_prediction
 from lab.inference.streaming import make_decode_step, score_tokens, stream_generate
+from lab.notebook.interp import capture_activations
+from lab.registry import is_tuned
 from lab.tools import serve
 from lab.tools.serve_app import ChatRequest, GenerateRequest
 from train_gpt2 import PRESETS
@@ -265,6 +270,81 @@ def test_prompt_is_scored_and_an_alternative_token_can_be_continued(server):
     assert [p["id"] for p in longer] == by_hand(server.model, [97] * 64, 10, temperature=0)[0]
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"attention": "math"}, {"document_mask": True}],
+    ids=lambda changes: " ".join(changes),
+)
+def test_a_prediction_is_described_with_its_logits_and_attention(changes):
+    """Attention weights equal those of the notebook's hooks, whichever way the model computes them."""
+    model = noisy_gpt(n_layer=2, **changes)
+    ids = [256, *b"abc", 256, *b"defg"]
+    logits = model(torch.tensor([ids]))[0][0, -1]
+    _, weights = capture_activations(model, torch.tensor([ids]))
+    last = torch.stack(weights)[:, 0, :, -1]  # (L, H, S)
+    for layer, head in itertools.product((None, 0, 1), (None, 1)):
+        found = inspect_prediction(model, BYTES, ids, layer, head)
+        L = slice(None) if layer is None else slice(layer, layer + 1)
+        H = slice(None) if head is None else slice(head, head + 1)
+        assert found["attention"] == pytest.approx(last[L, H].mean((0, 1)).tolist(), abs=1e-4)
+        assert (found["layers"], found["heads"]) == (2, last.size(1))
+    assert (sum(found["attention"][:4]) < 1e-4) == ("document_mask" in changes)
+    assert inspect_prediction(model, BYTES, ids, 2, None)["attention"] == []
+    assert [i for i, *_ in found["next"]] == logits.argsort(descending=True)[:20].tolist()
+    everything = [x for *_, x in found["next"]] + [x for x, _ in found["rest"]]
+    assert everything == pytest.approx(logits.sort(descending=True).values.tolist(), abs=1e-4)
+
+
+def test_attention_of_another_model_class():
+    model = speedrun.GPT(
+        speedrun.GPTConfig(n_layer=2, n_head=2, n_embd=64, block_size=32, vocab_size=257)
+    )
+    found = inspect_prediction(model.eval(), BYTES, [256, *b"abcd"], None, None)
+    assert found["layers"] == 2 and sum(found["attention"]) == pytest.approx(1, abs=1e-3)
+    assert len(found["attention"]) == 5
+
+
+def test_grouped_logits_are_exact_at_temperature_1():
+    logits = (torch.randn(50_000) * 3).sort(descending=True).values
+    for scale in (1, 100):
+        groups = group_logits(logits * scale)
+        assert len(groups) <= 700 and sum(n for _, n in groups) == 50_000
+        values, counts = torch.tensor(groups, dtype=torch.float64).T
+        mine = ((values - values[0]).exp() * counts).sum().item()
+        true = ((logits - logits[0]).double() * scale).exp().sum().item()
+        assert mine == pytest.approx(true, rel=1e-3) and values.isfinite().all()
+    assert group_logits(torch.zeros(0)) == []
+
+
+def test_page_says_the_models_loss_and_whether_it_is_tuned(tmp_path):
+    run = tmp_path / "r"
+    assert serve.validation_loss(str(run / "model_000010.pt")) is None
+    write_log(run, [start(), val(0, 5.5), val(10, 3.25), val(20, 3.0), val(30, 3.5)])
+    found = [
+        serve.validation_loss(str(run / f"model_{step}.pt"))
+        for step in ("000010", "000025", "best")
+    ]
+    assert found == [(3.25, 10), (3.0, 20), (3.0, 20)]
+    assert serve.validation_loss(str(run / "copy.pt")) is serve.validation_loss("gpt2") is None
+    assert is_tuned("gpt2") is False and is_tuned(str(run / "model_000010.pt")) is None
+    for text, tuned in (
+        ('{"train": {"preset": "sft"}}', True),
+        ('{"train": {}}', False),
+        ("{", None),
+    ):
+        (run / "config.json").write_text(text)
+        assert is_tuned(str(run / "model_000010.pt")) is tuned
+    pytest.importorskip("fastapi", reason="needs requirements-serve.txt")
+    from lab.tools.serve_app import model_facts
+
+    engine = serve.Engine(noisy_gpt(block_size=2048), BYTES)
+    facts = model_facts(engine, (3.25, 1000))
+    assert facts["validation loss"] == "3.25 nats per token after 1,000 steps"
+    assert facts["context"] == "2,048 tokens" and facts["tokenizer"] == "bytes, 257 tokens"
+    assert facts["size"].endswith(" parameters")
+    assert "size" not in model_facts(serve.Engine(quantize_linears_(noisy_gpt()), BYTES), None)
+
+
 def test_oldest_messages_are_dropped_and_their_number_is_reported(server, client):
     turns = [dict(role=role, content="word " * 9) for role in ("user", "assistant") * 4]
     last = dict(role="user", content="last")
@@ -323,7 +403,7 @@ def test_large_requests_and_file_paths_are_refused(server):
         assert server.send(path)[0] in (400, 404, 405), path
     assert server.send("file:///etc/passwd")[0] in (400, 404)
     status, page = server.send("/")
-    assert status == 200 and "http" not in page.replace("http-equiv", ""), "loads from elsewhere"
+    assert status == 200 and "http" not in page.replace("xmlns='http:", ""), "loads from elsewhere"
     for host in ("evil.example", "127.0.0.1.evil.example"):  # DNS rebinding
         assert server.send("/v1/models", Host=host)[0] == 400
     for path in ("/generate", "/v1/completions"):
@@ -339,11 +419,13 @@ NUMBERS = (
 ).split() + ["1" + "0" * 400]  # fmt: skip
 FIELDS = (
     "max_tokens max_completion_tokens temperature top_k top_p seed stop likeliest answer logprobs "
-    "top_logprobs n stream stream_options prompt messages frequency_penalty logit_bias"
+    "top_logprobs n stream stream_options prompt messages frequency_penalty logit_bias layer head"
 ).split()
 
 
-@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize(
+    "path", ["/generate", "/inspect", "/v1/completions", "/v1/chat/completions"]
+)
 def test_extremes_of_every_number_are_answered_or_refused(server, path):
     """In one sentence with status 400; never with 500, and never with a number that is not finite."""
     valid = {"prompt": '"a"', "max_tokens": "1"}

@@ -90,8 +90,8 @@ os.replace = replace"""
 
 
 def test_killed_run_has_complete_checkpoints_and_resumes(tmp_path, start_training, run_train):
-    """Killed while one is written, as training goes on until the next one, which waits. What is made
-    again is the same to the bit."""
+    """The run is killed while the thread writes checkpoint 8. Training has gone on to step 12, whose
+    checkpoint waits for that one. The steps repeated after resuming have the same losses, bit for bit."""
     process = start_training("--checkpoint_every", 4, program=driver(tmp_path, HANGS))
     wait_for_steps(process, tmp_path / "log" / "r", 12)
     time.sleep(0.5)

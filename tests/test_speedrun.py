@@ -222,9 +222,10 @@ def yarn_by_the_paper(frequencies, length, scale):
 
 @pytest.mark.parametrize("scale", [1, 1.5, 4, 32])
 def test_scaled_rope_frequencies_are_those_of_transformers_and_of_the_papers(scale):
-    """Heads of 128 channels with 32 frequencies: transformers' heads of 64 whose base gives the same
-    slowest one. Its YaRN has another ramp between the frequencies that stay and those divided by scale,
-    so only those, and the factor on queries and keys, are compared with it."""
+    """Our heads of 128 channels have 32 frequencies, like transformers' heads of 64; the base is chosen so
+    that the slowest ones agree. YaRN keeps high frequencies, divides low ones by scale, and interpolates
+    between. transformers interpolates differently, so only the two ends, and the factor on queries and
+    keys, are compared with it."""
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -656,7 +657,7 @@ def test_finished_runs_are_reused_and_compared_by_seed(bench, tmp_path, monkeypa
         loss = 3 + 0.01 * seed + (recipe == "muon")
         log = [dict(kind="start", device="CPU", num_params=9), dict(kind="first_step", seconds=1)]
         for step in (steps // 2, steps):
-            dt_ms = 150 if step < 20 else 350  # 30 steps before have smaller ones first
+            dt_ms = 150 if step < 20 else 350  # in the short run, first steps are smaller
             dt_ms = dt_ms if steps == 30 else 250
             log.append(dict(kind="train", step=step, dt_ms=dt_ms, tokens=step * 8))
             log.append(dict(kind="val", step=step, loss=loss))

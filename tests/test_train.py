@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from conftest import (  # isort: skip
-    TINY_MODEL, VOCAB, difference, differing_parts, driver, equal_bits, mask_shards, of_kind,
-    train_here,
+    ROOT, TINY_MODEL, VOCAB, difference, differing_parts, driver, equal_bits, mask_shards, of_kind,
+    read_run, run_python, train_here,
 )  # fmt: skip
 from test_model import noisy
 
@@ -373,10 +373,46 @@ def test_resumed_run_ignores_added_data_and_refuses_changed_data(tmp_path, shard
 
 def test_resumed_run_keeps_its_micro_batch(tmp_path, shards):
     train_here(tmp_path, shards, "r", max_steps=1, batch_size=4)
-    for max_steps, asked, size in ((2, 0, 4), (3, 8, 8), (4, 0, 8)):  # 0 alone would be 16 here
+    for max_steps, asked, size in ((2, 0, 4), (3, 8, 8), (4, 0, 8)):  # a new run would choose 16
         run = train_here(tmp_path, shards, "r", resume=True, batch_size=asked, max_steps=max_steps)
         start = of_kind(run, "start")[-1]
         assert (start["batch_size"], start["grad_accum_steps"]) == (size, 16 // size)
+
+
+def test_deterministic_applies_to_one_run_only(tmp_path, shards):
+    a = train_here(tmp_path, shards, "a", deterministic=True, max_steps=2)
+    assert torch.are_deterministic_algorithms_enabled()
+    b = train_here(tmp_path, shards, "b", max_steps=2)
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert a.losses == b.losses  # on a CPU it changes nothing
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("program", ["train_gpt2.py", "speedrun.py"])
+def test_deterministic_run_on_gpus_repeats_and_resumes_exactly(tmp_path, program, processes):
+    """At a size at which the default settings differ from the second step on."""
+    if torch.cuda.device_count() < processes:
+        pytest.skip(f"needs {processes} GPUs")
+    for split, size in (("train", 300_000), ("val", 20_000)):
+        tokens = np.random.default_rng(size).integers(0, 50257, size, dtype=np.uint16)
+        np.save(tmp_path / f"x_{split}_000000.npy", tokens)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", processes]
+    flags = "--deterministic --total_batch_size 32768 --batch_size 8 --max_steps 12 --log_every 1 "
+    flags += (
+        "--val_every 6 --val_tokens 16384 --checkpoint_every 6 --sample_every 0 --hellaswag_every 0"
+    )
+    command = [*torchrun, ROOT / program, "--data", tmp_path, *flags.split()]
+    command += ["--preset", {"train_gpt2.py": "gpt2", "speedrun.py": "speedrun"}[program]]
+    for name in ("a", "b"):
+        run_python(*command, "--run_name", name, cwd=tmp_path)
+    one, two = (read_run(tmp_path / "log" / name) for name in ("a", "b"))
+    assert one.losses == two.losses and one.val == two.val
+    (tmp_path / "log/b/model_000012.pt").unlink()
+    run_python(*torchrun, ROOT / program, "--resume", "--run_name", "b", cwd=tmp_path)
+    again = read_run(tmp_path / "log" / "b")
+    assert again.losses[-6:] == one.losses[6:]
+    assert not differing_parts(one.checkpoints[12], again.checkpoints[12], ("model", "optimizer"))
 
 
 @pytest.mark.gpu

@@ -39,7 +39,7 @@ COMPRESSION_RATIO = 3.5  # of .gz and .zst text, roughly
 
 @dataclass(frozen=True)
 class CorpusConfig:
-    """What to build: the flags of fineweb.py, documented there, with counts as numbers (0: not given)."""
+    """Settings of a build: fineweb.py's flags (explained there), with counts as integers (0: not given)."""
 
     source: str
     data: str  # the first part of the shards' names
@@ -118,7 +118,7 @@ def build_corpus(cfg: CorpusConfig, source: dict, files: list[sources.File]) -> 
     limit = cfg.tokens or sys.maxsize
     expected = min(limit, estimate_tokens(files, cfg.tokenizer, cfg.text_column))
     if not manifest:
-        # the first shard is for validation; in a small corpus it has a tenth of the tokens
+        # the first shard is the validation split: a full shard, but at most a tenth of all tokens
         val_tokens = cfg.val_tokens or min(cfg.shard_tokens, max(expected // 10, 1))
         if val_tokens >= limit:
             raise UserError(
@@ -151,10 +151,10 @@ def resume_build(
     shards = manifest["shards"]
     full_size = manifest["shard_tokens" if len(shards) > 1 else "val_tokens"]
     if shards and shards[-1]["tokens"] < full_size:
-        shards.pop()  # it is written again, longer
+        shards.pop()  # incomplete: written again, with more tokens
     init_output_dir(cfg.out, manifest)
     start = shards[-1].get("end") if shards else [0, 0, 0]
-    assert start, "only the last shard of a source has no end, and it was dropped above"
+    assert start, "only the last shard of a source lacks an end, and it was removed above"
     file, unit, skip = start
     if shards:
         print(f"continuing after {manifest['tokens']:,} tokens")

@@ -67,7 +67,7 @@ def render_chat(
 
     messages: list of {"role": "system" | "user" | "assistant", "content": text}; an assistant turn
     may have "weight" 0 or 1. add_generation_prompt: end with "Assistant:", so that the model
-    answers. Raises UserError, beginning with `where`, for anything else.
+    answers. Raises UserError, whose message begins with `where`, for messages of any other form.
     """
     parts, gap = [([tokenizer.eot], 0)], ""  # (ids, mask)
     for message in messages if messages and isinstance(messages, list) else [None]:
@@ -103,7 +103,8 @@ def find_messages(record: dict) -> list | None:
                 if not isinstance(earlier, list) or len(earlier) != 2:
                     return None
                 messages += pair(*earlier)
-            messages += pair(f"{question}\n\n{more}", answer)  # blanks at the end are cut off
+            # if `more` is empty, render_chat strips the blank line
+            messages += pair(f"{question}\n\n{more}", answer)
         case {"prompt": str(prompt), "completion": str(completion)}:
             messages = pair(prompt, completion)
         case {"prompt": list(prompt), "completion": list(completion)}:
@@ -136,13 +137,13 @@ def check_message(message: Any, where: str) -> tuple[str, str, int]:
     if role not in list(ROLES) or not isinstance(content, str):
         value = f"content {content!r:.60}" if role in list(ROLES) else f"role {role!r:.60}"
         raise UserError(
-            f'{where}: {value} in a message, but a conversation must be a list of objects, "role" '
-            f'one of {", ".join(ROLES)} and "content" a text; correct or remove it'
+            f'{where}: {value} in a message, but each message must be an object with a "role" '
+            f'({", ".join(ROLES)}) and a text as "content"; correct or remove it'
         )
     if weight not in (None, 0, 1):
         raise UserError(
-            f"{where}: weight {weight!r:.60} of a message must be 0 (context only) or 1 (learned); "
-            "correct or remove it"
+            f"{where}: weight {weight!r:.60} of a message must be 0 (context only) or 1 "
+            "(contributes to the loss); correct or remove it"
         )
     return role, content, 1 if weight is None else int(weight)
 
@@ -197,8 +198,8 @@ def build_chat(
 ) -> Manifest:
     """Write conversations, packed into rows of `context` tokens, as shards with masks.
 
-    Records 1, 11, 21 ... are for validation, whichever records are skipped. Chat data is small, so it
-    is held in memory, and an interrupted build starts again. Returns the manifest; if it is already
+    Records 1, 11, 21 ... are for validation; skipped records keep their numbers. Chat data is small, so
+    it is held in memory, and an interrupted build starts again. Returns the manifest; if it is already
     complete, nothing is written. Raises UserError for a record that is not a conversation, or if one
     of the splits would be empty.
     """
@@ -227,9 +228,9 @@ def build_chat(
         messages = find_messages(record)
         if messages is None:
             raise UserError(
-                f"{where}: no conversation in a record with {', '.join(record)[:200] or 'no keys'}; it "
-                "must have messages, conversations, instruction and output, or prompt and completion "
-                "(texts instead become shards with fineweb.py --source, then --data FOLDER)"
+                f"{where}: no conversation in a record with {', '.join(record)[:200] or 'no keys'}; its "
+                "keys must include messages, conversations, instruction and output, or prompt and completion "
+                "(for plain texts, build shards with fineweb.py --source and pass their folder as --data)"
             )
         ids, mask = render_chat(messages, tok, where=where)
         if not mask.any() or has_blank_answer(messages):
@@ -241,8 +242,9 @@ def build_chat(
     if not splits["val"] or not splits["train"]:
         raise UserError(
             f"{files[0].path} must have a usable conversation in line 1, 11, 21 ... for validation "
-            f"and another one to train on; skipped: {no_answer:,} without an answer, {too_long:,} "
-            f"longer than {context} tokens (--context; in a run --seq_len); add conversations"
+            f"and another one to train on, but {no_answer:,} without an answer and {too_long:,} "
+            f"of more than {context} tokens were skipped; add conversations, or pass a larger --context "
+            "(to a training program: --seq_len)"
         )
     init_output_dir(out_dir, manifest)
     for split, chats in splits.items():
@@ -262,7 +264,7 @@ def build_chats(path: str, tokenizer: str, context: int) -> str:
 
     Returns the folder, in data/; its name depends on the content of the file.
     """
-    shipped = ROOT / path  # files of the project can be given from any folder
+    shipped = ROOT / path  # the project's own files are found from any folder
     file = shipped if shipped.exists() and not Path(path).exists() else Path(path)
     if not file.exists():
         raise UserError(f"there is no file {file}; choose another with --data")
@@ -277,7 +279,7 @@ def build_chats(path: str, tokenizer: str, context: int) -> str:
     return str(folder)
 
 
-# a model that does not end its answer writes the next speaker's turn; the answer ends before it
+# instead of end-of-text, a model may write the next speaker's turn; the answer ends before that turn
 STOP_STRINGS = tuple(f"\n\n{role}" for role in ROLES.values())
 
 

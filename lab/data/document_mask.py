@@ -18,11 +18,11 @@ def document_mask(idx: Tensor, eot: int, past: int = 0) -> Tensor:
 
 
 def gather_previous_token(x: Tensor, position: Tensor, mask: Tensor) -> Tensor:
-    """x of the token before each query (B, T, C), from all tokens' x (B, S, C); 0 if there is none.
+    """For each query, gather x of the previous token: (B, T, C) from all tokens' x (B, S, C).
 
-    The previous token is the visible one at the previous position. It may be anywhere in the row, because
-    HellaSwag's endings share a context. mask: broadcastable to (B, 1, T, S). position: of the queries,
-    (T,) or (B, T).
+    The previous token is the one at the query's position - 1 that the mask allows. It need not be next to
+    the query, because HellaSwag's four endings follow one shared context in the same row. If there is
+    none, the result is 0. mask: broadcastable to (B, 1, T, S). position (T,) or (B, T): the queries'.
     """
     (B, S, C), T = x.shape, position.size(-1)
     key_position = position if S == T else position.new_ones(S).cumsum(0) - 1

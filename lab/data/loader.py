@@ -30,12 +30,12 @@ class LoaderConfig(Protocol):
 
 
 def feistel_permutation(i: np.ndarray, n: int, key: int) -> np.ndarray:
-    """The positions of the indices i in a seeded shuffle of range(n), which is never stored.
+    """The positions of the indices i in a seeded shuffle of range(n), computed without storing it.
 
     It is a Feistel network: the bits of an index are split into halves, and (left, right) becomes
     (right, left xor f(right)). This is invertible for any f, so it permutes the numbers with this many
-    bits. Four rounds mix well. A result of n or more is permuted again until it is below n, which must
-    happen, because the cycle of a permutation leads back to its start (cycle walking: Black and Rogaway
+    bits. Four rounds mix well. A result of n or more is permuted again until it is below n. This
+    ends, because the cycle of a permutation leads back to its start (cycle walking: Black and Rogaway
     2002, method 2). So shuffling 10 billion tokens needs no memory, and the state is one integer. f is
     the mixing function of splitmix64 (Steele et al. 2014).
     """
@@ -60,9 +60,9 @@ class TokenLoader:
 
     One global cursor counts tokens, so the sequences of a step are the same for any number of
     processes and any micro-batch size; these decide only which process reads which sequence. The
-    stream is cut into sequences without gaps, across shards and past the end of the data, where the
-    next epoch begins in the middle of a sequence, so no token is dropped. Shuffling permutes the
-    sequences that begin in the same epoch, including the one that crosses the end of the data.
+    stream is cut into sequences without gaps, so no token is dropped: a sequence may cross the end of a
+    shard, and one that crosses the end of the data continues with the first tokens of the next epoch.
+    Shuffling permutes the sequences that begin in the same epoch, including the one that crosses its end.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class TokenLoader:
         epochs. The result must depend only on the arguments, and all sequences must have the same
         number of targets >= 0.
 
-        Raises UserError if the data is too short or was packed to another seq_len, or if
-        total_batch_size cannot be divided.
+        Raises UserError if the data is too short or was packed to another seq_len, or if a
+        step is not a whole number of micro-batches.
         """
         self.shards, self.transform = shards, transform
         self.rank, self.world_size, self.device = world.rank, world.world_size, world.device
@@ -86,7 +86,7 @@ class TokenLoader:
         self.micro_step = 0
         self.worker = ThreadPoolExecutor(1)  # reads one micro-batch ahead while the device computes
         self.prefetched: Future[tuple[Tensor, Tensor, int]] | None = None
-        self.counted: tuple[tuple | None, int] = None, 0  # (key, result) of masked_targets
+        self.counted: tuple[tuple | None, int] = None, 0  # cache of masked_targets: (key, result)
         self.batch_size, self.seq_len = batch_size, seq_len = batch_size, cfg.seq_len
         context = shards.manifest.get("context")
         if len(shards) <= seq_len:

@@ -31,7 +31,7 @@ class FileEntry(TypedDict):
 class ShardEntry(FileEntry):
     split: str  # "val" or "train"
     tokens: int
-    documents: int  # or conversations that begin in it
+    documents: int  # documents (in chat data, conversations) that begin in it
     mask: NotRequired[FileEntry]  # of chat data
     # Where in the source the shard ends: [file, unit of the file, tokens of the unit]; null at the
     # end of the source. Only build_corpus can continue from there.
@@ -113,9 +113,9 @@ def write_manifest(out_dir: str | Path, manifest: Manifest, complete: bool = Fal
 
 
 def init_output_dir(out_dir: str | Path, manifest: Manifest) -> None:
-    """Write the manifest before the first shard, so that the build may overwrite shards later.
+    """Write the manifest before the first shard: it shows that the build may overwrite the shards here.
 
-    Raises UserError if out_dir has shards without a manifest, or of other data.
+    Raises UserError if out_dir has shards without a manifest, or shards of other data.
     """
     found = sorted(p.name for p in Path(out_dir).glob("*") if SHARD_NAME.fullmatch(p.name))
     if found and read_manifest(out_dir) is None:
@@ -123,7 +123,8 @@ def init_output_dir(out_dir: str | Path, manifest: Manifest) -> None:
             f"{out_dir} has {found[0]} but no manifest.json, so another program may have written "
             "it; nothing was changed; choose another --out, or move all shards away"
         )
-    known = {file["name"] for file in manifest_files(manifest, "val", "train")}  # as downloaded
+    # downloaded shards keep their names
+    known = {file["name"] for file in manifest_files(manifest, "val", "train")}
     others = [n for n in found if not n.startswith(f"{manifest['data']}_") and n not in known]
     if others:
         raise UserError(

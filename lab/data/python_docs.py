@@ -28,7 +28,7 @@ SKIP_DIRS = {"test", "tests", "idlelib", "idle_test", "site-packages", "dist-pac
 
 
 def python_documents() -> list[str]:
-    """The language reference, and the docstrings of the standard library, which is not imported.
+    """The texts of the language reference, and the standard library's docstrings (parsed, not imported).
 
     They are sorted by hash, so that the last tenth, which is used for validation, resembles the rest.
     """

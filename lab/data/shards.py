@@ -80,7 +80,7 @@ class TokenShards:
     """All shards of a split as one endless stream: position p is token p modulo their length."""
 
     def __init__(self, folder: str | Path, split: str, vocab_size: int):
-        """split: "train" or "val". vocab_size: batch raises UserError for larger ids.
+        """split: "train" or "val". vocab_size: ids must be below it.
 
         Raises UserError if there are no shards, or if files differ from the manifest.
         """
@@ -93,10 +93,10 @@ class TokenShards:
             source = shell_quote(folder) if folder.is_dir() else "FOLDER"
             missing = "" if folder.is_dir() else ", which is not a folder"
             raise UserError(
-                f"no {split} shards in {folder}{missing}: `{fineweb}` builds some from FineWeb-Edu "
-                f"in edu_fineweb10B, `{fineweb} --source {source} --out data/mine` from your own "
-                "text (without a GPU add --tokenizer bytes); --preset laptop without --data needs "
-                "none"
+                f"no {split} shards in {folder}{missing}: build some from FineWeb-Edu with "
+                f"`{fineweb}` (in edu_fineweb10B) or from your own text with "
+                f"`{fineweb} --source {source} --out data/mine` (without a GPU add --tokenizer bytes), or "
+                "use --preset laptop without --data, which needs no shards"
             )
         manifest = read_manifest(folder)
         for entry in manifest_files(manifest, split) if manifest else []:
@@ -214,8 +214,8 @@ def save_shard(
 ) -> None:  # fmt: skip
     """Write token ids (uint16) as the next shard, then the manifest that lists it.
 
-    The first shard is the validation split. mask: uint8, one per id. documents: if given, instead
-    of the number of end-of-text tokens. end: see ShardEntry.
+    The first shard is the validation split. mask: uint8, one per id. documents: the number
+    to record; by default the number of end-of-text tokens. end: see ShardEntry.
     """
     number = len(manifest["shards"])
     split = "train" if number else "val"

@@ -1,8 +1,8 @@
 """Read text files, on this machine or on the Hugging Face hub. Used by build.py and chat.py.
 
 Files are cut into units that can be tokenized independently: row groups of parquet files, blocks of
-lines of others, always in the same order. Files on the hub are streamed, not stored, and only the text
-column of a parquet file is transferred.
+lines of other files, always in the same order. Files on the hub are streamed, not stored, and only the
+text column of a parquet file is transferred.
 """
 
 import codecs
@@ -229,8 +229,8 @@ def blocks_of(file: File) -> Iterator[bytes]:
             cut = rest.rfind(b"\n") + 1
             if not cut and file.kind == "text" and len(rest) >= BLOCK:
                 cut = rest.rfind(b" ")
-            # tokenize drops blank units; the first unit of a text file must not be blank, because it
-            # starts with the file's end-of-text
+            # no blank units: tokenize drops them, and with the first unit of a text file it would drop
+            # the document's end-of-text
             if cut > 0 and rest[:cut].strip():
                 yield rest[:cut]
                 rest = rest[cut:]

@@ -56,7 +56,8 @@ def submit_sigint_masked(pool: ProcessPoolExecutor, *args: Any, **kwargs: Any) -
     """pool.submit with SIGINT blocked, so that new workers never receive Ctrl-C."""
     if os.name == "nt":  # signals cannot be blocked there; init_worker ignores them later
         return pool.submit(*args, **kwargs)
-    # another thread may still get SIGINT, and raising immediately would leave a half-started worker
+    # another thread may still get SIGINT; KeyboardInterrupt is raised below, because raising it during
+    # submit would leave a half-started worker
     interrupted = []
     handler = signal.signal(signal.SIGINT, lambda *_: interrupted.append(True))
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # new processes inherit this

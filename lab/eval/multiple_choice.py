@@ -27,8 +27,8 @@ from lab.precision import Precision
 from lab.registry import load_model, resolve_source
 from lab.trainer.callbacks import PeriodicCallback
 
-# rows are padded to a multiple of this; 2 % of HellaSwag and 20 % of BLiMP is then padding, in GPT-2's
-# tokens (with 32: 9 % and 56 %)
+# Rows are padded to a multiple of this. With GPT-2's tokenizer, 2 % of HellaSwag's tokens and 20 % of
+# BLiMP's are then padding (with 32: 9 % and 56 %).
 PAD_MULTIPLE = 8
 BATCH_TOKENS = 16384  # tokens of a batch, padding included
 
@@ -38,7 +38,7 @@ BATCH_TOKENS = 16384  # tokens of a batch, padding included
 
 def download(path: Path, base_url: str, sha256: str, program: str) -> Path:
     """The published file at `path`; if it is missing, base_url + its name is downloaded and verified.
-    Raises UserError if that fails. program: the command that takes a copy with --data."""
+    Raises UserError if that fails. program: the command whose --data accepts a copy (for the message)."""
     if not path.exists():
         import pooch  # only needed to download; it checks the hash before the file gets its name
 
@@ -57,8 +57,8 @@ def download(path: Path, base_url: str, sha256: str, program: str) -> Path:
 def parse_lines(
     raw: bytes, path: str | Path, kind: str, check: Callable[[Any], dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """The records of a JSON Lines file, each passed through check and with its line number as "line".
-    Raises UserError that names the first invalid line. kind: what a record is, for that sentence."""
+    """The records of a JSON Lines file, as check returns them, with the line number as "line". Raises
+    UserError for the first invalid line. kind: the name of a record in that message."""
     records = []
     for number, line in enumerate(raw.split(b"\n"), start=1):
         if line.strip():
@@ -111,7 +111,7 @@ class Benchmark(PeriodicCallback):
     def __init__(self, name: str, interval: int, trainer, stop):
         super().__init__(name, interval)
         self.world, self.check, self.data = trainer.world, stop.check, None
-        if self.interval:  # download now, while someone is there to see it fail
+        if self.interval:  # download now, so that a failure is noticed early
             self.attempt(lambda: self.world.run_on_rank0(lambda: str(self.locate())))
 
     def load(self, trainer) -> Any:
@@ -123,7 +123,7 @@ class Benchmark(PeriodicCallback):
         raise NotImplementedError
 
     def __call__(self, trainer) -> dict[str, Any] | None:
-        """The values of the log record; None, and off for the rest of the run, if load fails."""
+        """The values of the log record. If load fails: None, and the benchmark is off from then on."""
         if self.data is None:
             self.data = self.attempt(lambda: self.load(trainer))
         if self.data is None:
@@ -238,7 +238,8 @@ def continuation_losses(
     bar.refresh()  # show it now, because on a CPU the first batch may take half a minute
     for i in bar:
         check()
-        # a rank without a batch in the last round repeats the last batch, for FSDP2's all-gathers
+        # a rank without a batch in the last round repeats the last batch, because FSDP2's all-gathers
+        # need all ranks
         mine = i + world.rank
         rows, T = batches[min(mine, len(batches) - 1)]
         arrays = collate([items[row] for row in rows], T)

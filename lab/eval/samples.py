@@ -38,7 +38,8 @@ class MaskedLMSamples(PeriodicCallback):
                 guess = [[pieces[i], p] for i, p in zip(guesses[t].tolist(), probs[t].tolist())]
                 words.append({"was": pieces[masked[t]], "guesses": guess})
                 shown = "  ".join(f'"{piece}" {p:.0%}' for piece, p in guess)
-                was = "?" if masked[t] == ids[t] else pieces[masked[t]]  # "?": [MASK] of the prompt
+                # "?": the text itself has [MASK] here, so the word is unknown
+                was = "?" if masked[t] == ids[t] else pieces[masked[t]]
                 lines.append(f"    {was:12} {shown}")
             texts.append("\n".join(lines))
         return {"texts": texts, "words": words}

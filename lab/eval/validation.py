@@ -44,8 +44,8 @@ class Validation(PeriodicCallback):
         self.prepare(trainer)
 
     def should_run(self, step: int, last: bool) -> bool:
-        """Also true at the first step of a resumed run if that step was validated before: its checkpoint
-        was written before the validation, so the checkpoint's best_val does not include it."""
+        """Also true at the first step of a resumed run if that step was validated before. Its checkpoint was
+        written before that validation, so best_val in the checkpoint does not include its loss."""
         return step == self.revalidate_step > 0 or super().should_run(step, last)
 
     def prepare(self, trainer) -> None:
@@ -58,7 +58,7 @@ class Validation(PeriodicCallback):
             self.tokenizer.token_bytes()
         except UserError as error:
             missing = str(error)
-        if missing := next(filter(None, trainer.world.gather(missing)), None):  # all ranks, or none
+        if missing := next(filter(None, trainer.world.gather(missing)), None):  # on some rank
             self.tokenizer = None
             trainer.world.print0(f"no samples and no bits per byte: {missing}")
         if trainer.world.is_main:

@@ -1,4 +1,7 @@
-"""Write a model as a folder for transformers: python -m lab export log/RUN --out my-gpt2."""
+"""Write a model as a folder for transformers: python -m lab export log/RUN --out my-gpt2.
+
+With --html my-model.html instead, write a page that runs it (lab/tools/html_export.py).
+"""
 
 import os
 import re
@@ -26,16 +29,18 @@ from lab.files import read_json, write_errors
 from lab.hf import bert, gpt2
 from lab.hf.gguf_file import GgufType, check_gguf, write_gguf
 from lab.hf.load import CHECKSUM_FILE, read_checksums
-from lab.registry import load_model, resolve_source, tokenizer_name
+from lab.registry import is_tuned, load_model, resolve_source, tokenizer_name
 
 
 def export(
     source: Annotated[str, Positional, arg(metavar="SOURCE")],
-    out: Path,
+    out: Annotated[str | Path, arg(metavar="FOLDER")] = "",
+    html: Annotated[str | Path, arg(metavar="FILE")] = "",
     dtype: Literal["float32", "float16"] = "float32",
     gguf: GgufType = "off",
 ) -> None:
-    """Write a model as a folder that transformers and lm-evaluation-harness can load.
+    """Write a model as a folder that transformers and lm-evaluation-harness can load, or as one HTML page
+    that runs it in a browser.
 
     In training, documents begin with end-of-text. sample.py puts it before a prompt; transformers'
     pipeline does not, so pass "<|endoftext|>" + prompt there. For the harness: pip install
@@ -44,12 +49,21 @@ def export(
     Args:
         source: run, checkpoint, .pt file of nanoGPT or build-nanogpt, hub name; "" is the newest run
         out: folder to write; an earlier export there is replaced
-        dtype: float16 halves the file and rounds the weights to 11 bits
+        html: .html file to write instead of a folder: the model with its weights in 16 bits, at most 30 MB
+        dtype: of the weights in the folder; float16 halves the file and rounds the weights to 11 bits
         gguf: also write a file of this type for llama.cpp, and a Modelfile for Ollama (pip install gguf)
     """
-    out = Path(out)
-    check_replaceable(out)
-    out = out.resolve() if out.is_symlink() else out  # replace the link's target, not the link
+    if bool(out) == bool(html):
+        raise UserError(
+            f"out={str(out)!r} and html={str(html)!r}: one of them must be given; pass --out FOLDER for "
+            "transformers, or --html FILE for a page that runs the model"
+        )
+    if html and Path(html).suffix != ".html":
+        raise UserError(f"html={html} must end in .html; try --html {html}.html")
+    out = Path(out or html)
+    if not html:
+        check_replaceable(out)
+        out = out.resolve() if out.is_symlink() else out  # replace the link's target, not the link
     source = resolve_source(source)  # once, because a run may save another checkpoint meanwhile
     model = load_model(source)
     if not hasattr(model, "from_pretrained"):
@@ -57,10 +71,22 @@ def export(
             f"{source} is not a GPT-2 or BERT, so transformers has no model for it; export a run of "
             "train_gpt2.py or bert.py"
         )
+    if gguf != "off" and html:
+        raise UserError(f"gguf={gguf} adds a file to a folder; pass --out FOLDER instead of --html")
     if gguf != "off":
         check_gguf(gguf, model.config)
+    if html and hasattr(model.config, "segments"):
+        raise UserError(f"{source} is a BERT, and a page runs only GPT-2; pass --out FOLDER")
     exported = to_transformers(model)
     check_same_logits(model, exported, source)
+    if html:
+        from lab.tools.html_export import write_html  # only this export needs it
+
+        write_html(model, source, out)
+        print(
+            f"wrote {out}, {out.stat().st_size / 1e6:.1f} MB, from {source}; open it in a browser"
+        )
+        return
     exported.to(getattr(torch, dtype))
     eprint(f"writing {source} to {out}")
     # An earlier export is replaced only when the new one is complete. A killed export leaves this
@@ -73,7 +99,7 @@ def export(
             write_model(part, exported)
             note = add_tokenizer(part, model.config, source)
             if gguf != "off":
-                name = write_gguf(part, model, gguf, is_chat_model(source))
+                name = write_gguf(part, model, gguf, bool(is_tuned(source)))
                 note += f"\nin llama.cpp: llama-cli -m {{out}}/{name}; in Ollama: "
                 note += "ollama create NAME -f {out}/Modelfile"
             files = sorted(part.iterdir())
@@ -195,15 +221,6 @@ def add_tokenizer(folder: Path, config: Any, source: str) -> str:
             f"no tokenizer files: {config.vocab_size} ids are not GPT-2's vocabulary; add your own"
         )
     return "in transformers put <|endoftext|> before a prompt; sample.py does so automatically"
-
-
-def is_chat_model(source: str) -> bool:
-    """Whether the run of a checkpoint was fine-tuned on conversations (--preset sft)."""
-    config = Path(source).parent / "config.json"
-    if Path(source).is_dir() or not config.is_file():
-        return False
-    train = read_json(config).get("train")
-    return isinstance(train, dict) and train.get("preset") == "sft"
 
 
 def write_word_piece(folder: Path, tokenizer_file: Path, block_size: int) -> None:

@@ -70,7 +70,7 @@ def find_family(source: str, config: dict[str, Any]) -> Any:
         mlp_widths = [None, 4 * config.get(*family.SIZES["n_embd"])]
     wanted = {
         "model_type": ["gpt2", "bert"], family.MLP_WIDTH: mlp_widths,
-        "transformers_weights": [None],  # would name another file of weights
+        "transformers_weights": [None],  # if set, the weights are in another file
         **family.REQUIRED_CONFIG,
     }  # fmt: skip
     for key, allowed in wanted.items():

@@ -36,7 +36,7 @@ class CUDAGraphDecoder:
 
     def __init__(self, model: Any):
         self.model = model
-        self.graphs: dict[int, tuple] = {}  # by address of the cache memory it was recorded with
+        self.graphs: dict[int, tuple] = {}  # by address of the recorded cache
 
     def __call__(self, token: Tensor, position: Tensor, mask: None, layers: CacheLayers) -> Tensor:
         """Logits (1, 1, V) of the token after `token` (1, 1); the next call overwrites them.
@@ -106,9 +106,10 @@ def supports(model: Any) -> bool:
 def computes_gpt2(model: Any) -> bool:
     """Whether a model's own code computes GPT-2, on any device.
 
-    The parameters must have exactly GPT-2's names. With random weights, each block, and embeddings plus
-    head, must equal plain PyTorch code; with the model's own weights, differences such as a soft cap on
-    logits may not show. With its own weights, the model must equal its parts composed in GPT-2's order.
+    The parameters must have exactly GPT-2's names. Each block, and the embeddings with the head, must
+    compute the same as plain PyTorch code with random weights; the model's own weights might not reveal
+    a difference such as a soft cap on logits. With its own weights, the whole model must compute the
+    same as its parts called in GPT-2's order.
     """
     try:
         c = model.config
@@ -224,7 +225,7 @@ def relative_error(a: Tensor, b: Tensor) -> float:
 def matvec(
     x: Tensor, linear: Any, norm: Any = None, gelu: bool = False, add: Tensor | None = None
 ) -> Tensor:
-    """linear(x) (N,) of one token's x, any shape with C elements. norm: a LayerNorm applied to x
+    """linear(x) (N,) for one token; x has C elements in any shape. norm: a LayerNorm applied to x
     first; gelu: apply GELU to the result; add (N,): added to the result. Sums are in float32 and
     rounded at the end."""
     N, C = linear.weight.shape
@@ -331,7 +332,7 @@ def kernels() -> dict[str, Any]:
             total = total * rescale + tl.sum(weight, 0)
             out = out * rescale + tl.sum(weight[:, None] * v.to(tl.float32), 0)
             top = new_top
-            mask = (start + BLOCK + token < current)[:, None]  # prefetch the next ones
+            mask = (start + BLOCK + token < current)[:, None]  # load the next block early
             k = tl.load(keys + (start + BLOCK) * D + offset, mask=mask, other=0.0)
             v = tl.load(values + (start + BLOCK) * D + offset, mask=mask, other=0.0)
         tl.store(y + head * D + channel, (out / total).to(y.dtype.element_ty))

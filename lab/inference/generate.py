@@ -123,7 +123,7 @@ def generate(
         else:
             with sdpa_kernel(SDPA_BACKENDS):
                 logits, _ = model(new, position=position, mask=mask, cache=cache)
-        logits = logits[:, -1].to(torch.float32, copy=True)  # (B, V); step reuses its memory
+        logits = logits[:, -1].to(torch.float32, copy=True)  # (B, V); a copy: step overwrites it
         token = sample_token(logits, temperature, top_k, top_p, generator)
         yield token, logits
         idx = torch.cat([idx, token[:, None]], dim=1)
@@ -156,8 +156,8 @@ def sample_token(
     """Sample a token (B,) for each row of logits (B, V).
 
     temperature 0 is greedy. top_k keeps the k most probable tokens (0: all) and those tied with the
-    last of them. top_p keeps the fewest tokens whose probabilities add up to it (nucleus sampling,
-    Holtzman et al. 2020).
+    last of them. top_p keeps the most probable tokens until their probabilities add up to top_p
+    (nucleus sampling, Holtzman et al. 2020).
     """
     if temperature < 1e-30:  # 0, or so small that the division would overflow
         return logits.argmax(dim=-1)

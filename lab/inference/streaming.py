@@ -21,7 +21,7 @@ LARGE_MODEL = 20_000_000
 
 
 class QueueFullError(Exception):
-    """The server cannot accept more texts. The response has status 503."""
+    """The server's queue is full; it responds with status 503."""
 
 
 def load_for_inference(

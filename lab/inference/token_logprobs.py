@@ -16,7 +16,7 @@ def token_logprobs(
 ) -> dict:
     """Record of one token: {"id", "text", "name", "p", "likeliest": [(id, name, p), ...]}.
 
-    logits (V,): those it was sampled from. text: the characters that it completes. name: see
+    logits (V,): those the token was sampled from. text: the characters that it completes. name: see
     token_label. p: probability, with five digits. likeliest: the top_logprobs most probable tokens.
     """
 

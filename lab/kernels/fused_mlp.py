@@ -135,9 +135,9 @@ def mlp_products(
     """Return GELU(x @ w_fc.T + b_fc) @ w_proj.T + b_proj (N, C), and for the backward pass GELU's
     output and input (N, F).
 
-    addmm adds b_proj before the result is rounded. torch.compile would fuse a separate addition with the
-    one to the 16-bit residual stream. A bias far smaller than the rounding error would then decide how
-    ties are rounded, with hundreds of times its proper effect (docs/LOG.md).
+    addmm adds b_proj before the result is rounded. torch.compile would fuse a separate addition with
+    that to the 16-bit residual stream. A bias far smaller than the rounding error would then decide how
+    ties are rounded, and its effect would be hundreds of times too large (docs/LOG.md).
     """
     before = x.new_empty(x.size(0), w_fc.size(0))
     after = cublaslt_matmul(x, w_fc, GELU_AUX_BIAS, aux=before, bias=b_fc, b_transposed=True)
@@ -184,7 +184,7 @@ class FusedMLP(nn.Module):
     plain: that MLP, used in evaluation and for micro-batches too small to gain from the kernel.
     """
 
-    # dtype of the matrices in its matmuls under bf16 autocast; ZeRO-1 and FSDP2 send them in it
+    # dtype of the matrices under bf16 autocast, in matmuls and when ZeRO-1 and FSDP2 communicate them
     param_dtype = torch.bfloat16
 
     plain: nn.Module

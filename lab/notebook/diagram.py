@@ -1,4 +1,4 @@
-"""model_diagram: draws a model from one forward pass of the live object, called from play.ipynb."""
+"""model_diagram draws a model from one recorded forward pass. Called from play.ipynb."""
 
 import contextlib
 from collections.abc import Iterator
@@ -34,15 +34,14 @@ class Box:
 
     path: str
     kind: str  # its class
-    params: int  # those that no earlier box has
+    params: int  # without those already counted in an earlier box
     details: list[str]  # one line for each parameter
     takes: str
     gives: str
     mixes: bool  # an output position depends on other input positions
     group: str = ""  # title of the frame around it
-    add_from: int | None = (
-        None  # its output is added to the tensor that this box of the column takes
-    )
+    # index of a box in the column: this box's output is added to the input of that one
+    add_from: int | None = None
 
 
 def model_diagram(
@@ -55,10 +54,10 @@ def model_diagram(
     """Diagram of a model with the shapes of one forward pass; point at a box to see its parameters.
 
     Runs model(idx) once, in evaluation mode and without gradients, on token ids idx (batch, seq_len)
-    that are all 0, or on `inputs`. Names decide nothing: an addition is drawn where a tensor equals
-    the sum of a module's output and an earlier tensor, a list of modules of one class is drawn once,
-    and a module is marked as mixing positions if changing position 0 of its input changes the others
-    of its output. seq_len: by default 8, or model.config.block_size if that is less.
+    that are all 0, or on `inputs`. The drawing does not depend on names. An addition is drawn where a
+    tensor equals the sum of a module's output and an earlier tensor. A list of modules of one class is
+    drawn once. A module is marked as mixing positions if a change of its input at position 0 changes
+    its output at other positions. seq_len: by default 8, or model.config.block_size if that is less.
     """
     import torch
 
@@ -132,8 +131,8 @@ def _record(model: "nn.Module", inputs: "Tensor") -> list[Call]:
 
 
 def _modules_to_draw(module: "nn.Module", path: str = "") -> Iterator[tuple[str, str, str]]:
-    """(path, frame, title) of each module with a box. In a list of modules of one class the children
-    of the first stand for all: frame is the path of that first module. Else frame is ""."""
+    """(path, frame, title) of each module with a box. For a list of modules of one class, only the
+    children of its first module are yielded, and frame is the path of that module; else frame is ""."""
     from torch import nn
 
     for name, child in module.named_children():
@@ -151,8 +150,9 @@ def _modules_to_draw(module: "nn.Module", path: str = "") -> Iterator[tuple[str,
 
 
 def _boxes(model: "nn.Module", calls: list[Call]) -> tuple[list[Box], list[Box], bool]:
-    """(sources, column, sum). sources: modules at the start that do not take real numbers, such as
-    embeddings. column: the others, one after another. sum: the column takes the sources' sum."""
+    """(sources, column, sum). sources: modules at the start that do not take floats, such as
+    embeddings. column: the others, in order. sum: whether the column's input is the sum of the sources'
+    outputs."""
     frames = {path: (frame, title) for path, frame, title in _modules_to_draw(model)}
     by_path = {call.path: call for call in reversed(calls)}  # the first call of each
     shown = [call for call in calls if call.path in frames]
@@ -172,7 +172,7 @@ def _boxes(model: "nn.Module", calls: list[Call]) -> tuple[list[Box], list[Box],
         output = _first_tensor(call.output)
         if _same(then, output):
             continue
-        for j in range(i, -1, -1):  # the latest tensor of this block with the right sum
+        for j in range(i, -1, -1):  # the latest input in this block that completes the sum
             if frames[column[j].path][0] != frame:
                 break
             if _same(then, _add(output, column[j].input)):

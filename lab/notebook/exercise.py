@@ -12,7 +12,7 @@ def check(name: str, got: Any, want: Any, hint: str = "", tol: float = 1e-6) -> 
 
     want: the value (a number, string, list, dict or tensor), or a function that gets `got` and returns
     True or a sentence about what is wrong. tol: allowed difference of numbers, relative to the larger
-    of 1 and the wanted value. `got` of ..., the placeholder of an empty exercise, prints "your turn".
+    of 1 and the wanted value. If `got` is ..., the placeholder in an empty exercise, print "your turn".
     Never raises, so that a notebook runs to its end whatever the answers are.
     """
     try:
@@ -41,13 +41,13 @@ def _is_function(want: Any) -> bool:
 
 
 def _ask(got: Any, want: Any) -> str:
-    """What a predicate says: "" if it is satisfied."""
+    """The sentence that the function `want` returns; "" if it accepts the answer."""
     said = want(got)
     return said if isinstance(said, str) else "" if said else "that is not it"
 
 
 def _difference(got: Any, want: Any, tol: float) -> str:
-    """What is wrong with `got`, "" if nothing; says the type and shape of `want`, not its value."""
+    """A sentence about what is wrong with `got`, or "". It may tell the shape of `want`, never its value."""
     if hasattr(want, "shape") or hasattr(got, "shape"):
         return _array_difference(got, want, tol)
     if isinstance(want, bool | int | float):

@@ -1,4 +1,4 @@
-"""DDP with its all-reduce flag set before or after the forward pass; play.ipynb runs it.
+"""Train under DDP with the all-reduce flag set before or after the forward pass. play.ipynb runs this file:
 
 torchrun --nproc_per_node=2 lab/notebook/late_flag.py found.pt
 """
@@ -24,7 +24,7 @@ cfg = TrainConfig("laptop", data="data/builtin", total_batch_size=16 * 32, seq_l
 
 
 def train(world: World, late: bool) -> dict:
-    """The gradients of step 1 on both ranks, and the weights' distance and the loss of each step."""
+    """Gradients of step 1 on both ranks; the loss and the distance of the ranks' weights at each step."""
     torch.manual_seed(1337)
     model = GPT(config)
     ddp = DistributedDataParallel(model)
@@ -60,4 +60,4 @@ if __name__ == "__main__":
     if world.is_main:
         torch.save(found, sys.argv[1])
     world.barrier()
-    os._exit(0)  # threads of gloo's may outlive the interpreter (pytorch/pytorch#179291)
+    os._exit(0)  # gloo's threads may outlive the interpreter (pytorch/pytorch#179291)

@@ -1,4 +1,4 @@
-"""The look of play.ipynb's figures from chapter 9 on. Importing it in a kernel sets it.
+"""The style of play.ipynb's figures from chapter 9 on. Importing this module in a kernel applies it.
 
 One meaning per color in all figures, listed in a table of the notebook: OURS, OTHER, THIRD, LOSS,
 RATE, KNOWN (predictions, drawn dashed) and BASE (baseline or earlier state). Heat maps are blue.
@@ -21,7 +21,7 @@ KNOWN, BASE = "0.1", "0.65"
 
 
 def set_style() -> None:
-    """plot_setup, and: a line without a color is OURS, heat maps are blue."""
+    """Call plot_setup, and make OURS the default color of lines and blue that of heat maps."""
     import matplotlib
     from cycler import cycler
 

@@ -11,7 +11,7 @@ from lab.precision import Precision
 
 
 def make_trainer(model: Any, loader: Any, cfg: Any) -> Any:
-    """The trainer's own class for a model and a data loader, in float32 on the CPU.
+    """A train_gpt2.Trainer for a model and a data loader, in float32 on the CPU.
 
     loader: a TokenLoader, or anything with grad_accum_steps and next_batch() -> (x, y, num_targets).
     """
@@ -25,7 +25,7 @@ def make_trainer(model: Any, loader: Any, cfg: Any) -> Any:
 def run_in_parallel(f: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
     """[f(item) for item in items], two at a time, each on one core.
 
-    Faster than one item after the other on both cores. f must not use torch's global generator.
+    This is faster than one item after another, each on both cores. f must not use torch's global generator.
     """
 
     def on_one_core(item: Any) -> Any:

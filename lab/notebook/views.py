@@ -7,10 +7,10 @@ from typing import Any
 from lab.cli import require
 from lab.notebook.widget import Widget, readable, visible
 
-MAX_LOGITS = 2000  # sent one by one; the others in intervals of equal width
+MAX_LOGITS = 2000  # logits sent exactly; the others are grouped into intervals of equal width
 TEMPERATURES = (0.1, 3.0)
-MAX_PAIRS = 15_000  # pairs of positions over all masks of a page, for the same reason
-MAX_DIGITS = 42_000  # base-64 digits of all attention weights of a page, which stays below 60 KB
+MAX_PAIRS = 15_000  # pairs of positions in all masks of a page
+MAX_DIGITS = 42_000  # base-64 digits of all attention weights of a page; pages stay below 60 KB
 ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
 
 
@@ -119,7 +119,7 @@ def attention_view(
 
 
 def _base64(p: float, digits: int) -> str:
-    """sqrt(p), p from 0 to 1, as base-64 digits: the root keeps small weights apart."""
+    """sqrt(p), p from 0 to 1, as base-64 digits: the root keeps small weights distinct."""
     n = round(math.sqrt(min(max(p, 0.0), 1.0)) * (64**digits - 1))
     return "".join(ALPHABET[n // 64**d % 64] for d in reversed(range(digits)))
 

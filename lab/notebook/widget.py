@@ -1,4 +1,4 @@
-"""What the interactive views of the notebook share: Widget, visible characters, the figure style."""
+"""Shared by the notebook's interactive views: Widget, visible characters, the style of figures."""
 
 import hashlib
 import json
@@ -29,8 +29,8 @@ class Widget:
     """An interactive view: HTML in a browser, `text` in a terminal or where scripts are removed.
 
     template: a file that extends widget.html.j2. data: passed to its script as JSON. The page is one
-    <div> without an id; its script builds the view in a shadow root, so that neither styles nor names
-    meet those of the page or of other widgets. It loads nothing.
+    <div> without an id; its script builds the view in a shadow root, so that its styles and
+    names do not clash with those of the page or of other widgets. It loads nothing from the network.
     """
 
     def __init__(self, template: str, text: str, data: dict[str, Any], **values: Any):

@@ -48,8 +48,8 @@ class Fsdp2AdamW(ShardedOptimizer):
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their norm over all ranks is at most max_norm (0: no limit). Returns
-        the norm before. backward() has averaged the gradients over the ranks, except those of LayerNorms,
-        which are averaged here."""
+        the norm before scaling. backward() has averaged the gradients over the ranks, except those of
+        LayerNorms, which are averaged here."""
         whole = [p.grad for p in self.norm_params]
         mean = self.world.all_reduce(torch.cat([g.flatten() for g in whole]))
         mean /= self.world.world_size

@@ -20,7 +20,7 @@ suits all shapes.
 
 **Differences from torch.optim.Muon**, which computes the same step: Newton-Schulz runs on all matrices
 of one shape at once; parameters may be stacks of matrices (3-D); the work is divided over ranks;
-NorMuon; and on a CPU Newton-Schulz runs in float32 instead of bf16.
+NorMuon is an option; and on a CPU Newton-Schulz runs in float32 instead of bf16.
 """
 
 # torch's _foreach functions have no public names

@@ -1,4 +1,4 @@
-"""Base class of the sharded optimizers (zero1.py, fsdp2.py), and what they communicate in bf16."""
+"""Base class of the sharded optimizers (zero1.py, fsdp2.py), and the choice of parameters sent in bf16."""
 
 from typing import Any
 
@@ -13,9 +13,9 @@ def bf16_params(model: Any, dtype: torch.dtype | None) -> list[nn.Parameter]:
     """The parameters of a GPT that can be communicated in bf16 without loss, as can their gradients.
 
     These are the matrices in the blocks: under autocast, a matmul rounds its matrix to bf16 and computes
-    the matrix's gradient in bf16. All others need float32: embeddings, because their rows are added to
-    other vectors, and a tied embedding's gradient is the sum of two; biases; gains; and the matrices of
-    modules whose `param_dtype` is float32. dtype: autocast's; the list is empty unless it is bf16.
+    the matrix's gradient in bf16. All others need float32: biases, gains, the matrices of modules whose
+    `param_dtype` is float32, and embeddings, because their rows are added to other vectors and a tied
+    embedding's gradient is the sum of two. dtype: autocast's; the list is empty unless it is bf16.
     """
     if dtype != torch.bfloat16:
         return []

@@ -2,14 +2,14 @@
 
 With DistributedDataParallel, every rank gets the average of all gradients and updates all weights, with
 its own copy of AdamW's two moments. With ZeRO-1 (Rajbhandari et al. 2020, section 5.1), each of n ranks
-updates only 1 / n of the weights: it receives the gradients of these (reduce-scatter), updates them, and
+updates only 1 / n of the weights: it receives their gradients (reduce-scatter), updates them, and
 sends them to all ranks (all-gather). The moments take 8 / n instead of 8 bytes per weight, and the
 update 1 / n of the time.
 
 Matrices that autocast rounds to bf16 anyway are sent in bf16, as are their gradients. This halves the
-communication and loses nothing (see bf16_params). Sums over ranks and moments are in float32, and so is
-each rank's shard of the weights (4 / n more bytes per weight, because the model then has rounded ones).
-Gradients accumulated over micro-steps are sent in float32.
+communication and loses nothing (see bf16_params). Moments and sums over ranks are in float32, and so is
+each rank's shard of the weights. The shard is a copy, because the model's own weights are rounded, and takes
+4 / n more bytes per weight. Gradients accumulated over micro-steps are sent in float32.
 """
 
 import math
@@ -30,8 +30,8 @@ from lab.precision import Precision
 class FlatParamShards:
     """Parameters moved into one flat buffer, which is divided into equal shards, one per rank.
 
-    comm_dtype: the dtype in which parameters and gradients are sent. It must not lose precision: all
-    users of the parameters round them to this dtype, and their gradients are computed in it.
+    comm_dtype: the dtype in which parameters and gradients are sent. It must not lose precision: bf16
+    only for parameters that autocast rounds to bf16 and whose gradients it computes in bf16.
     weights: the buffer of all parameters, on every rank. local_shard: this rank's part of it, in
     float32. shard_slice: the position of that part in the buffer.
     """
@@ -133,7 +133,7 @@ class Zero1AdamW(ShardedOptimizer):
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Average the gradients of each rank's shard over the ranks, and scale them so that the norm over
-        all shards is at most max_norm (0: no limit). Returns the norm before."""
+        all shards is at most max_norm (0: no limit). Returns the norm before scaling."""
         accumulated = self.loader.grad_accum_steps > 1  # a sum over micro-steps needs float32
         grads, tensors = [], [s.local_shard for s in self.shards]
         for s in self.shards:

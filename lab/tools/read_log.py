@@ -16,7 +16,7 @@ Record = dict[str, Any]  # one line of a log
 RunLog = dict[str, list[Record]]  # {kind: records, sorted by step}
 # types of the fields that are not numbers
 FIELD_TYPES: dict[str, Any] = dict.fromkeys("texts words passed_over shaded".split(), list)
-FIELD_TYPES |= dict.fromkeys("kind device precision torch reason path file".split(), str)
+FIELD_TYPES |= dict.fromkeys("kind device precision torch reason path file command".split(), str)
 
 
 def find_runs(paths: Sequence[str | Path]) -> list[Path]:

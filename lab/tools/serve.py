@@ -33,7 +33,9 @@ from lab.inference.streaming import (
     make_decode_step,
     stream_generate,
 )
-from lab.registry import resolve_source
+from lab.registry import is_checkpoint, is_tuned, resolve_source
+from lab.tools.read_log import column, read_log
+from lab.trainer.checkpoint import step_of
 
 T = TypeVar("T")
 
@@ -172,6 +174,22 @@ def take_turn(pieces: Iterator[dict], add: Callable[[dict], None]) -> bool:
     return False
 
 
+def validation_loss(source: str) -> tuple[float, int] | None:
+    """(nats per token, step) of the last validation up to a checkpoint, as the log of its run says; of the
+    best one for model_best.pt. None if there is no such log. source: as resolve_source returns it."""
+    path = Path(source)
+    if not (is_checkpoint(source) and (path.parent / "log.jsonl").exists()):
+        return None
+    with contextlib.suppress(UserError):  # no measurement yet
+        steps, losses = column(read_log(path.parent), "val", "loss")
+        rows = list(zip(losses, steps))
+        if path.stem == "model_best":
+            return min(rows, default=None)
+        if path.stem.removeprefix("model_").isdecimal():
+            return next((row for row in reversed(rows) if row[1] <= step_of(path)), None)
+    return None
+
+
 def main(argv: list[str]) -> None:
     cfg = parse_args(Config, argv)
     missing = [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
@@ -206,7 +224,7 @@ def serve(cfg: Config) -> None:
     # refuse other host names, so that pages of other sites cannot use a local server (DNS rebinding)
     hosts = ["127.0.0.1", "localhost"] if host.startswith("127.") else ["*"]
     name = "/".join(Path(source).parts[-2:]).removesuffix(".pt")  # do not reveal the whole path
-    app = create_app(engine, name, hosts)
+    app = create_app(engine, name, hosts, validation_loss(source), is_tuned(source))
     print(f"{source} on {device}: http://{host}:{port}   (press Ctrl-C to quit)", flush=True)
     config = uvicorn.Config(
         app, log_level="warning", limit_concurrency=1000, timeout_graceful_shutdown=2

@@ -27,9 +27,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from lab.cli import UserError
 from lab.data.chat import STOP_STRINGS
 from lab.data.tokenizers import Tokenizer
+from lab.inference.int8 import Int8Linear
+from lab.inference.prediction import inspect_prediction
 from lab.inference.streaming import QueueFullError, score_tokens
 from lab.templates import load_template
 from lab.tools.plot_style import PAPER
+from lab.tools.read_log import short
 
 MAX_NEW_TOKENS = 4096
 MAX_REQUEST_BYTES = 2**16
@@ -37,7 +40,7 @@ MAX_PROMPTS = 20  # in one request
 CLIENT_TIMEOUT = 60  # seconds for a client to send its request, or to take a part of the answer
 RETRY_AFTER = 10  # seconds after which a refused client may ask again
 SECURITY_POLICY = (  # the page may send requests to this server and nowhere else
-    "default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; "
+    "default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; img-src data:; "
     "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 )
 
@@ -63,6 +66,14 @@ class GenerateRequest(BaseModel, allow_inf_nan=False):
     def model_post_init(self, _: Any) -> None:
         if self.messages is not None:
             self.stop = [*self.stop, *STOP_STRINGS]
+
+
+class InspectRequest(GenerateRequest):
+    """The page's request for one prediction. layer, head: whose attention weights; None: the mean over
+    all of them."""
+
+    layer: int | None = Field(None, ge=0, lt=2**31)
+    head: int | None = Field(None, ge=0, lt=2**31)
 
 
 IGNORED_FIELDS = (  # of OpenAI's API, which change no text here
@@ -255,16 +266,23 @@ HANDLED_ERRORS = UserError, RequestValidationError, HTTPException
 # ------------------------------------------------------------------------------------------- the app
 
 
-def create_app(engine: Any, name: str, hosts: list[str]) -> FastAPI:
+def create_app(
+    engine: Any, name: str, hosts: list[str],
+    val_loss: tuple[float, int] | None = None, tuned: bool | None = None,
+) -> FastAPI:  # fmt: skip
     """The FastAPI application. name: the model's, for clients; hosts: Host headers that are accepted,
-    ["*"] for any."""
+    ["*"] for any. val_loss: (nats per token, step), and tuned: whether the model was fine-tuned on
+    conversations, for the page; None: unknown."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     for error_type in HANDLED_ERRORS:
         app.add_exception_handler(error_type, lambda _, error: handle_error(error))
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts)
     app.add_middleware(RequestLimits, engine=engine)
     page = load_template("serve.html.j2")
-    about = dict(model=name, context=engine.block_size, longest=MAX_NEW_TOKENS, paper=PAPER)
+    about = dict(
+        model=name, context=engine.block_size, longest=MAX_NEW_TOKENS, paper=PAPER,
+        facts=model_facts(engine, val_loss), tuned=tuned, vocab_size=engine.tokenizer.vocab_size,
+    )  # fmt: skip
     model = dict(id=name, object="model", created=int(time.time()), owned_by="you")
 
     @app.get("/")
@@ -309,6 +327,15 @@ def create_app(engine: Any, name: str, hosts: list[str]) -> FastAPI:
                 yield json.dumps(error_body(500, str(error))) + "\n"
 
         return StreamingResponse(encoded(), media_type="application/x-ndjson")
+
+    @app.post("/inspect")
+    async def inspect(body: InspectRequest) -> dict:
+        """inspect_prediction of the token after the prompt and `answer`."""
+        ids, _ = await engine.compute(engine.prompt_ids, body)
+        model, tokenizer = engine.model, engine.tokenizer
+        return await engine.compute(
+            inspect_prediction, model, tokenizer, ids, body.layer, body.head
+        )
 
     async def complete(
         request: Request, body: OpenAIRequest, kind: str, to_choice: Callable
@@ -378,6 +405,19 @@ def create_app(engine: Any, name: str, hosts: list[str]) -> FastAPI:
         return await complete(request, body, kind, to_chat_choice)
 
     return app
+
+
+def model_facts(engine: Any, val_loss: tuple[float, int] | None) -> dict[str, str]:
+    """{label: text} of what the page says about a model."""
+    facts, tokenizer = {}, engine.tokenizer
+    if not any(isinstance(module, Int8Linear) for module in engine.model.modules()):
+        facts["size"] = f"{short(engine.model.num_params())} parameters"
+    if val_loss:
+        facts["validation loss"] = f"{val_loss[0]:.2f} nats per token after {val_loss[1]:,} steps"
+    facts["context"] = f"{engine.block_size:,} tokens"
+    name = tokenizer.name if not tokenizer.name.endswith(".json") else "its own"
+    facts["tokenizer"] = f"{name}, {tokenizer.vocab_size:,} tokens"
+    return facts
 
 
 class RequestLimits:

@@ -188,6 +188,10 @@ def summary(trainer, stopped: str) -> None:
     use = f"generate text           {command_for('sample.py')} --model {name}"
     if not hasattr(trainer.raw_model, "generate"):
         use = f"use it in transformers  {command_for('lab export')} {name} --out FOLDER"
+    elif hasattr(trainer.raw_model, "from_pretrained") and trainer.raw_model.num_params() <= 15e6:
+        use += (
+            f"\n  make it a web page      {command_for('lab export')} {name} --html my-model.html"
+        )
     report = command_for("lab report")
     say(
         f"\n{run_dir}/ contains log.jsonl (all numbers),{curve} TensorBoard events and checkpoints{best}. "

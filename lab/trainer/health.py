@@ -27,7 +27,7 @@ from lab.trainer.signals import GracefulStop
 
 WINDOW = 50  # number of norms in the median; 100 would include too many of the noisy first steps
 MIN_HISTORY = 20  # number of norms before the first z-score
-MIN_SIGMA = 0.1  # lower bound of the deviation, so that twice the median of a calm run is no spike
+MIN_SIGMA = 0.1  # lower bound of sigma: in a very calm run, twice the median is not a spike
 Z_THRESHOLD = 10.0  # a norm with a higher z-score is a spike; calm runs stay below 7 (docs/RUNS.md)
 PREVIEW_TOKENS = 64  # tokens of each sequence that are written to spike_<step>.json
 COOLDOWN_STEPS = 10  # a spike within this many steps of another one writes no files
@@ -244,8 +244,8 @@ class HealthMonitor:
 
 
 class StepSnapshotter:
-    """Copies in CPU memory of the weights before each of the last two steps; two, because a norm is
-    checked while the next step runs. On a GPU, copying overlaps with forward and backward."""
+    """Keeps copies of the weights before each of the last two steps in CPU memory: two, because the norm
+    of a step is checked while the next step runs. On a GPU, copying overlaps with forward and backward."""
 
     def __init__(self, trainer):
         self.trainer, cuda = trainer, trainer.world.device.type == "cuda"
@@ -269,7 +269,7 @@ class StepSnapshotter:
                 snapshot["model"][name].copy_(p, non_blocking=True)
 
     def wait(self) -> None:
-        """Make the GPU work launched from now on (the update) wait for the copy; the CPU does not."""
+        """Make the GPU work launched from now on (the update) wait for the copy, without blocking the CPU."""
         if self.stream:
             torch.cuda.current_stream().wait_stream(self.stream)
 

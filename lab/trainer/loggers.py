@@ -4,13 +4,15 @@ import contextlib
 import json
 import os
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lab.cli import UserError, eprint
+from lab.cli import UserError, eprint, shell_quote
 from lab.files import check_regular, finite_json, write_errors
+from lab.program import class_path
 from lab.trainer.console import Console
 
 
@@ -80,7 +82,7 @@ class RunLogger:
 
     def start(self, reason: str, trainer, callbacks: list) -> None:
         """Log and print the settings at the start of a run."""
-        record = self.console.start_record(callbacks)
+        record = self.console.start_record(callbacks) | typed_command(trainer)
         self.event("start", trainer.step, record)
         self.console.print_settings(reason, record)
 
@@ -92,6 +94,17 @@ class RunLogger:
         record = dict(loss=loss, lr=lr, grad_norm=grad_norm, tokens=self.trainer.loader.position)
         self.event("train", step, record | speed)
         self.console.print_train_step(step, loss, lr, grad_norm, seconds_left, speed)
+
+
+def typed_command(trainer: Any) -> dict[str, str]:
+    """{"command": the command that started this run}, for lab report; empty if another program did, such
+    as a notebook."""
+    program = Path(class_path(type(trainer)).rpartition(":")[0]).name
+    if Path(sys.argv[0]).name != program:
+        return {}
+    processes = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    start = f"torchrun --nproc_per_node {processes}" if trainer.world.world_size > 1 else "python"
+    return {"command": " ".join([start, program, *map(shell_quote, sys.argv[1:])])}
 
 
 class TensorBoardWriter:

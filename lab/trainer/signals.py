@@ -22,7 +22,8 @@ class SignalHandler:
     def __enter__(self) -> "SignalHandler":
         wanted = ("SIGINT", "SIGTERM", "SIGHUP")
         numbers = [getattr(signal, name) for name in wanted if hasattr(signal, name)]  # Windows
-        active = [n for n in numbers if signal.getsignal(n) != signal.SIG_IGN]  # as under nohup
+        # leave out ignored signals: under nohup, SIGHUP must stay ignored
+        active = [n for n in numbers if signal.getsignal(n) != signal.SIG_IGN]
         self.previous = {number: signal.signal(number, self.receive) for number in active}
         self.terminals = [fd for fd in (1, 2) if os.isatty(fd)]
         return self

@@ -1,0 +1,58 @@
+"""Measure how fast a page of `lab export --html` generates text in a headless Chromium.
+
+    python bench/html_model.py          # examples/laptop_model.html, or name another page
+
+Prints the tokens per second of five rounds, and their median. Needs requirements-browser.txt and a Chrome
+or Chromium on the PATH.
+"""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from playwright.sync_api import sync_playwright
+from records import ROOT
+from tyro.conf import Positional
+
+from lab.cli import UserError, parse_args, run_main
+
+# a round: text from the prompt on, long enough for the window to slide; returns tokens per second
+ROUND = """tokens => {
+  const start = performance.now();
+  for (const _ of generate(model, idx, tokens, { temperature: 1 }));
+  return 1000 * tokens / (performance.now() - start);
+}"""
+
+
+@dataclass
+class Config:
+    """Measure how fast a page of `lab export --html` generates text."""
+
+    page: Positional[Path] = ROOT / "examples/laptop_model.html"
+    tokens: int = 1000  # generated in a round
+    rounds: int = 5
+
+
+def main(argv):
+    cfg = parse_args(Config, argv)
+    names = "chromium", "chromium-browser", "google-chrome", "chrome"
+    browser_path = next(filter(None, map(shutil.which, names)), None)
+    if not browser_path or not cfg.page.is_file():
+        missing = "Chrome or Chromium" if cfg.page.is_file() else f"file {cfg.page}"
+        raise UserError(f"there is no {missing}; install one, or export a page with --html")
+    with sync_playwright() as p:
+        browser = p.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
+        page = browser.new_page()
+        page.goto(cfg.page.absolute().as_uri())
+        speeds = [page.evaluate(ROUND, cfg.tokens) for _ in range(cfg.rounds)]
+        print(
+            f"tokens/s in Chromium {browser.version}: {', '.join(f'{s:.0f}' for s in speeds)}; ",
+            end="",
+        )
+        print(f"median {median(speeds):.0f}")
+        browser.close()
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,235 @@
+"""Training recipes as a race: a page with a slider, and an animated figure for README.
+
+    python bench/race.py                    # writes race.html, and readme.assets/race.svg and race_dark.svg
+
+Both show validation loss against seconds of training, from the records in readme.assets/runs/. The page
+(race.html.j2) also has other races, tokens as the x axis, and the last sample before the chosen second.
+The figure is a picture of matplotlib with CSS animations, which also run in an <img>. It shows the end of
+the race where animations do not run or are switched off (prefers-reduced-motion).
+"""
+
+import io
+import math
+import re
+import secrets
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+from curves import RECIPES, recipes_on_one_gpu
+from drawing import blank, records, where_and_when, write
+from records import ROOT, RUNS
+
+from lab.cli import parse_args, run_main
+from lab.data.tokenizers import printable
+from lab.files import atomic_write, write_errors
+from lab.templates import load_template
+from lab.tools.plot_style import COLORS, MEANINGS, PAPER, color_of, style
+from lab.tools.read_log import column, read_log
+
+FILM, ROUNDS = 14, 3  # seconds of one round of the animation, and rounds before it stops
+HOLD = 0.3  # the last part of a round, which shows the end
+
+
+@dataclass
+class Runner:
+    """A training run: validation losses at some seconds and tokens. samples: [second, text], oldest first."""
+
+    name: str
+    color: str
+    seconds: list[float]
+    tokens: list[int]
+    losses: list[float]
+    samples: list[tuple[float, str]] = field(default_factory=list)
+
+
+@dataclass
+class Race:
+    title: str
+    note: str
+    runners: list[Runner]
+    unit: str = "seconds"  # of Runner.seconds
+
+
+# ------------------------------------------------------------------------------------------ records
+
+
+def one_minute(runs):
+    """Four recipes on one H200, for a minute or a little more."""
+    rows, runners = recipes_on_one_gpu(runs), []
+    colors = "orange", "pink", "green", "blue"
+    for (recipe, row), shade in zip(rows.items(), colors):
+        seconds, steps, losses = zip(*row["curve"])
+        # the first steps may have half as many tokens
+        full, half = 131072, 131072 // 2
+        halved = (full * row["run_steps"] - row["tokens"]) // half
+        tokens = [full * step - half * min(step, halved) for step in steps]
+        assert tokens[-1] == row["tokens"]
+        runners.append(Runner(RECIPES[recipe][1], shade, list(seconds), tokens, list(losses)))
+    first, last = runners[0], runners[-1]
+    met = np.interp(-first.losses[-1], -np.array(last.losses), last.seconds)
+    title = (
+        f"After {met:.0f} s, speedrun.py is where GPT-2's recipe is after {first.seconds[-1]:.0f} s"
+    )
+    note = f"124M, speedrun.py 201M; books and textbooks; {where_and_when(rows.values())}"
+    return Race(title, note, runners)
+
+
+def from_log(runs, name, title, shade, gpus=1):
+    """The runner of a run's log. Its clock is training without evaluation and compilation, times `gpus`."""
+    records(runs, name, "kind")
+    log = read_log(runs / f"{name}.jsonl")
+    steps, times = column(log, "train", "dt_ms")  # the first update, which compiles, has no dt_ms
+    seconds = np.cumsum(np.diff([0, *steps]) * times) / 1000 * gpus
+    clock = lambda step: float(np.interp(step, [0, *steps], [0, *seconds]))  # noqa: E731
+    trained, tokens = column(log, "train", "tokens")
+    at, losses = column(log, "val", "loss")
+    read = np.interp(at, [0, *trained], [0, *tokens]).round().astype(int).tolist()
+    samples = [(clock(r["step"]), printable(r["texts"][0])) for r in log.get("sample", [])]
+    return Runner(title, shade, [clock(step) for step in at], read, list(losses), samples)
+
+
+def six_minutes(runs):
+    slow = from_log(runs, "gpt2_124m", "GPT-2's recipe", "orange")
+    fast = from_log(runs, "speedrun_124m", "speedrun.py", "blue")
+    title = (
+        f"Six minutes on one H200: {fast.losses[-1]:.2f} and {slow.losses[-1]:.2f} nats per token"
+    )
+    note = "124M, speedrun.py 201M; two passes over 111M tokens of books and textbooks; 2026-11-23"
+    return Race(title, note, [slow, fast])
+
+
+def four_passes(runs):
+    names = {
+        "_gpt2": ("GPT-2's recipe", "orange"),
+        "_readable": ("readable recipe", "green"),
+        "": ("speedrun.py", "blue"),
+        "_no_table": ("speedrun.py, no value table", "red"),
+    }
+    runners = []
+    for name, looks in names.items():
+        file = f"both_4_passes{name}"
+        gpus = records(runs, file, "world_size")[0]["world_size"]
+        runners.append(from_log(runs, file, *looks, gpus))
+    low, high = runners[-1].losses[-1], runners[0].losses[-1]
+    title = f"Four passes: {low:.2f} nats per token without a value table, {high:.2f} with GPT-2's recipe"
+    note = (
+        "124M, 111M tokens of books and textbooks, on one to four H100s and H200s, whose seconds differ: "
+        "compare tokens; 2026-11-25 and 26"
+    )
+    return Race(title, note, runners, unit="GPU-seconds")
+
+
+# --------------------------------------------------------------------------------------------- page
+
+
+def page(races):
+    """The HTML of the page."""
+    from plotly.offline import get_plotlyjs  # slow to import
+
+    return load_template("race.html.j2").render(
+        races=[asdict(race) for race in races],
+        colors=[PAPER[d] | dict(zip(MEANINGS, COLORS[d])) for d in (False, True)],
+        plotly=get_plotlyjs(),
+        nonce=secrets.token_urlsafe(16),
+    )
+
+
+# ------------------------------------------------------------------------------------------- figure
+
+
+def keyframes(name, frames):
+    """A CSS animation. frames: {fraction of the race, 0 to 1: declarations}; the last ones are held."""
+    rows = "".join(f"{100 * (1 - HOLD) * at:.2f}% {{{css}}} " for at, css in frames.items())
+    return f"@keyframes {name} {{ {rows}100% {{{list(frames.values())[-1]}}} }}\n"
+
+
+def figure(race, dark):
+    """The SVG of a race: lines grow, and a dot with the runner's name runs at the end of each."""
+    settings = style(dark) | {"svg.hashsalt": "race", "figure.dpi": 72}
+    with matplotlib.rc_context(settings):
+        drawn, ax = blank(4.8, race.title, race.note)
+        drawn.set_dpi(72)  # of SVG: its units are points
+        end = max(runner.seconds[-1] for runner in race.runners)
+        ax.set(
+            xlabel="seconds of training, compiling left out", xlim=(0, 1.36 * end), ylim=(3.2, 8.2)
+        )
+        ax.set(ylabel="validation loss (nats per token)", xticks=range(0, math.ceil(end), 10))
+        lines = []
+        for i, runner in enumerate(race.runners):
+            shade, losses = color_of(runner.color, dark), runner.losses
+            x, y = runner.seconds, [min(loss, 8.2) for loss in losses]
+            ax.plot(x, y, color=shade, gid=f"line{i}", solid_capstyle="butt")
+            ax.plot(x[-1], y[-1], "o", color=shade, markersize=6, gid=f"dot{i}")
+            write(ax, runner.name, x[-1], y[-1], dx=8, color=shade, gid=f"name{i}")
+            write(
+                ax,
+                f"{losses[-1]:.2f}",
+                end * 1.36,
+                y[-1],
+                dx=-6,
+                ha="right",
+                color=shade,
+                gid=f"end{i}",
+            )
+            lines.append((x, y))
+        drawn.draw_without_rendering()  # computes the layout
+        css = "".join(runner_css(ax, i, x, y, end) for i, (x, y) in enumerate(lines))
+        out = io.BytesIO()
+        drawn.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+    css += "@media (prefers-reduced-motion: reduce) { * { animation: none !important; } }\n"
+    svg = re.sub(r"(?s)<metadata>.*?</metadata>\s*", "", out.getvalue().decode())
+    return svg.replace("<defs>", f"<defs>\n<style>\n{css}</style>", 1)
+
+
+def runner_css(ax, i, x, y, end):
+    """The animations of a runner: the part of its line that is drawn, and the place of its dot and name."""
+    # at each frame of the film, the place of the dot in points; SVG's y axis points down
+    frames = np.unique([*np.linspace(0, 1, 29), *(np.array(x) / end)])
+    now = np.minimum(frames * end, x[-1])
+    points = ax.transData.transform(np.column_stack([now, np.interp(now, x, y)])) * [1, -1]
+    length = np.append(0, np.cumsum(np.hypot(*np.diff(points, axis=0).T)))
+    total = length[-1] + 1
+    css = keyframes(
+        f"draw{i}", {f: f"stroke-dashoffset: {total - done:.1f}" for f, done in zip(frames, length)}
+    )
+    moves = points - points[-1]
+    css += keyframes(
+        f"run{i}",
+        {f: f"transform: translate({dx:.1f}px, {dy:.1f}px)" for f, (dx, dy) in zip(frames, moves)},
+    )
+    done = x[-1] / end
+    css += keyframes(f"show{i}", {0: "opacity: 0", done - 1e-3: "opacity: 0", done: "opacity: 1"})
+    play = f"{FILM}s linear {ROUNDS}"
+    css += f"#line{i} path {{ stroke-dasharray: {total:.1f}; animation: draw{i} {play}; }}\n"
+    css += f"#dot{i}, #name{i} {{ animation: run{i} {play}; }}\n"
+    return css + f"#end{i} {{ animation: show{i} {play}; }}\n"
+
+
+# ------------------------------------------------------------------------------------- command line
+
+
+@dataclass
+class Config:
+    """Draw the race of training recipes: a page, and an animated figure."""
+
+    page: Path = Path("race.html")  # the page to write
+    runs: Path = RUNS  # folder with the records
+    out: Path = ROOT / "readme.assets"  # folder for race.svg and race_dark.svg
+
+
+def main(argv):
+    cfg = parse_args(Config, argv)
+    races = [one_minute(cfg.runs), six_minutes(cfg.runs), four_passes(cfg.runs)]
+    files = {cfg.page: page(races)}
+    for dark in (False, True):
+        files[cfg.out / f"race{'_dark' * dark}.svg"] = figure(races[0], dark)
+    for path, text in files.items():
+        with write_errors(path):
+            atomic_write(path, text.encode())
+        print(f"wrote {path}, {len(text.encode()) / 1e6:.2f} MB")
+
+
+if __name__ == "__main__":
+    run_main(main)
