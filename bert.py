@@ -28,10 +28,9 @@ train_gpt2.py, and K is the number of masked tokens in a sequence.
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar, Literal
 
-from lab.cli import command_for, pre_import_setup, require, run_main
+from lab.cli import pre_import_setup, require, run_main
 
 if __name__ == "__main__":
     pre_import_setup()  # SIGINT handling and OpenMP wait policy: must run before `import torch`
@@ -386,14 +385,6 @@ def validate_tokenizer(trainer, tokenizer):
         not cfg.sample_every or "[MASK]" in cfg.sample_prompt,
         f"sample_prompt={cfg.sample_prompt!r} must contain [MASK], the word to predict",
     )
-    if cfg.init_from and not trainer.step:
-        path = Path(registry.resolve_source(cfg.init_from, cfg.log_dir))
-        theirs = (path.parent if path.suffix == ".pt" else path) / TOKENIZER_FILE
-        require(
-            not theirs.exists() or WordPiece(theirs).pieces == tokenizer.pieces,
-            f"{cfg.init_from} has another vocabulary; copy {theirs} into an empty folder and pass that "
-            f"folder to `{command_for('fineweb.py')} --tokenizer wordpiece --out`, which then uses it",
-        )
 
 
 def build_trainer(model_config, cfg, world, state=None, trainer_class=Trainer):

@@ -40,9 +40,11 @@ class Config:
     tokens: str = ""
     # auto: bytes for the built-in text, else gpt2. gpt2: 50257 tokens; downloads two files once. bytes:
     # 256 bytes and end-of-text; needs no files, and is best without a GPU, because a small model trains
-    # on thousands of bytes per second, but only on hundreds of gpt2's tokens. For bert.py: wordpiece,
-    # learned from the texts, or the published bert-base-uncased; both are saved as tokenizer.json
-    tokenizer: Literal["auto", "gpt2", "bytes", "wordpiece", "bert-base-uncased"] = "auto"
+    # on thousands of bytes per second, but only on hundreds of gpt2's tokens. bpe:4096: byte-level BPE
+    # with 4096 ids, learned from the texts. For bert.py: wordpiece, learned from the texts, or the
+    # published bert-base-uncased. These three are saved as tokenizer.json in --out; the path of such a
+    # file uses the same tokenizer again, for more texts or for fine-tuning
+    tokenizer: str = "auto"
     vocab_size: int = 30000  # maximum vocabulary size of --tokenizer wordpiece
     # data set on the hub; ready-made shards (kjj0/finewebedu10B-gpt2) are downloaded unchanged
     dataset: str = FINEWEB_EDU
@@ -159,9 +161,14 @@ def build(cfg: CorpusConfig) -> Manifest:
         if manifest := load_partial_manifest(cfg.out):  # before a tokenizer file is written there
             name = Path(tokenizer_path(cfg.out, cfg.tokenizer)).name
             check_manifest_matches(cfg.out, manifest, tokenizer=name)
-        texts = texts_of(files, cfg.text_column)
+        chat, texts = is_chat(files, cfg.text_column), texts_of(files, cfg.text_column)
+        if chat and cfg.tokenizer.startswith("bpe:"):
+            raise UserError(
+                f"--tokenizer {cfg.tokenizer} learns from texts, but {cfg.source} has conversations; pass "
+                "the tokenizer.json of the run that you want to fine-tune"
+            )
         tokenizer = get_or_train(cfg.out, cfg.tokenizer, texts, cfg.vocab_size)
-        if is_chat(files, cfg.text_column):
+        if chat:
             if cfg.tokens or cfg.val_tokens:
                 raise UserError(
                     "--tokens and --val_tokens do not work with conversations, which are all used; leave "

@@ -24,10 +24,16 @@ from lab.data.chat import ROLES, build_chats
 from lab.data.manifest import read_manifest
 from lab.data.python_docs import build_python_docs
 from lab.data.sources import File
-from lab.data.tokenizers import tokenizer_for_vocab_size
 from lab.files import check_keys, read_errors
 from lab.program import class_path
-from lab.registry import check_program, check_same_model, config_of, resolve_source
+from lab.registry import (
+    check_program,
+    check_same_model,
+    check_same_vocabulary,
+    config_of,
+    resolve_source,
+    tokenizer_name,
+)
 from lab.trainer.checkpoint import read_checkpoint, read_newest
 from lab.trainer.run_dir import find_run_to_resume, is_finished
 
@@ -451,8 +457,10 @@ def resolve_on_rank0(
     model_config = resolve_vocabulary(model_config, cfg, presets)
     if File(cfg.data, cfg.data, 0).kind and not Path(cfg.data).is_dir():
         # a file of conversations, packed into rows of one sequence each
-        name = model_config.tokenizer or tokenizer_for_vocab_size(model_config.vocab_size)
+        name = tokenizer_name(model_config, cfg.init_from)
         cfg = dataclasses.replace(cfg, data=build_chats(cfg.data, name, cfg.seq_len))
+    if cfg.init_from and not cfg.resume:
+        check_same_vocabulary(cfg.init_from, cfg.data)
     file = Path(class_path(trainer_class).rpartition(":")[0]).stem
     prefix = "" if file == "train_gpt2" else f"{file}_"
     name = cfg.run_name or f"{prefix}{cfg.preset}_{time.strftime('%Y%m%d-%H%M%S')}"

@@ -110,6 +110,15 @@ def compile_unsupported_reason(device: torch.device, model_config, precision) ->
     return ""
 
 
+def can_run_triton(device: torch.device) -> bool:
+    """Whether Triton kernels of this project run on a device: Triton is installed, and the GPU has compute
+    capability 8.0 or newer, which Triton's README requires. Older ones (T4: 7.5, V100: 7.0) use torch's
+    own kernels."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def can_compile(world, model_config, precision) -> bool:
     """Whether torch.compile should be used; rank 0 prints the reason if not."""
     reason = compile_unsupported_reason(world.device, model_config, precision)

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from lab.cli import UserError, command_for, require
+from lab.cli import UserError, command_for, require, shell_quote
 from lab.config_file import build_config
-from lab.data.tokenizers import tokenizer_for_vocab_size
+from lab.data.tokenizers import TOKENIZER_FILE, tokenizer_for_vocab_size
 from lab.files import read_errors, read_json
 from lab.hf.gpt2 import PUBLISHED
-from lab.hf.load import check_finite, copy_into, parse_checkpoint, read_hugging_face
+from lab.hf.load import check_finite, copy_into, download, parse_checkpoint, read_hugging_face
 from lab.program import class_path, find_class
 from lab.trainer.checkpoint import checkpoint_files, read_checkpoint, read_newest
 from lab.trainer.run_dir import newest_run, program_of
@@ -115,7 +115,9 @@ def tokenizer_name(model_config, source: str | Path = "") -> str:
     if not name.endswith(".json"):
         return name
     path = Path(source)
-    return str((path if path.is_dir() else path.parent) / name)
+    if path.exists():
+        return str((path if path.is_dir() else path.parent) / name)
+    return str(download(str(source)) / name)  # a model on the hub
 
 
 def is_tuned(source: str) -> bool | None:
@@ -206,6 +208,24 @@ def init_from(source: str, model: Any, log_dir: str | Path = "log") -> None:
             path, vars(other.config), model.config, *getattr(model, "changeable_fields", ())
         )
         load_state_strict(model, other.state_dict(), path)
+
+
+def check_same_vocabulary(source: str, data: str) -> None:
+    """Raise UserError if a model and the data for it have different tokenizer files. source: as
+    resolve_source returns it; one without such a file is accepted."""
+    path = Path(source)
+    theirs = (path if path.is_dir() else path.parent) / TOKENIZER_FILE
+    ours = Path(data) / TOKENIZER_FILE
+    if not (path.exists() and theirs.exists() and ours.exists()):
+        return
+    models = [
+        read_json(file, "build the data again", model=dict)["model"] for file in (theirs, ours)
+    ]
+    if models[0].get("vocab") != models[1].get("vocab"):
+        command = f"{command_for('fineweb.py')} --tokenizer {shell_quote(str(theirs))}"
+        raise UserError(
+            f"{source} has another vocabulary than {data}; build the data with `{command} --out FOLDER`"
+        )
 
 
 def check_program(run_dir: Path, trainer_class: type) -> None:

@@ -2,6 +2,7 @@
 GPU kernels need -m gpu; the fused cross-entropy also runs on a CPU."""
 
 import copy
+import importlib.util
 import itertools
 import math
 
@@ -15,6 +16,7 @@ import lab.kernels
 import train_gpt2
 from lab.cli import UserError
 from lab.distributed import World
+from lab.hardware import can_run_triton
 from lab.kernels import cross_entropy, fp8_mlp, fused_mlp, replace_modules
 from lab.kernels.cross_entropy import FusedHeadLoss
 from lab.kernels.fused_mlp import FusedMLP
@@ -613,3 +615,20 @@ def test_bias_far_below_the_rounding_has_its_exact_effect():
             return add(stream).double().mean().item()
 
     assert (mean(3e-6) - mean(-3e-6)) / 6e-6 == pytest.approx(1, abs=0.5)
+
+
+@pytest.mark.parametrize("capability, precision, triton", [
+    ((7, 0), "fp16", False), ((7, 5), "fp16", False), ((8, 0), "bf16", True), ((6, 1), "fp32", False)
+])  # fmt: skip
+def test_older_gpus_take_fp16_and_none_of_our_triton_kernels(
+    monkeypatch, capability, precision, triton
+):
+    """V100 (7.0) and T4 (7.5) have no bf16, and Triton supports 8.0 and newer. No such GPU is needed: only
+    what torch and Python report is replaced."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    bf16 = lambda including_emulation=True: including_emulation or capability >= (8, 0)  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", bf16)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "triton")
+    device = torch.device("cuda")
+    assert Precision("auto", device).name == precision
+    assert can_run_triton(device) == triton

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import math
 import time
 from types import SimpleNamespace
@@ -324,6 +325,8 @@ def test_tensorboard_equals_the_log_even_after_resuming(tmp_path, shards):
         shown = {s.step: s.value for s in board.Scalars(f"{kind}/loss")}
         logged = {e["step"]: e["loss"] for e in of_kind(run, kind)}
         assert shown == pytest.approx(logged) and len(shown) > 4
+    bits = {e["step"]: e["bits_per_byte"] for e in of_kind(run, "val")}
+    assert {s.step: s.value for s in board.Scalars("val/bits_per_byte")} == pytest.approx(bits)
 
 
 # ------------------------------------------------------------------------ non-finite values, data
@@ -431,3 +434,50 @@ def test_compiled_wide_model_trains_like_the_uncompiled_one(tmp_path, bf16_resid
     assert runs[1].losses == pytest.approx(runs[0].losses, abs=0.01)
     off = "torch.compile is off" in capsys.readouterr().out
     assert off == (not bf16_residual and torch.__version__ < "2.14")
+
+
+def leveldb_records(data, header=7, block=32768):
+    """The records of a LevelDB log, after a file header (W&B's has 7 bytes, in the first block). A part of a
+    record has 4 bytes of checksum, 2 of length, 1 of type: full, first, middle, last."""
+    record, i = b"", header
+    while i + 7 <= len(data):
+        if block - i % block < 7:  # the rest of a block is padding
+            i += block - i % block
+            continue
+        size, kind = int.from_bytes(data[i + 4 : i + 6], "little"), data[i + 6]
+        record += data[i + 7 : i + 7 + size]
+        i += 7 + size
+        if kind in (1, 4):
+            yield record
+            record = b""
+
+
+def test_wandb_offline_has_the_numbers_of_the_log(tmp_path, shards, monkeypatch):
+    """Its file, read back: every scalar of log.jsonl, at its step."""
+    pytest.importorskip("wandb", reason="pip install wandb")
+    from wandb.proto import wandb_internal_pb2
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    run = train_here(tmp_path / "log", shards, "r", max_steps=4, val_every=2, wandb=True)
+    (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    rows, settings = [], {}
+    for data in leveldb_records(path.read_bytes()):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        if record.history.item:
+            items = record.history.item
+            rows.append({i.key or i.nested_key[0]: json.loads(i.value_json) for i in items})
+        for item in record.run.config.update:
+            settings[item.key or item.nested_key[0]] = json.loads(item.value_json)
+    expected = [
+        (e["step"], f"{e['kind']}/{name}", value)
+        for e in run.events for name, value in e.items()
+        if type(value) in (int, float) and name not in ("step", "time")
+    ]  # fmt: skip
+    found = [
+        (row["step"], name, value) for row in rows for name, value in row.items() if "/" in name
+    ]
+    assert sorted(found) == sorted(expected) and any("val/loss" == name for _, name, _ in found)
+    assert settings["max_steps"] == 4 and settings["lr"] == 3e-3

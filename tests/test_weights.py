@@ -387,14 +387,17 @@ def test_broken_sources_give_one_sentence(tmp_path, monkeypatch, message):
 def test_round_trip_is_bit_equal(tmp_path, capsys):
     """Ours -> folder -> transformers -> folder -> ours; pad rows are not exported."""
     from safetensors.torch import load_file
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     ours = tiny_gpt(257, 128)
     export(saved(ours, tmp_path / "model.pt"), tmp_path / "sub" / "out")
     (tmp_path / "sub" / "out").rename(tmp_path / "out")
-    assert "ids are bytes, and 256 is end-of-text" in capsys.readouterr().out
+    assert "in transformers put <|endoftext|> before a prompt" in capsys.readouterr().out
     wanted = {"config.json", "generation_config.json", "model.safetensors", "model.sha256"}
-    assert {path.name for path in (tmp_path / "out").iterdir()} == wanted, "no tokenizer"
+    wanted |= {"tokenizer.json", "tokenizer_config.json"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == wanted
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.encode("<|endoftext|>naïve\n") == [256, *"naïve\n".encode()]
     assert all(path.stat().st_mode & 0o444 == 0o444 for path in (tmp_path / "out").iterdir())
     tensors = load_file(tmp_path / "out/model.safetensors")
     assert tensors["transformer.wte.weight"].shape == (257, 32) and "lm_head.weight" not in tensors
@@ -459,7 +462,7 @@ def test_model_with_a_wordpiece_is_not_treated_as_bytes(tmp_path, capsys):
     """The recorded tokenizer is used, not one with the same vocabulary size."""
     model = tiny_gpt(257, tokenizer="tokenizer.json", eot_id=3)
     export(saved(model, tmp_path / "model.pt"), tmp_path / "out")
-    assert f"copy {tmp_path}/tokenizer.json, whose [SEP] is end-of-text" in capsys.readouterr().out
+    assert f"copy {tmp_path}/tokenizer.json, which belongs to the model" in capsys.readouterr().out
     assert json.loads((tmp_path / "out/config.json").read_text())["eos_token_id"] == 3
 
 

@@ -51,7 +51,7 @@ from lab.data.manifest import (
 )
 from lab.data.shards import save_shard
 from lab.data.sources import HUB, File, all_units, local_files, records_of
-from lab.data.tokenizers import Tokenizer, get_tokenizer
+from lab.data.tokenizers import TOKENIZER_FILE, Tokenizer, get_or_train, get_tokenizer
 from lab.files import dir_lock
 
 ROLES = {"system": "System:", "user": "User:", "assistant": "Assistant:"}
@@ -259,7 +259,8 @@ def build_chat(
 
 
 def build_chats(path: str, tokenizer: str, context: int) -> str:
-    """build_chat for one file. Trainers call it, possibly several at the same time.
+    """build_chat for one file. Trainers call it, possibly several at the same time. tokenizer: a name for
+    get_tokenizer.
 
     Returns the folder, in data/; its name depends on the content of the file.
     """
@@ -267,9 +268,13 @@ def build_chats(path: str, tokenizer: str, context: int) -> str:
     file = shipped if shipped.exists() and not Path(path).exists() else Path(path)
     if not file.exists():
         raise UserError(f"there is no file {file}; choose another with --data")
-    name = f"{file.name.split('.')[0]}_{tokenizer}_{context}_{sha256_of(file)[:8]}"
+    label = tokenizer  # of the tokenizer; a file by its content
+    if tokenizer.endswith(TOKENIZER_FILE):
+        label = f"tokenizer-{sha256_of(tokenizer)[:8]}"
+    name = f"{file.name.split('.')[0]}_{label}_{context}_{sha256_of(file)[:8]}"
     folder = Path("data", name)
     with dir_lock(folder, "", wait=True):
+        tokenizer = get_or_train(folder, tokenizer, [], 0)  # copies a file into the folder
         build_chat(local_files(str(file)), folder, tokenizer, context, 100_000_000)
     return str(folder)
 

@@ -1,4 +1,4 @@
-"""Tokenizers: GPT-2's byte pair encoding, plain bytes, and BERT's WordPiece.
+"""Tokenizers: GPT-2's byte pair encoding, plain bytes, one's own byte-level BPE, and BERT's WordPiece.
 
 fineweb.py encodes documents with them; everything that prints text decodes with them:
 
@@ -6,6 +6,7 @@ fineweb.py encodes documents with them; everything that prints text decodes with
     tokenizer.decode(tokenizer.encode("Hello, I'm a language model,"))
 """
 
+import json
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -141,45 +142,80 @@ class GPT2Tokenizer(Tokenizer):
         return np.concatenate(arrays, dtype=np.uint16, casting="unsafe")
 
 
-# -------------------------------------------------------------------------------- BERT's WordPiece
+# --------------------------------------------------------------------- byte-level BPE of one's own
 
-SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 TOKENIZER_FILE = "tokenizer.json"  # Hugging Face's format; in the folder of shards or of a run
-BERT_BASE = "bert-base-uncased"
 MAX_TRAIN_CHARS = 2**28  # text for learning a vocabulary; more changes little
+MIN_VOCAB_SIZE = 257  # all bytes, and end-of-text
 
 
-class WordPiece(Tokenizer):
-    """BERT's tokenizer, read from a tokenizer.json.
+def byte_names() -> list[str]:
+    """GPT-2's printable character for each byte: itself if it is visible in Latin-1, else one from
+    U+0100 on (encoder.py of Radford et al. 2019)."""
+    visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in visible else next(others)) for byte in range(256)]
 
-    Each word is cut into the longest pieces in the vocabulary; pieces that continue a word begin
-    with ## (Schuster and Nakajima 2012; Devlin et al. 2019). [SEP] serves as end-of-text.
+
+def byte_bpe(vocab: dict[str, int] | None = None, merges: Any = ()) -> "HuggingFaceTokenizer":
+    """A tokenizer of the tokenizers package that splits words like GPT-2; vocab and merges in byte_names."""
+    from tokenizers import Tokenizer as HuggingFaceTokenizer
+    from tokenizers import decoders, models, pre_tokenizers  # slow: training does not need them
+
+    tokenizer = HuggingFaceTokenizer(models.BPE(vocab=vocab or {}, merges=list(merges)))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def train_byte_bpe(texts: Iterable[str], vocab_size: int) -> "HuggingFaceTokenizer":
+    """Learn at most vocab_size ids from `texts`: 256 bytes, merges, and end-of-text.
+
+    The most frequent pair of neighbors is merged, again and again (Sennrich et al. 2016; on bytes,
+    Radford et al. 2019). A pair must occur at least twice. The same texts give the same tokenizer.
+    Raises UserError for a vocab_size out of range.
     """
+    from tokenizers import trainers  # slow: training does not need it
 
-    def __init__(self, path: str | Path):
-        from tokenizers import Tokenizer as HuggingFaceTokenizer  # slow: only bert.py needs it
+    if not MIN_VOCAB_SIZE < vocab_size <= 2**16:
+        raise UserError(
+            f"--tokenizer bpe:{vocab_size} must have more than {MIN_VOCAB_SIZE} ids (the bytes and "
+            "end-of-text) and at most 65536; try bpe:4096"
+        )
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - 1, min_frequency=2, initial_alphabet=sorted(byte_names()),
+        show_progress=False,
+    )  # fmt: skip
 
-        self.name = str(path)
-        command = f"{command_for('fineweb.py')} --tokenizer wordpiece --out FOLDER"
-        with read_errors(path, "tokenizer", f"`{command}` builds data with one"):
-            self.fast = HuggingFaceTokenizer.from_str(Path(path).read_text(encoding="utf-8"))
-            self.vocab_size = self.fast.get_vocab_size()
-            pieces = [self.fast.id_to_token(i) for i in range(self.vocab_size)]
-            self.pieces = [piece for piece in pieces if piece]
-            if len(self.pieces) < self.vocab_size:
-                raise ValueError(f"some of its {self.vocab_size} ids have no piece")
-            self.fast.encode("\u2603" * 200)  # an unknown word: raises if there is no [UNK]
+    def first_texts():
+        remaining = MAX_TRAIN_CHARS
+        for text in progress(texts, "learning a vocabulary", "text"):
+            yield text.encode("utf-8", "replace").decode()
+            remaining -= len(text)
+            if remaining < 0:
+                break
+
+    tokenizer = byte_bpe()
+    tokenizer.train_from_iterator(first_texts(), trainer)
+    tokenizer.add_special_tokens([END_OF_TEXT])  # after training, so that it gets the last id
+    return tokenizer
+
+
+class FileTokenizer(Tokenizer):
+    """Base class of tokenizers read from a tokenizer.json. fast: the tokenizers package's object."""
+
+    fast: "HuggingFaceTokenizer"
+
+    def read(self, path: str | Path) -> dict[str, Any]:
+        """Set name, fast and vocab_size. Returns the contents of the file."""
+        text = Path(path).read_text(encoding="utf-8")
+        from tokenizers import Tokenizer as HuggingFaceTokenizer  # slow: few programs need it
+
+        self.name, self.fast = str(path), HuggingFaceTokenizer.from_str(text)
+        self.vocab_size = self.fast.get_vocab_size()
         self.fast.no_truncation()
         self.fast.encode_special_tokens = True  # "[MASK]" in a text is not a special token
-        missing = [name for name in SPECIAL_TOKENS if name not in self.pieces]
-        if missing:
-            raise UserError(
-                f"{path} has no {', '.join(missing)}, which BERT needs; use another file"
-            )
-        self.eot = self.id_of("[SEP]")
-
-    def id_of(self, piece: str) -> int:
-        return self.pieces.index(piece)
+        return json.loads(text)
 
     def encode(self, text):
         text = text.encode("utf-8", "replace").decode()
@@ -191,13 +227,77 @@ class WordPiece(Tokenizer):
             arrays.append(np.array([self.eot, *encoding.ids], dtype=np.uint16))
         return np.concatenate(arrays)
 
+
+class ByteBPETokenizer(FileTokenizer):
+    """Byte-level BPE, read from a tokenizer.json. Any text can be encoded; its bytes are kept."""
+
+    def __init__(self, path: str | Path):
+        command = f"{command_for('fineweb.py')} --tokenizer bpe:4096 --out FOLDER"
+        names = {name: byte for byte, name in enumerate(byte_names())}
+        with read_errors(path, "tokenizer", f"`{command}` builds data with one"):
+            check_parts(self.read(path))
+            pieces: list[Any] = [self.fast.id_to_token(i) for i in range(self.vocab_size)]
+            if len(pieces) > 2**16 or pieces.pop() != END_OF_TEXT:
+                raise ValueError(f"the last of at most 65536 ids must be {END_OF_TEXT}")
+            strings = [bytes(names[char] for char in piece) for piece in pieces]
+            if len(set(strings) & {bytes([i]) for i in range(256)}) < 256:
+                raise ValueError("some bytes have no id")
+        super().__init__(self.name, [*strings, END_OF_TEXT.encode()])
+
+
+def check_parts(parts: dict[str, Any]) -> None:
+    """Raise ValueError unless the parts of a tokenizer.json are those of GPT-2's tokenizer."""
+    split = parts["pre_tokenizer"] or {}
+    found = {
+        "model": parts["model"]["type"], "normalizer": parts["normalizer"], "split": split.get("type"),
+        "prefix": split.get("add_prefix_space"), "regex": split.get("use_regex", True),
+    }  # fmt: skip
+    wanted = {
+        "model": "BPE", "normalizer": None, "split": "ByteLevel", "prefix": False, "regex": True,
+    }  # fmt: skip
+    if found != wanted:
+        raise ValueError(f"its parts are {found}, but those of GPT-2's tokenizer are {wanted}")
+
+
+# -------------------------------------------------------------------------------- BERT's WordPiece
+
+SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+BERT_BASE = "bert-base-uncased"
+
+
+class WordPiece(FileTokenizer):
+    """BERT's tokenizer, read from a tokenizer.json.
+
+    Each word is cut into the longest pieces in the vocabulary; pieces that continue a word begin
+    with ## (Schuster and Nakajima 2012; Devlin et al. 2019). [SEP] serves as end-of-text.
+    """
+
+    def __init__(self, path: str | Path):
+        command = f"{command_for('fineweb.py')} --tokenizer wordpiece --out FOLDER"
+        with read_errors(path, "tokenizer", f"`{command}` builds data with one"):
+            self.read(path)
+            pieces = [self.fast.id_to_token(i) for i in range(self.vocab_size)]
+            self.pieces = [piece for piece in pieces if piece]
+            if len(self.pieces) < self.vocab_size:
+                raise ValueError(f"some of its {self.vocab_size} ids have no piece")
+            self.fast.encode("\u2603" * 200)  # an unknown word: raises if there is no [UNK]
+        missing = [name for name in SPECIAL_TOKENS if name not in self.pieces]
+        if missing:
+            raise UserError(
+                f"{path} has no {', '.join(missing)}, which BERT needs; use another file"
+            )
+        self.eot = self.id_of("[SEP]")
+
+    def id_of(self, piece: str) -> int:
+        return self.pieces.index(piece)
+
     def decode(self, ids):
         return self.fast.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def token_bytes(self):
         raise UserError(
             f"{Path(self.name).name} is a WordPiece, whose tokens do not map to bytes; text is "
-            "generated only with the gpt2 and bytes tokenizers"
+            "generated only with the gpt2, bytes and bpe tokenizers"
         )
 
     def is_special(self) -> np.ndarray:
@@ -207,25 +307,6 @@ class WordPiece(Tokenizer):
     def is_continuation(self) -> np.ndarray:
         """(V,) bool: pieces that continue the word of the previous piece."""
         return np.array([p.startswith("##") and len(p) > 2 for p in self.pieces])
-
-
-def tokenizer_path(folder: str | Path, wanted: str) -> str:
-    """The name to pass to get_tokenizer; a WordPiece is a file in the folder of its data."""
-    return str(Path(folder) / TOKENIZER_FILE) if wanted in ("wordpiece", BERT_BASE) else wanted
-
-
-def get_or_train(folder: str | Path, wanted: str, texts: Iterable[str], vocab_size: int) -> str:
-    """Like tokenizer_path, but download or train a WordPiece if its file is missing.
-
-    texts: for learning a vocabulary of at most vocab_size pieces; read only if needed.
-    """
-    path = tokenizer_path(folder, wanted)
-    if path != wanted and Path(path).exists():
-        eprint(f"using {path}, which is already there")
-    elif path != wanted:
-        new = download_wordpiece() if wanted == BERT_BASE else train_wordpiece(texts, vocab_size)
-        atomic_write(path, new.to_str(pretty=True).encode())
-    return path
 
 
 def download_wordpiece() -> "HuggingFaceTokenizer":
@@ -304,19 +385,84 @@ def printable(text: str) -> str:
 TOKENIZERS = {"gpt2": GPT2Tokenizer, "bytes": ByteTokenizer}
 
 
+def tokenizer_path(folder: str | Path, wanted: str) -> str:
+    """The name to pass to get_tokenizer. Tokenizers that are not built in are a file in the folder of
+    their data. Raises UserError for an unknown name."""
+    size = wanted.removeprefix("bpe:")
+    files = wanted in ("wordpiece", BERT_BASE) or wanted.endswith(TOKENIZER_FILE)
+    if not (files or wanted in TOKENIZERS or (size != wanted and size.isdecimal())):
+        raise UserError(
+            f"tokenizer={wanted} must be gpt2, bytes, bpe:SIZE such as bpe:4096, wordpiece, {BERT_BASE} "
+            f"or the path of a {TOKENIZER_FILE}"
+        )
+    return wanted if wanted in TOKENIZERS else str(Path(folder) / TOKENIZER_FILE)
+
+
+def get_or_train(folder: str | Path, wanted: str, texts: Iterable[str], vocab_size: int) -> str:
+    """Like tokenizer_path, but learn, download or copy a tokenizer if its file is missing.
+
+    texts: for learning a vocabulary; read only if needed. vocab_size: of a WordPiece. Raises UserError
+    if the folder has the file of another tokenizer.
+    """
+    path = tokenizer_path(folder, wanted)
+    if path == wanted:  # built in, or that file itself
+        return path
+    if Path(path).exists():
+        check_same_tokenizer(path, wanted)
+        eprint(f"using {path}, which is already there")
+    elif wanted.endswith(TOKENIZER_FILE):
+        get_tokenizer(wanted)  # raises UserError for a file that cannot be used
+        atomic_write(path, Path(wanted).read_bytes())
+    else:
+        if wanted == BERT_BASE:
+            new = download_wordpiece()
+        elif wanted == "wordpiece":
+            new = train_wordpiece(texts, vocab_size)
+        else:
+            new = train_byte_bpe(texts, int(wanted.removeprefix("bpe:")))
+        atomic_write(path, new.to_str(pretty=True).encode())
+    return path
+
+
+def check_same_tokenizer(path: str, wanted: str) -> None:
+    """Raise UserError if the tokenizer.json at `path` is not the one that `wanted` describes. A small text
+    may have given fewer ids than asked for."""
+    found = get_tokenizer(path)
+    if wanted.endswith(TOKENIZER_FILE):
+        same = Path(path).read_bytes() == Path(wanted).read_bytes()
+    elif wanted.startswith("bpe:"):
+        size = int(wanted.removeprefix("bpe:"))
+        same = isinstance(found, ByteBPETokenizer) and found.vocab_size <= size
+    else:
+        same = isinstance(found, WordPiece)
+    if not same:
+        kind = "WordPiece" if isinstance(found, WordPiece) else "byte-level BPE"
+        raise UserError(
+            f"{path} is another tokenizer ({kind} with {found.vocab_size} ids) than --tokenizer {wanted}; "
+            "choose another --out, or delete that file"
+        )
+
+
 def get_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer named "gpt2" or "bytes", or the WordPiece in a tokenizer.json.
+    """The tokenizer named "gpt2" or "bytes", or the byte-level BPE or WordPiece in a tokenizer.json.
 
     Raises UserError for any other name, or if a file of the tokenizer is missing.
     """
     if name.endswith(TOKENIZER_FILE):
-        return WordPiece(name)
+        return WordPiece(name) if is_wordpiece(name) else ByteBPETokenizer(name)
     if name not in TOKENIZERS:
         raise UserError(
             f"tokenizer={name!r} must be 'gpt2', 'bytes' or the path of a {TOKENIZER_FILE}; "
             "pass one of these"
         )
     return TOKENIZERS[name]()
+
+
+def is_wordpiece(path: str | Path) -> bool:
+    """Whether a tokenizer.json holds a WordPiece."""
+    command = f"{command_for('fineweb.py')} --tokenizer bpe:4096 --out FOLDER"
+    with read_errors(path, "tokenizer", f"`{command}` builds data with one"):
+        return json.loads(Path(path).read_text(encoding="utf-8"))["model"]["type"] == "WordPiece"
 
 
 def tokenizer_for_vocab_size(vocab_size: int) -> str:

@@ -181,4 +181,4 @@ def bytes_per_token(tokenizer: Tokenizer, shards: TokenShards, val_tokens: int) 
     """Mean number of text bytes per target, which converts nats per token to bits per byte."""
     counts = target_counts(shards, val_tokens)
     total_bytes = float(counts @ tokenizer.token_bytes()[: len(counts)])
-    return total_bytes / counts.sum() if counts.any() else None
+    return total_bytes / int(counts.sum()) if counts.any() else None

@@ -18,11 +18,21 @@ from tyro.conf import Positional, arg
 
 from lab.cli import UserError, eprint, parse_args
 from lab.data.manifest import sha256_of
-from lab.data.tokenizers import SPECIAL_TOKENS, TOKENIZER_FILE, get_tokenizer
+from lab.data.tokenizers import (
+    END_OF_TEXT,
+    SPECIAL_TOKENS,
+    TOKENIZER_FILE,
+    ByteBPETokenizer,
+    byte_bpe,
+    byte_names,
+    get_tokenizer,
+    is_wordpiece,
+)
 from lab.files import read_json, write_errors
 from lab.hf import bert, gpt2
+from lab.hf.gguf_file import GgufType, check_gguf, write_gguf
 from lab.hf.load import CHECKSUM_FILE, read_checksums
-from lab.registry import load_model, resolve_source, tokenizer_name
+from lab.registry import is_tuned, load_model, resolve_source, tokenizer_name
 
 
 def export(
@@ -30,6 +40,7 @@ def export(
     out: Annotated[str | Path, arg(metavar="FOLDER")] = "",
     html: Annotated[str | Path, arg(metavar="FILE")] = "",
     dtype: Literal["float32", "float16"] = "float32",
+    gguf: GgufType = "off",
 ) -> None:
     """Write a model as a folder that transformers and lm-evaluation-harness can load, or as one HTML page
     that runs it in a browser.
@@ -45,6 +56,7 @@ def export(
         out: folder to write; an earlier export there is replaced
         html: .html file to write instead of a folder: the model with its weights in 16 bits, at most 30 MB
         dtype: of the weights in the folder; float16 halves the file and rounds the weights to 11 bits
+        gguf: also write a file of this type for llama.cpp, and a Modelfile for Ollama (pip install gguf)
     """
     if bool(out) == bool(html):
         raise UserError(
@@ -64,6 +76,10 @@ def export(
             f"{source} is not a GPT-2 or BERT, so transformers has no model for it; export a run of "
             "train_gpt2.py or bert.py"
         )
+    if gguf != "off" and html:
+        raise UserError(f"gguf={gguf} adds a file to a folder; pass --out FOLDER instead of --html")
+    if gguf != "off":
+        check_gguf(gguf, model.config)
     if html and hasattr(model.config, "segments"):
         raise UserError(f"{source} is a BERT, and a page runs only GPT-2; pass --out FOLDER")
     exported = to_transformers(model)
@@ -87,6 +103,10 @@ def export(
         try:
             write_model(part, exported)
             note = add_tokenizer(part, model.config, source)
+            if gguf != "off":
+                name = write_gguf(part, model, gguf, bool(is_tuned(source)))
+                note += f"\nin llama.cpp: llama-cli -m {{out}}/{name}; in Ollama: "
+                note += "ollama create NAME -f {out}/Modelfile"
             files = sorted(part.iterdir())
             lines = [f"{sha256_of(file)}  {file.name}\n" for file in files]
             (part / CHECKSUM_FILE).write_text("".join(lines))
@@ -140,6 +160,8 @@ def to_transformers(model: Any) -> Any:
     """The GPT2LMHeadModel or BertForMaskedLM that is equivalent to `model`."""
     exported = (bert if hasattr(model.config, "segments") else gpt2).to_transformers(model)
     exported.config.exported_by = "python -m lab export"  # check_replaceable looks for it
+    if getattr(model.config, "tokenizer", "") == TOKENIZER_FILE:
+        exported.config.tokenizer = TOKENIZER_FILE  # so that sample.py uses it for the export too
     return exported
 
 
@@ -195,14 +217,22 @@ def add_tokenizer(folder: Path, config: Any, source: str) -> str:
         name = tokenizer_name(config, source)
     except UserError:  # neither recorded nor known from the vocabulary's size
         name = ""
+    if name.endswith(TOKENIZER_FILE) and not Path(name).exists():  # a checkpoint outside of its run
+        return f"no tokenizer files: copy {name}, which belongs to the model"
+    if name.endswith(TOKENIZER_FILE) and is_wordpiece(name):
+        return f"no tokenizer files: copy {name}, whose [SEP] is end-of-text"
     if name == "gpt2":
         write_gpt2_tokenizer(folder, config.block_size)
-        return "in transformers put <|endoftext|> before a prompt; sample.py does so automatically"
-    if name == "bytes":
-        return f"no tokenizer files: ids are bytes, and {config.end_of_text} is end-of-text"
-    if name:
-        return f"no tokenizer files: copy {name}, whose [SEP] is end-of-text"
-    return f"no tokenizer files: {config.vocab_size} ids are not GPT-2's vocabulary; add your own"
+    elif name == "bytes":
+        vocab = {char: byte for byte, char in enumerate(byte_names())}
+        write_byte_bpe(folder, byte_bpe(vocab), config.block_size)
+    elif name:
+        write_byte_bpe(folder, ByteBPETokenizer(name).fast, config.block_size)
+    else:
+        return (
+            f"no tokenizer files: {config.vocab_size} ids are not GPT-2's vocabulary; add your own"
+        )
+    return "in transformers put <|endoftext|> before a prompt; sample.py does so automatically"
 
 
 def write_word_piece(folder: Path, tokenizer_file: Path, block_size: int) -> None:
@@ -214,6 +244,18 @@ def write_word_piece(folder: Path, tokenizer_file: Path, block_size: int) -> Non
         tokenizer_file=str(tokenizer_file), model_max_length=block_size, **special
     )
     tokenizer.save_pretrained(folder)
+
+
+def write_byte_bpe(folder: Path, tokenizer: Any, block_size: int) -> None:
+    """Write the files of a tokenizer of the tokenizers package, whose last id is end-of-text."""
+    from transformers import PreTrainedTokenizerFast  # slow to import
+
+    tokenizer.encode_special_tokens = False  # transformers parses special tokens in a prompt
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT,
+        unk_token=END_OF_TEXT, model_max_length=block_size, clean_up_tokenization_spaces=False,
+    )  # fmt: skip
+    wrapped.save_pretrained(folder)
 
 
 def write_gpt2_tokenizer(folder: Path, block_size: int) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lab.cli import UserError
 from lab.data.manifest import sha256_of
+from lab.data.tokenizers import TOKENIZER_FILE
 from lab.files import check_keys, first_line, read_errors, read_json
 from lab.hf import bert, gpt2
 from lab.hf.bert import SEGMENT_EMBEDDING
@@ -29,8 +30,9 @@ PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 # -------------------------------------------------------------------------- Hugging Face folders
 
 
-def read_hugging_face(source: str) -> tuple[dict[str, int], dict[str, Tensor]]:
-    """(shape, state dict) of a Hugging Face folder or a model on the hub; see infer_shape.
+def read_hugging_face(source: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """(shape, state dict) of a Hugging Face folder or a model on the hub; see infer_shape. The shape has
+    "tokenizer" too if an export of ours says that its tokenizer.json is the model's.
 
     Reads the files that transformers would read. Raises UserError for a model that is neither GPT-2
     nor BERT, for damaged files, and for a config.json that does not describe the weights.
@@ -46,7 +48,7 @@ def read_hugging_face(source: str) -> tuple[dict[str, int], dict[str, Tensor]]:
     state = read_tensors(folder, source)
     with read_errors(source, "weights of", REPAIR_HINT):
         state = family.from_transformers(strip_names(state))
-        shape = infer_shape(state, {"n_head": config.get(*family.N_HEAD)}, source)
+        shape: dict[str, Any] = infer_shape(state, {"n_head": config.get(*family.N_HEAD)}, source)
     for field, (name, default) in family.SIZES.items():
         found = state[WTE].size(0) if field == "vocab_size" else shape.get(field)
         if config.get(name, default) != found:
@@ -54,6 +56,8 @@ def read_hugging_face(source: str) -> tuple[dict[str, int], dict[str, Tensor]]:
                 f"{name}={config.get(name, default)} in {source}/config.json must be {found}, as in the "
                 f"weights; {REPAIR_HINT}"
             )
+    if config.get("tokenizer") == TOKENIZER_FILE:
+        shape["tokenizer"] = TOKENIZER_FILE
     return shape, state
 
 
@@ -135,7 +139,13 @@ def download(name: str) -> Path:
 
     if (folder := Path(name).parent).name and folder.is_dir():  # a path, not a name on the hub
         raise UserError(f"there is no {name}; `ls {folder}` lists that folder")
-    patterns = ["config.json", CHECKSUM_FILE, *SAFETENSORS, "model-*-of-*.safetensors"]
+    patterns = [
+        "config.json",
+        TOKENIZER_FILE,
+        CHECKSUM_FILE,
+        *SAFETENSORS,
+        "model-*-of-*.safetensors",
+    ]
     try:
         folder = Path(snapshot_download(name, allow_patterns=patterns))
         if not any((folder / file).exists() for file in SAFETENSORS):  # an older model

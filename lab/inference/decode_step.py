@@ -17,13 +17,13 @@ V vocabulary.
 
 import copy
 import functools
-import importlib.util
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lab.hardware import can_run_triton
 from lab.inference.generate import CacheLayers, KVCache
 from lab.kernels import TOLERANCE, close, exact_matmuls
 
@@ -84,10 +84,10 @@ class CUDAGraphDecoder:
 def supports(model: Any) -> bool:
     """Whether CUDAGraphDecoder works for this model on its device and gives the model's own results.
 
-    Needs a CUDA device, Triton and a head size that is a power of 2 (Triton's block sizes are).
+    Needs a GPU that runs Triton and a head size that is a power of 2 (Triton's block sizes are).
     """
     device = next(model.parameters()).device
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+    if not can_run_triton(device):
         return False
     if not computes_gpt2(model):
         return False

@@ -14,11 +14,12 @@ Shape letters: N positions, n positions of a chunk, C channels, V rows of the he
 # pyright: reportPrivateImportUsage=false
 
 import functools
-import importlib.util
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from lab.hardware import can_run_triton
 
 # positions: 1.6 GB of bf16 logits at V = 50304, and matmuls large enough to run at full speed
 CHUNK = 16384
@@ -104,7 +105,7 @@ fused_loss.register_autograd(multiply_gradients, setup_context=save_gradients)
 def loss_and_grad_(logits: Tensor, targets: Tensor, vocab_size: int, scale: float) -> Tensor:
     """Return the losses (n,) of a chunk of logits (n, V), and replace the logits by
     scale * dloss/dlogits."""
-    if logits.is_cuda and importlib.util.find_spec("triton"):
+    if can_run_triton(logits.device):
         # one kernel reads each row twice, the second time mostly from L2 cache, and writes it once
         losses = torch.empty(logits.size(0), dtype=torch.float32, device=logits.device)
         sizes = logits.stride(0), logits.size(1), vocab_size
