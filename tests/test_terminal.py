@@ -65,8 +65,8 @@ def test_a_run_fits_the_terminal_with_the_loss_in_bold(on_terminal, tiny, column
     status, text = on_terminal(ROOT / tiny[0], *tiny[1:], columns=columns)
     lines = ANSI.sub("", text).split("\n")
     assert status == 0 and len(lines) > 20
-    too_wide = [line for line in lines if len(line) > columns and not is_command(line)]
-    assert not too_wide
+    wide = [line for line in lines if len(line) > columns and not is_command(line)]
+    assert all(len(line.split()) == 1 for line in wide)  # a path may be wider than the terminal
     assert max(map(len, lines[:8])) > columns - 20  # not narrower than needed
     bold = re.findall(r"\033\[1m(.*?)\033\[0m", text)
     assert len(bold) == 4 and all(re.fullmatch(r"loss \d\.\d{4}", part) for part in bold)
