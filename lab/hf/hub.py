@@ -88,6 +88,7 @@ def model_card(exported: Any, config: Any, source: str) -> str:
             train = read_json(run / "config.json", train=dict)["train"]
             log = read_log(run)
         title, step = train.get("run_name") or title, read_checkpoint(Path(source)).get("step")
+        step = step if type(step) is int else None  # of another program
     rows = {
         "exported from": f"`{title}`" + ("" if step is None else f", step {step:,}"),
         "weights": f"{sum(p.numel() for p in exported.parameters()):,}",
