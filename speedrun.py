@@ -155,7 +155,7 @@ PRESETS = {
             sample_every=0,
         ),
     ),
-    # for seven epochs of 111M tokens: less than half an hour of one H100 (docs/LOG.md#small-data)
+    # for six epochs of 111M tokens: less than half an hour of one H100 (docs/LOG.md#small-data)
     "small-data": (
         GPTConfig(value_tables=0, value_projection=True),
         TrainConfig(

@@ -123,13 +123,13 @@ def val_log(*losses, train=(1.0,)):
 @pytest.mark.parametrize(
     "log, init_from, verdict",
     [
-        (val_log(3, 1.2), "", "1.2000, is good: as if choosing among 3.3 equally likely tokens, where a"
-         " model without context (unigram) chooses among 7.4 and a uniform guess among 20.0."),
-        (val_log(3, 1.5), "", "1.5000, is a start: as if choosing among 4.5 "),
-        (val_log(3, 2.5), "", "2.5000, is not good yet: as if choosing among 12.2 "),
+        (val_log(3, 1.2), "", "1.2000, is good: its perplexity is 3.3, that of a model without context"
+         " (unigram) 7.4, and that of a uniform guess 20.0."),
+        (val_log(3, 1.5), "", "1.5000, is a start: its perplexity is 4.5, "),
+        (val_log(3, 2.5), "", "2.5000, is not good yet: its perplexity is 12.2, "),
         (val_log(3, 3.5), "", "3.5000, is bad: a uniform guess has 2.996; try a lower --lr (and --muon_lr)."),
-        (val_log(3, 1.1, 1.2), "", "1.2000, is past its best, 1.1000 after step 10; train for fewer steps or"
-         " on more data."),
+        (val_log(3, 1.1, 1.2), "", "1.2000, is above its minimum of 1.1000 after step 10; train for fewer"
+         " steps or on more data."),
         (val_log(3, 1.1, 1.2, train=(1.5, 1.5)), "", "1.1000 after step 10; try a lower --lr "),
         (val_log(1.5, 1.2), "log/base", "is good: 0.300 below 1.5000, that of log/base."),
         (val_log(1.2, 1.205), "log/base", "is not better than 1.2000 at step 0; try a lower --lr "),

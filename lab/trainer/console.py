@@ -224,7 +224,7 @@ def loss_verdict(log: RunLog, cfg: Any) -> str:
         recent = [record["loss"] for record in log.get("train", [])[-5:]]
         overfits = recent and sum(recent) / len(recent) < loss
         hint = "train for fewer steps or on more data" if overfits else lower_lr_hint(cfg)
-        return f"{shown} past its best, {best['loss']:.4f} after step {best['step']}; {hint}."
+        return f"{shown} above its minimum of {best['loss']:.4f} after step {best['step']}; {hint}."
     if cfg.init_from and vals[0]["step"] == 0 and last["step"] > 0:
         gain = vals[0]["loss"] - loss
         if gain <= 0:
@@ -232,9 +232,8 @@ def loss_verdict(log: RunLog, cfg: Any) -> str:
         return f"{shown} good: {gain:.3f} below {vals[0]['loss']:.4f}, that of {cfg.init_from}."
     word = "good" if loss < GOOD * unigram else "a start" if loss < unigram else "not good yet"
     return (
-        f"{shown} {word}: as if choosing among {perplexity(loss)} equally likely tokens, where a "
-        f"model without context (unigram) chooses among {perplexity(unigram)} and a uniform guess among "
-        f"{perplexity(uniform)}."
+        f"{shown} {word}: its perplexity is {perplexity(loss)}, that of a model without context (unigram) "
+        f"{perplexity(unigram)}, and that of a uniform guess {perplexity(uniform)}."
     )
 
 
