@@ -8,8 +8,9 @@ RUN = .venv/bin/python
 
 .PHONY: train test lint format site
 
+# status 75: Ctrl-C saved the run and stopped it
 train: .venv/.installed
-	$(RUN) train_gpt2.py
+	$(RUN) train_gpt2.py || [ $$? -eq 75 ]
 
 test: lint
 	$(RUN) -m pytest -n 2 --dist loadfile

@@ -5,6 +5,7 @@ Imports nothing slow, so that a mistyped command fails immediately.
 
 import contextlib
 import errno
+import importlib.util
 import inspect
 import io
 import os
@@ -267,6 +268,12 @@ def pre_import_setup() -> None:
     Importing torch takes a second or more. Ctrl-C during the import then ends the process immediately; a
     KeyboardInterrupt would print a traceback through numpy and torch, or be ignored there.
     """
+    if importlib.util.find_spec("torch") is None:
+        print(
+            "error: PyTorch is not installed for this Python; run `make train` once, then use "
+            ".venv/bin/python, or `pip install -r requirements.txt`", file=sys.stderr,
+        )  # fmt: skip
+        sys.exit(2)
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # not under nohup
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     set_omp_wait_policy()

@@ -15,6 +15,7 @@ import concurrent.futures
 import contextlib
 import importlib.util
 import socket
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
@@ -197,7 +198,8 @@ def main(argv: list[str]) -> None:
     missing = [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(
-            f"{' and '.join(missing)} must be installed; run: pip install -r requirements-serve.txt"
+            f"{' and '.join(missing)} must be installed; run: "
+            f"{sys.executable} -m pip install -r requirements-serve.txt"
         )
     with oom_hint(OOM_FIX):
         serve(cfg)

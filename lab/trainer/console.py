@@ -265,7 +265,7 @@ def summary(trainer, stopped: str) -> None:
     plot.loss_curve([run_dir], run_dir / "loss.png")
     name, curve = shell_quote(run_dir), " loss.png (the curve)," * (run_dir / "loss.png").exists()
     with contextlib.suppress(UserError):  # without a log
-        if verdict := loss_verdict(read_log(run_dir), trainer.cfg):
+        if not stopped and (verdict := loss_verdict(read_log(run_dir), trainer.cfg)):
             say(f"\n{verdict}")
     best = f"; model_best.pt is the one with the lowest validation loss, {trainer.best_val:.4f}"
     best *= (run_dir / "model_best.pt").exists()
@@ -284,8 +284,9 @@ def summary(trainer, stopped: str) -> None:
     next_steps |= {
         "see a report page": f"{report} {name}",
         "compare with another": f"{report} {name} {shell_quote(run_dir.parent / 'OTHER')}",
-        continue_: f"{resume}{more}",
     }
+    go_on = {continue_: f"{resume}{more}"}
+    next_steps = go_on | next_steps if stopped else next_steps | go_on
     contents = f"log.jsonl (all numbers),{curve} TensorBoard events and checkpoints{best}"
     say(f"\n{run_dir}/ contains {contents}.\nNext:")
     lines = [f"  {purpose:22}  {command}" for purpose, command in next_steps.items()]
