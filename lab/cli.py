@@ -147,7 +147,7 @@ def torchrun_env() -> tuple[int, int, int]:
 
 
 def eprint(text: str, file: TextIO | None = None) -> None:
-    """Print a line to `file`, or wrapped to stderr. Does nothing if the pipe or terminal is closed."""
+    """Print a line to `file` or, wrapped, to stderr. Ignores a closed pipe or terminal."""
     with contextlib.suppress(OSError):
         print(text if file else wrap(text, file=sys.stderr), file=file or sys.stderr, flush=True)
 

@@ -438,8 +438,8 @@ def check_same_tokenizer(path: str, wanted: str) -> None:
     if not same:
         kind = "WordPiece" if isinstance(found, WordPiece) else "byte-level BPE"
         raise UserError(
-            f"{path} is a {kind} with {found.vocab_size} ids, and not --tokenizer {wanted}; choose another "
-            "--out, or delete that file"
+            f"{path} is a {kind} with {found.vocab_size} ids, which does not match --tokenizer {wanted}; "
+            "choose another --out, or delete that file"
         )
 
 

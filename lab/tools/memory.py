@@ -78,7 +78,7 @@ def select_kernels(kernels: str, fp8: str) -> tuple[str, str]:
 
 
 def memory_breakdown(s: MemorySpec) -> list[Line]:
-    """The memory in PyTorch's allocator in one process, item by item."""
+    """The memory that PyTorch's allocator holds in one process, item by item."""
     return [*state(s), *activations(s), *head(s)]
 
 
@@ -111,9 +111,9 @@ def state(s: MemorySpec) -> Iterator[Line]:
         yield "Newton-Schulz iteration", 64 * s.model.n_layer * s.model.n_embd**2, "update"
     elif s.parallel == "zero1":
         yield "shard of AdamW's moments", 8 * P / n, ALL_PHASES
-        if (
-            s.bytes == 2
-        ):  # originals of matrices gathered in 16 bits: with fp8 MLPs, the attention's third
+        # the fp32 shards of matrices that are gathered in 16 bits: all of them or, with fp8 MLPs, only the
+        # attention's, which are a third
+        if s.bytes == 2:
             read = M / 3 if s.kernels[1] == "fp8" else M
             yield "shard of fp32 matrices", 4 * read / n, ALL_PHASES
         # sent in 16 bits, unless accumulated over micro-steps

@@ -145,8 +145,8 @@ def figures_of(runs: Sequence[RunReport]) -> dict[str, dict]:
 def trace_per_run(
     runs: Sequence[RunReport], kind: str, field: str, what: str, label: str = "", **style: Any
 ) -> list[dict]:
-    """The curves of a field in the records of a kind, one per run, with the run's name and color; a single
-    run has those of the quantity `what`. label: added to the name. style: see curve."""
+    """The curves of a field in the records of a kind, one per run, with the run's name and color. A single
+    run's curve has the name and color of the quantity `what`. label: added to the name. style: see curve."""
     curves = []
     for i, run in enumerate(runs):
         name, color = ", ".join(filter(None, [run.name, label])), i

@@ -100,8 +100,8 @@ class Engine:
             self.num_requests -= 1
 
     def prompt_ids(self, request: Any) -> tuple[list[int], int]:
-        """(ids to continue from, number of the oldest messages that were dropped because of the context).
-        Raises UserError for a request that does not fit."""
+        """(ids to continue from, number of old messages that were dropped to fit the context). Raises
+        UserError for a request that does not fit."""
         eot, dropped = self.tokenizer.eot, 0
         if request.messages is not None:
             ids, dropped = truncate_chat(

@@ -17,9 +17,7 @@ from lab.trainer.checkpoint import checkpoint_files, step_of
 from lab.trainer.health import lower_lr_hint
 
 GOOD = 2 / 3  # fraction of the unigram loss below which texts begin to have words and grammar
-CPU_FLOPS = (
-    1e11  # FLOP/s of a process on a few cores, roughly; to warn about models too large for a CPU
-)
+CPU_FLOPS = 1e11  # rough FLOP/s of a process; used to warn about models too large for a CPU
 
 
 class Console:

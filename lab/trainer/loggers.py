@@ -58,7 +58,7 @@ class RunLogger:
 
     @contextlib.contextmanager
     def best_effort(self, name: str) -> Iterator[None]:
-        """Context manager for writing the run directory's file `name`: a failure is only reported, once."""
+        """Context manager for writing the run directory's file `name`: reports an error once, and goes on."""
         try:
             with write_errors(self.run_dir / name):
                 yield
