@@ -66,11 +66,8 @@ from lab.registry import load_model
 from lab.tools import plot, replay, report
 from lab.trainer.run_dir import is_finished, write_config
 
-SECONDS, MEMORY, BATCH = (
-    20,
-    2 * 2**30,
-    100,
-)  # CPU time per file; bytes, and files, per child process
+# seconds of CPU time per file; bytes of memory, and files, per child process
+SECONDS, MEMORY, BATCH = 20, 2 * 2**30, 100
 FAULTS = "wrong", "traceback", "hang", "crash"
 FORBIDDEN = "os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "socket.connect"
 PRESETS = train_gpt2.PRESETS

@@ -2,10 +2,10 @@
 
     python bench/hostile.py --seconds 600
 
-Several clients send requests of random kinds at the same time: those of the methods of Client. The
-server must respond to each with a correct status, always give the same text for an ordinary request,
-print no traceback, and not leak memory: after the first fifth of the time, its memory may grow by at
-most --mib. If one of these fails, the exit status is 1.
+Several clients call random methods of Client at the same time; each method sends one kind of request.
+The server must respond to each with a correct status, always give the same text for an ordinary
+request, print no traceback, and not leak memory: after the first fifth of the time, its memory may grow
+by at most --mib. If one of these checks fails, the exit status is 1.
 """
 
 import contextlib
@@ -72,9 +72,8 @@ class Client:
     def raw(self, *parts):
         """The status of the response to these bytes, or "closed"."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=TIMEOUT) as connection:
-            with contextlib.suppress(
-                ConnectionError
-            ):  # the server may refuse before it has read all
+            # the server may refuse a request before it has read all of it
+            with contextlib.suppress(ConnectionError):
                 for part in parts:
                     connection.sendall(part)
             with contextlib.suppress(ConnectionError):

@@ -5,12 +5,12 @@
 
 Each round starts a program with a tiny run, waits until its files show that the phase has begun, waits
 for a random time, and sends SIGINT, SIGTERM or SIGHUP. In three of ten rounds, a second signal follows.
-It checks that there is
+The checks are:
 
-- a correct exit status (docs/RUNS.md): 75, with a checkpoint, if the run had made an update and got one
-  signal
-- no traceback, no hang
-- no incomplete checkpoint, and that --resume continues the run
+- The exit status is one of those in docs/RUNS.md. It is 75, with a checkpoint, if the run had made an
+  update and got one signal.
+- There is no traceback and no hang.
+- Every checkpoint is complete, and --resume continues the run.
 """
 
 import contextlib
@@ -39,7 +39,8 @@ from lab.trainer.checkpoint import checkpoint_files, read_checkpoint
 
 PROGRAMS = "train_gpt2.py", "speedrun.py", "bert.py"
 SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
-IDLE, BUSY = 120, 120  # a process hangs after this many seconds without CPU time, or of CPU time
+# a process counts as hung after IDLE seconds without CPU time, or BUSY seconds of CPU time
+IDLE, BUSY = 120, 120
 TINY = (
     "--preset laptop --device cpu --run_name r --n_layer 1 --n_head 2 --n_embd 32 "
     "--block_size 32 --seq_len 16 --batch_size 4 --total_batch_size 128 --no_compile"
@@ -101,8 +102,8 @@ class Process:
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def wait(self):
-        """The exit status, or None if the process hangs: after IDLE seconds in which it got no CPU time, or
-        after BUSY seconds of CPU time. A limit on wall-clock time would be wrong on a busy machine."""
+        """The exit status, or None if the process hangs (see IDLE, BUSY). A limit on wall-clock time would
+        also end processes that only wait for a busy CPU."""
         limit, last = 0.0, -1.0
         while self.popen.poll() is None:
             with contextlib.suppress(subprocess.TimeoutExpired):

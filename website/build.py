@@ -255,9 +255,8 @@ def main(argv):
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary, "pages")
         nav = collect(folder)
-        loader = partial(
-            yaml.load, Loader=yaml.UnsafeLoader
-        )  # unsafe, but it is our own file; it refers to a Python function
+        # the unsafe loader, because mkdocs.yml, which is our own file, refers to a Python function
+        loader = partial(yaml.load, Loader=yaml.UnsafeLoader)
         settings = loader((HERE / "mkdocs.yml").read_text(encoding="utf-8"))
         settings |= {"docs_dir": str(folder), "site_dir": str(out), "nav": nav}
         repository = os.environ.get("GITHUB_REPOSITORY")  # set by GitHub's workflows
