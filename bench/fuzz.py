@@ -499,8 +499,8 @@ KINDS = {
 
 
 def try_one(kind, valid, seed, expected):
-    """Read the mutated file of this seed in a copy of the folder `valid`. expected: what reading the
-    valid file returns. Returns an outcome and, of a traceback, its text."""
+    """Read the mutated file of this seed in a copy of the folder `valid`. expected: the result of
+    reading the valid file. Returns an outcome, and the text of a traceback if there is one."""
     rng, this = random.Random(f"{kind}{seed}"), KINDS[kind]
     with tempfile.TemporaryDirectory(prefix="fuzz") as case:
         shutil.copytree(valid, case, dirs_exist_ok=True)

@@ -127,7 +127,7 @@ def test_tensors_and_vocabulary_are_the_models(source, tmp_path, kind):
 
 
 def test_conversations_have_the_format_of_fine_tuning(tmp_path):
-    """The template in the file writes what render_chat does; Ollama's has the same parts."""
+    """The template in the file gives the same text as render_chat; Ollama's has the same parts."""
     from jinja2 import Environment
 
     gguf = pytest.importorskip("gguf")

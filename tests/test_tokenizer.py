@@ -79,7 +79,7 @@ def test_fast_encoding_equals_plain_encoding(tok):
 
 
 def test_missing_files_give_one_sentence(tmp_path):
-    """The error says what to do. (The proxy refuses all connections.)"""
+    """The error says how to fix it. (The proxy refuses all connections.)"""
     (tmp_path / "a.txt").write_text("a text")
     words = "fineweb.py --source a.txt --workers 0 --tokenizer gpt2 --out o".split()
     env = dict(TIKTOKEN_CACHE_DIR=tmp_path, HTTPS_PROXY="http://127.0.0.1:9", NO_PROXY="")

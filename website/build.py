@@ -47,7 +47,7 @@ SEE = f"""
 - [Model]({MODEL}): a small GPT-2 that runs in this browser
 - [Race]({RACE}): training recipes against the clock
 - [Report]({REPORT}): curves and samples of a recorded run
-- [Learning log](docs/LOG.md): all experiments, and what they showed
+- [Learning log](docs/LOG.md): all experiments and their results
 """
 CODE = re.compile(r"^```.*?^```|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<!!)\[((?:[^][]|\[[^]]*\])*)\]\(([^()\s]+)\)")

@@ -26,7 +26,7 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 class Tokenizer:
-    """Base class. strings: the bytes of each id; a WordPiece has none.
+    """Base class. strings: the bytes of each id; not used by WordPiece.
 
     name: the argument of get_tokenizer. vocab_size: number of ids, at most 2^16, so that ids fit in
     uint16. eot: id of end-of-text, which precedes each document; the last id except in a WordPiece.

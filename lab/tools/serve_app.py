@@ -69,8 +69,8 @@ class GenerateRequest(BaseModel, allow_inf_nan=False):
 
 
 class InspectRequest(GenerateRequest):
-    """The page's request for one prediction. layer, head: whose attention weights; None: the mean over
-    all of them."""
+    """The page's request for one prediction. layer, head: those of the attention weights; None: the
+    mean over all layers or heads."""
 
     layer: int | None = Field(None, ge=0, lt=2**31)
     head: int | None = Field(None, ge=0, lt=2**31)

@@ -201,7 +201,7 @@ class Console:
 
 
 def print_summary(trainer, stopped: str) -> None:
-    """Draw the loss curve, and print which files there are and what to do next. All ranks wait for it,
+    """Draw the loss curve, and print the run's files and commands to try next. All ranks wait for it,
     because torchrun kills them as soon as one exits with a nonzero status, such as 75."""
     if trainer.world.is_main:
         summary(trainer, stopped)
