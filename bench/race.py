@@ -9,6 +9,7 @@ not supported or switched off (prefers-reduced-motion), it shows the end of the 
 """
 
 import io
+import json
 import math
 import re
 import secrets
@@ -105,22 +106,23 @@ def six_minutes(runs):
 
 
 def four_passes(runs):
+    blimp = json.loads((runs / "blimp_small_data_124m.json").read_text())["acc"]
     names = {
-        "_gpt2": ("GPT-2's recipe", "orange"),
-        "_readable": ("readable recipe", "green"),
-        "": ("speedrun.py", "blue"),
-        "_no_table": ("speedrun.py, no value table", "red"),
+        "both_4_passes_gpt2": ("GPT-2's recipe", "orange"),
+        "both_4_passes_readable": ("readable recipe", "green"),
+        "both_4_passes": ("speedrun.py", "blue"),
+        "both_4_passes_no_table": ("speedrun.py, no value table", "red"),
+        "small_data_124m": (f"small-data, six passes, BLiMP {blimp:.1%}", "pink"),
     }
     runners = []
-    for name, looks in names.items():
-        file = f"both_4_passes{name}"
+    for file, looks in names.items():
         gpus = records(runs, file, "world_size")[0]["world_size"]
         runners.append(from_log(runs, file, *looks, gpus))
-    low, high = runners[-1].losses[-1], runners[0].losses[-1]
+    low, high = runners[3].losses[-1], runners[0].losses[-1]
     title = f"Four passes: {low:.2f} nats per token without a value table, {high:.2f} with GPT-2's recipe"
     note = (
         "124M, 111M tokens of books and textbooks, on one to four H100s or H200s, whose speeds differ: "
-        "compare by tokens; 2026-11-25 and 26"
+        "compare by tokens; 2026-11-25 to 27"
     )
     return Race(title, note, runners, unit="GPU-seconds")
 
