@@ -83,7 +83,7 @@ def source(request, tmp_path_factory):
 
 
 def test_llama_cpp_gives_the_same_tokens(source, llama, tmp_path):
-    """In float32, the same ids of prompts and 100 greedy tokens. The other types only have to run."""
+    """The same ids of prompts and, in float32, the same 100 greedy tokens."""
     pytest.importorskip("gguf")
     model = load_model(source).eval()
     tokenizer = get_tokenizer(tokenizer_name(model.config, source))
