@@ -75,7 +75,7 @@ def run():
     write_seconds(notebook)
     for cell in notebook.cells:
         if "outputs" in cell:  # without progress bars
-            cell.outputs = [o for o in cell.outputs if "\r" not in o.get("text", "")]
+            cell.outputs = [o for o in cell.outputs if o.get("name") != "stderr"]
         for output in cell.get("outputs", []):
             if "image/png" in output.get("data", {}):
                 output.data["image/png"] = shrink(output.data["image/png"])

@@ -1,5 +1,7 @@
-"""fineweb.py and the hub, replaced by a local web server that can fail in several ways."""
+"""fineweb.py, lab export --push_to_hub and the hub, replaced by a local web server that can fail in several
+ways."""
 
+import base64
 import hashlib
 import http.server
 import json
@@ -12,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from conftest import ROOT, run_python
 from test_fineweb import BYTES, call, command, documents, plain_stream, stream_of, write_parquet
 from test_loader import write_shard
 
@@ -19,12 +22,15 @@ import bert
 from lab.data.manifest import read_manifest, verify_shards
 from lab.data.shards import TokenShards
 from lab.data.tokenizers import train_wordpiece
+from lab.registry import load_model
+from lab.tools.read_log import read_log
 
 REVISION = "c0ffee" + "0" * 34
 
 
 class Hub(http.server.ThreadingHTTPServer):
-    """Serves the list of a data set's files, and the files by ranges.
+    """Serves the list of a repository's files, and the files by ranges; accepts uploads with the token
+    hf_good, of large files by Git LFS or, without HF_HUB_DISABLE_XET, by hf_xet into the folder hub.xet.
 
     Requests with `gone` in their path get status 503, as do the next `fails` requests. Of the next
     `breaks` answers it sends only half, then closes the connection.
@@ -36,8 +42,10 @@ class Hub(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), HubHandler)
         self.root, self.card = root, card
         self.gone, self.breaks, self.fails, self.sent, self.asked = "nothing", 0, 0, 0, []
+        self.repos, self.large, self.pointers, self.commits = {}, {}, {}, []
         threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
         self.env = {"HF_ENDPOINT": f"http://127.0.0.1:{self.server_port}", "HF_HUB_OFFLINE": "0"}
+        self.env |= {"HF_HUB_DISABLE_XET": "1"}
 
 
 class HubHandler(http.server.BaseHTTPRequestHandler):
@@ -49,6 +57,11 @@ class HubHandler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         hub, path = self.server, self.path.split("?")[0]
         hub.asked.append(path)
+        if path.endswith("/xet-write-token/main"):  # hf_xet takes a folder for a storage server
+            token = {"casUrl": f"local://{hub.root}.xet", "exp": 2**33, "accessToken": "a"}
+            return self.answer(200, json.dumps(token).encode(), kind="application/json")
+        path = path.replace("/api/models/me/tiny/", "/api/datasets/me/texts/")  # the same files
+        path = path.replace("/me/tiny/resolve/", "/datasets/me/texts/resolve/")
         about = [self.about(p) for p in sorted(hub.root.rglob("*")) if p.is_file()]
         if path.startswith("/api/datasets/me/texts/revision/"):
             found = {"id": "me/texts", "sha": REVISION, "cardData": hub.card, "siblings": about}
@@ -73,6 +86,51 @@ class HubHandler(http.server.BaseHTTPRequestHandler):
         self.answer(206 if self.headers["Range"] else 200, part, self.about(file)["oid"], where)
 
     do_HEAD = do_GET
+
+    def do_POST(self):
+        """What HfApi.create_repo and create_commit send: JSON, or one JSON object per line."""
+        hub, path = self.server, self.path.split("?")[0]
+        hub.asked.append(path)
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        lines = [json.loads(line) for line in body.splitlines()]
+        status, home = 200, hub.env["HF_ENDPOINT"]
+        if self.headers["Authorization"] != "Bearer hf_good":
+            status, found = 401, {"error": "Invalid credentials in Authorization header"}
+        elif path == "/api/repos/create":
+            name = f"{lines[0]['organization'] or 'me'}/{lines[0]['name']}"
+            status, found = 409 if name in hub.repos else 200, {"url": f"{home}/{name}"}
+            hub.repos.setdefault(name, lines[0])
+            if not name.startswith("me/"):
+                status, found = 403, {"error": "You don't have the rights to create it there"}
+        elif path.endswith("/preupload/main"):
+            kinds = {True: "lfs", False: "regular"}
+            found = {"files": [
+                {"path": f["path"], "uploadMode": kinds[f["path"].endswith(".safetensors")],
+                 "shouldIgnore": False, "oid": None} for f in lines[0]["files"]
+            ]}  # fmt: skip
+        elif path.endswith(".git/info/lfs/objects/batch"):
+            href = {o["oid"]: {"upload": {"href": f"{home}/lfs"}} for o in lines[0]["objects"]}
+            found = {"objects": [o | {"actions": href[o["oid"]]} for o in lines[0]["objects"]]}
+        elif path.endswith("/commit/main"):
+            hub.commits.append([line["value"].get("path") for line in lines])
+            for value in (line["value"] for line in lines if line["key"] != "header"):
+                if "oid" in value:
+                    hub.pointers[value["path"]] = value["oid"]
+                    data = hub.large.get(value["oid"], b"")
+                else:
+                    data = base64.b64decode(value["content"])
+                hub.root.mkdir(exist_ok=True)
+                (hub.root / value["path"]).write_bytes(data)
+            found = {"commitUrl": f"{home}/me/tiny/commit/{REVISION}", "commitOid": REVISION}
+        else:
+            assert path == "/api/validate-yaml", path
+            found = {}
+        self.answer(status, json.dumps(found).encode(), kind="application/json")
+
+    def do_PUT(self):
+        data = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.large[hashlib.sha256(data).hexdigest()] = data
+        self.answer(200, b"")
 
     def about(self, path):
         name, data = path.relative_to(self.server.root).as_posix(), path.read_bytes()
@@ -223,3 +281,100 @@ def test_bert_base_uncased_is_downloaded_from_the_hub(serve, tmp_path):
     assert bert.WordPiece(tmp_path / "o/tokenizer.json").decode(words[1:]) == "the cat sat"
     got = call(*args[:-1], tmp_path / "p", HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))
     assert got.returncode == 2 and "pass --tokenizer wordpiece, which learns one" in got.stderr
+
+
+def export(*args, cwd, **env):
+    env = {"HF_HOME": cwd / "cache", "HF_TOKEN": "hf_good", "no_proxy": "127.0.0.1"} | env
+    return run_python(ROOT / "lab", "export", *args, cwd=cwd, **env)
+
+
+@pytest.fixture
+def run(run_train, tmp_path):
+    """log/r with three steps, and a validation before the first and after the last."""
+    trained = run_train("--max_steps", 3, "--val_every", 3)
+    assert trained.returncode == 0, trained.stderr
+    return tmp_path / "log/r"
+
+
+def test_a_run_is_pushed_with_a_card_and_loaded_from_the_hub(run, serve, tmp_path):
+    hub = serve(None)
+    args = ["log/r", "--out", "out", "--push_to_hub", "tiny"]
+    pushed = export(*args, cwd=tmp_path, **hub.env)
+    assert pushed.returncode == 0, pushed.stderr
+    assert f"pushed to {hub.env['HF_ENDPOINT']}/me/tiny" in pushed.stdout
+    assert hub.repos["me/tiny"]["visibility"] == "private"
+    files = {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
+    assert files == {p.name: p.read_bytes() for p in hub.root.iterdir()}
+    assert list(hub.large.values()) == [files["model.safetensors"]]
+    assert len(hub.commits) == 1 and sorted(hub.commits[0][1:]) == sorted(files)
+
+    card, log = files["README.md"].decode(), read_log(run)
+    loss, start = log["val"][-1]["loss"], log["start"][0]
+    assert log["val"][-1]["step"] == 3 and start["command"].endswith("--val_every 3")
+    model = load_model(str(tmp_path / "out"))
+    weights = 257 * 32 + 32 * 32 + 2 * (12 * 32**2 + 13 * 32) + 2 * 32  # without padding rows
+    for line in (
+        "library_name: transformers", "pipeline_tag: text-generation", "# r", f"    {start['command']}",
+        "| exported from | `r`, step 3 |", f"| weights | {weights:,} |",
+        "| shape | 2 layers, 2 heads, 32 channels, 32 positions |",
+        "| tokenizer | bytes and end-of-text, 257 ids |",
+        f"| training data | `{tmp_path / 'data'}`, {start['train_tokens']:,} tokens |",
+        "| trained for | 384 tokens |", f"| validation loss | {loss:.4f} nats per token",
+        "License of the code that exported it: MIT.",
+    ):  # fmt: skip
+        assert f"\n{line}" in card, (line, card)
+
+    text = "import os; from lab.registry import load_model; m = load_model('me/tiny')\n"
+    text += "print(sum(p.double().sum().item() for p in m.parameters()))"
+    env = hub.env | {"HF_HOME": tmp_path / "other", "no_proxy": "127.0.0.1"}
+    loaded = run_python("-c", text, cwd=ROOT, **env)
+    assert loaded.returncode == 0, loaded.stderr
+    total = sum(p.double().sum().item() for p in model.parameters())
+    assert float(loaded.stdout) == total
+
+    again = export(*args, cwd=tmp_path, **hub.env)  # replaces the folder, and adds a commit
+    assert again.returncode == 0 and len(hub.commits) == 2, again.stderr
+
+
+def test_weights_are_uploaded_by_xet(run, serve, tmp_path):
+    """The protocol that huggingface_hub prefers. Its storage server is replaced by a folder."""
+    pytest.importorskip("hf_xet")
+    hub = serve(None)
+    args = ["log/r", "--out", "out", "--push_to_hub", "tiny"]
+    pushed = export(*args, cwd=tmp_path, **hub.env | {"HF_HUB_DISABLE_XET": "0"})
+    assert pushed.returncode == 0, pushed.stderr
+    weights = (tmp_path / "out/model.safetensors").read_bytes()
+    assert hub.pointers == {"model.safetensors": hashlib.sha256(weights).hexdigest()}
+    stored = [p.stat().st_size for p in (tmp_path / "hub.xet/xet/xorbs/xorbs").iterdir()]
+    assert not hub.large and 0.5 * len(weights) < sum(stored) < 1.1 * len(weights)
+
+
+def test_a_card_says_what_is_not_recorded(run, serve, tmp_path):
+    """For a checkpoint outside of its run there is neither log.jsonl nor config.json."""
+    (run / "model_000003.pt").rename(tmp_path / "model.pt")
+    args = ["model.pt", "--out", "out", "--push_to_hub", "me/tiny"]
+    pushed = export(*args, cwd=tmp_path, **serve(None).env)
+    assert pushed.returncode == 0, pushed.stderr
+    card = (tmp_path / "hub/README.md").read_text()
+    for row in ("training data", "trained for", "validation loss"):
+        assert f"| {row} | not recorded |" in card, card
+    assert "The command that trained it:\n\n    not recorded\n" in card
+    assert "| exported from | `model.pt`, step 3 |" in card
+
+
+def test_a_refused_push_gives_one_sentence(run, serve, tmp_path):
+    hub = serve(None)
+    for name, env, said, kept in (
+        ("a b", {}, "push_to_hub='a b' is not the name of a repository", False),
+        ("tiny", {"HF_TOKEN": ""}, "needs a token with write access", False),
+        ("tiny", {"HF_TOKEN": "hf_bad"}, "Invalid credentials", True),
+        ("other/tiny", {}, "You don't have the rights", True),
+        ("tiny", {"HF_ENDPOINT": "http://hub.invalid"}, "the same command tries again", True),
+    ):
+        got = export("log/r", "--out", "out", "--push_to_hub", name, cwd=tmp_path, **hub.env | env)
+        assert got.returncode == 2 and said in got.stderr, (name, env, got.stderr)
+        assert "Traceback" not in got.stderr and got.stderr.splitlines()[-1].count(said) == 1
+        assert (tmp_path / "out/model.safetensors").exists() == kept
+    assert not hub.commits and not hub.large
+    got = export("log/r", "--html", "a.html", "--push_to_hub", "tiny", cwd=tmp_path, **hub.env)
+    assert got.returncode == 2 and "pass --out FOLDER instead of --html" in got.stderr

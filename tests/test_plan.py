@@ -196,6 +196,20 @@ def test_time_and_money(capsys):
     assert "no forecast" in planned(capsys, "--gpu 80GB")
 
 
+def test_table_in_docs_is_what_the_command_prints(capsys):
+    text = (ROOT / "docs/SYSTEMS.md").read_text().partition('id="computed"')[2]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
+    rows = [row for row in rows if len(row) == 7][2:]
+    assert len(rows) == 10
+    for gpu, gib, precision, size, memory_peak, speed, hours in rows:
+        plan.main(["--preset", "gpt2", "--max_steps", "1716", "--gpu", gpu])
+        printed = " ".join(capsys.readouterr().out.split())
+        said = [f"batch_size={size} fits", f" {precision}, compiled", f", {gib} GiB "]
+        said += [f"The peak is {memory_peak} GiB", f"speed {speed or 'no forecast'}"]
+        said += [f"time {hours} hours for 1,716 steps, 900M tokens"] if hours else []
+        assert [part for part in said if part not in printed] == [], (gpu, printed)
+
+
 def test_no_forecast_for_a_model_too_small_for_the_gpu(capsys):
     """At 12 x 768 an H200 reached 28 and 33 % MFU with 4,096 tokens, and 42 % with 8,192."""
     small = "--preset laptop", "--batch_size 4"

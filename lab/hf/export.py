@@ -2,8 +2,9 @@
 
     python -m lab export log/RUN --out my-gpt2
     python -m lab export log/RUN --html my-model.html    # a page that runs it
+    python -m lab export log/RUN --out my-gpt2 --push_to_hub my-gpt2    # also upload the folder
 
-lab/tools/html_export.py writes that page.
+lab/tools/html_export.py writes that page, lab/hf/hub.py uploads.
 """
 
 import os
@@ -31,6 +32,7 @@ from lab.data.tokenizers import (
 from lab.files import read_json, write_errors
 from lab.hf import bert, gpt2
 from lab.hf.gguf_file import GgufType, check_gguf, write_gguf
+from lab.hf.hub import check_hub_name, model_card, push
 from lab.hf.load import CHECKSUM_FILE, read_checksums
 from lab.registry import is_tuned, load_model, resolve_source, tokenizer_name
 
@@ -41,6 +43,7 @@ def export(
     html: Annotated[str | Path, arg(metavar="FILE")] = "",
     dtype: Literal["float32", "float16"] = "float32",
     gguf: GgufType = "off",
+    push_to_hub: Annotated[str, arg(metavar="NAME")] = "",
 ) -> None:
     """Write a model as a folder that transformers and lm-evaluation-harness can load, or as one HTML page
     that runs it in a browser.
@@ -57,6 +60,8 @@ def export(
         html: .html file to write instead of a folder: the model with its weights in 16 bits, at most 30 MB
         dtype: of the weights in the folder; float16 halves the file and rounds the weights to 11 bits
         gguf: also write a file of this type for llama.cpp, and a Modelfile for Ollama (pip install gguf)
+        push_to_hub: repository on the Hugging Face hub, NAME or USER/NAME, to upload the folder to, with a
+            model card; a new one is private
     """
     if bool(out) == bool(html):
         raise UserError(
@@ -65,6 +70,12 @@ def export(
         )
     if html and Path(html).suffix != ".html":
         raise UserError(f"html={html} must end in .html; try --html {html}.html")
+    if push_to_hub and html:
+        raise UserError(
+            f"push_to_hub={push_to_hub} uploads a folder; pass --out FOLDER instead of --html"
+        )
+    if push_to_hub:
+        check_hub_name(push_to_hub)
     out = Path(out or html)
     if not html:
         check_replaceable(out)
@@ -107,6 +118,9 @@ def export(
                 name = write_gguf(part, model, gguf, bool(is_tuned(source)))
                 note += f"\nin llama.cpp: llama-cli -m {{out}}/{name}; in Ollama: "
                 note += "ollama create NAME -f {out}/Modelfile"
+            if push_to_hub:
+                card = model_card(exported, model.config, source)
+                (part / "README.md").write_text(card, encoding="utf-8")
             files = sorted(part.iterdir())
             lines = [f"{sha256_of(file)}  {file.name}\n" for file in files]
             (part / CHECKSUM_FILE).write_text("".join(lines))
@@ -120,6 +134,8 @@ def export(
             remove(part)
     print(f"{out}: {', '.join(sorted(p.name for p in out.iterdir()))}, from {source}")
     print(note.replace("{out}", str(out)))
+    if push_to_hub:
+        print(f"pushed to {push(out, push_to_hub)}; a new repository is private")
 
 
 def remove(part: Path) -> None:
