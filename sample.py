@@ -78,8 +78,8 @@ class Config:
     # auto: 16 bits on a GPU, bf16 for a large model on a CPU that supports it, else fp32; int8: CPU
     # only, faster but less exact
     weights: Literal["auto", "fp32", "bf16", "fp16", "int8"] = "auto"
-    # compile the decode step on a GPU, which takes seconds; then each token is one launch. Not used
-    # with a PROMPT on the command line
+    # compile the decode step on a GPU: takes seconds at the start, then generates faster. Not used with
+    # a PROMPT on the command line
     compile: bool = True
 
 
@@ -154,7 +154,7 @@ def complete(
 
 
 def read_prompts(cfg: Config) -> Iterator[str]:
-    """The prompt on the command line, or the lines of stdin until it ends or an empty line is typed."""
+    """Yield the prompt on the command line, or the lines of stdin until its end or a typed empty line."""
     if cfg.prompt:
         yield " ".join(cfg.prompt)
         return
@@ -172,8 +172,8 @@ def read_prompts(cfg: Config) -> Iterator[str]:
 
 
 def chat_warning(source: str) -> str:
-    """A sentence for a model that was not fine-tuned on conversations, as the config.json of its run
-    says; "" for one that was. source: as resolve_source returns it."""
+    """A warning if the model was not fine-tuned on conversations, according to the config.json of its run;
+    otherwise "". source: as resolve_source returns it."""
     path, program = Path(source).parent / "config.json", ""
     if source.endswith(".pt") and path.exists():
         saved = read_json(path, "choose another run", train=dict)

@@ -3,8 +3,8 @@
     python bench/fuzz.py --count 10000                      # number of files of each kind
     python bench/fuzz.py --kind npy --seed 1234 --count 1   # repeat one file and show its traceback
 
-A valid file is randomly mutated (reproducible by seed) and read as by the commands, in a child process
-that is limited to 2 GiB of additional memory and 20 seconds of CPU time, and that may not start
+A valid file is randomly mutated (reproducible by seed) and read by the code of the commands, in a child
+process that is limited to 2 GiB of additional memory and 20 seconds of CPU time, and that may not start
 programs or use the network. The outcomes are counted:
 
     refused    with a UserError of one sentence
@@ -66,7 +66,8 @@ from lab.registry import load_model
 from lab.tools import plot, replay, report
 from lab.trainer.run_dir import is_finished, write_config
 
-SECONDS, MEMORY, BATCH = 20, 2 * 2**30, 100  # per file; bytes and files per child process
+# seconds of CPU time per file; bytes of memory, and files, per child process
+SECONDS, MEMORY, BATCH = 20, 2 * 2**30, 100
 FAULTS = "wrong", "traceback", "hang", "crash"
 FORBIDDEN = "os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "socket.connect"
 PRESETS = train_gpt2.PRESETS
@@ -166,7 +167,7 @@ def mutate_bin(data, rng):
 
 
 def mutate_parquet(data, rng):
-    """Change a value, which may change a column's type, or a column, and write a valid file."""
+    """Change one value or a whole column, perhaps also the column's type, and write a valid file."""
     rows = pq.read_table(io.BytesIO(data)).to_pylist()
     if rng.random() < 0.5:  # in all rows, because a column has one type
         name, value = rng.choice([*rows[0]]), rng.choice(ODD)
@@ -179,12 +180,12 @@ def mutate_parquet(data, rng):
         out = io.BytesIO()
         pq.write_table(table, out, row_group_size=rng.choice([1, 15, 1000]))
     except (pa.ArrowException, TypeError, ValueError, OverflowError, AttributeError, KeyError):
-        return mutate_bytes(data, rng)  # values of several types fit in no column
+        return mutate_bytes(data, rng)  # a column cannot hold values of several types
     return out.getvalue()
 
 
 def mutate_text(data, rng):
-    """Change encoding, line ends or length, or insert what is not text."""
+    """Change encoding, line ends or length, or insert bytes that are not text."""
     text, at = data.decode(), rng.randrange(len(data))
     return rng.choice(
         [
@@ -207,7 +208,7 @@ def mutate_checkpoint(data, rng):
 
 
 def zstd(*flags):
-    """A function that runs the zstd command, which writes checksums, unlike pyarrow."""
+    """Return a function that runs the zstd command, which unlike pyarrow writes checksums."""
     return lambda data: (
         subprocess.run(["zstd", "-qc", *flags], input=data, stdout=-1, check=True).stdout
     )
@@ -394,7 +395,7 @@ def read_wordpiece():
 
 
 def read_verified():
-    """Refuse what fineweb.py --verify finds."""
+    """Raise UserError for a problem that fineweb.py --verify finds; otherwise build the data again."""
     if problems := verify_shards("data"):
         raise UserError(problems[0])
     return build_data(tokens="3000")
@@ -449,7 +450,7 @@ class Kind:
     files: str  # glob pattern of those that are mutated
     read: Callable  # reads them as the commands do
     mutate: Callable = mutate_bytes  # for this format; mutate_bytes is used half of the time
-    checksum: bool = False  # the format has one, so a changed byte must not change what is read
+    checksum: bool = False  # the format has one, so that changed bytes must not change the result
 
 
 def compressed(suffix, unpack, pack):
@@ -498,8 +499,8 @@ KINDS = {
 
 
 def try_one(kind, valid, seed, expected):
-    """Read the mutated file of this seed in a copy of the folder `valid`. expected: what reading the
-    valid file returns. Returns an outcome and, of a traceback, its text."""
+    """Read the mutated file of this seed in a copy of the folder `valid`. expected: the result of
+    reading the valid file. Returns an outcome, and the text of a traceback if there is one."""
     rng, this = random.Random(f"{kind}{seed}"), KINDS[kind]
     with tempfile.TemporaryDirectory(prefix="fuzz") as case:
         shutil.copytree(valid, case, dirs_exist_ok=True)
@@ -551,7 +552,7 @@ def limit_child():
 
 
 def outcomes(kind, valid, seeds, expected):
-    """Yield (seed, *result of try_one) for each seed; the death of a child process is a result too."""
+    """Yield (seed, *result of try_one) for each seed, or the result "hang" or "crash" if the child died."""
     seeds, fork = list(seeds), multiprocessing.get_context("fork")
     while seeds:
         with ProcessPoolExecutor(1, fork, limit_child) as pool:

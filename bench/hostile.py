@@ -2,10 +2,10 @@
 
     python bench/hostile.py --seconds 600
 
-Several clients send requests of random kinds at the same time (the methods of Client, whose docstrings
-say what they send). The server must answer each with a status that is right for it, answer an ordinary
-request always with the same text, print no traceback, and keep its memory: after the first fifth of the
-time, it may grow by at most --mib. The exit status is 1 if one of these fails.
+Several clients call random methods of Client at the same time; each method sends one kind of request.
+The server must respond to each with a correct status, always give the same text for an ordinary
+request, print no traceback, and not leak memory: after the first fifth of the time, its memory may grow
+by at most --mib. If one of these checks fails, the exit status is 1.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ class Config:
 
 
 class Client:
-    """Sends requests to a port of this machine. Each attack returns a status, or "closed"."""
+    """Sends requests to a port of this machine. Each method for an attack returns a status or "closed"."""
 
     def __init__(self, port, seed):
         self.port, self.rng = port, random.Random(seed)
@@ -72,7 +72,8 @@ class Client:
     def raw(self, *parts):
         """The status of the response to these bytes, or "closed"."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=TIMEOUT) as connection:
-            with contextlib.suppress(ConnectionError):  # it need not read what it has refused
+            # the server may refuse a request before it has read all of it
+            with contextlib.suppress(ConnectionError):
                 for part in parts:
                     connection.sendall(part)
             with contextlib.suppress(ConnectionError):
@@ -85,14 +86,14 @@ class Client:
         return "\r\n".join([*begin, *lines, "", ""]).encode()
 
     def ordinary(self):
-        """A prompt whose answer is known."""
+        """Send a prompt for which the text is known."""
         status, text = self.send("/v1/completions", ORDINARY)
         if status == 200 and json.loads(text)["choices"][0]["text"] != self.expected:
             return "another text"
         return status
 
     def leaves_early(self):
-        """A long text, streamed; the client leaves after a part of it, or at once."""
+        """Request a long text, and disconnect after a part of it or immediately."""
         path = self.rng.choice(PATHS)
         body = {"max_tokens": 4000, "stream": True} | (
             {"messages": [{"role": "user", "content": "hi"}]} if "chat" in path else {"prompt": "a"}
@@ -107,7 +108,7 @@ class Client:
         return status
 
     def reads_slowly(self):
-        """A long text, of which the client reads a byte at a time for a while."""
+        """Request a long text, and read it a byte at a time for a while."""
         body = b'{"prompt": "a", "max_tokens": 4000, "likeliest": 20}'
         with socket.create_connection(("127.0.0.1", self.port), timeout=TIMEOUT) as connection:
             connection.sendall(self.head(f"Content-Length: {len(body)}") + body)
@@ -118,7 +119,7 @@ class Client:
         return status
 
     def sends_slowly(self):
-        """A request, a byte at a time, which never ends."""
+        """Send part of a request, a byte at a time."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=TIMEOUT) as connection:
             for byte in self.head("Content-Length: 1000")[: self.rng.randrange(200)]:
                 connection.sendall(bytes([byte]))
@@ -126,7 +127,7 @@ class Client:
         return "closed"
 
     def idle_connections(self):
-        """Fifty connections that send nothing."""
+        """Open fifty connections and send nothing."""
         with contextlib.ExitStack() as stack:
             for _ in range(50):
                 stack.enter_context(socket.create_connection(("127.0.0.1", self.port), TIMEOUT))
@@ -134,7 +135,7 @@ class Client:
         return "closed"
 
     def long_body(self):
-        """100 MB, announced or in chunks."""
+        """Send 100 MB, with a Content-Length or in chunks."""
         block = b"a" * 2**20
         if self.rng.random() < 0.5:
             return self.raw(self.head("Content-Length: 104857600"), *[block] * 100)
@@ -142,12 +143,12 @@ class Client:
         return self.raw(self.head("Transfer-Encoding: chunked"), *chunks)
 
     def deep_json(self):
-        """Brackets as deep as a request may be long."""
+        """Send nested brackets, nearly as many as fit into a request."""
         deep = self.rng.choice([b"[", b'{"a":', b'{"prompt":[']) * 60_000
         return self.send(self.rng.choice(PATHS), deep[:60_000])[0]
 
     def extreme_number(self):
-        """A value out of range or of another type in one field."""
+        """Send a value that is out of range or of another type in one field."""
         path = self.rng.choice(PATHS)
         valid = {"prompt": '"a"', "max_tokens": "1"}
         if "chat" in path:
@@ -158,18 +159,18 @@ class Client:
         return "NaN" if re.search(r"\bNaN|Infinity\b", text) and status == 200 else status
 
     def long_stop_string(self):
-        """A stop string of one megabyte, or four of as many characters as allowed and one more."""
+        """Send stop strings that are too long (a megabyte, or one character too many) or too many."""
         stop = self.rng.choice([["x" * 10**6], ["x" * 101] * 4, ["x" * 100] * 5])
         return self.send(self.rng.choice(PATHS), {"prompt": "a", "stop": stop})[0]
 
     def other_host(self):
-        """A page of another site whose name was made to point to this machine."""
+        """Send the Host header of another site whose name points to this machine (DNS rebinding)."""
         return self.send(
             "/v1/models", Host=self.rng.choice(["evil.example", "127.0.0.1.evil.com", ""])
         )[0]
 
     def other_origin(self):
-        """Requests that a page of another site can send without being asked for permission."""
+        """Send a preflight, or a request that a page of another site can send without one."""
         origin = {"Origin": "http://evil.example"}
         if self.rng.random() < 0.5:
             return self.send("/generate", method="OPTIONS", **origin)[0]
@@ -177,7 +178,7 @@ class Client:
         return self.send("/generate", {"prompt": "a"}, **origin | kind)[0]
 
     def traversal(self):
-        """Paths out of the server's folder."""
+        """Request paths that lead out of the server's folder."""
         prefix = self.rng.choice(["/", "//", "/" + "../" * 9, "/%2e%2e/" * 5, "/v1/models/../../"])
         name = self.rng.choice(
             ["etc/passwd", "lab/tools/serve.py", "pyproject.toml", "openapi.json"]
@@ -185,13 +186,13 @@ class Client:
         return self.send(prefix + name)[0]
 
     def garbage(self):
-        """What is not HTTP."""
+        """Send random bytes, which are not HTTP."""
         return self.raw(self.rng.randbytes(self.rng.randrange(1, 10**5)) + b"\r\n\r\n")
 
 
-OVERLOAD = {503}  # the limit of requests at a time
+OVERLOAD = {503}  # too many requests at the same time
 REFUSED = {400, 413, 422} | OVERLOAD
-ALLOWED = {  # answers to each attack
+ALLOWED = {  # correct results of each attack
     "ordinary": {200} | OVERLOAD, "leaves_early": {200} | OVERLOAD, "reads_slowly": {200} | OVERLOAD,
     "sends_slowly": {"closed"}, "idle_connections": {"closed"}, "long_body": {413, "closed"},
     "deep_json": REFUSED, "extreme_number": {200} | REFUSED, "long_stop_string": REFUSED,
@@ -201,7 +202,7 @@ ALLOWED = {  # answers to each attack
 
 
 def measure(pid):
-    """(MiB in use, these and the numbers of open files and threads as a text) of a process."""
+    """(MiB in use by a process, a text with these and the numbers of open files and threads)."""
     status = Path(f"/proc/{pid}/status").read_text()
     mib = int(status.split("RssAnon:")[1].split()[0]) / 1024
     files = len(list(Path(f"/proc/{pid}/fd").iterdir()))

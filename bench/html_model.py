@@ -17,7 +17,7 @@ from tyro.conf import Positional
 
 from lab.cli import UserError, parse_args, run_main
 
-# a round: text from the prompt on, long enough for the window to slide; returns tokens per second
+# a round continues the prompt until after the context window has slid; returns tokens per second
 ROUND = """tokens => {
   const start = performance.now();
   for (const _ of generate(model, idx, tokens, { temperature: 1 }));

@@ -1,11 +1,11 @@
-"""Bytes against byte-level BPE learned from the text, for the laptop model at equal time on a CPU.
+"""Compare byte tokens with byte-level BPE learned from the text: the laptop model at equal time on a CPU.
 
-    python bench/own_tokenizer.py                                        # runs, to own_tokenizer.jsonl
+    python bench/own_tokenizer.py                               # trains; writes own_tokenizer.jsonl
     python bench/own_tokenizer.py --table --out readme.assets/runs/own_tokenizer.jsonl
 
 Each run is `train_gpt2.py --preset laptop` on the built-in text with one thread. --steps is chosen so
-that all take the same CPU time, which other programs on the machine hardly change. Bits per byte are
-those of the whole validation split, which has the same documents for all tokenizers.
+that all take the same CPU time, which hardly depends on other programs on the machine. Bits per byte
+are those of the whole validation split, which has the same documents for all tokenizers.
 """
 
 import os
@@ -76,7 +76,10 @@ def show(records):
 def main(argv):
     cfg = parse_args(Config, argv)
     if len(cfg.steps) != len(cfg.tokenizers):
-        raise UserError(f"steps={cfg.steps} must have a number for each of {cfg.tokenizers}")
+        raise UserError(
+            f"steps={cfg.steps} must have {len(cfg.tokenizers)} numbers, one for each of --tokenizers; "
+            "pass both flags"
+        )
     if not cfg.table:
         check_writable(cfg.out, "out")
         done = {(r["tokenizer"], r["steps"], r["seed"]) for r in read_records(cfg.out)}

@@ -4,8 +4,8 @@
 
 Both show validation loss against seconds of training, from the records in readme.assets/runs/. The page
 (race.html.j2) also has other races, tokens as the x axis, and the last sample before the chosen second.
-The figure is a picture of matplotlib with CSS animations, which also run in an <img>. It shows the end of
-the race where animations do not run or are switched off (prefers-reduced-motion).
+The figure is an SVG by matplotlib with CSS animations, which also run in an <img>. Where animations are
+not supported or switched off (prefers-reduced-motion), it shows the end of the race.
 """
 
 import io
@@ -30,12 +30,15 @@ from lab.tools.plot_style import COLORS, MEANINGS, PAPER, color_of, style
 from lab.tools.read_log import column, read_log
 
 FILM, ROUNDS = 14, 3  # seconds of one round of the animation, and rounds before it stops
-HOLD = 0.3  # the last part of a round, which shows the end
+HOLD = 0.3  # fraction of a round, at its end, that shows the final state
 
 
 @dataclass
 class Runner:
-    """A training run: validation losses at some seconds and tokens. samples: [second, text], oldest first."""
+    """A training run: validation losses, with the seconds and tokens of training before each.
+
+    samples: (second, text), oldest first.
+    """
 
     name: str
     color: str
@@ -78,7 +81,8 @@ def one_minute(runs):
 
 
 def from_log(runs, name, title, shade, gpus=1):
-    """The runner of a run's log. Its clock is training without evaluation and compilation, times `gpus`."""
+    """A Runner from a run's log. Its time does not include evaluation and compilation; it is multiplied by
+    `gpus`."""
     records(runs, name, "kind")
     log = read_log(runs / f"{name}.jsonl")
     steps, times = column(log, "train", "dt_ms")  # the first update, which compiles, has no dt_ms
@@ -117,8 +121,8 @@ def four_passes(runs):
     low, high = runners[3].losses[-1], runners[0].losses[-1]
     title = f"Four passes: {low:.2f} nats per token without a value table, {high:.2f} with GPT-2's recipe"
     note = (
-        "124M, 111M tokens of books and textbooks, on one to four H100s and H200s, whose seconds differ: "
-        "compare tokens; 2026-11-25 to 27"
+        "124M, 111M tokens of books and textbooks, on one to four H100s or H200s, whose speeds differ: "
+        "compare by tokens; 2026-11-25 to 27"
     )
     return Race(title, note, runners, unit="GPU-seconds")
 
@@ -148,7 +152,7 @@ def keyframes(name, frames):
 
 
 def figure(race, dark):
-    """The SVG of a race: lines grow, and a dot with the runner's name runs at the end of each."""
+    """The SVG of a race: lines grow, and a dot with the runner's name moves along at the end of each."""
     settings = style(dark) | {"svg.hashsalt": "race", "figure.dpi": 72}
     with matplotlib.rc_context(settings):
         drawn, ax = blank(4.8, race.title, race.note)
@@ -186,8 +190,8 @@ def figure(race, dark):
 
 
 def runner_css(ax, i, x, y, end):
-    """The animations of a runner: the part of its line that is drawn, and the place of its dot and name."""
-    # at each frame of the film, the place of the dot in points; SVG's y axis points down
+    """The animations of a runner: the drawn part of its line, and the position of its dot and name."""
+    # position of the dot in each frame, in points; SVG's y axis points down
     frames = np.unique([*np.linspace(0, 1, 29), *(np.array(x) / end)])
     now = np.minimum(frames * end, x[-1])
     points = ax.transData.transform(np.column_stack([now, np.interp(now, x, y)])) * [1, -1]

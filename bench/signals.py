@@ -3,13 +3,14 @@
     python bench/signals.py --rounds 200
     python bench/signals.py --phase saving --seed 7 --rounds 1   # repeat one round
 
-Each round starts a program with a tiny run, waits until its output or files show the phase, then for a
-random time, and sends SIGINT, SIGTERM or SIGHUP, in three of ten rounds a second signal. Checked are:
+Each round starts a program with a tiny run, waits until its files show that the phase has begun, waits
+for a random time, and sends SIGINT, SIGTERM or SIGHUP. In three of ten rounds, a second signal follows.
+The checks are:
 
-- the exit status: 75 and a checkpoint after a signal to a run that has made an update, if there is one
-  signal; a documented one otherwise (docs/RUNS.md)
-- no traceback, no hang
-- every checkpoint is complete, and --resume continues the run
+- The exit status is one of those in docs/RUNS.md. It is 75, with a checkpoint, if the run had made an
+  update and got one signal.
+- There is no traceback and no hang.
+- Every checkpoint is complete, and --resume continues the run.
 """
 
 import contextlib
@@ -38,7 +39,8 @@ from lab.trainer.checkpoint import checkpoint_files, read_checkpoint
 
 PROGRAMS = "train_gpt2.py", "speedrun.py", "bert.py"
 SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
-IDLE, BUSY = 120, 120  # seconds without CPU time, or of it, after which a process hangs
+# a process counts as hung after IDLE seconds without CPU time, or BUSY seconds of CPU time
+IDLE, BUSY = 120, 120
 TINY = (
     "--preset laptop --device cpu --run_name r --n_layer 1 --n_head 2 --n_embd 32 "
     "--block_size 32 --seq_len 16 --batch_size 4 --total_batch_size 128 --no_compile"
@@ -100,8 +102,8 @@ class Process:
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def wait(self):
-        """The exit status, or None after IDLE seconds without CPU time, or BUSY seconds of it. A clock
-        alone would call a process hung that a busy machine lets wait."""
+        """The exit status, or None if the process hangs (see IDLE, BUSY). A limit on wall-clock time would
+        also end processes that only wait for a busy CPU."""
         limit, last = 0.0, -1.0
         while self.popen.poll() is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -114,7 +116,7 @@ class Process:
         return self.popen.returncode
 
     def abort(self):
-        """End a process that hangs. PYTHONFAULTHANDLER makes it print where each thread is."""
+        """End a process that hangs. PYTHONFAULTHANDLER makes it print the stack of each thread."""
         self.popen.send_signal(signal.SIGABRT)
         self.popen.wait()
 
@@ -124,7 +126,7 @@ class Process:
 
 
 def receive_signals():
-    """In a new process: do not ignore a signal that this one ignores, because of nohup or `&`."""
+    """In a new process: reset the signals that it would otherwise ignore because of nohup or `&`."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
 
@@ -155,7 +157,7 @@ def finished_run(program, data):
 
 
 def one_round(phase, seed, data):
-    """(description, exit status, what is wrong or "") of one round. data: the folder of make_data."""
+    """(description, exit status, problem or "") of one round. data: the folder of make_data."""
     rng = random.Random(f"{phase}{seed}")
     program, numbers = rng.choice(PROGRAMS), [rng.choice(SIGNALS)]
     if rng.random() < 0.3:
@@ -194,11 +196,11 @@ def has_updated(log, before):
 
 
 def find_problem(process, status, numbers, updated):
-    """What is wrong with the exit status and the messages, or ""."""
+    """The problem with the exit status or the messages, or ""."""
     if status is None:
         return f"hang: {process.errors}"
-    # Before the run handles signals, they end it: with 130 if Python handles a Ctrl-C, otherwise killed
-    # by the signal. No program can catch a Ctrl-C before its first line.
+    # Before the run installs its handlers, a signal kills the process, or Python ends it with status 130
+    # after a Ctrl-C. No program can catch a Ctrl-C before its first line.
     allowed = {75} if updated else {75, 130, *(-number for number in numbers)}
     if signal.SIGINT in numbers[1:]:
         allowed |= {130, -signal.SIGINT}
@@ -208,8 +210,8 @@ def find_problem(process, status, numbers, updated):
 
 
 def is_early(errors):
-    """Whether a traceback is of a Ctrl-C while Python starts or imports modules of its own, before the
-    program calls pre_import_setup(). No program can handle that."""
+    """Whether a traceback is that of a Ctrl-C before the program calls pre_import_setup(), while Python
+    starts or imports standard modules. No program can handle that."""
     found = re.search(rf'File ".*({"|".join(map(re.escape, PROGRAMS))})", line ([0-9]+)', errors)
     if found is None:
         return "line 0, in <module>\nKeyboardInterrupt" in errors
@@ -218,7 +220,7 @@ def is_early(errors):
 
 
 def check_run(folder, program, status):
-    """What is wrong with the run that a process left, or ""."""
+    """The problem with the run directory that a process left, or ""."""
     log = Path(folder, "log/r/log.jsonl")
     try:
         steps = [read_checkpoint(path)["step"] for path in checkpoint_files(log.parent)]

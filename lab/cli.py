@@ -120,7 +120,7 @@ def is_oom(error: BaseException) -> bool:
 
 
 def is_peer_failure(error: BaseException) -> bool:
-    """Whether gloo or torch raised this because another process exited or does not answer."""
+    """Whether gloo or torch raised this because another process exited or stopped responding."""
     at_start = type(error).__name__ in ("DistNetworkError", "DistStoreError")
     return at_start or "gloo/transport" in str(error)
 
@@ -142,27 +142,27 @@ def torchrun_env() -> tuple[int, int, int]:
     values = ", ".join(f"{name}={found.get(name, '')}" for name in names)
     raise UserError(
         f"{values} in the environment must all be set, with RANK and LOCAL_RANK less than WORLD_SIZE "
-        "and a port below 65536; start several processes with torchrun, or one after "
+        "and a port below 65536; start several processes with torchrun, or a single one after "
         f"`unset {' '.join(names)}`"
     )
 
 
 def eprint(text: str, file: TextIO | None = None) -> None:
-    """Print a line to `file`, ignoring a closed pipe or terminal. To stderr, the default, it is wrapped."""
+    """Print a line to `file` or, wrapped, to stderr. Ignores a closed pipe or terminal."""
     with contextlib.suppress(OSError):
         print(text if file else wrap(text, file=sys.stderr), file=file or sys.stderr, flush=True)
 
 
 def terminal_width(file: TextIO) -> int:
-    """Columns of the terminal that `file` is; 0 if it is not a terminal."""
+    """Width in columns of the terminal `file`; 0 if it is not a terminal."""
     return shutil.get_terminal_size().columns if file.isatty() else 0
 
 
 def wrap(text: str, indent: str = "", file: TextIO | None = None) -> str:
     """Wrap lines to the terminal's width; return them unchanged if `file` (stdout) is not a terminal.
 
-    indent: beginning of continuation lines. Commands in backticks stay in one piece, so that they can
-    be copied.
+    indent: prefix of continuation lines. Commands in backticks are not broken, so that they can be
+    copied.
     """
     if not (width := terminal_width(file or sys.stdout)):
         return text
@@ -194,15 +194,15 @@ def dim(text: str) -> str:
 
 
 def fill_paragraphs(text: str) -> str:
-    """Wrap the paragraphs of a help text to the terminal's width; indented ones, examples, stay."""
+    """Wrap the paragraphs of a help text to the terminal's width, except indented ones (examples)."""
     width = shutil.get_terminal_size().columns
     paragraphs = text.strip("\n").split("\n\n")
     return "\n\n".join(p if p.startswith(" ") else textwrap.fill(p, width) for p in paragraphs)
 
 
 def help_text(config: Any) -> str:
-    """The docstring of a program's config, with the examples of its module's docstring, which are
-    indented, after the first paragraph."""
+    """The docstring of a program's config. The examples in its module's docstring, which are the indented
+    paragraphs, are inserted after the first paragraph."""
     first, *rest = (inspect.getdoc(config) or "").split("\n\n")
     paragraphs = (sys.modules[config.__module__].__doc__ or "").split("\n\n")
     examples = [text.rstrip() for text in paragraphs if text.startswith("    ")]
@@ -211,7 +211,7 @@ def help_text(config: Any) -> str:
 
 
 def parse_args(config: Any, argv: list[str], description: str | None = None) -> Any:
-    """Parse flags with tyro: --like_this, without prefixes, and --no_compile besides --compile.
+    """Parse flags with tyro: names with underscores and without prefixes, and --no_x for each flag --x.
 
     config: a dataclass, whose fields are the flags, or a function, which is called. description: the
     text above the flags in --help; default: help_text(config).
@@ -222,7 +222,7 @@ def parse_args(config: Any, argv: list[str], description: str | None = None) -> 
     is_tool = file in ("lab", "__main__.py")
     prog = " ".join(["python -m lab", *sys.argv[1:2]]) if is_tool else file
     tyro._experimental_options["ansi_codes"] &= has_colors()  # tyro does not read NO_COLOR
-    if {"-h", "--help"} & {*argv}:  # tyro would neither wrap it nor keep the lines of examples
+    if {"-h", "--help"} & {*argv}:  # tyro would not wrap it, and would join the lines of examples
         print(fill_paragraphs(description or help_text(config)) + "\n")
     return tyro.cli(
         config, args=argv, prog=prog, description=" ", use_underscores=True,
@@ -234,7 +234,9 @@ def progress(
     items: Iterable | None, description: str, unit: str = "shard", delay: float = 2, **kwargs: Any
 ) -> Any:
     """Iterate over items, with a progress bar on rank 0's terminal if it takes over `delay` seconds.
-    kwargs: of tqdm, such as `total`; with items=None, call update() after each of them."""
+
+    kwargs: passed to tqdm. With items=None, pass total=..., and call update() on the result for each item.
+    """
     from tqdm import tqdm
 
     # None: off unless stderr is a terminal
@@ -253,7 +255,7 @@ def command_for(name: str) -> str:
     path = "-m lab" if file == "lab" else file
     if Path.cwd() != ROOT:
         path = shell_quote(str(ROOT / file))
-    # "python" if that starts the interpreter that is running, otherwise its path
+    # "python" if that is the running interpreter, otherwise the interpreter's path
     found, python = shutil.which("python"), sys.executable
     if found and os.path.dirname(os.path.abspath(found)) == os.path.dirname(python):
         python = "python"

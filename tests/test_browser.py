@@ -164,7 +164,7 @@ class Page(Tab):
         return self.page.evaluate(f"document.activeElement.{what}")
 
     def tab_to(self, selector):
-        """Press Tab until an element that matches has the focus. Returns how often."""
+        """Press Tab until an element that matches has the focus. Returns the number of presses."""
         for count in range(1, 30):
             self.keys("Tab")
             if self.focused(f"matches({selector!r})"):
@@ -229,7 +229,7 @@ def test_clicking_an_alternative_token_continues_from_it(tab):
 
 
 def test_the_whole_page_by_keyboard(tab):
-    """Greeting, a text, a token, its card, another candidate, undo, chat and edit: no pointer."""
+    """Greeting, a text, a token, its card, another candidate, undo, chat and edit, without a pointer."""
     tab.set(max_tokens=20, seed=3)
     tab.tab_to("#prompts button")
     tab.keys("Enter")
@@ -409,7 +409,7 @@ def test_full_storage_loses_the_oldest_branches_only(tab):
 
 
 def test_taps_on_a_phone(chromium, server):
-    """In the view Attention, the first tap on a token shows where it looks, the second its card."""
+    """In the view Attention, the first tap on a token shows its attention, the second opens its card."""
     phone = Page(chromium, server, viewport={"width": 390, "height": 844}, has_touch=True)
     phone.set(max_tokens=30, seed=1)
     phone.page.locator("#prompts button").first.tap()

@@ -1,4 +1,4 @@
-"""GGUF files: the tensors and the vocabulary in them, llama.cpp's tokens, and the form of conversations."""
+"""GGUF files: the tensors and the vocabulary in them, llama.cpp's tokens, and the format of conversations."""
 
 import json
 import os
@@ -47,7 +47,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def llama():
-    """llama(path, prompts, count): what llama.cpp makes of them."""
+    """llama(path, prompts, count): [number of ids, greedy tokens] of each prompt, from llama.cpp."""
     python = os.environ.get("LLAMA_CPP_PYTHON", sys.executable)
     if subprocess.run([python, "-c", "import xllamacpp"], capture_output=True).returncode:
         pytest.skip("pip install xllamacpp; LLAMA_CPP_PYTHON names the python that has it")
@@ -63,8 +63,8 @@ def llama():
 
 @pytest.fixture(params=["bytes", "gpt2", "bpe:290"], scope="module")
 def source(request, tmp_path_factory):
-    """The example model of bytes, and one trained for seconds with each of the other tokenizers: llama.cpp's
-    server leaves out tokens that are no valid text, as random models write."""
+    """The example model, which has byte tokens, and a model trained for seconds with each other tokenizer.
+    Random weights would not do: llama.cpp's server leaves out tokens that are not valid UTF-8."""
     if request.param == "bytes":
         return str(EXAMPLE)
     folder = tmp_path_factory.mktemp("runs")
@@ -83,7 +83,7 @@ def source(request, tmp_path_factory):
 
 
 def test_llama_cpp_gives_the_same_tokens(source, llama, tmp_path):
-    """The same ids of prompts, and the same 100 greedy tokens, in float32. llama.cpp also runs the others."""
+    """The same ids of prompts and, in float32, the same 100 greedy tokens."""
     pytest.importorskip("gguf")
     model = load_model(source).eval()
     tokenizer = get_tokenizer(tokenizer_name(model.config, source))
@@ -126,8 +126,8 @@ def test_tensors_and_vocabulary_are_the_models(source, tmp_path, kind):
     assert [bytes(names[c] for c in token) for token in tokens[:-1]] == tokenizer._bytes[:-1]
 
 
-def test_conversations_have_the_form_of_fine_tuning(tmp_path):
-    """The template in the file writes what render_chat does; Ollama's has the same parts."""
+def test_conversations_have_the_format_of_fine_tuning(tmp_path):
+    """The template in the file gives the same text as render_chat; Ollama's has the same parts."""
     from jinja2 import Environment
 
     gguf = pytest.importorskip("gguf")
@@ -162,7 +162,7 @@ def test_models_without_a_gguf_are_refused(tmp_path):
     pytest.importorskip("gguf")
     for changes, message in (
         (dict(vocab_size=257, n_embd=24), "n_embd=24 must be a multiple of 32 for --gguf q8_0"),
-        (dict(vocab_size=300), "needs the model's tokenizer in the file, but it is not known"),
+        (dict(vocab_size=300), "puts the model's tokenizer into the file, but it is unknown"),
     ):
         source = saved(tiny_gpt(**changes), tmp_path / "model.pt")
         with pytest.raises(UserError, match=message):
@@ -170,12 +170,12 @@ def test_models_without_a_gguf_are_refused(tmp_path):
         assert [p.name for p in tmp_path.iterdir()] == ["model.pt"]
 
 
-def test_without_the_package_there_is_one_sentence(tmp_path):
+def test_a_missing_package_gives_one_sentence(tmp_path):
     try:
         import gguf  # noqa: F401
     except ImportError:
         source = saved(tiny_gpt(257), tmp_path / "model.pt")
         wrong = fail("lab", "export", source, "--out", "out", "--gguf", "f16", cwd=tmp_path)
-        assert "--gguf f16 needs `pip install gguf`" in wrong
+        assert "--gguf f16 needs the package gguf; run `pip install gguf`" in wrong
     else:
         pytest.skip("gguf is installed")

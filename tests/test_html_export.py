@@ -1,4 +1,4 @@
-"""The page of `lab export --html`: its JavaScript computes what PyTorch computes, and it can be used.
+"""The page of `lab export --html`: its JavaScript computes the same as PyTorch, and its controls work.
 
 The tests with a browser need Chromium and requirements-browser.txt; run them with -m slow.
 """
@@ -77,14 +77,14 @@ def test_the_command_writes_the_page_of_a_run(tmp_path):
     assert "<h1>r/model_000010</h1>" in html and str(tmp_path) not in html
     for file in ("gpt.js", "tokenizers.js"):
         text = (ROOT / "lab/tools" / file).read_text(encoding="utf-8")
-        assert text in html and "</" not in text, "it is in the page as it is"
+        assert text in html and "</" not in text, "the page has it unchanged"
     assert not re.search(r"(src|href)=|https?:|url\(|@import|fetch\(", html), "loads nothing"
     export(str(tmp_path / "log/r/model_000010.pt"), html=tmp_path / "again.html")
     title = re.compile("nonce.*|<title>.*")
     assert title.sub("", (tmp_path / "again.html").read_text()) == title.sub("", html)
 
 
-def test_what_a_page_cannot_run_is_refused(tmp_path):
+def test_models_that_a_page_cannot_run_are_refused(tmp_path):
     large = dict(n_layer=1, n_head=1, block_size=8)
     saved(bytes_gpt(**large, n_embd=1152), tmp_path / "large.pt")
     saved(tiny_gpt(257, tokenizer="tokenizer.json", eot_id=3), tmp_path / "pieces.pt")
@@ -107,7 +107,7 @@ def test_what_a_page_cannot_run_is_refused(tmp_path):
     assert not list(tmp_path.glob("*.html"))
 
 
-def test_a_model_that_computes_something_else_has_no_page(tmp_path):
+def test_an_edited_model_is_refused(tmp_path):
     """An edited train_gpt2.py: gpt.js would compute other probabilities."""
     source = (ROOT / "train_gpt2.py").read_text(encoding="utf-8")
     (tmp_path / "edited.py").write_text(source.replace('approximate="tanh"', 'approximate="none"'))
@@ -117,7 +117,7 @@ def test_a_model_that_computes_something_else_has_no_page(tmp_path):
     assert "model.pt does not compute GPT-2" in said
 
 
-def test_the_page_in_examples_is_that_of_the_example_model(laptop):
+def test_the_page_in_examples_is_up_to_date(laptop):
     page = ROOT / "examples/laptop_model.html"
     assert page.stat().st_size < 1_500_000
     weights = re.compile(r'<script type="text/plain" id="weights">([^<]*)<')
@@ -185,7 +185,7 @@ def test_logits_attention_and_residual_stream_equal_torchs(tmp_path, chromium, c
     greedy = [int(t) for t, _ in generate(model, torch.tensor([ids]), 60, temperature=0)]
     js = "Array.from(generate(model, value, 60, { temperature: 0 }), ([t]) => t)"
     assert tab.js(js, ids) == greedy
-    # one cache for many texts: each prefix is computed as if alone
+    # one cache for many texts: each prefix has the logits that it has with a new cache
     js = "{ const c = new KVCache(model.config); return value.map(t => Array.from(model.forward(t, c))); }"
     texts = [ids, ids[:3], [*ids[:2], 1, 2], ids, ids[:1]]
     for text, row in zip(texts, tab.js(js, texts)):

@@ -39,7 +39,7 @@ def make_spec(model_config, batch_size, seq_len, changes, world_size=1, device_t
 
 
 def spec_and_model(changes, monkeypatch, **where):
-    """(a MemorySpec, its model on the CPU, tokens for it); kernels are used for small steps too."""
+    """(a MemorySpec, its model on the CPU, token ids). Kernels are used although the step is small."""
     monkeypatch.setattr(memory, "SMALL", 0)
     monkeypatch.setattr(kernels.cross_entropy, "SMALL", 0)
     config = GPTConfig(**SMALL | {k: v for k, v in changes.items() if hasattr(GPTConfig, k)})
@@ -60,7 +60,7 @@ def stored(tensors, model):
 
 
 def kept_predicted(s):
-    """The computed value of `stored`: the memory in use before the backward pass."""
+    """`stored` as lab plan computes it: the memory in use before the backward pass."""
     rows = [*memory.activations(s), *memory.head(s)]
     kept = {label: size for label, size, when in rows if "head" in when and "scaled" not in label}
     if "logits" in kept and not s.cfg.compile:  # log-softmax only; the two gradients come later
@@ -72,7 +72,7 @@ CHANGES = [{}, AGAIN, dict(kernels="plain"), dict(attention="math"), dict(n_laye
 
 
 @pytest.mark.parametrize("changes", CHANGES, ids=str)
-def test_breakdown_is_what_autograd_keeps(changes, monkeypatch):
+def test_breakdown_equals_autograds_saved_tensors(changes, monkeypatch):
     eager = changes | dict(precision="fp32", compile=False)
     s, model, x = spec_and_model(eager, monkeypatch, device_type="cpu")
     found = []

@@ -210,7 +210,8 @@ def test_two_runs(tmp_path):
     steps, gaps = page.curve("difference", "validation")
     assert steps == [0, 200, 400] and gaps == pytest.approx([0, 0.4, -0.2149])
     page.shows(
-        "b has validation loss 1.50 at 3.28M tokens, 0.21 nats below a", "one run of each kind",
+        "b has validation loss 1.50 at 3.28M tokens, 0.21 nats below a",
+        "Each configuration was run only once",
         "validation loss 1.7149 step 400 1.5000 step 400 -0.2149",
         "after 200 steps a no sample at this step b two after 400 steps a The one b no sample",
     )  # fmt: skip

@@ -168,7 +168,8 @@ def test_a_list_of_prompts_gives_a_choice_for_each(server, client):
     for wrong in (["a"] * 21, ["a", 1], [1, "a"], [[1, "a"]], [None], {"a": 1}, 3, [1.5], [True]):
         status, text = server.send("/v1/completions", dict(prompt=wrong))
         assert (
-            status == 400 and "must be a text, a list of token ids, or a list of at most 20" in text
+            status == 400
+            and "must be a string, a list of token ids, or a list of at most 20" in text
         )
 
 
@@ -186,7 +187,7 @@ def test_a_model_can_be_asked_for_by_name(client, server):
         ("/v1/chat/completions", dict(messages=[dict(role="user", content="a")])),
     ],
 )
-def test_fields_that_change_no_text_are_passed_over_and_others_are_refused(server, path, more):
+def test_fields_that_change_no_text_are_ignored_and_others_are_refused(server, path, more):
     harmless = dict(
         safety_identifier="u", prompt_cache_key="k", service_tier="auto", modalities=["text"],
         parallel_tool_calls=True, user="u", store=True, metadata={"a": "b"}, tools=[], n=1,
@@ -316,7 +317,7 @@ def test_grouped_logits_are_exact_at_temperature_1():
     assert group_logits(torch.zeros(0)) == []
 
 
-def test_page_says_the_models_loss_and_whether_it_is_tuned(tmp_path):
+def test_page_shows_the_models_loss_and_whether_it_is_tuned(tmp_path):
     run = tmp_path / "r"
     assert serve.validation_loss(str(run / "model_000010.pt")) is None
     write_log(run, [start(), val(0, 5.5), val(10, 3.25), val(20, 3.0), val(30, 3.5)])
@@ -442,9 +443,10 @@ def test_extremes_of_every_number_are_answered_or_refused(server, path):
 
 
 def raw(server, *parts, limit=12):
-    """What the server answers to these bytes, up to `limit` of it or its end."""
+    """The server's response to these bytes, at most `limit` bytes of it."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
-        with contextlib.suppress(ConnectionError):  # it need not read what it has refused
+        # the server may refuse a request before it has read all of it
+        with contextlib.suppress(ConnectionError):
             for part in parts:
                 connection.sendall(part)
         answer = b""
@@ -483,7 +485,7 @@ def test_long_bodies_end_in_a_sentence_and_take_no_memory(server):
         b"GET /\xff%00%2e%2e/etc/passwd HTTP/1.1\r\nHost: localhost\r\n\r\n",
     ],
 )  # fmt: skip
-def test_what_is_not_http_is_refused(server, sent):
+def test_invalid_http_is_refused(server, sent):
     assert raw(server, sent)[9:12] in (b"400", b"404", b"431", b""), sent[:80]
     assert server.send("/v1/models")[0] == 200
 
@@ -512,7 +514,7 @@ def test_pages_of_other_sites_can_send_nothing(server):
     assert raw(server, head + kind + body) == b"HTTP/1.1 200", "only the type was refused"
 
 
-def test_a_client_that_sends_slowly_is_given_up_and_holds_no_place(monkeypatch):
+def test_a_client_that_sends_slowly_times_out_and_frees_its_place(monkeypatch):
     from lab.tools import serve_app
 
     monkeypatch.setattr(serve_app, "CLIENT_TIMEOUT", 0.2)
@@ -520,7 +522,7 @@ def test_a_client_that_sends_slowly_is_given_up_and_holds_no_place(monkeypatch):
     app = serve_app.create_app(engine, "m", ["*"])
     sent, places = [], []
 
-    async def receive():  # a byte at a time, each of which would be in time
+    async def receive():  # a byte at a time, each within the timeout
         await asyncio.sleep(0.05)
         places.append(engine.num_requests)
         return {"type": "http.request", "body": b"a", "more_body": True}
@@ -577,7 +579,7 @@ def test_turns_are_fair_and_disconnected_clients_are_cancelled(server):
         assert not long.done(), "the short text waited for the long one"
         long.result()
         ask = dict(prompt="a", max_tokens=4000)
-        # all at once: none may pass a check that another has passed but not acted on yet
+        # all at once, in case the check and the count of requests are not atomic
     with concurrent.futures.ThreadPoolExecutor(200) as threads:
         all = list(threads.map(lambda _: server.begin("/generate", ask), range(200)))
     accepted, refused = ([a for a in all if a.status == status] for status in (200, 503))
@@ -693,7 +695,7 @@ def test_out_of_memory_gives_one_sentence_in_the_response():
 
 
 def test_each_token_is_sent_before_the_next_ones_are_computed(monkeypatch):
-    """Not at the end of a turn, which is as long as many tokens of a small model."""
+    """Not only at the end of a turn, in which a small model computes many tokens."""
     monkeypatch.setattr(serve, "TURN_SECONDS", 1e9)
     model, calls, sent = always(97), itertools.count(), threading.Event()
     forward = model.forward

@@ -1,4 +1,4 @@
-"""The course as a site: all links lead somewhere, and the pages work in a browser without a network.
+"""The course as a site: no link is broken, and the pages work in a browser without a network.
 
 Needs requirements-site.txt, and for the test with a browser requirements-browser.txt; run with -m slow.
 """
@@ -48,7 +48,7 @@ class Page(HTMLParser):
         self.text += data * (not self.hidden)
 
 
-def test_all_links_lead_somewhere(site):
+def test_no_link_is_broken(site):
     pages = {path: Page(path) for path in site.rglob("*.html")}
     broken, checked = [], 0
     for path, page in pages.items():
@@ -96,7 +96,7 @@ def test_each_chapter_is_a_page_with_its_outputs_and_formulas(site):
 def test_pages_work_from_disk(site, chromium, width):
     tab = Tab(chromium, (site / "index.html").as_uri(), viewport={"width": width, "height": 900})
     for path in sorted(site.rglob("*.html")):
-        if path.name != "404.html":  # its links are those of a server's root
+        if path.name != "404.html":  # its links begin at the root of a server
             tab.page.goto(path.as_uri())
             assert tab.page.evaluate("document.documentElement.scrollWidth") <= width, path.name
             assert tab.page.locator("article > math[display=inline]").count() == 0, path.name

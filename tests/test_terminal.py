@@ -1,4 +1,4 @@
-"""What a person sees on a terminal, tested on a pseudo-terminal: width, bold and dim, progress, verdicts."""
+"""Output on a terminal, tested with a pseudo-terminal: width, bold and dim text, progress bars, verdicts."""
 
 import ast
 import dataclasses
@@ -20,7 +20,7 @@ ANSI = re.compile(r"\033\[[0-9;]*m")
 
 @pytest.fixture
 def on_terminal(tmp_path):
-    """on_terminal(program, "--flag", ..., columns=80): (exit status, what a terminal of that width gets)."""
+    """on_terminal(program, "--flag", ..., columns=80): (exit status, output on a terminal)."""
     pty = pytest.importorskip("pty", reason="needs a pseudo-terminal")
     import fcntl
     import termios
@@ -123,15 +123,15 @@ def val_log(*losses, train=(1.0,)):
 @pytest.mark.parametrize(
     "log, init_from, verdict",
     [
-        (val_log(3, 1.2), "", "1.2000, is good: its perplexity is 3.3, that of a model without context"
-         " (unigram) 7.4, and that of a uniform guess 20.0."),
-        (val_log(3, 1.5), "", "1.5000, is a start: its perplexity is 4.5, "),
-        (val_log(3, 2.5), "", "2.5000, is not good yet: its perplexity is 12.2, "),
+        (val_log(3, 1.2), "", "1.2000, is good: a perplexity of 3.3, compared with 7.4 for a model without"
+         " context (unigram) and 20.0 for a uniform guess."),
+        (val_log(3, 1.5), "", "1.5000, is a start: a perplexity of 4.5, "),
+        (val_log(3, 2.5), "", "2.5000, is not good yet: a perplexity of 12.2, "),
         (val_log(3, 3.5), "", "3.5000, is bad: a uniform guess has 2.996; try a lower --lr (and --muon_lr)."),
         (val_log(3, 1.1, 1.2), "", "1.2000, is above its minimum of 1.1000 after step 10; train for fewer"
          " steps or on more data."),
         (val_log(3, 1.1, 1.2, train=(1.5, 1.5)), "", "1.1000 after step 10; try a lower --lr "),
-        (val_log(1.5, 1.2), "log/base", "is good: 0.300 below 1.5000, that of log/base."),
+        (val_log(1.5, 1.2), "log/base", "is good: 0.300 below 1.5000, the loss of log/base."),
         (val_log(1.2, 1.205), "log/base", "is not better than 1.2000 at step 0; try a lower --lr "),
         ({}, "", ""),
         (val_log(), "", ""),

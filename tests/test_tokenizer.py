@@ -1,4 +1,4 @@
-"""Tokenizers: the interface, known ids of GPT-2, and fast against plain encoding."""
+"""Tokenizers: the interface, known ids of GPT-2, and fast compared with plain encoding."""
 
 import json
 import random
@@ -66,7 +66,7 @@ def test_documents_begin_with_end_of_text(tok):
 
 
 def test_fast_encoding_equals_plain_encoding(tok):
-    """On random texts of all kinds of blanks, letters, digits, symbols, control characters and the mark."""
+    """On random texts of whitespace, letters, digits, symbols, control characters and the mark."""
     rng = random.Random(0)
     alphabet = list(
         " \n\t\r\x0b\x0c\x1c\x1d\x1e\x1f\x85\xa0\u1680\u2003\u2028\u202f\u205f\u3000\u200b\ufeff"
@@ -79,7 +79,7 @@ def test_fast_encoding_equals_plain_encoding(tok):
 
 
 def test_missing_files_give_one_sentence(tmp_path):
-    """The error says what to do. (The proxy refuses all connections.)"""
+    """The error says how to fix it. (The proxy refuses all connections.)"""
     (tmp_path / "a.txt").write_text("a text")
     words = "fineweb.py --source a.txt --workers 0 --tokenizer gpt2 --out o".split()
     env = dict(TIKTOKEN_CACHE_DIR=tmp_path, HTTPS_PROXY="http://127.0.0.1:9", NO_PROXY="")
@@ -88,7 +88,7 @@ def test_missing_files_give_one_sentence(tmp_path):
     assert "TIKTOKEN_CACHE_DIR" in got.stderr and "--tokenizer bytes to fineweb.py" in got.stderr
 
 
-# --------------------------------------------------------------------- byte-level BPE of one's own
+# ------------------------------------------------------------------------- custom byte-level BPE
 
 
 def write_texts(folder, lines=400):
@@ -207,10 +207,10 @@ def test_a_run_with_its_own_tokenizer_from_the_text_to_the_export(tmp_path):
         ("bpe", "must be gpt2, bytes, bpe:SIZE such as bpe:4096"),
         ("missing/tokenizer.json", "there is no tokenizer missing/tokenizer.json"),
         ("odd/tokenizer.json", "is damaged or of another format"),
-        ("bpe:270", "is another tokenizer (byte-level BPE with 290 ids) than --tokenizer bpe:270"),
+        ("bpe:270", "is a byte-level BPE with 290 ids, which does not match --tokenizer bpe:270"),
         (
             "wordpiece",
-            "is another tokenizer (byte-level BPE with 290 ids) than --tokenizer wordpiece",
+            "is a byte-level BPE with 290 ids, which does not match --tokenizer wordpiece",
         ),
     ],
 )
@@ -221,7 +221,7 @@ def test_wrong_tokenizers_are_refused(tmp_path, bpe_file, flags, message):
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd/tokenizer.json").write_text(json.dumps(parts))
     out = tmp_path / "out"
-    if "another" in message and "format" not in message:
+    if "does not match" in message:
         out = Path(bpe_file).parent
     args = ["--source", str(tmp_path / "texts"), "--out", str(out), "--workers", "0"]
     wrong = fail("fineweb.py", *args, "--tokenizer", flags, cwd=tmp_path)
@@ -229,7 +229,7 @@ def test_wrong_tokenizers_are_refused(tmp_path, bpe_file, flags, message):
 
 
 def test_a_tokenizer_file_is_used_again(tmp_path, bpe_file):
-    """For more texts; conversations need the one of their model."""
+    """For further texts; conversations must use the tokenizer of their model."""
     args = ["--source", str(write_texts(tmp_path / "texts")), "--workers", "0"]
     succeed("fineweb.py", *args, "--tokenizer", bpe_file, "--out", "again", cwd=tmp_path)
     assert (tmp_path / "again/tokenizer.json").read_bytes() == Path(bpe_file).read_bytes()

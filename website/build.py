@@ -3,10 +3,10 @@
     make site                            # or: python website/build.py, with requirements-site.txt
     python website/build.py --out site   # open site/index.html
 
-Material for MkDocs builds the pages (mkdocs.yml). This program collects them in a temporary folder,
-where each has the path that it has here, so that links stay valid. nbconvert turns play.ipynb into
-Markdown, one page a chapter. Files that a page links to are copied. A link that leads nowhere stops the
-build. It needs no network.
+Material for MkDocs builds the pages (mkdocs.yml). This program first collects them in a temporary folder
+at the same paths as in the repository, so that links stay valid. nbconvert turns play.ipynb into
+Markdown, one page per chapter. Files that a page links to are copied. A broken link stops the build. It
+needs no network.
 """
 
 import os
@@ -47,7 +47,7 @@ SEE = f"""
 - [Model]({MODEL}): a small GPT-2 that runs in this browser
 - [Race]({RACE}): training recipes against the clock
 - [Report]({REPORT}): curves and samples of a recorded run
-- [Learning log](docs/LOG.md): all experiments, and what they showed
+- [Learning log](docs/LOG.md): all experiments and their results
 """
 CODE = re.compile(r"^```.*?^```|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<!!)\[((?:[^][]|\[[^]]*\])*)\]\(([^()\s]+)\)")
@@ -65,7 +65,7 @@ class Chapter:
 
 
 def chapters(notebook):
-    """The notebook as pages. One begins at each heading of level 1 or 2, at a glossary and at solutions."""
+    """The notebook as pages. Each heading of level 1 or 2, Glossary or Solutions begins a page."""
     pages, part = [], ""
     for cell in notebook.cells:
         heading = re.search(
@@ -95,7 +95,7 @@ def anchors(pages):
 
 
 def plain(code):
-    """A match of CODE without line breaks at which a heading could begin."""
+    """The text of a match of CODE, without lines that look like headings."""
     return code[0].replace("\n#", "\n")
 
 
@@ -153,9 +153,8 @@ def to_markdown(page, metadata, folder):
 
 
 def adapt(text, page, folder, moved):
-    """A page of GitHub's or Jupyter's Markdown for mkdocs. Files that it links to are copied to `folder`.
-
-    moved: see anchors. Links to folders become plain text.
+    """Convert a page from GitHub's or Jupyter's Markdown to that of mkdocs. Files that it links to are
+    copied to `folder`; links to folders become plain text. moved: the result of anchors.
     """
     text = re.sub(r"^<details>", "<details markdown>", text, flags=re.MULTILINE)
     here = Path(page).parent if not page.startswith("play/") else Path()
@@ -191,7 +190,7 @@ def adapt(text, page, folder, moved):
 
 
 def copy(path, folder):
-    """Copy a file that a page links to. Pages and made files are written by `collect`."""
+    """Copy a file that a page links to, except pages and generated files, which `collect` writes."""
     if path.endswith(".md") or path in (REPORT, RACE):
         return
     if not (ROOT / path).is_file():
@@ -256,9 +255,8 @@ def main(argv):
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary, "pages")
         nav = collect(folder)
-        loader = partial(
-            yaml.load, Loader=yaml.UnsafeLoader
-        )  # our own file, which names a function
+        # the unsafe loader, because mkdocs.yml, which is our own file, refers to a Python function
+        loader = partial(yaml.load, Loader=yaml.UnsafeLoader)
         settings = loader((HERE / "mkdocs.yml").read_text(encoding="utf-8"))
         settings |= {"docs_dir": str(folder), "site_dir": str(out), "nav": nav}
         repository = os.environ.get("GITHUB_REPOSITORY")  # set by GitHub's workflows

@@ -1,4 +1,4 @@
-"""Tokenizers: GPT-2's byte pair encoding, plain bytes, one's own byte-level BPE, and BERT's WordPiece.
+"""Tokenizers: GPT-2's byte pair encoding, plain bytes, a custom byte-level BPE, and BERT's WordPiece.
 
 fineweb.py encodes documents with them; everything that prints text decodes with them:
 
@@ -26,7 +26,7 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 class Tokenizer:
-    """Base class. strings: the bytes of each id; a WordPiece has none.
+    """Base class. strings: the bytes of each id; not used by WordPiece.
 
     name: the argument of get_tokenizer. vocab_size: number of ids, at most 2^16, so that ids fit in
     uint16. eot: id of end-of-text, which precedes each document; the last id except in a WordPiece.
@@ -85,11 +85,11 @@ class ByteTokenizer(Tokenizer):
         return tokens
 
 
-# GPT-2 splits text into words before it merges bytes. Its pattern contains `\s+(?!\S)`: if several
-# blanks precede a word, the last one belongs to the word. This look-ahead prevents the regex engine
-# from using its fast automaton. FAST_PATTERN has no look-ahead. It gives the same split if a mark is
-# inserted before the last of several blanks that precede a word. The mark is a special token of the
-# fast encoder, and is removed afterwards.
+# GPT-2 splits text into words before it merges bytes. Its pattern contains `\s+(?!\S)`: of several
+# whitespace characters before a word, the last one belongs to the word. This look-ahead prevents the
+# regex engine from using its fast automaton. FAST_PATTERN has no look-ahead. It gives the same split if
+# a mark is inserted before that last character. The mark is a special token of the fast encoder, and is
+# removed afterwards.
 FAST_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+"
 # Unicode's White_Space
 BLANK = r"\t-\r \x{85}\x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}"
@@ -105,7 +105,7 @@ class GPT2Tokenizer(Tokenizer):
 
         try:
             self._plain = plain = tiktoken.get_encoding("gpt2")
-        except Exception as error:  # of any HTTP library
+        except Exception as error:  # its type depends on the HTTP library
             raise UserError(
                 f"GPT-2's tokenizer files could not be downloaded ({type(error).__name__}); connect to "
                 "the internet once, set TIKTOKEN_CACHE_DIR to a folder that contains them, or pass "
@@ -142,15 +142,15 @@ class GPT2Tokenizer(Tokenizer):
         return np.concatenate(arrays, dtype=np.uint16, casting="unsafe")
 
 
-# --------------------------------------------------------------------- byte-level BPE of one's own
+# ------------------------------------------------------------------------- custom byte-level BPE
 
 TOKENIZER_FILE = "tokenizer.json"  # Hugging Face's format; in the folder of shards or of a run
-MAX_TRAIN_CHARS = 2**28  # text for learning a vocabulary; more changes little
+MAX_TRAIN_CHARS = 2**28  # of text to learn a vocabulary from; more text changes little
 MIN_VOCAB_SIZE = 257  # all bytes, and end-of-text
 
 
 def byte_names() -> list[str]:
-    """GPT-2's printable character for each byte: itself if it is visible in Latin-1, else one from
+    """GPT-2's printable character for each byte: its Latin-1 character if that is visible, else one from
     U+0100 on (encoder.py of Radford et al. 2019)."""
     visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
@@ -158,7 +158,7 @@ def byte_names() -> list[str]:
 
 
 def byte_bpe(vocab: dict[str, int] | None = None, merges: Any = ()) -> "HuggingFaceTokenizer":
-    """A tokenizer of the tokenizers package that splits words like GPT-2; vocab and merges in byte_names."""
+    """A tokenizer of the tokenizers package that splits words like GPT-2. vocab, merges: in byte_names."""
     from tokenizers import Tokenizer as HuggingFaceTokenizer
     from tokenizers import decoders, models, pre_tokenizers  # slow: training does not need them
 
@@ -171,8 +171,8 @@ def byte_bpe(vocab: dict[str, int] | None = None, merges: Any = ()) -> "HuggingF
 def train_byte_bpe(texts: Iterable[str], vocab_size: int) -> "HuggingFaceTokenizer":
     """Learn at most vocab_size ids from `texts`: 256 bytes, merges, and end-of-text.
 
-    The most frequent pair of neighbors is merged, again and again (Sennrich et al. 2016; on bytes,
-    Radford et al. 2019). A pair must occur at least twice. The same texts give the same tokenizer.
+    Repeatedly merges the most frequent pair of adjacent tokens (Sennrich et al. 2016; on bytes, Radford et
+    al. 2019). A pair must occur at least twice. The same texts give the same tokenizer.
     Raises UserError for a vocab_size out of range.
     """
     from tokenizers import trainers  # slow: training does not need it
@@ -229,7 +229,7 @@ class FileTokenizer(Tokenizer):
 
 
 class ByteBPETokenizer(FileTokenizer):
-    """Byte-level BPE, read from a tokenizer.json. Any text can be encoded; its bytes are kept."""
+    """Byte-level BPE, read from a tokenizer.json. Any text can be encoded without loss."""
 
     def __init__(self, path: str | Path):
         command = f"{command_for('fineweb.py')} --tokenizer bpe:4096 --out FOLDER"
@@ -325,8 +325,8 @@ def download_wordpiece() -> "HuggingFaceTokenizer":
 def train_wordpiece(texts: Iterable[str], vocab_size: int) -> "BertWordPieceTokenizer":
     """Learn a WordPiece vocabulary of at most vocab_size pieces from `texts`.
 
-    A piece must occur at least twice. Texts are split as in bert-base-uncased: lower case, no
-    accents, at blanks and around each punctuation mark. The same texts give the same vocabulary.
+    A piece must occur at least twice. As in bert-base-uncased, texts are converted to lower case without
+    accents, and split at whitespace and around punctuation. The same texts give the same vocabulary.
     Raises UserError for a vocab_size out of range.
     """
     from tokenizers import BertWordPieceTokenizer  # slow: only bert.py needs it
@@ -358,7 +358,7 @@ def train_wordpiece(texts: Iterable[str], vocab_size: int) -> "BertWordPieceToke
     return BertWordPieceTokenizer(trainer.get_vocab())
 
 
-# ------------------------------------------------------------------------------------ all of them
+# ----------------------------------------------------------------------------------------- lookup
 
 
 def to_arrow(texts: "list[str] | pa.Array | pa.ChunkedArray") -> Any:
@@ -386,8 +386,8 @@ TOKENIZERS = {"gpt2": GPT2Tokenizer, "bytes": ByteTokenizer}
 
 
 def tokenizer_path(folder: str | Path, wanted: str) -> str:
-    """The name to pass to get_tokenizer. Tokenizers that are not built in are a file in the folder of
-    their data. Raises UserError for an unknown name."""
+    """The name to pass to get_tokenizer: `wanted` if it is built in, otherwise the path of tokenizer.json
+    in `folder`, the folder of the data. Raises UserError for an unknown name."""
     size = wanted.removeprefix("bpe:")
     files = wanted in ("wordpiece", BERT_BASE) or wanted.endswith(TOKENIZER_FILE)
     if not (files or wanted in TOKENIZERS or (size != wanted and size.isdecimal())):
@@ -425,8 +425,8 @@ def get_or_train(folder: str | Path, wanted: str, texts: Iterable[str], vocab_si
 
 
 def check_same_tokenizer(path: str, wanted: str) -> None:
-    """Raise UserError if the tokenizer.json at `path` is not the one that `wanted` describes. A small text
-    may have given fewer ids than asked for."""
+    """Raise UserError if the tokenizer.json at `path` is not the one that `wanted` describes. With bpe:SIZE
+    it may have fewer than SIZE ids, because a small text yields fewer."""
     found = get_tokenizer(path)
     if wanted.endswith(TOKENIZER_FILE):
         same = Path(path).read_bytes() == Path(wanted).read_bytes()
@@ -438,7 +438,7 @@ def check_same_tokenizer(path: str, wanted: str) -> None:
     if not same:
         kind = "WordPiece" if isinstance(found, WordPiece) else "byte-level BPE"
         raise UserError(
-            f"{path} is another tokenizer ({kind} with {found.vocab_size} ids) than --tokenizer {wanted}; "
+            f"{path} is a {kind} with {found.vocab_size} ids, which does not match --tokenizer {wanted}; "
             "choose another --out, or delete that file"
         )
 

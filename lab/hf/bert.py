@@ -27,7 +27,7 @@ NAMES = [
     ("cls.predictions.transform.LayerNorm", "head.ln"),
     ("cls.predictions.decoder", "lm_head"),
 ]
-LEGACY_KEYS = [  # (name in an older file, today's name)
+LEGACY_KEYS = [  # (name in older files, current name)
     ("cls.predictions.bias", "cls.predictions.decoder.bias"),
     ("LayerNorm.gamma", "LayerNorm.weight"),  # TensorFlow's names
     ("LayerNorm.beta", "LayerNorm.bias"),

@@ -236,7 +236,7 @@ def add_tokenizer(folder: Path, config: Any, source: str) -> str:
     if name.endswith(TOKENIZER_FILE) and not Path(name).exists():  # a checkpoint outside of its run
         return f"no tokenizer files: copy {name}, which belongs to the model"
     if name.endswith(TOKENIZER_FILE) and is_wordpiece(name):
-        return f"no tokenizer files: copy {name}, whose [SEP] is end-of-text"
+        return f"no tokenizer files: copy {name}, in which [SEP] serves as end-of-text"
     if name == "gpt2":
         write_gpt2_tokenizer(folder, config.block_size)
     elif name == "bytes":

@@ -40,7 +40,7 @@ def check_gguf(kind: GgufType, config: Any) -> None:
     """Raise UserError if a model with this config cannot be written as GGUF of this type."""
     if importlib.util.find_spec("gguf") is None:
         raise UserError(
-            f"--gguf {kind} needs `pip install gguf`; without the flag nothing else changes"
+            f"--gguf {kind} needs the package gguf; run `pip install gguf`, or leave the flag out"
         )
     if hasattr(config, "segments"):
         raise UserError(
@@ -65,7 +65,7 @@ def gguf_name(name: str) -> str:
 
 @torch.no_grad()
 def write_gguf(folder: Path, model: Any, kind: GgufType, chat: bool) -> str:
-    """Write model-<kind>.gguf and a Modelfile to an export's folder, which has the tokenizer's files.
+    """Write model-<kind>.gguf and a Modelfile to an export's folder, which already has the tokenizer's files.
 
     Matrices have the given type: q8_0 is 8 bits with a scale per 32 weights. Vectors and position
     embeddings stay in float32, as llama.cpp's own converter keeps them. chat: the model was fine-tuned
@@ -114,7 +114,7 @@ def read_vocabulary(folder: Path, config: Any) -> tuple[list[str], list[str]]:
     path = folder / TOKENIZER_FILE
     if not path.exists():
         raise UserError(
-            "--gguf needs the model's tokenizer in the file, but it is not known or not byte-level BPE; "
+            "--gguf puts the model's tokenizer into the file, but it is unknown or not a byte-level BPE; "
             "leave --gguf out"
         )
     parts = json.loads(path.read_text(encoding="utf-8"))
@@ -123,14 +123,15 @@ def read_vocabulary(folder: Path, config: Any) -> tuple[list[str], list[str]]:
     tokens = sorted(vocab, key=vocab.__getitem__)
     assert [vocab[token] for token in tokens] == list(range(config.vocab_size)), "ids without gaps"
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in pairs]
-    # llama.cpp requires a merge, and a byte model has none; UTF-8 never contains the byte 255 (here "ÿ")
+    # llama.cpp requires at least one merge, and a byte-level model has none; this one is never applied,
+    # because UTF-8 does not contain the byte 255 ("ÿ")
     return tokens, merges or ["ÿ ÿ"]
 
 
 def modelfile(name: str, block_size: int, chat: bool) -> str:
     """Ollama's description of the model: `ollama create my-gpt2 -f Modelfile` reads it.
 
-    Text in quotes is taken as it is, with its line breaks; there are no escapes.
+    Text in triple quotes is taken literally, with its line breaks; there are no escapes.
     """
     template, stops = "{{ .Prompt }}", [END_OF_TEXT]
     if chat:

@@ -21,7 +21,7 @@ MISSING = "not recorded"
 
 
 def check_hub_name(name: str) -> None:
-    """Raise UserError if the hub would refuse this name, or if there is no token; without a connection."""
+    """Raise UserError if this is no valid name, or if there is no token. Needs no connection."""
     from huggingface_hub import errors, get_token, utils  # slow to import
 
     try:
@@ -50,7 +50,7 @@ def push(folder: Path, name: str) -> str:
     with push_errors(folder, name):
         repo = api.create_repo(name, private=True, exist_ok=True)
         files = [CommitOperationAdd(p.name, p) for p in sorted(folder.iterdir())]
-        # one commit, so that nobody can download half of a model
+        # one commit, so that an incomplete model can never be downloaded
         api.create_commit(repo.repo_id, files, commit_message="Export by python -m lab export")
     return str(repo)
 
@@ -88,7 +88,7 @@ def model_card(exported: Any, config: Any, source: str) -> str:
             train = read_json(run / "config.json", train=dict)["train"]
             log = read_log(run)
         title, step = train.get("run_name") or title, read_checkpoint(Path(source)).get("step")
-        step = step if type(step) is int else None  # of another program
+        step = step if type(step) is int else None  # a file of another program
     rows = {
         "exported from": f"`{title}`" + ("" if step is None else f", step {step:,}"),
         "weights": f"{sum(p.numel() for p in exported.parameters()):,}",
@@ -134,7 +134,7 @@ not recorded.
 
 
 def tokenizer_row(config: Any, source: str) -> str:
-    """What the model's ids stand for."""
+    """The model's tokenizer and the size of its vocabulary."""
     size = f"{config.vocab_size:,} ids"
     if hasattr(config, "segments"):
         return f"WordPiece, {size}"

@@ -31,8 +31,8 @@ PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 def read_hugging_face(source: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """(shape, state dict) of a Hugging Face folder or a model on the hub; see infer_shape. The shape has
-    "tokenizer" too if an export of ours says that its tokenizer.json is the model's.
+    """(shape, state dict) of a Hugging Face folder or a model on the hub; see infer_shape. For our own
+    exports with the model's own tokenizer.json, the shape also has "tokenizer".
 
     Reads the files that transformers would read. Raises UserError for a model that is neither GPT-2
     nor BERT, for damaged files, and for a config.json that does not describe the weights.
@@ -188,8 +188,8 @@ def infer_shape(state: dict[str, Tensor], config: dict[str, Any], source: str) -
     """{"n_layer", "n_head", "n_embd", "block_size", "vocab_size", and for BERT "segments"} of a state
     dict with our names.
 
-    config: may contain n_head, which the tensors do not reveal (default: 64 channels per head, as in all
-    GPT-2 sizes), and vocab_size, because the tensors may have padding rows.
+    config: may contain n_head, which cannot be inferred from the tensors (default: 64 channels per head,
+    as in all GPT-2 sizes), and vocab_size, because the tensors may have padding rows.
     """
     wte, wpe = state.get(WTE), state.get(WPE)
     if wte is None or wpe is None or wte.dim() != 2 or wpe.dim() != 2:

@@ -21,9 +21,9 @@ INTERVALS = 200
 class RecordAttention(TorchFunctionMode):
     """Context manager that records the attention weights of the last query of each layer.
 
-    It observes the calls of scaled_dot_product_attention, or of the softmax in an attention written out
-    by hand, so it works for any model whose attention calls one of them, and changes none. Fused kernels
-    never store the weights, so they are computed again from q and k.
+    It observes the calls of scaled_dot_product_attention, or of softmax where attention is written out by
+    hand. It works for any model that calls one of the two, and does not change the model. Fused kernels
+    never store the weights, so they are recomputed from q and k.
 
     Attributes: rows, a tensor (B, H, S) for each layer.
     """
@@ -60,9 +60,9 @@ def inspect_prediction(
 
     - next: [(id, token_label, logit), ...] of the most probable tokens;
     - rest: [(logit, count), ...] of all others, in the same order; see group_logits;
-    - attention: the weights of the last position over all of `ids`, of one head, or the mean over all
-      heads or layers where `layer` or `head` is None; empty if the model has no such head;
-    - layers, heads: their numbers; 0 if the model's attention was not found.
+    - attention: the attention weights from the last position to all of `ids`, in one head. If `layer` or
+      `head` is None, their mean over all layers or heads. Empty if the model has no such head;
+    - layers, heads: how many there are; 0 if the model's attention was not found.
     """
     idx = torch.tensor([ids], device=next(model.parameters()).device)
     with RecordAttention() as record:
@@ -85,10 +85,10 @@ def inspect_prediction(
 
 
 def group_logits(logits: Tensor) -> list[tuple[float, int]]:
-    """(logit, count) of logits sorted in descending order: the first SINGLE one by one, the others in
-    INTERVALS of equal width.
+    """Shorten logits, sorted in descending order, to (logit, count) pairs: the first SINGLE one by one, the
+    others grouped into INTERVALS intervals of equal width.
 
-    The logit of an interval is the log of the mean of exp, so that a softmax at temperature 1 is exact.
+    The logit of an interval is log(mean(exp(logits))), so that a softmax at temperature 1 is exact.
     """
     single, others = logits[:SINGLE], logits[SINGLE:]
     groups = [(round(x, 4), 1) for x in single.tolist()]

@@ -1,13 +1,14 @@
 // GPT-2 in plain JavaScript: section 2 of train_gpt2.py (the model) and lab/inference/generate.py (the key-value
 // cache, sampling), with the same names in the same order, so that both can be read side by side.
 //
-// python -m lab export log/RUN --html my-model.html puts this file into the page as it is.
+// python -m lab export log/RUN --html my-model.html copies this file into the page unchanged.
 //
-// What differs: there is no training, and a forward pass has one token instead of (B, T) tokens. Earlier tokens
-// are in the cache, so x is one column (C) of the residual stream. An array is a flat Float32Array; a matrix
-// (n_out, n_in) is stored row by row, as in PyTorch. Sums are computed in 64 bits and rounded to 32.
+// Differences: there is no training, and a forward pass computes one token instead of (B, T) tokens. The keys and
+// values of earlier tokens are in the cache, so x is the residual stream (C) of one token. An array is a flat
+// Float32Array; a matrix (n_out, n_in) is stored row by row, as in PyTorch. Sums are computed in 64 bits and
+// rounded to 32.
 //
-// Shape letters: C channels (n_embd), H heads, D head size (C = H * D), S keys that the token can see,
+// Shape letters: C channels (n_embd), H heads, D head size (C = H * D), S keys that the token can attend to,
 // V vocabulary.
 "use strict";
 
@@ -187,15 +188,15 @@ class KVCache {
   }
 }
 
-// The part of a text of token ids that the model sees: at most block_size tokens. Each time the window is full, its
-// older half is dropped. Positions are absolute, so the other tokens get new positions and are computed again.
+// The end of idx that fits into the model's context of block_size tokens. Each time the window is full, its older
+// half is dropped. Positions are absolute, so the other tokens get new positions and are computed again.
 function context(idx, block_size) {
   const dropped = block_size + 1 - Math.max(1, Math.floor(block_size / 2));
   return idx.slice(dropped * Math.max(0, Math.ceil((idx.length - block_size) / dropped)));
 }
 
 // Yield the next token of idx, and the logits (V) it was sampled from, max_new_tokens times. random: a function that
-// returns a number from 0 up to 1.
+// returns a number in [0, 1).
 function* generate(model, idx, max_new_tokens, sampling = {}, random = Math.random, cache = new KVCache(model.config)) {
   for (let i = 0; i < max_new_tokens; i++) {
     const logits = model.forward(context(idx, model.config.block_size), cache);
@@ -239,8 +240,8 @@ function argmax(x) {
   return best;
 }
 
-// A function that returns random numbers from 0 up to 1: mulberry32 (Tommy Ettinger 2017), a counter of 32 bits whose
-// bits are mixed.
+// A function that returns random numbers in [0, 1): mulberry32 (Tommy Ettinger 2017), which scrambles the bits of a
+// 32-bit counter.
 function seeded_random(seed) {
   let counter = seed;
   return () => {

@@ -1,8 +1,8 @@
 """Write a model as one HTML page that runs it: python -m lab export log/RUN --html my-model.html
 
-The page needs no server and no network, and opens from disk. gpt.js is the forward pass in plain
-JavaScript, tokenizers.js encodes text, model.html.j2 is the page. lab/hf/export.py calls write_html,
-after it has checked that the model computes what GPT-2 computes, which gpt.js does too.
+The page needs no server and no network, and opens from disk. gpt.js is the forward pass of GPT-2 in
+plain JavaScript, tokenizers.js encodes text, model.html.j2 is the page. lab/hf/export.py calls
+write_html after checking that the model has the same logits as GPT-2.
 """
 
 import base64
@@ -51,8 +51,8 @@ def token_strings(config: Any, source: str) -> list[str] | None:
     name = tokenizer_name(config, source)
     if name not in ("gpt2", "bytes"):
         raise UserError(
-            f"tokenizer={name} must be gpt2 or bytes, because a page has no other; train on data made "
-            "with one of these"
+            f"tokenizer={name} must be gpt2 or bytes, because a page supports no other; train on data "
+            "made with one of these"
         )
     tokenizer = get_tokenizer(name)
     if (tokenizer.vocab_size, tokenizer.eot) != (config.vocab_size, config.end_of_text):
@@ -97,7 +97,7 @@ def page(config: Any, source: str, state: dict[str, torch.Tensor], tokens: list[
     ).render(
         name=name,
         facts=facts,
-        prompt="The" if tokens else "The ",  # a token of GPT-2 includes the blank before a word
+        prompt="The" if tokens else "The ",  # a token of GPT-2 includes the space before a word
         about={
             "config": shape | {"end_of_text": config.end_of_text},
             "shapes": [(name, p.numel()) for name, p in state.items()],
@@ -107,7 +107,7 @@ def page(config: Any, source: str, state: dict[str, torch.Tensor], tokens: list[
         gpt_js=(here / "gpt.js").read_text(encoding="utf-8"),
         tokenizers_js=(here / "tokenizers.js").read_text(encoding="utf-8"),
         paper=PAPER,
-        # Scripts without it do not run. No text in the page can contain it, because it depends on all.
+        # Scripts without it do not run. Injected text cannot contain it, because it is a hash of the model.
         nonce=hashlib.sha256(weights + f"{source}{shape}".encode(errors="replace")).hexdigest()[
             :32
         ],

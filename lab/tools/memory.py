@@ -17,7 +17,7 @@ from lab.program import import_file
 
 PROGRAM = import_file("train_gpt2.py", "lab plan")
 GIB = 2**30
-# assumptions for what PyTorch's allocator does not count: CUDA's context and kernels; NCCL's buffers
+# assumed memory outside of PyTorch's allocator: CUDA's context and kernels; NCCL's buffers
 CONTEXT_GIB, NCCL_GIB = 0.7, 0.5
 PHASES = {  # phases of a step in which memory may peak
     "loss": "while the loss is computed",
@@ -78,7 +78,7 @@ def select_kernels(kernels: str, fp8: str) -> tuple[str, str]:
 
 
 def memory_breakdown(s: MemorySpec) -> list[Line]:
-    """What PyTorch's allocator holds in one process."""
+    """The memory that PyTorch's allocator holds in one process, item by item."""
     return [*state(s), *activations(s), *head(s)]
 
 
@@ -107,11 +107,13 @@ def state(s: MemorySpec) -> Iterator[Line]:
     yield "token embedding's gradient", (8 if stay else 4) * V_C, "end"
     if s.cfg.optimizer == "muon":
         yield "Muon and AdamW moments", 4 * M + 8 * (P - M), ALL_PHASES
-        # matrices of one shape are stacked: the update and, for Newton-Schulz, four times its size
+        # matrices of the same shape are stacked: their update, and four times its size for Newton-Schulz
         yield "Newton-Schulz iteration", 64 * s.model.n_layer * s.model.n_embd**2, "update"
     elif s.parallel == "zero1":
         yield "shard of AdamW's moments", 8 * P / n, ALL_PHASES
-        if s.bytes == 2:  # of matrices gathered in 16 bits, only a third of them with fp8 MLPs
+        # the fp32 shards of matrices that are gathered in 16 bits: all of them or, with fp8 MLPs, only the
+        # attention's, which are a third
+        if s.bytes == 2:
             read = M / 3 if s.kernels[1] == "fp8" else M
             yield "shard of fp32 matrices", 4 * read / n, ALL_PHASES
         # sent in 16 bits, unless accumulated over micro-steps

@@ -101,7 +101,7 @@ def loss_levels(logs: Collection[RunLog]) -> dict[str, float]:
 
 
 def hellaswag_levels(logs: Collection[RunLog]) -> dict[str, float]:
-    """{label: acc_norm} of chance and of the published models, without the large one if its level would
+    """{label: acc_norm} of chance and of the published models. GPT-2 1558M is left out if its level would
     flatten the curves."""
     best = max((v for log in logs for v in accuracy(log, "hella")[1]), default=0)
     found = {f"{k} {v:.4f}": v for k, v in PUBLISHED_HELLASWAG.items() if v < 0.3 or best > 0.36}
@@ -109,8 +109,8 @@ def hellaswag_levels(logs: Collection[RunLog]) -> dict[str, float]:
 
 
 def blimp_levels(logs: Collection[RunLog]) -> dict[str, float]:
-    """{label: accuracy} of guessing and of the published models. Those far above the runs are left out,
-    and Transformer-XL, whose level is the LSTM's."""
+    """{label: accuracy} of guessing and of the published models. Models far above the runs are left out, and
+    so is Transformer-XL, because its line would coincide with the LSTM's."""
     best = max((v for log in logs for v in accuracy(log, "blimp")[1]), default=0)
     found = dict(zip(blimp_published.MODELS, blimp_published.TOTAL))
     del found["Transformer-XL"]

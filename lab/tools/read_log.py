@@ -31,7 +31,7 @@ def find_runs(paths: Sequence[str | Path]) -> list[Path]:
             if (run_dir / "log.jsonl").is_file():
                 return [run_dir]
         raise UserError("there is no run with a log in log/; pass a run directory")
-    # the path of a checkpoint names its run
+    # a checkpoint stands for its run
     named = [Path(path).parent if Path(path).suffix == ".pt" else Path(path) for path in paths]
     found = []
     for path in named:
@@ -65,8 +65,8 @@ def read_log(run: str | Path) -> RunLog:
 
     A resumed run starts again from its checkpoint, so older records of later steps are dropped. Of two
     records of the same kind and step, the later one counts. Lines that are not records, such as one cut
-    off when the process was killed, are skipped. Raises UserError if there is no log
-    or it has no measurement.
+    off when the process was killed, are skipped. Raises UserError if there is no log or it has no
+    measurement.
     """
     path = Path(run) / "log.jsonl" if Path(run).is_dir() else Path(run)
     with read_errors(path, "log", "pass a run directory: `ls log` lists them"):
@@ -150,7 +150,7 @@ def column(log: RunLog, kind: str, name: str) -> tuple[list[int], list[float]]:
 def smooth(values: Sequence[float]) -> list[float]:
     """Mean over a centered window of about a fortieth of the points.
 
-    The window is narrower at both ends, so the curve neither lags nor bends there.
+    The window is narrower at both ends, so that it stays centered and the ends are not biased.
     """
     n = len(values)
     reach = [min(n // 80, i, n - 1 - i) for i in range(n)]

@@ -24,7 +24,7 @@ from lab.program import LEGACY_PROGRAMS, find_class
 from lab.trainer.checkpoint import check_checkpoint, checkpoint_files, read_checkpoint, step_of
 
 REPLAY_HINT = "pass a spike_<step>.json of a run directory"
-MAX_ROWS = 12  # of parameters, and of sequences
+MAX_ROWS = 12  # printed for parameters, and for sequences
 
 
 def replay(
@@ -141,7 +141,7 @@ def largest_first(value: float) -> float:
 
 
 def show(spike: dict, losses: list, norm: float, norms: dict, each: list) -> None:
-    """Print the recorded numbers next to the repeated ones."""
+    """Print the recorded numbers, the replayed ones, and whether the spike was reproduced."""
     print(f"\n{'':44}   recorded   replayed")
     print(f"{'loss':44} {sum(spike['losses']):10.6g} {sum(losses):10.6g}")
     print(f"{'gradient norm':44} {spike['norm']:10.6g} {norm:10.6g}")

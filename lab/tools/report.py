@@ -81,7 +81,7 @@ def read_run(path: Path, name: str) -> RunReport:
 
 
 def warnings(runs: Sequence[RunReport]) -> list[str]:
-    """Warnings about comparisons that are not valid."""
+    """Warnings about invalid comparisons."""
     logs = [run.log for run in runs]
     found = [f"There is no config.json for the log of {r.name}." for r in runs if not r.config]
     if len(runs) == 1:
@@ -103,7 +103,7 @@ def warnings(runs: Sequence[RunReport]) -> list[str]:
             "be comparable."
         )
     found.append(
-        "There is only one run of each kind, so differences may be due to the random seed."
+        "Each configuration was run only once, so differences may be due to the random seed."
     )
     return found
 
@@ -145,8 +145,8 @@ def figures_of(runs: Sequence[RunReport]) -> dict[str, dict]:
 def trace_per_run(
     runs: Sequence[RunReport], kind: str, field: str, what: str, label: str = "", **style: Any
 ) -> list[dict]:
-    """The curves of a field in the records of a kind, one per run, with the run's name and color; a single
-    run has those of the quantity `what`. label: added to the name. style: see curve."""
+    """The curves of a field in the records of a kind, one per run, with the run's name and color. A single
+    run's curve has the name and color of the quantity `what`. label: added to the name. style: see curve."""
     curves = []
     for i, run in enumerate(runs):
         name, color = ", ".join(filter(None, [run.name, label])), i
@@ -185,7 +185,7 @@ def curve(
 
 
 def phenomenon_curves(run: RunReport) -> list[dict]:
-    """The accuracy of each BLiMP phenomenon. A color and a dash together tell them apart."""
+    """The accuracy of each BLiMP phenomenon. Each curve has its own combination of color and dash."""
     curves = []
     for i, (name, (steps, values)) in enumerate(phenomena(run.log).items()):
         name, dash = blimp_published.label(name), ("solid", "dash", "dot")[i // 4]
@@ -215,7 +215,7 @@ def difference(first: RunReport, second: RunReport) -> dict[str, Any]:
     equal = "tokens" if by_tokens(logs) else "steps"
     note = f"{second.name} minus {first.name}, at equal {equal}. "
     note += f"Below zero, {second.name} is better. "
-    note += f"Against time, each point is at the time of {first.name}."
+    note += f"With time on the x axis, each point is at the time of {first.name}."
     return dict(curves=curves, levels={"no difference": 0}, note=note)
 
 
@@ -362,7 +362,7 @@ def page(runs: Sequence[RunReport], live: bool = False) -> str:
     logs, written = {run.name: run.log for run in runs}, samples(runs)
     shared = [axis for axis in ("step", "tokens", "time") if all(axis in run.axes for run in runs)]
     common = [i for i, (_, sides) in enumerate(written) if all(sides)]
-    opens = common[-1] if common else len(written) - 1  # the first position of the slider
+    opens = common[-1] if common else len(written) - 1  # the slider's initial position
     return load_template("report.html.j2").render(
         runs=[(run.name, facts(run), command(run)) for run in runs],
         headline=headline(logs),
@@ -411,7 +411,7 @@ def main(argv: list[str]) -> None:
     cfg = parse_args(Config, argv)
     paths = read_log.find_runs(cfg.runs)
     if len(paths) > 2:
-        raise UserError(f"{len(paths)} runs are too many, as a page has at most 2; use `lab plot`")
+        raise UserError(f"{len(paths)} runs are too many: a page shows at most 2; use `lab plot`")
     out = read_log.output_path(paths, cfg.out, "report.html", ".html")
     live = write_page(paths, out, cfg.watch)
     updating = "; it is updated until the run ends; press Ctrl-C to stop" * live

@@ -5,8 +5,8 @@
         -H "Content-Type: application/json" \\
         -d '{"prompt": "The ", "max_tokens": 50}'
 
-serve_app.py defines the routes. One thread computes all texts, a few tokens of each in turn. If a
-client disconnects, its generation is cancelled.
+serve_app.py defines the routes. A single thread runs the model and generates a few tokens of each text
+in turn. If a client disconnects, its generation is cancelled.
 """
 
 import asyncio
@@ -57,7 +57,7 @@ class Config:
     port: int = 8000  # 0: any free port
     device: str = "auto"  # cuda, cuda:N, mps or cpu
     weights: Literal["auto", "fp32", "bf16", "fp16", "int8"] = "auto"  # int8: CPU only
-    compile: bool = True  # on a GPU: takes seconds at the start, then one launch per token
+    compile: bool = True  # on a GPU: takes seconds at the start, then generates faster
 
 
 class Engine:
@@ -101,8 +101,8 @@ class Engine:
             self.num_requests -= 1
 
     def prompt_ids(self, request: Any) -> tuple[list[int], int]:
-        """(ids to continue from, number of the oldest messages that were dropped because of the context).
-        Raises UserError for a request that does not fit."""
+        """(ids to continue from, number of old messages that were dropped to fit the context). Raises
+        UserError for a request that does not fit."""
         eot, dropped = self.tokenizer.eot, 0
         if request.messages is not None:
             ids, dropped = truncate_chat(
@@ -167,7 +167,7 @@ class Engine:
 
 
 def take_turn(pieces: Iterator[dict], add: Callable[[dict], None]) -> bool:
-    """Call add(item) for each item that an iterator yields within TURN_SECONDS, but for at least one.
+    """Call add(item) for each item that an iterator yields within TURN_SECONDS, and for at least one item.
     Returns whether there may be more."""
     deadline = time.perf_counter() + TURN_SECONDS
     for piece in pieces:
@@ -178,8 +178,8 @@ def take_turn(pieces: Iterator[dict], add: Callable[[dict], None]) -> bool:
 
 
 def validation_loss(source: str) -> tuple[float, int] | None:
-    """(nats per token, step) of the last validation up to a checkpoint, as the log of its run says; of the
-    best one for model_best.pt. None if there is no such log. source: as resolve_source returns it."""
+    """(nats per token, step) of the last validation up to a checkpoint, or of the best one for
+    model_best.pt, from its run's log. None if there is no such log. source: as resolve_source returns it."""
     path = Path(source)
     if not (is_checkpoint(source) and (path.parent / "log.jsonl").exists()):
         return None

@@ -1,7 +1,7 @@
 """The web application of lab serve: routes, and validation of requests.
 
-It is a separate file because it imports FastAPI, which is optional. No route opens a file; the template
-of the page is read once.
+It is a separate file because it imports FastAPI, which is optional. No route opens a file; the page's
+template is read once, at the start.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ MAX_REQUEST_BYTES = 2**16
 MAX_PROMPTS = 20  # in one request
 CLIENT_TIMEOUT = 60  # seconds for a client to send its request, or to take a part of the answer
 RETRY_AFTER = 10  # seconds after which a refused client may ask again
-SECURITY_POLICY = (  # the page may send requests to this server and nowhere else
+SECURITY_POLICY = (  # the page may send requests only to this server
     "default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; img-src data:; "
     "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 )
@@ -69,18 +69,18 @@ class GenerateRequest(BaseModel, allow_inf_nan=False):
 
 
 class InspectRequest(GenerateRequest):
-    """The page's request for one prediction. layer, head: whose attention weights; None: the mean over
-    all of them."""
+    """The page's request for one prediction. layer, head: those of the attention weights; None: the
+    mean over all layers or heads."""
 
     layer: int | None = Field(None, ge=0, lt=2**31)
     head: int | None = Field(None, ge=0, lt=2**31)
 
 
-IGNORED_FIELDS = (  # of OpenAI's API, which change no text here
+IGNORED_FIELDS = (  # fields of OpenAI's API that would not change the text
     "model", "user", "store", "metadata", "safety_identifier", "service_tier", "prompt_cache_key",
     "prompt_cache_retention", "prediction", "parallel_tool_calls",
 )  # fmt: skip
-# values that mean the same as leaving the field out; of any other field false, 0 and empty ones do
+# values with the same effect as leaving the field out; for all other fields: false, 0 and empty values
 DEFAULTS = dict(n=1, best_of=1, repetition_penalty=1, response_format={"type": "text"},
                 modalities=["text"], tool_choice="none")  # fmt: skip
 
@@ -131,7 +131,7 @@ class CompletionRequest(OpenAIRequest):
         prompts = prompts_of(prompt)
         if len(prompts) > MAX_PROMPTS or not all(map(is_prompt, prompts)):
             raise UserError(
-                f"prompt={prompt!r:.80} must be a text, a list of token ids, or a list of at most "
+                f"prompt={prompt!r:.80} must be a string, a list of token ids, or a list of at most "
                 f"{MAX_PROMPTS} of either"
             )
         return prompt
@@ -408,7 +408,7 @@ def create_app(
 
 
 def model_facts(engine: Any, val_loss: tuple[float, int] | None) -> dict[str, str]:
-    """{label: text} of what the page says about a model."""
+    """{label: text}: facts about the model that the page shows."""
     facts, tokenizer = {}, engine.tokenizer
     if not any(isinstance(module, Int8Linear) for module in engine.model.modules()):
         facts["size"] = f"{short(engine.model.num_params())} parameters"

@@ -1,5 +1,5 @@
-// The tokenizers of lab/data/tokenizers.py in JavaScript. An id stands for a string of bytes, which is given here as a
-// string with one character (code 0 to 255) for each byte.
+// The tokenizers of lab/data/tokenizers.py in JavaScript. The bytes of an id are represented by a string with one
+// character (code 0 to 255) per byte.
 "use strict";
 
 const to_bytes = text => Array.from(new TextEncoder().encode(text), byte => String.fromCharCode(byte));
@@ -20,14 +20,14 @@ class ByteTokenizer {
   }
 }
 
-// GPT-2's byte pair encoding. A pair of neighboring strings is merged if together they are a token, the one with the
-// lowest id first (Sennrich et al. 2016).
+// GPT-2's byte pair encoding. Repeatedly merges two adjacent tokens into one: the pair whose merged token has the lowest id
+// (Sennrich et al. 2016).
 class GPT2Tokenizer {
   constructor(tokens) {
     this.tokens = tokens;
     this.eot = tokens.length;
     this.ids = new Map(tokens.map((token, id) => [token, id]));
-    // words are encoded one by one; a word includes the blank before it. JavaScript's \s is not Unicode's White_Space.
+    // words are encoded one by one; a word includes the space before it. JavaScript's \s is not Unicode's White_Space.
     const blank = String.raw`\p{White_Space}`;
     this.pattern = new RegExp(`'(?:[sdmt]|ll|ve|re)| ?\\p{L}+| ?\\p{N}+| ?[^${blank}\\p{L}\\p{N}]+|${blank}+(?!\\P{White_Space})|${blank}+`, "gu");
   }

@@ -17,7 +17,7 @@ from lab.trainer.checkpoint import checkpoint_files, step_of
 from lab.trainer.health import lower_lr_hint
 
 GOOD = 2 / 3  # fraction of the unigram loss below which texts begin to have words and grammar
-CPU_FLOPS = 1e11  # roughly, per process on a few cores; to warn about models too large for a CPU
+CPU_FLOPS = 1e11  # rough FLOP/s of a process; used to warn about models too large for a CPU
 
 
 class Console:
@@ -31,8 +31,8 @@ class Console:
         self.unigram, self.uniform = math.inf, math.inf
 
     def print(self, text: str, highlight: str = "", indent: str = " " * 7) -> None:
-        """Print a line, wrapped to the terminal's width. On a terminal `highlight`, a part of it, is bold
-        and the rest dim. indent: beginning of continuation lines."""
+        """Print a line, wrapped to the terminal's width. On a terminal, the part `highlight` is bold and the
+        rest dim. indent: prefix of continuation lines."""
         self.close_bar()
         text = wrap(text, indent)
         if highlight:
@@ -58,7 +58,7 @@ class Console:
         self.bar, self.last_line = None, time.monotonic()
 
     def start_record(self, callbacks: list) -> dict:
-        """The first log record of a run. The unigram baseline is the validation callback's."""
+        """The first log record of a run. The unigram baseline is taken from the validation callback."""
         trainer, world, loader = self.trainer, self.trainer.world, self.trainer.loader
         validation = next((c for c in callbacks if c.name == "val"), None)
         cuda = world.device.type == "cuda"
@@ -201,7 +201,7 @@ class Console:
 
 
 def print_summary(trainer, stopped: str) -> None:
-    """Draw the loss curve, and print which files there are and what to do next. All ranks wait for it,
+    """Draw the loss curve, and print the run's files and commands to try next. All ranks wait for it,
     because torchrun kills them as soon as one exits with a nonzero status, such as 75."""
     if trainer.world.is_main:
         summary(trainer, stopped)
@@ -229,11 +229,11 @@ def loss_verdict(log: RunLog, cfg: Any) -> str:
         gain = vals[0]["loss"] - loss
         if gain <= 0:
             return f"{shown} not better than {vals[0]['loss']:.4f} at step 0; {lower_lr_hint(cfg)}."
-        return f"{shown} good: {gain:.3f} below {vals[0]['loss']:.4f}, that of {cfg.init_from}."
+        return f"{shown} good: {gain:.3f} below {vals[0]['loss']:.4f}, the loss of {cfg.init_from}."
     word = "good" if loss < GOOD * unigram else "a start" if loss < unigram else "not good yet"
     return (
-        f"{shown} {word}: its perplexity is {perplexity(loss)}, that of a model without context (unigram) "
-        f"{perplexity(unigram)}, and that of a uniform guess {perplexity(uniform)}."
+        f"{shown} {word}: a perplexity of {perplexity(loss)}, compared with {perplexity(unigram)} for a "
+        f"model without context (unigram) and {perplexity(uniform)} for a uniform guess."
     )
 
 
@@ -290,7 +290,7 @@ def summary(trainer, stopped: str) -> None:
     contents = f"log.jsonl (all numbers),{curve} TensorBoard events and checkpoints{best}"
     say(f"\n{run_dir}/ contains {contents}.\nNext:")
     lines = [f"  {purpose:22}  {command}" for purpose, command in next_steps.items()]
-    # on a narrow terminal, commands get their own lines, which are not wrapped, to be copied
+    # on a narrow terminal, commands get their own lines, which are not wrapped, so that they can be copied
     if 0 < terminal_width(sys.stdout) < max(map(len, lines)):
         lines = [f"  {purpose}\n    {command}" for purpose, command in next_steps.items()]
     trainer.world.print0("\n".join(lines))

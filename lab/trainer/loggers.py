@@ -58,7 +58,7 @@ class RunLogger:
 
     @contextlib.contextmanager
     def best_effort(self, name: str) -> Iterator[None]:
-        """The body writes the run directory's file `name`; a failure is reported once."""
+        """Context manager for writing the run directory's file `name`: reports an error once, and goes on."""
         try:
             with write_errors(self.run_dir / name):
                 yield
@@ -68,7 +68,7 @@ class RunLogger:
             self.failed.add(name)
 
     def event(self, kind: str, step: int, values: dict | None) -> None:
-        """Write a record and print a line. values: JSON-serializable; None: there is nothing to log."""
+        """Write a record and print a line. values: JSON-serializable; nothing is logged if it is None."""
         if not self.is_main or values is None:
             return
         record = {"kind": kind, "step": step, "time": round(time.time(), 3)} | values
