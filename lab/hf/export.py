@@ -2,7 +2,7 @@
 
     python -m lab export log/RUN --out my-gpt2
     python -m lab export log/RUN --html my-model.html    # a page that runs it
-    python -m lab export log/RUN --out my-gpt2 --push_to_hub NAME    # and upload
+    python -m lab export log/RUN --out my-gpt2 --push_to_hub NAME   # and upload
 
 lab/tools/html_export.py writes that page, lab/hf/hub.py uploads.
 """
