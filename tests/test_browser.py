@@ -238,7 +238,7 @@ def test_the_whole_page_by_keyboard(tab):
     assert tab.page.inner_text("#live").startswith("20 tokens: ")
 
     tab.page.focus("#prompt")
-    assert tab.tab_to(".t") <= 2 and tab.focused("textContent") == "T", "the text is one tab stop"
+    assert tab.tab_to(".t") <= 3 and tab.focused("textContent") == "T", "the text is one tab stop"
     tab.tab_to("#on")
     tab.keys("Shift+Tab")
     assert tab.focused("textContent") == "T", "also backwards"
