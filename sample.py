@@ -40,7 +40,7 @@ from tyro.conf import Positional, arg
 from lab.data.chat import STOP_STRINGS, truncate_chat
 from lab.data.tokenizers import END_OF_TEXT, Tokenizer, printable
 from lab.distributed import World
-from lab.files import atomic_write, check_writable, read_errors, read_json
+from lab.files import atomic_write, check_writable, read_errors
 from lab.hardware import oom_hint
 from lab.inference.generate import KVCache, generate, prefetch_tokens
 from lab.inference.streaming import (
@@ -50,7 +50,7 @@ from lab.inference.streaming import (
     stream_generate,
 )
 from lab.inference.token_logprobs import token_logprobs
-from lab.registry import PUBLISHED, resolve_source
+from lab.registry import is_tuned, resolve_source
 from lab.templates import load_template
 from lab.trainer.run_dir import program_of
 
@@ -172,19 +172,17 @@ def read_prompts(cfg: Config) -> Iterator[str]:
 
 
 def chat_warning(source: str) -> str:
-    """A warning if the model was not fine-tuned on conversations, according to the config.json of its run;
-    otherwise "". source: as resolve_source returns it."""
-    path, program = Path(source).parent / "config.json", ""
-    if source.endswith(".pt") and path.exists():
-        saved = read_json(path, "choose another run", train=dict)
-        if saved["train"].get("preset") == "sft":
-            return ""
-        source, program = str(path.parent), program_of(path.parent)["trainer"].partition(":")[0]
-    elif source not in PUBLISHED:
+    """A warning if the model was not fine-tuned on conversations, or may not have been; otherwise "".
+    source: as resolve_source returns it."""
+    tuned, program = is_tuned(source), "train_gpt2.py"
+    if tuned:
+        return ""
+    if tuned is None:
         return f"{source} may not be tuned to answer; it then only continues the text"
-    command = (
-        f"{command_for(program or 'train_gpt2.py')} --preset sft --init_from {shell_quote(source)}"
-    )
+    if source.endswith(".pt"):  # of a run, whose folder --init_from takes
+        source = str(Path(source).parent)
+        program = program_of(Path(source))["trainer"].partition(":")[0]
+    command = f"{command_for(program)} --preset sft --init_from {shell_quote(source)}"
     return (
         f"{source} was not tuned to answer, so it only continues the text; to tune it: `{command}`"
     )

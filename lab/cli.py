@@ -75,7 +75,7 @@ def run_main(main: Callable, name: str | None = None) -> None:
         eprint(f"{name}: error: {where}{sentence}")
     if (
         status == 75
-    ):  # saved: another signal during the interpreter's shutdown must not change the status
+    ):  # saved: a further signal, during Python's shutdown, must not change the status
         for name in ("SIGINT", "SIGTERM", "SIGHUP"):
             if hasattr(signal, name):  # not on Windows
                 signal.signal(getattr(signal, name), signal.SIG_IGN)
