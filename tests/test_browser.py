@@ -485,6 +485,18 @@ def test_axe_finds_nothing_on_the_chat_page(tab):
         tab.page.click("#mode button[data-value=text]")
 
 
+def test_refused_request_leaves_no_branch_and_keeps_what_was_typed(tab):
+    tab.set(max_tokens=3)
+    tab.write("abc")
+    before = tab.done()
+    tab.set(max_tokens=0)
+    tab.write("xyz")
+    tab.page.wait_for_selector("#error:not([hidden])")
+    assert tab.wrong.pop().startswith("Failed to load resource")
+    assert tab.texts() == before and tab.page.text_content("#count") == "1"
+    assert tab.page.input_value("#prompt") == "xyz"
+
+
 def test_hostile_prompt_is_shown_as_text(tab):
     tab.set(max_tokens=3)
     tab.write(HOSTILE)
