@@ -138,8 +138,18 @@ class TrainConfig(config.RunConfig):
 
 PRESETS = {
     "gpt2": (GPTConfig(), TrainConfig()),
-    # gpt2-medium, gpt2-large, gpt2-xl, gpt2-2.7b, and sft for fine-tuning on conversations
-    **config.more_presets(GPTConfig, TrainConfig),
+    # Sizes: Radford et al. 2019, table 2, and GPT-3 2.7B, whose weights, gradients and AdamW moments take
+    # 42 GB. Learning rates: Brown et al. 2020, table 2.1, for the model closest in size.
+    "gpt2-medium": (GPTConfig(24, 16, 1024), TrainConfig("gpt2-medium", lr=3e-4, min_lr=3e-5)),
+    "gpt2-large": (GPTConfig(36, 20, 1280), TrainConfig("gpt2-large", lr=2.5e-4, min_lr=2.5e-5)),
+    "gpt2-xl": (GPTConfig(48, 25, 1600), TrainConfig("gpt2-xl", lr=2e-4, min_lr=2e-5)),
+    "gpt2-2.7b": (
+        GPTConfig(32, 32, 2560), TrainConfig("gpt2-2.7b", lr=1.6e-4, min_lr=1.6e-5, parallel="fsdp2")
+    ),
+    # supervised fine-tuning on conversations; the model's shape comes from --init_from
+    "sft": (
+        GPTConfig(), TrainConfig(**config.SFT, lr=2e-4, min_lr=0.0, warmup_steps=0.05, weight_decay=0.0)
+    ),
     "laptop": (  # two minutes on two laptop cores, on the bytes of Python's own documentation
         GPTConfig(n_layer=2, n_head=2, n_embd=128, block_size=128, vocab_size=257, vocab_multiple=1),
         TrainConfig(

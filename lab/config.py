@@ -158,25 +158,6 @@ SFT: dict[str, Any] = dict(
 )  # fmt: skip
 
 
-def more_presets(model: Any, train: Any) -> dict[str, tuple[Any, Any]]:
-    """The presets of train_gpt2.py besides gpt2 and laptop, as {name: (model config, run config)}.
-
-    model, train: its GPTConfig and TrainConfig. Sizes: Radford et al. 2019, table 2 (the parameter counts
-    printed there are wrong; the shapes are those of the released models), and GPT-3 2.7B, whose weights,
-    gradients and AdamW moments take 42 GB. Learning rates: Brown et al. 2020, table 2.1, for the model
-    closest in size; for gpt2-xl that is GPT-3 XL, which has a different shape and batch size. sft is
-    supervised fine-tuning on conversations; the model's shape comes from --init_from.
-    """
-    rates = dict(lr=1.6e-4, min_lr=1.6e-5)
-    return {
-        "gpt2-medium": (model(24, 16, 1024), train("gpt2-medium", lr=3e-4, min_lr=3e-5)),
-        "gpt2-large": (model(36, 20, 1280), train("gpt2-large", lr=2.5e-4, min_lr=2.5e-5)),
-        "gpt2-xl": (model(48, 25, 1600), train("gpt2-xl", lr=2e-4, min_lr=2e-5)),
-        "gpt2-2.7b": (model(32, 32, 2560), train("gpt2-2.7b", parallel="fsdp2", **rates)),
-        "sft": (model(), train(**SFT, lr=2e-4, min_lr=0.0, warmup_steps=0.05, weight_decay=0.0)),
-    }
-
-
 # --------------------------------------------------------------------------------------- validation
 
 
