@@ -396,8 +396,8 @@ def auto_preset(main: str, data: Path) -> tuple[str, str]:
     if gpu and os.environ.get("WORLD_SIZE"):
         return main, "the default under torchrun on GPUs"
     if shards and gpu:
-        return main, f"there is a GPU, and {data} has shards"
-    missing = ["there is no GPU"] * (not gpu) + [f"{data} has no shards"] * (not shards)
+        return main, f"there is a GPU and data in {data}"
+    missing = ["there is no GPU"] * (not gpu) + [f"no data in {data}"] * (not shards)
     return "laptop", " and ".join(missing)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lab.cli import UserError
+from lab.cli import UserError, counted
 from lab.data.tokenizers import get_tokenizer
 from lab.files import atomic_write, write_errors
 from lab.registry import tokenizer_name
@@ -87,8 +87,8 @@ def page(config: Any, source: str, state: dict[str, torch.Tensor], tokens: list[
     shape = {name: getattr(config, name) for name in fields}
     name = "/".join(Path(source).parts[-2:]).removesuffix(".pt")  # do not reveal the whole path
     facts = (
-        f"GPT-2 with {sum(p.numel() for p in state.values()):,} weights: {config.n_layer} layers, "
-        f"{config.n_head} heads, {config.n_embd} channels, a context of {config.block_size} "
+        f"GPT-2 with {sum(p.numel() for p in state.values()):,} weights: {counted(config.n_layer, 'layer')}, "
+        f"{counted(config.n_head, 'head')}, {config.n_embd} channels, a context of {config.block_size} "
         f"{'tokens' if tokens else 'bytes'}"
     )
     here = Path(__file__).parent
