@@ -192,6 +192,13 @@ def place(tmp_path_factory):
     return folder
 
 
+@pytest.mark.parametrize("tool, package", [("serve", "torch"), ("report", "numpy")])
+def test_tools_name_a_package_that_is_not_installed(tmp_path, tool, package):
+    done = run_python("-S", ROOT / "lab", tool, cwd=tmp_path)  # without site-packages
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert f"lab {tool}: error: {package} is not installed for this Python; run `make" in done.stderr
+
+
 @pytest.mark.parametrize("command", BAD)
 def test_bad_input_gives_one_sentence_and_changes_nothing(place, monkeypatch, command):
     monkeypatch.chdir(place)
