@@ -196,7 +196,9 @@ def place(tmp_path_factory):
 def test_tools_name_a_package_that_is_not_installed(tmp_path, tool, package):
     done = run_python("-S", ROOT / "lab", tool, cwd=tmp_path)  # without site-packages
     assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert f"lab {tool}: error: {package} is not installed for this Python; run `make" in done.stderr
+    assert (
+        f"lab {tool}: error: {package} is not installed for this Python; run `make" in done.stderr
+    )
 
 
 @pytest.mark.parametrize("command", BAD)

@@ -98,6 +98,7 @@ def page(config: Any, source: str, state: dict[str, torch.Tensor], tokens: list[
         name=name,
         facts=facts,
         prompt="The" if tokens else "The ",  # a token of GPT-2 includes the space before a word
+        longest=10_000,
         about={
             "config": shape | {"end_of_text": config.end_of_text},
             "shapes": [(name, p.numel()) for name, p in state.items()],

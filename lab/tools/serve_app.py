@@ -282,6 +282,7 @@ def create_app(
     about = dict(
         model=name, context=engine.block_size, longest=MAX_NEW_TOKENS, paper=PAPER,
         facts=model_facts(engine, val_loss), tuned=tuned, vocab_size=engine.tokenizer.vocab_size,
+        bytes=engine.tokenizer.name == "bytes",
     )  # fmt: skip
     model = dict(id=name, object="model", created=int(time.time()), owned_by="you")
 

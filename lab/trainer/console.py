@@ -11,8 +11,16 @@ from typing import Any
 import torch
 
 from lab.cli import (
-    UserError, bold, command_for, counted, dim, progress, shell_quote, terminal_width, wrap,
-)  # fmt: skip
+    UserError,
+    bold,
+    command_for,
+    counted,
+    dim,
+    progress,
+    shell_quote,
+    terminal_width,
+    wrap,
+)
 from lab.data.tokenizers import printable
 from lab.tools.read_log import RunLog, read_log
 from lab.trainer.checkpoint import checkpoint_files, step_of
@@ -96,7 +104,8 @@ class Console:
         self.print(f"resuming after step {trainer.step} of {reason}" if trainer.step else reason)
         self.print(
             f"model  {record['num_params']:,} parameters: {counted(c.n_layer, 'layer')}, "
-            f"{counted(c.n_head, 'head')}, {c.n_embd} channels, vocabulary of {c.vocab_size:,} tokens{padding}"
+            f"{counted(c.n_head, 'head')}, {c.n_embd} channels, "
+            f"vocabulary of {c.vocab_size:,} tokens{padding}"
         )
         self.print(
             f"data   {cfg.data}: {len(shards):,} training tokens, {record['val_tokens']:,} for "
