@@ -17,7 +17,6 @@ from lab.data.tokenizers import get_tokenizer
 from lab.files import atomic_write, write_errors
 from lab.registry import tokenizer_name
 from lab.templates import load_template
-from lab.tools.plot_style import PAPER
 
 MAX_BYTES = 30_000_000  # of the weights in 16 bits; a phone should still open the page
 
@@ -91,7 +90,6 @@ def page(config: Any, source: str, state: dict[str, torch.Tensor], tokens: list[
         f"{counted(config.n_head, 'head')}, {config.n_embd} channels, a context of {config.block_size} "
         f"{'tokens' if tokens else 'bytes'}"
     )
-    here = Path(__file__).parent
     return load_template(
         "model.html.j2"
     ).render(
@@ -105,9 +103,6 @@ def page(config: Any, source: str, state: dict[str, torch.Tensor], tokens: list[
             "tokens": tokens,
         },
         weights=base64.b64encode(weights).decode(),
-        gpt_js=(here / "gpt.js").read_text(encoding="utf-8"),
-        tokenizers_js=(here / "tokenizers.js").read_text(encoding="utf-8"),
-        paper=PAPER,
         # Scripts without it do not run. Injected text cannot contain it, because it is a hash of the model.
         nonce=hashlib.sha256(weights + f"{source}{shape}".encode(errors="replace")).hexdigest()[
             :32

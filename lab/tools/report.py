@@ -8,9 +8,6 @@ plotly's JavaScript, compressed, and its Content-Security-Policy forbids the bro
 anything else. Text from a log, such as a sample, is escaped by jinja2.
 """
 
-import base64
-import functools
-import gzip
 import html
 import json
 import secrets
@@ -28,7 +25,7 @@ from lab.files import atomic_write, read_json, write_errors
 from lab.templates import load_template
 from lab.tools import read_log
 from lab.tools.plot import blimp_levels, caption, headline, hellaswag_levels, loss_levels, phenomena
-from lab.tools.plot_style import COLORS, PAPER, color_index
+from lab.tools.plot_style import color_index
 from lab.tools.read_log import Record, RunLog, by_tokens, column, comparable
 
 RENEW_SECONDS = 10  # interval at which --watch updates the page
@@ -349,14 +346,6 @@ def samples(runs: Sequence[RunReport]) -> list[tuple[int, list[list[str]]]]:
 # ------------------------------------------------------------------------------------------ 5. page
 
 
-@functools.cache
-def compressed_plotly() -> str:
-    """plotly's JavaScript, gzipped, in base 64: 2.0 MB instead of 4.8."""
-    from plotly.offline import get_plotlyjs  # slow to import
-
-    return base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()
-
-
 def page(runs: Sequence[RunReport], live: bool = False) -> str:
     """The HTML of the page for one or two runs. live: the page reloads itself every RENEW_SECONDS."""
     logs, written = {run.name: run.log for run in runs}, samples(runs)
@@ -375,8 +364,6 @@ def page(runs: Sequence[RunReport], live: bool = False) -> str:
         opens=opens,
         shaded=[(r.name, s) for r in runs for s in r.log.get("sample", [])[-1:] if "shaded" in s],
         settings=settings(runs),
-        colors=[PAPER[d] | {f"c{i}": c for i, c in enumerate(COLORS[d])} for d in (False, True)],
-        plotly=compressed_plotly(),
         nonce=secrets.token_urlsafe(16),  # scripts without it, such as one from a log, don't run
         missing=MISSING,
         renew=RENEW_SECONDS if live else 0,
