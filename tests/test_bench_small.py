@@ -1,11 +1,12 @@
 """bench/: scaling.py, little_text.py and longer.py, whose records the notebook's last chapters show,
-data_multiple.py and spread.py."""
+data_multiple.py, ensemble.py and spread.py."""
 
 import json
 import math
 import random
 
 import data_multiple
+import ensemble
 import little_text
 import longer
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 import scaling
 import spread
 import torch
+import torch.nn.functional as F
 from conftest import ROOT, run_python
 from records import read_records
 
@@ -20,6 +22,7 @@ import speedrun
 from lab.cli import UserError
 from lab.data.shards import TokenShards
 from lab.data.tokenizers import get_tokenizer
+from lab.precision import Precision
 
 
 def test_scaling_runs_have_the_flops_and_tokens_they_claim():
@@ -121,6 +124,19 @@ def test_longer_extends_a_run_and_measures_it(tmp_path):
     assert "facts found by distance" in done.stdout
     done = run_python(ROOT / "bench" / "longer.py", *flags.split(), "--length", 20, cwd=tmp_path)
     assert done.returncode == 2 and "length=20 must be a multiple of 8" in done.stderr
+
+
+def test_ensemble_loss_is_that_of_the_mean_probability(tmp_path):
+    tokens = np.arange(900, dtype=np.uint16) % 257
+    np.save(tmp_path / "x_val_000000.npy", tokens)
+    shards, models = TokenShards(tmp_path, "val", 257), tiny_models(3)
+    exact = Precision("fp32", torch.device("cpu"))
+    alone, together = ensemble.losses(models, shards, 640, 3, exact)  # the last batch is smaller
+    x, y = (torch.as_tensor(t.astype(np.int64)).view(10, 64) for t in (tokens[:640], tokens[1:641]))
+    for n in (1, 2, 3):
+        logs = little_text.mean_log_probs(models[:n], x).flatten(0, 1)
+        assert together[n - 1] == pytest.approx(F.nll_loss(logs, y.flatten()).item(), rel=1e-5)
+        assert alone[n - 1] == pytest.approx(models[n - 1](x, y)[1].item(), rel=1e-5)
 
 
 def test_tokens_needed_is_interpolated_in_the_logarithm_and_never_extrapolated():
