@@ -93,6 +93,14 @@ def test_report_of_real_runs(tmp_path, run_train, chromium):
     tab.page.click("text=Gradient norm")
     assert tab.page.evaluate("location.hash") == "#figure-grad_norm"
 
+    phone = Report(chromium, tmp_path / "one.html", viewport={"width": 390, "height": 800}).page
+    assert phone.evaluate("document.documentElement.scrollWidth") == 390
+    heights = (
+        "all => all.filter(one => one.innerText.startsWith('--')).map(one => one.offsetHeight)"
+    )
+    flags = phone.locator(".command span").evaluate_all(heights)
+    assert len(flags) > 20 and len({*flags}) == 1, "no flag is broken at its hyphens"
+
     report.write_page(runs, tmp_path / "both.html")
     both = Report(chromium, tmp_path / "both.html", color_scheme="dark")
     assert both.figures == ["loss", "difference", "lr", "grad_norm", "tok_per_s"]

@@ -14,6 +14,6 @@ function template() {  // the style of all figures
   return { layout: {
     paper_bgcolor: css("paper"), plot_bgcolor: css("paper"), font: { color: css("ink"), size: 12 }, xaxis: line, yaxis: line,
     hoverlabel: { bgcolor: css("card"), bordercolor: css("faint"), font: { color: css("ink") }, namelength: -1 },
-    shapedefaults: { type: "line", xref: "paper", x0: 0, x1: 1, layer: "below", line: { color: css("soft"), width: 1, dash: "dash" },
+    shapedefaults: { type: "line", xref: "paper", x0: 0, x1: 1, layer: "above", line: { color: css("soft"), width: 1, dash: "dash" },
                      label: { textposition: "end", yanchor: "bottom", font: { size: 11, color: css("soft") } } } } };
 }

@@ -10,6 +10,7 @@ anything else. Text from a log, such as a sample, is escaped by jinja2.
 
 import html
 import json
+import math
 import secrets
 import time
 from collections.abc import Sequence
@@ -323,12 +324,14 @@ def settings(runs: Sequence[RunReport]) -> list[tuple[str, list[tuple[str, list[
 
 
 def setting_text(value: Any) -> str:
-    """A setting as text: JSON, except that strings have no quotes and missing values are a dash, also in
-    lists."""
+    """A setting as text: JSON, except that strings have no quotes, floats at most six digits, and missing
+    values are a dash, also in lists."""
     if value is None or value == "":
         return MISSING
     if isinstance(value, list):
         return ", ".join(map(setting_text, value)) or MISSING
+    if isinstance(value, float) and math.isfinite(value):
+        value = float(f"{value:.6g}")
     return value if isinstance(value, str) else json.dumps(value)
 
 
