@@ -10,7 +10,7 @@ import re
 
 import pytest
 import torch
-from conftest import ROOT, Tab
+from conftest import ROOT, Tab, succeed
 from test_html_export import ModelPage
 from test_plot import RUN
 from test_report import EVIL, sample, write_run
@@ -124,6 +124,14 @@ def test_report_does_not_run_scripts_from_a_log(tmp_path, chromium):
     tab.page.evaluate(evil)
     tab.page.wait_for_timeout(200)  # the policy stops even injected scripts
     assert tab.page.title() == "r" and any("Content Security Policy" in text for text in tab.wrong)
+
+
+def test_pictures_of_the_readme_can_be_taken_again(tmp_path, chromium):
+    succeed("bench/screenshots.py", "--out", "pictures", cwd=tmp_path)
+    taken = {path.name: path.stat().st_size for path in (tmp_path / "pictures").iterdir()}
+    pictures = (ROOT / "readme.assets").glob("*.png")
+    assert {*taken} == {p.name for p in pictures if p.name.startswith(("report", "serve"))}
+    assert all(20_000 < size < 170_000 for size in taken.values()), taken
 
 
 # ------------------------------------------------------------------------------ lab serve

@@ -80,8 +80,7 @@ def read_run(path: Path, name: str) -> RunReport:
 
 def warnings(runs: Sequence[RunReport]) -> list[str]:
     """Warnings about invalid comparisons."""
-    logs = [run.log for run in runs]
-    found = [f"There is no config.json for the log of {r.name}." for r in runs if not r.config]
+    logs, found = [run.log for run in runs], []
     if len(runs) == 1:
         return found
     data = [(run.start.get("val_tokens"), run.train.get("data")) for run in runs]
@@ -367,6 +366,7 @@ def page(runs: Sequence[RunReport], live: bool = False) -> str:
         opens=opens,
         shaded=[(r.name, s) for r in runs for s in r.log.get("sample", [])[-1:] if "shaded" in s],
         settings=settings(runs),
+        without_config=[run.name for run in runs if not run.config],
         nonce=secrets.token_urlsafe(16),  # scripts without it, such as one from a log, don't run
         missing=MISSING,
         renew=RENEW_SECONDS if live else 0,
