@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import os
+import platform
 import re
 import struct
 import threading
@@ -83,6 +84,13 @@ def test_no_color_and_pipes_get_plain_text(on_terminal, tiny, tmp_path):
     assert "vocabulary of 257 tokens\nd" in done.stdout  # no padding, one process, one micro-step
     assert "\nstep   64 tokens = 4 sequences x 16 tokens\n" in done.stdout
     assert re.search(r"^step +2/2 \| loss \S+ \| lr \S+ \| norm ", done.stdout, re.M)
+
+
+def test_first_run_says_what_the_builtin_text_is(tmp_path):
+    flags = [*TINY_RUN, "--data", "data/builtin", "--tokenizer", "bytes", "--max_steps", 1]
+    done = run_python(ROOT / "train_gpt2.py", *flags, cwd=tmp_path)
+    version = platform.python_version()
+    assert f"\ndata   data/builtin (documentation of Python {version}): " in done.stdout, done.stderr
 
 
 def test_samples_have_one_header_per_step_and_none_of_random_weights(tiny, tmp_path):

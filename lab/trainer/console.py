@@ -107,8 +107,11 @@ class Console:
             f"{counted(c.n_head, 'head')}, {c.n_embd} channels, "
             f"vocabulary of {c.vocab_size:,} tokens{padding}"
         )
+        source = shards.manifest.get("source") or {}
+        builtin = source.get("kind") == "builtin"
+        about = f" (documentation of {source['revision']})" if builtin else ""
         self.print(
-            f"data   {cfg.data}: {len(shards):,} training tokens, {record['val_tokens']:,} for "
+            f"data   {cfg.data}{about}: {len(shards):,} training tokens, {record['val_tokens']:,} for "
             f"validation; this run reads {tokens / loader.epoch_tokens():.2f} epochs"
         )
         for name in record.get("passed_over", ()):
