@@ -55,7 +55,7 @@ class GPTConfig:
     rope_scaling: Literal["none", "linear", "ntk", "yarn"] = "none"
     trained_length: int = 0  # block_size before --rope_scaling
     qk_norm: bool = True  # RMSNorm of queries and keys
-    mlp: Literal["relu2", "gelu"] = "relu2"  # gelu: GPT-2's MLP, with its biases and 8-bit kernels
+    mlp: Literal["relu2", "gelu"] = "relu2"  # gelu: GPT-2's MLP, with its biases
     tied: bool = False  # one matrix for embedding and head, as in GPT-2
     value_tables: int = 1  # embeddings added to attention's values; 0 is better from 4 epochs on
     smear: bool = True  # add a gated part of the previous token's embedding to each embedding
@@ -286,13 +286,11 @@ class CausalSelfAttention(nn.Module):
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
 
 
-class MLP(nn.Module):
+class MLP(train_gpt2.MLP):
     """MLP with squared ReLU (So et al. 2021, Primer): few neurons are active at a time."""
 
     def __init__(self, config):
-        super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=False)
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=False)
+        super().__init__(config, bias=False)
 
     def forward(self, x):
         return self.c_proj(F.relu(self.c_fc(x)).square())
