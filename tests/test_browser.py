@@ -258,6 +258,11 @@ def test_chat_page_and_model_page_follow_the_same_rules(tab, chromium, tmp_path)
     tab.done()
     tab.tokens().nth(4).click()
     tab.page.wait_for_function("() => sum.textContent.includes('257 of 257 tokens can be drawn')")
+    for scheme in ("light", "dark"):
+        model.page.emulate_media(color_scheme=scheme)
+        for color in ("attention", "surprise"):
+            model.page.click(f"input[value={color}]")
+            assert axe_findings(model.page) == [], (scheme, color)
     sampled = "sampling_probs(reading.logits, settings()).filter(q => q > 0).length"
     assert model.js(sampled) == 257 and model.wrong == []
 
