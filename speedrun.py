@@ -1,7 +1,7 @@
 """Train a GPT with today's methods: the loss of train_gpt2.py in a fraction of the time.
 
     python speedrun.py                                 # two minutes on a laptop
-    python speedrun.py --preset speedrun --fp8 head    # a minute on an H200
+    python speedrun.py --preset speedrun --fp8 all     # a minute on an H200
     torchrun --standalone --nproc_per_node=4 speedrun.py --preset speedrun
     python speedrun.py --preset small-data --fp8 head --data data/mine
 
