@@ -66,7 +66,7 @@ def load_model(source: str, model_class: type | None = None) -> Any:
         checkpoint = read_checkpoint(path)
         if isinstance(checkpoint, dict):
             saved, program = checkpoint.get("model_config"), checkpoint.get("program")
-        if isinstance(program, dict) and program:  # of this project: the model is that of its config
+        if isinstance(program, dict):  # of this project: the model is that of its config
             with read_errors(path, "checkpoint", "choose another: `ls log` lists the runs"):
                 model_path, config_path = str(program["model"]), str(program["config"])
             config = build_config(find_class(config_path, path), saved, path)

@@ -90,7 +90,9 @@ def test_first_run_says_what_the_builtin_text_is(tmp_path):
     flags = [*TINY_RUN, "--data", "data/builtin", "--tokenizer", "bytes", "--max_steps", 1]
     done = run_python(ROOT / "train_gpt2.py", *flags, cwd=tmp_path)
     version = platform.python_version()
-    assert f"\ndata   data/builtin (documentation of Python {version}): " in done.stdout, done.stderr
+    assert f"\ndata   data/builtin (documentation of Python {version}): " in done.stdout, (
+        done.stderr
+    )
 
 
 def test_samples_have_one_header_per_step_and_none_of_random_weights(tiny, tmp_path):
