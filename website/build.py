@@ -181,7 +181,7 @@ def to_markdown(page, metadata, folder):
 
 def adapt(text, page, folder, moved):
     """Convert a page from GitHub's or Jupyter's Markdown to that of mkdocs. Files that it links to are
-    copied to `folder`; links to folders become plain text. moved: the result of anchors.
+    copied to `folder`; links to folders and hidden files become plain text. moved: the result of anchors.
     """
     text = re.sub(r"^<details>", "<details markdown>", text, flags=re.MULTILINE)
     here = Path(page).parent if not page.startswith("play/") else Path()
@@ -195,7 +195,9 @@ def adapt(text, page, folder, moved):
         if inside == "play.ipynb" or (not path and page.startswith("play/")):
             place = moved[unquote(anchor)] if anchor else "play/index.md"
             return f"[{words}]({os.path.relpath(place, Path(page).parent)})"
-        if (ROOT / inside).is_dir():
+        if (ROOT / inside).is_dir() or inside.startswith(
+            "."
+        ):  # mkdocs and GitHub Pages skip .github
             return words
         copy(inside, folder)
         inside += ".md" * inside.endswith(".py")
@@ -290,6 +292,19 @@ def run(*args):
     subprocess.run([sys.executable, *args], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 
 
+def mend_search(out):
+    """Correct a fault of lunr, Material's search library: with digits in words, two states of its
+    automaton may get the same key, so that some searches, such as "n", fail. A comma after the id of
+    a state tells them apart."""
+    (script,) = out.glob("assets/javascripts/workers/search.*.min.js")
+    text = script.read_text(encoding="utf-8")
+    if text.count("e=e+s+o.id}") != 1:
+        raise UserError(
+            f"{script.name} has changed; correct mend_search, or remove it if lunr is mended"
+        )
+    script.write_text(text.replace("e=e+s+o.id}", 'e=e+s+o.id+","}'), encoding="utf-8")
+
+
 @dataclass
 class Config:
     """Build the course as a site."""
@@ -317,6 +332,7 @@ def main(argv):
         if done.returncode:
             eprint(done.stderr)
             raise UserError("mkdocs found the errors above; correct the links or pages they name")
+    mend_search(out)
     print(f"wrote {out}; open {out / 'index.html'}")
 
 
