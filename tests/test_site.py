@@ -69,9 +69,9 @@ def test_no_link_is_broken(site):
 
 def test_the_front_page_leads_on_and_code_is_a_page(site):
     page = Page(site / "index.html")
-    order = ["Try a model", "Build it yourself", "Two minutes of training", "One training step"]
+    order = ["Try a model", "Build it yourself", "two minutes of training", "One training step"]
     places = [page.text.rindex(words) for words in order]
-    assert places == sorted(places) and "Five ways to learn" not in page.text
+    assert places == sorted(places) and "Where to begin" not in page.text
     assert page.links.count("race.html") > 1 and "train_gpt2.py.html" in page.links
     assert "git clone https://github.com/owner/name gpt2" in page.text
     code = Page(site / "train_gpt2.py.html").text

@@ -235,10 +235,10 @@ def copy(path, folder):
 
 
 def front_page(readme):
-    """README, with home.md in place of its first paragraph and of its list of ways to learn."""
-    found = re.match(r".*?(^<picture>.*?)^## Five ways to learn$.*?(^## .*)", readme, re.M | re.S)
+    """README, with home.md in place of its title and of its first section, "Where to begin"."""
+    found = re.match(r"# [^\n]*\n(.*?)^## .*?(^## .*)", readme, re.M | re.S)
     if not found:
-        raise UserError("README.md has no picture before 'Five ways to learn'; correct front_page")
+        raise UserError("README.md must have a title and two sections; correct front_page")
     start, rest = found.groups()
     if REPOSITORY:
         start = re.sub(
