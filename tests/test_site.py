@@ -74,6 +74,10 @@ def test_the_front_page_leads_on_and_code_is_a_page(site):
     assert places == sorted(places) and "Where to begin" not in page.text
     assert page.links.count("race.html") > 1 and "train_gpt2.py.html" in page.links
     assert "git clone https://github.com/owner/name gpt2" in page.text
+    backs = [
+        Page(site / f).links[0] for f in ("race.html", "report.html", "examples/laptop_model.html")
+    ]
+    assert backs == ["index.html", "index.html", "../index.html"]
     code = Page(site / "train_gpt2.py.html").text
     assert (ROOT / "train_gpt2.py").read_text(encoding="utf-8").strip() in code
 

@@ -266,6 +266,11 @@ def collect(folder):
     copy(MODEL, folder)
     run("-m", "lab", "report", RECORDED, "--out", folder / REPORT)
     run("bench/race.py", "--page", folder / RACE, "--out", folder)
+    for page in (MODEL, REPORT, RACE):  # they have their own layout, so they get a link to the site
+        file, home = folder / page, os.path.relpath("index.html", Path(page).parent)
+        back = f'<body>\n<p><a href="{home}">GPT-2 from scratch</a></p>'
+        text = file.read_text(encoding="utf-8").replace("<body>", back, 1)
+        file.write_text(text, encoding="utf-8")
     for picture in folder.glob("race*.svg"):  # README shows those of readme.assets
         picture.unlink()
     titles = lambda pages: [{title: page} for page, title in pages.items()]  # noqa: E731
