@@ -73,37 +73,6 @@ def passes(runs, out_path, dark):
     figure.savefig(out_path)
 
 
-@made_by("python bench/slowrun.py --epochs 4 --more='--n_layer=12 --n_embd=768 --n_head=6'")
-def small_data(runs, out_path, dark):
-    """Validation loss against GPU-minutes of training on the same text: GPT-2's recipe, NanoGPT Slowrun's
-    program and the preset small-data."""
-    curves = {}
-    for name, label in {
-        "both_4_passes_gpt2": "GPT-2's recipe",
-        "small_data_25": "small-data",
-    }.items():
-        records(runs, name, "kind")
-        log = read_log(runs / f"{name}.jsonl")
-        steps, times = column(log, "train", "dt_ms")
-        minutes = np.cumsum(np.diff([0, *steps]) * times) / 60_000 * log["start"][0]["world_size"]
-        at, losses = column(log, "val", "loss")
-        curves[label] = np.interp(at[1:], steps, minutes), losses[1:]
-    (other,) = records(runs, "slowrun", "curve")
-    seconds, _, losses = zip(*other["curve"][1:])  # the first is before training
-    minutes = np.array(seconds) / 60 * other["settings"]["gpus"]
-    curves["Slowrun's program"] = np.append(minutes, minutes[-1]), [*losses, other["lowest"]]
-    title = ", ".join(f"{label} {losses[-1]:.2f}" for label, (_, losses) in curves.items())
-    note = "111M tokens of books and textbooks, H100s (GPT-2's recipe: H200), 2026-11-25 and 27"
-    figure, ax = blank(4.6, title, note)
-    for label, (minutes, losses) in curves.items():
-        color = color_of("blue" if label == "small-data" else "orange", dark)
-        ax.plot(minutes, losses, "o-", color=color, markersize=3)
-        write(ax, f"{label} {losses[-1]:.2f}", minutes[-1], losses[-1], 6, color=color)
-    ax.set(xlabel="GPU-minutes of training", ylabel="validation loss (nats per token)")
-    ax.set(xlim=(0, 33), ylim=(3.1, 4.5))
-    figure.savefig(out_path)
-
-
 RECIPES = {  # {recipe: (steps of its runs, its name in figures)}
     "gpt2": (270, "GPT-2's recipe"),
     "muon": (290, "train_gpt2.py, Muon"),
