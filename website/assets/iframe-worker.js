@@ -16,18 +16,13 @@ class IFrameWorker extends EventTarget {
       const event = new MessageEvent("message", { data });
       this.dispatchEvent(event);
       this.onmessage?.(event);
-      this.replied();
     };
     this.ready = load(new URL(url, location.href).href);
   }
 
   postMessage(data) {
     const { contentWindow } = this.frame;
-    const send = done => { // one message after the other: the first one builds the index, and each gets a reply
-      this.replied = done;
-      contentWindow.dispatchEvent(new MessageEvent("message", { data }));
-    };
-    this.ready = this.ready.then(() => new Promise(send));
+    this.ready.then(() => contentWindow.dispatchEvent(new MessageEvent("message", { data })));
   }
 
   terminate() {
