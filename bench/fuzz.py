@@ -18,6 +18,7 @@ programs or use the network. The outcomes are counted:
 
 The first example of each of the last four is printed, and the exit status is then 1. With --out, the
 results are saved after each batch of files, and the same command continues after an interruption.
+`--count 0 --out found.jsonl` prints the table again.
 """
 
 import contextlib
@@ -72,6 +73,7 @@ from lab.trainer.run_dir import is_finished, write_config
 # seconds of CPU time per file; bytes of memory, and files, per child process
 SECONDS, MEMORY, BATCH = 20, 2 * 2**30, 100
 FAULTS = "wrong", "traceback", "hang", "crash"
+OUTCOMES = "refused", "same", "changed", *FAULTS
 FORBIDDEN = "os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "socket.connect"
 PRESETS = train_gpt2.PRESETS
 TEXTS = [f"Text {i} says naïve things. " * (i % 5) for i in range(40)]
@@ -662,6 +664,16 @@ def read_results(path):
     return {kind: Result(kind, records.get(kind)) for kind in KINDS}
 
 
+def print_table(results):
+    """Print a Markdown table of the results and their total, and return the total outcomes."""
+    total = sum((result.outcomes for result in results), Counter())
+    print("| kind | files |", " | ".join(OUTCOMES), "|\n" + "|---" * (len(OUTCOMES) + 2) + "|")
+    for kind, found in [(result.kind, result.outcomes) for result in results] + [("all", total)]:
+        numbers = [found.total(), *(found[name] for name in OUTCOMES)]
+        print(f"| {kind} |", " | ".join(f"{number:,}" for number in numbers), "|")
+    return total
+
+
 # ------------------------------------------------------------------------------- 5. command line
 
 
@@ -691,8 +703,8 @@ def main(argv):
     with tempfile.TemporaryDirectory(prefix="fuzz") as folder:
         tempfile.tempdir = folder  # also of child processes, which may be killed
         valid = {kind: Path(folder, kind) for kind in kinds}
-        expected = {kind: prepare(kind, valid[kind]) for kind in kinds}
         todo = {kind: [seed for seed in seeds if seed not in results[kind].seeds] for kind in kinds}
+        expected = {kind: prepare(kind, valid[kind]) for kind in kinds if todo[kind]}
         tasks = [
             (kind, valid[kind], expected[kind], todo[kind][i : i + BATCH], deadline)
             for i in range(0, cfg.count, BATCH)  # the kinds in turn, as time may be limited
@@ -708,10 +720,7 @@ def main(argv):
                     lines = [result.line() + "\n" for result in results.values() if result.seeds]
                     atomic_write(cfg.out, "".join(lines).encode())
         tempfile.tempdir = None
-    for kind in kinds:
-        print(kind, dict(results[kind].outcomes), flush=True)
-    total = sum((results[kind].outcomes for kind in kinds), Counter())
-    print("all", dict(total), flush=True)
+    total = print_table([results[kind] for kind in kinds])
     return 1 if any(total[name] for name in FAULTS) else 0
 
 
