@@ -537,13 +537,14 @@ def read_batch(task):
                     os.write(writer, json.dumps(dataclasses.astuple(outcome)).encode() + b"\n")
                     if time.monotonic() > deadline:
                         break
-            finally:
                 os._exit(0)
+            finally:  # for example, no memory is left for the outcome
+                os._exit(1)
         os.close(writer)
         with open(reader, encoding="utf-8") as lines:
             found += [Outcome(*json.loads(line)) for line in lines]
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        if status:  # negative: the signal that ended it
+        if status and len(found) < len(seeds):  # negative if a signal ended it
             hang = -status in (signal.SIGALRM, signal.SIGPROF)
             found.append(Outcome(seeds[len(found)], "hang" if hang else "crash", SECONDS * hang))
     return kind, found
