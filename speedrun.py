@@ -1,7 +1,7 @@
 """Train a GPT with today's methods: the loss of train_gpt2.py in a fraction of the time.
 
     python speedrun.py                                 # two minutes on a laptop
-    python speedrun.py --preset speedrun --fp8 head    # a minute on an H200
+    python speedrun.py --preset speedrun --fp8 all     # a minute on an H200
     torchrun --standalone --nproc_per_node=4 speedrun.py --preset speedrun
     python speedrun.py --preset small-data --fp8 head --data data/mine
 
@@ -55,7 +55,7 @@ class GPTConfig:
     rope_scaling: Literal["none", "linear", "ntk", "yarn"] = "none"
     trained_length: int = 0  # block_size before --rope_scaling
     qk_norm: bool = True  # RMSNorm of queries and keys
-    mlp: Literal["relu2", "gelu"] = "relu2"  # gelu: GPT-2's MLP, with its biases and 8-bit kernels
+    mlp: Literal["relu2", "gelu"] = "relu2"  # gelu: GPT-2's MLP, with its biases
     tied: bool = False  # one matrix for embedding and head, as in GPT-2
     value_tables: int = 1  # embeddings added to attention's values; 0 is better from 4 epochs on
     smear: bool = True  # add a gated part of the previous token's embedding to each embedding
@@ -231,22 +231,22 @@ def rope_frequencies(config, device=None):
 
 
 def rotation(position, config):
-    """(cos, sin) of the angles by which rotary embedding (Su et al. 2021) rotates pairs of channels:
-    (T, D / 2), or (B, 1, T, D / 2). Half of the pairs don't rotate, so that they can compare content
+    """cos and sin of the angles by which rotary embedding (Su et al. 2021) rotates pairs of channels:
+    (2, T, 1, D), or (2, B, T, 1, D). Half of the pairs don't rotate, so that they can compare content
     independently of distance (as in modded-nanogpt)."""
     D = config.n_embd // config.n_head
     inv_freq, factor = rope_frequencies(config, position.device)
     inv_freq = F.pad(inv_freq, (0, D // 2 - D // 4))
-    angle = position[..., None].float() * inv_freq
-    angle = angle if position.dim() == 1 else angle[:, None]
-    return angle.cos() * factor, angle.sin() * factor
+    # the second channel of a pair turns the other way, see rotate()
+    angle = position[..., None, None].float() * torch.cat([inv_freq, -inv_freq])
+    return torch.stack([angle.cos(), angle.sin()]) * factor
 
 
 def rotate(x, cos_sin):
-    """Rotate x (B, H, T, D), in which channels i and i + D / 2 are a pair."""
-    cos, sin = (t.to(x.dtype) for t in cos_sin)
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat([a * cos + b * sin, b * cos - a * sin], dim=-1)
+    """Rotate x (B, T, H, D), in which channels i and i + D / 2 are a pair. (torch.compile fuses this
+    with the norm before it, but not a concatenation of two halves.)"""
+    cos, sin = cos_sin.to(x.dtype)
+    return x * cos + x.roll(x.size(-1) // 2, -1) * sin
 
 
 class CausalSelfAttention(nn.Module):
@@ -269,13 +269,14 @@ class CausalSelfAttention(nn.Module):
         q, k, v = F.linear(x, self.qkv.flatten(0, 1)).split(C, dim=2)
         if value is not None:  # value embeddings (Zhou et al. 2024; modded-nanogpt)
             v = self.mix_values[0] * v + self.mix_values[1] * value.to(v.dtype)
-        q, k, v = (t.view(B, T, self.config.n_head, -1).transpose(1, 2) for t in (q, k, v))
+        q, k, v = (t.view(B, T, self.config.n_head, -1) for t in (q, k, v))  # (B, T, H, D)
         # QK-norm (Henry et al. 2020), here without a learned gain: scores stay within +-sqrt(D), so
         # learning rates can be higher
         if self.config.qk_norm:
             q, k = norm(q), norm(k)
         if self.config.rotary:
             q, k = rotate(q, cos_sin), rotate(k, cos_sin)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H, T, D)
         if cache is not None:
             k, v = cache.update(self.layer, k, v)  # (B, H, S, D), already rotated
         S = k.size(2)
@@ -286,13 +287,11 @@ class CausalSelfAttention(nn.Module):
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
 
 
-class MLP(nn.Module):
+class MLP(train_gpt2.MLP):
     """MLP with squared ReLU (So et al. 2021, Primer): few neurons are active at a time."""
 
     def __init__(self, config):
-        super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=False)
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=False)
+        super().__init__(config, bias=False)
 
     def forward(self, x):
         return self.c_proj(F.relu(self.c_fc(x)).square())

@@ -205,12 +205,11 @@ class CausalSelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, config):
+    def __init__(self, config, bias=True):
         super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
-        self.c_proj = nn.Linear(
-            4 * config.n_embd, config.n_embd
-        )  # init_weights knows it by this name
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias)
+        # init_weights knows it by this name
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias)
 
     def forward(self, x):
         return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))  # tanh, as in OpenAI's code

@@ -62,7 +62,7 @@ def mlp_values(mlp, x):
     if isinstance(mlp, Fp8MLP):
         weights = mlp.c_fc.weight, mlp.c_fc.bias, mlp.c_proj.weight, mlp.c_proj.bias
         x = x.bfloat16().flatten(0, -2)
-        before = mlp_products_fp8(x, *weights)[1]
+        before = mlp_products_fp8(x, *weights, "gelu")[1]
     else:
         before = mlp.c_fc(x)
     return x.float(), F.gelu(before.float(), approximate="tanh")

@@ -40,7 +40,7 @@ OFF = {
     "normuon": "--optimizer muon", "momentum": "--momentum_warmup 0",
 }  # fmt: skip
 MORE = {  # additions, only measured on a GPU
-    "fp8_head": "--fp8 head", "bigrams": "--bigram_rows 250000",
+    "fp8_head": "--fp8 head", "fp8_all": "--fp8 all", "bigrams": "--bigram_rows 250000",
 }  # fmt: skip
 LESS = {  # differences that the laptop recipe does not have, or has with other values
     "small_start": "--batch_warmup_steps 0", "decay": "--weight_decay 0",

@@ -66,8 +66,8 @@ def check_value(source: Any, field: dataclasses.Field, value: Any) -> None:
         rule = f"one of {', '.join(map(str, choices))}"
     elif type(value) not in kinds:
         rule = f"of type {' or '.join(kind.__name__ for kind in kinds)}"
-    elif type(value) is int and not -1 <= value <= MAX_INT:
-        rule = f"from 0 to {MAX_INT}"
+    elif type(value) is int and not min(0, field.default) <= value <= MAX_INT:
+        rule = f"from {min(0, field.default)} to {MAX_INT}"
     else:
         return
     text = json.dumps(value, default=repr)[:80]

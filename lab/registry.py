@@ -61,12 +61,12 @@ def load_model(source: str, model_class: type | None = None) -> Any:
     model_class: load the weights into this class instead of the recorded one. Raises UserError if there
     is nothing to load or the weights don't fit.
     """
-    path, saved, program = resolve_source(source), {}, {}
+    path, saved, program = resolve_source(source), {}, None
     if is_checkpoint(path):
         checkpoint = read_checkpoint(path)
         if isinstance(checkpoint, dict):
-            saved, program = checkpoint.get("model_config"), checkpoint.get("program") or {}
-        if program:  # a checkpoint of this project: the model is that of its config
+            saved, program = checkpoint.get("model_config"), checkpoint.get("program")
+        if isinstance(program, dict) and program:  # of this project: the model is that of its config
             with read_errors(path, "checkpoint", "choose another: `ls log` lists the runs"):
                 model_path, config_path = str(program["model"]), str(program["config"])
             config = build_config(find_class(config_path, path), saved, path)

@@ -1,20 +1,28 @@
-"""bench/: scaling.py, little_text.py and longer.py, the records of the notebook's last chapters."""
+"""bench/: scaling.py, little_text.py and longer.py, whose records the notebook's last chapters show,
+data_multiple.py, ensemble.py and spread.py."""
 
 import json
 import math
 import random
 
+import data_multiple
+import ensemble
 import little_text
 import longer
+import numpy as np
 import pytest
 import scaling
+import spread
 import torch
+import torch.nn.functional as F
 from conftest import ROOT, run_python
+from records import read_records
 
 import speedrun
 from lab.cli import UserError
 from lab.data.shards import TokenShards
 from lab.data.tokenizers import get_tokenizer
+from lab.precision import Precision
 
 
 def test_scaling_runs_have_the_flops_and_tokens_they_claim():
@@ -116,3 +124,45 @@ def test_longer_extends_a_run_and_measures_it(tmp_path):
     assert "facts found by distance" in done.stdout
     done = run_python(ROOT / "bench" / "longer.py", *flags.split(), "--length", 20, cwd=tmp_path)
     assert done.returncode == 2 and "length=20 must be a multiple of 8" in done.stderr
+
+
+def test_ensemble_loss_is_that_of_the_mean_probability(tmp_path):
+    tokens = np.arange(900, dtype=np.uint16) % 257
+    np.save(tmp_path / "x_val_000000.npy", tokens)
+    shards, models = TokenShards(tmp_path, "val", 257), tiny_models(3)
+    exact = Precision("fp32", torch.device("cpu"))
+    alone, together = ensemble.losses(models, shards, 640, 3, exact)  # the last batch is smaller
+    x, y = (torch.as_tensor(t.astype(np.int64)).view(10, 64) for t in (tokens[:640], tokens[1:641]))
+    for n in (1, 2, 3):
+        logs = little_text.mean_log_probs(models[:n], x).flatten(0, 1)
+        assert together[n - 1] == pytest.approx(F.nll_loss(logs, y.flatten()).item(), rel=1e-5)
+        assert alone[n - 1] == pytest.approx(models[n - 1](x, y)[1].item(), rel=1e-5)
+
+
+def test_tokens_needed_is_interpolated_in_the_logarithm_and_never_extrapolated():
+    best = {10: 4.0, 1000: 3.0}
+    assert data_multiple.tokens_needed(best, 3.5) == pytest.approx(100)
+    assert math.isnan(data_multiple.tokens_needed(best, 2.9))
+    assert math.isnan(data_multiple.tokens_needed(best, 4.1))
+    rows = [dict(tokens=t, val_loss=loss) for t, loss in ((1000, 3.0), (10, 4.0), (10, 4.2))]
+    assert list(data_multiple.best_losses(rows).items()) == list(best.items())
+
+
+def test_data_multiple_and_spread_record_the_runs_that_they_make(tmp_path, monkeypatch):
+    for split in ("train", "val"):
+        np.save(tmp_path / f"x_{split}_000000.npy", np.arange(5000, dtype=np.uint16) % 257)
+    monkeypatch.chdir(tmp_path)
+    also = """--also=--device cpu --n_layer 1 --n_head 2 --n_embd 32 --block_size 64 --seq_len 64
+        --vocab_size 257 --batch_size 1 --val_tokens 256 --no_compile"""
+    flags = ["--data", ".", "--total_batch_size", "128", "--tokens", "600", "--passes", "1", "2"]
+    for _ in range(2):  # finished runs are not repeated
+        data_multiple.main([*flags, "--out", "many.jsonl", also + " --fp8 off"])
+    one, two = read_records("many.jsonl")
+    # 600 and 1,200 tokens in steps of 112 on average
+    assert (one["steps"], two["steps"]) == (5, 11)
+    assert [r["curve"][-1] for r in (one, two)] == [[5, one["val_loss"]], [11, two["val_loss"]]]
+    flags = ["--data", ".", "--same", "2", "--seeds", "2", "--steps", "2", "--out", "spread.jsonl"]
+    spread.main([*flags, also + " --total_batch_size 128"])
+    losses = [(r["runs"], r["seed"], r["val_loss"]) for r in read_records("spread.jsonl")]
+    assert losses[0] == losses[1] and losses[0][2] != losses[2][2] != losses[3][2]
+    assert [seed for _, seed, _ in losses] == [1, 1, 2, 3]

@@ -5,6 +5,8 @@ import copy
 import importlib.util
 import itertools
 import math
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,11 +15,12 @@ from conftest import TINY_MODEL, VOCAB
 from test_model import noisy, tokens
 
 import lab.kernels
+import speedrun
 import train_gpt2
 from lab.cli import UserError
 from lab.distributed import World
 from lab.hardware import can_run_triton
-from lab.kernels import cross_entropy, fp8_mlp, fused_mlp, replace_modules
+from lab.kernels import MLP_FUNCTIONS, cross_entropy, fp8_mlp, fused_mlp, replace_modules
 from lab.kernels.cross_entropy import FusedHeadLoss
 from lab.kernels.fused_mlp import FusedMLP
 from lab.precision import Precision
@@ -285,6 +288,29 @@ def test_rewritten_mlp_that_computes_the_same_is_replaced(tiny_config, fused_mlp
     assert fused.c_fc.weight.grad.norm() > 0
 
 
+def test_8_bit_kernel_also_replaces_the_squared_relu_of_speedrun(fused_mlp_everywhere, monkeypatch):
+    """Only the 8-bit one: in bf16 torch.compile fuses squared ReLU."""
+
+    def kernel(x, w_fc, b_fc, w_proj, b_proj, function):
+        assert (b_fc, b_proj, function) == (None, None, "relu2")
+        return [MLP_FUNCTIONS[function](x, w_fc.bfloat16(), w_proj.bfloat16()).mul(factor)]
+
+    monkeypatch.setattr(fp8_mlp, "mlp_products_fp8", kernel)
+    monkeypatch.setattr(lab.kernels, "fp8_unsupported_reason", lambda _: "")
+    for fp8, factor, wanted in (("head", 1, False), ("all", 1, True), ("all", 1.2, False)):
+        model, reports = speedrun.GPT(speedrun.GPTConfig(**TINY_MODEL)), []
+        parameters = list(model.named_parameters())
+        replace_modules(model, MLP, Precision("bf16", CPU), fp8, reports.append)
+        for block in model.transformer.h:
+            assert type(block.mlp) is (fp8_mlp.Fp8MLP if wanted else speedrun.MLP)
+        assert len(reports) == (factor != 1)
+        assert all(a is b for (_, a), b in zip(parameters, model.parameters(), strict=True))
+        assert [name for name, _ in parameters] == [name for name, _ in model.named_parameters()]
+    model.transformer.h[1].mlp.forward = lambda x: x
+    replace_modules(model, MLP, Precision("bf16", CPU), "head", reports.append)
+    assert "MLP differs" in reports[-1]
+
+
 def test_inaccurate_mlp_kernel_is_not_used(tiny_config, fused_mlp_everywhere, monkeypatch):
     def reported():
         model, reports = GPT(tiny_config), []
@@ -469,6 +495,9 @@ def test_unavailable_fp8_is_refused(tiny_config, monkeypatch, fp8):
     refused("needs precision=bf16, not fp32", "fp32")
 
 
+tanh_gelu = partial(F.gelu, approximate="tanh")
+
+
 def error(found, exact):
     return ((found.double() - exact.double()).norm() / exact.double().norm()).item()
 
@@ -499,7 +528,7 @@ def test_fp8_head_gradients_have_a_few_percent_of_random_error(n, monkeypatch):
 
 
 @on_gpu(eight_bits=True)
-@pytest.mark.parametrize("mode", ["plain", "gelu", "dgelu"])
+@pytest.mark.parametrize("mode", ["plain", "gelu", "dgelu", "relu2", "drelu2"])
 @pytest.mark.parametrize("shape", [(96, 48), (768, 3072), (4096, 1600)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_quantize_rounds_saturates_and_transposes(mode, shape, dtype):
@@ -510,9 +539,11 @@ def test_quantize_rounds_saturates_and_transposes(mode, shape, dtype):
     for form in (fp8_mlp.E4M3, fp8_mlp.E5M2):
         q, q_t, sums = fp8_mlp.quantize(x, scale, form, mode, before)
         z = before.double().requires_grad_()
-        exact = {"plain": x.double(), "gelu": F.gelu(x.double(), approximate="tanh")}.get(mode)
+        function = (lambda x: F.relu(x).square()) if "relu2" in mode else tanh_gelu
+        exact = x.double() if mode == "plain" else function(x.double())
+        if mode.startswith("d"):
+            (exact,) = torch.autograd.grad(function(z), z, x.double())
         if mode == "dgelu":
-            (exact,) = torch.autograd.grad(F.gelu(z, approximate="tanh"), z, x.double())
             assert error(sums.sum(0), exact.sum(0)) < 1e-3
         numbers = torch.finfo(form)  # eps: gap after 1; rounding errors are at most half of it
         limit = numbers.max * 0.25
@@ -523,20 +554,23 @@ def test_quantize_rounds_saturates_and_transposes(mode, shape, dtype):
 
 @on_gpu(eight_bits=True)
 @pytest.mark.parametrize("size", [1e-9, 1.0])  # the scale of gradients follows them
-def test_fp8_mlp_gradients_have_only_rounding_error(size):
+# with 8, squared ReLU reaches about 1,000, as in training
+@pytest.mark.parametrize("function, spread", [("gelu", 1), ("relu2", 8)])
+def test_fp8_mlp_gradients_have_only_rounding_error(size, function, spread):
     shapes = (384, 96), (384,), (96, 384), (96,)
-    x = torch.randn(512, 96, device="cuda").bfloat16()
+    x = (spread * torch.randn(512, 96, device="cuda")).bfloat16()
     weights = [0.1 * torch.randn(shape, device="cuda") for shape in shapes]
+    weights = weights[::2] if function == "relu2" else weights  # no biases
     dy = (size * torch.randn(512, 96, device="cuda")).bfloat16()
     inputs = [t.double().requires_grad_() for t in (x, *weights)]
-    hidden = F.gelu(inputs[0] @ inputs[1].t() + inputs[2], approximate="tanh")
-    y = hidden @ inputs[3].t() + inputs[4]
-    *wanted, db_wanted = [y, *torch.autograd.grad(y, inputs, dy.double())]
+    y = MLP_FUNCTIONS[function](*inputs)
+    wanted = [y, *torch.autograd.grad(y, inputs, dy.double())]
     inputs = [t.clone().requires_grad_() for t in (x, *weights)]
-    y = fp8_mlp.mlp_products_fp8(*inputs)[0]
-    *found, db_proj = [y, *torch.autograd.grad(y, inputs, dy)]
-    assert error(db_proj, db_wanted) < 1e-3  # a sum of the unrounded dy
-    for a, b in zip(found, wanted):
+    y = fp8_mlp.Fp8MLP(SimpleNamespace(c_fc=None, c_proj=None), function).products(*inputs)
+    found = [y, *torch.autograd.grad(y, inputs, dy)]
+    if function == "gelu":
+        assert error(found.pop(), wanted.pop()) < 1e-3  # db_proj, a sum of the unrounded dy
+    for a, b in zip(found, wanted, strict=True):
         assert 0.01 < error(a, b) < 0.12  # 16 bits would be below 0.01
 
 

@@ -78,6 +78,16 @@ def test_pictures_have_a_description_and_a_dark_variant(name):
         assert dark["srcset"] == re.sub(r"(\.\w+)$", r"_dark\1", light["src"])
 
 
+@pytest.mark.parametrize("name", ["DATA", "FAULTS", "RESULTS", "RUNS", "SPEED"])
+def test_contents_have_the_headings_of_the_page_in_order(name):
+    head, *sections = re.split(r"^##", TEXT[f"docs/{name}.md"], flags=re.MULTILINE)
+    contents = re.findall(r"^- \[(.+?)\]\(#[\w-]+\)", head, re.MULTILINE)
+    headings = [re.match(r"#* (.+)", section)[1] for section in sections]
+    top = [re.match(r" (.+)", section)[1] for section in sections if section[0] == " "]
+    assert [title for title in headings if title in contents] == contents
+    assert set(top) <= set(contents)
+
+
 LOG = TEXT["docs/LOG.md"]
 ENTRIES = re.split(r'^<a id="([\w-]+)"></a>$', LOG, flags=re.MULTILINE)[1:]
 ENTRIES = dict(zip(ENTRIES[::2], ENTRIES[1::2]))

@@ -187,19 +187,27 @@ def test_no_output_sees_a_later_token_or_another_document(changes):
     assert seen_by(9) == [t == 9 for t in range(20)]
 
 
+def scores(q, k):
+    """Attention's scores (B, H, T, T) of queries and keys (B, T, H, D), not divided by sqrt(D)."""
+    return torch.einsum("bqhd,bkhd->bhqk", q, k)
+
+
 def test_attention_scores_depend_only_on_distance_and_direction():
     """Rotary: adding 7 to all positions changes no score, no vector changes its length, and two
     rotations equal one by twice the angle. QK-norm: longer keys have the same scores."""
-    q, k = torch.randn(2, 1, 2, 9, 16)
+    q, k = torch.randn(2, 1, 9, 2, 16)  # (B, T, H, D)
     turns = [speedrun.rotation(torch.arange(9) + start, CONFIG) for start in (0, 7)]
     turned = [(speedrun.rotate(q, turn), speedrun.rotate(k, turn)) for turn in turns]
-    here, later = (a @ b.mT for a, b in turned)
-    assert torch.allclose(here, later, atol=1e-5) and not torch.allclose(here, q @ k.mT, atol=0.1)
+    here, later = (scores(*pair) for pair in turned)
+    assert torch.allclose(here, later, atol=1e-5)
+    assert not torch.allclose(here, scores(q, k), atol=0.1)
     assert torch.allclose(turned[1][0].norm(dim=-1), q.norm(dim=-1), atol=1e-5)
     one, two = (speedrun.rotation(torch.tensor([place]), CONFIG) for place in (1, 2))
     twice = speedrun.rotate(speedrun.rotate(q, one), one)  # (two reflections would cancel out)
     assert torch.allclose(twice, speedrun.rotate(q, two), atol=1e-5)
-    still = torch.tensor(4 * [False] + 4 * [True])  # half of the pairs of channels do not rotate
+    still = torch.tensor(
+        2 * (4 * [False] + 4 * [True])
+    )  # half of the pairs of channels do not rotate
     assert ((turns[1][0] == 1).all(0) == still).all() and ((turns[1][1] == 0).all(0) == still).all()
     for normed in (True, False):
         model, idx = tiny_model(qk_norm=normed), torch.randint(VOCAB, (1, 12))
@@ -256,14 +264,14 @@ def test_scaled_rope_frequencies_are_those_of_transformers_and_of_the_papers(sca
 
 def test_yarn_multiplies_attention_scores_by_the_square_of_its_factor():
     """Of channels that rotate and of those that don't."""
-    q, k = torch.randn(2, 1, 2, 9, 16)
-    scores = {}
+    q, k = torch.randn(2, 1, 9, 2, 16)  # (B, T, H, D)
+    found = {}
     for scaling in ("none", "yarn"):
         config = GPTConfig(**TINY | LONGER | dict(rope_scaling=scaling))
         turn = speedrun.rotation(torch.zeros(9), config)  # position 0: no rotation, only the factor
-        scores[scaling] = speedrun.rotate(q, turn) @ speedrun.rotate(k, turn).mT
+        found[scaling] = scores(speedrun.rotate(q, turn), speedrun.rotate(k, turn))
     temperature = 1 / (0.1 * math.log(32 / 8) + 1) ** 2  # eq. 22: sqrt(1 / t) = 0.1 ln(s) + 1
-    assert torch.allclose(scores["yarn"], scores["none"] / temperature, atol=1e-5)
+    assert torch.allclose(found["yarn"], found["none"] / temperature, atol=1e-5)
     turned = speedrun.rotate(q, speedrun.rotation(torch.arange(9) + 20, config))
     assert torch.allclose(turned.norm(dim=-1) * temperature**0.5, q.norm(dim=-1), atol=1e-5)
 

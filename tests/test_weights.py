@@ -18,6 +18,7 @@ from lab.hf.gpt2 import TRANSPOSED
 from lab.hf.load import parse_checkpoint
 from lab.program import LEGACY_PROGRAMS
 from lab.registry import init_from, load_model, resolve_source
+from lab.trainer.checkpoint import read_checkpoint
 from train_gpt2 import GPT, GPTConfig
 
 TOLERANCE = 1e-4
@@ -561,3 +562,26 @@ def test_a_model_that_computes_something_else_is_not_exported(tmp_path, monkeypa
     ):
         export(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_checksums_are_verified_even_if_a_second_end_record_is_incomplete(tmp_path):
+    """torch.load reads such a file, but zipfile.is_zipfile says that it is none."""
+    path = tmp_path / "model_000001.pt"
+    torch.save({"w": torch.arange(100.0)}, path)
+    data = bytearray(path.read_bytes())
+    data[data.index(torch.arange(100.0).numpy().tobytes()) + 1] ^= 1  # one bit of a weight
+    path.write_bytes(data + b"PK\x05\x06")  # the signature of a zip file's end
+    assert not torch.equal(torch.load(path, weights_only=True)["w"], torch.arange(100.0))
+    with pytest.raises(UserError, match="model_000001.pt is damaged"):
+        read_checkpoint(path)
+
+
+def test_checkpoint_with_a_tensor_as_program_or_a_negative_size_is_refused(tmp_path):
+    path = tmp_path / "model_000001.pt"
+    program = {"model": "train_gpt2.py:GPT", "config": "train_gpt2.py:GPTConfig"}
+    torch.save({"program": program, "model_config": {"n_embd": -1}}, path)
+    with pytest.raises(UserError, match="n_embd=-1, which must be from 0 to"):
+        load_model(str(path))
+    torch.save({"program": torch.ones(2), "model": {}}, path)
+    with pytest.raises(UserError, match="model_000001.pt"):
+        load_model(str(path))

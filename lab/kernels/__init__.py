@@ -26,7 +26,6 @@ TOLERANCE = 3e-5
 # largest relative errors of the MLP kernels against float32, due to rounding to bf16 and to 8 bits
 MAX_KERNEL_ERROR = {FusedMLP: 0.02, Fp8MLP: 0.15}
 Model = Any  # a GPT, with config, head_loss and lm_head; nn.Module does not type its attributes
-MLP_PARAMS = ("c_fc.weight", "c_fc.bias", "c_proj.weight", "c_proj.bias")
 
 
 def replace_modules(
@@ -55,21 +54,21 @@ def replace_mlps(
     model: nn.Module, mlp_class: type[nn.Module], fused: type[FusedMLP],
     report: Callable[[str], None],
 ) -> None:  # fmt: skip
-    """Replace every module of mlp_class that computes c_proj(GELU(c_fc(x))) with one of class `fused`, if
-    the kernel is accurate on this GPU; report the other modules."""
+    """Replace every module of mlp_class that computes one of MLP_FUNCTIONS with one of class `fused`, if
+    it has a kernel for that function, which is accurate on this GPU; report the other modules."""
     found = [
-        (parent, name, child)
+        (parent, name, child, mlp_function(child))
         for parent in model.modules()
         for name, child in parent.named_children()
         if isinstance(child, mlp_class)
     ]
-    same = [place for place in found if mlp_is_replaceable(place[2])]
-    for name in sorted({type(place[2]).__name__ for place in found if place not in same}):
+    same = [place for place in found if place[3] in fused.functions]
+    for name in sorted({type(child).__name__ for *_, child, function in found if not function}):
         report(f"{name} differs from the fused kernel's GELU MLP: using your version")
     if not same:
         return
     try:
-        error, limit = kernel_error(fused, same[0][2]), MAX_KERNEL_ERROR[fused]
+        error, limit = kernel_error(fused, *same[0][2:]), MAX_KERNEL_ERROR[fused]
     except RuntimeError as exception:  # such as a width for which cuBLASLt has no algorithm
         report(f"{fused.__name__} fails on this GPU ({exception}): using the plain MLP")
         return
@@ -79,8 +78,8 @@ def replace_mlps(
             "accepted: using the plain MLP"
         )
         return
-    for parent, name, child in same:
-        setattr(parent, name, fused(child))
+    for parent, name, child, function in same:
+        setattr(parent, name, fused(child, function))
 
 
 # ------------------------------------------------------------------------------------- comparisons
@@ -112,21 +111,27 @@ def head_is_replaceable(model: Model) -> bool:
             return False
 
 
-def mlp_is_replaceable(module: nn.Module) -> bool:
-    """Whether a module computes c_proj(GELU(c_fc(x))), with the tanh GELU, for random weights."""
-    if tuple(name for name, _ in module.named_parameters()) != MLP_PARAMS or list(module.buffers()):
-        return False
+def mlp_function(module: nn.Module) -> str:
+    """The key of the function in MLP_FUNCTIONS that a module computes for random weights, or ""."""
+    names = {
+        "c_fc.weight c_fc.bias c_proj.weight c_proj.bias": "gelu",
+        "c_fc.weight c_proj.weight": "relu2",
+    }
+    function = names.get(" ".join(name for name, _ in module.named_parameters()), "")
+    if not function or list(module.buffers()):
+        return ""
     module, x, dy = random_mlp(module)
     # ordinary activations distinguish the forms of GELU, and large ones reveal clipping
-    return all(same_mlp(module, size * x, dy) for size in (1, 10))
+    same = all(same_mlp(module, MLP_FUNCTIONS[function], size * x, dy) for size in (1, 10))
+    return function if same else ""
 
 
-def same_mlp(module: nn.Module, x: Tensor, dy: Tensor) -> bool:
-    """Whether an MLP and gelu_mlp have the same output and gradients for x, given dy."""
+def same_mlp(module: nn.Module, function: Callable[..., Tensor], x: Tensor, dy: Tensor) -> bool:
+    """Whether an MLP has the same output and gradients as a function for x, given dy."""
     x.requires_grad_()
     with exact_matmuls():
         try:
-            theirs, ours = module(x), gelu_mlp(x, *module.parameters())
+            theirs, ours = module(x), function(x, *module.parameters())
             inputs = (x, *module.parameters())
             gradients = [torch.autograd.grad(y, inputs, dy) for y in (theirs, ours)]
             return close(theirs, ours) and all(map(close, *gradients))
@@ -134,13 +139,14 @@ def same_mlp(module: nn.Module, x: Tensor, dy: Tensor) -> bool:
             return False
 
 
-def kernel_error(fused: type[FusedMLP], plain: nn.Module) -> float:
+def kernel_error(fused: type[FusedMLP], plain: nn.Module, function: str = "gelu") -> float:
     """Largest relative error of a fused MLP's output and gradients against float32."""
     plain, x, dy = random_mlp(plain)
     inputs = [t.detach().requires_grad_() for t in (x.bfloat16(), *plain.parameters())]
     exact = [t.detach().float().requires_grad_() for t in inputs]
     with exact_matmuls():
-        y, wanted = fused(plain).products(inputs[0].flatten(0, -2), *inputs[1:]), gelu_mlp(*exact)
+        y = fused(plain, function).products(inputs[0].flatten(0, -2), *inputs[1:])
+        wanted = MLP_FUNCTIONS[function](*exact)
         pairs = [
             (y.view_as(wanted), wanted),
             *zip(
@@ -156,7 +162,7 @@ def random_mlp(module: nn.Module) -> tuple[nn.Module, Tensor, Tensor]:
     """Return a float32 copy of an MLP in training mode, with an input and a gradient of the output, both
     (2, 64, C). The copy has random weights, because initial biases of 0 would hide some differences."""
     module = copy.deepcopy(module).float().train().requires_grad_()
-    w_fc, _, w_proj, _ = module.parameters()
+    w_fc, w_proj = (p for p in module.parameters() if p.dim() == 2)
     generator = torch.Generator(w_fc.device).manual_seed(0)
 
     def randn(*shape: int) -> Tensor:
@@ -169,8 +175,16 @@ def random_mlp(module: nn.Module) -> tuple[nn.Module, Tensor, Tensor]:
 
 
 def gelu_mlp(x: Tensor, w_fc: Tensor, b_fc: Tensor, w_proj: Tensor, b_proj: Tensor) -> Tensor:
-    """The function that the MLP kernels compute."""
+    """GPT-2's MLP."""
     return F.linear(F.gelu(F.linear(x, w_fc, b_fc), approximate="tanh"), w_proj, b_proj)
+
+
+def relu2_mlp(x: Tensor, w_fc: Tensor, w_proj: Tensor) -> Tensor:
+    """speedrun.py's MLP."""
+    return F.linear(F.relu(F.linear(x, w_fc)).square(), w_proj)
+
+
+MLP_FUNCTIONS = {"gelu": gelu_mlp, "relu2": relu2_mlp}  # those that the MLP kernels compute
 
 
 def close(a: Tensor, b: Tensor) -> bool:

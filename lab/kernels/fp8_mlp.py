@@ -3,7 +3,8 @@
 The forward pass has two matmuls, GELU(x @ w_fc.T + b_fc) @ w_proj.T, and the backward pass four. One
 kernel, cast_tile, does everything between them: it reads a tensor once, applies GELU or its
 derivative, and writes the result in 8 bits together with its transpose, because both factors of an
-8-bit matmul must be contiguous along the axis that is summed over.
+8-bit matmul must be contiguous along the axis that is summed over. The MLP of speedrun.py has squared
+ReLU in place of GELU, and no biases.
 
 The formats are those of Micikevicius et al. 2022 (FP8 formats for deep learning, section 3): e4m3 (3
 mantissa bits, normal numbers from 2^-6 to 448) for weights and activations, e5m2 (2 mantissa bits, from
@@ -39,8 +40,11 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 WEIGHT, ACTIVATION = 1 / 32, 1 / 4
 # The size of gradients varies, so in each call the largest |dy| is scaled to 57344. The gradient before
 # GELU, a sum of C such values times weights, may be larger, so its scale is 64 times as large. This uses
-# up 2^6 of e5m2's range of 2^30.
-AMAX_MARGIN = 64.0
+# up 2^6 of e5m2's range of 2^30. The derivative of squared ReLU has no bound, so its margin is 2^10.
+AMAX_MARGIN = {"gelu": 64.0, "relu2": 1024.0}
+# The scale of GELU's or squared ReLU's output. The latter exceeds 112 early in training, but its small
+# values matter less, so it may be up to 448 * 16 = 7168.
+HIDDEN = {"gelu": ACTIVATION, "relu2": 16.0}
 
 
 @functools.cache
@@ -54,7 +58,8 @@ def quantize(
     """Cast x (R, K) to 8 bits. Returns (x / scale in dtype (R, K), its transpose (K, R), sums).
 
     mode: "plain"; "gelu" casts GELU(x) instead; "dgelu" casts x * GELU'(before) and also returns its
-    float32 sums over blocks of rows (blocks, K). In the other modes, sums is uninitialized.
+    float32 sums over blocks of rows (blocks, K). In the other modes, sums is uninitialized. "relu2" and
+    "drelu2" do the same for squared ReLU, without the sums.
     """
     import triton  # pyright: ignore[reportMissingImports]  # CUDA builds of torch bring it
 
@@ -71,7 +76,10 @@ def quantize(
     return q, q_t, sums
 
 
-TILES = {"plain": (128, 64, 4), "gelu": (32, 128, 4), "dgelu": (64, 64, 2)}  # rows, columns, warps
+TILES = {  # rows, columns, warps
+    "plain": (128, 64, 4), "gelu": (32, 128, 4), "dgelu": (64, 64, 2),
+    "relu2": (32, 128, 4), "drelu2": (64, 64, 2),
+}  # fmt: skip
 
 
 @functools.cache
@@ -109,6 +117,11 @@ def kernel() -> Any:
         value = tl.load(x + here, mask=inside, other=0.0).to(tl.float32)
         if MODE == "gelu":
             value = value * sigmoid_of_gelu(value)
+        if MODE == "relu2":
+            value = tl.maximum(value, 0.0) * value
+        if MODE == "drelu2":
+            z = tl.load(before + here, mask=inside, other=0.0).to(tl.float32)
+            value = value * 2.0 * tl.maximum(z, 0.0)
         if MODE == "dgelu":
             z = tl.load(before + here, mask=inside, other=0.0).to(tl.float32)
             s = sigmoid_of_gelu(z)
@@ -135,27 +148,27 @@ def kernel() -> Any:
 # a custom op, because torch.compile would break the graph at the Triton launch
 @torch.library.custom_op("gpt2::mlp_products_fp8", mutates_args=())
 def mlp_products_fp8(
-    x: Tensor, w_fc: Tensor, b_fc: Tensor, w_proj: Tensor, b_proj: Tensor
-) -> list[Tensor]:
-    """Compute GELU(x @ w_fc.T + b_fc) @ w_proj.T + b_proj (N, C), for x (N, C) in bf16 and weights in
-    float32. Also returns, for the backward pass, GELU's input (N, F) and, in 8 bits and transposed,
-    GELU's output (F, N), x (C, N), w_fc (C, F) and w_proj (F, C)."""
+    x: Tensor, w_fc: Tensor, b_fc: Tensor | None, w_proj: Tensor, b_proj: Tensor | None,
+    function: str,
+) -> list[Tensor]:  # fmt: skip
+    """Compute GELU(x @ w_fc.T + b_fc) @ w_proj.T + b_proj (N, C), or with function "relu2" the same with
+    squared ReLU and without biases, for x (N, C) in bf16 and weights in float32. Also returns, for the
+    backward pass, the function's input (N, F) and, in 8 bits and transposed, its output (F, N), x (C, N),
+    w_fc (C, F) and w_proj (F, C)."""
     weight, activation = scalar_tensor(WEIGHT, x.device), scalar_tensor(ACTIVATION, x.device)
+    hidden = scalar_tensor(HIDDEN[function], x.device)
+    b_fc, b_proj = (b if b is None else b.to(x.dtype) for b in (b_fc, b_proj))
     x8, x8_t, _ = quantize(x, activation, E4M3)
     w8, w8_t, _ = quantize(w_fc, weight, E4M3)
     p8, p8_t, _ = quantize(w_proj, weight, E4M3)
-    before = torch._scaled_mm(
-        x8, w8.t(), activation, weight, bias=b_fc.to(x.dtype), out_dtype=x.dtype
-    )
-    after8, after8_t, _ = quantize(before, activation, E4M3, "gelu")
-    y = torch._scaled_mm(
-        after8, p8.t(), activation, weight, bias=b_proj.to(x.dtype), out_dtype=x.dtype
-    )
+    before = torch._scaled_mm(x8, w8.t(), activation, weight, bias=b_fc, out_dtype=x.dtype)
+    after8, after8_t, _ = quantize(before, hidden, E4M3, function)
+    y = torch._scaled_mm(after8, p8.t(), hidden, weight, bias=b_proj, out_dtype=x.dtype)
     return [y, before, after8_t, x8_t, w8_t, p8_t]
 
 
 @mlp_products_fp8.register_fake
-def _(x, w_fc, b_fc, w_proj, b_proj):
+def _(x, w_fc, b_fc, w_proj, b_proj, function):
     (N, C), F = x.shape, w_fc.size(0)
     small = [x.new_empty(shape, dtype=E4M3) for shape in ((F, N), (C, N), (C, F), (F, C))]
     return [torch.empty_like(x), x.new_empty(N, F), *small]
@@ -170,23 +183,25 @@ def mlp_gradients_fp8(
     x8_t: Tensor,
     w8_t: Tensor,
     p8_t: Tensor,
+    function: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return dx (N, C) in bf16, and dw_fc (F, C), db_fc (F,), dw_proj (C, F) in float32. largest: the
-    largest |dy|; the other arguments are outputs of mlp_products_fp8."""
+    """Return dx (N, C) in bf16, and dw_fc (F, C), db_fc (F,), dw_proj (C, F) in float32; db_fc is only
+    that of "gelu". largest: the largest |dy|; the other tensors are outputs of mlp_products_fp8."""
     weight, activation = scalar_tensor(WEIGHT, dy.device), scalar_tensor(ACTIVATION, dy.device)
+    hidden = scalar_tensor(HIDDEN[function], dy.device)
     scale = (largest.float() / 57344).clamp(min=1e-30)
     dy8, dy8_t, _ = quantize(dy, scale, E5M2)
     dafter = torch._scaled_mm(dy8, p8_t.t(), scale, weight, out_dtype=dy.dtype)
-    wide = scale * AMAX_MARGIN
-    d8, d8_t, sums = quantize(dafter, wide, E5M2, "dgelu", before)
+    wide = scale * AMAX_MARGIN[function]
+    d8, d8_t, sums = quantize(dafter, wide, E5M2, "d" + function, before)
     dx = torch._scaled_mm(d8, w8_t.t(), wide, weight, out_dtype=dy.dtype)
     dw_fc = torch._scaled_mm(d8_t, x8_t.t(), wide, activation, out_dtype=torch.float32)
-    dw_proj = torch._scaled_mm(dy8_t, after8_t.t(), scale, activation, out_dtype=torch.float32)
+    dw_proj = torch._scaled_mm(dy8_t, after8_t.t(), scale, hidden, out_dtype=torch.float32)
     return dx, dw_fc, sums.sum(0), dw_proj
 
 
 @mlp_gradients_fp8.register_fake
-def _(dy, largest, before, after8_t, x8_t, w8_t, p8_t):
+def _(dy, largest, before, after8_t, x8_t, w8_t, p8_t, function):
     C, F = dy.size(1), before.size(1)
     return torch.empty_like(dy), *(
         dy.new_empty(shape, dtype=torch.float32) for shape in ((F, C), (F,), (C, F))
@@ -197,14 +212,16 @@ def setup_context(ctx, inputs, output):
     # without this, autograd allocates zero gradients for the outputs that only backward() needs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output[1:])
+    ctx.function = inputs[-1]
 
 
 def backward(ctx, grads):
-    dy = grads[0].contiguous()
-    # the sum and the maximum are computed here, where torch.compile can fuse them
-    return *mlp_gradients_fp8(dy, dy.abs().amax(), *ctx.saved_tensors), dy.sum(
-        0, dtype=torch.float32
-    )
+    dy, function = grads[0].contiguous(), ctx.function
+    # the maximum and the sum are computed here, where torch.compile can fuse them
+    dx, dw_fc, db_fc, dw_proj = mlp_gradients_fp8(dy, dy.abs().amax(), *ctx.saved_tensors, function)
+    if function == "relu2":  # no biases
+        return dx, dw_fc, None, dw_proj, None, None
+    return dx, dw_fc, db_fc, dw_proj, dy.sum(0, dtype=torch.float32), None
 
 
 mlp_products_fp8.register_autograd(backward, setup_context=setup_context)
@@ -213,9 +230,13 @@ mlp_products_fp8.register_autograd(backward, setup_context=setup_context)
 class Fp8MLP(FusedMLP):
     """FusedMLP with 8-bit matmuls. It rounds the float32 weights directly, not copies in bf16."""
 
+    functions = "gelu", "relu2"
     param_dtype = torch.float32
 
     def products(self, x: Tensor, *weights: Tensor) -> Tensor:
         if x.size(0) % 16:  # 8-bit matmuls need rows whose size is a multiple of 16
-            return super().products(x, *weights)
-        return mlp_products_fp8(x, *weights)[0]
+            return self.plain(x)
+        four = (
+            weights if self.function == "gelu" else (weights[0], None, weights[1], None)
+        )  # no biases
+        return mlp_products_fp8(x, *four, self.function)[0]

@@ -182,15 +182,18 @@ class FusedMLP(nn.Module):
     """Replaces an MLP that computes c_proj(GELU(c_fc(x))), with the tanh GELU, and shares its layers.
 
     plain: that MLP, used in evaluation and for micro-batches too small to gain from the kernel.
+    function: "gelu", or another one of `functions`.
     """
 
+    functions: tuple[str, ...] = ("gelu",)
     # dtype of the matrices under bf16 autocast, in matmuls and when ZeRO-1 and FSDP2 communicate them
     param_dtype = torch.bfloat16
 
     plain: nn.Module
 
-    def __init__(self, plain: Any):
+    def __init__(self, plain: Any, function: str = "gelu"):
         super().__init__()
+        self.function = function
         self.c_fc, self.c_proj = plain.c_fc, plain.c_proj
         # not a registered submodule, which would give each parameter a second name in checkpoints
         self.__dict__["plain"] = plain
@@ -199,6 +202,7 @@ class FusedMLP(nn.Module):
         if not should_fuse(x):
             return self.plain(x)
         weights = self.c_fc.weight, self.c_fc.bias, self.c_proj.weight, self.c_proj.bias
+        weights = [w for w in weights if w is not None]  # no biases with "relu2"
         return self.products(x.bfloat16().flatten(0, -2), *weights).view_as(x)
 
     def products(self, x: Tensor, *weights: Tensor) -> Tensor:

@@ -176,9 +176,12 @@ def upgrade(state: Any) -> Any:
 
 @functools.lru_cache
 def verify_checksums(path: str | Path, mtime: int) -> None:
-    """Raise ValueError if a checksum in the file is wrong; torch.save writes them, and torch.load
-    ignores them. Cached by modification time, because a 1558M checkpoint takes a while."""
-    if zipfile.is_zipfile(path):
+    """Raise ValueError or BadZipFile if a checksum or the table of contents is wrong; torch.save writes
+    them, and torch.load ignores them. Cached by modification time, because a 1558M checkpoint takes a
+    while."""
+    with open(path, "rb") as file:
+        is_zip = file.read(4) == b"PK\x03\x04"  # as in torch.load; is_zipfile is stricter
+    if is_zip:
         with zipfile.ZipFile(path) as archive:
             archive.filelist = list(progress(archive.filelist, f"checking {path}", "tensor"))
             if damaged := archive.testzip():
