@@ -66,10 +66,16 @@ def load_model(source: str, model_class: type | None = None) -> Any:
         checkpoint = read_checkpoint(path)
         if isinstance(checkpoint, dict):
             saved, program = checkpoint.get("model_config"), checkpoint.get("program")
-        if isinstance(program, dict) and program:  # of this project: the model is that of its config
+        if (
+            isinstance(program, dict) and program
+        ):  # of this project: the model is that of its config
             with read_errors(path, "checkpoint", "choose another: `ls log` lists the runs"):
                 model_path, config_path = str(program["model"]), str(program["config"])
             config = build_config(find_class(config_path, path), saved, path)
+            try:
+                config.validate()  # a damaged file could have billions of layers
+            except UserError as error:
+                raise UserError(f"{path}: {error}") from error
             model = (model_class or find_class(model_path, path))(config)
             load_state_strict(model, checkpoint.get("model"), path)
             return model
