@@ -65,6 +65,9 @@ class Config:
     workers: int = -1
     # ray: use the Ray cluster at RAY_ADDRESS, or this machine; needs pip install ray
     engine: Literal["processes", "ray"] = "processes"
+    # refuse a --source folder with files that would be skipped, such as a.csv or b.txt.bz2 beside texts;
+    # without it they are only listed
+    strict: bool = False
     # only check all shards in --out against their manifest, and list damaged ones (exit status 1)
     verify: bool = False
 
@@ -106,6 +109,7 @@ def completed(cfg: Config) -> CorpusConfig:
         val_tokens=parse_count("val_tokens", cfg.val_tokens),
         workers=cfg.workers,
         engine=cfg.engine,
+        strict=cfg.strict,
     )
 
 
@@ -146,6 +150,10 @@ def main(argv: list[str]) -> int:
 
 def build(cfg: CorpusConfig) -> Manifest:
     """Build shards from texts or conversations, or continue a build. Returns the manifest."""
+    if cfg.strict and cfg.source in ("hub", "builtin"):
+        raise UserError(
+            f"--strict checks the files of a folder, but --source is {cfg.source}; leave out --strict"
+        )
     if cfg.source == "builtin":
         if cfg.tokens:
             raise UserError(

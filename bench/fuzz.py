@@ -1,6 +1,7 @@
 """Fuzz the readers of all kinds of files: damaged and malicious files must only raise UserError.
 
     python bench/fuzz.py --count 10000                      # number of files of each kind
+    python bench/fuzz.py --count 10000 --workers 64 --seconds 1200 --out found.jsonl   # in parts
     python bench/fuzz.py --kind npy --seed 1234 --count 1   # repeat one file and show its traceback
 
 A valid file is randomly mutated (reproducible by seed) and read by the code of the commands, in a child
@@ -15,7 +16,9 @@ programs or use the network. The outcomes are counted:
     hang       no result after 20 seconds of CPU time or 200 seconds in total
     crash      the process died
 
-The first example of each of the last four is printed, and the exit status is then 1.
+The first example of each of the last four is printed, and the exit status is then 1. With --out, the
+results are saved after each batch of files, and the same command continues after an interruption.
+`--count 0 --out found.jsonl` prints the table again.
 """
 
 import contextlib
@@ -24,6 +27,7 @@ import gzip
 import hashlib
 import io
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -33,12 +37,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 import zipfile
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -47,7 +50,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from records import random_shards
+from records import random_shards, read_records
 from safetensors.torch import load_file
 
 import bert
@@ -55,12 +58,13 @@ import blimp
 import fineweb
 import hellaswag
 import train_gpt2
-from lab.cli import UserError, format_error, is_oom, parse_args, run_main
+from lab.cli import UserError, eprint, format_error, is_oom, parse_args, run_main
 from lab.config import choose_defaults, resolve_config, resolve_vocabulary
 from lab.data.manifest import verify_shards
 from lab.data.shards import TokenShards
 from lab.data.tokenizers import get_tokenizer
 from lab.distributed import World
+from lab.files import atomic_write, check_writable
 from lab.hf.export import export
 from lab.registry import load_model
 from lab.tools import plot, replay, report
@@ -69,6 +73,7 @@ from lab.trainer.run_dir import is_finished, write_config
 # seconds of CPU time per file; bytes of memory, and files, per child process
 SECONDS, MEMORY, BATCH = 20, 2 * 2**30, 100
 FAULTS = "wrong", "traceback", "hang", "crash"
+OUTCOMES = "refused", "same", "changed", *FAULTS
 FORBIDDEN = "os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "socket.connect"
 PRESETS = train_gpt2.PRESETS
 TEXTS = [f"Text {i} says naïve things. " * (i % 5) for i in range(40)]
@@ -370,14 +375,16 @@ def read_shards():
 
 def build_data(**changes):
     """Run fineweb.py on the texts in `in`, or resume from its manifest."""
-    flags = dict(source="in", out="data", tokenizer="bytes", shard_tokens="2000", workers=0)
+    # a mutation can make four million tokens of a text; smaller shards would be so many that rewriting
+    # the manifest after each of them would take 17 of the SECONDS
+    flags = dict(source="in", out="data", tokenizer="bytes", shard_tokens="20k", workers=0)
     manifest = fineweb.build(fineweb.completed(fineweb.Config(**flags | changes)))
     return digest(np.load(f"data/{entry['name']}") for entry in manifest["shards"])
 
 
 def make_manifest():
     write_lines("t.jsonl", ROWS)
-    build_data(tokens="3000")
+    build_data(tokens="3000", shard_tokens="2000")
 
 
 def make_wordpiece():
@@ -398,14 +405,14 @@ def read_verified():
     """Raise UserError for a problem that fineweb.py --verify finds; otherwise build the data again."""
     if problems := verify_shards("data"):
         raise UserError(problems[0])
-    return build_data(tokens="3000")
+    return build_data(tokens="3000", shard_tokens="2000")
 
 
 def read_manifest():
     fineweb.main(["--verify", "--out", "data"])
     TokenShards("data", "train", 257)
     resolve_vocabulary(train_gpt2.GPTConfig(vocab_size=0), PRESETS["laptop"][1], PRESETS)
-    build_data()
+    build_data(shard_tokens="2000")
 
 
 def write_lines(name, rows, pack=bytes):
@@ -495,39 +502,96 @@ KINDS = {
     "chat_parquet": Kind(lambda: write_parquet(PROMPTS), "in/*", build_data, mutate_parquet),
 }  # fmt: skip
 
-# --------------------------------------------------------------------------------- 3. child process
+# ------------------------------------------------------------------------------ 3. child processes
+
+
+def prepare(kind, folder):
+    """Write the valid files of this kind into a new folder. Return the result of reading them."""
+    folder.mkdir()
+    silent = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())
+    with contextlib.chdir(folder), silent[0], silent[1], tempfile.TemporaryDirectory() as copy:
+        KINDS[kind].make()
+        shutil.copytree(folder, copy, dirs_exist_ok=True)
+        with contextlib.chdir(copy):
+            return KINDS[kind].read()  # this also imports modules once for all children
+
+
+def read_batch(task):
+    """Read the mutated files of a batch of seeds in a child process; start another if it dies.
+
+    task: (kind, folder of prepare, result of prepare, seeds, deadline by time.monotonic). Returns
+    (kind, list of Outcome), with the files that were read before the deadline.
+    """
+    kind, valid, expected, seeds, deadline = task
+    found = []
+    while len(found) < len(seeds) and time.monotonic() < deadline:
+        reader, writer = os.pipe()
+        if not (pid := os.fork()):
+            try:
+                limit_child()
+                for seed in seeds[len(found) :]:
+                    try:
+                        outcome = try_one(kind, valid, seed, expected)
+                    except BaseException:  # a bug of this program, or a full disk
+                        outcome = Outcome(seed, "traceback", 0, traceback.format_exc())
+                    os.write(writer, json.dumps(dataclasses.astuple(outcome)).encode() + b"\n")
+                    if time.monotonic() > deadline:
+                        break
+                os._exit(0)
+            finally:  # for example, no memory is left for the outcome
+                os._exit(1)
+        os.close(writer)
+        with open(reader, encoding="utf-8") as lines:
+            found += [Outcome(*json.loads(line)) for line in lines]
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if status and len(found) < len(seeds):  # negative if a signal ended it
+            hang = -status in (signal.SIGALRM, signal.SIGPROF)
+            found.append(Outcome(seeds[len(found)], "hang" if hang else "crash", SECONDS * hang))
+    return kind, found
+
+
+@dataclass
+class Outcome:
+    seed: int
+    name: str  # see the module's docstring
+    seconds: float  # of CPU time
+    text: str = ""  # traceback
 
 
 def try_one(kind, valid, seed, expected):
-    """Read the mutated file of this seed in a copy of the folder `valid`. expected: the result of
-    reading the valid file. Returns an outcome, and the text of a traceback if there is one."""
+    """Read the mutated file of this seed in a copy of the folder `valid`. Returns the Outcome.
+
+    expected: the result of reading the valid file.
+    """
     rng, this = random.Random(f"{kind}{seed}"), KINDS[kind]
-    with tempfile.TemporaryDirectory(prefix="fuzz") as case:
+    with tempfile.TemporaryDirectory() as case:
         shutil.copytree(valid, case, dirs_exist_ok=True)
         os.chdir(case)
         path = rng.choice(sorted(Path().glob(this.files)))
         mutate = rng.choice([mutate_bytes, this.mutate])
         path.write_bytes(mutate(path.read_bytes(), rng))
+        begin = time.process_time()
         signal.setitimer(signal.ITIMER_PROF, SECONDS)  # CPU time, because the machine may be busy
-        signal.alarm(10 * SECONDS)
-        forbid.active = True
+        signal.setitimer(signal.ITIMER_REAL, 10 * SECONDS)
+        forbid.active, text = True, ""
         try:
-            if this.read() == expected:
-                return "same", ""
-            return "wrong" if this.checksum and mutate is mutate_bytes else "changed", ""
+            name = "same" if this.read() == expected else "changed"
+            if name == "changed" and this.checksum and mutate is mutate_bytes:
+                name = "wrong"
         except UserError:
-            return "refused", ""
+            name = "refused"
         except BaseException as error:
             # errors that all commands print as a sentence, and allocations beyond the limit
             refused = isinstance(error, (OSError, RuntimeError)) and (
                 is_oom(error) or format_error(error)[0]
             )
-            return ("refused", "") if refused else ("traceback", traceback.format_exc())
+            name, text = ("refused", "") if refused else ("traceback", traceback.format_exc())
         finally:
             forbid.active = False
-            signal.alarm(0)
+            signal.setitimer(signal.ITIMER_REAL, 0)
             signal.setitimer(signal.ITIMER_PROF, 0)
             os.chdir(valid)
+        return Outcome(seed, name, round(time.process_time() - begin, 3), text)
 
 
 def forbid(event, args):
@@ -542,7 +606,6 @@ forbid.active = False
 def limit_child():
     """Set the limits of a child process and discard its output."""
     sys.addaudithook(forbid)
-    torch.set_num_threads(1)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY,) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -551,55 +614,115 @@ def limit_child():
         os.dup2(quiet, number)
 
 
-def outcomes(kind, valid, seeds, expected):
-    """Yield (seed, *result of try_one) for each seed, or the result "hang" or "crash" if the child died."""
-    seeds, fork = list(seeds), multiprocessing.get_context("fork")
-    while seeds:
-        with ProcessPoolExecutor(1, fork, limit_child) as pool:
-            for seed in seeds[:BATCH]:
-                result = pool.submit(try_one, kind, valid, seeds.pop(0), expected)
-                [child] = pool._processes.values()
-                try:
-                    yield seed, *result.result()
-                except BrokenProcessPool:
-                    child.join()
-                    timed_out = -child.exitcode in (signal.SIGALRM, signal.SIGPROF)
-                    yield seed, "hang" if timed_out else "crash", ""
-                    break
+# ------------------------------------------------------------------------------------- 4. results
 
 
-# ------------------------------------------------------------------------------- 4. command line
+class Result:
+    """What became of the files of one kind, over all runs with the same --out."""
+
+    def __init__(self, kind, record=None):
+        record = record or dict(seeds=[], outcomes={}, cpu_seconds=0.0, slowest=[0.0, 0], faults=[])
+        self.kind, self.cpu_seconds, self.slowest = kind, record["cpu_seconds"], record["slowest"]
+        self.seeds = {seed for first, last in record["seeds"] for seed in range(first, last + 1)}
+        self.outcomes, self.faults = Counter(record["outcomes"]), record["faults"]
+
+    def add(self, outcomes):
+        """Count these and return the faults that differ from those already known."""
+        known, new = {fault["at"] for fault in self.faults}, []
+        for outcome in outcomes:
+            self.seeds.add(outcome.seed)
+            self.outcomes[outcome.name] += 1
+            self.cpu_seconds += outcome.seconds
+            self.slowest = max(self.slowest, [outcome.seconds, outcome.seed])
+            lines = outcome.text.splitlines()
+            where = [line.strip() for line in lines if line.startswith("  File")][-1:]
+            at = " ".join([outcome.name, *lines[-1:], *where])
+            if outcome.name in FAULTS and at not in known:
+                known.add(at)
+                new.append(dict(seed=outcome.seed, at=at, traceback=outcome.text))
+        self.faults += new
+        return new
+
+    def line(self):
+        """A line of JSON, which __init__ reads. slowest: CPU seconds and seed of one file."""
+        ranges = []  # first and last seed of each
+        for seed in sorted(self.seeds):
+            if ranges and seed == ranges[-1][1] + 1:
+                ranges[-1][1] = seed
+            else:
+                ranges.append([seed, seed])
+        return json.dumps(
+            dict(
+                kind=self.kind, files=len(self.seeds), seeds=ranges, outcomes=self.outcomes,
+                cpu_seconds=round(self.cpu_seconds, 2), slowest=self.slowest, faults=self.faults,
+            )
+        )  # fmt: skip
+
+
+def read_results(path):
+    """{kind: Result} of all kinds, from a file that earlier runs have written if there is one."""
+    records = {record["kind"]: record for record in (read_records(path) if path else [])}
+    return {kind: Result(kind, records.get(kind)) for kind in KINDS}
+
+
+def print_table(results):
+    """Print a Markdown table of the results and their total, and return the total outcomes."""
+    total = sum((result.outcomes for result in results), Counter())
+    print("| kind | files |", " | ".join(OUTCOMES), "|\n" + "|---" * (len(OUTCOMES) + 2) + "|")
+    for kind, found in [(result.kind, result.outcomes) for result in results] + [("all", total)]:
+        numbers = [found.total(), *(found[name] for name in OUTCOMES)]
+        print(f"| {kind} |", " | ".join(f"{number:,}" for number in numbers), "|")
+    return total
+
+
+# ------------------------------------------------------------------------------- 5. command line
 
 
 @dataclass
 class Config:
-    kind: Literal[("", *KINDS)] = ""  # kind of file; all if empty
-    count: int = 200  # number of files of each kind
-    seed: int = 0  # of the first file; each further file adds 1
+    kind: tuple[Literal[tuple(KINDS)], ...] = ()  # kinds of files; all if empty
+    count: int = 200  # number of files of each kind, including those already in --out
+    seed: int = 0  # of the first file of each kind; each further file adds 1
+    workers: int = 1  # number of files that are read at the same time
+    seconds: float = 0  # start no further file after this time; 0: no limit
+    out: str = ""  # file for the results, a line of JSON per kind; the same command continues it
 
 
 def main(argv):
-    cfg, found, total = parse_args(Config, argv, description=__doc__), set(), Counter()
-    for kind in [cfg.kind] if cfg.kind else KINDS:
-        with tempfile.TemporaryDirectory(prefix="fuzz") as valid, contextlib.chdir(valid):
-            with contextlib.redirect_stdout(io.StringIO()), tempfile.TemporaryDirectory() as copy:
-                KINDS[kind].make()
-                shutil.copytree(valid, copy, dirs_exist_ok=True)
-                with contextlib.chdir(copy):
-                    # valid files must be readable; this also imports modules once for all children
-                    expected = KINDS[kind].read()
-            counts, seeds = Counter(), range(cfg.seed, cfg.seed + cfg.count)
-            for seed, outcome, text in outcomes(kind, valid, seeds, expected):
-                counts[outcome] += 1
-                where = [line for line in text.splitlines() if line.startswith("  File")][-1:]
-                key = kind, outcome, *text.splitlines()[-1:], *where
-                if outcome in FAULTS and key not in found:
-                    found.add(key)
-                    print(f"--kind {kind} --seed {seed} --count 1: {outcome}\n{text}", flush=True)
-            total.update(counts)
-            print(kind, dict(counts), flush=True)
-    print("all", dict(total), flush=True)
-    return 1 if found else 0
+    cfg = parse_args(Config, argv, description=__doc__)
+    if cfg.out:
+        check_writable(cfg.out, "out")
+    torch.set_num_threads(1)
+    deadline = time.monotonic() + cfg.seconds if cfg.seconds else math.inf
+    results, context = read_results(cfg.out), multiprocessing.get_context("fork")
+    kinds, seeds = cfg.kind or tuple(KINDS), range(cfg.seed, cfg.seed + cfg.count)
+    if "zst" in kinds and not shutil.which("zstd"):
+        eprint(
+            "zst is skipped, because its files are made by the command zstd, which is not installed"
+        )
+        kinds = tuple(kind for kind in kinds if kind != "zst")
+    with tempfile.TemporaryDirectory(prefix="fuzz") as folder:
+        tempfile.tempdir = folder  # also of child processes, which may be killed
+        valid = {kind: Path(folder, kind) for kind in kinds}
+        todo = {kind: [seed for seed in seeds if seed not in results[kind].seeds] for kind in kinds}
+        expected = {kind: prepare(kind, valid[kind]) for kind in kinds if todo[kind]}
+        tasks = [
+            (kind, valid[kind], expected[kind], todo[kind][i : i + BATCH], deadline)
+            for i in range(0, cfg.count, BATCH)  # the kinds in turn, as time may be limited
+            for kind in kinds
+            if todo[kind][i:]
+        ]
+        with context.Pool(cfg.workers) as pool:
+            for kind, outcomes in pool.imap_unordered(read_batch, tasks):
+                for fault in results[kind].add(outcomes):
+                    print(f"--kind {kind} --seed {fault['seed']} --count 1: {fault['at']}")
+                    print(fault["traceback"], flush=True)
+                if cfg.out:
+                    lines = [result.line() + "\n" for result in results.values() if result.seeds]
+                    atomic_write(cfg.out, "".join(lines).encode())
+        tempfile.tempdir = None
+    total = print_table([results[kind] for kind in kinds])
+    return 1 if any(total[name] for name in FAULTS) else 0
 
 
 if __name__ == "__main__":

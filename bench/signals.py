@@ -3,9 +3,9 @@
     python bench/signals.py --rounds 200
     python bench/signals.py --phase saving --seed 7 --rounds 1   # repeat one round
 
-Each round starts a program with a tiny run, waits until its files show that the phase has begun, waits
-for a random time, and sends SIGINT, SIGTERM or SIGHUP. In three of ten rounds, a second signal follows.
-The checks are:
+The programs take turns. Each round starts one with a tiny run, waits until its files show that the
+phase has begun, waits for a random time, and sends SIGINT, SIGTERM or SIGHUP. In three of ten rounds, a
+second signal follows. The checks are:
 
 - The exit status is one of those in docs/RUNS.md. It is 75, with a checkpoint, if the run had made an
   update and got one signal.
@@ -16,6 +16,7 @@ The checks are:
 import contextlib
 import functools
 import io
+import itertools
 import json
 import os
 import random
@@ -157,9 +158,9 @@ def finished_run(program, data):
 
 
 def one_round(phase, seed, data):
-    """(description, exit status, problem or "") of one round. data: the folder of make_data."""
+    """(program, description, exit status, problem or "") of one round. data: the folder of make_data."""
     rng = random.Random(f"{phase}{seed}")
-    program, numbers = rng.choice(PROGRAMS), [rng.choice(SIGNALS)]
+    program, numbers = PROGRAMS[seed % len(PROGRAMS)], [rng.choice(SIGNALS)]
     if rng.random() < 0.3:
         numbers.append(rng.choice(SIGNALS))
     with tempfile.TemporaryDirectory(prefix="signals") as folder:
@@ -187,7 +188,7 @@ def one_round(phase, seed, data):
         names = " and ".join(number.name for number in numbers)
         text = f"{program} {names} during {phase}{' after an update' * updated}: status {status}"
         problem = find_problem(process, status, numbers, updated)
-        return text, status, problem or check_run(folder, program, status)
+        return program, text, status, problem or check_run(folder, program, status)
 
 
 def has_updated(log, before):
@@ -246,15 +247,15 @@ def main(argv):
         make_data(Path(folder))
         for i in range(cfg.rounds):
             phase, seed = phases[i % len(phases)], cfg.seed + i // len(phases)
-            text, status, problem = one_round(phase, seed, Path(folder))
+            program, text, status, problem = one_round(phase, seed, Path(folder))
             problems += bool(problem)
-            counts[phase, status] += 1
+            counts[phase, program, status] += 1
             print(f"--phase {phase} --seed {seed} --rounds 1: {text}", flush=True)
             if problem:
                 print(f"PROBLEM: {problem}", flush=True)
-    for phase in phases:
-        statuses = {status: n for (name, status), n in counts.items() if name == phase}
-        print(f"{phase}: {sum(statuses.values())} rounds, exit statuses {statuses}")
+    for key in itertools.product(phases, PROGRAMS):
+        statuses = {status: n for (*names, status), n in counts.items() if tuple(names) == key}
+        print(f"{' of '.join(key)}: {sum(statuses.values())} rounds, exit statuses {statuses}")
     print(f"{sum(counts.values())} rounds, {problems} problems")
     return 1 if problems else 0
 

@@ -70,6 +70,10 @@ def load_model(source: str, model_class: type | None = None) -> Any:
             with read_errors(path, "checkpoint", "choose another: `ls log` lists the runs"):
                 model_path, config_path = str(program["model"]), str(program["config"])
             config = build_config(find_class(config_path, path), saved, path)
+            try:
+                config.validate()  # a damaged file could have billions of layers
+            except UserError as error:
+                raise UserError(f"{path}: {error}") from error
             model = (model_class or find_class(model_path, path))(config)
             load_state_strict(model, checkpoint.get("model"), path)
             return model

@@ -1,12 +1,19 @@
 """Faults of the environment: a full disk, a moved folder, kill -9 at critical moments, closed streams, and
 damaged files from bench/fuzz.py. docs/FAULTS.md lists all."""
 
+import json
+import math
+import os
 import re
 import subprocess
 import sys
+from collections import Counter
+from pathlib import Path
 
 import pytest
 from conftest import ROOT, TINY_RUN, driver, of_kind, read_run, run_python, succeed, wait_for_steps
+
+from lab.cli import UserError
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="faults of Linux and macOS")
 
@@ -117,3 +124,59 @@ def test_closed_streams_cause_no_traceback(tmp_path, shards):
 def test_fuzzing_finds_nothing(capsys):
     fuzz = pytest.importorskip("fuzz")  # needs resource limits of Linux
     assert fuzz.main(["--count", "100"]) == 0, capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_fuzzing_in_parts(tmp_path):
+    """Several processes read each seed once, and --out keeps the results of an earlier command."""
+    command = [
+        ROOT / "bench" / "fuzz.py",
+        "--kind",
+        "npy",
+        "bin",
+        "--workers",
+        "2",
+        "--out",
+        "found",
+    ]
+    none = run_python(*command, "--seconds", "1e-9", cwd=tmp_path)
+    assert none.returncode == 0 and "| all | 0 | 0 |" in none.stdout, none.stderr
+    for seed, count in ((100, 20), (110, 200)):
+        done = run_python(*command, "--seed", str(seed), "--count", str(count), cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert "| all | 420 |" in done.stdout
+    for line in (tmp_path / "found").read_text().splitlines():
+        found = json.loads(line)
+        assert found["seeds"] == [[100, 309]] and found["files"] == 210
+        assert sum(found["outcomes"].values()) == 210 and found["faults"] == []
+
+
+def test_fuzzing_detects_faults(tmp_path, monkeypatch):
+    """A reader that dies, hangs or raises is reported with the seed, and later files are still read."""
+    fuzz = pytest.importorskip("fuzz")  # needs resource limits of Linux
+
+    def read():
+        number = sum(Path("f").read_bytes()) % 5
+        if number == 0:
+            os.kill(os.getpid(), 9)
+        while number == 1:
+            pass
+        if number < 4:
+            raise (ValueError if number == 2 else UserError)("bad")
+
+    kind = fuzz.Kind(
+        lambda: Path("f").write_bytes(b"E"), "f", read, lambda data, rng: rng.randbytes(1)
+    )
+    monkeypatch.setitem(fuzz.KINDS, "planted", kind)
+    monkeypatch.setattr(fuzz, "SECONDS", 0.1)
+    folder = tmp_path / "planted"
+    assert fuzz.prepare("planted", folder) is None
+    _, found = fuzz.read_batch(("planted", folder, None, range(40), math.inf))
+    assert [outcome.seed for outcome in found] == list(range(40))
+    counts = Counter(outcome.name for outcome in found)
+    assert set(counts) == {"crash", "hang", "traceback", "refused", "same"}, counts
+    result = fuzz.Result("planted")
+    new = result.add(found)
+    assert sorted(fault["at"].split()[0] for fault in new) == ["crash", "hang", "traceback"]
+    again = fuzz.Result("planted", json.loads(result.line()))
+    assert again.line() == result.line() and again.add(found) == []

@@ -224,6 +224,42 @@ def test_files_of_a_folder_that_are_not_read_are_listed(tmp_path, capsys):
     assert "skipping" not in capsys.readouterr().err
 
 
+@pytest.mark.skipif(os.name != "posix", reason="links and FIFOs")
+def test_strict_refuses_a_folder_with_files_that_would_be_skipped(tmp_path):
+    def run(*more):
+        flags = ["--source", "in", "--tokenizer", "bytes", "--strict", *more]
+        done = run_python(ROOT / "fineweb.py", *flags, cwd=tmp_path)
+        return done.returncode, done.stderr
+
+    (folder := tmp_path / "in").mkdir()
+    for name in ("a.txt", "b.md", ".hidden.csv"):
+        (folder / name).write_text("words " * 100)
+    assert run() == (0, "")
+    for name in ("b.txt.bz2", "a.csv", "x.log", "z.jsonl.xz"):
+        (folder / name).write_text("words " * 100)
+    assert run("--out", "o") == (
+        2,
+        "fineweb.py: error: in has 4 file(s) besides the 2 text file(s) to read: a.csv, b.txt.bz2, x.log "
+        "and 1 more; convert or remove them, or leave out --strict\n",
+    )
+    shutil.rmtree(folder)
+    folder.mkdir()
+    (folder / "a.txt").write_text("words " * 100)
+    for make_special in (
+        lambda p: p.symlink_to(tmp_path),
+        lambda p: p.symlink_to("gone"),
+        os.mkfifo,
+    ):
+        make_special(folder / "b.txt")
+        status, err = run("--out", "o")
+        assert status == 2 and re.fullmatch(
+            "fineweb.py: error: in/b.txt is a .*; remove it, or leave out --strict\n", err
+        )
+        (folder / "b.txt").unlink()
+    assert run("--source", "builtin", "--out", "o")[0] == 2
+    assert not (tmp_path / "o").exists()
+
+
 def drop_root_override():
     """In a child of root: make permissions count, as they do for other users."""
     for capability in (1, 2):  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
@@ -389,6 +425,18 @@ BAD = {  # file name, content, more arguments, pattern of the error message
     "UTF-16": ("a.txt", "text\n".encode("utf-16-le"), "", r"a\.txt.* NUL.*-f UTF-16 -t UTF-8"),
     "UTF-16 and its mark": ("a.md", "text".encode("utf-16"), "", r"a\.md.* NUL.* must be UTF-8"),
     "UTF-16 lines": ("a.jsonl", LINES.decode().encode("utf-16-le"), "", r"a\.jsonl.* NUL bytes"),
+    "NUL in JSON": (
+        "a.jsonl",
+        LINES + b'{"text": "a\\u0000b"}\n',
+        "",
+        r"line 501: .* NUL char.*remove",
+    ),
+    "NUL in a chat": (
+        "a.jsonl",
+        TALK * 20 + TALK.replace(b"y", b"\\u0000"),
+        "",
+        r"line 21: .* NUL char",
+    ),
     "Latin-1": ("a.txt", b"one\nna\xefve\n", "", r"a\.txt, line 2: byte 0xef is not UTF-8.*iconv"),
     "empty file": ("a.jsonl", b'{"text": " "}\n', "", "contains no text"),
     "role": (
@@ -421,6 +469,16 @@ def test_a_nul_byte_after_the_first_block_is_named_with_its_line(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"text\n" * 10**6 + b"\0")
     with pytest.raises(UserError, match=r"a\.txt, line 1000001: contains NUL bytes"):
         make("--source", tmp_path / "a.txt", "--out", tmp_path / "o")
+
+
+@pytest.mark.parametrize("type_", [pa.string(), pa.large_string(), pa.binary(), pa.string_view()])
+def test_nul_in_parquet_is_named_with_its_row(tmp_path, type_):
+    texts = ["text", None] * 1500
+    texts[2500] = "a\0b"
+    table = pa.table({"text": pa.array(texts).cast(type_)})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=1200)
+    with pytest.raises(UserError, match=r"a\.parquet, row group 2, row 101: .* NUL .* remove them"):
+        make("--source", tmp_path / "a.parquet", "--out", tmp_path / "o")
 
 
 WRONG = [  # changes to a manifest

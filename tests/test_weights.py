@@ -576,11 +576,14 @@ def test_checksums_are_verified_even_if_a_second_end_record_is_incomplete(tmp_pa
         read_checkpoint(path)
 
 
-def test_checkpoint_with_a_tensor_as_program_or_a_negative_size_is_refused(tmp_path):
+def test_checkpoint_with_a_tensor_as_program_or_an_impossible_size_is_refused(tmp_path):
     path = tmp_path / "model_000001.pt"
     program = {"model": "train_gpt2.py:GPT", "config": "train_gpt2.py:GPTConfig"}
     torch.save({"program": program, "model_config": {"n_embd": -1}}, path)
     with pytest.raises(UserError, match="n_embd=-1, which must be from 0 to"):
+        load_model(str(path))
+    torch.save({"program": program, "model_config": {"n_layer": 5000, "n_embd": 12}}, path)
+    with pytest.raises(UserError, match="000001.pt: n_layer=5000 must be from 1 to 4096"):
         load_model(str(path))
     torch.save({"program": torch.ones(2), "model": {}}, path)
     with pytest.raises(UserError, match="model_000001.pt"):

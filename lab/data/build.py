@@ -57,6 +57,7 @@ class CorpusConfig:
     val_tokens: int  # 0: as many as in a shard, but at most a tenth of all
     workers: int
     engine: str
+    strict: bool
 
 
 def find_source(cfg: CorpusConfig) -> tuple[dict, list[sources.File]]:
@@ -65,7 +66,7 @@ def find_source(cfg: CorpusConfig) -> tuple[dict, list[sources.File]]:
     A continued build uses the commit of the data set that it began with.
     """
     if cfg.source != "hub":
-        files = sources.local_files(cfg.source)
+        files = sources.local_files(cfg.source, cfg.strict)
         listed = [[f.name, f.size] for f in files]
         return {"kind": "local", "text_column": cfg.text_column, "files": listed}, files
     name = cfg.name or ("sample-10BT" if cfg.dataset == FINEWEB_EDU else "")

@@ -50,7 +50,7 @@ from lab.data.manifest import (
     write_manifest,
 )
 from lab.data.shards import save_shard
-from lab.data.sources import HUB, File, all_units, local_files, records_of
+from lab.data.sources import HUB, File, all_units, local_files, nul_error, records_of
 from lab.data.tokenizers import TOKENIZER_FILE, Tokenizer, get_or_train, get_tokenizer
 from lab.files import dir_lock
 
@@ -233,6 +233,8 @@ def build_chat(
                 "(for plain texts, build shards with fineweb.py --source and pass their folder as --data)"
             )
         ids, mask = render_chat(messages, tok, where=where)
+        if any("\0" in message["content"] for message in messages):
+            raise nul_error(where)
         if not mask.any() or has_blank_answer(messages):
             no_answer += 1
         elif len(ids) > context:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lab.cli import UserError, eprint
+from lab.cli import UserError, eprint, require
 from lab.data.manifest import SHARD_NAME
 from lab.data.tokenizers import TOKENIZER_FILE, to_arrow
 from lab.files import first_line, read_errors
@@ -47,8 +47,11 @@ class File:
         return KINDS.get(Path(name).suffix.lower())
 
 
-def local_files(source: str) -> list[File]:
-    """The files to read for a file or folder. Hidden files and our own output are ignored."""
+def local_files(source: str, strict: bool = False) -> list[File]:
+    """The files to read for a file or folder. Hidden files and our own output are ignored.
+
+    Raises UserError if there is nothing to read or, with `strict`, if anything is skipped.
+    """
     root = Path(source)
     if not root.exists():
         raise UserError(f"--source {source} does not exist; pass a file, a folder, hub or builtin")
@@ -60,22 +63,27 @@ def local_files(source: str) -> list[File]:
     visible = [p for p in paths if not any(n[0] == "." for n in p.relative_to(base).parts)]
     for path in dict.fromkeys([root, *visible]):
         if path != root and path.is_symlink() and path.is_dir():
-            eprint(f"{path} is a link to a folder and is not followed; pass that folder itself")
+            note = f"{path} is a link to a folder and is not followed"
+            require(not strict, f"{note}; remove it, or leave out --strict")
+            eprint(f"{note}; pass that folder itself")
         elif path.is_dir() and not os.access(path, os.R_OK | os.X_OK):  # rglob skips its files
             raise UserError(f"{path} cannot be read: permission denied; change the permissions")
         elif not path.is_dir() and not path.is_file():
-            eprint(f"{path} is skipped: it is a dangling link, FIFO, socket or device")
+            note = "is a dangling link, FIFO, socket or device"
+            require(not strict, f"{path} {note}; remove it, or leave out --strict")
+            eprint(f"{path} is skipped: it {note}")
     files = [p for p in visible if p.is_file()]
     files = [File(p.relative_to(base).as_posix(), str(p), p.stat().st_size) for p in files]
-    return one_kind(files, source)
+    return one_kind(files, source, strict=strict)
 
 
 def one_kind(
-    files: list[File], place: str, kinds: Sequence[str] = ("parquet", "jsonl", "text")
-) -> list[File]:
+    files: list[File], place: str, kinds: Sequence[str] = ("parquet", "jsonl", "text"),
+    strict: bool = False,
+) -> list[File]:  # fmt: skip
     """The files of the first of `kinds` that occurs, sorted by name. Prints the others on stderr.
 
-    Raises UserError if there are none to read.
+    Raises UserError if there are none to read or, with `strict`, if there are others.
     """
     kind = min((f.kind for f in files if f.kind in kinds), key=kinds.index, default=None)
     chosen = sorted((f for f in files if f.kind == kind), key=lambda f: f.name)
@@ -85,6 +93,12 @@ def one_kind(
             "*.md, the last four also with .gz or .zst"
         )
     skipped = sorted(f.name for f in files if f.kind != kind)
+    if skipped and strict:
+        more = f" and {len(skipped) - 3} more" if len(skipped) > 3 else ""
+        raise UserError(
+            f"{place} has {len(skipped)} file(s) besides the {len(chosen)} {kind} file(s) to read: "
+            f"{', '.join(skipped[:3])}{more}; convert or remove them, or leave out --strict"
+        )
     if skipped:
         more = f" and {len(skipped) - 20} more" if len(skipped) > 20 else ""
         eprint(
@@ -278,6 +292,7 @@ def row_batches(unit: Unit, column: str = "") -> Iterator[Any]:
 def documents_of(unit: Unit, column: str) -> Iterator[Any]:
     """The texts of a unit as pyarrow arrays; a missing text is an empty string."""
     import pyarrow as pa  # slow, and not needed for training
+    import pyarrow.compute as pc
 
     if unit.file.kind == "jsonl":
         yield to_arrow([text_of(record, column, where) for where, record in records_of(unit)])
@@ -293,9 +308,16 @@ def documents_of(unit: Unit, column: str) -> Iterator[Any]:
         yield to_arrow([text if unit.index else text.removeprefix("\ufeff")])  # byte order mark
     else:
         with source_errors(unit.file, f", row group {unit.index}"):
+            compute: Any = (
+                pc  # its functions are generated on import, so type checkers cannot see them
+            )
+            row = 1
             for batch in row_batches(unit, column):
                 texts = batch.column(0).cast(pa.large_string())
                 texts.validate(full=True)  # checks that it is UTF-8
+                if (i := compute.index(compute.match_substring(texts, "\0"), True).as_py()) >= 0:
+                    raise nul_error(f"{unit.file.path}, row group {unit.index}, row {row + i}")
+                row += len(texts)
                 yield texts.fill_null("")
 
 
@@ -326,10 +348,21 @@ def records_of(unit: Unit) -> Iterator[tuple[str, dict]]:
 
 
 def text_of(record: dict, column: str, where: str) -> str:
-    """The text of a JSONL record; null is an empty text."""
+    """The text of a JSONL record; null is an empty text. Raises UserError if it is missing or has NUL."""
     if column not in record or not isinstance(record[column], str | None):
         raise UserError(
             f"{where}: no text under {column!r}; --text_column must be one of its keys, "
             f"{', '.join(record)} (docs/DATA.md lists the forms of conversations)"
         )
-    return record[column] or ""
+    text = record[column] or ""
+    if "\0" in text:
+        raise nul_error(where)
+    return text
+
+
+def nul_error(where: str) -> UserError:
+    """The error for a record whose text contains NUL, which is refused as it is in plain text files."""
+    return UserError(
+        f"{where}: the text contains NUL characters (\\u0000 in JSON), which text must not have; "
+        "remove them or this record"
+    )
