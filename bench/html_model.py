@@ -34,15 +34,23 @@ class Config:
     rounds: int = 5
 
 
+def launch_chromium(playwright):
+    """A headless browser. Raises UserError if none is installed."""
+    names = "chromium", "chromium-browser", "google-chrome", "chrome"
+    path = next(filter(None, map(shutil.which, names)), None)
+    if not path:
+        raise UserError(
+            f"there is no Chrome or Chromium ({', '.join(names)}) on the PATH; install one"
+        )
+    return playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+
+
 def main(argv):
     cfg = parse_args(Config, argv)
-    names = "chromium", "chromium-browser", "google-chrome", "chrome"
-    browser_path = next(filter(None, map(shutil.which, names)), None)
-    if not browser_path or not cfg.page.is_file():
-        missing = "Chrome or Chromium" if cfg.page.is_file() else f"file {cfg.page}"
-        raise UserError(f"there is no {missing}; install one, or export a page with --html")
+    if not cfg.page.is_file():
+        raise UserError(f"there is no file {cfg.page}; write one with `lab export --html`")
     with sync_playwright() as p:
-        browser = p.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
+        browser = launch_chromium(p)
         page = browser.new_page()
         page.goto(cfg.page.absolute().as_uri())
         speeds = [page.evaluate(ROUND, cfg.tokens) for _ in range(cfg.rounds)]

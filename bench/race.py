@@ -26,7 +26,7 @@ from lab.cli import parse_args, run_main
 from lab.data.tokenizers import printable
 from lab.files import atomic_write, write_errors
 from lab.templates import load_template
-from lab.tools.plot_style import COLORS, MEANINGS, PAPER, color_of, style
+from lab.tools.plot_style import color_of, style
 from lab.tools.read_log import column, read_log
 
 FILM, ROUNDS = 14, 3  # seconds of one round of the animation, and rounds before it stops
@@ -132,13 +132,8 @@ def four_passes(runs):
 
 def page(races):
     """The HTML of the page."""
-    from plotly.offline import get_plotlyjs  # slow to import
-
     return load_template("race.html.j2").render(
-        races=[asdict(race) for race in races],
-        colors=[PAPER[d] | dict(zip(MEANINGS, COLORS[d])) for d in (False, True)],
-        plotly=get_plotlyjs(),
-        nonce=secrets.token_urlsafe(16),
+        races=[asdict(race) for race in races], nonce=secrets.token_urlsafe(16)
     )
 
 

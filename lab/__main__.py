@@ -7,7 +7,7 @@ import sys
 if __name__ == "__main__":
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
-from lab.cli import run_main, set_omp_wait_policy
+from lab.cli import UserError, run_main, set_omp_wait_policy
 
 TOOLS = {
     "export": "write a model as a folder for transformers, or as a web page that runs it",
@@ -25,7 +25,16 @@ def main(argv: list[str]) -> int | None:
     if name in TOOLS:
         set_omp_wait_policy()  # must run before torch is imported
         module = "lab.hf.export" if name == "export" else f"lab.tools.{name}"
-        return importlib.import_module(module).main(argv[1:])
+        try:
+            tool = importlib.import_module(module)
+        except ModuleNotFoundError as error:  # usually the virtual environment is not activated
+            if not error.name or error.name.startswith("lab"):
+                raise
+            raise UserError(
+                f"{error.name} is not installed for this Python; run `make train` once, then use "
+                ".venv/bin/python, or `pip install -r requirements.txt`"
+            ) from None
+        return tool.main(argv[1:])
     wrong = name not in ("-h", "--help")
     lines = "\n".join(f"  {tool:8} {text}" for tool, text in TOOLS.items())
     print(

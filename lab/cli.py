@@ -244,6 +244,11 @@ def progress(
     return tqdm(items, desc=description, unit=unit, delay=delay, leave=False, disable=off, **kwargs)
 
 
+def counted(count: int, noun: str) -> str:
+    """A number with its noun: 1 layer, 2 layers."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
 def shell_quote(text: str | Path) -> str:
     """Quote one word of a printed command for this system's shell."""
     return subprocess.list2cmdline([str(text)]) if os.name == "nt" else shlex.quote(str(text))

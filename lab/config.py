@@ -25,6 +25,7 @@ from lab.data.manifest import read_manifest
 from lab.data.python_docs import build_python_docs
 from lab.data.sources import File
 from lab.files import check_keys, read_errors
+from lab.hardware import check_mps_sums
 from lab.program import class_path
 from lab.registry import (
     check_program,
@@ -396,8 +397,8 @@ def auto_preset(main: str, data: Path) -> tuple[str, str]:
     if gpu and os.environ.get("WORLD_SIZE"):
         return main, "the default under torchrun on GPUs"
     if shards and gpu:
-        return main, f"there is a GPU, and {data} has shards"
-    missing = ["there is no GPU"] * (not gpu) + [f"{data} has no shards"] * (not shards)
+        return main, f"there is a GPU and data in {data}"
+    missing = ["there is no GPU"] * (not gpu) + [f"no data in {data}"] * (not shards)
     return "laptop", " and ".join(missing)
 
 
@@ -412,6 +413,7 @@ def resolve_config(
     model_config, cfg = world.run_on_rank0(
         lambda: resolve_on_rank0(model_config, cfg, presets, trainer_class)
     )
+    check_mps_sums(world.device, model_config.padded_vocab_size, cfg.batch_size * cfg.seq_len)
     if not cfg.resume:
         return model_config, cfg, None
     run_dir = Path(cfg.log_dir) / cfg.run_name

@@ -58,6 +58,9 @@ def known_fields(source: Any, saved: dict, config_class: Any) -> tuple[dict, lis
 def check_value(source: Any, field: dataclasses.Field, value: Any) -> None:
     """Raise UserError if a value from a file has the wrong type for this field."""
     choices = get_args(field.type)
+    lowest = (
+        -1 if field.default == -1 else 0
+    )  # of integers; -1 stands for a value taken from elsewhere
     if choices == (int, float):
         choices, kinds = (), (int, float)
     else:
@@ -66,8 +69,8 @@ def check_value(source: Any, field: dataclasses.Field, value: Any) -> None:
         rule = f"one of {', '.join(map(str, choices))}"
     elif type(value) not in kinds:
         rule = f"of type {' or '.join(kind.__name__ for kind in kinds)}"
-    elif type(value) is int and not min(0, field.default) <= value <= MAX_INT:
-        rule = f"from {min(0, field.default)} to {MAX_INT}"
+    elif type(value) is int and not lowest <= value <= MAX_INT:
+        rule = f"from {lowest} to {MAX_INT}"
     else:
         return
     text = json.dumps(value, default=repr)[:80]

@@ -24,6 +24,10 @@ class World:
         self.rank, self.local_rank, self.world_size = torchrun_env()
         self.is_main, self.distributed = self.rank == 0, self.world_size > 1
         self.device = resolve_device(device, self.local_rank)
+        if self.distributed and self.device.type == "mps":
+            raise UserError(
+                "device=mps works in one process only; pass --device cpu, or no torchrun"
+            )
         if self.device.type == "cuda":
             # before NCCL starts, because otherwise every rank opens a context on GPU 0
             torch.cuda.set_device(self.device)

@@ -61,6 +61,27 @@ def resolve_device(name: str, local_rank: int) -> torch.device:
     return torch.device(kind, number)
 
 
+def check_mps_sums(device: torch.device, vocab_rows: int, batch_tokens: int) -> None:
+    """Raise UserError if training on MPS needs a matmul that may be wrong without an error.
+
+    On M1 and M2, a matmul that sums 32,767 terms or more may also add what lies behind its operands in
+    memory (pytorch/pytorch#195163). Torch 2.14 avoids this for two matrices and more than 32,768 terms
+    (#183535). The gradient of the hidden states sums over the rows of the head, vocab_rows, and that of a
+    weight over the tokens of a micro-batch, batch_tokens.
+    """
+    old = torch.__version__ < "2.14"
+    for name, terms, fix in (
+        ("the padded vocabulary", vocab_rows, "pass --device cpu"),
+        ("the tokens of a micro-batch", batch_tokens, "pass a smaller --batch_size"),
+    ):
+        if device.type == "mps" and (terms in (32767, 32768) or (terms > 32768 and old)):
+            upgrade = "upgrade to torch 2.14, or " if old and terms > 32768 else ""
+            raise UserError(
+                f"device=mps: gradients that sum {terms:,} terms ({name}) may be wrong on M1 and M2 in torch "
+                f"{torch.__version__} (pytorch/pytorch#195163); {upgrade}{fix}"
+            )
+
+
 def set_deterministic(enabled: bool) -> None:
     """Let PyTorch use only algorithms that always add in the same order, so that the same run on the same
     kind of GPU has the same bits (pytorch.org/docs/stable/notes/randomness.html). Results on a CPU do not

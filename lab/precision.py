@@ -10,7 +10,8 @@ class Precision:
 
     name: the precision in use, "bf16", "fp16", "tf32" or "fp32"; "auto" becomes the best that the
     device supports. dtype: the dtype of matmuls under autocast, None for float32. scaler: torch's loss
-    scaler, enabled for fp16 only. Raises UserError for fp16 on a CPU.
+    scaler, enabled for fp16 only. Raises UserError for fp16 on a CPU, and for 16 bits on MPS in old
+    versions of torch.
     """
 
     def __init__(self, name: str, device: torch.device):
@@ -24,6 +25,11 @@ class Precision:
             name = "fp32"  # on CPU and MPS, 16 bits are used only on request; TF32 exists only on NVIDIA GPUs
         if name == "fp16" and device.type == "cpu":
             raise UserError("precision=fp16 needs a GPU; on CPU use fp32 or bf16")
+        if name in ("bf16", "fp16") and device.type == "mps" and torch.__version__ < "2.14":
+            raise UserError(
+                f"{name} on MPS needs torch 2.14, because attention of torch {torch.__version__} sees later "
+                "tokens there (pytorch/pytorch#195910); upgrade torch, or use fp32"
+            )
         self.name = name
         self.dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
         self.is_16_bit = self.dtype is not None

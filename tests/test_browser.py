@@ -6,16 +6,19 @@ python -m pytest -m slow tests/test_browser.py
 """
 
 import json
+import re
 
 import pytest
 import torch
-from conftest import Tab
+from conftest import ROOT, Tab, succeed
+from test_html_export import ModelPage
 from test_plot import RUN
 from test_report import EVIL, sample, write_run
 from test_sample import noisy_gpt
 from test_serve import EVIL as HOSTILE
 from test_serve import Server, endless
 
+from lab.hf.export import export
 from lab.notebook.interp import capture_activations
 from lab.tools import report
 
@@ -90,6 +93,14 @@ def test_report_of_real_runs(tmp_path, run_train, chromium):
     tab.page.click("text=Gradient norm")
     assert tab.page.evaluate("location.hash") == "#figure-grad_norm"
 
+    phone = Report(chromium, tmp_path / "one.html", viewport={"width": 390, "height": 800}).page
+    assert phone.evaluate("document.documentElement.scrollWidth") == 390
+    heights = (
+        "all => all.filter(one => one.innerText.startsWith('--')).map(one => one.offsetHeight)"
+    )
+    flags = phone.locator(".command span").evaluate_all(heights)
+    assert len(flags) > 20 and len({*flags}) == 1, "no flag is broken at its hyphens"
+
     report.write_page(runs, tmp_path / "both.html")
     both = Report(chromium, tmp_path / "both.html", color_scheme="dark")
     assert both.figures == ["loss", "difference", "lr", "grad_norm", "tok_per_s"]
@@ -113,6 +124,14 @@ def test_report_does_not_run_scripts_from_a_log(tmp_path, chromium):
     tab.page.evaluate(evil)
     tab.page.wait_for_timeout(200)  # the policy stops even injected scripts
     assert tab.page.title() == "r" and any("Content Security Policy" in text for text in tab.wrong)
+
+
+def test_pictures_of_the_readme_can_be_taken_again(tmp_path, chromium):
+    succeed("bench/screenshots.py", "--out", "pictures", cwd=tmp_path)
+    taken = {path.name: path.stat().st_size for path in (tmp_path / "pictures").iterdir()}
+    pictures = (ROOT / "readme.assets").glob("*.png")
+    assert {*taken} == {p.name for p in pictures if p.name.startswith(("report", "serve"))}
+    assert all(20_000 < size < 170_000 for size in taken.values()), taken
 
 
 # ------------------------------------------------------------------------------ lab serve
@@ -195,11 +214,74 @@ def test_typing_streaming_stop_and_continue(tab):
     assert 20 < stopped == tab.tokens().count() < 4000
     assert tab.texts("#out b .t > span:first-child") == list("abc"), "the prompt is also scored"
     foot = tab.page.inner_text("#foot")
-    assert "tok/s" in foot and "seed 1" in foot
+    assert "tokens/s" in foot and "seed 1" in foot
     tab.set(max_tokens=30)
     tab.page.click("#on")
     tab.done()
     assert tab.tokens().count() == stopped + 30
+
+
+def test_chat_page_and_model_page_follow_the_same_rules(tab, chromium, tmp_path):
+    """What Enter does, the settings in their order with their defaults, and what top-k 0 means."""
+    export(str(ROOT / "examples/laptop_model"), html=tmp_path / "model.html")
+    model = ModelPage(chromium, tmp_path / "model.html")
+    settings = "all => all.map(one => [one.textContent, one.firstElementChild.value])"
+    for page in (tab.page, model.page):
+        page.click("details summary")
+        assert page.locator("#settings label").evaluate_all(settings)[:5] == [
+            ["temperature (0: greedy)", "0.8"], ["top-k (0: all)", "50"], ["top-p (1: all)", "1"],
+            ["seed (empty: random)", ""], ["new tokens", "200"],
+        ]  # fmt: skip
+        summary = "temperature 0.8, top-k 50, random seed, 200 new tokens"
+        assert page.inner_text("#summary") == summary
+        assert page.inner_text("#rule") == "Enter writes, Shift+Enter begins a new line."
+        page.fill("#temperature", "")
+        page.keyboard.press("Tab")
+        assert page.inner_text("#summary") == summary, "an empty setting returns to its default"
+        for id, value in dict(top_k=0, top_p=0.85, seed=3, max_tokens=7).items():
+            page.fill(f"#{id}", str(value))
+        wanted = "temperature 0.8, top-p 0.85, seed 3, 7 new tokens"
+        assert page.inner_text("#summary") == wanted
+        page.fill("#top_p", "1")
+        page.fill("#prompt", "ab")
+        for key in ("Shift+Enter", "c", "Enter"):
+            page.keyboard.press(key)
+        assert page.input_value("#prompt") == "ab\nc"
+        page.wait_for_function("() => foot.textContent.startsWith('7 tokens, ')")
+        assert re.fullmatch(
+            r"7 tokens, \d+ tokens/s, \d+\.\d bits of surprise per token, seed 3",
+            page.inner_text("#foot"),
+        )
+        page.fill("#max_tokens", "5")
+        page.keyboard.press("Enter")  # also in a setting
+        page.wait_for_function("() => foot.textContent.startsWith('5 tokens, ')")
+    tab.done()
+    tab.tokens().nth(4).click()
+    tab.page.wait_for_function("() => sum.textContent.includes('257 of 257 tokens can be drawn')")
+    for scheme in ("light", "dark"):
+        model.page.emulate_media(color_scheme=scheme)
+        for color in ("attention", "surprise"):
+            model.page.click(f"input[value={color}]")
+            assert axe_findings(model.page) == [], (scheme, color)
+    sampled = "sampling_probs(reading.logits, settings()).filter(q => q > 0).length"
+    assert model.js(sampled) == 257 and model.wrong == []
+
+
+def test_branches_are_listed_with_the_end_of_their_text(tab):
+    tab.set(max_tokens=30, seed=2)
+    tab.write("abc")
+    first = "".join(tab.done())
+    tab.page.click("#history summary")
+    tab.tokens().nth(3).click()
+    tab.page.locator("#bars button:not(:disabled)").nth(1).click()
+    tab.page.wait_for_selector("#out .t.taken")
+    second = "".join(tab.done())
+    names = tab.page.locator("#branches button").all_text_contents()
+    ends = [name.partition(", ending “…")[2] for name in names]
+    end = "shown(b.turns[0].pieces.map(p => p.text).join('').trim().slice(-40)) + '”'"
+    texts = tab.page.evaluate(f"() => state.branches.text.map(b => {end})")
+    assert texts == ends and first != second
+    assert names[0].startswith("“abc”, ") and " instead of " in names[1]
 
 
 def test_clicking_an_alternative_token_continues_from_it(tab):

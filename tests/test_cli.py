@@ -101,7 +101,8 @@ def test_the_commands_that_a_run_prints_work(tmp_path, run_train):
     assert "preset laptop (from --preset), optimizations=bf16; changed by flags: " in done.stdout
     for setting in ("n_embd=32", "total_batch_size=128", "seed=5", "schedule=constant"):
         assert done.stdout.count(setting) == 1, setting
-    assert "128 tokens = 4 sequences x 16 tokens x 1 processes x 2 micro-steps" in done.stdout
+    assert "128 tokens = 4 sequences x 16 tokens x 2 micro-steps\n" in done.stdout
+    assert "vocabulary of 257 tokens, padded to 384 rows\n" in done.stdout
     commands = re.findall(r"^  .*? \S*python\S* (\S+ .*)$", done.stdout, re.MULTILINE)
     ask, serve, html, page, both, resume = (command.replace("'", "") for command in commands)
     assert serve == page.replace("lab report", "lab serve")
@@ -189,6 +190,15 @@ def place(tmp_path_factory):
     write_log(folder / "log" / "young", [start()])
     train_here(folder / "log", folder / "data", "there", max_steps=1)
     return folder
+
+
+@pytest.mark.parametrize("tool, package", [("serve", "torch"), ("report", "numpy")])
+def test_tools_name_a_package_that_is_not_installed(tmp_path, tool, package):
+    done = run_python("-S", ROOT / "lab", tool, cwd=tmp_path)  # without site-packages
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert (
+        f"lab {tool}: error: {package} is not installed for this Python; run `make" in done.stderr
+    )
 
 
 @pytest.mark.parametrize("command", BAD)
@@ -334,7 +344,7 @@ def test_default_preset_depends_on_the_machine(monkeypatch, tmp_path, shards):
             reason, _, cfg = parsed("--data", data)
             assert cfg.preset == ("gpt2" if gpu and data != "nowhere" else "laptop")
             assert ("there is no GPU" in reason) == (not gpu), reason
-            assert ("nowhere has no shards" in reason) == (data == "nowhere"), reason
+            assert ("no data in nowhere" in reason) == (data == "nowhere"), reason
         monkeypatch.setenv("WORLD_SIZE", "8")
         assert parsed()[2].preset == ("gpt2" if gpu else "laptop")
         monkeypatch.delenv("WORLD_SIZE")

@@ -3,8 +3,10 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from lab.cli import UserError
 from lab.data.chat import render_chat
 from lab.data.tokenizers import byte_names, get_tokenizer
 from lab.hf.export import export
-from lab.hf.gguf_file import CHAT_TEMPLATE, gguf_name
+from lab.hf.gguf_file import CHAT_TEMPLATE, gguf_name, modelfile
 from lab.registry import load_model, tokenizer_name
 
 EXAMPLE = ROOT / "examples" / "laptop_model"
@@ -43,17 +45,78 @@ for prompt in prompts:
     found.append([made["usage"]["prompt_tokens"], ids])
 print(json.dumps(found))
 """
+# its ids of conversations, which the chat template in the file makes a text
+LLAMA_CHATS = """
+import json, sys, urllib.request
+import xllamacpp
+
+path, chats = json.loads(sys.argv[1])
+params = xllamacpp.CommonParams()
+params.model.path, params.n_ctx, params.n_parallel, params.warmup = path, 0, 1, False
+server = xllamacpp.Server(params)
+
+def ask(what, **body):
+    headers = {"Content-Type": "application/json"}
+    url = f"{server.listening_address}/{what}"
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    return json.load(urllib.request.urlopen(request))
+
+how, found = dict(add_special=True, parse_special=True), []
+for messages in chats:
+    text = ask("apply-template", messages=messages)["prompt"]
+    found.append(ask("tokenize", content=text, **how)["tokens"])
+print(json.dumps(found))
+"""
+# the text of each conversation by an Ollama template, which is one of Go's package text/template with
+# these fields (github.com/ollama/ollama/blob/main/docs/template.md)
+OLLAMA = """package main
+
+import (
+	"encoding/json"
+	"os"
+	"text/template"
+)
+
+type Message struct{ Role, Content string }
+
+func main() {
+	var chats [][]Message
+	if err := json.Unmarshal([]byte(os.Args[2]), &chats); err != nil {
+		panic(err)
+	}
+	made := template.Must(template.New("").Parse(os.Args[1]))
+	for _, messages := range chats {
+		if err := made.Execute(os.Stdout, map[string]any{"Messages": messages}); err != nil {
+			panic(err)
+		}
+		os.Stdout.WriteString("\\x00")
+	}
+}
+"""
+CHATS = [
+    [{"role": "user", "content": "What is two and two?"}],
+    [
+        {"role": "system", "content": "You are brief."}, {"role": "user", "content": "Two?"},
+        {"role": "assistant", "content": "Too."}, {"role": "user", "content": "And {twice}?"},
+    ],
+    [
+        {"role": "user", "content": "Naïve:\n\n    def add(a):\n        return a + 12\n\nExplain 'it'."},
+        {"role": "assistant", "content": "It's \"x\" \\ 日本.\n\n- one\n- two"},
+        {"role": "user", "content": "\\{{ .Role }} {% raw %} 😀"},
+    ],
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def llama():
-    """llama(path, prompts, count): [number of ids, greedy tokens] of each prompt, from llama.cpp."""
+    """llama(LLAMA, path, prompts, count): [number of ids, greedy tokens] of each prompt, from llama.cpp;
+    llama(LLAMA_CHATS, path, chats): ids of each conversation."""
     python = os.environ.get("LLAMA_CPP_PYTHON", sys.executable)
     if subprocess.run([python, "-c", "import xllamacpp"], capture_output=True).returncode:
         pytest.skip("pip install xllamacpp; LLAMA_CPP_PYTHON names the python that has it")
 
-    def ask(path, prompts, count):
-        words = [python, "-c", LLAMA, json.dumps([str(path), prompts, count])]
+    def ask(program, path, *values):
+        words = [python, "-c", program, json.dumps([str(path), *values])]
         done = subprocess.run(words, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr[-2000:]
         return json.loads(done.stdout.splitlines()[-1])
@@ -89,7 +152,7 @@ def test_llama_cpp_gives_the_same_tokens(source, llama, tmp_path):
     tokenizer = get_tokenizer(tokenizer_name(model.config, source))
     for kind in ("f32", "f16", "q8_0"):
         export(source, tmp_path / kind, gguf=kind)
-        theirs = llama(tmp_path / kind / f"model-{kind}.gguf", PROMPTS, 100)
+        theirs = llama(LLAMA, tmp_path / kind / f"model-{kind}.gguf", PROMPTS, 100)
         for prompt, (count, made) in zip(PROMPTS, theirs, strict=True):
             ids = [tokenizer.eot, *tokenizer.encode(prompt)]
             ours = [int(i) for i in model.generate(torch.tensor([ids]), 100, temperature=0)]
@@ -156,6 +219,41 @@ def test_conversations_have_the_format_of_fine_tuning(tmp_path):
         roles = ["\n\nSystem:", "\n\nUser:", "\n\nAssistant:"] if template else []
         assert stops == ["<|endoftext|>", *roles]
         assert ('{{ else if eq .Role "user" }}User: ' in text) == bool(template)
+
+
+def tuned(source, folder):
+    """A checkpoint with the weights and tokenizer of `source`, in a run that says it was fine-tuned."""
+    model, run = load_model(source), folder / "log/chat"
+    run.mkdir(parents=True)
+    tokenizer = Path(source).parent / "tokenizer.json"
+    if tokenizer.exists():
+        shutil.copy(tokenizer, run)
+    (run / "config.json").write_text(json.dumps({"train": {"preset": "sft"}}))
+    return saved(model, run / "model_000001.pt")
+
+
+def test_llama_cpp_gives_conversations_the_tokens_of_fine_tuning(source, llama, tmp_path):
+    pytest.importorskip("gguf")
+    export(path := tuned(source, tmp_path), tmp_path / "out", gguf="f32")
+    tokenizer = get_tokenizer(tokenizer_name(load_model(path).config, path))
+    ours = [render_chat(chat, tokenizer, add_generation_prompt=True)[0].tolist() for chat in CHATS]
+    assert llama(LLAMA_CHATS, tmp_path / "out/model-f32.gguf", CHATS) == ours
+
+
+def test_ollamas_template_gives_the_text_of_fine_tuning(tmp_path):
+    """By Go's text/template, which Ollama uses. It does not strip messages, as render_chat does."""
+    if not shutil.which("go"):
+        pytest.skip("needs Go")
+    (tmp_path / "main.go").write_text(OLLAMA)
+    lines = modelfile("model.gguf", 128, chat=True)
+    template = re.search(r'^TEMPLATE """(.*?)"""$', lines, re.DOTALL | re.MULTILINE)[1]
+    words = ["go", "run", "main.go", template, json.dumps(CHATS)]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, timeout=300)
+    assert done.returncode == 0, done.stderr.decode()[-2000:]
+    tokenizer = get_tokenizer("bytes")
+    ours = [render_chat(chat, tokenizer, add_generation_prompt=True)[0] for chat in CHATS]
+    found = done.stdout.decode().split("\0")[:-1]
+    assert ["<|endoftext|>" + text for text in found] == [tokenizer.decode(ids) for ids in ours]
 
 
 def test_models_without_a_gguf_are_refused(tmp_path):

@@ -174,6 +174,35 @@ def test_imported_names_exist():
     assert not [ast.unparse(n) for n in uses if not hasattr(found[n.value.id], n.attr)]
 
 
+@pytest.mark.parametrize("colab", [True, False])
+def test_the_first_code_cell_clones_on_colab_only(tmp_path, colab):
+    """With a small repository instead of ours, and a pip that writes its arguments to a file."""
+    code = "".join(cells("code")[0]["source"])
+    assert "google.colab" in code and text_of(CELLS[:2]).count("OWNER/NAME") == 2
+    remote, pip = tmp_path / "remote", tmp_path / "bin/pip"
+    for folder in (remote, pip, tmp_path / "content"):
+        folder.mkdir(parents=True)
+    (remote / "train_gpt2.py").write_text("")
+    (pip / "__init__.py").write_text("")
+    (pip / "__main__.py").write_text(
+        "import sys\nopen('../pip', 'w').write(' '.join(sys.argv[1:]))"
+    )
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "."], [*identity, "commit", "-qm", "a"]):
+        subprocess.run(["git", *words], cwd=remote, check=True)
+    code = code.replace("https://github.com/OWNER/NAME", str(remote))
+    before = "import sys, types\nsys.modules['google.colab'] = types.ModuleType('colab')\n" * colab
+    after = "\nprint(os.path.basename(os.getcwd()), os.path.exists('train_gpt2.py'))"
+    env = clean_env() | {"PYTHONPATH": str(tmp_path / "bin")}
+    done = subprocess.run(
+        [sys.executable, "-c", before + code + after], cwd=tmp_path / "content", env=env,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert (done.stdout, done.stderr) == ("gpt2 True\n" if colab else "content False\n", "")
+    asked = tmp_path / "content/pip"
+    assert asked.exists() == colab and (not colab or "tyro pooch tiktoken" in asked.read_text())
+
+
 @pytest.mark.slow
 def test_runs_in_a_fresh_kernel(monkeypatch):
     pytest.importorskip("nbclient", reason="needs requirements-notebook.txt")

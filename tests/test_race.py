@@ -17,6 +17,7 @@ def written(tmp_path_factory):
     (folder / "figures").mkdir()
     done = run_python(ROOT / "bench/race.py", "--page", "p.html", "--out", "figures", cwd=folder)
     assert done.returncode == 0, done.stderr
+    assert (folder / "p.html").stat().st_size < 2_200_000, "plotly is compressed"
     return folder
 
 
@@ -62,6 +63,7 @@ def test_the_slider_shows_each_runner_at_its_second(written, chromium):
     tab = Tab(chromium, (written / "p.html").as_uri(), viewport={"width": 390, "height": 800})
     cards, losses = tab.page.locator(".card"), tab.page.locator(".loss")
     assert losses.all_text_contents() == ["5.49", "4.16", "3.78", "3.47"]
+    tab.page.wait_for_function("window.Plotly")
     tab.page.get_by_label("six minutes").check()
     runner = race.six_minutes(RUNS).runners[1]
     n = 6

@@ -265,3 +265,9 @@ def test_missing_values_are_a_dash(tmp_path):
     page.shows("seed – 5", "validation loss 1.7149 step 400 1.5000 step 400 -0.2149")
     page.shows("HellaSwag acc_norm 0.3010 ± 0.0088, step 400 –", "betas 0.9, – –", "stop – –")
     assert "null" not in page.seen and "NaN" not in page.seen and "unigram" not in page.seen
+
+
+def test_numbers_of_the_settings_are_short():
+    texts = {5.54907608489522: "5.54908", 1e-8: "1e-08", 0.0: "0.0", 131072: "131072"}
+    assert {value: report.setting_text(value) for value in texts} == texts
+    assert report.setting_text([0.1 + 0.2, float("nan"), True, None]) == "0.3, NaN, true, –"

@@ -305,7 +305,8 @@ def test_html_page_shows_probabilities_and_escapes_markup(tmp_path, monkeypatch)
     flags = "--model <model>.pt --html p.html --max_new_tokens 20 --seed 3".split()
     sample.main(["<b>", *flags])
     page = (tmp_path / "p.html").read_text()
-    assert "<b>&lt;b&gt;</b>" in page and "<model>" not in page and "http" not in page
+    assert "default-src 'none'; style-src" in page and "script-src" not in page, "runs no script"
+    assert "<b>&lt;b&gt;</b>" in page and "<model>" not in page and "://" not in page
     gen_kwargs = dict(temperature=0.8, top_k=50, generator=torch.Generator().manual_seed(3))
     pairs = generate(model, torch.tensor([[256, *b"<b>"]]), 20, **gen_kwargs)
     percents = [100 * logits[0].softmax(-1)[token].item() for token, logits in pairs]

@@ -9,6 +9,7 @@ import itertools
 import json
 import signal
 import socket
+import sys
 import threading
 import time
 from pathlib import Path
@@ -386,8 +387,9 @@ def test_chat_answer_ends_when_the_context_is_full(server):
         (dict(messages=[dict(role="user", content="a" * 128)]), "the newest message takes"),
         (dict(messages=[dict(role="user", content="hi")], answer=[97] * 107),
          "the answer fills the model's context of 128 tokens"),
-        (b"[" * 60000, "parsing the body"), (b"\xff", "parsing the body"),
-        (b"{}x", "must be JSON, sent with"),
+        # Python 3.14 reads such depths
+        (b"[" * 60000, "parsing the body" if sys.version_info < (3, 14) else "must be JSON, sent with"),
+        (b"\xff", "parsing the body"), (b"{}x", "must be JSON, sent with"),
     ],
 )  # fmt: skip
 def test_invalid_requests_are_refused_with_one_sentence(server, body, sentence):

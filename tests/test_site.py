@@ -22,6 +22,7 @@ def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
     # no proxy: a download would fail at once
     nowhere = dict.fromkeys(("http_proxy", "https_proxy", "all_proxy"), "http://127.0.0.1:9")
+    nowhere["GITHUB_REPOSITORY"] = "owner/name"
     done = run_python(ROOT / "website/build.py", "--out", "site", cwd=folder, **nowhere)
     assert done.returncode == 0, done.stderr
     return folder / "site"
@@ -66,6 +67,21 @@ def test_no_link_is_broken(site):
     assert broken == [] and checked > 2000
 
 
+def test_the_front_page_leads_on_and_code_is_a_page(site):
+    page = Page(site / "index.html")
+    order = ["Try a model", "Build it yourself", "two minutes of training", "One training step"]
+    places = [page.text.rindex(words) for words in order]
+    assert places == sorted(places) and "Where to begin" not in page.text
+    assert page.links.count("race.html") > 1 and "train_gpt2.py.html" in page.links
+    assert "git clone https://github.com/owner/name gpt2" in page.text
+    backs = [
+        Page(site / f).links[0] for f in ("race.html", "report.html", "examples/laptop_model.html")
+    ]
+    assert backs == ["index.html", "index.html", "../index.html"]
+    code = Page(site / "train_gpt2.py.html").text
+    assert (ROOT / "train_gpt2.py").read_text(encoding="utf-8").strip() in code
+
+
 def test_each_chapter_is_a_page_with_its_outputs_and_formulas(site):
     text = "\n".join(
         "".join(c["source"]) for c in NOTEBOOK["cells"] if c["cell_type"] == "markdown"
@@ -87,6 +103,13 @@ def test_each_chapter_is_a_page_with_its_outputs_and_formulas(site):
     widgets = len(re.findall("data-lab-widget=", "".join(map(str, outputs))))
     assert html.count("data-lab-widget=") == widgets > 0
     assert html.count("<math") > 200
+    flow = (site / "play/12-the-residual-stream-why-do.html").read_text()
+    flow = re.sub("<.*?>", "", re.search(r'<div class="flow">.*?</div>', flow)[0])
+    assert (
+        flow == "wte + wpe → +1 → +2 → 10 more blocks → ln_f, lm_head" and "flowchart" not in html
+    )
+    # outputs of one cell are one block, though a notebook stores them in pieces
+    assert "temperature 0.1: Return the" in html and not re.search(r"\n\n\n+temperature 0.7", html)
     for path in files:
         outside = re.sub(r"<(code|pre|script)\b.*?</\1>", "", path.read_text(), flags=re.S)
         assert not re.search(r"\\(ln|frac|sum|sqrt|cdot|text)\b|\x1b", outside), path.name

@@ -434,7 +434,7 @@ def test_resumed_run_equals_uninterrupted_one_and_tools_read_it(tmp_path, run_sp
     assert whole.losses[0] == pytest.approx(math.log(VOCAB), abs=1e-4)
     assert whole.losses[-1] < whole.losses[0] - 0.2 and "speedrun.py --resume" in said
     (folder / "model_000006.pt").unlink()
-    assert "half as many in the next 1 steps" in run_speedrun("--resume")
+    assert "half as many in the next step\n" in run_speedrun("--resume")
     again = read_run(folder)
     assert again.losses[-3:] == whole.losses[3:]
     for start in of_kind(again, "start"):  # of a whole step

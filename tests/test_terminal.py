@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import os
+import platform
 import re
 import struct
 import threading
@@ -76,10 +77,22 @@ def test_a_run_fits_the_terminal_with_the_loss_in_bold(on_terminal, tiny, column
 def test_no_color_and_pipes_get_plain_text(on_terminal, tiny, tmp_path):
     _, text = on_terminal(ROOT / tiny[0], *tiny[1:], NO_COLOR="1")
     assert "\033[1m" not in text and "\033[2m" not in text and "loss" in text
-    done = run_python(ROOT / tiny[0], *tiny[1:], "--run_name", "piped", cwd=tmp_path)
+    more = ("--run_name", "piped", "--vocab_multiple", 1, "--total_batch_size", 64)
+    done = run_python(ROOT / tiny[0], *tiny[1:], *more, cwd=tmp_path)
     assert done.returncode == 0 and "\033" not in done.stdout + done.stderr and not done.stderr
     assert max(map(len, done.stdout.split("\n"))) > 120  # not wrapped
+    assert "vocabulary of 257 tokens\nd" in done.stdout  # no padding, one process, one micro-step
+    assert "\nstep   64 tokens = 4 sequences x 16 tokens\n" in done.stdout
     assert re.search(r"^step +2/2 \| loss \S+ \| lr \S+ \| norm ", done.stdout, re.M)
+
+
+def test_first_run_says_what_the_builtin_text_is(tmp_path):
+    flags = [*TINY_RUN, "--data", "data/builtin", "--tokenizer", "bytes", "--max_steps", 1]
+    done = run_python(ROOT / "train_gpt2.py", *flags, cwd=tmp_path)
+    version = platform.python_version()
+    assert f"\ndata   data/builtin (documentation of Python {version}): " in done.stdout, (
+        done.stderr
+    )
 
 
 def test_samples_have_one_header_per_step_and_none_of_random_weights(tiny, tmp_path):
@@ -152,7 +165,7 @@ def test_a_run_ends_with_a_verdict_and_commands_in_one_piece(on_terminal, tiny, 
     assert "is not good yet" in summary and "\nNext:\n" in summary
     commands = re.findall(r"^  (\w.*)\n    (\S.*)$", summary, re.M)  # wider than 60 columns
     purposes = (
-        "generate text|use it in a browser|make it a web page|see a report page|compare with another|"
+        "generate text|try it in a browser|export it as a web page|see curves and samples|compare two runs|"
         "train it further"
     )
     assert "|".join(purpose for purpose, _ in commands) == purposes
@@ -281,4 +294,4 @@ def test_closing_list_names_the_chat_after_fine_tuning(tmp_path, shards):
     commands = dict(re.findall(r"^  (\w.*?) {2,}(\S.*)$", text, re.M))
     assert commands["chat with it"].endswith("sample.py --chat --model log/chat")
     assert "generate text" not in commands
-    assert commands["use it in a browser"].endswith("lab serve log/chat")
+    assert commands["try it in a browser"].endswith("lab serve log/chat")

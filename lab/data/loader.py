@@ -192,8 +192,13 @@ class TokenLoader:
             self.position = (self.next_sequence + self.step_sequences) * self.seq_len
             self.micro_step = 0
         self.prefetch()
-        x, y = x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
-        return x, y, num_targets
+        # on MPS a non-blocking copy may read x after Python has freed it (pytorch/pytorch#189690)
+        later = self.device.type == "cuda"
+        return (
+            x.to(self.device, non_blocking=later),
+            y.to(self.device, non_blocking=later),
+            num_targets,
+        )
 
     def prefetch(self) -> Future[tuple[Tensor, Tensor, int]]:
         """Start reading the micro-batch at the cursor in the background."""

@@ -236,6 +236,7 @@ def continuation_losses(
     computed = []
     bar = progress(range(0, len(batches), world.world_size), description, "batch")
     bar.refresh()  # show it now, because on a CPU the first batch may take half a minute
+    cuda = world.device.type == "cuda"  # non-blocking copies to MPS may be wrong: see TokenLoader
     for i in bar:
         check()
         # a rank without a batch in the last round repeats the last batch, because FSDP2's all-gathers
@@ -244,7 +245,7 @@ def continuation_losses(
         rows, T = batches[min(mine, len(batches) - 1)]
         arrays = collate([items[row] for row in rows], T)
         *inputs, gather_idx, targets = (
-            torch.from_numpy(a).to(world.device, non_blocking=True) for a in arrays
+            torch.from_numpy(a).to(world.device, non_blocking=cuda) for a in arrays
         )
         x = hidden_states(model, *inputs)[gather_idx]  # (M, C)
         losses = [

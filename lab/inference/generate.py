@@ -170,4 +170,10 @@ def sample_token(
         drop = probs.cumsum(dim=-1) - probs >= top_p  # more probable tokens already add up to top_p
         drop[:, 0] = False  # keep the first one, even if top_p rounds to 0 in float32
         logits = logits.masked_fill(drop.scatter(1, order, drop), float("-inf"))
-    return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)[:, 0]
+    probs = logits.softmax(dim=-1)
+    if probs.device.type == "mps":
+        # multinomial may return a token of probability 0 there, because the noise that it divides by
+        # may be 0 (pytorch/pytorch#192577, torch 2.13). This is the same computation with a lower bound.
+        noise = torch.empty_like(probs).exponential_(generator=generator).clamp_(min=1e-30)
+        return (probs / noise).argmax(dim=-1)
+    return torch.multinomial(probs, 1, generator=generator)[:, 0]

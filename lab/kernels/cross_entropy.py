@@ -71,9 +71,9 @@ def fused_loss(
     logits = torch.empty(min(CHUNK, x.size(0)), w.size(0), dtype=x.dtype, device=x.device)
     for i in range(0, x.size(0), CHUNK):
         rows = x[i : i + CHUNK]
-        chunk = torch.mm(rows, w.t(), out=logits[: rows.size(0)])
+        chunk = mm_into(logits[: rows.size(0)], rows, w.t())
         losses[i : i + CHUNK] = loss_and_grad_(chunk, targets[i : i + CHUNK], vocab_size, scale)
-        torch.mm(chunk, w, out=dx[i : i + CHUNK])
+        mm_into(dx[i : i + CHUNK], chunk, w)
         if x.is_cuda and x.dtype != weight.dtype:  # a 16-bit matmul, added to a float32 sum
             torch.addmm(dweight, chunk.t(), rows, out_dtype=weight.dtype, out=dweight)
         else:
@@ -81,6 +81,12 @@ def fused_loss(
     if scale != 1:
         dx, dweight = dx / scale, dweight / scale
     return losses.sum(), dx, dweight
+
+
+def mm_into(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Write a @ b into `out` and return it. On macOS 14, torch.mm leaves an `out` that is a slice as it
+    was (pytorch/pytorch#193385, mended in torch 2.14)."""
+    return out.copy_(a @ b) if out.device.type == "mps" else torch.mm(a, b, out=out)
 
 
 @fused_loss.register_fake

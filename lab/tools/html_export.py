@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 
-from lab.cli import UserError
+from lab.cli import UserError, counted
 from lab.data.tokenizers import get_tokenizer
 from lab.files import atomic_write, write_errors
 from lab.registry import tokenizer_name
 from lab.templates import load_template
-from lab.tools.plot_style import PAPER
 
 MAX_BYTES = 30_000_000  # of the weights in 16 bits; a phone should still open the page
 
@@ -87,26 +86,23 @@ def page(config: Any, source: str, state: dict[str, torch.Tensor], tokens: list[
     shape = {name: getattr(config, name) for name in fields}
     name = "/".join(Path(source).parts[-2:]).removesuffix(".pt")  # do not reveal the whole path
     facts = (
-        f"GPT-2 with {sum(p.numel() for p in state.values()):,} weights: {config.n_layer} layers, "
-        f"{config.n_head} heads, {config.n_embd} channels, a context of {config.block_size} "
+        f"GPT-2 with {sum(p.numel() for p in state.values()):,} weights: {counted(config.n_layer, 'layer')}, "
+        f"{counted(config.n_head, 'head')}, {config.n_embd} channels, a context of {config.block_size} "
         f"{'tokens' if tokens else 'bytes'}"
     )
-    here = Path(__file__).parent
     return load_template(
         "model.html.j2"
     ).render(
         name=name,
         facts=facts,
         prompt="The" if tokens else "The ",  # a token of GPT-2 includes the space before a word
+        longest=10_000,
         about={
             "config": shape | {"end_of_text": config.end_of_text},
             "shapes": [(name, p.numel()) for name, p in state.items()],
             "tokens": tokens,
         },
         weights=base64.b64encode(weights).decode(),
-        gpt_js=(here / "gpt.js").read_text(encoding="utf-8"),
-        tokenizers_js=(here / "tokenizers.js").read_text(encoding="utf-8"),
-        paper=PAPER,
         # Scripts without it do not run. Injected text cannot contain it, because it is a hash of the model.
         nonce=hashlib.sha256(weights + f"{source}{shape}".encode(errors="replace")).hexdigest()[
             :32

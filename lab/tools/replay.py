@@ -20,6 +20,7 @@ from lab.config_file import read_config
 from lab.data.tokenizers import printable
 from lab.distributed import World
 from lab.files import read_errors, read_json
+from lab.hardware import check_mps_sums
 from lab.program import LEGACY_PROGRAMS, find_class
 from lab.trainer.checkpoint import check_checkpoint, checkpoint_files, read_checkpoint, step_of
 
@@ -56,6 +57,7 @@ def replay(
         cfg, fp8=fp8, device=device, precision=precision or cfg.precision, compile=compile, timing=False,
         batch_size=spike["batch_size"],
     )  # fmt: skip
+    check_mps_sums(world.device, model_config.padded_vocab_size, cfg.batch_size * cfg.seq_len)
     trainer, start = trainer_before(file, spike, model_config, cfg, world)
     where = f"{world.device.type}, {trainer.precision.name}"
     print(f"{file.parent} before step {spike['step']}, from {start}; on {where}", flush=True)

@@ -8,11 +8,9 @@ plotly's JavaScript, compressed, and its Content-Security-Policy forbids the bro
 anything else. Text from a log, such as a sample, is escaped by jinja2.
 """
 
-import base64
-import functools
-import gzip
 import html
 import json
+import math
 import secrets
 import time
 from collections.abc import Sequence
@@ -28,7 +26,7 @@ from lab.files import atomic_write, read_json, write_errors
 from lab.templates import load_template
 from lab.tools import read_log
 from lab.tools.plot import blimp_levels, caption, headline, hellaswag_levels, loss_levels, phenomena
-from lab.tools.plot_style import COLORS, PAPER, color_index
+from lab.tools.plot_style import color_index
 from lab.tools.read_log import Record, RunLog, by_tokens, column, comparable
 
 RENEW_SECONDS = 10  # interval at which --watch updates the page
@@ -82,8 +80,7 @@ def read_run(path: Path, name: str) -> RunReport:
 
 def warnings(runs: Sequence[RunReport]) -> list[str]:
     """Warnings about invalid comparisons."""
-    logs = [run.log for run in runs]
-    found = [f"There is no config.json for the log of {r.name}." for r in runs if not r.config]
+    logs, found = [run.log for run in runs], []
     if len(runs) == 1:
         return found
     data = [(run.start.get("val_tokens"), run.train.get("data")) for run in runs]
@@ -326,12 +323,14 @@ def settings(runs: Sequence[RunReport]) -> list[tuple[str, list[tuple[str, list[
 
 
 def setting_text(value: Any) -> str:
-    """A setting as text: JSON, except that strings have no quotes and missing values are a dash, also in
-    lists."""
+    """A setting as text: JSON, except that strings have no quotes, floats at most six digits, and missing
+    values are a dash, also in lists."""
     if value is None or value == "":
         return MISSING
     if isinstance(value, list):
         return ", ".join(map(setting_text, value)) or MISSING
+    if isinstance(value, float) and math.isfinite(value):
+        value = float(f"{value:.6g}")
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -347,14 +346,6 @@ def samples(runs: Sequence[RunReport]) -> list[tuple[int, list[list[str]]]]:
 
 
 # ------------------------------------------------------------------------------------------ 5. page
-
-
-@functools.cache
-def compressed_plotly() -> str:
-    """plotly's JavaScript, gzipped, in base 64: 2.0 MB instead of 4.8."""
-    from plotly.offline import get_plotlyjs  # slow to import
-
-    return base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()
 
 
 def page(runs: Sequence[RunReport], live: bool = False) -> str:
@@ -375,8 +366,7 @@ def page(runs: Sequence[RunReport], live: bool = False) -> str:
         opens=opens,
         shaded=[(r.name, s) for r in runs for s in r.log.get("sample", [])[-1:] if "shaded" in s],
         settings=settings(runs),
-        colors=[PAPER[d] | {f"c{i}": c for i, c in enumerate(COLORS[d])} for d in (False, True)],
-        plotly=compressed_plotly(),
+        without_config=[run.name for run in runs if not run.config],
         nonce=secrets.token_urlsafe(16),  # scripts without it, such as one from a log, don't run
         missing=MISSING,
         renew=RENEW_SECONDS if live else 0,

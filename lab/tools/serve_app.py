@@ -31,7 +31,6 @@ from lab.inference.int8 import Int8Linear
 from lab.inference.prediction import inspect_prediction
 from lab.inference.streaming import QueueFullError, score_tokens
 from lab.templates import load_template
-from lab.tools.plot_style import PAPER
 from lab.tools.read_log import short
 
 MAX_NEW_TOKENS = 4096
@@ -280,8 +279,9 @@ def create_app(
     app.add_middleware(RequestLimits, engine=engine)
     page = load_template("serve.html.j2")
     about = dict(
-        model=name, context=engine.block_size, longest=MAX_NEW_TOKENS, paper=PAPER,
+        model=name, context=engine.block_size, longest=MAX_NEW_TOKENS,
         facts=model_facts(engine, val_loss), tuned=tuned, vocab_size=engine.tokenizer.vocab_size,
+        bytes=engine.tokenizer.name == "bytes",
     )  # fmt: skip
     model = dict(id=name, object="model", created=int(time.time()), owned_by="you")
 

@@ -10,7 +10,17 @@ from typing import Any
 
 import torch
 
-from lab.cli import UserError, bold, command_for, dim, progress, shell_quote, terminal_width, wrap
+from lab.cli import (
+    UserError,
+    bold,
+    command_for,
+    counted,
+    dim,
+    progress,
+    shell_quote,
+    terminal_width,
+    wrap,
+)
 from lab.data.tokenizers import printable
 from lab.tools.read_log import RunLog, read_log
 from lab.trainer.checkpoint import checkpoint_files, step_of
@@ -89,13 +99,19 @@ class Console:
         step_tokens = getattr(trainer, "step_tokens", lambda step: cfg.total_batch_size)
         remaining = range(trainer.step, cfg.max_steps)
         tokens = loader.position + sum(map(step_tokens, remaining))
+        padded = c.padded_vocab_size > c.vocab_size
+        padding = f", padded to {c.padded_vocab_size:,} rows" if padded else ""
         self.print(f"resuming after step {trainer.step} of {reason}" if trainer.step else reason)
         self.print(
-            f"model  {record['num_params']:,} parameters: {c.n_layer} layers, {c.n_head} heads, "
-            f"{c.n_embd} channels, vocabulary of {c.vocab_size} padded to {c.padded_vocab_size} rows"
+            f"model  {record['num_params']:,} parameters: {counted(c.n_layer, 'layer')}, "
+            f"{counted(c.n_head, 'head')}, {c.n_embd} channels, "
+            f"vocabulary of {c.vocab_size:,} tokens{padding}"
         )
+        source = shards.manifest.get("source") or {}
+        builtin = source.get("kind") == "builtin"
+        about = f" (documentation of {source['revision']})" if builtin else ""
         self.print(
-            f"data   {cfg.data}: {len(shards):,} training tokens, {record['val_tokens']:,} for "
+            f"data   {cfg.data}{about}: {len(shards):,} training tokens, {record['val_tokens']:,} for "
             f"validation; this run reads {tokens / loader.epoch_tokens():.2f} epochs"
         )
         for name in record.get("passed_over", ()):
@@ -121,13 +137,14 @@ class Console:
             )
         small = sum(step_tokens(step) < cfg.total_batch_size for step in remaining)
         when = "next" if trainer.step else "first"
-        half = f"; half as many in the {when} {small} steps" if small else ""
-        self.print(
-            f"step   {cfg.total_batch_size:,} tokens = {loader.batch_size} sequences x {cfg.seq_len} "
-            f"tokens x {world.world_size} processes x {self.micro_steps()} micro-steps{half}"
-        )
+        few = "step" if small == 1 else f"{small} steps"
+        half = f"; half as many in the {when} {few}" if small else ""
+        factors = [counted(loader.batch_size, "sequence"), counted(cfg.seq_len, "token")]
+        more = (world.world_size, "processes"), (self.micro_steps(), "micro-steps")
+        factors += [f"{count} {what}" for count, what in more if count > 1]
+        self.print(f"step   {cfg.total_batch_size:,} tokens = {' x '.join(factors)}{half}")
         cuda = world.device.type == "cuda"
-        threads = "" if cuda else f", {torch.get_num_threads()} threads"
+        threads = "" if cuda else f", {counted(torch.get_num_threads(), 'thread')}"
         self.print(f"device {record['device']}{threads}, {trainer.precision.name}")
         if self.unigram:
             self.print(
@@ -274,22 +291,22 @@ def summary(trainer, stopped: str) -> None:
     next_steps = {"generate text": f"{sample} --model {name}"}
     if trainer.cfg.preset == "sft":
         next_steps = {"chat with it": f"{sample} --chat --model {name}"}
-    next_steps |= {"use it in a browser": f"{command_for('lab serve')} {name}"}
+    next_steps |= {"try it in a browser": f"{command_for('lab serve')} {name}"}
     if not hasattr(trainer.raw_model, "generate"):
         export = f"{command_for('lab export')} {name} --out FOLDER"
         next_steps = {"use it in transformers": export}
     elif hasattr(trainer.raw_model, "from_pretrained") and trainer.raw_model.num_params() <= 15e6:
         export = f"{command_for('lab export')} {name} --html my-model.html"
-        next_steps |= {"make it a web page": export}
+        next_steps |= {"export it as a web page": export}
     next_steps |= {
-        "see a report page": f"{report} {name}",
-        "compare with another": f"{report} {name} {shell_quote(run_dir.parent / 'OTHER')}",
+        "see curves and samples": f"{report} {name}",
+        "compare two runs": f"{report} {name} {shell_quote(run_dir.parent / 'OTHER')}",
     }
     go_on = {continue_: f"{resume}{more}"}
     next_steps = go_on | next_steps if stopped else next_steps | go_on
     contents = f"log.jsonl (all numbers),{curve} TensorBoard events and checkpoints{best}"
     say(f"\n{run_dir}/ contains {contents}.\nNext:")
-    lines = [f"  {purpose:22}  {command}" for purpose, command in next_steps.items()]
+    lines = [f"  {purpose:23}  {command}" for purpose, command in next_steps.items()]
     # on a narrow terminal, commands get their own lines, which are not wrapped, so that they can be copied
     if 0 < terminal_width(sys.stdout) < max(map(len, lines)):
         lines = [f"  {purpose}\n    {command}" for purpose, command in next_steps.items()]

@@ -274,7 +274,7 @@ class StepSnapshotter:
             self.stream.wait_stream(torch.cuda.current_stream())  # after the previous update
         with torch.cuda.stream(self.stream):
             for name, p in self.trainer.raw_model.named_parameters():
-                snapshot["model"][name].copy_(p, non_blocking=True)
+                snapshot["model"][name].copy_(p, non_blocking=self.stream is not None)
 
     def wait(self) -> None:
         """Make the GPU work launched from now on (the update) wait for the copy, without blocking the CPU."""
