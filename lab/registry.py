@@ -14,7 +14,7 @@ import torch
 from lab.cli import UserError, command_for, require, shell_quote
 from lab.config_file import build_config
 from lab.data.tokenizers import TOKENIZER_FILE, tokenizer_for_vocab_size
-from lab.files import read_errors, read_json
+from lab.files import check_keys, read_errors, read_json
 from lab.hf.gpt2 import PUBLISHED
 from lab.hf.load import check_finite, copy_into, download, parse_checkpoint, read_hugging_face
 from lab.program import class_path, find_class
@@ -66,9 +66,11 @@ def load_model(source: str, model_class: type | None = None) -> Any:
         checkpoint = read_checkpoint(path)
         if isinstance(checkpoint, dict):
             saved, program = checkpoint.get("model_config"), checkpoint.get("program")
-        if isinstance(program, dict):  # of this project: the model is that of its config
+        # a checkpoint of this project: the model is that of its config. A tensor has no truth value
+        if not isinstance(program, dict | None) or program:
             with read_errors(path, "checkpoint", "choose another: `ls log` lists the runs"):
-                model_path, config_path = str(program["model"]), str(program["config"])
+                check_keys(program, model=str, config=str)
+                model_path, config_path = program["model"], program["config"]
             config = build_config(find_class(config_path, path), saved, path)
             try:
                 config.validate()  # a damaged file could have billions of layers
