@@ -5,9 +5,9 @@
     python bench/data_multiple.py --table             # print the recorded results; needs no GPU
 
 A run trains on the first --tokens of the training split, --passes times. Validation is on the same
-text for all. The table has the number of tokens with which small-data is as good as GPT-2's recipe with
-all of them: both are interpolated between runs, linearly in the logarithm of tokens. Each finished run
-is a line in --out and is not repeated.
+text for all. Below the table stands with what fraction of the text small-data reaches the loss that
+GPT-2's recipe has with its largest amount, interpolated between small-data's runs, linearly in the
+logarithm of tokens (nan outside of them). Each finished run is a line in --out and is not repeated.
 """
 
 import tempfile

@@ -25,7 +25,7 @@ from lab.registry import load_model
 class Config:
     models: tuple[str, ...] = ()  # runs, checkpoints or folders
     data: str = "edu_fineweb10B"  # folder of token shards with the models' tokenizer
-    val_tokens: int = 1048576  # targets
+    val_tokens: int = 1048576  # tokens to predict
     batch_size: int = 8  # sequences at a time
     device: str = "auto"  # cuda, mps or cpu
     out: str = str(RUNS / "ensemble.jsonl")  # file of measurements

@@ -1,7 +1,7 @@
-"""Fuzz the readers of all kinds of files: damaged and malicious files must only raise UserError.
+"""Fuzz the readers of all kinds of files: a damaged or malicious file must be read or raise UserError.
 
     python bench/fuzz.py --count 10000                      # number of files of each kind
-    python bench/fuzz.py --count 10000 --workers 64 --seconds 1200 --out found.jsonl   # in parts
+    python bench/fuzz.py --count 10000 --workers 64 --seconds 1200 --out found.jsonl   # continues later
     python bench/fuzz.py --kind npy --seed 1234 --count 1   # repeat one file and show its traceback
 
 A valid file is randomly mutated (reproducible by seed) and read by the code of the commands, in a child
@@ -16,7 +16,7 @@ programs or use the network. The outcomes are counted:
     hang       no result after 20 seconds of CPU time or 200 seconds in total
     crash      the process died
 
-The first example of each of the last four is printed, and the exit status is then 1. With --out, the
+An example of each different fault (the last four) is printed, and the exit status is then 1. With --out, the
 results are saved after each batch of files, and the same command continues after an interruption.
 `--count 0 --out found.jsonl` prints the table again.
 """

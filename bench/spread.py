@@ -5,9 +5,9 @@
 
 Identical runs differ on a GPU because some kernels add floating-point numbers in a varying order
 (docs/LOG.md#deterministic). Each run is `train_gpt2.py --preset gpt2` with a batch of 131,072 tokens
-and the learning rate for it, in its own process. A seed determines the initial weights; the order of
-the tokens is the same in all runs. Each finished run is a line in --out. Several processes, one per
-GPU, may write to different files, which are then put together.
+and a peak learning rate of 1.2e-3, in its own process. A seed determines the initial weights and the
+order of the sequences. Each finished run is a line in --out. For several GPUs, start a process with its
+own --out on each, and concatenate the files.
 """
 
 import math
