@@ -176,7 +176,9 @@ def figure(race, dark):
             )
             lines.append((x, y))
         drawn.draw_without_rendering()  # computes the layout
-        css = "".join(runner_css(ax, i, x, y, end) for i, (x, y) in enumerate(lines))
+        # at first the names are in one place, on top of each other
+        css = keyframes("apart", {0: "opacity: 0", 0.03: "opacity: 0", 0.04: "opacity: 1"})
+        css += "".join(runner_css(ax, i, x, y, end) for i, (x, y) in enumerate(lines))
         out = io.BytesIO()
         drawn.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
     css += "@media (prefers-reduced-motion: reduce) { * { animation: none !important; } }\n"
@@ -203,8 +205,10 @@ def runner_css(ax, i, x, y, end):
     done = x[-1] / end
     css += keyframes(f"show{i}", {0: "opacity: 0", done - 1e-3: "opacity: 0", done: "opacity: 1"})
     play = f"{FILM}s linear {ROUNDS}"
-    css += f"#line{i} path {{ stroke-dasharray: {total:.1f}; animation: draw{i} {play}; }}\n"
-    css += f"#dot{i}, #name{i} {{ animation: run{i} {play}; }}\n"
+    dashes = f"{total:.1f} {total + 99:.1f}"  # the gap is longer, so that no second dash shows
+    css += f"#line{i} path {{ stroke-dasharray: {dashes}; animation: draw{i} {play}; }}\n"
+    css += f"#dot{i} {{ animation: run{i} {play}; }}\n"
+    css += f"#name{i} {{ animation: run{i} {play}, apart {play}; }}\n"
     return css + f"#end{i} {{ animation: show{i} {play}; }}\n"
 
 
