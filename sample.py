@@ -65,12 +65,12 @@ class Config:
     prompt: Annotated[tuple[str, ...], Positional, arg(metavar="[PROMPT]")] = ()
     # run, checkpoint, Hugging Face folder, or gpt2 ... gpt2-xl; empty: the newest run
     model: str = ""
-    max_new_tokens: int = 200  # maximum length; the model may end the text before
+    max_new_tokens: int = 200  # maximum number of new tokens; the model may end the text earlier
     num_samples: int = 1  # texts per prompt, generated as one batch
     temperature: float = 0.8  # 1: the model's own probabilities; lower: more predictable; 0: greedy
     top_k: int = 50  # sample from the k most probable tokens; 0: from all
-    top_p: float = 1.0  # sample from the fewest tokens whose probabilities add up to this
-    # the same seed, prompt and flags give the same text; the seed in use is printed
+    top_p: float = 1.0  # sample from the fewest tokens whose probabilities add up to at least this
+    # the same seed, prompt and flags give the same text; the seed is printed after a text
     seed: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: random)")] = None
     chat: bool = False  # a conversation, for models fine-tuned on conversations
     html: str = ""  # write a page to this file in which each token is shaded by its probability
@@ -178,7 +178,7 @@ def chat_warning(source: str) -> str:
     if tuned:
         return ""
     if tuned is None:
-        return f"{source} may not be tuned to answer; it then only continues the text"
+        return f"{source} may not be tuned to answer; then it only continues the text"
     if source.endswith(".pt"):  # of a run, whose folder --init_from takes
         source = str(Path(source).parent)
         program = program_of(Path(source))["trainer"].partition(":")[0]
@@ -205,7 +205,7 @@ def chat_loop(model: Any, tokenizer: Tokenizer, cfg: Config, seed: int, cache: K
             messages.pop()
             continue
         if dropped:
-            eprint(f"[the oldest {dropped} messages no longer fit and are dropped]")
+            eprint(f"[messages that no longer fit and are dropped, oldest first: {dropped}]")
             messages = messages[dropped:]
         pieces = stream_generate(
             model, tokenizer, ids, cfg.max_new_tokens,

@@ -46,8 +46,8 @@ def run_main(main: Callable, name: str | None = None) -> None:
     """Run main(argv) as a program and exit with its status (None: 0).
 
     A UserError is printed as one sentence. Any other exception is a bug and keeps its traceback.
-    Exit statuses: 0 done, 1 failed, 2 bad input, 3 does not fit (lab plan), 75 stopped and saved, 130
-    Ctrl-C.
+    Exit statuses: 0 done, 1 failed, 2 bad input, 3 does not fit (lab plan), 75 stopped by a signal and
+    saved if there was an update, 130 Ctrl-C before that.
     """
     name = name or Path(sys.argv[0]).name
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
@@ -106,7 +106,7 @@ def format_error(error: BaseException) -> tuple[int, str]:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return 2, "the disk that the output is written to is full; free some space"
     if isinstance(error, PermissionError) and error.filename:
-        return 2, f"no permission to use {error.filename}; change its permissions or choose another"
+        return 2, f"no permission to use {error.filename}; change its permissions or choose another path"
     return 0, ""
 
 
@@ -277,8 +277,8 @@ def pre_import_setup() -> None:
     """
     if importlib.util.find_spec("torch") is None:
         print(
-            "error: PyTorch is not installed for this Python; run `make train` once, then use "
-            ".venv/bin/python, or `pip install -r requirements.txt`", file=sys.stderr,
+            "error: PyTorch is not installed for this Python; either run `make train` once and "
+            "use .venv/bin/python, or run `pip install -r requirements.txt`", file=sys.stderr,
         )  # fmt: skip
         sys.exit(2)
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # not under nohup

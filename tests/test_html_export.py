@@ -342,8 +342,8 @@ def test_writing_branching_and_reading_with_mouse_and_keyboard(chromium, laptop)
     rows = tab.page.locator("#lens tr")
     assert rows.locator("th").all_text_contents() == [
         "embedding",
-        "after block\xa00",
-        "after block\xa01",
+        "after layer\xa00",
+        "after layer\xa01",
     ]
     likeliest = tab.page.locator("#next button").first.inner_text().replace("✓", "").split()[:2]
     assert rows.last.locator("td").first.inner_text().split()[:2] == likeliest
