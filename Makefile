@@ -10,7 +10,7 @@ RUN = .venv/bin/python
 
 # status 75: Ctrl-C saved the run and stopped it
 train: .venv/.installed
-	$(RUN) train_gpt2.py || [ $$? -eq 75 ]
+	@echo "$(RUN) train_gpt2.py"; $(RUN) train_gpt2.py || [ $$? -eq 75 ]
 
 test: lint
 	$(RUN) -m pytest -n 2 --dist loadfile
@@ -33,18 +33,18 @@ PIP = $(RUN) -m pip install --quiet --disable-pip-version-check
 CPU_TORCH = $(shell grep ^torch== requirements.txt) --index-url https://download.pytorch.org/whl/cpu
 
 .venv/.installed: requirements.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"needs Python 3.11 or newer, this is {sys.version.split()[0]}: make PYTHON=python3.12 ...")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"needs Python 3.11 or newer, this is {sys.version.split()[0]}: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv .venv
-	@echo "installing requirements.txt; PyTorch is large, so this may take a few minutes"
+	@echo "installing requirements.txt; PyTorch is large, so this may take a few minutes, without further output"
 	@if [ "$$(uname)" = Linux ] && ! command -v nvidia-smi > /dev/null; then \
 		$(PIP) --retries 0 --timeout 15 $(CPU_TORCH) || echo "no CPU build found; installing the default one"; fi
 	$(PIP) --requirement requirements.txt
-	touch $@
+	@touch $@
 
 .venv/.test-tools: .venv/.installed requirements-test.txt
 	$(PIP) --requirement requirements-test.txt
-	touch $@
+	@touch $@
 
 .venv/.site-tools: .venv/.installed requirements-site.txt
 	$(PIP) --requirement requirements-site.txt
-	touch $@
+	@touch $@

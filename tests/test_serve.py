@@ -762,4 +762,6 @@ def test_chat_reports_what_does_not_fit(tmp_path, ask_sample):
     assert process.stdout == 2 * ("z" * (64 - len("_User: hi\n\nAssistant:")) + "\n")
     assert process.stderr.count("[cut: the model's context of 64 tokens is full]") == 2
     assert "the newest message takes 99 tokens" in process.stderr
-    assert process.stderr.count("[messages that no longer fit and are dropped, oldest first: 2]") == 1
+    assert (
+        process.stderr.count("[messages that no longer fit and are dropped, oldest first: 2]") == 1
+    )

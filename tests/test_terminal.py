@@ -174,6 +174,16 @@ def test_a_run_ends_with_a_verdict_and_commands_in_one_piece(on_terminal, tiny, 
     assert list(lines.items()) == commands  # in a pipe, on one line each
 
 
+def test_commands_name_the_best_checkpoint_if_the_last_loss_is_clearly_higher(tiny, tmp_path):
+    flags = ["--max_steps", 6, "--val_every", 1, "--checkpoint_every", 1, "--run_name"]
+    rates = ["--schedule", "constant", "--warmup_steps", 0, "--optimizer", "adamw", "--lr"]
+    for name, lr, model in (("a", 0.001, "log/a"), ("b", 1, "log/b/model_best.pt")):
+        done = run_python(ROOT / tiny[0], *tiny[1:], *flags, name, *rates, lr, cwd=tmp_path)
+        commands = dict(re.findall(r"^  (\w.*?) {2,}(\S.*)$", done.stdout, re.M))
+        assert commands["generate text"].endswith(f"--model {model}"), done.stdout
+        assert commands["try it in a browser"].endswith(f"serve {model}")
+
+
 def test_errors_are_wrapped_but_not_the_commands_in_them(on_terminal, tmp_path):
     status, text = on_terminal(ROOT / "train_gpt2.py", "--preset", "gpt2", "--data", "absent")
     lines = text.rstrip("\n").split("\n")

@@ -405,7 +405,7 @@ def main(argv: list[str]) -> None:
     out = read_log.output_path(paths, cfg.out, "report.html", ".html")
     live = write_page(paths, out, cfg.watch)
     updating = "; it is updated until the run ends; press Ctrl-C to stop" * live
-    print(f"wrote {out}{updating}", flush=True)
+    print(f"wrote {out}; open it in a browser{updating}", flush=True)
     while live:
         time.sleep(RENEW_SECONDS)
         live = write_page(paths, out, cfg.watch)

@@ -147,9 +147,10 @@ class Console:
         threads = "" if cuda else f", {counted(torch.get_num_threads(), 'thread')}"
         self.print(f"device {record['device']}{threads}, {trainer.precision.name}")
         if self.unigram:
+            begins = "a uniform guess has" if cfg.init_from else "starts near a uniform guess's"
             self.print(
-                f"loss   starts near ln({c.vocab_size}) = {self.uniform:.3f} nats per token (a uniform "
-                f"guess); the best loss without any context is {self.unigram:.3f} (unigram)"
+                f"loss   {begins} ln({c.vocab_size}) = {self.uniform:.3f} nats per token; the best loss "
+                f"without any context is {self.unigram:.3f} (unigram)"
             )
 
     def event(self, kind: str, step: int, values: dict) -> None:
@@ -237,7 +238,7 @@ def loss_verdict(log: RunLog, cfg: Any) -> str:
     shown = f"The validation loss after step {last['step']}, {loss:.4f}, is"
     if loss >= uniform:
         return f"{shown} bad: a uniform guess has {uniform:.3f}; {lower_lr_hint(cfg)}."
-    if loss > 1.02 * best["loss"]:  # not noise
+    if is_worse(log):
         recent = [record["loss"] for record in log.get("train", [])[-5:]]
         overfits = recent and sum(recent) / len(recent) < loss
         hint = "train for fewer steps or on more data" if overfits else lower_lr_hint(cfg)
@@ -252,6 +253,12 @@ def loss_verdict(log: RunLog, cfg: Any) -> str:
         f"{shown} {word}: a perplexity of {perplexity(loss)}, compared with {perplexity(unigram)} for a "
         f"model without context (unigram) and {perplexity(uniform)} for a uniform guess."
     )
+
+
+def is_worse(log: RunLog) -> bool:
+    """Whether the last validation loss is above the lowest by more than noise."""
+    losses = [record["loss"] for record in log.get("val", [])]
+    return bool(losses) and losses[-1] > 1.02 * min(losses)
 
 
 def perplexity(loss: float) -> str:
@@ -281,17 +288,21 @@ def summary(trainer, stopped: str) -> None:
 
     plot.loss_curve([run_dir], run_dir / "loss.png")
     name, curve = shell_quote(run_dir), " loss.png (the curve)," * (run_dir / "loss.png").exists()
+    has_best, model = (run_dir / "model_best.pt").exists(), name
     with contextlib.suppress(UserError):  # without a log
-        if not stopped and (verdict := loss_verdict(read_log(run_dir), trainer.cfg)):
+        log = read_log(run_dir)
+        if not stopped and (verdict := loss_verdict(log, trainer.cfg)):
             say(f"\n{verdict}")
+        if has_best and not stopped and is_worse(log):
+            model = shell_quote(run_dir / "model_best.pt")
     best = f"; model_best.pt is the one with the lowest validation loss, {trainer.best_val:.4f}"
-    best *= (run_dir / "model_best.pt").exists()
-    continue_, more = ("finish it", "") if stopped else ("train it further", " --max_steps N")
+    best *= has_best
+    continue_, more = ("finish it", "") if stopped else ("train it further", " --max_steps TOTAL")
     report, sample = command_for("lab report"), command_for("sample.py")
-    next_steps = {"generate text": f"{sample} --model {name}"}
+    next_steps = {"generate text": f"{sample} --model {model}"}
     if trainer.cfg.preset == "sft":
-        next_steps = {"chat with it": f"{sample} --chat --model {name}"}
-    next_steps |= {"try it in a browser": f"{command_for('lab serve')} {name}"}
+        next_steps = {"chat with it": f"{sample} --chat --model {model}"}
+    next_steps |= {"try it in a browser": f"{command_for('lab serve')} {model}"}
     if not hasattr(trainer.raw_model, "generate"):
         export = f"{command_for('lab export')} {name} --out FOLDER"
         next_steps = {"use it in transformers": export}
