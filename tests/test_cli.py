@@ -107,7 +107,7 @@ def test_the_commands_that_a_run_prints_work(tmp_path, run_train):
     ask, serve, html, page, both, resume = (command.replace("'", "") for command in commands)
     assert serve == page.replace("lab report", "lab serve")
     assert both == f"{page} log/OTHER"
-    for command in (f"{ask} --max_new_tokens 2 Hello", html, page, resume.replace(" N", " 3")):
+    for command in (f"{ask} --max_new_tokens 2 Hello", html, page, resume.replace(" TOTAL", " 3")):
         succeed(*command.split(), cwd=tmp_path)
     run = tmp_path / "log" / "r"
     assert list(run.glob("*.html")) and (tmp_path / "my-model.html").exists()

@@ -55,7 +55,7 @@ def test_the_figure_is_small_and_its_end_is_the_still_picture(written, name):
         assert "prefers-reduced-motion: reduce" in svg
         last = re.findall(r"100% \{([^}]*)\}", svg)  # the end of each animation is drawn without it
         ends = {"stroke-dashoffset: 1.0", "transform: translate(0.0px, 0.0px)", "opacity: 1"}
-        assert len(last) == 12 and set(last) == ends
+        assert len(last) == 13 and set(last) == ends
 
 
 @pytest.mark.slow
