@@ -378,6 +378,34 @@ def test_the_whole_page_by_keyboard(tab):
     assert tab.page.locator("#branches button").count() == 2
 
 
+def test_no_button_loses_the_focus_to_the_body(tab):
+    tab.set(max_tokens=5, seed=3)
+
+    def press(selector):
+        tab.page.focus(selector)
+        tab.keys("Enter")
+        for _ in range(2):  # while the model writes, and after it
+            tab.page.evaluate("() => new Promise(done => requestAnimationFrame(() => setTimeout(done)))")
+            assert tab.focused("tagName") == "TEXTAREA" and tab.focused("id") == "prompt", selector
+            tab.page.wait_for_function("() => !running && turns().at(-1).pieces.length")
+
+    for mode in ("text", "chat"):
+        tab.page.click(f"#mode button[data-value={mode}]")
+        press("#prompts button")
+        press("#on")
+        press("button:text('Regenerate')")
+        tab.page.fill("#prompt", "abc")
+        press("#go")
+    tab.page.click("text=Edit >> nth=0")
+    tab.page.keyboard.type("other")
+    press("button:text('Send'):not(#go)")
+    press(".turn.assistant button:text('Regenerate')")
+    while tab.page.is_enabled("#undo"):
+        tab.page.focus("#undo")
+        tab.keys("Enter")
+    assert tab.focused("id") == "prompt"
+
+
 def test_temperature_slider_redraws_the_bars(tab, server):
     tab.set(max_tokens=5, seed=2, temperature=1, top_k=0)
     tab.write("abc")
