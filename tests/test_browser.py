@@ -406,6 +406,25 @@ def test_no_button_loses_the_focus_to_the_body(tab):
     assert tab.focused("id") == "prompt"
 
 
+def test_the_end_of_writing_is_announced_to_screen_readers(tab):
+    live = tab.page.locator("#live")
+    for stop in (lambda: tab.keys("Escape"), lambda: tab.page.click("#halt")):
+        tab.set(max_tokens=4000)
+        tab.write("abc")
+        tab.grows(10)
+        assert live.text_content() == "Writing."
+        stop()
+        assert live.text_content() == "Stopped."
+        tab.set(max_tokens=0)
+        tab.write("x")
+        tab.page.wait_for_selector("#error:not([hidden])")
+        assert live.text_content() == "Stopped." and "400 (Bad Request)" in tab.wrong.pop()
+        tab.set(max_tokens=3)
+        tab.write("abc")
+        tab.done()
+        assert live.text_content().startswith("3 tokens: ")
+
+
 def test_temperature_slider_redraws_the_bars(tab, server):
     tab.set(max_tokens=5, seed=2, temperature=1, top_k=0)
     tab.write("abc")
