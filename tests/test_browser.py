@@ -561,6 +561,24 @@ def test_taps_on_a_phone(chromium, server):
     assert axe_findings(phone.page) == [] and phone.wrong == []
 
 
+def test_a_model_tuned_for_chat_opens_in_chat_mode(tmp_path, chromium):
+    (tmp_path / "log/r").mkdir(parents=True)
+    (tmp_path / "log/r/config.json").write_text('{"train": {"preset": "sft"}}')
+    server = Server(tmp_path, endless(noisy_gpt(block_size=256)))
+    try:
+        tab = Page(chromium, server)
+        mode = tab.page.locator("#mode [aria-pressed=true]")
+        assert mode.all_text_contents() == ["Chat"] and tab.page.inner_text("#go") == "Send"
+        tab.page.click("text=What is a list?")
+        tab.page.wait_for_selector("#chat .turn.assistant .t:not(.next)")
+        tab.page.click("#mode button[data-value=text]")
+        tab.page.reload()
+        assert mode.all_text_contents() == ["Text"], "the user's choice is kept"
+        assert tab.wrong == []
+    finally:
+        server.process.kill()
+
+
 def test_copy_and_new_chat(tab, server):
     tab.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     tab.set(max_tokens=8, seed=1, temperature=1, top_k=0)
