@@ -451,6 +451,16 @@ def test_temperature_slider_redraws_the_bars(tab, server):
         for i in range(8):
             expected = (cut[i] / cut.sum()).item() if i < len(cut) else 0
             assert drawn[i] == pytest.approx(expected, abs=2e-4), (temperature, top_k, i)
+        assert tab.page.inner_text("#column") == "with settings"
+        id = tab.page.evaluate("() => turns()[0].pieces[0].id")
+        place = order.tolist().index(id)
+        found = re.search(
+            r"model (\S+) %, with settings (\S+) %, \S+ bits", tab.page.inner_text("#title")
+        )
+        expected = (cut[place] / cut.sum()).item() if place < len(cut) else 0
+        assert [float(number) / 100 for number in found.groups()] == pytest.approx(
+            [logits.softmax(-1)[id].item(), expected], abs=1e-3
+        )
 
 
 def test_attention_of_the_pointed_token(tab, server):
