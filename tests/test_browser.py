@@ -385,7 +385,9 @@ def test_no_button_loses_the_focus_to_the_body(tab):
         tab.page.focus(selector)
         tab.keys("Enter")
         for _ in range(2):  # while the model writes, and after it
-            tab.page.evaluate("() => new Promise(done => requestAnimationFrame(() => setTimeout(done)))")
+            tab.page.evaluate(
+                "() => new Promise(done => requestAnimationFrame(() => setTimeout(done)))"
+            )
             assert tab.focused("tagName") == "TEXTAREA" and tab.focused("id") == "prompt", selector
             tab.page.wait_for_function("() => !running && turns().at(-1).pieces.length")
 
