@@ -356,6 +356,26 @@ def test_writing_branching_and_reading_with_mouse_and_keyboard(chromium, laptop)
 
 
 @pytest.mark.slow
+def test_candidates_by_keyboard(chromium, laptop):
+    """Enter on a token, arrow keys in its candidates and Escape work as on the page of lab serve."""
+    tab = ModelPage(chromium, laptop)
+    tab.set(max_tokens=20, seed=1)
+    before = tab.write("def ma")
+    tab.shown.nth(9).click()
+    place = "[...document.activeElement.parentElement.children].indexOf(document.activeElement)"
+    last = tab.page.locator("#next button").count() - 1
+    for key, box, wanted in (
+        ("Enter", "next", 0), ("ArrowUp", "next", last), ("ArrowDown", "next", 0),
+        ("ArrowDown", "next", 1), ("Escape", "tokens", 9), (" ", "next", 0), ("ArrowDown", "next", 1),
+    ):  # fmt: skip
+        tab.page.keyboard.press(key)
+        assert tab.js(f"[document.activeElement.parentElement.id, {place}]") == [box, wanted], key
+    chosen = int(tab.js("document.activeElement.dataset.id"))
+    tab.page.keyboard.press("Enter")
+    assert tab.done()[:11] == [*before[:10], chosen] and tab.wrong == []
+
+
+@pytest.mark.slow
 def test_a_wrong_setting_leaves_the_text_as_it_is(chromium, laptop):
     tab = ModelPage(chromium, laptop)
     tab.set(max_tokens=20, seed=1)
