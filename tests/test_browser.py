@@ -378,6 +378,55 @@ def test_the_whole_page_by_keyboard(tab):
     assert tab.page.locator("#branches button").count() == 2
 
 
+def test_no_button_loses_the_focus_to_the_body(tab):
+    tab.set(max_tokens=5, seed=3)
+
+    def press(selector):
+        tab.page.focus(selector)
+        tab.keys("Enter")
+        for _ in range(2):  # while the model writes, and after it
+            tab.page.evaluate(
+                "() => new Promise(done => requestAnimationFrame(() => setTimeout(done)))"
+            )
+            assert tab.focused("tagName") == "TEXTAREA" and tab.focused("id") == "prompt", selector
+            tab.page.wait_for_function("() => !running && turns().at(-1).pieces.length")
+
+    for mode in ("text", "chat"):
+        tab.page.click(f"#mode button[data-value={mode}]")
+        press("#prompts button")
+        press("#on")
+        press("button:text('Regenerate')")
+        tab.page.fill("#prompt", "abc")
+        press("#go")
+    tab.page.click("text=Edit >> nth=0")
+    tab.page.keyboard.type("other")
+    press("button:text('Send'):not(#go)")
+    press(".turn.assistant button:text('Regenerate')")
+    while tab.page.is_enabled("#undo"):
+        tab.page.focus("#undo")
+        tab.keys("Enter")
+    assert tab.focused("id") == "prompt"
+
+
+def test_the_end_of_writing_is_announced_to_screen_readers(tab):
+    live = tab.page.locator("#live")
+    for stop in (lambda: tab.keys("Escape"), lambda: tab.page.click("#halt")):
+        tab.set(max_tokens=4000)
+        tab.write("abc")
+        tab.grows(10)
+        assert live.text_content() == "Writing."
+        stop()
+        assert live.text_content() == "Stopped."
+        tab.set(max_tokens=0)
+        tab.write("x")
+        tab.page.wait_for_selector("#error:not([hidden])")
+        assert live.text_content() == "Stopped." and "400 (Bad Request)" in tab.wrong.pop()
+        tab.set(max_tokens=3)
+        tab.write("abc")
+        tab.done()
+        assert live.text_content().startswith("3 tokens: ")
+
+
 def test_temperature_slider_redraws_the_bars(tab, server):
     tab.set(max_tokens=5, seed=2, temperature=1, top_k=0)
     tab.write("abc")
@@ -404,6 +453,16 @@ def test_temperature_slider_redraws_the_bars(tab, server):
         for i in range(8):
             expected = (cut[i] / cut.sum()).item() if i < len(cut) else 0
             assert drawn[i] == pytest.approx(expected, abs=2e-4), (temperature, top_k, i)
+        assert tab.page.inner_text("#column") == "with settings"
+        id = tab.page.evaluate("() => turns()[0].pieces[0].id")
+        place = order.tolist().index(id)
+        found = re.search(
+            r"model (\S+) %, with settings (\S+) %, \S+ bits", tab.page.inner_text("#title")
+        )
+        expected = (cut[place] / cut.sum()).item() if place < len(cut) else 0
+        assert [float(number) / 100 for number in found.groups()] == pytest.approx(
+            [logits.softmax(-1)[id].item(), expected], abs=1e-3
+        )
 
 
 def test_attention_of_the_pointed_token(tab, server):
@@ -512,6 +571,24 @@ def test_taps_on_a_phone(chromium, server):
         "no sideways scrolling"
     )
     assert axe_findings(phone.page) == [] and phone.wrong == []
+
+
+def test_a_model_tuned_for_chat_opens_in_chat_mode(tmp_path, chromium):
+    (tmp_path / "log/r").mkdir(parents=True)
+    (tmp_path / "log/r/config.json").write_text('{"train": {"preset": "sft"}}')
+    server = Server(tmp_path, endless(noisy_gpt(block_size=256)))
+    try:
+        tab = Page(chromium, server)
+        mode = tab.page.locator("#mode [aria-pressed=true]")
+        assert mode.all_text_contents() == ["Chat"] and tab.page.inner_text("#go") == "Send"
+        tab.page.click("text=What is a list?")
+        tab.page.wait_for_selector("#chat .turn.assistant .t:not(.next)")
+        tab.page.click("#mode button[data-value=text]")
+        tab.page.reload()
+        assert mode.all_text_contents() == ["Text"], "the user's choice is kept"
+        assert tab.wrong == []
+    finally:
+        server.process.kill()
 
 
 def test_copy_and_new_chat(tab, server):

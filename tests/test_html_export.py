@@ -352,13 +352,49 @@ def test_writing_branching_and_reading_with_mouse_and_keyboard(chromium, laptop)
     tab.page.click("#go")
     tab.page.keyboard.press("Escape")
     assert len(tab.done()) < 9000 and tab.page.is_hidden("#halt")
-    tab.set(temperature=-1)
-    length = len(tab.js("idx"))
-    tab.page.click("#more")  # the browser names the wrong setting
-    assert len(tab.done()) == length and not tab.js(
-        "document.getElementById('temperature').validity.valid"
-    )
     assert tab.wrong == []
+
+
+@pytest.mark.slow
+def test_candidates_by_keyboard(chromium, laptop):
+    """Enter on a token, arrow keys in its candidates and Escape work as on the page of lab serve."""
+    tab = ModelPage(chromium, laptop)
+    tab.set(max_tokens=20, seed=1)
+    before = tab.write("def ma")
+    tab.shown.nth(9).click()
+    place = "[...document.activeElement.parentElement.children].indexOf(document.activeElement)"
+    last = tab.page.locator("#next button").count() - 1
+    for key, box, wanted in (
+        ("Enter", "next", 0), ("ArrowUp", "next", last), ("ArrowDown", "next", 0),
+        ("ArrowDown", "next", 1), ("Escape", "tokens", 9), (" ", "next", 0), ("ArrowDown", "next", 1),
+    ):  # fmt: skip
+        tab.page.keyboard.press(key)
+        assert tab.js(f"[document.activeElement.parentElement.id, {place}]") == [box, wanted], key
+    chosen = int(tab.js("document.activeElement.dataset.id"))
+    tab.page.keyboard.press("Enter")
+    assert tab.done()[:11] == [*before[:10], chosen] and tab.wrong == []
+
+
+@pytest.mark.slow
+def test_a_wrong_setting_leaves_the_text_as_it_is(chromium, laptop):
+    tab = ModelPage(chromium, laptop)
+    tab.set(max_tokens=20, seed=1)
+    before = tab.write("def ma")
+    tab.shown.nth(2).click()  # in the prompt, which a candidate would shorten
+    tab.set(temperature=-3)
+    for act in (
+        lambda: tab.page.press("#temperature", "Enter"),
+        lambda: tab.page.press("#prompt", "Enter"),
+        lambda: tab.page.click("#more"),
+        lambda: tab.page.locator("#next button").last.click(),
+    ):
+        tab.page.evaluate("() => { details.open = true; }")
+        act()
+        assert tab.done() == before and tab.shown.count() == len(before) == 27
+        assert tab.page.input_value("#prompt") == "def ma"
+        assert tab.page.evaluate("document.activeElement.id") == "temperature", "it is named"
+    tab.set(temperature=0.8)
+    assert tab.write("def ma") == before and tab.wrong == []
 
 
 @pytest.mark.slow

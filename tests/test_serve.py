@@ -33,7 +33,7 @@ from lab.inference.streaming import make_decode_step, score_tokens, stream_gener
 from lab.notebook.interp import capture_activations
 from lab.registry import is_tuned
 from lab.tools import serve
-from lab.tools.serve_app import ChatRequest, GenerateRequest
+from lab.tools.serve_app import MAX_NEW_TOKENS, ChatRequest, GenerateRequest
 from train_gpt2 import PRESETS
 
 BYTES = get_tokenizer("bytes")
@@ -381,8 +381,13 @@ def test_chat_answer_ends_when_the_context_is_full(server):
     "body, sentence",
     [
         (dict(prompt="a" * 128), "a prompt of 129 tokens is longer than the model's context of 128"),
-        (b'{"prompt": "a", "temperature": NaN}', "temperature=nan: Input should be a finite number"),
-        (dict(prompt="a", max_tokens=10**9), "max_tokens=1000000000: Input should be less than"),
+        (b'{"prompt": "a", "temperature": NaN}', "temperature=nan must be a finite number"),
+        (dict(prompt="a", temperature=-3), "temperature=-3 must be 0 or more"),
+        (dict(prompt="a", temperature="no number"), "temperature='no number' must be a number"),
+        (dict(prompt="a", top_p=0), "top_p=0 must be greater than 0"),
+        (dict(prompt="a", top_k=0.5), "top_k=0.5 must be a whole number"),
+        (dict(prompt="a", seed=2**32), "seed=4294967296 must be less than 4294967296"),
+        (dict(prompt="a", max_tokens=10**9), f"max_tokens=1000000000 must be {MAX_NEW_TOKENS} or less"),
         (dict(prompt=[300]), "token 300 must be an id of this model, 0 to 256"),
         (dict(messages=[dict(role="user", content="a" * 128)]), "the newest message takes"),
         (dict(messages=[dict(role="user", content="hi")], answer=[97] * 107),

@@ -237,6 +237,27 @@ def error_body(status: int, message: str) -> dict:
     return {"error": dict(message=message, type=kind, param=None, code=None)}
 
 
+NUMBER_RULES = {  # by pydantic's type of error
+    "greater_than_equal": "must be {limit} or more",
+    "greater_than": "must be greater than {limit}",
+    "less_than_equal": "must be {limit} or less",
+    "less_than": "must be less than {limit}",
+    "finite_number": "must be a finite number",
+    **dict.fromkeys(("float_type", "float_parsing"), "must be a number"),
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "must be a whole number"),
+}
+
+
+def number_rule(error: Any) -> str | None:
+    """The rule about numbers that one of pydantic's errors names; None for errors of other kinds."""
+    limit = next(iter(error.get("ctx", {}).values()), None)
+    if isinstance(limit, float) and limit.is_integer():
+        limit = int(limit)
+    return (
+        NUMBER_RULES[error["type"]].format(limit=limit) if error["type"] in NUMBER_RULES else None
+    )
+
+
 def first_validation_error(error: RequestValidationError) -> str:
     """One sentence about the first error that pydantic found."""
     first = error.errors()[0]
@@ -244,7 +265,8 @@ def first_validation_error(error: RequestValidationError) -> str:
         return "the request must be JSON, sent with Content-Type: application/json"
     field = ".".join(str(part) for part in first["loc"][1:]) or "request"
     value = "" if first["type"] == "missing" else f"={first['input']!r:.80}"
-    return f"{field}{value}: {first['msg']}"
+    rule = number_rule(first)
+    return f"{field}{value} {rule}" if rule else f"{field}{value}: {first['msg']}"
 
 
 def handle_error(error: Any) -> JSONResponse:
