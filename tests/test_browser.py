@@ -417,10 +417,11 @@ def test_the_end_of_writing_is_announced_to_screen_readers(tab):
         assert live.text_content() == "Writing."
         stop()
         assert live.text_content() == "Stopped."
-        tab.set(max_tokens=0)
+        tab.page.context.set_offline(True)
         tab.write("x")
         tab.page.wait_for_selector("#error:not([hidden])")
-        assert live.text_content() == "Stopped." and "400 (Bad Request)" in tab.wrong.pop()
+        tab.page.context.set_offline(False)
+        assert live.text_content() == "Stopped." and "Failed to load" in tab.wrong.pop()
         tab.set(max_tokens=3)
         tab.write("abc")
         tab.done()
@@ -628,11 +629,12 @@ def test_axe_finds_nothing_on_the_chat_page(tab):
             assert axe_findings(tab.page) == [], (scheme, view)
             tab.keys("Escape")
         tab.page.click("#history summary")
-        tab.set(max_tokens=0)
+        tab.page.context.set_offline(True)
         tab.write("x")
         tab.page.wait_for_selector("#error:not([hidden])")
+        tab.page.context.set_offline(False)
         assert axe_findings(tab.page) == [], scheme
-        assert "400 (Bad Request)" in tab.wrong.pop(), "the browser's own record of the error"
+        assert "Failed to load" in tab.wrong.pop(), "the browser's own record of the error"
         tab.set(max_tokens=300)
         tab.page.click("#mode button[data-value=chat]")
         tab.write("Hello")
@@ -648,12 +650,33 @@ def test_refused_request_leaves_no_branch_and_keeps_what_was_typed(tab):
     tab.set(max_tokens=3)
     tab.write("abc")
     before = tab.done()
-    tab.set(max_tokens=0)
+    tab.page.context.set_offline(True)
     tab.write("xyz")
     tab.page.wait_for_selector("#error:not([hidden])")
-    assert tab.wrong.pop().startswith("Failed to load resource")
     assert tab.texts() == before and tab.page.text_content("#count") == "1"
     assert tab.page.input_value("#prompt") == "xyz"
+    tab.tokens().nth(1).click()
+    tab.page.locator("#bars button:not(:disabled)").first.click()
+    tab.page.wait_for_function("document.getElementById('halt').hidden")
+    assert tab.texts() == before and tab.page.text_content("#count") == "1"
+    while tab.wrong:
+        assert tab.wrong.pop().startswith("Failed to load resource")
+    tab.page.context.set_offline(False)
+
+
+def test_wrong_setting_is_shown_at_its_input_and_changes_nothing(tab):
+    tab.set(max_tokens=3)
+    tab.write("abc")
+    before = tab.done()
+    tab.set(temperature=-3)
+    tab.write("xyz")
+    assert tab.page.evaluate("document.activeElement.id") == "temperature"
+    assert tab.page.evaluate("document.getElementById('summary').closest('details').open")
+    tab.page.click(".tools >> text=Regenerate")
+    assert tab.texts() == before and tab.page.text_content("#count") == "1"
+    tab.set(temperature=0.85)  # no multiple of the step, but valid
+    tab.write("xyz")
+    assert tab.done() != before
 
 
 def test_hostile_prompt_is_shown_as_text(tab):
