@@ -657,7 +657,8 @@ def test_refused_request_leaves_no_branch_and_keeps_what_was_typed(tab):
     assert tab.page.input_value("#prompt") == "xyz"
     tab.tokens().nth(1).click()
     tab.page.locator("#bars button:not(:disabled)").first.click()
-    tab.page.wait_for_function("document.getElementById('halt').hidden")
+    tab.page.wait_for_selector("#error:not([hidden])")
+    tab.page.wait_for_selector("#halt", state="hidden")
     assert tab.texts() == before and tab.page.text_content("#count") == "1"
     while tab.wrong:
         assert tab.wrong.pop().startswith("Failed to load resource")
