@@ -205,7 +205,7 @@ class CausalSelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, config, bias=True):
+    def __init__(self, config, bias=True):  # speedrun.py's MLP has no biases
         super().__init__()
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias)
         # init_weights knows it by this name

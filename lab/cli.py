@@ -106,7 +106,7 @@ def format_error(error: BaseException) -> tuple[int, str]:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return 2, "the disk that the output is written to is full; free some space"
     if isinstance(error, PermissionError) and error.filename:
-        return 2, f"no permission to use {error.filename}; change them, or choose another path"
+        return 2, f"no permission to use {error.filename}; change that, or choose another path"
     return 0, ""
 
 

@@ -193,12 +193,8 @@ class TokenLoader:
             self.micro_step = 0
         self.prefetch()
         # on MPS a non-blocking copy may read x after Python has freed it (pytorch/pytorch#189690)
-        later = self.device.type == "cuda"
-        return (
-            x.to(self.device, non_blocking=later),
-            y.to(self.device, non_blocking=later),
-            num_targets,
-        )
+        x, y = (t.to(self.device, non_blocking=self.device.type == "cuda") for t in (x, y))
+        return x, y, num_targets
 
     def prefetch(self) -> Future[tuple[Tensor, Tensor, int]]:
         """Start reading the micro-batch at the cursor in the background."""

@@ -308,9 +308,7 @@ def documents_of(unit: Unit, column: str) -> Iterator[Any]:
         yield to_arrow([text if unit.index else text.removeprefix("\ufeff")])  # byte order mark
     else:
         with source_errors(unit.file, f", row group {unit.index}"):
-            compute: Any = (
-                pc  # its functions are generated on import, so type checkers cannot see them
-            )
+            compute: Any = pc  # its functions are generated on import: unknown to type checkers
             row = 1
             for batch in row_batches(unit, column):
                 texts = batch.column(0).cast(pa.large_string())

@@ -147,10 +147,14 @@ class Console:
         threads = "" if cuda else f", {counted(torch.get_num_threads(), 'thread')}"
         self.print(f"device {record['device']}{threads}, {trainer.precision.name}")
         if self.unigram:
-            begins = "a uniform guess has" if cfg.init_from else "starts near a uniform guess's"
+            uniform = f"ln({c.vocab_size}) = {self.uniform:.3f} nats per token"
+            fresh, tuned = (
+                f"starts near {uniform} (a uniform guess)",
+                f"a uniform guess has {uniform}",
+            )
             self.print(
-                f"loss   {begins} ln({c.vocab_size}) = {self.uniform:.3f} nats per token; the best loss "
-                f"without any context is {self.unigram:.3f} (unigram)"
+                f"loss   {tuned if cfg.init_from else fresh}; the best loss without any context is "
+                f"{self.unigram:.3f} (unigram)"
             )
 
     def event(self, kind: str, step: int, values: dict) -> None:
