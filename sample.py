@@ -241,6 +241,7 @@ def run(cfg: Config) -> None:
     device = World(cfg.device).device
     source = resolve_source(cfg.model)
     model, tokenizer = load_for_inference(source, device, cfg.weights)
+    eprint(printable(f"[model: {source}{', the newest run' * (not cfg.model)}]"))
     seed = cfg.seed if cfg.seed is not None else torch.seed() % 2**31
     rows = 1 if cfg.chat else cfg.num_samples
     step = make_decode_step(model, rows, enabled=cfg.compile and not cfg.prompt)
@@ -271,7 +272,7 @@ def run(cfg: Config) -> None:
         seconds, count = time.perf_counter() - t0, sum(text.count for text in texts)
         speed = f"{count} tokens in {seconds:.1f} s, {count / seconds:.0f} tok/s on {device}"
         shown_seed = f", seed {seed}" if cfg.temperature else ""
-        eprint(f"[{source}: {speed}{shown_seed}]")
+        eprint(f"[{speed}{shown_seed}]")
         seed += 1
         if cfg.html:
             page_texts += [(printable(prompt), tokens) for tokens in records]

@@ -10,7 +10,7 @@ if __name__ == "__main__":
 from lab.cli import UserError, run_main, set_omp_wait_policy
 
 TOOLS = {
-    "export": "write a model as a folder for transformers, or as a web page that runs it",
+    "export": "write a model as a folder for transformers, or as a web page",
     "plan": "estimate a run's memory, time and cost",
     "plot": "draw the curves of one or several runs",
     "replay": "repeat the step of a gradient spike, with the loss of each sequence",

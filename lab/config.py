@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 import torch
 
-from lab.cli import UserError, parse_args, require
+from lab.cli import UserError, command_for, parse_args, require
 from lab.config_file import MAX_INT, RENAMED_FIELDS, read_config
 from lab.data.chat import ROLES, build_chats
 from lab.data.manifest import read_manifest
@@ -398,8 +398,9 @@ def auto_preset(main: str, data: Path) -> tuple[str, str]:
         return main, "the default under torchrun on GPUs"
     if shards and gpu:
         return main, f"there is a GPU and data in {data}"
-    missing = ["there is no GPU"] * (not gpu) + [f"no data in {data}"] * (not shards)
-    return "laptop", " and ".join(missing)
+    if not gpu:
+        return "laptop", "there is no GPU"
+    return "laptop", f"no data in {data}; to make some, see `{command_for('fineweb.py')} --help`"
 
 
 # ----------------------------------------------------------------------------- values from the data

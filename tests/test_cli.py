@@ -344,7 +344,8 @@ def test_default_preset_depends_on_the_machine(monkeypatch, tmp_path, shards):
             reason, _, cfg = parsed("--data", data)
             assert cfg.preset == ("gpt2" if gpu and data != "nowhere" else "laptop")
             assert ("there is no GPU" in reason) == (not gpu), reason
-            assert ("no data in nowhere" in reason) == (data == "nowhere"), reason
+            missing = "no data in nowhere; to make some, see `" in reason and "fineweb.py" in reason
+            assert missing == (gpu and data == "nowhere"), reason
         monkeypatch.setenv("WORLD_SIZE", "8")
         assert parsed()[2].preset == ("gpt2" if gpu else "laptop")
         monkeypatch.delenv("WORLD_SIZE")

@@ -350,14 +350,15 @@ def test_command_uses_the_newest_run(tmp_path, runs):
     command = [ROOT / "sample.py", "Hello", "world", "--max_new_tokens", 90, "--device", "cpu"]
     done = run_python(*command, "--seed", 3, cwd=tmp_path)
     assert done.stdout.startswith("Hello world") and len(done.stdout.encode()) > 60, done.stderr
-    assert done.stderr.startswith("[log/new/model_000010.pt: ") and done.stderr.count("\n") == 1
-    assert "tok/s on cpu, seed 3]" in done.stderr
+    model, speed = done.stderr.splitlines()
+    assert model == "[model: log/new/model_000010.pt, the newest run]"
+    assert speed.endswith("tok/s on cpu, seed 3]")
 
 
 def test_samples_prompts_and_seeds(runs, monkeypatch, capfd):
     out, err = call(capfd, "ab", "--model", "old", "--num_samples", 3, "--max_new_tokens", 5)
     assert out == "abzzzzz\n---\nabzzzzz\n---\nabzzzzz\n"
-    assert err.startswith("[log/old/model_000010.pt: 15 tokens")
+    assert err.startswith("[model: log/old/model_000010.pt]\n[15 tokens in ")
     monkeypatch.setattr(sys, "stdin", io.StringIO("one\n\ntwo"))  # the empty line is skipped
     out, err = call(capfd, "--model", "log/old", "--max_new_tokens", 3)
     assert out == "onezzz\ntwozzz\n" and err.count("tok/s") == 2
@@ -383,7 +384,7 @@ def test_closed_stdout_ends_without_a_traceback(tmp_path, runs):
     process = Process(ROOT / "sample.py", *flags, cwd=tmp_path, out=pipe)
     with open(pipe) as reader:
         assert reader.read(5) == "hello"
-    assert process.wait() == 1 and process.stderr == ""
+    assert process.wait() == 1 and process.stderr == "[model: log/old/model_000010.pt]\n"
 
 
 def test_out_of_memory_is_one_sentence_and_other_errors_keep_their_traceback(runs, monkeypatch):

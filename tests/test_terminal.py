@@ -13,7 +13,8 @@ import threading
 import pytest
 from conftest import ROOT, TINY_RUN, Process, driver, run_python, succeed, train_here, wait_for
 
-from lab.trainer.console import loss_verdict
+from lab.tools.read_log import read_log
+from lab.tools.verdict import LAPTOP_LOSS, loss_verdict, lower_lr_hint
 
 FINISHING = "finishing the current step; press Ctrl-C again to quit immediately"
 ANSI = re.compile(r"\033\[[0-9;]*m")
@@ -83,7 +84,7 @@ def test_no_color_and_pipes_get_plain_text(on_terminal, tiny, tmp_path):
     assert max(map(len, done.stdout.split("\n"))) > 120  # not wrapped
     assert "vocabulary of 257 tokens\nd" in done.stdout  # no padding, one process, one micro-step
     assert "\nstep   64 tokens = 4 sequences x 16 tokens\n" in done.stdout
-    assert re.search(r"^step +2/2 \| loss \S+ \| lr \S+ \| norm ", done.stdout, re.M)
+    assert re.search(r"^step +2/2 \| loss \S+ \| lr \S+ \| grad norm ", done.stdout, re.M)
 
 
 def test_first_run_says_what_the_builtin_text_is(tmp_path):
@@ -127,17 +128,17 @@ train_gpt2.Trainer.train_step = slow
 def val_log(*losses, train=(1.0,)):
     """A log of validation losses every 10 steps; the vocabulary has 20 tokens, the unigram loss is 2."""
     return {
-        "start": [{"log_v": math.log(20), "unigram": 2.0}],
+        "start": [{"step": 0, "log_v": math.log(20), "unigram": 2.0}],
         "val": [{"step": 10 * i, "loss": loss} for i, loss in enumerate(losses)],
-        "train": [{"loss": loss} for loss in train],
+        "train": [{"step": step, "loss": loss} for step, loss in enumerate(train)],
     }
 
 
 @pytest.mark.parametrize(
     "log, init_from, verdict",
     [
-        (val_log(3, 1.2), "", "1.2000, is good: a perplexity of 3.3, compared with 7.4 for a model without"
-         " context (unigram) and 20.0 for a uniform guess."),
+        (val_log(3, 1.2), "", "1.2000, is good: a perplexity of 3.3, like guessing among 3.3 equally likely"
+         " tokens, compared with 7.4 for a model without context (unigram) and 20.0 for a uniform guess."),
         (val_log(3, 1.5), "", "1.5000, is a start: a perplexity of 4.5, "),
         (val_log(3, 2.5), "", "2.5000, is not good yet: a perplexity of 12.2, "),
         (val_log(3, 3.5), "", "3.5000, is bad: a uniform guess has 2.996; try a lower --lr (and --muon_lr)."),
@@ -148,15 +149,36 @@ def val_log(*losses, train=(1.0,)):
         (val_log(1.2, 1.205), "log/base", "is not better than 1.2000 at step 0; try a lower --lr "),
         ({}, "", ""),
         (val_log(), "", ""),
+        (val_log(3), "", ""),  # before the first update
     ],
 )  # fmt: skip
 def test_verdict_on_the_loss(log, init_from, verdict):
     import train_gpt2
 
     cfg = dataclasses.replace(train_gpt2.PRESETS["laptop"][1], init_from=init_from)
-    text = loss_verdict(log, cfg)
+    text = loss_verdict(log, vars(cfg))
     assert verdict in text and bool(text) == bool(verdict)
     assert text.count(". ") == 0  # one sentence
+
+
+@pytest.mark.parametrize(
+    "loss, vocab_size, data, more, compared",
+    [
+        (2.0, 257, "data/builtin", {}, True), (1.32, 257, "data/builtin", {}, False),
+        (2.0, 1025, "data/builtin", {}, False), (2.0, 257, "data/mine", {}, False),
+        (2.0, 257, "data/builtin", {"accuracy": 0.5}, False),
+    ],
+)  # fmt: skip
+def test_make_train_is_named_only_for_higher_losses_on_the_same_bytes(
+    loss, vocab_size, data, more, compared
+):
+    log = val_log(5, loss)
+    log["start"][0]["log_v"] = math.log(vocab_size)
+    log["val"][1] |= more
+    reaches = "; `make train` reaches about 1.31 nats per byte on this text."
+    assert loss_verdict(log, {"data": data}).endswith(reaches) == compared
+    record = read_log(ROOT / "readme.assets/runs/laptop_builtin.jsonl")["val"][-1]
+    assert (record["step"], round(record["loss"], 2)) == (1000, LAPTOP_LOSS)
 
 
 def test_a_run_ends_with_a_verdict_and_commands_in_one_piece(on_terminal, tiny, tmp_path):
@@ -172,6 +194,9 @@ def test_a_run_ends_with_a_verdict_and_commands_in_one_piece(on_terminal, tiny, 
     done = run_python(ROOT / tiny[0], *tiny[1:], cwd=tmp_path / "data")
     lines = dict(re.findall(r"^  (\w.*?) {2,}(\S.*)$", done.stdout, re.M))
     assert list(lines.items()) == commands  # in a pipe, on one line each
+    assert done.stdout.endswith("TOTAL\nTOTAL counts all steps, including the 2 already done.\n")
+    assert done.stdout.count(" bits per byte\n") == 2
+    assert done.stdout.count(" bits per byte\n       (1 bit = 0.69 nats; ") == 1
 
 
 def test_commands_name_the_best_checkpoint_if_the_last_loss_is_clearly_higher(tiny, tmp_path):
@@ -242,15 +267,14 @@ def test_advice_names_the_flags_that_a_program_has():
     import bert
     import speedrun
     import train_gpt2
-    from lab.trainer.health import lower_lr_hint
 
     for program, flags in (
         (train_gpt2, {"lr", "muon_lr"}),
         (speedrun, {"lr", "muon_lr", "embed_lr"}),
     ):
-        assert {*re.findall(r"--(\w+)", lower_lr_hint(program.PRESETS["laptop"][1]))} == flags
+        assert {*re.findall(r"--(\w+)", lower_lr_hint(vars(program.PRESETS["laptop"][1])))} == flags
     cfg = bert.PRESETS["laptop"][1]
-    assert all(hasattr(cfg, flag) for flag in re.findall(r"--(\w+)", lower_lr_hint(cfg)))
+    assert all(hasattr(cfg, flag) for flag in re.findall(r"--(\w+)", lower_lr_hint(vars(cfg))))
 
 
 @pytest.fixture
@@ -278,8 +302,12 @@ def test_chat_labels_speakers_and_warns_of_models_not_tuned(
     wait_for(lambda: process.stderr.count("You: ") == 2, process)
     process.type("\n")
     process.wait()
-    warning, hint, talk, *_ = process.stderr.split("\n")
-    assert "an empty line quits" in hint and talk == "You: Model: You: "
+    model, warning, hint, talk, *_ = process.stderr.split("\n")
+    assert (
+        model == "[model: log/base/model_000001.pt]"
+        and "an empty line quits" in hint
+        and talk == "You: Model: You: "
+    )
     assert warning.startswith(
         "[log/base was not tuned to answer, so it only continues the text; to tune"
     )
@@ -288,7 +316,7 @@ def test_chat_labels_speakers_and_warns_of_models_not_tuned(
     _, text = on_terminal(ROOT / "sample.py", *chat, "log/base")
     assert f"\n`{command}`]\n" in text  # not wrapped
     done = run_python(ROOT / "sample.py", *chat, "log/tuned", cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (0, "[model: log/tuned/model_000001.pt]\n")
 
 
 def test_closing_list_names_the_chat_after_fine_tuning(tmp_path, shards):

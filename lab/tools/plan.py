@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from lab.batch_size import candidate_batch_sizes
-from lab.cli import UserError, bold, fill_paragraphs
+from lab.cli import UserError, bold, counted, fill_paragraphs
 from lab.config import parse_flags, resolve_vocabulary
 from lab.data.loader import grad_accum_steps
 from lab.distributed import World
@@ -224,8 +224,10 @@ def report(s: MemorySpec, gpu: GPU, reason: str, args: argparse.Namespace) -> bo
     print_row("verdict", f"batch_size={cfg.batch_size} {fits}. {what_fits(s, gpu)}")
     mode = f"{cfg.precision}, {'compiled' if cfg.compile else 'eager'}, {cfg.optimizer}"
     print_row("plan", f"{reason}; {mode}, on {gpu.name}, {gpu.gib:.4g} GiB")
-    micro = f"micro-steps {s.grad_accum_steps} x sequences {cfg.batch_size} x tokens {cfg.seq_len}"
-    print_row("step", f"{cfg.total_batch_size:,} tokens = {micro}" + f" x GPUs {gpus}" * (gpus > 1))
+    factors = [counted(cfg.batch_size, "sequence"), counted(cfg.seq_len, "token")]
+    more = (gpus, "GPUs"), (s.grad_accum_steps, "micro-steps")
+    factors += [f"{count} {what}" for count, what in more if count > 1]
+    print_row("step", f"{cfg.total_batch_size:,} tokens = {' x '.join(factors)}")
     print_breakdown(s)
     print_row(
         "memory",

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median_high
-from typing import Any
+from typing import Annotated, Any
 
 from lab.cli import UserError, eprint, parse_args
 from lab.eval import blimp_published
@@ -271,13 +271,14 @@ def loss_curve(run_dirs: Sequence[str | Path], out_path: str | Path) -> None:
 
 def main(argv: list[str]) -> None:
     """Run `python -m lab plot` with these arguments."""
-    from tyro.conf import Positional  # slow to import, and loss_curve does not need it
+    from tyro.conf import Positional, arg  # slow to import, and loss_curve does not need it
 
     @dataclass
     class Config:
         """Draw the curves of one or several runs."""
 
-        runs: Positional[tuple[Path, ...]] = ()  # run directories; default: the newest run
+        # run directories; default: the newest run
+        runs: Annotated[tuple[Path, ...], Positional, arg(metavar="[RUN ...]")] = ()
         out: str = ""  # .png, .svg or .pdf file; default: loss.png in the first run's directory
         dark: bool = False  # light lines on a dark background
 

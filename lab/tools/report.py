@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median_high
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from lab.cli import UserError, parse_args
 from lab.data.tokenizers import printable
@@ -386,15 +386,14 @@ def write_page(paths: Sequence[Path], out: Path, watch: bool = False) -> bool:
 
 def main(argv: list[str]) -> None:
     """Run `python -m lab report` with these arguments."""
-    from tyro.conf import Positional  # slow to import
+    from tyro.conf import Positional, arg  # slow to import
 
     @dataclass
     class Config:
         """Make one HTML page of a run, or of two side by side."""
 
-        runs: Positional[
-            tuple[Path, ...]
-        ] = ()  # one or two run directories; default: the newest run
+        # one or two run directories; default: the newest run
+        runs: Annotated[tuple[Path, ...], Positional, arg(metavar="[RUN [OTHER]]")] = ()
         out: str = ""  # .html file; default: report.html in the first run's directory
         watch: bool = False  # update the page until the run ends; the browser reloads it
 

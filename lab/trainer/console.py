@@ -22,11 +22,10 @@ from lab.cli import (
     wrap,
 )
 from lab.data.tokenizers import printable
-from lab.tools.read_log import RunLog, read_log
+from lab.tools.read_log import read_log
+from lab.tools.verdict import is_worse, loss_verdict, lower_lr_hint
 from lab.trainer.checkpoint import checkpoint_files, step_of
-from lab.trainer.health import lower_lr_hint
 
-GOOD = 2 / 3  # fraction of the unigram loss below which texts begin to have words and grammar
 CPU_FLOPS = 1e11  # rough FLOP/s of a process; used to warn about models too large for a CPU
 
 
@@ -39,6 +38,7 @@ class Console:
         self.last_line = time.monotonic()  # when it was printed
         # loss in nats per token of the unigram baseline and of a uniform guess
         self.unigram, self.uniform = math.inf, math.inf
+        self.explained = False  # bits per byte
 
     def print(self, text: str, highlight: str = "", indent: str = " " * 7) -> None:
         """Print a line, wrapped to the terminal's width. On a terminal, the part `highlight` is bold and the
@@ -165,19 +165,23 @@ class Console:
             line(step, values)
 
     def print_val(self, step: int, values: dict) -> None:
-        loss = values["loss"]
-        detail = (
-            f", {values['bits_per_byte']:.3f} bits per byte" if "bits_per_byte" in values else ""
-        )
+        loss, detail = values["loss"], ""
+        if "bits_per_byte" in values:
+            detail = f", {values['bits_per_byte']:.3f} bits per byte"
         if "accuracy" in values:
             detail = f", {values['accuracy']:.1%} of masked tokens right"
         if self.unigram and loss < self.unigram:
             detail += f", {self.unigram - loss:.3f} below unigram"
         if step and loss > self.uniform + 0.1:
-            lower_lr = lower_lr_hint(self.cfg)
+            lower_lr = lower_lr_hint(vars(self.cfg))
             detail += f", worse than a uniform guess: {lower_lr}, or more --warmup_steps"
         shown = f"loss {loss:.4f}"
         self.print(f"step {step:5d}: validation {shown}{detail}", highlight=shown)
+        if "bits per byte" in detail and not self.explained:
+            self.explained = True
+            self.print(
+                "       (1 bit = 0.69 nats; losses per byte are comparable between tokenizers)"
+            )
 
     def print_hella(self, step: int, values: dict) -> None:
         error = 1.96 * values["acc_norm_stderr"]
@@ -207,7 +211,7 @@ class Console:
 
     def print_train_step(self, step, loss, lr, grad_norm, seconds_left, speed) -> None:
         shown = f"loss {loss:.4f}"
-        optional = [f"lr {lr:.2e}", f"norm {grad_norm:.2f}"]
+        optional = [f"lr {lr:.2e}", f"grad norm {grad_norm:.2f}"]
         fields = [f"step {step:5d}/{self.cfg.max_steps}", shown, *optional]
         fields += [f"{speed['tok_per_s']:,.0f} tok/s"] if speed else []
         fields += [f"MFU {speed['mfu']:.1%}"] if speed.get("mfu") else []
@@ -228,47 +232,6 @@ def print_summary(trainer, stopped: str) -> None:
     if trainer.world.is_main:
         summary(trainer, stopped)
     trainer.world.barrier()
-
-
-def loss_verdict(log: RunLog, cfg: Any) -> str:
-    """A sentence on whether the last validation loss is good; "" without one, or without a loss to
-    compare it with."""
-    vals, start = log.get("val", []), log.get("start", [{}])[-1]
-    unigram, uniform = start.get("unigram"), start.get("log_v")
-    if not (vals and unigram and uniform):
-        return ""
-    last, best = vals[-1], min(vals, key=lambda record: record["loss"])
-    loss = last["loss"]
-    shown = f"The validation loss after step {last['step']}, {loss:.4f}, is"
-    if loss >= uniform:
-        return f"{shown} bad: a uniform guess has {uniform:.3f}; {lower_lr_hint(cfg)}."
-    if is_worse(log):
-        recent = [record["loss"] for record in log.get("train", [])[-5:]]
-        overfits = recent and sum(recent) / len(recent) < loss
-        hint = "train for fewer steps or on more data" if overfits else lower_lr_hint(cfg)
-        return f"{shown} above its minimum of {best['loss']:.4f} after step {best['step']}; {hint}."
-    if cfg.init_from and vals[0]["step"] == 0 and last["step"] > 0:
-        gain = vals[0]["loss"] - loss
-        if gain <= 0:
-            return f"{shown} not better than {vals[0]['loss']:.4f} at step 0; {lower_lr_hint(cfg)}."
-        return f"{shown} good: {gain:.3f} below {vals[0]['loss']:.4f}, the loss of {cfg.init_from}."
-    word = "good" if loss < GOOD * unigram else "a start" if loss < unigram else "not good yet"
-    return (
-        f"{shown} {word}: a perplexity of {perplexity(loss)}, compared with {perplexity(unigram)} for a "
-        f"model without context (unigram) and {perplexity(uniform)} for a uniform guess."
-    )
-
-
-def is_worse(log: RunLog) -> bool:
-    """Whether the last validation loss is above the lowest by more than noise."""
-    losses = [record["loss"] for record in log.get("val", [])]
-    return bool(losses) and losses[-1] > 1.02 * min(losses)
-
-
-def perplexity(loss: float) -> str:
-    """e^loss, the number of equally likely tokens with that loss."""
-    value = math.exp(loss)
-    return f"{value:.1f}" if value < 100 else f"{value:,.0f}"
 
 
 def summary(trainer, stopped: str) -> None:
@@ -295,7 +258,7 @@ def summary(trainer, stopped: str) -> None:
     has_best, model = (run_dir / "model_best.pt").exists(), name
     with contextlib.suppress(UserError):  # without a log
         log = read_log(run_dir)
-        if not stopped and (verdict := loss_verdict(log, trainer.cfg)):
+        if not stopped and (verdict := loss_verdict(log, vars(trainer.cfg))):
             say(f"\n{verdict}")
         if has_best and not stopped and is_worse(log):
             model = shell_quote(run_dir / "model_best.pt")
@@ -325,4 +288,6 @@ def summary(trainer, stopped: str) -> None:
     # on a narrow terminal, commands get their own lines, which are not wrapped, so that they can be copied
     if 0 < terminal_width(sys.stdout) < max(map(len, lines)):
         lines = [f"  {purpose}\n    {command}" for purpose, command in next_steps.items()]
+    if more:
+        lines.append(f"TOTAL counts all steps, including the {trainer.step:,} already done.")
     trainer.world.print0("\n".join(lines))

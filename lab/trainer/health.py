@@ -21,6 +21,7 @@ from lab.distributed import AsyncCopy
 from lab.files import atomic_write, finite_json
 from lab.hardware import get_rng_state
 from lab.registry import tokenizer_name
+from lab.tools.verdict import lower_lr_hint
 from lab.trainer.checkpoint import step_of, write_checkpoint
 from lab.trainer.run_dir import config_dict
 from lab.trainer.signals import GracefulStop
@@ -47,12 +48,6 @@ def robust_zscore(norm: torch.Tensor, history: torch.Tensor) -> tuple[torch.Tens
         sigma = 1.4826 * (history - median).abs().median()
         z = (norm.log() - median) / sigma.clamp(min=MIN_SIGMA)
     return torch.where(norm.isfinite(), z, math.inf), median.exp()
-
-
-def lower_lr_hint(cfg: Any) -> str:
-    """Advice that names the learning rates this program has."""
-    others = [f"--{name}" for name in ("muon_lr", "embed_lr") if hasattr(cfg, name)]
-    return "try a lower --lr" + f" (and {' and '.join(others)})" * bool(others)
 
 
 def foreach_norm(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -190,7 +185,7 @@ class HealthMonitor:
         """The end of an error message: which checkpoints exist, and what to try."""
         run_dir, cfg = self.trainer.run_dir, self.trainer.cfg
         kept = ", ".join(sorted(path.name for path in run_dir.glob("model_*.pt")))
-        lower_lr = lower_lr_hint(cfg)
+        lower_lr = lower_lr_hint(vars(cfg))
         if not kept:
             return f"{run_dir} has no checkpoint yet; {lower_lr}, or more --warmup_steps"
         can_skip = cfg.optimizer == "adamw" and not self.scaler.is_enabled()
