@@ -26,7 +26,7 @@ def main(argv: list[str]) -> int | None:
         set_omp_wait_policy()  # must run before torch is imported
         module = "lab.hf.export" if name == "export" else f"lab.tools.{name}"
         try:
-            tool = importlib.import_module(module)
+            return importlib.import_module(module).main(argv[1:])
         except ModuleNotFoundError as error:  # usually the virtual environment is not activated
             if not error.name or error.name.startswith("lab"):
                 raise
@@ -34,7 +34,6 @@ def main(argv: list[str]) -> int | None:
                 f"{error.name} is not installed for this Python; run `make train` once, then use "
                 ".venv/bin/python, or `pip install -r requirements.txt`"
             ) from None
-        return tool.main(argv[1:])
     wrong = name not in ("-h", "--help")
     lines = "\n".join(f"  {tool:8} {text}" for tool, text in TOOLS.items())
     print(

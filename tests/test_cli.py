@@ -201,6 +201,12 @@ def test_tools_name_a_package_that_is_not_installed(tmp_path, tool, package):
     )
 
 
+def test_a_package_that_a_tool_imports_late_is_named_too(tmp_path):
+    (tmp_path / "tyro.py").write_text("raise ModuleNotFoundError(name='tyro')")
+    done = run_python("-m", "lab", "report", cwd=ROOT, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 2 and "lab report: error: tyro is not installed" in done.stderr
+
+
 @pytest.mark.parametrize("command", BAD)
 def test_bad_input_gives_one_sentence_and_changes_nothing(place, monkeypatch, command):
     monkeypatch.chdir(place)
