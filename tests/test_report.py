@@ -133,11 +133,36 @@ def shaded(step, *texts):
     return sample(step, "The " + "".join(texts)) | {"shaded": ["The ", tokens]}
 
 
-def test_tokens_of_the_last_sample_are_shaded_by_probability(tmp_path):
-    one = write_run(tmp_path / "a", [*RUN, shaded(200, "x"), shaded(400, "c", "at", EVIL)])
-    page = Page(one)
-    assert [a["style"] for _, a in page.tags if a.get("class") == "t"] == ["--p:0.500"] * 3
-    page.shows(EVIL, 'The c "c" 50.00 % 50.0 % "c" 25.0 % "d" at')
+def test_tokens_of_each_steps_first_sample_are_shaded_by_probability(tmp_path):
+    lines = [sample(100, "The old"), shaded(200, "x", " "), shaded(400, "c", "at", EVIL)]
+    lines[-1]["texts"].append("Another")
+    page = Page(write_run(tmp_path / "a", [*RUN, *lines]))
+    assert [a["style"] for _, a in page.tags if a.get("class") == "t"] == ["--p:0.500"] * 5
+    rest = '50.00 % 50.0 % "c" 25.0 % "d"'
+    page.shows(
+        EVIL, "after 100 steps The old after 200 steps",
+        f'after 200 steps The x "x" {rest} "␣" {rest} after 400 steps The c "c" {rest} at "at" {rest}',
+        f"{rest} Another",
+    )  # fmt: skip
+    assert [tag for tag, _ in page.tags].count("pre") == 2  # the texts without probabilities
+
+
+def test_verdict_and_dots_of_the_validation_loss(tmp_path):
+    """The sentence that the run prints at its end, with its command as code; sparse losses have dots."""
+    lines = [start(unigram=2.0), *RUN[1:]]
+    page = Page(write_run(tmp_path / "a", lines, data="data/builtin"))
+    assert "<code>make train</code> reaches about 1.31 nats per byte" in page.text
+    page.shows("The validation loss after step 400, 1.7149, is a start: a perplexity of 5.6, like")
+    page.shows("Dots: validation; the dotted line only connects them.")
+    looks = [(c["name"], c["dots"], c["dash"]) for c in page.figures["loss"]["curves"]]
+    assert looks[-2:] == [("training", False, "solid"), ("validation", True, "dot")]
+    dense = Page(write_run(tmp_path / "b", [*RUN, *[val(401 + s, 2.0) for s in range(60)]]))
+    dense.shows("Thick line: validation.")
+    assert dense.figures["loss"]["curves"][-1]["dash"] == "solid"
+    assert (
+        'class="verdict"'
+        not in Page(write_run(tmp_path / "c", [start(unigram=None), *RUN[1:]])).text
+    )
 
 
 def test_time_between_a_stop_and_resume_is_not_counted(tmp_path):
@@ -204,8 +229,11 @@ def test_text_from_a_log_is_never_code(tmp_path):
 def test_two_runs(tmp_path):
     lines = [start(device="cuda"), val(0, 5.6), val(200, 2.5), val(400, 1.5)]
     lines += [train(s, 3.0 + 2 / s) for s in range(2, 401, 2)]
-    a = write_run(tmp_path / "a", [*RUN, sample(400, "The one")])
-    page = Page(a, write_run(tmp_path / "b", [*lines, sample(200, "two")], lr=2e-3))
+    a = write_run(tmp_path / "a", [*RUN, sample(0, "?"), sample(400, "The one")])
+    lines += [sample(0, "?"), sample(200, "two")]
+    page = Page(a, write_run(tmp_path / "b", lines, lr=2e-3))
+    # the slider's position: the last step, because the only common one is before training
+    assert [a["value"] for _, a in page.tags if a.get("id") == "step"] == ["2"]
     assert page.curve("loss", "b, validation") == ([0, 200, 400], [5.6, 2.5, 1.5])
     steps, gaps = page.curve("difference", "validation")
     assert steps == [0, 200, 400] and gaps == pytest.approx([0, 0.4, -0.2149])
@@ -223,6 +251,7 @@ def test_losses_of_different_tokenizers_are_not_compared(tmp_path):
     b = write_log(tmp_path / "b", [start(log_v=math.log(50257)), *words, train(400, 6.0)])
     page = Page(write_run(tmp_path / "a", [*RUN, val(401, 1.7) | {"bits_per_byte": 2.5}]), b)
     page.shows("different tokenizers (257 and 50,257 ids)")
+    page.shows("bits per byte 2.5000 step 401; comparable between tokenizers 2.0000 step 400;")
     assert "nats below" not in page.seen and "difference" not in page.figures
 
 
@@ -246,13 +275,13 @@ def test_watch_updates_the_page_until_the_run_ends(tmp_path, monkeypatch, capsys
 
 def test_links_lead_to_each_section_and_the_command_is_shown(tmp_path):
     lines = [start(command="python train_gpt2.py --lr 1e-3 --data 'my data'"), *RUN[1:]]
-    a = write_run(tmp_path / "a", [*lines, shaded(400, "x"), start(400, command="resumed")])
+    a = write_run(tmp_path / "a", [*lines, sample(400, "x"), start(400, command="resumed")])
     for page in (Page(a), Page(a, write_run(tmp_path / "b", RUN))):
         page.shows("python train_gpt2.py --lr 1e-3 --data 'my data'")
         assert "resumed" not in page.seen.replace("resumed at step", "")
         ids = {attributes.get("id") for _, attributes in page.tags}
         links = [a["href"][1:] for tag, a in page.tags if tag == "a"]
-        assert {"figure-loss", "samples", "shaded", "figure-lr", "settings"} <= {*links} <= ids
+        assert {"figure-loss", "samples", "figure-lr", "settings"} <= {*links} <= ids
         assert len(page.text) < 2_200_000, "plotly is compressed"
 
 

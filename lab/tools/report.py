@@ -28,6 +28,7 @@ from lab.tools import read_log
 from lab.tools.plot import blimp_levels, caption, headline, hellaswag_levels, loss_levels, phenomena
 from lab.tools.plot_style import color_index
 from lab.tools.read_log import Record, RunLog, by_tokens, column, comparable
+from lab.tools.verdict import loss_verdict
 
 RENEW_SECONDS = 10  # interval at which --watch updates the page
 MISSING = "–"  # printed for a value that was not logged
@@ -160,16 +161,18 @@ def curve(
     run: RunReport, kind: str, steps: Sequence[int], values: Sequence[float], name: str, color: int,
     width: float = 2, smooth: bool = False, **more: Any,
 ) -> list[dict]:  # fmt: skip
-    """[a curve for report.html.j2, with dots if it has few points], or [] without points. smooth: draw many
-    points faintly, and their moving average as a second curve."""
+    """[a curve for report.html.j2], or [] without points. A wide curve of few points has dots and a dotted
+    line. smooth: draw many points faintly, and their moving average as a second curve."""
     at = {record["step"]: record for record in run.log.get(kind, [])}
+    dots = width > 2 and len(steps) <= 60 or len(steps) == 1
     whole: dict[str, Any] = {
         "name": html.escape(name, quote=False),  # plotly interprets <b> and <a> in it
         "y": [float(f"{v:.6g}") for v in values],
         "positions": {
             axis: [position(at[s]) for s in steps] for axis, position in run.axes.items()
         },
-        "dots": width > 2 and len(steps) <= 60 or len(steps) == 1,
+        "dots": dots,
+        "dash": "dot" if dots else "solid",
         "color": color,
         "width": width,
         "showlegend": False,
@@ -243,6 +246,7 @@ def numbers(run: RunReport) -> dict[str, Number]:
         note = [f"± {1.96 * v:.4f}" for v in column(run.log, kind, f"{name}_stderr")[1][-1:]]
         if values:
             note = ", ".join([*note, f"step {steps[-1]:,}"])
+            note += "; comparable between tokenizers" * (name == "bits_per_byte")
             found[what] = Number(values[-1], note=note, at=at(steps[-1]))
         if what == "validation loss" and values and min(values) < values[-1]:
             step = steps[values.index(min(values))]
@@ -334,14 +338,22 @@ def setting_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def samples(runs: Sequence[RunReport]) -> list[tuple[int, list[list[str]]]]:
-    """[(step, [the texts of each run])], earliest first, without control characters, which untrained
-    models may generate and HTML does not allow."""
+class Samples(NamedTuple):
+    """The texts that a run generated at a step; `shaded` has the tokens of the first, if they were logged."""
+
+    texts: list[str] = []
+    shaded: list | None = None
+
+
+def samples(runs: Sequence[RunReport]) -> list[tuple[int, list[Samples]]]:
+    """[(step, [each run's Samples])], earliest first, without control characters, which untrained models
+    may generate and HTML does not allow."""
     found = {}
     for i, run in enumerate(runs):
         for record in run.log.get("sample", []):
-            sides = found.setdefault(record["step"], [[] for _ in runs])
-            sides[i] += [printable(str(text)) for text in record.get("texts", [])]
+            texts = [printable(str(text)) for text in record.get("texts", [])]
+            sides = found.setdefault(record["step"], [Samples()] * len(runs))
+            sides[i] = Samples(texts, record.get("shaded"))
     return sorted(found.items())
 
 
@@ -352,10 +364,12 @@ def page(runs: Sequence[RunReport], live: bool = False) -> str:
     """The HTML of the page for one or two runs. live: the page reloads itself every RENEW_SECONDS."""
     logs, written = {run.name: run.log for run in runs}, samples(runs)
     shared = [axis for axis in ("step", "tokens", "time") if all(axis in run.axes for run in runs)]
-    common = [i for i, (_, sides) in enumerate(written) if all(sides)]
+    common = [i for i, (step, sides) in enumerate(written) if step and all(x.texts for x in sides)]
     opens = common[-1] if common else len(written) - 1  # the slider's initial position
     return load_template("report.html.j2").render(
-        runs=[(run.name, facts(run), command(run)) for run in runs],
+        runs=[
+            (run.name, facts(run), loss_verdict(run.log, run.train), command(run)) for run in runs
+        ],
         headline=headline(logs),
         warnings=warnings(runs),
         numbers=number_rows(runs),
@@ -364,7 +378,7 @@ def page(runs: Sequence[RunReport], live: bool = False) -> str:
         axes={axis: max(run.axes[axis](r) for run in runs for r in run.all) for axis in shared},
         samples=written,
         opens=opens,
-        shaded=[(r.name, s) for r in runs for s in r.log.get("sample", [])[-1:] if "shaded" in s],
+        shaded=any(side.shaded for _, sides in written for side in sides),
         settings=settings(runs),
         without_config=[run.name for run in runs if not run.config],
         nonce=secrets.token_urlsafe(16),  # scripts without it, such as one from a log, don't run
