@@ -246,7 +246,6 @@ def numbers(run: RunReport) -> dict[str, Number]:
         note = [f"± {1.96 * v:.4f}" for v in column(run.log, kind, f"{name}_stderr")[1][-1:]]
         if values:
             note = ", ".join([*note, f"step {steps[-1]:,}"])
-            note += "; comparable between tokenizers" * (name == "bits_per_byte")
             found[what] = Number(values[-1], note=note, at=at(steps[-1]))
         if what == "validation loss" and values and min(values) < values[-1]:
             step = steps[values.index(min(values))]
