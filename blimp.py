@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lab.cli import RunError, UserError, parse_args, require, run_main
+from lab.cli import RunError, UserError, eprint, parse_args, require, run_main, wrap
 from lab.data.manifest import sha256_of
 from lab.data.tokenizers import get_tokenizer
 from lab.distributed import World
@@ -274,16 +274,16 @@ class Blimp(Benchmark):
 
 
 def format_table(groups: dict[str, dict], total: dict[str, Any], published: bool) -> str:
-    """A table of summaries, in percent, with the published models' accuracies if asked for."""
+    """A table of summaries, in percent, with the published models' accuracies if asked for. It fits into
+    80 columns."""
     width = max(map(len, [*groups, "all"]))
-    models = blimp_published.MODELS if published else ()
-    head = f"{'':{width}}  pairs   acc  stderr  ties"
-    lines = [head + "".join(f"  {name:>{max(5, len(name))}}" for name in models)]
+    heads = [f"{name:>5}" for name in blimp_published.SHORT * published]
+    lines = ["  ".join([f"{'':{width}}  pairs     acc  stderr", *heads])]
     for name, g in {**groups, "all": total}.items():
         theirs = blimp_published.PUBLISHED.get(name, ()) if name != "all" else blimp_published.TOTAL
-        line = f"{name:{width}}  {g['count']:5d} {g['acc']:5.1%}  {g['acc_stderr']:6.1%}  {g['ties']:4d}"
-        for model, value in zip(models, theirs):
-            line += f"  {value:{max(5, len(model))}.1%}"
+        line = f"{name:{width}}  {g['count']:5d}  {g['acc']:6.1%}  {g['acc_stderr']:6.1%}"
+        for head, value in zip(heads, theirs):
+            line += f"  {value:{len(head)}.1%}"
         lines.append(line)
     return "\n".join(lines)
 
@@ -346,11 +346,18 @@ def report(cfg: Config, path: Path, precision: str, result: dict, data: Pairs, s
     if cfg.paradigms:
         print(format_table(paradigms, result, published=False) + "\n")
     print(format_table(groups, result, published=True))
+    print(
+        wrap(
+            "Guessing gives 50 %. Published accuracies: n-gram, LSTM, TXL (Transformer-XL), GPT-2 (large)."
+        )
+    )
     line = f"{result['count']} pairs of {path} in {result['seconds']:.1f} s, {precision}"
     line += "; fresh random weights" * cfg.untrained
+    line += f"; {result['ties']} ties, which count one half" if result["ties"] else ""
     line += f"; {result['cut']} pairs cut from the left to fit" if result["cut"] else ""
     line += f"; {result['skipped']} pairs skipped as too long" if result["skipped"] else ""
-    print(line + ("" if published else f"; not the published {NAME}, so scores are not comparable"))
+    line += "" if published else f"; not the published {NAME}, so scores are not comparable"
+    print(wrap(line))
     if cfg.json:
         about = {"model": cfg.model, "untrained": cfg.untrained, "leading_space": cfg.leading_space}
         about |= {"pairs": cfg.pairs, "published_file": published, "precision": precision}
@@ -369,6 +376,8 @@ def run(cfg: Config) -> None:
         model = type(model)(model.config).to(world.device).eval()
     path = world.run_on_rank0(lambda: str(locate(cfg.data)))
     data = load_pairs(model, world, cfg.model, path, cfg.pairs, cfg.leading_space)
+    if world.is_main:
+        eprint(f"[model: {cfg.model}]")
     with precision.autocast():
         result, scores = measure(model, data, world)
     if world.is_main:

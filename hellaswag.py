@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lab.cli import RunError, UserError, parse_args, require, run_main
+from lab.cli import RunError, UserError, eprint, parse_args, require, run_main, wrap
 from lab.data.manifest import sha256_of
 from lab.data.tokenizers import get_tokenizer
 from lab.distributed import World
@@ -319,13 +319,15 @@ def report(
         value, stderr, low, high = (result[name + end] for end in ("", "_stderr", "_low", "_high"))
         print(f"{name:8}  {value:.4f} +- {stderr:.4f}  (95 %: {low:.4f} to {high:.4f})")
     line = f"{result['count']} examples of {path} in {result['seconds']:.1f} s, {precision}"
+    line += "; guessing gives 0.25"
     line += f"; {result['cut']} contexts cut from the left to fit" if result["cut"] else ""
     line += (
         f"; {result['skipped']} examples skipped because they are too long"
         if result["skipped"]
         else ""
     )
-    print(line + ("" if published else "; not the published file, so scores are not comparable"))
+    line += "" if published else "; not the published file, so scores are not comparable"
+    print(wrap(line))
     for text in [*map(format_groups, tables.values()), *map(format_error, errors)]:
         print("\n" + text)
 
@@ -334,6 +336,8 @@ def run(cfg: Config) -> None:
     world, precision, model = open_model(cfg, "HellaSwag")
     path = world.run_on_rank0(lambda: str(locate(cfg.data, cfg.split)))
     data = load_examples(model, world, cfg.model, path, cfg.limit, cfg.skip_long)
+    if world.is_main:
+        eprint(f"[model: {cfg.model}]")
     with precision.autocast():
         result, sums = measure(model, data, world)
     if world.is_main:

@@ -13,6 +13,7 @@ import threading
 import pytest
 from conftest import ROOT, TINY_RUN, Process, driver, run_python, succeed, train_here, wait_for
 
+from lab.eval.blimp_published import PUBLISHED
 from lab.tools.read_log import read_log
 from lab.tools.verdict import LAPTOP_LOSS, loss_verdict, lower_lr_hint
 
@@ -317,6 +318,19 @@ def test_chat_labels_speakers_and_warns_of_models_not_tuned(
     assert f"\n`{command}`]\n" in text  # not wrapped
     done = run_python(ROOT / "sample.py", *chat, "log/tuned", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "[model: log/tuned/model_000001.pt]\n")
+
+
+def test_blimp_names_its_model_clears_its_bar_and_fits_80_columns(on_terminal, runs, tmp_path):
+    rows = [
+        dict(sentence_good="It is.", sentence_bad="It are.", UID=f"uid_{i}", linguistics_term=name)
+        for i, name in enumerate(PUBLISHED) for _ in range(4)
+    ]  # fmt: skip
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _, text = on_terminal(ROOT / "blimp.py", "--model", "base", "--data", "x.jsonl")
+    model, head, *lines = [line.rpartition("\r")[2] for line in text.split("\n")]
+    assert model == "[model: log/base/model_000001.pt]" and head.split()[0] == "pairs", text
+    assert {len(line) for line in (head, *lines[:13])} == {77} and max(map(len, lines)) <= 80
+    assert lines[0].split()[-1] == "99.3%" and lines[0].startswith("anaphor_agreement ")
 
 
 def test_closing_list_names_the_chat_after_fine_tuning(tmp_path, shards):

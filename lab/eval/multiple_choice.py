@@ -234,8 +234,8 @@ def continuation_losses(
     chunk = max(1, logits_bytes // (4 * model.lm_head.weight.size(0)))
     batches = make_batches(np.array([row_length(item) for item in items]))
     computed = []
-    bar = progress(range(0, len(batches), world.world_size), description, "batch")
-    bar.refresh()  # show it now, because on a CPU the first batch may take half a minute
+    # shown at once, because on a CPU the first batch may take half a minute
+    bar = progress(range(0, len(batches), world.world_size), description, "batch", delay=0)
     cuda = world.device.type == "cuda"  # non-blocking copies to MPS may be wrong: see TokenLoader
     for i in bar:
         check()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from lab.cli import UserError
+from lab.cli import UserError, command_for
 from lab.files import parse_json, read_errors
 
 Record = dict[str, Any]  # one line of a log
@@ -30,7 +30,10 @@ def find_runs(paths: Sequence[str | Path]) -> list[Path]:
         for run_dir in newest_first("log"):
             if (run_dir / "log.jsonl").is_file():
                 return [run_dir]
-        raise UserError("there is no run with a log in log/; pass a run directory")
+        train = command_for("train_gpt2.py")
+        raise UserError(
+            f"there is no run with a log in log/; `{train}` creates one, or pass a run directory"
+        )
     # a checkpoint stands for its run
     named = [Path(path).parent if Path(path).suffix == ".pt" else Path(path) for path in paths]
     found = []

@@ -406,7 +406,7 @@ def main(argv: list[str]) -> None:
         """Make one HTML page of a run, or of two side by side."""
 
         # one or two run directories; default: the newest run
-        runs: Annotated[tuple[Path, ...], Positional, arg(metavar="[RUN [OTHER]]")] = ()
+        runs: Annotated[tuple[Path, ...], Positional, arg(metavar="[RUN ...]")] = ()
         out: str = ""  # .html file; default: report.html in the first run's directory
         watch: bool = False  # update the page until the run ends; the browser reloads it
 
