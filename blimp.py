@@ -353,7 +353,7 @@ def report(cfg: Config, path: Path, precision: str, result: dict, data: Pairs, s
     )
     line = f"{result['count']} pairs of {path} in {result['seconds']:.1f} s, {precision}"
     line += "; fresh random weights" * cfg.untrained
-    line += f"; {result['ties']} ties, which count one half" if result["ties"] else ""
+    line += f"; ties, which count one half: {result['ties']}" if result["ties"] else ""
     line += f"; {result['cut']} pairs cut from the left to fit" if result["cut"] else ""
     line += f"; {result['skipped']} pairs skipped as too long" if result["skipped"] else ""
     line += "" if published else f"; not the published {NAME}, so scores are not comparable"

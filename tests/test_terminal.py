@@ -322,14 +322,15 @@ def test_chat_labels_speakers_and_warns_of_models_not_tuned(
 
 def test_blimp_names_its_model_clears_its_bar_and_fits_80_columns(on_terminal, runs, tmp_path):
     rows = [
-        dict(sentence_good="It is.", sentence_bad="It are.", UID=f"uid_{i}", linguistics_term=name)
-        for i, name in enumerate(PUBLISHED) for _ in range(4)
+        dict(sentence_good=good, sentence_bad="It are.", UID=name, linguistics_term=name)
+        for name in PUBLISHED for good in ("It is.", "It are." if name == "binding" else "It is.")
     ]  # fmt: skip
     (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     _, text = on_terminal(ROOT / "blimp.py", "--model", "base", "--data", "x.jsonl")
     model, head, *lines = [line.rpartition("\r")[2] for line in text.split("\n")]
     assert model == "[model: log/base/model_000001.pt]" and head.split()[0] == "pairs", text
     assert {len(line) for line in (head, *lines[:13])} == {77} and max(map(len, lines)) <= 80
+    assert "; ties, which count one half: 1" in text
     assert lines[0].split()[-1] == "99.3%" and lines[0].startswith("anaphor_agreement ")
 
 
