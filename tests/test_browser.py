@@ -500,7 +500,7 @@ def test_attention_of_the_pointed_token(tab, server):
     labels = "() => idsOf(turns()[0]).map((_, k) => label(pieceAt(turns()[0], k).name))"
     names = ["the start of the text", *tab.page.evaluate(labels)]
     most = [f"{names[i]} ({place(5 - i)}) " for i in weights.topk(3).indices.tolist()]
-    text = tab.page.inner_text("#looked")
+    text = tab.page.inner_text("#looked").replace("\xa0", " ")
     assert re.split(r"\d+\.\d %(?:, |\.)", text.partition(" attends to ")[2]) == [*most, ""]
     assert text.startswith(f"To predict “{names[6]}”, the token before it attends to ")
     tab.page.click("#mode button[data-value=chat]")
@@ -590,6 +590,26 @@ def test_full_storage_loses_the_oldest_branches_only(tab):
     assert tab.page.locator("#branches button").count() == 6, "this page still has all"
 
 
+def test_card_of_a_token_at_the_bottom_is_visible(tab):
+    tab.set(max_tokens=700, seed=1)
+    tab.write("abc")
+    tab.done()
+    tab.page.mouse.move(0, 0)
+    for act in ("hover", "click"):  # hover: above the token, without scrolling
+        tab.page.evaluate("() => scrollTo(0, 0)")
+        bottoms = tab.page.locator("#out .t").evaluate_all(
+            "all => all.map(t => t.getBoundingClientRect().bottom)"
+        )
+        last = sum(bottom < 800 for bottom in bottoms) - 1
+        assert bottoms[last] > 500
+        getattr(tab.page.locator("#out .t").nth(last), act)()
+        tab.page.wait_for_selector("#bars button >> nth=7")
+        assert (tab.page.evaluate("scrollY") == 0) == (act == "hover")
+        box = tab.page.locator("#card").bounding_box()
+        assert box["y"] > 0 and box["y"] + box["height"] < 801, act
+        tab.keys("Escape")
+
+
 def test_taps_on_a_phone(chromium, server):
     """In the view Attention, the first tap on a token shows its attention, the second opens its card."""
     phone = Page(chromium, server, viewport={"width": 390, "height": 844}, has_touch=True)
@@ -660,6 +680,29 @@ def test_copy_and_new_chat(tab, server):
     assert tab.page.locator(".turn.user .text").all_text_contents() == ["one"]
 
 
+def test_undo_in_a_chat_takes_back_one_message(tab):
+    users = tab.page.locator(".turn.user .text")
+    tab.set(max_tokens=4)
+    tab.page.click("#mode button[data-value=chat]")
+    for text in ("one", "two", "three"):
+        tab.write(text)
+        tab.done()
+    for wanted in (["one", "two"], ["one"], []):
+        assert tab.page.is_enabled("#undo")
+        tab.page.click("#undo")
+        assert users.all_text_contents() == wanted
+    assert tab.page.is_disabled("#undo")
+    tab.page.click("#history summary")
+    tab.page.locator("#branches button").first.click()
+    assert users.all_text_contents() == ["one", "two", "three"], "nothing is lost"
+    tab.page.click("text=Edit >> nth=1")
+    tab.page.keyboard.type("other")
+    tab.page.click("button:text('Send'):not(#go)")
+    tab.done()
+    tab.page.click("#undo")
+    assert users.all_text_contents() == ["one", "two", "three"]
+
+
 def test_axe_finds_nothing_on_the_chat_page(tab):
     for scheme in ("light", "dark"):
         tab.page.emulate_media(color_scheme=scheme)
@@ -705,6 +748,19 @@ def test_refused_request_leaves_no_branch_and_keeps_what_was_typed(tab):
     tab.page.wait_for_selector("#error:not([hidden])")
     tab.page.wait_for_selector("#halt", state="hidden")
     assert tab.texts() == before and tab.page.text_content("#count") == "1"
+    tab.page.context.set_offline(False)
+    tab.page.click("#mode button[data-value=chat]")
+    for text in ("one", "two"):
+        tab.write(text)
+        tab.done()
+    tab.page.context.set_offline(True)
+    for edit in (False, True):
+        tab.page.click("text=Edit >> nth=1" if edit else "#prompt")
+        tab.page.keyboard.type("three")
+        tab.keys("Enter")
+        tab.page.wait_for_selector("#error:not([hidden])")
+        users = tab.page.locator(".turn.user .text").all_text_contents()
+        assert users == ["one", "two"] and tab.page.text_content("#count") == "1"
     while tab.wrong:
         assert tab.wrong.pop().startswith("Failed to load resource")
     tab.page.context.set_offline(False)

@@ -12,7 +12,7 @@ const visible = text => shown(text).replaceAll(" ", "␣").replaceAll("\n", "↵
 function most_attended(weights, name) {
   const most = Array.from(weights.keys()).sort((a, b) => weights[b] - weights[a]).slice(0, 3).filter(i => weights[i] >= .005);
   const place = i => i == weights.length - 1 ? "itself" : weights.length - 1 - i + " back";
-  return most.map(i => `${name(i)} (${place(i)}) ${percent(weights[i])}`).join(", ") || "no token with 0.5 % or more";
+  return most.map(i => `${name(i)} ${`(${place(i)}) ${percent(weights[i])}`.replaceAll(" ", "\u00a0")}`).join(", ") || "no token with 0.5 % or more";
 }
 
 function make(tag, parent, text = "", more = {}) { // a new element with a text, which is never HTML
