@@ -521,8 +521,10 @@ def test_statistics_belong_to_their_branch(tab):
     tab.page.click("#undo")
     assert foot.inner_text() == shown[0]
     tab.page.click("#history summary")
-    tab.page.locator("#branches button").last.click()
-    assert foot.inner_text() == shown[1]
+    tab.page.click("button:text('Regenerate')")
+    tab.page.wait_for_selector("#notice")
+    tab.page.locator("#branches button").nth(1).click()
+    assert foot.inner_text() == shown[1] and tab.page.is_hidden("#notice")
     tab.page.reload()
     assert foot.inner_text() == shown[1]
     tab.page.click("#mode button[data-value=chat]")
