@@ -13,6 +13,7 @@ import torch
 
 from lab.cli import UserError, command_for, require, shell_quote
 from lab.config_file import build_config
+from lab.data.manifest import read_manifest
 from lab.data.tokenizers import TOKENIZER_FILE, tokenizer_for_vocab_size
 from lab.files import check_keys, read_errors, read_json
 from lab.hf.gpt2 import PUBLISHED
@@ -137,6 +138,23 @@ def is_tuned(source: str) -> bool | None:
     with contextlib.suppress(UserError):  # damaged, or of another program
         return read_json(path, train=dict)["train"].get("preset") == "sft"
     return None
+
+
+def training_data(source: str) -> str:
+    """A phrase for the text that a model was trained on, as its run or its export recorded it; "" if
+    unknown. source: as resolve_source returns it."""
+    path = Path(source)
+    file = (path if path.is_dir() else path.parent) / "config.json"
+    with contextlib.suppress(UserError):  # missing, damaged, or of another program
+        if path.is_dir():
+            return str(read_json(file).get("trained_on", ""))
+        data = str(read_json(file, train=dict)["train"].get("data", ""))
+        text = (read_manifest(data) or {}).get("source", {})
+        if text.get("kind") == "builtin":
+            return f"the documentation inside {text.get('revision', 'Python')}"
+        parts = [str(text[key]) for key in ("dataset", "name") if text.get(key)]
+        return " ".join(parts) or Path(data).name  # do not reveal the whole path
+    return ""
 
 
 # --------------------------------------------------------------- starting from another run's weights

@@ -133,7 +133,7 @@ def test_pictures_of_the_readme_can_be_taken_again(tmp_path, chromium):
     taken = {path.name: path.stat().st_size for path in (tmp_path / "pictures").iterdir()}
     pictures = (ROOT / "readme.assets").glob("*.png")
     assert {*taken} == {p.name for p in pictures if p.name.startswith(("report", "serve"))}
-    assert all(20_000 < size < 170_000 for size in taken.values()), taken
+    assert all(20_000 < size < 200_000 for size in taken.values()), taken
 
 
 # ------------------------------------------------------------------------------ lab serve
@@ -254,9 +254,14 @@ def test_chat_page_and_model_page_follow_the_same_rules(tab, chromium, tmp_path)
             r"7 tokens, \d+ tokens/s, \d+\.\d bits of surprise per token, seed 3",
             page.inner_text("#foot"),
         )
+        page.fill("#max_tokens", "")
+        page.keyboard.press("Enter")  # in a setting, it does not write
+        assert page.inner_text("#summary").endswith("200 new tokens")
         page.fill("#max_tokens", "5")
-        page.keyboard.press("Enter")  # also in a setting
-        page.wait_for_function("() => foot.textContent.startsWith('5 tokens, ')")
+        page.keyboard.press("Enter")
+        assert page.inner_text("#summary").endswith("5 new tokens")
+        page.wait_for_timeout(300)
+        assert page.inner_text("#foot").startswith("7 tokens, ") and page.is_visible("#go")
     tab.done()
     tab.tokens().nth(4).click()
     tab.page.wait_for_function("() => sum.textContent.includes('257 of 257 tokens can be drawn')")
@@ -300,7 +305,7 @@ def test_clicking_an_alternative_token_continues_from_it(tab):
     assert after[:9] == before[:9] and len(after) == 10 + 30
     assert tab.tokens().nth(9).get_attribute("class") == "t taken"
     tab.tokens().nth(9).click()
-    assert tab.page.inner_text("#title").startswith(f"“{name[1:-1]}”:")
+    assert tab.page.inner_text("#title").startswith(f"“{name}”:")
     tab.keys("Escape")
     tab.page.click("#view button[data-value=numbers]")  # the same list below each token
     under = tab.tokens().nth(3).locator(".under")
@@ -383,27 +388,28 @@ def test_the_whole_page_by_keyboard(tab):
 def test_no_button_loses_the_focus_to_the_body(tab):
     tab.set(max_tokens=5, seed=3)
 
-    def press(selector):
+    def press(selector, then="the text box"):
         tab.page.focus(selector)
         tab.keys("Enter")
         for _ in range(2):  # while the model writes, and after it
             tab.page.evaluate(
                 "() => new Promise(done => requestAnimationFrame(() => setTimeout(done)))"
             )
-            assert tab.focused("tagName") == "TEXTAREA" and tab.focused("id") == "prompt", selector
+            found = "the text box" if tab.focused("id") == "prompt" else tab.focused("textContent")
+            assert found == then, selector
             tab.page.wait_for_function("() => !running && turns().at(-1).pieces.length")
 
     for mode in ("text", "chat"):
         tab.page.click(f"#mode button[data-value={mode}]")
         press("#prompts button")
-        press("#on")
-        press("button:text('Regenerate')")
+        press("#on", "Continue")
+        press("button:text('Regenerate')", "Regenerate")
         tab.page.fill("#prompt", "abc")
         press("#go")
     tab.page.click("text=Edit >> nth=0")
     tab.page.keyboard.type("other")
     press("button:text('Send'):not(#go)")
-    press(".turn.assistant button:text('Regenerate')")
+    press(".turn.assistant button:text('Regenerate')", "Regenerate")
     while tab.page.is_enabled("#undo"):
         tab.page.focus("#undo")
         tab.keys("Enter")
@@ -468,6 +474,10 @@ def test_temperature_slider_redraws_the_bars(tab, server):
         )
 
 
+def place(back):
+    return f"{back} back" if back else "itself"
+
+
 def test_attention_of_the_pointed_token(tab, server):
     tab.set(max_tokens=5, seed=2)
     tab.page.click("#view button[data-value=attention]")
@@ -488,7 +498,39 @@ def test_attention_of_the_pointed_token(tab, server):
     assert shades() == pytest.approx([*mean[1:].tolist(), 0, 0, 0], abs=2e-3)
     tab.page.select_option("#head", "1.0")
     assert shades()[:5] == pytest.approx(weights[1][0, 0, -1, 1:].tolist(), abs=2e-3)
-    assert "the start of the text" in tab.page.inner_text("#looked")
+    weights = weights[1][0, 0, -1]  # of head 0 of layer 1, from the last of the six tokens before
+    labels = "() => idsOf(turns()[0]).map((_, k) => label(pieceAt(turns()[0], k).name))"
+    names = ["the start of the text", *tab.page.evaluate(labels)]
+    most = [f"{names[i]} ({place(5 - i)}) " for i in weights.topk(3).indices.tolist()]
+    text = tab.page.inner_text("#looked").replace("\xa0", " ")
+    assert re.split(r"\d+\.\d %(?:, |\.)", text.partition(" attends to ")[2]) == [*most, ""]
+    assert text.startswith(f"To predict “{names[6]}”, the token before it attends to ")
+    tab.page.click("#mode button[data-value=chat]")
+    assert tab.page.is_hidden("#look"), "there is no text"
+    tab.page.click("#mode button[data-value=text]")
+    assert tab.page.inner_text("#looked").startswith("Point at a token")
+
+
+def test_statistics_belong_to_their_branch(tab):
+    foot = tab.page.locator("#foot")
+    shown = []
+    for seed in (4, 5):
+        tab.set(max_tokens=12, seed=seed)
+        tab.write("abc")
+        tab.done()
+        shown.append(foot.inner_text())
+        assert shown[-1].startswith("12 tokens, ") and shown[-1].endswith(f", seed {seed}")
+    tab.page.click("#undo")
+    assert foot.inner_text() == shown[0]
+    tab.page.click("#history summary")
+    tab.page.click("button:text('Regenerate')")
+    tab.page.wait_for_selector("#notice")
+    tab.page.locator("#branches button").nth(1).click()
+    assert foot.inner_text() == shown[1] and tab.page.is_hidden("#notice")
+    tab.page.reload()
+    assert foot.inner_text() == shown[1]
+    tab.page.click("#mode button[data-value=chat]")
+    assert foot.inner_text() == ""
 
 
 def test_everything_survives_a_reload(tab):
@@ -552,6 +594,26 @@ def test_full_storage_loses_the_oldest_branches_only(tab):
     assert tab.page.locator("#branches button").count() == 6, "this page still has all"
 
 
+def test_card_of_a_token_at_the_bottom_is_visible(tab):
+    tab.set(max_tokens=700, seed=1)
+    tab.write("abc")
+    tab.done()
+    tab.page.mouse.move(0, 0)
+    for act in ("hover", "click"):  # hover: above the token, without scrolling
+        tab.page.evaluate("() => scrollTo(0, 0)")
+        bottoms = tab.page.locator("#out .t").evaluate_all(
+            "all => all.map(t => t.getBoundingClientRect().bottom)"
+        )
+        last = sum(bottom < 800 for bottom in bottoms) - 1
+        assert bottoms[last] > 500
+        getattr(tab.page.locator("#out .t").nth(last), act)()
+        tab.page.wait_for_selector("#bars button >> nth=7")
+        assert (tab.page.evaluate("scrollY") == 0) == (act == "hover")
+        box = tab.page.locator("#card").bounding_box()
+        assert box["y"] > 0 and box["y"] + box["height"] < 801, act
+        tab.keys("Escape")
+
+
 def test_taps_on_a_phone(chromium, server):
     """In the view Attention, the first tap on a token shows its attention, the second opens its card."""
     phone = Page(chromium, server, viewport={"width": 390, "height": 844}, has_touch=True)
@@ -564,6 +626,11 @@ def test_taps_on_a_phone(chromium, server):
     assert box["x"] >= 0 and box["x"] + box["width"] <= 390
     phone.page.locator("h1").tap()
     assert phone.page.is_hidden("#card")
+    phone.tokens().last.tap()
+    phone.page.wait_for_selector("#bars button >> nth=7")
+    box = phone.page.locator("#card").bounding_box()
+    assert box["y"] > 0 and box["y"] + box["height"] < 845, "above the fold"
+    phone.page.locator("h1").tap()
     phone.page.locator("#view button[data-value=attention]").tap()
     phone.tokens().nth(9).tap()
     phone.page.wait_for_function("() => looked.textContent.startsWith('To predict')")
@@ -617,6 +684,29 @@ def test_copy_and_new_chat(tab, server):
     assert tab.page.locator(".turn.user .text").all_text_contents() == ["one"]
 
 
+def test_undo_in_a_chat_takes_back_one_message(tab):
+    users = tab.page.locator(".turn.user .text")
+    tab.set(max_tokens=4)
+    tab.page.click("#mode button[data-value=chat]")
+    for text in ("one", "two", "three"):
+        tab.write(text)
+        tab.done()
+    for wanted in (["one", "two"], ["one"], []):
+        assert tab.page.is_enabled("#undo")
+        tab.page.click("#undo")
+        assert users.all_text_contents() == wanted
+    assert tab.page.is_disabled("#undo")
+    tab.page.click("#history summary")
+    tab.page.locator("#branches button").first.click()
+    assert users.all_text_contents() == ["one", "two", "three"], "nothing is lost"
+    tab.page.click("text=Edit >> nth=1")
+    tab.page.keyboard.type("other")
+    tab.page.click("button:text('Send'):not(#go)")
+    tab.done()
+    tab.page.click("#undo")
+    assert users.all_text_contents() == ["one", "two", "three"]
+
+
 def test_axe_finds_nothing_on_the_chat_page(tab):
     for scheme in ("light", "dark"):
         tab.page.emulate_media(color_scheme=scheme)
@@ -662,6 +752,19 @@ def test_refused_request_leaves_no_branch_and_keeps_what_was_typed(tab):
     tab.page.wait_for_selector("#error:not([hidden])")
     tab.page.wait_for_selector("#halt", state="hidden")
     assert tab.texts() == before and tab.page.text_content("#count") == "1"
+    tab.page.context.set_offline(False)
+    tab.page.click("#mode button[data-value=chat]")
+    for text in ("one", "two"):
+        tab.write(text)
+        tab.done()
+    tab.page.context.set_offline(True)
+    for edit in (False, True):
+        tab.page.click("text=Edit >> nth=1" if edit else "#prompt")
+        tab.page.keyboard.type("three")
+        tab.keys("Enter")
+        tab.page.wait_for_selector("#error:not([hidden])")
+        users = tab.page.locator(".turn.user .text").all_text_contents()
+        assert users == ["one", "two"] and tab.page.text_content("#count") == "1"
     while tab.wrong:
         assert tab.wrong.pop().startswith("Failed to load resource")
     tab.page.context.set_offline(False)

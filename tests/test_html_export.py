@@ -74,7 +74,9 @@ def test_the_command_writes_the_page_of_a_run(tmp_path):
     said = succeed("lab", "export", "log/r/model_000010.pt", "--html", "my/page.html", cwd=tmp_path)
     assert "wrote my/page.html" in said
     html = (tmp_path / "my/page.html").read_text()
-    assert "<h1>r/model_000010</h1>" in html and str(tmp_path) not in html
+    title = "r/model_000010, a GPT-2 with 47.2k parameters"
+    assert f"<h1>{title}</h1>" in html and f"<title>{title}</title>" in html
+    assert str(tmp_path) not in html and "trained on" not in html, "it is not recorded"
     for file in ("gpt.js", "tokenizers.js"):
         text = (ROOT / "lab/tools" / file).read_text(encoding="utf-8")
         assert text in html and "</" not in text, "the page has it unchanged"
@@ -125,6 +127,19 @@ def test_the_page_in_examples_is_up_to_date(laptop):
     assert found == wanted
     js = (ROOT / "lab/tools/gpt.js").read_text(encoding="utf-8")
     assert js in page.read_text(), "export it again: README.md has the command"
+    title = "<h1>laptop_model, a GPT-2 with 446k parameters</h1>"
+    trained = "trained on the documentation inside Python 3.11."
+    assert title in page.read_text() and trained in page.read_text()
+
+
+def test_the_page_of_an_export_says_what_the_run_was_trained_on(tmp_path):
+    saved(bytes_gpt(), tmp_path / "log/r/model_000010.pt")
+    (tmp_path / "log/r/config.json").write_text('{"train": {"data": "data/<my> texts"}}')
+    succeed("lab", "export", "log/r/model_000010.pt", "--out", "folder", cwd=tmp_path)
+    for source in ("log/r/model_000010.pt", "folder"):
+        succeed("lab", "export", source, "--html", "page.html", cwd=tmp_path)
+        html = (tmp_path / "page.html").read_text()
+        assert "It was trained on &lt;my&gt; texts." in html, source
 
 
 # ------------------------------------------------------------------------------ in a browser
@@ -376,6 +391,58 @@ def test_candidates_by_keyboard(chromium, laptop):
 
 
 @pytest.mark.slow
+def test_undo_leads_back_to_each_text_before(chromium, laptop):
+    tab = ModelPage(chromium, laptop)
+    tab.set(max_tokens=20, seed=1)
+    assert tab.page.is_disabled("#undo")
+    texts = []
+
+    def remember():
+        state = "[idx.slice(), $('prompt').value, $('foot').textContent]"
+        tab.done()
+        texts.append(tab.js(state))
+        return texts[-1]
+
+    tab.write("def ma")
+    remember()
+    tab.page.click("#more")
+    remember()
+    tab.shown.nth(3).click()  # in the prompt, which is shortened
+    tab.page.locator("#next button:not([aria-current])").first.click()
+    remember()
+    tab.page.locator("#prompt").press_sequentially("xy")  # replaces the text that was written
+    remember()
+    typed = [[256, *b"def ma"], "def ma", ""]
+    for before in (*texts[-2::-1], typed):
+        tab.page.click("#undo")
+        assert remember() == before
+    assert tab.page.is_disabled("#undo")
+    assert tab.page.evaluate("document.activeElement.id") == "prompt"
+    assert tab.wrong == []
+
+
+@pytest.mark.slow
+def test_settings_are_kept_if_the_browser_has_storage(chromium, laptop):
+    tab = ModelPage(chromium, laptop)
+    tab.page.click("#details summary")
+    tab.page.fill("#temperature", "0.3")
+    tab.page.fill("#seed", "7")
+    summary = "temperature 0.3, top-k 50, seed 7, 200 new tokens"
+    tab.page.reload()
+    assert tab.page.inner_text("#summary") == summary and tab.js("settings().temperature") == 0.3
+    tab.page.context.add_init_script(
+        "Object.defineProperty(window, 'localStorage', { get() { throw new Error('refused'); } })"
+    )
+    tab.page.reload()
+    assert tab.page.inner_text("#summary").startswith("temperature 0.8, ")
+    tab.set(max_tokens=3)
+    tab.page.click("#details summary")
+    tab.page.fill("#temperature", "0.5")
+    assert tab.page.inner_text("#summary").startswith("temperature 0.5, ")
+    assert len(tab.write("The ")) == 5 + 3 and tab.wrong == []
+
+
+@pytest.mark.slow
 def test_a_wrong_setting_leaves_the_text_as_it_is(chromium, laptop):
     tab = ModelPage(chromium, laptop)
     tab.set(max_tokens=20, seed=1)
@@ -404,7 +471,8 @@ def test_hostile_names_and_texts_are_shown_as_text(tmp_path, chromium):
     out = tmp_path / "x.html"
     export(str(tmp_path / name / "model_000010.pt"), html=out)
     tab = ModelPage(chromium, out)
-    assert tab.page.inner_text("h1") == tab.page.title() == f"{name}/model_000010"
+    title = f"{name}/model_000010, a GPT-2 with 47.2k parameters"
+    assert tab.page.inner_text("h1") == tab.page.title() == title
     tab.set(max_tokens=5)
     tab.write(EVIL)
     shown = "".join(tab.shown.all_text_contents()).replace("·", "")

@@ -24,6 +24,7 @@ from test_weights import saved
 import speedrun
 from lab.cli import UserError
 from lab.data.chat import truncate_chat
+from lab.data.manifest import new_manifest
 from lab.data.tokenizers import get_tokenizer
 from lab.inference import generate as generating
 from lab.inference.generate import KVCache, compile_decode_step, generate
@@ -31,7 +32,7 @@ from lab.inference.int8 import Int8Linear, quantize_linears_
 from lab.inference.prediction import group_logits, inspect_prediction
 from lab.inference.streaming import make_decode_step, score_tokens, stream_generate
 from lab.notebook.interp import capture_activations
-from lab.registry import is_tuned
+from lab.registry import is_tuned, training_data
 from lab.tools import serve
 from lab.tools.serve_app import MAX_NEW_TOKENS, ChatRequest, GenerateRequest
 from train_gpt2 import PRESETS
@@ -340,11 +341,40 @@ def test_page_shows_the_models_loss_and_whether_it_is_tuned(tmp_path):
     from lab.tools.serve_app import model_facts
 
     engine = serve.Engine(noisy_gpt(block_size=2048), BYTES)
-    facts = model_facts(engine, (3.25, 1000))
+    facts = model_facts(engine, (3.25, 1000), "my texts")
     assert facts["validation loss"] == "3.25 nats per token after 1,000 steps"
     assert facts["context"] == "2,048 tokens" and facts["tokenizer"] == "bytes, 257 tokens"
+    assert facts["trained on"] == "my texts"
     assert facts["size"].endswith(" parameters")
     assert "size" not in model_facts(serve.Engine(quantize_linears_(noisy_gpt()), BYTES), None)
+
+
+def test_training_data_is_what_the_run_or_export_recorded(tmp_path):
+    run, folder = tmp_path / "r", tmp_path / "shards"
+    run.mkdir()
+    checkpoint, config = str(run / "model_000010.pt"), run / "config.json"
+    assert training_data(checkpoint) == training_data("gpt2") == ""
+    for text, data in (
+        (json.dumps(dict(train=dict(data=str(folder)))), "shards"),
+        ('{"train": {}}', ""),
+        ('{"train": 3}', ""),
+        ("{", ""),
+    ):
+        config.write_text(text)
+        assert training_data(checkpoint) == data, text
+    config.write_text(json.dumps(dict(train=dict(data=str(folder)))))
+    for source, data in (
+        (dict(kind="builtin", revision="Python 3.11.7"), "the documentation inside Python 3.11.7"),
+        (dict(kind="hub", dataset="a/b", name="sample"), "a/b sample"),
+        (dict(kind="hub", dataset="a/b", name=""), "a/b"),
+        (dict(kind="local", files=[]), "shards"),
+    ):
+        folder.mkdir(exist_ok=True)
+        manifest = new_manifest("x", BYTES, source=source, shard_tokens=9, val_tokens=9)
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+        assert training_data(checkpoint) == data
+    config.write_text('{"trained_on": "letters"}')  # of an export, which is a folder
+    assert training_data(str(run)) == "letters"
 
 
 def test_oldest_messages_are_dropped_and_their_number_is_reported(server, client):

@@ -34,7 +34,7 @@ from lab.hf import bert, gpt2
 from lab.hf.gguf_file import GgufType, check_gguf, write_gguf
 from lab.hf.hub import check_hub_name, model_card, push
 from lab.hf.load import CHECKSUM_FILE, read_checksums
-from lab.registry import is_tuned, load_model, resolve_source, tokenizer_name
+from lab.registry import is_tuned, load_model, resolve_source, tokenizer_name, training_data
 
 
 def export(
@@ -94,6 +94,8 @@ def export(
     if html and hasattr(model.config, "segments"):
         raise UserError(f"{source} is a BERT, and a page runs only GPT-2; pass --out FOLDER")
     exported = to_transformers(model)
+    if data := training_data(source):
+        exported.config.trained_on = data  # for a page written from the export
     check_same_logits(model, exported, source)
     if html:
         from lab.tools.html_export import write_html  # only this export needs it

@@ -15,14 +15,15 @@ import torch
 from lab.cli import UserError, counted
 from lab.data.tokenizers import get_tokenizer
 from lab.files import atomic_write, write_errors
-from lab.registry import tokenizer_name
+from lab.registry import tokenizer_name, training_data
 from lab.templates import load_template
+from lab.tools.read_log import short
 
 MAX_BYTES = 30_000_000  # of the weights in 16 bits; a phone should still open the page
 
 
 def write_html(model: Any, source: str, out: Path) -> None:
-    """Write the page of a train_gpt2.py GPT. source: where it was loaded from; its last parts become the
+    """Write the page of a train_gpt2.py GPT. source: where it was loaded from; its last parts are in the
     page's title.
 
     Raises UserError if the weights are too large for a page or for float16, or if the page cannot encode
@@ -84,16 +85,17 @@ def page(config: Any, source: str, state: dict[str, torch.Tensor], tokens: list[
     weights = b"".join(p.contiguous().numpy().tobytes() for p in state.values())
     fields = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "document_mask")
     shape = {name: getattr(config, name) for name in fields}
-    name = "/".join(Path(source).parts[-2:]).removesuffix(".pt")  # do not reveal the whole path
+    path = Path(source)  # do not reveal all of it
+    name = path.name if path.is_dir() else "/".join(path.parts[-2:]).removesuffix(".pt")
     facts = (
-        f"GPT-2 with {sum(p.numel() for p in state.values()):,} weights: {counted(config.n_layer, 'layer')}, "
-        f"{counted(config.n_head, 'head')}, {config.n_embd} channels, a context of {config.block_size} "
-        f"{'tokens' if tokens else 'bytes'}"
+        f"{counted(config.n_layer, 'layer')}, {counted(config.n_head, 'head')}, {config.n_embd} channels, "
+        f"a context of {config.block_size} {'tokens' if tokens else 'bytes'}"
     )
     return load_template(
         "model.html.j2"
     ).render(
-        name=name,
+        title=f"{name}, a GPT-2 with {short(sum(p.numel() for p in state.values()))} parameters",
+        data=training_data(source),
         facts=facts,
         prompt="The" if tokens else "The ",  # a token of GPT-2 includes the space before a word
         longest=10_000,

@@ -36,7 +36,7 @@ from lab.inference.streaming import (
     make_decode_step,
     stream_generate,
 )
-from lab.registry import is_checkpoint, is_tuned, resolve_source
+from lab.registry import is_checkpoint, is_tuned, resolve_source, training_data
 from lab.tools.read_log import column, read_log
 from lab.trainer.checkpoint import step_of
 
@@ -228,7 +228,9 @@ def serve(cfg: Config) -> None:
     # refuse other host names, so that pages of other sites cannot use a local server (DNS rebinding)
     hosts = ["127.0.0.1", "localhost"] if host.startswith("127.") else ["*"]
     name = "/".join(Path(source).parts[-2:]).removesuffix(".pt")  # do not reveal the whole path
-    app = create_app(engine, name, hosts, validation_loss(source), is_tuned(source))
+    app = create_app(
+        engine, name, hosts, validation_loss(source), is_tuned(source), training_data(source)
+    )
     print(f"{source} on {device}: http://{host}:{port}   (press Ctrl-C to quit)", flush=True)
     config = uvicorn.Config(
         app, log_level="warning", limit_concurrency=1000, timeout_graceful_shutdown=2

@@ -289,11 +289,11 @@ HANDLED_ERRORS = UserError, RequestValidationError, HTTPException
 
 def create_app(
     engine: Any, name: str, hosts: list[str],
-    val_loss: tuple[float, int] | None = None, tuned: bool | None = None,
+    val_loss: tuple[float, int] | None = None, tuned: bool | None = None, data: str = "",
 ) -> FastAPI:  # fmt: skip
     """The FastAPI application. name: the model's, for clients; hosts: Host headers that are accepted,
     ["*"] for any. val_loss: (nats per token, step), and tuned: whether the model was fine-tuned on
-    conversations, for the page; None: unknown."""
+    conversations, for the page; None: unknown. data: the training_data."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     for error_type in HANDLED_ERRORS:
         app.add_exception_handler(error_type, lambda _, error: handle_error(error))
@@ -302,7 +302,7 @@ def create_app(
     page = load_template("serve.html.j2")
     about = dict(
         model=name, context=engine.block_size, longest=MAX_NEW_TOKENS,
-        facts=model_facts(engine, val_loss), tuned=tuned, vocab_size=engine.tokenizer.vocab_size,
+        facts=model_facts(engine, val_loss, data), tuned=tuned, vocab_size=engine.tokenizer.vocab_size,
         bytes=engine.tokenizer.name == "bytes",
     )  # fmt: skip
     model = dict(id=name, object="model", created=int(time.time()), owned_by="you")
@@ -429,7 +429,7 @@ def create_app(
     return app
 
 
-def model_facts(engine: Any, val_loss: tuple[float, int] | None) -> dict[str, str]:
+def model_facts(engine: Any, val_loss: tuple[float, int] | None, data: str = "") -> dict[str, str]:
     """{label: text}: facts about the model that the page shows."""
     facts, tokenizer = {}, engine.tokenizer
     if not any(isinstance(module, Int8Linear) for module in engine.model.modules()):
@@ -439,6 +439,8 @@ def model_facts(engine: Any, val_loss: tuple[float, int] | None) -> dict[str, st
     facts["context"] = f"{engine.block_size:,} tokens"
     name = tokenizer.name if not tokenizer.name.endswith(".json") else "its own"
     facts["tokenizer"] = f"{name}, {tokenizer.vocab_size:,} tokens"
+    if data:
+        facts["trained on"] = data
     return facts
 
 
