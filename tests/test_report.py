@@ -156,6 +156,10 @@ def test_verdict_and_dots_of_the_validation_loss(tmp_path):
     page.shows("Dots: validation; the dotted line only connects them.")
     looks = [(c["name"], c["dots"], c["dash"]) for c in page.figures["loss"]["curves"]]
     assert looks[-2:] == [("training", False, "solid"), ("validation", True, "dot")]
+    page.shows("choose “all steps” to see them", "after the start")
+    short = Page(write_run(tmp_path / "d", [*RUN[:9], val(8, 2.0)]))  # the axis shows all
+    assert short.figures["loss"]["range"] is None and "all steps" in short.seen
+    assert "after the start" not in short.seen and "“all steps”" not in short.seen
     dense = Page(write_run(tmp_path / "b", [*RUN, *[val(401 + s, 2.0) for s in range(60)]]))
     dense.shows("Thick line: validation.")
     assert dense.figures["loss"]["curves"][-1]["dash"] == "solid"

@@ -164,7 +164,7 @@ def loss_window(logs: Collection[RunLog]) -> tuple[float, float] | None:
     """(low, high) of a loss axis, such that the steep fall of the first steps does not dominate it.
 
     It includes all losses after the first 5 % of each run, and the unigram baseline if that is near.
-    None if no loss was logged.
+    None if these are fewer than ten: then the axis shows all.
     """
     late: list[float] = []
     levels: list[float] = []
@@ -173,7 +173,7 @@ def loss_window(logs: Collection[RunLog]) -> tuple[float, float] | None:
         edge = 0.05 * max((step for step, _ in rows), default=0)
         late += [loss for step, loss in rows if step > edge or not edge]
         levels += column(log, "start", "unigram")[1][-1:]
-    if not late:
+    if len(late) < 10:
         return None
     low, high = min(late), max(late)
     high = max([high, *(level for level in levels if level < low + 2 * (high - low))])
