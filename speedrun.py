@@ -3,7 +3,7 @@
     python speedrun.py                                 # two minutes on a laptop
     python speedrun.py --preset speedrun --fp8 all     # a minute on an H200
     torchrun --standalone --nproc_per_node=4 speedrun.py --preset speedrun
-    python speedrun.py --preset small-data --fp8 head --data data/mine
+    python speedrun.py --preset small-data --fp8 all --data data/mine
 
 One training step in words: see train_gpt2.py, whose data loader, train_step, loop, logs and
 checkpoints are used here. This file defines what has changed in the seven years since GPT-2: the
@@ -155,12 +155,12 @@ PRESETS = {
             sample_every=0,
         ),
     ),
-    # for six epochs of 111M tokens: 27 GPU-minutes on four H100s for 97 % of it (docs/LOG.md#small-data)
+    # for seven epochs of 111M tokens: 22 GPU-minutes on two H200s (docs/LOG.md#slowrun)
     "small-data": (
         GPTConfig(value_tables=0, value_projection=True),
         TrainConfig(
-            "small-data", weight_decay=0.1, decay_all=True, max_steps=6000, batch_warmup_steps=0.25,
-            val_every=250, val_tokens=1048576, hellaswag_every=0, sample_every=1000,
+            "small-data", embed_lr=0.15, weight_decay=0.2, decay_all=True, max_steps=7000,
+            batch_warmup_steps=0.25, val_every=250, val_tokens=1048576, hellaswag_every=0, sample_every=1000,
         ),
     ),
     # two minutes on two laptop cores, on the bytes of Python's own documentation; without the parts

@@ -73,6 +73,42 @@ def passes(runs, out_path, dark):
     figure.savefig(out_path)
 
 
+@made_by("python bench/slowrun.py --epochs 4 --more='--n_layer=12 --n_embd=768 --n_head=6'")
+def small_data(runs, out_path, dark):
+    """Validation loss against GPU-minutes of training on the same text: GPT-2's recipe, NanoGPT Slowrun's
+    program and the preset small-data."""
+    curves = {}
+    names = {"both_4_passes_gpt2": "GPT-2's recipe", "small_data_h200": "small-data"}
+    for name, label in names.items():
+        records(runs, name, "kind")
+        log = read_log(runs / f"{name}.jsonl")
+        steps, times = column(log, "train", "dt_ms")
+        minutes = np.cumsum(np.diff([0, *steps]) * times) / 60_000 * log["start"][0]["world_size"]
+        at, losses = column(log, "val", "loss")
+        curves[label] = np.interp(at[1:], steps, minutes), losses[1:]
+    (other,) = records(runs, "slowrun", "curve")
+    seconds, _, losses = zip(*other["curve"][1:])  # the first is before training
+    minutes = np.array(seconds) / 60 * other["settings"]["gpus"]
+    # the last loss is that of the averaged weights
+    curves["Slowrun"] = np.append(minutes, minutes[-1]), [*losses, other["lowest"]]
+    title = f"small-data: {curves['small-data'][1][-1]:.2f} nats per token from 111M tokens"
+    note = (
+        "books and textbooks, H200s, 2026-11-26 and 27; Slowrun sees 2,048 tokens, the others 1,024"
+    )
+    figure, ax = blank(4.6, title, note)
+    # color, and offset of the label in points
+    places = {"GPT-2's recipe": ("green", -60, -14), "Slowrun": ("orange", 6, 9)}
+    places["small-data"] = "blue", 6, -7
+    for label, (minutes, losses) in curves.items():
+        name, dx, dy = places[label]
+        color = color_of(name, dark)
+        ax.plot(minutes, losses, "o-", color=color, markersize=3)
+        write(ax, f"{label} {losses[-1]:.2f}", minutes[-1], losses[-1], dx, dy, color=color)
+    ax.set(xlabel="GPU-minutes of training", ylabel="validation loss (nats per token)")
+    ax.set(xlim=(0, 28), ylim=(3.15, 4.5))
+    figure.savefig(out_path)
+
+
 RECIPES = {  # {recipe: (steps of its runs, its name in figures)}
     "gpt2": (270, "GPT-2's recipe"),
     "muon": (290, "train_gpt2.py, Muon"),
