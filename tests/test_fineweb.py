@@ -300,6 +300,18 @@ def test_a_refused_tokenizer_is_not_written_and_linked_folders_are_reported(tmp_
     assert not (tmp_path / "o" / "tokenizer.json").exists()
 
 
+def test_a_changed_source_is_refused_by_what_has_changed(tmp_path):
+    (source := tmp_path / "in").mkdir()
+    for i in range(9):
+        (source / f"{i}.txt").write_text("y " * 500)
+    args = ["--source", str(source), "--out", str(tmp_path / "o"), "--val_tokens", "5"]
+    fineweb.main([*args, "--tokenizer", "bytes"])
+    (source / "7.txt").write_text("z " * 501)
+    found = r"files = \[\['7.txt', 1000\]\], but now it is \[\['7.txt', 1002\]\]; "
+    with pytest.raises(UserError, match=found):
+        fineweb.main([*args, "--tokenizer", "bytes"])
+
+
 def test_builtin_text_is_the_same_in_every_process(tmp_path):
     (theirs := tmp_path / "t" / "mine_train_000001.npy").parent.mkdir()
     theirs.write_bytes(b"somebody's")

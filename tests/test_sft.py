@@ -1,6 +1,7 @@
 """Fine-tuning on conversations: the preset sft and examples/chats.jsonl."""
 
 import json
+import re
 
 import chats
 import pytest
@@ -64,6 +65,15 @@ def test_only_answers_contribute_to_the_loss_averaged_over_the_step(tuned):
     assert few.val[0] == pytest.approx(loss_by_hand(base, held_out), abs=1e-4)
     assert few.losses == pytest.approx(many.losses, abs=1e-5) and few.losses[1] < few.losses[0]
     assert difference(few.checkpoints[2]["model"], many.checkpoints[2]["model"]) < 1e-5
+
+
+def test_next_steps_chat_with_the_last_checkpoint_although_its_loss_is_higher(tuned):
+    flags = "--preset sft --init_from base --data chats.jsonl --device cpu --total_batch_size 1088 --lr 1"
+    flags += " --max_steps 3 --val_every 1 --checkpoint_every 1 --sample_every 0 --run_name worse"
+    said = succeed("train_gpt2.py", *flags.split(), cwd=tuned[0])
+    losses = list(read_run(tuned[0] / "log/worse").val.values())
+    assert losses[-1] > 1.1 * min(losses), "so train_gpt2.py's other presets name model_best.pt"
+    assert re.search(r"--chat --model log/worse$", said, re.MULTILINE), said
 
 
 def test_shape_and_settings_follow_the_init_from_model(tuned):

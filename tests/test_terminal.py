@@ -160,6 +160,8 @@ def test_verdict_on_the_loss(log, init_from, verdict):
     text = loss_verdict(log, vars(cfg))
     assert verdict in text and bool(text) == bool(verdict)
     assert text.count(". ") == 0  # one sentence
+    tuned = loss_verdict(log, vars(cfg) | {"preset": "sft"})
+    assert ("by heart" in tuned) == ("fewer" in verdict)  # overfitting is usual there
 
 
 @pytest.mark.parametrize(

@@ -137,8 +137,10 @@ def init_output_dir(out_dir: str | Path, manifest: Manifest) -> None:
 def check_manifest_matches(out_dir: str | Path, manifest: Mapping[str, Any], **wanted: Any) -> None:
     """Raise UserError if the manifest in out_dir has other values than `wanted`."""
     for key, value in wanted.items():
-        if manifest.get(key) != value:
-            before, now = reprlib.repr(manifest.get(key)), reprlib.repr(value)
+        if (old := manifest.get(key)) != value:
+            if isinstance(old, list) and isinstance(value, list):  # show only what differs
+                old, value = ([x for x in a if x not in b] for a, b in ((old, value), (value, old)))
+            before, now = reprlib.repr(old), reprlib.repr(value)
             name = "source" if key == "data" else key  # the shards are named after the source
             raise UserError(
                 f"{out_dir} was built with {name} = {before}, but now it is {now}; choose another "

@@ -26,6 +26,8 @@ def loss_verdict(log: RunLog, settings: Mapping[str, Any]) -> str:
         recent = column(log, "train", "loss")[1][-5:]
         overfits = recent and sum(recent) / len(recent) < loss
         hint = "train for fewer steps or on more data" if overfits else lower_lr_hint(settings)
+        if overfits and settings.get("preset") == "sft":
+            hint = "this is usual with few conversations, which the model learns by heart"
         at = steps[losses.index(best)]
         return f"{shown} above its minimum of {best:.4f} after step {at}; {hint}."
     if init_from and steps[0] == 0 and steps[-1] > 0:

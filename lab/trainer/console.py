@@ -260,7 +260,8 @@ def summary(trainer, stopped: str) -> None:
         log = read_log(run_dir)
         if not stopped and (verdict := loss_verdict(log, vars(trainer.cfg))):
             say(f"\n{verdict}")
-        if has_best and not stopped and is_worse(log):
+        # where the loss of a chat model is lowest, its answers are still nonsense
+        if has_best and not stopped and is_worse(log) and trainer.cfg.preset != "sft":
             model = shell_quote(run_dir / "model_best.pt")
     best = f"; model_best.pt is the one with the lowest validation loss, {trainer.best_val:.4f}"
     best *= has_best
