@@ -1,7 +1,17 @@
 """The figures of whole training runs. bench/figures.py draws them."""
 
 import numpy as np
-from drawing import blank, cell, cells_of, made_by, records, shorten, where_and_when, write
+from drawing import (
+    blank,
+    cell,
+    cells_of,
+    made_by,
+    records,
+    shorten,
+    training_seconds,
+    where_and_when,
+    write,
+)
 
 from lab.tools.plot import draw
 from lab.tools.plot_style import color_of, reference
@@ -23,11 +33,8 @@ def six_minutes(runs, out_path, dark):
     for name in names:
         records(runs, name, "kind")
         log = read_log(runs / f"{name}.jsonl")
-        # the first update, which compiles, has no dt_ms
-        steps, times = column(log, "train", "dt_ms")
-        seconds = np.cumsum(np.diff([0, *steps]) * times) / 1000
         at, losses = column(log, "val", "loss")
-        curves[name] = np.interp(at[1:], steps, seconds), losses[1:]  # after the first 100 steps
+        curves[name] = training_seconds(log, at[1:]), losses[1:]  # after the first 100 steps
     (fast, slow), (low, high) = zip(*((t[-1], losses[-1]) for t, losses in curves.values()))
     title = f"Six minutes on one H200: {low:.2f} nats a token with today's recipe, "
     note = "124M shape, two passes over 111M tokens of books and textbooks, NVIDIA H200, 2026-11-23"
@@ -82,10 +89,9 @@ def small_data(runs, out_path, dark):
     for name, label in names.items():
         records(runs, name, "kind")
         log = read_log(runs / f"{name}.jsonl")
-        steps, times = column(log, "train", "dt_ms")
-        minutes = np.cumsum(np.diff([0, *steps]) * times) / 60_000 * log["start"][0]["world_size"]
         at, losses = column(log, "val", "loss")
-        curves[label] = np.interp(at[1:], steps, minutes), losses[1:]
+        minutes = training_seconds(log, at[1:]) / 60 * log["start"][0]["world_size"]
+        curves[label] = minutes, losses[1:]
     (other,) = records(runs, "slowrun", "curve")
     seconds, _, losses = zip(*other["curve"][1:])  # the first is before training
     minutes = np.array(seconds) / 60 * other["settings"]["gpus"]

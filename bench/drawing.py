@@ -2,13 +2,14 @@
 
 from functools import partial
 
+import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 from records import grouped, read_records
 from rungs import VARIANTS, key_of
 
 from lab.cli import UserError
-from lab.tools.read_log import short
+from lab.tools.read_log import column, short
 
 SMALL = 9  # smallest font, in points: 11 pixels in a figure shown 720 pixels wide
 DASHED = dict(color="0.5", linewidth=1, linestyle=(0, (5, 3)))
@@ -45,6 +46,14 @@ def records(runs, name, *fields, **where):
         expected = ", ".join([*(f"{k} {v}" for k, v in where.items()), *fields])
         raise UserError(f"{name}.jsonl has no record with {expected}")
     return found
+
+
+def training_seconds(log, at):
+    """Seconds of training until each of the steps `at`, without evaluation and without the first update,
+    which compiles and has no dt_ms."""
+    steps, times = column(log, "train", "dt_ms")
+    seconds = np.cumsum(np.diff([0, *steps]) * times) / 1000
+    return np.interp(at, [0, *steps], [0, *seconds])
 
 
 def measured(runs, group, *fields):

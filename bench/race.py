@@ -18,7 +18,7 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 from curves import RECIPES, recipes_on_one_gpu
-from drawing import blank, records, where_and_when, write
+from drawing import blank, records, training_seconds, where_and_when, write
 from records import ROOT, RUNS
 
 from lab.cli import parse_args, run_main
@@ -84,9 +84,7 @@ def from_log(runs, name, title, shade, gpus=1):
     `gpus`."""
     records(runs, name, "kind")
     log = read_log(runs / f"{name}.jsonl")
-    steps, times = column(log, "train", "dt_ms")  # the first update, which compiles, has no dt_ms
-    seconds = np.cumsum(np.diff([0, *steps]) * times) / 1000 * gpus
-    clock = lambda step: float(np.interp(step, [0, *steps], [0, *seconds]))  # noqa: E731
+    clock = lambda step: float(training_seconds(log, step)) * gpus  # noqa: E731
     trained, tokens = column(log, "train", "tokens")
     at, losses = column(log, "val", "loss")
     read = np.interp(at, [0, *trained], [0, *tokens]).round().astype(int).tolist()
