@@ -259,6 +259,28 @@ def test_losses_of_different_tokenizers_are_not_compared(tmp_path):
     assert "nats below" not in page.seen and "difference" not in page.figures
 
 
+@pytest.mark.parametrize("other", ["data", "val_tokens", "objective"])
+def test_losses_on_different_data_or_of_different_objectives_are_not_compared(tmp_path, other):
+    """The title lists them, and nothing subtracts them, nor the bits per byte."""
+    first, second = (val(400, loss) | {"bits_per_byte": loss} for loss in (1.31, 2.79))
+    if other == "objective":
+        second["accuracy"] = 0.3
+    b = [start(val_tokens=2 if other == "val_tokens" else 1), train(400, 2.9), second]
+    b = write_run(tmp_path / "b", b, data="b" if other == "data" else "a")
+    a = [start(val_tokens=1), train(400, 1.2), first]
+    page = Page(write_run(tmp_path / "a", a, data="a"), b)
+    differs = "with different objectives" if other == "objective" else "on different data"
+    page.shows(
+        f"Two runs {differs}: validation loss 1.31 and 2.79 a",
+        "validation loss 1.3100 step 400 2.7900 step 400 bits per byte",
+        "bits per byte 1.3100 step 400 2.7900 step 400 training loss",
+        "training loss 1.2000 step 400 2.9000 step 400 steps",
+    )
+    assert "nats below" not in page.seen and "difference" not in page.figures
+    unmeasured = write_run(tmp_path / "c", [start(val_tokens=3), train(400, 2.9)], data="c")
+    Page(tmp_path / "a", unmeasured).shows("Two runs on different data a")
+
+
 def test_watch_updates_the_page_until_the_run_ends(tmp_path, monkeypatch, capsys):
     run, seen = write_run(tmp_path / "r", RUN), []
 
