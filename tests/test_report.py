@@ -6,7 +6,7 @@ import re
 from html.parser import HTMLParser
 
 import pytest
-from test_plot import RUN, SPARSE_LOGS, hella, start, train, val, write_log
+from test_plot import CURVE, RUN, SPARSE_LOGS, hella, start, train, val, write_log
 
 from lab.cli import UserError
 from lab.tools import plot, report
@@ -160,6 +160,11 @@ def test_verdict_and_dots_of_the_validation_loss(tmp_path):
     short = Page(write_run(tmp_path / "d", [*RUN[:9], val(8, 2.0)]))  # the axis shows all
     assert short.figures["loss"]["range"] is None and "all steps" in short.seen
     assert "after the start" not in short.seen and "“all steps”" not in short.seen
+    tuned = [start(), val(0, 3.36), *CURVE[40:]]  # step 0 is within the axis
+    folder = write_run(tmp_path / "e", tuned)
+    assert "leaves out" not in (page := Page(folder)).seen and page.figures["loss"]["range"]
+    for loss in (2.0, 4.0):  # below and above it
+        Page(write_run(folder, [*tuned, val(0, loss)])).shows("The axis leaves out losses of")
     dense = Page(write_run(tmp_path / "b", [*RUN, *[val(401 + s, 2.0) for s in range(60)]]))
     dense.shows("Thick line: validation.")
     assert dense.figures["loss"]["curves"][-1]["dash"] == "solid"

@@ -124,8 +124,11 @@ def figures_of(runs: Sequence[RunReport]) -> dict[str, dict]:
     highest = max((v for curve in norms for v in curve["y"]), default=0)
     clips = [run.train.get("grad_clip") for run in runs]
     clips = [c for c in clips if isinstance(c, (int, float)) and 0 < c < 2 * highest]
+    window = read_log.loss_window(logs)
+    low, high = window or (-math.inf, math.inf)
+    cut_off = any(not low <= y <= high for curve in losses for y in curve["y"])
     found: dict[str, dict] = {
-        "loss": dict(curves=losses, levels=loss_levels(logs), range=read_log.loss_window(logs))
+        "loss": dict(curves=losses, levels=loss_levels(logs), range=window, cut_off=cut_off)
     }
     if not comparable(logs):
         found["bits"] = dict(curves=trace_per_run(runs, "val", "bits_per_byte", "loss", width=3))
