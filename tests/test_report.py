@@ -163,8 +163,9 @@ def test_verdict_and_dots_of_the_validation_loss(tmp_path):
     tuned = [start(), val(0, 3.36), *CURVE[40:]]  # step 0 is within the axis
     folder = write_run(tmp_path / "e", tuned)
     assert "leaves out" not in (page := Page(folder)).seen and page.figures["loss"]["range"]
-    for loss in (2.0, 4.0):  # below and above it
-        Page(write_run(folder, [*tuned, val(0, loss)])).shows("The axis leaves out losses of")
+    for loss, word in ((2.0, "low"), (4.0, "high")):
+        page = Page(write_run(folder, [*tuned, val(0, loss)]))
+        page.shows(f"The axis leaves out the {word} losses of the first steps")
     dense = Page(write_run(tmp_path / "b", [*RUN, *[val(401 + s, 2.0) for s in range(60)]]))
     dense.shows("Thick line: validation.")
     assert dense.figures["loss"]["curves"][-1]["dash"] == "solid"

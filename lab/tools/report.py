@@ -126,7 +126,8 @@ def figures_of(runs: Sequence[RunReport]) -> dict[str, dict]:
     clips = [c for c in clips if isinstance(c, (int, float)) and 0 < c < 2 * highest]
     window = read_log.loss_window(logs)
     low, high = window or (-math.inf, math.inf)
-    cut_off = any(not low <= y <= high for curve in losses for y in curve["y"])
+    heights = [y for curve in losses for y in curve["y"]] or [0.0]
+    cut_off = ["high"] * (max(heights) > high) + ["low"] * (min(heights) < low)
     found: dict[str, dict] = {
         "loss": dict(curves=losses, levels=loss_levels(logs), range=window, cut_off=cut_off)
     }
