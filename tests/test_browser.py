@@ -92,8 +92,12 @@ def test_report_of_real_runs(tmp_path, run_train, chromium):
     assert tab.page.locator("article:visible [tabindex='0']").count() == 1, "one tab stop"
     command = tab.page.inner_text(".command")
     assert command.startswith("python train_gpt2.py") and "--max_steps 12" in command
-    tab.page.click("text=Gradient norm")
-    assert tab.page.evaluate("location.hash") == "#figure-grad_norm"
+    for link in tab.page.locator(".jump a").all():
+        link.click()
+        tab.page.evaluate("new Promise(requestAnimationFrame)")
+        id = tab.page.evaluate("location.hash")
+        bar, target = (tab.page.locator(name).bounding_box() for name in ("#axes", id))
+        assert target["y"] >= bar["y"] + bar["height"] - 1, f"{id} is behind the bar"
 
     phone = Report(chromium, tmp_path / "one.html", viewport={"width": 390, "height": 800}).page
     assert phone.evaluate("document.documentElement.scrollWidth") == 390
@@ -115,6 +119,19 @@ def test_report_of_real_runs(tmp_path, run_train, chromium):
             assert all(one.drawn(id) for id in one.figures)
             assert axe_findings(one.page) == [], scheme
     assert tab.wrong == both.wrong == []
+
+
+def test_a_choice_in_the_axis_bar_does_not_scroll_the_page(tmp_path, chromium):
+    write_run(tmp_path / "r", RUN)
+    report.write_page([tmp_path / "r"], tmp_path / "r.html")
+    for size in ({"width": 1280, "height": 800}, {"width": 390, "height": 800}):
+        tab = Report(chromium, tmp_path / "r.html", viewport=size)
+        assert tab.drawn("loss")
+        tab.page.evaluate("scrollTo(0, 600)")
+        for value in ("all", "tokens", "log", "step"):
+            tab.choose(value)
+            tab.page.evaluate("new Promise(requestAnimationFrame)")
+            assert tab.page.evaluate("scrollY") == 600, value
 
 
 def test_report_does_not_run_scripts_from_a_log(tmp_path, chromium):

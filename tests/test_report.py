@@ -6,7 +6,7 @@ import re
 from html.parser import HTMLParser
 
 import pytest
-from test_plot import RUN, SPARSE_LOGS, hella, start, train, val, write_log
+from test_plot import CURVE, RUN, SPARSE_LOGS, hella, start, train, val, write_log
 
 from lab.cli import UserError
 from lab.tools import plot, report
@@ -160,6 +160,12 @@ def test_verdict_and_dots_of_the_validation_loss(tmp_path):
     short = Page(write_run(tmp_path / "d", [*RUN[:9], val(8, 2.0)]))  # the axis shows all
     assert short.figures["loss"]["range"] is None and "all steps" in short.seen
     assert "after the start" not in short.seen and "“all steps”" not in short.seen
+    tuned = [start(), val(0, 3.36), *CURVE[40:]]  # step 0 is within the axis
+    folder = write_run(tmp_path / "e", tuned)
+    assert "leaves out" not in (page := Page(folder)).seen and page.figures["loss"]["range"]
+    for loss, word in ((2.0, "low"), (4.0, "high")):
+        page = Page(write_run(folder, [*tuned, val(0, loss)]))
+        page.shows(f"The axis leaves out the {word} losses of the first steps")
     dense = Page(write_run(tmp_path / "b", [*RUN, *[val(401 + s, 2.0) for s in range(60)]]))
     dense.shows("Thick line: validation.")
     assert dense.figures["loss"]["curves"][-1]["dash"] == "solid"
@@ -257,6 +263,28 @@ def test_losses_of_different_tokenizers_are_not_compared(tmp_path):
     page.shows("different tokenizers (257 and 50,257 ids)")
     page.shows("Bits per byte: the loss in bits per byte of text, comparable between tokenizers.")
     assert "nats below" not in page.seen and "difference" not in page.figures
+
+
+@pytest.mark.parametrize("other", ["data", "val_tokens", "objective"])
+def test_losses_on_different_data_or_of_different_objectives_are_not_compared(tmp_path, other):
+    """The title lists them, and nothing subtracts them, nor the bits per byte."""
+    first, second = (val(400, loss) | {"bits_per_byte": loss} for loss in (1.31, 2.79))
+    if other == "objective":
+        second["accuracy"] = 0.3
+    b = [start(val_tokens=2 if other == "val_tokens" else 1), train(400, 2.9), second]
+    b = write_run(tmp_path / "b", b, data="b" if other == "data" else "a")
+    a = [start(val_tokens=1), train(400, 1.2), first]
+    page = Page(write_run(tmp_path / "a", a, data="a"), b)
+    differs = "with different objectives" if other == "objective" else "on different data"
+    page.shows(
+        f"Two runs {differs}: validation loss 1.31 and 2.79 a",
+        "validation loss 1.3100 step 400 2.7900 step 400 bits per byte",
+        "bits per byte 1.3100 step 400 2.7900 step 400 training loss",
+        "training loss 1.2000 step 400 2.9000 step 400 steps",
+    )
+    assert "nats below" not in page.seen and "difference" not in page.figures
+    unmeasured = write_run(tmp_path / "c", [start(val_tokens=3), train(400, 2.9)], data="c")
+    Page(tmp_path / "a", unmeasured).shows("Two runs on different data a")
 
 
 def test_watch_updates_the_page_until_the_run_ends(tmp_path, monkeypatch, capsys):

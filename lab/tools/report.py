@@ -79,31 +79,33 @@ def read_run(path: Path, name: str) -> RunReport:
     return RunReport(name, log, {part: config[part] for part in ("model", "train") if config})
 
 
+def mismatch(runs: Sequence[RunReport]) -> str:
+    """The difference between runs because of which their losses cannot be compared: "objectives",
+    "tokenizers" or "data"; "" if there is none."""
+    logs = [run.log for run in runs]
+    if len({"accuracy" in row for log in logs for row in log.get("val", [])}) == 2:
+        return "objectives"
+    if not comparable(logs):
+        return "tokenizers"
+    data = [(run.start.get("val_tokens"), run.train.get("data")) for run in runs]
+    return "data" if any(a != b for a, b in zip(data[0], data[-1]) if a and b) else ""
+
+
 def warnings(runs: Sequence[RunReport]) -> list[str]:
     """Warnings about invalid comparisons."""
-    logs, found = [run.log for run in runs], []
     if len(runs) == 1:
-        return found
-    data = [(run.start.get("val_tokens"), run.train.get("data")) for run in runs]
-    if len({"accuracy" in row for log in logs for row in log.get("val", [])}) == 2:
-        found.append(
-            "One run predicts masked words, the other the next token: their losses cannot be compared."
-        )
-    elif not comparable(logs):
-        ids = " and ".join(f"{size:,}" for size in read_log.vocab_sizes(logs))
-        found.append(
-            f"These runs have different tokenizers ({ids} ids), so their losses in nats per token cannot "
-            "be compared. Bits per byte can be, on the same text."
-        )
-    elif any(a != b for a, b in zip(*data) if a and b):
-        found.append(
-            "These runs were validated on different tokens or data (see below), so their losses may not "
-            "be comparable."
-        )
-    found.append(
-        "Each configuration was run only once, so differences may be due to the random seed."
-    )
-    return found
+        return []
+    ids = " and ".join(f"{size:,}" for size in read_log.vocab_sizes([run.log for run in runs]))
+    texts = {
+        "objectives": "One run predicts masked words, the other the next token: their losses cannot "
+        "be compared.",
+        "tokenizers": f"These runs have different tokenizers ({ids} ids), so their losses in nats per "
+        "token cannot be compared. Bits per byte can be, on the same text.",
+        "data": "These runs were validated on different tokens or data (see below), so their losses "
+        "may not be comparable.",
+    }
+    seed = "Each configuration was run only once, so differences may be due to the random seed."
+    return [*filter(None, [texts.get(mismatch(runs))]), seed]
 
 
 # --------------------------------------------------------------------------------------- 2. figures
@@ -122,12 +124,16 @@ def figures_of(runs: Sequence[RunReport]) -> dict[str, dict]:
     highest = max((v for curve in norms for v in curve["y"]), default=0)
     clips = [run.train.get("grad_clip") for run in runs]
     clips = [c for c in clips if isinstance(c, (int, float)) and 0 < c < 2 * highest]
+    window = read_log.loss_window(logs)
+    low, high = window or (-math.inf, math.inf)
+    heights = [y for curve in losses for y in curve["y"]] or [0.0]
+    cut_off = ["high"] * (max(heights) > high) + ["low"] * (min(heights) < low)
     found: dict[str, dict] = {
-        "loss": dict(curves=losses, levels=loss_levels(logs), range=read_log.loss_window(logs))
+        "loss": dict(curves=losses, levels=loss_levels(logs), range=window, cut_off=cut_off)
     }
     if not comparable(logs):
         found["bits"] = dict(curves=trace_per_run(runs, "val", "bits_per_byte", "loss", width=3))
-    elif not alone:
+    elif not alone and not mismatch(runs):
         found["difference"] = difference(*runs)
     scores = trace_per_run(runs, "hella", "acc_norm", "accuracy", width=3)
     found["hellaswag"] = dict(curves=scores, levels=hellaswag_levels(logs))
@@ -274,9 +280,10 @@ def number_rows(runs: Sequence[RunReport]) -> list[tuple[str, list[Number | None
     """[(label, the Number of each run or None, the second minus the first as text)]."""
     columns = [numbers(run) for run in runs]
     rows = {what: [c.get(what) for c in columns] for c in columns for what in c}
-    fair = comparable([run.log for run in runs])
+    differs = mismatch(runs)  # bits per byte can be compared between tokenizers
+    unfair = ["loss"] * bool(differs) + ["bits"] * (differs in ("objectives", "data"))
     return [
-        (what, pair, format_delta(*pair) if len(pair) == 2 and (fair or "loss" not in what) else "")
+        (what, pair, "" if len(pair) < 2 or any(x in what for x in unfair) else format_delta(*pair))
         for what, pair in rows.items()
     ]
 
@@ -290,6 +297,16 @@ def format_delta(a: Number | None, b: Number | None) -> str:
 
 
 # ------------------------------------------------------------------------------------------ 4. text
+
+
+def title(runs: Sequence[RunReport]) -> str:
+    """The main result, as a sentence. Losses that cannot be compared are only listed."""
+    differ = {"objectives": "with different objectives", "data": "on different data"}
+    if (differs := mismatch(runs)) not in differ:
+        return headline({run.name: run.log for run in runs})
+    losses = [f"{v:.2f}" for run in runs for v in column(run.log, "val", "loss")[1][-1:]]
+    shown = f": validation loss {' and '.join(losses)}" if len(losses) == len(runs) else ""
+    return f"Two runs {differ[differs]}{shown}"
 
 
 def facts(run: RunReport) -> str:
@@ -361,7 +378,7 @@ def samples(runs: Sequence[RunReport]) -> list[tuple[int, list[Samples]]]:
 
 def page(runs: Sequence[RunReport], live: bool = False) -> str:
     """The HTML of the page for one or two runs. live: the page reloads itself every RENEW_SECONDS."""
-    logs, written = {run.name: run.log for run in runs}, samples(runs)
+    written = samples(runs)
     shared = [axis for axis in ("step", "tokens", "time") if all(axis in run.axes for run in runs)]
     common = [i for i, (step, sides) in enumerate(written) if step and all(x.texts for x in sides)]
     opens = common[-1] if common else len(written) - 1  # the slider's initial position
@@ -369,11 +386,11 @@ def page(runs: Sequence[RunReport], live: bool = False) -> str:
         runs=[
             (run.name, facts(run), loss_verdict(run.log, run.train), command(run)) for run in runs
         ],
-        headline=headline(logs),
+        headline=title(runs),
         warnings=warnings(runs),
         numbers=number_rows(runs),
         figures=figures_of(runs),
-        axis="tokens" if by_tokens(list(logs.values())) else "step",
+        axis="tokens" if by_tokens([run.log for run in runs]) else "step",
         axes={axis: max(run.axes[axis](r) for run in runs for r in run.all) for axis in shared},
         samples=written,
         opens=opens,
