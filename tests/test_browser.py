@@ -356,6 +356,35 @@ def test_a_candidate_for_a_token_of_the_prompt_cuts_the_prompt_there(tab, server
     assert {*map(tuple, found)} == {("true", "1"), ("false", "0.6")}, "they look disabled"
 
 
+def test_regenerate_writes_again_after_the_last_chosen_token(tab):
+    again = tab.page.locator("button:text('Regenerate')")
+    ids = "turns().at(-1).pieces.map(piece => piece.id)"
+    for mode, where in (("text", "#out"), ("chat", ".turn.assistant")):
+        tab.page.click(f"#mode button[data-value={mode}]")
+        tab.set(max_tokens=12, seed=2)
+        tab.write("abc")
+        tab.page.wait_for_function("() => !running && turns().at(-1).pieces.length == 12")
+        assert again.get_attribute("title") == "writes again from the end of the prompt"
+        length = tab.page.evaluate("turns().at(-1).prompt.length")
+        tab.page.locator(f"{where} .t[data-k='{length + 5}']").click()
+        tab.page.locator("#bars button:not(:disabled)").nth(1).click()
+        tab.page.wait_for_function("() => !running && turns().at(-1).pieces.length == 18")
+        chosen = tab.page.evaluate(ids)
+        tab.set(seed=3)
+        assert again.get_attribute("title") == "writes again after the last token that you chose"
+        again.click()
+        tab.page.wait_for_function("() => !running && turns().at(-1).pieces.length == 18")
+        after = tab.page.evaluate(ids)
+        assert after[:6] == chosen[:6] and after[6:] != chosen[6:]
+        assert tab.page.locator(".t.taken").get_attribute("data-k") == str(length + 5)
+        tab.page.context.set_offline(True)
+        again.click()
+        tab.page.wait_for_selector("#error:not([hidden])")
+        tab.page.context.set_offline(False)
+        assert tab.page.evaluate(ids) == after and "Failed to load" in tab.wrong.pop()
+        assert tab.page.text_content("#count") == "3", "a refused request leaves no branch"
+
+
 def test_the_whole_page_by_keyboard(tab):
     """Greeting, a text, a token, its card, another candidate, undo, chat and edit, without a pointer."""
     tab.set(max_tokens=20, seed=3)
