@@ -747,8 +747,20 @@ def test_copy_and_new_chat(tab, server):
     tab.done()
     tab.page.click("#fresh")
     assert tab.page.locator(".turn").count() == 0 and tab.page.is_visible("#greeting")
+    users = tab.page.locator(".turn.user .text")
+    tab.page.reload()
+    tab.page.click("#undo")
+    assert users.all_text_contents() == ["one"]
+    tab.page.click("#fresh")
+    tab.page.click("#fresh")
+    tab.write("two")
+    tab.done()
+    for wanted in ([], ["one"], []):
+        tab.page.click("#undo")
+        assert users.all_text_contents() == wanted
+    assert tab.page.is_disabled("#undo")
     tab.page.click("#history summary")
-    tab.page.click("#branches button")
+    tab.page.locator("#branches button").first.click()
     assert tab.page.locator(".turn.user .text").all_text_contents() == ["one"]
 
 
