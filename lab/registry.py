@@ -145,13 +145,20 @@ def training_data(source: str) -> str:
     unknown. source: as resolve_source returns it."""
     path = Path(source)
     file = (path if path.is_dir() else path.parent) / "config.json"
-    with contextlib.suppress(UserError):  # missing, damaged, or of another program
+    with contextlib.suppress(
+        UserError, LookupError, TypeError
+    ):  # missing, damaged, or another program's
         if path.is_dir():
             return str(read_json(file).get("trained_on", ""))
         data = str(read_json(file, train=dict)["train"].get("data", ""))
-        text = (read_manifest(data) or {}).get("source", {})
+        manifest = read_manifest(data)
+        text = manifest["source"] if manifest else {}
         if text.get("kind") == "builtin":
             return f"the documentation inside {text.get('revision', 'Python')}"
+        if manifest and text.get("kind") == "chat":
+            count = sum(s["documents"] for s in manifest["shards"] if s["split"] == "train")
+            files = [str(file[0]) for file in text["files"]]
+            return f"{count:,} conversations of {files[0] if len(files) == 1 else f'{len(files)} files'}"
         parts = [str(text[key]) for key in ("dataset", "name") if text.get(key)]
         return " ".join(parts) or Path(data).name  # do not reveal the whole path
     return ""

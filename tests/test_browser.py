@@ -334,6 +334,74 @@ def test_clicking_an_alternative_token_continues_from_it(tab):
     ]
 
 
+def test_a_candidate_for_a_token_of_the_prompt_cuts_the_prompt_there(tab, server):
+    tab.set(max_tokens=9, seed=2, top_k=0, temperature=1)
+    tab.write("xéyz")  # é has two tokens, and the last cut is between them
+    before = tab.done()
+    for k, cut in ((4, "xéy"), (3, "xé"), (2, "x")):
+        tab.page.locator("#out b .t").nth(k).click()
+        assert tab.page.inner_text("#title").endswith(", in the prompt")
+        other = tab.page.locator("#bars button:not(:disabled)").nth(1)
+        token = int(other.get_attribute("data-id"))
+        other.click()
+        tab.page.wait_for_function("() => !running && turns()[0].pieces.length == 10")
+        prefix = [*"xéyz".encode()][:k]
+        assert tab.page.evaluate("idsOf(turns()[0])")[: k + 1] == [*prefix, token]
+        assert tab.page.input_value("#prompt") == cut
+        assert tab.page.locator("#out .t.taken").get_attribute("data-k") == str(k)
+        ask = dict(prompt=[*prefix, token], max_tokens=9, seed=2, top_k=0, temperature=1)
+        pieces = server.generate(**ask)[1]
+        assert tab.page.evaluate("idsOf(turns()[0])")[k + 1 :] == [one["id"] for one in pieces]
+    for _ in range(3):
+        tab.page.click("#undo")
+    assert tab.texts() == before and tab.page.input_value("#prompt") == "xéyz"
+    tab.page.click("#view button[data-value=numbers]")
+    tab.page.locator("#out b .under [data-id]").first.click()
+    tab.page.wait_for_selector("#out .t.taken")
+    tab.done()
+    tab.page.click("#mode button[data-value=chat]")
+    tab.page.click("#view button[data-value=colors]")
+    tab.write("one")
+    tab.done()
+    tab.page.click("text=prompt sent to the model")
+    tab.page.locator(".turn details .t").first.click()
+    title = tab.page.inner_text("#title")
+    assert title.endswith(", in the prompt: edit a message to change it")
+    assert tab.page.locator("#bars button:not(:disabled)").count() == 0
+    opacity = "all => all.map(one => [one.ariaCurrent, getComputedStyle(one).opacity])"
+    found = tab.page.locator("#bars button").evaluate_all(opacity)
+    assert {*map(tuple, found)} == {("true", "1"), ("false", "0.6")}, "they look disabled"
+
+
+def test_regenerate_writes_again_after_the_last_chosen_token(tab):
+    again = tab.page.locator("button:text('Regenerate')")
+    ids = "turns().at(-1).pieces.map(piece => piece.id)"
+    for mode, where in (("text", "#out"), ("chat", ".turn.assistant")):
+        tab.page.click(f"#mode button[data-value={mode}]")
+        tab.set(max_tokens=12, seed=2)
+        tab.write("abc")
+        tab.page.wait_for_function("() => !running && turns().at(-1).pieces.length == 12")
+        assert again.get_attribute("title") == "writes again from the end of the prompt"
+        length = tab.page.evaluate("turns().at(-1).prompt.length")
+        tab.page.locator(f"{where} .t[data-k='{length + 5}']").click()
+        tab.page.locator("#bars button:not(:disabled)").nth(1).click()
+        tab.page.wait_for_function("() => !running && turns().at(-1).pieces.length == 18")
+        chosen = tab.page.evaluate(ids)
+        tab.set(seed=3)
+        assert again.get_attribute("title") == "writes again after the last token that you chose"
+        again.click()
+        tab.page.wait_for_function("() => !running && turns().at(-1).pieces.length == 18")
+        after = tab.page.evaluate(ids)
+        assert after[:6] == chosen[:6] and after[6:] != chosen[6:]
+        assert tab.page.locator(".t.taken").get_attribute("data-k") == str(length + 5)
+        tab.page.context.set_offline(True)
+        again.click()
+        tab.page.wait_for_selector("#error:not([hidden])")
+        tab.page.context.set_offline(False)
+        assert tab.page.evaluate(ids) == after and "Failed to load" in tab.wrong.pop()
+        assert tab.page.text_content("#count") == "3", "a refused request leaves no branch"
+
+
 def test_the_whole_page_by_keyboard(tab):
     """Greeting, a text, a token, its card, another candidate, undo, chat and edit, without a pointer."""
     tab.set(max_tokens=20, seed=3)
@@ -696,8 +764,20 @@ def test_copy_and_new_chat(tab, server):
     tab.done()
     tab.page.click("#fresh")
     assert tab.page.locator(".turn").count() == 0 and tab.page.is_visible("#greeting")
+    users = tab.page.locator(".turn.user .text")
+    tab.page.reload()
+    tab.page.click("#undo")
+    assert users.all_text_contents() == ["one"]
+    tab.page.click("#fresh")
+    tab.page.click("#fresh")
+    tab.write("two")
+    tab.done()
+    for wanted in ([], ["one"], []):
+        tab.page.click("#undo")
+        assert users.all_text_contents() == wanted
+    assert tab.page.is_disabled("#undo")
     tab.page.click("#history summary")
-    tab.page.click("#branches button")
+    tab.page.locator("#branches button").first.click()
     assert tab.page.locator(".turn.user .text").all_text_contents() == ["one"]
 
 

@@ -422,6 +422,86 @@ def test_undo_leads_back_to_each_text_before(chromium, laptop):
 
 
 @pytest.mark.slow
+def test_ctrl_z_in_the_text_presses_undo(chromium, laptop):
+    """Not the browser's undo, which would take back the typing in the prompt box."""
+    tab = ModelPage(chromium, laptop)
+    tab.set(max_tokens=20, seed=1)
+    tab.page.locator("#prompt").fill("")
+    tab.page.locator("#prompt").press_sequentially("def ma")
+    tab.page.locator("#prompt").press("Enter")
+    first = tab.done()
+    tab.page.click("#more")
+    second = tab.done()
+    tab.shown.nth(40).click()
+    tab.page.keyboard.press("Control+z")
+    assert tab.done() == first != second and tab.page.input_value("#prompt") == "def ma"
+    assert tab.js("document.activeElement == document.querySelector('[aria-selected=true]')")
+    tab.page.locator("#next button").first.focus()
+    tab.page.keyboard.press("Control+z")
+    assert len(tab.done()) == 7 and tab.page.input_value("#prompt") == "def ma"
+    tab.shown.nth(2).click()
+    tab.page.keyboard.press("Control+z")
+    assert len(tab.done()) == 7, "there is nothing to undo"
+    tab.page.locator("#prompt").press_sequentially("x")
+    tab.page.keyboard.press("Control+z")
+    assert tab.page.input_value("#prompt") != "def max", "in the box, it is the browser's"
+    assert tab.wrong == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [(390, 800), (1280, 800)])
+def test_the_text_is_in_view_beside_the_heads_and_candidates(chromium, laptop, size):
+    width, height = size
+    tab = ModelPage(chromium, laptop, viewport={"width": width, "height": height})
+    tab.set(max_tokens=1000, seed=1)
+    tab.write("The ")
+    tab.page.click("#more")
+    tab.done()
+    box = "(({ top, bottom }) => [top, bottom])(document.querySelector(value).getBoundingClientRect())"
+
+    def in_view(selector):
+        top, bottom = tab.js(box, selector)
+        return top >= 0 and bottom <= height
+
+    def hidden():
+        """Whether the text covers the focused element."""
+        return (
+            tab.js("document.activeElement.getBoundingClientRect().top") < tab.js(box, "#tokens")[1]
+        )
+
+    for n in (0, 3):
+        tab.page.locator("#heads [role=radio]").nth(n).click()
+        assert in_view("#tokens") and in_view("#tokens [aria-selected=true]") and not hidden()
+        assert in_view("#heads [aria-checked=true]")
+    tab.page.keyboard.press("ArrowDown")  # to the first
+    assert in_view("#tokens [aria-selected=true]") and in_view("#heads [aria-checked=true]")
+    tab.page.evaluate("scrollTo(0, 0)")
+    tab.page.locator("#next button").nth(5).click()
+    tab.done()
+    assert in_view("#tokens") and in_view("#tokens > span:last-child")
+    tab.page.evaluate("scrollTo(0, document.body.scrollHeight)")
+    tab.page.locator("#next button").first.focus()
+    assert in_view("#next button:focus") and not hidden()
+    assert tab.wrong == []
+
+
+@pytest.mark.slow
+def test_the_place_after_the_end_of_a_text_is_named(chromium, laptop):
+    tab = ModelPage(chromium, laptop)
+    tab.set(max_tokens=5, seed=1)
+    tab.write("def")
+    tab.js("write([...idx.slice(0, 4), tokenizer.eot], 4)")
+    tab.done()
+    tab.shown.nth(4).click()
+    named = tab.page.locator("#selected")
+    assert named.inner_text() == "After ■, the end of the text (a new text would begin here):"
+    tab.page.keyboard.press("ArrowLeft")
+    assert named.inner_text() == "After “def”:"
+    tab.page.keyboard.press("Home")
+    assert named.inner_text() == "At the beginning of a text:" and tab.wrong == []
+
+
+@pytest.mark.slow
 def test_settings_are_kept_if_the_browser_has_storage(chromium, laptop):
     tab = ModelPage(chromium, laptop)
     tab.page.click("#details summary")

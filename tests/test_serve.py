@@ -23,8 +23,9 @@ from test_weights import saved
 
 import speedrun
 from lab.cli import UserError
-from lab.data.chat import truncate_chat
+from lab.data.chat import build_chat, truncate_chat
 from lab.data.manifest import new_manifest
+from lab.data.sources import local_files
 from lab.data.tokenizers import get_tokenizer
 from lab.inference import generate as generating
 from lab.inference.generate import KVCache, compile_decode_step, generate
@@ -373,6 +374,17 @@ def test_training_data_is_what_the_run_or_export_recorded(tmp_path):
         manifest = new_manifest("x", BYTES, source=source, shard_tokens=9, val_tokens=9)
         (folder / "manifest.json").write_text(json.dumps(manifest))
         assert training_data(checkpoint) == data
+    files = local_files(str(ROOT / "examples/chats.jsonl"))
+    (folder := tmp_path / "chats_bytes_128_1234abcd").mkdir()
+    chat = build_chat(files, folder, "bytes", 128, 10**6)
+    config.write_text(json.dumps(dict(train=dict(data=str(folder)))))
+    count = sum(s["documents"] for s in chat["shards"] if s["split"] == "train")
+    assert training_data(checkpoint) == f"{count} conversations of chats.jsonl" and count > 400
+    for wrong in ({}, {"files": [3]}):  # damaged
+        source = {"kind": "chat"} | wrong
+        manifest = chat | {"source": source}
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+        assert training_data(checkpoint) == ""
     config.write_text('{"trained_on": "letters"}')  # of an export, which is a folder
     assert training_data(str(run)) == "letters"
 
