@@ -145,9 +145,8 @@ def training_data(source: str) -> str:
     unknown. source: as resolve_source returns it."""
     path = Path(source)
     file = (path if path.is_dir() else path.parent) / "config.json"
-    with contextlib.suppress(
-        UserError, LookupError, TypeError
-    ):  # missing, damaged, or another program's
+    # suppressed: a file is missing, damaged or another program's
+    with contextlib.suppress(UserError, LookupError, TypeError):
         if path.is_dir():
             return str(read_json(file).get("trained_on", ""))
         data = str(read_json(file, train=dict)["train"].get("data", ""))
