@@ -11,7 +11,9 @@ Each prompt is preceded by an end-of-text token, like each document in training.
 and is printed as it is generated, on a terminal with the prompt in bold; everything else goes to stderr.
 """
 
+import contextlib
 import math
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -162,13 +164,29 @@ def read_prompts(cfg: Config) -> Iterator[str]:
     while True:
         if interactive:
             prompt = bold("You: ", sys.stderr) if cfg.chat else "prompt (empty line to quit): "
-            print_status(prompt)
         with read_errors("from stdin", "prompt", "pipe text in UTF-8"):
-            line = sys.stdin.readline()
+            line = read_line(prompt) if interactive else sys.stdin.readline()
         if not line or (interactive and not line.strip()):
             return
         if line.strip():  # a pipe may have empty lines between prompts
             yield line.rstrip("\r\n")
+
+
+def read_line(prompt: str) -> str:
+    """A line that the user types, "" at the end of input. On a terminal the arrow keys move in the line and
+    recall earlier ones."""
+    if not sys.stdout.isatty():  # input() would write the prompt into the file
+        print_status(prompt)
+        return sys.stdin.readline()
+    with contextlib.suppress(ImportError):  # does not exist on Windows
+        import readline  # changes input()
+
+        readline.parse_and_bind("set enable-bracketed-paste off")
+        prompt = re.sub("(\033\\[[0-9]*m)", "\001\\1\002", prompt)  # codes take no room
+    try:
+        return input(prompt) + "\n"
+    except EOFError:
+        return ""
 
 
 def chat_warning(source: str) -> str:

@@ -699,6 +699,30 @@ def test_card_of_a_token_at_the_bottom_is_visible(tab):
         tab.keys("Escape")
 
 
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_text_on_attention_covers_no_button_and_no_card_covers_it(tab, width):
+    tab.page.set_viewport_size({"width": width, "height": 844})
+    tab.page.click("#view button[data-value=attention]")
+    tab.page.click("#mode button[data-value=chat]")
+    tab.set(max_tokens=200, seed=1)
+    for i in range(3):
+        tab.write(f"message {i}")
+        tab.done()
+        box = tab.page.locator("#go").bounding_box()
+        middle = [box["x"] + box["width"] / 2, box["y"] + box["height"] / 2]
+        top = tab.page.evaluate("([x, y]) => document.elementFromPoint(x, y)?.id", middle)
+        assert top == "go", (i, box)
+    tab.page.click("#mode button[data-value=text]")
+    tab.set(max_tokens=300)
+    tab.write("abc")
+    tab.done()
+    tab.page.locator("#out .t").last.click()
+    tab.page.wait_for_selector("#bars button >> nth=7")
+    card, look = (tab.page.locator(name).bounding_box() for name in ("#card", "#look"))
+    room_above = width == 1280  # on a phone a second tap opens the card
+    assert (card["y"] + card["height"] <= look["y"]) == room_above, (card, look)
+
+
 def test_taps_on_a_phone(chromium, server):
     """In the view Attention, the first tap on a token shows its attention, the second opens its card."""
     phone = Page(chromium, server, viewport={"width": 390, "height": 844}, has_touch=True)

@@ -255,6 +255,16 @@ def test_two_runs(tmp_path):
     )  # fmt: skip
 
 
+def test_runs_of_different_length(tmp_path):
+    b = write_run(
+        tmp_path / "b", [start(), val(0, 5.6), *(train(s, 4.0) for s in (2, 40)), val(40, 3.5)]
+    )
+    Page(write_run(tmp_path / "a", RUN), b).shows(
+        "At their ends, the validation losses are 1.7149 after step 400 and 3.5000 after step 40.",
+        "validation loss 1.7149 step 400 3.5000 step 40 at other steps",
+    )
+
+
 def test_losses_of_different_tokenizers_are_not_compared(tmp_path):
     """The page warns, subtracts no losses, and draws bits per byte if they were logged."""
     words = [val(s, 6.0) | {"bits_per_byte": 2.0} for s in (0, 400)]

@@ -8,6 +8,8 @@ import os
 import platform
 import re
 import struct
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -293,6 +295,25 @@ def test_prompt_is_bold_on_a_terminal_only(on_terminal, runs, tmp_path):
     _, text = on_terminal(*ask, "--num_samples", 2)
     assert text.count("\033[1mThe end\033[0m") == 2
     assert run_python(*ask, cwd=tmp_path).stdout.startswith("The end")
+
+
+def test_arrow_keys_edit_a_typed_prompt(runs, tmp_path):
+    pty = pytest.importorskip("pty", reason="needs a pseudo-terminal")
+    ours, theirs = pty.openpty()
+    ask = [ROOT / "sample.py", "--model", "log/base", "--max_new_tokens", "3", "--device", "cpu"]
+    streams = dict(stdin=theirs, stdout=theirs, stderr=theirs, env=os.environ | {"TERM": "xterm"})
+    process = subprocess.Popen([sys.executable, *ask], cwd=tmp_path, **streams)
+    os.close(theirs)
+    keys, seen = [b"Hi\033[D\033[D!\r", b"\r"], b""  # left, left
+    try:
+        while data := os.read(ours, 4096):
+            seen += data
+            if keys and seen.count(b"line to quit): ") == 3 - len(keys):
+                os.write(ours, keys.pop(0))
+    except OSError:  # the program has ended
+        pass
+    assert process.wait() == 0 and b"\033[1m!Hi\033[0m" in seen, seen
+    os.close(ours)
 
 
 def test_chat_labels_speakers_and_warns_of_models_not_tuned(

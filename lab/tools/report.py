@@ -104,8 +104,15 @@ def warnings(runs: Sequence[RunReport]) -> list[str]:
         "data": "These runs were validated on different tokens or data (see below), so their losses "
         "may not be comparable.",
     }
+    found = [texts[differs]] if (differs := mismatch(runs)) else []
+    (steps, losses), (others, other_losses) = (column(run.log, "val", "loss") for run in runs)
+    if not differs and steps and others and steps[-1] != others[-1]:
+        found.append(
+            "The headline compares them as far as both went. At their ends, the validation losses are "
+            f"{losses[-1]:.4f} after step {steps[-1]:,} and {other_losses[-1]:.4f} after step {others[-1]:,}."
+        )
     seed = "Each configuration was run only once, so differences may be due to the random seed."
-    return [*filter(None, [texts.get(mismatch(runs))]), seed]
+    return [*found, seed]
 
 
 # --------------------------------------------------------------------------------------- 2. figures
@@ -290,8 +297,10 @@ def number_rows(runs: Sequence[RunReport]) -> list[tuple[str, list[Number | None
 
 def format_delta(a: Number | None, b: Number | None) -> str:
     """The second number minus the first, as text; "" if they cannot be compared."""
-    if not a or not b or a.at != b.at:
+    if not a or not b:
         return ""
+    if a.at != b.at:
+        return "at other steps"
     relative = f" ({b.value / a.value - 1:+.1%})" if a.value and not a.at else ""
     return a.form.replace("{:", "{:+").format(b.value - a.value) + relative
 
