@@ -55,7 +55,8 @@ def test_second_ctrl_c_quits_immediately(tmp_path, start_training):
     process.signal(signal.SIGINT)
     wait_for(lambda: "finishing the current step" in process.stderr, process)
     process.signal(signal.SIGINT)
-    assert process.wait(20) == 130 and process.stderr.endswith("train_gpt2.py: stopped\n")
+    assert process.wait(20) == 130, process.stderr
+    assert process.stderr.endswith("train_gpt2.py: stopped\n")
     assert not list((tmp_path / "log" / "r").glob("*.pt"))
 
 

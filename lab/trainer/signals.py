@@ -35,15 +35,16 @@ class SignalHandler:
     def receive(self, number: int, frame) -> None:
         if self.name and number == signal.SIGINT:
             raise KeyboardInterrupt
-        if signal.Signals(number).name == "SIGHUP":  # the terminal is gone: discard our output
+        # set before the message, after which a user may press Ctrl-C again
+        first, self.name = not self.name, signal.Signals(number).name
+        if self.name == "SIGHUP":  # the terminal is gone: discard our output
             for fd in self.terminals:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
-        elif not self.name and self.world.is_main:
+        elif first and self.world.is_main:
             with contextlib.suppress(OSError):
                 os.write(
                     2, b"\nfinishing the current step; press Ctrl-C again to quit immediately\n"
                 )
-        self.name = signal.Signals(number).name
 
     def check(self) -> None:
         """Raise GracefulStop on all ranks if one of them received a signal. All call it together."""
