@@ -5,8 +5,8 @@
     python bench/data_multiple.py --table             # print the recorded results; needs no GPU
 
 A run trains on the first --tokens of the training split, --passes times. Validation is on the same
-text for all. Below the table stands with what fraction of the text small-data reaches the loss that
-GPT-2's recipe has with its largest amount, interpolated between small-data's runs, linearly in the
+text for all. A line below the table gives the fraction of the text with which small-data reaches the loss of
+GPT-2's recipe on its largest amount. It is interpolated between small-data's runs, linearly in the
 logarithm of tokens (nan outside of them). Each finished run is a line in --out and is not repeated.
 """
 
