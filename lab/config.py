@@ -138,7 +138,8 @@ class RunConfig:
         )
         require(
             self.preset != "sft" or self.init_from,
-            "preset=sft fine-tunes an existing model; pass --init_from with a run (train_gpt2.py: or gpt2)",
+            "preset=sft fine-tunes an existing model; pass its run, for example --init_from log/RUN, or to "
+            "train_gpt2.py --init_from gpt2",
         )
         require(
             not self.wandb or importlib.util.find_spec("wandb"),
