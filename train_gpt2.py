@@ -206,8 +206,7 @@ class MLP(nn.Module):
     def __init__(self, config, bias=True):  # speedrun.py's MLP has no biases
         super().__init__()
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias)
-        # init_weights knows it by this name
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias)  # name used by init_weights
 
     def forward(self, x):
         return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))  # tanh, as in OpenAI's code
@@ -413,8 +412,8 @@ def get_lr(step, cfg):
 
 class Trainer(CheckpointMixin):
     """The training step and all state of a run. speedrun.py and bert.py subclass it. CheckpointMixin adds
-    save(): the weights, the optimizer's state, the position in the data, the loss scale and the random
-    state, so that a resumed run continues exactly.
+    save(), which saves what an exact resume needs: weights, optimizer state, position in the data, loss
+    scale and random state.
 
     raw_model is the bare model, used for saving and sampling. model is the same one, wrapped by DDP and
     torch.compile, and used for training. step is the number of completed updates.
@@ -429,9 +428,7 @@ class Trainer(CheckpointMixin):
         self.step, self.best_val = 0, math.inf
         self.saved_step = 0  # step of the newest checkpoint
         self.run_dir = Path(cfg.log_dir) / cfg.run_name
-        self.checkpointer = AsyncCheckpointer(
-            self.run_dir, cfg.keep_last, cfg.async_save, world.device
-        )
+        self.checkpointer = AsyncCheckpointer(self.run_dir, cfg, world.device)
         self.timer = StepTimer(world.device, enabled=cfg.timing)
         self.health = HealthMonitor(self)  # non-finite values, gradient spikes
 

@@ -158,7 +158,7 @@ FAULTS = [
     Fault("checkpoint: weights of the step before", CHECKPOINT,
           '"step": self.step, "best_val"', '"step": self.step + 1, "best_val"', "runs"),
     Fault("checkpoint: not a copy, so the next update changes it", CHECKPOINT,
-          "self.snapshot(state) if self.background else (state, [])", "(state, [])",
+          "self.snapshot(state) if self.cfg.async_save else (state, [])", "(state, [])",
           "runs::test_async_checkpoint_has_the_state_at_the_time_of_save"),
     Fault("checkpoint: written in place, without a rename", FILES,
           'path.with_name(path.name + ".part")', "path", "files"),

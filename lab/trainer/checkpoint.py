@@ -79,13 +79,12 @@ def link_best(run_dir: Path, step: int) -> None:
 class AsyncCheckpointer:
     """Writes a run's checkpoints, one at a time, in a thread.
 
-    With background=True, save() returns as soon as the state is copied. An error in the thread is
-    raised by the next check(), save() or finish().
+    With cfg.async_save, save() returns as soon as the state is copied. An error in the thread is raised by
+    the next check(), save() or finish().
     """
 
-    def __init__(self, run_dir: Path, keep_last: int, background: bool, device: torch.device):
-        self.run_dir, self.keep_last = run_dir, keep_last
-        self.background, self.device = background, device
+    def __init__(self, run_dir: Path, cfg: Any, device: torch.device):
+        self.run_dir, self.cfg, self.device = run_dir, cfg, device
         self.thread = ThreadPoolExecutor(1)
         # Start the thread now: if a second Ctrl-C interrupts its start while the run is saved, the
         # executor does not know the thread, and Python waits for it at exit, for ever.
@@ -95,9 +94,9 @@ class AsyncCheckpointer:
     def save(self, step: int, state: dict) -> dict | None:
         """Wait for the previous checkpoint, then start this one. Returns what finish() returns."""
         last_result = self.finish()
-        state, copies = self.snapshot(state) if self.background else (state, [])
+        state, copies = self.snapshot(state) if self.cfg.async_save else (state, [])
         self.jobs.append(self.thread.submit(self.write, step, state, copies))
-        return last_result if self.background else self.finish()
+        return last_result if self.cfg.async_save else self.finish()
 
     def link_best(self, step: int) -> None:
         """Link the checkpoint of this step as the best one, once it is on disk."""
@@ -120,7 +119,7 @@ class AsyncCheckpointer:
             copy.wait()
         return {
             "step": step,
-            "path": save_checkpoint(self.run_dir, step, state, self.keep_last).name,
+            "path": save_checkpoint(self.run_dir, step, state, self.cfg.keep_last).name,
         }
 
     def snapshot(self, state: dict) -> tuple[dict, list[AsyncCopy]]:
