@@ -411,16 +411,12 @@ def make_optimizer(model, cfg, world):
     learning rate is logged."""
     blocks, head = model.block_matrices(), [model.lm_head.weight]
     embeddings = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
+    embeddings = [p for p in embeddings if p is not head[0]]  # a tied one counts as the head
     grouped = {id(p) for p in (*blocks, *head, *embeddings)}
-    tied = model.config.tied
     decay = cfg.weight_decay if cfg.decay_all else 0.0
     groups = [
         {"params": [p for p in model.parameters() if id(p) not in grouped], "lr": cfg.scalar_lr},
-        {
-            "params": [p for p in embeddings if not tied or p is not head[0]],
-            "lr": cfg.embed_lr,
-            "weight_decay": decay,
-        },
+        {"params": embeddings, "lr": cfg.embed_lr, "weight_decay": decay},
         {"params": head, "lr": cfg.lr, "weight_decay": decay},
     ]
     fused = world.device.type in ("cuda", "cpu")
