@@ -336,7 +336,7 @@ def choose_defaults(argv: list[str], presets: dict, trainer_class: Any) -> tuple
     if given.optimizations in OPTIMIZATIONS:  # parse_args reports an unknown word
         new = OPTIMIZATIONS[given.optimizations] | {"optimizations": given.optimizations}
         model, train = (
-            dataclasses.replace(c, **{k: v for k, v in new.items() if hasattr(c, k)})
+            dataclasses.replace(c, **{k: v for k, v in new.items() if k in vars(c)})
             for c in (model, train)
         )
         reason += f", optimizations={given.optimizations}"
@@ -381,7 +381,7 @@ def defaults_from_preset(
         # 2022 and 2023, Tensor Programs V and VI)
         wider, deeper = (shape[k] / getattr(model_config, k) for k in ("n_embd", "n_layer"))
         lr = round(cfg.lr / wider / deeper**0.5, 6)
-        same = {name: value for name, value in shape.items() if hasattr(model_config, name)}
+        same = {name: value for name, value in shape.items() if name in vars(model_config)}
         if preset == "sft":  # each turn ends with end-of-text, and must see the earlier ones
             same.pop("document_mask", None)
         model_config = dataclasses.replace(model_config, **same)
