@@ -78,10 +78,10 @@ def parse_count(flag: str, text: str) -> int:
         return 0
     found = re.fullmatch(r"(\d+(?:_\d+)*(?:\.\d+)?)([kmbt]?)", text.lower())
     scale = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
-    count = round(float(found[1]) * scale[found[2]]) if found else 0
-    if count < 1:
+    count = float(found[1]) * scale[found[2]] if found else 0
+    if not 1 <= count < 1e18:
         raise UserError(f"{flag}={text} must be a number of tokens, such as 500M or 10B")
-    return count
+    return round(count)
 
 
 def completed(cfg: Config) -> CorpusConfig:

@@ -304,7 +304,7 @@ def run(cfg: Config) -> None:
             page_texts += [(printable(prompt), tokens) for tokens in records]
             page = load_template("token_logprobs.html.j2")
             html = page.render(title=f"Samples of {source}", texts=page_texts)
-            atomic_write(cfg.html, html.encode())
+            atomic_write(cfg.html, html.encode(errors="replace"))
     if page_texts:
         eprint(f"wrote {cfg.html}")
 

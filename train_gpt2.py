@@ -507,7 +507,7 @@ def build_trainer(model_config, cfg, world, state=None, trainer_class=Trainer):
     set_deterministic(cfg.deterministic)
     precision = Precision(cfg.precision, world.device)  # auto: bf16 if the GPU supports it
     precision.set_matmul_precision()  # TF32 for matmuls that autocast leaves in float32
-    shards = TokenShards(cfg.data, "train", model_config.vocab_size)
+    shards = TokenShards(cfg.data, "train", model_config.vocab_size, model_config.end_of_text)
     raw_model = trainer_class.model_class(model_config)
     if cfg.init_from and not state:
         registry.init_from(cfg.init_from, raw_model, cfg.log_dir)

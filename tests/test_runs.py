@@ -376,6 +376,26 @@ def test_async_checkpoint_has_the_state_at_the_time_of_save(tmp_path, shards, mo
     assert by_thread.stat().st_size == pytest.approx(at_once.stat().st_size, abs=2000)
 
 
+def test_a_checkpoint_saved_between_reading_and_locking_is_not_renamed(
+    tmp_path, shards, monkeypatch
+):
+    """As by the run that is being stopped while the next one starts with --resume."""
+    whole = train_here(tmp_path, shards, "r", max_steps=4, checkpoint_every=2)
+    newest, away = whole.dir / "model_000004.pt", tmp_path / "away.pt"
+    newest.rename(away)
+    monkeypatch.setattr(
+        train_gpt2.config, "read_newest", lambda run_dir: restored(read_newest(run_dir))
+    )
+
+    def restored(found):
+        away.rename(newest)
+        return found
+
+    with pytest.raises(UserError, match="has saved .*model_000004.pt meanwhile; start the same"):
+        train_here(tmp_path, shards, "r", resume=True, max_steps=6)
+    assert newest.exists() and len(list(whole.dir.glob("*.damaged"))) == 0
+
+
 @pytest.mark.parametrize("cut", [0, 100])
 def test_resuming_skips_a_damaged_checkpoint_with_a_message(tmp_path, shards, capsys, cut):
     """A checkpoint with one changed byte, which torch.load reads without an error, or a truncated one. It

@@ -332,6 +332,15 @@ def test_samples_of_a_run_use_its_seed_and_mark_end_of_text():
     assert generate_samples(always(256), *args, seed=5)[0] == ["ab", "ab"]
 
 
+def test_samples_continue_the_end_of_a_prompt_longer_than_the_context():
+    model = noisy_gpt(block_size=8)
+    ends = {
+        generate_samples(model, get_tokenizer("bytes"), 9 * "a" + last, 5, seed=1)[0][0][10:]
+        for last in "bcde"
+    }
+    assert len(ends) > 1
+
+
 @pytest.fixture
 def runs(tmp_path, monkeypatch):
     """log/new, the newest run, and log/old, an older one whose model always generates z."""

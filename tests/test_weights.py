@@ -433,6 +433,11 @@ def test_an_export_in_16_bits_is_half_the_size_and_rounds(tmp_path):
     loaded = load_model(str(tmp_path / "half"))
     for p, q in zip(loaded.parameters(), ours.half().parameters(), strict=True):
         assert p.dtype == torch.float32 and torch.equal(p[: len(q)], q[: len(p)].float())
+    ours.float().transformer.ln_f.weight.data[3] = 1e5
+    source = saved(ours, tmp_path / "model.pt")
+    with pytest.raises(UserError, match="ln_f.weight of .* above 65504, the largest float16"):
+        export(source, tmp_path / "no", dtype="float16")
+    assert not (tmp_path / "no").exists()
 
 
 def test_exported_tokenizer_and_pipeline(tmp_path, gpt2_files):

@@ -1,6 +1,7 @@
 """Edits in train_gpt2.py, or in a copy of it, are used in training, validation, sampling and export."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -172,9 +173,21 @@ def test_a_checkpoint_cannot_name_a_file_elsewhere(tmp_path, monkeypatch):
     evil = tmp_path / "evil.py"
     evil.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass GPT:\n    pass\n")
     monkeypatch.chdir(tmp_path / "here")
-    for file in (evil, "../evil.py", "here/../../evil.py"):
-        with pytest.raises(UserError, match="which is not a file in"):
-            find_class(f"{file}:GPT", "x")
+    in_runs = [tmp_path / "here" / "log" / "m.py", ROOT / "log" / "evil_of_a_test.py"]
+    for file in (evil, "../evil.py", "here/../../evil.py", *in_runs):
+        if file in in_runs:
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(evil.read_text())
+        try:
+            with pytest.raises(UserError, match="which is not a file in"):
+                find_class(f"{file}:GPT", "x")
+        finally:
+            if file in in_runs:
+                file.unlink()
+    evil.rename("m.py")
+    Path("model_000003.pt").touch()  # the current directory is somebody's run
+    with pytest.raises(UserError, match="which is not a file in"):
+        find_class(f"{tmp_path}/here/m.py:GPT", "x")
     assert not (tmp_path / "ran").exists()
 
 
