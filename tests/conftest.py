@@ -285,6 +285,14 @@ def run_python(*args, cwd, timeout=300, **env):
     return process
 
 
+def run_code(code, *args, cwd, **env):
+    """Run Python code as a script, which finds the modules of this project, in a fork (see FORKS)."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "code.py")
+        path.write_text(f"import sys\nsys.path[0] = {str(ROOT)!r}\n{code}")
+        return run_python(path, *args, cwd=cwd, **env)
+
+
 def succeed(program, *args, cwd):
     """Run a program of this project, which must exit with status 0. Returns its stdout."""
     done = run_python(ROOT / program, *args, cwd=cwd)
@@ -425,6 +433,17 @@ def tiny_config():
     from train_gpt2 import GPTConfig
 
     return GPTConfig(**TINY_MODEL)
+
+
+@pytest.fixture(scope="session")
+def builtin_text(tmp_path_factory):
+    """Folder with the shards of the built-in text, built once for all processes of pytest-xdist."""
+    from lab.data.python_docs import build_python_docs
+
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "builtin"
+    build_python_docs(folder)  # waits if another process builds
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -64,8 +64,12 @@ def test_ensemble_averages_probabilities_and_students_learn_them():
         assert torch.allclose(between[name], (p + q) / 2)
 
 
-def test_little_text_trains_with_dropout_and_measures_both_texts(tmp_path, monkeypatch):
+def test_little_text_trains_with_dropout_and_measures_both_texts(
+    tmp_path, monkeypatch, builtin_text
+):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/builtin").symlink_to(builtin_text)
     little_text.write_text()
     text = TokenShards("data/little", "train", 257)
     assert len(text) == 16_384
@@ -105,15 +109,16 @@ def test_planted_fact_is_where_it_should_be():
     assert tokenizer.decode(ids).count(" The") == 1
 
 
-def test_longer_extends_a_run_and_measures_it(tmp_path, monkeypatch, capsys):
+def test_longer_extends_a_run_and_measures_it(tmp_path, monkeypatch, capsys, builtin_text):
     flags = """--preset laptop --device cpu --n_layer 1 --n_head 2 --n_embd 32 --block_size 32 --seq_len
         32 --batch_size 4 --total_batch_size 128 --val_every 0 --sample_every 0 --checkpoint_every 2
-        --max_steps 2 --run_name short"""
-    succeed("speedrun.py", *flags.split(), cwd=tmp_path)
+        --max_steps 2 --run_name short --data"""
+    succeed("speedrun.py", *flags.split(), builtin_text, cwd=tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(longer, "run_program", fork_program)
-    flags = """--model log/short --data data/builtin --device cpu --windows 8 --facts 4 --updates 0 1
-        --tokens_per_update 512 --scaling none yarn""".split()
+    flags = """--model log/short --device cpu --windows 8 --facts 4 --updates 0 1 --tokens_per_update 512
+        --scaling none yarn""".split()
+    flags += ["--data", str(builtin_text)]
     longer.main(flags)
     found = [json.loads(line) for line in (tmp_path / "longer.jsonl").read_text().splitlines()]
     how = [(r["scaling"], r["updates"], r["trained_length"], r["length"]) for r in found]
