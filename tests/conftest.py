@@ -2,6 +2,7 @@
 
 import functools
 import http.server
+import inspect
 import json
 import os
 import signal
@@ -23,6 +24,7 @@ pytest_plugins = ["browser"]  # fixtures of the tests with a browser
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 sys.path.append(str(ROOT / "bench"))  # after ROOT, because bench/ also has a speedrun.py
+inspect.getsource = functools.cache(inspect.getsource)  # tyro calls it for each flag
 torch.set_num_threads(1)  # fastest for tiny models, and sums are the same everywhere
 VOCAB = 257  # bytes, and end-of-text as the last id
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as under nohup, where Ctrl-C is ignored
@@ -152,9 +154,10 @@ def clean_env(**more):
 
 # Most of the four seconds of a tiny run are imports of torch and matplotlib. So one process imports
 # them once, and each script runs in a fork of it, in its own session: the real file from its first line,
-# with its own folder, environment, arguments and streams. (runpy runs the script as __main__.) It ends as
-# Python does, with a traceback or by waiting for threads and calling atexit's functions, but it does not
-# free each object: that takes 0.3 s, because it copies the memory that it shares with the parent.
+# with its own folder, environment, arguments and streams. (runpy runs the script or, after "-m", the
+# module as __main__.) It ends as Python does, with a traceback or by waiting for threads and calling
+# atexit's functions. Only freeing each object is left out: it takes 0.3 s, because it copies the memory
+# that is shared with the parent.
 FORKS = """
 import atexit, gc, io, json, os, runpy, signal, sys, threading
 import matplotlib.figure, numpy, tensorboard.compat.proto.event_pb2, torch, torch._dynamo
@@ -191,7 +194,11 @@ if os.path.isfile(sys.argv[0]):
     sys.path[0] = os.path.dirname(sys.argv[0])
 status = 0
 try:
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    if sys.argv[0] == "-m":
+        sys.argv.pop(0)
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(sys.argv[0], run_name="__main__")
 except SystemExit as error:
     if type(error.code) is not int:
         raise
@@ -219,8 +226,8 @@ def ask_forks(job):
 
 
 class Process:
-    """Runs `python args...`. A script, or a folder with a __main__.py, is a fork of the process `forks`,
-    which has imported the slow modules already.
+    """Runs `python args...`. A script, a folder with a __main__.py, or a module after "-m" is a fork of the
+    process `forks`, which has imported the slow modules already.
 
     out, err: files for its output, such as a FIFO or a terminal; by default files that .stdout and
     .stderr read. inp: the file for stdin.
@@ -234,8 +241,9 @@ class Process:
         args, script = list(map(str, args)), Path(cwd, args[0]).resolve()
         env = clean_env(**{k: str(v) for k, v in env.items()})
         self.popen = self.returncode = None
-        if script.exists() and sys.platform == "linux":  # elsewhere fork is missing or not safe
-            self.args = [str(script), *args[1:]]
+        module = args[0] == "-m"
+        if sys.platform == "linux" and (module or script.exists()):  # elsewhere fork is not safe
+            self.args = args if module else [str(script), *args[1:]]
             files = [inp, str(self.out), str(self.err)]
             self.pid = ask_forks(dict(args=self.args, cwd=str(cwd), env=env, files=files))
         else:
@@ -300,9 +308,11 @@ def succeed(program, *args, cwd):
     return done.stdout
 
 
-def fork_program(words, folder, gpus=1):
-    """bench/records.py's run_program for tests: the same command, but as a fork."""
-    return succeed(*words, cwd=folder)
+def fork_program(words, folder, gpus=1, timeout=300, env=None):
+    """run_program of bench/records.py for tests: the same command, but in a fork (see FORKS)."""
+    done = run_python(*words, cwd=folder, timeout=timeout, **env or {})
+    assert done.returncode == 0 and gpus == 1, done.stderr
+    return done.stdout + done.stderr
 
 
 def fail(program, *args, cwd):
