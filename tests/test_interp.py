@@ -1,5 +1,6 @@
 """lab/notebook/interp.py: captured activations are the model's own, and heads can be ablated."""
 
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -59,8 +60,7 @@ def test_ablating_a_head_equals_zeroing_its_columns_of_c_proj(model, idx):
 def test_laptop_run_replaces_an_interrupted_run(tmp_path, monkeypatch, builtin_text):
     """Here with the text in the temporary folder, and with train_gpt2.py in a fork."""
     driver(tmp_path, "")
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data/builtin").symlink_to(builtin_text)
+    shutil.copytree(builtin_text, tmp_path / "data/builtin")
     run = lambda words, cwd, **_: run_python(*words[1:], cwd=cwd)  # noqa: E731
     monkeypatch.setattr(interp, "subprocess", SimpleNamespace(run=run))
     monkeypatch.setattr(interp, "ROOT", tmp_path)
