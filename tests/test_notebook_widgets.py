@@ -211,6 +211,16 @@ def test_check_accepts(capsys, got, want):
     assert said(capsys) == "✓ right: x"
 
 
+@pytest.mark.parametrize("kind", [float, torch.tensor])
+def test_check_tolerates_an_absolute_difference(capsys, kind):
+    for got, want, tol, mark in (
+        (54.0, math.exp(4), 1, "✓"), (7.4, math.exp(4), 1, "✗"), (9600.005, 9600.0, 1e-6, "✓"),
+        (9600.05, 9600.0, 1e-6, "✗"), (3.0, math.inf, 1, "✗"),
+    ):  # fmt: skip
+        check("x", kind(got), kind(want), tol=tol)
+        assert said(capsys).startswith(mark), (got, want)
+
+
 @pytest.mark.parametrize(
     ("got", "want", "sentence"),
     [

@@ -11,8 +11,8 @@ def check(name: str, got: Any, want: Any, hint: str = "", tol: float = 1e-6) -> 
     """Print whether the answer `got` is right, without printing the answer.
 
     want: the value (a number, string, list, dict or tensor), or a function that gets `got` and returns
-    True or a sentence about what is wrong. tol: allowed difference of numbers, relative to the larger
-    of 1 and the wanted value. If `got` is ..., the placeholder in an empty exercise, print "your turn".
+    True or a sentence about what is wrong. tol: allowed difference of numbers; a millionth of the wanted
+    value is always allowed. If `got` is ..., the placeholder in an empty exercise, print "your turn".
     Never raises, so that a notebook runs to its end whatever the answers are.
     """
     try:
@@ -53,7 +53,7 @@ def _difference(got: Any, want: Any, tol: float) -> str:
     if isinstance(want, bool | int | float):
         if not isinstance(got, bool | int | float):
             return "expected a number"
-        close = got == want or abs(got - want) <= tol * max(1, abs(want))
+        close = math.isclose(got, want, rel_tol=1e-6, abs_tol=tol)
         return "" if close or (math.isnan(got) and math.isnan(want)) else "that is not the number"
     if isinstance(want, list | tuple):
         if not isinstance(got, list | tuple):
@@ -89,7 +89,7 @@ def _array_difference(got: Any, want: Any, tol: float) -> str:
     if got.shape != want.shape:
         return expected
     a, b = got.double(), want.double()
-    off = ~((a - b).abs() <= tol * b.abs().clamp(min=1)) & ~((a == b) | (a.isnan() & b.isnan()))
+    off = ~torch.isclose(a, b, rtol=1e-6, atol=tol, equal_nan=True)
     if not off.any():
         return ""
     if not want.dim():
