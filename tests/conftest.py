@@ -154,14 +154,15 @@ def clean_env(**more):
 
 # Most of the four seconds of a tiny run are imports of torch and matplotlib. So one process imports
 # them once, and each script runs in a fork of it, in its own session: the real file from its first line,
-# with its own folder, environment, arguments and streams. (runpy runs the script or, after "-m", the
-# module as __main__.) It ends as Python does, with a traceback or by waiting for threads and calling
-# atexit's functions. Only freeing each object is left out: it takes 0.3 s, because it copies the memory
-# that is shared with the parent.
+# with its own folder, environment, arguments and streams. (runpy runs the script, or torchrun, as
+# __main__.) It ends as Python does, with a traceback or by waiting for threads and calling atexit's
+# functions. Only freeing each object is left out: it takes 0.3 s, because it copies the memory that is
+# shared with the parent.
 FORKS = """
 import atexit, gc, io, json, os, runpy, signal, sys, threading
-import matplotlib.figure, numpy, tensorboard.compat.proto.event_pb2, torch, torch._dynamo
-import torch.distributed, tqdm, tyro
+import filelock, matplotlib.figure, numpy, tqdm, tyro
+import tensorboard.compat.proto.event_pb2, tensorboard.summary.writer.record_writer
+import torch, torch._dynamo, torch.distributed, torch.utils.serialization
 def flags(number: int = 1):
     pass
 
@@ -226,8 +227,8 @@ def ask_forks(job):
 
 
 class Process:
-    """Runs `python args...`. A script, a folder with a __main__.py, or a module after "-m" is a fork of the
-    process `forks`, which has imported the slow modules already.
+    """Runs `python args...`. A script, a folder with a __main__.py, or torchrun is a fork of the process
+    `forks`, which has imported the slow modules already.
 
     out, err: files for its output, such as a FIFO or a terminal; by default files that .stdout and
     .stderr read. inp: the file for stdin.
@@ -241,9 +242,9 @@ class Process:
         args, script = list(map(str, args)), Path(cwd, args[0]).resolve()
         env = clean_env(**{k: str(v) for k, v in env.items()})
         self.popen = self.returncode = None
-        module = args[0] == "-m"
-        if sys.platform == "linux" and (module or script.exists()):  # elsewhere fork is not safe
-            self.args = args if module else [str(script), *args[1:]]
+        torchrun = args[:2] == ["-m", "torch.distributed.run"]
+        if sys.platform == "linux" and (torchrun or script.exists()):  # elsewhere fork is not safe
+            self.args = args if torchrun else [str(script), *args[1:]]
             files = [inp, str(self.out), str(self.err)]
             self.pid = ask_forks(dict(args=self.args, cwd=str(cwd), env=env, files=files))
         else:
