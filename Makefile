@@ -1,5 +1,5 @@
 # make train   train a model in a few minutes; needs Python and a package index, but no GPU
-# make test    check style and types, and run the tests: about five minutes on two idle cores
+# make test    check style and types, and run the tests: three to four minutes on two idle cores
 # make lint    check style and types only
 # make format  reformat all files
 # make site    build the course as a site in site/: README, the notebook's chapters, docs/, a model to try

@@ -25,7 +25,7 @@ from conftest import ROOT, run_python
 
 import fineweb
 from lab.cli import UserError
-from lab.data import sources
+from lab.data import python_docs, sources
 from lab.data.manifest import read_manifest, verify_shards
 from lab.data.shards import TokenShards
 from lab.data.workers import ordered_map
@@ -314,13 +314,14 @@ def test_a_changed_source_is_refused_by_what_has_changed(tmp_path):
         fineweb.main([*args, "--tokenizer", "bytes"])
 
 
-def test_builtin_text_is_the_same_in_every_process(tmp_path):
+def test_builtin_text_is_the_same_in_every_process(tmp_path, builtin_text, monkeypatch):
     (theirs := tmp_path / "t" / "mine_train_000001.npy").parent.mkdir()
     theirs.write_bytes(b"somebody's")
-    with pytest.raises(UserError, match="mine_train_000001"):
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="mine_train_000001"):
+        patch.setattr(python_docs, "python_documents", lambda: ["a", "b"])
         fineweb.build_python_docs(theirs.parent)
-    out = tmp_path / "b"
-    manifest = fineweb.build_python_docs(out)
+    out = builtin_text
+    manifest = fineweb.build_python_docs(out)  # which exists
     val, train = (np.load(out / f"builtin_{name}.npy") for name in ("val_000000", "train_000001"))
     assert val[0] == train[0] == 256 and verify_shards(out) == []
     assert len(val) + len(train) == manifest["tokens"] > 500_000

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from conftest import (  # isort: skip
-    ROOT, TINY_MODEL, differing_parts, equal_bits, of_kind, read_run, run_python,
-    train_here, wait_for_steps,
+    TINY_MODEL, differing_parts, equal_bits, of_kind, read_run, run_code, train_here,
+    wait_for_steps,
 )  # fmt: skip
 
 import train_gpt2
@@ -121,7 +121,7 @@ def test_run_of_commit_a3954dc_can_be_resumed(tmp_path):
     """Its config has fields that no longer exist. Losses agree as far as the order of sums allows, if
     Muon treats c_attn as one matrix, as it did then."""
     shutil.copytree(OLD, tmp_path, dirs_exist_ok=True)
-    done = run_python("-c", ONE_MATRIX, "--resume", cwd=tmp_path, PYTHONPATH=str(ROOT))
+    done = run_code(ONE_MATRIX, "--resume", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "(ignored, unknown to this version: cross_entropy, fused" in done.stdout
     run = read_run(tmp_path / "log" / "old")

@@ -8,8 +8,6 @@ import os
 import platform
 import re
 import struct
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -297,16 +295,17 @@ def test_prompt_is_bold_on_a_terminal_only(on_terminal, runs, tmp_path):
     assert run_python(*ask, cwd=tmp_path).stdout.startswith("The end")
 
 
-def test_arrow_keys_edit_a_typed_prompt(runs, tmp_path):
+def test_arrow_keys_edit_a_typed_prompt(runs, start):
     pty = pytest.importorskip("pty", reason="needs a pseudo-terminal")
     ours, theirs = pty.openpty()
     ask = [ROOT / "sample.py", "--model", "log/base", "--max_new_tokens", "3", "--device", "cpu"]
-    streams = dict(stdin=theirs, stdout=theirs, stderr=theirs, env=os.environ | {"TERM": "xterm"})
-    process = subprocess.Popen([sys.executable, *ask], cwd=tmp_path, **streams)
-    os.close(theirs)
+    name = os.ttyname(theirs)
+    process = start(*ask, inp=name, out=name, err=name, TERM="xterm")
     keys, seen = [b"Hi\033[D\033[D!\r", b"\r"], b""  # left, left
     try:
         while data := os.read(ours, 4096):
+            if not seen:  # the program has opened it
+                os.close(theirs)
             seen += data
             if keys and seen.count(b"line to quit): ") == 3 - len(keys):
                 os.write(ours, keys.pop(0))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from conftest import (  # isort: skip
-    ROOT, TINY_RUN, equal_bits, fail, read_run, run_python, succeed,
+    ROOT, TINY_RUN, equal_bits, fail, read_run, run_code, succeed,
 )  # fmt: skip
 
 from lab.cli import UserError
@@ -69,8 +69,7 @@ def test_a_copy_is_sampled_resumed_exported_with_its_own_model(tmp_path, shards)
     record = json.loads((run_dir / "config.json").read_text())["program"]
     assert record["model"] == f"{program.as_posix()}:GPT"
 
-    code = f"""
-import sys; sys.path.insert(0, {str(ROOT)!r})
+    code = """
 import torch, train_gpt2
 from lab.registry import load_model
 model, idx = load_model("r"), torch.arange(20)[None]
@@ -82,7 +81,7 @@ x = torch.randn(1, 4, model.config.n_embd)
 mlp = model.transformer.h[0].mlp
 print(torch.allclose(mlp(x), mlp.c_proj(mlp.c_fc(x).relu().square())))
 """
-    assert run_python("-c", code, cwd=tmp_path).stdout.split() == ["True", "True"]
+    assert run_code(code, cwd=tmp_path).stdout.split() == ["True", "True"]
     text = succeed(ROOT / "sample.py", "ab", "--model", "r", "--max_new_tokens", 5, cwd=tmp_path)
     assert "ab" in text
     resumed = succeed(program, "--resume", "--max_steps", 5, cwd=tmp_path)
