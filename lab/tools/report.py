@@ -11,6 +11,7 @@ anything else. Text from a log, such as a sample, is escaped by jinja2.
 import html
 import json
 import math
+import re
 import secrets
 import time
 from collections.abc import Sequence
@@ -416,7 +417,14 @@ def remarks(run: RunReport) -> list[tuple[str, str]]:
     if more := len(spikes) - SPIKES if len(spikes) > SPIKES else 0:
         found.append(("spike", f"{counted(more, 'earlier gradient spike')}: see log.jsonl"))
     found.append(("verdict", loss_verdict(run.log, run.train)))
-    return [(style, text) for style, text in found if text]
+    return [(style, flags_as_code(text)) for style, text in found if text]
+
+
+def flags_as_code(text: str) -> str:
+    """The text with backticks around its flags, except in commands that have them already."""
+    parts = text.split("`")
+    parts[::2] = [re.sub(r"--\w+", r"`\g<0>`", part) for part in parts[::2]]
+    return "`".join(parts)
 
 
 def commands(run: RunReport) -> list[tuple[int, str]]:
