@@ -352,8 +352,11 @@ def test_a_run_that_died_of_nan_says_so_and_how_to_go_on(tmp_path, run_train, mo
     replayed = run_python(ROOT / "lab", "replay", "log/r/spike_000002.json", cwd=tmp_path)
     assert replayed.returncode == 0 and "nan" in replayed.stdout
     assert not report.write_page([report.Path("log/r")], tmp_path / "r.html", watch=True)
-    # two runs: the headline compares them, and the error is beside its run
-    Page(report.Path("log/r"), write_run(tmp_path / "b", RUN)).shows(shown)
+    # two runs: the headline also compares them
+    both = Page(report.Path("log/r"), write_run(tmp_path / "b", RUN))
+    both.shows(
+        "r stopped: the loss is nan at step 2; the runs have no measured step in common r", shown
+    )
 
 
 def test_errors_in_logs_without_measurements_and_of_older_versions(tmp_path):

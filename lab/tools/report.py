@@ -371,10 +371,23 @@ def format_delta(a: Number | None, b: Number | None) -> str:
 
 
 def title(runs: Sequence[RunReport]) -> str:
-    """The main result, as a sentence. Losses that cannot be compared are only listed."""
+    """The main result, as a sentence: the error that stopped a run, if there was one, and the losses."""
+    stopped = {run.name: short_error(run) for run in runs if short_error(run)}
+    if stopped and len(runs) == 1:
+        return f"Stopped: {stopped[runs[0].name]}"
+    parts = [f"{name} stopped: {error}" for name, error in stopped.items()]
+    return "; ".join([*parts, losses_title(runs)])
+
+
+def short_error(run: RunReport) -> str:
+    """The problem in the message of the error that stopped the run, without details and advice; "" without
+    an error."""
+    return re.split(r";| \(|\n", read_log.run_error(run.log))[0]
+
+
+def losses_title(runs: Sequence[RunReport]) -> str:
+    """A sentence about the losses. Those that cannot be compared are only listed."""
     differ = {"objectives": "with different objectives", "data": "on different data"}
-    if len(runs) == 1 and (error := read_log.run_error(runs[0].log)):
-        return f"Stopped: {error.partition(';')[0].partition(' (')[0].partition(chr(10))[0]}"
     if (differs := mismatch(runs)) not in differ:
         return headline({run.name: run.log for run in runs})
     losses = [f"{v:.2f}" for run in runs for v in column(run.log, "val", "loss")[1][-1:]]
