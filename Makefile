@@ -37,7 +37,7 @@ CPU_TORCH = $(shell grep ^torch== requirements.txt) --index-url https://download
 	$(PYTHON) -m venv .venv
 	@echo "installing requirements.txt; PyTorch is large, so this may take a few minutes, without further output"
 	@if [ "$$(uname)" = Linux ] && ! command -v nvidia-smi > /dev/null; then \
-		$(PIP) --retries 0 --timeout 15 $(CPU_TORCH) || echo "no CPU build found; installing the default one"; fi
+		$(PIP) --retries 0 --timeout 15 $(CPU_TORCH) 2> /dev/null || echo "no CPU build found; installing the default one"; fi
 	$(PIP) --requirement requirements.txt
 	@touch $@
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from lab.cli import UserError, parse_args, run_main
+from lab.cli import UserError, counted, parse_args, run_main
 from lab.data.build import FINEWEB_EDU, CorpusConfig, build_corpus, find_source, texts_of
 from lab.data.chat import build_chat, is_chat
 from lab.data.manifest import Manifest, check_manifest_matches, load_partial_manifest, verify_shards
@@ -122,13 +122,13 @@ def data_name(cfg: Config) -> str:
 
 
 def summary(manifest: Manifest, out: Path, seconds: float) -> str:
-    kind, skipped = "documents", ""
+    kind, skipped = "document", ""
     if manifest["context"]:
         too_long, no_answer = manifest.get("too_long", 0), manifest.get("no_answer", 0)
-        kind = "conversations"
+        kind = "conversation"
         skipped = f"; skipped: {too_long:,} too long, {no_answer:,} without an answer"
     return (
-        f"{out}: {manifest['documents']:,} {kind}, {manifest['tokens']:,} tokens in "
+        f"{out}: {counted(manifest['documents'], kind)}, {manifest['tokens']:,} tokens in "
         f"{len(manifest['shards'])} shards, the first for validation, {seconds:,.0f} s{skipped}"
     )
 

@@ -25,6 +25,7 @@ from lab.cli import (
     UserError,
     bold,
     command_for,
+    counted,
     eprint,
     parse_args,
     pre_import_setup,
@@ -223,7 +224,9 @@ def chat_loop(model: Any, tokenizer: Tokenizer, cfg: Config, seed: int, cache: K
             messages.pop()
             continue
         if dropped:
-            eprint(f"[messages that no longer fit and are dropped, oldest first: {dropped}]")
+            eprint(
+                f"[left out, because they no longer fit: the oldest {counted(dropped, 'message')}]"
+            )
             messages = messages[dropped:]
         pieces = stream_generate(
             model, tokenizer, ids, cfg.max_new_tokens,
@@ -277,6 +280,11 @@ def run(cfg: Config) -> None:
         t0 = time.perf_counter()
         try:
             texts, records = complete(model, tokenizer, prompt, cfg, seed, print_text, cache)
+        except KeyboardInterrupt:
+            if cfg.prompt or not sys.stdin.isatty():
+                raise
+            eprint(" [stopped]")  # ask for another prompt
+            continue
         except UserError as error:
             if cfg.prompt or not sys.stdin.isatty():
                 raise

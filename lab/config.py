@@ -138,7 +138,8 @@ class RunConfig:
         )
         require(
             self.preset != "sft" or self.init_from,
-            "preset=sft fine-tunes an existing model; pass --init_from with a run (train_gpt2.py: or gpt2)",
+            "preset=sft fine-tunes an existing model; pass its run, for example --init_from log/RUN, or to "
+            "train_gpt2.py --init_from gpt2",
         )
         require(
             not self.wandb or importlib.util.find_spec("wandb"),
@@ -335,7 +336,7 @@ def choose_defaults(argv: list[str], presets: dict, trainer_class: Any) -> tuple
     if given.optimizations in OPTIMIZATIONS:  # parse_args reports an unknown word
         new = OPTIMIZATIONS[given.optimizations] | {"optimizations": given.optimizations}
         model, train = (
-            dataclasses.replace(c, **{k: v for k, v in new.items() if hasattr(c, k)})
+            dataclasses.replace(c, **{k: v for k, v in new.items() if k in vars(c)})
             for c in (model, train)
         )
         reason += f", optimizations={given.optimizations}"
@@ -380,7 +381,7 @@ def defaults_from_preset(
         # 2022 and 2023, Tensor Programs V and VI)
         wider, deeper = (shape[k] / getattr(model_config, k) for k in ("n_embd", "n_layer"))
         lr = round(cfg.lr / wider / deeper**0.5, 6)
-        same = {name: value for name, value in shape.items() if hasattr(model_config, name)}
+        same = {name: value for name, value in shape.items() if name in vars(model_config)}
         if preset == "sft":  # each turn ends with end-of-text, and must see the earlier ones
             same.pop("document_mask", None)
         model_config = dataclasses.replace(model_config, **same)

@@ -167,7 +167,7 @@ BAD = {
     f"sample.py {'a' * 64}": "a prompt of 65 tokens is longer .* context, block_size=32",
     "hellaswag.py --data none.jsonl": "no HellaSwag file none.jsonl; pass one with --data",
     "hellaswag.py --model nowhere.pt": "nowhere.pt",
-    "lab plot log/none": "no log log/none",
+    "lab plot log/none": "no run or log log/none",
     "lab report there young": "no measurement",
     "lab report there --out x.jsonl": "end in .html",
     "lab plan --gpu Voodoo": "gpu=Voodoo is not one of",

@@ -307,8 +307,10 @@ def test_a_changed_source_is_refused_by_what_has_changed(tmp_path):
     args = ["--source", str(source), "--out", str(tmp_path / "o"), "--val_tokens", "5"]
     fineweb.main([*args, "--tokenizer", "bytes"])
     (source / "7.txt").write_text("z " * 501)
-    found = r"files = \[\['7.txt', 1000\]\], but now it is \[\['7.txt', 1002\]\]; "
-    with pytest.raises(UserError, match=found):
+    (source / "8.txt").rename(source / "9.txt")
+    with pytest.raises(
+        UserError, match=r"other files; new, changed or gone: 7.txt, 8.txt, 9.txt; "
+    ):
         fineweb.main([*args, "--tokenizer", "bytes"])
 
 
@@ -521,7 +523,7 @@ def test_a_damaged_parquet_page_is_detected(tmp_path):
         make("--source", path, "--out", tmp_path / "o")
 
 
-def test_changed_settings_are_refused_and_shards_stay(corpus, tmp_path):
+def test_changed_settings_are_refused_and_shards_stay(corpus):
     folder, _, args = corpus
     before = hashes(folder / "out")
     for more, said in {
@@ -532,13 +534,6 @@ def test_changed_settings_are_refused_and_shards_stay(corpus, tmp_path):
         with pytest.raises(UserError, match=said):
             make(*args, "--out", folder / "out", *more.split())
     assert hashes(folder / "out") == before
-    (tmp_path / "t.txt").write_text("one")
-    make("--source", tmp_path / "t.txt", "--out", tmp_path / "t")
-    (tmp_path / "t.txt").write_text("more")
-    with pytest.raises(
-        UserError, match=r"files = \[\['t.txt', 3\]\], but now it is .* another --out"
-    ):
-        make("--source", tmp_path / "t.txt", "--out", tmp_path / "t")
 
 
 @pytest.mark.slow

@@ -347,7 +347,7 @@ def test_kill_during_a_save_keeps_the_previous_checkpoint_and_best(tmp_path, mon
 
 def test_saving_starts_no_thread(tmp_path, monkeypatch):
     """A second Ctrl-C may come then. If it interrupts the start, the program never ends."""
-    checkpointer = checkpoint.AsyncCheckpointer(tmp_path, 1, True, torch.device("cpu"))
+    checkpointer = checkpoint.AsyncCheckpointer(tmp_path, TrainConfig(), torch.device("cpu"))
     monkeypatch.setattr(threading.Thread, "start", lambda self: pytest.fail("a thread was started"))
     checkpointer.save(1, {})
     assert checkpointer.finish() == {"step": 1, "path": "model_000001.pt"}

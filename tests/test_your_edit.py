@@ -95,6 +95,42 @@ print(torch.allclose(mlp(x), mlp.c_proj(mlp.c_fc(x).relu().square())))
     assert "is defined in" in missing and "put a copy of that file there" in missing
 
 
+MEAN_WEIGHTS = (
+    (
+        "        self.saved_step = 0",
+        "        self.mean = [p.detach().clone() for p in raw_model.parameters()]\n"
+        "        self.saved_step = 0",
+    ),
+    (
+        "        self.step += 1\n",
+        "        self.step += 1\n"
+        "        torch._foreach_lerp_(self.mean, [p.data for p in self.raw_model.parameters()], 0.5)\n",
+    ),
+    (
+        "    def callbacks(self, stop):\n",
+        "    def state_dict(self):\n"
+        "        return super().state_dict() | {'mean': self.mean}\n\n"
+        "    def load_state_dict(self, state):\n"
+        "        super().load_state_dict(state)\n"
+        "        self.mean = state['mean']\n\n"
+        "    def callbacks(self, stop):\n",
+    ),
+)
+
+
+def test_a_trainer_with_more_state_saves_and_restores_it(tmp_path, shards):
+    program = edited_copy(tmp_path, "my_gpt.py", *MEAN_WEIGHTS)
+    flags = "--max_steps", 4, "--checkpoint_every", 2
+    succeed(program, *TINY_RUN, "--data", shards, *flags, cwd=tmp_path)
+    path = tmp_path / "log" / "r" / "model_000004.pt"
+    state = read_checkpoint(path.rename(tmp_path / "whole.pt"))
+    succeed(program, "--resume", cwd=tmp_path)  # from step 2
+    assert equal_bits(read_checkpoint(path)["mean"], state["mean"])
+    weights = list(state["model"].values())
+    assert len(state["mean"]) == len(weights) - 1, "the tied head is one parameter"
+    assert not torch.equal(state["mean"][0], weights[0]), "they lag behind the weights"
+
+
 def test_an_unchanged_copy_exports_to_transformers(tmp_path, shards):
     program = edited_copy(tmp_path, "my_gpt.py")
     succeed(program, *TINY_RUN, "--data", shards, *TINY, cwd=tmp_path)

@@ -75,7 +75,7 @@ def read_log(run: str | Path) -> RunLog:
     a measurement nor an error.
     """
     path = Path(run) / "log.jsonl" if Path(run).is_dir() else Path(run)
-    with read_errors(path, "log", "pass a run directory: `ls log` lists them"):
+    with read_errors(path, "run or log", "pass a run directory: `ls log` lists them"):
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     found: dict[tuple[str, int], Record] = {}  # by kind and step
     for line in lines:
