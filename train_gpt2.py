@@ -595,7 +595,7 @@ def main(argv, presets=PRESETS, description=__doc__, build=build_trainer, traine
     trainer, stop = build(model_config, cfg, world, state, trainer_class), SignalHandler(world)
     callbacks = trainer.callbacks(stop)
     with lock_run_dir(trainer), stop, RunLogger(trainer) as log, oom_hint():
-        log.start(reason, trainer, callbacks)
+        log.start(reason, trainer, callbacks, state)
         stopped = train(trainer, callbacks, log, stop)
         print_summary(trainer, stopped)  # inside `stop`, because torchrun may repeat the signal
     return 75 if stopped else 0  # 75 (EX_TEMPFAIL) tells job scripts to try again

@@ -138,10 +138,13 @@ def val_log(*losses, train=(1.0,)):
 @pytest.mark.parametrize(
     "log, init_from, verdict",
     [
-        (val_log(3, 1.2), "", "1.2000, is good: a perplexity of 3.3, like guessing among 3.3 equally likely"
-         " tokens, compared with 7.4 for a model without context (unigram) and 20.0 for a uniform guess."),
-        (val_log(3, 1.5), "", "1.5000, is a start: a perplexity of 4.5, "),
-        (val_log(3, 2.5), "", "2.5000, is not good yet: a perplexity of 12.2, "),
+        (val_log(3, 1.2), "", "1.2000, is good (below two thirds of the unigram loss, 2.000): a perplexity of"
+         " 3.3, like guessing among 3.3 equally likely tokens, compared with 7.4 for a model without context"
+         " (unigram) and 20.0 for a uniform guess."),
+        (val_log(3, 1.5), "", "1.5000, is a start (below the unigram loss, 2.000, but not below two thirds"
+         " of it): a perplexity of 4.5, "),
+        (val_log(3, 2.5), "", "2.5000, is not good yet (not below the unigram loss, 2.000): a perplexity of"
+         " 12.2, "),
         (val_log(3, 3.5), "", "3.5000, is bad: a uniform guess has 2.996; try a lower --lr (and --muon_lr)."),
         (val_log(3, 1.1, 1.2), "", "1.2000, is above its minimum of 1.1000 after step 10; train for fewer"
          " steps or on more data."),
