@@ -88,6 +88,9 @@ def test_contents_of_the_page(tmp_path):
     end = dict(kind="end", step=500, time=9e9, reason="done")
     done = Page(write_run(tmp_path / "r", [*RUN, val(500, 1.8), end]))
     done.shows(", finished", "best validation loss 1.7149 step 400")
+    # the clock was set back during the run
+    set_back = [RUN[0] | {"time": 9.1e9}, *RUN[1:], val(500, 1.8), end]
+    Page(write_run(tmp_path / "r", set_back)).shows(", finished")
     again = write_run(tmp_path / "r", [*RUN, val(500, 1.8), end, start(500, time=9.1e9)])
     Page(again).shows("still running or killed")
 

@@ -69,7 +69,8 @@ def output_path(paths: Sequence[Path], out: str | Path, name: str, *suffixes: st
 def read_log(run: str | Path) -> RunLog:
     """The records of a run directory, or of a log file.
 
-    A resumed run starts again from its checkpoint, so older records of later steps are dropped. Of two
+    A resumed run starts again from its checkpoint, so older records of later steps are dropped, and so is
+    the end of the run before. Of two
     records of the same kind and step, the later one counts. Lines that are not records, such as one cut
     off when the process was killed, are skipped. Raises UserError if there is no log, or if it has neither
     a measurement nor an error.
@@ -85,7 +86,7 @@ def read_log(run: str | Path) -> RunLog:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             continue
         if kind == "start":
-            found = {key: r for key, r in found.items() if key[1] <= step}
+            found = {key: r for key, r in found.items() if key[1] <= step and key[0] != "end"}
         found[kind, step] = record
     log: RunLog = {}
     for (kind, _), record in sorted(found.items(), key=lambda item: item[0][1]):
@@ -132,7 +133,7 @@ def clean_token(token: Record) -> Record:
 
 def end_reason(log: RunLog) -> str | None:
     """Why the run ended: "done", "error" or a signal's name; None if it is still running or was killed."""
-    return "error" if run_error(log) else last_since_start(log, "end").get("reason")
+    return "error" if run_error(log) else log.get("end", [{}])[-1].get("reason")
 
 
 def run_error(log: RunLog) -> str:
@@ -141,19 +142,14 @@ def run_error(log: RunLog) -> str:
     Older logs have no such message, but a spike whose norm is not finite always ends a run, unless its
     update was skipped.
     """
-    end, spike = last_since_start(log, "end"), last_since_start(log, "spike")
+    end, spike = log.get("end", [{}])[-1], log.get("spike", [{"step": 0, "skipped": True}])[-1]
     if end.get("reason") == "error":
         return end.get("error") or "unknown error"
-    if not end and spike and "norm" not in spike and not spike.get("skipped"):
+    started = log.get("start", [{}])[-1].get("step", 0)
+    if not end and spike["step"] > started and "norm" not in spike and not spike.get("skipped"):
         norm = f"the gradient norm is not finite at step {spike['step']}"
         return f"{norm}; try a lower --lr, or more --warmup_steps"
     return ""
-
-
-def last_since_start(log: RunLog, kind: str) -> Record:
-    """The last record of a kind, if it was logged since the run was started or resumed; else {}."""
-    record, start = log.get(kind, [{}])[-1], log.get("start", [{}])[-1]
-    return record if record.get("time", 0) >= start.get("time", 0) else {}
 
 
 # ---------------------------------------------------------------------------------------- curves
