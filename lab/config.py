@@ -467,14 +467,14 @@ def resolve_vocabulary(model_config: Any, cfg: Any, presets: dict) -> Any:
         raise UserError(
             f"vocab_size={asked} must be {manifest['vocab_size']}, as in {cfg.data}; leave it out"
         )
-    for name, recorded in dict(tokenizer="tokenizer", eot_id="eot").items() if manifest else ():
-        flag = getattr(model_config, name)
-        if flag not in ("", -1, manifest[recorded]) and not cfg.resume:
-            raise UserError(
-                f"{name}={flag} must be {manifest[recorded]}, as in {cfg.data}; leave it out"
-            )
     found = dict(vocab_size=asked or presets[cfg.preset][0].vocab_size)
     if manifest:
+        for name, recorded in dict(tokenizer="tokenizer", eot_id="eot").items():
+            flag = getattr(model_config, name)
+            if flag not in ("", -1, manifest[recorded]) and not cfg.resume:
+                raise UserError(
+                    f"{name}={flag} must be {manifest[recorded]}, as in {cfg.data}; leave it out"
+                )
         found = dict(
             vocab_size=asked or manifest["vocab_size"], eot_id=manifest["eot"],
             tokenizer=manifest["tokenizer"],
