@@ -4,7 +4,6 @@ import functools
 import http.server
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -20,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 
+pytest_plugins = ["browser"]  # fixtures of the tests with a browser
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 sys.path.append(str(ROOT / "bench"))  # after ROOT, because bench/ also has a speedrun.py
@@ -454,33 +454,3 @@ def no_noise_between_tests():
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
-
-
-CHROMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-
-
-@pytest.fixture(scope="module")
-def chromium():
-    playwright = pytest.importorskip("playwright.sync_api", reason="needs requirements-browser.txt")
-    path = next(filter(None, map(shutil.which, CHROMES)), None)
-    if path is None:
-        pytest.skip(f"needs a browser: none of {', '.join(CHROMES)} is on the PATH")
-    root = hasattr(os, "geteuid") and os.geteuid() == 0  # the sandbox refuses to run as root
-    with playwright.sync_playwright() as p:
-        browser = p.chromium.launch(executable_path=path, args=["--no-sandbox"] if root else [])
-        yield browser
-        browser.close()
-
-
-class Tab:
-    """A page in a browser; `wrong` collects its errors, dialogs and requests to other servers."""
-
-    def __init__(self, browser, address, may_ask="no server", **how):
-        self.page = browser.new_context(**how).new_page()
-        self.wrong = wrong = []
-        self.page.on("console", lambda m: m.type in ("error", "warning") and wrong.append(m.text))
-        self.page.on("pageerror", lambda error: wrong.append(str(error)))
-        self.page.on("dialog", lambda d: (wrong.append(d.message), d.dismiss()))
-        known = (may_ask, "file:", "data:", "blob:")
-        self.page.on("request", lambda r: r.url.startswith(known) or wrong.append(r.url))
-        self.page.goto(address)

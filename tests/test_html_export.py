@@ -8,7 +8,8 @@ import re
 
 import pytest
 import torch
-from conftest import ROOT, Tab, add_noise, fail, succeed
+from browser import Tab
+from conftest import ROOT, add_noise, fail, succeed
 from test_serve import EVIL
 from test_weights import saved, tiny_gpt
 

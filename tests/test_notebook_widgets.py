@@ -9,7 +9,8 @@ import re
 
 import pytest
 import torch
-from conftest import ROOT, Tab, add_noise, run_python
+from browser import Tab
+from conftest import ROOT, add_noise, run_python
 from torch import nn
 
 from lab.cli import UserError

@@ -6,7 +6,8 @@ from xml.etree import ElementTree
 
 import pytest
 import race
-from conftest import ROOT, Tab, run_python
+from browser import Tab
+from conftest import ROOT, run_python
 
 RUNS = ROOT / "readme.assets/runs"
 

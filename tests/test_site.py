@@ -9,7 +9,8 @@ from html.parser import HTMLParser
 from urllib.parse import unquote, urlsplit
 
 import pytest
-from conftest import ROOT, Tab, run_python
+from browser import Tab
+from conftest import ROOT, run_python
 
 pytestmark = pytest.mark.slow
 NOTEBOOK = json.loads((ROOT / "play.ipynb").read_text(encoding="utf-8"))
