@@ -125,6 +125,18 @@ def test_the_cards_slider_is_a_preview(tab):
     assert tab.page.input_value("#slider") == "0.7", "each card begins with the settings"
 
 
+def test_a_clicked_card_stays_open_while_the_mouse_moves_on(tab):
+    tab.set(max_tokens=5, seed=1)
+    tab.write("abc")
+    tab.done()
+    tab.tokens().nth(3).click()
+    tab.page.wait_for_timeout(300)  # longer than a card takes to open where the mouse rests
+    assert tab.page.evaluate("card.pinned")
+    tab.page.hover("h1")
+    tab.page.wait_for_timeout(600)
+    assert tab.page.is_visible("#card")
+
+
 def test_heads_and_legend_of_attention_are_there_before_a_token_is_pointed_at(tab, chat_server):
     view(tab, "attention")
     heads = tab.page.locator("#head option").all_text_contents()
