@@ -1,5 +1,5 @@
 # make train   train a model in a few minutes; needs Python and a package index, but no GPU
-# make test    check style and types, and run the tests: about five minutes on two idle cores
+# make test    check style and types, and run the tests: three to four minutes on two idle cores
 # make lint    check style and types only
 # make format  reformat all files
 # make site    build the course as a site in site/: README, the notebook's chapters, docs/, a model to try
@@ -37,7 +37,7 @@ CPU_TORCH = $(shell grep ^torch== requirements.txt) --index-url https://download
 	$(PYTHON) -m venv .venv
 	@echo "installing requirements.txt; PyTorch is large, so this may take a few minutes, without further output"
 	@if [ "$$(uname)" = Linux ] && ! command -v nvidia-smi > /dev/null; then \
-		$(PIP) --retries 0 --timeout 15 $(CPU_TORCH) || echo "no CPU build found; installing the default one"; fi
+		$(PIP) --retries 0 --timeout 15 $(CPU_TORCH) 2> /dev/null || echo "no CPU build found; installing the default one"; fi
 	$(PIP) --requirement requirements.txt
 	@touch $@
 

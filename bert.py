@@ -181,9 +181,8 @@ class Bert(nn.Module):
 
     def num_params(self):
         """Number of parameters, without padding rows and counting the tied matrix once."""
-        padding = (self.config.padded_vocab_size - self.config.vocab_size) * (
-            self.config.n_embd + 1
-        )
+        c = self.config
+        padding = (c.padded_vocab_size - c.vocab_size) * (c.n_embd + 1)  # the head's bias, too
         return sum(p.numel() for p in self.parameters()) - padding
 
     @classmethod
@@ -279,8 +278,7 @@ class Masking:
         self.special = tokenizer.is_special()  # (V,): never masked, never a replacement
         self.ordinary = np.flatnonzero(~self.special)
         # (V,): pieces that are masked together with the previous one
-        none = np.zeros_like(self.special)
-        self.is_continuation = tokenizer.is_continuation() if whole_word_masking else none
+        self.is_continuation = tokenizer.is_continuation() & whole_word_masking
 
     def __call__(self, x, y, seed, sequence_ids):
         """Mask tokens of x (B, T) in place, and set y (B, T) to the original tokens there, -1 elsewhere.

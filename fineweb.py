@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from lab.cli import UserError, parse_args, run_main
+from lab.cli import UserError, counted, parse_args, run_main
 from lab.data.build import FINEWEB_EDU, CorpusConfig, build_corpus, find_source, texts_of
 from lab.data.chat import build_chat, is_chat
 from lab.data.manifest import Manifest, check_manifest_matches, load_partial_manifest, verify_shards
@@ -78,10 +78,10 @@ def parse_count(flag: str, text: str) -> int:
         return 0
     found = re.fullmatch(r"(\d+(?:_\d+)*(?:\.\d+)?)([kmbt]?)", text.lower())
     scale = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
-    count = round(float(found[1]) * scale[found[2]]) if found else 0
-    if count < 1:
+    count = float(found[1]) * scale[found[2]] if found else 0
+    if not 1 <= count < 1e18:
         raise UserError(f"{flag}={text} must be a number of tokens, such as 500M or 10B")
-    return count
+    return round(count)
 
 
 def completed(cfg: Config) -> CorpusConfig:
@@ -122,13 +122,13 @@ def data_name(cfg: Config) -> str:
 
 
 def summary(manifest: Manifest, out: Path, seconds: float) -> str:
-    kind, skipped = "documents", ""
+    kind, skipped = "document", ""
     if manifest["context"]:
         too_long, no_answer = manifest.get("too_long", 0), manifest.get("no_answer", 0)
-        kind = "conversations"
+        kind = "conversation"
         skipped = f"; skipped: {too_long:,} too long, {no_answer:,} without an answer"
     return (
-        f"{out}: {manifest['documents']:,} {kind}, {manifest['tokens']:,} tokens in "
+        f"{out}: {counted(manifest['documents'], kind)}, {manifest['tokens']:,} tokens in "
         f"{len(manifest['shards'])} shards, the first for validation, {seconds:,.0f} s{skipped}"
     )
 

@@ -20,7 +20,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from lab.cli import UserError, bold, eprint, parse_args, pre_import_setup, require, run_main
+from lab.cli import (
+    UserError,
+    bold,
+    counted,
+    eprint,
+    parse_args,
+    pre_import_setup,
+    require,
+    run_main,
+)
 
 if __name__ == "__main__":
     pre_import_setup()  # SIGINT handling and OpenMP wait policy: must run before `import torch`
@@ -205,7 +214,9 @@ def chat_loop(model: Any, tokenizer: Tokenizer, cfg: Config, seed: int, cache: K
             messages.pop()
             continue
         if dropped:
-            eprint(f"[messages that no longer fit and are dropped, oldest first: {dropped}]")
+            eprint(
+                f"[left out, because they no longer fit: the oldest {counted(dropped, 'message')}]"
+            )
             messages = messages[dropped:]
         pieces = stream_generate(
             model, tokenizer, ids, cfg.max_new_tokens,
@@ -259,6 +270,11 @@ def run(cfg: Config) -> None:
         t0 = time.perf_counter()
         try:
             texts, records = complete(model, tokenizer, prompt, cfg, seed, print_text, cache)
+        except KeyboardInterrupt:
+            if cfg.prompt or not sys.stdin.isatty():
+                raise
+            eprint(" [stopped]")  # ask for another prompt
+            continue
         except UserError as error:
             if cfg.prompt or not sys.stdin.isatty():
                 raise
@@ -278,7 +294,7 @@ def run(cfg: Config) -> None:
             page_texts += [(printable(prompt), tokens) for tokens in records]
             page = load_template("token_logprobs.html.j2")
             html = page.render(title=f"Samples of {source}", texts=page_texts)
-            atomic_write(cfg.html, html.encode())
+            atomic_write(cfg.html, html.encode(errors="replace"))
     if page_texts:
         eprint(f"wrote {cfg.html}")
 

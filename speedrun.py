@@ -37,19 +37,13 @@ from train_gpt2 import HeadLoss, num_steps
 
 
 @dataclass
-class GPTConfig:
+class GPTConfig(train_gpt2.GPTConfig):
     """Shape of the model, and its differences from GPT-2, most of which can be turned off."""
 
-    n_layer: int = 12  # transformer blocks
     n_head: int = 6  # attention heads per block; GPT-2 has 12, and the effect was not measured
-    n_embd: int = 768  # channels of the residual stream
     block_size: int = 1024  # longest context
-    vocab_size: int = 50257  # number of token ids; 0 on the command line: taken from the data
-    vocab_multiple: int = 128  # pad vocab_size to a multiple: 50257 -> 50304; 1: no padding
-    tokenizer: str = ""  # gpt2, bytes or tokenizer.json; empty: taken from the data
-    eot_id: int = -1  # id of the end-of-text token; -1: the last id of the vocabulary
-    bf16_residual: bool = True  # under bf16 autocast, keep the residual stream in bf16 as well
-    document_mask: bool = False  # attention does not cross end-of-text
+    attention: ClassVar = "sdpa"  # not a flag here, like the next one
+    activation_checkpointing: ClassVar = False
     rotary: bool = True  # rotary position embedding; off: learned positions, as in GPT-2
     # how to change rotary's frequencies when block_size is longer than in training (trained_length)
     rope_scaling: Literal["none", "linear", "ntk", "yarn"] = "none"
@@ -62,12 +56,9 @@ class GPTConfig:
     bigram_rows: int = 0  # rows of a hashed embedding of token pairs; 0: none
     value_projection: bool = False  # value embeddings computed from the token embeddings
 
-    padded_vocab_size = train_gpt2.GPTConfig.padded_vocab_size
-    end_of_text = train_gpt2.GPTConfig.end_of_text
-
     def validate(self):
         """Raise UserError for a shape that cannot work."""
-        train_gpt2.GPTConfig.validate(self)
+        super().validate()
         head_size = self.n_embd // self.n_head
         require(
             not self.rotary or (head_size % 2 == 0 and head_size >= 4),
@@ -420,16 +411,12 @@ def make_optimizer(model, cfg, world):
     learning rate is logged."""
     blocks, head = model.block_matrices(), [model.lm_head.weight]
     embeddings = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
+    embeddings = [p for p in embeddings if p is not head[0]]  # a tied one counts as the head
     grouped = {id(p) for p in (*blocks, *head, *embeddings)}
-    tied = model.config.tied
     decay = cfg.weight_decay if cfg.decay_all else 0.0
     groups = [
         {"params": [p for p in model.parameters() if id(p) not in grouped], "lr": cfg.scalar_lr},
-        {
-            "params": [p for p in embeddings if not tied or p is not head[0]],
-            "lr": cfg.embed_lr,
-            "weight_decay": decay,
-        },
+        {"params": embeddings, "lr": cfg.embed_lr, "weight_decay": decay},
         {"params": head, "lr": cfg.lr, "weight_decay": decay},
     ]
     fused = world.device.type in ("cuda", "cpu")

@@ -25,7 +25,7 @@ query can see: T, or more when a cache holds the keys of earlier tokens (generat
 
 import contextlib
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -51,17 +51,15 @@ from lab.data.shards import TokenShards
 from lab.distributed import World, warmup_ddp_buckets
 from lab.eval.samples import TextSamples
 from lab.eval.validation import Validation
-from lab.hardware import can_compile, get_rng_state, oom_hint, set_deterministic, set_rng_state
+from lab.hardware import can_compile, oom_hint, set_deterministic
 from lab.inference.generate import generate
 from lab.optim.fsdp2 import Fsdp2AdamW
 from lab.optim.grad_norm import global_grad_norm
 from lab.optim.muon import MuonAdamW
-from lab.optim.state import load_optimizer_state
 from lab.optim.zero1 import Zero1AdamW
 from lab.precision import Precision, is_bf16_autocast
-from lab.program import describe_program
 from lab.trainer.callbacks import PeriodicCallback
-from lab.trainer.checkpoint import AsyncCheckpointer, restore_checkpoint
+from lab.trainer.checkpoint import AsyncCheckpointer, CheckpointMixin, restore_checkpoint
 from lab.trainer.console import print_summary
 from lab.trainer.health import HealthMonitor
 from lab.trainer.loggers import RunLogger
@@ -208,8 +206,7 @@ class MLP(nn.Module):
     def __init__(self, config, bias=True):  # speedrun.py's MLP has no biases
         super().__init__()
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias)
-        # init_weights knows it by this name
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias)  # name used by init_weights
 
     def forward(self, x):
         return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))  # tanh, as in OpenAI's code
@@ -413,8 +410,10 @@ def get_lr(step, cfg):
 # ---------------------------------------------------------------------------- 4. one training step
 
 
-class Trainer:
-    """The training step and all state that a checkpoint holds. speedrun.py and bert.py subclass it.
+class Trainer(CheckpointMixin):
+    """The training step and all state of a run. speedrun.py and bert.py subclass it. CheckpointMixin adds
+    save(), which saves what an exact resume needs: weights, optimizer state, position in the data, loss
+    scale and random state.
 
     raw_model is the bare model, used for saving and sampling. model is the same one, wrapped by DDP and
     torch.compile, and used for training. step is the number of completed updates.
@@ -429,9 +428,7 @@ class Trainer:
         self.step, self.best_val = 0, math.inf
         self.saved_step = 0  # step of the newest checkpoint
         self.run_dir = Path(cfg.log_dir) / cfg.run_name
-        self.checkpointer = AsyncCheckpointer(
-            self.run_dir, cfg.keep_last, cfg.async_save, world.device
-        )
+        self.checkpointer = AsyncCheckpointer(self.run_dir, cfg, world.device)
         self.timer = StepTimer(world.device, enabled=cfg.timing)
         self.health = HealthMonitor(self)  # non-finite values, gradient spikes
 
@@ -493,37 +490,6 @@ class Trainer:
             nn.utils.clip_grads_with_norm_(params, max_norm, norm)
         return norm
 
-    def state_dict(self):
-        """All that is needed to resume exactly, as tensors and plain values. Every process must call it."""
-        return {
-            "program": describe_program(self), "step": self.step, "best_val": self.best_val,
-            "model": self.raw_model.state_dict(), "optimizer": self.optimizer.state_dict(),
-            "loader": self.loader.state_dict(), "batch_size": self.loader.batch_size,
-            "scaler": self.precision.scaler.state_dict(), "health": self.health.state_dict(),
-            "rng": get_rng_state(self.world.device),
-            "model_config": asdict(self.raw_model.config), "train_config": asdict(self.cfg),
-        }  # fmt: skip
-
-    def load_state_dict(self, state):
-        self.raw_model.load_state_dict(state["model"])
-        load_optimizer_state(self.optimizer, state["optimizer"])
-        self.loader.load_state_dict(state["loader"])
-        if state["scaler"]:  # fp16 only
-            self.precision.scaler.load_state_dict(state["scaler"])
-        self.health.load_state_dict(state["health"])
-        set_rng_state(state["rng"], self.world.device)
-        self.step = self.saved_step = state["step"]
-        self.best_val = state["best_val"]
-
-    def save(self):
-        """Save a checkpoint, written by a background thread; does nothing at step 0 or if this step is
-        saved already. Returns what to log: the name of the previous checkpoint, whose writing has finished
-        (with --no_async_save of this one), or None."""
-        if self.step == self.saved_step:
-            return None
-        self.saved_step, state = self.step, self.state_dict()
-        return self.checkpointer.save(self.step, state) if self.world.is_main else None
-
     def callbacks(self, stop):
         """The callbacks that run between updates, in this order."""
         validation = Validation(self, stop)
@@ -541,7 +507,7 @@ def build_trainer(model_config, cfg, world, state=None, trainer_class=Trainer):
     set_deterministic(cfg.deterministic)
     precision = Precision(cfg.precision, world.device)  # auto: bf16 if the GPU supports it
     precision.set_matmul_precision()  # TF32 for matmuls that autocast leaves in float32
-    shards = TokenShards(cfg.data, "train", model_config.vocab_size)
+    shards = TokenShards(cfg.data, "train", model_config.vocab_size, model_config.end_of_text)
     raw_model = trainer_class.model_class(model_config)
     if cfg.init_from and not state:
         registry.init_from(cfg.init_from, raw_model, cfg.log_dir)
@@ -629,7 +595,7 @@ def main(argv, presets=PRESETS, description=__doc__, build=build_trainer, traine
     trainer, stop = build(model_config, cfg, world, state, trainer_class), SignalHandler(world)
     callbacks = trainer.callbacks(stop)
     with lock_run_dir(trainer), stop, RunLogger(trainer) as log, oom_hint():
-        log.start(reason, trainer, callbacks)
+        log.start(reason, trainer, callbacks, state)
         stopped = train(trainer, callbacks, log, stop)
         print_summary(trainer, stopped)  # inside `stop`, because torchrun may repeat the signal
     return 75 if stopped else 0  # 75 (EX_TEMPFAIL) tells job scripts to try again

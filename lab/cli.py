@@ -241,7 +241,9 @@ def progress(
 
     # None: off unless stderr is a terminal
     off = True if (os.environ.get("RANK") or "0") != "0" else None
-    return tqdm(items, desc=description, unit=unit, delay=delay, leave=False, disable=off, **kwargs)
+    width = max(0, terminal_width(sys.stderr) - 3) or None  # room for the "^C" of a terminal
+    how = dict(unit=unit, delay=delay, leave=False, disable=off, ncols=width)
+    return tqdm(items, desc=description, **how, **kwargs)
 
 
 def counted(count: int, noun: str) -> str:

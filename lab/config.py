@@ -24,6 +24,7 @@ from lab.data.chat import ROLES, build_chats
 from lab.data.manifest import read_manifest
 from lab.data.python_docs import build_python_docs
 from lab.data.sources import File
+from lab.data.tokenizers import printable
 from lab.files import check_keys, read_errors
 from lab.hardware import check_mps_sums
 from lab.program import class_path
@@ -136,9 +137,16 @@ class RunConfig:
             Path(self.run_name).name == self.run_name and self.run_name != "..",
             f"run_name={self.run_name} must be a plain name; pass its folder as --log_dir",
         )
+        path = str(Path(self.log_dir, self.run_name))
+        require(
+            printable(path) == path,
+            f"the run directory {path!a} must be UTF-8 without control characters, because checkpoints "
+            "record its name; choose another --run_name or --log_dir",
+        )
         require(
             self.preset != "sft" or self.init_from,
-            "preset=sft fine-tunes an existing model; pass --init_from with a run (train_gpt2.py: or gpt2)",
+            "preset=sft fine-tunes an existing model; pass its run, for example --init_from log/RUN, or to "
+            "train_gpt2.py --init_from gpt2",
         )
         require(
             not self.wandb or importlib.util.find_spec("wandb"),
@@ -335,7 +343,7 @@ def choose_defaults(argv: list[str], presets: dict, trainer_class: Any) -> tuple
     if given.optimizations in OPTIMIZATIONS:  # parse_args reports an unknown word
         new = OPTIMIZATIONS[given.optimizations] | {"optimizations": given.optimizations}
         model, train = (
-            dataclasses.replace(c, **{k: v for k, v in new.items() if hasattr(c, k)})
+            dataclasses.replace(c, **{k: v for k, v in new.items() if k in vars(c)})
             for c in (model, train)
         )
         reason += f", optimizations={given.optimizations}"
@@ -380,7 +388,7 @@ def defaults_from_preset(
         # 2022 and 2023, Tensor Programs V and VI)
         wider, deeper = (shape[k] / getattr(model_config, k) for k in ("n_embd", "n_layer"))
         lr = round(cfg.lr / wider / deeper**0.5, 6)
-        same = {name: value for name, value in shape.items() if hasattr(model_config, name)}
+        same = {name: value for name, value in shape.items() if name in vars(model_config)}
         if preset == "sft":  # each turn ends with end-of-text, and must see the earlier ones
             same.pop("document_mask", None)
         model_config = dataclasses.replace(model_config, **same)
@@ -459,6 +467,12 @@ def resolve_vocabulary(model_config: Any, cfg: Any, presets: dict) -> Any:
         raise UserError(
             f"vocab_size={asked} must be {manifest['vocab_size']}, as in {cfg.data}; leave it out"
         )
+    for name, recorded in dict(tokenizer="tokenizer", eot_id="eot").items() if manifest else ():
+        flag = getattr(model_config, name)
+        if flag not in ("", -1, manifest[recorded]) and not cfg.resume:
+            raise UserError(
+                f"{name}={flag} must be {manifest[recorded]}, as in {cfg.data}; leave it out"
+            )
     found = dict(vocab_size=asked or presets[cfg.preset][0].vocab_size)
     if manifest:
         found = dict(
@@ -469,7 +483,13 @@ def resolve_vocabulary(model_config: Any, cfg: Any, presets: dict) -> Any:
         theirs = config_of(cfg.init_from, cfg.log_dir)
         names = ("vocab_size", "tokenizer", "eot_id")
         found = {name: theirs[name] for name in names if name in theirs}
-    return dataclasses.replace(model_config, **found)
+    model_config = dataclasses.replace(model_config, **found)
+    require(
+        model_config.eot_id < model_config.vocab_size,
+        f"eot_id={model_config.eot_id} must be less than vocab_size={model_config.vocab_size}; leave it out "
+        "for the last id",
+    )
+    return model_config
 
 
 def validate_checkpoint(path: Path, state: Any, model_config: Any, cfg: Any) -> None:

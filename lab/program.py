@@ -41,20 +41,27 @@ def describe_program(trainer: Any) -> dict[str, str]:
     return {name: class_path(cls) for name, cls in classes.items()}
 
 
+def is_trusted(path: Path) -> bool:
+    """Whether a file may be imported because a checkpoint names it."""
+    folder = path.parent
+    ours = ROOT / "lab" in path.parents or folder in (ROOT, ROOT / "bench", Path.cwd().resolve())
+    return ours and not any(folder.glob("model_*.pt"))
+
+
 def import_file(file: str, source: Any) -> Any:
     """Import a Python file, unless it is already imported or the running program. Returns the module.
 
-    Only files in the project folder or in the current directory are imported, because a checkpoint from
-    somebody else may name any file. Raises UserError if the file is missing or is elsewhere.
+    Only this project's files, and those directly in its folder or in the current directory, are imported,
+    and no file beside a checkpoint, because a checkpoint from somebody else may name any file. Raises
+    UserError if the file is missing or is elsewhere.
     """
     found = [path.resolve() for path in (ROOT / file, Path(Path(file).name)) if path.is_file()]
-    folders = {ROOT, Path.cwd().resolve()}
-    path = next((path for path in found if folders & set(path.parents)), None)
+    path = next(filter(is_trusted, found), None)
     if path is None:
         where = f"in {file}" if file else "in a notebook or an interactive session"
         raise UserError(
             f"the model class of {source} is defined {where}, which is not a file in {ROOT} or the "
-            "current directory; put a copy of that file there"
+            "current directory (subfolders don't count); put a copy of that file there, if you trust it"
         )
     for module in list(sys.modules.values()):
         if (known := getattr(module, "__file__", None)) and Path(known).resolve() == path:

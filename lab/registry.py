@@ -14,7 +14,7 @@ import torch
 from lab.cli import UserError, command_for, require, shell_quote
 from lab.config_file import build_config
 from lab.data.manifest import read_manifest, sha256_of
-from lab.data.tokenizers import TOKENIZER_FILE, tokenizer_for_vocab_size
+from lab.data.tokenizers import TOKENIZER_FILE, printable, tokenizer_for_vocab_size
 from lab.files import check_keys, read_errors, read_json
 from lab.hf.gpt2 import PUBLISHED
 from lab.hf.load import check_finite, copy_into, download, parse_checkpoint, read_hugging_face
@@ -190,7 +190,7 @@ def training_data(source: str) -> str:
             files = [str(file[0]) for file in text["files"]]
             return f"{count:,} conversations of {files[0] if len(files) == 1 else f'{len(files)} files'}"
         parts = [str(text[key]) for key in ("dataset", "name") if text.get(key)]
-        return " ".join(parts) or Path(data).name  # do not reveal the whole path
+        return printable(" ".join(parts) or Path(data).name)  # do not reveal the whole path
     return ""
 
 

@@ -6,10 +6,13 @@ lab/tools/page.html.j2 is the base of whole pages, page.js and plotly.js are par
 import base64
 import functools
 import gzip
+import json
+import math
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 from lab.cli import ROOT
+from lab.data.tokenizers import printable
 from lab.tools.plot_style import COLORS, MEANINGS, PAPER
 
 
@@ -24,7 +27,42 @@ def load_template(name: str) -> Template:
     )  # fmt: skip
     environment.globals["palette"] = {d: dict(zip(MEANINGS, COLORS[d])) | PAPER[d] for d in PAPER}
     environment.globals["plotly"] = compressed_plotly
+    environment.filters |= {"bits": bits, "token_box": token_box}
     return environment.get_template(name)
+
+
+# The texts about a token agree with those of lab serve (page.js, serve.html.j2).
+
+
+def token_box(token: dict) -> str:
+    """The text of a token's box, from its token_logprobs: its probability, and the likeliest tokens."""
+    name, p = visible(token["name"]), token["p"]
+    title = f"“{name}”: model {percent(p)}, {bits(p):.1f} bits of surprise"
+    names = [visible(name) + " ✓" * (name == token["name"]) for _, name, _ in token["likeliest"]]
+    width = max(map(len, names), default=0)
+    rows = [f"{name:{width}} {percent(p):>8}" for name, (_, _, p) in zip(names, token["likeliest"])]
+    return "\n".join([title, "", *rows])
+
+
+def percent(p: float) -> str:
+    """A probability in percent with one decimal, or "< 0.1 %"."""
+    if p >= 0.9995:
+        return "100 %"
+    return f"{100 * p:.1f} %" if p >= 0.0005 else "< 0.1 %" if p > 0 else "0 %"
+
+
+def bits(p: float) -> float:
+    """The surprise of a token with probability p: -log2(p) bits, at most 40."""
+    return abs(math.log2(min(max(p, 1e-12), 1.0)))
+
+
+def visible(name: str) -> str:
+    """A token's text with spaces and line ends as symbols, from its name in JSON (token_label)."""
+    try:
+        text = str(json.loads(name))
+    except (ValueError, RecursionError):  # in a damaged log
+        text = name
+    return printable(text.replace(" ", "␣").replace("\n", "↵").replace("\t", "⇥"))
 
 
 @functools.cache

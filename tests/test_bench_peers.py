@@ -5,7 +5,7 @@ import math
 
 import peers
 import pytest
-from conftest import ROOT, run_python
+from conftest import fork_program
 
 from lab.cli import UserError
 
@@ -77,9 +77,9 @@ def records_of(tmp_path):
     return [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
 
 
-def test_tiny_comparison(checkouts, tmp_path):
-    done = run_python(ROOT / "bench" / "peers.py", *tiny(checkouts, tmp_path), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+def test_tiny_comparison(checkouts, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(peers, "run_program", fork_program)
+    assert not peers.main(tiny(checkouts, tmp_path))
     records = {r["program"]: r for r in records_of(tmp_path)}
     assert list(records) == ["train_gpt2", "train_gpt2_fp32_residual", "nanogpt", "build_nanogpt"]
     ours, nanogpt, build = (records[k] for k in ("train_gpt2", "nanogpt", "build_nanogpt"))
@@ -93,7 +93,9 @@ def test_tiny_comparison(checkouts, tmp_path):
     assert ours["losses"][0] == pytest.approx(math.log(50257), abs=0.2)
     assert ours["tok_per_s"] == pytest.approx(256_000 / sorted(ours["step_ms"][1:])[1], rel=0.01)
     ratio = f"{ours['tok_per_s'] / 1280:.4f}"
-    assert f"train_gpt2 / nanogpt {ratio} {ratio} 0.0000" in " ".join(done.stdout.split())
+    assert f"train_gpt2 / nanogpt {ratio} {ratio} 0.0000" in " ".join(
+        capsys.readouterr().out.split()
+    )
     assert (tmp_path / "build" / "train_gpt2.py").read_text() == BUILD_NANOGPT
 
 

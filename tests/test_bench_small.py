@@ -4,6 +4,7 @@ data_multiple.py, ensemble.py and spread.py."""
 import json
 import math
 import random
+import shutil
 
 import data_multiple
 import ensemble
@@ -15,7 +16,7 @@ import scaling
 import spread
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, run_python
+from conftest import fork_program, succeed
 from records import read_records
 
 import speedrun
@@ -64,8 +65,11 @@ def test_ensemble_averages_probabilities_and_students_learn_them():
         assert torch.allclose(between[name], (p + q) / 2)
 
 
-def test_little_text_trains_with_dropout_and_measures_both_texts(tmp_path, monkeypatch):
+def test_little_text_trains_with_dropout_and_measures_both_texts(
+    tmp_path, monkeypatch, builtin_text
+):
     monkeypatch.chdir(tmp_path)
+    shutil.copytree(builtin_text, "data/builtin")
     little_text.write_text()
     text = TokenShards("data/little", "train", 257)
     assert len(text) == 16_384
@@ -105,25 +109,26 @@ def test_planted_fact_is_where_it_should_be():
     assert tokenizer.decode(ids).count(" The") == 1
 
 
-def test_longer_extends_a_run_and_measures_it(tmp_path):
+def test_longer_extends_a_run_and_measures_it(tmp_path, monkeypatch, capsys, builtin_text):
     flags = """--preset laptop --device cpu --n_layer 1 --n_head 2 --n_embd 32 --block_size 32 --seq_len
         32 --batch_size 4 --total_batch_size 128 --val_every 0 --sample_every 0 --checkpoint_every 2
-        --max_steps 2 --run_name short"""
-    done = run_python(ROOT / "speedrun.py", *flags.split(), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    flags = """--model log/short --data data/builtin --device cpu --windows 8 --facts 4 --updates 0 1
-        --tokens_per_update 512 --scaling none yarn"""
-    done = run_python(ROOT / "bench" / "longer.py", *flags.split(), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+        --max_steps 2 --run_name short --data"""
+    succeed("speedrun.py", *flags.split(), builtin_text, cwd=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(longer, "run_program", fork_program)
+    flags = """--model log/short --device cpu --windows 8 --facts 4 --updates 0 1 --tokens_per_update 512
+        --scaling none yarn""".split()
+    flags += ["--data", str(builtin_text)]
+    longer.main(flags)
     found = [json.loads(line) for line in (tmp_path / "longer.jsonl").read_text().splitlines()]
     how = [(r["scaling"], r["updates"], r["trained_length"], r["length"]) for r in found]
     assert how == [(s, u, 32, 128) for u in (0, 1) for s in ("none", "yarn")]
     none, yarn, after, _ = (r["losses"] for r in found)
     assert none[:2] != yarn[:2] and none != after and all(len(r["losses"]) == 8 for r in found)
     assert all(len(r["retrieval"]) == 7 and "none" in r["retrieval"] for r in found)
-    assert "facts found by distance" in done.stdout
-    done = run_python(ROOT / "bench" / "longer.py", *flags.split(), "--length", 20, cwd=tmp_path)
-    assert done.returncode == 2 and "length=20 must be a multiple of 8" in done.stderr
+    assert "facts found by distance" in capsys.readouterr().out
+    with pytest.raises(UserError, match="length=20 must be a multiple of 8"):
+        longer.main([*flags, "--length", "20"])
 
 
 def test_ensemble_loss_is_that_of_the_mean_probability(tmp_path):
@@ -152,6 +157,8 @@ def test_data_multiple_and_spread_record_the_runs_that_they_make(tmp_path, monke
     for split in ("train", "val"):
         np.save(tmp_path / f"x_{split}_000000.npy", np.arange(5000, dtype=np.uint16) % 257)
     monkeypatch.chdir(tmp_path)
+    for module in (data_multiple, spread):
+        monkeypatch.setattr(module, "run_program", fork_program)
     also = """--also=--device cpu --n_layer 1 --n_head 2 --n_embd 32 --block_size 64 --seq_len 64
         --vocab_size 257 --batch_size 1 --val_tokens 256 --no_compile"""
     flags = ["--data", ".", "--total_batch_size", "128", "--tokens", "600", "--passes", "1", "2"]

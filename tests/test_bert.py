@@ -20,6 +20,7 @@ from lab.data.shards import TokenShards
 from lab.data.tokenizers import get_tokenizer
 from lab.eval.validation import target_counts
 from lab.hf.bert import from_transformers, to_transformers
+from lab.hf.export import main as export_command
 from lab.kernels import replace_modules
 from lab.precision import Precision
 from lab.registry import config_of, load_model
@@ -421,13 +422,14 @@ def test_two_resumed_processes_equal_one(tmp_path, texts):
     assert a["accuracy"] == b["accuracy"]
 
 
-def test_export_loads_in_transformers(learnt, tmp_path):
+def test_export_loads_in_transformers(learnt, tmp_path, monkeypatch):
     from transformers import AutoModelForMaskedLM, pipeline
 
     run, out = str(learnt[1].dir), str(tmp_path / "out")
+    monkeypatch.chdir(tmp_path)
     for _ in range(2):  # the second one replaces the first
-        succeed("lab", "export", run, "--out", out, cwd=tmp_path)
-    succeed("lab", "export", out, "--out", "again", cwd=tmp_path)
+        export_command([run, "--out", out])
+    export_command([out, "--out", "again"])
     assert (tmp_path / "again" / "tokenizer.json").exists()
     theirs, ours = AutoModelForMaskedLM.from_pretrained(out), load_model(run)
     x = torch.randint(90, (2, 16))

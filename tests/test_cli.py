@@ -126,6 +126,9 @@ def test_vocabulary_comes_from_the_data_unless_a_flag_is_given(tmp_path, shards,
     for other in (299, 301):
         result = run_train("--run_name", "other", "--vocab_size", other)
         assert result.returncode == 2 and f"vocab_size={other} must be 300, as in" in result.stderr
+    for flag, value, recorded in (("eot_id", 5, 299), ("tokenizer", "bytes", "other")):
+        result = run_train("--run_name", "other", f"--{flag}", value)
+        assert result.returncode == 2 and f"{flag}={value} must be {recorded}, as" in result.stderr
 
 
 # {command: pattern of the error}; a key without a program is added to the flags of a tiny run
@@ -141,7 +144,10 @@ BAD = {
     "--lr 0 --min_lr 0": "lr=0.0 must be above 0, because",
     "--parallel zero1 --optimizer muon": "zero1 shards AdamW's state and does not work with optimizer=muon",
     "--n_layer 5000": "n_layer=5000 must be from 1 to 4096",
+    "fineweb.py --tokens 1" + 400 * "0": "tokens=10+ must be a number of tokens",
     "--run_name ../x": "run_name=../x must be a plain name",
+    "--run_name n\udce9": r"run directory 'log/n.udce9' must be UTF-8",
+    "--vocab_size 60 --eot_id 60": "eot_id=60 must be less than vocab_size=60",
     "--preset gpt5": "preset=gpt5 must be one of gpt2, .* laptop",
     "--init_from log/there --n_embd 64": r"is a different model: n_embd=32 \(here 64\); pass --n_embd 32",
     "--log_dir file": "file.* cannot be written",
@@ -167,7 +173,7 @@ BAD = {
     f"sample.py {'a' * 64}": "a prompt of 65 tokens is longer .* context, block_size=32",
     "hellaswag.py --data none.jsonl": "no HellaSwag file none.jsonl; pass one with --data",
     "hellaswag.py --model nowhere.pt": "nowhere.pt",
-    "lab plot log/none": "no log log/none",
+    "lab plot log/none": "no run or log log/none",
     "lab report there young": "no measurement",
     "lab report there --out x.jsonl": "end in .html",
     "lab plan --gpu Voodoo": "gpu=Voodoo is not one of",

@@ -48,12 +48,14 @@ def test_two_processes_equal_one(tmp_path, shards, start_two, how):
     mask_shards(shards)
     flags = f"--parallel {how} --max_steps 8 --val_every 4 --val_tokens 250 --grad_clip 0"
     flags += " --checkpoint_every 1"
-    program = driver(tmp_path, COMPILED)
-    said = finished(start_two(*flags.split(), "--keep_last", 100, program=program))
+    program, layers = driver(tmp_path, COMPILED), 1 if "compile" in how else 2
+    said = finished(
+        start_two(*flags.split(), "--keep_last", 100, "--n_layer", layers, program=program)
+    )
     two = read_run(tmp_path / "log" / "r")
     one = train_here(
         tmp_path, shards, "one", total_batch_size=128, batch_size=8, max_steps=8, lr=1e-3, beta2=0.99,
-        grad_clip=0.0, val_every=4, val_tokens=250, checkpoint_every=1,
+        grad_clip=0.0, val_every=4, val_tokens=250, checkpoint_every=1, model=dict(n_layer=layers),
     )  # fmt: skip
     starts = [of_kind(run, "start")[0] for run in (two, one)]
     assert [(s["world_size"], s["grad_accum_steps"]) for s in starts] == [(2, 2), (1, 1)]

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import ROOT, run_python
+from conftest import ROOT, run_code, run_python
 from test_fineweb import BYTES, call, command, documents, plain_stream, stream_of, write_parquet
 from test_loader import write_shard
 
@@ -327,7 +327,7 @@ def test_a_run_is_pushed_with_a_card_and_loaded_from_the_hub(run, serve, tmp_pat
     text = "import os; from lab.registry import load_model; m = load_model('me/tiny')\n"
     text += "print(sum(p.double().sum().item() for p in m.parameters()))"
     env = hub.env | {"HF_HOME": tmp_path / "other", "no_proxy": "127.0.0.1"}
-    loaded = run_python("-c", text, cwd=ROOT, **env)
+    loaded = run_code(text, cwd=tmp_path, **env)
     assert loaded.returncode == 0, loaded.stderr
     total = sum(p.double().sum().item() for p in model.parameters())
     assert float(loaded.stdout) == total

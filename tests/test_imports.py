@@ -1,7 +1,7 @@
-"""Each module can be imported first in a new process, so there are no import cycles."""
+"""Each module can be imported before the others, so there are no import cycles."""
 
 import pytest
-from conftest import ROOT, run_python
+from conftest import ROOT, run_code, run_python
 
 MODULES = (
     "lab.config lab.registry lab.trainer.checkpoint lab.eval.validation lab.data.loader "
@@ -11,7 +11,7 @@ MODULES = (
 
 @pytest.mark.parametrize("module", MODULES)
 def test_a_module_can_be_imported_alone(module):
-    got = run_python("-c", f"import {module}", cwd=ROOT)
+    got = run_code(f"import {module}", cwd=ROOT)
     assert (got.returncode, got.stdout, got.stderr) == (0, "", "")
 
 

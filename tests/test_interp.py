@@ -1,10 +1,14 @@
 """lab/notebook/interp.py: captured activations are the model's own, and heads can be ablated."""
 
+import shutil
+from types import SimpleNamespace
+
 import pytest
 import torch
-from conftest import add_noise
+from conftest import add_noise, driver, run_python
 
 from lab.cli import UserError
+from lab.notebook import interp
 from lab.notebook.interp import ablate_head, capture_activations, laptop_run, logit_lens
 from train_gpt2 import GPT
 
@@ -53,7 +57,13 @@ def test_ablating_a_head_equals_zeroing_its_columns_of_c_proj(model, idx):
     assert torch.allclose(got, model(idx)[0], atol=1e-6)
 
 
-def test_laptop_run_replaces_an_interrupted_run(tmp_path):
+def test_laptop_run_replaces_an_interrupted_run(tmp_path, monkeypatch, builtin_text):
+    """Here with the text in the temporary folder, and with train_gpt2.py in a fork."""
+    driver(tmp_path, "")
+    shutil.copytree(builtin_text, tmp_path / "data/builtin")
+    run = lambda words, cwd, **_: run_python(*words[1:], cwd=cwd)  # noqa: E731
+    monkeypatch.setattr(interp, "subprocess", SimpleNamespace(run=run))
+    monkeypatch.setattr(interp, "ROOT", tmp_path)
     run_dir = tmp_path / "notebook_1"
     run_dir.mkdir()
     (run_dir / "config.json").write_text("{}")

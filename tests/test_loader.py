@@ -298,6 +298,9 @@ def test_aligned_sequences_begin_at_end_of_text(tmp_path, shuffle):
     starts = shards.document_starts(100)
     assert (np.diff(starts) >= 100).all(), "none overlap"
     assert all(shards.read(int(p), 1)[0] == VOCAB - 1 for p in starts)
+    eot = int(shards.read(5, 1)[0])  # as with --eot_id
+    other = TokenShards(tmp_path, "train", VOCAB, eot)
+    assert 5 in other.document_starts(4)
 
 
 def as_bin(path, change):

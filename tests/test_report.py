@@ -6,6 +6,7 @@ import re
 from html.parser import HTMLParser
 
 import pytest
+from conftest import ROOT, run_python
 from test_plot import CURVE, RUN, SPARSE_LOGS, hella, start, train, val, write_log
 
 from lab.cli import UserError
@@ -87,6 +88,9 @@ def test_contents_of_the_page(tmp_path):
     end = dict(kind="end", step=500, time=9e9, reason="done")
     done = Page(write_run(tmp_path / "r", [*RUN, val(500, 1.8), end]))
     done.shows(", finished", "best validation loss 1.7149 step 400")
+    # the clock was set back during the run
+    set_back = [RUN[0] | {"time": 9.1e9}, *RUN[1:], val(500, 1.8), end]
+    Page(write_run(tmp_path / "r", set_back)).shows(", finished")
     again = write_run(tmp_path / "r", [*RUN, val(500, 1.8), end, start(500, time=9.1e9)])
     Page(again).shows("still running or killed")
 
@@ -137,12 +141,13 @@ def test_tokens_of_each_steps_first_sample_are_shaded_by_probability(tmp_path):
     lines = [sample(100, "The old"), shaded(200, "x", " "), shaded(400, "c", "at", EVIL)]
     lines[-1]["texts"].append("Another")
     page = Page(write_run(tmp_path / "a", [*RUN, *lines]))
-    assert [a["style"] for _, a in page.tags if a.get("class") == "t"] == ["--p:0.500"] * 5
-    rest = '50.00 % 50.0 % "c" 25.0 % "d"'
+    assert [a["style"] for _, a in page.tags if a.get("class") == "t"] == ["--s:0.100"] * 5
+    box = "“{}”: model 50.0 %, 1.0 bits of surprise c{} 50.0 % d 25.0 %"
     page.shows(
         EVIL, "after 100 steps The old after 200 steps",
-        f'after 200 steps The x "x" {rest} "␣" {rest} after 400 steps The c "c" {rest} at "at" {rest}',
-        f"{rest} Another",
+        f"after 200 steps The x {box.format('x', '')} {box.format('␣', '')}",
+        f"after 400 steps The c {box.format('c', ' ✓')} at {box.format('at', '')}",
+        "1.0 bits of surprise c 50.0 % d 25.0 % Another", "expected surprising",
     )  # fmt: skip
     assert [tag for tag, _ in page.tags].count("pre") == 2  # the texts without probabilities
 
@@ -152,7 +157,7 @@ def test_verdict_and_dots_of_the_validation_loss(tmp_path):
     lines = [start(unigram=2.0), *RUN[1:]]
     page = Page(write_run(tmp_path / "a", lines, data="data/builtin"))
     assert "<code>make train</code> reaches about 1.31 nats per byte" in page.text
-    page.shows("The validation loss after step 400, 1.7149, is a start: a perplexity of 5.6, like")
+    page.shows("The validation loss after step 400, 1.7149, is a start (below the unigram")
     page.shows("Dots: validation; the dotted line only connects them.")
     looks = [(c["name"], c["dots"], c["dash"]) for c in page.figures["loss"]["curves"]]
     assert looks[-2:] == [("training", False, "solid"), ("validation", True, "dot")]
@@ -317,14 +322,153 @@ def test_watch_updates_the_page_until_the_run_ends(tmp_path, monkeypatch, capsys
 
 def test_links_lead_to_each_section_and_the_command_is_shown(tmp_path):
     lines = [start(command="python train_gpt2.py --lr 1e-3 --data 'my data'"), *RUN[1:]]
-    a = write_run(tmp_path / "a", [*lines, sample(400, "x"), start(400, command="resumed")])
+    a = write_run(tmp_path / "a", [*lines, sample(400, "x")])
     for page in (Page(a), Page(a, write_run(tmp_path / "b", RUN))):
         page.shows("python train_gpt2.py --lr 1e-3 --data 'my data'")
-        assert "resumed" not in page.seen.replace("resumed at step", "")
         ids = {attributes.get("id") for _, attributes in page.tags}
         links = [a["href"][1:] for tag, a in page.tags if tag == "a"]
         assert {"figure-loss", "samples", "figure-lr", "settings"} <= {*links} <= ids
         assert len(page.text) < 2_200_000, "plotly is compressed"
+
+
+def test_a_run_that_died_of_nan_says_so_and_how_to_go_on(tmp_path, run_train, monkeypatch):
+    """The sentence of the terminal, the spike and the command that replays it. A step is checked while the
+    next one runs, so there is one more."""
+    done = run_train("--lr", "1e30", "--grad_clip", 0, "--max_steps", 30, "--val_every", 10)
+    error = done.stderr.partition("error: ")[2].strip()
+    assert done.returncode == 1 and "try a lower --lr" in error
+    monkeypatch.chdir(tmp_path)
+    records = [json.loads(line) for line in open("log/r/log.jsonl")]
+    assert records[-1] | {"time": 0} == dict(
+        kind="end", step=3, time=0, reason="error", error=error
+    )
+    page = Page(report.Path("log/r"))
+    shown = re.sub(r"(--\w+) ?", r"\1 ", f"Error: {error}.")  # a flag is an element of its own
+    page.shows(
+        "Stopped: the loss is nan at step 2 r",
+        "stopped by an error after step 3",
+        shown,
+        "Gradient spike at step 2: norm not finite, median of the steps before",
+        "To repeat that step: python -m lab replay log/r/spike_000002.json",
+    )
+    assert "still running" not in page.seen
+    replayed = run_python(ROOT / "lab", "replay", "log/r/spike_000002.json", cwd=tmp_path)
+    assert replayed.returncode == 0 and "nan" in replayed.stdout
+    assert not report.write_page([report.Path("log/r")], tmp_path / "r.html", watch=True)
+    # two runs: the headline also compares them
+    both = Page(report.Path("log/r"), write_run(tmp_path / "b", RUN))
+    both.shows(
+        "r stopped: the loss is nan at step 2; the runs have no measured step in common r", shown
+    )
+
+
+def test_errors_in_logs_without_measurements_and_of_older_versions(tmp_path):
+    """Without an end record, a spike that is not finite tells that the run stopped."""
+    end = dict(
+        kind="end", step=1, time=1.0, reason="error", error="CUDA is out of memory; try less"
+    )
+    page = Page(write_run(tmp_path / "a", [start(), end]))
+    page.shows("Stopped: CUDA is out of memory a", "Error: CUDA is out of memory; try less.")
+    assert page.figures == {} and "x axis" not in page.seen
+    spike = dict(
+        kind="spike", step=401, time=0.0, norm=None, usual=0.5, skipped=False, file="x.json"
+    )
+    stopped = "Stopped: the gradient norm is not finite at step 401"
+    page = Page(write_run(tmp_path / "b", [*RUN, spike]))
+    page.shows(stopped, "median of the steps before 0.5 ", "--warmup_steps .")
+    assert "lab replay" not in page.seen, "there is no spike file"
+    for more in ([start(401, time=1.0)], [spike | {"skipped": True}], [spike | {"norm": 90.0}]):
+        page = Page(write_run(tmp_path / "c", [*RUN, spike, *more]))
+        assert "Stopped" not in page.seen
+        page.shows("still running or killed")
+    page.shows("Gradient spike at step 401: norm 90, median of the steps before 0.5")
+    many = [spike | {"step": 401 + i, "norm": 90.0} for i in range(7)]
+    Page(write_run(tmp_path / "d", [*RUN, *many])).shows(
+        "norm 90, median of the steps before 0.5 2 earlier gradient spikes: see log.jsonl"
+    )
+
+
+def test_each_resume_is_shown_with_its_command_and_what_it_changed(tmp_path, run_train):
+    for flags in (["--max_steps", 4], ["--resume", "--max_steps", 8, "--lr", 0.5], ["--resume"]):
+        more = ["--max_steps", 9] if flags == ["--resume"] else []
+        done = run_train(*flags, *more)
+        assert done.returncode == 0, done.stderr
+    page = Page(tmp_path / "log/r")
+    assert page.seen.count("python train_gpt2.py") == 3
+    page.shows(
+        "resumed at step 4: python train_gpt2.py --resume --max_steps 8 --lr 0.5 resumed at step 8:",
+        "Changed when the run was resumed at step 4: max_steps from 4 to 8, lr from 0.001 to 0.5.",
+        "Changed when the run was resumed at step 8: max_steps from 8 to 9.",
+        "The table has the final values.",
+        "max_steps 9",
+    )
+    old = [*RUN, start(400, command="python train_gpt2.py --resume")]
+    old += [
+        start(400 + i, changed={}, command=f"python train_gpt2.py --resume {i}") for i in (1, 2)
+    ]
+    page = Page(write_run(tmp_path / "old", old))
+    page.shows("resumed at step 400: not logged.", "resumed at step 402: no setting.")
+    assert "more commands" not in page.seen
+    old += [start(402 + i, changed={"lr": 1}, command="again") for i in (1, 2)]  # a damaged record
+    Page(write_run(tmp_path / "old", [RUN[0] | {"command": "c"}, *old[1:]])).shows(
+        "3 more commands that resumed the run", "resumed at step 404: not logged."
+    )
+
+
+def test_the_text_about_the_loss_names_only_what_is_drawn(tmp_path):
+    vals = [val(0, 5.6), val(200, 2.1)]
+    cases = {
+        "Dot: validation. No training loss was logged.": [vals[0]],
+        "Small dot: training.": [train(1, 5.0)],
+        "Large dot: validation. Small dot: training.": [vals[0], train(1, 5.0)],
+        "only connects them. Thin line: training. The axis": [*vals, *CURVE[:79]],
+        "Thin line: training, smoothed; the faint line shows the raw values. The axis": RUN[1:],
+    }
+    for i, (text, lines) in enumerate(cases.items()):
+        page = Page(write_run(tmp_path / f"{i}", [start(), *lines]))
+        page.shows(text)
+        assert ("faint" in page.seen) == ("faint" in text)
+    Page(tmp_path / "3", tmp_path / "4").shows("smoothed where a faint line shows the raw values.")
+    norms = [record | {"grad_norm": 1.0} for record in CURVE]
+    Page(write_run(tmp_path / "n", [start(), *norms])).shows(
+        "The faint line shows the raw values, the other one is smoothed."
+    )
+
+
+def test_the_text_about_the_learning_rate_names_the_other_optimizers_rate(tmp_path):
+    rule = "determined by the settings lr, warmup_steps and schedule."
+    adamw = Page(write_run(tmp_path / "a", RUN, optimizer="adamw", muon_lr=0.02))
+    adamw.shows(f"The learning rate, {rule}")
+    assert "Muon" not in adamw.seen
+    muon = "are trained by Muon, whose learning rate follows the same curve up to muon_lr = 0.02."
+    b = write_run(tmp_path / "b", RUN, optimizer="muon", muon_lr=0.02)
+    Page(b).shows(f"AdamW's learning rate, {rule}", muon)
+    Page(tmp_path / "a", b).shows(f"a: The learning rate, {rule} b: AdamW's learning rate, {rule}")
+    c = write_run(tmp_path / "c", RUN, optimizer="normuon", muon_lr=0.02, embed_lr=0.3)
+    embeddings = "That of the embeddings goes up to embed_lr = 0.3."
+    Page(c).shows("AdamW's learning rate of the output layer, ", f"{muon} {embeddings}")
+
+
+def test_samples_of_random_weights_have_a_remark(tmp_path):
+    remark = "The weights are random before the first step, so this text is too."
+    invalid = f"{remark} � stands for bytes that are not valid UTF-8"
+    lines = [*RUN, sample(0, "q�"), sample(200, "�")]
+    page = Page(write_run(tmp_path / "a", lines))
+    page.shows(f"after 0 steps {invalid}")
+    assert page.seen.count(remark) == 1
+    assert "UTF-8" not in Page(write_run(tmp_path / "b", [*RUN, sample(0, "q")])).seen
+    assert remark not in Page(write_run(tmp_path / "c", lines, init_from="gpt2")).seen
+    log = write_log(tmp_path / "d", lines)
+    Page(log).shows(invalid)  # without config.json: by the loss at step 0
+    assert remark not in Page(write_log(log, [start(), val(0, 3.0), *lines[2:]])).seen
+
+
+def test_values_of_the_log_have_names(tmp_path):
+    page = Page(write_run(tmp_path / "a", RUN))
+    page.shows("uniform guess (nats) 5.54908 unigram baseline (nats) 3.348")
+    assert "log_v" not in page.seen
+    (details,) = [attributes for tag, attributes in page.tags if tag == "details"]
+    assert "open" in details, "the link to the settings leads to open ones"
 
 
 def test_missing_values_are_a_dash(tmp_path):

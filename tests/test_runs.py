@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from conftest import (  # isort: skip
-    ROOT, TINY_MODEL, differing_parts, equal_bits, of_kind, read_run, run_python,
-    train_here, wait_for_steps,
+    TINY_MODEL, differing_parts, equal_bits, of_kind, read_run, run_code, train_here,
+    wait_for_steps,
 )  # fmt: skip
 
 import train_gpt2
@@ -121,7 +121,7 @@ def test_run_of_commit_a3954dc_can_be_resumed(tmp_path):
     """Its config has fields that no longer exist. Losses agree as far as the order of sums allows, if
     Muon treats c_attn as one matrix, as it did then."""
     shutil.copytree(OLD, tmp_path, dirs_exist_ok=True)
-    done = run_python("-c", ONE_MATRIX, "--resume", cwd=tmp_path, PYTHONPATH=str(ROOT))
+    done = run_code(ONE_MATRIX, "--resume", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "(ignored, unknown to this version: cross_entropy, fused" in done.stdout
     run = read_run(tmp_path / "log" / "old")
@@ -347,7 +347,7 @@ def test_kill_during_a_save_keeps_the_previous_checkpoint_and_best(tmp_path, mon
 
 def test_saving_starts_no_thread(tmp_path, monkeypatch):
     """A second Ctrl-C may come then. If it interrupts the start, the program never ends."""
-    checkpointer = checkpoint.AsyncCheckpointer(tmp_path, 1, True, torch.device("cpu"))
+    checkpointer = checkpoint.AsyncCheckpointer(tmp_path, TrainConfig(), torch.device("cpu"))
     monkeypatch.setattr(threading.Thread, "start", lambda self: pytest.fail("a thread was started"))
     checkpointer.save(1, {})
     assert checkpointer.finish() == {"step": 1, "path": "model_000001.pt"}
@@ -374,6 +374,26 @@ def test_async_checkpoint_has_the_state_at_the_time_of_save(tmp_path, shards, mo
     assert not equal_bits(run.state_dict()["model"], wanted["model"])
     assert equal_bits(found, wanted)
     assert by_thread.stat().st_size == pytest.approx(at_once.stat().st_size, abs=2000)
+
+
+def test_a_checkpoint_saved_between_reading_and_locking_is_not_renamed(
+    tmp_path, shards, monkeypatch
+):
+    """As by the run that is being stopped while the next one starts with --resume."""
+    whole = train_here(tmp_path, shards, "r", max_steps=4, checkpoint_every=2)
+    newest, away = whole.dir / "model_000004.pt", tmp_path / "away.pt"
+    newest.rename(away)
+    monkeypatch.setattr(
+        train_gpt2.config, "read_newest", lambda run_dir: restored(read_newest(run_dir))
+    )
+
+    def restored(found):
+        away.rename(newest)
+        return found
+
+    with pytest.raises(UserError, match="has saved .*model_000004.pt meanwhile; start the same"):
+        train_here(tmp_path, shards, "r", resume=True, max_steps=6)
+    assert newest.exists() and len(list(whole.dir.glob("*.damaged"))) == 0
 
 
 @pytest.mark.parametrize("cut", [0, 100])

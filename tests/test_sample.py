@@ -2,6 +2,7 @@
 
 import html
 import io
+import math
 import os
 import re
 import sys
@@ -309,13 +310,13 @@ def test_html_page_shows_probabilities_and_escapes_markup(tmp_path, monkeypatch)
     assert "<b>&lt;b&gt;</b>" in page and "<model>" not in page and "://" not in page
     gen_kwargs = dict(temperature=0.8, top_k=50, generator=torch.Generator().manual_seed(3))
     pairs = generate(model, torch.tensor([[256, *b"<b>"]]), 20, **gen_kwargs)
-    percents = [100 * logits[0].softmax(-1)[token].item() for token, logits in pairs]
+    probs = [logits[0].softmax(-1)[token].item() for token, logits in pairs]
     boxes = re.findall(r'<span class="box">(.*?)</span>', page, re.DOTALL)
-    for box, percent in zip(boxes, percents, strict=True):
+    for box, p in zip(boxes, probs, strict=True):
         own, _, *likeliest = html.unescape(box).split("\n")
-        assert own.endswith(f"{percent:.2f} %")
-        top = [float(line.split("%")[0]) for line in likeliest]
-        assert top == sorted(top, reverse=True) and len(top) == 5 and top[0] + 0.1 >= percent
+        assert own.endswith(f"”: model {100 * p:.1f} %, {-math.log2(p):.1f} bits of surprise")
+        top = [float(line.split()[-2]) for line in likeliest]
+        assert top == sorted(top, reverse=True) and len(top) == 5 and top[0] + 0.1 >= 100 * p
 
 
 def test_samples_of_a_run_use_its_seed_and_mark_end_of_text():
@@ -330,6 +331,15 @@ def test_samples_of_a_run_use_its_seed_and_mark_end_of_text():
     assert a == ["ab" + re.sub(r"(\n<\|endoftext\|>\n)+\Z", "", text) for text in texts]
     assert "\n<|endoftext|>\n" in a[0] and a[0][-1] == "\ufffd"
     assert generate_samples(always(256), *args, seed=5)[0] == ["ab", "ab"]
+
+
+def test_samples_continue_the_end_of_a_prompt_longer_than_the_context():
+    model = noisy_gpt(block_size=8)
+    ends = {
+        generate_samples(model, get_tokenizer("bytes"), 9 * "a" + last, 5, seed=1)[0][0][10:]
+        for last in "bcde"
+    }
+    assert len(ends) > 1
 
 
 @pytest.fixture

@@ -887,6 +887,17 @@ def test_chat_in_the_terminal(tmp_path, ask_sample):
     assert process.stderr.count("[stopped]") == 2
 
 
+def test_ctrl_c_ends_a_text_and_not_the_program(tmp_path, ask_sample):
+    saved(always(ord("z"), block_size=30_000), tmp_path / "log/r/model_000010.pt")
+    process = ask_sample("--max_new_tokens", 100000, "--num_samples", 1)
+    for turn in (1, 2):
+        process.type("hi\n")
+        wait_for(lambda: process.stdout.count("hizzzzz") == turn, process)  # noqa: B023
+        process.signal(signal.SIGINT)
+    process.type("\n")
+    assert process.wait() == 0 and process.stderr.count("[stopped]") == 2, process.stderr
+
+
 def test_chat_reports_what_does_not_fit(tmp_path, ask_sample):
     saved(always(ord("z"), block_size=64), tmp_path / "log/r/model_000010.pt")
     process = ask_sample("--chat")
@@ -895,6 +906,4 @@ def test_chat_reports_what_does_not_fit(tmp_path, ask_sample):
     assert process.stdout == 2 * ("z" * (64 - len("_User: hi\n\nAssistant:")) + "\n")
     assert process.stderr.count("[cut: the model's context of 64 tokens is full]") == 2
     assert "the newest message takes 99 tokens" in process.stderr
-    assert (
-        process.stderr.count("[messages that no longer fit and are dropped, oldest first: 2]") == 1
-    )
+    assert process.stderr.count("because they no longer fit: the oldest 2 messages]") == 1

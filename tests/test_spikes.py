@@ -17,6 +17,7 @@ from conftest import (  # isort: skip
 from test_bert import TINY_RUN as BERT_RUN
 from test_bert import texts  # noqa: F401
 from test_speedrun import FLAGS as SPEEDRUN
+from test_speedrun import in_process as speedrun_trainer
 
 import train_gpt2
 from lab.cli import RunError, UserError
@@ -274,6 +275,14 @@ def trainer_before(run_dir, device="cpu"):
     settings = read_config(run_dir, train_gpt2.GPTConfig, train_gpt2.TrainConfig)[:2]
     file = run_dir / "spike_000041.json"
     return replay.trainer_before(file, replay.read_spike(file), *settings, World(device))[0]
+
+
+def test_a_replay_reads_every_sequence_of_a_step_that_is_larger_than_the_first(tmp_path, shards):
+    run = speedrun_trainer(tmp_path, shards, batch_warmup_steps=2)
+    for _ in range(2):
+        run.train_step()
+    losses, _, _, each = replay.repeat_step(run)
+    assert (len(losses), len(each)) == (2, 8)
 
 
 @pytest.mark.parametrize("name", ["bert", "speedrun"])

@@ -8,8 +8,6 @@ import os
 import platform
 import re
 import struct
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -140,10 +138,13 @@ def val_log(*losses, train=(1.0,)):
 @pytest.mark.parametrize(
     "log, init_from, verdict",
     [
-        (val_log(3, 1.2), "", "1.2000, is good: a perplexity of 3.3, like guessing among 3.3 equally likely"
-         " tokens, compared with 7.4 for a model without context (unigram) and 20.0 for a uniform guess."),
-        (val_log(3, 1.5), "", "1.5000, is a start: a perplexity of 4.5, "),
-        (val_log(3, 2.5), "", "2.5000, is not good yet: a perplexity of 12.2, "),
+        (val_log(3, 1.2), "", "1.2000, is good (below two thirds of the unigram loss, 2.000): a perplexity of"
+         " 3.3, like guessing among 3.3 equally likely tokens, compared with 7.4 for a model without context"
+         " (unigram) and 20.0 for a uniform guess."),
+        (val_log(3, 1.5), "", "1.5000, is a start (below the unigram loss, 2.000, but not below two thirds"
+         " of it): a perplexity of 4.5, "),
+        (val_log(3, 2.5), "", "2.5000, is not good yet (not below the unigram loss, 2.000): a perplexity of"
+         " 12.2, "),
         (val_log(3, 3.5), "", "3.5000, is bad: a uniform guess has 2.996; try a lower --lr (and --muon_lr)."),
         (val_log(3, 1.1, 1.2), "", "1.2000, is above its minimum of 1.1000 after step 10; train for fewer"
          " steps or on more data."),
@@ -297,16 +298,17 @@ def test_prompt_is_bold_on_a_terminal_only(on_terminal, runs, tmp_path):
     assert run_python(*ask, cwd=tmp_path).stdout.startswith("The end")
 
 
-def test_arrow_keys_edit_a_typed_prompt(runs, tmp_path):
+def test_arrow_keys_edit_a_typed_prompt(runs, start):
     pty = pytest.importorskip("pty", reason="needs a pseudo-terminal")
     ours, theirs = pty.openpty()
     ask = [ROOT / "sample.py", "--model", "log/base", "--max_new_tokens", "3", "--device", "cpu"]
-    streams = dict(stdin=theirs, stdout=theirs, stderr=theirs, env=os.environ | {"TERM": "xterm"})
-    process = subprocess.Popen([sys.executable, *ask], cwd=tmp_path, **streams)
-    os.close(theirs)
+    name = os.ttyname(theirs)
+    process = start(*ask, inp=name, out=name, err=name, TERM="xterm")
     keys, seen = [b"Hi\033[D\033[D!\r", b"\r"], b""  # left, left
     try:
         while data := os.read(ours, 4096):
+            if not seen:  # the program has opened it
+                os.close(theirs)
             seen += data
             if keys and seen.count(b"line to quit): ") == 3 - len(keys):
                 os.write(ours, keys.pop(0))

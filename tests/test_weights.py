@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, add_noise, equal_bits, run_python
+from conftest import ROOT, add_noise, equal_bits, run_code
 
 from lab.cli import UserError
 from lab.hf import export as hf_export
@@ -433,6 +433,11 @@ def test_an_export_in_16_bits_is_half_the_size_and_rounds(tmp_path):
     loaded = load_model(str(tmp_path / "half"))
     for p, q in zip(loaded.parameters(), ours.half().parameters(), strict=True):
         assert p.dtype == torch.float32 and torch.equal(p[: len(q)], q[: len(p)].float())
+    ours.float().transformer.ln_f.weight.data[3] = 1e5
+    source = saved(ours, tmp_path / "model.pt")
+    with pytest.raises(UserError, match="ln_f.weight of .* above 65504, the largest float16"):
+        export(source, tmp_path / "no", dtype="float16")
+    assert not (tmp_path / "no").exists()
 
 
 def test_exported_tokenizer_and_pipeline(tmp_path, gpt2_files):
@@ -484,9 +489,9 @@ def test_a_weights_file_with_a_wrong_checksum_is_refused(tmp_path):
 def test_a_killed_export_keeps_the_earlier_one_and_is_cleaned_up_by_the_next(tmp_path):
     export(saved(earlier := tiny_gpt(), tmp_path / "earlier.pt"), tmp_path / "out")
     source = saved(model := tiny_gpt(n_embd=64), tmp_path / "model.pt")
-    code = f"import os, sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom pathlib import Path\n"
+    code = "import os\nfrom pathlib import Path\n"
     code += "from lab.hf.export import export\nPath.chmod = lambda *_: os.kill(os.getpid(), 9)\n"
-    killed = run_python("-c", f"{code}export({source!r}, Path('out'))", cwd=tmp_path)
+    killed = run_code(f"{code}export({source!r}, Path('out'))", cwd=tmp_path)
     assert killed.returncode == -9 and (tmp_path / ".out.part/model.safetensors").exists()
     assert equal_models(load_model(str(tmp_path / "out")), earlier)
     export(source, tmp_path / "out")

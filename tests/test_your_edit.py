@@ -1,12 +1,13 @@
 """Edits in train_gpt2.py, or in a copy of it, are used in training, validation, sampling and export."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
 from conftest import (  # isort: skip
-    ROOT, TINY_RUN, equal_bits, fail, read_run, run_python, succeed,
+    ROOT, TINY_RUN, equal_bits, fail, read_run, run_code, succeed,
 )  # fmt: skip
 
 from lab.cli import UserError
@@ -68,8 +69,7 @@ def test_a_copy_is_sampled_resumed_exported_with_its_own_model(tmp_path, shards)
     record = json.loads((run_dir / "config.json").read_text())["program"]
     assert record["model"] == f"{program.as_posix()}:GPT"
 
-    code = f"""
-import sys; sys.path.insert(0, {str(ROOT)!r})
+    code = """
 import torch, train_gpt2
 from lab.registry import load_model
 model, idx = load_model("r"), torch.arange(20)[None]
@@ -81,7 +81,7 @@ x = torch.randn(1, 4, model.config.n_embd)
 mlp = model.transformer.h[0].mlp
 print(torch.allclose(mlp(x), mlp.c_proj(mlp.c_fc(x).relu().square())))
 """
-    assert run_python("-c", code, cwd=tmp_path).stdout.split() == ["True", "True"]
+    assert run_code(code, cwd=tmp_path).stdout.split() == ["True", "True"]
     text = succeed(ROOT / "sample.py", "ab", "--model", "r", "--max_new_tokens", 5, cwd=tmp_path)
     assert "ab" in text
     resumed = succeed(program, "--resume", "--max_steps", 5, cwd=tmp_path)
@@ -93,6 +93,42 @@ print(torch.allclose(mlp(x), mlp.c_proj(mlp.c_fc(x).relu().square())))
     program.unlink()
     missing = fail(ROOT / "sample.py", "ab", "--model", "r", cwd=tmp_path)
     assert "is defined in" in missing and "put a copy of that file there" in missing
+
+
+MEAN_WEIGHTS = (
+    (
+        "        self.saved_step = 0",
+        "        self.mean = [p.detach().clone() for p in raw_model.parameters()]\n"
+        "        self.saved_step = 0",
+    ),
+    (
+        "        self.step += 1\n",
+        "        self.step += 1\n"
+        "        torch._foreach_lerp_(self.mean, [p.data for p in self.raw_model.parameters()], 0.5)\n",
+    ),
+    (
+        "    def callbacks(self, stop):\n",
+        "    def state_dict(self):\n"
+        "        return super().state_dict() | {'mean': self.mean}\n\n"
+        "    def load_state_dict(self, state):\n"
+        "        super().load_state_dict(state)\n"
+        "        self.mean = state['mean']\n\n"
+        "    def callbacks(self, stop):\n",
+    ),
+)
+
+
+def test_a_trainer_with_more_state_saves_and_restores_it(tmp_path, shards):
+    program = edited_copy(tmp_path, "my_gpt.py", *MEAN_WEIGHTS)
+    flags = "--max_steps", 4, "--checkpoint_every", 2
+    succeed(program, *TINY_RUN, "--data", shards, *flags, cwd=tmp_path)
+    path = tmp_path / "log" / "r" / "model_000004.pt"
+    state = read_checkpoint(path.rename(tmp_path / "whole.pt"))
+    succeed(program, "--resume", cwd=tmp_path)  # from step 2
+    assert equal_bits(read_checkpoint(path)["mean"], state["mean"])
+    weights = list(state["model"].values())
+    assert len(state["mean"]) == len(weights) - 1, "the tied head is one parameter"
+    assert not torch.equal(state["mean"][0], weights[0]), "they lag behind the weights"
 
 
 def test_an_unchanged_copy_exports_to_transformers(tmp_path, shards):
@@ -136,9 +172,21 @@ def test_a_checkpoint_cannot_name_a_file_elsewhere(tmp_path, monkeypatch):
     evil = tmp_path / "evil.py"
     evil.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass GPT:\n    pass\n")
     monkeypatch.chdir(tmp_path / "here")
-    for file in (evil, "../evil.py", "here/../../evil.py"):
-        with pytest.raises(UserError, match="which is not a file in"):
-            find_class(f"{file}:GPT", "x")
+    in_runs = [tmp_path / "here" / "log" / "m.py", ROOT / "log" / "evil_of_a_test.py"]
+    for file in (evil, "../evil.py", "here/../../evil.py", *in_runs):
+        if file in in_runs:
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(evil.read_text())
+        try:
+            with pytest.raises(UserError, match="which is not a file in"):
+                find_class(f"{file}:GPT", "x")
+        finally:
+            if file in in_runs:
+                file.unlink()
+    evil.rename("m.py")
+    Path("model_000003.pt").touch()  # the current directory is somebody's run
+    with pytest.raises(UserError, match="which is not a file in"):
+        find_class(f"{tmp_path}/here/m.py:GPT", "x")
     assert not (tmp_path / "ran").exists()
 
 

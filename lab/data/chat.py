@@ -273,7 +273,7 @@ def build_chats(path: str, tokenizer: str, context: int) -> str:
     label = tokenizer  # of the tokenizer; a file by its content
     if tokenizer.endswith(TOKENIZER_FILE):
         label = f"tokenizer-{sha256_of(tokenizer)[:8]}"
-    name = f"{file.name.split('.')[0]}_{label}_{context}_{sha256_of(file)[:8]}"
+    name = f"{file.name.split('.')[0][:80]}_{label}_{context}_{sha256_of(file)[:8]}"
     folder = Path("data", name)
     with dir_lock(folder, "", wait=True):
         tokenizer = get_or_train(folder, tokenizer, [], 0)  # copies a file into the folder

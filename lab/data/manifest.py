@@ -138,13 +138,15 @@ def check_manifest_matches(out_dir: str | Path, manifest: Mapping[str, Any], **w
     """Raise UserError if the manifest in out_dir has other values than `wanted`."""
     for key, value in wanted.items():
         if (old := manifest.get(key)) != value:
-            if isinstance(old, list) and isinstance(value, list):  # show only what differs
-                old, value = ([x for x in a if x not in b] for a, b in ((old, value), (value, old)))
-            before, now = reprlib.repr(old), reprlib.repr(value)
             name = "source" if key == "data" else key  # the shards are named after the source
+            changed = f"with {name} = {reprlib.repr(old)}, but now it is {reprlib.repr(value)}"
+            if isinstance(old, list) and isinstance(
+                value, list
+            ):  # files: each has a name and a size
+                names = {file[0] for file in [*old, *value] if file not in old or file not in value}
+                changed = f"from other files; new, changed or gone: {', '.join(sorted(names))}"
             raise UserError(
-                f"{out_dir} was built with {name} = {before}, but now it is {now}; choose another "
-                f"--out, or delete {out_dir}"
+                f"{out_dir} was built {changed}; choose another --out, or delete {out_dir}"
             )
 
 

@@ -79,8 +79,9 @@ def open_shard(path: Path, dtype: str = "<u2") -> ShardFile:
 class TokenShards:
     """All shards of a split as one endless stream: position p is token p modulo their length."""
 
-    def __init__(self, folder: str | Path, split: str, vocab_size: int):
-        """split: "train" or "val". vocab_size: ids must be below it.
+    def __init__(self, folder: str | Path, split: str, vocab_size: int, eot: int | None = None):
+        """split: "train" or "val". vocab_size: ids must be below it. eot: end-of-text; default: the
+        manifest's, or else the last id.
 
         Raises UserError if there are no shards, or if files differ from the manifest.
         """
@@ -102,6 +103,7 @@ class TokenShards:
         for entry in manifest_files(manifest, split) if manifest else []:
             check_file(folder / entry["name"], entry)
         self.manifest: Mapping[str, Any] = manifest or {}  # empty if there is no manifest.json
+        self.eot = self.manifest.get("eot", vocab_size - 1) if eot is None else eot
         self.shards = [open_shard(path) for path in self.paths]
         self.starts = np.cumsum([0] + [shard.length for shard in self.shards])
         masks = [path.with_suffix(".mask") for path in self.paths]
@@ -186,10 +188,10 @@ class TokenShards:
 
         Raises UserError if there are none.
         """
-        eot, found, starts, i = self.manifest.get("eot", self.vocab_size - 1), [], [], 0
+        found, starts, i = [], [], 0
         shards = progress(self.shards, "looking for documents")
         for shard, start, end in zip(shards, self.starts, self.starts[1:]):
-            found.append(start + np.flatnonzero(shard.read(0, int(end - start)) == eot))
+            found.append(start + np.flatnonzero(shard.read(0, int(end - start)) == self.eot))
         found = np.concatenate(found)
         while i < len(found) and found[i] + seq_len <= len(self):
             starts.append(int(found[i]))

@@ -378,8 +378,8 @@ CONTROL_PICTURES |= {127: 0x2421} | dict.fromkeys(range(128, 160), 0xFFFD)
 
 
 def printable(text: str) -> str:
-    """Replace control characters, so that generated text is safe to print on a terminal."""
-    return text.translate(CONTROL_PICTURES)
+    """Replace control characters and what is not UTF-8, so that a text is safe to print on a terminal."""
+    return text.translate(CONTROL_PICTURES).encode(errors="replace").decode()
 
 
 TOKENIZERS = {"gpt2": GPT2Tokenizer, "bytes": ByteTokenizer}

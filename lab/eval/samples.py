@@ -69,7 +69,7 @@ def generate_samples(
     """(two texts that start with the prompt, token_logprobs of the first text's new tokens)."""
     device = model.lm_head.weight.device
     ids = [tokenizer.eot] + tokenizer.encode(prompt)  # a document starts with end-of-text
-    idx = torch.tensor([ids[: model.config.block_size]] * 2, device=device)
+    idx = torch.tensor([ids[-model.config.block_size :]] * 2, device=device)
     generator = torch.Generator(device=device).manual_seed(seed)
     detokenizers = IncrementalDetokenizer(tokenizer), IncrementalDetokenizer(tokenizer)
     texts, tokens = [prompt, prompt], []

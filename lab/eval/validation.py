@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lab.cli import UserError, progress, wrap
+from lab.cli import UserError, progress, require, wrap
 from lab.data.shards import TokenShards
 from lab.data.tokenizers import Tokenizer, get_tokenizer
 from lab.files import read_lenient
@@ -137,12 +137,16 @@ def evaluate(
         for name, value in sums.items():
             totals[name] = totals.get(name, 0) + value.to(sum_device).double()
     sums = dict(zip(totals, world.all_reduce(torch.stack(list(totals.values()))).tolist()))
-    if not sums["targets"]:
-        raise UserError(
-            f"val_tokens={cfg.val_tokens} of {cfg.data} contain no target; pass a larger "
-            "--val_tokens, or 0 for all"
-        )
+    check_targets(sums["targets"], shards, cfg.val_tokens)
     return sums
+
+
+def check_targets(count: float, shards: TokenShards, val_tokens: int) -> None:
+    require(
+        count,
+        f"val_tokens={val_tokens} of {shards.folder} contain no target; pass a larger --val_tokens, or 0 "
+        "for all",
+    )
 
 
 def num_targets(shards: TokenShards, tokens: int) -> int:
@@ -174,11 +178,17 @@ def unigram_entropy(train_shards: TokenShards, val_shards: TokenShards, val_toke
     """Loss in nats per token of a model that knows only how often each token occurs in the first 20M
     tokens of the training data."""
     train, val = target_counts(train_shards, 20_000_000) + 1, target_counts(val_shards, val_tokens)
+    check_targets(val.sum(), val_shards, val_tokens)
     return float(-(val / val.sum() * np.log(train / train.sum())).sum())
 
 
 def bytes_per_token(tokenizer: Tokenizer, shards: TokenShards, val_tokens: int) -> float | None:
     """Mean number of text bytes per target, which converts nats per token to bits per byte."""
-    counts = target_counts(shards, val_tokens)
-    total_bytes = float(counts @ tokenizer.token_bytes()[: len(counts)])
+    counts, sizes = target_counts(shards, val_tokens), tokenizer.token_bytes()
+    require(
+        len(sizes) >= len(counts),
+        f"vocab_size={len(counts)} must be at most {len(sizes)}, the size of the tokenizer; leave it out "
+        "(--vocab_multiple pads it)",
+    )
+    total_bytes = float(counts @ sizes[: len(counts)])
     return total_bytes / int(counts.sum()) if counts.any() else None

@@ -106,6 +106,12 @@ def export(
         )
         return
     exported.to(getattr(torch, dtype))
+    for name, p in exported.named_parameters():
+        if not p.isfinite().all():
+            raise UserError(
+                f"{name} of {source} has a weight above {torch.finfo(p.dtype).max:g}, the largest {dtype}; "
+                "pass --dtype float32"
+            )
     eprint(f"writing {source} to {out}")
     # An earlier export is replaced only when the new one is complete. A killed export leaves this
     # folder, which the next export to the same place removes.

@@ -266,7 +266,7 @@ def print_forecast(s: MemorySpec, gpu: GPU, args: argparse.Namespace) -> None:
     )
     if s.device_type == "cuda":
         cost = f"${hours * args.gpus * args.price:,.2f}"
-        print_row("money", f"{cost}, assuming ${args.price:g} per GPU-hour (--price)")
+        print_row("money", f"{cost} at ${args.price:g} per rented GPU-hour (--price)")
 
 
 # -------------------------------------------------------------------------------- 4. command line

@@ -16,7 +16,10 @@ Record = dict[str, Any]  # one line of a log
 RunLog = dict[str, list[Record]]  # {kind: records, sorted by step}
 # types of the fields that are not numbers
 FIELD_TYPES: dict[str, Any] = dict.fromkeys("texts words passed_over shaded".split(), list)
-FIELD_TYPES |= dict.fromkeys("kind device precision torch reason path file command".split(), str)
+FIELD_TYPES |= dict.fromkeys(
+    "kind device precision torch reason error path file command".split(), str
+)
+FIELD_TYPES |= {"changed": dict}
 
 
 def find_runs(paths: Sequence[str | Path]) -> list[Path]:
@@ -66,13 +69,14 @@ def output_path(paths: Sequence[Path], out: str | Path, name: str, *suffixes: st
 def read_log(run: str | Path) -> RunLog:
     """The records of a run directory, or of a log file.
 
-    A resumed run starts again from its checkpoint, so older records of later steps are dropped. Of two
+    A resumed run starts again from its checkpoint, so older records of later steps are dropped, and so is
+    the end of the run before. Of two
     records of the same kind and step, the later one counts. Lines that are not records, such as one cut
-    off when the process was killed, are skipped. Raises UserError if there is no log or it has no
-    measurement.
+    off when the process was killed, are skipped. Raises UserError if there is no log, or if it has neither
+    a measurement nor an error.
     """
     path = Path(run) / "log.jsonl" if Path(run).is_dir() else Path(run)
-    with read_errors(path, "log", "pass a run directory: `ls log` lists them"):
+    with read_errors(path, "run or log", "pass a run directory: `ls log` lists them"):
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     found: dict[tuple[str, int], Record] = {}  # by kind and step
     for line in lines:
@@ -82,12 +86,12 @@ def read_log(run: str | Path) -> RunLog:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             continue
         if kind == "start":
-            found = {key: r for key, r in found.items() if key[1] <= step}
+            found = {key: r for key, r in found.items() if key[1] <= step and key[0] != "end"}
         found[kind, step] = record
     log: RunLog = {}
     for (kind, _), record in sorted(found.items(), key=lambda item: item[0][1]):
         log.setdefault(kind, []).append(record)
-    if not {"train", "val", "hella"} & log.keys():
+    if not {"train", "val", "hella"} & log.keys() and not run_error(log):
         raise UserError(f"{path} has no measurement; wait for the first one, or choose another run")
     return log
 
@@ -112,6 +116,8 @@ def clean_record(record: Record) -> Record:
             clean["shaded"] = [str(prompt), list(map(clean_token, tokens))]
         except (ValueError, KeyError, TypeError):
             del clean["shaded"]
+    if not all(isinstance(v, list) and len(v) == 2 for v in clean.get("changed", {}).values()):
+        del clean["changed"]
     return clean
 
 
@@ -126,9 +132,24 @@ def clean_token(token: Record) -> Record:
 
 
 def end_reason(log: RunLog) -> str | None:
-    """Why the run ended, "done" or a signal's name; None if it is still running or was killed."""
-    end, start = log.get("end", [{}])[-1], log.get("start", [{}])[-1]
-    return end.get("reason") if end.get("time", 0) >= start.get("time", 0) else None
+    """Why the run ended: "done", "error" or a signal's name; None if it is still running or was killed."""
+    return "error" if run_error(log) else log.get("end", [{}])[-1].get("reason")
+
+
+def run_error(log: RunLog) -> str:
+    """The message of the error that ended the run; "" without an error.
+
+    Older logs have no such message, but a spike whose norm is not finite always ends a run, unless its
+    update was skipped.
+    """
+    end, spike = log.get("end", [{}])[-1], log.get("spike", [{"step": 0, "skipped": True}])[-1]
+    if end.get("reason") == "error":
+        return end.get("error") or "unknown error"
+    started = log.get("start", [{}])[-1].get("step", 0)
+    if not end and spike["step"] > started and "norm" not in spike and not spike.get("skipped"):
+        norm = f"the gradient norm is not finite at step {spike['step']}"
+        return f"{norm}; try a lower --lr, or more --warmup_steps"
+    return ""
 
 
 # ---------------------------------------------------------------------------------------- curves

@@ -127,6 +127,8 @@ def repeat_step(trainer: Any) -> tuple[list[float], float, dict[str, float], lis
     """Do the next update. Returns (losses of the micro-steps, gradient norm, norm of each
     parameter's gradient, mean loss of each sequence)."""
     loader, each = trainer.loader, []
+    if hasattr(trainer, "step_tokens"):  # speedrun.py: the size of a step changes
+        loader.set_total_batch_size(trainer.step_tokens(trainer.step))
     with torch.no_grad(), trainer.precision.autocast():
         for micro_step in range(loader.grad_accum_steps):
             x, y, _ = loader.micro_batch(loader.next_sequence, micro_step)
@@ -154,7 +156,9 @@ def show(spike: dict, losses: list, norm: float, norms: dict, each: list) -> Non
     if len(largest) > MAX_ROWS:
         print(f"  and {len(largest) - MAX_ROWS} more in the file")
     print("\nloss of each sequence, largest first")
-    worst = sorted(zip(each, spike["sequences"]), key=lambda pair: largest_first(pair[0]))
+    worst = sorted(
+        zip(each, spike["sequences"], strict=True), key=lambda pair: largest_first(pair[0])
+    )
     for loss, sequence in worst[:MAX_ROWS]:
         text = json.dumps(sequence["text"], ensure_ascii=False)
         print(f"{loss:10.4f}  {sequence['at']:32} {text}")

@@ -11,6 +11,7 @@ anything else. Text from a log, such as a sample, is escaped by jinja2.
 import html
 import json
 import math
+import re
 import secrets
 import time
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from pathlib import Path
 from statistics import median_high
 from typing import Annotated, Any, NamedTuple
 
-from lab.cli import UserError, parse_args
+from lab.cli import UserError, counted, parse_args, shell_quote
 from lab.data.tokenizers import printable
 from lab.eval import blimp_published
 from lab.files import atomic_write, read_json, write_errors
@@ -32,6 +33,9 @@ from lab.tools.verdict import loss_verdict
 
 RENEW_SECONDS = 10  # interval at which --watch updates the page
 MISSING = "–"  # printed for a value that was not logged
+SPIKES = 5  # largest number of gradient spikes that are listed, the newest ones
+# names of values of the log's start record
+LABELS = {"log_v": "uniform guess (nats)", "unigram": "unigram baseline (nats)"}
 
 # ------------------------------------------------------------------------------------------ 1. runs
 
@@ -39,11 +43,12 @@ MISSING = "–"  # printed for a value that was not logged
 class RunReport:
     """The data of a run for the page.
 
-    config: {"model": {field: value}, "train": {field: value}}, or empty without a config.json.
+    folder: the run directory, or that of a copied log. config: {"model": {field: value}, "train": {field:
+    value}}, or empty without a config.json.
     """
 
-    def __init__(self, name: str, log: RunLog, config: dict[str, dict]):
-        self.name, self.log, self.config = name, log, config
+    def __init__(self, name: str, folder: Path, log: RunLog, config: dict[str, dict]):
+        self.name, self.folder, self.log, self.config = name, folder, log, config
         self.all = [record for kind in log.values() for record in kind]
         self.start, self.train = log.get("start", [{}])[-1], config.get("train", {})
         self.tokens = tokens = read_log.tokens_at(log)  # training tokens up to a step, or None
@@ -72,11 +77,13 @@ def read_run(path: Path, name: str) -> RunReport:
     """Read a run directory or a log file. Raises UserError if there is no log, if it has no
     measurement yet, or if config.json is damaged."""
     log, config = read_log.read_log(path), {}
-    beside = (path if path.is_dir() else path.parent) / "config.json"
+    folder = path if path.is_dir() else path.parent
+    beside = folder / "config.json"
     if beside.exists() and (path.is_dir() or path.name == "log.jsonl"):  # not for a copied log
         hint = "delete it to get a page without the configuration"
         config = read_json(beside, hint, model=dict, train=dict)
-    return RunReport(name, log, {part: config[part] for part in ("model", "train") if config})
+    config = {part: config[part] for part in ("model", "train") if config}
+    return RunReport(name, folder, log, config)
 
 
 def mismatch(runs: Sequence[RunReport]) -> str:
@@ -123,10 +130,11 @@ def figures_of(runs: Sequence[RunReport]) -> dict[str, dict]:
     have a curve; report.html.j2 has their titles, units and style."""
     logs = [run.log for run in runs]
     alone = len(runs) == 1
-    losses = trace_per_run(
+    training = trace_per_run(
         runs, "train", "loss", "loss", "training", width=1.3, smooth=True, showlegend=alone
     )
-    losses += trace_per_run(runs, "val", "loss", "loss", "validation", width=3, showlegend=alone)
+    validation = trace_per_run(runs, "val", "loss", "loss", "validation", width=3, showlegend=alone)
+    losses = training + validation
     norms = trace_per_run(runs, "train", "grad_norm", "gradient norm", smooth=True)
     highest = max((v for curve in norms for v in curve["y"]), default=0)
     clips = [run.train.get("grad_clip") for run in runs]
@@ -135,8 +143,11 @@ def figures_of(runs: Sequence[RunReport]) -> dict[str, dict]:
     low, high = window or (-math.inf, math.inf)
     heights = [y for curve in losses for y in curve["y"]] or [0.0]
     cut_off = ["high"] * (max(heights) > high) + ["low"] * (min(heights) < low)
+    note = lines_drawn(training, validation)
     found: dict[str, dict] = {
-        "loss": dict(curves=losses, levels=loss_levels(logs), range=window, cut_off=cut_off)
+        "loss": dict(
+            curves=losses, levels=loss_levels(logs), range=window, cut_off=cut_off, note=note
+        )
     }
     if not comparable(logs):
         found["bits"] = dict(curves=trace_per_run(runs, "val", "bits_per_byte", "loss", width=3))
@@ -147,10 +158,61 @@ def figures_of(runs: Sequence[RunReport]) -> dict[str, dict]:
     scores = trace_per_run(runs, "blimp", "acc", "accuracy", width=3)
     found["blimp"] = dict(curves=scores, levels=blimp_levels(logs))
     found["phenomena"] = dict(curves=phenomenon_curves(runs[0]) if alone else [], levels={"": 0.5})
-    found["lr"] = dict(curves=trace_per_run(runs, "train", "lr", "learning rate"))
+    found["lr"] = dict(
+        curves=trace_per_run(runs, "train", "lr", "learning rate"), note=lr_note(runs)
+    )
     found["grad_norm"] = dict(curves=norms, levels={f"clipped at {c:g}": c for c in clips})
     found["tok_per_s"] = dict(curves=trace_per_run(runs, "train", "tok_per_s", "speed"))
     return {id: {"levels": {}} | figure for id, figure in found.items() if figure["curves"]}
+
+
+def lines_drawn(training: list[dict], validation: list[dict]) -> str:
+    """Sentences that say which lines and dots of the loss figure are training and validation losses."""
+    single, dots, faint = (
+        lambda curves: all(len(curve["y"]) == 1 for curve in curves),
+        [curve["dots"] for curve in validation],
+        [curve for curve in training if curve.get("faint")],
+    )
+    parts = []
+    if validation and single(validation):
+        parts.append("Large dot: validation." if training else "Dot: validation.")
+    elif validation and all(dots):
+        parts.append("Dots: validation; the dotted line only connects them.")
+    elif validation:
+        parts.append("Thick line, or dots: validation." if any(dots) else "Thick line: validation.")
+    if not training:
+        parts.append("No training loss was logged.")
+    elif single(training):
+        parts.append("Small dot: training.")
+    elif not faint:
+        parts.append("Thin line: training.")
+    elif 2 * len(faint) == len(training):  # each run has both
+        parts.append("Thin line: training, smoothed; the faint line shows the raw values.")
+    else:
+        parts.append("Thin line: training, smoothed where a faint line shows the raw values.")
+    return " ".join(parts)
+
+
+def lr_note(runs: Sequence[RunReport]) -> str:
+    """Sentences that say which learning rate is drawn, and how the others are related to it."""
+    notes = {}
+    for run in runs:
+        train, muon = run.train, run.train.get("optimizer") in ("muon", "normuon")
+        shown = "AdamW's learning rate" if muon else "The learning rate"
+        shown += " of the output layer" * ("embed_lr" in train)
+        note = f"{shown}, determined by the settings lr, warmup_steps and schedule."
+        if muon:
+            peak = setting_text(train.get("muon_lr"))
+            note += " The matrices of the blocks, which are most of the weights, are trained by Muon, whose "
+            note += f"learning rate follows the same curve up to muon_lr = {peak}."
+        if "embed_lr" in train:
+            note += (
+                f" That of the embeddings goes up to embed_lr = {setting_text(train['embed_lr'])}."
+            )
+        notes[run.name] = note
+    if len({*notes.values()}) == 1:
+        return next(iter(notes.values()))
+    return " ".join(f"{name}: {note}" for name, note in notes.items())
 
 
 def trace_per_run(
@@ -309,7 +371,22 @@ def format_delta(a: Number | None, b: Number | None) -> str:
 
 
 def title(runs: Sequence[RunReport]) -> str:
-    """The main result, as a sentence. Losses that cannot be compared are only listed."""
+    """The main result, as a sentence: the error that stopped a run, if there was one, and the losses."""
+    stopped = {run.name: short_error(run) for run in runs if short_error(run)}
+    if stopped and len(runs) == 1:
+        return f"Stopped: {stopped[runs[0].name]}"
+    parts = [f"{name} stopped: {error}" for name, error in stopped.items()]
+    return "; ".join([*parts, losses_title(runs)])
+
+
+def short_error(run: RunReport) -> str:
+    """The problem in the message of the error that stopped the run, without details and advice; "" without
+    an error."""
+    return re.split(r";| \(|\n", read_log.run_error(run.log))[0]
+
+
+def losses_title(runs: Sequence[RunReport]) -> str:
+    """A sentence about the losses. Those that cannot be compared are only listed."""
     differ = {"objectives": "with different objectives", "data": "on different data"}
     if (differs := mismatch(runs)) not in differ:
         return headline({run.name: run.log for run in runs})
@@ -325,20 +402,73 @@ def facts(run: RunReport) -> str:
     parts += [f"resumed at step {r['step']:,}" for r in run.log.get("start", []) if r["step"]]
     reason = read_log.end_reason(run.log)
     running = f"at step {run.last:,}, still running or killed"
-    parts += [{None: running, "done": "finished"}.get(reason, f"stopped by {reason}")]
+    known = {
+        None: running,
+        "done": "finished",
+        "error": f"stopped by an error after step {run.last:,}",
+    }
+    parts += [known.get(reason, f"stopped by {reason}")]
     return ", ".join(filter(None, parts))
 
 
-def command(run: RunReport) -> str:
-    """The command that started the run; "" if it was not logged, as by older versions."""
-    return str(run.log.get("start", [{}])[0].get("command", ""))
+def remarks(run: RunReport) -> list[tuple[str, str]]:
+    """[(class of the style sheet, sentences with commands in backticks)] on the error that stopped the run,
+    its gradient spikes, and its validation loss."""
+    found = []
+    if error := read_log.run_error(run.log):
+        found.append(("error", f"Error: {error}."))
+    spikes = [record for record in run.log.get("spike", []) if "file" in record]
+    for spike in spikes[-SPIKES:]:
+        norms = [format(spike[n], ".4g") if n in spike else "not finite" for n in ("norm", "usual")]
+        text = f"Gradient spike at step {spike['step']:,}: norm {norms[0]}, "
+        text += f"median of the steps before {norms[1]}"
+        text += ", update skipped" * bool(spike.get("skipped"))
+        file = run.folder / Path(spike["file"]).name
+        if file.is_file():  # not beside a copied log
+            text += f". To repeat that step: `python -m lab replay {shell_quote(file)}`"
+        found.append(("spike", text))
+    if more := len(spikes) - SPIKES if len(spikes) > SPIKES else 0:
+        found.append(("spike", f"{counted(more, 'earlier gradient spike')}: see log.jsonl"))
+    found.append(("verdict", loss_verdict(run.log, run.train)))
+    return [(style, flags_as_code(text)) for style, text in found if text]
+
+
+def flags_as_code(text: str) -> str:
+    """The text with backticks around its flags, except in commands that have them already."""
+    parts = text.split("`")
+    parts[::2] = [re.sub(r"--\w+", r"`\g<0>`", part) for part in parts[::2]]
+    return "`".join(parts)
+
+
+def commands(run: RunReport) -> list[tuple[int, str]]:
+    """[(step, the command that started or resumed the run there)], without those that were not logged, as
+    by older versions."""
+    starts = run.log.get("start", [])
+    return [(r["step"], r["command"]) for r in starts if r.get("command")]
+
+
+def changes(run: RunReport) -> list[str]:
+    """A sentence for each resume, on the settings that it changed."""
+    found = []
+    for record in run.log.get("start", []):
+        rows = record.get("changed", {} if record["step"] == 0 else None)
+        texts = [
+            f"{name} from {setting_text(a)} to {setting_text(b)}"
+            for name, (a, b) in (rows or {}).items()
+        ]
+        text = ", ".join(texts) or ("not logged" if rows is None else "no setting")
+        if record["step"]:
+            found.append(f"Changed when the run was resumed at step {record['step']:,}: {text}.")
+    return found
 
 
 def settings(runs: Sequence[RunReport]) -> list[tuple[str, list[tuple[str, list[str], bool]]]]:
     """[(part, [(field, each run's value as text, whether they differ)])] of config.json and of the
     log's start record."""
-    shown_above = ("kind", "step", "time", "tokens", "command")
-    machines = [{k: v for k, v in run.start.items() if k not in shown_above} for run in runs]
+    shown_above = ("kind", "step", "time", "tokens", "command", "changed")
+    machines = [
+        {LABELS.get(k, k): v for k, v in run.start.items() if k not in shown_above} for run in runs
+    ]
     sides = [run.config | {"machine and data": values} for run, values in zip(runs, machines)]
     parts = []
     for part in dict.fromkeys(part for side in sides for part in side):
@@ -364,10 +494,12 @@ def setting_text(value: Any) -> str:
 
 
 class Samples(NamedTuple):
-    """The texts that a run generated at a step; `shaded` has the tokens of the first, if they were logged."""
+    """The texts that a run generated at a step; `shaded` has the tokens of the first, if they were logged;
+    `note` is a remark on them."""
 
     texts: list[str] = []
     shaded: list | None = None
+    note: str = ""
 
 
 def samples(runs: Sequence[RunReport]) -> list[tuple[int, list[Samples]]]:
@@ -378,8 +510,22 @@ def samples(runs: Sequence[RunReport]) -> list[tuple[int, list[Samples]]]:
         for record in run.log.get("sample", []):
             texts = [printable(str(text)) for text in record.get("texts", [])]
             sides = found.setdefault(record["step"], [Samples()] * len(runs))
-            sides[i] = Samples(texts, record.get("shaded"))
+            random = record["step"] == 0 and starts_random(run)
+            note = "The weights are random before the first step, so this text is too." * random
+            if random and "\ufffd" in "".join(texts):
+                note += " � stands for bytes that are not valid UTF-8, and symbols such as ␀ for "
+                note += "control characters."
+            sides[i] = Samples(texts, record.get("shaded"), note)
     return sorted(found.items())
+
+
+def starts_random(run: RunReport) -> bool:
+    """Whether the weights were random at step 0: by the configuration, or by the loss, which is then that
+    of a uniform guess."""
+    if run.train:
+        return not run.train.get("init_from")
+    first = dict(zip(*column(run.log, "val", "loss"))).get(0, 0)
+    return first > run.start.get("log_v", math.inf) - 0.5
 
 
 # ------------------------------------------------------------------------------------------ 5. page
@@ -393,7 +539,8 @@ def page(runs: Sequence[RunReport], live: bool = False) -> str:
     opens = common[-1] if common else len(written) - 1  # the slider's initial position
     return load_template("report.html.j2").render(
         runs=[
-            (run.name, facts(run), loss_verdict(run.log, run.train), command(run)) for run in runs
+            dict(name=run.name, facts=facts(run), remarks=remarks(run), commands=commands(run))
+            for run in runs
         ],
         headline=title(runs),
         warnings=warnings(runs),
@@ -405,6 +552,7 @@ def page(runs: Sequence[RunReport], live: bool = False) -> str:
         opens=opens,
         shaded=any(side.shaded for _, sides in written for side in sides),
         settings=settings(runs),
+        changes=[(run.name, changes(run)) for run in runs],
         without_config=[run.name for run in runs if not run.config],
         nonce=secrets.token_urlsafe(16),  # scripts without it, such as one from a log, don't run
         missing=MISSING,

@@ -36,7 +36,11 @@ def loss_verdict(log: RunLog, settings: Mapping[str, Any]) -> str:
             hint = lower_lr_hint(settings)
             return f"{shown} not better than {losses[0]:.4f} at step 0; {hint}."
         return f"{shown} good: {gain:.3f} below {losses[0]:.4f}, the loss of {init_from}."
-    word = "good" if loss < GOOD * unigram else "a start" if loss < unigram else "not good yet"
+    word = f"not good yet (not below the unigram loss, {unigram:.3f})"
+    if loss < GOOD * unigram:
+        word = f"good (below two thirds of the unigram loss, {unigram:.3f})"
+    elif loss < unigram:
+        word = f"a start (below the unigram loss, {unigram:.3f}, but not below two thirds of it)"
     likely = perplexity(loss)
     text = (
         f"{shown} {word}: a perplexity of {likely}, like guessing among {likely} equally likely tokens, "

@@ -1,4 +1,4 @@
-"""Checkpoint files: atomic writes, and reading without executing any code in the file."""
+"""Checkpoints: a trainer's state, atomic writes, and reading without executing any code in the file."""
 
 import contextlib
 import functools
@@ -8,6 +8,7 @@ import re
 import shutil
 import zipfile
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,9 @@ from lab.files import (
     read_errors,
     write_errors,
 )
-from lab.optim.state import check_optimizer_state, check_tensors
-from lab.program import LEGACY_PROGRAMS
+from lab.hardware import get_rng_state, set_rng_state
+from lab.optim.state import check_optimizer_state, check_tensors, load_optimizer_state
+from lab.program import LEGACY_PROGRAMS, describe_program
 
 
 def checkpoint_files(run_dir: str | Path) -> list[Path]:
@@ -77,13 +79,12 @@ def link_best(run_dir: Path, step: int) -> None:
 class AsyncCheckpointer:
     """Writes a run's checkpoints, one at a time, in a thread.
 
-    With background=True, save() returns as soon as the state is copied. An error in the thread is
-    raised by the next check(), save() or finish().
+    With cfg.async_save, save() returns as soon as the state is copied. An error in the thread is raised by
+    the next check(), save() or finish().
     """
 
-    def __init__(self, run_dir: Path, keep_last: int, background: bool, device: torch.device):
-        self.run_dir, self.keep_last = run_dir, keep_last
-        self.background, self.device = background, device
+    def __init__(self, run_dir: Path, cfg: Any, device: torch.device):
+        self.run_dir, self.cfg, self.device = run_dir, cfg, device
         self.thread = ThreadPoolExecutor(1)
         # Start the thread now: if a second Ctrl-C interrupts its start while the run is saved, the
         # executor does not know the thread, and Python waits for it at exit, for ever.
@@ -93,9 +94,9 @@ class AsyncCheckpointer:
     def save(self, step: int, state: dict) -> dict | None:
         """Wait for the previous checkpoint, then start this one. Returns what finish() returns."""
         last_result = self.finish()
-        state, copies = self.snapshot(state) if self.background else (state, [])
+        state, copies = self.snapshot(state) if self.cfg.async_save else (state, [])
         self.jobs.append(self.thread.submit(self.write, step, state, copies))
-        return last_result if self.background else self.finish()
+        return last_result if self.cfg.async_save else self.finish()
 
     def link_best(self, step: int) -> None:
         """Link the checkpoint of this step as the best one, once it is on disk."""
@@ -118,7 +119,7 @@ class AsyncCheckpointer:
             copy.wait()
         return {
             "step": step,
-            "path": save_checkpoint(self.run_dir, step, state, self.keep_last).name,
+            "path": save_checkpoint(self.run_dir, step, state, self.cfg.keep_last).name,
         }
 
     def snapshot(self, state: dict) -> tuple[dict, list[AsyncCopy]]:
@@ -135,6 +136,42 @@ class AsyncCheckpointer:
             return copies[key].copy
 
         return tree_map_only(torch.Tensor, clone, state), list(copies.values())
+
+
+class CheckpointMixin:
+    """Base class of train_gpt2.Trainer, whose attributes it uses: collects the state, restores it and saves
+    it. A trainer with more state, such as averaged weights, extends state_dict and load_state_dict."""
+
+    def state_dict(self: Any) -> dict[str, Any]:
+        """All that is needed to resume exactly, as tensors and plain values. Every process must call it."""
+        return {
+            "program": describe_program(self), "step": self.step, "best_val": self.best_val,
+            "model": self.raw_model.state_dict(), "optimizer": self.optimizer.state_dict(),
+            "loader": self.loader.state_dict(), "batch_size": self.loader.batch_size,
+            "scaler": self.precision.scaler.state_dict(), "health": self.health.state_dict(),
+            "rng": get_rng_state(self.world.device),
+            "model_config": asdict(self.raw_model.config), "train_config": asdict(self.cfg),
+        }  # fmt: skip
+
+    def load_state_dict(self: Any, state: dict[str, Any]) -> None:
+        self.raw_model.load_state_dict(state["model"])
+        load_optimizer_state(self.optimizer, state["optimizer"])
+        self.loader.load_state_dict(state["loader"])
+        if state["scaler"]:  # fp16 only
+            self.precision.scaler.load_state_dict(state["scaler"])
+        self.health.load_state_dict(state["health"])
+        set_rng_state(state["rng"], self.world.device)
+        self.step = self.saved_step = state["step"]
+        self.best_val = state["best_val"]
+
+    def save(self: Any) -> dict | None:
+        """Save a checkpoint, written by a background thread; does nothing at step 0 or if this step is
+        saved already. Returns what to log: the name of the previous checkpoint, whose writing has finished
+        (with --no_async_save of this one), or None."""
+        if self.step == self.saved_step:
+            return None
+        self.saved_step, state = self.step, self.state_dict()
+        return self.checkpointer.save(self.step, state) if self.world.is_main else None
 
 
 class OpaqueStub:

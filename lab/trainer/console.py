@@ -148,13 +148,11 @@ class Console:
         self.print(f"device {record['device']}{threads}, {trainer.precision.name}")
         if self.unigram:
             uniform = f"ln({c.vocab_size}) = {self.uniform:.3f} nats per token"
-            fresh, tuned = (
-                f"starts near {uniform} (a uniform guess)",
-                f"a uniform guess has {uniform}",
-            )
+            begins = f"starts near {uniform} (a uniform guess)"
+            if cfg.init_from or trainer.step:
+                begins = f"a uniform guess has {uniform}"
             self.print(
-                f"loss   {tuned if cfg.init_from else fresh}; the best loss without any context is "
-                f"{self.unigram:.3f} (unigram)"
+                f"loss   {begins}; the best loss without any context is {self.unigram:.3f} (unigram)"
             )
 
     def event(self, kind: str, step: int, values: dict) -> None:

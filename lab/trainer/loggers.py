@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lab.cli import UserError, eprint, shell_quote
+from lab.cli import UserError, eprint, format_error, shell_quote
 from lab.files import check_regular, finite_json, write_errors
 from lab.program import class_path
 from lab.trainer.console import Console
+from lab.trainer.run_dir import config_dict
 
 
 class RunLogger:
@@ -46,10 +47,14 @@ class RunLogger:
             self.wandb.define_metric("*", step_metric="step")  # spikes are logged one step late
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, _, error: BaseException | None, __) -> None:
+        """Log the error that ends the run, if any, and close the files."""
         self.console.close_bar()
         if not self.is_main:
             return
+        if isinstance(error, Exception):
+            sentence = format_error(error)[1] or f"{type(error).__name__}: {error}"
+            self.event("end", self.trainer.step, {"reason": "error", "error": sentence})
         for file in (self.tensorboard, self.file):
             with contextlib.suppress(OSError):  # reported before
                 file.close()
@@ -82,9 +87,10 @@ class RunLogger:
             self.wandb.log(numbers | {"step": step})
         self.console.event(kind, step, values)
 
-    def start(self, reason: str, trainer, callbacks: list) -> None:
-        """Log and print the settings at the start of a run."""
+    def start(self, reason: str, trainer, callbacks: list, state: dict | None) -> None:
+        """Log and print the settings at the start of a run. state: the checkpoint it continues from."""
         record = self.console.start_record(callbacks) | typed_command(trainer)
+        record |= {"changed": changed_settings(trainer, state)} if state else {}
         self.event("start", trainer.step, record)
         self.console.print_settings(reason, record)
 
@@ -107,6 +113,14 @@ def typed_command(trainer: Any) -> dict[str, str]:
     processes = os.environ.get("LOCAL_WORLD_SIZE", "1")
     start = f"torchrun --nproc_per_node {processes}" if trainer.world.world_size > 1 else "python"
     return {"command": " ".join([start, program, *map(shell_quote, sys.argv[1:])])}
+
+
+def changed_settings(trainer: Any, state: dict) -> dict[str, list]:
+    """{setting: [value in the checkpoint `state`, value now]} of those that differ, for lab report."""
+    before, config = state["model_config"] | state["train_config"], config_dict(trainer)
+    now = config["model"] | config["train"]
+    names = [n for n in now if n in before and n not in ("resume", "run_name", "log_dir")]
+    return {name: [before[name], now[name]] for name in names if before[name] != now[name]}
 
 
 class TensorBoardWriter:

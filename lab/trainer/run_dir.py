@@ -13,9 +13,9 @@ from typing import Any
 
 from lab.cli import UserError, command_for, shell_quote
 from lab.data.tokenizers import TOKENIZER_FILE
-from lab.files import atomic_write, dir_lock, read_errors, read_json, read_lenient
+from lab.files import CorruptFileError, atomic_write, dir_lock, read_errors, read_json, read_lenient
 from lab.program import LEGACY_PROGRAMS, describe_program
-from lab.trainer.checkpoint import checkpoint_files, step_of
+from lab.trainer.checkpoint import checkpoint_files, read_checkpoint, step_of
 
 
 @contextlib.contextmanager
@@ -33,13 +33,23 @@ def lock_run_dir(trainer) -> Iterator[None]:
         for path in trainer.run_dir.glob("*.part"):  # left by a process that was killed
             path.unlink()
         for path in checkpoint_files(trainer.run_dir):
-            if step_of(path) > trainer.step:  # damaged: it would count towards keep_last
-                path.rename(path.with_suffix(".damaged"))
+            if step_of(path) > trainer.step:
+                set_aside(path)
         stack.callback(trainer.checkpointer.finish)  # even if an error ends the run
 
     with contextlib.ExitStack() as stack:
         trainer.world.run_on_rank0(enter)
         yield
+
+
+def set_aside(path: Path) -> None:
+    """Rename a damaged checkpoint, which would count towards keep_last. Raises UserError if it is intact."""
+    try:
+        read_checkpoint(path)
+    except CorruptFileError:
+        path.rename(path.with_suffix(".damaged"))
+    else:  # saved between reading the newest checkpoint and locking the directory
+        raise UserError(f"the run has saved {path} meanwhile; start the same command again")
 
 
 def write_config(trainer) -> None:
