@@ -18,20 +18,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from lab.cli import (
     UserError,
     bold,
-    command_for,
     counted,
     eprint,
     parse_args,
     pre_import_setup,
     require,
     run_main,
-    shell_quote,
 )
 
 if __name__ == "__main__":
@@ -45,7 +42,7 @@ from lab.data.tokenizers import END_OF_TEXT, Tokenizer, printable
 from lab.distributed import World
 from lab.files import atomic_write, check_writable, read_errors
 from lab.hardware import oom_hint
-from lab.inference.generate import KVCache, generate, prefetch_tokens
+from lab.inference.generate import CHAT_TEMPERATURE, TEMPERATURE, KVCache, generate, prefetch_tokens
 from lab.inference.streaming import (
     IncrementalDetokenizer,
     load_for_inference,
@@ -53,9 +50,8 @@ from lab.inference.streaming import (
     stream_generate,
 )
 from lab.inference.token_logprobs import token_logprobs
-from lab.registry import is_tuned, resolve_source
+from lab.registry import chat_warning, resolve_source
 from lab.templates import load_template
-from lab.trainer.run_dir import program_of
 
 OOM_FIX = "pass a smaller --num_samples or another --model, or --device cpu"
 
@@ -70,7 +66,14 @@ class Config:
     model: str = ""
     max_new_tokens: int = 200  # maximum number of new tokens; the model may end the text earlier
     num_samples: int = 1  # texts per prompt, generated as one batch
-    temperature: float = 0.8  # 1: the model's own probabilities; lower: more predictable; 0: greedy
+    # 1: the model's own probabilities; lower: more predictable; 0: greedy
+    temperature: Annotated[
+        float | None,
+        arg(
+            metavar="FLOAT",
+            help_behavior_hint=f"(default: {TEMPERATURE}, --chat {CHAT_TEMPERATURE})",
+        ),
+    ] = None
     top_k: int = 50  # sample from the k most probable tokens; 0: from all
     top_p: float = 1.0  # sample from the fewest tokens whose probabilities add up to at least this
     # the same seed, prompt and flags give the same text; the seed is printed after a text
@@ -84,6 +87,10 @@ class Config:
     # compile the decode step on a GPU: takes seconds at the start, then generates faster. Not used with
     # a PROMPT on the command line
     compile: bool = True
+
+    def __post_init__(self) -> None:
+        if self.temperature is None:
+            self.temperature = CHAT_TEMPERATURE if self.chat else TEMPERATURE
 
 
 def check(cfg: Config) -> None:
@@ -188,23 +195,6 @@ def read_line(prompt: str) -> str:
         return input(prompt) + "\n"
     except EOFError:
         return ""
-
-
-def chat_warning(source: str) -> str:
-    """A warning if the model was not fine-tuned on conversations, or may not have been; otherwise "".
-    source: as resolve_source returns it."""
-    tuned, program = is_tuned(source), "train_gpt2.py"
-    if tuned:
-        return ""
-    if tuned is None:
-        return f"{source} may not be tuned to answer; then it only continues the text"
-    if source.endswith(".pt"):  # of a run, whose folder --init_from takes
-        source = str(Path(source).parent)
-        program = program_of(Path(source))["trainer"].partition(":")[0]
-    command = f"{command_for(program)} --preset sft --init_from {shell_quote(source)}"
-    return (
-        f"{source} was not tuned to answer, so it only continues the text; to tune it: `{command}`"
-    )
 
 
 def chat_loop(model: Any, tokenizer: Tokenizer, cfg: Config, seed: int, cache: KVCache) -> None:

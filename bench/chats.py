@@ -2,13 +2,15 @@
 
     python bench/chats.py log/RUN log/TUNED              # before and after, on lines 1, 11, 21 ...
     python bench/chats.py --tenth 1 log/TUNED            # on a tenth of the training conversations
+    python bench/chats.py --tenth 1 --temperature 0.5 log/TUNED
     python bench/chats.py --out chats.jsonl --show 5 log/TUNED
 
 In the data, "facts" has one text per answer: alternatives separated by |, one of which the answer must
-contain. Answers are generated greedily, given the question and the reference turns before it. An answer
-is right if it contains the fact, and counts as ended if the model writes end-of-text or the next role. The
-baseline is the chance that a reference answer taken at random from another conversation contains the
-fact. Conversations longer than a model's context are skipped and counted.
+contain. Answers are generated from the question and the reference turns before it, greedily unless
+--temperature is given. An answer is right if it contains the fact, and counts as ended if the model
+writes end-of-text or the next role. The baseline is the chance that a reference answer taken at random
+from another conversation contains the fact. Conversations longer than a model's context are skipped and
+counted.
 """
 
 import re
@@ -33,6 +35,7 @@ class Config:
     data: str = "examples/chats.jsonl"  # conversations with facts
     tenth: int = 0  # 0: the held-out tenth; 1 to 9: a tenth used for training
     max_new_tokens: int = 64  # maximum length of an answer
+    temperature: float = 0.0  # 0: greedy; otherwise four answers to each question, with top-k 50
     show: int = 0  # number of questions and answers to print
     out: str = ""  # append the measurements to this file
     device: str = "auto"  # cuda, mps or cpu
@@ -68,12 +71,21 @@ def loss_of(model, tokenizer, chat):
     return loss.item(), int(mask.sum())
 
 
-def answer(model, tokenizer, messages, most):
-    """(the model's greedy answer, whether it ended before `most` tokens)."""
+def answer(model, tokenizer, messages, cfg, seed):
+    """(the model's answer, whether it ended before cfg.max_new_tokens)."""
     ids = render_chat(messages, tokenizer, add_generation_prompt=True)[0].tolist()
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
     said = list(
         stream_generate(
-            model, tokenizer, ids, most, stop=STOP_STRINGS, no_sliding_window=True, temperature=0
+            model,
+            tokenizer,
+            ids,
+            cfg.max_new_tokens,
+            stop=STOP_STRINGS,
+            no_sliding_window=True,
+            temperature=cfg.temperature,
+            top_k=50,
+            generator=generator,
         )
     )
     return "".join(piece["text"] for piece in said).strip(), said[-1]["end"] == "stop"
@@ -86,10 +98,11 @@ def measure(model, tokenizer, asked, cfg):
     nats, tokens = map(sum, zip(*(loss_of(model, tokenizer, chat) for chat in fits)))
     rows, right, ended = [], [], []
     for before, wanted, fact in (turn for chat in fits for turn in turns(chat)):
-        said, end = answer(model, tokenizer, before, cfg.max_new_tokens)
-        rows.append((before[-1]["content"], said, wanted))
-        right.append(holds(said, fact))
-        ended.append(end)
+        for seed in range(4 if cfg.temperature else 1):
+            said, end = answer(model, tokenizer, before, cfg, seed)
+            rows.append((before[-1]["content"], said, wanted))
+            right.append(holds(said, fact))
+            ended.append(end)
     record = dict(loss=nats / tokens, right=sum(right) / len(right), ended=sum(ended) / len(ended))
     return record | dict(answers=len(right), left_out=len(asked) - len(fits)), rows
 
@@ -111,6 +124,7 @@ def main(argv):
         for question, said, wanted in rows[: cfg.show]:
             print(f"{question}\n    {said!r}\n    reference: {wanted}")
         about = dict(bench="chats", data=cfg.data, tenth=cfg.tenth, model=name, device=str(device))
+        about["temperature"] = cfg.temperature
         if cfg.out:
             append_record(cfg.out, about | found | dict(chance=chance) | origin())
     print_rows(("model", "nats", "right", "ended", "answers", "chats skipped"), table)

@@ -13,7 +13,7 @@ import torch
 
 from lab.cli import UserError, command_for, require, shell_quote
 from lab.config_file import build_config
-from lab.data.manifest import read_manifest
+from lab.data.manifest import read_manifest, sha256_of
 from lab.data.tokenizers import TOKENIZER_FILE, printable, tokenizer_for_vocab_size
 from lab.files import check_keys, read_errors, read_json
 from lab.hf.gpt2 import PUBLISHED
@@ -138,6 +138,37 @@ def is_tuned(source: str) -> bool | None:
     with contextlib.suppress(UserError):  # damaged, or of another program
         return read_json(path, train=dict)["train"].get("preset") == "sft"
     return None
+
+
+def chat_warning(source: str, public: bool = False) -> str:
+    """A sentence, with the command that tunes the model in backticks, if a model was not fine-tuned on
+    conversations, or may not have been; otherwise "". source: as resolve_source returns it. public: the
+    sentence names no path of this machine, so it has no command."""
+    tuned, name, program = is_tuned(source), source, "train_gpt2.py"
+    if tuned:
+        return ""
+    if tuned is False and is_checkpoint(source):  # of a run, whose folder --init_from takes
+        name = str(Path(source).parent)
+        program = program_of(Path(name))["trainer"].partition(":")[0]
+    command = f"; to tune it: `{command_for(program)} --preset sft --init_from {shell_quote(name)}`"
+    if public or (tuned is None and is_checkpoint(source)):  # it may be of any program
+        command = ""
+    if public:
+        name = "this model"
+    if tuned is None:
+        return f"{name} may not be tuned to answer; then it only continues the text{command}"
+    return f"{name} was not tuned to answer, so it only continues the text{command}"
+
+
+def tuned_on(source: str, file: Path) -> bool:
+    """Whether a run's data are the conversations of this file, as they are now. source: as resolve_source
+    returns it."""
+    # suppressed: a file is missing, damaged or another program's
+    with contextlib.suppress(UserError, LookupError, TypeError, OSError):
+        config = read_json(Path(source).parent / "config.json", train=dict)
+        manifest = read_manifest(str(config["train"].get("data", ""))) or {}
+        return [one[2] for one in manifest["source"]["files"]] == [sha256_of(file)]
+    return False
 
 
 def training_data(source: str) -> str:

@@ -4,36 +4,43 @@ import asyncio
 import concurrent.futures
 import contextlib
 import functools
+import html
 import http.client
 import itertools
 import json
+import re
+import shlex
 import signal
 import socket
 import sys
 import threading
 import time
+import urllib.request
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, Process, run_python, wait_for
-from test_plot import start, val, write_log
+from conftest import ROOT, Process, fail, run_python, wait_for
+from test_plot import start as start_event
+from test_plot import val, write_log
 from test_sample import always, noisy_gpt
 from test_weights import saved
 
+import sample
 import speedrun
-from lab.cli import UserError
+from lab.cli import UserError, parse_args
 from lab.data.chat import build_chat, truncate_chat
 from lab.data.manifest import new_manifest
 from lab.data.sources import local_files
 from lab.data.tokenizers import get_tokenizer
+from lab.hf.gguf_file import modelfile
 from lab.inference import generate as generating
 from lab.inference.generate import KVCache, compile_decode_step, generate
 from lab.inference.int8 import Int8Linear, quantize_linears_
 from lab.inference.prediction import group_logits, inspect_prediction
 from lab.inference.streaming import make_decode_step, score_tokens, stream_generate
 from lab.notebook.interp import capture_activations
-from lab.registry import is_tuned, training_data
+from lab.registry import chat_warning, is_tuned, resolve_source, training_data, tuned_on
 from lab.tools import serve
 from lab.tools.serve_app import MAX_NEW_TOKENS, ChatRequest, GenerateRequest
 from train_gpt2 import PRESETS
@@ -323,7 +330,7 @@ def test_grouped_logits_are_exact_at_temperature_1():
 def test_page_shows_the_models_loss_and_whether_it_is_tuned(tmp_path):
     run = tmp_path / "r"
     assert serve.validation_loss(str(run / "model_000010.pt")) is None
-    write_log(run, [start(), val(0, 5.5), val(10, 3.25), val(20, 3.0), val(30, 3.5)])
+    write_log(run, [start_event(), val(0, 5.5), val(10, 3.25), val(20, 3.0), val(30, 3.5)])
     found = [
         serve.validation_loss(str(run / f"model_{step}.pt"))
         for step in ("000010", "000025", "best")
@@ -387,6 +394,85 @@ def test_training_data_is_what_the_run_or_export_recorded(tmp_path):
         assert training_data(checkpoint) == ""
     config.write_text('{"trained_on": "letters"}')  # of an export, which is a folder
     assert training_data(str(run)) == "letters"
+
+
+def page_of(process):
+    """The page of a started `lab serve --port 0`."""
+    wait_for(lambda: "http://" in process.stdout, process)
+    address = process.stdout.split("http://")[1].split()[0]
+    with urllib.request.urlopen(f"http://{address}") as answer:
+        return answer.read().decode()
+
+
+def test_note_of_an_untuned_model_has_the_command_that_tunes_it(start, tmp_path):
+    pytest.importorskip("fastapi", reason="needs requirements-serve.txt")
+    model = ROOT / "examples/laptop_model"
+    page = page_of(start(ROOT / "lab", "serve", model, "--port", 0, "--device", "cpu"))
+    note = re.search('<p id="untuned"[^>]*>(.*?)<code>(.*?)</code></p>', page)
+    sentence, command = map(html.unescape, note.groups())
+    warning = f"{sentence}`{command}`"
+    assert warning.startswith(f"{model} may not be tuned to answer")
+    chat = run_python(ROOT / "sample.py", "--chat", "--model", model, cwd=tmp_path)
+    assert f"[{warning}]\n" in chat.stderr, "sample.py --chat has the same sentence"
+    words = shlex.split(command)[1:] + "--max_steps 1 --device cpu --sample_every 0".split()
+    done = run_python(*words, "--val_every", 0, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (run,) = (tmp_path / "log").iterdir()
+    assert is_tuned(resolve_source(str(run))) and chat_warning(resolve_source(str(run))) == ""
+    assert 'id="untuned"' not in page_of(start(ROOT / "lab", "serve", run, "--port", 0))
+
+
+def test_warning_on_a_public_address_names_no_path(tmp_path):
+    source = str(tmp_path / "model_000010.pt")
+    said = "this model may not be tuned to answer; then it only continues the text"
+    assert chat_warning(source, public=True) == said
+    (tmp_path / "config.json").write_text('{"train": {"preset": "laptop"}, "program": {}}')
+    Path(source).touch()
+    said = "this model was not tuned to answer, so it only continues the text"
+    assert chat_warning(source, public=True) == said
+    assert str(tmp_path) in chat_warning(source)
+
+
+def test_chats_begin_with_questions_of_the_conversations_tuned_on(start, tmp_path):
+    pytest.importorskip("fastapi", reason="needs requirements-serve.txt")
+    from lab.tools.serve_app import BUILTIN_QUESTIONS, QUESTIONS
+
+    chats = ROOT / "examples/chats.jsonl"
+    lines = chats.read_text(encoding="utf-8").splitlines()
+    asked = [json.loads(line)["messages"][0]["content"] for line in lines]
+    trained = {question for i, question in enumerate(asked) if i % 10}
+    assert trained.issuperset(BUILTIN_QUESTIONS) and trained.isdisjoint(QUESTIONS)
+    (tmp_path / "mine.jsonl").write_text("\n".join(lines[:20]))
+    for file, questions in ((chats, BUILTIN_QUESTIONS), (tmp_path / "mine.jsonl", QUESTIONS)):
+        (folder := tmp_path / f"{file.stem}_shards").mkdir()
+        build_chat(local_files(str(file)), folder, "bytes", 128, 10**6)
+        path = saved(noisy_gpt(), tmp_path / f"log/{file.stem}/model_000010.pt")
+        config = dict(train=dict(preset="sft", data=str(folder)))
+        (Path(path).parent / "config.json").write_text(json.dumps(config))
+        assert tuned_on(str(path), chats) == (file == chats)
+        page = page_of(start(ROOT / "lab", "serve", path, "--port", 0))
+        assert json.dumps(list(questions)) in page
+    assert not tuned_on("gpt2", chats) and not tuned_on(str(path), tmp_path / "missing")
+
+
+def test_chats_have_one_default_temperature_everywhere():
+    for chat, wanted in ((True, 0.5), (False, 0.8)):
+        for given in (None, 0.0, 1.5):
+            flags = ["--chat"] * chat + [f"--temperature={given}"] * (given is not None)
+            cfg = parse_args(sample.Config, flags, "")
+            assert cfg.temperature == (wanted if given is None else given)
+        assert f"PARAMETER temperature {wanted}\n" in modelfile("m.gguf", 128, chat)
+    assert (generating.CHAT_TEMPERATURE, generating.TEMPERATURE) == (0.5, 0.8)
+
+
+def test_port_in_use_gives_the_fix(tmp_path):
+    pytest.importorskip("fastapi", reason="needs requirements-serve.txt")
+    model = ROOT / "examples/laptop_model"
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        said = fail("lab", "serve", model, "--port", port, cwd=tmp_path)
+    wanted = f"port {port} is in use, perhaps by another lab serve; pass --port 0 for any free one"
+    assert said == f"lab serve: error: {wanted}\n"
 
 
 def test_oldest_messages_are_dropped_and_their_number_is_reported(server, client):

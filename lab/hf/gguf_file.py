@@ -13,6 +13,7 @@ import torch
 from lab.cli import UserError
 from lab.data.chat import ROLES
 from lab.data.tokenizers import END_OF_TEXT, TOKENIZER_FILE
+from lab.inference.generate import CHAT_TEMPERATURE, TEMPERATURE
 
 GgufType = Literal["off", "f32", "f16", "q8_0"]
 NAMES = {  # our name of a module: llama.cpp's
@@ -140,5 +141,6 @@ def modelfile(name: str, block_size: int, chat: bool) -> str:
             [END_OF_TEXT, *(f"\n\n{role}" for role in ROLES.values())],
         )
     lines = [f"FROM ./{name}", f'TEMPLATE """{template}"""', f"PARAMETER num_ctx {block_size}"]
-    lines += ["PARAMETER temperature 0.8", "PARAMETER top_k 50"]  # the defaults of sample.py
+    temperature = CHAT_TEMPERATURE if chat else TEMPERATURE
+    lines += [f"PARAMETER temperature {temperature}", "PARAMETER top_k 50"]  # as in sample.py
     return "\n".join(lines + [f'PARAMETER stop """{stop}"""' for stop in stops]) + "\n"

@@ -20,6 +20,10 @@ from lab.distributed import AsyncCopy
 # without cuDNN's attention, which builds a new plan for each length of the cache (docs/LOG.md)
 SDPA_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
+# defaults of sample.py and lab serve; chats are less random: a tuned laptop model answers more of the
+# questions that it was tuned on correctly (bench/chats.py --tenth 1 --temperature T)
+TEMPERATURE, CHAT_TEMPERATURE = 0.8, 0.5
+
 CacheLayers = dict[Any, tuple[Tensor, Tensor]]  # layer: keys, values (B, H, length, D)
 
 

@@ -13,6 +13,7 @@ import asyncio
 import collections
 import concurrent.futures
 import contextlib
+import errno
 import importlib.util
 import socket
 import sys
@@ -25,7 +26,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import torch
 from tyro.conf import Positional, arg
 
-from lab.cli import UserError, parse_args
+from lab.cli import ROOT, UserError, parse_args
 from lab.data.chat import truncate_chat
 from lab.data.tokenizers import Tokenizer
 from lab.hardware import oom_hint, resolve_device
@@ -36,7 +37,7 @@ from lab.inference.streaming import (
     make_decode_step,
     stream_generate,
 )
-from lab.registry import is_checkpoint, is_tuned, resolve_source, training_data
+from lab.registry import chat_warning, is_checkpoint, resolve_source, training_data, tuned_on
 from lab.tools.read_log import column, read_log
 from lab.trainer.checkpoint import step_of
 
@@ -209,13 +210,17 @@ def serve(cfg: Config) -> None:
     """Load the model and serve it until Ctrl-C."""
     import uvicorn  # optional dependencies: requirements-serve.txt
 
-    from lab.tools.serve_app import create_app
+    from lab.tools.serve_app import BUILTIN_QUESTIONS, QUESTIONS, create_app
 
     device = resolve_device(cfg.device, 0)
     source = resolve_source(cfg.model)
     try:
         server_socket = socket.create_server((cfg.host, cfg.port))
     except (OSError, OverflowError) as error:
+        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+            raise UserError(
+                f"port {cfg.port} is in use, perhaps by another lab serve; pass --port 0 for any free one"
+            ) from error
         raise UserError(
             f"host={cfg.host} port={cfg.port} cannot be opened ({error}); choose another --host or --port"
         ) from error
@@ -226,11 +231,14 @@ def serve(cfg: Config) -> None:
         print(f"compiled in {time.perf_counter() - t0:.0f} s", flush=True)
     host, port = server_socket.getsockname()
     # refuse other host names, so that pages of other sites cannot use a local server (DNS rebinding)
-    hosts = ["127.0.0.1", "localhost"] if host.startswith("127.") else ["*"]
+    local = host.startswith("127.")
+    hosts = ["127.0.0.1", "localhost"] if local else ["*"]
     name = "/".join(Path(source).parts[-2:]).removesuffix(".pt")  # do not reveal the whole path
+    builtin = tuned_on(source, ROOT / "examples/chats.jsonl")
     app = create_app(
-        engine, name, hosts, validation_loss(source), is_tuned(source), training_data(source)
-    )
+        engine, name, hosts, validation_loss(source), chat_warning(source, public=not local),
+        training_data(source), BUILTIN_QUESTIONS if builtin else QUESTIONS,
+    )  # fmt: skip
     print(f"{source} on {device}: http://{host}:{port}   (press Ctrl-C to quit)", flush=True)
     config = uvicorn.Config(
         app, log_level="warning", limit_concurrency=1000, timeout_graceful_shutdown=2

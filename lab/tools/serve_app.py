@@ -11,7 +11,7 @@ import math
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Annotated, Any
 
 import torch
@@ -27,6 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from lab.cli import UserError
 from lab.data.chat import STOP_STRINGS
 from lab.data.tokenizers import Tokenizer
+from lab.inference.generate import CHAT_TEMPERATURE, TEMPERATURE
 from lab.inference.int8 import Int8Linear
 from lab.inference.prediction import inspect_prediction
 from lab.inference.streaming import QueueFullError, score_tokens
@@ -38,6 +39,9 @@ MAX_REQUEST_BYTES = 2**16
 MAX_PROMPTS = 20  # in one request
 CLIENT_TIMEOUT = 60  # seconds for a client to send its request, or to take a part of the answer
 RETRY_AFTER = 10  # seconds after which a refused client may ask again
+# the page offers these to begin a chat; after tuning on examples/chats.jsonl, some of that file
+QUESTIONS = "What is a list?", "Tell me a short story.", "Which is larger, 7 or 12?"
+BUILTIN_QUESTIONS = "What is a token?", "How wide is the MLP inside a block?", "Can I stop a run?"
 SECURITY_POLICY = (  # the page may send requests only to this server
     "default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; img-src data:; "
     "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
@@ -289,21 +293,28 @@ HANDLED_ERRORS = UserError, RequestValidationError, HTTPException
 
 def create_app(
     engine: Any, name: str, hosts: list[str],
-    val_loss: tuple[float, int] | None = None, tuned: bool | None = None, data: str = "",
+    val_loss: tuple[float, int] | None = None, untuned: str = "", data: str = "",
+    questions: Sequence[str] = QUESTIONS,
 ) -> FastAPI:  # fmt: skip
     """The FastAPI application. name: the model's, for clients; hosts: Host headers that are accepted,
-    ["*"] for any. val_loss: (nats per token, step), and tuned: whether the model was fine-tuned on
-    conversations, for the page; None: unknown. data: the training_data."""
+    ["*"] for any. For the page: val_loss, (nats per token, step); untuned, the chat_warning; data, the
+    training_data; questions, to begin a chat with."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     for error_type in HANDLED_ERRORS:
         app.add_exception_handler(error_type, lambda _, error: handle_error(error))
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts)
     app.add_middleware(RequestLimits, engine=engine)
     page = load_template("serve.html.j2")
+    eot = [engine.tokenizer.eot]
+    seen = engine.thread.submit(
+        inspect_prediction, engine.model, engine.tokenizer, eot, None, None
+    ).result()
     about = dict(
         model=name, context=engine.block_size, longest=MAX_NEW_TOKENS,
-        facts=model_facts(engine, val_loss, data), tuned=tuned, vocab_size=engine.tokenizer.vocab_size,
-        bytes=engine.tokenizer.name == "bytes",
+        facts=model_facts(engine, val_loss, data), untuned=untuned, questions=list(questions),
+        vocab_size=engine.tokenizer.vocab_size, bytes=engine.tokenizer.name == "bytes",
+        layers=seen["layers"], heads=seen["heads"],
+        temperature=TEMPERATURE, chat_temperature=CHAT_TEMPERATURE,
     )  # fmt: skip
     model = dict(id=name, object="model", created=int(time.time()), owned_by="you")
 
