@@ -39,7 +39,7 @@ from lab.inference.streaming import (
 )
 from lab.registry import chat_warning, is_checkpoint, resolve_source, training_data, tuned_on
 from lab.tools.read_log import column, read_log
-from lab.trainer.checkpoint import step_of
+from lab.trainer.checkpoint import read_checkpoint, step_of
 
 T = TypeVar("T")
 
@@ -179,18 +179,20 @@ def take_turn(pieces: Iterator[dict], add: Callable[[dict], None]) -> bool:
 
 
 def validation_loss(source: str) -> tuple[float, int] | None:
-    """(nats per token, step) of the last validation up to a checkpoint, or of the best one for
-    model_best.pt, from its run's log. None if there is no such log. source: as resolve_source returns it."""
+    """(nats per token, step) of the last validation up to a checkpoint's step, from its run's log. None if
+    there is no such log. source: as resolve_source returns it."""
     path = Path(source)
     if not (is_checkpoint(source) and (path.parent / "log.jsonl").exists()):
         return None
     with contextlib.suppress(UserError):  # no measurement yet
         steps, losses = column(read_log(path.parent), "val", "loss")
-        rows = list(zip(losses, steps))
-        if path.stem == "model_best":
-            return min(rows, default=None)
-        if path.stem.removeprefix("model_").isdecimal():
-            return next((row for row in reversed(rows) if row[1] <= step_of(path)), None)
+        if path.stem == "model_best":  # its step may be before that of the lowest loss
+            step = int(read_checkpoint(path)["step"])
+        elif path.stem.removeprefix("model_").isdecimal():
+            step = step_of(path)
+        else:
+            return None
+        return next((row for row in reversed([*zip(losses, steps)]) if row[1] <= step), None)
     return None
 
 
@@ -232,7 +234,7 @@ def serve(cfg: Config) -> None:
     host, port = server_socket.getsockname()
     # refuse other host names, so that pages of other sites cannot use a local server (DNS rebinding)
     local = host.startswith("127.")
-    hosts = ["127.0.0.1", "localhost"] if local else ["*"]
+    hosts = [host, "127.0.0.1", "localhost"] if local else ["*"]
     name = "/".join(Path(source).parts[-2:]).removesuffix(".pt")  # do not reveal the whole path
     builtin = tuned_on(source, ROOT / "examples/chats.jsonl")
     app = create_app(
