@@ -295,7 +295,7 @@ def test_the_second_click_of_a_double_click_is_ignored(tab):
     tab.set(max_tokens=4000)
     tab.page.click("#go")
     tab.page.wait_for_function("() => document.querySelectorAll('#out .t').length > 50")
-    tab.page.dblclick("#halt")
+    tab.page.dblclick("#halt", force=True)  # without waiting until it is stable
     assert tab.page.is_visible("#go") and count(tab) == 3, "the text is stopped, no other begins"
 
 
@@ -457,7 +457,9 @@ def test_bubbles_of_a_chat(tab):
     assert box(tab, ".turn.user")["width"] < 200
     for text, name in ((" ", "second"), (" A", "letter"), ("B", "none")):
         more = {"text": text, "name": f'"{text}"'}
-        tab.page.evaluate("m => { Object.assign(turns()[1].pieces[0], m); render(); }", more)
+        set_first = "m => { const [first, second] = turns()[1].pieces; Object.assign(first, m);"
+        set_first += """ Object.assign(second, { text: "x", name: '"x"' }); render(); }"""
+        tab.page.evaluate(set_first, more)
         left = tab.page.evaluate(
             """text => {
                 const list = document.querySelector(".turn.assistant > .tokens");
@@ -501,6 +503,7 @@ def test_greedy_texts_have_no_seed_and_settings_stay_open(tab):
     tab.page.reload()
     assert tab.page.is_visible("#settings")
     tab.page.click("#options summary")
+    tab.page.wait_for_timeout(100)  # the event that saves the state follows the click
     tab.page.reload()
     assert tab.page.is_hidden("#settings")
 
