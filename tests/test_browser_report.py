@@ -172,6 +172,22 @@ def test_one_token_box_at_a_time(opened):
     assert box.inner_text().split("\n")[0] == "“k”: model 50.0 %, 1.0 bits of surprise"
 
 
+@pytest.mark.parametrize("viewport", [WIDE, PHONE], ids=["wide", "phone"])
+def test_a_token_box_stays_inside_the_window(opened, viewport):
+    """Also that of a token that spans lines, of one at the right edge, and of one with a long name."""
+    texts = ["abcdefgh "] * 192 + ["\n<|endoftext|>\n", "abc", "x" * 120]
+    page = opened([*RUN, shaded(400, *texts)], viewport)
+    tokens, box = map(page.locator, ("article:not([hidden]) .t", ".box:visible"))
+    for i in [*range(0, 40), *range(180, 195)]:
+        tokens.nth(i).focus()
+        place, token = box.bounding_box(), tokens.nth(i).bounding_box()
+        assert place["x"] >= 0 and place["x"] + place["width"] <= viewport["width"], i
+        assert page.evaluate("document.documentElement.scrollWidth") == viewport["width"], i
+        if viewport == WIDE and i != 192:  # whose last line is empty
+            assert -8 < place["y"] - token["y"] - token["height"] < 8, "below its token"
+            assert place["x"] <= token["x"] + 1 and place["x"] + place["width"] > token["x"]
+
+
 def test_a_zoom_and_a_click_in_the_legend_show_no_note_of_plotly(opened):
     page = opened(RUN)
     area = page.locator("#loss .nsewdrag").first.bounding_box()
