@@ -167,6 +167,8 @@ def test_one_token_box_at_a_time(opened):
     assert box.all_inner_texts() == [tokens.nth(2).locator(".box").text_content()]
     tokens.nth(30).hover()
     assert box.all_inner_texts() == [tokens.nth(30).locator(".box").text_content()]
+    outlined = "all => all.map((t, i) => getComputedStyle(t).outlineStyle == 'none' ? -1 : i).filter(i => i >= 0)"
+    assert tokens.evaluate_all(outlined) == [30], "only the token of the box has an outline"
     page.locator("h1").hover()
     assert box.count() == 1 and tokens.nth(2).locator(".box").is_visible(), "the focused one again"
     assert box.inner_text().split("\n")[0] == "“k”: model 50.0 %, 1.0 bits of surprise"
@@ -186,6 +188,21 @@ def test_a_token_box_stays_inside_the_window(opened, viewport):
         if viewport == WIDE and i != 192:  # whose last line is empty
             assert -8 < place["y"] - token["y"] - token["height"] < 8, "below its token"
             assert place["x"] <= token["x"] + 1 and place["x"] + place["width"] > token["x"]
+
+
+def test_escape_closes_the_box_of_a_token(opened):
+    page = opened([*RUN, *SAMPLES])
+    tokens, box = map(page.locator, ("article:not([hidden]) .t", ".box:visible"))
+    for show in (tokens.nth(2).focus, tokens.nth(30).hover):
+        show()
+        assert box.count() == 1
+        page.keyboard.press("Escape")
+        assert box.count() == 0, "neither the focused token's nor the one at the pointer"
+    tokens.nth(31).hover()
+    assert box.all_inner_texts() == [tokens.nth(31).locator(".box").text_content()]
+    page.keyboard.press("Escape")
+    page.keyboard.press("ArrowRight")
+    assert box.count() == 1
 
 
 def test_a_zoom_and_a_click_in_the_legend_show_no_note_of_plotly(opened):
