@@ -268,6 +268,12 @@ def test_runs_of_different_length(tmp_path):
         "At their ends, the validation losses are 1.7149 after step 400 and 3.5000 after step 40.",
         "validation loss 1.7149 step 400 3.5000 step 40 at other steps",
     )
+    page = Page(tmp_path / "a", write_run(tmp_path / "c", [start(), val(0, 5.6)]))
+    page.shows("the runs can only be compared at step 0, before training")
+    assert "The headline compares" not in page.seen
+    page = Page(tmp_path / "a", write_run(tmp_path / "d", [start(), val(401, 1.8)]))
+    page.shows("the runs have no measured step in common")
+    assert "The headline compares" not in page.seen
 
 
 def test_losses_of_different_tokenizers_are_not_compared(tmp_path):
@@ -358,7 +364,8 @@ def test_a_run_that_died_of_nan_says_so_and_how_to_go_on(tmp_path, run_train, mo
     # two runs: the headline also compares them
     both = Page(report.Path("log/r"), write_run(tmp_path / "b", RUN))
     both.shows(
-        "r stopped: the loss is nan at step 2; the runs have no measured step in common r", shown
+        "r stopped: the loss is nan at step 2; the runs can only be compared at step 0, before training r",
+        shown,
     )
 
 

@@ -60,19 +60,32 @@ def compare_losses(names: Sequence[str], logs: Sequence[RunLog]) -> str:
     """A sentence about the run with the lowest loss, at the last position measured in all runs."""
     if not comparable(logs):
         return "different tokenizers: losses in nats per token cannot be compared"
-    for kind, name in (("validation", "val"), ("training", "train")):
-        found = values_by_position(logs, name, "loss")
-        last = max(set.intersection(*map(set, found)), default=0)
-        if not last:  # position 0 is before training
-            continue
-        losses = [rows[last][1] for rows in found]
-        (best, first), (other, second) = sorted(zip(losses, names))[:2]
-        where = f"{short(last)} tokens" if by_tokens(logs) else f"step {last:,}"
-        if f"{best:.2f}" == f"{other:.2f}":
-            return f"{first} and {second} have the same {kind} loss at {where}, {best:.2f}"
-        gap = f"{other - best:.2f} nats below {second}"
-        return f"{first} has {kind} loss {best:.2f} at {where}, {gap}"
-    return "the runs have no measured step in common"
+    if not (common := last_common(logs)):
+        return "the runs have no measured step in common"
+    name, last = common
+    if not last:
+        return "the runs can only be compared at step 0, before training"
+    kind = {"val": "validation", "train": "training"}[name]
+    losses = [rows[last][1] for rows in values_by_position(logs, name, "loss")]
+    (best, first), (other, second) = sorted(zip(losses, names))[:2]
+    where = f"{short(last)} tokens" if by_tokens(logs) else f"step {last:,}"
+    if f"{best:.2f}" == f"{other:.2f}":
+        return f"{first} and {second} have the same {kind} loss at {where}, {best:.2f}"
+    gap = f"{other - best:.2f} nats below {second}"
+    return f"{first} has {kind} loss {best:.2f} at {where}, {gap}"
+
+
+def last_common(logs: Sequence[RunLog]) -> tuple[str, int] | None:
+    """(kind of record, position) of the last validation loss, or else training loss, that all runs
+    measured after step 0; position 0 if they only have step 0 in common, None without a common step."""
+    before_training = None
+    for kind in ("val", "train"):
+        common = set.intersection(*map(set, values_by_position(logs, kind, "loss")))
+        if last := max(common, default=0):
+            return kind, last
+        if common:
+            before_training = before_training or (kind, 0)
+    return before_training
 
 
 def caption(log: RunLog) -> str:

@@ -26,7 +26,15 @@ from lab.eval import blimp_published
 from lab.files import atomic_write, read_json, write_errors
 from lab.templates import load_template
 from lab.tools import read_log
-from lab.tools.plot import blimp_levels, caption, headline, hellaswag_levels, loss_levels, phenomena
+from lab.tools.plot import (
+    blimp_levels,
+    caption,
+    headline,
+    hellaswag_levels,
+    last_common,
+    loss_levels,
+    phenomena,
+)
 from lab.tools.plot_style import color_index
 from lab.tools.read_log import Record, RunLog, by_tokens, column, comparable
 from lab.tools.verdict import loss_verdict
@@ -113,7 +121,8 @@ def warnings(runs: Sequence[RunReport]) -> list[str]:
     }
     found = [texts[differs]] if (differs := mismatch(runs)) else []
     (steps, losses), (others, other_losses) = (column(run.log, "val", "loss") for run in runs)
-    if not differs and steps and others and steps[-1] != others[-1]:
+    _, common = last_common([run.log for run in runs]) or ("", 0)
+    if not differs and common and steps and others and steps[-1] != others[-1]:
         found.append(
             "The headline compares them as far as both went. At their ends, the validation losses are "
             f"{losses[-1]:.4f} after step {steps[-1]:,} and {other_losses[-1]:.4f} after step {others[-1]:,}."
