@@ -503,29 +503,34 @@ def setting_text(value: Any) -> str:
 
 
 class Samples(NamedTuple):
-    """The texts that a run generated at a step; `shaded` has the tokens of the first, if they were logged;
-    `note` is a remark on them."""
+    """The texts that a run generated at `step`; `shaded` has the tokens of the first, if they were logged;
+    `note` is a remark on them. step: -1 if it generated none yet."""
 
+    step: int = -1
     texts: list[str] = []
     shaded: list | None = None
     note: str = ""
 
 
 def samples(runs: Sequence[RunReport]) -> list[tuple[int, list[Samples]]]:
-    """[(step, [each run's Samples])], earliest first, without control characters, which untrained models
-    may generate and HTML does not allow."""
-    found = {}
+    """[(step, [each run's last Samples up to it])], earliest first, without control characters, which
+    untrained models may generate and HTML does not allow."""
+    found: dict[int, dict[int, Samples]] = {}  # {step: {number of a run: its Samples}}
     for i, run in enumerate(runs):
         for record in run.log.get("sample", []):
             texts = [printable(str(text)) for text in record.get("texts", [])]
-            sides = found.setdefault(record["step"], [Samples()] * len(runs))
             random = record["step"] == 0 and starts_random(run)
             note = "The weights are random before the first step, so this text is too." * random
             if random and "\ufffd" in "".join(texts):
                 note += " � stands for bytes that are not valid UTF-8, and symbols such as ␀ for "
                 note += "control characters."
-            sides[i] = Samples(texts, record.get("shaded"), note)
-    return sorted(found.items())
+            side = Samples(record["step"], texts, record.get("shaded"), note)
+            found.setdefault(record["step"], {})[i] = side
+    rows, latest = [], dict.fromkeys(range(len(runs)), Samples())
+    for step in sorted(found):
+        latest |= found[step]
+        rows.append((step, list(latest.values())))
+    return rows
 
 
 def starts_random(run: RunReport) -> bool:
@@ -544,7 +549,7 @@ def page(runs: Sequence[RunReport], live: bool = False) -> str:
     """The HTML of the page for one or two runs. live: the page reloads itself every RENEW_SECONDS."""
     written = samples(runs)
     shared = [axis for axis in ("step", "tokens", "time") if all(axis in run.axes for run in runs)]
-    common = [i for i, (step, sides) in enumerate(written) if step and all(x.texts for x in sides)]
+    common = [i for i, (step, sides) in enumerate(written) if step and all(x.step == step for x in sides)]
     opens = common[-1] if common else len(written) - 1  # the slider's initial position
     return load_template("report.html.j2").render(
         runs=[
