@@ -353,7 +353,8 @@ def test_a_run_that_died_of_nan_says_so_and_how_to_go_on(tmp_path, run_train, mo
     shown = re.sub(r"(--\w+) ?", r"\1 ", f"Error: {error}.")  # a flag is an element of its own
     page.shows(
         "Stopped: the loss is nan at step 2 r",
-        "stopped by an error after step 3",
+        "stopped by an error at step 2",
+        "steps 2 tokens",
         shown,
         "Gradient spike at step 2: norm not finite, median of the steps before",
         "To repeat that step: python -m lab replay log/r/spike_000002.json",
@@ -377,6 +378,7 @@ def test_errors_in_logs_without_measurements_and_of_older_versions(tmp_path):
     )
     page = Page(write_run(tmp_path / "a", [start(), end]))
     page.shows("Stopped: CUDA is out of memory a", "Error: CUDA is out of memory; try less.")
+    page.shows("stopped by an error after step 1")
     assert page.figures == {} and "x axis" not in page.seen
     spike = dict(
         kind="spike", step=401, time=0.0, norm=None, usual=0.5, skipped=False, file="x.json"

@@ -5,6 +5,7 @@ Used by lab report, lab plot, bench and the notebook. It imports nothing slow.
 
 import bisect
 import math
+import re
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,13 @@ def run_error(log: RunLog) -> str:
         norm = f"the gradient norm is not finite at step {spike['step']}"
         return f"{norm}; try a lower --lr, or more --warmup_steps"
     return ""
+
+
+def failed_step(log: RunLog) -> int | None:
+    """The step whose loss or gradient norm ended the run, as one that is nan; None if none did. This is
+    noticed while the next step runs, so the log's end record has a later step."""
+    found = re.match(r"the (?:loss|gradient norm) is [^;(]* at step (\d{1,15})\b", run_error(log))
+    return int(found[1]) if found else None
 
 
 # ---------------------------------------------------------------------------------------- curves

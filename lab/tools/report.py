@@ -60,7 +60,8 @@ class RunReport:
         self.all = [record for kind in log.values() for record in kind]
         self.start, self.train = log.get("start", [{}])[-1], config.get("train", {})
         self.tokens = tokens = read_log.tokens_at(log)  # training tokens up to a step, or None
-        self.last = max(record["step"] for record in self.all)
+        self.failed = read_log.failed_step(log)
+        self.last = self.failed or max(record["step"] for record in self.all)
         self.minutes = clock(self.all)
         self.axes = {  # {axis: a record's position on it}
             "step": lambda record: record["step"],
@@ -414,7 +415,7 @@ def facts(run: RunReport) -> str:
     known = {
         None: running,
         "done": "finished",
-        "error": f"stopped by an error after step {run.last:,}",
+        "error": f"stopped by an error {'at' if run.failed else 'after'} step {run.last:,}",
     }
     parts += [known.get(reason, f"stopped by {reason}")]
     return ", ".join(filter(None, parts))
