@@ -167,8 +167,8 @@ def test_one_token_box_at_a_time(opened):
     assert box.all_inner_texts() == [tokens.nth(2).locator(".box").text_content()]
     tokens.nth(30).hover()
     assert box.all_inner_texts() == [tokens.nth(30).locator(".box").text_content()]
-    outlined = "all => all.map((t, i) => getComputedStyle(t).outlineStyle == 'none' ? -1 : i).filter(i => i >= 0)"
-    assert tokens.evaluate_all(outlined) == [30], "only the token of the box has an outline"
+    styles = tokens.evaluate_all("all => all.map(t => getComputedStyle(t).outlineStyle)")
+    assert [i for i, style in enumerate(styles) if style != "none"] == [30], "not the focused one"
     page.locator("h1").hover()
     assert box.count() == 1 and tokens.nth(2).locator(".box").is_visible(), "the focused one again"
     assert box.inner_text().split("\n")[0] == "“k”: model 50.0 %, 1.0 bits of surprise"
@@ -218,6 +218,32 @@ def test_a_zoom_and_a_click_in_the_legend_show_no_note_of_plotly(opened):
     assert page.locator(".plotly-notifier").count() == 0
     page.mouse.dblclick(area["x"] + 100, area["y"] + 100)
     page.wait_for_function("() => $('loss').layout.xaxis.range[0] < 0")
+
+
+def test_a_click_on_a_runs_name_hides_its_curves(tmp_path, chromium):
+    write_run(tmp_path / "a", RUN)
+    write_run(tmp_path / "b", [r | {"loss": 1.0 + 9 / (9 + r["step"])} for r in RUN])
+    report.write_page([tmp_path / "a", tmp_path / "b"], tmp_path / "both.html")
+    tab = Report(chromium, tmp_path / "both.html", viewport=WIDE)
+
+    def shown():
+        tab.page.wait_for_selector("#tok_per_s svg .trace path", state="attached")
+        return {id: tab.plot(id, "data.filter(one => one.visible).length") for id in tab.figures}
+
+    before, lines = shown(), tab.page.locator("#loss .scatterlayer .trace")
+    assert before.keys() == {"loss", "difference", "lr", "tok_per_s"}
+    name = tab.page.get_by_role("button", name="b", exact=True)
+    assert name.get_attribute("aria-pressed") == "true"
+    halves = {id: n if id == "difference" else n // 2 for id, n in before.items()}
+    for expected in (halves, before):
+        name.click()
+        assert shown() == expected
+    assert lines.count() == before["loss"]
+    name.click()
+    tab.page.reload()  # as with --watch
+    assert shown() == halves and lines.count() == halves["loss"]
+    assert name.get_attribute("aria-pressed") == "false"
+    assert axe_findings(tab.page) == tab.wrong == []
 
 
 def test_the_axis_bar_is_in_view_beside_charts_only(opened):

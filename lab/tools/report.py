@@ -238,23 +238,23 @@ def trace_per_run(
         if kind in read_log.ACCURACY:
             style["errors"] = [round(e, 5) for e in read_log.accuracy(run.log, kind)[2]]
         steps, values = column(run.log, kind, field)
-        curves += curve(run, kind, steps, values, name, color, **style)
+        curves += curve(run, kind, steps, values, name, color, run=i, **style)
     return curves
 
 
 def curve(
-    run: RunReport, kind: str, steps: Sequence[int], values: Sequence[float], name: str, color: int,
+    report: RunReport, kind: str, steps: Sequence[int], values: Sequence[float], name: str, color: int,
     width: float = 2, smooth: bool = False, **more: Any,
 ) -> list[dict]:  # fmt: skip
     """[a curve for report.html.j2], or [] without points. A wide curve of few points has dots and a dotted
     line. smooth: draw many points faintly, and their moving average as a second curve."""
-    at = {record["step"]: record for record in run.log.get(kind, [])}
+    at = {record["step"]: record for record in report.log.get(kind, [])}
     dots = width > 2 and len(steps) <= 60 or len(steps) == 1
     whole: dict[str, Any] = {
         "name": html.escape(name, quote=False),  # plotly interprets <b> and <a> in it
         "y": [float(f"{v:.6g}") for v in values],
         "positions": {
-            axis: [position(at[s]) for s in steps] for axis, position in run.axes.items()
+            axis: [position(at[s]) for s in steps] for axis, position in report.axes.items()
         },
         "dots": dots,
         "dash": "dot" if dots else "solid",
