@@ -5,7 +5,7 @@ import json
 import pytest
 from browser import Tab, axe_findings
 from conftest import ROOT, succeed
-from test_plot import RUN, start, val
+from test_plot import RUN, start, train, val
 from test_report import EVIL, sample, shaded, write_run
 
 from lab.tools import report
@@ -244,6 +244,21 @@ def test_a_click_on_a_runs_name_hides_its_curves(tmp_path, chromium):
     assert shown() == halves and lines.count() == halves["loss"]
     assert name.get_attribute("aria-pressed") == "false"
     assert axe_findings(tab.page) == tab.wrong == []
+
+
+def test_the_ticks_of_few_steps_are_whole_numbers(opened):
+    loss = "#loss .xtick"
+    for last in (1, 2, 3):
+        page = opened([start(), val(0, 5.5), *(train(s, 6.0 - s) for s in range(1, last + 1))])
+        ticks = page.locator(loss).all_text_contents()
+        assert ticks == [f"{step}" for step in range(last + 1)]
+    page = opened(RUN)
+    zoom = "range => Plotly.relayout('loss', { 'xaxis.range[0]': range[0], 'xaxis.range[1]': range[1] })"
+    for span, expected in (((99.5, 102), ["100", "101", "102"]), ((100, 300), 100)):
+        page.evaluate(zoom, span)
+        page.evaluate("new Promise(done => setTimeout(done, 100))")
+        ticks = page.locator(loss).all_text_contents()
+        assert ticks == expected or int(ticks[0]) == expected < int(ticks[1]), ticks
 
 
 def test_the_axis_bar_is_in_view_beside_charts_only(opened):
