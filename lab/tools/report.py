@@ -27,6 +27,7 @@ from lab.files import atomic_write, read_json, write_errors
 from lab.templates import load_template
 from lab.tools import read_log
 from lab.tools.plot import (
+    below_another,
     blimp_levels,
     caption,
     headline,
@@ -154,11 +155,11 @@ def figures_of(runs: Sequence[RunReport]) -> dict[str, dict]:
     heights = [y for curve in losses for y in curve["y"]] or [0.0]
     cut_off = ["high"] * (max(heights) > high) + ["low"] * (min(heights) < low)
     note = lines_drawn(training, validation)
-    found: dict[str, dict] = {
-        "loss": dict(
-            curves=losses, levels=loss_levels(logs), range=window, cut_off=cut_off, note=note
-        )
-    }
+    # plotly interprets <b> and <a> in labels
+    levels = loss_levels({html.escape(run.name, quote=False): run.log for run in runs})
+    below = below_another(levels)
+    loss = dict(curves=losses, levels=levels, below=below, range=window, cut_off=cut_off, note=note)
+    found: dict[str, dict] = {"loss": loss}
     if not comparable(logs):
         found["bits"] = dict(curves=trace_per_run(runs, "val", "bits_per_byte", "loss", width=3))
     elif not alone and not mismatch(runs):
@@ -550,7 +551,9 @@ def page(runs: Sequence[RunReport], live: bool = False) -> str:
     """The HTML of the page for one or two runs. live: the page reloads itself every RENEW_SECONDS."""
     written = samples(runs)
     shared = [axis for axis in ("step", "tokens", "time") if all(axis in run.axes for run in runs)]
-    common = [i for i, (step, sides) in enumerate(written) if step and all(x.step == step for x in sides)]
+    common = [
+        i for i, (step, sides) in enumerate(written) if step and all(x.step == step for x in sides)
+    ]
     opens = common[-1] if common else len(written) - 1  # the slider's initial position
     return load_template("report.html.j2").render(
         runs=[
