@@ -412,6 +412,20 @@ def test_errors_in_logs_without_measurements_and_of_older_versions(tmp_path):
     )
 
 
+def test_a_run_without_measurements_that_has_ended_is_not_waited_for(tmp_path):
+    end = dict(kind="end", step=0, time=1.0)
+    for records, message in (
+        ([], "has no measurement; wait for the first one, or choose another run"),
+        ([end | {"reason": "SIGINT"}], ": the run was stopped by SIGINT before its first meas"),
+        (
+            [end | {"reason": "done"}],
+            ": the run ended before its first measurement; choose another",
+        ),
+    ):
+        with pytest.raises(UserError, match=message):
+            Page(write_run(tmp_path / "r", [start(), *records]))
+
+
 def test_each_resume_is_shown_with_its_command_and_what_it_changed(tmp_path, run_train):
     for flags in (["--max_steps", 4], ["--resume", "--max_steps", 8, "--lr", 0.5], ["--resume"]):
         more = ["--max_steps", 9] if flags == ["--resume"] else []

@@ -93,6 +93,11 @@ def read_log(run: str | Path) -> RunLog:
     for (kind, _), record in sorted(found.items(), key=lambda item: item[0][1]):
         log.setdefault(kind, []).append(record)
     if not {"train", "val", "hella"} & log.keys() and not run_error(log):
+        if reason := end_reason(log):
+            how = "ended" if reason == "done" else f"was stopped by {reason}"
+            raise UserError(
+                f"{path}: the run {how} before its first measurement; choose another run"
+            )
         raise UserError(f"{path} has no measurement; wait for the first one, or choose another run")
     return log
 
