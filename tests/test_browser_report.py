@@ -5,7 +5,7 @@ import json
 import pytest
 from browser import Tab, axe_findings
 from conftest import ROOT, succeed
-from test_plot import RUN, start, val
+from test_plot import RUN, start, train, val
 from test_report import EVIL, sample, shaded, write_run
 
 from lab.tools import report
@@ -167,9 +167,42 @@ def test_one_token_box_at_a_time(opened):
     assert box.all_inner_texts() == [tokens.nth(2).locator(".box").text_content()]
     tokens.nth(30).hover()
     assert box.all_inner_texts() == [tokens.nth(30).locator(".box").text_content()]
+    styles = tokens.evaluate_all("all => all.map(t => getComputedStyle(t).outlineStyle)")
+    assert [i for i, style in enumerate(styles) if style != "none"] == [30], "not the focused one"
     page.locator("h1").hover()
     assert box.count() == 1 and tokens.nth(2).locator(".box").is_visible(), "the focused one again"
     assert box.inner_text().split("\n")[0] == "“k”: model 50.0 %, 1.0 bits of surprise"
+
+
+@pytest.mark.parametrize("viewport", [WIDE, PHONE], ids=["wide", "phone"])
+def test_a_token_box_stays_inside_the_window(opened, viewport):
+    """Also that of a token that spans lines, of one at the right edge, and of one with a long name."""
+    texts = ["abcdefgh "] * 192 + ["\n<|endoftext|>\n", "abc", "x" * 120]
+    page = opened([*RUN, shaded(400, *texts)], viewport)
+    tokens, box = map(page.locator, ("article:not([hidden]) .t", ".box:visible"))
+    for i in [*range(0, 40), *range(180, 195)]:
+        tokens.nth(i).focus()
+        place, token = box.bounding_box(), tokens.nth(i).bounding_box()
+        assert place["x"] >= 0 and place["x"] + place["width"] <= viewport["width"], i
+        assert page.evaluate("document.documentElement.scrollWidth") == viewport["width"], i
+        if viewport == WIDE and i != 192:  # whose last line is empty
+            assert -8 < place["y"] - token["y"] - token["height"] < 8, "below its token"
+            assert place["x"] <= token["x"] + 1 and place["x"] + place["width"] > token["x"]
+
+
+def test_escape_closes_the_box_of_a_token(opened):
+    page = opened([*RUN, *SAMPLES])
+    tokens, box = map(page.locator, ("article:not([hidden]) .t", ".box:visible"))
+    for show in (tokens.nth(2).focus, tokens.nth(30).hover):
+        show()
+        assert box.count() == 1
+        page.keyboard.press("Escape")
+        assert box.count() == 0, "neither the focused token's nor the one at the pointer"
+    tokens.nth(31).hover()
+    assert box.all_inner_texts() == [tokens.nth(31).locator(".box").text_content()]
+    page.keyboard.press("Escape")
+    page.keyboard.press("ArrowRight")
+    assert box.count() == 1
 
 
 def test_a_zoom_and_a_click_in_the_legend_show_no_note_of_plotly(opened):
@@ -185,6 +218,47 @@ def test_a_zoom_and_a_click_in_the_legend_show_no_note_of_plotly(opened):
     assert page.locator(".plotly-notifier").count() == 0
     page.mouse.dblclick(area["x"] + 100, area["y"] + 100)
     page.wait_for_function("() => $('loss').layout.xaxis.range[0] < 0")
+
+
+def test_a_click_on_a_runs_name_hides_its_curves(tmp_path, chromium):
+    write_run(tmp_path / "a", RUN)
+    write_run(tmp_path / "b", [r | {"loss": 1.0 + 9 / (9 + r["step"])} for r in RUN])
+    report.write_page([tmp_path / "a", tmp_path / "b"], tmp_path / "both.html")
+    tab = Report(chromium, tmp_path / "both.html", viewport=WIDE)
+
+    def shown():
+        tab.page.wait_for_selector("#tok_per_s svg .trace path", state="attached")
+        return {id: tab.plot(id, "data.filter(one => one.visible).length") for id in tab.figures}
+
+    before, lines = shown(), tab.page.locator("#loss .scatterlayer .trace")
+    assert before.keys() == {"loss", "difference", "lr", "tok_per_s"}
+    name = tab.page.get_by_role("button", name="b", exact=True)
+    assert name.get_attribute("aria-pressed") == "true"
+    halves = {id: n if id == "difference" else n // 2 for id, n in before.items()}
+    for expected in (halves, before):
+        name.click()
+        assert shown() == expected
+    assert lines.count() == before["loss"]
+    name.click()
+    tab.page.reload()  # as with --watch
+    assert shown() == halves and lines.count() == halves["loss"]
+    assert name.get_attribute("aria-pressed") == "false"
+    assert axe_findings(tab.page) == tab.wrong == []
+
+
+def test_the_ticks_of_few_steps_are_whole_numbers(opened):
+    loss = "#loss .xtick"
+    for last in (1, 2, 3):
+        page = opened([start(), val(0, 5.5), *(train(s, 6.0 - s) for s in range(1, last + 1))])
+        ticks = page.locator(loss).all_text_contents()
+        assert ticks == [f"{step}" for step in range(last + 1)]
+    page = opened(RUN)
+    zoom = "range => Plotly.relayout('loss', { 'xaxis.range[0]': range[0], 'xaxis.range[1]': range[1] })"
+    for span, expected in (((99.5, 102), ["100", "101", "102"]), ((100, 300), 100)):
+        page.evaluate(zoom, span)
+        page.evaluate("new Promise(done => setTimeout(done, 100))")
+        ticks = page.locator(loss).all_text_contents()
+        assert ticks == expected or int(ticks[0]) == expected < int(ticks[1]), ticks
 
 
 def test_the_axis_bar_is_in_view_beside_charts_only(opened):

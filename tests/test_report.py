@@ -256,7 +256,8 @@ def test_two_runs(tmp_path):
         "b has validation loss 1.50 at 3.28M tokens, 0.21 nats below a",
         "Each configuration was run only once",
         "validation loss 1.7149 step 400 1.5000 step 400 -0.2149",
-        "after 200 steps a no sample at this step b two after 400 steps a The one b no sample",
+        "after 200 steps a (last sample so far: after 0 steps) The weights are random",
+        "b two after 400 steps a The one b (last sample so far: after 200 steps) two",
     )  # fmt: skip
 
 
@@ -268,6 +269,26 @@ def test_runs_of_different_length(tmp_path):
         "At their ends, the validation losses are 1.7149 after step 400 and 3.5000 after step 40.",
         "validation loss 1.7149 step 400 3.5000 step 40 at other steps",
     )
+    page = Page(tmp_path / "a", write_run(tmp_path / "c", [start(), val(0, 5.6)]))
+    page.shows("the runs can only be compared at step 0, before training")
+    assert "The headline compares" not in page.seen
+    page = Page(tmp_path / "a", write_run(tmp_path / "d", [start(), val(401, 1.8)]))
+    page.shows("the runs have no measured step in common")
+    assert "The headline compares" not in page.seen
+
+
+def test_each_run_has_its_own_baseline(tmp_path):
+    a, same, other = (
+        write_run(tmp_path / name, [start(unigram=level), *RUN[1:]])
+        for name, level in (("a", 3.314), ("same", 3.312), ("<b>", 3.296))
+    )
+    both = Page(a, same).figures["loss"]
+    assert both["levels"] == {"uniform guess 5.55": math.log(257), "unigram baseline 3.31": 3.314}
+    assert both["below"] == []
+    both = Page(a, other).figures["loss"]
+    low, high = "unigram baseline of &lt;b&gt; 3.30", "unigram baseline of a 3.31"
+    assert both["levels"] == {"uniform guess 5.55": math.log(257), low: 3.296, high: 3.314}
+    assert both["below"] == [low], "the labels do not overlap"
 
 
 def test_losses_of_different_tokenizers_are_not_compared(tmp_path):
@@ -346,7 +367,8 @@ def test_a_run_that_died_of_nan_says_so_and_how_to_go_on(tmp_path, run_train, mo
     shown = re.sub(r"(--\w+) ?", r"\1 ", f"Error: {error}.")  # a flag is an element of its own
     page.shows(
         "Stopped: the loss is nan at step 2 r",
-        "stopped by an error after step 3",
+        "stopped by an error at step 2",
+        "steps 2 tokens",
         shown,
         "Gradient spike at step 2: norm not finite, median of the steps before",
         "To repeat that step: python -m lab replay log/r/spike_000002.json",
@@ -358,7 +380,8 @@ def test_a_run_that_died_of_nan_says_so_and_how_to_go_on(tmp_path, run_train, mo
     # two runs: the headline also compares them
     both = Page(report.Path("log/r"), write_run(tmp_path / "b", RUN))
     both.shows(
-        "r stopped: the loss is nan at step 2; the runs have no measured step in common r", shown
+        "r stopped: the loss is nan at step 2; the runs can only be compared at step 0, before training r",
+        shown,
     )
 
 
@@ -369,6 +392,7 @@ def test_errors_in_logs_without_measurements_and_of_older_versions(tmp_path):
     )
     page = Page(write_run(tmp_path / "a", [start(), end]))
     page.shows("Stopped: CUDA is out of memory a", "Error: CUDA is out of memory; try less.")
+    page.shows("stopped by an error after step 1")
     assert page.figures == {} and "x axis" not in page.seen
     spike = dict(
         kind="spike", step=401, time=0.0, norm=None, usual=0.5, skipped=False, file="x.json"
@@ -386,6 +410,20 @@ def test_errors_in_logs_without_measurements_and_of_older_versions(tmp_path):
     Page(write_run(tmp_path / "d", [*RUN, *many])).shows(
         "norm 90, median of the steps before 0.5 2 earlier gradient spikes: see log.jsonl"
     )
+
+
+def test_a_run_without_measurements_that_has_ended_is_not_waited_for(tmp_path):
+    end = dict(kind="end", step=0, time=1.0)
+    for records, message in (
+        ([], "has no measurement; wait for the first one, or choose another run"),
+        ([end | {"reason": "SIGINT"}], ": the run was stopped by SIGINT before its first meas"),
+        (
+            [end | {"reason": "done"}],
+            ": the run ended before its first measurement; choose another",
+        ),
+    ):
+        with pytest.raises(UserError, match=message):
+            Page(write_run(tmp_path / "r", [start(), *records]))
 
 
 def test_each_resume_is_shown_with_its_command_and_what_it_changed(tmp_path, run_train):

@@ -38,6 +38,8 @@ from lab.tools.read_log import (
 # acc_norm of the published models on HellaSwag's 10042 validation examples
 PUBLISHED_HELLASWAG = {"GPT-2 124M": 0.2955, "GPT-2 1558M": 0.4893}
 
+LABEL_SPACE = 0.3  # nats between two lines of a loss axis that leave space for a label
+
 
 def headline(logs: dict[str, RunLog]) -> str:
     """A sentence with the main result of {run name: log}; for several runs see compare_losses."""
@@ -60,19 +62,32 @@ def compare_losses(names: Sequence[str], logs: Sequence[RunLog]) -> str:
     """A sentence about the run with the lowest loss, at the last position measured in all runs."""
     if not comparable(logs):
         return "different tokenizers: losses in nats per token cannot be compared"
-    for kind, name in (("validation", "val"), ("training", "train")):
-        found = values_by_position(logs, name, "loss")
-        last = max(set.intersection(*map(set, found)), default=0)
-        if not last:  # position 0 is before training
-            continue
-        losses = [rows[last][1] for rows in found]
-        (best, first), (other, second) = sorted(zip(losses, names))[:2]
-        where = f"{short(last)} tokens" if by_tokens(logs) else f"step {last:,}"
-        if f"{best:.2f}" == f"{other:.2f}":
-            return f"{first} and {second} have the same {kind} loss at {where}, {best:.2f}"
-        gap = f"{other - best:.2f} nats below {second}"
-        return f"{first} has {kind} loss {best:.2f} at {where}, {gap}"
-    return "the runs have no measured step in common"
+    if not (common := last_common(logs)):
+        return "the runs have no measured step in common"
+    name, last = common
+    if not last:
+        return "the runs can only be compared at step 0, before training"
+    kind = {"val": "validation", "train": "training"}[name]
+    losses = [rows[last][1] for rows in values_by_position(logs, name, "loss")]
+    (best, first), (other, second) = sorted(zip(losses, names))[:2]
+    where = f"{short(last)} tokens" if by_tokens(logs) else f"step {last:,}"
+    if f"{best:.2f}" == f"{other:.2f}":
+        return f"{first} and {second} have the same {kind} loss at {where}, {best:.2f}"
+    gap = f"{other - best:.2f} nats below {second}"
+    return f"{first} has {kind} loss {best:.2f} at {where}, {gap}"
+
+
+def last_common(logs: Sequence[RunLog]) -> tuple[str, int] | None:
+    """(kind of record, position) of the last validation loss, or else training loss, that all runs
+    measured after step 0; position 0 if they only have step 0 in common, None without a common step."""
+    before_training = None
+    for kind in ("val", "train"):
+        common = set.intersection(*map(set, values_by_position(logs, kind, "loss")))
+        if last := max(common, default=0):
+            return kind, last
+        if common:
+            before_training = before_training or (kind, 0)
+    return before_training
 
 
 def caption(log: RunLog) -> str:
@@ -88,16 +103,29 @@ def caption(log: RunLog) -> str:
     return ", ".join(parts)
 
 
-def loss_levels(logs: Collection[RunLog]) -> dict[str, float]:
-    """{label: nats per token} of the uniform guess and the unigram baseline. If the levels of several
-    runs are so close that labels would overlap, there is only one."""
+def loss_levels(logs: dict[str, RunLog]) -> dict[str, float]:
+    """{label: nats per token} of the uniform guess and the unigram baseline of {run name: log}, with the
+    run's name if they differ. Of levels within LABEL_SPACE of each other, only the lowest and the highest
+    have space for a label."""
     found = {}
-    for name, text in (("log_v", "uniform guess"), ("unigram", "unigram baseline")):
-        values = sorted(v for log in logs for v in column(log, "start", name)[1][-1:])
-        if values and values[-1] - values[0] < 0.3:
-            values = values[:1]
-        found |= {f"{text} {v:.2f}": v for v in values}
+    for field, text in (("log_v", "uniform guess"), ("unigram", "unigram baseline")):
+        values: dict[str, tuple[float, str]] = {}
+        for name, log in logs.items():
+            for v in column(log, "start", field)[1][-1:]:
+                values.setdefault(f"{v:.2f}", (v, name))
+        rows = sorted(values.values())
+        if rows and rows[-1][0] - rows[0][0] < LABEL_SPACE:
+            rows = rows[:1] + rows[1:][-1:]
+        for v, name in rows:
+            whose = f" of {name}" if len(rows) > 1 else ""
+            found[f"{text}{whose} {v:.2f}"] = v
     return found
+
+
+def below_another(levels: dict[str, float]) -> list[str]:
+    """The labels of a loss axis that must be below their lines, as another line is just above."""
+    values = levels.values()
+    return [k for k, v in levels.items() if any(v < other < v + LABEL_SPACE for other in values)]
 
 
 def hellaswag_levels(logs: Collection[RunLog]) -> dict[str, float]:
@@ -150,9 +178,10 @@ def draw_loss(ax: Any, logs: dict[str, RunLog], dark: bool, x: Callable) -> None
             ax.annotate(f"{losses[-1]:.2f}", (x(log, steps)[-1], losses[-1]), color=color, **how)
     if window := loss_window(logs.values()):
         ax.set_ylim(*window)
-    for text, level in loss_levels(logs.values()).items():
+    levels = loss_levels(logs)
+    for text, level in levels.items():
         if ax.get_ylim()[0] < level < ax.get_ylim()[1]:
-            reference(ax, level, text)
+            reference(ax, level, text, below=text in below_another(levels))
     ax.set_ylabel("loss (nats per token)")
     kinds = None if alone else "training (thin)\nvalidation (thick)"
     ax.legend(title=kinds, title_fontsize=9)

@@ -5,6 +5,7 @@ Used by lab report, lab plot, bench and the notebook. It imports nothing slow.
 
 import bisect
 import math
+import re
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,11 @@ def read_log(run: str | Path) -> RunLog:
     for (kind, _), record in sorted(found.items(), key=lambda item: item[0][1]):
         log.setdefault(kind, []).append(record)
     if not {"train", "val", "hella"} & log.keys() and not run_error(log):
+        if reason := end_reason(log):
+            how = "ended" if reason == "done" else f"was stopped by {reason}"
+            raise UserError(
+                f"{path}: the run {how} before its first measurement; choose another run"
+            )
         raise UserError(f"{path} has no measurement; wait for the first one, or choose another run")
     return log
 
@@ -150,6 +156,13 @@ def run_error(log: RunLog) -> str:
         norm = f"the gradient norm is not finite at step {spike['step']}"
         return f"{norm}; try a lower --lr, or more --warmup_steps"
     return ""
+
+
+def failed_step(log: RunLog) -> int | None:
+    """The step whose loss or gradient norm ended the run, as one that is nan; None if none did. This is
+    noticed while the next step runs, so the log's end record has a later step."""
+    found = re.match(r"the (?:loss|gradient norm) is [^;(]* at step (\d{1,15})\b", run_error(log))
+    return int(found[1]) if found else None
 
 
 # ---------------------------------------------------------------------------------------- curves

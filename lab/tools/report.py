@@ -26,7 +26,16 @@ from lab.eval import blimp_published
 from lab.files import atomic_write, read_json, write_errors
 from lab.templates import load_template
 from lab.tools import read_log
-from lab.tools.plot import blimp_levels, caption, headline, hellaswag_levels, loss_levels, phenomena
+from lab.tools.plot import (
+    below_another,
+    blimp_levels,
+    caption,
+    headline,
+    hellaswag_levels,
+    last_common,
+    loss_levels,
+    phenomena,
+)
 from lab.tools.plot_style import color_index
 from lab.tools.read_log import Record, RunLog, by_tokens, column, comparable
 from lab.tools.verdict import loss_verdict
@@ -52,7 +61,8 @@ class RunReport:
         self.all = [record for kind in log.values() for record in kind]
         self.start, self.train = log.get("start", [{}])[-1], config.get("train", {})
         self.tokens = tokens = read_log.tokens_at(log)  # training tokens up to a step, or None
-        self.last = max(record["step"] for record in self.all)
+        self.failed = read_log.failed_step(log)
+        self.last = self.failed or max(record["step"] for record in self.all)
         self.minutes = clock(self.all)
         self.axes = {  # {axis: a record's position on it}
             "step": lambda record: record["step"],
@@ -113,7 +123,8 @@ def warnings(runs: Sequence[RunReport]) -> list[str]:
     }
     found = [texts[differs]] if (differs := mismatch(runs)) else []
     (steps, losses), (others, other_losses) = (column(run.log, "val", "loss") for run in runs)
-    if not differs and steps and others and steps[-1] != others[-1]:
+    _, common = last_common([run.log for run in runs]) or ("", 0)
+    if not differs and common and steps and others and steps[-1] != others[-1]:
         found.append(
             "The headline compares them as far as both went. At their ends, the validation losses are "
             f"{losses[-1]:.4f} after step {steps[-1]:,} and {other_losses[-1]:.4f} after step {others[-1]:,}."
@@ -144,11 +155,11 @@ def figures_of(runs: Sequence[RunReport]) -> dict[str, dict]:
     heights = [y for curve in losses for y in curve["y"]] or [0.0]
     cut_off = ["high"] * (max(heights) > high) + ["low"] * (min(heights) < low)
     note = lines_drawn(training, validation)
-    found: dict[str, dict] = {
-        "loss": dict(
-            curves=losses, levels=loss_levels(logs), range=window, cut_off=cut_off, note=note
-        )
-    }
+    # plotly interprets <b> and <a> in labels
+    levels = loss_levels({html.escape(run.name, quote=False): run.log for run in runs})
+    below = below_another(levels)
+    loss = dict(curves=losses, levels=levels, below=below, range=window, cut_off=cut_off, note=note)
+    found: dict[str, dict] = {"loss": loss}
     if not comparable(logs):
         found["bits"] = dict(curves=trace_per_run(runs, "val", "bits_per_byte", "loss", width=3))
     elif not alone and not mismatch(runs):
@@ -228,23 +239,23 @@ def trace_per_run(
         if kind in read_log.ACCURACY:
             style["errors"] = [round(e, 5) for e in read_log.accuracy(run.log, kind)[2]]
         steps, values = column(run.log, kind, field)
-        curves += curve(run, kind, steps, values, name, color, **style)
+        curves += curve(run, kind, steps, values, name, color, run=i, **style)
     return curves
 
 
 def curve(
-    run: RunReport, kind: str, steps: Sequence[int], values: Sequence[float], name: str, color: int,
+    report: RunReport, kind: str, steps: Sequence[int], values: Sequence[float], name: str, color: int,
     width: float = 2, smooth: bool = False, **more: Any,
 ) -> list[dict]:  # fmt: skip
     """[a curve for report.html.j2], or [] without points. A wide curve of few points has dots and a dotted
     line. smooth: draw many points faintly, and their moving average as a second curve."""
-    at = {record["step"]: record for record in run.log.get(kind, [])}
+    at = {record["step"]: record for record in report.log.get(kind, [])}
     dots = width > 2 and len(steps) <= 60 or len(steps) == 1
     whole: dict[str, Any] = {
         "name": html.escape(name, quote=False),  # plotly interprets <b> and <a> in it
         "y": [float(f"{v:.6g}") for v in values],
         "positions": {
-            axis: [position(at[s]) for s in steps] for axis, position in run.axes.items()
+            axis: [position(at[s]) for s in steps] for axis, position in report.axes.items()
         },
         "dots": dots,
         "dash": "dot" if dots else "solid",
@@ -405,7 +416,7 @@ def facts(run: RunReport) -> str:
     known = {
         None: running,
         "done": "finished",
-        "error": f"stopped by an error after step {run.last:,}",
+        "error": f"stopped by an error {'at' if run.failed else 'after'} step {run.last:,}",
     }
     parts += [known.get(reason, f"stopped by {reason}")]
     return ", ".join(filter(None, parts))
@@ -494,29 +505,34 @@ def setting_text(value: Any) -> str:
 
 
 class Samples(NamedTuple):
-    """The texts that a run generated at a step; `shaded` has the tokens of the first, if they were logged;
-    `note` is a remark on them."""
+    """The texts that a run generated at `step`; `shaded` has the tokens of the first, if they were logged;
+    `note` is a remark on them. step: -1 if it generated none yet."""
 
+    step: int = -1
     texts: list[str] = []
     shaded: list | None = None
     note: str = ""
 
 
 def samples(runs: Sequence[RunReport]) -> list[tuple[int, list[Samples]]]:
-    """[(step, [each run's Samples])], earliest first, without control characters, which untrained models
-    may generate and HTML does not allow."""
-    found = {}
+    """[(step, [each run's last Samples up to it])], earliest first, without control characters, which
+    untrained models may generate and HTML does not allow."""
+    found: dict[int, dict[int, Samples]] = {}  # {step: {number of a run: its Samples}}
     for i, run in enumerate(runs):
         for record in run.log.get("sample", []):
             texts = [printable(str(text)) for text in record.get("texts", [])]
-            sides = found.setdefault(record["step"], [Samples()] * len(runs))
             random = record["step"] == 0 and starts_random(run)
             note = "The weights are random before the first step, so this text is too." * random
             if random and "\ufffd" in "".join(texts):
                 note += " � stands for bytes that are not valid UTF-8, and symbols such as ␀ for "
                 note += "control characters."
-            sides[i] = Samples(texts, record.get("shaded"), note)
-    return sorted(found.items())
+            side = Samples(record["step"], texts, record.get("shaded"), note)
+            found.setdefault(record["step"], {})[i] = side
+    rows, latest = [], dict.fromkeys(range(len(runs)), Samples())
+    for step in sorted(found):
+        latest |= found[step]
+        rows.append((step, list(latest.values())))
+    return rows
 
 
 def starts_random(run: RunReport) -> bool:
@@ -535,7 +551,9 @@ def page(runs: Sequence[RunReport], live: bool = False) -> str:
     """The HTML of the page for one or two runs. live: the page reloads itself every RENEW_SECONDS."""
     written = samples(runs)
     shared = [axis for axis in ("step", "tokens", "time") if all(axis in run.axes for run in runs)]
-    common = [i for i, (step, sides) in enumerate(written) if step and all(x.texts for x in sides)]
+    common = [
+        i for i, (step, sides) in enumerate(written) if step and all(x.step == step for x in sides)
+    ]
     opens = common[-1] if common else len(written) - 1  # the slider's initial position
     return load_template("report.html.j2").render(
         runs=[
