@@ -558,3 +558,39 @@ def test_on_a_phone_the_card_is_a_sheet_below_its_token(chromium, chat_server):
     assert phone.page.evaluate("document.documentElement.scrollWidth") <= 390
     assert phone.wrong == []
     phone.page.context.close()
+
+
+def test_undo_after_continue_takes_back_the_continuation_only(tab):
+    ids = "turns().at(-1).pieces.map(piece => piece.id)"
+    tab.set(max_tokens=4, seed=1)
+    tab.write("first")
+    tab.done()
+    tab.write("abc")
+    tab.done()
+    texts = [tab.page.evaluate(ids)]
+    for act, length in (("#on", 8), ("#on", 12), ("button:text('Regenerate')", 4), ("#on", 8)):
+        tab.set(seed=length)
+        tab.page.click(act)
+        tab.page.wait_for_function(f"() => !running && turns()[0].pieces.length == {length}")
+        texts.append(tab.page.evaluate(ids))
+    assert count(tab) == 6, "each of them is among the branches"
+    for wanted in texts[-2::-1]:
+        tab.page.click("#undo")
+        assert tab.page.evaluate(ids) == wanted and tab.page.input_value("#prompt") == "abc"
+    tab.page.context.set_offline(True)
+    tab.page.click("#on")
+    tab.page.wait_for_selector("#error:not([hidden])")
+    tab.page.context.set_offline(False)
+    assert "Failed to load" in tab.wrong.pop()
+    assert tab.page.evaluate(ids) == texts[0] and count(tab) == 6
+    assert tab.page.input_value("#prompt") == "abc", "a refused request leaves no branch"
+    mode(tab, "chat")
+    for text in ("one", "two"):
+        tab.write(text)
+        tab.done()
+    before = tab.page.evaluate(ids)
+    tab.page.click("#on")
+    tab.page.wait_for_function("() => !running && turns().at(-1).pieces.length == 8")
+    tab.page.click("#undo")
+    assert tab.page.evaluate(ids) == before
+    assert tab.page.locator(".turn.user .text").all_text_contents() == ["one", "two"]
