@@ -594,3 +594,26 @@ def test_undo_after_continue_takes_back_the_continuation_only(tab):
     tab.page.click("#undo")
     assert tab.page.evaluate(ids) == before
     assert tab.page.locator(".turn.user .text").all_text_contents() == ["one", "two"]
+
+
+def test_a_text_that_ended_at_the_stop_text_shows_it_and_no_end_of_text_token(tab):
+    tab.set(max_tokens=60, seed=1, temperature=1, top_k=0)
+    tab.write("abc")
+    text = "".join(tab.done())
+    for length in (1, 2):  # of one token, and of several
+        stop = next(text[i : i + length] for i in range(10, 60) if text[i : i + length].isalnum())
+        tab.set(stop=stop)
+        tab.write("abc")
+        assert "".join(tab.done()) == text[: text.index(stop)]
+        for _ in range(2):
+            assert tab.page.inner_text("#foot").endswith(f", seed 1. Stopped at “{stop}”.")
+            tab.page.reload()
+    assert tab.page.locator("#on").is_hidden() and tab.page.locator(".t.next").count() == 0
+    mode(tab, "chat")
+    tab.set(stop="")
+    tab.write("one")
+    tab.done()
+    assert "Stopped" not in tab.page.inner_text("#foot")
+    end = "({ id: 256, text: '', name: '\"<|endoftext|>\"', p: 0.5, likeliest: [], end: 'stop' })"
+    tab.page.evaluate(f"() => {{ turns().at(-1).pieces.push{end}; render(); }}")
+    assert tab.page.inner_text("#chat .turn > .tokens > .t >> nth=-1") == "■"

@@ -749,6 +749,8 @@ def test_stop_string_is_cut_off_wherever_tokens_split_it(monkeypatch, text, stop
     *before, last = stream_generate(always(0), BYTES, [256], n, stop=stops)
     assert not any(piece["end"] for piece in before) and last["end"] == end
     assert "".join(piece["text"] for piece in [*before, last]) == shown
+    matched = "\n\nUser:" if "User:" in text else None
+    assert last.get("stop_string") == matched
 
 
 @pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.slow)])
