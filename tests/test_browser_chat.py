@@ -617,3 +617,40 @@ def test_a_text_that_ended_at_the_stop_text_shows_it_and_no_end_of_text_token(ta
     end = "({ id: 256, text: '', name: '\"<|endoftext|>\"', p: 0.5, likeliest: [], end: 'stop' })"
     tab.page.evaluate(f"() => {{ turns().at(-1).pieces.push{end}; render(); }}")
     assert tab.page.inner_text("#chat .turn > .tokens > .t >> nth=-1") == "■"
+
+
+def test_a_decimal_comma_and_the_summary_of_values_that_are_not_valid(tab):
+    tab.page.click("#options summary")
+    summary = tab.page.locator("#summary")
+    tab.page.focus("#temperature")
+    tab.keys("Control+a")
+    tab.page.keyboard.type("0,5")
+    assert tab.page.input_value("#temperature") == "0.5"
+    assert summary.inner_text().startswith("temperature 0.5, top-k 50, ")
+    tab.page.focus("#top_p")
+    tab.keys("Control+a")
+    tab.page.keyboard.insert_text("0,25")  # as if it was pasted
+    assert tab.page.input_value("#top_p") == "0.25"
+    with tab.page.expect_request("**/generate") as sent:
+        tab.write("abc")
+    assert (sent.value.post_data_json["temperature"], sent.value.post_data_json["top_p"]) == (
+        0.5, 0.25,
+    )  # fmt: skip
+    tab.done()
+    tab.page.fill("#temperature", "05")
+    assert summary.inner_text().startswith("temperature 5, ")
+    wrong = dict(temperature=("1e9", "-1"), top_k=("2.5",), top_p=("2",), max_tokens=("0",))
+    before = count(tab)
+    for id, values in (wrong | {"seed": ("-3",)}).items():
+        for value in values:
+            good = tab.page.input_value(f"#{id}")
+            tab.page.fill(f"#{id}", value)
+            names = dict(top_k="top-k", top_p="top-p", max_tokens="new tokens")
+            assert f"{names.get(id, id)} (not valid)" in summary.inner_text()
+            assert f" {value}," not in summary.inner_text() + ","
+            tab.page.click("#go")
+            assert tab.focused("id") == id and count(tab) == before, "and it is refused"
+            tab.page.fill(f"#{id}", good)
+    tab.page.fill("#temperature", "1")
+    tab.page.fill("#max_tokens", "1")
+    assert summary.inner_text().endswith(", 1 new token")

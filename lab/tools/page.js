@@ -15,6 +15,14 @@ function most_attended(weights, name) {
   return most.map(i => `${name(i)} ${`(${place(i)}) ${percent(weights[i])}`.replaceAll(" ", "\u00a0")}`).join(", ") || "no token with 0.5 % or more";
 }
 
+// where the browser would drop a typed decimal comma ("0,5" would become 05), write a point; a listener of "beforeinput"
+function commaToPoint(event) {
+  const { data, target } = event;
+  if (target.type != "number" || !target.step.includes(".") || !data?.includes(",") || (1.5).toLocaleString().includes(",")) return;
+  event.preventDefault();
+  document.execCommand("insertText", false, data.replace(",", "."));
+}
+
 function make(tag, parent, text = "", more = {}) { // a new element with a text, which is never HTML
   const one = document.createElement(tag);
   for (const [name, value] of Object.entries(more))
