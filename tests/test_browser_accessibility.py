@@ -183,6 +183,10 @@ def test_chat_page_and_model_page_follow_the_same_rules(tab, chromium, tmp_path)
             page.fill(f"#{id}", str(value))
         wanted = "temperature 0.8, top-p 0.85, seed 3, 7 new tokens"
         assert page.inner_text("#summary") == wanted
+        page.focus("#top_p")
+        page.keyboard.press("Control+a")
+        page.keyboard.type("0,75")  # a decimal comma
+        assert page.input_value("#top_p") == "0.75"
         page.fill("#top_p", "1")
         page.fill("#prompt", "ab")
         for key in ("Shift+Enter", "c", "Enter"):
