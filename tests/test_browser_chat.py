@@ -654,3 +654,26 @@ def test_a_decimal_comma_and_the_summary_of_values_that_are_not_valid(tab):
     tab.page.fill("#temperature", "1")
     tab.page.fill("#max_tokens", "1")
     assert summary.inner_text().endswith(", 1 new token")
+
+
+def test_escape_cancels_an_edit_and_empty_messages_are_refused(tab):
+    users = tab.page.locator(".turn.user .text")
+    tab.set(max_tokens=4)
+    mode(tab, "chat")
+    for empty in ("", "  "):
+        tab.write(empty)
+        assert tab.page.inner_text("#notice") == "The message is empty: write one first."
+        assert count(tab) == 0
+    tab.write("one")
+    tab.done()
+    assert tab.page.is_hidden("#notice")
+    tab.page.click("text=Edit")
+    tab.page.fill(".turn.user textarea", "")
+    tab.keys("Enter")
+    problem = tab.page.locator(".turn.user [role=status]")
+    assert problem.inner_text() == "The message is empty: write one, or cancel."
+    assert axe_findings(tab.page) == [] and count(tab) == 1
+    tab.page.keyboard.type("other")
+    assert problem.inner_text() == ""
+    tab.keys("Escape")
+    assert users.all_text_contents() == ["one"] and tab.focused("textContent") == "Edit"
