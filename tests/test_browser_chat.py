@@ -677,3 +677,20 @@ def test_escape_cancels_an_edit_and_empty_messages_are_refused(tab):
     assert problem.inner_text() == ""
     tab.keys("Escape")
     assert users.all_text_contents() == ["one"] and tab.focused("textContent") == "Edit"
+
+
+def test_a_double_click_on_a_token_selects_no_text(tab):
+    selected = "() => getSelection().toString()"
+    tab.set(max_tokens=20, seed=1)
+    tab.write("some words")
+    tab.done()
+    tab.page.dblclick("#out b .t >> nth=1")
+    assert tab.page.evaluate(selected) == "" and tab.page.is_visible("#card")
+    tab.keys("Escape")
+    first, last = box(tab, "#out b .t >> nth=0"), box(tab, "#out b .t >> nth=3")
+    y = first["y"] + first["height"] / 2
+    tab.page.mouse.move(first["x"] + 1, y)
+    tab.page.mouse.down()
+    tab.page.mouse.move(last["x"] + last["width"] - 1, y, steps=4)
+    tab.page.mouse.up()
+    assert tab.page.evaluate(selected) == "some", "dragging selects"
