@@ -694,3 +694,20 @@ def test_a_double_click_on_a_token_selects_no_text(tab):
     tab.page.mouse.move(last["x"] + last["width"] - 1, y, steps=4)
     tab.page.mouse.up()
     assert tab.page.evaluate(selected) == "some", "dragging selects"
+
+
+def test_one_token_and_an_empty_prompt_are_named(tab):
+    tab.set(max_tokens=1, temperature=0)
+    tab.write("")
+    tab.done()
+    assert tab.page.inner_text("#foot").startswith("1 token, ")
+    assert tab.page.inner_text("#live").startswith("1 token: ")
+    names = tab.page.locator("#branches button")
+    assert names.first.text_content().partition(",")[0] == "empty prompt"
+    tab.page.click("button:text('Regenerate')")
+    tab.page.wait_for_function("() => !running && turns()[0].pieces.length == 1")
+    tab.tokens().first.click()
+    tab.page.locator("#bars button:not(:disabled)").first.click()
+    tab.page.wait_for_function("() => !running && turns()[0].pieces.length == 2")
+    assert names.nth(1).text_content().startswith("again: empty prompt")
+    assert " at the start" in names.nth(2).text_content()
