@@ -210,7 +210,7 @@ def test_undo_in_a_chat_takes_back_one_message(tab):
     tab.page.click("#history summary")
     tab.page.locator("#branches button").first.click()
     assert users.all_text_contents() == ["one", "two", "three"], "nothing is lost"
-    tab.page.click("text=Edit >> nth=1")
+    tab.page.click("button:text('Edit') >> nth=1")
     tab.page.keyboard.type("other")
     tab.page.click("button:text('Send'):not(#go)")
     tab.done()
@@ -239,7 +239,7 @@ def test_refused_request_leaves_no_branch_and_keeps_what_was_typed(tab):
         tab.done()
     tab.page.context.set_offline(True)
     for edit in (False, True):
-        tab.page.click("text=Edit >> nth=1" if edit else "#prompt")
+        tab.page.click("button:text('Edit') >> nth=1" if edit else "#prompt")
         tab.page.keyboard.type("three")
         tab.keys("Enter")
         tab.page.wait_for_selector("#error:not([hidden])")
@@ -478,7 +478,7 @@ def test_bubbles_of_a_chat(tab):
     chat, user = box(tab, "#chat"), box(tab, ".turn.user >> nth=1")
     assert user["width"] == pytest.approx(0.85 * chat["width"], abs=2)
     assert user["x"] + user["width"] == pytest.approx(chat["x"] + chat["width"], abs=1)
-    tab.page.click("text=Edit >> nth=0")
+    tab.page.click("button:text('Edit') >> nth=0")
     assert box(tab, ".turn.user >> nth=0")["width"] > 0.8 * chat["width"], "room to type"
     color = "one => getComputedStyle(one).backgroundColor"
     main = tab.page.locator("#go").evaluate(color)
@@ -667,7 +667,7 @@ def test_escape_cancels_an_edit_and_empty_messages_are_refused(tab):
     tab.write("one")
     tab.done()
     assert tab.page.is_hidden("#notice")
-    tab.page.click("text=Edit")
+    tab.page.click("button:text('Edit')")
     tab.page.fill(".turn.user textarea", "")
     tab.keys("Enter")
     problem = tab.page.locator(".turn.user [role=status]")

@@ -2,6 +2,7 @@
 const $ = id => document.getElementById(id);
 const css = name => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim(); // a color of page.html.j2
 const percent = p => p >= 0.9995 ? "100 %" : p >= 0.0005 ? (100 * p).toFixed(1) + " %" : p > 0 ? "< 0.1 %" : "0 %";
+const plural = (n, word) => `${n} ${word}${n == 1 ? "" : "s"}`;
 // show control characters as symbols, and characters that would reorder the text as U+FFFD
 const shown = text => text.replace(/[\x00-\x08\x0b-\x1f\x7f]/g, c => c == "\x7f" ? "\u2421" : String.fromCharCode(0x2400 + c.charCodeAt(0)))
   .replace(/[\x80-\x9f\u202a-\u202e\u2066-\u2069]/g, "\ufffd");
