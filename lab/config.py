@@ -174,7 +174,8 @@ def check_numbers(config: Any) -> None:
     """Raise UserError for a number that is negative, not finite or too large for torch."""
     for name, value in vars(config).items():
         if type(value) is int and not (0 <= value <= MAX_INT or (name, value) == ("eot_id", -1)):
-            raise UserError(f"{name}={value} must be a whole number from 0 to {MAX_INT}")
+            rule = f"at most {MAX_INT}" if value > 0 else "at least 0"
+            raise UserError(f"{name}={value} must be {rule}")
         if isinstance(value, float):
             require(math.isfinite(value), f"{name}={value} must be a finite number")
             require(value >= 0, f"{name}={value} must be at least 0")

@@ -331,9 +331,8 @@ def test_page_shows_the_models_loss_and_whether_it_is_tuned(tmp_path):
     run = tmp_path / "r"
     assert serve.validation_loss(str(run / "model_000010.pt")) is None
     write_log(run, [start_event(), val(0, 5.5), val(10, 3.25), val(20, 3.0), val(30, 3.5)])
-    torch.save(
-        {"step": 12}, run / "model_best.pt"
-    )  # linked at a saved step, not at the lowest loss
+    # linked at a saved step, which need not have the lowest loss
+    torch.save({"step": 12}, run / "model_best.pt")
     found = [
         serve.validation_loss(str(run / f"model_{step}.pt"))
         for step in ("000010", "000025", "best")

@@ -7,8 +7,11 @@ import chats
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, difference, read_run, run_python, succeed, train_here, write_shards
 from test_chat import write_records
+
+from conftest import (  # isort: skip
+    ROOT, difference, driver, read_run, run_python, succeed, train_here, write_shards,
+)  # fmt: skip
 
 from lab.config import parse_flags
 from lab.data.tokenizers import get_tokenizer
@@ -74,6 +77,16 @@ def test_next_steps_chat_with_the_last_checkpoint_although_its_loss_is_higher(tu
     losses = list(read_run(tuned[0] / "log/worse").val.values())
     assert losses[-1] > 1.1 * min(losses), "so train_gpt2.py's other presets name model_best.pt"
     assert re.search(r"--chat --model log/worse$", said, re.MULTILINE), said
+
+
+def test_samples_end_with_the_answer(tuned):
+    text = "User: a\n\nAssistant: b\n<|endoftext|>\nnext"
+    program = driver(
+        tuned[0], f"import lab.eval.samples as s\ns.generate_samples = lambda *_: ([{text!r}], [])"
+    )
+    flags = "--preset sft --init_from base --data chats.jsonl --device cpu --total_batch_size 1088"
+    said = succeed(program, *flags.split(), "--max_steps", 1, "--run_name", "end", cwd=tuned[0])
+    assert "    | Assistant: b\n" in said and "| next" not in said
 
 
 def test_shape_and_settings_follow_the_init_from_model(tuned):

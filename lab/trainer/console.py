@@ -21,7 +21,7 @@ from lab.cli import (
     terminal_width,
     wrap,
 )
-from lab.data.tokenizers import printable
+from lab.data.tokenizers import END_OF_TEXT, printable
 from lab.tools.read_log import read_log
 from lab.tools.verdict import is_worse, loss_verdict, lower_lr_hint
 from lab.trainer.checkpoint import checkpoint_files, step_of
@@ -204,6 +204,8 @@ class Console:
         self.print(f"step {step:5d}: samples")
         for i, text in enumerate(values["texts"], 1):
             self.print(f"    sample {i} of {len(values['texts'])}")
+            if self.cfg.preset == "sft":  # as in a chat, the answer ends at end-of-text
+                text = text.partition(f"\n{END_OF_TEXT}")[0]
             for line in printable(text).split("\n"):
                 self.print(f"    | {line}", indent="    | ")
 
