@@ -101,7 +101,7 @@ def test_no_button_loses_the_focus_to_the_body(tab):
         press("button:text('Regenerate')", "Regenerate")
         tab.page.fill("#prompt", "abc")
         press("#go")
-    tab.page.click("text=Edit >> nth=0")
+    tab.page.click("button:text('Edit') >> nth=0")
     tab.page.keyboard.type("other")
     press("button:text('Send'):not(#go)")
     press(".turn.assistant button:text('Regenerate')", "Regenerate")
@@ -183,6 +183,10 @@ def test_chat_page_and_model_page_follow_the_same_rules(tab, chromium, tmp_path)
             page.fill(f"#{id}", str(value))
         wanted = "temperature 0.8, top-p 0.85, seed 3, 7 new tokens"
         assert page.inner_text("#summary") == wanted
+        page.focus("#top_p")
+        page.keyboard.press("Control+a")
+        page.keyboard.type("0,75")  # a decimal comma
+        assert page.input_value("#top_p") == "0.75"
         page.fill("#top_p", "1")
         page.fill("#prompt", "ab")
         for key in ("Shift+Enter", "c", "Enter"):
@@ -196,6 +200,8 @@ def test_chat_page_and_model_page_follow_the_same_rules(tab, chromium, tmp_path)
         page.fill("#max_tokens", "")
         page.keyboard.press("Enter")  # in a setting, it does not write
         assert page.inner_text("#summary").endswith("200 new tokens")
+        page.fill("#max_tokens", "1")
+        assert page.inner_text("#summary").endswith(", 1 new token")
         page.fill("#max_tokens", "5")
         page.keyboard.press("Enter")
         assert page.inner_text("#summary").endswith("5 new tokens")

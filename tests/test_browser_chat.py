@@ -210,7 +210,7 @@ def test_undo_in_a_chat_takes_back_one_message(tab):
     tab.page.click("#history summary")
     tab.page.locator("#branches button").first.click()
     assert users.all_text_contents() == ["one", "two", "three"], "nothing is lost"
-    tab.page.click("text=Edit >> nth=1")
+    tab.page.click("button:text('Edit') >> nth=1")
     tab.page.keyboard.type("other")
     tab.page.click("button:text('Send'):not(#go)")
     tab.done()
@@ -239,7 +239,7 @@ def test_refused_request_leaves_no_branch_and_keeps_what_was_typed(tab):
         tab.done()
     tab.page.context.set_offline(True)
     for edit in (False, True):
-        tab.page.click("text=Edit >> nth=1" if edit else "#prompt")
+        tab.page.click("button:text('Edit') >> nth=1" if edit else "#prompt")
         tab.page.keyboard.type("three")
         tab.keys("Enter")
         tab.page.wait_for_selector("#error:not([hidden])")
@@ -478,7 +478,7 @@ def test_bubbles_of_a_chat(tab):
     chat, user = box(tab, "#chat"), box(tab, ".turn.user >> nth=1")
     assert user["width"] == pytest.approx(0.85 * chat["width"], abs=2)
     assert user["x"] + user["width"] == pytest.approx(chat["x"] + chat["width"], abs=1)
-    tab.page.click("text=Edit >> nth=0")
+    tab.page.click("button:text('Edit') >> nth=0")
     assert box(tab, ".turn.user >> nth=0")["width"] > 0.8 * chat["width"], "room to type"
     color = "one => getComputedStyle(one).backgroundColor"
     main = tab.page.locator("#go").evaluate(color)
@@ -558,3 +558,156 @@ def test_on_a_phone_the_card_is_a_sheet_below_its_token(chromium, chat_server):
     assert phone.page.evaluate("document.documentElement.scrollWidth") <= 390
     assert phone.wrong == []
     phone.page.context.close()
+
+
+def test_undo_after_continue_takes_back_the_continuation_only(tab):
+    ids = "turns().at(-1).pieces.map(piece => piece.id)"
+    tab.set(max_tokens=4, seed=1)
+    tab.write("first")
+    tab.done()
+    tab.write("abc")
+    tab.done()
+    texts = [tab.page.evaluate(ids)]
+    for act, length in (("#on", 8), ("#on", 12), ("button:text('Regenerate')", 4), ("#on", 8)):
+        tab.set(seed=length)
+        tab.page.click(act)
+        tab.page.wait_for_function(f"() => !running && turns()[0].pieces.length == {length}")
+        texts.append(tab.page.evaluate(ids))
+    assert count(tab) == 6, "each of them is among the branches"
+    for wanted in texts[-2::-1]:
+        tab.page.click("#undo")
+        assert tab.page.evaluate(ids) == wanted and tab.page.input_value("#prompt") == "abc"
+    tab.page.context.set_offline(True)
+    tab.page.click("#on")
+    tab.page.wait_for_selector("#error:not([hidden])")
+    tab.page.context.set_offline(False)
+    assert "Failed to load" in tab.wrong.pop()
+    assert tab.page.evaluate(ids) == texts[0] and count(tab) == 6
+    assert tab.page.input_value("#prompt") == "abc", "a refused request leaves no branch"
+    mode(tab, "chat")
+    for text in ("one", "two"):
+        tab.write(text)
+        tab.done()
+    before = tab.page.evaluate(ids)
+    tab.page.click("#on")
+    tab.page.wait_for_function("() => !running && turns().at(-1).pieces.length == 8")
+    tab.page.click("#undo")
+    assert tab.page.evaluate(ids) == before
+    assert tab.page.locator(".turn.user .text").all_text_contents() == ["one", "two"]
+
+
+def test_a_text_that_ended_at_the_stop_text_shows_it_and_no_end_of_text_token(tab):
+    tab.set(max_tokens=60, seed=1, temperature=1, top_k=0)
+    tab.write("abc")
+    text = "".join(tab.done())
+    for length in (1, 2):  # of one token, and of several
+        stop = next(text[i : i + length] for i in range(10, 60) if text[i : i + length].isalnum())
+        tab.set(stop=stop)
+        tab.write("abc")
+        assert "".join(tab.done()) == text[: text.index(stop)]
+        for _ in range(2):
+            assert tab.page.inner_text("#foot").endswith(f", seed 1. Stopped at “{stop}”.")
+            tab.page.reload()
+    assert tab.page.locator("#on").is_hidden() and tab.page.locator(".t.next").count() == 0
+    mode(tab, "chat")
+    tab.set(stop="")
+    tab.write("one")
+    tab.done()
+    assert "Stopped" not in tab.page.inner_text("#foot")
+    end = "({ id: 256, text: '', name: '\"<|endoftext|>\"', p: 0.5, likeliest: [], end: 'stop' })"
+    tab.page.evaluate(f"() => {{ turns().at(-1).pieces.push{end}; render(); }}")
+    assert tab.page.inner_text("#chat .turn > .tokens > .t >> nth=-1") == "■"
+
+
+def test_a_decimal_comma_and_the_summary_of_values_that_are_not_valid(tab):
+    tab.page.click("#options summary")
+    summary = tab.page.locator("#summary")
+    tab.page.focus("#temperature")
+    tab.keys("Control+a")
+    tab.page.keyboard.type("0,5")
+    assert tab.page.input_value("#temperature") == "0.5"
+    assert summary.inner_text().startswith("temperature 0.5, top-k 50, ")
+    tab.page.focus("#top_p")
+    tab.keys("Control+a")
+    tab.page.keyboard.insert_text("0,25")  # as if it was pasted
+    assert tab.page.input_value("#top_p") == "0.25"
+    with tab.page.expect_request("**/generate") as sent:
+        tab.write("abc")
+    assert (sent.value.post_data_json["temperature"], sent.value.post_data_json["top_p"]) == (
+        0.5, 0.25,
+    )  # fmt: skip
+    tab.done()
+    tab.page.fill("#temperature", "05")
+    assert summary.inner_text().startswith("temperature 5, ")
+    wrong = dict(temperature=("1e9", "-1"), top_k=("2.5",), top_p=("2",), max_tokens=("0",))
+    before = count(tab)
+    for id, values in (wrong | {"seed": ("-3",)}).items():
+        for value in values:
+            good = tab.page.input_value(f"#{id}")
+            tab.page.fill(f"#{id}", value)
+            names = dict(top_k="top-k", top_p="top-p", max_tokens="new tokens")
+            assert f"{names.get(id, id)} (not valid)" in summary.inner_text()
+            assert f" {value}," not in summary.inner_text() + ","
+            tab.page.click("#go")
+            assert tab.focused("id") == id and count(tab) == before, "and it is refused"
+            tab.page.fill(f"#{id}", good)
+    tab.page.fill("#temperature", "1")
+    tab.page.fill("#max_tokens", "1")
+    assert summary.inner_text().endswith(", 1 new token")
+
+
+def test_escape_cancels_an_edit_and_empty_messages_are_refused(tab):
+    users = tab.page.locator(".turn.user .text")
+    tab.set(max_tokens=4)
+    mode(tab, "chat")
+    for empty in ("", "  "):
+        tab.write(empty)
+        assert tab.page.inner_text("#notice") == "The message is empty: write one first."
+        assert count(tab) == 0
+    tab.write("one")
+    tab.done()
+    assert tab.page.is_hidden("#notice")
+    tab.page.click("button:text('Edit')")
+    tab.page.fill(".turn.user textarea", "")
+    tab.keys("Enter")
+    problem = tab.page.locator(".turn.user [role=status]")
+    assert problem.inner_text() == "The message is empty: write one, or cancel."
+    assert axe_findings(tab.page) == [] and count(tab) == 1
+    tab.page.keyboard.type("other")
+    assert problem.inner_text() == ""
+    tab.keys("Escape")
+    assert users.all_text_contents() == ["one"] and tab.focused("textContent") == "Edit"
+
+
+def test_a_double_click_on_a_token_selects_no_text(tab):
+    selected = "() => getSelection().toString()"
+    tab.set(max_tokens=20, seed=1)
+    tab.write("some words")
+    tab.done()
+    tab.page.dblclick("#out b .t >> nth=1")
+    assert tab.page.evaluate(selected) == "" and tab.page.is_visible("#card")
+    tab.keys("Escape")
+    first, last = box(tab, "#out b .t >> nth=0"), box(tab, "#out b .t >> nth=3")
+    y = first["y"] + first["height"] / 2
+    tab.page.mouse.move(first["x"] + 1, y)
+    tab.page.mouse.down()
+    tab.page.mouse.move(last["x"] + last["width"] - 1, y, steps=4)
+    tab.page.mouse.up()
+    assert tab.page.evaluate(selected) == "some", "dragging selects"
+
+
+def test_one_token_and_an_empty_prompt_are_named(tab):
+    tab.set(max_tokens=1, temperature=0)
+    tab.write("")
+    tab.done()
+    assert tab.page.inner_text("#foot").startswith("1 token, ")
+    assert tab.page.inner_text("#live").startswith("1 token: ")
+    names = tab.page.locator("#branches button")
+    assert names.first.text_content().partition(",")[0] == "empty prompt"
+    tab.page.click("button:text('Regenerate')")
+    tab.page.wait_for_function("() => !running && turns()[0].pieces.length == 1")
+    tab.tokens().first.click()
+    tab.page.locator("#bars button:not(:disabled)").first.click()
+    tab.page.wait_for_function("() => !running && turns()[0].pieces.length == 2")
+    assert names.nth(1).text_content().startswith("again: empty prompt")
+    assert " at the start" in names.nth(2).text_content()

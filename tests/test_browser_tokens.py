@@ -135,11 +135,18 @@ def test_temperature_slider_redraws_the_bars(tab, chat_server):
         assert tab.page.inner_text("#column") == how
         id = tab.page.evaluate("() => turns()[0].pieces[0].id")
         place = order.tolist().index(id)
-        found = re.search(rf"model (\S+) %, {how} (\S+) %, \S+ bits", tab.page.inner_text("#title"))
+        title = rf"model (\S+)\xa0%, (\S+)\xa0% {how}, \S+ bits"  # no line break before %
+        found = re.search(title, tab.page.inner_text("#title"))
         expected = (cut[place] / cut.sum()).item() if place < len(cut) else 0
         assert [float(number) / 100 for number in found.groups()] == pytest.approx(
             [logits.softmax(-1)[id].item(), expected], abs=1e-3
         )
+        struck = """all => all.flatMap(one => [...one.children]).map(span =>
+            [span.textContent == "never", getComputedStyle(span).textDecorationLine])"""
+        for (_, token), (never, word) in zip(
+            *[iter(tab.page.locator("#bars button").evaluate_all(struck))] * 2
+        ):
+            assert (token, word) == ("line-through" if never else "none", "none")
 
 
 def place(back):

@@ -339,6 +339,9 @@ def test_page_shows_the_models_loss_and_whether_it_is_tuned(tmp_path):
     ]
     assert found == [(3.25, 10), (3.0, 20), (3.25, 10)]
     assert serve.validation_loss(str(run / "copy.pt")) is serve.validation_loss("gpt2") is None
+    steps = {"000025": 25, "best": 12, "copy": None}
+    assert {s: serve.checkpoint_step(str(run / f"model_{s}.pt")) for s in steps} == steps
+    assert serve.checkpoint_step("gpt2") is None
     assert is_tuned("gpt2") is False and is_tuned(str(run / "model_000010.pt")) is None
     for text, tuned in (
         ('{"train": {"preset": "sft"}}', True),
@@ -355,7 +358,10 @@ def test_page_shows_the_models_loss_and_whether_it_is_tuned(tmp_path):
     assert facts["validation loss"] == "3.25 nats per token after 1,000 steps"
     assert facts["context"] == "2,048 tokens" and facts["tokenizer"] == "bytes, 257 tokens"
     assert facts["trained on"] == "my texts"
-    assert facts["size"].endswith(" parameters")
+    assert facts["size"].endswith(" parameters") and "step" not in facts
+    assert model_facts(engine, (3.25, 1000), step=1150)["step"] == "1,150"
+    assert model_facts(engine, None, step=0)["step"] == "0"
+    assert "step" not in model_facts(engine, (3.25, 1000), step=1000), "it is with the loss"
     assert "size" not in model_facts(serve.Engine(quantize_linears_(noisy_gpt()), BYTES), None)
 
 
@@ -750,6 +756,8 @@ def test_stop_string_is_cut_off_wherever_tokens_split_it(monkeypatch, text, stop
     *before, last = stream_generate(always(0), BYTES, [256], n, stop=stops)
     assert not any(piece["end"] for piece in before) and last["end"] == end
     assert "".join(piece["text"] for piece in [*before, last]) == shown
+    matched = "\n\nUser:" if "User:" in text else None
+    assert last.get("stop_string") == matched
 
 
 @pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -105,7 +105,8 @@ def stream_generate(
     other fields of token_logprobs. gen_kwargs: arguments of generate.
 
     "end" is None except in the last piece. There it is "stop" after end-of-text or one of the strings
-    `stop`, which is removed; "window" if no_sliding_window and the context is full; otherwise "length".
+    `stop`, which is removed (the piece then has it as "stop_string"); "window" if no_sliding_window and
+    the context is full; otherwise "length".
     Text that may be the beginning of a stop string is held back until this is known.
     """
     idx = torch.tensor([ids], device=next(model.parameters()).device)
@@ -126,13 +127,14 @@ def stream_generate(
             piece = token_logprobs(token, logits[0], text, tokenizer, top_logprobs) | piece
         held.append(piece)
         joined = "".join(piece["text"] for piece in held)
-        if found := [start for start in map(joined.find, stop) if start >= 0]:
-            left = min(found)  # characters before the stop string
+        if found := [(start, s) for s in stop if (start := joined.find(s)) >= 0]:
+            left, stop_string = min(found)  # left: characters before the stop string
             for piece in held:
                 kept, left = piece["text"][:left], left - len(piece["text"])
-                yield piece | {"text": kept, "end": "stop" if left <= 0 else None}
                 if left <= 0:
+                    yield piece | {"text": kept, "end": "stop", "stop_string": stop_string}
                     return
+                yield piece | {"text": kept, "end": None}
         prefixes = [n for s in stop for n in range(1, len(s)) if joined.endswith(s[:n])]
         wait = 0 if end else max(prefixes, default=0)  # characters that may begin a stop string
         while held and len(joined) - len(held[0]["text"]) >= wait:

@@ -178,21 +178,29 @@ def take_turn(pieces: Iterator[dict], add: Callable[[dict], None]) -> bool:
     return False
 
 
+def checkpoint_step(source: str) -> int | None:
+    """The training step of a run's checkpoint, None for other models. source: as resolve_source returns
+    it."""
+    path = Path(source)
+    if not is_checkpoint(source):
+        return None
+    if path.stem == "model_best":  # its step may be before that of the lowest loss
+        saved = read_checkpoint(path)
+        step = saved.get("step") if isinstance(saved, dict) else None
+        return step if isinstance(step, int) else None
+    return step_of(path) if path.stem.removeprefix("model_").isdecimal() else None
+
+
 def validation_loss(source: str) -> tuple[float, int] | None:
     """(nats per token, step) of the last validation up to a checkpoint's step, from its run's log. None if
     there is no such log. source: as resolve_source returns it."""
-    path = Path(source)
-    if not (is_checkpoint(source) and (path.parent / "log.jsonl").exists()):
+    run = Path(source).parent
+    if not (is_checkpoint(source) and (run / "log.jsonl").exists()):
         return None
     with contextlib.suppress(UserError):  # no measurement yet
-        steps, losses = column(read_log(path.parent), "val", "loss")
-        if path.stem == "model_best":  # its step may be before that of the lowest loss
-            step = int(read_checkpoint(path)["step"])
-        elif path.stem.removeprefix("model_").isdecimal():
-            step = step_of(path)
-        else:
-            return None
-        return next((row for row in reversed([*zip(losses, steps)]) if row[1] <= step), None)
+        steps, losses = column(read_log(run), "val", "loss")
+        if (last := checkpoint_step(source)) is not None:
+            return next((row for row in reversed([*zip(losses, steps)]) if row[1] <= last), None)
     return None
 
 
@@ -239,7 +247,7 @@ def serve(cfg: Config) -> None:
     builtin = tuned_on(source, ROOT / "examples/chats.jsonl")
     app = create_app(
         engine, name, hosts, validation_loss(source), chat_warning(source, public=not local),
-        training_data(source), BUILTIN_QUESTIONS if builtin else QUESTIONS,
+        training_data(source), BUILTIN_QUESTIONS if builtin else QUESTIONS, checkpoint_step(source),
     )  # fmt: skip
     print(f"{source} on {device}: http://{host}:{port}   (press Ctrl-C to quit)", flush=True)
     config = uvicorn.Config(

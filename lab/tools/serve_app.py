@@ -294,11 +294,11 @@ HANDLED_ERRORS = UserError, RequestValidationError, HTTPException
 def create_app(
     engine: Any, name: str, hosts: list[str],
     val_loss: tuple[float, int] | None = None, untuned: str = "", data: str = "",
-    questions: Sequence[str] = QUESTIONS,
+    questions: Sequence[str] = QUESTIONS, step: int | None = None,
 ) -> FastAPI:  # fmt: skip
     """The FastAPI application. name: the model's, for clients; hosts: Host headers that are accepted,
     ["*"] for any. For the page: val_loss, (nats per token, step); untuned, the chat_warning; data, the
-    training_data; questions, to begin a chat with."""
+    training_data; questions, to begin a chat with; step, the checkpoint's."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     for error_type in HANDLED_ERRORS:
         app.add_exception_handler(error_type, lambda _, error: handle_error(error))
@@ -311,7 +311,7 @@ def create_app(
     ).result()
     about = dict(
         model=name, context=engine.block_size, longest=MAX_NEW_TOKENS,
-        facts=model_facts(engine, val_loss, data), untuned=untuned, questions=list(questions),
+        facts=model_facts(engine, val_loss, data, step), untuned=untuned, questions=list(questions),
         vocab_size=engine.tokenizer.vocab_size, bytes=engine.tokenizer.name == "bytes",
         layers=seen["layers"], heads=seen["heads"],
         temperature=TEMPERATURE, chat_temperature=CHAT_TEMPERATURE,
@@ -440,11 +440,15 @@ def create_app(
     return app
 
 
-def model_facts(engine: Any, val_loss: tuple[float, int] | None, data: str = "") -> dict[str, str]:
+def model_facts(
+    engine: Any, val_loss: tuple[float, int] | None, data: str = "", step: int | None = None
+) -> dict[str, str]:
     """{label: text}: facts about the model that the page shows."""
     facts, tokenizer = {}, engine.tokenizer
     if not any(isinstance(module, Int8Linear) for module in engine.model.modules()):
         facts["size"] = f"{short(engine.model.num_params())} parameters"
+    if step is not None and (not val_loss or val_loss[1] != step):
+        facts["step"] = f"{step:,}"
     if val_loss:
         facts["validation loss"] = f"{val_loss[0]:.2f} nats per token after {val_loss[1]:,} steps"
     facts["context"] = f"{engine.block_size:,} tokens"
