@@ -306,11 +306,11 @@ def test_a_text_that_is_stopped_before_its_first_token_shows_its_prompt(tab):
         tab.write("some words")
         tab.page.click("#halt")
         assert "some words" in tab.page.inner_text(where), name
-        assert tab.page.inner_text("#foot") == "Stopped before the first token."
+        assert tab.page.inner_text("#foot") == "Stopped before the next token."
         assert tab.page.inner_text("#go") == start and axe_findings(tab.page) == []
         tab.page.reload()
         assert "some words" in tab.page.inner_text(where), name
-        assert tab.page.inner_text("#foot") == "Stopped before the first token."
+        assert tab.page.inner_text("#foot") == "Stopped before the next token."
     tab.page.unroute("**/generate")
     tab.set(max_tokens=3)
     tab.page.click("button:text('Regenerate')")
