@@ -231,3 +231,9 @@ def test_a_failing_loss_curve_does_not_end_a_run(tmp_path, capfd):
         # an error is printed, but not that a run has no measurements
         reported = "no loss curve: " in capfd.readouterr().err
         assert reported == (folder == run) and not (tmp_path / out).exists()
+
+
+def test_close_baselines_of_two_runs_share_one_line():
+    logs = [{"start": [{"step": 0, "unigram": value}]} for value in (3.31, 3.30)]
+    assert plot.loss_levels(logs) == {"unigram baselines 3.30 to 3.31": 3.30}
+    assert plot.loss_levels(logs[:1] * 2) == {"unigram baseline 3.31": 3.31}

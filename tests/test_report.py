@@ -277,20 +277,6 @@ def test_runs_of_different_length(tmp_path):
     assert "The headline compares" not in page.seen
 
 
-def test_each_run_has_its_own_baseline(tmp_path):
-    a, same, other = (
-        write_run(tmp_path / name, [start(unigram=level), *RUN[1:]])
-        for name, level in (("a", 3.314), ("same", 3.312), ("<b>", 3.296))
-    )
-    both = Page(a, same).figures["loss"]
-    assert both["levels"] == {"uniform guess 5.55": math.log(257), "unigram baseline 3.31": 3.314}
-    assert both["below"] == []
-    both = Page(a, other).figures["loss"]
-    low, high = "unigram baseline of &lt;b&gt; 3.30", "unigram baseline of a 3.31"
-    assert both["levels"] == {"uniform guess 5.55": math.log(257), low: 3.296, high: 3.314}
-    assert both["below"] == [low], "the labels do not overlap"
-
-
 def test_losses_of_different_tokenizers_are_not_compared(tmp_path):
     """The page warns, subtracts no losses, and draws bits per byte if they were logged."""
     words = [val(s, 6.0) | {"bits_per_byte": 2.0} for s in (0, 400)]

@@ -140,9 +140,8 @@ def check_manifest_matches(out_dir: str | Path, manifest: Mapping[str, Any], **w
         if (old := manifest.get(key)) != value:
             name = "source" if key == "data" else key  # the shards are named after the source
             changed = f"with {name} = {reprlib.repr(old)}, but now it is {reprlib.repr(value)}"
-            if isinstance(old, list) and isinstance(
-                value, list
-            ):  # files: each has a name and a size
+            if isinstance(value, list):  # of files, each with its name and size
+                old = old or []
                 names = {file[0] for file in [*old, *value] if file not in old or file not in value}
                 changed = f"from other files; new, changed or gone: {', '.join(sorted(names))}"
             raise UserError(

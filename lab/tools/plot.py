@@ -38,8 +38,6 @@ from lab.tools.read_log import (
 # acc_norm of the published models on HellaSwag's 10042 validation examples
 PUBLISHED_HELLASWAG = {"GPT-2 124M": 0.2955, "GPT-2 1558M": 0.4893}
 
-LABEL_SPACE = 0.3  # nats between two lines of a loss axis that leave space for a label
-
 
 def headline(logs: dict[str, RunLog]) -> str:
     """A sentence with the main result of {run name: log}; for several runs see compare_losses."""
@@ -103,29 +101,17 @@ def caption(log: RunLog) -> str:
     return ", ".join(parts)
 
 
-def loss_levels(logs: dict[str, RunLog]) -> dict[str, float]:
-    """{label: nats per token} of the uniform guess and the unigram baseline of {run name: log}, with the
-    run's name if they differ. Of levels within LABEL_SPACE of each other, only the lowest and the highest
-    have space for a label."""
+def loss_levels(logs: Collection[RunLog]) -> dict[str, float]:
+    """{label: nats per token} of the uniform guess and the unigram baseline. If the levels of several
+    runs are so close that labels would overlap, there is only one line, at the lowest."""
     found = {}
-    for field, text in (("log_v", "uniform guess"), ("unigram", "unigram baseline")):
-        values: dict[str, tuple[float, str]] = {}
-        for name, log in logs.items():
-            for v in column(log, "start", field)[1][-1:]:
-                values.setdefault(f"{v:.2f}", (v, name))
-        rows = sorted(values.values())
-        if rows and rows[-1][0] - rows[0][0] < LABEL_SPACE:
-            rows = rows[:1] + rows[1:][-1:]
-        for v, name in rows:
-            whose = f" of {name}" if len(rows) > 1 else ""
-            found[f"{text}{whose} {v:.2f}"] = v
+    for name, text in (("log_v", "uniform guess"), ("unigram", "unigram baseline")):
+        values = sorted(v for log in logs for v in column(log, "start", name)[1][-1:])
+        levels = {f"{text} {v:.2f}": v for v in values}
+        if len(levels) > 1 and values[-1] - values[0] < 0.3:
+            levels = {f"{text}s {values[0]:.2f} to {values[-1]:.2f}": values[0]}
+        found |= levels
     return found
-
-
-def below_another(levels: dict[str, float]) -> list[str]:
-    """The labels of a loss axis that must be below their lines, as another line is just above."""
-    values = levels.values()
-    return [k for k, v in levels.items() if any(v < other < v + LABEL_SPACE for other in values)]
 
 
 def hellaswag_levels(logs: Collection[RunLog]) -> dict[str, float]:
@@ -178,10 +164,9 @@ def draw_loss(ax: Any, logs: dict[str, RunLog], dark: bool, x: Callable) -> None
             ax.annotate(f"{losses[-1]:.2f}", (x(log, steps)[-1], losses[-1]), color=color, **how)
     if window := loss_window(logs.values()):
         ax.set_ylim(*window)
-    levels = loss_levels(logs)
-    for text, level in levels.items():
+    for text, level in loss_levels(logs.values()).items():
         if ax.get_ylim()[0] < level < ax.get_ylim()[1]:
-            reference(ax, level, text, below=text in below_another(levels))
+            reference(ax, level, text)
     ax.set_ylabel("loss (nats per token)")
     kinds = None if alone else "training (thin)\nvalidation (thick)"
     ax.legend(title=kinds, title_fontsize=9)

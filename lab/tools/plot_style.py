@@ -75,10 +75,10 @@ def style(dark: bool = False) -> dict[Any, Any]:
     }
 
 
-def reference(ax: Any, y: float, text: str, left: bool = False, below: bool = False) -> None:
-    """Draw a dashed line across the axes `ax` at height y, with a label at its right or left end."""
+def reference(ax: Any, y: float, text: str, left: bool = False) -> None:
+    """Draw a dashed line across the axes `ax` at height y, with a label above its right or left end."""
     ax.axhline(y, color="0.55", linewidth=1, linestyle=(0, (5, 3)), zorder=1)
     x, ha = (0.01, "left") if left else (1, "right")
-    look = dict(color="0.5", fontsize=9, ha=ha, va="top" if below else "bottom")
-    place = dict(xycoords=ax.get_yaxis_transform(), textcoords="offset points")
-    ax.annotate(text, (x, y), xytext=(0, -3 if below else 3), **place, **look)
+    look = dict(color="0.5", fontsize=9, ha=ha, va="bottom")
+    place = dict(xycoords=ax.get_yaxis_transform(), xytext=(0, 3), textcoords="offset points")
+    ax.annotate(text, (x, y), **place, **look)

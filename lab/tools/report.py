@@ -27,7 +27,6 @@ from lab.files import atomic_write, read_json, write_errors
 from lab.templates import load_template
 from lab.tools import read_log
 from lab.tools.plot import (
-    below_another,
     blimp_levels,
     caption,
     headline,
@@ -155,11 +154,11 @@ def figures_of(runs: Sequence[RunReport]) -> dict[str, dict]:
     heights = [y for curve in losses for y in curve["y"]] or [0.0]
     cut_off = ["high"] * (max(heights) > high) + ["low"] * (min(heights) < low)
     note = lines_drawn(training, validation)
-    # plotly interprets <b> and <a> in labels
-    levels = loss_levels({html.escape(run.name, quote=False): run.log for run in runs})
-    below = below_another(levels)
-    loss = dict(curves=losses, levels=levels, below=below, range=window, cut_off=cut_off, note=note)
-    found: dict[str, dict] = {"loss": loss}
+    found: dict[str, dict] = {
+        "loss": dict(
+            curves=losses, levels=loss_levels(logs), range=window, cut_off=cut_off, note=note
+        )
+    }
     if not comparable(logs):
         found["bits"] = dict(curves=trace_per_run(runs, "val", "bits_per_byte", "loss", width=3))
     elif not alone and not mismatch(runs):
@@ -179,11 +178,12 @@ def figures_of(runs: Sequence[RunReport]) -> dict[str, dict]:
 
 def lines_drawn(training: list[dict], validation: list[dict]) -> str:
     """Sentences that say which lines and dots of the loss figure are training and validation losses."""
-    single, dots, faint = (
-        lambda curves: all(len(curve["y"]) == 1 for curve in curves),
-        [curve["dots"] for curve in validation],
-        [curve for curve in training if curve.get("faint")],
-    )
+
+    def single(curves: list[dict]) -> bool:
+        return all(len(curve["y"]) == 1 for curve in curves)
+
+    dots = [curve["dots"] for curve in validation]
+    faint = [curve for curve in training if curve.get("faint")]
     parts = []
     if validation and single(validation):
         parts.append("Large dot: validation." if training else "Dot: validation.")
