@@ -55,6 +55,7 @@ class GPTConfig(train_gpt2.GPTConfig):
     smear: bool = True  # add a gated part of the previous token's embedding to each embedding
     bigram_rows: int = 0  # rows of a hashed embedding of token pairs; 0: none
     value_projection: bool = False  # value embeddings computed from the token embeddings
+    dropout: float = 0.0  # fraction of embedding and block outputs that is set to 0 in training
 
     def validate(self):
         """Raise UserError for a shape that cannot work."""
@@ -78,6 +79,7 @@ class GPTConfig(train_gpt2.GPTConfig):
             self.value_tables <= self.n_layer,
             f"value_tables={self.value_tables} must be at most n_layer={self.n_layer}",
         )
+        require(self.dropout < 1, f"dropout={self.dropout} must be less than 1")
 
     def value_table(self, layer):
         """Index of the value embedding that a block uses, or None. The first blocks have one each, and
@@ -120,12 +122,14 @@ class TrainConfig(train_gpt2.TrainConfig):
     momentum: float = 0.95  # of Muon
     momentum_warmup: int | float = 0.33  # length of the rise of Muon's momentum, from 0.85
     batch_warmup_steps: int | float = 0  # length of the first part of the run, with half the batch
+    # time constant of a moving average of the weights, which replaces them at the end; 0: none
+    ema_steps: int | float = 0
 
     def validate(self, model_config):
         """Raise UserError for settings that cannot work."""
         super().validate(model_config)
         require(self.momentum < 1, f"momentum={self.momentum} must be less than 1")
-        for name in ("momentum_warmup", "batch_warmup_steps"):
+        for name in ("momentum_warmup", "batch_warmup_steps", "ema_steps"):
             config.check_length(self, name)
         _, _, world_size = torchrun_env()
         multiple = 2 * max(1, self.batch_size) * self.seq_len * world_size
@@ -146,12 +150,12 @@ PRESETS = {
             sample_every=0,
         ),
     ),
-    # for seven epochs of 111M tokens: 22 GPU-minutes on two H200s (docs/LOG.md#slowrun)
+    # for seven epochs of 111M tokens: 20 minutes on one H200 (docs/LOG.md#small-data-settings)
     "small-data": (
         GPTConfig(value_tables=0, value_projection=True),
         TrainConfig(
-            "small-data", embed_lr=0.15, weight_decay=0.2, decay_all=True, max_steps=7000,
-            batch_warmup_steps=0.25, val_every=250, val_tokens=1048576, hellaswag_every=0, sample_every=1000,
+            "small-data", weight_decay=0.1, decay_all=True, max_steps=7000, batch_warmup_steps=0.25,
+            ema_steps=0.02, val_every=250, val_tokens=1048576, hellaswag_every=0, sample_every=1000,
         ),
     ),
     # two minutes on two laptop cores, on the bytes of Python's own documentation; without the parts
@@ -288,15 +292,23 @@ class MLP(train_gpt2.MLP):
         return self.c_proj(F.relu(self.c_fc(x)).square())
 
 
+class Dropout(nn.Dropout):
+    """nn.Dropout (Srivastava et al. 2014), also off without gradients, as in validation."""
+
+    def forward(self, x):
+        return super().forward(x) if torch.is_grad_enabled() else x
+
+
 class Block(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
+        self.dropout = Dropout(config.dropout)
         self.attn = CausalSelfAttention(config, layer)
         self.mlp = MLP(config) if config.mlp == "relu2" else train_gpt2.MLP(config)
 
     def forward(self, x, cos_sin, value, mask=None, cache=None):
-        x = x + self.attn(norm(x), cos_sin, value, mask, cache)
-        return x + self.mlp(norm(x))
+        x = x + self.dropout(self.attn(norm(x), cos_sin, value, mask, cache))
+        return x + self.dropout(self.mlp(norm(x)))
 
 
 class Smear(nn.Module):
@@ -329,6 +341,7 @@ class GPT(nn.Module):
             parts.wpe = nn.Embedding(config.block_size, config.n_embd)
         if config.bigram_rows:
             parts.bigrams = nn.Embedding(config.bigram_rows, config.n_embd)
+        self.dropout = Dropout(config.dropout)
         self.smear = Smear(config) if config.smear else None
         self.lm_head = nn.Linear(config.n_embd, rows, bias=False)
         if config.tied:
@@ -358,7 +371,8 @@ class GPT(nn.Module):
     @property
     def changeable_fields(self):
         """Config fields that --init_from may change: no weight depends on them."""
-        return ("block_size", "rope_scaling", "trained_length") if self.config.rotary else ()
+        rotary = ("block_size", "rope_scaling", "trained_length") if self.config.rotary else ()
+        return ("dropout", *rotary)
 
     def block_matrices(self):
         """The matrices inside the blocks and stacks of such matrices, which Muon updates."""
@@ -382,7 +396,7 @@ class GPT(nn.Module):
         if c.bigram_rows:  # each token pair is hashed to a row; frequent pairs rarely collide
             before = shift_right(idx[..., None], position, mask, cache, "idx")[..., 0]
             x = x + t.bigrams((before * 36313 + idx * 27191) % c.bigram_rows)
-        x = norm(x)
+        x = self.dropout(norm(x))
         if c.bf16_residual and is_bf16_autocast(x):
             x = x.bfloat16()
         if self.smear is not None:
@@ -456,6 +470,11 @@ class Trainer(train_gpt2.Trainer):
     model_class = GPT
     make_optimizer = staticmethod(make_optimizer)
 
+    def __init__(self, *args):
+        super().__init__(*args)
+        params = self.raw_model.named_parameters() if self.cfg.ema_steps else ()
+        self.average = {name: p.detach().clone() for name, p in params}
+
     def step_tokens(self, step):
         """For the console, which prints the number of epochs."""
         return step_tokens(step, self.cfg)
@@ -465,7 +484,29 @@ class Trainer(train_gpt2.Trainer):
         for group in self.optimizer.param_groups:
             if "momentum" in group:
                 group["momentum"] = momentum(self.step, self.cfg)
-        return super().train_step()
+        result = super().train_step()
+        if self.average:
+            self.update_average()
+        return result
+
+    @torch.no_grad()
+    def update_average(self):
+        """Update the exponential moving average of the weights, which is their mean in the first ema_steps
+        updates. After the last update it replaces the weights."""
+        weights, average = list(self.raw_model.parameters()), list(self.average.values())
+        steps = max(1, min(self.step, num_steps(self.cfg.ema_steps, self.cfg)))
+        torch._foreach_lerp_(average, weights, 1 / steps)
+        if self.step == self.cfg.max_steps:
+            torch._foreach_copy_(weights, average)
+
+    def state_dict(self):
+        return super().state_dict() | ({"average": self.average} if self.average else {})
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        saved = state.get("average", state["model"])  # the run may have begun without an average
+        for name, tensor in self.average.items():
+            tensor.copy_(saved[name])
 
 
 # ------------------------------------------------------------------------- 5. building the trainer
