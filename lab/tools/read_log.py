@@ -116,6 +116,8 @@ def clean_record(record: Record) -> Record:
     step, time = clean["step"], clean["time"]
     if type(step) is not int or not (0 <= step < 2**53 and 0 <= time < 2**35):
         raise ValueError(f"step={step} or time={time} is out of range")
+    if not 0 <= clean.get("failed_step", step) <= step:
+        del clean["failed_step"]
     if "shaded" in clean:
         try:
             prompt, tokens = clean["shaded"]
@@ -161,8 +163,10 @@ def run_error(log: RunLog) -> str:
 def failed_step(log: RunLog) -> int | None:
     """The step whose loss or gradient norm ended the run, as one that is nan; None if none did. This is
     noticed while the next step runs, so the log's end record has a later step."""
-    found = re.match(r"the (?:loss|gradient norm) is [^;(]* at step (\d{1,15})\b", run_error(log))
-    return int(found[1]) if found else None
+    end = log.get("end", [{}])[-1]
+    # older logs have the step only in the message
+    old = re.match(r"the (?:loss|gradient norm) is [^;(]* at step (\d{1,15})\b", run_error(log))
+    return end.get("failed_step") or (int(old[1]) if old else None)
 
 
 # ---------------------------------------------------------------------------------------- curves
