@@ -71,10 +71,9 @@ def read_log(run: str | Path) -> RunLog:
     """The records of a run directory, or of a log file.
 
     A resumed run starts again from its checkpoint, so older records of later steps are dropped, and so is
-    the end of the run before. Of two
-    records of the same kind and step, the later one counts. Lines that are not records, such as one cut
-    off when the process was killed, are skipped. Raises UserError if there is no log, or if it has neither
-    a measurement nor an error.
+    the end of the run before. Of two records of the same kind and step, the later one counts. Lines that
+    are not records, such as one cut off when the process was killed, are skipped. Raises UserError if there
+    is no log, or if it has neither a measurement nor an error.
     """
     path = Path(run) / "log.jsonl" if Path(run).is_dir() else Path(run)
     with read_errors(path, "run or log", "pass a run directory: `ls log` lists them"):
