@@ -148,6 +148,7 @@ BAD = {
     "--run_name ../x": "run_name=../x must be a plain name",
     "--run_name n\udce9": r"run directory 'log/n.udce9' must be UTF-8",
     "--vocab_size 60 --eot_id 60": "eot_id=60 must be less than vocab_size=60",
+    "--vocab_size 300 --tokenizer bytes": "vocab_size=300 must be at most 257, the size of the tokenizer",
     "--preset gpt5": "preset=gpt5 must be one of gpt2, .* laptop",
     "--init_from log/there --n_embd 64": r"is a different model: n_embd=32 \(here 64\); pass --n_embd 32",
     "--log_dir file": "file.* cannot be written",
