@@ -1,4 +1,5 @@
-"""Train a GPT with today's methods: the loss of train_gpt2.py in a fraction of the time.
+"""Train a GPT with today's methods: a loss of 3.6 nats after a minute on one H200, when GPT-2's recipe
+has 5.5 (docs/LOG.md#speedrun-h200).
 
     python speedrun.py                                 # two minutes on a laptop
     python speedrun.py --preset speedrun --fp8 all     # a minute on an H200
@@ -6,14 +7,13 @@
     python speedrun.py --preset small-data --fp8 all --data data/mine
 
 One training step in words: see train_gpt2.py, whose data loader, train_step, loop, logs and
-checkpoints are used here. This file defines what has changed in the seven years since GPT-2: the
-model, the optimizers, the schedule and the batch size. Each difference has a comment that says why,
-and most have a flag that turns them off, so that they can be measured one by one (bench/speedrun.py;
-results: docs/LOG.md#speedrun-parts, #speedrun-laptop). Read train_gpt2.py first; sections and shape
-letters are the same.
+checkpoints are used here. This file has what changed in the seven years since GPT-2: the model, the
+groups and settings of the optimizers (Muon itself is in lab/optim/muon.py), the schedule and the
+batch size. Most changes have a flag that turns them off. "Saves 0.29 nats" means: after 145 steps at
+GPT-2 small's width and depth, the loss was lower by that (docs/LOG.md#speedrun-parts). Read
+train_gpt2.py first; sections and shape letters are the same.
 """
 
-import math
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -31,6 +31,7 @@ from lab import config
 from lab.data.document_mask import document_mask, gather_previous_token
 from lab.optim.muon import CombinedOptimizer, Muon
 from lab.precision import is_bf16_autocast
+from lab.rope_scaling import check_rope_scaling, rope_frequencies
 from train_gpt2 import HeadLoss, num_steps
 
 # --------------------------------------------------------------------------------- 1. configuration
@@ -40,41 +41,29 @@ from train_gpt2 import HeadLoss, num_steps
 class GPTConfig(train_gpt2.GPTConfig):
     """Shape of the model, and its differences from GPT-2, most of which can be turned off."""
 
-    n_head: int = 6  # attention heads per block; GPT-2 has 12, and the effect was not measured
+    n_head: int = 6  # attention heads per block; GPT-2 has 12 (the difference was not measured)
     block_size: int = 1024  # longest context
-    attention: ClassVar = "sdpa"  # not a flag here, like the next one
+    attention: ClassVar = "sdpa"  # ClassVar removes an inherited field, and with it the flag
     activation_checkpointing: ClassVar = False
-    rotary: bool = True  # rotary position embedding; off: learned positions, as in GPT-2
-    # how to change rotary's frequencies when block_size is longer than in training (trained_length)
+    rotary: bool = True  # rotary position embedding (saves 0.29 nats); off: a learned one
+    # how to change the frequencies if block_size is longer than in training (trained_length)
     rope_scaling: Literal["none", "linear", "ntk", "yarn"] = "none"
     trained_length: int = 0  # block_size before --rope_scaling
-    qk_norm: bool = True  # RMSNorm of queries and keys
-    mlp: Literal["relu2", "gelu"] = "relu2"  # gelu: GPT-2's MLP, with its biases
-    tied: bool = False  # one matrix for embedding and head, as in GPT-2
-    value_tables: int = 1  # embeddings added to attention's values; 0 is better from 4 epochs on
-    smear: bool = True  # add a gated part of the previous token's embedding to each embedding
-    bigram_rows: int = 0  # rows of a hashed embedding of token pairs; 0: none
+    qk_norm: bool = True  # RMSNorm of queries and keys (saves 0.02 nats)
+    mlp: Literal["relu2", "gelu"] = "relu2"  # squared ReLU (saves 0.03 nats), or GPT-2's MLP
+    tied: bool = False  # one matrix for embedding and head, as in GPT-2 (costs 0.07 nats)
+    value_tables: int = 1  # value embeddings (1 saves 0.055 nats); use 0 for four or more epochs
+    smear: bool = True  # add a gated part of the previous token's embedding (saves 0.02 nats)
+    bigram_rows: int = (
+        0  # rows of a hashed embedding of token pairs (250000 save 0.02 nats); 0: none
+    )
     value_projection: bool = False  # value embeddings computed from the token embeddings
-    dropout: float = 0.0  # fraction of embedding and block outputs that is set to 0 in training
+    dropout: float = 0.0  # dropout of the embedding and of each attention and MLP output
 
     def validate(self):
         """Raise UserError for a shape that cannot work."""
         super().validate()
-        head_size = self.n_embd // self.n_head
-        require(
-            not self.rotary or (head_size % 2 == 0 and head_size >= 4),
-            f"n_embd={self.n_embd} / n_head={self.n_head} gives heads of {head_size} channels, but "
-            "rotary needs an even number of at least 4; change n_head, or pass --no_rotary",
-        )
-        require(
-            self.rope_scaling == "none" or self.rotary,
-            f"rope_scaling={self.rope_scaling} needs rotary; leave out --no_rotary or --rope_scaling",
-        )
-        require(
-            self.rope_scaling == "none" or 0 < self.trained_length <= self.block_size,
-            f"trained_length={self.trained_length} must be from 1 to block_size={self.block_size}; "
-            "pass the block_size with which the model was trained before --rope_scaling",
-        )
+        check_rope_scaling(self)
         require(
             self.value_tables <= self.n_layer,
             f"value_tables={self.value_tables} must be at most n_layer={self.n_layer}",
@@ -104,26 +93,27 @@ class TrainConfig(train_gpt2.TrainConfig):
     total_batch_size: int = 131072  # tokens per update, over all processes
     max_steps: int = 290  # number of updates
     parallel: ClassVar = "ddp"  # not a flag, because ZeRO-1 and FSDP2 shard AdamW only
-    optimizer: Literal["adamw", "muon", "normuon"] = "normuon"  # for matrices in blocks
+    optimizer: Literal["adamw", "muon", "normuon"] = "normuon"  # of matrices in blocks
     lr: float = 3e-3  # peak learning rate of the head (AdamW)
     embed_lr: float = 0.3  # peak learning rate of embeddings, whose initial std is 1
     scalar_lr: float = 0.015  # peak learning rate of scalars, gates and biases
-    muon_lr: float = 0.03  # peak learning rate of Muon; scaled for --optimizer adamw
+    muon_lr: float = 0.03  # peak learning rate of Muon; with --optimizer adamw over sqrt(n_embd)
     min_lr: float = 0.0  # learning rate at the end of the schedule
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "wsd"  # wsd: warmup-stable-decay
-    # an integer is a number of steps, a float below 1 is a fraction of max_steps
-    warmup_steps: int | float = 0  # 0: no warmup; other lengths were not compared
+    # lengths: a number of steps if an integer, a fraction of max_steps if below 1
+    warmup_steps: int | float = 0  # length of the linear warmup; only 0 was tried
     decay_steps: int | float = 0.65  # length of the decay at the end (wsd only)
-    weight_decay: float = 0.0  # of the matrices in the blocks
-    decay_all: bool = False  # weight decay for embeddings and head, too
-    beta1: float = 0.8  # AdamW: short averages, because the run is short
+    weight_decay: float = 0.0  # weight decay of the matrices in the blocks (0.1 saves 0.02 nats)
+    decay_all: bool = False  # weight decay of embeddings and head, too
+    beta1: float = 0.8  # AdamW: decay rate of the mean of gradients; low, because runs are short
     eps: float = 1e-10  # AdamW: added to the denominator of the update
     grad_clip: float = 0.0  # 0: no clipping; Muon's step does not depend on the gradient norm
-    momentum: float = 0.95  # of Muon
-    momentum_warmup: int | float = 0.33  # length of the rise of Muon's momentum, from 0.85
-    batch_warmup_steps: int | float = 0  # length of the first part of the run, with half the batch
-    # time constant of a moving average of the weights, which replaces them at the end; 0: none
-    ema_steps: int | float = 0
+    momentum: float = 0.95  # momentum of Muon
+    momentum_warmup: int | float = 0.33  # rise of Muon's momentum from 0.85 (saves 0.03 nats)
+    batch_warmup_steps: int | float = 0  # first part, with half the batch (0.25 saves 0.05 nats)
+    ema_steps: int | float = (
+        0  # moving average of the weights, which replaces them at the end; 0: none
+    )
 
     def validate(self, model_config):
         """Raise UserError for settings that cannot work."""
@@ -192,37 +182,8 @@ def shift_right(x, position, mask, cache, name):
         x = cache.update(name, x[:, None], x[:, None])[0][:, 0]  # (B, S, C)
     if mask is not None:
         return gather_previous_token(x, position, mask)
+    # a row of zeros in front; then the rows before each of the last T
     return F.pad(x, (0, 0, 1, 0))[:, x.size(1) - T : x.size(1)]
-
-
-YARN_TURNS = 1, 32  # alpha and beta that Peng et al. 2023 recommend for LLaMA models
-
-
-def rope_frequencies(config, device=None):
-    """Frequencies (D / 4,) of rotary embedding, in radians per token, and a factor on rotated queries
-    and keys. Attention's scores grow with the factor's square."""
-    D, factor = config.n_embd // config.n_head, 1.0
-    exponent = torch.linspace(0, 1, D // 4, device=device)
-    inv_freq = 1024**-exponent
-    if config.rope_scaling == "none":
-        return inv_freq, factor
-    scale = config.block_size / config.trained_length
-    if config.rope_scaling == "linear":
-        # position interpolation (Chen et al. 2023): all angles occurred in training, but neighbors are
-        # closer together
-        inv_freq = inv_freq / scale
-    elif config.rope_scaling == "ntk":
-        # NTK-aware (Peng et al. 2023, 3.1): the highest frequency stays, the lowest is divided by scale
-        inv_freq = inv_freq * scale**-exponent
-    else:
-        # YaRN (Peng et al. 2023, 3.2 to 3.4): frequencies with at least 32 turns within the trained length
-        # stay, those with less than one turn are divided by scale, and the scores are sharpened
-        low, high = YARN_TURNS
-        turns = config.trained_length * inv_freq / (2 * math.pi)
-        keep = ((turns - low) / (high - low)).clamp(0, 1)
-        inv_freq = inv_freq * (keep + (1 - keep) / scale)
-        factor = 0.1 * math.log(scale) + 1
-    return inv_freq, factor
 
 
 def rotation(position, config):
@@ -230,16 +191,16 @@ def rotation(position, config):
     (2, T, 1, D), or (2, B, T, 1, D). Half of the pairs don't rotate, so that they can compare content
     independently of distance (as in modded-nanogpt)."""
     D = config.n_embd // config.n_head
-    inv_freq, factor = rope_frequencies(config, position.device)
-    inv_freq = F.pad(inv_freq, (0, D // 2 - D // 4))
-    # the second channel of a pair turns the other way, see rotate()
-    angle = position[..., None, None].float() * torch.cat([inv_freq, -inv_freq])
+    frequency, factor = rope_frequencies(config, position.device)  # (D / 4,), from 1 to 1/1024
+    frequency = F.pad(frequency, (0, D // 2 - D // 4))
+    # x1 cos - x2 sin and x2 cos + x1 sin: the sign is that of the angle, because sin(-a) = -sin(a)
+    angle = position[..., None, None].float() * torch.cat([frequency, -frequency])
     return torch.stack([angle.cos(), angle.sin()]) * factor
 
 
 def rotate(x, cos_sin):
-    """Rotate x (B, T, H, D), in which channels i and i + D / 2 are a pair. (torch.compile fuses this
-    with the norm before it, but not a concatenation of two halves.)"""
+    """Rotate x (B, T, H, D), in which channels i and i + D / 2 are a pair. Written with roll, because
+    torch.compile can fuse it with the norm before it, and a concatenation of two halves cannot."""
     cos, sin = cos_sin.to(x.dtype)
     return x * cos + x.roll(x.size(-1) // 2, -1) * sin
 
@@ -283,7 +244,7 @@ class CausalSelfAttention(nn.Module):
 
 
 class MLP(train_gpt2.MLP):
-    """MLP with squared ReLU (So et al. 2021, Primer): few neurons are active at a time."""
+    """MLP with squared ReLU (So et al. 2021, Primer), which found it by search, and without biases."""
 
     def __init__(self, config):
         super().__init__(config, bias=False)
@@ -293,7 +254,7 @@ class MLP(train_gpt2.MLP):
 
 
 class Dropout(nn.Dropout):
-    """nn.Dropout (Srivastava et al. 2014), also off without gradients, as in validation."""
+    """nn.Dropout (Srivastava et al. 2014), also off without gradients: validation does not call eval()."""
 
     def forward(self, x):
         return super().forward(x) if torch.is_grad_enabled() else x
@@ -327,7 +288,7 @@ class Smear(nn.Module):
 
 
 class GPT(nn.Module):
-    """A GPT with the blocks above and the interface of train_gpt2.GPT."""
+    """A GPT with the blocks above and train_gpt2.GPT's interface, except from_pretrained."""
 
     def __init__(self, config):
         super().__init__()
@@ -350,9 +311,9 @@ class GPT(nn.Module):
         self.init_weights()
 
     def init_weights(self):
-        """Matrices have std 0.5 / sqrt(inputs). Those that write to the residual stream start at 0, so
-        that each block begins as the identity; an untied head starts at 0, so that the first prediction
-        is uniform. Embeddings have std 1."""
+        """Embeddings have std 1 (if tied, 0.02), matrices 0.5 / sqrt(inputs). Those that write to the
+        residual stream start at 0, so that each block begins as the identity; an untied head starts at 0,
+        so that the first prediction is uniform; so do biases, the gate and the embedding of pairs."""
         zero = ("c_proj.weight", "lm_head.weight", "gate.weight", "bigrams.weight", "bias")
         for name, p in self.named_parameters():
             if name.endswith(zero):
@@ -412,7 +373,7 @@ class GPT(nn.Module):
             x = block(x, cos_sin, value, mask, cache)
         return norm(x)
 
-    # everything after `hidden` is unchanged
+    # head, loss and generation are GPT-2's
     forward, generate = train_gpt2.GPT.forward, train_gpt2.GPT.generate
 
 
@@ -437,7 +398,8 @@ def make_optimizer(model, cfg, world):
     adamw = dict(betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, fused=fused, weight_decay=0.0)
     groups = [group for group in groups if group["params"]]
     if cfg.optimizer == "adamw":
-        lr = cfg.muon_lr * model.config.n_embd**-0.5  # 1 / sqrt(C): RMS of an orthogonal matrix
+        # entries of AdamW's step are about 1, those of an orthogonal matrix have RMS 1 / sqrt(C)
+        lr = cfg.muon_lr * model.config.n_embd**-0.5
         groups.insert(0, {"params": blocks, "lr": lr, "weight_decay": cfg.weight_decay})
         optimizer = torch.optim.AdamW(groups, **adamw)
     else:
@@ -476,7 +438,7 @@ class Trainer(train_gpt2.Trainer):
         self.average = {name: p.detach().clone() for name, p in params}
 
     def step_tokens(self, step):
-        """For the console, which prints the number of epochs."""
+        """Also for the console, which prints the number of epochs."""
         return step_tokens(step, self.cfg)
 
     def train_step(self):
