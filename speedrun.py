@@ -1,4 +1,5 @@
-"""Train a GPT with today's methods: the loss of train_gpt2.py in a fraction of the time.
+"""Train a GPT with today's methods: a loss of 3.6 nats after a minute on one H200, when GPT-2's recipe
+has 5.5 (docs/LOG.md#speedrun-h200).
 
     python speedrun.py                                 # two minutes on a laptop
     python speedrun.py --preset speedrun --fp8 all     # a minute on an H200
@@ -6,14 +7,13 @@
     python speedrun.py --preset small-data --fp8 all --data data/mine
 
 One training step in words: see train_gpt2.py, whose data loader, train_step, loop, logs and
-checkpoints are used here. This file defines what has changed in the seven years since GPT-2: the
-model, the optimizers, the schedule and the batch size. Each difference has a comment that says why,
-and most have a flag that turns them off, so that they can be measured one by one (bench/speedrun.py;
-results: docs/LOG.md#speedrun-parts, #speedrun-laptop). Read train_gpt2.py first; sections and shape
-letters are the same.
+checkpoints are used here. This file has what changed in the seven years since GPT-2: the model, the
+groups and settings of the optimizers (Muon itself is in lab/optim/muon.py), the schedule and the
+batch size. Most changes have a flag that turns them off. "Saves 0.29 nats" means: after 145 steps at
+GPT-2 small's width and depth, the loss was lower by that (docs/LOG.md#speedrun-parts). Read
+train_gpt2.py first; sections and shape letters are the same.
 """
 
-import math
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -27,10 +27,11 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import train_gpt2
-from lab import config
+from lab import config as settings
 from lab.data.document_mask import document_mask, gather_previous_token
 from lab.optim.muon import CombinedOptimizer, Muon
 from lab.precision import is_bf16_autocast
+from lab.rope_scaling import check_rope_scaling, rope_frequencies
 from train_gpt2 import HeadLoss, num_steps
 
 # --------------------------------------------------------------------------------- 1. configuration
@@ -40,44 +41,32 @@ from train_gpt2 import HeadLoss, num_steps
 class GPTConfig(train_gpt2.GPTConfig):
     """Shape of the model, and its differences from GPT-2, most of which can be turned off."""
 
-    n_head: int = 6  # attention heads per block; GPT-2 has 12, and the effect was not measured
+    n_head: int = 6  # attention heads per block; GPT-2 has 12 (the difference was not measured)
     block_size: int = 1024  # longest context
-    attention: ClassVar = "sdpa"  # not a flag here, like the next one
+    attention: ClassVar = "sdpa"  # ClassVar removes an inherited field, and with it the flag
     activation_checkpointing: ClassVar = False
-    rotary: bool = True  # rotary position embedding; off: learned positions, as in GPT-2
-    # how to change rotary's frequencies when block_size is longer than in training (trained_length)
+    rotary: bool = True  # rotary position embedding (saves 0.29 nats); off: a learned one
+    # how to change the frequencies if block_size is longer than in training (trained_length)
     rope_scaling: Literal["none", "linear", "ntk", "yarn"] = "none"
     trained_length: int = 0  # block_size before --rope_scaling
-    qk_norm: bool = True  # RMSNorm of queries and keys
-    mlp: Literal["relu2", "gelu"] = "relu2"  # gelu: GPT-2's MLP, with its biases
-    tied: bool = False  # one matrix for embedding and head, as in GPT-2
-    value_tables: int = 1  # embeddings added to attention's values; 0 is better from 4 epochs on
-    smear: bool = True  # add a gated part of the previous token's embedding to each embedding
-    bigram_rows: int = 0  # rows of a hashed embedding of token pairs; 0: none
+    qk_norm: bool = True  # RMSNorm of queries and keys (saves 0.02 nats)
+    mlp: Literal["relu2", "gelu"] = "relu2"  # squared ReLU (saves 0.03 nats), or GPT-2's MLP
+    tied: bool = False  # one matrix for embedding and head, as in GPT-2 (costs 0.07 nats)
+    value_tables: int = 1  # value embeddings (1 saves 0.055 nats); use 0 for four or more epochs
+    smear: bool = True  # add a gated part of the previous token's embedding (saves 0.02 nats)
+    bigram_rows: int = 0  # rows of a hashed embedding of token pairs (250000 save 0.02 nats)
     value_projection: bool = False  # value embeddings computed from the token embeddings
+    dropout: float = 0.0  # dropout of the embedding and of each attention and MLP output
 
     def validate(self):
         """Raise UserError for a shape that cannot work."""
         super().validate()
-        head_size = self.n_embd // self.n_head
-        require(
-            not self.rotary or (head_size % 2 == 0 and head_size >= 4),
-            f"n_embd={self.n_embd} / n_head={self.n_head} gives heads of {head_size} channels, but "
-            "rotary needs an even number of at least 4; change n_head, or pass --no_rotary",
-        )
-        require(
-            self.rope_scaling == "none" or self.rotary,
-            f"rope_scaling={self.rope_scaling} needs rotary; leave out --no_rotary or --rope_scaling",
-        )
-        require(
-            self.rope_scaling == "none" or 0 < self.trained_length <= self.block_size,
-            f"trained_length={self.trained_length} must be from 1 to block_size={self.block_size}; "
-            "pass the block_size with which the model was trained before --rope_scaling",
-        )
+        check_rope_scaling(self)
         require(
             self.value_tables <= self.n_layer,
             f"value_tables={self.value_tables} must be at most n_layer={self.n_layer}",
         )
+        require(self.dropout < 1, f"dropout={self.dropout} must be less than 1")
 
     def value_table(self, layer):
         """Index of the value embedding that a block uses, or None. The first blocks have one each, and
@@ -102,31 +91,32 @@ class TrainConfig(train_gpt2.TrainConfig):
     total_batch_size: int = 131072  # tokens per update, over all processes
     max_steps: int = 290  # number of updates
     parallel: ClassVar = "ddp"  # not a flag, because ZeRO-1 and FSDP2 shard AdamW only
-    optimizer: Literal["adamw", "muon", "normuon"] = "normuon"  # for matrices in blocks
+    optimizer: Literal["adamw", "muon", "normuon"] = "normuon"  # of matrices in blocks
     lr: float = 3e-3  # peak learning rate of the head (AdamW)
     embed_lr: float = 0.3  # peak learning rate of embeddings, whose initial std is 1
     scalar_lr: float = 0.015  # peak learning rate of scalars, gates and biases
-    muon_lr: float = 0.03  # peak learning rate of Muon; scaled for --optimizer adamw
+    muon_lr: float = 0.03  # peak learning rate of Muon; with --optimizer adamw over sqrt(n_embd)
     min_lr: float = 0.0  # learning rate at the end of the schedule
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "wsd"  # wsd: warmup-stable-decay
-    # an integer is a number of steps, a float below 1 is a fraction of max_steps
-    warmup_steps: int | float = 0  # 0: no warmup; other lengths were not compared
-    decay_steps: int | float = 0.65  # length of the decay at the end (wsd only)
-    weight_decay: float = 0.0  # of the matrices in the blocks
-    decay_all: bool = False  # weight decay for embeddings and head, too
-    beta1: float = 0.8  # AdamW: short averages, because the run is short
+    # lengths are numbers of steps, or if below 1, fractions of max_steps
+    warmup_steps: int | float = 0  # steps, or a fraction, of linear warmup; only 0 was tried
+    decay_steps: int | float = 0.65  # steps, or a fraction, of decay at the end (wsd only)
+    weight_decay: float = 0.0  # weight decay of the matrices in the blocks (0.1 saves 0.02 nats)
+    decay_all: bool = False  # weight decay of embeddings and head, too
+    beta1: float = 0.8  # AdamW: decay rate of the mean of gradients; low, because runs are short
     eps: float = 1e-10  # AdamW: added to the denominator of the update
     grad_clip: float = 0.0  # 0: no clipping; Muon's step does not depend on the gradient norm
-    momentum: float = 0.95  # of Muon
-    momentum_warmup: int | float = 0.33  # length of the rise of Muon's momentum, from 0.85
-    batch_warmup_steps: int | float = 0  # length of the first part of the run, with half the batch
+    momentum: float = 0.95  # momentum of Muon
+    momentum_warmup: int | float = 0.33  # rise of Muon's momentum from 0.85 (saves 0.03 nats)
+    batch_warmup_steps: int | float = 0  # first part, with half the batch (0.25 saves 0.05 nats)
+    ema_steps: int | float = 0  # moving average of the weights, which replaces them at the end
 
     def validate(self, model_config):
         """Raise UserError for settings that cannot work."""
         super().validate(model_config)
         require(self.momentum < 1, f"momentum={self.momentum} must be less than 1")
-        for name in ("momentum_warmup", "batch_warmup_steps"):
-            config.check_length(self, name)
+        for name in ("momentum_warmup", "batch_warmup_steps", "ema_steps"):
+            settings.check_length(self, name)
         _, _, world_size = torchrun_env()
         multiple = 2 * max(1, self.batch_size) * self.seq_len * world_size
         more = -(-self.total_batch_size // multiple) * multiple
@@ -146,12 +136,12 @@ PRESETS = {
             sample_every=0,
         ),
     ),
-    # for seven epochs of 111M tokens: 22 GPU-minutes on two H200s (docs/LOG.md#slowrun)
+    # for seven epochs of 111M tokens: 20 minutes on one H200 (docs/LOG.md#small-data-settings)
     "small-data": (
         GPTConfig(value_tables=0, value_projection=True),
         TrainConfig(
-            "small-data", embed_lr=0.15, weight_decay=0.2, decay_all=True, max_steps=7000,
-            batch_warmup_steps=0.25, val_every=250, val_tokens=1048576, hellaswag_every=0, sample_every=1000,
+            "small-data", weight_decay=0.1, decay_all=True, max_steps=7000, batch_warmup_steps=0.25,
+            ema_steps=0.02, val_every=250, val_tokens=1048576, hellaswag_every=0, sample_every=1000,
         ),
     ),
     # two minutes on two laptop cores, on the bytes of Python's own documentation; without the parts
@@ -160,13 +150,13 @@ PRESETS = {
         GPTConfig(n_layer=2, n_head=2, n_embd=128, block_size=128, vocab_size=257, vocab_multiple=1,
                   value_tables=0, smear=False, bigram_rows=4096),
         TrainConfig(
-            **config.LAPTOP, total_batch_size=4096, seq_len=128, max_steps=700, lr=1e-2, muon_lr=0.05,
+            **settings.LAPTOP, total_batch_size=4096, seq_len=128, max_steps=700, lr=1e-2, muon_lr=0.05,
             decay_steps=0.7, momentum_warmup=0.1, beta2=0.99, compile=False,
         ),
     ),
     "sft": (  # supervised fine-tuning, as in train_gpt2.py: a tenth of speedrun's learning rates
         GPTConfig(),
-        TrainConfig(**config.SFT, lr=3e-4, embed_lr=0.03, scalar_lr=1.5e-3, muon_lr=3e-3),
+        TrainConfig(**settings.SFT, lr=3e-4, embed_lr=0.03, scalar_lr=1.5e-3, muon_lr=3e-3),
     ),
 }  # fmt: skip
 
@@ -188,37 +178,8 @@ def shift_right(x, position, mask, cache, name):
         x = cache.update(name, x[:, None], x[:, None])[0][:, 0]  # (B, S, C)
     if mask is not None:
         return gather_previous_token(x, position, mask)
+    # a row of zeros in front; then the rows before each of the last T
     return F.pad(x, (0, 0, 1, 0))[:, x.size(1) - T : x.size(1)]
-
-
-YARN_TURNS = 1, 32  # alpha and beta that Peng et al. 2023 recommend for LLaMA models
-
-
-def rope_frequencies(config, device=None):
-    """Frequencies (D / 4,) of rotary embedding, in radians per token, and a factor on rotated queries
-    and keys. Attention's scores grow with the factor's square."""
-    D, factor = config.n_embd // config.n_head, 1.0
-    exponent = torch.linspace(0, 1, D // 4, device=device)
-    inv_freq = 1024**-exponent
-    if config.rope_scaling == "none":
-        return inv_freq, factor
-    scale = config.block_size / config.trained_length
-    if config.rope_scaling == "linear":
-        # position interpolation (Chen et al. 2023): all angles occurred in training, but neighbors are
-        # closer together
-        inv_freq = inv_freq / scale
-    elif config.rope_scaling == "ntk":
-        # NTK-aware (Peng et al. 2023, 3.1): the highest frequency stays, the lowest is divided by scale
-        inv_freq = inv_freq * scale**-exponent
-    else:
-        # YaRN (Peng et al. 2023, 3.2 to 3.4): frequencies with at least 32 turns within the trained length
-        # stay, those with less than one turn are divided by scale, and the scores are sharpened
-        low, high = YARN_TURNS
-        turns = config.trained_length * inv_freq / (2 * math.pi)
-        keep = ((turns - low) / (high - low)).clamp(0, 1)
-        inv_freq = inv_freq * (keep + (1 - keep) / scale)
-        factor = 0.1 * math.log(scale) + 1
-    return inv_freq, factor
 
 
 def rotation(position, config):
@@ -226,16 +187,16 @@ def rotation(position, config):
     (2, T, 1, D), or (2, B, T, 1, D). Half of the pairs don't rotate, so that they can compare content
     independently of distance (as in modded-nanogpt)."""
     D = config.n_embd // config.n_head
-    inv_freq, factor = rope_frequencies(config, position.device)
-    inv_freq = F.pad(inv_freq, (0, D // 2 - D // 4))
-    # the second channel of a pair turns the other way, see rotate()
-    angle = position[..., None, None].float() * torch.cat([inv_freq, -inv_freq])
+    frequency, factor = rope_frequencies(config, position.device)  # (D / 4,), from 1 to 1/1024
+    frequency = F.pad(frequency, (0, D // 2 - D // 4))
+    # x1 cos - x2 sin and x2 cos + x1 sin: the sign is that of the angle, because sin(-a) = -sin(a)
+    angle = position[..., None, None].float() * torch.cat([frequency, -frequency])
     return torch.stack([angle.cos(), angle.sin()]) * factor
 
 
 def rotate(x, cos_sin):
-    """Rotate x (B, T, H, D), in which channels i and i + D / 2 are a pair. (torch.compile fuses this
-    with the norm before it, but not a concatenation of two halves.)"""
+    """Rotate x (B, T, H, D), in which channels i and i + D / 2 are a pair. Written with roll, because
+    torch.compile can fuse it with the norm before it, and a concatenation of two halves cannot."""
     cos, sin = cos_sin.to(x.dtype)
     return x * cos + x.roll(x.size(-1) // 2, -1) * sin
 
@@ -279,7 +240,7 @@ class CausalSelfAttention(nn.Module):
 
 
 class MLP(train_gpt2.MLP):
-    """MLP with squared ReLU (So et al. 2021, Primer): few neurons are active at a time."""
+    """MLP with squared ReLU (So et al. 2021, Primer), which found it by search, and without biases."""
 
     def __init__(self, config):
         super().__init__(config, bias=False)
@@ -288,15 +249,23 @@ class MLP(train_gpt2.MLP):
         return self.c_proj(F.relu(self.c_fc(x)).square())
 
 
+class Dropout(nn.Dropout):
+    """nn.Dropout (Srivastava et al. 2014), also off without gradients: validation does not call eval()."""
+
+    def forward(self, x):
+        return super().forward(x) if torch.is_grad_enabled() else x
+
+
 class Block(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
+        self.dropout = Dropout(config.dropout)
         self.attn = CausalSelfAttention(config, layer)
         self.mlp = MLP(config) if config.mlp == "relu2" else train_gpt2.MLP(config)
 
     def forward(self, x, cos_sin, value, mask=None, cache=None):
-        x = x + self.attn(norm(x), cos_sin, value, mask, cache)
-        return x + self.mlp(norm(x))
+        x = x + self.dropout(self.attn(norm(x), cos_sin, value, mask, cache))
+        return x + self.dropout(self.mlp(norm(x)))
 
 
 class Smear(nn.Module):
@@ -315,7 +284,7 @@ class Smear(nn.Module):
 
 
 class GPT(nn.Module):
-    """A GPT with the blocks above and the interface of train_gpt2.GPT."""
+    """A GPT with the blocks above and train_gpt2.GPT's interface, except from_pretrained."""
 
     def __init__(self, config):
         super().__init__()
@@ -329,6 +298,7 @@ class GPT(nn.Module):
             parts.wpe = nn.Embedding(config.block_size, config.n_embd)
         if config.bigram_rows:
             parts.bigrams = nn.Embedding(config.bigram_rows, config.n_embd)
+        self.dropout = Dropout(config.dropout)
         self.smear = Smear(config) if config.smear else None
         self.lm_head = nn.Linear(config.n_embd, rows, bias=False)
         if config.tied:
@@ -337,9 +307,9 @@ class GPT(nn.Module):
         self.init_weights()
 
     def init_weights(self):
-        """Matrices have std 0.5 / sqrt(inputs). Those that write to the residual stream start at 0, so
-        that each block begins as the identity; an untied head starts at 0, so that the first prediction
-        is uniform. Embeddings have std 1."""
+        """Embeddings have std 1 (if tied, 0.02), matrices 0.5 / sqrt(inputs). Those that write to the
+        residual stream start at 0, so that each block begins as the identity; an untied head starts at 0,
+        so that the first prediction is uniform; so do biases, the gate and the embedding of pairs."""
         zero = ("c_proj.weight", "lm_head.weight", "gate.weight", "bigrams.weight", "bias")
         for name, p in self.named_parameters():
             if name.endswith(zero):
@@ -358,7 +328,8 @@ class GPT(nn.Module):
     @property
     def changeable_fields(self):
         """Config fields that --init_from may change: no weight depends on them."""
-        return ("block_size", "rope_scaling", "trained_length") if self.config.rotary else ()
+        rotary = ("block_size", "rope_scaling", "trained_length") if self.config.rotary else ()
+        return ("dropout", *rotary)
 
     def block_matrices(self):
         """The matrices inside the blocks and stacks of such matrices, which Muon updates."""
@@ -382,7 +353,7 @@ class GPT(nn.Module):
         if c.bigram_rows:  # each token pair is hashed to a row; frequent pairs rarely collide
             before = shift_right(idx[..., None], position, mask, cache, "idx")[..., 0]
             x = x + t.bigrams((before * 36313 + idx * 27191) % c.bigram_rows)
-        x = norm(x)
+        x = self.dropout(norm(x))
         if c.bf16_residual and is_bf16_autocast(x):
             x = x.bfloat16()
         if self.smear is not None:
@@ -398,7 +369,7 @@ class GPT(nn.Module):
             x = block(x, cos_sin, value, mask, cache)
         return norm(x)
 
-    # everything after `hidden` is unchanged
+    # head, loss and generation are GPT-2's
     forward, generate = train_gpt2.GPT.forward, train_gpt2.GPT.generate
 
 
@@ -423,7 +394,8 @@ def make_optimizer(model, cfg, world):
     adamw = dict(betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, fused=fused, weight_decay=0.0)
     groups = [group for group in groups if group["params"]]
     if cfg.optimizer == "adamw":
-        lr = cfg.muon_lr * model.config.n_embd**-0.5  # 1 / sqrt(C): RMS of an orthogonal matrix
+        # entries of AdamW's step are about 1, those of an orthogonal matrix have RMS 1 / sqrt(C)
+        lr = cfg.muon_lr * model.config.n_embd**-0.5
         groups.insert(0, {"params": blocks, "lr": lr, "weight_decay": cfg.weight_decay})
         optimizer = torch.optim.AdamW(groups, **adamw)
     else:
@@ -456,8 +428,13 @@ class Trainer(train_gpt2.Trainer):
     model_class = GPT
     make_optimizer = staticmethod(make_optimizer)
 
+    def __init__(self, *args):
+        super().__init__(*args)
+        params = self.raw_model.named_parameters() if self.cfg.ema_steps else ()
+        self.average = {name: p.detach().clone() for name, p in params}
+
     def step_tokens(self, step):
-        """For the console, which prints the number of epochs."""
+        """Also for the console, which prints the number of epochs."""
         return step_tokens(step, self.cfg)
 
     def train_step(self):
@@ -465,7 +442,29 @@ class Trainer(train_gpt2.Trainer):
         for group in self.optimizer.param_groups:
             if "momentum" in group:
                 group["momentum"] = momentum(self.step, self.cfg)
-        return super().train_step()
+        result = super().train_step()
+        if self.average:
+            self.update_average()
+        return result
+
+    @torch.no_grad()
+    def update_average(self):
+        """Update the exponential moving average of the weights, which is their mean in the first ema_steps
+        updates. After the last update it replaces the weights."""
+        weights, average = list(self.raw_model.parameters()), list(self.average.values())
+        steps = max(1, min(self.step, num_steps(self.cfg.ema_steps, self.cfg)))
+        torch._foreach_lerp_(average, weights, 1 / steps)
+        if self.step == self.cfg.max_steps:
+            torch._foreach_copy_(weights, average)
+
+    def state_dict(self):
+        return super().state_dict() | ({"average": self.average} if self.average else {})
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        saved = state.get("average", state["model"])  # the run may have begun without an average
+        for name, tensor in self.average.items():
+            tensor.copy_(saved[name])
 
 
 # ------------------------------------------------------------------------- 5. building the trainer

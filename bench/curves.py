@@ -85,7 +85,7 @@ def small_data(runs, out_path, dark):
     """Validation loss against GPU-minutes of training on the same text: GPT-2's recipe, NanoGPT Slowrun's
     program and the preset small-data."""
     curves = {}
-    names = {"both_4_passes_gpt2": "GPT-2's recipe", "small_data_h200": "small-data"}
+    names = {"both_4_passes_gpt2": "GPT-2's recipe", "small_data_decay_0.1": "small-data"}
     for name, label in names.items():
         records(runs, name, "kind")
         log = read_log(runs / f"{name}.jsonl")

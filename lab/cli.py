@@ -31,9 +31,16 @@ class UserError(Exception):
 
 
 class RunError(UserError):
-    """The run itself failed, for example because the loss is not finite. Exits with status 1."""
+    """The run itself failed, for example because the loss is not finite. Exits with status 1.
+
+    step: the update that failed, if it was one; the run's log records it.
+    """
 
     status = 1
+
+    def __init__(self, message: str, step: int | None = None):
+        super().__init__(message)
+        self.step = step
 
 
 def require(condition: Any, message: str) -> None:

@@ -77,6 +77,26 @@ class ChatPage(Tab):
         self.page.fill("#prompt", prompt)
         self.page.click("#go")
 
+    def mode(self, name):
+        """Choose "text" or "chat"."""
+        self.page.click(f"#mode button[data-value={name}]")
+
+    def view(self, name):
+        """Choose "colors", "numbers" or "attention"."""
+        self.page.click(f"#view button[data-value={name}]")
+
+    def box(self, selector):
+        """Position and size of an element: x, y, width, height in CSS pixels."""
+        return self.page.locator(selector).bounding_box()
+
+    def count(self):
+        """Number of branches."""
+        return int(self.page.text_content("#count"))
+
+    def messages(self):
+        """The user's messages of the chat."""
+        return self.page.locator(".turn.user .text").all_text_contents()
+
     def tokens(self):
         return self.page.locator("#out .tokens > .t:not(.next)")
 

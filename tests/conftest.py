@@ -81,7 +81,7 @@ def train_here(folder, data, name, model=(), **settings):
     model_config = train_gpt2.GPTConfig(**TINY_MODEL | dict(model))
     typed = dict(parse_flags=lambda *_: ("a test", model_config, cfg))
     with (
-        mock.patch.multiple(train_gpt2.config, **typed),
+        mock.patch.multiple(train_gpt2.settings, **typed),
         mock.patch.object(train_gpt2, "print_summary"),
     ):
         status = train_gpt2.main([])
@@ -156,10 +156,19 @@ def clean_env(**more):
 # them once, and each script runs in a fork of it, in its own session: the real file from its first line,
 # with its own folder, environment, arguments and streams. (runpy runs the script, or torchrun, as
 # __main__.) It ends as Python does, with a traceback or by waiting for threads and calling atexit's
-# functions. Only freeing each object is left out: it takes 0.3 s, because it copies the memory that is
-# shared with the parent.
+# functions. Only freeing each object is left out, by the function that atexit calls last: it takes 0.3 s,
+# because it copies the memory that is shared with the parent.
 FORKS = """
-import atexit, gc, io, json, os, runpy, signal, sys, threading
+import atexit, gc, io, json, os, runpy, signal, sys
+status = None  # of a script that has ended without a traceback
+
+@atexit.register  # first, so it is called last
+def leave():
+    if status is not None:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(status)
+
 import filelock, matplotlib.figure, numpy, tqdm, tyro
 import tensorboard.compat.proto.event_pb2, tensorboard.summary.writer.record_writer
 import torch, torch._dynamo, torch.distributed, torch.utils.serialization
@@ -193,22 +202,17 @@ for number, path in enumerate(job["files"]):
 sys.argv = job["args"]
 if os.path.isfile(sys.argv[0]):
     sys.path[0] = os.path.dirname(sys.argv[0])
-status = 0
 try:
     if sys.argv[0] == "-m":
         sys.argv.pop(0)
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(sys.argv[0], run_name="__main__")
+    status = 0
 except SystemExit as error:
     if type(error.code) is not int:
         raise
     status = error.code
-threading._shutdown()
-atexit._run_exitfuncs()
-for stream in (sys.stdout, sys.stderr):
-    stream.flush()
-os._exit(status)
 """
 
 

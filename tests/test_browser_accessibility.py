@@ -76,7 +76,7 @@ def test_the_whole_page_by_keyboard(tab):
     tab.page.keyboard.type("second")
     tab.keys("Enter")
     tab.done()
-    assert tab.page.locator(".turn.user .text").all_text_contents() == ["second"]
+    assert tab.messages() == ["second"]
     assert tab.page.locator("#branches button").count() == 2
 
 
@@ -95,7 +95,7 @@ def test_no_button_loses_the_focus_to_the_body(tab):
             tab.page.wait_for_function("() => !running && turns().at(-1).pieces.length")
 
     for mode in ("text", "chat"):
-        tab.page.click(f"#mode button[data-value={mode}]")
+        tab.mode(mode)
         press("#prompts button")
         press("#on", "Continue")
         press("button:text('Regenerate')", "Regenerate")
@@ -139,7 +139,7 @@ def test_axe_finds_nothing_on_the_chat_page(tab):
         tab.write("The function")
         tab.done()
         for view in ("numbers", "attention", "colors"):
-            tab.page.click(f"#view button[data-value={view}]")
+            tab.view(view)
             tab.tokens().nth(20).locator("span").first.click()
             tab.page.wait_for_selector("#bars button >> nth=7")
             assert axe_findings(tab.page) == [], (scheme, view)
@@ -152,14 +152,14 @@ def test_axe_finds_nothing_on_the_chat_page(tab):
         assert axe_findings(tab.page) == [], scheme
         assert "Failed to load" in tab.wrong.pop(), "the browser's own record of the error"
         tab.set(max_tokens=300)
-        tab.page.click("#mode button[data-value=chat]")
+        tab.mode("chat")
         tab.write("Hello")
         tab.page.wait_for_selector("#chat .turn.assistant .t:not(.next)")
         tab.done()
         assert "context of 256 tokens is full" in tab.page.inner_text("#notice")
         assert axe_findings(tab.page) == [], (scheme, "chat")
         tab.page.click("#fresh")
-        tab.page.click("#mode button[data-value=text]")
+        tab.mode("text")
 
 
 def test_chat_page_and_model_page_follow_the_same_rules(tab, chromium, tmp_path):

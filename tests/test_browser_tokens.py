@@ -27,7 +27,7 @@ def test_clicking_an_alternative_token_continues_from_it(tab):
     tab.tokens().nth(9).click()
     assert tab.page.inner_text("#title").startswith(f"“{name}”:")
     tab.keys("Escape")
-    tab.page.click("#view button[data-value=numbers]")  # the same list below each token
+    tab.view("numbers")  # the same list below each token
     under = tab.tokens().nth(3).locator(".under")
     assert under.is_visible() and "%" in under.locator("strong").inner_text()
     under.locator("[data-id]").first.click()
@@ -58,12 +58,12 @@ def test_a_candidate_for_a_token_of_the_prompt_cuts_the_prompt_there(tab, chat_s
     for _ in range(3):
         tab.page.click("#undo")
     assert tab.texts() == before and tab.page.input_value("#prompt") == "xéyz"
-    tab.page.click("#view button[data-value=numbers]")
+    tab.view("numbers")
     tab.page.locator("#out b .under [data-id]").first.click()
     tab.page.wait_for_selector("#out .t.taken")
     tab.done()
-    tab.page.click("#mode button[data-value=chat]")
-    tab.page.click("#view button[data-value=colors]")
+    tab.mode("chat")
+    tab.view("colors")
     tab.write("one")
     tab.done()
     tab.page.click("text=prompt sent to the model")
@@ -80,7 +80,7 @@ def test_regenerate_writes_again_after_the_last_chosen_token(tab):
     again = tab.page.locator("button:text('Regenerate')")
     ids = "turns().at(-1).pieces.map(piece => piece.id)"
     for mode, where in (("text", "#out"), ("chat", ".turn.assistant")):
-        tab.page.click(f"#mode button[data-value={mode}]")
+        tab.mode(mode)
         tab.set(max_tokens=12, seed=2)
         tab.write("abc")
         tab.page.wait_for_function("() => !running && turns().at(-1).pieces.length == 12")
@@ -102,7 +102,7 @@ def test_regenerate_writes_again_after_the_last_chosen_token(tab):
         tab.page.wait_for_selector("#error:not([hidden])")
         tab.page.context.set_offline(False)
         assert tab.page.evaluate(ids) == after and "Failed to load" in tab.wrong.pop()
-        assert tab.page.text_content("#count") == "3", "a refused request leaves no branch"
+        assert tab.count() == 3, "a refused request leaves no branch"
 
 
 def test_temperature_slider_redraws_the_bars(tab, chat_server):
@@ -155,7 +155,7 @@ def place(back):
 
 def test_attention_of_the_pointed_token(tab, chat_server):
     tab.set(max_tokens=5, seed=2)
-    tab.page.click("#view button[data-value=attention]")
+    tab.view("attention")
     tab.write("abc")
     tab.done()
     tab.tokens().nth(2).hover()  # predicted from end-of-text, "abc" and two more
@@ -180,9 +180,9 @@ def test_attention_of_the_pointed_token(tab, chat_server):
     text = tab.page.inner_text("#looked").replace("\xa0", " ")
     assert re.split(r"\d+\.\d %(?:, |\.)", text.partition(" attends to ")[2]) == [*most, ""]
     assert text.startswith(f"To predict “{names[6]}”, the token before it attends to ")
-    tab.page.click("#mode button[data-value=chat]")
+    tab.mode("chat")
     assert tab.page.is_hidden("#look"), "there is no text"
-    tab.page.click("#mode button[data-value=text]")
+    tab.mode("text")
     assert tab.page.inner_text("#looked").startswith("Point at a token")
 
 
@@ -209,8 +209,8 @@ def test_card_of_a_token_at_the_bottom_is_visible(tab):
 @pytest.mark.parametrize("width", [1280, 390])
 def test_the_text_on_attention_covers_no_button_and_no_card_covers_it(tab, width):
     tab.page.set_viewport_size({"width": width, "height": 844})
-    tab.page.click("#view button[data-value=attention]")
-    tab.page.click("#mode button[data-value=chat]")
+    tab.view("attention")
+    tab.mode("chat")
     tab.set(max_tokens=200, seed=1)
     for i in range(3):
         tab.write(f"message {i}")
@@ -219,7 +219,7 @@ def test_the_text_on_attention_covers_no_button_and_no_card_covers_it(tab, width
         middle = [box["x"] + box["width"] / 2, box["y"] + box["height"] / 2]
         top = tab.page.evaluate("([x, y]) => document.elementFromPoint(x, y)?.id", middle)
         assert top == "go", (i, box)
-    tab.page.click("#mode button[data-value=text]")
+    tab.mode("text")
     tab.set(max_tokens=300)
     tab.write("abc")
     tab.done()
@@ -257,3 +257,127 @@ def test_taps_on_a_phone(chromium, chat_server):
         "no sideways scrolling"
     )
     assert axe_findings(phone.page) == [] and phone.wrong == []
+
+
+def test_the_cards_slider_is_a_preview(tab):
+    tab.set(max_tokens=5, temperature=0.7)
+    tab.write("abc")
+    tab.done()
+    tab.tokens().nth(3).click()
+    tab.page.wait_for_function("() => $('sum').textContent.includes('can be drawn')")
+    assert "still written" not in tab.page.inner_text("#sum")
+    tab.set(slider=1.6)
+    assert "at temperature 1.6" in tab.page.inner_text("#title")
+    assert tab.page.inner_text("#sum").endswith(
+        "Texts are still written at temperature 0.7, as in Settings."
+    )
+    with tab.page.expect_request("**/generate") as sent:
+        tab.page.locator("#bars button:not(:disabled)").nth(1).click()
+    assert sent.value.post_data_json["temperature"] == 0.7
+    tab.done()
+    tab.tokens().nth(3).click()
+    assert tab.page.input_value("#slider") == "0.7", "each card begins with the settings"
+
+
+def test_a_clicked_card_stays_open_while_the_mouse_moves_on(tab):
+    tab.set(max_tokens=5, seed=1)
+    tab.write("abc")
+    tab.done()
+    tab.tokens().nth(3).click()
+    tab.page.wait_for_timeout(300)  # longer than a card takes to open where the mouse rests
+    assert tab.page.evaluate("card.pinned")
+    tab.page.hover("h1")
+    tab.page.wait_for_timeout(600)
+    assert tab.page.is_visible("#card")
+
+
+def test_on_a_phone_the_card_is_a_sheet_below_its_token(chromium, chat_server):
+    phone = ChatPage(
+        chromium, chat_server, viewport={"width": 390, "height": 844}, has_touch=True,
+        is_mobile=True, color_scheme="dark",
+    )  # fmt: skip
+    phone.set(max_tokens=250, seed=1)
+    phone.write("abc")
+    phone.done()
+    assert phone.tokens().nth(20).bounding_box()["height"] >= 40, "room for a finger"
+    for k in (5, 150, 240):
+        phone.tokens().nth(k).tap()
+        phone.page.wait_for_selector("#bars button >> nth=7")
+        sheet = phone.box("#card")
+        assert (sheet["x"], sheet["width"]) == (0, 390) and sheet["height"] <= 0.45 * 844 + 1
+        assert sheet["y"] + sheet["height"] == pytest.approx(844, abs=1)
+        token = phone.page.locator(".t.open").bounding_box()
+        assert 0 <= token["y"] and token["y"] + token["height"] <= sheet["y"], k
+        there = int(phone.page.locator(".t.open").get_attribute("data-k"))
+        for name, step in (("the token after", 1), ("the token before", 0)):
+            phone.page.get_by_role("button", name=name).tap()
+            found = phone.page.locator(".t.open").get_attribute("data-k")
+            assert int(found) == there + step
+            assert phone.focused("ariaLabel") == name
+        assert axe_findings(phone.page) == []
+        phone.page.locator("#foot").evaluate("() => closeCard()")
+    phone.page.locator("#view button[data-value=attention]").tap()
+    for _ in range(2):  # the first tap shows the attention
+        phone.tokens().nth(5).tap()
+    phone.page.get_by_role("button", name="the token after").tap()
+    phone.page.wait_for_function("() => looking?.dataset.k == 3 + 6")  # after "abc"
+    assert phone.page.evaluate("document.documentElement.scrollWidth") <= 390
+    assert phone.wrong == []
+    phone.page.context.close()
+
+
+def test_heads_and_legend_of_attention_are_there_before_a_token_is_pointed_at(tab, chat_server):
+    tab.view("attention")
+    heads = tab.page.locator("#head option").all_text_contents()
+    L, H = chat_server.model.config.n_layer, chat_server.model.config.n_head
+    assert heads[1:] == [f"layer {i}, head {h}" for i in range(L) for h in range(H)]
+    tab.set(max_tokens=3)
+    tab.write("abc")
+    tab.done()
+    legends = {"colors": "expected", "numbers": "expected", "attention": "little attention"}
+    for name, begin in legends.items():
+        tab.view(name)
+        visible = [one for one in tab.page.locator(".legend").all() if one.is_visible()]
+        assert [one.inner_text().split("\n")[0].strip() for one in visible][0].startswith(begin)
+        assert len(visible) == 1 and tab.page.is_visible("#rivals") == (name == "numbers")
+
+
+def test_a_line_break_can_be_pointed_at(tab):
+    tab.set(max_tokens=3)
+    tab.write("a\nb\n\nc")
+    tab.done()
+    line = "#out b .t >> nth=1"
+    shown = "t => [t.textContent, getComputedStyle(t.querySelector('i'), '::before').content]"
+    for name in ("colors", "attention"):
+        tab.view(name)
+        assert tab.page.locator(line).evaluate(shown) == ["\n", '"↵"'], "the text can be copied"
+        rects = "t => t.getClientRects()[0].width"
+        assert tab.page.locator(line).evaluate(rects) > 6, name
+        tops = [tab.box(f"#out b .t >> nth={i}")["y"] for i in (0, 2, 5)]
+        assert tops[0] < tops[1] < tops[2], "the lines are broken"
+        tab.page.locator(line).click(position={"x": 3, "y": 10})
+        if name == "attention":  # the first click shows the attention
+            tab.page.locator(line).click(position={"x": 3, "y": 10})
+        assert tab.page.inner_text("#title").startswith("“↵”: model "), name
+        tab.keys("Escape")
+    tab.view("numbers")
+    assert tab.texts("#out b .t > span:first-child") == ["a", "↵", "b", "↵", "↵", "c"]
+    tab.page.click("#history summary")
+    assert tab.page.locator("#branches button").inner_text().startswith("“a↵b↵↵c”")
+
+
+def test_a_double_click_on_a_token_selects_no_text(tab):
+    selected = "() => getSelection().toString()"
+    tab.set(max_tokens=20, seed=1)
+    tab.write("some words")
+    tab.done()
+    tab.page.dblclick("#out b .t >> nth=1")
+    assert tab.page.evaluate(selected) == "" and tab.page.is_visible("#card")
+    tab.keys("Escape")
+    first, last = tab.box("#out b .t >> nth=0"), tab.box("#out b .t >> nth=3")
+    y = first["y"] + first["height"] / 2
+    tab.page.mouse.move(first["x"] + 1, y)
+    tab.page.mouse.down()
+    tab.page.mouse.move(last["x"] + last["width"] - 1, y, steps=4)
+    tab.page.mouse.up()
+    assert tab.page.evaluate(selected) == "some", "dragging selects"

@@ -13,7 +13,7 @@ from test_fineweb import BYTES, call, hashes
 import fineweb
 from lab.cli import UserError
 from lab.config import SFT
-from lab.data.chat import find_messages, render_chat
+from lab.data.chat import build_chats, find_messages, render_chat
 from lab.data.manifest import read_manifest, verify_shards
 from lab.data.shards import TokenShards
 from lab.data.tokenizers import get_tokenizer
@@ -233,3 +233,11 @@ def test_chat_shards(tmp_path):
     got = call(*args, "--shard_tokens", 9000)  # would mix shards of both
     assert got.returncode == 2 and "shard_tokens = 5000, but now it is 9000" in got.stderr
     assert call(*args).returncode == 0 and hashes(out) == before
+
+
+def test_a_chat_file_may_have_a_long_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    name = 80 * "\u8bdd" + ".jsonl"  # 246 bytes, of at most 255
+    talks = [json.dumps({"messages": say(f"question {i}", "answer")}) for i in range(20)]
+    (tmp_path / name).write_text("\n".join(talks))
+    assert read_manifest(build_chats(name, "bytes", 64))["documents"] == 20

@@ -148,6 +148,7 @@ BAD = {
     "--run_name ../x": "run_name=../x must be a plain name",
     "--run_name n\udce9": r"run directory 'log/n.udce9' must be UTF-8",
     "--vocab_size 60 --eot_id 60": "eot_id=60 must be less than vocab_size=60",
+    "--vocab_size 300 --tokenizer bytes": "vocab_size=300 must be at most 257, the size of the tokenizer",
     "--preset gpt5": "preset=gpt5 must be one of gpt2, .* laptop",
     "--init_from log/there --n_embd 64": r"is a different model: n_embd=32 \(here 64\); pass --n_embd 32",
     "--log_dir file": "file.* cannot be written",
@@ -313,7 +314,7 @@ def test_old_spellings_of_flags_keep_working():
 
 
 def parsed(*argv):
-    return train_gpt2.config.parse_flags(
+    return train_gpt2.settings.parse_flags(
         list(argv), PRESETS, train_gpt2.__doc__, train_gpt2.Trainer
     )
 
@@ -335,7 +336,7 @@ def test_optimizations_work_in_all_programs_and_flags_override_them():
         for speed, precision in (("baseline", "fp32"), ("bf16", "bf16"), ("recommended", "auto")):
             flags = [*words, speed, "--seed", "7"]
             how = program.PRESETS, program.__doc__, program.Trainer
-            reason, model, cfg = train_gpt2.config.parse_flags(flags, *how)
+            reason, model, cfg = train_gpt2.settings.parse_flags(flags, *how)
             assert (cfg.optimizations, cfg.precision) == (speed, precision) and "seed=7" in reason
             assert cfg.kernels == ("fused" if speed == "recommended" else "plain")
             exact = speed != "recommended" and program is not speedrun

@@ -346,9 +346,8 @@ def test_a_run_that_died_of_nan_says_so_and_how_to_go_on(tmp_path, run_train, mo
     assert done.returncode == 1 and "try a lower --lr" in error
     monkeypatch.chdir(tmp_path)
     records = [json.loads(line) for line in open("log/r/log.jsonl")]
-    assert records[-1] | {"time": 0} == dict(
-        kind="end", step=3, time=0, reason="error", error=error
-    )
+    end = dict(kind="end", step=3, time=0, reason="error", error=error, failed_step=2)
+    assert records[-1] | {"time": 0} == end
     page = Page(report.Path("log/r"))
     shown = re.sub(r"(--\w+) ?", r"\1 ", f"Error: {error}.")  # a flag is an element of its own
     page.shows(
@@ -380,6 +379,16 @@ def test_errors_in_logs_without_measurements_and_of_older_versions(tmp_path):
     page.shows("Stopped: CUDA is out of memory a", "Error: CUDA is out of memory; try less.")
     page.shows("stopped by an error after step 1")
     assert page.figures == {} and "x axis" not in page.seen
+    failed = end | {"step": 401, "failed_step": 400}
+    for change in (
+        {},
+        {"failed_step": None, "error": "the loss is nan at step 400 (sequences at x:5)"},
+    ):
+        page = Page(write_run(tmp_path / "e", [*RUN, failed | change]))
+        page.shows("stopped by an error at step 400", "steps 400 tokens")
+    for wrong in (402, -1, 1e300, "two"):
+        page = Page(write_run(tmp_path / "e", [*RUN, failed | {"failed_step": wrong}]))
+        page.shows("stopped by an error after step 401")
     spike = dict(
         kind="spike", step=401, time=0.0, norm=None, usual=0.5, skipped=False, file="x.json"
     )

@@ -58,12 +58,13 @@ class Server:
         path = saved(model, folder / "log/r/model_000010.pt")
         self.process = Process(ROOT / "lab", "serve", path, "--port", 0, *flags, cwd=folder)
         wait_for(lambda: "http://" in self.process.stdout, self.process)
-        self.port = int(self.process.stdout.split("127.0.0.1:")[1].split()[0])
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = re.search(r"http://\S+", self.process.stdout)[0]
+        self.host, _, port = self.url.removeprefix("http://").partition(":")
+        self.port = int(port)
 
     def begin(self, path, body=None, **headers):
         """The response, not read yet. body: bytes, or a value that is sent as JSON."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=120)
         body = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"} | headers
         connection.request("GET" if body is None else "POST", path, body, headers)
@@ -553,6 +554,17 @@ def test_large_requests_and_file_paths_are_refused(server):
     for path in ("/generate", "/v1/completions"):
         status, text = server.send(path, b'{"prompt": "a"}', **{"Content-Type": "text/plain"})
         assert status == 400 and "sent with Content-Type" in text
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have 127.0.0.1 only")
+def test_another_loopback_address(tmp_path):
+    pytest.importorskip("uvicorn", reason="needs requirements-serve.txt")
+    server = Server(tmp_path, noisy_gpt(**LAPTOP), "--host", "127.0.0.2")
+    statuses = [
+        server.send("/", Host=host)[0] for host in ("127.0.0.2", "localhost", "evil.example")
+    ]
+    server.process.kill()
+    assert statuses == [200, 200, 400]
 
 
 # --------------------------------------------------------------------------------- hostile clients

@@ -23,6 +23,7 @@ from lab.inference.generate import KVCache, generate
 from lab.inference.streaming import make_decode_step
 from lab.optim.muon import NEWTON_SCHULZ, POLAR_EXPRESS, Muon, newton_schulz
 from lab.registry import init_from, load_model
+from lab.trainer.checkpoint import restore_checkpoint
 from speedrun import GPT, GPTConfig, TrainConfig, step_tokens
 
 TINY = dict(n_layer=3, n_head=2, n_embd=32, block_size=32, vocab_size=VOCAB)
@@ -345,6 +346,29 @@ def test_squared_relu_and_learned_value_mixing():
     assert not torch.allclose(half, plain, atol=1e-2)
 
 
+def test_dropout_acts_on_embedding_and_blocks_in_training_only():
+    model, plain, idx = tiny_model(dropout=0.25), tiny_model(), torch.randint(VOCAB, (2, 16))
+    plain.load_state_dict(model.state_dict())
+    exact = plain(idx)[0]
+    with torch.no_grad():
+        assert torch.equal(model(idx)[0], exact)  # validation
+    model.eval()
+    assert torch.equal(model(idx)[0], exact)
+    model.train()
+    seen = []
+    for module in model.modules():
+        if isinstance(module, speedrun.Dropout):
+            module.register_forward_hook(lambda _, x, y: seen.append((x[0], y)))
+    assert not torch.allclose(model(idx)[0], exact, atol=0.1)
+    assert len(seen) == 1 + 2 * 3, "the embedding, and attention and MLP of three blocks"
+    assert torch.equal(seen[0][0], speedrun.norm(model.transformer.wte(idx)))
+    for x, y in seen:
+        kept = y != 0
+        assert torch.allclose(y[kept], x[kept] / 0.75) and 0.6 < kept.float().mean() < 0.9
+    with pytest.raises(UserError, match="dropout=1.0 must be less than 1"):
+        GPTConfig(**TINY, dropout=1.0).validate()
+
+
 def test_optimizers_follow_the_settings():
     cfg = TrainConfig(beta1=0.7, beta2=0.9, eps=1e-9, momentum=0.6)
     world = SimpleNamespace(device=torch.device("cpu"), distributed=True)
@@ -419,7 +443,7 @@ def run_speedrun(tmp_path, shards):
 
 def test_resumed_run_equals_uninterrupted_one_and_tools_read_it(tmp_path, run_speedrun):
     """With a batch warmup that ends after the checkpoint that it resumes from."""
-    more = "--max_steps 6 --batch_warmup_steps 4 --bigram_rows 100 --val_every 6"
+    more = "--max_steps 6 --batch_warmup_steps 4 --bigram_rows 100 --val_every 6 --dropout 0.1 --ema_steps 3"
     said, folder = run_speedrun(*more.split(), "--weight_decay", 0.1), tmp_path / "log/r"
     whole = read_run(folder)
     assert [e["tokens"] for e in of_kind(whole, "train")] == [64, 128, 192, 256, 384, 512]
@@ -440,6 +464,7 @@ def test_resumed_run_equals_uninterrupted_one_and_tools_read_it(tmp_path, run_sp
     for start in of_kind(again, "start"):  # of a whole step
         assert start["grad_accum_steps"] * start["batch_size"] * 16 == 128
     assert not differing_parts(whole.checkpoints[6], again.checkpoints[6])
+    assert not differing_parts(whole.checkpoints[6], again.checkpoints[6], ["average"])
 
     model, state = load_model(str(folder)), whole.checkpoints[6]["model"]
     assert type(model).__module__ == "speedrun" and model.config.bigram_rows == 100
@@ -555,7 +580,7 @@ def test_each_difference_can_be_turned_off(tmp_path, shards):
     del changes["bf16_residual"]  # only changes runs in 16 bits
     del changes["value_projection"]  # blocks that have a value table keep it
     assert losses(PROJECTED) != losses(dict(value_tables=0))
-    changes |= dict(mlp="gelu", value_tables=0, bigram_rows=99)
+    changes |= dict(mlp="gelu", value_tables=0, bigram_rows=99, dropout=0.1)
     for name, value in changes.items():
         assert losses({name: value}) != usual, name
     for settings in (
@@ -577,6 +602,35 @@ def test_value_projection_is_the_formula_in_every_second_block():
     x = model.smear(x, torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1])
     assert torch.allclose(seen[0], x @ attns[2].c_value.weight.mT, atol=1e-5)
     assert any(p is attns[0].c_value.weight for p in model.block_matrices())
+
+
+def test_run_ends_with_the_moving_average_of_its_weights(tmp_path, shards):
+    """Mean of the first two updates, then an exponential moving average. A run that did not keep one before
+    it was resumed starts from its weights; an average of other shapes is refused."""
+    model = dict(tied=True)
+    runs = [in_process(tmp_path, shards, model, ema_steps=n) for n in (0, 0.5)]  # 2 of 4 steps
+    wanted = list(runs[0].raw_model.parameters())
+    for step in range(4):
+        for run in runs:
+            run.train_step()
+        weights = [p.detach().clone() for p in runs[0].raw_model.parameters()]
+        new = max(0.5, 1 / (step + 1))
+        wanted = [new * p + (1 - new) * old for p, old in zip(weights, wanted)]
+        found = runs[1].average.values()
+        assert max((a - b).abs().max() for a, b in zip(found, wanted, strict=True)) < 1e-6
+        used = wanted if step == 3 else weights
+        pairs = zip(runs[1].raw_model.parameters(), used)
+        assert max((a - b).abs().max() for a, b in pairs) < 1e-6
+
+    state = runs[0].state_dict()
+    assert "average" not in state
+    restore_checkpoint(runs[1], state)
+    assert all(torch.equal(t, state["model"][name]) for name, t in runs[1].average.items())
+    state = runs[1].state_dict()
+    state["average"] = state["average"] | {"lm_head.weight": torch.zeros(2)}
+    restore_checkpoint(runs[0], state)  # without --ema_steps it is not needed
+    with pytest.raises(UserError, match="lm_head.weight"):
+        restore_checkpoint(runs[1], state)
 
 
 def test_decay_all_decays_embeddings_and_head(tmp_path, shards):
@@ -626,7 +680,7 @@ def test_recipes_parse_and_differ(bench):
         for flags in recipes.values():
             program, *flags = flags.split()
             how = programs[program].PRESETS, programs[program].__doc__, programs[program].Trainer
-            _, *configs = train_gpt2.config.parse_flags([*flags, "--max_steps", "400"], *how)
+            _, *configs = train_gpt2.settings.parse_flags([*flags, "--max_steps", "400"], *how)
             assert configs not in found, flags
             found.append(configs)
 

@@ -71,10 +71,9 @@ def read_log(run: str | Path) -> RunLog:
     """The records of a run directory, or of a log file.
 
     A resumed run starts again from its checkpoint, so older records of later steps are dropped, and so is
-    the end of the run before. Of two
-    records of the same kind and step, the later one counts. Lines that are not records, such as one cut
-    off when the process was killed, are skipped. Raises UserError if there is no log, or if it has neither
-    a measurement nor an error.
+    the end of the run before. Of two records of the same kind and step, the later one counts. Lines that
+    are not records, such as one cut off when the process was killed, are skipped. Raises UserError if there
+    is no log, or if it has neither a measurement nor an error.
     """
     path = Path(run) / "log.jsonl" if Path(run).is_dir() else Path(run)
     with read_errors(path, "run or log", "pass a run directory: `ls log` lists them"):
@@ -116,6 +115,8 @@ def clean_record(record: Record) -> Record:
     step, time = clean["step"], clean["time"]
     if type(step) is not int or not (0 <= step < 2**53 and 0 <= time < 2**35):
         raise ValueError(f"step={step} or time={time} is out of range")
+    if not 0 <= clean.get("failed_step", step) <= step:
+        del clean["failed_step"]
     if "shaded" in clean:
         try:
             prompt, tokens = clean["shaded"]
@@ -161,8 +162,10 @@ def run_error(log: RunLog) -> str:
 def failed_step(log: RunLog) -> int | None:
     """The step whose loss or gradient norm ended the run, as one that is nan; None if none did. This is
     noticed while the next step runs, so the log's end record has a later step."""
-    found = re.match(r"the (?:loss|gradient norm) is [^;(]* at step (\d{1,15})\b", run_error(log))
-    return int(found[1]) if found else None
+    end = log.get("end", [{}])[-1]
+    # older logs have the step only in the message
+    old = re.match(r"the (?:loss|gradient norm) is [^;(]* at step (\d{1,15})\b", run_error(log))
+    return end.get("failed_step") or (int(old[1]) if old else None)
 
 
 # ---------------------------------------------------------------------------------------- curves

@@ -259,6 +259,8 @@ def check_checkpoint(trainer, state: dict) -> None:
     saved = {name: value for name, value in state["model"].items() if name not in buffers}
     check_tensors(saved, {name: p.shape for name, p in params.items()})
     check_optimizer_state(trainer.optimizer, state["optimizer"])
+    if average := "average" in state and getattr(trainer, "average", {}):  # speedrun.py --ema_steps
+        check_tensors(state["average"], {name: t.shape for name, t in average.items()})
     for name, least in dict(position=0, tokens=1, begin=0).items():
         n = state["loader"][name]
         if type(n) is not int or not least <= n < 2**48:  # positions are int64

@@ -179,7 +179,7 @@ class HealthMonitor:
         names = [name for part in self.world.gather(mine) for name in part]
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         where = f" (sequences at {', '.join(names[:3])}{more})" if names else ""
-        raise RunError(f"{problem} at step {step}{where}; {self.recovery_hint(spike)}")
+        raise RunError(f"{problem} at step {step}{where}; {self.recovery_hint(spike)}", step)
 
     def recovery_hint(self, spike: bool = False) -> str:
         """The end of an error message: which checkpoints exist, and what to try."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lab.cli import UserError, eprint, format_error, shell_quote
+from lab.cli import RunError, UserError, eprint, format_error, shell_quote
 from lab.files import check_regular, finite_json, write_errors
 from lab.program import class_path
 from lab.trainer.console import Console
@@ -54,7 +54,10 @@ class RunLogger:
             return
         if isinstance(error, Exception):
             sentence = format_error(error)[1] or f"{type(error).__name__}: {error}"
-            self.event("end", self.trainer.step, {"reason": "error", "error": sentence})
+            values: dict[str, Any] = {"reason": "error", "error": sentence}
+            if isinstance(error, RunError) and error.step:
+                values["failed_step"] = error.step
+            self.event("end", self.trainer.step, values)
         for file in (self.tensorboard, self.file):
             with contextlib.suppress(OSError):  # reported before
                 file.close()
