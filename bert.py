@@ -6,11 +6,12 @@
     python bert.py --preset bert-base             # BERT-base on one GPU
     torchrun --standalone --nproc_per_node=8 bert.py    # on eight GPUs
 
-One training step in words. GPT-2 predicts each token from the ones before it, so attention must not
-look ahead, and every position has a loss. BERT masks 15 % of the tokens and predicts them from the
-tokens on both sides: attention sees the whole sequence, only masked tokens have a loss, and the model
-can encode text but not generate it. The rest is the same: the loop, the training step, optimizers,
-schedule, checkpoints and resuming are imported from train_gpt2.py.
+One training step in words. 15 % of the tokens are selected. Of these, 80 % are replaced by [MASK], 10 %
+by a random token, and 10 % stay. The model predicts the selected tokens from the tokens on both sides:
+attention sees the whole sequence, only selected positions have a loss, and the model can encode text but
+not generate it. (GPT-2 predicts each token from the ones before it, so attention must not look ahead, and
+every position has a loss.) The rest is the same: the loop, the training step, optimizers, schedule,
+checkpoints and resuming are imported from train_gpt2.py.
 
 Packing. All documents form one stream of tokens, separated by [SEP]. It is cut into sequences without
 gaps or padding; unlike in RoBERTa (Liu et al. 2019, 4.2), a cut may be inside a sentence. [CLS] and
@@ -20,7 +21,7 @@ help RoBERTa; the segment embedding exists only because published weights have o
 
 Differences from Devlin et al.: no dropout; weight decay 0.1 instead of 0.01; normal instead of
 truncated normal initialization; new masks in each epoch (as in RoBERTa); random replacements are
-never special tokens; no next-sentence prediction; Muon by default.
+never special tokens; Muon by default.
 
 Sections: 1 configuration, 2 model, 3 masking, 4 validation, 5 command line. Shape letters are those of
 train_gpt2.py, and K is the number of masked tokens in a sequence.
@@ -42,7 +43,8 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import train_gpt2 as gpt2
-from lab import config, registry
+from lab import config as settings
+from lab import registry
 from lab.data.tokenizers import TOKENIZER_FILE, WordPiece
 from lab.eval.samples import MaskedLMSamples
 from lab.eval.validation import Validation, evaluate, num_targets, sequence_starts, target_counts
@@ -57,15 +59,15 @@ class BertConfig(gpt2.GPTConfig):
     """Shape of the model."""
 
     block_size: int = 512  # longest text, in tokens
-    vocab_size: int = 30522  # bert-base-uncased's; 0 on the command line: taken from the data
+    vocab_size: int = 30522  # bert-base-uncased's (command line: by default that of the data)
     segments: int = 2  # rows of the segment embedding; training uses only the first
-    mlm_probability: float = 0.15  # fraction of the tokens that are masked
-    document_mask: ClassVar = False  # not a flag here: GPT's mask is causal
+    mlm_probability: float = 0.15  # fraction of the tokens that are selected for prediction
+    document_mask: ClassVar = False  # ClassVar removes the flag: GPT's document mask is causal
 
     def validate(self):
         """Raise UserError for a shape that cannot work."""
         super().validate()
-        config.check_range(self, 1, None, "segments")
+        settings.check_range(self, 1, None, "segments")
         require(
             0 < self.mlm_probability <= 1,
             f"mlm_probability={self.mlm_probability} must be above 0 and at most 1",
@@ -78,10 +80,10 @@ class BertConfig(gpt2.GPTConfig):
 
 @dataclass
 class BertTrainConfig(gpt2.TrainConfig):
-    """Settings of training. Devlin et al. trained for a million steps of 256 sequences, 90 % of them
-    with 128 tokens per sequence, with AdamW at 1e-4 and 10,000 warmup steps, on 3.3B words (A.2). Here,
-    with 128 tokens per sequence and Muon, bert-base's loss falls slowly for the first 2,400 steps, to
-    5.8 nats (unigram baseline: 6.9), and then suddenly (docs/LOG.md#bert-h200)."""
+    """Settings of training. Devlin et al. trained for a million steps of 256 sequences (90 % of the steps
+    with 128 tokens per sequence), with AdamW at 1e-4 and 10,000 warmup steps, on 3.3B words (A.2). In our
+    run with --seq_len 128 and Muon, bert-base's loss falls slowly for the first 2,400 steps, to 5.8 nats
+    (unigram baseline: 6.9), and then suddenly (docs/LOG.md#bert-h200)."""
 
     preset: str = "bert-base"  # source of the other defaults: bert-base or laptop
     data: str = "data/wikitext103"  # folder of token shards (fineweb.py --tokenizer wordpiece)
@@ -89,16 +91,15 @@ class BertTrainConfig(gpt2.TrainConfig):
     seq_len: int = 512  # tokens per sequence
     whole_word_masking: bool = False  # mask all pieces of a word or none, as in later BERT models
     max_steps: int = 10000  # number of updates
-    optimizer: Literal["adamw", "muon"] = "muon"  # for matrices in blocks; the rest use adamw
+    optimizer: Literal["adamw", "muon"] = "muon"  # of matrices in blocks; the rest uses adamw
     lr: float = 1e-3  # peak learning rate of AdamW; for --optimizer adamw use 2e-4 (laptop: 2e-3)
     muon_lr: float = 0.005  # peak learning rate of Muon; at 0.02 bert-base's loss rose at step 175
     min_lr: float = 0.0  # learning rate at the end of the schedule
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "wsd"  # wsd: warmup-stable-decay
-    # an integer is a number of steps, a float below 1 is a fraction of max_steps
-    warmup_steps: int | float = 0.05  # length of the linear warmup
-    decay_steps: int | float = 0.7  # length of the decay at the end (wsd only)
+    warmup_steps: int | float = 0.05  # linear warmup: steps, or a fraction of max_steps below 1
+    decay_steps: int | float = 0.7  # decay at the end (wsd only): steps, or a fraction of max_steps
     fp8: Literal["off", "head", "all"] = "off"  # all: same as head, for lack of an 8-bit exact GELU
-    beta2: float = 0.98  # AdamW: more stable than 0.999 in large batches (Liu et al. 2019, 3.1)
+    beta2: float = 0.98  # AdamW: decay rate of the mean of squared gradients (Liu et al. 2019, 3.1)
     eps: float = 1e-6  # AdamW: added to the denominator of the update
     val_tokens: int = 2**18  # tokens of the validation split to use; 0: all
     sample_every: int = 1000  # predictions for masked words; 0: never
@@ -136,7 +137,7 @@ class ExactMLP(gpt2.MLP):
 
 
 class PostNormBlock(nn.Module):
-    """Post-norm (Xiong et al. 2020): LayerNorm after each residual addition, whereas GPT-2 applies it
+    """Post-norm (Vaswani et al. 2017): LayerNorm after each residual addition, whereas GPT-2 applies it
     before attention and before the MLP. Therefore no norm follows the last block."""
 
     def __init__(self, config, layer):
@@ -190,6 +191,7 @@ class Bert(nn.Module):
         """See GPT.from_pretrained; also accepts "bert-base-uncased"."""
         return registry.load_model(source, cls)
 
+    # borrowed: both only need self.transformer.h
     blocks, block_matrices = gpt2.GPT.blocks, gpt2.GPT.block_matrices
 
     def flops_per_token(self, seq_len):

@@ -27,7 +27,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import train_gpt2
-from lab import config
+from lab import config as settings
 from lab.data.document_mask import document_mask, gather_previous_token
 from lab.optim.muon import CombinedOptimizer, Muon
 from lab.precision import is_bf16_autocast
@@ -54,9 +54,7 @@ class GPTConfig(train_gpt2.GPTConfig):
     tied: bool = False  # one matrix for embedding and head, as in GPT-2 (costs 0.07 nats)
     value_tables: int = 1  # value embeddings (1 saves 0.055 nats); use 0 for four or more epochs
     smear: bool = True  # add a gated part of the previous token's embedding (saves 0.02 nats)
-    bigram_rows: int = (
-        0  # rows of a hashed embedding of token pairs (250000 save 0.02 nats); 0: none
-    )
+    bigram_rows: int = 0  # rows of a hashed embedding of token pairs (250000 save 0.02 nats)
     value_projection: bool = False  # value embeddings computed from the token embeddings
     dropout: float = 0.0  # dropout of the embedding and of each attention and MLP output
 
@@ -100,9 +98,9 @@ class TrainConfig(train_gpt2.TrainConfig):
     muon_lr: float = 0.03  # peak learning rate of Muon; with --optimizer adamw over sqrt(n_embd)
     min_lr: float = 0.0  # learning rate at the end of the schedule
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "wsd"  # wsd: warmup-stable-decay
-    # lengths: a number of steps if an integer, a fraction of max_steps if below 1
-    warmup_steps: int | float = 0  # length of the linear warmup; only 0 was tried
-    decay_steps: int | float = 0.65  # length of the decay at the end (wsd only)
+    # lengths are numbers of steps, or if below 1, fractions of max_steps
+    warmup_steps: int | float = 0  # steps, or a fraction, of linear warmup; only 0 was tried
+    decay_steps: int | float = 0.65  # steps, or a fraction, of decay at the end (wsd only)
     weight_decay: float = 0.0  # weight decay of the matrices in the blocks (0.1 saves 0.02 nats)
     decay_all: bool = False  # weight decay of embeddings and head, too
     beta1: float = 0.8  # AdamW: decay rate of the mean of gradients; low, because runs are short
@@ -111,16 +109,14 @@ class TrainConfig(train_gpt2.TrainConfig):
     momentum: float = 0.95  # momentum of Muon
     momentum_warmup: int | float = 0.33  # rise of Muon's momentum from 0.85 (saves 0.03 nats)
     batch_warmup_steps: int | float = 0  # first part, with half the batch (0.25 saves 0.05 nats)
-    ema_steps: int | float = (
-        0  # moving average of the weights, which replaces them at the end; 0: none
-    )
+    ema_steps: int | float = 0  # moving average of the weights, which replaces them at the end
 
     def validate(self, model_config):
         """Raise UserError for settings that cannot work."""
         super().validate(model_config)
         require(self.momentum < 1, f"momentum={self.momentum} must be less than 1")
         for name in ("momentum_warmup", "batch_warmup_steps", "ema_steps"):
-            config.check_length(self, name)
+            settings.check_length(self, name)
         _, _, world_size = torchrun_env()
         multiple = 2 * max(1, self.batch_size) * self.seq_len * world_size
         more = -(-self.total_batch_size // multiple) * multiple
@@ -154,13 +150,13 @@ PRESETS = {
         GPTConfig(n_layer=2, n_head=2, n_embd=128, block_size=128, vocab_size=257, vocab_multiple=1,
                   value_tables=0, smear=False, bigram_rows=4096),
         TrainConfig(
-            **config.LAPTOP, total_batch_size=4096, seq_len=128, max_steps=700, lr=1e-2, muon_lr=0.05,
+            **settings.LAPTOP, total_batch_size=4096, seq_len=128, max_steps=700, lr=1e-2, muon_lr=0.05,
             decay_steps=0.7, momentum_warmup=0.1, beta2=0.99, compile=False,
         ),
     ),
     "sft": (  # supervised fine-tuning, as in train_gpt2.py: a tenth of speedrun's learning rates
         GPTConfig(),
-        TrainConfig(**config.SFT, lr=3e-4, embed_lr=0.03, scalar_lr=1.5e-3, muon_lr=3e-3),
+        TrainConfig(**settings.SFT, lr=3e-4, embed_lr=0.03, scalar_lr=1.5e-3, muon_lr=3e-3),
     ),
 }  # fmt: skip
 

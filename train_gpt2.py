@@ -7,7 +7,7 @@
 One training step in words. The data loader returns token ids x, and y, the same tokens shifted by
 one. Forward: the model turns x into a prediction for each token of y. Loss: the mean of
 -ln(probability given to the right token). Backward: autograd computes the gradient, which says how
-the loss changes with each weight. A step has more tokens than fit in memory, so they are processed
+the loss changes with each weight. Memory rarely holds all tokens of a step, so they are processed
 in micro-steps whose gradients add up (gradient accumulation). All-reduce: each process works on its
 own part of the tokens, and the gradients are averaged over the processes. Clip: gradients whose norm
 exceeds a limit are scaled down. Update: the optimizer moves each weight against its gradient.
@@ -19,8 +19,8 @@ anything in this file: training, validation, sampling and export all use your ve
 checkpoints, logging and faster kernels are in lab/, which you need not read at first.
 
 Shape letters: B batch, T time (tokens in a sequence), C channels (n_embd), H heads, D head size
-(C = H * D), V vocabulary (padded), L layers, N = B * T positions. S is the number of keys that a
-query can see: T, or more when a cache holds the keys of earlier tokens (generation only).
+(C = H * D), V vocabulary (padded), L layers, N = B * T positions. S is the number of keys: T, or more
+when a cache holds those of earlier tokens (generation only).
 """
 
 import contextlib
@@ -43,7 +43,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from blimp import Blimp
 from hellaswag import HellaSwag
-from lab import config, kernels, registry
+from lab import config as settings
+from lab import kernels, registry
 from lab.batch_size import find_max_batch_size
 from lab.data.document_mask import document_mask
 from lab.data.loader import TokenLoader
@@ -78,7 +79,7 @@ class GPTConfig:
     n_head: int = 12  # attention heads per block; must divide n_embd
     n_embd: int = 768  # channels of the residual stream
     block_size: int = 1024  # longest context in tokens (rows of the position embedding)
-    vocab_size: int = 50257  # number of token ids; 0 on the command line: taken from the data
+    vocab_size: int = 50257  # number of token ids (command line: by default those of the data)
     vocab_multiple: int = 128  # pad vocab_size to a multiple: 50257 -> 50304; 1: no padding
     tokenizer: str = ""  # gpt2, bytes or tokenizer.json; empty: taken from the data
     eot_id: int = -1  # id of the end-of-text token; -1: the last id of the vocabulary
@@ -89,9 +90,9 @@ class GPTConfig:
 
     @property
     def padded_vocab_size(self):
-        """vocab_size rounded up: the number of rows of the token embedding. GPUs multiply matrices
-        much faster if their sizes are multiples of a power of two (play.ipynb, chapter 16). The padding
-        ids (vocab_size and above) are never targets and never predicted, sampled or exported."""
+        """vocab_size rounded up: the number of rows of the token embedding. GPU kernels read aligned rows:
+        with the fused loss, 50304 rows train 1.9 times as fast as 50257 (docs/LOG.md#vocabulary). The
+        padding ids (vocab_size and above) are never targets and never predicted, sampled or exported."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
     @property
@@ -101,11 +102,11 @@ class GPTConfig:
 
     def validate(self):
         """Raise UserError for a shape that cannot work."""
-        config.check_shape(self)
+        settings.check_shape(self)
 
 
 @dataclass
-class TrainConfig(config.RunConfig):
+class TrainConfig(settings.RunConfig):
     """Settings of training. RunConfig (lab/config.py) adds those of data, speed, evaluation, logging and
     checkpoints, and checks all of them.
 
@@ -119,14 +120,15 @@ class TrainConfig(config.RunConfig):
     seq_len: int = 1024  # tokens per sequence
     # optimizer
     max_steps: int = 19073  # number of updates (gpt2: 10e9 tokens / 524288)
-    optimizer: Literal["adamw", "muon"] = "adamw"  # for matrices in blocks; the rest use adamw
+    # of the matrices in blocks; the rest uses adamw. muon: orthogonalized steps (lab/optim/muon.py)
+    optimizer: Literal["adamw", "muon"] = "adamw"
     lr: float = 6e-4  # peak learning rate of AdamW
     muon_lr: float = 0.02  # peak learning rate of Muon, which follows the same schedule
     min_lr: float = 6e-5  # learning rate at the end of the schedule
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"  # wsd: warmup-stable-decay
-    # an integer is a number of steps, a float below 1 is a fraction of max_steps
-    warmup_steps: int | float = 0.0375  # length of the linear warmup (gpt2: 375M tokens)
-    decay_steps: int | float = 0.2  # length of the decay at the end (wsd only)
+    # linear warmup: a number of steps, or if below 1 a fraction of max_steps (gpt2: 375M tokens)
+    warmup_steps: int | float = 0.0375
+    decay_steps: int | float = 0.2  # decay at the end (wsd only): steps, or a fraction of max_steps
     weight_decay: float = 0.1  # of matrices and embeddings (muon: only of the matrices in blocks)
     beta1: float = 0.9  # AdamW: decay rate of the running mean of gradients
     beta2: float = 0.95  # AdamW: decay rate of the running mean of squared gradients
@@ -136,8 +138,8 @@ class TrainConfig(config.RunConfig):
 
 PRESETS = {
     "gpt2": (GPTConfig(), TrainConfig()),
-    # Sizes: Radford et al. 2019, table 2, and GPT-3 2.7B, whose weights, gradients and AdamW moments take
-    # 42 GB. Learning rates: Brown et al. 2020, table 2.1, for the model closest in size.
+    # Sizes (n_layer, n_head, n_embd): Radford et al. 2019, table 2, and GPT-3 2.7B, whose weights, gradients
+    # and AdamW moments take 42 GB. Learning rates: Brown et al. 2020, table 2.1, for the closest size.
     "gpt2-medium": (GPTConfig(24, 16, 1024), TrainConfig("gpt2-medium", lr=3e-4, min_lr=3e-5)),
     "gpt2-large": (GPTConfig(36, 20, 1280), TrainConfig("gpt2-large", lr=2.5e-4, min_lr=2.5e-5)),
     "gpt2-xl": (GPTConfig(48, 25, 1600), TrainConfig("gpt2-xl", lr=2e-4, min_lr=2e-5)),
@@ -146,12 +148,12 @@ PRESETS = {
     ),
     # supervised fine-tuning on conversations; the model's shape comes from --init_from
     "sft": (
-        GPTConfig(), TrainConfig(**config.SFT, lr=2e-4, min_lr=0.0, warmup_steps=0.05, weight_decay=0.0)
+        GPTConfig(), TrainConfig(**settings.SFT, lr=2e-4, min_lr=0.0, warmup_steps=0.05, weight_decay=0.0)
     ),
     "laptop": (  # two minutes on two laptop cores, on the bytes of Python's own documentation
         GPTConfig(n_layer=2, n_head=2, n_embd=128, block_size=128, vocab_size=257, vocab_multiple=1),
         TrainConfig(
-            **config.LAPTOP, total_batch_size=4096, seq_len=128, max_steps=1000, optimizer="muon",
+            **settings.LAPTOP, total_batch_size=4096, seq_len=128, max_steps=1000, optimizer="muon",
             lr=6e-3, min_lr=0.0, schedule="wsd", warmup_steps=0.03, decay_steps=0.7, weight_decay=0.0,
             beta2=0.99, compile=False,
         ),
@@ -169,7 +171,7 @@ def manual_attention(q, k, v, mask):
     scores = q @ k.transpose(-2, -1) * q.size(-1) ** -0.5  # (B, H, T, S)
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))  # exp(-inf) = 0: no weight
-    return F.softmax(scores, dim=-1).to(v.dtype) @ v  # autocast computes the softmax in float32
+    return F.softmax(scores, dim=-1).to(v.dtype) @ v  # CUDA's autocast returns it in float32
 
 
 class CausalSelfAttention(nn.Module):
@@ -178,7 +180,7 @@ class CausalSelfAttention(nn.Module):
         self.n_head, self.layer, self.attention = config.n_head, layer, config.attention
         self.causal = causal  # True: no attention to later tokens; bert.py passes False
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)  # q, k, v of all heads at once
-        self.c_attn.weight.num_matrices = 3  # Muon orthogonalizes each of them by itself
+        self.c_attn.weight.num_matrices = 3  # Muon orthogonalizes each by itself
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
 
     def forward(self, x, mask=None, cache=None):
@@ -191,13 +193,13 @@ class CausalSelfAttention(nn.Module):
             k, v = cache.update(self.layer, k, v)  # (B, H, S, D): earlier tokens come first
         S = k.size(2)
         # a mask from the caller already hides later tokens, and a single new token may see all others
-        causal = self.causal and mask is None and T > 1
-        if causal and (S > T or self.attention == "math"):  # query i is at position S - T + i
+        hide_later = self.causal and mask is None and T > 1
+        if hide_later and (S > T or self.attention == "math"):  # query i is at position S - T + i
             mask = torch.ones(T, S, dtype=torch.bool, device=x.device).tril(S - T)
         if self.attention == "math":
             y = manual_attention(q, k, v, mask)
         else:  # FlashAttention if possible, which never stores the (T, S) scores (Dao et al. 2022)
-            is_causal = causal and mask is None
+            is_causal = hide_later and mask is None
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
 
@@ -306,7 +308,7 @@ class GPT(nn.Module):
         logits: (B, T, vocab_size), or with a cache only those of the last position (B, 1, vocab_size).
         loss: of the positions whose target is not -1, their mean (0 if there are none), their sum, or with
         reduction "none" each of them (B, T). Logits are not returned together with a loss: all of
-        them take 6.6 GB for 64 x 1024 positions, and the fused head never stores them.
+        them take 6.6 GB in bf16 for 64 x 1024 positions, and the fused head never stores them.
         """
         x = self.hidden(idx, position, mask, cache)  # (B, T, C)
         if targets is None:
@@ -347,8 +349,8 @@ class GPT(nn.Module):
         return [p for p in self.blocks.parameters() if p.dim() == 2]
 
     def flops_per_token(self, seq_len):
-        """FLOPs of training per token: 6 for each weight used in a matmul (2 forward, 4 backward; wpe is
-        only added), and 12 L C T for attention, counted as if it were not causal, by convention
+        """FLOPs of training per token: 6 for each parameter but those of wpe, which are only added (2
+        forward, 4 backward), and 12 L C T for attention, counted as if it were not causal, by convention
         (Chowdhery et al. 2022, appendix B)."""
         multiply = sum(p.numel() for p in self.parameters()) - self.transformer.wpe.weight.numel()
         return 6 * multiply + 12 * self.config.n_layer * self.config.n_embd * seq_len
@@ -420,7 +422,7 @@ class Trainer(CheckpointMixin):
     """
 
     model_class = GPT
-    make_optimizer = staticmethod(make_optimizer)
+    make_optimizer = staticmethod(make_optimizer)  # a subclass may have another
 
     def __init__(self, raw_model, model, optimizer, loader, precision, world, cfg):
         self.raw_model, self.model, self.optimizer = raw_model, model, optimizer
@@ -449,7 +451,7 @@ class Trainer(CheckpointMixin):
             last = micro_step == self.loader.grad_accum_steps - 1
             sync = last or not hasattr(self.model, "no_sync")  # only DDP has no_sync
             with contextlib.nullcontext() if sync else self.model.no_sync():
-                # matmuls in 16 bits; weights, their gradients and the loss stay in float32
+                # bf16, fp16: matmuls in 16 bits; weights, their gradients and the loss stay in float32
                 with torch.autocast(x.device.type, precision.dtype, enabled=precision.is_16_bit):
                     _, loss = self.model(x, y, reduction="sum")
                 # The loss of a step is the mean over all its targets, so divide the sum over this
@@ -459,8 +461,8 @@ class Trainer(CheckpointMixin):
                 # averaged by DDP: the factor 2 turns its mean into the sum.
                 loss = loss * (self.world.world_size / num_targets)
                 timer.mark("forward")
-                # The scaler acts in fp16 only, which rounds gradients below 3e-8 to 0: it multiplies the
-                # loss by a large factor, and clip_grad_norm divides the gradients by it. In the other
+                # Only fp16 needs the scaler, because it rounds gradients below 3e-8 to 0: the loss is
+                # multiplied by a large factor, by which clip_grad_norm divides the gradients. In the other
                 # precisions scale(loss) is loss, and scaler.step(optimizer) is optimizer.step().
                 precision.scaler.scale(loss).backward()
                 timer.mark("backward")
@@ -470,7 +472,7 @@ class Trainer(CheckpointMixin):
         # (with ZeRO-1, it first averages them over the processes).
         clip = getattr(self.optimizer, "clip_grad_norm", self.clip_grad_norm)
         grad_norm = clip(self.cfg.grad_clip)
-        self.health.observe(grad_norm)  # after a spike, --on_spike skip makes step() do nothing
+        self.health.observe(grad_norm)  # if it is a spike, --on_spike skip makes step() do nothing
         for group in self.optimizer.param_groups:
             group["lr"] = get_lr(self.step, self.cfg) * group["lr_scale"]
         precision.scaler.step(self.optimizer)
@@ -545,7 +547,7 @@ def train(trainer, callbacks, log, stop):
 
     Each iteration runs the callbacks that are due, then does one update. After the last update the
     callbacks run once more, to save and evaluate the final weights. Saving is the first callback, so that a
-    run that is killed during an evaluation loses no update.
+    checkpoint that is due does not wait for a long evaluation.
 
     log writes log.jsonl and prints; an event whose values are None is not logged. stop remembers whether
     a signal (Ctrl-C or SIGTERM) arrived.
@@ -558,7 +560,7 @@ def train(trainer, callbacks, log, stop):
             due = [callback for callback in callbacks if callback.should_run(trainer.step, last)]
             # Raises RunError if a loss, a gradient or a weight is not finite, so that such weights are
             # never saved; raises GracefulStop on all processes if one of them received a signal. The GPU
-            # may still be computing the latest update, whose loss is waited for only before callbacks.
+            # may still be computing the latest update: its loss is checked here only before callbacks.
             health.check(stop, log, include_latest=bool(due) or last)
             with throughput.paused(due):  # the time of callbacks does not count
                 for callback in due:
@@ -575,8 +577,8 @@ def train(trainer, callbacks, log, stop):
     except GracefulStop as signal:  # raised by check() or by a callback: save and stop
         stopped = str(signal)
         health.check(stop, log, include_latest=True, raise_on_stop=False)
-        log.event("checkpoint", trainer.step, trainer.save())
-    log.event("checkpoint", trainer.step, trainer.checkpointer.finish())  # waits for the thread
+        log.event("checkpoint", trainer.step, trainer.save())  # the event of the one before
+    log.event("checkpoint", trainer.step, trainer.checkpointer.finish())  # waits for the last one
     log.event("end", trainer.step, {"reason": stopped or "done"})
     return stopped
 
@@ -585,17 +587,19 @@ def train(trainer, callbacks, log, stop):
 
 
 def main(argv, presets=PRESETS, description=__doc__, build=build_trainer, trainer_class=Trainer):
-    reason, model_config, cfg = config.parse_flags(argv, presets, description, trainer_class)
+    preset_reason, model_config, cfg = settings.parse_flags(
+        argv, presets, description, trainer_class
+    )
     world = World(cfg.device, cfg.timeout)
     if world.distributed:  # torchrun started several processes; NCCL communicates between GPUs
         dist.init_process_group(world.backend, timeout=world.timeout, device_id=world.device_id)
-    model_config, cfg, state = config.resolve_config(
+    model_config, cfg, state = settings.resolve_config(
         model_config, cfg, world, presets, trainer_class
     )
     trainer, stop = build(model_config, cfg, world, state, trainer_class), SignalHandler(world)
     callbacks = trainer.callbacks(stop)
     with lock_run_dir(trainer), stop, RunLogger(trainer) as log, oom_hint():
-        log.start(reason, trainer, callbacks, state)
+        log.start(preset_reason, trainer, callbacks, state)
         stopped = train(trainer, callbacks, log, stop)
         print_summary(trainer, stopped)  # inside `stop`, because torchrun may repeat the signal
     return 75 if stopped else 0  # 75 (EX_TEMPFAIL) tells job scripts to try again

@@ -81,7 +81,7 @@ def train_here(folder, data, name, model=(), **settings):
     model_config = train_gpt2.GPTConfig(**TINY_MODEL | dict(model))
     typed = dict(parse_flags=lambda *_: ("a test", model_config, cfg))
     with (
-        mock.patch.multiple(train_gpt2.config, **typed),
+        mock.patch.multiple(train_gpt2.settings, **typed),
         mock.patch.object(train_gpt2, "print_summary"),
     ):
         status = train_gpt2.main([])

@@ -314,7 +314,7 @@ def test_old_spellings_of_flags_keep_working():
 
 
 def parsed(*argv):
-    return train_gpt2.config.parse_flags(
+    return train_gpt2.settings.parse_flags(
         list(argv), PRESETS, train_gpt2.__doc__, train_gpt2.Trainer
     )
 
@@ -336,7 +336,7 @@ def test_optimizations_work_in_all_programs_and_flags_override_them():
         for speed, precision in (("baseline", "fp32"), ("bf16", "bf16"), ("recommended", "auto")):
             flags = [*words, speed, "--seed", "7"]
             how = program.PRESETS, program.__doc__, program.Trainer
-            reason, model, cfg = train_gpt2.config.parse_flags(flags, *how)
+            reason, model, cfg = train_gpt2.settings.parse_flags(flags, *how)
             assert (cfg.optimizations, cfg.precision) == (speed, precision) and "seed=7" in reason
             assert cfg.kernels == ("fused" if speed == "recommended" else "plain")
             exact = speed != "recommended" and program is not speedrun

@@ -384,7 +384,7 @@ def test_a_checkpoint_saved_between_reading_and_locking_is_not_renamed(
     newest, away = whole.dir / "model_000004.pt", tmp_path / "away.pt"
     newest.rename(away)
     monkeypatch.setattr(
-        train_gpt2.config, "read_newest", lambda run_dir: restored(read_newest(run_dir))
+        train_gpt2.settings, "read_newest", lambda run_dir: restored(read_newest(run_dir))
     )
 
     def restored(found):

@@ -680,7 +680,7 @@ def test_recipes_parse_and_differ(bench):
         for flags in recipes.values():
             program, *flags = flags.split()
             how = programs[program].PRESETS, programs[program].__doc__, programs[program].Trainer
-            _, *configs = train_gpt2.config.parse_flags([*flags, "--max_steps", "400"], *how)
+            _, *configs = train_gpt2.settings.parse_flags([*flags, "--max_steps", "400"], *how)
             assert configs not in found, flags
             found.append(configs)
 
