@@ -10,7 +10,7 @@ RUN = .venv/bin/python
 
 # status 75: Ctrl-C saved the run and stopped it
 train: .venv/.installed
-	@echo "$(RUN) train_gpt2.py"; $(RUN) train_gpt2.py || [ $$? -eq 75 ]
+	@echo "$(RUN) train_gpt2.py --preset laptop"; $(RUN) train_gpt2.py --preset laptop || [ $$? -eq 75 ]
 
 test: lint
 	$(RUN) -m pytest -n 2 --dist loadfile

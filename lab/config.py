@@ -113,7 +113,7 @@ class RunConfig:
     # GPU up to 20)
     async_save: bool = True
     keep_last: int = 2  # number of checkpoints to keep, besides the best
-    resume: bool = False  # continue the newest run (or --run_name NAME) with its settings
+    resume: bool = False  # continue this program's newest run, or --run_name, with its settings
     init_from: str = ""  # start from the weights and shape of a run, a file, gpt2 ... gpt2-xl
 
     def validate(self, model_config: Any) -> None:
