@@ -91,23 +91,20 @@ def own_chapters():
 
 
 def test_chapters_have_their_parts():
-    parts = [
-        "**You need:**",
-        "**You will know:**",
-        "### Question",
-        "### Prediction",
-        "### Experiment",
-    ]
-    parts += ["### Check", "### What we learned", "### Where it lives", "### Try it"]
+    parts = ["**You need:**", "**You will know:**", "**Guess first", "### Summary", "### Exercises"]
     assert len(own_chapters()) >= 14
     for title, found in own_chapters().items():
-        text = text_of(found)
+        text = text_of(found).replace("**Prediction", "**Guess first")
         places = [text.find(part) for part in parts]
         assert -1 not in places and places == sorted(places), (title, places)
         pictures = [
             o for c in found for o in c.get("outputs", []) if "image/png" in o.get("data", {})
         ]
         assert pictures and "assert " in text, title
+        hidden = [c for c in found if c["metadata"].get("jupyter")]
+        assert sum(
+            text_of([c]).startswith("assert ") or "\nassert " in text_of([c]) for c in hidden
+        )
 
 
 def test_each_exercise_is_an_empty_cell_and_a_check():
