@@ -102,7 +102,7 @@ class BertTrainConfig(gpt2.TrainConfig):
     beta2: float = 0.98  # AdamW: decay rate of the mean of squared gradients (Liu et al. 2019, 3.1)
     eps: float = 1e-6  # AdamW: added to the denominator of the update
     val_tokens: int = 2**18  # tokens of the validation split to use; 0: all
-    sample_every: int = 1000  # predictions for masked words; 0: never
+    sample_every: int = 1000  # steps between predictions for masked words; 0: never
     sample_tokens: int = 48  # tokens per text
     sample_prompt: str = "Paris is the [MASK] of France."  # shown with two validation texts
     hellaswag_every: ClassVar = 0  # HellaSwag needs a model that predicts the next token

@@ -91,7 +91,7 @@ class TrainConfig(train_gpt2.TrainConfig):
     total_batch_size: int = 131072  # tokens per update, over all processes
     max_steps: int = 290  # number of updates
     parallel: ClassVar = "ddp"  # not a flag, because ZeRO-1 and FSDP2 shard AdamW only
-    optimizer: Literal["adamw", "muon", "normuon"] = "normuon"  # of matrices in blocks
+    optimizer: Literal["adamw", "muon", "normuon"] = "normuon"  # optimizer of matrices in blocks
     lr: float = 3e-3  # peak learning rate of the head (AdamW)
     embed_lr: float = 0.3  # peak learning rate of embeddings, whose initial std is 1
     scalar_lr: float = 0.015  # peak learning rate of scalars, gates and biases

@@ -120,7 +120,7 @@ class TrainConfig(settings.RunConfig):
     seq_len: int = 1024  # tokens per sequence
     # optimizer
     max_steps: int = 19073  # number of updates (gpt2: 10e9 tokens / 524288)
-    # of the matrices in blocks; the rest uses adamw. muon: orthogonalized steps (lab/optim/muon.py)
+    # optimizer of the matrices in blocks, others: adamw. muon orthogonalizes steps (lab/optim/muon.py)
     optimizer: Literal["adamw", "muon"] = "adamw"
     lr: float = 6e-4  # peak learning rate of AdamW
     muon_lr: float = 0.02  # peak learning rate of Muon, which follows the same schedule
@@ -129,7 +129,7 @@ class TrainConfig(settings.RunConfig):
     # linear warmup: a number of steps, or if below 1 a fraction of max_steps (gpt2: 375M tokens)
     warmup_steps: int | float = 0.0375
     decay_steps: int | float = 0.2  # decay at the end (wsd only): steps, or a fraction of max_steps
-    weight_decay: float = 0.1  # of matrices and embeddings (muon: only of the matrices in blocks)
+    weight_decay: float = 0.1  # decay of matrices and embeddings (muon: of matrices in blocks)
     beta1: float = 0.9  # AdamW: decay rate of the running mean of gradients
     beta2: float = 0.95  # AdamW: decay rate of the running mean of squared gradients
     eps: float = 1e-8  # AdamW: added to the denominator of the update

@@ -90,14 +90,14 @@ class RunConfig:
     compile: bool = True  # use torch.compile where it works
     kernels: Literal["fused", "plain"] = "fused"  # plain: use the modules of the program as written
     fp8: Literal["off", "head", "all"] = "off"  # 8-bit matmuls in the head; all: in the MLPs too
-    # evaluation and logging; intervals are in steps
-    log_every: int = 10  # log loss and speed
-    val_every: int = 250  # validation loss; 0: never
+    # evaluation and logging
+    log_every: int = 10  # steps between log lines of loss and speed
+    val_every: int = 250  # steps between validations; 0: never
     val_tokens: int = 10485760  # tokens of the validation split to use; 0: all
-    hellaswag_every: int = 1000  # HellaSwag accuracy; 0: never
+    hellaswag_every: int = 1000  # steps between HellaSwag scores; 0: never
     hellaswag_examples: int = 10042  # number of its 10042 examples to use
-    blimp_every: int = 0  # BLiMP accuracy by phenomenon, on 20 pairs of each paradigm; 0: never
-    sample_every: int = 1000  # text samples; 0: never
+    blimp_every: int = 0  # steps between BLiMP scores of 20 pairs per paradigm; 0: never
+    sample_every: int = 1000  # steps between text samples; 0: never
     sample_tokens: int = 64  # tokens per sample
     sample_prompt: str = "Hello, I'm a language model,"  # beginning of each sample
     timing: bool = False  # log the time of data, forward, backward and optimizer
@@ -108,7 +108,7 @@ class RunConfig:
     # checkpoints
     log_dir: str = "log"  # the run directory is log_dir/run_name
     run_name: str = ""  # name of the run; empty: preset and time
-    checkpoint_every: int = 1000  # save a checkpoint; 0: only if a signal stops the run
+    checkpoint_every: int = 1000  # steps between checkpoints; 0: only if a signal stops the run
     # write checkpoints in a background thread, from a copy in CPU memory of 12 bytes per weight (with a
     # GPU up to 20)
     async_save: bool = True
