@@ -21,7 +21,7 @@ from lab.distributed import World
 from lab.inference.decode_step import supports
 from lab.inference.generate import KVCache, generate
 from lab.inference.streaming import make_decode_step
-from lab.optim.muon import NEWTON_SCHULZ, POLAR_EXPRESS, Muon, newton_schulz
+from lab.optim.muon import Muon, newton_schulz
 from lab.registry import init_from, load_model
 from lab.trainer.checkpoint import restore_checkpoint
 from speedrun import GPT, GPTConfig, TrainConfig, step_tokens
@@ -47,19 +47,16 @@ LONGER = dict(rope_scaling="yarn", trained_length=8)
 # ------------------------------------------------------------------------------------------- Muon
 
 
-@pytest.mark.parametrize(
-    "coefficients, low, high", [((NEWTON_SCHULZ,), 0.65, 1.21), (POLAR_EXPRESS, 0.84, 1.15)]
-)
-def test_newton_schulz_moves_singular_values_near_1(coefficients, low, high):
+def test_newton_schulz_moves_singular_values_near_1():
     """Singular values above 0.0015 of the norm become about 1; singular vectors do not change."""
     u, v = (torch.linalg.qr(torch.randn(n, 40, dtype=torch.float64))[0] for n in (60, 40))
     s = torch.logspace(math.log10(0.0031), 0, 40, dtype=torch.float64)
     s /= s.norm()
     assert 0.0015 < s.min() < 0.0017
     g = u @ (7 * s).diag() @ v.T
-    wide, tall = (newton_schulz(x, coeffs=coefficients) for x in (g.T, g))
+    wide, tall = (newton_schulz(x) for x in (g.T, g))
     values = u.T @ tall @ v
-    assert low < values.diagonal().min() and values.diagonal().max() < high
+    assert 0.65 < values.diagonal().min() and values.diagonal().max() < 1.21
     assert (values - values.diagonal().diag()).abs().max() < 1e-6
     assert (wide - tall.T).abs().max() < 1e-9
 

@@ -26,7 +26,7 @@ NorMuon is an option; and on a CPU Newton-Schulz runs in float32 instead of bf16
 # torch's _foreach functions have no public names
 # pyright: reportPrivateImportUsage=false
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -34,28 +34,13 @@ from torch import Tensor, nn
 
 from lab.distributed import World
 
-Coefficients = tuple[float, float, float]
 # a x + b x^3 + c x^5, the same in each iteration (Jordan et al. 2024). It is steep at 0 rather than exact
 # at 1: after five iterations, values above 0.0015 are between 0.65 and 1.21.
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
-# Polar Express (Amsel et al. 2025, arXiv 2505.16932, algorithm 1): each iteration has the best polynomial
-# for the range of values that remains after the previous one. These are modded-nanogpt's coefficients:
-# values between 0.001 and 1 end between 0.84 and 1.15. The first polynomial allows values up to 1.02,
-# because of rounding. It lowered no loss here (docs/LOG.md#speedrun-parts), so only the notebook uses it.
-POLAR_EXPRESS = (
-    (8.156554524902461 / 1.02, -22.48329292557795 / 1.02**3, 15.878769915207462 / 1.02**5),
-    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
-    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
-    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
-)
 
 
-def newton_schulz(
-    g: Tensor, steps: int = 5, coeffs: Sequence[Coefficients] = (NEWTON_SCHULZ,)
-) -> Tensor:
-    """Approximate U V^T for each matrix U S V^T in g (..., m, n). coeffs: (a, b, c) of each iteration; the
-    last ones are repeated.
+def newton_schulz(g: Tensor, steps: int = 5) -> Tensor:
+    """Approximate U V^T for each matrix U S V^T in g (..., m, n).
 
     On a GPU it computes and returns bf16: the result is approximate by design, and rounding errors of
     bf16 are far smaller than the step.
@@ -65,8 +50,8 @@ def newton_schulz(
     x = x if wide else x.mT  # the Gram matrix of the shorter side is smaller
     # with a Frobenius norm of 1, no singular value is above 1
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    for i in range(steps):
-        a, b, c = coeffs[min(i, len(coeffs) - 1)]
+    a, b, c = NEWTON_SCHULZ
+    for _ in range(steps):
         gram = x @ x.mT
         # a x + (b gram + c gram gram) x, with each addition done by the matmul kernel
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
