@@ -10,6 +10,7 @@ from conftest import ROOT, run_python
 from records import random_shards
 
 from lab.precision import Precision
+from speedrun import MLP
 from train_gpt2 import GPT, GPTConfig
 
 
@@ -46,6 +47,18 @@ def test_the_largest_value_may_be_in_any_batch():
     for size in (1.0, 3.0, 2.0):
         saturation.add_counts(layer, model.blocks[0].mlp, (torch.full((2, 16), size),))
     assert layer["layernorm"] == dict(values=3 * 2 * 16, saturated=0, largest=3.0)
+
+
+def test_squared_relu_saturates_beyond_7168():
+    mlp = MLP(GPTConfig(1, 1, 16, 8, vocab_size=257))
+    with torch.no_grad():
+        mlp.c_fc.weight.zero_()
+        mlp.c_fc.weight[:4, 0] = torch.tensor(
+            [84.0, 85.0, -90.0, 86.0]
+        )  # squares: 7056, 7225, 7396
+    counts = saturation.count(mlp, torch.eye(16)[None])  # only the first position has an input of 1
+    assert counts["relu2"] == dict(values=16 * 64, saturated=2, largest=7396.0)
+    assert counts["layernorm"]["largest"] == 1 and counts["weight"]["saturated"] == 4
 
 
 def test_program_counts_before_and_after_training(tmp_path):
