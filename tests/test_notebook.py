@@ -14,7 +14,7 @@ import torch
 from conftest import ROOT, clean_env
 
 from lab.notebook.interp import Table
-from lab.notebook.training import make_trainer, run_in_parallel
+from lab.notebook.training import make_trainer, run_in_parallel, small_speedrun
 from train_gpt2 import GPT, GPTConfig, TrainConfig
 
 NOTEBOOK = ROOT / "play.ipynb"
@@ -238,3 +238,13 @@ def test_parallel_runs_have_one_core_each_and_stay_in_order():
     finally:
         torch.set_num_threads(before)
     assert found == [(1, 2 * n) for n in range(4)]
+
+
+def test_small_speedrun_changes_fields_of_both_configurations():
+    model_config, cfg = small_speedrun(n_embd=24, seed=7, rotary=False)
+    assert (model_config.n_embd, model_config.rotary, model_config.bigram_rows) == (24, False, 0)
+    assert (cfg.seed, cfg.seq_len, cfg.batch_size, cfg.total_batch_size) == (7, 64, 8, 512)
+    assert (cfg.preset, cfg.lr, cfg.muon_lr, cfg.decay_steps) == ("laptop", 1e-2, 0.05, 0.7)
+    with pytest.raises(TypeError, match="n_emb"):
+        small_speedrun(n_emb=24)
+    assert small_speedrun()[0].n_embd == 128, "the preset itself is unchanged"

@@ -1,7 +1,8 @@
-"""Training inside play.ipynb: a Trainer from any model and loader, and two runs at a time."""
+"""Training inside play.ipynb: a Trainer from any model and loader, two runs at a time, small settings."""
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,3 +35,17 @@ def run_in_parallel(f: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
 
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(on_one_core, items))
+
+
+def small_speedrun(**changes: Any) -> tuple[Any, Any]:
+    """(GPTConfig, TrainConfig) of speedrun.py's preset laptop, smaller, with fields of either changed.
+
+    Two blocks as in the preset, but no embedding of pairs, sequences of 64 tokens and 512 tokens per step.
+    """
+    import speedrun
+
+    model_config, cfg = speedrun.PRESETS["laptop"]
+    small = dict(block_size=64, bigram_rows=0, seq_len=64, batch_size=8, total_batch_size=512)
+    values = small | changes
+    shape = {name: values.pop(name) for name in set(values) & set(vars(model_config))}
+    return replace(model_config, **shape), replace(cfg, **values)
