@@ -56,7 +56,7 @@ class GPTConfig(train_gpt2.GPTConfig):
     smear: bool = True  # add a gated part of the previous token's embedding (saves 0.02 nats)
     bigram_rows: int = 0  # rows of a hashed embedding of token pairs (250000 save 0.02 nats)
     value_projection: bool = False  # value embeddings computed from the token embeddings
-    dropout: float = 0.0  # dropout of the embedding and of each attention and MLP output
+    dropout: float = 0.0  # dropout rate of the embedding and of each attention and MLP output
 
     def validate(self):
         """Raise UserError for a shape that cannot work."""
@@ -189,7 +189,7 @@ def rotation(position, config):
     D = config.n_embd // config.n_head
     frequency, factor = rope_frequencies(config, position.device)  # (D / 4,), from 1 to 1/1024
     frequency = F.pad(frequency, (0, D // 2 - D // 4))
-    # x1 cos - x2 sin and x2 cos + x1 sin: the sign is that of the angle, because sin(-a) = -sin(a)
+    # rotate() gives x1 cos a + x2 sin a and x2 cos a - x1 sin a: the second half has the angle -a
     angle = position[..., None, None].float() * torch.cat([frequency, -frequency])
     return torch.stack([angle.cos(), angle.sin()]) * factor
 
@@ -240,7 +240,7 @@ class CausalSelfAttention(nn.Module):
 
 
 class MLP(train_gpt2.MLP):
-    """MLP with squared ReLU (So et al. 2021, Primer), which found it by search, and without biases."""
+    """MLP without biases and with squared ReLU, found by architecture search (So et al. 2021, Primer)."""
 
     def __init__(self, config):
         super().__init__(config, bias=False)
@@ -308,8 +308,8 @@ class GPT(nn.Module):
 
     def init_weights(self):
         """Embeddings have std 1 (if tied, 0.02), matrices 0.5 / sqrt(inputs). Those that write to the
-        residual stream start at 0, so that each block begins as the identity; an untied head starts at 0,
-        so that the first prediction is uniform; so do biases, the gate and the embedding of pairs."""
+        residual stream start at 0, so that each block begins as the identity, and so does an untied head, so
+        that the first prediction is uniform. Biases, the gate and the embedding of pairs start at 0, too."""
         zero = ("c_proj.weight", "lm_head.weight", "gate.weight", "bigrams.weight", "bias")
         for name, p in self.named_parameters():
             if name.endswith(zero):
@@ -434,7 +434,7 @@ class Trainer(train_gpt2.Trainer):
         self.average = {name: p.detach().clone() for name, p in params}
 
     def step_tokens(self, step):
-        """Also for the console, which prints the number of epochs."""
+        """A method, because the console asks for it to print the number of epochs."""
         return step_tokens(step, self.cfg)
 
     def train_step(self):

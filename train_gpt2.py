@@ -120,7 +120,7 @@ class TrainConfig(settings.RunConfig):
     seq_len: int = 1024  # tokens per sequence
     # optimizer
     max_steps: int = 19073  # number of updates (gpt2: 10e9 tokens / 524288)
-    # optimizer of the matrices in blocks, others: adamw. muon orthogonalizes steps (lab/optim/muon.py)
+    # optimizer of the matrices in blocks; other weights use adamw. muon: see lab/optim/muon.py
     optimizer: Literal["adamw", "muon"] = "adamw"
     lr: float = 6e-4  # peak learning rate of AdamW
     muon_lr: float = 0.02  # peak learning rate of Muon, which follows the same schedule
@@ -587,9 +587,7 @@ def train(trainer, callbacks, log, stop):
 
 
 def main(argv, presets=PRESETS, description=__doc__, build=build_trainer, trainer_class=Trainer):
-    preset_reason, model_config, cfg = settings.parse_flags(
-        argv, presets, description, trainer_class
-    )
+    source, model_config, cfg = settings.parse_flags(argv, presets, description, trainer_class)
     world = World(cfg.device, cfg.timeout)
     if world.distributed:  # torchrun started several processes; NCCL communicates between GPUs
         dist.init_process_group(world.backend, timeout=world.timeout, device_id=world.device_id)
@@ -599,7 +597,7 @@ def main(argv, presets=PRESETS, description=__doc__, build=build_trainer, traine
     trainer, stop = build(model_config, cfg, world, state, trainer_class), SignalHandler(world)
     callbacks = trainer.callbacks(stop)
     with lock_run_dir(trainer), stop, RunLogger(trainer) as log, oom_hint():
-        log.start(preset_reason, trainer, callbacks, state)
+        log.start(source, trainer, callbacks, state)
         stopped = train(trainer, callbacks, log, stop)
         print_summary(trainer, stopped)  # inside `stop`, because torchrun may repeat the signal
     return 75 if stopped else 0  # 75 (EX_TEMPFAIL) tells job scripts to try again
