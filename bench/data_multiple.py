@@ -10,6 +10,7 @@ GPT-2's recipe on its largest amount. It is interpolated between small-data's ru
 logarithm of tokens (nan outside of them). Each finished run is a line in --out and is not repeated.
 """
 
+import json
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +26,7 @@ from records import (  # isort: skip
 from lab.cli import UserError, parse_args, run_main
 from lab.data.shards import TokenShards, write_npy
 
-RUN = """--val_tokens 1048576 --hellaswag_every 0 --sample_every 0
-    --checkpoint_every 0 --run_name run"""
+RUN = "--val_tokens 1048576 --hellaswag_every 0 --sample_every 0 --run_name run"
 RECIPES = {  # {recipe: (flags, mean size of a batch; small-data begins with half of total_batch_size)}
     "small-data": ("speedrun.py --preset small-data --fp8 all", 0.875),
     "gpt2": ("train_gpt2.py --preset gpt2 --lr 1.2e-3 --min_lr 1.2e-4 --fp8 all", 1.0),
@@ -48,6 +48,7 @@ class Config:
     seed: int = 1
     gpus: int = 1  # one process each
     also: str = ""  # more flags of the program
+    blimp: str = ""  # BLiMP.zip or a .jsonl file of pairs, to score each model at its end
     out: str = str(RUNS / "data_multiple.jsonl")  # file of measurements
     table: bool = False  # only print the table of --out
 
@@ -76,6 +77,8 @@ def measure(cfg, tokens, passes):
         steps,
         "--val_every",
         max(1, steps // 8),
+        "--checkpoint_every",
+        steps if cfg.blimp else 0,
         "--seed",
         cfg.seed,
     ]
@@ -84,14 +87,19 @@ def measure(cfg, tokens, passes):
         words = [ROOT / script, *flags, "--data", folder, *cfg.also.split()]
         run_program(words, folder, cfg.gpus)
         events = read_records(Path(folder, "log", "run", "log.jsonl"))
+        if cfg.blimp:
+            words = [ROOT / "blimp.py", "--data", Path(cfg.blimp).resolve(), "--json", "blimp.json"]
+            run_program(words, folder)
+            accuracy = json.loads(Path(folder, "blimp.json").read_text())["acc"]
     curve = [(e["step"], e["loss"]) for e in events if e["kind"] == "val"]
     timed = [(e["step"], e["dt_ms"]) for e in events if "dt_ms" in e]
     seconds = sum((b[0] - a[0]) * b[1] for a, b in zip([(0, 0), *timed], timed)) / 1000
-    return dict(
+    record = dict(
         bench="data_multiple", recipe=cfg.recipe, tokens=tokens, passes=passes, seed=cfg.seed,
         steps=steps, total_batch_size=cfg.total_batch_size, also=cfg.also, val_loss=curve[-1][1], curve=curve,
         gpu_seconds=round(seconds * cfg.gpus, 3), gpus=cfg.gpus, device=gpu_name(), **origin(),
     )  # fmt: skip
+    return record | ({"blimp": accuracy} if cfg.blimp else {})
 
 
 def best_losses(records):
@@ -111,8 +119,10 @@ def show(records):
     rows = []
     for r in sorted(records, key=lambda r: (r["recipe"], r["tokens"], r["passes"])):
         rows.append((r["recipe"], f"{r['tokens']:,}", r["passes"], r["seed"]))
-        rows[-1] += (f"{r['val_loss']:.4f}", round(r["gpu_seconds"]))
-    print_rows(("recipe", "tokens", "passes", "seed", "validation loss", "GPU-seconds"), rows)
+        blimp = f"{r['blimp']:.1%}" if "blimp" in r else ""
+        rows[-1] += (f"{r['val_loss']:.4f}", blimp, round(r["gpu_seconds"]))
+    head = "recipe", "tokens", "passes", "seed", "validation loss", "BLiMP", "GPU-seconds"
+    print_rows(head, rows)
     of = grouped(records, "recipe")
     if {"small-data", "gpt2"} <= of.keys():
         ours = best_losses(of["small-data"])
