@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lab.distributed import World
@@ -71,6 +72,8 @@ class Muon(torch.optim.Optimizer):
     its mean square over time, as Adam does for single numbers, so that all neurons move at a similar
     rate. Then each matrix is scaled back to its Frobenius norm before the division; the paper scales it
     to a fixed RMS instead.
+    equilibrate_rows: scale each row of the momentum to norm 1 before the orthogonalization (MuonEq,
+    arXiv 2603.28254), which brings the singular values closer together.
     world: each rank orthogonalizes some of the matrices, and the results are all-gathered; all ranks must
     have the same gradients. All ranks keep the whole state, so a run can resume with another number of
     ranks.
@@ -79,9 +82,11 @@ class Muon(torch.optim.Optimizer):
     def __init__(
         self, params: Iterable[nn.Parameter], lr: float, momentum: float = 0.95,
         weight_decay: float = 0.0, beta2: float = 0.0, world: World | None = None,
+        equilibrate_rows: bool = False,
     ):  # fmt: skip
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
         self.beta2, self.world = beta2, world if world and world.distributed else None
+        self.equilibrate_rows = equilibrate_rows
 
     @torch.no_grad()
     def step(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]  # no closure
@@ -103,6 +108,8 @@ class Muon(torch.optim.Optimizer):
                 torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
                 ahead = torch.stack(torch._foreach_lerp(grads, momenta, group["momentum"]))
                 ahead = ahead.unflatten(-2, (num_matrices, -1)).flatten(0, -3)  # (k, m, n)
+                if self.equilibrate_rows:
+                    ahead = F.normalize(ahead, dim=-1)
                 work.append((group, params, *self.orthogonalize(ahead)))
         return work
 
