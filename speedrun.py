@@ -137,7 +137,7 @@ PRESETS = {
             val_tokens=1048576, hellaswag_every=0, sample_every=0,
         ),
     ),
-    # for seven epochs of 111M tokens: 20 minutes on one H200 (docs/LOG.md#small-data-settings)
+    # for seven epochs of 111M tokens: 20 minutes on one H200 (docs/LOG.md#small-data-seeds)
     "small-data": (
         GPTConfig(value_tables=0, value_projection=True),
         TrainConfig(
