@@ -19,7 +19,7 @@ gaps or padding; unlike in RoBERTa (Liu et al. 2019, 4.2), a cut may be inside a
 begin and end with them. There are no sentence pairs and no next-sentence prediction, which did not
 help RoBERTa; the segment embedding exists only because published weights have one.
 
-Differences from Devlin et al.: no dropout; weight decay 0.1 instead of 0.01; normal instead of
+Main differences from Devlin et al.: no dropout; weight decay 0.1 instead of 0.01; normal instead of
 truncated normal initialization; new masks in each epoch (as in RoBERTa); random replacements are
 never special tokens; Muon by default.
 
@@ -42,7 +42,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-import train_gpt2 as gpt2
+import train_gpt2
 from lab import config as settings
 from lab import registry
 from lab.data.tokenizers import TOKENIZER_FILE, WordPiece
@@ -55,7 +55,7 @@ from lab.trainer.callbacks import PeriodicCallback
 
 
 @dataclass
-class BertConfig(gpt2.GPTConfig):
+class BertConfig(train_gpt2.GPTConfig):
     """Shape of the model."""
 
     block_size: int = 512  # longest text, in tokens
@@ -79,7 +79,7 @@ class BertConfig(gpt2.GPTConfig):
 
 
 @dataclass
-class BertTrainConfig(gpt2.TrainConfig):
+class BertTrainConfig(train_gpt2.TrainConfig):
     """Settings of training. Devlin et al. trained for a million steps of 256 sequences (90 % of the steps
     with 128 tokens per sequence), with AdamW at 1e-4 and 10,000 warmup steps, on 3.3B words (A.2). In our
     run with --seq_len 128 and Muon, bert-base's loss falls slowly for the first 2,400 steps, to 5.8 nats
@@ -131,7 +131,7 @@ PRESETS = {
 EPS = 1e-12  # of BERT's LayerNorms
 
 
-class ExactMLP(gpt2.MLP):
+class ExactMLP(train_gpt2.MLP):
     def forward(self, x):
         return self.c_proj(F.gelu(self.c_fc(x)))  # without GPT-2's tanh approximation
 
@@ -142,7 +142,7 @@ class PostNormBlock(nn.Module):
 
     def __init__(self, config, layer):
         super().__init__()
-        self.attn = gpt2.CausalSelfAttention(config, layer, causal=False)
+        self.attn = train_gpt2.CausalSelfAttention(config, layer, causal=False)
         self.ln_1 = nn.LayerNorm(config.n_embd, EPS)
         self.mlp = ExactMLP(config)
         self.ln_2 = nn.LayerNorm(config.n_embd, EPS)
@@ -165,13 +165,13 @@ class Bert(nn.Module):
         parts = self.transformer = nn.ModuleDict()
         parts.wte = nn.Embedding(config.padded_vocab_size, C)
         parts.wpe = nn.Embedding(config.block_size, C)
-        parts.wse = nn.Embedding(config.segments, C)
-        parts.ln_e = nn.LayerNorm(C, EPS)
+        parts.wse = nn.Embedding(config.segments, C)  # segment embedding
+        parts.ln_e = nn.LayerNorm(C, EPS)  # of the sum of the three
         parts.h = nn.ModuleList(PostNormBlock(config, layer) for layer in range(config.n_layer))
         self.head = nn.ModuleDict(dict(dense=nn.Linear(C, C), ln=nn.LayerNorm(C, EPS)))
         self.lm_head = nn.Linear(C, config.padded_vocab_size)
         self.lm_head.weight = self.transformer.wte.weight  # tied: one matrix for both
-        self.head_loss = gpt2.HeadLoss(config.vocab_size)
+        self.head_loss = train_gpt2.HeadLoss(config.vocab_size)
         for name, p in self.named_parameters():  # std 0.02 throughout (Devlin et al.)
             if p.dim() >= 2:
                 nn.init.normal_(p, std=0.02)
@@ -192,10 +192,10 @@ class Bert(nn.Module):
         return registry.load_model(source, cls)
 
     # borrowed: both only need self.transformer.h
-    blocks, block_matrices = gpt2.GPT.blocks, gpt2.GPT.block_matrices
+    blocks, block_matrices = train_gpt2.GPT.blocks, train_gpt2.GPT.block_matrices
 
     def flops_per_token(self, seq_len):
-        """See train_gpt2.GPT. The head computes only the masked tokens."""
+        """See train_gpt2.GPT. The head runs only at masked positions."""
         c = self.config
         head = (c.padded_vocab_size + c.n_embd) * c.n_embd * c.num_masked(seq_len) / seq_len
         blocks = sum(p.numel() for p in self.block_matrices())
@@ -233,9 +233,9 @@ class Bert(nn.Module):
     def forward(self, idx, targets=None, reduction="mean", position=None, mask=None, segment=None):
         """As GPT.forward: idx (B, T) -> (logits (B, T, vocab_size), None); with targets -> (None, loss).
 
-        With targets, the head computes only the K positions of each row that have one; at all positions
-        it would cost as much as three of BERT-base's blocks. More than K targets in a row give a nan
-        loss."""
+        With targets, the head runs only at the K positions of each row that have one; at all positions it
+        would cost as much as three of BERT-base's blocks. More than K targets in a row give nan (with
+        reduction "none", a loss of 0 for those beyond K)."""
         x = self.hidden(idx, position, mask, segment)
         if targets is None:
             return self.lm_head(self.head_transform(x))[..., : self.config.vocab_size], None
@@ -246,8 +246,8 @@ class Bert(nn.Module):
         x = torch.cat([x, x.new_ones(len(x), 1), x.new_zeros(len(x), 15)], 1)
         w, bias = self.lm_head.weight, self.lm_head.bias[:, None]
         w = torch.cat([w, bias, w.new_zeros(len(w), 15)], 1)
-        how = "none" if reduction == "none" else "sum"
-        loss = self.head_loss(x, w, targets_there.flatten(), how)
+        # the sum, unless reduction is "none"
+        loss = self.head_loss(x, w, targets_there.flatten(), reduction)
         if reduction == "none":
             return None, loss.new_zeros(targets.shape).scatter(1, places, loss.view_as(places))
         loss = loss.where((count <= places.size(1)).all(), math.nan)
@@ -275,17 +275,18 @@ class Masking:
     def __init__(self, tokenizer, config, whole_word_masking=False, always=False):
         """always: replace all masked tokens with [MASK], as in samples."""
         self.tokenizer, self.always = tokenizer, always
-        self.num_masked = config.num_masked
+        self.config = config
         self.cls, self.sep, self.mask = map(tokenizer.id_of, ("[CLS]", "[SEP]", "[MASK]"))
-        self.special = tokenizer.is_special()  # (V,): never masked, never a replacement
+        self.special = tokenizer.is_special()  # (vocab_size,): never a replacement
         self.ordinary = np.flatnonzero(~self.special)
-        # (V,): pieces that are masked together with the previous one
+        # (vocab_size,): pieces that are masked together with the previous one
         self.is_continuation = tokenizer.is_continuation() & whole_word_masking
 
     def __call__(self, x, y, seed, sequence_ids):
-        """Mask tokens of x (B, T) in place, and set y (B, T) to the original tokens there, -1 elsewhere.
+        """Put [CLS] and [SEP] at the ends of each row of x (B, T) and mask K tokens, in place. Set y (B, T)
+        to the original tokens there, -1 elsewhere.
 
-        Each row gets exactly num_masked(T) targets, even with whole-word masking, which skips a word
+        Each row gets exactly K targets, even with whole-word masking, which skips a word
         with more pieces than are still to be masked. If no word fits any more, part of one is masked."""
         x[:, 0], x[:, -1], y[:] = self.cls, self.sep, -1
         for row, targets, sequence in zip(x, y, sequence_ids):
@@ -303,7 +304,7 @@ class Masking:
         begins = ~self.is_continuation[row]
         begins[1:] |= self.special[row[:-1]]  # a word does not continue after [SEP]
         word = begins.cumsum() - 1  # (T,): index of the word that a token belongs to; 0 for [CLS]
-        left = self.num_masked(len(row))
+        left = self.config.num_masked(len(row))
         sizes = np.bincount(word)
         sizes[word[self.special[row]]] = left + 1  # too large to be chosen
         chosen = np.zeros(len(sizes), dtype=bool)
@@ -314,7 +315,7 @@ class Masking:
             if not left:
                 break
         masked = chosen[word]
-        if left:  # no word fits: mask the first tokens instead, [CLS] and [SEP] last
+        if left:  # no word fits: mask the first tokens that are left, special ones only at the end
             masked[np.argsort(2 * masked + self.special[row], kind="stable")[:left]] = True
         draw = rng.random(len(sizes))[word]  # the same for all pieces of a word
         return masked, draw
@@ -327,10 +328,10 @@ class MaskedValidation(Validation):
     """Loss and accuracy of the model and of the unigram baseline, on the first cfg.val_tokens tokens of
     the validation split, with the same masks each time."""
 
-    def __init__(self, trainer, stop, tokenizer, masking):
-        self.masking = masking
+    def __init__(self, trainer, stop):
+        self.masking = trainer.loader.transform
         super().__init__(trainer, stop)
-        self.tokenizer = tokenizer
+        self.tokenizer = self.masking.tokenizer
 
     def prepare(self, trainer):
         starts, T = sequence_starts(self.shards, trainer.cfg), trainer.cfg.seq_len
@@ -362,15 +363,14 @@ def sample_texts(trainer, tokenizer, shards):
 # ---------------------------------------------------------------------------------- 5. command line
 
 
-class Trainer(gpt2.Trainer):
+class Trainer(train_gpt2.Trainer):
     model_class = Bert
 
     def callbacks(self, stop):
-        masking = self.loader.transform
-        validation = MaskedValidation(self, stop, masking.tokenizer, masking)
-        texts = sample_texts(self, masking.tokenizer, validation.shards)
+        validation = MaskedValidation(self, stop)
+        texts = sample_texts(self, validation.tokenizer, validation.shards)
         save = PeriodicCallback("checkpoint", self.cfg.checkpoint_every, lambda t: t.save())
-        return [save, validation, MaskedLMSamples(self, masking.tokenizer, texts)]
+        return [save, validation, MaskedLMSamples(self, validation.tokenizer, texts)]
 
 
 def validate_tokenizer(trainer, tokenizer):
@@ -390,14 +390,14 @@ def validate_tokenizer(trainer, tokenizer):
 def build_trainer(model_config, cfg, world, state=None, trainer_class=Trainer):
     """See train_gpt2.py; here the loader also masks tokens."""
     tokenizer = WordPiece(f"{cfg.data}/{TOKENIZER_FILE}")
-    trainer = gpt2.build_trainer(model_config, cfg, world, state, trainer_class)
+    trainer = train_gpt2.build_trainer(model_config, cfg, world, state, trainer_class)
     validate_tokenizer(trainer, tokenizer)
     trainer.loader.transform = Masking(tokenizer, model_config, cfg.whole_word_masking)
     return trainer
 
 
 def main(argv):
-    return gpt2.main(argv, PRESETS, __doc__, build_trainer, Trainer)
+    return train_gpt2.main(argv, PRESETS, __doc__, build_trainer, Trainer)
 
 
 if __name__ == "__main__":

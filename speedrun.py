@@ -48,7 +48,7 @@ class GPTConfig(train_gpt2.GPTConfig):
     rotary: bool = True  # rotary position embedding (saves 0.29 nats); off: a learned one
     # how to change the frequencies if block_size is longer than in training (trained_length)
     rope_scaling: Literal["none", "linear", "ntk", "yarn"] = "none"
-    trained_length: int = 0  # block_size before --rope_scaling
+    trained_length: int = 0  # block_size in training; --rope_scaling needs it
     qk_norm: bool = True  # RMSNorm of queries and keys (saves 0.02 nats)
     mlp: Literal["relu2", "gelu"] = "relu2"  # squared ReLU (saves 0.03 nats), or GPT-2's MLP
     tied: bool = False  # one matrix for embedding and head, as in GPT-2 (costs 0.07 nats)
@@ -95,7 +95,7 @@ class TrainConfig(train_gpt2.TrainConfig):
     lr: float = 3e-3  # peak learning rate of the head (AdamW)
     embed_lr: float = 0.3  # peak learning rate of embeddings, whose initial std is 1
     scalar_lr: float = 0.015  # peak learning rate of scalars, gates and biases
-    muon_lr: float = 0.03  # peak learning rate of Muon; with --optimizer adamw over sqrt(n_embd)
+    muon_lr: float = 0.03  # peak learning rate of Muon; adamw divides it by sqrt(n_embd)
     min_lr: float = 0.0  # learning rate at the end of the schedule
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "wsd"  # wsd: warmup-stable-decay
     # lengths are numbers of steps, or if below 1, fractions of max_steps
@@ -105,11 +105,12 @@ class TrainConfig(train_gpt2.TrainConfig):
     decay_all: bool = False  # weight decay of embeddings and head, too
     beta1: float = 0.8  # AdamW: decay rate of the mean of gradients; low, because runs are short
     eps: float = 1e-10  # AdamW: added to the denominator of the update
-    grad_clip: float = 0.0  # 0: no clipping; Muon's step does not depend on the gradient norm
+    grad_clip: float = 0.0  # 0: no clipping; Muon's step does not depend on the gradients' scale
     momentum: float = 0.95  # momentum of Muon
+    equilibrate_rows: bool = False  # give the rows of Muon's momentum norm 1 (saves 0.007 nats)
     momentum_warmup: int | float = 0.33  # rise of Muon's momentum from 0.85 (saves 0.03 nats)
-    batch_warmup_steps: int | float = 0  # first part, with half the batch (0.25 saves 0.05 nats)
-    ema_steps: int | float = 0  # moving average of the weights, which replaces them at the end
+    batch_warmup_steps: int | float = 0  # first steps, with half the batch (0.25 saves 0.05 nats)
+    ema_steps: int | float = 0  # length of a moving average that replaces the weights at the end
 
     def validate(self, model_config):
         """Raise UserError for settings that cannot work."""
@@ -132,11 +133,11 @@ PRESETS = {
     "speedrun": (
         GPTConfig(),
         TrainConfig(
-            weight_decay=0.1, batch_warmup_steps=0.25, val_every=50, val_tokens=1048576, hellaswag_every=0,
-            sample_every=0,
+            weight_decay=0.1, equilibrate_rows=True, batch_warmup_steps=0.25, val_every=50,
+            val_tokens=1048576, hellaswag_every=0, sample_every=0,
         ),
     ),
-    # for seven epochs of 111M tokens: 20 minutes on one H200 (docs/LOG.md#small-data-settings)
+    # for seven epochs of 111M tokens: 20 minutes on one H200 (docs/LOG.md#small-data-seeds)
     "small-data": (
         GPTConfig(value_tables=0, value_projection=True),
         TrainConfig(
@@ -165,8 +166,8 @@ PRESETS = {
 
 
 def norm(x):
-    """RMSNorm (Zhang and Sennrich 2019) without a gain, because the following matrix can learn it. Unlike
-    LayerNorm it does not subtract the mean."""
+    """RMSNorm (Zhang and Sennrich 2019) without a gain, which a following matrix can learn. Unlike LayerNorm
+    it does not subtract the mean."""
     return F.rms_norm(x, (x.size(-1),))
 
 
@@ -174,12 +175,11 @@ def shift_right(x, position, mask, cache, name):
     """Shift x (B, T, C) by one token: each token gets the x of the previous one, or 0 if there is none
     or the mask hides it."""
     T = x.size(1)
-    if cache is not None:  # the cache stores pairs (keys and values), so pass x twice
+    if cache is not None:  # it stores keys and values (B, H, S, D): pass x as both, with one head
         x = cache.update(name, x[:, None], x[:, None])[0][:, 0]  # (B, S, C)
     if mask is not None:
         return gather_previous_token(x, position, mask)
-    # a row of zeros in front; then the rows before each of the last T
-    return F.pad(x, (0, 0, 1, 0))[:, x.size(1) - T : x.size(1)]
+    return F.pad(x, (0, 0, 1, -1))[:, -T:]  # zeros in front, the last token dropped
 
 
 def rotation(position, config):
@@ -187,7 +187,7 @@ def rotation(position, config):
     (2, T, 1, D), or (2, B, T, 1, D). Half of the pairs don't rotate, so that they can compare content
     independently of distance (as in modded-nanogpt)."""
     D = config.n_embd // config.n_head
-    frequency, factor = rope_frequencies(config, position.device)  # (D / 4,), from 1 to 1/1024
+    frequency, factor = rope_frequencies(config, position.device)  # (D // 4,)
     frequency = F.pad(frequency, (0, D // 2 - D // 4))
     # rotate() gives x1 cos a + x2 sin a and x2 cos a - x1 sin a: the second half has the angle -a
     angle = position[..., None, None].float() * torch.cat([frequency, -frequency])
@@ -196,7 +196,7 @@ def rotation(position, config):
 
 def rotate(x, cos_sin):
     """Rotate x (B, T, H, D), in which channels i and i + D / 2 are a pair. Written with roll, because
-    torch.compile can fuse it with the norm before it, and a concatenation of two halves cannot."""
+    torch.compile can fuse that with the norm before it, but not a concatenation of two halves."""
     cos, sin = cos_sin.to(x.dtype)
     return x * cos + x.roll(x.size(-1) // 2, -1) * sin
 
@@ -216,10 +216,11 @@ class CausalSelfAttention(nn.Module):
             self.mix_values = nn.Parameter(torch.tensor([0.5, 0.5]))
 
     def forward(self, x, cos_sin, value, mask=None, cache=None):
-        """value (B, T, C): value embeddings of the tokens, or None."""
+        """value (B, T, C): a second embedding of the tokens, or None. It is added to the values, so that
+        attention can pass on which token stood there, whatever the layers before made of it."""
         B, T, C = x.size()
         q, k, v = F.linear(x, self.qkv.flatten(0, 1)).split(C, dim=2)
-        if value is not None:  # value embeddings (Zhou et al. 2024; modded-nanogpt)
+        if value is not None:  # Zhou et al. 2024; modded-nanogpt
             v = self.mix_values[0] * v + self.mix_values[1] * value.to(v.dtype)
         q, k, v = (t.view(B, T, self.config.n_head, -1) for t in (q, k, v))  # (B, T, H, D)
         # QK-norm (Henry et al. 2020), here without a learned gain: scores stay within +-sqrt(D), so
@@ -284,14 +285,14 @@ class Smear(nn.Module):
 
 
 class GPT(nn.Module):
-    """A GPT with the blocks above and train_gpt2.GPT's interface, except from_pretrained."""
+    """A GPT with the blocks above and train_gpt2.GPT's interface, without from_pretrained."""
 
     def __init__(self, config):
         super().__init__()
         self.config, rows = config, config.padded_vocab_size
         parts = self.transformer = nn.ModuleDict()
         parts.wte = nn.Embedding(rows, config.n_embd)
-        tables = range(config.value_tables)
+        tables = range(config.value_tables)  # value embeddings
         parts.vte = nn.ModuleList(nn.Embedding(rows, config.n_embd) for _ in tables)
         parts.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         if not config.rotary:
@@ -307,9 +308,9 @@ class GPT(nn.Module):
         self.init_weights()
 
     def init_weights(self):
-        """Embeddings have std 1 (if tied, 0.02), matrices 0.5 / sqrt(inputs). Those that write to the
-        residual stream start at 0, so that each block begins as the identity, and so does an untied head, so
-        that the first prediction is uniform. Biases, the gate and the embedding of pairs start at 0, too."""
+        """Embeddings have std 1 (wte and wpe if tied, 0.02), matrices 0.5 / sqrt(inputs). Matrices that write
+        to the residual stream start at 0, so that each block begins as the identity; an untied head starts
+        at 0, so that the first prediction is uniform. Biases, the gate and the embedding of pairs are 0."""
         zero = ("c_proj.weight", "lm_head.weight", "gate.weight", "bigrams.weight", "bias")
         for name, p in self.named_parameters():
             if name.endswith(zero):
@@ -342,17 +343,17 @@ class GPT(nn.Module):
 
     def hidden(self, idx, position=None, mask=None, cache=None):
         """Token ids idx (B, T) -> final hidden states (B, T, C); see train_gpt2.GPT."""
-        c, t = self.config, self.transformer
+        c, parts = self.config, self.transformer
         if position is None:
             position = torch.arange(idx.size(1), device=idx.device)
         if c.document_mask and mask is None and cache is None:
             mask = document_mask(idx, c.end_of_text)
-        x = t.wte(idx)
+        x = parts.wte(idx)
         if not c.rotary:
-            x = x + t.wpe(position)
+            x = x + parts.wpe(position)
         if c.bigram_rows:  # each token pair is hashed to a row; frequent pairs rarely collide
             before = shift_right(idx[..., None], position, mask, cache, "idx")[..., 0]
-            x = x + t.bigrams((before * 36313 + idx * 27191) % c.bigram_rows)
+            x = x + parts.bigrams((before * 36313 + idx * 27191) % c.bigram_rows)
         x = self.dropout(norm(x))
         if c.bf16_residual and is_bf16_autocast(x):
             x = x.bfloat16()
@@ -360,10 +361,10 @@ class GPT(nn.Module):
             x = self.smear(x, shift_right(x, position, mask, cache, "smear"))
         cos_sin = rotation(position, c) if c.rotary else None
         embedding = x
-        for i, block in enumerate(t.h):
+        for i, block in enumerate(parts.h):
             table, value = c.value_table(i), None
             if table is not None:
-                value = t.vte[table](idx)
+                value = parts.vte[table](idx)
             elif c.projects_values(i):
                 value = block.attn.c_value(embedding)
             x = block(x, cos_sin, value, mask, cache)
@@ -399,8 +400,9 @@ def make_optimizer(model, cfg, world):
         groups.insert(0, {"params": blocks, "lr": lr, "weight_decay": cfg.weight_decay})
         optimizer = torch.optim.AdamW(groups, **adamw)
     else:
-        beta2 = 0.95 if cfg.optimizer == "normuon" else 0.0  # 0: no row normalization
-        muon = Muon(blocks, cfg.muon_lr, cfg.momentum, cfg.weight_decay, beta2, world)
+        row_beta2 = 0.95 if cfg.optimizer == "normuon" else 0.0  # 0: no row normalization
+        how = cfg.muon_lr, cfg.momentum, cfg.weight_decay, row_beta2, world, cfg.equilibrate_rows
+        muon = Muon(blocks, *how)
         optimizer = CombinedOptimizer(muon, torch.optim.AdamW(groups, **adamw))
     for group in optimizer.param_groups:
         group["lr_scale"] = group["lr"] / cfg.lr
@@ -434,7 +436,7 @@ class Trainer(train_gpt2.Trainer):
         self.average = {name: p.detach().clone() for name, p in params}
 
     def step_tokens(self, step):
-        """A method, because the console asks for it to print the number of epochs."""
+        """A method, because the console and `lab replay` call it, too."""
         return step_tokens(step, self.cfg)
 
     def train_step(self):
@@ -449,8 +451,8 @@ class Trainer(train_gpt2.Trainer):
 
     @torch.no_grad()
     def update_average(self):
-        """Update the exponential moving average of the weights, which is their mean in the first ema_steps
-        updates. After the last update it replaces the weights."""
+        """Update the exponential moving average of the weights (in the first ema_steps updates, their
+        mean). After the last update it replaces the weights."""
         weights, average = list(self.raw_model.parameters()), list(self.average.values())
         steps = max(1, min(self.step, num_steps(self.cfg.ema_steps, self.cfg)))
         torch._foreach_lerp_(average, weights, 1 / steps)

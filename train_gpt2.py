@@ -9,8 +9,8 @@ one. Forward: the model turns x into a prediction for each token of y. Loss: the
 -ln(probability given to the right token). Backward: autograd computes the gradient, which says how
 the loss changes with each weight. Memory rarely holds all tokens of a step, so they are processed
 in micro-steps whose gradients add up (gradient accumulation). All-reduce: each process works on its
-own part of the tokens, and the gradients are averaged over the processes. Clip: gradients whose norm
-exceeds a limit are scaled down. Update: the optimizer moves each weight against its gradient.
+own part of the tokens, and the gradients are averaged over the processes. Clip: gradients whose total
+norm exceeds a limit are scaled down. Update: the optimizer moves each weight against its gradient.
 
 Sections: 1 configuration, 2 model, 3 optimizer and schedule, 4 one training step, 5 building the
 trainer, 6 the loop, 7 command line. Each uses only the ones above it. Training is in 3, 4 and 6; skim
@@ -79,9 +79,9 @@ class GPTConfig:
     n_head: int = 12  # attention heads per block; must divide n_embd
     n_embd: int = 768  # channels of the residual stream
     block_size: int = 1024  # longest context in tokens (rows of the position embedding)
-    vocab_size: int = 50257  # number of token ids (command line: by default those of the data)
+    vocab_size: int = 50257  # number of token ids; the command line takes it from the data
     vocab_multiple: int = 128  # pad vocab_size to a multiple: 50257 -> 50304; 1: no padding
-    tokenizer: str = ""  # gpt2, bytes or tokenizer.json; empty: taken from the data
+    tokenizer: str = ""  # gpt2, bytes or path of a tokenizer.json; empty: the data's
     eot_id: int = -1  # id of the end-of-text token; -1: the last id of the vocabulary
     attention: Literal["sdpa", "math"] = "sdpa"  # PyTorch's fused kernel, or written out
     bf16_residual: bool = True  # under bf16 autocast, keep the residual stream in bf16 as well
@@ -90,9 +90,9 @@ class GPTConfig:
 
     @property
     def padded_vocab_size(self):
-        """vocab_size rounded up: the number of rows of the token embedding. GPU kernels read aligned rows:
-        with the fused loss, 50304 rows train 1.9 times as fast as 50257 (docs/LOG.md#vocabulary). The
-        padding ids (vocab_size and above) are never targets and never predicted, sampled or exported."""
+        """vocab_size rounded up: the number of rows of the token embedding. With 50304 instead of 50257, each
+        position's logits start at an aligned address, and training with the fused loss is 1.9 times as fast
+        (docs/LOG.md#vocabulary). Padding ids are never targets, and never predicted, sampled or exported."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
     @property
@@ -116,7 +116,7 @@ class TrainConfig(settings.RunConfig):
 
     # batch
     total_batch_size: int = 524288  # tokens per update, over all processes (2**19)
-    batch_size: int = 0  # sequences per process and micro-step; 0: the largest that fits in memory
+    batch_size: int = 0  # sequences per process and micro-step; 0: as many as fit, up to 64
     seq_len: int = 1024  # tokens per sequence
     # optimizer
     max_steps: int = 19073  # number of updates (gpt2: 10e9 tokens / 524288)
@@ -138,8 +138,8 @@ class TrainConfig(settings.RunConfig):
 
 PRESETS = {
     "gpt2": (GPTConfig(), TrainConfig()),
-    # Sizes (n_layer, n_head, n_embd): Radford et al. 2019, table 2, and GPT-3 2.7B, whose weights, gradients
-    # and AdamW moments take 42 GB. Learning rates: Brown et al. 2020, table 2.1, for the closest size.
+    # Sizes (n_layer, n_head, n_embd): OpenAI's code, and GPT-3 2.7B, whose weights, gradients and AdamW
+    # moments take 42 GB. Learning rates: Brown et al. 2020, table 2.1, for the closest size.
     "gpt2-medium": (GPTConfig(24, 16, 1024), TrainConfig("gpt2-medium", lr=3e-4, min_lr=3e-5)),
     "gpt2-large": (GPTConfig(36, 20, 1280), TrainConfig("gpt2-large", lr=2.5e-4, min_lr=2.5e-5)),
     "gpt2-xl": (GPTConfig(48, 25, 1600), TrainConfig("gpt2-xl", lr=2e-4, min_lr=2e-5)),
@@ -171,10 +171,10 @@ def manual_attention(q, k, v, mask):
     scores = q @ k.transpose(-2, -1) * q.size(-1) ** -0.5  # (B, H, T, S)
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))  # exp(-inf) = 0: no weight
-    return F.softmax(scores, dim=-1).to(v.dtype) @ v  # CUDA's autocast returns it in float32
+    return F.softmax(scores, dim=-1).to(v.dtype) @ v  # CUDA's autocast returns float32
 
 
-class CausalSelfAttention(nn.Module):
+class CausalSelfAttention(nn.Module):  # names of weights are OpenAI's; c_ is short for their Conv1D
     def __init__(self, config, layer, causal=True):
         super().__init__()
         self.n_head, self.layer, self.attention = config.n_head, layer, config.attention
@@ -306,14 +306,16 @@ class GPT(nn.Module):
         """idx (B, T) -> (logits, None); with targets (B, T) -> (None, loss).
 
         logits: (B, T, vocab_size), or with a cache only those of the last position (B, 1, vocab_size).
-        loss: of the positions whose target is not -1, their mean (0 if there are none), their sum, or with
-        reduction "none" each of them (B, T). Logits are not returned together with a loss: all of
-        them take 6.6 GB in bf16 for 64 x 1024 positions, and the fused head never stores them.
+        loss: with reduction "mean" or "sum", that of the positions whose target is not -1 (0 if there are
+        none); with "none", the loss of each position (B, T), 0 where the target is -1. Logits are not
+        returned together with a loss: all of them take 6.6 GB in bf16 for 64 x 1024 positions, and the
+        fused head never stores them.
         """
         x = self.hidden(idx, position, mask, cache)  # (B, T, C)
         if targets is None:
             logits = self.lm_head(x if cache is None else x[:, -1:])
             return logits[..., : self.config.vocab_size], None
+        # the sum, unless reduction is "none"
         loss = self.head_loss(x.flatten(0, 1), self.lm_head.weight, targets.flatten(), reduction)
         if reduction == "none":
             return None, loss.view_as(targets)
@@ -349,8 +351,8 @@ class GPT(nn.Module):
         return [p for p in self.blocks.parameters() if p.dim() == 2]
 
     def flops_per_token(self, seq_len):
-        """FLOPs of training per token: 6 for each parameter but those of wpe, which are only added (2
-        forward, 4 backward), and 12 L C T for attention, counted as if it were not causal, by convention
+        """FLOPs of training per token: 6 (2 forward, 4 backward) for each parameter except those of wpe,
+        which are only added, and 12 L C T for attention, counted as if it were not causal, by convention
         (Chowdhery et al. 2022, appendix B)."""
         multiply = sum(p.numel() for p in self.parameters()) - self.transformer.wpe.weight.numel()
         return 6 * multiply + 12 * self.config.n_layer * self.config.n_embd * seq_len
@@ -461,7 +463,7 @@ class Trainer(CheckpointMixin):
                 # averaged by DDP: the factor 2 turns its mean into the sum.
                 loss = loss * (self.world.world_size / num_targets)
                 timer.mark("forward")
-                # Only fp16 needs the scaler, because it rounds gradients below 3e-8 to 0: the loss is
+                # Only fp16 needs the scaler, because fp16 rounds gradients below 3e-8 to 0: the loss is
                 # multiplied by a large factor, by which clip_grad_norm divides the gradients. In the other
                 # precisions scale(loss) is loss, and scaler.step(optimizer) is optimizer.step().
                 precision.scaler.scale(loss).backward()
@@ -525,7 +527,7 @@ def build_trainer(model_config, cfg, world, state=None, trainer_class=Trainer):
         optimizer = sharded_adamw(optimizer, raw_model, loader, precision, world)
     elif world.distributed:
         # DDP all-reduces gradients in buckets while backward() still computes those of earlier layers.
-        # torch.compile, which must come after DDP, splits its graph at each bucket, so that it can fuse less;
+        # torch.compile, which must come after DDP, splits its graph at each bucket, which limits fusion;
         # DDP's default of 25 MB would split every block.
         model = DistributedDataParallel(raw_model, gradient_as_bucket_view=True, bucket_cap_mb=250)
         # DDP chooses its buckets anew after the first backward(). That happens here, so that a resumed
@@ -577,7 +579,7 @@ def train(trainer, callbacks, log, stop):
     except GracefulStop as signal:  # raised by check() or by a callback: save and stop
         stopped = str(signal)
         health.check(stop, log, include_latest=True, raise_on_stop=False)
-        log.event("checkpoint", trainer.step, trainer.save())  # the event of the one before
+        log.event("checkpoint", trainer.step, trainer.save())  # logs the one before
     log.event("checkpoint", trainer.step, trainer.checkpointer.finish())  # waits for the last one
     log.event("end", trainer.step, {"reason": stopped or "done"})
     return stopped
@@ -587,7 +589,7 @@ def train(trainer, callbacks, log, stop):
 
 
 def main(argv, presets=PRESETS, description=__doc__, build=build_trainer, trainer_class=Trainer):
-    source, model_config, cfg = settings.parse_flags(argv, presets, description, trainer_class)
+    reason, model_config, cfg = settings.parse_flags(argv, presets, description, trainer_class)
     world = World(cfg.device, cfg.timeout)
     if world.distributed:  # torchrun started several processes; NCCL communicates between GPUs
         dist.init_process_group(world.backend, timeout=world.timeout, device_id=world.device_id)
@@ -597,9 +599,9 @@ def main(argv, presets=PRESETS, description=__doc__, build=build_trainer, traine
     trainer, stop = build(model_config, cfg, world, state, trainer_class), SignalHandler(world)
     callbacks = trainer.callbacks(stop)
     with lock_run_dir(trainer), stop, RunLogger(trainer) as log, oom_hint():
-        log.start(source, trainer, callbacks, state)
+        log.start(reason, trainer, callbacks, state)
         stopped = train(trainer, callbacks, log, stop)
-        print_summary(trainer, stopped)  # inside `stop`, because torchrun may repeat the signal
+        print_summary(trainer, stopped)  # still in `with stop`: torchrun may repeat the signal
     return 75 if stopped else 0  # 75 (EX_TEMPFAIL) tells job scripts to try again
 
 

@@ -1,5 +1,7 @@
 """The figures of whole training runs. bench/figures.py draws them."""
 
+import json
+
 import numpy as np
 from drawing import (
     blank,
@@ -83,35 +85,65 @@ def passes(runs, out_path, dark):
 @made_by("python bench/slowrun.py --epochs 4 --more='--n_layer=12 --n_embd=768 --n_head=6'")
 def small_data(runs, out_path, dark):
     """Validation loss against GPU-minutes of training on the same text: GPT-2's recipe, NanoGPT Slowrun's
-    program and the preset small-data."""
-    curves = {}
-    names = {"both_4_passes_gpt2": "GPT-2's recipe", "small_data_decay_0.1": "small-data"}
-    for name, label in names.items():
-        records(runs, name, "kind")
-        log = read_log(runs / f"{name}.jsonl")
-        at, losses = column(log, "val", "loss")
-        minutes = training_seconds(log, at[1:]) / 60 * log["start"][0]["world_size"]
-        curves[label] = minutes, losses[1:]
+    program and the preset small-data (its first seed); at the end, BLiMP (small-data: mean of the seeds)."""
+    (gpt2,) = (r for r in records(runs, "data_multiple", "curve") if r["recipe"] == "gpt2")
+    steps, losses = np.array(gpt2["curve"][1:]).T  # the first is before training
+    curves = {"GPT-2's recipe": (steps / steps[-1] * gpt2["gpu_seconds"] / 60, losses)}
     (other,) = records(runs, "slowrun", "curve")
-    seconds, _, losses = zip(*other["curve"][1:])  # the first is before training
+    seconds, _, losses = zip(*other["curve"][1:])
     minutes = np.array(seconds) / 60 * other["settings"]["gpus"]
     # the last loss is that of the averaged weights
     curves["Slowrun"] = np.append(minutes, minutes[-1]), [*losses, other["lowest"]]
-    title = f"small-data: {curves['small-data'][1][-1]:.2f} nats per token from 111M tokens"
-    note = (
-        "books and textbooks, H200s, 2026-11-26 and 27; Slowrun sees 2,048 tokens, the others 1,024"
-    )
+    records(runs, "small_data_ema_1", "kind")
+    log = read_log(runs / "small_data_ema_1.jsonl")
+    at, losses = column(log, "val", "loss")
+    curves["small-data"] = training_seconds(log, at[1:]) / 60, losses[1:]
+    files = [runs / f"blimp_small_data_ema_{seed}.json" for seed in (1, 2, 3)]
+    score = np.mean([json.loads(file.read_text())["acc"] for file in files])
+    took = curves["small-data"][0][-1]
+    title = f"{losses[-1]:.2f} nats per token from 111M tokens, in {took:.0f} minutes on one H200"
+    note = "books and textbooks, H200s, 2026-11-27; Slowrun sees 2,048 tokens, the others 1,024"
     figure, ax = blank(4.6, title, note)
-    # color, and offset of the label in points
-    places = {"GPT-2's recipe": ("green", -60, -14), "Slowrun": ("orange", 6, 9)}
-    places["small-data"] = "blue", 6, -7
+    looks = {  # color, offset of the label in points, BLiMP
+        "GPT-2's recipe": ("green", -112, -15, f"BLiMP {gpt2['blimp']:.1%}"),
+        "Slowrun": ("orange", 6, 9, "BLiMP not measured"),
+        "small-data": ("blue", 6, -9, f"BLiMP {score:.1%}"),
+    }
     for label, (minutes, losses) in curves.items():
-        name, dx, dy = places[label]
+        name, dx, dy, blimp = looks[label]
         color = color_of(name, dark)
         ax.plot(minutes, losses, "o-", color=color, markersize=3)
-        write(ax, f"{label} {losses[-1]:.2f}", minutes[-1], losses[-1], dx, dy, color=color)
+        text = f"{label} {losses[-1]:.2f}, {blimp}"
+        write(ax, text, minutes[-1], losses[-1], dx, dy, color=color)
     ax.set(xlabel="GPU-minutes of training", ylabel="validation loss (nats per token)")
-    ax.set(xlim=(0, 28), ylim=(3.15, 4.5))
+    ax.set(xlim=(0, 29), ylim=(3.1, 4.5))
+    figure.savefig(out_path)
+
+
+@made_by("python speedrun.py --preset small-data --fp8 all --seed 1 --blimp_every 500")
+def grammar(runs, out_path, dark):
+    """BLiMP against tokens read: four of the twelve phenomena, and all together."""
+    records(runs, "small_data_ema_1", "kind")
+    log = read_log(runs / "small_data_ema_1.jsonl")
+    title = "Agreement of neighbors is learned first, islands last"
+    note = "small-data, 111M tokens of books and textbooks, one H200, 2026-11-27; 20 pairs per paradigm"
+    figure, ax = blank(4.6, title, note)
+    looks = {
+        "determiner_noun_agreement": ("“these books”", "blue", 0),
+        "subject_verb_agreement": ("“the books are”", "green", 0),
+        "acc": ("all 67 paradigms", "", 5),
+        "binding": ("binding", "orange", -5),
+        "island_effects": ("islands", "red", 0),
+    }
+    for key, (label, name, dy) in looks.items():
+        steps, scores = column(log, "blimp", key)
+        tokens = np.interp(steps, *column(log, "train", "tokens")) / 1e6
+        tokens[0] = 0
+        color = color_of(name, dark) if name else "0.5"
+        ax.plot(tokens, 100 * np.array(scores), "o-", color=color, markersize=3)
+        write(ax, f"{label} {scores[-1]:.0%}", tokens[-1], 100 * scores[-1], 6, dy, color=color)
+    ax.set(xlabel="tokens read, in millions", ylabel="pairs judged right (%)")
+    ax.set(xlim=(0, 990), ylim=(45, 100))
     figure.savefig(out_path)
 
 

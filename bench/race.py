@@ -108,7 +108,7 @@ def four_passes(runs):
         "both_4_passes_readable": ("readable recipe", "green"),
         "both_4_passes": ("speedrun.py", "blue"),
         "both_4_passes_no_table": ("speedrun.py, no value table", "red"),
-        "small_data_decay_0.1": ("small-data, seven passes", "pink"),
+        "small_data_ema_1": ("small-data, seven passes", "pink"),
     }
     runners = []
     for file, looks in names.items():

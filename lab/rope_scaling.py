@@ -1,5 +1,9 @@
 """Frequencies of rotary embedding (speedrun.py), also for contexts longer than in training
-(--rope_scaling; results: docs/LOG.md#longer)."""
+(--rope_scaling; results: docs/LOG.md#longer).
+
+Pair i of channels turns by frequency[i] radians per token. Beyond the trained length, slow pairs reach
+angles that never occurred in training. Scaling slows them down.
+"""
 
 import math
 from typing import Any
@@ -28,12 +32,12 @@ def check_rope_scaling(config: Any) -> None:
     require(
         scaling == "none" or 0 < config.trained_length <= config.block_size,
         f"trained_length={config.trained_length} must be from 1 to block_size={config.block_size}; "
-        "pass the block_size with which the model was trained before --rope_scaling",
+        "pass the block_size with which the model was trained",
     )
 
 
 def rope_frequencies(config: Any, device: torch.device | None = None) -> tuple[Tensor, float]:
-    """(frequencies (D / 4,) in radians per token, a factor on rotated queries and keys). Attention's
+    """(frequencies (D // 4,) in radians per token, a factor on rotated queries and keys). Attention's
     scores grow with the factor's square. Without scaling the frequencies are 1 to 1/1024: the base is
     1024, as in modded-nanogpt, instead of 10,000 (Su et al. 2021), because contexts are short."""
     D, factor = config.n_embd // config.n_head, 1.0
@@ -51,7 +55,8 @@ def rope_frequencies(config: Any, device: torch.device | None = None) -> tuple[T
         frequency = frequency * scale**-exponent
     else:
         # YaRN (Peng et al. 2023, 3.2 to 3.4): frequencies with at least 32 turns within the trained length
-        # stay, those with less than one turn are divided by scale, and the scores are sharpened
+        # stay, those with less than one turn are divided by scale, those between by less; the scores are
+        # sharpened
         low, high = YARN_TURNS
         turns = config.trained_length * frequency / (2 * math.pi)
         keep = ((turns - low) / (high - low)).clamp(0, 1)

@@ -5,16 +5,18 @@ large, because a few directions dominate every batch, and the rest are small. A 
 itself moves the weights in these few directions and hardly at all in the others. Muon (Jordan et al.
 2024, kellerjordan.github.io/posts/muon) steps along U V^T instead: all singular values are 1, so the
 weights move by the same amount in each direction. This is steepest descent if the size of a step is
-measured by its spectral norm, the most by which it can change an output (Bernstein and Newhouse 2024).
+measured by its spectral norm, the most by which it can change the output for an input of norm 1
+(Bernstein and Newhouse 2024).
 An SVD is slow on a GPU, so U V^T is computed by matmuls alone: an odd polynomial of a matrix,
 a X + b (X X^T) X + c (X X^T)^2 X, applies the same polynomial to its singular values and leaves U and
 V unchanged. A few iterations bring all singular values that are not tiny close to 1.
 
 **Why hidden matrices only.** The argument holds for matrices that map one activation vector to another.
-An embedding is a table of which a batch uses only some rows; the rows of the head are used as unevenly
-as words occur; gains and biases are vectors. AdamW, which scales each number separately, suits those.
+An embedding is a table of which a batch uses only some rows; a row of the head is a target only as often
+as its token occurs; gains and biases are vectors. AdamW, which scales each number separately, suits
+those.
 
-**Scale factor.** An orthogonal matrix of shape (m, n) with m > n maps an input with RMS 1 to an output
+**Scale factor.** A matrix (m, n) with m > n and orthonormal columns maps an input with RMS 1 to an output
 with RMS sqrt(n / m). The factor sqrt(max(1, m / n)) compensates for that, so that one learning rate
 suits all shapes.
 
@@ -30,6 +32,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lab.distributed import World
@@ -69,8 +72,10 @@ class Muon(torch.optim.Optimizer):
     beta2: decay rate of NorMuon's mean square of each row (Li et al. 2025, arXiv 2510.05491); 0 turns
     NorMuon off. Each row of the orthogonal step, which belongs to one neuron, is divided by the root of
     its mean square over time, as Adam does for single numbers, so that all neurons move at a similar
-    rate. Then each matrix is scaled back to its Frobenius norm before the division; the paper scales it
-    to a fixed RMS instead.
+    rate. Then each matrix is scaled back to the Frobenius norm that it had before the division; the paper
+    scales it to a fixed RMS instead.
+    equilibrate_rows: scale each row of the momentum to norm 1 before the orthogonalization (MuonEq,
+    arXiv 2603.28254), which brings the singular values closer together.
     world: each rank orthogonalizes some of the matrices, and the results are all-gathered; all ranks must
     have the same gradients. All ranks keep the whole state, so a run can resume with another number of
     ranks.
@@ -79,9 +84,11 @@ class Muon(torch.optim.Optimizer):
     def __init__(
         self, params: Iterable[nn.Parameter], lr: float, momentum: float = 0.95,
         weight_decay: float = 0.0, beta2: float = 0.0, world: World | None = None,
+        equilibrate_rows: bool = False,
     ):  # fmt: skip
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
-        self.beta2, self.world = beta2, world if world and world.distributed else None
+        self.beta2, self.equilibrate_rows = beta2, equilibrate_rows
+        self.world = world if world and world.distributed else None
 
     @torch.no_grad()
     def step(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]  # no closure
@@ -102,7 +109,10 @@ class Muon(torch.optim.Optimizer):
                 momenta = [self.get_state(p, "momentum", torch.zeros_like) for p in params]
                 torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
                 ahead = torch.stack(torch._foreach_lerp(grads, momenta, group["momentum"]))
-                ahead = ahead.unflatten(-2, (num_matrices, -1)).flatten(0, -3)  # (k, m, n)
+                # a stack of matrices (k, m, n); c_attn's (layers, 3C, C) become (3 layers, C, C)
+                ahead = ahead.unflatten(-2, (num_matrices, -1)).flatten(0, -3)
+                if self.equilibrate_rows:
+                    ahead = F.normalize(ahead, dim=-1)
                 work.append((group, params, *self.orthogonalize(ahead)))
         return work
 
@@ -112,9 +122,8 @@ class Muon(torch.optim.Optimizer):
         for group, params, update, gathering in work:
             if gathering:
                 gathering.wait()
-            m, n = params[0].shape[-2:]
-            m //= getattr(params[0], "num_matrices", 1)
-            # remove the padding that orthogonalize adds: (len(params), ..., m, n)
+            m, n = update.shape[-2:]  # of one matrix
+            # remove the padding that orthogonalize adds, and restore the shape of the parameters
             update = update.flatten()[: len(params) * params[0].numel()]
             update = update.view(len(params), *params[0].shape).to(params[0].dtype)
             if self.beta2:
@@ -129,7 +138,9 @@ class Muon(torch.optim.Optimizer):
         if not self.world:
             return newton_schulz(stack), None
         rank, ranks = self.world.rank, self.world.world_size
-        each = -(-len(stack) // ranks)  # matrices per rank; the last rank's are padded with 0
+        each = -(
+            -len(stack) // ranks
+        )  # matrices per rank; those of the last ranks may be 0 (padding)
         shard = stack.new_zeros(each, *stack.shape[1:])
         mine = stack[rank * each : (rank + 1) * each]
         shard[: len(mine)] = mine
@@ -138,7 +149,7 @@ class Muon(torch.optim.Optimizer):
         return gathered, self.world.all_gather_into(gathered, shard, async_op=True)
 
     def apply_row_norm(self, update: Tensor, params: list[Tensor]) -> Tensor:
-        """NorMuon: divide each row of `update` (k, ..., m, n) by the root of its mean square over
+        """NorMuon: divide each row of `update`, one entry per parameter, by the root of its mean square over
         time, then restore each matrix's Frobenius norm."""
         # (..., m, 1) each
         means = [self.get_state(p, "rows", lambda p: torch.zeros_like(p[..., :1])) for p in params]

@@ -1,4 +1,8 @@
-"""Checkpoints: a trainer's state, atomic writes, and reading without executing any code in the file."""
+"""Checkpoints: a trainer's state, atomic writes, and reading without executing any code in the file.
+
+Saving: Trainer.save -> AsyncCheckpointer.save -> in a thread, save_checkpoint.
+Resuming: read_newest -> read_checkpoint -> restore_checkpoint.
+"""
 
 import contextlib
 import functools
@@ -79,15 +83,15 @@ def link_best(run_dir: Path, step: int) -> None:
 class AsyncCheckpointer:
     """Writes a run's checkpoints, one at a time, in a thread.
 
-    With cfg.async_save, save() returns as soon as the state is copied. An error in the thread is raised by
-    the next check(), save() or finish().
+    With cfg.async_save, save() waits for the previous checkpoint, starts to copy the state and returns. An
+    error in the thread is raised by the next check(), save() or finish().
     """
 
     def __init__(self, run_dir: Path, cfg: Any, device: torch.device):
         self.run_dir, self.cfg, self.device = run_dir, cfg, device
         self.thread = ThreadPoolExecutor(1)
-        # Start the thread now: if a second Ctrl-C interrupts its start while the run is saved, the
-        # executor does not know the thread, and Python waits for it at exit, for ever.
+        # Start the thread now, with a job that does nothing: if a second Ctrl-C interrupted its start
+        # during a save, Python would wait for it at exit, for ever.
         self.thread.submit(int).result()
         self.jobs: list[Future] = []
 
@@ -166,8 +170,8 @@ class CheckpointMixin:
 
     def save(self: Any) -> dict | None:
         """Save a checkpoint, written by a background thread; does nothing at step 0 or if this step is
-        saved already. Returns what to log: the name of the previous checkpoint, whose writing has finished
-        (with --no_async_save of this one), or None."""
+        saved already. Returns the log record of the last checkpoint written, or None: the previous one, or
+        this one with --no_async_save."""
         if self.step == self.saved_step:
             return None
         self.saved_step, state = self.step, self.state_dict()
@@ -179,8 +183,9 @@ class OpaqueStub:
 
 
 def read_checkpoint(path: str | Path) -> Any:
-    """Read a torch.save file. Objects other than tensors and plain values become OpaqueStubs, and no
-    code in the file is executed. Raises UserError, or CorruptFileError for a damaged file."""
+    """Read a torch.save file. Objects other than tensors and plain values become OpaqueStubs if possible;
+    no code in the file is executed. Raises UserError, or CorruptFileError for a damaged file or objects
+    of another kind."""
     with read_errors(path, "checkpoint", "choose another: `ls log` lists the runs"):
         verify_checksums(path, os.stat(path).st_mtime_ns)
         try:
@@ -213,9 +218,8 @@ def upgrade(state: Any) -> Any:
 
 @functools.lru_cache
 def verify_checksums(path: str | Path, mtime: int) -> None:
-    """Raise ValueError or BadZipFile if a checksum or the table of contents is wrong; torch.save writes
-    them, and torch.load ignores them. Cached by modification time, because a 1558M checkpoint takes a
-    while."""
+    """Raise ValueError or BadZipFile if the table of contents or a checksum is wrong; torch.load does not
+    check checksums. Cached by modification time, because a large file takes a while."""
     with open(path, "rb") as file:
         is_zip = file.read(4) == b"PK\x03\x04"  # as in torch.load; is_zipfile is stricter
     if is_zip:
@@ -243,7 +247,7 @@ def read_newest(run_dir: str | Path) -> tuple[Path, Any]:
 
 
 def restore_checkpoint(trainer, state: dict) -> None:
-    """Continue from `state`, as returned by read_newest. Raises UserError if it does not fit."""
+    """Continue from `state`, as returned by read_checkpoint. Raises UserError if it does not fit."""
     hint = "resume it with the version that made it, or start from its weights with --init_from"
     with read_errors(trainer.run_dir, "checkpoint in", hint):
         check_checkpoint(trainer, state)
@@ -259,17 +263,20 @@ def check_checkpoint(trainer, state: dict) -> None:
     saved = {name: value for name, value in state["model"].items() if name not in buffers}
     check_tensors(saved, {name: p.shape for name, p in params.items()})
     check_optimizer_state(trainer.optimizer, state["optimizer"])
-    if average := "average" in state and getattr(trainer, "average", {}):  # speedrun.py --ema_steps
+    average = getattr(trainer, "average", {})  # speedrun.py --ema_steps
+    if average and "average" in state:
         check_tensors(state["average"], {name: t.shape for name, t in average.items()})
     for name, least in dict(position=0, tokens=1, begin=0).items():
         n = state["loader"][name]
-        if type(n) is not int or not least <= n < 2**48:  # positions are int64
+        if type(n) is not int or not least <= n < 2**48:  # sums of positions must fit in int64
             raise TypeError(f"{name} of the loader is {str(n)[:40]}")
     if state["scaler"]:  # fp16 only
         names = trainer.precision.scaler.state_dict()
         check_keys(state["scaler"], **dict.fromkeys(names, (int, float)))
     history = state["health"].get("grad_norm_history", torch.zeros(0))
-    check_tensors({"gradient norms": history}, {"gradient norms": (history.numel(),)})
-    torch.Generator().set_state(state["rng"]["cpu"])
+    check_tensors(
+        {"gradient norms": history}, {"gradient norms": (history.numel(),)}
+    )  # one dimension
+    torch.Generator().set_state(state["rng"]["cpu"])  # raises if the state is not one
     if state["rng"]["cuda"] is not None and trainer.world.device.type == "cuda":
         torch.Generator("cuda").set_state(state["rng"]["cuda"])
