@@ -7,17 +7,20 @@
     torchrun --standalone --nproc_per_node=8 bert.py    # on eight GPUs
 
 One training step in words. 15 % of the tokens are selected. Of these, 80 % are replaced by [MASK], 10 %
-by a random token, and 10 % stay. The model predicts the selected tokens from the tokens on both sides:
-attention sees the whole sequence, only selected positions have a loss, and the model can encode text but
-not generate it. (GPT-2 predicts each token from the ones before it, so attention must not look ahead, and
-every position has a loss.) The rest is the same: the loop, the training step, optimizers, schedule,
-checkpoints and resuming are imported from train_gpt2.py.
+by a random token, and 10 % stay, so that the model cannot tell which visible tokens are right and must
+encode all of them. It predicts the selected tokens from both sides ("the cat [MASK] on the mat": "sat"):
+attention sees the whole sequence, and only selected positions have a loss. (GPT-2 predicts each token
+from the ones before it, so attention must not look ahead, and every position has a loss.) BERT cannot
+generate text; its hidden states, which depend on both sides, are used to classify and compare texts.
+Attention, the loop, the training step, optimizers and checkpoints are train_gpt2.py's. The model has
+LayerNorm after each addition, the exact GELU, a segment embedding, and a head with a second layer.
 
 Packing. All documents form one stream of tokens, separated by [SEP]. It is cut into sequences without
 gaps or padding; unlike in RoBERTa (Liu et al. 2019, 4.2), a cut may be inside a sentence. [CLS] and
 [SEP] replace the first and last token of each sequence, because the model will be used on texts that
-begin and end with them. There are no sentence pairs and no next-sentence prediction, which did not
-help RoBERTa; the segment embedding exists only because published weights have one.
+begin and end with them (a classifier reads the state at [CLS]). There are no sentence pairs and no
+next-sentence prediction, which did not help RoBERTa; the segment embedding exists only because
+published weights have one.
 
 Main differences from Devlin et al.: no dropout; weight decay 0.1 instead of 0.01; normal instead of
 truncated normal initialization; new masks in each epoch (as in RoBERTa); random replacements are
@@ -219,7 +222,7 @@ class Bert(nn.Module):
         return x
 
     def head_transform(self, x):
-        """The first layer of the head: (..., C) -> (..., C)."""
+        """The first layer of the head, which GPT-2 does not have: (..., C) -> (..., C)."""
         return self.head.ln(F.gelu(self.head.dense(x)))
 
     def gather_targets(self, x, targets):
@@ -267,9 +270,8 @@ class Bert(nn.Module):
 class Masking:
     """Masks K tokens of each sequence; the transform of a TokenLoader.
 
-    Of these tokens, 80 % become [MASK], 10 % become a random token, and 10 % stay as they are, because
-    the model will be used on text without [MASK]. The masks depend only on (seed, sequence id): they
-    are new in each epoch and the same for any number of processes.
+    Some stay as they are, because the model will be used on text without [MASK]. The masks depend only on
+    (seed, sequence id): they are new in each epoch and the same for any number of processes.
     """
 
     def __init__(self, tokenizer, config, whole_word_masking=False, always=False):
@@ -286,8 +288,8 @@ class Masking:
         """Put [CLS] and [SEP] at the ends of each row of x (B, T) and mask K tokens, in place. Set y (B, T)
         to the original tokens there, -1 elsewhere.
 
-        Each row gets exactly K targets, even with whole-word masking, which skips a word
-        with more pieces than are still to be masked. If no word fits any more, part of one is masked."""
+        Each row gets exactly K targets, even with whole-word masking: a word with more pieces than are
+        still to be masked is skipped. If no word fits any more, part of one is masked."""
         x[:, 0], x[:, -1], y[:] = self.cls, self.sep, -1
         for row, targets, sequence in zip(x, y, sequence_ids):
             rng = np.random.default_rng([seed, int(sequence)])
@@ -349,7 +351,8 @@ class MaskedValidation(Validation):
 
 
 def sample_texts(trainer, tokenizer, shards):
-    """Pairs (ids, masked tokens): cfg.sample_prompt, and two texts of the validation split."""
+    """Pairs (ids, targets): two texts of the validation split, and before them cfg.sample_prompt, whose
+    targets are [MASK] itself, because its words are unknown. -1: not masked."""
     masking = Masking(tokenizer, trainer.raw_model.config, whole_word_masking=True, always=True)
     # at least one token besides [CLS] and [SEP]
     T = max(3, min(trainer.cfg.sample_tokens, trainer.cfg.seq_len))

@@ -1,4 +1,4 @@
-"""Train a GPT with today's methods: a loss of 3.6 nats after a minute on one H200, when GPT-2's recipe
+"""Train a GPT with today's methods: a loss of 3.6 nats after a minute on one H200, where GPT-2's recipe
 has 5.5 (docs/LOG.md#speedrun-h200).
 
     python speedrun.py                                 # two minutes on a laptop
@@ -6,12 +6,16 @@ has 5.5 (docs/LOG.md#speedrun-h200).
     torchrun --standalone --nproc_per_node=4 speedrun.py --preset speedrun
     python speedrun.py --preset small-data --fp8 all --data data/mine
 
-One training step in words: see train_gpt2.py, whose data loader, train_step, loop, logs and
-checkpoints are used here. This file has what changed in the seven years since GPT-2: the model, the
-groups and settings of the optimizers (Muon itself is in lab/optim/muon.py), the schedule and the
-batch size. Most changes have a flag that turns them off. "Saves 0.29 nats" means: after 145 steps at
-GPT-2 small's width and depth, the loss was lower by that (docs/LOG.md#speedrun-parts). Read
-train_gpt2.py first; sections and shape letters are the same.
+Read train_gpt2.py first: its data loader, train_step, loop, logs and checkpoints are used here, and
+sections and shape letters are the same. This file has what changed in the seven years since GPT-2.
+"Saves 0.29 nats" means: at GPT-2 small's width and depth, the loss after the same 16.6M tokens (145 steps)
+was lower by that (docs/LOG.md#speedrun-parts).
+
+The main changes. Rotary embedding: queries and keys are rotated by an angle that grows with their
+position, so that scores depend on distances only. QK-norm: queries and keys have the same length, which
+bounds the scores. Value embeddings: attention also passes on which token stood somewhere. Smear and
+bigrams: the previous token is known before attention. Muon: a step is equally large in all directions of
+a matrix. Without a flag: RMSNorm, no biases, a norm of the embedding, other initial weights.
 """
 
 from dataclasses import dataclass, replace
@@ -52,11 +56,11 @@ class GPTConfig(train_gpt2.GPTConfig):
     qk_norm: bool = True  # RMSNorm of queries and keys (saves 0.02 nats)
     mlp: Literal["relu2", "gelu"] = "relu2"  # squared ReLU (saves 0.03 nats), or GPT-2's MLP
     tied: bool = False  # one matrix for embedding and head, as in GPT-2 (costs 0.07 nats)
-    value_tables: int = 1  # value embeddings (1 saves 0.055 nats); use 0 for four or more epochs
+    value_tables: int = 1  # value embeddings (1 saves 0.055 nats; overfits in four epochs)
     smear: bool = True  # add a gated part of the previous token's embedding (saves 0.02 nats)
-    bigram_rows: int = 0  # rows of a hashed embedding of token pairs (250000 save 0.02 nats)
-    value_projection: bool = False  # value embeddings computed from the token embeddings
-    dropout: float = 0.0  # dropout rate of the embedding and of each attention and MLP output
+    bigram_rows: int = 0  # hashed embedding of token pairs (250000 rows save 0.02 nats)
+    value_projection: bool = False  # computed value embeddings (five epochs: saves 0.04 nats)
+    dropout: float = 0.0  # dropout of embedding, attention and MLP outputs
 
     def validate(self):
         """Raise UserError for a shape that cannot work."""
@@ -91,7 +95,8 @@ class TrainConfig(train_gpt2.TrainConfig):
     total_batch_size: int = 131072  # tokens per update, over all processes
     max_steps: int = 290  # number of updates
     parallel: ClassVar = "ddp"  # not a flag, because ZeRO-1 and FSDP2 shard AdamW only
-    optimizer: Literal["adamw", "muon", "normuon"] = "normuon"  # optimizer of matrices in blocks
+    # optimizer of matrices in blocks; normuon: Muon with scaled rows (saves 0.02 nats)
+    optimizer: Literal["adamw", "muon", "normuon"] = "normuon"
     lr: float = 3e-3  # peak learning rate of the head (AdamW)
     embed_lr: float = 0.3  # peak learning rate of embeddings, whose initial std is 1
     scalar_lr: float = 0.015  # peak learning rate of scalars, gates and biases
@@ -102,15 +107,15 @@ class TrainConfig(train_gpt2.TrainConfig):
     warmup_steps: int | float = 0  # steps, or a fraction, of linear warmup; only 0 was tried
     decay_steps: int | float = 0.65  # steps, or a fraction, of decay at the end (wsd only)
     weight_decay: float = 0.0  # weight decay of the matrices in the blocks (0.1 saves 0.02 nats)
-    decay_all: bool = False  # weight decay of embeddings and head, too
-    beta1: float = 0.8  # AdamW: decay rate of the mean of gradients; low, because runs are short
+    decay_all: bool = False  # decay embeddings and head, too (five epochs: saves 0.09 nats)
+    beta1: float = 0.8  # AdamW: decay rate of the mean of gradients (as in modded-nanogpt)
     eps: float = 1e-10  # AdamW: added to the denominator of the update
-    grad_clip: float = 0.0  # 0: no clipping; Muon's step does not depend on the gradients' scale
+    grad_clip: float = 0.0  # 0: no clipping
     momentum: float = 0.95  # momentum of Muon
-    equilibrate_rows: bool = False  # give the rows of Muon's momentum norm 1 (saves 0.007 nats)
+    equilibrate_rows: bool = False  # norm 1 for rows of Muon's momentum (saves 0.007 nats)
     momentum_warmup: int | float = 0.33  # rise of Muon's momentum from 0.85 (saves 0.03 nats)
     batch_warmup_steps: int | float = 0  # first steps, with half the batch (0.25 saves 0.05 nats)
-    ema_steps: int | float = 0  # length of a moving average that replaces the weights at the end
+    ema_steps: int | float = 0  # average that replaces the weights at the end (0.02 saves 0.008)
 
     def validate(self, model_config):
         """Raise UserError for settings that cannot work."""
@@ -145,8 +150,8 @@ PRESETS = {
             ema_steps=0.02, val_every=250, val_tokens=1048576, hellaswag_every=0, sample_every=1000,
         ),
     ),
-    # two minutes on two laptop cores, on the bytes of Python's own documentation; without the parts
-    # that do not help there (docs/LOG.md#speedrun-laptop)
+    # two minutes on two laptop cores, on the bytes of Python's own documentation; without some parts that
+    # do not help there (docs/LOG.md#speedrun-laptop)
     "laptop": (
         GPTConfig(n_layer=2, n_head=2, n_embd=128, block_size=128, vocab_size=257, vocab_multiple=1,
                   value_tables=0, smear=False, bigram_rows=4096),
@@ -166,14 +171,13 @@ PRESETS = {
 
 
 def norm(x):
-    """RMSNorm (Zhang and Sennrich 2019) without a gain, which a following matrix can learn. Unlike LayerNorm
-    it does not subtract the mean."""
+    """RMSNorm (Zhang and Sennrich 2019), here without a gain: x / sqrt(mean(x^2))."""
     return F.rms_norm(x, (x.size(-1),))
 
 
 def shift_right(x, position, mask, cache, name):
-    """Shift x (B, T, C) by one token: each token gets the x of the previous one, or 0 if there is none
-    or the mask hides it."""
+    """For smear and bigrams, shift x (B, T, C) by one token: each token gets the x of the previous one, or
+    0 if there is none or the mask hides it."""
     T = x.size(1)
     if cache is not None:  # it stores keys and values (B, H, S, D): pass x as both, with one head
         x = cache.update(name, x[:, None], x[:, None])[0][:, 0]  # (B, S, C)
@@ -185,7 +189,8 @@ def shift_right(x, position, mask, cache, name):
 def rotation(position, config):
     """cos and sin of the angles by which rotary embedding (Su et al. 2021) rotates pairs of channels:
     (2, T, 1, D), or (2, B, T, 1, D). Half of the pairs don't rotate, so that they can compare content
-    independently of distance (as in modded-nanogpt)."""
+    independently of distance (as in modded-nanogpt). A query at position t is rotated by t, a key at s by s
+    times the frequency, so that their score depends on t - s only."""
     D = config.n_embd // config.n_head
     frequency, factor = rope_frequencies(config, position.device)  # (D // 4,)
     frequency = F.pad(frequency, (0, D // 2 - D // 4))
@@ -216,15 +221,15 @@ class CausalSelfAttention(nn.Module):
             self.mix_values = nn.Parameter(torch.tensor([0.5, 0.5]))
 
     def forward(self, x, cos_sin, value, mask=None, cache=None):
-        """value (B, T, C): a second embedding of the tokens, or None. It is added to the values, so that
+        """value (B, T, C): value embeddings of the tokens, or None. They are mixed into the values, so that
         attention can pass on which token stood there, whatever the layers before made of it."""
         B, T, C = x.size()
         q, k, v = F.linear(x, self.qkv.flatten(0, 1)).split(C, dim=2)
-        if value is not None:  # Zhou et al. 2024; modded-nanogpt
+        if value is not None:  # the mix: Zhou et al. 2024; the embeddings: modded-nanogpt
             v = self.mix_values[0] * v + self.mix_values[1] * value.to(v.dtype)
         q, k, v = (t.view(B, T, self.config.n_head, -1) for t in (q, k, v))  # (B, T, H, D)
-        # QK-norm (Henry et al. 2020), here without a learned gain: scores stay within +-sqrt(D), so
-        # learning rates can be higher
+        # QK-norm (Henry et al. 2020), here without a learned gain: scores stay within +-sqrt(D), so a large
+        # step cannot make the softmax all-or-nothing, and learning rates can be higher
         if self.config.qk_norm:
             q, k = norm(q), norm(k)
         if self.config.rotary:
@@ -278,14 +283,14 @@ class Smear(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.gate = nn.Linear(min(self.channels, config.n_embd), 1, bias=False)
-        self.scale = nn.Parameter(torch.zeros(()))
+        self.scale = nn.Parameter(torch.zeros(()))  # its gradient is not 0: sigmoid(0) = 0.5
 
     def forward(self, x, before):
         return x + self.scale * torch.sigmoid(self.gate(x[..., : self.channels])) * before
 
 
 class GPT(nn.Module):
-    """A GPT with the blocks above and train_gpt2.GPT's interface, without from_pretrained."""
+    """A GPT with the blocks above and most of train_gpt2.GPT's interface."""
 
     def __init__(self, config):
         super().__init__()
@@ -310,7 +315,8 @@ class GPT(nn.Module):
     def init_weights(self):
         """Embeddings have std 1 (wte and wpe if tied, 0.02), matrices 0.5 / sqrt(inputs). Matrices that write
         to the residual stream start at 0, so that each block begins as the identity; an untied head starts
-        at 0, so that the first prediction is uniform. Biases, the gate and the embedding of pairs are 0."""
+        at 0, so that the first prediction is uniform. All learn all the same: the head moves in the first
+        update, c_proj in the second, the rest by the third. Biases, smear and the pairs' embedding are 0."""
         zero = ("c_proj.weight", "lm_head.weight", "gate.weight", "bigrams.weight", "bias")
         for name, p in self.named_parameters():
             if name.endswith(zero):
@@ -354,7 +360,7 @@ class GPT(nn.Module):
         if c.bigram_rows:  # each token pair is hashed to a row; frequent pairs rarely collide
             before = shift_right(idx[..., None], position, mask, cache, "idx")[..., 0]
             x = x + parts.bigrams((before * 36313 + idx * 27191) % c.bigram_rows)
-        x = self.dropout(norm(x))
+        x = self.dropout(norm(x))  # RMS 1 for every token
         if c.bf16_residual and is_bf16_autocast(x):
             x = x.bfloat16()
         if self.smear is not None:
@@ -395,14 +401,15 @@ def make_optimizer(model, cfg, world):
     adamw = dict(betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, fused=fused, weight_decay=0.0)
     groups = [group for group in groups if group["params"]]
     if cfg.optimizer == "adamw":
-        # entries of AdamW's step are about 1, those of an orthogonal matrix have RMS 1 / sqrt(C)
+        # entries of AdamW's step are about 1, those of Muon's about 1 / sqrt(C): make them equally long
         lr = cfg.muon_lr * model.config.n_embd**-0.5
         groups.insert(0, {"params": blocks, "lr": lr, "weight_decay": cfg.weight_decay})
         optimizer = torch.optim.AdamW(groups, **adamw)
     else:
-        row_beta2 = 0.95 if cfg.optimizer == "normuon" else 0.0  # 0: no row normalization
-        how = cfg.muon_lr, cfg.momentum, cfg.weight_decay, row_beta2, world, cfg.equilibrate_rows
-        muon = Muon(blocks, *how)
+        muon = Muon(
+            blocks, cfg.muon_lr, cfg.momentum, cfg.weight_decay, world=world,
+            beta2=0.95 if cfg.optimizer == "normuon" else 0.0, equilibrate_rows=cfg.equilibrate_rows,
+        )  # fmt: skip
         optimizer = CombinedOptimizer(muon, torch.optim.AdamW(groups, **adamw))
     for group in optimizer.param_groups:
         group["lr_scale"] = group["lr"] / cfg.lr
@@ -411,15 +418,15 @@ def make_optimizer(model, cfg, world):
 
 def momentum(step, cfg):
     """Muon's momentum in update number `step` (from 0). It rises from 0.85, because gradients change
-    quickly early in training."""
+    quickly early in training: 0.85 averages about 7 gradients, 0.95 about 20."""
     warmup = num_steps(cfg.momentum_warmup, cfg)
     progress = min(1.0, step / warmup) if warmup else 1.0
     return cfg.momentum - (1 - progress) * max(0.0, cfg.momentum - 0.85)
 
 
 def step_tokens(step, cfg):
-    """Number of tokens in update number `step` (from 0). Half of them are enough at first, because early
-    gradients are less noisy."""
+    """Number of tokens in update number `step` (from 0). At first half as many, which gives more updates for
+    the same text: early gradients are less noisy."""
     return cfg.total_batch_size // (2 if step < num_steps(cfg.batch_warmup_steps, cfg) else 1)
 
 
@@ -436,7 +443,7 @@ class Trainer(train_gpt2.Trainer):
         self.average = {name: p.detach().clone() for name, p in params}
 
     def step_tokens(self, step):
-        """A method, because the console and `lab replay` call it, too."""
+        """A method, because lab/ calls it."""
         return step_tokens(step, self.cfg)
 
     def train_step(self):
@@ -451,8 +458,8 @@ class Trainer(train_gpt2.Trainer):
 
     @torch.no_grad()
     def update_average(self):
-        """Update the exponential moving average of the weights (in the first ema_steps updates, their
-        mean). After the last update it replaces the weights."""
+        """Update the moving average of the weights (until update ema_steps, their plain mean). After the last
+        update it replaces the weights."""
         weights, average = list(self.raw_model.parameters()), list(self.average.values())
         steps = max(1, min(self.step, num_steps(self.cfg.ema_steps, self.cfg)))
         torch._foreach_lerp_(average, weights, 1 / steps)
@@ -473,7 +480,7 @@ class Trainer(train_gpt2.Trainer):
 
 
 def build_trainer(model_config, cfg, world, state=None, trainer_class=Trainer):
-    """See train_gpt2.py. The first step is the smallest, so the micro-batch is chosen to divide it."""
+    """See train_gpt2.py. The first step is the smallest; a micro-batch that divides it divides all."""
     first = replace(cfg, total_batch_size=step_tokens(0, cfg))
     trainer = train_gpt2.build_trainer(model_config, first, world, state, trainer_class)
     trainer.cfg = cfg

@@ -37,7 +37,7 @@ def check_rope_scaling(config: Any) -> None:
 
 
 def rope_frequencies(config: Any, device: torch.device | None = None) -> tuple[Tensor, float]:
-    """(frequencies (D // 4,) in radians per token, a factor on rotated queries and keys). Attention's
+    """(frequencies (D // 4,) in radians per token, a factor on queries and keys). Attention's
     scores grow with the factor's square. Without scaling the frequencies are 1 to 1/1024: the base is
     1024, as in modded-nanogpt, instead of 10,000 (Su et al. 2021), because contexts are short."""
     D, factor = config.n_embd // config.n_head, 1.0

@@ -1,7 +1,8 @@
 """Muon: orthogonalized momentum for the matrices inside the blocks, AdamW for everything else.
 
 **Singular values.** Let U S V^T be the SVD of a matrix's momentum. A few singular values in S are
-large, because a few directions dominate every batch, and the rest are small. A step along the momentum
+large, because a few directions dominate every batch, and the rest are small (patterns that are rare in a
+batch). A step along the momentum
 itself moves the weights in these few directions and hardly at all in the others. Muon (Jordan et al.
 2024, kellerjordan.github.io/posts/muon) steps along U V^T instead: all singular values are 1, so the
 weights move by the same amount in each direction. This is steepest descent if the size of a step is
@@ -108,6 +109,7 @@ class Muon(torch.optim.Optimizer):
                 grads = [p.grad for p in params]
                 momenta = [self.get_state(p, "momentum", torch.zeros_like) for p in params]
                 torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
+                # Nesterov: the mean, with the newest gradient mixed in once more
                 ahead = torch.stack(torch._foreach_lerp(grads, momenta, group["momentum"]))
                 # a stack of matrices (k, m, n); c_attn's (layers, 3C, C) become (3 layers, C, C)
                 ahead = ahead.unflatten(-2, (num_matrices, -1)).flatten(0, -3)
