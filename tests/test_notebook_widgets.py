@@ -3,7 +3,6 @@
 The tests with a browser need Chromium and requirements-browser.txt; run them with -m slow.
 """
 
-import json
 import math
 import re
 
@@ -23,7 +22,6 @@ from lab.notebook import (
     next_token_bars,
     plot_setup,
 )
-from lab.notebook.interp import attention_page, capture_activations
 from train_gpt2 import GPT
 
 EVIL = "</script><script>document.title = 'run'</script><img src=x onerror=alert(1)>`${alert(2)}"
@@ -499,17 +497,3 @@ def test_works_where_scripts_run_after_the_html_is_inserted(tmp_path, chromium, 
         mask_view(TEXT, masks)._repr_html_() + mask_view(TEXT, masks)._repr_html_(),
     )
     assert page.page.locator("[data-lab-widget] fieldset label").count() == 6 and page.wrong == []
-
-
-@slow
-def test_attention_page_shows_captured_weights(tmp_path, chromium, tiny_config):
-    model, idx = add_noise(GPT(tiny_config)), torch.randint(256, (2, 9))
-    _, seen = capture_activations(model, idx)
-    html = attention_page("abcdefghi", seen, "title", "1.1")
-    (tmp_path / "page.html").write_text(
-        "<!doctype html><meta charset=utf-8>" + html, encoding="utf-8"
-    )
-    tab = Tab(chromium, (tmp_path / "page.html").as_uri())
-    got = tab.page.locator(".tokens span").evaluate_all("all => all.map(one => +one.dataset.p)")
-    assert got == pytest.approx(seen[1][0, 1, 8].tolist(), abs=1e-3)
-    assert json.dumps(tab.wrong) == "[]" and tab.page.locator("h4").inner_text() == "title"
