@@ -85,7 +85,7 @@ def boxes(widget):
 def test_views_are_small_and_no_text_is_code(logits, weights, masks):
     views = [
         next_token_bars(TOKENS, logits), attention_view(TEXT, weights, title=EVIL),
-        mask_view(TEXT, masks, title=EVIL), model_diagram(SmallGPT(), seq_len=4, title=EVIL),
+        mask_view(TEXT, masks, title=EVIL), model_diagram(SmallGPT(), seq_len=4),
         attention_view("x" * 90, torch.zeros(2, 4, 90, 90)),
         attention_view("x" * 22, torch.ones(12, 12, 22, 22).tril()),
         mask_view("x" * 61, dict.fromkeys("abcd", torch.ones(61, 61))),
@@ -115,7 +115,7 @@ def test_bad_input_is_a_sentence(logits, weights, masks):
         mask_view(TEXT[:-1], masks)
     with pytest.raises(UserError, match="2 masks of 101 tokens have 20,402 pairs"):
         mask_view("x" * 101, dict.fromkeys("ab", torch.ones(101, 101)))
-    with pytest.raises(UserError, match=r"shape \(1, 6\).*pass another batch, seq_len or inputs"):
+    with pytest.raises(UserError, match=r"shape \(1, 6\).*pass another batch or seq_len"):
         model_diagram(SmallGPT(), seq_len=6)
 
 
