@@ -176,7 +176,7 @@ def no_sum(x):
 @pytest.mark.parametrize(
     ("got", "want"),
     [
-        (3, 3), (0.1 + 0.2, 0.3), ("abc", "abc"), ((2, 3), [2, 3]), ({"a": 1.0}, {"a": 1}),
+        (3, 3), (0.1 + 0.2, 0.3), ("abc", "abc"), ((2, 3), [2, 3]),
         (torch.eye(2), torch.eye(2, dtype=torch.float64)), ([[1, 0], [0, 1]], torch.eye(2)),
         (torch.tensor(3.0), 3), (torch.Size([2, 3]), (2, 3)), (math.nan, math.nan), (None, None),
         (torch.tensor([1.0]), no_sum), (float("inf"), float("inf")),
@@ -207,7 +207,6 @@ def test_check_tolerates_an_absolute_difference(capsys, kind):
         ("abd", "secret", "got 'abd'; that is not the str"),
         ([1, 2], [1, 41], "got [1, 2]; at index 1: that is not the number"),
         ([1], [1, 41], "got [1]; expected 2 elements"),
-        ({}, {"secret": 41}, "got {}; that is not the dict"),
         (torch.zeros(2, 3), torch.full((3, 2), 41.0),
          "got a tensor of shape (2, 3); expected a tensor of shape (3, 2)"),
         (torch.tensor([1.0, 2.5]), torch.tensor([1.0, 2.0]),
