@@ -128,6 +128,7 @@ def test_readme_is_short():
 def commands(text):
     """The commands in fenced sh blocks, in order, as lists of words."""
     blocks = re.findall(r"^```sh\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    blocks = [block.replace("\\\n", " ") for block in blocks]
     lines = [re.sub(r"(^|\s)#.*", "", line) for block in blocks for line in block.splitlines()]
     return [shlex.split(line.replace("$'", "'")) for line in lines if line.strip()]
 

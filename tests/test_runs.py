@@ -237,6 +237,23 @@ def test_nonfinite_step_is_not_saved_but_an_earlier_checkpoint_is_completed(
     assert list(read_run(tmp_path / "r").checkpoints) == [2]
 
 
+def test_a_run_that_fails_before_its_first_checkpoint_keeps_its_name(tmp_path, shards, monkeypatch):
+    """Its log is not overwritten by the same command, and there is nothing to resume."""
+    watch = HealthMonitor.record
+    bad = lambda self, losses: watch(self, losses * (np.nan if self.trainer.step == 3 else 1))  # noqa: E731
+    monkeypatch.setattr(HealthMonitor, "record", bad)
+    with pytest.raises(UserError, match="the loss is nan at step 3"):
+        train_here(tmp_path, shards, "r", max_steps=9, checkpoint_every=5)
+    log = (tmp_path / "r" / "log.jsonl").read_text()
+    for again in (
+        lambda: find_run_to_resume(tmp_path, "r", GPT2),
+        lambda: train_here(tmp_path, shards, "r", max_steps=9, checkpoint_every=5),
+    ):
+        with pytest.raises(UserError, match="delete the folder or pass another --run_name"):
+            again()
+    assert (tmp_path / "r" / "log.jsonl").read_text() == log
+
+
 # ------------------------------------------------------------------------------------ run directory
 
 

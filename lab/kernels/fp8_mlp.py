@@ -42,8 +42,8 @@ WEIGHT, ACTIVATION = 1 / 32, 1 / 4
 # GELU, a sum of C such values times weights, may be larger, so its scale is 64 times as large. This uses
 # up 2^6 of e5m2's range of 2^30. The derivative of squared ReLU has no bound, so its margin is 2^10.
 AMAX_MARGIN = {"gelu": 64.0, "relu2": 1024.0}
-# The scale of GELU's or squared ReLU's output. In 700 steps of `speedrun.py --preset laptop`, squared ReLU
-# reached 722 (docs/LOG.md#relu2-8bit), so it may be up to 448 * 16 = 7168. 124M was not measured.
+# The scale of GELU's or squared ReLU's output. Squared ReLU reached 722 in `speedrun.py --preset laptop`
+# and 138 at 124M (docs/LOG.md#saturation), so it may be up to 448 * 16 = 7168.
 HIDDEN = {"gelu": ACTIVATION, "relu2": 16.0}
 
 
