@@ -109,10 +109,10 @@ def write(ax, text, x, y, dx=4, dy=0, **style):
     ax.annotate(text, (x, y), xytext=(dx, dy), textcoords="offset points", **style)
 
 
-def rows_of(ax, names, room=0.5):
+def rows_of(ax, names):
     """Label the y axis with these row names, the first at the top."""
     ax.set_yticks(range(len(names)), list(map(words, names)))
-    ax.set_ylim(len(names) - 0.5, -room)
+    ax.set_ylim(len(names) - 0.5, -0.5)
     ax.grid(axis="y", visible=False)
 
 

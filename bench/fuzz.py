@@ -420,10 +420,10 @@ def write_lines(name, rows, pack=bytes):
     Path("in", name).write_bytes(pack("\n".join(map(json.dumps, rows)).encode()))
 
 
-def write_zip(name, rows):
+def write_zip(rows):
     Path("in").mkdir()
     with zipfile.ZipFile("in/BLiMP.zip", "w") as archive:
-        archive.writestr(f"data/{name}", "\n".join(map(json.dumps, rows)))
+        archive.writestr("data/p.jsonl", "\n".join(map(json.dumps, rows)))
 
 
 def write_array(rows):
@@ -490,7 +490,7 @@ KINDS = {
                    mutate_safetensors, True),
     "hellaswag": Kind(lambda: write_lines("h.jsonl", [ENDINGS] * 9), "in/*", read_hellaswag, mutate_json),
     "blimp": Kind(lambda: write_lines("p.jsonl", PAIRS_OF_BLIMP), "in/*", read_blimp, mutate_json),
-    "blimp_zip": Kind(lambda: write_zip("p.jsonl", PAIRS_OF_BLIMP), "in/*", read_blimp, checksum=True),
+    "blimp_zip": Kind(lambda: write_zip(PAIRS_OF_BLIMP), "in/*", read_blimp, checksum=True),
     "text": Kind(write_text, "in/*", build_data, mutate_text),
     "parquet": Kind(lambda: write_parquet(ROWS), "in/*", build_data, mutate_parquet),
     "jsonl": Kind(lambda: write_lines("t.jsonl", ROWS), "in/*", build_data, mutate_json),

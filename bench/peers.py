@@ -40,7 +40,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from compare import gpu
 
 from records import (  # isort: skip
     ROOT, RUNS, append_record, check_out, gpu_name, grouped, origin, print_rows, random_shards,
@@ -168,6 +167,15 @@ class Config:
 
 
 # ------------------------------------------------------------------------------------- preparation
+
+
+def gpu():
+    """Name and UUID of the first GPU (GPUs of the same name differ in speed), without a CUDA context."""
+    words = ["nvidia-smi", "--query-gpu=name,uuid", "--format=csv,noheader"]
+    try:
+        return subprocess.run(words, capture_output=True, text=True).stdout.split("\n")[0]
+    except OSError:
+        return ""
 
 
 def commit_of(checkout):

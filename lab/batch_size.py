@@ -9,7 +9,7 @@ from lab.data.loader import grad_accum_steps
 
 
 def find_max_batch_size(
-    model: Any, cfg: Any, world: Any, precision: Any, state: dict | None = None
+    model: Any, cfg: Any, world: Any, precision: Any, state: dict | None
 ) -> int:
     """Largest micro-batch (at most 64 sequences) that divides the step evenly and fits in memory. When
     resuming from `state`, at most the checkpoint's batch_size, because another one rounds differently.

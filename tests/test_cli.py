@@ -87,7 +87,8 @@ assert not heavy & (set(sys.modules) - modules), heavy & (set(sys.modules) - mod
 
 def test_importing_is_silent(tmp_path):
     slow = "{'torch', 'plotly', 'matplotlib', 'tyro'} & {*sys.modules}"  # they take seconds
-    light = f"import sys; sys.path[0] = sys.argv[1]; import fineweb, lab.tools.report; assert not {slow}"
+    modules = "fineweb, lab.notebook, lab.tools.report"
+    light = f"import sys; sys.path[0] = sys.argv[1]; import {modules}; assert not {slow}"
     for code in (SILENT, light):
         result = run_python("-B", "-c", code, ROOT, cwd=tmp_path)
         assert (result.returncode, result.stdout, result.stderr) == (0, "", "")

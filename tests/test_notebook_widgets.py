@@ -3,14 +3,13 @@
 The tests with a browser need Chromium and requirements-browser.txt; run them with -m slow.
 """
 
-import json
 import math
 import re
 
 import pytest
 import torch
 from browser import Tab
-from conftest import ROOT, add_noise, run_python
+from conftest import add_noise
 from torch import nn
 
 from lab.cli import UserError
@@ -23,7 +22,6 @@ from lab.notebook import (
     next_token_bars,
     plot_setup,
 )
-from lab.notebook.interp import attention_page, capture_activations
 from train_gpt2 import GPT
 
 EVIL = "</script><script>document.title = 'run'</script><img src=x onerror=alert(1)>`${alert(2)}"
@@ -84,18 +82,11 @@ def boxes(widget):
     return [*widget.data["sources"], *widget.data["column"]]
 
 
-def test_importing_is_silent_and_does_not_import_torch():
-    code = "import sys, lab.notebook; assert not {'torch', 'matplotlib'} & set(sys.modules)"
-    got = run_python("-c", code, cwd=ROOT)
-    assert (got.returncode, got.stdout, got.stderr) == (0, "", "")
-
-
 def test_views_are_small_and_no_text_is_code(logits, weights, masks):
-    big = torch.randn(50257)
     views = [
-        next_token_bars(TOKENS, logits, title=EVIL), attention_view(TEXT, weights, title=EVIL),
-        mask_view(TEXT, masks, title=EVIL), model_diagram(SmallGPT(), seq_len=4, title=EVIL),
-        next_token_bars([" token"] * 50257, big), attention_view("x" * 90, torch.zeros(2, 4, 90, 90)),
+        next_token_bars(TOKENS, logits), attention_view(TEXT, weights, title=EVIL),
+        mask_view(TEXT, masks, title=EVIL), model_diagram(SmallGPT(), seq_len=4),
+        attention_view("x" * 90, torch.zeros(2, 4, 90, 90)),
         attention_view("x" * 22, torch.ones(12, 12, 22, 22).tril()),
         mask_view("x" * 61, dict.fromkeys("abcd", torch.ones(61, 61))),
     ]  # fmt: skip
@@ -111,25 +102,11 @@ def test_views_are_small_and_no_text_is_code(logits, weights, masks):
         assert " id=" not in tags[0] and len(tags[3]) == len("<script>")
 
 
-def test_logits_beyond_the_first_2000_keep_their_probability():
-    logits = torch.randn(50257, dtype=torch.float64) * 3
-    data = next_token_bars([""] * 50257, logits).data
-    assert len(data["logits"]) == 2000 and len(data["rest"]) <= 501
-    for temperature in (0.5, 1.0, 3.0):
-        pairs = [(x, 1) for x in data["logits"]] + data["rest"]
-        total = math.log(sum(count * math.exp(x / temperature) for x, count in pairs))
-        want = (logits / temperature).logsumexp(0).item()
-        assert total == pytest.approx(want, abs=2e-4 if temperature != 1 else 1e-5)
-    assert sum(count for _, count in data["rest"]) == 50257 - 2000
-
-
 def test_bad_input_is_a_sentence(logits, weights, masks):
     with pytest.raises(UserError, match="50 values and tokens has 49; pass one logit per token"):
         next_token_bars(TOKENS[:-1], logits)
     with pytest.raises(UserError, match="finite"):
         next_token_bars(["a", "b"], [0.0, math.nan])
-    with pytest.raises(UserError, match="temperature=0 must be from 0.1 to 3"):
-        next_token_bars(TOKENS, logits, temperature=0)
     with pytest.raises(UserError, match="6 positions and tokens has 5"):
         attention_view(TEXT[:-1], weights)
     with pytest.raises(UserError, match="pass fewer tokens"):
@@ -138,7 +115,7 @@ def test_bad_input_is_a_sentence(logits, weights, masks):
         mask_view(TEXT[:-1], masks)
     with pytest.raises(UserError, match="2 masks of 101 tokens have 20,402 pairs"):
         mask_view("x" * 101, dict.fromkeys("ab", torch.ones(101, 101)))
-    with pytest.raises(UserError, match=r"shape \(1, 6\).*pass another batch, seq_len or inputs"):
+    with pytest.raises(UserError, match=r"shape \(1, 6\).*pass another batch or seq_len"):
         model_diagram(SmallGPT(), seq_len=6)
 
 
@@ -199,7 +176,7 @@ def no_sum(x):
 @pytest.mark.parametrize(
     ("got", "want"),
     [
-        (3, 3), (0.1 + 0.2, 0.3), ("abc", "abc"), ((2, 3), [2, 3]), ({"a": 1.0}, {"a": 1}),
+        (3, 3), (0.1 + 0.2, 0.3), ("abc", "abc"), ((2, 3), [2, 3]),
         (torch.eye(2), torch.eye(2, dtype=torch.float64)), ([[1, 0], [0, 1]], torch.eye(2)),
         (torch.tensor(3.0), 3), (torch.Size([2, 3]), (2, 3)), (math.nan, math.nan), (None, None),
         (torch.tensor([1.0]), no_sum), (float("inf"), float("inf")),
@@ -230,7 +207,6 @@ def test_check_tolerates_an_absolute_difference(capsys, kind):
         ("abd", "secret", "got 'abd'; that is not the str"),
         ([1, 2], [1, 41], "got [1, 2]; at index 1: that is not the number"),
         ([1], [1, 41], "got [1]; expected 2 elements"),
-        ({}, {"secret": 41}, "got {}; that is not the dict"),
         (torch.zeros(2, 3), torch.full((3, 2), 41.0),
          "got a tensor of shape (2, 3); expected a tensor of shape (3, 2)"),
         (torch.tensor([1.0, 2.5]), torch.tensor([1.0, 2.0]),
@@ -314,7 +290,7 @@ def sampled_probs(logits, temperature, top_k, top_p):
 
 @slow
 def test_sliders_change_the_bars_as_torch_says(tmp_path, chromium, logits):
-    page = Page(chromium, tmp_path, *[next_token_bars(TOKENS, logits, top=8)] * 2)
+    page = Page(chromium, tmp_path, *[next_token_bars(TOKENS, logits)] * 2)
     view, other = page.views.nth(0), page.views.nth(1)
     for temperature, k, p in (
         (1.0, 50, 1),
@@ -332,19 +308,19 @@ def test_sliders_change_the_bars_as_torch_says(tmp_path, chromium, logits):
         exact = temperature if temperature == 1 else math.exp(exact)
         want = sampled_probs(logits, exact, k, p)
         got = page.probs(view)
-        assert got[:8] == pytest.approx(want[:8], abs=2e-5)
-        assert got[8] == pytest.approx(want[8:].sum().item(), abs=1e-4)
+        assert got[:12] == pytest.approx(want[:12], abs=2e-5)
+        assert got[12] == pytest.approx(want[12:].sum().item(), abs=1e-4)
         entropy = float(view.locator("p").get_attribute("data-entropy"))
         want_h = -(want[want > 0] * want[want > 0].log()).sum().item()
         assert entropy == pytest.approx(want_h, abs=1e-4)
         cut = view.locator(".name.cut").count()
-        assert cut == int((want[:8] == 0).sum()) + int(want[8:].sum() == 0)
+        assert cut == int((want[:12] == 0).sum()) + int(want[12:].sum() == 0)
     # the order of the filters is sample_token's own: no token that the view cuts off is sampled
     possible = set(
         torch.cat([sample_token(logits[None], exact, 9, 0.6) for _ in range(300)]).tolist()
     )
     assert possible <= set(logits.topk(int((want > 0).sum())).indices.tolist())
-    assert page.probs(other)[:8] == pytest.approx(sampled_probs(logits, 1, 50, 1)[:8], abs=2e-5)
+    assert page.probs(other)[:12] == pytest.approx(sampled_probs(logits, 1, 50, 1)[:12], abs=2e-5)
     slider = view.locator("input").first
     slider.focus()
     before = page.probs(view)[0]
@@ -505,17 +481,3 @@ def test_works_where_scripts_run_after_the_html_is_inserted(tmp_path, chromium, 
         mask_view(TEXT, masks)._repr_html_() + mask_view(TEXT, masks)._repr_html_(),
     )
     assert page.page.locator("[data-lab-widget] fieldset label").count() == 6 and page.wrong == []
-
-
-@slow
-def test_attention_page_shows_captured_weights(tmp_path, chromium, tiny_config):
-    model, idx = add_noise(GPT(tiny_config)), torch.randint(256, (2, 9))
-    _, seen = capture_activations(model, idx)
-    html = attention_page("abcdefghi", seen, "title", "1.1")
-    (tmp_path / "page.html").write_text(
-        "<!doctype html><meta charset=utf-8>" + html, encoding="utf-8"
-    )
-    tab = Tab(chromium, (tmp_path / "page.html").as_uri())
-    got = tab.page.locator(".tokens span").evaluate_all("all => all.map(one => +one.dataset.p)")
-    assert got == pytest.approx(seen[1][0, 1, 8].tolist(), abs=1e-3)
-    assert json.dumps(tab.wrong) == "[]" and tab.page.locator("h4").inner_text() == "title"

@@ -101,12 +101,6 @@ def test_failed_checkpoint_ends_the_run(tmp_path, shards, monkeypatch, max_steps
     assert 100 <= of_kind(read_run(tmp_path / "r"), "train")[-1]["step"] < 200
 
 
-def test_document_mask_flag_has_an_effect(tmp_path, shards):
-    losses = [train_here(tmp_path, shards, str(mask), max_steps=1, model=dict(document_mask=mask)).losses
-              for mask in (True, False)]  # fmt: skip
-    assert losses[0] != losses[1]
-
-
 ONE_MATRIX = """import sys, train_gpt2
 class OneMatrix(train_gpt2.CausalSelfAttention):
     def __init__(self, *args, **kwargs):

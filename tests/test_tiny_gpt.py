@@ -127,9 +127,3 @@ def test_it_is_one_page_of_plain_python():
     assert len(lines) <= 150
     imports = {line.split()[1] for line in lines if line.startswith(("import", "from"))}
     assert imports <= {"math", "random", "pathlib"}
-
-
-def test_names_are_a_sorted_list():
-    names = (ROOT / "examples/names.txt").read_text().split()
-    assert names == sorted(set(names)) and all(name.isalpha() and name.istitle() for name in names)
-    assert max(map(len, names)) + 1 <= 16  # they fit in the model's context

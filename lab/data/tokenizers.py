@@ -157,12 +157,12 @@ def byte_names() -> list[str]:
     return [chr(byte if byte in visible else next(others)) for byte in range(256)]
 
 
-def byte_bpe(vocab: dict[str, int] | None = None, merges: Any = ()) -> "HuggingFaceTokenizer":
-    """A tokenizer of the tokenizers package that splits words like GPT-2. vocab, merges: in byte_names."""
+def byte_bpe(vocab: dict[str, int] | None = None) -> "HuggingFaceTokenizer":
+    """A tokenizer of the tokenizers package that splits words like GPT-2. vocab: in byte_names."""
     from tokenizers import Tokenizer as HuggingFaceTokenizer
     from tokenizers import decoders, models, pre_tokenizers  # slow: training does not need them
 
-    tokenizer = HuggingFaceTokenizer(models.BPE(vocab=vocab or {}, merges=list(merges)))
+    tokenizer = HuggingFaceTokenizer(models.BPE(vocab=vocab or {}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer

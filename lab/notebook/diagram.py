@@ -44,28 +44,21 @@ class Box:
     add_from: int | None = None
 
 
-def model_diagram(
-    model: "nn.Module",
-    batch: int = 1,
-    seq_len: int | None = None,
-    inputs: "Tensor | None" = None,
-    title: str = "",
-) -> Widget:
+def model_diagram(model: "nn.Module", batch: int = 1, seq_len: int | None = None) -> Widget:
     """Diagram of a model with the shapes of one forward pass; point at a box to see its parameters.
 
     Runs model(idx) once, in evaluation mode and without gradients, on token ids idx (batch, seq_len)
-    that are all 0, or on `inputs`. The drawing does not depend on names. An addition is drawn where a
-    tensor equals the sum of a module's output and an earlier tensor. A list of modules of one class is
-    drawn once. A module is marked as mixing positions if a change of its input at position 0 changes
-    its output at other positions. seq_len: by default 8, or model.config.block_size if that is less.
+    that are all 0. The drawing does not depend on names. An addition is drawn where a tensor equals the
+    sum of a module's output and an earlier tensor. A list of modules of one class is drawn once. A module
+    is marked as mixing positions if a change of its input at position 0 changes its output at other
+    positions. seq_len: by default 8, or model.config.block_size if that is less.
     """
     import torch
 
-    if inputs is None:
-        block_size = getattr(getattr(model, "config", None), "block_size", 8)
-        device = next((p.device for p in model.parameters()), None)
-        shape = (batch, seq_len or min(8, block_size))
-        inputs = torch.zeros(shape, dtype=torch.long, device=device)
+    block_size = getattr(getattr(model, "config", None), "block_size", 8)
+    device = next((p.device for p in model.parameters()), None)
+    shape = (batch, seq_len or min(8, block_size))
+    inputs = torch.zeros(shape, dtype=torch.long, device=device)
     with _evaluating(model):
         calls = _record(model, inputs)
         sources, column, sums = _boxes(model, calls)
@@ -83,7 +76,7 @@ def model_diagram(
             " mixes positions" if box.mixes else ""
         )
         lines.append(f"  {box.path:<24} {box.kind:<20} {box.params:>12,}  -> {box.gives}{note}")
-    return Widget("diagram.html.j2", "\n".join(lines), data, title=title or lines[0])
+    return Widget("diagram.html.j2", "\n".join(lines), data, title=lines[0])
 
 
 @contextlib.contextmanager
@@ -125,7 +118,7 @@ def _record(model: "nn.Module", inputs: "Tensor") -> list[Call]:
         except Exception as error:
             raise UserError(
                 f"model cannot run on an input of shape {_shape(inputs)} ({error}); pass another "
-                "batch, seq_len or inputs"
+                "batch or seq_len"
             ) from error
     return calls
 

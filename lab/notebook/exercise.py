@@ -10,7 +10,7 @@ GREEN, RED, BLUE, RESET = "\033[32m", "\033[31m", "\033[34m", "\033[0m"
 def check(name: str, got: Any, want: Any, hint: str = "", tol: float = 1e-6) -> None:
     """Print whether the answer `got` is right, without printing the answer.
 
-    want: the value (a number, string, list, dict or tensor), or a function that gets `got` and returns
+    want: the value (a number, string, list or tensor), or a function that gets `got` and returns
     True or a sentence about what is wrong. tol: allowed difference of numbers; a millionth of the wanted
     value is always allowed. If `got` is ..., the placeholder in an empty exercise, print "your turn".
     Never raises, so that a notebook runs to its end whatever the answers are.
@@ -63,11 +63,6 @@ def _difference(got: Any, want: Any, tol: float) -> str:
         for i, (a, b) in enumerate(zip(got, want)):
             if wrong := _difference(a, b, tol):
                 return f"at index {i}: {wrong}"
-        return ""
-    if isinstance(want, dict) and isinstance(got, dict) and set(got) == set(want):
-        for key in want:
-            if wrong := _difference(got[key], want[key], tol):
-                return f"at key {key!r}: {wrong}"
         return ""
     if type(got) is not type(want):
         return f"expected a {type(want).__name__}"

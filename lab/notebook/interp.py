@@ -8,7 +8,7 @@ import html
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from lab.cli import ROOT, UserError
-from lab.notebook.views import attention_view
 
 
 def laptop_run(log_dir: str | Path = "log", steps: int = 300) -> Path:
@@ -99,18 +98,6 @@ def ablate_head(model: Any, layer: int, head: int) -> AbstractContextManager:
         return (y,)
 
     return model.transformer.h[layer].attn.c_proj.register_forward_pre_hook(zero_head)
-
-
-def attention_page(
-    pieces: Sequence[str], weights: Sequence[Tensor], title: str = "", head: str = "0.0"
-) -> str:
-    """attention_view of capture_activations' weights, as HTML: the first sequence is shown.
-
-    head: the one shown first, as "<block>.<head>".
-    """
-    layer, number = map(int, head.split("."))
-    view = attention_view(pieces, [block[0] for block in weights], layer, number, title)
-    return view._repr_html_()
 
 
 class Table:

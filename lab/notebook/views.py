@@ -7,22 +7,18 @@ from typing import Any
 from lab.cli import require
 from lab.notebook.widget import Widget, readable, visible
 
-MAX_LOGITS = 2000  # logits sent exactly; the others are grouped into intervals of equal width
-TEMPERATURES = (0.1, 3.0)
+BARS = 12  # tokens with a bar of their own
 MAX_PAIRS = 15_000  # pairs of positions in all masks of a page
 MAX_DIGITS = 42_000  # base-64 digits of all attention weights of a page; pages stay below 60 KB
 ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
 
 
-def next_token_bars(
-    tokens: Sequence[str], logits: Any, top: int = 12, temperature: float = 1.0, title: str = ""
-) -> Widget:
-    """Bars of the `top` most probable next tokens, with sliders for temperature, top-k and top-p.
+def next_token_bars(tokens: Sequence[str], logits: Any) -> Widget:
+    """Bars of the most probable next tokens, with sliders for temperature, top-k and top-p.
 
     tokens: the whole vocabulary as text. logits (V,): a tensor or a sequence, of the same length. The
     softmax is over all V, in the order of lab.inference.generate: temperature, then top-k, then top-p
-    of the rest. Beyond the 2,000 largest, logits are rounded to 500 intervals (relative error of
-    their probability below 0.1 %).
+    of the rest.
     """
     values = [float(x) for x in _to_list(logits)]
     require(
@@ -30,47 +26,15 @@ def next_token_bars(
         f"logits has {len(values)} values and tokens has {len(tokens)}; pass one logit per token",
     )
     require(values and all(map(math.isfinite, values)), "logits must be finite and not empty")
-    low, high = TEMPERATURES
-    require(
-        low <= temperature <= high,
-        f"temperature={temperature} must be from {low} to {high}, the range of the slider",
-    )
     order = sorted(range(len(values)), key=lambda i: -values[i])
-    shown = order[: max(top, 1)]
-    first = [round(values[i], 5) for i in order[:MAX_LOGITS]]
-    names = [visible(tokens[i]) for i in shown]
-    probs = _softmax([x / temperature for x in values])
-    lines = [f"{name:>12}  {100 * probs[i]:5.1f} %" for name, i in zip(names, shown)]
-    data = dict(
-        names=names, logits=first, rest=_histogram([values[i] for i in order[MAX_LOGITS:]]),
-        count=len(values), temperature=temperature, range=TEMPERATURES,
-    )  # fmt: skip
-    return Widget("next_token_bars.html.j2", "\n".join(lines), data, title=title)
-
-
-def _softmax(values: list[float]) -> list[float]:
-    top = max(values)
-    weights = [math.exp(x - top) for x in values]
-    total = sum(weights)
-    return [w / total for w in weights]
-
-
-def _histogram(values: list[float], bins: int = 500) -> list[tuple[float, int]]:
-    """(logit, count) of the occupied intervals, the largest first.
-
-    The logit is the log of the mean of exp in the interval, so that it is exact at temperature 1.
-    """
-    if not values:
-        return []
-    low, width = values[-1], (values[0] - values[-1]) / bins or 1.0
-    groups: dict[int, list[float]] = {}
-    for x in values:
-        groups.setdefault(int((x - low) / width), []).append(x)
-    means = [
-        (math.log(sum(math.exp(x - g[0]) for x in g) / len(g)) + g[0], len(g))
-        for g in groups.values()
+    names, top = [visible(tokens[i]) for i in order[:BARS]], values[order[0]]
+    total = sum(math.exp(x - top) for x in values)
+    lines = [
+        f"{name:>12}  {100 * math.exp(values[i] - top) / total:5.1f} %"
+        for name, i in zip(names, order)
     ]
-    return [(round(mean, 5), count) for mean, count in means]
+    data = dict(names=names, logits=[round(values[i], 5) for i in order])
+    return Widget("next_token_bars.html.j2", "\n".join(lines), data)
 
 
 def attention_view(

@@ -55,7 +55,7 @@ def _named(dark: bool) -> dict[str, str]:
     return dict(zip("blue orange green pink red gold".split(), COLORS[dark]))
 
 
-def plot_setup(dark: bool = False) -> None:
+def plot_setup() -> None:
     """Set matplotlib's defaults to the style of the project's figures, as wide as a notebook page, and
     hide a warning that tqdm gives without ipywidgets.
 
@@ -64,6 +64,6 @@ def plot_setup(dark: bool = False) -> None:
     import matplotlib  # slow, and only figures need it
 
     size = {"figure.figsize": (9.5, 3.6), "figure.dpi": 110, "savefig.dpi": "figure"}
-    settings: dict[Any, Any] = style(dark) | size
+    settings: dict[Any, Any] = style() | size
     matplotlib.rcParams.update(settings)
     warnings.filterwarnings("ignore", message="IProgress")

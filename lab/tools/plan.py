@@ -134,8 +134,8 @@ def what_fits(s: MemorySpec, gpu: GPU) -> str:
 # --------------------------------------------------------------------------------------- 2. speed
 
 
-def probe(model_config: Any, cfg: Any, seconds: float = 3.0) -> tuple[float, int | None]:
-    """Train on random tokens for about this many seconds, after a first step that is not timed. Returns
+def probe(model_config: Any, cfg: Any) -> tuple[float, int | None]:
+    """Train on random tokens for about three seconds, after a first step that is not timed. Returns
     (tokens/s, peak memory in bytes or None without CUDA). cfg.batch_size must not be 0."""
     world, tokens, steps = World(cfg.device), cfg.total_batch_size, 0
     cuda = world.device.type == "cuda"
@@ -149,7 +149,7 @@ def probe(model_config: Any, cfg: Any, seconds: float = 3.0) -> tuple[float, int
         trainer.train_step()  # compiles
         world.synchronize()
         t0 = time.perf_counter()
-        while not steps or time.perf_counter() - t0 < seconds:
+        while not steps or time.perf_counter() - t0 < 3:
             trainer.train_step()
             world.synchronize()
             steps += 1

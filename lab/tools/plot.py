@@ -26,13 +26,13 @@ from lab.tools.read_log import (
     comparable,
     find_runs,
     loss_window,
+    losses_by_position,
     output_path,
     read_log,
     run_names,
     short,
     smooth,
     tokens_at,
-    values_by_position,
 )
 
 # acc_norm of the published models on HellaSwag's 10042 validation examples
@@ -66,7 +66,7 @@ def compare_losses(names: Sequence[str], logs: Sequence[RunLog]) -> str:
     if not last:
         return "the runs can only be compared at step 0, before training"
     kind = {"val": "validation", "train": "training"}[name]
-    losses = [rows[last][1] for rows in values_by_position(logs, name, "loss")]
+    losses = [rows[last][1] for rows in losses_by_position(logs, name)]
     (best, first), (other, second) = sorted(zip(losses, names))[:2]
     where = f"{short(last)} tokens" if by_tokens(logs) else f"step {last:,}"
     if f"{best:.2f}" == f"{other:.2f}":
@@ -80,7 +80,7 @@ def last_common(logs: Sequence[RunLog]) -> tuple[str, int] | None:
     measured after step 0; position 0 if they only have step 0 in common, None without a common step."""
     before_training = None
     for kind in ("val", "train"):
-        common = set.intersection(*map(set, values_by_position(logs, kind, "loss")))
+        common = set.intersection(*map(set, losses_by_position(logs, kind)))
         if last := max(common, default=0):
             return kind, last
         if common:

@@ -254,15 +254,13 @@ def by_tokens(logs: Sequence[RunLog]) -> bool:
     return len(logs) > 1 and all(map(tokens_at, logs))
 
 
-def values_by_position(
-    logs: Sequence[RunLog], kind: str, name: str
-) -> list[dict[int, tuple[int, float]]]:
-    """For each log {position: (step, value)}. Runs are compared at equal positions, which are tokens
-    or steps (see by_tokens)."""
+def losses_by_position(logs: Sequence[RunLog], kind: str) -> list[dict[int, tuple[int, float]]]:
+    """For each log {position: (step, loss)}. Runs are compared at equal positions, which are tokens or
+    steps (see by_tokens)."""
     in_tokens, found = by_tokens(logs), []
     for log in logs:
         position = (in_tokens and tokens_at(log)) or int
-        found.append({position(s): (s, v) for s, v in zip(*column(log, kind, name))})
+        found.append({position(s): (s, v) for s, v in zip(*column(log, kind, "loss"))})
     return found
 
 

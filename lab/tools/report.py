@@ -147,7 +147,7 @@ def difference(first: RunReport, second: RunReport) -> dict[str, Any]:
     """The figure of the second run's losses minus the first's."""
     curves, logs = [], [first.log, second.log]
     for kind, label, width in (("train", "training", 1.3), ("val", "validation", 3)):
-        a, b = read_log.values_by_position(logs, kind, "loss")
+        a, b = read_log.losses_by_position(logs, kind)
         common = [position for position in a if position in b]
         steps = [a[position][0] for position in common]
         gaps = [b[position][1] - a[position][1] for position in common]

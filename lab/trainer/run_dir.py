@@ -103,18 +103,11 @@ def has_steps(run_dir: Path) -> bool:
     return '"kind": "first_step"' in read_lenient(run_dir / "log.jsonl")
 
 
-def existing_checkpoints(run_dir: Path) -> list[Path]:
-    """checkpoint_files without dangling links; none if the run is being removed."""
-    with contextlib.suppress(OSError):
-        return [path for path in checkpoint_files(run_dir) if path.exists()]
-    return []
-
-
 def last_written(run_dir: Path) -> float:
     """Time of the last write to a run's log or checkpoints, in seconds since the epoch; 0 if there are
     none."""
     times = [0.0]
-    for path in (run_dir / "log.jsonl", *existing_checkpoints(run_dir)):
+    for path in (run_dir / "log.jsonl", *checkpoint_files(run_dir)):
         with contextlib.suppress(OSError):
             times.append(path.stat().st_mtime)
     return max(times)
@@ -131,7 +124,7 @@ def newest_run(log_dir: str | Path, accept: Callable[[dict], bool], program: str
     UserError if there is none; program: the file that creates such runs."""
     program = program or "train_gpt2.py"
     for run_dir in newest_first(log_dir):
-        if existing_checkpoints(run_dir) and accept(program_of(run_dir)):
+        if checkpoint_files(run_dir) and accept(program_of(run_dir)):
             return run_dir
     raise UserError(
         f"no run of {program} with a checkpoint in {log_dir}/; `{command_for(program)}` creates one"
