@@ -134,7 +134,7 @@ def tokenize_examples(
         elif not skip_long:
             raise UserError(
                 f"line {row['line']} has an ending of {longest} tokens, but the model's context "
-                f"has block_size={block_size}; skip such examples with hellaswag.py --skip_long"
+                f"has block_size={block_size}; `hellaswag.py --skip_long` skips such examples"
             )
     require(
         rows,

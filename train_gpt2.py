@@ -205,10 +205,10 @@ class CausalSelfAttention(nn.Module):  # names of weights are OpenAI's; c_ is sh
 
 
 class MLP(nn.Module):
-    def __init__(self, config, bias=True):  # speedrun.py's MLP has no biases
+    def __init__(self, config):
         super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias)
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias)  # name used by init_weights
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)  # name used by init_weights
 
     def forward(self, x):
         return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))  # tanh, as in OpenAI's code

@@ -225,6 +225,13 @@ def test_a_failing_loss_curve_does_not_end_a_run(tmp_path, capfd):
         assert reported == (folder == run) and not (tmp_path / out).exists()
 
 
+def test_more_than_five_runs_are_distinguished_by_line_style():
+    looks = [
+        tuple(look.values()) for *_, look in plot.run_looks(dict.fromkeys(range(12)), "loss", False)
+    ]
+    assert len(set(looks)) == 12 and {style for _, style in looks[:5]} == {"-"}
+
+
 def test_close_baselines_of_two_runs_share_one_line():
     logs = [{"start": [{"step": 0, "unigram": value}]} for value in (3.31, 3.30)]
     assert plot.loss_levels(logs) == {"unigram baselines 3.30 to 3.31": 3.30}

@@ -205,6 +205,12 @@ def test_initial_loss_is_uniform_and_pad_rows_stay_zero():
         assert len(p) > VOCAB and not p[VOCAB:].any()
 
 
+def test_an_edit_of_gpt2s_mlp_does_not_change_this_one(monkeypatch):
+    monkeypatch.setattr(train_gpt2.MLP, "__init__", lambda self, config: 1 / 0)
+    mlp = speedrun.MLP(CONFIG)
+    assert [tuple(p.shape) for p in mlp.parameters()] == [(128, 32), (32, 128)]
+
+
 @torch.no_grad()
 def test_squared_relu_and_learned_value_mixing():
     model, x = tiny_model(), torch.randn(2, 7, 32)
@@ -380,6 +386,11 @@ def test_trained_run_is_extended_and_resumed(tmp_path, run_speedrun):
         "--init_from log/r --run_name longer --block_size 64 --seq_len 64 --batch_size 2".split()
     )
     how = "--rope_scaling yarn --trained_length 32 --max_steps 4 --checkpoint_every 2".split()
+    wrong = run_speedrun(*longer, *how, "--trained_length", 16, status=2)
+    assert (
+        "trained_length=16 is not the context length of" in wrong
+        and "pass --trained_length 32" in wrong
+    )
     run_speedrun(*longer, *how)
     whole = read_run(tmp_path / "log/longer")
     (tmp_path / "log/longer/model_000004.pt").unlink()

@@ -149,7 +149,7 @@ def val_log(*losses, train=(1.0,)):
         (val_log(3, 1.1, 1.2), "", "1.2000, is above its minimum of 1.1000 after step 10; train for fewer"
          " steps or on more data."),
         (val_log(3, 1.1, 1.2, train=(1.5, 1.5)), "", "1.1000 after step 10; try a lower --lr "),
-        (val_log(1.5, 1.2), "log/base", "is good: 0.300 below 1.5000, the loss of log/base."),
+        (val_log(1.5, 1.2), "log/base", "is good: 0.300 below 1.5000, the loss before training."),
         (val_log(1.2, 1.205), "log/base", "is not better than 1.2000 at step 0; try a lower --lr "),
         ({}, "", ""),
         (val_log(), "", ""),

@@ -95,6 +95,24 @@ print(torch.allclose(mlp(x), mlp.c_proj(mlp.c_fc(x).relu().square())))
     assert "is defined in" in missing and "put a copy of that file there" in missing
 
 
+GATE = (
+    "        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)  # name used by init_weights\n",
+    "        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)\n"
+    "        self.c_gate = nn.Linear(config.n_embd, 4 * config.n_embd)\n",
+)
+GATED = (RELU2[0], "return self.c_proj(F.silu(self.c_gate(x)) * self.c_fc(x))")
+
+
+def test_a_model_with_other_weights_is_trained_and_sampled_but_not_exported(tmp_path, shards):
+    """A gated MLP (SwiGLU), which transformers' GPT-2 does not have."""
+    program = edited_copy(tmp_path, "gated.py", GATE, GATED)
+    succeed(program, *TINY_RUN, "--data", shards, *TINY, cwd=tmp_path)
+    assert "ab" in succeed(ROOT / "sample.py", "ab", "--model", "r", cwd=tmp_path)
+    for out in (("--out", "out"), ("--html", "page.html")):
+        refused = fail("lab", "export", "log/r", *out, cwd=tmp_path)
+        assert "the model has other weights than GPT-2" in refused
+
+
 MEAN_WEIGHTS = (
     (
         "        self.saved_step = 0",

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lab.hf.gpt2 import load_exported
+
 # (transformers' name, ours). A block's names begin with bert.encoder.layer.N and transformer.h.N
 NAMES = [
     ("bert.embeddings.word_embeddings", "transformer.wte"),
@@ -95,5 +97,5 @@ def to_transformers(model: Any) -> Any:
     state["cls.predictions.bias"] = state["cls.predictions.decoder.bias"]
     state["cls.predictions.decoder.weight"] = state["bert.embeddings.word_embeddings.weight"]
     exported = BertForMaskedLM(config)
-    exported.load_state_dict(state)
+    load_exported(exported, state, "BERT")
     return exported

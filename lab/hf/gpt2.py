@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lab.cli import UserError
+
 PUBLISHED = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # names of OpenAI's weights on the hub
 # OpenAI's layer stores its matrix as (in, out), nn.Linear as (out, in)
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
@@ -37,6 +39,17 @@ def from_transformers(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {k: v.t() if k.endswith(TRANSPOSED) else v for k, v in state.items()}
 
 
+def load_exported(exported: Any, state: dict[str, Tensor], name: str, **how: Any) -> None:
+    """Load an edited model's state dict into the one of transformers. Raises UserError if it does not fit."""
+    try:
+        exported.load_state_dict(state, **how)
+    except RuntimeError as error:
+        raise UserError(
+            f"the model has other weights than {name}, so transformers has no model for it; use it with "
+            "sample.py"
+        ) from error
+
+
 def to_transformers(model: Any) -> Any:
     """A GPT2LMHeadModel with the weights of `model`, a train_gpt2.py GPT, without padding rows."""
     from transformers import GPT2Config, GPT2LMHeadModel  # slow to import
@@ -53,7 +66,7 @@ def to_transformers(model: Any) -> Any:
         state[name] = (p.t() if name.endswith(TRANSPOSED) else p).contiguous()
     with torch.device("meta"):  # avoids drawing random weights
         exported = GPT2LMHeadModel(config)
-    exported.load_state_dict(state | {HEAD: state[WTE]}, assign=True)
+    load_exported(exported, state | {HEAD: state[WTE]}, "GPT-2", assign=True)
     exported.tie_weights()
     exported.generation_config.pad_token_id = c.end_of_text
     return exported

@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median_high
+from statistics import median_low
 from typing import Annotated, Any
 
 from lab.cli import UserError, eprint, parse_args
@@ -97,7 +97,7 @@ def caption(log: RunLog) -> str:
     parts += [start["precision"]] if start.get("precision") else []
     parts += [f"{short(n)} tokens" for n in column(log, "train", "tokens")[1][-1:]]
     speeds = column(log, "train", "tok_per_s")[1]
-    parts += [f"median {short(median_high(speeds))} tokens/s"] if speeds else []
+    parts += [f"median {short(median_low(speeds))} tokens/s"] if speeds else []
     return ", ".join(parts)
 
 
@@ -137,10 +137,13 @@ def phenomena(log: RunLog) -> dict[str, tuple[list[int], list[float]]]:
     return {name: curve for name, curve in found.items() if curve[0]}
 
 
-def run_colors(logs: dict[str, RunLog], what: str, dark: bool) -> Iterator[tuple[str, RunLog, str]]:
-    """(name, log, color) of each run. A single run has the color of the quantity `what`."""
+def run_looks(logs: dict[str, RunLog], what: str, dark: bool) -> Iterator[tuple[str, RunLog, dict]]:
+    """(name, log, color and line style) of each run. A single run has the color of the quantity `what`; the
+    sixth run is the first that is dashed."""
     series = [color_of(what, dark)] if len(logs) == 1 else SERIES[dark]
-    return zip(logs, logs.values(), itertools.cycle(series))
+    looks = itertools.product(("-", "--", ":", "-."), series)
+    for (name, log), (linestyle, color) in zip(logs.items(), itertools.cycle(looks)):
+        yield name, log, dict(color=color, linestyle=linestyle)
 
 
 # The panels: each draws {run name: log} into an Axes. x(log, steps) gives the horizontal positions.
@@ -149,19 +152,21 @@ def run_colors(logs: dict[str, RunLog], what: str, dark: bool) -> Iterator[tuple
 def draw_loss(ax: Any, logs: dict[str, RunLog], dark: bool, x: Callable) -> None:
     """Draw training loss thin, smoothed if there are enough points, and validation loss thick."""
     alone = len(logs) == 1
-    for name, log, color in run_colors(logs, "loss", dark):
+    for name, log, look in run_looks(logs, "loss", dark):
         steps, losses = column(log, "train", "loss")
         if len(losses) >= 80:
-            ax.plot(x(log, steps), losses, color=color, linewidth=0.7, alpha=0.35)
+            ax.plot(x(log, steps), losses, **look, linewidth=0.7, alpha=0.35)
             losses = smooth(losses)
-        look = dict(color=color, linewidth=1, alpha=0.9, marker="." if len(steps) == 1 else None)
-        ax.plot(x(log, steps), losses, **look, label="training (thin)" if alone else None)
+        thin = dict(look, linewidth=1, alpha=0.9, marker="." if len(steps) == 1 else None)
+        ax.plot(x(log, steps), losses, **thin, label="training (thin)" if alone else None)
         steps, losses = column(log, "val", "loss")
-        look = dict(color=color, linewidth=2.4, markersize=5, marker="o" * (len(steps) <= 60))
-        ax.plot(x(log, steps), losses, **look, label="validation (thick)" if alone else name)
+        thick = dict(look, linewidth=2.4, markersize=5, marker="o" * (len(steps) <= 60))
+        ax.plot(x(log, steps), losses, **thick, label="validation (thick)" if alone else name)
         if alone and steps:
             how = dict(xytext=(0, 8), textcoords="offset points", ha="right", fontweight="bold")
-            ax.annotate(f"{losses[-1]:.2f}", (x(log, steps)[-1], losses[-1]), color=color, **how)
+            ax.annotate(
+                f"{losses[-1]:.2f}", (x(log, steps)[-1], losses[-1]), color=look["color"], **how
+            )
     if window := loss_window(logs.values()):
         ax.set_ylim(*window)
     for text, level in loss_levels(logs.values()).items():
@@ -176,9 +181,9 @@ def draw_accuracy(
     ax: Any, logs: dict[str, RunLog], dark: bool, x: Callable, kind: str, levels: dict[str, float]
 ) -> None:
     """Draw a benchmark's main score with 95 % intervals, and the levels of other models."""
-    for _, log, color in run_colors(logs, "accuracy", dark):
+    for _, log, look in run_looks(logs, "accuracy", dark):
         steps, values, errors = accuracy(log, kind)
-        look = dict(color=color, marker="o", markersize=4, capsize=2, elinewidth=1)
+        look |= dict(marker="o", markersize=4, capsize=2, elinewidth=1)
         ax.errorbar(x(log, steps), values, yerr=errors, **look)
     chance = min(levels.values())
     for text, value in levels.items():
@@ -224,9 +229,9 @@ def draw_phenomena(ax: Any, logs: dict[str, RunLog], dark: bool, x: Callable) ->
 
 def draw_lr(ax: Any, logs: dict[str, RunLog], dark: bool, x: Callable) -> None:
     """Draw the learning rate."""
-    for _, log, color in run_colors(logs, "learning rate", dark):
+    for _, log, look in run_looks(logs, "learning rate", dark):
         steps, rates = column(log, "train", "lr")
-        ax.plot(x(log, steps), rates, color=color, linewidth=1.3)
+        ax.plot(x(log, steps), rates, **look, linewidth=1.3)
     ax.set_ylabel("learning\nrate")
     ax.set_ylim(bottom=0)
     ax.ticklabel_format(axis="y", style="sci", scilimits=(-2, 4))

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median_high
+from statistics import median_high, median_low
 from typing import Annotated, Any, NamedTuple
 
 from lab.cli import UserError, parse_args
@@ -201,9 +201,11 @@ def numbers(run: RunReport) -> dict[str, Number]:
         ("peak_gib", "peak memory, GiB", "{:,.2f}"),
     ]
     rows += [(phase, f"{phase[:-3]}, ms per step, median", "{:,.1f}") for phase in phases]
+    # with an even number of values, the slower of both middle ones, so that speed and time agree
+    how = dict.fromkeys(("tok_per_s", "mfu"), median_low) | {"peak_gib": max}
     for name, what, form in rows:
         if values := column(run.log, "train", name)[1]:
-            found[what] = Number((max if "peak" in what else median_high)(values), form)
+            found[what] = Number(how.get(name, median_high)(values), form)
     return found
 
 

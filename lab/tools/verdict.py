@@ -35,7 +35,7 @@ def loss_verdict(log: RunLog, settings: Mapping[str, Any]) -> str:
         if gain <= 0:
             hint = lower_lr_hint(settings)
             return f"{shown} not better than {losses[0]:.4f} at step 0; {hint}."
-        return f"{shown} good: {gain:.3f} below {losses[0]:.4f}, the loss of {init_from}."
+        return f"{shown} good: {gain:.3f} below {losses[0]:.4f}, the loss before training."
     word = f"not good yet (not below the unigram loss, {unigram:.3f})"
     if loss < GOOD * unigram:
         word = f"good (below two thirds of the unigram loss, {unigram:.3f})"
