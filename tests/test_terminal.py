@@ -135,6 +135,10 @@ def val_log(*losses, train=(1.0,)):
     }
 
 
+def resumed(log, step):
+    return log | {"start": [*log["start"], log["start"][0] | {"step": step}]}
+
+
 @pytest.mark.parametrize(
     "log, init_from, verdict",
     [
@@ -149,6 +153,8 @@ def val_log(*losses, train=(1.0,)):
         (val_log(3, 1.1, 1.2), "", "1.2000, is above its minimum of 1.1000 after step 10; train for fewer"
          " steps or on more data."),
         (val_log(3, 1.1, 1.2, train=(1.5, 1.5)), "", "1.1000 after step 10; try a lower --lr "),
+        (resumed(val_log(3, 1.1, 1.2), 10), "", "above its minimum of 1.1000 after step 10; the learning rate"
+         " rose again when the run was resumed, so let it finish."),
         (val_log(1.5, 1.2), "log/base", "is good: 0.300 below 1.5000, the loss before training."),
         (val_log(1.2, 1.205), "log/base", "is not better than 1.2000 at step 0; try a lower --lr "),
         ({}, "", ""),

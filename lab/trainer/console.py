@@ -263,7 +263,9 @@ def summary(trainer, stopped: str) -> None:
         # where the loss of a chat model is lowest, its answers are still nonsense
         if has_best and not stopped and is_worse(log) and trainer.cfg.preset != "sft":
             model = shell_quote(run_dir / "model_best.pt")
-    best = f"; model_best.pt is the one with the lowest validation loss, {trainer.best_val:.4f}"
+    best = (
+        f"; model_best.pt is the saved one with the lowest validation loss, {trainer.best_val:.4f}"
+    )
     best *= has_best
     continue_, more = ("finish it", "") if stopped else ("train it further", " --max_steps TOTAL")
     report, sample = command_for("lab report"), command_for("sample.py")
