@@ -288,6 +288,20 @@ def test_unreadable_files_and_folders_are_refused_and_special_files_are_listed(t
         assert f"in/{special} is skipped: it is a dangling link, FIFO, socket" in done.stderr
 
 
+def test_an_unfinished_build_is_named_as_such(tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("y " * 3000)
+    (tmp_path / "in" / "b.txt").write_bytes(b"caf\xe9")
+    args = ["--source", str(tmp_path / "in"), "--out", str(tmp_path / "o"), "--val_tokens", "5"]
+    with pytest.raises(UserError, match="not UTF-8"):
+        fineweb.main([*args, "--tokenizer", "bytes"])
+    with pytest.raises(UserError, match="whose build is not finished; run its command again"):
+        TokenShards(tmp_path / "o", "train", 257)
+    (tmp_path / "in" / "b.txt").write_text("café and more")
+    with pytest.raises(UserError, match="has an unfinished build from other files; .*: b.txt; choose"):
+        fineweb.main([*args, "--tokenizer", "bytes"])
+
+
 def test_a_refused_tokenizer_is_not_written_and_linked_folders_are_reported(tmp_path, capsys):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.txt").write_text("y " * 3000)

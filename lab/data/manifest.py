@@ -144,8 +144,9 @@ def check_manifest_matches(out_dir: str | Path, manifest: Mapping[str, Any], **w
                 old = old or []
                 names = {file[0] for file in [*old, *value] if file not in old or file not in value}
                 changed = f"from other files; new, changed or gone: {', '.join(sorted(names))}"
+            state = "was built" if manifest.get("complete") else "has an unfinished build"
             raise UserError(
-                f"{out_dir} was built {changed}; choose another --out, or delete {out_dir}"
+                f"{out_dir} {state} {changed}; choose another --out, or delete {out_dir}"
             )
 
 

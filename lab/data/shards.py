@@ -92,6 +92,10 @@ class TokenShards:
         if not self.paths:
             fineweb = command_for("fineweb.py")
             source = shell_quote(folder) if folder.is_dir() else "FOLDER"
+            if (manifest := read_manifest(folder)) and not manifest["complete"]:
+                raise UserError(
+                    f"no {split} shards in {folder}, whose build is not finished; run its command again"
+                )
             missing = "" if folder.is_dir() else ", which is not a folder"
             raise UserError(
                 f"no {split} shards in {folder}{missing}: build some from FineWeb-Edu with "
