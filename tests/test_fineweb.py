@@ -298,7 +298,9 @@ def test_an_unfinished_build_is_named_as_such(tmp_path):
     with pytest.raises(UserError, match="whose build is not finished; run its command again"):
         TokenShards(tmp_path / "o", "train", 257)
     (tmp_path / "in" / "b.txt").write_text("café and more")
-    with pytest.raises(UserError, match="has an unfinished build from other files; .*: b.txt; choose"):
+    with pytest.raises(
+        UserError, match="has an unfinished build from other files; .*: b.txt; choose"
+    ):
         fineweb.main([*args, "--tokenizer", "bytes"])
 
 
