@@ -60,7 +60,7 @@ class GPTConfig(train_gpt2.GPTConfig):
     smear: bool = True  # add a gated part of the previous token's embedding (saves 0.02 nats)
     bigram_rows: int = 0  # hashed embedding of token pairs (250000 rows save 0.02 nats)
     value_projection: bool = False  # computed value embeddings (five epochs: saves 0.04 nats)
-    dropout: float = 0.0  # dropout of embedding, attention and MLP outputs
+    dropout: float = 0.0  # dropout rate of embedding, attention and MLP outputs
 
     def validate(self):
         """Raise UserError for a shape that cannot work."""
@@ -115,7 +115,7 @@ class TrainConfig(train_gpt2.TrainConfig):
     equilibrate_rows: bool = False  # norm 1 for rows of Muon's momentum (saves 0.007 nats)
     momentum_warmup: int | float = 0.33  # rise of Muon's momentum from 0.85 (saves 0.03 nats)
     batch_warmup_steps: int | float = 0  # first steps, with half the batch (0.25 saves 0.05 nats)
-    ema_steps: int | float = 0  # average that replaces the weights at the end (0.02 saves 0.008)
+    ema_steps: int | float = 0  # moving average that replaces the weights at the end (saves 0.008)
 
     def validate(self, model_config):
         """Raise UserError for settings that cannot work."""
