@@ -79,7 +79,7 @@ class GPTConfig:
     n_head: int = 12  # attention heads per block; must divide n_embd
     n_embd: int = 768  # channels of the residual stream
     block_size: int = 1024  # longest context in tokens (rows of the position embedding)
-    vocab_size: int = 50257  # number of token ids; the command line takes it from the data
+    vocab_size: int = 50257  # number of token ids; by default taken from the data
     vocab_multiple: int = 128  # pad vocab_size to a multiple: 50257 -> 50304; 1: no padding
     tokenizer: str = ""  # gpt2, bytes or path of a tokenizer.json; empty: the data's
     eot_id: int = -1  # id of the end-of-text token; -1: the last id of the vocabulary
