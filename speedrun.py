@@ -13,7 +13,7 @@ was lower by that (docs/LOG.md#speedrun-parts).
 
 The main changes. Rotary embedding: queries and keys are rotated by an angle that grows with their
 position, so that scores depend on distances only. QK-norm: queries and keys have the same length, which
-bounds the scores. Value embeddings: attention also passes on which token stood somewhere. Smear and
+bounds the scores. Value embeddings: attention also passes on which token each position has. Smear and
 bigrams: the previous token is known before attention. Muon: a step is equally large in all directions of
 a matrix. Without a flag: RMSNorm, no biases, a norm of the embedding, other initial weights.
 """
@@ -317,7 +317,7 @@ class GPT(nn.Module):
     def init_weights(self):
         """Embeddings have std 1 (wte and wpe if tied, 0.02), matrices 0.5 / sqrt(inputs). Matrices that write
         to the residual stream start at 0, so that each block begins as the identity; an untied head starts
-        at 0, so that the first prediction is uniform. All learn all the same: the head moves in the first
+        at 0, so that the first prediction is uniform. Yet all weights learn: the head moves in the first
         update, c_proj in the second, the rest by the third. Biases, smear and the pairs' embedding are 0."""
         zero = ("c_proj.weight", "lm_head.weight", "gate.weight", "bigrams.weight", "bias")
         for name, p in self.named_parameters():

@@ -86,7 +86,8 @@ def passes(runs, out_path, dark):
 def small_data(runs, out_path, dark):
     """Validation loss against GPU-minutes of training on the same text: GPT-2's recipe, NanoGPT Slowrun's
     program and the preset small-data (its first seed); at the end, BLiMP (small-data: mean of the seeds)."""
-    (gpt2,) = (r for r in records(runs, "data_multiple", "curve") if r["recipe"] == "gpt2")
+    found = [r for r in records(runs, "data_multiple", "curve") if r["recipe"] == "gpt2"]
+    gpt2 = min(found, key=lambda r: r["val_loss"])
     steps, losses = np.array(gpt2["curve"][1:]).T  # the first is before training
     curves = {"GPT-2's recipe": (steps / steps[-1] * gpt2["gpu_seconds"] / 60, losses)}
     (other,) = records(runs, "slowrun", "curve")

@@ -59,9 +59,8 @@ class Config:
 def mlp_values(mlp, x):
     """The MLP's input, and its activation function's name ("gelu" or "relu2") and output, before they are
     cast to 8 bits, in float32."""
-    function = (
-        "relu2" if mlp.c_fc.bias is None else "gelu"
-    )  # GPT-2's MLP has biases, speedrun.py's none
+    # GPT-2's MLP has biases, speedrun.py's none
+    function = "relu2" if mlp.c_fc.bias is None else "gelu"
     if isinstance(mlp, Fp8MLP):
         weights = mlp.c_fc.weight, mlp.c_fc.bias, mlp.c_proj.weight, mlp.c_proj.bias
         x = x.bfloat16().flatten(0, -2)

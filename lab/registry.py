@@ -19,7 +19,6 @@ from lab.files import check_keys, read_errors, read_json
 from lab.hf.gpt2 import PUBLISHED
 from lab.hf.load import check_finite, copy_into, download, parse_checkpoint, read_hugging_face
 from lab.program import class_path, find_class
-from lab.rope_scaling import check_trained_length
 from lab.trainer.checkpoint import checkpoint_files, read_checkpoint, read_newest
 from lab.trainer.run_dir import newest_run, program_of
 
@@ -269,7 +268,6 @@ def init_from(source: str, model: Any, log_dir: str | Path = "log") -> None:
         check_same_model(
             path, vars(other.config), model.config, *getattr(model, "changeable_fields", ())
         )
-        check_trained_length(path, other.config, model.config)
         load_state_strict(model, other.state_dict(), path)
 
 

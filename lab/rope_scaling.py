@@ -36,17 +36,6 @@ def check_rope_scaling(config: Any) -> None:
     )
 
 
-def check_trained_length(source: Any, trained: Any, config: Any) -> None:
-    """Raise UserError if --trained_length is not the context length of the model in `source`, whose config
-    is `trained`. With --rope_scaling, that model's weights may belong to another length."""
-    right = getattr(trained, "trained_length", 0) or trained.block_size
-    given = getattr(config, "trained_length", 0)
-    require(
-        not given or given == right,
-        f"trained_length={given} is not the context length of {source}; pass --trained_length {right}",
-    )
-
-
 def rope_frequencies(config: Any, device: torch.device | None = None) -> tuple[Tensor, float]:
     """(frequencies (D // 4,) in radians per token, a factor on queries and keys). Attention's
     scores grow with the factor's square. Without scaling the frequencies are 1 to 1/1024: the base is

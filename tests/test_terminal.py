@@ -135,8 +135,11 @@ def val_log(*losses, train=(1.0,)):
     }
 
 
-def resumed(log, step):
-    return log | {"start": [*log["start"], log["start"][0] | {"step": step}]}
+def resumed(log, step, rate):
+    """The log with a resume at `step`, after which the learning rate is `rate` instead of 0.1."""
+    train = [{"step": step, "loss": 1.0, "lr": 0.1}, {"step": step + 9, "loss": 1.0, "lr": rate}]
+    start = log["start"][0]
+    return log | {"start": [start, start | {"step": step}], "train": train}
 
 
 @pytest.mark.parametrize(
@@ -153,7 +156,8 @@ def resumed(log, step):
         (val_log(3, 1.1, 1.2), "", "1.2000, is above its minimum of 1.1000 after step 10; train for fewer"
          " steps or on more data."),
         (val_log(3, 1.1, 1.2, train=(1.5, 1.5)), "", "1.1000 after step 10; try a lower --lr "),
-        (resumed(val_log(3, 1.1, 1.2), 10), "", "above its minimum of 1.1000 after step 10; the learning rate"
+        (resumed(val_log(3, 1.1, 1.2), 10, rate=0.1), "", "of 1.1000 after step 10; train for fewer steps "),
+        (resumed(val_log(3, 1.1, 1.2), 10, rate=0.3), "", "of 1.1000 after step 10; the learning rate"
          " rose again when the run was resumed, so let it finish."),
         (val_log(1.5, 1.2), "log/base", "is good: 0.300 below 1.5000, the loss before training."),
         (val_log(1.2, 1.205), "log/base", "is not better than 1.2000 at step 0; try a lower --lr "),

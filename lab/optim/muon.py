@@ -1,16 +1,15 @@
 """Muon: orthogonalized momentum for the matrices inside the blocks, AdamW for everything else.
 
 **Singular values.** Let U S V^T be the SVD of a matrix's momentum. A few singular values in S are
-large, because a few directions dominate every batch, and the rest are small (patterns that are rare in a
-batch). A step along the momentum
-itself moves the weights in these few directions and hardly at all in the others. Muon (Jordan et al.
-2024, kellerjordan.github.io/posts/muon) steps along U V^T instead: all singular values are 1, so the
-weights move by the same amount in each direction. This is steepest descent if the size of a step is
-measured by its spectral norm, the most by which it can change the output for an input of norm 1
-(Bernstein and Newhouse 2024).
-An SVD is slow on a GPU, so U V^T is computed by matmuls alone: an odd polynomial of a matrix,
-a X + b (X X^T) X + c (X X^T)^2 X, applies the same polynomial to its singular values and leaves U and
-V unchanged. A few iterations bring all singular values that are not tiny close to 1.
+large, because a few directions dominate every batch; the rest, of patterns that are rare in a batch, are
+small. A step along the momentum itself moves the weights in these few directions and hardly at all in
+the others. Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) steps along U V^T instead: all
+singular values are 1, so the weights move by the same amount in each direction. This is steepest descent
+if the size of a step is measured by its spectral norm, the most by which it can change the output for an
+input of norm 1 (Bernstein and Newhouse 2024). An SVD is slow on a GPU, so U V^T is computed by matmuls
+alone: an odd polynomial of a matrix, a X + b (X X^T) X + c (X X^T)^2 X, applies the same polynomial to
+its singular values and leaves U and V unchanged. A few iterations bring all singular values that are not
+tiny close to 1.
 
 **Why hidden matrices only.** The argument holds for matrices that map one activation vector to another.
 An embedding is a table of which a batch uses only some rows; a row of the head is a target only as often
@@ -140,9 +139,7 @@ class Muon(torch.optim.Optimizer):
         if not self.world:
             return newton_schulz(stack), None
         rank, ranks = self.world.rank, self.world.world_size
-        each = -(
-            -len(stack) // ranks
-        )  # matrices per rank; those of the last ranks may be 0 (padding)
+        each = -(-len(stack) // ranks)  # matrices per rank; the last ranks may have fewer, or none
         shard = stack.new_zeros(each, *stack.shape[1:])
         mine = stack[rank * each : (rank + 1) * each]
         shard[: len(mine)] = mine

@@ -29,7 +29,10 @@ def loss_verdict(log: RunLog, settings: Mapping[str, Any]) -> str:
         if overfits and settings.get("preset") == "sft":
             hint = "this is usual with few conversations, which the model learns by heart"
         at = steps[losses.index(best)]
-        if 0 < at <= start.get("step", 0) and steps[-1] < settings.get("max_steps", 0):
+        # before the resume, if the best loss is older than it
+        rates = column(log, "train", "lr")
+        before = [rate for step, rate in zip(*rates) if step <= at <= start.get("step", 0)]
+        if before and before[-1] < rates[1][-1]:
             hint = "the learning rate rose again when the run was resumed, so let it finish"
         return f"{shown} above its minimum of {best:.4f} after step {at}; {hint}."
     if init_from and steps[0] == 0 and steps[-1] > 0:

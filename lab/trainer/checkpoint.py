@@ -274,9 +274,8 @@ def check_checkpoint(trainer, state: dict) -> None:
         names = trainer.precision.scaler.state_dict()
         check_keys(state["scaler"], **dict.fromkeys(names, (int, float)))
     history = state["health"].get("grad_norm_history", torch.zeros(0))
-    check_tensors(
-        {"gradient norms": history}, {"gradient norms": (history.numel(),)}
-    )  # one dimension
+    # one dimension
+    check_tensors({"gradient norms": history}, {"gradient norms": (history.numel(),)})
     torch.Generator().set_state(state["rng"]["cpu"])  # raises if the state is not one
     if state["rng"]["cuda"] is not None and trainer.world.device.type == "cuda":
         torch.Generator("cuda").set_state(state["rng"]["cuda"])
