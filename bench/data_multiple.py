@@ -4,10 +4,11 @@
     python bench/data_multiple.py --data data/mine --recipe gpt2 --tokens 110600000 --passes 4
     python bench/data_multiple.py --table             # print the recorded results; needs no GPU
 
-A run trains on the first --tokens of the training split, --passes times. Validation is on the same
-text for all. A line below the table gives the fraction of the text with which small-data reaches the loss of
-GPT-2's recipe on its largest amount. It is interpolated between small-data's runs, linearly in the
-logarithm of tokens (nan outside of them). Each finished run is a line in --out and is not repeated.
+A run trains on --tokens tokens, evenly spread over the training split, --passes times. Validation is
+on the same text for all. A line below the table gives the fraction of the text with which small-data
+reaches the loss of GPT-2's recipe on its largest amount. It is interpolated between small-data's runs,
+linearly in the logarithm of tokens (nan outside of them). Each finished run is a line in --out and is
+not repeated.
 """
 
 import json
@@ -26,6 +27,7 @@ from records import (  # isort: skip
 from lab.cli import UserError, parse_args, run_main
 from lab.data.shards import TokenShards, write_npy
 
+BLOCK = 65536  # tokens
 RUN = "--val_tokens 1048576 --hellaswag_every 0 --sample_every 0 --run_name run"
 RECIPES = {  # {recipe: (flags, mean size of a batch; small-data begins with half of total_batch_size)}
     "small-data": ("speedrun.py --preset small-data --fp8 all", 0.875),
@@ -53,14 +55,19 @@ class Config:
     table: bool = False  # only print the table of --out
 
 
-def link_beginning(data, tokens, folder):
-    """Make a data folder with the first `tokens` training tokens and the whole validation split."""
+def link_part(data, tokens, folder):
+    """Make a data folder with `tokens` training tokens and the whole validation split. The tokens are
+    blocks of about BLOCK, evenly spread over the training split, because its texts may come from one
+    source after another."""
     train, folder = TokenShards(data, "train", 50257), Path(folder)
     if not 0 < tokens <= len(train):
         raise UserError(
             f"tokens={tokens} must be from 1 to the {len(train)} training tokens of {data}"
         )
-    write_npy(folder / "text_train_000001.npy", train.read(0, tokens).astype(np.uint16))
+    cuts = np.linspace(0, tokens, -(-tokens // BLOCK) + 1).astype(int)
+    starts = cuts[:-1] + np.linspace(0, len(train) - tokens, len(cuts) - 1).astype(int)
+    blocks = [train.read(start, size) for start, size in zip(starts, np.diff(cuts))]
+    write_npy(folder / "text_train_000001.npy", np.concatenate(blocks).astype(np.uint16))
     val = TokenShards(data, "val", 50257)
     write_npy(folder / "text_val_000000.npy", val.read(0, len(val)).astype(np.uint16))
 
@@ -83,7 +90,7 @@ def measure(cfg, tokens, passes):
         cfg.seed,
     ]
     with tempfile.TemporaryDirectory() as folder:
-        link_beginning(cfg.data, tokens, folder)
+        link_part(cfg.data, tokens, folder)
         words = [ROOT / script, *flags, "--data", folder, *cfg.also.split()]
         run_program(words, folder, cfg.gpus)
         events = read_records(Path(folder, "log", "run", "log.jsonl"))

@@ -153,6 +153,23 @@ def test_tokens_needed_is_interpolated_in_the_logarithm_and_never_extrapolated()
     assert list(data_multiple.best_losses(rows).items()) == list(best.items())
 
 
+def test_a_part_of_the_text_is_evenly_spread_over_it(tmp_path, monkeypatch):
+    tokens = np.arange(1000, dtype=np.uint16)
+    np.save(tmp_path / "x_train_000001.npy", tokens)
+    np.save(tmp_path / "x_val_000000.npy", tokens[:50])
+    monkeypatch.setattr(data_multiple, "BLOCK", 100)
+    for wanted, gap in ((250, 375), (999, 0), (1000, 0), (60, None)):
+        folder = tmp_path / str(wanted)
+        folder.mkdir()
+        data_multiple.link_part(tmp_path, wanted, folder)
+        part = np.load(folder / "text_train_000001.npy").astype(int)
+        assert len(np.unique(part)) == len(part) == wanted
+        if gap is not None:  # the first and the last token of the text, and blocks between them
+            assert (part[0], part[-1]) == (0, 999) and sorted(np.diff(part))[-2] == gap + 1
+    with pytest.raises(UserError, match="tokens=1001 must be from 1 to the 1000 training tokens"):
+        data_multiple.link_part(tmp_path, 1001, tmp_path)
+
+
 def test_data_multiple_and_spread_record_the_runs_that_they_make(tmp_path, monkeypatch):
     for split in ("train", "val"):
         np.save(tmp_path / f"x_{split}_000000.npy", np.arange(5000, dtype=np.uint16) % 257)
