@@ -77,8 +77,11 @@ def fused_mlp_everywhere(monkeypatch):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_replacing_keeps_parameters_and_random_state(tiny_config, fused_mlp_everywhere, precision):
-    """The state of AdamW depends on the order of parameters, checkpoints on their names."""
-    model, rng, reports = GPT(tiny_config), torch.get_rng_state(), []
+    """The state of AdamW depends on the order of parameters, checkpoints on their names. A subclass that
+    computes the same is replaced too."""
+    model, reports = GPT(tiny_config), []
+    model.head_loss = type("Copy", (HeadLoss,), {})(tiny_config.vocab_size)
+    rng = torch.get_rng_state()
 
     def names():
         return list(model.state_dict()), [(n, id(p)) for n, p in model.named_parameters()]
@@ -89,22 +92,6 @@ def test_replacing_keeps_parameters_and_random_state(tiny_config, fused_mlp_ever
     assert all(map(torch.equal, model.parameters(), values))
     assert type(model.head_loss) is FusedHeadLoss
     assert {type(b.mlp) for b in model.transformer.h} == {FusedMLP if precision == "bf16" else MLP}
-
-
-class SoftCap(HeadLoss):
-    def forward(self, x, weight, targets, reduction):
-        logits = F.linear(x, weight)[:, : self.vocab_size].float()
-        logits = 30 * torch.tanh(logits / 30)
-        losses = F.cross_entropy(logits, targets, ignore_index=-1, reduction="none")
-        return losses if reduction == "none" else losses.sum()
-
-
-class LabelSmoothing(HeadLoss):
-    def forward(self, x, weight, targets, reduction):
-        logits = F.linear(x, weight)[:, : self.vocab_size].float()
-        return F.cross_entropy(
-            logits, targets, ignore_index=-1, reduction=reduction, label_smoothing=0.01
-        )
 
 
 class Temperature(HeadLoss):
@@ -156,13 +143,19 @@ class OtherInterface(HeadLoss):
         return loss if reduction == "sum" else (loss, loss)
 
 
-@pytest.mark.parametrize(
-    "edited",
-    [
-        SoftCap, LabelSmoothing, Temperature, LearnedScale, NoEndOfText, IgnoredCounts, SkipEasy,
-        TrainingOnly, RoundedEvaluation, OtherInterface,
-    ],
-)  # fmt: skip
+class HalvedGradient(HeadLoss):
+    def forward(self, x, weight, targets, reduction):
+        loss = super().forward(x, weight, targets, reduction)
+        return 0.5 * loss + 0.5 * loss.detach()
+
+
+EDITED_LOSSES = [
+    Temperature, LearnedScale, NoEndOfText, IgnoredCounts, SkipEasy, TrainingOnly, RoundedEvaluation,
+    OtherInterface, HalvedGradient,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("edited", EDITED_LOSSES)
 def test_edited_head_loss_is_kept(tiny_config, edited):
     model, reports = GPT(tiny_config), []
     model.head_loss = mine = edited(tiny_config.vocab_size)
@@ -172,18 +165,6 @@ def test_edited_head_loss_is_kept(tiny_config, edited):
     sentence = f"{edited.__name__} differs from the fused cross-entropy: using your version"
     assert model.head_loss is mine and reports == [sentence]
     assert torch.equal(rng, torch.get_rng_state())
-
-
-def test_unedited_subclass_of_head_loss_is_replaced(tiny_config):
-    model, reports = GPT(tiny_config), []
-    model.head_loss = type("Copy", (HeadLoss,), {})(tiny_config.vocab_size)
-    replace_modules(model, MLP, Precision("fp32", CPU), report=reports.append)
-    assert type(model.head_loss) is FusedHeadLoss and not reports
-
-
-class ReluSquared(MLP):
-    def forward(self, x):
-        return self.c_proj(F.relu(self.c_fc(x)).square())
 
 
 class ExactGELU(MLP):
@@ -207,11 +188,6 @@ class TokenShift(MLP):
         return super().forward(torch.cat([x[:, :1], x[:, :-1]], dim=1))
 
 
-class NoProjectionBias(MLP):
-    def forward(self, x):
-        return super().forward(x) - self.c_proj.bias
-
-
 class DoubledBias(MLP):
     def forward(self, x):
         return super().forward(x) + self.c_proj.bias.detach()
@@ -231,10 +207,7 @@ class WithGain(MLP):
         return self.gain * super().forward(x)
 
 
-EDITED_MLPS = [
-    ReluSquared, ExactGELU, Dropout, Clamped, TokenShift, NoProjectionBias, DoubledBias, DetachedInput,
-    WithGain,
-]  # fmt: skip
+EDITED_MLPS = [ExactGELU, Dropout, Clamped, TokenShift, DoubledBias, DetachedInput, WithGain]
 
 
 @pytest.mark.parametrize("edited", EDITED_MLPS)
@@ -438,19 +411,6 @@ def test_fp16_keeps_gradients_below_its_smallest_number():
     ours = with_gradients(lambda *a: head(*a, "sum"), x, weight, targets, 1.0, torch.float16)
     right = 8 / (math.exp(16) + 59_999)
     assert ours[2][1:, 1].mean().item() == pytest.approx(right, rel=0.01)
-
-
-def test_comparison_detects_wrong_losses():
-    """Padding rows included, targets of -1 counted, the last chunk missing."""
-    x, weight, targets = problem()
-    wrong = (
-        lambda x, w, t: F.cross_entropy(x @ w.T, t, ignore_index=-1, reduction="sum"),
-        lambda x, w, t: F.cross_entropy((x @ w.T)[:, :V], t.clamp(min=0), reduction="sum"),
-        lambda x, w, t: expected(x[:32], w, t[:32]),
-    )
-    right = with_gradients(expected, x, weight, targets)
-    for way in wrong:
-        assert not agree(with_gradients(way, x, weight, targets), right, 1e-3)
 
 
 def test_fused_loss_is_a_valid_operator_and_compiles_to_one_graph():
