@@ -132,9 +132,10 @@ FAULTS = [
           "model"),
     Fault("kernels: an edited MLP is replaced without comparison", KERNELS,
           "[place for place in found if place[3] in fused.functions]", "found",
-          "kernels::test_edited_mlp_is_kept"),
+          "replace_modules::test_edited_mlp_is_kept"),
     Fault("kernels: an edited HeadLoss is replaced without comparison", KERNELS,
-          "if head_is_replaceable(model):", "if True:", "kernels::test_edited_head_loss_is_kept"),
+          "if head_is_replaceable(model):", "if True:",
+          "replace_modules::test_edited_head_loss_is_kept"),
     # data
     Fault("loader: ranks read overlapping sequences", LOADER,
           "(micro_step * self.world_size + self.rank)", "(micro_step + self.rank)", "loader"),
