@@ -15,18 +15,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from fuzz_mutations import (
-    mutate_bin,
-    mutate_bytes,
-    mutate_checkpoint,
-    mutate_json,
-    mutate_npy,
-    mutate_parquet,
-    mutate_safetensors,
-    mutate_text,
-)
 from records import random_shards
 from safetensors.torch import load_file
+
+from fuzz_mutations import (  # isort: skip
+    mutate_bin, mutate_bytes, mutate_checkpoint, mutate_json, mutate_npy, mutate_parquet,
+    mutate_safetensors, mutate_text,
+)  # fmt: skip
 
 import bert
 import blimp

@@ -25,12 +25,14 @@ class Server:
         self.host, _, port = self.url.removeprefix("http://").partition(":")
         self.port = int(port)
 
-    def begin(self, path, body=None, **headers):
-        """The response, not read yet. body: bytes, or a value that is sent as JSON."""
+    def begin(self, path, body=None, method="", **headers):
+        """The response, not read yet. body: bytes, or a value that is sent as JSON. A header that is None is
+        not sent."""
         connection = http.client.HTTPConnection(self.host, self.port, timeout=120)
         body = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"} | headers
-        connection.request("GET" if body is None else "POST", path, body, headers)
+        headers = {name: value for name, value in headers.items() if value is not None}
+        connection.request(method or ("GET" if body is None else "POST"), path, body, headers)
         return connection.getresponse()
 
     def send(self, path, body=None, **headers):

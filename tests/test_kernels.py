@@ -45,12 +45,7 @@ def small(monkeypatch):
 def put_in(model, precision="fp32", fp8="off"):
     """A copy of a model with kernels in it."""
     model = copy.deepcopy(model)
-    replace_modules(
-        model,
-        mlp_class=MLP,
-        precision=Precision(precision, next(model.parameters()).device),
-        fp8=fp8,
-    )
+    replace_modules(model, MLP, Precision(precision, model.lm_head.weight.device), fp8)
     return model
 
 

@@ -38,11 +38,18 @@ def fused_mlp_everywhere(monkeypatch):
     monkeypatch.setattr(fused_mlp, "mlp_products", gelu_kernel)
 
 
+def replace_in(model, precision="bf16", fp8="off"):
+    """Call replace_modules for a model on a CPU. Returns what it reports."""
+    reports = []
+    replace_modules(model, MLP, Precision(precision, CPU), fp8, reports.append)
+    return reports
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_replacing_keeps_parameters_and_random_state(tiny_config, fused_mlp_everywhere, precision):
     """The state of AdamW depends on the order of parameters, checkpoints on their names. A subclass that
     computes the same is replaced too."""
-    model, reports = GPT(tiny_config), []
+    model = GPT(tiny_config)
     model.head_loss = type("Copy", (HeadLoss,), {})(tiny_config.vocab_size)
     rng = torch.get_rng_state()
 
@@ -50,8 +57,8 @@ def test_replacing_keeps_parameters_and_random_state(tiny_config, fused_mlp_ever
         return list(model.state_dict()), [(n, id(p)) for n, p in model.named_parameters()]
 
     before, values = names(), [p.clone() for p in model.parameters()]
-    replace_modules(model, MLP, Precision(precision, CPU), report=reports.append)
-    assert torch.equal(rng, torch.get_rng_state()) and names() == before and not reports
+    assert replace_in(model, precision) == []
+    assert torch.equal(rng, torch.get_rng_state()) and names() == before
     assert all(map(torch.equal, model.parameters(), values))
     assert type(model.head_loss) is FusedHeadLoss
     assert {type(b.mlp) for b in model.transformer.h} == {FusedMLP if precision == "bf16" else MLP}
@@ -123,13 +130,12 @@ EDITED_LOSSES = [
 
 @pytest.mark.parametrize("edited", EDITED_LOSSES)
 def test_edited_head_loss_is_kept(tiny_config, edited):
-    model, reports = GPT(tiny_config), []
+    model = GPT(tiny_config)
     model.head_loss = mine = edited(tiny_config.vocab_size)
     model.eval()  # the comparison uses training mode
     rng = torch.get_rng_state()
-    replace_modules(model, MLP, Precision("fp32", CPU), report=reports.append)
     sentence = f"{edited.__name__} differs from the fused cross-entropy: using your version"
-    assert model.head_loss is mine and reports == [sentence]
+    assert replace_in(model, "fp32") == [sentence] and model.head_loss is mine
     assert torch.equal(rng, torch.get_rng_state())
 
 
@@ -182,14 +188,13 @@ EDITED_MLPS = [ExactGELU, Dropout, Clamped, TokenShift, DoubledBias, DetachedInp
 @pytest.mark.parametrize("edited", EDITED_MLPS)
 def test_edited_mlp_is_kept(tiny_config, fused_mlp_everywhere, edited):
     """Only in the edited block, whose biases are 0 as at the start of training."""
-    model, reports = GPT(tiny_config), []
+    model = GPT(tiny_config)
     model.transformer.h[1].mlp = mine = edited(tiny_config)
     model.eval()
     torch.nn.init.zeros_(mine.c_proj.bias)
     rng = torch.get_rng_state()
-    replace_modules(model, MLP, Precision("bf16", CPU), report=reports.append)
     sentence = f"{edited.__name__} differs from the fused kernel's GELU MLP: using your version"
-    assert model.transformer.h[1].mlp is mine and reports == [sentence]
+    assert replace_in(model) == [sentence] and model.transformer.h[1].mlp is mine
     assert type(model.transformer.h[0].mlp) is FusedMLP
     assert torch.equal(rng, torch.get_rng_state()) and not mine.training
 
@@ -210,12 +215,11 @@ class Rewritten(MLP):
 
 def test_rewritten_mlp_that_computes_the_same_is_replaced(tiny_config, fused_mlp_everywhere):
     """FusedMLP calls it for small micro-batches, also in a copy and in a compiled model."""
-    model, reports, x = GPT(tiny_config), [], torch.randn(2, 5, tiny_config.n_embd)
+    model, x = GPT(tiny_config), torch.randn(2, 5, tiny_config.n_embd)
     for block in model.transformer.h:
         block.mlp = Rewritten(tiny_config)
     plain, keys = copy.deepcopy(model.transformer.h[0].mlp), list(model.state_dict())
-    replace_modules(model, MLP, Precision("bf16", CPU), report=reports.append)
-    assert {type(b.mlp) for b in model.transformer.h} == {FusedMLP} and not reports
+    assert replace_in(model) == [] and {type(b.mlp) for b in model.transformer.h} == {FusedMLP}
     assert list(model.state_dict()) == keys
     fused = model.transformer.h[0].mlp
     assert torch.equal(fused(x), plain(x))
@@ -243,23 +247,22 @@ def test_8_bit_kernel_also_replaces_the_squared_relu_of_speedrun(fused_mlp_every
     monkeypatch.setattr(fp8_mlp, "mlp_products_fp8", kernel)
     monkeypatch.setattr(lab.kernels, "fp8_unsupported_reason", lambda _: "")
     for fp8, factor, wanted in (("head", 1, False), ("all", 1, True), ("all", 1.2, False)):
-        model, reports = speedrun.GPT(speedrun.GPTConfig(**TINY_MODEL)), []
+        model = speedrun.GPT(speedrun.GPTConfig(**TINY_MODEL))
         parameters = list(model.named_parameters())
-        replace_modules(model, MLP, Precision("bf16", CPU), fp8, reports.append)
+        reports = replace_in(model, fp8=fp8)
         for block in model.transformer.h:
             assert type(block.mlp) is (fp8_mlp.Fp8MLP if wanted else speedrun.MLP)
         assert len(reports) == (factor != 1)
         assert all(a is b for (_, a), b in zip(parameters, model.parameters(), strict=True))
         assert [name for name, _ in parameters] == [name for name, _ in model.named_parameters()]
     model.transformer.h[1].mlp.forward = lambda x: x
-    replace_modules(model, MLP, Precision("bf16", CPU), "head", reports.append)
-    assert "MLP differs" in reports[-1]
+    assert "MLP differs" in replace_in(model, fp8="head")[-1]
 
 
 def test_inaccurate_mlp_kernel_is_not_used(tiny_config, fused_mlp_everywhere, monkeypatch):
     def reported():
-        model, reports = GPT(tiny_config), []
-        replace_modules(model, MLP, Precision("bf16", CPU), report=reports.append)
+        model = GPT(tiny_config)
+        reports = replace_in(model)
         kinds = {type(block.mlp) for block in model.transformer.h}
         assert kinds == ({MLP} if reports else {FusedMLP})
         return reports
@@ -290,7 +293,7 @@ def test_unavailable_fp8_is_refused(tiny_config, monkeypatch, fp8):
 
     def refused(match, precision="bf16"):
         with pytest.raises(UserError, match=match):
-            replace_modules(model, mlp_class=MLP, precision=Precision(precision, CPU), fp8=fp8)
+            replace_in(model, precision, fp8)
         assert type(model.head_loss) is HeadLoss, "no module was replaced"
 
     refused("RTX 40, H100 and newer")

@@ -2,11 +2,8 @@
 
 import asyncio
 import concurrent.futures
-import contextlib
-import http.client
 import itertools
 import json
-import socket
 import sys
 import threading
 import time
@@ -14,6 +11,7 @@ import time
 import pytest
 import torch
 from conftest import ROOT, run_python
+from hostile import NUMBERS, Client
 from server import Server
 from test_sample import always, noisy_gpt
 
@@ -27,10 +25,6 @@ BYTES = get_tokenizer("bytes")
 
 # ---------------------------------------------------------------------------------- hostile clients
 
-NUMBERS = (
-    "-1 0 1 2147483648 9223372036854775808 18446744073709551616 -1e308 1e308 1e309 1e-320 0.5 NaN "
-    'Infinity -Infinity "1" true [] {} [1] "\\ud800"'
-).split() + ["1" + "0" * 400]  # fmt: skip
 # of OpenAI's API, which the request models do not list
 UNLISTED = "max_completion_tokens n frequency_penalty logit_bias".split()
 FIELDS = {
@@ -57,20 +51,6 @@ def test_extremes_of_every_number_are_answered_or_refused(server, path):
             assert "\n" not in message and len(message) < 400, (field, number)
 
 
-def raw(server, *parts, limit=12):
-    """The server's response to these bytes, at most `limit` bytes of it."""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
-        # the server may refuse a request before it has read all of it
-        with contextlib.suppress(ConnectionError):
-            for part in parts:
-                connection.sendall(part)
-        answer = b""
-        with contextlib.suppress(ConnectionError):
-            while len(answer) < limit and (more := connection.recv(limit)):
-                answer += more
-        return answer
-
-
 def test_file_paths_and_other_host_names_are_refused(server):
     files = ("etc/passwd", "lab/tools/serve.py", "log/r/model_000010.pt", "docs", "openapi.json")
     prefixes = ("/", "//", "/" + "../" * 9, "/%2e%2e/" * 5, "/generate/../../", "/v1/models/")
@@ -94,14 +74,9 @@ def test_another_loopback_address(tmp_path):
 
 
 def test_long_bodies_end_in_a_sentence_and_take_no_memory(server):
-    head = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    before = server.memory()
-    block = b"a" * 2**20
-    sized = raw(server, head + b"Content-Length: 104857600\r\n\r\n", *[block] * 100)
-    parts = [b"100000\r\n" + block + b"\r\n"] * 100
-    chunks = raw(server, head + b"Transfer-Encoding: chunked\r\n\r\n", *parts)
-    for answer in (sized, chunks):
-        assert answer in (b"", b"HTTP/1.1 413"), answer
+    client, before = Client(server.port, seed=0), server.memory()
+    for _ in range(4):  # 100 MB each, with a Content-Length or in chunks
+        assert client.long_body() in (413, "closed")
     assert server.send("/generate", dict(prompt="a", stop=["x" * 70_000]))[0] == 413
     status, text = server.send("/generate", dict(prompt="a", stop=["x" * 101]))
     assert status == 400 and "stop.0" in text
@@ -110,26 +85,20 @@ def test_long_bodies_end_in_a_sentence_and_take_no_memory(server):
 
 def test_pages_of_other_sites_can_send_nothing(server):
     """They may send requests without a preflight, but not as JSON, and may not read the answers."""
-    for path in ("/generate", "/v1/completions", "/v1/models", "/"):
-        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-        ask = {"Origin": "http://evil.example", "Access-Control-Request-Method": "POST"}
-        connection.request("OPTIONS", path, headers=ask)
-        answer = connection.getresponse()
-        assert answer.status == 405
+    site, ask = {"Origin": "http://evil.example"}, {"prompt": "a", "max_tokens": 1}
+    preflight = site | {"Access-Control-Request-Method": "POST"}
+    paths = "/generate", "/v1/completions", "/v1/models", "/"
+    asked = [server.begin(path, method="OPTIONS", **preflight) for path in paths]
+    assert {answer.status for answer in asked} == {405}
+    types = [
+        {"Content-Type": kind} for kind in (None, "text/plain", "application/x-www-form-urlencoded")
+    ]
+    sent = [server.begin("/generate", ask, **site | kind) for kind in types]
+    assert {answer.status for answer in sent} == {400}
+    allowed = server.begin("/generate", ask, **site)
+    assert allowed.status == 200, "only the type was refused"
+    for answer in (*asked, *sent, allowed):
         assert not any("access-control" in name.lower() for name in answer.headers)
-    head = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nOrigin: http://evil.example\r\n"
-    body = b'{"prompt": "a", "max_tokens": 1}'
-    for kind in (
-        b"",
-        b"Content-Type: text/plain\r\n",
-        b"Content-Type: application/x-www-form-urlencoded\r\n",
-    ):
-        answer = raw(server, head + kind + b"Content-Length: 32\r\n\r\n" + body, limit=9999)
-        assert answer.startswith(b"HTTP/1.1 400") and b"access-control" not in answer.lower(), (
-            answer
-        )
-    kind = b"Content-Type: application/json\r\nContent-Length: 32\r\n\r\n"
-    assert raw(server, head + kind + body) == b"HTTP/1.1 200", "only the type was refused"
 
 
 @pytest.mark.slow
