@@ -143,6 +143,15 @@ def test_other_columns_do_not_enlarge_the_validation_split(tmp_path):
         assert 0 < val["tokens"] < 0.12 * train["tokens"], name
 
 
+def test_an_empty_first_file_does_not_shrink_the_validation_split(tmp_path):
+    """Spark writes such files for its empty partitions."""
+    write_parquet(tmp_path / "in" / "part-0.parquet", [])
+    write_parquet(tmp_path / "in" / "part-1.parquet", documents(300))
+    make("--source", tmp_path / "in", "--out", tmp_path / "out")
+    val, train = read_manifest(tmp_path / "out")["shards"]
+    assert val["tokens"] > 0.05 * train["tokens"]
+
+
 def test_shards_of_another_corpus_are_refused(tmp_path):
     """Even if the manifest lists none, as after a kill while the first shard was being extended."""
     out = tmp_path / "o"

@@ -82,6 +82,8 @@ def estimate_tokens(files: list[sources.File], tokenizer: str, column: str) -> i
     """Estimate the number of tokens in the files, for the progress bar and the validation split."""
     size, first = sum(f.size * (COMPRESSION_RATIO if f.compression else 1) for f in files), files[0]
     if first.kind == "parquet" and first.size:
+        # Spark also writes files without rows
+        first = next((f for f in files if sources.open_parquet(f, column).metadata.num_rows), first)
         parquet = sources.open_parquet(first, column)
         groups = map(parquet.metadata.row_group, range(parquet.num_row_groups))
         chunks = (group.column(i) for group in groups for i in range(group.num_columns))
