@@ -213,7 +213,10 @@ class FileTokenizer(Tokenizer):
 
         self.name, self.fast = str(path), HuggingFaceTokenizer.from_str(text)
         self.vocab_size = self.fast.get_vocab_size()
+        if self.vocab_size > 2**16:
+            raise ValueError(f"it has {self.vocab_size} ids, but at most 65536 are possible")
         self.fast.no_truncation()
+        self.fast.no_padding()
         self.fast.encode_special_tokens = True  # "[MASK]" in a text is not a special token
         return json.loads(text)
 
@@ -237,8 +240,9 @@ class ByteBPETokenizer(FileTokenizer):
         with read_errors(path, "tokenizer", f"`{command}` builds data with one"):
             check_parts(self.read(path))
             pieces: list[Any] = [self.fast.id_to_token(i) for i in range(self.vocab_size)]
-            if len(pieces) > 2**16 or pieces.pop() != END_OF_TEXT:
-                raise ValueError(f"the last of at most 65536 ids must be {END_OF_TEXT}")
+            if pieces.pop() != END_OF_TEXT:
+                raise ValueError(f"the last id must be {END_OF_TEXT}")
+            self.fast.add_special_tokens([END_OF_TEXT])  # some files don't mark it as special
             strings = [bytes(names[char] for char in piece) for piece in pieces]
             if len(set(strings) & {bytes([i]) for i in range(256)}) < 256:
                 raise ValueError("some bytes have no id")
