@@ -139,6 +139,7 @@ BAD = {
     "--data short": "10 training tokens, but a sequence takes 17.*--seq_len smaller than 16",
     "--batch_size 7": "total_batch_size=128 must be a multiple .* is 224, or pass another --batch_size",
     "--n_embd 50 --n_head 4": "n_embd=50 must be divisible by n_head=4; try 52",
+    f"--n_embd {2**40}": "out of memory .*; pass .* a smaller model",
     "--max_steps 0": "max_steps=0 must be from 1 to",
     "--lr nan": "lr=nan must be a finite number",
     "--lr -1": "lr=-1.0 must be at least 0$",
