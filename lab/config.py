@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 import torch
 
-from lab.cli import UserError, command_for, parse_args, require
+from lab.cli import UserError, command_for, parse_args, require, shell_quote
 from lab.config_file import MAX_INT, RENAMED_FIELDS, read_config
 from lab.data.chat import ROLES, build_chats
 from lab.data.manifest import read_manifest
@@ -448,7 +448,13 @@ def resolve_on_rank0(
     if tokenizer := builtin.get(Path(cfg.data).as_posix()):  # data made from Python itself
         build_python_docs(cfg.data, tokenizer)
     model_config = resolve_vocabulary(model_config, cfg, presets)
-    if File(cfg.data, cfg.data, 0).kind and not Path(cfg.data).is_dir():
+    if (kind := File(cfg.data, cfg.data, 0).kind) and not Path(cfg.data).is_dir():
+        require(
+            kind != "text" or not Path(cfg.data).exists(),
+            f"data={cfg.data} is plain text, but must be a folder of shards or a file of conversations; "
+            f"build shards with `{command_for('fineweb.py')} --source {shell_quote(cfg.data)} --out data/mine` "
+            "(docs/DATA.md says with which --tokenizer) and pass --data data/mine",
+        )
         # a file of conversations, packed into rows of one sequence each
         name = tokenizer_name(model_config, cfg.init_from)
         cfg = dataclasses.replace(cfg, data=build_chats(cfg.data, name, cfg.seq_len))

@@ -140,6 +140,7 @@ def test_vocabulary_comes_from_the_data_unless_a_flag_is_given(tmp_path, shards,
 BAD = {
     "--data nowhere": "no train shards in nowhere, which is not a folder: .*fineweb.py --source FOLDER",
     "--data a.txt": "data=a.txt is plain text, .*fineweb.py --source a.txt --out data/mine",
+    "bert.py --preset laptop --data a.txt": "data=a.txt is plain text",
     "--data short": "10 training tokens, but a sequence takes 17.*--seq_len smaller than 16",
     "--batch_size 7": "total_batch_size=128 must be a multiple .* is 224, or pass another --batch_size",
     "--n_embd 50 --n_head 4": "n_embd=50 must be divisible by n_head=4; try 52",

@@ -216,9 +216,7 @@ def test_a_build_continues_after_the_hub_was_unreachable(hub, tmp_path):
 
 
 @pytest.mark.parametrize("configs", [[], [{"config_name": "small", "data_dir": "sample/small"}]])
-def test_a_data_set_without_a_list_of_splits_is_read_completely_and_says_so(
-    hub, tmp_path, configs
-):
+def test_a_data_set_without_a_list_of_splits_is_read_completely_and_says_so(hub, tmp_path, configs):
     hub.card = {"configs": configs}
     got = call(*ARGS, "--out", tmp_path / "o", "--workers", 0, **hub.env)
     assert got.returncode == 0 and "reading all 2 files, regardless of --split" in got.stderr

@@ -39,7 +39,7 @@ from typing import Any
 
 import numpy as np
 
-from lab.cli import ROOT, UserError, command_for, progress, shell_quote
+from lab.cli import ROOT, UserError, progress
 from lab.data.manifest import (
     Manifest,
     check_manifest_matches,
@@ -270,13 +270,6 @@ def build_chats(path: str, tokenizer: str, context: int) -> str:
     file = shipped if shipped.exists() and not Path(path).exists() else Path(path)
     if not file.exists():
         raise UserError(f"there is no file {file}; choose another with --data")
-    files = local_files(str(file))
-    if files[0].kind == "text":
-        raise UserError(
-            f"data={path} is plain text, but must be a file of conversations or a folder of shards; build "
-            f"some with `{command_for('fineweb.py')} --source {shell_quote(file)} --out data/mine` (without "
-            "a GPU add --tokenizer bytes) and pass --data data/mine"
-        )
     label = tokenizer  # of the tokenizer; a file by its content
     if tokenizer.endswith(TOKENIZER_FILE):
         label = f"tokenizer-{sha256_of(tokenizer)[:8]}"
@@ -285,7 +278,7 @@ def build_chats(path: str, tokenizer: str, context: int) -> str:
     folder = Path("data", name)
     with dir_lock(folder, "", wait=True):
         tokenizer = get_or_train(folder, tokenizer, [], 0)  # copies a file into the folder
-        build_chat(files, folder, tokenizer, context, 100_000_000)
+        build_chat(local_files(str(file)), folder, tokenizer, context, 100_000_000)
     return str(folder)
 
 
