@@ -452,8 +452,8 @@ def resolve_on_rank0(
         require(
             kind != "text" or not Path(cfg.data).exists(),
             f"data={cfg.data} is plain text, but must be a folder of shards or a file of conversations; "
-            f"build shards with `{command_for('fineweb.py')} --source {shell_quote(cfg.data)} --out data/mine` "
-            "(docs/DATA.md says with which --tokenizer) and pass --data data/mine",
+            f"run `{command_for('fineweb.py')} --source {shell_quote(cfg.data)} --out data/mine` "
+            "(docs/DATA.md says with which --tokenizer), then pass --data data/mine",
         )
         # a file of conversations, packed into rows of one sequence each
         name = tokenizer_name(model_config, cfg.init_from)
