@@ -445,7 +445,8 @@ def resolve_on_rank0(
     if cfg.init_from and not cfg.resume:
         cfg = dataclasses.replace(cfg, init_from=resolve_source(cfg.init_from, cfg.log_dir))
     builtin = {"data/builtin": "bytes", "data/builtin_wordpiece": "wordpiece"}
-    if tokenizer := builtin.get(Path(cfg.data).as_posix()):  # data made from Python itself
+    tokenizer, manifest = builtin.get(Path(cfg.data).as_posix()), read_manifest(cfg.data)
+    if tokenizer and not (manifest and manifest["complete"]):  # data made from Python itself
         build_python_docs(cfg.data, tokenizer)
     model_config = resolve_vocabulary(model_config, cfg, presets)
     if (kind := File(cfg.data, cfg.data, 0).kind) and not Path(cfg.data).is_dir():

@@ -22,7 +22,7 @@ import speedrun
 import train_gpt2
 from lab.cli import RunError, UserError, run_main, torchrun_env
 from lab.config import rename_flags
-from lab.data.manifest import new_manifest
+from lab.data.manifest import new_manifest, write_manifest
 from lab.distributed import World
 from lab.hardware import oom_hint
 from train_gpt2 import PRESETS
@@ -134,6 +134,15 @@ def test_vocabulary_comes_from_the_data_unless_a_flag_is_given(tmp_path, shards,
     for flag, value, recorded in (("eot_id", 5, 299), ("tokenizer", "bytes", "other")):
         result = run_train("--run_name", "other", f"--{flag}", value)
         assert result.returncode == 2 and f"{flag}={value} must be {recorded}, as" in result.stderr
+
+
+def test_built_in_text_with_another_tokenizer_is_used_as_it_is(tmp_path, run_train):
+    """As made by `fineweb.py --source builtin --tokenizer bpe:1024`; without --data, too."""
+    folder = write_shards(tmp_path / "data/builtin", vocab_size=300)
+    other = SimpleNamespace(name="other", vocab_size=300, eot=299)  # a tokenizer
+    write_manifest(folder, new_manifest("x", other, source={}, shard_tokens=0, val_tokens=0), True)
+    result = run_train("--max_steps", 1, "--data", "data/builtin")
+    assert result.returncode == 0 and "vocabulary of 300 tokens" in result.stdout, result.stderr
 
 
 # {command: pattern of the error}; a key without a program is added to the flags of a tiny run
