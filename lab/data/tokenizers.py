@@ -413,7 +413,7 @@ def get_or_train(folder: str | Path, wanted: str, texts: Iterable[str], vocab_si
         return path
     if Path(path).exists():
         check_same_tokenizer(path, wanted)
-        eprint(f"using {path}, which is already there")
+        eprint(f"using {path} ({get_tokenizer(path).vocab_size:,} ids), which is already there")
     elif wanted.endswith(TOKENIZER_FILE):
         get_tokenizer(wanted)  # raises UserError for a file that cannot be used
         atomic_write(path, Path(wanted).read_bytes())
