@@ -369,6 +369,14 @@ def test_builtin_text_is_the_same_in_every_process(tmp_path, builtin_text, monke
     assert hashes(tmp_path / "c") == hashes(out)
 
 
+def test_built_in_text_with_another_tokenizer_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(python_docs, "python_documents", lambda: ["some words of text"] * 20)
+    fineweb.build_python_docs(tmp_path, "bpe:300")
+    fineweb.build_python_docs(tmp_path, "bpe:300")
+    with pytest.raises(UserError, match="does not match --tokenizer wordpiece"):
+        fineweb.build_python_docs(tmp_path, "wordpiece")
+
+
 # ---- interruptions -------------------------------------------------------------------------------
 
 

@@ -250,6 +250,17 @@ def test_wrong_tokenizers_are_refused(tmp_path, bpe_file, flags, message):
     assert message in wrong and not list(out.glob("*.npy"))
 
 
+def test_shards_keep_their_tokenizer(tmp_path):
+    """A new tokenizer.json beside shards of another vocabulary would make them meaningless."""
+    args = ["--source", str(write_texts(tmp_path / "texts")), "--workers", "0", "--tokenizer"]
+    succeed("fineweb.py", *args, "bpe:320", "--out", "own", cwd=tmp_path)
+    assert "or delete own" in fail("fineweb.py", *args, "bpe:280", "--out", "own", cwd=tmp_path)
+    (tmp_path / "own/tokenizer.json").unlink()
+    wrong = fail("fineweb.py", *args, "bpe:280", "--out", "own", cwd=tmp_path)
+    assert "there is no own/tokenizer.json, " in wrong
+    assert not (tmp_path / "own/tokenizer.json").exists()
+
+
 def test_a_tokenizer_file_is_used_again(tmp_path, bpe_file):
     """For further texts; conversations must use the tokenizer of their model."""
     args = ["--source", str(write_texts(tmp_path / "texts")), "--workers", "0"]

@@ -413,7 +413,6 @@ def get_or_train(folder: str | Path, wanted: str, texts: Iterable[str], vocab_si
         return path
     if Path(path).exists():
         check_same_tokenizer(path, wanted)
-        eprint(f"using {path} ({get_tokenizer(path).vocab_size:,} ids), which is already there")
     elif wanted.endswith(TOKENIZER_FILE):
         get_tokenizer(wanted)  # raises UserError for a file that cannot be used
         atomic_write(path, Path(wanted).read_bytes())
@@ -429,8 +428,8 @@ def get_or_train(folder: str | Path, wanted: str, texts: Iterable[str], vocab_si
 
 
 def check_same_tokenizer(path: str, wanted: str) -> None:
-    """Raise UserError if the tokenizer.json at `path` is not the one that `wanted` describes. With bpe:SIZE
-    it may have fewer than SIZE ids, because a small text yields fewer."""
+    """Raise UserError if the tokenizer.json at `path` is not the one that `wanted` describes, else print that
+    it is used. With bpe:SIZE it may have fewer than SIZE ids, because a small text yields fewer."""
     found = get_tokenizer(path)
     if wanted.endswith(TOKENIZER_FILE):
         same = Path(path).read_bytes() == Path(wanted).read_bytes()
@@ -443,8 +442,9 @@ def check_same_tokenizer(path: str, wanted: str) -> None:
         kind = "WordPiece" if isinstance(found, WordPiece) else "byte-level BPE"
         raise UserError(
             f"{path} is a {kind} with {found.vocab_size} ids, which does not match --tokenizer {wanted}; "
-            "choose another --out, or delete that file"
+            f"choose another --out, or delete {Path(path).parent}"
         )
+    eprint(f"using {path} ({found.vocab_size:,} ids), which is already there")
 
 
 def get_tokenizer(name: str) -> Tokenizer:
