@@ -597,7 +597,8 @@ def main(argv, presets=PRESETS, description=__doc__, build=build_trainer, traine
     model_config, cfg, state = settings.resolve_config(
         model_config, cfg, world, presets, trainer_class
     )
-    trainer, stop = build(model_config, cfg, world, state, trainer_class), SignalHandler(world)
+    with oom_hint():
+        trainer, stop = build(model_config, cfg, world, state, trainer_class), SignalHandler(world)
     callbacks = trainer.callbacks(stop)
     with lock_run_dir(trainer), stop, RunLogger(trainer) as log, oom_hint():
         log.start(reason, trainer, callbacks, state)
