@@ -194,7 +194,7 @@ BAD = {
     "lab plot log/none": "no run or log log/none",
     "lab report there young": "no measurement",
     "lab report there --out x.jsonl": "end in .html",
-    "lab plan --gpu Voodoo": "gpu=Voodoo is not one of",
+    "lab plan --gpu Voodoo": "gpu=Voodoo is not in the list of",
     "fineweb.py --source chats --tokens 9k --tokenizer bytes": "do not work with conversations",
     "lab plan --gpu H100 --gpus 3": "total_batch_size=524288 must be a multiple",
     "lab replay none.json": "there is no file none.json; pass a spike_<step>",
