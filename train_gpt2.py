@@ -601,7 +601,8 @@ def main(argv, presets=PRESETS, description=__doc__, build=build_trainer, traine
     with lock_run_dir(trainer), stop, RunLogger(trainer) as log, oom_hint():
         log.start(reason, trainer, callbacks, state)
         stopped = train(trainer, callbacks, log, stop)
-        print_summary(trainer, stopped)  # still in `with stop`: torchrun may repeat the signal
+        stop.ignore()  # everything is saved
+        print_summary(trainer, stopped)
     return 75 if stopped else 0  # 75 (EX_TEMPFAIL) tells job scripts to try again
 
 
