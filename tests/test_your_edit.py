@@ -11,6 +11,8 @@ from conftest import (  # isort: skip
 )  # fmt: skip
 
 from lab.cli import UserError
+from lab.hf.load import copy_into
+from lab.optim.fsdp2 import shard_state_dict
 from lab.program import class_path, find_class
 from lab.registry import load_model
 from lab.trainer.checkpoint import read_checkpoint
@@ -165,6 +167,27 @@ def test_from_pretrained_builds_the_class_it_is_called_on(tmp_path, tiny_config)
     torch.save({"model": model.state_dict(), "model_config": vars(tiny_config)}, tmp_path / "m.pt")
     assert type(MyGPT.from_pretrained(str(tmp_path / "m.pt"))) is MyGPT
     assert type(GPT.from_pretrained(str(tmp_path / "m.pt"))) is GPT
+
+
+def test_buffers_of_an_edited_model_are_kept(tmp_path, tiny_config):
+    """from_pretrained left a mask uninitialized, and --init_from refused a run of such a model."""
+
+    class MaskedGPT(GPT):
+        def __init__(self, config):
+            super().__init__(config)
+            self.register_buffer("mask", torch.ones(64, 64, dtype=torch.bool).tril())
+            self.register_buffer("scale", torch.tensor(2.0))
+
+    model, other = MaskedGPT(tiny_config), MaskedGPT(tiny_config)
+    plain = {"model": GPT(tiny_config).state_dict(), "model_config": vars(tiny_config)}
+    torch.save(plain, tmp_path / "m.pt")
+    loaded = MaskedGPT.from_pretrained(str(tmp_path / "m.pt"))
+    assert torch.equal(loaded.mask, model.mask) and loaded.scale == 2
+    model.scale.fill_(3)  # as training may do
+    copy_into(other, model.state_dict(), "a run")
+    assert equal_bits(other.state_dict(), model.state_dict()) and other.scale == 3
+    state = model.state_dict()  # of FSDP2's load_state_dict
+    assert shard_state_dict(state, dict(model.named_parameters())) == state
 
 
 def test_classes_are_recorded_by_file_and_name(tmp_path, monkeypatch):

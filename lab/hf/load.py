@@ -226,8 +226,8 @@ def infer_shape(state: dict[str, Tensor], config: dict[str, Any], source: str) -
 def copy_into(model: Any, state: dict[str, Tensor], source: str) -> None:
     """Copy a state dict with our names into a model, which may be on torch's meta device.
 
-    Padding rows of the model become 0, as do missing biases (nanoGPT's bias=False). Raises UserError,
-    which names `source`, for tensors that do not fit or are not finite.
+    Padding rows of the model become 0, as do missing biases (nanoGPT's bias=False). Buffers that are missing
+    stay as they are. Raises UserError, which names `source`, for tensors that do not fit or are not finite.
     """
     rows = model.config.vocab_size
     for name, value in state.items():
@@ -242,7 +242,10 @@ def copy_into(model: Any, state: dict[str, Tensor], source: str) -> None:
         model.to_empty(device="cpu")
         model.lm_head.weight = model.transformer.wte.weight  # to_empty() untied them
     params = dict(model.named_parameters())  # the tied matrix once
-    for name in sorted(state.keys() - params.keys() - {HEAD}):
+    buffers = dict(model.named_buffers())  # of an edited model
+    for name in buffers.keys() & state.keys():
+        buffers[name].copy_(state[name])
+    for name in sorted(state.keys() - params.keys() - buffers.keys() - {HEAD}):
         raise UserError(
             f"{source} has {name}, but this model has no such parameter; choose another model"
         )
