@@ -566,7 +566,9 @@ def train(trainer, callbacks, log, stop):
             health.check(stop, log, include_latest=bool(due) or last)
             with throughput.paused(due):  # the time of callbacks does not count
                 for callback in due:
+                    trainer.raw_model.eval()  # turns off dropout, if you add some
                     log.event(callback.name, trainer.step, callback(trainer))
+                    trainer.raw_model.train()
             if last:
                 break
             losses, grad_norm = trainer.train_step()

@@ -97,6 +97,21 @@ print(torch.allclose(mlp(x), mlp.c_proj(mlp.c_fc(x).relu().square())))
     assert "is defined in" in missing and "put a copy of that file there" in missing
 
 
+DROPOUT = (
+    'return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))',
+    'return F.dropout(self.c_proj(F.gelu(self.c_fc(x), approximate="tanh")), 0.9, self.training)',
+)
+
+
+def test_dropout_is_off_in_validation(tmp_path, shards):
+    """In older versions, validation, HellaSwag and samples ran with dropout that was added."""
+    program = edited_copy(tmp_path, "my_gpt.py", DROPOUT)
+    for name, file in (("r", program), ("p", ROOT / "train_gpt2.py")):
+        succeed(file, *TINY_RUN, "--data", shards, *TINY, "--run_name", name, cwd=tmp_path)
+    dropped, plain = (read_run(tmp_path / "log" / name) for name in "rp")
+    assert dropped.val[0] == plain.val[0] and dropped.losses[0] != plain.losses[0]
+
+
 GATE = (
     "        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)  # name used by init_weights\n",
     "        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)\n"
