@@ -205,6 +205,25 @@ def test_buffers_of_an_edited_model_are_kept(tmp_path, tiny_config):
     assert shard_state_dict(state, dict(model.named_parameters())) == state
 
 
+def test_a_model_with_an_untied_head_starts_from_its_own_weights_and_from_tied_ones(tmp_path):
+    class Untied(GPT):
+        def __init__(self, config):
+            super().__init__(config)
+            self.lm_head.weight = torch.nn.Parameter(torch.randn(config.padded_vocab_size, 128))
+
+    tied = GPT.from_pretrained(str(ROOT / "examples" / "laptop_model"))
+    model, x = (
+        Untied.from_pretrained(str(ROOT / "examples" / "laptop_model")),
+        torch.arange(9)[None],
+    )
+    assert torch.equal(model(x)[0], tied(x)[0]) and len([*model.parameters()]) == 29
+    model.lm_head.weight.data[:257] += 1
+    copy_into(other := Untied(tied.config), model.state_dict(), "a run")
+    assert equal_bits(other.state_dict(), model.state_dict())
+    with pytest.raises(UserError, match="must equal transformer.wte.weight"):
+        copy_into(tied, model.state_dict(), "a run")
+
+
 def test_classes_are_recorded_by_file_and_name(tmp_path, monkeypatch):
     assert class_path(GPT) == "train_gpt2.py:GPT" and find_class("train_gpt2.py:GPT", "x") is GPT
     monkeypatch.chdir(tmp_path)

@@ -233,14 +233,16 @@ def copy_into(model: Any, state: dict[str, Tensor], source: str) -> None:
     for name, value in state.items():
         if value.layout != torch.strided or value.is_meta:
             raise UserError(f"{name} of {source} must be a dense tensor with data; save it as one")
-    if HEAD in state and not torch.equal(state[HEAD][:rows], state[WTE][:rows]):
+    tied = model.lm_head.weight is model.transformer.wte.weight  # not in a model that was edited so
+    if tied and HEAD in state and not torch.equal(state[HEAD][:rows], state[WTE][:rows]):
         raise UserError(
             f"{HEAD} of {source} must equal {WTE}, because GPT-2's head is tied to the token "
             "embedding; choose another model"
         )
     if model.lm_head.weight.is_meta:
         model.to_empty(device="cpu")
-        model.lm_head.weight = model.transformer.wte.weight  # to_empty() untied them
+        if tied:
+            model.lm_head.weight = model.transformer.wte.weight  # to_empty() untied them
     params = dict(model.named_parameters())  # the tied matrix once
     buffers = dict(model.named_buffers())  # of an edited model
     for name in buffers.keys() & state.keys():
@@ -250,7 +252,8 @@ def copy_into(model: Any, state: dict[str, Tensor], source: str) -> None:
             f"{source} has {name}, but this model has no such parameter; choose another model"
         )
     for name, p in params.items():
-        value = state.get(name)
+        # files of tied weights may lack the head
+        value = state.get(WTE if name == HEAD and HEAD not in state else name)
         if value is None and name.endswith(".bias"):
             p.zero_()
             continue
