@@ -258,7 +258,7 @@ class MLP(train_gpt2.MLP):  # a subclass, so that --fp8 all replaces it
 
 
 class Dropout(nn.Dropout):
-    """nn.Dropout (Srivastava et al. 2014), also off without gradients: validation does not call eval()."""
+    """nn.Dropout (Srivastava et al. 2014), also off without gradients, even without eval()."""
 
     def forward(self, x):
         return super().forward(x) if torch.is_grad_enabled() else x

@@ -567,7 +567,9 @@ def train(trainer, callbacks, log, stop):
             health.check(stop, log, include_latest=bool(due) or last)
             with throughput.paused(due):  # the time of callbacks does not count
                 for callback in due:
+                    trainer.raw_model.eval()  # turns off dropout, if you add some
                     log.event(callback.name, trainer.step, callback(trainer))
+                    trainer.raw_model.train()
             if last:
                 break
             losses, grad_norm = trainer.train_step()
@@ -603,7 +605,8 @@ def main(argv, presets=PRESETS, description=__doc__, build=build_trainer, traine
     with lock_run_dir(trainer), stop, RunLogger(trainer) as log, oom_hint():
         log.start(reason, trainer, callbacks, state)
         stopped = train(trainer, callbacks, log, stop)
-        print_summary(trainer, stopped)  # still in `with stop`: torchrun may repeat the signal
+        stop.ignore()  # everything is saved
+        print_summary(trainer, stopped)
     return 75 if stopped else 0  # 75 (EX_TEMPFAIL) tells job scripts to try again
 
 

@@ -96,6 +96,8 @@ def load_model(source: str, model_class: type | None = None) -> Any:
     config = config_class(**vars(build_config(config_class, saved, path)) | shape)
     with torch.device("meta"):  # skips the random initialization
         model = cls(config)
+    if list(model.buffers()):  # of an edited model: without a value on torch's meta device
+        model = cls(config)
     copy_into(model, state, path)
     return model
 

@@ -88,13 +88,16 @@ def test_missing_numbers_are_null_today_and_nan_in_older_logs(tmp_path):
 
 
 def test_losses_that_differ_by_less_than_half_a_hundredth_are_called_equal(tmp_path):
-    for other, said in ((1.7151, "a and b have the same validation loss at 3.28M tokens, 1.71"),
-                        (1.725, "a has validation loss 1.71 at 3.28M tokens, 0.01 nats below b")):  # fmt: skip
+    said = {
+        1.7151: "a and b have the same validation loss at 3.28M tokens, 1.71",
+        1.725: "a has validation loss 1.71 at 3.28M tokens, 0.01 nats below b",
+    }
+    for other, sentence in said.items():
         runs = {"a": RUN, "b": [*RUN[:-1], val(400, other)]}
         logs = {
             name: read_log.read_log(write_log(tmp_path / name, of)) for name, of in runs.items()
         }
-        assert plot.headline(logs) == said
+        assert plot.headline(logs) == sentence
 
 
 def test_fields_that_no_run_writes_are_ignored(tmp_path):

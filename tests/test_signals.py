@@ -68,6 +68,22 @@ def test_second_ctrl_c_quits_immediately(tmp_path, start_training):
     assert not list((tmp_path / "log" / "r").glob("*.pt"))
 
 
+DURING_SUMMARY = """summary = train_gpt2.print_summary
+def print_summary(*args):
+    os.kill(os.getpid(), signal.SIGINT)
+    summary(*args)
+
+train_gpt2.print_summary = print_summary"""
+
+
+def test_second_ctrl_c_has_no_effect_once_the_run_is_saved(tmp_path, start_training):
+    process = start_training(program=driver(tmp_path, DURING_SUMMARY))
+    wait_for_steps(process, tmp_path / "log" / "r")
+    process.signal(signal.SIGINT)
+    assert_saved_and_stopped(process, tmp_path, "SIGINT")
+    assert "SIGINT: saved after step" in process.stdout
+
+
 @pytest.mark.parametrize("program", ["train_gpt2.py", "speedrun.py", "bert.py", "sample.py"])
 def test_ctrl_c_ends_a_program_that_imports_torch(tmp_path, program):
     """Here an import that swallows KeyboardInterrupt, as imports of torch and numpy may."""

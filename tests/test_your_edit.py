@@ -12,6 +12,8 @@ from conftest import (  # isort: skip
 )  # fmt: skip
 
 from lab.cli import UserError
+from lab.hf.load import copy_into
+from lab.optim.fsdp2 import shard_state_dict
 from lab.program import class_path, find_class
 from lab.registry import load_model
 from lab.trainer.checkpoint import read_checkpoint
@@ -128,6 +130,21 @@ def test_weights_used_with_changed_code_are_reported(tmp_path, shards):
     assert re.search(warning.replace("my_gpt", "sub"), warnings(*sample, "s"))
 
 
+DROPOUT = (
+    'return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))',
+    'return F.dropout(self.c_proj(F.gelu(self.c_fc(x), approximate="tanh")), 0.9, self.training)',
+)
+
+
+def test_dropout_is_off_in_validation(tmp_path, shards):
+    """In older versions, validation, HellaSwag and samples ran with dropout that was added."""
+    program = edited_copy(tmp_path, "my_gpt.py", DROPOUT)
+    for name, file in (("r", program), ("p", ROOT / "train_gpt2.py")):
+        succeed(file, *TINY_RUN, "--data", shards, *TINY, "--run_name", name, cwd=tmp_path)
+    dropped, plain = (read_run(tmp_path / "log" / name) for name in "rp")
+    assert dropped.val[0] == plain.val[0] and dropped.losses[0] != plain.losses[0]
+
+
 GATE = (
     "        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)  # name used by init_weights\n",
     "        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)\n"
@@ -234,6 +251,46 @@ def test_from_pretrained_builds_the_class_it_is_called_on(tmp_path, tiny_config)
     torch.save({"model": model.state_dict(), "model_config": vars(tiny_config)}, tmp_path / "m.pt")
     assert type(MyGPT.from_pretrained(str(tmp_path / "m.pt"))) is MyGPT
     assert type(GPT.from_pretrained(str(tmp_path / "m.pt"))) is GPT
+
+
+def test_buffers_of_an_edited_model_are_kept(tmp_path, tiny_config):
+    """from_pretrained left a mask uninitialized, and --init_from refused a run of such a model."""
+
+    class MaskedGPT(GPT):
+        def __init__(self, config):
+            super().__init__(config)
+            self.register_buffer("mask", torch.ones(64, 64, dtype=torch.bool).tril())
+            self.register_buffer("scale", torch.tensor(2.0))
+
+    model, other = MaskedGPT(tiny_config), MaskedGPT(tiny_config)
+    plain = {"model": GPT(tiny_config).state_dict(), "model_config": vars(tiny_config)}
+    torch.save(plain, tmp_path / "m.pt")
+    loaded = MaskedGPT.from_pretrained(str(tmp_path / "m.pt"))
+    assert torch.equal(loaded.mask, model.mask) and loaded.scale == 2
+    model.scale.fill_(3)  # as training may do
+    copy_into(other, model.state_dict(), "a run")
+    assert equal_bits(other.state_dict(), model.state_dict()) and other.scale == 3
+    state = model.state_dict()  # of FSDP2's load_state_dict
+    assert shard_state_dict(state, dict(model.named_parameters())) == state
+
+
+def test_a_model_with_an_untied_head_starts_from_its_own_weights_and_from_tied_ones(tmp_path):
+    class Untied(GPT):
+        def __init__(self, config):
+            super().__init__(config)
+            self.lm_head.weight = torch.nn.Parameter(torch.randn(config.padded_vocab_size, 128))
+
+    tied = GPT.from_pretrained(str(ROOT / "examples" / "laptop_model"))
+    model, x = (
+        Untied.from_pretrained(str(ROOT / "examples" / "laptop_model")),
+        torch.arange(9)[None],
+    )
+    assert torch.equal(model(x)[0], tied(x)[0]) and len([*model.parameters()]) == 29
+    model.lm_head.weight.data[:257] += 1
+    copy_into(other := Untied(tied.config), model.state_dict(), "a run")
+    assert equal_bits(other.state_dict(), model.state_dict())
+    with pytest.raises(UserError, match="must equal transformer.wte.weight"):
+        copy_into(tied, model.state_dict(), "a run")
 
 
 def test_classes_are_recorded_by_file_and_name(tmp_path, monkeypatch):

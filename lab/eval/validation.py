@@ -8,17 +8,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from lab.cli import UserError, progress, require, wrap
+from lab.cli import RunError, UserError, progress, require, wrap
 from lab.data.shards import TokenShards
 from lab.data.tokenizers import Tokenizer, get_tokenizer
 from lab.files import read_lenient
 from lab.registry import tokenizer_name
+from lab.tools.verdict import lower_lr_hint
 from lab.trainer.callbacks import PeriodicCallback
 
 
 class Validation(PeriodicCallback):
     """Loss on the first cfg.val_tokens tokens of the validation split. Updates trainer.best_val and
-    links the checkpoint with the lowest loss as model_best.pt.
+    links the checkpoint with the lowest loss as model_best.pt. Raises RunError if the loss is not finite.
 
     unigram: the loss of the unigram model, which ignores context, in nats per token; set on rank 0 only,
     like bytes_per_token. tokenizer: None unless all ranks can load it."""
@@ -79,6 +80,11 @@ class Validation(PeriodicCallback):
     def __call__(self, trainer) -> dict[str, float]:
         means = self.evaluate_means(trainer)
         loss = means["loss"]
+        if not math.isfinite(loss):  # the weights are finite, but an activation overflows
+            fix = lower_lr_hint(vars(trainer.cfg))
+            raise RunError(
+                f"the validation loss is {loss} after step {trainer.step}; {fix}, or more --warmup_steps"
+            )
         on_disk = trainer.step and trainer.step == trainer.saved_step
         if on_disk and loss < trainer.best_val:
             trainer.best_val = loss

@@ -226,28 +226,34 @@ def infer_shape(state: dict[str, Tensor], config: dict[str, Any], source: str) -
 def copy_into(model: Any, state: dict[str, Tensor], source: str) -> None:
     """Copy a state dict with our names into a model, which may be on torch's meta device.
 
-    Padding rows of the model become 0, as do missing biases (nanoGPT's bias=False). Raises UserError,
-    which names `source`, for tensors that do not fit or are not finite.
+    Padding rows of the model become 0, as do missing biases (nanoGPT's bias=False). Buffers that are missing
+    stay as they are. Raises UserError, which names `source`, for tensors that do not fit or are not finite.
     """
     rows = model.config.vocab_size
     for name, value in state.items():
         if value.layout != torch.strided or value.is_meta:
             raise UserError(f"{name} of {source} must be a dense tensor with data; save it as one")
-    if HEAD in state and not torch.equal(state[HEAD][:rows], state[WTE][:rows]):
+    tied = model.lm_head.weight is model.transformer.wte.weight  # not in a model that was edited so
+    if tied and HEAD in state and not torch.equal(state[HEAD][:rows], state[WTE][:rows]):
         raise UserError(
             f"{HEAD} of {source} must equal {WTE}, because GPT-2's head is tied to the token "
             "embedding; choose another model"
         )
     if model.lm_head.weight.is_meta:
         model.to_empty(device="cpu")
-        model.lm_head.weight = model.transformer.wte.weight  # to_empty() untied them
+        if tied:
+            model.lm_head.weight = model.transformer.wte.weight  # to_empty() untied them
     params = dict(model.named_parameters())  # the tied matrix once
-    for name in sorted(state.keys() - params.keys() - {HEAD}):
+    buffers = dict(model.named_buffers())  # of an edited model
+    for name in buffers.keys() & state.keys():
+        buffers[name].copy_(state[name])
+    for name in sorted(state.keys() - params.keys() - buffers.keys() - {HEAD}):
         raise UserError(
             f"{source} has {name}, but this model has no such parameter; choose another model"
         )
     for name, p in params.items():
-        value = state.get(name)
+        # files of tied weights may lack the head
+        value = state.get(WTE if name == HEAD and HEAD not in state else name)
         if value is None and name.endswith(".bias"):
             p.zero_()
             continue

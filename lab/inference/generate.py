@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lab.cli import UserError
+from lab.cli import RunError, UserError
 from lab.data.document_mask import document_mask
 from lab.distributed import AsyncCopy
 
@@ -161,7 +161,7 @@ def sample_token(
 
     temperature 0 is greedy. top_k keeps the k most probable tokens (0: all) and those tied with the
     last of them. top_p keeps the most probable tokens until their probabilities add up to top_p
-    (nucleus sampling, Holtzman et al. 2020).
+    (nucleus sampling, Holtzman et al. 2020). Raises RunError if a probability is not finite.
     """
     if temperature < 1e-30:  # 0, or so small that the division would overflow
         return logits.argmax(dim=-1)
@@ -180,4 +180,11 @@ def sample_token(
         # may be 0 (pytorch/pytorch#192577, torch 2.13). This is the same computation with a lower bound.
         noise = torch.empty_like(probs).exponential_(generator=generator).clamp_(min=1e-30)
         return (probs / noise).argmax(dim=-1)
-    return torch.multinomial(probs, 1, generator=generator)[:, 0]
+    try:
+        return torch.multinomial(probs, 1, generator=generator)[:, 0]
+    except RuntimeError as error:
+        if probs.isfinite().all():
+            raise
+        raise RunError(
+            "the probabilities of the next token are nan; choose an earlier checkpoint or another model"
+        ) from error

@@ -155,13 +155,13 @@ def full_state_dict(tensors: Mapping[str, Tensor], world: World) -> dict[str, Te
 def shard_state_dict(
     tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Shard each tensor like the parameter of the same name in `like`. Tensors of another shape, and those
-    of parameters that are not sharded, are returned unchanged."""
+    """Shard each tensor like the parameter of the same name in `like`. Tensors of another shape, buffers, and
+    those of parameters that are not sharded are returned unchanged."""
     from torch.distributed.tensor import distribute_tensor  # as above
 
     sharded = {}
     for name, tensor in tensors.items():
-        p = like[name]
+        p = like.get(name, tensor)  # tensor: a buffer
         if is_dtensor(p) and tensor.shape == p.shape:
             tensor = distribute_tensor(tensor.to(p.device), p.device_mesh, p.placements)
         sharded[name] = tensor

@@ -28,6 +28,11 @@ class SignalHandler:
         self.terminals = [fd for fd in (1, 2) if os.isatty(fd)]
         return self
 
+    def ignore(self) -> None:
+        """Ignore further signals: the run is saved, and torchrun may repeat a signal."""
+        for number in self.previous:
+            signal.signal(number, signal.SIG_IGN)
+
     def __exit__(self, *_) -> None:
         for number, handler in self.previous.items():
             signal.signal(number, handler)
