@@ -30,7 +30,7 @@ from lab.cli import ROOT, UserError, parse_args
 from lab.data.chat import truncate_chat
 from lab.data.tokenizers import Tokenizer
 from lab.hardware import oom_hint, resolve_device
-from lab.inference.generate import KVCache, generate
+from lab.inference.generate import KVCache, generate, window
 from lab.inference.streaming import (
     QueueFullError,
     load_for_inference,
@@ -125,8 +125,7 @@ class Engine:
             raise UserError(
                 f"the answer fills the model's context of {self.block_size} tokens; start a new chat"
             )
-        # if the window is full, keep its newer half, as in lab.inference.generate
-        return ids if len(ids) <= self.block_size else ids[-(self.block_size // 2) :], dropped
+        return window(ids, self.block_size), dropped
 
     @contextlib.asynccontextmanager
     async def cache(self) -> AsyncIterator[KVCache]:
