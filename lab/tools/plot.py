@@ -248,7 +248,8 @@ def draw(runs: Sequence[str | Path], out_path: str | Path, dark: bool = False) -
     found = list(logs.values())
     learnt = len(found) == 1 and phenomena(found[0])
     in_tokens = by_tokens(found) or bool(learnt and tokens_at(found[0]))
-    panels: dict[Callable, float] = {draw_loss: 3.6}  # heights in inches
+    # heights in inches; the legend has a line for each run
+    panels: dict[Callable, float] = {draw_loss: max(3.6, 1 + 0.2 * len(found))}
     if any(column(log, "hella", "acc_norm")[0] for log in found):
         panels[draw_hellaswag] = 1.7
     if any(column(log, "blimp", "acc")[0] for log in found):
