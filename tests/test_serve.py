@@ -109,8 +109,11 @@ def server(tmp_path_factory):
     pytest.importorskip("fastapi", reason="needs requirements-serve.txt")
     server = Server(tmp_path_factory.mktemp("serve"), endless(noisy_gpt(**LAPTOP)))
     yield server
-    server.process.signal(signal.SIGINT)
-    assert server.process.wait(20) in (0, 130), server.process.stderr
+    endless_text = dict(prompt=["a"] * 20, max_tokens=MAX_NEW_TOKENS, stream=True)
+    with server.begin("/v1/completions", endless_text) as answer:
+        assert answer.readline()
+        server.process.signal(signal.SIGINT)
+        assert server.process.wait(20) in (0, 130), server.process.stderr
     assert "Traceback" not in server.process.stderr, server.process.stderr
 
 
