@@ -397,6 +397,21 @@ def test_candidates_by_keyboard(chromium, laptop):
 
 
 @pytest.mark.slow
+def test_a_token_selected_while_the_model_writes_stays_and_the_others_are_colored(chromium, laptop):
+    tab = ModelPage(chromium, laptop)
+    tab.set(max_tokens=300, seed=5, top_k=0)
+    tab.page.fill("#prompt", "def ma")
+    tab.page.click("#go")
+    tab.page.wait_for_function("() => p.length > 30")
+    tab.js("select(20)")
+    count = len(tab.done())
+    assert tab.js("selected") == 20 and count > 40
+    shades = "[...$('tokens').children].map(one => +one.style.getPropertyValue('--s'))"
+    wanted = "p.map(p => Math.min(1, -Math.log2(p) / 10))"
+    assert tab.js(shades) == pytest.approx(tab.js(wanted), abs=1e-3) and tab.wrong == []
+
+
+@pytest.mark.slow
 def test_undo_leads_back_to_each_text_before(chromium, laptop):
     tab = ModelPage(chromium, laptop)
     tab.set(max_tokens=20, seed=1)
