@@ -299,7 +299,8 @@ def main(argv: list[str]) -> None:
 
         # run directories; default: the newest run
         runs: Annotated[tuple[Path, ...], Positional, arg(metavar="[RUN ...]")] = ()
-        out: str = ""  # .png, .svg or .pdf file; default: loss.png in the first run's directory
+        # .png, .svg or .pdf file; default: loss.png, or loss_with_OTHERS.png, in the first run's directory
+        out: str = ""
         dark: bool = False  # light lines on a dark background
 
     cfg = parse_args(Config, argv)
