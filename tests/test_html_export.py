@@ -89,6 +89,12 @@ def test_the_command_writes_the_page_of_a_run(tmp_path):
     assert title.sub("", (tmp_path / "again.html").read_text()) == title.sub("", html)
 
 
+def test_the_current_folder_as_a_model_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(LAPTOP)
+    export(".", html=tmp_path / "page.html")
+    assert "<title>laptop_model, a GPT-2 with 446k" in (tmp_path / "page.html").read_text()
+
+
 def test_models_that_a_page_cannot_run_are_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     large = dict(n_layer=1, n_head=1, block_size=8)
