@@ -251,6 +251,10 @@ def serve(cfg: Config) -> None:
     )  # fmt: skip
     print(f"{source} on {device}: http://{host}:{port}   (press Ctrl-C to quit)", flush=True)
     config = uvicorn.Config(
-        app, log_level="warning", limit_concurrency=1000, timeout_graceful_shutdown=2
+        app,
+        log_level="warning",
+        limit_concurrency=1000,
+        timeout_graceful_shutdown=2,
+        lifespan="off",
     )
     uvicorn.Server(config).run(sockets=[server_socket])
