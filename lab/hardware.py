@@ -10,16 +10,23 @@ import torch
 from lab.cli import UserError, is_oom, wrap
 from lab.files import first_line
 
-# name: (dense 16-bit peak in TFLOP/s with 32-bit accumulation, from the vendors' datasheets; memory of
-# the smallest variant in GiB, as shown by nvidia-smi). The first match wins. GDDR memory with error
-# correction shows 15/16 of its size (T4, L4, A10, L40S: modal-labs/modal-client, pull 2797).
+# name: (dense 16-bit peak in TFLOP/s with 32-bit accumulation, memory of the smallest variant in GiB, as
+# shown by nvidia-smi). The first match wins. Peaks are from the vendors' datasheets, those of GeForce cards
+# from the numbers of multiprocessors on NVIDIA's product pages: 512 FLOP per cycle, times the boost clock.
+# GDDR memory with error correction shows 15/16 of its size (T4, L4, A10, L40S: modal-labs/modal-client, pull
+# 2797).
 GPUS = {
     "B200": (2250, 180), "GH200": (989, 96), "H200": (989, 141), "H100 PCIe": (756, 80),
     "H100 NVL": (835, 94), "H100": (989, 80), "H800": (989, 80), "A100": (312, 40), "A800": (312, 40),
     "L40S": (362, 45), "L40": (181, 45), "L4": (121, 22.5), "A40": (150, 45), "A30": (165, 24),
-    "A10G": (70, 22.5), "A10": (125, 22.5), "RTX A6000": (155, 48), "RTX 6000 Ada": (364, 48),
-    "RTX 5090": (210, 32), "RTX 4090": (165, 24), "RTX 4080": (97, 16), "RTX 3090": (71, 24),
-    "V100": (125, 16), "T4": (65, 15),
+    "A10G": (70, 22.5), "A10": (125, 22.5), "V100": (125, 16), "T4": (65, 15),
+    "RTX A6000": (155, 48), "RTX 6000 Ada": (364, 48),
+    "RTX 5090": (210, 32), "RTX 5080": (113, 16), "RTX 5070 Ti": (88, 16), "RTX 5070": (62, 12),
+    "RTX 5060 Ti": (47, 8), "RTX 5060": (38, 8), "RTX 4090": (165, 24), "RTX 4080 SUPER": (104, 16),
+    "RTX 4080": (97, 16), "RTX 4070 Ti SUPER": (88, 16), "RTX 4070 Ti": (80, 12),
+    "RTX 4070 SUPER": (71, 12), "RTX 4070": (58, 12), "RTX 4060 Ti": (44, 8), "RTX 4060": (30, 8),
+    "RTX 3090 Ti": (80, 24), "RTX 3090": (71, 24), "RTX 3080 Ti": (68, 12), "RTX 3080": (60, 10),
+    "RTX 3070 Ti": (43, 8), "RTX 3070": (41, 8), "RTX 3060 Ti": (32, 8), "RTX 3060": (25, 12),
 }  # fmt: skip
 # words in the names of variants that are not in the table
 UNLISTED_VARIANTS = ("Laptop", "Ti", "SUPER", "D", "MIG", "H200 NVL", "H800 PCIe")
@@ -29,10 +36,10 @@ def peak_flops(device: torch.device) -> float | None:
     """The GPU's dense 16-bit peak in FLOP/s, or None if it is not in the table."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     words = set(name.replace("-", " ").split())
-    if any(set(chip.split()) <= words for chip in UNLISTED_VARIANTS):
+    gpu = next((gpu for gpu in GPUS if set(gpu.split()) <= words), None)
+    if gpu is None or any(set(v.split()) <= words and v not in gpu for v in UNLISTED_VARIANTS):
         return None
-    found = [peak * 1e12 for gpu, (peak, _) in GPUS.items() if set(gpu.split()) <= words]
-    return found[0] if found else None
+    return GPUS[gpu][0] * 1e12
 
 
 def resolve_device(name: str, local_rank: int) -> torch.device:

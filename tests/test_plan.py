@@ -159,11 +159,20 @@ def test_named_gpus(monkeypatch):
     wrong = ["", " ", "24", "foo", "H100 H200", "H100, H200", "foo 24GB", "RTX 4090 Laptop 16GB"]
     wrong += ["H200 NVL", "RTX\n4090", "0GB", "-5GB", "1e9GB", "\u0663GB", "9" * 400 + "GB"]
     for text in wrong:
-        with pytest.raises(UserError, match="gpu=.* is not one of B200") as error:
+        with pytest.raises(
+            UserError, match="gpu=.* is not in the list of .*; a memory size works too"
+        ) as error:
             plan.named_gpu(text)
         assert "\n" not in str(error.value)
-    others = ("H200 NVL", "H100 80GB HBM3 MIG 1g.10gb", "GeForce RTX 4090 Laptop GPU")
-    for name, tflops in (("H200", 989), ("H100 PCIe", 756), *((other, None) for other in others)):
+    others = ("H200 NVL", "H100 80GB HBM3 MIG 1g.10gb", "GeForce RTX 4090 Laptop GPU", "RTX 4090 D")
+    others += ("GeForce RTX 4070 Ti Laptop GPU", "GeForce RTX 2080 Ti", "H800 PCIe")
+    known = (
+        ("H200", 989),
+        ("H100 PCIe", 756),
+        ("GeForce RTX 4070 Ti SUPER", 88),
+        ("GeForce RTX 3060", 25),
+    )
+    for name, tflops in (*known, *((other, None) for other in others)):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: f"NVIDIA {name}")
         assert peak_flops(torch.device("cuda")) == (tflops and tflops * 1e12), name
 
@@ -202,7 +211,7 @@ def test_table_in_docs_is_what_the_command_prints(capsys):
     text = (ROOT / "docs/SYSTEMS.md").read_text().partition('id="computed"')[2]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
     rows = [row for row in rows if len(row) == 7][2:]
-    assert len(rows) == 9
+    assert len(rows) == 13
     for gpu, gib, precision, size, memory_peak, speed, hours in rows:
         plan.main(["--preset", "gpt2", "--max_steps", "1716", "--gpu", gpu])
         printed = " ".join(capsys.readouterr().out.split())
@@ -210,6 +219,7 @@ def test_table_in_docs_is_what_the_command_prints(capsys):
         said += [f"The peak is {memory_peak} GiB", f"speed {speed or 'no forecast'}"]
         said += [f"time {hours} hours for 1,716 steps, 900M tokens"] if hours else []
         assert [part for part in said if part not in printed] == [], (gpu, printed)
+        assert ("$" in printed) == (bool(hours) and "RTX" not in gpu)  # RTX cards have no price
 
 
 def test_no_forecast_for_a_model_too_small_for_the_gpu(capsys):

@@ -53,7 +53,8 @@ MFU = 0.4  # assumed for another GPU, if a micro-step takes at least a milliseco
 SCALING = {"ddp": 0.95, "less": 0.97, "fsdp2": 0.92}
 WITHOUT_BF16 = ("V100", "T4")
 # GPUs before Ada and Hopper, which have no 8-bit matmuls
-WITHOUT_FP8 = (*WITHOUT_BF16, "A100", "A800", "A40", "A30", "A10G", "A10", "RTX A6000", "RTX 3090")
+WITHOUT_FP8 = (*WITHOUT_BF16, "A100", "A800", "A40", "A30", "A10G", "A10", "RTX A6000")
+WITHOUT_FP8 += tuple(gpu for gpu in GPUS if gpu.startswith("RTX 30"))
 
 # -------------------------------------------------------------------------------------- 1. the GPU
 
@@ -75,7 +76,8 @@ def named_gpu(text: str) -> GPU:
     if (name not in known if name else not size) or (size and float(size) <= 0):
         text = " ".join(text.split())[:40]
         raise UserError(
-            f"gpu={text} is not one of {', '.join(GPUS)}; a memory size works too: --gpu 24GB"
+            f"gpu={text} is not in the list of `python -m lab plan --help`; a memory size works too: "
+            "--gpu 24GB"
         )
     tflops, gib = GPUS[known[name]] if name else (None, 0.0)
     return GPU(known.get(name, "a GPU"), float(size) if size else gib, tflops)
@@ -264,9 +266,12 @@ def print_forecast(s: MemorySpec, gpu: GPU, args: argparse.Namespace) -> None:
         f"{duration} for {s.cfg.max_steps:,} steps, {short(tokens)} tokens; evaluation and saving are "
         "not included",
     )
-    if s.device_type == "cuda":
-        cost = f"${hours * args.gpus * args.price:,.2f}"
-        print_row("money", f"{cost} at ${args.price:g} per rented GPU-hour (--price)")
+    price = args.price
+    if price is None:  # RTX cards are usually not rented
+        price = 3.0 if s.device_type == "cuda" and "RTX" not in gpu.name else 0.0
+    if price:
+        cost = f"${hours * args.gpus * price:,.2f}"
+        print_row("money", f"{cost} at ${price:g} per rented GPU-hour (--price)")
 
 
 # -------------------------------------------------------------------------------- 4. command line
@@ -281,12 +286,12 @@ def overrides(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--gpu", help=gpus)
     parser.add_argument("--gpus", type=int, default=1, help="number of GPUs (1)")
     parser.add_argument("--mfu", type=float, help=f"fraction of that GPU's peak to assume ({MFU})")
-    parser.add_argument("--price", type=float, default=3.0, help="dollars per GPU-hour (3)")
+    parser.add_argument("--price", type=float, help="dollars per GPU-hour (3; RTX cards: 0)")
     parser.add_argument("--preset", help=f"one of train_gpt2.py's: {', '.join(PROGRAM.PRESETS)}")
     args, rest = parser.parse_known_args(argv)
     if args.gpus < 1:
         raise UserError(f"gpus={args.gpus} must be at least 1")
-    if not 0 <= args.price < math.inf:
+    if args.price is not None and not 0 <= args.price < math.inf:
         raise UserError(f"price={args.price:g} must be a finite number of dollars, at least 0")
     if args.mfu is not None and not 0 < args.mfu <= 1:
         raise UserError(
